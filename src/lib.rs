@@ -21,6 +21,7 @@ pub mod metrics;
 pub mod mps;
 pub mod nvml;
 pub mod picture;
+mod registration;
 pub mod runtime;
 pub mod takeover;
 pub mod uds;

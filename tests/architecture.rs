@@ -45,7 +45,7 @@ const CORE: [&str; 12] = [
 ];
 
 /// Mechanisms that adapters share. They know nothing of ours but the core, and may be named by every module.
-const SHARED: [&str; 5] = ["files", "grpc", "inotify", "picture", "uds"];
+const SHARED: [&str; 6] = ["files", "grpc", "inotify", "picture", "registration", "uds"];
 
 /// Words that only some files may say: the word, and how their paths begin.
 const RESERVED: [(&str, &[&str]); 13] = [

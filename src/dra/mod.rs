@@ -3,7 +3,7 @@
 //! Owns two sockets: the registration socket, which the kubelet finds in `plugins_registry`, and the one with the
 //! services DRAPlugin and DRAResourceHealth; further the checkpoints of prepared claims. The runtime makes a [`Plugin`]
 //! and owns the task that runs it; this module starts no task. Wire types stop at `registration.rs`, `service.rs` and
-//! `health.rs`. `machine` decides what to do next with sockets and kubelet, and `life` does it; which devices a claim
+//! `health.rs`. The life with the kubelet is `registration`'s, with this plugin's `handshake`; which devices a claim
 //! gets is decided in the core (`claims`), carried out by `door` (MIG devices made for it: `mig`, MPS
 //! control daemons: `mps`), and kept by `store`.
 //!
@@ -13,9 +13,9 @@
 mod api;
 mod claim_json;
 mod door;
+mod handshake;
 mod health;
 mod life;
-mod machine;
 mod metrics;
 mod mig;
 mod mps;
@@ -37,7 +37,6 @@ use crate::publish::injection::{HostDevices, InjectionOptions};
 use crate::state::{NodeState, PreparedClaim};
 use crate::uds::Callers;
 use door::Door;
-use life::Life;
 
 pub use api::{
     ApiSide, ClaimQuery, ClaimQueryError, Client, MigAnswer, MigRequest, MpsLink, MpsOrders, MpsServed, StoredPool,
@@ -332,7 +331,7 @@ impl Plugin {
     ) -> Result<(), PluginError> {
         let Self { settings, observer, phase, prepared } = self;
         let door = Door::open(Arc::clone(&settings), Arc::clone(&observer), snapshot.clone(), claims, prepared).await?;
-        Life::new(settings, Arc::new(door), snapshot, observer, phase).live(&shutdown).await;
+        life::live(settings, Arc::new(door), snapshot, observer, phase, &shutdown).await;
         Ok(())
     }
 }

@@ -1,33 +1,26 @@
 //! One session with the kubelet: our two sockets, their servers and connections.
 //!
-//! Made and driven by `life`, as the machine decides. All of it ends when it is dropped: the sockets are removed, streams
-//! end, connections break.
+//! Made by `life` and driven by the executor of the registration. All of it ends when it is dropped: the sockets are
+//! removed, streams end, connections break.
 
 use std::fs;
-use std::io;
 use std::path::{Path, PathBuf};
-use std::pin::Pin;
 use std::sync::Arc;
 
-use futures_util::future::OptionFuture;
-use thiserror::Error;
 use tokio::sync::{mpsc, watch};
-use tokio_util::sync::{CancellationToken, DropGuard};
 use tonic::service::Routes;
-use tower::layer::layer_fn;
-use tower::service_fn;
 
 use super::door::Door;
+use super::handshake::{DraHandshake, Input, OwnInput};
 use super::health::HealthService;
-use super::machine::Input;
 use super::registration::RegistrationService;
 use super::service::Service;
 use super::{Observer, Occurrence, Settings};
-use crate::errors::chain;
-use crate::grpc::{Refusal, Report, Rpc, accepted, observed};
+use crate::grpc::{Refusal, Rpc};
 use crate::names::shortened;
+use crate::registration::{BindError, Servers, Session, bind, is_number};
 use crate::state::NodeState;
-use crate::uds::{self, LONGEST_PATH, Listener, SocketFile};
+use crate::uds::LONGEST_PATH;
 use linkwise_kubelet_api::dra::v1::dra_plugin_server::DraPluginServer;
 use linkwise_kubelet_api::dra_health::v1::dra_resource_health_server::DraResourceHealthServer as HealthV1;
 use linkwise_kubelet_api::dra_health::v1alpha1::dra_resource_health_server::DraResourceHealthServer as HealthV1Alpha1;
@@ -43,12 +36,6 @@ const KUBELETS_REGISTRY: &str = "/var/lib/kubelet/plugins_registry";
 const KUBELETS_PLUGINS: &str = "/var/lib/kubelet/plugins";
 /// Verdicts of the kubelet that may wait.
 const VERDICTS: usize = 16;
-
-/// A future on the heap.
-pub(super) type Held<T> = Pin<Box<dyn Future<Output = T> + Send>>;
-
-/// A server until its end.
-type Server = Held<Result<(), tonic::transport::Error>>;
 
 /// The file name of a registration socket with this number.
 ///
@@ -77,36 +64,19 @@ pub fn is_registration_socket(name: &str) -> bool {
 /// Whether a file name is one of ours, of whatever start: with these characters after the number.
 fn is_ours(name: &str, follows: impl Fn(&str) -> bool) -> bool {
     let rest = name.strip_prefix(PREFIX).and_then(|rest| rest.split_at_checked(8));
-    rest.is_some_and(|(number, rest)| number.bytes().all(|byte| byte.is_ascii_hexdigit()) && follows(rest))
-}
-
-/// Why a session could not begin.
-#[derive(Debug, Error)]
-pub(super) enum BindError {
-    #[error("cannot make the folder {folder}")]
-    Make { folder: String, source: io::Error },
-    #[error("cannot remove dead sockets from {folder}")]
-    Folder { folder: String, source: io::Error },
-    #[error("cannot bind a socket in {folder}")]
-    Bind { folder: String, source: io::Error },
+    rest.is_some_and(|(number, rest)| is_number(number) && follows(rest))
 }
 
 /// Sockets of ours that are served.
-pub(super) struct Session {
-    registration: Option<SocketFile>,
-    services: Option<SocketFile>,
-    registrar: Option<Server>,
-    server: Option<Server>,
+pub(super) struct PluginSession {
+    servers: Servers,
     verdicts: mpsc::Receiver<Result<(), String>>,
     connections: watch::Receiver<usize>,
-    end: CancellationToken,
-    cut: CancellationToken,
-    _guards: [DropGuard; 2],
 }
 
-impl Session {
+impl PluginSession {
     /// Removes dead predecessors' sockets, binds ours with this random number in their names and serves them.
-    pub async fn begin(
+    pub fn begin(
         settings: Arc<Settings>,
         door: Arc<Door>,
         snapshot: watch::Receiver<Arc<NodeState>>,
@@ -115,135 +85,68 @@ impl Session {
     ) -> Result<Self, BindError> {
         let number = u32::try_from(random & 0xFFFF_FFFF).unwrap_or_default();
         let folder = service_folder(&settings.plugins, &settings.driver);
-        let shown = |folder: &Path| folder.display().to_string();
-        fs::create_dir_all(&folder).map_err(|source| BindError::Make { folder: shown(&folder), source })?;
+        let in_folder = |source| BindError::Make { folder: folder.display().to_string(), source };
+        fs::create_dir_all(&folder).map_err(in_folder)?;
         // Unique to this start: a kubelet that sees a socket come again at a path it knows may miss it.
         let endpoint = folder.join(format!("{PREFIX}{number:08x}.sock"));
-        let (services, listener) = bind(&endpoint, &settings, |name| is_ours(name, |rest| rest == ".sock"))?;
+        let bound = bind(&endpoint, &settings.callers, |name| is_ours(name, |rest| rest == ".sock"))?;
 
-        let (end, cut) = (CancellationToken::new(), CancellationToken::new());
-        let (open, connections) = watch::channel(0);
-        let service = Service(Arc::clone(&door));
+        let (refused, ended) = (Arc::clone(&observer), Arc::clone(&observer));
+        let refused = move |refusal| {
+            refused(match refusal {
+                Refusal::Caller(peer) => Occurrence::Refused { uid: peer.uid, pid: peer.pid },
+                Refusal::NotAccepted(why) => Occurrence::NotAccepted(why),
+            });
+        };
+        let ended =
+            move |Rpc { method, code, elapsed, parent }| ended(Occurrence::Rpc { method, code, elapsed, parent });
+        let mut servers = Servers::new(Arc::new(refused), Arc::new(ended));
         let health = HealthService {
             settings: Arc::clone(&settings),
-            door,
+            door: Arc::clone(&door),
             snapshot,
-            observer: Arc::clone(&observer),
+            observer,
             streams: watch::Sender::default(),
-            end: end.clone(),
+            end: servers.end_of_streams(),
         };
-        let serving = Serving { observer, end: end.clone(), cut: cut.clone() };
-        let routes = Routes::new(DraPluginServer::new(service))
+        let routes = Routes::new(DraPluginServer::new(Service(door)))
             .add_service(HealthV1::new(health.clone()))
             .add_service(HealthV1Alpha1::new(health));
-        let server = serving.server(listener, open, routes);
+        let (open, connections) = watch::channel(0);
+        servers.serve(bound, open, routes);
 
         // Last: the kubelet asks as soon as it sees this socket.
         let (sender, verdicts) = mpsc::channel(VERDICTS);
-        let registrar = RegistrationService {
+        let registration = RegistrationService {
             driver: settings.driver.clone(),
             endpoint: endpoint.display().to_string(),
             verdicts: sender,
         };
         let path = settings.registry.join(registration_name(&settings.registry, &settings.driver, number));
-        let (registration, listener) = bind(&path, &settings, is_registration_socket)?;
-        let routes = Routes::new(RegistrationServer::new(registrar));
-        let registrar = serving.server(listener, watch::Sender::default(), routes);
+        let bound = bind(&path, &settings.callers, is_registration_socket)?;
+        servers.serve(bound, watch::Sender::default(), Routes::new(RegistrationServer::new(registration)));
+        Ok(Self { servers, verdicts, connections })
+    }
+}
 
-        let _guards = [end.clone().drop_guard(), cut.clone().drop_guard()];
-        Ok(Self {
-            registration: Some(registration),
-            services: Some(services),
-            registrar: Some(registrar),
-            server: Some(server),
-            verdicts,
-            connections,
-            end,
-            cut,
-            _guards,
-        })
+impl Session for PluginSession {
+    type Handshake = DraHandshake;
+
+    fn servers(&mut self) -> &mut Servers {
+        &mut self.servers
     }
 
-    /// Whether our sockets are still the files that were bound.
-    pub fn has_sockets(&self) -> bool {
-        [&self.registration, &self.services].iter().all(|file| file.as_ref().is_some_and(SocketFile::is_in_place))
-    }
+    fn others(_: Option<&mut Self>) {}
 
-    /// Removes the sockets, ends the streams, accepts no more connections and asks the open ones to close.
-    pub fn end(&mut self) {
-        (self.registration, self.services) = (None, None);
-        self.end.cancel();
-    }
-
-    /// Breaks the connections that are still open.
-    pub fn cut(&self) {
-        self.cut.cancel();
-    }
-
-    /// The next thing that happens. Cancel-safe. The servers accept connections only while this is awaited. They end
-    /// after their last connection is closed.
-    pub async fn next(&mut self) -> Input {
-        let ended = |result: Result<(), tonic::transport::Error>| {
-            Input::ServerEnded(result.map_or_else(|error| chain(&error), |()| "without an error".to_owned()))
-        };
-        if self.registrar.is_none() && self.server.is_none() {
-            return Input::Closed;
-        }
+    async fn next(&mut self) -> Input {
         tokio::select! {
             biased;
-            Some(result) = OptionFuture::from(self.registrar.as_mut()) => {
-                self.registrar = None;
-                ended(result)
+            ended = self.servers.next() => ended.map_or(Input::Closed, Input::ServerEnded),
+            Some(verdict) = self.verdicts.recv() => Input::Registered(verdict),
+            Ok(()) = self.connections.changed() => {
+                Input::Own(OwnInput::Connections(*self.connections.borrow_and_update()))
             }
-            Some(result) = OptionFuture::from(self.server.as_mut()) => {
-                self.server = None;
-                ended(result)
-            }
-            Some(verdict) = self.verdicts.recv() => Input::Notified(verdict),
-            Ok(()) = self.connections.changed() => Input::Connections(*self.connections.borrow_and_update()),
         }
-    }
-}
-
-/// Removes dead sockets of ours beside a path and listens there.
-fn bind(path: &Path, settings: &Settings, ours: impl Fn(&str) -> bool) -> Result<(SocketFile, Listener), BindError> {
-    let folder = path.parent().unwrap_or(Path::new("."));
-    let shown = || folder.display().to_string();
-    uds::remove_dead(folder, ours).map_err(|source| BindError::Folder { folder: shown(), source })?;
-    let bound = uds::listen(path, settings.callers.clone());
-    bound.map_err(|source| BindError::Bind { folder: shown(), source })
-}
-
-/// What both servers share.
-struct Serving {
-    observer: Observer,
-    end: CancellationToken,
-    cut: CancellationToken,
-}
-
-impl Serving {
-    fn server(&self, listener: Listener, open: watch::Sender<usize>, routes: Routes) -> Server {
-        let observer = Arc::clone(&self.observer);
-        let refused: Report<Refusal> = Arc::new(move |refusal| {
-            observer(match refusal {
-                Refusal::Caller(peer) => Occurrence::Refused { uid: peer.uid, pid: peer.pid },
-                Refusal::NotAccepted(why) => Occurrence::NotAccepted(why),
-            });
-        });
-        let observer = Arc::clone(&self.observer);
-        let ended: Report<Rpc> = Arc::new(move |Rpc { method, code, elapsed, parent }| {
-            observer(Occurrence::Rpc { method, code, elapsed, parent })
-        });
-        let layer = layer_fn(move |service: Routes| {
-            let ended = Arc::clone(&ended);
-            service_fn(move |request| observed(service.clone(), request, Arc::clone(&ended)))
-        });
-        let connections = accepted(listener, self.cut.clone(), open, refused);
-        let server = tonic::transport::Server::builder()
-            .layer(layer)
-            .add_routes(routes)
-            .serve_with_incoming_shutdown(connections, self.end.clone().cancelled_owned());
-        Box::pin(server)
     }
 }
 

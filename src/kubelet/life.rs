@@ -1,26 +1,23 @@
-//! Executes the machine's decisions: checks the files, serves the session, makes the calls, keeps the time.
+//! The device plugin of one resource, as the executor of its life sees it: the kubelet's socket, the calls to the kubelet,
+//! the occurrences.
 //!
-//! A [`Plugin`] is one resource's. All its work is done in the task of [`Plugin::run`], which the runtime owns; only
-//! tonic's connections have tasks of their own, which the session ends. `machine` alone decides what to do next.
+//! All its work is done in the task of [`Plugin::run`], which the runtime owns.
 
-use std::collections::hash_map::RandomState;
-use std::hash::{BuildHasher, Hasher};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use futures_util::future::OptionFuture;
-use futures_util::stream::{FuturesUnordered, StreamExt};
 use thiserror::Error;
 use tokio::sync::watch;
-use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-use super::machine::{Action, Input, Limits, Machine, Moment};
-use super::session::{Held, Session};
+use super::handshake::{DevicePluginHandshake, Input, Limits, OwnAction, OwnInput};
+use super::session::PluginSession;
 use super::{Occurrence, Phase, Report, Settings, Sources, pod_resources, register, unname};
 use crate::errors::chain;
-use crate::inotify::Changes;
+use crate::registration::{
+    self, BindError, Executor, Held, LifeEvent, Registrant, RegistrationMachine, Watching, random,
+};
 use crate::state::{NodeState, ResourceName};
 use crate::uds::FileId;
 
@@ -59,187 +56,108 @@ impl Plugin {
         let socket = &settings.kubelet_socket;
         let folder = socket.parent().filter(|folder| !folder.as_os_str().is_empty()).map(Path::to_owned);
         let folder = folder.ok_or_else(|| NoFolder(socket.clone()))?;
+        let limits = registration::Limits { close: CLOSE_TIMEOUT, longest_pause: settings.longest_pause };
+        let handshake = DevicePluginHandshake::new(Limits {
+            register: settings.register_timeout,
+            stream: settings.stream_timeout,
+            confirm: settings.confirm_timeout,
+        });
+        let machine = RegistrationMachine::new(limits, Phase::WaitingForKubelet, handshake, random());
         let Sources { snapshot, observer, renew } = sources;
         let named = resource.clone();
-        let life = Life {
-            changes: Changes::of(&folder, settings.poll, settings.inotify),
-            machine: Machine::new(Limits {
-                register: settings.register_timeout,
-                stream: settings.stream_timeout,
-                confirm: settings.confirm_timeout,
-                close: CLOSE_TIMEOUT,
-                longest_pause: settings.longest_pause,
-            }),
-            report: Arc::new(move |occurrence| observer(&named, occurrence)),
-            begin: Instant::now(),
-            session: None,
-            calls: FuturesUnordered::new(),
-            resource,
-            settings,
-            snapshot,
-            renew,
-            phase,
-            folder,
-        };
-        life.live(&shutdown).await;
+        let report: Report = Arc::new(move |occurrence| observer(&named, occurrence));
+        let watching = Watching { folder, poll: settings.poll, inotify: settings.inotify };
+        let folder = watching.folder.clone();
+        let registrant = DevicePlugin { resource, settings, snapshot, report, renew, folder };
+        Executor::new(registrant, machine, phase, watching).live(&shutdown).await;
         Ok(())
     }
 }
 
-/// The machine, and what it acts on.
-struct Life {
+/// The plugin, and what its calls need.
+struct DevicePlugin {
     resource: ResourceName,
     settings: Arc<Settings>,
     snapshot: watch::Receiver<Arc<NodeState>>,
     report: Report,
     renew: watch::Receiver<u64>,
-    phase: watch::Sender<Phase>,
     folder: PathBuf,
-    begin: Instant,
-    machine: Machine,
-    changes: Changes,
-    session: Option<Session>,
-    /// What was begun and has no answer yet; a bind that succeeded answers with its session too.
-    calls: FuturesUnordered<Held<(Input, Option<Session>)>>,
 }
 
-impl Life {
-    async fn live(mut self, shutdown: &CancellationToken) {
-        (self.report)(Occurrence::Phase(self.machine.phase()));
-        self.check();
-        let mut ending = false;
-        while !self.machine.is_over() {
-            tokio::select! {
-                biased;
-                () = shutdown.cancelled(), if !ending => {
-                    ending = true;
-                    self.feed(Input::Shutdown);
-                }
-                input = self.next() => match input {
-                    None => self.check(),
-                    // The files explain best why a stream or a server ended.
-                    Some(input @ (Input::Streams(_) | Input::ServerEnded(_))) => {
-                        self.check();
-                        self.feed(input);
-                    }
-                    Some(input) => self.feed(input),
-                },
-            }
-        }
-    }
-
-    /// The next input; `None`: the files are to be checked. The timer comes last: after a suspension of this process,
-    /// answers that have arrived count before deadlines that have passed.
-    async fn next(&mut self) -> Option<Input> {
-        let timer = self.machine.wake().map(|wake| tokio::time::sleep_until(self.begin + wake));
-        let session = self.session.as_mut().map(Session::next);
-        tokio::select! {
-            biased;
-            () = self.changes.next() => None,
-            Ok(()) = self.renew.changed() => Some(Input::Renew),
-            Some((answer, bound)) = self.calls.next() => {
-                self.session = bound.or(self.session.take());
-                Some(answer)
-            }
-            Some(happened) = OptionFuture::from(session) => {
-                self.session.take_if(|_| matches!(happened, Input::Closed));
-                Some(happened)
-            }
-            Some(()) = OptionFuture::from(timer) => Some(Input::Tick),
-        }
-    }
-
-    fn check(&mut self) {
-        let settings = &self.settings;
-        // inotify watches or file descriptors may have been exhausted.
-        let unwatched = settings.inotify && !self.changes.has_inotify();
-        if unwatched || !self.changes.follows(&self.folder) {
-            self.changes = Changes::of(&self.folder, settings.poll, settings.inotify);
-        }
-        let socket = &settings.kubelet_socket;
-        let kubelet = FileId::of_socket(socket).ok_or_else(|| absence(&self.folder, socket));
-        let own = self.session.as_ref().is_some_and(Session::has_socket);
-        let predecessor = self.session.as_mut().is_some_and(Session::has_predecessor);
-        self.feed(Input::Checked { kubelet, own, predecessor });
-    }
-
-    fn feed(&mut self, input: Input) {
-        let moment = Moment { now: self.begin.elapsed(), jitter: random() };
-        let (machine, actions) = self.machine.clone().step(input, moment);
-        self.machine = machine;
-        for action in actions {
-            self.perform(action);
-        }
-        let phase = self.machine.phase();
-        if self.phase.send_replace(phase) != phase {
-            (self.report)(Occurrence::Phase(phase));
-        }
-    }
-
-    /// Registers our socket by one of its names, or reports why it has none.
-    fn register(&self, name: Result<String, String>) {
-        let Some(session) = &self.session else { return };
+impl DevicePlugin {
+    /// Registers a session's socket by one of its names.
+    fn register(&self, session: &PluginSession, name: String) -> Held<Input> {
         let (resource, settings) = (self.resource.clone(), Arc::clone(&self.settings));
         let kubelet = Arc::clone(&session.kubelet);
-        self.calls.push(Box::pin(async move {
-            let answer = match name {
-                Ok(name) => register::register(&settings.kubelet_socket, &name, &resource, &kubelet).await,
-                Err(error) => return (Input::Registered(Err(error)), None),
-            };
-            (Input::Registered(answer.map_err(|error| chain(&error))), None)
-        }));
+        Box::pin(async move {
+            let answer = register::register(&settings.kubelet_socket, &name, &resource, &kubelet).await;
+            Input::Registered(answer.map_err(|error| chain(&error)))
+        })
+    }
+}
+
+impl Registrant for DevicePlugin {
+    type Handshake = DevicePluginHandshake;
+    type Session = PluginSession;
+
+    fn report(&self, event: LifeEvent<Phase>) {
+        (self.report)(match event {
+            LifeEvent::Phase(phase) => Occurrence::Phase(phase),
+            LifeEvent::Waiting(why) => Occurrence::Waiting(why),
+            LifeEvent::Registered(result) => Occurrence::Registered(result),
+            LifeEvent::Ended(why) => Occurrence::Ended(why),
+        });
     }
 
-    fn perform(&mut self, action: Action) {
+    fn kubelet(&self) -> Result<FileId, String> {
+        let socket = &self.settings.kubelet_socket;
+        FileId::of_socket(socket).ok_or_else(|| absence(&self.folder, socket))
+    }
+
+    fn bind(&self, random: u64) -> Held<Result<(bool, PluginSession), BindError>> {
         let (resource, settings) = (self.resource.clone(), Arc::clone(&self.settings));
-        match action {
-            Action::Bind => {
-                let (snapshot, report) = (self.snapshot.clone(), Arc::clone(&self.report));
-                self.calls.push(Box::pin(async move {
-                    match Session::begin(resource, settings, snapshot, report, random()).await {
-                        Ok(mut session) => (Input::Bound(Ok(session.has_predecessor())), Some(session)),
-                        Err(error) => (Input::Bound(Err(chain(&error))), None),
-                    }
-                }));
-            }
-            Action::Register => {
-                let Some(session) = &self.session else { return };
-                self.register(Ok(session.name.clone()));
-            }
-            Action::Renew => {
-                let Some(session) = &mut self.session else { return };
-                let name = session.rename(&settings, &resource, random());
-                self.register(name.map_err(|error| format!("our socket cannot have another name: {error}")));
-            }
-            Action::Unname => {
-                self.calls.push(Box::pin(async move {
-                    let answer = unname::unname(&settings, &resource, random()).await;
-                    (Input::Unnamed(answer.map_err(|error| chain(&error))), None)
-                }));
-            }
-            Action::Ask => {
+        let (snapshot, report) = (self.snapshot.clone(), Arc::clone(&self.report));
+        Box::pin(async move {
+            let mut session = PluginSession::begin(resource, settings, snapshot, report, random)?;
+            Ok((session.has_predecessor(), session))
+        })
+    }
+
+    fn perform(&self, action: OwnAction, session: &mut PluginSession) -> Option<Held<Input>> {
+        let (resource, settings) = (self.resource.clone(), Arc::clone(&self.settings));
+        Some(match action {
+            OwnAction::Register => self.register(session, session.name.clone()),
+            OwnAction::Renew => match session.rename(&settings, &resource, random()) {
+                Ok(name) => self.register(session, name),
+                Err(error) => {
+                    let why = format!("our socket cannot have another name: {error}");
+                    Box::pin(std::future::ready(Input::Registered(Err(why))))
+                }
+            },
+            OwnAction::Unname => Box::pin(async move {
+                let answer = unname::unname(&settings, &resource, random()).await;
+                Input::Own(OwnInput::Unnamed(answer.map_err(|error| chain(&error))))
+            }),
+            OwnAction::Ask => {
                 let snapshot = self.snapshot.clone();
-                self.calls.push(Box::pin(async move {
+                Box::pin(async move {
                     let socket = settings.pod_resources_socket.as_deref();
-                    (Input::Listed(pod_resources::listing(socket, &snapshot, &resource).await), None)
-                }));
+                    Input::Own(OwnInput::Listed(pod_resources::listing(socket, &snapshot, &resource).await))
+                })
             }
-            Action::End => {
-                self.calls.clear();
-                if let Some(session) = &mut self.session {
-                    session.end();
-                }
+            OwnAction::ReportUnnamed(result) => {
+                (self.report)(Occurrence::Unnamed(result));
+                return None;
             }
-            Action::Cut => {
-                if let Some(session) = &self.session {
-                    session.cut();
-                }
-            }
-            Action::ReportWaiting(why) => (self.report)(Occurrence::Waiting(why)),
-            Action::ReportRegistered(result) => (self.report)(Occurrence::Registered(result)),
-            Action::ReportEnded(why) => (self.report)(Occurrence::Ended(why)),
-            Action::ReportUnnamed(result) => (self.report)(Occurrence::Unnamed(result)),
+        })
+    }
+
+    async fn next(&mut self) -> OwnInput {
+        // An error means that the node is ending.
+        if self.renew.changed().await.is_err() {
+            std::future::pending::<()>().await;
         }
+        OwnInput::Renew
     }
 }
 
@@ -252,9 +170,4 @@ fn absence(folder: &Path, socket: &Path) -> String {
     } else {
         format!("there is no {}", socket.display())
     }
-}
-
-/// A random number, which the standard library seeds its hashers with.
-fn random() -> u64 {
-    RandomState::new().build_hasher().finish()
 }

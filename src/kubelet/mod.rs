@@ -2,16 +2,16 @@
 //!
 //! Owns the socket, the registration and the streams of one resource. The runtime makes a [`Plugin`] for each resource
 //! and owns the task that runs it; this module starts no task. Wire types stop at `convert.rs` and the files that use
-//! them: `service.rs`, `register.rs`, `pod_resources.rs`. `machine` decides what to do next and `life` does it
-//! (docs/life-cycle.md); what a container gets is `publish::injection`'s. The path of an admission reads one snapshot:
+//! them: `service.rs`, `register.rs`, `pod_resources.rs`. The life with the kubelet is `registration`'s, with this
+//! plugin's `handshake` (docs/life-cycle.md); what a container gets is `publish::injection`'s. The path of an admission reads one snapshot:
 //! no NVML, no lock that a probe holds, no disk.
 
 mod calls;
 mod channel;
 mod checkpoint;
 mod convert;
+mod handshake;
 mod life;
-mod machine;
 mod metrics;
 mod narrowing;
 pub mod pod_resources;

@@ -16,7 +16,7 @@ use tonic::transport::Channel;
 
 use super::channel::connect;
 use super::checkpoint::{self, ContainerDevices};
-use super::machine::Listing;
+use super::handshake::Listing;
 use crate::allocation::DeviceId;
 use crate::backoff::Backoff;
 use crate::state::{

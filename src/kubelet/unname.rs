@@ -18,8 +18,9 @@ use tonic::{Request, Response, Status};
 
 use super::Settings;
 use super::register::{RegisterError, register};
-use super::session::{BindError, bind};
+use super::session::socket_path;
 use crate::grpc::accepted;
+use crate::registration::{BindError, listen};
 use crate::state::ResourceName;
 use linkwise_kubelet_api::v1beta1 as wire;
 use linkwise_kubelet_api::v1beta1::device_plugin_server::{DevicePlugin, DevicePluginServer};
@@ -39,7 +40,8 @@ pub(super) enum UnnameError {
 
 /// Registers a socket whose plugin refuses to tell its options. It may wait for ever: the caller has the deadline.
 pub(super) async fn unname(settings: &Settings, resource: &ResourceName, random: u64) -> Result<(), UnnameError> {
-    let (_file, listener, name) = bind(settings, resource, random)?;
+    let (path, name) = socket_path(settings, resource, random);
+    let (_file, listener) = listen(&path, &settings.callers)?;
     let cut = CancellationToken::new();
     let _cut = cut.clone().drop_guard();
     let refusing = Refusing::default();
