@@ -10,7 +10,7 @@ use std::time::Duration;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
-use super::door::Door;
+use super::claim_manager::ClaimManager;
 use super::handshake::{DraHandshake, Input, OwnInput};
 use super::session::PluginSession;
 use super::{Observer, Occurrence, Phase, Settings};
@@ -28,7 +28,7 @@ const OFF_SWEEP: Duration = Duration::from_secs(2);
 /// Lives until `shutdown`; sweeps the claims meanwhile.
 pub(super) async fn live(
     settings: Arc<Settings>,
-    door: Arc<Door>,
+    manager: Arc<ClaimManager>,
     snapshot: watch::Receiver<Arc<NodeState>>,
     observer: Observer,
     phase: watch::Sender<Phase>,
@@ -39,9 +39,9 @@ pub(super) async fn live(
     let machine = RegistrationMachine::new(limits, Phase::WaitingForGpus, handshake, random());
     let watching = Watching { folder: settings.registry.clone(), poll: settings.poll, inotify: settings.inotify };
     let ready: Held<()> = Box::pin(ready(snapshot.clone(), settings.specs_written.clone()));
-    let sweeps = sweep(&settings, &door, snapshot.clone());
-    let (settings, door) = (Arc::clone(&settings), Arc::clone(&door));
-    let registrant = DraPlugin { settings, door, snapshot, observer, ready: Some(ready) };
+    let sweeps = sweep(&settings, &manager, snapshot.clone());
+    let (settings, manager) = (Arc::clone(&settings), Arc::clone(&manager));
+    let registrant = DraPlugin { settings, manager, snapshot, observer, ready: Some(ready) };
     tokio::select! {
         biased;
         () = Executor::new(registrant, machine, phase, watching).live(shutdown) => {}
@@ -50,7 +50,7 @@ pub(super) async fn live(
 }
 
 /// Sweeps the claims, for ever.
-async fn sweep(settings: &Settings, door: &Door, mut snapshot: watch::Receiver<Arc<NodeState>>) {
+async fn sweep(settings: &Settings, manager: &ClaimManager, mut snapshot: watch::Receiver<Arc<NodeState>>) {
     // Lists tell of the claims of the last process from then on.
     let mut pause = settings.listed_within.min(settings.sweep);
     loop {
@@ -59,7 +59,7 @@ async fn sweep(settings: &Settings, door: &Door, mut snapshot: watch::Receiver<A
             let state = snapshot.borrow();
             (state.ledger().is_known(), is_seen(&state))
         };
-        door.sweep().await;
+        manager.sweep().await;
         // A sweep without the kubelet's list undoes nothing, one without the driver destroys no MIG device: the next
         // follows when there is one.
         let known = async {
@@ -70,7 +70,7 @@ async fn sweep(settings: &Settings, door: &Door, mut snapshot: watch::Receiver<A
             }
         };
         // The end of a claim may reach nobody while DRA is off.
-        let limit = if door.is_off() && door.has_records() { pause.min(OFF_SWEEP) } else { pause };
+        let limit = if manager.is_off() && manager.has_checkpoints() { pause.min(OFF_SWEEP) } else { pause };
         if tokio::time::timeout(limit, known).await.is_err() && limit == pause {
             pause = settings.sweep;
         }
@@ -80,7 +80,7 @@ async fn sweep(settings: &Settings, door: &Door, mut snapshot: watch::Receiver<A
 /// The plugin, and what a session needs.
 struct DraPlugin {
     settings: Arc<Settings>,
-    door: Arc<Door>,
+    manager: Arc<ClaimManager>,
     snapshot: watch::Receiver<Arc<NodeState>>,
     observer: Observer,
     /// Completes when the sockets may be bound; `None` after that.
@@ -106,9 +106,9 @@ impl Registrant for DraPlugin {
     }
 
     fn bind(&self, random: u64) -> Held<Result<((), PluginSession), BindError>> {
-        let (settings, door) = (Arc::clone(&self.settings), Arc::clone(&self.door));
+        let (settings, manager) = (Arc::clone(&self.settings), Arc::clone(&self.manager));
         let (snapshot, observer) = (self.snapshot.clone(), Arc::clone(&self.observer));
-        Box::pin(async move { Ok(((), PluginSession::begin(settings, door, snapshot, observer, random)?)) })
+        Box::pin(async move { Ok(((), PluginSession::begin(settings, manager, snapshot, observer, random)?)) })
     }
 
     fn perform(&self, action: Infallible, _: &mut PluginSession) -> Option<Held<Input>> {

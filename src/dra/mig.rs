@@ -1,6 +1,6 @@
 //! MIG devices made for a claim when it is prepared, and destroyed when it is unprepared.
 //!
-//! Called by `door`, at the claim's turn. Who made a GPU instance is known by the checkpoints alone. The order of steps:
+//! Called by `claim_manager`, at the claim's turn. Who made a GPU instance is known by the checkpoints alone. The order of steps:
 //! checkpoint Started with GPU, profile and place, written while nothing is in that place; the order to make it; the
 //! device is in a scan; checkpoint Completed with its UUID. So an instance in a place that a Started checkpoint of this
 //! boot names was made by the process that wrote it, and by nobody between these two steps but an administrator who makes
@@ -11,8 +11,8 @@ use tokio::sync::oneshot;
 use tokio::time::timeout;
 
 use super::MigRequest;
-use super::door::{Door, PrepareError};
-use super::store::Record;
+use super::checkpoint::Checkpoint;
+use super::claim_manager::{ClaimManager, PrepareError};
 use crate::claims::{MigOrder, MigOrderError, MigTask, PreparedDevice, complete};
 use crate::state::NodeState;
 use crate::topology::{MigDevice, MigSlot, MigUuid};
@@ -34,17 +34,17 @@ pub(super) enum MigError {
     StillSeen { device: String },
 }
 
-impl Door {
-    /// Makes the MIG devices that a record still lacks. Where that fails, the record that is kept names only those that
+impl ClaimManager {
+    /// Makes the MIG devices that a checkpoint still lacks. Where that fails, the checkpoint that is kept names only those that
     /// may be there.
-    pub(super) async fn make_mig(&self, mut record: Record) -> Result<Record, PrepareError> {
-        let uid = record.claim.uid.clone();
-        if !record.prepared.devices.iter().any(PreparedDevice::is_unmade) {
-            return Ok(record);
+    pub(super) async fn make_mig(&self, mut checkpoint: Checkpoint) -> Result<Checkpoint, PrepareError> {
+        let uid = checkpoint.claim.uid.clone();
+        if !checkpoint.prepared.devices.iter().any(PreparedDevice::is_unmade) {
+            return Ok(checkpoint);
         }
-        let mut ordered = record.clone();
-        for at in 0..record.prepared.devices.len() {
-            let Some(device) = record.prepared.devices.get_mut(at).filter(|device| device.is_unmade()) else {
+        let mut ordered = checkpoint.clone();
+        for at in 0..checkpoint.prepared.devices.len() {
+            let Some(device) = checkpoint.prepared.devices.get_mut(at).filter(|device| device.is_unmade()) else {
                 continue;
             };
             match self.make(device).await {
@@ -63,7 +63,7 @@ impl Door {
                 }
             }
         }
-        for device in &record.prepared.devices {
+        for device in &checkpoint.prepared.devices {
             let Some(uuid) = device.made.and(device.mig.as_ref()) else { continue };
             let is_there = |state: &NodeState| state.topology().mig_devices().iter().any(|mig| mig.uuid == *uuid);
             if !self.comes(is_there).await {
@@ -71,8 +71,8 @@ impl Door {
             }
         }
         let (state, host) = (self.snapshot.borrow().clone(), self.settings.host_devices.borrow().clone());
-        record.prepared = complete(&uid, record.prepared, self.node(&state, &host))?;
-        Ok(record)
+        checkpoint.prepared = complete(&uid, checkpoint.prepared, self.node(&state, &host))?;
+        Ok(checkpoint)
     }
 
     /// Destroys all MIG devices that were made for a claim.
@@ -80,27 +80,27 @@ impl Door {
         self.destroy(uid, |device| device.made.is_some()).await
     }
 
-    /// Destroys the MIG devices of a claim that its record does not have.
+    /// Destroys the MIG devices of a claim that its checkpoint does not have.
     pub(super) async fn destroy_unmade(&self, uid: &str) -> Result<(), MigError> {
         self.destroy(uid, PreparedDevice::is_unmade).await?;
         self.forget_unmade(uid);
         Ok(())
     }
 
-    /// Takes the MIG devices out of a record that were never ordered.
+    /// Takes the MIG devices out of a checkpoint that were never ordered.
     pub(super) fn forget_unmade(&self, uid: &str) {
-        let Some(mut record) = self.record(uid) else { return };
-        record.prepared.devices.iter_mut().filter(|device| device.is_unmade()).for_each(forget);
-        self.put(uid, Some(record));
+        let Some(mut checkpoint) = self.checkpoint(uid) else { return };
+        checkpoint.prepared.devices.iter_mut().filter(|device| device.is_unmade()).for_each(forget);
+        self.put(uid, Some(checkpoint));
     }
 
     async fn destroy(&self, uid: &str, which: impl Fn(&PreparedDevice) -> bool) -> Result<(), MigError> {
-        let Some(record) = self.record(uid) else { return Ok(()) };
+        let Some(checkpoint) = self.checkpoint(uid) else { return Ok(()) };
         // They went with the reboot; what is in their places is somebody else's.
-        if record.is_of_another_boot(self.settings.boot.as_deref()) {
+        if checkpoint.is_of_another_boot(self.settings.boot.as_deref()) {
             return Ok(());
         }
-        for device in record.prepared.devices.iter().filter(|device| which(device)) {
+        for device in checkpoint.prepared.devices.iter().filter(|device| which(device)) {
             let Some(slot) = device.made else { continue };
             let (name, gpu) = (device.device.clone(), device.gpu.clone());
             let task = MigTask::Destroy(device.mig.clone());

@@ -4,17 +4,19 @@
 //! services DRAPlugin and DRAResourceHealth; further the checkpoints of prepared claims. The runtime makes a [`Plugin`]
 //! and owns the task that runs it; this module starts no task. Wire types stop at `registration.rs`, `service.rs` and
 //! `health.rs`. The life with the kubelet is `registration`'s, with this plugin's `handshake`; which devices a claim
-//! gets is decided in the core (`claims`), carried out by `door` (MIG devices made for it: `mig`, MPS
+//! gets is decided in the core (`claims`), carried out by `claim_manager` (MIG devices made for it: `mig`, MPS
 //! control daemons: `mps`), and kept by `store`.
 //!
 //! `api` is what this module asks of the API server, carried out by `linkwise-cluster`: one GET of a claim when it is
 //! prepared for the first time, and none when it is unprepared.
 
 mod api;
+mod checkpoint;
 mod claim_json;
-mod door;
+mod claim_manager;
+mod claim_specs;
+mod device_health;
 mod handshake;
-mod health;
 mod life;
 mod metrics;
 mod mig;
@@ -22,8 +24,6 @@ mod mps;
 mod registration;
 mod service;
 mod session;
-mod specs;
-mod store;
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -36,15 +36,15 @@ use crate::claims::ClaimName;
 use crate::publish::injection::{HostDevices, InjectionOptions};
 use crate::state::{NodeState, PreparedClaim};
 use crate::uds::Callers;
-use door::Door;
+use claim_manager::ClaimManager;
 
 pub use api::{
     ApiSide, ClaimQuery, ClaimQueryError, Client, MigAnswer, MigRequest, MpsLink, MpsOrders, MpsServed, StoredPool,
 };
+pub use checkpoint::{Checkpoint, parse as parse_checkpoint};
 pub use claim_json::{NoClaim, parse_claim};
 pub use metrics::PluginMetrics;
 pub use session::is_registration_socket;
-pub use store::{Record as Checkpoint, parse as parse_checkpoint};
 
 /// The plugin's settings.
 #[derive(Clone, Debug)]
@@ -330,8 +330,10 @@ impl Plugin {
         shutdown: CancellationToken,
     ) -> Result<(), PluginError> {
         let Self { settings, observer, phase, prepared } = self;
-        let door = Door::open(Arc::clone(&settings), Arc::clone(&observer), snapshot.clone(), claims, prepared).await?;
-        life::live(settings, Arc::new(door), snapshot, observer, phase, &shutdown).await;
+        let manager =
+            ClaimManager::open(Arc::clone(&settings), Arc::clone(&observer), snapshot.clone(), claims, prepared)
+                .await?;
+        life::live(settings, Arc::new(manager), snapshot, observer, phase, &shutdown).await;
         Ok(())
     }
 }

@@ -1,6 +1,6 @@
 //! MPS control daemons for claims: ordered by what is prepared, and waited for before a claim counts as prepared.
 //!
-//! Called by `door`, at the claim's turn. What is ordered follows from the records alone, so that a process that was
+//! Called by `claim_manager`, at the claim's turn. What is ordered follows from the checkpoints alone, so that a process that was
 //! killed leaves nothing to undo: the next one orders what its checkpoints have. An order is there before the claim's
 //! checkpoint and goes after it. A process of its own carries it out (docs/mps.md).
 
@@ -9,8 +9,8 @@ use std::collections::BTreeMap;
 use tokio::time::timeout;
 
 use super::api::{MpsLink, MpsServed};
-use super::door::Door;
-use super::store::Record;
+use super::checkpoint::Checkpoint;
+use super::claim_manager::ClaimManager;
 use crate::claims::{MpsOrder, PreparedDevice};
 use crate::state::ResourceName;
 
@@ -34,9 +34,9 @@ pub(super) enum MpsError {
 }
 
 impl MpsLink {
-    /// Orders what these records call for.
-    pub(super) fn order<'a>(&self, records: impl Iterator<Item = &'a Record>) {
-        let orders = records.filter_map(|record| record.prepared.mps.as_ref()).map(|mps| &mps.order);
+    /// Orders what these checkpoints call for.
+    pub(super) fn order<'a>(&self, checkpoints: impl Iterator<Item = &'a Checkpoint>) {
+        let orders = checkpoints.filter_map(|checkpoint| checkpoint.prepared.mps.as_ref()).map(|mps| &mps.order);
         let daemons: BTreeMap<ResourceName, MpsOrder> =
             orders.filter_map(|order| Some((order.name()?, order.clone()))).collect();
         self.orders.send_if_modified(|before| {
@@ -61,10 +61,10 @@ impl MpsLink {
     }
 }
 
-impl Door {
+impl ClaimManager {
     /// Waits, in its time, until the control daemon of a claim serves, and no other has the claim's GPUs for itself.
-    pub(super) async fn await_mps(&self, record: &Record) -> Result<(), MpsError> {
-        let order = record.prepared.mps.as_ref().map(|mps| &mps.order);
+    pub(super) async fn await_mps(&self, checkpoint: &Checkpoint) -> Result<(), MpsError> {
+        let order = checkpoint.prepared.mps.as_ref().map(|mps| &mps.order);
         let Some(link) = &self.settings.mps else {
             let none = || MpsError::NotHere("linkwise has no MPS root".to_owned());
             return order.map_or(Ok(()), |_| Err(none()));
@@ -77,7 +77,7 @@ impl Door {
         };
         let standing = |served: &Option<MpsServed>| {
             standing(served)?;
-            served.as_ref().map_or(Ok(()), |served| is_free(served, record))
+            served.as_ref().map_or(Ok(()), |served| is_free(served, checkpoint))
         };
         let is_over = |served: &Option<MpsServed>| !matches!(standing(served), Err(error) if error.may_pass());
         let mut served = link.served.clone();
@@ -112,11 +112,11 @@ fn not_ready(order: &MpsOrder, why: &str) -> MpsError {
 }
 
 /// Whether no GPU of a claim is exclusive for another control daemon than its own.
-fn is_free(served: &MpsServed, record: &Record) -> Result<(), MpsError> {
-    let own = record.prepared.mps.as_ref().filter(|mps| mps.order.exclusive);
+fn is_free(served: &MpsServed, checkpoint: &Checkpoint) -> Result<(), MpsError> {
+    let own = checkpoint.prepared.mps.as_ref().filter(|mps| mps.order.exclusive);
     let is_own =
         |device: &PreparedDevice| own.is_some_and(|mps| mps.order.gpus.iter().any(|gpu| gpu.gpu == device.gpu));
-    let taken = record.prepared.devices.iter().find(|device| {
+    let taken = checkpoint.prepared.devices.iter().find(|device| {
         let is_whole = device.mig.is_none() && device.made.is_none() && !device.admin;
         is_whole && !is_own(device) && served.exclusive.contains(&device.gpu)
     });

@@ -7,13 +7,13 @@ use std::sync::Arc;
 use futures_util::future::join_all;
 use tonic::{Request, Response, Status};
 
-use super::door::Door;
+use super::claim_manager::ClaimManager;
 use crate::claims::{ClaimName, PreparedDevice};
 use linkwise_kubelet_api::dra::v1 as wire;
 use linkwise_kubelet_api::dra::v1::dra_plugin_server::DraPlugin;
 
 /// The service for one session with the kubelet.
-pub(super) struct Service(pub Arc<Door>);
+pub(super) struct Service(pub Arc<ClaimManager>);
 
 /// The claims of a request; one that is named twice counts once.
 fn claims(claims: Vec<wire::Claim>) -> Vec<ClaimName> {

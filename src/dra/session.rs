@@ -10,9 +10,9 @@ use std::sync::Arc;
 use tokio::sync::{mpsc, watch};
 use tonic::service::Routes;
 
-use super::door::Door;
+use super::claim_manager::ClaimManager;
+use super::device_health::HealthService;
 use super::handshake::{DraHandshake, Input, OwnInput};
-use super::health::HealthService;
 use super::registration::RegistrationService;
 use super::service::Service;
 use super::{Observer, Occurrence, Settings};
@@ -78,7 +78,7 @@ impl PluginSession {
     /// Removes dead predecessors' sockets, binds ours with this random number in their names and serves them.
     pub fn begin(
         settings: Arc<Settings>,
-        door: Arc<Door>,
+        manager: Arc<ClaimManager>,
         snapshot: watch::Receiver<Arc<NodeState>>,
         observer: Observer,
         random: u64,
@@ -103,13 +103,13 @@ impl PluginSession {
         let mut servers = Servers::new(Arc::new(refused), Arc::new(ended));
         let health = HealthService {
             settings: Arc::clone(&settings),
-            door: Arc::clone(&door),
+            manager: Arc::clone(&manager),
             snapshot,
             observer,
             streams: watch::Sender::default(),
             end: servers.end_of_streams(),
         };
-        let routes = Routes::new(DraPluginServer::new(Service(door)))
+        let routes = Routes::new(DraPluginServer::new(Service(manager)))
             .add_service(HealthV1::new(health.clone()))
             .add_service(HealthV1Alpha1::new(health));
         let (open, connections) = watch::channel(0);

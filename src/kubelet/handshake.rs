@@ -51,7 +51,7 @@ pub(super) enum Listing {
 #[derive(Clone, Debug)]
 pub(super) enum OwnInput {
     /// The kubelet forgot the name of the plugin before us, or why it may not have.
-    Unnamed(Result<(), String>),
+    Detached(Result<(), String>),
     /// The kubelet holds this many ListAndWatch streams.
     Streams(usize),
     /// PodResources answered.
@@ -68,11 +68,11 @@ pub(super) enum OwnAction {
     /// Register it again, under another name: newer kubelets refuse a socket that is connected.
     Renew,
     /// Have the kubelet forget whom it would disconnect when the stream of the plugin before us ends.
-    Unname,
+    Detach,
     /// Ask PodResources for our devices.
     Ask,
     /// Report whether the end of the plugin before us will leave our registration alone, or why it may not.
-    ReportUnnamed(Result<(), String>),
+    ReportDetached(Result<(), String>),
 }
 
 /// An input of the device plugin's machine.
@@ -114,7 +114,7 @@ pub(super) struct DevicePluginHandshake {
     /// The time by which the kubelet has seen its end.
     seen: Duration,
     /// Whether the kubelet may have no client under the resource's name.
-    unnamed: bool,
+    detached: bool,
     /// Whether Register was called again, so that it has.
     renewing: bool,
     /// Whether the event that it was called for happened once more meanwhile.
@@ -131,7 +131,7 @@ impl DevicePluginHandshake {
             predecessor: false,
             outlasts: false,
             seen: Duration::ZERO,
-            unnamed: false,
+            detached: false,
             renewing: false,
             again: false,
         }
@@ -149,7 +149,7 @@ impl DevicePluginHandshake {
                 self.enter(attempts, Phase::Confirming, Some(now + self.limits.confirm));
                 own(OwnAction::Ask)
             }
-            Phase::Confirming | Phase::Unnaming | Phase::Beside | Phase::Serving if open == 0 => {
+            Phase::Confirming | Phase::Detaching | Phase::Beside | Phase::Serving if open == 0 => {
                 attempts.end_if_open("the kubelet's ListAndWatch stream is gone", now)
             }
             // We have several since we registered again. The kubelet ends the last, and takes the registration with it.
@@ -183,11 +183,11 @@ impl DevicePluginHandshake {
     /// PodResources lists our devices. A plugin that was here before us may have its stream still, whose end must not end
     /// us.
     fn confirmed(&mut self, attempts: &mut Attempts, now: Duration) -> Actions {
-        if self.outlasts && !self.unnamed {
-            self.enter(attempts, Phase::Unnaming, Some(now + self.limits.register));
-            return own(OwnAction::Unname);
+        if self.outlasts && !self.detached {
+            self.enter(attempts, Phase::Detaching, Some(now + self.limits.register));
+            return own(OwnAction::Detach);
         }
-        if self.unnamed {
+        if self.detached {
             self.beside(attempts, now);
         } else {
             attempts.enter(Phase::Serving, None);
@@ -196,13 +196,13 @@ impl DevicePluginHandshake {
     }
 
     /// The kubelet has forgotten the name, or may not have: then the end of the plugin before us costs another session.
-    fn unnamed(&mut self, attempts: &mut Attempts, result: Result<(), String>, now: Duration) -> Actions {
-        if attempts.phase() != Phase::Unnaming {
+    fn detached(&mut self, attempts: &mut Attempts, result: Result<(), String>, now: Duration) -> Actions {
+        if attempts.phase() != Phase::Detaching {
             return Vec::new();
         }
-        self.unnamed = true;
+        self.detached = true;
         self.beside(attempts, now);
-        own(OwnAction::ReportUnnamed(result))
+        own(OwnAction::ReportDetached(result))
     }
 
     fn beside(&mut self, attempts: &mut Attempts, now: Duration) {
@@ -222,7 +222,7 @@ impl DevicePluginHandshake {
             self.again = true;
         } else if attempts.phase().is_serving() {
             attempts.enter(Phase::Beside, Some(now + SOON));
-            (self.unnamed, self.renewing, self.again) = (true, false, false);
+            (self.detached, self.renewing, self.again) = (true, false, false);
         }
         Vec::new()
     }
@@ -239,7 +239,7 @@ impl DevicePluginHandshake {
                 self.renew_soon(attempts, now)
             }
             Ok(()) => {
-                (self.unnamed, self.outlasts) = (false, outlasts);
+                (self.detached, self.outlasts) = (false, outlasts);
                 self.confirmed(attempts, now)
             }
         }
@@ -278,7 +278,7 @@ impl Handshake for DevicePluginHandshake {
 
     fn bound(&mut self, attempts: &mut Attempts, predecessor: bool, now: Duration) -> Actions {
         attempts.forget_waiting();
-        (self.streams, self.unnamed, self.renewing) = (0, false, false);
+        (self.streams, self.detached, self.renewing) = (0, false, false);
         (self.predecessor, self.outlasts) = (predecessor, predecessor);
         self.enter(attempts, Phase::Registering, Some(now + self.limits.register));
         match attempts.other_kubelet() {
@@ -307,7 +307,7 @@ impl Handshake for DevicePluginHandshake {
 
     fn happened(&mut self, attempts: &mut Attempts, input: OwnInput, now: Duration) -> Actions {
         match input {
-            OwnInput::Unnamed(result) => self.unnamed(attempts, result, now),
+            OwnInput::Detached(result) => self.detached(attempts, result, now),
             OwnInput::Streams(open) => self.streams(attempts, open, now),
             OwnInput::Listed(listing) => self.listed(attempts, listing, now),
             OwnInput::Renew => self.renew_soon(attempts, now),
@@ -329,7 +329,7 @@ impl Handshake for DevicePluginHandshake {
                     format!("PodResources does not list our devices, {after:?} after the kubelet opened ListAndWatch");
                 attempts.end_if_open(cause, now)
             }
-            Phase::Unnaming => self.unnamed(attempts, self.unanswered(), now),
+            Phase::Detaching => self.detached(attempts, self.unanswered(), now),
             Phase::Beside if attempts.is_due(now) => {
                 if self.renewing {
                     self.registered(attempts, self.unanswered(), now)

@@ -13,7 +13,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::handshake::{DevicePluginHandshake, Input, Limits, OwnAction, OwnInput};
 use super::session::PluginSession;
-use super::{Occurrence, Phase, Report, Settings, Sources, pod_resources, register, unname};
+use super::{Occurrence, Phase, Report, Settings, Sources, detach, pod_resources, register};
 use crate::errors::chain;
 use crate::registration::{
     self, BindError, Executor, Held, LifeEvent, Registrant, RegistrationMachine, Watching, random,
@@ -134,9 +134,9 @@ impl Registrant for DevicePlugin {
                     Box::pin(std::future::ready(Input::Registered(Err(why))))
                 }
             },
-            OwnAction::Unname => Box::pin(async move {
-                let answer = unname::unname(&settings, &resource, random()).await;
-                Input::Own(OwnInput::Unnamed(answer.map_err(|error| chain(&error))))
+            OwnAction::Detach => Box::pin(async move {
+                let answer = detach::detach(&settings, &resource, random()).await;
+                Input::Own(OwnInput::Detached(answer.map_err(|error| chain(&error))))
             }),
             OwnAction::Ask => {
                 let snapshot = self.snapshot.clone();
@@ -145,8 +145,8 @@ impl Registrant for DevicePlugin {
                     Input::Own(OwnInput::Listed(pod_resources::listing(socket, &snapshot, &resource).await))
                 })
             }
-            OwnAction::ReportUnnamed(result) => {
-                (self.report)(Occurrence::Unnamed(result));
+            OwnAction::ReportDetached(result) => {
+                (self.report)(Occurrence::Detached(result));
                 return None;
             }
         })

@@ -138,7 +138,7 @@ impl PluginMetrics {
             }
             Occurrence::Waiting(_)
             | Occurrence::Ended(_)
-            | Occurrence::Unnamed(_)
+            | Occurrence::Detached(_)
             | Occurrence::NotAccepted(_)
             | Occurrence::Given { .. } => {}
         }

@@ -10,6 +10,7 @@ mod calls;
 mod channel;
 mod checkpoint;
 mod convert;
+mod detach;
 mod handshake;
 mod life;
 mod metrics;
@@ -19,7 +20,6 @@ mod probe;
 mod register;
 mod service;
 mod session;
-mod unname;
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -103,7 +103,7 @@ pub enum Phase {
     /// The kubelet holds an open ListAndWatch stream; PodResources does not list our devices yet.
     Confirming,
     /// As [`Self::Serving`]; the kubelet is about to forget whom it would disconnect when the plugin before us ends.
-    Unnaming,
+    Detaching,
     /// As [`Self::Serving`]; the plugin before us has not ended, or the kubelet may not have seen it yet.
     Beside,
     /// The kubelet holds an open ListAndWatch stream, and where PodResources is there it lists our devices.
@@ -128,7 +128,7 @@ impl Phase {
             Self::Registering => "registering",
             Self::WaitingForStream => "registered, waiting for the kubelet's ListAndWatch",
             Self::Confirming => "registered, waiting for PodResources to list our devices",
-            Self::Unnaming => "registered, detaching from the plugin before us",
+            Self::Detaching => "registered, detaching from the plugin before us",
             Self::Beside => "serving beside the plugin before us",
             Self::Serving => "serving",
             Self::Ending => "ending the session, waiting for its connections to close",
@@ -150,7 +150,7 @@ pub enum Occurrence {
     Ended(String),
     /// Another plugin of the resource was here before us: whether its end will leave our registration alone, or why it
     /// may not.
-    Unnamed(Result<(), String>),
+    Detached(Result<(), String>),
     /// A caller was refused for its uid.
     Refused {
         /// Its uid.

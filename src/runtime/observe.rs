@@ -88,10 +88,10 @@ impl Reported {
                 tracing::info!(%resource, phase = Phase::Serving.words(), repeated, "kubelet");
             }
             Occurrence::Phase(phase) => tracing::debug!(%resource, phase = phase.words(), "kubelet"),
-            Occurrence::Unnamed(Ok(())) => {
+            Occurrence::Detached(Ok(())) => {
                 tracing::info!(%resource, "serving beside the plugin before us, whose end will change nothing");
             }
-            Occurrence::Unnamed(Err(error)) => {
+            Occurrence::Detached(Err(error)) => {
                 tracing::warn!(%resource, error, "the end of the plugin before us may cost another registration");
             }
             Occurrence::Waiting(why) if self.is_news(resource, "waiting", why) => {

@@ -25,7 +25,7 @@ enum Own {
     BindsBeside,
     /// The other plugin ends: its socket at once, its stream after so many milliseconds.
     PredecessorEnds(u64),
-    UnnameEnds(bool),
+    DetachEnds(bool),
     /// Another plugin registers after us, and ends.
     SuccessorEnds,
     RegisterEnds(bool),
@@ -67,7 +67,7 @@ struct Kubelet {
     books: Books,
     registering: bool,
     asking: bool,
-    unnaming: bool,
+    detaching: bool,
     predecessor: Predecessor,
     /// Whether the other plugin's end may end our session: it was not there any more when our socket was bound, or the
     /// kubelet did not forget the name.
@@ -101,7 +101,7 @@ fn spurious(world: &mut World, which: u8) {
         1 if !kubelet.registering => Input::Registered(Err("late".to_owned())),
         2 if !kubelet.asking => Input::Own(OwnInput::Listed(Listing::Listed)),
         3 if !kubelet.asking => Input::Own(OwnInput::Listed(Listing::Missing)),
-        4 if !kubelet.unnaming => Input::Own(OwnInput::Unnamed(Ok(()))),
+        4 if !kubelet.detaching => Input::Own(OwnInput::Detached(Ok(()))),
         _ => Input::Tick,
     };
     world.feed(input);
@@ -134,7 +134,7 @@ impl Neighbour for Kubelet {
 
     fn longest(phase: Phase) -> Duration {
         match phase {
-            Phase::Registering | Phase::Unnaming => LIMITS.register,
+            Phase::Registering | Phase::Detaching => LIMITS.register,
             Phase::WaitingForStream => LIMITS.stream,
             Phase::Confirming => LIMITS.confirm,
             _ => Duration::MAX,
@@ -148,7 +148,7 @@ impl Neighbour for Kubelet {
     }
 
     fn ended(&mut self) {
-        (self.registering, self.asking, self.unnaming) = (false, false, false);
+        (self.registering, self.asking, self.detaching) = (false, false, false);
     }
 
     fn perform(world: &mut World, action: &OwnAction) {
@@ -164,11 +164,11 @@ impl Neighbour for Kubelet {
                 kubelet.registering = true;
             }
             OwnAction::Ask => assert!(!std::mem::replace(&mut kubelet.asking, true), "asks twice at once"),
-            OwnAction::Unname => {
-                assert!(!kubelet.unnaming && kubelet.books.registered, "detaches too early");
-                kubelet.unnaming = true;
+            OwnAction::Detach => {
+                assert!(!kubelet.detaching && kubelet.books.registered, "detaches too early");
+                kubelet.detaching = true;
             }
-            OwnAction::ReportUnnamed(result) => kubelet.kept |= result.is_err(),
+            OwnAction::ReportDetached(result) => kubelet.kept |= result.is_err(),
         }
     }
 
@@ -203,11 +203,11 @@ impl Neighbour for Kubelet {
                     world.check_files();
                 }
             }
-            Own::UnnameEnds(ok) => {
-                if std::mem::take(&mut kubelet.unnaming) {
+            Own::DetachEnds(ok) => {
+                if std::mem::take(&mut kubelet.detaching) {
                     kubelet.named &= !ok;
                     kubelet.kept |= !ok;
-                    own_input(world, OwnInput::Unnamed(not_today(ok)));
+                    own_input(world, OwnInput::Detached(not_today(ok)));
                 }
             }
             Own::SuccessorEnds => {
@@ -237,7 +237,7 @@ impl Neighbour for Kubelet {
             Own::AllWell => {
                 world.happens(Happening::BindEnds(true));
                 let road = [Own::StreamOpens, Own::RegisterEnds(true), Own::AskEnds(Listing::Listed)];
-                road.into_iter().chain([Own::UnnameEnds(true)]).for_each(|own| does(world, own));
+                road.into_iter().chain([Own::DetachEnds(true)]).for_each(|own| does(world, own));
             }
             Own::NextAsk(listing) => {
                 let wait = world.machine.wake().map_or(Duration::ZERO, |wake| wake.saturating_sub(world.now));
@@ -271,7 +271,7 @@ impl Neighbour for Kubelet {
             }
         }
         does(world, Own::AskEnds(if lost { Listing::Missing } else { Listing::Listed }));
-        does(world, Own::UnnameEnds(true));
+        does(world, Own::DetachEnds(true));
         does(world, Own::PredecessorEnds(5));
     }
 
@@ -280,7 +280,7 @@ impl Neighbour for Kubelet {
         prop_oneof![
             3 => Just(Own::BindsBeside),
             3 => (0_u64..900).prop_map(Own::PredecessorEnds),
-            3 => prop::bool::weighted(0.8).prop_map(Own::UnnameEnds),
+            3 => prop::bool::weighted(0.8).prop_map(Own::DetachEnds),
             1 => Just(Own::SuccessorEnds),
             6 => prop::bool::weighted(0.8).prop_map(Own::RegisterEnds),
             6 => Just(Own::StreamOpens),
@@ -295,7 +295,7 @@ impl Neighbour for Kubelet {
 }
 
 /// The actions that must not come in a storm, beside those of every plugin.
-const CALLS: [OwnAction; 4] = [OwnAction::Register, OwnAction::Renew, OwnAction::Unname, OwnAction::Ask];
+const CALLS: [OwnAction; 4] = [OwnAction::Register, OwnAction::Renew, OwnAction::Detach, OwnAction::Ask];
 
 proptest! {
     #![proptest_config(Config { cases: 512, failure_persistence: None, ..Config::default() })]

@@ -15,8 +15,8 @@ fn end_of_the_plugin_before_us_changes_nothing() {
     ] {
         world.happens(happening);
     }
-    assert_eq!(world.phase(), Phase::Unnaming, "its end would end us");
-    does(&mut world, Own::UnnameEnds(true));
+    assert_eq!(world.phase(), Phase::Detaching, "its end would end us");
+    does(&mut world, Own::DetachEnds(true));
     world.happens(Happening::Passes(40_000));
     assert_eq!(world.phase(), Phase::Beside, "it may live for long");
     does(&mut world, Own::PredecessorEnds(900));
@@ -59,7 +59,7 @@ fn failed_detachment_costs_one_session() {
         Happening::Own(Own::StreamOpens),
         Happening::Own(Own::RegisterEnds(true)),
         Happening::Own(Own::AskEnds(Listing::Listed)),
-        Happening::Own(Own::UnnameEnds(false)),
+        Happening::Own(Own::DetachEnds(false)),
         Happening::Own(Own::PredecessorEnds(5)),
         Happening::Passes(5),
     ] {

@@ -1,7 +1,7 @@
-//! CDI specs as the door needs them: whether a runtime will find the names that a claim is answered with, and a spec of
+//! CDI specs as the manager needs them: whether a runtime will find the names that a claim is answered with, and a spec of
 //! the claim's own where it has edits beside its GPUs.
 //!
-//! Called by `door`, in blocking tasks. The specs of GPUs are written by `cdi`; this module reads the names in them.
+//! Called by `claim_manager`, in blocking tasks. The specs of GPUs are written by `cdi`; this module reads the names in them.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use super::store::is_uid;
+use super::checkpoint::is_uid;
 use crate::claims::{CLAIM_KIND, Edits, claim_device};
 use crate::files;
 use crate::publish::injection::{DeviceNode, Mount};

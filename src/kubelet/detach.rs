@@ -27,7 +27,7 @@ use linkwise_kubelet_api::v1beta1::device_plugin_server::{DevicePlugin, DevicePl
 
 /// Why the kubelet may not have forgotten the name.
 #[derive(Debug, Error)]
-pub(super) enum UnnameError {
+pub(super) enum DetachError {
     #[error(transparent)]
     Bind(#[from] BindError),
     #[error("the kubelet was not asked")]
@@ -39,7 +39,7 @@ pub(super) enum UnnameError {
 }
 
 /// Registers a socket whose plugin refuses to tell its options. It may wait for ever: the caller has the deadline.
-pub(super) async fn unname(settings: &Settings, resource: &ResourceName, random: u64) -> Result<(), UnnameError> {
+pub(super) async fn detach(settings: &Settings, resource: &ResourceName, random: u64) -> Result<(), DetachError> {
     let (path, name) = socket_path(settings, resource, random);
     let (_file, listener) = listen(&path, &settings.callers)?;
     let cut = CancellationToken::new();
@@ -51,13 +51,13 @@ pub(super) async fn unname(settings: &Settings, resource: &ResourceName, random:
     let kubelet = OnceLock::new();
     let answer = tokio::select! {
         answer = register(&settings.kubelet_socket, &name, resource, &kubelet) => answer,
-        _ = server.serve_with_incoming(connections) => return Err(UnnameError::Ended),
+        _ = server.serve_with_incoming(connections) => return Err(DetachError::Ended),
     };
     match answer {
         // The kubelet forgets the client before it answers.
         Err(RegisterError::Refused { .. }) if asked.load(Ordering::Acquire) => Ok(()),
-        Err(error) => Err(UnnameError::Ask(error)),
-        Ok(()) => Err(UnnameError::Taken),
+        Err(error) => Err(DetachError::Ask(error)),
+        Ok(()) => Err(DetachError::Taken),
     }
 }
 

@@ -13,10 +13,10 @@ use std::time::Duration;
 use tokio::sync::{OwnedMutexGuard, mpsc, oneshot, watch};
 use tokio::time::{Instant, timeout};
 
+use super::checkpoint::{Checkpoint, CheckpointFolder, is_uid};
 use super::mig::MigError;
 use super::mps::MpsError;
-use super::store::{Record, Store, is_uid};
-use super::{ClaimQuery, ClaimQueryError, Observer, Occurrence, PluginError, Settings, specs};
+use super::{ClaimQuery, ClaimQueryError, Observer, Occurrence, PluginError, Settings, claim_specs};
 use crate::claims::{Claim, ClaimError, ClaimName, Node, Prepared, plan};
 use crate::errors::chain;
 use crate::files;
@@ -37,8 +37,8 @@ type Turn = Arc<OwnedMutexGuard<()>>;
 #[derive(Default)]
 struct Slot {
     turn: Arc<tokio::sync::Mutex<()>>,
-    record: Option<Record>,
-    /// When the record was put in.
+    checkpoint: Option<Checkpoint>,
+    /// When the checkpoint was put in.
     since: Option<Instant>,
     /// When undoing it was tried first while DRA was off.
     undoing: Option<Instant>,
@@ -47,9 +47,9 @@ struct Slot {
 }
 
 /// The claims of this node.
-pub(super) struct Door {
+pub(super) struct ClaimManager {
     pub(super) settings: Arc<Settings>,
-    store: Arc<Store>,
+    store: Arc<CheckpointFolder>,
     observer: Observer,
     pub(super) snapshot: watch::Receiver<Arc<NodeState>>,
     claims: mpsc::Sender<ClaimQuery>,
@@ -100,8 +100,8 @@ pub(super) enum UnprepareError {
     Late(Duration),
 }
 
-impl Door {
-    /// The door with the claims that the checkpoints have.
+impl ClaimManager {
+    /// The manager with the claims that the checkpoints have.
     pub async fn open(
         settings: Arc<Settings>,
         observer: Observer,
@@ -110,17 +110,19 @@ impl Door {
         ledger: watch::Sender<Vec<PreparedClaim>>,
     ) -> Result<Self, PluginError> {
         let folder = settings.checkpoints.clone();
-        let opened = files::blocking(move || Store::open(&folder)).await;
+        let opened = files::blocking(move || CheckpointFolder::open(&folder)).await;
         let unusable = |source| PluginError::Checkpoints { folder: settings.checkpoints.clone(), source };
-        let (store, records, ignored) = opened.map_err(unusable)?;
+        let (store, checkpoints, ignored) = opened.map_err(unusable)?;
         ignored.into_iter().for_each(|ignored| observer(ignored));
         let since = Some(Instant::now());
-        let slot = |record: Record| (record.claim.uid.clone(), Slot { record: Some(record), since, ..Slot::default() });
-        let slots = Mutex::new(records.into_iter().map(slot).collect());
+        let slot = |checkpoint: Checkpoint| {
+            (checkpoint.claim.uid.clone(), Slot { checkpoint: Some(checkpoint), since, ..Slot::default() })
+        };
+        let slots = Mutex::new(checkpoints.into_iter().map(slot).collect());
         let held = watch::Sender::default();
-        let door = Self { settings, store: Arc::new(store), observer, snapshot, claims, slots, held, ledger };
-        door.changed();
-        Ok(door)
+        let manager = Self { settings, store: Arc::new(store), observer, snapshot, claims, slots, held, ledger };
+        manager.changed();
+        Ok(manager)
     }
 
     /// Follows what is prepared.
@@ -130,7 +132,7 @@ impl Door {
 
     /// Everything that is prepared, or being prepared.
     pub fn prepared(&self) -> Vec<Prepared> {
-        self.records().into_iter().map(|record| record.prepared).collect()
+        self.checkpoints().into_iter().map(|checkpoint| checkpoint.prepared).collect()
     }
 
     /// Whether no GPU is to go through DRA. Then a claim is over as soon as the kubelet lists it no more, and what stands
@@ -141,8 +143,8 @@ impl Door {
     }
 
     /// Whether any claim is prepared or being prepared.
-    pub fn has_records(&self) -> bool {
-        self.slots().values().any(|slot| slot.record.is_some())
+    pub fn has_checkpoints(&self) -> bool {
+        self.slots().values().any(|slot| slot.checkpoint.is_some())
     }
 
     /// Prepares a claim; the error is what the kubelet is told.
@@ -181,31 +183,31 @@ impl Door {
 
     /// Undoes what is left of claims that are gone, and restores CDI specs of claims that are missing.
     pub async fn sweep(&self) {
-        for record in self.records() {
-            let uid = record.claim.uid.clone();
+        for checkpoint in self.checkpoints() {
+            let uid = checkpoint.claim.uid.clone();
             // The API server is asked before it is this claim's turn: the kubelet must not wait for that. A UID that is
             // gone does not come back.
-            let is_gone = self.is_gone(&record).await;
+            let is_gone = self.is_gone(&checkpoint).await;
             let turn = self.turn(&uid).await;
-            if self.record(&uid).as_ref() != Some(&record) {
+            if self.checkpoint(&uid).as_ref() != Some(&checkpoint) {
                 continue;
             }
             if is_gone {
                 let result = self.undo_in_time(&uid, &turn).await.map_err(|error| chain(&error));
-                (self.observer)(Occurrence::Swept { claim: record.claim, result });
-            } else if record.is_half_made(self.settings.boot.as_deref()) {
+                (self.observer)(Occurrence::Swept { claim: checkpoint.claim, result });
+            } else if checkpoint.is_half_made(self.settings.boot.as_deref()) {
                 // The kubelet was told nothing, and asks again, if at all.
                 let result = self.undo_in_time(&uid, &turn).await.map_err(|error| chain(&error));
-                (self.observer)(Occurrence::HalfMade { claim: record.claim, result });
-            } else if record.is_completed_in(self.settings.boot.as_deref()) {
+                (self.observer)(Occurrence::HalfMade { claim: checkpoint.claim, result });
+            } else if checkpoint.is_completed_in(self.settings.boot.as_deref()) {
                 // Containers that restart need it; where it cannot be written now, the next sweep does it.
-                let _ = self.write_spec(&uid, &record.prepared, &turn).await;
+                let _ = self.write_spec(&uid, &checkpoint.prepared, &turn).await;
             }
         }
         let folder = self.settings.cdi_folder.clone();
-        for uid in files::blocking(move || Ok(specs::claims(&folder))).await.unwrap_or_default() {
+        for uid in files::blocking(move || Ok(claim_specs::claims(&folder))).await.unwrap_or_default() {
             if let Some(turn) = self.idle_turn(&uid)
-                && self.record(&uid).is_none()
+                && self.checkpoint(&uid).is_none()
             {
                 let _ = self.undo(&uid, &turn).await;
             }
@@ -219,19 +221,20 @@ impl Door {
             return Err(PrepareError::NoUid(uid.clone()));
         }
         let turn = self.turn(uid).await;
-        if self.record(uid).is_some_and(|record| record.is_half_made(self.settings.boot.as_deref())) {
+        if self.checkpoint(uid).is_some_and(|checkpoint| checkpoint.is_half_made(self.settings.boot.as_deref())) {
             self.undo(uid, &turn).await?;
         }
-        let before = self.record(uid);
-        if let Some(record) = before.as_ref().filter(|record| record.is_completed_in(self.settings.boot.as_deref()))
-            && self.write_spec(uid, &record.prepared, &turn).await.is_ok()
-            && self.missing(&record.prepared, uid).await.is_empty()
+        let before = self.checkpoint(uid);
+        if let Some(checkpoint) =
+            before.as_ref().filter(|checkpoint| checkpoint.is_completed_in(self.settings.boot.as_deref()))
+            && self.write_spec(uid, &checkpoint.prepared, &turn).await.is_ok()
+            && self.missing(&checkpoint.prepared, uid).await.is_empty()
         {
-            self.await_mps(record).await?;
-            return Ok((record.prepared.clone(), true));
+            self.await_mps(checkpoint).await?;
+            return Ok((checkpoint.prepared.clone(), true));
         }
-        let record = match self.reserve(asked).await {
-            Ok(record) => record,
+        let checkpoint = match self.reserve(asked).await {
+            Ok(checkpoint) => checkpoint,
             Err(error) => {
                 if before.is_some_and(|before| error.is_gone() && self.is_unused(&before)) {
                     // Where that fails, it stays prepared, and the next sweep tries again.
@@ -240,8 +243,8 @@ impl Door {
                 return Err(error);
             }
         };
-        let carried_out = match self.confirm(&record).await {
-            Ok(()) => self.carry_out(record, &turn).await,
+        let carried_out = match self.confirm(&checkpoint).await {
+            Ok(()) => self.carry_out(checkpoint, &turn).await,
             Err(error) => {
                 self.forget_unmade(uid);
                 Err(error)
@@ -264,17 +267,17 @@ impl Door {
 
     /// Waits until the node's ledger has a claim that [`Self::reserve`] entered: from then on its GPUs stay with DRA.
     /// An error where one of them has left before.
-    async fn confirm(&self, record: &Record) -> Result<(), PrepareError> {
+    async fn confirm(&self, checkpoint: &Checkpoint) -> Result<(), PrepareError> {
         if !self.settings.has_ledger {
             return Ok(());
         }
-        let (ours, mut snapshot) = (record.for_ledger(), self.snapshot.clone());
-        let known = snapshot.wait_for(|state| state.ledger().prepared(&record.claim.uid) == Some(&ours));
+        let (ours, mut snapshot) = (checkpoint.for_ledger(), self.snapshot.clone());
+        let known = snapshot.wait_for(|state| state.ledger().prepared(&checkpoint.claim.uid) == Some(&ours));
         let state = match timeout(LEDGER_TIMEOUT, known).await {
             Ok(Ok(state)) => Arc::clone(&state),
             Ok(Err(_)) | Err(_) => return Err(PrepareError::NoLedger),
         };
-        for device in &record.prepared.devices {
+        for device in &checkpoint.prepared.devices {
             let door = state.door(&device.gpu);
             if !door.is_some_and(state::Door::is_dra) {
                 let (device, gpu) = (device.device.clone(), device.gpu.clone());
@@ -285,13 +288,13 @@ impl Door {
     }
 
     /// Reads the claim, plans it, and enters it as prepared. What a claim has that is gone is taken from it first.
-    async fn reserve(&self, asked: &ClaimName) -> Result<Record, PrepareError> {
+    async fn reserve(&self, asked: &ClaimName) -> Result<Checkpoint, PrepareError> {
         let named = || format!("{}/{}", asked.namespace, asked.name);
         let claim = self.query(asked).await;
         let claim = claim.map_err(|source| PrepareError::Query { claim: named(), source })?;
         loop {
             let taken = match self.plan(asked, &claim) {
-                Ok(record) => return Ok(record),
+                Ok(checkpoint) => return Ok(checkpoint),
                 Err(error) => error,
             };
             let mut any_gone = false;
@@ -307,10 +310,10 @@ impl Door {
     /// Undoes a claim that is gone. Whether it is out of the way.
     async fn release_gone(&self, holder: &ClaimName) -> bool {
         let Some(turn) = self.idle_turn(&holder.uid) else { return false };
-        match self.record(&holder.uid) {
-            Some(record) if self.is_gone(&record).await => {
-                self.undo_in_time(&record.claim.uid, &turn).await.is_ok_and(|()| {
-                    (self.observer)(Occurrence::Swept { claim: record.claim, result: Ok(()) });
+        match self.checkpoint(&holder.uid) {
+            Some(checkpoint) if self.is_gone(&checkpoint).await => {
+                self.undo_in_time(&checkpoint.claim.uid, &turn).await.is_ok_and(|()| {
+                    (self.observer)(Occurrence::Swept { claim: checkpoint.claim, result: Ok(()) });
                     true
                 })
             }
@@ -319,20 +322,20 @@ impl Door {
         }
     }
 
-    fn plan(&self, asked: &ClaimName, claim: &Claim) -> Result<Record, ClaimError> {
+    fn plan(&self, asked: &ClaimName, claim: &Claim) -> Result<Checkpoint, ClaimError> {
         let (state, host) = (self.snapshot.borrow().clone(), self.settings.host_devices.borrow().clone());
         let (settings, node) = (&self.settings, self.node(&state, &host));
         let mut slots = self.slots();
         // No container of another boot runs, and what was GPU 0 then may be GPU 1 now.
-        let others = slots.values().filter_map(|slot| slot.record.as_ref());
-        let others = others.filter(|record| !record.is_of_another_boot(settings.boot.as_deref()));
-        let others = others.map(|record| (&record.claim, &record.prepared));
+        let others = slots.values().filter_map(|slot| slot.checkpoint.as_ref());
+        let others = others.filter(|checkpoint| !checkpoint.is_of_another_boot(settings.boot.as_deref()));
+        let others = others.map(|checkpoint| (&checkpoint.claim, &checkpoint.prepared));
         let prepared = plan(claim, asked, node, others)?;
-        let record = Record::started(settings.boot.clone(), asked.clone(), prepared);
-        slots.entry(asked.uid.clone()).or_default().set(Some(record.clone()));
+        let checkpoint = Checkpoint::started(settings.boot.clone(), asked.clone(), prepared);
+        slots.entry(asked.uid.clone()).or_default().set(Some(checkpoint.clone()));
         drop(slots);
         self.changed();
-        Ok(record)
+        Ok(checkpoint)
     }
 
     /// What a plan is made from.
@@ -341,20 +344,20 @@ impl Door {
         Node { driver, pool, state, injection, host, makes_mig: *makes_mig }
     }
 
-    /// Prepares a claim as its record says.
-    async fn carry_out(&self, record: Record, turn: &Turn) -> Result<Prepared, PrepareError> {
-        let uid = record.claim.uid.clone();
-        if let Err(error) = self.write(&record, turn).await {
+    /// Prepares a claim as its checkpoint says.
+    async fn carry_out(&self, checkpoint: Checkpoint, turn: &Turn) -> Result<Prepared, PrepareError> {
+        let uid = checkpoint.claim.uid.clone();
+        if let Err(error) = self.write(&checkpoint, turn).await {
             self.forget_unmade(&uid);
             return Err(error);
         }
-        let record = self.make_mig(record).await?;
-        self.await_mps(&record).await?;
-        let written = self.write_spec(&uid, &record.prepared, turn).await;
+        let checkpoint = self.make_mig(checkpoint).await?;
+        self.await_mps(&checkpoint).await?;
+        let written = self.write_spec(&uid, &checkpoint.prepared, turn).await;
         written.map_err(|source| PrepareError::Spec { source })?;
         let until = Instant::now() + self.settings.specs_timeout;
         loop {
-            let missing = self.missing(&record.prepared, &uid).await;
+            let missing = self.missing(&checkpoint.prepared, &uid).await;
             if missing.is_empty() {
                 break;
             }
@@ -364,10 +367,10 @@ impl Door {
             }
             tokio::time::sleep(LOOK_AGAIN).await;
         }
-        let record = record.completed();
-        self.write(&record, turn).await?;
-        self.put(&uid, Some(record.clone()));
-        Ok(record.prepared)
+        let checkpoint = checkpoint.completed();
+        self.write(&checkpoint, turn).await?;
+        self.put(&uid, Some(checkpoint.clone()));
+        Ok(checkpoint.prepared)
     }
 
     /// As [`Self::undo`], in the time that a call of the kubelet has: an order that the driver never answers holds up no
@@ -395,7 +398,7 @@ impl Door {
         let (folder, named, held) = (self.settings.cdi_folder.clone(), uid.to_owned(), Arc::clone(turn));
         let removed = files::blocking(move || {
             let _held = held;
-            specs::remove(&folder, &named)
+            claim_specs::remove(&folder, &named)
         });
         let removed = removed.await.map_err(|source| UnprepareError::Spec { source });
         self.or_left_behind(uid, removed, gives_up)?;
@@ -419,9 +422,9 @@ impl Door {
     ) -> Result<(), UnprepareError> {
         match result {
             Err(error) if gives_up => {
-                if let Some(record) = self.record(uid) {
+                if let Some(checkpoint) = self.checkpoint(uid) {
                     let what = chain(&error);
-                    (self.observer)(Occurrence::LeftBehind { claim: record.claim, what });
+                    (self.observer)(Occurrence::LeftBehind { claim: checkpoint.claim, what });
                 }
                 Ok(())
             }
@@ -429,11 +432,11 @@ impl Door {
         }
     }
 
-    async fn write(&self, record: &Record, turn: &Turn) -> Result<(), PrepareError> {
-        let (store, record, held) = (Arc::clone(&self.store), record.clone(), Arc::clone(turn));
+    async fn write(&self, checkpoint: &Checkpoint, turn: &Turn) -> Result<(), PrepareError> {
+        let (store, checkpoint, held) = (Arc::clone(&self.store), checkpoint.clone(), Arc::clone(turn));
         let written = files::blocking(move || {
             let _held = held;
-            store.write(&record)
+            store.write(&checkpoint)
         });
         written.await.map_err(|source| PrepareError::Checkpoint { source })
     }
@@ -446,7 +449,7 @@ impl Door {
         let held = Arc::clone(turn);
         let written = files::blocking(move || {
             let _held = held;
-            specs::write(&folder, &uid, &edits)
+            claim_specs::write(&folder, &uid, &edits)
         });
         written.await
     }
@@ -455,57 +458,57 @@ impl Door {
     async fn missing(&self, prepared: &Prepared, uid: &str) -> Vec<String> {
         let names: BTreeSet<String> = prepared.devices.iter().flat_map(|device| device.cdi.clone()).collect();
         let (folder, uid, all) = (self.settings.cdi_folder.clone(), uid.to_owned(), names.clone());
-        let missing = files::blocking(move || Ok(specs::missing(&folder, names, &uid))).await;
+        let missing = files::blocking(move || Ok(claim_specs::missing(&folder, names, &uid))).await;
         missing.unwrap_or_else(|_| all.into_iter().collect())
     }
 
     /// Whether the cluster has no such claim any more, or its devices have been taken from it, and no container of this
     /// node has them. Where DRA is off and the API server cannot be asked, the containers alone count.
-    async fn is_gone(&self, record: &Record) -> bool {
+    async fn is_gone(&self, checkpoint: &Checkpoint) -> bool {
         if self.is_off() && !self.settings.has_api_server {
-            return self.is_long_unlisted(record);
+            return self.is_long_unlisted(checkpoint);
         }
-        let is_over = match self.query(&record.claim).await {
+        let is_over = match self.query(&checkpoint.claim).await {
             Err(ClaimQueryError::NotFound) => true,
             Err(ClaimQueryError::Failed(_)) => false,
-            Ok(found) if found.metadata.uid != record.claim.uid => true,
+            Ok(found) if found.metadata.uid != checkpoint.claim.uid => true,
             // Its pod has ended, and the kubelet should have unprepared it. One that was reinstalled does not.
-            Ok(found) => !self.is_allocated(&found, record),
+            Ok(found) => !self.is_allocated(&found, checkpoint),
         };
-        is_over && self.is_unused(record)
+        is_over && self.is_unused(checkpoint)
     }
 
-    /// Whether the kubelet could be asked, and listed no container with a record's devices, each time that a sweep looked
+    /// Whether the kubelet could be asked, and listed no container with a checkpoint's devices, each time that a sweep looked
     /// for as long as its lists may be late: a kubelet that starts lists no pod at first.
-    fn is_long_unlisted(&self, record: &Record) -> bool {
-        let (is_unused, now) = (self.is_unused(record), Instant::now());
+    fn is_long_unlisted(&self, checkpoint: &Checkpoint) -> bool {
+        let (is_unused, now) = (self.is_unused(checkpoint), Instant::now());
         let mut slots = self.slots();
-        let Some(slot) = slots.get_mut(&record.claim.uid) else { return false };
+        let Some(slot) = slots.get_mut(&checkpoint.claim.uid) else { return false };
         slot.unlisted = is_unused.then(|| slot.unlisted.unwrap_or(now));
         slot.unlisted.is_some_and(|since| now.saturating_duration_since(since) >= self.settings.listed_within)
     }
 
-    /// Whether the kubelet lists no container with a record's devices. While it cannot be asked, there may be one, and
+    /// Whether the kubelet lists no container with a checkpoint's devices. While it cannot be asked, there may be one, and
     /// where it was asked before the claim was prepared: a claim that was deleted by force is gone before its pod is.
-    fn is_unused(&self, record: &Record) -> bool {
+    fn is_unused(&self, checkpoint: &Checkpoint) -> bool {
         let state = self.snapshot.borrow().clone();
-        let named = record.claim.to_string();
-        let since = self.slots().get(&record.claim.uid).and_then(|slot| slot.since);
+        let named = checkpoint.claim.to_string();
+        let since = self.slots().get(&checkpoint.claim.uid).and_then(|slot| slot.since);
         let mut listed = state.ledger().claimed_lately();
         state.ledger().is_known()
             && since.is_none_or(|since| since.elapsed() >= self.settings.listed_within)
             && !listed.any(|held| {
-                let has = |device: &str| record.prepared.devices.iter().any(|prepared| prepared.device == device);
+                let has = |device: &str| checkpoint.prepared.devices.iter().any(|prepared| prepared.device == device);
                 held.claim == named && held.driver == self.settings.driver && has(&held.device)
             })
     }
 
-    /// Whether any of a record's devices is still the claim's.
-    fn is_allocated(&self, claim: &Claim, record: &Record) -> bool {
+    /// Whether any of a checkpoint's devices is still the claim's.
+    fn is_allocated(&self, claim: &Claim, checkpoint: &Checkpoint) -> bool {
         let results = claim.status.allocation.iter().flat_map(|allocation| &allocation.devices.results);
         let mut ours =
             results.filter(|result| result.driver == self.settings.driver && result.pool == self.settings.pool);
-        ours.any(|result| record.prepared.devices.iter().any(|device| device.device == result.device))
+        ours.any(|result| checkpoint.prepared.devices.iter().any(|device| device.device == result.device))
     }
 
     async fn query(&self, claim: &ClaimName) -> Result<Claim, ClaimQueryError> {
@@ -524,20 +527,20 @@ impl Door {
     }
 
     fn slots(&self) -> MutexGuard<'_, BTreeMap<String, Slot>> {
-        // Only whole records are ever put in or taken out.
+        // Only whole checkpoints are ever put in or taken out.
         self.slots.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn records(&self) -> Vec<Record> {
-        self.slots().values().filter_map(|slot| slot.record.clone()).collect()
+    fn checkpoints(&self) -> Vec<Checkpoint> {
+        self.slots().values().filter_map(|slot| slot.checkpoint.clone()).collect()
     }
 
-    pub(super) fn record(&self, uid: &str) -> Option<Record> {
-        self.slots().get(uid)?.record.clone()
+    pub(super) fn checkpoint(&self, uid: &str) -> Option<Checkpoint> {
+        self.slots().get(uid)?.checkpoint.clone()
     }
 
-    pub(super) fn put(&self, uid: &str, record: Option<Record>) {
-        self.slots().entry(uid.to_owned()).or_default().set(record);
+    pub(super) fn put(&self, uid: &str, checkpoint: Option<Checkpoint>) {
+        self.slots().entry(uid.to_owned()).or_default().set(checkpoint);
         self.changed();
     }
 
@@ -554,20 +557,23 @@ impl Door {
 
     /// Forgets claims that are not prepared and that nothing works on.
     fn tidy(&self) {
-        self.slots().retain(|_, slot| slot.record.is_some() || Arc::strong_count(&slot.turn) > 1);
+        self.slots().retain(|_, slot| slot.checkpoint.is_some() || Arc::strong_count(&slot.turn) > 1);
     }
 
     fn changed(&self) {
         let (claims, devices) = {
             let slots = self.slots();
-            let records = || slots.values().filter_map(|slot| slot.record.as_ref());
-            (records().count(), records().map(|record| record.prepared.names().len()).sum())
+            let checkpoints = || slots.values().filter_map(|slot| slot.checkpoint.as_ref());
+            (checkpoints().count(), checkpoints().map(|checkpoint| checkpoint.prepared.names().len()).sum())
         };
-        let prepared = self.slots().values().filter_map(|slot| slot.record.as_ref()).map(Record::for_ledger).collect();
+        let prepared =
+            self.slots().values().filter_map(|slot| slot.checkpoint.as_ref()).map(Checkpoint::for_ledger).collect();
         if let Some(mps) = &self.settings.mps {
             let boot = self.settings.boot.as_deref();
             let slots = self.slots();
-            mps.order(slots.values().filter_map(|slot| slot.record.as_ref()).filter(|r| !r.is_of_another_boot(boot)));
+            mps.order(
+                slots.values().filter_map(|slot| slot.checkpoint.as_ref()).filter(|r| !r.is_of_another_boot(boot)),
+            );
         }
         self.ledger.send_if_modified(|before| std::mem::replace(before, prepared) != *before);
         (self.observer)(Occurrence::Held { claims, devices });
@@ -576,8 +582,8 @@ impl Door {
 }
 
 impl Slot {
-    fn set(&mut self, record: Option<Record>) {
-        (self.record, self.since, self.undoing, self.unlisted) = (record, Some(Instant::now()), None, None);
+    fn set(&mut self, checkpoint: Option<Checkpoint>) {
+        (self.checkpoint, self.since, self.undoing, self.unlisted) = (checkpoint, Some(Instant::now()), None, None);
     }
 }
 

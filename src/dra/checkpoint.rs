@@ -1,6 +1,6 @@
 //! Checkpoints: one file for each claim that is prepared, or was being prepared when the process ended.
 //!
-//! Called by `door`, in blocking tasks. A file that cannot be read is reported and set aside, and hinders no other
+//! Called by `claim_manager`, in blocking tasks. A file that cannot be read is reported and set aside, and hinders no other
 //! claim; it goes when its claim is unprepared. A disk that is full at the start is the error of the claims that cannot
 //! be prepared then. What is in a file is decided by the core.
 
@@ -41,7 +41,7 @@ pub enum Progress {
 /// A claim that is prepared, or being prepared.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
-pub struct Record {
+pub struct Checkpoint {
     version: u32,
     /// How far.
     pub progress: Progress,
@@ -53,8 +53,8 @@ pub struct Record {
     pub prepared: Prepared,
 }
 
-impl Record {
-    /// A record of a preparation that begins.
+impl Checkpoint {
+    /// A checkpoint of a preparation that begins.
     pub fn started(boot: Option<String>, claim: ClaimName, prepared: Prepared) -> Self {
         Self { version: VERSION, progress: Progress::Started, boot, claim, prepared }
     }
@@ -75,7 +75,7 @@ impl Record {
         }
     }
 
-    /// Whether MIG devices were being made for it, in this boot, that the record does not have.
+    /// Whether MIG devices were being made for it, in this boot, that the checkpoint does not have.
     pub fn is_half_made(&self, boot: Option<&str>) -> bool {
         !self.is_of_another_boot(boot) && self.prepared.devices.iter().any(PreparedDevice::is_unmade)
     }
@@ -103,16 +103,16 @@ pub(super) fn is_uid(text: &str) -> bool {
 
 /// The folder of checkpoints.
 #[derive(Debug)]
-pub(super) struct Store {
+pub(super) struct CheckpointFolder {
     folder: PathBuf,
 }
 
-impl Store {
-    /// The records in a folder, and the files in it that are no records. A folder that is missing has none.
-    pub fn open(folder: &Path) -> io::Result<(Self, Vec<Record>, Vec<Occurrence>)> {
+impl CheckpointFolder {
+    /// The checkpoints in a folder, and the files in it that are no checkpoints. A folder that is missing has none.
+    pub fn open(folder: &Path) -> io::Result<(Self, Vec<Checkpoint>, Vec<Occurrence>)> {
         // Where it cannot be made, the first write tries again.
         let _ = fs::create_dir_all(folder);
-        let (mut records, mut ignored) = (Vec::new(), Vec::new());
+        let (mut checkpoints, mut ignored) = (Vec::new(), Vec::new());
         let entries = match fs::read_dir(folder) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => None,
             entries => Some(entries?),
@@ -127,7 +127,7 @@ impl Store {
                 let _ = fs::remove_file(&path);
             } else if let Some(uid) = name.strip_suffix(".json").filter(|uid| is_uid(uid)) {
                 match read(&path, uid) {
-                    Ok(record) => records.push(record),
+                    Ok(checkpoint) => checkpoints.push(checkpoint),
                     Err(why) => {
                         let aside = with_suffix(&path, ASIDE);
                         let set_aside = fs::rename(&path, aside).is_ok();
@@ -139,14 +139,14 @@ impl Store {
                 ignored.push(Occurrence::CheckpointIgnored { path, why, set_aside: false });
             }
         }
-        Ok((Self { folder: folder.to_owned() }, records, ignored))
+        Ok((Self { folder: folder.to_owned() }, checkpoints, ignored))
     }
 
-    /// Puts a record on the disk, over the one that is there.
-    pub fn write(&self, record: &Record) -> io::Result<()> {
-        let text = serde_json::to_vec_pretty(record)?;
+    /// Puts a checkpoint on the disk, over the one that is there.
+    pub fn write(&self, checkpoint: &Checkpoint) -> io::Result<()> {
+        let text = serde_json::to_vec_pretty(checkpoint)?;
         fs::create_dir_all(&self.folder)?;
-        files::write(&self.path(&record.claim.uid), &text, MODE)
+        files::write(&self.path(&checkpoint.claim.uid), &text, MODE)
     }
 
     /// Removes what there is of a claim.
@@ -168,7 +168,7 @@ fn with_suffix(path: &Path, suffix: &str) -> PathBuf {
 }
 
 /// Reads one file; its name has the UID of its claim.
-fn read(path: &Path, uid: &str) -> Result<Record, String> {
+fn read(path: &Path, uid: &str) -> Result<Checkpoint, String> {
     parse(&files::read(path, LONGEST).map_err(|error| error.to_string())?, uid)
 }
 
@@ -177,7 +177,7 @@ fn read(path: &Path, uid: &str) -> Result<Record, String> {
 /// # Errors
 ///
 /// In words, on one line: it is no JSON, of another version, no checkpoint, or of another claim.
-pub fn parse(bytes: &[u8], uid: &str) -> Result<Record, String> {
+pub fn parse(bytes: &[u8], uid: &str) -> Result<Checkpoint, String> {
     let said = |error: serde_json::Error| one_line(&error.to_string());
     let value: serde_json::Value =
         serde_json::from_slice(bytes).map_err(|error| format!("it is not whole JSON: {}", said(error)))?;
@@ -186,10 +186,10 @@ pub fn parse(bytes: &[u8], uid: &str) -> Result<Record, String> {
         let version = one_line(&version.to_string());
         return Err(format!("its version is {version}; this linkwise reads {VERSION}"));
     }
-    let record: Record =
+    let checkpoint: Checkpoint =
         serde_json::from_value(value).map_err(|error| format!("it is no checkpoint: {}", said(error)))?;
-    if record.claim.uid != uid {
-        return Err(format!("it is of the claim with the UID {}", quoted(&record.claim.uid)));
+    if checkpoint.claim.uid != uid {
+        return Err(format!("it is of the claim with the UID {}", quoted(&checkpoint.claim.uid)));
     }
-    Ok(record)
+    Ok(checkpoint)
 }

@@ -12,7 +12,7 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tonic::{Request, Response, Status};
 
-use super::door::Door;
+use super::claim_manager::ClaimManager;
 use super::{Observer, Occurrence, Settings};
 use crate::claims::devices;
 use crate::state::{self, Health, MigInstance, NodeState, UnhealthyReason};
@@ -28,7 +28,7 @@ const LONGEST_MESSAGE: usize = 1024;
 #[derive(Clone)]
 pub(super) struct HealthService {
     pub settings: Arc<Settings>,
-    pub door: Arc<Door>,
+    pub manager: Arc<ClaimManager>,
     pub snapshot: watch::Receiver<Arc<NodeState>>,
     pub observer: Observer,
     /// How many streams are open.
@@ -42,11 +42,11 @@ type Report = (wire::HealthStatus, String);
 
 /// The health of each device that is offered through DRA, of those that claims hold though they are gone, and of the
 /// sets of GPUs that claims hold, by name.
-fn report(state: &NodeState, door: &Door) -> BTreeMap<String, Report> {
+fn report(state: &NodeState, manager: &ClaimManager) -> BTreeMap<String, Report> {
     let hardware = state.hardware();
     let mut reports = BTreeMap::new();
     let mut sets = BTreeMap::new();
-    for device in door.prepared().into_iter().flat_map(|prepared| prepared.devices) {
+    for device in manager.prepared().into_iter().flat_map(|prepared| prepared.devices) {
         // Still here: overwritten below.
         let gone = || (wire::HealthStatus::Unhealthy, UnhealthyReason::Gone.to_string());
         match set_members(&device.device) {
@@ -110,7 +110,7 @@ impl Following {
         loop {
             self.held.borrow_and_update();
             let state = self.service.snapshot.borrow_and_update().clone();
-            let reports = report(&state, &self.service.door);
+            let reports = report(&state, &self.service.manager);
             if self.sent.as_ref() != Some(&reports) || Instant::now() >= self.due {
                 let list = message(&self.service.settings.pool, &reports);
                 (self.sent, self.due) = (Some(reports), Instant::now() + self.service.settings.heartbeat);
@@ -144,7 +144,7 @@ type Lists = Pin<Box<dyn Stream<Item = Result<wire::NodeWatchResourcesResponse, 
 impl HealthService {
     fn watch(&self) -> Lists {
         let following = Following {
-            held: self.door.held(),
+            held: self.manager.held(),
             sent: None,
             due: Instant::now(),
             _open: OpenStream::new(self.streams.clone(), Arc::clone(&self.observer)),
