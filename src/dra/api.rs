@@ -9,7 +9,7 @@ use std::sync::Arc;
 use anyhow::Result;
 use futures_util::future::BoxFuture;
 use prometheus_client::registry::Registry;
-use tokio::sync::{mpsc, oneshot, watch};
+use tokio::sync::{Notify, mpsc, oneshot, watch};
 use tokio_util::sync::CancellationToken;
 
 use crate::claims::{Claim, MigOrder, MigOrderError, MpsOrder};
@@ -75,6 +75,22 @@ pub struct MigRequest {
 
 /// Where the outcome of a [`MigRequest`] goes: the MIG device that was made, or none after a destruction.
 pub type MigAnswer = oneshot::Sender<Result<Option<MigUuid>, MigOrderError>>;
+
+/// The way to the task that writes the CDI specs of GPUs and MIG devices.
+#[derive(Clone, Debug)]
+pub struct SpecsLink {
+    /// The specs' generation: it changes each time that the task has written them, and is 0 before the first time.
+    pub generation: watch::Receiver<u64>,
+    /// Has them written at once where one is missing: the task repairs them every 10 s otherwise.
+    pub repair: Arc<Notify>,
+}
+
+impl Default for SpecsLink {
+    /// Specs that were written once, and never will be again.
+    fn default() -> Self {
+        Self { generation: watch::channel(1).1, repair: Arc::default() }
+    }
+}
 
 /// The way to the process that runs MPS control daemons.
 #[derive(Clone, Debug)]

@@ -7,11 +7,13 @@
 //! so that no other claim gets its GPUs.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::pin::pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use futures_util::future::{Either, select};
 use tokio::sync::{OwnedMutexGuard, mpsc, oneshot, watch};
-use tokio::time::{Instant, timeout};
+use tokio::time::{Instant, timeout, timeout_at};
 
 use super::checkpoint::{Checkpoint, CheckpointFolder, is_uid};
 use super::mig::MigError;
@@ -26,9 +28,6 @@ use crate::state::{self, DraGpus, NodeState, PreparedClaim};
 
 /// How long the node's state may take to enter a claim: it never waits for a disk or for NVML.
 const LEDGER_TIMEOUT: Duration = Duration::from_secs(5);
-
-/// How often the CDI specs are read again while a name is missing: the agent writes it at its next scan.
-const LOOK_AGAIN: Duration = Duration::from_millis(100);
 
 /// The right to work on one claim, until its last clone is dropped: also while a disk has it.
 type Turn = Arc<OwnedMutexGuard<()>>;
@@ -351,26 +350,56 @@ impl ClaimManager {
             self.forget_unmade(&uid);
             return Err(error);
         }
-        let checkpoint = self.make_mig(checkpoint).await?;
-        self.await_mps(&checkpoint).await?;
-        let written = self.write_spec(&uid, &checkpoint.prepared, turn).await;
-        written.map_err(|source| PrepareError::Spec { source })?;
-        let until = Instant::now() + self.settings.specs_timeout;
-        loop {
-            let missing = self.missing(&checkpoint.prepared, &uid).await;
-            if missing.is_empty() {
-                break;
+        let mps = pin!(self.await_mps(&checkpoint));
+        let devices = pin!(self.provide_devices(checkpoint.clone(), turn));
+        let checkpoint = match select(devices, mps).await {
+            Either::Left((devices, mps)) => {
+                let checkpoint = devices?;
+                mps.await?;
+                checkpoint
             }
-            if Instant::now() >= until {
-                let folder = self.settings.cdi_folder.display().to_string();
-                return Err(PrepareError::Names { folder, names: missing.join(", ") });
+            // Not dropped: an order to the driver that is under way has to be known.
+            Either::Right((mps, devices)) => {
+                let devices = devices.await;
+                mps?;
+                devices?
             }
-            tokio::time::sleep(LOOK_AGAIN).await;
-        }
+        };
         let checkpoint = checkpoint.completed();
         self.write(&checkpoint, turn).await?;
         self.put(&uid, Some(checkpoint.clone()));
         Ok(checkpoint.prepared)
+    }
+
+    /// Provides all devices of a claim, with names that a runtime finds: its MIG devices are made, its spec is written.
+    async fn provide_devices(&self, checkpoint: Checkpoint, turn: &Turn) -> Result<Checkpoint, PrepareError> {
+        let checkpoint = self.make_mig(checkpoint).await?;
+        let (uid, prepared) = (&checkpoint.claim.uid, &checkpoint.prepared);
+        let written = self.write_spec(uid, prepared, turn).await;
+        written.map_err(|source| PrepareError::Spec { source })?;
+        self.await_names(uid, prepared).await?;
+        Ok(checkpoint)
+    }
+
+    /// Waits until the CDI specs have the names of a claim. They are read again each time that they were written.
+    async fn await_names(&self, uid: &str, prepared: &Prepared) -> Result<(), PrepareError> {
+        let specs = &self.settings.specs;
+        let (mut generation, until) = (specs.generation.clone(), Instant::now() + self.settings.specs_timeout);
+        generation.mark_unchanged();
+        let mut missing = self.missing(prepared, uid).await;
+        if !missing.is_empty() {
+            // Once: a name that the writer does not know yet must not keep it writing.
+            specs.repair.notify_one();
+        }
+        while !missing.is_empty() {
+            // An error means that the node is ending, or that the time is over.
+            if !matches!(timeout_at(until, generation.changed()).await, Ok(Ok(()))) {
+                let folder = self.settings.cdi_folder.display().to_string();
+                return Err(PrepareError::Names { folder, names: missing.join(", ") });
+            }
+            missing = self.missing(prepared, uid).await;
+        }
+        Ok(())
     }
 
     /// As [`Self::undo`], in the time that a call of the kubelet has: an order that the driver never answers holds up no

@@ -38,7 +38,7 @@ pub(super) async fn live(
     let handshake = DraHandshake::new(settings.offer_timeout);
     let machine = RegistrationMachine::new(limits, Phase::WaitingForGpus, handshake, random());
     let watching = Watching { folder: settings.registry.clone(), poll: settings.poll, inotify: settings.inotify };
-    let ready: Held<()> = Box::pin(ready(snapshot.clone(), settings.specs_written.clone()));
+    let ready: Held<()> = Box::pin(ready(snapshot.clone(), settings.specs.generation.clone()));
     let sweeps = sweep(&settings, &manager, snapshot.clone());
     let (settings, manager) = (Arc::clone(&settings), Arc::clone(&manager));
     let registrant = DraPlugin { settings, manager, snapshot, observer, ready: Some(ready) };
@@ -126,10 +126,10 @@ impl Registrant for DraPlugin {
 }
 
 /// Completes when GPUs have been seen and their CDI specs are written.
-async fn ready(mut snapshot: watch::Receiver<Arc<NodeState>>, mut specs: watch::Receiver<bool>) {
+async fn ready(mut snapshot: watch::Receiver<Arc<NodeState>>, mut specs: watch::Receiver<u64>) {
     // An error means that the node is ending.
     let seen = snapshot.wait_for(|state| !state.topology().gpus().is_empty()).await.is_ok();
-    if !seen || specs.wait_for(|written| *written).await.is_err() {
+    if !seen || specs.wait_for(|generation| *generation > 0).await.is_err() {
         std::future::pending::<()>().await;
     }
 }

@@ -39,7 +39,8 @@ use crate::uds::Callers;
 use claim_manager::ClaimManager;
 
 pub use api::{
-    ApiSide, ClaimQuery, ClaimQueryError, Client, MigAnswer, MigRequest, MpsLink, MpsOrders, MpsServed, StoredPool,
+    ApiSide, ClaimQuery, ClaimQueryError, Client, MigAnswer, MigRequest, MpsLink, MpsOrders, MpsServed, SpecsLink,
+    StoredPool,
 };
 pub use checkpoint::{Checkpoint, parse as parse_checkpoint};
 pub use claim_json::{NoClaim, parse_claim};
@@ -68,8 +69,8 @@ pub struct Settings {
     pub injection: InjectionOptions,
     /// What the host has beside its GPUs, as last scanned.
     pub host_devices: watch::Receiver<Arc<HostDevices>>,
-    /// Whether the first CDI specs are written: before, nothing is registered.
-    pub specs_written: watch::Receiver<bool>,
+    /// The task that writes the CDI specs: before it has written the first, nothing is registered.
+    pub specs: SpecsLink,
     /// Where MIG devices are ordered that are made for a claim; `None`: none can be made.
     pub mig: Option<mpsc::Sender<MigRequest>>,
     /// Whether new ones are made. Without it those that claims have are still destroyed.
@@ -82,7 +83,7 @@ pub struct Settings {
     pub callers: Callers,
     /// How long the API server may take to answer for one claim.
     pub claim_timeout: Duration,
-    /// How long a claim waits for the CDI specs of its devices, which the agent repairs every 10 s.
+    /// How long a claim waits for the CDI specs of its devices.
     pub specs_timeout: Duration,
     /// Whether the runtime enters the claims that the plugin has prepared into the node's ledger: then a claim is
     /// prepared only when the ledger has it and its GPUs are still DRA's.
@@ -124,7 +125,7 @@ impl Settings {
             boot: None,
             injection: InjectionOptions::default(),
             host_devices: watch::channel(Arc::default()).1,
-            specs_written: watch::channel(true).1,
+            specs: SpecsLink::default(),
             mig: None,
             mps: None,
             mps_timeout: Duration::from_secs(15),

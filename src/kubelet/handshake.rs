@@ -187,7 +187,9 @@ impl DevicePluginHandshake {
             self.enter(attempts, Phase::Detaching, Some(now + self.limits.register));
             return own(OwnAction::Detach);
         }
-        if self.detached {
+        if self.renewing {
+            attempts.enter(Phase::Beside, Some(now + self.limits.register));
+        } else if self.detached {
             self.beside(attempts, now);
         } else {
             attempts.enter(Phase::Serving, None);
@@ -240,7 +242,7 @@ impl DevicePluginHandshake {
             }
             Ok(()) => {
                 (self.detached, self.outlasts) = (false, outlasts);
-                self.confirmed(attempts, now)
+                if attempts.phase() == Phase::Confirming { Vec::new() } else { self.confirmed(attempts, now) }
             }
         }
     }
@@ -288,7 +290,9 @@ impl Handshake for DevicePluginHandshake {
     }
 
     fn registered(&mut self, attempts: &mut Attempts, result: Result<(), String>, now: Duration) -> Actions {
-        if attempts.phase() == Phase::Beside && std::mem::take(&mut self.renewing) {
+        // PodResources may have missed our devices meanwhile.
+        let renews = matches!(attempts.phase(), Phase::Beside | Phase::Confirming);
+        if renews && std::mem::take(&mut self.renewing) {
             return self.renewed(attempts, result, now);
         }
         if attempts.phase() != Phase::Registering {

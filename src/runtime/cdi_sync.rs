@@ -11,12 +11,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
-use tokio::sync::watch;
+use tokio::sync::{Notify, watch};
 
 use super::readiness::{Part, Readiness};
 use crate::cdi;
 use crate::config::Settings;
 use crate::config::settings::{DeviceIdStrategy, DeviceListStrategy};
+use crate::dra::SpecsLink;
 use crate::files;
 use crate::hwloc;
 use crate::machines;
@@ -46,6 +47,12 @@ pub(super) struct CdiSync {
     host_devices: watch::Sender<Arc<HostDevices>>,
     /// Becomes true when containers can get the first GPUs: their files are written.
     pub ready: watch::Sender<bool>,
+    /// The generation of the files: see [`SpecsLink::generation`].
+    generation: watch::Sender<u64>,
+    /// See [`SpecsLink::repair`].
+    repair: Arc<Notify>,
+    /// The longest time between two scans.
+    scan_every: Duration,
     /// The phase of a plugin that waits for this.
     pub awaited: &'static str,
 }
@@ -125,7 +132,15 @@ pub(super) fn prepare(
     Ok(Prepared {
         options,
         host_devices: host_devices.subscribe(),
-        sync: (files || nodes).then(|| CdiSync { scan, host_devices, ready: watch::Sender::new(!files), awaited }),
+        sync: (files || nodes).then(|| CdiSync {
+            scan,
+            host_devices,
+            ready: watch::Sender::new(!files),
+            generation: watch::Sender::new(u64::from(!files)),
+            repair: Arc::default(),
+            scan_every: SCAN_EVERY,
+            awaited,
+        }),
     })
 }
 
@@ -142,6 +157,11 @@ fn roots(settings: &Settings, sysfs: &Path) -> cdi::Roots {
 }
 
 impl CdiSync {
+    /// The way to this task, for claims.
+    pub fn link(&self) -> SpecsLink {
+        SpecsLink { generation: self.generation.subscribe(), repair: Arc::clone(&self.repair) }
+    }
+
     /// Lives as long as the snapshots come; fails where the first files cannot be written. Writes while `files` is true.
     pub async fn run(
         self,
@@ -151,7 +171,7 @@ impl CdiSync {
         readiness: Readiness,
     ) -> Result<()> {
         readiness.add(Part::CdiSync, "writing the first files");
-        let Self { mut scan, host_devices, ready, .. } = self;
+        let Self { mut scan, host_devices, ready, generation, repair, scan_every, .. } = self;
         let (mut warned, mut failing) = (Once::new(), Once::new());
         loop {
             let current = Arc::clone(&snapshot.borrow_and_update());
@@ -191,10 +211,14 @@ impl CdiSync {
                     ready.send_if_modified(|ready| !std::mem::replace(ready, *ready || has_gpus) && has_gpus);
                 }
             }
+            if *ready.borrow() {
+                generation.send_modify(|generation| *generation = generation.saturating_add(1));
+            }
             tokio::select! {
                 changed = snapshot.changed() => if changed.is_err() { return Ok(()) },
                 changed = files.changed() => if changed.is_err() { return Ok(()) },
-                () = tokio::time::sleep(SCAN_EVERY) => {}
+                () = repair.notified() => {}
+                () = tokio::time::sleep(scan_every) => {}
             }
         }
     }
@@ -283,5 +307,55 @@ impl HostScan {
             }
         }
         (devices, warnings, written)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use prometheus_client::registry::Registry;
+
+    use super::*;
+    use crate::runtime::readiness::Idle;
+    use crate::state::Event;
+
+    #[tokio::test]
+    async fn deleted_spec_is_written_again_when_a_claim_asks() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = |name: &str| folder.path().join(name);
+        let roots = cdi::Roots { driver: at("driver"), driver_here: at("driver"), dev: at("dev"), sysfs: at("sys") };
+        std::fs::create_dir(at("cdi")).unwrap();
+        let sync = CdiSync {
+            scan: HostScan {
+                scanner: cdi::Scanner::new(roots, cdi::Options::default()),
+                folder: Some(at("cdi")),
+                nics: false,
+                nccl: None,
+            },
+            host_devices: watch::Sender::default(),
+            ready: watch::Sender::new(false),
+            generation: watch::Sender::new(0),
+            repair: Arc::default(),
+            // Never.
+            scan_every: Duration::from_secs(1 << 20),
+            awaited: "",
+        };
+        let observed = Event::Observed(Box::new(machines::load("dgx1-v100").unwrap().observed));
+        let state = NodeState::default().apply(observed, Duration::ZERO).0;
+        let (snapshot, files) = (watch::Sender::new(Arc::new(state)), watch::Sender::new(true));
+        let mut link = sync.link();
+        let (metrics, readiness) =
+            (cdi::CdiMetrics::register(&mut Registry::default()), Readiness::new(Idle::Waiting(String::new())));
+        let task = tokio::spawn(sync.run(snapshot.subscribe(), files.subscribe(), metrics, readiness));
+        let written = async {
+            let first = *link.generation.wait_for(|generation| *generation > 0).await.unwrap();
+            let spec = std::fs::read_dir(at("cdi")).unwrap().next().unwrap().unwrap().path();
+            std::fs::remove_file(&spec).unwrap();
+            link.repair.notify_one();
+            link.generation.wait_for(|generation| *generation > first).await.unwrap();
+            assert!(spec.exists());
+        };
+        tokio::time::timeout(Duration::from_secs(60), written).await.unwrap();
+        drop(snapshot);
+        task.await.unwrap().unwrap();
     }
 }

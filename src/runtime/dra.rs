@@ -31,7 +31,9 @@ use super::node::Node;
 use super::readiness::{Part, Readiness};
 use crate::cdi;
 use crate::config::Settings;
-use crate::dra::{self, ApiSide, ClaimQuery, MigRequest, MpsLink, Occurrence, Phase, PluginMetrics, StoredPool};
+use crate::dra::{
+    self, ApiSide, ClaimQuery, MigRequest, MpsLink, Occurrence, Phase, PluginMetrics, SpecsLink, StoredPool,
+};
 use crate::errors::chain;
 use crate::metrics::new;
 use crate::once::Once;
@@ -78,8 +80,8 @@ pub(super) struct Given<'a> {
     pub state_dir: PathBuf,
     pub injection: InjectionOptions,
     pub host_devices: watch::Receiver<Arc<HostDevices>>,
-    /// Whether the first CDI specs are written.
-    pub specs_written: watch::Receiver<bool>,
+    /// The task that writes the CDI specs.
+    pub specs: SpecsLink,
     /// Where MIG devices are ordered; `None` where there is no driver to make any.
     pub mig: Option<mpsc::Sender<MigRequest>>,
     /// Where MPS control daemons are ordered; `None` where nothing could run any.
@@ -93,7 +95,7 @@ pub(super) struct Given<'a> {
 
 /// Starts DRA in a node. Without a client of the API server no slices are written, and no new claim is prepared.
 pub(super) fn spawn_in(node: &mut Node, given: Given<'_>, client: Option<&dra::Client>) {
-    let Given { settings, name, sysfs, state_dir, injection, host_devices, specs_written, mig, mps, owns, .. } = given;
+    let Given { settings, name, sysfs, state_dir, injection, host_devices, specs, mig, mps, owns, .. } = given;
     let name = name.unwrap_or_default();
     let driver = settings.dra_driver_name.value.clone();
     let empty = Pool::new(driver.clone(), name.clone(), Vec::new());
@@ -108,7 +110,7 @@ pub(super) fn spawn_in(node: &mut Node, given: Given<'_>, client: Option<&dra::C
         boot: identity(sysfs).boot,
         injection,
         host_devices,
-        specs_written,
+        specs,
         mig,
         mps,
         makes_mig: settings.dra_dynamic_mig.value,

@@ -250,7 +250,7 @@ async fn serve(args: &RunArgs, clients: ApiClients<'_>) -> Result<End> {
     let driver = driver::Driver { seen, mig: Some(orders), ..driver };
     // The series are there, on every node.
     let cdi_metrics = node.metrics().register(CdiMetrics::register);
-    let specs_written = injection.sync.as_ref().map(|sync| sync.ready.subscribe());
+    let specs = injection.sync.as_ref().map(cdi_sync::CdiSync::link);
     if let Some(sync) = injection.sync {
         node.hold_plugins_until(sync.ready.subscribe(), sync.awaited);
         node.spawn("CDI sync", sync.run(node.snapshot(), node.files(), cdi_metrics, node.readiness.clone()));
@@ -268,7 +268,7 @@ async fn serve(args: &RunArgs, clients: ApiClients<'_>) -> Result<End> {
             injection: injection.options,
             host_devices: injection.host_devices,
             // Without the right to write any there are none to wait for.
-            specs_written: specs_written.unwrap_or_else(|| watch::channel(true).1),
+            specs: specs.unwrap_or_default(),
             mig: Some(mig),
             mps: Some(crate::dra::MpsLink { orders, served: serving }),
             owns: owns.clone(),

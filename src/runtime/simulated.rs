@@ -71,7 +71,7 @@ pub async fn start_with_dra(
     })
     .await?;
     let sync = injection.sync.context("DRA has CDI specs to write")?;
-    let specs_written = sync.ready.subscribe();
+    let specs = sync.link();
     let metrics = node.metrics().register(CdiMetrics::register);
     node.spawn("CDI sync", sync.run(node.snapshot(), node.files(), metrics, node.readiness.clone()));
     let given = dra::Given {
@@ -81,7 +81,7 @@ pub async fn start_with_dra(
         state_dir: at(SimulatedFolders::STATE),
         injection: injection.options,
         host_devices: injection.host_devices,
-        specs_written,
+        specs,
         mig: None,
         mps: None,
         owns: watch::channel(true).1,

@@ -52,7 +52,8 @@ pub struct Node {
     pub settings: Settings,
     pub state: watch::Sender<Arc<NodeState>>,
     pub host: watch::Sender<Arc<HostDevices>>,
-    pub specs_written: watch::Sender<bool>,
+    /// The generation of the CDI specs.
+    pub generation: watch::Sender<u64>,
     pub cluster: Arc<Mutex<Cluster>>,
     pub seen: watch::Sender<Vec<Occurrence>>,
     pub running: Option<(JoinHandle<Result<(), PluginError>>, CancellationToken)>,
@@ -76,7 +77,7 @@ impl Node {
         fs::create_dir(at("registry")).unwrap();
         fs::create_dir(at("cdi")).unwrap();
         let (host, host_devices) = watch::channel(Arc::default());
-        let (specs_written, written) = watch::channel(true);
+        let generation = watch::Sender::new(1);
         let cdi = CdiOptions { kind: KIND.to_owned(), annotation_prefix: None, cri: true };
         let mut settings = Settings::new(DRIVER, POOL, at("claims"));
         settings.registry = at("registry");
@@ -84,7 +85,7 @@ impl Node {
         settings.cdi_folder = at("cdi");
         settings.boot = Some("this boot".to_owned());
         settings.injection = InjectionOptions { cdi: Some(cdi), ..InjectionOptions::default() };
-        (settings.host_devices, settings.specs_written) = (host_devices, written);
+        (settings.host_devices, settings.specs.generation) = (host_devices, generation.subscribe());
         settings.listed_within = Duration::ZERO;
         settings.longest_pause = Duration::from_millis(64);
         let state = watch::Sender::new(Arc::new(state("dgx1-v100", DraGpus::All)));
@@ -93,7 +94,7 @@ impl Node {
             settings,
             state,
             host,
-            specs_written,
+            generation,
             cluster: Arc::default(),
             seen: watch::Sender::default(),
             running: None,
@@ -197,6 +198,7 @@ impl Node {
         let devices: Vec<_> = gpus.chain(mig).collect();
         let spec = serde_json::json!({"cdiVersion": "0.5.0", "kind": KIND, "devices": devices});
         fs::write(self.gpu_spec(), spec.to_string()).unwrap();
+        self.generation.send_modify(|generation| *generation += 1);
     }
 
     pub fn gpu_spec(&self) -> PathBuf {

@@ -69,3 +69,37 @@ fn failed_detachment_costs_one_session() {
     world.benign_until_registered(false, true);
     assert_eq!(world.sockets, 2);
 }
+
+/// A second registration gives us the name again: the plugin is detached again, whatever PodResources said meanwhile.
+#[test]
+fn doubt_during_second_registration_still_detaches() {
+    for listed_before_the_answer in [false, true] {
+        let mut world = World::new(1);
+        for happening in [
+            Happening::KubeletNew,
+            Happening::Own(Own::BindsBeside),
+            Happening::Own(Own::StreamOpens),
+            Happening::Own(Own::AllWell),
+            Happening::Own(Own::NextAsk(Listing::Missing)),
+            Happening::Own(Own::StreamEnds),
+            Happening::Passes(100),
+            Happening::Own(Own::AskEnds(Listing::Missing)),
+        ] {
+            world.happens(happening);
+        }
+        assert!(world.phase() == Phase::Confirming && world.neighbour.registering);
+        if listed_before_the_answer {
+            does(&mut world, Own::NextAsk(Listing::Listed));
+            assert_eq!(world.phase(), Phase::Beside);
+        }
+        does(&mut world, Own::RegisterEnds(true));
+        if !listed_before_the_answer {
+            does(&mut world, Own::NextAsk(Listing::Listed));
+        }
+        assert_eq!(world.phase(), Phase::Detaching);
+        does(&mut world, Own::DetachEnds(true));
+        does(&mut world, Own::PredecessorEnds(5));
+        world.benign_until_registered(false, true);
+        assert_eq!(world.sockets, 1);
+    }
+}
