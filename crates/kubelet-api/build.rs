@@ -6,7 +6,7 @@
 use std::path::{Path, PathBuf};
 use std::{env, error::Error, fs};
 
-/// Where the definitions lie, from this crate.
+/// The folder of the definitions, from this crate.
 const PROTO: &str = "../../proto";
 
 #[expect(clippy::disallowed_methods, reason = "a build script is told by its environment")]

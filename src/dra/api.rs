@@ -1,5 +1,5 @@
-//! What DRA needs of others: of the API server slices written and claims read, of the driver MIG devices made, of
-//! another process MPS control daemons run.
+//! The channels between DRA and the rest of the program: the client of the API server writes slices and reads claims,
+//! the driver makes MIG devices, another process runs MPS control daemons, another task writes CDI specs.
 //!
 //! This program has no client of the API server; `linkwise-cluster` has, and is given one end of these channels.
 
@@ -29,51 +29,51 @@ pub struct ApiSide {
     pub node: String,
     /// The DRA driver's name.
     pub driver: String,
-    /// Whether the server's release is to be read.
+    /// True if the server's release is to be read.
     pub asks_version: bool,
-    /// What is to be stored; `None` while it is unknown which GPUs there are: then nothing is written.
+    /// The pool to be stored; `None` while it is unknown which GPUs there are: then nothing is written.
     pub pool: watch::Receiver<Option<Arc<Pool>>>,
-    /// What is stored.
+    /// The pool that is stored.
     pub stored: watch::Sender<StoredPool>,
     /// Claims to be read.
     pub claims: mpsc::Receiver<ClaimQuery>,
 }
 
-/// What the API server has of our pool.
+/// The part of our pool that the API server has.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct StoredPool {
-    /// Whether the slices are as they were wanted last, but for fields that the server dropped.
+    /// True if the slices are as they were wanted last, but for fields that the server dropped.
     pub is_current: bool,
-    /// How many slices.
+    /// The number of slices.
     pub slices: usize,
     /// Their generation.
     pub generation: u64,
-    /// Whether the server drops taints (its gate DRADeviceTaints is off): then sick devices have to be left out.
+    /// True if the server drops taints (its gate DRADeviceTaints is off): then sick devices have to be left out.
     pub drops_taints: bool,
-    /// Whether the server drops counters (its gate DRAPartitionableDevices is off): then a pool with counters is not
+    /// True if the server drops counters (its gate DRAPartitionableDevices is off): then a pool with counters is not
     /// written any further.
     pub drops_counters: bool,
-    /// What was found of our pool; `None` before it was read, and before the release was, where it is to be.
+    /// The sets that were found in our pool; `None` before it was read, and before the release was, where it is to be.
     pub found: Option<StoredSets>,
     /// The server's release, where it is to be read and can be.
     pub version: Option<ServerVersion>,
-    /// Whether the server drops what makes a device several claims' (its gate DRAConsumableCapacity is off): then one
+    /// True if the server drops what makes a device several claims' (its gate DRAConsumableCapacity is off): then one
     /// claim has all of it.
     pub drops_sharing: bool,
-    /// Why they are not current, where that is known.
+    /// The cause of slices that are not current, where it is known.
     pub trouble: Option<String>,
 }
 
 /// A MIG device to be made or destroyed for a claim, which the agent orders of the driver.
 #[derive(Debug)]
 pub struct MigRequest {
-    /// What to do.
+    /// The order.
     pub order: MigOrder,
-    /// Where the outcome goes.
+    /// The receiver of the outcome.
     pub answer: MigAnswer,
 }
 
-/// Where the outcome of a [`MigRequest`] goes: the MIG device that was made, or none after a destruction.
+/// The receiver of the outcome of a [`MigRequest`]: the MIG device that was made, or none after a destruction.
 pub type MigAnswer = oneshot::Sender<Result<Option<MigUuid>, MigOrderError>>;
 
 /// The way to the task that writes the CDI specs of GPUs and MIG devices.
@@ -95,29 +95,29 @@ impl Default for SpecsLink {
 /// The way to the process that runs MPS control daemons.
 #[derive(Clone, Debug)]
 pub struct MpsLink {
-    /// What is wanted; `None` before the checkpoints were read.
+    /// The daemons that are wanted; `None` before the checkpoints were read.
     pub orders: watch::Sender<Option<MpsOrders>>,
-    /// What serves; `None` before the first look.
+    /// The daemons that serve; `None` before the first look.
     pub served: watch::Receiver<Option<MpsServed>>,
 }
 
 /// The control daemons that prepared claims call for.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct MpsOrders {
-    /// How many changes there were, and requests to look again.
+    /// The number of changes and of requests to look again.
     pub revision: u64,
     /// The daemons.
     pub daemons: BTreeMap<ResourceName, MpsOrder>,
 }
 
-/// What became of [`MpsOrders`].
+/// The outcome of [`MpsOrders`].
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct MpsServed {
-    /// Of which revision.
+    /// The revision of these orders.
     pub revision: u64,
-    /// Why orders reach no control daemon.
+    /// The cause where orders reach no control daemon.
     pub trouble: Option<String>,
-    /// Whether each daemon serves with its limits, or why not yet.
+    /// The daemons: `Ok` for one that serves with its limits, or why it does not yet.
     pub daemons: BTreeMap<ResourceName, Result<(), String>>,
     /// GPUs of DRA that are in the compute mode EXCLUSIVE_PROCESS for a control daemon, whosever.
     pub exclusive: BTreeSet<GpuUuid>,
@@ -130,11 +130,11 @@ pub struct ClaimQuery {
     pub namespace: String,
     /// Its name.
     pub name: String,
-    /// Where the answer goes.
+    /// The receiver of the answer.
     pub answer: oneshot::Sender<Result<Claim, ClaimQueryError>>,
 }
 
-/// Why a claim could not be read.
+/// The cause of a claim that could not be read.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ClaimQueryError {
     /// There is no such claim.

@@ -1,8 +1,8 @@
 //! Checkpoints: one file for each claim that is prepared, or was being prepared when the process ended.
 //!
-//! Called by `claim_manager`, in blocking tasks. A file that cannot be read is reported and set aside, and hinders no other
-//! claim; it goes when its claim is unprepared. A disk that is full at the start is the error of the claims that cannot
-//! be prepared then. What is in a file is decided by the core.
+//! Called by `claim_manager`, in blocking tasks. A file that cannot be read is reported and set aside, and hinders no
+//! other claim; it goes when its claim is unprepared. A disk that is full at the start is the error of the claims that
+//! cannot be prepared then. What is in a file is decided by the core.
 
 use std::fs;
 use std::io;
@@ -26,10 +26,10 @@ const LONGEST: u64 = 1 << 20;
 /// Only the agent reads them.
 const MODE: u32 = 0o600;
 
-/// How the name of a file ends that was set aside.
+/// The end of the name of a file that was set aside.
 const ASIDE: &str = ".ignored";
 
-/// How far the preparation of a claim is.
+/// The progress of the preparation of a claim.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Progress {
     /// Something may have been done.
@@ -43,13 +43,13 @@ pub enum Progress {
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct Checkpoint {
     version: u32,
-    /// How far.
+    /// The progress.
     pub progress: Progress,
-    /// In which boot; `None` where that is unknown.
+    /// The boot in which the checkpoint was written; `None` where it is unknown.
     pub boot: Option<String>,
     /// The claim.
     pub claim: ClaimName,
-    /// With what.
+    /// The devices of the claim, and what comes with them.
     pub prepared: Prepared,
 }
 
@@ -64,7 +64,7 @@ impl Checkpoint {
         Self { progress: Progress::Completed, ..self }
     }
 
-    /// What the node's ledger has of it. Devices with admin access are left out: other claims may have them too.
+    /// The claim's entry in the node's ledger. Devices with admin access are left out: other claims may have them too.
     pub fn for_ledger(&self) -> PreparedClaim {
         let taken = || self.prepared.devices.iter().filter(|device| !device.admin);
         PreparedClaim {
@@ -75,23 +75,23 @@ impl Checkpoint {
         }
     }
 
-    /// Whether MIG devices were being made for it, in this boot, that the checkpoint does not have.
+    /// Returns true if MIG devices were being made for the claim, in this boot, that the checkpoint does not have.
     pub fn is_half_made(&self, boot: Option<&str>) -> bool {
         !self.is_of_another_boot(boot) && self.prepared.devices.iter().any(PreparedDevice::is_unmade)
     }
 
-    /// Whether it was certainly made in another boot than this.
+    /// Returns true if the checkpoint was certainly written in another boot than this.
     pub fn is_of_another_boot(&self, boot: Option<&str>) -> bool {
         self.boot.as_deref().zip(boot).is_some_and(|(of, this)| of != this)
     }
 
-    /// Whether it was completed in this boot.
+    /// Returns true if the preparation was completed in this boot.
     pub fn is_completed_in(&self, boot: Option<&str>) -> bool {
         self.progress == Progress::Completed && boot.is_some() && self.boot.as_deref() == boot
     }
 }
 
-/// Whether a text can be a UID, and so a part of a file's and of a CDI device's name.
+/// Returns true if a text can be a UID, and so a part of a file's and of a CDI device's name.
 pub(super) fn is_uid(text: &str) -> bool {
     let ends = |b: Option<&u8>| b.is_some_and(u8::is_ascii_alphanumeric);
     let bytes = text.as_bytes();

@@ -1,10 +1,13 @@
 //! Prepares and unprepares claims: reads the claim, lets the core decide, and carries it out in steps each of which is
 //! safe to die in.
 //!
-//! Called by `service` for the kubelet and by `life` for claims that are gone. What is prepared is kept in memory and in
-//! `store`. One claim is worked on once at a time; claims do not wait for each other, and no lock is held while a disk
-//! or the API server is waited for. A claim counts as prepared from before anything is done for it until all is undone,
-//! so that no other claim gets its GPUs.
+//! Called by `service` for the kubelet and by `life` for claims that are gone. Prepared claims are kept in memory and
+//! in checkpoints. Each claim is worked on by one caller at a time. Claims do not wait for each other, and no lock is
+//! held during a wait for a disk or the API server. A claim counts as prepared before anything is done for it, and
+//! until all is undone, so that no other claim gets its GPUs.
+//!
+//! A claim leaves the manager three times: for itself (the API server), for its place in the node's ledger, and for
+//! devices, their CDI names and the MPS control daemon, which are awaited beside each other. Nothing is polled.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::pin::pin;
@@ -26,20 +29,20 @@ use crate::publish::injection::HostDevices;
 use crate::quote::quoted;
 use crate::state::{self, DraGpus, NodeState, PreparedClaim};
 
-/// How long the node's state may take to enter a claim: it never waits for a disk or for NVML.
+/// The longest time that the node's state may take to enter a claim: it never waits for a disk or for NVML.
 const LEDGER_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The right to work on one claim, until its last clone is dropped: also while a disk has it.
 type Turn = Arc<OwnedMutexGuard<()>>;
 
-/// What there is of a claim.
+/// The state of one claim.
 #[derive(Default)]
 struct Slot {
     turn: Arc<tokio::sync::Mutex<()>>,
     checkpoint: Option<Checkpoint>,
-    /// When the checkpoint was put in.
+    /// The time at which the checkpoint was put in.
     since: Option<Instant>,
-    /// When undoing it was tried first while DRA was off.
+    /// The time at which undoing the claim was tried first while DRA was off.
     undoing: Option<Instant>,
     /// Since when sweeps have found it in no list of the kubelet, while only these count.
     unlisted: Option<Instant>,
@@ -59,7 +62,7 @@ pub(super) struct ClaimManager {
     ledger: watch::Sender<Vec<PreparedClaim>>,
 }
 
-/// Why a claim was not prepared.
+/// The cause of a claim that was not prepared.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum PrepareError {
     #[error("{} is no UID of a claim", quoted(.0))]
@@ -86,7 +89,7 @@ pub(super) enum PrepareError {
     Late(Duration),
 }
 
-/// Why a claim was not unprepared.
+/// The cause of a claim that was not unprepared.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum UnprepareError {
     #[error(transparent)]
@@ -100,7 +103,7 @@ pub(super) enum UnprepareError {
 }
 
 impl ClaimManager {
-    /// The manager with the claims that the checkpoints have.
+    /// A manager with the claims that the checkpoints have.
     pub async fn open(
         settings: Arc<Settings>,
         observer: Observer,
@@ -134,14 +137,14 @@ impl ClaimManager {
         self.checkpoints().into_iter().map(|checkpoint| checkpoint.prepared).collect()
     }
 
-    /// Whether no GPU is to go through DRA. Then a claim is over as soon as the kubelet lists it no more, and what stands
-    /// against undoing it does not keep its GPUs from the device plugin.
+    /// Returns true if no GPU is to go through DRA. Then a claim is over as soon as the kubelet lists it no more, and
+    /// what stands against undoing it does not keep its GPUs from the device plugin.
     pub fn is_off(&self) -> bool {
         let state = self.snapshot.borrow();
         !state.topology().gpus().is_empty() && state.offers().plan().dra == DraGpus::None
     }
 
-    /// Whether any claim is prepared or being prepared.
+    /// Returns true if any claim is prepared or being prepared.
     pub fn has_checkpoints(&self) -> bool {
         self.slots().values().any(|slot| slot.checkpoint.is_some())
     }
@@ -161,8 +164,8 @@ impl ClaimManager {
         result
     }
 
-    /// Unprepares a claim; the error is what the kubelet is told. One that is not prepared is no error. The API server is
-    /// not asked: the claim may be deleted already.
+    /// Unprepares a claim; the error is what the kubelet is told. One that is not prepared is no error. The API server
+    /// is not asked: the claim may be deleted already.
     pub async fn unprepare(&self, asked: ClaimName) -> Result<(), String> {
         let (start, limit) = (Instant::now(), self.settings.prepare_timeout);
         let work = async {
@@ -337,7 +340,7 @@ impl ClaimManager {
         Ok(checkpoint)
     }
 
-    /// What a plan is made from.
+    /// The facts that a plan is made from.
     pub(super) fn node<'a>(&'a self, state: &'a NodeState, host: &'a HostDevices) -> Node<'a> {
         let Settings { driver, pool, injection, makes_mig, .. } = &*self.settings;
         Node { driver, pool, state, injection, host, makes_mig: *makes_mig }
@@ -402,8 +405,8 @@ impl ClaimManager {
         Ok(())
     }
 
-    /// As [`Self::undo`], in the time that a call of the kubelet has: an order that the driver never answers holds up no
-    /// other claim.
+    /// As [`Self::undo`], in the time that a call of the kubelet has: an order that the driver never answers holds up
+    /// no other claim.
     async fn undo_in_time(&self, uid: &str, turn: &Turn) -> Result<(), UnprepareError> {
         let limit = self.settings.prepare_timeout;
         timeout(limit, self.undo(uid, turn)).await.unwrap_or(Err(UnprepareError::Late(limit)))
@@ -491,8 +494,8 @@ impl ClaimManager {
         missing.unwrap_or_else(|_| all.into_iter().collect())
     }
 
-    /// Whether the cluster has no such claim any more, or its devices have been taken from it, and no container of this
-    /// node has them. Where DRA is off and the API server cannot be asked, the containers alone count.
+    /// Asks whether the cluster has no such claim any more, or its devices have been taken from it, and no container of
+    /// this node has them. Where DRA is off and the API server cannot be asked, the containers alone count.
     async fn is_gone(&self, checkpoint: &Checkpoint) -> bool {
         if self.is_off() && !self.settings.has_api_server {
             return self.is_long_unlisted(checkpoint);
@@ -507,8 +510,8 @@ impl ClaimManager {
         is_over && self.is_unused(checkpoint)
     }
 
-    /// Whether the kubelet could be asked, and listed no container with a checkpoint's devices, each time that a sweep looked
-    /// for as long as its lists may be late: a kubelet that starts lists no pod at first.
+    /// Returns true if the kubelet could be asked, and listed no container with a checkpoint's devices, each time that
+    /// a sweep looked for as long as its lists may be late: a kubelet that starts lists no pod at first.
     fn is_long_unlisted(&self, checkpoint: &Checkpoint) -> bool {
         let (is_unused, now) = (self.is_unused(checkpoint), Instant::now());
         let mut slots = self.slots();
@@ -517,8 +520,9 @@ impl ClaimManager {
         slot.unlisted.is_some_and(|since| now.saturating_duration_since(since) >= self.settings.listed_within)
     }
 
-    /// Whether the kubelet lists no container with a checkpoint's devices. While it cannot be asked, there may be one, and
-    /// where it was asked before the claim was prepared: a claim that was deleted by force is gone before its pod is.
+    /// Returns true if the kubelet lists no container with a checkpoint's devices. While it cannot be asked, there may
+    /// be one, and where it was asked before the claim was prepared: a claim that was deleted by force is gone before
+    /// its pod is.
     fn is_unused(&self, checkpoint: &Checkpoint) -> bool {
         let state = self.snapshot.borrow().clone();
         let named = checkpoint.claim.to_string();
@@ -532,7 +536,7 @@ impl ClaimManager {
             })
     }
 
-    /// Whether any of a checkpoint's devices is still the claim's.
+    /// Returns true if any of a checkpoint's devices is still the claim's.
     fn is_allocated(&self, claim: &Claim, checkpoint: &Checkpoint) -> bool {
         let results = claim.status.allocation.iter().flat_map(|allocation| &allocation.devices.results);
         let mut ours =
@@ -617,7 +621,7 @@ impl Slot {
 }
 
 impl PrepareError {
-    /// Whether the claim that was prepared under this UID no longer exists.
+    /// Returns true if the claim that was prepared under this UID no longer exists.
     fn is_gone(&self) -> bool {
         matches!(self, Self::Query { source: ClaimQueryError::NotFound, .. } | Self::Claim(ClaimError::OtherUid { .. }))
     }

@@ -1,7 +1,8 @@
-//! CDI specs as the manager needs them: whether a runtime will find the names that a claim is answered with, and a spec of
-//! the claim's own where it has edits beside its GPUs.
+//! The CDI specs of claims: a claim that has edits beside its GPUs gets a spec of its own. Checks also that a runtime
+//! will find the CDI names of a claim.
 //!
-//! Called by `claim_manager`, in blocking tasks. The specs of GPUs are written by `cdi`; this module reads the names in them.
+//! Called by `claim_manager`, in blocking tasks. The module `cdi` writes the specs of GPUs; this module reads the names
+//! in them.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -34,7 +35,7 @@ struct Device {
     name: String,
 }
 
-/// Those of these full names that no spec in the folder has. `uid` is the claim's, whose own spec has a file of its own.
+/// Returns the names that no spec in the folder has. `uid` is the claim's, whose own spec has a file of its own.
 pub(super) fn missing(folder: &Path, names: BTreeSet<String>, uid: &str) -> Vec<String> {
     let mut known: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
     let is_known = |name: &String| {

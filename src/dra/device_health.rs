@@ -31,13 +31,13 @@ pub(super) struct HealthService {
     pub manager: Arc<ClaimManager>,
     pub snapshot: watch::Receiver<Arc<NodeState>>,
     pub observer: Observer,
-    /// How many streams are open.
+    /// The number of open streams.
     pub streams: watch::Sender<usize>,
     /// Ends the open streams: tonic's graceful shutdown waits for them.
     pub end: CancellationToken,
 }
 
-/// What is sent of a device: its health, and why.
+/// The report of a device: its health, and why.
 type Report = (wire::HealthStatus, String);
 
 /// The health of each device that is offered through DRA, of those that claims hold though they are gone, and of the
@@ -94,12 +94,12 @@ fn report(state: &NodeState, manager: &ClaimManager) -> BTreeMap<String, Report>
     reports
 }
 
-/// What one stream follows.
+/// The state of one stream.
 struct Following {
     service: HealthService,
     held: watch::Receiver<u64>,
     sent: Option<BTreeMap<String, Report>>,
-    /// When the list is sent again though nothing changed.
+    /// The time at which the list is sent again though nothing changed.
     due: Instant,
     _open: OpenStream,
 }

@@ -19,10 +19,10 @@ use crate::registration::{
 };
 use crate::state::NodeState;
 
-/// How long open connections may take to close when a session ends; a shutdown has one second in all.
+/// The longest time that connections may take to close when a session ends; a shutdown has one second in all.
 const CLOSE_TIMEOUT: Duration = Duration::from_millis(500);
 
-/// How often claims that are over are looked for while DRA is off: the kubelet's list alone tells.
+/// The time between two searches for claims that are over while DRA is off: the kubelet's list alone tells.
 const OFF_SWEEP: Duration = Duration::from_secs(2);
 
 /// Lives until `shutdown`; sweeps the claims meanwhile.

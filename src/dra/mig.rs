@@ -1,11 +1,11 @@
 //! MIG devices made for a claim when it is prepared, and destroyed when it is unprepared.
 //!
-//! Called by `claim_manager`, at the claim's turn. Who made a GPU instance is known by the checkpoints alone. The order of steps:
-//! checkpoint Started with GPU, profile and place, written while nothing is in that place; the order to make it; the
-//! device is in a scan; checkpoint Completed with its UUID. So an instance in a place that a Started checkpoint of this
-//! boot names was made by the process that wrote it, and by nobody between these two steps but an administrator who makes
-//! the same profile in the same place at the same moment. After Completed the UUID tells it from any other. Instances do
-//! not outlive a reboot: those of another boot's checkpoints are gone. Nothing else is ever destroyed.
+//! Called by `claim_manager`, at the claim's turn. Who made a GPU instance is known by the checkpoints alone. The order
+//! of steps: checkpoint Started with GPU, profile and place, written while nothing is in that place; the order to make
+//! it; the device is in a scan; checkpoint Completed with its UUID. So an instance in a place that a Started checkpoint
+//! of this boot names was made by the process that wrote it, and by nobody between these two steps but an administrator
+//! who makes the same profile in the same place at the same moment. After Completed the UUID tells it from any other.
+//! Instances do not outlive a reboot: those of another boot's checkpoints are gone. Nothing else is ever destroyed.
 
 use tokio::sync::oneshot;
 use tokio::time::timeout;
@@ -17,7 +17,7 @@ use crate::claims::{MigOrder, MigOrderError, MigTask, PreparedDevice, complete};
 use crate::state::NodeState;
 use crate::topology::{MigDevice, MigSlot, MigUuid};
 
-/// Why a MIG device was not made or not destroyed.
+/// The cause of a MIG device that was not made or not destroyed.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum MigError {
     #[error("cannot make the MIG device {device} ({gpu}, profile {profile}, memory slices from {start})", profile = slot.profile_id, start = slot.placement.start)]
@@ -35,8 +35,8 @@ pub(super) enum MigError {
 }
 
 impl ClaimManager {
-    /// Makes the MIG devices that a checkpoint still lacks. Where that fails, the checkpoint that is kept names only those that
-    /// may be there.
+    /// Makes the MIG devices that a checkpoint still lacks. Where that fails, the checkpoint that is kept names only
+    /// those that may be there.
     pub(super) async fn make_mig(&self, mut checkpoint: Checkpoint) -> Result<Checkpoint, PrepareError> {
         let uid = checkpoint.claim.uid.clone();
         if !checkpoint.prepared.devices.iter().any(PreparedDevice::is_unmade) {
@@ -149,7 +149,7 @@ impl ClaimManager {
         answered.await.unwrap_or_else(|_| Err(failed("the NVML agent ended before it answered", true)))
     }
 
-    /// Whether a snapshot comes, in the time that CDI specs have, for which this holds.
+    /// Waits, for the time that CDI specs have, for a snapshot for which this holds; false if none comes.
     async fn comes(&self, wanted: impl Fn(&NodeState) -> bool) -> bool {
         let mut snapshot = self.snapshot.clone();
         let comes = snapshot.wait_for(|state| wanted(state));

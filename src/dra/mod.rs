@@ -1,14 +1,14 @@
-//! DRA: the kubelet's other way to GPUs, beside the device plugin.
+//! The DRA plugin: the kubelet's other way to GPUs, beside the device plugin.
 //!
 //! Owns two sockets: the registration socket, which the kubelet finds in `plugins_registry`, and the one with the
 //! services DRAPlugin and DRAResourceHealth; further the checkpoints of prepared claims. The runtime makes a [`Plugin`]
 //! and owns the task that runs it; this module starts no task. Wire types stop at `registration.rs`, `service.rs` and
-//! `health.rs`. The life with the kubelet is `registration`'s, with this plugin's `handshake`; which devices a claim
-//! gets is decided in the core (`claims`), carried out by `claim_manager` (MIG devices made for it: `mig`, MPS
-//! control daemons: `mps`), and kept by `store`.
+//! `device_health.rs`. The life with the kubelet is `registration`'s, with this plugin's `handshake`. The core
+//! (`claims`) decides which devices a claim gets. `claim_manager` carries that out, with `mig` for MIG devices that are
+//! made for a claim and `mps` for MPS control daemons; `checkpoint` keeps it.
 //!
-//! `api` is what this module asks of the API server, carried out by `linkwise-cluster`: one GET of a claim when it is
-//! prepared for the first time, and none when it is unprepared.
+//! `api` has the channels to the rest of the program. The API server is asked once for a claim, when the claim is
+//! prepared for the first time, and never when it is unprepared.
 
 mod api;
 mod checkpoint;
@@ -59,53 +59,53 @@ pub struct Settings {
     /// The kubelet's folder of plugins; the socket with the services lies in a folder of its own below it. The path is
     /// sent to the kubelet, so it has to be the same on the host and here.
     pub plugins: PathBuf,
-    /// Where checkpoints are kept, across restarts: one file for each claim.
+    /// The folder of checkpoints, kept across restarts: one file for each claim.
     pub checkpoints: PathBuf,
     /// The folder of CDI specs: names are checked there, and a claim that has edits of its own gets a file there.
     pub cdi_folder: PathBuf,
     /// The kernel's name for this boot; where it is unknown, every claim is read again.
     pub boot: Option<String>,
-    /// How containers get their GPUs; by CDI and UUID, whatever it says of strategies.
+    /// The ways in which containers get their GPUs; always by CDI and UUID.
     pub injection: InjectionOptions,
-    /// What the host has beside its GPUs, as last scanned.
+    /// The host's devices beside its GPUs, as last scanned.
     pub host_devices: watch::Receiver<Arc<HostDevices>>,
     /// The task that writes the CDI specs: before it has written the first, nothing is registered.
     pub specs: SpecsLink,
-    /// Where MIG devices are ordered that are made for a claim; `None`: none can be made.
+    /// The receiver of orders for MIG devices of claims; `None`: none can be made.
     pub mig: Option<mpsc::Sender<MigRequest>>,
-    /// Whether new ones are made. Without it those that claims have are still destroyed.
+    /// True if new MIG devices are made. Otherwise those that claims have are still destroyed.
     pub makes_mig: bool,
-    /// Where MPS control daemons are ordered for claims; `None`: a claim that asks for MPS is refused.
+    /// The receiver of orders for MPS control daemons of claims; `None`: a claim that asks for MPS is refused.
     pub mps: Option<MpsLink>,
-    /// How long a claim waits for its MPS control daemon.
+    /// The longest time that a claim waits for its MPS control daemon.
     pub mps_timeout: Duration,
-    /// Which users may call our sockets.
+    /// The users that may call our sockets.
     pub callers: Callers,
-    /// How long the API server may take to answer for one claim.
+    /// The API server's time to answer for one claim.
     pub claim_timeout: Duration,
-    /// How long a claim waits for the CDI specs of its devices.
+    /// The longest time that a claim waits for the CDI specs of its devices.
     pub specs_timeout: Duration,
-    /// Whether the runtime enters the claims that the plugin has prepared into the node's ledger: then a claim is
+    /// True if the runtime enters the claims that the plugin has prepared into the node's ledger: then a claim is
     /// prepared only when the ledger has it and its GPUs are still DRA's.
     pub has_ledger: bool,
-    /// Whether the API server can be asked for claims. Where it cannot, no claim is prepared, and the kubelet's lists alone
+    /// True if the API server can be asked for claims. Otherwise no claim is prepared, and the kubelet's lists alone
     /// say which claims are over.
     pub has_api_server: bool,
-    /// How long the preparation of one claim may take, disks included. The kubelet waits for 45 s.
+    /// The longest time that the preparation of one claim may take, disks included. The kubelet waits for 45 s.
     pub prepare_timeout: Duration,
-    /// How long after a claim was prepared, or this process started, the kubelet's lists of holders have it if a container
-    /// does: they are read every 30 s at least.
+    /// The time after which the kubelet's lists of holders have a claim if a container does: after it was prepared, or
+    /// this process started. The lists are read every 30 s at least.
     pub listed_within: Duration,
-    /// How often the health of all devices is sent where nothing changes: the kubelet forgets it after 30 s.
+    /// The time between two reports of all devices' health where nothing changes: the kubelet forgets one after 30 s.
     pub heartbeat: Duration,
-    /// How often claims that are gone are looked for.
+    /// The time between two searches for claims that are gone.
     pub sweep: Duration,
-    /// How long after our sockets appeared, or after the kubelet went away, new ones are made: a kubelet may miss a
-    /// file.
+    /// The time after which new sockets are made that the kubelet has not registered, or whose kubelet went away: a
+    /// kubelet may miss a file.
     pub offer_timeout: Duration,
-    /// How often the sockets are checked where inotify reports nothing.
+    /// The time between two checks of the sockets where inotify reports nothing.
     pub poll: Duration,
-    /// Whether inotify is used. Without it, polling remains.
+    /// True if inotify is used. Without inotify, polling remains.
     pub inotify: bool,
     /// The longest pause between attempts; the first retry comes at once, the next after 1/64 of this.
     pub longest_pause: Duration,
@@ -147,7 +147,7 @@ impl Settings {
     }
 }
 
-/// Where the plugin is in its life with the kubelet.
+/// A phase of the plugin's life with the kubelet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Phase {
     /// No GPU has been seen yet, or no CDI spec is written.
@@ -210,7 +210,7 @@ pub enum Occurrence {
         method: String,
         /// gRPC's name of the code; `CANCELLED` when the caller disconnected.
         code: String,
-        /// From the request's head to the end of the answer.
+        /// The time between the request's head and the end of the answer.
         elapsed: Duration,
         /// The kubelet's trace context, where it sends one.
         parent: Option<String>,
@@ -221,9 +221,9 @@ pub enum Occurrence {
         claim: ClaimName,
         /// Its devices by name; `Err` with what the kubelet was told.
         result: Result<Vec<String>, String>,
-        /// Whether the answer came from the checkpoint, without the API server.
+        /// True if the answer came from the checkpoint, without the API server.
         repeated: bool,
-        /// How long it took.
+        /// The time that it took.
         elapsed: Duration,
     },
     /// A claim was unprepared, or could not be.
@@ -232,14 +232,14 @@ pub enum Occurrence {
         claim: ClaimName,
         /// `Err` with what the kubelet was told.
         result: Result<(), String>,
-        /// How long it took.
+        /// The time that it took.
         elapsed: Duration,
     },
     /// A prepared claim no longer exists in the cluster, and was unprepared; `Err` where that failed.
     Swept {
         /// The claim.
         claim: ClaimName,
-        /// Why not.
+        /// The cause where it failed.
         result: Result<(), String>,
     },
     /// A process before this one was killed while it made MIG devices for a claim; what it left was destroyed, or `Err`
@@ -247,40 +247,40 @@ pub enum Occurrence {
     HalfMade {
         /// The claim.
         claim: ClaimName,
-        /// Why not.
+        /// The cause where it failed.
         result: Result<(), String>,
     },
     /// A claim is over while DRA is off, and something of it stays on this node.
     LeftBehind {
         /// The claim.
         claim: ClaimName,
-        /// What stays, and why.
+        /// The part of the claim that stays, and why.
         what: String,
     },
     /// A file in the folder of checkpoints is no checkpoint, or cannot be read: it is ignored.
     CheckpointIgnored {
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// The cause.
         why: String,
-        /// Whether it was renamed, so that it is not read again.
+        /// True if the file was renamed, so that it is not read again.
         set_aside: bool,
     },
-    /// How much is prepared now.
+    /// The number of prepared claims and devices now.
     Held {
         /// Claims.
         claims: usize,
         /// Their devices.
         devices: usize,
     },
-    /// How many health streams the kubelet has open now.
+    /// The number of health streams that the kubelet has open now.
     HealthStreams(usize),
 }
 
 /// Receives occurrences. Called while the kubelet waits: it must not block.
 pub type Observer = Arc<dyn Fn(Occurrence) + Send + Sync>;
 
-/// Why the plugin cannot run.
+/// The cause where the plugin cannot run.
 #[derive(Debug, thiserror::Error)]
 pub enum PluginError {
     /// The folder of checkpoints cannot be made, read or written.
@@ -288,7 +288,7 @@ pub enum PluginError {
     Checkpoints {
         /// The folder.
         folder: PathBuf,
-        /// What the system says.
+        /// The operating system's error.
         source: std::io::Error,
     },
 }

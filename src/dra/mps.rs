@@ -1,8 +1,8 @@
 //! MPS control daemons for claims: ordered by what is prepared, and waited for before a claim counts as prepared.
 //!
-//! Called by `claim_manager`, at the claim's turn. What is ordered follows from the checkpoints alone, so that a process that was
-//! killed leaves nothing to undo: the next one orders what its checkpoints have. An order is there before the claim's
-//! checkpoint and goes after it. A process of its own carries it out (docs/mps.md).
+//! Called by `claim_manager`, at the claim's turn. What is ordered follows from the checkpoints alone, so that a
+//! process that was killed leaves nothing to undo: the next one orders what its checkpoints have. An order is there
+//! before the claim's checkpoint and goes after it. A process of its own carries it out (docs/mps.md).
 
 use std::collections::BTreeMap;
 
@@ -14,7 +14,7 @@ use super::claim_manager::ClaimManager;
 use crate::claims::{MpsOrder, PreparedDevice};
 use crate::state::ResourceName;
 
-/// Why a claim's GPUs are not shared by MPS, or still are.
+/// The cause where a claim's GPUs are not shared by MPS, or still are.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum MpsError {
     #[error(
@@ -88,7 +88,7 @@ impl ClaimManager {
 }
 
 impl MpsError {
-    /// Whether waiting may help.
+    /// Returns true if waiting may help.
     fn may_pass(&self) -> bool {
         !matches!(self, Self::NotHere(_))
     }
@@ -111,7 +111,7 @@ fn not_ready(order: &MpsOrder, why: &str) -> MpsError {
     MpsError::NotReady { gpus: gpus.join(", "), why: why.to_owned() }
 }
 
-/// Whether no GPU of a claim is exclusive for another control daemon than its own.
+/// Checks that no GPU of a claim is exclusive for another control daemon than its own.
 fn is_free(served: &MpsServed, checkpoint: &Checkpoint) -> Result<(), MpsError> {
     let own = checkpoint.prepared.mps.as_ref().filter(|mps| mps.order.exclusive);
     let is_own =

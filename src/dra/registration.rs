@@ -1,5 +1,5 @@
-//! The service Registration: who we are, and whether the kubelet took us. It answers from memory: the kubelet waits for
-//! 1 s.
+//! The service Registration: tells the kubelet the plugin's name and services, and hears whether the kubelet registered
+//! the plugin. It answers from memory: the kubelet waits for 1 s.
 
 use tokio::sync::mpsc;
 use tonic::{Request, Response, Status};
@@ -18,7 +18,7 @@ pub(super) struct RegistrationService {
     pub driver: String,
     /// The path of the socket with our services.
     pub endpoint: String,
-    /// Where the kubelet's verdicts go.
+    /// The receiver of the kubelet's verdicts.
     pub verdicts: mpsc::Sender<Result<(), String>>,
 }
 

@@ -1,5 +1,5 @@
-//! The service DRAPlugin: an entry for each claim of a request, and an error in the entry of that claim
-//! alone. A gRPC error would fail all claims of the request.
+//! The service DRAPlugin. An answer has an entry for each claim of the request. An error is in the entry of its claim
+//! alone: a gRPC error would fail all claims of the request.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

@@ -26,9 +26,9 @@ use linkwise_kubelet_api::dra_health::v1::dra_resource_health_server::DraResourc
 use linkwise_kubelet_api::dra_health::v1alpha1::dra_resource_health_server::DraResourceHealthServer as HealthV1Alpha1;
 use linkwise_kubelet_api::pluginregistration::registration_server::RegistrationServer;
 
-/// What the names of our sockets begin with; eight hexadecimal digits follow.
+/// The begin of the names of our sockets; eight hexadecimal digits follow.
 const PREFIX: &str = "linkwise-";
-/// How the names of our registration sockets end, after the driver's name.
+/// The end of the names of our registration sockets, after the driver's name.
 const REGISTRATION: &str = "-reg.sock";
 /// The kubelet's own paths of its folders, which may be longer than those in our container.
 const KUBELETS_REGISTRY: &str = "/var/lib/kubelet/plugins_registry";
@@ -56,12 +56,12 @@ fn service_folder(plugins: &Path, driver: &str) -> PathBuf {
     plugins.join(shortened(driver, room))
 }
 
-/// Whether a file name in the kubelet's registry is that of a DRA driver of linkwise, of whatever start.
+/// Returns true for the file name of a registration socket of linkwise's DRA plugin, of whatever start.
 pub fn is_registration_socket(name: &str) -> bool {
     is_ours(name, |rest| rest.starts_with('@') && rest.ends_with(REGISTRATION))
 }
 
-/// Whether a file name is one of ours, of whatever start: with these characters after the number.
+/// Returns true for the file name of a socket of ours, of whatever start: with these characters after the number.
 fn is_ours(name: &str, follows: impl Fn(&str) -> bool) -> bool {
     let rest = name.strip_prefix(PREFIX).and_then(|rest| rest.split_at_checked(8));
     rest.is_some_and(|(number, rest)| is_number(number) && follows(rest))

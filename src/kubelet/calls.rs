@@ -1,15 +1,15 @@
 //! Holds the kubelet's calls for a moment, while another plugin of the same resources ends.
 //!
-//! A kubelet admits one pod at a time: while one of its calls waits for us, it makes no other. Kubelets from 1.37 turn to
-//! any plugin that is left when one ends, and so, for a moment, to a socket of the one that is ending; a call to it then
-//! would be cut, and its pod rejected. The runtime holds the calls, `service` waits here.
+//! A kubelet admits one pod at a time: while one of its calls waits for us, it makes no other. Kubelets from 1.37 turn
+//! to any plugin that is left when one ends, and so, for a moment, to a socket of the one that is ending; a call to it
+//! then would be cut, and its pod rejected. The runtime holds the calls, `service` waits here.
 
 use std::time::Duration;
 
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep_until};
 
-/// Whether calls are held. Clones share it.
+/// The switch that holds calls. Clones share it.
 #[derive(Clone, Debug, Default)]
 pub struct HeldCalls {
     until: watch::Sender<Option<Instant>>,

@@ -11,7 +11,7 @@ use tonic::transport::{Channel, Endpoint};
 
 use crate::uds::{self, Peer};
 
-/// Why there is no connection.
+/// The cause of a missing connection.
 #[derive(Debug, Error)]
 pub enum ConnectError {
     /// No process accepts.
@@ -27,7 +27,7 @@ pub enum ConnectError {
     Handshake {
         /// The socket.
         path: String,
-        /// Why not.
+        /// The cause.
         source: tonic::transport::Error,
     },
 }

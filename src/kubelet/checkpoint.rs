@@ -19,10 +19,10 @@ use crate::state::ResourceDevice;
 const NAME: &str = "kubelet_internal_checkpoint";
 /// The longest file that is read: a node of 16 GPUs in 1024 slots, all held, has less than 1 MiB of it.
 const LONGEST: u64 = 16 << 20;
-/// How long reading may take: a file system that hangs must not hide what PodResources lists.
+/// The longest time that reading may take: a file system that hangs must not hide what PodResources lists.
 const TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Why the kubelet's checkpoint was not read.
+/// The cause of a checkpoint of the kubelet's that was not read.
 #[derive(Debug, Error)]
 pub enum CheckpointError {
     /// The file could not be read.
@@ -30,7 +30,7 @@ pub enum CheckpointError {
     Read {
         /// The file.
         path: PathBuf,
-        /// Why not.
+        /// The cause.
         source: io::Error,
     },
     /// The file has another form than that of kubelets from 1.20 on.
@@ -38,7 +38,7 @@ pub enum CheckpointError {
     Form {
         /// The file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The fault.
         source: serde_json::Error,
     },
 }
@@ -63,7 +63,7 @@ struct Entry {
     #[serde(default)]
     container_name: String,
     resource_name: String,
-    /// By NUMA node; -1 for devices without one.
+    /// The devices of each NUMA node; -1 for devices without one.
     #[serde(rename = "DeviceIDs")]
     device_ids: Option<BTreeMap<String, Option<Vec<String>>>>,
 }
@@ -76,8 +76,8 @@ pub(super) struct ContainerDevices {
     pub devices: Vec<ResourceDevice>,
 }
 
-/// Reads the devices that the kubelet counts as held, by container. `folder` is the kubelet's device-plugins folder. A kubelet that
-/// has not allocated anything yet has no such file.
+/// Reads the devices that the kubelet counts as held, by container. `folder` is the kubelet's device-plugins folder. A
+/// kubelet that has not allocated anything yet has no such file.
 pub(super) async fn read(folder: &Path) -> Result<Vec<ContainerDevices>, CheckpointError> {
     let path = folder.join(NAME);
     let text = match tokio::time::timeout(TIMEOUT, bounded(&path)).await {

@@ -49,7 +49,7 @@ pub(super) fn ids(ids: Vec<String>) -> Vec<DeviceId> {
     ids.into_iter().map(DeviceId::from).collect()
 }
 
-/// What one container gets.
+/// The answer for one container.
 pub(super) fn container(injection: Injection) -> wire::ContainerAllocateResponse {
     let mounts = injection.mounts.into_iter().map(|mount| wire::Mount {
         container_path: mount.container,

@@ -1,10 +1,11 @@
 //! A registration that fails on purpose, so that the kubelet forgets which client has the resource's name.
 //!
 //! Called by `life`, beside a plugin of the resource that was there before us. Kubelets up to 1.36 keep one client for
-//! each resource name, and when any stream of the resource ends they disconnect that client, whichever it is: the end of
-//! the plugin before us would end our registration. A registration whose GetDevicePluginOptions fails takes the client
-//! out of that place (`connectClient`, `runClient` in pkg/kubelet/cm/devicemanager/plugin/v1beta1/handler.go), and leaves
-//! endpoint, stream and devices as they are. Newer kubelets keep clients by socket path: there it changes nothing.
+//! each resource name, and when any stream of the resource ends they disconnect that client, whichever it is: the end
+//! of the plugin before us would end our registration. A registration whose GetDevicePluginOptions fails takes the
+//! client out of that place (`connectClient`, `runClient` in pkg/kubelet/cm/devicemanager/plugin/v1beta1/handler.go),
+//! and leaves endpoint, stream and devices as they are. Newer kubelets keep clients by socket path: there it changes
+//! nothing.
 
 use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -25,7 +26,7 @@ use crate::state::ResourceName;
 use linkwise_kubelet_api::v1beta1 as wire;
 use linkwise_kubelet_api::v1beta1::device_plugin_server::{DevicePlugin, DevicePluginServer};
 
-/// Why the kubelet may not have forgotten the name.
+/// The cause of a name that the kubelet may not have forgotten.
 #[derive(Debug, Error)]
 pub(super) enum DetachError {
     #[error(transparent)]
@@ -64,7 +65,7 @@ pub(super) async fn detach(settings: &Settings, resource: &ResourceName, random:
 /// Offers nothing, and refuses every call.
 #[derive(Default)]
 struct Refusing {
-    /// Whether the kubelet has asked for the options.
+    /// True once the kubelet has asked for the options.
     asked: Arc<AtomicBool>,
 }
 

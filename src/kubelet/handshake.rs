@@ -1,8 +1,8 @@
 //! The device plugin's handshake with the kubelet: from a bound socket, by Register and ListAndWatch, to devices that
 //! PodResources lists; and what it takes to outlast another plugin of the resource.
 //!
-//! Pure: no I/O, no clock, no task. [`RegistrationMachine`] calls it, `life` performs its actions. docs/life-cycle.md has
-//! the diagram and the invariants; the tests beside this file check them in a simulated world.
+//! Pure: no I/O, no clock, no task. [`RegistrationMachine`] calls it, `life` performs its actions. docs/life-cycle.md
+//! has the diagram and the invariants; the tests beside this file check them in a simulated world.
 //!
 //! [`RegistrationMachine`]: crate::registration::RegistrationMachine
 
@@ -14,13 +14,14 @@ use crate::uds::FileId;
 
 /// The pause before PodResources is asked again after an answer without our devices.
 const ASK_AGAIN: Duration = Duration::from_millis(100);
-/// How often PodResources is asked while the plugin serves: a registration can be lost with its stream still open.
+/// The time between two questions to PodResources while the plugin serves: a registration can be lost with its stream
+/// still open.
 const ASK_BETWEEN: Duration = Duration::from_secs(30);
 /// The time between the end of the plugin before us and our next registration: by then the kubelet has seen its stream
 /// end.
 const SEEN_TO_END: Duration = Duration::from_secs(1);
-/// The time between the end of a plugin that registered over us, or of one of our streams, and our next registration: the
-/// kubelet has seen that end too, most likely.
+/// The time between the end of a plugin that registered over us, or of one of our streams, and our next registration:
+/// the kubelet has seen that end too, most likely.
 const SOON: Duration = Duration::from_millis(20);
 
 const KUBELET_RESTARTED: &str = "kubelet.sock is gone or new: the kubelet restarted";
@@ -30,13 +31,13 @@ const KUBELET_RESTARTED: &str = "kubelet.sock is gone or new: the kubelet restar
 pub(super) struct Limits {
     /// Register, from the call to its answer.
     pub register: Duration,
-    /// From that answer to an open ListAndWatch.
+    /// The time between that answer and an open ListAndWatch.
     pub stream: Duration,
-    /// From the stream to our devices on PodResources' list.
+    /// The time between the stream and our devices on PodResources' list.
     pub confirm: Duration,
 }
 
-/// Whether PodResources lists our devices.
+/// The answer of PodResources to the question for our devices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Listing {
     /// It lists every healthy one; also where none is healthy.
@@ -107,17 +108,17 @@ pub(super) struct DevicePluginHandshake {
     doubted: bool,
     /// Streams the kubelet holds in this session.
     streams: usize,
-    /// Whether another plugin of this resource was there when our socket was bound, and still is.
+    /// True while a plugin of this resource that was there when our socket was bound still is.
     predecessor: bool,
-    /// Whether the kubelet may see its end after our registration.
+    /// True if the kubelet may see the end of that plugin after our registration.
     outlasts: bool,
     /// The time by which the kubelet has seen its end.
     seen: Duration,
-    /// Whether the kubelet may have no client under the resource's name.
+    /// True while the kubelet may have no client under the resource's name.
     detached: bool,
-    /// Whether Register was called again, so that it has.
+    /// True while a second Register, which gives the kubelet that client again, has no answer.
     renewing: bool,
-    /// Whether the event that it was called for happened once more meanwhile.
+    /// True if the event that Register was called for happened once more meanwhile.
     again: bool,
 }
 
@@ -180,8 +181,8 @@ impl DevicePluginHandshake {
         Vec::new()
     }
 
-    /// PodResources lists our devices. A plugin that was here before us may have its stream still, whose end must not end
-    /// us.
+    /// PodResources lists our devices. A plugin that was here before us may have its stream still, whose end must not
+    /// end us.
     fn confirmed(&mut self, attempts: &mut Attempts, now: Duration) -> Actions {
         if self.outlasts && !self.detached {
             self.enter(attempts, Phase::Detaching, Some(now + self.limits.register));
@@ -255,9 +256,9 @@ impl DevicePluginHandshake {
 impl Handshake for DevicePluginHandshake {
     type Phase = Phase;
     type Kubelet = FileId;
-    /// Whether a plugin of this resource that was there when our socket was bound is still there.
+    /// True while a plugin of this resource that was there when our socket was bound still is.
     type Others = bool;
-    /// Whether another plugin of this resource is there.
+    /// True if another plugin of this resource is there.
     type Bound = bool;
     type Input = OwnInput;
     type Action = OwnAction;

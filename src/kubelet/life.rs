@@ -1,5 +1,5 @@
-//! The device plugin of one resource, as the executor of its life sees it: the kubelet's socket, the calls to the kubelet,
-//! the occurrences.
+//! The device plugin of one resource, as the executor of its life sees it: the kubelet's socket, the calls to the
+//! kubelet, the occurrences.
 //!
 //! All its work is done in the task of [`Plugin::run`], which the runtime owns.
 
@@ -21,8 +21,9 @@ use crate::registration::{
 use crate::state::{NodeState, ResourceName};
 use crate::uds::FileId;
 
-/// How long open connections may take to close when a session ends. No call is under way for longer, and kubelets up to
-/// 1.36 do not close that of a plugin that another one has replaced: then this process may have to serve again soon.
+/// The longest time that connections may take to close when a session ends. No call is under way for longer, and
+/// kubelets up to 1.36 do not close that of a plugin that another one has replaced: then this process may have to serve
+/// again soon.
 const CLOSE_TIMEOUT: Duration = Duration::from_millis(50);
 
 /// The plugin of one resource.
@@ -161,7 +162,7 @@ impl Registrant for DevicePlugin {
     }
 }
 
-/// Why there is no kubelet.sock.
+/// The cause of a missing kubelet.sock.
 fn absence(folder: &Path, socket: &Path) -> String {
     if !folder.is_dir() {
         format!("there is no folder {}", folder.display())

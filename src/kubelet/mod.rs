@@ -3,8 +3,8 @@
 //! Owns the socket, the registration and the streams of one resource. The runtime makes a [`Plugin`] for each resource
 //! and owns the task that runs it; this module starts no task. Wire types stop at `convert.rs` and the files that use
 //! them: `service.rs`, `register.rs`, `pod_resources.rs`. The life with the kubelet is `registration`'s, with this
-//! plugin's `handshake` (docs/life-cycle.md); what a container gets is `publish::injection`'s. The path of an admission reads one snapshot:
-//! no NVML, no lock that a probe holds, no disk.
+//! plugin's `handshake` (docs/life-cycle.md); what a container gets is `publish::injection`'s. The path of an admission
+//! reads one snapshot: no NVML, no lock that a probe holds, no disk.
 
 mod calls;
 mod channel;
@@ -44,25 +44,25 @@ pub use probe::{ProbeError, probe};
 pub struct Settings {
     /// The kubelet's registration socket; our own sockets lie beside it.
     pub kubelet_socket: PathBuf,
-    /// How containers get their GPUs.
+    /// The ways in which containers get their GPUs.
     pub injection: InjectionOptions,
-    /// What the host has beside its GPUs, as last scanned.
+    /// The host's devices beside its GPUs, as last scanned.
     pub host_devices: watch::Receiver<Arc<HostDevices>>,
     /// The kubelet's PodResources socket, by which a registration is confirmed; without it the stream confirms it.
     pub pod_resources_socket: Option<PathBuf>,
-    /// Which users may call our sockets.
+    /// The users that may call our sockets.
     pub callers: Callers,
     /// The kubelet's calls, which are held while another plugin ends.
     pub calls: HeldCalls,
-    /// How long the kubelet may take to answer Register. It dials back meanwhile, for up to 10 s.
+    /// The kubelet's time to answer Register. The kubelet dials back meanwhile, for up to 10 s.
     pub register_timeout: Duration,
-    /// How long after Register the kubelet may take to open ListAndWatch.
+    /// The kubelet's time to open ListAndWatch after Register.
     pub stream_timeout: Duration,
-    /// How long after that it may take until PodResources lists our devices.
+    /// The time after that until PodResources lists our devices.
     pub confirm_timeout: Duration,
-    /// How often the sockets are checked where inotify reports nothing.
+    /// The time between two checks of the sockets where inotify reports nothing.
     pub poll: Duration,
-    /// Whether inotify is used. Without it, polling remains.
+    /// True if inotify is used. Without inotify, polling remains.
     pub inotify: bool,
     /// The longest pause between attempts; the first retry comes at once, the next after 1/64 of this.
     pub longest_pause: Duration,
@@ -89,7 +89,7 @@ impl Settings {
     }
 }
 
-/// Where a plugin is in its life with the kubelet.
+/// A phase of a plugin's life with the kubelet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Phase {
     /// There is no kubelet.sock.
@@ -115,7 +115,7 @@ pub enum Phase {
 }
 
 impl Phase {
-    /// Whether the registration stands, and outlasts the end of a plugin before us.
+    /// Returns true if the registration stands, and outlasts the end of a plugin before us.
     pub fn is_serving(self) -> bool {
         matches!(self, Self::Beside | Self::Serving)
     }
@@ -166,18 +166,18 @@ pub enum Occurrence {
         method: String,
         /// gRPC's name of the code; `CANCELLED` when the caller disconnected.
         code: String,
-        /// From the request's head to the end of the answer.
+        /// The time between the request's head and the end of the answer.
         elapsed: Duration,
         /// The kubelet's trace context, where it sends one.
         parent: Option<String>,
     },
     /// GetPreferredAllocation was answered.
     Chosen {
-        /// Why these devices.
+        /// The reasons for these devices.
         report: Arc<AllocationReport>,
         /// The time of the choice alone.
         elapsed: Duration,
-        /// Whether the kubelet held back devices that are healthy and free, or had taken some already.
+        /// True if the kubelet held back devices that are healthy and free, or had taken some already.
         narrowed: bool,
     },
     /// Allocate was answered, `Err` with the refusal.
@@ -198,7 +198,7 @@ pub type Observer = Arc<dyn Fn(&ResourceName, Occurrence) + Send + Sync>;
 type Report = Arc<dyn Fn(Occurrence) + Send + Sync>;
 
 impl Settings {
-    /// Where the kubelet says who holds what; `None` without a PodResources socket.
+    /// The places where the kubelet lists the holders of devices; `None` without a PodResources socket.
     pub fn holder_sources(&self) -> Option<pod_resources::HolderSources> {
         let socket = self.pod_resources_socket.clone()?;
         let folder = self.kubelet_socket.parent()?.to_owned();
@@ -206,12 +206,12 @@ impl Settings {
     }
 }
 
-/// What all plugins of a node share.
+/// The inputs and outputs that all plugins of a node share.
 #[derive(Clone)]
 pub struct Sources {
     /// The current snapshot.
     pub snapshot: watch::Receiver<Arc<NodeState>>,
-    /// Where occurrences go.
+    /// The receiver of occurrences.
     pub observer: Observer,
     /// Counts the plugins that registered after ours and ended: each time, plugins register again.
     pub renew: watch::Receiver<u64>,

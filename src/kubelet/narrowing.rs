@@ -1,4 +1,4 @@
-//! [`Narrowing`]: whether the kubelet left us less to choose from than there is.
+//! [`Narrowing`]: tells whether the kubelet offered fewer devices than are free.
 //!
 //! Called by `service`, once a request. Pure. The kubelet does not say which devices are in use, but a device that it
 //! once offered is free, and stays free until it asks us to allocate it: the only way into a container. A kubelet
@@ -13,7 +13,7 @@ use crate::allocation::{AllocationRequest, DeviceId};
 #[derive(Debug, Default)]
 pub(super) struct Narrowing {
     free: BTreeSet<DeviceId>,
-    /// What the last question let us choose from, until the kubelet allocates.
+    /// The devices that the last question let us choose from, until the kubelet allocates.
     offered: Vec<DeviceId>,
 }
 
@@ -33,7 +33,8 @@ impl Narrowing {
         self.offered = available;
     }
 
-    /// Devices went into a container. What the question before let us choose from; nothing where it was not about these.
+    /// Devices went into a container. What the question before let us choose from; nothing where it was not about
+    /// these.
     pub(super) fn allocated(&mut self, devices: &[DeviceId]) -> Vec<DeviceId> {
         for device in devices {
             self.free.remove(device);

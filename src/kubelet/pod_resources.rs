@@ -25,26 +25,26 @@ use crate::state::{
 use linkwise_kubelet_api::podresources as wire;
 use wire::pod_resources_lister_client::PodResourcesListerClient;
 
-/// How long one answer may take.
+/// The longest time that one answer may take.
 const TIMEOUT: Duration = Duration::from_secs(2);
 /// The longest answer that is read, as much as the kubelet's own clients take.
 const LONGEST: usize = 16 << 20;
-/// How often the holders are asked for while an answer is waited for, at most: a container whose Allocate was answered
-/// before the first of two questions is in the answer to the second (`state::doors`).
+/// The least time between two questions for the holders while an answer is awaited: a container whose Allocate was
+/// answered before the first of two questions is in the answer to the second (`state::doors`).
 const ASK_OFTEN: Duration = Duration::from_secs(1);
-/// How often while no answer is waited for.
+/// The same while no answer is awaited.
 const ASK_BETWEEN: Duration = Duration::from_secs(30);
 
-/// Who holds what, as the kubelet lists it.
+/// The holders of devices, as the kubelet lists them.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Holders {
     /// `None`: the kubelet could not be asked.
     pub held: Option<Holdings>,
-    /// Why the devices of init containers are missing in it, where they are.
+    /// The cause where the devices of init containers are missing.
     pub without_init_containers: Option<String>,
 }
 
-/// Where the kubelet says who holds what.
+/// The places where the kubelet lists the holders of devices.
 #[derive(Clone, Debug)]
 pub struct HolderSources {
     /// The PodResources socket.
@@ -79,7 +79,7 @@ async fn call<T>(
 /// The longest name of a pod, in characters; a namespace and a container have shorter ones.
 const LONGEST_NAME: usize = 253;
 
-/// Which devices containers and claims hold now. A name that is no resource's is not ours and is left out.
+/// Reads which devices containers and claims hold now. A name that is no resource's is not ours and is left out.
 async fn listed(socket: &Path) -> Option<Holdings> {
     let pods = call(socket, async |mut client| client.list(wire::ListPodResourcesRequest {}).await).await?;
     let mut holdings = Holdings::default();
@@ -144,8 +144,8 @@ impl ListedContainers {
     }
 }
 
-/// Who holds what now. The checkpoint is read after the list: the kubelet drops pods that have ended when it is asked
-/// for the list.
+/// Reads the holders of devices. The checkpoint is read after the list: the kubelet drops pods that have ended when it
+/// is asked for the list.
 pub async fn holders(sources: &HolderSources) -> Holders {
     holders_after(sources, &mut ListedContainers::default()).await
 }
@@ -164,8 +164,8 @@ async fn holders_after(sources: &HolderSources, containers: &mut ListedContainer
 /// Polls the holders until `shutdown`: every second at first while the state waits for an answer (`often`), then, as
 /// long as the kubelet answers, ever more rarely; a message of `often` begins this anew, and somebody who looks at the
 /// answer (`looked_at`) brings the next question forward. Two questions are a second apart, however many messages come;
-/// but a state that was made anew (`begun_anew`) has seen no answer, lists nothing before one, and gets one at once.
-/// A failure means "not known" until the next answer. Every answer is published, also one like the last: an orphan leaves
+/// but a state that was made anew (`begun_anew`) has seen no answer, lists nothing before one, and gets one at once. A
+/// failure means "not known" until the next answer. Every answer is published, also one like the last: an orphan leaves
 /// the list by an answer that came after it went.
 pub async fn follow_holders(
     sources: &HolderSources,
@@ -238,7 +238,7 @@ pub struct Stock {
     pub held: usize,
 }
 
-/// What the kubelet has of each resource with a healthy device; `None` where it cannot be asked.
+/// Reads the kubelet's devices of each resource with a healthy one; `None` where the kubelet cannot be asked.
 pub async fn stock(socket: &Path) -> Option<BTreeMap<String, Stock>> {
     let (allocatable, held) = (allocatable(socket).await?, listed(socket).await?);
     let held: Devices =
@@ -252,7 +252,7 @@ pub async fn stock(socket: &Path) -> Option<BTreeMap<String, Stock>> {
     Some(stocks)
 }
 
-/// Whether the kubelet would give out every healthy device of a resource. It lists healthy ones of registered
+/// Asks whether the kubelet would give out every healthy device of a resource. It lists healthy ones of registered
 /// plugins only: where we have none that is healthy, none is missing.
 pub(super) async fn listing(
     socket: Option<&Path>,

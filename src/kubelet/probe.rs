@@ -1,4 +1,4 @@
-//! A question to another process's socket in the kubelet's folder: does a device plugin answer there?
+//! Asks another process's socket in the kubelet's folder whether a device plugin answers there.
 
 use std::path::Path;
 use std::time::Duration;
@@ -9,7 +9,7 @@ use super::channel::{ConnectError, connect};
 use linkwise_kubelet_api::v1beta1 as wire;
 use linkwise_kubelet_api::v1beta1::device_plugin_client::DevicePluginClient;
 
-/// Why no device plugin was found on a socket.
+/// The cause where no device plugin was found on a socket.
 #[derive(Debug, Error)]
 pub enum ProbeError {
     /// No process accepts; refused where the process that made the socket has ended.
@@ -24,7 +24,7 @@ pub enum ProbeError {
 }
 
 impl ProbeError {
-    /// Whether the process that made the socket has ended.
+    /// Returns true if the process that made the socket has ended.
     pub fn is_dead(&self) -> bool {
         matches!(self, Self::Connect(error) if error.kind() == std::io::ErrorKind::ConnectionRefused)
     }

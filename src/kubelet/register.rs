@@ -14,7 +14,7 @@ use crate::uds::Peer;
 use linkwise_kubelet_api::v1beta1 as wire;
 use linkwise_kubelet_api::v1beta1::registration_client::RegistrationClient;
 
-/// Why a registration failed.
+/// The cause of a registration that failed.
 #[derive(Debug, Error)]
 pub(super) enum RegisterError {
     #[error(transparent)]

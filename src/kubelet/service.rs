@@ -26,9 +26,9 @@ pub(super) struct Service {
     pub report: Report,
     /// The process that listens on kubelet.sock, once known.
     pub kubelet: Arc<OnceLock<Peer>>,
-    /// How many ListAndWatch streams the kubelet holds.
+    /// The number of ListAndWatch streams that the kubelet holds.
     pub streams: watch::Sender<usize>,
-    /// What the kubelet has offered in this session.
+    /// The devices that the kubelet has offered in this session.
     pub narrowing: Mutex<Narrowing>,
     /// Ends the open streams: tonic's graceful shutdown waits for them.
     pub end: CancellationToken,
@@ -44,13 +44,13 @@ impl Service {
         self.narrowing.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether the caller is the process that listens on kubelet.sock, as far as the kernel tells.
+    /// Returns true if the caller is the process that listens on kubelet.sock, as far as the kernel tells.
     fn is_kubelet<T>(&self, request: &Request<T>) -> bool {
         let caller = request.extensions().get::<Peer>();
         caller.zip(self.kubelet.get()).is_none_or(|(caller, kubelet)| caller.may_be(kubelet))
     }
 
-    /// What a container gets that was granted these devices.
+    /// The injection into a container that was granted these devices.
     fn injection(&self, snapshot: &NodeState, devices: &[&Device]) -> Result<Injection, InjectionError> {
         let options = &self.settings.injection;
         let by_mps = snapshot.mps_shares().contains_key(&self.resource);

@@ -20,12 +20,12 @@ use crate::state::{NodeState, ResourceName};
 use crate::uds::{self, FileId, LONGEST_PATH, Peer};
 use linkwise_kubelet_api::v1beta1::device_plugin_server::DevicePluginServer;
 
-/// What follows the name of a resource in its sockets' names: a dash, eight hexadecimal digits, `.sock`.
+/// The length of the rest of a socket's name after the name of its resource: a dash, eight hexadecimal digits, `.sock`.
 const REST: usize = 14;
 /// The kubelet's own path of the folder, which may be longer than the one in our container.
 const KUBELETS_FOLDER: &str = "/var/lib/kubelet/device-plugins";
 
-/// What the names of a resource's sockets begin with, in every version and every start of linkwise.
+/// The begin of the names of a resource's sockets, in every version and every start of linkwise.
 fn prefix(folder: &Path, resource: &ResourceName) -> String {
     let room = LONGEST_PATH.saturating_sub(folder.as_os_str().len().max(KUBELETS_FOLDER.len()) + 1 + REST);
     shortened(&format!("linkwise-{}", resource.as_str().replace('/', "_")), room) + "-"
@@ -36,13 +36,14 @@ fn socket_name(folder: &Path, resource: &ResourceName, random: u64) -> String {
     format!("{}{:08x}.sock", prefix(folder, resource), random & 0xFFFF_FFFF)
 }
 
-/// Whether a file name is one of those of a resource with this prefix. That of another resource may begin with it too.
+/// Returns true if a file name is that of a socket of ours with this prefix. That of another resource may begin with it
+/// too.
 fn is_ours(name: &str, prefix: &str) -> bool {
     let rest = name.strip_prefix(prefix).and_then(|rest| rest.strip_suffix(".sock"));
     rest.is_some_and(is_number)
 }
 
-/// Whether a file name is the socket of the NVIDIA plugin for this resource: `nvidia-gpu.sock` for `nvidia.com/gpu`.
+/// Returns true for the socket of the NVIDIA plugin for this resource: `nvidia-gpu.sock` for `nvidia.com/gpu`.
 fn is_nvidias(name: &str, resource: &ResourceName) -> bool {
     let (_, last) = resource.as_str().split_once('/').unwrap_or(("", resource.as_str()));
     name.strip_prefix("nvidia-").and_then(|rest| rest.strip_suffix(".sock")) == Some(last)
@@ -76,7 +77,8 @@ pub(super) struct PluginSession {
     pub name: String,
     /// The process that listens on kubelet.sock, known once we have connected to it.
     pub kubelet: Arc<OnceLock<Peer>>,
-    /// The sockets of other plugins of this resource that were there when ours was bound, and still were when last asked.
+    /// The sockets of other plugins of this resource that were there when ours was bound, and still were when last
+    /// asked.
     predecessors: Vec<PathBuf>,
     servers: Servers,
     streams: watch::Receiver<usize>,
@@ -123,8 +125,8 @@ impl PluginSession {
         Ok(Self { name, kubelet, predecessors, servers, streams })
     }
 
-    /// Gives our socket another name, with this random number in it, beside the one that it has; returns it. Removes the
-    /// sockets of plugins that have ended.
+    /// Gives our socket another name, with this random number in it, beside the one that it has; returns it. Removes
+    /// the sockets of plugins that have ended.
     pub fn rename(&mut self, settings: &Settings, resource: &ResourceName, random: u64) -> io::Result<String> {
         let (path, name) = socket_path(settings, resource, random);
         let folder = folder_of(&path);
@@ -134,7 +136,7 @@ impl PluginSession {
         Ok(name)
     }
 
-    /// Whether a plugin of this resource that was there when our socket was bound is still there.
+    /// Returns true while a plugin of this resource that was there when our socket was bound still is.
     pub fn has_predecessor(&mut self) -> bool {
         self.predecessors.retain(|path| is_alive(path));
         !self.predecessors.is_empty()

@@ -46,7 +46,7 @@ pub trait Registrant: Send {
     fn kubelet(&self) -> Result<KubeletOf<Self>, String>;
 
     /// Binds and serves the sockets, with a random number in their names.
-    fn bind(&self, random: u64) -> Held<Result<(BoundOf<Self>, Self::Session), BindError>>;
+    fn bind(&self, random: u64) -> Held<Result<Begun<Self>, BindError>>;
 
     /// Begins an action of the handshake; the call that it makes, if any, answers with an input.
     fn perform(
@@ -63,8 +63,8 @@ pub trait Registrant: Send {
 type PhaseOf<R> = <<R as Registrant>::Handshake as Handshake>::Phase;
 /// The kubelet as a plugin finds it.
 type KubeletOf<R> = <<R as Registrant>::Handshake as Handshake>::Kubelet;
-/// The facts that a bind of a plugin finds.
-type BoundOf<R> = <<R as Registrant>::Handshake as Handshake>::Bound;
+/// A session that was begun, and the facts that its bind has found.
+type Begun<R> = (<<R as Registrant>::Handshake as Handshake>::Bound, <R as Registrant>::Session);
 /// A call that was begun; a bind that succeeded answers with its session too.
 type Call<R> = Held<(Input<<R as Registrant>::Handshake>, Option<<R as Registrant>::Session>)>;
 
@@ -83,14 +83,14 @@ pub trait Session: Send + 'static {
     fn next(&mut self) -> impl Future<Output = Input<Self::Handshake>> + Send;
 }
 
-/// How a plugin follows the folder of the kubelet.
+/// The folder of the kubelet, and how it is followed.
 #[derive(Clone, Debug)]
 pub struct Watching {
     /// The folder.
     pub folder: PathBuf,
     /// The longest time between two checks.
     pub poll: Duration,
-    /// Whether inotify is used. Without it, polling remains.
+    /// True if inotify is used. Without inotify, polling remains.
     pub inotify: bool,
 }
 

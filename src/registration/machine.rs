@@ -26,7 +26,7 @@ pub trait LifePhase: Copy + PartialEq + Debug + Send + Sync + 'static {
     /// A session ended or could not begin; the next attempt follows after a pause.
     const PAUSING: Self;
 
-    /// Whether a session is open: the sockets are bound, and the session is not ending.
+    /// Returns true while a session is open: the sockets are bound, and the session is not ending.
     fn is_open(self) -> bool;
 }
 
@@ -47,7 +47,7 @@ pub trait Handshake: Debug + Sized + Send + 'static {
 
     /// The cause of a session's end when its sockets are gone.
     const SOCKETS_GONE: &str;
-    /// Whether the first retry, which comes without a pause, keeps the gap between two binds too.
+    /// True if the first retry, which comes without a pause, keeps the gap between two binds too.
     const FIRST_RETRY_KEEPS_GAP: bool;
 
     /// The cause of a session's end where the files show another kubelet than the one of the current attempt.
@@ -84,7 +84,7 @@ pub enum Input<H: Handshake> {
     Checked {
         /// The kubelet, or why there is none.
         kubelet: Result<H::Kubelet, String>,
-        /// Whether the plugin's own sockets are in place.
+        /// True if the plugin's own sockets are in place.
         own: bool,
         /// The rest.
         others: H::Others,
@@ -130,7 +130,7 @@ pub type ActionOf<H> = Action<<H as Handshake>::Action>;
 /// The deadlines of every plugin.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
-    /// From the end of a session until its connections are cut.
+    /// The time between the end of a session and the cut of its connections.
     pub close: Duration,
     /// The longest pause between attempts.
     pub longest_pause: Duration,
@@ -141,7 +141,7 @@ pub struct Limits {
 pub struct Attempts<H: Handshake> {
     limits: Limits,
     phase: H::Phase,
-    /// Whether the plugin has ended; its last phase is `ENDING`.
+    /// True once the plugin has ended; its last phase is `ENDING`.
     over: bool,
     /// The end of the phase.
     pub until: Option<Duration>,
@@ -151,7 +151,7 @@ pub struct Attempts<H: Handshake> {
     attempted: Option<H::Kubelet>,
     /// The begin of the current session.
     since: Duration,
-    /// Whether the next session that ends soon is followed by an attempt at once; the pauses come after it.
+    /// True if the next session that ends soon is followed by an attempt at once; the pauses come after it.
     retry_at_once: bool,
     pauses: Backoff,
     /// The state of the generator of random numbers.
@@ -193,7 +193,7 @@ impl<H: Handshake> Attempts<H> {
         (self.phase, self.until) = (phase, until);
     }
 
-    /// Whether the phase's end has come.
+    /// Returns true if the phase's end has come.
     pub fn is_due(&self, now: Duration) -> bool {
         self.until.is_some_and(|until| now >= until)
     }
@@ -244,7 +244,8 @@ impl<H: Handshake> Attempts<H> {
         self.pauses.reset();
     }
 
-    /// Ends the open session, if there is one, and reports why. The next attempt waits until its connections are closed.
+    /// Ends the open session, if there is one, and reports why. The next attempt waits until its connections are
+    /// closed.
     pub fn end_if_open(&mut self, cause: impl Into<String>, now: Duration) -> Vec<ActionOf<H>> {
         if !self.phase.is_open() {
             return Vec::new();
@@ -337,7 +338,7 @@ impl<H: Handshake> RegistrationMachine<H> {
         self.attempts.phase
     }
 
-    /// Whether the plugin has ended.
+    /// Returns true once the plugin has ended.
     pub fn is_over(&self) -> bool {
         self.attempts.over
     }

@@ -1,5 +1,5 @@
-//! A plugin's life with the kubelet, as far as it is the same for the device plugin and the DRA plugin: attempts, pauses,
-//! binding, the end of a session, checks of the files.
+//! A plugin's life with the kubelet, as far as it is the same for the device plugin and the DRA plugin: attempts,
+//! pauses, binding, the end of a session, checks of the files.
 //!
 //! Used by `kubelet` and `dra`, each of which adds its own [`Handshake`] and [`Session`]; it knows neither, and no wire
 //! type. `machine` decides what to do next, [`Executor`] does it, `servers` has the sockets. It starts no task

@@ -23,7 +23,7 @@ use crate::uds::{self, Callers, Listener, SocketFile};
 /// A future on the heap.
 pub type Held<T> = Pin<Box<dyn Future<Output = T> + Send>>;
 
-/// Why sockets could not be bound.
+/// The cause of sockets that could not be bound.
 #[derive(Debug, Error)]
 pub enum BindError {
     /// The folder of the sockets cannot be made.
@@ -57,7 +57,7 @@ pub fn folder_of(socket: &Path) -> &Path {
     socket.parent().unwrap_or(Path::new("."))
 }
 
-/// Whether a text is the number in the name of a socket: eight hexadecimal digits.
+/// Returns true for the number in the name of a socket: eight hexadecimal digits.
 pub fn is_number(text: &str) -> bool {
     text.len() == 8 && text.bytes().all(|byte| byte.is_ascii_hexdigit())
 }
@@ -130,7 +130,7 @@ impl Servers {
         Ok(())
     }
 
-    /// Whether the sockets are still the files that were bound.
+    /// Returns true if the sockets are still the files that were bound.
     pub fn has_sockets(&self) -> bool {
         !self.sockets.is_empty() && self.sockets.iter().all(SocketFile::is_in_place)
     }

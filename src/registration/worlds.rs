@@ -1,5 +1,5 @@
-//! The machine in a simulated world, for the tests of both handshakes: random events, simulated time, and the rules that
-//! hold after every input.
+//! The machine in a simulated world, for the tests of both handshakes: random events, simulated time, and the rules
+//! that hold after every input.
 //!
 //! A world keeps its own books (which socket of ours stands, which connections are open) from the machine's actions and
 //! its own events alone; nothing here reads the machine's state but its phase and its timer. What a kubelet does with
@@ -344,7 +344,7 @@ impl<N: Neighbour> World<N> {
         }
     }
 
-    /// Whether a session ended with this cause.
+    /// Returns true if a session ended with this cause.
     pub fn has_ended_with(&self, cause: &str) -> bool {
         self.done.iter().any(|(_, done)| matches!(done, Action::ReportEnded(why) if why == cause))
     }

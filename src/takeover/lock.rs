@@ -1,7 +1,7 @@
-//! The lock: a file in the state folder with flock(2), and in it who holds it.
+//! The lock: a file in the state folder with flock(2). Its content names the owner.
 //!
-//! A lock belongs to the open file, however many processes have it: passed to another process it is held until both have
-//! closed it. It is never unlocked but by closing.
+//! A lock belongs to the open file, however many processes have it: passed to another process it is held until both
+//! have closed it. It is never unlocked but by closing.
 
 use std::fs::{DirBuilder, File, OpenOptions, TryLockError};
 use std::io::{self, Read, Seek, Write};
@@ -15,10 +15,11 @@ use serde::{Deserialize, Serialize};
 const FILE: &str = "owner.lock";
 /// The longest content that is read, in bytes.
 const LONGEST: u64 = 1 << 16;
-/// How many pods that were taken over from are remembered.
+/// The number of pods that handed over and are remembered.
 const RETIRED: usize = 16;
 
-/// Who holds the lock, and who handed it over: a line for people, and what keeps a pod from taking over twice.
+/// The owner of the lock, and the pods that handed it over: a line for people, which keeps a pod from taking over
+/// twice.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Owner {
@@ -31,7 +32,7 @@ pub struct Owner {
 }
 
 impl Owner {
-    /// What the next owner writes.
+    /// The content that the next owner writes.
     #[must_use]
     pub fn succeeded_by(mut self, pod: &str, version: &str) -> Self {
         if self.pod != pod {
@@ -44,7 +45,8 @@ impl Owner {
         self
     }
 
-    /// Whether this pod has handed over: a process of it that starts again does not take over from a living one.
+    /// Returns true if this pod has handed over: a process of it that starts again does not take over from a living
+    /// one.
     pub fn is_retired(&self, pod: &str) -> bool {
         !pod.is_empty() && self.retired.iter().any(|retired| retired == pod)
     }
@@ -79,7 +81,7 @@ impl Lock {
         Self(file.into())
     }
 
-    /// What the file says of the owner. One that cannot be read, or was cut off, says nothing.
+    /// Reads the owner in the file. A file that cannot be read, or was cut off, names none.
     pub fn owner(folder: &Path) -> Owner {
         let mut text = String::new();
         let file = File::open(folder.join(FILE));
@@ -87,7 +89,7 @@ impl Lock {
         read.ok().and_then(|_| serde_json::from_str(&text).ok()).unwrap_or_default()
     }
 
-    /// Writes who the owner is.
+    /// Writes the owner into the file.
     ///
     /// # Errors
     ///

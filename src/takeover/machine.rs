@@ -8,11 +8,11 @@ use std::time::Duration;
 /// The deadlines and pauses.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
-    /// From the question to the owner's answer.
+    /// The owner's time to answer.
     pub answer: Duration,
-    /// From the owner's answer until our plugins are registered.
+    /// The time between the owner's answer and the registration of our plugins.
     pub start: Duration,
-    /// What the owner allows for that.
+    /// The time that the owner allows for that.
     pub patience: Duration,
     /// The pause after a takeover that failed.
     pub pause: Duration,
@@ -33,7 +33,7 @@ impl Default for Limits {
     }
 }
 
-/// Where a process is.
+/// A stage of a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Stage {
     /// Another process serves; this one waits for its end, or to take over from it.
@@ -58,7 +58,7 @@ pub enum Stage {
     Retired,
 }
 
-/// What happened.
+/// An input of the machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Input {
     /// Nobody held the lock, and we have it.
@@ -95,7 +95,7 @@ pub enum Input {
     Tick,
 }
 
-/// What the runtime has to do, in this order.
+/// An order to the runtime. Orders are carried out in sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Action {
     /// Tell the owner that this process stands by, and no more.
@@ -134,7 +134,7 @@ pub enum Action {
     Report(Outcome),
 }
 
-/// How a takeover went.
+/// The outcome of a takeover.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Outcome {
     /// This process took over from a living one, which has ended its part.
@@ -154,7 +154,7 @@ pub enum Outcome {
 pub struct Machine {
     limits: Limits,
     stage: Stage,
-    /// Whether it takes over from a living owner.
+    /// True if the process takes over from a living owner.
     successor: bool,
     able: bool,
     connected: bool,
@@ -173,12 +173,12 @@ impl Machine {
         Self { limits, stage: Stage::StandingBy, successor, able: false, connected: false, until: None }
     }
 
-    /// Where it is.
+    /// The current stage.
     pub fn stage(&self) -> Stage {
         self.stage
     }
 
-    /// When an [`Input::Tick`] is due; `None`: not before another input.
+    /// The time at which an [`Input::Tick`] is due; `None`: not before another input.
     pub fn wake(&self) -> Option<Duration> {
         self.until
     }

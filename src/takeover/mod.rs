@@ -1,10 +1,10 @@
-//! Which of several linkwise on a node serves, and how one takes over from another: the lock, the words between them,
-//! and the machine that decides.
+//! The takeover: one of several linkwise on a node serves, and another takes over from it. This module has the lock,
+//! the words between the processes, and the machine that decides.
 //!
-//! Whoever holds the lock owns the registrations, the health record, CDI specs, labels file, admin socket and claims. A
-//! process that dies gives it up by dying; in a takeover it is passed over the takeover socket, and held by both until
-//! the new one has all. The runtime carries out what the machine decides; nothing here knows a kubelet.
-//! docs/life-cycle.md has the protocol.
+//! The process that holds the lock owns the registrations, the health record, CDI specs, labels file, admin socket and
+//! claims. A process that dies gives up the lock. A takeover passes the lock over the takeover socket, and both
+//! processes hold it until the new one has all. The runtime carries out the machine's decisions; nothing here knows a
+//! kubelet. docs/life-cycle.md has the protocol.
 
 mod lock;
 mod machine;

@@ -19,7 +19,7 @@ use tokio::net::UnixStream;
 /// The longest line, in bytes: a health record has 1 MiB at most.
 const LONGEST: usize = 2 << 20;
 
-/// What one side tells the other.
+/// A message of one side to the other.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "word", rename_all = "kebab-case")]
 pub enum Word {
@@ -42,7 +42,7 @@ pub enum Word {
     },
     /// The owner's other answer: not now.
     Refused {
-        /// Why not, for the log.
+        /// The cause, for the log.
         #[serde(default)]
         why: String,
     },
@@ -54,13 +54,13 @@ pub enum Word {
     Done,
     /// The standby gives up: the owner goes on.
     Failed {
-        /// Why, for the log.
+        /// The cause, for the log.
         #[serde(default)]
         why: String,
     },
     /// The owner takes back what it gave: the standby stops.
     Back {
-        /// Why, for the log.
+        /// The cause, for the log.
         #[serde(default)]
         why: String,
     },
@@ -75,7 +75,7 @@ pub enum Word {
 #[derive(Debug)]
 pub struct Connection {
     stream: UnixStream,
-    /// What has come and is no whole line yet.
+    /// The bytes that have come and are no whole line yet.
     buffer: Vec<u8>,
     /// The lock, before the line that it came with.
     passed: Option<OwnedFd>,

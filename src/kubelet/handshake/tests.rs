@@ -1,5 +1,5 @@
-//! The machine with the device plugin's handshake in a simulated world: random events, simulated time, and the rules that
-//! hold after every input.
+//! The machine with the device plugin's handshake in a simulated world: random events, simulated time, and the rules
+//! that hold after every input.
 
 use proptest::prelude::*;
 use proptest::test_runner::Config;

@@ -1,6 +1,6 @@
 //! One process of linkwise: the state with its one writer, the snapshot that the doors read, and the DRA plugin's steps
 //! between which it may die. State, ledger, doors and `claims::plan` are the real ones; the order of steps is that of
-//! `src/dra/door.rs`.
+//! `src/dra/claim_manager.rs`.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
