@@ -37,7 +37,7 @@ use agents::{AgentEnd, AgentId, OVER_MEMORY};
 use host_probe::HostProbe;
 pub(super) use host_probe::{has_no_gpu, identity};
 pub(super) use machine::Settings;
-use machine::{Action, Input, Machine};
+use machine::{Action, DriverMachine, Input};
 use metrics::DriverMetrics;
 
 /// Inputs that the loop's queue takes; a task that reports one more waits.
@@ -69,7 +69,7 @@ impl Driver {
         let (report, inputs) = mpsc::channel(INPUTS);
         let probe = HostProbe::new(self.sysfs.clone(), self.command.library.clone());
         let life = Life {
-            machine: Machine::new(self.settings.clone()),
+            machine: DriverMachine::new(self.settings.clone()),
             driver: self,
             begin: Instant::now(),
             agents: BTreeMap::new(),
@@ -101,7 +101,7 @@ struct Handle {
 /// The machine and what it moves.
 struct Life {
     driver: Driver,
-    machine: Machine,
+    machine: DriverMachine,
     begin: Instant,
     agents: BTreeMap<AgentId, Handle>,
     tasks: JoinSet<()>,

@@ -30,7 +30,7 @@ use super::readiness::{Part, Readiness};
 use crate::config::TakeoverArgs;
 use crate::kubelet::HeldCalls;
 use crate::state::{HealthRecord, NodeState};
-use crate::takeover::{Action, Connection, Input, Limits, Lock, Machine, Outcome, Owner, SOCKET, Stage, Word};
+use crate::takeover::{Action, Connection, Input, Limits, Lock, Outcome, Owner, SOCKET, Stage, TakeoverMachine, Word};
 use crate::uds::{self, Callers, Listener};
 use condition::{Known, condition};
 pub(super) use metrics::TakeoverMetrics;
@@ -101,8 +101,8 @@ impl Position {
         let metrics = node.metrics().register(TakeoverMetrics::register);
         let (place, lock, machine) = match self {
             Self::Alone => return (watch::channel(true).1, handed_over),
-            Self::Owner(place, lock) => (place, Some(lock), Machine::owner(Limits::default())),
-            Self::Standby(place, successor) => (place, None, Machine::standby(Limits::default(), successor)),
+            Self::Owner(place, lock) => (place, Some(lock), TakeoverMachine::owner(Limits::default())),
+            Self::Standby(place, successor) => (place, None, TakeoverMachine::standby(Limits::default(), successor)),
         };
         let (owns, owned) = watch::channel(lock.is_some());
         if lock.is_none() {
@@ -158,7 +158,7 @@ type Guest = Pin<Box<dyn Future<Output = (Connection, Heard)> + Send>>;
 struct Takeover {
     place: Place,
     lock: Option<Lock>,
-    machine: Machine,
+    machine: TakeoverMachine,
     keeper: Keeper,
     owns: watch::Sender<bool>,
     duties: mpsc::Sender<Duty>,

@@ -91,7 +91,7 @@ pub enum Input {
     PluginsEnded,
     /// The connection to the other side is gone, or it has said what is no word.
     Lost,
-    /// The moment of [`Machine::wake`] has come.
+    /// The moment of [`TakeoverMachine::wake`] has come.
     Tick,
 }
 
@@ -151,7 +151,7 @@ pub enum Outcome {
 
 /// One state.
 #[derive(Clone, Debug)]
-pub struct Machine {
+pub struct TakeoverMachine {
     limits: Limits,
     stage: Stage,
     /// True if the process takes over from a living owner.
@@ -161,7 +161,7 @@ pub struct Machine {
     until: Option<Duration>,
 }
 
-impl Machine {
+impl TakeoverMachine {
     /// A process that holds the lock from its start.
     pub fn owner(limits: Limits) -> Self {
         let stage = Stage::Owning;

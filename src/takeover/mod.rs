@@ -11,7 +11,7 @@ mod machine;
 mod wire;
 
 pub use lock::{Lock, Owner};
-pub use machine::{Action, Input, Limits, Machine, Outcome, Stage};
+pub use machine::{Action, Input, Limits, Outcome, Stage, TakeoverMachine};
 pub use wire::{Connection, Word};
 
 /// The takeover socket's name in the state folder.

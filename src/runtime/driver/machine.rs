@@ -61,7 +61,7 @@ struct PendingPolls {
 
 /// One state of the life.
 #[derive(Debug)]
-pub(super) struct Machine {
+pub(super) struct DriverMachine {
     settings: Settings,
     stage: Stage,
     agents: Agents,
@@ -87,7 +87,7 @@ pub(super) struct Machine {
     actions: Vec<Action>,
 }
 
-impl Machine {
+impl DriverMachine {
     pub fn new(settings: Settings) -> Self {
         let backoff = Backoff::new(settings.pause, settings.pause.saturating_mul(LONGEST));
         Self {

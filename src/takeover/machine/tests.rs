@@ -12,7 +12,7 @@ const STANDBY: usize = 1;
 /// One process, as far as others can see it.
 #[derive(Clone, Debug)]
 struct Process {
-    machine: Machine,
+    machine: TakeoverMachine,
     lives: bool,
     holds_lock: bool,
     files: bool,
@@ -25,7 +25,7 @@ struct Process {
 }
 
 impl Process {
-    fn new(machine: Machine, owns: bool) -> Self {
+    fn new(machine: TakeoverMachine, owns: bool) -> Self {
         Self {
             machine,
             lives: true,
@@ -73,8 +73,8 @@ enum Move {
 impl World {
     fn new() -> Self {
         let limits = Limits::default();
-        let owner = Process::new(Machine::owner(limits), true);
-        let standby = Process::new(Machine::standby(limits, true), false);
+        let owner = Process::new(TakeoverMachine::owner(limits), true);
+        let standby = Process::new(TakeoverMachine::standby(limits, true), false);
         Self { processes: [owner, standby], wires: Default::default(), open: [false; 2], now: Duration::ZERO }
     }
 
@@ -330,7 +330,7 @@ fn side_that_hangs_ends_the_takeover() {
 #[test]
 fn spare_never_asks_and_serves_once_the_lock_is_free() {
     let mut world = World::new();
-    world.processes[STANDBY].machine = Machine::standby(Limits::default(), false);
+    world.processes[STANDBY].machine = TakeoverMachine::standby(Limits::default(), false);
     world.make(Move::Able);
     world.make(Move::Connects);
     world = world.settle();
@@ -343,7 +343,7 @@ fn spare_never_asks_and_serves_once_the_lock_is_free() {
 
 #[test]
 fn retired_process_stays_so() {
-    let mut machine = Machine::owner(Limits::default());
+    let mut machine = TakeoverMachine::owner(Limits::default());
     for input in [Input::TakeOver, Input::TheyServe, Input::PluginsEnded, Input::TheyAreDone] {
         assert!(!machine.step(input, Duration::ZERO).is_empty());
     }

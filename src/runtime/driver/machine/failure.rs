@@ -6,7 +6,7 @@ use std::time::Duration;
 use super::super::Idle;
 use super::super::agents::{ActiveAgent, AgentEnd, AgentId, OVER_MEMORY, RestartReason};
 use super::super::host_probe::HostFingerprint;
-use super::{Action, Machine, Stage};
+use super::{Action, DriverMachine, Stage};
 
 /// The cause where NVML works and there is no GPU.
 pub(super) const NO_GPUS: &str = "NVML lists no GPU on this node";
@@ -26,7 +26,7 @@ pub(super) enum Reached {
     Gpus,
 }
 
-impl Machine {
+impl DriverMachine {
     /// A standby failed: another one follows, later.
     pub(super) fn standby_failed(&mut self, reason: RestartReason, cause: String, now: Duration) {
         let again_in = match (&reason, &mut self.agents.active) {

@@ -46,7 +46,7 @@ pub(in crate::runtime::driver) enum Input {
     Probed(Option<HostFingerprint>),
     /// The host was scanned; `None` where that broke off.
     HostScanned(Option<HostScan>),
-    /// The time of [`super::Machine::wake`] has come.
+    /// The time of [`super::DriverMachine::wake`] has come.
     Tick,
 }
 

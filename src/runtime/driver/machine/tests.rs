@@ -88,7 +88,7 @@ impl Process {
 }
 
 struct World {
-    machine: Machine,
+    machine: DriverMachine,
     now: Duration,
     /// Processes that have not ended.
     processes: BTreeMap<AgentId, Process>,
@@ -148,7 +148,7 @@ fn scan(count: Option<u32>) -> NodeScan {
 impl World {
     fn new(fail_on_init_error: Option<bool>) -> Self {
         let mut world = Self {
-            machine: Machine::new(settings(fail_on_init_error)),
+            machine: DriverMachine::new(settings(fail_on_init_error)),
             now: Duration::from_secs(1000),
             processes: BTreeMap::new(),
             released: false,
