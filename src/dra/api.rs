@@ -46,7 +46,7 @@ pub struct StoredPool {
     pub is_current: bool,
     /// The number of slices.
     pub slices: usize,
-    /// Their generation.
+    /// The generation of the slices.
     pub generation: u64,
     /// True if the server drops taints (its gate DRADeviceTaints is off): then sick devices have to be left out.
     pub drops_taints: bool,
@@ -119,7 +119,7 @@ pub struct MpsServed {
     pub trouble: Option<String>,
     /// The daemons: `Ok` for one that serves with its limits, or why it does not yet.
     pub daemons: BTreeMap<ResourceName, Result<(), String>>,
-    /// GPUs of DRA that are in the compute mode EXCLUSIVE_PROCESS for a control daemon, whosever.
+    /// GPUs of DRA that are in the compute mode EXCLUSIVE_PROCESS for any control daemon.
     pub exclusive: BTreeSet<GpuUuid>,
 }
 

@@ -1,8 +1,8 @@
 //! Checkpoints: one file for each claim that is prepared, or was being prepared when the process ended.
 //!
-//! Called by `claim_manager`, in blocking tasks. A file that cannot be read is reported and set aside, and hinders no
-//! other claim; it goes when its claim is unprepared. A disk that is full at the start is the error of the claims that
-//! cannot be prepared then. What is in a file is decided by the core.
+//! Called by `claim_manager`, in blocking tasks. A file that cannot be read is reported and set aside. Other claims go
+//! on, and the file goes when its claim is unprepared. While the disk is full, claims that cannot be prepared get that
+//! error. The core decides the content of a checkpoint.
 
 use std::fs;
 use std::io;
@@ -123,7 +123,7 @@ impl CheckpointFolder {
         for path in paths {
             let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
             if name.starts_with(files::DRAFT) {
-                // Of a process that was killed while it wrote.
+                // A draft of a process that was killed while it wrote.
                 let _ = fs::remove_file(&path);
             } else if let Some(uid) = name.strip_suffix(".json").filter(|uid| is_uid(uid)) {
                 match read(&path, uid) {
@@ -149,7 +149,7 @@ impl CheckpointFolder {
         files::write(&self.path(&checkpoint.claim.uid), &text, MODE)
     }
 
-    /// Removes what there is of a claim.
+    /// Removes all files of a claim.
     pub fn remove(&self, uid: &str) -> io::Result<()> {
         let path = self.path(uid);
         files::remove(&path)?;
@@ -176,7 +176,7 @@ fn read(path: &Path, uid: &str) -> Result<Checkpoint, String> {
 ///
 /// # Errors
 ///
-/// In words, on one line: it is no JSON, of another version, no checkpoint, or of another claim.
+/// The fault in words, on one line: no JSON, another version, no checkpoint, or another claim.
 pub fn parse(bytes: &[u8], uid: &str) -> Result<Checkpoint, String> {
     let said = |error: serde_json::Error| one_line(&error.to_string());
     let value: serde_json::Value =

@@ -10,7 +10,7 @@ use crate::quote::one_line;
 #[error("the API server's answer is no ResourceClaim: {}", one_line(.0))]
 pub struct NoClaim(String);
 
-/// Reads a `ResourceClaim` (`resource.k8s.io/v1`) from its JSON. The caller bounds how long that is.
+/// Reads a `ResourceClaim` (`resource.k8s.io/v1`) from its JSON. The caller bounds the length.
 ///
 /// # Errors
 ///

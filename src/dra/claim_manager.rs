@@ -44,7 +44,7 @@ struct Slot {
     since: Option<Instant>,
     /// The time at which undoing the claim was tried first while DRA was off.
     undoing: Option<Instant>,
-    /// Since when sweeps have found it in no list of the kubelet, while only these count.
+    /// The time since which sweeps have found the claim in no list of the kubelet, while only these count.
     unlisted: Option<Instant>,
 }
 
@@ -56,9 +56,9 @@ pub(super) struct ClaimManager {
     pub(super) snapshot: watch::Receiver<Arc<NodeState>>,
     claims: mpsc::Sender<ClaimQuery>,
     slots: Mutex<BTreeMap<String, Slot>>,
-    /// Changes with what is prepared.
+    /// A count that changes with the prepared claims.
     held: watch::Sender<u64>,
-    /// The same for the node's ledger.
+    /// The prepared claims, for the node's ledger.
     ledger: watch::Sender<Vec<PreparedClaim>>,
 }
 
@@ -127,7 +127,7 @@ impl ClaimManager {
         Ok(manager)
     }
 
-    /// Follows what is prepared.
+    /// Follows the prepared claims.
     pub fn held(&self) -> watch::Receiver<u64> {
         self.held.subscribe()
     }
@@ -149,7 +149,7 @@ impl ClaimManager {
         self.slots().values().any(|slot| slot.checkpoint.is_some())
     }
 
-    /// Prepares a claim; the error is what the kubelet is told.
+    /// Prepares a claim; the error is the text for the kubelet.
     pub async fn prepare(&self, asked: ClaimName) -> Result<Prepared, String> {
         let (start, limit) = (Instant::now(), self.settings.prepare_timeout);
         let work = timeout(limit, self.try_prepare(&asked)).await;
@@ -164,8 +164,8 @@ impl ClaimManager {
         result
     }
 
-    /// Unprepares a claim; the error is what the kubelet is told. One that is not prepared is no error. The API server
-    /// is not asked: the claim may be deleted already.
+    /// Unprepares a claim; the error is the text for the kubelet. A claim that is not prepared is no error. The API
+    /// server is not asked: the claim may be deleted already.
     pub async fn unprepare(&self, asked: ClaimName) -> Result<(), String> {
         let (start, limit) = (Instant::now(), self.settings.prepare_timeout);
         let work = async {
@@ -183,7 +183,7 @@ impl ClaimManager {
         result
     }
 
-    /// Undoes what is left of claims that are gone, and restores CDI specs of claims that are missing.
+    /// Undoes claims that are gone, and restores CDI specs of claims that are missing.
     pub async fn sweep(&self) {
         for checkpoint in self.checkpoints() {
             let uid = checkpoint.claim.uid.clone();
@@ -268,7 +268,7 @@ impl ClaimManager {
     }
 
     /// Waits until the node's ledger has a claim that [`Self::reserve`] entered: from then on its GPUs stay with DRA.
-    /// An error where one of them has left before.
+    /// Fails where one of the GPUs left DRA before.
     async fn confirm(&self, checkpoint: &Checkpoint) -> Result<(), PrepareError> {
         if !self.settings.has_ledger {
             return Ok(());
@@ -289,7 +289,8 @@ impl ClaimManager {
         Ok(())
     }
 
-    /// Reads the claim, plans it, and enters it as prepared. What a claim has that is gone is taken from it first.
+    /// Reads the claim, plans it, and enters it as prepared. The devices of claims that are gone are taken from them
+    /// first.
     async fn reserve(&self, asked: &ClaimName) -> Result<Checkpoint, PrepareError> {
         let named = || format!("{}/{}", asked.namespace, asked.name);
         let claim = self.query(asked).await;
@@ -309,7 +310,7 @@ impl ClaimManager {
         }
     }
 
-    /// Undoes a claim that is gone. Whether it is out of the way.
+    /// Undoes a claim if it is gone; returns true once it is out of the way.
     async fn release_gone(&self, holder: &ClaimName) -> bool {
         let Some(turn) = self.idle_turn(&holder.uid) else { return false };
         match self.checkpoint(&holder.uid) {
@@ -412,8 +413,8 @@ impl ClaimManager {
         timeout(limit, self.undo(uid, turn)).await.unwrap_or(Err(UnprepareError::Late(limit)))
     }
 
-    /// Undoes everything for a claim: its MIG devices that were made for it, its spec, its checkpoint, its entry. While
-    /// DRA is off, what cannot be undone for some time is left behind.
+    /// Undoes all steps for a claim: the MIG devices that were made for it, its spec, its checkpoint, its entry. While
+    /// DRA is off, a step that cannot be undone for some time is left out.
     async fn undo(&self, uid: &str, turn: &Turn) -> Result<(), UnprepareError> {
         let is_off = self.is_off();
         let gives_up = {
@@ -445,7 +446,7 @@ impl ClaimManager {
         Ok(())
     }
 
-    /// Reports what is left behind of a claim, where this process gives up.
+    /// Reports the part of a claim that is left behind, where this process gives up.
     fn or_left_behind(
         &self,
         uid: &str,
@@ -582,7 +583,7 @@ impl ClaimManager {
         Arc::new(turn.lock_owned().await)
     }
 
-    /// The turn of a claim that nothing works on. Waiting for it could be waiting for each other.
+    /// The turn of a claim that nothing works on. Two claims that waited for each other's turn would wait for ever.
     fn idle_turn(&self, uid: &str) -> Option<Turn> {
         let turn = Arc::clone(&self.slots().entry(uid.to_owned()).or_default().turn);
         turn.try_lock_owned().ok().map(Arc::new)

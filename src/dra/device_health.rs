@@ -1,5 +1,5 @@
 //! The service DRAResourceHealth, in both versions: the health of all devices at once, on each change, and often enough
-//! that the kubelet does not take it as stale. It shows in the status of pods; the scheduler reads taints.
+//! that the kubelet does not take it as stale. The kubelet shows it in the status of pods; the scheduler reads taints.
 
 use std::collections::BTreeMap;
 use std::pin::Pin;
@@ -69,7 +69,7 @@ fn report(state: &NodeState, manager: &ClaimManager) -> BTreeMap<String, Report>
         let report = match hardware.health(&device.gpu.uuid, instance) {
             None => (wire::HealthStatus::Unknown, String::new()),
             Some(Health::Healthy) => (wire::HealthStatus::Healthy, String::new()),
-            // NVML that is away is no GPU's fault: nobody knows how it is.
+            // NVML that is away is no GPU's fault: the health is unknown.
             Some(Health::Unhealthy { reason: reason @ UnhealthyReason::DriverAway { .. }, .. }) => {
                 (wire::HealthStatus::Unknown, reason.to_string())
             }

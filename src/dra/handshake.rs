@@ -54,7 +54,7 @@ impl DraHandshake {
         Self { offer, connections: 0 }
     }
 
-    /// The kubelet keeps a connection to our services. When it restarts, the connection ends first.
+    /// The kubelet keeps a connection to our services. When the kubelet restarts, the connection ends first.
     fn connections(&mut self, attempts: &mut Attempts, open: usize, now: Duration) {
         let before = std::mem::replace(&mut self.connections, open);
         match attempts.phase() {

@@ -26,7 +26,7 @@ use linkwise_kubelet_api::dra_health::v1::dra_resource_health_server::DraResourc
 use linkwise_kubelet_api::dra_health::v1alpha1::dra_resource_health_server::DraResourceHealthServer as HealthV1Alpha1;
 use linkwise_kubelet_api::pluginregistration::registration_server::RegistrationServer;
 
-/// The begin of the names of our sockets; eight hexadecimal digits follow.
+/// The first part of the names of our sockets; eight hexadecimal digits follow.
 const PREFIX: &str = "linkwise-";
 /// The end of the names of our registration sockets, after the driver's name.
 const REGISTRATION: &str = "-reg.sock";

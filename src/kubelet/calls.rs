@@ -1,8 +1,9 @@
 //! Holds the kubelet's calls for a moment, while another plugin of the same resources ends.
 //!
-//! A kubelet admits one pod at a time: while one of its calls waits for us, it makes no other. Kubelets from 1.37 turn
-//! to any plugin that is left when one ends, and so, for a moment, to a socket of the one that is ending; a call to it
-//! then would be cut, and its pod rejected. The runtime holds the calls, `service` waits here.
+//! A kubelet admits one pod at a time: while one of its calls waits for an answer, the kubelet makes no other. When a
+//! plugin ends, kubelets from 1.37 turn to any other plugin of the resource, for a moment also to another socket of the
+//! plugin that is ending. A call to that socket would be cut, and the kubelet would reject the pod. The runtime holds
+//! the calls, and `service` waits here.
 
 use std::time::Duration;
 
@@ -22,7 +23,7 @@ impl HeldCalls {
         self.until.send_replace(Some(Instant::now() + longest));
     }
 
-    /// Lets them go on after this time, if they are held for longer.
+    /// Releases held calls after this time at the latest.
     pub fn release(&self, after: Duration) {
         let end = Instant::now() + after;
         self.until.send_if_modified(|until| until.is_some_and(|until| until > end) && until.replace(end).is_some());
@@ -51,7 +52,7 @@ impl HeldCalls {
     }
 }
 
-/// A call that waits; counted also where its caller goes away.
+/// A call that waits. It is counted also if its caller goes away.
 struct Waiting<'a>(&'a watch::Sender<usize>);
 
 impl<'a> Waiting<'a> {

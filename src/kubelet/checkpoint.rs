@@ -1,8 +1,8 @@
 //! The kubelet's own list of devices: `kubelet_internal_checkpoint` in its device-plugins folder.
 //!
-//! PodResources leaves out init containers that have ended, though the kubelet keeps their devices until the pod ends;
-//! this file has them. The kubelet writes it at each allocation and at each device list, so that it may still have a
-//! pod that has ended, for as long as neither comes. Read by `pod_resources`, off the path of an admission.
+//! PodResources leaves out init containers that have ended, though the kubelet keeps their devices until the pod ends.
+//! This file has those devices. The kubelet writes the file at each allocation and at each device list: until the next
+//! one, the file may still name a pod that has ended. `pod_resources` reads it, off the path of an admission.
 
 use std::collections::BTreeMap;
 use std::io;

@@ -39,7 +39,7 @@ pub(super) enum DetachError {
     Ended,
 }
 
-/// Registers a socket whose plugin refuses to tell its options. It may wait for ever: the caller has the deadline.
+/// Registers a socket whose plugin refuses to tell its options. This may wait for ever: the caller has the deadline.
 pub(super) async fn detach(settings: &Settings, resource: &ResourceName, random: u64) -> Result<(), DetachError> {
     let (path, name) = socket_path(settings, resource, random);
     let (_file, listener) = listen(&path, &settings.callers)?;

@@ -1,5 +1,5 @@
 //! The device plugin's handshake with the kubelet: from a bound socket, by Register and ListAndWatch, to devices that
-//! PodResources lists; and what it takes to outlast another plugin of the resource.
+//! PodResources lists; further the steps by which a plugin outlasts another one of the resource.
 //!
 //! Pure: no I/O, no clock, no task. [`RegistrationMachine`] calls it, `life` performs its actions. docs/life-cycle.md
 //! has the diagram and the invariants; the tests beside this file check them in a simulated world.
@@ -40,11 +40,11 @@ pub(super) struct Limits {
 /// The answer of PodResources to the question for our devices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Listing {
-    /// It lists every healthy one; also where none is healthy.
+    /// Every healthy device is listed; also where none is healthy.
     Listed,
     /// At least one healthy device is not listed.
     Missing,
-    /// It does not answer: only the stream shows that the plugin is registered.
+    /// PodResources does not answer: only the stream shows that the plugin is registered.
     Unknown,
 }
 
@@ -68,7 +68,7 @@ pub(super) enum OwnAction {
     Register,
     /// Register it again, under another name: newer kubelets refuse a socket that is connected.
     Renew,
-    /// Have the kubelet forget whom it would disconnect when the stream of the plugin before us ends.
+    /// Have the kubelet forget the client that it would disconnect when the stream of the plugin before us ends.
     Detach,
     /// Ask PodResources for our devices.
     Ask,
@@ -181,8 +181,8 @@ impl DevicePluginHandshake {
         Vec::new()
     }
 
-    /// PodResources lists our devices. A plugin that was here before us may have its stream still, whose end must not
-    /// end us.
+    /// PodResources lists our devices. The plugin before us may still have a stream, whose end must not end our
+    /// registration.
     fn confirmed(&mut self, attempts: &mut Attempts, now: Duration) -> Actions {
         if self.outlasts && !self.detached {
             self.enter(attempts, Phase::Detaching, Some(now + self.limits.register));

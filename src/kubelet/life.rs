@@ -21,9 +21,9 @@ use crate::registration::{
 use crate::state::{NodeState, ResourceName};
 use crate::uds::FileId;
 
-/// The longest time that connections may take to close when a session ends. No call is under way for longer, and
-/// kubelets up to 1.36 do not close that of a plugin that another one has replaced: then this process may have to serve
-/// again soon.
+/// The longest time that connections may take to close when a session ends. No call takes longer. Kubelets up to 1.36
+/// do not close the connection of a plugin that another one has replaced, and this process may have to serve again
+/// soon.
 const CLOSE_TIMEOUT: Duration = Duration::from_millis(50);
 
 /// The plugin of one resource.

@@ -102,7 +102,8 @@ pub enum Phase {
     WaitingForStream,
     /// The kubelet holds an open ListAndWatch stream; PodResources does not list our devices yet.
     Confirming,
-    /// As [`Self::Serving`]; the kubelet is about to forget whom it would disconnect when the plugin before us ends.
+    /// As [`Self::Serving`]; the kubelet is about to forget the client that it would disconnect when the plugin before
+    /// us ends.
     Detaching,
     /// As [`Self::Serving`]; the plugin before us has not ended, or the kubelet may not have seen it yet.
     Beside,
@@ -142,7 +143,7 @@ impl Phase {
 pub enum Occurrence {
     /// The phase changed.
     Phase(Phase),
-    /// There is no kubelet to register with, and why not.
+    /// The kubelet is missing, and why.
     Waiting(String),
     /// A registration ended, `Err` with the whole chain of causes.
     Registered(Result<(), String>),
@@ -186,7 +187,7 @@ pub enum Occurrence {
     Given {
         /// The devices.
         devices: BTreeSet<DeviceId>,
-        /// Those from which the kubelet let us choose; empty where it did not ask.
+        /// The devices from which the kubelet let us choose; empty where the kubelet did not ask.
         offered: Vec<DeviceId>,
     },
 }
@@ -213,6 +214,6 @@ pub struct Sources {
     pub snapshot: watch::Receiver<Arc<NodeState>>,
     /// The receiver of occurrences.
     pub observer: Observer,
-    /// Counts the plugins that registered after ours and ended: each time, plugins register again.
+    /// The number of plugins that registered after ours and ended: after each, plugins register again.
     pub renew: watch::Receiver<u64>,
 }

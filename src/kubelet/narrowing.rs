@@ -18,7 +18,7 @@ pub(super) struct Narrowing {
 }
 
 impl Narrowing {
-    /// Takes a request into account. Whether the kubelet narrowed it.
+    /// Takes a request into account; returns true if the kubelet narrowed it.
     pub(super) fn narrowed(&mut self, request: &AllocationRequest, healthy: impl Fn(&DeviceId) -> bool) -> bool {
         // Forget unhealthy devices: the kubelet may not have seen them recover yet, so their absence proves nothing.
         self.free.retain(healthy);
@@ -33,8 +33,8 @@ impl Narrowing {
         self.offered = available;
     }
 
-    /// Devices went into a container. What the question before let us choose from; nothing where it was not about
-    /// these.
+    /// Devices went into a container. Returns the devices that the question before let us choose from; none if that
+    /// question was not about these.
     pub(super) fn allocated(&mut self, devices: &[DeviceId]) -> Vec<DeviceId> {
         for device in devices {
             self.free.remove(device);

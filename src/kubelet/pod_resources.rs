@@ -161,12 +161,14 @@ async fn holders_after(sources: &HolderSources, containers: &mut ListedContainer
     Holders { held: Some(held), without_init_containers }
 }
 
-/// Polls the holders until `shutdown`: every second at first while the state waits for an answer (`often`), then, as
-/// long as the kubelet answers, ever more rarely; a message of `often` begins this anew, and somebody who looks at the
-/// answer (`looked_at`) brings the next question forward. Two questions are a second apart, however many messages come;
-/// but a state that was made anew (`begun_anew`) has seen no answer, lists nothing before one, and gets one at once. A
-/// failure means "not known" until the next answer. Every answer is published, also one like the last: an orphan leaves
-/// the list by an answer that came after it went.
+/// Polls the holders until `shutdown`.
+///
+/// The pauses are a second at first, and grow as long as the kubelet answers. A message of `often` (the state waits for
+/// an answer) begins them anew; a reader of the answer (`looked_at`) brings the next question forward. Two questions
+/// are at least a second apart. A state that was made anew (`begun_anew`) has seen no answer, and gets one at once.
+///
+/// A failure means "not known" until the next answer. Every answer is published, also one like the last: an orphan
+/// leaves the list by an answer that came after it went.
 pub async fn follow_holders(
     sources: &HolderSources,
     holders_now: watch::Sender<Holders>,

@@ -25,7 +25,7 @@ const REST: usize = 14;
 /// The kubelet's own path of the folder, which may be longer than the one in our container.
 const KUBELETS_FOLDER: &str = "/var/lib/kubelet/device-plugins";
 
-/// The begin of the names of a resource's sockets, in every version and every start of linkwise.
+/// The first part of the names of a resource's sockets, in every version and every start of linkwise.
 fn prefix(folder: &Path, resource: &ResourceName) -> String {
     let room = LONGEST_PATH.saturating_sub(folder.as_os_str().len().max(KUBELETS_FOLDER.len()) + 1 + REST);
     shortened(&format!("linkwise-{}", resource.as_str().replace('/', "_")), room) + "-"
@@ -125,8 +125,8 @@ impl PluginSession {
         Ok(Self { name, kubelet, predecessors, servers, streams })
     }
 
-    /// Gives our socket another name, with this random number in it, beside the one that it has; returns it. Removes
-    /// the sockets of plugins that have ended.
+    /// Gives our socket a second name, with this random number in it; returns that name. Removes the sockets of plugins
+    /// that have ended.
     pub fn rename(&mut self, settings: &Settings, resource: &ResourceName, random: u64) -> io::Result<String> {
         let (path, name) = socket_path(settings, resource, random);
         let folder = folder_of(&path);

@@ -149,7 +149,7 @@ pub struct Attempts<H: Handshake> {
     kubelet: Result<H::Kubelet, String>,
     /// The kubelet of the current attempt.
     attempted: Option<H::Kubelet>,
-    /// The begin of the current session.
+    /// The time at which the current session began.
     since: Duration,
     /// True if the next session that ends soon is followed by an attempt at once; the pauses come after it.
     retry_at_once: bool,

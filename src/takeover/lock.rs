@@ -1,7 +1,7 @@
 //! The lock: a file in the state folder with flock(2). Its content names the owner.
 //!
-//! A lock belongs to the open file, however many processes have it: passed to another process it is held until both
-//! have closed it. It is never unlocked but by closing.
+//! A lock belongs to the open file, and several processes may have that file. After one process has passed it to
+//! another, the lock is held until both have closed it. The lock ends by closing alone.
 
 use std::fs::{DirBuilder, File, OpenOptions, TryLockError};
 use std::io::{self, Read, Seek, Write};
@@ -23,7 +23,7 @@ const RETIRED: usize = 16;
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Owner {
-    /// The UID of the owner's pod; empty where it is not in one, or does not know.
+    /// The UID of the owner's pod; empty where the owner is in no pod, or does not know its UID.
     pub pod: String,
     /// The version of linkwise.
     pub version: String,

@@ -1,4 +1,5 @@
-//! Standing by, taking over, serving, being taken over: one machine for both sides, `step(input, now) -> actions`.
+//! The machine of a takeover, for both sides: `step(input, now) -> actions`. A process stands by, takes over, serves,
+//! and is taken over from.
 //!
 //! Pure: no I/O, no clock. The runtime is its one caller: it feeds inputs and performs actions. docs/life-cycle.md has
 //! the picture; the tests beside this file let two machines speak over a wire that loses the end of everything.
@@ -50,18 +51,18 @@ pub enum Stage {
     Owning,
     /// A standby has files and lock; our plugins serve.
     Yielding,
-    /// The standby's plugins serve; ours are ending.
+    /// The standby's plugins serve; our plugins are ending.
     Ending,
-    /// Ours have ended.
+    /// Our plugins have ended.
     Ended,
-    /// Handed over, for good.
+    /// This process has handed over, for good.
     Retired,
 }
 
 /// An input of the machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Input {
-    /// Nobody held the lock, and we have it.
+    /// The lock was free, and this process has it.
     Free,
     /// This node could serve: its GPUs are known.
     Able,
@@ -89,7 +90,7 @@ pub enum Input {
     TheyAreDone,
     /// Our plugins have ended.
     PluginsEnded,
-    /// The connection to the other side is gone, or it has said what is no word.
+    /// The connection to the other side is gone, or the other side sent something else than a word.
     Lost,
     /// The moment of [`TakeoverMachine::wake`] has come.
     Tick,
@@ -116,7 +117,7 @@ pub enum Action {
     SayBack,
     /// Close the connection to the other side.
     HangUp,
-    /// Make the node's state of the record that came, or else of the file.
+    /// Restore the node's state from the record that came, or else from the file.
     Adopt,
     /// Write the node's files, or stop to.
     Files(bool),
@@ -149,7 +150,7 @@ pub enum Outcome {
     WentOn,
 }
 
-/// One state.
+/// The state of one process.
 #[derive(Clone, Debug)]
 pub struct TakeoverMachine {
     limits: Limits,
@@ -183,7 +184,8 @@ impl TakeoverMachine {
         self.until
     }
 
-    /// Takes one input into account: what has to be done. One that the stage does not expect changes nothing.
+    /// Takes an input into account; returns what has to be done, in order. An input that the stage does not expect
+    /// changes nothing.
     pub fn step(&mut self, input: Input, now: Duration) -> Vec<Action> {
         match self.stage {
             Stage::StandingBy | Stage::Asking => self.standing_by(input, now),
@@ -255,7 +257,7 @@ impl TakeoverMachine {
     fn taking_over(&mut self, input: Input, now: Duration) -> Vec<Action> {
         match (self.stage, input) {
             (Stage::Starting, Input::Serving) => {
-                // Without a deadline: whoever waits for the owner has plugins that serve.
+                // Without a deadline: a process that waits for the owner has plugins that serve.
                 self.enter(Stage::Waiting, None);
                 vec![Action::SayServing]
             }
@@ -317,7 +319,7 @@ impl TakeoverMachine {
         }
     }
 
-    /// The standby is gone, or given up. Whether or not it has registered: we register again.
+    /// The standby is gone, or has given up. It may have registered, so our plugins register again.
     fn go_on(&mut self, say: &[Action]) -> Vec<Action> {
         self.enter(Stage::Owning, None);
         let rest = [Action::HangUp, Action::Plugins(true), Action::Renew, Action::Files(true)];

@@ -23,9 +23,9 @@ const LONGEST: usize = 2 << 20;
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "word", rename_all = "kebab-case")]
 pub enum Word {
-    /// A spare: it only waits for the end of this connection.
+    /// A spare waits for the end of this connection, and no more.
     StandBy,
-    /// A standby that could serve wants to.
+    /// A standby that could serve asks to take over.
     TakeOver {
         /// Its version, for the log.
         #[serde(default)]
@@ -34,13 +34,13 @@ pub enum Word {
         #[serde(default)]
         pod: String,
     },
-    /// The owner's answer: what it knows of the GPUs. The lock comes with it; the owner writes no file from now on.
+    /// The owner's answer: its record of the GPUs. The lock comes with it; the owner writes no file from now on.
     Record {
-        /// The health record, of this version or another; null where there is none.
+        /// The health record, of this version or another; null without one.
         #[serde(default)]
         record: serde_json::Value,
     },
-    /// The owner's other answer: not now.
+    /// The owner refuses, for now.
     Refused {
         /// The cause, for the log.
         #[serde(default)]
@@ -87,7 +87,7 @@ impl Connection {
         Self { stream, buffer: Vec::new(), passed: None }
     }
 
-    /// Says a word, with the lock where that goes along.
+    /// Sends a word, with the lock where it goes along.
     ///
     /// # Errors
     ///
