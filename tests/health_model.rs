@@ -1,4 +1,11 @@
-//! Health as a model: random histories with simulated time, held against what docs/health.md calls invariants.
+//! Health as a model: random histories with simulated time, held against these invariants:
+//!
+//! 1. No device is healthy while a reason that concerns it stands.
+//! 2. Every reason can end: a GPU in place with good polls heals, with `clear` where the driver offers no evidence.
+//! 3. What happens to one GPU changes no other GPU's health.
+//! 4. Nothing heals early: apart from `clear`, another boot or driver, and reasons without a hold, 60 s of polls come
+//!    first.
+//! 5. A record that is written and read back gives the same health; after a reboot it gives none.
 //!
 //! The oracle keeps no reasons. It only counts, from the history, how long each GPU owes polls without trouble before it
 //! may be healthy: a lower bound for the safety half. The other half, that everything heals, is tried from every
