@@ -1,5 +1,5 @@
-# linkwise: the image of the DaemonSet. Two stages: build with Rust and hwloc's headers, run with
-# glibc, hwloc and udev's library. NVML is not in it: the NVIDIA container runtime mounts the
+# linkwise: the image of the DaemonSet, which is the last stage: glibc, hwloc, udev's library, and the program that the
+# first stage builds. The stage `lab` is an image of its own (`make image-lab`). NVML is not in it: the NVIDIA container runtime mounts the
 # library of the host's driver (see NVIDIA_VISIBLE_DEVICES below).
 
 FROM docker.io/library/rust:1-bookworm AS build
@@ -16,34 +16,53 @@ ENV RUSTFLAGS="-C link-arg=-Wl,-z,pack-relative-relocs"
 COPY Cargo.toml Cargo.lock ./
 COPY proto proto
 COPY crates/kubelet-api crates/kubelet-api
-COPY crates/api-server-box/Cargo.toml crates/api-server-box/Cargo.toml
 COPY crates/cluster/Cargo.toml crates/cluster/Cargo.toml
 COPY crates/core/Cargo.toml crates/core/Cargo.toml
-COPY crates/kubelet-box/Cargo.toml crates/kubelet-box/Cargo.toml
-COPY crates/scheduler-box/Cargo.toml crates/scheduler-box/Cargo.toml
-COPY tests/fake-nvml/Cargo.toml tests/fake-nvml/Cargo.toml
-RUN for member in . crates/api-server-box crates/cluster crates/core crates/kubelet-box crates/scheduler-box \
-        tests/fake-nvml; do \
-      mkdir -p "$member/src" && touch "$member/src/lib.rs"; done \
- && echo 'fn main() {}' | tee src/main.rs > crates/cluster/src/main.rs \
- && for member in . crates/cluster; do \
-      for bench in $(sed -n '/^\[\[bench\]\]/,/^$/s/^name = "\(.*\)"/\1/p' "$member/Cargo.toml"); do \
-        mkdir -p "$member/benches" && echo 'fn main() {}' > "$member/benches/$bench.rs"; done; done \
+COPY crates/host/Cargo.toml crates/host/Cargo.toml
+COPY crates/kubelet/Cargo.toml crates/kubelet/Cargo.toml
+COPY crates/node/Cargo.toml crates/node/Cargo.toml
+COPY crates/nvml/Cargo.toml crates/nvml/Cargo.toml
+COPY crates/system/Cargo.toml crates/system/Cargo.toml
+COPY lab/Cargo.toml lab/Cargo.toml
+COPY lab/api-server-box/Cargo.toml lab/api-server-box/Cargo.toml
+COPY lab/fake-nvml/Cargo.toml lab/fake-nvml/Cargo.toml
+COPY lab/kubelet-box/Cargo.toml lab/kubelet-box/Cargo.toml
+COPY lab/scheduler-box/Cargo.toml lab/scheduler-box/Cargo.toml
+RUN for member in . crates/* lab lab/*-box lab/fake-nvml; do \
+      mkdir -p "$member/src" && [ -e "$member/src/lib.rs" ] || touch "$member/src/lib.rs"; done \
+ && echo 'fn main() {}' | tee src/main.rs > lab/src/main.rs \
+ && mkdir benches \
+ && for bench in $(sed -n '/^\[\[bench\]\]/,/^$/s/^name = "\(.*\)"/\1/p' Cargo.toml); do \
+      echo 'fn main() {}' > "benches/$bench.rs"; done \
  && cargo build --release --locked --bin linkwise \
- && cargo build --release --locked -p linkwise-cluster \
  && rm -rf src
 
 COPY crates crates
-# The demo shows what these do.
-COPY manifests/dra manifests/dra
 COPY src src
 # The copied files may be older than what was just built.
 RUN find src crates -name '*.rs' -exec touch {} + \
- && cargo build --release --locked --bin linkwise \
- && cargo build --release --locked -p linkwise-cluster
-# The programs, their manual and the completions of shells.
+ && cargo build --release --locked --bin linkwise
+# The program, its manual and the completions of shells.
 COPY Makefile Makefile
 RUN make install PROFILE= BUILT=target/release PREFIX=/usr DESTDIR=/installed
+
+# The laboratory: the demo and simulations, for people. Nothing of it is in the DaemonSet's image.
+FROM build AS build-lab
+COPY lab lab
+# The demo shows what these do.
+COPY manifests/dra manifests/dra
+RUN find lab -name '*.rs' -exec touch {} + \
+ && cargo build --release --locked -p linkwise-lab
+
+FROM docker.io/library/debian:bookworm-slim AS lab
+RUN apt-get update \
+ && apt-get install -y --no-install-recommends libhwloc15 libudev1 \
+ && rm -rf /var/lib/apt/lists/*
+COPY --from=build-lab /src/target/release/linkwise-lab /usr/bin/linkwise-lab
+COPY LICENSE /usr/share/doc/linkwise/LICENSE
+USER 65534:65534
+ENTRYPOINT ["/usr/bin/linkwise-lab"]
+CMD ["demo"]
 
 FROM docker.io/library/debian:bookworm-slim
 # Not libhwloc-plugins: it probes OpenCL and X.
@@ -52,10 +71,9 @@ RUN apt-get update \
  && rm -rf /var/lib/apt/lists/*
 COPY --from=build /installed /
 COPY LICENSE /usr/share/doc/linkwise/LICENSE
-# The commands of NVIDIA's image, as its chart and others call them: `linkwise run`, `labels`, `mps-control-daemon`, and
-# `config-manager`, which needs the API server.
-RUN for name in nvidia-device-plugin gpu-feature-discovery mps-control-daemon; do ln -s linkwise "/usr/bin/$name"; done \
- && ln -s linkwise-cluster /usr/bin/config-manager
+# The commands of NVIDIA's image, as its chart and others call them: `linkwise run`, `labels`, `mps-control-daemon` and
+# `config-manager`.
+RUN for name in nvidia-device-plugin gpu-feature-discovery mps-control-daemon config-manager; do ln -s linkwise "/usr/bin/$name"; done
 
 # As NVIDIA's image has it, so that a changed image is all there is to a swap: all GPUs for the container runtime to hand in;
 # NVML by utility, nvidia-uvm (which --pass-device-specs names) and the MPS programs by compute; and no refusal to start for

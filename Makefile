@@ -85,14 +85,10 @@ $(GRAFANA_FOLDER)/grafana_foundation_sdk:
 
 .PHONY: demo
 demo: setup ## a whole node in one process: kubelet, pods, a fault (MACHINE=dgx-h100)
-	$(CARGO) run --profile demo --locked --bin linkwise -- demo --machine $(MACHINE)
+	$(CARGO) run --profile demo --locked -p linkwise-lab --no-default-features -- demo --machine $(MACHINE)
 
 .PHONY: test
-test: setup ## everything that must pass
-	@echo "== format"
-	$(CARGO) fmt --all --check
-	@echo "== clippy, warnings are errors"
-	$(CARGO) clippy --locked --workspace --all-targets -- -D warnings
+test: setup ## run the tests
 	@has() { [[ -x target/tools/$$1 ]] || command -v $$1 >/dev/null; }; \
 	skips() { echo "== no $$1 here ('make tools' brings it): $$2"; }; \
 	has kubectl || has kustomize || skips "kubectl or kustomize" "the manifests are not rendered, only looked at"; \
@@ -103,16 +99,25 @@ test: setup ## everything that must pass
 	has prometheus || skips prometheus "no Prometheus scrapes linkwise, no query of a dashboard is run"
 	@for reader in zsh fish man mandoc; do command -v $$reader >/dev/null || \
 	  echo "== no $$reader here: completions and manual are not read by it"; done
-	@echo "== tests: unit, property, golden, integration, layering, examples in the docs"
 	$(CARGO) test --locked --workspace
-	@echo "== docs, warnings are errors"
+	@echo "== all passed"
+
+.PHONY: lint
+lint: setup ## format, clippy and docs; warnings are errors
+	@echo "== format"
+	$(CARGO) fmt --all --check
+	@echo "== clippy"
+	$(CARGO) clippy --locked --workspace --all-targets -- -D warnings
+	@echo "== clippy: the laboratory as make demo builds it"
+	$(CARGO) clippy --locked -p linkwise-lab --no-default-features -- -D warnings
+	@echo "== docs"
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --locked --workspace --no-deps
 	@echo "== all passed"
 
 .PHONY: test-image
 test-image: setup tools ## the image in a box: what the Dockerfile packs, run as the chart says (root; not part of test)
 	@(($$(id -u) == 0)) || { echo "test-image: containers need root"; exit 1; }
-	@echo "== programs, built as the Dockerfile builds them"
+	@echo "== the program, built as the Dockerfile builds it"
 	RUSTFLAGS="$$(sed -n 's/^ENV RUSTFLAGS="\(.*\)"$$/\1/p' Dockerfile)" $(MAKE) build
 	@echo "== the image in a box"
 	$(CARGO) test --locked --test image
@@ -157,27 +162,31 @@ image: ## build the container image (IMAGE=linkwise:dev) with buildah or docker
 	elif command -v docker >/dev/null; then set -x; docker build -t $(IMAGE) .; \
 	else echo "image: neither buildah nor docker on the PATH"; exit 1; fi
 
-# One build each: the features of the one are not those of the other.
+.PHONY: image-lab
+image-lab: ## build the laboratory's image (IMAGE=linkwise:dev with -lab behind) with buildah or docker
+	@if command -v buildah >/dev/null; then set -x; buildah build --layers --target lab -t $(IMAGE)-lab .; \
+	elif command -v docker >/dev/null; then set -x; docker build --target lab -t $(IMAGE)-lab .; \
+	else echo "image-lab: neither buildah nor docker on the PATH"; exit 1; fi
+
 .PHONY: build
-build: setup ## build both programs, as the image has them
+build: setup ## build the program, as the image has it
 	$(CARGO) build --profile $(PROFILE) --locked --bin linkwise
-	$(CARGO) build --profile $(PROFILE) --locked -p linkwise-cluster
 
 SHARE = $(DESTDIR)$(PREFIX)/share
 
 .PHONY: install
-install: $(if $(PROFILE),build) ## install programs, manual and completions (PREFIX=/usr/local, DESTDIR=)
+install: $(if $(PROFILE),build) ## install the program, its manual and completions (PREFIX=/usr/local, DESTDIR=)
 	install -d $(DESTDIR)$(PREFIX)/bin $(SHARE)/man/man1 $(SHARE)/bash-completion/completions \
 	  $(SHARE)/zsh/site-functions $(SHARE)/fish/vendor_completions.d
-	install $(BUILT)/linkwise $(BUILT)/linkwise-cluster $(DESTDIR)$(PREFIX)/bin
-	$(BUILT)/linkwise-cluster man $(SHARE)/man/man1
-	$(BUILT)/linkwise-cluster completions bash > $(SHARE)/bash-completion/completions/linkwise
-	$(BUILT)/linkwise-cluster completions zsh > $(SHARE)/zsh/site-functions/_linkwise
-	$(BUILT)/linkwise-cluster completions fish > $(SHARE)/fish/vendor_completions.d/linkwise.fish
+	install $(BUILT)/linkwise $(DESTDIR)$(PREFIX)/bin
+	$(BUILT)/linkwise man $(SHARE)/man/man1
+	$(BUILT)/linkwise completions bash > $(SHARE)/bash-completion/completions/linkwise
+	$(BUILT)/linkwise completions zsh > $(SHARE)/zsh/site-functions/_linkwise
+	$(BUILT)/linkwise completions fish > $(SHARE)/fish/vendor_completions.d/linkwise.fish
 
 .PHONY: uninstall
 uninstall: ## remove what install has made (PREFIX=, DESTDIR= as there)
-	rm -f $(DESTDIR)$(PREFIX)/bin/linkwise $(DESTDIR)$(PREFIX)/bin/linkwise-cluster \
+	rm -f $(DESTDIR)$(PREFIX)/bin/linkwise \
 	  $(SHARE)/man/man1/linkwise.1 $(SHARE)/man/man1/linkwise-*.1 $(SHARE)/bash-completion/completions/linkwise \
 	  $(SHARE)/zsh/site-functions/_linkwise $(SHARE)/fish/vendor_completions.d/linkwise.fish
 

@@ -23,11 +23,11 @@ use std::hint::black_box;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use linkwise::allocation::{
+use linkwise_core::allocation::{
     AllocationPolicy, AllocationRequest, AllocationTables, DeviceId, GpuSet, preferred_allocation,
 };
-use linkwise::machines;
-use linkwise::topology::{NodeObservation, NodeTopology};
+use linkwise_core::topology::{NodeObservation, NodeTopology};
+use linkwise_host::machines;
 use oracle::Oracle;
 
 /// Each request is asked this often and its median counts: the machine is not ours alone.

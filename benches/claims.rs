@@ -15,10 +15,10 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use linkwise::claims::{AllocatedDevice, Allocation, Claim, ClaimName, ClaimStatus, DeviceAllocation};
-use linkwise::dra::{ClaimQuery, Plugin, Settings};
-use linkwise::publish::injection::{CdiOptions, InjectionOptions};
-use linkwise::state::{DraGpus, Event, Holdings, NodeState, NumaHints, ResourcePlan};
+use linkwise_core::claims::{AllocatedDevice, Allocation, Claim, ClaimName, ClaimStatus, DeviceAllocation};
+use linkwise_core::publish::injection::{CdiOptions, InjectionOptions};
+use linkwise_core::state::{DraGpus, Event, Holdings, NodeState, NumaHints, ResourcePlan};
+use linkwise_kubelet::dra::{ClaimQuery, Plugin, Settings};
 use linkwise_kubelet_box::dra::{ClaimRef, DraKubelet, DraOptions, PodClaims};
 use tokio::sync::{mpsc, watch};
 use tokio_util::sync::CancellationToken;
@@ -59,7 +59,7 @@ async fn measure(folder: &Path) -> [Vec<Duration>; 3] {
         injection: InjectionOptions { cdi: Some(cdi), ..InjectionOptions::default() },
         ..Settings::new(DRIVER, "pool", at("claims"))
     };
-    let kubelet = DraKubelet::start(DraOptions::new(at("r")).hasty()).unwrap();
+    let kubelet = DraKubelet::start(DraOptions::new(at("r"))).unwrap();
     let (claims, queries) = mpsc::channel(16);
     tokio::spawn(cluster(queries));
     let (_state, snapshot) = watch::channel(Arc::new(state));
@@ -95,7 +95,7 @@ async fn measure(folder: &Path) -> [Vec<Duration>; 3] {
 }
 
 fn state() -> NodeState {
-    let observed = linkwise::machines::load("dgx-h100").unwrap().observed;
+    let observed = linkwise_host::machines::load("dgx-h100").unwrap().observed;
     let plan = ResourcePlan { dra: DraGpus::All, ..ResourcePlan::default() };
     let unheld = || Event::Holders(Some(Holdings::default()));
     let events = [Event::Planned(Box::new(plan)), Event::Observed(Box::new(observed)), unheld(), unheld()];

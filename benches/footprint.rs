@@ -146,7 +146,7 @@ impl Node {
         let library = folder.path().join("nvml");
         fs::create_dir(&library).unwrap();
         let control = library.join("control");
-        let machine = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/machines/dgx-h100.yaml");
+        let machine = Path::new(env!("CARGO_MANIFEST_DIR")).join("crates/host/src/machines/dgx-h100.yaml");
         let file = folder.path().join("config.yaml");
         fs::write(&file, config).unwrap();
         let begin = Instant::now();

@@ -1,9 +1,9 @@
-//! What a node publishes through DRA: how long the groups, the sets and the devices take to compute, and how many bytes
-//! the API server gets.
+//! What a node publishes through DRA: how long the groups and the devices take to compute, and how many bytes the API
+//! server gets.
 //!
 //! Prints a table: machine; the order and the groups, computed once for a topology; the devices, made for each change of
-//! health; both with sets; and the slices as JSON. It judges nothing. Run it with `cargo bench --bench publish`; a figure
-//! is quoted with the machine it was measured on.
+//! health; and the slices as JSON. It judges nothing. Run it with `cargo bench --bench publish`; a figure is quoted with
+//! the machine it was measured on.
 
 #![allow(
     clippy::unwrap_used,
@@ -20,23 +20,18 @@ use std::hint::black_box;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use linkwise::allocation::{AllocationTables, GpuSet};
-use linkwise::machines;
-use linkwise::publish::dra::slice::Pool;
-use linkwise::publish::dra::{
-    DraFacts, GpuLayout, GroupSizes, PublishedSets, SliceDevice, counters, devices, room_for_sets,
-};
-use linkwise::state::DriverVersions;
-use linkwise::topology::{NodeObservation, NodeTopology};
+use linkwise_core::allocation::{AllocationTables, GpuSet};
+use linkwise_core::publish::dra::slice::Pool;
+use linkwise_core::publish::dra::{DraFacts, GpuLayout, SliceDevice, devices};
+use linkwise_core::state::DriverVersions;
+use linkwise_core::topology::{NodeObservation, NodeTopology};
+use linkwise_host::machines;
 
 /// Each figure is the median of so many: the machine is not ours alone.
 const ROUNDS: usize = 9;
 
 fn main() {
-    println!(
-        "{:<28}{:>5}{:>12}{:>12}{:>9}{:>14}{:>12}{:>9}",
-        "machine", "GPUs", "groups", "devices", "kB", "groups, sets", "devices", "kB"
-    );
+    println!("{:<28}{:>5}{:>12}{:>12}{:>9}", "machine", "GPUs", "groups", "devices", "kB");
     for machine in machines::built_in() {
         table(machine.name, &machines::load(machine.name).unwrap().observed);
     }
@@ -48,29 +43,16 @@ fn main() {
 fn table(machine: &str, observed: &NodeObservation) {
     let topology = Arc::new(NodeTopology::assemble(observed).0);
     let tables = AllocationTables::new(Arc::clone(&topology));
-    let (versions, sizes) = (DriverVersions::of(observed), GroupSizes::default());
+    let versions = DriverVersions::of(observed);
     let gpus: GpuSet = (0..topology.gpus().len()).collect();
-    let measured = |sets: PublishedSets| {
-        let room = if sets.has_counters() { room_for_sets(&topology) } else { 0 };
-        let (layout, grouped) = timed(|| GpuLayout::of(&tables, gpus, &sizes).with_sets(&tables, &sizes, room));
-        let (published, made) = timed(|| {
-            let mut facts = DraFacts::of_machine(&topology, &versions, gpus, &layout);
-            facts.settings.sets = sets;
-            devices(&facts).0
-        });
-        (grouped, made, bytes(published))
-    };
-    let (groups, made, small) = measured(PublishedSets::None);
-    let (sets, made_too, large) = measured(PublishedSets::All);
-    println!(
-        "{machine:<28}{:>5}{groups:>12.0?}{made:>12.0?}{small:>9.1}{sets:>14.0?}{made_too:>12.0?}{large:>9.1}",
-        gpus.len()
-    );
+    let (layout, grouped) = timed(|| GpuLayout::of(&tables, gpus));
+    let (published, made) = timed(|| devices(&DraFacts::of_machine(&topology, &versions, gpus, &layout)).0);
+    println!("{machine:<28}{:>5}{grouped:>12.0?}{made:>12.0?}{:>9.1}", gpus.len(), bytes(published));
 }
 
 /// The slices as JSON, kB.
 fn bytes(devices: Vec<SliceDevice>) -> f64 {
-    let pool = Pool { counters: counters(&devices), ..Pool::new("gpu.nvidia.com", "node", devices) };
+    let pool = Pool::new("node", devices);
     let texts = pool.slices(1).iter().map(|slice| serde_json::to_string(slice).unwrap().len()).sum::<usize>();
     texts as f64 / 1000.0
 }

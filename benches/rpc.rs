@@ -13,13 +13,14 @@ use std::time::{Duration, Instant};
 
 use fake_nvml::Control;
 use hyper_util::rt::TokioIo;
-use linkwise::kubelet::Settings;
-use linkwise::machines;
-use linkwise::runtime::{HealthSettings, Node, NodeSettings};
-use linkwise::state::Event;
+use linkwise_core::state::Event;
+use linkwise_host::machines;
+use linkwise_kubelet::device_plugin::Settings;
 use linkwise_kubelet_api::v1beta1 as wire;
 use linkwise_kubelet_api::v1beta1::device_plugin_client::DevicePluginClient;
 use linkwise_kubelet_box::{KubeletBox, Options};
+use linkwise_node::keeper::HealthSettings;
+use linkwise_node::node::{Node, NodeSettings};
 use tokio::net::UnixStream;
 use tonic::transport::{Channel, Endpoint};
 
@@ -39,7 +40,7 @@ async fn main() {
     let settings = NodeSettings {
         kubelet: Settings::new(folder.path().join(Options::SOCKET)),
         metrics_address: "127.0.0.1:0".parse().unwrap(),
-        numa_hints: linkwise::state::NumaHints::default(),
+        numa_hints: linkwise_core::state::NumaHints::default(),
         health: HealthSettings::default(),
     };
     let node = Node::start(settings).await.unwrap();
@@ -105,7 +106,7 @@ async fn while_nvml_hangs() {
     let sockets = folder.path().join("kubelet");
     let kubelet = KubeletBox::start(Options::new(&sockets)).unwrap();
     let control = Control::new(folder.path().join("control"));
-    let machine = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/machines/dgx-h100.yaml");
+    let machine = Path::new(env!("CARGO_MANIFEST_DIR")).join("crates/host/src/machines/dgx-h100.yaml");
     let mut process = Command::new(env!("CARGO_BIN_EXE_linkwise"))
         .arg("run")
         .arg("--kubelet-socket")

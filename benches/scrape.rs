@@ -9,14 +9,15 @@ use std::hint::black_box;
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
-use linkwise::allocation::DeviceId;
-use linkwise::kubelet::Settings;
-use linkwise::machines;
-use linkwise::runtime::{HealthSettings, Node, NodeSettings};
-use linkwise::state::{
+use linkwise_core::allocation::DeviceId;
+use linkwise_core::state::{
     ContainerHoldings, ContainerName, Event, Holdings, NumaHints, ResourceName, ResourcePlan, SharedResource, Sharing,
     SharingKind,
 };
+use linkwise_host::machines;
+use linkwise_kubelet::device_plugin::Settings;
+use linkwise_node::keeper::HealthSettings;
+use linkwise_node::node::{Node, NodeSettings};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 

@@ -7,11 +7,11 @@
 use std::hint::black_box;
 use std::time::{Duration, Instant};
 
-use linkwise::allocation::{AllocationPolicy, AllocationRequest, DeviceId};
-use linkwise::machines;
-use linkwise::state::{
+use linkwise_core::allocation::{AllocationPolicy, AllocationRequest, DeviceId};
+use linkwise_core::state::{
     Event, Filter, NodeState, ResourceName, ResourcePlan, SharedResource, Sharing, SharingKind, Timestamp,
 };
+use linkwise_host::machines;
 
 /// Slots on each GPU.
 const REPLICAS: u32 = 64;

@@ -1,10 +1,9 @@
-//! The binary: reads the command line, hands it to the command, says once what went wrong.
+//! The binary: reads the command line, runs the command, prints its error once.
 
 use std::process::ExitCode;
 
 use linkwise::config::Cli;
-use linkwise::runtime::ApiClients;
 
 fn main() -> ExitCode {
-    linkwise::run(Cli::read().command, ApiClients::default())
+    linkwise::run_command(Cli::read().command)
 }

@@ -8,19 +8,17 @@
     reason = "the helpers of a test may end it, and count a few GPUs"
 )]
 
-#[path = "oracle/mod.rs"]
-mod oracle;
-#[path = "random_node/mod.rs"]
-mod random_node;
+use crate::oracle;
+use crate::random_node;
 
 use std::sync::Arc;
 
-use linkwise::allocation::{
+use linkwise_core::allocation::{
     AllocationPolicy, AllocationReport, AllocationRequest, AllocationTables, ChosenGpu, DeviceId, FallbackReason,
     PreferredAllocation, preferred_allocation,
 };
-use linkwise::machines;
-use linkwise::topology::{NodeObservation, NodeTopology, NvLinkObservation, NvLinkRemote, PciAddress, PciKind};
+use linkwise_core::topology::{NodeObservation, NodeTopology, NvLinkObservation, NvLinkRemote, PciAddress, PciKind};
+use linkwise_host::machines;
 use oracle::{Oracle, Set, places, subsets};
 use proptest::collection::vec;
 use proptest::prelude::*;

@@ -9,12 +9,9 @@
     reason = "what a helper cannot do fails the test"
 )]
 
-#[path = "cdi/injection.rs"]
 mod injection;
-#[path = "cdi/root.rs"]
-mod root;
-#[path = "cdi/schema.rs"]
-mod schema;
+pub mod root;
+pub mod schema;
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -22,9 +19,11 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use linkwise::cdi::{self, Description, DeviceEntry, DriverFiles, Extra, Options, Roots, Scan, Scanner, Spec, Warning};
-use linkwise::state::{Event, MigStrategy, NodeState, ResourcePlan};
-use linkwise::topology::{GpuObservation, NodeObservation};
+use linkwise_core::state::{Event, MigStrategy, NodeState, ResourcePlan};
+use linkwise_core::topology::{GpuObservation, NodeObservation};
+use linkwise_host::cdi::{
+    self, Description, DeviceEntry, DriverFiles, Extra, Options, Roots, Scan, Scanner, Spec, Warning,
+};
 use root::{LIBRARIES, Root, VERSION};
 use tempfile::{TempDir, tempdir};
 
@@ -100,7 +99,7 @@ fn driver_container_without_hooks_gets_mounts() {
     root.hook();
     let roots = Roots { dev: "/run/nvidia/driver".into(), ..in_driver_container(&folder) };
     let scanned = scan(roots, Options::default(), &snapshot(&TWO));
-    assert_eq!(scanned.warnings, [Warning::NoHook { path: "/usr/bin/nvidia-cdi-hook".to_owned() }]);
+    assert_eq!(scanned.warnings, [Warning::NoHook("/usr/bin/nvidia-cdi-hook".to_owned())]);
     insta::assert_snapshot!(written(&scanned.description));
 }
 
@@ -381,7 +380,7 @@ fn gpu_without_minor_number_is_left_out() {
     Root::full(folder.path()).hook();
     let gpus = [TWO[0], (1, "GPU-b", "0000:41:00.0", None)];
     let scanned = scan(on_host(&folder), Options::default(), &snapshot(&gpus));
-    assert_eq!(scanned.warnings, [Warning::NoMinor { uuid: "GPU-b".parse().unwrap() }]);
+    assert_eq!(scanned.warnings, [Warning::NoMinor("GPU-b".parse().unwrap())]);
     assert!(!written(&scanned.description).contains("GPU-b"));
     // The format allows no spec without a device.
     let scanned = scan(on_host(&folder), Options::default(), &snapshot(&gpus[1..]));
@@ -417,7 +416,7 @@ fn mig_device_has_parent_node_and_capabilities() {
     let observed = NodeObservation { gpus, ..NodeObservation::default() };
     let snapshot = snapshot.apply(Event::Observed(Box::new(observed)), Duration::ZERO).0;
     let scanned = scan(on_host(&folder), Options::default(), &snapshot);
-    assert_eq!(scanned.warnings, [Warning::NoCapabilities { uuid: "MIG-3".parse().unwrap() }]);
+    assert_eq!(scanned.warnings, [Warning::NoCapabilities("MIG-3".parse().unwrap())]);
     written(&scanned.description);
     let specs = cdi::specs(&scanned.description);
     let devices: Vec<(String, Vec<&str>)> = specs[0]

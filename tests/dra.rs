@@ -9,17 +9,12 @@
     reason = "the helpers of a test may end it"
 )]
 
-mod dra {
-    pub mod checker;
-    pub mod claims;
-    pub mod documented;
-    pub mod golden;
-    pub mod limits;
-    pub mod mig;
-    pub mod order;
-    pub mod sets;
-    pub mod shares;
-    pub mod state;
-}
-#[path = "random_node/mod.rs"]
-mod random_node;
+mod checker;
+mod claims;
+mod documented;
+mod golden;
+mod limits;
+mod mig;
+mod order;
+mod shares;
+mod state;

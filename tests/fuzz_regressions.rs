@@ -2,8 +2,7 @@
 
 #![expect(clippy::unwrap_used, clippy::print_stderr, reason = "the helpers of a test may end it, and name the input")]
 
-mod fuzz_checks;
-
+use crate::fuzz_checks;
 use std::fs;
 use std::path::{Path, PathBuf};
 

@@ -4,9 +4,9 @@
 
 use std::sync::Arc;
 
-use linkwise::allocation::{AllocationTables, GpuSet, Groups};
-use linkwise::machines;
-use linkwise::topology::NodeTopology;
+use linkwise_core::allocation::{AllocationTables, GpuSet, Groups};
+use linkwise_core::topology::NodeTopology;
+use linkwise_host::machines;
 
 fn groups(machine: &str) -> (Groups, AllocationTables) {
     let (topology, _) = NodeTopology::assemble(&machines::load(machine).unwrap().observed);

@@ -7,15 +7,14 @@ use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::process::Command;
 
-use linkwise::labels::own_fabric;
-use linkwise::machines;
-use linkwise::publish::labels::{HostFacts, LabelFacts, LabelProblem, LabelSettings, Vgpu, labels};
-use linkwise::state::{DriverVersions, MigStrategy, ResourcePlan, SharedResource, Sharing, SharingKind};
-use linkwise::topology::{MigDeviceObservation, MigEngines, MigObservation, NodeObservation, NodeTopology};
+use linkwise_core::publish::labels::{HostFacts, LabelFacts, LabelProblem, LabelSettings, Vgpu, labels};
+use linkwise_core::state::{DriverVersions, MigStrategy, ResourcePlan, SharedResource, Sharing, SharingKind};
+use linkwise_core::topology::{MigDeviceObservation, MigEngines, MigObservation, NodeObservation, NodeTopology};
+use linkwise_host::labels::own_fabric;
+use linkwise_host::machines;
 use proptest::prelude::*;
 
-#[path = "random_node/mod.rs"]
-mod random_node;
+use crate::random_node;
 
 type Map = BTreeMap<String, String>;
 

@@ -15,13 +15,10 @@ use std::process::Command;
 
 use serde_json::Value;
 
-use kustomize::rendered;
+use crate::commands::kustomize::rendered;
 use node_settings::{SETTINGS, given};
 
-#[path = "commands/kustomize.rs"]
-mod kustomize;
-#[path = "node_settings/mod.rs"]
-mod node_settings;
+use crate::node_settings;
 
 fn manifests() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("manifests")
@@ -245,7 +242,7 @@ fn mps_for_claims_lets_linkwise_write_its_orders_only() {
     let (root, orders) = ("/run/nvidia/mps", "/run/nvidia/mps/.dra");
     assert_eq!(mounts(&patch), [("/mps".into(), root.into(), true), ("/mps/.dra".into(), orders.into(), false)]);
     assert_eq!(mounts(&daemon), [("/mps".into(), root.into(), false)]);
-    assert_eq!(linkwise::mps::Layout::new("/mps").orders_folder(), Path::new("/mps/.dra"));
+    assert_eq!(linkwise_host::mps::Layout::new("/mps").orders_folder(), Path::new("/mps/.dra"));
 }
 
 /// The rule of a role for a resource.

@@ -10,26 +10,22 @@ use std::process::Stdio;
 use std::time::Duration;
 
 use fake_nvml::Control;
-use linkwise::nvml::child::{Agent, AgentCommand, AgentEnded};
-use linkwise::nvml::protocol::{FromAgent, Place, ToAgent};
-use linkwise::nvml::scan::CallFailure;
-use linkwise::nvml::{CallError, Fault, Limits};
-use linkwise::state::{FabricHealth, HealthPoll, Reach, RecoveryAction, RowRemapping};
-use linkwise::topology::{
+use linkwise_nvml::child::{Agent, AgentCommand, AgentEnded};
+use linkwise_nvml::protocol::{FromAgent, Place, ToAgent};
+
+use linkwise_core::state::{FabricHealth, HealthPoll, Reach, RecoveryAction, RowRemapping};
+use linkwise_core::topology::{
     CudaVersion, GpuObservation, GpuUuid, HostObservation, MigExtension, MigPlacement, NodeObservation,
     NvLinkObservation, NvLinkRemote, ProbeFailure, TopologyLevel,
 };
+use linkwise_nvml::{CallError, CallFailure, Fault, Limits};
 use tempfile::TempDir;
 use tokio::process::{Child, Command};
 use tokio::time::timeout;
 
-#[path = "nvml/codes.rs"]
 mod codes;
-#[path = "nvml/events.rs"]
 mod events;
-#[path = "nvml/life.rs"]
 mod life;
-#[path = "nvml/mig_orders.rs"]
 mod mig_orders;
 
 /// After this long, what should have happened will not.
@@ -46,7 +42,7 @@ struct Machine {
 }
 
 fn machine_file() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fake-nvml/machines/four-gpus.yaml")
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("lab/fake-nvml/machines/four-gpus.yaml")
 }
 
 fn machine() -> Machine {

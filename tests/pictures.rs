@@ -7,8 +7,8 @@ use std::fs;
 use std::io::Write as _;
 use std::process::{Command, Output, Stdio};
 
-use linkwise::machines::{self, Machine};
-use linkwise::topology::PciObservation;
+use linkwise_core::topology::PciObservation;
+use linkwise_host::machines::{self, Machine};
 use roxmltree::Document;
 
 /// Names that mean something to XML, to DOT or to a browser.

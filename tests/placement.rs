@@ -2,22 +2,20 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "the helpers of a test may end it")]
 
-#[allow(dead_code, reason = "of the choice's brute force, collectives alone are compared here")]
-#[path = "oracle/mod.rs"]
-mod oracle;
+use crate::oracle;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use linkwise::allocation::DeviceId;
-use linkwise::claims::ClaimName;
-use linkwise::machines;
-use linkwise::publish::placement::{Allocation, Placements, Shortfall};
-use linkwise::state::{
+use linkwise_core::allocation::DeviceId;
+use linkwise_core::claims::ClaimName;
+use linkwise_core::publish::placement::{Allocation, Placements, Shortfall};
+use linkwise_core::state::{
     ClaimedDevice, ContainerHoldings, ContainerName, Door, DraGpus, Event, HealthRecord, Holdings, NAMES_KEPT,
     NodeState, PreparedClaim, ResourceName, ResourcePlan,
 };
-use linkwise::topology::{GpuUuid, MigObservation, NodeTopology};
+use linkwise_core::topology::{GpuUuid, MigObservation, NodeTopology};
+use linkwise_host::machines;
 use oracle::{Oracle, Set, places, subsets};
 
 const NOW: Duration = Duration::from_secs(1_700_000_000);

@@ -10,8 +10,8 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use linkwise::machines;
-use linkwise::topology::{NodeTopology, PciAddress};
+use linkwise_core::topology::{NodeTopology, PciAddress};
+use linkwise_host::machines;
 use serde::Deserialize;
 
 /// What an original is compared with.

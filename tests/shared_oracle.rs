@@ -9,22 +9,18 @@
     reason = "the helpers of a test may end it, and count a few GPUs"
 )]
 
-#[allow(dead_code, reason = "the sibling test uses all of it")]
-#[path = "oracle/mod.rs"]
-mod oracle;
-#[allow(dead_code, reason = "the sibling test uses all of it")]
-#[path = "random_node/mod.rs"]
-mod random_node;
+use crate::oracle;
+use crate::random_node;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use linkwise::allocation::{
+use linkwise_core::allocation::{
     AllocationPolicy, AllocationReport, AllocationRequest, AllocationTables, DeviceId, FallbackReason,
     PreferredAllocation, Units, preferred_allocation, preferred_units,
 };
-use linkwise::machines;
-use linkwise::topology::{NodeObservation, NodeTopology};
+use linkwise_core::topology::{NodeObservation, NodeTopology};
+use linkwise_host::machines;
 use oracle::{Oracle, Set};
 use proptest::collection::vec;
 use proptest::prelude::*;
@@ -207,8 +203,9 @@ fn compare(tables: &AllocationTables, shelves: &[Shelf], turn: usize, size: usiz
         assert!(report.exact && report.fallback.is_none() && report.policy == policy, "{question}");
         let values = oracle.values(0, behind);
         let ours = report.values.unwrap();
-        let of_set =
-            |values: linkwise::allocation::Values| (values.collective, values.pairs, values.closeness, values.nics);
+        let of_set = |values: linkwise_core::allocation::Values| {
+            (values.collective, values.pairs, values.closeness, values.nics)
+        };
         assert_eq!(of_set(ours), of_set(values), "{question}");
     }
 }
@@ -267,8 +264,8 @@ proptest! {
         let gpus = tables.topology().gpus();
         let available: Vec<_> = gpus.iter().zip(available).filter(|(_, free)| *free).map(|(gpu, _)| gpu).collect();
         let must: Vec<_> = must.iter().filter_map(|place| gpus.get(*place)).collect();
-        let whole = |list: &[&linkwise::topology::Gpu]| list.iter().map(|gpu| DeviceId::from(&gpu.uuid)).collect();
-        let slots = |list: &[&linkwise::topology::Gpu]| list.iter().map(|gpu| Units::slot(&gpu.uuid, 0)).collect();
+        let whole = |list: &[&linkwise_core::topology::Gpu]| list.iter().map(|gpu| DeviceId::from(&gpu.uuid)).collect();
+        let slots = |list: &[&linkwise_core::topology::Gpu]| list.iter().map(|gpu| Units::slot(&gpu.uuid, 0)).collect();
         let request = AllocationRequest { available: whole(&available), must_include: whole(&must), size };
         let (expected, why) = preferred_allocation(&tables, &request, AllocationPolicy::BestEffort);
         let units = Units::slots(tables.topology(), 1);

@@ -12,17 +12,15 @@
     reason = "the helpers of a test may end it, and reports why it checked nothing"
 )]
 
-#[path = "sheets/convert.rs"]
 mod convert;
-#[path = "sheets/sheet.rs"]
 mod sheet;
 
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use linkwise::machines::Machine;
-use linkwise::topology::{Nic, NodeObservation, NodeTopology};
+use linkwise_core::topology::{Nic, NodeObservation, NodeTopology};
+use linkwise_host::machines::Machine;
 use sheet::Sheet;
 
 /// A number of cells of one matrix of one sheet in which our symbol is another one.
@@ -158,7 +156,7 @@ fn ranked(sheet: &Sheet, symbol: &str, row: &str, column: usize) -> String {
 /// A machine of which nothing is known.
 fn empty() -> Machine {
     let (name, title, source, reconstructed) = Default::default();
-    let version = linkwise::machines::VERSION;
+    let version = linkwise_host::machines::VERSION;
     Machine { version, name, title, source, reconstructed, observed: NodeObservation::default() }
 }
 

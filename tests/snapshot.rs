@@ -7,7 +7,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
-use linkwise::machines::Machine;
+use linkwise_host::machines::Machine;
 use tempfile::TempDir;
 
 fn root() -> &'static Path {
@@ -18,7 +18,7 @@ fn linkwise(args: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_linkwise"))
         .args(args)
         .env("LINKWISE_NVML_LIBRARY", fake_nvml::library_path())
-        .env("FAKE_NVML_MACHINE", root().join("tests/fake-nvml/machines/four-gpus.yaml"))
+        .env("FAKE_NVML_MACHINE", root().join("lab/fake-nvml/machines/four-gpus.yaml"))
         .output()
         .unwrap()
 }
@@ -117,7 +117,7 @@ fn existing_file_is_kept_without_force() {
 #[test]
 fn nccl_dump_becomes_node_file() {
     let folder = Folder::new();
-    let dump = root().join("src/machines/nccl/testdata/dump.xml");
+    let dump = root().join("crates/host/src/machines/nccl/testdata/dump.xml");
     let file = folder.path("node.yaml");
     output(&["snapshot", "--node", dump.to_str().unwrap(), "--output", &file]);
     assert_eq!(topology(&["--node", &file]), topology(&["--node", dump.to_str().unwrap()]));
@@ -135,7 +135,7 @@ fn newer_snapshot_version_is_refused() {
 #[test]
 fn hwloc_xml_serves_as_machine_and_as_host() {
     // In the form that today's lstopo writes.
-    let host = root().join("src/machines/hwloc_xml/testdata/v3.xml");
+    let host = root().join("crates/host/src/machines/hwloc_xml/testdata/v3.xml");
     let host = host.to_str().unwrap();
     let text = output(&["topology", "--node", host]);
     assert!(text.contains("3 GPUs by a hwloc XML") && text.contains("PIX") && text.contains("mlx5_0"), "{text}");
@@ -151,8 +151,8 @@ fn hwloc_xml_serves_as_machine_and_as_host() {
 #[test]
 fn broken_files_are_refused_with_file_and_cause() {
     let folder = Folder::new();
-    let host = fs::read_to_string(root().join("src/machines/hwloc_xml/testdata/v2.xml")).unwrap();
-    let dump = fs::read_to_string(root().join("src/machines/nccl/testdata/dump.xml")).unwrap();
+    let host = fs::read_to_string(root().join("crates/host/src/machines/hwloc_xml/testdata/v2.xml")).unwrap();
+    let dump = fs::read_to_string(root().join("crates/host/src/machines/nccl/testdata/dump.xml")).unwrap();
     let half = |text: &str| text.chars().take(text.len() / 2).collect::<String>();
     let cases = [
         ("half-host.xml", half(&host), "line "),

@@ -6,8 +6,8 @@
 use std::fs;
 use std::path::Path;
 
-use linkwise::machines;
-use linkwise::topology::NodeTopology;
+use linkwise_core::topology::NodeTopology;
+use linkwise_host::machines;
 
 /// The fields of each line that is no comment.
 fn facts(text: &str) -> Vec<Vec<String>> {

@@ -3,8 +3,10 @@
 
 #![allow(clippy::unwrap_used, reason = "the helpers of a test may end it")]
 
-use linkwise::machines;
-use linkwise::topology::{NodeObservation, NodeTopology, NumaNodeId, NvLinkRemote, PackageId, PciAddress, PcieLink};
+use linkwise_core::topology::{
+    NodeObservation, NodeTopology, NumaNodeId, NvLinkRemote, PackageId, PciAddress, PcieLink,
+};
+use linkwise_host::machines;
 
 /// GPUs whose memory is a NUMA node of its own, without CPUs: they are beside the node of their package.
 #[test]

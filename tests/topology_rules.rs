@@ -9,17 +9,16 @@
     reason = "the helpers of a test may end it, and count a few GPUs"
 )]
 
-#[path = "random_node/mod.rs"]
-mod random_node;
+use crate::random_node;
 
 use std::collections::BTreeSet;
 
-use linkwise::machines;
-use linkwise::topology::{
+use linkwise_core::topology::{
     CpuObservation, FabricObservation, GpuObservation, HostBridgeObservation, HostObservation, NodeObservation,
     NodeTopology, NumaNodeId, NumaNodeObservation, NvLinkObservation, NvLinkRemote, PackageId, PciAddress, PciKind,
     PciObservation, PcieLink, ProbeFailure, TopologyLevel, TopologyWarning,
 };
+use linkwise_host::machines;
 use proptest::prelude::*;
 
 /// The way from a host bridge down to a function, that one last.

@@ -6,7 +6,7 @@
 use std::path::{Path, PathBuf};
 use std::{env, error::Error, fs};
 
-/// Where the definitions lie, from this crate.
+/// The folder of the definitions, from this crate.
 const PROTO: &str = "../../proto";
 
 #[expect(clippy::disallowed_methods, reason = "a build script is told by its environment")]
@@ -15,7 +15,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         (["deviceplugin/v1beta1/api.proto"].as_slice(), "deviceplugin"),
         (&["podresources/v1/api.proto"], "podresources"),
         (&["pluginregistration/v1/api.proto"], "pluginregistration"),
-        (&["dra/v1/api.proto", "dra/v1beta1/api.proto"], "dra"),
+        (&["dra/v1/api.proto"], "dra"),
         (&["dra-health/v1alpha1/api.proto", "dra-health/v1/api.proto"], "dra-health"),
     ] {
         let apis: Vec<PathBuf> = apis.iter().map(|api| Path::new(PROTO).join(api)).collect();

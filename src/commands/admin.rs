@@ -9,9 +9,9 @@ use tokio::time::timeout;
 
 use super::print;
 use crate::config::{AdminArgs, AdminOrder};
-use crate::uds;
+use linkwise_system::uds;
 
-/// How long an answer may take: the order to release the driver waits 10 s for a process to end.
+/// The longest time for an answer: the order to release the driver waits 10 s for a process to end.
 const ANSWER: Duration = Duration::from_secs(20);
 /// The longest answer that is read, in bytes: the state of a node with many GPUs has some 100 KB.
 const LONGEST: u64 = 16 << 20;

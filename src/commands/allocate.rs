@@ -1,4 +1,4 @@
-//! `linkwise allocate`: what would be chosen, and why.
+//! `linkwise allocate`: shows the choice for a request, and the reasons.
 
 use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
@@ -8,12 +8,12 @@ use anyhow::{Context, Error, Result, anyhow, bail, ensure};
 use serde::{Deserialize, Serialize};
 
 use super::{find_gpu, open, print};
-use crate::allocation::{
+use crate::config::{AllocateArgs, Format, UnitName};
+use linkwise_core::allocation::{
     AllocationPolicy, AllocationReport, AllocationRequest, AllocationTables, ChosenGpu, DeviceId, Explanation,
     FallbackReason, Units, preferred_allocation, preferred_units,
 };
-use crate::config::{AllocateArgs, Format, UnitName};
-use crate::topology::{GpuUuid, NodeTopology, PciAddress};
+use linkwise_core::topology::{GpuUuid, NodeTopology, PciAddress};
 
 /// The longest request line, in bytes: a request for 64 GPUs by UUID takes 6 KiB.
 const MAX_LINE: u64 = 1 << 20;
@@ -23,21 +23,21 @@ const MAX_LINE: u64 = 1 << 20;
 #[serde(deny_unknown_fields)]
 struct Question {
     size: usize,
-    /// All GPUs where it is left out.
+    /// The available GPUs; all GPUs if it is left out.
     available: Option<Vec<UnitName>>,
     #[serde(default)]
     must_include: Vec<UnitName>,
 }
 
-/// What to choose from, and how.
+/// The available GPUs, and the rules of the choice.
 struct Choice {
     tables: AllocationTables,
-    /// Where GPUs are shared: how many slots each has, and the slots.
+    /// The number of slots of each GPU, and the slots; `None` if GPUs are not shared.
     shared: Option<(usize, Units)>,
     policy: AllocationPolicy,
 }
 
-/// What was chosen, as scripts read it.
+/// The chosen GPUs, as scripts read them.
 #[derive(Serialize)]
 struct Chosen<R> {
     #[serde(flatten)]
@@ -45,13 +45,12 @@ struct Chosen<R> {
     /// The bus bandwidth with NVLink SHARP, MB/s.
     #[serde(skip_serializing_if = "Option::is_none")]
     nvls: Option<u64>,
-    /// The slots where GPUs are shared.
+    /// The chosen slots, if GPUs are shared.
     #[serde(skip_serializing_if = "Option::is_none")]
     slots: Option<Vec<Slot>>,
     elapsed_ns: u64,
 }
 
-/// A slot of an answer.
 #[derive(Serialize)]
 struct Slot {
     id: DeviceId,
@@ -105,7 +104,7 @@ pub async fn allocate(args: &AllocateArgs) -> Result<()> {
     Ok(())
 }
 
-/// One JSON line for each request line; one that cannot be answered does not end the others.
+/// Answers each request line with one JSON line; a request that cannot be answered does not end the others.
 fn answer_all(choice: &Choice, path: &Path) -> Result<()> {
     let mut input = BufReader::new(open(path)?);
     loop {
@@ -115,7 +114,7 @@ fn answer_all(choice: &Choice, path: &Path) -> Result<()> {
             return Ok(());
         }
         if line.len() as u64 == MAX_LINE && !line.ends_with(b"\n") {
-            // The rest of such a line is no request either.
+            // The rest of such a line is not a request either.
             input.skip_until(b'\n')?;
             print(&refused(&anyhow!("the line is longer than {MAX_LINE} bytes")))?;
             continue;
@@ -138,7 +137,6 @@ fn refused(error: &Error) -> String {
 }
 
 impl<R: Serialize> Chosen<R> {
-    /// One line.
     fn json(&self) -> Result<String> {
         Ok(serde_json::to_string(self)? + "\n")
     }
@@ -178,7 +176,6 @@ impl Choice {
         Ok(Chosen { nvls: topology.nvls(places), report, slots, elapsed_ns })
     }
 
-    /// All that there is to choose from.
     fn all(&self) -> Vec<DeviceId> {
         match &self.shared {
             Some((_, units)) => units.ids().cloned().collect(),
@@ -186,7 +183,7 @@ impl Choice {
         }
     }
 
-    /// The device ids of a name: a GPU, a slot, or all slots of a GPU.
+    /// The device ids that a name stands for: a GPU, a slot, or all slots of a GPU.
     fn ids(&self, name: &UnitName) -> Result<Vec<DeviceId>> {
         let (_, gpu) = find_gpu(self.tables.topology(), &name.gpu)?;
         let named = &name.gpu;

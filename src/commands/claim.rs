@@ -1,194 +1,98 @@
-//! `linkwise claim`: prints a manifest that asks for GPUs by what belongs together.
+//! `linkwise claim`: prints a manifest that requests GPUs which belong together.
 //!
-//! A claim lists the node's groups of its size as alternatives, the best first, and any GPUs last (not with `--strict`):
-//! kube-scheduler takes the first that a node can give, and prefers nodes by it. docs/dra.md shows what comes out.
-
-use std::collections::BTreeMap;
+//! A claim lists the node's groups of its size as alternatives, the best first, and any GPUs last (not with
+//! `--strict`). kube-scheduler takes the first alternative that a node can give, and prefers nodes by it. docs/dra.md
+//! shows examples.
 
 use anyhow::{Result, ensure};
-use serde::Serialize;
+use serde::{Serialize, Serializer};
 use serde_json::Value;
 
 use super::manifest::{List, text};
-use super::output::print;
 use crate::config::{ClaimArgs, ClaimKind, Near};
-use crate::machines;
-use crate::publish::dra::{GpuLayout, GroupSizes};
-use crate::topology::{MigProfile, NodeTopology};
+use linkwise_core::publish::dra::{GpuLayout, GroupSize};
+use linkwise_core::topology::{MigProfile, NodeTopology};
+use linkwise_host::machines;
+use linkwise_system::output::print;
 
-/// The domain of our attributes.
 const OURS: &str = "linkwise.dev";
 
-/// The class of whole GPUs.
 const GPUS: &str = "gpu.nvidia.com";
 
 /// The class of GPUs that several claims share.
 const SHARED_GPUS: &str = "shared-gpu.linkwise.dev";
 
-/// The attribute for more GPUs than any group has.
+/// The attribute for claims of more GPUs than any group has.
 const NVLINK_DOMAIN: &str = "nvlinkDomain";
 
-/// What two devices below one PCIe root have in common.
+/// The attribute that two devices below one PCIe root have in common.
 const PCIE_ROOT: &str = "resource.kubernetes.io/pcieRoot";
 
-/// What two devices of one NUMA node have in common, for releases of DRANET and dra-driver-cpu old and new.
+/// The attribute that two devices of one NUMA node have in common, for old and new releases of DRANET and
+/// dra-driver-cpu.
 const NUMA_NODE: &str = "dra.net/numaNode";
 
 /// The most devices of a claim (`resource.k8s.io/v1`, `AllocationResultsMaxSize`).
 const MOST_DEVICES: u8 = 32;
 
-/// What a claim asks for (`DeviceClaim` of `resource.k8s.io/v1`), in the order in which people read it.
-#[derive(Clone, Debug, Default, Serialize)]
+/// A part of a manifest, with its keys in the order in which people read them.
+#[derive(Clone, Debug, Serialize)]
+#[serde(untagged)]
+enum Part {
+    Text(String),
+    Number(u8),
+    Asked(Asked),
+    List(Vec<Self>),
+    #[serde(serialize_with = "as_map")]
+    Map(Vec<(&'static str, Self)>),
+}
+
+fn as_map<S: Serializer>(entries: &[(&'static str, Part)], serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.collect_map(entries.iter().map(|(key, value)| (key, value)))
+}
+
+impl<T: Into<String>> From<T> for Part {
+    fn from(text: T) -> Self {
+        Self::Text(text.into())
+    }
+}
+
+fn map<const N: usize>(entries: [(&'static str, Part); N]) -> Part {
+    Part::Map(entries.into())
+}
+
+/// The requests of a claim (`DeviceClaim` of `resource.k8s.io/v1`).
+#[derive(Default)]
 struct Devices {
-    requests: Vec<Request>,
-    #[serde(skip_serializing_if = "Vec::is_empty")]
-    constraints: Vec<Constraint>,
+    requests: Vec<Part>,
+    constraints: Vec<Part>,
 }
 
-#[derive(Clone, Debug, Serialize)]
-struct Request {
-    name: String,
-    #[serde(flatten)]
-    devices: Requested,
+impl Devices {
+    /// The specification of a claim.
+    fn spec(self) -> Part {
+        let constraints = Some(self.constraints).filter(|constraints| !constraints.is_empty());
+        let constraints = constraints.map(|constraints| ("constraints", Part::List(constraints)));
+        let requests = [("requests", Part::List(self.requests))];
+        map([("devices", Part::Map(requests.into_iter().chain(constraints).collect()))])
+    }
 }
 
-#[derive(Clone, Debug, Serialize)]
-#[serde(rename_all = "camelCase")]
-enum Requested {
-    Exactly(Asked),
-    FirstAvailable(Vec<Asked>),
-}
-
-/// So many devices of a class.
+/// A request for `count` devices of a class.
 #[derive(Clone, Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
 struct Asked {
-    /// Of an alternative.
+    /// The name of an alternative.
     #[serde(skip_serializing_if = "Option::is_none")]
     name: Option<String>,
     device_class_name: &'static str,
     #[serde(skip_serializing_if = "Vec::is_empty")]
-    selectors: Vec<Selector>,
+    selectors: Vec<Part>,
     allocation_mode: &'static str,
     count: u8,
+    /// The requested capacity of a device that several claims share.
     #[serde(skip_serializing_if = "Option::is_none")]
-    capacity: Option<Capacity>,
-}
-
-/// What is asked of a device that several claims share.
-#[derive(Clone, Debug, Serialize)]
-struct Capacity {
-    requests: BTreeMap<&'static str, String>,
-}
-
-#[derive(Clone, Debug, Serialize)]
-struct Selector {
-    cel: Expression,
-}
-
-#[derive(Clone, Debug, Serialize)]
-struct Expression {
-    expression: String,
-}
-
-#[derive(Clone, Debug, Serialize)]
-#[serde(rename_all = "camelCase")]
-struct Constraint {
-    requests: Vec<String>,
-    match_attribute: String,
-}
-
-#[derive(Debug, Serialize)]
-#[serde(rename_all = "camelCase")]
-struct Object<S> {
-    api_version: &'static str,
-    kind: &'static str,
-    metadata: Metadata,
-    spec: S,
-}
-
-#[derive(Debug, Serialize)]
-struct Metadata {
-    name: String,
-}
-
-/// The specification of a claim; a template has it twice.
-#[derive(Debug, Serialize)]
-#[serde(rename_all = "lowercase")]
-enum Spec {
-    Devices(Devices),
-    Spec(Box<Self>),
-}
-
-#[derive(Debug, Serialize)]
-#[serde(untagged)]
-enum Any {
-    Claim(Object<Spec>),
-    Pod(Object<PodSpec>),
-    Deployment(Object<DeploymentSpec>),
-}
-
-#[derive(Debug, Serialize)]
-struct DeploymentSpec {
-    replicas: u8,
-    selector: Selected,
-    template: PodTemplate,
-}
-
-#[derive(Debug, Serialize)]
-#[serde(rename_all = "camelCase")]
-struct Selected {
-    match_labels: Labels,
-}
-
-#[derive(Debug, Serialize)]
-struct PodTemplate {
-    metadata: Labelled,
-    spec: PodSpec,
-}
-
-#[derive(Debug, Serialize)]
-struct Labelled {
-    labels: Labels,
-}
-
-#[derive(Clone, Debug, Serialize)]
-struct Labels {
-    app: String,
-}
-
-#[derive(Debug, Serialize)]
-#[serde(rename_all = "camelCase")]
-struct PodSpec {
-    #[serde(skip_serializing_if = "Option::is_none")]
-    restart_policy: Option<&'static str>,
-    containers: [Container; 1],
-    resource_claims: [PodClaim; 1],
-}
-
-#[derive(Debug, Serialize)]
-struct Container {
-    name: &'static str,
-    image: &'static str,
-    command: Vec<&'static str>,
-    resources: Resources,
-}
-
-#[derive(Debug, Serialize)]
-struct Resources {
-    claims: [ContainerClaim; 1],
-}
-
-#[derive(Debug, Serialize)]
-struct ContainerClaim {
-    name: &'static str,
-}
-
-#[derive(Debug, Serialize)]
-#[serde(rename_all = "camelCase")]
-struct PodClaim {
-    name: &'static str,
-    resource_claim_template_name: String,
+    capacity: Option<Box<Part>>,
 }
 
 /// Prints the manifest.
@@ -209,13 +113,10 @@ pub fn claim(args: &ClaimArgs) -> Result<()> {
         None => format!("gpus-{}", args.gpus),
     };
     let name = args.name.clone().unwrap_or(usual);
-    let object = |kind: &'static str, spec: Spec| {
-        let metadata = Metadata { name: name.clone() };
-        Any::Claim(Object { api_version: "resource.k8s.io/v1", kind, metadata, spec })
-    };
-    let template = |devices| object("ResourceClaimTemplate", Spec::Spec(Box::new(Spec::Devices(devices))));
+    let claim = |kind, spec| object(("resource.k8s.io/v1", kind), &name, spec);
+    let template = |devices: Devices| claim("ResourceClaimTemplate", map([("spec", devices.spec())]));
     let manifest = match args.kind {
-        ClaimKind::Claim => text(&object("ResourceClaim", Spec::Devices(devices)), args.format),
+        ClaimKind::Claim => text(&claim("ResourceClaim", devices.spec()), args.format),
         ClaimKind::Template => text(&template(devices), args.format),
         ClaimKind::Pod => text(&List::new(vec![template(devices), pod(&name)]), args.format),
         ClaimKind::Deployment => text(&List::new(vec![template(devices), deployment(&name)]), args.format),
@@ -223,14 +124,14 @@ pub fn claim(args: &ClaimArgs) -> Result<()> {
     Ok(print(&manifest?)?)
 }
 
-/// The specification of a claim for so many GPUs of any node, as the command prints it by default.
+/// The specification of a claim for this number of GPUs on any node, as the command prints it by default.
 pub fn any_claim(gpus: u8) -> Result<Value, serde_json::Error> {
-    serde_json::to_value(Spec::Devices(in_groups(gpus, &any_groups(gpus, &GroupSizes::default()), false)))
+    serde_json::to_value(in_groups(gpus, &any_groups(gpus), false).spec())
 }
 
-/// The attributes by which a claim of this size finds groups, of all that a node may have.
-fn any_groups(gpus: u8, sizes: &GroupSizes) -> Vec<String> {
-    match sizes.holding(usize::from(gpus)) {
+/// The attributes by which a claim of this size finds groups, of all attributes that a node may have.
+fn any_groups(gpus: u8) -> Vec<String> {
+    match GroupSize::holding(usize::from(gpus)) {
         _ if gpus == 1 => Vec::new(),
         Some(size) => size.names().collect(),
         None => vec![NVLINK_DOMAIN.to_owned()],
@@ -239,11 +140,11 @@ fn any_groups(gpus: u8, sizes: &GroupSizes) -> Vec<String> {
 
 /// The attributes by which a claim of this size finds groups: those of a machine, or all that a node may have.
 fn groups(args: &ClaimArgs) -> Result<Vec<String>> {
-    let mut groups = any_groups(args.gpus, &args.dra_groups);
+    let mut groups = any_groups(args.gpus);
     if let Some(node) = args.node.as_ref().filter(|_| args.gpus > 1) {
         let (topology, _) = NodeTopology::assemble(&machines::load(node)?.observed);
         let gpus = (0..topology.gpus().len()).collect();
-        let layout = GpuLayout::of(&super::tables(topology), gpus, &args.dra_groups);
+        let layout = GpuLayout::of(&super::tables(topology), gpus);
         let is_there = |name: &String| match name.as_str() {
             NVLINK_DOMAIN => !layout.nvlink_domains.is_empty(),
             _ => layout.families.iter().any(|family| family.name == *name),
@@ -264,20 +165,18 @@ fn in_groups(gpus: u8, groups: &[String], strict: bool) -> Devices {
         return Devices { requests: vec![request("gpus", asked(GPUS, gpus))], ..Devices::default() };
     }
     // Names of alternatives are DNS labels.
-    let alternative = |name: &str| Asked { name: Some(name.to_ascii_lowercase()), ..asked(GPUS, gpus) };
+    let alternative = |name: &str| Part::Asked(Asked { name: Some(name.to_ascii_lowercase()), ..asked(GPUS, gpus) });
     let any = if strict { &[][..] } else { &["any"] };
     let alternatives = groups.iter().map(String::as_str).chain(any.iter().copied()).map(alternative).collect();
-    let together = |name: &String| Constraint {
-        requests: vec![format!("gpus/{}", name.to_ascii_lowercase())],
-        match_attribute: format!("{OURS}/{name}"),
-    };
+    let together =
+        |name: &String| constraint([format!("gpus/{}", name.to_ascii_lowercase())].into(), format!("{OURS}/{name}"));
     Devices {
-        requests: vec![Request { name: "gpus".to_owned(), devices: Requested::FirstAvailable(alternatives) }],
+        requests: vec![map([("name", "gpus".into()), ("firstAvailable", Part::List(alternatives))])],
         constraints: groups.iter().map(together).collect(),
     }
 }
 
-/// A GPU with what is near to it, as often as asked.
+/// Requests for GPUs, each with a device near to it.
 fn beside(gpus: u8, near: Near, of_gpu: &Asked) -> Result<Devices> {
     const MOST: u8 = MOST_DEVICES / 2;
     let (word, what) = match near {
@@ -300,14 +199,13 @@ fn beside(gpus: u8, near: Near, of_gpu: &Asked) -> Result<Devices> {
             Near::Cpu => (asked("dra.cpu", 1), NUMA_NODE),
         };
         devices.requests.extend([request(&gpu, of_gpu.clone()), request(&other, asked_too)]);
-        devices.constraints.push(Constraint { requests: vec![gpu, other], match_attribute: attribute.to_owned() });
+        devices.constraints.push(constraint(vec![gpu, other], attribute.to_owned()));
     }
     Ok(devices)
 }
 
-/// MIG devices of a profile.
 fn of_mig(count: u8, profile: &MigProfile) -> Devices {
-    // A selector that reads an attribute which a device lacks is an error of the whole pod, on all nodes.
+    // A selector that reads a missing attribute of a device is an error for the whole pod, on all nodes.
     let expression = format!(
         "'profile' in device.attributes['gpu.nvidia.com'] && \
          device.attributes['gpu.nvidia.com'].profile == '{profile}'"
@@ -320,54 +218,65 @@ fn asked(device_class_name: &'static str, count: u8) -> Asked {
     Asked { name: None, device_class_name, selectors: Vec::new(), allocation_mode: "ExactCount", count, capacity: None }
 }
 
-/// Whether a part of a GPU is asked for.
+/// Returns true if a part of a GPU is requested.
 fn is_shared(args: &ClaimArgs) -> bool {
     args.shares.is_some() || args.memory.is_some()
 }
 
-/// A GPU, or a part of one.
+/// The request for a GPU, or for a part of one.
 fn gpu(args: &ClaimArgs) -> Asked {
     if !is_shared(args) {
         return asked(GPUS, 1);
     }
     let shares = args.shares.map(|shares| ("shares", shares.to_string()));
     let memory = args.memory.clone().map(|memory| ("memory", memory));
-    let requests = shares.into_iter().chain(memory).collect();
-    Asked { capacity: Some(Capacity { requests }), ..asked(SHARED_GPUS, 1) }
+    let both = memory.into_iter().chain(shares).map(|(key, amount)| (key, amount.into())).collect();
+    Asked { capacity: Some(Box::new(map([("requests", Part::Map(both))]))), ..asked(SHARED_GPUS, 1) }
 }
 
-fn request(name: &str, asked: Asked) -> Request {
-    Request { name: name.to_owned(), devices: Requested::Exactly(asked) }
+fn request(name: &str, asked: Asked) -> Part {
+    map([("name", name.into()), ("exactly", Part::Asked(asked))])
 }
 
-fn selector(expression: &str) -> Vec<Selector> {
-    vec![Selector { cel: Expression { expression: expression.to_owned() } }]
+fn constraint(requests: Vec<String>, attribute: String) -> Part {
+    let requests = requests.into_iter().map(Into::into).collect();
+    map([("requests", Part::List(requests)), ("matchAttribute", attribute.into())])
 }
 
-/// A pod that shows what it got.
-fn pod(name: &str) -> Any {
-    let spec = pod_spec(name, Some("Never"), vec!["nvidia-smi", "-L"]);
-    Any::Pod(Object { api_version: "v1", kind: "Pod", metadata: Metadata { name: name.to_owned() }, spec })
+fn selector(expression: &str) -> Vec<Part> {
+    vec![map([("cel", map([("expression", expression.into())]))])]
 }
 
-/// A deployment of pods that show what they got, and go on.
-fn deployment(name: &str) -> Any {
-    let labels = Labels { app: name.to_owned() };
-    let spec = DeploymentSpec {
-        replicas: 1,
-        selector: Selected { match_labels: labels.clone() },
-        template: PodTemplate {
-            metadata: Labelled { labels },
-            spec: pod_spec(name, None, vec!["sh", "-c", "nvidia-smi -L && exec sleep infinity"]),
-        },
-    };
-    let metadata = Metadata { name: name.to_owned() };
-    Any::Deployment(Object { api_version: "apps/v1", kind: "Deployment", metadata, spec })
+fn object((version, kind): (&'static str, &'static str), name: &str, spec: Part) -> Part {
+    let metadata = map([("name", name.into())]);
+    map([("apiVersion", version.into()), ("kind", kind.into()), ("metadata", metadata), ("spec", spec)])
 }
 
-fn pod_spec(template: &str, restart_policy: Option<&'static str>, command: Vec<&'static str>) -> PodSpec {
-    let resources = Resources { claims: [ContainerClaim { name: "gpus" }] };
-    let container = Container { name: "main", image: "ubuntu:24.04", command, resources };
-    let claims = [PodClaim { name: "gpus", resource_claim_template_name: template.to_owned() }];
-    PodSpec { restart_policy, containers: [container], resource_claims: claims }
+/// A pod that prints its GPUs.
+fn pod(name: &str) -> Part {
+    let once = ("restartPolicy", "Never".into());
+    object(("v1", "Pod"), name, pod_spec(name, Some(once), &["nvidia-smi", "-L"]))
+}
+
+/// A deployment of pods that print their GPUs, and go on.
+fn deployment(name: &str) -> Part {
+    let labels = || map([("app", name.into())]);
+    let pod = pod_spec(name, None, &["sh", "-c", "nvidia-smi -L && exec sleep infinity"]);
+    let template = map([("metadata", map([("labels", labels())])), ("spec", pod)]);
+    let selector = map([("matchLabels", labels())]);
+    let spec = map([("replicas", Part::Number(1)), ("selector", selector), ("template", template)]);
+    object(("apps/v1", "Deployment"), name, spec)
+}
+
+fn pod_spec(template: &str, policy: Option<(&'static str, Part)>, command: &[&str]) -> Part {
+    let claim = || ("name", "gpus".into());
+    let container = map([
+        ("name", "main".into()),
+        ("image", "ubuntu:24.04".into()),
+        ("command", Part::List(command.iter().map(|word| (*word).into()).collect())),
+        ("resources", map([("claims", Part::List(vec![map([claim()])]))])),
+    ]);
+    let claims = map([claim(), ("resourceClaimTemplateName", template.into())]);
+    let rest = [("containers", Part::List(vec![container])), ("resourceClaims", Part::List(vec![claims]))];
+    Part::Map(policy.into_iter().chain(rest).collect())
 }

@@ -3,10 +3,10 @@
 use anyhow::{Result, bail};
 use serde_json::{Map, Value, json};
 
-use super::output::print;
 use crate::config::file::{Finding, Severity};
 use crate::config::settings::{Loaded, Origin, Setting, Shown, check, load, plain};
 use crate::config::{ConfigArgs, ConfigCheckArgs, ConfigCommand, ConfigShowArgs, Environment, Format};
+use linkwise_system::output::print;
 
 /// Runs `linkwise config`.
 pub fn config(args: &ConfigArgs) -> Result<()> {
@@ -16,7 +16,7 @@ pub fn config(args: &ConfigArgs) -> Result<()> {
     }
 }
 
-/// Prints all findings on a file; fails where it would be refused, or where a key is unknown.
+/// Prints all findings on a file. Fails if linkwise would refuse the file, or if a key is unknown.
 fn check_file(args: &ConfigCheckArgs) -> Result<()> {
     let findings = check(&args.file)?;
     let file = args.file.display();
@@ -60,14 +60,14 @@ fn show(args: &ConfigShowArgs) -> Result<()> {
 
 fn origin(origin: Origin) -> Value {
     match origin {
-        Origin::Flag { flag } => json!({"from": "flag", "flag": flag}),
-        Origin::Environment { variable } => json!({"from": "environment", "variable": variable}),
-        Origin::File { line } => json!({"from": "file", "line": line}),
+        Origin::Flag(flag) => json!({"from": "flag", "flag": flag}),
+        Origin::Environment(variable) => json!({"from": "environment", "variable": variable}),
+        Origin::File(line) => json!({"from": "file", "line": line}),
         Origin::Default => json!({"from": "default"}),
     }
 }
 
-/// A line for each setting: key, value, origin; then the findings.
+/// Returns a line for each setting: key, value, origin; then the findings.
 fn as_text(shown: &[Shown], file: &Setting<Option<std::path::PathBuf>>, findings: &[Finding]) -> String {
     let value = |shown: &Shown| match plain(&shown.value) {
         nothing if nothing.is_empty() => "-".to_owned(),
@@ -76,7 +76,7 @@ fn as_text(shown: &[Shown], file: &Setting<Option<std::path::PathBuf>>, findings
     let width =
         |of: &dyn Fn(&Shown) -> usize, most: usize| shown.iter().map(of).filter(|n| *n <= most).max().unwrap_or(0);
     let keys = width(&|shown| shown.key.chars().count(), usize::MAX);
-    // A long value (sharing, resources) moves only its own origin to the right.
+    // A long value (sharing, resources) only moves its own origin to the right.
     let values = width(&|shown| value(shown).chars().count(), 48);
     let mut text = String::new();
     for shown in shown {

@@ -7,15 +7,13 @@ use serde::Serialize;
 
 use super::machine::machine;
 use super::manifest::{List, text};
-use super::output::print;
 use crate::config::settings::load;
 use crate::config::{DraArgs, Environment};
-use crate::publish::dra::slice::{Pool, SliceSpec};
-use crate::publish::dra::{
-    DraFacts, DraSets, GpuLayout, PublishedSets, counters, devices, mig_counters, offered, room_for_sets,
-};
-use crate::state::{DraGpus, DriverVersions, dra_shares};
-use crate::topology::NodeTopology;
+use linkwise_core::publish::dra::slice::{Pool, SliceSpec};
+use linkwise_core::publish::dra::{DraFacts, GpuLayout, devices, mig_counters, offered};
+use linkwise_core::state::{DRA_DRIVER, DraGpus, DriverVersions, dra_shares};
+use linkwise_core::topology::NodeTopology;
+use linkwise_system::output::print;
 
 /// The longest name of an object.
 const MOST_NAME: usize = 253;
@@ -35,8 +33,8 @@ struct Metadata {
     name: String,
 }
 
-/// Prints them. What is odd about the devices goes to standard error. Where the settings offer no GPU through DRA,
-/// all that they offer at all are printed.
+/// Prints the slices. Problems with the devices go to standard error. If the settings offer no GPU through DRA, all
+/// GPUs that they offer are printed.
 pub async fn dra(args: &DraArgs) -> Result<()> {
     let settings = load(&args.flags, &Environment::read())?.settings;
     let machine = machine(&args.node).await?;
@@ -50,40 +48,31 @@ pub async fn dra(args: &DraArgs) -> Result<()> {
     let (shares, not_shared) = dra_shares(&topology, &plan);
     let is_whole = |place: &usize| topology.gpus().get(*place).is_some_and(|gpu| !shares.contains_key(&gpu.uuid));
     let tables = super::tables(topology.clone());
-    let sizes = &settings.dra_groups.value;
-    let layout = GpuLayout::of(&tables, gpus.places().filter(is_whole).collect(), sizes);
+    let whole = gpus.places().filter(is_whole).collect();
+    let layout = GpuLayout::of(&tables, whole);
     let mut facts = DraFacts::of_machine(&topology, &versions, gpus, &layout).shared(&shares);
-    let with_sets;
-    // No API server is asked here: `auto` is what a new one gets.
-    if settings.dra_sets.value != DraSets::Off {
-        let room = room_for_sets(&topology);
-        with_sets = layout.clone().with_sets(&tables, sizes, room);
-        (facts.layout, facts.settings.sets) = (&with_sets, PublishedSets::All);
-    }
     facts.settings.dynamic_mig = settings.dra_dynamic_mig.value;
     let (devices, problems) = devices(&facts);
     let mut errors = std::io::stderr().lock();
     let problems = problems.iter().map(ToString::to_string);
     for problem in not_shared.iter().map(ToString::to_string).chain(problems) {
-        // Nobody is left to tell where standard error is closed.
+        // If standard error is closed, no one can read the problem.
         let _ = writeln!(errors, "linkwise: {problem}");
     }
-    let driver = &settings.dra_driver_name.value;
-    let counters = [counters(&devices), mig_counters(&facts)].concat();
-    let pool = Pool { counters, ..Pool::new(driver, &args.node_name, devices) };
+    let pool = Pool { counters: mig_counters(&facts), ..Pool::new(&args.node_name, devices) };
     let slices = (0..).zip(pool.slices(1)).map(|(number, spec)| ResourceSlice {
         api_version: "resource.k8s.io/v1",
         kind: "ResourceSlice",
-        metadata: Metadata { name: name(number, driver, &args.node_name) },
+        metadata: Metadata { name: name(number, &args.node_name) },
         spec,
     });
     let slices: Vec<ResourceSlice> = slices.collect();
     let longest = slices.iter().map(|slice| slice.metadata.name.len()).max().unwrap_or(0);
-    ensure!(longest <= MOST_NAME, "the names of the slices would be {longest} long, with the names of driver and node");
+    ensure!(longest <= MOST_NAME, "the names of the slices would be {longest} long, with the name of the node");
     Ok(print(&text(&List::new(slices), args.format)?)?)
 }
 
-/// A name as Kubernetes' own library for DRA drivers begins it: by name, slices are in their order.
-fn name(number: usize, driver: &str, node: &str) -> String {
-    format!("{number:05x}-{driver}-{node}-slice")
+/// A name that begins as Kubernetes' own library for DRA drivers begins it: sorted by name, slices are in their order.
+fn name(number: usize, node: &str) -> String {
+    format!("{number:05x}-{DRA_DRIVER}-{node}-slice")
 }

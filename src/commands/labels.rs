@@ -5,16 +5,16 @@ use std::io::Write;
 use anyhow::Result;
 
 use super::machine::machine;
-use super::output::print;
 use crate::config::settings::load;
-use crate::config::{Environment, Labels as Options, LabelsArgs};
-use crate::labels::{own_fabric, text};
-use crate::publish::labels::{HostFacts, LabelFacts, LabelSettings, labels as labels_of};
-use crate::state::DriverVersions;
-use crate::topology::NodeTopology;
+use crate::config::{Environment, LabelsArgs};
+use linkwise_core::publish::labels::{HostFacts, LabelFacts, LabelSettings, labels as labels_of};
+use linkwise_core::state::DriverVersions;
+use linkwise_core::topology::NodeTopology;
+use linkwise_host::labels::{own_fabric, text};
+use linkwise_system::output::print;
 
-/// Prints them. What is odd about them goes to standard error. A machine has no timestamp, and its name is the node's
-/// where `--node-name` gives no other.
+/// Prints the labels. Problems with them go to standard error. A machine has no timestamp, and its name is the node's
+/// if `--node-name` gives no other.
 pub async fn labels(args: &LabelsArgs) -> Result<()> {
     let settings = load(&args.flags, &Environment::read())?.settings;
     let machine = machine(&args.node).await?;
@@ -27,14 +27,14 @@ pub async fn labels(args: &LabelsArgs) -> Result<()> {
         host: &HostFacts::default(),
         settings: &LabelSettings {
             timestamp: None,
-            clique: Options::of(&settings).clique,
+            clique: settings.gpu_clique_label.value,
             own_fabric: Some(own_fabric(node)),
         },
     };
     let (labels, problems) = labels_of(facts);
     let mut errors = std::io::stderr().lock();
     for problem in problems {
-        // Nobody is left to tell where standard error is closed.
+        // If standard error is closed, no one can read the problem.
         let _ = writeln!(errors, "linkwise: {problem}");
     }
     Ok(print(&text(&labels))?)

@@ -1,4 +1,4 @@
-//! Which machine a command is about: a built-in one, a file of whatever kind, or this one.
+//! The machine that a command is about: a built-in one, a file of any kind, or this one.
 
 use std::path::Path;
 
@@ -6,9 +6,10 @@ use anyhow::{Context, Result};
 
 use super::Progress;
 use crate::config::{HostArgs, NodeArgs};
-use crate::hwloc;
-use crate::machines::{self, Machine, VERSION};
-use crate::runtime;
+use crate::run;
+use linkwise_host::hwloc;
+use linkwise_host::machines::{self, Machine, VERSION};
+use linkwise_nvml::supervisor;
 
 /// The machine of a command's options.
 pub(super) async fn machine(node: &NodeArgs) -> Result<Machine> {
@@ -25,7 +26,7 @@ pub(super) async fn machine(node: &NodeArgs) -> Result<Machine> {
 
 async fn this_machine(host: &HostArgs) -> Result<Machine> {
     let _progress = Progress::start("reading this machine");
-    let scan = runtime::scan(&runtime::agent_command(host)).await;
+    let scan = supervisor::scan(&run::agent_command(host)).await;
     let scan = scan.context("cannot look at this machine (--node names another)")?;
     let (seen, failures) = hwloc::observe(Path::new(&host.sysfs));
     let name = "this machine".to_owned();

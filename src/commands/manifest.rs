@@ -5,7 +5,7 @@ use serde::Serialize;
 
 use crate::config::ManifestFormat;
 
-/// Objects as one.
+/// A list of objects as one object.
 #[derive(Clone, Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub(super) struct List<T> {

@@ -1,15 +1,15 @@
-//! How long something has lasted, in words. Used by `doctor` and `top`.
+//! The duration of something, in words. Used by `doctor` and `top`.
 
 use std::time::SystemTime;
 
-use crate::state::Timestamp;
+use linkwise_core::state::Timestamp;
 
-/// Now, as `run` counts it.
+/// The present time, as `run` counts it.
 pub(super) fn now() -> Timestamp {
     SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default()
 }
 
-/// `3 h`; nothing for what began now, or later by a clock that was set back.
+/// The duration, as `3 h`; `None` if it began just now, or later by a clock that was set back.
 pub(super) fn lasting(since: u64, now: Timestamp) -> Option<String> {
     match now.as_secs().saturating_sub(since) {
         0 => None,

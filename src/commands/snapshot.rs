@@ -9,22 +9,22 @@ use anyhow::{Context, Result, bail, ensure};
 
 use super::print;
 use crate::config::SnapshotArgs;
-use crate::files;
-use crate::machines::Machine;
-use crate::topology::{GpuUuid, MigUuid, NodeObservation};
+use linkwise_core::topology::{GpuUuid, MigUuid, NodeObservation};
+use linkwise_host::machines::Machine;
+use linkwise_system::files;
 
-/// As any file that a person makes, less the umask.
+/// The mode of an ordinary file; the umask applies.
 const MODE: u32 = 0o666;
-/// Where Linux has the host's name.
+/// The file in which Linux has the host's name.
 const HOST_NAME: &str = "/proc/sys/kernel/hostname";
 /// The name of a machine in a redacted snapshot.
 const NO_NAME: &str = "node";
-/// The cluster UUID of a machine that is an NVLink fabric of its own: it identifies no machine.
+/// The cluster UUID of a machine that is an NVLink fabric by itself: it identifies no machine.
 const OWN_FABRIC: &str = "00000000-0000-0000-0000-000000000000";
 
 /// Runs the command.
 pub async fn snapshot(args: &SnapshotArgs) -> Result<()> {
-    // Before the observation, which takes seconds.
+    // This comes before the observation, which takes seconds.
     if let Some(path) = args.output.as_deref() {
         may_write(path, args.force)?;
     }
@@ -45,7 +45,7 @@ pub async fn snapshot(args: &SnapshotArgs) -> Result<()> {
     }
     machine.source.push(format!("written by linkwise {} snapshot", env!("CARGO_PKG_VERSION")));
     let text = machine.to_yaml()?;
-    // What is not read back as it was written had better not be sent to anybody.
+    // A file that is not read back as it was written must not be sent to anyone.
     let same = Machine::parse(&text).is_ok_and(|read| read == machine);
     ensure!(
         same,
@@ -80,7 +80,7 @@ fn title(observed: &NodeObservation) -> String {
     if parts.is_empty() { "no GPUs".to_owned() } else { parts.join(", ") }
 }
 
-/// Replaces what identifies this machine by made-up values, in error texts too.
+/// Replaces values that identify this machine by invented ones, in error texts too.
 fn redact(observed: &mut NodeObservation) {
     let mut names: BTreeMap<String, String> = BTreeMap::new();
     for gpu in &mut observed.gpus {
@@ -106,7 +106,7 @@ fn redact(observed: &mut NodeObservation) {
     }
 }
 
-/// Whether a file may be put there: not over another without --force, never over what is no file.
+/// Checks that a file may be put there: not over another without --force, and never over anything but a file.
 fn may_write(path: &Path, force: bool) -> Result<()> {
     match fs::symlink_metadata(path) {
         Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
@@ -120,8 +120,10 @@ fn may_write(path: &Path, force: bool) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::machines;
-    use crate::topology::{FabricObservation, MigDeviceObservation, MigObservation, NodeTopology, ProbeFailure};
+    use linkwise_core::topology::{
+        FabricObservation, MigDeviceObservation, MigObservation, NodeTopology, ProbeFailure,
+    };
+    use linkwise_host::machines;
 
     fn mig_of_one_device() -> MigObservation {
         let device = MigDeviceObservation {

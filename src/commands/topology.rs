@@ -6,11 +6,11 @@ use std::fmt::Write;
 use anyhow::{Result, bail};
 use serde::Serialize;
 
-use super::{find_gpu, matrix, print, tree};
+use super::{find_gpu, print};
 use crate::config::{TopologyArgs, TopologyFormat};
-use crate::machines::{self, Machine};
-use crate::picture::{self, Picture};
-use crate::topology::{Gpu, Nic, NodeTopology, Rank};
+use linkwise_core::topology::{Gpu, Nic, NodeTopology, Rank};
+use linkwise_host::machines::{self, Machine};
+use linkwise_host::picture::{self, Picture};
 
 /// Runs the command.
 pub async fn topology(args: &TopologyArgs) -> Result<()> {
@@ -49,7 +49,7 @@ pub async fn topology(args: &TopologyArgs) -> Result<()> {
     Ok(())
 }
 
-/// What `--format json` writes. Square arrays are in the order of `gpus`.
+/// The output of `--format json`. Square arrays are in the order of `gpus`.
 #[derive(Serialize)]
 struct TopologyJson<'a> {
     gpus: &'a [Gpu],
@@ -58,7 +58,7 @@ struct TopologyJson<'a> {
     nvlink_mbps: Vec<Vec<u32>>,
     pcie_mbps: Vec<Vec<u32>>,
     bandwidth_mbps: Vec<Vec<u32>>,
-    /// For each GPU the NVSwitch plane it has a port on, or null.
+    /// The NVSwitch plane on which each GPU has a port, or null.
     nvswitch_plane: Vec<Option<u32>>,
     nics: &'a [Nic],
     warnings: Vec<String>,
@@ -84,7 +84,6 @@ impl<'a> TopologyJson<'a> {
     }
 }
 
-/// A square of values.
 fn rows<T>(size: usize, value: impl Fn(usize, usize) -> T) -> Vec<Vec<T>> {
     (0..size).map(|a| (0..size).map(|b| value(a, b)).collect()).collect()
 }
@@ -95,9 +94,9 @@ pub(super) fn text(machine: &Machine, allocated: Option<&BTreeSet<usize>>) -> St
     let mut text = format!("{}\n\n", machine.title);
     let held = |gpu: &Gpu| allocated.zip(topology.position(&gpu.uuid)).is_some_and(|(held, gpu)| held.contains(&gpu));
     let note = |gpu: &Gpu| if held(gpu) { "allocated".to_owned() } else { String::new() };
-    text += &tree::tree(&machine.observed, &topology, note);
+    text += &picture::tree(&machine.observed, &topology, note);
     text.push('\n');
-    text += &matrix::matrix(&topology, &machine.observed.host);
+    text += &picture::matrix(&topology, &machine.observed.host);
     for warning in warnings {
         // Writing to a String cannot fail.
         let _ = write!(text, "\nwarning: {warning}");

@@ -1,7 +1,7 @@
-//! `linkwise wait`: waits until linkwise serves this node, as the kubelet sees it from outside of linkwise's pod.
+//! `linkwise wait`: waits until linkwise serves this node, as seen by the kubelet, from outside of linkwise's pod.
 //!
-//! For `helm test` and for scripts. It needs the kubelet's folders and nothing else: no GPU, no driver, no API server.
-//! It changes nothing.
+//! Made for `helm test` and for scripts. The command needs only the kubelet's folders: no GPU, no driver, no API
+//! server. It changes nothing.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -13,14 +13,14 @@ use tokio::time::{Instant, sleep_until};
 use super::doctor::resource_of_socket;
 use super::{Progress, print};
 use crate::config::WaitArgs;
-use crate::dra::is_registration_socket;
-use crate::kubelet::{pod_resources, probe};
-use crate::quote;
-use crate::uds;
+use linkwise_core::quote;
+use linkwise_kubelet::device_plugin::{pod_resources, probe};
+use linkwise_kubelet::dra::is_registration_socket;
+use linkwise_system::uds;
 
-/// How long one socket may take to answer.
+/// The longest time for the answer of one socket.
 const ANSWER: Duration = Duration::from_secs(2);
-/// The time from one look to the next.
+/// The time from one attempt to the next.
 const PAUSE: Duration = Duration::from_millis(500);
 
 /// Runs the command.
@@ -42,7 +42,7 @@ pub async fn wait(args: &WaitArgs) -> Result<()> {
     }
 }
 
-/// What linkwise serves to this kubelet, a line for each; else why nothing.
+/// The resources that linkwise serves to this kubelet, a line for each; otherwise the reason why there are none.
 async fn look(args: &WaitArgs) -> Result<Vec<String>, String> {
     let folder = args.kubelet_socket.parent().unwrap_or(Path::new("/"));
     let sockets = sockets(folder).map_err(|error| {
@@ -54,7 +54,7 @@ async fn look(args: &WaitArgs) -> Result<Vec<String>, String> {
         let Some(resource) = resource_of_socket(&name) else { continue };
         match probe(&path, ANSWER).await {
             Ok(()) => drop(resources.insert(resource)),
-            Err(error) => silent = Some(format!("{name} does not answer: {}", crate::errors::chain(&error))),
+            Err(error) => silent = Some(format!("{name} does not answer: {}", linkwise_core::errors::chain(&error))),
         }
     }
     let mut served = claims(&args.dra_registry_dir).await;
@@ -79,7 +79,7 @@ async fn look(args: &WaitArgs) -> Result<Vec<String>, String> {
         }
     }
     match missing {
-        // All sick, or not yet registered; another resource may well be served.
+        // All devices are unhealthy, or not yet registered; another resource may still be served.
         Some(resource) if served.is_empty() => Err(format!(
             "linkwise runs, and the kubelet has no healthy device of {resource}; `linkwise doctor` in its pod says why"
         )),
@@ -87,7 +87,7 @@ async fn look(args: &WaitArgs) -> Result<Vec<String>, String> {
     }
 }
 
-/// The DRA driver, where one of linkwise's listens.
+/// The DRA driver, if one of linkwise's listens.
 async fn claims(folder: &Path) -> Vec<String> {
     let sockets = sockets(folder).unwrap_or_default().into_iter();
     for (_, path) in sockets.filter(|(name, _)| is_registration_socket(name)) {
@@ -98,7 +98,7 @@ async fn claims(folder: &Path) -> Vec<String> {
     Vec::new()
 }
 
-/// The files of a folder by name; those whose names are no text are not linkwise's.
+/// The files of a folder by name; files whose names are not text are not linkwise's.
 fn sockets(folder: &Path) -> std::io::Result<BTreeMap<String, PathBuf>> {
     let entries = std::fs::read_dir(folder)?.flatten();
     Ok(entries.filter_map(|entry| Some((entry.file_name().into_string().ok()?, entry.path()))).collect())

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::{Args, Subcommand};
 
-use crate::topology::GpuUuid;
+use linkwise_core::topology::GpuUuid;
 
 /// `linkwise admin`.
 #[derive(Clone, Debug, Args)]

@@ -1,8 +1,9 @@
-//! How a program reaches the API server, and as whom: the options that the programs of `linkwise-cluster` share.
+//! The options that say where the API server is, and with which credentials it is asked.
 
 use std::path::PathBuf;
 
 use clap::Args;
+use linkwise_cluster::{Access, AccessError};
 
 /// The API server and the credentials for it.
 #[derive(Clone, Debug, Args)]
@@ -28,13 +29,18 @@ pub struct ApiServerArgs {
 }
 
 impl ApiServerArgs {
-    /// Whether there are credentials too. It reads a file's metadata.
+    /// The access that these options name. Fails if they name none.
+    pub fn access(&self) -> Result<Access, AccessError> {
+        Access::of(&self.kubeconfig, (&self.api_server_host, self.api_server_port), &self.service_account_dir)
+    }
+
+    /// Returns true if the credentials exist too. It reads a file's metadata.
     pub fn has_credentials(&self) -> bool {
         let token = || self.service_account_dir.join("token").exists();
         !self.kubeconfig.is_empty() || (!self.api_server_host.is_empty() && token())
     }
 
-    /// Whether there is an API server: in a pod, or by a kubeconfig.
+    /// Returns true if there is an API server: in a pod, or by a kubeconfig.
     pub fn is_given(&self) -> bool {
         !self.kubeconfig.is_empty() || !self.api_server_host.is_empty()
     }

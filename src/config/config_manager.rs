@@ -1,12 +1,12 @@
 //! The options of `linkwise config-manager`: those of NVIDIA's program of that name, read as it reads them.
 //!
-//! The chart sets each variable, some to nothing; so every option is read as text first, and checked here.
+//! The chart sets each variable, some to an empty text; so every option is read as text first, and checked here.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use clap::Args;
+use clap::{Args, ValueEnum};
 use thiserror::Error;
 
 use super::{ApiServerArgs, LogArgs};
@@ -84,10 +84,10 @@ pub struct ConfigManagerArgs {
     pub log: LogArgs,
 }
 
-/// What config-manager is to do.
+/// The task of config-manager.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ConfigManagerSettings {
-    /// Whether it ends after the first selection.
+    /// Set if it ends after the first selection.
     pub oneshot: bool,
     /// The node.
     pub node: String,
@@ -95,64 +95,56 @@ pub struct ConfigManagerSettings {
     pub label: String,
     /// The folder of the configurations.
     pub source: PathBuf,
-    /// The link to the selected one.
+    /// The link to the selected configuration.
     pub destination: PathBuf,
-    /// What a node without the label gets.
+    /// The configuration of a node without the label.
     pub defaults: ConfigDefaults,
-    /// The neighbour and its signal's number; `None` where there is none to signal.
+    /// The process to signal and the signal's number; `None` if there is none to signal.
     pub signal: Option<(String, i32)>,
-    /// How long a oneshot waits for the API server where a configuration is in place.
+    /// The time that a oneshot waits for the API server if a configuration is in place.
     pub keep_after: Duration,
 }
 
-/// What a node without the label gets.
+/// The configuration of a node without the label.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ConfigDefaults {
     /// This configuration.
     pub name: Option<String>,
-    /// Without a name: the first of these that there is.
+    /// The fallbacks without a name: the first one that exists counts.
     pub fallbacks: Vec<Fallback>,
 }
 
 /// A way to a configuration for a node without the label and without a default.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Fallback {
     /// The configuration named `default`.
     Named,
-    /// The only one.
+    /// The only configuration.
     Single,
-    /// An empty one.
+    /// An empty configuration.
     Empty,
 }
 
-/// Why the options cannot be used.
+/// The reason why the options cannot be used.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum ConfigManagerError {
-    /// An option without which there is nothing to do.
-    #[error("{flag} ({variable}) must not be empty")]
-    Missing {
-        /// The flag.
-        flag: &'static str,
-        /// Its variable.
-        variable: &'static str,
-    },
-    /// Not a fallback strategy.
+    /// A required option is missing.
+    #[error("{0} ({1}) must not be empty")]
+    Missing(&'static str, &'static str),
+    /// The text is not a fallback strategy.
     #[error("--fallback-strategies (FALLBACK_STRATEGIES): '{0}' is not one of named, single, empty")]
     Fallback(String),
-    /// Not a signal.
+    /// The text is not a signal.
     #[error("--signal (SIGNAL): '{0}' is neither the number of a signal nor a name such as SIGHUP")]
     Signal(String),
 }
 
 impl ConfigManagerArgs {
-    /// The options, checked.
-    ///
-    /// # Errors
-    ///
-    /// The first one that is missing or wrong. The signal and the process are read only where a signal is to be sent.
+    /// The options, checked. Fails at the first option that is missing or wrong. The signal and the process are read
+    /// only if a signal is to be sent.
     pub fn settings(&self) -> Result<ConfigManagerSettings, ConfigManagerError> {
         let given = |text: &str, flag, variable| match text.trim() {
-            "" => Err(ConfigManagerError::Missing { flag, variable }),
+            "" => Err(ConfigManagerError::Missing(flag, variable)),
             text => Ok(text.to_owned()),
         };
         let fallbacks = self.fallback_strategies.iter().map(|word| word.trim()).filter(|word| !word.is_empty());
@@ -180,15 +172,10 @@ impl ConfigManagerArgs {
 }
 
 fn fallback(word: &str) -> Result<Fallback, ConfigManagerError> {
-    match word {
-        "named" => Ok(Fallback::Named),
-        "single" => Ok(Fallback::Single),
-        "empty" => Ok(Fallback::Empty),
-        other => Err(ConfigManagerError::Fallback(other.to_owned())),
-    }
+    Fallback::from_str(word, false).map_err(|_| ConfigManagerError::Fallback(word.to_owned()))
 }
 
-/// The number of a signal; of an empty text that of SIGHUP.
+/// The number of a signal; an empty text stands for SIGHUP.
 fn signal(text: &str) -> Result<i32, ConfigManagerError> {
     let name = text.strip_prefix("SIG").unwrap_or(text);
     let named = SIGNALS.iter().find(|(known, _)| *known == name).map(|(_, number)| *number);
@@ -200,7 +187,7 @@ fn signal(text: &str) -> Result<i32, ConfigManagerError> {
     }
 }
 
-/// A boolean as NVIDIA's programs read it; a variable that is set to nothing is false.
+/// A boolean as NVIDIA's programs read it; an empty variable is false.
 fn boolean(text: &str) -> Result<bool, String> {
     match text {
         "1" | "t" | "T" | "true" | "TRUE" | "True" => Ok(true),

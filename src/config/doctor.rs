@@ -6,7 +6,7 @@ use clap::Args;
 
 use super::settings::{KUBELET_SOCKET, POD_RESOURCES_SOCKET};
 use super::{ApiServerArgs, Format, HostArgs, word};
-use crate::state::NumaHints;
+use linkwise_core::state::NumaHints;
 
 /// `linkwise doctor`.
 #[derive(Clone, Debug, Args)]
@@ -42,7 +42,7 @@ pub struct DoctorArgs {
     /// The node's name, for its objects of the API server
     #[arg(long, value_name = "NAME", env = "NODE_NAME")]
     pub node_name: Option<String>,
-    /// How to reach the API server.
+    /// The API server.
     #[command(flatten)]
     pub api: ApiServerArgs,
     /// How long each check may take; one that takes longer has failed

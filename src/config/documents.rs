@@ -1,5 +1,5 @@
-//! The options of `linkwise completions` and `linkwise man`, and the commands as these describe them: what is hidden in
-//! `--help` is left out.
+//! The options of `linkwise completions` and `linkwise man`, and the commands that these describe: flags and commands
+//! that `--help` hides are left out.
 //!
 //! The text is made by `linkwise-cluster`: `linkwise run` maps nothing of it.
 
@@ -42,10 +42,11 @@ pub struct ManArgs {
     pub folder: PathBuf,
 }
 
-/// How the help texts write a value that is a machine: a built-in name, or a file.
+/// The help texts' name for the value of a machine option: a built-in name, or a file.
 const MACHINE: &str = "NAME|FILE";
 
-/// Stands in the tree of [`completable`] for the names of the built-in machines, which this module does not know.
+/// The placeholder in the tree of [`completable`] for the names of the built-in machines, which this module does not
+/// know.
 pub const MACHINE_NAMES: &str = "LINKWISE_MACHINE_NAMES";
 
 /// All commands as pages of a manual describe them, `linkwise` itself first.
@@ -70,19 +71,19 @@ fn is_shown(command: &Command) -> bool {
     !command.is_hide_set() && command.get_name() != "help"
 }
 
-/// A command with what shells need of it.
+/// A copy of a command with the parts that shells need.
 fn without_hidden(command: &Command) -> Command {
     // clap keeps names for ever; this program makes them once and ends.
     let mut copy = Command::new(&*command.get_name().to_owned().leak());
     copy = copy.about(command.get_about().cloned().unwrap_or_default());
-    // The flags for help and version are among those that are copied; the second wants a version to print.
+    // The flags for help and version are among the copied ones; the version flag needs a version to print.
     copy = copy.version(env!("CARGO_PKG_VERSION"));
     copy = copy.disable_help_flag(true).disable_version_flag(true).disable_help_subcommand(true);
     for arg in command.get_arguments().filter(|arg| !arg.is_hide_set()) {
         let is_machine = arg.get_value_names().is_some_and(|names| names.iter().any(|name| *name == MACHINE));
         let arg = arg.clone();
         copy = copy.arg(if is_machine {
-            // The default would be none of the values.
+            // The default would not be one of the values.
             arg.value_parser(PossibleValuesParser::new([MACHINE_NAMES])).default_value(Resettable::Reset)
         } else {
             arg

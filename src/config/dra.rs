@@ -2,10 +2,9 @@
 
 use clap::{Args, ValueEnum};
 
-use super::{Flags, NodeArgs, settings};
-use crate::publish::dra::GroupSizes;
-use crate::quantity;
-use crate::topology::{MigProfile, MigProfileError};
+use super::{Flags, NodeArgs};
+use linkwise_core::quantity;
+use linkwise_core::topology::{MigProfile, MigProfileError};
 
 /// The longest name of a Kubernetes object, of a node and of a pool (a DNS subdomain).
 const MOST_NAME: usize = 253;
@@ -60,9 +59,6 @@ pub struct ClaimArgs {
     /// List the groups of this machine only: a built-in name or a file, as --node of other commands
     #[arg(long, value_name = "NAME|FILE", conflicts_with_all = ["mig", "near"])]
     pub node: Option<String>,
-    /// The sizes of groups that the nodes publish: their --dra-groups
-    #[arg(long, value_name = "LIST", default_value = "2,4,8", value_parser = group_sizes, conflicts_with_all = ["mig", "near"])]
-    pub dra_groups: GroupSizes,
     /// The form of the manifest
     #[arg(long, default_value = "yaml")]
     pub format: ManifestFormat,
@@ -77,7 +73,7 @@ pub enum ManifestFormat {
     Yaml,
 }
 
-/// What a GPU is to be near to.
+/// The device that each GPU is to be near to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Near {
     /// An RDMA NIC.
@@ -86,7 +82,7 @@ pub enum Near {
     Cpu,
 }
 
-/// What kind of object asks for devices.
+/// The kind of object that requests devices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum ClaimKind {
     /// A ResourceClaim.
@@ -97,10 +93,6 @@ pub enum ClaimKind {
     Pod,
     /// A ResourceClaimTemplate, and a Deployment whose pods use it.
     Deployment,
-}
-
-fn group_sizes(text: &str) -> Result<GroupSizes, String> {
-    settings::group_sizes(settings::Given::Text(text))
 }
 
 fn memory(text: &str) -> Result<String, String> {

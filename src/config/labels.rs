@@ -1,12 +1,10 @@
-//! The options of `linkwise labels`, which stands for gpu-feature-discovery, and what they and the settings ask for.
+//! The options of `linkwise labels`, which replaces gpu-feature-discovery.
 //!
-//! Its flags with keys in the file are rows of the settings' table; here are those that have none.
-
-use std::path::PathBuf;
+//! Flags that have keys in the file are rows of the settings' table; the others are here.
 
 use clap::Args;
 
-use super::{ApiServerArgs, Flags, Interval, LogArgs, NodeArgs, NvmlArgs, Settings};
+use super::{ApiServerArgs, Flags, LogArgs, NodeArgs, NvmlArgs};
 
 /// `linkwise labels`.
 #[derive(Clone, Debug, Args)]
@@ -17,7 +15,7 @@ pub struct LabelsArgs {
     /// The machine; with --node, its labels are printed and nothing else happens.
     #[command(flatten)]
     pub node: NodeArgs,
-    /// How to reach the API server.
+    /// The API server, and the names of this node and pod.
     #[command(flatten)]
     pub api: ApiArgs,
     /// Deadlines and intervals.
@@ -28,7 +26,7 @@ pub struct LabelsArgs {
     pub log: LogArgs,
 }
 
-/// How to reach the API server, and who this node and pod are there. gpu-feature-discovery's flags and variables.
+/// The API server, and the names of this node and pod there: gpu-feature-discovery's flags and variables.
 #[derive(Clone, Debug, Args)]
 pub struct ApiArgs {
     /// The API server.
@@ -51,53 +49,44 @@ pub struct ApiArgs {
     pub pod_name: Option<String>,
 }
 
-/// What the settings ask for where labels are written.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Labels {
-    /// End after the labels are written once.
-    pub oneshot: bool,
-    /// Leave out `nvidia.com/gfd.timestamp`.
-    pub no_timestamp: bool,
-    /// How often the labels are checked against what was written.
-    pub interval: Interval,
-    /// The file that NFD reads; empty: standard output.
-    pub output_file: PathBuf,
-    /// The file with the machine's type.
-    pub machine_type_file: PathBuf,
-    /// `linkwise labels` writes a NodeFeature object instead of the file.
-    pub node_feature_api: bool,
-    /// `linkwise run` writes the file too.
-    pub file_from_run: bool,
-    /// Write `nvidia.com/gpu.clique`.
-    pub clique: bool,
-}
-
-impl Labels {
-    /// Takes them from the settings. `plan()` of these has what the labels say of resources.
-    pub fn of(settings: &Settings) -> Self {
-        Self {
-            oneshot: settings.gfd_oneshot.value,
-            no_timestamp: settings.gfd_no_timestamp.value,
-            interval: settings.gfd_sleep_interval.value,
-            output_file: settings.gfd_output_file.value.clone(),
-            machine_type_file: settings.gfd_machine_type_file.value.clone(),
-            node_feature_api: settings.use_node_feature_api.value,
-            file_from_run: settings.write_labels_file.value,
-            clique: settings.gpu_clique_label.value,
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
+    use std::path::PathBuf;
     use std::time::Duration;
 
     use clap::Parser;
 
-    use super::*;
-    use crate::config::{Cli, Command, Environment, settings};
+    use crate::config::{Cli, Command, Environment, Interval, Settings, settings};
 
-    /// What these words of the command line, this environment and this file ask for.
+    /// What the settings say about labels.
+    #[derive(Clone, Debug, PartialEq, Eq)]
+    struct Labels {
+        oneshot: bool,
+        no_timestamp: bool,
+        interval: Interval,
+        output_file: PathBuf,
+        machine_type_file: PathBuf,
+        node_feature_api: bool,
+        file_from_run: bool,
+        clique: bool,
+    }
+
+    impl Labels {
+        fn of(settings: &Settings) -> Self {
+            Self {
+                oneshot: settings.gfd_oneshot.value,
+                no_timestamp: settings.gfd_no_timestamp.value,
+                interval: settings.gfd_sleep_interval.value,
+                output_file: settings.gfd_output_file.value.clone(),
+                machine_type_file: settings.gfd_machine_type_file.value.clone(),
+                node_feature_api: settings.use_node_feature_api.value,
+                file_from_run: settings.write_labels_file.value,
+                clique: settings.gpu_clique_label.value,
+            }
+        }
+    }
+
+    /// The labels' settings from these words of the command line, this environment and this file.
     fn labels(args: &[&str], environment: &Environment, text: &str) -> Labels {
         let cli = Cli::try_parse_from(["linkwise", "labels"].iter().chain(args)).unwrap();
         let Command::Labels(args) = cli.command else { panic!("{cli:?}") };

@@ -5,8 +5,8 @@ use std::str::FromStr;
 use serde::Deserialize;
 use thiserror::Error;
 
-use crate::quote::quoted;
-use crate::state::GpuSelector;
+use linkwise_core::quote::quoted;
+use linkwise_core::state::GpuSelector;
 
 /// A GPU, or one slot of a shared GPU: `0`, `0::3`, `GPU-...`, `GPU-...::3`.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
@@ -26,7 +26,7 @@ enum Written {
     Text(String),
 }
 
-/// Why a text names no GPU.
+/// The reason why a text does not name a GPU.
 #[derive(Debug, Error)]
 #[error("{} is neither a GPU index nor a GPU UUID", quoted(.0))]
 pub struct GpuNameError(String);

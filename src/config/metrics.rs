@@ -1,26 +1,26 @@
 //! Metrics of the configuration. docs/metrics.md documents them.
 
+use linkwise_system::metrics::new;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
 
-/// Whether the configuration that was read last is in use.
+/// A metric that tells if the last configuration read is in use.
 #[derive(Clone, Debug, Default)]
 pub struct ConfigMetrics {
     valid: Gauge,
 }
 
 impl ConfigMetrics {
-    /// Makes and registers them. A process that starts, starts with a valid configuration.
+    /// Makes and registers the metric. A process starts with a valid configuration.
     pub fn register(registry: &mut Registry) -> Self {
-        let valid: Gauge = Gauge::default();
         let help = "1 while the configuration that was read last is the one that counts, 0 while it was refused and an \
                     older one counts";
-        registry.register("config_valid", help, valid.clone());
+        let valid: Gauge = new(registry, "config_valid", help);
         valid.set(1);
         Self { valid }
     }
 
-    /// The configuration was read again.
+    /// Records that the configuration was read again.
     pub fn config_valid(&self, valid: bool) {
         self.valid.set(i64::from(valid));
     }

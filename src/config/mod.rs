@@ -1,4 +1,4 @@
-//! The command line, the environment and the configuration file: the one place that reads them.
+//! The command line, the environment and the configuration file: only this module reads them.
 //!
 //! Owns the options, their names, defaults and help texts. Called by `main` and the composition roots, which build live
 //! objects from its plain data.
@@ -18,7 +18,6 @@ mod mps;
 mod nvml;
 mod program;
 pub mod settings;
-mod simulate;
 mod subcommands;
 mod top;
 mod wait;
@@ -26,16 +25,15 @@ mod watch;
 mod xids;
 
 use std::ffi::OsString;
-use std::net::SocketAddr;
 use std::path::PathBuf;
 
 use clap::builder::{FalseyValueParser, PossibleValuesParser, TypedValueParser};
 use clap::{Args, Parser, ValueEnum};
-use linkwise_kubelet_box::{Policy, Scope};
+use linkwise_system::log::LogFormat;
 
-use crate::allocation::AllocationPolicy;
-use crate::state::{GpuSelector, NumaHints};
-use crate::words::Words;
+use linkwise_core::allocation::AllocationPolicy;
+use linkwise_core::state::GpuSelector;
+use linkwise_core::words::Words;
 
 pub use admin::{AdminArgs, AdminOrder};
 pub use api_server::ApiServerArgs;
@@ -44,13 +42,12 @@ pub use config_manager::{ConfigDefaults, ConfigManagerArgs, ConfigManagerError, 
 pub use doctor::DoctorArgs;
 pub use documents::{CompletionsArgs, MACHINE_NAMES, ManArgs, Shell, completable, documented};
 pub use dra::{ClaimArgs, ClaimKind, DraArgs, ManifestFormat, Near};
-pub use labels::{ApiArgs, Labels, LabelsArgs};
+pub use labels::{ApiArgs, LabelsArgs};
 pub use list::UnitName;
 pub use metrics::ConfigMetrics;
 pub use mps::{INIT_FLAG, MpsCommand, MpsControlDaemonArgs, MpsRootArgs};
 pub use nvml::NvmlArgs;
 pub use settings::{Environment, Flags, Interval, Settings};
-pub use simulate::{ClusterArgs, CpuRequests, Door, MachineWeight, SimulateArgs, SimulatePolicy};
 pub use subcommands::Command;
 pub use top::TopArgs;
 pub use wait::WaitArgs;
@@ -69,9 +66,6 @@ pub struct Cli {
     pub command: Command,
 }
 
-/// The variable in which `linkwise` tells `linkwise-cluster` which program it was: the smaller one, for the agent.
-pub const AGENT_PROGRAM: &str = "LINKWISE_AGENT_PROGRAM";
-
 /// The default of [`HostArgs::nvml_memory_mib`]. Two agents that leak, one of which is to take over, fit with linkwise
 /// itself into 128 MiB, the container's limit in manifests and chart (docs/nvml.md has the sum).
 const AGENT_MEMORY_MIB: u64 = 48;
@@ -79,7 +73,7 @@ const AGENT_MEMORY_MIB: u64 = 48;
 /// The most that [`HostArgs::nvml_memory_mib`] can be, 1 TiB: no bound.
 const MOST_AGENT_MEMORY_MIB: u64 = 1 << 20;
 
-/// How to reach the driver and the host.
+/// The driver and the host.
 #[derive(Clone, Debug, Args)]
 pub struct HostArgs {
     /// The driver's NVML library, instead of libnvidia-ml.so.1 on the library path; or the root folder of a driver's
@@ -102,9 +96,6 @@ pub struct HostArgs {
     /// The kernel's /proc; its driver/nvidia-caps has the numbers of MIG devices' nodes
     #[arg(long, value_name = "PATH", env = "LINKWISE_PROCFS", default_value = "/proc", hide = true)]
     pub procfs: PathBuf,
-    /// The program whose process speaks to NVML; by default this one
-    #[arg(long, value_name = "PATH", env = AGENT_PROGRAM, hide = true)]
-    pub agent_program: Option<PathBuf>,
 }
 
 /// The log's levels and form.
@@ -114,20 +105,11 @@ pub struct LogArgs {
     #[arg(long, value_name = "FILTER", env = "LINKWISE_LOG", default_value = "info")]
     pub log: String,
     /// Form of the log lines
-    #[arg(long, value_name = "FORMAT", env = "LINKWISE_LOG_FORMAT", default_value = "text")]
+    #[arg(long, value_name = "FORMAT", env = "LINKWISE_LOG_FORMAT", default_value = "text", value_parser = word::<LogFormat>())]
     pub log_format: LogFormat,
 }
 
-/// The form of a log line.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum LogFormat {
-    /// For people.
-    Text,
-    /// One JSON object a line.
-    Json,
-}
-
-/// Whether what is printed has colours.
+/// The choice of colours in the output.
 #[derive(Clone, Copy, Debug, Args)]
 pub struct ColorArgs {
     /// No colours, also on a terminal
@@ -151,10 +133,10 @@ pub struct RunArgs {
     /// The node's name, for --write-labels-file and --dra-gpus
     #[arg(long, value_name = "NAME", env = "NODE_NAME")]
     pub node_name: Option<String>,
-    /// How to reach the API server, for --dra-gpus.
+    /// The API server, for --dra-gpus.
     #[command(flatten)]
     pub api: ApiServerArgs,
-    /// Beside another linkwise.
+    /// The behaviour beside another linkwise.
     #[command(flatten)]
     pub takeover: TakeoverArgs,
     /// The MPS root.
@@ -171,7 +153,7 @@ pub struct RunArgs {
     pub log: LogArgs,
 }
 
-/// What a process does that finds another linkwise on its node.
+/// The behaviour of a process that finds another linkwise on its node.
 #[derive(Clone, Debug, Args)]
 pub struct TakeoverArgs {
     /// Never take over from a linkwise that lives: stand by until it ends
@@ -180,48 +162,6 @@ pub struct TakeoverArgs {
     /// The UID of this process's pod, by which a container that starts again does not take over a second time
     #[arg(long, value_name = "UID", env = "LINKWISE_POD_UID", default_value = "")]
     pub pod_uid: String,
-}
-
-/// `linkwise demo`.
-#[derive(Clone, Debug, Args)]
-pub struct DemoArgs {
-    /// The machine: a built-in name (see `linkwise topology --list`), a node file, an NCCL topology dump
-    /// (NCCL_TOPO_DUMP_FILE) or a hwloc XML
-    #[arg(long, value_name = "NAME|FILE", default_value = "dgx-h100")]
-    pub machine: String,
-    /// GPUs go through DRA: pods have claims, which an API server and a model of kube-scheduler serve
-    #[arg(long, conflicts_with_all = ["topology_manager_policy", "scope", "numa_hints"])]
-    pub dra: bool,
-    /// The policy of the kubelet's Topology Manager
-    #[arg(long, value_name = "POLICY", default_value = "none", value_parser = one_of(&TOPOLOGY_MANAGER_POLICIES))]
-    pub topology_manager_policy: Policy,
-    /// The scope of the Topology Manager
-    #[arg(long, value_name = "SCOPE", default_value = "container", value_parser = one_of(&SCOPES))]
-    pub scope: Scope,
-    /// Which NUMA nodes devices report (see docs/topology-manager.md)
-    #[arg(
-        long,
-        value_name = "HINTS",
-        env = "LINKWISE_NUMA_HINTS",
-        default_value = "node",
-        value_parser = word::<NumaHints>()
-    )]
-    pub numa_hints: NumaHints,
-    /// Colours.
-    #[command(flatten)]
-    pub color: ColorArgs,
-    /// Keep serving after the script, until interrupted; prints the address of the node's page
-    #[arg(long)]
-    pub hold: bool,
-    /// Wait for Enter before each step, so that the node's page can be watched; prints its address
-    #[arg(long, conflicts_with = "dra")]
-    pub step: bool,
-    /// The address of the node's page, /metrics, /livez and /readyz; port 0 takes a free port
-    #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1:0")]
-    pub metrics_address: SocketAddr,
-    /// Log level; the demo prints to standard output, the log goes to standard error
-    #[arg(long, value_name = "FILTER", env = "LINKWISE_LOG", default_value = "error")]
-    pub log: String,
 }
 
 /// The machine of a command.
@@ -344,17 +284,6 @@ pub struct AgentArgs {
     pub command: String,
 }
 
-/// The kubelet's `--topology-manager-policy`.
-const TOPOLOGY_MANAGER_POLICIES: [(&str, Policy); 4] = [
-    ("none", Policy::None),
-    ("best-effort", Policy::BestEffort),
-    ("restricted", Policy::Restricted),
-    ("single-numa-node", Policy::SingleNumaNode),
-];
-
-/// The kubelet's `--topology-manager-scope`.
-const SCOPES: [(&str, Scope); 2] = [("container", Scope::Container), ("pod", Scope::Pod)];
-
 /// A parser for the words of an enum.
 fn word<T: Words + Send + Sync>() -> impl TypedValueParser<Value = T> {
     one_of(T::WORDS)
@@ -368,13 +297,13 @@ fn one_of<T: Copy + Send + Sync + 'static>(words: &'static [(&'static str, T)]) 
 }
 
 impl Cli {
-    /// Reads argv and the environment. Prints help, version or errors, and exits, where that is called for.
+    /// Reads argv and the environment. Prints help, version or errors, and exits, if that is requested or needed.
     pub fn read() -> Self {
         Self::parse_from(command_line())
     }
 }
 
-/// argv, the program first and then the subcommand, also where the program's name stands for it.
+/// Returns argv, the program first and then the subcommand, even if the program's name stands for it.
 pub fn command_line() -> impl Iterator<Item = OsString> {
     #[expect(clippy::disallowed_methods, reason = "this is the door that the ban points to")]
     let words = std::env::args_os();

@@ -6,7 +6,7 @@ use clap::{Args, Subcommand};
 
 use super::{Flags, HostArgs, LogArgs, NvmlArgs};
 
-/// Asks for [`MpsControlDaemonArgs::init`].
+/// The flag for [`MpsControlDaemonArgs::init`].
 pub const INIT_FLAG: &str = "--init";
 
 /// `linkwise mps-control-daemon`.

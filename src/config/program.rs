@@ -1,5 +1,5 @@
-//! The program's name: called by one of the NVIDIA plugin's commands, which have no subcommands, it runs the matching
-//! one.
+//! The program's name: under the name of one of the NVIDIA plugin's commands, which have no subcommands, linkwise runs
+//! the matching subcommand.
 
 use std::ffi::OsString;
 use std::path::Path;
@@ -8,7 +8,7 @@ use clap::{Arg, Args, Subcommand};
 
 use super::{Command, LabelsArgs};
 
-/// The programs of NVIDIA's image, each with the subcommand that it stands for.
+/// The programs of NVIDIA's image, each with the subcommand that replaces it.
 const PROGRAMS: [(&str, &str); 4] = [
     ("nvidia-device-plugin", "run"),
     ("gpu-feature-discovery", "labels"),
@@ -29,7 +29,7 @@ pub(super) fn words(words: impl IntoIterator<Item = OsString>) -> Vec<OsString> 
         Some("-V" | "--version") => None,
         Some("-h" | "--help") | None => program,
         Some(word) if word.starts_with('-') => Some(program.unwrap_or("run")),
-        // Other words are a subcommand, or one of the program's own, such as `mount-shm`.
+        // Any other word is a subcommand, or one of the program's own words, such as `mount-shm`.
         Some(word) => program.filter(|_| !Command::has_subcommand(word)),
     };
     if let Some(subcommand) = subcommand.filter(|_| !words.is_empty()) {
@@ -38,19 +38,19 @@ pub(super) fn words(words: impl IntoIterator<Item = OsString>) -> Vec<OsString> 
     words
 }
 
-/// Gives flags two dashes where they have one, as Go's programs accept them: `-mig-strategy=mixed`.
+/// Gives flags two dashes if they have one, as Go's programs accept them: `-mig-strategy=mixed`.
 fn double_dashes(words: &mut [OsString]) {
     fn flag(word: &OsString) -> Option<&str> {
         word.to_str()?.strip_prefix('-').filter(|flag| flag.len() > 1 && !flag.starts_with('-'))
     }
-    // The flags are made at each start of the subcommand, and no more often than that.
+    // The flags are built at each start of the subcommand; they are not built more often than that.
     if !words.iter().any(|word| flag(word).is_some()) {
         return;
     }
     let command = LabelsArgs::augment_args(clap::Command::new("labels"));
     let known = command.get_arguments().filter_map(Arg::get_long_and_visible_aliases).flatten();
     let known: Vec<&str> = known.chain(["help", "version"]).collect();
-    // Words after two dashes alone are no flags.
+    // Words after `--` are not flags.
     for word in words.iter_mut().take_while(|word| *word != "--") {
         let flag = flag(word).filter(|flag| flag.split('=').next().is_some_and(|name| known.contains(&name)));
         if let Some(double) = flag.map(|flag| format!("--{flag}")) {

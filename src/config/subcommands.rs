@@ -1,15 +1,14 @@
 //! The subcommands: their names, their lines in `--help`, and the arguments that each reads.
 //!
-//! Not derived: derived code builds the arguments of every subcommand at each start, and the plugin and the NVML agent
-//! would each keep that memory for good. Here only the arguments of the subcommand that is called are built.
+//! The enum is not derived: derived code builds the arguments of every subcommand at each start, and the plugin and the
+//! NVML agent would each keep that memory for good. Here only the arguments of the called subcommand are built.
 
 use clap::error::ErrorKind;
 use clap::{ArgMatches, Args, Error, FromArgMatches, Subcommand};
 
 use super::{
-    AdminArgs, AgentArgs, AllocateArgs, ClaimArgs, CompletionsArgs, ConfigArgs, ConfigManagerArgs, DemoArgs,
-    DoctorArgs, DraArgs, LabelsArgs, ManArgs, MpsControlDaemonArgs, RunArgs, SimulateArgs, SnapshotArgs, TopArgs,
-    TopologyArgs, WaitArgs,
+    AdminArgs, AgentArgs, AllocateArgs, ClaimArgs, CompletionsArgs, ConfigArgs, ConfigManagerArgs, DoctorArgs, DraArgs,
+    LabelsArgs, ManArgs, MpsControlDaemonArgs, RunArgs, SnapshotArgs, TopArgs, TopologyArgs, WaitArgs,
 };
 
 /// The subcommand that other subcommands start; `--help` does not list it.
@@ -63,10 +62,8 @@ macro_rules! subcommands {
 
 subcommands! {
     "run" => Run(Box<RunArgs>), "Serve this node's GPUs to its kubelet (the DaemonSet's command)";
-    "demo" => Demo(DemoArgs), "Show a whole node in one process: a simulated machine, a kubelet, pods that come and go";
     "topology" => Topology(TopologyArgs), "Show a machine: its tree, and its matrix as `nvidia-smi topo -m` prints it";
     "allocate" => Allocate(AllocateArgs), "Show which GPUs would be chosen on a machine, and why";
-    "simulate" => Simulate(SimulateArgs), "Replay jobs on a machine or a cluster, and show what each policy or door gives them";
     "snapshot" => Snapshot(SnapshotArgs),
         "Write this machine, as NVML and hwloc see it, as a node file that every --node takes";
     "doctor" => Doctor(DoctorArgs), "Check this node, and print what is wrong and how to repair it";
@@ -97,10 +94,8 @@ mod tests {
     fn subcommand_reads_its_own_arguments() {
         for (line, command) in [
             ("run --log warn", "Run("),
-            ("demo", "Demo("),
             ("topology --list", "Topology("),
             ("allocate --size 2", "Allocate("),
-            ("simulate --node dgx-h100 --trace jobs.csv", "Simulate("),
             ("snapshot", "Snapshot("),
             ("doctor", "Doctor("),
             ("labels --oneshot", "Labels("),

@@ -10,25 +10,26 @@ use std::time::Duration;
 use tokio::io::AsyncReadExt;
 
 use super::settings::{ConfigError, LONGEST_FILE, text_of};
-use crate::inotify::FolderWatch;
+use linkwise_system::inotify::FolderWatch;
 
-/// How often the file is read without a notification: it may be a link into a folder that is not watched.
+/// The time from one reading of the file to the next without a notification: it may be a link into a folder that is not
+/// watched.
 const POLL: Duration = Duration::from_secs(10);
 
-/// How long a new text has to stay the same. An editor that truncates the file before it writes would else switch
-/// linkwise to the defaults for a moment.
+/// The time for which a new text has to stay the same. Without it, an editor that truncates the file before it writes
+/// would switch linkwise to the defaults for a moment.
 const SETTLE: Duration = Duration::from_millis(100);
 
 /// A file and the text that was returned last.
 pub struct FileWatch {
     path: PathBuf,
-    /// `None` before the first reading, and where the file could not be read.
+    /// The text; `None` before the first reading, and if the file could not be read.
     text: Option<String>,
     folder: FolderWatch,
 }
 
 impl FileWatch {
-    /// Watches a file from now on. inotify is an optimisation: where it is unavailable, polling remains.
+    /// Watches a file from now on. inotify is an optimisation: if it is unavailable, polling remains.
     pub fn of(path: &Path) -> Self {
         let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
         Self { path: path.to_owned(), text: None, folder: FolderWatch::of(folder) }
@@ -40,7 +41,7 @@ impl FileWatch {
         self.returned(text)
     }
 
-    /// Waits until the file has another text than the one returned last, or became unreadable, and returns that text.
+    /// Waits until the file has another text than the one returned last, or becomes unreadable, and returns that text.
     pub async fn changed(&mut self) -> Result<String, ConfigError> {
         loop {
             let now = text(&self.path).await;
@@ -57,7 +58,7 @@ impl FileWatch {
 
     fn returned(&mut self, text: io::Result<String>) -> Result<String, ConfigError> {
         self.text = text.as_ref().ok().cloned();
-        text.map_err(|source| ConfigError::Unreadable { path: self.path.clone(), source })
+        text.map_err(|source| ConfigError::Unreadable(self.path.clone(), source))
     }
 }
 
@@ -102,7 +103,7 @@ mod tests {
         let mut watch = FileWatch::of(&path);
         assert!(watch.read().await.is_ok());
         fs::write(&path, "#".repeat((1 << 20) + 1)).unwrap();
-        let ConfigError::Unreadable { source, .. } = watch.changed().await.unwrap_err() else { panic!() };
+        let ConfigError::Unreadable(_, source) = watch.changed().await.unwrap_err() else { panic!() };
         assert_eq!(source.kind(), io::ErrorKind::FileTooLarge);
     }
 
@@ -113,7 +114,7 @@ mod tests {
         // Opening a pipe waits for a writer.
         assert!(std::process::Command::new("mkfifo").arg(&path).status().unwrap().success());
         let (done, others) = std::sync::mpsc::channel();
-        // On a thread of its own: a runtime that hangs would hang the test.
+        // This runs on a thread of its own: a runtime that hangs would hang the test.
         std::thread::spawn(move || {
             let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
             runtime.block_on(async {

@@ -2,7 +2,7 @@
 
 use clap::Args;
 
-use crate::state::{XidPolicy, XidSet};
+use linkwise_core::state::{XidPolicy, XidSet};
 
 /// The lists of XIDs; [`XidSet`] parses them.
 #[derive(Clone, Debug, Default, Args)]
@@ -25,7 +25,7 @@ impl XidArgs {
         }
     }
 
-    /// The items that are no XIDs, by variable.
+    /// The items that are not XIDs, by variable.
     pub fn passed_over(&self) -> impl Iterator<Item = (&'static str, String)> {
         let lists = [
             ("DP_DISABLE_HEALTHCHECKS", &self.disable_healthchecks),

@@ -2,12 +2,12 @@
 
 use std::collections::BTreeMap;
 
-use linkwise::machines;
-use linkwise::publish::RdmaNodes;
-use linkwise::publish::injection::{
+use linkwise_core::publish::RdmaNodes;
+use linkwise_core::publish::injection::{
     CdiOptions, ChosenDevice, DeviceIds, Granted, HostDevices, Injection, InjectionError, InjectionOptions, Mount,
 };
-use linkwise::state::{Event, NodeState, ResourceName};
+use linkwise_core::state::{Event, NodeState, ResourceName};
+use linkwise_host::machines;
 
 use super::snapshot;
 

@@ -5,7 +5,7 @@ use std::process::Command;
 
 use serde_json::{Value, json};
 
-use crate::helm::{Helm, POD, daemon_sets, list, object, repository};
+use crate::chart::helm::{Helm, POD, daemon_sets, list, object, repository};
 
 const NAME: &str = "nvdp-nvidia-device-plugin";
 

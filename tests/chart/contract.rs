@@ -5,9 +5,9 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use serde_json::Value;
 
-use crate::flat::{difference, lines};
-use crate::helm::{Helm, POD, containers, daemon_sets, list, object, repository, set};
-use crate::swap::{help, reads};
+use crate::chart::flat::{difference, lines};
+use crate::chart::helm::{Helm, POD, containers, daemon_sets, list, object, repository, set};
+use crate::chart::swap::{help, reads};
 
 const PLUGIN: &str = "nvdp-nvidia-device-plugin";
 const MPS: &str = "nvdp-nvidia-device-plugin-mps-control-daemon";

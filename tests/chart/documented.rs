@@ -5,7 +5,7 @@ use std::fs;
 
 use serde_json::Value;
 
-use crate::helm::repository;
+use crate::chart::helm::repository;
 
 /// The places of all values that have a name of their own in `values.yaml`.
 fn places(values: &Value, prefix: &str, places: &mut BTreeSet<String>) {
@@ -37,6 +37,13 @@ fn schema() -> Value {
 /// Read by the templates of NVIDIA's chart and missing in its values, or helm's own.
 const UNLISTED: [&str; 4] = ["global", "nfd.enabled", "noTimestamp", "sleepInterval"];
 
+/// Removed values, which the chart refuses with what to use instead.
+const REMOVED: &[&str] = &[
+    "dra.groups",
+    // Sets of GPUs as devices:
+    "dra.sets",
+];
+
 #[test]
 fn schema_has_the_values_and_no_more() {
     fn in_schema(schema: &Value, prefix: &str, found: &mut BTreeSet<String>) {
@@ -56,6 +63,7 @@ fn schema_has_the_values_and_no_more() {
     // Values of NFD's chart are free.
     listed.remove("nfd");
     listed.extend(UNLISTED.map(str::to_owned));
+    listed.extend(REMOVED.iter().map(|value| (*value).to_owned()));
     assert_eq!(found, listed);
 }
 

@@ -6,8 +6,8 @@ use std::path::PathBuf;
 
 use serde_json::Value;
 
-use crate::helm::repository;
-use crate::schema::{Expression, Metadata, Object, Operator, PodSpec, Quantity, Spec, Texts, VolcanoController};
+use crate::chart::helm::repository;
+use crate::chart::schema::{Expression, Metadata, Object, Operator, PodSpec, Quantity, Spec, Texts, VolcanoController};
 
 const GPU: &str = "nvidia.com/gpu";
 const FABRIC: &str = "linkwise.dev/nvlink-fabric";
@@ -155,7 +155,8 @@ fn object_holds(object: &Object, all: &[Object]) -> Result<(), String> {
             check(highest.is_none_or(|tier| tier == 1), "there is one tier")
         }
         Spec::RayCluster(ray) => {
-            let sizes = |g: &crate::schema::RayWorkers| g.min_replicas <= g.replicas && g.replicas <= g.max_replicas;
+            let sizes =
+                |g: &crate::chart::schema::RayWorkers| g.min_replicas <= g.replicas && g.replicas <= g.max_replicas;
             check(ray.worker_group_specs.iter().all(sizes), "replicas between minReplicas and maxReplicas")
         }
         Spec::PyTorchJob(job) => {
@@ -182,7 +183,7 @@ fn quantity_holds(quantity: &Quantity) -> Result<(), String> {
 }
 
 /// The GPUs of a container's limit.
-fn gpus(container: &crate::schema::Container) -> u64 {
+fn gpus(container: &crate::chart::schema::Container) -> u64 {
     let limits = container.resources.as_ref().and_then(|resources| resources.limits.as_ref());
     match limits.and_then(|limits| limits.get(GPU)) {
         Some(Quantity::Number(count)) => *count,

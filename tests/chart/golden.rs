@@ -3,8 +3,8 @@
 
 use insta::assert_snapshot;
 
-use crate::flat::{Lines, difference, lines};
-use crate::helm::{Helm, set};
+use crate::chart::flat::{Lines, difference, lines};
+use crate::chart::helm::{Helm, set};
 
 /// For each entry, values as `--set` takes them, the lines that these values change of what `base` gives.
 fn changes(helm: &Helm, base: &[&str], entries: &[&[&str]]) -> String {
@@ -104,7 +104,6 @@ fn programs_are_switched_on_and_off() {
         &[
             "dra.enabled=true",
             "dra.gpus={0,1}",
-            "dra.groups={2,8}",
             "dra.evictLost=true",
             "dra.dynamicMig=true",
             "dra.migRights=true",

@@ -4,7 +4,7 @@ use std::fs;
 
 use serde_json::Value;
 
-use crate::helm::{Helm, object, repository};
+use crate::chart::helm::{Helm, object, repository};
 
 fn text(file: &str) -> String {
     fs::read_to_string(repository("manifests/monitoring").join(file)).unwrap()

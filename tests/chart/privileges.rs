@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 
 use serde_json::{Value, json};
 
-use crate::helm::{Helm, POD, containers, daemon_sets, list};
+use crate::chart::helm::{Helm, POD, containers, daemon_sets, list};
 
 /// The MPS daemon mounts, sets compute modes and runs servers for other users.
 const PRIVILEGED: [&str; 2] = ["mps-control-daemon-mounts", "mps-control-daemon-ctr"];

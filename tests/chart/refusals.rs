@@ -1,6 +1,6 @@
 //! Values that the chart does not take: helm ends with the name of the value, and with what to do where that is not plain.
 
-use crate::helm::{Helm, set};
+use crate::chart::helm::{Helm, set};
 
 /// `helm template` with these values fails, and its message has all these words.
 fn refused(helm: &Helm, values: &[&str], words: &[&str]) {
@@ -65,6 +65,39 @@ fn mig_on_demand_without_its_rights_is_refused() {
         &["config.map.a=linkwise: {dra: {dynamicMig: true}}"],
     ] {
         assert!(!helm.objects(taken).is_empty());
+    }
+}
+
+#[test]
+fn removed_values_are_refused_with_what_to_use() {
+    let Some(helm) = Helm::found() else { return };
+    for (value, words) in [
+        ("dra.groups={2,6}", ["dra.groups:", "Leave it out", "linkwise claim --gpus N"]),
+        (
+            "config.map.a=linkwise: {dra: {groups: []}}",
+            ["config.map.a: linkwise.dra.groups:", "Leave it out", "--gpus N"],
+        ),
+        (
+            "config.map.a=linkwise: {dra: {driverName: x}}",
+            ["linkwise.dra.driverName:", "Leave it out", "use gpu.nvidia.com"],
+        ),
+        ("config.map.a=linkwise: {traces: {}}", ["config.map.a: linkwise.traces:", "Leave it out", "log"]),
+    ] {
+        refused(&helm, &[value], &words);
+    }
+    assert!(!helm.objects(&["dra.groups=null"]).is_empty());
+}
+
+#[test]
+fn sets_as_devices_are_refused_unless_off() {
+    let Some(helm) = Helm::found() else { return };
+    // Sets of GPUs as devices:
+    for value in ["dra.sets=auto", "dra.sets=on", "dra.sets=true"] {
+        refused(&helm, &[value], &["dra.sets", "nvidia.com/gpu", "docs/dra-pods.md", "linkwise claim --gpus 4"]);
+    }
+    // The old defaults, as `helm upgrade --reuse-values` brings them along.
+    for taken in ["dra.sets=off", "dra.sets=false", "dra.sets=null"] {
+        assert!(!helm.objects(&[taken]).is_empty());
     }
 }
 

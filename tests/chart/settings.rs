@@ -2,7 +2,7 @@
 
 use serde_json::Value;
 
-use crate::helm::{Helm, POD, containers, list, object, set};
+use crate::chart::helm::{Helm, POD, containers, list, object, set};
 use crate::node_settings::{GIVEN, SETTINGS, given};
 
 #[test]

@@ -3,7 +3,7 @@
 
 use serde_json::{Value, json};
 
-use crate::helm::{Helm, POD, containers, list, object, set};
+use crate::chart::helm::{Helm, POD, containers, list, object, set};
 
 const PLUGIN: &str = "nvdp-nvidia-device-plugin";
 

@@ -5,7 +5,7 @@ use std::fs;
 use std::os::unix::fs::symlink;
 use std::process::Command;
 
-use crate::helm::repository;
+use crate::chart::helm::repository;
 
 /// What the containers of NVIDIA's chart 0.20 start, with every variable that some value sets. Without those that the NVIDIA
 /// container runtime reads.

@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 
-use crate::{MACHINES, fed, json as run, linkwise, text, this_is};
+use crate::cli::{MACHINES, fed, json as run, linkwise, text, this_is};
 
 fn indices(answer: &Value) -> Vec<u64> {
     answer["devices"].as_array().unwrap().iter().map(|gpu| gpu["index"].as_u64().unwrap()).collect()

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use tempfile::TempDir;
 
-use crate::linkwise;
+use crate::cli::linkwise;
 
 /// The command's exit code and standard error; it prints nothing on standard output.
 fn refusal(args: &[&str]) -> (Option<i32>, String) {
@@ -29,7 +29,7 @@ fn refused(args: &[&str], named: &[&str]) {
 /// Commands that take a machine.
 fn with_machine(machine: &str) -> [Vec<&str>; 3] {
     let allocate = ["allocate", "--size", "1", "--node", machine];
-    [vec!["topology", "--node", machine], allocate.to_vec(), vec!["demo", "--machine", machine]]
+    [vec!["topology", "--node", machine], allocate.to_vec(), vec!["snapshot", "--node", machine]]
 }
 
 fn file(text: &[u8]) -> (TempDir, PathBuf) {

@@ -1,7 +1,7 @@
 //! The text that people read, as golden files in tests/snapshots. After an intended change, compare what
 //! `INSTA_UPDATE=always cargo test --test cli` writes.
 
-use crate::{MACHINES, linkwise, text};
+use crate::cli::{MACHINES, linkwise, text};
 
 /// Compares with tests/snapshots/NAME.snap.
 pub fn holds(name: &str, text: &str) {
@@ -31,15 +31,6 @@ fn topologies() {
         holds(&format!("topology-{machine}"), &text(&mut linkwise(&["topology", "--node", machine])));
     }
     holds("topology-list", &text(&mut linkwise(&["topology", "--list"])));
-}
-
-#[test]
-fn simulations() {
-    let trace = concat!(env!("CARGO_MANIFEST_DIR"), "/docs/traces/sample.csv");
-    for machine in ["dgx1-v100", "pcie-8x-pix-pairs"] {
-        let args = ["simulate", "--node", machine, "--trace", trace];
-        holds(&format!("simulate-{machine}"), &text(&mut linkwise(&args)));
-    }
 }
 
 #[test]

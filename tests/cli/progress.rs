@@ -2,8 +2,8 @@
 
 use std::os::unix::net::UnixListener;
 
-use crate::linkwise;
-use crate::pty::Terminal;
+use crate::cli::linkwise;
+use crate::cli::pty::Terminal;
 
 #[test]
 fn doctor_says_what_it_waits_for() {

@@ -9,9 +9,9 @@ use std::sync::{Arc, Mutex};
 
 use serde_json::{Value, json};
 
-use crate::golden::holds;
-use crate::pty::Terminal;
-use crate::{linkwise, text};
+use crate::cli::golden::holds;
+use crate::cli::pty::Terminal;
+use crate::cli::{linkwise, text};
 
 /// A linkwise that answers `GET /state`.
 struct Neighbour {
@@ -137,7 +137,8 @@ fn screen_follows_the_state_until_q() {
     assert!(terminal.screen.colors > 0);
     neighbour.state.lock().unwrap()["allocations"][0]["pod"] = json!("later");
     terminal.wait_for("team-a/later");
-    assert!(!terminal.screen.text().contains("train-0"));
+    // The terminal may have got a part of the new screen only.
+    terminal.wait("screen without the old pod", |screen| !screen.text().contains("train-0"));
     terminal.press("q");
     assert!(terminal.ends().success());
 }

@@ -3,10 +3,10 @@
 use std::io::{BufRead, BufReader, Read};
 use std::process::Stdio;
 
-use linkwise::machines;
+use linkwise_host::machines;
 use serde_json::Value;
 
-use crate::{MACHINES, json, linkwise, text, this_is};
+use crate::cli::{MACHINES, json, linkwise, text, this_is};
 
 fn list(value: &Value) -> &[Value] {
     value.as_array().unwrap()
@@ -97,7 +97,7 @@ fn json_bandwidths_match_the_table() {
 
 #[test]
 fn node_file_equals_built_in_name() {
-    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/src/machines/dgx1-v100.yaml");
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/crates/host/src/machines/dgx1-v100.yaml");
     for format in ["text", "json"] {
         let by_name = text(&mut linkwise(&["topology", "--node", "dgx1-v100", "--format", format]));
         assert_eq!(text(&mut linkwise(&["topology", "--node", path, "--format", format])), by_name);

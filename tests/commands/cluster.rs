@@ -5,11 +5,11 @@ use std::collections::BTreeSet;
 
 use serde_json::{Value, json};
 
-use crate::helm::{Helm, list, repository};
-use crate::kustomize::rendered;
-use crate::page::Typed;
-use crate::shell::{is_placeholder, options};
-use crate::typed::folder;
+use crate::commands::helm::{Helm, list, repository};
+use crate::commands::kustomize::rendered;
+use crate::commands::page::Typed;
+use crate::commands::shell::{is_placeholder, options};
+use crate::commands::typed::folder;
 
 const NAMESPACE: [&str; 2] = ["-n", "--namespace"];
 

@@ -4,9 +4,9 @@ use std::fs;
 use std::path::Path;
 use std::process::Command;
 
-use crate::cluster::wrong_names;
-use crate::helm::{Helm, repository};
-use crate::page::commands;
+use crate::commands::cluster::wrong_names;
+use crate::commands::helm::{Helm, repository};
+use crate::commands::page::commands;
 
 /// A copy of the chart in which the notes are an object: `helm template` leaves them out.
 fn with_notes() -> tempfile::TempDir {

@@ -5,8 +5,8 @@
 
 use std::path::Path;
 
-use crate::helm::repository;
-use crate::shell::{is_command, pipeline};
+use crate::commands::helm::repository;
+use crate::commands::shell::{is_command, pipeline};
 
 /// It has a picture with commands in two columns.
 const PICTURED: &str = "docs/mps.md";
@@ -125,7 +125,7 @@ pub fn commands(page: &str, text: &str) -> Vec<Typed> {
                 assert!(
                     command(line),
                     "{place}: neither a command of {:?} nor a comment: {line}",
-                    crate::shell::PROGRAMS
+                    crate::commands::shell::PROGRAMS
                 );
                 let (text, mark) = (typed.to_owned(), marked.clone());
                 all.push(Typed { place, text, mark, prints: None, block });

@@ -3,9 +3,9 @@
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
 
-use crate::helm::repository;
-use crate::page::Typed;
-use crate::shell::{options, without_variables};
+use crate::commands::helm::repository;
+use crate::commands::page::Typed;
+use crate::commands::shell::{options, without_variables};
 
 /// Longer than any of them takes; a page marks those that take minutes.
 const SECONDS: &str = "120";
@@ -17,8 +17,8 @@ const FILES: [(&str, &str); 9] = [
     ("shared.yaml", "tests/configs/nvidia/time-slicing.yaml"),
     ("nvidia.yaml", "tests/configs/nvidia/time-slicing.yaml"),
     ("values.yaml", "tests/chart/nvidia-values.yaml"),
-    ("node.yaml", "src/machines/dgx-a100.yaml"),
-    ("mine.yaml", "src/machines/dgx-a100.yaml"),
+    ("node.yaml", "crates/host/src/machines/dgx-a100.yaml"),
+    ("mine.yaml", "crates/host/src/machines/dgx-a100.yaml"),
     ("jobs.csv", "docs/traces/sample.csv"),
     ("trace.csv", "docs/traces/sample.csv"),
 ];
@@ -35,12 +35,16 @@ pub fn folder() -> tempfile::TempDir {
 /// The program with these words.
 pub fn linkwise(words: &[String], folder: &Path) -> Output {
     let given = without_variables(words);
-    assert_eq!(given[0], "linkwise", "{words:?}");
+    let program = match given[0].as_str() {
+        "linkwise" => env!("CARGO_BIN_EXE_linkwise").into(),
+        "linkwise-lab" => lab(),
+        other => panic!("{other} is no program of ours: {words:?}"),
+    };
     let mut command = Command::new("timeout");
-    command.env_clear().args([SECONDS, env!("CARGO_BIN_EXE_linkwise")]).args(&given[1..]);
+    command.env_clear().arg(SECONDS).arg(program).args(&given[1..]);
     let variables = words[..words.len() - given.len()].iter().filter_map(|word| word.split_once('='));
     command.envs(variables).env("PATH", "/usr/bin:/bin");
-    command.env("FAKE_NVML_MACHINE", repository("src/machines/dgx1-v100.yaml"));
+    command.env("FAKE_NVML_MACHINE", repository("crates/host/src/machines/dgx1-v100.yaml"));
     command.env("LINKWISE_NVML_LIBRARY", fake_nvml::library_path()).env("HWLOC_SYNTHETIC", "pack:2 numa:1 pu:2");
     command.current_dir(folder).stdin(Stdio::null()).output().unwrap()
 }
@@ -48,10 +52,10 @@ pub fn linkwise(words: &[String], folder: &Path) -> Output {
 /// Runs a command, and holds what it prints against the page.
 pub fn run(typed: &Typed) {
     let words = &typed.parts()[0];
-    if needs_the_other_program(words) && !other_program().is_file() {
+    if without_variables(words)[0] == "linkwise-lab" && !lab().is_file() {
         use std::io::Write as _;
         // `cargo test --workspace` builds it.
-        let _ = writeln!(std::io::stderr(), "skipped: no linkwise-cluster here: {}", typed.text);
+        let _ = writeln!(std::io::stderr(), "skipped: no linkwise-lab here: {}", typed.text);
         return;
     }
     let folder = folder();
@@ -69,21 +73,20 @@ pub fn run(typed: &Typed) {
 
 /// Whether the program understands the first words, options aside.
 pub fn is_known(words: &[String]) -> bool {
+    if words[0] == "linkwise-lab" && !lab().is_file() {
+        return true;
+    }
     let names = words[1..].iter().take_while(|word| word.bytes().all(|byte| byte.is_ascii_lowercase() || byte == b'-'));
     let names: Vec<String> = names.take_while(|word| !word.starts_with('-')).take(2).cloned().collect();
     let subcommand = |names: &[String]| {
-        let words = [&["linkwise".to_owned()], names, &["--help".to_owned()]].concat();
+        let words = [&[words[0].clone()], names, &["--help".to_owned()]].concat();
         linkwise(&words, Path::new("/")).status.success()
     };
     // The second word may be a value.
     subcommand(&names) || (!names.is_empty() && subcommand(&names[..1]))
 }
 
-fn other_program() -> std::path::PathBuf {
-    Path::new(env!("CARGO_BIN_EXE_linkwise")).with_file_name("linkwise-cluster")
-}
-
-fn needs_the_other_program(words: &[String]) -> bool {
-    let has = |word: &str| words.iter().any(|given| given == word);
-    has("completions") || has("man") || has("--nodes") || (has("demo") && has("--dra"))
+/// The laboratory's program, built beside ours.
+pub fn lab() -> std::path::PathBuf {
+    Path::new(env!("CARGO_BIN_EXE_linkwise")).with_file_name("linkwise-lab")
 }

@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::process::Command;
 
-use linkwise::machines;
+use linkwise_host::machines;
 use serde_json::Value;
 
 use super::golden::{holds, linkwise};
@@ -125,7 +125,6 @@ fn claims_are_printed_as_documented() {
         ("strict-deployment", &["--gpus", "8", "--strict", "--node", "nvlink-bridge-pairs", "--kind", "deployment"]),
         ("share-beside-nic", &["--shares", "2", "--memory", "40Gi", "--near", "nic"]),
         ("cpus", &["--near", "cpu", "--gpus", "2"]),
-        ("groups-of-six", &["--gpus", "5", "--dra-groups", "2,6"]),
         ("mig-pod", &["--mig", "1g.10gb", "--kind", "pod", "--name", "small"]),
     ] {
         holds(&format!("claim-{name}"), &linkwise(&[&["claim"], args].concat()));
@@ -150,9 +149,6 @@ fn impossible_claims_are_refused_by_name() {
         (&["--shares", "2", "--strict"], "--strict"),
         (&["--memory", "20Gb"], "'20Gb' for '--memory"),
         (&["--memory", "0"], "a quantity above 0, such as 20Gi"),
-        (&["--gpus", "2", "--dra-groups", "2,x"], "a whole number from 2 to 32, found 'x'"),
-        (&["--gpus", "2", "--dra-groups", "1"], "a whole number from 2 to 32, found '1'"),
-        (&["--gpus", "2", "--dra-groups", "2,3,4,5,6"], "5 sizes of groups: at most 4"),
         (&["--mig", "1g.10gb", "--near", "nic"], "--near"),
         (&["--name", "A_B"], "'A_B' for '--name"),
         (&["--gpus", "2", "--node", "no-such-machine"], "no machine is called 'no-such-machine'"),

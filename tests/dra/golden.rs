@@ -4,10 +4,10 @@ use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::process::Command;
 
-use linkwise::machines;
-use linkwise::publish::dra::slice::Pool;
-use linkwise::publish::dra::{Attribute, SliceDevice};
-use linkwise::topology::{MigDeviceObservation, MigEngines, MigObservation, MigPlacement, NodeObservation};
+use linkwise_core::publish::dra::slice::Pool;
+use linkwise_core::publish::dra::{Attribute, SliceDevice};
+use linkwise_core::topology::{MigDeviceObservation, MigEngines, MigObservation, MigPlacement, NodeObservation};
+use linkwise_host::machines;
 
 use super::checker::check;
 use super::limits::published;
@@ -31,7 +31,6 @@ pub fn holds(name: &str, text: &str) {
 fn values(device: &SliceDevice) -> BTreeMap<String, String> {
     let value = |attribute: &Attribute| match attribute {
         Attribute::Int(number) => number.to_string(),
-        Attribute::Bool(value) => value.to_string(),
         Attribute::String(text) => format!("\"{text}\""),
         Attribute::Version(version) => format!("v{version}"),
     };
@@ -99,20 +98,19 @@ fn built_in_machines_keep_their_slices() {
 fn command_prints_what_the_machine_publishes() {
     holds("dra-command-workstation-a6000", &linkwise(&["dra", "--node", "workstation-a6000", "--format", "yaml"]));
     for machine in machines::built_in() {
-        let args =
-            ["dra", "--node", machine.name, "--node-name", "gpu-1.example.org", "--dra-driver-name", "gpu.example.org"];
+        let args = ["dra", "--node", machine.name, "--node-name", "gpu-1.example.org"];
         let list: serde_json::Value = serde_json::from_str(&linkwise(&args)).unwrap();
         assert_eq!((&list["apiVersion"], &list["kind"]), (&"v1".into(), &"List".into()));
         let items = list["items"].as_array().unwrap();
         let specs: Vec<_> = items.iter().map(|item| item["spec"].clone()).collect();
         check(&specs);
         let devices = published(&machines::load(machine.name).unwrap().observed, &[]);
-        let pool = Pool::new("gpu.example.org", "gpu-1.example.org", devices);
+        let pool = Pool::new("gpu-1.example.org", devices);
         assert_eq!(serde_json::to_value(pool.slices(1)).unwrap(), serde_json::Value::Array(specs), "{}", machine.name);
         for (item, number) in items.iter().zip(0..) {
             assert_eq!(item["apiVersion"], "resource.k8s.io/v1");
             assert_eq!(item["kind"], "ResourceSlice");
-            let name = format!("{number:05}-gpu.example.org-gpu-1.example.org-slice");
+            let name = format!("{number:05}-gpu.nvidia.com-gpu-1.example.org-slice");
             assert_eq!(item["metadata"], serde_json::json!({"name": name}));
         }
         let yaml = linkwise(&[args.as_slice(), &["--format", "yaml"]].concat());

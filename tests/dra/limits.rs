@@ -2,17 +2,17 @@
 
 use std::collections::BTreeSet;
 
-use linkwise::allocation::AllocationTables;
-use linkwise::machines;
-use linkwise::publish::dra::slice::Pool;
-use linkwise::publish::dra::{
-    DraFacts, DraSettings, GpuLayout, GroupSizes, SliceDevice, device_name, devices, hardware_of, offered,
+use linkwise_core::allocation::AllocationTables;
+use linkwise_core::publish::dra::slice::Pool;
+use linkwise_core::publish::dra::{
+    DraFacts, DraSettings, GpuLayout, SliceDevice, device_name, devices, hardware_of, offered,
 };
-use linkwise::state::{DraGpus, DriverVersions, ResourcePlan, UnhealthyReason};
-use linkwise::topology::{
+use linkwise_core::state::{DraGpus, DriverVersions, ResourcePlan, UnhealthyReason};
+use linkwise_core::topology::{
     AddressingMode, CudaVersion, FabricObservation, MigDeviceObservation, MigEngines, MigObservation, MigPlacement,
     NodeObservation, NodeTopology,
 };
+use linkwise_host::machines;
 use proptest::prelude::*;
 
 use super::checker::check;
@@ -22,7 +22,7 @@ use crate::random_node;
 pub fn published(observed: &NodeObservation, reasons: &[UnhealthyReason]) -> Vec<SliceDevice> {
     let (topology, _) = NodeTopology::assemble(observed);
     let gpus = offered(&topology, &ResourcePlan { dra: DraGpus::All, ..ResourcePlan::default() });
-    let layout = GpuLayout::of(&AllocationTables::new(topology.clone().into()), gpus, &GroupSizes::default());
+    let layout = GpuLayout::of(&AllocationTables::new(topology.clone().into()), gpus);
     let versions = DriverVersions::of(observed);
     let mut facts = DraFacts::of_machine(&topology, &versions, gpus, &layout);
     facts.settings = DraSettings { evict_from_lost: true, ..DraSettings::default() };
@@ -74,7 +74,7 @@ pub fn cut(mut observed: NodeObservation, devices: u32) -> NodeObservation {
 
 /// The specifications of the slices, checked.
 fn slices(devices: Vec<SliceDevice>) -> Vec<serde_json::Value> {
-    let pool = Pool::new("gpu.nvidia.com", "node-1.example.org", devices);
+    let pool = Pool::new("node-1.example.org", devices);
     let slices: Vec<_> = pool.slices(7).iter().map(|slice| serde_json::to_value(slice).unwrap()).collect();
     check(&slices);
     slices
@@ -102,6 +102,17 @@ fn every_machine_is_within_the_limits() {
                 assert_eq!(devices.iter().all(|device| device.taints.len() == 3), !reasons.is_empty());
                 slices(devices);
             }
+        }
+    }
+}
+
+#[test]
+fn slices_of_eight_gpus_are_small() {
+    for machine in machines::built_in() {
+        let observed = rich(machines::load(machine.name).unwrap().observed);
+        if observed.gpus.len() <= 8 {
+            let size: usize = slices(published(&observed, &[])).iter().map(|slice| slice.to_string().len()).sum();
+            assert!(size <= 20_000, "{}: {size} bytes", machine.name);
         }
     }
 }

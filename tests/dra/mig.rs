@@ -2,16 +2,16 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use linkwise::allocation::AllocationTables;
-use linkwise::machines;
-use linkwise::publish::dra::{DraFacts, GpuLayout, GroupSizes, SliceDevice, devices, mig_counters, offered};
-use linkwise::state::{DraGpus, DriverVersions, ResourcePlan, UnhealthyReason};
-use linkwise::topology::{
+use linkwise_core::allocation::AllocationTables;
+use linkwise_core::publish::dra::{DraFacts, GpuLayout, SliceDevice, devices, mig_counters, offered};
+use linkwise_core::state::{DraGpus, DriverVersions, ResourcePlan, UnhealthyReason};
+use linkwise_core::topology::{
     MigDeviceObservation, MigEngines, MigExtension, MigPlacement, NodeObservation, NodeTopology, hardware_of,
 };
+use linkwise_host::machines;
 
 /// GPU 0 in MIG mode without instances, GPU 1 whole.
-const MACHINE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fake-nvml/machines/mig-on-demand.yaml");
+const MACHINE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/lab/fake-nvml/machines/mig-on-demand.yaml");
 
 /// 2g.20gb from memory slice 2.
 const DEVICE: &str = "gpu-0-mig-2g20gb-14-2";
@@ -48,7 +48,7 @@ fn published(
 ) -> (BTreeMap<String, SliceDevice>, BTreeMap<String, String>) {
     let (topology, _) = NodeTopology::assemble(observed);
     let gpus = offered(&topology, &ResourcePlan { dra: DraGpus::All, ..ResourcePlan::default() });
-    let layout = GpuLayout::of(&AllocationTables::new(topology.clone().into()), gpus, &GroupSizes::default());
+    let layout = GpuLayout::of(&AllocationTables::new(topology.clone().into()), gpus);
     let versions = DriverVersions::of(observed);
     let mut facts = DraFacts::of_machine(&topology, &versions, gpus, &layout);
     facts.settings.dynamic_mig = true;

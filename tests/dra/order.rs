@@ -3,12 +3,12 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use linkwise::allocation::{
+use linkwise_core::allocation::{
     AllocationPolicy, AllocationRequest, AllocationTables, DeviceId, GpuSet, preferred_allocation,
 };
-use linkwise::machines;
-use linkwise::publish::dra::{GpuLayout, GroupSizes};
-use linkwise::topology::NodeTopology;
+use linkwise_core::publish::dra::{GpuLayout, GroupSize};
+use linkwise_core::topology::NodeTopology;
+use linkwise_host::machines;
 
 /// What each set of a size carries, by the report of a choice that has nothing else to choose.
 fn collectives(tables: &AllocationTables, size: usize) -> BTreeMap<u64, u64> {
@@ -41,7 +41,7 @@ fn order_is_never_worse_than_bus_order() {
     for machine in machines::built_in() {
         let tables = tables(machine.name);
         let gpus = tables.topology().gpus().len();
-        let layout = GpuLayout::of(&tables, (0..gpus).collect(), &GroupSizes::default());
+        let layout = GpuLayout::of(&tables, (0..gpus).collect());
         let by_address: Vec<usize> = (0..gpus).collect();
         let mut sorted = layout.order.clone();
         sorted.sort_unstable();
@@ -72,10 +72,10 @@ fn groups_find_what_is_best_of_what_is_free() {
     ] {
         let tables = tables(machine);
         let gpus = tables.topology().gpus().len();
-        let layout = GpuLayout::of(&tables, (0..gpus).collect(), &GroupSizes::default());
+        let layout = GpuLayout::of(&tables, (0..gpus).collect());
         for size in [2, 4] {
             let carries = collectives(&tables, size);
-            let group = GroupSizes::default().holding(size).unwrap();
+            let group = GroupSize::holding(size).unwrap();
             let mut families = Vec::new();
             for name in group.names() {
                 families.extend(layout.families.iter().find(|family| family.name == name));

@@ -3,12 +3,12 @@
 use std::collections::BTreeMap;
 use std::process::Command;
 
-use linkwise::allocation::AllocationTables;
-use linkwise::machines;
-use linkwise::publish::dra::slice::Pool;
-use linkwise::publish::dra::{Capacity, DraFacts, GpuLayout, GroupSizes, SliceDevice, devices, offered};
-use linkwise::state::{DraGpus, DriverVersions, GpuShares, ResourcePlan};
-use linkwise::topology::{GpuUuid, NodeObservation, NodeTopology};
+use linkwise_core::allocation::AllocationTables;
+use linkwise_core::publish::dra::slice::Pool;
+use linkwise_core::publish::dra::{Capacity, DraFacts, GpuLayout, SliceDevice, devices, offered};
+use linkwise_core::state::{DraGpus, DriverVersions, GpuShares, ResourcePlan};
+use linkwise_core::topology::{GpuUuid, NodeObservation, NodeTopology};
+use linkwise_host::machines;
 
 use super::checker::check;
 use super::golden::{holds, linkwise};
@@ -22,7 +22,7 @@ fn published(observed: &NodeObservation, shared: &[u32], shares: GpuShares) -> V
     let map: BTreeMap<GpuUuid, GpuShares> =
         topology.gpus().iter().filter(|gpu| is_shared(gpu.index)).map(|gpu| (gpu.uuid.clone(), shares)).collect();
     let whole = gpus.places().filter(|place| !is_shared(topology.gpus()[*place].index)).collect();
-    let layout = GpuLayout::of(&AllocationTables::new(topology.clone().into()), whole, &GroupSizes::default());
+    let layout = GpuLayout::of(&AllocationTables::new(topology.clone().into()), whole);
     let versions = DriverVersions::of(observed);
     devices(&DraFacts::of_machine(&topology, &versions, gpus, &layout).shared(&map)).0
 }
@@ -40,7 +40,7 @@ fn shared_gpus_keep_to_the_limits_on_every_machine() {
             for one_each in [false, true] {
                 let devices = published(&observed, &all, GpuShares { shares, one_each });
                 assert_eq!(devices.len(), all.len(), "{}", machine.name);
-                let slices = Pool::new("gpu.nvidia.com", "node", devices).slices(1);
+                let slices = Pool::new("node", devices).slices(1);
                 check(&slices.iter().map(|slice| serde_json::to_value(slice).unwrap()).collect::<Vec<_>>());
             }
         }

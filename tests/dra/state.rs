@@ -1,12 +1,14 @@
 //! Taints from the state machine: set by a fault, gone with it.
 
-use linkwise::publish::dra::{
-    DraFacts, DraSettings, GroupSizes, LayoutCache, SliceDevice, Taint, TaintEffect, devices, offered_now,
+use linkwise_core::publish::dra::{
+    DraFacts, DraSettings, LayoutCache, SliceDevice, Taint, TaintEffect, devices, offered_now,
 };
-use linkwise::state::{
-    ClaimedDevice, DraGpus, Event, Holdings, MigInstance, NodeState, NumaHints, PreparedClaim, ResourcePlan, Timestamp,
+use linkwise_core::state::{
+    ClaimedDevice, DRA_GRACE, Door, DraGpus, Event, Holdings, MigInstance, NodeState, NumaHints, PreparedClaim,
+    ResourcePlan, Timestamp,
 };
-use linkwise::{machines, topology::NodeObservation};
+use linkwise_core::topology::NodeObservation;
+use linkwise_host::machines;
 
 const NOW: Timestamp = Timestamp::from_secs(1_000);
 const DRIVER: &str = "gpu.nvidia.com";
@@ -35,8 +37,8 @@ impl Node {
     }
 
     fn devices(&mut self) -> Vec<SliceDevice> {
-        let layout = self.layouts.layout(self.state.tables(), offered_now(&self.state), &GroupSizes::default(), 0);
-        devices(&DraFacts::of_state(&self.state, DRIVER, &layout, self.settings)).0
+        let layout = self.layouts.layout(self.state.tables(), offered_now(&self.state));
+        devices(&DraFacts::of_state(&self.state, &layout, self.settings)).0
     }
 
     fn taints(&mut self, name: &str) -> Option<Vec<Taint>> {
@@ -67,9 +69,9 @@ fn fault_taints_the_gpu_until_it_is_cleared() {
     node.apply(Event::Xid { gpu: gpu.clone(), code: 79, instance: None });
     assert_eq!(node.taints("gpu-3"), Some(taint("gpu.nvidia.com/xid", "79", TaintEffect::NoSchedule)));
     assert_eq!(node.devices().iter().filter(|device| !device.taints.is_empty()).count(), 1);
-    node.apply(Event::Cleared { gpu: gpu.clone() });
+    node.apply(Event::Cleared(gpu.clone()));
     assert_eq!(node.taints("gpu-3"), Some(Vec::new()));
-    node.apply(Event::DoubleBitEcc { gpu });
+    node.apply(Event::DoubleBitEcc(gpu));
     assert_eq!(node.taints("gpu-3"), Some(taint("linkwise.dev/unhealthy", "double_bit_ecc", TaintEffect::NoSchedule)));
 }
 
@@ -85,7 +87,7 @@ fn sick_gpu_is_left_out_where_taints_are_dropped() {
     assert_eq!((node.devices().len(), node.taints("gpu-3")), (8, Some(Vec::new())), "a claim has it");
     node.apply(Event::Holders(Some(Holdings::default())));
     assert_eq!(node.devices().len(), 7);
-    node.apply(Event::Cleared { gpu });
+    node.apply(Event::Cleared(gpu));
     assert_eq!(node.devices().len(), 8);
 }
 
@@ -166,4 +168,30 @@ fn gpu_that_leaves_dra_is_tainted_until_it_has_left() {
     let leaves = taint("linkwise.dev/unhealthy", "withdrawn", TaintEffect::NoSchedule);
     assert!(node.devices().iter().all(|device| device.taints == leaves));
     assert_eq!(node.devices().len(), 8);
+}
+
+/// A claim that was prepared while sets of GPUs were devices has one until its pod ends.
+#[test]
+fn gpus_of_a_claimed_set_stay_with_dra_unpublished() {
+    let observed = dgx();
+    let (gpus, set) = ([4, 7].map(|gpu: usize| observed.gpus[gpu].uuid.clone()), "gpus-2-4-7");
+    let prepared = PreparedClaim { gpus: gpus.clone().into(), devices: [set.to_owned()].into(), ..Default::default() };
+    let (claim, driver, cdi_names) = ("default/a".to_owned(), DRIVER.to_owned(), gpus.iter().map(ToString::to_string));
+    let listed =
+        ClaimedDevice { claim, driver, device: set.to_owned(), cdi_names: cdi_names.collect(), ..Default::default() };
+    let listed = Holdings { claims: [listed].into(), ..Holdings::default() };
+    // By its checkpoint alone, and by the kubelet's list alone.
+    for (prepared, listed) in [(vec![prepared], Holdings::default()), (Vec::new(), listed)] {
+        let mut node = Node::new(observed.clone());
+        node.apply(Event::Prepared(prepared));
+        node.apply(Event::Holders(Some(listed.clone())));
+        let names: Vec<String> = node.devices().into_iter().map(|device| device.name).collect();
+        assert_eq!(names.len(), 6);
+        assert!(!names.iter().any(|name| ["gpu-4", "gpu-7"].contains(&name.as_str())), "{names:?}");
+        node.apply(Event::Planned(Box::default()));
+        let lists = [listed.clone(), listed].map(|listed| Event::Holders(Some(listed)));
+        let left = lists.into_iter().fold(node.state, |state, event| state.apply(event, NOW + DRA_GRACE).0);
+        let with_dra = left.topology().gpus().iter().filter(|gpu| left.door(&gpu.uuid).is_some_and(Door::is_dra));
+        assert_eq!(with_dra.map(|gpu| gpu.uuid.clone()).collect::<Vec<_>>(), gpus);
+    }
 }

@@ -3,8 +3,8 @@
 use std::fs;
 use std::time::Duration;
 
-use linkwise::dra::Occurrence;
-use linkwise::state::{ClaimedDevice, DraGpus, Event, GpuSelector, Holdings, NodeState};
+use linkwise_core::state::{ClaimedDevice, DraGpus, Event, GpuSelector, Holdings, NodeState};
+use linkwise_kubelet::dra::Occurrence;
 use linkwise_kubelet_box::dra::DraError;
 
 use super::node::{Answer, LIMIT, Node, claim, configured, connected, end, name, refusal, start, state};
@@ -253,6 +253,27 @@ async fn missing_cdi_names_are_waited_for_and_then_named() {
     let error = refusal(&kubelet, &name("a")).await;
     assert!(error.starts_with("no CDI spec in "), "{error}");
     assert_eq!(node.checkpoints(), ["a.json"], "its pod may run");
+}
+
+#[tokio::test]
+async fn missing_spec_is_written_for_the_claim_that_waits() {
+    let mut node = Node::new();
+    // The kubelet's time, not the specs', ends a claim that misses the write.
+    node.settings.specs_timeout = LIMIT;
+    node.start();
+    let kubelet = node.kubelet().await;
+    fs::remove_file(node.gpu_spec()).unwrap();
+    let claim = node.claim("a", &[("gpus", "gpu-0")]);
+    let writer = async {
+        node.settings.specs.repair.notified().await;
+        // Written, and not yet with this GPU in it: the claim waits on.
+        fs::write(node.gpu_spec(), "{}").unwrap();
+        node.generation.send_modify(|generation| *generation += 1);
+        node.write_specs();
+    };
+    let (started, written) = tokio::join!(start(&kubelet, &claim), tokio::time::timeout(LIMIT, writer));
+    written.expect("the claim asks for its spec");
+    assert_eq!(started.unwrap(), [node.gpu(0)]);
 }
 
 #[tokio::test]

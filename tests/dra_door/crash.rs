@@ -7,9 +7,9 @@ use std::fs;
 use std::sync::Arc;
 use std::time::Duration;
 
-use linkwise::state::{ClaimedDevice, Event, Holdings, NodeState};
+use linkwise_core::state::{ClaimedDevice, Event, Holdings, NodeState};
 
-use super::node::{Answer, LIMIT, Node, connected, end, refusal, start};
+use super::node::{Answer, DRIVER, LIMIT, Node, connected, end, refusal, start};
 
 /// What a killed plugin leaves of the claim `a`.
 #[derive(Clone, Copy, Debug)]
@@ -306,4 +306,38 @@ async fn plugin_killed_while_names_are_missing_keeps_the_claim() {
     let error = tokio::time::timeout(LIMIT, again).await.unwrap();
     assert!(error.contains("is prepared for the claim ml/claim-a (UID a)"), "{error}");
     assert_eq!(start(&kubelet, &claim).await.unwrap(), [node.gpu(0)]);
+}
+
+/// Checkpoints of when sets of GPUs were devices name the set for each of its GPUs.
+#[tokio::test]
+async fn checkpoint_of_a_set_holds_its_gpus() {
+    for progress in ["Started", "Completed"] {
+        let mut node = Node::running();
+        let kubelet = node.kubelet().await;
+        let claim = node.claim("a", &[("gpus", "gpu-0"), ("gpus", "gpu-3")]);
+        let devices = start(&kubelet, &claim).await.unwrap();
+        kubelet.stop().await;
+        node.kill().await;
+        let text = fs::read_to_string(node.checkpoint("a")).unwrap().replace("Completed", progress);
+        let text = text.replace("\"gpu-0\"", "\"gpus-2-0-3\"").replace("\"gpu-3\"", "\"gpus-2-0-3\"");
+        assert_eq!(text.matches("gpus-2-0-3").count(), 2, "{text}");
+        fs::write(node.checkpoint("a"), text).unwrap();
+        node.claim("a", &[("gpus", "gpus-2-0-3")]);
+        node.start();
+        let kubelet = node.kubelet().await;
+        let other = node.claim("b", &[("gpus", "gpu-3")]);
+        if progress == "Completed" {
+            assert_eq!(start(&kubelet, &claim).await.unwrap(), devices);
+            // Neither sick nor gone: a set has no health of its own.
+            kubelet.wait(|state| state.drivers[DRIVER].health.len() == 8).await.unwrap();
+        } else {
+            let why = refusal(&kubelet, &claim).await;
+            assert!(why.contains("there is no device 'gpus-2-0-3' on this node; there are gpu-0, gpu-1"), "{why}");
+        }
+        let why = refusal(&kubelet, &other).await;
+        assert!(why.contains("is prepared for the claim ml/claim-a"), "{progress}: {why}");
+        end(&kubelet, &claim).await;
+        assert_eq!(node.checkpoints(), [""; 0], "{progress}");
+        start(&kubelet, &other).await.unwrap();
+    }
 }

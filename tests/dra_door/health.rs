@@ -3,8 +3,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use linkwise::dra::Occurrence;
-use linkwise::state::{DraGpus, Event, GpuSelector};
+use linkwise_core::state::{DraGpus, Event, GpuSelector};
+use linkwise_kubelet::dra::Occurrence;
 use linkwise_kubelet_box::dra::{DraKubelet, DraState};
 
 use super::node::{DRIVER, Node, POOL, connected, start, state};
@@ -42,9 +42,9 @@ struct NodeStateExt;
 
 impl NodeStateExt {
     fn apply(
-        state: &linkwise::state::NodeState,
+        state: &linkwise_core::state::NodeState,
         event: Event,
-    ) -> (linkwise::state::NodeState, Vec<linkwise::state::Effect>) {
+    ) -> (linkwise_core::state::NodeState, Vec<linkwise_core::state::Effect>) {
         state.clone().apply(event, Duration::from_secs(1))
     }
 }
@@ -81,7 +81,7 @@ async fn gpus_of_the_device_plugin_are_not_listed_and_gone_ones_are() {
     let device = format!("gpu-{device}");
     start(&kubelet, &node.claim("a", &[("gpus", &device)])).await.unwrap();
     // Its GPU falls off the bus.
-    let mut observed = linkwise::machines::load("dgx1-v100").unwrap().observed;
+    let mut observed = linkwise_host::machines::load("dgx1-v100").unwrap().observed;
     observed.gpus.retain(|gpu| gpu.index != 0);
     let (gone, _) = NodeStateExt::apply(&state, Event::Observed(Box::new(observed)));
     node.state.send_replace(Arc::new(gone));

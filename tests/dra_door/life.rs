@@ -5,10 +5,10 @@ use std::os::unix::net::UnixListener;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use linkwise::dra::{Occurrence, Phase};
-use linkwise::state::{NodeState, NumaHints};
-use linkwise::uds::Callers;
+use linkwise_core::state::{NodeState, NumaHints};
+use linkwise_kubelet::dra::{Occurrence, Phase};
 use linkwise_kubelet_box::dra::{DraKubelet, DraState};
+use linkwise_system::uds::Callers;
 
 use super::node::{DRIVER, Node, connected, end, names, start};
 
@@ -24,7 +24,7 @@ fn in_phase(phase: Phase) -> impl Fn(&Occurrence) -> bool {
 async fn plugin_registers_once_gpus_and_specs_are_there() {
     let mut node = Node::new();
     let state = node.state.send_replace(Arc::new(NodeState::new(NumaHints::default())));
-    node.specs_written.send_replace(false);
+    node.generation.send_replace(0);
     node.start();
     let kubelet = DraKubelet::start(node.kubelet_options()).unwrap();
     node.wait(in_phase(Phase::WaitingForGpus)).await;
@@ -35,7 +35,7 @@ async fn plugin_registers_once_gpus_and_specs_are_there() {
         tokio::task::yield_now().await;
     }
     assert_eq!(names(&node.settings.registry), [""; 0]);
-    node.specs_written.send_replace(true);
+    node.generation.send_replace(1);
     connected(&kubelet).await;
     node.wait(in_phase(Phase::Registered)).await;
     node.stop().await;

@@ -4,18 +4,18 @@ use std::fs;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use linkwise::claims::{MigOrder, MigOrderError, MigTask};
-use linkwise::dra::{MigRequest, Occurrence};
-use linkwise::machines;
-use linkwise::state::{DraGpus, Event, HealthPoll, NodeState, Reach};
-use linkwise::topology::{GpuUuid, MigDeviceObservation, MigPlacement, MigSlot};
+use linkwise_core::claims::{MigOrder, MigOrderError, MigTask};
+use linkwise_core::state::{DraGpus, Event, HealthPoll, NodeState, Reach};
+use linkwise_core::topology::{GpuUuid, MigDeviceObservation, MigPlacement, MigSlot};
+use linkwise_host::machines;
+use linkwise_kubelet::dra::{MigRequest, Occurrence};
 use tokio::sync::{mpsc, watch};
 use tokio::time::timeout;
 
 use super::node::{Answer, KIND, LIMIT, Node, end, name, pod, refusal, start, state};
 
 /// GPU 0 in MIG mode, without instances.
-const MACHINE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fake-nvml/machines/mig-on-demand.yaml");
+const MACHINE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/lab/fake-nvml/machines/mig-on-demand.yaml");
 
 /// 2g.20gb from memory slice 2.
 const DEVICE: &str = "gpu-0-mig-2g20gb-14-2";
@@ -53,13 +53,13 @@ struct Driver {
     made: u32,
     /// Orders that are never answered.
     held: Vec<MigRequest>,
-    state: watch::Sender<Arc<linkwise::state::NodeState>>,
+    state: watch::Sender<Arc<linkwise_core::state::NodeState>>,
 }
 
 type Shared = Arc<Mutex<Driver>>;
 
 impl Driver {
-    fn obey(&mut self, order: &MigOrder) -> Result<Option<linkwise::topology::MigUuid>, MigOrderError> {
+    fn obey(&mut self, order: &MigOrder) -> Result<Option<linkwise_core::topology::MigUuid>, MigOrderError> {
         let failed = |why: &str, may_exist| Err(MigOrderError { why: why.to_owned(), may_exist });
         let there = self.instances.iter().position(|instance| {
             instance.profile_id == Some(order.slot.profile_id) && instance.placement == Some(order.slot.placement)
@@ -96,7 +96,7 @@ impl Driver {
     fn scan(&self) {
         let mut observed = machines::load(MACHINE).unwrap().observed;
         observed.gpus[0].mig.as_mut().unwrap().devices = self.instances.clone();
-        let before = linkwise::state::NodeState::clone(&self.state.borrow());
+        let before = linkwise_core::state::NodeState::clone(&self.state.borrow());
         let after = before.apply(Event::Observed(Box::new(observed)), Duration::from_secs(1)).0;
         self.state.send_replace(Arc::new(after));
     }
@@ -117,9 +117,9 @@ fn instance(uuid: &str, slot: MigSlot) -> MigDeviceObservation {
         memory_mib: kind.memory_mib,
         profile_id: Some(slot.profile_id),
         placement: Some(slot.placement),
-        extension: Some(linkwise::topology::MigExtension::of_profile(kind.number)),
+        extension: Some(linkwise_core::topology::MigExtension::of_profile(kind.number)),
         engines: Some(kind.engines),
-        capabilities: Some(linkwise::topology::MigCapabilities {
+        capabilities: Some(linkwise_core::topology::MigCapabilities {
             gpu_instance: 10 + slot.placement.start,
             compute_instance: 20 + slot.placement.start,
         }),

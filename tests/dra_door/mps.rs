@@ -5,10 +5,10 @@ use std::fs;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use linkwise::claims::{ClaimName, MpsOrder};
-use linkwise::dra::{MpsLink, MpsOrders, MpsServed};
-use linkwise::state::ResourceName;
-use linkwise::topology::GpuUuid;
+use linkwise_core::claims::{ClaimName, MpsOrder};
+use linkwise_core::state::ResourceName;
+use linkwise_core::topology::GpuUuid;
+use linkwise_kubelet::dra::{MpsLink, MpsOrders, MpsServed};
 use tokio::sync::watch;
 
 use super::node::{Answer, LIMIT, Node, claim, configured, end, refusal, start};

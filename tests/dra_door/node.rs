@@ -6,13 +6,13 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use linkwise::claims::{
+use linkwise_core::claims::{
     AllocatedConfig, AllocatedDevice, Allocation, Claim, ClaimName, ClaimStatus, DeviceAllocation, OpaqueConfig,
 };
-use linkwise::dra::{ClaimQuery, ClaimQueryError, Occurrence, Plugin, PluginError, Settings};
-use linkwise::publish::RdmaNodes;
-use linkwise::publish::injection::{CdiOptions, HostDevices, InjectionOptions};
-use linkwise::state::{DraGpus, Event, Holdings, NodeState, NumaHints, ResourcePlan};
+use linkwise_core::publish::RdmaNodes;
+use linkwise_core::publish::injection::{CdiOptions, HostDevices, InjectionOptions};
+use linkwise_core::state::{DraGpus, Event, Holdings, NodeState, NumaHints, ResourcePlan};
+use linkwise_kubelet::dra::{ClaimQuery, ClaimQueryError, Occurrence, Plugin, PluginError, Settings};
 use linkwise_kubelet_box::dra::{ClaimRef, DraError, DraKubelet, DraOptions, PodClaims};
 use tempfile::TempDir;
 use tokio::sync::{mpsc, watch};
@@ -52,7 +52,8 @@ pub struct Node {
     pub settings: Settings,
     pub state: watch::Sender<Arc<NodeState>>,
     pub host: watch::Sender<Arc<HostDevices>>,
-    pub specs_written: watch::Sender<bool>,
+    /// The generation of the CDI specs.
+    pub generation: watch::Sender<u64>,
     pub cluster: Arc<Mutex<Cluster>>,
     pub seen: watch::Sender<Vec<Occurrence>>,
     pub running: Option<(JoinHandle<Result<(), PluginError>>, CancellationToken)>,
@@ -60,7 +61,7 @@ pub struct Node {
 
 /// A state of a built-in machine whose GPUs are given to DRA so.
 pub fn state(machine: &str, dra: DraGpus) -> NodeState {
-    let observed = linkwise::machines::load(machine).unwrap().observed;
+    let observed = linkwise_host::machines::load(machine).unwrap().observed;
     let plan = ResourcePlan { dra, ..ResourcePlan::default() };
     // No pod holds any GPU: then they go to DRA.
     let unheld = || Event::Holders(Some(Holdings::default()));
@@ -76,7 +77,7 @@ impl Node {
         fs::create_dir(at("registry")).unwrap();
         fs::create_dir(at("cdi")).unwrap();
         let (host, host_devices) = watch::channel(Arc::default());
-        let (specs_written, written) = watch::channel(true);
+        let generation = watch::Sender::new(1);
         let cdi = CdiOptions { kind: KIND.to_owned(), annotation_prefix: None, cri: true };
         let mut settings = Settings::new(DRIVER, POOL, at("claims"));
         settings.registry = at("registry");
@@ -84,7 +85,7 @@ impl Node {
         settings.cdi_folder = at("cdi");
         settings.boot = Some("this boot".to_owned());
         settings.injection = InjectionOptions { cdi: Some(cdi), ..InjectionOptions::default() };
-        (settings.host_devices, settings.specs_written) = (host_devices, written);
+        (settings.host_devices, settings.specs.generation) = (host_devices, generation.subscribe());
         settings.listed_within = Duration::ZERO;
         settings.longest_pause = Duration::from_millis(64);
         let state = watch::Sender::new(Arc::new(state("dgx1-v100", DraGpus::All)));
@@ -93,7 +94,7 @@ impl Node {
             settings,
             state,
             host,
-            specs_written,
+            generation,
             cluster: Arc::default(),
             seen: watch::Sender::default(),
             running: None,
@@ -155,7 +156,7 @@ impl Node {
     }
 
     pub fn kubelet_options(&self) -> DraOptions {
-        DraOptions::new(&self.settings.registry).hasty()
+        DraOptions::new(&self.settings.registry)
     }
 
     /// Waits for an occurrence.
@@ -197,6 +198,7 @@ impl Node {
         let devices: Vec<_> = gpus.chain(mig).collect();
         let spec = serde_json::json!({"cdiVersion": "0.5.0", "kind": KIND, "devices": devices});
         fs::write(self.gpu_spec(), spec.to_string()).unwrap();
+        self.generation.send_modify(|generation| *generation += 1);
     }
 
     pub fn gpu_spec(&self) -> PathBuf {

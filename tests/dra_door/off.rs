@@ -4,8 +4,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use linkwise::dra::Occurrence;
-use linkwise::state::{ClaimedDevice, DraGpus, Event, Holdings, NodeState, ResourcePlan};
+use linkwise_core::state::{ClaimedDevice, DraGpus, Event, Holdings, NodeState, ResourcePlan};
+use linkwise_kubelet::dra::Occurrence;
 
 use super::node::{DRIVER, LIMIT, Node, POOL, end, start};
 

@@ -3,10 +3,10 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use linkwise::dra::Occurrence;
-use linkwise::publish::RdmaNodes;
-use linkwise::publish::injection::HostDevices;
-use linkwise_kubelet_box::dra::{ClaimUse, DraKubelet, DraOptions, PodClaim, PodClaims};
+use linkwise_core::publish::RdmaNodes;
+use linkwise_core::publish::injection::HostDevices;
+use linkwise_kubelet::dra::Occurrence;
+use linkwise_kubelet_box::dra::{ClaimUse, DraKubelet, PodClaim, PodClaims};
 
 use super::node::{Answer, DRIVER, LIMIT, Node, connected, end, name, pod, reference, refusal, start};
 
@@ -25,19 +25,6 @@ async fn claim_gets_its_gpus_by_static_cdi_names() {
 }
 
 #[tokio::test]
-async fn kubelet_with_v1beta1_alone_is_served() {
-    let node = Node::running();
-    let mut options: DraOptions = node.kubelet_options();
-    options.services = vec!["v1beta1.DRAPlugin"];
-    let kubelet = DraKubelet::start(options).unwrap();
-    connected(&kubelet).await;
-    assert_eq!(kubelet.state().drivers[DRIVER].service, "v1beta1.DRAPlugin");
-    let claim = node.claim("a", &[("gpus", "gpu-1")]);
-    assert_eq!(start(&kubelet, &claim).await.unwrap(), [node.gpu(1)]);
-    end(&kubelet, &claim).await;
-}
-
-#[tokio::test]
 async fn subrequests_and_requests_go_to_their_containers() {
     let node = Node::running();
     let kubelet = node.kubelet().await;
@@ -52,7 +39,7 @@ async fn subrequests_and_requests_go_to_their_containers() {
     assert_eq!(devices["side"], [node.gpu(2)]);
 }
 
-fn of_pod(claim: &linkwise::claims::ClaimName) -> PodClaim {
+fn of_pod(claim: &linkwise_core::claims::ClaimName) -> PodClaim {
     let drivers = BTreeSet::from([DRIVER.to_owned()]);
     PodClaim { name: claim.uid.clone(), claim: reference(claim), drivers }
 }
@@ -196,7 +183,7 @@ async fn same_name_with_another_uid_waits_for_the_old() {
     let old = node.claim("a", &[("gpus", "gpu-0")]);
     start(&kubelet, &old).await.unwrap();
     // Deleted and made again under its name, with the same GPU.
-    let new = linkwise::claims::ClaimName { uid: "a2".to_owned(), ..old.clone() };
+    let new = linkwise_core::claims::ClaimName { uid: "a2".to_owned(), ..old.clone() };
     let mut claim = super::node::claim("a", &[("gpus", "gpu-0")]);
     claim.metadata.uid = "a2".to_owned();
     node.set("a", Answer::Claim(claim));

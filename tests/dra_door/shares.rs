@@ -4,17 +4,17 @@ use std::fs;
 use std::sync::Arc;
 use std::time::Duration;
 
-use linkwise::claims::{Claim, ClaimName};
-use linkwise::dra::Occurrence;
-use linkwise::state::{
+use linkwise_core::claims::{Claim, ClaimName};
+use linkwise_core::state::{
     DraGpus, Event, Holdings, NodeState, NumaHints, ResourceName, ResourcePlan, SharedResource, Sharing, SharingKind,
 };
+use linkwise_kubelet::dra::Occurrence;
 
 use super::node::{Answer, Node, end, refusal, start};
 
 /// A DGX-1 whose GPUs of 16 GiB are in two shares each.
 fn shared() -> Node {
-    let observed = linkwise::machines::load("dgx1-v100").unwrap().observed;
+    let observed = linkwise_host::machines::load("dgx1-v100").unwrap().observed;
     let rows = vec![SharedResource::new(ResourceName::gpu(), 2)];
     let sharing = Some(Sharing::new(SharingKind::TimeSlicing, rows));
     let plan = ResourcePlan { dra: DraGpus::All, sharing, ..ResourcePlan::default() };

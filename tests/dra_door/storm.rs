@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 use std::fs;
 
-use linkwise::claims::ClaimName;
+use linkwise_core::claims::ClaimName;
 use linkwise_kubelet_box::dra::DraKubelet;
 
 use super::node::{Answer, LIMIT, Node, connected, name, pod, start};

@@ -2,11 +2,11 @@
 
 use std::collections::BTreeSet;
 
-use linkwise::topology::{NicKind, Rank};
+use linkwise_core::topology::{NicKind, Rank};
 use serde_json::{Value, json};
 
+use crate::dra_model::published::{Node, accepted, claim, gpus, list, nodes};
 use crate::oracle::{Set, places};
-use crate::published::{Node, accepted, claim, gpus, list, nodes};
 
 const ROOT: &str = "resource.kubernetes.io/pcieRoot";
 

@@ -5,8 +5,8 @@ use std::collections::BTreeMap;
 use linkwise_scheduler_box::{Cluster, Failure};
 use serde_json::{Value, json};
 
+use crate::dra_model::published::{DRIVER, Node, claim, classes, gpus, node, nodes};
 use crate::oracle::{Oracle, Set, subsets};
-use crate::published::{DRIVER, Node, claim, classes, gpus, node, nodes};
 
 /// A node of a cluster: its machine under another name.
 struct Member<'a> {

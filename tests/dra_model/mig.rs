@@ -4,19 +4,19 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use linkwise::allocation::AllocationTables;
-use linkwise::machines;
-use linkwise::publish::dra::slice::Pool;
-use linkwise::publish::dra::{DraFacts, GpuLayout, GroupSizes, devices, mig_counters, offered};
-use linkwise::state::{DraGpus, DriverVersions, ResourcePlan};
-use linkwise::topology::{MigEngines, MigObservation, MigPlacement, MigProfileObservation, NodeTopology};
+use linkwise_core::allocation::AllocationTables;
+use linkwise_core::publish::dra::slice::Pool;
+use linkwise_core::publish::dra::{DraFacts, GpuLayout, devices, mig_counters, offered};
+use linkwise_core::state::{DraGpus, DriverVersions, ResourcePlan};
+use linkwise_core::topology::{MigEngines, MigObservation, MigPlacement, MigProfileObservation, NodeTopology};
+use linkwise_host::machines;
 use linkwise_scheduler_box::{Cluster, Failure};
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
-use crate::published::{DRIVER, accepted, claim, printed};
+use crate::dra_model::published::{DRIVER, accepted, claim, printed};
 
-const MACHINE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fake-nvml/machines/mig-on-demand.yaml");
+const MACHINE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/lab/fake-nvml/machines/mig-on-demand.yaml");
 
 /// What an instance has: memory slices, multiprocessors, decoders, JPEG engines, optical flow accelerators.
 struct Kind {
@@ -169,13 +169,13 @@ fn mig_everywhere_is_within_the_limits() {
         }
         let (topology, _) = NodeTopology::assemble(&observed);
         let gpus = offered(&topology, &ResourcePlan { dra: DraGpus::All, ..ResourcePlan::default() });
-        let layout = GpuLayout::of(&AllocationTables::new(topology.clone().into()), gpus, &GroupSizes::default());
+        let layout = GpuLayout::of(&AllocationTables::new(topology.clone().into()), gpus);
         let versions = DriverVersions::of(&observed);
         let mut facts = DraFacts::of_machine(&topology, &versions, gpus, &layout);
         facts.settings.dynamic_mig = true;
         let ((devices, problems), counters) = (devices(&facts), mig_counters(&facts));
         assert_eq!((devices.len(), problems), (43 * observed.gpus.len(), Vec::new()), "{}", machine.name);
-        let pool = Pool { counters, ..Pool::new(DRIVER, "node", devices) };
+        let pool = Pool { counters, ..Pool::new("node", devices) };
         let slices: Vec<Value> = (0..)
             .zip(pool.slices(1))
             .map(|(number, spec)| {

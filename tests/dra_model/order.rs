@@ -1,7 +1,7 @@
 //! Claims without constraints: the order in which GPUs are published.
 
+use crate::dra_model::published::{gpus, nodes};
 use crate::oracle::{Oracle, Set, places};
-use crate::published::{gpus, nodes};
 
 /// GPUs are placed by their PCI addresses: the first that are free, in the order of the bus.
 fn first_on_the_bus(free: Set, count: u32) -> Set {

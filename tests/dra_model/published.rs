@@ -3,9 +3,9 @@
 use std::process::Command;
 use std::sync::Arc;
 
-use linkwise::machines;
-use linkwise::topology::NodeTopology;
 use linkwise_api_server_box::{Gates, ResourceType, stored};
+use linkwise_core::topology::NodeTopology;
+use linkwise_host::machines;
 use linkwise_scheduler_box::{Cluster, Failure};
 use serde_json::{Value, json};
 
@@ -72,22 +72,14 @@ pub fn accepted(object: &Value, namespace: Option<&str>) -> Value {
     stored(&resource, namespace, Gates::default(), object).unwrap()
 }
 
-/// DeviceClasses: NVIDIA's, that of shared GPUs, DRANET's, and those of sets as the manifests have them.
+/// DeviceClasses: NVIDIA's, that of shared GPUs, and DRANET's.
 pub fn classes() -> Vec<Value> {
     let class = |name: &str, expression: &str| json!({"metadata": {"name": name}, "spec": {"selectors": [{"cel": {"expression": expression}}]}});
     vec![
         class(CLASS, "device.driver == 'gpu.nvidia.com' && device.attributes['gpu.nvidia.com'].type == 'gpu'"),
         class(SHARED, "device.driver == 'gpu.nvidia.com' && device.attributes['gpu.nvidia.com'].type == 'shared-gpu'"),
         class("dra.net", "device.driver == 'dra.net'"),
-        set_class(2),
-        set_class(4),
-        set_class(8),
     ]
-}
-
-fn set_class(size: usize) -> Value {
-    let file = format!("{}/manifests/overlays/dra-sets/deviceclass-gpu-x{size}.yaml", env!("CARGO_MANIFEST_DIR"));
-    serde_saphyr::from_str(&std::fs::read_to_string(file).unwrap()).unwrap()
 }
 
 /// A claim, as `linkwise claim` prints it.
@@ -152,11 +144,9 @@ impl Node {
         for result in allocation["devices"]["results"].as_array().unwrap() {
             if result["driver"] == DRIVER {
                 let device = result["device"].as_str().unwrap();
-                for gpu in members(device) {
-                    let gpu = 1 << self.devices.iter().position(|own| *own == gpu).expect("a GPU of the node");
-                    assert_eq!(set & gpu, 0, "{}: {device} twice", self.name);
-                    set |= gpu;
-                }
+                let gpu = 1 << self.devices.iter().position(|own| own == device).expect("a GPU of the node");
+                assert_eq!(set & gpu, 0, "{}: {device} twice", self.name);
+                set |= gpu;
             }
         }
         set
@@ -178,14 +168,6 @@ impl Node {
         // A linear congruential generator: the same states in every run.
         let step = |state: &u64| Some(state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1));
         std::iter::successors(Some(1), step).map(|state| (state >> 24) as Set & every).take(300).collect()
-    }
-}
-
-/// The GPUs of a device: of `gpus-2-0-3` those with these numbers.
-fn members(device: &str) -> Vec<String> {
-    match device.strip_prefix("gpus-").and_then(|rest| rest.split_once('-')) {
-        Some((_, numbers)) => numbers.split('-').map(|number| format!("gpu-{number}")).collect(),
-        None => vec![device.to_owned()],
     }
 }
 

@@ -2,7 +2,7 @@
 
 use proptest::prelude::*;
 
-use crate::published::{gpus, node};
+use crate::dra_model::published::{gpus, node};
 
 proptest! {
     #![proptest_config(ProptestConfig { cases: 24, failure_persistence: None, ..ProptestConfig::default() })]

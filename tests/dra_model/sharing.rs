@@ -6,7 +6,7 @@ use linkwise_scheduler_box::{Cluster, Failure};
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
-use crate::published::{Node, SHARED, accepted, gpus, node_with};
+use crate::dra_model::published::{Node, SHARED, accepted, gpus, node_with};
 
 /// A DGX H100 with GPUs in shares: the first two in four, or as the row says.
 fn node(row: &str) -> Node {

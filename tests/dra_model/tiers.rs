@@ -1,7 +1,7 @@
 //! Claims with alternatives: the tiered groups, the best set first.
 
+use crate::dra_model::published::{Node, claim, list, node, nodes};
 use crate::oracle::{Oracle, Set, subsets};
-use crate::published::{Node, claim, list, node, nodes};
 
 /// How often the claim gets the best collective that is free, and the mean share of it, both in per mille.
 fn rate(node: &Node, count: u32) -> (u64, u64) {

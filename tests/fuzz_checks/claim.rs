@@ -5,16 +5,17 @@ use std::collections::BTreeSet;
 use std::sync::LazyLock;
 use std::time::Duration;
 
-use linkwise::claims::{
-    AllocatedConfig, AllocatedDevice, Claim, ClaimError, ClaimName, Node, OpaqueConfig, Prepared, devices, plan,
+use linkwise_core::claims::{
+    AllocatedConfig, AllocatedDevice, Claim, ClaimError, ClaimName, DeviceRefusal, Node, OpaqueConfig, Prepared,
+    devices, plan,
 };
-use linkwise::dra::{parse_checkpoint, parse_claim};
-use linkwise::publish::RdmaNodes;
-use linkwise::publish::injection::{CdiOptions, HostDevices, InjectionOptions};
-use linkwise::state::{
+use linkwise_core::publish::RdmaNodes;
+use linkwise_core::publish::injection::{CdiOptions, HostDevices, InjectionOptions};
+use linkwise_core::state::{
     DeviceSelector, DraGpus, Event, Holdings, NodeState, NumaHints, ResourceName, ResourcePlan, SharedDevices,
     SharedResource, Sharing, SharingKind,
 };
+use linkwise_kubelet::dra::{parse_checkpoint, parse_claim};
 
 use super::bytes::Bytes;
 use super::machine::is_one_line;
@@ -27,7 +28,7 @@ const UID: &str = "u";
 
 /// Eight GPUs in DRA, the first in MIG mode with two devices, the last in shares.
 static STATE: LazyLock<NodeState> = LazyLock::new(|| {
-    let mut observed = linkwise::machines::load("dgx-h100").expect("it is built in").observed;
+    let mut observed = linkwise_host::machines::load("dgx-h100").expect("it is built in").observed;
     let mig = |index: u32| {
         serde_json::json!({"index": index, "uuid": format!("MIG-{index}"), "gpu_instance": index + 1,
             "compute_instance": 0, "gpu_slices": 1, "compute_slices": 1, "memory_mib": 9728})
@@ -67,7 +68,7 @@ pub fn claim(bytes: &[u8]) {
     let other = ClaimName { uid: "other".to_owned(), ..asked.clone() };
     match planned(&claim, &asked, &[(other, prepared.clone())]) {
         Ok(_) => assert!(prepared.devices.iter().all(|device| device.admin), "a GPU in two claims"),
-        Err(error) => assert!(matches!(error, ClaimError::Taken { .. }), "{error}"),
+        Err(error) => assert!(matches!(error, ClaimError::Device { why: DeviceRefusal::Taken(_), .. }), "{error}"),
     }
 }
 
@@ -76,7 +77,7 @@ fn planned(claim: &Claim, asked: &ClaimName, others: &[(ClaimName, Prepared)]) -
     let injection = InjectionOptions { cdi: Some(cdi), ..InjectionOptions::default() };
     // Each request has an edit: the variable of `--expose-nics`.
     let host = HostDevices { rdma: Some(RdmaNodes::default()), ..HostDevices::default() };
-    let node = Node { driver: DRIVER, pool: POOL, state: &STATE, injection: &injection, host: &host, makes_mig: true };
+    let node = Node { pool: POOL, state: &STATE, injection: &injection, host: &host, makes_mig: true };
     plan(claim, asked, node, others.iter().map(|(name, prepared)| (name, prepared)))
 }
 

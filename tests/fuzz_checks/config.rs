@@ -4,7 +4,7 @@
 use linkwise::config::file::File;
 use linkwise::config::settings::Sources;
 use linkwise::config::{Environment, Flags, Settings};
-use linkwise::state::SharedDevices;
+use linkwise_core::state::SharedDevices;
 
 use super::machine::is_one_line;
 

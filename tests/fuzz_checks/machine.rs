@@ -3,9 +3,11 @@
 
 use std::sync::Arc;
 
-use linkwise::allocation::{AllocationPolicy, AllocationRequest, AllocationTables, DeviceId, preferred_allocation};
-use linkwise::machines::{Machine, nccl_topology_file, of_bytes};
-use linkwise::topology::NodeTopology;
+use linkwise_core::allocation::{
+    AllocationPolicy, AllocationRequest, AllocationTables, DeviceId, preferred_allocation,
+};
+use linkwise_core::topology::NodeTopology;
+use linkwise_host::machines::{Machine, nccl_topology_file, of_bytes};
 
 use super::request::holds;
 

@@ -16,7 +16,7 @@ pub use config::config;
 pub use machine::{nccl_xml, node_file};
 pub use request::request;
 
-use linkwise::nvml::protocol::{FromAgent, Incoming, encode};
+use linkwise_nvml::protocol::{FromAgent, Incoming, encode};
 
 /// What comes over the socket from the NVML child: cut into the same messages however it arrives, and each message
 /// is read back as it is written.

@@ -4,16 +4,16 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, LazyLock};
 
-use linkwise::allocation::{
+use linkwise_core::allocation::{
     AllocationPolicy, AllocationReport, AllocationRequest, AllocationTables, DeviceId, Explanation,
     PreferredAllocation, preferred_allocation,
 };
-use linkwise::machines;
-use linkwise::topology::{
+use linkwise_core::topology::{
     ComputeCapability, FabricObservation, GpuObservation, HostBridgeObservation, HostObservation, NicKind,
     NicObservation, NodeObservation, NodeTopology, NumaNodeId, NumaNodeObservation, NvLinkObservation, NvLinkRemote,
     PackageId, PciAddress, PciKind, PciObservation, PcieLink, TopologyLevel,
 };
+use linkwise_host::machines;
 
 use super::bytes::Bytes;
 use super::slots::slots;

@@ -2,7 +2,9 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use linkwise::allocation::{AllocationPolicy, AllocationRequest, AllocationTables, DeviceId, Units, preferred_units};
+use linkwise_core::allocation::{
+    AllocationPolicy, AllocationRequest, AllocationTables, DeviceId, Units, preferred_units,
+};
 
 use super::bytes::Bytes;
 

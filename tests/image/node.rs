@@ -91,7 +91,7 @@ impl Node {
         let mut options = Options::new(kubelet_root.join("device-plugins"));
         options.pod_resources = Some(kubelet_root.join("pod-resources/kubelet.sock"));
         options.wait_timeout = LIMIT;
-        let mut dra = DraOptions::new(kubelet_root.join("plugins_registry")).hasty();
+        let mut dra = DraOptions::new(kubelet_root.join("plugins_registry"));
         dra.host_root = host.clone();
         dra.wait_timeout = LIMIT;
         let port = TcpListener::bind("[::]:0").unwrap().local_addr().unwrap().port();
@@ -100,7 +100,7 @@ impl Node {
             kubelet: KubeletBox::start(options).unwrap(),
             dra: DraKubelet::start(dra).unwrap(),
             port,
-            machine: repository(&format!("src/machines/{machine}.yaml")),
+            machine: repository(&format!("crates/host/src/machines/{machine}.yaml")),
             library,
             shares_mounts,
             pods: AtomicU32::new(0),

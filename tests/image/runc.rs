@@ -15,7 +15,7 @@ use crate::rootfs::{run, unpacked};
 
 /// A container that runs, or has ended. Its processes go when this is dropped.
 pub struct Container {
-    /// What the pod calls it.
+    /// The pod's name for the claim.
     pub name: String,
     id: String,
     folder: PathBuf,

@@ -2,7 +2,7 @@
 //! each becomes ready and serves, and no GPU is offered through two doors.
 //!
 //! What happens to each GPU, claim and pod on the way is tested with processes, where a grace period of 60 s can be made
-//! short (`crates/cluster/tests/cluster/way_back.rs`).
+//! short (`tests/cluster/way_back.rs`).
 
 use std::collections::BTreeSet;
 
@@ -28,7 +28,7 @@ fn offered(node: &Node) -> (BTreeSet<u32>, BTreeSet<u32>) {
 async fn end(node: &Node, pod: Pod, next: &Setting) {
     pod.stop().await;
     if !next.sockets {
-        node.server.wipe_slices(crate::node::NODE);
+        node.server.wipe_slices(crate::node::NODE, None);
     }
 }
 

@@ -8,8 +8,8 @@ use linkwise_kubelet_box::{
 };
 use tempfile::TempDir;
 
-use crate::plugin::{GPU, Plugin};
-use crate::{ids, node};
+use crate::kubelet_box::plugin::{GPU, Plugin};
+use crate::kubelet_box::{ids, node};
 
 /// A machine with two nodes of four CPUs and two devices each.
 async fn two_nodes(policy: Policy, scope: Scope) -> (TempDir, KubeletBox, Plugin) {
@@ -125,7 +125,7 @@ async fn too_many_numa_nodes_stop_the_kubelet() {
     options.topology_manager.policy = Policy::BestEffort;
     options.topology_manager.numa_nodes = (0..9).map(|id| NumaNode { id, cpus: BTreeSet::new() }).collect();
     let error = KubeletBox::start(options.clone()).unwrap_err();
-    let expected = UnsupportedMachine::TooManyNodes { policy: Policy::BestEffort, found: 9 };
+    let expected = UnsupportedMachine::TooManyNodes(Policy::BestEffort, 9);
     assert!(matches!(&error, BoxError::Unsupported(found) if *found == expected), "{error}");
     options.topology_manager.policy = Policy::None;
     KubeletBox::start(options).unwrap();

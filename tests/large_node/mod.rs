@@ -1,7 +1,7 @@
 //! Machines of more than 16 GPUs, made up: packages, switches, GPUs, and NVSwitch planes or NVLink meshes where there
 //! are any.
 
-use linkwise::topology::{
+use linkwise_core::topology::{
     ComputeCapability, CpuObservation, FabricObservation, GpuObservation, HostBridgeObservation, HostObservation,
     NodeObservation, NumaNodeId, NumaNodeObservation, NvLinkObservation, NvLinkRemote, PackageId, PciAddress, PciKind,
     PciObservation, PcieLink,

@@ -6,7 +6,7 @@ use std::process::Command;
 
 use serde_json::Value;
 
-use crate::{list, read, repository};
+use crate::monitoring::{list, read, repository};
 
 const DASHBOARDS: [&str; 2] = ["manifests/monitoring/grafana/fleet.json", "manifests/monitoring/grafana/node.json"];
 

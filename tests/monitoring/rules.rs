@@ -5,7 +5,7 @@ use std::process::Command;
 
 use serde_json::Value;
 
-use crate::{list, read, repository, text, tool};
+use crate::monitoring::{list, read, repository, text, tool};
 
 const RULES: &str = "manifests/monitoring/rules.yaml";
 const CASES: &str = "tests/monitoring/rules.yaml";

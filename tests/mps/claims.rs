@@ -3,20 +3,20 @@
 use std::collections::BTreeSet;
 use std::fs;
 
-use linkwise::claims::{MpsOrder, MpsOrderGpu};
-use linkwise::mps::{Limits, NotReady, Orders, exclusive_gpus, readiness};
-use linkwise::state::ResourceName;
-use linkwise::topology::GpuUuid;
+use linkwise_core::claims::{MpsOrder, MpsOrderGpu};
+use linkwise_core::state::ResourceName;
+use linkwise_core::topology::GpuUuid;
+use linkwise_host::mps::{Limits, NotReady, Orders, exclusive_gpus, readiness};
 use tokio::time::timeout;
 
-use crate::command::{Daemon, MACHINE, configure, sharing, wanted};
-use crate::node::{LIMIT, Node, kill, runs, until};
+use crate::mps::command::{Daemon, MACHINE, configure, sharing, wanted};
+use crate::mps::node::{LIMIT, Node, kill, runs, until};
 
 const NOTHING: &str = "version: v1\n";
 
 /// The GPUs of the machine, by index.
 fn gpu(index: usize) -> GpuUuid {
-    linkwise::machines::load(MACHINE).unwrap().observed.gpus[index].uuid.clone()
+    linkwise_host::machines::load(MACHINE).unwrap().observed.gpus[index].uuid.clone()
 }
 
 fn order(gpus: &[usize], thread_percentage: u32, exclusive: bool) -> MpsOrder {
@@ -143,7 +143,7 @@ async fn killed_process_leaves_nothing_that_the_next_does_not_end() {
 fn orders_without_an_mps_root_are_an_error() {
     let node = Node::new();
     configure(&node, NOTHING);
-    let nowhere = linkwise::mps::Layout::new(node.layout().root().join("nowhere"));
+    let nowhere = linkwise_host::mps::Layout::new(node.layout().root().join("nowhere"));
     let orders = Orders { gpus: [gpu(0)].into(), ..Orders::default() };
     assert_eq!(orders.write(&nowhere).unwrap_err().to_string(), "the MPS root is not mounted");
     // Nothing to order takes none.

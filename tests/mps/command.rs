@@ -4,13 +4,13 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Output, Stdio};
 
-use linkwise::mps::{Limits, Marker, readiness};
-use linkwise::state::{MpsGpu, MpsShare, ResourceName};
+use linkwise_core::state::{MpsGpu, MpsShare, ResourceName};
+use linkwise_host::mps::{Limits, Marker, readiness};
 use tokio::io::{AsyncBufReadExt, BufReader, Lines};
 use tokio::process::{Child, ChildStderr, Command};
 use tokio::time::timeout;
 
-use crate::node::{LIMIT, Node, kill, pid_in, runs, until, waiting};
+use crate::mps::node::{LIMIT, Node, kill, pid_in, runs, until, waiting};
 
 /// A built-in machine of 8 GPUs of 80 GiB.
 pub const MACHINE: &str = "dgx-h100";
@@ -30,7 +30,7 @@ pub fn configure(node: &Node, text: &str) -> PathBuf {
 
 fn command(node: &Node, args: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_linkwise"));
-    let file = format!("{}/src/machines/{MACHINE}.yaml", env!("CARGO_MANIFEST_DIR"));
+    let file = format!("{}/crates/host/src/machines/{MACHINE}.yaml", env!("CARGO_MANIFEST_DIR"));
     let path = format!("{}:/usr/bin:/bin", node.bin().display());
     command.args(["mps-control-daemon", "--mps-container-root"]).arg(node.layout().root()).args(args);
     command.env("LINKWISE_NVML_LIBRARY", fake_nvml::library_path()).env("FAKE_NVML_MACHINE", file);
@@ -92,7 +92,7 @@ async fn refused(node: &Node, args: &[&str]) -> String {
 
 /// The limits that the plugin expects on the same machine.
 pub fn wanted(replicas: u32) -> Limits {
-    let gpus = linkwise::machines::load(MACHINE).unwrap().observed.gpus.into_iter();
+    let gpus = linkwise_host::machines::load(MACHINE).unwrap().observed.gpus.into_iter();
     let gpus = gpus.map(|gpu| MpsGpu { uuid: gpu.uuid, index: gpu.index, memory_mib: gpu.memory_mib }).collect();
     Limits::of(&MpsShare { replicas, gpus, whole_node: true })
 }

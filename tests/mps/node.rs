@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::time::Duration;
 
-use linkwise::mps::{DaemonEvent, Layout, Limits, NotReady, Pace, Programs, Settings, readiness, supervise};
-use linkwise::state::{MpsGpu, MpsShare, ResourceName};
+use linkwise_core::state::{MpsGpu, MpsShare, ResourceName};
+use linkwise_host::mps::{DaemonEvent, Layout, Limits, NotReady, Pace, Programs, Settings, readiness, supervise};
 use tempfile::TempDir;
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
@@ -154,7 +154,7 @@ impl Supervised {
     /// The cause of the next failure, its sources included.
     pub async fn failure(&mut self) -> String {
         loop {
-            if let DaemonEvent::Failed { why, .. } = self.next().await {
+            if let DaemonEvent::Failed(why, _) = self.next().await {
                 return words(&why);
             }
         }

@@ -4,7 +4,7 @@ use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::Path;
 
-use linkwise::mps::{Layout, Shm, mount_shm};
+use linkwise_host::mps::{Layout, Shm, mount_shm};
 use tempfile::TempDir;
 use tokio::process::Command;
 

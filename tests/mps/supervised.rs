@@ -3,12 +3,12 @@
 use std::fs;
 use std::time::Duration;
 
-use linkwise::mps::{DaemonEvent, Limits, Marker, readiness, set_back, set_exclusive};
-use linkwise::state::{MpsShare, ResourceName};
-use linkwise::topology::GpuUuid;
+use linkwise_core::state::{MpsShare, ResourceName};
+use linkwise_core::topology::GpuUuid;
+use linkwise_host::mps::{DaemonEvent, Limits, Marker, readiness, set_back, set_exclusive};
 use rustix::fs::{XattrFlags, lgetxattr, lsetxattr};
 
-use crate::node::{Node, kill, pid_in, runs, shared, until, waiting, words};
+use crate::mps::node::{Node, kill, pid_in, runs, shared, until, waiting, words};
 
 #[tokio::test]
 async fn daemon_serves_once_limits_hold_and_ends_in_order() {

@@ -2,11 +2,11 @@
 
 use std::collections::BTreeSet;
 
-use linkwise::nvml::CallError;
-use linkwise::nvml::child::Agent;
-use linkwise::nvml::protocol::{FromAgent, Missing, Place, ToAgent};
-use linkwise::state::{HealthPoll, Reach};
-use linkwise::topology::{GpuObservation, ProbeFailure};
+use linkwise_core::state::{HealthPoll, Reach};
+use linkwise_core::topology::{GpuObservation, ProbeFailure};
+use linkwise_nvml::CallError;
+use linkwise_nvml::child::Agent;
+use linkwise_nvml::protocol::{FromAgent, Missing, Place, ToAgent};
 
 use super::events::heard;
 use super::{Duration, LIMIT, Machine, Path, machine, next, polled, ready, said, timeout, uuid};
@@ -108,7 +108,7 @@ fn machine_for(call: &Call) -> Machine {
     if !call.mig {
         return machine;
     }
-    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fake-nvml/machines/four-gpus-mig.yaml");
+    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("lab/fake-nvml/machines/four-gpus-mig.yaml");
     machine.with("FAKE_NVML_MACHINE", file)
 }
 

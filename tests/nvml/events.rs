@@ -1,10 +1,10 @@
 //! Whose events are heard, and what an event brings.
 
-use linkwise::nvml::CallError;
-use linkwise::nvml::child::Agent;
-use linkwise::nvml::protocol::{FromAgent, ToAgent};
-use linkwise::nvml::scan::CallFailure;
-use linkwise::state::RecoveryAction;
+use linkwise_core::state::RecoveryAction;
+use linkwise_nvml::CallError;
+use linkwise_nvml::CallFailure;
+use linkwise_nvml::child::Agent;
+use linkwise_nvml::protocol::{FromAgent, ToAgent};
 
 use super::{Duration, LIMIT, Machine, machine, next, polled, ready, said, timeout, uuid};
 

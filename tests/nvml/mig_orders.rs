@@ -1,9 +1,9 @@
 //! GPU instances made and destroyed by order: what the driver answers, refuses, and does not answer.
 
-use linkwise::claims::{MigOrder, MigOrderError, MigTask};
-use linkwise::nvml::child::{Agent, AgentEnded};
-use linkwise::nvml::protocol::{FromAgent, Place, ToAgent};
-use linkwise::topology::{GpuObservation, MigObservation, MigPlacement, MigSlot, MigUuid};
+use linkwise_core::claims::{MigOrder, MigOrderError, MigTask};
+use linkwise_core::topology::{GpuObservation, MigObservation, MigPlacement, MigSlot, MigUuid};
+use linkwise_nvml::child::{Agent, AgentEnded};
+use linkwise_nvml::protocol::{FromAgent, Place, ToAgent};
 
 use super::{Machine, Path, SHORT, machine, ready, said, uuid};
 
@@ -11,7 +11,7 @@ use super::{Machine, Path, SHORT, machine, ready, said, uuid};
 const SLOT: MigSlot = MigSlot { profile_id: 14, placement: MigPlacement { start: 2, size: 2 } };
 
 fn file() -> std::path::PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fake-nvml/machines/mig-on-demand.yaml")
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("lab/fake-nvml/machines/mig-on-demand.yaml")
 }
 
 /// A GPU in MIG mode without instances. Nothing but orders makes the agent look.
@@ -56,7 +56,7 @@ async fn is_empty(agent: &mut Agent) -> bool {
 async fn profiles_and_placements_are_read() {
     let machine = empty();
     let (gpus, failures) = ready(&mut machine.agent()).await;
-    let written = linkwise::machines::load(file().to_str().unwrap()).unwrap().observed;
+    let written = linkwise_host::machines::load(file().to_str().unwrap()).unwrap().observed;
     assert_eq!(gpus[0].mig, written.gpus[0].mig);
     assert_eq!((mig(&gpus).profiles.len(), gpus[1].mig.as_ref().unwrap().profiles.len()), (7, 0));
     assert_eq!(failures, []);
@@ -202,7 +202,7 @@ async fn order_that_hangs_ends_the_agent() {
         machine.tell(&format!("hang 0 {call}"));
         agent.request(ToAgent::Mig(MigOrder { gpu: uuid(0), slot: SLOT, task: MigTask::Make })).await.unwrap();
         let ended = said(&mut agent).await.unwrap_err();
-        assert!(matches!(&ended, AgentEnded::Hung { called, .. } if called.call == call), "{ended:?}");
+        assert!(matches!(&ended, AgentEnded::Hung(called, _) if called.call == call), "{ended:?}");
         agent.gone().await;
         machine.tell(&format!("unhang 0 {call}"));
         // What it has left is destroyed by its place.

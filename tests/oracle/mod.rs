@@ -7,8 +7,8 @@ use std::cell::RefCell;
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 
-use linkwise::allocation::{Value, Values};
-use linkwise::topology::NodeTopology;
+use linkwise_core::allocation::{Value, Values};
+use linkwise_core::topology::NodeTopology;
 
 /// GPUs by their places in the topology, a bit each.
 pub type Set = u32;

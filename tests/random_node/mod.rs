@@ -1,7 +1,7 @@
 //! Random machines for the property tests: a host tree, GPUs somewhere in it (or not), NVLinks that
 //! mostly make sense, and now and then something odd.
 
-use linkwise::topology::{
+use linkwise_core::topology::{
     ComputeCapability, CpuObservation, FabricObservation, GpuObservation, GpuUuid, HostBridgeObservation,
     HostObservation, NicKind, NicObservation, NodeObservation, NumaNodeId, NumaNodeObservation, NvLinkObservation,
     NvLinkRemote, PackageId, PciAddress, PciKind, PciObservation, PcieLink, TopologyLevel,

@@ -5,15 +5,15 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::LazyLock;
 use std::time::Duration;
 
-use linkwise::allocation::DeviceId;
-use linkwise::claims::ClaimName;
-use linkwise::machines;
-use linkwise::publish::placement::{Outlook, Placements};
-use linkwise::state::{
+use linkwise_core::allocation::DeviceId;
+use linkwise_core::claims::ClaimName;
+use linkwise_core::publish::placement::{Outlook, Placements};
+use linkwise_core::state::{
     Availability, ClaimedDevice, Door, DraGpus, Effect, Event, GpuSelector, Health, Holdings, MigStrategy, NodeState,
     PreparedClaim, ResourceDevice, ResourceName, ResourcePlan, SharedDevices, SharedResource, Sharing, SharingKind,
 };
-use linkwise::topology::{GpuUuid, NodeObservation};
+use linkwise_core::topology::{GpuUuid, NodeObservation};
+use linkwise_host::machines;
 use proptest::collection::vec;
 use proptest::prelude::*;
 
@@ -83,7 +83,8 @@ impl World {
     /// The GPU behind an id, by the machine as it was built.
     fn gpu(&self, id: &DeviceId) -> GpuUuid {
         let uuid = id.as_str().split("::").next().unwrap();
-        let has = |mig: &linkwise::topology::MigObservation| mig.devices.iter().any(|one| one.uuid.as_str() == uuid);
+        let has =
+            |mig: &linkwise_core::topology::MigObservation| mig.devices.iter().any(|one| one.uuid.as_str() == uuid);
         let mut gpus = self.machine.gpus.iter();
         let gpu = gpus.find(|gpu| gpu.uuid.as_str() == uuid || gpu.mig.as_ref().is_some_and(has));
         gpu.unwrap_or_else(|| panic!("{uuid}")).uuid.clone()
@@ -123,7 +124,11 @@ impl World {
             claim: format!("ml/{name}"),
             driver: "gpu.nvidia.com".to_owned(),
             pool: "node".to_owned(),
-            device: "gpu-0".to_owned(),
+            // The built-in machine's UUIDs end with the minor number, by which a device is named.
+            device: format!(
+                "gpu-{}",
+                gpu.as_str().rsplit('-').next().unwrap().trim_start_matches('0').parse().unwrap_or(0_u32)
+            ),
             cdi_names: vec![gpu.to_string()],
         });
         let claims: BTreeSet<ClaimedDevice> = claims.collect();
@@ -172,7 +177,7 @@ impl World {
             10 => self.list(1 + pick % 3),
             11 => self.apply(Event::Holders(None)),
             12 => self.apply(Event::Xid { gpu, code: 79, instance: None }),
-            13 => self.apply(Event::Cleared { gpu }),
+            13 => self.apply(Event::Cleared(gpu)),
             14 => {
                 let mut without = self.machine.clone();
                 without.gpus.retain(|seen| seen.uuid != gpu);

@@ -2,13 +2,13 @@
 
 use std::time::Duration;
 
-use linkwise::allocation::DeviceId;
-use linkwise::state::{
+use linkwise_core::allocation::DeviceId;
+use linkwise_core::state::{
     ClaimedDevice, Effect, Event, Health, Holdings, MigStrategy, NamePattern, NodeState, Pattern, ResourceName,
     ResourcePlan, SharedResource, Sharing, SharingKind, UnhealthyReason,
 };
 
-use crate::{mixed, resource};
+use crate::resources::{mixed, resource};
 
 const NOW: Duration = Duration::from_secs(1_000_000);
 const LATER: Duration = Duration::from_secs(1_000_060);

@@ -4,23 +4,23 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::LazyLock;
 use std::time::Duration;
 
-use linkwise::allocation::DeviceId;
-use linkwise::claims::ClaimName;
-use linkwise::state::{
+use linkwise_core::allocation::DeviceId;
+use linkwise_core::claims::ClaimName;
+use linkwise_core::state::{
     ClaimedDevice, DRA_GRACE, Door, DraGpus, Effect, Event, GpuSelector, Health, HealthRecord, Holdings, NodeState,
     PreparedClaim, ResourceName, ResourcePlan,
 };
-use linkwise::topology::{GpuUuid, NodeObservation};
+use linkwise_core::topology::{GpuUuid, NodeObservation};
 use proptest::collection::vec;
 use proptest::prelude::*;
 
-use crate::mixed;
+use crate::resources::mixed;
 
 const NOON: Duration = Duration::from_secs(1_000_000);
 
 /// Three GPUs: the histories below look often.
 static MACHINE: LazyLock<NodeObservation> = LazyLock::new(|| {
-    let mut seen = linkwise::machines::load("dgx1-v100").unwrap().observed;
+    let mut seen = linkwise_host::machines::load("dgx1-v100").unwrap().observed;
     seen.gpus.truncate(3);
     seen
 });
@@ -81,7 +81,7 @@ impl World {
         let (state, effects) = std::mem::take(&mut self.state).apply(event, self.now);
         self.state = state;
         self.doors.extend(effects.into_iter().filter_map(|effect| match effect {
-            Effect::DoorChanged { gpu, door } => Some((gpu, door)),
+            Effect::DoorChanged(gpu, door) => Some((gpu, door)),
             _ => None,
         }));
         let deadline = self.state.next_deadline();
@@ -182,7 +182,7 @@ fn gpu_leaves_dra_after_grace_when_no_claim_has_it() {
     world.tell(prepared(&[1]));
     world.tell(listed(&[], &[2]));
     world.tell(planned(DraGpus::None));
-    assert_eq!(world.door(0), Door::FromDra { since: NOON });
+    assert_eq!(world.door(0), Door::FromDra(NOON));
     assert!(!world.allocates(0));
     assert_eq!(world.state.next_deadline(), Some(NOON + DRA_GRACE));
     world.pass(DRA_GRACE.saturating_sub(Duration::from_secs(1)));
@@ -215,7 +215,7 @@ fn restart_continues_on_the_way_out_of_dra() {
     let record = in_dra().state.record();
     let restored = || Event::Restored(Box::new(record.clone()));
     let mut world = World::of([restored(), planned(DraGpus::None), observed(), listed(&[], &[])]);
-    assert_eq!(world.door(0), Door::FromDra { since: NOON }, "slices of before may still be read");
+    assert_eq!(world.door(0), Door::FromDra(NOON), "slices of before may still be read");
     world.pass(DRA_GRACE);
     assert_eq!(world.door(0), Door::Plugin);
     let world = World::of([restored(), planned(DraGpus::All), observed()]);

@@ -3,14 +3,14 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use linkwise::machines;
-use linkwise::state::{
+use linkwise_core::state::{
     Effect, Event, Health, HealthPoll, MigInstance, MigStrategy, NodeState, Reach, RecoveryAction, ResourceName,
     ResourcePlan, UnhealthyReason,
 };
-use linkwise::topology::{CudaVersion, GpuUuid, NodeObservation, NvLinkRemote};
+use linkwise_core::topology::{CudaVersion, GpuUuid, NodeObservation, NvLinkRemote};
+use linkwise_host::machines;
 
-use crate::{mixed, resource};
+use crate::resources::{mixed, resource};
 
 const START: Duration = Duration::from_secs(1_000_000);
 
@@ -132,7 +132,7 @@ fn unknown_recovery_action_warns_and_fails_no_gpu() {
     let poll = HealthPoll { reach: Reach::Answers, recovery_action: Some(action), ..HealthPoll::default() };
     let polls = BTreeMap::from([(uuid.clone(), poll)]);
     world.apply(Event::Polled(polls.clone()));
-    assert_eq!(world.effects, [Effect::UnknownRecoveryAction { gpu: uuid, action }, Effect::Keep]);
+    assert_eq!(world.effects, [Effect::UnknownRecoveryAction(uuid, action), Effect::Keep]);
     world.apply(Event::Polled(polls));
     assert_eq!((world.effects.as_slice(), world.unhealthy()), ([].as_slice(), BTreeSet::new()));
 }
@@ -161,7 +161,7 @@ fn each_failing_mig_instance_is_reported() {
     assert!(status.is_healthy, "its other MIG devices are");
     assert_eq!(status.reasons.len(), 2);
     // What hits the whole GPU is reported once, not for each instance.
-    world.apply(Event::DoubleBitEcc { gpu: gpu.clone() });
+    world.apply(Event::DoubleBitEcc(gpu.clone()));
     let reported: Vec<_> =
         world.effects.iter().filter(|effect| matches!(effect, Effect::HealthChanged { .. })).collect();
     let health = Health::Unhealthy { reason: UnhealthyReason::DoubleBitEcc, since: START };
@@ -170,8 +170,8 @@ fn each_failing_mig_instance_is_reported() {
 
 #[test]
 fn shared_gpus_keep_rules_when_one_goes() {
-    use linkwise::allocation::{AllocationRequest, DeviceId};
-    use linkwise::state::{DeviceSelector, SharedDevices, SharedResource, Sharing, SharingKind};
+    use linkwise_core::allocation::{AllocationRequest, DeviceId};
+    use linkwise_core::state::{DeviceSelector, SharedDevices, SharedResource, Sharing, SharingKind};
     let all = (0..8).map(DeviceSelector::Index).collect();
     let shared = SharedResource { devices: SharedDevices::List(all), ..SharedResource::new(ResourceName::gpu(), 4) };
     let mut sharing = Sharing::new(SharingKind::TimeSlicing, vec![shared]);

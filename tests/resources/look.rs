@@ -1,11 +1,11 @@
 //! MIG through the real NVML child: what the fake library's machine has is what is observed.
 
-use linkwise::nvml::child::AgentCommand;
-use linkwise::runtime::scan;
-use linkwise::topology::{GpuObservation, HostObservation, NodeObservation, ProbeFailure};
+use linkwise_core::topology::{GpuObservation, HostObservation, NodeObservation, ProbeFailure};
+use linkwise_nvml::child::AgentCommand;
+use linkwise_nvml::supervisor::scan;
 use tempfile::TempDir;
 
-use crate::{MIXED, mixed};
+use crate::resources::{MIXED, mixed};
 
 /// A simulated driver with four GPUs in different MIG layouts.
 pub struct Driver {

@@ -4,14 +4,14 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use linkwise::allocation::DeviceId;
-use linkwise::state::{
+use linkwise_core::allocation::DeviceId;
+use linkwise_core::state::{
     Effect, Event, Health, Holdings, MpsShare, NodeState, ResourceName, ResourcePlan, SharedDevices, SharedResource,
     Sharing, SharingKind, UnhealthyReason,
 };
-use linkwise::topology::{ComputeCapability, NodeObservation};
+use linkwise_core::topology::{ComputeCapability, NodeObservation};
 
-use crate::mixed;
+use crate::resources::mixed;
 
 const NOW: Duration = Duration::from_secs(1_000_000);
 const LATER: Duration = Duration::from_secs(1_000_060);

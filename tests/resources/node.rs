@@ -3,19 +3,19 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use linkwise::kubelet::Settings;
-use linkwise::publish::injection::HostDevices;
-use linkwise::runtime::{Node, NodeSettings};
-use linkwise::state::{
+use linkwise_core::publish::injection::HostDevices;
+use linkwise_core::state::{
     Event, Filter, GpuSelector, MigStrategy, MpsGpu, MpsShare, NamePattern, Pattern, ResourcePlan, SharedDevices,
     SharedResource, Sharing, SharingKind,
 };
-use linkwise::topology::{GpuObservation, NodeObservation};
+use linkwise_core::topology::{GpuObservation, NodeObservation};
+use linkwise_kubelet::device_plugin::Settings;
 use linkwise_kubelet_box::{Allocation, KubeletBox, Options, Pod, State};
+use linkwise_node::node::{Node, NodeSettings};
 use tokio::sync::{mpsc, watch};
 
-use crate::look::Driver;
-use crate::{mixed, resource};
+use crate::resources::look::Driver;
+use crate::resources::{mixed, resource};
 
 const GPU: &str = "nvidia.com/gpu";
 

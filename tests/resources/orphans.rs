@@ -4,16 +4,16 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::LazyLock;
 use std::time::Duration;
 
-use linkwise::allocation::DeviceId;
-use linkwise::state::{
+use linkwise_core::allocation::DeviceId;
+use linkwise_core::state::{
     Effect, Event, Health, HealthPoll, Holdings, NamePattern, NodeState, NumaHints, Pattern, Resource, ResourceName,
     ResourcePlan, SharedResource, Sharing, SharingKind, UnhealthyReason,
 };
-use linkwise::topology::NodeObservation;
+use linkwise_core::topology::NodeObservation;
 use proptest::collection::{btree_set, vec};
 use proptest::prelude::*;
 
-use crate::{mixed, resource};
+use crate::resources::{mixed, resource};
 
 const NOW: Duration = Duration::from_secs(1_000_000);
 const LATER: Duration = Duration::from_secs(1_000_060);
@@ -87,7 +87,7 @@ fn held_id_survives_restart_until_pod_ends() {
     let (snapshot, effects) = after([seen([0, 1])]).apply(held(&[&uuid(3)]), LATER);
     assert_eq!(list(&snapshot, &gpu())[&uuid(3)], Some(UnhealthyReason::Gone));
     assert_eq!(snapshot.offers().of(&gpu()).count(), 2, "nothing is made up of it");
-    let told = Effect::HeldUnoffered { resource: gpu(), ids: vec![id(uuid(3))] };
+    let told = Effect::HeldUnoffered(gpu(), vec![id(uuid(3))]);
     assert_eq!(effects, [told, Effect::Publish]);
     assert!(snapshot.offers().awaits_holders());
     let refused = snapshot.allocate(&gpu(), &[id(uuid(3))]).unwrap_err().to_string();

@@ -3,14 +3,14 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use linkwise::allocation::{AllocationPolicy, AllocationRequest, DeviceId};
-use linkwise::state::{
+use linkwise_core::allocation::{AllocationPolicy, AllocationRequest, DeviceId};
+use linkwise_core::state::{
     Effect, Event, Filter, Health, Holdings, MigInstance, MigStrategy, NamePattern, NodeState, Pattern, PlanProblem,
     ResourceName, ResourcePlan, SharedDevices, SharedResource, Sharing, SharingKind, UnhealthyReason,
 };
-use linkwise::topology::{NodeObservation, NodeTopology};
+use linkwise_core::topology::{NodeObservation, NodeTopology};
 
-use crate::{mixed, resource};
+use crate::resources::{mixed, resource};
 
 const NOW: Duration = Duration::from_secs(1_000_000);
 

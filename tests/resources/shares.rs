@@ -3,17 +3,17 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use linkwise::claims::ClaimName;
-use linkwise::state::{
+use linkwise_core::claims::ClaimName;
+use linkwise_core::state::{
     DRA_GRACE, DraGpus, Effect, Event, GpuShares, GpuSharing, Health, HealthRecord, Holdings, NodeState, PlanProblem,
     PreparedClaim, ResourceName, ResourcePlan, SharedDevices, SharedResource, Sharing, SharingKind,
 };
-use linkwise::topology::{GpuUuid, MigObservation, NodeObservation};
+use linkwise_core::topology::{GpuUuid, MigObservation, NodeObservation};
 
 const NOON: Duration = Duration::from_secs(1_000_000);
 
 fn seen() -> NodeObservation {
-    let mut seen = linkwise::machines::load("dgx1-v100").unwrap().observed;
+    let mut seen = linkwise_host::machines::load("dgx1-v100").unwrap().observed;
     seen.gpus.truncate(3);
     seen
 }

@@ -6,11 +6,11 @@ use std::path::{Path, PathBuf};
 use std::process::Stdio;
 
 use hyper_util::rt::TokioIo;
-use linkwise::kubelet::{Occurrence, Phase, Plugin, Settings};
-use linkwise::state::ResourceName;
-use linkwise::uds::Callers;
+use linkwise_core::state::ResourceName;
+use linkwise_kubelet::device_plugin::{Occurrence, Phase, Plugin, Settings};
 use linkwise_kubelet_api::v1beta1 as wire;
 use linkwise_kubelet_box::{Fault, KubeletBox, Options, Pod};
+use linkwise_system::uds::Callers;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixStream;
 use tokio::sync::mpsc;
@@ -21,8 +21,8 @@ use tonic::Code;
 use tonic::transport::{Channel, Endpoint};
 use wire::device_plugin_client::DevicePluginClient;
 
-use crate::kubelet::sources;
-use crate::node::{GPU, LIMIT, Setup, registered};
+use crate::run::kubelet::sources;
+use crate::run::node::{GPU, LIMIT, Setup, registered};
 
 pub async fn client(path: PathBuf) -> Result<DevicePluginClient<Channel>, tonic::transport::Error> {
     let connector = tower::service_fn(move |_| {
@@ -88,13 +88,13 @@ async fn stream_of_another_process_does_not_count() {
     let node = setup.start().await;
     node.process.said("\"registered\"").await;
     let mut other = tokio::process::Command::new(std::env::current_exe().unwrap())
-        .args(["callers::the_other_process", "--exact", "--ignored"])
+        .args(["run::callers::the_other_process", "--exact", "--ignored"])
         .current_dir(node.setup.at(""))
         .stdout(Stdio::null())
         .kill_on_drop(true)
         .spawn()
         .unwrap();
-    crate::node::until(async || std::fs::metadata(node.setup.at("listed"))).await;
+    crate::run::node::until(async || std::fs::metadata(node.setup.at("listed"))).await;
     // It gets its list, and we are as ready as before.
     let answer = node.ready(503, "waiting for the kubelet's ListAndWatch").await;
     assert!(answer.body.contains(GPU));
@@ -150,7 +150,7 @@ async fn refused_user_is_counted_and_logged_once() {
 }
 
 /// Everything is as it was: the one registration stands, and pods are admitted.
-async fn undisturbed(node: &crate::node::Node, kubelet: &KubeletBox, pod: &str) {
+async fn undisturbed(node: &crate::run::node::Node, kubelet: &KubeletBox, pod: &str) {
     let state = kubelet.state().resources[GPU].clone();
     assert_eq!((state.registrations, state.open_streams, state.connected), (1, 1, true));
     kubelet.admit(&Pod::single(pod, GPU, 1), None).await.unwrap();

@@ -2,9 +2,9 @@
 
 use std::os::unix::fs::symlink;
 
-use crate::handover::{allocation, cdi_setup, lines};
-use crate::mig::{MIXED, listed, minors};
-use crate::node::{GPU, Setup};
+use crate::run::handover::{allocation, cdi_setup, lines};
+use crate::run::mig::{MIXED, listed, minors};
+use crate::run::node::{GPU, Setup};
 
 /// The binary installed under the NVIDIA plugin's name, without a subcommand.
 fn installed(mut setup: Setup) -> Setup {
@@ -20,7 +20,7 @@ fn installed(mut setup: Setup) -> Setup {
 fn machine() -> Setup {
     let setup = cdi_setup(Setup::with(&std::fs::read_to_string(MIXED).unwrap()));
     let proc = setup.at("proc");
-    minors(&proc, &linkwise::machines::load(MIXED).unwrap().observed);
+    minors(&proc, &linkwise_host::machines::load(MIXED).unwrap().observed);
     setup.arg("--procfs").arg(proc)
 }
 

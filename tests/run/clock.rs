@@ -8,8 +8,8 @@ use std::time::SystemTime;
 use linkwise_kubelet_box::Restart;
 use serde_json::Value;
 
-use crate::health::{end, file, kept};
-use crate::node::{GPU, Node, Setup, registered, until, uuid};
+use crate::run::health::{end, file, kept};
+use crate::run::node::{GPU, Node, Setup, registered, until, uuid};
 
 /// Twenty years, in seconds.
 const AGES: i64 = 20 * 31_556_952;

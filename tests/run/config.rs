@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use linkwise_kubelet_box::{KubeletBox, Pod};
 
-use crate::node::{GPU, Node, Setup, registered, uuid};
+use crate::run::node::{GPU, Node, Setup, registered, uuid};
 
 const VALID: &str = "linkwise_config_valid";
 

@@ -9,7 +9,7 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 
 use hyper_util::rt::TokioIo;
-use linkwise::kubelet::{Phase, Settings};
+use linkwise_kubelet::device_plugin::{Phase, Settings};
 use linkwise_kubelet_api::v1beta1 as wire;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{UnixListener, UnixStream};
@@ -22,8 +22,8 @@ use tonic::{Request, Response, Status};
 use wire::device_plugin_client::DevicePluginClient;
 use wire::registration_server::{Registration, RegistrationServer};
 
-use crate::kubelet::plugin;
-use crate::node::LIMIT;
+use crate::run::kubelet::plugin;
+use crate::run::node::LIMIT;
 
 /// A connection that breaks once so many bytes have been read.
 struct Brittle {

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use linkwise_kubelet_box::{DeviceSpec, Pod};
 use serde_json::Value;
 
-use crate::node::{GPU, Setup, machine, uuid};
+use crate::run::node::{GPU, Setup, machine, uuid};
 
 /// What `linkwise allocate` would choose on a built-in machine.
 fn chosen(machine: &str, size: u32, available: &str) -> Vec<String> {

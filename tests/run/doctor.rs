@@ -12,7 +12,7 @@ use serde_json::Value;
 use tokio::process::Command;
 use tokio::time::timeout;
 
-use crate::node::{LIMIT, Setup, machine, registered};
+use crate::run::node::{LIMIT, Setup, machine, registered};
 
 /// The GPUs of dgx1-v100 by address.
 const GPUS: [&str; 8] = ["06", "07", "0a", "0b", "85", "86", "89", "8a"];

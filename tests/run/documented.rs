@@ -7,9 +7,9 @@ use std::path::Path;
 
 use linkwise_kubelet_box::{KubeletBox, Pod};
 
-use crate::handover::{cdi_setup, lines};
-use crate::mig::{MIXED, listed, minors};
-use crate::node::{GPU, Node, Setup, until};
+use crate::run::handover::{cdi_setup, lines};
+use crate::run::mig::{MIXED, listed, minors};
+use crate::run::node::{GPU, Node, Setup, until};
 
 /// Starts linkwise, waits for these numbers of healthy devices by resource, and checks that there is no other resource.
 async fn offers(setup: Setup, wanted: &[(&str, usize)]) -> (Node, KubeletBox) {
@@ -133,7 +133,7 @@ fn with_mig(text: &str) -> Setup {
     let setup = Setup::with(text);
     let proc = setup.at("proc");
     let path = setup.at("machine.yaml");
-    minors(&proc, &linkwise::machines::load(path.to_str().unwrap()).unwrap().observed);
+    minors(&proc, &linkwise_host::machines::load(path.to_str().unwrap()).unwrap().observed);
     setup.arg("--procfs").arg(proc)
 }
 

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use linkwise_kubelet_box::{AdmissionError, KubeletBox, Pod, ResourceState};
 
-use crate::node::{GPU, Node, Setup, signal, uuid};
+use crate::run::node::{GPU, Node, Setup, signal, uuid};
 
 const STARTS: &str = "linkwise_nvml_agent_starts_total";
 const UP: &str = "linkwise_nvml_agent_up";
@@ -139,7 +139,7 @@ async fn a_driver_that_comes_late_is_picked_up_in_place() {
     let node = setup.start().await;
     node.ready(503, "NVML_ERROR_DRIVER_NOT_LOADED (9)").await;
     node.setup.tell("init 0");
-    crate::node::registered(&kubelet, 1, 8).await;
+    crate::run::node::registered(&kubelet, 1, 8).await;
     node.ready(200, "ready").await;
 }
 

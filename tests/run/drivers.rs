@@ -7,7 +7,7 @@ use std::os::unix::net::UnixStream;
 use linkwise_kubelet_box::Pod;
 use serde_json::Value;
 
-use crate::node::{GPU, Node, Setup, machine, registered, signal, until, uuid};
+use crate::run::node::{GPU, Node, Setup, machine, registered, signal, until, uuid};
 
 const STARTS: &str = "linkwise_nvml_agent_starts_total";
 const UP: &str = "linkwise_nvml_agent_up";

@@ -1,6 +1,6 @@
 //! /metrics, /livez, /readyz: what they answer is the state of the node.
 
-use crate::node::{GPU, Setup, registered};
+use crate::run::node::{GPU, Setup, registered};
 
 #[tokio::test]
 async fn metrics_are_openmetrics_and_current() {

@@ -6,7 +6,7 @@ use std::time::Duration;
 use linkwise_kubelet_box::{KubeletBox, Pod, Restart};
 use tokio::task::JoinSet;
 
-use crate::node::{GPU, Node, Setup, registered};
+use crate::run::node::{GPU, Node, Setup, registered};
 
 /// What holds whenever everything has settled: every id is with one pod at most, none is lost, nothing is left behind.
 fn sound(node: &Node, kubelet: &KubeletBox) {

@@ -5,8 +5,8 @@ use std::path::Path;
 
 use linkwise_kubelet_box::{KubeletBox, Pod};
 
-use crate::mig;
-use crate::node::{GPU, Setup, registered, until, uuid};
+use crate::run::mig;
+use crate::run::node::{GPU, Setup, registered, until, uuid};
 
 /// A machine whose driver has a word for what to do, looked at often, with a hold that is over at once.
 fn quick(setup: Setup) -> Setup {
@@ -87,8 +87,8 @@ async fn unanswered_mig_mode_offers_no_whole_gpu() {
 async fn failed_host_scan_keeps_the_host_and_is_repeated() {
     let setup = quick(Setup::on("dgx1-v100"));
     let (file, broken) = (setup.at("host.xml"), "<topology");
-    let valid = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/machines/hwloc_xml/testdata/v2.xml");
-    let host = |text: &str| crate::config::write(&file, text);
+    let valid = Path::new(env!("CARGO_MANIFEST_DIR")).join("crates/host/src/machines/hwloc_xml/testdata/v2.xml");
+    let host = |text: &str| crate::run::config::write(&file, text);
     host(broken);
     let setup = setup.env("HWLOC_COMPONENTS", "xml,stop").host(file.to_str().unwrap());
     let (node, kubelet) = setup.serve(8).await;
@@ -148,7 +148,7 @@ async fn failed_call_costs_its_gpu_and_no_known_fact() {
     let setup = quick(Setup::on("dgx1-v100"));
     let file = setup.at("config.yaml");
     let gpus = "  gpus:\n  - {pattern: \"*V100*\", name: gpu}\n  - {pattern: \"*\", name: other}\n";
-    crate::config::write(&file, &format!("version: v1\nlinkwise: {{naming: true}}\nresources:\n{gpus}"));
+    crate::run::config::write(&file, &format!("version: v1\nlinkwise: {{naming: true}}\nresources:\n{gpus}"));
     let (node, kubelet) = setup.arg("--config-file").arg(&file).serve(8).await;
     let before = listed(&kubelet);
     let calls = HARMLESS.map(|call| (call, false)).into_iter().chain(NEEDED.map(|call| (call, true)));

@@ -10,8 +10,8 @@ use std::path::PathBuf;
 
 use linkwise_kubelet_box::{KubeletBox, Options, Pod, Restart};
 
-use crate::node::{GPU, LIMIT, Setup, machine, registered, until, uuid};
-use crate::root::Root;
+use crate::cdi::root::Root;
+use crate::run::node::{GPU, LIMIT, Setup, machine, registered, until, uuid};
 
 fn room(process: u32, bytes: &str) {
     // The hard limit stays as it is: only root may raise it again.

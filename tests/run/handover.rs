@@ -6,9 +6,9 @@ use std::path::PathBuf;
 
 use linkwise_kubelet_box::{Allocation, KubeletBox, Pod};
 
-use crate::node::{GPU, Node, Setup, machine, registered, until};
-use crate::root::Root;
-use crate::schema;
+use crate::cdi::root::Root;
+use crate::cdi::schema;
+use crate::run::node::{GPU, Node, Setup, machine, registered, until};
 
 /// Of open(2), on Linux.
 const O_NONBLOCK: i32 = 0o4000;
@@ -284,7 +284,7 @@ async fn later_device_nodes_are_passed_too() {
 #[tokio::test]
 async fn exposed_nics_are_those_near_the_gpus() {
     // hwloc reads this host: the first GPU and an RDMA NIC below one switch, the second GPU alone on the other package.
-    let host = concat!(env!("CARGO_MANIFEST_DIR"), "/src/machines/hwloc_xml/testdata/v2.xml");
+    let host = concat!(env!("CARGO_MANIFEST_DIR"), "/crates/host/src/machines/hwloc_xml/testdata/v2.xml");
     let setup = Setup::with(&machine(&[("GPU-a", "0000:03:00.0", ""), ("GPU-b", "0000:81:00.0", "")]));
     let setup = setup.host(host).env("LINKWISE_EXPOSE_NICS", "true");
     for (node, device) in [("uverbs3", "mlx5_0"), ("uverbs4", "mlx5_1")] {
@@ -323,7 +323,7 @@ async fn nccl_topology_file_is_mounted_and_follows_links() {
     // The file was there before the first pod could be; it says what NVML says, and follows it.
     let file = folder.join("topology.xml");
     let links = || {
-        let gpus = linkwise::machines::load(file.to_str().unwrap()).unwrap().observed.gpus;
+        let gpus = linkwise_host::machines::load(file.to_str().unwrap()).unwrap().observed.gpus;
         let links = gpus.iter().map(|gpu| gpu.nvlinks.iter().flatten().map(|group| group.links.len()).sum::<usize>());
         links.collect::<Vec<_>>()
     };

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 
 use linkwise_kubelet_box::KubeletBox;
 
-use crate::node::{GPU, Node, Setup, registered, signal, until, uuid};
+use crate::run::node::{GPU, Node, Setup, registered, signal, until, uuid};
 
 /// A machine whose driver has a word for what to do, looked at often, with a short hold.
 fn quick() -> Setup {

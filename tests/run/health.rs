@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use linkwise_kubelet_box::KubeletBox;
 use serde_json::Value;
 
-use crate::node::{GPU, Node, Setup, registered, until, uuid};
+use crate::run::node::{GPU, Node, Setup, registered, until, uuid};
 
 pub fn file(setup: &Setup) -> PathBuf {
     setup.at("k/linkwise/linkwise_health.json")

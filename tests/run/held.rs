@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use linkwise_kubelet_box::Pod;
 
-use crate::node::{GPU, Node, Setup, until, uuid};
+use crate::run::node::{GPU, Node, Setup, until, uuid};
 
 fn quick() -> Setup {
     Setup::on("dgx1-v100").arg("--nvml-poll-ms=20").arg("--nvml-pause-ms=10")

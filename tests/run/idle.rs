@@ -1,6 +1,6 @@
 //! Nodes without GPUs: up, ready, idle, and awake once a GPU comes.
 
-use crate::node::{GPU, Setup, machine, registered, until};
+use crate::run::node::{GPU, Setup, machine, registered, until};
 
 const BARE: &str = "version: 1\nname: bare\nobserved: {gpus: []}\n";
 /// The PCI bus is looked at so often, and not every 10 s.

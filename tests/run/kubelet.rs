@@ -4,16 +4,16 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use linkwise::kubelet::{Occurrence, Phase, Plugin, Settings, Sources};
-use linkwise::machines;
-use linkwise::state::{Event, NodeState, ResourceName};
+use linkwise_core::state::{Event, NodeState, ResourceName};
+use linkwise_host::machines;
+use linkwise_kubelet::device_plugin::{Occurrence, Phase, Plugin, Settings, Sources};
 use linkwise_kubelet_box::{Fault, KubeletBox, Pod, Restart};
 use tokio::sync::{mpsc, watch};
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 use tonic::Code;
 
-use crate::node::{GPU, LIMIT, Node, Setup, registered};
+use crate::run::node::{GPU, LIMIT, Node, Setup, registered};
 
 const CONNECTED: &str = "linkwise_kubelet_connected{resource=\"nvidia.com/gpu\"}";
 
@@ -251,7 +251,7 @@ pub fn sources(observe: impl Fn(Occurrence) + Send + Sync + 'static) -> Sources 
     let (snapshot, _) = NodeState::default().apply(Event::Observed(Box::new(machine.observed)), Duration::ZERO);
     let sender = watch::Sender::new(Arc::new(snapshot));
     let snapshot = sender.subscribe();
-    let observer: linkwise::kubelet::Observer = Arc::new(move |_, occurrence| {
+    let observer: linkwise_kubelet::device_plugin::Observer = Arc::new(move |_, occurrence| {
         // Lists end with their sender: it lives as long as the plugin.
         let _ = &sender;
         observe(occurrence);

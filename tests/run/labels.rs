@@ -8,9 +8,9 @@ use std::process::Stdio;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use crate::handover::allocation;
-use crate::mig::MIXED;
-use crate::node::{GPU, Setup, until};
+use crate::run::handover::allocation;
+use crate::run::mig::MIXED;
+use crate::run::node::{GPU, Setup, until};
 
 const BARE: &str = "version: 1\nname: bare\nobserved: {gpus: []}\n";
 

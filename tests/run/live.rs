@@ -8,9 +8,9 @@ use std::path::{Path, PathBuf};
 
 use linkwise_kubelet_box::{Allocation, KubeletBox, Pod};
 
-use crate::handover::allocation;
-use crate::mig::{MIXED, gpu, listed, mig_uuid};
-use crate::node::{GPU, Node, Setup, registered};
+use crate::run::handover::allocation;
+use crate::run::mig::{MIXED, gpu, listed, mig_uuid};
+use crate::run::node::{GPU, Node, Setup, registered};
 
 const SHARED: &str = "version: v1\nsharing: {timeSlicing: {resources: [{name: nvidia.com/gpu, replicas: 2}]}}\n";
 const WHOLE: &str = "version: v1\n";

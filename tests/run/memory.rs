@@ -8,7 +8,7 @@ use linkwise_kubelet_box::{KubeletBox, Pod};
 use serde_json::Value;
 use tokio::time::timeout;
 
-use crate::node::{GPU, LIMIT, Node, Setup, registered, until, uuid};
+use crate::run::node::{GPU, LIMIT, Node, Setup, registered, until, uuid};
 
 const UP: &str = "linkwise_nvml_agent_up";
 const OVER_MEMORY: &str = "linkwise_nvml_agent_ends_total{cause=\"memory\"}";

@@ -4,14 +4,14 @@ use std::fmt::Write as _;
 use std::fs;
 use std::path::Path;
 
-use crate::handover::{allocation, cdi_setup, lines, spec_file, spec_with};
-use crate::node::{GPU, Node, Setup, until};
-use linkwise::machines;
-use linkwise::topology::NodeObservation;
+use crate::run::handover::{allocation, cdi_setup, lines, spec_file, spec_with};
+use crate::run::node::{GPU, Node, Setup, until};
+use linkwise_core::topology::NodeObservation;
+use linkwise_host::machines;
 use linkwise_kubelet_box::KubeletBox;
 
 /// GPU 0 whole, GPU 1 in seven, GPU 2 in a 3g and two halves of a 4g, GPU 3 in two 1g, one with media, and a 2g.
-pub const MIXED: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fake-nvml/machines/four-gpus-mig.yaml");
+pub const MIXED: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/lab/fake-nvml/machines/four-gpus-mig.yaml");
 
 /// The kernel's list of what a machine file says of capabilities, below a /proc of the test's own.
 pub fn minors(proc: &Path, machine: &NodeObservation) {

@@ -9,10 +9,10 @@ use std::process::Stdio;
 use linkwise_kubelet_box::{KubeletBox, Pod};
 use tokio::process::Command;
 
-use crate::config::write;
-use crate::handover::lines;
-use crate::node::{GPU, Node, Process, Setup, machine, registered, signal, until, uuid};
-use crate::root::Root;
+use crate::cdi::root::Root;
+use crate::run::config::write;
+use crate::run::handover::lines;
+use crate::run::node::{GPU, Node, Process, Setup, machine, registered, signal, until, uuid};
 
 /// The example of the NVIDIA plugin's README, which promises 80 of `nvidia.com/gpu` on a node with 8 GPUs.
 const README: &str = "version: v1\nsharing:\n  mps:\n    resources:\n    - name: nvidia.com/gpu\n      replicas: 10\n";
@@ -53,7 +53,7 @@ impl Shared {
 
     /// 8 GPUs of 80 GiB.
     fn dgx(config: &str) -> (Self, Setup) {
-        let machine = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/machines/dgx-h100.yaml");
+        let machine = Path::new(env!("CARGO_MANIFEST_DIR")).join("crates/host/src/machines/dgx-h100.yaml");
         Self::prepare(Setup::on("dgx-h100"), machine, config)
     }
 

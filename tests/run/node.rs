@@ -44,7 +44,7 @@ pub struct Setup {
 impl Setup {
     /// A built-in machine, by NVML; a host of two packages with a NUMA node each, and nothing on its PCI bus.
     pub fn on(machine: &str) -> Self {
-        let file = Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("src/machines/{machine}.yaml"));
+        let file = Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("crates/host/src/machines/{machine}.yaml"));
         Self::new(|_| file)
     }
 

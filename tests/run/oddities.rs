@@ -2,7 +2,7 @@
 
 use linkwise_kubelet_box::Pod;
 
-use crate::node::{GPU, Setup, machine, registered, uuid};
+use crate::run::node::{GPU, Setup, machine, registered, uuid};
 
 #[tokio::test]
 async fn half_failing_gpu_affects_no_other() {

@@ -8,7 +8,7 @@ use linkwise_kubelet_box::{Pod, Restart};
 use serde_json::Value;
 use tokio::process::Command;
 
-use crate::node::{GPU, Node, Setup, registered, signal, until, uuid};
+use crate::run::node::{GPU, Node, Setup, registered, signal, until, uuid};
 
 /// A machine whose linkwise has an admin socket.
 fn setup() -> Setup {
@@ -117,7 +117,7 @@ async fn driver_released_before_its_answer_ends_no_node() {
     node.setup.tell("unhang nvmlInit_v2");
     let kubelet = node.setup.kubelet();
     ordered(&node, &["resume"]).await;
-    crate::node::registered(&kubelet, 1, 8).await;
+    crate::run::node::registered(&kubelet, 1, 8).await;
 }
 
 #[tokio::test]
@@ -174,7 +174,7 @@ async fn an_operator_vouches_for_a_gpu() {
 async fn what_kept_it_from_serving_is_no_trouble_while_it_serves() {
     let (node, kubelet) = setup().serve(8).await;
     kubelet.restart(Restart::Kubelet).await.unwrap();
-    crate::node::registered(&kubelet, 2, 8).await;
+    crate::run::node::registered(&kubelet, 2, 8).await;
     node.process.said("the session with the kubelet ended").await;
     node.ready(200, "ready").await;
     let resource = state(&node).await["resources"][GPU].clone();

@@ -2,7 +2,7 @@
 
 use linkwise_kubelet_box::{Place, Pod};
 
-use crate::node::{GPU, Node, Setup, until, uuid};
+use crate::run::node::{GPU, Node, Setup, until, uuid};
 
 /// Waits until the metrics are so; then gives them.
 async fn metrics(node: &Node, wanted: impl Fn(&str) -> bool) -> String {

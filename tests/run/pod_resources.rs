@@ -3,19 +3,20 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use linkwise::kubelet::pod_resources::{self, HolderSources, Holders};
-use linkwise::kubelet::{Phase, Settings};
-use linkwise::machines;
-use linkwise::runtime::{HealthSettings, Node, NodeSettings};
-use linkwise::state::{Event, Holdings, NumaHints, ResourceName};
+use linkwise_core::state::{Event, Holdings, NumaHints, ResourceName};
+use linkwise_host::machines;
+use linkwise_kubelet::device_plugin::pod_resources::{self, HolderSources, Holders};
+use linkwise_kubelet::device_plugin::{Phase, Settings};
 use linkwise_kubelet_box::{Fault, KubeletBox, Options, Place, Pod};
+use linkwise_node::keeper::HealthSettings;
+use linkwise_node::node::{Node, NodeSettings};
 use tokio::net::UnixListener;
 use tokio::sync::watch;
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 
-use crate::kubelet::plugin;
-use crate::node::{GPU, LIMIT, Setup, registered, uuid};
+use crate::run::kubelet::plugin;
+use crate::run::node::{GPU, LIMIT, Setup, registered, uuid};
 
 #[tokio::test]
 async fn forgotten_registration_is_made_again() {
@@ -57,7 +58,7 @@ async fn stream_confirms_without_pod_resources() {
 
 #[tokio::test]
 async fn resource_of_sick_devices_is_confirmed_by_stream() {
-    let setup = Setup::with(&crate::node::machine(&[("GPU-a", "0000:01:00.0", "")]));
+    let setup = Setup::with(&crate::run::node::machine(&[("GPU-a", "0000:01:00.0", "")]));
     let (node, kubelet) = setup.serve(1).await;
     node.setup.tell("xid 0 79");
     kubelet.wait(|state| state.resources[GPU].unhealthy.len() == 1).await.unwrap();

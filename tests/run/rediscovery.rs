@@ -9,7 +9,7 @@ use std::path::Path;
 
 use linkwise_kubelet_box::{KubeletBox, Pod, State};
 
-use crate::node::{GPU, LIMIT, Setup, machine, registered, until, uuid};
+use crate::run::node::{GPU, LIMIT, Setup, machine, registered, until, uuid};
 
 fn quick() -> Setup {
     Setup::on("dgx1-v100").arg("--nvml-poll-ms=20").arg("--nvml-pause-ms=10")
@@ -116,7 +116,7 @@ fn seen_by_hwloc(call_ms: u128) -> Setup {
     setup.host(xml.to_str().unwrap())
 }
 
-const HOST: &[u8] = include_bytes!("../../src/machines/hwloc_xml/testdata/v2.xml");
+const HOST: &[u8] = include_bytes!("../../crates/host/src/machines/hwloc_xml/testdata/v2.xml");
 
 /// The other end of a file that somebody reads; what is read goes on until it is dropped.
 async fn writer(path: &Path) -> File {

@@ -1,6 +1,6 @@
 //! What linkwise does not start with: one line that names the cause; or it stays up and says why it has nothing.
 
-use crate::node::{Process, Setup};
+use crate::run::node::{Process, Setup};
 
 /// Ends with code 1 and one line for people, which is given.
 async fn refused(mut process: Process) -> String {

@@ -11,7 +11,7 @@ use tonic::{Code, Request};
 use tonic_prost::ProstCodec;
 use wire::device_plugin_client::DevicePluginClient;
 
-use crate::node::{GPU, LIMIT, Node, Setup, machine, uuid};
+use crate::run::node::{GPU, LIMIT, Node, Setup, machine, uuid};
 
 async fn channel(node: &Node) -> Channel {
     let path = node.setup.sockets().remove(0);

@@ -10,7 +10,7 @@ use linkwise_kubelet_api::v1beta1::Empty;
 use linkwise_kubelet_box::{Fault, Pod};
 use tokio::time::timeout;
 
-use crate::node::{GPU, LIMIT, Setup, registered, signal, until};
+use crate::run::node::{GPU, LIMIT, Setup, registered, signal, until};
 
 #[tokio::test]
 async fn signal_ends_streams_and_sockets_with_success() {
@@ -59,7 +59,7 @@ async fn unread_log_loses_lines_not_time() {
     let mut process = setup.command().stderr(OwnedFd::from(full)).spawn().unwrap();
     registered(&kubelet, 1, 8).await;
     // More lines than may wait to be written.
-    let mut client = crate::callers::client(setup.sockets().remove(0)).await.unwrap();
+    let mut client = crate::run::callers::client(setup.sockets().remove(0)).await.unwrap();
     for _ in 0..2_000 {
         timeout(LIMIT, client.get_device_plugin_options(Empty {})).await.expect("an answer in time").unwrap();
     }

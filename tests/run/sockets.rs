@@ -4,7 +4,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixListener;
 use std::time::Duration;
 
-use linkwise::kubelet::{Phase, Settings};
+use linkwise_kubelet::device_plugin::{Phase, Settings};
 use linkwise_kubelet_api::v1beta1::Empty;
 use linkwise_kubelet_box::{KubeletBox, Options, Restart};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -12,8 +12,8 @@ use tokio::net::UnixStream;
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 
-use crate::kubelet::plugin;
-use crate::node::{GPU, LIMIT, Setup, registered, until};
+use crate::run::kubelet::plugin;
+use crate::run::node::{GPU, LIMIT, Setup, registered, until};
 
 #[tokio::test]
 async fn kubelet_found_after_any_file_at_its_socket() {
@@ -108,7 +108,7 @@ async fn exhausted_descriptors_recover() {
     assert!(line["error"].as_str().unwrap().contains("Too many open files"), "{line}");
     // When they have gone, the next one is served on the same socket.
     callers.clear();
-    let mut client = crate::callers::client(own.clone()).await.unwrap();
+    let mut client = crate::run::callers::client(own.clone()).await.unwrap();
     timeout(LIMIT, client.get_device_plugin_options(Empty {})).await.expect("an answer in time").unwrap();
     assert_eq!(kubelet.state().resources[GPU].registrations, 1);
     for _ in 0..100 {

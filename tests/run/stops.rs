@@ -5,7 +5,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixStream;
 use tokio::time::timeout;
 
-use crate::node::{GPU, LIMIT, Setup, registered, signal, uuid};
+use crate::run::node::{GPU, LIMIT, Setup, registered, signal, uuid};
 
 #[tokio::test]
 async fn stopped_process_catches_up() {

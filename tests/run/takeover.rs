@@ -80,7 +80,7 @@ async fn takeover_has_no_gap_on_either_kubelet() {
                 owner.said("another linkwise has taken over this node").await;
             } => {}
         }
-        assert_eq!(kubelet.gaps(GPU), [], "{connections:?}");
+        assert!(kubelet.gaps(GPU).is_empty(), "{:?} {connections:?}", kubelet.gaps(GPU));
         admits(&kubelet, "after").await;
         assert_eq!(kubelet.violations(), []);
         only_sockets_of(&setup, &kubelet).await;
@@ -113,7 +113,10 @@ async fn death_at_any_step_leaves_one_that_serves() {
                 let (victim, left) = if owner_dies { (owner, standby) } else { (standby, owner) };
                 victim.signal("KILL");
                 // Nothing tells when the kubelet has noticed: it serves for good when pods are admitted by the survivor.
-                left.logged(|line| line["stage"] == "Owning").await;
+                // A standby that dies as it asks may not have been heard: then the owner has nothing to log.
+                if owner_dies || step != "Asking" {
+                    left.logged(|line| line["stage"] == "Owning").await;
+                }
                 let (mut victim, what) = (victim, format!("{connections:?} {step} {owner_dies}"));
                 victim.ended().await;
                 until(async || {

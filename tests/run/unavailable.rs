@@ -7,8 +7,8 @@ use std::process::Stdio;
 use serde_json::Value;
 use tokio::time::timeout;
 
-use crate::memory::{TOOLS, ran};
-use crate::node::{LIMIT, Setup, registered, until};
+use crate::run::memory::{TOOLS, ran};
+use crate::run::node::{LIMIT, Setup, registered, until};
 
 /// What becomes of a node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

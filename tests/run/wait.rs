@@ -7,7 +7,7 @@ use linkwise_kubelet_box::{KubeletBox, Pod};
 use tokio::process::Command;
 use tokio::time::timeout;
 
-use crate::node::{GPU, LIMIT, Setup, machine, registered};
+use crate::run::node::{GPU, LIMIT, Setup, machine, registered};
 
 /// The command on this machine, for so many seconds at most.
 fn command(setup: &Setup, seconds: u32) -> Command {

@@ -3,7 +3,7 @@
 
 use linkwise_kubelet_box::{KubeletBox, Pod};
 
-use crate::node::{GPU, LIMIT, Node, Setup, machine, registered, signal, until, uuid};
+use crate::run::node::{GPU, LIMIT, Node, Setup, machine, registered, signal, until, uuid};
 
 const STARTS: &str = "linkwise_nvml_agent_starts_total";
 const UP: &str = "linkwise_nvml_agent_up";

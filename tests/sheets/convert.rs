@@ -4,13 +4,13 @@
 //! is recorded, its UUID, NVLink numbers and, where a matrix is all there is, a PCI tree in which it
 //! comes out as it is written.
 
-use linkwise::topology::{
+use linkwise_core::topology::{
     ComputeCapability, CpuObservation, FabricObservation, GpuObservation, HostBridgeObservation, HostObservation,
     NicKind, NicObservation, NodeObservation, NumaNodeId, NumaNodeObservation, NvLinkObservation, NvLinkRemote,
     PackageId, PciAddress, PciKind, PciObservation, PcieLink,
 };
 
-use crate::sheet::{CpuLinks, Device, Gpu, Nic, Sheet};
+use crate::sheets::sheet::{CpuLinks, Device, Gpu, Nic, Sheet};
 
 /// The whole sheet.
 pub fn observe(sheet: &Sheet) -> NodeObservation {

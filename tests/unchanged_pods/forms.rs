@@ -6,7 +6,7 @@ use proptest::strategy::ValueTree;
 use proptest::test_runner::{Config, TestRunner};
 use serde_json::{Value, json};
 
-use crate::{EMPTY, GPUS, OFF, ON, created, read, right, server};
+use crate::unchanged_pods::{EMPTY, GPUS, OFF, ON, created, read, right, server};
 
 /// The pod of an entry of pods.yaml.
 fn pod(entry: &Value) -> Value {

@@ -2,7 +2,7 @@
 
 use serde_json::json;
 
-use crate::resources;
+use crate::unchanged_pods::resources;
 
 /// A second mutation that fails would leave half, a pod that is refused for the policy's sake is worse than one with the
 /// first GPUs, and a binding that denies would refuse every pod of a namespace without templates.

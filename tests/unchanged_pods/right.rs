@@ -3,7 +3,7 @@
 
 use serde_json::{Value, json};
 
-use crate::GPUS;
+use crate::unchanged_pods::GPUS;
 
 /// The containers that got claims, by their places; none where the pod is as it was. Panics where the pod is neither.
 pub fn changed(before: &Value, after: &Value) -> Vec<usize> {

@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::process::Command;
 
-use crate::resources;
+use crate::unchanged_pods::resources;
 
 /// helm reads no file outside of a chart.
 #[test]

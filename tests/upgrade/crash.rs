@@ -2,8 +2,8 @@
 
 use linkwise_kubelet_box::Connections;
 
-use crate::fleet::{GPUS, KUBELETS, World};
-use crate::node::{GPU, registered, until};
+use crate::upgrade::fleet::{GPUS, KUBELETS, World};
+use crate::upgrade::node::{GPU, registered, until};
 
 /// The container of the process that serves crashes and is restarted, twice: the spare serves in between each time.
 async fn crashed(connections: Connections) {

@@ -12,7 +12,7 @@ use tokio::net::TcpStream;
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
-use crate::node::{GPU, Process, Setup, machine, until};
+use super::node::{GPU, Process, Setup, machine, until};
 
 /// The GPUs of the node.
 pub const GPUS: [(&str, &str, &str); 4] = [

@@ -2,9 +2,9 @@
 
 use linkwise_kubelet_box::Connections;
 
-use crate::fleet::{GPUS, KUBELETS, World};
-use crate::node::{GPU, registered};
-use crate::predecessor::Predecessor;
+use crate::upgrade::fleet::{GPUS, KUBELETS, World};
+use crate::upgrade::node::{GPU, registered};
+use crate::upgrade::predecessor::Predecessor;
 
 /// The pod of another plugin is replaced by ours, in a rollout that starts ours first.
 async fn replaced(connections: Connections, socket: &str) {

@@ -2,8 +2,8 @@
 
 use linkwise_kubelet_box::Connections;
 
-use crate::fleet::{GPUS, KUBELETS, World};
-use crate::node::{GPU, registered};
+use crate::upgrade::fleet::{GPUS, KUBELETS, World};
+use crate::upgrade::node::{GPU, registered};
 
 /// Takeovers on each kind of kubelet. `benches/upgrade.rs` has a hundred of each.
 const TIMES: usize = 25;

@@ -42,6 +42,10 @@
 {{- fail "\ndra.unchangedPods and dra.claimTemplates are for GPUs of DRA: set dra.enabled too." -}}
 {{- end -}}
 
+{{- if $dra.groups -}}
+{{- fail "\ndra.groups: groups of 2, 4 and 8 GPUs are published, and no others. Leave it out; for another number of GPUs use linkwise claim --gpus N." -}}
+{{- end -}}
+
 {{- if and $dra.migRights (not $dra.enabled) -}}
 {{- fail "\ndra.migRights: only the DRA driver makes MIG devices; set dra.enabled too." -}}
 {{- end -}}
@@ -56,6 +60,12 @@
 {{- end -}}
 {{- if and $dra.enabled $dra.dynamicMig (not $dra.migRights) (not $given.privileged) -}}
 {{- fail "\ndra.dynamicMig: making MIG devices takes SYS_ADMIN and the driver's capability mig/config. Set dra.migRights=true to give them to the plugin (docs/mig.md)." -}}
+{{- end -}}
+
+{{- /* Values that are gone. `helm upgrade --reuse-values` brings their old defaults along. */ -}}
+{{- /* Sets of GPUs as devices: */ -}}
+{{- if not (has ($dra.sets | toString) (list "<nil>" "off" "false")) -}}
+{{- fail "\ndra.sets: sets of GPUs are no devices any more; leave it out. Pods that ask for linkwise.dev/gpu-x4 and its like ask for nvidia.com/gpu instead, with dra.unchangedPods and dra.claimTemplates (docs/dra-pods.md), or have claims with groups (linkwise claim --gpus 4)." -}}
 {{- end -}}
 
 {{- if and $config.name $map -}}
@@ -82,9 +92,18 @@
 {{- fail (printf "\nconfig.map.%s: flags.plugin is no mapping." $name) -}}
 {{- end -}}
 {{- end -}}
+{{- if hasKey ($read.linkwise | default dict) "traces" -}}
+{{- fail (printf "\nconfig.map.%s: linkwise.traces: there is no exporter of spans. Leave it out; the plugin's log has the same facts." $name) -}}
+{{- end -}}
 {{- with ($read.linkwise | default dict).dra -}}
 {{- if not (kindIs "map" .) -}}
 {{- fail (printf "\nconfig.map.%s: linkwise.dra is no mapping." $name) -}}
+{{- end -}}
+{{- if hasKey . "groups" -}}
+{{- fail (printf "\nconfig.map.%s: linkwise.dra.groups: groups of 2, 4 and 8 GPUs are published, and no others. Leave it out; for another number of GPUs use linkwise claim --gpus N." $name) -}}
+{{- end -}}
+{{- if hasKey . "driverName" -}}
+{{- fail (printf "\nconfig.map.%s: linkwise.dra.driverName: the DRA driver is gpu.nvidia.com. Leave it out, and use gpu.nvidia.com in classes and claims." $name) -}}
 {{- end -}}
 {{- if and $dra.enabled .dynamicMig (not $dra.migRights) (not $given.privileged) -}}
 {{- fail (printf "\nconfig.map.%s: linkwise.dra.dynamicMig: making MIG devices takes SYS_ADMIN and the driver's capability mig/config. Set dra.migRights=true to give them to the plugin (docs/mig.md)." $name) -}}

@@ -1,84 +1,73 @@
-//! [`Access`]: where the API server is, and as whom to ask it.
+//! [`Access`]: the address of the API server, and the credentials for it.
 //!
-//! In a pod: the address from the environment, and the token and the CA that the kubelet mounts; elsewhere a
-//! kubeconfig. Both are read whenever a client is made, so that a new one has the token and the CA of that moment.
+//! In a pod, the address comes from the environment, and the token and the CA are the files that the kubelet mounts;
+//! elsewhere both come from a kubeconfig. The files are read whenever a client is made, so that a new client has the
+//! current token and CA.
 
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 
 use kube::config::{KubeConfigOptions, Kubeconfig, KubeconfigError};
 use kube::{Config, config};
-use linkwise::config::ApiServerArgs;
-use linkwise::quote::quoted;
+use linkwise_core::quote::quoted;
 use thiserror::Error;
 
-/// Where the API server is, and the credentials.
+/// The address of the API server, and the credentials.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Access {
-    /// As the pod's ServiceAccount.
+    /// The pod's ServiceAccount.
     InCluster {
         /// `https://host:port`.
         url: String,
         /// The folder with `token` and `ca.crt`.
         service_account: PathBuf,
     },
-    /// As a kubeconfig has it.
+    /// The cluster and the user of a kubeconfig.
     Kubeconfig(PathBuf),
 }
 
-/// Why there is no way to ask.
+/// The reason why no client can be made.
 #[derive(Debug, Error)]
 pub enum AccessError {
-    /// Neither of the two ways.
+    /// Neither a ServiceAccount nor a kubeconfig exists.
     #[error("no API server: KUBERNETES_SERVICE_HOST is not set (no pod?), and no --kubeconfig (KUBECONFIG) is given")]
     Nowhere,
     /// The host and the port make no address.
     #[error("KUBERNETES_SERVICE_HOST and KUBERNETES_SERVICE_PORT make no address: {}", quoted(.0))]
     Address(String),
-    /// The token is not there.
-    #[error("cannot read the ServiceAccount's token {path} (automountServiceAccountToken?)")]
-    Token {
-        /// The file.
-        path: PathBuf,
-        /// The operating system's error.
-        source: std::io::Error,
-    },
+    /// The token file is missing.
+    #[error("cannot read the ServiceAccount's token {0} (automountServiceAccountToken?)")]
+    Token(PathBuf, #[source] std::io::Error),
     /// The kubeconfig cannot be used.
-    #[error("cannot use the kubeconfig {path}")]
-    Kubeconfig {
-        /// The file.
-        path: PathBuf,
-        /// What is wrong with it.
-        source: Box<KubeconfigError>,
-    },
+    #[error("cannot use the kubeconfig {0}")]
+    Kubeconfig(PathBuf, #[source] Box<KubeconfigError>),
     /// The CA or the credentials cannot be used.
     #[error("cannot use the API server's CA or the credentials: {0}")]
     Credentials(String),
 }
 
 impl Access {
-    /// The way that the options name.
+    /// The access that a kubeconfig gives, or else the pod: the host and port in its environment, and the folder of its
+    /// ServiceAccount. An empty kubeconfig or host is none.
     ///
     /// # Errors
     ///
     /// [`AccessError::Nowhere`].
-    pub fn of(args: &ApiServerArgs) -> Result<Self, AccessError> {
-        if !args.kubeconfig.is_empty() {
-            return Ok(Self::Kubeconfig(PathBuf::from(&args.kubeconfig)));
+    pub fn of(kubeconfig: &str, (host, port): (&str, u16), service_account: &Path) -> Result<Self, AccessError> {
+        if !kubeconfig.is_empty() {
+            return Ok(Self::Kubeconfig(PathBuf::from(kubeconfig)));
         }
-        let host = args.api_server_host.as_str();
         if host.is_empty() {
             return Err(AccessError::Nowhere);
         }
-        let port = args.api_server_port;
         let url = match host.parse() {
             Ok(IpAddr::V6(host)) => format!("https://[{host}]:{port}"),
             _ => format!("https://{host}:{port}"),
         };
-        Ok(Self::InCluster { url, service_account: args.service_account_dir.clone() })
+        Ok(Self::InCluster { url, service_account: service_account.to_owned() })
     }
 
-    /// The client's configuration, with what the files hold now.
+    /// The client's configuration, made of the current files.
     pub(crate) async fn config(&self) -> Result<Config, AccessError> {
         let mut config = match self {
             Self::InCluster { url, service_account } => {
@@ -86,8 +75,8 @@ impl Access {
                 let token = service_account.join("token");
                 readable(&token)?;
                 let mut config = Config::new(address);
-                // The cluster's CA alone, read anew every minute. Without a list, even an empty one, kube begins with the
-                // system's certificates and fails where there are none, as in the image.
+                // Only the cluster's CA counts, and it is read anew every minute. Without a list, even an empty one,
+                // kube begins with the system's certificates and fails if there are none, as in the image.
                 config.root_cert_file = Some(service_account.join("ca.crt"));
                 config.root_cert = Some(Vec::new());
                 config.auth_info =
@@ -95,7 +84,7 @@ impl Access {
                 config
             }
             Self::Kubeconfig(path) => {
-                let wrong = |source| AccessError::Kubeconfig { path: path.clone(), source: Box::new(source) };
+                let wrong = |source| AccessError::Kubeconfig(path.clone(), Box::new(source));
                 let file = Kubeconfig::read_from(path).map_err(wrong)?;
                 Config::from_custom_kubeconfig(file, &KubeConfigOptions::default()).await.map_err(wrong)?
             }
@@ -107,7 +96,7 @@ impl Access {
 }
 
 fn readable(token: &Path) -> Result<(), AccessError> {
-    std::fs::metadata(token).map(drop).map_err(|source| AccessError::Token { path: token.to_owned(), source })
+    std::fs::metadata(token).map(drop).map_err(|source| AccessError::Token(token.to_owned(), source))
 }
 
 #[cfg(test)]
@@ -115,12 +104,7 @@ mod tests {
     use super::*;
 
     fn access(kubeconfig: &str, host: &str) -> Result<Access, AccessError> {
-        Access::of(&ApiServerArgs {
-            kubeconfig: kubeconfig.to_owned(),
-            api_server_host: host.to_owned(),
-            api_server_port: 6443,
-            service_account_dir: "/s".into(),
-        })
+        Access::of(kubeconfig, (host, 6443), Path::new("/s"))
     }
 
     #[test]

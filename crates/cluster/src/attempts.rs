@@ -1,12 +1,12 @@
-//! [`Attempts`]: one thing that is asked of the API server again and again until it works: when, and what is logged.
+//! [`Attempts`]: the pauses and the log lines of one request that is repeated until it succeeds.
 
 use std::collections::hash_map::RandomState;
 use std::hash::{BuildHasher, Hasher};
 use std::time::Duration;
 
-use linkwise::backoff::Backoff;
-use linkwise::errors::chain;
-use linkwise::once::Once;
+use linkwise_core::backoff::Backoff;
+use linkwise_core::errors::chain;
+use linkwise_core::once::Once;
 
 use crate::error::ApiError;
 use crate::server::Pace;
@@ -14,9 +14,9 @@ use crate::server::Pace;
 /// The longest pause that a server may ask for.
 const LONGEST_ASKED: Duration = Duration::from_secs(600);
 
-/// The attempts at one thing.
+/// The attempts at one request.
 pub(crate) struct Attempts {
-    /// What is asked, for the log.
+    /// The request's name in the log.
     request: &'static str,
     backoff: Backoff,
     standing: Once<&'static str>,
@@ -24,16 +24,18 @@ pub(crate) struct Attempts {
 }
 
 impl Attempts {
-    /// None yet.
+    /// No attempt was made yet.
     pub fn of(request: &'static str, pace: &Pace) -> Self {
         Self { request, backoff: Backoff::new(pace.first, pace.longest), standing: Once::new(), failures: 0 }
     }
 
-    /// One failed: how long to pause. An error of a class that has not been logged since the last success is logged.
+    /// Records a failure and returns the pause. Logs an error of a class that has not been logged since the last
+    /// success.
     pub fn failed(&mut self, error: &ApiError) -> Duration {
         self.failures = self.failures.saturating_add(1);
         let asked = error.retry_after().unwrap_or_default().min(LONGEST_ASKED);
-        // A fleet is not to come back in step: up to half of our own pause is left out, and some is added to theirs.
+        // The nodes of a fleet must not come back in step: up to half of our own pause is left out, and some is added
+        // to a pause that the server asked for.
         let pause = shortened(self.backoff.failed()).max(asked.saturating_add(asked.saturating_sub(shortened(asked))));
         if self.standing.is_news(error.outcome()) {
             let (request, error) = (self.request, chain(error));
@@ -42,7 +44,7 @@ impl Attempts {
         pause
     }
 
-    /// One succeeded.
+    /// Records a success.
     pub fn succeeded(&mut self) {
         if self.failures > 0 {
             tracing::info!(request = self.request, failures = self.failures, "API server answers again");
@@ -53,7 +55,7 @@ impl Attempts {
     }
 }
 
-/// A duration less a random part of up to its half.
+/// Returns the duration less a random part of at most half of it.
 pub(crate) fn shortened(duration: Duration) -> Duration {
     let part = u32::try_from(RandomState::new().build_hasher().finish() % 512).unwrap_or(0);
     duration.saturating_sub((duration / 1024).saturating_mul(part))

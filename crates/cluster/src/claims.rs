@@ -1,39 +1,39 @@
 //! [`ClaimReader`]: reads ResourceClaims for the DRA plugin, which prepares their devices.
 //!
-//! The only reader of claims. Each query is a GET, and up to two more where that fails in passing, within a deadline
-//! that leaves the kubelet, which waits for 45 s, time to try again. Queries do not wait for each other.
+//! This is the only reader of claims. Each query is a GET, with up to two retries if it fails for a passing reason. Its
+//! deadline leaves the kubelet, which waits for 45 s, time to try again. Queries do not wait for each other.
 
 use std::time::Duration;
 
 use futures_util::StreamExt;
 use futures_util::stream::FuturesUnordered;
 use kube::Api;
-use kube::api::{ApiResource, DynamicObject, GroupVersionKind};
-use linkwise::claims::Claim;
-use linkwise::dra::{ClaimQuery, ClaimQueryError, parse_claim};
+use kube::api::DynamicObject;
+use linkwise_core::claims::Claim;
+use linkwise_kubelet::dra::{ClaimQuery, ClaimQueryError, parse_claim};
 use tokio::sync::mpsc;
 use tokio::time::{Instant, timeout_at};
 use tokio_util::sync::CancellationToken;
 
 use crate::error::ApiError;
-use crate::server::{ApiServer, named};
+use crate::server::{ApiServer, named, resource};
 
 /// The kind, in metrics.
 const OBJECT: &str = "resourceclaims";
 
-/// How long one query may take, with all its attempts.
+/// The longest time for one query, with all its attempts.
 const DEADLINE: Duration = Duration::from_secs(10);
 
-/// How long one GET may take: a connection that hangs leaves time for another.
+/// The longest time for one GET: a connection that hangs leaves time for another.
 const ATTEMPT: Duration = Duration::from_secs(3);
 
-/// How often a GET is tried again.
+/// The number of retries of a GET.
 const RETRIES: u32 = 2;
 
 /// The pause before the first retry; before the second it is twice as long.
 const PAUSE: Duration = Duration::from_millis(200);
 
-/// Queries at a time. A node starts few pods at once.
+/// The most queries at a time. A node starts few pods at once.
 const AT_ONCE: usize = 16;
 
 /// Reads claims.
@@ -42,7 +42,7 @@ pub struct ClaimReader {
 }
 
 impl ClaimReader {
-    /// Asks nothing yet.
+    /// Makes no request yet.
     pub fn new(server: ApiServer) -> Self {
         Self { server: server.within(ATTEMPT) }
     }
@@ -57,7 +57,7 @@ impl ClaimReader {
                         Some(query) => running.push(answer(self.server.clone(), query)),
                         None => break,
                     },
-                    // With a client that works, or with none after an error that a new one may not have.
+                    // The returned client works, or is empty after an error that a new client may not have.
                     Some(server) = running.next() => self.server = server,
                 }
             }
@@ -67,24 +67,24 @@ impl ClaimReader {
     }
 }
 
-/// Answers one query. Errors are for the asker, who logs them.
+/// Answers one query. The caller logs the errors.
 async fn answer(mut server: ApiServer, query: ClaimQuery) -> ApiServer {
     let ClaimQuery { namespace, name, mut answer } = query;
     let outcome = tokio::select! {
         result = read(&mut server, &namespace, &name) => Some(result),
-        // Nobody waits any more.
+        // The caller has gone.
         () = answer.closed() => None,
     };
     let Some(result) = outcome else { return server };
     let result = result.map_err(|error| match error.code() {
         Some(404) if error.is_missing(OBJECT, &name) => ClaimQueryError::NotFound,
-        // It says nothing of the claim, which may be prepared here.
+        // This 404 says nothing about the claim, which may be prepared here.
         Some(404) => {
             ClaimQueryError::Failed(format!("{error} (no resource.k8s.io/v1? Kubernetes 1.34 or newer has it)"))
         }
         _ => ClaimQueryError::Failed(error.to_string()),
     });
-    // The asker may have gone.
+    // The caller may have gone.
     let _ = answer.send(result);
     server
 }
@@ -111,7 +111,7 @@ async fn read(server: &mut ApiServer, namespace: &str, name: &str) -> Result<Cla
     timeout_at(deadline, get(server, namespace, name)).await.unwrap_or(Err(ApiError::TimedOut(DEADLINE)))
 }
 
-/// Whether the same request may succeed in a moment.
+/// Returns true if the same request may succeed in a moment.
 fn is_passing(error: &ApiError) -> bool {
     match error {
         ApiError::Refused { code, .. } => matches!(code, 401 | 429 | 500..),
@@ -122,8 +122,7 @@ fn is_passing(error: &ApiError) -> bool {
 
 async fn get(server: &mut ApiServer, namespace: &str, name: &str) -> Result<Claim, ApiError> {
     let (namespace, name) = (namespace.to_owned(), name.to_owned());
-    let kind = GroupVersionKind::gvk("resource.k8s.io", "v1", "ResourceClaim");
-    let resource = ApiResource::from_gvk_with_plural(&kind, OBJECT);
+    let resource = resource("resource.k8s.io", "v1", "ResourceClaim", OBJECT);
     let get =
         |client| async move { Api::<DynamicObject>::namespaced_with(client, &namespace, &resource).get(&name).await };
     let object = server.call(OBJECT, "get", get).await?;

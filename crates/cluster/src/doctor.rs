@@ -1,101 +1,160 @@
-//! `linkwise doctor` with what the API server has about the node.
-//!
-//! A composition root, as `labels`: the program is `linkwise`'s own.
+//! What the API server has about a node, for `linkwise doctor`.
 
 use std::collections::BTreeMap;
-use std::process::ExitCode;
 
-use futures_util::FutureExt;
 use k8s_openapi::api::core::v1::Node;
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::ManagedFieldsEntry;
 use kube::Api;
-use kube::api::{ApiResource, DynamicObject, GroupVersionKind, ListParams, PostParams};
-use linkwise::commands::{
-    ClusterFacts, ClusterQuestions, DraFound, ExtendedResourceFound, MissingRights, NodeFeatureFound, NodeFeatures,
-    PodPolicy,
-};
-use linkwise::config::{Command, DoctorArgs};
-use linkwise::runtime::{ApiClients, NodeReader};
+use kube::api::{DynamicObject, ListParams, PostParams};
+use linkwise_core::errors::chain;
+use linkwise_core::state::DRA_DRIVER;
 use serde_json::json;
 
 use crate::access::Access;
+use crate::error::ApiError;
 use crate::events::EventWriter;
 use crate::metrics::ApiMetrics;
-use crate::node_feature::{OBJECT, resource};
-use crate::server::{ApiServer, Pace};
+use crate::node_feature::{self, OBJECT};
+use crate::server::{ApiServer, Pace, resource};
 
-/// Checks the node; without an API server as `linkwise` does.
-pub fn run(args: DoctorArgs) -> ExitCode {
-    let Ok(access) = Access::of(&args.api) else { return linkwise::run(Command::Doctor(args), ApiClients::default()) };
-    let reader = move |questions| facts(access.clone(), questions).boxed();
-    let reader: &NodeReader = &reader;
-    linkwise::run(Command::Doctor(args), ApiClients { doctor: Some(reader), ..ApiClients::default() })
+/// A NodeFeature with this node's name.
+#[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub struct NodeFeatureFound {
+    /// Its namespace.
+    pub namespace: String,
+    /// Its name.
+    pub name: String,
+    /// The programs that wrote its fields.
+    pub managers: Vec<String>,
 }
 
-async fn facts(access: Access, questions: ClusterQuestions) -> ClusterFacts {
-    let ClusterQuestions { node, driver, events } = questions;
-    let dra = match driver {
-        Some(driver) => Some(of_dra(access.clone(), &node, &driver).await),
-        None => None,
-    };
-    let events = match events {
-        true => Some(missing_rights(access.clone()).await),
-        false => None,
-    };
-    ClusterFacts { features: node_features(access, node).await, dra, events }
+/// The NodeFeatures of a node in all namespaces, or the reason why they are unknown. Objects whose name does not have
+/// GPU Feature Discovery's form are left out.
+pub type NodeFeatures = Result<Vec<NodeFeatureFound>, String>;
+
+/// The doctor's questions about a node to the API server.
+#[derive(Clone, Debug)]
+pub struct ClusterQuestions {
+    /// The node's name.
+    pub node: String,
+    /// True if GPUs go through DRA.
+    pub dra: bool,
+    /// Set if events about pods are to be written.
+    pub events: bool,
 }
 
-/// The rights of events that this account does not have in all namespaces. Whoever is authenticated may ask that.
-async fn missing_rights(access: Access) -> MissingRights {
-    let mut server = ApiServer::new(access, Pace::DEFAULT, ApiMetrics::default());
-    let kind = GroupVersionKind::gvk("authorization.k8s.io", "v1", "SelfSubjectAccessReview");
+/// The API server's facts about a node.
+#[derive(Clone, Debug)]
+pub struct ClusterFacts {
+    /// Its NodeFeatures.
+    pub features: NodeFeatures,
+    /// The facts about DRA; `None` if no GPU goes through it.
+    pub dra: Option<DraFound>,
+    /// The rights that events about pods lack; `None` if events are off.
+    pub events: Option<MissingRights>,
+}
+
+/// The facts about DRA, each with a value or the reason why it is unknown.
+#[derive(Clone, Debug)]
+pub struct DraFound {
+    /// True if there is a DeviceClass of the driver's name.
+    pub has_class: Result<bool, String>,
+    /// The driver's ResourceSlices on this node: their names, and the programs that wrote them.
+    pub slices: Result<Vec<(String, Vec<String>)>, String>,
+    /// The policy that turns `nvidia.com/gpu: N` of pods into claims.
+    pub pod_policy: Result<PodPolicy, String>,
+    /// The extended resource of that DeviceClass; `None` if it has none, or if there is no such class.
+    pub extended_resource: Result<Option<ExtendedResourceFound>, String>,
+}
+
+/// The extended resource of a DeviceClass, as the kubelet counts a device plugin's on this node.
+#[derive(Clone, Debug)]
+pub struct ExtendedResourceFound {
+    /// The resource.
+    pub name: String,
+    /// The allocatable devices in the Node's status; `None` if it does not name the resource.
+    pub allocatable: Option<u64>,
+    /// The capacity in the Node's status, unhealthy devices included.
+    pub capacity: Option<u64>,
+}
+
+/// The MutatingAdmissionPolicy of manifests/dra/unchanged-pods, and its binding, which has the same name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PodPolicy {
+    /// The API server has no such kind.
+    NotServed,
+    /// The policy does not exist.
+    Absent,
+    /// The policy has no binding, and so no effect.
+    Unbound,
+    /// The policy has its binding.
+    Bound,
+}
+
+impl PodPolicy {
+    /// The name of the policy, and of its binding.
+    pub const NAME: &'static str = "linkwise-unchanged-pods";
+}
+
+/// The rights that events need and this account lacks, as `create events`; or why they are unknown.
+pub type MissingRights = Result<Vec<String>, String>;
+
+/// Asks the API server.
+pub async fn facts(access: Access, questions: ClusterQuestions) -> ClusterFacts {
+    let ClusterQuestions { node, dra, events } = questions;
+    let server = &mut ApiServer::new(access, Pace::DEFAULT, ApiMetrics::default());
+    let dra = if dra { Some(of_dra(server, &node).await) } else { None };
+    let events = if events { Some(missing_rights(server).await) } else { None };
+    ClusterFacts { features: node_features(server, node).await, dra, events }
+}
+
+/// The rights for events that this account lacks in all namespaces. Every authenticated account may ask for its rights.
+async fn missing_rights(server: &mut ApiServer) -> MissingRights {
     let (reviews, mut missing) = ("selfsubjectaccessreviews", Vec::new());
-    for (verb, group, resource) in EventWriter::RIGHTS {
-        let attributes = json!({"verb": verb, "group": group, "resource": resource});
-        let of = ApiResource::from_gvk_with_plural(&kind, reviews);
-        let review = DynamicObject::new("", &of).data(json!({"spec": {"resourceAttributes": attributes}}));
+    for (verb, group, of) in EventWriter::RIGHTS {
+        let attributes = json!({"verb": verb, "group": group, "resource": of});
+        let kind = resource("authorization.k8s.io", "v1", "SelfSubjectAccessReview", reviews);
+        let review = DynamicObject::new("", &kind).data(json!({"spec": {"resourceAttributes": attributes}}));
         let create = |client| async move {
-            Api::<DynamicObject>::all_with(client, &of).create(&PostParams::default(), &review).await
+            Api::<DynamicObject>::all_with(client, &kind).create(&PostParams::default(), &review).await
         };
         let answer = server.call(reviews, "create", create).await;
-        let answer = answer.map_err(|error| linkwise::errors::chain(&error).to_string())?;
+        let answer = answer.map_err(text)?;
         if answer.data["status"]["allowed"] != true {
-            missing.push(format!("{verb} {resource}"));
+            missing.push(format!("{verb} {of}"));
         }
     }
     Ok(missing)
 }
 
-async fn of_dra(access: Access, node: &str, driver: &str) -> DraFound {
-    let mut server = ApiServer::new(access, Pace::DEFAULT, ApiMetrics::default());
+async fn of_dra(server: &mut ApiServer, node: &str) -> DraFound {
     let (classes, slices) = ("deviceclasses", "resourceslices");
-    let resource =
-        |kind, plural| ApiResource::from_gvk_with_plural(&GroupVersionKind::gvk("resource.k8s.io", "v1", kind), plural);
-    let class = resource("DeviceClass", classes);
-    let get = |client| async move { Api::<DynamicObject>::all_with(client, &class).get_opt(driver).await };
+    let class = resource("resource.k8s.io", "v1", "DeviceClass", classes);
+    let get = |client| async move { Api::<DynamicObject>::all_with(client, &class).get_opt(DRA_DRIVER).await };
     let found = server.call(classes, "get", get).await;
-    let class = found.map_err(|error| linkwise::errors::chain(&error).to_string());
+    let class = found.map_err(text);
     let has_class = class.as_ref().map(Option::is_some).map_err(Clone::clone);
     let mapped = |class: DynamicObject| Some(class.data["spec"]["extendedResourceName"].as_str()?.to_owned());
     let extended_resource = match class.ok().flatten().and_then(mapped) {
-        Some(name) => extended_resource(&mut server, node, driver, name).await.map(Some),
+        Some(name) => extended_resource(server, node, name).await.map(Some),
         None => Ok(None),
     };
-    let slice = resource("ResourceSlice", slices);
-    let params = ListParams::default().fields(&format!("spec.nodeName={node},spec.driver={driver}"));
+    let slice = resource("resource.k8s.io", "v1", "ResourceSlice", slices);
+    let params = ListParams::default().fields(&format!("spec.nodeName={node},spec.driver={DRA_DRIVER}"));
     let list = |client| async move { Api::<DynamicObject>::all_with(client, &slice).list_metadata(&params).await };
     let slices = match server.call(slices, "list", list).await {
         Ok(listed) => {
-            let found = listed.items.into_iter().map(|slice| {
-                let managers = slice.metadata.managed_fields.into_iter().flatten().filter_map(|entry| entry.manager);
-                (slice.metadata.name.unwrap_or_default(), managers.collect())
-            });
+            let found = listed
+                .items
+                .into_iter()
+                .map(|slice| (slice.metadata.name.unwrap_or_default(), managers(slice.metadata.managed_fields)));
             Ok(found.collect())
         }
-        Err(error) => Err(linkwise::errors::chain(&error).to_string()),
+        Err(error) => Err(text(error)),
     };
-    let pod_policy = pod_policy(&mut server).await;
-    DraFound { driver: driver.to_owned(), has_class, slices, pod_policy, extended_resource }
+    let pod_policy = pod_policy(server).await;
+    DraFound { has_class, slices, pod_policy, extended_resource }
 }
 
 /// Looks for the policy for unchanged pods, then for its binding.
@@ -104,57 +163,59 @@ async fn pod_policy(server: &mut ApiServer) -> Result<PodPolicy, String> {
         ("MutatingAdmissionPolicy", "mutatingadmissionpolicies", PodPolicy::Absent),
         ("MutatingAdmissionPolicyBinding", "mutatingadmissionpolicybindings", PodPolicy::Unbound),
     ] {
-        let kind = GroupVersionKind::gvk("admissionregistration.k8s.io", "v1", kind);
-        let resource = ApiResource::from_gvk_with_plural(&kind, plural);
+        let resource = resource("admissionregistration.k8s.io", "v1", kind, plural);
         let get = |client| async move {
             Api::<DynamicObject>::all_with(client, &resource).get_metadata(PodPolicy::NAME).await
         };
         match server.call(plural, "get", get).await {
             Ok(_) => {}
             Err(error) if error.code() == Some(404) => {
-                // Of a kind that it does not have the server names no object.
-                let text = linkwise::errors::chain(&error).to_string();
-                return Ok(if text.contains(PodPolicy::NAME) { without } else { PodPolicy::NotServed });
+                // The server names no object in an answer about a kind that it does not have.
+                return Ok(if text(error).contains(PodPolicy::NAME) { without } else { PodPolicy::NotServed });
             }
-            Err(error) => return Err(linkwise::errors::chain(&error).to_string()),
+            Err(error) => return Err(text(error)),
         }
     }
     Ok(PodPolicy::Bound)
 }
 
-/// How many devices of a device plugin the Node's status has under the name of a class's extended resource.
-async fn extended_resource(
-    server: &mut ApiServer,
-    node: &str,
-    class: &str,
-    name: String,
-) -> Result<ExtendedResourceFound, String> {
+/// The number of devices that the Node's status has under a class's extended resource. They belong to a device plugin.
+async fn extended_resource(server: &mut ApiServer, node: &str, name: String) -> Result<ExtendedResourceFound, String> {
     let get = |client| async move { Api::<Node>::all(client).get(node).await };
     let found = server.call("nodes", "get", get).await;
-    let status = found.map_err(|error| linkwise::errors::chain(&error).to_string())?.status.unwrap_or_default();
+    let status = found.map_err(text)?.status.unwrap_or_default();
     let counted = |quantities: Option<BTreeMap<String, Quantity>>| quantities?.get(&name)?.0.parse().ok();
     let (allocatable, capacity) = (counted(status.allocatable), counted(status.capacity));
-    Ok(ExtendedResourceFound { name, class: class.to_owned(), allocatable, capacity })
+    Ok(ExtendedResourceFound { name, allocatable, capacity })
 }
 
-/// The NodeFeatures of the node in all namespaces. A cluster that has no such objects has none of this node.
-async fn node_features(access: Access, node: String) -> NodeFeatures {
-    let mut server = ApiServer::new(access, Pace::DEFAULT, ApiMetrics::default());
+/// The NodeFeatures of the node in all namespaces; none if the cluster does not have this kind of object.
+async fn node_features(server: &mut ApiServer, node: String) -> NodeFeatures {
     let name = format!("nvidia-features-for-{node}");
     let params = ListParams::default().fields(&format!("metadata.name={name}"));
-    let list = |client| async move { Api::<DynamicObject>::all_with(client, &resource()).list(&params).await };
+    let list =
+        |client| async move { Api::<DynamicObject>::all_with(client, &node_feature::resource()).list(&params).await };
     let listed = match server.call(OBJECT, "list", list).await {
         Ok(list) => list.items,
         Err(error) if error.code() == Some(404) => Vec::new(),
-        Err(error) => return Err(linkwise::errors::chain(&error).to_string()),
+        Err(error) => return Err(text(error)),
     };
     let of_gfd = listed.into_iter().filter(|object| object.metadata.name.as_deref() == Some(name.as_str()));
     let found = |object: DynamicObject| NodeFeatureFound {
         namespace: object.metadata.namespace.unwrap_or_default(),
         name: name.clone(),
-        managers: object.metadata.managed_fields.into_iter().flatten().filter_map(|entry| entry.manager).collect(),
+        managers: managers(object.metadata.managed_fields),
     };
     let mut features: Vec<NodeFeatureFound> = of_gfd.map(found).collect();
     features.sort();
     Ok(features)
+}
+
+/// The programs that wrote an object's fields.
+fn managers(fields: Option<Vec<ManagedFieldsEntry>>) -> Vec<String> {
+    fields.into_iter().flatten().filter_map(|entry| entry.manager).collect()
+}
+
+fn text(error: ApiError) -> String {
+    chain(&error)
 }

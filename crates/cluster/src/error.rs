@@ -1,41 +1,41 @@
-//! [`ApiError`]: what became of a request that failed, as a class that can be counted and a sentence that can be read.
+//! [`ApiError`]: the error of a request, as a class that can be counted and a sentence that can be read.
 
 use std::error::Error;
 use std::time::Duration;
 
 use http_body_util::LengthLimitError;
 use kube::core::Status;
-use linkwise::quote::{one_line, quoted};
+use linkwise_core::quote::{one_line, quoted};
 use thiserror::Error;
 
 use crate::access::AccessError;
 
-/// Why a request to the API server failed. Text of the server is on one line and not too long.
+/// The reason why a request to the API server failed. The server's text is shortened and put on one line.
 #[derive(Debug, Error)]
 pub enum ApiError {
-    /// There was no way to ask.
+    /// No client could be made.
     #[error(transparent)]
     Access(#[from] AccessError),
-    /// Nothing came in time.
+    /// No answer came in time.
     #[error("no answer from the API server within {0:?}")]
     TimedOut(Duration),
-    /// The server is not there, or the connection broke.
+    /// The server is absent, or the connection broke.
     #[error("API server unreachable: {0}")]
     Unreachable(String),
     /// The server refused.
     #[error("the API server answered {code}: {message}")]
     Refused {
-        /// The status of HTTP.
+        /// The HTTP status.
         code: u16,
-        /// The server's words.
+        /// The server's message.
         message: String,
-        /// How long the server asks to wait.
+        /// The time that the server asks the client to wait.
         retry_after: Option<Duration>,
-        /// The object that the server says it does not have: its resource and its name. A 404 without one may be a
-        /// path that the server does not know.
+        /// The object that the server says it does not have: its resource and its name. A 404 without one may be about
+        /// a path that the server does not know.
         missing: Option<(String, String)>,
     },
-    /// What came is not what the API has there.
+    /// The answer does not follow the API.
     #[error("the API server's answer cannot be read: {0}")]
     Malformed(String),
 }
@@ -53,7 +53,7 @@ impl ApiError {
         }
     }
 
-    /// A refusal. A Status without a code is another object that the client took for one.
+    /// A refusal. A Status without a code is another object that the client took for a Status.
     pub(crate) fn refused(status: &Status, asked: Option<Duration>) -> Self {
         let details = status.details.as_ref().map(|details| details.retry_after_seconds).filter(|after| *after > 0);
         let retry_after = asked.or_else(|| Some(Duration::from_secs(details?.into())));
@@ -66,12 +66,12 @@ impl ApiError {
         Self::Refused { code: status.code, message: one_line(message), retry_after, missing }
     }
 
-    /// Whether the server says that it does not have this object.
+    /// Returns true if the server says that it does not have this object.
     pub(crate) fn is_missing(&self, resource: &str, name: &str) -> bool {
         matches!(self, Self::Refused { missing: Some((of, named)), .. } if of == resource && named == name)
     }
 
-    /// The class, as metrics have it.
+    /// The class, as metrics name it.
     pub fn outcome(&self) -> &'static str {
         match self {
             Self::Access(_) => "no_access",
@@ -99,7 +99,7 @@ impl ApiError {
         }
     }
 
-    /// How long the server asks to wait.
+    /// The time that the server asks the client to wait.
     pub fn retry_after(&self) -> Option<Duration> {
         match self {
             Self::Refused { retry_after, .. } => *retry_after,
@@ -107,7 +107,8 @@ impl ApiError {
         }
     }
 
-    /// Whether the client may be to blame: its token, its CA or its connections. A new one reads the files again.
+    /// Returns true if the client may be at fault: its token, its CA or its connections. A new client reads the files
+    /// again.
     pub(crate) fn is_of_the_client(&self) -> bool {
         match self {
             Self::Refused { code, .. } => *code == 401,
@@ -116,7 +117,7 @@ impl ApiError {
     }
 }
 
-/// An error with those of its causes that it does not repeat itself.
+/// An error and its causes, without text that is repeated.
 fn sentence(error: &dyn Error) -> String {
     let mut text = error.to_string();
     let mut cause = error.source();

@@ -1,33 +1,27 @@
 //! [`EventWriter`]: writes events about pods (`events.k8s.io/v1`), each once.
 //!
-//! It follows a list of the events that are due now, and is their only writer. There is no queue: a pod that has ended
-//! is no longer on the list, so that an API server that was away gets only what still holds. An event's name is made of
-//! its pod's name and UID: what a process before this one wrote is found to be there.
+//! The writer follows a list of the events that are due now, and is their only writer. There is no queue: a pod that
+//! has ended is no longer on the list, so that an API server that was away gets only events that still hold. An event's
+//! name is made of its pod's name and UID, so that the writer finds an event that an earlier process wrote.
 
 mod bucket;
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use futures_util::FutureExt;
-use futures_util::future::BoxFuture;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::MicroTime;
 use k8s_openapi::jiff::Timestamp;
 use kube::Api;
-use kube::api::{ApiResource, DynamicObject, GroupVersionKind, PostParams};
-use linkwise::publish::PodEvent;
-use linkwise::runtime::EventsSide;
-use prometheus_client::registry::Registry;
+use kube::api::{DynamicObject, PostParams};
+use linkwise_core::publish::PodEvent;
 use serde_json::{Value, json};
 use tokio::sync::watch;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-use crate::access::Access;
 use crate::attempts::Attempts;
 use crate::error::ApiError;
-use crate::metrics::ApiMetrics;
-use crate::server::{ApiServer, Pace, named};
+use crate::server::{ApiServer, named, resource, typed};
 
 use bucket::Bucket;
 
@@ -35,7 +29,7 @@ use bucket::Bucket;
 const EVENTS: &str = "events";
 const PODS: &str = "pods";
 
-/// Who reports, as `kubectl describe` shows it.
+/// The reporting controller, as `kubectl describe` shows it.
 const CONTROLLER: &str = "linkwise.dev/linkwise";
 
 /// The longest `reportingInstance` that the API takes, in bytes.
@@ -47,28 +41,15 @@ const LONGEST_NOTE: usize = 1024;
 /// The longest name of an object, in bytes.
 const LONGEST_NAME: usize = 253;
 
-/// What writes events at an API server.
-pub(crate) fn client(
-    access: Access,
-    pace: Pace,
-    metrics: ApiMetrics,
-) -> impl Fn(EventsSide, &mut Registry, CancellationToken) -> BoxFuture<'static, anyhow::Result<()>> + Send + Sync {
-    move |EventsSide { node, due }, registry, shutdown| {
-        metrics.register_in(registry);
-        let server = ApiServer::new(access.clone(), pace, metrics.clone());
-        EventWriter::new(server, node).run(due, shutdown).map(Ok).boxed()
-    }
-}
-
 /// A pod by namespace and name.
 type Pod = (String, String);
 
-/// What became of an event.
+/// The result for an event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Outcome {
-    /// It is written.
+    /// The event is written.
     Written,
-    /// It was there, or its pod is not, or is on another node.
+    /// The event exists already, or its pod does not exist or is on another node.
     Needless,
 }
 
@@ -78,24 +59,24 @@ pub struct EventWriter {
     node: String,
     attempts: Attempts,
     bucket: Bucket,
-    /// Pods on the list for whom there is nothing more to do.
+    /// Pods on the list whose events need no more work.
     told: BTreeSet<Pod>,
-    /// The pod whose event failed last: the others come first, since the fault may be this one's.
+    /// The pod whose event failed last. The other events come first, since this one may be the cause.
     failed: Option<Pod>,
 }
 
 impl EventWriter {
-    /// What it needs, in all namespaces: verb, API group and resource.
+    /// The rights that the writer needs in all namespaces: verb, API group and resource.
     pub const RIGHTS: [(&'static str, &'static str, &'static str); 2] =
         [("create", "events.k8s.io", EVENTS), ("get", "", PODS)];
 
-    /// Asks nothing yet. `node`: the name of the node of these pods.
+    /// Makes no request yet. `node` is the name of the node of these pods.
     pub fn new(server: ApiServer, node: String) -> Self {
         let attempts = Attempts::of("write an event about a pod", server.pace());
         Self { server, node, attempts, bucket: Bucket::default(), told: BTreeSet::new(), failed: None }
     }
 
-    /// Writes what is due until `shutdown`, or until the channel is closed. Errors are logged and tried again.
+    /// Writes due events until `shutdown`, or until the channel is closed. Errors are logged and tried again.
     pub async fn run(mut self, mut due: watch::Receiver<Arc<Vec<PodEvent>>>, shutdown: CancellationToken) {
         shutdown.run_until_cancelled(self.follow(&mut due)).await;
     }
@@ -128,7 +109,7 @@ impl EventWriter {
                 }
                 Err(error) => {
                     self.failed = Some(pod(event));
-                    // Also where the list changes meanwhile: the server may have asked for the pause.
+                    // The pause is kept even if the list changes meanwhile: the server may have asked for it.
                     tokio::time::sleep(self.attempts.failed(&error)).await;
                 }
             }
@@ -145,11 +126,8 @@ impl EventWriter {
 
     async fn write(&mut self, event: &PodEvent) -> Result<Outcome, ApiError> {
         let Some(uid) = self.uid(event).await? else { return Ok(Outcome::Needless) };
-        let object = object(event, &uid, &self.node, &now());
-        let object: DynamicObject =
-            serde_json::from_value(object).map_err(|error| ApiError::Malformed(error.to_string()))?;
-        let kind = GroupVersionKind::gvk("events.k8s.io", "v1", "Event");
-        let (resource, namespace) = (ApiResource::from_gvk_with_plural(&kind, EVENTS), event.namespace.clone());
+        let object = typed(object(event, &uid, &self.node, &now()))?;
+        let (resource, namespace) = (resource("events.k8s.io", "v1", "Event", EVENTS), event.namespace.clone());
         let create = |client| async move {
             let api = Api::<DynamicObject>::namespaced_with(client, &namespace, &resource);
             api.create(&PostParams::default(), &object).await
@@ -161,15 +139,14 @@ impl EventWriter {
         }
     }
 
-    /// The UID of the event's pod, by which `kubectl describe` finds its events; `None` where there is no such pod on
-    /// this node.
+    /// The UID of the event's pod, by which `kubectl describe` finds its events; `None` if this node has no such pod.
     async fn uid(&mut self, event: &PodEvent) -> Result<Option<String>, ApiError> {
-        // It would be tried again for ever.
+        // An invalid name would be tried again for ever.
         if [&event.namespace, &event.pod].into_iter().any(|name| named(name).is_err()) {
             return Ok(None);
         }
         let (namespace, name) = pod(event);
-        let resource = ApiResource::from_gvk_with_plural(&GroupVersionKind::gvk("", "v1", "Pod"), PODS);
+        let resource = resource("", "v1", "Pod", PODS);
         let get = |client| async move {
             Api::<DynamicObject>::namespaced_with(client, &namespace, &resource).get(&name).await
         };
@@ -190,7 +167,7 @@ fn now() -> Value {
     serde_json::to_value(MicroTime(Timestamp::now())).unwrap_or_default()
 }
 
-/// The event as the API has it.
+/// The event as an object of the API.
 fn object(event: &PodEvent, uid: &str, node: &str, time: &Value) -> Value {
     let PodEvent { namespace, pod, reason, note } = event;
     json!({
@@ -208,13 +185,13 @@ fn object(event: &PodEvent, uid: &str, node: &str, time: &Value) -> Value {
     })
 }
 
-/// The pod's name and UID, as far as a name may be long.
+/// The pod's name and UID, cut to the length that a name may have.
 fn name(pod: &str, uid: &str) -> String {
     let begin = cut(pod, LONGEST_NAME.saturating_sub(uid.len().saturating_add(1)));
     format!("{}.{uid}", begin.trim_end_matches(['-', '.']))
 }
 
-/// The beginning of a text, of at most so many bytes.
+/// The beginning of a text, at most this number of bytes.
 fn cut(text: &str, most: usize) -> &str {
     let end = (0..=most.min(text.len())).rev().find(|end| text.is_char_boundary(*end));
     end.and_then(|end| text.get(..end)).unwrap_or_default()

@@ -1,5 +1,5 @@
-//! [`Follower`]: objects as they are now and whenever they change. It lists them, watches from there, and lists them anew
-//! where a watch breaks. What is read goes to a [`Followed`].
+//! [`Follower`]: keeps up with objects as they change. It lists them, watches from there, and lists them anew if a
+//! watch breaks. The objects go to a [`Followed`].
 
 use std::time::{Duration, Instant};
 
@@ -8,30 +8,30 @@ use futures_util::stream::BoxStream;
 use kube::api::WatchParams;
 use kube::core::WatchEvent;
 use kube::{Client, Resource};
-use linkwise::backoff::Backoff;
+use linkwise_core::backoff::Backoff;
 
 use crate::attempts::{Attempts, shortened};
 use crate::error::ApiError;
 use crate::server::ApiServer;
 
-/// How much longer than asked for a watch may be silent.
+/// The extra time for which a watch may be silent.
 const GRACE: Duration = Duration::from_secs(30);
 
 /// The events of a watch.
 pub(crate) type Events<T> = BoxStream<'static, kube::Result<WatchEvent<T>>>;
 
-/// What is followed.
+/// The consumer of the followed objects.
 pub(crate) trait Followed {
     /// The kind, in metrics.
     const OBJECT: &'static str;
 
-    /// An object as a watch has it.
+    /// An object in the form that a watch sends.
     type Object: Resource;
 
-    /// The fields by which the objects are selected. A server may send others too.
+    /// The field selector of the objects. A server may send others too.
     fn selector(&self) -> String;
 
-    /// Lists the objects, and takes them over. Returns the version from which to watch.
+    /// Lists and stores the objects. Returns the version from which to watch.
     fn list(&mut self, server: &mut ApiServer) -> impl Future<Output = Result<String, ApiError>> + Send;
 
     /// Begins a watch from a version.
@@ -41,11 +41,11 @@ pub(crate) trait Followed {
         from: String,
     ) -> impl Future<Output = kube::Result<Events<Self::Object>>> + Send;
 
-    /// An object as it is now, or as it was when it was deleted.
+    /// Stores a changed object, or removes a deleted one, which comes in its last form.
     ///
     /// # Errors
     ///
-    /// It cannot be read.
+    /// The object cannot be read.
     fn event(&mut self, object: Self::Object, deleted: bool) -> Result<(), ApiError>;
 }
 
@@ -54,14 +54,14 @@ pub(crate) struct Follower<F> {
     server: ApiServer,
     followed: F,
     attempts: Attempts,
-    /// Whether the last watch began and broke: then only an event shows that watches work again.
+    /// Set if the last watch began and broke: then only an event shows that watches work again.
     broken: bool,
     /// Paces watches that end too soon, or whose version has expired.
     turns: Backoff,
 }
 
 impl<F: Followed> Follower<F> {
-    /// Asks nothing yet. `request`: what is asked, for the log.
+    /// Makes no request yet. `request` is its name in the log.
     pub fn new(server: ApiServer, request: &'static str, followed: F) -> Self {
         let pace = *server.pace();
         let (attempts, turns) = (Attempts::of(request, &pace), Backoff::new(pace.first, pace.longest));
@@ -76,7 +76,7 @@ impl<F: Followed> Follower<F> {
         }
     }
 
-    /// Lists the objects and follows them until that breaks. Returns the pause before the next turn.
+    /// Lists the objects and follows them until an error. Returns the pause before the next turn.
     async fn turn(&mut self) -> Duration {
         let mut version = match self.followed.list(&mut self.server).await {
             Ok(version) => version,
@@ -86,10 +86,10 @@ impl<F: Followed> Follower<F> {
         loop {
             let opened = Instant::now();
             match self.watch(version).await {
-                // A watch that the server ended in its time is continued; one that ended at once costs a pause.
+                // A watch that the server ended in its time is continued; a watch that ended at once costs a pause.
                 Ok(last) if opened.elapsed() >= self.server.pace().first => version = last,
                 Ok(_) => return shortened(self.turns.failed_after(began.elapsed())),
-                // What was read is too old to continue from: no fault, the objects are read anew.
+                // The version is too old to continue from. This is not a fault; the objects are listed anew.
                 Err(error) if error.code() == Some(410) => return shortened(self.turns.failed_after(began.elapsed())),
                 Err(error) => return self.attempts.failed(&error),
             }
@@ -99,7 +99,7 @@ impl<F: Followed> Follower<F> {
     /// Follows the objects from a version until the server ends the watch. Returns the last version.
     async fn watch(&mut self, mut version: String) -> Result<String, ApiError> {
         let lasts = shortened(self.server.pace().watch);
-        // What the API takes, in seconds.
+        // The API takes seconds.
         let seconds = u32::try_from(lasts.as_secs()).unwrap_or(u32::MAX).clamp(1, 294);
         let params = WatchParams::default().fields(&self.followed.selector()).timeout(seconds);
         let from = version.clone();

@@ -1,4 +1,4 @@
-//! [`ApiMetrics`]: counts requests to the API server by what became of them. docs/config-manager.md documents it.
+//! [`ApiMetrics`]: counts requests to the API server by their outcome. docs/config-manager.md documents it.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -23,14 +23,14 @@ pub struct ApiMetrics {
 }
 
 impl ApiMetrics {
-    /// Makes and registers them.
+    /// Makes and registers the metrics.
     pub fn register(registry: &mut Registry) -> Self {
         let metrics = Self::default();
         metrics.register_in(registry);
         metrics
     }
 
-    /// Registers them, unless that was done before: several parts of a program may count here.
+    /// Registers the metrics, unless that was done before: several parts of a program may count here.
     pub fn register_in(&self, registry: &mut Registry) {
         let help = "Requests to the API server by kind of object, verb and outcome; a watch counts when it begins, and \
                     once more where it breaks";
@@ -43,7 +43,7 @@ impl ApiMetrics {
         self.requests.get_or_create(&PerRequest { object, verb, outcome }).inc();
     }
 
-    /// How many requests had this outcome, for tests.
+    /// The number of requests with this outcome, for tests.
     pub fn requests(&self, object: &'static str, verb: &'static str, outcome: &'static str) -> u64 {
         self.requests.get_or_create(&PerRequest { object, verb, outcome }).get()
     }

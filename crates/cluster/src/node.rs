@@ -1,7 +1,7 @@
-//! [`NodeFollower`]: the labels of one node, as they are now and whenever they change.
+//! [`NodeFollower`]: keeps up with the labels of one node as they change.
 //!
 //! Lists and watches one node by a field selector, its metadata only. It publishes on a `watch` channel, and is the
-//! only reader of nodes. What it published last stays while the API server is away.
+//! only reader of nodes. The last published labels stay while the API server is away.
 
 use std::collections::BTreeMap;
 
@@ -16,12 +16,12 @@ use crate::error::ApiError;
 use crate::follower::{Events, Followed, Follower};
 use crate::server::ApiServer;
 
-/// What the API server has of the node.
+/// The API server's answer about the node.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum NodeLabels {
-    /// There is no node of that name.
+    /// The node does not exist.
     Absent,
-    /// Its labels.
+    /// The node's labels.
     Of(BTreeMap<String, String>),
 }
 
@@ -32,7 +32,7 @@ pub struct NodeFollower {
 }
 
 impl NodeFollower {
-    /// Asks nothing yet.
+    /// Makes no request yet.
     pub fn new(server: ApiServer, node: String) -> Self {
         Self { server, node }
     }
@@ -45,7 +45,7 @@ impl NodeFollower {
     }
 }
 
-/// The node's labels, and who is told of them.
+/// The node's labels, and the channel on which they are published.
 struct Labels {
     node: String,
     labels: watch::Sender<Option<NodeLabels>>,
@@ -81,7 +81,7 @@ impl Followed for Labels {
 }
 
 impl Labels {
-    /// Whether this is the node: the server may send what was not asked for.
+    /// Returns true if this is the node: the server may send other nodes too.
     fn is_meant(&self, metadata: &ObjectMeta) -> bool {
         metadata.name.as_ref() == Some(&self.node)
     }

@@ -1,8 +1,9 @@
 //! [`NodeFeatureWriter`]: the NodeFeature object that carries this node's labels to Node Feature Discovery.
 //!
-//! The only writer of NodeFeatures. It follows a channel of labels and keeps the object as they are, by server-side
-//! apply; the object stays when the writer ends. It has the name that GPU Feature Discovery gives it: one that GPU
-//! Feature Discovery manages is replaced, any other manager's is left alone and reported.
+//! The only writer of NodeFeatures. It follows a channel of labels and keeps the object equal to them, by server-side
+//! apply; the object stays when the writer ends. The object has the name that GPU Feature Discovery gives it. If GPU
+//! Feature Discovery manages the object, it is replaced; if any other program manages it, it is left alone and
+//! reported.
 
 mod owner;
 mod standing;
@@ -15,10 +16,8 @@ use std::time::Duration;
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::OwnerReference;
 use kube::Api;
-use kube::api::{
-    ApiResource, DeleteParams, DynamicObject, GroupVersionKind, Patch, PatchParams, PostParams, Preconditions,
-};
-use linkwise::quote::quoted;
+use kube::api::{ApiResource, DeleteParams, DynamicObject, Patch, PatchParams, PostParams, Preconditions};
+use linkwise_core::quote::quoted;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
 use serde_json::{Value, json};
@@ -27,7 +26,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::attempts::{Attempts, shortened};
 use crate::error::ApiError;
-use crate::server::ApiServer;
+use crate::server::{self, ApiServer, typed};
 
 use standing::{MANAGER, Standing, is_updated, standing};
 
@@ -37,29 +36,29 @@ pub(crate) const OBJECT: &str = "nodefeatures";
 /// Labels of a node, by key.
 type Labels = BTreeMap<String, String>;
 
-/// Which object is written, and as whose.
+/// The identity of the object, and its owner.
 #[derive(Clone, Debug, Default)]
 pub struct NodeFeatureSettings {
     /// The node.
     pub node: String,
     /// The object's namespace.
     pub namespace: String,
-    /// The name of our pod in that namespace, where it is known: its DaemonSet becomes the object's owner, so that the
-    /// labels go with it. A pod never is: its successor could not take the object over.
+    /// The name of our pod in that namespace, if it is known: its DaemonSet becomes the object's owner, so that the
+    /// labels go with it. The pod itself is never the owner: its successor could not take the object over.
     pub pod: Option<String>,
-    /// Whether GPU Feature Discovery's object was replaced. All writers of a process share it: one that comes again is
-    /// of a GPU Feature Discovery that runs.
+    /// Set once GPU Feature Discovery's object was replaced. All writers of a process share it: if such an object comes
+    /// again, a GPU Feature Discovery is running.
     pub replaced: Arc<AtomicBool>,
 }
 
-/// Whether the object is ours.
+/// The metric that tells if the object is ours.
 #[derive(Clone, Debug, Default)]
 pub struct NodeFeatureMetrics {
     foreign: Gauge,
 }
 
 impl NodeFeatureMetrics {
-    /// Makes and registers them.
+    /// Makes and registers the metric.
     pub fn register(registry: &mut Registry) -> Self {
         let metrics = Self::default();
         let help = "1 while another program manages this node's NodeFeature object, which is left alone then";
@@ -67,18 +66,18 @@ impl NodeFeatureMetrics {
         metrics
     }
 
-    /// Whether another program manages the object.
+    /// Returns true if another program manages the object.
     pub fn is_foreign(&self) -> bool {
         self.foreign.get() == 1
     }
 }
 
-/// What became of the object.
+/// The result for the object.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Outcome {
-    /// It has the labels.
+    /// The object has the labels.
     Written,
-    /// It is another program's.
+    /// The object belongs to another program.
     LeftAlone,
 }
 
@@ -88,24 +87,24 @@ pub struct NodeFeatureWriter {
     settings: NodeFeatureSettings,
     metrics: NodeFeatureMetrics,
     attempts: Attempts,
-    /// Our DaemonSet; the outer `None` before it was looked up.
+    /// Our DaemonSet; the outer `None` means that it was not looked up yet.
     owner: Option<Option<OwnerReference>>,
-    /// What this process wrote last.
+    /// The labels that this process wrote last.
     written: Option<Arc<Labels>>,
-    /// Whether the server forbids to patch or delete: then objects are created and updated, as NVIDIA's role allows.
+    /// Set if the server forbids patches or deletions: then objects are created and updated, as NVIDIA's role allows.
     by_update: bool,
     /// The managers that were reported last.
     reported: Option<String>,
 }
 
 impl NodeFeatureWriter {
-    /// Asks nothing yet.
+    /// Makes no request yet.
     pub fn new(server: ApiServer, settings: NodeFeatureSettings, metrics: NodeFeatureMetrics) -> Self {
         let attempts = Attempts::of("write the NodeFeature of Node Feature Discovery", server.pace());
         Self { server, settings, metrics, attempts, owner: None, written: None, by_update: false, reported: None }
     }
 
-    /// Keeps the object as the labels are until `shutdown`, or until the channel is closed. Nothing is written while
+    /// Keeps the object equal to the labels until `shutdown`, or until the channel is closed. Nothing is written while
     /// there are no labels. Errors are logged and tried again.
     pub async fn run(mut self, mut labels: watch::Receiver<Option<Arc<Labels>>>, shutdown: CancellationToken) {
         shutdown.run_until_cancelled(self.follow(&mut labels)).await;
@@ -123,7 +122,7 @@ impl NodeFeatureWriter {
                         shortened(if outcome == Outcome::Written { pace.reassert } else { pace.longest })
                     }
                     Err(error) => {
-                        // Also where the labels change meanwhile: the server may have asked for the pause.
+                        // The pause is kept even if the labels change meanwhile: the server may have asked for it.
                         tokio::time::sleep(self.attempts.failed(&error)).await;
                         continue;
                     }
@@ -135,7 +134,7 @@ impl NodeFeatureWriter {
         }
     }
 
-    /// Compares the object with the labels, and writes it where it differs.
+    /// Compares the object with the labels, and writes it if it differs.
     async fn write(&mut self, labels: &Arc<Labels>) -> Result<Outcome, ApiError> {
         let owner = match &self.owner {
             Some(owner) => owner.clone(),
@@ -157,7 +156,7 @@ impl NodeFeatureWriter {
                 let (name, namespace) = (self.name(), &self.settings.namespace);
                 tracing::info!(name, namespace, "NodeFeature taken over from GPU Feature Discovery");
             }
-            // What an update wrote, an apply would not take away again.
+            // An apply would not remove fields that an update wrote.
             Standing::Ours if !self.by_update && found.as_ref().is_some_and(is_updated) => {
                 self.replace(found.as_ref(), &wanted).await?;
             }
@@ -168,7 +167,7 @@ impl NodeFeatureWriter {
         Ok(Outcome::Written)
     }
 
-    /// Deletes the object as it was found, so that nothing of it stays, and makes a new one.
+    /// Deletes the object if it has not changed since, so that nothing of it stays, and makes a new one.
     async fn replace(&mut self, found: Option<&DynamicObject>, wanted: &Value) -> Result<(), ApiError> {
         if let (Some(found), false) = (found, self.by_update) {
             let (metadata, name) = (&found.metadata, self.name());
@@ -184,11 +183,11 @@ impl NodeFeatureWriter {
                 Err(error) => return Err(error),
             }
         }
-        // An update replaces all of it as well.
+        // An update replaces the whole object as well.
         self.put(found, wanted).await
     }
 
-    /// Writes the object over the one that was found.
+    /// Writes the object over the found one.
     async fn put(&mut self, found: Option<&DynamicObject>, wanted: &Value) -> Result<(), ApiError> {
         let name = self.name();
         if !self.by_update {
@@ -199,8 +198,7 @@ impl NodeFeatureWriter {
                 result => return result.map(drop),
             }
         }
-        let mut wanted: DynamicObject =
-            serde_json::from_value(wanted.clone()).map_err(|error| ApiError::Malformed(error.to_string()))?;
+        let mut wanted = typed(wanted.clone())?;
         let (api, params) = (self.api(), PostParams { field_manager: Some(MANAGER.to_owned()), ..Default::default() });
         let result = match found {
             Some(found) => {
@@ -213,12 +211,12 @@ impl NodeFeatureWriter {
                 self.server.call(OBJECT, "create", create).await.map(drop)
             }
         };
-        // Refused as well, so it was not the verb: the next attempt applies again.
+        // The update was refused as well, so the verb was not the reason: the next attempt applies again.
         self.by_update &= !result.as_ref().is_err_and(|error| error.code() == Some(403));
         result
     }
 
-    /// The object as it is.
+    /// The object in its current form.
     async fn found(&mut self) -> Result<Option<DynamicObject>, ApiError> {
         let (api, name) = (self.api(), self.name());
         let get = |client| async move { api(client).get(&name).await };
@@ -243,7 +241,7 @@ impl NodeFeatureWriter {
         }
     }
 
-    /// GPU Feature Discovery's name for it.
+    /// GPU Feature Discovery's name for the object.
     fn name(&self) -> String {
         format!("nvidia-features-for-{}", self.settings.node)
     }
@@ -255,8 +253,7 @@ impl NodeFeatureWriter {
 }
 
 pub(crate) fn resource() -> ApiResource {
-    let kind = GroupVersionKind::gvk("nfd.k8s-sigs.io", "v1alpha1", "NodeFeature");
-    ApiResource::from_gvk_with_plural(&kind, "nodefeatures")
+    server::resource("nfd.k8s-sigs.io", "v1alpha1", "NodeFeature", OBJECT)
 }
 
 /// The object that carries the labels.
@@ -267,8 +264,8 @@ fn object(settings: &NodeFeatureSettings, owner: Option<OwnerReference>, labels:
         "metadata": {
             "name": format!("nvidia-features-for-{}", settings.node),
             "namespace": settings.namespace,
-            // The second one is a field that only we have: an update that changes no other would leave the object
-            // without us among its managers.
+            // The second label is a field that only linkwise has: after an update that changes nothing else, linkwise
+            // would not be among the object's managers.
             "labels": {"nfd.node.kubernetes.io/node-name": settings.node, "app.kubernetes.io/managed-by": MANAGER},
         },
         "spec": {"features": {"flags": {}, "attributes": {}, "instances": {}}, "labels": labels},

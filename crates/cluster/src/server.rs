@@ -1,7 +1,7 @@
-//! [`ApiServer`]: the one place that makes requests to the API server.
+//! [`ApiServer`]: makes all requests to the API server.
 //!
-//! Each has a deadline, a bound on the length of its answer, and is counted. The client is made of parts of kube's own,
-//! without its retries (`attempts` paces them) and without its log lines for each failure.
+//! Each request has a deadline and a bound on the length of its answer, and is counted. The client is made of kube's
+//! parts, without kube's retries (`attempts` paces them) and without its log lines for each failure.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -10,38 +10,40 @@ use std::time::Duration;
 use http::{Response, header};
 use http_body_util::Limited;
 use kube::Client;
+use kube::api::{ApiResource, DynamicObject, GroupVersionKind};
 use kube::client::ConfigExt;
-use linkwise::quote::quoted;
+use linkwise_core::quote::quoted;
+use serde_json::Value;
 use tower::{BoxError, ServiceBuilder};
 
 use crate::access::Access;
 use crate::error::{ApiError, credentials};
 use crate::metrics::ApiMetrics;
 
-/// The longest answer, a whole watch included, in bytes: some ten times the largest object that etcd takes.
+/// The longest answer in bytes, a whole watch included: about ten times the largest object that etcd takes.
 const LONGEST_ANSWER: usize = 16 << 20;
 
 /// Deadlines and pauses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Pace {
-    /// How long a request may take; of a watch, until it begins.
+    /// The longest time for a request; for a watch, until it begins.
     pub request: Duration,
-    /// How long a watch lasts before the server ends it. It is shortened by a random part.
+    /// The duration of a watch before the server ends it. It is shortened by a random part.
     pub watch: Duration,
     /// The first pause after a failure.
     pub first: Duration,
     /// The longest pause after failures.
     pub longest: Duration,
-    /// How long what was written is left alone before it is compared again. It is shortened by a random part.
+    /// The time until a written object is compared again. It is shortened by a random part.
     pub reassert: Duration,
     /// The time between two writes of ResourceSlices, on average.
     pub write: Duration,
-    /// The first pause before a repair of ResourceSlices that somebody else changes again and again.
+    /// The first pause before a repair of ResourceSlices that another program changes again and again.
     pub repair: Duration,
 }
 
 impl Pace {
-    /// For a cluster of any size: an API server that comes back after an hour is asked by each node within two minutes.
+    /// The pace for clusters of any size: after an outage of an hour, each node makes its requests within two minutes.
     pub const DEFAULT: Self = Self {
         request: Duration::from_secs(15),
         watch: Duration::from_secs(290),
@@ -53,7 +55,7 @@ impl Pace {
     };
 }
 
-/// A way to ask the API server, for one follower or writer.
+/// The client of one follower or writer.
 #[derive(Clone)]
 pub struct ApiServer {
     access: Access,
@@ -65,12 +67,12 @@ pub struct ApiServer {
 }
 
 impl ApiServer {
-    /// Asks nothing yet.
+    /// Makes no request yet.
     pub fn new(access: Access, pace: Pace, metrics: ApiMetrics) -> Self {
         Self { access, pace, metrics, client: None, asked: Arc::default() }
     }
 
-    /// The same with requests that take no longer than this.
+    /// The same, with this deadline for requests.
     pub(crate) fn within(mut self, request: Duration) -> Self {
         self.pace.request = self.pace.request.min(request);
         self
@@ -80,8 +82,8 @@ impl ApiServer {
         &self.pace
     }
 
-    /// Makes a request. After an error that the token, the CA or a connection may have caused, the next request has a
-    /// new client.
+    /// Makes a request. If the token, the CA or a connection may have caused an error, the next request has a new
+    /// client.
     ///
     /// # Errors
     ///
@@ -101,7 +103,7 @@ impl ApiServer {
         result
     }
 
-    /// Counts what became of a request, or of a watch that broke later.
+    /// Counts the outcome of a request, or of a watch that broke later.
     pub(crate) fn count(&mut self, object: &'static str, verb: &'static str, error: Option<&ApiError>) {
         if error.is_some_and(ApiError::is_of_the_client) {
             self.client = None;
@@ -125,11 +127,21 @@ impl ApiServer {
     }
 }
 
-/// Checks a name that came from elsewhere, which is to stand in a path.
+/// A kind of object, by group, version, kind and name in paths.
+pub(crate) fn resource(group: &str, version: &str, kind: &str, plural: &str) -> ApiResource {
+    ApiResource::from_gvk_with_plural(&GroupVersionKind::gvk(group, version, kind), plural)
+}
+
+/// Makes an object of the client's type.
+pub(crate) fn typed(object: Value) -> Result<DynamicObject, ApiError> {
+    serde_json::from_value(object).map_err(|error| ApiError::Malformed(error.to_string()))
+}
+
+/// Checks a name of foreign origin before it becomes a part of a path.
 ///
 /// # Errors
 ///
-/// [`ApiError::Malformed`]: no object and no namespace has this name.
+/// [`ApiError::Malformed`]: no object and no namespace can have this name.
 pub(crate) fn named(name: &str) -> Result<(), ApiError> {
     let inner = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || matches!(byte, b'-' | b'.');
     let is_name = !name.is_empty() && !name.starts_with('.') && name.bytes().all(inner);

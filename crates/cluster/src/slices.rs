@@ -1,9 +1,9 @@
 //! [`SliceWriter`]: the ResourceSlices by which the scheduler finds this node's GPUs.
 //!
-//! The only writer of slices. It follows a channel with the pool that is wanted and the slices that are stored, and
-//! makes the ones like the other: at once after a change, and then on average one request a second: `k` slices are `k`
-//! requests, and `k` seconds of rest after them. A kubelet that starts deletes all slices of its node; they are created
-//! again. The slices stay when the writer ends: kubelets delete those of a driver that has been away for 30 s.
+//! The only writer of slices. It follows a channel with the wanted pool and the stored slices, and makes the slices
+//! equal to the pool: at once after a change, and on average one request a second: `k` slices are `k` requests, and `k`
+//! seconds of rest after them. A kubelet that starts deletes all slices of its node; the writer creates them again. The
+//! slices stay when the writer ends: kubelets delete those of a driver that has been away for 30 s.
 //!
 //! Of a pool with counters the slices with them are written first; where they come back without, nothing else of that
 //! pool is.
@@ -16,12 +16,13 @@ mod stored;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+use crate::stored_pool::StoredPool;
 use k8s_openapi::api::core::v1::Node;
 use kube::Api;
 use kube::api::{DeleteParams, DynamicObject, PostParams, Preconditions};
-use linkwise::dra::StoredPool;
-use linkwise::publish::dra::ServerVersion;
-use linkwise::publish::dra::slice::Pool;
+use linkwise_core::publish::dra::ServerVersion;
+use linkwise_core::publish::dra::slice::Pool;
+use linkwise_core::state::DRA_DRIVER;
 use serde_json::Value;
 use tokio::sync::watch;
 use tokio::time::Instant;
@@ -30,43 +31,41 @@ use tokio_util::sync::CancellationToken;
 use crate::attempts::Attempts;
 use crate::error::ApiError;
 use crate::follower::Follower;
-use crate::server::ApiServer;
+use crate::server::{ApiServer, typed};
 
 use follow::{OBJECT, Slices, list, listed, resource, value};
-use plan::{Memory, Plan, Write, drops_counters, drops_sharing, generation, plan, stored_sets};
+use plan::{Memory, Plan, Write, drops_counters, drops_sharing, generation, plan};
 use repairs::Repairs;
 use stored::Stored;
 
-/// The name by which the API server knows our writes.
+/// The name of linkwise as a field manager at the API server.
 const MANAGER: &str = "linkwise";
 
-/// The ResourceSlices of a pool as they are written first, of a Node with a UID.
-pub(crate) fn published(pool: &Pool) -> Vec<Value> {
+/// The ResourceSlices of a new pool, for a Node with a UID.
+pub fn published(pool: &Pool) -> Vec<Value> {
     let plan = plan(pool, &BTreeMap::new(), Some("00000000-0000-0000-0000-000000000000"), &Memory::default());
     let created = |write| if let Write::Create(slice) = write { Some(slice) } else { None };
     plan.writes.into_iter().filter_map(created).collect()
 }
 
-/// Which slices are written.
+/// The identity of the slices.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SliceSettings {
     /// The node.
     pub node: String,
-    /// The DRA driver.
-    pub driver: String,
-    /// Whether the server's release is read: at the start, and when its slices are listed anew.
+    /// If set, the server's release is read: at the start, and when its slices are listed anew.
     pub asks_version: bool,
 }
 
 impl SliceSettings {
     fn selector(&self) -> String {
-        format!("spec.nodeName={},spec.driver={}", self.node, self.driver)
+        format!("spec.nodeName={},spec.driver={DRA_DRIVER}", self.node)
     }
 
-    /// Whether a slice is one of these. A server that ignores the selector sends those of other nodes too: they are
-    /// neither obsolete nor ours to delete.
+    /// Returns true if a slice is one of these. A server that ignores the selector also sends slices of other nodes,
+    /// which the writer must not delete.
     fn covers(&self, slice: &Value) -> bool {
-        slice["spec"]["nodeName"] == *self.node && slice["spec"]["driver"] == *self.driver
+        slice["spec"]["nodeName"] == *self.node && slice["spec"]["driver"] == DRA_DRIVER
     }
 }
 
@@ -76,28 +75,24 @@ pub struct SliceWriter {
     settings: SliceSettings,
     attempts: Attempts,
     memory: Memory,
-    /// The Node's UID; the outer `None` before it was read, the inner one where the server does not show it.
+    /// The Node's UID; the outer `None` means that it was not read yet, the inner one that the server does not show it.
     owner: Option<Option<String>>,
-    /// Whether any slice was written, or found to be as it should.
+    /// Set once any slice was written, or was found to be correct.
     had_slices: bool,
-    /// Whether the server dropped a taint since this process began.
-    drops_taints: bool,
-    /// The same of counters.
-    drops_counters: bool,
-    /// The server's release, and how often the slices had been listed when it was read.
-    version: Option<(Option<ServerVersion>, u64)>,
-    /// The same for what makes a device several claims'.
-    drops_sharing: bool,
-    trouble: Option<String>,
-    /// The pool that was written last, or found to be stored.
+    /// The part of the report that this writer finds out: the release, the trouble, and each kind of field that the
+    /// server dropped since this process began.
+    known: StoredPool,
+    /// The number of lists of slices when the release was read.
+    version_read: Option<u64>,
+    /// The pool that was written or found stored last.
     last: Option<Arc<Pool>>,
-    /// Before this moment nothing is written.
+    /// The moment before which nothing is written.
     rest: Instant,
     repairs: Repairs,
 }
 
 impl SliceWriter {
-    /// Asks nothing yet.
+    /// Makes no request yet.
     pub fn new(server: ApiServer, settings: SliceSettings) -> Self {
         let pace = *server.pace();
         let attempts = Attempts::of("write the ResourceSlices", &pace);
@@ -108,19 +103,16 @@ impl SliceWriter {
             memory: Memory::default(),
             owner: None,
             had_slices: false,
-            drops_taints: false,
-            drops_counters: false,
-            version: None,
-            drops_sharing: false,
-            trouble: None,
+            known: StoredPool::default(),
+            version_read: None,
             last: None,
             rest: Instant::now(),
             repairs: Repairs::new(pace.repair, pace.longest),
         }
     }
 
-    /// Keeps the slices as the pool is until `shutdown`, or until the channel is closed. Nothing is written while
-    /// there is no pool. Errors are logged and tried again. `follow`: another way to ask, for the watch.
+    /// Keeps the slices equal to the pool until `shutdown`, or until the channel is closed. Nothing is written while
+    /// there is no pool. Errors are logged and tried again. `follow` is another client, for the watch.
     pub async fn run(
         mut self,
         follow: ApiServer,
@@ -151,21 +143,21 @@ impl SliceWriter {
             changes.borrow_and_update();
             if let Err(error) = self.write(pool, stored, report).await {
                 let pause = self.attempts.failed(&error);
-                self.trouble = Some(error.to_string());
+                self.known.trouble = Some(error.to_string());
                 self.report(pool.borrow().as_deref(), stored, report);
-                // Also where the pool changes meanwhile: the server may have asked for the pause.
+                // The pause is kept even if the pool changes meanwhile: the server may have asked for it.
                 tokio::time::sleep(pause).await;
                 continue;
             }
             tokio::select! {
                 changed = pool.changed() => if changed.is_err() { return },
-                // It lives as long as this does.
+                // The channel lives as long as this task.
                 _ = changes.changed() => {}
             }
         }
     }
 
-    /// Writes what differs. Whatever changes meanwhile is seen by the next call.
+    /// Writes the differences. The next call sees any change that happens meanwhile.
     async fn write(
         &mut self,
         pool: &mut watch::Receiver<Option<Arc<Pool>>>,
@@ -174,8 +166,8 @@ impl SliceWriter {
     ) -> Result<(), ApiError> {
         self.read_version(stored).await?;
         let wanted = pool.borrow_and_update().clone();
-        // Without its counters a pool with sets would give GPUs out twice: another pool will come.
-        let wanted = wanted.filter(|pool| !self.drops_counters || pool.counters.is_empty());
+        // Without its counters a pool would give memory slices out twice: another pool will come.
+        let wanted = wanted.filter(|pool| !self.known.drops_counters || pool.counters.is_empty());
         let Some(wanted) = wanted.filter(|_| stored.borrow().is_known) else {
             self.report(pool.borrow().as_deref(), stored, report);
             return Ok(());
@@ -193,11 +185,11 @@ impl SliceWriter {
             self.pause(pool, stored).await;
         }
         tokio::time::sleep_until(self.rest).await;
-        // What is missing was deleted by somebody: by the node's kubelet, or with the Node, which then has another UID.
+        // A missing slice was deleted by the node's kubelet, or with the Node, which then has another UID.
         if self.had_slices && planned.writes.iter().any(|write| matches!(write, Write::Create(_))) {
             self.owner = Some(self.node_uid().await?);
         }
-        // What has changed while this waited counts too.
+        // Changes during this wait count too.
         let Some(wanted) = pool.borrow_and_update().clone() else { return Ok(()) };
         let planned = self.plan(&wanted, stored);
         let requests = planned.writes.len();
@@ -205,10 +197,10 @@ impl SliceWriter {
             tracing::info!(requests, generation, slices = planned.slices, "writing ResourceSlices");
         }
         for write in planned.writes {
-            // Counted before it is known to have failed: a server in trouble is not to get more.
+            // Each request is counted before its result is known: a server in trouble must not get more requests.
             self.rest = self.rest.max(Instant::now()) + self.server.pace().write;
             self.request(write, stored).await?;
-            if self.drops_counters && !wanted.counters.is_empty() {
+            if self.known.drops_counters && !wanted.counters.is_empty() {
                 self.report(Some(&wanted), stored, report);
                 return Ok(());
             }
@@ -217,11 +209,11 @@ impl SliceWriter {
         Ok(())
     }
 
-    /// The pool is stored.
+    /// Records that the pool is stored.
     fn works(&mut self, pool: Arc<Pool>, stored: &watch::Sender<Stored>, report: &watch::Sender<StoredPool>) {
         self.attempts.succeeded();
         self.had_slices = true;
-        self.trouble = None;
+        self.known.trouble = None;
         self.report(Some(&pool), stored, report);
         self.last = Some(pool);
     }
@@ -230,14 +222,13 @@ impl SliceWriter {
         plan(wanted, &stored.borrow().slices, self.owner.as_ref().and_then(Option::as_deref), &self.memory)
     }
 
-    /// Waits before a repair of what somebody else changes again and again. A change of the pool ends that: a taint
-    /// of a lost GPU is not to wait for a fight with another driver.
+    /// Waits before a repair of slices that another program changes again and again. A change of the pool ends the
+    /// wait: a taint of a lost GPU must not wait for a fight with another driver.
     async fn pause(&mut self, pool: &mut watch::Receiver<Option<Arc<Pool>>>, stored: &watch::Sender<Stored>) {
         let (pause, is_news) = self.repairs.pause(stored.borrow().disturbances, Instant::now());
         if is_news {
-            let (node, driver) = (&self.settings.node, &self.settings.driver);
             let why = "somebody else changes our ResourceSlices again and again: another DRA driver of this name?";
-            tracing::warn!(%node, %driver, "{why}");
+            tracing::warn!(node = %self.settings.node, driver = %DRA_DRIVER, "{why}");
         }
         tokio::select! {
             () = tokio::time::sleep(pause) => {}
@@ -248,7 +239,7 @@ impl SliceWriter {
     async fn request(&mut self, write: Write, stored: &watch::Sender<Stored>) -> Result<(), ApiError> {
         let name = write.name().to_owned();
         let result = match write {
-            Write::Delete { name, uid } => {
+            Write::Delete(name, uid) => {
                 let params = DeleteParams {
                     preconditions: uid.map(|uid| Preconditions { uid: Some(uid), resource_version: None }),
                     ..DeleteParams::default()
@@ -257,12 +248,12 @@ impl SliceWriter {
                 self.server.call(OBJECT, "delete", delete).await.map(|_| None)
             }
             Write::Update(object) => {
-                let (name, sent) = (name.clone(), typed(&object)?);
+                let (name, sent) = (name.clone(), typed(object.clone())?);
                 let update = |client| async move { api(client).replace(&name, &params(), &sent).await };
                 self.server.call(OBJECT, "update", update).await.map(|stored| Some((object, stored)))
             }
             Write::Create(object) => {
-                let sent = typed(&object)?;
+                let sent = typed(object.clone())?;
                 let create = |client| async move { api(client).create(&params(), &sent).await };
                 self.server.call(OBJECT, "create", create).await.map(|stored| Some((object, stored)))
             }
@@ -274,21 +265,22 @@ impl SliceWriter {
                     return Err(ApiError::Malformed("another object than our ResourceSlice came back".to_owned()));
                 }
                 if let Some(drops) = self.memory.written(&sent, &answer) {
-                    if drops && !self.drops_taints {
+                    if drops && !self.known.drops_taints {
                         tracing::warn!("the API server drops taints of devices (feature gate DRADeviceTaints)");
                     }
-                    // A slice that had taints before the gate was switched off keeps them while another loses its own.
-                    self.drops_taints |= drops;
+                    // The flag stays set: a slice that had taints before the gate was switched off keeps them, while
+                    // another loses its own.
+                    self.known.drops_taints |= drops;
                 }
-                if drops_counters(&sent, &answer) && !std::mem::replace(&mut self.drops_counters, true) {
+                if drops_counters(&sent, &answer) && !std::mem::replace(&mut self.known.drops_counters, true) {
                     tracing::warn!("the API server drops counters (feature gate DRAPartitionableDevices)");
                 }
-                if drops_sharing(&sent, &answer) && !self.drops_sharing {
+                if drops_sharing(&sent, &answer) && !self.known.drops_sharing {
                     tracing::warn!(
                         "the API server drops allowMultipleAllocations of devices (feature gate \
                          DRAConsumableCapacity): one claim has all of a shared GPU"
                     );
-                    self.drops_sharing = true;
+                    self.known.drops_sharing = true;
                 }
                 stored.send_modify(|stored| stored.written(answer));
                 Ok(())
@@ -298,8 +290,8 @@ impl SliceWriter {
                 Ok(())
             }
             Err(error) => {
-                // Somebody else was there first: what there is now decides. A list that fails is tried again by the
-                // follower.
+                // Another program changed the slices first: the stored slices are listed again. If that fails, the
+                // follower lists them.
                 if matches!(error.code(), Some(404 | 409 | 410))
                     && let Ok((slices, _)) = list(&mut self.server, &self.settings).await
                 {
@@ -310,18 +302,17 @@ impl SliceWriter {
         }
     }
 
-    /// Reads the server's release where that is asked for. A server that does not tell it has none: `auto`
-    /// begins nothing then.
+    /// Reads the server's release where that is asked for. A server that does not tell it has none.
     async fn read_version(&mut self, stored: &watch::Sender<Stored>) -> Result<(), ApiError> {
         let lists = stored.borrow().lists;
-        let is_read = self.version.is_some_and(|(_, at)| at == lists);
+        let is_read = self.version_read == Some(lists);
         if !self.settings.asks_version || is_read || lists == 0 {
             return Ok(());
         }
         let version = |client: kube::Client| async move { client.apiserver_version().await };
-        let read = match self.server.call("version", "get", version).await {
+        self.known.version = match self.server.call("version", "get", version).await {
             Ok(info) => ServerVersion::parse(&info.git_version),
-            // A token that has just changed, or a busy server, says nothing of the release.
+            // A token that has just changed, or a busy server, says nothing about the release.
             Err(error)
                 if error.code().is_some_and(|code| (400..500).contains(&code) && ![401, 408, 429].contains(&code)) =>
             {
@@ -329,11 +320,11 @@ impl SliceWriter {
             }
             Err(error) => return Err(error),
         };
-        self.version = Some((read, lists));
+        self.version_read = Some(lists);
         Ok(())
     }
 
-    /// The Node's UID; `None` where the server does not show it: then the slices get no owner.
+    /// The Node's UID; `None` if the server does not show it: then the slices get no owner.
     async fn node_uid(&mut self) -> Result<Option<String>, ApiError> {
         let node = self.settings.node.clone();
         let get = |client| async move { Api::<Node>::all(client).get_metadata(&node).await };
@@ -351,23 +342,17 @@ impl SliceWriter {
         }
     }
 
-    /// Reports what is stored now.
+    /// Reports the current slices.
     fn report(&self, wanted: Option<&Pool>, stored: &watch::Sender<Stored>, report: &watch::Sender<StoredPool>) {
-        // Before the next borrow: two at once could wait for a change between them.
+        // This comes before the next borrow: with two borrows at once, a change between them would deadlock both.
         let is_wanted = wanted.is_some_and(|wanted| self.plan(wanted, stored).writes.is_empty());
         let found = stored.borrow();
-        let is_read = found.is_known && (!self.settings.asks_version || self.version.is_some());
-        let pool = Pool::new(&self.settings.driver, &self.settings.node, Vec::new()).name;
         let now = StoredPool {
             is_current: found.is_known && is_wanted,
             slices: found.slices.len(),
             generation: found.slices.values().map(generation).max().unwrap_or(0),
-            drops_taints: self.drops_taints,
-            drops_counters: self.drops_counters,
-            found: is_read.then(|| stored_sets(found.slices.values(), &pool)),
-            version: self.version.and_then(|(version, _)| version),
-            drops_sharing: self.drops_sharing,
-            trouble: self.trouble.clone(),
+            is_read: found.is_known && (!self.settings.asks_version || self.version_read.is_some()),
+            ..self.known.clone()
         };
         drop(found);
         report.send_if_modified(|before| {
@@ -384,8 +369,4 @@ fn api(client: kube::Client) -> Api<DynamicObject> {
 
 fn params() -> PostParams {
     PostParams { field_manager: Some(MANAGER.to_owned()), ..PostParams::default() }
-}
-
-fn typed(object: &Value) -> Result<DynamicObject, ApiError> {
-    serde_json::from_value(object.clone()).map_err(|error| ApiError::Malformed(error.to_string()))
 }

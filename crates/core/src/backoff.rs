@@ -1,7 +1,8 @@
-//! [`Backoff`]: how long to pause between attempts.
+//! [`Backoff`]: pauses between attempts.
 //!
-//! Used wherever something is tried again: the NVML agent, quarantined GPUs, the life with the kubelet, MPS daemons, polls of
-//! the kubelet. It reads no clock and sleeps nowhere; jitter, where a fleet must not knock in step, is added by the caller.
+//! Used where something is tried again: the NVML agent, quarantined GPUs, the registration with the kubelet, MPS
+//! daemons, polls of the kubelet. It reads no clock and does not sleep. Where nodes of a fleet must not act at the same
+//! moment, the caller adds jitter.
 
 use core::time::Duration;
 
@@ -15,7 +16,7 @@ pub struct Backoff {
 }
 
 impl Backoff {
-    /// Pauses from `first` to `longest`; where `longest` is the shorter one, it is every pause.
+    /// Pauses from `first` to `longest`. If `longest` is shorter than `first`, every pause is `longest`.
     pub const fn new(first: Duration, longest: Duration) -> Self {
         Self { first, longest, last: Duration::ZERO }
     }
@@ -26,8 +27,8 @@ impl Backoff {
         self.last
     }
 
-    /// The pause after something that worked for `lived` and then failed. One that lived as long as the longest pause did
-    /// work: its failure is a new one, and the pauses begin anew.
+    /// The pause after something that worked for `lived` and then failed. If it worked at least as long as the longest
+    /// pause, the failure counts as a new one and the pauses start again.
     pub fn failed_after(&mut self, lived: Duration) -> Duration {
         if lived >= self.longest {
             self.reset();
@@ -40,7 +41,7 @@ impl Backoff {
         self.last = Duration::ZERO;
     }
 
-    /// Whether an attempt has failed since the last success.
+    /// Returns true if an attempt has failed since the last success.
     pub fn is_failing(&self) -> bool {
         !self.last.is_zero()
     }

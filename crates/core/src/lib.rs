@@ -1,12 +1,12 @@
-//! linkwise's pure core: [`topology`] (the graph of a node), [`allocation`] (which GPUs are best) and [`state`] (the
-//! node's state machine), [`publish`] (what others are given of a snapshot), [`claims`] (what a DRA claim is prepared
-//! with). Each uses the ones before it, and none the
-//! ones after. [`backoff`], [`errors`], [`names`], [`once`], [`quote`] and [`mod@words`] are small mechanisms that the adapters
-//! share.
+//! linkwise's pure core, in layers: [`topology`] (the graph of a node), [`allocation`] (the best GPUs for a request),
+//! [`state`] (the node's state machine), [`publish`] (labels, slices and injections made from a snapshot), [`claims`]
+//! (DRA claims and what they are prepared with). Each layer uses the layers before it and none after it. [`backoff`],
+//! [`errors`], [`names`], [`once`], [`quantity`], [`quote`] and [`mod@words`] are small mechanisms, most of which the
+//! adapters use too.
 //!
-//! Everything here is a function of its arguments. `no_std` leaves no name for files, sockets, threads, the
-//! environment, clocks or hash maps, so that the compiler holds it; `clippy.toml` beside this crate's manifest refuses
-//! floats and panics. Time is an argument ([`state::Timestamp`]).
+//! Everything here is a function of its arguments. Without `std` there are no files, sockets, threads, environment
+//! variables, clocks or hash maps to call, so the compiler enforces this. `clippy.toml` beside this crate's manifest
+//! refuses floats and panics. Time is an argument ([`state::Timestamp`]).
 
 #![no_std]
 #![cfg_attr(test, allow(clippy::disallowed_macros, reason = "a test may panic"))]

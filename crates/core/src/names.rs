@@ -1,15 +1,16 @@
-//! Names that have to fit a limit: of sockets, of annotations.
+//! Names that must fit a length limit, such as those of sockets and annotations.
 
 use alloc::borrow::ToOwned;
 use alloc::format;
 use alloc::string::String;
 
-/// Characters of what [`shortened`] puts behind a shortened name: a dash and 16 hexadecimal digits.
+/// The length of the suffix of a shortened name: a dash and 16 hexadecimal digits.
 const SUFFIX: usize = 17;
 
-/// `name` if it has at most `longest` bytes; else its beginning and a hash of the whole, so that names that differ stay
-/// different. The same in every version of linkwise, for names outlive the process that made them. Where `longest`
-/// leaves no room for a beginning, the result is the hash, which is longer than `longest` below 17.
+/// Returns `name` if it has at most `longest` bytes; otherwise its beginning and a hash of the whole name, so that
+/// different names stay different. Every version of linkwise gives the same result, because names outlive the process
+/// that made them. If `longest` is below 17, no beginning fits, and the result is the hash, which is then longer than
+/// `longest`.
 pub fn shortened(name: &str, longest: usize) -> String {
     if name.len() <= longest {
         return name.to_owned();

@@ -1,11 +1,11 @@
-//! [`Once`]: reports a fact when it begins, and not again while it stands.
+//! [`Once`]: reports a fact when it begins, and not again while it lasts.
 //!
-//! Used wherever a log line would otherwise repeat at every poll. The bound keeps a caller whose keys come from outside
-//! from growing without limit.
+//! Used where a log line would otherwise repeat at every poll. The bound limits its memory where the keys come from
+//! outside.
 
 use alloc::collections::BTreeMap;
 
-/// What has been reported and still stands, with how often each came again.
+/// The facts that were reported and still last, each with its number of repetitions.
 #[derive(Clone, Debug)]
 pub struct Once<K> {
     standing: BTreeMap<K, u64>,
@@ -16,17 +16,17 @@ impl<K: Ord> Once<K> {
     /// The usual bound of [`Self::new`].
     const MOST: usize = 1024;
 
-    /// Nothing reported yet; follows up to 1024 facts.
+    /// Follows up to 1024 facts, with none reported yet.
     pub const fn new() -> Self {
         Self::with_bound(Self::MOST)
     }
 
-    /// Nothing reported yet; follows up to `most` facts. What comes beyond them is not news.
+    /// Follows up to `most` facts, with none reported yet. A fact beyond these is never news.
     pub const fn with_bound(most: usize) -> Self {
         Self { standing: BTreeMap::new(), most }
     }
 
-    /// A fact is there: whether it is news, and should be reported.
+    /// Notes a fact. Returns true if it is news and should be reported.
     pub fn is_news(&mut self, key: K) -> bool {
         let full = self.standing.len() >= self.most;
         match self.standing.get_mut(&key) {
@@ -39,8 +39,8 @@ impl<K: Ord> Once<K> {
         }
     }
 
-    /// Facts that do not fulfil `stands` are over: they are news when they come again. Returns how often the facts that are
-    /// over had been repeated without a report.
+    /// Forgets the facts that `stands` does not confirm; they are news when they come again. Returns how often these
+    /// had been repeated without a report.
     pub fn retain(&mut self, mut stands: impl FnMut(&K) -> bool) -> u64 {
         let mut unreported: u64 = 0;
         self.standing.retain(|key, repeated| {
@@ -53,12 +53,12 @@ impl<K: Ord> Once<K> {
         unreported
     }
 
-    /// Every fact is over, as by [`Self::retain`].
+    /// Forgets every fact, as by [`Self::retain`].
     pub fn clear(&mut self) -> u64 {
         self.retain(|_| false)
     }
 
-    /// Exactly these facts stand now: those that are news, in order; the others are over.
+    /// Notes that exactly these facts are true now. Returns those that are news, in order, and forgets the others.
     pub fn replace(&mut self, facts: impl IntoIterator<Item = K>) -> alloc::vec::Vec<K>
     where
         K: Clone,

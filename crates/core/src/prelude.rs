@@ -1,4 +1,4 @@
-//! What `std`'s prelude has and `core`'s has not.
+//! The names of `std`'s prelude that `core`'s prelude lacks.
 
 pub use alloc::borrow::ToOwned;
 pub use alloc::boxed::Box;

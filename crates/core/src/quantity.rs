@@ -1,4 +1,4 @@
-//! Quantities of the Kubernetes API, as far as capacities of devices need them: whole numbers.
+//! Quantities of the Kubernetes API, limited to the whole numbers that capacities of devices need.
 
 use crate::prelude::*;
 
@@ -8,40 +8,33 @@ const BINARY: [&str; 6] = ["Ki", "Mi", "Gi", "Ti", "Pi", "Ei"];
 /// The units of 1000 and its powers.
 const DECIMAL: [&str; 6] = ["k", "M", "G", "T", "P", "E"];
 
-/// Parts of one: a thousandth, and each a thousandth of the one before.
+/// The units below one: a thousandth, and each a thousandth of the one before.
 const PARTS: [&str; 3] = ["m", "u", "n"];
 
-/// Mebibytes as Kubernetes writes them: in the largest binary unit of which they are a whole number.
+/// Writes mebibytes as Kubernetes does: in the largest binary unit that gives a whole number.
 pub(crate) fn of_mebibytes(mebibytes: u64) -> String {
-    let units = BINARY.into_iter().skip(1);
-    whole(mebibytes, 1024, units)
+    whole(mebibytes, 1024, BINARY.into_iter().skip(1))
 }
 
-/// A plain number as Kubernetes writes it: 1000 is `1k`.
+/// Writes a plain number as Kubernetes does: 1000 is `1k`.
 pub(crate) fn of_number(number: u64) -> String {
     whole(number, 1000, core::iter::once("").chain(DECIMAL))
 }
 
-/// A number in the largest unit of which it is a whole number.
-fn whole(mut number: u64, base: u64, units: impl Iterator<Item = &'static str>) -> String {
-    if number == 0 {
-        return "0".to_owned();
+/// Writes a number in the largest unit that gives a whole number.
+fn whole(mut number: u64, base: u64, mut units: impl Iterator<Item = &'static str>) -> String {
+    let mut unit = units.next().unwrap_or_default();
+    while number > 0
+        && number.is_multiple_of(base)
+        && let Some(larger) = units.next()
+    {
+        (number, unit) = (number / base, larger);
     }
-    let mut unit = "";
-    for (at, larger) in units.enumerate() {
-        if at > 0 {
-            if !number.is_multiple_of(base) {
-                break;
-            }
-            number /= base;
-        }
-        unit = larger;
-    }
-    format!("{number}{unit}")
+    if number == 0 { "0".to_owned() } else { format!("{number}{unit}") }
 }
 
-/// Reads a quantity; a part of one is rounded up. `None` for what is none, is negative, has an exponent (the API server
-/// writes none for amounts that were rounded to a step), or is too large.
+/// Reads a quantity; a fraction is rounded up. Returns `None` for text that is no quantity, for a negative or too large
+/// one, and for one with an exponent (the API server writes none for amounts that were rounded to a step).
 pub fn parse(text: &str) -> Option<u64> {
     let end = text.find(|c: char| c.is_ascii_alphabetic()).unwrap_or(text.len());
     let (number, unit) = text.split_at_checked(end)?;

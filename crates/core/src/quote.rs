@@ -1,16 +1,16 @@
-//! Text from outside (files, answers of other programs) as it may stand in a message: on one line, without control
-//! characters, not too long. Every adapter that repeats such text in an error or a log line uses this.
+//! Untrusted text (from files, answers of other programs) made fit for a message: one line, no control characters,
+//! limited length. Every adapter that repeats such text in an error or a log line uses this.
 
 use crate::prelude::*;
 
-/// The longest piece of a text that [`excerpt`] repeats, in characters.
+/// The most characters that [`excerpt`] repeats.
 const EXCERPT: usize = 80;
 
-/// The longest message of another library or program that [`one_line`] repeats, in characters.
+/// The most characters of another library's or program's message that [`one_line`] repeats.
 const MESSAGE: usize = 1000;
 
-/// At most 80 characters of a text: control characters, line separators and invisible ones are escaped as in Rust
-/// (`\n`, `\u{1b}`), and so is the backslash.
+/// Repeats at most 80 characters of a text. Control characters, line separators, invisible characters and the backslash
+/// are escaped as in Rust (`\n`, `\u{1b}`).
 pub fn excerpt(text: &str) -> String {
     shown(text, EXCERPT)
 }
@@ -20,8 +20,8 @@ pub fn quoted(text: &str) -> String {
     format!("'{}'", excerpt(text))
 }
 
-/// A whole message of another library or program, up to 1000 characters: blanks and line ends become one blank, what
-/// else is not printable is escaped.
+/// Repeats a whole message of another library or program, up to 1000 characters. Blanks and line ends become one blank;
+/// other characters that cannot be printed are escaped.
 pub fn one_line(text: &str) -> String {
     shown(&text.split_whitespace().collect::<Vec<_>>().join(" "), MESSAGE)
 }

@@ -1,9 +1,8 @@
-//! The words by which configuration files and the command line name the values of an enum.
+//! The words that name an enum's values in configuration files and on the command line.
 //!
-//! `config` makes its parsers and its error texts from them; a value is serialised as its word.
+//! `config` makes its parsers and error texts from them. A value is serialised as its word.
 
 use crate::allocation::AllocationPolicy;
-use crate::publish::dra::DraSets;
 use crate::state::{MigStrategy, NumaHints, XidClass};
 
 /// An enum whose values each have one word.
@@ -30,7 +29,6 @@ macro_rules! words {
 words!(MigStrategy { None = "none", Single = "single", Mixed = "mixed" });
 words!(NumaHints { Node = "node", Package = "package", Off = "off" });
 words!(AllocationPolicy { BestEffort = "best-effort", Distributed = "distributed", Packed = "packed" });
-words!(DraSets { Off = "off", Auto = "auto", On = "on" });
 words!(XidClass {
     Ignore = "ignore",
     Application = "application",
@@ -55,6 +53,5 @@ mod tests {
         serialised_as_words::<NumaHints>();
         serialised_as_words::<AllocationPolicy>();
         serialised_as_words::<XidClass>();
-        serialised_as_words::<DraSets>();
     }
 }

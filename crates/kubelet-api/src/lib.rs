@@ -1,7 +1,7 @@
 //! The generated wire types of the kubelet's APIs.
 //!
 //! Generated from `proto/` by the build script. linkwise's `kubelet` and `dra` modules speak the plugin's side, the
-//! kubelet in the box (`crates/kubelet-box`) the kubelet's.
+//! kubelet in the box (`lab/kubelet-box`) the kubelet's.
 
 /// Device plugin API v1beta1 (`proto/deviceplugin/v1beta1/api.proto`).
 #[allow(clippy::all, clippy::pedantic, clippy::restriction, missing_docs, reason = "generated")]
@@ -33,7 +33,7 @@ pub mod pluginregistration {
     pub const DRA_PLUGIN: &str = "DRAPlugin";
 }
 
-/// The DRA plugin API. Both versions have the messages of [`dra::v1`].
+/// The DRA plugin API.
 pub mod dra {
     /// Version v1, of kubelets from 1.34 on (`proto/dra/v1/api.proto`).
     #[allow(clippy::all, clippy::pedantic, clippy::restriction, missing_docs, reason = "generated")]
@@ -42,15 +42,6 @@ pub mod dra {
 
         /// Its name among `PluginInfo::supported_versions`.
         pub const SERVICE: &str = "v1.DRAPlugin";
-    }
-
-    /// Version v1beta1 (`proto/dra/v1beta1/api.proto`).
-    #[allow(clippy::all, clippy::pedantic, clippy::restriction, missing_docs, reason = "generated")]
-    pub mod v1beta1 {
-        include!(concat!(env!("OUT_DIR"), "/dra/k8s.io.kubelet.pkg.apis.dra.v1beta1.rs"));
-
-        /// Its name among `PluginInfo::supported_versions`.
-        pub const SERVICE: &str = "v1beta1.DRAPlugin";
     }
 }
 

@@ -8,7 +8,7 @@ use serde::Deserialize;
 
 use super::finding::Findings;
 use super::{Node, count};
-use crate::quote::{excerpt, one_line};
+use linkwise_core::quote::{excerpt, one_line};
 
 /// The part of a CDI spec that is checked (CDI specification, SPEC.md: `kind` is vendor/class).
 #[derive(Deserialize)]
@@ -23,7 +23,6 @@ struct Device {
     name: String,
 }
 
-/// Reads the specs in the folders.
 pub(super) fn check(found: &mut Findings, node: &Node) {
     let folders = ["etc/cdi", "var/run/cdi"].map(|folder| node.at(folder));
     let mut specs = 0;
@@ -70,13 +69,14 @@ pub(super) fn check(found: &mut Findings, node: &Node) {
     }
 }
 
-/// Whether devices of a kind are NVIDIA's: `nvidia.com/gpu`, and `k8s.device-plugin.nvidia.com/gpu` of device plugins.
+/// Returns true if devices of a kind are NVIDIA's: `nvidia.com/gpu`, and `k8s.device-plugin.nvidia.com/gpu` of device
+/// plugins.
 fn is_nvidias(kind: &str) -> bool {
     let vendor = kind.split('/').next().unwrap_or_default();
     vendor == "nvidia.com" || vendor.ends_with(".nvidia.com")
 }
 
-/// A device that two specs have.
+/// Reports devices that two specs have.
 fn twice(found: &mut Findings, devices: &mut BTreeMap<String, PathBuf>, spec: Spec, path: &Path) {
     let mut common = 0;
     let mut other = None;

@@ -1,4 +1,4 @@
-//! The device nodes: there, of the right kind, and to be opened by this process.
+//! Checks the device nodes: each exists, is of the right kind, and can be opened by this process.
 
 use std::fs::{self, OpenOptions};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
@@ -13,7 +13,7 @@ impl Node {
     }
 }
 
-/// The nodes without which no GPU can be used: the control node, and that of each GPU.
+/// The nodes that every use of a GPU needs: the control node, and that of each GPU.
 fn needed(node: &Node) -> Vec<PathBuf> {
     let minors = node.nvml.gpus().iter().filter_map(|gpu| gpu.minor);
     std::iter::once("nvidiactl".to_owned())
@@ -22,7 +22,7 @@ fn needed(node: &Node) -> Vec<PathBuf> {
         .collect()
 }
 
-/// How many nodes pass a check; each other one is a finding, with what is wrong and what to do.
+/// Counts the nodes that pass a check; each other one is a finding, with its fault and the remedy.
 fn count_good(
     found: &mut Findings,
     nodes: &[PathBuf],
@@ -41,7 +41,7 @@ fn count_good(
     good
 }
 
-/// Nodes that are missing, and files in their place that are no device nodes.
+/// Reports missing nodes, and files in their place that are not device nodes.
 pub(super) fn nodes(found: &mut Findings, node: &Node) {
     let (gpus, control) = (node.nvml.gpus(), node.dev("nvidiactl"));
     if gpus.is_empty() && !control.exists() {
@@ -86,9 +86,9 @@ pub(super) fn nodes(found: &mut Findings, node: &Node) {
     }
 }
 
-/// Whether this process may open the nodes that exist.
+/// Checks that this process may open the existing nodes.
 pub(super) fn permissions(found: &mut Findings, node: &Node) {
-    // The uid, read without unsafe code. What it may not open is found by trying.
+    // This reads the uid without unsafe code. Opening the nodes shows which of them the process may not open.
     if let Ok(own) = fs::metadata("/proc/self") {
         found.ok(format!("runs as uid {}", own.uid()));
     }

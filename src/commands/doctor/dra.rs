@@ -1,29 +1,27 @@
-//! DRA: what it needs on this node where the configuration asks for it, and another driver of its name.
+//! Checks DRA: its needs on this node if the configuration asks for it, and other drivers of its name.
 
 use std::io::ErrorKind;
 
-use super::Node;
-use super::cluster::{DraFound, PodPolicy};
 use super::finding::Findings;
-use crate::config::Environment;
-use crate::config::settings::{Flags, Settings, load};
-use crate::quote::quoted;
-use crate::state::DraGpus;
+use super::{Node, names};
+use crate::config::Settings;
+use linkwise_cluster::doctor::{DraFound, PodPolicy};
+use linkwise_core::state::{DRA_DRIVER, DraGpus};
 
-/// How the names of our registration sockets begin.
+/// The first part of the names of our registration sockets.
 const OURS: &str = "linkwise-";
 
 /// The manager of slices that linkwise wrote.
 const MANAGER: &str = "linkwise";
 
-/// Looks for what DRA needs. Where no GPU goes through it there is nothing to report.
+/// Checks the needs of DRA. Reports nothing if no GPU goes through it.
 pub(super) fn check(found: &mut Findings, node: &Node) {
-    let Ok(settings) = load(&Flags::default(), &Environment::read()).map(|loaded| loaded.settings) else { return };
+    let Some(settings) = &node.settings else { return };
     if settings.dra_gpus.value == DraGpus::None {
         return;
     }
     api_server(found, node);
-    folders(found, node, &settings);
+    folders(found, node, settings);
     if let DraGpus::Some(_) = settings.dra_gpus.value {
         found.ok(
             "some GPUs go through the device plugin: pods with nvidia.com/gpu and without a claim get only those, even \
@@ -32,24 +30,24 @@ pub(super) fn check(found: &mut Findings, node: &Node) {
     }
 }
 
-/// The classes that claims for GPUs name, and the slices that the API server has.
+/// Checks the classes that claims for GPUs name, and the slices at the API server.
 pub(super) fn slices(found: &mut Findings, facts: Option<DraFound>) {
-    let Some(DraFound { driver, has_class, slices, pod_policy: policy, extended_resource: _ }) = facts else { return };
+    let Some(DraFound { has_class, slices, pod_policy: policy, extended_resource: _ }) = facts else { return };
     found.check = "DRA";
     match has_class {
-        Ok(true) => found.ok(format!("there is a DeviceClass {driver}")),
+        Ok(true) => found.ok(format!("there is a DeviceClass {DRA_DRIVER}")),
         Ok(false) => found.warning(
-            format!("there is no DeviceClass {driver}: claims that name it get no GPU"),
+            format!("there is no DeviceClass {DRA_DRIVER}: claims that name it get no GPU"),
             "kubectl apply -k manifests/overlays/dra makes it, and so does the chart (dra.deviceClasses)",
         ),
         Err(why) => {
-            let advice = format!("kubectl get deviceclass {driver}");
-            found.skipped(format!("the DeviceClass {driver} could not be read: {why}"), Some(&advice));
+            let advice = format!("kubectl get deviceclass {DRA_DRIVER}");
+            found.skipped(format!("the DeviceClass {DRA_DRIVER} could not be read: {why}"), Some(&advice));
         }
     }
     match slices {
         Ok(slices) if slices.is_empty() => found.failed(
-            format!("there is no ResourceSlice of {driver} for this node: no claim gets its GPUs"),
+            format!("there is no ResourceSlice of {DRA_DRIVER} for this node: no claim gets its GPUs"),
             "linkwise admin state and its log say why: the parts DRA slices and DRA plugin",
         ),
         Ok(slices) => {
@@ -58,9 +56,8 @@ pub(super) fn slices(found: &mut Findings, facts: Option<DraFound>) {
                     found.ok(format!("ResourceSlice {name} is linkwise's"));
                     continue;
                 }
-                let managers: Vec<String> = managers.iter().map(|manager| quoted(manager).to_string()).collect();
                 found.failed(
-                    format!("ResourceSlice {name} was written by {}: the same GPUs twice", managers.join(", ")),
+                    format!("ResourceSlice {name} was written by {}: the same GPUs twice", names(&managers)),
                     "another DRA driver of this name runs on the node, or linkwise does not: it deletes such slices",
                 );
             }
@@ -73,7 +70,8 @@ pub(super) fn slices(found: &mut Findings, facts: Option<DraFound>) {
     pod_policy(found, policy);
 }
 
-/// Whether pods with `nvidia.com/gpu: N` can get claims. Which namespaces have labels and templates a node may not read.
+/// Checks that pods with `nvidia.com/gpu: N` can get claims. A node may not read which namespaces have labels and
+/// templates.
 fn pod_policy(found: &mut Findings, policy: Result<PodPolicy, String>) {
     let name = PodPolicy::NAME;
     let left = "pods with nvidia.com/gpu: N and without a claim get the first GPUs that are free";
@@ -120,25 +118,24 @@ fn api_server(found: &mut Findings, node: &Node) {
 }
 
 fn folders(found: &mut Findings, node: &Node, settings: &Settings) {
-    let (registry, driver) = (&settings.dra_registry_dir.value, &settings.dra_driver_name.value);
     let mounted = "mount the kubelet's folder at this path (manifests/overlays/dra); with another --root-dir of the kubelet \
                    set --dra-registry-dir and --dra-plugins-dir";
-    let registry = node.at(&registry.to_string_lossy());
+    let registry = node.at(&settings.dra_registry_dir.value.to_string_lossy());
     match std::fs::read_dir(&registry) {
         Ok(entries) => {
             let names = entries.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned());
             let mut others: Vec<String> =
-                names.filter(|name| name.contains(driver.as_str()) && !name.starts_with(OURS)).collect();
+                names.filter(|name| name.contains(DRA_DRIVER) && !name.starts_with(OURS)).collect();
             others.sort();
             for other in &others {
                 found.failed(
-                    format!("another DRA driver registers as {driver}: {}", registry.join(other).display()),
+                    format!("another DRA driver registers as {DRA_DRIVER}: {}", registry.join(other).display()),
                     "two drivers of one name take pods and ResourceSlices from each other: remove NVIDIA's kubelet plugin from \
                      this node (resources.gpus.enabled=false), and its socket",
                 );
             }
             if others.is_empty() {
-                found.ok(format!("{}: no other DRA driver is called {driver}", registry.display()));
+                found.ok(format!("{}: no other DRA driver is called {DRA_DRIVER}", registry.display()));
             }
         }
         Err(error) => found.failed(format!("the kubelet's {}: {error}", registry.display()), mounted),

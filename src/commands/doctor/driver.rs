@@ -1,4 +1,4 @@
-//! The driver and its library: found, loaded, of one version. NVML is asked in the child process, as `run` does.
+//! Checks the driver and its library: found, loaded, of one version. NVML is called in the child process, as in `run`.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -9,41 +9,34 @@ use tokio::time::{Instant, timeout, timeout_at};
 use super::count;
 use super::finding::Findings;
 use crate::config::HostArgs;
-use crate::hwloc::{BusGpus, held_by_others};
-use crate::nvml::Fault;
-use crate::nvml::child::{Agent, AgentEnded};
-use crate::nvml::protocol::FromAgent;
-use crate::nvml::scan::{CallFailure, NodeScan, known};
-use crate::runtime;
-use crate::state::HealthPoll;
-use crate::topology::{GpuObservation, GpuUuid};
+use linkwise_host::hwloc::{BusGpus, held_by_others};
+use linkwise_nvml::child::{Agent, AgentEnded};
+use linkwise_nvml::protocol::FromAgent;
+use linkwise_nvml::{CallFailure, Fault, NodeScan, known};
 
-/// What NVML answered.
+use crate::run;
+use linkwise_core::state::HealthPoll;
+use linkwise_core::topology::{GpuObservation, GpuUuid};
+
 #[derive(Clone, Debug)]
 pub(super) enum Nvml {
-    /// It lists GPUs.
     Answers {
-        /// The driver's version.
         driver: Option<String>,
-        /// The library's.
         library: Option<String>,
-        /// The GPUs.
         gpus: Vec<GpuObservation>,
-        /// The calls that failed.
         failures: Vec<CallFailure>,
-        /// The first poll of each GPU, where there was one.
+        /// The first poll of each GPU, if there was one.
         polls: BTreeMap<GpuUuid, HealthPoll>,
     },
-    /// It is unavailable: the call, or `dlopen`, and what came back; and what that means.
+    /// NVML is unavailable: the call, or `dlopen`, with its result, and the meaning of that.
     Fails(String, Fault),
-    /// Its library ends the process that calls it; and what to do.
+    /// The library ends the process that calls it; with the remedy.
     Ends(String, &'static str),
     /// A call hangs.
     Hangs(Duration),
 }
 
 impl Nvml {
-    /// The GPUs it lists.
     pub fn gpus(&self) -> &[GpuObservation] {
         match self {
             Self::Answers { gpus, .. } => gpus,
@@ -52,9 +45,9 @@ impl Nvml {
     }
 }
 
-/// Asks NVML for everything, through an agent that then ends.
+/// Asks NVML for all facts, through an agent that then ends.
 pub(super) async fn ask(host: &HostArgs, limit: Duration) -> Nvml {
-    let mut agent = match Agent::spawn(&runtime::agent_command(host)) {
+    let mut agent = match Agent::spawn(&run::agent_command(host)) {
         Ok(agent) => agent,
         Err(error) => return Nvml::Fails(format!("{:#}", anyhow::Error::from(error)), Fault::Other),
     };
@@ -67,7 +60,7 @@ pub(super) async fn ask(host: &HostArgs, limit: Duration) -> Nvml {
             // The first poll follows at once.
             Ok(FromAgent::Polled { gpus: polls, .. }) => {
                 if let Some(scan) = scanned {
-                    // How the agent ends does not change the answer; dropping it kills the process.
+                    // The way in which the agent ends does not change the answer; dropping it kills the process.
                     let _ = timeout(limit, agent.end()).await;
                     return answers(scan, polls);
                 }
@@ -91,8 +84,8 @@ fn answers(scan: NodeScan, polls: BTreeMap<GpuUuid, HealthPoll>) -> Nvml {
     Nvml::Answers { driver, library, gpus, failures: scan.failures, polls }
 }
 
-/// The version of the kernel module that is loaded, from /proc/driver/nvidia/version: the first word of its line NVRM that
-/// is a number with dots.
+/// The version of the loaded kernel module, from /proc/driver/nvidia/version: the first word of its line NVRM that is a
+/// number with dots.
 pub(super) fn module_version(path: &Path) -> Option<String> {
     let text = std::fs::read_to_string(path).ok()?;
     let line = text.lines().find(|line| line.starts_with("NVRM version:"))?;
@@ -100,7 +93,6 @@ pub(super) fn module_version(path: &Path) -> Option<String> {
     line.split_whitespace().find(version).map(str::to_owned)
 }
 
-/// The findings about driver and library.
 pub(super) fn check(found: &mut Findings, nvml: &Nvml, bus: Option<&BusGpus>, module: Option<&str>) {
     found.check = "driver";
     match nvml {
@@ -120,7 +112,8 @@ pub(super) fn check(found: &mut Findings, nvml: &Nvml, bus: Option<&BusGpus>, mo
             Some("right where all GPUs are passed through to virtual machines; else bind them to nvidia"),
         ),
         Nvml::Fails(why, fault) => found.failed(format!("NVML unavailable: {why}"), advice(*fault, module)),
-        // Also on a node whose bus shows no GPU: a library that is there and fails does not say that there is none.
+        // This also holds on a node whose bus shows no GPU: a library that exists and fails does not prove that there
+        // is none.
         Nvml::Ends(why, remedy) => found.failed(format!("NVML unavailable: {why}"), remedy),
         Nvml::Hangs(limit) => found.failed(
             format!("NVML does not answer within {limit:?}"),
@@ -133,10 +126,10 @@ fn others_hold_all(bus: &BusGpus) -> bool {
     held_by_others(bus).count() == bus.len()
 }
 
-/// What to do where an agent ended without an answer.
+/// The remedy if an agent ended without an answer.
 fn remedy(ended: &AgentEnded) -> &'static str {
     match ended {
-        AgentEnded::Memory { .. } => {
+        AgentEnded::Memory(..) => {
             "a library that needs so much: give it more with --nvml-memory-mib (LINKWISE_NVML_MEMORY_MIB), and the \
              container as much on top of its memory limit"
         }

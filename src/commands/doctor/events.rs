@@ -1,21 +1,16 @@
-//! Events about pods: whether linkwise may write them, where the configuration asks for them.
+//! Checks that linkwise may write events about pods, if the configuration asks for them.
 
 use super::Node;
 use super::finding::Findings;
-use crate::config::Environment;
-use crate::config::settings::{Flags, load};
+use linkwise_cluster::doctor::MissingRights;
 
-/// The rights that events need and this program's account lacks, as `create events`; or why they are unknown.
-pub type MissingRights = Result<Vec<String>, String>;
-
-/// What gives the rights.
+/// The remedy: what grants the rights.
 const ADVICE: &str =
     "kubectl apply -k manifests/overlays/events makes the role, and so does the chart (events.enabled)";
 
-/// Names the rights that are missing. Where no events are asked for there is nothing to report.
+/// Names the missing rights. Reports nothing if events are off.
 pub(super) fn check(found: &mut Findings, node: &Node, missing: Option<MissingRights>) {
-    let Ok(settings) = load(&Flags::default(), &Environment::read()).map(|loaded| loaded.settings) else { return };
-    if !settings.events.value {
+    if !node.settings.as_ref().is_some_and(|settings| settings.events.value) {
         return;
     }
     found.check = "events";

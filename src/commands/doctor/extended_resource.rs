@@ -1,11 +1,12 @@
-//! One extended resource through both doors: the scheduler takes the device plugin wherever the kubelet counts a device of
-//! it, and a kubelet counts a device plugin for some minutes after its end.
+//! Checks for one extended resource through both doors: the scheduler uses the device plugin on every node where the
+//! kubelet counts a device of it, and a kubelet counts a device plugin for some minutes after its end.
 
-use super::cluster::ExtendedResourceFound;
 use super::finding::Findings;
 use super::kubelet_policy::Policy;
+use linkwise_cluster::doctor::ExtendedResourceFound;
+use linkwise_core::state::DRA_DRIVER;
 
-/// Says what pods with the extended resource of the driver's DeviceClass get here.
+/// Reports which devices pods with the extended resource of the driver's DeviceClass get here.
 pub(super) fn check(
     found: &mut Findings,
     facts: Option<Result<Option<ExtendedResourceFound>, String>>,
@@ -24,11 +25,11 @@ pub(super) fn check(
             );
         }
     };
-    let ExtendedResourceFound { name, class, allocatable, capacity } = resource;
+    let ExtendedResourceFound { name, allocatable, capacity } = resource;
     match (allocatable, capacity) {
         (Some(1..), _) => found.warning(
             format!(
-                "{name} is a resource of the device plugin here and of the DeviceClass {class}: pods with {name} and \
+                "{name} is a resource of the device plugin here and of the DeviceClass {DRA_DRIVER}: pods with {name} and \
                  without a claim get devices of the plugin only, also while all of them are taken"
             ),
             "offer all GPUs of the node through one of the two, or let these pods name a claim (docs/migrating-to-dra.md)",
@@ -56,6 +57,6 @@ pub(super) fn check(
                 ),
             }
         }
-        _ => found.ok(format!("pods with {name} and without a claim get GPUs of this node through the DeviceClass {class}")),
+        _ => found.ok(format!("pods with {name} and without a claim get GPUs of this node through the DeviceClass {DRA_DRIVER}")),
     }
 }

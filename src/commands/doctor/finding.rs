@@ -1,24 +1,22 @@
-//! What a check found, and how all of it is shown: for people, and as JSON.
+//! The findings of a check, and the report of all findings: for people, and as JSON.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
 
 use serde::Serialize;
 
-/// Findings of one kind that are listed one by one; of more, the first is listed with their number.
+/// The most findings of one kind that are listed one by one; of more, the first is listed with their number.
 const EACH: usize = 3;
 
-/// The state of what was checked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub(super) enum Status {
-    /// As it should be.
     Ok,
-    /// linkwise works, but not as well as it could.
+    /// linkwise works, but could work better.
     Warning,
     /// GPUs are not offered, or not all of them, until an operator acts.
     Failed,
-    /// It could not be checked, or has no effect here.
+    /// The check could not be made, or does not apply here.
     Skipped,
 }
 
@@ -33,24 +31,22 @@ impl Status {
     }
 }
 
-/// One line of the report.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub(super) struct Finding {
-    /// Which check found it.
+    /// The check that found it.
     check: &'static str,
     status: Status,
     what: String,
-    /// What to do about it.
+    /// The remedy.
     advice: Option<String>,
-    /// What it has in common with findings of other GPUs or files.
+    /// The common text of findings of several GPUs or files.
     #[serde(skip)]
     kind: Option<String>,
 }
 
-/// What the checks find, in order.
 #[derive(Debug, Default)]
 pub(super) struct Findings {
-    /// The check of what is added next.
+    /// The check of the next finding.
     pub check: &'static str,
     pub found: Vec<Finding>,
 }
@@ -61,27 +57,25 @@ impl Findings {
         self.found.push(Finding { check: self.check, status, what, advice, kind: None });
     }
 
-    /// As it should be.
     pub fn ok(&mut self, what: impl Into<String>) {
         self.add(Status::Ok, what, None);
     }
 
-    /// Not as good as it could be.
     pub fn warning(&mut self, what: impl Into<String>, advice: &str) {
         self.add(Status::Warning, what, Some(advice));
     }
 
-    /// GPUs are not offered until an operator acts.
+    /// Adds a failure: GPUs are not offered until an operator acts.
     pub fn failed(&mut self, what: impl Into<String>, advice: &str) {
         self.add(Status::Failed, what, Some(advice));
     }
 
-    /// Not checked, or of no importance here.
+    /// Adds a check that was not made, or that does not matter here.
     pub fn skipped(&mut self, what: impl Into<String>, advice: Option<&str>) {
         self.add(Status::Skipped, what, advice);
     }
 
-    /// One of possibly many findings that differ in their subject only: `what` names it, `kind` does not.
+    /// Adds one of possibly many findings that differ in their subject only: `what` names it, `kind` does not.
     pub fn each(&mut self, status: Status, kind: impl Into<String>, what: impl Into<String>, advice: &str) {
         self.add(status, what, Some(advice));
         if let Some(last) = self.found.last_mut() {
@@ -91,7 +85,6 @@ impl Findings {
     }
 }
 
-/// Everything that was found.
 #[derive(Debug, Serialize)]
 pub(super) struct Report {
     findings: Vec<Finding>,
@@ -102,7 +95,7 @@ pub(super) struct Report {
 }
 
 impl Report {
-    /// Findings in the order of the checks; of more than [`EACH`] findings of one kind the first stands for all.
+    /// Lists findings in the order of the checks; of more than [`EACH`] findings of one kind the first stands for all.
     pub fn new(found: Vec<Finding>) -> Self {
         let key = |finding: &Finding| Some((finding.kind.clone()?, finding.status.word(), finding.advice.clone()));
         let mut counts = BTreeMap::new();
@@ -126,12 +119,10 @@ impl Report {
         Self { findings, ok, warnings, failed, skipped }
     }
 
-    /// Whether anything failed.
     pub fn has_failed(&self) -> bool {
         self.failed > 0
     }
 
-    /// For people.
     pub fn text(&self) -> String {
         let mut text = String::new();
         let mut check = "";

@@ -1,15 +1,14 @@
-//! The GPUs one by one: NVML's failed calls, and the reasons for which a GPU is unhealthy.
+//! Checks the GPUs one by one: NVML's failed calls, and the reasons for which a GPU is unhealthy.
 
 use super::driver::Nvml;
 use super::finding::{Findings, Status};
 use super::health::History;
 use super::{Node, name};
 use crate::commands::since::now;
-use crate::nvml::scan::CallFailure;
-use crate::nvml::{COUNT, CallError, Fault, REGISTER};
-use crate::topology::{GpuObservation, HostObservation, NodeObservation, ProbeFailure};
+use linkwise_core::topology::{GpuObservation, HostObservation, NodeObservation, ProbeFailure};
+use linkwise_nvml::{COUNT, CallError, CallFailure, Fault, REGISTER};
 
-/// The failed calls about a GPU: what failed and what to do.
+/// The failed calls about a GPU, with the remedies.
 fn failed_calls(gpu: &GpuObservation, failures: &[CallFailure]) -> Vec<(String, &'static str)> {
     let own = failures.iter().filter(|failure| failure.subject == gpu.pci.to_string());
     own.map(|failure| (described(failure), advice(&failure.error))).collect()
@@ -33,7 +32,7 @@ fn advice(error: &CallError) -> &'static str {
     }
 }
 
-/// A line for each GPU that is well, and each thing that is not.
+/// Adds a line for each GPU that is well, and one for each fault.
 pub(super) async fn check(found: &mut Findings, node: &Node, host: HostObservation) {
     found.check = "gpus";
     let history = History::ask(found, &node.args, !node.nvml.gpus().is_empty(), node.limit).await;
@@ -74,7 +73,8 @@ pub(super) async fn check(found: &mut Findings, node: &Node, host: HostObservati
     let listed = |failure: &CallFailure| gpus.iter().any(|gpu| failure.subject == gpu.pci.to_string());
     for failure in failures.iter().filter(|failure| !listed(failure)) {
         let what = format!("{}: {}", failure.subject, described(failure));
-        // A fact about the driver costs that fact; without its count there is no GPU to be offered.
+        // A failed call about the driver only loses its fact, except the count of GPUs: without it no GPU can be
+        // offered.
         let costs_gpus = failure.subject != "driver" || failure.error.call == COUNT;
         let status = if costs_gpus { Status::Failed } else { Status::Warning };
         found.each(status, described(failure), what, advice(&failure.error));

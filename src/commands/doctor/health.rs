@@ -1,8 +1,7 @@
-//! The reasons for which GPUs are unhealthy: from the linkwise that runs here or the health record of one that ran,
-//! and from a poll of NVML.
+//! The reasons for which GPUs are unhealthy: from the linkwise that runs here or from the health record of an earlier
+//! one, and from a poll of NVML.
 //!
-//! This module has no rule of health: `state` decides, by the rules of `run`, and a linkwise that runs has decided
-//! already.
+//! This module has no rule of health: `state` decides, by the rules of `run`; a running linkwise has decided already.
 
 use std::collections::BTreeMap;
 use std::io::ErrorKind;
@@ -16,9 +15,9 @@ use super::finding::{Findings, Status};
 use crate::commands::admin;
 use crate::commands::since::lasting;
 use crate::config::DoctorArgs;
-use crate::runtime::{self, Kept};
-use crate::state::{Event, HealthPoll, HealthRecord, NodeState, Timestamp, UnhealthyReason};
-use crate::topology::{GpuUuid, NodeObservation};
+use linkwise_core::state::{Event, HealthPoll, HealthRecord, NodeState, Timestamp, UnhealthyReason};
+use linkwise_core::topology::{GpuUuid, NodeObservation};
+use linkwise_node::keeper::{self, Kept};
 
 /// The part of the answer to `GET /state` that the doctor uses.
 #[derive(Debug, Deserialize)]
@@ -37,12 +36,12 @@ struct GpuState {
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 pub(super) struct Reason {
     reason: String,
-    /// As `UnhealthyReason::label` has it.
+    /// The kind of reason, as `UnhealthyReason::label` names it.
     kind: String,
-    /// In seconds since 1970.
+    /// The begin of the reason, in seconds since 1970.
     since: u64,
     ends_with: String,
-    /// NVML reports it now, but the linkwise that runs has no reason against the GPU.
+    /// Set if NVML reports it now, but the running linkwise has no reason against the GPU.
     #[serde(skip)]
     cleared: bool,
 }
@@ -79,18 +78,16 @@ impl Reason {
     }
 }
 
-/// The GPUs' history, from the linkwise that runs or from the record that one kept.
+/// The GPUs' history, from the running linkwise or from the record of an earlier one.
 #[derive(Debug, Default)]
 pub(super) struct History {
-    /// The state of the linkwise that runs.
     running: Option<State>,
-    /// The health record, where no linkwise answers.
     kept: Option<Kept>,
 }
 
 impl History {
-    /// Asks the linkwise that runs, else reads the health record; the findings name the source. Having neither is no
-    /// finding where there is no GPU (`any`).
+    /// Asks the running linkwise, or else reads the health record; the findings name the source. It is no finding to
+    /// have neither on a node without GPUs (`any` is false).
     pub async fn ask(found: &mut Findings, args: &DoctorArgs, any: bool, limit: Duration) -> Self {
         let socket = &args.admin_socket;
         match state(socket, limit).await {
@@ -114,7 +111,7 @@ impl History {
             ),
         }
         let (folder, kubelet, sysfs) = (args.state_dir.clone(), args.kubelet_socket.clone(), args.host.sysfs.clone());
-        let reading = blocking(limit, move || runtime::kept(folder.as_deref(), &kubelet, &sysfs)).await;
+        let reading = blocking(limit, move || keeper::kept(folder.as_deref(), &kubelet, &sysfs)).await;
         let Some(read) = reading else {
             super::hangs(found, limit);
             return Self::default();
@@ -150,8 +147,8 @@ impl History {
         Self { running: None, kept }
     }
 
-    /// The reasons of each GPU, in the order in which they began, after an observation of the node and a round of
-    /// polls.
+    /// The reasons of each GPU, in the order in which they began, after an observation of the node and a poll of each
+    /// GPU.
     pub fn reasons(
         self,
         observed: &NodeObservation,
@@ -184,7 +181,7 @@ impl History {
     }
 }
 
-/// The state of the linkwise that runs; `None` where none answers.
+/// The state of the running linkwise; `None` if none answers.
 async fn state(socket: &Path, limit: Duration) -> anyhow::Result<Option<State>> {
     let answer = match admin::order(socket, "GET /state", limit).await {
         Ok(answer) => answer,

@@ -1,11 +1,11 @@
-//! The host around the GPUs: what the kernel has on its PCI bus, and whether hwloc and NVML agree on it.
+//! Checks the host around the GPUs: the kernel's PCI bus and hwloc, both against NVML.
 
 use super::driver::Nvml;
 use super::finding::{Findings, Status};
 use super::{Node, count};
-use crate::topology::{NodeObservation, TopologyWarning};
+use linkwise_core::topology::{NodeObservation, TopologyWarning};
 
-/// The kernel's GPUs against NVML's.
+/// Compares the kernel's GPUs with NVML's.
 pub(super) fn sysfs(found: &mut Findings, node: &Node) {
     let sysfs = &node.args.host.sysfs;
     let Some(bus) = &node.bus else { return super::hangs(found, node.limit) };
@@ -55,7 +55,7 @@ pub(super) fn sysfs(found: &mut Findings, node: &Node) {
     }
 }
 
-/// hwloc's view against NVML's.
+/// Compares hwloc's view with NVML's.
 pub(super) fn topology(found: &mut Findings, observed: &NodeObservation, warnings: &[TopologyWarning]) {
     if observed.gpus.is_empty() && warnings.is_empty() {
         return found.skipped("no GPU is known: nothing to compare", None);
@@ -75,14 +75,14 @@ fn advice(warning: &TopologyWarning) -> &'static str {
         TopologyWarning::DuplicateUuid { .. } | TopologyWarning::DuplicateAddress { .. } => {
             "the driver contradicts itself: send NVIDIA nvidia-bug-report.sh"
         }
-        TopologyWarning::NotInHostTree { .. } => {
+        TopologyWarning::NotInHostTree(..) => {
             "mount the host's /sys; in some virtual machines there is nothing to see, and NVML's levels are all there is"
         }
-        TopologyWarning::UnknownLevel { .. } => "the pair is taken as far apart: choices between such GPUs are guesses",
+        TopologyWarning::UnknownLevel(..) => "the pair is taken as far apart: choices between such GPUs are guesses",
         TopologyWarning::LevelDisagreement { .. } | TopologyWarning::NumaDisagreement { .. } => {
             "nothing to do: known of virtual switches and of firmware; linkwise snapshot records both for a report"
         }
-        TopologyWarning::NvLinkOneSided { .. } | TopologyWarning::NvLinkUnknownRemote { .. } => {
+        TopologyWarning::NvLinkOneSided { .. } | TopologyWarning::NvLinkUnknownRemote(..) => {
             "an NVLink is down or still in training: nvidia-smi nvlink -s; on NVSwitch machines is the fabric manager running?"
         }
         _ => {

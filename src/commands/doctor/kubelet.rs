@@ -1,4 +1,4 @@
-//! The kubelet's folder and what listens in it: the kubelet, linkwise, other plugins.
+//! Checks the kubelet's folder and the listeners in it: the kubelet, linkwise, other plugins.
 
 use std::collections::BTreeMap;
 use std::io::ErrorKind;
@@ -8,18 +8,18 @@ use std::time::Duration;
 
 use super::blocking;
 use super::finding::Findings;
-use crate::errors::chain;
-use crate::kubelet::{self, ProbeError};
+use linkwise_core::errors::chain;
+use linkwise_kubelet::device_plugin::{self as kubelet, ProbeError};
 
-/// How long a listener may take to answer.
+/// The longest time for an answer of a listener.
 const ANSWER: Duration = Duration::from_secs(2);
 
-/// The sockets of NVIDIA's own device plugin begin so: nvidia-gpu.sock, nvidia-mig-1g.10gb.sock.
+/// The first part of the names of NVIDIA's own device plugin's sockets: nvidia-gpu.sock, nvidia-mig-1g.10gb.sock.
 const NVIDIA: &str = "nvidia-";
-/// Ours begin so, and go on as `RESOURCE-NUMBER.sock`, with `_` for the resource's `/`.
+/// The first part of the names of our sockets. `RESOURCE-NUMBER.sock` follows, with `_` for the resource's `/`.
 const OURS: &str = "linkwise-";
 
-/// Looks at the folder of the kubelet's socket, and beside it.
+/// Checks the folder of the kubelet's socket, and the folders beside it.
 pub(super) async fn check(found: &mut Findings, socket: &Path, resources: &Path, limit: Duration) {
     found.check = "kubelet";
     let Some(folder) = socket.parent().filter(|folder| !folder.as_os_str().is_empty()) else {
@@ -58,9 +58,9 @@ pub(super) async fn check(found: &mut Findings, socket: &Path, resources: &Path,
     plugins(found, sockets).await;
 }
 
-/// The sockets in the folder but the kubelet's, once it is sure that the folder can be written to.
+/// The sockets in the folder except the kubelet's, after a check that the folder can be written to.
 fn sockets(folder: &Path, kubelet: &Path) -> std::io::Result<Vec<PathBuf>> {
-    // Without a name: it causes no event for those that watch the folder.
+    // The file has no name, so that it causes no event for programs that watch the folder.
     drop(tempfile::tempfile_in(folder)?);
     let paths = std::fs::read_dir(folder)?.flatten().map(|entry| entry.path()).filter(|path| path != kubelet);
     let mut sockets: Vec<PathBuf> = paths.filter(|path| is_socket(path)).collect();
@@ -68,7 +68,7 @@ fn sockets(folder: &Path, kubelet: &Path) -> std::io::Result<Vec<PathBuf>> {
     Ok(sockets)
 }
 
-/// Whether a process answers; else why not, and what to do.
+/// Checks that a process answers; otherwise returns the reason and the remedy.
 async fn answers(socket: &Path) -> Result<(), (String, &'static str)> {
     // A connection alone is no evidence: the kernel accepts it for a process that hangs, too.
     match kubelet::probe(socket, ANSWER).await {
@@ -98,7 +98,7 @@ fn is_socket(path: &Path) -> bool {
     std::fs::metadata(path).is_ok_and(|found| found.file_type().is_socket())
 }
 
-/// Other listeners in the folder.
+/// Reports other listeners in the folder.
 async fn plugins(found: &mut Findings, sockets: Vec<PathBuf>) {
     found.check = "plugins";
     let (mut ours, mut others) = (BTreeMap::<String, Vec<String>>::new(), Vec::new());
@@ -150,7 +150,7 @@ async fn plugins(found: &mut Findings, sockets: Vec<PathBuf>) {
     }
 }
 
-/// The resource that a socket of ours is for; of a very long name, what fits into a path.
+/// The resource of one of our sockets; of a very long name, the part that fits into a path.
 pub(in crate::commands) fn resource(socket: &str) -> Option<String> {
     let (resource, _) = socket.strip_prefix(OURS)?.strip_suffix(".sock")?.rsplit_once('-')?;
     Some(resource.replacen('_', "/", 1))

@@ -1,18 +1,17 @@
-//! The kubelet's Topology Manager policy, where this process can see it: in the command line of a kubelet that runs, in its
-//! configuration file and the folder of files that add to it.
+//! The kubelet's Topology Manager policy, if this process can see it: in the command line of a running kubelet, in its
+//! configuration file, or in the folder of files that add to it.
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
 
-/// Where kubeadm and most distributions have the kubelet's configuration.
+/// The path of the kubelet's configuration with kubeadm and most distributions.
 const CONFIG: &str = "/var/lib/kubelet/config.yaml";
 
-/// A policy, and what names it.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Policy {
-    /// In the kubelet's word, such as `single-numa-node`.
+    /// The kubelet's name for it, such as `single-numa-node`.
     pub name: String,
     /// The path of a file, or `the kubelet's command line`.
     pub source: String,
@@ -25,7 +24,8 @@ struct Config {
     topology_manager_policy: Option<String>,
 }
 
-/// The policy of the kubelet whose host's files are below `root`; `None` where neither it nor its configuration is seen.
+/// The policy of the kubelet whose host's files are below `root`; `None` if neither the kubelet nor its configuration
+/// can be seen.
 pub(super) fn policy(root: &Path) -> Option<Policy> {
     let words = command_line(root).unwrap_or_default();
     if let Some(name) = flag(&words, "topology-manager-policy") {
@@ -52,7 +52,6 @@ pub(super) fn policy(root: &Path) -> Option<Policy> {
     policy
 }
 
-/// The command line of the kubelet that runs.
 fn command_line(root: &Path) -> Option<Vec<String>> {
     let processes = std::fs::read_dir(root.join("proc")).ok()?.flatten().map(|entry| entry.path());
     let is_kubelet = |path: &PathBuf| std::fs::read(path.join("comm")).is_ok_and(|name| name == b"kubelet\n");
@@ -81,7 +80,7 @@ mod tests {
 
     use super::*;
 
-    /// A host with these files; the last part of `of` names what the policy is read from.
+    /// The policy of a host with these files, and its source.
     fn read(files: &[(&str, &str)]) -> Option<(String, String)> {
         let root = tempfile::tempdir().unwrap();
         for (path, text) in files {

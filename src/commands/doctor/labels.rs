@@ -1,4 +1,4 @@
-//! The writers of the GPUs' labels: the folder from which Node Feature Discovery (NFD) reads them, a file for each writer.
+//! Checks the writers of the GPUs' labels: Node Feature Discovery (NFD) reads a folder with a file of each writer.
 //!
 //! NFD reads the files in the order of their names and takes the last value of a label, so that with two writers
 //! the node's labels depend on the file names.
@@ -10,19 +10,18 @@ use std::time::SystemTime;
 
 use super::finding::Findings;
 use super::{Node, count};
-use crate::config::Environment;
-use crate::config::settings::{Flags, load};
 
-/// Where gpu-feature-discovery writes its labels by default.
+/// The file in which gpu-feature-discovery writes its labels by default.
 const DEFAULT_FILE: &str = "/etc/kubernetes/node-feature-discovery/features.d/gfd";
-/// The labels of gpu-feature-discovery, and so of linkwise, begin so.
+/// The first part of gpu-feature-discovery's labels, and so of linkwise's.
 const OURS: &str = "nvidia.com/gpu.";
-/// NFD reads no larger file (source/local, `MaxFeatureFileSize`), in bytes.
+/// The largest file that NFD reads (source/local, `MaxFeatureFileSize`), in bytes.
 const LARGEST: u64 = 65_536;
 
-/// Looks for a second file with the GPUs' labels. Without the folder there is nothing to report.
+/// Reports a second file with the GPUs' labels. Reports nothing if the folder does not exist.
 pub(super) fn check(found: &mut Findings, node: &Node) {
-    let own = node.at(&output_file());
+    let configured = node.settings.as_ref().map(|settings| settings.gfd_output_file.value.to_string_lossy());
+    let own = node.at(configured.as_deref().filter(|file| !file.is_empty()).unwrap_or(DEFAULT_FILE));
     let Some(folder) = own.parent() else { return };
     let paths = match std::fs::read_dir(folder) {
         Ok(entries) => entries.flatten().map(|entry| entry.path()),
@@ -72,22 +71,14 @@ pub(super) fn check(found: &mut Findings, node: &Node) {
     }
 }
 
-/// The file for the labels that the configuration names, else the default.
-fn output_file() -> String {
-    let settings = load(&Flags::default(), &Environment::read()).map(|loaded| loaded.settings.shown());
-    let shown = settings.into_iter().flatten().find(|shown| shown.key == "flags.gfd.outputFile");
-    let file = shown.and_then(|shown| shown.value.as_str().map(str::to_owned));
-    file.filter(|file| !file.is_empty()).unwrap_or_else(|| DEFAULT_FILE.to_owned())
-}
-
-/// Whether NFD reads it: a file that is not hidden and not too large.
+/// Returns true if NFD reads the file: it is not hidden and not too large.
 fn is_read(path: &Path) -> bool {
     let hidden = path.file_name().is_some_and(|name| name.as_encoded_bytes().starts_with(b"."));
     !hidden && std::fs::metadata(path).is_ok_and(|meta| meta.is_file() && meta.len() <= LARGEST)
 }
 
-/// The keys that NFD makes labels of: a line each, `key=value` or `key`. A directive in a comment ends the labels of all
-/// lines below it at a time, or keeps the next line from being a label.
+/// The keys of the labels that NFD makes: a line each, `key=value` or `key`. A directive in a comment ends the labels
+/// of all lines below it at a given time, or keeps the next line from becoming a label.
 fn labels(text: &str, now: i64) -> BTreeSet<&str> {
     let (mut labels, mut skipped, mut expired) = (BTreeSet::new(), false, false);
     for line in text.split('\n').map(str::trim).filter(|line| !line.is_empty()) {
@@ -109,7 +100,7 @@ fn labels(text: &str, now: i64) -> BTreeSet<&str> {
     labels
 }
 
-/// Seconds from 1970 to a time in the form of RFC 3339, such as `2030-01-31T12:00:00Z` or `...00.5+02:00`.
+/// The seconds from 1970 to a time in the form of RFC 3339, such as `2030-01-31T12:00:00Z` or `...00.5+02:00`.
 fn seconds(time: &str) -> Option<i64> {
     let (date, clock) = time.split_once('T')?;
     let (clock, zone) = clock.split_at_checked(clock.find(['Z', '+', '-'])?)?;
@@ -129,7 +120,7 @@ fn seconds(time: &str) -> Option<i64> {
     Some(((days * 24 + hour) * 60 + minute) * 60 + second - zone)
 }
 
-/// So many numbers.
+/// Splits a text into N numbers; `None` if it does not have them.
 fn numbers<const N: usize>(text: &str, between: char) -> Option<[i64; N]> {
     let numbers = text.split(between).map(|part| part.parse::<u16>().ok().map(i64::from));
     numbers.collect::<Option<Vec<i64>>>()?.try_into().ok()

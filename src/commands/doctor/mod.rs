@@ -1,4 +1,4 @@
-//! `linkwise doctor`: what is wrong with this node, and what to do about it.
+//! `linkwise doctor`: finds the faults of this node, and names the remedies.
 //!
 //! One file for each check, in the order in which a person would check; each adds its findings. The doctor changes
 //! nothing on the node, calls NVML in the child process only, and waits for nothing longer than --timeout.
@@ -28,28 +28,28 @@ use anyhow::Result;
 use tokio::time::timeout;
 
 use super::{Progress, print};
-use crate::config::{DoctorArgs, Format};
-use crate::hwloc::{self, BusGpus, PciBus};
-use crate::topology::{GpuObservation, NodeObservation, NodeTopology};
+use crate::config::settings::load;
+use crate::config::{DoctorArgs, Environment, Flags, Format, Settings};
+use linkwise_cluster::doctor::{ClusterFacts, ClusterQuestions, facts};
+use linkwise_core::quote::quoted;
+use linkwise_core::state::DraGpus;
+use linkwise_core::topology::{GpuObservation, NodeObservation, NodeTopology};
+use linkwise_host::hwloc::{self, BusGpus, PciBus};
+
 use driver::Nvml;
 use finding::{Findings, Report};
 
-pub use cluster::{
-    ClusterFacts, ClusterQuestions, DraFound, ExtendedResourceFound, NodeFeatureFound, NodeFeatures, PodPolicy,
-};
-pub use events::MissingRights;
 pub(super) use kubelet::resource as resource_of_socket;
 
-/// What is known of the node before the checks.
+/// The facts about the node that are known before the checks.
 struct Node {
     args: DoctorArgs,
-    /// How long a check may take.
     limit: Duration,
     nvml: Nvml,
-    /// The GPUs on the PCI bus; `None` inside where sysfs has no such bus, outside where reading it hangs.
+    /// The GPUs on the PCI bus; `None` inside if sysfs has no such bus, outside if reading it hangs.
     bus: Option<Option<BusGpus>>,
-    /// The version of the loaded kernel module.
     module: Option<String>,
+    settings: Option<Settings>,
 }
 
 impl Node {
@@ -63,9 +63,17 @@ fn below(root: &Path, path: &str) -> PathBuf {
     root.join(path.trim_start_matches('/'))
 }
 
-/// Runs the command; the exit code is 1 where any check failed. `facts` are what the API server has about this
-/// node, where this program can ask it.
-pub async fn doctor(args: &DoctorArgs, facts: Option<impl Future<Output = ClusterFacts>>) -> Result<ExitCode> {
+/// Asks the API server about this node; `None` without the node's name or an API server.
+fn cluster_facts(args: &DoctorArgs, settings: Option<&Settings>) -> Option<impl Future<Output = ClusterFacts> + use<>> {
+    let node = args.node_name.clone().filter(|node| !node.is_empty())?;
+    let access = args.api.access().ok()?;
+    let events = settings.is_some_and(|settings| settings.events.value);
+    let dra = settings.is_some_and(|settings| settings.dra_gpus.value != DraGpus::None);
+    Some(facts(access, ClusterQuestions { node, dra, events }))
+}
+
+/// Runs the command; the exit code is 1 where any check failed.
+pub async fn doctor(args: &DoctorArgs) -> Result<ExitCode> {
     let limit = Duration::from_secs(args.timeout);
     let progress = Progress::start("checking the PCI bus");
     let sysfs = args.host.sysfs.clone();
@@ -76,7 +84,9 @@ pub async fn doctor(args: &DoctorArgs, facts: Option<impl Future<Output = Cluste
     let module = blocking(limit, move || driver::module_version(&module)).await.flatten();
     let root = args.root.clone();
     let policy = blocking(limit, move || kubelet_policy::policy(&root)).await.flatten();
-    let node = Arc::new(Node { args: args.clone(), limit, nvml, bus, module });
+    let settings = blocking(limit, || load(&Flags::default(), &Environment::read()).ok()).await.flatten();
+    let settings = settings.map(|loaded| loaded.settings);
+    let node = Arc::new(Node { args: args.clone(), limit, nvml, bus, module, settings });
 
     let found = &mut Findings::default();
     driver::check(found, &node.nvml, node.bus.as_ref().and_then(Option::as_ref), node.module.as_deref());
@@ -88,7 +98,7 @@ pub async fn doctor(args: &DoctorArgs, facts: Option<impl Future<Output = Cluste
     progress.step("checking the topology");
     let sysfs = args.host.sysfs.clone();
     let assembled = blocking(limit, move || hwloc::observe(&sysfs)).await.map(|(host, failures)| {
-        // What NVML did not answer is reported with the GPUs.
+        // The failed calls of NVML are reported with the GPUs.
         let gpus = node.nvml.gpus().to_vec();
         let observed = NodeObservation { gpus, host, failures, ..NodeObservation::default() };
         let (topology, warnings) = NodeTopology::assemble(&observed);
@@ -106,7 +116,7 @@ pub async fn doctor(args: &DoctorArgs, facts: Option<impl Future<Output = Cluste
     guarded(found, &node, "labels", labels::check).await;
     guarded(found, &node, "DRA", dra::check).await;
     progress.step("checking the API server");
-    let facts = match facts {
+    let facts = match cluster_facts(args, node.settings.as_ref()) {
         Some(facts) => Some(timeout(limit, facts).await.map_err(|_| format!("no answer within {limit:?}"))),
         None => None,
     };
@@ -136,7 +146,8 @@ pub async fn doctor(args: &DoctorArgs, facts: Option<impl Future<Output = Cluste
     Ok(if report.has_failed() { ExitCode::FAILURE } else { ExitCode::SUCCESS })
 }
 
-/// Runs what may hang in the kernel on a thread that the end of the process does not wait for; `None` when it hangs.
+/// Runs a function that may hang in the kernel, on a thread that the end of the process does not wait for; `None` if it
+/// hangs.
 async fn blocking<T: Send + 'static>(limit: Duration, look: impl FnOnce() -> T + Send + 'static) -> Option<T> {
     timeout(limit, tokio::task::spawn_blocking(look)).await.ok()?.ok()
 }
@@ -162,12 +173,15 @@ fn hangs(found: &mut Findings, limit: Duration) {
     );
 }
 
-/// The name of a GPU for people.
 fn name(gpu: &GpuObservation) -> String {
     format!("GPU {} ({}, {})", gpu.index, gpu.pci, gpu.uuid)
 }
 
-/// `1 GPU`, `2 GPUs`.
+/// Names from outside, in a line.
+fn names(names: &[String]) -> String {
+    names.iter().map(|name| quoted(name)).collect::<Vec<_>>().join(", ")
+}
+
 fn count(number: usize, what: &str) -> String {
     if number == 1 { format!("1 {what}") } else { format!("{number} {what}s") }
 }

@@ -1,22 +1,22 @@
-//! How a kubelet's Topology Manager would treat this node's GPUs, and which --numa-hints suit it.
+//! Predicts the work of a kubelet's Topology Manager with this node's GPUs, and recommends --numa-hints.
 
 use std::collections::BTreeMap;
 
 use super::count;
 use super::finding::Findings;
 use super::kubelet_policy::Policy;
-use crate::quote::excerpt;
-use crate::state::NumaHints;
-use crate::topology::{NodeObservation, NodeTopology, NumaNodeId};
+use linkwise_core::quote::excerpt;
+use linkwise_core::state::NumaHints;
+use linkwise_core::topology::{NodeObservation, NodeTopology, NumaNodeId};
 
-/// With more NUMA nodes a kubelet under any policy but none does not start (pkg/kubelet/cm/topologymanager,
+/// The most NUMA nodes with which a kubelet starts under a policy other than none (pkg/kubelet/cm/topologymanager,
 /// maxAllowableNUMANodes).
 const MOST_NODES: usize = 8;
 
-/// How many GPUs pods usually ask for, beside one.
+/// The numbers of GPUs that pods usually request, beside one.
 const USUAL: [usize; 3] = [2, 4, 8];
 
-/// Looks at NUMA nodes, packages, and where GPUs are.
+/// Checks NUMA nodes, packages, and the places of GPUs.
 pub(super) fn check(
     found: &mut Findings,
     observed: &NodeObservation,
@@ -52,7 +52,8 @@ pub(super) fn check(
             "a Topology Manager never calls these aligned, and uses them last: set --numa-hints=off",
         );
     }
-    // NVML may report a node that this host does not list: a container or a virtual machine that sees a part of them.
+    // NVML may report a node that this host does not list: a container or a virtual machine may see only a part of
+    // them.
     let listed = |id| observed.host.numa_nodes.iter().any(|node| node.id == id);
     let unlisted: Vec<_> = gpus.iter().filter_map(|gpu| gpu.numa).filter(|id| !listed(*id)).collect();
     let silent =
@@ -81,15 +82,15 @@ pub(super) fn check(
     }
 }
 
-/// Which usual requests the kubelet's policy never admits. Only single-numa-node does so: restricted takes as few nodes
-/// as a request needs on an idle machine, however many these are.
+/// Reports usual requests that the kubelet's policy never admits. Only single-numa-node refuses for ever: restricted
+/// takes as few nodes as a request needs on an idle machine, however many these are.
 fn check_policy(found: &mut Findings, Policy { name, source }: &Policy, topology: &NodeTopology, hints: NumaHints) {
     found.ok(format!("the kubelet's policy is {} ({source})", excerpt(name)));
     let mut on_node: BTreeMap<NumaNodeId, usize> = BTreeMap::new();
     for node in topology.gpus().iter().flat_map(|gpu| hints.nodes(topology, gpu)) {
         *on_node.entry(node).or_default() += 1;
     }
-    // Where no GPU claims a node, the Topology Manager does not constrain GPUs.
+    // If no GPU names a node, the Topology Manager does not constrain GPUs.
     let Some(most) = on_node.into_values().max().filter(|_| name == "single-numa-node") else { return };
     let refused = USUAL.into_iter().filter(|size| (most + 1..=topology.gpus().len()).contains(size));
     let refused: Vec<String> = refused.map(|size| size.to_string()).collect();
@@ -103,7 +104,7 @@ fn check_policy(found: &mut Findings, Policy { name, source }: &Policy, topology
     }
 }
 
-/// Whether GPUs of one package are on more than one of its nodes.
+/// Returns true if GPUs of one package are on more than one of its nodes.
 fn several_to_a_package(topology: &NodeTopology) -> bool {
     let places: Vec<_> = topology.gpus().iter().filter_map(|gpu| Some((gpu.package?, gpu.cpu_node?))).collect();
     places.iter().any(|(package, node)| places.iter().any(|(other, beside)| package == other && node != beside))

@@ -1,22 +1,20 @@
-//! Lines of a terminal: what is in them, how wide that is, and where it is cut.
+//! Lines of a terminal: their pieces, their widths, and the place at which they are cut.
 //!
-//! Text from outside comes in through [`Piece::new`], which escapes it; everything else is a word of ours. A line that
+//! Text from outside comes in through [`Piece::new`], which escapes it; all other text is linkwise's own. A line that
 //! is too long ends in an ellipsis, so that a terminal never wraps one.
 
 use unicode_width::UnicodeWidthChar;
 
-use crate::quote::one_line;
+use linkwise_core::quote::one_line;
 
-/// The mark of a cut.
 const ELLIPSIS: char = '…';
 
 /// Blanks between two columns of a table.
 const GAP: usize = 2;
 
-/// The narrowest that a column becomes before another is left out.
+/// The least width of a column before another column is left out.
 const NARROWEST: usize = 12;
 
-/// The colour of a piece of text.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum Tint {
     #[default]
@@ -28,26 +26,23 @@ pub(super) enum Tint {
     Bad,
 }
 
-/// Text in one colour, with nothing in it that a terminal obeys.
+/// Text in one colour, without control characters that a terminal obeys.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Piece {
     tint: Tint,
     text: String,
 }
 
-/// One line.
 pub(super) type Line = Vec<Piece>;
 
-/// A column of a table.
 pub(super) struct Column {
     pub title: &'static str,
-    /// Numbers.
+    /// Set for numbers, which are aligned to the right.
     pub right: bool,
-    /// Where there is little room, the column with the largest number is left out first; 0 never.
+    /// The order in which columns are left out if there is little room: the largest number first; 0 never.
     pub drop: u8,
 }
 
-/// Rows of pieces under titles.
 pub(super) struct Table<const N: usize> {
     pub columns: [Column; N],
     pub rows: Vec<[Piece; N]>,
@@ -67,12 +62,11 @@ impl Tint {
 }
 
 impl Piece {
-    /// Text of whatever origin.
+    /// Text of any origin.
     pub fn new(tint: Tint, text: &str) -> Self {
         Self { tint, text: one_line(text) }
     }
 
-    /// Blanks.
     fn blank(width: usize) -> Self {
         Self { tint: Tint::Plain, text: " ".repeat(width) }
     }
@@ -81,7 +75,7 @@ impl Piece {
         self.text.chars().map(width).sum()
     }
 
-    /// At most `room` columns of it, the last of which shows that there is more.
+    /// Cuts the text to at most `room` columns; the last one shows that there is more.
     fn cut(&self, room: usize) -> Self {
         if self.width() <= room {
             return self.clone();
@@ -98,7 +92,7 @@ impl Piece {
     }
 }
 
-/// The columns that a terminal gives a character; those of width 0 were escaped.
+/// The columns that a terminal gives a character; characters of width 0 were escaped.
 fn width(char: char) -> usize {
     char.width().unwrap_or(0)
 }
@@ -110,7 +104,7 @@ pub(super) fn cut(line: &[Piece], room: usize) -> Line {
     for (at, piece) in line.iter().enumerate() {
         let more = line.iter().skip(at + 1).any(|piece| piece.width() > 0);
         if piece.width() > left || (more && piece.width() == left) {
-            // One column is the ellipsis's, also where the cut is between two pieces.
+            // One column is for the ellipsis, even if the cut is between two pieces.
             let text = format!("{}{ELLIPSIS}", piece.text);
             kept.push(Piece { tint: piece.tint, text }.cut(left));
             break;
@@ -121,7 +115,6 @@ pub(super) fn cut(line: &[Piece], room: usize) -> Line {
     kept
 }
 
-/// A line as it is written.
 pub(super) fn written(line: &[Piece], color: bool) -> String {
     let end = line.iter().rposition(|piece| !piece.text.trim_end().is_empty()).map_or(0, |last| last + 1);
     let mut text = String::new();
@@ -137,13 +130,13 @@ pub(super) fn written(line: &[Piece], color: bool) -> String {
 }
 
 impl<const N: usize> Table<N> {
-    /// The lines, the titles first, in `room` columns; none without rows. A column without anything in it is left out.
+    /// The lines, the titles first, in `room` columns; none without rows. An empty column is left out.
     pub fn lines(&self, room: usize) -> Vec<Line> {
         if self.rows.is_empty() {
             return Vec::new();
         }
         let natural = |at: usize| self.rows.iter().filter_map(|row| row.get(at)).map(Piece::width).max().unwrap_or(0);
-        // Where the column is, and its width.
+        // The index of each shown column, and its width.
         let mut shown: Vec<(usize, &Column, usize)> =
             (0..).zip(&self.columns).map(|(at, c)| (at, c, natural(at))).collect();
         shown.retain(|(.., width)| *width > 0);
@@ -182,7 +175,7 @@ impl<const N: usize> Table<N> {
     }
 }
 
-/// A line without blanks at its end, which would be cut with an ellipsis.
+/// A line without blanks at its end: they would be cut with an ellipsis.
 fn trimmed(mut line: Line) -> Line {
     while line.last().is_some_and(|piece| piece.text.trim().is_empty()) {
         line.pop();
@@ -209,7 +202,7 @@ mod tests {
             ("train-1", 5, "trai…"),
             ("漢字漢字", 8, "漢字漢字"),
             ("漢字漢字", 7, "漢字漢…"),
-            // Half of a character is none.
+            // Half of a wide character cannot be shown.
             ("漢字漢字", 6, "漢字…"),
             ("a", 0, ""),
             ("ab", 1, "…"),
@@ -217,7 +210,7 @@ mod tests {
             assert_eq!(plain(given).cut(room).text, kept, "{given} in {room}");
             assert_eq!(text(&cut(&[plain(given)], room)), kept, "{given} in {room}");
         }
-        // Between two pieces too.
+        // The cut may lie between two pieces too.
         assert_eq!(text(&cut(&[plain("ab"), plain("cd")], 2)), "a…");
         assert_eq!(text(&cut(&[plain("ab"), plain("cd")], 3)), "ab…");
         assert_eq!(text(&cut(&[plain("ab"), plain("cd")], 4)), "abcd");

@@ -1,11 +1,11 @@
-//! `linkwise top`: what the linkwise on this host has, who holds it and how good it is, live in a terminal.
+//! `linkwise top`: shows the GPUs of the linkwise on this host, their pods and the quality of their sets, live in a
+//! terminal.
 //!
-//! It asks the admin socket (`GET /state`) again and again and draws the answer: `state` is the answer, `page` what is
-//! shown of it, `line` how that fits a terminal, `terminal` the terminal itself. It changes nothing on the node.
+//! The command asks the admin socket (`GET /state`) repeatedly and draws the answer: `page` is
+//! the shown part, `line` fits it to a terminal, `terminal` is the terminal itself. It changes nothing on the node.
 
 mod line;
 mod page;
-mod state;
 mod terminal;
 
 use std::io::{self, IsTerminal, Write};
@@ -22,11 +22,11 @@ use super::since::now;
 use super::{admin, print};
 use crate::config::{Format, TopArgs};
 use line::{Line, Piece, Tint, cut, written};
+use linkwise_node::admin::State;
 use page::{Shown, page};
-use state::State;
 use terminal::{Key, Size, Terminal};
 
-/// How long an answer may take. linkwise answers from memory; one that ends is gone sooner.
+/// The longest time for an answer. linkwise answers from memory; if it ends, that is noticed sooner.
 const ANSWER: Duration = Duration::from_secs(5);
 
 /// Runs the command.
@@ -41,7 +41,6 @@ pub async fn top(args: &TopArgs) -> Result<()> {
     }
 }
 
-/// The answer to one look.
 async fn look(args: &TopArgs) -> Result<String> {
     admin::order(&args.socket, "GET /state", ANSWER).await
 }
@@ -50,7 +49,7 @@ fn read<T: serde::de::DeserializeOwned>(args: &TopArgs, answer: &str) -> Result<
     serde_json::from_str(answer).with_context(|| format!("what answers on {} is no linkwise", args.socket.display()))
 }
 
-/// A look, and another after each interval, for ever.
+/// Asks for the state now and after each interval, for ever.
 fn looks(args: &TopArgs) -> impl Stream<Item = Result<String>> {
     unfold(Duration::ZERO, move |pause| async move {
         sleep(pause).await;
@@ -60,7 +59,7 @@ fn looks(args: &TopArgs) -> impl Stream<Item = Result<String>> {
 
 async fn once(args: &TopArgs, terminal: bool, color: bool) -> Result<()> {
     let state: State = read(args, &look(args).await?)?;
-    // A pipe or a file has whatever width there is.
+    // A pipe or a file has no width.
     let room = if terminal { Size::now().columns } else { usize::MAX };
     let shown = Shown { state: Some((state, now())), trouble: None };
     let lines = page(&shown, now(), room);
@@ -68,7 +67,7 @@ async fn once(args: &TopArgs, terminal: bool, color: bool) -> Result<()> {
     Ok(print(&lines.collect::<String>())?)
 }
 
-/// One object a line for each look, while somebody reads them.
+/// Prints one object a line for each answer, until the reader is gone.
 async fn objects(args: &TopArgs) -> Result<()> {
     let mut looks = pin!(looks(args));
     while let Some(answer) = looks.next().await {
@@ -90,7 +89,7 @@ async fn objects(args: &TopArgs) -> Result<()> {
     Ok(())
 }
 
-/// JSON with escapes for the control characters that it may have as they are, and terminals obey.
+/// JSON with escapes for control characters that JSON allows and that terminals obey.
 fn escaped(json: &str) -> String {
     let mut text = String::with_capacity(json.len());
     for char in json.chars() {
@@ -102,7 +101,6 @@ fn escaped(json: &str) -> String {
     text
 }
 
-/// Draws until it is told to end.
 async fn live(args: &TopArgs, color: bool) -> Result<()> {
     let listen = |kind| signal(kind).context("cannot listen for signals");
     let (mut interrupt, mut terminate) = (listen(SignalKind::interrupt())?, listen(SignalKind::terminate())?);
@@ -133,14 +131,12 @@ async fn live(args: &TopArgs, color: bool) -> Result<()> {
     }
 }
 
-/// What is drawn.
 #[derive(Default)]
 struct Screen {
     shown: Shown,
     color: bool,
-    /// The first line that is drawn.
     first: usize,
-    /// The lines that were there and the lines that were drawn, the last time.
+    /// The number of existing lines and of drawn lines, at the last drawing.
     drawn: (usize, usize),
 }
 
@@ -148,7 +144,7 @@ impl Screen {
     fn saw(&mut self, answer: Result<State>) {
         match answer {
             Ok(state) => self.shown = Shown { state: Some((state, now())), trouble: None },
-            // What was seen last stays, and says how old it is.
+            // The last state stays, and its age is shown.
             Err(error) => self.shown.trouble = Some(format!("{error:#}")),
         }
     }
@@ -167,7 +163,7 @@ impl Screen {
         self.first = to.min(last);
     }
 
-    /// The lines of a screen, the last of which says which keys there are.
+    /// The lines of a screen; the last one lists the keys.
     fn lines(&mut self, size: Size) -> Vec<String> {
         let page = page(&self.shown, now(), size.columns);
         let room = size.rows.saturating_sub(1);

@@ -1,30 +1,28 @@
-//! What `top` shows of a state: the GPUs with their pods, how good each pod's set is, what a request would get, and
-//! what is not ready. A function of its arguments.
+//! The page of `top` for a state: the GPUs with their pods, the quality of each pod's set, the result of each possible
+//! request, and the parts that are not ready. A function of its arguments.
 
 use std::collections::BTreeMap;
 
 use super::line::{Column, Line, Piece, Table, Tint};
-use super::state::{Allocation, Gpu, State};
 use crate::commands::since::lasting;
-use crate::state::{Availability, Timestamp};
+use linkwise_core::state::{Availability, Timestamp};
+use linkwise_node::admin::{AllocationState, GpuState, State};
 
-/// From this share of the best on, in percent, a set of GPUs is good; from the second on it is fair.
+/// The shares of the best, in percent: a set of GPUs is good from the first on, and fair from the second on.
 const GOOD: u64 = 90;
 const FAIR: u64 = 50;
 
-/// The words for what is not known.
 const UNKNOWN: &str = "unknown";
 
-/// What there is to show.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Shown {
-    /// The last state, and when it was read.
+    /// The last state, and the time at which it was read.
     pub state: Option<(State, Timestamp)>,
-    /// Why the last look had no answer.
+    /// The reason why the last request had no answer.
     pub trouble: Option<String>,
 }
 
-/// The lines, each of `room` columns at most if they were cut to that.
+/// The lines, each laid out for `room` columns.
 pub(super) fn page(shown: &Shown, now: Timestamp, room: usize) -> Vec<Line> {
     let mut lines = Vec::new();
     if let Some(trouble) = &shown.trouble {
@@ -63,13 +61,11 @@ impl View<'_> {
         let healthy = gpus.iter().filter(|gpu| gpu.healthy).count();
         let mut text = format!("linkwise {version}: {} GPUs, {healthy} healthy", gpus.len());
         if self.state.allocations.is_some() {
-            text +=
-                &format!(", {} held", gpus.iter().filter(|gpu| gpu.availability == Availability::Held.label()).count());
+            text += &format!(", {} held", gpus.iter().filter(|gpu| gpu.availability == Availability::Held).count());
         }
         vec![piece(Tint::Title, &text)]
     }
 
-    /// What holds for the whole node.
     fn standing(&self) -> Vec<Line> {
         let mut lines = Vec::new();
         if self.state.driver_released {
@@ -82,7 +78,7 @@ impl View<'_> {
         lines
     }
 
-    fn holders(&self, gpu: &Gpu) -> Vec<&Allocation> {
+    fn holders(&self, gpu: &GpuState) -> Vec<&AllocationState> {
         let all = self.state.allocations.iter().flatten();
         all.filter(|allocation| allocation.gpus.contains(&gpu.uuid)).collect()
     }
@@ -100,12 +96,12 @@ impl View<'_> {
         let rows = self.state.gpus.iter().map(|gpu| {
             let holders = self.holders(gpu);
             let pods: Vec<String> = holders.iter().map(|held| format!("{}/{}", held.namespace, held.pod)).collect();
-            let held = match (pods.as_slice(), gpu.availability.as_str()) {
-                ([], "held") => piece(Tint::Plain, "no listed pod"),
-                ([], "free") => piece(Tint::Dim, "free"),
-                ([], "mig") => piece(Tint::Dim, "free, MIG"),
-                ([], "unhealthy") => piece(Tint::Dim, "-"),
-                ([], _) => piece(Tint::Dim, UNKNOWN),
+            let held = match (pods.as_slice(), gpu.availability) {
+                ([], Availability::Held) => piece(Tint::Plain, "no listed pod"),
+                ([], Availability::Free) => piece(Tint::Dim, "free"),
+                ([], Availability::Mig) => piece(Tint::Dim, "free, MIG"),
+                ([], Availability::Unhealthy) => piece(Tint::Dim, "-"),
+                ([], Availability::Unknown) => piece(Tint::Dim, UNKNOWN),
                 (pods, _) => piece(Tint::Plain, &pods.join(", ")),
             };
             let worst = holders.iter().filter_map(|held| percent(held.collective, held.best)).min();
@@ -184,7 +180,7 @@ impl View<'_> {
         Table { columns, rows: rows.collect() }.lines(self.room)
     }
 
-    /// GPUs by index; one that is no longer here by its UUID.
+    /// The GPUs by index; a GPU that is gone by its UUID.
     fn indices(&self, uuids: &[String]) -> String {
         let name = |uuid: &String| self.names.get(uuid.as_str()).map_or_else(|| uuid.clone(), u32::to_string);
         uuids.iter().map(name).collect::<Vec<_>>().join(",")
@@ -231,7 +227,7 @@ fn number(value: Option<u64>) -> Piece {
     piece(Tint::Plain, &value.map(|value| value.to_string()).unwrap_or_default())
 }
 
-/// How much of the best it is, in percent, rounded down. Nothing where that is not known, or where there is no best.
+/// The share of the best in percent, rounded down; `None` if either is unknown, or if the best is 0.
 fn percent(value: Option<u64>, best: Option<u64>) -> Option<u64> {
     let percent = (u128::from(value?) * 100).checked_div(u128::from(best?))?;
     u64::try_from(percent).ok()

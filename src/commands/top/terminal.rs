@@ -1,7 +1,6 @@
-//! The terminal: its size, its keys, the screen that is drawn on, and all of it as it was before in the end.
+//! The terminal: its size, its keys, the second screen, and at the end the restored first screen.
 //!
-//! The few sequences that are written here are those of every terminal since the VT100, and of xterm for the second
-//! screen.
+//! The few escape sequences here are those of every terminal since the VT100, and xterm's for the second screen.
 
 use std::io::{self, Write, stdin, stdout};
 
@@ -11,21 +10,17 @@ use rustix::termios::{
 };
 use tokio::io::{AsyncReadExt, Stdin};
 
-/// The second screen, without cursor and line wrap.
+/// Switches to the second screen, without cursor and line wrap.
 const ENTER: &str = "\x1b[?1049h\x1b[?25l\x1b[?7l";
-/// Back to the first.
 const LEAVE: &str = "\x1b[?7h\x1b[?25h\x1b[?1049l";
-/// To the first column of the first line.
+/// Moves to the first column of the first line.
 const HOME: &str = "\x1b[H";
-/// Clears the rest of a line.
 const CLEAR_LINE: &str = "\x1b[K";
-/// Clears the rest of the screen.
 const CLEAR_REST: &str = "\x1b[J";
 
-/// The size where the terminal does not say it: that of a VT100.
+/// The size if the terminal does not report it: that of a VT100.
 const UNKNOWN_SIZE: Size = Size { columns: 80, rows: 24 };
 
-/// The columns and rows of a terminal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Size {
     pub columns: usize,
@@ -44,7 +39,6 @@ impl Size {
     }
 }
 
-/// A key that means something.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Key {
     Quit,
@@ -57,9 +51,9 @@ pub(super) enum Key {
     End,
 }
 
-/// A terminal that is drawn on, until this is dropped.
+/// A terminal on which `top` draws, until this is dropped.
 pub(super) struct Terminal {
-    /// What it reads from, and how that was set before; `None` where standard input is no terminal.
+    /// The input, and its former settings; `None` if standard input is not a terminal.
     keys: Option<(Stdin, Termios)>,
 }
 
@@ -77,7 +71,7 @@ impl Terminal {
             let mut raw = before.clone();
             raw.local_modes -= LocalModes::ICANON | LocalModes::ECHO | LocalModes::ISIG | LocalModes::IEXTEN;
             raw.input_modes -= InputModes::IXON;
-            // A read takes what there is.
+            // A read takes the available bytes.
             raw.special_codes[SpecialCodeIndex::VMIN] = 1;
             raw.special_codes[SpecialCodeIndex::VTIME] = 0;
             tcsetattr(stdin(), OptionalActions::Now, &raw)?;
@@ -85,7 +79,7 @@ impl Terminal {
         write(ENTER)
     }
 
-    /// Sets everything back; there is nothing to do where that fails.
+    /// Restores all settings; a failure has no remedy.
     fn reset(&self) {
         let _ = write(LEAVE);
         if let Some((_, before)) = &self.keys {
@@ -100,7 +94,7 @@ impl Terminal {
         self.set()
     }
 
-    /// The keys that were pressed since the last call; waits for one. What was read is not lost where this is dropped.
+    /// The keys pressed since the last call; waits for one. Read keys are not lost if the future is dropped.
     pub async fn keys(&mut self) -> io::Result<Vec<Key>> {
         let mut bytes = [0; 256];
         let read = match &mut self.keys {
@@ -108,13 +102,13 @@ impl Terminal {
             None => 0,
         };
         match bytes.get(..read) {
-            // No keys any more: signals are left.
+            // No more keys can come: signals still can.
             None | Some([]) => std::future::pending().await,
             Some(bytes) => Ok(keys(bytes)),
         }
     }
 
-    /// Draws the whole screen; the lines are no wider and no more than it.
+    /// Draws the whole screen; the lines fit in it.
     pub fn draw(&self, lines: &[String]) -> io::Result<()> {
         let lines = lines.iter().map(|line| format!("{line}{CLEAR_LINE}")).collect::<Vec<_>>().join("\r\n");
         write(&format!("{HOME}{lines}{CLEAR_REST}"))
@@ -133,7 +127,7 @@ fn write(text: &str) -> io::Result<()> {
     out.flush()
 }
 
-/// The keys of a piece of input; what means nothing is passed over.
+/// The keys of a piece of input; unknown bytes are skipped.
 fn keys(mut bytes: &[u8]) -> Vec<Key> {
     const KEYS: [(&[u8], Key); 23] = [
         (b"q", Key::Quit),
@@ -175,7 +169,7 @@ fn keys(mut bytes: &[u8]) -> Vec<Key> {
     found
 }
 
-/// What follows an escape sequence that means nothing here: its last letter must not be taken for a key.
+/// The input after an unknown escape sequence: its last letter must not be taken for a key.
 fn after_sequence(bytes: &[u8]) -> &[u8] {
     match bytes.split_first() {
         Some((b'[', rest)) => {
@@ -195,7 +189,7 @@ mod tests {
     fn keys_are_read_among_sequences() {
         assert_eq!(keys(b"q"), [Key::Quit]);
         assert_eq!(keys(b"\x1b[Ajx\x1b[6~\x03"), [Key::Up, Key::Down, Key::PageDown, Key::Quit]);
-        // Alt and an arrow, a function key, a mouse: none ends in a key.
+        // Alt and an arrow, a function key, a mouse: none of them gives a key.
         assert_eq!(keys(b"\x1b[1;3B\x1b[15~\x1bOQ\x1b[<0;1;1M"), []);
         assert_eq!(keys(b"\x1b"), []);
         assert_eq!(keys(b"\x1b[12"), []);

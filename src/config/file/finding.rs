@@ -1,4 +1,4 @@
-//! [`Finding`]: one thing that is wrong or odd in a configuration, as a plain value that prints as one line.
+//! [`Finding`]: one fault or oddity in a configuration, as a plain value that prints as one line.
 
 use std::fmt;
 
@@ -10,13 +10,13 @@ pub struct Finding {
     /// The key as a path (`sharing.mps.resources[0].replicas`), or the flag or variable. Text of the file in it is
     /// escaped.
     pub key: String,
-    /// How severe it is.
+    /// The severity.
     pub severity: Severity,
-    /// What is wrong, in words. Text of the file in it is quoted and escaped.
+    /// The fault, in words. Text of the file in it is quoted and escaped.
     pub problem: String,
 }
 
-/// How severe a finding is.
+/// The severity of a finding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Severity {
     /// Worth a log line; the file is valid.

@@ -9,7 +9,6 @@ mod tree;
 pub use finding::{Finding, Severity};
 pub(super) use tree::{Node, Value};
 
-/// The one version of the format.
 const VERSION: &str = "v1";
 
 /// A configuration file: a tree of values with their lines.

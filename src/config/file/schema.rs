@@ -1,13 +1,13 @@
-//! Which keys a file may have. Every other key is unknown; values are checked where they are read.
+//! The keys that a file may have. Every other key is unknown; values are checked where they are read.
 
 use super::finding::Finding;
 use super::tree::{Node, Value};
 use crate::config::settings::keys;
-use crate::quote::excerpt;
+use linkwise_core::quote::excerpt;
 
-/// Keys whose values are read as a whole, and the old name of a setting, as paths; `[]` stands for the items of a list. The keys of single settings
-/// come from the settings' table.
-const COMPOUND: [&str; 21] = [
+/// Keys whose values are read as a whole, and the old name of a setting, as paths; `[]` stands for the items of a list.
+/// The keys of single settings come from the settings' table.
+const COMPOUND: [&str; 20] = [
     "version",
     "resources.gpus[].pattern",
     "resources.gpus[].name",
@@ -26,16 +26,15 @@ const COMPOUND: [&str; 21] = [
     "sharing.mps.resources[].devices",
     "sharing.mps.resources[].replicas",
     "linkwise.filter.exclude",
-    "linkwise.filter.keepDisplay",
     "linkwise.health.xids",
     "linkwise.policies",
 ];
 
-/// Where the case of keys counts: the NVIDIA plugin reads these mappings itself, and the rest by Go's JSON reader,
-/// which ignores case. linkwise's own keys are case-sensitive too.
+/// The mappings with case-sensitive keys: the NVIDIA plugin reads these itself, and the rest by Go's JSON reader, which
+/// ignores case. linkwise's own keys are case-sensitive too.
 const CASE_SENSITIVE: [&str; 5] = ["resources.gpus", "resources.mig", "sharing.timeSlicing", "sharing.mps", "linkwise"];
 
-/// A suggestion may differ from the unknown key in one of this many letters.
+/// The number of letters in one of which a suggestion may differ from the unknown key.
 const SLIP: usize = 3;
 
 /// Checks the shape of a whole file and reports unknown keys. Keys in another case are renamed to the known spelling.
@@ -109,7 +108,8 @@ fn mismatch(line: u64, key: &str, expected: &str, found: &Value) -> Finding {
     Finding::error(line, key, format!("expected {expected}, found {}", found.describe()))
 }
 
-/// The key that was probably meant: a similar key of the same mapping, else the same key elsewhere, by its whole path.
+/// The key that was probably meant: a similar key of the same mapping, or else the same key elsewhere, by its whole
+/// path.
 fn nearest(key: &str, siblings: &[&str], path: &str, known: &[&str]) -> Option<String> {
     let close = |candidate: &&str| {
         let (ours, theirs) = (excerpt(key).to_lowercase(), candidate.to_lowercase());

@@ -1,6 +1,6 @@
 //! A configuration file's text as a tree of values with their lines.
 //!
-//! Reads YAML (and JSON, which is YAML), whatever its keys. Called by [`super::File::parse`].
+//! Reads YAML (and JSON, which is YAML) with any keys. Called by [`super::File::parse`].
 
 use std::fmt;
 
@@ -8,7 +8,7 @@ use serde::de::{self, Deserialize, Deserializer, MapAccess, SeqAccess, Visitor};
 use serde_saphyr::{Spanned, UserMessageFormatter};
 
 use super::finding::{Finding, Severity};
-use crate::quote::{one_line, quoted};
+use linkwise_core::quote::{one_line, quoted};
 
 /// A value and its line, from 1.
 #[derive(Clone, Debug, PartialEq)]
@@ -88,7 +88,6 @@ impl<'de> Deserialize<'de> for Value {
     }
 }
 
-/// Accepts any value.
 struct Any;
 
 impl<'de> Visitor<'de> for Any {
@@ -119,7 +118,7 @@ impl<'de> Visitor<'de> for Any {
     }
 
     fn visit_u128<E: de::Error>(self, value: u128) -> Result<Value, E> {
-        // Out of every key's range either way.
+        // The value is out of every key's range in any case.
         Ok(Value::Whole(i128::try_from(value).unwrap_or(i128::MAX)))
     }
 

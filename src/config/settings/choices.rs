@@ -2,10 +2,10 @@
 
 use serde::Serialize;
 
-use crate::allocation::AllocationPolicy;
-use crate::words;
+use linkwise_core::allocation::AllocationPolicy;
+use linkwise_core::words;
 
-/// How the container runtime gets the list of a container's GPUs.
+/// The way in which the container runtime gets the list of a container's GPUs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum DeviceListStrategy {
@@ -26,25 +26,25 @@ words!(DeviceListStrategy {
     CdiCri = "cdi-cri",
 });
 
-/// How GPUs are named to the container runtime.
+/// The way in which GPUs are named to the container runtime.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum DeviceIdStrategy {
-    /// By NVML's UUID.
+    /// NVML's UUID.
     Uuid,
-    /// By NVML's index.
+    /// NVML's index.
     Index,
 }
 
 words!(DeviceIdStrategy { Uuid = "uuid", Index = "index" });
 
-/// Where the NVIDIA plugin discovers devices.
+/// The NVIDIA plugin's source of devices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum DiscoveryStrategy {
-    /// By whichever is there.
+    /// The first source that is present.
     Auto,
-    /// By NVML.
+    /// NVML.
     Nvml,
     /// Tegra's integrated GPUs.
     Tegra,
@@ -54,7 +54,7 @@ pub enum DiscoveryStrategy {
 
 words!(DiscoveryStrategy { Auto = "auto", Nvml = "nvml", Tegra = "tegra", Vfio = "vfio" });
 
-/// How slots and MIG devices are chosen, by the NVIDIA plugin's names.
+/// The choice of slots and MIG devices, by the NVIDIA plugin's names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum SharedPolicy {
@@ -77,13 +77,13 @@ impl From<SharedPolicy> for AllocationPolicy {
     }
 }
 
-/// What happens to the devices while NVML is unavailable.
+/// The health of the devices while NVML is unavailable.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum OnNvmlLoss {
     /// Their health stays as it was.
     Keep,
-    /// They become unhealthy.
+    /// The devices become unhealthy.
     Unhealthy,
 }
 

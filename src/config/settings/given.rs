@@ -1,20 +1,18 @@
-//! How single values are read from the command line, the environment or the file.
+//! Reads single values from the command line, the environment or the file.
 //!
-//! Each function returns the value, or a problem in words: what was expected and what was found.
+//! Each function returns the value, or a problem in words: the expected value and the found one.
 
 use std::fmt::Display;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use http::Uri;
 use serde::{Serialize, Serializer};
 
 use crate::config::file::{Node, Value};
-use crate::publish::dra::GroupSizes;
-use crate::quote::{excerpt, quoted};
-use crate::state::{DraGpus, GpuSelector, ResourceName, ResourceNameError};
-use crate::words::Words;
+use linkwise_core::quote::{excerpt, quoted};
+use linkwise_core::state::{DraGpus, GpuSelector, ResourceName, ResourceNameError};
+use linkwise_core::words::Words;
 
 /// A value as it was written.
 #[derive(Clone, Copy)]
@@ -25,7 +23,7 @@ pub enum Given<'a> {
     Node(&'a Node),
 }
 
-/// Reads a value, or says in words what is wrong with it.
+/// Reads a value, or returns the problem in words.
 pub type Read<T> = fn(Given<'_>) -> Result<T, String>;
 
 impl<'a> Given<'a> {
@@ -39,7 +37,7 @@ impl<'a> Given<'a> {
         format!("expected {expected}, found {found}")
     }
 
-    /// The text, where it is one.
+    /// The text, if the value is one.
     pub fn text(self) -> Option<&'a str> {
         match self {
             Self::Text(text) => Some(text),
@@ -72,7 +70,7 @@ impl<'a> Given<'a> {
     }
 }
 
-/// True or false; in a text the words of Go's strconv.ParseBool, with which the NVIDIA plugin reads the same variables.
+/// True or false; as a text, the words of Go's strconv.ParseBool, by which the NVIDIA plugin reads the same variables.
 pub fn boolean(given: Given<'_>) -> Result<bool, String> {
     match given {
         Given::Node(Node { value: Value::Bool(value), .. }) => Ok(*value),
@@ -143,18 +141,6 @@ pub fn address(given: Given<'_>) -> Result<SocketAddr, String> {
     address.ok_or_else(|| given.refused("an address and a port, such as 0.0.0.0:9400"))
 }
 
-/// A collector of traces, without TLS: it is on the node, or behind what encrypts.
-pub fn collector(given: Given<'_>) -> Result<String, String> {
-    let is_address = |url: &str| {
-        url.parse::<Uri>().is_ok_and(|uri| {
-            let (authority, path) = (uri.authority(), uri.path());
-            authority.is_some_and(|authority| authority.port_u16().is_some()) && ["", "/"].contains(&path)
-        })
-    };
-    let url = given.text().filter(|url| url.starts_with("http://") && is_address(url));
-    url.map(str::to_owned).ok_or_else(|| given.refused("http://HOST:PORT, such as http://127.0.0.1:4317"))
-}
-
 /// A whole number within bounds, both included.
 pub fn whole<T>(given: Given<'_>, least: T, most: T) -> Result<T, String>
 where
@@ -194,25 +180,7 @@ pub fn dra_gpus(given: Given<'_>) -> Result<DraGpus, String> {
     Ok(if gpus.is_empty() { DraGpus::None } else { DraGpus::Some(gpus) })
 }
 
-/// Sizes of groups.
-pub fn group_sizes(given: Given<'_>) -> Result<GroupSizes, String> {
-    let (least, most) = (GroupSizes::LEAST_GPUS, GroupSizes::MOST_GPUS);
-    let sizes = given.items("a list of numbers of GPUs", |item| whole(item, least, most))?;
-    GroupSizes::new(sizes).map_err(|error| error.to_string())
-}
-
-/// The name of a DRA driver: a DNS subdomain of at most 63 characters (k8s `ValidateDriverName`).
-pub fn dra_driver(given: Given<'_>) -> Result<String, String> {
-    let is_label = |label: &str| {
-        let inner = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'-';
-        !label.is_empty() && !label.starts_with('-') && !label.ends_with('-') && label.bytes().all(inner)
-    };
-    let name = given.text().filter(|name| name.len() <= 63 && name.split('.').all(is_label));
-    let expected = "a DNS name of at most 63 characters, such as gpu.nvidia.com";
-    name.map(str::to_owned).ok_or_else(|| given.refused(expected))
-}
-
-/// IMEX channels: none, or channel 0, which is all that the NVIDIA plugin allows.
+/// IMEX channels: none, or channel 0, the only one that the NVIDIA plugin allows.
 pub fn imex_channels(given: Given<'_>) -> Result<Vec<u32>, String> {
     let channels = given.items("a list of channels", |item| whole(item, 0, u32::MAX))?;
     match channels.as_slice() {
@@ -221,7 +189,7 @@ pub fn imex_channels(given: Given<'_>) -> Result<Vec<u32>, String> {
     }
 }
 
-/// A resource's name; without a domain it is completed with nvidia.com, as by the NVIDIA plugin.
+/// A resource's name; a name without a domain gets nvidia.com, as in the NVIDIA plugin.
 pub fn resource_name(given: Given<'_>) -> Result<ResourceName, String> {
     const EXPECTED: &str = "a resource name such as nvidia.com/gpu";
     let text = given.text().ok_or_else(|| given.refused(EXPECTED))?;
@@ -229,10 +197,10 @@ pub fn resource_name(given: Given<'_>) -> Result<ResourceName, String> {
     name.map_err(|error: ResourceNameError| format!("{}: {}", given.refused(EXPECTED), error.why()))
 }
 
-/// How often something happens again.
+/// The interval at which something is repeated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Interval {
-    /// After each such span of time.
+    /// After each span of this length.
     Every(Duration),
     /// Never.
     Infinite,
@@ -248,7 +216,6 @@ impl Serialize for Interval {
     }
 }
 
-/// The word for [`Interval::Infinite`].
 const INFINITE: &str = "infinite";
 
 /// `infinite`, or a span of time that is not negative: Go's durations, or a number of nanoseconds.
@@ -263,7 +230,8 @@ pub fn interval(given: Given<'_>) -> Result<Interval, String> {
     time.map(Interval::Every).ok_or_else(|| given.refused("a duration such as 60s or 1m30s, or infinite"))
 }
 
-/// What Go's time.ParseDuration reads, without a minus sign: numbers with units one after the other, or 0.
+/// The durations that Go's time.ParseDuration reads, without a minus sign: numbers with units one after the other, or
+/// 0.
 fn go_duration(text: &str) -> Option<Duration> {
     let mut rest = text.strip_prefix('+').unwrap_or(text);
     if rest == "0" {
@@ -295,7 +263,7 @@ fn go_duration(text: &str) -> Option<Duration> {
 mod tests {
     use super::super::choices::DeviceListStrategy;
     use super::*;
-    use crate::state::{MigStrategy, NumaHints, Pattern};
+    use linkwise_core::state::{MigStrategy, NumaHints, Pattern};
 
     fn node(value: Value) -> Node {
         Node { line: 1, value }
@@ -361,14 +329,6 @@ mod tests {
         }
         assert!(dra_gpus(Given::Node(&node(Value::Bool(true)))).is_err());
         assert!(dra_gpus(Given::Node(&node(Value::List(vec![node(Value::Whole(-1))])))).is_err());
-    }
-
-    #[test]
-    fn dra_driver_is_a_dns_name() {
-        assert_eq!(dra_driver(Given::Text("gpu.nvidia.com")).unwrap(), "gpu.nvidia.com");
-        for wrong in ["", ".", "gpu.", "-gpu.nvidia.com", "GPU.nvidia.com", "gpu_nvidia.com", &"a".repeat(64)] {
-            assert!(dra_driver(Given::Text(wrong)).is_err(), "{wrong}");
-        }
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! Loading the configuration: from the file to the settings, or to the reason why there are none.
+//! Loads the configuration: from the file to the settings, or to the reason why there are none.
 
 use std::fs;
 use std::io::{self, Read};
@@ -12,25 +12,15 @@ use crate::config::file::{File, Finding, Severity};
 /// The longest configuration file, in bytes. Kubernetes bounds a ConfigMap to 1 MiB.
 pub(in crate::config) const LONGEST_FILE: u64 = 1 << 20;
 
-/// Why there is no configuration to work with.
+/// The reason why no configuration could be loaded.
 #[derive(Debug, Error)]
 pub enum ConfigError {
     /// The file cannot be read.
-    #[error("cannot read the configuration file {}", path.display())]
-    Unreadable {
-        /// The file.
-        path: PathBuf,
-        /// The cause.
-        source: io::Error,
-    },
+    #[error("cannot read the configuration file {}", .0.display())]
+    Unreadable(PathBuf, #[source] io::Error),
     /// The file, the command line or the environment has errors.
-    #[error("{}", rejection(path.as_deref(), findings))]
-    Rejected {
-        /// The file, where there is one.
-        path: Option<PathBuf>,
-        /// All findings, at least one of them an error.
-        findings: Vec<Finding>,
-    },
+    #[error("{}", rejection(.0.as_deref(), .1))]
+    Rejected(Option<PathBuf>, Vec<Finding>),
 }
 
 /// A valid configuration.
@@ -42,7 +32,7 @@ pub struct Loaded {
     pub findings: Vec<Finding>,
 }
 
-/// The first error with its place, and how many more there are.
+/// The first error with its place, and the number of further errors.
 fn rejection(path: Option<&Path>, findings: &[Finding]) -> String {
     let mut errors = findings.iter().filter(|finding| finding.severity == Severity::Error);
     let Some(first) = errors.next() else { return "no error".to_owned() };
@@ -76,7 +66,7 @@ pub fn load(flags: &Flags, environment: &Environment) -> Result<Loaded, ConfigEr
 pub fn load_text(flags: &Flags, environment: &Environment, text: &str) -> Result<Loaded, ConfigError> {
     let (settings, findings) = settings(flags, environment, text);
     if findings.iter().any(|finding| finding.severity == Severity::Error) {
-        return Err(ConfigError::Rejected { path: settings.config_file.value, findings });
+        return Err(ConfigError::Rejected(settings.config_file.value, findings));
     }
     Ok(Loaded { settings, findings })
 }
@@ -93,7 +83,7 @@ fn read(path: &Path) -> Result<String, ConfigError> {
         fs::File::open(path)?.take(LONGEST_FILE + 1).read_to_end(&mut bytes)?;
         text_of(bytes)
     };
-    read().map_err(|source| ConfigError::Unreadable { path: path.to_owned(), source })
+    read().map_err(|source| ConfigError::Unreadable(path.to_owned(), source))
 }
 
 /// The text of a file that was read up to one byte beyond [`LONGEST_FILE`].

@@ -1,9 +1,9 @@
 //! The effective configuration: each setting with its value and the origin of that value.
 //!
-//! A flag wins over a variable, a variable over the file, the file over the default. The table in this file is the one
-//! place that lists a setting's flag, variables, key and default, and whether a change applies at once. Plain data: the
-//! composition roots build live objects from it, and `linkwise config show` prints it. Only [`load`] touches the file
-//! system.
+//! A flag wins over a variable, a variable over the file, the file over the default. The table in this file lists each
+//! setting's flag, variables, key and default, and tells if a change applies at once; nothing else lists them. Plain
+//! data: the composition roots build live objects from it, and `linkwise config show` prints it. Only [`load`] touches
+//! the file system.
 
 mod choices;
 mod environment;
@@ -25,78 +25,65 @@ use serde::Serialize;
 use serde_json::{Value as Json, json};
 
 use super::file::{File, Finding, Severity};
-use crate::allocation::AllocationPolicy;
-use crate::publish::dra::{DraSets, GroupSizes};
-use crate::state::{
-    DraGpus, Filter, GpuSelector, MigStrategy, NumaHints, ResourceName, ResourcePlan, Sharing, XidClass,
-};
 use given::{
-    absolute, address, boolean, choice, choices, collector, dra_driver, dra_gpus, imex_channels, interval, path,
-    path_or_empty, resource_name, text, texts, uids, whole,
+    absolute, address, boolean, choice, choices, dra_gpus, imex_channels, interval, path, path_or_empty, resource_name,
+    text, texts, uids, whole,
+};
+use linkwise_core::allocation::AllocationPolicy;
+use linkwise_core::state::{
+    DraGpus, Filter, GpuSelector, MigStrategy, NumaHints, ResourceName, ResourcePlan, Sharing, XidClass,
 };
 use row::Row;
 
 pub use choices::{DeviceIdStrategy, DeviceListStrategy, DiscoveryStrategy, OnNvmlLoss, SharedPolicy};
 pub use environment::Environment;
+pub(super) use given::Given;
 pub use given::Interval;
-pub(super) use given::{Given, group_sizes};
 pub use load::{ConfigError, Loaded, check, load, load_text};
 pub(in crate::config) use load::{LONGEST_FILE, text_of};
 pub use row::{Flags, Sources};
 pub use selection::Resources;
 
-/// The kubelet's registration socket, where it usually is.
+/// The usual path of the kubelet's registration socket.
 pub(super) const KUBELET_SOCKET: &str = "/var/lib/kubelet/device-plugins/kubelet.sock";
 
-/// The kubelet's PodResources socket, where it usually is.
+/// The usual path of the kubelet's PodResources socket.
 pub(super) const POD_RESOURCES_SOCKET: &str = "/var/lib/kubelet/pod-resources/kubelet.sock";
 
-/// Less than this percentage of the machine's best is worth an event. What NVLinks and PCIe paths offer mostly differs by
-/// a factor of two or more (docs/bandwidth.md): it is between the best and half of it.
+/// The percentage of the machine's best below which an event is due. The bandwidths of NVLinks and PCIe paths mostly
+/// differ by a factor of two or more (docs/bandwidth.md): the percentage lies between the best and half of it.
 const EVENTS_BELOW: u8 = 75;
-
-/// NVIDIA's DRA driver, whose place linkwise takes on a node.
-pub(super) const DRA_DRIVER: &str = "gpu.nvidia.com";
 
 /// A setting.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Setting<T> {
     /// The effective value.
     pub value: T,
-    /// Where it comes from.
+    /// The origin of the value.
     pub origin: Origin,
 }
 
-/// Where a value comes from.
+/// The origin of a value.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Origin {
     /// The command line.
-    Flag {
-        /// The flag, without dashes.
-        flag: &'static str,
-    },
+    Flag(&'static str),
     /// The environment.
-    Environment {
-        /// The variable.
-        variable: &'static str,
-    },
+    Environment(&'static str),
     /// The file.
-    File {
-        /// The line, from 1.
-        line: u64,
-    },
+    File(u64),
     /// No source has a value.
     #[default]
     Default,
 }
 
 impl Origin {
-    /// A finding at the place where the value of a key comes from.
+    /// A finding at the origin of the value of a key.
     fn finding(self, key: &str, severity: Severity, problem: impl Into<String>) -> Finding {
         let (line, key) = match self {
-            Self::File { line } => (Some(line), key.to_owned()),
-            Self::Environment { variable } => (None, variable.to_owned()),
-            Self::Flag { flag } => (None, format!("--{flag}")),
+            Self::File(line) => (Some(line), key.to_owned()),
+            Self::Environment(variable) => (None, variable.to_owned()),
+            Self::Flag(flag) => (None, format!("--{flag}")),
             Self::Default => (None, key.to_owned()),
         };
         Finding { line, key, severity, problem: problem.into() }
@@ -106,9 +93,9 @@ impl Origin {
 impl fmt::Display for Origin {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Flag { flag } => write!(f, "flag --{flag}"),
-            Self::Environment { variable } => write!(f, "environment {variable}"),
-            Self::File { line } => write!(f, "file, line {line}"),
+            Self::Flag(flag) => write!(f, "flag --{flag}"),
+            Self::Environment(variable) => write!(f, "environment {variable}"),
+            Self::File(line) => write!(f, "file, line {line}"),
             Self::Default => f.write_str("default"),
         }
     }
@@ -121,9 +108,9 @@ pub struct Shown {
     pub key: &'static str,
     /// Its value as the file would have it.
     pub value: Json,
-    /// Where it comes from.
+    /// The origin of the value.
     pub origin: Origin,
-    /// Whether a change applies while linkwise runs; otherwise it applies at the next start.
+    /// Set if a change applies while linkwise runs; otherwise it applies at the next start.
     pub at_once: bool,
 }
 
@@ -147,10 +134,10 @@ pub fn plain(value: &Json) -> String {
     }
 }
 
-/// Makes [`Settings`] and all that goes over each single setting, from the table below.
+/// Makes [`Settings`] and all functions over the single settings, from the table below.
 macro_rules! settings {
     ($($(#[doc = $help:literal])+ $field:ident: $type:ty = $default:expr, $key:literal, $row:expr;)+) => {
-        /// The effective configuration. What the NVIDIA plugin ignores is in `sharing` and `resources` only with
+        /// The effective configuration. `sharing` and `resources` have values that the NVIDIA plugin ignores only with
         /// `linkwise.naming`.
         #[derive(Clone, Debug, PartialEq, Eq)]
         pub struct Settings {
@@ -191,11 +178,6 @@ macro_rules! settings {
                 (settings.resources, gpus, mig) = selection::resources(file, naming, findings);
                 if settings.dev_root.origin == Origin::Default {
                     settings.dev_root.value.clone_from(&settings.driver_root.value);
-                }
-                if let Some(exclude) = selection::displays_not_kept(file, findings)
-                    && settings.exclude_displays.origin == Origin::Default
-                {
-                    settings.exclude_displays = exclude;
                 }
                 rules::check(&settings, &rules::Lists { gpus, mig, shared, exclude }, findings);
                 findings.sort_by_key(|finding| finding.line.unwrap_or(0));
@@ -389,22 +371,12 @@ settings! {
     /// addresses and models
     dra_gpus: DraGpus = DraGpus::None, "linkwise.dra.gpus",
         Row::new(dra_gpus).flag("dra-gpus", "LIST").variables(&["LINKWISE_DRA_GPUS"]).at_once();
-    /// The name of the DRA driver: NVIDIA's, so that its DeviceClasses and claims work unchanged
-    dra_driver_name: String = DRA_DRIVER.to_owned(), "linkwise.dra.driverName",
-        Row::new(dra_driver).flag("dra-driver-name", "NAME").variables(&["LINKWISE_DRA_DRIVER_NAME"]);
-    /// The numbers of GPUs for which groups are published: what jobs ask for, at most four of 2 to 32
-    dra_groups: GroupSizes = GroupSizes::default(), "linkwise.dra.groups",
-        Row::new(group_sizes).flag("dra-groups", "LIST").variables(&["LINKWISE_DRA_GROUPS"]);
     /// Evict pods from a GPU that is lost: its taint has the effect NoExecute
     dra_evict_lost: bool = false, "linkwise.dra.evictLost",
         Row::new(boolean).flag("dra-evict-lost", "BOOL").variables(&["LINKWISE_DRA_EVICT_LOST"]);
     /// Offer the MIG devices that GPUs in MIG mode could have through DRA, and make and destroy them for claims
     dra_dynamic_mig: bool = false, "linkwise.dra.dynamicMig",
         Row::new(boolean).flag("dra-dynamic-mig", "BOOL").variables(&["LINKWISE_DRA_DYNAMIC_MIG"]);
-    /// Offer sets of 2, 4 and 8 GPUs as devices too, over shared counters: off, auto (from Kubernetes 1.37) or on (from
-    /// 1.36)
-    dra_sets: DraSets = DraSets::Off, "linkwise.dra.sets",
-        Row::new(choice).flag("dra-sets", "WORD").aliases(&["sets"]).variables(&["LINKWISE_DRA_SETS"]);
     /// The kubelet's folder for the sockets of DRA drivers; ours is made in a folder of the driver's name
     dra_plugins_dir: PathBuf = PathBuf::from("/var/lib/kubelet/plugins"), "linkwise.dra.pluginsDir",
         Row::new(absolute).flag("dra-plugins-dir", "PATH").variables(&["LINKWISE_DRA_PLUGINS_DIR"]);
@@ -418,10 +390,6 @@ settings! {
     /// How much of the machine's best for so many GPUs is too little, in percent
     events_below: u8 = EVENTS_BELOW, "linkwise.events.below",
         Row::new(|given| whole(given, 1, 100)).flag("events-below", "PERCENT").variables(&["LINKWISE_EVENTS_BELOW"]);
-    /// The OpenTelemetry collector that gets a span for each RPC of an admission (OTLP over gRPC), such as
-    /// http://127.0.0.1:4317; without it, there are none
-    traces_endpoint: String = String::new(), "linkwise.traces.endpoint",
-        Row::new(collector).flag("traces-endpoint", "URL").variables(&["LINKWISE_TRACES_ENDPOINT"]);
 }
 
 /// Sharing as the file has it, under the key of its kind.

@@ -1,7 +1,7 @@
-//! One setting's names (its flag, its variables, its key in the file), how it is read, and which source wins.
+//! One setting's names (its flag, its variables, its key in the file), its reader, and the order of its sources.
 //!
-//! Also [`Flags`], the flags that were given. They are not derived as other commands' options are: a setting's flag,
-//! default and check come from its one row in the table, and the parsed value has to remember its origin.
+//! This module also has [`Flags`], the given flags. They are not derived as other commands' options are: a setting's
+//! flag, default and check come from its one row in the table, and the parsed value has to remember its origin.
 
 use clap::{Arg, ArgAction, ArgMatches, Command};
 
@@ -17,9 +17,9 @@ pub struct Row<T: 'static> {
     aliases: &'static [&'static str],
     pub variables: &'static [&'static str],
     takes: &'static str,
-    /// Whether a change applies while linkwise runs; otherwise it applies at the next start.
+    /// Set if a change applies while linkwise runs; otherwise it applies at the next start.
     pub at_once: bool,
-    /// Whether an empty text is a value; otherwise it is as if unset.
+    /// Set if an empty text is a value; otherwise an empty text counts as unset.
     takes_empty: bool,
     read: Read<T>,
 }
@@ -44,12 +44,12 @@ impl<T: 'static> Row<T> {
         Self { variables, ..self }
     }
 
-    /// A change applies while linkwise runs.
+    /// Marks that a change applies while linkwise runs.
     pub const fn at_once(self) -> Self {
         Self { at_once: true, ..self }
     }
 
-    /// An empty text is a value.
+    /// Marks that an empty text is a value.
     pub const fn takes_empty(self) -> Self {
         Self { takes_empty: true, ..self }
     }
@@ -58,7 +58,7 @@ impl<T: 'static> Row<T> {
         self.takes == "BOOL"
     }
 
-    /// Whether an empty text is read.
+    /// Returns true if the text is read, and not counted as unset.
     fn reads(&self, text: &str) -> bool {
         !text.is_empty() || self.is_boolean() || self.takes_empty
     }
@@ -91,20 +91,20 @@ impl<T: 'static> Row<T> {
     }
 
     /// The value from the first source that has one: flag, environment, file, default. Errors are reported for every
-    /// source, also where another one wins.
+    /// source, even if another one wins.
     pub fn pick(&self, key: &str, default: T, sources: &Sources<'_>, findings: &mut Vec<Finding>) -> Setting<T> {
-        let flag = self.flag.and_then(|flag| Some((sources.flags.get(flag)?, Origin::Flag { flag })));
+        let flag = self.flag.and_then(|flag| Some((sources.flags.get(flag)?, Origin::Flag(flag))));
         let variables = self.variables.iter().filter_map(|variable| {
             let text = sources.environment.get(variable)?;
             // An empty variable is false where the NVIDIA plugin expects a boolean.
             let text = if text.is_empty() && self.is_boolean() { "false" } else { text };
-            Some((text.to_owned(), Origin::Environment { variable }))
+            Some((text.to_owned(), Origin::Environment(variable)))
         });
         let texts: Vec<(String, Origin)> = flag.into_iter().chain(variables).collect();
-        let node = sources.file.at(key).map(|node| (Given::Node(node), Origin::File { line: node.line }));
+        let node = sources.file.at(key).map(|node| (Given::Node(node), Origin::File(node.line)));
         let given = texts.iter().map(|(text, origin)| (Given::Text(text), *origin)).chain(node);
         let mut values = Vec::new();
-        // Other empty texts are as if unset: Helm charts set flags and variables to nothing.
+        // Other empty texts count as unset: Helm charts set flags and variables to empty texts.
         for (given, origin) in given.filter(|(given, _)| given.text().is_none_or(|text| self.reads(text))) {
             match (self.read)(given) {
                 Ok(value) => values.push(Setting { value, origin }),
@@ -115,14 +115,14 @@ impl<T: 'static> Row<T> {
     }
 }
 
-/// Where values come from.
+/// The sources of values.
 #[derive(Clone, Copy)]
 pub struct Sources<'a> {
     /// The command line.
     pub flags: &'a Flags,
     /// The environment.
     pub environment: &'a Environment,
-    /// The file; an empty one where there is none.
+    /// The file; an empty one if there is none.
     pub file: &'a File,
 }
 
@@ -131,7 +131,7 @@ pub struct Sources<'a> {
 pub struct Flags(ArgMatches);
 
 impl Flags {
-    /// The text of a flag that was given; those of a list joined by commas.
+    /// The text of a given flag; the texts of a list joined by commas.
     fn get(&self, flag: &str) -> Option<String> {
         let texts = self.0.try_get_many::<String>(flag).ok()??;
         Some(texts.map(String::as_str).collect::<Vec<_>>().join(","))

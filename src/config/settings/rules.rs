@@ -1,15 +1,15 @@
-//! What must hold between settings that are each valid, whichever source they come from.
+//! The rules between settings that are each valid, from any source.
 
 use super::selection::Item;
 use super::{DiscoveryStrategy, Origin, Settings, SharedPolicy};
 use crate::config::file::{Finding, Severity};
-use crate::quote::{excerpt, quoted};
-use crate::state::{
+use linkwise_core::quote::{excerpt, quoted};
+use linkwise_core::state::{
     DeviceSelector, DraGpus, GpuSelector, MigStrategy, NamePattern, Pattern, ResourceName, SharedDevices,
     SharedResource, SharingKind,
 };
 
-/// What --cdi-disable-hooks can leave out: all hooks, or those of NVIDIA's names that linkwise's CDI specs may have.
+/// The values of --cdi-disable-hooks: all hooks, or those of NVIDIA's names that linkwise's CDI specs may have.
 const CDI_HOOKS: [&str; 6] = [
     "all",
     "create-symlinks",
@@ -27,7 +27,7 @@ pub struct Lists {
     pub exclude: Vec<Item<GpuSelector>>,
 }
 
-/// Reports what does not fit together.
+/// Reports settings that conflict.
 pub fn check(settings: &Settings, lists: &Lists, findings: &mut Vec<Finding>) {
     if let Some(sharing) = &settings.sharing.value {
         if sharing.kind == SharingKind::Mps {
@@ -82,10 +82,10 @@ fn mps_and_mig(settings: &Settings, shared: &[Item<SharedResource>], findings: &
     }
 }
 
-/// What is wrong with a shared resource beside the earlier ones.
+/// The faults of a shared resource beside the earlier ones.
 fn shared_resource(lists: &Lists, earlier: &[Item<SharedResource>], shared: &Item<SharedResource>) -> Vec<Finding> {
     let mut findings = Vec::new();
-    // No other resource has its name.
+    // The name must not belong to another resource.
     let (resource, name) = (&shared.value, offered_as(&shared.value));
     let mut others = earlier.iter().filter(|other| other.value.name != resource.name);
     let by_shared = others.find(|other| offered_as(&other.value) == name).map(|other| format!("line {}", other.line));
@@ -101,7 +101,7 @@ fn shared_resource(lists: &Lists, earlier: &[Item<SharedResource>], shared: &Ite
     if let Some(by) = by_shared.or_else(renamed) {
         findings.push(shared.error("rename", format!("the name {name} is taken by {by}")));
     }
-    // No device is shared twice, and none is excluded too.
+    // A device must not be shared twice, and must not be excluded.
     let mut error = |problem: String| findings.push(shared.error("devices", problem));
     for other in earlier.iter().filter(|other| other.value.name == resource.name) {
         let what = match (&other.value.devices, &resource.devices) {
@@ -136,7 +136,6 @@ fn shared_resource(lists: &Lists, earlier: &[Item<SharedResource>], shared: &Ite
     findings
 }
 
-/// No GPU is excluded twice.
 fn exclusions(excluded: &[Item<GpuSelector>], findings: &mut Vec<Finding>) {
     for (number, later) in excluded.iter().enumerate() {
         let same = excluded.iter().take(number).find(|earlier| earlier.value == later.value);
@@ -155,7 +154,7 @@ fn exclusions(excluded: &[Item<GpuSelector>], findings: &mut Vec<Finding>) {
     }
 }
 
-/// No GPU is listed twice for DRA, and none is excluded too.
+/// Reports GPUs that are listed twice for DRA, or are excluded too.
 fn dra_gpus(settings: &Settings, excluded: &[Item<GpuSelector>], findings: &mut Vec<Finding>) {
     let DraGpus::Some(gpus) = &settings.dra_gpus.value else { return };
     for (number, gpu) in gpus.iter().enumerate() {
@@ -172,7 +171,7 @@ fn dra_gpus(settings: &Settings, excluded: &[Item<GpuSelector>], findings: &mut 
     }
 }
 
-/// GPUs that NVML does not have are refused by name: a node that offers nothing would be harder to understand.
+/// Refuses kinds of GPUs that NVML does not list, by name: a node that offers nothing would be harder to understand.
 fn discovery(settings: &Settings, findings: &mut Vec<Finding>) {
     const TEGRA: &str = "linkwise finds GPUs by NVML, which has no integrated GPUs of Tegra: such nodes need the NVIDIA \
                          plugin";
@@ -187,7 +186,7 @@ fn discovery(settings: &Settings, findings: &mut Vec<Finding>) {
     findings.push(strategy.origin.finding("flags.deviceDiscoveryStrategy", Severity::Error, problem));
 }
 
-/// What is accepted because the NVIDIA plugin accepts it, and has no effect here.
+/// Reports values that are accepted because the NVIDIA plugin accepts them, and that have no effect here.
 fn without_effect(settings: &Settings, findings: &mut Vec<Finding>) {
     const CDI_FEATURES: &str =
         "no effect: they are options of NVIDIA's generator of CDI specs, and linkwise has a generator of its own";

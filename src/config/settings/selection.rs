@@ -1,17 +1,17 @@
 //! The settings that are mappings or lists: `resources`, `linkwise.filter.exclude`, `linkwise.health.xids` and
-//! `linkwise.policies`. Also how such values are read with the findings about them.
+//! `linkwise.policies`. The functions that read such values also collect the findings about them.
 
 use std::collections::BTreeMap;
 
 use serde::Serialize;
 
-use super::given::{Given, boolean, gpu_selector, resource_name};
+use super::given::{Given, gpu_selector, resource_name};
 use super::{Origin, Setting};
 use crate::config::file::{File, Finding, Node, Value};
-use crate::quote::excerpt;
-use crate::state::{GpuSelector, NamePattern, Pattern};
+use linkwise_core::quote::excerpt;
+use linkwise_core::state::{GpuSelector, NamePattern, Pattern};
 
-/// What `linkwise.naming` has to be set for.
+/// The note on settings that need `linkwise.naming`.
 pub const NAMING_OFF: &str =
     "ignored, as the NVIDIA plugin ignores it; 'linkwise: {naming: true}' in this file makes it count";
 
@@ -26,7 +26,7 @@ pub struct Resources {
     pub mig: Vec<NamePattern>,
 }
 
-/// An item of a list in the file, and where it stands.
+/// An item of a list in the file, and its place.
 pub struct Item<T> {
     pub value: T,
     pub line: u64,
@@ -46,7 +46,7 @@ pub fn values<T: Clone>(items: &[Item<T>]) -> Vec<T> {
     items.iter().map(|item| item.value.clone()).collect()
 }
 
-/// One mapping of the file, read key by key; collects what is wrong with them.
+/// One mapping of the file, read key by key; collects the faults of the keys.
 pub struct Fields<'a> {
     pub node: &'a Node,
     pub path: &'a str,
@@ -54,7 +54,7 @@ pub struct Fields<'a> {
 }
 
 impl Fields<'_> {
-    /// The value of a key that must be there.
+    /// The value of a required key.
     pub fn required<T>(&mut self, key: &str, read: impl Fn(Given<'_>) -> Result<T, String>) -> Option<T> {
         if self.node.value.get(key).is_none() {
             self.findings.push(Finding::error(self.node.line, self.path, format!("'{key}' is missing")));
@@ -62,7 +62,7 @@ impl Fields<'_> {
         self.optional(key, read)?
     }
 
-    /// The value of a key, `Some(None)` where it is missing, `None` where it is wrong.
+    /// The value of a key: `Some(None)` if it is missing, `None` if it is wrong.
     pub fn optional<T>(&mut self, key: &str, read: impl Fn(Given<'_>) -> Result<T, String>) -> Option<Option<T>> {
         let Some(node) = self.node.value.get(key) else { return Some(None) };
         let wrong = |problem| {
@@ -79,10 +79,10 @@ pub fn mappings<'a>(list: Option<&'a Node>, path: &str) -> Vec<Item<&'a Node>> {
     items.map(|(number, node)| Item { value: node, line: node.line, key: format!("{path}[{number}]") }).collect()
 }
 
-/// A setting that the file alone can make, with its origin.
+/// A setting that only the file can make, with its origin.
 pub fn from_file<T: Default>(file: &File, path: &str, read: impl FnOnce(&Node) -> T) -> Setting<T> {
     match file.at(path) {
-        Some(node) => Setting { value: read(node), origin: Origin::File { line: node.line } },
+        Some(node) => Setting { value: read(node), origin: Origin::File(node.line) },
         None => Setting::default(),
     }
 }
@@ -136,14 +136,6 @@ pub fn exclude(file: &File, findings: &mut Vec<Finding>) -> Vec<Item<GpuSelector
         }
     };
     items.iter().enumerate().filter_map(read).collect()
-}
-
-/// Reads `linkwise.filter.keepDisplay`, the older name of the opposite of `excludeDisplays`.
-pub fn displays_not_kept(file: &File, findings: &mut Vec<Finding>) -> Option<Setting<bool>> {
-    const PATH: &str = "linkwise.filter.keepDisplay";
-    let node = file.at(PATH)?;
-    let keep = boolean(Given::Node(node)).map_err(|problem| findings.push(Finding::error(node.line, PATH, problem)));
-    Some(Setting { value: !keep.ok()?, origin: Origin::File { line: node.line } })
 }
 
 /// Reads a mapping whose keys are data: `linkwise.health.xids`, `linkwise.policies`.

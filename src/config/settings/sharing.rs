@@ -1,4 +1,4 @@
-//! `sharing`: time-slicing and MPS, as the file has them and as they take effect.
+//! `sharing`: time-slicing and MPS, in the file's form and in the effective form.
 //!
 //! Without `linkwise.naming` the effect is the NVIDIA plugin's: a shared resource has its own name or the default one
 //! with `.shared`, and all devices of it are shared.
@@ -7,9 +7,9 @@ use super::given::{Given, boolean, resource_name, whole};
 use super::selection::{Fields, Item, NAMING_OFF, mappings, values};
 use super::{Origin, Setting};
 use crate::config::file::{File, Finding, Node, Value};
-use crate::state::{DeviceSelector, ResourceName, SharedDevices, SharedResource, Sharing, SharingKind};
+use linkwise_core::state::{DeviceSelector, ResourceName, SharedDevices, SharedResource, Sharing, SharingKind};
 
-/// The most replicas of one device: the choice is measured with as many slots. The NVIDIA plugin has no bound.
+/// The most replicas of one device: the choice was measured with as many slots. The NVIDIA plugin has no limit.
 const MOST_REPLICAS: u32 = 1024;
 
 /// The largest count of devices that a file may ask for; no node has as many.
@@ -38,7 +38,7 @@ pub fn read(
     }
     match (mps.or(slicing), file.at("sharing")) {
         (Some((sharing, items)), Some(node)) => {
-            (Setting { value: Some(sharing), origin: Origin::File { line: node.line } }, items)
+            (Setting { value: Some(sharing), origin: Origin::File(node.line) }, items)
         }
         _ => (Setting::default(), Vec::new()),
     }
@@ -81,7 +81,7 @@ fn one_kind(
     (!resources.is_empty()).then_some((sharing, resources))
 }
 
-/// One resource as it takes effect: `rename` has the default name in it.
+/// One resource in its effective form, in which `rename` may be the default name.
 fn resource(
     item: &Item<&Node>,
     rename_by_default: bool,
@@ -115,7 +115,7 @@ fn resource(
     Some(SharedResource { name, rename, devices, replicas: replicas? })
 }
 
-/// Which devices: `all`, a count, or a list.
+/// The shared devices: `all`, a count, or a list.
 fn devices(given: Given<'_>) -> Result<SharedDevices, String> {
     const EXPECTED: &str = "'all', a number of devices, or a list of indices, MIG indices (0:1) or UUIDs";
     let device = |item: &Node| {

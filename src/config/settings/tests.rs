@@ -1,10 +1,10 @@
-//! Which source wins, and which settings and findings a file makes.
+//! The precedence of sources, and the settings and findings of files.
 
 use clap::{Args, Command, FromArgMatches};
 use proptest::prelude::*;
 
 use super::*;
-use crate::state::{DeviceSelector, SharedDevices};
+use linkwise_core::state::{DeviceSelector, SharedDevices};
 
 fn given(args: &[&str]) -> Flags {
     let command = Flags::augment_args(Command::new("run").no_binary_name(true));
@@ -39,9 +39,9 @@ fn flag_wins_over_variable_file_and_default() {
     let none = Environment::default();
     let args = ["--mig-strategy=none", "--pass-device-specs"];
     for (args, environment, text, strategy, from, specs) in [
-        (&args[..], &variable, text, MigStrategy::None, Origin::Flag { flag: "mig-strategy" }, true),
-        (&[], &variable, text, MigStrategy::Mixed, Origin::Environment { variable: "MIG_STRATEGY" }, false),
-        (&[], &none, text, MigStrategy::Single, Origin::File { line: 2 }, true),
+        (&args[..], &variable, text, MigStrategy::None, Origin::Flag("mig-strategy"), true),
+        (&[], &variable, text, MigStrategy::Mixed, Origin::Environment("MIG_STRATEGY"), false),
+        (&[], &none, text, MigStrategy::Single, Origin::File(2), true),
         (&[], &none, "", MigStrategy::None, Origin::Default, false),
     ] {
         let (settings, findings) = build(args, environment, text);
@@ -204,7 +204,7 @@ fn every_setting_is_documented() {
         assert!(written(variable), "{variable}");
     }
     for key in keys() {
-        // Those of gpu-feature-discovery are listed behind their first.
+        // gpu-feature-discovery's settings are listed after their first one.
         let last = key.rsplit('.').next().unwrap_or(key);
         assert!(written(key) || key.starts_with("flags.gfd.") && written(last), "{key}");
     }
@@ -226,25 +226,6 @@ fn text_of_the_file_is_escaped_in_findings() {
     for line in lines {
         assert!(line.len() < 400 && !line.chars().any(|c| c.is_control() || c == '\u{2028}'), "{line:?}");
     }
-}
-
-#[test]
-fn old_key_of_displays_keeps_its_meaning() {
-    let none = Environment::default();
-    let filter = |args: &[&str], environment: &Environment, text: &str| {
-        let (settings, findings) = build(args, environment, text);
-        assert_eq!(findings, [], "{text}");
-        settings.plan().filter.exclude_displays
-    };
-    assert!(!filter(&[], &none, ""), "as with the NVIDIA plugin");
-    assert!(filter(&[], &none, "linkwise: {filter: {keepDisplay: false}}"));
-    assert!(!filter(&[], &none, "linkwise: {filter: {keepDisplay: true}}"));
-    assert!(filter(&[], &none, "linkwise: {filter: {keepDisplay: true, excludeDisplays: true}}"));
-    let variable = Environment::of([("LINKWISE_EXCLUDE_DISPLAYS", "true")]);
-    assert!(filter(&[], &variable, "linkwise: {filter: {keepDisplay: true}}"));
-    assert!(!filter(&["--exclude-displays=false"], &variable, "linkwise: {filter: {keepDisplay: false}}"));
-    let wrong = errors("linkwise: {filter: {keepDisplay: 3}}");
-    assert_eq!(wrong, ["line 1: linkwise.filter.keepDisplay: expected true or false, found 3"]);
 }
 
 #[test]
@@ -287,7 +268,7 @@ fn nearly_a_name() -> impl Strategy<Value = String> {
 }
 
 proptest! {
-    /// The box's rule is written apart from ours, after the kubelet's source.
+    /// The box's rule is written independently of ours, from the kubelet's source.
     #[test]
     fn resource_names_are_those_that_kubelets_take(name in nearly_a_name()) {
         let ours = name.parse::<ResourceName>();

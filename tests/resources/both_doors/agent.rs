@@ -1,16 +1,17 @@
 //! One process of linkwise: the state with its one writer, the snapshot that the doors read, and the DRA plugin's steps
 //! between which it may die. State, ledger, doors and `claims::plan` are the real ones; the order of steps is that of
-//! `src/dra/door.rs`.
+//! `crates/kubelet/src/dra/claim_manager.rs`.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
-use linkwise::claims::{
-    AllocatedDevice, Allocation, Claim, ClaimError, ClaimName, ClaimStatus, DeviceAllocation, Node, Prepared, plan,
+use linkwise_core::claims::{
+    AllocatedDevice, Allocation, Claim, ClaimError, ClaimName, ClaimStatus, DeviceAllocation, DeviceRefusal, Node,
+    Prepared, plan,
 };
-use linkwise::dra::Checkpoint;
-use linkwise::publish::injection::{CdiOptions, HostDevices, InjectionOptions};
-use linkwise::state::{Door, Effect, Event, Health, HealthRecord, Holdings, NodeState, NumaHints};
+use linkwise_core::publish::injection::{CdiOptions, HostDevices, InjectionOptions};
+use linkwise_core::state::{Door, Effect, Event, Health, HealthRecord, Holdings, NodeState, NumaHints};
+use linkwise_kubelet::dra::Checkpoint;
 
 use super::{DRIVER, POOL};
 
@@ -167,11 +168,11 @@ impl Agent {
 
     fn publish(&mut self) {
         self.snapshot = self.state.clone();
-        let names = linkwise::claims::devices(self.snapshot.topology());
+        let names = linkwise_core::claims::devices(self.snapshot.topology());
         let healthy = self.snapshot.offers().through_dra().iter().filter(|device| device.health == Health::Healthy);
-        let mig = |device: &linkwise::state::Device| device.mig.as_ref().map(|mig| mig.uuid.clone());
+        let mig = |device: &linkwise_core::state::Device| device.mig.as_ref().map(|mig| mig.uuid.clone());
         let named = healthy.filter_map(|device| {
-            let is = |chosen: &linkwise::publish::injection::ChosenDevice<'_>| {
+            let is = |chosen: &linkwise_core::publish::injection::ChosenDevice<'_>| {
                 chosen.gpu.uuid == device.gpu.uuid && chosen.mig.map(|mig| mig.uuid.clone()) == mig(device)
             };
             names.iter().find(|(_, chosen)| is(chosen)).map(|(name, _)| name.clone())
@@ -293,7 +294,6 @@ impl Agent {
         let injection = InjectionOptions { cdi, ..InjectionOptions::default() };
         loop {
             let node = Node {
-                driver: DRIVER,
                 pool: POOL,
                 state: &self.snapshot,
                 injection: &injection,
@@ -307,7 +307,7 @@ impl Agent {
                     self.put(uid, Some(record.clone()), now);
                     return Some(record);
                 }
-                Err(ClaimError::Taken { holder, .. }) => {
+                Err(ClaimError::Device { why: DeviceRefusal::Taken(holder), .. }) => {
                     let other = holder.0.uid;
                     if self.works_on(&other) || !cluster.has_no(&other) || !self.is_unused(&other, now) {
                         return None;

@@ -4,8 +4,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use linkwise::allocation::DeviceId;
-use linkwise::state::{ClaimedDevice, Health, Holdings, NodeState};
+use linkwise_core::allocation::DeviceId;
+use linkwise_core::state::{ClaimedDevice, Health, Holdings, NodeState};
 
 use super::books::Part;
 

@@ -10,25 +10,21 @@ mod agent;
 mod books;
 mod kubelet;
 
-#[path = "../../soak/random.rs"]
-#[allow(dead_code, reason = "the soaks use all of it")]
-mod random;
-
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::LazyLock;
 use std::time::Duration;
 
-use linkwise::allocation::DeviceId;
-use linkwise::state::{
+use linkwise_core::allocation::DeviceId;
+use linkwise_core::state::{
     DRA_GRACE, Door, DraGpus, Event, Filter, GpuSelector, Health, MigStrategy, ResourcePlan, SharedDevices,
     SharedResource, Sharing, SharingKind,
 };
-use linkwise::topology::NodeObservation;
+use linkwise_core::topology::NodeObservation;
 
+use crate::random::Random;
 use agent::{Agent, Answer, Cluster, Disk, LATEST_LIST};
 use books::{Books, GPUS, Part};
 use kubelet::{BOOKED_WITHIN, Devices, Kubelet};
-use random::Random;
 
 const DRIVER: &str = "gpu.nvidia.com";
 const POOL: &str = "n/gpu";
@@ -42,7 +38,7 @@ const OLDEST_SLICE: usize = 6;
 
 /// Two whole GPUs, and two in MIG mode.
 static MACHINE: LazyLock<NodeObservation> = LazyLock::new(|| {
-    let mut seen = crate::mixed();
+    let mut seen = crate::resources::mixed();
     seen.gpus[1].mig = seen.gpus[0].mig.clone();
     seen
 });

@@ -1,10 +1,10 @@
 //! What the doctor reports of the GPUs' health: from NVML, from the linkwise that runs, from the record of the last
 //! one.
 
-use linkwise::state::HealthRecord;
+use linkwise_core::state::HealthRecord;
 
 use super::*;
-use crate::node::{GPU, Node, until, uuid};
+use crate::run::node::{GPU, Node, until, uuid};
 
 /// The findings on one GPU: status, text and advice of each.
 fn findings_on(report: &Value, gpu: &str) -> Vec<(String, String, String)> {

@@ -1,8 +1,8 @@
-//! [`Bucket`]: how many events a node writes at most. It reads no clock.
+//! [`Bucket`]: the limit on the number of events that a node writes. It reads no clock.
 
 use std::time::Duration;
 
-/// Events in a row: all GPUs of a node in pods of two, and some more.
+/// The most events in a row: those of all GPUs of a node in pods of two, and some more.
 const BURST: u32 = 10;
 
 /// The time for each event beyond these. A thousand nodes whose jobs all end and begin within a minute write 17 events
@@ -13,7 +13,7 @@ const EACH: Duration = Duration::from_secs(60);
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Bucket {
     left: u32,
-    /// When the last token was put in.
+    /// The time at which the last token was added.
     filled: Duration,
 }
 
@@ -24,7 +24,7 @@ impl Default for Bucket {
 }
 
 impl Bucket {
-    /// Whether an event may be written at this time; `Err` with how long to wait.
+    /// Allows an event at this time, or returns the time to wait as `Err`.
     pub fn look(&mut self, now: Duration) -> Result<(), Duration> {
         while self.left < BURST && now.saturating_sub(self.filled) >= EACH {
             (self.left, self.filled) = (self.left.saturating_add(1), self.filled.saturating_add(EACH));
@@ -38,7 +38,7 @@ impl Bucket {
         }
     }
 
-    /// One was written.
+    /// Takes a token for an event that was written.
     pub fn take(&mut self) {
         self.left = self.left.saturating_sub(1);
     }

@@ -8,12 +8,12 @@ use super::NodeFeatureSettings;
 use crate::error::ApiError;
 use crate::server::ApiServer;
 
-/// Looks the DaemonSet up. `None` without a pod's name, where the pod belongs to no DaemonSet, or where the server does
-/// not show it; then the object stays when linkwise is removed.
+/// Looks the DaemonSet up. `None` without a pod's name, if the pod belongs to no DaemonSet, or if the server does not
+/// show it; then the object stays when linkwise is removed.
 ///
 /// # Errors
 ///
-/// The server gave no answer that would be the same again.
+/// The server failed for a reason that may pass.
 pub(super) async fn daemon_set(
     server: &mut ApiServer,
     settings: &NodeFeatureSettings,
@@ -32,6 +32,7 @@ pub(super) async fn daemon_set(
     };
     let owners = pod.metadata.owner_references.into_iter().flatten();
     let owner = owners.into_iter().find(|owner| owner.kind == "DaemonSet");
-    // A pod blocks the deletion of its DaemonSet; the object need not, and may not where that takes a right.
+    // A pod blocks the deletion of its DaemonSet. The object need not do so, and on some clusters that would take a
+    // right.
     Ok(owner.map(|owner| OwnerReference { block_owner_deletion: None, ..owner }))
 }

@@ -1,4 +1,4 @@
-//! Whose object a NodeFeature is, and whether it is as wanted. Pure.
+//! Decides who owns a NodeFeature, and if it has the wanted content. Pure.
 
 use std::collections::BTreeSet;
 
@@ -10,24 +10,25 @@ use super::{Labels, listed};
 /// Our name among the managers of fields.
 pub(super) const MANAGER: &str = "linkwise";
 
-/// GPU Feature Discovery's: the name of its program.
+/// GPU Feature Discovery's name there: the name of its program.
 const GFD: &str = "gpu-feature-discovery";
 
-/// What is to be done with an object.
+/// The decision about an object.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Standing {
-    /// Nothing: it is ours, and as wanted.
+    /// Do nothing: the object is ours, and has the wanted content.
     Same,
-    /// It may be written: it is ours, or not there.
+    /// Write: the object is ours, or does not exist.
     Ours,
-    /// It is GPU Feature Discovery's, and to be replaced.
+    /// Replace: the object is GPU Feature Discovery's.
     Replaceable,
-    /// It is another program's; these manage it.
+    /// Leave alone: these other programs manage the object.
     Foreign(String),
 }
 
-/// Judges what was found. `written`: what this process wrote last. `replaced`: whether it has replaced GPU Feature
-/// Discovery's object before; if that one has other labels again, its writer still runs.
+/// Decides about the found object. `written` holds the labels that this process wrote last. `replaced` is true if this
+/// process has replaced GPU Feature Discovery's object before; if that object has other labels again, its writer still
+/// runs.
 pub(super) fn standing(
     found: Option<&DynamicObject>,
     wanted: &Value,
@@ -50,7 +51,7 @@ pub(super) fn standing(
     }
 }
 
-/// Whether an update or a creation of ours, and not only an apply, wrote the object.
+/// Returns true if linkwise wrote the object by an update or a creation, and not only by an apply.
 pub(super) fn is_updated(found: &DynamicObject) -> bool {
     let mut fields = found.metadata.managed_fields.iter().flatten();
     fields.any(|entry| entry.manager.as_deref() == Some(MANAGER) && entry.operation.as_deref() == Some("Update"))
@@ -60,7 +61,7 @@ fn labels(labels: &Labels) -> Value {
     labels.iter().map(|(key, value)| (key.clone(), Value::from(value.clone()))).collect()
 }
 
-/// Whether labels, node and owners are those wanted.
+/// Returns true if labels, node and owners are the wanted ones.
 fn is_as_wanted(found: &DynamicObject, wanted: &Value) -> bool {
     let metadata = serde_json::to_value(&found.metadata).unwrap_or_default();
     let part = |path: &str| wanted.pointer(path);

@@ -1,16 +1,16 @@
-//! [`Slices`]: the ResourceSlices of one driver on one node, as they are now and whenever they change.
+//! [`Slices`]: keeps up with the ResourceSlices of one driver on one node as they change.
 
 use std::collections::BTreeMap;
 
 use futures_util::StreamExt;
-use kube::api::{ApiResource, DynamicObject, GroupVersionKind, ListParams, WatchParams};
+use kube::api::{ApiResource, DynamicObject, ListParams, WatchParams};
 use kube::{Api, Client};
 use serde_json::Value;
 use tokio::sync::watch;
 
 use crate::error::ApiError;
 use crate::follower::{Events, Followed};
-use crate::server::ApiServer;
+use crate::server::{self, ApiServer};
 
 use super::SliceSettings;
 use super::stored::Stored;
@@ -19,11 +19,10 @@ use super::stored::Stored;
 pub(super) const OBJECT: &str = "resourceslices";
 
 pub(super) fn resource() -> ApiResource {
-    let kind = GroupVersionKind::gvk("resource.k8s.io", "v1", "ResourceSlice");
-    ApiResource::from_gvk_with_plural(&kind, OBJECT)
+    server::resource("resource.k8s.io", "v1", "ResourceSlice", OBJECT)
 }
 
-/// Lists our slices. Returns the version of the list too.
+/// Lists our slices. Also returns the version of the list.
 pub(super) async fn list(
     server: &mut ApiServer,
     settings: &SliceSettings,
@@ -45,14 +44,14 @@ pub(super) fn value(object: &DynamicObject) -> Result<Value, ApiError> {
     serde_json::to_value(object).map_err(|error| ApiError::Malformed(error.to_string()))
 }
 
-/// Takes over a list. The writer is told of each: the server may have another release.
+/// Stores a list. The writer is notified of each list, even an equal one: the server may have another release.
 pub(super) fn listed(stored: &watch::Sender<Stored>, slices: BTreeMap<String, Value>) {
     stored.send_modify(|stored| {
         stored.listed(slices);
     });
 }
 
-/// The slices, and who is told of them.
+/// The slices, and the channel on which they are published.
 pub(super) struct Slices {
     pub settings: SliceSettings,
     pub stored: watch::Sender<Stored>,

@@ -1,4 +1,4 @@
-//! What to write, so that the API server has a pool as it is wanted: a function of the pool and what is stored.
+//! Plans the writes that make the API server's slices equal to the wanted pool: a function of the pool and the slices.
 //!
 //! The rules are those of Kubernetes' own helper for DRA drivers (resourceslicecontroller.go): the generation of the
 //! pool stays where at most one slice changes and none is new, and is one more in all of them otherwise; obsolete
@@ -8,12 +8,13 @@
 use std::collections::BTreeMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
 
-use linkwise::publish::dra::slice::Pool;
-use linkwise::publish::dra::{GPU_COUNTERS, StoredSets};
+use linkwise_core::publish::dra::slice::Pool;
+use linkwise_core::state::DRA_DRIVER;
 use serde_json::{Value, json};
 
-/// No pool comes to this generation by itself: a change of somebody else, or an answer that lies, has set it. Going on
-/// from there could exceed the API's integers, so the pool is deleted and continues from the last generation before.
+/// The highest generation that a pool can reach in normal use. A higher one was set by another program or by a wrong
+/// answer. Going on from there could exceed the API's integers, so the pool is deleted and continues from the last
+/// generation before.
 const MOST_GENERATIONS: u64 = 1 << 53;
 
 /// The longest name of an object.
@@ -22,12 +23,9 @@ const LONGEST_NAME: usize = 253;
 /// One request.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum Write {
-    /// Delete an object as it was found.
-    Delete {
-        name: String,
-        uid: Option<String>,
-    },
-    /// Replace an object as it was found.
+    /// Deletes the object of this name, and of this UID if one is given.
+    Delete(String, Option<String>),
+    /// Replaces an object, if it has not changed since.
     Update(Value),
     Create(Value),
 }
@@ -36,28 +34,28 @@ impl Write {
     /// The object's name.
     pub fn name(&self) -> &str {
         match self {
-            Self::Delete { name, .. } => name,
+            Self::Delete(name, _) => name,
             Self::Update(object) | Self::Create(object) => object["metadata"]["name"].as_str().unwrap_or_default(),
         }
     }
 
-    /// Whether it is a slice of counters.
+    /// Returns true for a slice of counters.
     fn has_counters(&self) -> bool {
         match self {
-            Self::Delete { .. } => false,
+            Self::Delete(..) => false,
             Self::Update(object) | Self::Create(object) => counters(object) > 0,
         }
     }
 }
 
-/// What the API server made of a slice that was written: it may have dropped fields.
+/// The API server's form of a written slice: the server may have dropped fields.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Accepted {
     wanted: u64,
     stored: u64,
 }
 
-/// What the writer knows beside what is stored.
+/// The writer's knowledge beside the stored slices.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Memory {
     accepted: BTreeMap<String, Accepted>,
@@ -66,7 +64,8 @@ pub(super) struct Memory {
 }
 
 impl Memory {
-    /// A slice was written, and this came back. Whether taints of it were dropped; `None` where it has none.
+    /// Records a written slice and the server's answer. Returns true if the server dropped taints of it; `None` if it
+    /// has none.
     pub fn written(&mut self, sent: &Value, stored: &Value) -> Option<bool> {
         let name = stored["metadata"]["name"].as_str().unwrap_or_default().to_owned();
         if generation(stored) < MOST_GENERATIONS {
@@ -82,7 +81,8 @@ impl Memory {
         (wanted > 0).then(|| taints(stored) < wanted)
     }
 
-    /// Whether a slice is as it is wanted, but for fields that the server dropped when it was written.
+    /// Returns true if a slice has the wanted content, except fields that the server dropped when the slice was
+    /// written.
     fn is_wanted(&self, stored: &Value, wanted: &Value) -> bool {
         let (stored_is, wanted_is) = (essence(stored), essence(wanted));
         let name = stored["metadata"]["name"].as_str().unwrap_or_default();
@@ -90,23 +90,23 @@ impl Memory {
     }
 }
 
-/// Whether the server dropped from a slice that several claims may have a device.
+/// Returns true if the server dropped `allowMultipleAllocations` from devices of a slice.
 pub(super) fn drops_sharing(sent: &Value, stored: &Value) -> bool {
     let shared =
         |slice: &Value| devices(slice).iter().filter(|device| device["allowMultipleAllocations"] == true).count();
     shared(stored) < shared(sent)
 }
 
-/// What to write; nothing where all is as wanted.
+/// The writes to make; empty if all slices have the wanted content.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Plan {
     pub writes: Vec<Write>,
     pub generation: u64,
-    /// How many slices the pool has when that is done.
+    /// The number of slices that the pool has after the writes.
     pub slices: usize,
 }
 
-/// Compares a pool with the slices of this driver on this node, by name. `owner`: the Node's UID, where it is known.
+/// Compares a pool with the slices of this driver on this node, by name. `owner` is the Node's UID, if it is known.
 pub(super) fn plan(pool: &Pool, stored: &BTreeMap<String, Value>, owner: Option<&str>, memory: &Memory) -> Plan {
     let count = pool.slices(0).len();
     let names: Vec<String> = (0..count).map(|index| name(pool, index)).collect();
@@ -118,10 +118,10 @@ pub(super) fn plan(pool: &Pool, stored: &BTreeMap<String, Value>, owner: Option<
     let mut writes: Vec<Write> = obsolete
         .map(|(name, slice)| {
             let uid = slice["metadata"]["uid"].as_str().map(str::to_owned);
-            Write::Delete { name: name.clone(), uid }
+            Write::Delete(name.clone(), uid)
         })
         .collect();
-    // At any generation: the essence of a slice is without it.
+    // The generation does not matter: the essence of a slice does not include it.
     let wanted: Vec<Value> = pool.slices(0).iter().map(|spec| json!({ "spec": spec })).collect();
     let pairs = || names.iter().zip(&wanted).map(|(name, wanted)| (name, found(name), wanted));
     let missing = pairs().filter(|(_, found, _)| found.is_none()).count();
@@ -176,20 +176,20 @@ pub(super) fn plan(pool: &Pool, stored: &BTreeMap<String, Value>, owner: Option<
     Plan { writes, generation: next, slices: count }
 }
 
-/// The name of a slice: names sort as the slices do, and another pool of the same driver and node has others.
+/// The name of a slice: names sort as the slices do, and another pool of the same driver and node has other names.
 fn name(pool: &Pool, index: usize) -> String {
-    // FNV-1a: the same in each release of ours.
-    let text = [&pool.driver, &pool.node, &pool.name].map(|part| part.as_bytes()).join(&b' ');
+    // FNV-1a, so that the hash is the same in each release of ours.
+    let text = [DRA_DRIVER, &pool.node, &pool.name].map(str::as_bytes).join(&b' ');
     let hash = text.iter().fold(0x811c_9dc5_u32, |hash, byte| (hash ^ u32::from(*byte)).wrapping_mul(0x0100_0193));
     let end = format!("-{hash:08x}");
-    let mut name = format!("{index:05x}-{}-{}", pool.driver, pool.node);
+    let mut name = format!("{index:05x}-{DRA_DRIVER}-{}", pool.node);
     // Names of nodes and drivers are ASCII.
     name.truncate(LONGEST_NAME.saturating_sub(end.len()));
     name.truncate(name.trim_end_matches(['.', '-']).len());
     name + &end
 }
 
-/// Makes the Node the owner, where its UID is known.
+/// Makes the Node the owner, if its UID is known.
 fn own(object: &mut Value, node: &str, owner: Option<&str>) {
     if let Some(uid) = owner {
         let reference = json!([{ "apiVersion": "v1", "kind": "Node", "name": node, "uid": uid, "controller": true }]);
@@ -204,7 +204,7 @@ fn is_owned(object: &Value, uid: &str) -> bool {
     owners.is_some_and(|owners| owners.iter().any(|owner| owner["kind"] == "Node" && owner["uid"] == uid))
 }
 
-/// Taints that stay keep the time at which they were added.
+/// Keeps the times at which remaining taints were added.
 fn keep_times(object: &mut Value, stored: &Value) {
     let before = |device: &Value, taint: &Value| {
         let stored = devices(stored).iter().find(|stored| stored["name"] == device["name"])?;
@@ -247,22 +247,6 @@ fn consumed(slice: &Value) -> usize {
 /// Whether a slice came back with fewer counters than it was sent with.
 pub(super) fn drops_counters(sent: &Value, stored: &Value) -> bool {
     counters(stored) < counters(sent) || consumed(stored) < consumed(sent)
-}
-
-/// What is stored of a pool.
-pub(super) fn stored_sets<'a>(slices: impl Iterator<Item = &'a Value>, pool: &str) -> StoredSets {
-    let mut ours = slices.filter(|slice| slice["spec"]["pool"]["name"] == *pool).peekable();
-    if ours.peek().is_none() {
-        return StoredSets::Nothing;
-    }
-    // The counters of MIG devices are not those of whole GPUs.
-    let is_of_gpus = |name: &Value| name.as_str().is_some_and(|name| name.starts_with(GPU_COUNTERS));
-    let has_any = ours.any(|slice| {
-        let sets = slice["spec"]["sharedCounters"].as_array().into_iter().flatten().map(|set| &set["name"]);
-        let consumed = devices(slice).iter().filter_map(|device| device["consumesCounters"].as_array()).flatten();
-        sets.chain(consumed.map(|consumption| &consumption["counterSet"])).any(is_of_gpus)
-    });
-    if has_any { StoredSets::Counters } else { StoredSets::Plain }
 }
 
 /// A number for all that is said of counters and devices. The same for what the API takes for the same: empty and
@@ -310,7 +294,7 @@ fn is_empty(value: &Value) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use linkwise::publish::dra::{Attribute, SliceDevice, Taint, TaintEffect};
+    use linkwise_core::publish::dra::{Attribute, SliceDevice, Taint, TaintEffect};
 
     use super::*;
 
@@ -326,16 +310,16 @@ mod tests {
 
     fn pool(devices: usize) -> Pool {
         let devices = (0..devices).map(|index| device(&format!("gpu-{index}"), None)).collect();
-        Pool::new("gpu.nvidia.com", "n", devices)
+        Pool::new("n", devices)
     }
 
     type Stored = BTreeMap<String, Value>;
 
-    /// Carries out a plan as an API server without gates off would.
+    /// Carries out a plan as an API server with all gates on would.
     fn carry_out(plan: &Plan, stored: &mut Stored, memory: &mut Memory) {
         for write in &plan.writes {
             match write {
-                Write::Delete { name, .. } => drop(stored.remove(name)),
+                Write::Delete(name, _) => drop(stored.remove(name)),
                 Write::Update(object) | Write::Create(object) => {
                     memory.written(object, object);
                     stored.insert(write.name().to_owned(), object.clone());
@@ -344,11 +328,11 @@ mod tests {
         }
     }
 
-    /// The writes, one letter each, and the generation.
+    /// Returns the writes, one letter each, and the generation.
     fn writes(pool: &Pool, stored: &mut Stored, memory: &mut Memory) -> (String, u64) {
         let plan = plan(pool, stored, Some("uid"), memory);
         let letters = plan.writes.iter().map(|write| match write {
-            Write::Delete { .. } => 'd',
+            Write::Delete(..) => 'd',
             Write::Update(_) => 'u',
             Write::Create(_) => 'c',
         });

@@ -1,20 +1,20 @@
-//! [`Repairs`]: when to write again what somebody else has changed.
+//! [`Repairs`]: paces repairs of slices that another program changed.
 //!
 //! Two DRA drivers of one name would keep the API server busy: each writes its slices and deletes the other's. A
 //! kubelet that starts deletes all slices of its node, and they have to be back soon.
 
 use std::time::Duration;
 
-use linkwise::backoff::Backoff;
+use linkwise_core::backoff::Backoff;
 use tokio::time::Instant;
 
-/// How many changes by others in a row are repaired at once; then ever more slowly.
+/// The number of changes by others in a row that are repaired at once; further repairs come more and more slowly.
 const PATIENCE: u32 = 3;
 
-/// A repair after so long without one is the first again. It is longer than any pause between two.
+/// The time without a repair after which the next one counts as the first. It is longer than any pause between two.
 const FORGOTTEN: Duration = Duration::from_secs(600);
 
-/// What others did to the slices, counted.
+/// The changes by others, counted.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Disturbances {
     /// Slices were created or changed.
@@ -26,26 +26,26 @@ pub(super) struct Disturbances {
 /// Paces repairs.
 pub(super) struct Repairs {
     backoff: Backoff,
-    /// What has been repaired.
+    /// The disturbances that have been repaired.
     repaired: Disturbances,
     in_a_row: u32,
     last: Option<Instant>,
 }
 
 impl Repairs {
-    /// None yet. From the first of the pauses to the longest they double.
+    /// No repair was made yet. Pauses double from `first` to `longest`.
     pub fn new(first: Duration, longest: Duration) -> Self {
         Self { backoff: Backoff::new(first, longest), repaired: Disturbances::default(), in_a_row: 0, last: None }
     }
 
-    /// The pause before a repair, by the disturbances so far, and whether they are too many from now on.
+    /// Returns the pause before a repair, from the disturbances so far, and true if they have just become too many.
     pub fn pause(&mut self, disturbances: Disturbances, now: Instant) -> (Duration, bool) {
         let before = std::mem::replace(&mut self.repaired, disturbances);
         if disturbances == before || self.last.is_some_and(|last| now.duration_since(last) >= FORGOTTEN) {
             self.in_a_row = 0;
             self.backoff.reset();
         }
-        // Deletions alone are the kubelet's; another driver writes as well.
+        // Only deletions point to the kubelet; another driver writes as well.
         if disturbances.changes == before.changes && self.in_a_row == 0 {
             return (Duration::ZERO, false);
         }

@@ -1,4 +1,4 @@
-//! [`Stored`]: the slices that the API server has, as far as they were seen.
+//! [`Stored`]: the API server's slices, as last seen.
 
 use std::collections::BTreeMap;
 
@@ -6,20 +6,20 @@ use serde_json::Value;
 
 use super::repairs::Disturbances;
 
-/// What is stored, by name, as far as it was seen.
+/// The stored slices by name, as last seen.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Stored {
     pub slices: BTreeMap<String, Value>,
-    /// Whether the slices were listed once.
+    /// Set once the slices were listed.
     pub is_known: bool,
-    /// How often they were listed: a server that comes back is another release, perhaps.
+    /// The number of lists: a server that comes back may have another release.
     pub lists: u64,
     pub disturbances: Disturbances,
     /// The version of the last change in `disturbances`.
     last_change: Option<u64>,
 }
 
-/// The version of an object, where it is a number, as those of etcd are.
+/// The version of an object, if it is a number, as versions of etcd are.
 fn version(object: &Value) -> u64 {
     object["metadata"]["resourceVersion"].as_str().and_then(|version| version.parse().ok()).unwrap_or(u64::MAX)
 }
@@ -29,7 +29,7 @@ fn name(object: &Value) -> &str {
 }
 
 impl Stored {
-    /// An object as it is now. One that is older than what is known changes nothing. Whether anything changed.
+    /// Stores an object. An object older than the known one changes nothing. Returns true if anything changed.
     fn put(&mut self, object: Value) -> bool {
         let name = name(&object).to_owned();
         if self.slices.get(&name).is_some_and(|known| version(known) >= version(&object) && version(known) != u64::MAX)
@@ -40,25 +40,25 @@ impl Stored {
         true
     }
 
-    /// We wrote an object, and this came back.
+    /// Stores the server's answer to a write of ours.
     pub fn written(&mut self, object: Value) {
         let version = version(&object);
-        // Its event came before the answer, and was taken for a change by somebody else.
+        // The event came before the answer, and was counted as a change by another program.
         if !self.put(object) && self.last_change == Some(version) {
             self.last_change = None;
             self.disturbances.changes = self.disturbances.changes.saturating_sub(1);
         }
     }
 
-    /// We deleted an object, or it was not there.
+    /// Records that linkwise deleted an object, or found it missing.
     pub fn removed(&mut self, name: &str) {
         if self.slices.remove(name).is_none() {
-            // Its event came first.
+            // The event came before the answer.
             self.disturbances.deletions = self.disturbances.deletions.saturating_sub(1);
         }
     }
 
-    /// The watch has an object, as it is now or was last. Whether anything changed.
+    /// Stores an object from the watch, or removes a deleted one. Returns true if anything changed.
     pub fn event(&mut self, object: Value, deleted: bool) -> bool {
         let version_now = version(&object);
         if deleted {
@@ -76,7 +76,7 @@ impl Stored {
         changed
     }
 
-    /// What a list has. Whether anything changed.
+    /// Stores a list. Returns true if anything changed.
     pub fn listed(&mut self, slices: BTreeMap<String, Value>) -> bool {
         let is_as_known = |(name, found): (&String, &Value)| {
             self.slices.get(name).is_some_and(|known| version(known) == version(found))
@@ -113,7 +113,7 @@ mod tests {
         assert!(stored.event(slice(1), false));
         stored.written(slice(1));
         assert_eq!(stored.disturbances, Disturbances::default());
-        // A write that changed nothing came back as it was.
+        // A write that changed nothing comes back unchanged.
         stored.written(slice(1));
         stored.event(slice(2), false);
         stored.written(slice(1));

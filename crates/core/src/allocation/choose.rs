@@ -1,4 +1,4 @@
-//! The order of the values, and the walk over all sets.
+//! The choice among whole GPUs where every set has a row in the tables: compares all sets by their values.
 
 use crate::prelude::*;
 use alloc::collections::BTreeSet;
@@ -13,8 +13,8 @@ use crate::topology::NodeTopology;
 
 /// Chooses the best devices for a request, and reports why.
 ///
-/// Never fails: a request that cannot be met is answered with `must_include` and then `available` in
-/// sorted order, up to its size, and the report names the reason.
+/// Never fails. A request that cannot be met is answered with `must_include` and then `available` in sorted order, up
+/// to its size; the report names the reason.
 pub fn preferred_allocation(
     tables: &AllocationTables,
     request: &AllocationRequest,
@@ -29,19 +29,20 @@ pub fn preferred_allocation(
     }
 }
 
-/// A request in terms of places.
+/// A request, with GPUs by their places.
 #[derive(Clone, Copy)]
 pub(super) struct Question {
     pub must: GpuSet,
-    /// What may be taken beside `must`.
+    /// The GPUs that may be taken beside `must`.
     pub free: GpuSet,
     pub available: GpuSet,
     pub size: usize,
-    /// Of whole GPUs all policies take the best set: none is more used than another.
+    /// The policy, for the report: for whole GPUs every policy takes the best set, because no whole GPU is more used
+    /// than another.
     pub policy: AllocationPolicy,
 }
 
-/// A set and what it is worth.
+/// A set and its values.
 #[derive(Clone, Copy)]
 pub(super) struct Found {
     pub chosen: GpuSet,
@@ -49,7 +50,7 @@ pub(super) struct Found {
 }
 
 impl Found {
-    /// Whether this set is better (`Greater`) than another of its size.
+    /// Compares with another set of the same size; the better set is `Greater`.
     pub fn compare(&self, other: &Self) -> Ordering {
         self.values.cmp(&other.values).then_with(|| self.chosen.by_list(other.chosen))
     }
@@ -70,7 +71,7 @@ impl Question {
         possible.then_some(question).ok_or(FallbackReason::Size)
     }
 
-    /// A question that some set answers: `size` GPUs, `must` and others of `available`.
+    /// A question that has an answer: `size` GPUs, all of `must` and others of `available`.
     pub fn of(must: GpuSet, available: GpuSet, size: usize, policy: AllocationPolicy) -> Self {
         Self { must, free: available.without(must), available, size, policy }
     }
@@ -80,12 +81,12 @@ impl Question {
         self.must.union(self.free)
     }
 
-    /// How many GPUs are taken beside `must`.
+    /// The number of GPUs to take beside `must`.
     pub fn need(&self) -> usize {
         self.size.saturating_sub(self.must.len())
     }
 
-    /// The best set, and why.
+    /// Finds the best set.
     pub fn answer(&self, tables: &AllocationTables) -> AllocationReport {
         match tables.values() {
             SetValues::Tables(sets) => self.compare_all(tables.topology(), sets),
@@ -93,7 +94,7 @@ impl Question {
         }
     }
 
-    /// Walks all sets.
+    /// Compares all sets.
     pub fn compare_all(&self, topology: &NodeTopology, sets: &SetTables) -> AllocationReport {
         let candidate = |more: GpuSet| {
             let chosen = self.must.union(more);
@@ -104,7 +105,7 @@ impl Question {
             one.0.cmp(&other.0).then_with(in_nics).then_with(|| one.1.by_list(other.1)).is_gt()
         };
         let mut candidates = subsets(self.free, self.need()).map(candidate);
-        // There is a set (`Question::new` made sure); the empty one stands for a mistake in that.
+        // `Question::new` made sure that there is a set. An empty set would mean a mistake there.
         let mut best = candidates.next().unwrap_or_default();
         let mut second = None;
         let mut compared = 1;
@@ -155,8 +156,8 @@ impl Question {
     }
 }
 
-/// `must_include`, then `available`, each sorted and without repetitions, up to the size. `place` is that of the GPU
-/// behind an id.
+/// The answer without a choice: `must_include`, then `available`, each sorted and without repetitions, up to the size.
+/// `place` gives the place of the GPU behind an id.
 pub(super) fn fall_back(
     tables: &AllocationTables,
     place: impl Fn(&DeviceId) -> Option<usize>,

@@ -1,6 +1,6 @@
-//! For every set of GPUs, its ring bandwidth by NCCL's model, MB/s: with NVLinks the narrowest cut, else the slowest hop
-//! of the best ring. NVLink SHARP may reach more ([`NodeTopology::nvls`]); it changes no order of sets of one size that are
-//! behind one NVSwitch plane, and no choice.
+//! The ring bandwidth of every set of GPUs by NCCL's model, in MB/s: over NVLink the narrowest cut, otherwise the
+//! slowest hop of the best ring. NVLink SHARP may reach more ([`NodeTopology::nvls`]). It is left out because it
+//! changes neither the order of sets of one size behind one NVSwitch plane nor any choice.
 
 use crate::prelude::*;
 
@@ -8,7 +8,7 @@ use super::remaining::grouped;
 use super::set::GpuSet;
 use crate::topology::NodeTopology;
 
-/// A table with one row for each set of the GPUs.
+/// Computes a table with one row for each set of GPUs.
 pub(super) fn table(topology: &NodeTopology) -> Vec<u32> {
     let gpus = topology.gpus().len();
     let mut collective = rings(topology);
@@ -28,11 +28,11 @@ pub(super) fn table(topology: &NodeTopology) -> Vec<u32> {
     collective
 }
 
-/// What NVLink carries within each set, MB/s.
+/// The bandwidth of the NVLinks within each set, MB/s.
 struct Links {
     /// The links from GPU to GPU, summed over the pairs of each set.
     direct: Vec<u64>,
-    /// For each NVSwitch plane that joins GPUs, the sum of each set's ports on it.
+    /// The sum of each set's ports, for each NVSwitch plane that joins GPUs.
     planes: Vec<Vec<u64>>,
 }
 
@@ -55,7 +55,7 @@ impl Links {
     }
 }
 
-/// For every set, the sum of a weight over its pairs.
+/// Sums a weight over the pairs of every set.
 pub(super) fn inside(gpus: usize, weight: impl Fn(usize, usize) -> u32) -> Vec<u64> {
     let mut sums = vec![0; 1 << gpus];
     for row in 1..sums.len() {
@@ -72,17 +72,17 @@ pub(super) fn inside(gpus: usize, weight: impl Fn(usize, usize) -> u32) -> Vec<u
     sums
 }
 
-/// A set's row of a table; the default where the table has none.
+/// Reads a set's row of a table; the default where the table has none.
 pub(super) fn at<T: Copy + Default>(table: &[T], set: GpuSet) -> T {
     row(table, set.0)
 }
 
-/// A row of a table by its number.
+/// Reads a row of a table by its number.
 pub(super) fn row<T: Copy + Default>(table: &[T], number: u64) -> T {
     usize::try_from(number).ok().and_then(|number| table.get(number)).copied().unwrap_or_default()
 }
 
-/// The smallest port of a set that is on one NVSwitch plane; `None` for other sets.
+/// The smallest port in a set whose GPUs are all on one NVSwitch plane; `None` for other sets.
 fn smallest_port(topology: &NodeTopology, set: GpuSet) -> Option<u32> {
     let members = || set.places().filter_map(|place| topology.gpus().get(place));
     let plane = members().next()?.nvswitch_plane?;
@@ -90,7 +90,7 @@ fn smallest_port(topology: &NodeTopology, set: GpuSet) -> Option<u32> {
     members().map(|gpu| gpu.nvswitch_port).min().filter(|_| on_one)
 }
 
-/// Whether NVLinks alone hold a set together.
+/// Returns true if NVLinks alone connect all GPUs of a set.
 fn connected(set: GpuSet, neighbours: &[GpuSet]) -> bool {
     let mut reached = set.lowest();
     loop {
@@ -104,10 +104,11 @@ fn connected(set: GpuSet, neighbours: &[GpuSet]) -> bool {
     }
 }
 
-/// The least that NVLink carries between two parts of a set, over all ways to part it.
+/// The narrowest NVLink bandwidth between two parts of a set, over all ways to divide it.
 ///
-/// What crosses directly is what the whole holds less what the parts hold. What crosses a plane leaves one
-/// part by its ports and enters the other by that one's: the narrower side counts, not each pair anew.
+/// Bandwidth that crosses directly is that of the whole set less that of both parts. Bandwidth across a plane leaves
+/// one part by its ports and enters the other part by the other's ports: the narrower side counts once, not for each
+/// pair.
 fn narrowest_cut(set: GpuSet, links: &Links) -> u32 {
     let others = set.without(set.lowest()).0;
     let whole = at(&links.direct, set);
@@ -124,11 +125,11 @@ fn narrowest_cut(set: GpuSet, links: &Links) -> u32 {
     u32::try_from(narrowest).unwrap_or(u32::MAX)
 }
 
-/// For every set, the slowest hop of the best ring through it, by bandwidth.
+/// The slowest hop of the best ring through every set, by bandwidth.
 ///
-/// From the widest bandwidth down: a set whose GPUs a ring joins by hops of at least that much, and
-/// that no wider one joined, is settled. Paths are grown from each set's lowest member: `ends` holds, for a
-/// set, the GPUs at which a path through all of it may end (Held and Karp's subsets, as bits).
+/// Goes from the widest bandwidth down. A set is settled at the first bandwidth at which hops of at least that much
+/// join its GPUs in a ring. Paths grow from each set's lowest member: `ends` holds, for each set, the GPUs at which a
+/// path through all of the set may end (Held and Karp's subsets, as bits).
 fn rings(topology: &NodeTopology) -> Vec<u32> {
     let gpus = topology.gpus().len();
     let mut widths: Vec<u32> = (0..gpus).flat_map(|a| (a + 1..gpus).map(move |b| topology.bandwidth(a, b))).collect();

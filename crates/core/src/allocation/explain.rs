@@ -1,7 +1,7 @@
-//! What `--explain` adds to the report: how good this is at best, what others still find, which NICs.
+//! [`Explanation`]: the part of a report that `--explain` adds: the best that this size could be, the sets that others
+//! still find, the nearest NICs.
 //!
-//! Asked for by people and scripts, not on the path of an admission: it asks the choice again, of the idle
-//! machine and of what stays free.
+//! Commands ask for it, admissions do not. It repeats the choice for the idle machine and for the GPUs that stay free.
 
 use crate::prelude::*;
 use core::fmt;
@@ -13,30 +13,30 @@ use super::report::{AllocationReport, ChosenGpu, Value, Values, indices};
 use super::set::GpuSet;
 use super::tables::AllocationTables;
 
-/// A report and what surrounds it.
+/// A report with its comparison to the idle machine, the free GPUs and the NICs.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Explanation<'a> {
     /// The report.
     #[serde(flatten)]
     pub report: &'a AllocationReport,
-    /// What the best set of that size is worth while the machine is idle.
+    /// The values of the best set of that size on the idle machine.
     pub idle: Option<Values>,
     /// The GPUs that stay free.
     pub free: Vec<ChosenGpu>,
-    /// What they offer to the next request.
+    /// The best sets that the free GPUs offer to the next request.
     pub offers: Vec<Offer>,
-    /// For each GPU chosen, its nearest NICs.
+    /// The NICs nearest to each chosen GPU.
     pub nearest_nics: Vec<NearestNics>,
 }
 
-/// The best that the free GPUs can do for one size.
+/// The best set of one size among the free GPUs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Offer {
-    /// GPUs asked for.
+    /// The number of GPUs asked for.
     pub size: usize,
-    /// The collective of the best set of what stays free, MB/s.
+    /// The collective of the best set among the free GPUs, MB/s.
     pub collective: u64,
-    /// That of the best set of the idle machine, MB/s.
+    /// The collective of the best set of the idle machine, MB/s.
     pub idle: u64,
 }
 
@@ -45,9 +45,9 @@ pub struct Offer {
 pub struct NearestNics {
     /// NVML's index of the GPU.
     pub index: u32,
-    /// The names of the interfaces; empty where no NIC is as near as PHB.
+    /// The names of the interfaces; empty if no NIC is as near as PHB.
     pub nics: Vec<String>,
-    /// How near they are: PIX, PXB or PHB.
+    /// The level of these NICs: PIX, PXB or PHB.
     pub level: Option<&'static str>,
 }
 
@@ -83,7 +83,7 @@ fn nearest_nics(tables: &AllocationTables, gpu: &ChosenGpu) -> NearestNics {
 }
 
 impl fmt::Display for Explanation<'_> {
-    /// For people: the report, the values side by side, what stays free, the NICs.
+    /// Writes the report for people: the values side by side, the free GPUs, the NICs.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(f, "{}", self.report)?;
         if let Some(values) = self.report.values {
@@ -104,7 +104,7 @@ impl fmt::Display for Explanation<'_> {
 }
 
 impl Explanation<'_> {
-    /// Up to three columns: the set chosen, the one that came second, the best of the idle machine.
+    /// Writes up to three columns: the chosen set, the runner-up, the best set of the idle machine.
     fn values(&self, f: &mut fmt::Formatter<'_>, chosen: &Values) -> fmt::Result {
         let second = self.report.runner_up.as_ref();
         write!(f, "  {:<20}{:>12}", "", "chosen")?;

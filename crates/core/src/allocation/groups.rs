@@ -1,7 +1,7 @@
-//! [`Groups`]: which GPUs of a node belong together, as named sets.
+//! [`Groups`]: named sets of GPUs of a node that belong together.
 //!
-//! What schedulers are told of a node (labels, resource slices) is made from these. A group of one is a group: each GPU is in
-//! exactly one group of each kind, except for those that NVLink, a NUMA node or a package does not name.
+//! Labels and resource slices are made from these. A group may have one GPU. Each GPU is in exactly one group of each
+//! kind, except that a GPU without NVLinks, or of unknown NUMA node or package, is in no such group.
 
 use crate::prelude::*;
 use alloc::collections::BTreeMap;
@@ -9,17 +9,17 @@ use alloc::collections::BTreeMap;
 use super::choose::Question;
 use super::remaining::grouped;
 use super::request::AllocationPolicy;
-use super::set::GpuSet;
+use super::set::{GpuSet, components};
 use super::tables::AllocationTables;
 use crate::topology::{NumaNodeId, PackageId, Rank};
 
-/// The sizes of [`Groups::best`]: what jobs ask for.
+/// The group sizes of [`Groups::best`], which are those that jobs ask for.
 const SIZES: [usize; 3] = [2, 4, 8];
 
-/// The groups of a node; sets are of places in [`crate::topology::NodeTopology::gpus`].
+/// The groups of a node. Sets hold places in [`crate::topology::NodeTopology::gpus`].
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Groups {
-    /// GPUs that NVLink connects, over any number of hops; two at least.
+    /// GPUs that NVLink connects, over any number of hops; at least two.
     pub nvlink_domains: Vec<GpuSet>,
     /// GPUs below one PCIe switch, or on one board (PXB or closer).
     pub pcie_switches: Vec<GpuSet>,
@@ -29,12 +29,12 @@ pub struct Groups {
     pub numa_nodes: BTreeMap<NumaNodeId, GpuSet>,
     /// GPUs by their CPU package.
     pub packages: BTreeMap<PackageId, GpuSet>,
-    /// For sizes 2, 4 and 8: the best set of so many GPUs of the whole node, then the best of the rest, and so on.
+    /// Sets of 2, 4 and 8 GPUs by size: the best set of the whole node, then the best set of the rest, and so on.
     pub best: BTreeMap<usize, Vec<GpuSet>>,
 }
 
 impl Groups {
-    /// The groups of a node. Each of `best` costs one choice.
+    /// Finds the groups of a node. Each set in `best` costs one choice.
     pub fn of(tables: &AllocationTables) -> Self {
         let topology = tables.topology();
         let gpus = topology.gpus().len();
@@ -52,7 +52,7 @@ impl Groups {
     }
 }
 
-/// The best set of `size` GPUs, then the best of the rest, until fewer are left.
+/// Finds the best set of `size` GPUs, then the best set of the rest, until fewer are left.
 fn best(tables: &AllocationTables, size: usize) -> Vec<GpuSet> {
     let mut available: GpuSet = (0..tables.topology().gpus().len()).collect();
     let mut sets = Vec::new();
@@ -66,17 +66,4 @@ fn best(tables: &AllocationTables, size: usize) -> Vec<GpuSet> {
         available = available.without(chosen);
     }
     sets
-}
-
-/// The connected parts of the graph of `gpus` vertices that `joined` makes, in the order of their first members.
-pub(crate) fn components(gpus: usize, joined: impl Fn(usize, usize) -> bool) -> Vec<GpuSet> {
-    let mut parts: Vec<GpuSet> = Vec::new();
-    for gpu in 0..gpus {
-        let near: GpuSet = (0..gpu).filter(|other| joined(gpu, *other)).collect();
-        let (joined, apart): (Vec<_>, Vec<_>) = parts.into_iter().partition(|part| !part.intersection(near).is_empty());
-        parts = apart;
-        parts.push(joined.into_iter().fold(GpuSet::of(gpu), GpuSet::union));
-    }
-    parts.sort_by_key(|part| part.lowest());
-    parts
 }

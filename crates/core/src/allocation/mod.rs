@@ -1,8 +1,8 @@
-//! The choice: topology + request + policy in, the best set of GPUs and a report out.
+//! The choice: takes topology, request and policy, and returns the best set of GPUs and a report.
 //!
-//! Pure: no I/O, no clock, no environment, no logging, no floats; it cannot panic on any request.
-//! A budget is a count of sets compared, never a time. Called by the kubelet's adapter through an
-//! inventory snapshot and by the commands; it knows `topology` and nothing else.
+//! Pure: no I/O, no clock, no environment, no logging, no floats. It cannot panic on any request. Budgets count
+//! compared sets, never time. The kubelet's adapter calls it with a snapshot of the state, and commands call it. It
+//! uses `topology` and nothing else.
 
 mod choose;
 mod collective;
@@ -20,10 +20,9 @@ mod tree;
 pub use choose::preferred_allocation;
 pub use explain::{Explanation, NearestNics, Offer};
 pub use groups::Groups;
-pub(crate) use groups::components;
 pub use report::{AllocationReport, ChosenGpu, FallbackReason, RunnerUp, Value, Values};
 pub use request::{AllocationPolicy, AllocationRequest, DeviceId, PreferredAllocation};
 pub use set::GpuSet;
-pub(crate) use set::subsets;
+pub(crate) use set::{components, subsets};
 pub use shared::{Units, preferred_units};
 pub use tables::AllocationTables;

@@ -1,4 +1,4 @@
-//! For every set of GPUs, what it still offers to others.
+//! The value of the GPUs that stay free, for every set.
 
 use crate::prelude::*;
 use alloc::collections::BTreeMap;
@@ -7,14 +7,15 @@ use super::collective::at;
 use super::set::{GpuSet, subsets};
 use crate::topology::{Gpu, NodeTopology};
 
-/// The sizes of job that what remains is valued for.
+/// The job sizes for which free GPUs are valued.
 pub(super) const GROUPS: [usize; 3] = [2, 4, 8];
 
-/// Thousandths of the machine's best collective, for the groups of one size: the value of one set.
+/// The value of one group as good as the machine's best, in thousandths.
 pub(super) const WHOLE: u64 = 1_000;
 
-/// For every set R: the sum over group sizes j up to |R| of j times the largest total value of disjoint
-/// sets of j GPUs of R, each valued by its collective in thousandths of `top` of j, the machine's best.
+/// Computes the value of every set R of free GPUs: the sum over group sizes j up to |R| of j times the largest total
+/// value of disjoint sets of j GPUs of R. Each such set is valued by its collective in thousandths of `top` of j, the
+/// machine's best.
 pub(super) fn table(gpus: usize, collective: &[u32], top: impl Fn(usize) -> u32) -> Vec<u32> {
     let mut remaining = vec![0; 1 << gpus];
     for group in GROUPS.into_iter().filter(|group| *group <= gpus) {
@@ -27,13 +28,13 @@ pub(super) fn table(gpus: usize, collective: &[u32], top: impl Fn(usize) -> u32)
     remaining
 }
 
-/// The best collective of any `group` GPUs of a machine of which `collective` has every set.
+/// The best collective of any `group` GPUs of a machine. `collective` has a row for each set.
 pub(super) fn top(gpus: usize, collective: &[u32], group: usize) -> u32 {
     let all = GpuSet((1_u64 << gpus) - 1);
     subsets(all, group).map(|set| at(collective, set)).max().unwrap_or(0)
 }
 
-/// For every set, the largest total value of disjoint groups of `group` GPUs inside it.
+/// The largest total value of disjoint groups of `group` GPUs inside every set.
 fn packing(gpus: usize, group: usize, collective: &[u32], top: u32) -> Vec<u32> {
     let value = |set: GpuSet| {
         let thousandths = u64::from(at(collective, set)) * WHOLE / u64::from(top.max(1));
@@ -42,10 +43,10 @@ fn packing(gpus: usize, group: usize, collective: &[u32], top: u32) -> Vec<u32> 
     let mut packed: Vec<u32> = vec![0; 1 << gpus];
     for row in 1..packed.len() {
         let set = GpuSet(row as u64);
-        // Either some member is in no group ...
+        // Either some GPU of the set is in no group ...
         let idle = set.places().map(|place| at(&packed, set.without(GpuSet::of(place))));
         let mut best = idle.max().unwrap_or(0);
-        // ... or all are in one: then the groups divide the set, and one of them holds its lowest member.
+        // ... or every GPU is in a group: then the groups divide the set, and one of them has its lowest GPU.
         if set.len().is_multiple_of(group) {
             let lowest = set.lowest();
             for others in subsets(set.without(lowest), group - 1) {
@@ -60,8 +61,7 @@ fn packing(gpus: usize, group: usize, collective: &[u32], top: u32) -> Vec<u32> 
     packed
 }
 
-/// For every set, the smallest total of ranks over its division into pairs; one GPU stays alone in
-/// a set of odd size.
+/// The smallest total of ranks over a division into pairs, for every set. One GPU of a set of odd size stays alone.
 pub(super) fn closeness_table(topology: &NodeTopology) -> Vec<u8> {
     let gpus = topology.gpus().len();
     let mut totals: Vec<u8> = vec![0; 1 << gpus];
@@ -82,20 +82,20 @@ pub(super) fn closeness_table(topology: &NodeTopology) -> Vec<u8> {
     totals
 }
 
-/// For every set, the GPUs of whole groups of it that fit a package, summed over the group sizes: at
-/// most three times its size.
+/// The number of GPUs in whole groups that fit a package, for every set, summed over the group sizes: at most three
+/// times the set's size.
 pub(super) fn room_table(topology: &NodeTopology) -> Vec<u8> {
     let packages: Vec<GpuSet> = grouped(topology, |gpu| gpu.package).into_values().collect();
     (0..1_u64 << topology.gpus().len()).map(|row| room(&packages, GpuSet(row))).collect()
 }
 
-/// The GPUs of whole groups of a set that fit a package.
+/// The number of GPUs of a set in whole groups that fit a package.
 pub(super) fn room(packages: &[GpuSet], set: GpuSet) -> u8 {
     let whole = |group: usize| packages.iter().map(move |package| package.intersection(set).len() / group * group);
     u8::try_from(GROUPS.into_iter().flat_map(whole).sum::<usize>()).unwrap_or(u8::MAX)
 }
 
-/// The GPUs by what they have in common, such as the package; those of which it is unknown are left out.
+/// Groups GPUs by a property, such as the package. GPUs without the property are left out.
 pub(super) fn grouped<K: Ord>(topology: &NodeTopology, key: impl Fn(&Gpu) -> Option<K>) -> BTreeMap<K, GpuSet> {
     let mut sets: BTreeMap<K, GpuSet> = BTreeMap::new();
     for (place, gpu) in topology.gpus().iter().enumerate() {

@@ -1,4 +1,4 @@
-//! Why this set: one report, printed by the log, by `linkwise allocate --explain` and by the golden tests.
+//! [`AllocationReport`]: why a set was chosen. The log, `linkwise allocate --explain` and the golden tests print it.
 
 use crate::prelude::*;
 use core::fmt;
@@ -9,21 +9,21 @@ use super::request::AllocationPolicy;
 use super::set::GpuSet;
 use crate::topology::{GpuUuid, NodeTopology, PciAddress};
 
-/// The values a set is compared by, in this order; more is better.
+/// The values by which sets are compared, in this order; more is better.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Value {
     /// The ring bandwidth of the set by NCCL's model, MB/s.
     Collective,
-    /// What the GPUs that stay free still offer to others: thousandths of the machine's best.
+    /// The value that the free GPUs still have for others: thousandths of the machine's best.
     Remaining,
     /// The sum of the bandwidths of its pairs, MB/s.
     Pairs,
     /// Minus the sum of the ranks of its pairs.
     Closeness,
-    /// GPUs of whole groups that still fit a package.
+    /// The number of free GPUs in whole groups that still fit a package.
     Room,
-    /// Minus the smallest sum of ranks of the free GPUs, taken two by two.
+    /// Minus the smallest sum of ranks over the free GPUs in pairs.
     RemainingCloseness,
     /// The rates of the nearest NICs, Mbit/s.
     Nics,
@@ -45,18 +45,18 @@ impl Value {
 }
 
 impl fmt::Display for Value {
-    /// As it is serialised.
+    /// Writes the serialised name.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.serialize(f)
     }
 }
 
-/// What a set is worth, in the order of comparison: the greater is the better.
+/// The values of a set, in the order of comparison; more is better.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 pub struct Values {
     /// MB/s; for one GPU a constant, 0.
     pub collective: u64,
-    /// For group sizes 2, 4 and 8: the size times thousandths of the machine's best, summed.
+    /// The sum, over group sizes 2, 4 and 8, of the size times thousandths of the machine's best.
     pub remaining: u64,
     /// MB/s.
     pub pairs: u64,
@@ -71,7 +71,7 @@ pub struct Values {
 }
 
 impl Values {
-    /// One of the values; the PCI addresses are no number and read as 0.
+    /// One of the values. The PCI addresses are no number and read as 0.
     pub fn get(&self, value: Value) -> i64 {
         let plain = |number: u64| i64::try_from(number).unwrap_or(i64::MAX);
         match value {
@@ -106,24 +106,24 @@ impl ChosenGpu {
     }
 }
 
-/// The set that came second.
+/// The second best set.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct RunnerUp {
     /// Its GPUs.
     pub devices: Vec<ChosenGpu>,
-    /// What it is worth.
+    /// Its values.
     pub values: Values,
     /// The first value in which it is worse.
     pub lost_at: Value,
 }
 
-/// Why a request was answered in sorted order instead of with the best set.
+/// The reason why a request was answered in sorted order and not with the best set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum FallbackReason {
     /// The request names a device that this node does not have.
     UnknownDevice,
-    /// There is no set of that size that holds all of `must_include`.
+    /// No set of that size holds all of `must_include`.
     Size,
 }
 
@@ -137,26 +137,26 @@ impl FallbackReason {
     }
 }
 
-/// How one choice came about.
+/// The result of one choice, with its reasons.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct AllocationReport {
-    /// The GPUs chosen, of those that the node has.
+    /// The GPUs chosen, as far as the node has them.
     pub devices: Vec<ChosenGpu>,
-    /// What they are worth; `None` after a fallback.
+    /// Their values; `None` after a fallback.
     pub values: Option<Values>,
-    /// The set that came second; `None` when there was no other.
+    /// The second best set; `None` if there was no other.
     pub runner_up: Option<RunnerUp>,
-    /// Whether no set is better, proven so.
+    /// True if no better set exists, by proof.
     pub exact: bool,
-    /// Sets compared.
+    /// The number of sets compared.
     pub compared: u64,
-    /// GPUs that could have been chosen.
+    /// The number of GPUs that could have been chosen.
     pub candidates: usize,
-    /// GPUs asked for.
+    /// The number of GPUs asked for.
     pub size: usize,
-    /// How it was chosen.
+    /// The policy of the choice.
     pub policy: AllocationPolicy,
-    /// Why there was no choice, if there was none.
+    /// The reason why no choice was made, if none was.
     pub fallback: Option<FallbackReason>,
     /// The GPUs chosen, by their places; empty after a fallback.
     #[serde(skip)]

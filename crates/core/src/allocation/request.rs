@@ -1,4 +1,4 @@
-//! What is asked and what is answered.
+//! [`AllocationRequest`] and [`PreferredAllocation`]: the question and the answer of a choice.
 
 use crate::prelude::*;
 use alloc::sync::Arc;
@@ -10,8 +10,8 @@ use crate::topology::GpuUuid;
 
 /// The kubelet's name of a device.
 ///
-/// For a whole GPU it is its UUID, for a slot `UUID::N`, for a MIG device the MIG device's UUID. It may be any text:
-/// the kubelet may name devices that are gone. Cheap to clone.
+/// A whole GPU has its UUID, a slot `UUID::N`, a MIG device the MIG device's UUID. Any text is possible: the kubelet
+/// may name devices that are gone. Cheap to clone.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 #[serde(transparent)]
 pub struct DeviceId(Arc<str>);
@@ -41,18 +41,18 @@ impl fmt::Display for DeviceId {
     }
 }
 
-/// A question for a set of devices. The order of its lists, and repetitions in them, mean nothing.
+/// A request for a set of devices. The order of its lists does not matter, nor do repetitions.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct AllocationRequest {
-    /// What may be taken.
+    /// The devices that may be taken.
     pub available: Vec<DeviceId>,
-    /// What must be in the answer, available or not.
+    /// The devices that must be in the answer, available or not.
     pub must_include: Vec<DeviceId>,
-    /// How many devices.
+    /// The number of devices.
     pub size: usize,
 }
 
-/// How to choose.
+/// The rule by which devices are chosen.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum AllocationPolicy {

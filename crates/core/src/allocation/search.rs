@@ -1,10 +1,11 @@
-//! The choice on a machine of more than 16 GPUs: by the same eight values, within a number of sets.
+//! The choice on a machine of more than 16 GPUs: by the same eight values, within a limited number of sets.
 //!
-//! Exact in three steps. The first value leaves only the widest clusters that hold the request. Of GPUs that differ
-//! in nothing but their address, the first ones are taken, so a set is a count for each class. Where that makes at
-//! most [`MOST_SETS`] sets, all are compared. Where it makes more, sets grow GPU by GPU from what must be in and from
-//! whole clusters, the best few of each size going on; the best of those may not be the best of all, and the report
-//! says so. A mesh of NVLinks is no tree of clusters: requests to few of its GPUs get tables of their own.
+//! Three steps keep it exact. First, only the widest clusters that hold the request stay, by the first value. Second,
+//! among GPUs that differ in nothing but their address the first ones are taken, so a set is a count for each class.
+//! Third, if that leaves at most [`MOST_SETS`] sets, all are compared. If it leaves more, sets grow GPU by GPU from
+//! `must_include` and from whole clusters, and the best few of each size go on. The best of those may not be the best
+//! of all, and the report says so. A mesh of NVLinks is no tree of clusters: a request for few of its GPUs gets tables
+//! of these GPUs alone.
 
 use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
@@ -18,19 +19,20 @@ use super::tables::SetTables;
 use super::tree::{Tree, collective_of};
 use crate::topology::NodeTopology;
 
-/// The most sets that are valued for one request: 2 ms at half a microsecond each, which is the most that one takes.
+/// The most sets that are valued for one request: 2 ms at half a microsecond each, the most that one set takes.
 const MOST_SETS: u64 = 4_096;
 
-/// The most GPUs of a mesh that get tables at a request.
+/// The most GPUs of a mesh that get tables for one request.
 pub(super) const MOST_TABLED: usize = 10;
 
 /// The most sets of one size that go on growing.
 const MOST_GROWING: u64 = 16;
 
-/// Of a mesh, the sets up to this size, and how many of the best of them, whose collective is found exactly at the end.
+/// The limits for a mesh: the largest set size, and the number of best sets, for which the exact collective is found at
+/// the end.
 const REFINED: (usize, usize) = (8, 16);
 
-/// Answers a question that some set answers.
+/// Answers a question that has an answer.
 pub(super) fn answer(topology: &NodeTopology, tree: &Tree, question: &Question) -> AllocationReport {
     if !tree.exact() && question.candidates().len() <= MOST_TABLED {
         return of_few(topology, tree, question);
@@ -44,7 +46,7 @@ pub(super) fn answer(topology: &NodeTopology, tree: &Tree, question: &Question) 
     for regions in search.regions(need) {
         let classes = search.classes(&regions);
         let ways = classes.iter().map(|classes| ways(classes, need)).fold(0, u64::saturating_add);
-        // Beyond the widest clusters there is at most a runner-up.
+        // Only a runner-up can lie beyond the widest clusters.
         all.get_or_insert(ways <= MOST_SETS);
         let mut sets = Vec::new();
         if ways <= MOST_SETS {
@@ -69,13 +71,13 @@ pub(super) fn answer(topology: &NodeTopology, tree: &Tree, question: &Question) 
         found.sort_by(|a, b| b.compare(a));
     }
     let mut found = found.into_iter();
-    // There is a set (`Question::new` made sure), and both ways find one; the empty set stands for a mistake in that.
+    // `Question::new` made sure that there is a set, and both ways find one. An empty set would mean a mistake there.
     let first = found.next().unwrap_or_else(|| search.value(GpuSet::default()));
     question.report(topology, first, found.next(), compared, all == Some(true) && tree.exact())
 }
 
-/// Tables for the GPUs of the question alone. Exact if the machine's best is known for each size that still fits
-/// beside the answer.
+/// Answers with tables for the question's GPUs alone. The answer is exact if the machine's best is known for each size
+/// that still fits beside it.
 fn of_few(topology: &NodeTopology, tree: &Tree, question: &Question) -> AllocationReport {
     let places: Vec<usize> = question.candidates().places().collect();
     let part = topology.restricted(&places);
@@ -95,17 +97,17 @@ struct Search<'a> {
     question: &'a Question,
 }
 
-/// The best of the sets that were looked at.
+/// The best of the sets compared so far.
 struct Best<'a> {
     search: &'a Search<'a>,
-    /// How many are kept.
+    /// The number of sets that are kept.
     most: usize,
-    /// The best first.
+    /// The sets kept, the best first.
     found: Vec<Found>,
 }
 
 impl Best<'_> {
-    /// Looks at sets of one size. How many of them are not kept already.
+    /// Compares sets of one size with those kept. Returns the number of sets that were new.
     fn add<'s>(&mut self, sets: impl IntoIterator<Item = &'s GpuSet>) -> u64 {
         let is_new = |set: &&GpuSet| self.add_one(**set);
         sets.into_iter().filter(is_new).count() as u64
@@ -138,8 +140,8 @@ impl Search<'_> {
         self.question.available.without(chosen)
     }
 
-    /// The clusters with room for the request, the widest first and those of one width together: no set that leaves
-    /// these has as good a collective. Everything at once where that is little.
+    /// The clusters with room for the request, the widest first; clusters of one width are together. No set that leaves
+    /// them has as good a collective. If there are few sets, all clusters are one region.
     fn regions(&self, need: usize) -> Vec<Vec<GpuSet>> {
         let Question { must, free, size, .. } = *self.question;
         let everything = vec![must.union(free)];
@@ -158,7 +160,7 @@ impl Search<'_> {
         regions.into_values().chain([everything]).collect()
     }
 
-    /// For each region, what may be taken of each class in it.
+    /// The members of each class that may be taken, for each region.
     fn classes(&self, regions: &[GpuSet]) -> Vec<Vec<GpuSet>> {
         let free = |region: GpuSet| {
             let classes = self.tree.classes().iter().map(move |class| class.intersection(region));
@@ -167,7 +169,7 @@ impl Search<'_> {
         regions.iter().map(|region| free(*region)).collect()
     }
 
-    /// Sets of the size asked for, grown from what must be in and from that with a whole cluster.
+    /// Grows sets of the size asked for, from `must_include` and from `must_include` with a whole cluster.
     fn grow(&self, regions: &[GpuSet], classes: &[Vec<GpuSet>], need: usize) -> Vec<GpuSet> {
         let Question { must, free, size, .. } = *self.question;
         let inside = |set: GpuSet| regions.iter().any(|region| set.without(*region).is_empty());
@@ -195,7 +197,7 @@ impl Search<'_> {
         pools.remove(&size).into_iter().flatten().collect()
     }
 
-    /// The set with the last of some class's members exchanged for the next one: as good in every number.
+    /// Exchanges the last of some class's members for the next one, which gives a set that is as good in every number.
     fn other_members<'s>(&self, best: GpuSet, classes: &'s [Vec<GpuSet>]) -> impl Iterator<Item = GpuSet> + use<'s> {
         let free = best.without(self.question.must);
         classes.iter().flatten().filter_map(move |class| {
@@ -206,7 +208,7 @@ impl Search<'_> {
     }
 }
 
-/// How many sets of `need` GPUs there are, GPUs of one class being the same.
+/// The number of sets of `need` GPUs, with the GPUs of one class counted as equal.
 fn ways(classes: &[GpuSet], need: usize) -> u64 {
     let mut ways = vec![0_u64; need + 1];
     ways.first_mut().into_iter().for_each(|none| *none = 1);
@@ -220,7 +222,7 @@ fn ways(classes: &[GpuSet], need: usize) -> u64 {
     ways.last().copied().unwrap_or(0)
 }
 
-/// All those sets, the first members of each class taken.
+/// Lists all those sets, with the first members of each class.
 fn compose(classes: &[GpuSet], need: usize, taken: GpuSet, sets: &mut Vec<GpuSet>) {
     let left = classes.iter().map(|class| class.len()).sum::<usize>();
     let Some((class, rest)) = classes.split_first().filter(|_| need > 0) else {

@@ -1,5 +1,7 @@
 //! A set of GPUs as bits, in the order of their PCI addresses.
 
+use crate::prelude::*;
+
 use core::cmp::Ordering;
 
 /// A set of up to 64 GPUs; bit i is the GPU at place i of the topology.
@@ -23,12 +25,12 @@ impl GpuSet {
         self.0.count_ones() as usize
     }
 
-    /// Whether there is no member.
+    /// Returns true if there is no member.
     pub fn is_empty(self) -> bool {
         self.0 == 0
     }
 
-    /// Whether `place` is a member.
+    /// Returns true if `place` is a member.
     pub fn contains(self, place: usize) -> bool {
         !self.intersection(Self::of(place)).is_empty()
     }
@@ -38,7 +40,7 @@ impl GpuSet {
         Self(self.0 | other.0)
     }
 
-    /// The members of both.
+    /// The members that both have.
     pub fn intersection(self, other: Self) -> Self {
         Self(self.0 & other.0)
     }
@@ -77,7 +79,7 @@ impl FromIterator<usize> for GpuSet {
 
 /// All subsets of `of` with `size` members, each once, in the order of their bits as a number.
 ///
-/// The next number with as many ones (Gosper's hack), where only the members of `of` count as digits.
+/// Each step finds the next number with as many ones (Gosper's hack), where only the members of `of` count as digits.
 pub(crate) fn subsets(of: GpuSet, size: usize) -> impl Iterator<Item = GpuSet> {
     let lowest_free = move |set: GpuSet| of.without(set).lowest();
     let first = (0..size).fold(GpuSet::default(), |set, _| set.union(lowest_free(set)));
@@ -91,10 +93,22 @@ pub(crate) fn subsets(of: GpuSet, size: usize) -> impl Iterator<Item = GpuSet> {
     core::iter::successors((size <= of.len()).then_some(first), next)
 }
 
+/// The connected parts of the graph of `gpus` vertices that `joined` makes, in the order of their first members.
+pub(crate) fn components(gpus: usize, joined: impl Fn(usize, usize) -> bool) -> Vec<GpuSet> {
+    let mut parts: Vec<GpuSet> = Vec::new();
+    for gpu in 0..gpus {
+        let near: GpuSet = (0..gpu).filter(|other| joined(gpu, *other)).collect();
+        let (joined, apart): (Vec<_>, Vec<_>) = parts.into_iter().partition(|part| !part.intersection(near).is_empty());
+        parts = apart;
+        parts.push(joined.into_iter().fold(GpuSet::of(gpu), GpuSet::union));
+    }
+    parts.sort_by_key(|part| part.lowest());
+    parts
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::prelude::*;
 
     #[test]
     fn subsets_are_complete_and_unique() {

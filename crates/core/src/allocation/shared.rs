@@ -1,8 +1,8 @@
-//! Shared and partitioned GPUs: units (slots of time-slicing or MPS, MIG devices) chosen by the GPUs behind them.
+//! The choice among units of shared and partitioned GPUs: slots of time-slicing or MPS, MIG devices.
 //!
-//! Owns how units are spread over GPUs; which GPUs go well together is the whole-GPU choice's business, and every tie is
-//! handed to it. Works on counts for each GPU, so that its cost grows with the number of units only. Never fails, as the
-//! whole-GPU choice.
+//! This file spreads units over GPUs. Where several GPUs are equal, the choice of whole GPUs decides among them. It
+//! works with counts for each GPU, so its cost grows with the number of units only. Like the choice of whole GPUs it
+//! never fails.
 
 use crate::prelude::*;
 use alloc::collections::BTreeMap;
@@ -14,23 +14,24 @@ use super::set::GpuSet;
 use super::tables::AllocationTables;
 use crate::topology::{GpuUuid, NodeTopology};
 
-/// The units of one resource, and how busy the GPUs behind them are otherwise.
+/// The units of one resource, and how much of their GPUs other resources use.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Units {
-    /// The id and the GPU's place; by place, within a GPU by number.
+    /// Each unit's id and its GPU's place; by place, within a GPU by number.
     units: Vec<(DeviceId, usize)>,
-    /// Where in `units` an id is.
+    /// The position in `units` of each id.
     by_id: BTreeMap<DeviceId, usize>,
-    /// For each GPU's place, the units of other resources on it that are in use.
+    /// The number of units of other resources in use, by the GPU's place.
     others: BTreeMap<usize, usize>,
-    /// For each unit, the number of the device that it is a slot of: a GPU may have several MIG devices. Empty where
-    /// every unit of a GPU is as good as another.
+    /// The device of each unit, as a number: a GPU may have several MIG devices, and a unit is a slot of one. Empty if
+    /// all units of a GPU are equal.
     devices: Vec<usize>,
 }
 
 impl Units {
-    /// Units with the places of their GPUs, and for each place how many units of other resources are in use there
-    /// (MIG devices of another profile). The order of the units means nothing; of two with one id the first counts.
+    /// Makes units from ids with the places of their GPUs, and from the number of units of other resources that are in
+    /// use at each place (MIG devices of another profile). The order of the units does not matter. If two have one id,
+    /// the first counts.
     pub fn new(units: impl IntoIterator<Item = (DeviceId, usize)>, others: BTreeMap<usize, usize>) -> Self {
         let mut places: BTreeMap<DeviceId, usize> = BTreeMap::new();
         for (id, gpu) in units {
@@ -43,7 +44,7 @@ impl Units {
         Self { units, by_id, others, devices }
     }
 
-    /// The same number of slots on each GPU of a machine.
+    /// Makes the same number of slots on each GPU of a machine.
     pub fn slots(topology: &NodeTopology, replicas: usize) -> Self {
         let gpus = topology.gpus().iter().enumerate();
         let slots = gpus.flat_map(|(place, gpu)| (0..replicas).map(move |slot| (Self::slot(&gpu.uuid, slot), place)));
@@ -66,8 +67,8 @@ impl Units {
     }
 }
 
-/// The devices that units are slots of, by number, where a GPU has several of which one at least has several slots.
-/// Slots of one device lie beside each other.
+/// The device of each unit, as a number, if some GPU has several devices of which at least one has several slots. Slots
+/// of one device are adjacent.
 fn devices(units: &[(DeviceId, usize)]) -> Vec<usize> {
     let mut numbers = Vec::with_capacity(units.len());
     let (mut number, mut slots, mut several) = (0, false, false);
@@ -88,7 +89,7 @@ fn devices(units: &[(DeviceId, usize)]) -> Vec<usize> {
     if slots && several { numbers } else { Vec::new() }
 }
 
-/// The key by which slot 2 comes before slot 10.
+/// The sort key that puts slot 2 before slot 10.
 fn natural(id: &DeviceId) -> (&str, u64) {
     let slot = id.as_str().rsplit_once("::").and_then(|(gpu, slot)| Some((gpu, slot.parse().ok()?)));
     slot.unwrap_or((id.as_str(), 0))
@@ -96,21 +97,24 @@ fn natural(id: &DeviceId) -> (&str, u64) {
 
 /// Chooses the best units for a request, and reports why.
 ///
-/// How used a GPU is: its units that the request neither offers nor demands, and the units of other resources in use.
-/// - `distributed`: round by round one unit of each GPU that has carried fewest of this request (those of
-///   `must_include` count as carried). Where a round needs fewer GPUs than there are, the less used ones take part,
-///   and among equally used ones the choice of whole GPUs decides: it must include the GPUs that take part already, may
-///   take the equally used ones, and sees as remaining those of them that it leaves. These are what the next request
-///   gets first; a more used GPU is not counted as free, and one that takes part is not either.
-/// - `best-effort`: the same, however used the GPUs are.
-/// - `packed`: fills the most used GPU, units taken for this request included, then the next. Among equally used ones
-///   first those that carry a unit of this request, then those with more free units, then what the choice of whole
-///   GPUs takes beside the GPUs that carry units already; the last of them by PCI address may stay partly free.
+/// A GPU is used as much as it has units that the request neither offers nor demands, plus units of other resources in
+/// use.
 ///
-/// Within one GPU that has several devices (shared MIG devices) `distributed` and `best-effort` go from device to
-/// device in the same way, those that carry fewest units of this request first, then the less used ones; `packed`
-/// fills the most used device first. Of one device the slots with the lowest numbers are taken. With one unit on each
-/// GPU and no others all three are the choice of whole GPUs. The report is that of the GPUs behind the units, its
+/// - `distributed`: takes units in rounds. Each round takes one unit of each GPU that has the fewest units of this
+///   request; units of `must_include` count. If a round needs fewer GPUs than there are, the least used GPUs take part.
+///   Among equally used GPUs the choice of whole GPUs decides: its set must include the GPUs that take part already and
+///   may include the equally used ones. For its value of what remains, only the equally used GPUs that it leaves count
+///   as free, because the next request gets those first. More used GPUs do not count, nor do GPUs that take part.
+/// - `best-effort`: the same, but ignores how much the GPUs are used.
+/// - `packed`: fills the most used GPU, then the next; units taken for this request count as used. Among equally used
+///   GPUs it prefers those that have a unit of this request, then those with more free units, then those that the
+///   choice of whole GPUs takes beside the GPUs that have units already. The last of these by PCI address may stay
+///   partly free.
+///
+/// Within a GPU that has several devices (shared MIG devices), `distributed` and `best-effort` go from device to device
+/// in the same way: first those with the fewest units of this request, then the less used ones. `packed` fills the most
+/// used device first. Within one device the slots with the lowest numbers are taken. With one unit on each GPU and no
+/// others, all three policies are the choice of whole GPUs. The report is about the GPUs behind the units, and its
 /// `size` and `candidates` count GPUs; after a fallback they count units.
 pub fn preferred_units(
     tables: &AllocationTables,
@@ -131,16 +135,16 @@ pub fn preferred_units(
     (spread.answer(), report)
 }
 
-/// What one GPU has for a request.
+/// The units of one GPU in a request.
 #[derive(Clone, Debug, Default)]
 struct Share {
-    /// Units in use, as the policy sees it.
+    /// Units in use, as the policy counts them.
     used: usize,
     /// Units of `must_include`, as places in [`Units`].
     must: Vec<usize>,
-    /// Units that may be taken, as places in [`Units`], in the order in which they are taken.
+    /// Units that may be taken, as places in [`Units`], in the order of taking.
     free: Vec<usize>,
-    /// How many of `free` are taken.
+    /// The number of units of `free` that are taken.
     taken: usize,
 }
 
@@ -154,9 +158,9 @@ impl Share {
     }
 }
 
-/// Puts the free units of each GPU in the order in which they are taken, by the devices they are slots of.
+/// Sorts the free units of each GPU into the order of taking, by their devices.
 fn arrange(gpus: &mut [Share], units: &Units, policy: AllocationPolicy) {
-    // By device: units that the request demands, and units that are in use.
+    // Units that the request demands, and units that are in use, by device.
     let mut carried: BTreeMap<usize, usize> = BTreeMap::new();
     let mut used: BTreeMap<usize, usize> = BTreeMap::new();
     let device = |at: &usize| units.devices.get(*at).copied().unwrap_or_default();
@@ -191,12 +195,12 @@ fn arrange(gpus: &mut [Share], units: &Units, policy: AllocationPolicy) {
     }
 }
 
-/// A request on its way to an answer.
+/// A request while its units are being taken.
 struct Spread<'a> {
     tables: &'a AllocationTables,
     units: &'a Units,
     policy: AllocationPolicy,
-    /// By place.
+    /// The GPUs by place.
     gpus: Vec<Share>,
     /// Units still to be taken.
     need: usize,
@@ -209,7 +213,7 @@ impl<'a> Spread<'a> {
         request: &AllocationRequest,
         policy: AllocationPolicy,
     ) -> Result<Self, FallbackReason> {
-        // By unit: whether it must be taken (`true`) or may be.
+        // `true` for a unit that must be taken, `false` for one that may be.
         let mut asked = vec![None; units.units.len()];
         for (ids, must) in [(&request.available, false), (&request.must_include, true)] {
             for id in ids {
@@ -222,7 +226,7 @@ impl<'a> Spread<'a> {
             match (gpus.get_mut(*gpu), asked) {
                 (Some(share), None) => share.used += 1,
                 (Some(share), Some(must)) => if must { &mut share.must } else { &mut share.free }.push(at),
-                // A unit of a GPU that this topology lacks counts only where it is requested.
+                // A unit of a GPU that this topology lacks counts only if it is requested.
                 (None, None) => {}
                 (None, Some(_)) => return Err(FallbackReason::UnknownDevice),
             }
@@ -295,7 +299,7 @@ impl<'a> Spread<'a> {
         gpus.iter().enumerate().filter(|(_, share)| share.left() > 0)
     }
 
-    /// The GPUs that carry so many units of this request.
+    /// The GPUs that have at least so many units of this request.
     fn carriers(&self, least: usize) -> GpuSet {
         self.gpus.iter().enumerate().filter(|(_, share)| share.carries() >= least).map(|(place, _)| place).collect()
     }
@@ -314,7 +318,7 @@ impl<'a> Spread<'a> {
         Question::of(must, must.union(tied), size, self.policy).answer(self.tables)
     }
 
-    /// That of the choice which made the set of GPUs; where they were no choice, what they are worth.
+    /// Reports the choice that made the set of GPUs. If there was no choice, reports the values of the set.
     fn report(&self, chosen: Option<AllocationReport>) -> AllocationReport {
         let all = self.carriers(1);
         let made = chosen.filter(|report| report.chosen == all);

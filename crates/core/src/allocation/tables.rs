@@ -1,4 +1,4 @@
-//! What depends on the topology alone, computed once and asked at every admission.
+//! [`AllocationTables`]: values that depend on the topology alone, computed once and read at every admission.
 
 use crate::prelude::*;
 use alloc::collections::BTreeMap;
@@ -14,10 +14,11 @@ use super::tree::Tree;
 use super::{collective, remaining, tree};
 use crate::topology::{NodeTopology, bandwidth};
 
-/// The tables of one topology. Off the admission path to build, read-only afterwards, swapped in whole.
+/// The tables of one topology. They are built off the admission path, are read-only afterwards, and are replaced as a
+/// whole.
 ///
 /// Up to [`Self::EXACT_GPUS`] GPUs they hold a row of 24 bytes for each of the 2^n sets (6 KiB for 8 GPUs, 1.5 MiB for
-/// 16) and each value once. For more they hold the tree of the machine, and sets are valued when they are asked for.
+/// 16) and each value once. For more GPUs they hold the machine's tree, and sets are valued when a request needs them.
 #[derive(Clone, Debug)]
 pub struct AllocationTables {
     topology: Arc<NodeTopology>,
@@ -26,7 +27,7 @@ pub struct AllocationTables {
     values: SetValues,
 }
 
-/// Where the values of a set come from.
+/// The source of the values of a set.
 #[derive(Clone, Debug)]
 pub(super) enum SetValues {
     Tables(SetTables),
@@ -35,27 +36,27 @@ pub(super) enum SetValues {
 
 /// One row for each set of GPUs.
 ///
-/// A value is kept as its rank among all values of its kind. There are at most 2^16 sets, so four ranks of 16 bits make
-/// a number that compares as the values do, one after another.
+/// A row keeps each value as its rank among all values of its kind. There are at most 2^16 sets, so four ranks of 16
+/// bits make one number that compares as the four values do, one after another.
 #[derive(Clone, Debug)]
 pub(super) struct SetTables {
-    /// For a set that is chosen, the ranks of its collective and of its pairs, each with room for a rank below.
+    /// The ranks of collective and pairs of a chosen set, each with room for another rank below it.
     chosen: Vec<u64>,
-    /// For a set that stays free, the ranks of what remains and of its room, in the places left by `chosen`.
+    /// The ranks of the remaining value and the room of a free set, in the places that `chosen` leaves.
     remains: Vec<u64>,
     /// Mbit/s.
     nics: Vec<u64>,
-    /// What the ranks stand for, ascending: MB/s.
+    /// The values behind the ranks, ascending: MB/s.
     collective: Vec<u32>,
     remaining: Vec<u32>,
     /// MB/s, and the closeness.
     pairs: Vec<(u64, i64)>,
-    /// GPUs, and the closeness of what remains.
+    /// GPUs, and the closeness of the remaining GPUs.
     room: Vec<(u8, i64)>,
 }
 
 impl AllocationTables {
-    /// The most GPUs for which every set has its row, and every choice is exact.
+    /// The most GPUs for which every set has a row and every choice is exact.
     pub const EXACT_GPUS: usize = 16;
 
     /// Computes the tables of a topology.
@@ -69,45 +70,32 @@ impl AllocationTables {
         Self { places: ids.collect(), values, topology }
     }
 
-    /// The place of the whole GPU of an id.
+    /// The place of the whole GPU that an id names.
     pub(super) fn place(&self, id: &DeviceId) -> Option<usize> {
         self.places.get(id).copied()
     }
 
-    /// The topology they were computed from.
+    /// The topology that the tables were computed from.
     pub fn topology(&self) -> &Arc<NodeTopology> {
         &self.topology
     }
 
-    /// What a set of GPUs is worth by itself: nothing stays free beside it.
+    /// The values of a set of GPUs while no other GPU is free.
     pub(crate) fn worth(&self, set: GpuSet) -> Values {
-        self.worth_beside(set, GpuSet::default())
-    }
-
-    /// What a set of GPUs is worth while others stay free beside it.
-    pub(crate) fn worth_beside(&self, set: GpuSet, free: GpuSet) -> Values {
         match &self.values {
-            SetValues::Tables(sets) => sets.values(set, free),
-            SetValues::Tree(tree) => tree.values(set, free),
+            SetValues::Tables(sets) => sets.values(set, GpuSet::default()),
+            SetValues::Tree(tree) => tree.values(set, GpuSet::default()),
         }
     }
 
-    /// Whether the values of every set are exact: on a mesh of more than [`Self::EXACT_GPUS`] GPUs they are bounds.
-    pub(crate) fn are_exact(&self) -> bool {
-        match &self.values {
-            SetValues::Tables(_) => true,
-            SetValues::Tree(tree) => tree.exact(),
-        }
-    }
-
-    /// The best `size` of these GPUs; empty where there are fewer.
+    /// The best `size` of these GPUs; empty if there are fewer.
     pub(crate) fn best_of(&self, gpus: GpuSet, size: usize) -> GpuSet {
         let question = Question::of(GpuSet::default(), gpus, size, AllocationPolicy::BestEffort);
         if (1..=gpus.len()).contains(&size) { question.answer(self).chosen } else { GpuSet::default() }
     }
 
-    /// The ring bandwidth of a set by NCCL's model, MB/s. `None` for fewer than two GPUs, which have no links between them, and
-    /// where it is not known: large sets of a mesh of NVLinks of more than [`Self::EXACT_GPUS`] GPUs.
+    /// The ring bandwidth of a set by NCCL's model, MB/s. `None` for fewer than two GPUs, which have no links between
+    /// them, and if it is unknown: large sets of a mesh of NVLinks of more than [`Self::EXACT_GPUS`] GPUs.
     pub fn collective(&self, set: GpuSet) -> Option<u64> {
         match &self.values {
             _ if set.len() < 2 => None,
@@ -118,8 +106,8 @@ impl AllocationTables {
         }
     }
 
-    /// The best collective of any `size` of these GPUs, MB/s; `None` for fewer than two, and where there are fewer. On a
-    /// mesh of NVLinks of more than [`Self::EXACT_GPUS`] GPUs it is the best that was found.
+    /// The best collective of any `size` of these GPUs, MB/s; `None` for a size below two, and if there are fewer GPUs.
+    /// On a mesh of NVLinks of more than [`Self::EXACT_GPUS`] GPUs it is the best one found.
     pub fn best_collective(&self, gpus: GpuSet, size: usize) -> Option<u64> {
         match &self.values {
             _ if !(2..=gpus.len()).contains(&size) => None,
@@ -132,15 +120,15 @@ impl AllocationTables {
         }
     }
 
-    /// Where the values of a set come from.
+    /// The source of the values.
     pub(super) fn values(&self) -> &SetValues {
         &self.values
     }
 }
 
 impl SetTables {
-    /// Computes the rows. Where the GPUs are a few of a larger machine, `tree` is that machine: what remains is valued
-    /// by its best.
+    /// Computes the rows. If the GPUs are a few of a larger machine, `tree` is that machine's, and the remaining value
+    /// is relative to that machine's best.
     pub fn new(topology: &NodeTopology, tree: Option<&Tree>) -> Self {
         let gpus = topology.gpus().len();
         let collective = collective::table(topology);
@@ -166,8 +154,8 @@ impl SetTables {
         }
     }
 
-    /// A number for a set that is chosen and what stays free beside it: of two, the larger is the better by all values
-    /// before [`Value::Nics`](super::Value::Nics).
+    /// Combines the values of a chosen set and of the GPUs that stay free into one number. The larger number is better
+    /// by all values before [`Value::Nics`](super::Value::Nics).
     pub fn rank(&self, chosen: GpuSet, remains: GpuSet) -> u64 {
         at(&self.chosen, chosen) | at(&self.remains, remains)
     }
@@ -183,7 +171,7 @@ impl SetTables {
         at(&self.nics, chosen)
     }
 
-    /// What a set is worth, and what stays free beside it.
+    /// The values of a chosen set and of the GPUs that stay free.
     pub fn values(&self, chosen: GpuSet, remains: GpuSet) -> Values {
         let all = self.rank(chosen, remains);
         let rank = |place: u32| all >> place & u64::from(u16::MAX);
@@ -201,7 +189,7 @@ impl SetTables {
     }
 }
 
-/// Closeness is the less the more ranks there are.
+/// Turns a distance into a closeness: more ranks make less closeness.
 fn minus(distance: u64) -> i64 {
     i64::try_from(distance).map_or(i64::MIN, |distance| -distance)
 }
@@ -216,7 +204,7 @@ fn ranked<T: Ord + Clone>(values: Vec<T>) -> (Vec<T>, impl Iterator<Item = u64>)
     (distinct, ranks.into_iter())
 }
 
-/// For every set, the summed rates of the distinct NICs nearest to its members, Mbit/s.
+/// Sums, for every set, the rates of the distinct NICs nearest to its members, Mbit/s.
 fn nics_table(topology: &NodeTopology) -> Vec<u64> {
     let (nearest, rates) = nearest_nics(topology);
     let mut near: Vec<u64> = vec![0; 1 << topology.gpus().len()];
@@ -232,10 +220,10 @@ fn nics_table(topology: &NodeTopology) -> Vec<u64> {
     near.into_iter().map(|nics| GpuSet(nics).places().filter_map(|nic| rates.get(nic)).sum()).collect()
 }
 
-/// For each GPU its nearest NICs as bits, and the rate of each such NIC.
+/// Each GPU's nearest NICs as bits, and the rate of each such NIC.
 ///
-/// Nearest are all NICs of the smallest rank, if that is PHB or closer. Only NICs that are nearest to some
-/// GPU have a bit; the 65th such (no machine has it) would count for none.
+/// The nearest NICs are all those of the smallest rank, if that is PHB or closer. Only NICs that are nearest to some
+/// GPU have a bit. No machine has 65 such NICs; a 65th would count for no GPU.
 pub(super) fn nearest_nics(topology: &NodeTopology) -> (Vec<u64>, Vec<u64>) {
     let mut bits: BTreeMap<usize, u64> = BTreeMap::new();
     let mut rates = Vec::new();

@@ -1,53 +1,52 @@
 //! A machine of more than 16 GPUs as a tree of clusters, in which a set's values are sums over the clusters.
 //!
-//! Behind PCIe switches and NVSwitches, bandwidths and ranks are nested: what two GPUs have between them is what the
-//! smallest cluster around both has. Then a collective is the width of the smallest cluster around a set, and the
-//! best packing fills each cluster from within: both exact, without a row for each set. Whether a machine is so
-//! is checked, not assumed; of another one (a mesh of NVLinks) the tree is only a bound, and answers from it say so.
+//! Behind PCIe switches and NVSwitches, bandwidths and ranks are nested: the bandwidth between two GPUs is that of the
+//! smallest cluster around both. A collective is then the width of the smallest cluster around a set, and the best
+//! packing fills each cluster from within. Both are exact and need no row for each set. The code checks whether a
+//! machine is such a tree. On another machine (a mesh of NVLinks) the tree gives only bounds, and the answers say so.
 
 use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
 
 use super::collective;
-use super::groups::components;
 use super::remaining::{self, GROUPS, WHOLE};
 use super::report::Values;
-use super::set::{GpuSet, subsets};
+use super::set::{GpuSet, components, subsets};
 use super::tables;
 use crate::topology::{NodeTopology, Rank};
 
-/// Sets of one size, of all GPUs of a machine, of which each is valued to find the best: off the admission path, a
-/// few microseconds each. All sets of four of 27 GPUs are fewer.
+/// The most sets of one size that are all valued to find a machine's best, off the admission path, at a few
+/// microseconds each. All sets of four of 27 GPUs are fewer.
 const MOST_TOP_SETS: u64 = 20_000;
 
-/// What the values of a set need.
+/// The clusters, classes and tables from which a set is valued.
 #[derive(Clone, Debug)]
 pub(super) struct Tree {
     bandwidths: Forest,
-    /// Over [`Rank::FARTHEST`] less the rank: more is closer.
+    /// [`Rank::FARTHEST`] less the rank: more is closer.
     ranks: Forest,
     nvlinks: Peers,
     packages: Vec<GpuSet>,
     near_nics: Vec<u64>,
     nic_rates: Vec<u64>,
     tops: [Top; 3],
-    /// For each cluster of `bandwidths`, what it adds for each GPU of a whole group in it, by group size.
+    /// The value that each GPU of a whole group adds in each cluster of `bandwidths`, by group size.
     shares: Vec<[u64; 3]>,
-    /// GPUs of one class differ in nothing but their address.
+    /// Classes of GPUs that differ in nothing but their address.
     classes: Vec<GpuSet>,
     exact: bool,
 }
 
-/// The best collective of any so many GPUs of the machine.
+/// The best collective of any group of one size on the machine.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Top {
     /// MB/s.
     pub mbps: u32,
-    /// Whether it is proven that no set is better.
+    /// True if it is proven that no set is better.
     pub exact: bool,
 }
 
-/// GPUs that reach each other, and no other GPU, by hops of at least `width`.
+/// GPUs that reach each other by hops of at least `width`, and no other GPU.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Cluster {
     pub members: GpuSet,
@@ -56,7 +55,7 @@ pub(super) struct Cluster {
     below: u32,
 }
 
-/// For each GPU, which others it reaches by how much; those that it reaches by nothing left out.
+/// The other GPUs that each GPU reaches, by measure; those with measure 0 are left out.
 #[derive(Clone, Debug)]
 struct Peers(Vec<Vec<(u64, GpuSet)>>);
 
@@ -72,7 +71,7 @@ impl Peers {
         Self((0..gpus).map(peers).collect())
     }
 
-    /// For each GPU of a set, the sum of the measure to the others of it.
+    /// The sum of the measure from each GPU of a set to the set's other GPUs.
     fn sums(&self, set: GpuSet) -> impl Iterator<Item = u64> {
         let peers = set.places().filter_map(|gpu| self.0.get(gpu));
         peers.map(move |peers| peers.iter().map(|(width, peers)| width * peers.intersection(set).len() as u64).sum())
@@ -82,9 +81,10 @@ impl Peers {
 /// The clusters of one measure.
 #[derive(Clone, Debug)]
 struct Forest {
-    /// The widest first: a cluster comes before those around it.
+    /// The clusters, the widest first: a cluster comes before those around it.
     clusters: Vec<Cluster>,
-    /// What the clusters do not show; `None` where every pair has exactly the width of the smallest cluster around it.
+    /// The part of the measure that the clusters do not show; `None` if every pair has exactly the width of the
+    /// smallest cluster around it.
     peers: Option<Peers>,
 }
 
@@ -133,7 +133,7 @@ impl Forest {
         self.sum(|cluster| cluster.members.intersection(set).len() as u64 / 2)
     }
 
-    /// A sum over pairs, of which each cluster holds so many.
+    /// Sums over pairs; `pairs` gives the number of pairs that each cluster holds.
     fn sum(&self, pairs: impl Fn(&Cluster) -> u64) -> u64 {
         self.clusters.iter().map(|cluster| u64::from(cluster.width - cluster.below) * pairs(cluster)).sum()
     }
@@ -157,12 +157,12 @@ impl Tree {
         Self { bandwidths, ranks, nvlinks, packages, near_nics, nic_rates, tops, shares, classes, exact }
     }
 
-    /// Whether the values are those of the definition, not bounds.
+    /// Returns true if the values are exact and not bounds.
     pub(super) fn exact(&self) -> bool {
         self.exact
     }
 
-    /// The best collective of `group` GPUs; nothing for sizes that are not valued.
+    /// The best collective of `group` GPUs; 0 for sizes that are not valued.
     pub(super) fn top(&self, group: usize) -> Top {
         let tops = GROUPS.into_iter().zip(self.tops);
         tops.into_iter().find(|(size, _)| *size == group).map(|(_, top)| top).unwrap_or_default()
@@ -178,8 +178,8 @@ impl Tree {
         &self.classes
     }
 
-    /// What a set is worth, and what stays free beside it. Where the tree is not exact, `collective`, `remaining` and
-    /// `remaining_closeness` are bounds.
+    /// The values of a chosen set and of the GPUs that stay free. If the tree is not exact, `collective`, `remaining`
+    /// and `remaining_closeness` are bounds.
     pub(super) fn values(&self, chosen: GpuSet, remains: GpuSet) -> Values {
         let farthest = u64::from(Rank::FARTHEST.number());
         let minus =
@@ -196,14 +196,15 @@ impl Tree {
         }
     }
 
-    /// Whether a set is worth less than another, by the first two values: most are, and these take the least time.
+    /// Returns true if a set is worse than another by the first two values. Most sets are, and these two take the least
+    /// time.
     pub(super) fn falls_behind(&self, chosen: GpuSet, remains: GpuSet, other: &Values) -> bool {
         let first = self.collective(chosen).cmp(&other.collective);
         first.then_with(|| self.remaining(remains).cmp(&other.remaining)).is_lt()
     }
 
-    /// The width of the cluster around a set. In a mesh no more than each GPU's own links can carry, as long as
-    /// all have some.
+    /// The width of the cluster around a set; in a mesh at most what each GPU's own links carry, if every GPU has
+    /// links.
     fn collective(&self, set: GpuSet) -> u64 {
         if set.len() < 2 {
             return 0;
@@ -212,7 +213,8 @@ impl Tree {
         links.unwrap_or_else(|| u64::from(self.bandwidths.width(set)))
     }
 
-    /// Each cluster adds, for each whole group in it, what its width is worth above that of the cluster around it.
+    /// The value of what remains: each cluster adds, for each whole group in it, the value of its width above the width
+    /// of the cluster around it.
     fn remaining(&self, set: GpuSet) -> u64 {
         let of = |(cluster, shares): (&Cluster, &[u64; 3])| {
             let inside = cluster.members.intersection(set).len();
@@ -223,19 +225,19 @@ impl Tree {
     }
 }
 
-/// How many pairs a set has.
+/// The number of pairs in a set.
 fn pairs_of(set: GpuSet) -> u64 {
     let gpus = set.len() as u64;
     gpus * gpus.saturating_sub(1) / 2
 }
 
-/// How close two GPUs are: more is closer.
+/// The closeness of two GPUs: more is closer.
 fn closeness(topology: &NodeTopology, a: usize, b: usize) -> u32 {
     u32::from(Rank::FARTHEST.number().saturating_sub(topology.rank(a, b).number()))
 }
 
-/// Whether NVLinks add nothing to what bandwidths between pairs say: each GPU has them to one other alone, or
-/// to the others of its NVSwitch plane by its port.
+/// Returns true if the bandwidths between pairs describe the NVLinks completely: each GPU has NVLinks to one other GPU
+/// alone, or to the others of its NVSwitch plane through its port.
 fn plain_links(topology: &NodeTopology) -> bool {
     let gpus = topology.gpus();
     let linked = |a: usize| (0..gpus.len()).filter(move |b| a != *b && topology.nvlink(a, *b) > 0);
@@ -247,7 +249,7 @@ fn plain_links(topology: &NodeTopology) -> bool {
                 && topology.nvlink(a, b) == one.nvswitch_port.min(other.nvswitch_port)
         })
     };
-    // Both ends of a pair see the same; a GPU of a plane with a link elsewhere fails here, whoever looks.
+    // Both ends of a pair see the same links. A GPU of a plane with a link elsewhere fails the check from either end.
     (0..gpus.len())
         .all(|a| linked(a).all(|b| by_port(a, b)) || linked(a).all(|b| linked(b).eq([a]) && linked(a).eq([b])))
 }
@@ -258,8 +260,8 @@ fn widest(bandwidths: &Forest, group: usize) -> Top {
     Top { mbps: holds.map_or(0, |cluster| cluster.width), exact: true }
 }
 
-/// The best collective of any `group` GPUs: of all sets where they are few, else of those that grow from
-/// each GPU along its strongest links.
+/// The best collective of any `group` GPUs. Values all sets if they are few, otherwise those that grow from each GPU
+/// along its strongest links.
 fn best(topology: &NodeTopology, group: usize) -> Top {
     let gpus = topology.gpus().len();
     let all: GpuSet = (0..gpus).collect();
@@ -275,7 +277,7 @@ fn best(topology: &NodeTopology, group: usize) -> Top {
     Top { mbps, exact: few }
 }
 
-/// A set grown from one GPU: each next one has the most bandwidth to those before, the lowest of equals.
+/// Grows a set from one GPU: each next GPU has the most bandwidth to those before; among equals the lowest is taken.
 fn grown(topology: &NodeTopology, first: usize, size: usize) -> GpuSet {
     let all: GpuSet = (0..topology.gpus().len()).collect();
     let mut set = GpuSet::of(first);
@@ -289,7 +291,7 @@ fn grown(topology: &NodeTopology, first: usize, size: usize) -> GpuSet {
     set
 }
 
-/// The collective of one set, by the tables of these GPUs alone: for sets of up to eight or so.
+/// The collective of one set of at most eight or so GPUs, from tables of these GPUs alone.
 pub(super) fn collective_of(topology: &NodeTopology, set: GpuSet) -> u32 {
     let places: Vec<usize> = set.places().collect();
     collective::table(&topology.restricted(&places)).last().copied().unwrap_or(0)

@@ -1,7 +1,7 @@
 //! Opaque configuration of claims: NVIDIA's `GpuConfig` and `MigDeviceConfig` (`resource.nvidia.com/v1beta1`).
 //!
-//! Strict, as NVIDIA's driver: an unknown kind, version, field or value is the claim's error. What is asked for is
-//! enforced or refused by name; time slices of the default length are what a GPU has anyway.
+//! Strict, as NVIDIA's driver: an unknown kind, version, field or value is an error of the claim. Every setting is
+//! either enforced or refused by name. Time slices of the default length need nothing, because a GPU has them anyway.
 
 use crate::prelude::*;
 use alloc::collections::BTreeMap;
@@ -10,21 +10,22 @@ use serde::Deserialize;
 use serde_json::Value;
 use thiserror::Error;
 
-use super::AllocatedConfig;
+use super::claim::{AllocatedConfig, base};
 use super::mps::MpsConfig;
 use crate::quantity;
 use crate::quote::{one_line, quoted};
+use crate::state::DRA_DRIVER;
 
 /// The API group and version of NVIDIA's configuration.
 const API_VERSION: &str = "resource.nvidia.com/v1beta1";
 
-/// Where configuration comes from: the claim's own counts more than its class's.
+/// The sources of configuration; the claim's own overrides its class's.
 const SOURCES: [&str; 2] = ["FromClass", "FromClaim"];
 
 /// The lengths of time slices that NVIDIA's API has.
 const INTERVALS: [&str; 4] = ["Default", "Short", "Medium", "Long"];
 
-/// What a configuration is for.
+/// The kind of device that a configuration is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
     /// Whole GPUs.
@@ -42,65 +43,40 @@ impl Kind {
     }
 }
 
-/// What is wrong with the configuration of a claim.
+/// The error in the configuration of a claim.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum ConfigError {
-    /// Something else than opaque parameters.
+    /// The configuration has no opaque parameters.
     #[error("configuration without opaque parameters is not supported")]
     NotOpaque,
-    /// Neither of the claim nor of its class.
-    #[error("configuration from {} is not supported; known are FromClass and FromClaim", quoted(.source_name))]
-    Source {
-        /// What it says.
-        source_name: String,
-    },
+    /// The source is neither the claim nor its class.
+    #[error("configuration from {} is not supported; known are FromClass and FromClaim", quoted(.0))]
+    Source(String),
     /// The parameters are no JSON object.
-    #[error("opaque parameters: {}", one_line(.why))]
-    NoObject {
-        /// Why not.
-        why: String,
-    },
-    /// Another API.
-    #[error("opaque parameters: apiVersion {} is not supported; known is resource.nvidia.com/v1beta1", quoted(.found))]
-    ApiVersion {
-        /// What it says.
-        found: String,
-    },
-    /// Another kind of that API.
-    #[error("opaque parameters: kind {} is not supported; known are GpuConfig and MigDeviceConfig", quoted(.found))]
-    Kind {
-        /// What it says.
-        found: String,
-    },
-    /// An unknown field or value, or one of another type.
-    #[error("{kind}: {}", one_line(.why))]
-    Field {
-        /// Of which kind.
-        kind: &'static str,
-        /// What is wrong with it.
-        why: String,
-    },
-    /// Time slices of another length.
+    #[error("opaque parameters: {}", one_line(.0))]
+    NoObject(String),
+    /// The configuration is of another API.
+    #[error("opaque parameters: apiVersion {} is not supported; known is resource.nvidia.com/v1beta1", quoted(.0))]
+    ApiVersion(String),
+    /// The configuration is of another kind of that API.
+    #[error("opaque parameters: kind {} is not supported; known are GpuConfig and MigDeviceConfig", quoted(.0))]
+    Kind(String),
+    /// A field or value is unknown, or has another type.
+    #[error("{0}: {why}", why = one_line(.1))]
+    Field(&'static str, String),
+    /// The configuration asks for time slices of another length.
     #[error(
-        "{kind}: sharing.timeSlicingConfig.interval {interval} is not supported: linkwise leaves time slices to the \
+        "{0}: sharing.timeSlicingConfig.interval {1} is not supported: linkwise leaves time slices to the \
          driver; supported is Default"
     )]
-    Interval {
-        /// Of which kind.
-        kind: &'static str,
-        /// Which.
-        interval: String,
-    },
-    /// MPS on MIG devices.
+    Interval(&'static str, String),
+    /// The configuration asks for MPS on MIG devices.
     #[error(
-        "{kind}: sharing.strategy MPS is not supported: linkwise runs MPS control daemons for whole GPUs, not for MIG \
+        "{0}: sharing.strategy MPS is not supported: linkwise runs MPS control daemons for whole GPUs, not for MIG \
          devices; supported is TimeSlicing"
     )]
-    MpsOnMig {
-        /// Of which kind.
-        kind: &'static str,
-    },
-    /// Configuration for GPUs where a MIG device was allocated, or the other way round.
+    MpsOnMig(&'static str),
+    /// The configuration is for GPUs and a MIG device was allocated, or the other way round.
     #[error("{kind} is given for the request {}, whose device {device} is of another kind", quoted(.request))]
     OtherDevice {
         /// The configuration's kind.
@@ -112,7 +88,7 @@ pub enum ConfigError {
     },
 }
 
-/// Configuration that was read, in the order in which it counts: the last that fits a device is the device's.
+/// The configurations that were read, in ascending priority: the last that fits a device is used.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Configs(Vec<Config>);
 
@@ -121,30 +97,30 @@ pub(super) struct Configs(Vec<Config>);
 struct Config {
     kind: Kind,
     requests: Vec<String>,
-    /// What it asks for, or why that cannot be enforced.
+    /// The sharing that it asks for, or the reason why that cannot be enforced.
     asks: Result<Sharing, ConfigError>,
 }
 
-/// How containers that have a device share it.
+/// The way in which containers share a device.
 #[derive(Clone, Debug)]
 enum Sharing {
-    /// By turns.
+    /// They take turns.
     TimeSlices,
-    /// Through a control daemon.
+    /// They use it at once through a control daemon.
     Mps(MpsConfig),
 }
 
 impl Configs {
-    /// Reads all configuration for a driver: that of classes first, then the claim's own.
-    pub fn read(configs: &[AllocatedConfig], driver: &str) -> Result<Self, ConfigError> {
+    /// Reads all configurations for our driver: those of classes first, then the claim's own.
+    pub fn read(configs: &[AllocatedConfig]) -> Result<Self, ConfigError> {
         if let Some(unknown) = configs.iter().find(|config| !SOURCES.contains(&config.source.as_str())) {
-            return Err(ConfigError::Source { source_name: unknown.source.clone() });
+            return Err(ConfigError::Source(unknown.source.clone()));
         }
         let mut read = Vec::new();
         for source in SOURCES {
             for config in configs.iter().filter(|config| config.source == source) {
                 let opaque = config.opaque.as_ref().ok_or(ConfigError::NotOpaque)?;
-                if opaque.driver == driver {
+                if opaque.driver == DRA_DRIVER {
                     let (kind, asks) = parse(&opaque.parameters)?;
                     read.push(Config { kind, requests: config.requests.clone(), asks });
                 }
@@ -153,16 +129,16 @@ impl Configs {
         Ok(Self(read))
     }
 
-    /// The MPS that the configuration of a device asks for, with the configuration's number, if it does. `request` may
-    /// have an alternative, `gpus/quad`; a configuration for `gpus` is for it too. One that names no request is for all
-    /// devices of its kind.
+    /// The MPS settings for a device, with the configuration's number, if its configuration asks for MPS. `request` may
+    /// have an alternative, `gpus/quad`; a configuration for `gpus` applies to it too. A configuration that names no
+    /// request is for all devices of its kind.
     ///
     /// # Errors
     ///
-    /// It cannot be enforced.
+    /// The device's configuration cannot be enforced.
     pub fn mps(&self, request: &str, device: &str, kind: Kind) -> Result<Option<(usize, &MpsConfig)>, ConfigError> {
         for (number, config) in self.0.iter().enumerate().rev() {
-            let is_named = config.requests.iter().any(|named| named == request || named == super::base(request));
+            let is_named = config.requests.iter().any(|named| named == request || named == base(request));
             if is_named && config.kind != kind {
                 let (kind, request) = (config.kind.name(), request.to_owned());
                 return Err(ConfigError::OtherDevice { kind, request, device: device.to_owned() });
@@ -179,14 +155,14 @@ impl Configs {
     }
 }
 
-/// The fields of `GpuConfig` beside those of every object.
+/// The fields of `GpuConfig` or `MigDeviceConfig` without those that every object has.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct GpuConfig {
-    sharing: Option<GpuSharing>,
+struct Fields<T> {
+    sharing: Option<T>,
 }
 
-/// See [`GpuConfig`].
+/// The sharing of whole GPUs.
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 struct GpuSharing {
@@ -195,14 +171,7 @@ struct GpuSharing {
     mps_config: Option<Mps>,
 }
 
-/// The fields of `MigDeviceConfig` beside those of every object.
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct MigDeviceConfig {
-    sharing: Option<MigSharing>,
-}
-
-/// See [`MigDeviceConfig`].
+/// The sharing of MIG devices.
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 struct MigSharing {
@@ -233,7 +202,7 @@ struct Mps {
 }
 
 impl Mps {
-    /// The limits, or what is wrong with them.
+    /// Reads the limits; `Err` has the reason why they are wrong.
     fn read(self) -> Result<MpsConfig, String> {
         if self.multi_user == Some(true) {
             return Err(
@@ -257,9 +226,9 @@ impl Mps {
     }
 }
 
-/// Reads one object: its kind, and what it asks for, or why that cannot be enforced.
+/// Reads one object: its kind, and the sharing that it asks for or the reason why that cannot be enforced.
 fn parse(parameters: &str) -> Result<(Kind, Result<Sharing, ConfigError>), ConfigError> {
-    let no_object = |why: String| ConfigError::NoObject { why };
+    let no_object = |why: String| ConfigError::NoObject(why);
     let mut object = match serde_json::from_str(parameters) {
         Ok(Value::Object(object)) => object,
         Ok(_) => return Err(no_object("not a JSON object".to_owned())),
@@ -272,15 +241,15 @@ fn parse(parameters: &str) -> Result<(Kind, Result<Sharing, ConfigError>), Confi
     };
     let (version, kind) = (text("apiVersion"), text("kind"));
     if version != API_VERSION {
-        return Err(ConfigError::ApiVersion { found: version });
+        return Err(ConfigError::ApiVersion(version));
     }
     let kinds = [Kind::Gpu, Kind::Mig];
-    let kind = kinds.into_iter().find(|known| known.name() == kind).ok_or(ConfigError::Kind { found: kind })?;
+    let kind = kinds.into_iter().find(|known| known.name() == kind).ok_or(ConfigError::Kind(kind))?;
     let object = Value::Object(object);
-    let field = |why: String| ConfigError::Field { kind: kind.name(), why };
+    let field = |why: String| ConfigError::Field(kind.name(), why);
     let sharing = match kind {
-        Kind::Gpu => serde_json::from_value::<GpuConfig>(object).map(|config| config.sharing),
-        Kind::Mig => serde_json::from_value::<MigDeviceConfig>(object).map(|config| {
+        Kind::Gpu => serde_json::from_value::<Fields<GpuSharing>>(object).map(|config| config.sharing),
+        Kind::Mig => serde_json::from_value::<Fields<MigSharing>>(object).map(|config| {
             let all =
                 |MigSharing { strategy, mps_config }| GpuSharing { strategy, time_slicing_config: None, mps_config };
             config.sharing.map(all)
@@ -303,13 +272,11 @@ fn parse(parameters: &str) -> Result<(Kind, Result<Sharing, ConfigError>), Confi
             let limits = sharing.mps_config.unwrap_or_default().read().map_err(field)?;
             match kind {
                 Kind::Gpu => Ok(Sharing::Mps(limits)),
-                Kind::Mig => Err(ConfigError::MpsOnMig { kind: kind.name() }),
+                Kind::Mig => Err(ConfigError::MpsOnMig(kind.name())),
             }
         }
         (Strategy::TimeSlicing, None | Some("Default")) => Ok(Sharing::TimeSlices),
-        (Strategy::TimeSlicing, Some(interval)) => {
-            Err(ConfigError::Interval { kind: kind.name(), interval: interval.to_owned() })
-        }
+        (Strategy::TimeSlicing, Some(interval)) => Err(ConfigError::Interval(kind.name(), interval.to_owned())),
     };
     Ok((kind, asks))
 }

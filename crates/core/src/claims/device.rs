@@ -1,20 +1,13 @@
-//! Devices of the pool by name, as they are published.
+//! The devices of the pool by their published names.
 
 use crate::prelude::*;
 
 use crate::publish::injection::ChosenDevice;
-use crate::topology::{NodeTopology, device_names, set_members};
+use crate::topology::{NodeTopology, device_names};
 
 /// The hardware behind a name.
 pub fn hardware_of<'a>(topology: &'a NodeTopology, name: &str) -> Option<ChosenDevice<'a>> {
     devices(topology).into_iter().find(|(device, _)| device == name).map(|(_, chosen)| chosen)
-}
-
-/// The hardware behind a name: a GPU, a MIG device, or the members of a set of GPUs. `Err` with the name that nothing
-/// here has: the device's own, or a member's.
-pub fn all_hardware_of<'a>(topology: &'a NodeTopology, name: &str) -> Result<Vec<ChosenDevice<'a>>, String> {
-    let members = set_members(name).unwrap_or_else(|| Vec::from([name.to_owned()]));
-    members.into_iter().map(|member| hardware_of(topology, &member).ok_or(member)).collect()
 }
 
 /// All devices by name: GPUs that are not in MIG mode, and MIG devices.

@@ -1,12 +1,15 @@
-//! MIG devices that are made for a claim: which these are, and what is ordered of the driver.
+//! MIG devices that are made for a claim, and the orders to the driver that make and destroy them.
 
 use crate::prelude::*;
 
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-use super::plan::{ClaimError, Node, Prepared, PreparedDevice};
-use super::{AllocatedDevice, ClaimName};
+use super::claim::AllocatedDevice;
+use super::error::{ClaimError, DeviceRefusal};
+use super::node::Node;
+use super::prepared::Prepared;
+use crate::state::ClaimName;
 use crate::topology::{Gpu, GpuUuid, MigDevice, MigSlot, MigUuid, possible_mig};
 
 /// An order to the driver about one GPU instance, which the agent carries out.
@@ -15,33 +18,33 @@ use crate::topology::{Gpu, GpuUuid, MigDevice, MigSlot, MigUuid, possible_mig};
 pub struct MigOrder {
     /// The GPU.
     pub gpu: GpuUuid,
-    /// Which instance.
+    /// The instance.
     pub slot: MigSlot,
-    /// What to do.
+    /// The task.
     pub task: MigTask,
 }
 
-/// What is done with a GPU instance.
+/// The task of an order about a GPU instance.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub enum MigTask {
-    /// Make it, with one compute instance that takes all of it: the answer is the UUID of the MIG device.
+    /// Make it, with one compute instance that takes all of it. The answer is the UUID of the MIG device.
     Make,
-    /// Destroy its compute instances and it. One that does not exist is no error.
+    /// Destroy its compute instances, then the instance. One that does not exist is no error.
     ///
-    /// With a UUID, only where its compute instance is this MIG device, or where it has none: a destruction that was
-    /// broken off has left it so. Another MIG device in this place is an administrator's, made since.
+    /// With a UUID, do so only if its compute instance is this MIG device, or if it has none because an earlier
+    /// destruction was interrupted. Another MIG device in this place is an administrator's, made since.
     Destroy(Option<MigUuid>),
 }
 
-/// Why an order was not carried out.
+/// The reason why an order was not carried out.
 #[derive(Clone, Debug, PartialEq, Eq, Error, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 #[error("{why}")]
 pub struct MigOrderError {
-    /// In words: NVML's call and code, or why NVML was not asked.
+    /// The reason in words: NVML's call and code, or why NVML was not asked.
     pub why: String,
-    /// Whether the instance may be there. After a Make that the driver refused it is not this order's.
+    /// True if the instance may exist. After a Make that the driver refused, an instance there is not this order's.
     pub may_exist: bool,
 }
 
@@ -49,13 +52,13 @@ pub struct MigOrderError {
 pub(super) struct OnDemand<'a> {
     pub gpu: &'a Gpu,
     pub slot: MigSlot,
-    /// The device, where it was made before.
+    /// The device, if it was made before.
     pub made: Option<&'a MigDevice>,
 }
 
-/// The MIG device that an allocated device is, if it is one that is made for the claim: not one that an administrator
-/// made, nor any that nobody makes. `records` are all claims that are prepared here: a MIG device that none of them had
-/// made is an administrator's.
+/// The MIG device behind an allocated device, if it is made for the claim; `None` for one that an administrator made,
+/// and for any other device. `records` are all claims that are prepared here: a MIG device that none of them had made
+/// is an administrator's.
 pub(super) fn on_demand<'a, 'b>(
     result: &AllocatedDevice,
     node: Node<'a>,
@@ -75,23 +78,16 @@ pub(super) fn on_demand<'a, 'b>(
     for mig in topology.mig_devices().iter().filter(|mig| possible.is_blocked_by(mig)) {
         match (is_ours(mig), possible.is(mig)) {
             (true, true) => made = Some(mig),
-            // The claim that had it made is in the way, and is named.
+            // The claim that had it made has it, and the error names that claim.
             (true, false) => {}
             (false, true) => return Ok(None),
             (false, false) => {
-                let (device, gpu, mig) = (result.device.clone(), gpu.uuid.clone(), mig.uuid.clone());
-                return Err(ClaimError::PlaceTaken { device, gpu, mig });
+                let why = DeviceRefusal::PlaceTaken(mig.uuid.clone());
+                return Err(ClaimError::of_device(&result.device, &gpu.uuid, why));
             }
         }
     }
-    // For an administrator nothing is made: other claims may have the device.
+    // No device is made for an administrator's access: other claims may have the device.
     let makes_it = node.makes_mig && result.admin_access != Some(true);
     Ok((made.is_some() || makes_it).then_some(OnDemand { gpu, slot: possible.slot, made }))
-}
-
-impl PreparedDevice {
-    /// Whether it is a MIG device that is still to be made.
-    pub fn is_unmade(&self) -> bool {
-        self.made.is_some() && self.mig.is_none()
-    }
 }

@@ -1,9 +1,9 @@
-//! MPS for claims: which control daemon a claim asks for by NVIDIA's `GpuConfig`, and what its containers get.
+//! MPS for claims: the control daemon that a claim asks for by NVIDIA's `GpuConfig`, and the limits of its containers.
 //!
 //! A container reaches one control daemon, so a claim has one: for all its whole GPUs, or for the one GPU of which it
-//! has a share. The daemon of whole GPUs holds the limits of the claim. That of a GPU in shares is the same for all its
-//! claims, so that none restarts it for another: it holds what each of them may have, and their own limits, which are
-//! lower, are in their containers' environment.
+//! has a share. The daemon of whole GPUs enforces the claim's limits. The daemon of a shared GPU is the same for all
+//! its claims, so that no claim restarts it for another: it enforces the most that each of them may have. Their own
+//! limits, which are lower, are in their containers' environment.
 
 use crate::prelude::*;
 use alloc::collections::BTreeMap;
@@ -12,13 +12,13 @@ use core::fmt;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
+use super::claim::Holder;
 use super::share::Share;
-use super::{ClaimName, Holder};
 use crate::quote::quoted;
-use crate::state::{GpuShares, ResourceName, VOLTA};
+use crate::state::{ClaimName, GpuShares, ResourceName, VOLTA};
 use crate::topology::{ComputeCapability, Gpu, GpuUuid};
 
-/// The domain under which the MPS root has the control daemons of claims.
+/// The domain in the names of claims' control daemons under the MPS root.
 const DOMAIN: &str = "dra.linkwise.dev";
 
 const MIB: u64 = 1 << 20;
@@ -27,11 +27,11 @@ const MIB: u64 = 1 << 20;
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct MpsOrder {
-    /// Its GPUs, in the order in which it counts them; one at least.
+    /// Its GPUs, in the order in which the daemon numbers them; at least one.
     pub gpus: Vec<MpsOrderGpu>,
     /// The part of a GPU's threads that a client may have, in percent: 1 to 100.
     pub thread_percentage: u32,
-    /// Whether the GPUs are one claim's, and refuse processes that are no clients.
+    /// True if the GPUs belong to one claim and refuse processes that are no clients.
     pub exclusive: bool,
 }
 
@@ -41,31 +41,31 @@ pub struct MpsOrder {
 pub struct MpsOrderGpu {
     /// The GPU.
     pub gpu: GpuUuid,
-    /// The memory of it that a client may have, in MiB; `None`: no limit.
+    /// The memory of it that a client may have, in MiB; `None` means no limit.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mib: Option<u64>,
 }
 
 impl MpsOrder {
-    /// The name of the daemon's folder under the MPS root, that of its first GPU: a GPU is one daemon's. `None` where it
-    /// has no GPU, or one whose UUID cannot be part of such a name.
+    /// The name of the daemon's folder under the MPS root, made from its first GPU: a GPU belongs to one daemon. `None`
+    /// if it has no GPU, or one whose UUID cannot be part of such a name.
     pub fn name(&self) -> Option<ResourceName> {
         format!("{DOMAIN}/{}", self.gpus.first()?.gpu).parse().ok()
     }
 
-    /// Whether both need the same GPU.
+    /// Returns true if both need the same GPU.
     pub fn overlaps(&self, other: &Self) -> bool {
         self.gpus.iter().any(|own| other.gpus.iter().any(|theirs| own.gpu == theirs.gpu))
     }
 }
 
-/// MPS of a claim.
+/// The MPS of a claim.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct ClaimMps {
     /// Its control daemon.
     pub order: MpsOrder,
-    /// The requests whose containers are clients, with their limits where these are lower than the daemon's.
+    /// The requests whose containers are clients, with their limits if these are lower than the daemon's.
     pub clients: BTreeMap<String, ClientLimits>,
 }
 
@@ -82,7 +82,7 @@ pub struct ClientLimits {
 }
 
 impl ClientLimits {
-    /// The variables, as the CUDA driver reads them.
+    /// The variables that the CUDA driver reads.
     pub(super) fn variables(self) -> impl Iterator<Item = (String, String)> {
         let threads = self.thread_percentage.map(|percent| ("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", percent.to_string()));
         let memory = self.mib.map(|mib| ("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", format!("0={mib}M")));
@@ -93,81 +93,60 @@ impl ClientLimits {
 /// `mpsConfig` of a configuration.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct MpsConfig {
-    /// 1 to 100.
+    /// The thread percentage, 1 to 100.
     pub thread_percentage: Option<u32>,
-    /// Of each GPU, in MiB, 1 at least.
+    /// The memory limit of each GPU, in MiB, at least 1.
     pub mib: Option<u64>,
-    /// The same by a GPU's UUID, or by its place among those of the configuration.
+    /// The memory limits by a GPU's UUID, or by its place among the GPUs of the configuration.
     pub mib_by_device: BTreeMap<String, u64>,
 }
 
-/// Why a claim cannot have MPS.
+/// The reason why a claim cannot have MPS.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum MpsRefusal {
-    /// Limits of clients need Volta.
+    /// The GPU is older than Volta, and limits of clients need Volta.
     #[error("MPS for claims needs compute capability 7.0 (Volta), this GPU has {}.{}", .0.major, .0.minor)]
     TooOld(ComputeCapability),
-    /// An administrator looks at a GPU, and shares it with nobody.
+    /// The claim has the GPU for an administrator, who shares it with nobody.
     #[error("a device with adminAccess is not shared by MPS")]
     Admin,
-    /// It would need another control daemon than the rest of the claim.
+    /// The device would need another control daemon than the rest of the claim.
     #[error(
-        "a container reaches one MPS control daemon, and this device would need another than {other}: a claim may have \
+        "a container reaches one MPS control daemon, and this device would need another than {0}: a claim may have \
          whole GPUs by MPS, or a share of one GPU"
     )]
-    OtherDaemon {
-        /// The other device.
-        other: String,
-    },
-    /// A control daemon has one number for all its GPUs.
+    OtherDaemon(String),
+    /// The devices have different thread percentages, and a control daemon has one for all its GPUs.
     #[error(
-        "mpsConfig.defaultActiveThreadPercentage is {asked} for this device and {other} for another of the claim, which \
+        "mpsConfig.defaultActiveThreadPercentage is {0} for this device and {1} for another of the claim, which \
          has one MPS control daemon"
     )]
-    OtherThreads {
-        /// For this one.
-        asked: u32,
-        /// For the other.
-        other: u32,
-    },
-    /// A limit above what the claim has of the GPU.
+    OtherThreads(u32, u32),
+    /// The limit is above the claim's part of the GPU.
     #[error("mpsConfig: {asked} {what} are more than {most}, which {}", if *is_share { "the claim's share has" } else { "the GPU has" })]
     TooMuch {
         /// MiB of memory, or percent of the threads.
         what: &'static str,
         /// The limit.
         asked: u64,
-        /// What there is.
+        /// The claim's part.
         most: u64,
-        /// Whether the claim has a share of the GPU.
+        /// True if the claim has a share of the GPU.
         is_share: bool,
     },
-    /// A limit for a device that the configuration is not for.
+    /// The limit names a device that the configuration is not for.
     #[error(
-        "mpsConfig.defaultPerDevicePinnedMemoryLimit names {}, neither the UUID of a GPU that the configuration is for \
-         nor a number below {count}", quoted(.name)
+        "mpsConfig.defaultPerDevicePinnedMemoryLimit names {name}, neither the UUID of a GPU that the configuration is \
+         for nor a number below {1}", name = quoted(.0)
     )]
-    UnknownDevice {
-        /// The name.
-        name: String,
-        /// How many GPUs it is for.
-        count: usize,
-    },
-    /// So small a share has no threads.
-    #[error("the claim has {asked} of {whole} shares, less than 1 percent of the threads")]
-    TooSmall {
-        /// Its shares.
-        asked: u64,
-        /// All.
-        whole: u32,
-    },
+    UnknownDevice(String, usize),
+    /// The share is too small to have any thread.
+    #[error("the claim has {0} of {1} shares, less than 1 percent of the threads")]
+    TooSmall(u64, u32),
     /// Another claim has a control daemon with other limits on the GPU.
-    #[error("the claim {holder} has an MPS control daemon with other limits on this GPU")]
-    Disagrees {
-        /// The other claim.
-        holder: Box<Holder>,
-    },
-    /// The GPU's UUID is not one.
+    #[error("the claim {0} has an MPS control daemon with other limits on this GPU")]
+    Disagrees(Box<Holder>),
+    /// The GPU's UUID is malformed.
     #[error("its UUID cannot be part of the name of a folder")]
     NoName,
 }
@@ -179,9 +158,9 @@ pub(super) struct Asked<'a> {
     pub device: String,
     pub gpu: &'a Gpu,
     pub admin: bool,
-    /// What the claim has of the GPU, where it does not have all of it.
+    /// The claim's share of the GPU, if it does not have all of it.
     pub share: Option<(Share, GpuShares)>,
-    /// Which of the claim's configurations, and what it says.
+    /// The number of the claim's configuration, and its settings.
     pub config: (usize, &'a MpsConfig),
 }
 
@@ -191,7 +170,8 @@ impl fmt::Display for Asked<'_> {
     }
 }
 
-/// The MPS of a claim, or its first device that cannot have it, and why. `others` are the claims beside it.
+/// Plans the MPS of a claim; `Err` has its first device that cannot have MPS, with the reason. `others` are the other
+/// claims.
 pub(super) fn plan<'a, 'b, 'c>(
     asked: &'b [Asked<'a>],
     others: impl Iterator<Item = (&'c ClaimName, &'c ClaimMps)>,
@@ -207,13 +187,13 @@ pub(super) fn plan<'a, 'b, 'c>(
     planned.order.name().ok_or((first, MpsRefusal::NoName))?;
     for (name, other) in others.filter(|(_, other)| other.order.overlaps(&planned.order)) {
         if other.order != planned.order {
-            return Err((first, MpsRefusal::Disagrees { holder: Box::new(Holder(name.clone())) }));
+            return Err((first, MpsRefusal::Disagrees(Box::new(Holder(name.clone())))));
         }
     }
     Ok(Some(planned))
 }
 
-/// What is wrong with a device by itself, or beside the first.
+/// Checks a device by itself and against the first one.
 fn refuse(one: &Asked<'_>, first: &Asked<'_>) -> Result<(), MpsRefusal> {
     if let Some(old) = one.gpu.compute_capability.filter(|capability| *capability < VOLTA) {
         return Err(MpsRefusal::TooOld(old));
@@ -226,7 +206,7 @@ fn refuse(one: &Asked<'_>, first: &Asked<'_>) -> Result<(), MpsRefusal> {
         (Some(_), Some(_)) => one.gpu.uuid == first.gpu.uuid,
         _ => false,
     };
-    if is_with { Ok(()) } else { Err(MpsRefusal::OtherDaemon { other: first.to_string() }) }
+    if is_with { Ok(()) } else { Err(MpsRefusal::OtherDaemon(first.to_string())) }
 }
 
 /// The daemon of a claim's whole GPUs.
@@ -236,7 +216,7 @@ fn whole<'a, 'b>(asked: &'b [Asked<'a>], first: &Asked<'_>) -> Result<ClaimMps, 
     for one in asked {
         if threads(one) != threads(first) {
             let (asked, other) = (threads(one), threads(first));
-            return Err((one, MpsRefusal::OtherThreads { asked, other }));
+            return Err((one, MpsRefusal::OtherThreads(asked, other)));
         }
         let mib = memory(one, asked, one.gpu.memory_mib, false).map_err(|why| (one, why))?;
         gpus.push(MpsOrderGpu { gpu: one.gpu.uuid.clone(), mib });
@@ -254,7 +234,7 @@ fn shared<'a, 'b>(
     let most = if sharing.one_each { 100 / sharing.shares.max(1) } else { 100 };
     let mut clients = BTreeMap::new();
     for one in asked {
-        // A client has what its request has of the GPU.
+        // A client gets the part of the GPU that its request has.
         let of_request = asked.iter().filter(|other| other.request == one.request).filter_map(|other| other.share);
         let (shares, bytes) = of_request.fold((0_u64, 0_u64), |(shares, bytes), (share, _)| {
             (shares.saturating_add(share.shares), bytes.saturating_add(share.memory))
@@ -262,7 +242,7 @@ fn shared<'a, 'b>(
         let part = shares.saturating_mul(100) / u64::from(sharing.shares.max(1));
         let part = u32::try_from(part).unwrap_or(100).min(100);
         if part == 0 {
-            return Err((one, MpsRefusal::TooSmall { asked: shares, whole: sharing.shares }));
+            return Err((one, MpsRefusal::TooSmall(shares, sharing.shares)));
         }
         let threads = one.config.1.thread_percentage.unwrap_or(part);
         if threads > part {
@@ -278,7 +258,7 @@ fn shared<'a, 'b>(
     Ok(ClaimMps { order: MpsOrder { gpus, thread_percentage: most.max(1), exclusive: false }, clients })
 }
 
-/// The limit of a GPU's memory that its configuration sets, in MiB; `most`: what there is.
+/// The limit of a GPU's memory from its configuration, in MiB; `most` is the memory that there is.
 fn memory(one: &Asked<'_>, asked: &[Asked<'_>], most: Option<u64>, is_share: bool) -> Result<Option<u64>, MpsRefusal> {
     let (number, config) = one.config;
     let mut of_config: Vec<&GpuUuid> = Vec::new();
@@ -293,7 +273,7 @@ fn memory(one: &Asked<'_>, asked: &[Asked<'_>], most: Option<u64>, is_share: boo
     };
     let mut limit = config.mib;
     for (name, mib) in &config.mib_by_device {
-        let unknown = || MpsRefusal::UnknownDevice { name: name.clone(), count: of_config.len() };
+        let unknown = || MpsRefusal::UnknownDevice(name.clone(), of_config.len());
         let named = place(name).ok_or_else(unknown)?;
         if of_config.get(named).is_some_and(|gpu| **gpu == one.gpu.uuid) {
             limit = Some(*mib);

@@ -1,74 +1,63 @@
-//! Shares: what a claim takes of a GPU that several claims have. The scheduler keeps the books; these are the second
-//! net.
+//! Shares: the part that a claim takes of a GPU that several claims have. The scheduler counts them; these checks are a
+//! second line of defence.
 
 use crate::prelude::*;
 
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-use super::{AllocatedDevice, ClaimName, Holder};
+use super::claim::{AllocatedDevice, Holder};
 use crate::quantity;
 use crate::quote::quoted;
-use crate::state::GpuShares;
+use crate::state::{ClaimName, GpuShares};
 
-/// What a claim takes of a GPU.
+/// The part that a claim takes of a GPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct Share {
-    /// How many of its shares, 1 at least.
+    /// The number of its shares, at least 1.
     pub shares: u64,
-    /// Bytes of its memory; 0 where it has no such capacity.
+    /// The bytes of its memory; 0 if the device has no such capacity.
     pub memory: u64,
 }
 
-/// Why a claim cannot have a share of a GPU.
+/// The reason why a claim cannot have a share of a GPU.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum ShareError {
-    /// One claim at a time has the GPU.
+    /// The allocation has a share ID, and the GPU goes to one claim at a time.
     #[error(
         "the allocation has the share ID {}, but the GPU is one claim's: it is not shared on this node",
-        quoted(.share)
+        quoted(.0)
     )]
-    NotShared {
-        /// Which share.
-        share: String,
-    },
-    /// The allocation does not say how much it takes of a capacity.
-    #[error("the allocation of a share says nothing of the capacity {capacity}")]
-    Unknown {
-        /// The capacity.
-        capacity: &'static str,
-    },
-    /// That is no amount, or is nothing.
-    #[error("the allocation takes {} of the capacity {capacity}, which is no amount of it", quoted(.amount))]
-    NoAmount {
-        /// The capacity.
-        capacity: &'static str,
-        /// What it says.
-        amount: String,
-    },
-    /// There is not so much left.
+    NotShared(String),
+    /// The allocation lacks the amount of a capacity.
+    #[error("the allocation of a share says nothing of the capacity {0}")]
+    Unknown(&'static str),
+    /// The amount is no quantity, or is zero.
+    #[error("the allocation takes {amount} of the capacity {0}, which is no amount of it", amount = quoted(.1))]
+    NoAmount(&'static str, String),
+    /// Too little is left.
     #[error("{asked} of {whole} {capacity} are allocated to the claim, and {held} are with {}", names(.holders))]
     Exceeds {
         /// The capacity, and its unit.
         capacity: &'static str,
-        /// What the claim takes.
+        /// The amount that the claim takes.
         asked: u64,
-        /// What there is.
+        /// The amount that the GPU has.
         whole: u64,
-        /// What other claims have, and this one besides.
+        /// The amount that other claims, and other devices of this claim, have.
         held: u64,
-        /// Those claims; none where it is the claim itself.
+        /// The other claims; empty if it is the claim itself.
         holders: Vec<Holder>,
     },
-    /// More than the GPU has, or than a claim may take.
+    /// The amount is above what the GPU has, or what a claim may take.
     #[error("{asked} {capacity} are allocated to the claim, which may have {most}")]
     TooMuch {
         /// The capacity, and its unit.
         capacity: &'static str,
-        /// What the claim takes.
+        /// The amount that the claim takes.
         asked: u64,
-        /// What it may.
+        /// The most that it may take.
         most: u64,
     },
 }
@@ -78,9 +67,9 @@ fn names(holders: &[Holder]) -> String {
     if names.is_empty() { "the claim itself".to_owned() } else { names.join(", ") }
 }
 
-/// The share that an allocated device is; `None` where a claim has all of it. `sharing`: how the GPU is published. One
-/// in shares that a claim has without a share is all the claim's: an API server that drops the fields of shared devices
-/// allocates it so.
+/// Reads the share of an allocated device; `None` if the claim has all of it. `sharing` is the GPU's published sharing.
+/// If the GPU is published in shares and the allocation has no share ID, the claim has the whole GPU: an API server
+/// that drops the fields of shared devices allocates it so.
 pub(super) fn of(
     result: &AllocatedDevice,
     sharing: Option<GpuShares>,
@@ -88,18 +77,18 @@ pub(super) fn of(
 ) -> Result<Option<Share>, ShareError> {
     let Some(share) = &result.share_id else { return Ok(None) };
     if sharing.is_none() {
-        return Err(ShareError::NotShared { share: share.clone() });
+        return Err(ShareError::NotShared(share.clone()));
     }
     let amount = |capacity: &'static str| {
-        let amount = result.consumed_capacity.get(capacity).ok_or(ShareError::Unknown { capacity })?;
+        let amount = result.consumed_capacity.get(capacity).ok_or(ShareError::Unknown(capacity))?;
         let number = quantity::parse(amount).filter(|amount| *amount > 0);
-        number.ok_or_else(|| ShareError::NoAmount { capacity, amount: amount.clone() })
+        number.ok_or_else(|| ShareError::NoAmount(capacity, amount.clone()))
     };
     let has_memory = memory_mib.is_some() && result.consumed_capacity.contains_key("memory");
     Ok(Some(Share { shares: amount("shares")?, memory: if has_memory { amount("memory")? } else { 0 } }))
 }
 
-/// Checks that a share fits beside others on the GPU; those of the claim itself have no name.
+/// Checks that a share fits beside the others on the GPU. Those of the claim itself have no name.
 pub(super) fn fits<'a>(
     share: Share,
     sharing: GpuShares,

@@ -1,7 +1,7 @@
-//! What a container gets with its GPUs: environment, device nodes, mounts, CDI devices, annotations.
+//! [`Injection`]: a container's environment, device nodes, mounts, CDI devices and annotations for its GPUs.
 //!
-//! [`InjectionOptions::inject`] is pure and runs on the path of an admission: the chosen hardware, the operator's
-//! options and the last host scan in, an [`Injection`] out. The device plugin puts it on the wire
+//! [`InjectionOptions::inject`] is pure and runs on the path of an admission. It takes the chosen hardware, the
+//! operator's options and the last host scan. The device plugin writes the result into the kubelet's API
 //! (`kubelet/convert.rs`). The strategies are those of the NVIDIA device plugin (`internal/plugin/server.go` of
 //! NVIDIA/k8s-device-plugin).
 
@@ -16,19 +16,19 @@ use crate::names::shortened;
 use crate::state::{Device, ResourceName};
 use crate::topology::{Gpu, MigDevice, NodeTopology};
 
-/// Names the GPUs for NVIDIA's container runtime.
+/// The variable that names the GPUs for NVIDIA's container runtime.
 const NVIDIA_VISIBLE_DEVICES: &str = "NVIDIA_VISIBLE_DEVICES";
 
-/// Names the IMEX channels for NVIDIA's container runtime.
+/// The variable that names the IMEX channels for NVIDIA's container runtime.
 const NVIDIA_IMEX_CHANNELS: &str = "NVIDIA_IMEX_CHANNELS";
 
-/// The folder in which NVIDIA's container runtime looks for device names, where it takes them from mounts.
+/// The folder in which NVIDIA's container runtime looks for device names, if it takes them from mounts.
 const MOUNTS_FOLDER: &str = "/var/run/nvidia-container-devices";
 
-/// What is mounted there: only the mount's name counts.
+/// The file that is mounted there; only the mount's name matters.
 const MOUNTED: &str = "/dev/null";
 
-/// Where NCCL finds the path of a topology file.
+/// The variable with the path of NCCL's topology file.
 const NCCL_TOPO_FILE: &str = "NCCL_TOPO_FILE";
 
 /// The folder of NCCL's topology file in a container.
@@ -37,7 +37,7 @@ const NCCL_FOLDER: &str = "/run/linkwise/nccl";
 /// The name of NCCL's topology file in its folder.
 pub const NCCL_FILE: &str = "topology.xml";
 
-/// Where the CUDA libraries find the MPS control daemon.
+/// The variable with the folder of the MPS control daemon's sockets, for the CUDA libraries.
 const CUDA_MPS_PIPE_DIRECTORY: &str = "CUDA_MPS_PIPE_DIRECTORY";
 
 /// The first part of a CDI annotation's name, as the NVIDIA device plugin writes it.
@@ -46,7 +46,8 @@ const ANNOTATION_PLUGIN: &str = "nvidia-device-plugin";
 /// The longest name of an annotation without its prefix, in bytes (Kubernetes).
 const LONGEST_ANNOTATION: usize = 63;
 
-/// The operator's options: by which strategies containers get their GPUs, several at once if wanted, and what else.
+/// The operator's options: the strategies by which containers get their GPUs, several at once if wanted, and their
+/// settings.
 #[derive(Clone, Debug, Default)]
 pub struct InjectionOptions {
     /// The GPUs' names in NVIDIA_VISIBLE_DEVICES, for NVIDIA's container runtime.
@@ -55,40 +56,41 @@ pub struct InjectionOptions {
     pub volume_mounts: bool,
     /// The GPUs as CDI devices, for any runtime that supports CDI.
     pub cdi: Option<CdiOptions>,
-    /// Which names the GPUs have.
+    /// The kind of names that the GPUs have.
     pub ids: DeviceIds,
     /// More variables, for NVIDIA's container runtime and for the container: `NVIDIA_GDS=enabled` ...
     pub env: BTreeMap<String, String>,
-    /// Device nodes too (`--pass-device-specs`), for runtimes that give a container only the nodes that are listed.
+    /// True to pass device nodes too (`--pass-device-specs`), for runtimes that give a container only the nodes that
+    /// are listed.
     pub device_nodes: bool,
     /// The MPS root on the host.
     pub mps_root: String,
-    /// The folder on the host with [`NCCL_FILE`] in it, where containers are to get that.
+    /// The folder on the host with [`NCCL_FILE`] in it, if containers are to get that file.
     pub nccl_folder: Option<String>,
 }
 
-/// How CDI devices are named, and where the device plugin API carries the names.
+/// The names of CDI devices, and the place in the device plugin API that has them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CdiOptions {
     /// The kind of our GPUs, `vendor/class`.
     pub kind: String,
-    /// In an annotation whose key begins with this prefix; runtimes look under `cdi.k8s.io/`.
+    /// The prefix of an annotation's key that carries the names; runtimes look under `cdi.k8s.io/`.
     pub annotation_prefix: Option<String>,
-    /// In the field of the device plugin API that the kubelet passes on over CRI.
+    /// True to use the field of the device plugin API that the kubelet passes on over CRI.
     pub cri: bool,
 }
 
 /// The names of devices in environment, mounts and CDI.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub enum DeviceIds {
-    /// The UUID: the same after a reboot.
+    /// The UUID, which is the same after a reboot.
     #[default]
     Uuid,
     /// NVML's index: `0` for a GPU, `0:1` for a MIG device.
     Index,
 }
 
-/// What the host has beside its GPUs, as last scanned: a module that is loaded later brings its nodes later.
+/// The host's devices other than GPUs, as last scanned. A module that is loaded later brings its nodes later.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct HostDevices {
     /// The folder on the host that has `/dev` in it.
@@ -99,7 +101,7 @@ pub struct HostDevices {
     pub imex_channels: Vec<u32>,
     /// The full names of CDI devices that every container with a GPU gets.
     pub cdi_devices: Vec<String>,
-    /// The RDMA NICs' nodes, where a container is to get those nearest to its GPUs.
+    /// The RDMA NICs' nodes, if containers are to get those nearest to their GPUs.
     pub rdma: Option<RdmaNodes>,
 }
 
@@ -112,18 +114,18 @@ pub struct ChosenDevice<'a> {
     pub mig: Option<&'a MigDevice>,
 }
 
-/// What one container was granted.
+/// The hardware that one container was granted.
 #[derive(Clone, Debug)]
 pub struct Granted<'a> {
     /// The graph of the node.
     pub topology: &'a NodeTopology,
-    /// The hardware. Slots of one device lie beside each other, and count once.
+    /// The hardware. Slots of one device are adjacent and count once.
     pub devices: Vec<ChosenDevice<'a>>,
-    /// The MPS daemon that shares it, where one does.
+    /// The MPS daemon that shares it, if one does.
     pub mps: Option<MpsClient>,
 }
 
-/// What one container gets.
+/// The environment, nodes, mounts and names that one container gets.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Injection {
     /// Environment.
@@ -142,9 +144,9 @@ pub struct Injection {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct DeviceNode {
-    /// On the host.
+    /// The path on the host.
     pub host: String,
-    /// In the container.
+    /// The path in the container.
     pub container: String,
 }
 
@@ -152,37 +154,34 @@ pub struct DeviceNode {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct Mount {
-    /// On the host.
+    /// The path on the host.
     pub host: String,
-    /// In the container.
+    /// The path in the container.
     pub container: String,
-    /// Whether the container may only read it.
+    /// True if the container may only read it.
     pub read_only: bool,
 }
 
-/// Why a granted GPU cannot be given to a container.
+/// The reason why a granted GPU cannot be given to a container.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum InjectionError {
-    /// Without a minor number there is no /dev/nvidiaN, neither to pass nor in the CDI spec.
-    #[error("the minor number of {uuid} is unknown: no device node to pass")]
-    NoMinor {
-        /// The GPU or MIG device.
-        uuid: String,
-    },
+    /// The minor number is unknown, so there is no /dev/nvidiaN, neither to pass nor in the CDI spec.
+    #[error("the minor number of {0} is unknown: no device node to pass")]
+    NoMinor(String),
 }
 
 impl InjectionOptions {
-    /// What a container gets.
+    /// Makes the injection of a container.
     ///
     /// # Errors
     ///
-    /// A GPU's device node is what would be given, and its minor number is unknown: a container without its GPU is
-    /// worse than none.
+    /// A GPU would be given by its device node, and its minor number is unknown. No container is better than one
+    /// without its GPU.
     pub fn inject(&self, granted: &Granted<'_>, host: &HostDevices) -> Result<Injection, InjectionError> {
         let mut devices = granted.devices.clone();
         devices.dedup_by_key(|device| device.uuid());
         let mut injection = self.gpus(&devices, host)?;
-        // Whatever the strategy: no runtime supports MPS.
+        // Done with every strategy: no runtime supports MPS.
         if let Some(MpsClient { pipe, shm }) = &granted.mps {
             injection.env.insert(CUDA_MPS_PIPE_DIRECTORY.to_owned(), pipe.container.clone());
             injection.mounts.extend([pipe.clone(), shm.clone()]);
@@ -191,7 +190,7 @@ impl InjectionOptions {
             rdma.inject(granted.topology, &devices, &mut injection);
         }
         if let Some(folder) = &self.nccl_folder {
-            // The folder, not the file: a running container sees a file that replaces this one.
+            // Mounts the folder and not the file: a running container then sees a file that replaces this one.
             let mount = Mount { host: folder.clone(), container: NCCL_FOLDER.to_owned(), read_only: true };
             injection.mounts.push(mount);
             injection.env.insert(NCCL_TOPO_FILE.to_owned(), format!("{NCCL_FOLDER}/{NCCL_FILE}"));
@@ -199,7 +198,7 @@ impl InjectionOptions {
         Ok(injection)
     }
 
-    /// The GPUs themselves, by each strategy that is on.
+    /// Adds the GPUs themselves, by each strategy that is on.
     fn gpus(&self, devices: &[ChosenDevice<'_>], host: &HostDevices) -> Result<Injection, InjectionError> {
         let mut injection = Injection::default();
         let ids: Vec<String> = devices.iter().map(|device| device.id(self.ids)).collect();
@@ -213,9 +212,9 @@ impl InjectionOptions {
             let gpus = ids.iter().map(|id| format!("{}={id}", cdi.kind));
             injection.cdi_devices = gpus.chain(host.cdi_devices.iter().cloned()).collect();
         }
-        // With CDI too, where programs in the container look for them.
+        // Set with CDI too, because programs in the container read it.
         injection.env = self.env.clone();
-        // Everything else is for NVIDIA's runtime; with CDI the specs have it.
+        // The rest is for NVIDIA's runtime; with CDI the specs have it.
         if !self.envvar && !self.volume_mounts {
             return Ok(injection);
         }
@@ -227,7 +226,7 @@ impl InjectionOptions {
             }
         }
         if self.volume_mounts {
-            // The folder as the variable's value: the names are the mounts in it.
+            // The variable's value is the folder; the names are the mounts in it.
             injection.env.insert(NVIDIA_VISIBLE_DEVICES.to_owned(), MOUNTS_FOLDER.to_owned());
             for name in ids.into_iter().chain(channels.iter().map(|channel| format!("imex/{channel}"))) {
                 let container = format!("{MOUNTS_FOLDER}/{name}");
@@ -249,8 +248,8 @@ impl InjectionOptions {
 }
 
 impl CdiOptions {
-    /// Moves the CDI devices to where the device plugin API is to carry them. A container gets one answer for each
-    /// resource, so the annotation's name has the resource in it.
+    /// Moves the CDI devices to the place in the device plugin API that carries them. A container gets one answer for
+    /// each resource, so the annotation's name contains the resource.
     pub fn place(&self, resource: &ResourceName, injection: &mut Injection) {
         if let Some(prefix) = &self.annotation_prefix {
             let key = format!("{prefix}{}", annotation(resource));
@@ -269,7 +268,7 @@ impl<'a> From<&'a Device> for ChosenDevice<'a> {
 }
 
 impl<'a> ChosenDevice<'a> {
-    /// NVML's UUID of the MIG device, or else of the GPU.
+    /// NVML's UUID of the MIG device, otherwise of the GPU.
     pub fn uuid(&self) -> &'a str {
         self.mig.map_or(self.gpu.uuid.as_str(), |mig| mig.uuid.as_str())
     }
@@ -289,7 +288,7 @@ impl<'a> ChosenDevice<'a> {
     ///
     /// A minor number is unknown.
     pub fn nodes(&self) -> Result<Vec<String>, InjectionError> {
-        let no_minor = || InjectionError::NoMinor { uuid: self.uuid().to_owned() };
+        let no_minor = || InjectionError::NoMinor(self.uuid().to_owned());
         let mut nodes = vec![format!("/dev/nvidia{}", self.gpu.minor.ok_or_else(no_minor)?)];
         if let Some(mig) = self.mig {
             nodes.extend(mig.capabilities.ok_or_else(no_minor)?.device_nodes());
@@ -303,7 +302,7 @@ pub fn imex_node(channel: u32) -> String {
     format!("/dev/nvidia-caps-imex-channels/channel{channel}")
 }
 
-/// The name of a resource's annotation, without the prefix. One that is too long is cut and ends with a hash of the
+/// The name of a resource's annotation, without the prefix. A name that is too long is cut and ends with a hash of the
 /// resource.
 fn annotation(resource: &ResourceName) -> String {
     shortened(&format!("{ANNOTATION_PLUGIN}_{}", resource.as_str().replace('/', "_")), LONGEST_ANNOTATION)

@@ -1,14 +1,13 @@
-//! What a container needs to be a client of a resource's MPS control daemon.
+//! [`MpsClient`]: the folders that a container needs as a client of a resource's MPS control daemon.
 //!
-//! The limits are the daemon's and not repeated here, so that a container cannot be given others than the ones that
-//! hold.
+//! The daemon has the limits. They are not repeated here, so a container cannot get other limits than those in effect.
 
 use crate::prelude::*;
 
 use super::injection::Mount;
 use crate::state::ResourceName;
 
-/// Where the MPS root is in the containers of the daemon, of the plugin and of the pods.
+/// The path of the MPS root in the containers of the daemon, of the plugin and of the pods.
 pub const MPS_CONTAINER_ROOT: &str = "/mps";
 
 /// The folder of the control daemon's sockets, below the folder of its resource.
@@ -27,7 +26,7 @@ pub struct MpsClient {
 }
 
 impl MpsClient {
-    /// A client of the daemon of `resource`; `host_root` is the MPS root on the host (`--mps-root`).
+    /// Makes a client of the daemon of `resource`; `host_root` is the MPS root on the host (`--mps-root`).
     pub fn new(host_root: &str, resource: &ResourceName) -> Self {
         let host_root = host_root.trim_end_matches('/');
         let pipe = |root: &str| format!("{root}/{resource}/{MPS_PIPE}");

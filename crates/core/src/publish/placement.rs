@@ -1,8 +1,8 @@
-//! Who holds which GPUs, how good they are together, and what a request would get now.
+//! [`Placements`]: the holders of GPUs, the quality of their sets, and the sets that requests would get now.
 //!
-//! What metrics, the node's page and the admin socket show of a snapshot. Pure, and decides nothing. A set's quality is
-//! its collective over the best collective that so many GPUs of this machine have; both are given, MB/s, and who shows
-//! them divides. One GPU has no links to compare and has no collective.
+//! The metrics, the node's page and the admin socket show it for a snapshot. Pure; it decides nothing. A set's quality
+//! is its collective over the best collective of that many GPUs on this machine. Both are given in MB/s, and the reader
+//! divides. One GPU has no links to compare and no collective.
 
 use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
@@ -11,17 +11,17 @@ use crate::allocation::{AllocationTables, GpuSet};
 use crate::state::{Availability, ContainerName, Door, FreeThen, NodeState, gpu_of};
 use crate::topology::{GpuUuid, NumaNodeId};
 
-/// What is placed on a node, and what could be.
+/// The placements on a node, and the ones that are possible.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Placements {
-    /// One for each container and resource, in the order of their names.
+    /// The allocations, one for each container and resource, in the order of their names.
     pub allocations: Vec<Allocation>,
-    /// For 1, 2, 4, 8 ... GPUs, as many as the machine has.
+    /// The outlook for 1, 2, 4, 8 ... GPUs, as many as the machine has.
     pub outlook: Vec<Outlook>,
-    /// How many GPUs a request can have whole now, by NUMA node (`None`: unknown), 0 included. Empty where it is not
-    /// known who holds what.
+    /// The number of GPUs that requests can have whole now, by NUMA node (`None` if unknown), 0 included. Empty if the
+    /// holders are unknown.
     pub free: BTreeMap<Option<NumaNodeId>, usize>,
-    /// How many GPUs there are of each availability, 0 included: together all of [`NodeState::gpus`].
+    /// The number of GPUs of each availability, 0 included; together all of [`NodeState::gpus`].
     pub gpus: BTreeMap<Availability, usize>,
 }
 
@@ -32,31 +32,32 @@ pub struct Allocation {
     pub holder: ContainerName,
     /// The resource, or the DRA driver.
     pub resource: String,
-    /// Through which API the container got them: [`Door::Plugin`] or [`Door::Dra`].
+    /// The API through which the container got them: [`Door::Plugin`] or [`Door::Dra`].
     pub door: Door,
-    /// The GPUs that it has, or has slots or MIG devices of, in the order of their PCI addresses.
+    /// The GPUs that it has as a whole, as slots or as MIG devices, in the order of their PCI addresses.
     pub gpus: Vec<GpuUuid>,
     /// The ring bandwidth of these GPUs by NCCL's model, MB/s. `None` for fewer than two GPUs, with a MIG device among
-    /// them, and where the container holds something that this node does not know.
+    /// them, and if the container holds something that this node does not know.
     pub collective: Option<u64>,
-    /// The bus bandwidth of an all-reduce with NVLink SHARP by the same, MB/s; `None` without, and without a collective.
+    /// The bus bandwidth of an all-reduce with NVLink SHARP by the same model, MB/s; `None` without NVLink SHARP, and
+    /// without a collective.
     pub nvls: Option<u64>,
-    /// The most that so many GPUs of this machine have, MB/s; `None` without a collective.
+    /// The best collective of that many GPUs on this machine, MB/s; `None` without a collective.
     pub best: Option<u64>,
-    /// The most that so many of the GPUs had that were free when these were given, MB/s; `None` where that is not known.
+    /// The best collective of that many GPUs that were free at the admission, MB/s; `None` if unknown.
     pub best_at_admission: Option<u64>,
-    /// Why the collective is below the machine's best; empty where it is not, or where that is not known.
+    /// The reasons why the collective is below the machine's best; empty if it is not, or if they are unknown.
     pub why: Vec<Shortfall>,
 }
 
-/// Why a container has less than the best.
+/// The reason why a container has less than the best.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Shortfall {
     /// The kubelet left fewer GPUs to choose from than were free (`docs/topology-manager.md`).
     Narrowed,
     /// The scheduler allocated these to a claim, while better ones were free.
     Scheduler,
-    /// Other pods had the better GPUs, or they were offered otherwise.
+    /// Other pods had the better GPUs, or these were offered otherwise.
     Fragmented,
     /// Unhealthy GPUs were among the better ones.
     Sick,
@@ -74,24 +75,24 @@ impl Shortfall {
     }
 }
 
-/// What a request for so many GPUs would get now.
+/// The set that a request for a number of GPUs would get now.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Outlook {
-    /// How many GPUs.
+    /// The number of GPUs.
     pub size: usize,
-    /// The collective of the best of them, MB/s; `None` for one GPU, and where no request for so many can be met.
+    /// The collective of the best set, MB/s; `None` for one GPU, and if no such request can be met.
     pub collective: Option<u64>,
-    /// The bus bandwidth of them with NVLink SHARP, MB/s; `None` without.
+    /// The bus bandwidth of the best set with NVLink SHARP, MB/s; `None` without NVLink SHARP.
     pub nvls: Option<u64>,
-    /// The most that so many GPUs of this machine have, MB/s; `None` for one GPU.
+    /// The best collective of that many GPUs on this machine, MB/s; `None` for one GPU.
     pub best: Option<u64>,
-    /// The best of them, in the order of their PCI addresses; empty where no request for so many can be met.
+    /// The best set, in the order of their PCI addresses; empty if no such request can be met.
     pub gpus: Vec<GpuUuid>,
 }
 
 impl Placements {
-    /// What a snapshot shows. It costs a choice for each size, and a look at all sets of each size that a container
-    /// has.
+    /// Computes the placements of a snapshot. It costs a choice for each size, and a comparison of all sets of each
+    /// size that a container has.
     pub fn of(state: &NodeState) -> Self {
         let reader = Reader { state, tables: state.tables() };
         let mut best = BTreeMap::new();
@@ -104,9 +105,9 @@ impl Placements {
         }
     }
 
-    /// How much better the machine's best is than the best that is free, for the size of which that is the most: above
-    /// and below the line, MB/s. Equal where nothing is lost, also where fewer than two GPUs are free; `None` where it is
-    /// not known who holds what.
+    /// The fragmentation as a fraction of MB/s: the machine's best collective over the best that is free, for the size
+    /// at which this is largest. Both are equal if nothing is lost, also if fewer than two GPUs are free. `None` if the
+    /// holders are unknown.
     pub fn fragmentation(&self) -> Option<(u64, u64)> {
         if self.free.is_empty() {
             return None;
@@ -120,7 +121,7 @@ impl Placements {
     }
 }
 
-/// Why a collective is below the machine's best.
+/// The reasons why a collective is below the machine's best.
 fn shortfalls(door: Door, collective: u64, best: u64, then: FreeThen) -> Vec<Shortfall> {
     let chosen = if door.is_dra() { Shortfall::Scheduler } else { Shortfall::Narrowed };
     let steps = [
@@ -131,7 +132,7 @@ fn shortfalls(door: Door, collective: u64, best: u64, then: FreeThen) -> Vec<Sho
     steps.into_iter().filter_map(|(applies, why)| applies.then_some(why)).collect()
 }
 
-/// The best collective of the machine by size, as far as it was asked for.
+/// The best collective of the machine by size, for the sizes asked so far.
 type Best = BTreeMap<usize, Option<u64>>;
 
 struct Reader<'a> {
@@ -139,13 +140,13 @@ struct Reader<'a> {
     tables: &'a AllocationTables,
 }
 
-/// What one container has of one resource.
+/// The part of one resource that a container has.
 #[derive(Default)]
 struct Held {
     places: GpuSet,
-    /// Whether all of it is GPUs of this node, or slots of them.
+    /// True if all of it is GPUs of this node, or slots of them.
     is_whole: bool,
-    /// What was free when it was given.
+    /// The best that was free when it was given.
     then: Option<FreeThen>,
 }
 
@@ -169,7 +170,7 @@ impl Reader<'_> {
                 let hardware: Vec<_> =
                     devices().flat_map(|device| ledger.gpus_of_claimed(self.state.topology(), device)).collect();
                 let claims: BTreeSet<&str> = devices().map(|device| device.claim.as_str()).collect();
-                // Of several claims, each was given by itself.
+                // Several claims were given one by one, so no single admission covers them.
                 let one = devices().next().filter(|_| claims.len() == 1);
                 let held = Held {
                     places: hardware.iter().map(|(place, _)| *place).collect(),
@@ -182,7 +183,7 @@ impl Reader<'_> {
         allocations
     }
 
-    /// `None` for what is no GPU of this node.
+    /// Judges the GPUs of one holder; `None` if they are no GPUs of this node.
     fn allocation(
         &self,
         holder: &ContainerName,
@@ -216,7 +217,7 @@ impl Reader<'_> {
         let sizes = core::iter::successors(Some(1_usize), |size| size.checked_mul(2)).take_while(|size| *size <= gpus);
         let at_size = |size| {
             let sets = free.iter().map(|free| self.tables.best_of(*free, size)).filter(|set| !set.is_empty());
-            // One pool's set that is as good as another's comes first by its addresses.
+            // Of equally good sets of one pool, the first by its addresses is taken.
             let set = sets
                 .max_by(|a, b| self.tables.collective(*a).cmp(&self.tables.collective(*b)).then_with(|| a.by_list(*b)));
             let set = set.unwrap_or_default();
@@ -227,7 +228,7 @@ impl Reader<'_> {
         sizes.map(at_size).collect()
     }
 
-    /// The most that any so many GPUs of the machine have.
+    /// The best collective of any set of `size` GPUs on the machine.
     fn best(&self, size: usize, known: &mut Best) -> Option<u64> {
         *known.entry(size).or_insert_with(|| {
             let all = (0..self.state.topology().gpus().len()).collect();

@@ -1,6 +1,6 @@
-//! [`PodEvent`]: what a pod is told whose GPUs are linked far worse than they could be, as an event of Kubernetes' API.
+//! [`PodEvent`]: an event of Kubernetes' API about a pod whose GPUs are linked far worse than possible.
 //!
-//! Which pods deserve one, and its words. When it is written is decided by the writer, which has an API server.
+//! Decides which pods get one, and its text. The writer, which has an API server, decides when to write it.
 
 use alloc::collections::BTreeMap;
 
@@ -14,9 +14,9 @@ pub struct PodEvent {
     pub namespace: String,
     /// The pod's name, as the kubelet gave it.
     pub pod: String,
-    /// What it is about, for programs.
+    /// The reason, for programs.
     pub reason: &'static str,
-    /// What is so and what to do, for people.
+    /// The finding and an order, for people.
     pub note: String,
 }
 
@@ -24,8 +24,8 @@ impl PodEvent {
     /// The reason of an event about GPUs whose links are far below the best that the machine has for so many.
     pub const SLOW_GPUS: &'static str = "SlowGPUPlacement";
 
-    /// One for each pod with a container whose collective is below this percentage of the machine's best, in the order
-    /// of their names. It is about the container that is farthest below.
+    /// Makes one event for each pod with a container whose collective is below this percentage of the machine's best,
+    /// in the order of their names. It is about the container that is farthest below.
     pub fn of(placements: &Placements, below: u8) -> Vec<Self> {
         let mut worst: BTreeMap<(&str, &str), Judged<'_>> = BTreeMap::new();
         for judged in placements.allocations.iter().filter_map(Judged::of).filter(|judged| judged.is_below(below)) {
@@ -85,7 +85,7 @@ fn gigabytes(megabytes: u64) -> String {
     format!("{}.{}", megabytes / 1000, megabytes % 1000 / 100)
 }
 
-/// What is to blame, and what to do about it.
+/// The causes, each with an order.
 fn sentences(why: &[Shortfall]) -> Vec<&'static str> {
     if why.is_empty() {
         return vec!["Why is not known: the pod may be older than the linkwise that runs now."];

@@ -1,8 +1,8 @@
-//! [`Availability`]: who can have a GPU now. The page, the metrics, the admin socket and `top` read it here, so that what
-//! they call held, free and unhealthy adds up to all GPUs.
+//! [`Availability`]: held, free, MIG, unhealthy or unknown, one of them for each GPU. The page, the metrics, the admin
+//! socket and `top` read it here, so that their numbers add up to all GPUs.
 //!
-//! A function of the offered devices and of [`Held`], which the state keeps: an event that changes either publishes a
-//! snapshot.
+//! It is computed from the offered devices and from [`Held`], which the state keeps. An event that changes either of
+//! them publishes a snapshot.
 
 use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
@@ -10,27 +10,28 @@ use alloc::collections::{BTreeMap, BTreeSet};
 use super::device::{Device, Health};
 use crate::topology::{GpuUuid, NodeTopology};
 
-/// The GPUs of which a pod has anything, through either door; `None` while the kubelet has not said who holds what.
+/// The GPUs of which a pod has any part, through either door; `None` until the kubelet has listed the holders.
 pub(super) type Held = Option<BTreeSet<GpuUuid>>;
 
-/// Who can have a GPU now. Each GPU has one of these.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+/// The use that can be made of a GPU now. Each GPU has one of these.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Availability {
-    /// A pod has it, or a slot or MIG device of it, or has just been given that; healthy or not.
+    /// A pod has the GPU, a slot or a MIG device of it, or has just been given one. The GPU may be unhealthy.
     Held,
-    /// A request can have it whole.
+    /// A request can have the whole GPU.
     Free,
     /// No pod holds any part of it, and a request can have MIG devices of it.
     Mig,
-    /// No pod holds any part of it, and no request can get one: it is unhealthy, or offered otherwise. An unhealthy GPU
-    /// also has this before the kubelet has said who holds what.
+    /// No pod holds any part of it, and no request can get one: the GPU is unhealthy, or offered otherwise. An
+    /// unhealthy GPU also has this value until the kubelet has listed the holders.
     Unhealthy,
-    /// It is healthy, and the kubelet has not said who holds what.
+    /// The GPU is healthy, and the kubelet has not listed the holders yet.
+    #[default]
     Unknown,
 }
 
 impl Availability {
-    /// All, in the order in which they are shown.
+    /// All values, in the order in which they are shown.
     pub const ALL: [Self; 5] = [Self::Held, Self::Free, Self::Mig, Self::Unhealthy, Self::Unknown];
 
     /// The word for metrics and scripts.
@@ -44,7 +45,7 @@ impl Availability {
         }
     }
 
-    /// That of a GPU, by its devices.
+    /// The availability of a GPU, by its devices.
     pub(super) fn of(gpu: &GpuUuid, devices: &[&Device], topology: &NodeTopology, held: &Held) -> Self {
         let healthy = || devices.iter().filter(|device| device.health == Health::Healthy);
         let whole = healthy().any(|device| device.mig.is_none());
@@ -52,7 +53,7 @@ impl Availability {
         match held {
             Some(held) if held.contains(gpu) => Self::Held,
             None if whole || part => Self::Unknown,
-            // One that is not in the graph has no place in a set of GPUs.
+            // A GPU that is not in the graph has no place in a set of GPUs.
             Some(_) if whole && topology.position(gpu).is_some() => Self::Free,
             Some(_) if part => Self::Mig,
             _ => Self::Unhealthy,
@@ -60,7 +61,7 @@ impl Availability {
     }
 }
 
-/// The devices by their GPUs, in the order of PCI addresses and UUIDs.
+/// Groups the devices by GPU, in the order of PCI addresses and UUIDs.
 pub(super) fn by_gpu<'a>(devices: impl Iterator<Item = &'a Device>) -> Vec<Vec<&'a Device>> {
     let mut gpus: BTreeMap<_, Vec<&Device>> = BTreeMap::new();
     for device in devices {

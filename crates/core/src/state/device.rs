@@ -1,17 +1,17 @@
-//! Devices and their health.
+//! [`Device`] and [`Health`].
 
 use crate::prelude::*;
 use core::time::Duration;
 
-use super::event::MigInstance;
+use super::mig_instance::MigInstance;
 use super::numa_hints::NumaHints;
 use super::reason::UnhealthyReason;
-pub(super) use super::resource_name::ResourceName;
 use crate::allocation::DeviceId;
 use crate::topology::{Gpu, MigDevice, NodeTopology, NumaNodeId};
 
-/// A moment: time since the Unix epoch. The runtime reads the wall clock once, at its start, and adds what a monotonic clock
-/// says has passed: moments of one process are in order, and hold durations of it are true.
+/// A moment, as time since the Unix epoch. The runtime reads the wall clock once, at its start, and adds the time that
+/// a monotonic clock measures since. Moments of one process are therefore in order, and durations between them are
+/// true.
 pub type Timestamp = Duration;
 
 /// One device on the kubelet's list: a whole GPU, a MIG device of one, or a slot on either.
@@ -23,9 +23,9 @@ pub struct Device {
     pub mig: Option<MigDevice>,
     /// The slot, from 0, where it is shared.
     pub slot: Option<u32>,
-    /// The NUMA nodes the kubelet is told of: CPU-bearing ones only, none when unknown.
+    /// The NUMA nodes that the kubelet is told of: only nodes with CPUs; none if unknown.
     pub numa_nodes: Vec<NumaNodeId>,
-    /// Whether it may be given to a pod.
+    /// The health, which decides if a pod may get it.
     pub health: Health,
 }
 
@@ -36,7 +36,7 @@ impl Device {
         Self { gpu: gpu.clone(), mig: None, slot: None, numa_nodes, health: Health::Healthy }
     }
 
-    /// Its name for the kubelet, as the NVIDIA plugin has it: [`Self::uuid`], for a slot `UUID::N`.
+    /// The device's name for the kubelet, as in the NVIDIA plugin: [`Self::uuid`], for a slot `UUID::N`.
     pub fn id(&self) -> DeviceId {
         Self::id_of(&self.gpu, self.mig.as_ref(), self.slot)
     }
@@ -46,34 +46,35 @@ impl Device {
         DeviceId::from(slot.map_or_else(|| uuid.to_owned(), |slot| format!("{uuid}::{slot}")))
     }
 
-    /// What a container gets, by UUID: the MIG device, or else the GPU. All slots of it have the same.
+    /// The UUID of the hardware that a container gets: the MIG device's, otherwise the GPU's. All slots of one device
+    /// have the same.
     pub fn uuid(&self) -> &str {
         self.mig.as_ref().map_or(self.gpu.uuid.as_str(), |mig| mig.uuid.as_str())
     }
 
-    /// The MIG instance it is; none for a whole GPU, or a slot on one.
+    /// The MIG instance; `None` for a whole GPU or a slot on one.
     pub fn instance(&self) -> Option<MigInstance> {
         let mig = self.mig.as_ref()?;
         Some(MigInstance { gpu_instance: mig.gpu_instance, compute_instance: Some(mig.compute_instance) })
     }
 }
 
-/// Whether a device may be given to a pod.
+/// The health of a device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Health {
-    /// It may.
+    /// A pod may get the device.
     Healthy,
-    /// It may not.
+    /// No pod may get the device.
     Unhealthy {
-        /// Why.
+        /// The reason.
         reason: UnhealthyReason,
-        /// Since when.
+        /// The time at which that began.
         since: Timestamp,
     },
 }
 
 impl Health {
-    /// Whether people who were told the one know the other: it differs in details at most.
+    /// Returns true if there is nothing new to tell people: the two differ in details at most.
     pub(super) fn tells_the_same(&self, other: &Self) -> bool {
         match (self, other) {
             (Self::Healthy, Self::Healthy) => true,

@@ -1,19 +1,22 @@
-//! [`Doors`]: which GPUs are offered through DRA, and how a GPU changes between the device plugin and DRA.
+//! [`Doors`]: the GPUs that are offered through DRA, and the rules by which a GPU changes between the device plugin and
+//! DRA.
 //!
 //! A part of [`super::offers`]. A GPU is offered through one door at a time, with all its MIG devices. It goes to DRA
-//! when no pod holds it through the device plugin, or by a claim that linkwise did not prepare, in two lists in a row,
-//! and back when no claim holds it and a grace period has passed. What is stored here is only the GPUs of DRA: whatever
-//! a process that died had not stored is decided anew by plan and ledger, and a holder that either knows keeps its GPU.
+//! when two lists in a row show that no pod holds it through the device plugin or by a claim that linkwise did not
+//! prepare. It goes back when no claim holds it and a grace period has passed. Only the GPUs of DRA are stored.
+//! Anything that a process did not store before it died is decided again from plan and ledger; a holder that either
+//! knows keeps its GPU.
 //!
-//! Two lists are enough, and what the kubelet counts as allocatable is of no account: `NodeState::allocate` refuses a GPU
-//! from the snapshot on that withdraws it, however old the list is from which the kubelet chose. Only a container whose
-//! Allocate was answered before can be missing in a list, and the second list is asked for a second or more after the GPU
-//! was withdrawn (`kubelet::pod_resources`): by then the kubelet has entered it.
+//! Two lists are enough, and the kubelet's count of allocatable devices does not matter. From the snapshot on that
+//! withdraws a GPU, `NodeState::allocate` refuses it, however old the list is from which the kubelet chose. So a list
+//! can only lack a container whose Allocate was answered before that snapshot. The second list is requested a second or
+//! more after the GPU was withdrawn (`kubelet::pod_resources`), and by then the kubelet has noted such a container.
 
 use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
 
 use super::device::{Device, Health, Timestamp};
+use super::door::{DRA_GRACE, Door};
 use super::hardware::Hardware;
 use super::ledger::Ledger;
 use super::numa_hints::NumaHints;
@@ -22,58 +25,21 @@ use super::reason::UnhealthyReason;
 use super::shares::Shares;
 use crate::topology::{Gpu, GpuUuid};
 
-/// How long a GPU that leaves DRA stays with it, without new claims: a scheduler that allocated it from a slice of before
-/// binds its pod within this time (kube-scheduler assumes a pod bound for 30 s, and retries).
-pub const DRA_GRACE: Timestamp = Timestamp::from_secs(60);
-
-/// The API through which a GPU is offered.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Door {
-    /// The device plugin.
-    Plugin,
-    /// The device plugin has withdrawn it; it goes to DRA when no pod holds it any more.
-    ToDra,
-    /// DRA.
-    Dra,
-    /// DRA still has it for claims that have it, and no new claim gets it. The device plugin gets it, or nobody where a
-    /// filter leaves it out, when no claim holds it and [`DRA_GRACE`] has passed.
-    FromDra {
-        /// When that began.
-        since: Timestamp,
-    },
-}
-
-impl Door {
-    /// Whether claims for the GPU are prepared.
-    pub fn is_dra(self) -> bool {
-        matches!(self, Self::Dra | Self::FromDra { .. })
-    }
-
-    /// A word for it, for metrics and messages.
-    pub fn label(self) -> &'static str {
-        match self {
-            Self::Plugin => "plugin",
-            Self::ToDra => "to-dra",
-            Self::Dra => "dra",
-            Self::FromDra { .. } => "from-dra",
-        }
-    }
-}
-
 /// The GPUs of DRA.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Doors {
-    /// How long a GPU that leaves stays.
+    /// The time that a GPU which leaves DRA stays.
     pub grace: Timestamp,
-    /// Since when each leaves; `None` for one that stays.
+    /// The GPUs, each with the time at which it began to leave; `None` for one that stays.
     gpus: BTreeMap<GpuUuid, Option<Timestamp>>,
-    /// GPUs on their way to DRA, each with how many lists of holders in a row did not have it; `None` while a pod has it,
-    /// or nobody knows.
+    /// GPUs on their way to DRA, each with the number of lists of holders in a row without it; `None` while a pod has
+    /// it, or if the holders are unknown.
     awaited: BTreeMap<GpuUuid, Option<u8>>,
-    /// Their devices: whole GPUs, and MIG devices of those in MIG mode. Those of a GPU that is gone stay with it.
-    devices: Vec<Device>,
-    /// When the first grace period that still runs ends. After it, a GPU waits for a list of holders or for claims.
-    deadline: Option<Timestamp>,
+    /// The devices of these GPUs: whole GPUs, and MIG devices of GPUs in MIG mode. The devices of a GPU that is gone
+    /// stay.
+    pub devices: Vec<Device>,
+    /// The end of the first grace period that still runs. After it, a GPU waits for a list of holders or for claims.
+    pub deadline: Option<Timestamp>,
 }
 
 impl Default for Doors {
@@ -83,14 +49,14 @@ impl Default for Doors {
     }
 }
 
-/// What decides about doors.
+/// The facts that decide about doors.
 pub(super) struct Facts<'a> {
     pub plan: &'a ResourcePlan,
     pub hardware: &'a Hardware,
     pub ledger: &'a Ledger,
     /// The GPUs behind the ids on the device plugin's lists.
     pub listed: BTreeSet<GpuUuid>,
-    /// Whether a new list of holders has just come.
+    /// True if a new list of holders has just come.
     pub is_new_list: bool,
 }
 
@@ -99,7 +65,7 @@ impl Facts<'_> {
         self.plan.dra.include(gpu) && self.plan.filter.offers(gpu)
     }
 
-    /// Whether no pod can have the GPU through the device plugin, or through another DRA driver of our name.
+    /// Returns true if no pod can have the GPU through the device plugin, or through another DRA driver of our name.
     fn is_unheld(&self, gpu: &Gpu) -> bool {
         let topology = self.hardware.topology();
         self.ledger.is_known()
@@ -115,29 +81,24 @@ impl Doors {
         self.gpus.keys().cloned().collect()
     }
 
-    /// The devices.
-    pub fn devices(&self) -> &[Device] {
-        &self.devices
-    }
-
-    /// Whether a GPU is one of DRA.
+    /// Returns true if a GPU is one of DRA's.
     pub fn has(&self, gpu: &GpuUuid) -> bool {
         self.gpus.contains_key(gpu)
     }
 
-    /// The GPUs that the last process offered through DRA. Another device plugin or DRA driver may have served the node
-    /// since: a claim is not prepared with a GPU that the kubelet lists as theirs.
+    /// Takes over the GPUs that the last process offered through DRA. Another device plugin or DRA driver may have
+    /// served the node since. A claim is therefore not prepared with a GPU that the kubelet lists as theirs.
     pub fn restore(&mut self, gpus: &BTreeSet<GpuUuid>) {
         for gpu in gpus {
             self.gpus.entry(gpu.clone()).or_default();
         }
     }
 
-    /// The door of a GPU; `None` for one that nobody offers.
+    /// The door of a GPU; `None` if the GPU is not offered.
     pub fn of(&self, plan: &ResourcePlan, hardware: &Hardware, uuid: &GpuUuid) -> Option<Door> {
         match self.gpus.get(uuid) {
             Some(None) => return Some(Door::Dra),
-            Some(Some(since)) => return Some(Door::FromDra { since: *since }),
+            Some(Some(since)) => return Some(Door::FromDra(*since)),
             None => {}
         }
         let topology = hardware.topology();
@@ -145,22 +106,17 @@ impl Doors {
         Some(if plan.dra.include(gpu) { Door::ToDra } else { Door::Plugin })
     }
 
-    /// When time alone lets a GPU leave.
-    pub fn deadline(&self) -> Option<Timestamp> {
-        self.deadline
-    }
-
-    /// Whether a new list of holders could let a GPU change its door.
+    /// Returns true if a new list of holders could let a GPU change its door.
     pub fn awaits_holders(&self) -> bool {
         !self.awaited.is_empty() || self.gpus.values().any(Option::is_some)
     }
 
-    /// Whether GPUs are on their way to DRA.
+    /// Returns true if GPUs are on their way to DRA.
     pub fn awaits_gpus(&self) -> bool {
         !self.awaited.is_empty()
     }
 
-    /// Whether a GPU is on its way to DRA that nobody holds.
+    /// Returns true if a GPU that no pod holds is on its way to DRA.
     pub fn awaits_unheld_gpus(&self) -> bool {
         self.awaited.values().any(Option::is_some)
     }
@@ -170,7 +126,7 @@ impl Doors {
         self.gpus.keys().chain(self.awaited.keys())
     }
 
-    /// The doors after an event; `None` where nothing changes. As long as no GPU is seen nothing is decided.
+    /// The doors after an event; `None` if nothing changes. As long as no GPU is observed, nothing is decided.
     pub fn next(&self, facts: &Facts<'_>, now: Timestamp) -> Option<Self> {
         let gpus = facts.hardware.topology().gpus();
         let idle = self.gpus.is_empty() && self.awaited.is_empty() && !gpus.iter().any(|gpu| facts.wants(gpu));
@@ -184,7 +140,7 @@ impl Doors {
                 *leaves = None;
                 return true;
             }
-            // A clock that went back costs another grace period.
+            // A clock that goes back costs another grace period.
             let since = (*leaves).map_or(now, |since| since.min(now));
             *leaves = Some(since);
             let end = since.saturating_add(self.grace);
@@ -199,7 +155,7 @@ impl Doors {
         for gpu in gpus.iter().filter(|gpu| facts.wants(gpu) && !self.has(&gpu.uuid)) {
             let before = self.awaited.get(&gpu.uuid).copied().flatten().unwrap_or(0);
             let lists = facts.is_unheld(gpu).then(|| before.saturating_add(facts.is_new_list.into()));
-            // The kubelet that answers next may be a new one, which at first knows fewer pods: it takes two lists.
+            // The kubelet that answers next may be a new one, which knows fewer pods at first: two lists are needed.
             if lists.is_some_and(|lists| lists >= 2) {
                 next.gpus.insert(gpu.uuid.clone(), None);
             } else {
@@ -209,7 +165,7 @@ impl Doors {
         (next != *self).then_some(next)
     }
 
-    /// Makes the devices anew from the hardware. Those of a GPU that is gone stay as they were.
+    /// Makes the devices again from the hardware. The devices of a GPU that is gone stay as they were.
     pub fn make(&mut self, hardware: &Hardware, hints: NumaHints) {
         let topology = hardware.topology();
         let mut made: Vec<Device> = Vec::new();
@@ -229,17 +185,17 @@ impl Doors {
         self.devices = made;
     }
 
-    /// The devices whose health is another than it was, by their places, with what it is now.
+    /// The devices whose health changed, as places in the list, each with its new health.
     pub fn changed_health(&self, hardware: &Hardware, ledger: &Ledger, shares: &Shares) -> Vec<(usize, Health)> {
         let now = |device: &Device| {
             let since = match &device.health {
                 Health::Unhealthy { since, .. } => *since,
-                Health::Healthy => ledger.known_since().unwrap_or_default(),
+                Health::Healthy => ledger.known_since.unwrap_or_default(),
             };
             if !hardware.has(device) {
                 return Health::Unhealthy { reason: UnhealthyReason::Gone, since };
             }
-            // For new claims: those that have it keep it.
+            // Unhealthy for new claims only: the claims that have it keep it.
             let leaves = self.gpus.get(&device.gpu.uuid).copied().flatten();
             if let Some(since) = leaves.or_else(|| shares.changing_since(&device.gpu.uuid)) {
                 return Health::Unhealthy { reason: UnhealthyReason::Withdrawn, since };
@@ -251,7 +207,7 @@ impl Doors {
                     let reason = UnhealthyReason::HeldElsewhere { resource, id };
                     match &device.health {
                         Health::Unhealthy { reason: before, .. } if *before == reason => device.health.clone(),
-                        _ => Health::Unhealthy { reason, since: ledger.known_since().unwrap_or_default() },
+                        _ => Health::Unhealthy { reason, since: ledger.known_since.unwrap_or_default() },
                     }
                 }
                 _ => health,
@@ -259,12 +215,5 @@ impl Doors {
         };
         let all = self.devices.iter().enumerate().map(|(place, device)| (place, device, now(device)));
         all.filter(|(_, device, health)| device.health != *health).map(|(place, _, health)| (place, health)).collect()
-    }
-
-    /// Sets the health of a device.
-    pub fn set_health(&mut self, place: usize, health: Health) {
-        if let Some(device) = self.devices.get_mut(place) {
-            device.health = health;
-        }
     }
 }

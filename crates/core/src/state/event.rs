@@ -1,34 +1,34 @@
-//! What happens to the node, and what has to be done about it.
+//! [`Event`] and [`Effect`]: the input of the state, and the work that it gives the runtime.
 
 use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
 
-use serde::{Deserialize, Serialize};
-
 use crate::allocation::DeviceId;
 use crate::topology::{GpuUuid, MigUuid, NodeObservation, TopologyWarning};
 
-use super::device::{Health, ResourceName};
-use super::doors::Door;
+use super::device::Health;
+use super::door::Door;
 use super::holdings::Holdings;
-use super::ledger::PreparedClaim;
-use super::mps::MpsShare;
+use super::mig_instance::MigInstance;
+use super::mps_share::MpsShare;
 use super::numa_hints::NumaHints;
 use super::plan::ResourcePlan;
 use super::poll::{HealthPoll, RecoveryAction};
+use super::prepared_claim::PreparedClaim;
 use super::problem::PlanProblem;
 use super::reason::UnhealthyReason;
 use super::record::{HealthRecord, NodeIdentity};
+use super::resource_name::ResourceName;
 
 /// Something that happened, as a plain value.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Event {
-    /// A complete look at the node.
+    /// A complete scan of the node.
     Observed(Box<NodeObservation>),
-    /// An operator wants other resources made of the GPUs.
+    /// The operator wants a new plan of resources.
     Planned(Box<ResourcePlan>),
-    /// The MPS control daemons whose limits hold now, each with the share by which that was judged: one of another share
-    /// makes nothing ready.
+    /// The MPS control daemons whose limits are in effect now, each with the share that it enforces. A daemon that is
+    /// ready for another share does not count.
     MpsReady(BTreeMap<ResourceName, MpsShare>),
     /// The driver reported an XID.
     Xid {
@@ -36,142 +36,95 @@ pub enum Event {
         gpu: GpuUuid,
         /// The number, as NVIDIA's XID catalog lists it.
         code: u64,
-        /// The MIG instance it is about, where the driver names one.
+        /// The MIG instance that failed, if the driver names one.
         instance: Option<MigInstance>,
     },
     /// The driver reported an uncorrectable ECC error.
-    DoubleBitEcc {
-        /// The GPU.
-        gpu: GpuUuid,
-    },
-    /// The operator wants devices to claim other NUMA nodes.
+    DoubleBitEcc(GpuUuid),
+    /// The operator wants devices to report other NUMA nodes.
     NumaHints(NumaHints),
-    /// A round of cheap looks at the GPUs; one that is missing was not asked.
+    /// The results of one round of polls. A GPU that is missing was not asked.
     Polled(BTreeMap<GpuUuid, HealthPoll>),
-    /// NVML calls about a GPU hung or crashed agents, and no agent calls NVML about it for now.
-    Quarantined {
-        /// The GPU.
-        gpu: GpuUuid,
-        /// What happened to the process, and in which call.
-        why: String,
-    },
-    /// An agent scanned a quarantined GPU, and lived.
-    ReleasedFromQuarantine {
-        /// The GPU.
-        gpu: GpuUuid,
-    },
-    /// NVML has been away for the grace period, and devices shall not be given out meanwhile.
-    DriverAway {
-        /// Why.
-        why: String,
-    },
+    /// NVML calls about a GPU hung or crashed agents. For now no agent calls NVML about it.
+    Quarantined(GpuUuid, String),
+    /// An agent scanned a quarantined GPU and survived.
+    ReleasedFromQuarantine(GpuUuid),
+    /// NVML has been unavailable for the grace period, and devices must not be given out meanwhile.
+    DriverAway(String),
     /// NVML answers again.
     DriverBack,
-    /// An operator's word that a GPU is well.
-    Cleared {
-        /// The GPU.
-        gpu: GpuUuid,
-    },
-    /// The devices that pods hold, as the kubelet lists them; `None` where it cannot be asked. An orphan leaves the list when
-    /// two in a row do not have it.
+    /// The operator declared a GPU well.
+    Cleared(GpuUuid),
+    /// The devices that pods hold, as the kubelet lists them; `None` if the kubelet cannot be asked. An orphan leaves
+    /// its list when two lists of holders in a row do not have it.
     Holders(Option<Holdings>),
-    /// The device plugin gave devices to a container; the kubelet lists them a little later.
+    /// The device plugin gave devices to a container. The kubelet lists them a little later.
     Allocated {
         /// The resource.
         resource: ResourceName,
         /// The devices.
         devices: BTreeSet<DeviceId>,
-        /// Those from which the kubelet let us choose them; empty where it did not ask.
+        /// The devices from which the kubelet let us choose; empty if it did not ask.
         offered: Vec<DeviceId>,
     },
     /// All claims that our DRA plugin has prepared or is about to prepare.
     Prepared(Vec<PreparedClaim>),
-    /// Which boot and which load of the driver this is: before the first look, and before each that another child made.
+    /// The identity of this boot and of this load of the driver. It comes before the first scan, and before each scan
+    /// by another agent.
     Identified(NodeIdentity),
-    /// What was kept when our last process ended, before [`Self::Identified`].
+    /// The record that our last process kept. It comes before [`Self::Identified`].
     Restored(Box<HealthRecord>),
-    /// Nothing happened but time.
+    /// Time passed, and nothing else happened.
     Tick,
 }
 
-/// One MIG instance of a GPU.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-pub struct MigInstance {
-    /// The GPU instance.
-    pub gpu_instance: u32,
-    /// The compute instance in it, where one is named.
-    pub compute_instance: Option<u32>,
-}
-
-/// Something to do, by the runtime: the inventory itself touches nothing.
+/// An order to the runtime. The state itself carries out nothing.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Effect {
-    /// Hand the new state to everybody who follows it.
+    /// Hand the new state to all readers.
     Publish,
     /// Report that the health of a GPU, or of one MIG device alone, changed.
     HealthChanged {
         /// The GPU.
         gpu: GpuUuid,
-        /// The MIG device, where the change is its own and not its whole GPU's.
+        /// The MIG device, if the change is its own and not its whole GPU's.
         mig: Option<MigUuid>,
-        /// What it is now.
+        /// The new health.
         health: Health,
     },
-    /// Tell people that an XID changes nothing: an application's fault, or ignored.
+    /// Tell people that an XID changes nothing: it is an application's fault, or ignored.
     XidIgnored {
         /// The GPU.
         gpu: GpuUuid,
         /// The number.
         code: u64,
-        /// How often it came: the first time at once, then what came in a minute as one.
+        /// The number of times it came. The first one is reported at once, then those of a minute together.
         times: u64,
     },
-    /// Write [`super::NodeState::record`] where the next process will find it.
+    /// Write [`super::NodeState::record`] to the place where the next process will read it.
     Keep,
-    /// Report, once, that the driver asks for something that this version does not know. It makes no GPU unhealthy.
-    UnknownRecoveryAction {
-        /// The GPU.
-        gpu: GpuUuid,
-        /// The action.
-        action: RecoveryAction,
-    },
-    /// Report, once while it stands, a reason that makes no GPU unhealthy because health checks are disabled.
-    NotCounted {
-        /// The GPU.
-        gpu: GpuUuid,
-        /// The reason.
-        reason: UnhealthyReason,
-    },
-    /// Tell people that what was kept has a form that this version does not know.
-    RecordIgnored {
-        /// The form.
-        version: u32,
-    },
+    /// Report, once, that the driver asks for an action that this version does not know. The GPU stays healthy.
+    UnknownRecoveryAction(GpuUuid, RecoveryAction),
+    /// Report, once while it lasts, a reason that makes no GPU unhealthy because health checks are disabled.
+    NotCounted(GpuUuid, UnhealthyReason),
+    /// Tell people that the record has a form that this version does not know.
+    RecordIgnored(u32),
     /// Tell people that devices of a resource cannot be given out for now: a pod holds the hardware under another name.
     HeldElsewhere {
         /// The GPU.
         gpu: GpuUuid,
         /// The resource.
         resource: ResourceName,
-        /// What holds it.
+        /// The holder, as the reason.
         reason: UnhealthyReason,
     },
-    /// Tell people that pods hold devices of a resource that are not offered, or not any more; they are on its list now.
-    HeldUnoffered {
-        /// The resource.
-        resource: ResourceName,
-        /// The ids, in order.
-        ids: Vec<DeviceId>,
-    },
-    /// Tell people that a GPU is offered through another API, or is on its way to that; `None`: through none.
-    DoorChanged {
-        /// The GPU.
-        gpu: GpuUuid,
-        /// Its door.
-        door: Option<Door>,
-    },
-    /// Tell people what is odd about the node, once.
+    /// Tell people that pods hold devices of a resource that are not offered, or are no longer offered. They are on its
+    /// list now.
+    HeldUnoffered(ResourceName, Vec<DeviceId>),
+    /// Tell people that the door of a GPU changed, or is about to.
+    DoorChanged(GpuUuid, Option<Door>),
+    /// Tell people of an oddity of the node, once.
     Warn(TopologyWarning),
-    /// Tell people what the plan cannot have on this node, once.
+    /// Tell people of a part of the plan that this node cannot offer, once.
     PlanProblem(PlanProblem),
 }

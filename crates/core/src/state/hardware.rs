@@ -1,8 +1,9 @@
-//! [`Hardware`]: the graph of the node, what is known of each GPU and MIG device, and whether it is in health.
+//! [`Hardware`]: the graph of the node, and the facts and health of each GPU and MIG device.
 //!
-//! One of the three parts of the node's state; it knows neither resources nor pods. Events about GPUs end up here, and
-//! each GPU's own state machine ([`super::health`]) decides. What one GPU's machine cannot see is decided here: trouble that
-//! hits every GPU at once is the node's, and an NVLink whose far end is out of reach is that GPU's fault alone.
+//! One of the three parts of the node's state. It knows neither resources nor pods. Each GPU has a state machine
+//! ([`super::health`]) that decides about events of this GPU. Two decisions need more than one GPU and are made here:
+//! trouble that hits every GPU at once is the node's, and an NVLink whose far end cannot be reached is the fault of the
+//! GPU at the far end.
 
 use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
@@ -10,8 +11,9 @@ use alloc::sync::Arc;
 use core::time::Duration;
 
 use super::device::{Device, Health, Timestamp};
-use super::event::{Effect, MigInstance};
+use super::event::Effect;
 use super::health::{self, GpuHealth};
+use super::mig_instance::MigInstance;
 use super::poll::{FabricHealth, HealthPoll, Reach, RecoveryAction};
 use super::reason::UnhealthyReason;
 use super::record::{HealthRecord, NodeIdentity};
@@ -31,36 +33,36 @@ pub struct Hardware {
     warnings: Vec<TopologyWarning>,
     versions: DriverVersions,
     identity: NodeIdentity,
-    /// An operator's classes.
+    /// The operator's classes of XIDs.
     pub(super) xids: XidPolicy,
-    /// The first hold; see [`super::health`].
+    /// The first hold time; see [`super::health`].
     pub(super) hold: Duration,
-    /// Every GPU that was ever scanned, or that the record names.
+    /// The health of every GPU that was ever scanned, or that the record names.
     health: BTreeMap<GpuUuid, GpuHealth>,
-    /// The address at which each was scanned last.
+    /// The address of each GPU at its last scan.
     addresses: BTreeMap<GpuUuid, PciAddress>,
     /// The health that was last reported, by GPU and MIG device.
     reported: BTreeMap<(GpuUuid, Option<MigUuid>), Health>,
     unknown_actions: Once<(GpuUuid, RecoveryAction)>,
-    /// XIDs that change nothing.
+    /// The log of XIDs that change nothing.
     pub(super) xid_log: XidLog,
-    /// The reasons that stand and do not count, by their labels.
+    /// The standing reasons that do not count, by their labels.
     uncounted: BTreeSet<(GpuUuid, &'static str)>,
     /// The record that the runtime was last asked to keep.
     kept: HealthRecord,
 }
 
-/// The versions that NVML reported last; `None` where it did not.
+/// The versions that NVML reported last; `None` if it did not.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct DriverVersions {
-    /// The driver's, such as `580.82.07` (`nvmlSystemGetDriverVersion`).
+    /// The driver's version, such as `580.82.07` (`nvmlSystemGetDriverVersion`).
     pub driver: Option<String>,
     /// The newest CUDA that the driver supports (`nvmlSystemGetCudaDriverVersion_v2`).
     pub cuda: Option<CudaVersion>,
 }
 
 impl DriverVersions {
-    /// Those of a scan.
+    /// Reads the versions of a scan.
     pub fn of(observed: &NodeObservation) -> Self {
         Self { driver: observed.driver_version.clone(), cuda: observed.cuda_version }
     }
@@ -74,7 +76,7 @@ impl Default for Hardware {
             versions: DriverVersions::default(),
             identity: NodeIdentity::default(),
             xids: XidPolicy::default(),
-            hold: health::HOLD,
+            hold: health::HOLD_TIME,
             health: BTreeMap::new(),
             addresses: BTreeMap::new(),
             reported: BTreeMap::new(),
@@ -92,12 +94,12 @@ impl Hardware {
         self.tables.topology()
     }
 
-    /// What a choice is made from.
+    /// The tables from which choices are made.
     pub fn tables(&self) -> &Arc<AllocationTables> {
         &self.tables
     }
 
-    /// What was odd about the last scan.
+    /// The oddities of the last scan.
     pub fn warnings(&self) -> &[TopologyWarning] {
         &self.warnings
     }
@@ -107,28 +109,27 @@ impl Hardware {
         &self.versions
     }
 
-    /// The named groups of the graph. Computed at each call: it costs a choice for each group.
+    /// Finds the named groups of the graph. Every call costs a choice for each group.
     pub fn groups(&self) -> Groups {
         Groups::of(&self.tables)
     }
 
-    /// Whether a GPU, or with `instance` a MIG device of it, may be given out; `None` for one that was never scanned.
+    /// The health of a GPU, or with `instance` of a MIG device on it; `None` if it was never scanned.
     pub fn health(&self, gpu: &GpuUuid, instance: Option<MigInstance>) -> Option<Health> {
         Some(self.health.get(gpu)?.verdict(&self.xids, instance))
     }
 
-    /// The reasons that stand against a GPU and its MIG devices, in the order in which they began, each with its beginning.
+    /// The standing reasons of a GPU and its MIG devices, in the order in which they began, each with its beginning.
     pub fn standing(&self, gpu: &GpuUuid) -> impl Iterator<Item = (&UnhealthyReason, Timestamp)> + use<'_> {
         self.health.get(gpu).into_iter().flat_map(GpuHealth::standing)
     }
 
-    /// The reasons that stand against a GPU and its MIG devices and make them unhealthy, in the order in which they
-    /// began.
+    /// The standing reasons that make a GPU or its MIG devices unhealthy, in the order in which they began.
     pub fn counting(&self, gpu: &GpuUuid) -> impl Iterator<Item = &UnhealthyReason> + use<'_> {
         self.standing(gpu).map(|(reason, _)| reason).filter(|reason| self.xids.counts(reason))
     }
 
-    /// What the next process of ours has to know of the GPUs' health; [`Effect::Keep`] says when it changed.
+    /// The record of the GPUs' health for our next process. [`Effect::Keep`] reports each change.
     pub fn record(&self) -> HealthRecord {
         let gpus = self.health.iter().filter_map(|(gpu, health)| Some((gpu.clone(), health.kept()?)));
         HealthRecord {
@@ -139,7 +140,7 @@ impl Hardware {
         }
     }
 
-    /// Whether the machine has what is behind a device: its GPU, or its MIG device.
+    /// Returns true if the machine has the GPU or MIG device behind a device.
     pub(super) fn has(&self, device: &Device) -> bool {
         let topology = self.topology();
         match &device.mig {
@@ -153,7 +154,7 @@ impl Hardware {
         self.tables = Arc::clone(&other.tables);
     }
 
-    /// A scan of the whole node.
+    /// Takes over a scan of the whole node.
     pub(super) fn scanned(&mut self, observed: &NodeObservation) -> Vec<Effect> {
         let (topology, warnings) = NodeTopology::assemble(observed);
         let news = warnings.iter().filter(|warning| !self.warnings.contains(warning));
@@ -180,13 +181,13 @@ impl Hardware {
         }
         let present: BTreeSet<&GpuUuid> = observed.gpus.iter().map(|gpu| &gpu.uuid).collect();
         for (gpu, health) in self.health.iter_mut().filter(|(gpu, _)| !present.contains(gpu)) {
-            // NVML may fail to list a GPU that is there. One that the bus has not either is really gone.
+            // NVML may fail to list a GPU that is there. A GPU that the bus does not list either is really gone.
             health.missed(self.addresses.get(gpu).is_some_and(off_bus));
         }
         effects
     }
 
-    /// An XID: a failure of the GPU by its class, or a line for the log.
+    /// Takes over an XID: by its class a failure of the GPU, or a line for the log.
     pub(super) fn xid(
         &mut self,
         gpu: GpuUuid,
@@ -201,31 +202,31 @@ impl Hardware {
         None
     }
 
-    /// The driver's event of an uncorrectable error.
+    /// Takes over the driver's event of an uncorrectable error.
     pub(super) fn double_bit_ecc(&mut self, gpu: &GpuUuid, now: Timestamp) {
         if self.xids.class(DOUBLE_BIT_ECC).fails() {
             self.change(gpu, |health| health.fail(UnhealthyReason::DoubleBitEcc, now));
         }
     }
 
-    /// Changes the health of a GPU, where it is known.
+    /// Changes the health of a GPU, if it is known.
     pub(super) fn change(&mut self, gpu: &GpuUuid, change: impl FnOnce(&mut GpuHealth)) {
         self.health.get_mut(gpu).map(change);
     }
 
-    /// NVML has been unavailable for the grace period. That is no GPU's fault.
+    /// Notes that NVML has been unavailable for the grace period. That is no GPU's fault.
     pub(super) fn driver_away(&mut self, why: &str, now: Timestamp) {
         for health in self.health.values_mut() {
             health.suffer(UnhealthyReason::DriverAway { why: why.to_owned() }, now);
         }
     }
 
-    /// NVML answers again.
+    /// Notes that NVML answers again.
     pub(super) fn driver_back(&mut self) {
         self.health.values_mut().for_each(GpuHealth::driver_back);
     }
 
-    /// One poll of the GPUs.
+    /// Takes over one poll of the GPUs.
     pub(super) fn polled(&mut self, polls: &BTreeMap<GpuUuid, HealthPoll>, now: Timestamp) -> Vec<Effect> {
         let node_wide = self.hits_all(polls);
         let unreachable: BTreeSet<GpuUuid> =
@@ -240,10 +241,11 @@ impl Hardware {
             _ => None,
         });
         let news = self.unknown_actions.replace(unknown);
-        news.into_iter().map(|(gpu, action)| Effect::UnknownRecoveryAction { gpu, action }).collect()
+        news.into_iter().map(|(gpu, action)| Effect::UnknownRecoveryAction(gpu, action)).collect()
     }
 
-    /// Whether a GPU is lost or gone, by the last scan, what stands against it, and the poll that has just come.
+    /// Returns true if a GPU is lost or gone, by the last scan, by its standing reasons, or by the poll that has just
+    /// come.
     fn is_unreachable(&self, gpu: &GpuUuid, poll: Option<&HealthPoll>) -> bool {
         let shown = poll.is_some_and(|poll| {
             matches!(poll.reach, Reach::Lost { .. } | Reach::ResetRequired { .. }) || poll.on_bus == Some(false)
@@ -252,7 +254,7 @@ impl Hardware {
         shown || stands || self.topology().position(gpu).is_none()
     }
 
-    /// Whether the same trouble is every GPU's: then it is the node's.
+    /// Returns true if all GPUs have the same trouble, which then is the node's.
     fn hits_all(&self, polls: &BTreeMap<GpuUuid, HealthPoll>) -> bool {
         let known = || polls.iter().filter_map(|(gpu, poll)| Some((self.health.get(gpu)?, poll)));
         let all = |trouble: fn(&GpuHealth, &HealthPoll) -> bool| known().all(|(health, poll)| trouble(health, poll));
@@ -261,7 +263,7 @@ impl Hardware {
         known().nth(1).is_some() && (all(silent) || all(fabric) || all(GpuHealth::loses_links))
     }
 
-    /// Which boot and which load of the driver this is.
+    /// Takes over the identity of the boot and of the driver's load.
     pub(super) fn identified(&mut self, identity: &NodeIdentity) {
         if identity.differs_from(&self.identity) {
             self.health.values_mut().for_each(GpuHealth::renewed);
@@ -272,10 +274,10 @@ impl Hardware {
         };
     }
 
-    /// The record of our last process. One of another version is refused.
+    /// Takes over the record of our last process. A record of another version is refused.
     pub(super) fn restored(&mut self, record: &HealthRecord) -> Option<Effect> {
         if record.version != HealthRecord::VERSION {
-            return Some(Effect::RecordIgnored { version: record.version });
+            return Some(Effect::RecordIgnored(record.version));
         }
         let renewed = self.identity.differs_from(&record.identity);
         for (gpu, kept) in &record.gpus {
@@ -293,9 +295,9 @@ impl Hardware {
         None
     }
 
-    /// Reports each GPU whose health changed, as a whole, and each MIG device that failed alone. `listed` are all devices
-    /// on the kubelet's lists, `is_orphan` those whose hardware is gone or no longer offered: a GPU is gone once all of
-    /// its devices are.
+    /// Reports each GPU whose health changed, as a whole, and each MIG device that failed alone. `listed` are all
+    /// devices on the kubelet's lists, each with whether its hardware is gone or no longer offered. A GPU is gone once
+    /// all of its devices are.
     pub(super) fn report<'a>(&mut self, listed: impl Iterator<Item = (&'a Device, bool)> + Clone) -> Vec<Effect> {
         let mut instances: BTreeMap<&GpuUuid, BTreeSet<MigInstance>> = BTreeMap::new();
         for (device, _) in listed.clone().filter(|(_, is_orphan)| !is_orphan) {
@@ -337,8 +339,8 @@ impl Hardware {
         effects
     }
 
-    /// Reports each reason that does not count because health checks are disabled, once while it stands. Returns whether other
-    /// ones stand than before.
+    /// Reports each reason that does not count because health checks are disabled, once while it lasts. Returns true if
+    /// these reasons changed.
     pub(super) fn report_uncounted(&mut self) -> (bool, Vec<Effect>) {
         if self.xids.disabled != XidSet::All {
             return (false, Vec::new());
@@ -351,10 +353,10 @@ impl Hardware {
         let changed = !now.keys().eq(self.uncounted.iter());
         let before = core::mem::replace(&mut self.uncounted, now.keys().cloned().collect());
         let news = now.into_iter().filter(|(key, _)| !before.contains(key));
-        (changed, news.map(|((gpu, _), reason)| Effect::NotCounted { gpu, reason }).collect())
+        (changed, news.map(|((gpu, _), reason)| Effect::NotCounted(gpu, reason)).collect())
     }
 
-    /// Asks to keep the record, where it changed.
+    /// Asks to keep the record, if it changed.
     pub(super) fn keep(&mut self) -> Option<Effect> {
         let record = self.record();
         let identity_matters = record.identity != self.kept.identity && !record.gpus.is_empty();
@@ -368,7 +370,7 @@ impl Hardware {
 
 /// The addresses on the host's PCI bus.
 fn addresses(host: &HostObservation) -> BTreeSet<PciAddress> {
-    // A stack instead of recursion: a file from a stranger may nest as deep as it likes.
+    // A stack and no recursion: a file from outside may nest to any depth.
     let mut stack: Vec<&PciObservation> = host.host_bridges.iter().flat_map(|bridge| &bridge.devices).collect();
     let mut found = BTreeSet::new();
     while let Some(device) = stack.pop() {

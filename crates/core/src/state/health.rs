@@ -1,58 +1,60 @@
-//! The health of one GPU: the reasons that stand against it, and what ends each. docs/health.md has the diagram.
+//! The health of one GPU: its standing reasons, and the evidence that ends each. docs/health.md has the diagram.
 //!
-//! A pure state machine per GPU; `hardware` feeds it. What it keeps across our restarts is in `record`.
+//! One pure state machine for each GPU; `hardware` feeds it. `record` has the part that is kept across our restarts.
 //!
-//! Time counts only as far as polls cover it: from one poll to the next, at most [`COVERED`]. A clock that jumps, a process
-//! that was suspended, or a driver that answers late therefore neither heals a GPU early nor keeps it unhealthy for ever.
+//! Only time between polls counts, from one poll to the next, and at most [`COVERED`] each. So neither a clock that
+//! jumps, nor a process that was suspended, nor a driver that answers late can heal a GPU early or keep it unhealthy
+//! for ever.
 
 use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
 use core::time::Duration;
 
 use super::device::{Health, Timestamp};
-use super::event::MigInstance;
+use super::mig_instance::MigInstance;
 use super::poll::{FabricHealth, HealthPoll, Reach, RecoveryAction};
 use super::reason::UnhealthyReason;
 use super::record::{Accepted, GpuRecord, KeptReason, LastSeen};
 use super::xid::XidPolicy;
 use crate::topology::GpuUuid;
 
-/// How long evidence has to last before a reason ends.
-pub(super) const HOLD: Duration = Duration::from_secs(60);
-/// The longest hold of a GPU that flaps, in first holds: an hour.
-const LONGEST_HOLD: u32 = 60;
-/// Doublings from the first hold to the longest.
+/// The time that evidence has to last before a reason ends.
+pub(super) const HOLD_TIME: Duration = Duration::from_secs(60);
+/// The longest hold time of a GPU that flaps, in first hold times: an hour.
+const LONGEST_HOLD_TIME: u32 = 60;
+/// The number of doublings from the first hold time to the longest.
 const MOST_FLAPS: u32 = 6;
-/// Healthy time that takes one doubling back.
+/// The healthy time that takes one doubling back.
 const DECAY: Duration = Duration::from_secs(3600);
 /// The longest time that one poll covers: two poll intervals.
 const COVERED: Duration = Duration::from_secs(20);
 /// The XID of a GPU that has fallen off the bus (NVIDIA's XID catalog).
 const FALLEN_OFF_THE_BUS: u64 = 79;
-/// Reasons that stand at once. Only XIDs can be many; further ones count to the last reason, for the whole GPU.
+/// The most reasons that stand at once. Only XIDs can be this many; further ones merge into the last reason, for the
+/// whole GPU.
 const MOST_REASONS: usize = 32;
 
-/// One reason, and how far its evidence has come.
+/// One reason, and the evidence that it has ended.
 #[derive(Clone, Debug)]
 struct Standing {
     reason: UnhealthyReason,
     since: Timestamp,
-    /// Time covered by polls that show it ended; `None` until the first.
+    /// The time covered by polls that show it ended; `None` until the first.
     steady: Option<Duration>,
-    /// At least one poll completed after this reason began. The first one may have been issued before it and is not
-    /// evidence.
+    /// True if a poll that came after this reason's beginning is complete. The first poll may have been sent before it
+    /// and is no evidence.
     seen_poll_since: bool,
-    /// The remedy was observed since: a reset, or the GPU released from quarantine.
+    /// True if the remedy was observed since: a reset, or the GPU's release from quarantine.
     remedied: bool,
-    /// It ends with the next poll that does not show it again.
+    /// True if it ends with the next poll that does not show it again.
     over: bool,
 }
 
-/// What a poll proves about a reason that it does not show.
+/// The evidence of a poll that does not show a reason.
 enum Proof {
-    /// Nothing.
+    /// The poll proves nothing.
     Silence,
-    /// The reason has ended, provided that this lasts through the hold.
+    /// The reason has ended if this lasts through the hold time.
     Passes,
     /// The reason has ended.
     Ends,
@@ -62,23 +64,23 @@ enum Proof {
 #[derive(Clone, Debug, Default)]
 pub(super) struct GpuHealth {
     standing: Vec<Standing>,
-    /// Whether a scan of this process ever listed the GPU. Before that, its health is what the record says.
+    /// True once a scan of this process has listed the GPU. Until then its health is the record's.
     listed: bool,
     polled: Option<Timestamp>,
-    /// Doublings of the hold; `None` before it first failed.
+    /// The number of doublings of the hold time; `None` before it first failed.
     flaps: Option<u32>,
-    /// Healthy time since it last failed, as polls cover it.
+    /// The healthy time since it last failed, as covered by polls.
     well: Duration,
-    /// NVLinks that were active once, each with the GPU of this node at its far end, where there is one.
+    /// NVLinks that were active once, each with the GPU of this node at its far end, if there is one.
     links: BTreeMap<u32, Option<GpuUuid>>,
-    /// Those of them that the last poll showed down, unless their far end is out of reach.
+    /// The links of these that were down at the last poll, unless their far end cannot be reached.
     links_down: BTreeSet<u32>,
     accepted: Accepted,
     seen: LastSeen,
 }
 
 impl GpuHealth {
-    /// The health that the record of our last process describes.
+    /// Makes the health that the record of our last process describes.
     pub fn restored(kept: &GpuRecord) -> Self {
         let standing = kept.reasons.iter().take(MOST_REASONS).map(|kept| Standing {
             remedied: kept.remedied,
@@ -94,7 +96,7 @@ impl GpuHealth {
         }
     }
 
-    /// The record of it for our next process; `None` where there is nothing to keep.
+    /// The record for our next process; `None` if there is nothing to keep.
     pub fn kept(&self) -> Option<GpuRecord> {
         let reasons = self.standing.iter().filter(|standing| standing.reason.needs_reset() && !standing.over);
         let kept = GpuRecord {
@@ -119,7 +121,7 @@ impl GpuHealth {
         self.standing.iter().map(|standing| (&standing.reason, standing.since))
     }
 
-    /// Whether a MIG device (or with `None` the whole GPU) may be given out.
+    /// The health of a MIG device, or with `None` of the whole GPU.
     pub fn verdict(&self, xids: &XidPolicy, instance: Option<MigInstance>) -> Health {
         self.verdict_on(|reason| xids.counts(reason) && reason.concerns(instance))
     }
@@ -129,7 +131,7 @@ impl GpuHealth {
         self.verdict_on(|reason| xids.counts(reason) && reason.instance().is_some() && reason.concerns(Some(instance)))
     }
 
-    /// The health of a GPU beside that of its MIG instances: reasons that name one of these do not count.
+    /// The health of a GPU without that of its MIG instances: reasons that name one of these do not count.
     pub fn verdict_beside(&self, xids: &XidPolicy, instances: &BTreeSet<MigInstance>) -> Health {
         let of_another = |reason: &UnhealthyReason| {
             reason.instance().is_some() && instances.iter().any(|instance| reason.concerns(Some(*instance)))
@@ -137,7 +139,7 @@ impl GpuHealth {
         self.verdict_on(|reason| xids.counts(reason) && !of_another(reason))
     }
 
-    /// Of several reasons the first one whose remedy is a reset is named, else the first.
+    /// Names the first reason whose remedy is a reset; if there is none, the first reason.
     fn verdict_on(&self, counts: impl Fn(&UnhealthyReason) -> bool) -> Health {
         let concerns = || self.standing.iter().filter(|standing| counts(&standing.reason));
         let needs_reset = concerns().find(|standing| standing.reason.needs_reset());
@@ -147,8 +149,8 @@ impl GpuHealth {
         }
     }
 
-    /// Whether what stands says that other GPUs cannot reach it: it is lost, off the bus, refused until a reset, or no
-    /// agent touches it.
+    /// Returns true if other GPUs cannot reach it by its standing reasons: it is lost, off the bus, refused until a
+    /// reset, or in quarantine.
     pub fn is_unreachable(&self) -> bool {
         self.standing.iter().any(|standing| match standing.reason {
             UnhealthyReason::Lost { .. }
@@ -160,11 +162,11 @@ impl GpuHealth {
         })
     }
 
-    /// A scan lists it, with these active NVLinks and the GPUs at their far ends. `off_bus` where the PCI bus does not list
-    /// it: then NVML has only not noticed yet.
+    /// Notes that a scan lists it, with these active NVLinks and the GPUs at their far ends. With `off_bus`, the PCI
+    /// bus does not list it, and NVML has only not noticed yet.
     pub fn scanned(&mut self, links: impl Iterator<Item = (u32, Option<GpuUuid>)>, off_bus: bool) {
         for (link, far_end) in links {
-            // A far end that is no longer scanned is still the far end.
+            // A far end stays the far end when it is no longer scanned.
             let known = self.links.entry(link).or_default();
             *known = far_end.or(known.take());
         }
@@ -180,12 +182,12 @@ impl GpuHealth {
         }
     }
 
-    /// A scan does not list it; `off_bus` where the PCI bus does not either.
+    /// Notes that a scan does not list it; with `off_bus` the PCI bus does not either.
     pub fn missed(&mut self, off_bus: bool) {
         self.seen.off_bus |= off_bus;
     }
 
-    /// A reason begins.
+    /// Begins a reason.
     pub fn fail(&mut self, reason: UnhealthyReason, now: Timestamp) {
         if self.falls(&reason) {
             self.fall();
@@ -193,24 +195,24 @@ impl GpuHealth {
         self.begin(reason, now, false);
     }
 
-    /// A reason begins that hits the whole node: no fault of this GPU.
+    /// Begins a reason that hits the whole node and is no fault of this GPU.
     pub fn suffer(&mut self, reason: UnhealthyReason, now: Timestamp) {
         self.begin(reason, now, false);
     }
 
-    /// NVML answers again: the next poll decides, as at the start.
+    /// Notes that NVML answers again. The next poll decides, as at the start.
     pub fn driver_back(&mut self) {
         for standing in &mut self.standing {
             standing.over |= matches!(standing.reason, UnhealthyReason::DriverAway { .. });
         }
     }
 
-    /// It is released from quarantine: an agent scanned it and lived.
+    /// Notes its release from quarantine: an agent scanned it and survived.
     pub fn released(&mut self) {
         self.remedy(|reason| matches!(reason, UnhealthyReason::Quarantined { .. }));
     }
 
-    /// The driver was loaded anew or the node booted: the next poll shows what stands.
+    /// Notes that the driver was loaded again or the node booted. The next poll shows which reasons still stand.
     pub fn renewed(&mut self) {
         for standing in &mut self.standing {
             standing.over |= !outlasts(&standing.reason);
@@ -222,8 +224,8 @@ impl GpuHealth {
         (self.links, self.links_down) = (BTreeMap::new(), BTreeSet::new());
     }
 
-    /// An operator clears the reasons. What the driver reports now is accepted. A GPU that is missing or quarantined stays
-    /// unhealthy all the same.
+    /// Clears the reasons on an operator's order. What the driver reports now is accepted. A GPU that is missing or in
+    /// quarantine stays unhealthy.
     pub fn cleared(&mut self) {
         self.standing.retain(|standing| outlasts(&standing.reason));
         self.accepted = Accepted {
@@ -236,8 +238,8 @@ impl GpuHealth {
         (self.flaps, self.well) = (None, Duration::ZERO);
     }
 
-    /// The result of one poll; `node_wide` where every GPU shows the same trouble. Links that end at an `unreachable` GPU are
-    /// that GPU's fault. `first_hold` is how long evidence has to last for a GPU that does not flap.
+    /// Takes over the result of one poll. With `node_wide`, every GPU shows the same trouble. A link that ends at an
+    /// `unreachable` GPU is that GPU's fault. `first_hold` is the hold time of a GPU that does not flap.
     pub fn poll(
         &mut self,
         poll: &HealthPoll,
@@ -290,13 +292,14 @@ impl GpuHealth {
         }
     }
 
-    /// Whether a poll shows a link down that was active once.
+    /// Returns true if a poll shows that a link which was active once is down.
     pub fn loses_links(&self, poll: &HealthPoll) -> bool {
         poll.nvlinks_down.iter().flatten().any(|link| self.links.contains_key(link))
     }
 
-    /// Whether a reason counts as a new failure for the flap count: the first against a healthy GPU, or one that shows again
-    /// during its hold. What comes on top, as a recovery action does after an XID, belongs to the same failure.
+    /// Returns true if a reason counts as a new failure for the flap count: it is the first against a healthy GPU, or
+    /// it shows again during its hold time. A reason that follows another, as a recovery action follows an XID, belongs
+    /// to the same failure.
     fn falls(&self, reason: &UnhealthyReason) -> bool {
         let blames = |reason: &UnhealthyReason| {
             !matches!(reason, UnhealthyReason::FabricJoining | UnhealthyReason::DriverAway { .. })
@@ -305,10 +308,10 @@ impl GpuHealth {
         blames(reason) && (broken || !self.standing.iter().any(|standing| blames(&standing.reason)))
     }
 
-    /// How long evidence has to last for this GPU.
+    /// The hold time of this GPU now.
     fn hold(&self, first: Duration) -> Duration {
         let doublings = 1 << self.flaps.unwrap_or(0).min(MOST_FLAPS);
-        first.saturating_mul(LONGEST_HOLD.min(doublings))
+        first.saturating_mul(LONGEST_HOLD_TIME.min(doublings))
     }
 
     fn fall(&mut self) {
@@ -321,7 +324,7 @@ impl GpuHealth {
         self.well = Duration::ZERO;
     }
 
-    /// Lets a reason stand; evidence against it begins anew.
+    /// Adds a reason, or starts the evidence against it again.
     fn begin(&mut self, reason: UnhealthyReason, now: Timestamp, seen_poll_since: bool) {
         let full = self.standing.len() >= MOST_REASONS;
         let known = self.standing.iter().position(|standing| standing.reason.is(&reason));
@@ -331,7 +334,7 @@ impl GpuHealth {
         };
         let Some(standing) = self.standing.get_mut(index) else { return };
         match (&mut standing.reason, known) {
-            // No room: the last reason stands for the further ones, too.
+            // No room is left: the last reason stands for the further ones too.
             (UnhealthyReason::Xid { instance, .. }, None) => *instance = None,
             (standing, _) => *standing = reason,
         }
@@ -346,7 +349,7 @@ impl GpuHealth {
             .for_each(|standing| standing.remedied = true);
     }
 
-    /// Whether the poll shows something that only a reset does.
+    /// Returns true if the poll shows something that only a reset causes.
     fn shows_reset(&self, poll: &HealthPoll) -> bool {
         let seen = &self.seen;
         let fewer = matches!((seen.uncorrectable_ecc, poll.uncorrectable_ecc), (Some(was), Some(is)) if is < was);
@@ -356,7 +359,7 @@ impl GpuHealth {
         fewer || remapped || allowed || back
     }
 
-    /// Takes over the facts of a poll; an unknown one leaves the last known one.
+    /// Takes over the facts of a poll. An unknown fact leaves the last known one.
     fn learn(&mut self, poll: &HealthPoll, unreachable: &BTreeSet<GpuUuid>) {
         let seen = &mut self.seen;
         seen.action = poll.recovery_action.or(seen.action);
@@ -381,7 +384,7 @@ impl GpuHealth {
             };
             self.links_down = down.iter().filter(own_fault).copied().collect();
         }
-        // What an operator accepted stays accepted while it does not change.
+        // What an operator accepted stays accepted until it changes.
         if self.accepted.action.is_some() && self.accepted.action != seen.action {
             self.accepted.action = None;
         }
@@ -403,7 +406,7 @@ impl GpuHealth {
             }
         }
         match poll.recovery_action {
-            // An action that this version does not know is reported; the operator judges it.
+            // An action that this version does not know is reported, and the operator judges it.
             None | Some(RecoveryAction::None | RecoveryAction::Other(_)) => {}
             Some(action) if self.accepted.action == Some(action) => {}
             Some(action) => shown.push(UnhealthyReason::RecoveryAction { action }),
@@ -411,7 +414,7 @@ impl GpuHealth {
         if poll.row_remapping.is_some_and(|rows| rows.failed) && !self.accepted.row_remap_failed {
             shown.push(UnhealthyReason::RowRemapFailed);
         }
-        // Recovery action and row remapping, where the driver has them, say more than the count.
+        // If the driver has recovery action or row remapping, these say more than the count.
         let counts = self.seen.action.is_none() && !self.seen.remaps;
         if let Some(count) =
             poll.uncorrectable_ecc.filter(|count| *count > self.accepted.uncorrectable_ecc.unwrap_or(0))
@@ -439,19 +442,19 @@ impl Standing {
         Self { reason, since, steady: None, seen_poll_since, remedied: false, over: false }
     }
 
-    /// Whether it is about links that all end at unreachable GPUs.
+    /// Returns true if it is about links that all end at unreachable GPUs.
     fn has_links_to(&self, far_ends: &BTreeMap<u32, Option<GpuUuid>>, unreachable: &BTreeSet<GpuUuid>) -> bool {
         let UnhealthyReason::LinksDown { links } = &self.reason else { return false };
         links.iter().all(|link| matches!(far_ends.get(link), Some(Some(far)) if unreachable.contains(far)))
     }
 
-    /// What a poll that does not show the reason proves about it.
+    /// The evidence of a poll that does not show the reason.
     fn proof(&self, poll: &HealthPoll) -> Proof {
         let passes = |passes: bool| if passes { Proof::Passes } else { Proof::Silence };
         if !self.seen_poll_since {
             return Proof::Silence;
         }
-        // The driver's recovery action beats the table; where it has none, a reset must have been observed.
+        // The driver's recovery action overrides the table. Without one, a reset must have been observed.
         let healed = match poll.recovery_action {
             Some(action) => action == RecoveryAction::None,
             None => self.remedied,
@@ -485,7 +488,7 @@ impl Standing {
     }
 }
 
-/// What neither a new driver nor an operator ends: the GPU cannot be polled.
+/// Returns true if neither a new driver nor an operator ends the reason: the GPU cannot be polled.
 fn outlasts(reason: &UnhealthyReason) -> bool {
     matches!(reason, UnhealthyReason::Quarantined { .. } | UnhealthyReason::DriverAway { .. } | UnhealthyReason::OffBus)
 }

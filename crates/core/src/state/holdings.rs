@@ -1,5 +1,5 @@
-//! [`Holdings`]: what pods of this node hold, as the kubelet lists it. Plain values; the kubelet adapter makes them, and
-//! the ledger makes hardware of the names in them.
+//! [`Holdings`]: the devices that pods of this node hold, as the kubelet lists them. Plain values. The kubelet adapter
+//! makes them; the ledger finds the hardware behind their names.
 
 use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
@@ -7,7 +7,7 @@ use alloc::collections::{BTreeMap, BTreeSet};
 use super::ResourceName;
 use crate::allocation::DeviceId;
 
-/// An id of a resource, as the device plugin API has it.
+/// A resource and an id of it, as in the device plugin API.
 pub type ResourceDevice = (ResourceName, DeviceId);
 
 /// Everything that pods of this node hold, as the kubelet lists it.
@@ -15,12 +15,13 @@ pub type ResourceDevice = (ResourceName, DeviceId);
 pub struct Holdings {
     /// Devices of running containers (PodResources).
     pub containers: BTreeSet<ResourceDevice>,
-    /// Devices that only the kubelet's checkpoint lists: of init containers that have ended, in pods that have not. The
-    /// checkpoint may also still list a pod that has just ended.
+    /// Devices that only the kubelet's checkpoint lists: those of init containers that have ended, in pods that have
+    /// not. The checkpoint may also still list a pod that has just ended.
     pub init_containers: BTreeSet<ResourceDevice>,
     /// Devices of DRA claims (PodResources, `dynamic_resources`).
     pub claims: BTreeSet<ClaimedDevice>,
-    /// What of `containers` and `claims` each running container has. It decides nothing: people are shown it.
+    /// The part of `containers` and `claims` that each running container has. It is shown to people and decides
+    /// nothing.
     pub by_container: BTreeMap<ContainerName, ContainerHoldings>,
 }
 
@@ -35,10 +36,10 @@ pub struct ContainerName {
     pub container: String,
 }
 
-/// The most containers that are told apart: no node has as many, and each is some series of the metrics.
+/// The most containers that are noted: no node has as many, and each makes several series of the metrics.
 const MOST_CONTAINERS: usize = 4096;
 
-/// What one container has.
+/// The devices and claims of one container.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ContainerHoldings {
     /// Its devices, by resource.
@@ -48,13 +49,13 @@ pub struct ContainerHoldings {
 }
 
 impl Holdings {
-    /// Whether an id of a resource is held.
+    /// Returns true if an id of a resource is held.
     pub fn has(&self, key: &ResourceDevice) -> bool {
         self.containers.contains(key) || self.init_containers.contains(key)
     }
 
-    /// Notes what a container has in [`Self::by_container`]; it may have been noted before. Beyond 4096 containers no
-    /// further one is.
+    /// Adds the holdings of a container to [`Self::by_container`]; it may be there already. Beyond 4096 containers no
+    /// further one is added.
     pub fn add(&mut self, name: ContainerName, holdings: ContainerHoldings) {
         let ContainerHoldings { devices, claims } = holdings;
         if devices.is_empty() && claims.is_empty()
@@ -71,7 +72,7 @@ impl Holdings {
 }
 
 impl FromIterator<ResourceDevice> for Holdings {
-    /// Devices of running containers, and nothing else.
+    /// Makes holdings of running containers, and nothing else.
     fn from_iter<I: IntoIterator<Item = ResourceDevice>>(containers: I) -> Self {
         Self { containers: containers.into_iter().collect(), ..Self::default() }
     }
@@ -84,10 +85,10 @@ pub struct ClaimedDevice {
     pub claim: String,
     /// The DRA driver.
     pub driver: String,
-    /// The pool, of one driver and one node: another DRA driver of the same name has another.
+    /// The pool, which belongs to one driver and one node. Another DRA driver of the same name has another pool.
     pub pool: String,
-    /// The device's name in the driver's pool, such as `gpu-0` (0: N of /dev/nvidiaN) or `gpu-0-mig-1g10gb-19-0`.
+    /// The device's name in the driver's pool, such as `gpu-0` (the 0 of /dev/nvidia0) or `gpu-0-mig-1g10gb-19-0`.
     pub device: String,
-    /// What follows `=` in its CDI names; UUIDs, where the driver names CDI devices so.
+    /// The parts of its CDI names after `=`; these are UUIDs if the driver names CDI devices by UUID.
     pub cdi_names: Vec<String>,
 }

@@ -1,67 +1,54 @@
-//! [`Ledger`]: which hardware is held, and through which door.
+//! [`Ledger`]: the hardware that is held, and the door through which it is held.
 //!
-//! Two doors lead to a GPU: the device plugin API (containers, and init containers that have ended while their pod runs) and
-//! DRA claims. What they call the same hardware differs; here both are told apart by the GPU or MIG device behind the name.
-//! The kubelet adapter reads who holds what ([`Holdings`]); where it cannot, the ledger is unknown, not empty: while the
-//! kubelet restarts, what it listed last may still be held.
+//! Two doors lead to a GPU: the device plugin API (containers, and init containers that have ended while their pod
+//! runs) and DRA claims. Each names the same hardware differently; the ledger compares both by the GPU or MIG device
+//! behind the name. The kubelet adapter reads the holders ([`Holdings`]). If it cannot, the ledger is unknown and not
+//! empty: while the kubelet restarts, the pods of its last list may still hold their devices.
 
 use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
 
 use super::ResourceName;
-use super::admissions::{Admissions, FreeThen};
+use super::admissions::Admissions;
 use super::availability::Held;
 use super::device::{Device, Timestamp};
 use super::holdings::{ClaimedDevice, ContainerHoldings, ContainerName, Holdings, ResourceDevice};
+use super::prepared_claim::PreparedClaim;
 use super::reason::UnhealthyReason;
+use super::record::FreeThen;
 use crate::allocation::DeviceId;
-use crate::claims::ClaimName;
 use crate::quote::quoted;
-use crate::topology::{Gpu, GpuUuid, MigUuid, NodeTopology, hardware_of, set_members};
+use crate::topology::{Gpu, GpuUuid, MigUuid, NodeTopology, hardware_of, is_set};
 
 /// The DRA driver whose devices are GPUs of this node: NVIDIA's, and linkwise in its place.
-const DRA_DRIVER: &str = "gpu.nvidia.com";
+pub const DRA_DRIVER: &str = "gpu.nvidia.com";
 
-/// Which hardware is held.
+/// The hardware that is held.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Ledger {
-    /// What the kubelet listed last.
+    /// The kubelet's last list.
     holdings: Holdings,
     /// The claims of the list before that.
     listed_before: BTreeSet<ClaimedDevice>,
-    /// Since when it lists this; `None` where it never could be asked.
-    known_since: Option<Timestamp>,
-    /// Whether it could be asked just now.
+    /// The time since which it lists this; `None` if it could never be asked.
+    pub(super) known_since: Option<Timestamp>,
+    /// True if it could be asked at the last attempt.
     is_current: bool,
-    /// What our DRA plugin has prepared, by the claim's UID.
+    /// The claims that our DRA plugin has prepared, by UID.
     prepared: BTreeMap<String, PreparedClaim>,
-    /// What each container holds, as listed last; forgotten [`NAMES_KEPT`] after the last answer.
+    /// The devices of each container in the last list; forgotten [`NAMES_KEPT`] after the last answer.
     by_container: BTreeMap<ContainerName, ContainerHoldings>,
-    /// When the kubelet answered last.
+    /// The time of the kubelet's last answer.
     answered: Option<Timestamp>,
-    /// What was free when these were given.
-    admissions: Admissions,
+    /// The GPUs that were free when these were given.
+    pub(super) admissions: Admissions,
 }
 
-/// How long containers are shown as holders after the kubelet's last answer: longer than a kubelet takes to restart, and
-/// short enough that no pod is shown for ever. What is held counts beyond that.
+/// The time that containers are shown as holders after the kubelet's last answer: longer than a kubelet takes to
+/// restart, and short enough that no pod is shown for ever. Held devices count as held beyond that.
 pub const NAMES_KEPT: Timestamp = Timestamp::from_secs(300);
 
-/// A claim that our DRA plugin has prepared, or is about to: it is known here before the kubelet lists it, and as long
-/// as its checkpoint exists.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct PreparedClaim {
-    /// The claim.
-    pub claim: ClaimName,
-    /// The GPUs that it has, or has MIG devices of.
-    pub gpus: BTreeSet<GpuUuid>,
-    /// The names of the devices that it has of them.
-    pub devices: BTreeSet<String>,
-    /// Those of them that are MIG devices made for it.
-    pub made: BTreeSet<String>,
-}
-
-/// The part of a GPU that a holder has.
+/// The part of a GPU that is held.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Part<'a> {
     /// The GPU, or an unknown part of it.
@@ -72,7 +59,7 @@ enum Part<'a> {
 
 /// A holder of hardware that a device of ours would share.
 struct Holder<'a> {
-    /// Its id, where it came through the device plugin API.
+    /// Its id, if it came through the device plugin API.
     key: Option<&'a ResourceDevice>,
     part: Part<'a>,
     is_slot: bool,
@@ -81,7 +68,7 @@ struct Holder<'a> {
 }
 
 impl Holder<'_> {
-    /// Whether the device would give to another pod what this holder has. Slots are made to be shared.
+    /// Returns true if the device would give another pod the hardware of this holder. Slots may share it.
     fn conflicts_with(&self, key: &ResourceDevice, device: &Device) -> bool {
         let apart = match (self.part, &device.mig) {
             (Part::Mig(held), Some(mig)) => mig.uuid.as_str() != held,
@@ -92,7 +79,7 @@ impl Holder<'_> {
 }
 
 impl Ledger {
-    /// Takes over what the kubelet lists now; `None` where it cannot be asked. Whether that changed anything.
+    /// Takes over the kubelet's present list; `None` if it cannot be asked. Returns true if anything changed.
     pub(super) fn update(&mut self, holdings: Option<Holdings>, now: Timestamp) -> bool {
         let is_current = holdings.is_some();
         let mut changed = is_current != self.is_current;
@@ -115,13 +102,13 @@ impl Ledger {
         changed
     }
 
-    /// What each container holds, by the kubelet's last answer; empty [`NAMES_KEPT`] after that.
+    /// The devices of each container by the kubelet's last answer; empty [`NAMES_KEPT`] after that.
     pub fn by_container(&self) -> &BTreeMap<ContainerName, ContainerHoldings> {
         &self.by_container
     }
 
-    /// The GPUs of which a pod has anything, through either door, also those that the machine does not show any more;
-    /// `None` where the kubelet never could be asked. `listed` is the GPU of a device that is on the list of a resource.
+    /// The GPUs of which a pod has any part, through either door, including those that the machine no longer shows;
+    /// `None` if the kubelet could never be asked. `listed` gives the GPU of a device that is on a resource's list.
     pub(super) fn held<'a>(
         &'a self,
         topology: &NodeTopology,
@@ -142,33 +129,24 @@ impl Ledger {
         Some(by_id.chain(by_claim).chain(by_name).chain(prepared).collect())
     }
 
-    /// Whether the next list may be the first that has what was given lately.
+    /// Returns true if the next list may be the first with a recent admission.
     pub fn awaits_listing(&self) -> bool {
         self.admissions.await_list()
     }
 
-    /// What was free when a container was given these devices together; `None` where it is not known.
+    /// The best that was free when a container was given these devices together; `None` if unknown.
     pub fn free_at_allocate(&self, resource: &ResourceName, devices: &BTreeSet<DeviceId>) -> Option<FreeThen> {
         self.admissions.then(resource, devices)
     }
 
-    /// What was free when a listed claim was prepared; `None` where it is not known.
+    /// The best that was free when a listed claim was prepared; `None` if unknown.
     pub fn free_at_prepare(&self, claimed: &ClaimedDevice) -> Option<FreeThen> {
         let mut prepared = self.prepared_as(claimed);
         self.admissions.then_for_claim(&prepared.next()?.claim.uid)
     }
 
-    /// What is known of admissions.
-    pub(super) fn admissions(&self) -> &Admissions {
-        &self.admissions
-    }
-
-    /// The same, to note what happens.
-    pub(super) fn admissions_mut(&mut self) -> &mut Admissions {
-        &mut self.admissions
-    }
-
-    /// The GPUs of a listed claim's device, each with whether the claim has all of it; none that it only looks at.
+    /// The GPUs of a listed claim's device, each with whether the claim has the whole GPU. GPUs that it has for an
+    /// administrator only are left out.
     pub fn gpus_of_claimed(&self, topology: &NodeTopology, claimed: &ClaimedDevice) -> Vec<(usize, bool)> {
         let hardware = claimed_hardware(topology, claimed).into_iter();
         let taken = hardware
@@ -176,21 +154,17 @@ impl Ledger {
         taken.map(|(place, part)| (place, part == Part::Whole)).collect()
     }
 
-    /// Takes over what our DRA plugin has prepared. Whether that changed anything.
+    /// Takes over the claims that our DRA plugin has prepared. Returns true if anything changed.
     pub(super) fn prepare(&mut self, claims: Vec<PreparedClaim>) -> bool {
         let claims: BTreeMap<_, _> = claims.into_iter().map(|claim| (claim.claim.uid.clone(), claim)).collect();
         core::mem::replace(&mut self.prepared, claims) != self.prepared
     }
 
-    /// What our DRA plugin has prepared of a claim, by its UID. A plugin that prepares a claim puts it here first, and
-    /// answers when a snapshot has it with the GPU's door still DRA: from then on the GPU cannot leave DRA.
+    /// The hardware that our DRA plugin has prepared for a claim, by its UID. The plugin first notes a claim here. It
+    /// answers the kubelet once a snapshot has the claim and the GPU's door is still DRA: from then on the GPU cannot
+    /// leave DRA.
     pub fn prepared(&self, uid: &str) -> Option<&PreparedClaim> {
         self.prepared.get(uid)
-    }
-
-    /// Whether our DRA plugin has prepared any claim.
-    pub fn has_prepared(&self) -> bool {
-        !self.prepared.is_empty()
     }
 
     /// The names of the MIG devices that our DRA plugin makes for claims, has made, or has not destroyed yet.
@@ -198,53 +172,52 @@ impl Ledger {
         self.prepared.values().flat_map(|claim| &claim.made)
     }
 
-    /// The names of the sets of GPUs that our DRA plugin has prepared.
-    pub fn prepared_sets(&self) -> impl Iterator<Item = &String> {
-        self.prepared.values().flat_map(|claim| &claim.devices).filter(|device| set_members(device).is_some())
+    /// Whether a claim has this GPU by a device that is a set of GPUs ([`is_set`]).
+    pub fn is_in_set(&self, topology: &NodeTopology, gpu: &GpuUuid) -> bool {
+        let prepared =
+            |claim: &PreparedClaim| claim.gpus.contains(gpu) && claim.devices.iter().any(|name| is_set(name));
+        self.claimed_on(topology, gpu).any(|claimed| is_set(&claimed.device)) || self.prepared.values().any(prepared)
     }
 
-    /// Whether a listed claim that our DRA plugin has not prepared is on this GPU.
+    /// Returns true if a listed claim that our DRA plugin has not prepared has this GPU.
     pub(super) fn has_foreign_claim(&self, topology: &NodeTopology, gpu: &GpuUuid) -> bool {
         self.claimed_on(topology, gpu).any(|claimed| self.prepared_as(claimed).next().is_none())
     }
 
-    /// What holds this GPU beside the claims of a pool: a pod through the device plugin API, or a claim of another DRA
-    /// driver of the same name. Listed claims of the pool itself do not count: the list may be older than their end.
-    pub fn holder_beside(&self, topology: &NodeTopology, gpu: &GpuUuid, driver: &str, pool: &str) -> Option<String> {
+    /// The holder of this GPU, apart from the claims of a pool: a pod through the device plugin API, or a claim of
+    /// another DRA driver of the same name. Listed claims of the pool itself do not count, because they may have ended
+    /// after the list.
+    pub fn holder_beside(&self, topology: &NodeTopology, gpu: &GpuUuid, pool: &str) -> Option<String> {
         let by_plugin = self
             .plugin_holder(topology, gpu)
             .map(|(resource, id)| format!("a pod, as {resource} {}", quoted(id.as_str())));
         by_plugin.or_else(|| {
             let mut claims = self.claimed_on(topology, gpu);
-            let other = claims.find(|claimed| claimed.driver == driver && claimed.pool != pool)?;
+            let other = claims.find(|claimed| claimed.driver == DRA_DRIVER && claimed.pool != pool)?;
             Some(format!("the claim {}, from the pool {}", other.claim, quoted(&other.pool)))
         })
     }
 
-    /// Since when the kubelet lists what it does; `None` where it never could be asked.
-    pub(super) fn known_since(&self) -> Option<Timestamp> {
-        self.known_since
-    }
-
-    /// A pod's id of the device plugin API that is on this GPU.
+    /// An id of the device plugin API that a pod holds on this GPU.
     pub(super) fn plugin_holder(&self, topology: &NodeTopology, gpu: &GpuUuid) -> Option<&ResourceDevice> {
         self.devices().find(|(_, id)| gpu_behind(topology, id).as_deref() == Some(gpu.as_str()))
     }
 
-    /// Whether a claim has this GPU, or a part of it.
+    /// Returns true if a claim has this GPU or a part of it.
     pub(super) fn has_claim_on(&self, topology: &NodeTopology, gpu: &GpuUuid) -> bool {
         let is_listed = self.claimed_on(topology, gpu).next().is_some();
         is_listed || self.prepared.values().any(|prepared| prepared.gpus.contains(gpu))
     }
 
-    /// The claims that have this GPU, or a part of it: as `namespace/name`, by the kubelet's list and as prepared.
+    /// The claims that have this GPU or a part of it, as `namespace/name`, from the kubelet's list and from our DRA
+    /// plugin.
     pub fn claims_on(&self, topology: &NodeTopology, gpu: &GpuUuid) -> BTreeSet<String> {
         let listed = self.claimed_on(topology, gpu).map(|claimed| claimed.claim.clone());
         let prepared = self.prepared.values().filter(|prepared| prepared.gpus.contains(gpu));
         listed.chain(prepared.map(|prepared| prepared.claim.to_string())).collect()
     }
 
-    /// Whether a claim has a device of the pool: a GPU, or one MIG device of it.
+    /// Returns true if a claim has a device of the pool: a GPU, or one MIG device of it.
     pub fn is_claimed(&self, topology: &NodeTopology, name: &str, gpu: &GpuUuid, mig: Option<&MigUuid>) -> bool {
         let is_apart = |part: Part<'_>| matches!((part, mig), (Part::Mig(held), Some(mig)) if mig.as_str() != held);
         let place = topology.position(gpu);
@@ -256,7 +229,7 @@ impl Ledger {
         self.claimed_on(topology, gpu).any(listed) || self.prepared.values().any(prepared)
     }
 
-    /// The listed devices of claims that take this GPU, or a part of it.
+    /// The listed devices of claims that have this GPU or a part of it.
     fn claimed_on(&self, topology: &NodeTopology, gpu: &GpuUuid) -> impl Iterator<Item = &ClaimedDevice> {
         let place = topology.position(gpu);
         self.holdings.claims.iter().filter(move |claimed| {
@@ -266,29 +239,29 @@ impl Ledger {
         })
     }
 
-    /// Whether a listed claim has a GPU for an administrator, while other claims may have it: our DRA plugin has prepared
-    /// the claim, and without this GPU.
+    /// Returns true if a listed claim has a GPU for an administrator, while other claims may have it: our DRA plugin
+    /// has prepared the claim without this GPU.
     fn only_looks(&self, claimed: &ClaimedDevice, gpu: &GpuUuid) -> bool {
         let mut prepared = self.prepared_as(claimed).peekable();
         prepared.peek().is_some() && prepared.all(|prepared| !prepared.gpus.contains(gpu))
     }
 
-    /// What our DRA plugin has prepared under the name of a listed claim.
+    /// The claims that our DRA plugin has prepared under the name of a listed claim.
     fn prepared_as(&self, claimed: &ClaimedDevice) -> impl Iterator<Item = &PreparedClaim> {
         self.prepared.values().filter(|prepared| prepared.claim.to_string() == claimed.claim)
     }
 
-    /// Whether the kubelet could be asked just now who holds what.
+    /// Returns true if the kubelet could be asked for the holders at the last attempt.
     pub fn is_known(&self) -> bool {
         self.is_current
     }
 
-    /// Everything that is held, or was when the kubelet could be asked last; without [`Holdings::by_container`].
+    /// Everything that is held by the kubelet's last answer, without [`Holdings::by_container`].
     pub fn holdings(&self) -> &Holdings {
         &self.holdings
     }
 
-    /// The devices of claims in the last two lists: the first list of a kubelet that starts may lack pods that run.
+    /// The devices of claims in the last two lists. The first list of a kubelet that starts may lack pods that run.
     pub fn claimed_lately(&self) -> impl Iterator<Item = &ClaimedDevice> {
         self.holdings.claims.union(&self.listed_before)
     }
@@ -298,12 +271,7 @@ impl Ledger {
         self.holdings.containers.union(&self.holdings.init_containers)
     }
 
-    /// Whether an id of a resource is held.
-    pub(super) fn holds(&self, key: &ResourceDevice) -> bool {
-        self.holdings.has(key)
-    }
-
-    /// The listed devices of claims that take hardware in the graph.
+    /// The listed devices of claims whose hardware is in the graph.
     fn claimed<'a>(
         &'a self,
         topology: &'a NodeTopology,
@@ -315,8 +283,8 @@ impl Ledger {
         known.filter(|(claimed, gpu, _)| !self.only_looks(claimed, &gpu.uuid))
     }
 
-    /// For each GPU's place in the graph, how many of its devices are held otherwise than as one of `own`: ids of other
-    /// resources, ids of earlier plans, claims.
+    /// The number of devices that are held otherwise than as one of `own` (as ids of other resources, ids of earlier
+    /// plans, claims), by the GPU's place in the graph.
     pub(super) fn used_otherwise(
         &self,
         topology: &NodeTopology,
@@ -332,8 +300,8 @@ impl Ledger {
         used
     }
 
-    /// The devices that cannot be given out because their hardware is held under another name, and why. `withdrawn` are ids
-    /// that were offered until lately: a pod may have got one since the kubelet was asked.
+    /// The devices that cannot be given out because their hardware is held under another name, each with the reason.
+    /// `withdrawn` are ids that were offered until lately: a pod may have got one since the kubelet's last answer.
     pub(super) fn conflicts<'a>(
         &'a self,
         topology: &'a NodeTopology,
@@ -345,7 +313,7 @@ impl Ledger {
             None if self.prepared.is_empty() => return BTreeMap::new(),
             None => Timestamp::ZERO,
         };
-        // By the GPU's UUID: a holder may name a GPU that is not in the graph.
+        // Keyed by the GPU's UUID: a holder may name a GPU that is not in the graph.
         let mut holders: BTreeMap<&str, Vec<Holder<'_>>> = BTreeMap::new();
         for (key, since) in self.devices().map(|key| (key, known_since)).chain(withdrawn) {
             let (uuid, slot) = split_slot(key.1.as_str());
@@ -377,7 +345,7 @@ impl Ledger {
     }
 }
 
-/// The UUID of a device id, and the slot, where it has one.
+/// Splits a device id into the UUID and the slot, if it has one.
 pub(super) fn split_slot(id: &str) -> (&str, Option<&str>) {
     id.split_once("::").map_or((id, None), |(uuid, slot)| (uuid, Some(slot)))
 }
@@ -389,12 +357,12 @@ pub(super) fn place(topology: &NodeTopology, id: &DeviceId) -> Option<usize> {
     gpu.or_else(|| mig_parent(topology, uuid))
 }
 
-/// The place of the GPU behind a device id, and whether that id can be all of the GPU: one of a MIG device cannot.
+/// The place of the GPU behind a device id, with whether the id can be the whole GPU: a MIG device's cannot.
 pub fn gpu_of(topology: &NodeTopology, id: &DeviceId) -> Option<(usize, bool)> {
     Some((place(topology, id)?, mig_parent(topology, split_slot(id.as_str()).0).is_none()))
 }
 
-/// The UUID of the GPU behind a device id, also where the machine has no such GPU now.
+/// The UUID of the GPU behind a device id, even if the machine has no such GPU now.
 pub fn gpu_behind(topology: &NodeTopology, id: &DeviceId) -> Option<String> {
     let (uuid, _) = split_slot(id.as_str());
     let parent = mig_parent(topology, uuid).and_then(|place| topology.gpus().get(place));
@@ -407,9 +375,9 @@ fn mig_parent(topology: &NodeTopology, uuid: &str) -> Option<usize> {
     Some(topology.mig_devices().iter().find(|mig| mig.uuid.as_str() == uuid)?.parent)
 }
 
-/// The hardware behind a claimed device: by the UUIDs among its CDI names, else by its name, which for a set of GPUs
-/// names each of them. A MIG device that neither names counts as its whole GPU, which the minor number in its name
-/// names, for which of them it is cannot be seen.
+/// The hardware behind a claimed device, by the UUIDs among its CDI names, otherwise by its name; the name of a set of
+/// GPUs names each of them. A MIG device that neither shows counts as its whole GPU, which the minor number in its name
+/// gives: it cannot be seen which MIG device it is.
 fn claimed_hardware<'a>(topology: &'a NodeTopology, claimed: &'a ClaimedDevice) -> Vec<(usize, Part<'a>)> {
     let by_uuid = |name: &'a String| {
         let whole = topology.gpus().iter().position(|gpu| gpu.uuid.as_str() == name);
@@ -420,10 +388,7 @@ fn claimed_hardware<'a>(topology: &'a NodeTopology, claimed: &'a ClaimedDevice) 
     if !known.is_empty() || claimed.driver != DRA_DRIVER {
         return known;
     }
-    match set_members(&claimed.device) {
-        Some(members) => members.iter().filter_map(|member| named_hardware(topology, member)).collect(),
-        None => named_hardware(topology, &claimed.device).into_iter().collect(),
-    }
+    named_hardware(topology, &claimed.device).into_iter().collect()
 }
 
 fn named_hardware<'a>(topology: &'a NodeTopology, name: &str) -> Option<(usize, Part<'a>)> {

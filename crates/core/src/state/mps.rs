@@ -1,96 +1,49 @@
 //! Resources that are shared by MPS: the GPUs of each, the limits of MPS, and slots that are offered only while their
 //! control daemon is ready.
 //!
-//! Part of [`super::Offers`]; the runtime reports by an event which daemons are ready. The daemons' own process serves
-//! [`super::NodeState::mps_shares`], so that both sides derive the same.
+//! A part of [`super::Offers`]. The runtime reports the daemons that are ready as an event. The daemons' own process
+//! also reads [`super::NodeState::mps_shares`], so that both sides have the same shares.
 
 use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
 
 use super::ResourceName;
 use super::device::{Device, Timestamp};
+use super::mps_share::MpsShare;
 use super::problem::PlanProblem;
 use crate::allocation::DeviceId;
-use crate::topology::{ComputeCapability, Gpu, GpuUuid};
+use crate::topology::{ComputeCapability, Gpu};
 
-/// The first GPUs that MPS works on (man nvidia-cuda-mps-control, driver 580: "SM 3.5 or higher").
+/// The oldest GPUs that MPS works on (man nvidia-cuda-mps-control, driver 580: "SM 3.5 or higher").
 const FIRST: ComputeCapability = ComputeCapability { major: 3, minor: 5 };
 
-/// Clients that an MPS server takes for each GPU: since Volta, and before (man nvidia-cuda-mps-control, driver 580: "SM
-/// 7.0 has a limit of 48", "SM 3.5 through SM 6.0 the limit is 16"). The NVIDIA plugin counts Volta among the older.
+/// The most clients of an MPS server for each GPU: since Volta, and before (man nvidia-cuda-mps-control, driver 580:
+/// "SM 7.0 has a limit of 48", "SM 3.5 through SM 6.0 the limit is 16"). The NVIDIA plugin counts Volta among the older
+/// GPUs.
 const MOST_CLIENTS: (u32, u32) = (48, 16);
 
-/// The first compute capability of Volta.
+/// The compute capability of Volta.
 pub(crate) const VOLTA: ComputeCapability = ComputeCapability { major: 7, minor: 0 };
-
-/// The GPUs of a resource that is shared by MPS.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct MpsShare {
-    /// Slots of each GPU, 2 at least.
-    pub replicas: u32,
-    /// Its GPUs, by index; one at least.
-    pub gpus: Vec<MpsGpu>,
-    /// Whether these are all GPUs of the node.
-    pub whole_node: bool,
-}
-
-/// A GPU that is shared by MPS.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct MpsGpu {
-    /// NVML's UUID.
-    pub uuid: GpuUuid,
-    /// NVML's index, which is the GPU's place in the order of PCI addresses.
-    pub index: u32,
-    /// Its memory in MiB, where NVML has such a number.
-    pub memory_mib: Option<u64>,
-}
-
-impl MpsShare {
-    /// The share of these devices; `None` where none is shared.
-    fn of(devices: &BTreeMap<DeviceId, Device>, gpus_of_node: usize) -> Option<Self> {
-        let slots = || devices.values().filter_map(|device| Some((&device.gpu, device.slot?)));
-        let replicas = slots().map(|(_, slot)| slot).max()?.saturating_add(1);
-        let gpu = |gpu: &Gpu| MpsGpu { uuid: gpu.uuid.clone(), index: gpu.index, memory_mib: gpu.memory_mib };
-        let gpus: BTreeMap<(u32, &GpuUuid), MpsGpu> =
-            slots().map(|(shared, _)| ((shared.index, &shared.uuid), gpu(shared))).collect();
-        let gpus: Vec<MpsGpu> = gpus.into_values().collect();
-        Some(Self { replicas, whole_node: gpus.len() == gpus_of_node, gpus })
-    }
-
-    /// The same without these GPUs; `None` where none is left.
-    pub fn without(&self, gpus: &BTreeSet<GpuUuid>) -> Option<Self> {
-        let left: Vec<MpsGpu> = self.gpus.iter().filter(|gpu| !gpus.contains(&gpu.uuid)).cloned().collect();
-        let whole_node = self.whole_node && left.len() == self.gpus.len();
-        (!left.is_empty()).then_some(Self { replicas: self.replicas, gpus: left, whole_node })
-    }
-
-    /// Whether a daemon that is ready for this share is ready for the other too: a GPU that is gone makes no
-    /// difference.
-    fn covers(&self, other: &Self) -> bool {
-        let has = |gpu: &MpsGpu| self.gpus.iter().any(|own| own.uuid == gpu.uuid && own.memory_mib == gpu.memory_mib);
-        self.replicas == other.replicas && other.gpus.iter().all(has)
-    }
-}
 
 /// The resources that are shared by MPS, and the readiness of their daemons.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Mps {
     /// The resources that are shared by MPS, offered or not, with the GPUs of each.
     pub(super) shares: BTreeMap<ResourceName, MpsShare>,
-    /// The daemons that are ready, each with the share that it is ready for.
+    /// The daemons that are ready, each with its share.
     pub(super) ready: BTreeMap<ResourceName, MpsShare>,
-    /// The resources whose daemon is not, and since when.
+    /// The resources whose daemon is not ready, each with the time at which the wait began.
     waiting: BTreeMap<ResourceName, Timestamp>,
 }
 
 impl Mps {
-    /// Since when a slot waits for the daemon of its resource; `None` where it does not.
+    /// The time since which a slot waits for its resource's daemon; `None` if it does not wait.
     pub(super) fn waits(&self, resource: &ResourceName, device: &Device) -> Option<Timestamp> {
         self.waiting.get(resource).copied().filter(|_| device.slot.is_some())
     }
 
-    /// Takes the new slots of resources whose daemon is not ready out of what was made. Slots that are on the list
-    /// already stay there, for pods may hold them, and are unhealthy.
+    /// Removes the new slots of resources whose daemon is not ready from `made`. Slots that are on the list already
+    /// stay there, unhealthy, because pods may hold them.
     pub(super) fn hold_back(
         &mut self,
         by_mps: bool,
@@ -117,7 +70,7 @@ impl Mps {
     }
 }
 
-/// Why a resource cannot be shared by MPS on these GPUs, if it cannot.
+/// The reason why a resource cannot be shared by MPS on these GPUs, if there is one.
 pub(super) fn refusal<'a>(
     resource: &ResourceName,
     replicas: u32,
@@ -130,12 +83,12 @@ pub(super) fn refusal<'a>(
     };
     let in_mig_mode = addresses(|gpu| gpu.mig_enabled);
     if !in_mig_mode.is_empty() {
-        return Some(PlanProblem::MpsOnMig { resource: resource.clone(), gpus: in_mig_mode });
+        return Some(PlanProblem::MpsOnMig(resource.clone(), in_mig_mode));
     }
-    // An unknown capability counts as new: all of today's drivers report it.
+    // A GPU of unknown capability counts as new: all of today's drivers report it.
     let too_old = addresses(|gpu| gpu.compute_capability.is_some_and(|capability| capability < FIRST));
     if !too_old.is_empty() {
-        return Some(PlanProblem::MpsTooOld { resource: resource.clone(), gpus: too_old });
+        return Some(PlanProblem::MpsTooOld(resource.clone(), too_old));
     }
     let (since, before) = MOST_CLIENTS;
     let most = |gpu: &Gpu| if gpu.compute_capability.is_none_or(|seen| seen >= VOLTA) { since } else { before };

@@ -1,4 +1,5 @@
-//! Which NUMA nodes our devices claim. A kubelet with a Topology Manager decides by them before it asks us.
+//! [`NumaHints`]: the NUMA nodes that our devices report. A kubelet with a Topology Manager aligns pods by them before
+//! it asks us.
 
 use crate::prelude::*;
 use alloc::collections::BTreeSet;
@@ -7,22 +8,22 @@ use serde::Serialize;
 
 use crate::topology::{Gpu, NodeTopology, NumaNodeId};
 
-/// What devices tell the kubelet of NUMA nodes; docs/topology-manager.md says when to use which.
+/// The NUMA nodes that devices report to the kubelet. docs/topology-manager.md tells when to use which.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum NumaHints {
-    /// The GPU's own node, where it has CPUs.
+    /// The GPU's own node, if it has CPUs.
     #[default]
     Node,
-    /// Every node of the GPU's package that has CPUs; its own where the package is unknown.
+    /// Every node with CPUs of the GPU's package; if the package is unknown, the GPU's own node.
     Package,
-    /// None: the Topology Manager leaves our devices alone.
+    /// No node: the Topology Manager ignores our devices.
     Off,
 }
 
 impl NumaHints {
-    /// The nodes that a GPU's device claims, in order. Nodes without CPUs are never among them: a machine may have
-    /// dozens, and every one doubles what the kubelet has to try.
+    /// The nodes that a GPU's device reports, in order. Nodes without CPUs are left out: a machine may have dozens, and
+    /// every one doubles the combinations that the kubelet tries.
     pub fn nodes(self, topology: &NodeTopology, gpu: &Gpu) -> Vec<NumaNodeId> {
         let own = gpu.cpu_node;
         match self {

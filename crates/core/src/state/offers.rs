@@ -1,8 +1,8 @@
-//! [`Offers`]: the resources of this node, made from plan × hardware × ledger; each with its devices and its choice.
+//! [`Offers`]: the resources of this node, made from plan × hardware × ledger, each with its devices and its choice.
 //!
-//! One of the three parts of the node's state. An id that the kubelet was once told of stays on its list while a pod may
-//! hold it, because the kubelet dereferences the ids that pods hold: such an [`Orphan`] is unhealthy, and leaves the list when
-//! the ledger shows no holder twice in a row.
+//! One of the three parts of the node's state. An id that the kubelet was told of stays on its list while a pod may
+//! hold it, because the kubelet looks up the ids that pods hold. Such an [`Orphan`] is unhealthy. It leaves the list
+//! when the ledger shows no holder twice in a row.
 
 use crate::prelude::*;
 use alloc::collections::btree_map::Entry;
@@ -11,54 +11,57 @@ use alloc::sync::Arc;
 
 use super::ResourceName;
 use super::device::{Device, Health, Timestamp};
-use super::doors::{Door, Doors, Facts};
+use super::door::Door;
+use super::doors::{Doors, Facts};
 use super::event::Effect;
+use super::gpu_shares::GpuShares;
 use super::hardware::Hardware;
 use super::holdings::ResourceDevice;
 use super::ledger::{Ledger, gpu_behind, place, split_slot};
 use super::mps::Mps;
 use super::numa_hints::NumaHints;
-use super::plan::{DraGpus, ResourcePlan};
+use super::plan::{DraGpus, MOST_SLOTS, ResourcePlan};
 use super::problem::PlanProblem;
 use super::reason::UnhealthyReason;
-use super::resources::{MOST_SLOTS, Resources};
-use super::shares::{GpuShares, Shares};
+use super::resources::Resources;
+use super::shares::Shares;
 use crate::allocation::{AllocationPolicy, DeviceId, Units};
 use crate::topology::{Gpu, GpuUuid, NodeTopology};
 
-/// What the node offers.
+/// The resources and DRA devices that the node offers.
 #[derive(Clone, Debug, Default)]
 pub struct Offers {
     numa_hints: NumaHints,
-    /// What an operator wants.
+    /// The plan that the operator wants.
     wanted: Arc<ResourcePlan>,
-    /// What is carried out: the last plan that could be, where the wanted one cannot.
+    /// The plan in effect. If the wanted plan cannot be carried out, it is the last one that could.
     plan: Arc<ResourcePlan>,
     problems: Vec<PlanProblem>,
     pub(super) mps: Mps,
-    doors: Doors,
-    shares: Shares,
+    pub(super) doors: Doors,
+    /// The sharing of the GPUs of DRA.
+    pub(super) shares: Shares,
     resources: BTreeMap<ResourceName, Resource>,
 }
 
 /// One resource.
 #[derive(Clone, Debug, Default)]
 pub struct Resource {
-    /// The devices on the kubelet's list, orphans included where their hardware is known.
+    /// The devices on the kubelet's list, with orphans of known hardware.
     devices: BTreeMap<DeviceId, Device>,
-    /// The ids on the list whose hardware is gone, or no longer offered so.
+    /// The ids on the list whose hardware is gone, or is no longer offered as this resource.
     orphans: BTreeMap<DeviceId, Orphan>,
     pub(super) choice: Choice,
 }
 
-/// How devices of one resource are chosen and ordered.
+/// The rules by which devices of one resource are chosen and ordered.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Choice {
-    /// How to choose.
+    /// The policy.
     pub policy: AllocationPolicy,
-    /// What to choose from, where these are not all whole GPUs.
+    /// The units to choose from, unless all devices are whole GPUs.
     pub units: Option<Units>,
-    /// Whether a container is refused more than one slot.
+    /// True if a container is refused more than one slot.
     pub one_slot: bool,
 }
 
@@ -67,9 +70,10 @@ pub(super) struct Choice {
 struct Orphan {
     since: Timestamp,
     why: UnhealthyReason,
-    /// Whether this process offered it: then a pod may have got it since the kubelet was asked last.
+    /// True if this process offered it: then a pod may have got it since the kubelet's last answer.
     was_offered: bool,
-    /// The last list of holders did not have it. It takes two: the first may be older than the last pod.
+    /// True if the last list of holders did not have it. Two lists are needed, because the first may be older than the
+    /// last pod.
     unheld_once: bool,
 }
 
@@ -80,25 +84,24 @@ impl Orphan {
 }
 
 impl Resource {
-    /// The devices on the kubelet's list, by id; those of orphans too, where this node knows or knew the hardware.
+    /// The devices on the kubelet's list, by id, with the devices of orphans whose hardware the node has or had.
     pub fn devices(&self) -> &BTreeMap<DeviceId, Device> {
         &self.devices
     }
 
-    /// The ids on the list behind which there is no device: pods hold them, and this node does not have them. All are
-    /// unhealthy.
+    /// The ids on the list without a device: pods hold them, and this node does not have them. All are unhealthy.
     pub fn unknown(&self) -> impl Iterator<Item = (&DeviceId, Health)> {
         let unknown = self.orphans.iter().filter(|(id, _)| !self.devices.contains_key(*id));
         unknown.map(|(id, orphan)| (id, orphan.health()))
     }
 
-    /// How many devices on the list may be given out, and how many may not.
+    /// The numbers of healthy and unhealthy devices on the list.
     pub fn counts(&self) -> (usize, usize) {
         let healthy = self.devices.values().filter(|device| device.health == Health::Healthy).count();
         (healthy, self.devices.len() + self.unknown().count() - healthy)
     }
 
-    /// How many devices on the list may not be given out, by reason, where there are any.
+    /// The number of unhealthy devices on the list for each reason that occurs.
     pub fn unhealthy(&self) -> BTreeMap<&'static str, usize> {
         let known = self.devices.values().map(|device| device.health.clone());
         let unhealthy = known.chain(self.unknown().map(|(_, health)| health)).filter_map(|health| match health {
@@ -113,12 +116,12 @@ impl Resource {
         counts
     }
 
-    /// Why an id that is on the list cannot be given out though there is no device behind it.
+    /// The reason why an id on the list without a device cannot be given out.
     pub(super) fn refusal(&self, id: &DeviceId) -> Option<&UnhealthyReason> {
         self.orphans.get(id).map(|orphan| &orphan.why)
     }
 
-    /// Keeps devices of before that are not offered any more on the list, as orphans.
+    /// Keeps devices that are no longer offered on the list, as orphans.
     fn keep(&mut self, before: BTreeMap<DeviceId, Device>, hardware: &Hardware, now: Timestamp) {
         for (id, device) in before {
             if let Entry::Vacant(free) = self.devices.entry(id.clone()) {
@@ -130,24 +133,24 @@ impl Resource {
         }
     }
 
-    /// How many ids are on the list.
+    /// The number of ids on the list.
     fn len(&self) -> usize {
         self.devices.len() + self.orphans.keys().filter(|id| !self.devices.contains_key(*id)).count()
     }
 }
 
 impl Offers {
-    /// No resource yet.
+    /// Makes offers without any resource.
     pub(super) fn new(numa_hints: NumaHints) -> Self {
         Self { numa_hints, ..Self::default() }
     }
 
-    /// The plan that is carried out.
+    /// The plan in effect.
     pub fn plan(&self) -> &ResourcePlan {
         &self.plan
     }
 
-    /// What an operator asked for and cannot have on this node.
+    /// The parts of the operator's plan that this node cannot offer.
     pub fn problems(&self) -> &[PlanProblem] {
         &self.problems
     }
@@ -172,54 +175,34 @@ impl Offers {
         self.resources.values().flat_map(|resource| resource.devices.values())
     }
 
-    /// The devices of all resources, each with whether it is an orphan.
+    /// The devices of all resources, each with true if it is an orphan.
     pub(super) fn listed(&self) -> impl Iterator<Item = (&Device, bool)> + Clone {
         let through_plugin = self.resources.values().flat_map(|resource| {
             resource.devices.iter().map(|(id, device)| (device, resource.orphans.contains_key(id)))
         });
         let is_gone =
             |device: &Device| matches!(device.health, Health::Unhealthy { reason: UnhealthyReason::Gone, .. });
-        through_plugin.chain(self.doors.devices().iter().map(move |device| (device, is_gone(device))))
+        through_plugin.chain(self.doors.devices.iter().map(move |device| (device, is_gone(device))))
     }
 
-    /// The door of a GPU; `None` for one that nobody offers.
+    /// The door of a GPU; `None` if the GPU is not offered.
     pub(super) fn door(&self, hardware: &Hardware, gpu: &GpuUuid) -> Option<Door> {
         self.doors.of(&self.plan, hardware, gpu)
     }
 
-    /// Whether GPUs are on their way to DRA.
-    pub fn awaits_dra(&self) -> bool {
-        self.doors.awaits_gpus()
-    }
-
-    /// Whether a GPU is on its way to DRA that nobody holds.
-    pub(super) fn awaits_unheld_gpus(&self) -> bool {
-        self.doors.awaits_unheld_gpus()
-    }
-
-    /// The GPUs of DRA, for the record.
-    pub(super) fn dra_gpus(&self) -> BTreeSet<GpuUuid> {
-        self.doors.gpus()
-    }
-
-    /// How the GPUs of DRA are shared.
-    pub(super) fn shares(&self) -> &Shares {
-        &self.shares
-    }
-
-    /// What the last process offered through DRA.
+    /// Takes over what the last process offered through DRA.
     pub(super) fn restore(&mut self, dra: &BTreeSet<GpuUuid>, shares: &BTreeMap<GpuUuid, GpuShares>) {
         self.doors.restore(dra);
         self.shares.restore(dra, shares);
     }
 
-    /// When time alone changes a door, or how a GPU is shared through DRA.
+    /// The time at which a door, or the sharing of a GPU through DRA, changes without any other event.
     pub(super) fn deadline(&self) -> Option<Timestamp> {
-        self.doors.deadline().into_iter().chain(self.shares.deadline()).min()
+        self.doors.deadline.into_iter().chain(self.shares.deadline).min()
     }
 
-    /// Turns doors as far as plan, ledger and time allow, and shares the GPUs of DRA. Whether the resources have to be
-    /// made anew, and what is to be reported.
+    /// Changes doors as plan, ledger and time allow, and shares the GPUs of DRA. Returns the effects to report; `None`
+    /// if nothing changed and the resources can stay.
     pub(super) fn turn_doors(
         self: &mut Arc<Self>,
         hardware: &Hardware,
@@ -229,7 +212,7 @@ impl Offers {
     ) -> Option<Vec<Effect>> {
         let ids = self.resources.values().flat_map(|resource| resource.devices.keys().chain(resource.orphans.keys()));
         let behind = |id| gpu_behind(hardware.topology(), id)?.parse().ok();
-        // Only where it counts: most nodes have nothing to do with DRA.
+        // Only if it matters: most nodes do not use DRA.
         let listed = if self.plan.dra == DraGpus::None { BTreeSet::new() } else { ids.filter_map(behind).collect() };
         let facts = Facts { plan: &self.plan, hardware, ledger, listed, is_new_list };
         let doors = self.doors.next(&facts, now);
@@ -242,10 +225,11 @@ impl Offers {
         let concerned: BTreeSet<GpuUuid> = self.doors.concerned().chain(doors.concerned()).cloned().collect();
         let changes = concerned.into_iter().filter_map(|gpu| {
             let [before, door] = [&self.doors, &doors].map(|doors| doors.of(&self.plan, hardware, &gpu));
-            // `before` is by the new plan: a GPU that is on its way from now on, or not any more, has one door in both.
+            // `before` is computed with the new plan. A GPU that starts or stops its way to DRA with this plan has the
+            // same door in both.
             let [was, is] = [&self.doors, &doors].map(|doors| doors.concerned().any(|known| *known == gpu));
             let is_news = before != door || was != is;
-            is_news.then_some(Effect::DoorChanged { gpu, door })
+            is_news.then_some(Effect::DoorChanged(gpu, door))
         });
         let effects = changes.collect();
         let offers = Arc::make_mut(self);
@@ -256,19 +240,19 @@ impl Offers {
         Some(effects)
     }
 
-    /// The devices that are offered through DRA: whole GPUs, and MIG devices of GPUs in MIG mode. One of a GPU that is gone
-    /// stays while a claim may have it.
+    /// The devices that are offered through DRA: whole GPUs, and MIG devices of GPUs in MIG mode. A device of a GPU
+    /// that is gone stays while a claim may have it.
     pub fn through_dra(&self) -> &[Device] {
-        self.doors.devices()
+        &self.doors.devices
     }
 
-    /// Whether there is such a device, in health.
+    /// Returns true if there is such a device and it is healthy.
     pub fn is_healthy(&self, resource: &ResourceName, id: &DeviceId) -> bool {
         let device = self.resources.get(resource).and_then(|resource| resource.devices.get(id));
         device.is_some_and(|device| device.health == Health::Healthy)
     }
 
-    /// Whether a new list of holders could change something.
+    /// Returns true if a new list of holders could change something.
     pub fn awaits_holders(&self) -> bool {
         let orphans = self.resources.values().any(|resource| !resource.orphans.is_empty());
         orphans
@@ -282,8 +266,8 @@ impl Offers {
             })
     }
 
-    /// Sets the plan that an operator wants; [`Self::make`] carries it out. Before the first scan it is taken as it is:
-    /// there is no machine yet that could not have it.
+    /// Sets the plan that the operator wants; [`Self::make`] carries it out. Before the first scan it takes effect at
+    /// once, because there is no machine yet that could not have it.
     pub(super) fn want(&mut self, plan: ResourcePlan, hardware: &Hardware) {
         self.wanted = Arc::new(plan);
         if hardware.topology().gpus().is_empty() {
@@ -291,12 +275,7 @@ impl Offers {
         }
     }
 
-    /// Another time than [`super::DRA_GRACE`].
-    pub(super) fn set_dra_grace(&mut self, grace: Timestamp) {
-        self.doors.grace = grace;
-    }
-
-    /// All devices, orphans included, claim their NUMA nodes anew.
+    /// Sets the NUMA nodes of all devices again, orphans included.
     pub(super) fn set_numa_hints(&mut self, hints: NumaHints, hardware: &Hardware) {
         self.numa_hints = hints;
         for device in self.resources.values_mut().flat_map(|resource| resource.devices.values_mut()) {
@@ -304,9 +283,9 @@ impl Offers {
         }
     }
 
-    /// Makes the resources of the plan on the machine as it is. Where the wanted plan cannot be carried out, the last one
-    /// that could be stays; where a resource of that one cannot be made any more, its devices stay as long as their hardware
-    /// is there.
+    /// Makes the resources of the plan on the present machine. If the wanted plan cannot be carried out, the last one
+    /// that could stays in effect. If a resource of that plan cannot be made any more, its devices stay as long as
+    /// their hardware is there.
     pub(super) fn make(&mut self, hardware: &Hardware, ledger: &Ledger, now: Timestamp) -> Vec<Effect> {
         let topology = hardware.topology();
         let doors = &self.doors;
@@ -343,7 +322,7 @@ impl Offers {
         effects
     }
 
-    /// Follows a change of the ledger, or of the resources: pods may hold ids that no list has, and how used the GPUs are
+    /// Follows a change of the ledger or of the resources: pods may hold ids that no list has, and the use of the GPUs
     /// decides which are chosen.
     pub(super) fn follow_ledger(&mut self, hardware: &Hardware, ledger: &Ledger, now: Timestamp) -> Vec<Effect> {
         let effects = self.adopt(hardware, ledger, now);
@@ -351,7 +330,7 @@ impl Offers {
         effects
     }
 
-    /// Puts new devices in the place of the old ones. Ids that are on a list and are not made again become orphans.
+    /// Replaces the devices by new ones. Ids that are on a list and are not made again become orphans.
     fn list(&mut self, fresh: BTreeMap<ResourceName, BTreeMap<DeviceId, Device>>, hardware: &Hardware, now: Timestamp) {
         let mut before = core::mem::take(&mut self.resources);
         for (name, devices) in fresh {
@@ -369,18 +348,20 @@ impl Offers {
         self.forget_empty();
     }
 
-    /// A resource exists as long as anything is on its list.
+    /// Removes the resources whose lists are empty.
     fn forget_empty(&mut self) {
         self.resources.retain(|_, resource| resource.len() > 0);
     }
 
-    /// Counts a list of holders against the orphans: those that nobody holds in two lists in a row leave. Whether any did.
+    /// Counts a list of holders against the orphans. Those without a holder in two lists in a row leave. Returns true
+    /// if any left.
     pub(super) fn drop_unheld(&mut self, ledger: &Ledger) -> bool {
         let mut dropped = false;
         for (name, resource) in &mut self.resources {
             resource.orphans.retain(|id, orphan| {
-                // The kubelet that answers next may be a new one, which at first knows fewer pods: the count starts again.
-                let unheld = ledger.is_known() && !ledger.holds(&(name.clone(), id.clone()));
+                // The kubelet that answers next may be a new one, which knows fewer pods at first: the count starts
+                // again.
+                let unheld = ledger.is_known() && !ledger.holdings().has(&(name.clone(), id.clone()));
                 let leaves = unheld && orphan.unheld_once;
                 orphan.unheld_once = unheld;
                 if leaves {
@@ -394,10 +375,10 @@ impl Offers {
         dropped
     }
 
-    /// Takes ids that pods hold of our resources onto their lists, where they are missing: the hardware went, or the plan
-    /// changed, while no process of ours ran. Where the hardware is there, the device keeps its NUMA nodes: a kubelet that
-    /// starts anew aligns its pods by them. A resource of which nothing else is offered is not made for them: no list of
-    /// ours lacks them, and the name may be another plugin's by now.
+    /// Adds ids that pods hold of our resources to their lists if they are missing, because the hardware went or the
+    /// plan changed while no process of ours ran. If the hardware is there, the device keeps its NUMA nodes: a kubelet
+    /// that starts aligns its pods by them. No resource is made for such ids alone: no list of ours lacks them, and the
+    /// name may belong to another plugin by now.
     fn adopt(&mut self, hardware: &Hardware, ledger: &Ledger, now: Timestamp) -> Vec<Effect> {
         let topology = hardware.topology();
         let mut effects = Vec::new();
@@ -412,9 +393,9 @@ impl Offers {
                 let is_there = place(topology, id).is_some();
                 let why = if is_there { UnhealthyReason::Withdrawn } else { UnhealthyReason::Gone };
                 match resource.orphans.entry(id.clone()) {
-                    // Its GPU may be back, and offered otherwise.
+                    // The GPU may be back and offered otherwise.
                     Entry::Occupied(known) => known.into_mut().why = why,
-                    // No kubelet took a longer id, and an absurd answer does not make a list without end.
+                    // No kubelet accepted a longer id, and an absurd answer must not make an endless list.
                     Entry::Vacant(_) if room == 0 || id.as_str().len() > GpuUuid::MAX => continue,
                     Entry::Vacant(free) => {
                         room -= 1;
@@ -426,13 +407,13 @@ impl Offers {
                 resource.devices.extend(device.map(|device| (id.clone(), device)));
             }
             if !adopted.is_empty() {
-                effects.push(Effect::HeldUnoffered { resource: name.clone(), ids: adopted });
+                effects.push(Effect::HeldUnoffered(name.clone(), adopted));
             }
         }
         effects
     }
 
-    /// Brings each resource's choice up to date with its devices.
+    /// Updates each resource's choice to its devices.
     fn choose(&mut self, hardware: &Hardware, ledger: &Ledger) {
         let topology = hardware.topology();
         for (name, resource) in &mut self.resources {
@@ -451,8 +432,8 @@ impl Offers {
         }
     }
 
-    /// Brings the devices' health up to date with the hardware and the ledger. Whether any changed, and what is to be
-    /// reported of conflicts.
+    /// Updates the devices' health from the hardware and the ledger. Returns true if any changed, with the conflicts to
+    /// report.
     pub(super) fn refresh_health(self: &mut Arc<Self>, hardware: &Hardware, ledger: &Ledger) -> (bool, Vec<Effect>) {
         let mut changed: Vec<(ResourceDevice, Health)> = Vec::new();
         let mut hindered: BTreeMap<(GpuUuid, ResourceName), UnhealthyReason> = BTreeMap::new();
@@ -476,10 +457,12 @@ impl Offers {
         let through_dra = self.doors.changed_health(hardware, ledger, &self.shares);
         let any = !changed.is_empty() || !through_dra.is_empty();
         if any {
-            // Only now: a part that is published is copied before it changes, and most polls change nothing.
+            // Copied only now: a published part is copied before it changes, and most polls change nothing.
             let offers = Arc::make_mut(self);
             for (place, health) in through_dra {
-                offers.doors.set_health(place, health);
+                if let Some(device) = offers.doors.devices.get_mut(place) {
+                    device.health = health;
+                }
             }
             for ((name, id), health) in changed {
                 let resource = offers.resources.get_mut(&name);
@@ -492,7 +475,7 @@ impl Offers {
         (any, hindered.into_iter().map(held).collect())
     }
 
-    /// The health of a device that is offered, its holders aside.
+    /// The health of an offered device, without regard to its holders.
     fn health_of(&self, resource: &ResourceName, device: &Device, hardware: &Hardware) -> Health {
         let health = hardware.health(&device.gpu.uuid, device.instance()).unwrap_or(Health::Healthy);
         match self.mps.waits(resource, device) {
@@ -512,7 +495,7 @@ impl Offers {
         let mut withdrawn = BTreeMap::new();
         for (name, resource) in &self.resources {
             let orphans = resource.orphans.iter();
-            // A GPU that went may be back, and offered otherwise.
+            // A GPU that went may be back and offered otherwise.
             let lately = orphans.filter(|(_, orphan)| orphan.was_offered);
             withdrawn.extend(lately.map(|(id, orphan)| ((name.clone(), id.clone()), orphan.since)));
         }
@@ -523,7 +506,7 @@ impl Offers {
     }
 }
 
-/// The device of an id as it would be offered, where its hardware is there.
+/// The device of an id as it would be offered, if its hardware is there.
 fn device_of(topology: &NodeTopology, id: &DeviceId, hints: NumaHints) -> Option<Device> {
     let (uuid, slot) = split_slot(id.as_str());
     let slot = match slot {
@@ -533,6 +516,6 @@ fn device_of(topology: &NodeTopology, id: &DeviceId, hints: NumaHints) -> Option
     let gpu = topology.gpus().get(place(topology, id)?)?;
     let mig = topology.mig_devices().iter().find(|mig| mig.uuid.as_str() == uuid).cloned();
     let device = Device { mig, slot, ..Device::new(topology, gpu, hints) };
-    // `GPU-1::01` was never offered: it is no id of ours, though its hardware is.
+    // `GPU-1::01` was never offered: the id is not ours, though its hardware is.
     (device.id() == *id).then_some(device)
 }

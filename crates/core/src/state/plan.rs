@@ -1,4 +1,4 @@
-//! [`ResourcePlan`]: which resources an operator wants made of the node's GPUs, as plain data.
+//! [`ResourcePlan`]: the resources that the operator wants made of the node's GPUs, as plain data.
 //!
 //! `config` reads it from the configuration, `resources` carries it out. A plan may name devices that the node does not
 //! have; `config` refuses only what no machine could satisfy. The serialised forms are those of the configuration file.
@@ -15,25 +15,30 @@ use crate::allocation::AllocationPolicy;
 use crate::quote::quoted;
 use crate::topology::{Gpu, GpuUuid, MigDevice, MigProfile, PciAddress};
 
-/// Which resources to make of the GPUs. The default: every GPU without an active display, whole, as `nvidia.com/gpu`.
+/// The most slots of one resource. The kubelet accepts a list of at most 4 MiB (gRPC's default), and a device on it
+/// takes 63 characters of id and some dozens of health and NUMA nodes.
+pub const MOST_SLOTS: u64 = 1 << 14;
+
+/// The resources to make of the GPUs. The default offers every GPU without an active display, whole, as
+/// `nvidia.com/gpu`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ResourcePlan {
-    /// How GPUs in MIG mode are offered.
+    /// The strategy for GPUs in MIG mode.
     pub mig_strategy: MigStrategy,
     /// Names for GPUs by their model, the first that matches; then `nvidia.com/gpu`.
     pub gpu_names: Vec<NamePattern>,
     /// Names for MIG devices by their profile, the first that matches; then the strategy's.
     pub mig_names: Vec<NamePattern>,
-    /// Which devices several containers share, and how.
+    /// The devices that several containers share.
     pub sharing: Option<Sharing>,
-    /// Which GPUs are not offered.
+    /// The GPUs that are not offered.
     pub filter: Filter,
-    /// Which of the others are offered through DRA, and not through the device plugin.
+    /// The GPUs, of the others, that are offered through DRA and not through the device plugin.
     pub dra: DraGpus,
     /// The allocation policy of a resource, by the name under which it is offered.
     pub policies: BTreeMap<ResourceName, AllocationPolicy>,
-    /// The allocation policy for slots and MIG devices of all other resources; `None`: distributed. Whole GPUs:
-    /// best-effort.
+    /// The allocation policy for slots and MIG devices of all other resources; `None` means distributed. Whole GPUs
+    /// always use best-effort.
     pub shared_policy: Option<AllocationPolicy>,
 }
 
@@ -52,7 +57,7 @@ impl ResourcePlan {
         }
     }
 
-    /// How devices of a resource are chosen; `has_parts` where they are slots or MIG devices.
+    /// The policy by which devices of a resource are chosen. `has_parts` is true if they are slots or MIG devices.
     pub(super) fn policy(&self, resource: &ResourceName, has_parts: bool) -> AllocationPolicy {
         let usual = match self.shared_policy {
             _ if !has_parts => AllocationPolicy::BestEffort,
@@ -62,27 +67,27 @@ impl ResourcePlan {
         self.policies.get(resource).copied().unwrap_or(usual)
     }
 
-    /// Whether a container is refused more than one slot.
+    /// Returns true if a container is refused more than one slot.
     pub(super) fn one_slot(&self) -> bool {
         self.sharing.as_ref().is_some_and(|sharing| sharing.fail_requests_greater_than_one)
     }
 
-    /// Whether devices are shared by MPS.
+    /// Returns true if devices are shared by MPS.
     pub(super) fn is_shared_by_mps(&self) -> bool {
         self.sharing.as_ref().is_some_and(|sharing| sharing.kind == SharingKind::Mps)
     }
 }
 
-/// How GPUs in MIG mode are offered, as the NVIDIA plugin's `--mig-strategy`.
+/// The strategy for GPUs in MIG mode, as the NVIDIA plugin's `--mig-strategy`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum MigStrategy {
-    /// As whole GPUs, as if MIG were off.
+    /// They are offered as whole GPUs, as if MIG were off.
     #[default]
     None,
-    /// Their MIG devices as `nvidia.com/gpu`: all of one profile, on a node whose GPUs are all in MIG mode.
+    /// Their MIG devices are offered as `nvidia.com/gpu`: all of one profile, on a node whose GPUs are all in MIG mode.
     Single,
-    /// Their MIG devices by profile, as `nvidia.com/mig-1g.10gb`, beside whole GPUs.
+    /// Their MIG devices are offered by profile, as `nvidia.com/mig-1g.10gb`, beside whole GPUs.
     Mixed,
 }
 
@@ -105,18 +110,19 @@ fn first_match(patterns: &[NamePattern], text: &str) -> Option<ResourceName> {
 pub struct Pattern(String);
 
 impl Pattern {
-    /// A pattern; every text is one.
+    /// Makes a pattern; any text is one.
     pub fn new(text: impl Into<String>) -> Self {
         Self(text.into())
     }
 
-    /// Whether the text contains it.
+    /// Returns true if the text contains it.
     pub fn matches(&self, text: &str) -> bool {
         let found = self.0.split('*').try_fold(text, |rest, literal| rest.split_once(literal).map(|(_, after)| after));
         found.is_some()
     }
 
-    /// Whether it matches everything that another pattern matches. May miss some such pairs, never claims a wrong one.
+    /// Returns true if it matches everything that another pattern matches. It may miss such a pair, but never reports a
+    /// wrong one.
     pub fn covers(&self, other: &Self) -> bool {
         self.matches(&other.0.replace('*', "\0"))
     }
@@ -132,7 +138,7 @@ impl fmt::Display for Pattern {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Sharing {
-    /// By time-slicing or by MPS.
+    /// Time-slicing or MPS.
     #[serde(skip)]
     pub kind: SharingKind,
     /// Offer shared devices as `NAME.shared`, unless the resource has a `rename`.
@@ -144,7 +150,7 @@ pub struct Sharing {
 }
 
 impl Sharing {
-    /// Sharing with the NVIDIA plugin's defaults.
+    /// Makes sharing with the NVIDIA plugin's defaults.
     pub fn new(kind: SharingKind, resources: Vec<SharedResource>) -> Self {
         let fail_requests_greater_than_one = kind == SharingKind::Mps;
         Self { kind, rename_by_default: false, fail_requests_greater_than_one, resources }
@@ -168,28 +174,28 @@ pub struct SharedResource {
     /// Another name for the shared devices.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub rename: Option<ResourceName>,
-    /// Which of its devices; the others are offered unshared under `name`.
+    /// The devices that are shared; the others are offered unshared under `name`.
     pub devices: SharedDevices,
     /// Slots of each device, at least 2.
     pub replicas: u32,
 }
 
 impl SharedResource {
-    /// All devices of a resource, under its own name.
+    /// Shares all devices of a resource, under its own name.
     pub fn new(name: ResourceName, replicas: u32) -> Self {
         Self { name, rename: None, devices: SharedDevices::All, replicas }
     }
 }
 
-/// Which devices of a resource are shared.
+/// The devices of a resource that are shared.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum SharedDevices {
-    /// All.
+    /// All devices.
     #[default]
     All,
     /// This many, the first ones by PCI address and MIG index.
     Count(u32),
-    /// These.
+    /// These devices.
     List(Vec<DeviceSelector>),
 }
 
@@ -214,7 +220,7 @@ pub enum DeviceSelector {
     Uuid(String),
 }
 
-/// Why a text names no device.
+/// The error for a text that names no device.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{} names no device (expected an index such as 0, a MIG device such as 0:1, or a UUID)", quoted(text))]
 pub struct DeviceSelectorError {
@@ -222,7 +228,7 @@ pub struct DeviceSelectorError {
 }
 
 impl DeviceSelector {
-    /// Whether it names this device: the MIG device where there is one, else the whole GPU.
+    /// Returns true if it names this device: the MIG device if there is one, otherwise the whole GPU.
     pub fn is(&self, gpu: &Gpu, mig: Option<&MigDevice>) -> bool {
         match (self, mig) {
             (Self::Index(index), None) => gpu.index == *index,
@@ -237,7 +243,7 @@ impl DeviceSelector {
 impl FromStr for DeviceSelector {
     type Err = DeviceSelectorError;
 
-    /// The forms that the NVIDIA plugin takes: an index, `GPU:MIG`, `GPU-<uuid>`, `MIG-<uuid>` and the older
+    /// Reads the forms that the NVIDIA plugin takes: an index, `GPU:MIG`, `GPU-<uuid>`, `MIG-<uuid>` and the older
     /// `MIG-GPU-<uuid>/<gi>/<ci>`.
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         let number = |text: &str| text.bytes().all(|b| b.is_ascii_digit()).then(|| text.parse().ok()).flatten();
@@ -254,7 +260,7 @@ impl FromStr for DeviceSelector {
     }
 }
 
-/// 32 hexadecimal digits in groups of 8, 4, 4, 4 and 12.
+/// Returns true for 32 hexadecimal digits in groups of 8, 4, 4, 4 and 12.
 fn is_uuid(text: &str) -> bool {
     let groups: Vec<&str> = text.split('-').collect();
     let hexadecimal = |group: &&str| group.bytes().all(|b| b.is_ascii_hexdigit());
@@ -271,27 +277,27 @@ impl fmt::Display for DeviceSelector {
     }
 }
 
-/// Which GPUs are not offered, nor their MIG devices.
+/// The GPUs that are not offered, nor their MIG devices.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Filter {
-    /// These.
+    /// GPUs that the operator names.
     pub exclude: Vec<GpuSelector>,
     /// GPUs with an active display.
     pub exclude_displays: bool,
 }
 
 impl Filter {
-    /// Whether an operator excludes this GPU.
+    /// Returns true if the operator excludes this GPU.
     pub(crate) fn excludes(&self, gpu: &Gpu) -> bool {
         self.exclude.iter().any(|selector| selector.is(gpu))
     }
 
-    /// Whether an operator excludes this GPU because of its display.
+    /// Returns true if the operator excludes this GPU because of its display.
     pub(crate) fn excludes_display_of(&self, gpu: &Gpu) -> bool {
         gpu.display == Some(true) && self.exclude_displays
     }
 
-    /// Whether this GPU, or its MIG devices, may be offered.
+    /// Returns true if this GPU, or its MIG devices, may be offered.
     pub(crate) fn offers(&self, gpu: &Gpu) -> bool {
         let is_adapter = gpu.model.as_deref().is_some_and(is_display_adapter);
         !self.excludes(gpu) && !self.excludes_display_of(gpu) && !is_adapter
@@ -306,12 +312,12 @@ pub enum DraGpus {
     None,
     /// All of them.
     All,
-    /// These.
+    /// These GPUs.
     Some(Vec<GpuSelector>),
 }
 
 impl DraGpus {
-    /// Whether this GPU is among them.
+    /// Returns true if this GPU is among them.
     pub fn include(&self, gpu: &Gpu) -> bool {
         match self {
             Self::None => false,
@@ -331,8 +337,8 @@ impl Serialize for DraGpus {
     }
 }
 
-/// Whether a model is an adapter of DGX Stations that drives a display and computes nothing, which the NVIDIA plugin
-/// leaves out too.
+/// Returns true for the model of a DGX Station's adapter that drives a display and computes nothing. The NVIDIA plugin
+/// leaves it out too.
 pub(crate) fn is_display_adapter(model: &str) -> bool {
     ["DGX Display", "NVIDIA DGX Display"].contains(&model)
 }
@@ -340,18 +346,18 @@ pub(crate) fn is_display_adapter(model: &str) -> bool {
 /// One GPU, or all of a model, as an operator names them.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum GpuSelector {
-    /// By NVML's index.
+    /// One GPU, by NVML's index.
     Index(u32),
-    /// By UUID.
+    /// One GPU, by UUID.
     Uuid(GpuUuid),
-    /// By PCI address.
+    /// One GPU, by PCI address.
     Pci(PciAddress),
-    /// All of a model.
+    /// All GPUs of a model.
     Model(Pattern),
 }
 
 impl GpuSelector {
-    /// Whether it names this GPU. A model pattern never names a GPU of unknown model.
+    /// Returns true if it names this GPU. A model pattern never names a GPU of unknown model.
     pub fn is(&self, gpu: &Gpu) -> bool {
         match self {
             Self::Index(index) => gpu.index == *index,
@@ -362,7 +368,7 @@ impl GpuSelector {
     }
 }
 
-/// Any text names GPUs: what is no index, UUID or PCI address is a pattern of the model.
+/// Reads any text: one that is no index, UUID or PCI address is a pattern of the model.
 impl From<&str> for GpuSelector {
     fn from(text: &str) -> Self {
         let index = || text.parse().ok().map(Self::Index);

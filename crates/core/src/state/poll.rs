@@ -1,39 +1,40 @@
-//! One cheap look at a GPU's health, as the driver answers it: raw facts, no judgement.
+//! [`HealthPoll`]: the driver's answers about one GPU's health in one round of cheap calls: raw facts, no judgement.
 //!
-//! The NVML adapter makes these values every few seconds; what each means for health is `health`'s. Unknown,
-//! unsupported and unanswered stay `None`: silence is no failure.
+//! The NVML adapter makes these values every few seconds; `health` decides what each means. Unknown, unsupported and
+//! unanswered facts stay `None`: silence is no failure.
 
 use crate::prelude::*;
 use core::fmt;
 
 use serde::{Deserialize, Serialize};
 
-/// What one round of calls said of one GPU.
+/// The answers of one round of calls about one GPU.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct HealthPoll {
-    /// Whether a call that has to reach the GPU did.
+    /// The result of a call that has to reach the GPU.
     pub reach: Reach,
-    /// What the driver wants done (field NVML_FI_DEV_GET_GPU_RECOVERY_ACTION); `None` on drivers that have no such word.
+    /// The action that the driver wants (field NVML_FI_DEV_GET_GPU_RECOVERY_ACTION); `None` if the driver has no such
+    /// field.
     pub recovery_action: Option<RecoveryAction>,
     /// Row remapping (`nvmlDeviceGetRemappedRows`).
     pub row_remapping: Option<RowRemapping>,
     /// Uncorrectable ECC errors since the driver was loaded (volatile counter).
     pub uncorrectable_ecc: Option<u64>,
-    /// Numbers of the NVLinks that are not active, ascending; `None` where links cannot be asked. None are missed while MIG is
-    /// on.
+    /// Numbers of the NVLinks that are not active, ascending; `None` if the links cannot be asked. While MIG is on, no
+    /// link counts as missing.
     pub nvlinks_down: Option<Vec<u32>>,
-    /// The NVLink fabric (`nvmlDeviceGetGpuFabricInfoV`), where the GPU is meant to join one.
+    /// The NVLink fabric (`nvmlDeviceGetGpuFabricInfoV`), if the GPU is meant to join one.
     pub fabric: Option<FabricHealth>,
-    /// Whether the kernel still lists it on the PCI bus.
+    /// True if the kernel still lists it on the PCI bus.
     pub on_bus: Option<bool>,
 }
 
-/// How the call that has to reach the GPU ended.
+/// The result of the call that has to reach the GPU.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Reach {
-    /// It is not supported here, or was not made: neither proof nor failure.
+    /// The call is not supported here, or was not made: neither proof nor failure.
     #[default]
     Unknown,
     /// The GPU answered.
@@ -52,12 +53,12 @@ pub enum Reach {
     Failed {
         /// The C function.
         call: String,
-        /// NVML's name and number of it.
+        /// NVML's name and number of the error.
         error: String,
     },
 }
 
-/// What the driver wants done with a GPU: nvmlDeviceGpuRecoveryAction_t of nvml.h, NVML 13.
+/// The action that the driver wants for a GPU: nvmlDeviceGpuRecoveryAction_t of nvml.h, NVML 13.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum RecoveryAction {
@@ -123,7 +124,7 @@ pub struct RowRemapping {
     pub failed: bool,
 }
 
-/// Where a GPU is with its NVLink fabric.
+/// The state of a GPU in its NVLink fabric.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum FabricHealth {

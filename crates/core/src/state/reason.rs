@@ -1,13 +1,14 @@
-//! Why a device may not be given to a pod, and what would end that. What each means is judged in `health`.
+//! [`UnhealthyReason`]: the reason why no pod may get a device, and the evidence that would end it. `health` judges the
+//! evidence.
 
 use crate::prelude::*;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-use super::event::MigInstance;
+use super::mig_instance::MigInstance;
 use super::poll::RecoveryAction;
 
-/// What makes a device unhealthy. docs/health.md says of each where it comes from and how it ends.
+/// The cause of a device's ill health. docs/health.md tells where each comes from and how it ends.
 #[derive(Clone, Debug, PartialEq, Eq, Error, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum UnhealthyReason {
@@ -16,7 +17,7 @@ pub enum UnhealthyReason {
     Xid {
         /// The number, as NVIDIA's XID catalog lists it.
         code: u64,
-        /// The MIG instance it is about; without one, the whole GPU.
+        /// The MIG instance that failed; without one, the whole GPU.
         instance: Option<MigInstance>,
     },
     /// The driver reported an uncorrectable (double-bit) ECC error.
@@ -25,25 +26,25 @@ pub enum UnhealthyReason {
     /// The driver counts uncorrectable ECC errors, on a GPU that can neither contain nor remap them.
     #[error("{count} uncorrectable ECC errors since the driver was loaded")]
     UncorrectableEcc {
-        /// How many.
+        /// The number of errors.
         count: u64,
     },
     /// The driver cannot reach it any more.
     #[error("{call} says that the GPU is lost")]
     Lost {
-        /// The NVML call that said so.
+        /// The NVML call that reported it.
         call: String,
     },
     /// The driver refuses it until it is reset.
     #[error("{call} says that the GPU has to be reset")]
     ResetRequired {
-        /// The NVML call that said so.
+        /// The NVML call that reported it.
         call: String,
     },
-    /// The driver wants something done.
+    /// The driver wants an action.
     #[error("the driver asks for: {action}")]
     RecoveryAction {
-        /// What.
+        /// The action.
         action: RecoveryAction,
     },
     /// A row of memory could not be remapped: no spare is left.
@@ -57,7 +58,7 @@ pub enum UnhealthyReason {
         /// NVML's name and number of the error.
         error: String,
     },
-    /// NVLinks that were active are not any more.
+    /// NVLinks that were active are now down.
     #[error("NVLinks down: {}", list(links))]
     LinksDown {
         /// Their numbers, ascending.
@@ -72,16 +73,16 @@ pub enum UnhealthyReason {
         /// The nvmlReturn_t of the fabric's status.
         status: u32,
     },
-    /// NVML calls about it hung or crashed agents, and no agent calls NVML about it for now.
+    /// NVML calls about it hung or crashed agents. For now no agent calls NVML about it.
     #[error("quarantined: {why}")]
     Quarantined {
-        /// What happened, and in which call.
+        /// The end of the agent, and the call in which it happened.
         why: String,
     },
-    /// NVML has been away for the grace period.
+    /// NVML has been unavailable for the grace period.
     #[error("NVML is away: {why}")]
     DriverAway {
-        /// Why.
+        /// The reason.
         why: String,
     },
     /// The kernel does not list it on the PCI bus.
@@ -130,7 +131,7 @@ fn list(links: &[u32]) -> String {
 }
 
 impl UnhealthyReason {
-    /// Whether the GPU cannot be reached any more: a reset or a reboot brings it back, without its MIG devices.
+    /// Returns true if the GPU cannot be reached any more: a reset or a reboot brings it back, without its MIG devices.
     pub fn is_loss(&self) -> bool {
         matches!(self, Self::Lost { .. } | Self::OffBus | Self::Gone)
     }
@@ -160,26 +161,26 @@ impl UnhealthyReason {
         }
     }
 
-    /// The evidence that would end it, for people: what to do, or what to wait for.
+    /// The evidence that would end it, for people: an action, or an event to wait for.
     pub fn ends_with(&self) -> &'static str {
         match self {
             Self::Xid { .. } | Self::DoubleBitEcc | Self::Lost { .. } => {
-                "the driver's recovery action at none through the hold, a GPU reset that shows, the driver reloaded, the \
-                 node rebooted, or `clear`"
+                "a GPU reset that polls show, the driver reloaded, the node rebooted, the driver's recovery action at none \
+                 for the hold time, or `clear`"
             }
             Self::UncorrectableEcc { .. } => "the counter back at 0 (GPU reset, driver reload, reboot), or `clear`",
             Self::ResetRequired { .. } => "a GPU reset",
             Self::RecoveryAction { .. } => {
-                "what the driver asks for, done: its recovery action back at none; or `clear`"
+                "the driver's recovery action back at none, once its order is carried out, or `clear`"
             }
             Self::RowRemapFailed => "another GPU in its place, or `clear`",
-            Self::CallFailed { .. } => "the call passing through the hold",
-            Self::LinksDown { .. } => "the links active through the hold, or `clear`",
+            Self::CallFailed { .. } => "the call passing for the hold time",
+            Self::LinksDown { .. } => "the links active for the hold time, or `clear`",
             Self::FabricJoining => "the GPU joined to its fabric",
-            Self::FabricFailed { .. } => "the GPU joined to its fabric through the hold",
-            Self::Quarantined { .. } => "the GPU looked at again without harm, through the hold",
+            Self::FabricFailed { .. } => "the GPU joined to its fabric for the hold time",
+            Self::Quarantined { .. } => "a scan of the GPU that harms no agent, then good polls for the hold time",
             Self::DriverAway { .. } => "NVML answering again",
-            Self::OffBus => "the GPU on the PCI bus again, through the hold",
+            Self::OffBus => "the GPU on the PCI bus again, for the hold time",
             Self::Gone => "the GPU in its place again",
             Self::HeldElsewhere { .. } => "the pod's end",
             Self::Claimed { .. } => "the claim's end",
@@ -188,8 +189,8 @@ impl UnhealthyReason {
         }
     }
 
-    /// Whether something has to be done to the GPU: such a reason is kept across our own restarts. The others end by
-    /// the same look that found them.
+    /// Returns true if the GPU needs an action; such a reason is kept across our restarts. The others end by the same
+    /// check that found them.
     pub(super) fn needs_reset(&self) -> bool {
         matches!(
             self,
@@ -203,7 +204,7 @@ impl UnhealthyReason {
         )
     }
 
-    /// Whether it is the same reason, whatever its details: each stands once.
+    /// Returns true if it is the same reason, whatever its details. Each reason stands once.
     pub(crate) fn is(&self, other: &Self) -> bool {
         match (self, other) {
             (Self::Xid { .. }, Self::Xid { .. }) => self == other,
@@ -219,7 +220,7 @@ impl UnhealthyReason {
         }
     }
 
-    /// Whether it makes a MIG device of this instance unhealthy; a device without one is a whole GPU.
+    /// Returns true if it makes a MIG device of this instance unhealthy; `None` stands for the whole GPU.
     pub(crate) fn concerns(&self, instance: Option<MigInstance>) -> bool {
         match (self, instance) {
             (Self::Xid { instance: Some(hit), .. }, Some(device)) => {

@@ -1,17 +1,17 @@
-//! What is kept of the GPUs' health across our own restarts, as plain values. The runtime reads and writes them.
+//! [`HealthRecord`]: the part of the state that is kept across our restarts, as plain values. The runtime reads and
+//! writes it.
 
 use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
 
 use serde::{Deserialize, Serialize};
 
-use super::admissions::{AdmissionRecord, FreeThen};
+use super::gpu_shares::GpuShares;
 use super::poll::RecoveryAction;
 use super::reason::UnhealthyReason;
-use super::shares::GpuShares;
 use crate::topology::GpuUuid;
 
-/// Which boot and which driver a fact belongs to. Unknown is no change.
+/// The boot and the load of the driver to which a fact belongs. Unknown counts as no change.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct NodeIdentity {
@@ -22,22 +22,22 @@ pub struct NodeIdentity {
 }
 
 impl NodeIdentity {
-    /// Whether this is known to be another boot or another load of the driver than `before`.
+    /// Returns true if this is known to be another boot or another load of the driver than `before`.
     pub fn differs_from(&self, before: &Self) -> bool {
         let differs = |now: &Option<String>, then: &Option<String>| now.is_some() && then.is_some() && now != then;
         differs(&self.boot, &before.boot) || differs(&self.driver, &before.driver)
     }
 }
 
-/// What is kept of all GPUs.
+/// The record of the whole node.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HealthRecord {
     /// The form of the record.
     pub version: u32,
-    /// When it was so.
+    /// The boot and the driver of that time.
     #[serde(default)]
     pub identity: NodeIdentity,
-    /// By GPU.
+    /// The GPUs' records.
     #[serde(default)]
     pub gpus: BTreeMap<GpuUuid, GpuRecord>,
     /// The GPUs that are offered through DRA.
@@ -46,10 +46,10 @@ pub struct HealthRecord {
     /// Those of them that several claims share.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub dra_shares: BTreeMap<GpuUuid, GpuShares>,
-    /// What was free when the device plugin gave devices.
+    /// The best that was free when the device plugin gave devices.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub admissions: Vec<AdmissionRecord>,
-    /// What was free when claims were prepared, by their UIDs.
+    /// The best that was free when claims were prepared, by their UIDs.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub claim_admissions: BTreeMap<String, FreeThen>,
 }
@@ -73,65 +73,85 @@ impl Default for HealthRecord {
     }
 }
 
-/// What is kept of a GPU.
+/// The record of one GPU.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct GpuRecord {
-    /// The reasons that need something done, in the order in which they began.
+    /// The reasons that need an action, in the order in which they began.
     pub reasons: Vec<KeptReason>,
-    /// How often its hold has been doubled; none before it first failed.
+    /// The number of doublings of its hold time; `None` before it first failed.
     pub flaps: Option<u32>,
     /// NVLinks that were active once.
     pub links: BTreeSet<u32>,
     /// The GPUs of this node at their far ends.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub far_ends: BTreeMap<u32, GpuUuid>,
-    /// What an operator accepted.
+    /// The findings that an operator accepted.
     pub accepted: Accepted,
-    /// What was seen last, by which a reset between two processes of ours shows.
+    /// The facts of the last poll. They show a reset between two processes of ours.
     pub seen: LastSeen,
 }
 
 /// A reason that is kept.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct KeptReason {
-    /// What.
+    /// The reason.
     pub reason: UnhealthyReason,
-    /// Since when, in seconds since the Unix epoch.
+    /// The time at which it began, in seconds since the Unix epoch.
     pub since: u64,
-    /// Whether a reset has been seen since.
+    /// True if a reset has been observed since.
     #[serde(default)]
     pub remedied: bool,
 }
 
-/// What the driver said of a GPU when an operator called it well.
+/// The driver's report on a GPU at the time when an operator declared it well.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Accepted {
     /// The recovery action.
     pub action: Option<RecoveryAction>,
-    /// Whether a row remapping had failed.
+    /// True if a row remapping had failed.
     pub row_remap_failed: bool,
-    /// How many uncorrectable ECC errors it counted.
+    /// The number of uncorrectable ECC errors that it counted.
     pub uncorrectable_ecc: Option<u64>,
 }
 
-/// The last that a poll said.
+/// The facts of the last poll.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct LastSeen {
-    /// The recovery action; none where the driver has no such word.
+    /// The recovery action; `None` if the driver reports none.
     pub action: Option<RecoveryAction>,
-    /// Whether the GPU can remap rows.
+    /// True if the GPU can remap rows.
     pub remaps: bool,
-    /// Whether a remapping waited for a reset.
+    /// True if a remapping waited for a reset.
     pub remap_pending: bool,
-    /// Whether a remapping had failed.
+    /// True if a remapping had failed.
     pub row_remap_failed: bool,
     /// The volatile counter of uncorrectable ECC errors.
     pub uncorrectable_ecc: Option<u64>,
-    /// Whether the driver refused it until a reset.
+    /// True if the driver refused it until a reset.
     pub reset_required: bool,
-    /// Whether the kernel did not list it on the PCI bus.
+    /// True if the kernel did not list it on the PCI bus.
     pub off_bus: bool,
+}
+
+/// The record of an admission through the device plugin.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct AdmissionRecord {
+    /// The resource.
+    pub resource: String,
+    /// The ids that were given.
+    pub devices: BTreeSet<String>,
+    /// The best that was free.
+    pub then: FreeThen,
+}
+
+/// The best that a number of GPUs could have been at an admission, MB/s.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FreeThen {
+    /// The best collective of the free GPUs.
+    pub free: u64,
+    /// The best collective of the healthy GPUs, held or not.
+    pub healthy: u64,
 }

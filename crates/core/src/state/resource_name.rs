@@ -15,7 +15,7 @@ use crate::topology::MigProfile;
 #[serde(transparent)]
 pub struct ResourceName(String);
 
-/// Why a text is no resource name.
+/// The error for a text that is no resource name.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[error("{} is not an extended resource name: {why}", quoted(text))]
 pub struct ResourceNameError {
@@ -40,12 +40,12 @@ const MOST_DOMAIN: usize = 253;
 const MOST_NAME: usize = 63;
 
 impl ResourceName {
-    /// `nvidia.com/gpu`, the whole GPUs of a node.
+    /// The name of the whole GPUs of a node, `nvidia.com/gpu`.
     pub fn gpu() -> Self {
         Self("nvidia.com/gpu".to_owned())
     }
 
-    /// The MIG devices of one profile, as the NVIDIA plugin names them: `nvidia.com/mig-1g.10gb.me`.
+    /// The name of the MIG devices of one profile, as in the NVIDIA plugin: `nvidia.com/mig-1g.10gb.me`.
     pub fn mig(profile: &MigProfile) -> Self {
         Self(format!("nvidia.com/mig-{}", profile.to_string().replace('+', ".")))
     }
@@ -56,7 +56,7 @@ impl ResourceName {
     }
 }
 
-/// The first rule that a text breaks, as Kubernetes has them (`IsExtendedResourceName` in pkg/apis/core/v1/helper).
+/// The first rule of Kubernetes that a text breaks (`IsExtendedResourceName` in pkg/apis/core/v1/helper).
 fn broken_rule(text: &str) -> Option<&'static str> {
     let alphanumeric = |byte: Option<u8>| byte.is_some_and(|byte| byte.is_ascii_alphanumeric());
     let edges = |part: &str| alphanumeric(part.bytes().next()) && alphanumeric(part.bytes().last());

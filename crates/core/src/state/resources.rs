@@ -1,35 +1,33 @@
-//! From a plan and a machine to resources: which devices are offered under which names.
+//! [`Resources`]: makes the resources of a plan on a machine: the devices that are offered under each name.
 //!
-//! Pure, and total: what cannot be had is withheld and named as a [`PlanProblem`]. The state machine keeps health and
-//! what was offered before; here every device is new and healthy.
+//! Pure, and total: a part that the machine cannot offer is withheld and named as a [`PlanProblem`]. Every device here
+//! is new and healthy; `offers` keeps health and earlier offers.
 
 use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
 
-use super::device::{Device, ResourceName};
+use super::device::Device;
 use super::mps;
 use super::numa_hints::NumaHints;
 use super::plan::{
-    DeviceSelector, MigStrategy, ResourcePlan, SharedDevices, SharedResource, Sharing, SharingKind, is_display_adapter,
+    DeviceSelector, MOST_SLOTS, MigStrategy, ResourcePlan, SharedDevices, SharedResource, Sharing, SharingKind,
+    is_display_adapter,
 };
 use super::problem::PlanProblem;
+use super::resource_name::ResourceName;
 use crate::allocation::DeviceId;
 use crate::topology::{Gpu, GpuUuid, MigDevice, NodeTopology, PciAddress};
 
-/// The most slots of one resource. The kubelet takes a list of 4 MiB at most (gRPC's default), and a device on it is
-/// 63 characters of id and some dozens of health and NUMA nodes.
-pub const MOST_SLOTS: u64 = 1 << 14;
-
-/// What a plan makes of a machine.
+/// The resources that a plan makes of a machine.
 #[derive(Clone, Debug, Default)]
 pub struct Resources {
     /// The devices of each resource, by id.
     pub devices: BTreeMap<ResourceName, BTreeMap<DeviceId, Device>>,
-    /// Resources that the plan names and that cannot be had.
+    /// Resources that the plan names and the machine cannot offer.
     pub withheld: BTreeSet<ResourceName>,
-    /// Why, and what else is to be told.
+    /// The reasons, and other messages for the operator.
     pub problems: Vec<PlanProblem>,
-    /// The GPUs that DRA has, or is to have: a row may name these too.
+    /// The GPUs that DRA has or is to have: a row of the plan may name these too.
     of_dra: Vec<Gpu>,
 }
 
@@ -70,7 +68,7 @@ impl Resources {
         made
     }
 
-    /// What there is to offer, by the names it has unshared.
+    /// The hardware to offer, by the names that it has unshared.
     fn pieces<'a>(
         &mut self,
         topology: &'a NodeTopology,
@@ -86,11 +84,11 @@ impl Resources {
                 continue;
             }
             if let Some(model) = gpu.model.as_ref().filter(|model| is_display_adapter(model)) {
-                self.problems.push(PlanProblem::DisplayAdapter { pci: gpu.pci, model: model.clone() });
+                self.problems.push(PlanProblem::DisplayAdapter(gpu.pci, model.clone()));
                 continue;
             }
             if plan.filter.excludes_display_of(gpu) {
-                self.problems.push(PlanProblem::Display { pci: gpu.pci, uuid: gpu.uuid.clone() });
+                self.problems.push(PlanProblem::Display(gpu.pci, gpu.uuid.clone()));
                 continue;
             }
             if plan.dra.include(gpu) || is_dra(gpu) {
@@ -115,18 +113,18 @@ impl Resources {
                 }
             }
             if empty {
-                self.problems.push(PlanProblem::NoMigDevice { pci: gpu.pci });
+                self.problems.push(PlanProblem::NoMigDevice(gpu.pci));
             } else {
                 in_mig_mode.push(gpu.pci);
             }
         }
         if plan.mig_strategy == MigStrategy::Single {
             if profiles.len() > 1 {
-                self.problems.push(PlanProblem::MixedProfiles { profiles: profiles.into_iter().collect() });
+                self.problems.push(PlanProblem::MixedProfiles(profiles.into_iter().collect()));
                 self.withhold(&mut pieces, &mig_names);
             }
             if !whole.is_empty() && !in_mig_mode.is_empty() {
-                self.problems.push(PlanProblem::MixedModes { mig: in_mig_mode, whole });
+                self.problems.push(PlanProblem::MixedModes(in_mig_mode, whole));
                 let all = pieces.keys().cloned().collect();
                 self.withhold(&mut pieces, &all);
             }
@@ -139,7 +137,7 @@ impl Resources {
         self.withheld.extend(names.iter().cloned());
     }
 
-    /// Takes what is shared out of the resources; gives it by the names it is offered under.
+    /// Moves the shared devices from their resources to the names under which they are offered.
     fn share<'a, 'p>(
         &mut self,
         sharing: &'p Sharing,
@@ -159,12 +157,12 @@ impl Resources {
             let of = resource.name.clone();
             let clash = name != of && (names.contains(&name) || taken.contains(&name));
             let checked = if twice {
-                Err(PlanProblem::SharedTwice { resource: of })
+                Err(PlanProblem::SharedTwice(of))
             } else {
                 match pieces.get(&of) {
-                    // Of a node without such devices nothing is asked: one file serves many nodes.
+                    // A node without such devices needs no message: one file serves many nodes.
                     None => continue,
-                    Some(_) if clash => Err(PlanProblem::NameTaken { resource: of, name: name.clone() }),
+                    Some(_) if clash => Err(PlanProblem::NameTaken(of, name.clone())),
                     Some(all) => chosen(sharing.kind, resource, all, &self.of_dra),
                 }
             };
@@ -196,14 +194,14 @@ fn offered_as(sharing: &Sharing, resource: &SharedResource) -> Result<ResourceNa
         Some(name) => Ok(name.clone()),
         None if sharing.rename_by_default => {
             let name = format!("{}.shared", resource.name);
-            name.parse().map_err(|_| PlanProblem::NoName { name })
+            name.parse().map_err(|_| PlanProblem::NoName(name))
         }
         None => Ok(resource.name.clone()),
     }
 }
 
-/// Which pieces of a resource are shared, and which are not. `of_dra`: GPUs that are none of the pieces, and may be
-/// named.
+/// Divides the pieces of a resource into shared and unshared ones. `of_dra` are GPUs that are not among the pieces and
+/// may be named.
 fn chosen<'a>(
     kind: SharingKind,
     resource: &SharedResource,
@@ -212,21 +210,21 @@ fn chosen<'a>(
 ) -> Result<(Vec<Piece<'a>>, Vec<Piece<'a>>), PlanProblem> {
     let (of, replicas) = (resource.name.clone(), resource.replicas);
     if replicas < 2 {
-        return Err(PlanProblem::TooFewReplicas { resource: of, replicas });
+        return Err(PlanProblem::TooFewReplicas(of, replicas));
     }
     let (chosen, rest): (Vec<Piece<'a>>, Vec<Piece<'a>>) = match &resource.devices {
         SharedDevices::All => (all.to_vec(), Vec::new()),
         SharedDevices::Count(count) => match usize::try_from(*count).ok().and_then(|count| all.split_at_checked(count))
         {
             Some((chosen, rest)) => (chosen.to_vec(), rest.to_vec()),
-            None => return Err(PlanProblem::TooFewDevices { resource: of, count: *count, devices: all.len() }),
+            None => return Err(PlanProblem::TooFewDevices(of, *count, all.len())),
         },
         SharedDevices::List(list) => {
             let is_there = |device: &DeviceSelector| {
                 all.iter().any(|piece| device.is(piece.gpu, piece.mig)) || of_dra.iter().any(|gpu| device.is(gpu, None))
             };
             if let Some(device) = list.iter().find(|device| !is_there(device)) {
-                return Err(PlanProblem::NoSuchDevice { resource: of, device: device.clone() });
+                return Err(PlanProblem::NoSuchDevice(of, device.clone()));
             }
             all.iter().partition(|piece| list.iter().any(|device| device.is(piece.gpu, piece.mig)))
         }
@@ -238,11 +236,11 @@ fn chosen<'a>(
     }
     let slots = u64::from(replicas).saturating_mul(u64::try_from(chosen.len()).unwrap_or(u64::MAX));
     if slots > MOST_SLOTS {
-        return Err(PlanProblem::TooManySlots { resource: of, slots });
+        return Err(PlanProblem::TooManySlots(of, slots));
     }
     let last = |piece: &Piece<'_>| Device::id_of(piece.gpu, piece.mig, Some(replicas.saturating_sub(1)));
     match chosen.iter().map(last).find(|id| id.as_str().len() > GpuUuid::MAX) {
-        Some(id) => Err(PlanProblem::LongId { resource: of, id }),
+        Some(id) => Err(PlanProblem::LongId(of, id)),
         None => Ok((chosen, rest)),
     }
 }

@@ -1,66 +1,39 @@
-//! [`Shares`]: which GPUs of DRA several claims may have at once, by the rows of the plan for sharing.
+//! [`Shares`]: the GPUs of DRA that several claims may have at once, by the plan's rows for sharing.
 //!
-//! A part of [`super::offers`], beside [`super::doors`]. A GPU that claims may have keeps its form: the scheduler's
-//! books of a device that is one claim's, and of one that several share, do not fit each other. When the plan changes,
-//! the GPU takes no new claim, and has its new form when none holds it and a grace period has passed.
+//! A part of [`super::offers`], beside [`super::doors`]. A GPU keeps its form while claims may have it: the scheduler
+//! counts a device for one claim and a device for several in ways that do not fit each other. When the plan changes,
+//! the GPU takes no new claim. It gets its new form when no claim holds it and a grace period has passed.
 
 use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
-use core::fmt;
-
-use serde::{Deserialize, Serialize};
 
 use super::device::Timestamp;
-use super::doors::DRA_GRACE;
+use super::door::DRA_GRACE;
+use super::gpu_shares::{GpuShares, GpuSharing};
 use super::ledger::Ledger;
 use super::plan::{MigStrategy, ResourcePlan, SharedDevices, SharedResource, SharingKind};
 use super::problem::PlanProblem;
 use super::resource_name::ResourceName;
 use crate::topology::{Gpu, GpuUuid, NodeTopology, PciAddress};
 
-/// How several claims share a GPU.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-pub struct GpuShares {
-    /// How many shares there are, 2 at least.
-    pub shares: u32,
-    /// Whether a claim may have no more than one.
-    #[serde(default, skip_serializing_if = "core::ops::Not::not")]
-    pub one_each: bool,
-}
-
-impl fmt::Display for GpuShares {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "in {} shares{}", self.shares, if self.one_each { ", one for a claim" } else { "" })
-    }
-}
-
-/// How a GPU of DRA is shared; `None`: one claim has it.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct GpuSharing {
-    /// As it is.
-    pub now: Option<GpuShares>,
-    /// As the plan has it. Where that is another, the GPU takes no new claim.
-    pub next: Option<GpuShares>,
-}
-
-/// How the GPUs of DRA are shared.
+/// The sharing of the GPUs of DRA.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Shares {
     gpus: BTreeMap<GpuUuid, Form>,
-    /// When the first grace period that still runs ends.
-    deadline: Option<Timestamp>,
+    /// The end of the first grace period that still runs.
+    pub deadline: Option<Timestamp>,
 }
 
-/// The form of a GPU.
+/// The form of a GPU: shared or not, now and next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Form {
     now: Option<GpuShares>,
-    /// Another one, and since when it is wanted.
+    /// The other form that is wanted, and the time since which it is.
     next: Option<(Option<GpuShares>, Timestamp)>,
 }
 
 impl Shares {
-    /// How a GPU is shared.
+    /// The sharing of a GPU.
     pub fn of(&self, gpu: &GpuUuid) -> GpuSharing {
         self.gpus.get(gpu).map_or_else(GpuSharing::default, |form| GpuSharing {
             now: form.now,
@@ -68,19 +41,14 @@ impl Shares {
         })
     }
 
-    /// Since when a GPU takes no new claim because its form is to change.
+    /// The time since which a GPU takes no new claim because its form is to change.
     pub fn changing_since(&self, gpu: &GpuUuid) -> Option<Timestamp> {
         self.gpus.get(gpu)?.next.map(|(_, since)| since)
     }
 
-    /// Whether a new list of holders could let a GPU change.
+    /// Returns true if a new list of holders could let a GPU change.
     pub fn awaits_holders(&self) -> bool {
         self.gpus.values().any(|form| form.next.is_some())
-    }
-
-    /// When time alone lets a GPU change.
-    pub fn deadline(&self) -> Option<Timestamp> {
-        self.deadline
     }
 
     /// The GPUs that are shared, for the record.
@@ -88,15 +56,15 @@ impl Shares {
         self.gpus.iter().filter_map(|(gpu, form)| Some((gpu.clone(), form.now?))).collect()
     }
 
-    /// What the last process published: the GPUs of DRA, and those of them that were shared.
+    /// Takes over what the last process published: the GPUs of DRA, and which of them were shared.
     pub fn restore(&mut self, gpus: &BTreeSet<GpuUuid>, shared: &BTreeMap<GpuUuid, GpuShares>) {
         for gpu in gpus {
             self.gpus.entry(gpu.clone()).or_insert_with(|| Form { now: shared.get(gpu).copied(), next: None });
         }
     }
 
-    /// The forms after an event; `None` where nothing changes. `gpus` are those of DRA now; one that has just come is
-    /// as the plan wants it.
+    /// The forms after an event; `None` if nothing changes. `gpus` are DRA's present GPUs. A GPU that has just come
+    /// gets the plan's form.
     pub fn next<'a>(
         &self,
         gpus: impl Iterator<Item = &'a GpuUuid>,
@@ -115,10 +83,10 @@ impl Shares {
             let wants = wanted.get(gpu).copied();
             let form = match self.gpus.get(gpu) {
                 None => Form { now: wants, next: None },
-                // One that is gone, or leaves DRA, stays what it was.
+                // A GPU that is gone, or leaves DRA, keeps its form.
                 Some(form) if form.now == wants || !is_of_dra(gpu) => Form { next: None, ..*form },
                 Some(form) => {
-                    // A clock that went back costs another grace period.
+                    // A clock that goes back costs another grace period.
                     let since = form.next.map_or(now, |(_, since)| since.min(now));
                     let end = since.saturating_add(DRA_GRACE);
                     let is_unheld = ledger.is_known() && !ledger.has_claim_on(topology, gpu);
@@ -139,8 +107,8 @@ impl Shares {
     }
 }
 
-/// The GPUs that a plan shares through DRA, and what of its rows for sharing DRA does not have: it shares whole GPUs by
-/// time slices. A GPU that is not shared is one claim's.
+/// The GPUs that a plan shares through DRA, and the parts of its rows that DRA cannot offer: it shares only whole GPUs,
+/// by time slices. A GPU that is not shared goes to one claim.
 pub fn wanted(topology: &NodeTopology, plan: &ResourcePlan) -> (BTreeMap<GpuUuid, GpuShares>, Vec<PlanProblem>) {
     let (mut shared, mut problems) = (BTreeMap::new(), Vec::new());
     let Some(sharing) = &plan.sharing else { return (shared, problems) };
@@ -149,10 +117,10 @@ pub fn wanted(topology: &NodeTopology, plan: &ResourcePlan) -> (BTreeMap<GpuUuid
         let resource = row.name.clone();
         let in_mig_mode = addresses(of_dra().filter(|gpu| gpu.mig_enabled && has_mig(topology, plan, gpu, &resource)));
         if !in_mig_mode.is_empty() {
-            problems.push(PlanProblem::DraMigNotShared { resource: resource.clone(), gpus: in_mig_mode });
+            problems.push(PlanProblem::DraMigNotShared(resource.clone(), in_mig_mode));
         }
         let whole: Vec<&Gpu> = of_dra().filter(|gpu| !gpu.mig_enabled && plan.name_of_gpu(gpu) == resource).collect();
-        // The device plugin tells of a row that is there twice.
+        // The device plugin's part reports a row that is there twice.
         let is_twice = sharing.resources.iter().filter(|other| other.name == resource).count() > 1;
         if is_twice || row.replicas < 2 {
             continue;
@@ -161,7 +129,7 @@ pub fn wanted(topology: &NodeTopology, plan: &ResourcePlan) -> (BTreeMap<GpuUuid
         match chosen {
             Err(problem) => problems.push(problem),
             Ok(gpus) if sharing.kind == SharingKind::Mps && !gpus.is_empty() => {
-                problems.push(PlanProblem::DraNotByMps { resource, gpus: addresses(gpus.into_iter()) });
+                problems.push(PlanProblem::DraNotByMps(resource, addresses(gpus.into_iter())));
             }
             Ok(gpus) => {
                 let one_each = sharing.fail_requests_greater_than_one;
@@ -173,7 +141,7 @@ pub fn wanted(topology: &NodeTopology, plan: &ResourcePlan) -> (BTreeMap<GpuUuid
     (shared, problems)
 }
 
-/// Which of DRA's GPUs of a resource are shared. A list may name GPUs of the device plugin too.
+/// The GPUs of a resource that are shared through DRA. A list may name GPUs of the device plugin too.
 fn chosen<'a>(row: &SharedResource, gpus: &[&'a Gpu]) -> Result<Vec<&'a Gpu>, PlanProblem> {
     match &row.devices {
         SharedDevices::All => Ok(gpus.to_vec()),
@@ -181,7 +149,7 @@ fn chosen<'a>(row: &SharedResource, gpus: &[&'a Gpu]) -> Result<Vec<&'a Gpu>, Pl
         SharedDevices::Count(count) => {
             let first = usize::try_from(*count).ok().and_then(|count| gpus.get(..count));
             let (resource, count, devices) = (row.name.clone(), *count, gpus.len());
-            first.map(<[_]>::to_vec).ok_or(PlanProblem::DraTooFewDevices { resource, count, devices })
+            first.map(<[_]>::to_vec).ok_or(PlanProblem::DraTooFewDevices(resource, count, devices))
         }
         SharedDevices::List(list) => {
             let is_named = |gpu: &&&Gpu| list.iter().any(|device| device.is(gpu, None));
@@ -190,7 +158,7 @@ fn chosen<'a>(row: &SharedResource, gpus: &[&'a Gpu]) -> Result<Vec<&'a Gpu>, Pl
     }
 }
 
-/// Whether MIG devices of a GPU are of a resource.
+/// Returns true if MIG devices of a GPU belong to a resource.
 fn has_mig(topology: &NodeTopology, plan: &ResourcePlan, gpu: &Gpu, resource: &ResourceName) -> bool {
     if plan.mig_strategy == MigStrategy::None {
         return plan.name_of_gpu(gpu) == *resource;

@@ -1,7 +1,11 @@
 //! The state machine, event by event.
 
+use alloc::collections::BTreeMap;
+
 use super::health::GpuHealth;
 use super::*;
+use crate::allocation::DeviceId;
+use crate::prelude::*;
 use crate::topology::{
     GpuObservation, GpuUuid, HostObservation, NodeObservation, NumaNodeId, NumaNodeObservation, PackageId, PciAddress,
 };
@@ -59,7 +63,7 @@ fn scan_makes_devices_with_numa_nodes() {
     assert_eq!(healthy(&state), ["GPU-0", "GPU-1", "GPU-2"]);
     assert!(effects.contains(&Effect::Publish));
     let numa: Vec<_> = state.offers().of(&ResourceName::gpu()).map(|(_, device)| device.numa_nodes.clone()).collect();
-    // Node 1 has no CPUs, node 2 is not known to have any.
+    // Node 1 has no CPUs, and no CPUs of node 2 are known.
     assert_eq!(numa, [vec![NumaNodeId(0)], vec![], vec![]]);
 }
 
@@ -81,7 +85,7 @@ fn numa_hints_are_own_node_package_or_none() {
     assert_eq!(nodes(NumaHints::Node), [vec![0], vec![1], vec![], vec![3], vec![4], vec![]]);
     assert_eq!(nodes(NumaHints::Package), [vec![0, 1], vec![0, 1], vec![0, 1], vec![3], vec![4], vec![]]);
     assert_eq!(nodes(NumaHints::Off), vec![Vec::<u32>::new(); 6]);
-    // Other hints later come to the same devices as the same hints at once, of GPUs that are gone too.
+    // Hints that are set later give the same nodes as hints set at the start, also for GPUs that are gone.
     let (state, _) = NodeState::new(NumaHints::Off).apply(Event::Observed(Box::new(observed.clone())), NOON);
     let fewer = NodeObservation { gpus: (0..4).map(gpu).collect(), ..observed.clone() };
     let (state, _) = state.apply(Event::Observed(Box::new(fewer)), NOON);
@@ -116,7 +120,7 @@ fn an_application_xid_changes_nothing() {
 
 #[test]
 fn event_of_unknown_gpu_changes_nothing() {
-    let (state, effects) = after([node(&[0]), Event::DoubleBitEcc { gpu: uuid(9) }]);
+    let (state, effects) = after([node(&[0]), Event::DoubleBitEcc(uuid(9))]);
     assert_eq!((healthy(&state).len(), effects), (1, vec![]));
 }
 
@@ -133,14 +137,14 @@ fn missing_gpu_stays_listed_and_heals_when_back() {
 fn new_scan_keeps_health() {
     let (state, _) = after([node(&[0, 1]), Event::Xid { gpu: uuid(0), code: 79, instance: None }, node(&[0, 1])]);
     assert_eq!(healthy(&state), ["GPU-1"]);
-    // No GPU at all any more: the list stays, all of it unhealthy.
+    // All GPUs are gone: the list stays, and every device on it is unhealthy.
     let (state, _) = state.apply(node(&[]), NOON);
     assert_eq!((healthy(&state).len(), state.offers().of(&ResourceName::gpu()).count()), (0, 2));
 }
 
 #[test]
 fn allocate_refuses_by_device_name() {
-    let (state, _) = after([node(&[0, 1]), Event::DoubleBitEcc { gpu: uuid(1) }]);
+    let (state, _) = after([node(&[0, 1]), Event::DoubleBitEcc(uuid(1))]);
     let order = |ids: &[&str]| {
         let ids: Vec<DeviceId> = ids.iter().map(|id| DeviceId::from((*id).to_owned())).collect();
         state.allocate(&ResourceName::gpu(), &ids).map(|devices| devices.len()).map_err(|error| error.to_string())
@@ -181,7 +185,7 @@ fn xid_of_mig_instance_fails_that_instance_alone() {
     assert_eq!(health.standing().count(), 1, "the same reason stands once");
     let devices = [Some(instance(1, Some(0))), Some(instance(1, Some(1))), Some(instance(2, Some(0))), None];
     assert_eq!(devices.map(|device| hit(&health, device)), [true, false, false, true]);
-    // An event that names no compute instance is about all of them; one that names nothing, about the GPU.
+    // An event without a compute instance is about all of them; one without any instance, about the GPU.
     health.fail(UnhealthyReason::Xid { code: 79, instance: Some(instance(1, None)) }, NOON);
     assert_eq!(devices.map(|device| hit(&health, device)), [true, true, false, true]);
     health.fail(UnhealthyReason::DoubleBitEcc, NOON);
@@ -191,16 +195,16 @@ fn xid_of_mig_instance_fails_that_instance_alone() {
 #[test]
 fn clear_heals_a_present_gpu_only() {
     let failed =
-        [node(&[0, 1, 2]), Event::Xid { gpu: uuid(0), code: 79, instance: None }, Event::DoubleBitEcc { gpu: uuid(1) }];
+        [node(&[0, 1, 2]), Event::Xid { gpu: uuid(0), code: 79, instance: None }, Event::DoubleBitEcc(uuid(1))];
     let (state, _) = after(failed);
-    let (state, effects) = state.apply(Event::Cleared { gpu: uuid(0) }, NOON);
+    let (state, effects) = state.apply(Event::Cleared(uuid(0)), NOON);
     assert_eq!(healthy(&state), ["GPU-0", "GPU-2"]);
     let changed = Effect::HealthChanged { gpu: uuid(0), mig: None, health: Health::Healthy };
     assert_eq!(effects, [changed, Effect::Publish, Effect::Keep]);
-    let (state, effects) = state.apply(Event::Cleared { gpu: uuid(0) }, NOON);
+    let (state, effects) = state.apply(Event::Cleared(uuid(0)), NOON);
     assert_eq!(effects, [], "nothing is held against it");
-    // No word makes a GPU be there.
+    // An order does not bring a missing GPU back.
     let (state, _) = state.apply(node(&[0, 1]), NOON);
-    let (state, effects) = state.apply(Event::Cleared { gpu: uuid(2) }, NOON);
+    let (state, effects) = state.apply(Event::Cleared(uuid(2)), NOON);
     assert_eq!((healthy(&state), effects), (vec!["GPU-0"], vec![]));
 }

@@ -1,6 +1,6 @@
-//! XIDs: the driver's error reports, whose fault each is and what it asks for, and what an operator says of them.
+//! XIDs, which are the driver's error reports: their classes, and an operator's rules for them.
 //!
-//! The classes are those of docs/health.md, and a test holds the two together.
+//! The classes are those of docs/health.md; a test compares the two.
 
 use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
@@ -9,17 +9,17 @@ use serde::{Deserialize, Serialize};
 
 use super::reason::UnhealthyReason;
 
-/// Whose fault an XID is, and what it asks for.
+/// The class of an XID: whose fault it is, and the action that it needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum XidClass {
-    /// The program's that ran on the GPU: the GPU is fine.
+    /// The program that ran on the GPU is at fault. The GPU is fine.
     Application,
-    /// The GPU's: it has to be reset.
+    /// The GPU is at fault and has to be reset.
     ResetGpu,
-    /// The GPU's: the node has to be rebooted.
+    /// The GPU is at fault and the node has to be rebooted.
     RebootNode,
-    /// No fault: it informs.
+    /// Nothing is at fault; the XID informs.
     Ignore,
 }
 
@@ -29,14 +29,14 @@ const APPLICATION: [u64; 51] = [
     96, 97, 98, 99, 100, 101, 102, 103, 104, 105, 109, 126, 127, 128, 129, 130, 131, 132, 133, 134, 135, 139,
 ];
 
-/// The XIDs that inform.
+/// The XIDs that only inform.
 const IGNORED: [u64; 18] = [14, 37, 38, 44, 63, 66, 67, 92, 93, 106, 107, 121, 137, 141, 152, 153, 154, 157];
 
 impl XidClass {
-    /// The class of a number by the table of docs/health.md, which also has names and sources: NVIDIA's XID catalog as
-    /// its own NVSentinel maps it, and before it the list of k8s-device-plugin 0.17's health check. What pods survive
-    /// there they survive here. A workflow that needs the text of the message, which NVML does not give, asks for its
-    /// gravest end. A number that is not there fails the GPU, as it does in NVIDIA's plugin.
+    /// Looks a number up in the table of docs/health.md, which also has names and sources: NVIDIA's XID catalog as
+    /// NVIDIA's NVSentinel maps it, and before it the list of k8s-device-plugin 0.17's health check. What pods survive
+    /// there they survive here. If the catalog's workflow needs the text of the message, which NVML does not give, the
+    /// class is that of its gravest outcome. A number that is not in the table fails the GPU, as in NVIDIA's plugin.
     pub fn of(code: u64) -> Self {
         match code {
             79 | 151 => Self::RebootNode,
@@ -46,32 +46,32 @@ impl XidClass {
         }
     }
 
-    /// Whether it takes the GPU out of service.
+    /// Returns true if it takes the GPU out of service.
     pub fn fails(self) -> bool {
         matches!(self, Self::ResetGpu | Self::RebootNode)
     }
 }
 
-/// The driver's double-bit ECC event is this XID by another way: the class of the one is the class of the other.
+/// The XID that reports the same as the driver's double-bit ECC event; both have the same class.
 pub(super) const DOUBLE_BIT_ECC: u64 = 48;
 
-/// What an operator says of XIDs: by number, and as the NVIDIA plugin's environment variables say it.
+/// The operator's rules for XIDs: by number, and by the NVIDIA plugin's environment variables.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct XidPolicy {
-    /// By number; goes before everything else.
+    /// Classes by number, which override everything else.
     pub overrides: BTreeMap<u64, XidClass>,
-    /// `DP_DISABLE_HEALTHCHECKS`.
+    /// The XIDs of `DP_DISABLE_HEALTHCHECKS`.
     pub disabled: XidSet,
-    /// `DP_ENABLE_HEALTHCHECKS`.
+    /// The XIDs of `DP_ENABLE_HEALTHCHECKS`.
     pub enabled: XidSet,
 }
 
-/// Some XIDs, or all.
+/// A set of XIDs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum XidSet {
-    /// All.
+    /// All XIDs.
     All,
-    /// These.
+    /// These XIDs.
     Some(BTreeSet<u64>),
 }
 
@@ -82,8 +82,9 @@ impl Default for XidSet {
 }
 
 impl XidSet {
-    /// Reads a list as k8s-device-plugin 0.17 does (internal/rm/health.go), with what it does not understand, which is
-    /// passed over: numbers with commas; `all` or `xids` anywhere, in any case, is all, and so is 0.
+    /// Reads a list as k8s-device-plugin 0.17 does (internal/rm/health.go): numbers with commas; `all` or `xids`
+    /// anywhere, in any case, means all, and so does 0. Returns the set and the items that it did not understand and
+    /// skipped.
     pub fn parse(text: &str) -> (Self, Vec<String>) {
         let (mut codes, mut passed_over) = (BTreeSet::new(), Vec::new());
         for item in text.to_lowercase().split(',').map(str::trim).filter(|item| !item.is_empty()) {
@@ -108,8 +109,8 @@ impl XidSet {
 }
 
 impl XidPolicy {
-    /// The class of a number: by its override, else enabled before disabled, else by the table. What is enabled fails the
-    /// GPU, whatever the table says; what is disabled is ignored.
+    /// The class of a number: its override, otherwise enabled before disabled, otherwise the table. An enabled XID
+    /// fails the GPU, whatever the table says; a disabled one is ignored.
     pub fn class(&self, code: u64) -> XidClass {
         if let Some(class) = self.overrides.get(&code) {
             return *class;
@@ -121,8 +122,9 @@ impl XidPolicy {
         if self.disabled.contains(code) && class != XidClass::Application { XidClass::Ignore } else { class }
     }
 
-    /// Whether a reason makes a GPU unhealthy. Where every health check is disabled only these do: XIDs that are enabled or
-    /// classed by number, a GPU that is not on the bus, an order for the time without NVML, and what is not about health.
+    /// Returns true if a reason makes a GPU unhealthy. If every health check is disabled, only these do: XIDs that are
+    /// enabled or have a class by number, a GPU that is not on the bus, NVML unavailable where the operator wants that
+    /// to count, and reasons that are not about health.
     pub(super) fn counts(&self, reason: &UnhealthyReason) -> bool {
         match reason {
             _ if self.disabled != XidSet::All => true,
@@ -145,10 +147,11 @@ mod tests {
     fn the_document_has_the_same_classes() {
         let document = include_str!("../../../../docs/health.md");
         let rows = document.lines().filter_map(|line| {
-            let cells: Vec<&str> = line.strip_prefix("| ")?.strip_suffix(" |")?.split(" | ").collect();
-            let [code, class, _, source] = cells[..] else { return None };
-            let is_xid = source.contains("catalog: ") || source.contains("plugin skips");
-            is_xid.then(|| (code.parse::<u64>().unwrap(), XidClass::from_word(class).unwrap()))
+            let [code, class, _catalog, _name] = line.strip_prefix("    ")?.split_whitespace().collect::<Vec<_>>()[..]
+            else {
+                return None;
+            };
+            Some((code.parse::<u64>().ok()?, XidClass::from_word(class).unwrap()))
         });
         let written: BTreeMap<u64, XidClass> = rows.collect();
         assert!(written.len() > 90, "{written:?}");

@@ -1,5 +1,5 @@
-//! [`XidLog`] keeps a storm of XIDs that change nothing out of the log: the first of a kind is reported at once, the others
-//! of its period as one number at the period's end.
+//! [`XidLog`]: keeps a storm of XIDs that change nothing out of the log. The first of a kind is reported at once, the
+//! others of its period as one number at the period's end.
 
 use crate::prelude::*;
 use alloc::collections::BTreeMap;
@@ -9,12 +9,12 @@ use super::device::Timestamp;
 use super::event::Effect;
 use crate::topology::GpuUuid;
 
-/// How long one report stands for all of its kind.
+/// The time for which one report stands for all XIDs of its kind.
 const PERIOD: Duration = Duration::from_secs(60);
-/// Kinds that are followed at once; further ones are counted by the metrics only.
+/// The most kinds that are followed at once. Only the metrics count further ones.
 const MOST_KINDS: usize = 1024;
 
-/// What was reported, and what waits to be.
+/// The kinds that were reported, each with the number that waits to be.
 #[derive(Clone, Debug, Default)]
 pub(super) struct XidLog {
     kinds: BTreeMap<(GpuUuid, u64), Kind>,
@@ -27,7 +27,7 @@ struct Kind {
 }
 
 impl XidLog {
-    /// An XID that changes nothing came.
+    /// Notes an XID that changes nothing.
     pub fn record(&mut self, gpu: GpuUuid, code: u64, now: Timestamp) -> Option<Effect> {
         let full = self.kinds.len() >= MOST_KINDS;
         match self.kinds.get_mut(&(gpu.clone(), code)) {
@@ -43,11 +43,11 @@ impl XidLog {
         }
     }
 
-    /// Reports what waited through its period; a kind that did not come again is forgotten.
+    /// Reports the XIDs that waited through their period. A kind that did not come again is forgotten.
     pub fn report(&mut self, now: Timestamp) -> Vec<Effect> {
         let mut effects = Vec::new();
         self.kinds.retain(|(gpu, code), kind| {
-            // A clock that went back ends the period, too.
+            // A clock that went back ends the period too.
             if now >= kind.since && now.saturating_sub(kind.since) < PERIOD {
                 return true;
             }
@@ -61,7 +61,7 @@ impl XidLog {
         effects
     }
 
-    /// When there is something to report.
+    /// The time at which there is something to report.
     pub fn deadline(&self) -> Option<Timestamp> {
         let waiting = self.kinds.values().filter(|kind| kind.unreported > 0);
         waiting.map(|kind| kind.since.saturating_add(PERIOD)).min()

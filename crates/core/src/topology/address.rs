@@ -1,6 +1,6 @@
-//! Names of things: PCI addresses, GPU UUIDs, NUMA nodes, packages.
+//! Names of hardware: PCI addresses, GPU UUIDs, NUMA nodes, packages.
 //!
-//! Parsed once, here; inside the program a value of these types is valid because it exists.
+//! These types parse text once. Inside the program a value of such a type is valid because it exists.
 
 use crate::prelude::*;
 use alloc::sync::Arc;
@@ -13,7 +13,7 @@ use crate::quote::quoted;
 
 /// A PCI function's address, `domain:bus:device.function`, domain included.
 ///
-/// Ordered as written, which is the order in which ties between sets are broken.
+/// Ordered as written; ties between sets are broken in this order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct PciAddress {
@@ -23,7 +23,7 @@ pub struct PciAddress {
     function: u8,
 }
 
-/// Why a text is no PCI address.
+/// The error for a text that is no PCI address.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{} is not a PCI address (expected domain:bus:device.function, such as 0000:3b:00.0)", quoted(text))]
 pub struct PciAddressError {
@@ -31,7 +31,7 @@ pub struct PciAddressError {
 }
 
 impl PciAddress {
-    /// An address from its numbers; `None` when the device is above 31 or the function above 7.
+    /// Makes an address from its numbers; `None` if the device is above 31 or the function above 7.
     pub fn new(domain: u32, bus: u8, device: u8, function: u8) -> Option<Self> {
         (device < 32 && function < 8).then_some(Self { domain, bus, device, function })
     }
@@ -58,7 +58,7 @@ impl PciAddress {
 }
 
 impl fmt::Display for PciAddress {
-    /// As the kernel names it in /sys/bus/pci/devices: four hexadecimal digits of domain, or more.
+    /// Writes the address as the kernel does in /sys/bus/pci/devices: at least four hexadecimal digits of domain.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { domain, bus, device, function } = self;
         write!(f, "{domain:04x}:{bus:02x}:{device:02x}.{function:x}")
@@ -119,7 +119,7 @@ pub type GpuUuid = Uuid<false>;
 /// `MIG-GPU-<the GPU's UUID>/<GPU instance>/<compute instance>`.
 pub type MigUuid = Uuid<true>;
 
-/// Why a text is no such UUID.
+/// The error for a text that is no such UUID.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{} is not a {expected}, {max} at most)", quoted(text), max = GpuUuid::MAX)]
 pub struct UuidError {
@@ -128,11 +128,11 @@ pub struct UuidError {
 }
 
 impl GpuUuid {
-    /// The longest device id the kubelet's API allows, in characters.
+    /// The longest device id that the kubelet's API allows, in characters.
     pub const MAX: usize = 63;
 
-    /// A made-up UUID for the GPU at an address, for sources that know no UUIDs: always the same one, another for
-    /// each address, and recognisable by its zeros.
+    /// Makes up a UUID for the GPU at an address, for sources that know no UUIDs. An address always gives the same
+    /// UUID, and different addresses different ones. Its zeros show that it is made up.
     pub fn made_up(pci: PciAddress) -> Self {
         let PciAddress { domain, bus, device, function } = pci;
         Self(format!("GPU-00000000-0000-0000-000{function:x}-{domain:08x}{bus:02x}{device:02x}").into())
@@ -140,7 +140,7 @@ impl GpuUuid {
 }
 
 impl MigUuid {
-    /// A made-up UUID for the MIG device of an index on the GPU at an address, as [`GpuUuid::made_up`].
+    /// Makes up a UUID for a MIG device by its index on the GPU at an address, as [`GpuUuid::made_up`].
     pub fn made_up(pci: PciAddress, index: u32) -> Self {
         let PciAddress { domain, bus, device, function } = pci;
         Self(format!("MIG-{index:08x}-0000-0000-000{function:x}-{domain:08x}{bus:02x}{device:02x}").into())
@@ -153,7 +153,7 @@ impl<const OF_MIG_DEVICE: bool> Uuid<OF_MIG_DEVICE> {
         &self.0
     }
 
-    /// The UUID as text that is shared with it.
+    /// The UUID as text, shared and not copied.
     pub(crate) fn text(&self) -> Arc<str> {
         Arc::clone(&self.0)
     }

@@ -1,24 +1,23 @@
-//! The bandwidth table: what a link, a hop and a socket crossing carry, in MB/s.
+//! The bandwidth table: the MB/s that a link, a hop and a socket crossing carry.
 //!
-//! The constants are those with which NCCL v2.30.7-1 builds its own rings (src/graph/topo.h,
-//! src/graph/topo.cc), so that our idea of close is that of the software that will run.
-//! docs/bandwidth.md goes through them row by row.
+//! NCCL v2.30.7-1 builds its rings with the same constants (src/graph/topo.h, src/graph/topo.cc), so linkwise and the
+//! software that will run agree on what is close. docs/bandwidth.md explains them row by row.
 
 use super::observation::{ComputeCapability, CpuObservation, PcieLink};
 
-/// A PCIe hop of which nothing is known: Gen3 x16, NCCL's `PCI_BW`, MB/s.
+/// The bandwidth of a PCIe hop of which nothing is known: Gen3 x16, NCCL's `PCI_BW`, MB/s.
 pub const UNKNOWN_HOP: u32 = 12_000;
 
-/// A crossing between packages of an unknown processor, MB/s: that of Skylake to Ice Lake.
+/// The bandwidth of a crossing between packages of an unknown processor, MB/s: that of Skylake to Ice Lake.
 pub const UNKNOWN_CROSSING: u32 = 10_000;
 
 /// The rate of one NVLink of a GPU of unknown capability, MB/s: NCCL's default, that of Ampere.
 pub const UNKNOWN_NVLINK: u32 = 20_000;
 
-/// The rate assumed for a NIC whose rate is unknown, Mbit/s: NCCL's (`ncclTopoAddNet`).
+/// The rate assumed for a NIC of unknown rate, Mbit/s: NCCL's (`ncclTopoAddNet`).
 pub const UNKNOWN_NIC: u32 = 10_000;
 
-/// What one NVLink carries in one direction, MB/s (NCCL's `ncclTopoNVLinkBw`; 8.9 counts as 8.6).
+/// The bandwidth of one NVLink in one direction, MB/s (NCCL's `ncclTopoNVLinkBw`; 8.9 counts as 8.6).
 pub fn nvlink(capability: Option<ComputeCapability>) -> u32 {
     let Some(ComputeCapability { major, minor }) = capability else { return UNKNOWN_NVLINK };
     match (major, minor) {
@@ -34,9 +33,9 @@ pub fn nvlink(capability: Option<ComputeCapability>) -> u32 {
 /// The most GPUs that pull from the switches in an all-reduce with NVLink SHARP: NCCL's `NCCL_MAX_NVLS_ARITY`.
 const MOST_NVLS_HEADS: u64 = 32;
 
-/// The bus bandwidth of an all-reduce with NVLink SHARP over so many GPUs behind one NVSwitch plane, MB/s, by NCCL's
-/// model (docs/bandwidth.md): `port` is their smallest port, `capability` their lowest. `None` before Hopper and for
-/// fewer than two GPUs.
+/// The bus bandwidth of an all-reduce with NVLink SHARP over `gpus` GPUs behind one NVSwitch plane, MB/s, by NCCL's
+/// model (docs/bandwidth.md). `port` is their smallest port, `capability` their lowest capability. `None` before Hopper
+/// and for fewer than two GPUs.
 ///
 /// Each GPU pulls a part of the sum from the switches, and the GPU that pulls counts twice on its port: a port carries
 /// one part more than there are GPUs (`ncclTopoSearchTryNvls`). The tuner then takes a share of that for each part but
@@ -52,11 +51,10 @@ pub fn nvls(capability: ComputeCapability, port: u32, gpus: usize) -> Option<u64
     Some(2 * percent * others * u64::from(port) / (100 * (heads + 1)))
 }
 
-/// What a PCIe link can carry, MB/s; `None` for the 2.5 GT/s x1 (or nothing at all) that a
-/// virtual switch claims.
+/// The bandwidth of a PCIe link, MB/s; `None` for the 2.5 GT/s x1 (or nothing at all) that a virtual switch claims.
 ///
-/// NCCL's table gives 15, 30, 60, 120, 240 and 480 for Gen1 to Gen6, in 100 Mbit/s and lane, and
-/// divides by 80 for GB/s: 6 for each 1000 MT/s where 8b/10b coding is used, 7.5 above.
+/// NCCL's table gives 15, 30, 60, 120, 240 and 480 for Gen1 to Gen6, in 100 Mbit/s and lane, and divides by 80 for
+/// GB/s: 6 for each 1000 MT/s where 8b/10b coding is used, 7.5 above.
 pub fn pcie(link: PcieLink) -> Option<u32> {
     let (mts, width) = (u64::from(link.mts), u64::from(link.width));
     if mts == 0 || width == 0 || (mts <= 2_500 && width == 1) {
@@ -67,7 +65,7 @@ pub fn pcie(link: PcieLink) -> Option<u32> {
     Some(u32::try_from(mb_per_s).unwrap_or(u32::MAX))
 }
 
-/// What a path between two packages carries at most, MB/s.
+/// The most that a path between two packages carries, MB/s.
 pub fn crossing(cpu: Option<&CpuObservation>) -> u32 {
     let Some(cpu) = cpu else { return UNKNOWN_CROSSING };
     if cpu.arch.starts_with("ppc") {
@@ -89,8 +87,8 @@ pub fn crossing(cpu: Option<&CpuObservation>) -> u32 {
     }
 }
 
-/// What is left of a PCIe path that goes through the processor: an Intel host bridge splits
-/// peer-to-peer traffic into 64-byte packets, which costs a sixth (NCCL's `INTEL_P2P_OVERHEAD`).
+/// The bandwidth left of a PCIe path that goes through the processor: an Intel host bridge splits peer-to-peer traffic
+/// into 64-byte packets, which costs a sixth (NCCL's `INTEL_P2P_OVERHEAD`).
 pub fn through_host_bridge(mb_per_s: u32, cpu: Option<&CpuObservation>) -> u32 {
     let intel = cpu.is_some_and(|cpu| cpu.vendor.as_deref() == Some("GenuineIntel"));
     // Five sixths of a u32 fit a u32.

@@ -1,11 +1,11 @@
-//! The names of GPUs and MIG devices in DRA: those of NVIDIA's DRA driver, and what they name here.
+//! The names of GPUs and MIG devices in DRA, which are those of NVIDIA's DRA driver, and the hardware behind each name.
 //!
-//! A GPU is `gpu-<minor>`, a MIG device `gpu-<minor>-mig-<profile>-<profile id>-<first memory slice>`. Where a part
-//! of that is unknown, or would be another device's name, a device has a name of ours, which is as stable and as
-//! legal (a DNS label): `gpu-pci-<address>` for a GPU, `...-mig-<profile>-gi<GPU instance>-ci<compute instance>` for
-//! a MIG device.
+//! A GPU is `gpu-<minor>`, a MIG device `gpu-<minor>-mig-<profile>-<profile id>-<first memory slice>`. If a part of
+//! that is unknown, or the name would be another device's, linkwise gives a name of its own, which is as stable and as
+//! legal (a DNS label): `gpu-pci-<address>` for a GPU, `...-mig-<profile>-gi<GPU instance>-ci<compute instance>` for a
+//! MIG device.
 //!
-//! Called by `publish::dra`, which publishes the names, by the ledger and by the DRA plugin, which resolve them.
+//! `publish::dra` publishes the names; the ledger and the DRA plugin find the hardware behind them.
 
 use crate::prelude::*;
 use alloc::collections::BTreeMap;
@@ -16,8 +16,8 @@ use super::node::{Gpu, NodeTopology};
 /// A GPU by its place, or a MIG device on it by its place in [`NodeTopology::mig_devices`].
 type Hardware = (usize, Option<usize>);
 
-/// The name of a GPU, or with `mig` (a place in [`NodeTopology::mig_devices`]) of a MIG device on it; `None` for places
-/// that the graph does not have, and for the second of two devices that nothing tells apart.
+/// The name of a GPU, or with `mig` (a place in [`NodeTopology::mig_devices`]) of a MIG device on it. `None` for places
+/// that the graph does not have, and for the second of two devices that nothing distinguishes.
 pub fn device_name(topology: &NodeTopology, gpu: usize, mig: Option<usize>) -> Option<String> {
     device_names(topology).remove(&(gpu, mig))
 }
@@ -27,9 +27,16 @@ pub fn device_names(topology: &NodeTopology) -> BTreeMap<(usize, Option<usize>),
     names(topology).into_iter().map(|(name, hardware)| (hardware, name)).collect()
 }
 
-/// The GPU of a name, and the place of the MIG device in [`NodeTopology::mig_devices`] where it names one.
+/// The GPU behind a name, with the place of the MIG device in [`NodeTopology::mig_devices`] if the name is a MIG
+/// device's.
 pub fn hardware_of(topology: &NodeTopology, name: &str) -> Option<(usize, Option<usize>)> {
     names(topology).get(name).copied()
+}
+
+/// Whether a device of a claim is a set of GPUs, such as `gpus-2-0-3`. linkwise publishes none, and did in snapshots
+/// before 0.1.0: claims have them until their pods end.
+pub fn is_set(name: &str) -> bool {
+    name.starts_with("gpus-")
 }
 
 /// The hardware of each name: of each GPU and MIG device that has a name of its own.
@@ -49,7 +56,7 @@ fn names(topology: &NodeTopology) -> BTreeMap<String, Hardware> {
     names
 }
 
-/// Gives the first name that is free.
+/// Gives the first free name.
 fn take(
     names: &mut BTreeMap<String, Hardware>,
     candidates: impl Iterator<Item = String>,
@@ -65,14 +72,14 @@ fn by_address(gpu: &Gpu) -> String {
     format!("gpu-pci-{address}")
 }
 
-/// As NVIDIA has it. Its name is that of the GPU instance: one of several compute instances has none of its own.
+/// NVIDIA's name of a MIG device, which is that of its GPU instance. One of several compute instances has no such name.
 fn by_placement(gpu: &str, mig: &MigDevice) -> Option<String> {
     let is_whole = mig.profile.compute_slices == mig.profile.gpu_slices;
     let (profile_id, placement) = mig.profile_id.zip(mig.placement).filter(|_| is_whole)?;
     Some(slot_name(gpu, mig.profile, MigSlot { profile_id, placement }))
 }
 
-/// The name of the MIG device that has all of a GPU instance, on the GPU of a name.
+/// The name of the MIG device that has a whole GPU instance, on the GPU called `gpu`.
 pub(super) fn slot_name(gpu: &str, profile: MigProfile, slot: MigSlot) -> String {
     format!("{gpu}-mig-{}-{}-{}", label(&profile.to_string()), slot.profile_id, slot.placement.start)
 }
@@ -81,7 +88,7 @@ fn by_instance(profile: &str, mig: &MigDevice) -> String {
     format!("{profile}-gi{}-ci{}", mig.gpu_instance, mig.compute_instance)
 }
 
-/// A profile as part of a name: no dots, lower case, '-' for what is neither letter nor digit.
+/// Makes a profile fit for a name: no dots, lower case, '-' for characters that are neither letter nor digit.
 fn label(profile: &str) -> String {
     let kept = profile.chars().filter(|c| *c != '.').map(|c| c.to_ascii_lowercase());
     kept.map(|c| if c.is_ascii_alphanumeric() { c } else { '-' }).collect()

@@ -1,4 +1,4 @@
-//! How far apart two devices are on the PCIe side.
+//! Levels and ranks: the distance between two devices on the PCIe side.
 
 use serde::{Deserialize, Serialize};
 
@@ -6,45 +6,42 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum TopologyLevel {
-    /// On one board (NVML 0).
+    /// The devices are on one board (NVML 0).
     Internal,
-    /// Below one PCIe switch (NVML 10), PIX.
+    /// One PCIe switch is above both (NVML 10), PIX.
     Single,
-    /// Below several PCIe switches of one tree (NVML 20), PXB.
+    /// Several PCIe switches of one tree are above both (NVML 20), PXB.
     Multiple,
-    /// Below one PCI host bridge (NVML 30), PHB.
+    /// One PCI host bridge is above both (NVML 30), PHB.
     HostBridge,
-    /// Below host bridges of one NUMA node (NVML 40), NODE.
+    /// Host bridges of one NUMA node are above them (NVML 40), NODE.
     Node,
-    /// Across NUMA nodes (NVML 50), SYS.
+    /// The path crosses NUMA nodes (NVML 50), SYS.
     System,
 }
 
 impl TopologyLevel {
-    /// The symbol nvidia-smi prints.
+    /// The symbol that nvidia-smi prints.
     pub fn symbol(self) -> &'static str {
         Rank::new(self, false).symbol()
     }
 
-    /// The level of NVML's number, `None` for a number that NVML does not define.
+    /// Reads NVML's number of a level; `None` for a number that NVML does not define.
     pub fn from_nvml(number: u32) -> Option<Self> {
         let levels = [Self::Internal, Self::Single, Self::Multiple, Self::HostBridge, Self::Node, Self::System];
         levels.get(usize::try_from(number / 10).ok()?).copied().filter(|_| number.is_multiple_of(10))
     }
 }
 
-/// A level as the choice compares it: 0 is PIX, 1 PXB, 2 PHB, 3 NODE, 4 SYS inside one package,
-/// 5 SYS between packages (or where the package is unknown).
+/// A level as the choice compares it: 0 is PIX, 1 PXB, 2 PHB, 3 NODE, 4 SYS inside one package, 5 SYS between packages
+/// (or if the package is unknown).
 ///
-/// NVML calls both 4 and 5 SYS; on a machine with several NUMA nodes to a package that loses
-/// the socket.
+/// NVML calls both 4 and 5 SYS. On a machine with several NUMA nodes in a package, that does not show the socket.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 #[serde(transparent)]
 pub struct Rank(u8);
 
 impl Rank {
-    /// The nearest rank.
-    pub const NEAREST: Self = Self(0);
     /// The farthest rank, which is also that of a pair of which nothing is known.
     pub const FARTHEST: Self = Self(5);
     /// The farthest rank of two GPUs below one PCIe switch, or a cascade of them.
@@ -64,12 +61,12 @@ impl Rank {
         })
     }
 
-    /// 0 to 5.
+    /// The rank as a number, 0 to 5.
     pub fn number(self) -> u8 {
         self.0
     }
 
-    /// The symbol nvidia-smi prints for it.
+    /// The symbol that nvidia-smi prints for it.
     pub fn symbol(self) -> &'static str {
         ["PIX", "PXB", "PHB", "NODE", "SYS", "SYS"].get(usize::from(self.0)).copied().unwrap_or("SYS")
     }

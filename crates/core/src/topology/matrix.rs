@@ -1,9 +1,9 @@
-//! A square matrix, one row and column for each GPU.
+//! [`LinkMatrix`]: a square matrix with one row and one column for each GPU.
 
 use crate::prelude::*;
 use serde::{Serialize, Serializer};
 
-/// A symmetric square matrix over the GPUs of a node; outside of it every cell is the default, such as 0.
+/// A symmetric square matrix over the GPUs of a node. Outside of it every cell is the default, such as 0.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct LinkMatrix<T = u32> {
     size: usize,
@@ -52,7 +52,7 @@ impl<T: Copy + Default> LinkMatrix<T> {
 }
 
 impl Serialize for LinkMatrix {
-    /// As an array of rows.
+    /// Serialises an array of rows.
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         serializer.collect_seq((0..self.size).map(|a| self.row(a)))
     }

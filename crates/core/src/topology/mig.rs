@@ -1,7 +1,7 @@
-//! MIG: a GPU cut into devices of their own, as NVML describes them, and what each is called.
+//! MIG: a GPU divided into devices of its own, as NVML describes them, and the names of profiles.
 //!
-//! Owns the raw facts ([`MigObservation`]), the devices of the graph ([`MigDevice`]) and the names of profiles. Which
-//! resource a profile makes is `inventory`'s.
+//! Owns the raw facts ([`MigObservation`]) and the devices of the graph ([`MigDevice`]). `state` decides which resource
+//! a profile makes.
 
 use crate::prelude::*;
 use core::fmt;
@@ -12,16 +12,16 @@ use serde::{Deserialize, Serialize};
 use super::address::MigUuid;
 use crate::quote::quoted;
 
-/// MIG on one GPU; a GPU or a driver without MIG has none.
+/// The MIG facts of one GPU. A GPU or driver without MIG has none.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct MigObservation {
-    /// The current mode (`nvmlDeviceGetMigMode`): the GPU itself runs nothing while it is on.
+    /// The current mode (`nvmlDeviceGetMigMode`). While it is on, the GPU itself runs nothing.
     pub enabled: bool,
     /// The MIG devices, by index.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub devices: Vec<MigDeviceObservation>,
-    /// What GPU instances can be made, and where; none while MIG mode is off.
+    /// The GPU instances that can be made, with their places; empty while MIG mode is off.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub profiles: Vec<MigProfileObservation>,
 }
@@ -30,31 +30,31 @@ pub struct MigObservation {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct MigProfileObservation {
-    /// The driver's id of it, such as 19.
+    /// The driver's id of the profile, such as 19.
     pub id: u32,
-    /// NVML's number of it, `NVML_GPU_INSTANCE_PROFILE_*`.
+    /// NVML's number of the profile, `NVML_GPU_INSTANCE_PROFILE_*`.
     pub number: u32,
     /// Compute slices.
     pub gpu_slices: u32,
     /// Memory in MiB.
     pub memory_mib: u64,
-    /// How many instances of it the GPU can have at once.
+    /// The most instances of this profile that the GPU can have at once.
     pub instances: u32,
-    /// What an instance computes with.
+    /// The engines of an instance.
     pub engines: MigEngines,
-    /// Where an instance may be (`nvmlDeviceGetGpuInstancePossiblePlacements_v2`), whatever there is now.
+    /// The places where an instance may be (`nvmlDeviceGetGpuInstancePossiblePlacements_v2`), whatever is there now.
     pub placements: Vec<MigPlacement>,
 }
 
 impl MigProfileObservation {
-    /// The profile of a MIG device that has all of such an instance, on a GPU with this memory in MiB.
+    /// The profile of a MIG device that has a whole instance, on a GPU with this memory in MiB.
     pub fn profile(&self, gpu_memory_mib: Option<u64>) -> MigProfile {
         let (gpu_slices, gb) = (self.gpu_slices, share(self.memory_mib, gpu_memory_mib));
         MigProfile { compute_slices: gpu_slices, gpu_slices, gb, extension: MigExtension::of_profile(self.number) }
     }
 }
 
-/// A GPU instance that could be, or is: a profile at a place. No two instances of a GPU have one.
+/// A GPU instance that exists or could exist: a profile at a place. No two instances of a GPU have the same slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct MigSlot {
@@ -76,9 +76,9 @@ pub struct MigDeviceObservation {
     pub gpu_instance: u32,
     /// The compute instance's id within it.
     pub compute_instance: u32,
-    /// Compute slices of the GPU instance: G of a profile's name (`nvmlDeviceGetAttributes_v2`).
+    /// Compute slices of the GPU instance: the number before `g` in a profile's name (`nvmlDeviceGetAttributes_v2`).
     pub gpu_slices: u32,
-    /// Compute slices of the compute instance: C of a profile's name.
+    /// Compute slices of the compute instance: the number before `c` in a profile's name.
     pub compute_slices: u32,
     /// The GPU instance's memory in MiB.
     pub memory_mib: u64,
@@ -88,37 +88,37 @@ pub struct MigDeviceObservation {
     /// The memory slices of the GPU that the GPU instance has.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub placement: Option<MigPlacement>,
-    /// What the GPU instance has beyond its slices; `None` where NVML does not report its profile.
+    /// The extension of the GPU instance's profile; `None` where NVML does not report the profile.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub extension: Option<MigExtension>,
     /// Its multiprocessors and engines; `None` in node files written before these were kept.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub engines: Option<MigEngines>,
-    /// The minors of its nodes under /dev/nvidia-caps; `None` where the kernel does not list them.
+    /// The minors of its nodes under /dev/nvidia-caps; `None` if the kernel does not list them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub capabilities: Option<MigCapabilities>,
 }
 
-/// Where a GPU instance is on its GPU (`nvmlGpuInstancePlacement_t`), in memory slices.
+/// The place of a GPU instance on its GPU (`nvmlGpuInstancePlacement_t`), in memory slices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct MigPlacement {
     /// Its first slice.
     pub start: u32,
-    /// How many slices it has.
+    /// The number of its slices.
     pub size: u32,
 }
 
 impl MigPlacement {
-    /// Whether both have a memory slice.
+    /// Returns true if both have a memory slice in common.
     pub fn overlaps(self, other: Self) -> bool {
         let ends = |placement: Self| placement.start.saturating_add(placement.size);
         self.start < ends(other) && other.start < ends(self)
     }
 }
 
-/// What a MIG device computes with (`nvmlDeviceGetAttributes_v2`, `nvmlDeviceAttributes_t`). Engines are shared by the
-/// compute instances of a GPU instance.
+/// The engines of a MIG device (`nvmlDeviceGetAttributes_v2`, `nvmlDeviceAttributes_t`). The compute instances of a GPU
+/// instance share its engines.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct MigEngines {
@@ -136,7 +136,7 @@ pub struct MigEngines {
     pub ofa: u32,
 }
 
-/// What a GPU instance's profile has beyond its slices and memory.
+/// The extension of a GPU instance's profile, beyond slices and memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum MigExtension {
@@ -148,12 +148,12 @@ pub enum MigExtension {
     AllMedia,
     /// Graphics: `+gfx`.
     Graphics,
-    /// Without the media engines that the plain profile has: `-me`.
+    /// The media engines of the plain profile are missing: `-me`.
     NoMedia,
 }
 
 impl MigExtension {
-    /// By the number of a GPU instance profile: `NVML_GPU_INSTANCE_PROFILE_*` of nvml.h, NVML 13.
+    /// Reads the number of a GPU instance profile: `NVML_GPU_INSTANCE_PROFILE_*` of nvml.h, NVML 13.
     pub fn of_profile(number: u32) -> Self {
         match number {
             // 1_SLICE_REV1, 2_SLICE_REV1
@@ -168,7 +168,7 @@ impl MigExtension {
         }
     }
 
-    /// As nvidia-smi and go-nvlib end a profile's name.
+    /// The suffix by which nvidia-smi and go-nvlib end a profile's name.
     fn suffix(self) -> &'static str {
         match self {
             Self::None => "",
@@ -180,21 +180,21 @@ impl MigExtension {
     }
 }
 
-/// The minors of a MIG device's nodes: N of /dev/nvidia-caps/nvidia-capN.
+/// The minors of a MIG device's nodes: the N of /dev/nvidia-caps/nvidia-capN.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct MigCapabilities {
-    /// Access to the GPU instance.
+    /// The minor for access to the GPU instance.
     pub gpu_instance: u32,
-    /// Access to the compute instance.
+    /// The minor for access to the compute instance.
     pub compute_instance: u32,
 }
 
 impl MigCapabilities {
-    /// Finds them in the kernel's list, /proc/driver/nvidia-caps/mig-minors, for the GPU of a minor number.
+    /// Finds the minors in the kernel's list, /proc/driver/nvidia-caps/mig-minors, for a GPU by its minor number.
     ///
-    /// A line is `gpuM/giG/access N` or `gpuM/giG/ciC/access N`, M the GPU's minor number (NVIDIA's MIG user guide,
-    /// "Device Nodes and Capabilities"); others, such as `config 1`, are about something else.
+    /// A line is `gpuM/giG/access N` or `gpuM/giG/ciC/access N`, where M is the GPU's minor number (NVIDIA's MIG user
+    /// guide, "Device Nodes and Capabilities"). Other lines, such as `config 1`, are about something else.
     pub fn find(list: &str, gpu_minor: u32, gpu_instance: u32, compute_instance: u32) -> Option<Self> {
         let minor = |path: &str| {
             let of_line = |line: &str| line.trim().strip_prefix(path)?.strip_prefix(' ')?.trim().parse().ok();
@@ -220,18 +220,18 @@ pub struct MigDevice {
     pub parent: usize,
     /// The index on its GPU.
     pub index: u32,
-    /// Its name for everybody.
+    /// NVML's UUID, which is its device id.
     pub uuid: MigUuid,
     /// The GPU instance's id.
     pub gpu_instance: u32,
     /// The compute instance's id within it.
     pub compute_instance: u32,
-    /// What it is.
+    /// Its profile.
     pub profile: MigProfile,
     /// The driver's id of the GPU instance's profile.
     #[serde(skip)]
     pub profile_id: Option<u32>,
-    /// Where the GPU instance is on its GPU.
+    /// The place of the GPU instance on its GPU.
     #[serde(skip)]
     pub placement: Option<MigPlacement>,
     /// The GPU instance's memory in MiB.
@@ -245,21 +245,21 @@ pub struct MigDevice {
     pub capabilities: Option<MigCapabilities>,
 }
 
-/// What a MIG device is; two of one profile are alike.
+/// The kind of a MIG device; two MIG devices of one profile are alike.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct MigProfile {
     /// Compute slices of the compute instance.
     pub compute_slices: u32,
     /// Compute slices of the GPU instance.
     pub gpu_slices: u32,
-    /// Memory as the name has it, in GB.
+    /// The memory in the profile's name, in GB.
     pub gb: u64,
-    /// What it has beyond.
+    /// The extension.
     pub extension: MigExtension,
 }
 
 impl MigProfile {
-    /// Of a device on a GPU with this memory in MiB.
+    /// Finds the profile of a device on a GPU with this memory in MiB.
     ///
     /// See `share` for the memory in its name.
     pub fn new(device: &MigDeviceObservation, gpu_memory_mib: Option<u64>) -> Self {
@@ -269,10 +269,10 @@ impl MigProfile {
     }
 }
 
-/// The memory that a profile's name has, in GB.
+/// The memory in a profile's name, in GB.
 ///
-/// It is not the device's memory but its share of the GPU's: eighths, rounded up, of the GPU's whole GiB (go-nvlib,
-/// pkg/nvlib/device/mig_profile.go). A GPU of unknown memory leaves the device's own, rounded up.
+/// That is not the device's memory but its share of the GPU's: eighths, rounded up, of the GPU's whole GiB (go-nvlib,
+/// pkg/nvlib/device/mig_profile.go). If the GPU's memory is unknown, it is the device's own memory, rounded up.
 fn share(memory_mib: u64, gpu_memory_mib: Option<u64>) -> u64 {
     match gpu_memory_mib {
         Some(total @ 1..) => {
@@ -284,7 +284,7 @@ fn share(memory_mib: u64, gpu_memory_mib: Option<u64>) -> u64 {
 }
 
 impl fmt::Display for MigProfile {
-    /// As nvidia-smi names it: `1g.10gb`, `1g.10gb+me`, `2c.3g.40gb`.
+    /// Writes the name as nvidia-smi does: `1g.10gb`, `1g.10gb+me`, `2c.3g.40gb`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { compute_slices, gpu_slices, gb, extension } = self;
         if compute_slices != gpu_slices {
@@ -294,7 +294,7 @@ impl fmt::Display for MigProfile {
     }
 }
 
-/// Why a text names no profile.
+/// The error for a text that names no profile.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{} is no MIG profile (expected such as 1g.10gb, 1g.10gb+me or 1c.3g.40gb)", quoted(text))]
 pub struct MigProfileError {
@@ -304,7 +304,7 @@ pub struct MigProfileError {
 impl FromStr for MigProfile {
     type Err = MigProfileError;
 
-    /// Reads a profile's name, as it is displayed.
+    /// Reads a profile's name as it is displayed.
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         let parts = || {
             let (slices, rest) = text.split_once("g.")?;
@@ -321,7 +321,7 @@ impl FromStr for MigProfile {
             let (compute_slices, gpu_slices) = (compute.parse().ok()?, gpu.parse().ok()?);
             Some(Self { compute_slices, gpu_slices, gb: gb.parse().ok()?, extension })
         };
-        // What reads back differently is no name: a sign, a leading zero.
+        // Text that would be displayed differently is no name: a sign, a leading zero.
         let is_same = |profile: &Self| profile.to_string() == text;
         let has_slices = |profile: &Self| (1..=profile.gpu_slices).contains(&profile.compute_slices);
         let profile = parts().filter(|profile| is_same(profile) && has_slices(profile));

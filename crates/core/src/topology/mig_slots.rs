@@ -1,6 +1,6 @@
 //! The MIG devices that a GPU in MIG mode could have: each profile at each of its places, by name.
 //!
-//! A name is that of the MIG device that has all of such a GPU instance (`device_names`), so that it stays when the
+//! A name is that of the MIG device that has the whole GPU instance (`device_names`), so it stays the same when the
 //! instance is made and destroyed.
 
 use crate::prelude::*;
@@ -14,43 +14,44 @@ use super::node::NodeTopology;
 /// The most memory slices of a GPU.
 const MOST_SLICES: u32 = 8;
 
-/// The most that are taken of a GPU: an H200 has some 40. NVML's word could be anything.
+/// The most slots that are taken of one GPU. An H200 has some 40; NVML could report any number.
 const MOST_SLOTS: usize = 128;
 
 /// The longest name, a DNS label.
 const MOST_NAME: usize = 63;
 
-/// A MIG device that could be, or is.
+/// A MIG device that exists or could exist.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PossibleMig<'a> {
     /// Its name in DRA.
     pub name: String,
     /// The place of its GPU in the graph.
     pub gpu: usize,
-    /// What the GPU instance has.
+    /// The profile's observed facts.
     pub kind: &'a MigProfileObservation,
-    /// What it is called.
+    /// The profile's name.
     pub profile: MigProfile,
     /// The GPU instance.
     pub slot: MigSlot,
 }
 
 impl PossibleMig<'_> {
-    /// Whether a MIG device is one of this GPU instance.
+    /// Returns true if a MIG device is in this GPU instance.
     pub fn is(&self, device: &MigDevice) -> bool {
         let slot = device.profile_id.zip(device.placement);
         device.parent == self.gpu && slot == Some((self.slot.profile_id, self.slot.placement))
     }
 
-    /// Whether a MIG device is in its way: it has a memory slice of it, or nobody knows which it has.
+    /// Returns true if a MIG device blocks this GPU instance: they have a memory slice in common, or its slices are
+    /// unknown.
     pub fn is_blocked_by(&self, device: &MigDevice) -> bool {
         device.parent == self.gpu && device.placement.is_none_or(|there| there.overlaps(self.slot.placement))
     }
 }
 
 /// The MIG devices that the GPUs in MIG mode could have: GPU by GPU, the last places first, the smaller ones first. A
-/// scheduler that takes the first one that fits so leaves the first slices, the only ones where a profile of half the GPU
-/// and more may be.
+/// scheduler that takes the first that fits leaves the first slices free, which are the only places for a profile of
+/// half the GPU or more.
 pub fn possible_mig(topology: &NodeTopology) -> Vec<PossibleMig<'_>> {
     let mut found = Vec::new();
     for (place, gpu) in topology.gpus().iter().enumerate().filter(|(_, gpu)| gpu.mig_enabled) {

@@ -1,7 +1,7 @@
-//! The machine as a graph: observations in, [`NodeTopology`] and warnings out.
+//! The machine as a graph: takes observations, returns [`NodeTopology`] and warnings.
 //!
-//! Pure: no I/O, no clock, no environment, no logging, no floats, no unordered maps; it cannot
-//! panic on any observation. Called by the composition roots and by `state`; it calls no other module.
+//! Pure: no I/O, no clock, no environment, no logging, no floats, no unordered maps. It cannot panic on any
+//! observation. The composition roots and `state` call it; it calls no other module.
 
 mod address;
 pub mod bandwidth;
@@ -14,11 +14,10 @@ mod node;
 mod nvlink;
 mod observation;
 mod pcie;
-mod set_names;
 mod warning;
 
 pub use address::{GpuUuid, MigUuid, NumaNodeId, PackageId, PciAddress, PciAddressError, Uuid, UuidError};
-pub use device_names::{device_name, device_names, hardware_of};
+pub use device_names::{device_name, device_names, hardware_of, is_set};
 pub use level::{Rank, TopologyLevel};
 pub use matrix::LinkMatrix;
 pub use mig::{
@@ -32,5 +31,4 @@ pub use observation::{
     HostBridgeObservation, HostObservation, NicKind, NicObservation, NodeObservation, NumaNodeObservation,
     NvLinkObservation, NvLinkRemote, PciKind, PciObservation, PcieLink, ProbeFailure, thousandths,
 };
-pub use set_names::{gpu_name, minor_of, set_members, set_minors, set_name};
 pub use warning::TopologyWarning;

@@ -1,4 +1,4 @@
-//! [`NodeTopology`]: the immutable graph of a node, and how it is assembled from what was seen.
+//! [`NodeTopology`]: the immutable graph of a node, and its assembly from observations.
 
 use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
@@ -18,7 +18,7 @@ use super::observation::{
 use super::pcie::{PciTree, Place, PlacedNic};
 use super::warning::TopologyWarning;
 
-/// The GPUs of a node and how they are connected. Never changes; a new observation makes a new one.
+/// The GPUs of a node and their connections. It never changes; a new observation makes a new one.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct NodeTopology {
     gpus: Vec<Gpu>,
@@ -28,7 +28,7 @@ pub struct NodeTopology {
     cpu_nodes: BTreeMap<NumaNodeId, Option<PackageId>>,
 }
 
-/// What two GPUs are to each other.
+/// The connection between two GPUs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Pair {
     rank: Rank,
@@ -42,26 +42,26 @@ struct Pair {
 pub struct Gpu {
     /// NVML's index.
     pub index: u32,
-    /// Its name for everybody.
+    /// NVML's UUID, which is its device id.
     pub uuid: GpuUuid,
-    /// Where it is.
+    /// Its PCI address.
     pub pci: PciAddress,
     /// The product name.
     pub model: Option<String>,
     /// The NUMA node, memory-only ones included.
     pub numa: Option<NumaNodeId>,
-    /// The NUMA node with CPUs that it is on or, where its own has none, beside: the only one of its package. What the
-    /// kubelet may align to.
+    /// The NUMA node with CPUs that the GPU is on. If the GPU's own node has no CPUs, the only node with CPUs of its
+    /// package. The kubelet may align to it.
     #[serde(skip)]
     pub cpu_node: Option<NumaNodeId>,
     /// The CPU package.
     pub package: Option<PackageId>,
-    /// The NVSwitch plane it has a port on: a number of ours, from 0.
+    /// The NVSwitch plane that it has a port on: a number that linkwise gives, from 0.
     pub nvswitch_plane: Option<u32>,
-    /// What that port carries, MB/s; 0 without one.
+    /// The bandwidth of that port, MB/s; 0 without one.
     #[serde(skip)]
     pub nvswitch_port: u32,
-    /// N of /dev/nvidiaN.
+    /// The N of /dev/nvidiaN.
     #[serde(skip)]
     pub minor: Option<u32>,
     /// Its brand, such as `Nvidia`.
@@ -70,10 +70,10 @@ pub struct Gpu {
     /// Its architecture, such as `Hopper`, where the driver reports one.
     #[serde(skip)]
     pub architecture: Option<String>,
-    /// How it addresses memory of the host.
+    /// The way in which it addresses memory of the host.
     #[serde(skip)]
     pub addressing_mode: Option<AddressingMode>,
-    /// The PCIe root that it hangs below, by the kernel's name, such as `pci0000:17`.
+    /// The PCIe root above it, by the kernel's name, such as `pci0000:17`.
     #[serde(skip)]
     pub pcie_root: Option<String>,
     /// The PCIe switches above it, the nearest first, by the addresses of their upstream ports; those of unknown
@@ -86,10 +86,10 @@ pub struct Gpu {
     /// Its compute capability.
     #[serde(skip)]
     pub compute_capability: Option<ComputeCapability>,
-    /// Whether GPU and driver have MIG.
+    /// True if GPU and driver have MIG.
     #[serde(skip)]
     pub mig_capable: bool,
-    /// Whether MIG mode is on: then it runs nothing itself, its MIG devices do.
+    /// True if MIG mode is on. Then the GPU itself runs nothing; its MIG devices do.
     #[serde(skip)]
     pub mig_enabled: bool,
     /// The profiles of GPU instances that it can have, in MIG mode.
@@ -98,10 +98,10 @@ pub struct Gpu {
     /// The NVLink fabric it has joined, where the driver reports one.
     #[serde(skip)]
     pub fabric: Option<FabricObservation>,
-    /// Its PCI class, where the host shows it.
+    /// Its PCI class, if the host shows it.
     #[serde(skip)]
     pub class: Option<DisplayClass>,
-    /// Whether a display is set up on it; `None` where the driver does not report it.
+    /// True if a display is set up on it; `None` if the driver does not report it.
     #[serde(skip)]
     pub display: Option<bool>,
 }
@@ -111,15 +111,15 @@ pub struct Gpu {
 pub struct Nic {
     /// The interfaces' names, RDMA devices first.
     pub names: Vec<String>,
-    /// RDMA if any interface is.
+    /// RDMA if any of its interfaces is.
     pub kind: NicKind,
-    /// Where the card is.
+    /// The card's PCI address.
     pub pci: Option<PciAddress>,
     /// The link rate in Mbit/s, of all RDMA ports (without any: of all Ethernet ports) together.
     pub mbps: Option<u32>,
     /// The NUMA node.
     pub numa: Option<NumaNodeId>,
-    /// The PCIe root that it hangs below, as of [`Gpu::pcie_root`].
+    /// The PCIe root above it, as [`Gpu::pcie_root`].
     #[serde(skip)]
     pub pcie_root: Option<String>,
     /// Its rank to each GPU, in the order of the GPUs.
@@ -127,10 +127,10 @@ pub struct Nic {
 }
 
 impl NodeTopology {
-    /// The most GPUs a node can have: a set of them is a `u64`.
+    /// The most GPUs that a node can have: a set of them is a `u64`.
     pub const MAX_GPUS: usize = 64;
 
-    /// Builds the graph. Total: whatever was seen makes a graph, and what was odd a warning.
+    /// Builds the graph. Any observation makes a graph, and each oddity in it a warning.
     pub fn assemble(observed: &NodeObservation) -> (Self, Vec<TopologyWarning>) {
         let mut warnings: Vec<TopologyWarning> =
             observed.failures.iter().cloned().map(TopologyWarning::Probe).collect();
@@ -182,13 +182,14 @@ impl NodeTopology {
         (topology, warnings)
     }
 
-    /// The graph of one GPU alone, with one MIG device or none: what names a device of which nothing else is known.
+    /// Makes the graph of one GPU alone, with one MIG device or none: it gives the name of a device of which nothing
+    /// else is known.
     pub(crate) fn of_device(gpu: &Gpu, mig: Option<&MigDevice>) -> Self {
         let mig_devices = mig.map(|mig| MigDevice { parent: 0, ..mig.clone() });
         Self { gpus: vec![gpu.clone()], mig_devices: mig_devices.into_iter().collect(), ..Self::default() }
     }
 
-    /// The GPUs, by PCI address; their places here are what the other functions take.
+    /// The GPUs, by PCI address. The other functions take places in this list.
     pub fn gpus(&self) -> &[Gpu] {
         &self.gpus
     }
@@ -198,27 +199,27 @@ impl NodeTopology {
         self.gpus.iter().position(|gpu| gpu.uuid == *uuid)
     }
 
-    /// How far apart two GPUs are on the PCIe side; nearest for a GPU and itself.
+    /// The distance of two GPUs on the PCIe side; nearest for a GPU and itself.
     pub fn rank(&self, a: usize, b: usize) -> Rank {
         self.pairs.get(a, b).rank
     }
 
-    /// NVLinks between two GPUs (behind NVSwitches: of the narrower port).
+    /// The number of NVLinks between two GPUs; behind NVSwitches, that of the narrower port.
     pub fn nvlink_count(&self, a: usize, b: usize) -> u32 {
         self.pairs.get(a, b).nvlinks.count
     }
 
-    /// What the NVLinks between two GPUs carry, MB/s.
+    /// The bandwidth of the NVLinks between two GPUs, MB/s.
     pub fn nvlink(&self, a: usize, b: usize) -> u32 {
         self.pairs.get(a, b).nvlinks.mbps
     }
 
-    /// What the PCIe path between two GPUs carries, MB/s.
+    /// The bandwidth of the PCIe path between two GPUs, MB/s.
     pub fn pcie(&self, a: usize, b: usize) -> u32 {
         self.pairs.get(a, b).pcie
     }
 
-    /// What two GPUs can exchange, MB/s: by NVLink where there is any, else by PCIe.
+    /// The bandwidth between two GPUs, MB/s: over NVLink if there is any, otherwise over PCIe.
     pub fn bandwidth(&self, a: usize, b: usize) -> u32 {
         match self.nvlink(a, b) {
             0 => self.pcie(a, b),
@@ -226,8 +227,9 @@ impl NodeTopology {
         }
     }
 
-    /// The bus bandwidth of an all-reduce with NVLink SHARP over some GPUs, MB/s, by NCCL's model. `None` where NCCL has no
-    /// NVLink SHARP: fewer than two GPUs, not all behind one NVSwitch plane, one older than Hopper, or one in MIG mode.
+    /// The bus bandwidth of an all-reduce with NVLink SHARP over some GPUs, MB/s, by NCCL's model. `None` where NCCL
+    /// has no NVLink SHARP: for fewer than two GPUs, GPUs that are not all behind one NVSwitch plane, a GPU older than
+    /// Hopper, or one in MIG mode.
     pub fn nvls(&self, gpus: impl Iterator<Item = usize>) -> Option<u64> {
         let gpus: Vec<&Gpu> = gpus.map(|place| self.gpus.get(place)).collect::<Option<_>>()?;
         let plane = gpus.first()?.nvswitch_plane?;
@@ -256,13 +258,12 @@ impl NodeTopology {
         nics.map(|(place, _)| place).collect()
     }
 
-    /// The NUMA nodes that have CPUs, with their package: the only ones that are reported to a kubelet.
+    /// The NUMA nodes that have CPUs, with their package. A kubelet is told of these only.
     pub fn cpu_nodes(&self) -> &BTreeMap<NumaNodeId, Option<PackageId>> {
         &self.cpu_nodes
     }
 
-    /// The graph of some of the GPUs, in the order given; what they are to each other stays. Unknown places are left
-    /// out.
+    /// The graph of some of the GPUs, in the order given, with the same connections. Unknown places are left out.
     pub fn restricted(&self, places: &[usize]) -> Self {
         let places: Vec<usize> = places.iter().copied().filter(|place| *place < self.gpus.len()).collect();
         let nics = self.nics.iter().map(|nic| {
@@ -282,7 +283,7 @@ impl NodeTopology {
         }
     }
 
-    /// The same without its MIG devices: GPUs in MIG mode stay so.
+    /// The same graph without MIG devices: GPUs in MIG mode stay in it.
     #[must_use]
     pub fn without_mig_devices(&self) -> Self {
         Self { mig_devices: Vec::new(), ..self.clone() }
@@ -298,7 +299,7 @@ impl NodeTopology {
     }
 }
 
-/// The GPUs that are distinct by UUID, by PCI address.
+/// The GPUs with distinct UUIDs, by PCI address.
 fn accept<'a>(observed: &'a [GpuObservation], warnings: &mut Vec<TopologyWarning>) -> Vec<&'a GpuObservation> {
     let mut gpus: Vec<&GpuObservation> = observed.iter().collect();
     gpus.sort_by(|a, b| (a.pci, &a.uuid, a.index).cmp(&(b.pci, &b.uuid, b.index)));
@@ -311,7 +312,7 @@ fn accept<'a>(observed: &'a [GpuObservation], warnings: &mut Vec<TopologyWarning
         None => names.insert(&gpu.uuid, gpu.pci).is_none(),
     });
     if gpus.len() > NodeTopology::MAX_GPUS {
-        warnings.push(TopologyWarning::TooManyGpus { seen: gpus.len(), kept: NodeTopology::MAX_GPUS });
+        warnings.push(TopologyWarning::TooManyGpus(gpus.len()));
         gpus.truncate(NodeTopology::MAX_GPUS);
     }
     for pair in gpus.windows(2) {
@@ -324,7 +325,7 @@ fn accept<'a>(observed: &'a [GpuObservation], warnings: &mut Vec<TopologyWarning
     gpus
 }
 
-/// Finds a GPU in the host's tree; where it is not there, NVML's values count.
+/// Finds a GPU in the host's tree; if it is not there, NVML's values count.
 fn place(
     gpu: &GpuObservation,
     observed: &NodeObservation,
@@ -332,13 +333,13 @@ fn place(
     warnings: &mut Vec<TopologyWarning>,
 ) -> Place {
     let Some(place) = tree.find(gpu.pci) else {
-        warnings.push(TopologyWarning::NotInHostTree { pci: gpu.pci });
+        warnings.push(TopologyWarning::NotInHostTree(gpu.pci));
         let package = gpu.numa.and_then(|numa| tree.package_of(numa));
         return Place { function: None, numa: gpu.numa, package };
     };
     tree.fill_link(place, gpu.pcie);
-    // With one NUMA node NVML can name no other; the kernel's -1 beside it is no contradiction. Nor is
-    // the GPU's own memory beside the node with CPUs that it hangs on.
+    // With one NUMA node NVML can name no other, so the kernel's -1 beside it is no contradiction. Nor is the GPU's own
+    // memory node a contradiction to the node with CPUs that the GPU hangs on.
     if let Some(nvml) = gpu.numa
         && place.numa != Some(nvml)
         && tree.cpu_node(place) != Some(nvml)
@@ -349,7 +350,7 @@ fn place(
     place
 }
 
-/// The level of a pair of GPUs: from the host's tree where it has both, else NVML's common ancestor.
+/// The level of a pair of GPUs: from the host's tree if both are in it, otherwise NVML's common ancestor.
 fn level(
     tree: &PciTree<'_>,
     (a, from): (&GpuObservation, Place),
@@ -366,13 +367,14 @@ fn level(
         }
         (Some(level), None) | (None, Some(level)) => level,
         (None, None) => {
-            warnings.push(TopologyWarning::UnknownLevel { a: a.pci, b: b.pci });
+            warnings.push(TopologyWarning::UnknownLevel(a.pci, b.pci));
             TopologyLevel::System
         }
     }
 }
 
-/// The MIG devices of the GPUs in MIG mode; one UUID is one device id.
+/// The MIG devices of the GPUs in MIG mode. The second of two with one UUID is left out, because a UUID is one device
+/// id.
 fn mig_devices(gpus: &[&GpuObservation], warnings: &mut Vec<TopologyWarning>) -> Vec<MigDevice> {
     let mut names = BTreeSet::new();
     let mut devices = Vec::new();
@@ -382,7 +384,7 @@ fn mig_devices(gpus: &[&GpuObservation], warnings: &mut Vec<TopologyWarning>) ->
         own.sort_by_key(|device| device.index);
         for device in own {
             if !names.insert(&device.uuid) {
-                warnings.push(TopologyWarning::DuplicateMigUuid { pci: gpu.pci, uuid: device.uuid.clone() });
+                warnings.push(TopologyWarning::DuplicateMigUuid(gpu.pci, device.uuid.clone()));
                 continue;
             }
             devices.push(MigDevice {
@@ -427,7 +429,7 @@ fn nics(tree: &PciTree<'_>, gpus: &[Place]) -> Vec<Nic> {
     for mut ports in cards.into_values() {
         ports.sort_by(|a, b| (a.nic.kind, &a.nic.name).cmp(&(b.nic.kind, &b.nic.name)));
         let Some(first) = ports.first() else { continue };
-        // One port is often both mlx5_0 and eth0: its rate counts once, as RDMA where it is.
+        // One port is often both mlx5_0 and eth0: its rate counts once, as RDMA if it has RDMA.
         let rates = ports.iter().filter(|port| port.nic.kind == first.nic.kind).filter_map(|port| port.nic.mbps);
         let mbps = rates.fold(None, |sum: Option<u32>, rate| Some(sum.unwrap_or(0).saturating_add(rate)));
         let place = first.place;

@@ -1,4 +1,4 @@
-//! NVLinks: direct ones by pair, ports of those behind NVSwitches by plane.
+//! NVLinks: direct links by pair, and ports of GPUs behind NVSwitches by plane.
 
 use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
@@ -12,9 +12,9 @@ use super::warning::TopologyWarning;
 /// The NVLinks between two GPUs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct NvLinks {
-    /// How many; of two GPUs on one plane, those of the narrower port.
+    /// The number of links; for two GPUs on one plane, that of the narrower port.
     pub count: u32,
-    /// What they carry, MB/s.
+    /// Their bandwidth, MB/s.
     pub mbps: u32,
 }
 
@@ -22,11 +22,11 @@ pub(super) struct NvLinks {
 #[derive(Debug, Default)]
 pub(super) struct Connected {
     pub pairs: LinkMatrix<NvLinks>,
-    /// For each GPU its NVSwitch plane and what its port carries, MB/s.
+    /// Each GPU's NVSwitch plane and the bandwidth of its port, MB/s.
     pub ports: Vec<Option<(u32, u32)>>,
 }
 
-/// What one GPU reports, links that are down left out.
+/// The links that one GPU reports, without those that are down.
 #[derive(Default)]
 struct Reported {
     direct: BTreeMap<usize, u32>,
@@ -61,7 +61,7 @@ pub(super) fn connect(gpus: &[&GpuObservation], warnings: &mut Vec<TopologyWarni
     links
 }
 
-/// Sorts the active links of one GPU by where they lead; `None` when NVML did not answer.
+/// Sorts the active links of one GPU by their far ends; `None` if NVML did not answer.
 fn report(gpus: &[&GpuObservation], index: usize, warnings: &mut Vec<TopologyWarning>) -> Option<Reported> {
     let gpu = gpus.get(index)?;
     let mut seen = Reported::default();
@@ -69,7 +69,7 @@ fn report(gpus: &[&GpuObservation], index: usize, warnings: &mut Vec<TopologyWar
     let mut unknown = 0;
     let mut lost: BTreeMap<PciAddress, u32> = BTreeMap::new();
     for group in gpu.nvlinks.as_ref()?.iter().filter(|group| group.active) {
-        // A link number counts once, however often a file names it.
+        // A link number counts once, even if a file names it several times.
         let links = group.links.iter().filter(|number| numbers.insert(**number)).count();
         let links = u32::try_from(links).unwrap_or(u32::MAX);
         if links == 0 {
@@ -77,7 +77,7 @@ fn report(gpus: &[&GpuObservation], index: usize, warnings: &mut Vec<TopologyWar
         }
         match group.remote {
             NvLinkRemote::Switch(_) => seen.switched = seen.switched.saturating_add(links),
-            // The processor is no GPU: what hangs on it is part of the host's side.
+            // The processor is no GPU: what hangs on it belongs to the host's side.
             NvLinkRemote::Cpu => {}
             NvLinkRemote::Unknown => unknown += links,
             NvLinkRemote::Gpu(pci) => {
@@ -92,22 +92,22 @@ fn report(gpus: &[&GpuObservation], index: usize, warnings: &mut Vec<TopologyWar
         }
     }
     if let Some(links) = seen.direct.remove(&index) {
-        warnings.push(TopologyWarning::NvLinkToItself { pci: gpu.pci, links });
+        warnings.push(TopologyWarning::NvLinkToItself(gpu.pci, links));
     }
     for (remote, links) in lost {
         warnings.push(TopologyWarning::NvLinkToNowhere { pci: gpu.pci, links, remote });
     }
     if unknown > 0 {
-        warnings.push(TopologyWarning::NvLinkUnknownRemote { pci: gpu.pci, links: unknown });
+        warnings.push(TopologyWarning::NvLinkUnknownRemote(gpu.pci, unknown));
     }
     if gpu.compute_capability.is_none() && (seen.switched > 0 || !seen.direct.is_empty()) {
         let mb_per_s = bandwidth::UNKNOWN_NVLINK;
-        warnings.push(TopologyWarning::NvLinkUnknownRate { pci: gpu.pci, mb_per_s });
+        warnings.push(TopologyWarning::NvLinkUnknownRate(gpu.pci, mb_per_s));
     }
     Some(seen)
 }
 
-/// The links between two GPUs: the smaller count of both ends, or that of one end where the other is unknown.
+/// The links between two GPUs: the smaller count of both ends, or that of one end if the other is unknown.
 fn direct(
     gpus: &[&GpuObservation],
     reports: &[Option<Reported>],
@@ -133,10 +133,10 @@ fn direct(
     }
 }
 
-/// The plane of each GPU that has links to an NVSwitch: one for each fabric clique the driver reports.
+/// The plane of each GPU that has links to an NVSwitch: one plane for each fabric clique that the driver reports.
 ///
-/// A machine without a reported fabric (before Hopper, or in a VM) is one plane. A GPU that reports none
-/// beside GPUs that all report the same one is taken to be in it.
+/// A machine without a reported fabric (before Hopper, or in a VM) is one plane. If all other GPUs report one clique, a
+/// GPU that reports none counts as part of it.
 fn planes(gpus: &[&GpuObservation], widths: &[u32], warnings: &mut Vec<TopologyWarning>) -> Vec<Option<u32>> {
     let switched = || gpus.iter().zip(widths).filter(|(_, width)| **width > 0).map(|(gpu, _)| *gpu);
     let cliques: BTreeSet<&FabricObservation> = switched().filter_map(|gpu| gpu.fabric.as_ref()).collect();
@@ -150,7 +150,7 @@ fn planes(gpus: &[&GpuObservation], widths: &[u32], warnings: &mut Vec<TopologyW
             }
             let clique = gpu.fabric.as_ref().or(only);
             if gpu.fabric.is_none() && !cliques.is_empty() && only.is_some() {
-                warnings.push(TopologyWarning::FabricUnreported { pci: gpu.pci });
+                warnings.push(TopologyWarning::FabricUnreported(gpu.pci));
             }
             let next = u32::try_from(numbers.len()).unwrap_or(u32::MAX);
             Some(*numbers.entry(clique).or_insert(next))

@@ -1,7 +1,7 @@
-//! What was seen: raw facts as NVML, hwloc and the kernel gave them.
+//! Observations: raw facts as NVML, hwloc and the kernel gave them.
 //!
-//! The adapters and the node files make these values; `topology` derives everything else.
-//! Nothing derived (a level, a bandwidth) is ever kept here, and unknown stays `None`.
+//! The adapters and the node files make these values; `topology` derives everything else. Nothing derived (a level, a
+//! bandwidth) is kept here, and unknown stays `None`.
 
 use crate::prelude::*;
 use alloc::collections::BTreeMap;
@@ -13,13 +13,13 @@ use super::level::TopologyLevel;
 use super::mig::MigObservation;
 use crate::quote::quoted;
 
-/// Everything that was seen of one node.
+/// All facts observed of one node.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct NodeObservation {
     /// The GPUs, in NVML's order.
     pub gpus: Vec<GpuObservation>,
-    /// The host around them; empty where nothing of it could be read.
+    /// The host around them; empty if nothing of it could be read.
     #[serde(default)]
     pub host: HostObservation,
     /// The driver's version, such as `580.95.05` (`nvmlSystemGetDriverVersion`).
@@ -28,7 +28,7 @@ pub struct NodeObservation {
     /// The newest CUDA version that the driver supports (`nvmlSystemGetCudaDriverVersion_v2`).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cuda_version: Option<CudaVersion>,
-    /// What was asked and not answered.
+    /// The questions that were not answered.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub failures: Vec<ProbeFailure>,
 }
@@ -37,9 +37,9 @@ pub struct NodeObservation {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct CudaVersion {
-    /// 13 of 13.0.
+    /// The 13 of 13.0.
     pub major: u32,
-    /// 0 of 13.0.
+    /// The 0 of 13.0.
     pub minor: u32,
 }
 
@@ -51,12 +51,12 @@ pub struct GpuObservation {
     pub index: u32,
     /// NVML's UUID.
     pub uuid: GpuUuid,
-    /// Where it sits on the PCI bus.
+    /// Its PCI address.
     pub pci: PciAddress,
     /// The product name, such as `NVIDIA H100 80GB HBM3`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub model: Option<String>,
-    /// N of /dev/nvidiaN.
+    /// The N of /dev/nvidiaN.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub minor: Option<u32>,
     /// The CUDA compute capability; it decides the rate of an NVLink.
@@ -68,25 +68,25 @@ pub struct GpuObservation {
     /// The architecture, such as `Hopper` (`nvmlDeviceGetArchitecture`, by the same names).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub architecture: Option<String>,
-    /// How it addresses memory of the host (`nvmlDeviceGetAddressingMode`).
+    /// The way in which it addresses memory of the host (`nvmlDeviceGetAddressingMode`).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub addressing_mode: Option<AddressingMode>,
     /// The memory in MiB.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub memory_mib: Option<u64>,
-    /// The one NUMA node that NVML calls nearest, where it names exactly one.
+    /// The NUMA node that NVML calls nearest, if NVML names exactly one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub numa: Option<NumaNodeId>,
-    /// What the GPU's PCIe link can do (NVML's maxima), not what it does now.
+    /// The maximum of the GPU's PCIe link (NVML's maxima), not its present state.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pcie: Option<PcieLink>,
-    /// The NVLinks grouped by remote end; `None` when NVML could not say, empty when it has none.
+    /// The NVLinks grouped by remote end; `None` if NVML could not tell, empty if there are none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub nvlinks: Option<Vec<NvLinkObservation>>,
-    /// Whether NVLink-C2C joins it to a processor, as on Grace machines (`nvmlDeviceGetC2cModeInfoV`).
+    /// True if NVLink-C2C joins it to a processor, as on Grace machines (`nvmlDeviceGetC2cModeInfoV`).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub c2c: Option<bool>,
-    /// Whether a display is set up on it (`nvmlDeviceGetDisplayActive`).
+    /// True if a display is set up on it (`nvmlDeviceGetDisplayActive`).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub display: Option<bool>,
     /// MIG, on GPUs and drivers that have it.
@@ -100,7 +100,7 @@ pub struct GpuObservation {
     pub common_ancestors: BTreeMap<u32, TopologyLevel>,
 }
 
-/// How a GPU addresses the memory of the host (`nvmlDeviceAddressingModeType_t`).
+/// The way in which a GPU addresses the memory of the host (`nvmlDeviceAddressingModeType_t`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum AddressingMode {
     /// Neither of the others.
@@ -114,7 +114,7 @@ pub enum AddressingMode {
 }
 
 impl AddressingMode {
-    /// The mode of NVML's number; `None` for a number that NVML 13 does not define.
+    /// Reads NVML's number of a mode; `None` for a number that NVML 13 does not define.
     pub fn from_nvml(number: u32) -> Option<Self> {
         match number {
             0 => Some(Self::None),
@@ -138,9 +138,9 @@ impl AddressingMode {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct ComputeCapability {
-    /// 9 of 9.0.
+    /// The 9 of 9.0.
     pub major: u32,
-    /// 0 of 9.0.
+    /// The 0 of 9.0.
     pub minor: u32,
 }
 
@@ -176,14 +176,14 @@ pub struct PcieLink {
 }
 
 impl PcieLink {
-    /// The rate in the kernel's words: "16.0 GT/s PCIe", on older kernels "8 GT/s".
+    /// Reads the rate in the kernel's words: "16.0 GT/s PCIe", on older kernels "8 GT/s".
     pub fn megatransfers(words: &str) -> Option<u32> {
         let (number, unit) = words.split_once(' ')?;
         unit.starts_with("GT/s").then(|| thousandths(number)).flatten()
     }
 }
 
-/// A decimal number times a thousand, digits beyond the third dropped.
+/// Reads a decimal number and multiplies it by a thousand; digits beyond the third are dropped.
 pub fn thousandths(number: &str) -> Option<u32> {
     let (whole, part) = number.split_once('.').unwrap_or((number, ""));
     let mut digits = part.chars().chain("000".chars()).take(3);
@@ -197,9 +197,9 @@ pub fn thousandths(number: &str) -> Option<u32> {
 pub struct NvLinkObservation {
     /// NVML's link numbers.
     pub links: Vec<u32>,
-    /// What is at the other end.
+    /// The device at the other end.
     pub remote: NvLinkRemote,
-    /// Whether NVML calls them enabled.
+    /// True if NVML calls them enabled.
     #[serde(default = "up", skip_serializing_if = "Clone::clone")]
     pub active: bool,
 }
@@ -228,7 +228,7 @@ pub enum NvLinkRemote {
 pub struct FabricObservation {
     /// The cluster's UUID; all zeros on a machine that is a fabric of its own.
     pub cluster: String,
-    /// GPUs of one clique reach each other over NVLink.
+    /// The clique; GPUs of one clique reach each other over NVLink.
     pub clique: u32,
 }
 
@@ -242,7 +242,7 @@ pub struct HostObservation {
     /// The NUMA nodes, those without CPUs included (GPU memory as the kernel sees it on POWER9 and Grace).
     #[serde(default)]
     pub numa_nodes: Vec<NumaNodeObservation>,
-    /// The PCI host bridges with what hangs below.
+    /// The PCI host bridges with the devices below them.
     #[serde(default)]
     pub host_bridges: Vec<HostBridgeObservation>,
 }
@@ -270,7 +270,7 @@ pub struct CpuObservation {
 pub struct NumaNodeObservation {
     /// The kernel's number.
     pub id: NumaNodeId,
-    /// The package it belongs to, where it belongs to exactly one.
+    /// The package that it belongs to, if exactly one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub package: Option<PackageId>,
     /// Its CPUs as a kernel list (`0-15,32-47`); empty for a memory-only node.
@@ -285,14 +285,14 @@ pub struct HostBridgeObservation {
     /// The NUMA node it is attached to.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub numa: Option<NumaNodeId>,
-    /// Its package, where the NUMA node does not tell.
+    /// Its package, if the NUMA node does not tell.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub package: Option<PackageId>,
-    /// The kernel's name of its root bus, such as `pci0000:17`: the first folder below /sys/devices of what hangs
-    /// below.
+    /// The kernel's name of its root bus, such as `pci0000:17`: the first folder below /sys/devices of the devices
+    /// below it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub root: Option<String>,
-    /// What hangs directly below.
+    /// The devices directly below.
     #[serde(default)]
     pub devices: Vec<PciObservation>,
 }
@@ -301,36 +301,36 @@ pub struct HostBridgeObservation {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct PciObservation {
-    /// Its address; `None` where the source does not name it.
+    /// Its address; `None` if the source does not name it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pci: Option<PciAddress>,
-    /// What it is.
+    /// Its kind.
     pub kind: PciKind,
     /// The PCI class of a GPU.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub class: Option<DisplayClass>,
-    /// What its link towards the CPU (for a port that faces down: towards the device) can do.
+    /// The maximum of its link towards the CPU; for a port that faces down, towards the device.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub link: Option<PcieLink>,
-    /// The NUMA node of this function, where the kernel gives it one that differs from its host bridge's.
+    /// The NUMA node of this function, if the kernel gives it another one than its host bridge's.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub numa: Option<NumaNodeId>,
     /// The network interfaces it offers.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub nics: Vec<NicObservation>,
-    /// What hangs below, for a port or a switch.
+    /// The devices below, for a port or a switch.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub devices: Vec<PciObservation>,
 }
 
 impl PciObservation {
-    /// A function of which nothing else is known.
+    /// Makes a function of which nothing else is known.
     pub const fn new(pci: Option<PciAddress>, kind: PciKind) -> Self {
         Self { pci, kind, class: None, link: None, numa: None, nics: Vec::new(), devices: Vec::new() }
     }
 }
 
-/// What a PCI function is.
+/// The kind of a PCI function.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum PciKind {
@@ -354,7 +354,7 @@ pub enum DisplayClass {
     /// A VGA controller, 0300h: a GPU with display outputs.
     #[serde(rename = "vga")]
     Vga,
-    /// A 3D controller, 0302h: a GPU without.
+    /// A 3D controller, 0302h: a GPU without display outputs.
     #[serde(rename = "3d")]
     ThreeD,
     /// Any other display controller.
@@ -366,7 +366,7 @@ impl DisplayClass {
     /// The base class of display controllers.
     const BASE: u16 = 0x03;
 
-    /// Of base class and subclass; `None` for what is no display controller.
+    /// Reads base class and subclass; `None` for what is no display controller.
     pub fn new(class: u16) -> Option<Self> {
         match class {
             0x0300 => Some(Self::Vga),
@@ -399,15 +399,15 @@ pub enum NicKind {
     Ethernet,
 }
 
-/// A question that a probe asked and that was not answered.
+/// A question to NVML, hwloc or the kernel that was not answered.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ProbeFailure {
-    /// What was asked about: a PCI address, `GPU 3`, `hwloc`.
+    /// The subject: a PCI address, `GPU 3`, `hwloc`.
     pub subject: String,
     /// The call, such as `nvmlDeviceGetUUID`.
     pub call: String,
-    /// What came back.
+    /// The error that came back.
     pub error: String,
 }
 

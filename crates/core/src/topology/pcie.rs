@@ -1,4 +1,4 @@
-//! The host's PCI tree, flattened: where a function sits, how far two are apart, what the path carries.
+//! The host's PCI tree as a flat list: the place of a function, the distance of two, the bandwidth of a path.
 
 use crate::prelude::*;
 use alloc::collections::BTreeMap;
@@ -12,7 +12,7 @@ use super::observation::{
 };
 use super::warning::TopologyWarning;
 
-/// Where a device sits: in the tree if the host sees it, and its NUMA node and package where known.
+/// The place of a device: its function in the tree if the host shows it, and its NUMA node and package if known.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Place {
     /// The index of its function in the tree.
@@ -22,7 +22,7 @@ pub(super) struct Place {
 }
 
 impl Place {
-    /// Whether both are known to be in one package.
+    /// Returns true if both are known to be in one package.
     pub fn shares_package(self, other: Self) -> bool {
         self.package.is_some() && self.package == other.package
     }
@@ -40,7 +40,7 @@ struct Function {
     place: Place,
 }
 
-/// A network interface and where its card sits.
+/// A network interface and the place of its card.
 pub(super) struct PlacedNic<'a> {
     pub nic: &'a NicObservation,
     pub pci: Option<PciAddress>,
@@ -52,12 +52,12 @@ pub(super) struct PciTree<'a> {
     functions: Vec<Function>,
     by_address: BTreeMap<PciAddress, usize>,
     packages: BTreeMap<NumaNodeId, PackageId>,
-    /// For each NUMA node that was seen, whether it has CPUs.
+    /// The NUMA nodes that were observed, each with whether it has CPUs.
     has_cpus: BTreeMap<NumaNodeId, bool>,
-    /// For each package with CPUs, its only NUMA node that has them; `None` where several have.
+    /// The only NUMA node with CPUs of each package; `None` if several have CPUs.
     only_cpu_node: BTreeMap<PackageId, Option<NumaNodeId>>,
     cpu: Option<&'a CpuObservation>,
-    /// The names of the host bridges' root buses, where the host has them.
+    /// The names of the host bridges' root buses, if the host has them.
     roots: Vec<Option<&'a str>>,
     pub nics: Vec<PlacedNic<'a>>,
 }
@@ -130,7 +130,7 @@ impl<'a> PciTree<'a> {
         if let Some(pci) = device.pci {
             match self.by_address.entry(pci) {
                 Entry::Vacant(free) => _ = free.insert(index),
-                Entry::Occupied(_) => warnings.push(TopologyWarning::DuplicateFunction { pci }),
+                Entry::Occupied(_) => warnings.push(TopologyWarning::DuplicateFunction(pci)),
             }
         }
         self.nics.extend(device.nics.iter().map(|nic| PlacedNic { nic, pci: device.pci, place }));
@@ -142,8 +142,8 @@ impl<'a> PciTree<'a> {
         self.packages.get(&numa).copied()
     }
 
-    /// The NUMA node with CPUs that a device is on, or beside: for one on a node without CPUs (a GPU's
-    /// own memory) the only node with CPUs of its package.
+    /// The NUMA node with CPUs that a device is on. A device on a node without CPUs (a GPU's own memory) gets the only
+    /// node with CPUs of its package.
     pub fn cpu_node(&self, place: Place) -> Option<NumaNodeId> {
         let numa = place.numa?;
         if *self.has_cpus.get(&numa)? {
@@ -152,7 +152,7 @@ impl<'a> PciTree<'a> {
         self.only_cpu_node.get(&place.package?).copied().flatten()
     }
 
-    /// Whether two devices are known to be on one NUMA node, or beside one.
+    /// Returns true if both devices are known to be on or beside one NUMA node.
     pub fn share_node(&self, a: Place, b: Place) -> bool {
         let beside = |place: Place| self.cpu_node(place).or(place.numa);
         a.numa.is_some() && (a.numa == b.numa || beside(a) == beside(b))
@@ -168,7 +168,7 @@ impl<'a> PciTree<'a> {
         self.functions.get(place.function?)?.class
     }
 
-    /// The kernel's name of the PCIe root above a place: the host's, else by the root port, which is on the root bus.
+    /// The kernel's name of the PCIe root above a place: the host's name, or else that of the root port's bus.
     pub fn root(&self, place: Place) -> Option<String> {
         let index = place.function?;
         let named = self.roots.get(self.functions.get(index)?.host_bridge).copied().flatten();
@@ -179,14 +179,14 @@ impl<'a> PciTree<'a> {
         })
     }
 
-    /// The switches above a place, the nearest first, where their addresses are known.
+    /// The switches above a place, the nearest first; those of unknown address are left out.
     pub fn switches(&self, place: Place) -> Vec<PciAddress> {
         let above = place.function.into_iter().flat_map(|index| self.upwards(index).skip(1));
         let is_switch = |kind| matches!(kind, PciKind::UpstreamPort | PciKind::Switch);
         above.filter(|(_, function)| is_switch(function.kind)).filter_map(|(_, function)| function.pci).collect()
     }
 
-    /// Gives a function a link of which the host knew nothing.
+    /// Sets the link of a function whose link the host does not know.
     pub fn fill_link(&mut self, place: Place, link: Option<PcieLink>) {
         if let Some(function) = place.function.and_then(|index| self.functions.get_mut(index))
             && function.link.and_then(bandwidth::pcie).is_none()
@@ -195,7 +195,7 @@ impl<'a> PciTree<'a> {
         }
     }
 
-    /// How far apart two functions of the tree are; `None` when one is not in the tree.
+    /// The distance of two functions of the tree; `None` if one is not in the tree.
     pub fn level(&self, a: Place, b: Place) -> Option<TopologyLevel> {
         let (a_index, b_index) = (a.function?, b.function?);
         let (first, second) = (self.functions.get(a_index)?, self.functions.get(b_index)?);
@@ -212,8 +212,8 @@ impl<'a> PciTree<'a> {
         })
     }
 
-    /// What the path between two functions carries, MB/s, the crossing of packages not included;
-    /// `None` when one is not in the tree.
+    /// The bandwidth of the path between two functions, MB/s, without the crossing of packages; `None` if one is not in
+    /// the tree.
     pub fn path(&self, a: Place, b: Place) -> Option<u32> {
         let (a_index, b_index) = (a.function?, b.function?);
         let meeting = self.meeting_point(a_index, b_index);
@@ -225,19 +225,19 @@ impl<'a> PciTree<'a> {
         Some(narrowest.unwrap_or(bandwidth::UNKNOWN_HOP))
     }
 
-    /// The bandwidth of a pair of rank `rank` whose hops carry `hops`, MB/s.
+    /// The bandwidth of a pair of rank `rank` whose hops have the bandwidth `hops`, MB/s.
     pub fn carries(&self, hops: u32, rank: Rank) -> u32 {
         let carried = if rank >= Rank::HOST_BRIDGE { bandwidth::through_host_bridge(hops, self.cpu) } else { hops };
         if rank == Rank::FARTHEST { carried.min(bandwidth::crossing(self.cpu)) } else { carried }
     }
 
-    /// The functions from one of them up to the host bridge, itself first.
+    /// The functions on the way up to the host bridge, the given one first.
     fn upwards(&self, from: usize) -> impl Iterator<Item = (usize, &Function)> {
         let at = |index: usize| self.functions.get(index).map(|function| (index, function));
         core::iter::successors(at(from), move |(_, function)| function.parent.and_then(at))
     }
 
-    /// The lowest function that both hang below (or are); `None` where only a host bridge joins them.
+    /// The lowest function that is both or above both; `None` if only a host bridge joins them.
     fn meeting_point(&self, a: usize, b: usize) -> Option<usize> {
         let depth = |index: usize| self.functions.get(index).map_or(0, |function| function.depth);
         let up = |index: usize| self.functions.get(index).and_then(|function| function.parent);
@@ -252,7 +252,7 @@ impl<'a> PciTree<'a> {
         Some(a)
     }
 
-    /// The switch (or, without one, the root port) that a function hangs on.
+    /// The switch above a function, or without one the root port.
     fn switch_above(&self, index: usize) -> Option<usize> {
         let is = |kinds: &'static [PciKind]| {
             self.upwards(index).skip(1).find(|(_, above)| kinds.contains(&above.kind)).map(|(index, _)| index)
@@ -260,8 +260,8 @@ impl<'a> PciTree<'a> {
         is(&[PciKind::Switch, PciKind::UpstreamPort]).or_else(|| is(&[PciKind::RootPort]))
     }
 
-    /// What the link above a function carries; `None` for a port that faces down, whose link is
-    /// that of the device below. Both ends of a link count where both are known, as in NCCL.
+    /// The bandwidth of the link above a function; `None` for a port that faces down, whose link is that of the device
+    /// below. If both ends of a link are known, both count, as in NCCL.
     fn hop(&self, function: &Function) -> Option<u32> {
         let faces_down = |kind| matches!(kind, PciKind::RootPort | PciKind::DownstreamPort);
         if faces_down(function.kind) {

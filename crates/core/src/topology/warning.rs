@@ -1,4 +1,4 @@
-//! What the assembly noticed and worked around.
+//! [`TopologyWarning`]: oddities that the assembly noticed and worked around.
 
 use crate::prelude::*;
 use thiserror::Error;
@@ -9,13 +9,13 @@ use super::level::TopologyLevel;
 use super::observation::ProbeFailure;
 use crate::quote::one_line;
 
-/// Something odd in the observations. The node keeps working; each names the thing and both values.
+/// Something odd in the observations. The node keeps working. Each warning names the hardware and both values.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum TopologyWarning {
-    /// A question that a probe asked and that was not answered.
+    /// A question that was not answered.
     #[error("{}: {}: {}", one_line(&.0.subject), one_line(&.0.call), one_line(&.0.error))]
     Probe(ProbeFailure),
-    /// One UUID is one device id: the second GPU of that name cannot be offered.
+    /// Two GPUs have one UUID, which is one device id: the second one cannot be offered.
     #[error("GPU {pci}: its UUID {uuid} is also that of GPU {other}; it is left out")]
     DuplicateUuid {
         /// The GPU left out.
@@ -25,15 +25,10 @@ pub enum TopologyWarning {
         /// Their common name.
         uuid: GpuUuid,
     },
-    /// One UUID is one device id: the second MIG device of that name cannot be offered.
-    #[error("GPU {pci}: one of its MIG devices has a UUID that another has too, {uuid}; it is left out")]
-    DuplicateMigUuid {
-        /// The GPU of the device left out.
-        pci: PciAddress,
-        /// The name.
-        uuid: MigUuid,
-    },
-    /// Two GPUs at one address: both are kept, links to that address are counted for neither.
+    /// Two MIG devices have one UUID, which is one device id: the second one cannot be offered.
+    #[error("GPU {0}: one of its MIG devices has a UUID that another has too, {1}; it is left out")]
+    DuplicateMigUuid(PciAddress, MigUuid),
+    /// Two GPUs have one address. Both are kept; links to that address count for neither.
     #[error("GPUs {a} and {b} both claim PCI address {pci}; both are kept, links to it count for neither")]
     DuplicateAddress {
         /// The address.
@@ -44,47 +39,34 @@ pub enum TopologyWarning {
         b: GpuUuid,
     },
     /// More GPUs than a set can hold.
-    #[error("{seen} GPUs were seen, {kept} is the most a node can have; the rest is left out")]
-    TooManyGpus {
-        /// GPUs observed.
-        seen: usize,
-        /// GPUs kept.
-        kept: usize,
-    },
-    /// A GPU that hwloc does not see: its levels come from NVML.
-    #[error("GPU {pci}: not in the host's PCI tree; its levels come from NVML")]
-    NotInHostTree {
-        /// The GPU.
-        pci: PciAddress,
-    },
+    #[error("{0} GPUs were seen, {most} is the most a node can have; the rest is left out", most = u64::BITS)]
+    TooManyGpus(usize),
+    /// A GPU that hwloc does not see. Its levels come from NVML.
+    #[error("GPU {0}: not in the host's PCI tree; its levels come from NVML")]
+    NotInHostTree(PciAddress),
     /// A pair whose level is unknown.
-    #[error("GPUs {a} and {b}: neither the host's PCI tree nor NVML says how far apart they are; taken as SYS")]
-    UnknownLevel {
-        /// One GPU.
-        a: PciAddress,
-        /// The other.
-        b: PciAddress,
-    },
-    /// The two sources differ on a level; the host's PCI tree is believed.
+    #[error("GPUs {0} and {1}: neither the host's PCI tree nor NVML says how far apart they are; taken as SYS")]
+    UnknownLevel(PciAddress, PciAddress),
+    /// Two sources report different levels. The host's PCI tree is believed.
     #[error("GPUs {a} and {b}: the host's PCI tree says {}, NVML says {}; the tree is believed", .host.symbol(), .nvml.symbol())]
     LevelDisagreement {
         /// One GPU.
         a: PciAddress,
         /// The other.
         b: PciAddress,
-        /// From the PCI tree.
+        /// The level from the PCI tree.
         host: TopologyLevel,
-        /// From NVML.
+        /// The level from NVML.
         nvml: TopologyLevel,
     },
-    /// The two sources differ on a NUMA node; the kernel is believed.
+    /// Two sources report different NUMA nodes. The kernel is believed.
     #[error("GPU {pci}: the kernel says NUMA node {}, NVML says {nvml}; the kernel is believed", .host.map_or("-1".to_owned(), |n| n.to_string()))]
     NumaDisagreement {
         /// The GPU.
         pci: PciAddress,
-        /// From the kernel.
+        /// The node from the kernel.
         host: Option<NumaNodeId>,
-        /// From NVML.
+        /// The node from NVML.
         nvml: NumaNodeId,
     },
     /// An NVLink whose other end is no GPU of this node.
@@ -92,28 +74,18 @@ pub enum TopologyWarning {
     NvLinkToNowhere {
         /// The GPU.
         pci: PciAddress,
-        /// How many.
+        /// The number of links.
         links: u32,
-        /// Where to.
+        /// The address at the other end.
         remote: PciAddress,
     },
     /// An NVLink from a GPU to itself.
-    #[error("GPU {pci}: {links} NVLink(s) lead to itself; not counted")]
-    NvLinkToItself {
-        /// The GPU.
-        pci: PciAddress,
-        /// How many.
-        links: u32,
-    },
+    #[error("GPU {0}: {1} NVLink(s) lead to itself; not counted")]
+    NvLinkToItself(PciAddress, u32),
     /// An active NVLink whose other end NVML does not report.
-    #[error("GPU {pci}: the other end of {links} NVLink(s) is unknown; not counted")]
-    NvLinkUnknownRemote {
-        /// The GPU.
-        pci: PciAddress,
-        /// How many.
-        links: u32,
-    },
-    /// The two ends of a pair count different numbers of NVLinks; the smaller is believed.
+    #[error("GPU {0}: the other end of {1} NVLink(s) is unknown; not counted")]
+    NvLinkUnknownRemote(PciAddress, u32),
+    /// The two ends of a pair report different numbers of NVLinks. The smaller is believed.
     #[error("GPUs {a} and {b}: {a_to_b} NVLink(s) seen from one end, {b_to_a} from the other; {} counted", .a_to_b.min(.b_to_a))]
     NvLinkOneSided {
         /// One GPU.
@@ -126,23 +98,12 @@ pub enum TopologyWarning {
         b_to_a: u32,
     },
     /// A GPU with NVLinks of unknown generation.
-    #[error("GPU {pci}: its compute capability is unknown, each of its NVLinks is taken as {mb_per_s} MB/s")]
-    NvLinkUnknownRate {
-        /// The GPU.
-        pci: PciAddress,
-        /// The rate assumed.
-        mb_per_s: u32,
-    },
-    /// A GPU behind an NVSwitch that does not report which fabric it has joined, beside GPUs that do.
-    #[error("GPU {pci}: behind an NVSwitch but reports no fabric; taken to be in the one its neighbours report")]
-    FabricUnreported {
-        /// The GPU.
-        pci: PciAddress,
-    },
+    #[error("GPU {0}: its compute capability is unknown, each of its NVLinks is taken as {1} MB/s")]
+    NvLinkUnknownRate(PciAddress, u32),
+    /// A GPU behind an NVSwitch that does not report its fabric, beside GPUs that do.
+    #[error("GPU {0}: behind an NVSwitch but reports no fabric; taken to be in the one its neighbours report")]
+    FabricUnreported(PciAddress),
     /// Two functions of the host's PCI tree at one address.
-    #[error("the host's PCI tree lists {pci} twice; the first place is used")]
-    DuplicateFunction {
-        /// The address.
-        pci: PciAddress,
-    },
+    #[error("the host's PCI tree lists {0} twice; the first place is used")]
+    DuplicateFunction(PciAddress),
 }

@@ -3,9 +3,9 @@
 use super::*;
 use crate::claims::{AllocatedConfig, Allocation, ClaimStatus, DeviceAllocation, MpsOrder, OpaqueConfig};
 use crate::publish::RdmaNodes;
-use crate::publish::injection::CdiOptions;
-use crate::state::{DraGpus, Event, Filter, GpuSelector, Holdings, NumaHints, ResourcePlan};
-use crate::topology::{GpuObservation, NodeObservation};
+use crate::publish::injection::{CdiOptions, HostDevices};
+use crate::state::{DraGpus, Event, Filter, GpuSelector, Holdings, NodeState, NumaHints, ResourcePlan};
+use crate::topology::{GpuObservation, GpuUuid, NodeObservation};
 use core::time::Duration;
 
 mod mps;
@@ -13,14 +13,14 @@ mod shares;
 
 const DRIVER: &str = "gpu.nvidia.com";
 
-/// Two GPUs, minors 0 and 1, given to DRA as `dra` says.
+/// Two GPUs, minors 0 and 1, offered through DRA as `dra` selects.
 fn state(dra: DraGpus) -> NodeState {
     state_with(dra, &serde_json::json!({}))
 }
 
-/// The same, the first GPU with more fields.
+/// The same state with more fields of the first GPU.
 fn state_with(dra: DraGpus, first: &serde_json::Value) -> NodeState {
-    // As in a node file: what is not said is unknown.
+    // As in a node file, a missing field is unknown.
     let gpu = |index: u32| -> GpuObservation {
         let (uuid, pci) = (format!("GPU-{index}"), format!("0000:0{}:00.0", index + 1));
         let mut gpu = serde_json::json!({"index": index, "uuid": uuid, "pci": pci, "minor": index});
@@ -30,7 +30,7 @@ fn state_with(dra: DraGpus, first: &serde_json::Value) -> NodeState {
     };
     let observed = NodeObservation { gpus: vec![gpu(0), gpu(1)], ..NodeObservation::default() };
     let planned = Event::Planned(Box::new(ResourcePlan { dra, ..ResourcePlan::default() }));
-    // No pod holds any: then they go to DRA.
+    // No pod holds any of them, so they go to DRA.
     let unheld = || Event::Holders(Some(Holdings::default()));
     let events = [planned, Event::Observed(Box::new(observed)), unheld(), unheld()];
     let nothing = NodeState::new(NumaHints::default());
@@ -39,7 +39,7 @@ fn state_with(dra: DraGpus, first: &serde_json::Value) -> NodeState {
 
 fn options() -> InjectionOptions {
     let cdi = CdiOptions { kind: "v/gpu".to_owned(), annotation_prefix: None, cri: true };
-    // Strategies of the device plugin, which mean nothing here.
+    // Strategies of the device plugin, which claims ignore.
     let mps_root = "/run/nvidia/mps".to_owned();
     InjectionOptions { envvar: true, device_nodes: true, cdi: Some(cdi), mps_root, ..InjectionOptions::default() }
 }
@@ -48,7 +48,7 @@ fn name(uid: &str) -> ClaimName {
     ClaimName { namespace: "ml".to_owned(), name: format!("claim-{uid}"), uid: uid.to_owned() }
 }
 
-/// A claim with these devices, a request and a name each.
+/// A claim with these devices, each with its request and name.
 fn claim(uid: &str, devices: &[(&str, &str)]) -> Claim {
     let result = |(request, device): &(&str, &str)| AllocatedDevice {
         request: (*request).to_owned(),
@@ -80,7 +80,7 @@ fn planned_on(
     others: &[(ClaimName, Prepared)],
 ) -> Result<Prepared, String> {
     let options = options();
-    let node = Node { driver: DRIVER, pool: "pool", state, injection: &options, host, makes_mig: false };
+    let node = Node { pool: "pool", state, injection: &options, host, makes_mig: false };
     let others = others.iter().map(|(name, prepared)| (name, prepared));
     plan(claim, &name(uid), node, others).map_err(|error| error.to_string())
 }
@@ -112,7 +112,7 @@ fn extras_come_once_with_each_request() {
 }
 
 #[test]
-fn claim_that_does_not_fit_the_node_is_refused_by_name() {
+fn claim_unfit_for_the_node_is_refused_by_name() {
     let good = || claim("u", &[("a", "gpu-0")]);
     let mut unallocated = good();
     unallocated.status.allocation = None;
@@ -173,7 +173,7 @@ fn gpu_that_a_pod_holds_otherwise_is_refused() {
     for (holdings, complaint) in [
         (Holdings::from_iter([plugin]), held("a pod, as nvidia.com/gpu 'GPU-0'")),
         (of_claim("node"), held("the claim ml/old, from the pool 'node'")),
-        // Perhaps it has ended since.
+        // That claim may have ended since.
         (of_claim("pool"), Ok(())),
     ] {
         assert_eq!(refused(holdings.clone(), &plain), complaint);
@@ -210,7 +210,7 @@ fn gpu_of_the_device_plugin_is_refused() {
 }
 
 #[test]
-fn gpu_of_another_claim_is_refused_unless_for_an_administrator() {
+fn only_an_administrator_gets_another_claims_gpu() {
     let mut claim = claim("u", &[("a", "gpu-0")]);
     let other = [(name("other"), planned(&claim).unwrap())];
     let plan = |claim: &Claim| planned_on(&state(DraGpus::All), &HostDevices::default(), claim, "u", &other);
@@ -288,7 +288,7 @@ fn lost_gpu_is_refused_and_a_sick_one_is_not() {
     assert_eq!(plan(Event::Polled(polls)).unwrap_err(), complaint);
 }
 
-/// NVIDIA's objects, strictly: what is not enforced is refused by name.
+/// NVIDIA's objects are read strictly: a setting that is not enforced is refused by name.
 #[test]
 fn opaque_configuration_is_enforced_or_refused_by_name() {
     let gpu = |fields: &str| format!(r#"{{"apiVersion":"resource.nvidia.com/v1beta1","kind":"GpuConfig"{fields}}}"#);
@@ -323,11 +323,11 @@ fn opaque_configuration_is_enforced_or_refused_by_name() {
         let error = class(&bad).unwrap_err();
         assert!(error.contains(complaint), "{bad}: {error}");
     }
-    // The claim's own counts more than its class's, the later more than the earlier, whatever the order of the list.
+    // The claim's own overrides its class's, and a later one an earlier one, whatever the order of the list.
     assert_eq!(with(&[("FromClaim", &["a"], &gpu("")), ("FromClass", &[], &slices("Long"))]), Ok(()));
     assert_eq!(with(&[("FromClaim", &["a"], &slices("Long")), ("FromClaim", &["a/b"], &gpu(""))]), Ok(()));
     assert!(with(&[("FromClaim", &["a/b"], &gpu("")), ("FromClaim", &["a"], &slices("Long"))]).is_err());
-    // Of other requests, of devices of the other kind, of other drivers: not this device's.
+    // Configurations of other requests, other kinds of device and other drivers are not this device's.
     assert_eq!(with(&[("FromClaim", &["c"], &slices("Long")), ("FromClass", &[], &mig(""))]), Ok(()));
     let other = with(&[("FromClaim", &["a"], &mig(""))]).unwrap_err();
     assert_eq!(other, "MigDeviceConfig is given for the request 'a/b', whose device gpu-0 is of another kind");
@@ -335,7 +335,7 @@ fn opaque_configuration_is_enforced_or_refused_by_name() {
     let config = &mut claim.status.allocation.as_mut().unwrap().devices.config[0];
     config.opaque.as_mut().unwrap().driver = "dra.net".to_owned();
     assert!(planned(&claim).is_ok());
-    // MPS is for whole GPUs.
+    // MPS works on whole GPUs only.
     let mps = mig(r#","sharing":{"strategy":"MPS"}"#);
     let error = with(&[("FromClaim", &["a"], &mps)]).unwrap_err();
     assert!(error.contains("is given for the request 'a/b'"), "{error}");

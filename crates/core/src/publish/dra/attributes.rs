@@ -1,16 +1,15 @@
 //! The attributes and capacities of a GPU or MIG device. docs/dra.md lists them.
 //!
-//! Those without a domain, and what they are called, are NVIDIA's DRA driver's; those of `linkwise.dev` are ours. A
-//! fact that is unknown has no attribute, but for `addressingMode`, which NVIDIA publishes empty.
+//! Attributes without a domain have the names and meanings of NVIDIA's DRA driver; those of `linkwise.dev` are ours. An
+//! unknown fact has no attribute. The exception is `addressingMode`, which NVIDIA publishes empty.
 
 use crate::prelude::*;
 
 use super::families::Group;
-use super::layout::GpuLayout;
-use super::{Attribute, Capacity, DraDevice, DraProblem, RequestPolicy, SliceDevice, ValidRange};
+use super::{Attribute, Capacity, DraDevice, DraFacts, DraProblem, RequestPolicy, SliceDevice, ValidRange};
 use crate::allocation::GpuSet;
 use crate::quantity;
-use crate::state::{DriverVersions, GpuShares};
+use crate::state::GpuShares;
 use crate::topology::{
     ComputeCapability, FabricObservation, Gpu, MigDevice, MigEngines, MigPlacement, MigProfile, Nic, NicKind,
     NodeTopology, PciAddress, PossibleMig, Rank,
@@ -37,10 +36,11 @@ pub const OURS: &str = "linkwise.dev";
 pub(super) struct Draft<'a> {
     pub device: SliceDevice,
     pub problems: &'a mut Vec<DraProblem>,
+    pub facts: &'a DraFacts<'a>,
 }
 
 impl Draft<'_> {
-    /// A text. One that the API server would refuse is left out.
+    /// Adds a text. One that the API server would refuse is left out.
     fn text(&mut self, name: &str, value: Option<impl ToString>) {
         let Some(value) = value.map(|value| value.to_string()) else { return };
         if value.len() > MOST_TEXT {
@@ -57,7 +57,7 @@ impl Draft<'_> {
         }
     }
 
-    /// A version as NVML or the driver writes it.
+    /// Adds a version as NVML or the driver writes it.
     fn version(&mut self, name: &str, value: Option<impl ToString>) {
         let Some(value) = value.map(|value| value.to_string()) else { return };
         match version(&value) {
@@ -77,12 +77,12 @@ impl Draft<'_> {
         self.device.capacity.insert(name.to_owned(), Capacity::whole(value));
     }
 
-    /// A GPU that is published as one device: for one claim, or for several.
-    pub fn gpu(&mut self, topology: &NodeTopology, device: &DraDevice<'_>, versions: &DriverVersions) {
-        let gpu = device.gpu;
+    /// Describes a GPU that is published as one device: for one claim, or for several.
+    pub fn gpu(&mut self, device: &DraDevice<'_>) {
+        let (gpu, topology) = (device.gpu, self.facts.topology);
         self.text("type", Some(if device.sharing.now.is_some() { SHARED } else { "gpu" }));
         self.text("uuid", Some(&gpu.uuid));
-        self.of_gpu(gpu, versions);
+        self.of_gpu(gpu);
         match (device.sharing.now, gpu.memory_mib) {
             (Some(shares), memory) => self.shares(shares, memory),
             (None, Some(memory)) => self.capacity("memory", quantity::of_mebibytes(memory)),
@@ -92,41 +92,29 @@ impl Draft<'_> {
         self.text(&ours("nvlinkFabric"), gpu.fabric.as_ref().and_then(fabric));
         let nearest = nearest(topology, device.place, |_| true).and_then(|nic| nic.pci);
         self.text(&ours("nearestNic"), nearest);
-        self.near(topology, device);
+        self.near(device);
     }
 
-    /// A MIG device. With eight memory slices it has 29 of 32 attributes and capacities from NVIDIA's driver and three
-    /// others.
-    pub fn mig(&mut self, topology: &NodeTopology, device: &DraDevice<'_>, mig: &MigDevice, versions: &DriverVersions) {
+    /// Describes a MIG device. With eight memory slices it has 29 of 32 attributes and capacities from NVIDIA's driver
+    /// and three others.
+    pub fn mig(&mut self, device: &DraDevice<'_>, mig: &MigDevice) {
         self.text("uuid", Some(&mig.uuid));
-        self.instance(topology, device, mig.profile, versions);
+        self.instance(device, mig.profile);
         self.parts(mig.memory_mib, mig.engines, mig.placement);
     }
 
-    /// A MIG device that is made when a claim has it: without a UUID, and else as when it is there.
-    pub fn possible_mig(
-        &mut self,
-        topology: &NodeTopology,
-        gpu: &DraDevice<'_>,
-        possible: &PossibleMig<'_>,
-        versions: &DriverVersions,
-    ) {
-        self.instance(topology, gpu, possible.profile, versions);
+    /// Describes a MIG device that is made when a claim gets it: without a UUID, and otherwise as if it were there.
+    pub fn possible_mig(&mut self, gpu: &DraDevice<'_>, possible: &PossibleMig<'_>) {
+        self.instance(gpu, possible.profile);
         self.parts(possible.kind.memory_mib, Some(possible.kind.engines), Some(possible.slot.placement));
     }
 
-    fn instance(
-        &mut self,
-        topology: &NodeTopology,
-        device: &DraDevice<'_>,
-        profile: MigProfile,
-        versions: &DriverVersions,
-    ) {
+    fn instance(&mut self, device: &DraDevice<'_>, profile: MigProfile) {
         self.text("type", Some("mig"));
         self.text("parentUUID", Some(&device.gpu.uuid));
         self.text("profile", Some(profile));
-        self.of_gpu(device.gpu, versions);
-        self.near(topology, device);
+        self.of_gpu(device.gpu);
+        self.near(device);
     }
 
     fn parts(&mut self, memory_mib: u64, engines: Option<MigEngines>, placement: Option<MigPlacement>) {
@@ -140,16 +128,16 @@ impl Draft<'_> {
             self.capacity("ofaEngines", engines.ofa);
         }
         if let Some(placement) = placement {
-            // No GPU has more than eight; a file from a stranger may say anything.
+            // No GPU has more than eight; a file from outside may have any number.
             for slice in (placement.start..placement.start.saturating_add(placement.size)).take(8) {
                 self.capacity(&format!("memorySlice{slice}"), 1);
             }
         }
     }
 
-    /// What claims may take of a GPU that several may have. A claim that does not ask takes one share, and
-    /// one share's part of the memory: so the scheduler's books of memory are right beside claims that do ask. A GPU that
-    /// has not a mebibyte for each share, or of unknown memory, has no such capacity.
+    /// Adds the capacities of a GPU that several claims may have. A claim that does not ask for an amount takes one
+    /// share, and that share's part of the memory. The scheduler's count of memory is then right beside claims that do
+    /// ask. A GPU of unknown memory, or with less than a mebibyte for each share, has no memory capacity.
     fn shares(&mut self, GpuShares { shares, one_each }: GpuShares, memory_mib: Option<u64>) {
         self.device.allow_multiple_allocations = true;
         let one = || quantity::of_number(1);
@@ -173,8 +161,9 @@ impl Draft<'_> {
         self.device.capacity.insert(name.to_owned(), capacity);
     }
 
-    /// What a GPU has and its MIG devices share.
-    fn of_gpu(&mut self, gpu: &Gpu, versions: &DriverVersions) {
+    /// Adds the facts of a GPU that its MIG devices share.
+    fn of_gpu(&mut self, gpu: &Gpu) {
+        let versions = self.facts.versions;
         self.text("productName", gpu.model.as_ref());
         self.text("brand", gpu.brand.as_ref());
         let derived = gpu.compute_capability.and_then(architecture);
@@ -185,22 +174,24 @@ impl Draft<'_> {
         self.text("addressingMode", Some(gpu.addressing_mode.map_or("", |mode| mode.name())));
         self.text(&format!("{STANDARD}/pcieRoot"), gpu.pcie_root.as_ref());
         self.text(&format!("{STANDARD}/pciBusID"), Some(gpu.pci).filter(|pci| pci.domain() <= MOST_DOMAIN));
-        // What a NIC or CPUs are on, too: beside a GPU's own memory, the node with CPUs.
+        // The node that NICs or CPUs are on too: for a GPU with memory of its own, the node with CPUs beside it.
         let numa = gpu.cpu_node.or(gpu.numa).map(|numa| numa.0);
         self.number(&format!("{STANDARD}/numaNode"), numa);
         self.number("dra.net/numaNode", numa);
     }
 
-    fn near(&mut self, topology: &NodeTopology, device: &DraDevice<'_>) {
-        let rdma = nearest(topology, device.place, |nic| nic.kind == NicKind::Rdma).and_then(|nic| nic.names.first());
+    fn near(&mut self, device: &DraDevice<'_>) {
+        let rdma = nearest(self.facts.topology, device.place, |nic| nic.kind == NicKind::Rdma)
+            .and_then(|nic| nic.names.first());
         self.text(&ours("rdmaDevice"), rdma);
         self.number(&ours("socket"), device.gpu.package.map(|package| package.0));
     }
 
-    /// The groups that a GPU is in, and its NVLink domain by the least PCI address of the members. A GPU out of service is in none but its
-    /// NVLink domain, and a group that has too few others left is none: its value stays what it was for the rest.
-    pub fn groups(&mut self, topology: &NodeTopology, place: Option<usize>, layout: &GpuLayout, sick: GpuSet) {
-        let Some(place) = place else { return };
+    /// Adds the groups that a GPU is in, and its NVLink domain by the least PCI address of the members. A GPU out of
+    /// service is only in its NVLink domain. A group that has too few other GPUs left is dropped; the remaining values
+    /// do not change.
+    pub fn groups(&mut self, place: Option<usize>, sick: GpuSet) {
+        let (Some(place), topology, layout) = (place, self.facts.topology, self.facts.layout) else { return };
         let domain = layout.nvlink_domains.iter().find(|domain| domain.contains(place));
         let first = domain.and_then(|domain| topology.gpus().get(domain.places().next()?));
         self.text(&ours("nvlinkDomain"), first.map(|gpu| gpu.pci));
@@ -211,7 +202,7 @@ impl Draft<'_> {
         }
     }
 
-    /// The place in the published order.
+    /// Adds the place in the published order.
     pub fn order(&mut self, at: usize) {
         self.number(&ours("order"), i64::try_from(at).ok());
     }
@@ -221,7 +212,7 @@ fn ours(name: &str) -> String {
     format!("{OURS}/{name}")
 }
 
-/// The nearest switch of a GPU that another GPU hangs below too.
+/// The nearest switch above a GPU that is above another GPU too.
 fn shared_switch(topology: &NodeTopology, place: usize) -> Option<PciAddress> {
     let others = || topology.gpus().iter().enumerate().filter(|(other, _)| *other != place).map(|(_, gpu)| gpu);
     let own = topology.gpus().get(place)?.switches.iter().copied();
@@ -229,7 +220,7 @@ fn shared_switch(topology: &NodeTopology, place: usize) -> Option<PciAddress> {
     shared.next()
 }
 
-/// The first of the nearest NICs of a kind, as far as a host bridge.
+/// The first of the nearest NICs of a kind, no farther than a host bridge.
 fn nearest(topology: &NodeTopology, place: Option<usize>, is_meant: impl Fn(&Nic) -> bool) -> Option<&Nic> {
     let place = place?;
     let rank = |nic: &Nic| nic.level.get(place).copied().unwrap_or(Rank::FARTHEST);
@@ -237,15 +228,15 @@ fn nearest(topology: &NodeTopology, place: Option<usize>, is_meant: impl Fn(&Nic
     near.min_by_key(|nic| (rank(nic), nic.pci.is_none(), nic.pci, nic.names.first()))
 }
 
-/// The NVLink fabric of several machines that a GPU has joined; a machine that is a fabric of its own has none.
+/// The NVLink fabric of several machines that a GPU has joined. A machine that is a fabric of its own has none.
 fn fabric(fabric: &FabricObservation) -> Option<String> {
     let is_shared = fabric.cluster.contains(|c| c != '0' && c != '-');
     is_shared.then(|| format!("{}.{}", fabric.cluster, fabric.clique))
 }
 
-/// The architecture of a compute capability, by NVML's names: NVIDIA's lists of CUDA GPUs
-/// (<https://developer.nvidia.com/cuda-gpus>, <https://developer.nvidia.com/cuda-legacy-gpus>). `None` for one that
-/// is not in them, and for those of boards without NVML's own name.
+/// The architecture of a compute capability, by NVML's names, from NVIDIA's lists of CUDA GPUs
+/// (<https://developer.nvidia.com/cuda-gpus>, <https://developer.nvidia.com/cuda-legacy-gpus>). `None` for one that is
+/// not in them, and for those of boards for which NVML has no name.
 fn architecture(ComputeCapability { major, minor }: ComputeCapability) -> Option<&'static str> {
     match (major, minor) {
         (3, _) => Some("Kepler"),

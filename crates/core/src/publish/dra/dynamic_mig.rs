@@ -1,10 +1,10 @@
-//! The MIG devices that GPUs in MIG mode could have, as devices over the counters of their GPUs: each is made when a claim
-//! gets it, and destroyed when the claim has ended.
+//! The MIG devices that GPUs in MIG mode could have, published over the counters of their GPUs. Each is made when a
+//! claim gets it, and destroyed when the claim has ended.
 //!
-//! A GPU has a counter set, as with NVIDIA's driver: each memory slice, the memory, and what computes. A MIG device that
-//! an administrator made is published without counters, as it is without this; what it has is not in the counters, and no
-//! device over its memory slices is published. The allocator subtracts what the *current* slices say of allocated
-//! devices, so what a device consumes depends on its profile and place only.
+//! A GPU has a counter set, as with NVIDIA's driver: each memory slice, the memory, and the engines. A MIG device that
+//! an administrator made is published without counters. Its parts are left out of the counters, and no device over its
+//! memory slices is published. The allocator subtracts the *current* slices' amounts for allocated devices, so the
+//! amounts of a device depend on its profile and place only.
 
 use crate::prelude::*;
 use alloc::collections::BTreeMap;
@@ -25,12 +25,12 @@ pub(super) fn add(facts: &DraFacts<'_>, devices: &mut Vec<SliceDevice>, problems
         let gpu_taints = taints::taints(gpu.reasons.iter(), facts.settings.evict_from_lost);
         for possible in possible.iter().filter(|possible| gpu.place == Some(possible.gpu)) {
             let is_made = facts.made.contains(&possible.name);
-            // What became of the instance itself, where it is there.
+            // The health of the instance itself, if it is there.
             let own = facts.devices.iter().find(|device| is_made && device.mig.is_some_and(|mig| possible.is(mig)));
             let own = own.map(|own| taints::taints(own.reasons.iter(), facts.settings.evict_from_lost));
             let mut taints = own.unwrap_or_else(|| gpu_taints.clone());
             let is_blocked = static_devices(facts, gpu).any(|mig| possible.is_blocked_by(mig));
-            // A claim that held the device of an administrator is not one that has this.
+            // A claim that held the administrator's device is not one that has this device.
             let may_be_new = facts.settings.taints_survive || taints.is_empty() || facts.held.contains(&possible.name);
             if !is_made && (is_blocked || !may_be_new) {
                 continue;
@@ -40,8 +40,8 @@ pub(super) fn add(facts: &DraFacts<'_>, devices: &mut Vec<SliceDevice>, problems
             }
             let Some(counter_set) = counter_set(facts, gpu) else { continue };
             let name = possible.name.clone();
-            let mut draft = Draft { device: SliceDevice { name, taints, ..Default::default() }, problems };
-            draft.possible_mig(facts.topology, gpu, possible, facts.versions);
+            let mut draft = Draft { device: SliceDevice { name, taints, ..Default::default() }, problems, facts };
+            draft.possible_mig(gpu, possible);
             let counters = consumed(possible);
             draft.device.consumes_counters =
                 Vec::from([CounterConsumption { counter_set, counters: values(counters) }]);
@@ -50,7 +50,7 @@ pub(super) fn add(facts: &DraFacts<'_>, devices: &mut Vec<SliceDevice>, problems
     }
 }
 
-/// The counters that these devices consume: of each GPU what the MIG devices of an administrator leave.
+/// The counters that these devices consume: for each GPU the amounts that an administrator's MIG devices leave.
 pub fn counters(facts: &DraFacts<'_>) -> Vec<CounterSet> {
     if !facts.settings.dynamic_mig {
         return Vec::new();
@@ -60,7 +60,8 @@ pub fn counters(facts: &DraFacts<'_>) -> Vec<CounterSet> {
         let mut left: BTreeMap<String, u64> = BTreeMap::new();
         for possible in possible.iter().filter(|possible| gpu.place == Some(possible.gpu)) {
             for (name, amount) in consumed(possible) {
-                // So many of a profile fit at once: then the GPU has at least as much. A memory slice is one.
+                // The most instances of a profile fit at once, so the GPU has at least that many times its amount. Each
+                // memory slice is a counter of one.
                 let is_slice = name.starts_with(SLICE);
                 let most = if is_slice { 1 } else { amount.saturating_mul(possible.kind.instances.max(1).into()) };
                 let total = left.entry(name).or_default();
@@ -69,7 +70,7 @@ pub fn counters(facts: &DraFacts<'_>) -> Vec<CounterSet> {
         }
         for mig in static_devices(facts, gpu) {
             let slices = mig.placement.map(|placement| (placement.start, placement.size)).unwrap_or_default();
-            // Compute instances of one GPU instance share its memory and engines: the first has them all.
+            // Compute instances of one GPU instance share its memory and engines: these count for the first one.
             let is_first = static_devices(facts, gpu)
                 .take_while(|other| other.uuid != mig.uuid)
                 .all(|other| other.gpu_instance != mig.gpu_instance);
@@ -88,7 +89,7 @@ pub fn counters(facts: &DraFacts<'_>) -> Vec<CounterSet> {
     facts.mig_gpus.iter().filter_map(of_gpu).collect()
 }
 
-/// How the counters of memory slices begin.
+/// The prefix of the counters of memory slices.
 const SLICE: &str = "memory-slice-";
 
 /// The counter of memory, in MiB.
@@ -99,7 +100,7 @@ fn counter_set(facts: &DraFacts<'_>, gpu: &DraDevice<'_>) -> Option<String> {
     Some(format!("{}-counter-set", device_name(facts.topology, gpu.place?, None)?))
 }
 
-/// The MIG devices of a GPU that no claim had made.
+/// The MIG devices of a GPU that were not made for a claim.
 fn static_devices<'a>(facts: &DraFacts<'a>, gpu: &DraDevice<'a>) -> impl Iterator<Item = &'a MigDevice> {
     let (topology, place, made) = (facts.topology, gpu.place, facts.made.clone());
     let own = topology.mig_devices().iter().enumerate().filter(move |(_, mig)| place == Some(mig.parent));
@@ -108,7 +109,7 @@ fn static_devices<'a>(facts: &DraFacts<'a>, gpu: &DraDevice<'a>) -> impl Iterato
     own.filter(move |(at, mig)| !is_made(*at, mig)).map(|(_, mig)| mig)
 }
 
-/// What a device takes of its GPU's counters, by NVIDIA's names.
+/// The amounts that a device takes of its GPU's counters, by NVIDIA's names.
 fn consumed(possible: &PossibleMig<'_>) -> BTreeMap<String, u64> {
     let placement = possible.slot.placement;
     amounts(possible.kind.engines, possible.kind.memory_mib, (placement.start, placement.size))
@@ -125,7 +126,7 @@ fn amounts(engines: MigEngines, memory_mib: u64, (start, size): (u32, u32)) -> B
         ("ofa-engines", ofa),
     ];
     let named = named.map(|(name, amount)| (name.to_owned(), u64::from(amount)));
-    // No GPU has more than eight; a file from a stranger may say anything.
+    // No GPU has more than eight; a file from outside may have any number.
     let slices = (start..start.saturating_add(size)).take(8).map(|slice| (format!("{SLICE}{slice}"), 1));
     let all = named.into_iter().chain([(MEMORY.to_owned(), memory_mib)]).chain(slices);
     all.filter(|(_, amount)| *amount > 0).collect()

@@ -1,17 +1,16 @@
-//! [`DraFacts`]: what the devices of a node are made from.
+//! [`DraFacts`]: the facts from which the devices of a node are made.
 
 use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
 
 use super::layout::GpuLayout;
-use super::set_devices::PublishedSets;
 use crate::allocation::GpuSet;
 use crate::state::{
-    Device, Door, DriverVersions, GpuShares, GpuSharing, Health, NodeState, ResourcePlan, UnhealthyReason,
+    DRA_DRIVER, Device, Door, DriverVersions, GpuShares, GpuSharing, Health, NodeState, ResourcePlan, UnhealthyReason,
 };
 use crate::topology::{Gpu, GpuUuid, MigDevice, NodeTopology, device_names};
 
-/// What the devices of a node are made from.
+/// The facts from which the devices of a node are made.
 #[derive(Clone, Debug)]
 pub struct DraFacts<'a> {
     /// The GPUs and their links.
@@ -28,14 +27,14 @@ pub struct DraFacts<'a> {
     pub mig_gpus: Vec<DraDevice<'a>>,
     /// The names of the MIG devices that are made for claims, or were.
     pub made: BTreeSet<String>,
-    /// What else decides.
+    /// The settings.
     pub settings: DraSettings,
 }
 
 /// A GPU or MIG device that is offered through DRA.
 #[derive(Clone, Debug)]
 pub struct DraDevice<'a> {
-    /// Its name; `None` for one that nothing tells from another device.
+    /// Its name; `None` if nothing distinguishes it from another device.
     pub name: Option<String>,
     /// The GPU.
     pub gpu: &'a Gpu,
@@ -43,29 +42,27 @@ pub struct DraDevice<'a> {
     pub place: Option<usize>,
     /// The MIG device, where it is not the whole GPU.
     pub mig: Option<&'a MigDevice>,
-    /// How several claims share it.
+    /// Its sharing by several claims.
     pub sharing: GpuSharing,
-    /// Why it is not to be allocated, in the order in which that began.
+    /// The reasons why it must not be allocated, in the order in which they began.
     pub reasons: Vec<UnhealthyReason>,
 }
 
-/// What decides about devices beside the plan.
+/// The settings that decide about devices, besides the plan.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DraSettings {
-    /// Whether the API server keeps taints.
+    /// True if the API server keeps taints.
     pub taints_survive: bool,
-    /// Whether pods are evicted from a GPU that is lost (`NoExecute`).
+    /// True if pods are evicted from a GPU that is lost (`NoExecute`).
     pub evict_from_lost: bool,
-    /// Which sets of GPUs are devices.
-    pub sets: PublishedSets,
     /// Whether the MIG devices that a GPU in MIG mode could have are devices, made when a claim has one.
     pub dynamic_mig: bool,
 }
 
 impl Default for DraSettings {
-    /// Taints are kept, and evict no pod. No set is a device, and no MIG device that is not there.
+    /// Taints are kept, and evict no pod. No MIG device that is not there is a device.
     fn default() -> Self {
-        Self { taints_survive: true, evict_from_lost: false, sets: PublishedSets::None, dynamic_mig: false }
+        Self { taints_survive: true, evict_from_lost: false, dynamic_mig: false }
     }
 }
 
@@ -75,8 +72,8 @@ pub fn offered(topology: &NodeTopology, plan: &ResourcePlan) -> GpuSet {
     gpus.filter(|(_, gpu)| plan.filter.offers(gpu) && plan.dra.include(gpu)).map(|(place, _)| place).collect()
 }
 
-/// The GPUs that a snapshot offers through DRA to one claim at a time, by their places: those whose layout
-/// [`DraFacts::of_state`] takes.
+/// The GPUs that a snapshot offers through DRA to one claim at a time, by their places. [`DraFacts::of_state`] takes
+/// their layout.
 pub fn offered_now(state: &NodeState) -> GpuSet {
     let devices = state.offers().through_dra().iter();
     let exclusive = devices.filter(|device| state.dra_sharing(&device.gpu.uuid).now.is_none());
@@ -84,7 +81,7 @@ pub fn offered_now(state: &NodeState) -> GpuSet {
 }
 
 impl<'a> DraFacts<'a> {
-    /// The facts of a machine of which neither health nor claims are known.
+    /// The facts of a machine whose health and claims are unknown.
     pub fn of_machine(
         topology: &'a NodeTopology,
         versions: &'a DriverVersions,
@@ -112,7 +109,7 @@ impl<'a> DraFacts<'a> {
         Self { topology, versions, layout, devices, held, mig_gpus, made, settings }
     }
 
-    /// The same with these GPUs shared, which `layout` then has not.
+    /// Shares these GPUs; they must not be in `layout`.
     #[must_use]
     pub fn shared(mut self, shares: &BTreeMap<GpuUuid, GpuShares>) -> Self {
         for device in self.devices.iter_mut().filter(|device| device.mig.is_none()) {
@@ -122,18 +119,22 @@ impl<'a> DraFacts<'a> {
         self
     }
 
-    /// The facts of a snapshot; `driver` is the DRA driver whose claims hold our devices, `layout` that of
-    /// [`offered_now`]. What our DRA plugin has prepared is held before the kubelet lists it.
-    pub fn of_state(state: &'a NodeState, driver: &str, layout: &'a GpuLayout, settings: DraSettings) -> Self {
+    /// The facts of a snapshot. `layout` is that of [`offered_now`]. The devices that our DRA plugin has prepared are
+    /// held before the kubelet lists them.
+    pub fn of_state(state: &'a NodeState, layout: &'a GpuLayout, settings: DraSettings) -> Self {
         let topology = state.topology();
         let names = device_names(topology);
         let taken: BTreeSet<&str> = names.values().map(String::as_str).collect();
         let devices = state.offers().through_dra().iter().filter_map(|device| {
             let place = topology.position(&device.gpu.uuid);
             let mig = device.mig.as_ref();
+            // Under another name: the scheduler would give the GPU out a second time.
+            if mig.is_none() && state.ledger().is_in_set(topology, &device.gpu.uuid) {
+                return None;
+            }
             let name = match (place, mig) {
                 (Some(place), None) => names.get(&(place, None)).cloned(),
-                // A MIG device that is gone from its GPU is nothing that a claim could go on with.
+                // A MIG device that is gone from its GPU is of no use to a claim.
                 (Some(place), Some(mig)) => names.get(&(place, Some(place_of(topology, mig)?))).cloned(),
                 // Another GPU may have its minor number by now.
                 (None, _) => gone_name(device).filter(|name| !taken.contains(name.as_str())),
@@ -143,13 +144,12 @@ impl<'a> DraFacts<'a> {
             Some(DraDevice { name, gpu, place, mig, sharing, reasons })
         });
         let devices: Vec<DraDevice<'_>> = devices.collect();
-        let listed = state.ledger().holdings().claims.iter().filter(|claimed| claimed.driver == driver);
+        let listed = state.ledger().holdings().claims.iter().filter(|claimed| claimed.driver == DRA_DRIVER);
         let mut held: BTreeSet<String> = listed.map(|claimed| claimed.device.clone()).collect();
         held.extend(devices.iter().filter_map(|device| {
             let (name, mig) = (device.name.as_ref()?, device.mig.map(|mig| &mig.uuid));
             state.ledger().is_claimed(topology, name, &device.gpu.uuid, mig).then(|| name.clone())
         }));
-        held.extend(state.ledger().prepared_sets().cloned());
         let gpus = topology.gpus().iter().enumerate().filter(|(_, gpu)| gpu.mig_enabled);
         let gpus = gpus.filter(|(_, gpu)| state.door(&gpu.uuid).is_some_and(Door::is_dra));
         let mig_gpus = gpus.map(|(place, gpu)| mig_gpu(place, gpu, mig_gpu_reasons(state, gpu))).collect();
@@ -163,7 +163,7 @@ fn mig_gpu(place: usize, gpu: &Gpu, reasons: Vec<UnhealthyReason>) -> DraDevice<
     DraDevice { name: None, gpu, place: Some(place), mig: None, sharing: GpuSharing::default(), reasons }
 }
 
-/// Why no MIG device is to be made on a GPU: what stands against all of it.
+/// The reasons why no MIG device can be made on a GPU: those against the whole GPU.
 fn mig_gpu_reasons(state: &NodeState, gpu: &Gpu) -> Vec<UnhealthyReason> {
     let is_of_instance = |reason: &UnhealthyReason| matches!(reason, UnhealthyReason::Xid { instance: Some(_), .. });
     let counting = state.hardware().counting(&gpu.uuid);
@@ -174,7 +174,7 @@ fn mig_gpu_reasons(state: &NodeState, gpu: &Gpu) -> Vec<UnhealthyReason> {
     {
         reasons.push(reason);
     }
-    if matches!(state.door(&gpu.uuid), Some(Door::FromDra { .. })) {
+    if matches!(state.door(&gpu.uuid), Some(Door::FromDra(..))) {
         reasons.push(UnhealthyReason::Withdrawn);
     }
     reasons
@@ -191,7 +191,8 @@ fn gone_name(device: &Device) -> Option<String> {
     names.into_iter().find(|((_, mig), _)| mig.is_some() == device.mig.is_some()).map(|(_, name)| name)
 }
 
-/// Why a device is not to be allocated: all that stands against it, and what else keeps it from being given out.
+/// The reasons why a device must not be allocated: its standing reasons, and anything else that keeps it from being
+/// given out.
 fn reasons(state: &NodeState, device: &Device) -> Vec<UnhealthyReason> {
     let counting = state.hardware().counting(&device.gpu.uuid);
     let mut reasons: Vec<_> = counting.filter(|reason| reason.concerns(device.instance())).cloned().collect();
@@ -201,7 +202,7 @@ fn reasons(state: &NodeState, device: &Device) -> Vec<UnhealthyReason> {
         reasons.push(reason.clone());
     }
     let is_there = state.topology().position(&device.gpu.uuid).is_some();
-    if is_there && matches!(state.door(&device.gpu.uuid), Some(Door::FromDra { .. })) {
+    if is_there && matches!(state.door(&device.gpu.uuid), Some(Door::FromDra(..))) {
         reasons.push(UnhealthyReason::Withdrawn);
     }
     reasons

@@ -1,33 +1,33 @@
-//! Tiered groups: for jobs of 2, 4 and 8 GPUs the best sets of the node, as attributes by which a claim finds them.
+//! Tiered groups: attributes by which a claim finds the node's best sets for jobs of 2, 4 and 8 GPUs.
 //!
-//! All sets of a size, best first; sets that carry the same are a tier. A *group* is GPUs of which any so many are a set
-//! of this tier or of a better one: two GPUs of a bridge, or all of a package where these are alike. Groups overlap, and a
-//! GPU has one value for an attribute: a tier is split into *families*, each of disjoint groups. A family is an attribute
-//! (`quad1a`: of 4 GPUs, the first tier, its first family) by which a GPU names the group that it is in. Which GPUs are
-//! free changes none of it.
+//! All sets of a size are sorted, best first; equally good sets are a tier. A *group* is a number of GPUs of which any
+//! `size` are a set of this tier or of a better one: two GPUs of a bridge, or all GPUs of a package whose GPUs are
+//! alike. Groups overlap, but a GPU has one value for an attribute. So a tier is split into *families*, each of
+//! disjoint groups. A family is an attribute (`quad1a`: of 4 GPUs, the first tier, its first family), and its value on
+//! a GPU names the group that the GPU is in. Free GPUs do not influence any of this.
 
 use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
 
-use super::group_size::{GroupSize, GroupSizes};
+use super::group_size::GroupSize;
 use crate::allocation::{AllocationTables, GpuSet, Values, subsets};
 use crate::topology::PciAddress;
 
-/// The most families of a node, of all sizes: 32 attributes and capacities of a device, less those that a GPU has
+/// The most families of a node, of all sizes: the 32 attributes and capacities of a device, less those that a GPU has
 /// anyway.
 const MOST: usize = 11;
 
-/// Sets that are valued for one size, at most: of more (eights of 17 GPUs) there is no family.
+/// The most sets that are valued for one size. A size with more (eights of 17 GPUs) has no family.
 const MOST_SETS: usize = 1 << 14;
 
-/// Steps of the search for one family, at most, each as often as there are sets to be found: far more than 16 GPUs need.
-/// Then the best so far counts.
+/// The most steps of the search for one family, each as often as there are sets to be found: far more than 16 GPUs
+/// need. After that the best family so far is taken.
 const MOST_STEPS: usize = 1 << 20;
 
-/// States of a node by which families are compared: all of up to 12 GPUs.
+/// The most states of a node by which families are compared: all states of up to 12 GPUs.
 const MOST_STATES: usize = 1 << 12;
 
-/// A family that claims take in fewer than one of so many states is not worth an attribute.
+/// The limit for rare families: one that claims take in fewer than one of so many states is not worth an attribute.
 const RARE: usize = 32;
 
 /// Disjoint groups of one tier.
@@ -35,13 +35,13 @@ const RARE: usize = 32;
 pub struct Family {
     /// The attribute's name, such as `quad1a`.
     pub name: String,
-    /// How many GPUs of a group are one of the sets that it is for.
+    /// The number of GPUs in one of the sets that the family is for.
     pub size: usize,
     /// The groups, by their first members.
     pub groups: Vec<Group>,
 }
 
-/// GPUs of which any so many are good.
+/// GPUs of which any `size` are a good set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Group {
     /// The attribute's value: the least PCI address of the members. It stays when that GPU is lost.
@@ -50,19 +50,19 @@ pub struct Group {
     pub gpus: GpuSet,
 }
 
-/// A family, and what decides whether there is an attribute left for it.
+/// A family, with the facts that decide whether it gets an attribute.
 struct Candidate {
     family: Family,
-    /// Whether it is the first of its size: without one a claim for groups only would find none on this node.
+    /// True for the first family of its size. Without one, a claim for groups only would find none on this node.
     is_first: bool,
-    /// In how many states of the node it is what a claim takes, weighted by how many tiers are worse.
+    /// The number of states of the node in which a claim takes it, weighted by the number of worse tiers.
     adds: usize,
 }
 
-/// The families of a node: by size, tier and letter. Where all sets of a size are alike, all GPUs are one group.
-pub fn families(tables: &AllocationTables, sizes: &GroupSizes) -> Vec<Family> {
-    let mut candidates: Vec<Candidate> = sizes.iter().flat_map(|size| of_size(tables, size)).collect();
-    // Of equal ones the first.
+/// The families of a node: by size, tier and letter. If all sets of a size are alike, all GPUs are one group.
+pub fn families(tables: &AllocationTables) -> Vec<Family> {
+    let mut candidates: Vec<Candidate> = GroupSize::ALL.into_iter().flat_map(|size| of_size(tables, size)).collect();
+    // Of equal families the first counts.
     let mut ranked: Vec<usize> = (0..candidates.len()).collect();
     let worth = |at: &usize| candidates.get(*at).map(|candidate| (candidate.is_first, candidate.adds));
     ranked.sort_by_key(|at| core::cmp::Reverse(worth(at)));
@@ -114,19 +114,19 @@ fn of_size(tables: &AllocationTables, size: GroupSize) -> Vec<Candidate> {
 }
 
 impl Family {
-    /// Whether one of its groups has all of these GPUs.
+    /// Returns true if one of its groups has all of these GPUs.
     fn has(&self, set: GpuSet) -> bool {
         self.groups.iter().any(|group| set.without(group.gpus).is_empty())
     }
 
-    /// Whether one of its groups has enough of what is free.
+    /// Returns true if one of its groups has enough free GPUs.
     fn serves(&self, free: GpuSet) -> bool {
         self.groups.iter().any(|group| group.gpus.intersection(free).len() >= self.size)
     }
 }
 
-/// What may be free of a node: all that can be, or as much of it, spread evenly (a linear congruential generator,
-/// the same in each release).
+/// The sets of GPUs that may be free on a node: all of them, or as many as the limit allows, spread evenly (by a linear
+/// congruential generator that is the same in each release).
 fn states(gpus: usize) -> impl Iterator<Item = GpuSet> {
     let all: GpuSet = (0..gpus).collect();
     let next = move |state: &u64| Some(state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1));
@@ -144,10 +144,10 @@ fn tiers(tables: &AllocationTables, size: usize) -> Vec<Vec<GpuSet>> {
         return Vec::new();
     }
     let mut sets: Vec<(Values, GpuSet)> = subsets(all, size).map(|set| (tables.worth(set), set)).collect();
-    // Of a set by itself: what stays free beside it is the scheduler's business.
+    // The values of a set by itself: the scheduler decides which GPUs stay free.
     let worth = |values: &Values| (values.collective, values.pairs, values.closeness, values.nics);
     sets.sort_by(|(a, first), (b, second)| worth(b).cmp(&worth(a)).then_with(|| second.by_list(*first)));
-    // Where NVLink carries the same for all, the nearer ones are better.
+    // If NVLink is the same between all GPUs, the nearer ones are better.
     let is_uniform =
         sets.first().map(|(values, _)| values.collective) == sets.last().map(|(values, _)| values.collective);
     let carries = |values: &Values| (values.collective, if is_uniform { values.closeness } else { 0 });
@@ -158,12 +158,12 @@ fn tiers(tables: &AllocationTables, size: usize) -> Vec<Vec<GpuSet>> {
     by_tier.into_values().rev().collect()
 }
 
-/// The search for the disjoint groups that have the most of the sets which no family has yet.
+/// The search for the disjoint groups with the most sets that no family has yet.
 struct Search<'a> {
-    /// Those sets, the best first.
+    /// The sets that no family has yet, the best first.
     left: &'a [GpuSet],
     size: usize,
-    /// Groups, from the best set on; they may overlap.
+    /// Groups, grown from the best set on; they may overlap.
     groups: Vec<GpuSet>,
 }
 
@@ -178,11 +178,11 @@ impl<'a> Search<'a> {
         Self { left, size, groups }
     }
 
-    /// Of several families that have as many sets, the one with the first groups.
+    /// Finds the best family. Of several with equally many sets it takes the one with the first groups.
     fn best(&self) -> Vec<GpuSet> {
         let (mut best, mut most): (Vec<GpuSet>, usize) = (Vec::new(), 0);
         let steps = MOST_STEPS / self.left.len().max(1);
-        // A family, its members, how many sets it has, and the first group that may still join it.
+        // A family, its members, the number of its sets, and the first group that may still join it.
         let mut open = vec![(Vec::new(), GpuSet::default(), 0, 0)];
         for _ in 0..steps {
             let Some((family, members, has, from)) = open.pop() else { break };
@@ -193,7 +193,7 @@ impl<'a> Search<'a> {
             if most == self.left.len() {
                 break;
             }
-            // What a group has beside the members is a group too.
+            // A part of a group beside the members is a group too.
             let mut rest = (from..).zip(self.groups.iter().skip(from));
             let joining = rest.find_map(|(at, group)| {
                 let group = group.without(members);
@@ -201,7 +201,7 @@ impl<'a> Search<'a> {
                 (group.len() >= self.size && new > 0).then_some((at, group, new))
             });
             if let Some((at, group, new)) = joining {
-                // Last in, first looked at: with the group before without it.
+                // The last pushed is tried first: the family with the group comes before the family without it.
                 open.push((family.clone(), members, has, at + 1));
                 let mut joined: Vec<GpuSet> = family;
                 joined.push(group);
@@ -213,7 +213,7 @@ impl<'a> Search<'a> {
     }
 }
 
-/// A set with each GPU, in the order of their places, beside which any so many of the group are still good.
+/// Grows a set by each GPU, in the order of their places, with which any `size` of the group are still good.
 fn grown(set: GpuSet, good: &BTreeSet<GpuSet>, size: usize, gpus: usize) -> GpuSet {
     let mut group = set;
     for place in (0..gpus).filter(|place| !set.contains(*place)) {

@@ -1,12 +1,10 @@
-//! [`GpuLayout`]: what the published GPUs are to each other, computed once for a topology.
+//! [`GpuLayout`]: the order and the groups of the published GPUs, computed once for a topology.
 
 use crate::prelude::*;
 use alloc::sync::Arc;
 
 use super::families::{self, Family, Group};
-use super::group_size::GroupSizes;
 use super::order;
-use super::sets::{RankedSet, sets};
 use crate::allocation::{AllocationTables, GpuSet, components};
 use crate::topology::NodeTopology;
 
@@ -19,24 +17,22 @@ pub struct GpuLayout {
     pub families: Vec<Family>,
     /// GPUs that NVLink connects, over any number of hops; two at least.
     pub nvlink_domains: Vec<GpuSet>,
-    /// The sets that are devices: by size, the best first. None before [`Self::with_sets`].
-    pub sets: Vec<RankedSet>,
 }
 
 impl GpuLayout {
-    /// The layout of some of the GPUs that `tables` are of; those in MIG mode are left out. Costs some hundred
-    /// choices: see [`LayoutCache`].
-    pub fn of(tables: &AllocationTables, gpus: GpuSet, sizes: &GroupSizes) -> Self {
+    /// The layout of some of the GPUs of `tables`; those in MIG mode are left out. It costs some hundred choices: see
+    /// [`LayoutCache`].
+    pub fn of(tables: &AllocationTables, gpus: GpuSet) -> Self {
         let topology = tables.topology();
         let is_whole = |place: &usize| topology.gpus().get(*place).is_some_and(|gpu| !gpu.mig_enabled);
         let places: Vec<usize> = gpus.places().filter(is_whole).collect();
         let nvlink_domains = nvlink_domains(topology, gpus);
         if places.len() == topology.gpus().len() {
-            let (order, families) = (order::order(tables), families::families(tables, sizes));
-            return Self { order, families, nvlink_domains, sets: Vec::new() };
+            let (order, families) = (order::order(tables), families::families(tables));
+            return Self { order, families, nvlink_domains };
         }
         let some = AllocationTables::new(Arc::new(topology.restricted(&places)));
-        let (order, families) = (order::order(&some), families::families(&some, sizes));
+        let (order, families) = (order::order(&some), families::families(&some));
         let back = |set: GpuSet| set.places().filter_map(|place| places.get(place).copied()).collect::<GpuSet>();
         let group = |group: Group| Group { gpus: back(group.gpus), ..group };
         let family = |family: Family| Family { groups: family.groups.into_iter().map(group).collect(), ..family };
@@ -44,59 +40,41 @@ impl GpuLayout {
             order: order.into_iter().filter_map(|place| places.get(place).copied()).collect(),
             families: families.into_iter().map(family).collect(),
             nvlink_domains,
-            sets: Vec::new(),
         }
-    }
-
-    /// The same with `room` sets at most, of the GPUs that it is of.
-    #[must_use]
-    pub fn with_sets(self, tables: &AllocationTables, sizes: &GroupSizes, room: usize) -> Self {
-        let sets = sets(tables, self.order.iter().copied().collect(), sizes, room);
-        Self { sets, ..self }
     }
 }
 
 /// The layout that was computed last: snapshots share their tables until the topology changes.
 #[derive(Clone, Debug, Default)]
 pub struct LayoutCache {
-    /// As it was computed.
+    /// The layout as computed.
     computed: Option<Known>,
-    /// The same, with which GPUs it was last asked for: fewer where some were lost since.
+    /// The layout for the GPUs last asked for, which are fewer if some were lost since.
     shown: Option<Known>,
 }
 
-/// A layout and what it is of.
+/// A layout with its inputs.
 #[derive(Clone, Debug)]
 struct Known {
     tables: Arc<AllocationTables>,
     gpus: GpuSet,
-    sizes: GroupSizes,
-    room: usize,
     layout: Arc<GpuLayout>,
 }
 
 impl LayoutCache {
-    /// As [`GpuLayout::of`] with `room` sets at most, computed where tables, GPUs, sizes or room are others than before.
-    /// Where nothing happened but that GPUs were lost, the others keep their order, their groups and their sets.
-    pub fn layout(
-        &mut self,
-        tables: &Arc<AllocationTables>,
-        gpus: GpuSet,
-        sizes: &GroupSizes,
-        room: usize,
-    ) -> Arc<GpuLayout> {
+    /// As [`GpuLayout::of`], computed where tables or GPUs are others than before. Where nothing happened but that
+    /// GPUs were lost, the others keep their order and their groups.
+    pub fn layout(&mut self, tables: &Arc<AllocationTables>, gpus: GpuSet) -> Arc<GpuLayout> {
         if let Some(known) = &self.shown
             && Arc::ptr_eq(&known.tables, tables)
             && known.gpus == gpus
-            && (&known.sizes, known.room) == (sizes, room)
         {
             return Arc::clone(&known.layout);
         }
-        let known = |layout| Known { tables: Arc::clone(tables), gpus, sizes: sizes.clone(), room, layout };
-        let kept =
-            self.computed.as_ref().filter(|known| known.keeps(sizes, room)).and_then(|known| known.kept(tables, gpus));
+        let known = |layout| Known { tables: Arc::clone(tables), gpus, layout };
+        let kept = self.computed.as_ref().and_then(|known| known.kept(tables, gpus));
         let layout = kept.map(Arc::new).unwrap_or_else(|| {
-            let layout = Arc::new(GpuLayout::of(tables, gpus, sizes).with_sets(tables, sizes, room));
+            let layout = Arc::new(GpuLayout::of(tables, gpus));
             self.computed = Some(known(Arc::clone(&layout)));
             layout
         });
@@ -106,11 +84,6 @@ impl LayoutCache {
 }
 
 impl Known {
-    /// Whether it has the sizes, and sets where there are to be some: the room that lost GPUs leave is not filled.
-    fn keeps(&self, sizes: &GroupSizes, room: usize) -> bool {
-        self.sizes == *sizes && (self.room == 0) == (room == 0) && self.room <= room
-    }
-
     /// The layout without the GPUs that `tables` lack; `None` where that is not all that changed, but for MIG devices.
     fn kept(&self, tables: &AllocationTables, gpus: GpuSet) -> Option<GpuLayout> {
         let (before, now) = (self.tables.topology(), tables.topology());
@@ -127,12 +100,9 @@ impl Known {
             let groups = groups.filter(|group| group.gpus.len() >= family.size);
             Family { groups: groups.collect(), ..family.clone() }
         });
-        let whole = |set: &&RankedSet| moved(set.gpus).len() == set.gpus.len();
-        let sets = self.layout.sets.iter().filter(whole).map(|set| RankedSet { gpus: moved(set.gpus), ..*set });
         Some(GpuLayout {
             order: self.layout.order.iter().filter_map(|place| place_now(*place)).collect(),
             families: families.filter(|family| !family.groups.is_empty()).collect(),
-            sets: sets.collect(),
             // GPUs may have been connected through the lost one.
             nvlink_domains: nvlink_domains(now, gpus),
         })

@@ -1,26 +1,25 @@
-//! Devices packed into resource slices, within the limits of `resource.k8s.io/v1`.
+//! [`Pool`]: packs devices into resource slices, within the limits of `resource.k8s.io/v1`.
 
 use crate::prelude::*;
 
 use serde::Serialize;
 
 use super::{CounterSet, SliceDevice};
+use crate::state::DRA_DRIVER;
 
 /// The most devices of a slice (Kubernetes 1.36, `ResourceSliceMaxDevices`).
 pub const MOST_DEVICES: usize = 128;
 
-/// The most devices of a slice where any has taints or consumes counters (1.35 and later,
+/// The most devices of a slice in which any has taints or consumes counters (1.35 and later,
 /// `ResourceSliceMaxDevicesWithTaintsOrConsumesCounters`).
 pub const MOST_DEVICES_WITH_TAINTS: usize = 64;
 
 /// The most counter sets of a slice (1.35 and later, `ResourceSliceMaxCounterSets`).
 pub const MOST_COUNTER_SETS: usize = 8;
 
-/// All that a node publishes.
+/// Everything that a node publishes.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Pool {
-    /// The DRA driver's name, such as `gpu.nvidia.com`.
-    pub driver: String,
     /// The node's name.
     pub node: String,
     /// The pool's name, the driver's own, unique in the cluster.
@@ -41,11 +40,11 @@ pub struct SliceSpec {
     pub node_name: String,
     /// The pool that it is a part of.
     pub pool: SlicePool,
-    /// Its counters: then it has no devices.
+    /// Its counters; a slice with counters has no devices.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub shared_counters: Vec<CounterSet>,
-    /// Its devices: empty where the node has none, `None` in a slice of counters, in which the API server refuses an
-    /// empty list too.
+    /// Its devices; empty if the node has none. `None` in a slice of counters, where the API server refuses even an
+    /// empty list.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub devices: Option<Vec<SliceDevice>>,
 }
@@ -56,26 +55,26 @@ pub struct SliceSpec {
 pub struct SlicePool {
     /// The pool's name.
     pub name: String,
-    /// Which version of the pool this slice belongs to; the scheduler reads only the newest.
+    /// The generation of the pool to which this slice belongs; the scheduler reads only the newest.
     pub generation: u64,
-    /// How many slices the pool has.
+    /// The number of the pool's slices.
     pub resource_slice_count: usize,
 }
 
 impl Pool {
-    /// The pool of a node: `<node>/gpu`, which no other driver's pool is called. (kube-scheduler up to 1.36.3 mixes
-    /// up the counters of pools of one name.)
-    pub fn new(driver: impl Into<String>, node: impl Into<String>, devices: Vec<SliceDevice>) -> Self {
+    /// Makes the pool of a node: `<node>/gpu`, a name that no other driver's pool has. (kube-scheduler up to 1.36.3
+    /// mixes up the counters of pools of one name.)
+    pub fn new(node: impl Into<String>, devices: Vec<SliceDevice>) -> Self {
         let node = node.into();
-        Self { driver: driver.into(), name: format!("{node}/gpu"), node, counters: Vec::new(), devices }
+        Self { name: format!("{node}/gpu"), node, counters: Vec::new(), devices }
     }
 
-    /// The slices of one generation, in the order in which the scheduler is to read them: those with counters first. One
-    /// with devices at least: an empty slice shows a driver that works. One where the devices fit: Kubernetes up to 1.35
-    /// reads several in any order.
+    /// The slices of one generation, in the order in which the scheduler is to read them: those with counters first.
+    /// There is at least one slice with devices, because an empty slice shows that the driver works. If the devices fit
+    /// there is only one, because Kubernetes up to 1.35 reads several in any order.
     ///
-    /// The others are of [`MOST_DEVICES_WITH_TAINTS`] even without taints: then a taint moves no device to another
-    /// slice.
+    /// If they do not fit, each slice has [`MOST_DEVICES_WITH_TAINTS`] devices even without taints, so that a taint
+    /// moves no device to another slice.
     pub fn slices(&self, generation: u64) -> Vec<SliceSpec> {
         let is_limited = |device: &SliceDevice| !device.taints.is_empty() || !device.consumes_counters.is_empty();
         let fits_one = self.devices.len() <= MOST_DEVICES && !self.devices.iter().any(is_limited);
@@ -88,7 +87,7 @@ impl Pool {
         }
         let pool = SlicePool { name: self.name.clone(), generation, resource_slice_count: parts.len() };
         let slice = |(counters, devices): (&[CounterSet], &[SliceDevice])| SliceSpec {
-            driver: self.driver.clone(),
+            driver: DRA_DRIVER.to_owned(),
             node_name: self.node.clone(),
             pool: pool.clone(),
             shared_counters: counters.to_vec(),

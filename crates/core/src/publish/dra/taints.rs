@@ -1,4 +1,4 @@
-//! What keeps a sick device from being allocated: taints by the reasons that stand, gone when these end.
+//! The taints that keep a sick device from being allocated. They follow from its standing reasons and end with them.
 
 use crate::prelude::*;
 
@@ -12,7 +12,7 @@ const XID: &str = "gpu.nvidia.com/xid";
 /// NVIDIA's key for a GPU that cannot be reached.
 const LOST: &str = "gpu.nvidia.com/gpu-lost";
 
-/// The taints of these reasons, by key: one at most for each, which is the first reason's.
+/// The taints for these reasons, at most one for each key, which is the first reason's.
 pub(super) fn taints<'a>(reasons: impl Iterator<Item = &'a UnhealthyReason> + Clone, evict: bool) -> Vec<Taint> {
     let xid = reasons.clone().find_map(|reason| match reason {
         UnhealthyReason::Xid { code, .. } => Some(code.to_string()),
@@ -27,12 +27,6 @@ pub(super) fn taints<'a>(reasons: impl Iterator<Item = &'a UnhealthyReason> + Cl
     taints.extend(xid.map(|code| plain(XID, code)));
     taints.extend(other.map(|reason| plain(&format!("{OURS}/unhealthy"), reason.label().to_owned())));
     taints
-}
-
-/// The taint of a device that is on its way out of DRA.
-pub(super) fn withdrawn() -> Taint {
-    let value = UnhealthyReason::Withdrawn.label().to_owned();
-    Taint { key: format!("{OURS}/unhealthy"), value, effect: TaintEffect::NoSchedule }
 }
 
 /// The taint of a GPU that cannot be reached.

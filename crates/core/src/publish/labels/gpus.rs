@@ -1,7 +1,7 @@
-//! `nvidia.com/gpu.*`: the whole GPUs of a node.
+//! `nvidia.com/gpu.*`: the labels of a node's whole GPUs.
 //!
-//! A label has room for one model. Where GPUs differ, GPU Feature Discovery writes whichever it met last, and its labels
-//! flap; here the choice is always the same, see [`Model::chosen`].
+//! A label has room for one model. If GPUs differ, GPU Feature Discovery writes the model that it read last, and its
+//! labels flap. Here the choice is always the same; see [`Model::chosen`].
 
 use crate::prelude::*;
 use alloc::collections::BTreeMap;
@@ -12,17 +12,17 @@ use crate::topology::{ComputeCapability, DisplayClass, Gpu, NodeTopology};
 
 /// The GPUs of one model.
 pub(super) struct Model<'a> {
-    /// The product's name as NVML has it.
+    /// The product's name in NVML.
     pub name: Option<&'a str>,
-    /// Those in MIG mode last: what both kinds have is taken from the others. One at least.
+    /// The GPUs, those in MIG mode last: facts that both kinds have are taken from the others. At least one.
     gpus: Vec<&'a Gpu>,
-    /// How many models there are.
+    /// The number of models on the node.
     models: usize,
 }
 
 impl<'a> Model<'a> {
-    /// The model that the labels are about: one with a GPU outside MIG mode before one without; of these the one with
-    /// the most GPUs, then the first by name. `None` without GPUs.
+    /// Chooses the model that the labels are about: a model with a GPU outside MIG mode before one without; then the
+    /// one with the most GPUs; then the first by name. `None` without GPUs.
     pub fn chosen(topology: &'a NodeTopology) -> Option<Self> {
         let mut by_name: BTreeMap<Option<&str>, Vec<&Gpu>> = BTreeMap::new();
         for gpu in topology.gpus() {
@@ -32,19 +32,19 @@ impl<'a> Model<'a> {
         let rank = |(name, gpus): &(Option<&str>, Vec<&Gpu>)| {
             (gpus.iter().any(|gpu| !gpu.mig_enabled), gpus.len(), name.is_some())
         };
-        // Of equals `max_by_key` takes the last.
+        // `max_by_key` takes the last of equals.
         let (name, mut gpus) = by_name.into_iter().rev().max_by_key(rank)?;
         gpus.sort_by_key(|gpu| gpu.mig_enabled);
         Some(Self { name, gpus, models })
     }
 
-    /// A fact of the first GPU that has it.
+    /// A fact from the first GPU that has it.
     fn fact<T>(&self, fact: impl Fn(&Gpu) -> Option<T>) -> Option<T> {
         self.gpus.iter().find_map(|gpu| fact(gpu))
     }
 }
 
-/// The product's name as a value, with what it ends with; `None` for an unknown model.
+/// The product's name as a value, with the suffix `end`; `None` for an unknown model.
 pub(super) fn product(model: Option<&str>, end: &str) -> Option<String> {
     Some(format!("{}{end}", sanitised(model?)))
 }
@@ -53,7 +53,7 @@ pub(super) fn labels(topology: &NodeTopology, plan: &ResourcePlan, labels: &mut 
     let Some(model) = Model::chosen(topology) else { return };
     if model.models > 1 {
         let chosen = model.name.unwrap_or("an unknown model").to_owned();
-        labels.problems.push(LabelProblem::SeveralModels { chosen, models: model.models });
+        labels.problems.push(LabelProblem::SeveralModels(chosen, model.models));
     }
     let whole = model.gpus.first().filter(|gpu| !gpu.mig_enabled);
     let nothing_whole = Shared { replicas: 0, ..Shared::NOT };
@@ -90,7 +90,7 @@ fn family(ComputeCapability { major, minor }: ComputeCapability) -> &'static str
     }
 }
 
-/// What the GPUs are made for, by their PCI class.
+/// The purpose of the GPUs, by their PCI class.
 fn mode(gpus: &[Gpu]) -> &'static str {
     let all = |class| gpus.iter().all(|gpu| gpu.class == Some(class));
     if all(DisplayClass::Vga) {

@@ -1,7 +1,7 @@
-//! `linkwise.dev/*` and `nvidia.com/gpu.clique`: how the GPUs of a node are linked, for schedulers that choose nodes.
+//! `linkwise.dev/*` and `nvidia.com/gpu.clique`: the links between a node's GPUs, for schedulers that choose nodes.
 //!
-//! Static facts, each on every GPU node or on none: Kueue, KAI and kube-scheduler leave nodes out that lack a level's
-//! label.
+//! These are static facts, and each is on every GPU node or on none: Kueue, KAI and kube-scheduler skip nodes that lack
+//! a level's label.
 
 use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
@@ -10,8 +10,8 @@ use super::{LINKWISE, LabelProblem, LabelSettings, Labels, value};
 use crate::allocation::GpuSet;
 use crate::topology::{FabricObservation, NodeTopology, Rank};
 
-/// Sets that are looked at for the largest island, at most: far more than 16 GPUs can need. Beyond it the largest so far
-/// counts.
+/// The most sets that the search for the largest island tries: far more than 16 GPUs can need. After that the largest
+/// so far counts.
 const MOST_SETS: u32 = 1 << 16;
 
 pub(super) fn labels(topology: &NodeTopology, settings: &LabelSettings, labels: &mut Labels) {
@@ -32,18 +32,18 @@ pub(super) fn labels(topology: &NodeTopology, settings: &LabelSettings, labels: 
 
 /// The NVLink clique that the GPUs have joined, as `<cluster's UUID>.<clique>`.
 fn clique(topology: &NodeTopology, labels: &mut Labels) -> Option<String> {
-    // All zeros: the machine is a fabric of its own.
+    // All zeros mean that the machine is a fabric of its own.
     let joined = |fabric: &&FabricObservation| fabric.cluster.contains(|c| c != '0' && c != '-');
     let fabrics = topology.gpus().iter().filter_map(|gpu| gpu.fabric.as_ref()).filter(joined);
     let cliques: BTreeSet<String> = fabrics.map(|fabric| format!("{}.{}", fabric.cluster, fabric.clique)).collect();
     if cliques.len() > 1 {
-        labels.problems.push(LabelProblem::CliquesDiffer { cliques: cliques.into_iter().collect() });
+        labels.problems.push(LabelProblem::CliquesDiffer(cliques.into_iter().collect()));
         return None;
     }
     cliques.into_iter().next()
 }
 
-/// The best kind of link on the node, and how many GPUs the largest set has in which every two are linked so.
+/// The best kind of link on the node, and the size of the largest set in which every two GPUs have such a link.
 fn island(topology: &NodeTopology) -> (&'static str, usize) {
     let gpus = topology.gpus().len();
     let below = |rank: Rank| largest(gpus, |a, b| topology.rank(a, b) <= rank);
@@ -63,12 +63,12 @@ fn island(topology: &NodeTopology) -> (&'static str, usize) {
     }
 }
 
-/// The size of the largest set of GPUs of which every two are linked.
+/// The size of the largest set of GPUs in which every two are linked.
 fn largest(gpus: usize, linked: impl Fn(usize, usize) -> bool) -> usize {
     let of = |a: usize| (0..gpus).filter(|b| a != *b && linked(a, *b)).collect();
     let neighbours: Vec<GpuSet> = (0..gpus).map(of).collect();
     let (mut best, mut looked_at) = (0, 0);
-    // A set, by its size, and the GPUs that are linked with all of it.
+    // The size of a set, and the GPUs that are linked with all of it.
     let mut open = vec![(0_usize, (0..gpus).collect::<GpuSet>())];
     while let Some((size, candidates)) = open.pop() {
         looked_at += 1;
@@ -76,7 +76,7 @@ fn largest(gpus: usize, linked: impl Fn(usize, usize) -> bool) -> usize {
         if size + candidates.len() <= best || looked_at > MOST_SETS {
             continue;
         }
-        // Last in, first looked at: with the first candidate before without it.
+        // The last pushed is tried first: the set with the first candidate comes before the set without it.
         let first = candidates.lowest();
         let of_first = first.places().next().and_then(|place| neighbours.get(place)).copied().unwrap_or_default();
         open.push((size, candidates.without(first)));
@@ -85,7 +85,7 @@ fn largest(gpus: usize, linked: impl Fn(usize, usize) -> bool) -> usize {
     best
 }
 
-/// The most GPUs on one NUMA node with CPUs; 0 where none is known.
+/// The most GPUs on one NUMA node with CPUs; 0 if none is known.
 fn per_numa(topology: &NodeTopology) -> usize {
     let mut nodes: BTreeMap<_, usize> = BTreeMap::new();
     for node in topology.gpus().iter().filter_map(|gpu| gpu.cpu_node) {

@@ -1,4 +1,5 @@
-//! `nvidia.com/mig.*`, `nvidia.com/mig-<profile>.*` and what the strategy `single` makes of `nvidia.com/gpu.*`.
+//! `nvidia.com/mig.*`, `nvidia.com/mig-<profile>.*`, and the values that the strategy `single` gives
+//! `nvidia.com/gpu.*`.
 
 use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
@@ -39,8 +40,8 @@ pub(super) fn labels(topology: &NodeTopology, plan: &ResourcePlan, labels: &mut 
     }
 }
 
-/// The labels of the MIG devices of one profile, which `profile` is the resource of. The product's model is the one with
-/// the most of these devices, then the first by name.
+/// The labels of the MIG devices of one profile; `profile` is its resource. The product's model is the one with the
+/// most of these devices, then the first by name.
 fn of_profile(
     prefix: &str,
     profile: &ResourceName,
@@ -54,7 +55,7 @@ fn of_profile(
         let model = topology.gpus().get(device.parent).and_then(|gpu| gpu.model.as_deref());
         models.entry(model).or_default().push(device);
     }
-    // Of equals `max_by_key` takes the last.
+    // `max_by_key` takes the last of equals.
     let chosen = models.into_iter().rev().max_by_key(|(model, devices)| (devices.len(), model.is_some()));
     let Some((model, [first, ..])) = chosen.as_ref().map(|(model, devices)| (*model, devices.as_slice())) else {
         return;
@@ -81,7 +82,7 @@ fn of_profile(
     }
 }
 
-/// The strategy `single` cannot be carried out on these GPUs.
+/// The labels if the strategy `single` cannot be carried out on these GPUs.
 fn invalid(topology: &NodeTopology, labels: &mut Labels) {
     let model = Model::chosen(topology).and_then(|model| model.name);
     labels.put_known("nvidia.com/gpu.product", product(model, "-MIG-INVALID"));

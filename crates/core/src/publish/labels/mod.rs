@@ -1,10 +1,10 @@
-//! The labels of a node, for schedulers and people: those of NVIDIA's GPU Feature Discovery (`nvidia.com/..`), and what
-//! linkwise knows of the node's links (`linkwise.dev/..`). docs/labels.md lists them.
+//! The labels of a node, for schedulers and people: those of NVIDIA's GPU Feature Discovery (`nvidia.com/..`), and
+//! linkwise's own about the node's links (`linkwise.dev/..`). docs/labels.md lists them.
 //!
-//! Pure: hardware, plan and a few facts of the host in, a sorted map out. Called by the runtime at each snapshot and by
-//! `linkwise labels`. `gpus` has the labels of whole GPUs, `mig` those of MIG devices, `links` ours, `value` what a
-//! label may be. A fact that is unknown costs its own labels and no other; a value that Kubernetes would refuse is left
-//! out, because NFD drops it without a word.
+//! Pure: takes hardware, plan and a few facts of the host; returns a sorted map. The runtime calls it at each snapshot,
+//! and `linkwise labels` does. `gpus` has the labels of whole GPUs, `mig` those of MIG devices, `links` ours, `value`
+//! the rules for values. An unknown fact costs its own labels and no other. A value that Kubernetes would refuse is
+//! left out, because NFD drops it silently.
 
 mod gpus;
 mod links;
@@ -28,27 +28,27 @@ const NVIDIA: &str = "nvidia.com";
 /// The prefix of our own labels.
 const LINKWISE: &str = "linkwise.dev";
 
-/// What the labels of a node are made from.
+/// The facts from which the labels of a node are made.
 #[derive(Clone, Copy, Debug)]
 pub struct LabelFacts<'a> {
     /// The GPUs and their links.
     pub topology: &'a NodeTopology,
     /// The driver's versions.
     pub versions: &'a DriverVersions,
-    /// What an operator wants made of the GPUs.
+    /// The operator's plan.
     pub plan: &'a ResourcePlan,
-    /// The host around them.
+    /// The facts of the host.
     pub host: &'a HostFacts,
-    /// What else decides.
+    /// The settings.
     pub settings: &'a LabelSettings,
 }
 
-/// What the labels have of the host.
+/// The facts of the host that labels use.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct HostFacts {
-    /// The content of the machine type file; `None` where there is none.
+    /// The content of the machine type file; `None` if there is no such file.
     pub machine_type: Option<String>,
-    /// Whether the host is a VM with virtual GPUs.
+    /// NVIDIA vGPU in this host, if it is a VM.
     pub vgpu: Vgpu,
 }
 
@@ -69,15 +69,15 @@ pub enum Vgpu {
     },
 }
 
-/// What decides about labels beside the plan.
+/// The settings that decide about labels, besides the plan.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LabelSettings {
     /// `nvidia.com/gfd.timestamp`, seconds since the Unix epoch; `None` leaves it out.
     pub timestamp: Option<u64>,
-    /// Whether `nvidia.com/gpu.clique` is written; another writer may own it.
+    /// True to write `nvidia.com/gpu.clique`; another writer may own it.
     pub clique: bool,
-    /// `linkwise.dev/nvlink-fabric` of a node that is a fabric of its own; unique in the cluster. Without it none of our
-    /// own labels is written: a scheduler's level has to be on every GPU node or on none.
+    /// The value of `linkwise.dev/nvlink-fabric` for a node that is a fabric of its own; unique in the cluster. Without
+    /// it none of our own labels is written, because a scheduler's level has to be on every GPU node or on none.
     pub own_fabric: Option<String>,
 }
 
@@ -87,10 +87,10 @@ impl Default for LabelSettings {
     }
 }
 
-/// What is odd about the labels of a node.
+/// An oddity of a node's labels.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, thiserror::Error)]
 pub enum LabelProblem {
-    /// A label that Kubernetes would refuse.
+    /// Kubernetes would refuse a label.
     #[error("label {key} left out: {} is no label value (63 letters, digits, '-', '_' and '.' at most)", quoted(value))]
     Dropped {
         /// Its key.
@@ -102,27 +102,19 @@ pub enum LabelProblem {
     #[error("nvidia.com/mps.capable is false: MPS shares no MIG device, and MIG is enabled on this node")]
     MpsWithMig,
     /// The GPUs' NVLink fabrics differ.
-    #[error("nvidia.com/gpu.clique left out: the GPUs are in different NVLink cliques ({})", .cliques.join(", "))]
-    CliquesDiffer {
-        /// All of them, in order.
-        cliques: Vec<String>,
-    },
+    #[error("nvidia.com/gpu.clique left out: the GPUs are in different NVLink cliques ({})", .0.join(", "))]
+    CliquesDiffer(Vec<String>),
     /// The GPUs' models differ, and a label has room for one.
-    #[error("the labels of nvidia.com/gpu are those of {}: the GPUs are of {models} models", quoted(chosen))]
-    SeveralModels {
-        /// The model that the labels are about.
-        chosen: String,
-        /// How many there are.
-        models: usize,
-    },
-    /// There is nothing to name the node's own NVLink fabric by.
+    #[error("the labels of nvidia.com/gpu are those of {chosen}: the GPUs are of {1} models", chosen = quoted(.0))]
+    SeveralModels(String, usize),
+    /// The node's own NVLink fabric has no name.
     #[error("the labels of linkwise.dev are left out: the node's name is unknown (NODE_NAME is not set)")]
     NoNodeName,
 }
 
-/// The labels of a node, and what is odd about them.
+/// Makes the labels of a node, and finds their oddities.
 ///
-/// A node without GPUs that are offered has a timestamp and the labels of vGPU, and nothing else.
+/// A node that offers no GPU has a timestamp and the labels of vGPU, and nothing else.
 pub fn labels(facts: LabelFacts<'_>) -> (BTreeMap<String, String>, Vec<LabelProblem>) {
     let LabelFacts { topology: seen, versions, plan, host, settings } = facts;
     let mut labels = Labels::default();
@@ -152,7 +144,7 @@ struct Labels {
 }
 
 impl Labels {
-    /// Sets a label, in the place of one that there is. An invalid one is left out, with the one that it would replace.
+    /// Sets a label and replaces an earlier value. An invalid value is left out, and the earlier one is removed.
     fn put(&mut self, key: impl Into<String>, value: impl ToString) {
         let (key, value) = (key.into(), value.to_string());
         if value::is_key(&key) && value::is_value(&value) {
@@ -163,7 +155,7 @@ impl Labels {
         }
     }
 
-    /// Sets a label whose value is known; one that is not stays as it is.
+    /// Sets a label whose value is known. An unknown value changes nothing.
     fn put_known(&mut self, key: impl Into<String>, value: Option<impl ToString>) {
         if let Some(value) = value {
             self.put(key, value);
@@ -175,7 +167,7 @@ impl Labels {
         self.put("nvidia.com/gpu.machine", known.unwrap_or_else(|| "unknown".to_owned()));
     }
 
-    /// Each version under the older names too.
+    /// Sets the labels of the versions, each under its older names too.
     fn versions(&mut self, versions: &DriverVersions) {
         if let Some(full) = &versions.driver {
             self.put("nvidia.com/cuda.driver-version.full", full);
@@ -223,19 +215,20 @@ impl Labels {
     }
 }
 
-/// How the devices of a resource are shared, as labels have it.
+/// The sharing of a resource's devices, as labels show it.
 struct Shared {
     replicas: u32,
     strategy: &'static str,
-    /// What the product's name ends with.
+    /// The suffix of the product's name.
     suffix: &'static str,
 }
 
 impl Shared {
-    /// One container to a device.
+    /// One container has a device.
     const NOT: Self = Self { replicas: 1, strategy: "none", suffix: "" };
 
-    /// As a plan has it for a resource; a resource of another name takes no part of the product's.
+    /// Reads the plan's sharing of a resource. A resource that is shared under another name adds no suffix to the
+    /// product's name.
     fn of(plan: &ResourcePlan, resource: &ResourceName) -> Self {
         let Some(sharing) = &plan.sharing else { return Self::NOT };
         let mut resources = sharing.resources.iter();

@@ -25,7 +25,7 @@ fn mig(devices: &[(u32, u32, u64)]) -> Value {
     json!({"memory_mib": if total == 0 { 300 } else { total }, "mig": {"enabled": true, "devices": devices}})
 }
 
-/// A node of these GPUs, MOCKMODEL where they do not say otherwise.
+/// A node of these GPUs, of the model MOCKMODEL unless they have another.
 fn node(gpus: &[Value], plan: ResourcePlan) -> NodeState {
     let gpu = |(index, gpu): (usize, &Value)| {
         let mut gpu = gpu.clone();
@@ -156,7 +156,7 @@ fn single_strategy_has_the_labels_of_gfd() {
 fn mixed_strategy_has_labels_for_each_profile() {
     let sharing = shared(SharingKind::TimeSlicing, "nvidia.com/mig-2g.200gb", None);
     let gpus = [mig(&[(1, 1, 100), (1, 1, 100), (2, 2, 200)]), mig(&[(1, 1, 100)]), full()];
-    // The GPU's memory decides the name: all have the same here.
+    // The GPU's memory decides the name, and all GPUs here have the same.
     let gpus = gpus.map(|mut gpu| {
         gpu["memory_mib"] = json!(800 * 1024);
         gpu
@@ -217,7 +217,7 @@ fn several_models_have_the_labels_of_the_most_frequent() {
         assert_eq!(labels["nvidia.com/gpu.memory"], memory);
         let alike = gpus.iter().filter(|gpu| gpu["model"] == product.replace('-', " ")).count();
         assert_eq!(labels["nvidia.com/gpu.count"], alike.to_string());
-        assert!(matches!(&problems[..], [LabelProblem::SeveralModels { .. }]), "{problems:?}");
+        assert!(matches!(&problems[..], [LabelProblem::SeveralModels(..)]), "{problems:?}");
     }
     let unknown = json!({"model": null, "memory_mib": 5});
     let (labels, _) = of(&node(&[unknown.clone(), a.clone()], ResourcePlan::default()), &LabelSettings::default());
@@ -277,7 +277,7 @@ fn value_that_nfd_would_drop_is_left_out() {
         "{}",
         problems[0]
     );
-    // The shorter product of the whole GPU does not stay in the place of one that is too long.
+    // A product that is too long removes the shorter one of the whole GPU.
     let mut gpu = mig(&[(1, 1, 100)]);
     gpu["model"] = json!("X".repeat(60));
     let (labels, _) = of(&node(&[gpu], plan(MigStrategy::Single, None)), &LabelSettings::default());

@@ -1,4 +1,4 @@
-//! What a label may be: Kubernetes' rules for keys and values, and how a product's name becomes a value.
+//! The values of labels: Kubernetes' rules for keys and values, and the form of a product's name as a value.
 
 use crate::prelude::*;
 
@@ -6,19 +6,20 @@ use crate::prelude::*;
 /// apimachinery/pkg/util/validation).
 const MOST: usize = 63;
 
-/// A text as part of a value, as GPU Feature Discovery makes it: what is no letter, digit, '-', '_' or '.' is taken out,
-/// and the words that are left are joined by '-'. Neither length nor first and last character are made to fit.
+/// Makes a text fit to be part of a value, as GPU Feature Discovery does: characters other than letters, digits, '-',
+/// '_' and '.' are removed, and the words that are left are joined by '-'. The length and the first and last characters
+/// are not changed.
 pub fn sanitised(text: &str) -> String {
     let kept: String = text.chars().filter(|c| is_inner(*c) || c.is_ascii_whitespace()).collect();
     kept.split_ascii_whitespace().collect::<Vec<_>>().join("-")
 }
 
-/// Whether Kubernetes, and with it NFD, takes this value. An empty one is valid.
+/// Returns true if Kubernetes, and with it NFD, accepts this value. An empty one is valid.
 pub(super) fn is_value(value: &str) -> bool {
     value.is_empty() || is_name(value)
 }
 
-/// Whether Kubernetes takes this key; the prefix is one of ours, and valid.
+/// Returns true if Kubernetes accepts this key. The prefix is one of ours, and valid.
 pub(super) fn is_key(key: &str) -> bool {
     key.split_once('/').is_some_and(|(_, name)| is_name(name))
 }

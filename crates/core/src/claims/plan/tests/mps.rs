@@ -9,7 +9,7 @@ fn mps(fields: &str) -> String {
     format!(r#"{{"apiVersion":"resource.nvidia.com/v1beta1","kind":"GpuConfig","sharing":{sharing}}}"#)
 }
 
-/// Two GPUs, the first of 80 GiB with more fields.
+/// Two GPUs, the first with 80 GiB and more fields.
 fn with(first: serde_json::Value) -> NodeState {
     let mut fields = serde_json::json!({"memory_mib": 81_920});
     fields.as_object_mut().unwrap().extend(first.as_object().unwrap().clone());
@@ -21,7 +21,7 @@ fn plan_on(state: &NodeState, claim: Claim, configs: &[(&[&str], &str)]) -> Resu
     planned_on(state, &HostDevices::default(), &configured(claim, &configs), "u", &[])
 }
 
-/// The daemon's GPUs with their limits, its percentage, and whether it has them alone.
+/// The daemon's GPUs with their limits, its percentage, and true if the GPUs are exclusive.
 fn order(prepared: &Prepared) -> (Vec<(&str, Option<u64>)>, u32, bool) {
     let MpsOrder { gpus, thread_percentage, exclusive } = &prepared.mps.as_ref().unwrap().order;
     (gpus.iter().map(|gpu| (gpu.gpu.as_str(), gpu.mib)).collect(), *thread_percentage, *exclusive)
@@ -37,11 +37,11 @@ fn whole_gpus_get_one_daemon_with_the_claims_limits() {
         "defaultPerDevicePinnedMemoryLimit":{"GPU-0":"1.5Gi"}"#;
     let limited = plan_on(&state, both(), &[(&[], &mps(limits))]).unwrap();
     assert_eq!(order(&limited), (vec![("GPU-0", Some(1536)), ("GPU-1", Some(10_240))], 30, true));
-    // By their places; plain bytes, down to whole MiB; each request with its own.
+    // Limits by place, plain bytes rounded down to whole MiB, and limits for each request.
     let one = mps(r#""defaultPerDevicePinnedMemoryLimit":{"0":3145727}"#);
     let split = plan_on(&state, both(), &[(&["a"], &mps("")), (&["b"], &one)]).unwrap();
     assert_eq!(order(&split), (vec![("GPU-0", None), ("GPU-1", Some(2))], 100, true));
-    // Containers of either request reach it, and the checkpoint is read as it was written.
+    // Containers of both requests reach the daemon, and the checkpoint reads back equal.
     for request in ["a", "b"] {
         let edits = &limited.edits[request];
         assert_eq!(
@@ -60,7 +60,7 @@ fn whole_gpus_get_one_daemon_with_the_claims_limits() {
 }
 
 #[test]
-fn shares_of_a_gpu_get_one_daemon_and_limits_of_their_own() {
+fn shares_of_a_gpu_get_one_daemon_and_own_limits() {
     let state = shared(4, false);
     let of = |claim: Claim, fields: &str| plan_on(&state, claim, &[(&[], &mps(fields))]);
     let env = |prepared: &Prepared| {
@@ -74,11 +74,11 @@ fn shares_of_a_gpu_get_one_daemon_and_limits_of_their_own() {
     assert_eq!((order(&quarter), env(&quarter)), (order(&half), ["25".into(), "0=1024M".into()]));
     let less = r#""defaultActiveThreadPercentage":20,"defaultPinnedDeviceMemoryLimit":"512Mi""#;
     assert_eq!(env(&of(share("u", "3", "1", "1Gi"), less).unwrap()), ["20", "0=512M"]);
-    // Where none can have more than one share, the daemon itself holds that.
+    // If no claim can have more than one share, the daemon itself enforces that.
     let one_each = shared(3, true);
     let prepared = plan_on(&one_each, share("u", "1", "1", "1Gi"), &[(&[], &mps(""))]).unwrap();
     assert_eq!((order(&prepared).1, env(&prepared)), (33, [String::new(), "0=1024M".into()]));
-    // All of a GPU that is in shares.
+    // A claim for all of a GPU that is in shares.
     let whole = plan_on(&state, claim("u", &[("a", "gpu-0")]), &[(&[], &mps(""))]).unwrap();
     assert!(order(&whole).2);
 }
@@ -117,7 +117,7 @@ fn mps_that_cannot_be_is_refused_by_name() {
     let pascal = with(serde_json::json!({"compute_capability": "6.1"}));
     let why = refused(&pascal, one(), &[(&[], &mps(""))]);
     assert_eq!(why, "device gpu-0 (GPU-0): MPS for claims needs compute capability 7.0 (Volta), this GPU has 6.1");
-    // One control daemon for a claim.
+    // A claim has one control daemon.
     let both = claim("u", &[("a", "gpu-0"), ("b", "gpu-1")]);
     let thirty = mps(r#""defaultActiveThreadPercentage":30"#);
     let why = refused(&state, both, &[(&["a"], &thirty), (&["b"], &mps(""))]);
@@ -128,7 +128,7 @@ fn mps_that_cannot_be_is_refused_by_name() {
     let why = refused(&parts, mixed, &[(&[], &mps(""))]);
     assert!(why.contains("device gpu-1 (GPU-1): a container reaches one MPS control daemon"), "{why}");
     assert!(why.contains("another than gpu-0 (GPU-0)"), "{why}");
-    // No more than the share.
+    // The limit is at most the share.
     for (fields, words) in [
         (
             r#""defaultActiveThreadPercentage":26"#,
@@ -153,12 +153,12 @@ fn claims_that_disagree_on_a_gpus_daemon_are_refused() {
     };
     let first = plan(&of("u", "1"), &[]).unwrap();
     assert!(plan(&of("v", "2"), &[(name("u"), first.clone())]).is_ok());
-    // As an earlier linkwise, or one with another form of the GPU, may have left it.
+    // An order that an earlier linkwise may have left, or one with another form of the GPU.
     let mut old = first;
     old.mps.as_mut().unwrap().order.thread_percentage = 50;
     let why = plan(&of("v", "2"), &[(name("u"), old.clone())]).unwrap_err();
     let words = "the claim ml/claim-u (UID u) has an MPS control daemon with other limits on this GPU";
     assert_eq!(why, format!("device gpu-0 (GPU-0): {words}"));
-    // Its own checkpoint is no other claim.
+    // The claim's own checkpoint does not count as another claim.
     assert!(plan(&of("u", "1"), &[(name("u"), old)]).is_ok());
 }

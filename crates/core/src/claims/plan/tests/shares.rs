@@ -1,6 +1,7 @@
 //! Claims that share a GPU.
 
 use super::*;
+use crate::claims::Share;
 use crate::state::{DeviceSelector, SharedDevices, SharedResource, Sharing, SharingKind};
 
 /// Two GPUs of 80 GiB, the first in `shares` shares.
@@ -16,7 +17,7 @@ pub(super) fn shared(shares: u32, one_each: bool) -> NodeState {
     events.into_iter().fold(state, |state, event| state.apply(event, Duration::ZERO).0)
 }
 
-/// A claim for a share of the first GPU: its ID, and what it takes.
+/// A claim for a share of the first GPU: its ID, and its amounts.
 pub(super) fn share(uid: &str, id: &str, shares: &str, memory: &str) -> Claim {
     let mut claim = claim(uid, &[("a", "gpu-0")]);
     let result = &mut claim.status.allocation.as_mut().unwrap().devices.results[0];
@@ -26,7 +27,7 @@ pub(super) fn share(uid: &str, id: &str, shares: &str, memory: &str) -> Claim {
     claim
 }
 
-/// Plans claims one after another, each beside those that were planned.
+/// Plans claims one after another, each beside the earlier ones.
 fn in_turn(state: &NodeState, claims: &[Claim]) -> Vec<Result<(), String>> {
     let mut others: Vec<(ClaimName, Prepared)> = Vec::new();
     let plan = |claim: &Claim| {
@@ -68,7 +69,7 @@ fn claims_share_a_gpu_up_to_its_capacity() {
     let device = &planned.devices[0];
     assert_eq!((device.share_id.as_deref(), device.share), (Some("1"), Some(Share { shares: 2, memory: 40 << 30 })));
     assert_eq!(device.cdi, ["v/gpu=GPU-0"]);
-    // As it was: nothing of a share is in the checkpoints of claims without one.
+    // Unchanged: the checkpoint of a claim without a share has no field of shares.
     let text = serde_json::to_string(&planned).unwrap();
     assert_eq!(serde_json::from_str::<Prepared>(&text).unwrap(), planned);
     let old = text.replace(r#""share":{"shares":2,"memory":42949672960},"#, "");
@@ -87,7 +88,7 @@ fn one_claim_may_have_two_shares_of_a_gpu() {
     assert_eq!(in_turn(&shared(4, false), &[both.clone()]), [Ok(())]);
     let why = in_turn(&shared(3, false), &[both]).remove(0).unwrap_err();
     assert_eq!(why, "device gpu-0 (GPU-0): 2 of 3 shares are allocated to the claim, and 2 are with the claim itself");
-    // The same share twice.
+    // The claim has the same share twice.
     let mut twice = share("u", "1", "2", "1Gi");
     second.share_id = Some("1".to_owned());
     add(&mut twice, &second);
@@ -102,7 +103,7 @@ fn share_and_exclusive_claim_exclude_each_other() {
     let taken = |by: &str| Err(format!("device gpu-0 (GPU-0) is prepared for the claim ml/claim-{by} (UID {by})"));
     let state = shared(4, false);
     assert_eq!(in_turn(&state, &[part.clone(), whole.clone()]), [Ok(()), taken("u")]);
-    // Where the API server drops allowMultipleAllocations, claims have all of it.
+    // If the API server drops allowMultipleAllocations, claims have the whole GPU.
     assert_eq!(in_turn(&state, &[whole.clone(), part.clone()]), [Ok(()), taken("v")]);
     let mut look = whole;
     look.status.allocation.as_mut().unwrap().devices.results[0].admin_access = Some(true);
@@ -138,7 +139,7 @@ fn share_that_cannot_be_is_refused_by_name() {
     assert!(why.ends_with("2 shares are allocated to the claim, which may have 1"), "{why}");
 }
 
-/// Books of the test's own: claims that were planned never have more than the GPU, and one that fits is planned.
+/// Counted independently: planned claims never have more than the GPU, and a claim that fits is planned.
 #[test]
 fn shares_never_exceed_the_gpu() {
     let mut random = 1_u64;

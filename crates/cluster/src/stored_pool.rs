@@ -1,0 +1,28 @@
+//! The node's slices at the API server.
+
+use linkwise_core::publish::dra::ServerVersion;
+
+/// The state of our pool at the API server.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct StoredPool {
+    /// Set if the slices have the last wanted content, except fields that the server dropped.
+    pub is_current: bool,
+    /// The number of slices.
+    pub slices: usize,
+    /// Their generation.
+    pub generation: u64,
+    /// Set if the server drops taints (its gate DRADeviceTaints is off): then unhealthy devices have to be left out.
+    pub drops_taints: bool,
+    /// Whether the server drops counters (its gate DRAPartitionableDevices is off): then a pool with counters is not
+    /// written any further.
+    pub drops_counters: bool,
+    /// Whether the slices were listed, and the release read where it is to be.
+    pub is_read: bool,
+    /// The server's release, where it is to be read and can be.
+    pub version: Option<ServerVersion>,
+    /// Set if the server drops `allowMultipleAllocations` (its gate DRAConsumableCapacity is off): then one claim has
+    /// the whole device.
+    pub drops_sharing: bool,
+    /// The reason why the slices are not current, if it is known.
+    pub trouble: Option<String>,
+}

@@ -1,0 +1,133 @@
+//! [`Claim`]: a `ResourceClaim` as the API server has it, limited to the fields that linkwise reads.
+
+use crate::prelude::*;
+use alloc::collections::BTreeMap;
+
+use serde::{Deserialize, Deserializer};
+
+use crate::state::ClaimName;
+
+/// The request without its alternative: `gpus` of `gpus/quad`.
+pub(super) fn base(request: &str) -> &str {
+    request.split('/').next().unwrap_or(request)
+}
+
+/// The fields of a `ResourceClaim` that linkwise reads (`resource.k8s.io/v1`).
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct Claim {
+    /// Name, namespace, UID.
+    pub metadata: ClaimName,
+    /// Its status.
+    pub status: ClaimStatus,
+}
+
+/// The status of a claim.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct ClaimStatus {
+    /// Its devices; `None` before the scheduler allocates any.
+    pub allocation: Option<Allocation>,
+}
+
+/// The devices of a claim.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct Allocation {
+    /// The devices, of all drivers, and their configuration.
+    pub devices: DeviceAllocation,
+}
+
+/// See [`Allocation`].
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct DeviceAllocation {
+    /// The devices.
+    #[serde(deserialize_with = "or_default")]
+    pub results: Vec<AllocatedDevice>,
+    /// Configuration by class and claim; later wins.
+    #[serde(deserialize_with = "or_default")]
+    pub config: Vec<AllocatedConfig>,
+}
+
+/// One device of a claim.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct AllocatedDevice {
+    /// The request that it is for; `request/subrequest` if the request has alternatives.
+    pub request: String,
+    /// Its DRA driver.
+    pub driver: String,
+    /// Its pool.
+    pub pool: String,
+    /// Its name in the pool.
+    pub device: String,
+    /// True if an administrator has it beside its users (`adminAccess`).
+    pub admin_access: Option<bool>,
+    /// The ID of its share, if several claims have the device.
+    #[serde(rename = "shareID")]
+    pub share_id: Option<String>,
+    /// The part that the share takes of the device's capacities, as quantities by name.
+    #[serde(deserialize_with = "map_or_default")]
+    pub consumed_capacity: BTreeMap<String, String>,
+}
+
+/// Configuration that a claim or its class carries for a driver.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct AllocatedConfig {
+    /// `FromClass` or `FromClaim`.
+    pub source: String,
+    /// The requests that it is for; empty for all.
+    #[serde(deserialize_with = "or_default")]
+    pub requests: Vec<String>,
+    /// Parameters for the driver alone.
+    pub opaque: Option<OpaqueConfig>,
+}
+
+/// Configuration for the driver alone.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct OpaqueConfig {
+    /// The driver.
+    pub driver: String,
+    /// The object, as JSON text.
+    #[serde(deserialize_with = "as_text")]
+    pub parameters: String,
+}
+
+/// Reads a map; null is an empty one.
+fn map_or_default<'de, D: Deserializer<'de>>(deserializer: D) -> Result<BTreeMap<String, String>, D::Error> {
+    Option::deserialize(deserializer).map(Option::unwrap_or_default)
+}
+
+/// Reads a list; null is an empty one.
+fn or_default<'de, D: Deserializer<'de>, T: Deserialize<'de>>(deserializer: D) -> Result<Vec<T>, D::Error> {
+    Option::deserialize(deserializer).map(Option::unwrap_or_default)
+}
+
+/// Reads a JSON value as its text.
+fn as_text<'de, D: Deserializer<'de>>(deserializer: D) -> Result<String, D::Error> {
+    serde_json::Value::deserialize(deserializer).map(|value| value.to_string())
+}
+
+impl Claim {
+    /// Reads a `ResourceClaim` (`resource.k8s.io/v1`). Fields that linkwise does not use are skipped.
+    ///
+    /// # Errors
+    ///
+    /// The text is no JSON, or a field has another type.
+    pub fn from_json(text: &[u8]) -> Result<Self, serde_json::Error> {
+        serde_json::from_slice(text)
+    }
+}
+
+/// The claim that has a device; shown as `namespace/name (UID ...)`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Holder(pub ClaimName);
+
+impl core::fmt::Display for Holder {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        write!(f, "{}/{} (UID {})", self.0.namespace, self.0.name, self.0.uid)
+    }
+}

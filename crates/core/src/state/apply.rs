@@ -1,0 +1,132 @@
+//! [`NodeState::apply`]: makes the next state from an event, and the effects that the runtime has to carry out.
+
+use crate::prelude::*;
+use alloc::sync::Arc;
+
+use super::device::Timestamp;
+use super::event::{Effect, Event};
+use super::free_at_admission;
+use super::health::GpuHealth;
+use super::node_state::NodeState;
+use super::offers::Offers;
+use super::reason::UnhealthyReason;
+
+impl NodeState {
+    /// Makes the next state from an event, and the effects that the runtime has to carry out.
+    ///
+    /// `now` may come from any clock. A clock that jumps makes `since` wrong and nothing else; the runtime's clock does
+    /// not jump.
+    pub fn apply(mut self, event: Event, now: Timestamp) -> (Self, Vec<Effect>) {
+        let mut effects = Vec::new();
+        // `remake`: the resources have to be made again. `publish`: the lists changed by more than a device's health.
+        let (mut remake, mut publish) = (false, false);
+        let is_new_list = matches!(event, Event::Holders(_));
+        let hardware = Arc::make_mut(&mut self.hardware);
+        match event {
+            Event::Observed(observed) => {
+                effects.extend(hardware.scanned(&observed));
+                self.opening.scanned(!observed.gpus.is_empty(), now);
+                remake = true;
+            }
+            Event::Planned(plan) => {
+                Arc::make_mut(&mut self.offers).want(*plan, hardware);
+                remake = true;
+            }
+            Event::MpsReady(ready) => {
+                Arc::make_mut(&mut self.offers).mps.ready = ready;
+                remake = true;
+            }
+            Event::Holders(holdings) => {
+                let changed = Arc::make_mut(&mut self.ledger).update(holdings, now);
+                let offers = Arc::make_mut(&mut self.offers);
+                publish = offers.drop_unheld(&self.ledger) | self.opening.holders_known() | changed;
+                if changed {
+                    effects.extend(offers.follow_ledger(hardware, &self.ledger, now));
+                }
+            }
+            Event::Allocated { resource, devices, offered } => {
+                let given = free_at_admission::at_allocate(
+                    (hardware, &self.ledger, &self.offers),
+                    &resource,
+                    &devices,
+                    &offered,
+                );
+                Arc::make_mut(&mut self.ledger).admissions.give(resource, devices, given);
+                // An admission that no list has yet changes no device's health.
+                effects.extend(given.map(|_| Effect::Keep));
+                if self.note_held() && self.opening.is_open() {
+                    effects.push(Effect::Publish);
+                }
+                return (self, effects);
+            }
+            Event::Prepared(claims) => {
+                let at_prepare = free_at_admission::at_prepare((hardware, &self.ledger, &self.offers), &claims);
+                let ledger = Arc::make_mut(&mut self.ledger);
+                if ledger.admissions.prepare(at_prepare) {
+                    effects.push(Effect::Keep);
+                }
+                publish = ledger.prepare(claims);
+            }
+            Event::NumaHints(hints) => {
+                Arc::make_mut(&mut self.offers).set_numa_hints(hints, hardware);
+                publish = true;
+            }
+            Event::Polled(polls) => {
+                effects.extend(hardware.polled(&polls, now));
+                publish = !polls.is_empty() && self.opening.polled();
+            }
+            Event::Xid { gpu, code, instance } => effects.extend(hardware.xid(gpu, code, instance, now)),
+            Event::DoubleBitEcc(gpu) => hardware.double_bit_ecc(&gpu, now),
+            Event::Quarantined(gpu, why) => {
+                hardware.change(&gpu, |health| health.fail(UnhealthyReason::Quarantined { why }, now));
+            }
+            Event::ReleasedFromQuarantine(gpu) => hardware.change(&gpu, GpuHealth::released),
+            Event::DriverAway(why) => hardware.driver_away(&why, now),
+            Event::DriverBack => hardware.driver_back(),
+            Event::Cleared(gpu) => hardware.change(&gpu, GpuHealth::cleared),
+            Event::Identified(identity) => hardware.identified(&identity),
+            Event::Restored(record) => {
+                effects.extend(hardware.restored(&record));
+                let admissions = &mut Arc::make_mut(&mut self.ledger).admissions;
+                admissions.restore(&record.admissions, &record.claim_admissions);
+                if !record.dra.is_empty() {
+                    Arc::make_mut(&mut self.offers).restore(&record.dra, &record.dra_shares);
+                }
+            }
+            Event::Tick => {}
+        }
+        effects.extend(hardware.xid_log.report(now));
+        if remake {
+            effects.extend(Arc::make_mut(&mut self.offers).make(hardware, &self.ledger, now));
+        }
+        if let Some(turned) = self.offers.turn_doors(hardware, &self.ledger, is_new_list, now) {
+            remake = true;
+            effects.extend(turned);
+            effects.extend(Arc::make_mut(&mut self.offers).make(hardware, &self.ledger, now));
+            effects.push(Effect::Keep);
+        }
+        publish |= remake | self.opening.tick(now);
+        let (changed, conflicts) = Offers::refresh_health(&mut self.offers, hardware, &self.ledger);
+        effects.extend(hardware.report(self.offers.listed()));
+        effects.extend(conflicts);
+        let (uncounted_changed, uncounted) = hardware.report_uncounted();
+        effects.extend(uncounted);
+        let keep = hardware.keep();
+        publish |= changed | uncounted_changed | self.note_held();
+        if publish && self.opening.is_open() {
+            effects.push(Effect::Publish);
+        }
+        effects.extend(keep);
+        (self, effects)
+    }
+
+    /// Follows which GPUs are held, after any event. Returns true if that changed.
+    fn note_held(&mut self) -> bool {
+        let held = self.ledger.held(self.hardware.topology(), |resource, id| self.offers.gpu_of(resource, id));
+        let changed = held != *self.held;
+        if changed {
+            self.held = Arc::new(held);
+        }
+        changed
+    }
+}

@@ -1,0 +1,540 @@
+//! The rules of docs/health.md: a test for each way in which a reason begins and each way in which it ends.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+use linkwise_core::allocation::DeviceId;
+use linkwise_core::state::{
+    Effect, Event, FabricHealth, Health, HealthPoll, HealthRecord, NodeIdentity, NodeState, NumaHints, Reach,
+    RecoveryAction, ResourceName, RowRemapping, XidPolicy, XidSet,
+};
+use linkwise_core::topology::{GpuObservation, GpuUuid, HostObservation, NodeObservation};
+use serde_json::{Value, json};
+
+/// A node, its clock, and all its effects so far.
+struct World {
+    snapshot: NodeState,
+    now: Duration,
+    effects: Vec<Effect>,
+}
+
+fn uuid(gpu: usize) -> GpuUuid {
+    format!("GPU-{gpu}").parse().unwrap()
+}
+
+fn id(gpu: usize) -> DeviceId {
+    DeviceId::from(&uuid(gpu))
+}
+
+fn look(gpus: impl IntoIterator<Item = usize>) -> Event {
+    let gpu = |index: usize| -> GpuObservation {
+        // Links 0 to 2 are active, link 3 never was.
+        let active = json!({"links": [0, 1, 2], "remote": {"switch": null}});
+        let links = json!([active, {"links": [3], "remote": "unknown", "active": false}]);
+        let (uuid, pci) = (format!("GPU-{index}"), format!("0000:0{index}:00.0"));
+        serde_json::from_value(json!({"index": index, "uuid": uuid, "pci": pci, "nvlinks": links})).unwrap()
+    };
+    let gpus = gpus.into_iter().map(gpu).collect();
+    Event::Observed(Box::new(NodeObservation { gpus, host: HostObservation::default(), ..NodeObservation::default() }))
+}
+
+/// The poll of a healthy GPU by a modern driver.
+fn well() -> HealthPoll {
+    let links = Some(vec![3]);
+    let rows = Some(RowRemapping::default());
+    let none = Some(RecoveryAction::None);
+    HealthPoll {
+        reach: Reach::Answers,
+        recovery_action: none,
+        row_remapping: rows,
+        nvlinks_down: links,
+        ..HealthPoll::default()
+    }
+}
+
+/// The poll of a healthy old GPU by an old driver.
+fn old() -> HealthPoll {
+    HealthPoll { reach: Reach::Answers, uncorrectable_ecc: Some(0), ..HealthPoll::default() }
+}
+
+fn failed() -> Reach {
+    Reach::Failed { call: "nvmlDeviceGetTemperature".into(), error: "NVML_ERROR_UNKNOWN (999)".into() }
+}
+
+fn acts(action: RecoveryAction) -> HealthPoll {
+    HealthPoll { recovery_action: Some(action), ..well() }
+}
+
+fn xid(code: u64) -> Event {
+    Event::Xid { gpu: uuid(0), code, instance: None }
+}
+
+impl World {
+    fn of(snapshot: NodeState) -> Self {
+        let now = Duration::from_secs(1_700_000_000);
+        let mut world = Self { snapshot, now, effects: Vec::new() };
+        world.tell(look([0, 1]));
+        world
+    }
+
+    fn new() -> Self {
+        Self::of(NodeState::default())
+    }
+
+    fn tell(&mut self, event: Event) -> &mut Self {
+        let before = std::mem::take(&mut self.snapshot);
+        let (snapshot, effects) = before.apply(event, self.now);
+        self.snapshot = snapshot;
+        self.effects.extend(effects);
+        self
+    }
+
+    /// Ten seconds later: GPU 0 has this poll, GPU 1 a healthy one.
+    fn poll(&mut self, poll: &HealthPoll) -> &mut Self {
+        self.now += Duration::from_secs(10);
+        self.tell(Event::Polled(BTreeMap::from([(uuid(0), poll.clone()), (uuid(1), well())])))
+    }
+
+    fn polls(&mut self, times: usize, poll: &HealthPoll) -> &mut Self {
+        for _ in 0..times {
+            self.poll(poll);
+        }
+        self
+    }
+
+    /// The number of these polls until the GPU is healthy, at most `limit`.
+    fn heals_after(&mut self, poll: &HealthPoll, limit: usize) -> Option<usize> {
+        (0..=limit).find(|times| {
+            if *times > 0 {
+                self.poll(poll);
+            }
+            self.healthy()
+        })
+    }
+
+    fn healthy(&self) -> bool {
+        assert!(self.snapshot.offers().is_healthy(&ResourceName::gpu(), &id(1)), "nothing happened to GPU 1");
+        self.snapshot.offers().is_healthy(&ResourceName::gpu(), &id(0))
+    }
+
+    fn reason(&self) -> String {
+        match &self.snapshot.offers().resources()[&ResourceName::gpu()].devices()[&id(0)].health {
+            Health::Healthy => "healthy".to_owned(),
+            Health::Unhealthy { reason, .. } => reason.to_string(),
+        }
+    }
+
+    fn restart(&self, identity: NodeIdentity) -> Self {
+        let record = Box::new(self.snapshot.hardware().record());
+        let now = self.now;
+        let mut world = Self { snapshot: NodeState::default(), now, effects: Vec::new() };
+        world.tell(Event::Restored(record)).tell(Event::Identified(identity)).tell(look([0, 1]));
+        world
+    }
+}
+
+fn identity(boot: &str, driver: &str) -> NodeIdentity {
+    NodeIdentity { boot: Some(boot.into()), driver: Some(driver.into()) }
+}
+
+#[test]
+fn recovery_action_none_through_hold_ends_xid() {
+    let mut world = World::new();
+    world.poll(&well()).tell(xid(79));
+    assert_eq!(world.reason(), "XID 79");
+    // The first poll may be older than the XID; the second begins the hold time of 60 s.
+    assert_eq!(world.heals_after(&well(), 20), Some(8));
+}
+
+#[test]
+fn configured_hold_doubles_to_its_sixtyfold() {
+    let mut world = World::of(NodeState::default().with_hold(Duration::from_secs(20)));
+    // The poll that may be older, the one that begins the hold time, and the hold time: 20 s, 40, 80 ... at most 1200.
+    for expected in [4, 6, 10, 18, 34, 66, 122, 122] {
+        world.poll(&well()).tell(xid(79));
+        assert_eq!(world.heals_after(&well(), 200), Some(expected));
+    }
+}
+
+#[test]
+fn recovery_action_keeps_gpu_unhealthy_until_none() {
+    let mut world = World::new();
+    // The XID comes before the driver reports a recovery action.
+    world.tell(xid(95)).polls(3, &well()).polls(100, &acts(RecoveryAction::GpuReset));
+    assert_eq!(world.reason(), "XID 95");
+    let standing: Vec<String> =
+        world.snapshot.hardware().standing(&uuid(0)).map(|(reason, _)| reason.to_string()).collect();
+    assert_eq!(standing, ["XID 95", "the driver asks for: GPU reset"]);
+    assert_eq!(world.heals_after(&well(), 20), Some(7));
+    // A recovery action counts without an XID too.
+    let mut world = World::new();
+    world.poll(&acts(RecoveryAction::NodeReboot));
+    assert_eq!(world.reason(), "the driver asks for: node reboot");
+    // An unknown action does not prove that the known one was carried out.
+    assert_eq!(world.heals_after(&acts(RecoveryAction::Other(12)), 20), None);
+    assert_eq!(world.heals_after(&well(), 20), Some(7));
+}
+
+#[test]
+fn xid_without_recovery_action_stands_until_reset() {
+    let mut world = World::new();
+    world.poll(&old()).tell(xid(79)).polls(1000, &old());
+    assert_eq!(world.reason(), "XID 79");
+    // A counter that goes back, a remapping that is done, and a GPU that may be used again each show a reset.
+    let counted = HealthPoll { uncorrectable_ecc: Some(2), ..old() };
+    let pending = HealthPoll { row_remapping: Some(RowRemapping { pending: true, failed: false }), ..old() };
+    let done = HealthPoll { row_remapping: Some(RowRemapping::default()), ..old() };
+    let refused = HealthPoll { reach: Reach::ResetRequired { call: "nvmlDeviceGetTemperature".into() }, ..old() };
+    let off = HealthPoll { on_bus: Some(false), ..old() };
+    let on = HealthPoll { on_bus: Some(true), ..old() };
+    for (before, after) in [(&counted, &old()), (&pending, &done), (&refused, &old()), (&off, &on)] {
+        let mut world = World::new();
+        world.poll(&old()).tell(xid(79)).polls(2, before).polls(3, after);
+        assert_eq!(world.reason(), "XID 79", "the hold runs");
+        assert!(world.heals_after(after, 10).is_some(), "{before:?}");
+    }
+}
+
+#[test]
+fn another_xid_of_the_kind_begins_anew() {
+    let mut world = World::new();
+    world.tell(xid(79)).polls(6, &well()).tell(xid(79));
+    assert_eq!(world.heals_after(&well(), 30), Some(14), "the hold was broken: 120 s");
+}
+
+#[test]
+fn a_lost_gpu_has_to_answer() {
+    let mut world = World::new();
+    let silent = HealthPoll { reach: Reach::Unknown, ..well() };
+    let lost = HealthPoll { reach: Reach::Lost { call: "nvmlDeviceGetTemperature".into() }, ..old() };
+    world.poll(&lost).polls(50, &silent);
+    assert_eq!(world.reason(), "nvmlDeviceGetTemperature says that the GPU is lost");
+    assert_eq!(world.heals_after(&well(), 20), Some(7));
+}
+
+#[test]
+fn an_operators_word_is_heard_at_once_and_lasts() {
+    for bad in [
+        acts(RecoveryAction::NodeReboot),
+        HealthPoll { row_remapping: Some(RowRemapping { pending: false, failed: true }), ..well() },
+        HealthPoll { nvlinks_down: Some(vec![1, 3]), ..well() },
+        HealthPoll { uncorrectable_ecc: Some(3), ..old() },
+    ] {
+        let mut world = World::new();
+        world.tell(xid(79)).polls(2, &bad);
+        assert!(!world.healthy());
+        world.tell(Event::Cleared(uuid(0)));
+        assert!(world.healthy());
+        assert!(world.polls(5, &bad).healthy(), "{bad:?} was accepted");
+        // It stays accepted until it changes: here it gets well and bad again.
+        let good = if bad.recovery_action.is_some() { well() } else { old() };
+        world.polls(2, &good).tell(look([0, 1]));
+        assert!(!world.poll(&bad).healthy(), "{bad:?} is new");
+    }
+    let mut world = World::new();
+    world.poll(&HealthPoll { reach: failed(), ..well() }).tell(Event::Cleared(uuid(0)));
+    assert!(!world.poll(&HealthPoll { reach: failed(), ..well() }).healthy(), "a word cannot make it answer");
+}
+
+#[test]
+fn flapping_doubles_the_hold_and_decays() {
+    let mut world = World::new();
+    let bad = HealthPoll { reach: failed(), ..well() };
+    let mut fail = || {
+        world.poll(&bad);
+        world.heals_after(&well(), 1000).unwrap() - 1
+    };
+    let holds: Vec<usize> = (0..9).map(|_| fail() * 10).collect();
+    assert_eq!(holds, [60, 120, 240, 480, 960, 1920, 3600, 3600, 3600]);
+    // Two healthy hours take back two of six doublings.
+    world.polls(721, &well()).poll(&bad);
+    assert_eq!(world.heals_after(&well(), 1000), Some(1 + 96));
+}
+
+#[test]
+fn what_hits_every_gpu_is_no_flap() {
+    let mut world = World::new();
+    let bad = HealthPoll { reach: failed(), ..well() };
+    for _ in 0..4 {
+        world.now += Duration::from_secs(10);
+        world.tell(Event::Polled(BTreeMap::from([(uuid(0), bad.clone()), (uuid(1), bad.clone())])));
+        let times = (1..100).find(|_| {
+            world.now += Duration::from_secs(10);
+            world.tell(Event::Polled(BTreeMap::from([(uuid(0), well()), (uuid(1), well())])));
+            world.snapshot.offers().is_healthy(&ResourceName::gpu(), &id(0))
+        });
+        assert_eq!(times, Some(7));
+    }
+}
+
+#[test]
+fn time_counts_as_polls_cover_it() {
+    let mut world = World::new();
+    world.tell(xid(79)).polls(2, &well());
+    // The clock leaps forth and back. Each poll still covers at most 20 s, and never less than 0.
+    world.now += Duration::from_secs(1_000_000);
+    world.poll(&well());
+    world.now -= Duration::from_secs(2_000_000);
+    world.poll(&well());
+    assert_eq!(world.heals_after(&well(), 20), Some(4), "20 s and four times 10 s");
+    // Time without polls does not count.
+    world.tell(xid(79));
+    world.now += Duration::from_secs(1_000_000);
+    assert!(!world.tell(Event::Tick).healthy());
+}
+
+#[test]
+fn silence_is_neither_failure_nor_proof() {
+    let mut world = World::new();
+    assert!(world.polls(5, &HealthPoll::default()).healthy());
+    world.poll(&HealthPoll { reach: failed(), ..well() }).polls(4, &well()).polls(500, &HealthPoll::default());
+    assert!(!world.healthy());
+    assert_eq!(world.heals_after(&well(), 10), Some(3), "30 s were passed before");
+}
+
+#[test]
+fn ecc_errors_count_without_containment() {
+    let counted = |base: HealthPoll| HealthPoll { uncorrectable_ecc: Some(1), ..base };
+    let mut world = World::new();
+    assert_eq!(world.poll(&counted(old())).reason(), "1 uncorrectable ECC errors since the driver was loaded");
+    assert_eq!(world.heals_after(&old(), 20), Some(7));
+    let remaps = HealthPoll { row_remapping: Some(RowRemapping { pending: true, failed: false }), ..old() };
+    assert!(World::new().poll(&counted(remaps.clone())).healthy(), "contained, and replaced at the next reset");
+    assert!(World::new().poll(&counted(well())).healthy(), "the driver has a word for it");
+    // A poll that does not repeat that the GPU can remap rows changes nothing.
+    assert!(World::new().poll(&remaps).poll(&counted(old())).healthy());
+    let failed = HealthPoll { row_remapping: Some(RowRemapping { pending: false, failed: true }), ..well() };
+    assert_eq!(World::new().poll(&failed).reason(), "a row remapping failed");
+}
+
+#[test]
+fn only_once_active_links_count_as_down() {
+    let mut world = World::new();
+    assert!(world.poll(&well()).healthy(), "link 3 was never active");
+    let down = HealthPoll { nvlinks_down: Some(vec![0, 2, 3]), ..well() };
+    assert_eq!(world.poll(&down).reason(), "NVLinks down: 0,2");
+    assert!(world.polls(500, &HealthPoll { nvlinks_down: Some(vec![2, 3]), ..well() }).reason() == "NVLinks down: 2");
+    assert_eq!(world.heals_after(&well(), 20), Some(7));
+}
+
+#[test]
+fn late_fabric_join_is_no_failure() {
+    let fabric = |fabric| HealthPoll { fabric: Some(fabric), ..well() };
+    let mut world = World::new();
+    assert_eq!(world.poll(&fabric(FabricHealth::Joining)).reason(), "still joining the NVLink fabric");
+    assert!(world.poll(&fabric(FabricHealth::Joined)).healthy());
+    world.poll(&fabric(FabricHealth::Failed { status: 999 }));
+    assert_eq!(world.heals_after(&fabric(FabricHealth::Joined), 20), Some(7));
+    // From joining to failed and back: the first reason is gone.
+    world.poll(&fabric(FabricHealth::Joining)).poll(&fabric(FabricHealth::Failed { status: 999 }));
+    assert_eq!(world.heals_after(&fabric(FabricHealth::Joined), 20), Some(13), "120 s");
+}
+
+#[test]
+fn quarantined_gpu_is_unhealthy_until_released() {
+    let mut world = World::new();
+    world.tell(Event::Quarantined(uuid(0), "SIGSEGV in nvmlDeviceGetTemperature".into()));
+    world.tell(Event::Cleared(uuid(0))).polls(100, &well());
+    assert_eq!(world.reason(), "quarantined: SIGSEGV in nvmlDeviceGetTemperature");
+    world.tell(Event::ReleasedFromQuarantine(uuid(0)));
+    assert_eq!(world.heals_after(&well(), 20), Some(7));
+}
+
+#[test]
+fn driver_back_waits_for_the_next_poll() {
+    let mut world = World::new();
+    let all = |world: &World| [0, 1].map(|gpu| world.snapshot.offers().is_healthy(&ResourceName::gpu(), &id(gpu)));
+    world.tell(Event::DriverAway("no answer".into()));
+    assert_eq!(all(&world), [false; 2]);
+    world.tell(Event::Cleared(uuid(0))).tell(Event::DriverBack);
+    assert_eq!(all(&world), [false; 2]);
+    world.poll(&HealthPoll { reach: failed(), ..well() });
+    assert_eq!(all(&world), [false, true]);
+    // A GPU that failed meanwhile keeps its own reason.
+    assert_eq!(world.heals_after(&well(), 20), Some(7));
+}
+
+#[test]
+fn reset_reasons_survive_restart_not_boot_or_driver() {
+    let mut world = World::new();
+    world.tell(Event::Identified(identity("boot", "580, load 7"))).tell(xid(79)).poll(&old());
+    assert_eq!(world.restart(identity("boot", "580, load 7")).reason(), "XID 79");
+    assert_eq!(world.restart(NodeIdentity::default()).reason(), "XID 79", "unknown is no change");
+    assert!(world.restart(identity("another", "580, load 7")).healthy());
+    assert!(world.restart(identity("boot", "580, load 8")).healthy());
+    // The driver is loaded again during a scan: its first poll decides.
+    world.tell(Event::Identified(identity("boot", "580, load 8")));
+    assert!(!world.healthy());
+    assert!(world.poll(&old()).healthy());
+    // A reason that a poll found is found again by the next poll.
+    world.poll(&HealthPoll { reach: failed(), ..old() });
+    assert!(world.restart(identity("boot", "580, load 8")).healthy());
+}
+
+#[test]
+fn a_reset_while_we_were_down_shows() {
+    let mut world = World::new();
+    let counted = HealthPoll { uncorrectable_ecc: Some(4), ..old() };
+    world.tell(Event::Identified(identity("boot", "load"))).tell(xid(48)).polls(2, &counted);
+    let mut next = world.restart(identity("boot", "load"));
+    assert!(next.heals_after(&old(), 20).is_some());
+    let mut next = world.restart(identity("boot", "load"));
+    assert_eq!(next.heals_after(&counted, 200), None);
+}
+
+#[test]
+fn record_of_other_version_is_reported_and_ignored() {
+    let mut world = World::new();
+    world.tell(xid(79));
+    let record = HealthRecord { version: 2, ..world.snapshot.hardware().record() };
+    let (snapshot, effects) = NodeState::default().apply(Event::Restored(Box::new(record)), world.now);
+    assert_eq!(effects, [Effect::RecordIgnored(2)]);
+    assert_eq!(snapshot.hardware().record(), HealthRecord::default());
+}
+
+#[test]
+fn the_first_list_waits_for_the_first_poll() {
+    let mut world = World::of(NodeState::default().awaiting_the_first_poll());
+    assert!(!world.effects.contains(&Effect::Publish));
+    let deadline = world.snapshot.next_deadline().unwrap();
+    world.poll(&acts(RecoveryAction::GpuReset));
+    assert!(world.effects.contains(&Effect::Publish));
+    assert!(!world.healthy());
+    assert_eq!(world.snapshot.next_deadline(), None);
+    // Without polls the list is published after the wait. A configuration that changes meanwhile does not open it.
+    let mut world = World::of(NodeState::default().awaiting_the_first_poll());
+    world.tell(Event::NumaHints(NumaHints::Package));
+    assert!(!world.effects.contains(&Effect::Publish), "no GPU was polled yet");
+    world.now = deadline;
+    world.tell(Event::Tick);
+    assert!(world.effects.contains(&Effect::Publish) && world.healthy());
+    // There is no GPU to poll.
+    let (_, effects) = NodeState::default().awaiting_the_first_poll().apply(look([]), deadline);
+    assert_eq!(effects, [Effect::Publish]);
+}
+
+#[test]
+fn xid_storm_is_one_transition_and_few_log_lines() {
+    let mut world = World::new();
+    world.effects.clear();
+    for storm in 0..100_000_u64 {
+        let (code, instance) = (if storm % 2 == 0 { 79 } else { 13 }, None);
+        world.tell(Event::Xid { gpu: uuid(0), code, instance });
+    }
+    let changes = world.effects.iter().filter(|effect| matches!(effect, Effect::HealthChanged { .. })).count();
+    assert_eq!((changes, world.effects.len()), (1, 4), "{:?}", world.effects);
+    // The XIDs that were not reported are reported together a minute later.
+    world.now = world.snapshot.next_deadline().unwrap();
+    world.effects.clear();
+    world.tell(Event::Tick);
+    assert_eq!(world.effects, [Effect::XidIgnored { gpu: uuid(0), code: 13, times: 49_999 }]);
+    assert_eq!(world.snapshot.next_deadline(), None, "nothing waits, nobody is woken");
+    // 100,000 different XIDs: memory has a bound, and the GPU stays out until the last one is proved over.
+    let mut world = World::new();
+    for code in 1_000..101_000 {
+        world.tell(xid(code));
+    }
+    assert!(world.snapshot.hardware().standing(&uuid(0)).count() <= 32);
+    assert!(world.snapshot.hardware().record().gpus[&uuid(0)].reasons.len() <= 32);
+    world.polls(5, &well()).tell(xid(200_000));
+    assert!(!world.polls(4, &well()).healthy());
+}
+
+#[test]
+fn an_operator_may_silence_xids() {
+    let policy = XidPolicy { disabled: XidSet::All, ..XidPolicy::default() };
+    let mut world = World::of(NodeState::default().with_xids(policy));
+    assert!(world.tell(xid(79)).tell(Event::DoubleBitEcc(uuid(0))).healthy());
+    assert!(!world.tell(xid(200_000)).poll(&HealthPoll { on_bus: Some(false), ..well() }).healthy(), "it is not there");
+    // An XID that is enabled by number counts nevertheless.
+    let policy = XidPolicy { disabled: XidSet::All, enabled: XidSet::parse("79").0, ..XidPolicy::default() };
+    let mut world = World::of(NodeState::default().with_xids(policy));
+    assert!(!world.tell(xid(79)).healthy());
+}
+
+#[test]
+fn disabled_health_checks_leave_every_gpu_healthy() {
+    let policy = XidPolicy { disabled: XidSet::All, ..XidPolicy::default() };
+    let disabled = || World::of(NodeState::default().with_xids(policy.clone()));
+    let lost = Reach::Lost { call: "f".into() };
+    for poll in [
+        acts(RecoveryAction::GpuReset),
+        HealthPoll { reach: failed(), ..well() },
+        HealthPoll { reach: lost, ..well() },
+        HealthPoll { row_remapping: Some(RowRemapping { pending: false, failed: true }), ..well() },
+        HealthPoll { nvlinks_down: Some(vec![1, 3]), ..well() },
+        HealthPoll { fabric: Some(FabricHealth::Failed { status: 999 }), ..well() },
+    ] {
+        assert!(!World::new().poll(&poll).healthy(), "the control: {poll:?}");
+        let mut world = disabled();
+        world.effects.clear();
+        assert!(world.polls(3, &poll).healthy(), "{poll:?}");
+        let standing: Vec<_> = world.snapshot.hardware().standing(&uuid(0)).map(|(reason, _)| reason.clone()).collect();
+        let [reason] = &standing[..] else { panic!("{standing:?}") };
+        let reported = Effect::NotCounted(uuid(0), reason.clone());
+        assert_eq!(world.effects.iter().filter(|effect| **effect == reported).count(), 1, "{:?}", world.effects);
+    }
+    // A reason from before the checks were disabled.
+    let mut before = World::new();
+    before.tell(xid(79));
+    let mut world = disabled();
+    world.tell(Event::Restored(Box::new(before.snapshot.hardware().record()))).poll(&well());
+    assert!(world.healthy());
+    // An order for times without NVML is no health check.
+    assert!(!world.tell(Event::DriverAway("why".into())).snapshot.offers().is_healthy(&ResourceName::gpu(), &id(0)));
+}
+
+#[test]
+fn what_is_gone_leaves_once_nobody_holds_it() {
+    let mut world = World::new();
+    let resource = ResourceName::gpu();
+    let listed = |world: &World| world.snapshot.offers().of(&resource).count();
+    let held = |gpus: &[usize]| {
+        let held: BTreeSet<_> = gpus.iter().map(|gpu| (resource.clone(), id(*gpu))).collect();
+        Event::Holders(Some(held.into_iter().collect()))
+    };
+    world.tell(look([1])).tell(Event::Holders(None)).tell(Event::Holders(None));
+    assert_eq!((listed(&world), world.reason().as_str()), (2, "the GPU is gone from the node"));
+    // The first answer may be older than the last pod, and an answer after a silence may be from another kubelet.
+    world.tell(held(&[])).tell(held(&[0])).tell(held(&[1])).tell(Event::Holders(None)).tell(held(&[1]));
+    assert_eq!(listed(&world), 2);
+    world.effects.clear();
+    world.tell(held(&[1]));
+    assert_eq!((listed(&world), &world.effects[..]), (1, &[Effect::Publish][..]));
+    // A GPU that is there stays, held or not; a GPU that comes back is new.
+    world.tell(held(&[])).tell(held(&[])).tell(look([0, 1]));
+    assert_eq!((listed(&world), world.healthy()), (2, true));
+    world.tell(look([])).tell(held(&[])).tell(held(&[]));
+    assert!(world.snapshot.offers().resources().is_empty(), "a resource with no devices is no resource");
+}
+
+#[test]
+fn gpu_back_on_the_bus_counts_as_reset() {
+    let on_bus = |gpus: &[usize], listed: &[usize]| {
+        let Event::Observed(mut observed) = look(listed.iter().copied()) else { unreachable!() };
+        let device = |gpu: &usize| json!({"pci": format!("0000:0{gpu}:00.0"), "kind": "gpu"});
+        let devices: Vec<Value> = gpus.iter().map(device).collect();
+        observed.host.host_bridges = serde_json::from_value(json!([{"numa": 0, "devices": devices}])).unwrap();
+        Event::Observed(observed)
+    };
+    // A GPU that NVML still counts while the bus does not list it is not back.
+    let mut world = World::new();
+    let gone = HealthPoll { on_bus: Some(false), ..old() };
+    world
+        .tell(on_bus(&[0, 1], &[0, 1]))
+        .poll(&old())
+        .tell(xid(79))
+        .poll(&old())
+        .poll(&gone)
+        .tell(on_bus(&[1], &[0, 1]));
+    assert_eq!((world.reason().as_str(), world.heals_after(&old(), 50)), ("XID 79", None));
+    let back = HealthPoll { on_bus: Some(true), ..old() };
+    assert_eq!(world.heals_after(&back, 50), Some(7));
+    for (bus, healed) in [(&[1][..], true), (&[0, 1], false)] {
+        let mut world = World::new();
+        world.tell(on_bus(&[0, 1], &[0, 1])).poll(&old()).tell(xid(79)).poll(&old());
+        world.tell(on_bus(bus, &[1])).tell(on_bus(&[0, 1], &[0, 1]));
+        assert_eq!(world.reason(), "XID 79");
+        assert_eq!(world.heals_after(&old(), 50).is_some(), healed, "on the bus meanwhile: {bus:?}");
+    }
+}

@@ -1,0 +1,531 @@
+//! Health as a model: random histories with simulated time, checked against the invariants of docs/health.md.
+//!
+//! The oracle keeps no reasons. It only counts, from the history, the time of good polls that each GPU still needs before
+//! it may be healthy: a lower bound, for safety. Liveness, that everything heals, is tried from every state reached.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+use linkwise_core::allocation::DeviceId;
+use linkwise_core::state::{
+    Event, FabricHealth, Health, HealthPoll, HealthRecord, NodeIdentity, NodeState, Reach, RecoveryAction,
+    ResourceName, RowRemapping, Timestamp, UnhealthyReason,
+};
+use linkwise_core::topology::{GpuObservation, GpuUuid, HostObservation, NodeObservation};
+use proptest::prelude::*;
+use serde_json::json;
+
+/// Two GPUs with events and one without any, so that nothing hits all of them.
+const GPUS: usize = 3;
+const START: Duration = Duration::from_secs(1_700_000_000);
+
+fn uuid(gpu: usize) -> GpuUuid {
+    format!("GPU-{gpu}").parse().unwrap()
+}
+
+fn look(gpus: impl IntoIterator<Item = usize>) -> Event {
+    let gpu = |index: usize| -> GpuObservation {
+        let links = json!([{"links": [0, 1, 2], "remote": {"switch": null}}]);
+        let (uuid, pci) = (format!("GPU-{index}"), format!("0000:0{index}:00.0"));
+        serde_json::from_value(json!({"index": index, "uuid": uuid, "pci": pci, "nvlinks": links})).unwrap()
+    };
+    let gpus = gpus.into_iter().map(gpu).collect();
+    Event::Observed(Box::new(NodeObservation { gpus, host: HostObservation::default(), ..NodeObservation::default() }))
+}
+
+fn identity(boot: u8, driver: u8) -> NodeIdentity {
+    NodeIdentity { boot: Some(boot.to_string()), driver: Some(driver.to_string()) }
+}
+
+/// The events. GPUs are 0 and 1.
+#[derive(Clone, Debug)]
+enum Step {
+    Xid(usize, u64),
+    Ecc(usize),
+    LeftOut(usize),
+    TakenBackIn(usize),
+    Away,
+    DriverBack,
+    Cleared(usize),
+    Poll(Box<[HealthPoll; 2]>),
+    /// A number of good polls, 10 s apart.
+    Good(u8),
+    /// A scan that lists some of the two.
+    Look([bool; 2]),
+    Identified(u8, u8),
+    Restart,
+    Tick,
+}
+
+fn good(word: bool) -> HealthPoll {
+    HealthPoll {
+        reach: Reach::Answers,
+        recovery_action: word.then_some(RecoveryAction::None),
+        row_remapping: Some(RowRemapping::default()),
+        uncorrectable_ecc: Some(0),
+        nvlinks_down: Some(Vec::new()),
+        fabric: Some(FabricHealth::Joined),
+        on_bus: Some(true),
+    }
+}
+
+fn poll() -> impl Strategy<Value = HealthPoll> {
+    let call = || "nvmlDeviceGetTemperature".to_owned();
+    let reach = prop_oneof![
+        8 => Just(Reach::Answers),
+        2 => Just(Reach::Unknown),
+        1 => Just(Reach::Lost { call: call() }),
+        1 => Just(Reach::ResetRequired { call: call() }),
+        1 => Just(Reach::Failed { call: call(), error: "NVML_ERROR_UNKNOWN (999)".to_owned() }),
+    ];
+    let action = prop_oneof![
+        5 => Just(None),
+        5 => Just(Some(RecoveryAction::None)),
+        1 => Just(Some(RecoveryAction::GpuReset)),
+        1 => Just(Some(RecoveryAction::NodeReboot)),
+    ];
+    let rows = prop_oneof![
+        5 => Just(None),
+        5 => (any::<bool>()).prop_map(|pending| Some(RowRemapping { pending, failed: false })),
+        1 => Just(Some(RowRemapping { pending: false, failed: true })),
+    ];
+    let fabric = prop_oneof![
+        4 => Just(None),
+        8 => Just(Some(FabricHealth::Joined)),
+        1 => Just(Some(FabricHealth::Joining)),
+        1 => Just(Some(FabricHealth::Failed { status: 9 })),
+    ];
+    let links =
+        prop_oneof![2 => Just(None), 8 => Just(Some(vec![])), 1 => Just(Some(vec![1])), 1 => Just(Some(vec![7]))];
+    let on_bus = prop_oneof![3 => Just(None), 8 => Just(Some(true)), 1 => Just(Some(false))];
+    let ecc = prop_oneof![2 => Just(None), 6 => Just(Some(0)), 2 => (1_u64..3).prop_map(Some)];
+    (reach, action, rows, ecc, links, fabric, on_bus).prop_map(
+        |(reach, recovery_action, row_remapping, uncorrectable_ecc, nvlinks_down, fabric, on_bus)| HealthPoll {
+            reach,
+            recovery_action,
+            row_remapping,
+            uncorrectable_ecc,
+            nvlinks_down,
+            fabric,
+            on_bus,
+        },
+    )
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    let gpu = || 0_usize..2;
+    prop_oneof![
+        3 => (gpu(), prop::sample::select(vec![13_u64, 48, 63, 79, 94, 119, 555])).prop_map(|(gpu, code)| Step::Xid(gpu, code)),
+        1 => gpu().prop_map(Step::Ecc),
+        1 => gpu().prop_map(Step::LeftOut),
+        1 => gpu().prop_map(Step::TakenBackIn),
+        1 => Just(Step::Away),
+        1 => Just(Step::DriverBack),
+        1 => gpu().prop_map(Step::Cleared),
+        6 => [poll(), poll()].prop_map(|polls| Step::Poll(Box::new(polls))),
+        5 => (1_u8..40).prop_map(Step::Good),
+        2 => any::<[bool; 2]>().prop_map(Step::Look),
+        1 => (0_u8..2, 0_u8..2).prop_map(|(boot, driver)| Step::Identified(boot, driver)),
+        1 => Just(Step::Restart),
+        1 => Just(Step::Tick),
+    ]
+}
+
+/// The seconds until the next step, and the jump of the clock meanwhile.
+fn pace() -> impl Strategy<Value = (u64, i64)> {
+    let jump = prop_oneof![8 => Just(0_i64), 1 => -100_000_i64..100_000];
+    (0_u64..40, jump)
+}
+
+/// The events, each seconds after the one before, with a jump of the clock; and true if the driver has a recovery action.
+type History = (Vec<(Step, (u64, i64))>, bool);
+
+fn history() -> impl Strategy<Value = History> {
+    (prop::collection::vec((step(), pace()), 1..40), any::<bool>())
+}
+
+/// The time that good polls have to cover.
+#[derive(Clone, Debug, Default)]
+struct Debt {
+    hold: Option<Duration>,
+    /// The number of polls that prove nothing yet.
+    unproved: u32,
+}
+
+impl Debt {
+    fn owe(&mut self, unproved: u32) {
+        *self = Self { hold: Some(Duration::from_secs(60)), unproved };
+    }
+
+    fn pay(&mut self, gap: Duration) {
+        if self.unproved > 0 {
+            self.unproved -= 1;
+        } else if let Some(hold) = self.hold {
+            self.hold = Some(hold.saturating_sub(gap)).filter(|hold| !hold.is_zero());
+        }
+    }
+}
+
+/// The good polls that a GPU still needs, counted from the history alone.
+#[derive(Clone, Debug, Default)]
+struct Owed {
+    trouble: Debt,
+    /// True if no agent calls NVML about it, or it is off the bus: neither an order nor a new driver helps.
+    unseen: Debt,
+    last_poll: Option<Timestamp>,
+    absent: bool,
+    away: bool,
+    away_until_poll: bool,
+    /// True if an operator accepted something, which may be what a poll shows.
+    cleared: bool,
+    /// True if the driver once reported a recovery action, or the GPU can remap rows.
+    explains_ecc: bool,
+}
+
+impl Owed {
+    fn poll(&mut self, poll: &HealthPoll, now: Timestamp) -> bool {
+        let gap = self.last_poll.map_or(Duration::ZERO, |last| now.saturating_sub(last)).min(Duration::from_secs(20));
+        self.last_poll = Some(now);
+        self.explains_ecc |= poll.recovery_action.is_some() || poll.row_remapping.is_some();
+        self.away &= !self.away_until_poll;
+        let unreachable = matches!(poll.reach, Reach::Lost { .. } | Reach::ResetRequired { .. } | Reach::Failed { .. });
+        let fabric = matches!(poll.fabric, Some(FabricHealth::Failed { .. }));
+        let acceptable = poll.recovery_action.is_some_and(|action| action != RecoveryAction::None)
+            || poll.row_remapping.is_some_and(|rows| rows.failed)
+            || poll.nvlinks_down.as_ref().is_some_and(|down| down.contains(&1))
+            || (!self.explains_ecc && poll.uncorrectable_ecc.is_some_and(|count| count > 0));
+        if unreachable || fabric || (acceptable && !self.cleared) {
+            self.trouble.owe(1);
+        } else {
+            self.trouble.pay(gap);
+        }
+        if poll.on_bus == Some(false) {
+            self.unseen.owe(1);
+        } else {
+            self.unseen.pay(gap);
+        }
+        poll.fabric == Some(FabricHealth::Joining)
+    }
+
+    fn nothing(&self) -> bool {
+        self.trouble.hold.is_none() && self.unseen.hold.is_none() && !self.absent && !self.away
+    }
+}
+
+/// A part of a poll.
+#[derive(Clone, Copy, Debug)]
+enum Source {
+    Reach,
+    Action,
+    Rows,
+    Ecc,
+    Links,
+    Fabric,
+    Bus,
+}
+
+impl Source {
+    fn falls_silent(self, poll: &mut HealthPoll) {
+        match self {
+            Self::Reach => poll.reach = Reach::Unknown,
+            Self::Action => poll.recovery_action = None,
+            Self::Rows => poll.row_remapping = None,
+            Self::Ecc => poll.uncorrectable_ecc = None,
+            Self::Links => poll.nvlinks_down = None,
+            Self::Fabric => poll.fabric = None,
+            Self::Bus => poll.on_bus = None,
+        }
+    }
+
+    /// Returns true if the reason may wait for this source, by the table of docs/health.md. `word`: the driver has a recovery
+    /// action.
+    fn ends(self, reason: &UnhealthyReason, word: bool) -> bool {
+        let resets = !word || matches!(self, Self::Action);
+        match reason {
+            UnhealthyReason::Xid { .. } | UnhealthyReason::DoubleBitEcc => resets,
+            UnhealthyReason::Lost { .. } => resets || matches!(self, Self::Reach),
+            UnhealthyReason::ResetRequired { .. } | UnhealthyReason::CallFailed { .. } => matches!(self, Self::Reach),
+            UnhealthyReason::RecoveryAction { .. } => resets,
+            UnhealthyReason::RowRemapFailed => matches!(self, Self::Rows),
+            UnhealthyReason::UncorrectableEcc { .. } => matches!(self, Self::Ecc),
+            UnhealthyReason::LinksDown { .. } => matches!(self, Self::Links),
+            UnhealthyReason::FabricJoining | UnhealthyReason::FabricFailed { .. } => matches!(self, Self::Fabric),
+            _ => false,
+        }
+    }
+}
+
+struct World {
+    snapshot: NodeState,
+    now: Timestamp,
+    identity: NodeIdentity,
+    owed: [Owed; GPUS],
+    word: bool,
+    /// The GPUs whose events happen; those of the others are left out.
+    only: Option<usize>,
+    verdicts: Vec<[bool; GPUS]>,
+}
+
+fn healthy(snapshot: &NodeState, gpu: usize) -> bool {
+    snapshot.offers().is_healthy(&ResourceName::gpu(), &DeviceId::from(&uuid(gpu)))
+}
+
+impl World {
+    fn new(word: bool, only: Option<usize>) -> Self {
+        let mut world = Self {
+            snapshot: NodeState::default(),
+            now: START,
+            identity: identity(0, 0),
+            owed: Default::default(),
+            word,
+            only,
+            verdicts: Vec::new(),
+        };
+        world.tell(Event::Identified(world.identity.clone()));
+        world.tell(look(0..GPUS));
+        world
+    }
+
+    fn tell(&mut self, event: Event) {
+        let before = std::mem::take(&mut self.snapshot);
+        (self.snapshot, _) = before.apply(event, self.now);
+    }
+
+    fn tells(&self, gpu: usize) -> bool {
+        self.only.is_none_or(|only| only == gpu)
+    }
+
+    fn polled(&mut self, polls: &[HealthPoll; 2]) {
+        let mut told = BTreeMap::from([(uuid(2), good(self.word))]);
+        self.owed[2].poll(&good(self.word), self.now);
+        let mut joining = [false; GPUS];
+        for (gpu, poll) in polls.iter().enumerate() {
+            // A GPU that is not there is not polled.
+            if self.tells(gpu) && !self.owed[gpu].absent {
+                told.insert(uuid(gpu), poll.clone());
+                joining[gpu] = self.owed[gpu].poll(poll, self.now);
+            }
+        }
+        self.tell(Event::Polled(told));
+        for (gpu, joining) in joining.into_iter().enumerate() {
+            assert!(!(joining && healthy(&self.snapshot, gpu)), "GPU {gpu} is joining its fabric");
+        }
+    }
+
+    fn step(&mut self, step: &Step) {
+        match step {
+            Step::Xid(gpu, code) if self.tells(*gpu) => {
+                self.tell(Event::Xid { gpu: uuid(*gpu), code: *code, instance: None });
+                if ![13, 63, 94].contains(code) {
+                    self.owed[*gpu].trouble.owe(2);
+                }
+            }
+            Step::Ecc(gpu) if self.tells(*gpu) => {
+                self.tell(Event::DoubleBitEcc(uuid(*gpu)));
+                self.owed[*gpu].trouble.owe(2);
+            }
+            Step::LeftOut(gpu) if self.tells(*gpu) => {
+                self.tell(Event::Quarantined(uuid(*gpu), "SIGSEGV".to_owned()));
+                self.owed[*gpu].unseen.owe(2);
+            }
+            Step::TakenBackIn(gpu) if self.tells(*gpu) => self.tell(Event::ReleasedFromQuarantine(uuid(*gpu))),
+            Step::Cleared(gpu) if self.tells(*gpu) => {
+                self.tell(Event::Cleared(uuid(*gpu)));
+                let owed = &mut self.owed[*gpu];
+                (owed.cleared, owed.trouble) = (true, Debt::default());
+            }
+            Step::Away => {
+                self.tell(Event::DriverAway("gone".to_owned()));
+                self.owed.iter_mut().for_each(|owed| (owed.away, owed.away_until_poll) = (true, false));
+            }
+            Step::DriverBack => {
+                self.tell(Event::DriverBack);
+                self.owed.iter_mut().for_each(|owed| owed.away_until_poll = true);
+            }
+            Step::Poll(polls) => self.polled(polls),
+            Step::Good(times) => {
+                for _ in 0..*times {
+                    self.now += Duration::from_secs(10);
+                    self.polled(&[good(self.word), good(self.word)]);
+                    self.check();
+                }
+            }
+            Step::Look(present) => {
+                let there = |gpu: &usize| *gpu == 2 || present[*gpu] || !self.tells(*gpu);
+                let gpus: Vec<usize> = (0..GPUS).filter(there).collect();
+                self.tell(look(gpus.clone()));
+                for (gpu, owed) in self.owed.iter_mut().enumerate() {
+                    owed.absent = !gpus.contains(&gpu);
+                }
+            }
+            Step::Identified(boot, driver) => {
+                let new = identity(*boot, *driver);
+                let renewed = new != self.identity;
+                self.identity = new;
+                self.tell(Event::Identified(self.identity.clone()));
+                for owed in self.owed.iter_mut().filter(|_| renewed) {
+                    (owed.trouble, owed.explains_ecc, owed.cleared) = (Debt::default(), false, false);
+                }
+                // A scan comes with it, as from the runtime.
+                self.step(&Step::Look([true; 2]));
+            }
+            Step::Restart => self.restart(),
+            Step::Tick => self.tell(Event::Tick),
+            _ => {}
+        }
+    }
+
+    /// Another process of ours takes over with the record.
+    fn restart(&mut self) {
+        let text = serde_json::to_string(&self.snapshot.hardware().record()).unwrap();
+        let record: HealthRecord = serde_json::from_str(&text).unwrap();
+        assert_eq!(record, self.snapshot.hardware().record(), "what is written reads back");
+        let needs_reset = |snapshot: &NodeState, gpu: usize| {
+            let kept = snapshot.hardware().record();
+            kept.gpus.get(&uuid(gpu)).is_some_and(|gpu| !gpu.reasons.is_empty())
+        };
+        let before: Vec<bool> = (0..GPUS).map(|gpu| needs_reset(&self.snapshot, gpu)).collect();
+        // Another boot: the reason stands against no GPU.
+        let mut other = NodeState::default();
+        for event in [Event::Restored(Box::new(record.clone())), Event::Identified(identity(9, 0)), look(0..GPUS)] {
+            (other, _) = other.apply(event, self.now);
+        }
+        assert!((0..GPUS).all(|gpu| healthy(&other, gpu)), "another boot");
+
+        self.snapshot = NodeState::default();
+        self.tell(Event::Restored(Box::new(record.clone())));
+        self.tell(Event::Identified(self.identity.clone()));
+        self.step(&Step::Look([true; 2]));
+        for (gpu, needs_reset) in before.into_iter().enumerate() {
+            assert_eq!(healthy(&self.snapshot, gpu), !needs_reset, "GPU {gpu} after a restart");
+            // Reasons that only polls find are found again by the next poll; the time counted so far stays.
+            let owed = &mut self.owed[gpu];
+            (owed.away, owed.unseen, owed.last_poll) = (false, Debt::default(), None);
+            // The first poll of a new agent is no old one.
+            owed.trouble.unproved = owed.trouble.unproved.min(1);
+            if !needs_reset {
+                owed.trouble = Debt::default();
+            }
+        }
+    }
+
+    fn check(&mut self) {
+        for (gpu, owed) in self.owed.iter().enumerate() {
+            if healthy(&self.snapshot, gpu) {
+                assert!(owed.nothing(), "GPU {gpu} is healthy and owes {owed:?}");
+                assert_eq!(self.snapshot.hardware().standing(&uuid(gpu)).count(), 0, "GPU {gpu}: a reason stands");
+            }
+        }
+        self.verdicts.push([0, 1, 2].map(|gpu| healthy(&self.snapshot, gpu)));
+    }
+
+    fn play(mut self, history: &[(Step, (u64, i64))]) -> Self {
+        self.check();
+        for (step, (seconds, jump)) in history {
+            let moved = self.now.as_secs().saturating_add(*seconds).saturating_add_signed(*jump);
+            self.now = Duration::from_secs(moved);
+            self.step(step);
+            self.check();
+        }
+        self
+    }
+
+    /// A world in which one source has gone silent for good and all else is well. Only that source could end the reasons that
+    /// stand then, and an operator's order ends them. Another boot or driver would too.
+    fn heals_beside(&mut self, source: Source) {
+        self.step(&Step::DriverBack);
+        self.step(&Step::Look([true; 2]));
+        (0..2).for_each(|gpu| self.step(&Step::TakenBackIn(gpu)));
+        let mut poll = good(self.word);
+        source.falls_silent(&mut poll);
+        let polls = |world: &mut Self| {
+            for _ in 0..3600 / 20 + 3 {
+                world.now += Duration::from_secs(20);
+                world.polled(&[poll.clone(), poll.clone()]);
+            }
+        };
+        polls(self);
+        for gpu in 0..2 {
+            for (reason, _) in self.snapshot.hardware().standing(&uuid(gpu)) {
+                // Without a recovery action, a reason that needs a reset may wait for one that shows.
+                assert!(source.ends(reason, self.word), "GPU {gpu} without {source:?}: {reason} never ends");
+            }
+            self.step(&Step::Cleared(gpu));
+        }
+        polls(self);
+        for gpu in 0..GPUS {
+            let standing: Vec<_> = self.snapshot.hardware().standing(&uuid(gpu)).map(|(reason, _)| reason).collect();
+            assert!(healthy(&self.snapshot, gpu), "GPU {gpu} without {source:?}: {standing:?}");
+        }
+    }
+
+    /// The benign world: without an operator if the driver has recovery actions, otherwise with one.
+    fn heals(&mut self) {
+        self.step(&Step::DriverBack);
+        self.step(&Step::Look([true; 2]));
+        for gpu in 0..2 {
+            self.step(&Step::TakenBackIn(gpu));
+            if !self.word {
+                self.step(&Step::Cleared(gpu));
+            }
+        }
+        // The longest hold time, and the three polls before it begins.
+        let polls = 3600 / 20 + 3;
+        for _ in 0..polls {
+            self.now += Duration::from_secs(20);
+            self.polled(&[good(self.word), good(self.word)]);
+        }
+        for gpu in 0..GPUS {
+            let standing: Vec<&UnhealthyReason> =
+                self.snapshot.hardware().standing(&uuid(gpu)).map(|(reason, _)| reason).collect();
+            assert!(healthy(&self.snapshot, gpu), "GPU {gpu} never heals: {standing:?}");
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 250, failure_persistence: None, ..ProptestConfig::default() })]
+
+    /// Checks invariants 1, 4 and 5 along the way, and 2 from the end.
+    #[test]
+    fn nothing_heals_early_and_everything_heals((history, word) in history()) {
+        World::new(word, None).play(&history).heals();
+    }
+
+    /// Checks invariant 2 with a source that stays silent.
+    #[test]
+    fn operator_ends_what_a_silent_source_cannot(
+        (history, word) in history(),
+        source in prop::sample::select(vec![
+            Source::Reach, Source::Action, Source::Rows, Source::Ecc, Source::Links, Source::Fabric, Source::Bus,
+        ]),
+    ) {
+        World::new(word, None).play(&history).heals_beside(source);
+    }
+
+    /// Checks invariant 3: the verdicts are the same without the other GPU's history.
+    #[test]
+    fn no_gpu_feels_anothers_trouble((history, word) in history()) {
+        let all = World::new(word, None).play(&history).verdicts;
+        for gpu in 0..2 {
+            let alone = World::new(word, Some(gpu)).play(&history).verdicts;
+            let of = |verdicts: &[[bool; GPUS]]| verdicts.iter().map(|verdict| verdict[gpu]).collect::<Vec<_>>();
+            prop_assert_eq!(of(&all), of(&alone));
+        }
+    }
+
+    /// The record is read from a disk and may have any content.
+    #[test]
+    fn any_record_is_accepted_without_panic(version in 0_u32..3, flaps in any::<Option<u32>>(), since in any::<u64>(), links in any::<BTreeSet<u32>>()) {
+        let text = serde_json::json!({"version": version, "gpus": {"GPU-0": {
+            "reasons": [{"reason": {"xid": {"code": 79, "instance": null}}, "since": since}], "flaps": flaps, "links": links,
+        }}});
+        let record: HealthRecord = serde_json::from_value(text).unwrap();
+        let (snapshot, _) = NodeState::default().apply(Event::Restored(Box::new(record)), START);
+        let (snapshot, _) = snapshot.apply(look([0]), START);
+        prop_assert_eq!(healthy(&snapshot, 0), version != HealthRecord::VERSION);
+        let (snapshot, _) = snapshot.apply(Event::Polled(BTreeMap::from([(uuid(0), good(true))])), Duration::MAX);
+        let (snapshot, _) = snapshot.apply(Event::Cleared(uuid(0)), Duration::ZERO);
+        prop_assert!(matches!(snapshot.offers().of(&ResourceName::gpu()).next().unwrap().1.health, Health::Healthy));
+    }
+}

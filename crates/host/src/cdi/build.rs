@@ -1,0 +1,128 @@
+//! Builds specs from a description. Pure: the same description gives the same specs, byte for byte.
+
+use std::collections::BTreeSet;
+
+use super::description::{Description, DeviceEntry};
+use super::hooks::{
+    CREATE_SYMLINKS, DISABLE_DEVICE_NODE_MODIFICATION, ENABLE_CUDA_COMPAT, UPDATE_APPLICATION_PROFILE, UPDATE_LDCACHE,
+};
+use super::spec::{ContainerEdits, Device, DeviceNode, Hook, Mount, Spec};
+use super::{ALL, GPU_CLASS};
+use linkwise_core::publish::below;
+
+/// The options of mounts from the driver root: the container cannot change them, and gains no rights by them.
+const MOUNT_OPTIONS: [&str; 5] = ["ro", "nosuid", "nodev", "rbind", "rprivate"];
+
+/// The options of mounts of sockets, which are writable: a container within the container could not mount a read-only
+/// one.
+const SOCKET_OPTIONS: [&str; 5] = ["nosuid", "nodev", "noexec", "rbind", "rprivate"];
+
+/// The variable with which the NVIDIA runtime adds no GPUs of its own to those of CDI, for any NVIDIA_VISIBLE_DEVICES
+/// of the image.
+const NOTHING_BY_ENVIRONMENT: &str = "NVIDIA_VISIBLE_DEVICES=void";
+
+/// The specs of a node, at most one a kind; a kind without devices has none.
+pub fn specs(description: &Description) -> Vec<Spec> {
+    let gpus = Spec::new(GPU_CLASS, gpu_devices(description), common(description));
+    let others = description.others.iter().filter_map(|(class, entries)| {
+        let devices = entries.iter().flat_map(|entry| description.devices(entry));
+        Spec::new(class, devices.collect(), ContainerEdits::default())
+    });
+    gpus.into_iter().chain(others).collect()
+}
+
+/// Each GPU and MIG device under each of its names, and all of them.
+fn gpu_devices(description: &Description) -> Vec<Device> {
+    let mut devices: Vec<Device> = description.gpus.iter().flat_map(|gpu| description.devices(gpu)).collect();
+    let mut taken = BTreeSet::new();
+    devices.retain(|device| is_name(&device.name) && taken.insert(device.name.clone()));
+    let present = description.gpus.iter().filter(|gpu| gpu.present).flat_map(|gpu| &gpu.nodes);
+    let all: BTreeSet<DeviceNode> = present.map(|path| description.node(path)).collect();
+    if !all.is_empty() {
+        let container_edits = ContainerEdits { device_nodes: all.into_iter().collect(), ..ContainerEdits::default() };
+        devices.push(Device { name: ALL.to_owned(), container_edits });
+    }
+    devices
+}
+
+/// The edits for every container with a GPU: control nodes and the driver.
+fn common(description: &Description) -> ContainerEdits {
+    let driver = &description.driver;
+    let read_only = |host: &str, container: &str| description.mount(host, container, &MOUNT_OPTIONS);
+    let mut mounts: Vec<Mount> = driver.libraries.iter().map(|path| read_only(path, path)).collect();
+    if !description.has_hook(CREATE_SYMLINKS) {
+        mounts.extend(driver.links.iter().map(|link| read_only(&link.library, &link.path)));
+    }
+    mounts.extend(driver.files.iter().map(|file| read_only(&file.host, &file.container)));
+    let sockets = driver.sockets.iter();
+    mounts.extend(sockets.map(|socket| description.mount(&socket.host, &socket.container, &SOCKET_OPTIONS)));
+    ContainerEdits {
+        env: vec![NOTHING_BY_ENVIRONMENT.to_owned()],
+        device_nodes: description.control_nodes.iter().map(|path| description.node(path)).collect(),
+        mounts,
+        hooks: hooks(description),
+    }
+}
+
+/// The hooks, in the order in which they have to run: the linker's cache is updated after the links and the libraries
+/// are there.
+fn hooks(description: &Description) -> Vec<Hook> {
+    let (Some(hooks), driver) = (&description.hooks, &description.driver) else { return Vec::new() };
+    let program = hooks.program.rsplit('/').next().unwrap_or(&hooks.program);
+    // In nvidia-ctk the hooks are one level down.
+    let nested = (program == "nvidia-ctk").then_some("hook");
+    let each = |option: &str, values: &mut dyn Iterator<Item = String>| {
+        let words: Vec<String> = values.flat_map(|value| [option.to_owned(), value]).collect();
+        (!words.is_empty()).then_some(words)
+    };
+    let folders: BTreeSet<&str> = driver.libraries.iter().filter_map(|path| Some(path.rsplit_once('/')?.0)).collect();
+    let links = driver.links.iter().map(|link| format!("{}::{}", link.target, link.path));
+    let version = driver.version.as_ref().filter(|_| !driver.libraries.is_empty());
+    let named = [
+        (CREATE_SYMLINKS, each("--link", &mut links.into_iter())),
+        (ENABLE_CUDA_COMPAT, version.map(|version| vec![format!("--host-driver-version={version}")])),
+        (UPDATE_LDCACHE, each("--folder", &mut folders.into_iter().map(str::to_owned))),
+        (DISABLE_DEVICE_NODE_MODIFICATION, Some(Vec::new())),
+        (UPDATE_APPLICATION_PROFILE, Some(Vec::new())),
+    ];
+    let used = named.into_iter().filter(|(name, _)| description.has_hook(name));
+    let hook = |(name, words): (&str, Option<Vec<String>>)| {
+        let own = [Some(program), nested, Some(name)].into_iter().flatten().map(str::to_owned);
+        let args = own.chain(words?).collect();
+        Some(Hook { hook_name: "createContainer", path: hooks.program.clone(), args })
+    };
+    used.filter_map(hook).collect()
+}
+
+impl Description {
+    fn has_hook(&self, name: &str) -> bool {
+        self.hooks.as_ref().is_some_and(|hooks| hooks.names.contains(name))
+    }
+
+    /// A device under each of its names.
+    fn devices(&self, entry: &DeviceEntry) -> impl Iterator<Item = Device> {
+        let container_edits = ContainerEdits {
+            device_nodes: entry.nodes.iter().map(|path| self.node(path)).collect(),
+            mounts: entry.files.iter().map(|path| self.mount(path, path, &MOUNT_OPTIONS)).collect(),
+            ..ContainerEdits::default()
+        };
+        entry.names.iter().map(move |name| Device { name: name.clone(), container_edits: container_edits.clone() })
+    }
+
+    fn node(&self, path: &str) -> DeviceNode {
+        let host = below(&self.dev_root, path);
+        DeviceNode { path: path.to_owned(), host_path: (host != path).then_some(host) }
+    }
+
+    fn mount(&self, host: &str, container: &str, options: &[&'static str]) -> Mount {
+        let host_path = below(&self.driver_root, host);
+        Mount { host_path, container_path: container.to_owned(), options: options.to_vec() }
+    }
+}
+
+/// Returns true if the text can be a device's name in CDI. MIG UUIDs of drivers before R470 (`MIG-GPU-.../1/0`) cannot.
+fn is_name(text: &str) -> bool {
+    let edge = |byte: Option<u8>| byte.is_some_and(|byte| byte.is_ascii_alphanumeric());
+    let inner = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'_' | b'-' | b'.' | b':');
+    edge(text.bytes().next()) && edge(text.bytes().last()) && text.bytes().all(inner)
+}

@@ -1,0 +1,313 @@
+//! The driver's libraries below the driver root, and the links that lead to them.
+//!
+//! Called by `scan` every 10 s. A library folder of a host has thousands of names, so it is read only after a change:
+//! the kernel gives a folder a new ctime whenever a name in it comes or goes.
+//!
+//! The libraries and links are those of `pkg/nvcdi/driver-nvml.go`, `internal/lookup/root/root.go`,
+//! `internal/discover/graphics.go` and `internal/discover/symlinks.go` of NVIDIA/nvidia-container-toolkit v1.20.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime};
+
+use super::description::Link;
+use super::driver::{entries, is_file};
+use super::ld_cache;
+
+/// The folders in which distributions and installers put the driver's 64-bit libraries, relative to the driver root:
+/// Red Hat, Debian and Ubuntu, Debian's alternatives, SUSE and Arch, Google's and Talos' installers.
+pub(super) const FOLDERS: [&str; 14] = [
+    "usr/lib64",
+    "usr/lib/x86_64-linux-gnu",
+    "usr/lib/aarch64-linux-gnu",
+    "usr/lib/x86_64-linux-gnu/nvidia/current",
+    "usr/lib/aarch64-linux-gnu/nvidia/current",
+    "usr/lib",
+    "lib64",
+    "lib/x86_64-linux-gnu",
+    "lib/aarch64-linux-gnu",
+    "lib/x86_64-linux-gnu/nvidia/current",
+    "lib/aarch64-linux-gnu/nvidia/current",
+    "usr/local/nvidia/lib64",
+    "glibc/lib",
+    "usr/local/glibc/usr/lib",
+];
+
+/// The name of the library that CUDA cannot do without.
+pub(super) const LIBCUDA: &str = "libcuda.so.";
+
+/// Libraries of the driver with version numbers of their own, and the least number of parts of each version.
+const OTHER_LIBRARIES: [(&str, usize); 4] = [
+    ("libnvidia-egl-gbm.so.", 2),
+    ("libnvidia-egl-wayland.so.", 2),
+    ("libnvidia-egl-wayland2.so.", 2),
+    ("libnvidia-nvvm70.so.", 1),
+];
+
+/// Links that programs expect, even if the host lacks them: the library, the link beside it, and its target if that is
+/// not the library. `libGLX_indirect.so.0` is Mesa's on many hosts.
+const EXPECTED_LINKS: [(&str, &str, Option<&str>); 5] = [
+    ("libcuda.so", "libcuda.so", Some("libcuda.so.1")),
+    ("libGLX_nvidia.so", "libGLX_indirect.so.0", None),
+    ("libnvidia-opticalflow.so", "libnvidia-opticalflow.so", Some("libnvidia-opticalflow.so.1")),
+    ("libnvidia-vulkan-producer.so", "libnvidia-vulkan-producer.so", None),
+    ("libnvidia-allocator.so", "gbm/nvidia-drm_gbm.so", Some("../libnvidia-allocator.so.1")),
+];
+
+/// The age of a folder's last change below which the folder is read again: file systems count time in ticks of up to 1
+/// s, and a later change in the same tick would not show.
+const SETTLED_AFTER: Duration = Duration::from_secs(2);
+
+/// The libraries of the driver. Paths are absolute from the driver root, with all links resolved.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct Found {
+    /// The driver's version.
+    pub version: String,
+    pub libraries: BTreeSet<String>,
+    /// The links, by their paths.
+    pub links: BTreeMap<String, Link>,
+}
+
+/// Finds the libraries, and remembers them until a folder changes.
+#[derive(Debug)]
+pub(super) struct LibraryFinder {
+    root: PathBuf,
+    settled_after: Duration,
+    /// The state that the result depends on: the loaded version, and the state of each existing folder and of the
+    /// linker's cache.
+    key: (Option<String>, Vec<Option<Stamp>>),
+    found: Option<Found>,
+    reads: u64,
+}
+
+/// The state of a file, or of a folder: equal as long as no name in it came or went.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Stamp {
+    place: (u64, u64),
+    /// The ctime, since the epoch. Unlike the mtime, no program sets it back.
+    changed: Duration,
+}
+
+impl Stamp {
+    pub fn of(path: &Path) -> Option<Self> {
+        let metadata = fs::metadata(path).ok()?;
+        let seconds = u64::try_from(metadata.ctime()).unwrap_or(0);
+        let nanoseconds = u32::try_from(metadata.ctime_nsec()).unwrap_or(0);
+        Some(Self { place: (metadata.dev(), metadata.ino()), changed: Duration::new(seconds, nanoseconds) })
+    }
+}
+
+impl LibraryFinder {
+    /// A finder for libraries below the driver root `root`, by its path in this container.
+    pub fn new(root: PathBuf) -> Self {
+        Self { root, settled_after: SETTLED_AFTER, key: (None, Vec::new()), found: None, reads: 0 }
+    }
+
+    /// The libraries of the loaded driver, whose version is `loaded`; without one, those of the libcuda that exists.
+    pub fn find(&mut self, loaded: Option<&str>) -> Option<&Found> {
+        let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+        let cache = self.root.join("etc/ld.so.cache");
+        let stamps = usual(&self.root).iter().chain([&cache]).map(|path| Stamp::of(path)).collect();
+        let key = (loaded.map(str::to_owned), stamps);
+        let settled = |stamp: &Stamp| now.saturating_sub(stamp.changed) >= self.settled_after;
+        if key != self.key || !key.1.iter().flatten().all(settled) {
+            self.reads += 1;
+            self.found = read(&self.root, loaded);
+            self.key = key;
+        }
+        self.found.as_ref()
+    }
+}
+
+/// The folders that may hold the driver.
+fn usual(root: &Path) -> Vec<PathBuf> {
+    with_vdpau(FOLDERS.iter().map(|folder| root.join(folder)))
+}
+
+/// These folders, with their subfolders of VDPAU's drivers.
+fn with_vdpau(folders: impl Iterator<Item = PathBuf>) -> Vec<PathBuf> {
+    folders.flat_map(|folder| [folder.join("vdpau"), folder]).collect()
+}
+
+fn read(root: &Path, loaded: Option<&str>) -> Option<Found> {
+    let root = root.canonicalize().ok()?;
+    let mut folders = usual(&root);
+    let version = version_in(&folders, loaded).or_else(|| {
+        let unusual = ld_cache::folders(&root, "libcuda.so.1");
+        folders = with_vdpau(unusual.iter().map(|folder| root.join(folder)));
+        version_in(&folders, loaded)
+    })?;
+    let of_driver = format!(".so.{version}");
+    let is_library = |name: &String| {
+        let other = |(library, least): &(&str, usize)| {
+            name.strip_prefix(library).and_then(numbers).is_some_and(|numbers| numbers.len() >= *least)
+        };
+        name.ends_with(&of_driver) || OTHER_LIBRARIES.iter().any(other)
+    };
+    let mut libraries = BTreeSet::new();
+    for folder in &folders {
+        let named = entries(folder).into_iter().filter(is_library);
+        // Several folders may be one, and Debian's alternatives are links to the libraries.
+        let files = named.filter_map(|name| folder.join(name).canonicalize().ok()).filter(|path| is_file(path));
+        let paths = files.filter_map(|path| path.strip_prefix(&root).ok()?.to_str().map(|path| format!("/{path}")));
+        libraries.extend(paths);
+    }
+    let links = links(&root, &libraries, &of_driver);
+    Some(Found { version, libraries, links })
+}
+
+/// The links that lead to libraries: those beside them, and those that programs expect.
+fn links(root: &Path, libraries: &BTreeSet<String>, of_driver: &str) -> BTreeMap<String, Link> {
+    let mut links = BTreeMap::new();
+    let mut add = |folder: &str, name: &str, target: &str, library: &str| {
+        let path = format!("{folder}/{name}");
+        let (target, library) = (target.to_owned(), library.to_owned());
+        links.insert(path.clone(), Link { path, target, library });
+    };
+    let split = || libraries.iter().filter_map(|path| Some((path.rsplit_once('/')?, path)));
+    for folder in split().map(|((folder, _), _)| folder).collect::<BTreeSet<_>>() {
+        let here = root.join(folder.trim_start_matches('/'));
+        let beside = entries(&here).into_iter().filter_map(|name| Some((link_beside(&here.join(&name))?, name)));
+        let beside: BTreeMap<String, String> = beside.map(|(target, name)| (name, target)).collect();
+        for (name, target) in &beside {
+            // libcuda.so leads to libcuda.so.1, and that to libcuda.so.550.54.15; a longer chain is not a library's.
+            let chain = std::iter::successors(Some(target), |name| beside.get(*name)).take(4);
+            let mut ends = chain.filter_map(|name| libraries.get(&format!("{folder}/{name}")));
+            ends.next().into_iter().for_each(|library| add(folder, name, target, library));
+        }
+    }
+    for ((folder, name), path) in split() {
+        for (library, link, target) in EXPECTED_LINKS {
+            if name.strip_suffix(of_driver).is_some_and(|name| library.strip_suffix(".so") == Some(name)) {
+                add(folder, link, target.unwrap_or(name), path);
+            }
+        }
+    }
+    links
+}
+
+/// The driver's version, if a libcuda in these folders has it: `loaded`, otherwise that of the first folder with a
+/// libcuda.
+fn version_in(folders: &[PathBuf], loaded: Option<&str>) -> Option<String> {
+    let Some(loaded) = loaded else { return folders.iter().find_map(|folder| newest_in(folder)) };
+    let name = format!("{LIBCUDA}{loaded}");
+    folders.iter().any(|folder| is_file(&folder.join(&name))).then(|| loaded.to_owned())
+}
+
+/// The version of the libcuda in a folder: the one that `libcuda.so.1` leads to, otherwise the newest.
+fn newest_in(folder: &Path) -> Option<String> {
+    let names = entries(folder);
+    let versions = names.iter().filter_map(|name| name.strip_prefix(LIBCUDA));
+    let versions: Vec<(Vec<u64>, &str)> = versions
+        .filter_map(|version| Some((numbers(version).filter(|numbers| numbers.len() >= 2)?, version)))
+        .collect();
+    let target = fs::read_link(folder.join("libcuda.so.1")).ok();
+    let linked = target.as_deref().and_then(Path::file_name).and_then(|name| name.to_str()?.strip_prefix(LIBCUDA));
+    let linked = versions.iter().find(|(_, version)| linked == Some(version));
+    linked.or(versions.iter().max()).map(|(_, version)| (*version).to_owned())
+}
+
+/// The target of a link, if it is a name in the link's own folder.
+fn link_beside(path: &Path) -> Option<String> {
+    let target = fs::read_link(path).ok()?;
+    let target = target.to_str()?;
+    (!target.contains('/')).then(|| target.to_owned())
+}
+
+/// The numbers in a version: in `550.54.15`, and in the `1` of `libcuda.so.1`.
+fn numbers(version: &str) -> Option<Vec<u64>> {
+    version.split('.').map(|number| number.parse().ok()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const FOLDER: &str = "usr/lib/x86_64-linux-gnu";
+
+    fn finder(root: &Path, settled_after: Duration) -> LibraryFinder {
+        fs::create_dir_all(root.join(FOLDER)).unwrap();
+        fs::write(root.join(FOLDER).join("libcuda.so.550.1"), "").unwrap();
+        LibraryFinder { settled_after, ..LibraryFinder::new(root.to_owned()) }
+    }
+
+    fn names(finder: &mut LibraryFinder, loaded: Option<&str>) -> Vec<String> {
+        finder
+            .find(loaded)
+            .iter()
+            .flat_map(|found| &found.libraries)
+            .map(|path| path.rsplit("/").next().unwrap().to_owned())
+            .collect()
+    }
+
+    /// Changes a folder, and makes its ctime differ even if both changes fall into one tick of the file system's clock.
+    fn change(folder: &Path, change: impl FnOnce()) {
+        let before = Stamp::of(folder);
+        change();
+        while Stamp::of(folder) == before {
+            fs::set_permissions(folder, fs::metadata(folder).unwrap().permissions()).unwrap();
+        }
+    }
+
+    #[test]
+    fn unchanged_library_folder_is_read_once() {
+        let root = tempfile::tempdir().unwrap();
+        let mut finder = finder(root.path(), Duration::ZERO);
+        for loaded in [None, Some("550.1")] {
+            let before = finder.reads;
+            for _ in 0..5 {
+                assert_eq!(names(&mut finder, loaded), ["libcuda.so.550.1"]);
+            }
+            assert_eq!(finder.reads, before + 1, "once, whatever version is loaded: {loaded:?}");
+        }
+        // The absence of libraries is a result too.
+        assert_eq!((names(&mut finder, Some("560")), names(&mut finder, Some("560"))), (vec![], vec![]));
+        assert_eq!(finder.reads, 3);
+    }
+
+    #[test]
+    fn changed_library_folder_is_read_again() {
+        let root = tempfile::tempdir().unwrap();
+        let mut finder = finder(root.path(), Duration::ZERO);
+        names(&mut finder, None);
+        let (folder, more) = (root.path().join(FOLDER), root.path().join(FOLDER).join("libnvidia-ml.so.550.1"));
+        change(&folder, || fs::write(&more, "").unwrap());
+        assert_eq!(names(&mut finder, None), ["libcuda.so.550.1", "libnvidia-ml.so.550.1"]);
+        change(&folder, || fs::remove_file(&more).unwrap());
+        assert_eq!(names(&mut finder, None), ["libcuda.so.550.1"]);
+        // This folder comes before the other one in the order.
+        fs::create_dir_all(root.path().join("usr/lib64")).unwrap();
+        fs::write(root.path().join("usr/lib64/libcuda.so.560.1"), "").unwrap();
+        assert_eq!(names(&mut finder, None), ["libcuda.so.560.1"]);
+        assert_eq!(finder.reads, 4);
+    }
+
+    #[test]
+    fn folder_that_just_changed_is_read_again() {
+        let root = tempfile::tempdir().unwrap();
+        let mut finder = finder(root.path(), Duration::from_secs(1 << 30));
+        names(&mut finder, None);
+        names(&mut finder, None);
+        assert_eq!(finder.reads, 2, "a change in the same tick of the clock would not show");
+    }
+
+    #[test]
+    fn unusual_library_folder_is_found_by_the_linkers_cache() {
+        let root = tempfile::tempdir().unwrap();
+        let folder = root.path().join("opt/nvidia/lib");
+        fs::create_dir_all(folder.join("vdpau")).unwrap();
+        for name in ["libcuda.so.550.1", "libnvidia-ml.so.550.1", "vdpau/libvdpau_nvidia.so.550.1"] {
+            fs::write(folder.join(name), "").unwrap();
+        }
+        let mut finder = LibraryFinder { settled_after: Duration::ZERO, ..LibraryFinder::new(root.path().to_owned()) };
+        assert_eq!(names(&mut finder, Some("550.1")), [""; 0]);
+        fs::create_dir_all(root.path().join("etc")).unwrap();
+        let text = super::super::ld_cache::tests::cache(&[(0x303, "libcuda.so.1", "/opt/nvidia/lib/libcuda.so.1")]);
+        fs::write(root.path().join("etc/ld.so.cache"), text).unwrap();
+        let expected = ["libcuda.so.550.1", "libnvidia-ml.so.550.1", "libvdpau_nvidia.so.550.1"];
+        assert_eq!(names(&mut finder, Some("550.1")), expected);
+        assert_eq!(names(&mut finder, None), expected);
+    }
+}

@@ -1,0 +1,237 @@
+//! The scan of this node: device nodes, hook and driver files, joined with the snapshot into a [`Description`].
+//!
+//! The scan reads folders and file metadata, and changes nothing. A disk may make it wait: never call it during an
+//! admission.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::os::unix::fs::FileTypeExt;
+use std::path::{Path, PathBuf};
+
+use super::description::{Description, DeviceEntry, Extra, Hooks};
+use super::driver::{self, below};
+use super::hooks::HookReader;
+use super::libraries::{self, LibraryFinder};
+use super::warning::Warning;
+use super::{ALL, IMEX_CLASS};
+use linkwise_core::publish::injection::{ChosenDevice, DeviceIds, imex_node};
+use linkwise_core::state::NodeState;
+use linkwise_core::topology::{Gpu, GpuUuid, MigExtension, MigUuid, PciAddress};
+
+const CONTROL_NODE: &str = "/dev/nvidiactl";
+
+/// Device nodes that every container with a GPU needs, if the node has them.
+const CONTROL_NODES: [&str; 4] = [CONTROL_NODE, "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools", "/dev/nvidia-modeset"];
+
+/// The path at which nvidia-container-toolkit's packages put the hooks' program.
+const DEFAULT_HOOK: &str = "/usr/bin/nvidia-cdi-hook";
+
+/// The paths of the roots: on the host, for the runtime that reads the spec, and here, in our container.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Roots {
+    /// The driver root on the host: `/`, or that of a driver container, such as `/run/nvidia/driver`.
+    pub driver: PathBuf,
+    /// The same folder in our container.
+    pub driver_here: PathBuf,
+    /// The folder on the host that has `/dev` in it.
+    pub dev: PathBuf,
+    /// The host's /sys in our container.
+    pub sysfs: PathBuf,
+}
+
+/// The parts of the specs beside GPUs.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Options {
+    /// The hooks' program, on the host; our container need not see its path. `None` stands for the toolkit's program,
+    /// if it exists.
+    pub hook: Option<String>,
+    /// Hooks to leave out, by name; `all` stands for every one.
+    pub disabled_hooks: BTreeSet<String>,
+    /// The devices that containers can get beside GPUs.
+    pub extras: BTreeSet<Extra>,
+    /// The IMEX channels that are offered if they exist.
+    pub imex_channels: Vec<u32>,
+}
+
+/// The result of one scan.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Scan {
+    /// The findings.
+    pub description: Description,
+    /// The missing parts.
+    pub warnings: Vec<Warning>,
+}
+
+/// Scans one node repeatedly.
+#[derive(Debug)]
+pub struct Scanner {
+    roots: Roots,
+    options: Options,
+    libraries: LibraryFinder,
+    hooks: HookReader,
+}
+
+impl Scanner {
+    /// A scanner that has read nothing yet.
+    pub fn new(roots: Roots, options: Options) -> Self {
+        let libraries = LibraryFinder::new(roots.driver_here.clone());
+        Self { roots, options, libraries, hooks: HookReader::default() }
+    }
+
+    /// The roots.
+    pub fn roots(&self) -> &Roots {
+        &self.roots
+    }
+
+    /// The nodes that every container with a GPU needs and that exist.
+    pub fn control_nodes(&self) -> Vec<String> {
+        self.existing(CONTROL_NODES.map(str::to_owned))
+    }
+
+    /// The offered IMEX channels that exist.
+    pub fn imex_channels(&self) -> Vec<u32> {
+        let channels: BTreeSet<u32> = self.options.imex_channels.iter().copied().collect();
+        channels.into_iter().filter(|channel| !self.existing([imex_node(*channel)]).is_empty()).collect()
+    }
+
+    /// The device nodes among these that exist, by their paths in a container.
+    fn existing(&self, paths: impl IntoIterator<Item = String>) -> Vec<String> {
+        let dev = self.dev_here();
+        paths.into_iter().filter(|path| is_device(&below(dev, path))).collect()
+    }
+
+    /// Scans the node.
+    pub fn scan(&mut self, snapshot: &NodeState) -> Scan {
+        let mut warnings = Vec::new();
+        let loaded = fs::read_to_string(self.roots.sysfs.join("module/nvidia/version")).unwrap_or_default();
+        let loaded = Some(loaded.trim()).filter(|version| !version.is_empty());
+        let found = self.libraries.find(loaded);
+        if found.is_none() {
+            warnings.push(Warning::NoLibraries(
+                format!("{}{}", libraries::LIBCUDA, loaded.unwrap_or("*")),
+                self.roots.driver_here.display().to_string(),
+                libraries::FOLDERS.join(", "),
+            ));
+        }
+        let driver = driver::files(&self.roots.driver_here, &self.roots.sysfs, loaded, found);
+        let control_nodes = self.control_nodes();
+        if !control_nodes.iter().any(|node| node == CONTROL_NODE) {
+            let root = self.dev_here().display().to_string();
+            warnings.push(Warning::NoControlNode(CONTROL_NODE.to_owned(), root));
+        }
+        let gpus = self.devices(snapshot, &mut warnings);
+        let description = Description {
+            driver_root: self.roots.driver.display().to_string(),
+            dev_root: self.roots.dev.display().to_string(),
+            gpus,
+            others: self.others(),
+            control_nodes,
+            driver,
+            hooks: self.hooks(&mut warnings),
+        };
+        Scan { description, warnings }
+    }
+
+    /// The folder that has `/dev` in it, in our container: the driver root if it has the driver's nodes.
+    fn dev_here(&self) -> &Path {
+        let in_driver_root = is_device(&below(&self.roots.driver_here, CONTROL_NODE));
+        if in_driver_root { &self.roots.driver_here } else { Path::new("/") }
+    }
+
+    /// All GPUs that were ever offered, and the MIG devices that are offered and exist.
+    ///
+    /// A GPU that is gone stays, because its containers may be started again. A MIG device that is gone does not: the
+    /// numbers of its instances, and with them its nodes, go to the next device that is made. A container that is
+    /// started again under the old name would get another container's device.
+    fn devices(&self, snapshot: &NodeState, warnings: &mut Vec<Warning>) -> Vec<DeviceEntry> {
+        let topology = snapshot.topology();
+        let offered = || snapshot.offers().devices().chain(snapshot.offers().through_dra());
+        let gpus: BTreeMap<(PciAddress, &GpuUuid), &Gpu> =
+            offered().map(|device| ((device.gpu.pci, &device.gpu.uuid), &device.gpu)).collect();
+        let gpus = gpus.into_values().map(|gpu| (gpu, None, topology.position(&gpu.uuid).is_some()));
+        let migs: BTreeSet<&MigUuid> = offered().filter_map(|device| Some(&device.mig.as_ref()?.uuid)).collect();
+        let migs = topology.mig_devices().iter().filter(|mig| migs.contains(&mig.uuid));
+        let migs = migs.filter_map(|mig| Some((topology.gpus().get(mig.parent)?, Some(mig), true)));
+        let mut entries = Vec::new();
+        for (gpu, mig, present) in gpus.chain(migs) {
+            let chosen = ChosenDevice { gpu, mig };
+            let Ok(mut nodes) = chosen.nodes() else {
+                match mig {
+                    None => warnings.push(Warning::NoMinor(gpu.uuid.clone())),
+                    // A GPU without a minor number has a warning already.
+                    Some(_) if gpu.minor.is_none() => {}
+                    Some(mig) => warnings.push(Warning::NoCapabilities(mig.uuid.clone())),
+                }
+                continue;
+            };
+            if present && mig.is_none_or(|mig| mig.profile.extension == MigExtension::Graphics) {
+                nodes.extend(self.dri(gpu.pci));
+            }
+            let ids = present.then_some(DeviceIds::Index).into_iter().chain([DeviceIds::Uuid]);
+            let names = ids.map(|ids| chosen.id(ids)).collect();
+            entries.push(DeviceEntry { names, nodes, files: Vec::new(), present });
+        }
+        entries
+    }
+
+    /// A GPU's nodes under /dev/dri: the kernel lists them below its PCI device.
+    fn dri(&self, pci: PciAddress) -> Vec<String> {
+        let names = driver::entries(&self.roots.sysfs.join(format!("bus/pci/devices/{pci}/drm")));
+        let names = names.iter().filter(|name| name.starts_with("card") || name.starts_with("renderD"));
+        self.existing(names.map(|name| format!("/dev/dri/{name}")))
+    }
+
+    /// The node's devices beside GPUs that are to be offered.
+    fn others(&self) -> Vec<(&'static str, Vec<DeviceEntry>)> {
+        let channels = self.imex_channels();
+        let imex = channels.iter().map(|channel| DeviceEntry {
+            names: vec![channel.to_string()],
+            nodes: vec![imex_node(*channel)],
+            ..DeviceEntry::default()
+        });
+        let mut others = vec![(IMEX_CLASS, imex.collect())];
+        for extra in &self.options.extras {
+            type IsNode = fn(&str) -> bool;
+            let (class, folder, is_node, files): (_, _, IsNode, &[&str]) = match extra {
+                Extra::GdrCopy => ("gdrcopy", "/dev", |name| name == "gdrdrv", &[]),
+                Extra::Gds => ("gds", "/dev", |name| name.starts_with("nvidia-fs"), &["/run/udev", "/etc/cufile.json"]),
+                Extra::Mofed => {
+                    ("mofed", "/dev/infiniband", |name| name.starts_with("uverbs") || name == "rdma_cm", &[])
+                }
+            };
+            let names = driver::entries(&below(self.dev_here(), folder)).into_iter().filter(|name| is_node(name));
+            let nodes = self.existing(names.map(|name| format!("{folder}/{name}")));
+            // Files are of no use without nodes.
+            if !nodes.is_empty() {
+                let files = files.iter().filter(|path| below(&self.roots.driver_here, path).exists());
+                let files = files.map(|path| (*path).to_owned()).collect();
+                others.push((class, vec![DeviceEntry { names: vec![ALL.to_owned()], nodes, files, present: true }]));
+            }
+        }
+        others
+    }
+
+    /// The hooks of the named program, or else of the toolkit's if the host has it, without those that the operator
+    /// disabled.
+    fn hooks(&mut self, warnings: &mut Vec<Warning>) -> Option<Hooks> {
+        if self.options.disabled_hooks.contains(ALL) {
+            return None;
+        }
+        let program = self.options.hook.clone().unwrap_or_else(|| DEFAULT_HOOK.to_owned());
+        // The host's programs are below a driver root only if that is the host's own root; otherwise the operator may
+        // have mounted the program at its path on the host.
+        let in_root = (self.roots.driver == Path::new("/")).then(|| below(&self.roots.driver_here, &program));
+        let seen = in_root.into_iter().chain([PathBuf::from(&program)]).find(|path| path.is_file());
+        if self.options.hook.is_none() && seen.is_none() {
+            warnings.push(Warning::NoHook(program));
+            return None;
+        }
+        let mut names = self.hooks.of(seen.as_deref());
+        names.retain(|name| !self.options.disabled_hooks.contains(*name));
+        Some(Hooks { program, names })
+    }
+}
+
+fn is_device(path: &Path) -> bool {
+    fs::metadata(path).is_ok_and(|metadata| metadata.file_type().is_char_device())
+}

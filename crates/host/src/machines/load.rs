@@ -1,0 +1,152 @@
+//! Loads a machine by a name or a path; the content of a file tells its format.
+
+use std::io;
+use std::path::Path;
+use std::string::FromUtf8Error;
+
+use roxmltree::Document;
+
+use super::xml::{self, Element, XmlError};
+use super::{BUILT_IN, MAX_FILE_BYTES, Machine, MachineError, hwloc_xml, nccl};
+use linkwise_core::quote::excerpt;
+use linkwise_core::topology::HostObservation;
+use linkwise_system::files;
+
+/// Loads a built-in machine by its name, or else the file at that path: a node file, an NCCL topology dump or a hwloc
+/// XML.
+pub fn load(name_or_path: &str) -> Result<Machine, MachineError> {
+    match BUILT_IN.iter().find(|(name, _)| *name == name_or_path) {
+        Some((_, text)) => node_file(name_or_path, text),
+        None => of_bytes(name_or_path, bytes_of(name_or_path)?),
+    }
+}
+
+/// Reads the host of the hwloc XML at a path.
+pub fn host_xml(path: &str) -> Result<HostObservation, MachineError> {
+    let text = text(path, bytes_of(path)?)?;
+    let document = is_xml(&text).then(|| xml::document(&text).map_err(broken("XML file", path))).transpose()?;
+    match document.as_ref().map(Document::root_element) {
+        Some(root) if root.has_tag_name(HWLOC_ROOT) => Ok(hwloc(path, root)?.observed.host),
+        _ => Err(MachineError::NotAHost(path.to_owned())),
+    }
+}
+
+/// Reads a file's bytes by their content. `path` is their origin: messages name it, and a dump, which has no name of
+/// its own, is called after its last part. Reads no file.
+pub fn of_bytes(path: &str, bytes: Vec<u8>) -> Result<Machine, MachineError> {
+    let text = text(path, bytes)?;
+    if !is_xml(&text) {
+        return node_file(path, &text);
+    }
+    let document = xml::document(&text).map_err(broken("XML file", path))?;
+    let root = document.root_element();
+    match xml::name(root) {
+        HWLOC_ROOT => hwloc(path, root),
+        "system" => nccl::parse(&stem(path), root).map_err(broken("NCCL topology dump", path)),
+        "graphs" => Err(MachineError::NcclGraph(path.to_owned())),
+        other => Err(MachineError::UnknownXml(path.to_owned(), excerpt(other))),
+    }
+}
+
+const HWLOC_ROOT: &str = "topology";
+
+fn text(path: &str, bytes: Vec<u8>) -> Result<String, MachineError> {
+    let wrong = |error: FromUtf8Error| MachineError::NotText(path.to_owned(), error.utf8_error().valid_up_to());
+    String::from_utf8(bytes).map_err(wrong)
+}
+
+fn is_xml(text: &str) -> bool {
+    text.trim_start_matches('\u{feff}').trim_start().starts_with('<')
+}
+
+fn node_file(path: &str, text: &str) -> Result<Machine, MachineError> {
+    Machine::parse(text).map_err(|error| MachineError::Content(path.to_owned(), error))
+}
+
+fn hwloc(path: &str, root: Element<'_>) -> Result<Machine, MachineError> {
+    hwloc_xml::parse(&stem(path), root).map_err(broken("hwloc XML", path))
+}
+
+fn broken(kind: &'static str, path: &str) -> impl FnOnce(XmlError) -> MachineError {
+    let path = path.to_owned();
+    move |error| MachineError::Xml(kind, path, error)
+}
+
+fn stem(path: &str) -> String {
+    Path::new(path).file_stem().map_or_else(|| path.to_owned(), |stem| stem.to_string_lossy().into_owned())
+}
+
+fn bytes_of(name_or_path: &str) -> Result<Vec<u8>, MachineError> {
+    let path = name_or_path.to_owned();
+    files::read(Path::new(name_or_path), MAX_FILE_BYTES).map_err(|error| match error.kind() {
+        io::ErrorKind::NotFound if looks_like_a_name(name_or_path) => MachineError::Unknown(path),
+        io::ErrorKind::FileTooLarge => MachineError::TooLarge(path),
+        _ => MachineError::Read(path, error),
+    })
+}
+
+/// Returns true for a text without a folder and without an extension: it was hardly meant as a file.
+fn looks_like_a_name(text: &str) -> bool {
+    !text.contains('/') && Path::new(text).extension().is_none()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The result of reading a file with that content.
+    fn read_text(text: &[u8]) -> Result<Machine, String> {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("field.xml");
+        std::fs::write(&path, text).unwrap();
+        load(path.to_str().unwrap()).map_err(|error| {
+            let message = error.to_string();
+            assert!(!message.contains('\n') && message.contains("field.xml"), "{message}");
+            message
+        })
+    }
+
+    const HWLOC: &str = "<!DOCTYPE topology SYSTEM \"hwloc2.dtd\">\n<topology><object type=\"Machine\"/></topology>";
+
+    #[test]
+    fn content_decides_the_format() {
+        let yaml = read_text(b"version: 1\nname: x\nobserved: {gpus: []}\n").unwrap();
+        let dump = read_text(b"\xef\xbb\xbf\n <!-- c -->\n<system version=\"1\"/>").unwrap();
+        let host = read_text(HWLOC.as_bytes()).unwrap();
+        assert_eq!([yaml.name, dump.name, host.name], ["x", "field", "field"]);
+        assert_eq!([dump.source, host.source], [["NCCL topology dump"], ["hwloc XML"]]);
+    }
+
+    #[test]
+    fn unreadable_files_are_refused_with_path_and_cause() {
+        for (text, words) in [
+            (&b"<graphs version=\"1\"/>"[..], "NCCL_TOPO_DUMP_FILE"),
+            (b"<nvidia_smi_log/>", "<nvidia_smi_log>"),
+            (b"<system version=\"1\"\n", "line 2"),
+            (b"<system version=\"1\">\n<cpu>\n", "line 3"),
+            (b"<system version=\"2\"/>", "version '2'"),
+            (b"<topology>\n<object>\n", "line 3"),
+            (b"<topology>\xff</topology>", "not UTF-8 text (byte 10)"),
+            (b"<", "line 1"),
+            (b"", "end of file"),
+        ] {
+            let message = read_text(text).unwrap_err();
+            assert!(message.contains(words), "{message}");
+        }
+    }
+
+    #[test]
+    fn host_is_read_from_hwloc_xml_only() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = |name: &str| folder.path().join(name).to_str().unwrap().to_owned();
+        let cases = [("host.xml", HWLOC), ("dump.xml", "<system version=\"1\"/>"), ("node.yaml", "version: 1")];
+        for (name, text) in cases {
+            std::fs::write(path(name), text).unwrap();
+        }
+        assert_eq!(host_xml(&path("host.xml")).unwrap().numa_nodes.len(), 1);
+        for (name, _) in &cases[1..] {
+            assert!(host_xml(&path(name)).unwrap_err().to_string().contains("is no hwloc XML"), "{name}");
+        }
+        assert!(host_xml("dgx-h100").unwrap_err().to_string().contains("'dgx-h100'"));
+    }
+}

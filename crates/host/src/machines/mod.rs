@@ -1,0 +1,346 @@
+//! Machines as files: the built-in ones, node files (`linkwise snapshot` writes one), NCCL topology dumps, hwloc XML.
+//!
+//! Owns the format of node files, version 1: raw facts under `observed`, their sources under `source`, facts that were
+//! filled in under `reconstructed`. Recognises a file by its content. Called by the composition roots; derives nothing,
+//! and calls neither NVML nor libhwloc nor the kubelet.
+
+mod file;
+mod hwloc_xml;
+mod load;
+mod nccl;
+mod notes;
+mod xml;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::io;
+
+use serde::{Deserialize, Serialize};
+
+pub use file::{MachineFileError, VERSION};
+use linkwise_core::topology::{GpuObservation, GpuUuid, NodeObservation, PciAddress};
+pub use load::{host_xml, load, of_bytes};
+pub use nccl::topology_file as nccl_topology_file;
+pub use xml::XmlError;
+
+/// The largest node file that is read, in bytes.
+pub const MAX_FILE_BYTES: u64 = 64 << 20;
+
+/// Names with the texts of their files.
+macro_rules! built_in {
+    ($($name:literal),+ $(,)?) => { [$(($name, include_str!(concat!($name, ".yaml")))),+] };
+}
+
+/// The most CPUs of a machine; a kernel is built for at most 8192.
+const MAX_CPUS: u32 = 1 << 16;
+
+/// The machines that are built in: name and text.
+const BUILT_IN: [(&str, &str); 15] = built_in![
+    "dgx1-v100",
+    "dgx2-v100",
+    "dgx-a100",
+    "dgx-h100",
+    "hgx-h200",
+    "hgx-b200",
+    "gb200-nvl72-node",
+    "nvlink-bridge-pairs",
+    "pcie-8x-pix-pairs",
+    "workstation-a6000",
+    "power9-v100",
+    "azure-ndv2-v100",
+    "azure-ndv4-a100",
+    "aws-p4d",
+    "aws-p5",
+];
+
+/// One machine: the observed facts, their sources, and the facts that were filled in.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Machine {
+    /// The version of the format of node files.
+    pub version: u32,
+    /// A short name, such as `dgx-h100`; for a snapshot the node's name.
+    pub name: String,
+    /// A description for people, one line.
+    #[serde(default)]
+    pub title: String,
+    /// The sources of the facts, a line each.
+    #[serde(default)]
+    pub source: Vec<String>,
+    /// The facts that the sources lack and that were filled in, a line each.
+    #[serde(default)]
+    pub reconstructed: Vec<String>,
+    /// The raw facts.
+    pub observed: NodeObservation,
+}
+
+/// A built-in machine, as a list shows it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct BuiltIn {
+    /// The name that [`load`] takes.
+    pub name: &'static str,
+    /// A description for people, one line.
+    pub title: String,
+}
+
+/// The reason why a machine could not be loaded: the file (or the built-in machine's name), and the fault. Each message
+/// is one line and complete (it has no `source`).
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the messages say it")]
+pub enum MachineError {
+    #[error("no machine is called '{0}' and there is no such file (built-in machines: {names})", names = names())]
+    Unknown(String),
+    #[error("cannot read node file '{0}': {1}")]
+    Read(String, io::Error),
+    #[error("node file '{0}' is larger than {most} MiB", most = MAX_FILE_BYTES >> 20)]
+    TooLarge(String),
+    /// The file is not text; the first byte that is not UTF-8, counted from 0.
+    #[error("node file '{0}' is not UTF-8 text (byte {1})")]
+    NotText(String, usize),
+    #[error("node file '{0}': {1}")]
+    Content(String, MachineFileError),
+    /// The XML is broken, or is not the kind of dump that its root names: the kind, the file, the fault and its place.
+    #[error("{0} '{1}': {2}")]
+    Xml(&'static str, String, XmlError),
+    /// The file is NCCL's graph of a topology, not the topology.
+    #[error("'{0}' is an NCCL graph dump; the topology is what NCCL_TOPO_DUMP_FILE writes")]
+    NcclGraph(String),
+    #[error("'{0}' is XML with the root <{1}>, neither <system> (an NCCL topology dump) nor <topology> (hwloc)")]
+    UnknownXml(String, String),
+    /// The file is a machine, and a host is needed.
+    #[error("'{0}' is no hwloc XML (as lstopo writes it), which is what describes a host")]
+    NotAHost(String),
+}
+
+impl Machine {
+    /// Reads a machine from the text of a node file.
+    pub fn parse(text: &str) -> Result<Self, MachineFileError> {
+        file::parse(text)
+    }
+
+    /// The text of a node file; [`Machine::parse`] reads it back equal.
+    pub fn to_yaml(&self) -> Result<String, MachineFileError> {
+        file::to_yaml(self)
+    }
+}
+
+/// The built-in machines, in the order of the list.
+pub fn built_in() -> impl Iterator<Item = BuiltIn> {
+    BUILT_IN.iter().map(|&(name, text)| BuiltIn {
+        name,
+        title: Machine::parse(text).map(|machine| machine.title).unwrap_or_default(),
+    })
+}
+
+/// A GPU with nothing known but its place.
+fn bare_gpu(index: u32, pci: PciAddress) -> GpuObservation {
+    GpuObservation {
+        index,
+        uuid: GpuUuid::made_up(pci),
+        pci,
+        model: None,
+        minor: None,
+        compute_capability: None,
+        brand: None,
+        architecture: None,
+        addressing_mode: None,
+        memory_mib: None,
+        numa: None,
+        pcie: None,
+        nvlinks: None,
+        c2c: None,
+        display: None,
+        mig: None,
+        fabric: None,
+        common_ancestors: BTreeMap::new(),
+    }
+}
+
+/// The CPUs of a kernel list such as `0-15,32-47`; `None` if the text is no such list, or names a CPU beyond 65535.
+pub fn cpus(list: &str) -> Option<BTreeSet<u32>> {
+    let mut cpus = BTreeSet::new();
+    for range in list.split(',').filter(|range| !range.is_empty()) {
+        let (first, last) = range.split_once('-').unwrap_or((range, range));
+        let (first, last): (u16, u16) = (first.trim().parse().ok()?, last.trim().parse().ok()?);
+        if first > last {
+            return None;
+        }
+        cpus.extend((first..=last).map(u32::from));
+    }
+    Some(cpus)
+}
+
+/// The kernel's list (`0-15,32-47`) of a mask: hexadecimal parts of 32 bits, the highest first, as the kernel
+/// (`0000ffff,0000ffff`) or hwloc (`0x0000ffff,,0x0`) writes them. `None` if the text is not a mask, or has more CPUs
+/// than any machine.
+fn cpu_list(mask: &str) -> Option<String> {
+    let mut ranges: Vec<(u32, u32)> = Vec::new();
+    for (word, first) in mask.rsplit(',').zip((0..).step_by(32)) {
+        let digits = word.strip_prefix("0x").unwrap_or(word);
+        let bits =
+            if word.is_empty() { 0 } else { u32::from_str_radix(digits, 16).ok().filter(|_| first < MAX_CPUS)? };
+        for cpu in (0..32).filter(|bit| bits >> bit & 1 == 1).map(|bit| first + bit) {
+            match ranges.last_mut() {
+                Some((_, last)) if *last + 1 == cpu => *last = cpu,
+                _ => ranges.push((cpu, cpu)),
+            }
+        }
+    }
+    let text = |(first, last): &(u32, u32)| if first == last { first.to_string() } else { format!("{first}-{last}") };
+    Some(ranges.iter().map(text).collect::<Vec<_>>().join(","))
+}
+
+fn names() -> String {
+    BUILT_IN.map(|(name, _)| name).join(", ")
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::{self, File};
+
+    use super::*;
+    use linkwise_core::topology::{NvLinkRemote, PciAddress, PciKind, PciObservation};
+
+    /// Every built-in machine.
+    fn all() -> Vec<Machine> {
+        built_in().map(|machine| load(machine.name).unwrap()).collect()
+    }
+
+    fn refusal(name_or_path: &str) -> String {
+        let message = load(name_or_path).unwrap_err().to_string();
+        assert!(!message.contains('\n'), "more than one line: {message}");
+        message
+    }
+
+    #[test]
+    fn built_in_machines_load_under_their_names() {
+        for (listed, machine) in built_in().zip(all()) {
+            assert_eq!(machine.name, listed.name);
+            assert_eq!(machine.title, listed.title);
+            assert!(!machine.title.is_empty() && !machine.source.is_empty() && !machine.reconstructed.is_empty());
+            assert!(machine.observed.gpus.len() >= 2, "{}", machine.name);
+        }
+    }
+
+    #[test]
+    fn built_in_gpus_are_unique_in_tree() {
+        fn walk(devices: &[PciObservation], gpus: &mut Vec<PciAddress>, all: &mut Vec<PciAddress>) {
+            for device in devices {
+                all.extend(device.pci);
+                if device.kind == PciKind::Gpu {
+                    gpus.extend(device.pci);
+                }
+                walk(&device.devices, gpus, all);
+            }
+        }
+        let mut uuids = Vec::new();
+        for machine in all() {
+            let (mut gpus, mut addresses) = (Vec::new(), Vec::new());
+            for bridge in &machine.observed.host.host_bridges {
+                walk(&bridge.devices, &mut gpus, &mut addresses);
+            }
+            gpus.sort_unstable();
+            assert_eq!(gpus, machine.observed.gpus.iter().map(|gpu| gpu.pci).collect::<Vec<_>>(), "{}", machine.name);
+            addresses.sort_unstable();
+            assert!(addresses.is_sorted_by(|a, b| a < b), "{}: an address twice", machine.name);
+            uuids.extend(machine.observed.gpus.into_iter().map(|gpu| gpu.uuid));
+        }
+        uuids.sort_unstable();
+        assert!(uuids.is_sorted_by(|a, b| a < b), "a UUID twice");
+    }
+
+    #[test]
+    fn built_in_nvlinks_are_symmetric() {
+        for machine in all() {
+            let mut between = BTreeMap::new();
+            for gpu in &machine.observed.gpus {
+                let links = gpu.nvlinks.as_deref().unwrap();
+                let mut numbers: Vec<u32> = links.iter().flat_map(|group| group.links.clone()).collect();
+                numbers.sort_unstable();
+                assert_eq!(numbers, (0..u32::try_from(numbers.len()).unwrap()).collect::<Vec<_>>());
+                for group in links {
+                    if let NvLinkRemote::Gpu(remote) = group.remote {
+                        *between.entry((gpu.pci, remote)).or_insert(0) += group.links.len();
+                    }
+                }
+            }
+            for ((from, to), count) in &between {
+                assert_eq!(between.get(&(*to, *from)), Some(count), "{}: {from} to {to}", machine.name);
+            }
+        }
+    }
+
+    #[test]
+    fn written_machine_reads_back_equal() {
+        for mut machine in all() {
+            let text = machine.to_yaml().unwrap();
+            assert_eq!(Machine::parse(&text).unwrap(), machine, "{text}");
+            machine.title = format!("{}: # '\"\\ \u{e9}\n- 1 {}", machine.title, "long ".repeat(60));
+            machine.name = "0x10".to_owned();
+            machine.source = vec![String::new(), "null".to_owned(), " lead".to_owned()];
+            machine.observed.gpus.clear();
+            let text = machine.to_yaml().unwrap();
+            assert_eq!(Machine::parse(&text).unwrap(), machine, "{text}");
+        }
+    }
+
+    #[test]
+    fn kernel_lists_name_cpus() {
+        assert_eq!(cpus("0-2,8, 10-11"), Some([0, 1, 2, 8, 10, 11].into()));
+        assert_eq!(cpus(""), Some(BTreeSet::new()));
+        for list in ["x", "2-1", "0-4294967295", "1-2-3"] {
+            assert_eq!(cpus(list), None, "{list}");
+        }
+    }
+
+    #[test]
+    fn masks_become_lists() {
+        for (mask, expected) in [
+            ("", Some("")),
+            ("00000000", Some("")),
+            ("0x0", Some("")),
+            ("0000ffff,0000ffff", Some("0-15,32-47")),
+            ("0x0000ffff,0x0000ffff", Some("0-15,32-47")),
+            ("0x00000303,0x03030000,,0x0", Some("80-81,88-89,96-97,104-105")),
+            ("00000001,80000000,ffffffff", Some("0-31,63-64")),
+            ("fff0000", Some("16-27")),
+            ("5", Some("0,2")),
+            ("0xf...f", None),
+            ("x", None),
+            ("1ffffffff", None),
+            ("-1", None),
+        ] {
+            assert_eq!(cpu_list(mask).as_deref(), expected, "{mask}");
+        }
+        assert_eq!(cpu_list(&"1,".repeat(1 << 20)), None);
+    }
+
+    #[test]
+    fn unknown_machine_lists_built_in_names() {
+        let message = refusal("dgx-h200");
+        assert!(message.contains("'dgx-h200'"), "{message}");
+        assert!(message.contains("dgx1-v100, dgx2-v100, dgx-a100, dgx-h100, hgx-h200"), "{message}");
+    }
+
+    #[test]
+    fn unreadable_files_are_named_with_cause() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = |name: &str| folder.path().join(name).to_str().unwrap().to_owned();
+
+        let missing = refusal(&path("gone.yaml"));
+        assert!(missing.contains("gone.yaml") && missing.contains("No such file"), "{missing}");
+        let folder_itself = refusal(&path(""));
+        assert!(folder_itself.contains("directory"), "{folder_itself}");
+
+        fs::write(path("binary"), b"version: 1\nname: \xff").unwrap();
+        let binary = refusal(&path("binary"));
+        assert!(binary.contains("not UTF-8 text (byte 17)"), "{binary}");
+
+        File::create(path("huge")).unwrap().set_len(MAX_FILE_BYTES + 1).unwrap();
+        let huge = refusal(&path("huge"));
+        assert!(huge.contains("larger than 64 MiB"), "{huge}");
+
+        fs::write(path("broken.yaml"), "version: 1\nname: [x\ntitle: y\n").unwrap();
+        let broken = refusal(&path("broken.yaml"));
+        assert!(broken.contains("broken.yaml") && broken.contains("line "), "{broken}");
+    }
+}

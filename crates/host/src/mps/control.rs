@@ -1,0 +1,128 @@
+//! Commands to a control daemon: one to the standard input of one nvidia-cuda-mps-control, one answer.
+//!
+//! Called by `daemon`. Every command has a deadline; every error names the command and the answer.
+
+use std::ffi::OsString;
+use std::fs;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use tokio::process::Command;
+
+use super::daemon::{MpsError, Settings};
+use super::limits::Limits;
+use super::program::{self, ProgramError};
+use linkwise_core::quote::quoted;
+use linkwise_core::state::ResourceName;
+
+/// The control daemon of one resource, running or not.
+#[derive(Clone, Debug)]
+pub struct Control {
+    program: PathBuf,
+    /// Variables by which nvidia-cuda-mps-control finds its daemon.
+    environment: Vec<(&'static str, OsString)>,
+    deadline: Duration,
+}
+
+/// The reason why a command to a control daemon failed.
+#[derive(Debug, thiserror::Error)]
+pub enum ControlError {
+    /// There is no answer.
+    #[error("'{0}'")]
+    NoAnswer(String, #[source] ProgramError),
+    /// A limit that was set reads back as another one: the command, its answer, and the answer that confirms the limit.
+    #[error("'{}' answered {}, not {}: the limit does not hold", .0, quoted(.1), .2)]
+    NotHeld(String, String, String),
+}
+
+impl Control {
+    /// Prepares the control daemon of a resource: makes its folders. The folders stay, because running containers have
+    /// them mounted.
+    pub fn of(settings: &Settings, resource: &ResourceName, limits: &Limits) -> Result<Self, MpsError> {
+        let (pipe, log) = (settings.layout.pipe(resource), settings.layout.log(resource));
+        for path in [&pipe, &log] {
+            fs::create_dir_all(path).map_err(|source| MpsError::Write(path.clone(), source))?;
+        }
+        let mut environment: Vec<(&str, OsString)> = vec![
+            ("CUDA_MPS_PIPE_DIRECTORY", pipe.into()),
+            ("CUDA_MPS_LOG_DIRECTORY", log.into()),
+            // GPUs have NVML's order; CUDA's default is the fastest GPU first.
+            ("CUDA_DEVICE_ORDER", "PCI_BUS_ID".into()),
+        ];
+        if limits.shown_only {
+            let gpus: Vec<&str> = limits.gpus().map(|gpu| gpu.as_str()).collect();
+            environment.push(("CUDA_VISIBLE_DEVICES", gpus.join(",").into()));
+        }
+        Ok(Self { program: settings.programs.control.clone(), environment, deadline: settings.pace.answer })
+    }
+
+    /// The command nvidia-cuda-mps-control for this daemon.
+    pub(super) fn program(&self) -> Command {
+        let mut command = Command::new(&self.program);
+        command.envs(self.environment.iter().map(|(name, value)| (name, value)));
+        command
+    }
+
+    /// Sends a command; returns the answer.
+    pub async fn ask(&self, command: &str) -> Result<String, ControlError> {
+        let answer = program::run(&mut self.program(), &format!("{command}\n"), self.deadline).await;
+        answer.map_err(|source| ControlError::NoAnswer(command.to_owned(), source))
+    }
+
+    /// Sends a command and checks that the answer confirms a limit; `wanted` is the limit, for the error.
+    pub(super) async fn confirm(
+        &self,
+        command: &str,
+        wanted: String,
+        confirms: impl FnOnce(&str) -> bool,
+    ) -> Result<(), ControlError> {
+        let answer = self.ask(command).await?;
+        if confirms(&answer) {
+            return Ok(());
+        }
+        Err(ControlError::NotHeld(command.to_owned(), answer, wanted))
+    }
+}
+
+/// Returns true if an answer such as `25.0` is this many percent.
+pub(super) fn is_percentage(answer: &str, percent: u32) -> bool {
+    let (whole, fraction) = answer.split_once('.').unwrap_or((answer, "0"));
+    whole.parse() == Ok(percent) && !fraction.is_empty() && fraction.bytes().all(|digit| digit == b'0')
+}
+
+/// Returns true if an answer such as `512M` or `19G` is this much memory. Drivers show whole GiB from 1 GiB on, rounded
+/// down: 20350 MiB reads back as `19G`.
+pub(super) fn is_memory(answer: &str, mib: u64) -> bool {
+    let digits = answer.bytes().take_while(u8::is_ascii_digit).count();
+    let Some((number, unit)) = answer.split_at_checked(digits) else { return false };
+    let shown = match unit.trim_start() {
+        "M" | "MB" | "MiB" => mib,
+        "G" | "GB" | "GiB" => mib / 1024,
+        _ => return false,
+    };
+    number.parse() == Ok(shown)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn limits_read_back_as_drivers_show_them() {
+        for (answer, percent) in [("25.0", 25), ("100", 100), ("2.00", 2)] {
+            assert!(is_percentage(answer, percent), "{answer}");
+        }
+        for (answer, percent) in [("100.0", 25), ("25.5", 25), ("", 25), ("25.", 25), ("Error", 25), ("-25.0", 25)] {
+            assert!(!is_percentage(answer, percent), "{answer}");
+        }
+        for (answer, mib) in [("512M", 512), ("19G", 20_350), ("20350M", 20_350), ("1G", 1024), ("19 GB", 20_350)] {
+            assert!(is_memory(answer, mib), "{answer}");
+        }
+        for (answer, mib) in
+            [("", 512), ("0G", 512 << 10), ("20G", 20_350), ("G", 0), ("512", 512), ("512K", 512), ("é", 1)]
+        {
+            assert!(!is_memory(answer, mib), "{answer}");
+        }
+        assert!(!is_memory("99999999999999999999999M", 1));
+    }
+}

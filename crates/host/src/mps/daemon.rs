@@ -1,0 +1,190 @@
+//! One control daemon: its start until its limits hold, its probes, its end.
+//!
+//! Called by `supervise`. It runs nvidia-cuda-mps-control in the foreground (`-f`, since driver 470), as a child and in
+//! a process group of its own, so that its death shows at once and its servers can be ended with it.
+
+use std::io;
+use std::path::PathBuf;
+use std::process::{ExitStatus, Stdio};
+use std::time::Duration;
+
+use rustix::process::{Pid, Signal, kill_process_group};
+use tokio::process::Child;
+use tokio::time::{Instant, sleep, timeout};
+
+use super::control::{Control, ControlError, is_memory, is_percentage};
+use super::layout::Layout;
+use super::limits::Limits;
+use super::program::ProgramError;
+use linkwise_core::topology::GpuUuid;
+
+/// The command of a probe: every driver that supports MPS limits answers it, and it changes nothing.
+const PROBE: &str = "get_default_active_thread_percentage";
+/// The command that ends the daemon; its servers have a second to end by themselves.
+const QUIT: &str = "quit -t 1";
+/// The time between two probes of a daemon that was just started, until it answers.
+const PROBE_AGAIN: Duration = Duration::from_millis(50);
+
+/// The programs of the driver.
+#[derive(Clone, Debug)]
+pub struct Programs {
+    /// nvidia-cuda-mps-control.
+    pub control: PathBuf,
+    /// nvidia-smi, which sets the compute mode.
+    pub smi: PathBuf,
+}
+
+/// The longest times for the daemon's work.
+#[derive(Clone, Copy, Debug)]
+pub struct Pace {
+    /// The limit for one command to the control daemon, or one call of nvidia-smi.
+    pub answer: Duration,
+    /// The limit from the daemon's start until it answers.
+    pub start: Duration,
+    /// The limit from the command to quit until the daemon has ended; then it is killed.
+    pub quit: Duration,
+    /// The time between two probes of a daemon that serves.
+    pub probe: Duration,
+    /// The pauses before the daemon is started again: they double from the first to the second.
+    pub pauses: (Duration, Duration),
+}
+
+/// The settings of a control daemon, except its resource.
+#[derive(Clone, Debug)]
+pub struct Settings {
+    /// The MPS root in this container.
+    pub layout: Layout,
+    /// The driver's programs.
+    pub programs: Programs,
+    /// The folder in which the kernel shows SELinux, `/sys/fs/selinux`; it is missing if SELinux is disabled.
+    pub selinuxfs: PathBuf,
+    /// The longest times for the daemon's work.
+    pub pace: Pace,
+}
+
+/// The reason why a control daemon does not serve, or why a compute mode is wrong.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the messages say it")]
+pub enum MpsError {
+    #[error("cannot write {0}")]
+    Write(PathBuf, #[source] io::Error),
+    /// Another control daemon has the pipe directory and does not release it.
+    #[error("another control daemon does not quit")]
+    Predecessor(#[source] Option<ControlError>),
+    #[error("cannot set the compute mode of {0} to {1}")]
+    ComputeMode(GpuUuid, &'static str, #[source] ProgramError),
+    #[error("cannot label {0} for SELinux: containers may not reach the control daemon")]
+    Label(PathBuf, #[source] io::Error),
+    #[error("cannot mount a tmpfs at {0} (it takes a privileged container)")]
+    Mount(PathBuf, #[source] ProgramError),
+    #[error("cannot start nvidia-cuda-mps-control")]
+    Spawn(#[source] io::Error),
+    #[error("nvidia-cuda-mps-control ended: {0}")]
+    Ended(ExitStatus),
+    #[error("nvidia-cuda-mps-control does not answer {0:?} after its start")]
+    Silent(Duration, #[source] ControlError),
+    /// A limit could not be set, or did not last; or the daemon stopped answering.
+    #[error("the control daemon does not work")]
+    Control(#[from] ControlError),
+}
+
+/// A running control daemon: a child that leads a process group of its own. Dropping it kills the whole group.
+#[derive(Debug)]
+pub struct Daemon {
+    child: Child,
+    group: Option<Pid>,
+    control: Control,
+    pace: Pace,
+}
+
+impl Daemon {
+    /// Starts a daemon and waits until its limits hold. After an error no process is left.
+    pub async fn start(control: Control, limits: &Limits, pace: Pace) -> Result<Self, MpsError> {
+        // The daemon's log is linkwise's log: standard output and error are inherited.
+        let mut command = control.program();
+        command.arg("-f").stdin(Stdio::null()).process_group(0).kill_on_drop(true);
+        let child = command.spawn().map_err(MpsError::Spawn)?;
+        let group = child.id().and_then(|id| Pid::from_raw(i32::try_from(id).ok()?));
+        let mut daemon = Self { child, group, control, pace };
+        tokio::select! {
+            status = daemon.child.wait() => return Err(status.map_or_else(MpsError::Spawn, MpsError::Ended)),
+            confirmed = configure(&daemon.control, limits, pace.start) => confirmed?,
+        }
+        Ok(daemon)
+    }
+
+    /// Waits until the daemon fails, and returns the reason. Cancel safe.
+    pub async fn watch(&mut self) -> MpsError {
+        let probes = async {
+            loop {
+                sleep(self.pace.probe).await;
+                if let Err(error) = self.control.ask(PROBE).await {
+                    return error.into();
+                }
+            }
+        };
+        tokio::select! {
+            status = self.child.wait() => status.map_or_else(MpsError::Spawn, MpsError::Ended),
+            failed = probes => failed,
+        }
+    }
+
+    /// Ends the daemon in order; after its time it is killed.
+    pub async fn end(mut self) {
+        let orderly = async {
+            // A daemon that did not take the command does not end, and is killed below.
+            let _ = self.control.ask(QUIT).await;
+            self.child.wait().await
+        };
+        let _ = timeout(self.pace.quit, orderly).await;
+    }
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        // A server that outlives its control daemon keeps the GPU from the next one. If all processes have ended, the
+        // group no longer exists.
+        if let Some(group) = self.group {
+            let _ = kill_process_group(group, Signal::KILL);
+        }
+    }
+}
+
+/// Sets the limits of a daemon that has just been started, and reads them back.
+async fn configure(control: &Control, limits: &Limits, start: Duration) -> Result<(), MpsError> {
+    let began = Instant::now();
+    while let Err(error) = control.ask(PROBE).await {
+        if began.elapsed() >= start {
+            return Err(MpsError::Silent(began.elapsed(), error));
+        }
+        sleep(PROBE_AGAIN).await;
+    }
+    for one in &limits.memory {
+        let Some(mib) = one.mib else { continue };
+        control.ask(&format!("set_default_device_pinned_mem_limit {} {mib}M", one.device)).await?;
+        let back = format!("get_default_device_pinned_mem_limit {}", one.device);
+        control.confirm(&back, format!("{mib}M"), |answer| is_memory(answer, mib)).await?;
+    }
+    let percent = limits.thread_percentage;
+    control.ask(&format!("set_default_active_thread_percentage {percent}")).await?;
+    control.confirm(PROBE, format!("{percent}.0"), |answer| is_percentage(answer, percent)).await?;
+    Ok(())
+}
+
+/// Ends a daemon that outlived the process which started it, so that ours can take its place.
+pub(super) async fn end_predecessor(control: &Control, within: Duration) -> Result<(), MpsError> {
+    let began = Instant::now();
+    loop {
+        let source = match control.ask(PROBE).await {
+            // No daemon answers.
+            Err(ControlError::NoAnswer(_, ProgramError::Failed(..))) => return Ok(()),
+            Err(error @ ControlError::NoAnswer(_, ProgramError::Run(..))) => return Err(error.into()),
+            Err(error) => Some(error),
+            Ok(_) => control.ask(QUIT).await.err(),
+        };
+        if began.elapsed() >= within {
+            return Err(MpsError::Predecessor(source));
+        }
+        sleep(PROBE_AGAIN).await;
+    }
+}

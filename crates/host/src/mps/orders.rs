@@ -1,0 +1,127 @@
+//! Orders: the control daemons that the DRA plugin wants for prepared claims, in one file under the MPS root.
+//!
+//! The plugin (`linkwise run`) derives the file from the claims' checkpoints and writes it; `linkwise
+//! mps-control-daemon` follows it. The file also names the GPUs that DRA has, which no resource of the device plugin
+//! shares any more: only the plugin knows when a GPU has changed its door. The file is written whole, and its earlier
+//! content does not count: the next plugin corrects everything that a killed one left behind.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::io;
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+
+use super::daemon::{MpsError, Settings};
+use super::layout::Layout;
+use super::limits::Limits;
+use super::selinux::label;
+use linkwise_core::claims::MpsOrder;
+use linkwise_core::state::ResourceName;
+use linkwise_core::topology::GpuUuid;
+use linkwise_system::files;
+
+const VERSION: u32 = 1;
+
+/// The longest file that is read, in bytes: an order takes about 150 for each GPU.
+const LONGEST: u64 = 256 << 10;
+
+/// The content of the file.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Orders {
+    /// The GPUs that DRA has.
+    pub gpus: BTreeSet<GpuUuid>,
+    /// The control daemons for claims, by their names under the MPS root.
+    pub daemons: BTreeMap<ResourceName, MpsOrder>,
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+struct File {
+    version: u32,
+    gpus: BTreeSet<GpuUuid>,
+    daemons: Vec<MpsOrder>,
+}
+
+impl Orders {
+    /// Writes the orders under the MPS root. Without orders and without a file, nothing is made. Fails if there is no
+    /// MPS root.
+    pub fn write(&self, layout: &Layout) -> io::Result<()> {
+        let path = layout.orders();
+        if *self == Self::default() {
+            return files::remove(&path).map(drop);
+        }
+        if !layout.root().is_dir() {
+            return Err(io::Error::new(io::ErrorKind::NotFound, "the MPS root is not mounted"));
+        }
+        let daemons = self.daemons.values().cloned().collect();
+        let file = File { version: VERSION, gpus: self.gpus.clone(), daemons };
+        files::write_if_changed(&path, &serde_json::to_vec_pretty(&file)?, 0o600).map(drop)
+    }
+
+    /// Reads the orders; none if there is no file. Fails if the file has another version, or orders that contradict
+    /// each other.
+    pub fn read(layout: &Layout) -> io::Result<Self> {
+        let bytes = match files::read(&layout.orders(), LONGEST) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Self::default()),
+            bytes => bytes?,
+        };
+        let invalid = |why: &str| io::Error::new(io::ErrorKind::InvalidData, why.to_owned());
+        let File { version, gpus, daemons } = serde_json::from_slice(&bytes)?;
+        if version != VERSION {
+            return Err(invalid(&format!("its version is {version}; this linkwise reads {VERSION}")));
+        }
+        let mut orders = Self { gpus, ..Self::default() };
+        for order in daemons {
+            let percent = order.thread_percentage;
+            if !(1..=100).contains(&percent) {
+                return Err(invalid(&format!("an order is for {percent} percent of the threads")));
+            }
+            if order.gpus.iter().any(|gpu| gpu.mib == Some(0)) {
+                return Err(invalid("an order is for no memory"));
+            }
+            let name = order.name().ok_or_else(|| invalid("an order names no GPU"))?;
+            let mut seen = BTreeSet::new();
+            let is_twice = !order.gpus.iter().all(|gpu| seen.insert(&gpu.gpu));
+            if is_twice || orders.daemons.values().any(|other| other.overlaps(&order)) {
+                return Err(invalid("two orders, or one, have a GPU twice"));
+            }
+            layout.check(&name).map_err(|error| invalid(&error.to_string()))?;
+            orders.daemons.insert(name, order);
+        }
+        Ok(orders)
+    }
+
+    /// The limits of the daemons.
+    pub fn limits(&self) -> BTreeMap<ResourceName, Limits> {
+        self.daemons.iter().map(|(name, order)| (name.clone(), Limits::of_order(order))).collect()
+    }
+}
+
+/// Makes the folder of the file, and labels it for SELinux: the plugin writes there from another container.
+pub fn prepare_orders(settings: &Settings) -> Result<(), MpsError> {
+    let path = settings.layout.orders_folder();
+    fs::create_dir_all(&path).map_err(|source| MpsError::Write(path.clone(), source))?;
+    label(&path, &settings.selinuxfs)
+}
+
+impl Layout {
+    /// The folder of the file; only the plugin writes there. No resource's folder has a name that begins like this one.
+    pub fn orders_folder(&self) -> std::path::PathBuf {
+        self.root().join(".dra")
+    }
+
+    fn orders(&self) -> std::path::PathBuf {
+        self.orders_folder().join("orders.json")
+    }
+}
+
+/// The GPUs with a record that their mode is EXCLUSIVE_PROCESS for a control daemon.
+pub fn exclusive_gpus(layout: &Layout) -> io::Result<BTreeSet<GpuUuid>> {
+    let entries = match Path::read_dir(&layout.exclusive()) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(BTreeSet::new()),
+        entries => entries?,
+    };
+    let names = entries.flatten().filter_map(|entry| entry.file_name().into_string().ok());
+    Ok(names.filter_map(|name| name.parse().ok()).collect())
+}

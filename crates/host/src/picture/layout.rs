@@ -1,0 +1,318 @@
+//! The places of all parts of a picture: packages side by side, their PCI trees inside, NVLinks below. Integers only.
+//!
+//! Host bridges and switches are bars above their devices; GPUs and NICs stand in one row at the bottom. A wide machine
+//! has two rows of packages, the lower one upside down, so that the GPUs of both face the NVSwitches.
+
+use std::collections::BTreeMap;
+
+use super::kinds::{Kind, LineKind};
+use super::links::{PORT, Routes, TRACK};
+use super::text::{Style, fit, width, wrap};
+use super::{Block, Picture};
+
+const MARGIN: i64 = 24;
+/// The space around the content of a package or of a NUMA node.
+const PAD: i64 = 14;
+/// The space between packages, and between two devices below the same bar.
+const GAP: i64 = 12;
+const BAR: i64 = 22;
+/// The distance from a bar to the next, or to the row of GPUs.
+const LEVEL: i64 = BAR + 16;
+/// The space between two rows of packages: a plane's bar, and counts on both sides.
+const BETWEEN: i64 = 122;
+/// The widest box that the text of a card may ask for, and that of a package or NUMA node.
+const WIDEST_TEXT: (i64, i64) = (170, 260);
+/// The narrowest picture: that of a machine with one GPU still has a title.
+const NARROWEST: i64 = 560;
+/// The width of a GPU in a page: it does not depend on the GPU's holder.
+const MARKED: i64 = 112;
+
+/// A rectangle, in pixels from the top left.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Rect {
+    pub x: i64,
+    pub y: i64,
+    pub width: i64,
+    pub height: i64,
+}
+
+impl Rect {
+    pub fn middle(self) -> i64 {
+        self.x + self.width / 2
+    }
+
+    pub fn bottom(self) -> i64 {
+        self.y + self.height
+    }
+
+    pub fn right(self) -> i64 {
+        self.x + self.width
+    }
+}
+
+/// One line of text; `x` is its middle or its left end, `y` its baseline.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Text {
+    pub text: String,
+    pub style: Style,
+    pub x: i64,
+    pub y: i64,
+    pub centred: bool,
+}
+
+pub(super) struct Shape {
+    pub rect: Rect,
+    pub kind: Kind,
+    pub lines: Vec<String>,
+    /// The text that a viewer shows when pointed at; may be empty.
+    pub tooltip: String,
+    /// Set if the text of a frame is at its bottom.
+    pub turned: bool,
+    /// The place of a GPU.
+    pub gpu: Option<usize>,
+}
+
+impl Shape {
+    /// The lines at their places: at the head of a frame, or in the middle of any other box.
+    pub fn texts(&self) -> Vec<Text> {
+        let Rect { x, y, width, height } = self.rect;
+        let centred = !self.kind.is_frame();
+        let (air, x) = if centred { (4, self.rect.middle()) } else { (PAD, x + PAD) };
+        let tall = height_of(self.kind, &self.lines);
+        let mut y = match centred {
+            true => y + (height - tall) / 2,
+            false if self.turned => self.rect.bottom() - head(&self.lines) + 7,
+            false => y + 7,
+        };
+        let mut texts = Vec::new();
+        for (number, line) in self.lines.iter().enumerate() {
+            let style = self.kind.style(number);
+            let text = fit(line, style, width - 2 * air);
+            texts.push(Text { text, style, x, y: y + style.size(), centred });
+            y += style.line();
+        }
+        texts
+    }
+}
+
+/// The height of lines of text in a box.
+fn height_of(kind: Kind, lines: &[String]) -> i64 {
+    (0..lines.len()).map(|line| kind.style(line).line()).sum()
+}
+
+/// The height of the head of a package or NUMA node: its name, and possibly another line.
+fn head(lines: &[String]) -> i64 {
+    if lines.len() > 1 { 48 } else { 33 }
+}
+
+pub(super) struct Line {
+    pub points: Vec<(i64, i64)>,
+    pub kind: LineKind,
+    /// The number of NVLinks in the line.
+    pub count: u32,
+}
+
+/// All parts with their places; drawn in this order, the text of boxes with the box.
+#[derive(Default)]
+pub(super) struct Layout {
+    pub width: i64,
+    pub height: i64,
+    /// Packages and NUMA nodes.
+    pub frames: Vec<Shape>,
+    pub lines: Vec<Line>,
+    pub shapes: Vec<Shape>,
+    pub texts: Vec<Text>,
+    /// The boxes of GPUs, by their places.
+    pub gpus: BTreeMap<usize, Rect>,
+}
+
+impl Block {
+    fn width(&self) -> i64 {
+        let line = |(number, line): (usize, &String)| width(line, self.kind.style(number));
+        let mut lines = self.lines.iter().enumerate().map(line);
+        let first = lines.next().unwrap_or(0);
+        let widest = |most: i64| lines.max().unwrap_or(0).min(most).max(first);
+        match self.kind {
+            kind if kind.is_frame() => row_width(&self.below).max(widest(WIDEST_TEXT.1)) + 2 * PAD,
+            Kind::Nic => widest(WIDEST_TEXT.0).min(WIDEST_TEXT.0) + 12,
+            Kind::Marked(..) => MARKED.max(self.ports * PORT),
+            kind if kind.is_leaf() => (widest(WIDEST_TEXT.0) + 14).max(76).max(self.ports * PORT),
+            _ => row_width(&self.below).max(first + 12),
+        }
+    }
+
+    /// The distance from the top down to the row of GPUs.
+    fn depth(&self) -> i64 {
+        let below = self.below.iter().map(Self::depth).max().unwrap_or(0);
+        match self.kind {
+            kind if kind.is_frame() => head(&self.lines) + below,
+            kind if kind.is_leaf() => 0,
+            _ => LEVEL + below,
+        }
+    }
+
+    /// The height that the row of GPUs must have.
+    fn leaf_height(&self) -> i64 {
+        let below = self.below.iter().map(Self::leaf_height).max().unwrap_or(0);
+        if self.kind.is_leaf() { height_of(self.kind, &self.lines) + 12 } else { below }
+    }
+}
+
+fn row_width(blocks: &[Block]) -> i64 {
+    (blocks.iter().map(|block| block.width() + GAP).sum::<i64>() - GAP).max(0)
+}
+
+/// The packages of the upper and the lower row; all are in the upper one if the picture is narrow enough.
+///
+/// Direct links stay in one row (their tracks are below it), and so do several planes (a bar would be in the way of
+/// another's links from below).
+fn rows(picture: &Picture) -> [&[Block]; 2] {
+    let all = picture.packages.as_slice();
+    if row_width(all) <= picture.widest || !picture.links.is_empty() || picture.planes.len() > 1 {
+        return [all, &[]];
+    }
+    let splits = (1..=all.len()).rev().filter_map(|upper| all.split_at_checked(upper));
+    let widest = |(upper, lower): &(&[Block], &[Block])| row_width(upper).max(row_width(lower));
+    splits.min_by_key(widest).map_or([all, &[]], |(upper, lower)| [upper, lower])
+}
+
+/// The position of a row of packages after its layout.
+struct Row {
+    /// The top of the GPUs, and their height.
+    leaves: i64,
+    leaf_height: i64,
+    /// The distance by which it moves down; a turned row has its bottom there.
+    shift: i64,
+    turned: bool,
+}
+
+impl Row {
+    fn y(&self, y: i64) -> i64 {
+        if self.turned { self.shift - y } else { self.shift + y }
+    }
+
+    fn rect(&self, rect: Rect) -> Rect {
+        Rect { y: self.y(if self.turned { rect.bottom() } else { rect.y }), ..rect }
+    }
+}
+
+impl Layout {
+    pub fn new(picture: &Picture) -> Self {
+        let rows = rows(picture);
+        let inside = rows.into_iter().map(row_width).fold(NARROWEST, i64::max);
+        let mut layout = Self { width: inside + 2 * MARGIN, ..Self::default() };
+        let top = layout.title(picture, inside);
+        let all = &picture.packages;
+        let leaves = top + all.iter().map(Block::depth).max().unwrap_or(0);
+        let leaf_height = all.iter().map(Block::leaf_height).max().unwrap_or(0);
+        let mut bottom = if all.is_empty() { top } else { leaves + leaf_height + 2 * PAD };
+        let planes = picture.planes.len();
+        for (number, packages) in rows.into_iter().enumerate() {
+            let (shift, turned) = match (number, planes) {
+                (0, _) => (0, false),
+                (_, 0) => (bottom + PAD - top, false),
+                _ => (2 * bottom + BETWEEN, true),
+            };
+            let row = Row { leaves, leaf_height, shift, turned };
+            let mut x = MARGIN + (inside - row_width(packages)) / 2;
+            for package in packages {
+                layout.place(&row, package, x, top, bottom);
+                x += package.width() + GAP;
+            }
+        }
+        let routes = Routes::new(picture, &layout.gpus);
+        let room = routes.inner * TRACK;
+        layout.frames.iter_mut().filter(|frame| frame.kind != Kind::Node).for_each(|frame| frame.rect.height += room);
+        bottom += room;
+        let inner = leaves + leaf_height + PAD + PAD / 2;
+        let end = routes.draw(picture, &mut layout, leaves + leaf_height, inner, bottom);
+        let end = layout.frames.iter().map(|frame| frame.rect.bottom()).fold(end, i64::max);
+        layout.height = layout.legend(picture, inside, end + PAD * 2) + MARGIN;
+        layout
+    }
+
+    /// Places a block and the blocks below it; `bottom` is that of a frame.
+    fn place(&mut self, row: &Row, block: &Block, x: i64, y: i64, bottom: i64) {
+        let (is_frame, is_leaf) = (block.kind.is_frame(), block.kind.is_leaf());
+        let (y, height, start) = match block.kind {
+            _ if is_frame => (y, bottom - y, y + head(&block.lines)),
+            Kind::Nic => (row.leaves, block.leaf_height(), y),
+            _ if is_leaf => (row.leaves, row.leaf_height, y),
+            _ => (y, BAR, y + LEVEL),
+        };
+        let rect = Rect { x, y, width: block.width(), height };
+        let lines = match block.lines.join(" ") {
+            _ if is_frame || is_leaf => block.lines.clone(),
+            // A bar shows the text that fits.
+            whole if width(&whole, Style::Plain) <= rect.width - 8 => vec![whole],
+            _ => block.lines.iter().take(1).cloned().collect(),
+        };
+        let tooltip = match is_frame {
+            true => block.lines.get(1).cloned().unwrap_or_default(),
+            false => block.tooltip.clone(),
+        };
+        let shape =
+            Shape { rect: row.rect(rect), kind: block.kind, lines, tooltip, turned: row.turned, gpu: block.gpu };
+        self.gpus.extend(block.gpu.map(|gpu| (gpu, shape.rect)));
+        if is_frame {
+            self.frames.push(shape)
+        } else {
+            self.shapes.push(shape)
+        }
+        let mut at = x + (rect.width - row_width(&block.below)) / 2;
+        for child in &block.below {
+            let wide = child.width();
+            if !is_frame {
+                let (foot, to) = (at + wide / 2, if child.kind.is_leaf() { row.leaves } else { start });
+                let points = vec![(foot, row.y(rect.bottom())), (foot, row.y(to))];
+                self.lines.push(Line { points, kind: LineKind::Pcie, count: 1 });
+            }
+            self.place(row, child, at, start, bottom - PAD);
+            at += wide + GAP;
+        }
+    }
+
+    /// Places the title and the models of the GPUs; returns the top of the packages.
+    fn title(&mut self, picture: &Picture, room: i64) -> i64 {
+        let Some(title) = &picture.title else { return MARGIN };
+        let mut y = MARGIN;
+        for (number, line) in std::iter::once(title).chain(&picture.models).enumerate() {
+            let style = if number == 0 { Style::Title } else { Style::Subtitle };
+            for text in wrap(line, style, room) {
+                self.texts.push(Text { text, style, x: MARGIN, y: y + style.size(), centred: false });
+                y += style.line() + 2;
+            }
+        }
+        y + PAD
+    }
+
+    /// Places the legend of colours and lines, in as many rows as it needs; returns its bottom.
+    fn legend(&mut self, picture: &Picture, room: i64, top: i64) -> i64 {
+        let lines = [
+            (LineKind::Pcie, "PCIe"),
+            (LineKind::Near, "NVLinks: the more, the wider (NV2: two links)"),
+            (LineKind::Crossing, "NVLinks between packages"),
+            (LineKind::Allocated, "NVLinks of allocated GPUs"),
+        ];
+        let is_drawn = |kind| self.lines.iter().any(|line| line.kind == kind);
+        let lines = lines.into_iter().filter(|(kind, _)| is_drawn(*kind)).map(|(kind, text)| (Kind::Count(kind), text));
+        let held = picture.allocated.iter().flat_map(|line| [(Kind::Allocated, line.as_str()), (Kind::Gpu, "free")]);
+        let (mut x, mut y, mut bottom) = (MARGIN, top, top - PAD * 2);
+        for (kind, text) in held.chain(lines).collect::<Vec<_>>() {
+            let text = fit(text, Style::Plain, room - 40);
+            let wide = 34 + width(&text, Style::Plain);
+            if x > MARGIN && x + wide > MARGIN + room {
+                (x, y) = (MARGIN, y + 22);
+            }
+            if let Kind::Count(kind) = kind {
+                let (points, count) = (vec![(x, y + 7), (x + 26, y + 7)], if kind == LineKind::Pcie { 1 } else { 2 });
+                self.lines.push(Line { points, kind, count });
+            } else {
+                self.add_shape(Rect { x, y, width: 26, height: 14 }, kind, "");
+            }
+            self.texts.push(Text { text, style: Style::Plain, x: x + 34, y: y + 11, centred: false });
+            (x, bottom) = (x + wide + 24, y + 14);
+        }
+        bottom
+    }
+}

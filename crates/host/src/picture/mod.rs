@@ -1,0 +1,435 @@
+//! The machine as a picture, drawn by `linkwise topology --format svg|dot` and shown on the node's page.
+//!
+//! [`Picture`] holds the visible parts, as nested boxes and links without a place; `layout` gives them places for
+//! `svg`, `dot` leaves that to Graphviz. A picture is a function of the machine: no clock, no randomness, the same text
+//! for the same machine. `outline` is the machine as a nested list, from which the tree of `linkwise topology` is drawn
+//! too.
+
+mod dot;
+mod kinds;
+mod layout;
+mod links;
+mod matrix;
+mod outline;
+mod svg;
+#[cfg(test)]
+mod tests;
+mod text;
+mod tree;
+
+use std::collections::{BTreeMap, BTreeSet};
+
+pub use matrix::matrix;
+pub use tree::{machine_tree, tree};
+
+use kinds::{Kind, LineKind};
+use linkwise_core::topology::{Gpu, NodeObservation, NodeTopology, NumaNodeId, NvLinkRemote, PciAddress};
+use outline::{Part, What, outline};
+
+pub use dot::dot;
+pub use svg::{element, svg};
+pub use text::harmless;
+
+use text::clean;
+
+/// The most interfaces that are named in one box.
+const MOST_NAMES: usize = 4;
+
+/// The widest row of packages, if this can be met: on a common screen its texts can still be read.
+const WIDEST: i64 = 2000;
+/// The widest row in a page that has other content beside the picture.
+const WIDEST_IN_PAGE: i64 = 1280;
+
+/// The number of colours for holders; with more holders, some share a colour.
+pub const COLOURS: u8 = 8;
+
+/// The holder of a GPU.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Holder {
+    /// No holder.
+    #[default]
+    Nobody,
+    /// One holder with this colour, below [`COLOURS`].
+    One(u8),
+    /// Several holders, each with a share.
+    Several,
+}
+
+/// The additions of a picture to a GPU.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Mark {
+    /// The holder.
+    pub holder: Holder,
+    /// Set if the GPU may not be given out.
+    pub is_sick: bool,
+    /// The lines below its address; long ones are cut.
+    pub lines: Vec<String>,
+}
+
+/// The visible parts of a machine.
+pub struct Picture {
+    /// The title of the machine; none in a page, which has the title itself.
+    title: Option<String>,
+    /// The widest row of packages.
+    widest: i64,
+    /// The models with their GPUs.
+    models: Vec<String>,
+    /// The held GPUs; `None` without --allocated.
+    allocated: Option<String>,
+    /// Packages with their content; parts without a known package are last.
+    packages: Vec<Block>,
+    /// NVLinks from GPU to GPU.
+    links: Vec<Link>,
+    /// The NVSwitch planes.
+    planes: Vec<Plane>,
+}
+
+/// A box with its text, and the boxes in it or below it.
+struct Block {
+    kind: Kind,
+    lines: Vec<String>,
+    /// The text that a viewer shows when pointed at.
+    tooltip: String,
+    /// The place of a GPU that NVML lists.
+    gpu: Option<usize>,
+    /// The number of NVLink lines that end here.
+    ports: i64,
+    below: Vec<Self>,
+}
+
+/// The NVLinks between two GPUs, by their places; `a` is the smaller.
+struct Link {
+    a: usize,
+    b: usize,
+    count: u32,
+    kind: LineKind,
+    /// Set if the GPUs are in different packages.
+    crosses: bool,
+}
+
+/// An NVSwitch plane.
+struct Plane {
+    name: String,
+    /// The GPUs on it, with their links.
+    ports: Vec<Port>,
+}
+
+struct Port {
+    gpu: usize,
+    count: u32,
+    kind: LineKind,
+}
+
+/// The active links of one GPU that do not lead to a GPU.
+#[derive(Default)]
+struct Face {
+    to_switches: u32,
+    to_cpu: u32,
+    /// The switches whose addresses are known.
+    switches: BTreeSet<PciAddress>,
+}
+
+impl Picture {
+    /// Makes the picture of a machine with its title; `allocated` holds places in the topology's GPUs.
+    pub fn new(
+        (title, observed): (&str, &NodeObservation),
+        topology: &NodeTopology,
+        allocated: Option<&BTreeSet<usize>>,
+    ) -> Self {
+        let picture = Self::sketch(observed, topology, |place| match allocated {
+            Some(allocated) if allocated.contains(&place) => Look::Allocated,
+            _ => Look::Plain,
+        });
+        let (title, models) = (Some(clean(title)), models(topology.gpus()));
+        Self { title, models, allocated: allocated.map(|held| allocated_line(topology, held)), ..picture }
+    }
+
+    /// Makes the picture for a page: without a title, in the page's own colours, and with a mark for each GPU that has
+    /// one, by its place in the topology's GPUs.
+    pub fn of_node(observed: &NodeObservation, topology: &NodeTopology, marks: &BTreeMap<usize, Mark>) -> Self {
+        let unmarked = Mark::default();
+        let look = |place| Look::Marked(marks.get(&place).unwrap_or(&unmarked));
+        Self { widest: WIDEST_IN_PAGE, ..Self::sketch(observed, topology, look) }
+    }
+
+    fn sketch<'a>(observed: &NodeObservation, topology: &NodeTopology, look: impl Fn(usize) -> Look<'a>) -> Self {
+        let parts = outline(observed, topology);
+        let faces = topology.gpus().iter().map(|gpu| Face::new(gpu, observed)).collect();
+        let looks = (0..topology.gpus().len()).map(look).collect();
+        let sketch = Sketch { topology, faces, looks };
+        let mut packages = sketch.blocks(&parts, None);
+        packages.sort_by_key(|package| package.kind == Kind::Unknown);
+        Self {
+            title: None,
+            widest: WIDEST,
+            models: Vec::new(),
+            allocated: None,
+            links: sketch.links(&packages),
+            packages,
+            planes: sketch.planes(),
+        }
+    }
+}
+
+/// The look of a GPU.
+#[derive(Clone, Copy)]
+enum Look<'a> {
+    Plain,
+    /// Named by --allocated.
+    Allocated,
+    Marked(&'a Mark),
+}
+
+impl Look<'_> {
+    fn kind(self) -> Kind {
+        match self {
+            Self::Plain => Kind::Gpu,
+            Self::Allocated => Kind::Allocated,
+            Self::Marked(mark) => Kind::Marked(mark.holder, mark.is_sick),
+        }
+    }
+
+    /// The kind of its links, if it differs from that of other links.
+    fn of_links(self) -> Option<LineKind> {
+        match self {
+            Self::Allocated => Some(LineKind::Allocated),
+            Self::Marked(Mark { holder: Holder::One(colour), .. }) => Some(LineKind::Held(*colour)),
+            Self::Plain | Self::Marked(_) => None,
+        }
+    }
+}
+
+impl Block {
+    fn holds(&self, gpu: usize) -> bool {
+        self.gpu == Some(gpu) || self.below.iter().any(|block| block.holds(gpu))
+    }
+}
+
+impl Face {
+    fn new(gpu: &Gpu, observed: &NodeObservation) -> Self {
+        let mut face = Self::default();
+        let mut numbers = BTreeSet::new();
+        let seen = observed.gpus.iter().find(|seen| seen.uuid == gpu.uuid && seen.pci == gpu.pci);
+        let groups = seen.and_then(|seen| seen.nvlinks.as_ref()).into_iter().flatten();
+        for group in groups.filter(|group| group.active) {
+            let links = group.links.iter().filter(|number| numbers.insert(**number)).count();
+            let links = u32::try_from(links).unwrap_or(u32::MAX);
+            match group.remote {
+                NvLinkRemote::Switch(pci) => {
+                    face.to_switches = face.to_switches.saturating_add(links);
+                    face.switches.extend(pci);
+                }
+                NvLinkRemote::Cpu => face.to_cpu = face.to_cpu.saturating_add(links),
+                NvLinkRemote::Gpu(_) | NvLinkRemote::Unknown => {}
+            }
+        }
+        face
+    }
+}
+
+/// The sources of a picture's parts.
+struct Sketch<'a> {
+    topology: &'a NodeTopology,
+    /// The faces, in the order of the topology's GPUs.
+    faces: Vec<Face>,
+    looks: Vec<Look<'a>>,
+}
+
+impl Sketch<'_> {
+    /// Boxes side by side, drawn in a NUMA node (or in none); NICs that follow each other share one.
+    fn blocks(&self, parts: &[Part<'_>], numa: Option<NumaNodeId>) -> Vec<Block> {
+        let is_nic = |part: &Part<'_>| matches!(part.what, What::Nic(_));
+        let mut blocks = Vec::new();
+        for group in parts.chunk_by(|a, b| is_nic(a) && is_nic(b)) {
+            let mut block = match group {
+                [one] if !is_nic(one) => self.block(one, numa),
+                nics => self.nics(nics, numa),
+            };
+            // No real device is below a card, but a file may have one there.
+            let beside = if block.kind.is_leaf() { std::mem::take(&mut block.below) } else { Vec::new() };
+            blocks.push(block);
+            blocks.extend(beside);
+        }
+        blocks
+    }
+
+    fn block(&self, part: &Part<'_>, numa: Option<NumaNodeId>) -> Block {
+        let numa = if let What::Node(id, _) = part.what { id } else { numa };
+        let mut below = self.blocks(&part.below, numa);
+        let name = match part.what {
+            What::Switch => "switch".to_owned(),
+            What::Port => "port".to_owned(),
+            What::UnlistedGpu => "GPU".to_owned(),
+            _ => part.label(),
+        };
+        let address: Vec<String> = part.pci.map(address).into_iter().collect();
+        let (kind, more) = match part.what {
+            What::Package(id) => {
+                // NUMA nodes without a PCI device are one line.
+                let has_devices = |node: &&Part<'_>| !node.below.is_empty();
+                let number = |node: &Part<'_>| if let What::Node(id, _) = node.what { Some(id?.0) } else { None };
+                let empty: Vec<u32> = part.below.iter().filter(|node| !has_devices(node)).filter_map(number).collect();
+                below.retain(|node| !node.below.is_empty());
+                let kind = if id.is_some() { Kind::Package } else { Kind::Unknown };
+                let nodes = if empty.len() == 1 { "node" } else { "nodes" };
+                let note = (!empty.is_empty()).then(|| format!("no PCI devices: NUMA {nodes} {}", ranges(&empty)));
+                (kind, note.into_iter().collect())
+            }
+            What::Unseen => (Kind::Unknown, Vec::new()),
+            What::Node(..) => (Kind::Node, part.cpus().iter().map(|cpus| clean(cpus)).collect()),
+            What::Bridge => (Kind::Bridge, Vec::new()),
+            What::Switch => (Kind::Switch, address),
+            What::Port | What::Deeper => (Kind::Port, address),
+            What::Nic(_) => (Kind::Nic, address),
+            What::UnlistedGpu => (Kind::Unlisted, [address, vec!["not in NVML".to_owned()]].concat()),
+            What::Gpu(place) => return self.gpu(place, numa, below),
+        };
+        let lines = [name].into_iter().chain(more).collect();
+        Block { kind, lines, tooltip: clean(&part.label()), gpu: None, ports: 0, below }
+    }
+
+    fn gpu(&self, place: usize, numa: Option<NumaNodeId>, below: Vec<Block>) -> Block {
+        let mut lines = Vec::new();
+        let mut tooltip = String::new();
+        if let Some(gpu) = self.topology.gpus().get(place) {
+            lines.extend([format!("GPU {}", gpu.index), address(gpu.pci)]);
+            lines.extend(gpu.numa.filter(|_| gpu.numa != numa).map(|numa| format!("NUMA {numa}")));
+            let model = gpu.model.as_deref().map(|model| format!(", {}", clean(model)));
+            let memory = gpu.memory_mib.map(|mib| format!(", {mib} MiB"));
+            tooltip = format!("GPU {}, {}, {}", gpu.index, gpu.pci, gpu.uuid);
+            tooltip.extend(model.into_iter().chain(memory));
+        }
+        let to_cpu = self.faces.get(place).map_or(0, |face| face.to_cpu);
+        lines.extend((to_cpu > 0).then(|| format!("NV{to_cpu} to CPU")));
+        let look = self.look(place);
+        match look {
+            Look::Plain => {}
+            Look::Allocated => lines.push("allocated".to_owned()),
+            Look::Marked(mark) => lines.extend(mark.lines.iter().map(|line| clean(line))),
+        }
+        let all = 0..self.topology.gpus().len();
+        let links: i64 = all.map(|other| i64::from(self.direct_links(place.min(other), place.max(other)) > 0)).sum();
+        let ports = links + i64::from(self.plane(place).is_some());
+        Block { kind: look.kind(), lines, tooltip, gpu: Some(place), ports, below }
+    }
+
+    /// One box for NICs: their interfaces and the fastest rate.
+    fn nics(&self, parts: &[Part<'_>], numa: Option<NumaNodeId>) -> Block {
+        let mut names = Vec::new();
+        let mut fastest = None;
+        for part in parts {
+            let What::Nic(nics) = part.what else { continue };
+            names.extend(nics.iter().map(|nic| clean(&nic.name)));
+            fastest = nics.iter().map(|nic| nic.mbps).fold(fastest, Option::max);
+            if nics.is_empty() {
+                names.push(part.pci.map_or("NIC".to_owned(), |pci| format!("NIC {}", address(pci))));
+            }
+        }
+        let more = names.len().saturating_sub(MOST_NAMES);
+        names.truncate(MOST_NAMES);
+        names.extend((more > 0).then(|| format!("+{more}")));
+        names.extend(fastest.map(|mbps| format!("{} Gb/s", mbps / 1000)));
+        let tooltip = parts.iter().map(|part| clean(&part.label())).collect::<Vec<_>>().join("; ");
+        let below = parts.iter().flat_map(|nic| self.blocks(&nic.below, numa)).collect();
+        Block { kind: Kind::Nic, lines: names, tooltip, gpu: None, ports: 0, below }
+    }
+
+    /// The GPUs' links, if the GPUs are in these packages.
+    fn links(&self, packages: &[Block]) -> Vec<Link> {
+        let home = |gpu| packages.iter().position(|package| package.holds(gpu));
+        let all = 0..self.topology.gpus().len();
+        let pairs = all.clone().flat_map(|a| all.clone().map(move |b| (a, b)));
+        let link = |(a, b)| {
+            let crosses = home(a) != home(b);
+            let kind = match (self.look(a).of_links(), self.look(b).of_links()) {
+                (Some(one), Some(other)) if one == other => one,
+                _ if crosses => LineKind::Crossing,
+                _ => LineKind::Near,
+            };
+            Link { a, b, count: self.direct_links(a, b), kind, crosses }
+        };
+        pairs.map(link).filter(|link| link.count > 0).collect()
+    }
+
+    /// The number of NVLinks from GPU `a` directly to GPU `b`: the topology also counts the path over a plane, which
+    /// has its own lines here.
+    fn direct_links(&self, a: usize, b: usize) -> u32 {
+        let links = |place: usize| self.faces.get(place).map_or(0, |face| face.to_switches);
+        let joined = self.plane(a).is_some() && self.plane(a) == self.plane(b);
+        let over_plane = if joined { links(a).min(links(b)) } else { 0 };
+        if a < b { self.topology.nvlink_count(a, b).saturating_sub(over_plane) } else { 0 }
+    }
+
+    /// The plane that a GPU is on.
+    fn plane(&self, gpu: usize) -> Option<u32> {
+        self.topology.gpus().get(gpu)?.nvswitch_plane
+    }
+
+    fn planes(&self) -> Vec<Plane> {
+        let mut planes: BTreeMap<u32, (Vec<Port>, BTreeSet<PciAddress>)> = BTreeMap::new();
+        for (gpu, face) in self.faces.iter().enumerate() {
+            let Some(number) = self.plane(gpu) else { continue };
+            let (ports, switches) = planes.entry(number).or_default();
+            let kind = self.look(gpu).of_links().unwrap_or(LineKind::Near);
+            ports.push(Port { gpu, count: face.to_switches, kind });
+            switches.extend(&face.switches);
+        }
+        let several = planes.len() > 1;
+        let plane = |(number, (ports, switches)): (u32, (Vec<Port>, BTreeSet<PciAddress>))| {
+            let which = if several { format!(" plane {number}") } else { String::new() };
+            let switches = match switches.len() {
+                0 => String::new(),
+                1 => " (1 switch)".to_owned(),
+                switches => format!(" ({switches} switches)"),
+            };
+            Plane { name: format!("NVSwitch{which}{switches}"), ports }
+        };
+        planes.into_iter().map(plane).collect()
+    }
+
+    fn look(&self, place: usize) -> Look<'_> {
+        self.looks.get(place).copied().unwrap_or(Look::Plain)
+    }
+}
+
+/// The legend's line for the GPUs that --allocated names.
+fn allocated_line(topology: &NodeTopology, allocated: &BTreeSet<usize>) -> String {
+    let held = allocated.iter().filter_map(|place| topology.gpus().get(*place));
+    let mut indices: Vec<u32> = held.map(|gpu| gpu.index).collect();
+    indices.sort_unstable();
+    let all = topology.gpus().len();
+    match indices.len() {
+        0 => format!("allocated: none of {all} GPUs"),
+        held => format!("allocated: GPU {} ({held} of {all})", ranges(&indices)),
+    }
+}
+
+/// The models with their GPUs, a line for each.
+fn models(gpus: &[Gpu]) -> Vec<String> {
+    let mut models: BTreeMap<Option<&str>, Vec<u32>> = BTreeMap::new();
+    for gpu in gpus {
+        models.entry(gpu.model.as_deref()).or_default().push(gpu.index);
+    }
+    models.values_mut().for_each(|indices| indices.sort_unstable());
+    let mut models: Vec<(Vec<u32>, Option<&str>)> = models.into_iter().map(|(model, gpus)| (gpus, model)).collect();
+    models.sort();
+    let name = |model: Option<&str>| model.map_or("model unknown".to_owned(), clean);
+    let lines = models.into_iter().map(|(gpus, model)| format!("GPU {}: {}", ranges(&gpus), name(model)));
+    if gpus.is_empty() { vec!["no GPUs".to_owned()] } else { lines.collect() }
+}
+
+/// Writes sorted numbers as `0-3, 6`: runs of three and more are joined.
+pub fn ranges(numbers: &[u32]) -> String {
+    let runs = numbers.chunk_by(|a, b| a.checked_add(1) == Some(*b));
+    let run = |run: &[u32]| match run {
+        [first, _, .., last] => format!("{first}-{last}"),
+        few => few.iter().map(ToString::to_string).collect::<Vec<_>>().join(", "),
+    };
+    runs.map(run).collect::<Vec<_>>().join(", ")
+}
+
+/// An address in the short form: without domain 0.
+pub fn address(pci: PciAddress) -> String {
+    let long = pci.to_string();
+    long.strip_prefix("0000:").map(str::to_owned).unwrap_or(long)
+}

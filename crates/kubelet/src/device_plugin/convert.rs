@@ -1,0 +1,95 @@
+//! Wire types to core types and back. prost types go no further than this.
+
+use tonic::Status;
+
+use linkwise_core::allocation::{AllocationRequest, DeviceId, PreferredAllocation};
+use linkwise_core::publish::injection::{Injection, InjectionError};
+use linkwise_core::state::{AllocateError, Health, NodeState, Resource, ResourceName};
+use linkwise_kubelet_api::v1beta1 as wire;
+
+pub(super) fn options() -> wire::DevicePluginOptions {
+    wire::DevicePluginOptions { pre_start_required: false, get_preferred_allocation_available: true }
+}
+
+/// The whole list of a resource, as ListAndWatch sends it.
+pub(super) fn device_list(snapshot: &NodeState, resource: &ResourceName) -> wire::ListAndWatchResponse {
+    let devices = snapshot.offers().of(resource).map(|(id, device)| {
+        let nodes: Vec<_> = device.numa_nodes.iter().map(|numa| wire::NumaNode { id: i64::from(numa.0) }).collect();
+        let health = if device.health == Health::Healthy { wire::HEALTHY } else { wire::UNHEALTHY };
+        wire::Device {
+            id: id.as_str().to_owned(),
+            health: health.to_owned(),
+            topology: (!nodes.is_empty()).then_some(wire::TopologyInfo { nodes }),
+        }
+    });
+    let unknown = snapshot.offers().resources().get(resource).into_iter().flat_map(Resource::unknown);
+    let unknown = unknown.map(|(id, _)| wire::Device {
+        id: id.as_str().to_owned(),
+        health: wire::UNHEALTHY.to_owned(),
+        topology: None,
+    });
+    wire::ListAndWatchResponse { devices: devices.chain(unknown).collect() }
+}
+
+/// One container's question. A negative size is a size that cannot be met, like 0.
+pub(super) fn request(container: wire::ContainerPreferredAllocationRequest) -> AllocationRequest {
+    AllocationRequest {
+        available: ids(container.available_device_i_ds),
+        must_include: ids(container.must_include_device_i_ds),
+        size: usize::try_from(container.allocation_size).unwrap_or(0),
+    }
+}
+
+pub(super) fn preferred(answer: PreferredAllocation) -> wire::ContainerPreferredAllocationResponse {
+    let device_i_ds = answer.devices.iter().map(|id| id.as_str().to_owned()).collect();
+    wire::ContainerPreferredAllocationResponse { device_i_ds }
+}
+
+pub(super) fn ids(ids: Vec<String>) -> Vec<DeviceId> {
+    ids.into_iter().map(DeviceId::from).collect()
+}
+
+/// The answer for one container.
+pub(super) fn container(injection: Injection) -> wire::ContainerAllocateResponse {
+    let mounts = injection.mounts.into_iter().map(|mount| wire::Mount {
+        container_path: mount.container,
+        host_path: mount.host,
+        read_only: mount.read_only,
+    });
+    let devices = injection.device_nodes.into_iter().map(|node| wire::DeviceSpec {
+        container_path: node.container,
+        host_path: node.host,
+        permissions: "rw".to_owned(),
+    });
+    wire::ContainerAllocateResponse {
+        envs: injection.env.into_iter().collect(),
+        mounts: mounts.collect(),
+        devices: devices.collect(),
+        annotations: injection.annotations.into_iter().collect(),
+        cdi_devices: injection.cdi_devices.into_iter().map(|name| wire::CdiDevice { name }).collect(),
+    }
+}
+
+/// A granted GPU that cannot be given to a container.
+pub(super) fn no_injection(error: &InjectionError) -> Status {
+    Status::failed_precondition(error.to_string())
+}
+
+/// The longest refusal, in characters. It goes into a header and into the log; what Kubernetes allows as an id (63)
+/// and as a resource's name (317) fits.
+const LONGEST_REFUSAL: usize = 512;
+
+/// A refused order: an unknown or repeated id is the caller's mistake, an unhealthy device is not.
+pub(super) fn refusal(error: &AllocateError) -> Status {
+    let mut words = error.to_string();
+    if let Some((end, _)) = words.char_indices().nth(LONGEST_REFUSAL) {
+        words.truncate(end);
+        words.push_str(" ...");
+    }
+    match error {
+        AllocateError::Unknown(..) | AllocateError::Repeated(..) | AllocateError::OneSlot(..) => {
+            Status::invalid_argument(words)
+        }
+        AllocateError::Unhealthy(..) => Status::failed_precondition(words),
+    }
+}

@@ -1,0 +1,450 @@
+//! The machine with the device plugin's handshake in a simulated world: random events, simulated time, and the rules
+//! that hold after every input.
+
+use proptest::prelude::*;
+use proptest::test_runner::Config;
+
+use super::*;
+use crate::registration::worlds::{self, LIMITS as COMMON, Neighbour, happening};
+use crate::registration::{Action, RegistrationMachine};
+
+mod beside;
+
+const LIMITS: Limits =
+    Limits { register: Duration::from_secs(15), stream: Duration::from_secs(10), confirm: Duration::from_secs(10) };
+
+const NOT_LISTED: &str = "PodResources does not list our devices, 10s after the kubelet opened ListAndWatch";
+
+type World = worlds::World<Kubelet>;
+type Happening = worlds::Happening<Own>;
+
+/// An event of the kubelet's.
+#[derive(Clone, Debug)]
+enum Own {
+    /// As `BindEnds(true)`, with another plugin there.
+    BindsBeside,
+    /// The other plugin ends: its socket at once, its stream after so many milliseconds.
+    PredecessorEnds(u64),
+    DetachEnds(bool),
+    /// Another plugin registers after us, and ends.
+    SuccessorEnds,
+    RegisterEnds(bool),
+    StreamOpens,
+    StreamEnds,
+    AskEnds(Listing),
+    /// A registration that goes well.
+    AllWell,
+    /// The next time PodResources is asked, and its answer.
+    NextAsk(Listing),
+    /// An input that the machine does not expect.
+    Spurious(u8),
+}
+
+/// The kubelet's books of a socket of ours.
+#[derive(Clone, Copy, Debug, Default)]
+struct Books {
+    /// The kubelet that was there when it was registered.
+    kubelet: Option<u64>,
+    registered: bool,
+    /// Of the kubelet's.
+    streams: usize,
+    /// The last answers of PodResources: `Missing` twice in a row, with the last time it did not.
+    missing: u32,
+    asked: bool,
+}
+
+/// The plugin that was there before.
+#[derive(Clone, Copy, Debug, Default)]
+struct Predecessor {
+    stands: bool,
+    /// The time at which the kubelet sees its stream end.
+    stream_ends: Option<Duration>,
+    streams: bool,
+}
+
+#[derive(Debug, Default)]
+struct Kubelet {
+    books: Books,
+    registering: bool,
+    asking: bool,
+    detaching: bool,
+    predecessor: Predecessor,
+    /// Whether the other plugin's end may end our session: it was not there any more when our socket was bound, or the
+    /// kubelet did not forget the name.
+    kept: bool,
+    /// Kubelets up to 1.36: whether a client of ours is under the resource's name, which the end of any stream ends.
+    named: bool,
+}
+
+fn does(world: &mut World, own: Own) {
+    world.happens(Happening::Own(own));
+}
+
+fn own_input(world: &mut World, input: OwnInput) {
+    world.feed(Input::Own(input));
+}
+
+fn streams(world: &mut World, change: impl FnOnce(usize) -> usize) {
+    if world.socket.is_none_or(|socket| socket.ended) {
+        return;
+    }
+    let open = change(world.neighbour.books.streams);
+    world.neighbour.books.streams = open;
+    own_input(world, OwnInput::Streams(open));
+}
+
+/// An unexpected answer, which must not change the stage.
+fn spurious(world: &mut World, which: u8) {
+    let kubelet = &world.neighbour;
+    let input = match which % 5 {
+        0 if !kubelet.registering => Input::Registered(Ok(())),
+        1 if !kubelet.registering => Input::Registered(Err("late".to_owned())),
+        2 if !kubelet.asking => Input::Own(OwnInput::Listed(Listing::Listed)),
+        3 if !kubelet.asking => Input::Own(OwnInput::Listed(Listing::Missing)),
+        4 if !kubelet.detaching => Input::Own(OwnInput::Detached(Ok(()))),
+        _ => Input::Tick,
+    };
+    world.feed(input);
+}
+
+fn not_today(ok: bool) -> Result<(), String> {
+    if ok { Ok(()) } else { Err("not today".to_owned()) }
+}
+
+impl Neighbour for Kubelet {
+    type Handshake = DevicePluginHandshake;
+    type Happening = Own;
+
+    const GOAL: Phase = Phase::Serving;
+    // The longest deadline, then a close, then the longest pause, and the calls.
+    const RECOVERY: Duration = Duration::from_secs(15 + 1 + 16 + 1);
+    const LONGEST_WAIT: Duration = ASK_BETWEEN;
+
+    fn machine(seed: u64) -> RegistrationMachine<DevicePluginHandshake> {
+        RegistrationMachine::new(COMMON, Phase::WaitingForKubelet, DevicePluginHandshake::new(LIMITS), seed)
+    }
+
+    fn kubelet(number: u64) -> FileId {
+        FileId::numbered(number)
+    }
+
+    fn others(&self) -> bool {
+        self.predecessor.stands
+    }
+
+    fn longest(phase: Phase) -> Duration {
+        match phase {
+            Phase::Registering | Phase::Detaching => LIMITS.register,
+            Phase::WaitingForStream => LIMITS.stream,
+            Phase::Confirming => LIMITS.confirm,
+            _ => Duration::MAX,
+        }
+    }
+
+    fn bound(&mut self) -> bool {
+        self.kept = !self.predecessor.stands;
+        self.books = Books::default();
+        self.predecessor.stands
+    }
+
+    fn ended(&mut self) {
+        (self.registering, self.asking, self.detaching) = (false, false, false);
+    }
+
+    fn perform(world: &mut World, action: &OwnAction) {
+        let (beside, kubelet) = (world.phase() == Phase::Beside, &mut world.neighbour);
+        match action {
+            OwnAction::Register | OwnAction::Renew => {
+                let socket = world.socket.expect("registers a socket that is served");
+                kubelet.books.kubelet = world.kubelet;
+                let twice = !beside && kubelet.books.registered;
+                assert!(!socket.ended && !twice, "registers what has ended, or twice");
+                assert_eq!(beside, *action == OwnAction::Renew);
+                assert!(world.kubelet.is_some(), "registers without a kubelet");
+                kubelet.registering = true;
+            }
+            OwnAction::Ask => assert!(!std::mem::replace(&mut kubelet.asking, true), "asks twice at once"),
+            OwnAction::Detach => {
+                assert!(!kubelet.detaching && kubelet.books.registered, "detaches too early");
+                kubelet.detaching = true;
+            }
+            OwnAction::ReportDetached(result) => kubelet.kept |= result.is_err(),
+        }
+    }
+
+    fn check(world: &World) {
+        if !world.phase().is_serving() {
+            return;
+        }
+        let (socket, books) = (world.socket.expect("ready without a socket"), &world.neighbour.books);
+        assert!(socket.stands, "ready without a socket that anybody could dial");
+        assert!(socket.served, "ready without a server");
+        assert!(world.kubelet.is_some() && books.kubelet == world.kubelet, "ready with a kubelet that is gone");
+        assert!(!socket.ended, "ready while the session ends");
+        assert!(books.registered, "ready, and this very socket was not registered");
+        assert!(books.streams > 0, "ready without a stream of the kubelet's");
+        assert!(books.asked, "ready before PodResources was asked");
+        assert!(books.missing < 2, "ready though PodResources does not list our devices");
+    }
+
+    fn happens(world: &mut World, happening: Own) {
+        let serving = world.phase().is_serving();
+        let kubelet = &mut world.neighbour;
+        match happening {
+            Own::BindsBeside => {
+                if world.binding && kubelet.predecessor.stream_ends.is_none() {
+                    kubelet.predecessor = Predecessor { stands: true, stream_ends: None, streams: true };
+                }
+                world.happens(Happening::BindEnds(true));
+            }
+            Own::PredecessorEnds(after) => {
+                if std::mem::take(&mut kubelet.predecessor.stands) {
+                    kubelet.predecessor.stream_ends = Some(world.now + Duration::from_millis(after));
+                    world.check_files();
+                }
+            }
+            Own::DetachEnds(ok) => {
+                if std::mem::take(&mut kubelet.detaching) {
+                    kubelet.named &= !ok;
+                    kubelet.kept |= !ok;
+                    own_input(world, OwnInput::Detached(not_today(ok)));
+                }
+            }
+            Own::SuccessorEnds => {
+                kubelet.named = false;
+                own_input(world, OwnInput::Renew);
+            }
+            Own::RegisterEnds(ok) => {
+                if std::mem::take(&mut kubelet.registering) && world.socket.is_some() {
+                    (kubelet.books.registered, kubelet.named) = (ok, ok);
+                    world.feed(Input::Registered(not_today(ok)));
+                }
+            }
+            Own::StreamOpens => streams(world, |open| open + 1),
+            Own::StreamEnds => streams(world, |open| open.saturating_sub(1)),
+            Own::AskEnds(listing) => {
+                if std::mem::take(&mut kubelet.asking) && world.socket.is_some() {
+                    // In doubt for one answer while we serve, and for none before.
+                    kubelet.books.missing = match listing {
+                        Listing::Missing if serving => kubelet.books.missing + 1,
+                        Listing::Missing => 2,
+                        Listing::Listed | Listing::Unknown => 0,
+                    };
+                    kubelet.books.asked = true;
+                    own_input(world, OwnInput::Listed(listing));
+                }
+            }
+            Own::AllWell => {
+                world.happens(Happening::BindEnds(true));
+                let road = [Own::StreamOpens, Own::RegisterEnds(true), Own::AskEnds(Listing::Listed)];
+                road.into_iter().chain([Own::DetachEnds(true)]).for_each(|own| does(world, own));
+            }
+            Own::NextAsk(listing) => {
+                let wait = world.machine.wake().map_or(Duration::ZERO, |wake| wake.saturating_sub(world.now));
+                world.happens(Happening::Passes(u64::try_from(wait.as_millis()).unwrap() + 1));
+                does(world, Own::AskEnds(listing));
+            }
+            Own::Spurious(which) => spurious(world, which),
+        }
+    }
+
+    /// A kubelet up to 1.36 sees the end of the other plugin's stream, and ends the client under the name.
+    fn passed(world: &mut World) {
+        let (now, serving) = (world.now, world.phase().is_serving());
+        let kubelet = &mut world.neighbour;
+        if kubelet.predecessor.streams && kubelet.predecessor.stream_ends.is_some_and(|end| end <= now) {
+            kubelet.predecessor = Predecessor::default();
+            if std::mem::take(&mut kubelet.named) {
+                assert!(!serving || kubelet.kept, "did not outlast the plugin before us");
+                streams(world, |_| 0);
+            }
+        }
+    }
+
+    /// Lost may be a Register that hangs, or a registration that is forgotten.
+    fn works(world: &mut World, lost: bool) {
+        if !lost {
+            does(world, Own::RegisterEnds(true));
+            let books = &world.neighbour.books;
+            if world.socket.is_some() && books.registered && books.streams == 0 {
+                does(world, Own::StreamOpens);
+            }
+        }
+        does(world, Own::AskEnds(if lost { Listing::Missing } else { Listing::Listed }));
+        does(world, Own::DetachEnds(true));
+        does(world, Own::PredecessorEnds(5));
+    }
+
+    fn happening() -> BoxedStrategy<Own> {
+        let listing = || prop_oneof![Just(Listing::Listed), Just(Listing::Missing), Just(Listing::Unknown)];
+        prop_oneof![
+            3 => Just(Own::BindsBeside),
+            3 => (0_u64..900).prop_map(Own::PredecessorEnds),
+            3 => prop::bool::weighted(0.8).prop_map(Own::DetachEnds),
+            1 => Just(Own::SuccessorEnds),
+            6 => prop::bool::weighted(0.8).prop_map(Own::RegisterEnds),
+            6 => Just(Own::StreamOpens),
+            2 => Just(Own::StreamEnds),
+            5 => listing().prop_map(Own::AskEnds),
+            6 => Just(Own::AllWell),
+            4 => listing().prop_map(Own::NextAsk),
+            2 => any::<u8>().prop_map(Own::Spurious),
+        ]
+        .boxed()
+    }
+}
+
+/// The actions that must not come in a storm, beside those of every plugin.
+const CALLS: [OwnAction; 4] = [OwnAction::Register, OwnAction::Renew, OwnAction::Detach, OwnAction::Ask];
+
+proptest! {
+    #![proptest_config(Config { cases: 512, failure_persistence: None, ..Config::default() })]
+
+    /// The invariants of docs/life-cycle.md, after every input; then the world mends, and we serve in time.
+    #[test]
+    fn invariants_hold_and_it_registers_again(
+        story in prop::collection::vec(happening::<Kubelet>(), 0..80),
+        seed in any::<u64>(),
+        lost in any::<bool>(),
+        close in any::<bool>(),
+    ) {
+        let mut world = World::after(story, seed);
+        world.no_storm(&CALLS);
+        world.benign_until_registered(lost, close);
+    }
+
+}
+
+proptest! {
+    #![proptest_config(Config { cases: 64, failure_persistence: None, ..Config::default() })]
+
+    /// A world that answers everything at once and badly, as fast as it can: a few actions a second, however long.
+    #[test]
+    fn instant_failures_make_no_storm(
+        fails in prop::collection::vec(0_u8..6, 1..4),
+        seed in any::<u64>(),
+    ) {
+        let mut world = World::new(seed);
+        world.happens(Happening::KubeletNew);
+        for round in 0..1000 {
+            match fails[round % fails.len()] {
+                0 => world.happens(Happening::KubeletNew),
+                1 => world.happens(Happening::BindEnds(false)),
+                2 => world.happens(Happening::OwnGone),
+                3 => world.happens(Happening::ServerEnds),
+                4 => does(&mut world, Own::StreamEnds),
+                _ => does(&mut world, Own::RegisterEnds(false)),
+            }
+            world.happens(Happening::BindEnds(round % 2 == 0));
+            does(&mut world, Own::RegisterEnds(round % 3 == 0));
+            does(&mut world, Own::StreamOpens);
+            does(&mut world, Own::AskEnds(Listing::Missing));
+            world.happens(Happening::ConnectionsClose);
+            world.happens(Happening::Passes(5));
+        }
+        world.no_storm(&CALLS);
+    }
+
+    /// Asked to end, it is over as soon as its connections are closed, half a second at the latest, wherever it was.
+    #[test]
+    fn shutdown_ends_from_any_state(story in prop::collection::vec(happening::<Kubelet>(), 0..60)) {
+        World::after(story, 0).shutdown_ends();
+    }
+}
+
+#[test]
+fn first_retry_is_at_once_then_pauses_double() {
+    for seed in [0, 7, 511, 512, u64::MAX] {
+        let (mut now, mut machine) = (Duration::ZERO, Kubelet::machine(seed));
+        let checked = Input::Checked { kubelet: Ok(FileId::numbered(1)), own: false, others: false };
+        assert_eq!(machine.step(checked, now), [Action::Bind]);
+        for full in [0, 250, 500, 1000, 2000, 4000, 8000, 16_000, 16_000].map(Duration::from_millis) {
+            let actions = machine.step(Input::Bound(Err("full".to_owned())), now);
+            if full.is_zero() {
+                assert!(actions.contains(&Action::Bind), "{actions:?}");
+                continue;
+            }
+            let pause = machine.wake().unwrap().saturating_sub(now);
+            assert!(pause <= full && pause >= full / 2, "{full:?}: {pause:?}");
+            now += pause;
+            assert_eq!(machine.step(Input::Tick, now), [Action::Bind]);
+        }
+    }
+}
+
+/// One registration that goes well, step by step.
+#[test]
+fn phases_from_kubelet_to_serving() {
+    let mut world = World::new(1);
+    let mut phases = vec![world.phase()];
+    for happening in [
+        Happening::KubeletNew,
+        Happening::BindEnds(true),
+        // The kubelet dials back, and opens the stream, before it answers.
+        Happening::Own(Own::StreamOpens),
+        Happening::Own(Own::RegisterEnds(true)),
+        Happening::Own(Own::AskEnds(Listing::Missing)),
+        Happening::Passes(100),
+        Happening::Own(Own::AskEnds(Listing::Listed)),
+        Happening::Own(Own::StreamEnds),
+        Happening::ConnectionsClose,
+    ] {
+        world.happens(happening);
+        if phases.last() != Some(&world.phase()) {
+            phases.push(world.phase());
+        }
+    }
+    let road = [
+        Phase::WaitingForKubelet,
+        Phase::Binding,
+        Phase::Registering,
+        Phase::Confirming,
+        Phase::Serving,
+        Phase::Ending,
+        Phase::Binding,
+    ];
+    assert_eq!(phases, road);
+}
+
+#[test]
+fn never_listed_devices_end_the_session() {
+    let mut world = World::new(1);
+    for happening in [
+        Happening::KubeletNew,
+        Happening::BindEnds(true),
+        Happening::Own(Own::RegisterEnds(true)),
+        Happening::Own(Own::StreamOpens),
+    ] {
+        world.happens(happening);
+    }
+    for round in 0..200 {
+        does(&mut world, Own::AskEnds(Listing::Missing));
+        // An answer to no question counts for nothing.
+        does(&mut world, Own::Spurious(2));
+        assert!(round > 0 || world.phase() == Phase::Confirming);
+        world.happens(Happening::Passes(100));
+    }
+    assert!(world.has_ended_with(NOT_LISTED));
+}
+
+/// A registration can be lost with its stream still open.
+#[test]
+fn unlisted_devices_end_readiness_then_session() {
+    let mut world = World::new(1);
+    for happening in
+        [Happening::KubeletNew, Happening::Own(Own::AllWell), Happening::Own(Own::NextAsk(Listing::Missing))]
+    {
+        world.happens(happening);
+    }
+    assert_eq!(world.phase(), Phase::Serving, "a device may just have changed its health");
+    does(&mut world, Own::NextAsk(Listing::Listed));
+    does(&mut world, Own::NextAsk(Listing::Missing));
+    does(&mut world, Own::NextAsk(Listing::Missing));
+    assert_eq!(world.phase(), Phase::Confirming);
+    does(&mut world, Own::NextAsk(Listing::Listed));
+    assert_eq!(world.phase(), Phase::Serving);
+    for _ in 0..200 {
+        does(&mut world, Own::NextAsk(Listing::Missing));
+    }
+    assert!(world.has_ended_with(NOT_LISTED));
+}

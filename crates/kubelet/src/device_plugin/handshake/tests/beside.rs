@@ -1,0 +1,105 @@
+//! Single stories: plugins of the resource that were there before ours, or that came after it.
+
+use super::*;
+
+/// Beside another plugin: detached from it before it is called serving, and registered again once its stream has ended.
+#[test]
+fn end_of_the_plugin_before_us_changes_nothing() {
+    let mut world = World::new(1);
+    for happening in [
+        Happening::KubeletNew,
+        Happening::Own(Own::BindsBeside),
+        Happening::Own(Own::StreamOpens),
+        Happening::Own(Own::RegisterEnds(true)),
+        Happening::Own(Own::AskEnds(Listing::Listed)),
+    ] {
+        world.happens(happening);
+    }
+    assert_eq!(world.phase(), Phase::Detaching, "its end would end us");
+    does(&mut world, Own::DetachEnds(true));
+    world.happens(Happening::Passes(40_000));
+    assert_eq!(world.phase(), Phase::Beside, "it may live for long");
+    does(&mut world, Own::PredecessorEnds(900));
+    world.happens(Happening::Passes(999));
+    assert!(!world.neighbour.registering && world.neighbour.predecessor.stream_ends.is_none());
+    world.happens(Happening::Passes(1));
+    does(&mut world, Own::RegisterEnds(true));
+    assert_eq!(world.phase(), Phase::Serving);
+    let ended = |done: &(Duration, Action<OwnAction>)| matches!(done.1, Action::ReportEnded(_));
+    assert!(world.neighbour.named && world.sockets == 1 && !world.done.iter().any(ended));
+}
+
+/// One that registers over us and ends takes our registration with it: we register again at once.
+#[test]
+fn successor_that_ends_is_followed_by_a_registration() {
+    let mut world = World::new(1);
+    for happening in
+        [Happening::KubeletNew, Happening::Own(Own::AllWell), Happening::Own(Own::SuccessorEnds), Happening::Passes(20)]
+    {
+        world.happens(happening);
+    }
+    does(&mut world, Own::StreamOpens);
+    does(&mut world, Own::RegisterEnds(true));
+    assert!(world.phase() == Phase::Serving && world.neighbour.named && world.sockets == 1);
+    // The kubelet saw its end only now, and gave up the newer of our two connections.
+    does(&mut world, Own::StreamEnds);
+    world.happens(Happening::Passes(20));
+    assert!(world.neighbour.registering);
+    does(&mut world, Own::RegisterEnds(true));
+    assert_eq!((world.phase(), world.sockets), (Phase::Serving, 1));
+}
+
+/// Where the kubelet did not forget the name, the end of the other plugin costs one session.
+#[test]
+fn failed_detachment_costs_one_session() {
+    let mut world = World::new(1);
+    for happening in [
+        Happening::KubeletNew,
+        Happening::Own(Own::BindsBeside),
+        Happening::Own(Own::StreamOpens),
+        Happening::Own(Own::RegisterEnds(true)),
+        Happening::Own(Own::AskEnds(Listing::Listed)),
+        Happening::Own(Own::DetachEnds(false)),
+        Happening::Own(Own::PredecessorEnds(5)),
+        Happening::Passes(5),
+    ] {
+        world.happens(happening);
+    }
+    assert_eq!(world.phase(), Phase::Ending);
+    world.benign_until_registered(false, true);
+    assert_eq!(world.sockets, 2);
+}
+
+/// A second registration gives us the name again: the plugin is detached again, whatever PodResources said meanwhile.
+#[test]
+fn doubt_during_second_registration_still_detaches() {
+    for listed_before_the_answer in [false, true] {
+        let mut world = World::new(1);
+        for happening in [
+            Happening::KubeletNew,
+            Happening::Own(Own::BindsBeside),
+            Happening::Own(Own::StreamOpens),
+            Happening::Own(Own::AllWell),
+            Happening::Own(Own::NextAsk(Listing::Missing)),
+            Happening::Own(Own::StreamEnds),
+            Happening::Passes(100),
+            Happening::Own(Own::AskEnds(Listing::Missing)),
+        ] {
+            world.happens(happening);
+        }
+        assert!(world.phase() == Phase::Confirming && world.neighbour.registering);
+        if listed_before_the_answer {
+            does(&mut world, Own::NextAsk(Listing::Listed));
+            assert_eq!(world.phase(), Phase::Beside);
+        }
+        does(&mut world, Own::RegisterEnds(true));
+        if !listed_before_the_answer {
+            does(&mut world, Own::NextAsk(Listing::Listed));
+        }
+        assert_eq!(world.phase(), Phase::Detaching);
+        does(&mut world, Own::DetachEnds(true));
+        does(&mut world, Own::PredecessorEnds(5));
+        world.benign_until_registered(false, true);
+        assert_eq!(world.sockets, 1);
+    }
+}

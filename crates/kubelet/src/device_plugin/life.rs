@@ -1,0 +1,174 @@
+//! The device plugin of one resource, as the executor of its life sees it: the kubelet's socket, the calls to the
+//! kubelet, the occurrences.
+//!
+//! All its work is done in the task of [`Plugin::run`], which the runtime owns.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use thiserror::Error;
+use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
+
+use super::handshake::{DevicePluginHandshake, Input, Limits, OwnAction, OwnInput};
+use super::session::PluginSession;
+use super::{Occurrence, Phase, Report, Settings, Sources, detach, pod_resources, register};
+use crate::registration::{
+    self, BindError, Executor, Held, LifeEvent, Registrant, RegistrationMachine, Watching, random,
+};
+use linkwise_core::errors::chain;
+use linkwise_core::state::{NodeState, ResourceName};
+use linkwise_system::uds::FileId;
+
+/// The longest time that connections may take to close when a session ends. No call takes longer. Kubelets up to 1.36
+/// do not close the connection of a plugin that another one has replaced, and this process may have to serve again
+/// soon.
+const CLOSE_TIMEOUT: Duration = Duration::from_millis(50);
+
+/// The plugin of one resource.
+pub struct Plugin {
+    resource: ResourceName,
+    settings: Arc<Settings>,
+    sources: Sources,
+    phase: watch::Sender<Phase>,
+}
+
+/// A plugin cannot run: the path of the kubelet's socket has no folder.
+#[derive(Debug, Error)]
+#[error("'{}' is not the path of a kubelet socket", .0.display())]
+pub struct NoFolder(PathBuf);
+
+impl Plugin {
+    /// A plugin that does nothing until [`Self::run`].
+    pub fn new(resource: ResourceName, settings: Arc<Settings>, sources: Sources) -> Self {
+        Self { resource, settings, sources, phase: watch::Sender::new(Phase::WaitingForKubelet) }
+    }
+
+    /// Follows the phase.
+    pub fn phase(&self) -> watch::Receiver<Phase> {
+        self.phase.subscribe()
+    }
+
+    /// Serves until `shutdown`, of the process or of this resource alone; then ends its streams and connections,
+    /// removes its socket and returns.
+    pub async fn run(self, shutdown: CancellationToken) -> Result<(), NoFolder> {
+        let Self { resource, settings, sources, phase } = self;
+        let socket = &settings.kubelet_socket;
+        let folder = socket.parent().filter(|folder| !folder.as_os_str().is_empty()).map(Path::to_owned);
+        let folder = folder.ok_or_else(|| NoFolder(socket.clone()))?;
+        let limits = registration::Limits { close: CLOSE_TIMEOUT, longest_pause: settings.longest_pause };
+        let handshake = DevicePluginHandshake::new(Limits {
+            register: settings.register_timeout,
+            stream: settings.stream_timeout,
+            confirm: settings.confirm_timeout,
+        });
+        let machine = RegistrationMachine::new(limits, Phase::WaitingForKubelet, handshake, random());
+        let Sources { snapshot, observer, renew } = sources;
+        let named = resource.clone();
+        let report: Report = Arc::new(move |occurrence| observer(&named, occurrence));
+        let watching = Watching { folder, poll: settings.poll, inotify: settings.inotify };
+        let folder = watching.folder.clone();
+        let registrant = DevicePlugin { resource, settings, snapshot, report, renew, folder };
+        Executor::new(registrant, machine, phase, watching).live(&shutdown).await;
+        Ok(())
+    }
+}
+
+/// The plugin, and what its calls need.
+struct DevicePlugin {
+    resource: ResourceName,
+    settings: Arc<Settings>,
+    snapshot: watch::Receiver<Arc<NodeState>>,
+    report: Report,
+    renew: watch::Receiver<u64>,
+    folder: PathBuf,
+}
+
+impl DevicePlugin {
+    /// Registers a session's socket by one of its names.
+    fn register(&self, session: &PluginSession, name: String) -> Held<Input> {
+        let (resource, settings) = (self.resource.clone(), Arc::clone(&self.settings));
+        let kubelet = Arc::clone(&session.kubelet);
+        Box::pin(async move {
+            let answer = register::register(&settings.kubelet_socket, &name, &resource, &kubelet).await;
+            Input::Registered(answer.map_err(|error| chain(&error)))
+        })
+    }
+}
+
+impl Registrant for DevicePlugin {
+    type Handshake = DevicePluginHandshake;
+    type Session = PluginSession;
+
+    fn report(&self, event: LifeEvent<Phase>) {
+        (self.report)(match event {
+            LifeEvent::Phase(phase) => Occurrence::Phase(phase),
+            LifeEvent::Waiting(why) => Occurrence::Waiting(why),
+            LifeEvent::Registered(result) => Occurrence::Registered(result),
+            LifeEvent::Ended(why) => Occurrence::Ended(why),
+        });
+    }
+
+    fn kubelet(&self) -> Result<FileId, String> {
+        let socket = &self.settings.kubelet_socket;
+        FileId::of_socket(socket).ok_or_else(|| absence(&self.folder, socket))
+    }
+
+    fn bind(&self, random: u64) -> Held<Result<(bool, PluginSession), BindError>> {
+        let (resource, settings) = (self.resource.clone(), Arc::clone(&self.settings));
+        let (snapshot, report) = (self.snapshot.clone(), Arc::clone(&self.report));
+        Box::pin(async move {
+            let mut session = PluginSession::begin(resource, settings, snapshot, report, random)?;
+            Ok((session.has_predecessor(), session))
+        })
+    }
+
+    fn perform(&self, action: OwnAction, session: &mut PluginSession) -> Option<Held<Input>> {
+        let (resource, settings) = (self.resource.clone(), Arc::clone(&self.settings));
+        Some(match action {
+            OwnAction::Register => self.register(session, session.name.clone()),
+            OwnAction::Renew => match session.rename(&settings, &resource, random()) {
+                Ok(name) => self.register(session, name),
+                Err(error) => {
+                    let why = format!("our socket cannot have another name: {error}");
+                    Box::pin(std::future::ready(Input::Registered(Err(why))))
+                }
+            },
+            OwnAction::Detach => Box::pin(async move {
+                let answer = detach::detach(&settings, &resource, random()).await;
+                Input::Own(OwnInput::Detached(answer.map_err(|error| chain(&error))))
+            }),
+            OwnAction::Ask => {
+                let snapshot = self.snapshot.clone();
+                Box::pin(async move {
+                    let socket = settings.pod_resources_socket.as_deref();
+                    Input::Own(OwnInput::Listed(pod_resources::listing(socket, &snapshot, &resource).await))
+                })
+            }
+            OwnAction::ReportDetached(result) => {
+                (self.report)(Occurrence::Detached(result));
+                return None;
+            }
+        })
+    }
+
+    async fn next(&mut self) -> OwnInput {
+        // An error means that the node is ending.
+        if self.renew.changed().await.is_err() {
+            std::future::pending::<()>().await;
+        }
+        OwnInput::Renew
+    }
+}
+
+/// The cause of a missing kubelet.sock.
+fn absence(folder: &Path, socket: &Path) -> String {
+    if !folder.is_dir() {
+        format!("there is no folder {}", folder.display())
+    } else if socket.symlink_metadata().is_ok() {
+        format!("{} is not a socket", socket.display())
+    } else {
+        format!("there is no {}", socket.display())
+    }
+}

@@ -1,0 +1,165 @@
+//! Metrics of the device plugins: choices, allocations, RPCs, registrations.
+//!
+//! The runtime registers them and counts each [`Occurrence`]. docs/metrics.md documents them.
+
+use std::time::Duration;
+
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::metrics::histogram::Histogram;
+use prometheus_client::registry::{Metric, Registry, Unit};
+
+use super::Occurrence;
+use linkwise_core::state::ResourceName;
+
+/// Bounds of the choice's histogram, in seconds: from 1 µs by fours, the budget of 10 µs and of 300 µs between them.
+const CHOICE_BUCKETS: [f64; 8] = [1e-6, 4e-6, 16e-6, 64e-6, 256e-6, 1e-3, 4e-3, 16e-3];
+/// Bounds of the RPCs' histogram, in seconds.
+const RPC_BUCKETS: [f64; 8] = [64e-6, 256e-6, 1e-3, 4e-3, 16e-3, 64e-3, 256e-3, 1.0];
+/// The methods of the device plugin API. A method comes from the caller: any other has a common series.
+const METHODS: [&str; 5] =
+    ["GetDevicePluginOptions", "ListAndWatch", "GetPreferredAllocation", "Allocate", "PreStartContainer"];
+
+/// Labels by name, in the order in which they are shown.
+type Labels<const N: usize> = [(&'static str, String); N];
+type Counters<const N: usize> = Family<Labels<N>, Counter>;
+type Histograms<const N: usize> = Family<Labels<N>, Histogram, fn() -> Histogram>;
+
+/// The metrics of all plugins of a node.
+#[derive(Clone, Debug)]
+pub struct PluginMetrics {
+    choices: Counters<2>,
+    fallbacks: Counters<2>,
+    choice_seconds: Histograms<1>,
+    narrowed: Counters<1>,
+    allocations: Counters<2>,
+    rpcs: Counters<3>,
+    rpc_seconds: Histograms<2>,
+    registrations: Counters<2>,
+    connected: Family<Labels<1>, Gauge>,
+    refused: Counters<1>,
+}
+
+fn added<M: Metric + Default + Clone>(registry: &mut Registry, name: &str, help: &str) -> M {
+    let metric = M::default();
+    registry.register(name, help, metric.clone());
+    metric
+}
+
+fn seconds<const N: usize>(registry: &mut Registry, name: &str, help: &str, new: fn() -> Histogram) -> Histograms<N> {
+    let metric = Family::new_with_constructor(new);
+    registry.register_with_unit(name, help, Unit::Seconds, metric.clone());
+    metric
+}
+
+impl PluginMetrics {
+    /// Makes and registers them.
+    pub fn register(registry: &mut Registry) -> Self {
+        let choices = "Answers to GetPreferredAllocation: exact, best_found (a budget ended the search) or fallback \
+                       (sorted order)";
+        let choice_seconds = "Time the choice of a set of devices took, without the RPC around it";
+        let narrowed = "GetPreferredAllocation requests that held back a device that is healthy and free, or had \
+                        taken one already";
+        let rpc_seconds = "Time unary RPCs of the kubelet took, from the request to the end of the answer";
+        let connected =
+            "1 while the registration of the resource stands: the kubelet holds an open stream and lists the devices";
+        Self {
+            choices: added(registry, "preferred_allocations", choices),
+            fallbacks: added(
+                registry,
+                "preferred_allocation_fallbacks",
+                "Answers to GetPreferredAllocation in sorted order, by reason",
+            ),
+            choice_seconds: seconds(registry, "choice_duration", choice_seconds, || Histogram::new(CHOICE_BUCKETS)),
+            narrowed: added(registry, "narrowed_requests", narrowed),
+            allocations: added(registry, "allocations", "Answers to Allocate: ok or refused"),
+            rpcs: added(registry, "rpcs", "RPCs of the kubelet that ended, by method and gRPC code"),
+            rpc_seconds: seconds(registry, "rpc_duration", rpc_seconds, || Histogram::new(RPC_BUCKETS)),
+            registrations: added(registry, "registrations", "Registrations with the kubelet: ok or failed"),
+            connected: added(registry, "kubelet_connected", connected),
+            refused: added(registry, "refused_callers", "Connections to our sockets that were refused for their uid"),
+        }
+    }
+
+    /// A resource is offered: its series start at 0 instead of missing.
+    pub fn offered(&self, resource: &ResourceName) {
+        drop(self.connected.get_or_create(&of(resource)));
+        drop(self.narrowed.get_or_create(&of(resource)));
+        drop(self.refused.get_or_create(&of(resource)));
+        let outcomes = [
+            (&self.allocations, ["ok", "refused"].as_slice()),
+            (&self.choices, &["exact", "best_found", "fallback"]),
+            (&self.registrations, &["ok", "failed"]),
+        ];
+        for (family, outcomes) in outcomes {
+            for outcome in outcomes {
+                drop(family.get_or_create(&with(resource, "outcome", outcome)));
+            }
+        }
+    }
+
+    /// A resource is no longer offered: it has no stream to be connected.
+    pub fn withdrawn(&self, resource: &ResourceName) {
+        self.connected.remove(&of(resource));
+    }
+
+    /// Counts an occurrence. On the path of an admission: nothing here waits.
+    pub fn count(&self, resource: &ResourceName, occurrence: &Occurrence) {
+        let outcome = |family: &Counters<2>, outcome| {
+            family.get_or_create(&with(resource, "outcome", outcome)).inc();
+        };
+        match occurrence {
+            Occurrence::Phase(phase) => {
+                self.connected.get_or_create(&of(resource)).set(i64::from(phase.is_serving()));
+            }
+            Occurrence::Registered(result) => {
+                outcome(&self.registrations, if result.is_ok() { "ok" } else { "failed" });
+            }
+            Occurrence::Allocated(result) => outcome(&self.allocations, if result.is_ok() { "ok" } else { "refused" }),
+            Occurrence::Refused { .. } => drop(self.refused.get_or_create(&of(resource)).inc()),
+            Occurrence::Rpc { method, code, elapsed, .. } => self.rpc(resource, method, code, *elapsed),
+            Occurrence::Chosen { report, elapsed, narrowed } => {
+                outcome(
+                    &self.choices,
+                    match report.fallback {
+                        Some(_) => "fallback",
+                        None if report.exact => "exact",
+                        None => "best_found",
+                    },
+                );
+                if let Some(reason) = report.fallback {
+                    self.fallbacks.get_or_create(&with(resource, "reason", reason.label())).inc();
+                }
+                if *narrowed {
+                    self.narrowed.get_or_create(&of(resource)).inc();
+                }
+                self.choice_seconds.get_or_create(&of(resource)).observe(elapsed.as_secs_f64());
+            }
+            Occurrence::Waiting(_)
+            | Occurrence::Ended(_)
+            | Occurrence::Detached(_)
+            | Occurrence::NotAccepted(_)
+            | Occurrence::Given { .. } => {}
+        }
+    }
+
+    /// The length of a stream says nothing of speed and is not observed.
+    fn rpc(&self, resource: &ResourceName, method: &str, code: &str, elapsed: Duration) {
+        let served = code != "UNIMPLEMENTED" && METHODS.contains(&method);
+        let method = if served { method } else { "unknown" };
+        let [resource, method] = with(resource, "method", method);
+        self.rpcs.get_or_create(&[resource.clone(), method.clone(), ("code", code.to_owned())]).inc();
+        if method.1 != "ListAndWatch" {
+            self.rpc_seconds.get_or_create(&[resource, method]).observe(elapsed.as_secs_f64());
+        }
+    }
+}
+
+fn of(resource: &ResourceName) -> Labels<1> {
+    [("resource", resource.to_string())]
+}
+
+fn with(resource: &ResourceName, label: &'static str, value: &str) -> Labels<2> {
+    [("resource", resource.to_string()), (label, value.to_owned())]
+}

@@ -1,0 +1,217 @@
+//! The device plugin API: one server for each resource, and its life with the kubelet.
+//!
+//! Owns the socket, the registration and the streams of one resource. The runtime makes a [`Plugin`] for each resource
+//! and owns the task that runs it; this module starts no task. Wire types stop at `convert.rs` and the files that use
+//! them: `service.rs`, `register.rs`, `pod_resources.rs`. The life with the kubelet is `registration`'s, with this
+//! plugin's `handshake` (docs/life-cycle.md); what a container gets is `publish::injection`'s. The path of an admission
+//! reads one snapshot: no NVML, no lock that a probe holds, no disk.
+
+mod calls;
+mod channel;
+mod checkpoint;
+mod convert;
+mod detach;
+mod handshake;
+mod life;
+mod metrics;
+mod narrowing;
+pub mod pod_resources;
+mod probe;
+mod register;
+mod service;
+mod session;
+
+use std::collections::BTreeSet;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::watch;
+
+use linkwise_core::allocation::{AllocationReport, DeviceId};
+use linkwise_core::publish::injection::{HostDevices, InjectionOptions};
+use linkwise_core::state::{NodeState, ResourceName};
+use linkwise_system::uds::Callers;
+
+pub use calls::HeldCalls;
+pub use channel::ConnectError;
+pub use life::{NoFolder, Plugin};
+pub use metrics::PluginMetrics;
+pub use probe::{ProbeError, probe};
+
+/// A plugin's settings.
+#[derive(Clone, Debug)]
+pub struct Settings {
+    /// The kubelet's registration socket; our own sockets lie beside it.
+    pub kubelet_socket: PathBuf,
+    /// The ways in which containers get their GPUs.
+    pub injection: InjectionOptions,
+    /// The host's devices beside its GPUs, as last scanned.
+    pub host_devices: watch::Receiver<Arc<HostDevices>>,
+    /// The kubelet's PodResources socket, by which a registration is confirmed; without it the stream confirms it.
+    pub pod_resources_socket: Option<PathBuf>,
+    /// The users that may call our sockets.
+    pub callers: Callers,
+    /// The kubelet's calls, which are held while another plugin ends.
+    pub calls: HeldCalls,
+    /// The kubelet's time to answer Register. The kubelet dials back meanwhile, for up to 10 s.
+    pub register_timeout: Duration,
+    /// The kubelet's time to open ListAndWatch after Register.
+    pub stream_timeout: Duration,
+    /// The time after that until PodResources lists our devices.
+    pub confirm_timeout: Duration,
+    /// The time between two checks of the sockets where inotify reports nothing.
+    pub poll: Duration,
+    /// True if inotify is used. Without inotify, polling remains.
+    pub inotify: bool,
+    /// The longest pause between attempts; the first retry comes at once, the next after 1/64 of this.
+    pub longest_pause: Duration,
+}
+
+impl Settings {
+    /// The settings for a kubelet whose registration socket is at `kubelet_socket`.
+    pub fn new(kubelet_socket: PathBuf) -> Self {
+        Self {
+            kubelet_socket,
+            // The NVIDIA device plugin's default strategy.
+            injection: InjectionOptions { envvar: true, ..InjectionOptions::default() },
+            host_devices: watch::channel(Arc::default()).1,
+            pod_resources_socket: None,
+            callers: Callers::default(),
+            calls: HeldCalls::default(),
+            register_timeout: Duration::from_secs(15),
+            stream_timeout: Duration::from_secs(10),
+            confirm_timeout: Duration::from_secs(10),
+            poll: Duration::from_secs(1),
+            inotify: true,
+            longest_pause: Duration::from_secs(16),
+        }
+    }
+}
+
+/// A phase of a plugin's life with the kubelet.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Phase {
+    /// There is no kubelet.sock.
+    WaitingForKubelet,
+    /// Our socket is being bound.
+    Binding,
+    /// Our socket is served; the kubelet has not answered Register yet.
+    Registering,
+    /// Registered; the kubelet has not opened ListAndWatch yet.
+    WaitingForStream,
+    /// The kubelet holds an open ListAndWatch stream; PodResources does not list our devices yet.
+    Confirming,
+    /// As [`Self::Serving`]; the kubelet is about to forget the client that it would disconnect when the plugin before
+    /// us ends.
+    Detaching,
+    /// As [`Self::Serving`]; the plugin before us has not ended, or the kubelet may not have seen it yet.
+    Beside,
+    /// The kubelet holds an open ListAndWatch stream, and where PodResources is there it lists our devices.
+    Serving,
+    /// The session ended; its connections are closing.
+    Ending,
+    /// A session ended or could not begin; the next attempt follows after a pause.
+    Pausing,
+}
+
+impl Phase {
+    /// Returns true if the registration stands, and outlasts the end of a plugin before us.
+    pub fn is_serving(self) -> bool {
+        matches!(self, Self::Beside | Self::Serving)
+    }
+
+    /// The phase in words, for /readyz and the log.
+    pub fn words(self) -> &'static str {
+        match self {
+            Self::WaitingForKubelet => "waiting for kubelet.sock",
+            Self::Binding => "binding our socket",
+            Self::Registering => "registering",
+            Self::WaitingForStream => "registered, waiting for the kubelet's ListAndWatch",
+            Self::Confirming => "registered, waiting for PodResources to list our devices",
+            Self::Detaching => "registered, detaching from the plugin before us",
+            Self::Beside => "serving beside the plugin before us",
+            Self::Serving => "serving",
+            Self::Ending => "ending the session, waiting for its connections to close",
+            Self::Pausing => "pausing before the next attempt",
+        }
+    }
+}
+
+/// An occurrence in a plugin, for the log and the metrics.
+#[derive(Clone, Debug)]
+pub enum Occurrence {
+    /// The phase changed.
+    Phase(Phase),
+    /// The kubelet is missing, and why.
+    Waiting(String),
+    /// A registration ended, `Err` with the whole chain of causes.
+    Registered(Result<(), String>),
+    /// A session with the kubelet ended, and why.
+    Ended(String),
+    /// Another plugin of the resource was here before us: whether its end will leave our registration alone, or why it
+    /// may not.
+    Detached(Result<(), String>),
+    /// A caller was refused for its uid.
+    Refused {
+        /// Its uid.
+        uid: u32,
+        /// Its pid, where the kernel reports it; 0 for a process of another PID namespace.
+        pid: Option<i32>,
+    },
+    /// A connection could not be accepted, and why not.
+    NotAccepted(String),
+    /// An RPC ended.
+    Rpc {
+        /// `Allocate`, `ListAndWatch` ...
+        method: String,
+        /// gRPC's name of the code; `CANCELLED` when the caller disconnected.
+        code: String,
+        /// The time between the request's head and the end of the answer.
+        elapsed: Duration,
+    },
+    /// GetPreferredAllocation was answered.
+    Chosen {
+        /// The reasons for these devices.
+        report: Arc<AllocationReport>,
+        /// The time of the choice alone.
+        elapsed: Duration,
+        /// True if the kubelet held back devices that are healthy and free, or had taken some already.
+        narrowed: bool,
+    },
+    /// Allocate was answered, `Err` with the refusal.
+    Allocated(Result<Vec<String>, String>),
+    /// The same for the node's state, where it was not refused.
+    Given {
+        /// The devices.
+        devices: BTreeSet<DeviceId>,
+        /// The devices from which the kubelet let us choose; empty where the kubelet did not ask.
+        offered: Vec<DeviceId>,
+    },
+}
+
+/// Receives occurrences. Called on the path of an admission: it must not block.
+pub type Observer = Arc<dyn Fn(&ResourceName, Occurrence) + Send + Sync>;
+
+/// Receives the occurrences of one resource.
+type Report = Arc<dyn Fn(Occurrence) + Send + Sync>;
+
+impl Settings {
+    /// The places where the kubelet lists the holders of devices; `None` without a PodResources socket.
+    pub fn holder_sources(&self) -> Option<pod_resources::HolderSources> {
+        let socket = self.pod_resources_socket.clone()?;
+        let folder = self.kubelet_socket.parent()?.to_owned();
+        Some(pod_resources::HolderSources { socket, folder })
+    }
+}
+
+/// The inputs and outputs that all plugins of a node share.
+#[derive(Clone)]
+pub struct Sources {
+    /// The current snapshot.
+    pub snapshot: watch::Receiver<Arc<NodeState>>,
+    /// The receiver of occurrences.
+    pub observer: Observer,
+    /// The number of plugins that registered after ours and ended: after each, plugins register again.
+    pub renew: watch::Receiver<u64>,
+}

@@ -1,0 +1,104 @@
+//! [`Narrowing`]: tells whether the kubelet offered fewer devices than are free.
+//!
+//! Called by `service`, once a request. Pure. The kubelet does not say which devices are in use, but a device that it
+//! once offered is free, and stays free until it asks us to allocate it: the only way into a container. A kubelet
+//! without a Topology Manager offers every free device each time. So a healthy device that is known to be free and is
+//! missing in a request was held back, and so was the choice of those that the answer must include.
+
+use std::collections::BTreeSet;
+
+use linkwise_core::allocation::{AllocationRequest, DeviceId};
+
+/// The devices that one session with the kubelet has shown to be free.
+#[derive(Debug, Default)]
+pub(super) struct Narrowing {
+    free: BTreeSet<DeviceId>,
+    /// The devices that the last question let us choose from, until the kubelet allocates.
+    offered: Vec<DeviceId>,
+}
+
+impl Narrowing {
+    /// Takes a request into account; returns true if the kubelet narrowed it.
+    pub(super) fn narrowed(&mut self, request: &AllocationRequest, healthy: impl Fn(&DeviceId) -> bool) -> bool {
+        // Forget unhealthy devices: the kubelet may not have seen them recover yet, so their absence proves nothing.
+        self.free.retain(healthy);
+        let offered: BTreeSet<DeviceId> = request.available.iter().cloned().collect();
+        let held_back = self.free.difference(&offered).next().is_some();
+        self.free.extend(offered);
+        held_back || !request.must_include.is_empty()
+    }
+
+    /// The kubelet was answered a question that let us choose from these.
+    pub(super) fn answered(&mut self, available: Vec<DeviceId>) {
+        self.offered = available;
+    }
+
+    /// Devices went into a container. Returns the devices that the question before let us choose from; none if that
+    /// question was not about these.
+    pub(super) fn allocated(&mut self, devices: &[DeviceId]) -> Vec<DeviceId> {
+        for device in devices {
+            self.free.remove(device);
+        }
+        let offered = std::mem::take(&mut self.offered);
+        if devices.iter().all(|device| offered.contains(device)) { offered } else { Vec::new() }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn ids(list: &str) -> Vec<DeviceId> {
+        list.split_whitespace().map(|id| DeviceId::from(id.to_owned())).collect()
+    }
+
+    fn narrowed(narrowing: &mut Narrowing, available: &str, must_include: &str) -> bool {
+        let request = AllocationRequest { available: ids(available), must_include: ids(must_include), size: 1 };
+        narrowing.narrowed(&request, |_| true)
+    }
+
+    #[test]
+    fn all_free_devices_offered_is_no_narrowing() {
+        let mut narrowing = Narrowing::default();
+        assert!(!narrowed(&mut narrowing, "a b c d", ""));
+        narrowing.allocated(&ids("a b"));
+        assert!(!narrowed(&mut narrowing, "c d", ""));
+        narrowing.allocated(&ids("c"));
+        assert!(!narrowed(&mut narrowing, "d b", ""), "b came back");
+    }
+
+    #[test]
+    fn missing_free_device_is_narrowing() {
+        let mut narrowing = Narrowing::default();
+        assert!(!narrowed(&mut narrowing, "a b", ""), "c and d may be in use");
+        narrowing.allocated(&ids("a"));
+        assert!(narrowed(&mut narrowing, "c d", ""));
+        narrowing.allocated(&ids("b"));
+        assert!(!narrowed(&mut narrowing, "c d", ""), "b went without a question");
+        assert!(narrowed(&mut narrowing, "d", ""));
+    }
+
+    #[test]
+    fn question_belongs_to_the_next_allocation_of_its_devices() {
+        let mut narrowing = Narrowing::default();
+        narrowing.answered(ids("a b c"));
+        assert_eq!(narrowing.allocated(&ids("a b")), ids("a b c"));
+        assert_eq!(narrowing.allocated(&ids("c")), [], "the kubelet did not ask");
+        narrowing.answered(ids("a b"));
+        assert_eq!(narrowing.allocated(&ids("d")), [], "another pod's question");
+    }
+
+    #[test]
+    fn must_include_is_narrowing() {
+        assert!(narrowed(&mut Narrowing::default(), "a b", "a"));
+    }
+
+    #[test]
+    fn unhealthy_device_is_not_missed_until_offered_again() {
+        let mut narrowing = Narrowing::default();
+        narrowed(&mut narrowing, "a b", "");
+        let b_only = AllocationRequest { available: ids("b"), ..AllocationRequest::default() };
+        assert!(!narrowing.narrowed(&b_only, |id| id.as_str() != "a"));
+        assert!(!narrowed(&mut narrowing, "b", ""));
+    }
+}

@@ -1,0 +1,311 @@
+//! The client of the kubelet's PodResources API: which containers hold which devices, and which could be allocated.
+//!
+//! `life` asks whether our devices are on the kubelet's list; the runtime owns the task that follows the holders. Not
+//! on the path of an admission. Where the socket is not there, or has no answer, nothing is known, and that is a value.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::{Notify, watch};
+use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
+use tonic::Status;
+use tonic::transport::Channel;
+
+use super::channel::connect;
+use super::checkpoint::{self, ContainerDevices};
+use super::handshake::Listing;
+use linkwise_core::allocation::DeviceId;
+use linkwise_core::backoff::Backoff;
+use linkwise_core::state::{
+    ClaimedDevice, ContainerHoldings, ContainerName, Health, Holdings, NodeState, ResourceDevice, ResourceName,
+};
+use linkwise_kubelet_api::podresources as wire;
+use wire::pod_resources_lister_client::PodResourcesListerClient;
+
+/// The longest time that one answer may take.
+const TIMEOUT: Duration = Duration::from_secs(2);
+/// The longest answer that is read, as much as the kubelet's own clients take.
+const LONGEST: usize = 16 << 20;
+/// The least time between two questions for the holders while an answer is awaited: a container whose Allocate was
+/// answered before the first of two questions is in the answer to the second (`state::doors`).
+const ASK_OFTEN: Duration = Duration::from_secs(1);
+/// The same while no answer is awaited.
+const ASK_BETWEEN: Duration = Duration::from_secs(30);
+
+/// The holders of devices, as the kubelet lists them.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Holders {
+    /// `None`: the kubelet could not be asked.
+    pub held: Option<Holdings>,
+    /// The cause where the devices of init containers are missing.
+    pub without_init_containers: Option<String>,
+}
+
+/// The places where the kubelet lists the holders of devices.
+#[derive(Clone, Debug)]
+pub struct HolderSources {
+    /// The PodResources socket.
+    pub socket: PathBuf,
+    /// The device-plugins folder, where the kubelet keeps its checkpoint.
+    pub folder: PathBuf,
+}
+
+/// Pairs of a resource and a device, as the kubelet names them.
+type Devices = BTreeSet<(String, String)>;
+
+fn devices(listed: impl IntoIterator<Item = wire::ContainerDevices>) -> Devices {
+    let each = |listed: wire::ContainerDevices| {
+        let resource = listed.resource_name;
+        listed.device_ids.into_iter().map(move |id| (resource.clone(), id))
+    };
+    listed.into_iter().flat_map(each).collect()
+}
+
+/// Connects and calls, within the deadline; `None` without an answer.
+async fn call<T>(
+    socket: &Path,
+    ask: impl AsyncFnOnce(PodResourcesListerClient<Channel>) -> Result<T, Status>,
+) -> Option<T> {
+    let exchange = async {
+        let (channel, _) = connect(socket).await.ok()?;
+        ask(PodResourcesListerClient::new(channel).max_decoding_message_size(LONGEST)).await.ok()
+    };
+    tokio::time::timeout(TIMEOUT, exchange).await.ok().flatten()
+}
+
+/// The longest name of a pod, in characters; a namespace and a container have shorter ones.
+const LONGEST_NAME: usize = 253;
+
+/// Reads which devices containers and claims hold now. A name that is no resource's is not ours and is left out.
+async fn listed(socket: &Path) -> Option<Holdings> {
+    let pods = call(socket, async |mut client| client.list(wire::ListPodResourcesRequest {}).await).await?;
+    let mut holdings = Holdings::default();
+    for pod in pods.into_inner().pod_resources {
+        let namespace = shortened(pod.namespace);
+        let name = shortened(pod.name);
+        for container in pod.containers {
+            let mut held = ContainerHoldings::default();
+            held.claims.extend(container.dynamic_resources.into_iter().flat_map(claimed));
+            for (resource, id) in devices(container.devices) {
+                if let Ok(resource) = resource.parse::<ResourceName>() {
+                    held.devices.entry(resource).or_default().insert(DeviceId::from(id));
+                }
+            }
+            let by_resource = held.devices.iter();
+            let ids = by_resource.flat_map(|(resource, ids)| ids.iter().map(|id| (resource.clone(), id.clone())));
+            holdings.containers.extend(ids);
+            holdings.claims.extend(held.claims.iter().cloned());
+            let container = shortened(container.name);
+            holdings.add(ContainerName { namespace: namespace.clone(), pod: name.clone(), container }, held);
+        }
+    }
+    Some(holdings)
+}
+
+/// A name, as far as Kubernetes allows names to be long.
+fn shortened(mut name: String) -> String {
+    if let Some((end, _)) = name.char_indices().nth(LONGEST_NAME) {
+        name.truncate(end);
+    }
+    name
+}
+
+fn claimed(resource: wire::DynamicResource) -> impl Iterator<Item = ClaimedDevice> {
+    let claim = format!("{}/{}", resource.claim_namespace, resource.claim_name);
+    resource.claim_resources.into_iter().map(move |device| {
+        let names = device.cdi_devices.iter().filter_map(|cdi| Some(cdi.name.split_once('=')?.1.to_owned()));
+        let cdi_names = names.collect();
+        let (driver, pool, device) = (device.driver_name, device.pool_name, device.device_name);
+        ClaimedDevice { claim: claim.clone(), driver, pool, device, cdi_names }
+    })
+}
+
+/// The containers of the kubelet's checkpoint that its lists have had. These are no init containers: once a list lacks
+/// one, its pod has ended, though the file keeps it until the next allocation or device list.
+#[derive(Debug, Default)]
+struct ListedContainers(BTreeSet<(String, String)>);
+
+impl ListedContainers {
+    /// The devices that init containers may have: those of containers that no list has had.
+    fn of_init_containers(
+        &mut self,
+        checkpoint: Vec<ContainerDevices>,
+        listed: &BTreeSet<ResourceDevice>,
+    ) -> BTreeSet<ResourceDevice> {
+        self.0.retain(|known| checkpoint.iter().any(|of| of.container == *known));
+        let is_listed =
+            |of: &&ContainerDevices| !of.devices.is_empty() && of.devices.iter().all(|device| listed.contains(device));
+        self.0.extend(checkpoint.iter().filter(is_listed).map(|of| of.container.clone()));
+        let unlisted = checkpoint.into_iter().filter(|of| !self.0.contains(&of.container));
+        unlisted.flat_map(|of| of.devices).filter(|device| !listed.contains(device)).collect()
+    }
+}
+
+/// Reads the holders of devices. The checkpoint is read after the list: the kubelet drops pods that have ended when it
+/// is asked for the list.
+pub async fn holders(sources: &HolderSources) -> Holders {
+    holders_after(sources, &mut ListedContainers::default()).await
+}
+
+/// The same, where it was asked before.
+async fn holders_after(sources: &HolderSources, containers: &mut ListedContainers) -> Holders {
+    let Some(mut held) = listed(&sources.socket).await else { return Holders::default() };
+    let mut without_init_containers = None;
+    match checkpoint::read(&sources.folder).await {
+        Ok(checkpoint) => held.init_containers = containers.of_init_containers(checkpoint, &held.containers),
+        Err(error) => without_init_containers = Some(linkwise_core::errors::chain(&error)),
+    }
+    Holders { held: Some(held), without_init_containers }
+}
+
+/// Polls the holders until `shutdown`.
+///
+/// The pauses are a second at first, and grow as long as the kubelet answers. A message of `often` (the state waits for
+/// an answer) begins them anew; a reader of the answer (`looked_at`) brings the next question forward. Two questions
+/// are at least a second apart. A state that was made anew (`begun_anew`) has seen no answer, and gets one at once.
+///
+/// A failure means "not known" until the next answer. Every answer is published, also one like the last: an orphan
+/// leaves the list by an answer that came after it went.
+pub async fn follow_holders(
+    sources: &HolderSources,
+    holders_now: watch::Sender<Holders>,
+    mut often: watch::Receiver<bool>,
+    looked_at: Arc<Notify>,
+    begun_anew: Arc<Notify>,
+    shutdown: CancellationToken,
+) {
+    let mut pauses = Backoff::new(ASK_OFTEN, ASK_BETWEEN);
+    let mut containers = ListedContainers::default();
+    let follow = async {
+        loop {
+            let soonest = Instant::now() + ASK_OFTEN;
+            let now = holders_after(sources, &mut containers).await;
+            let is_known = now.held.is_some();
+            holders_now.send_replace(now);
+            let pause = pause(*often.borrow_and_update(), is_known, &mut pauses);
+            let due = async {
+                let begins_anew = tokio::select! {
+                    // An error means that the node is ending.
+                    change = tokio::time::timeout(pause, often.changed()) => match change {
+                        Ok(_) => true,
+                        Err(_) => return false,
+                    },
+                    () = looked_at.notified() => false,
+                };
+                tokio::time::sleep_until(soonest).await;
+                begins_anew
+            };
+            let begins_anew = tokio::select! {
+                begins_anew = due => begins_anew,
+                () = begun_anew.notified() => true,
+            };
+            if begins_anew {
+                pauses.reset();
+            }
+        }
+    };
+    shutdown.run_until_cancelled(follow).await;
+}
+
+/// The pause before the next question.
+fn pause(is_awaited: bool, is_known: bool, pauses: &mut Backoff) -> Duration {
+    match (is_awaited, is_known) {
+        // A pod may hold a device for days: an answer a second would be many.
+        (true, true) => pauses.failed(),
+        // A kubelet that restarts: GPUs are held back until it answers.
+        (true, false) => {
+            pauses.reset();
+            ASK_OFTEN
+        }
+        (false, _) => ASK_BETWEEN,
+    }
+}
+
+/// The devices that the kubelet could give to pods; `None` without an answer.
+async fn allocatable(socket: &Path) -> Option<Devices> {
+    let request = wire::AllocatableResourcesRequest {};
+    let listed = call(socket, async |mut client| client.get_allocatable_resources(request).await).await?;
+    Some(devices(listed.into_inner().devices))
+}
+
+/// A resource's devices, as the kubelet counts them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Stock {
+    /// Those that are healthy.
+    pub devices: usize,
+    /// Those of them that containers hold.
+    pub held: usize,
+}
+
+/// Reads the kubelet's devices of each resource with a healthy one; `None` where the kubelet cannot be asked.
+pub async fn stock(socket: &Path) -> Option<BTreeMap<String, Stock>> {
+    let (allocatable, held) = (allocatable(socket).await?, listed(socket).await?);
+    let held: Devices =
+        held.containers.iter().map(|(resource, id)| (resource.as_str().to_owned(), id.as_str().to_owned())).collect();
+    let mut stocks = BTreeMap::<String, Stock>::new();
+    for device in &allocatable {
+        let stock = stocks.entry(device.0.clone()).or_default();
+        stock.devices += 1;
+        stock.held += usize::from(held.contains(device));
+    }
+    Some(stocks)
+}
+
+/// Asks whether the kubelet would give out every healthy device of a resource. It lists healthy ones of registered
+/// plugins only: where we have none that is healthy, none is missing.
+pub(super) async fn listing(
+    socket: Option<&Path>,
+    snapshot: &watch::Receiver<Arc<NodeState>>,
+    resource: &ResourceName,
+) -> Listing {
+    let Some(socket) = socket else { return Listing::Unknown };
+    let Some(listed) = allocatable(socket).await else { return Listing::Unknown };
+    let snapshot = Arc::clone(&snapshot.borrow());
+    let healthy = snapshot.offers().of(resource).filter(|(_, device)| device.health == Health::Healthy);
+    let mut healthy = healthy.map(|(id, _)| (resource.as_str().to_owned(), id.as_str().to_owned()));
+    if healthy.all(|device| listed.contains(&device)) { Listing::Listed } else { Listing::Missing }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn devices(ids: &[&str]) -> Vec<ResourceDevice> {
+        ids.iter().map(|id| ("nvidia.com/gpu".parse().unwrap(), DeviceId::from((*id).to_owned()))).collect()
+    }
+
+    #[test]
+    fn checkpoint_that_outlives_a_pod_holds_nothing() {
+        let of = |pod: &str, container: &str, ids: &[&str]| ContainerDevices {
+            container: (pod.to_owned(), container.to_owned()),
+            devices: devices(ids),
+        };
+        // The kubelet writes the file again only with the next allocation or device list.
+        let file = [of("a", "main", &["0", "1"]), of("a", "init", &["1", "2"]), of("b", "main", &["3"])];
+        let mut containers = ListedContainers::default();
+        let mut held = |listed: &[&str]| {
+            let listed = devices(listed).into_iter().collect();
+            let held = containers.of_init_containers(file.to_vec(), &listed);
+            held.into_iter().map(|(_, id)| id.to_string()).collect::<Vec<_>>()
+        };
+        assert_eq!(held(&["0", "1", "3"]), ["2"], "an init container's, until the pod ends");
+        assert_eq!(held(&["0", "1"]), ["2"], "pod b has ended");
+        // Of the init container this file alone knows.
+        assert_eq!(held(&[]), ["1", "2"]);
+        let empty = containers.of_init_containers(Vec::new(), &BTreeSet::new());
+        assert!(empty.is_empty() && containers.0.is_empty());
+    }
+
+    #[test]
+    fn restarting_kubelet_is_asked_every_second_and_a_known_one_more_rarely() {
+        let mut pauses = Backoff::new(ASK_OFTEN, ASK_BETWEEN);
+        let mut after = |is_awaited, is_known| pause(is_awaited, is_known, &mut pauses).as_secs();
+        assert_eq!([true; 4].map(|known| after(true, known)), [1, 2, 4, 8]);
+        assert_eq!([false; 4].map(|known| after(true, known)), [1; 4]);
+        assert_eq!([true; 2].map(|known| after(true, known)), [1, 2], "two lists soon after it is back");
+        assert_eq!((after(false, true), after(false, false)), (30, 30));
+    }
+}

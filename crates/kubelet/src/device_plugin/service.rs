@@ -1,0 +1,177 @@
+//! The five RPCs of one resource.
+
+use std::pin::Pin;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::time::Instant;
+
+use futures_util::stream::{self, Stream, StreamExt};
+use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
+use tonic::{Request, Response, Status};
+
+use super::narrowing::Narrowing;
+use super::{Occurrence, Report, Settings, convert};
+use linkwise_core::publish::MpsClient;
+use linkwise_core::publish::injection::{ChosenDevice, Granted, Injection, InjectionError};
+use linkwise_core::state::{Device, NodeState, ResourceName};
+use linkwise_kubelet_api::v1beta1 as wire;
+use linkwise_kubelet_api::v1beta1::device_plugin_server::DevicePlugin;
+use linkwise_system::uds::Peer;
+
+/// The service of one resource for one session with the kubelet.
+pub(super) struct Service {
+    pub resource: ResourceName,
+    pub settings: Arc<Settings>,
+    pub snapshot: watch::Receiver<Arc<NodeState>>,
+    pub report: Report,
+    /// The process that listens on kubelet.sock, once known.
+    pub kubelet: Arc<OnceLock<Peer>>,
+    /// The number of ListAndWatch streams that the kubelet holds.
+    pub streams: watch::Sender<usize>,
+    /// The devices that the kubelet has offered in this session.
+    pub narrowing: Mutex<Narrowing>,
+    /// Ends the open streams: tonic's graceful shutdown waits for them.
+    pub end: CancellationToken,
+}
+
+impl Service {
+    fn snapshot(&self) -> Arc<NodeState> {
+        Arc::clone(&self.snapshot.borrow())
+    }
+
+    fn narrowing(&self) -> std::sync::MutexGuard<'_, Narrowing> {
+        // Only whole ids are ever put in or taken out.
+        self.narrowing.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Returns true if the caller is the process that listens on kubelet.sock, as far as the kernel tells.
+    fn is_kubelet<T>(&self, request: &Request<T>) -> bool {
+        let caller = request.extensions().get::<Peer>();
+        caller.zip(self.kubelet.get()).is_none_or(|(caller, kubelet)| caller.may_be(kubelet))
+    }
+
+    /// The injection into a container that was granted these devices.
+    fn injection(&self, snapshot: &NodeState, devices: &[&Device]) -> Result<Injection, InjectionError> {
+        let options = &self.settings.injection;
+        let by_mps = snapshot.mps_shares().contains_key(&self.resource);
+        let by_mps = by_mps && devices.iter().any(|device| device.slot.is_some());
+        let granted = Granted {
+            topology: snapshot.topology(),
+            devices: devices.iter().map(|device| ChosenDevice::from(*device)).collect(),
+            mps: by_mps.then(|| MpsClient::new(&options.mps_root, &self.resource)),
+        };
+        let host = Arc::clone(&self.settings.host_devices.borrow());
+        let mut injection = options.inject(&granted, &host)?;
+        if let Some(cdi) = &options.cdi {
+            cdi.place(&self.resource, &mut injection);
+        }
+        Ok(injection)
+    }
+}
+
+#[tonic::async_trait]
+impl DevicePlugin for Service {
+    type ListAndWatchStream = Pin<Box<dyn Stream<Item = Result<wire::ListAndWatchResponse, Status>> + Send>>;
+
+    async fn get_device_plugin_options(
+        &self,
+        _: Request<wire::Empty>,
+    ) -> Result<Response<wire::DevicePluginOptions>, Status> {
+        Ok(Response::new(convert::options()))
+    }
+
+    /// The whole list at once, then again whenever it differs from the last one sent.
+    async fn list_and_watch(
+        &self,
+        request: Request<wire::Empty>,
+    ) -> Result<Response<Self::ListAndWatchStream>, Status> {
+        let resource = self.resource.clone();
+        let open = self.is_kubelet(&request).then(|| OpenStream::new(self.streams.clone()));
+        let state = (self.snapshot.clone(), None, open);
+        let lists = stream::unfold(state, move |(mut snapshot, mut last, open)| {
+            let resource = resource.clone();
+            async move {
+                loop {
+                    let list = convert::device_list(&snapshot.borrow_and_update(), &resource);
+                    if last.as_ref() != Some(&list) {
+                        last = Some(list.clone());
+                        return Some((Ok(list), (snapshot, last, open)));
+                    }
+                    snapshot.changed().await.ok()?;
+                }
+            }
+        });
+        Ok(Response::new(Box::pin(lists.take_until(self.end.clone().cancelled_owned()))))
+    }
+
+    async fn get_preferred_allocation(
+        &self,
+        request: Request<wire::PreferredAllocationRequest>,
+    ) -> Result<Response<wire::PreferredAllocationResponse>, Status> {
+        self.settings.calls.pass().await;
+        let snapshot = self.snapshot();
+        let containers = request.into_inner().container_requests.into_iter();
+        let answers = containers.map(|container| {
+            let question = convert::request(container);
+            let start = Instant::now();
+            let (answer, report) = snapshot.preferred(&self.resource, &question);
+            let elapsed = start.elapsed();
+            let mut narrowing = self.narrowing();
+            let narrowed = narrowing.narrowed(&question, |id| snapshot.offers().is_healthy(&self.resource, id));
+            narrowing.answered(question.available);
+            drop(narrowing);
+            (self.report)(Occurrence::Chosen { report: Arc::new(report), elapsed, narrowed });
+            convert::preferred(answer)
+        });
+        Ok(Response::new(wire::PreferredAllocationResponse { container_responses: answers.collect() }))
+    }
+
+    async fn allocate(
+        &self,
+        request: Request<wire::AllocateRequest>,
+    ) -> Result<Response<wire::AllocateResponse>, Status> {
+        self.settings.calls.pass().await;
+        let snapshot = self.snapshot();
+        let mut container_responses = Vec::new();
+        for container in request.into_inner().container_requests {
+            let ids = convert::ids(container.devices_ids);
+            let offered = self.narrowing().allocated(&ids);
+            let granted = snapshot.allocate(&self.resource, &ids).map_err(|error| convert::refusal(&error));
+            let answer = granted.and_then(|devices| {
+                let injection = self.injection(&snapshot, &devices);
+                injection.map(convert::container).map_err(|error| convert::no_injection(&error))
+            });
+            let allocated = ids.iter().map(|id| id.as_str().to_owned()).collect();
+            let outcome = answer.as_ref().map(|_| allocated).map_err(|refusal| refusal.message().to_owned());
+            (self.report)(Occurrence::Allocated(outcome));
+            if answer.is_ok() {
+                (self.report)(Occurrence::Given { devices: ids.into_iter().collect(), offered });
+            }
+            container_responses.push(answer?);
+        }
+        Ok(Response::new(wire::AllocateResponse { container_responses }))
+    }
+
+    async fn pre_start_container(
+        &self,
+        _: Request<wire::PreStartContainerRequest>,
+    ) -> Result<Response<wire::PreStartContainerResponse>, Status> {
+        Ok(Response::new(wire::PreStartContainerResponse {}))
+    }
+}
+
+/// Counts one open stream for as long as it lives, however it ends.
+struct OpenStream(watch::Sender<usize>);
+
+impl OpenStream {
+    fn new(streams: watch::Sender<usize>) -> Self {
+        streams.send_modify(|open| *open += 1);
+        Self(streams)
+    }
+}
+
+impl Drop for OpenStream {
+    fn drop(&mut self) {
+        self.0.send_modify(|open| *open = open.saturating_sub(1));
+    }
+}

@@ -1,0 +1,198 @@
+//! One session with the kubelet: our socket, its server, its streams and connections.
+//!
+//! Made by `life` and driven by the executor of the registration. All of it ends when it is dropped: the socket is
+//! removed, streams end, connections break.
+
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, OnceLock};
+
+use tokio::sync::watch;
+use tonic::service::Routes;
+
+use super::handshake::{DevicePluginHandshake, Input, OwnInput};
+use super::service::Service;
+use super::{Occurrence, Report, Settings};
+use crate::registration::{BindError, Servers, Session, bind, folder_of, is_number};
+use linkwise_core::names::shortened;
+use linkwise_core::state::{NodeState, ResourceName};
+use linkwise_kubelet_api::v1beta1::device_plugin_server::DevicePluginServer;
+use linkwise_system::grpc::{Refusal, Rpc};
+use linkwise_system::uds::{self, FileId, LONGEST_PATH, Peer};
+
+/// The length of the rest of a socket's name after the name of its resource: a dash, eight hexadecimal digits, `.sock`.
+const REST: usize = 14;
+/// The kubelet's own path of the folder, which may be longer than the one in our container.
+const KUBELETS_FOLDER: &str = "/var/lib/kubelet/device-plugins";
+
+/// The first part of the names of a resource's sockets, in every version and every start of linkwise.
+fn prefix(folder: &Path, resource: &ResourceName) -> String {
+    let room = LONGEST_PATH.saturating_sub(folder.as_os_str().len().max(KUBELETS_FOLDER.len()) + 1 + REST);
+    shortened(&format!("linkwise-{}", resource.as_str().replace('/', "_")), room) + "-"
+}
+
+/// The file name of a socket of a resource with this random number in it.
+fn socket_name(folder: &Path, resource: &ResourceName, random: u64) -> String {
+    format!("{}{:08x}.sock", prefix(folder, resource), random & 0xFFFF_FFFF)
+}
+
+/// Returns true if a file name is that of a socket of ours with this prefix. That of another resource may begin with it
+/// too.
+fn is_ours(name: &str, prefix: &str) -> bool {
+    let rest = name.strip_prefix(prefix).and_then(|rest| rest.strip_suffix(".sock"));
+    rest.is_some_and(is_number)
+}
+
+/// Returns true for the socket of the NVIDIA plugin for this resource: `nvidia-gpu.sock` for `nvidia.com/gpu`.
+fn is_nvidias(name: &str, resource: &ResourceName) -> bool {
+    let (_, last) = resource.as_str().split_once('/').unwrap_or(("", resource.as_str()));
+    name.strip_prefix("nvidia-").and_then(|rest| rest.strip_suffix(".sock")) == Some(last)
+}
+
+/// The sockets of plugins of this resource on which a process listens: another linkwise, or the NVIDIA plugin. Where
+/// the folder cannot be read, none is known.
+fn living(folder: &Path, resource: &ResourceName, prefix: &str) -> Vec<PathBuf> {
+    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+    let named = entries.filter(|entry| {
+        entry.file_name().to_str().is_some_and(|name| is_ours(name, prefix) || is_nvidias(name, resource))
+    });
+    named.map(|entry| entry.path()).filter(|path| is_alive(path)).collect()
+}
+
+fn is_alive(path: &Path) -> bool {
+    FileId::of_socket(path).is_some() && !uds::is_dead(path)
+}
+
+/// The path of a socket of ours for this resource, with this random number in its name.
+pub(super) fn socket_path(settings: &Settings, resource: &ResourceName, random: u64) -> (PathBuf, String) {
+    let folder = folder_of(&settings.kubelet_socket);
+    // Unique to this start: a kubelet may still hold the connection of an earlier one.
+    let name = socket_name(folder, resource, random);
+    (folder.join(&name), name)
+}
+
+/// A socket of ours that is served.
+pub(super) struct PluginSession {
+    /// The socket's file name.
+    pub name: String,
+    /// The process that listens on kubelet.sock, known once we have connected to it.
+    pub kubelet: Arc<OnceLock<Peer>>,
+    /// The sockets of other plugins of this resource that were there when ours was bound, and still were when last
+    /// asked.
+    predecessors: Vec<PathBuf>,
+    servers: Servers,
+    streams: watch::Receiver<usize>,
+}
+
+impl PluginSession {
+    /// Removes dead predecessors' sockets, binds a socket with this random number in its name and serves it.
+    pub fn begin(
+        resource: ResourceName,
+        settings: Arc<Settings>,
+        snapshot: watch::Receiver<Arc<NodeState>>,
+        report: Report,
+        random: u64,
+    ) -> Result<Self, BindError> {
+        let folder = folder_of(&settings.kubelet_socket);
+        let prefix = prefix(folder, &resource);
+        let predecessors = living(folder, &resource, &prefix);
+        let (path, name) = socket_path(&settings, &resource, random);
+        let bound = bind(&path, &settings.callers, |name| is_ours(name, &prefix))?;
+
+        let (refused, ended) = (Arc::clone(&report), Arc::clone(&report));
+        let refused = move |refusal| {
+            refused(match refusal {
+                Refusal::Caller(peer) => Occurrence::Refused { uid: peer.uid, pid: peer.pid },
+                Refusal::NotAccepted(why) => Occurrence::NotAccepted(why),
+            });
+        };
+        let ended = move |Rpc { method, code, elapsed }| ended(Occurrence::Rpc { method, code, elapsed });
+        let mut servers = Servers::new(Arc::new(refused), Arc::new(ended));
+        let kubelet = Arc::new(OnceLock::new());
+        let (streams_sender, streams) = watch::channel(0);
+        let service = Service {
+            resource,
+            settings: Arc::clone(&settings),
+            snapshot,
+            report,
+            kubelet: Arc::clone(&kubelet),
+            streams: streams_sender,
+            narrowing: Mutex::default(),
+            end: servers.end_of_streams(),
+        };
+        servers.serve(bound, watch::Sender::default(), Routes::new(DevicePluginServer::new(service)));
+        Ok(Self { name, kubelet, predecessors, servers, streams })
+    }
+
+    /// Gives our socket a second name, with this random number in it; returns that name. Removes the sockets of plugins
+    /// that have ended.
+    pub fn rename(&mut self, settings: &Settings, resource: &ResourceName, random: u64) -> io::Result<String> {
+        let (path, name) = socket_path(settings, resource, random);
+        let folder = folder_of(&path);
+        let prefix = prefix(folder, resource);
+        uds::remove_dead(folder, |name| is_ours(name, &prefix))?;
+        self.servers.rename(&path)?;
+        Ok(name)
+    }
+
+    /// Returns true while a plugin of this resource that was there when our socket was bound still is.
+    pub fn has_predecessor(&mut self) -> bool {
+        self.predecessors.retain(|path| is_alive(path));
+        !self.predecessors.is_empty()
+    }
+}
+
+impl Session for PluginSession {
+    type Handshake = DevicePluginHandshake;
+
+    fn servers(&mut self) -> &mut Servers {
+        &mut self.servers
+    }
+
+    fn others(session: Option<&mut Self>) -> bool {
+        session.is_some_and(Self::has_predecessor)
+    }
+
+    async fn next(&mut self) -> Input {
+        tokio::select! {
+            biased;
+            ended = self.servers.next() => ended.map_or(Input::Closed, Input::ServerEnded),
+            Ok(()) = self.streams.changed() => Input::Own(OwnInput::Streams(*self.streams.borrow_and_update())),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn longest_resource_name_fits_a_socket_path() {
+        let name =
+            |domain: usize| format!("{}.example.com/{}", ["a"; 100].concat().get(..domain).unwrap(), "b".repeat(63));
+        let longest: ResourceName =
+            format!("{}.{}/{}", "a".repeat(63), "a".repeat(63), "b".repeat(63)).parse().unwrap();
+        let kubelets = Path::new(KUBELETS_FOLDER);
+        for resource in [ResourceName::gpu(), longest.clone(), name(60).parse().unwrap()] {
+            let prefix = prefix(kubelets, &resource);
+            assert!(kubelets.join(&prefix).as_os_str().len() + REST <= LONGEST_PATH + 1, "{prefix}");
+        }
+        assert_eq!(prefix(kubelets, &ResourceName::gpu()), "linkwise-nvidia.com_gpu-");
+        // Long names that differ at their end only have different sockets.
+        let prefixes =
+            [1, 2].map(|last| prefix(kubelets, &format!("{longest}{last}").replace("bb", "b").parse().unwrap()));
+        assert_ne!(prefixes[0], prefixes[1]);
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join(format!("{}01234567.sock", prefix(folder.path(), &longest)));
+        assert!(uds::listen(&path, uds::Callers::default()).is_ok());
+    }
+
+    #[test]
+    fn another_resources_sockets_are_not_ours() {
+        let prefix = prefix(Path::new(KUBELETS_FOLDER), &ResourceName::gpu());
+        assert!(is_ours("linkwise-nvidia.com_gpu-0123abcd.sock", &prefix));
+        for other in ["linkwise-nvidia.com_gpu-x-0123abcd.sock", "linkwise-nvidia.com_gpu-0123abcd.sock.old"] {
+            assert!(!is_ours(other, &prefix), "{other}");
+        }
+    }
+}

@@ -1,0 +1,82 @@
+//! What DRA needs of others: of the API server slices written and claims read, of the driver MIG devices made, of
+//! another process MPS control daemons run.
+//!
+//! Each need is a channel, whose other end the program gives to what serves it.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+use tokio::sync::{Notify, oneshot, watch};
+
+use linkwise_core::claims::{Claim, MpsOrder};
+use linkwise_core::state::ResourceName;
+use linkwise_core::topology::GpuUuid;
+
+/// The way to the task that writes the CDI specs of GPUs and MIG devices.
+#[derive(Clone, Debug)]
+pub struct SpecsLink {
+    /// The specs' generation: it changes each time that the task has written them, and is 0 before the first time.
+    pub generation: watch::Receiver<u64>,
+    /// Has them written at once where one is missing: the task repairs them every 10 s otherwise.
+    pub repair: Arc<Notify>,
+}
+
+impl Default for SpecsLink {
+    /// Specs that were written once, and never will be again.
+    fn default() -> Self {
+        Self { generation: watch::channel(1).1, repair: Arc::default() }
+    }
+}
+
+/// The way to the process that runs MPS control daemons.
+#[derive(Clone, Debug)]
+pub struct MpsLink {
+    /// What is wanted; `None` before the checkpoints were read.
+    pub orders: watch::Sender<Option<MpsOrders>>,
+    /// What serves; `None` before the first look.
+    pub served: watch::Receiver<Option<MpsServed>>,
+}
+
+/// The control daemons that prepared claims call for.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct MpsOrders {
+    /// How many changes there were, and requests to look again.
+    pub revision: u64,
+    /// The daemons.
+    pub daemons: BTreeMap<ResourceName, MpsOrder>,
+}
+
+/// What became of [`MpsOrders`].
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct MpsServed {
+    /// Of which revision.
+    pub revision: u64,
+    /// Why orders reach no control daemon.
+    pub trouble: Option<String>,
+    /// Whether each daemon serves with its limits, or why not yet.
+    pub daemons: BTreeMap<ResourceName, Result<(), String>>,
+    /// GPUs of DRA that are in the compute mode EXCLUSIVE_PROCESS for a control daemon, whosever.
+    pub exclusive: BTreeSet<GpuUuid>,
+}
+
+/// A claim to be read.
+#[derive(Debug)]
+pub struct ClaimQuery {
+    /// Its namespace.
+    pub namespace: String,
+    /// Its name.
+    pub name: String,
+    /// Where the answer goes.
+    pub answer: oneshot::Sender<Result<Claim, ClaimQueryError>>,
+}
+
+/// Why a claim could not be read.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ClaimQueryError {
+    /// There is no such claim.
+    #[error("there is no such claim")]
+    NotFound,
+    /// The API server could not be asked, or refused.
+    #[error("{0}")]
+    Failed(String),
+}

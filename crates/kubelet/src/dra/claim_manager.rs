@@ -1,0 +1,629 @@
+//! Prepares and unprepares claims: reads the claim, lets the core decide, and carries it out in steps each of which is
+//! safe to die in.
+//!
+//! Called by `service` for the kubelet and by `life` for claims that are gone. Prepared claims are kept in memory and
+//! in checkpoints. Each claim is worked on by one caller at a time. Claims do not wait for each other, and no lock is
+//! held during a wait for a disk or the API server. A claim counts as prepared before anything is done for it, and
+//! until all is undone, so that no other claim gets its GPUs.
+//!
+//! A claim leaves the manager three times: for itself (the API server), for its place in the node's ledger, and for
+//! devices, their CDI names and the MPS control daemon, which are awaited beside each other. Nothing is polled.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::pin::pin;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use futures_util::future::{Either, select};
+use tokio::sync::{OwnedMutexGuard, mpsc, oneshot, watch};
+use tokio::time::{Instant, timeout, timeout_at};
+
+use super::checkpoint::{Checkpoint, CheckpointFolder, is_uid};
+use super::mig::MigError;
+use super::mps::MpsError;
+use super::{ClaimQuery, ClaimQueryError, Observer, Occurrence, PluginError, Settings, claim_specs};
+use linkwise_core::claims::{Claim, ClaimError, ClaimName, DeviceRefusal, Node, Prepared, plan};
+use linkwise_core::errors::chain;
+use linkwise_core::publish::injection::HostDevices;
+use linkwise_core::quote::quoted;
+use linkwise_core::state::{self, DraGpus, NodeState, PreparedClaim};
+use linkwise_system::files;
+
+/// The longest time that the node's state may take to enter a claim: it never waits for a disk or for NVML.
+const LEDGER_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// The right to work on one claim, until its last clone is dropped: also while a disk has it.
+type Turn = Arc<OwnedMutexGuard<()>>;
+
+/// The state of one claim.
+#[derive(Default)]
+struct Slot {
+    turn: Arc<tokio::sync::Mutex<()>>,
+    checkpoint: Option<Checkpoint>,
+    /// The time at which the checkpoint was put in.
+    since: Option<Instant>,
+    /// The time at which undoing the claim was tried first while DRA was off.
+    undoing: Option<Instant>,
+    /// The time since which sweeps have found the claim in no list of the kubelet, while only these count.
+    unlisted: Option<Instant>,
+}
+
+/// The claims of this node.
+pub(super) struct ClaimManager {
+    pub(super) settings: Arc<Settings>,
+    store: Arc<CheckpointFolder>,
+    observer: Observer,
+    pub(super) snapshot: watch::Receiver<Arc<NodeState>>,
+    claims: mpsc::Sender<ClaimQuery>,
+    slots: Mutex<BTreeMap<String, Slot>>,
+    /// A count that changes with the prepared claims.
+    held: watch::Sender<u64>,
+    /// The prepared claims, for the node's ledger.
+    ledger: watch::Sender<Vec<PreparedClaim>>,
+}
+
+/// The cause of a claim that was not prepared.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum PrepareError {
+    #[error("{} is no UID of a claim", quoted(.0))]
+    NoUid(String),
+    #[error("cannot read the claim {claim}")]
+    Query { claim: String, source: ClaimQueryError },
+    #[error(transparent)]
+    Claim(#[from] ClaimError),
+    #[error("cannot write the checkpoint of the claim")]
+    Checkpoint { source: std::io::Error },
+    #[error("cannot write the CDI spec of the claim")]
+    Spec { source: std::io::Error },
+    #[error(transparent)]
+    Mig(#[from] MigError),
+    #[error(transparent)]
+    Mps(#[from] MpsError),
+    #[error("no CDI spec in {folder} has {names}")]
+    Names { folder: String, names: String },
+    #[error("the agent is ending, or too busy to enter the claim into its ledger")]
+    NoLedger,
+    #[error("what an earlier attempt has left of the claim is still there")]
+    Left(#[from] UnprepareError),
+    #[error("the claim was not prepared within {0:?}")]
+    Late(Duration),
+}
+
+/// The cause of a claim that was not unprepared.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum UnprepareError {
+    #[error(transparent)]
+    Mig(#[from] MigError),
+    #[error("cannot remove the CDI spec of the claim")]
+    Spec { source: std::io::Error },
+    #[error("cannot remove the checkpoint of the claim")]
+    Checkpoint { source: std::io::Error },
+    #[error("the claim was not unprepared within {0:?}")]
+    Late(Duration),
+}
+
+impl ClaimManager {
+    /// A manager with the claims that the checkpoints have.
+    pub async fn open(
+        settings: Arc<Settings>,
+        observer: Observer,
+        snapshot: watch::Receiver<Arc<NodeState>>,
+        claims: mpsc::Sender<ClaimQuery>,
+        ledger: watch::Sender<Vec<PreparedClaim>>,
+    ) -> Result<Self, PluginError> {
+        let folder = settings.checkpoints.clone();
+        let opened = files::blocking(move || CheckpointFolder::open(&folder)).await;
+        let unusable = |source| PluginError::Checkpoints { folder: settings.checkpoints.clone(), source };
+        let (store, checkpoints, ignored) = opened.map_err(unusable)?;
+        ignored.into_iter().for_each(|ignored| observer(ignored));
+        let since = Some(Instant::now());
+        let slot = |checkpoint: Checkpoint| {
+            (checkpoint.claim.uid.clone(), Slot { checkpoint: Some(checkpoint), since, ..Slot::default() })
+        };
+        let slots = Mutex::new(checkpoints.into_iter().map(slot).collect());
+        let held = watch::Sender::default();
+        let manager = Self { settings, store: Arc::new(store), observer, snapshot, claims, slots, held, ledger };
+        manager.changed();
+        Ok(manager)
+    }
+
+    /// Follows the prepared claims.
+    pub fn held(&self) -> watch::Receiver<u64> {
+        self.held.subscribe()
+    }
+
+    /// Everything that is prepared, or being prepared.
+    pub fn prepared(&self) -> Vec<Prepared> {
+        self.checkpoints().into_iter().map(|checkpoint| checkpoint.prepared).collect()
+    }
+
+    /// Returns true if no GPU is to go through DRA. Then a claim is over as soon as the kubelet lists it no more, and
+    /// what stands against undoing it does not keep its GPUs from the device plugin.
+    pub fn is_off(&self) -> bool {
+        let state = self.snapshot.borrow();
+        !state.topology().gpus().is_empty() && state.offers().plan().dra == DraGpus::None
+    }
+
+    /// Returns true if any claim is prepared or being prepared.
+    pub fn has_checkpoints(&self) -> bool {
+        self.slots().values().any(|slot| slot.checkpoint.is_some())
+    }
+
+    /// Prepares a claim; the error is the text for the kubelet.
+    pub async fn prepare(&self, asked: ClaimName) -> Result<Prepared, String> {
+        let (start, limit) = (Instant::now(), self.settings.prepare_timeout);
+        let work = timeout(limit, self.try_prepare(&asked)).await;
+        let result = work.unwrap_or(Err(PrepareError::Late(limit)));
+        self.tidy();
+        let repeated = result.as_ref().is_ok_and(|(_, repeated)| *repeated);
+        let result = result.map(|(prepared, _)| prepared).map_err(|error| chain(&error));
+        let names = Prepared::names;
+        let outcome = result.as_ref().map(names).map_err(Clone::clone);
+        let elapsed = start.elapsed();
+        (self.observer)(Occurrence::Prepared { claim: asked, result: outcome, repeated, elapsed });
+        result
+    }
+
+    /// Unprepares a claim; the error is the text for the kubelet. A claim that is not prepared is no error. The API
+    /// server is not asked: the claim may be deleted already.
+    pub async fn unprepare(&self, asked: ClaimName) -> Result<(), String> {
+        let (start, limit) = (Instant::now(), self.settings.prepare_timeout);
+        let work = async {
+            if !is_uid(&asked.uid) {
+                return Ok(());
+            }
+            let turn = self.turn(&asked.uid).await;
+            self.undo(&asked.uid, &turn).await
+        };
+        let result = timeout(limit, work).await.unwrap_or(Err(UnprepareError::Late(limit)));
+        self.tidy();
+        let result = result.map_err(|error| chain(&error));
+        let elapsed = start.elapsed();
+        (self.observer)(Occurrence::Unprepared { claim: asked, result: result.clone(), elapsed });
+        result
+    }
+
+    /// Undoes claims that are gone, and restores CDI specs of claims that are missing.
+    pub async fn sweep(&self) {
+        for checkpoint in self.checkpoints() {
+            let uid = checkpoint.claim.uid.clone();
+            // The API server is asked before it is this claim's turn: the kubelet must not wait for that. A UID that is
+            // gone does not come back.
+            let is_gone = self.is_gone(&checkpoint).await;
+            let turn = self.turn(&uid).await;
+            if self.checkpoint(&uid).as_ref() != Some(&checkpoint) {
+                continue;
+            }
+            if is_gone {
+                let result = self.undo_in_time(&uid, &turn).await.map_err(|error| chain(&error));
+                (self.observer)(Occurrence::Swept { claim: checkpoint.claim, result });
+            } else if checkpoint.is_half_made(self.settings.boot.as_deref()) {
+                // The kubelet was told nothing, and asks again, if at all.
+                let result = self.undo_in_time(&uid, &turn).await.map_err(|error| chain(&error));
+                (self.observer)(Occurrence::HalfMade { claim: checkpoint.claim, result });
+            } else if checkpoint.is_completed_in(self.settings.boot.as_deref()) {
+                // Containers that restart need it; where it cannot be written now, the next sweep does it.
+                let _ = self.write_spec(&uid, &checkpoint.prepared, &turn).await;
+            }
+        }
+        let folder = self.settings.cdi_folder.clone();
+        for uid in files::blocking(move || Ok(claim_specs::claims(&folder))).await.unwrap_or_default() {
+            if let Some(turn) = self.idle_turn(&uid)
+                && self.checkpoint(&uid).is_none()
+            {
+                let _ = self.undo(&uid, &turn).await;
+            }
+        }
+        self.tidy();
+    }
+
+    async fn try_prepare(&self, asked: &ClaimName) -> Result<(Prepared, bool), PrepareError> {
+        let uid = &asked.uid;
+        if !is_uid(uid) {
+            return Err(PrepareError::NoUid(uid.clone()));
+        }
+        let turn = self.turn(uid).await;
+        if self.checkpoint(uid).is_some_and(|checkpoint| checkpoint.is_half_made(self.settings.boot.as_deref())) {
+            self.undo(uid, &turn).await?;
+        }
+        let before = self.checkpoint(uid);
+        if let Some(checkpoint) =
+            before.as_ref().filter(|checkpoint| checkpoint.is_completed_in(self.settings.boot.as_deref()))
+            && self.write_spec(uid, &checkpoint.prepared, &turn).await.is_ok()
+            && self.missing(&checkpoint.prepared, uid).await.is_empty()
+        {
+            self.await_mps(checkpoint).await?;
+            return Ok((checkpoint.prepared.clone(), true));
+        }
+        let checkpoint = match self.reserve(asked).await {
+            Ok(checkpoint) => checkpoint,
+            Err(error) => {
+                if before.is_some_and(|before| error.is_gone() && self.is_unused(&before)) {
+                    // Where that fails, it stays prepared, and the next sweep tries again.
+                    let _ = self.undo(uid, &turn).await;
+                }
+                return Err(error);
+            }
+        };
+        let carried_out = match self.confirm(&checkpoint).await {
+            Ok(()) => self.carry_out(checkpoint, &turn).await,
+            Err(error) => {
+                self.forget_unmade(uid);
+                Err(error)
+            }
+        };
+        if carried_out.is_err() {
+            match before {
+                // What is still there of its MIG devices has to be known.
+                Some(_) if self.destroy_unmade(uid).await.is_err() => {}
+                // A pod may run with it. The checkpoint too: what one names as begun is destroyed at the next start.
+                Some(before) => {
+                    let _ = self.write(&before, &turn).await;
+                    self.put(uid, Some(before));
+                }
+                None => drop(self.undo(uid, &turn).await),
+            }
+        }
+        Ok((carried_out?, false))
+    }
+
+    /// Waits until the node's ledger has a claim that [`Self::reserve`] entered: from then on its GPUs stay with DRA.
+    /// Fails where one of the GPUs left DRA before.
+    async fn confirm(&self, checkpoint: &Checkpoint) -> Result<(), PrepareError> {
+        if !self.settings.has_ledger {
+            return Ok(());
+        }
+        let (ours, mut snapshot) = (checkpoint.for_ledger(), self.snapshot.clone());
+        let known = snapshot.wait_for(|state| state.ledger().prepared(&checkpoint.claim.uid) == Some(&ours));
+        let state = match timeout(LEDGER_TIMEOUT, known).await {
+            Ok(Ok(state)) => Arc::clone(&state),
+            Ok(Err(_)) | Err(_) => return Err(PrepareError::NoLedger),
+        };
+        for device in &checkpoint.prepared.devices {
+            let door = state.door(&device.gpu);
+            if !door.is_some_and(state::Door::is_dra) {
+                let why = DeviceRefusal::NotDra(door);
+                return Err(ClaimError::of_device(&device.device, &device.gpu, why).into());
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads the claim, plans it, and enters it as prepared. The devices of claims that are gone are taken from them
+    /// first.
+    async fn reserve(&self, asked: &ClaimName) -> Result<Checkpoint, PrepareError> {
+        let named = || format!("{}/{}", asked.namespace, asked.name);
+        let claim = self.query(asked).await;
+        let claim = claim.map_err(|source| PrepareError::Query { claim: named(), source })?;
+        loop {
+            let taken = match self.plan(asked, &claim) {
+                Ok(checkpoint) => return Ok(checkpoint),
+                Err(error) => error,
+            };
+            let mut any_gone = false;
+            for holder in taken.holders() {
+                any_gone |= self.release_gone(&holder.0).await;
+            }
+            if !any_gone {
+                return Err(taken.into());
+            }
+        }
+    }
+
+    /// Undoes a claim if it is gone; returns true once it is out of the way.
+    async fn release_gone(&self, holder: &ClaimName) -> bool {
+        let Some(turn) = self.idle_turn(&holder.uid) else { return false };
+        match self.checkpoint(&holder.uid) {
+            Some(checkpoint) if self.is_gone(&checkpoint).await => {
+                self.undo_in_time(&checkpoint.claim.uid, &turn).await.is_ok_and(|()| {
+                    (self.observer)(Occurrence::Swept { claim: checkpoint.claim, result: Ok(()) });
+                    true
+                })
+            }
+            Some(_) => false,
+            None => true,
+        }
+    }
+
+    fn plan(&self, asked: &ClaimName, claim: &Claim) -> Result<Checkpoint, ClaimError> {
+        let (state, host) = (self.snapshot.borrow().clone(), self.settings.host_devices.borrow().clone());
+        let (settings, node) = (&self.settings, self.node(&state, &host));
+        let mut slots = self.slots();
+        // No container of another boot runs, and what was GPU 0 then may be GPU 1 now.
+        let others = slots.values().filter_map(|slot| slot.checkpoint.as_ref());
+        let others = others.filter(|checkpoint| !checkpoint.is_of_another_boot(settings.boot.as_deref()));
+        let others = others.map(|checkpoint| (&checkpoint.claim, &checkpoint.prepared));
+        let prepared = plan(claim, asked, node, others)?;
+        let checkpoint = Checkpoint::started(settings.boot.clone(), asked.clone(), prepared);
+        slots.entry(asked.uid.clone()).or_default().set(Some(checkpoint.clone()));
+        drop(slots);
+        self.changed();
+        Ok(checkpoint)
+    }
+
+    /// The facts that a plan is made from.
+    pub(super) fn node<'a>(&'a self, state: &'a NodeState, host: &'a HostDevices) -> Node<'a> {
+        let Settings { pool, injection, makes_mig, .. } = &*self.settings;
+        Node { pool, state, injection, host, makes_mig: *makes_mig }
+    }
+
+    /// Prepares a claim as its checkpoint says.
+    async fn carry_out(&self, checkpoint: Checkpoint, turn: &Turn) -> Result<Prepared, PrepareError> {
+        let uid = checkpoint.claim.uid.clone();
+        if let Err(error) = self.write(&checkpoint, turn).await {
+            self.forget_unmade(&uid);
+            return Err(error);
+        }
+        let mps = pin!(self.await_mps(&checkpoint));
+        let devices = pin!(self.provide_devices(checkpoint.clone(), turn));
+        let checkpoint = match select(devices, mps).await {
+            Either::Left((devices, mps)) => {
+                let checkpoint = devices?;
+                mps.await?;
+                checkpoint
+            }
+            // Not dropped: an order to the driver that is under way has to be known.
+            Either::Right((mps, devices)) => {
+                let devices = devices.await;
+                mps?;
+                devices?
+            }
+        };
+        let checkpoint = checkpoint.completed();
+        self.write(&checkpoint, turn).await?;
+        self.put(&uid, Some(checkpoint.clone()));
+        Ok(checkpoint.prepared)
+    }
+
+    /// Provides all devices of a claim, with names that a runtime finds: its MIG devices are made, its spec is written.
+    async fn provide_devices(&self, checkpoint: Checkpoint, turn: &Turn) -> Result<Checkpoint, PrepareError> {
+        let checkpoint = self.make_mig(checkpoint).await?;
+        let (uid, prepared) = (&checkpoint.claim.uid, &checkpoint.prepared);
+        let written = self.write_spec(uid, prepared, turn).await;
+        written.map_err(|source| PrepareError::Spec { source })?;
+        self.await_names(uid, prepared).await?;
+        Ok(checkpoint)
+    }
+
+    /// Waits until the CDI specs have the names of a claim. They are read again each time that they were written.
+    async fn await_names(&self, uid: &str, prepared: &Prepared) -> Result<(), PrepareError> {
+        let specs = &self.settings.specs;
+        let (mut generation, until) = (specs.generation.clone(), Instant::now() + self.settings.specs_timeout);
+        generation.mark_unchanged();
+        let mut missing = self.missing(prepared, uid).await;
+        if !missing.is_empty() {
+            // Once: a name that the writer does not know yet must not keep it writing.
+            specs.repair.notify_one();
+        }
+        while !missing.is_empty() {
+            // An error means that the node is ending, or that the time is over.
+            if !matches!(timeout_at(until, generation.changed()).await, Ok(Ok(()))) {
+                let folder = self.settings.cdi_folder.display().to_string();
+                return Err(PrepareError::Names { folder, names: missing.join(", ") });
+            }
+            missing = self.missing(prepared, uid).await;
+        }
+        Ok(())
+    }
+
+    /// As [`Self::undo`], in the time that a call of the kubelet has: an order that the driver never answers holds up
+    /// no other claim.
+    async fn undo_in_time(&self, uid: &str, turn: &Turn) -> Result<(), UnprepareError> {
+        let limit = self.settings.prepare_timeout;
+        timeout(limit, self.undo(uid, turn)).await.unwrap_or(Err(UnprepareError::Late(limit)))
+    }
+
+    /// Undoes all steps for a claim: the MIG devices that were made for it, its spec, its checkpoint, its entry. While
+    /// DRA is off, a step that cannot be undone for some time is left out.
+    async fn undo(&self, uid: &str, turn: &Turn) -> Result<(), UnprepareError> {
+        let is_off = self.is_off();
+        let gives_up = {
+            let (mut slots, now, limit) = (self.slots(), Instant::now(), self.settings.listed_within);
+            let is_late = |slot: &mut Slot| {
+                let since = slot.undoing.filter(|_| is_off);
+                slot.undoing = is_off.then(|| since.unwrap_or(now));
+                since.is_some_and(|since| now.saturating_duration_since(since) >= limit)
+            };
+            is_off & slots.get_mut(uid).is_none_or(is_late)
+        };
+        let destroyed = self.destroy_mig(uid).await.map_err(UnprepareError::from);
+        self.or_left_behind(uid, destroyed, gives_up)?;
+        let (folder, named, held) = (self.settings.cdi_folder.clone(), uid.to_owned(), Arc::clone(turn));
+        let removed = files::blocking(move || {
+            let _held = held;
+            claim_specs::remove(&folder, &named)
+        });
+        let removed = removed.await.map_err(|source| UnprepareError::Spec { source });
+        self.or_left_behind(uid, removed, gives_up)?;
+        let (store, named, held) = (Arc::clone(&self.store), uid.to_owned(), Arc::clone(turn));
+        let removed = files::blocking(move || {
+            let _held = held;
+            store.remove(&named)
+        });
+        let removed = removed.await.map_err(|source| UnprepareError::Checkpoint { source });
+        self.or_left_behind(uid, removed, gives_up)?;
+        self.put(uid, None);
+        Ok(())
+    }
+
+    /// Reports the part of a claim that is left behind, where this process gives up.
+    fn or_left_behind(
+        &self,
+        uid: &str,
+        result: Result<(), UnprepareError>,
+        gives_up: bool,
+    ) -> Result<(), UnprepareError> {
+        match result {
+            Err(error) if gives_up => {
+                if let Some(checkpoint) = self.checkpoint(uid) {
+                    let what = chain(&error);
+                    (self.observer)(Occurrence::LeftBehind { claim: checkpoint.claim, what });
+                }
+                Ok(())
+            }
+            result => result,
+        }
+    }
+
+    async fn write(&self, checkpoint: &Checkpoint, turn: &Turn) -> Result<(), PrepareError> {
+        let (store, checkpoint, held) = (Arc::clone(&self.store), checkpoint.clone(), Arc::clone(turn));
+        let written = files::blocking(move || {
+            let _held = held;
+            store.write(&checkpoint)
+        });
+        written.await.map_err(|source| PrepareError::Checkpoint { source })
+    }
+
+    async fn write_spec(&self, uid: &str, prepared: &Prepared, turn: &Turn) -> std::io::Result<()> {
+        if prepared.edits.is_empty() {
+            return Ok(());
+        }
+        let (folder, uid, edits) = (self.settings.cdi_folder.clone(), uid.to_owned(), prepared.edits.clone());
+        let held = Arc::clone(turn);
+        let written = files::blocking(move || {
+            let _held = held;
+            claim_specs::write(&folder, &uid, &edits)
+        });
+        written.await
+    }
+
+    /// The CDI names of a claim that a runtime would not find.
+    async fn missing(&self, prepared: &Prepared, uid: &str) -> Vec<String> {
+        let names: BTreeSet<String> = prepared.devices.iter().flat_map(|device| device.cdi.clone()).collect();
+        let (folder, uid, all) = (self.settings.cdi_folder.clone(), uid.to_owned(), names.clone());
+        let missing = files::blocking(move || Ok(claim_specs::missing(&folder, names, &uid))).await;
+        missing.unwrap_or_else(|_| all.into_iter().collect())
+    }
+
+    /// Asks whether the cluster has no such claim any more, or its devices have been taken from it, and no container of
+    /// this node has them. Where DRA is off and the API server cannot be asked, the containers alone count.
+    async fn is_gone(&self, checkpoint: &Checkpoint) -> bool {
+        if self.is_off() && !self.settings.has_api_server {
+            return self.is_long_unlisted(checkpoint);
+        }
+        let is_over = match self.query(&checkpoint.claim).await {
+            Err(ClaimQueryError::NotFound) => true,
+            Err(ClaimQueryError::Failed(_)) => false,
+            Ok(found) if found.metadata.uid != checkpoint.claim.uid => true,
+            // Its pod has ended, and the kubelet should have unprepared it. One that was reinstalled does not.
+            Ok(found) => !self.is_allocated(&found, checkpoint),
+        };
+        is_over && self.is_unused(checkpoint)
+    }
+
+    /// Returns true if the kubelet could be asked, and listed no container with a checkpoint's devices, each time that
+    /// a sweep looked for as long as its lists may be late: a kubelet that starts lists no pod at first.
+    fn is_long_unlisted(&self, checkpoint: &Checkpoint) -> bool {
+        let (is_unused, now) = (self.is_unused(checkpoint), Instant::now());
+        let mut slots = self.slots();
+        let Some(slot) = slots.get_mut(&checkpoint.claim.uid) else { return false };
+        slot.unlisted = is_unused.then(|| slot.unlisted.unwrap_or(now));
+        slot.unlisted.is_some_and(|since| now.saturating_duration_since(since) >= self.settings.listed_within)
+    }
+
+    /// Returns true if the kubelet lists no container with a checkpoint's devices. While it cannot be asked, there may
+    /// be one, and where it was asked before the claim was prepared: a claim that was deleted by force is gone before
+    /// its pod is.
+    fn is_unused(&self, checkpoint: &Checkpoint) -> bool {
+        let state = self.snapshot.borrow().clone();
+        let named = checkpoint.claim.to_string();
+        let since = self.slots().get(&checkpoint.claim.uid).and_then(|slot| slot.since);
+        let mut listed = state.ledger().claimed_lately();
+        state.ledger().is_known()
+            && since.is_none_or(|since| since.elapsed() >= self.settings.listed_within)
+            && !listed.any(|held| {
+                let has = |device: &str| checkpoint.prepared.devices.iter().any(|prepared| prepared.device == device);
+                held.claim == named && held.driver == self.settings.driver && has(&held.device)
+            })
+    }
+
+    /// Returns true if any of a checkpoint's devices is still the claim's.
+    fn is_allocated(&self, claim: &Claim, checkpoint: &Checkpoint) -> bool {
+        let results = claim.status.allocation.iter().flat_map(|allocation| &allocation.devices.results);
+        let mut ours =
+            results.filter(|result| result.driver == self.settings.driver && result.pool == self.settings.pool);
+        ours.any(|result| checkpoint.prepared.devices.iter().any(|device| device.device == result.device))
+    }
+
+    async fn query(&self, claim: &ClaimName) -> Result<Claim, ClaimQueryError> {
+        let failed = |why: String| Err(ClaimQueryError::Failed(why));
+        let (answer, answered) = oneshot::channel();
+        let query = ClaimQuery { namespace: claim.namespace.clone(), name: claim.name.clone(), answer };
+        let asked = async {
+            match self.claims.send(query).await {
+                Ok(()) => answered.await.unwrap_or_else(|_| failed("the client of the API server gave up".to_owned())),
+                Err(_) => failed("the client of the API server has ended".to_owned()),
+            }
+        };
+        let limit = self.settings.claim_timeout;
+        let late = || failed(format!("the API server did not answer within {limit:?}"));
+        timeout(limit, asked).await.unwrap_or_else(|_| late())
+    }
+
+    fn slots(&self) -> MutexGuard<'_, BTreeMap<String, Slot>> {
+        // Only whole checkpoints are ever put in or taken out.
+        self.slots.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn checkpoints(&self) -> Vec<Checkpoint> {
+        self.slots().values().filter_map(|slot| slot.checkpoint.clone()).collect()
+    }
+
+    pub(super) fn checkpoint(&self, uid: &str) -> Option<Checkpoint> {
+        self.slots().get(uid)?.checkpoint.clone()
+    }
+
+    pub(super) fn put(&self, uid: &str, checkpoint: Option<Checkpoint>) {
+        self.slots().entry(uid.to_owned()).or_default().set(checkpoint);
+        self.changed();
+    }
+
+    async fn turn(&self, uid: &str) -> Turn {
+        let turn = Arc::clone(&self.slots().entry(uid.to_owned()).or_default().turn);
+        Arc::new(turn.lock_owned().await)
+    }
+
+    /// The turn of a claim that nothing works on. Two claims that waited for each other's turn would wait for ever.
+    fn idle_turn(&self, uid: &str) -> Option<Turn> {
+        let turn = Arc::clone(&self.slots().entry(uid.to_owned()).or_default().turn);
+        turn.try_lock_owned().ok().map(Arc::new)
+    }
+
+    /// Forgets claims that are not prepared and that nothing works on.
+    fn tidy(&self) {
+        self.slots().retain(|_, slot| slot.checkpoint.is_some() || Arc::strong_count(&slot.turn) > 1);
+    }
+
+    fn changed(&self) {
+        let (claims, devices) = {
+            let slots = self.slots();
+            let checkpoints = || slots.values().filter_map(|slot| slot.checkpoint.as_ref());
+            (checkpoints().count(), checkpoints().map(|checkpoint| checkpoint.prepared.names().len()).sum())
+        };
+        let prepared =
+            self.slots().values().filter_map(|slot| slot.checkpoint.as_ref()).map(Checkpoint::for_ledger).collect();
+        if let Some(mps) = &self.settings.mps {
+            let boot = self.settings.boot.as_deref();
+            let slots = self.slots();
+            mps.order(
+                slots.values().filter_map(|slot| slot.checkpoint.as_ref()).filter(|r| !r.is_of_another_boot(boot)),
+            );
+        }
+        self.ledger.send_if_modified(|before| std::mem::replace(before, prepared) != *before);
+        (self.observer)(Occurrence::Held { claims, devices });
+        self.held.send_modify(|change| *change = change.wrapping_add(1));
+    }
+}
+
+impl Slot {
+    fn set(&mut self, checkpoint: Option<Checkpoint>) {
+        (self.checkpoint, self.since, self.undoing, self.unlisted) = (checkpoint, Some(Instant::now()), None, None);
+    }
+}
+
+impl PrepareError {
+    /// Returns true if the claim that was prepared under this UID no longer exists.
+    fn is_gone(&self) -> bool {
+        matches!(self, Self::Query { source: ClaimQueryError::NotFound, .. } | Self::Claim(ClaimError::OtherUid { .. }))
+    }
+}

@@ -1,0 +1,190 @@
+//! The service DRAResourceHealth, in both versions: the health of all devices at once, on each change, and often enough
+//! that the kubelet does not take it as stale. The kubelet shows it in the status of pods; the scheduler reads taints.
+
+use std::collections::BTreeMap;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use futures_util::stream::{self, Stream, StreamExt};
+use tokio::sync::watch;
+use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
+use tonic::{Request, Response, Status};
+
+use super::claim_manager::ClaimManager;
+use super::{Observer, Occurrence, Settings};
+use linkwise_core::claims::devices;
+use linkwise_core::state::{self, Health, MigInstance, NodeState, UnhealthyReason};
+use linkwise_core::topology::{Gpu, is_set};
+use linkwise_kubelet_api::dra_health::v1::dra_resource_health_server::DraResourceHealth as DraResourceHealthV1;
+use linkwise_kubelet_api::dra_health::v1alpha1 as wire;
+use linkwise_kubelet_api::dra_health::v1alpha1::dra_resource_health_server::DraResourceHealth as DraResourceHealthV1Alpha1;
+
+/// The longest message, in characters: the kubelet cuts it there.
+const LONGEST_MESSAGE: usize = 1024;
+
+/// Both versions of the service, for one session with the kubelet.
+#[derive(Clone)]
+pub(super) struct HealthService {
+    pub settings: Arc<Settings>,
+    pub manager: Arc<ClaimManager>,
+    pub snapshot: watch::Receiver<Arc<NodeState>>,
+    pub observer: Observer,
+    /// The number of open streams.
+    pub streams: watch::Sender<usize>,
+    /// Ends the open streams: tonic's graceful shutdown waits for them.
+    pub end: CancellationToken,
+}
+
+/// The report of a device: its health, and why.
+type Report = (wire::HealthStatus, String);
+
+/// The health of each device that is offered through DRA, and of those that claims hold though they are gone, by name.
+/// A set of GPUs has no health of its own and is left out.
+fn report(state: &NodeState, manager: &ClaimManager) -> BTreeMap<String, Report> {
+    let hardware = state.hardware();
+    let mut reports = BTreeMap::new();
+    let held = manager.prepared().into_iter().flat_map(|prepared| prepared.devices);
+    for device in held.filter(|device| !is_set(&device.device)) {
+        // Still here: overwritten below.
+        let gone = (wire::HealthStatus::Unhealthy, UnhealthyReason::Gone.to_string());
+        reports.insert(device.device, gone);
+    }
+    // One that leaves DRA is reported as long as claims have it.
+    let dra = &state.offers().plan().dra;
+    let is_dra = |gpu: &Gpu| dra.include(gpu) || state.door(&gpu.uuid).is_some_and(state::Door::is_dra);
+    for (name, device) in devices(state.topology()).into_iter().filter(|(_, device)| is_dra(device.gpu)) {
+        let instance = device
+            .mig
+            .map(|mig| MigInstance { gpu_instance: mig.gpu_instance, compute_instance: Some(mig.compute_instance) });
+        let report = match hardware.health(&device.gpu.uuid, instance) {
+            None => (wire::HealthStatus::Unknown, String::new()),
+            Some(Health::Healthy) => (wire::HealthStatus::Healthy, String::new()),
+            // NVML that is away is no GPU's fault: the health is unknown.
+            Some(Health::Unhealthy { reason: reason @ UnhealthyReason::DriverAway { .. }, .. }) => {
+                (wire::HealthStatus::Unknown, reason.to_string())
+            }
+            Some(Health::Unhealthy { reason, .. }) => (wire::HealthStatus::Unhealthy, reason.to_string()),
+        };
+        reports.insert(name, report);
+    }
+    reports
+}
+
+/// The state of one stream.
+struct Following {
+    service: HealthService,
+    held: watch::Receiver<u64>,
+    sent: Option<BTreeMap<String, Report>>,
+    /// The time at which the list is sent again though nothing changed.
+    due: Instant,
+    _open: OpenStream,
+}
+
+impl Following {
+    /// The next list. `None`: the node is ending.
+    async fn next(mut self) -> Option<(wire::NodeWatchResourcesResponse, Self)> {
+        loop {
+            self.held.borrow_and_update();
+            let state = self.service.snapshot.borrow_and_update().clone();
+            let reports = report(&state, &self.service.manager);
+            if self.sent.as_ref() != Some(&reports) || Instant::now() >= self.due {
+                let list = message(&self.service.settings.pool, &reports);
+                (self.sent, self.due) = (Some(reports), Instant::now() + self.service.settings.heartbeat);
+                return Some((list, self));
+            }
+            tokio::select! {
+                changed = self.service.snapshot.changed() => changed.ok()?,
+                changed = self.held.changed() => changed.ok()?,
+                () = tokio::time::sleep_until(self.due) => {}
+            }
+        }
+    }
+}
+
+fn message(pool: &str, reports: &BTreeMap<String, Report>) -> wire::NodeWatchResourcesResponse {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or(Duration::ZERO);
+    let devices = reports.iter().map(|(name, (health, why))| wire::DeviceHealth {
+        device: Some(wire::DeviceIdentifier { pool_name: pool.to_owned(), device_name: name.clone() }),
+        health: (*health).into(),
+        last_updated_time: i64::try_from(now.as_secs()).unwrap_or(i64::MAX),
+        // The kubelet's default, twice our heartbeat.
+        health_check_timeout_seconds: 0,
+        message: why.chars().take(LONGEST_MESSAGE).collect(),
+    });
+    wire::NodeWatchResourcesResponse { devices: devices.collect() }
+}
+
+/// The lists of one stream.
+type Lists = Pin<Box<dyn Stream<Item = Result<wire::NodeWatchResourcesResponse, Status>> + Send>>;
+
+impl HealthService {
+    fn watch(&self) -> Lists {
+        let following = Following {
+            held: self.manager.held(),
+            sent: None,
+            due: Instant::now(),
+            _open: OpenStream::new(self.streams.clone(), Arc::clone(&self.observer)),
+            service: self.clone(),
+        };
+        let lists = stream::unfold(following, |following| async move {
+            let (list, following) = following.next().await?;
+            Some((Ok(list), following))
+        });
+        Box::pin(lists.take_until(self.end.clone().cancelled_owned()))
+    }
+}
+
+#[tonic::async_trait]
+impl DraResourceHealthV1Alpha1 for HealthService {
+    type NodeWatchResourcesStream = Lists;
+
+    async fn node_watch_resources(
+        &self,
+        _: Request<wire::NodeWatchResourcesRequest>,
+    ) -> Result<Response<Lists>, Status> {
+        Ok(Response::new(self.watch()))
+    }
+}
+
+#[tonic::async_trait]
+impl DraResourceHealthV1 for HealthService {
+    type NodeWatchResourcesStream = Lists;
+
+    async fn node_watch_resources(
+        &self,
+        _: Request<wire::NodeWatchResourcesRequest>,
+    ) -> Result<Response<Lists>, Status> {
+        Ok(Response::new(self.watch()))
+    }
+}
+
+/// Counts one open stream for as long as it lives, however it ends.
+struct OpenStream {
+    streams: watch::Sender<usize>,
+    observer: Observer,
+}
+
+impl OpenStream {
+    fn new(streams: watch::Sender<usize>, observer: Observer) -> Self {
+        let this = Self { streams, observer };
+        this.change(|open| open.saturating_add(1));
+        this
+    }
+
+    fn change(&self, change: impl Fn(usize) -> usize) {
+        let mut now = 0;
+        self.streams.send_modify(|open| {
+            *open = change(*open);
+            now = *open;
+        });
+        (self.observer)(Occurrence::HealthStreams(now));
+    }
+}
+
+impl Drop for OpenStream {
+    fn drop(&mut self) {
+        self.change(|open| open.saturating_sub(1));
+    }
+}

@@ -1,0 +1,141 @@
+//! The DRA plugin's handshake with the kubelet: the kubelet finds a socket in its folder, asks for the plugin's name,
+//! and says whether it registered the plugin. A kubelet that restarts does so again with the same socket.
+//!
+//! Pure: no I/O, no clock, no task. [`RegistrationMachine`] calls it. The tests beside this file check it in a
+//! simulated world.
+//!
+//! [`RegistrationMachine`]: crate::registration::RegistrationMachine
+
+use std::convert::Infallible;
+use std::time::Duration;
+
+use super::Phase;
+use crate::registration::{self, ActionOf, Handshake, LifePhase};
+
+/// An input of the DRA plugin's own.
+#[derive(Clone, Debug)]
+pub(super) enum OwnInput {
+    /// GPUs have been seen, and their CDI specs are written.
+    Ready,
+    /// This many connections to our services are open.
+    Connections(usize),
+}
+
+/// An input of the DRA plugin's machine.
+pub(super) type Input = registration::Input<DraHandshake>;
+/// The attempts of the DRA plugin.
+type Attempts = registration::Attempts<DraHandshake>;
+/// The actions of a step.
+type Actions = Vec<ActionOf<DraHandshake>>;
+
+impl LifePhase for Phase {
+    const WAITING_FOR_KUBELET: Self = Self::WaitingForKubelet;
+    const BINDING: Self = Self::Binding;
+    const ENDING: Self = Self::Ending;
+    const PAUSING: Self = Self::Pausing;
+
+    fn is_open(self) -> bool {
+        (Self::Offered..=Self::Disconnected).contains(&self)
+    }
+}
+
+/// The state of the handshake in one session.
+#[derive(Debug)]
+pub(super) struct DraHandshake {
+    /// The deadline from sockets that are there, or a kubelet that is away, to the next sockets.
+    offer: Duration,
+    /// Connections to our services.
+    connections: usize,
+}
+
+impl DraHandshake {
+    /// A handshake with the deadline from sockets that are there, or a kubelet that is away, to the next sockets.
+    pub fn new(offer: Duration) -> Self {
+        Self { offer, connections: 0 }
+    }
+
+    /// The kubelet keeps a connection to our services. When the kubelet restarts, the connection ends first.
+    fn connections(&mut self, attempts: &mut Attempts, open: usize, now: Duration) {
+        let before = std::mem::replace(&mut self.connections, open);
+        match attempts.phase() {
+            Phase::Registered if open == 0 && before > 0 => {
+                attempts.enter(Phase::Disconnected, Some(now + self.offer));
+            }
+            // A connection that was idle for long is closed, and opened again when it is needed.
+            Phase::Disconnected if open > 0 => attempts.enter(Phase::Registered, None),
+            _ => {}
+        }
+    }
+}
+
+impl Handshake for DraHandshake {
+    type Phase = Phase;
+    /// The folder says no more than that there is a kubelet.
+    type Kubelet = ();
+    type Others = ();
+    type Bound = ();
+    type Input = OwnInput;
+    type Action = Infallible;
+
+    const SOCKETS_GONE: &str = "our sockets are gone or not ours any more";
+    // The kubelet's registration ends the pauses: one that refuses at once must not make a storm.
+    const FIRST_RETRY_KEEPS_GAP: bool = true;
+
+    /// A kubelet that restarts keeps the folder: its connection tells.
+    fn other_kubelet(_: &Result<(), String>, _: Option<&()>) -> Option<&'static str> {
+        None
+    }
+
+    fn checked(&mut self, _: &mut Attempts, (): (), _: Duration) {}
+
+    fn bound(&mut self, attempts: &mut Attempts, (): (), now: Duration) -> Actions {
+        self.connections = 0;
+        attempts.enter(Phase::Offered, Some(now + self.offer));
+        Vec::new()
+    }
+
+    fn registered(&mut self, attempts: &mut Attempts, result: Result<(), String>, now: Duration) -> Actions {
+        let mut actions = vec![registration::Action::ReportRegistered(result.clone())];
+        match result {
+            Ok(()) => {
+                attempts.forget_waiting();
+                attempts.forget_failures();
+                attempts.enter(Phase::Registered, None);
+            }
+            // Other sockets are another plugin to the kubelet: its refusal of this one does not hold for them.
+            Err(why) => actions.extend(attempts.end_if_open(format!("the kubelet refused to register it: {why}"), now)),
+        }
+        actions
+    }
+
+    fn happened(&mut self, attempts: &mut Attempts, input: OwnInput, now: Duration) -> Actions {
+        match input {
+            OwnInput::Ready if attempts.phase() == Phase::WaitingForGpus => return attempts.attempt_or_wait(now),
+            OwnInput::Ready => {}
+            OwnInput::Connections(open) => self.connections(attempts, open, now),
+        }
+        Vec::new()
+    }
+
+    /// New sockets for a kubelet that is not there, or that missed the file: reported once.
+    fn due(&mut self, attempts: &mut Attempts, now: Duration) -> Actions {
+        let limit = self.offer;
+        let why = match attempts.phase() {
+            Phase::Offered => format!("the kubelet has not registered the plugin within {limit:?}"),
+            Phase::Disconnected => {
+                format!("the kubelet closed its connection and did not come back within {limit:?}")
+            }
+            _ => return Vec::new(),
+        };
+        let mut actions = attempts.report_waiting(why);
+        actions.push(attempts.end(now));
+        actions
+    }
+
+    fn wake(&self) -> Option<Duration> {
+        None
+    }
+}
+
+#[cfg(test)]
+mod tests;

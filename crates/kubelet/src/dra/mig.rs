@@ -1,0 +1,162 @@
+//! MIG devices made for a claim when it is prepared, and destroyed when it is unprepared.
+//!
+//! Called by `claim_manager`, at the claim's turn. Who made a GPU instance is known by the checkpoints alone. The order
+//! of steps: checkpoint Started with GPU, profile and place, written while nothing is in that place; the order to make
+//! it; the device is in a scan; checkpoint Completed with its UUID. So an instance in a place that a Started checkpoint
+//! of this boot names was made by the process that wrote it, and by nobody between these two steps but an administrator
+//! who makes the same profile in the same place at the same moment. After Completed the UUID tells it from any other.
+//! Instances do not outlive a reboot: those of another boot's checkpoints are gone. Nothing else is ever destroyed.
+
+use tokio::sync::oneshot;
+use tokio::time::timeout;
+
+use super::MigRequest;
+use super::checkpoint::Checkpoint;
+use super::claim_manager::{ClaimManager, PrepareError};
+use linkwise_core::claims::{MigOrder, MigOrderError, MigTask, PreparedDevice, complete};
+use linkwise_core::state::NodeState;
+use linkwise_core::topology::{MigDevice, MigSlot, MigUuid};
+
+/// The cause of a MIG device that was not made or not destroyed.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum MigError {
+    #[error("cannot make the MIG device {device} ({gpu}, profile {profile}, memory slices from {start})", profile = slot.profile_id, start = slot.placement.start)]
+    Refused { device: String, gpu: String, slot: MigSlot, source: MigOrderError },
+    #[error(
+        "cannot make the MIG device {0}: without the kernel's name of this boot nobody would know later whose it is"
+    )]
+    UnknownBoot(String),
+    #[error("the MIG device {device} was made ({uuid}), and no scan has found it")]
+    Unseen { device: String, uuid: MigUuid },
+    #[error("cannot destroy the MIG device {device} ({gpu})")]
+    Stays { device: String, gpu: String, source: MigOrderError },
+    #[error("the MIG device {device} was destroyed, and scans still find it")]
+    StillSeen { device: String },
+}
+
+impl ClaimManager {
+    /// Makes the MIG devices that a checkpoint still lacks. Where that fails, the checkpoint that is kept names only
+    /// those that may be there.
+    pub(super) async fn make_mig(&self, mut checkpoint: Checkpoint) -> Result<Checkpoint, PrepareError> {
+        let uid = checkpoint.claim.uid.clone();
+        if !checkpoint.prepared.devices.iter().any(PreparedDevice::is_unmade) {
+            return Ok(checkpoint);
+        }
+        let mut ordered = checkpoint.clone();
+        for at in 0..checkpoint.prepared.devices.len() {
+            let Some(device) = checkpoint.prepared.devices.get_mut(at).filter(|device| device.is_unmade()) else {
+                continue;
+            };
+            match self.make(device).await {
+                Ok(uuid) => device.mig = Some(uuid),
+                Err((error, may_exist)) => {
+                    let begun = if may_exist { at + 1 } else { at };
+                    ordered
+                        .prepared
+                        .devices
+                        .iter_mut()
+                        .skip(begun)
+                        .filter(|device| device.is_unmade())
+                        .for_each(forget);
+                    self.put(&uid, Some(ordered));
+                    return Err(error.into());
+                }
+            }
+        }
+        for device in &checkpoint.prepared.devices {
+            let Some(uuid) = device.made.and(device.mig.as_ref()) else { continue };
+            let is_there = |state: &NodeState| state.topology().mig_devices().iter().any(|mig| mig.uuid == *uuid);
+            if !self.comes(is_there).await {
+                return Err(MigError::Unseen { device: device.device.clone(), uuid: uuid.clone() }.into());
+            }
+        }
+        let (state, host) = (self.snapshot.borrow().clone(), self.settings.host_devices.borrow().clone());
+        checkpoint.prepared = complete(&uid, checkpoint.prepared, self.node(&state, &host))?;
+        Ok(checkpoint)
+    }
+
+    /// Destroys all MIG devices that were made for a claim.
+    pub(super) async fn destroy_mig(&self, uid: &str) -> Result<(), MigError> {
+        self.destroy(uid, |device| device.made.is_some()).await
+    }
+
+    /// Destroys the MIG devices of a claim that its checkpoint does not have.
+    pub(super) async fn destroy_unmade(&self, uid: &str) -> Result<(), MigError> {
+        self.destroy(uid, PreparedDevice::is_unmade).await?;
+        self.forget_unmade(uid);
+        Ok(())
+    }
+
+    /// Takes the MIG devices out of a checkpoint that were never ordered.
+    pub(super) fn forget_unmade(&self, uid: &str) {
+        let Some(mut checkpoint) = self.checkpoint(uid) else { return };
+        checkpoint.prepared.devices.iter_mut().filter(|device| device.is_unmade()).for_each(forget);
+        self.put(uid, Some(checkpoint));
+    }
+
+    async fn destroy(&self, uid: &str, which: impl Fn(&PreparedDevice) -> bool) -> Result<(), MigError> {
+        let Some(checkpoint) = self.checkpoint(uid) else { return Ok(()) };
+        // They went with the reboot; what is in their places is somebody else's.
+        if checkpoint.is_of_another_boot(self.settings.boot.as_deref()) {
+            return Ok(());
+        }
+        for device in checkpoint.prepared.devices.iter().filter(|device| which(device)) {
+            let Some(slot) = device.made else { continue };
+            let (name, gpu) = (device.device.clone(), device.gpu.clone());
+            let task = MigTask::Destroy(device.mig.clone());
+            let done = self.order(MigOrder { gpu: gpu.clone(), slot, task }).await;
+            done.map_err(|source| MigError::Stays { device: name.clone(), gpu: gpu.to_string(), source })?;
+            let is_it = |mig: &MigDevice| match &device.mig {
+                Some(uuid) => mig.uuid == *uuid,
+                None => mig.profile_id == Some(slot.profile_id) && mig.placement == Some(slot.placement),
+            };
+            let is_gone = |state: &NodeState| {
+                // Scans keep what they saw last of a GPU that is lost, and the driver has said that nothing is left.
+                if state.hardware().standing(&gpu).any(|(reason, _)| reason.is_loss()) {
+                    return true;
+                }
+                let topology = state.topology();
+                let place = topology.position(&gpu);
+                !topology.mig_devices().iter().any(|mig| Some(mig.parent) == place && is_it(mig))
+            };
+            // Before that it would count as an administrator's.
+            if !self.comes(is_gone).await {
+                return Err(MigError::StillSeen { device: name });
+            }
+        }
+        Ok(())
+    }
+
+    /// The UUID of the device, or the error and whether the device may be there.
+    async fn make(&self, device: &PreparedDevice) -> Result<MigUuid, (MigError, bool)> {
+        let Some(slot) = device.made.filter(|_| self.settings.boot.is_some()) else {
+            return Err((MigError::UnknownBoot(device.device.clone()), false));
+        };
+        let made = self.order(MigOrder { gpu: device.gpu.clone(), slot, task: MigTask::Make }).await;
+        let nameless = || MigOrderError { why: "it was made without a UUID".to_owned(), may_exist: true };
+        made.and_then(|made| made.ok_or_else(nameless)).map_err(|source| {
+            let (may_exist, gpu) = (source.may_exist, device.gpu.to_string());
+            (MigError::Refused { device: device.device.clone(), gpu, slot, source }, may_exist)
+        })
+    }
+
+    async fn order(&self, order: MigOrder) -> Result<Option<MigUuid>, MigOrderError> {
+        let failed = |why: &str, may_exist| MigOrderError { why: why.to_owned(), may_exist };
+        let Some(mig) = &self.settings.mig else { return Err(failed("there is no driver to ask", false)) };
+        let (answer, answered) = oneshot::channel();
+        let sent = mig.send(MigRequest { order, answer }).await;
+        sent.map_err(|_| failed("the agent is ending", false))?;
+        answered.await.unwrap_or_else(|_| Err(failed("the NVML agent ended before it answered", true)))
+    }
+
+    /// Waits, for the time that CDI specs have, for a snapshot for which this holds; false if none comes.
+    async fn comes(&self, wanted: impl Fn(&NodeState) -> bool) -> bool {
+        let mut snapshot = self.snapshot.clone();
+        let comes = snapshot.wait_for(|state| wanted(state));
+        matches!(timeout(self.settings.specs_timeout, comes).await, Ok(Ok(_)))
+    }
+}
+
+fn forget(device: &mut PreparedDevice) {
+    device.made = None;
+}

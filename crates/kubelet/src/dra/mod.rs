@@ -1,0 +1,336 @@
+//! The DRA plugin: the kubelet's other way to GPUs, beside the device plugin.
+//!
+//! Owns two sockets: the registration socket, which the kubelet finds in `plugins_registry`, and the one with the
+//! services DRAPlugin and DRAResourceHealth; further the checkpoints of prepared claims. The runtime makes a [`Plugin`]
+//! and owns the task that runs it; this module starts no task. Wire types stop at `registration.rs`, `service.rs` and
+//! `device_health.rs`. The life with the kubelet is `registration`'s, with this plugin's `handshake`. The core
+//! (`claims`) decides which devices a claim gets. `claim_manager` carries that out, with `mig` for MIG devices that are
+//! made for a claim and `mps` for MPS control daemons; `checkpoint` keeps it.
+//!
+//! `api` has the channels to the rest of the program. The API server is asked once for a claim, when the claim is
+//! prepared for the first time, and never when it is unprepared.
+
+mod api;
+mod checkpoint;
+mod claim_json;
+mod claim_manager;
+mod claim_specs;
+mod device_health;
+mod handshake;
+mod life;
+mod metrics;
+mod mig;
+mod mps;
+mod registration;
+mod service;
+mod session;
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::{mpsc, watch};
+use tokio_util::sync::CancellationToken;
+
+use claim_manager::ClaimManager;
+use linkwise_core::claims::ClaimName;
+use linkwise_core::publish::injection::{HostDevices, InjectionOptions};
+use linkwise_core::state::{NodeState, PreparedClaim};
+use linkwise_system::uds::Callers;
+
+pub use api::{ClaimQuery, ClaimQueryError, MpsLink, MpsOrders, MpsServed, SpecsLink};
+pub use checkpoint::{Checkpoint, parse as parse_checkpoint};
+pub use claim_json::{NoClaim, parse_claim};
+pub use linkwise_nvml::supervisor::MigRequest;
+pub use metrics::PluginMetrics;
+pub use session::is_registration_socket;
+
+/// The plugin's settings.
+#[derive(Clone, Debug)]
+pub struct Settings {
+    /// The DRA driver's name, such as `gpu.nvidia.com`.
+    pub driver: String,
+    /// The pool's name in our slices.
+    pub pool: String,
+    /// The kubelet's folder of registration sockets; the kubelet makes it.
+    pub registry: PathBuf,
+    /// The kubelet's folder of plugins; the socket with the services lies in a folder of its own below it. The path is
+    /// sent to the kubelet, so it has to be the same on the host and here.
+    pub plugins: PathBuf,
+    /// The folder of checkpoints, kept across restarts: one file for each claim.
+    pub checkpoints: PathBuf,
+    /// The folder of CDI specs: names are checked there, and a claim that has edits of its own gets a file there.
+    pub cdi_folder: PathBuf,
+    /// The kernel's name for this boot; where it is unknown, every claim is read again.
+    pub boot: Option<String>,
+    /// The ways in which containers get their GPUs; always by CDI and UUID.
+    pub injection: InjectionOptions,
+    /// The host's devices beside its GPUs, as last scanned.
+    pub host_devices: watch::Receiver<Arc<HostDevices>>,
+    /// The task that writes the CDI specs: before it has written the first, nothing is registered.
+    pub specs: SpecsLink,
+    /// The receiver of orders for MIG devices of claims; `None`: none can be made.
+    pub mig: Option<mpsc::Sender<MigRequest>>,
+    /// True if new MIG devices are made. Otherwise those that claims have are still destroyed.
+    pub makes_mig: bool,
+    /// The receiver of orders for MPS control daemons of claims; `None`: a claim that asks for MPS is refused.
+    pub mps: Option<MpsLink>,
+    /// The longest time that a claim waits for its MPS control daemon.
+    pub mps_timeout: Duration,
+    /// The users that may call our sockets.
+    pub callers: Callers,
+    /// The API server's time to answer for one claim.
+    pub claim_timeout: Duration,
+    /// The longest time that a claim waits for the CDI specs of its devices.
+    pub specs_timeout: Duration,
+    /// True if the runtime enters the claims that the plugin has prepared into the node's ledger: then a claim is
+    /// prepared only when the ledger has it and its GPUs are still DRA's.
+    pub has_ledger: bool,
+    /// True if the API server can be asked for claims. Otherwise no claim is prepared, and the kubelet's lists alone
+    /// say which claims are over.
+    pub has_api_server: bool,
+    /// The longest time that the preparation of one claim may take, disks included. The kubelet waits for 45 s.
+    pub prepare_timeout: Duration,
+    /// The time after which the kubelet's lists of holders have a claim if a container does: after it was prepared, or
+    /// this process started. The lists are read every 30 s at least.
+    pub listed_within: Duration,
+    /// The time between two reports of all devices' health where nothing changes: the kubelet forgets one after 30 s.
+    pub heartbeat: Duration,
+    /// The time between two searches for claims that are gone.
+    pub sweep: Duration,
+    /// The time after which new sockets are made that the kubelet has not registered, or whose kubelet went away: a
+    /// kubelet may miss a file.
+    pub offer_timeout: Duration,
+    /// The time between two checks of the sockets where inotify reports nothing.
+    pub poll: Duration,
+    /// True if inotify is used. Without inotify, polling remains.
+    pub inotify: bool,
+    /// The longest pause between attempts; the first retry comes at once, the next after 1/64 of this.
+    pub longest_pause: Duration,
+}
+
+impl Settings {
+    /// The usual settings for a pool of a driver, with the kubelet's folders below `/var/lib/kubelet`.
+    pub fn new(driver: impl Into<String>, pool: impl Into<String>, checkpoints: impl Into<PathBuf>) -> Self {
+        let kubelet = PathBuf::from("/var/lib/kubelet");
+        Self {
+            driver: driver.into(),
+            pool: pool.into(),
+            registry: kubelet.join("plugins_registry"),
+            plugins: kubelet.join("plugins"),
+            checkpoints: checkpoints.into(),
+            cdi_folder: PathBuf::from("/var/run/cdi"),
+            boot: None,
+            injection: InjectionOptions::default(),
+            host_devices: watch::channel(Arc::default()).1,
+            specs: SpecsLink::default(),
+            mig: None,
+            mps: None,
+            mps_timeout: Duration::from_secs(15),
+            makes_mig: false,
+            callers: Callers::default(),
+            claim_timeout: Duration::from_secs(15),
+            specs_timeout: Duration::from_secs(15),
+            has_ledger: false,
+            has_api_server: true,
+            prepare_timeout: Duration::from_secs(40),
+            listed_within: Duration::from_secs(90),
+            heartbeat: Duration::from_secs(15),
+            sweep: Duration::from_secs(600),
+            offer_timeout: Duration::from_secs(60),
+            poll: Duration::from_secs(1),
+            inotify: true,
+            longest_pause: Duration::from_secs(16),
+        }
+    }
+}
+
+/// A phase of the plugin's life with the kubelet.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Phase {
+    /// No GPU has been seen yet, or no CDI spec is written.
+    WaitingForGpus,
+    /// There is no folder of registration sockets.
+    WaitingForKubelet,
+    /// Our sockets are being bound.
+    Binding,
+    /// Our sockets are served; the kubelet has not registered the plugin.
+    Offered,
+    /// The kubelet registered the plugin.
+    Registered,
+    /// The kubelet had registered the plugin, and closed its connection.
+    Disconnected,
+    /// The session ended; its connections are closing.
+    Ending,
+    /// A session ended or could not begin; the next attempt follows after a pause.
+    Pausing,
+}
+
+impl Phase {
+    /// The phase in words, for /readyz and the log.
+    pub fn words(self) -> &'static str {
+        match self {
+            Self::WaitingForGpus => "waiting for GPUs and their CDI specs",
+            Self::WaitingForKubelet => "waiting for the kubelet's folder of plugins",
+            Self::Binding => "binding our sockets",
+            Self::Offered => "waiting for the kubelet to register the plugin",
+            Self::Registered => "registered",
+            Self::Disconnected => "registered, and the kubelet is away",
+            Self::Ending => "ending the session, waiting for its connections to close",
+            Self::Pausing => "pausing before the next attempt",
+        }
+    }
+}
+
+/// An occurrence in the plugin, for the log and the metrics.
+#[derive(Clone, Debug)]
+pub enum Occurrence {
+    /// The phase changed.
+    Phase(Phase),
+    /// There is no kubelet to register with, and why not.
+    Waiting(String),
+    /// The kubelet registered the plugin, `Err` with its own text where it refused to.
+    Registered(Result<(), String>),
+    /// A session with the kubelet ended, and why.
+    Ended(String),
+    /// A caller was refused for its uid.
+    Refused {
+        /// Its uid.
+        uid: u32,
+        /// Its pid, where the kernel reports it; 0 for a process of another PID namespace.
+        pid: Option<i32>,
+    },
+    /// A connection could not be accepted, and why not.
+    NotAccepted(String),
+    /// An RPC ended.
+    Rpc {
+        /// `NodePrepareResources`, `GetInfo` ...
+        method: String,
+        /// gRPC's name of the code; `CANCELLED` when the caller disconnected.
+        code: String,
+        /// The time between the request's head and the end of the answer.
+        elapsed: Duration,
+    },
+    /// A claim was prepared, or could not be.
+    Prepared {
+        /// The claim.
+        claim: ClaimName,
+        /// Its devices by name; `Err` with what the kubelet was told.
+        result: Result<Vec<String>, String>,
+        /// True if the answer came from the checkpoint, without the API server.
+        repeated: bool,
+        /// The time that it took.
+        elapsed: Duration,
+    },
+    /// A claim was unprepared, or could not be.
+    Unprepared {
+        /// The claim.
+        claim: ClaimName,
+        /// `Err` with what the kubelet was told.
+        result: Result<(), String>,
+        /// The time that it took.
+        elapsed: Duration,
+    },
+    /// A prepared claim no longer exists in the cluster, and was unprepared; `Err` where that failed.
+    Swept {
+        /// The claim.
+        claim: ClaimName,
+        /// The cause where it failed.
+        result: Result<(), String>,
+    },
+    /// A process before this one was killed while it made MIG devices for a claim; what it left was destroyed, or `Err`
+    /// where that failed.
+    HalfMade {
+        /// The claim.
+        claim: ClaimName,
+        /// The cause where it failed.
+        result: Result<(), String>,
+    },
+    /// A claim is over while DRA is off, and something of it stays on this node.
+    LeftBehind {
+        /// The claim.
+        claim: ClaimName,
+        /// The part of the claim that stays, and why.
+        what: String,
+    },
+    /// A file in the folder of checkpoints is no checkpoint, or cannot be read: it is ignored.
+    CheckpointIgnored {
+        /// The file.
+        path: PathBuf,
+        /// The cause.
+        why: String,
+        /// True if the file was renamed, so that it is not read again.
+        set_aside: bool,
+    },
+    /// The number of prepared claims and devices now.
+    Held {
+        /// Claims.
+        claims: usize,
+        /// Their devices.
+        devices: usize,
+    },
+    /// The number of health streams that the kubelet has open now.
+    HealthStreams(usize),
+}
+
+/// Receives occurrences. Called while the kubelet waits: it must not block.
+pub type Observer = Arc<dyn Fn(Occurrence) + Send + Sync>;
+
+/// The cause where the plugin cannot run.
+#[derive(Debug, thiserror::Error)]
+pub enum PluginError {
+    /// The folder of checkpoints cannot be made, read or written.
+    #[error("cannot keep checkpoints of claims in {}", folder.display())]
+    Checkpoints {
+        /// The folder.
+        folder: PathBuf,
+        /// The operating system's error.
+        source: std::io::Error,
+    },
+}
+
+/// The DRA plugin of this node. Clones share what they report.
+#[derive(Clone)]
+pub struct Plugin {
+    settings: Arc<Settings>,
+    observer: Observer,
+    phase: watch::Sender<Phase>,
+    prepared: watch::Sender<Vec<PreparedClaim>>,
+}
+
+impl Plugin {
+    /// A plugin that does nothing until [`Self::run`].
+    pub fn new(settings: Arc<Settings>, observer: Observer) -> Self {
+        let (phase, prepared) = (watch::Sender::new(Phase::WaitingForGpus), watch::Sender::default());
+        Self { settings, observer, phase, prepared }
+    }
+
+    /// Follows the claims that are prepared or being prepared, for the node's ledger.
+    pub fn prepared_claims(&self) -> watch::Receiver<Vec<PreparedClaim>> {
+        self.prepared.subscribe()
+    }
+
+    /// Follows the phase.
+    pub fn phase(&self) -> watch::Receiver<Phase> {
+        self.phase.subscribe()
+    }
+
+    /// Serves until `shutdown`; then ends its connections, removes its sockets and returns. Claims stay prepared.
+    ///
+    /// # Errors
+    ///
+    /// The folder of checkpoints cannot be used: without it the plugin would forget which claims hold which GPUs.
+    pub async fn run(
+        self,
+        snapshot: watch::Receiver<Arc<NodeState>>,
+        claims: mpsc::Sender<ClaimQuery>,
+        shutdown: CancellationToken,
+    ) -> Result<(), PluginError> {
+        let Self { settings, observer, phase, prepared } = self;
+        let manager =
+            ClaimManager::open(Arc::clone(&settings), Arc::clone(&observer), snapshot.clone(), claims, prepared)
+                .await?;
+        life::live(settings, Arc::new(manager), snapshot, observer, phase, &shutdown).await;
+        Ok(())
+    }
+}

@@ -1,0 +1,127 @@
+//! MPS control daemons for claims: ordered by what is prepared, and waited for before a claim counts as prepared.
+//!
+//! Called by `claim_manager`, at the claim's turn. What is ordered follows from the checkpoints alone, so that a
+//! process that was killed leaves nothing to undo: the next one orders what its checkpoints have. An order is there
+//! before the claim's checkpoint and goes after it. A process of its own carries it out (docs/mps.md).
+
+use std::collections::BTreeMap;
+
+use tokio::time::timeout;
+
+use super::api::{MpsLink, MpsServed};
+use super::checkpoint::Checkpoint;
+use super::claim_manager::ClaimManager;
+use linkwise_core::claims::{MpsOrder, PreparedDevice};
+use linkwise_core::state::ResourceName;
+
+/// The cause where a claim's GPUs are not shared by MPS, or still are.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum MpsError {
+    #[error(
+        "the claim asks for MPS, which this node does not have for claims: {0}; the overlay dra-mps and the chart's dra.mps \
+         set it up (docs/mps.md)"
+    )]
+    NotHere(String),
+    #[error(
+        "the MPS control daemon of {gpus} is not ready: {why}; `linkwise mps-control-daemon` has to run on this node"
+    )]
+    NotReady { gpus: String, why: String },
+    #[error(
+        "device {device} ({gpu}) is in the compute mode EXCLUSIVE_PROCESS for an MPS control daemon of others: \
+         `linkwise mps-control-daemon` sets it back when that has ended"
+    )]
+    Exclusive { device: String, gpu: String },
+}
+
+impl MpsLink {
+    /// Orders what these checkpoints call for.
+    pub(super) fn order<'a>(&self, checkpoints: impl Iterator<Item = &'a Checkpoint>) {
+        let orders = checkpoints.filter_map(|checkpoint| checkpoint.prepared.mps.as_ref()).map(|mps| &mps.order);
+        let daemons: BTreeMap<ResourceName, MpsOrder> =
+            orders.filter_map(|order| Some((order.name()?, order.clone()))).collect();
+        self.orders.send_if_modified(|before| {
+            if before.as_ref().is_some_and(|before| before.daemons == daemons) {
+                return false;
+            }
+            let now = before.get_or_insert_default();
+            (now.revision, now.daemons) = (now.revision.saturating_add(1), daemons);
+            true
+        });
+    }
+
+    /// Asks for a look at what serves now; the revision that it has.
+    fn look_again(&self) -> u64 {
+        let mut revision = 0;
+        self.orders.send_modify(|orders| {
+            let orders = orders.get_or_insert_default();
+            orders.revision = orders.revision.saturating_add(1);
+            revision = orders.revision;
+        });
+        revision
+    }
+}
+
+impl ClaimManager {
+    /// Waits, in its time, until the control daemon of a claim serves, and no other has the claim's GPUs for itself.
+    pub(super) async fn await_mps(&self, checkpoint: &Checkpoint) -> Result<(), MpsError> {
+        let order = checkpoint.prepared.mps.as_ref().map(|mps| &mps.order);
+        let Some(link) = &self.settings.mps else {
+            let none = || MpsError::NotHere("linkwise has no MPS root".to_owned());
+            return order.map_or(Ok(()), |_| Err(none()));
+        };
+        let revision = if order.is_some() { link.look_again() } else { 0 };
+        let standing = |served: &Option<MpsServed>| match (served, order) {
+            (Some(served), Some(order)) if served.revision >= revision => serves(served, order),
+            (_, Some(order)) => Err(not_ready(order, "its order is being written")),
+            _ => Ok(()),
+        };
+        let standing = |served: &Option<MpsServed>| {
+            standing(served)?;
+            served.as_ref().map_or(Ok(()), |served| is_free(served, checkpoint))
+        };
+        let is_over = |served: &Option<MpsServed>| !matches!(standing(served), Err(error) if error.may_pass());
+        let mut served = link.served.clone();
+        // An error means that the node is ending, or that the time is over.
+        let _ = timeout(self.settings.mps_timeout, served.wait_for(is_over)).await;
+        standing(&link.served.borrow())
+    }
+}
+
+impl MpsError {
+    /// Returns true if waiting may help.
+    fn may_pass(&self) -> bool {
+        !matches!(self, Self::NotHere(_))
+    }
+}
+
+fn serves(served: &MpsServed, order: &MpsOrder) -> Result<(), MpsError> {
+    if let Some(trouble) = &served.trouble {
+        return Err(MpsError::NotHere(trouble.clone()));
+    }
+    let daemon = order.name().and_then(|name| served.daemons.get(&name));
+    match daemon {
+        Some(Ok(())) => Ok(()),
+        Some(Err(why)) => Err(not_ready(order, why)),
+        None => Err(not_ready(order, "it is not ordered")),
+    }
+}
+
+fn not_ready(order: &MpsOrder, why: &str) -> MpsError {
+    let gpus: Vec<&str> = order.gpus.iter().map(|gpu| gpu.gpu.as_str()).collect();
+    MpsError::NotReady { gpus: gpus.join(", "), why: why.to_owned() }
+}
+
+/// Checks that no GPU of a claim is exclusive for another control daemon than its own.
+fn is_free(served: &MpsServed, checkpoint: &Checkpoint) -> Result<(), MpsError> {
+    let own = checkpoint.prepared.mps.as_ref().filter(|mps| mps.order.exclusive);
+    let is_own =
+        |device: &PreparedDevice| own.is_some_and(|mps| mps.order.gpus.iter().any(|gpu| gpu.gpu == device.gpu));
+    let taken = checkpoint.prepared.devices.iter().find(|device| {
+        let is_whole = device.mig.is_none() && device.made.is_none() && !device.admin;
+        is_whole && !is_own(device) && served.exclusive.contains(&device.gpu)
+    });
+    match taken {
+        Some(device) => Err(MpsError::Exclusive { device: device.device.clone(), gpu: device.gpu.to_string() }),
+        None => Ok(()),
+    }
+}

@@ -1,0 +1,179 @@
+//! One session with the kubelet: our two sockets, their servers and connections.
+//!
+//! Made by `life` and driven by the executor of the registration. All of it ends when it is dropped: the sockets are
+//! removed, streams end, connections break.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use tokio::sync::{mpsc, watch};
+use tonic::service::Routes;
+
+use super::claim_manager::ClaimManager;
+use super::device_health::HealthService;
+use super::handshake::{DraHandshake, Input, OwnInput};
+use super::registration::RegistrationService;
+use super::service::Service;
+use super::{Observer, Occurrence, Settings};
+use crate::registration::{BindError, Servers, Session, bind, is_number};
+use linkwise_core::names::shortened;
+use linkwise_core::state::NodeState;
+use linkwise_kubelet_api::dra::v1::dra_plugin_server::DraPluginServer;
+use linkwise_kubelet_api::dra_health::v1::dra_resource_health_server::DraResourceHealthServer as HealthV1;
+use linkwise_kubelet_api::dra_health::v1alpha1::dra_resource_health_server::DraResourceHealthServer as HealthV1Alpha1;
+use linkwise_kubelet_api::pluginregistration::registration_server::RegistrationServer;
+use linkwise_system::grpc::{Refusal, Rpc};
+use linkwise_system::uds::LONGEST_PATH;
+
+/// The first part of the names of our sockets; eight hexadecimal digits follow.
+const PREFIX: &str = "linkwise-";
+/// The end of the names of our registration sockets, after the driver's name.
+const REGISTRATION: &str = "-reg.sock";
+/// The kubelet's own paths of its folders, which may be longer than those in our container.
+const KUBELETS_REGISTRY: &str = "/var/lib/kubelet/plugins_registry";
+/// See [`KUBELETS_REGISTRY`].
+const KUBELETS_PLUGINS: &str = "/var/lib/kubelet/plugins";
+/// Verdicts of the kubelet that may wait.
+const VERDICTS: usize = 16;
+
+/// The file name of a registration socket with this number.
+///
+/// The kubelet dials it by its bare path, and grpc-go makes the `:authority` of that path, percent-encoded:
+/// `%2Fvar%2Flib%2F...`. The crate `http` allows no `%` in a host, and h2 answers with PROTOCOL_ERROR. It allows it in
+/// front of an `@`; so the name has one, with a legal host behind it.
+fn registration_name(folder: &Path, driver: &str, number: u32) -> String {
+    let begin = format!("{PREFIX}{number:08x}@");
+    let folder = folder.as_os_str().len().max(KUBELETS_REGISTRY.len());
+    let room = LONGEST_PATH.saturating_sub(folder + 1 + begin.len() + REGISTRATION.len());
+    format!("{begin}{}{REGISTRATION}", shortened(driver, room))
+}
+
+/// The folder of our service sockets: one for each driver, as its name or shortened.
+fn service_folder(plugins: &Path, driver: &str) -> PathBuf {
+    let folder = plugins.as_os_str().len().max(KUBELETS_PLUGINS.len());
+    let room = LONGEST_PATH.saturating_sub(folder + 2 + PREFIX.len() + 8 + ".sock".len());
+    plugins.join(shortened(driver, room))
+}
+
+/// Returns true for the file name of a registration socket of linkwise's DRA plugin, of whatever start.
+pub fn is_registration_socket(name: &str) -> bool {
+    is_ours(name, |rest| rest.starts_with('@') && rest.ends_with(REGISTRATION))
+}
+
+/// Returns true for the file name of a socket of ours, of whatever start: with these characters after the number.
+fn is_ours(name: &str, follows: impl Fn(&str) -> bool) -> bool {
+    let rest = name.strip_prefix(PREFIX).and_then(|rest| rest.split_at_checked(8));
+    rest.is_some_and(|(number, rest)| is_number(number) && follows(rest))
+}
+
+/// Sockets of ours that are served.
+pub(super) struct PluginSession {
+    servers: Servers,
+    verdicts: mpsc::Receiver<Result<(), String>>,
+    connections: watch::Receiver<usize>,
+}
+
+impl PluginSession {
+    /// Removes dead predecessors' sockets, binds ours with this random number in their names and serves them.
+    pub fn begin(
+        settings: Arc<Settings>,
+        manager: Arc<ClaimManager>,
+        snapshot: watch::Receiver<Arc<NodeState>>,
+        observer: Observer,
+        random: u64,
+    ) -> Result<Self, BindError> {
+        let number = u32::try_from(random & 0xFFFF_FFFF).unwrap_or_default();
+        let folder = service_folder(&settings.plugins, &settings.driver);
+        let in_folder = |source| BindError::Make { folder: folder.display().to_string(), source };
+        fs::create_dir_all(&folder).map_err(in_folder)?;
+        // Unique to this start: a kubelet that sees a socket come again at a path it knows may miss it.
+        let endpoint = folder.join(format!("{PREFIX}{number:08x}.sock"));
+        let bound = bind(&endpoint, &settings.callers, |name| is_ours(name, |rest| rest == ".sock"))?;
+
+        let (refused, ended) = (Arc::clone(&observer), Arc::clone(&observer));
+        let refused = move |refusal| {
+            refused(match refusal {
+                Refusal::Caller(peer) => Occurrence::Refused { uid: peer.uid, pid: peer.pid },
+                Refusal::NotAccepted(why) => Occurrence::NotAccepted(why),
+            });
+        };
+        let ended = move |Rpc { method, code, elapsed }| ended(Occurrence::Rpc { method, code, elapsed });
+        let mut servers = Servers::new(Arc::new(refused), Arc::new(ended));
+        let health = HealthService {
+            settings: Arc::clone(&settings),
+            manager: Arc::clone(&manager),
+            snapshot,
+            observer,
+            streams: watch::Sender::default(),
+            end: servers.end_of_streams(),
+        };
+        let routes = Routes::new(DraPluginServer::new(Service(manager)))
+            .add_service(HealthV1::new(health.clone()))
+            .add_service(HealthV1Alpha1::new(health));
+        let (open, connections) = watch::channel(0);
+        servers.serve(bound, open, routes);
+
+        // Last: the kubelet asks as soon as it sees this socket.
+        let (sender, verdicts) = mpsc::channel(VERDICTS);
+        let registration = RegistrationService {
+            driver: settings.driver.clone(),
+            endpoint: endpoint.display().to_string(),
+            verdicts: sender,
+        };
+        let path = settings.registry.join(registration_name(&settings.registry, &settings.driver, number));
+        let bound = bind(&path, &settings.callers, is_registration_socket)?;
+        servers.serve(bound, watch::Sender::default(), Routes::new(RegistrationServer::new(registration)));
+        Ok(Self { servers, verdicts, connections })
+    }
+}
+
+impl Session for PluginSession {
+    type Handshake = DraHandshake;
+
+    fn servers(&mut self) -> &mut Servers {
+        &mut self.servers
+    }
+
+    fn others(_: Option<&mut Self>) {}
+
+    async fn next(&mut self) -> Input {
+        tokio::select! {
+            biased;
+            ended = self.servers.next() => ended.map_or(Input::Closed, Input::ServerEnded),
+            Some(verdict) = self.verdicts.recv() => Input::Registered(verdict),
+            Ok(()) = self.connections.changed() => {
+                Input::Own(OwnInput::Connections(*self.connections.borrow_and_update()))
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn long_driver_name_fits_a_socket_path() {
+        let (registry, plugins) = (Path::new(KUBELETS_REGISTRY), Path::new(KUBELETS_PLUGINS));
+        for driver in ["gpu.nvidia.com".to_owned(), format!("{}.example.com", "x".repeat(51)), "y".repeat(63)] {
+            let name = registration_name(registry, &driver, 7);
+            assert!(registry.join(&name).as_os_str().len() <= LONGEST_PATH, "{name}");
+            let endpoint = service_folder(plugins, &driver).join(format!("{PREFIX}{:08x}.sock", 7));
+            assert!(endpoint.as_os_str().len() <= LONGEST_PATH, "{}", endpoint.display());
+        }
+        assert_eq!(registration_name(registry, "gpu.nvidia.com", 7), "linkwise-00000007@gpu.nvidia.com-reg.sock");
+        // Long names that differ at their end only have different sockets.
+        let [one, other] = ["1", "2"].map(|last| registration_name(registry, &("x".repeat(62) + last), 7));
+        assert_ne!(one, other);
+    }
+
+    #[test]
+    fn other_plugins_sockets_are_not_ours() {
+        assert!(is_registration_socket("linkwise-0123abcd@gpu.nvidia.com-reg.sock"));
+        for other in ["gpu.nvidia.com-reg.sock", "linkwise-0123abcx@gpu.nvidia.com-reg.sock", "linkwise-", "linkwise-é"]
+        {
+            assert!(!is_registration_socket(other), "{other}");
+        }
+    }
+}

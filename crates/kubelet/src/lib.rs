@@ -1,0 +1,7 @@
+//! Both doors' lives with the kubelet: the device plugin, and the DRA plugin with its claims.
+//!
+//! Wire types of `linkwise_kubelet_api` stop here. The API server is asked by others, over the channels of `dra`.
+
+pub mod device_plugin;
+pub mod dra;
+mod registration;

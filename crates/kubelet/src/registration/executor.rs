@@ -1,0 +1,242 @@
+//! Executes the machine's decisions: checks the files, serves the session, makes the calls, keeps the time.
+//!
+//! All the work of a plugin is done in the task of [`Executor::live`], which the runtime owns; only tonic's connections
+//! have tasks of their own, which the session ends. The machine alone decides what to do next.
+
+use std::collections::hash_map::RandomState;
+use std::hash::{BuildHasher, Hasher};
+use std::path::PathBuf;
+use std::time::Duration;
+
+use futures_util::future::OptionFuture;
+use futures_util::stream::{FuturesUnordered, StreamExt};
+use tokio::sync::watch;
+use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
+
+use super::machine::{Action, Handshake, Input, RegistrationMachine};
+use super::servers::{BindError, Held, Servers};
+use linkwise_core::errors::chain;
+use linkwise_system::inotify::Changes;
+
+/// An occurrence that every plugin has, for the log and the metrics.
+#[derive(Clone, Debug)]
+pub enum LifeEvent<P> {
+    /// The phase changed.
+    Phase(P),
+    /// The plugin is not registered, and why not.
+    Waiting(String),
+    /// A registration ended.
+    Registered(Result<(), String>),
+    /// A session with the kubelet ended, and why.
+    Ended(String),
+}
+
+/// A plugin that registers with the kubelet.
+pub trait Registrant: Send {
+    /// The part of its life that another plugin does not have.
+    type Handshake: Handshake;
+    /// Its session with the kubelet.
+    type Session: Session<Handshake = Self::Handshake>;
+
+    /// Reports an occurrence.
+    fn report(&self, event: LifeEvent<PhaseOf<Self>>);
+
+    /// Looks for the kubelet; the error says why there is none.
+    fn kubelet(&self) -> Result<KubeletOf<Self>, String>;
+
+    /// Binds and serves the sockets, with a random number in their names.
+    fn bind(&self, random: u64) -> Held<Result<Begun<Self>, BindError>>;
+
+    /// Begins an action of the handshake; the call that it makes, if any, answers with an input.
+    fn perform(
+        &self,
+        action: <Self::Handshake as Handshake>::Action,
+        session: &mut Self::Session,
+    ) -> Option<Held<Input<Self::Handshake>>>;
+
+    /// Waits for the next input from outside the session. Cancel-safe.
+    fn next(&mut self) -> impl Future<Output = <Self::Handshake as Handshake>::Input> + Send;
+}
+
+/// The phases of a plugin.
+type PhaseOf<R> = <<R as Registrant>::Handshake as Handshake>::Phase;
+/// The kubelet as a plugin finds it.
+type KubeletOf<R> = <<R as Registrant>::Handshake as Handshake>::Kubelet;
+/// A session that was begun, and the facts that its bind has found.
+type Begun<R> = (<<R as Registrant>::Handshake as Handshake>::Bound, <R as Registrant>::Session);
+/// A call that was begun; a bind that succeeded answers with its session too.
+type Call<R> = Held<(Input<<R as Registrant>::Handshake>, Option<<R as Registrant>::Session>)>;
+
+/// Sockets of a plugin that are served.
+pub trait Session: Send + 'static {
+    /// The part of the plugin's life that another plugin does not have.
+    type Handshake: Handshake;
+
+    /// The sockets and their servers.
+    fn servers(&mut self) -> &mut Servers;
+
+    /// The other facts that a check of the files finds; without a session, nothing has been bound.
+    fn others(session: Option<&mut Self>) -> <Self::Handshake as Handshake>::Others;
+
+    /// Waits for the next occurrence. Cancel-safe. The servers accept connections only while this is awaited.
+    fn next(&mut self) -> impl Future<Output = Input<Self::Handshake>> + Send;
+}
+
+/// The folder of the kubelet, and how it is followed.
+#[derive(Clone, Debug)]
+pub struct Watching {
+    /// The folder.
+    pub folder: PathBuf,
+    /// The longest time between two checks.
+    pub poll: Duration,
+    /// True if inotify is used. Without inotify, polling remains.
+    pub inotify: bool,
+}
+
+impl Watching {
+    fn begin(&self) -> Changes {
+        Changes::of(&self.folder, self.poll, self.inotify)
+    }
+}
+
+/// The next step of a life.
+enum Next<H: Handshake> {
+    /// The files may have changed.
+    Check,
+    /// The files explain best why this happened, and are checked first.
+    Explained(Input<H>),
+    Happened(Input<H>),
+}
+
+/// A machine, and what it acts on.
+pub struct Executor<R: Registrant> {
+    registrant: R,
+    machine: RegistrationMachine<R::Handshake>,
+    phase: watch::Sender<PhaseOf<R>>,
+    watching: Watching,
+    changes: Changes,
+    begin: Instant,
+    session: Option<R::Session>,
+    calls: FuturesUnordered<Call<R>>,
+}
+
+impl<R: Registrant> Executor<R> {
+    /// An executor that does nothing until [`Self::live`].
+    pub fn new(
+        registrant: R,
+        machine: RegistrationMachine<R::Handshake>,
+        phase: watch::Sender<PhaseOf<R>>,
+        watching: Watching,
+    ) -> Self {
+        let (changes, begin, calls) = (watching.begin(), Instant::now(), FuturesUnordered::new());
+        Self { registrant, machine, phase, watching, changes, begin, session: None, calls }
+    }
+
+    /// Serves until `shutdown`; then ends its streams and connections, removes its sockets and returns.
+    pub async fn live(mut self, shutdown: &CancellationToken) {
+        self.registrant.report(LifeEvent::Phase(self.machine.phase()));
+        self.check();
+        let mut ending = false;
+        while !self.machine.is_over() {
+            tokio::select! {
+                biased;
+                () = shutdown.cancelled(), if !ending => {
+                    ending = true;
+                    self.feed(Input::Shutdown);
+                }
+                next = self.next() => match next {
+                    Next::Check => self.check(),
+                    Next::Explained(input) => {
+                        self.check();
+                        self.feed(input);
+                    }
+                    Next::Happened(input) => self.feed(input),
+                },
+            }
+        }
+    }
+
+    /// Waits for the next step. The timer comes last: after a suspension of this process, answers that have arrived
+    /// count before deadlines that have passed.
+    async fn next(&mut self) -> Next<R::Handshake> {
+        let timer = self.machine.wake().map(|wake| tokio::time::sleep_until(self.begin + wake));
+        let session = self.session.as_mut().map(Session::next);
+        tokio::select! {
+            biased;
+            () = self.changes.next() => Next::Check,
+            input = self.registrant.next() => Next::Explained(Input::Own(input)),
+            Some((answer, bound)) = self.calls.next() => {
+                self.session = bound.or(self.session.take());
+                Next::Happened(answer)
+            }
+            Some(happened) = OptionFuture::from(session) => {
+                self.session.take_if(|_| matches!(happened, Input::Closed));
+                match happened {
+                    Input::Own(_) | Input::ServerEnded(_) => Next::Explained(happened),
+                    _ => Next::Happened(happened),
+                }
+            }
+            Some(()) = OptionFuture::from(timer) => Next::Happened(Input::Tick),
+        }
+    }
+
+    fn check(&mut self) {
+        // inotify watches or file descriptors may have been exhausted.
+        let unwatched = self.watching.inotify && !self.changes.has_inotify();
+        if unwatched || !self.changes.follows(&self.watching.folder) {
+            self.changes = self.watching.begin();
+        }
+        let kubelet = self.registrant.kubelet();
+        let own = self.session.as_mut().is_some_and(|session| session.servers().has_sockets());
+        let others = R::Session::others(self.session.as_mut());
+        self.feed(Input::Checked { kubelet, own, others });
+    }
+
+    fn feed(&mut self, input: Input<R::Handshake>) {
+        for action in self.machine.step(input, self.begin.elapsed()) {
+            self.perform(action);
+        }
+        let phase = self.machine.phase();
+        if self.phase.send_replace(phase) != phase {
+            self.registrant.report(LifeEvent::Phase(phase));
+        }
+    }
+
+    fn perform(&mut self, action: Action<<R::Handshake as Handshake>::Action>) {
+        match action {
+            Action::Bind => {
+                let bind = self.registrant.bind(random());
+                self.calls.push(Box::pin(async move {
+                    match bind.await {
+                        Ok((bound, session)) => (Input::Bound(Ok(bound)), Some(session)),
+                        Err(error) => (Input::Bound(Err(chain(&error))), None),
+                    }
+                }));
+            }
+            Action::Own(action) => {
+                let call = self.session.as_mut().and_then(|session| self.registrant.perform(action, session));
+                self.calls.extend(call.map(|call| -> Call<R> { Box::pin(async { (call.await, None) }) }));
+            }
+            Action::End => {
+                self.calls.clear();
+                if let Some(session) = &mut self.session {
+                    session.servers().end();
+                }
+            }
+            Action::Cut => {
+                if let Some(session) = &mut self.session {
+                    session.servers().cut();
+                }
+            }
+            Action::ReportWaiting(why) => self.registrant.report(LifeEvent::Waiting(why)),
+            Action::ReportRegistered(result) => self.registrant.report(LifeEvent::Registered(result)),
+            Action::ReportEnded(why) => self.registrant.report(LifeEvent::Ended(why)),
+        }
+    }
+}
+
+/// A random number, which the standard library seeds its hashers with.
+pub fn random() -> u64 {
+    RandomState::new().build_hasher().finish()
+}

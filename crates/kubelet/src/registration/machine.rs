@@ -1,0 +1,400 @@
+//! The life of a plugin with the kubelet as a state machine: attempts, pauses between them, and the end of a session.
+//!
+//! Pure: no I/O, no clock, no task; pauses are shortened by numbers that follow from the seed. `executor` is its one
+//! caller: it feeds inputs and performs actions. How a session that is bound becomes a registration is the
+//! [`Handshake`]'s, of which there are two: the device plugin's calls Register, the DRA plugin's waits for the kubelet.
+
+use std::fmt::Debug;
+use std::time::Duration;
+
+use linkwise_core::backoff::Backoff;
+use linkwise_core::once::Once;
+
+/// A session that lasted this long had settled: the attempt after it comes at once.
+pub const SETTLED: Duration = Duration::from_secs(10);
+/// The least time between two binds, however often files change.
+pub const GAP: Duration = Duration::from_millis(100);
+
+/// The phases of a plugin's life: those that every plugin has, and those of its handshake, in which a session is open.
+pub trait LifePhase: Copy + PartialEq + Debug + Send + Sync + 'static {
+    /// There is no kubelet to register with.
+    const WAITING_FOR_KUBELET: Self;
+    /// The sockets are being bound.
+    const BINDING: Self;
+    /// The session ended; its connections are closing.
+    const ENDING: Self;
+    /// A session ended or could not begin; the next attempt follows after a pause.
+    const PAUSING: Self;
+
+    /// Returns true while a session is open: the sockets are bound, and the session is not ending.
+    fn is_open(self) -> bool;
+}
+
+/// The part of a plugin's life that another plugin does not have: from bound sockets to a registration that stands.
+pub trait Handshake: Debug + Sized + Send + 'static {
+    /// The phases of the whole life.
+    type Phase: LifePhase;
+    /// The identity of a kubelet, as the files show it.
+    type Kubelet: Clone + Debug + Send;
+    /// The other facts that a check of the files finds.
+    type Others: Debug + Send;
+    /// The facts that a bind finds.
+    type Bound: Debug + Send + 'static;
+    /// The inputs of its own.
+    type Input: Debug + Send;
+    /// The actions of its own.
+    type Action: Clone + Debug + PartialEq + Send;
+
+    /// The cause of a session's end when its sockets are gone.
+    const SOCKETS_GONE: &str;
+    /// True if the first retry, which comes without a pause, keeps the gap between two binds too.
+    const FIRST_RETRY_KEEPS_GAP: bool;
+
+    /// The cause of a session's end where the files show another kubelet than the one of the current attempt.
+    fn other_kubelet(found: &Result<Self::Kubelet, String>, attempted: Option<&Self::Kubelet>) -> Option<&'static str>;
+
+    /// Takes the other facts of a check into account, before the check ends a session or begins an attempt.
+    fn checked(&mut self, attempts: &mut Attempts<Self>, others: Self::Others, now: Duration);
+
+    /// The sockets are bound and served: enters the first phase of a session.
+    fn bound(&mut self, attempts: &mut Attempts<Self>, bound: Self::Bound, now: Duration) -> Vec<ActionOf<Self>>;
+
+    /// The kubelet registered the plugin, or the registration failed. Called while a session is open.
+    fn registered(
+        &mut self,
+        attempts: &mut Attempts<Self>,
+        result: Result<(), String>,
+        now: Duration,
+    ) -> Vec<ActionOf<Self>>;
+
+    /// An input of its own, in any phase.
+    fn happened(&mut self, attempts: &mut Attempts<Self>, input: Self::Input, now: Duration) -> Vec<ActionOf<Self>>;
+
+    /// A timer has gone off while a session is open.
+    fn due(&mut self, attempts: &mut Attempts<Self>, now: Duration) -> Vec<ActionOf<Self>>;
+
+    /// The time of a timer of its own, beside the phase's end. Asked while a session is open.
+    fn wake(&self) -> Option<Duration>;
+}
+
+/// An input of a plugin's machine.
+#[derive(Debug)]
+pub enum Input<H: Handshake> {
+    /// The files were checked.
+    Checked {
+        /// The kubelet, or why there is none.
+        kubelet: Result<H::Kubelet, String>,
+        /// True if the plugin's own sockets are in place.
+        own: bool,
+        /// The rest.
+        others: H::Others,
+    },
+    /// The sockets are bound and served, or why not.
+    Bound(Result<H::Bound, String>),
+    /// The kubelet registered the plugin, or why not.
+    Registered(Result<(), String>),
+    /// An input of the handshake.
+    Own(H::Input),
+    /// A server ended by itself.
+    ServerEnded(String),
+    /// The servers have ended, and no connection to them is open.
+    Closed,
+    /// The moment of [`RegistrationMachine::wake`] has come.
+    Tick,
+    /// The plugin is asked to end.
+    Shutdown,
+}
+
+/// An order to the executor.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Action<A> {
+    /// Remove dead predecessors' sockets, bind the plugin's own and serve them.
+    Bind,
+    /// Remove the sockets, end their streams, cancel every call to the kubelet.
+    End,
+    /// Cut the connections that have not closed by themselves.
+    Cut,
+    /// An action of the handshake.
+    Own(A),
+    /// Report why the plugin is not registered.
+    ReportWaiting(String),
+    /// Report that a registration succeeded, or why it failed.
+    ReportRegistered(Result<(), String>),
+    /// Report why a session ended or did not begin; another attempt follows.
+    ReportEnded(String),
+}
+
+/// The actions of a handshake's machine.
+pub type ActionOf<H> = Action<<H as Handshake>::Action>;
+
+/// The deadlines of every plugin.
+#[derive(Clone, Copy, Debug)]
+pub struct Limits {
+    /// The time between the end of a session and the cut of its connections.
+    pub close: Duration,
+    /// The longest pause between attempts.
+    pub longest_pause: Duration,
+}
+
+/// The attempts to register, and the session of the last one.
+#[derive(Debug)]
+pub struct Attempts<H: Handshake> {
+    limits: Limits,
+    phase: H::Phase,
+    /// True once the plugin has ended; its last phase is `ENDING`.
+    over: bool,
+    /// The end of the phase.
+    pub until: Option<Duration>,
+    /// The kubelet at the last check, or why there is none.
+    kubelet: Result<H::Kubelet, String>,
+    /// The kubelet of the current attempt.
+    attempted: Option<H::Kubelet>,
+    /// The time at which the current session began.
+    since: Duration,
+    /// True if the next session that ends soon is followed by an attempt at once; the pauses come after it.
+    retry_at_once: bool,
+    pauses: Backoff,
+    /// The state of the generator of random numbers.
+    random: u64,
+    /// The last [`Action::Bind`].
+    bound: Option<Duration>,
+    leaving: bool,
+    /// The causes of waiting that were reported.
+    waits: Once<String>,
+}
+
+impl<H: Handshake> Attempts<H> {
+    fn new(limits: Limits, phase: H::Phase, seed: u64) -> Self {
+        Self {
+            limits,
+            phase,
+            over: false,
+            until: None,
+            kubelet: Err("the folder has not been checked yet".to_owned()),
+            attempted: None,
+            since: Duration::ZERO,
+            retry_at_once: true,
+            // The first pause is so much shorter than the longest that six doublings lead there.
+            pauses: Backoff::new(limits.longest_pause / 64, limits.longest_pause),
+            random: seed,
+            bound: None,
+            leaving: false,
+            waits: Once::new(),
+        }
+    }
+
+    /// The current phase.
+    pub fn phase(&self) -> H::Phase {
+        self.phase
+    }
+
+    /// Enters a phase, which ends by itself at a time.
+    pub fn enter(&mut self, phase: H::Phase, until: Option<Duration>) {
+        (self.phase, self.until) = (phase, until);
+    }
+
+    /// Returns true if the phase's end has come.
+    pub fn is_due(&self, now: Duration) -> bool {
+        self.until.is_some_and(|until| now >= until)
+    }
+
+    /// The cause of a session's end where the files show another kubelet than the one of the current attempt.
+    pub fn other_kubelet(&self) -> Option<&'static str> {
+        H::other_kubelet(&self.kubelet, self.attempted.as_ref())
+    }
+
+    /// The next attempt, now or when the gap allows it; or the wait for a kubelet.
+    pub fn attempt_or_wait(&mut self, now: Duration) -> Vec<ActionOf<H>> {
+        self.attempt(true, now)
+    }
+
+    fn attempt(&mut self, keeps_gap: bool, now: Duration) -> Vec<ActionOf<H>> {
+        let kubelet = match &self.kubelet {
+            Ok(kubelet) => kubelet.clone(),
+            Err(why) => {
+                let why = why.clone();
+                self.enter(H::Phase::WAITING_FOR_KUBELET, None);
+                return self.report_waiting(why);
+            }
+        };
+        self.attempted = Some(kubelet);
+        let gap_ends = self.bound.map(|bound| bound + GAP).filter(|end| keeps_gap && now < *end);
+        if gap_ends.is_some() {
+            self.enter(H::Phase::PAUSING, gap_ends);
+            return Vec::new();
+        }
+        self.bound = Some(now);
+        self.enter(H::Phase::BINDING, None);
+        vec![Action::Bind]
+    }
+
+    /// Reports why the plugin is not registered, once.
+    pub fn report_waiting(&mut self, why: String) -> Vec<ActionOf<H>> {
+        self.waits.replace([why]).into_iter().map(Action::ReportWaiting).collect()
+    }
+
+    /// Forgets what [`Self::report_waiting`] has reported.
+    pub fn forget_waiting(&mut self) {
+        self.waits.clear();
+    }
+
+    /// Forgets the failures: the next retry comes at once, and the pauses begin anew.
+    pub fn forget_failures(&mut self) {
+        self.retry_at_once = true;
+        self.pauses.reset();
+    }
+
+    /// Ends the open session, if there is one, and reports why. The next attempt waits until its connections are
+    /// closed.
+    pub fn end_if_open(&mut self, cause: impl Into<String>, now: Duration) -> Vec<ActionOf<H>> {
+        if !self.phase.is_open() {
+            return Vec::new();
+        }
+        vec![Action::ReportEnded(cause.into()), self.end(now)]
+    }
+
+    /// Ends the open session without a report.
+    pub fn end(&mut self, now: Duration) -> ActionOf<H> {
+        self.enter(H::Phase::ENDING, Some(now + self.limits.close));
+        Action::End
+    }
+
+    fn checked(&mut self, own: bool, now: Duration) -> Vec<ActionOf<H>> {
+        if self.phase == H::Phase::WAITING_FOR_KUBELET {
+            return self.attempt_or_wait(now);
+        }
+        match self.other_kubelet() {
+            // A kubelet that has ended leaves its socket behind, and the pauses grow; the new one's start anew.
+            Some(_) if self.phase == H::Phase::PAUSING => {
+                self.forget_failures();
+                self.attempt_or_wait(now)
+            }
+            Some(cause) => self.end_if_open(cause, now),
+            None if own => Vec::new(),
+            None => self.end_if_open(H::SOCKETS_GONE, now),
+        }
+    }
+
+    fn closed(&mut self, now: Duration) -> Vec<ActionOf<H>> {
+        if self.phase != H::Phase::ENDING {
+            return Vec::new();
+        }
+        if self.leaving {
+            (self.over, self.until) = (true, None);
+            return Vec::new();
+        }
+        self.pause(now)
+    }
+
+    /// After a session: the next attempt, or a pause before it. A random part of the pause, up to a half, is left out,
+    /// so that the nodes of a cluster do not retry in step.
+    fn pause(&mut self, now: Duration) -> Vec<ActionOf<H>> {
+        if self.other_kubelet().is_some() || now.saturating_sub(self.since) >= SETTLED {
+            self.forget_failures();
+            return self.attempt_or_wait(now);
+        }
+        if std::mem::take(&mut self.retry_at_once) {
+            return self.attempt(H::FIRST_RETRY_KEEPS_GAP, now);
+        }
+        let full = self.pauses.failed();
+        let part = self.random_below_512();
+        self.enter(H::Phase::PAUSING, Some(now + full.saturating_sub((full / 1024).saturating_mul(part))));
+        Vec::new()
+    }
+
+    /// The next number of a linear congruential generator, with the constants of Knuth's MMIX.
+    fn random_below_512(&mut self) -> u32 {
+        self.random = self.random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        u32::try_from(self.random >> 55).unwrap_or(0)
+    }
+
+    fn shutdown(&mut self, now: Duration) -> Vec<ActionOf<H>> {
+        self.leaving = true;
+        if self.phase == H::Phase::ENDING {
+            return Vec::new();
+        }
+        // A bind in progress is cancelled.
+        self.over = !self.phase.is_open();
+        self.enter(H::Phase::ENDING, (!self.over).then_some(now + self.limits.close));
+        vec![Action::End]
+    }
+}
+
+/// The life of one plugin with the kubelet.
+#[derive(Debug)]
+pub struct RegistrationMachine<H: Handshake> {
+    attempts: Attempts<H>,
+    handshake: H,
+}
+
+impl<H: Handshake> RegistrationMachine<H> {
+    /// A plugin that begins in a phase. The seed decides how much each pause is shortened.
+    pub fn new(limits: Limits, phase: H::Phase, handshake: H, seed: u64) -> Self {
+        Self { attempts: Attempts::new(limits, phase, seed), handshake }
+    }
+
+    /// The phase that /readyz shows.
+    pub fn phase(&self) -> H::Phase {
+        self.attempts.phase
+    }
+
+    /// Returns true once the plugin has ended.
+    pub fn is_over(&self) -> bool {
+        self.attempts.over
+    }
+
+    /// The time at which an [`Input::Tick`] is due; `None`: not before another input.
+    pub fn wake(&self) -> Option<Duration> {
+        let own = self.attempts.phase.is_open().then(|| self.handshake.wake()).flatten();
+        self.attempts.until.into_iter().chain(own).min()
+    }
+
+    /// Takes an input into account; returns what has to be done, in order. An input that the phase does not expect
+    /// changes nothing.
+    pub fn step(&mut self, input: Input<H>, now: Duration) -> Vec<ActionOf<H>> {
+        let Self { attempts, handshake } = self;
+        match input {
+            Input::Checked { kubelet, own, others } => {
+                attempts.kubelet = kubelet;
+                handshake.checked(attempts, others, now);
+                attempts.checked(own, now)
+            }
+            Input::Bound(_) if attempts.phase != H::Phase::BINDING => Vec::new(),
+            Input::Bound(result) => {
+                attempts.since = now;
+                match result {
+                    Ok(bound) => handshake.bound(attempts, bound, now),
+                    Err(why) => {
+                        let mut actions = vec![Action::ReportEnded(why)];
+                        actions.extend(attempts.pause(now));
+                        actions
+                    }
+                }
+            }
+            Input::Registered(result) if attempts.phase.is_open() => handshake.registered(attempts, result, now),
+            Input::Registered(_) => Vec::new(),
+            Input::Own(input) => handshake.happened(attempts, input, now),
+            Input::ServerEnded(why) => attempts.end_if_open(format!("the server ended: {why}"), now),
+            Input::Closed => attempts.closed(now),
+            Input::Tick => self.tick(now),
+            Input::Shutdown => attempts.shutdown(now),
+        }
+    }
+
+    fn tick(&mut self, now: Duration) -> Vec<ActionOf<H>> {
+        if self.wake().is_none_or(|wake| now < wake) {
+            return Vec::new();
+        }
+        let attempts = &mut self.attempts;
+        if attempts.phase.is_open() {
+            self.handshake.due(attempts, now)
+        } else if attempts.phase == H::Phase::ENDING {
+            attempts.until = None;
+            vec![Action::Cut]
+        } else if attempts.phase == H::Phase::PAUSING {
+            attempts.attempt_or_wait(now)
+        } else {
+            Vec::new()
+        }
+    }
+}

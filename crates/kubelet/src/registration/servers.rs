@@ -1,0 +1,156 @@
+//! The sockets and gRPC servers of one session, with what is the same for every plugin: dead sockets are removed before
+//! a bind, callers are checked, RPCs are observed, connections end and are cut.
+//!
+//! All of it ends when [`Servers`] is dropped: sockets are removed, streams end, connections break.
+
+use std::io;
+use std::path::Path;
+use std::pin::Pin;
+use std::sync::Arc;
+
+use futures_util::stream::{FuturesUnordered, StreamExt};
+use thiserror::Error;
+use tokio::sync::watch;
+use tokio_util::sync::{CancellationToken, DropGuard};
+use tonic::service::Routes;
+use tower::layer::layer_fn;
+use tower::service_fn;
+
+use linkwise_core::errors::chain;
+use linkwise_system::grpc::{Refusal, Report, Rpc, accepted, observed};
+use linkwise_system::uds::{self, Callers, Listener, SocketFile};
+
+/// A future on the heap.
+pub type Held<T> = Pin<Box<dyn Future<Output = T> + Send>>;
+
+/// The cause of sockets that could not be bound.
+#[derive(Debug, Error)]
+pub enum BindError {
+    /// The folder of the sockets cannot be made.
+    #[error("cannot make the folder {folder}")]
+    Make {
+        /// The folder.
+        folder: String,
+        /// The operating system's error.
+        source: io::Error,
+    },
+    /// Sockets of processes that ended cannot be removed.
+    #[error("cannot remove dead sockets from {folder}")]
+    Folder {
+        /// The folder.
+        folder: String,
+        /// The operating system's error.
+        source: io::Error,
+    },
+    /// A socket cannot be bound.
+    #[error("cannot bind a socket in {folder}")]
+    Bind {
+        /// The folder.
+        folder: String,
+        /// The operating system's error.
+        source: io::Error,
+    },
+}
+
+/// The folder of a socket.
+pub fn folder_of(socket: &Path) -> &Path {
+    socket.parent().unwrap_or(Path::new("."))
+}
+
+/// Returns true for the number in the name of a socket: eight hexadecimal digits.
+pub fn is_number(text: &str) -> bool {
+    text.len() == 8 && text.bytes().all(|byte| byte.is_ascii_hexdigit())
+}
+
+/// Listens at a path.
+pub fn listen(path: &Path, callers: &Callers) -> Result<(SocketFile, Listener), BindError> {
+    let folder = || folder_of(path).display().to_string();
+    uds::listen(path, callers.clone()).map_err(|source| BindError::Bind { folder: folder(), source })
+}
+
+/// Removes dead sockets with a plugin's own names beside a path, and listens there.
+pub fn bind(
+    path: &Path,
+    callers: &Callers,
+    is_own: impl Fn(&str) -> bool,
+) -> Result<(SocketFile, Listener), BindError> {
+    let folder = folder_of(path);
+    let at_folder = |source| BindError::Folder { folder: folder.display().to_string(), source };
+    uds::remove_dead(folder, is_own).map_err(at_folder)?;
+    listen(path, callers)
+}
+
+/// The sockets of a session, and their servers.
+pub struct Servers {
+    refused: Report<Refusal>,
+    ended: Report<Rpc>,
+    sockets: Vec<SocketFile>,
+    /// Other names of the first socket.
+    alias: Option<SocketFile>,
+    servers: FuturesUnordered<Held<Result<(), tonic::transport::Error>>>,
+    end: CancellationToken,
+    cut: CancellationToken,
+    _guards: [DropGuard; 2],
+}
+
+impl Servers {
+    /// No server yet. The reports receive refused connections and RPCs that ended.
+    pub fn new(refused: Report<Refusal>, ended: Report<Rpc>) -> Self {
+        let (end, cut) = (CancellationToken::new(), CancellationToken::new());
+        let _guards = [end.clone().drop_guard(), cut.clone().drop_guard()];
+        let (sockets, alias, servers) = (Vec::new(), None, FuturesUnordered::new());
+        Self { refused, ended, sockets, alias, servers, end, cut, _guards }
+    }
+
+    /// The token that ends open streams: tonic's graceful shutdown waits for them.
+    pub fn end_of_streams(&self) -> CancellationToken {
+        self.end.clone()
+    }
+
+    /// Serves a socket; `open` counts its connections.
+    pub fn serve(&mut self, (socket, listener): (SocketFile, Listener), open: watch::Sender<usize>, routes: Routes) {
+        let ended = Arc::clone(&self.ended);
+        let layer = layer_fn(move |service: Routes| {
+            let ended = Arc::clone(&ended);
+            service_fn(move |request| observed(service.clone(), request, Arc::clone(&ended)))
+        });
+        let connections = accepted(listener, self.cut.clone(), open, Arc::clone(&self.refused));
+        let server = tonic::transport::Server::builder()
+            .layer(layer)
+            .add_routes(routes)
+            .serve_with_incoming_shutdown(connections, self.end.clone().cancelled_owned());
+        self.sockets.push(socket);
+        self.servers.push(Box::pin(server));
+    }
+
+    /// Gives the first socket another name, beside the one that it has.
+    pub fn rename(&mut self, path: &Path) -> io::Result<()> {
+        let socket = self.sockets.first().ok_or_else(|| io::Error::from(io::ErrorKind::NotFound))?;
+        self.alias = Some(socket.alias(path)?);
+        Ok(())
+    }
+
+    /// Returns true if the sockets are still the files that were bound.
+    pub fn has_sockets(&self) -> bool {
+        !self.sockets.is_empty() && self.sockets.iter().all(SocketFile::is_in_place)
+    }
+
+    /// Removes the sockets, ends the streams, accepts no more connections and asks the open ones to close.
+    pub fn end(&mut self) {
+        self.sockets.clear();
+        self.alias = None;
+        self.end.cancel();
+    }
+
+    /// Breaks the connections that are still open.
+    pub fn cut(&self) {
+        self.cut.cancel();
+    }
+
+    /// Waits for the end of a server, which follows the end of its last connection: the cause, or `None` when all have
+    /// ended. Cancel-safe. The servers accept connections only while this is awaited.
+    pub async fn next(&mut self) -> Option<String> {
+        let result = self.servers.next().await?;
+        Some(result.map_or_else(|error| chain(&error), |()| "without an error".to_owned()))
+    }
+}

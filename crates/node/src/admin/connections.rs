@@ -1,0 +1,128 @@
+//! HTTP/1 connections of any listener: their greatest number, and their deadlines.
+//!
+//! Called by `mod` (the port) and `local` (the Unix socket). A connection carries one request. No client can keep
+//! others out, or stay beyond its deadline.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::time::Duration;
+
+use axum::Router;
+use futures_util::future::{AbortHandle, FutureExt, abortable};
+use futures_util::stream::{FuturesUnordered, StreamExt};
+use hyper::server::conn::http1;
+use hyper_util::rt::TokioIo;
+use hyper_util::service::TowerToHyperService;
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::time::{sleep, timeout};
+
+/// The most connections at once. A further one closes the oldest, which has had the most time to get its answer.
+const MAX_CONNECTIONS: usize = 64;
+/// The buffers of a connection for request and answer, in bytes.
+const MAX_BUFFER: usize = 16 << 10;
+/// The pause after a failed accept: file descriptors may be exhausted for a while.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+
+/// Serves the connections that `accept` gives, each with its routes, for ever. `deadline` is for a whole connection:
+/// the request's head and body, the answer, and the time that the client takes to read it. All connections share one
+/// task: none outlives it.
+pub(super) async fn serve<S, F>(deadline: Duration, accept: impl Fn() -> F)
+where
+    S: AsyncRead + AsyncWrite + Unpin,
+    F: Future<Output = io::Result<(S, Router)>>,
+{
+    let mut http = http1::Builder::new();
+    http.keep_alive(false).max_buf_size(MAX_BUFFER);
+    let mut connections = FuturesUnordered::new();
+    // The handles that end the connections, oldest first.
+    let mut open = BTreeMap::<u64, AbortHandle>::new();
+    let mut next: u64 = 0;
+    loop {
+        tokio::select! {
+            accepted = accept() => match accepted {
+                Ok((stream, routes)) => {
+                    if open.len() >= MAX_CONNECTIONS
+                        && let Some((_, oldest)) = open.pop_first()
+                    {
+                        oldest.abort();
+                    }
+                    let number = next;
+                    next = next.wrapping_add(1);
+                    let connection = http.serve_connection(TokioIo::new(stream), TowerToHyperService::new(routes));
+                    // A client's protocol errors concern only that client.
+                    let (connection, end) = abortable(timeout(deadline, connection));
+                    open.insert(number, end);
+                    connections.push(connection.map(move |_| number));
+                }
+                Err(_) => sleep(ACCEPT_PAUSE).await,
+            },
+            Some(number) = connections.next() => drop(open.remove(&number)),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use axum::routing::get;
+    use tokio::io::{AsyncReadExt, AsyncWriteExt, DuplexStream, duplex};
+    use tokio::sync::Mutex;
+    use tokio::sync::mpsc;
+
+    /// A time far longer than any answer takes: it stands for "never".
+    const PATIENCE: Duration = Duration::from_secs(20);
+
+    /// A server with this deadline, and the sender of its connections.
+    fn server(deadline: Duration) -> (mpsc::Sender<DuplexStream>, impl Future<Output = ()>) {
+        let (connect, incoming) = mpsc::channel::<DuplexStream>(MAX_CONNECTIONS);
+        let incoming = std::sync::Arc::new(Mutex::new(incoming));
+        let routes = Router::new().route("/", get(|| async { "x".repeat(1 << 20) }));
+        let serving = serve(deadline, move || {
+            let (incoming, routes) = (std::sync::Arc::clone(&incoming), routes.clone());
+            async move {
+                let stream = incoming.lock().await.recv().await;
+                Ok((stream.ok_or(io::ErrorKind::NotConnected)?, routes))
+            }
+        });
+        (connect, serving)
+    }
+
+    #[tokio::test]
+    async fn unread_answer_ends_with_the_deadline() {
+        let (connect, serving) = server(Duration::from_millis(20));
+        let client = async {
+            let (mut silent, ours) = duplex(64);
+            connect.send(ours).await.unwrap();
+            assert_eq!(silent.read(&mut [0; 8]).await.unwrap(), 0, "a silent client's connection is closed");
+            let (mut deaf, ours) = duplex(64);
+            connect.send(ours).await.unwrap();
+            deaf.write_all(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n").await.unwrap();
+            // The answer does not fit the pipe and is not read: writing fails once the server has dropped its end.
+            while deaf.write_all(b"GET / HTTP/1.1\r\n\r\n").await.is_ok() {}
+        };
+        tokio::select! {
+            () = serving => {}
+            ended = timeout(PATIENCE, client) => ended.expect("both connections end"),
+        }
+    }
+
+    #[tokio::test]
+    async fn full_house_drops_the_oldest() {
+        let (connect, serving) = server(PATIENCE);
+        let client = async {
+            let mut open = Vec::new();
+            for _ in 0..=MAX_CONNECTIONS {
+                let (theirs, ours) = duplex(64);
+                connect.send(ours).await.unwrap();
+                open.push(theirs);
+            }
+            assert_eq!(open[0].read(&mut [0; 8]).await.unwrap(), 0, "the oldest is closed");
+            open[1].write_all(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n").await.unwrap();
+            assert_eq!(open[1].read_u8().await.unwrap(), b'H', "the second oldest is still served");
+        };
+        tokio::select! {
+            () = serving => {}
+            ended = timeout(PATIENCE, client) => ended.expect("the oldest ends, the others stay"),
+        }
+    }
+}

@@ -1,0 +1,166 @@
+//! HTTP endpoints: the page of the node, /metrics, /livez and /readyz on a port, and an operator's orders on a Unix
+//! socket (`local`).
+//!
+//! Owns the listeners and the routes; the runtime passes in the functions that answer and owns the tasks. The port is
+//! read-only: only the Unix socket takes orders.
+
+mod connections;
+mod listen;
+mod local;
+mod page;
+mod state;
+
+use std::io;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::Router;
+use axum::extract::State as StateOf;
+use axum::http::{HeaderMap, StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use axum::routing::get;
+use futures_util::future::BoxFuture;
+use tokio::net::TcpListener;
+
+pub use local::{Answer, Local, LocalError, Order, Orders, Outcome};
+pub use page::{Choice, Page, Slots, View};
+pub use state::{AllocationState, GpuState, OutlookState, ReasonState, ResourceState, State};
+
+/// The longest time for one connection: as long as Prometheus waits for a scrape.
+const DEADLINE: Duration = Duration::from_secs(10);
+
+/// Renders the node's page; `None` if that fails.
+pub type PageSource = Arc<dyn Fn() -> BoxFuture<'static, Option<Arc<Page>>> + Send + Sync>;
+
+/// The sources of the endpoints' answers.
+#[derive(Clone)]
+pub struct Answers {
+    /// The metrics as text; `None` if they could not be encoded.
+    pub metrics: Arc<dyn Fn() -> Option<String> + Send + Sync>,
+    /// The content type of that text.
+    pub metrics_type: &'static str,
+    /// `Ok` with a short text while the node serves, or has no GPU to serve; otherwise the unready parts, one line
+    /// each.
+    pub ready: Arc<dyn Fn() -> Result<String, Vec<String>> + Send + Sync>,
+    /// The node's page, if this process has one. Called for each request; the source limits its own cost.
+    pub page: Option<PageSource>,
+}
+
+/// A bound listener.
+#[derive(Debug)]
+pub struct Admin {
+    listener: Arc<TcpListener>,
+    address: SocketAddr,
+}
+
+impl Admin {
+    /// Binds the address; port 0 takes a free one, `[::]` serves IPv4 too and stands for 0.0.0.0 if IPv6 is off. Must
+    /// be called within a tokio runtime. Fails with `AddrInUse` if the address is in use.
+    pub fn bind(address: SocketAddr) -> io::Result<Self> {
+        let listener = listen::listen(address)?;
+        Ok(Self { address: listener.local_addr()?, listener: Arc::new(listener) })
+    }
+
+    /// The address that was bound.
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// Serves for ever.
+    pub async fn serve(self, answers: Answers) {
+        let routes = Router::new()
+            .route("/", get(page))
+            .route("/metrics", get(metrics))
+            .route("/livez", get(|| async { "alive\n" }))
+            .route("/readyz", get(ready))
+            .with_state(answers);
+        let accept = || {
+            let (listener, routes) = (Arc::clone(&self.listener), routes.clone());
+            async move { Ok((listener.accept().await?.0, routes)) }
+        };
+        connections::serve(DEADLINE, accept).await;
+    }
+}
+
+async fn metrics(StateOf(answers): StateOf<Answers>) -> Response {
+    match (answers.metrics)() {
+        Some(text) => ([(header::CONTENT_TYPE, answers.metrics_type)], text).into_response(),
+        None => (StatusCode::INTERNAL_SERVER_ERROR, "the metrics could not be encoded\n").into_response(),
+    }
+}
+
+async fn page(StateOf(answers): StateOf<Answers>, request: HeaderMap) -> Response {
+    let Some(page) = answers.page else {
+        return (StatusCode::NOT_FOUND, "this process serves no node and has no page\n").into_response();
+    };
+    match page().await {
+        Some(page) => page.answer(&request),
+        None => (StatusCode::INTERNAL_SERVER_ERROR, "the page could not be rendered\n").into_response(),
+    }
+}
+
+async fn ready(StateOf(answers): StateOf<Answers>) -> Response {
+    match (answers.ready)() {
+        Ok(text) => (text + "\n").into_response(),
+        Err(reasons) => (StatusCode::SERVICE_UNAVAILABLE, reasons.join("\n") + "\n").into_response(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::time::Instant;
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    use tokio::net::TcpStream;
+    use tokio::time::timeout;
+
+    /// Clients that hold connections open, of each kind.
+    const STRANGERS: usize = 200;
+
+    /// Returns the text that the kubelet's HTTP probe reads, and the time that this took.
+    async fn probe(address: SocketAddr, path: &str) -> (String, Duration) {
+        let start = Instant::now();
+        let ask = async {
+            let mut stream = TcpStream::connect(address).await.unwrap();
+            stream.write_all(format!("GET {path} HTTP/1.1\r\nHost: x\r\n\r\n").as_bytes()).await.unwrap();
+            let mut answer = String::new();
+            stream.read_to_string(&mut answer).await.unwrap();
+            answer
+        };
+        (timeout(DEADLINE / 2, ask).await.expect("an answer before any stranger's deadline"), start.elapsed())
+    }
+
+    #[tokio::test]
+    async fn probes_answer_under_silent_and_pipelining_clients() {
+        let admin = Admin::bind("127.0.0.1:0".parse().unwrap()).unwrap();
+        let address = admin.address();
+        let answers = Answers {
+            metrics: Arc::new(|| Some("x".repeat(100_000))),
+            metrics_type: "text/plain",
+            ready: Arc::new(|| Ok("ready".to_owned())),
+            page: None,
+        };
+        let asking = async {
+            let mut strangers = Vec::new();
+            for _ in 0..STRANGERS {
+                let mut silent = TcpStream::connect(address).await.unwrap();
+                silent.write_all(b"GET /livez HTTP/1.1\r\nHost: ").await.unwrap();
+                let mut pipelining = TcpStream::connect(address).await.unwrap();
+                let many = b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n".repeat(100);
+                // The server may close it meanwhile: it answers one request for each connection.
+                let _ = pipelining.write_all(&many).await;
+                strangers.extend([silent, pipelining]);
+            }
+            for (path, body) in [("/livez", "alive\n"), ("/readyz", "ready\n"), ("/metrics", "xxx")] {
+                let (answer, took) = probe(address, path).await;
+                assert!(answer.starts_with("HTTP/1.1 200") && answer.ends_with(body), "{path}: {answer:.200}");
+                println!("{path} answered in {took:?} beside {} connections", strangers.len());
+            }
+        };
+        tokio::select! {
+            () = admin.serve(answers) => {}
+            () = asking => {}
+        }
+    }
+}

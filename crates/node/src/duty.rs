@@ -1,0 +1,137 @@
+//! The memory of a standby, from which it makes the node's state anew when it becomes the owner; and the duties by
+//! which the takeover reaches the node.
+//!
+//! The state of a standby is its own: the owner's orders meanwhile (an operator who clears a GPU) are not in it. So the
+//! owner's record comes first in the new state, as at any start, and the standby's own observations follow.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+use linkwise_core::state::{Event, HealthRecord};
+use linkwise_core::topology::GpuUuid;
+
+/// The longest time that an error reported by the driver takes to get from one process to the record of another.
+const RECENT: Duration = Duration::from_secs(10);
+/// The most such errors that are remembered.
+const MOST: usize = 256;
+
+/// An order of the takeover to the node.
+#[derive(Debug)]
+pub enum Duty {
+    /// Make the state anew, from this record and from the remembered events.
+    Adopt(Option<Box<HealthRecord>>),
+    /// Start plugins, or end them.
+    Plugins(bool),
+    /// Make the running plugins register again.
+    Renew,
+}
+
+/// The progress of the last [`Duty::Plugins`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Running {
+    /// Set if plugins are to run.
+    pub wanted: bool,
+    /// The number of running plugins, those that are ending included.
+    pub plugins: usize,
+}
+
+/// The last events of each kind, and the recent errors.
+#[derive(Debug, Default)]
+pub struct Memory {
+    last: BTreeMap<u8, Event>,
+    quarantined: BTreeMap<GpuUuid, Event>,
+    errors: VecDeque<(Instant, Event)>,
+}
+
+impl Memory {
+    /// Remembers an event.
+    pub fn remember(&mut self, event: &Event, now: Instant) {
+        // The places are in the order in which a start has these events.
+        let place = match event {
+            Event::Identified(_) => 0,
+            Event::Planned(_) => 1,
+            Event::NumaHints(_) => 2,
+            Event::Observed(_) => 3,
+            Event::DriverAway(..) | Event::DriverBack => 4,
+            Event::MpsReady(_) => 5,
+            Event::Polled(polls) if !polls.is_empty() => 6,
+            Event::Quarantined(gpu, _) => {
+                self.quarantined.insert(gpu.clone(), event.clone());
+                return;
+            }
+            Event::ReleasedFromQuarantine(gpu) => {
+                self.quarantined.remove(gpu);
+                return;
+            }
+            Event::Xid { .. } | Event::DoubleBitEcc(..) => {
+                self.errors.push_back((now, event.clone()));
+                let surplus = self.errors.len().saturating_sub(MOST);
+                self.errors.drain(..surplus);
+                return;
+            }
+            // The kubelet is asked anew; claims are the owner's; the rest is in the record.
+            Event::Polled(_)
+            | Event::Allocated { .. }
+            | Event::Holders(_)
+            | Event::Prepared(_)
+            | Event::Cleared(..)
+            | Event::Restored(_)
+            | Event::Tick => return,
+        };
+        self.last.insert(place, event.clone());
+    }
+
+    /// The events that a new state needs after its record.
+    pub fn replay(&self, now: Instant) -> Vec<Event> {
+        let recent = self.errors.iter().filter(|(seen, _)| now.saturating_duration_since(*seen) <= RECENT);
+        let errors = recent.map(|(_, event)| event);
+        self.last.values().chain(self.quarantined.values()).chain(errors).cloned().collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use linkwise_core::state::NodeIdentity;
+
+    fn xid(code: u64) -> Event {
+        Event::Xid { gpu: "GPU-1".parse().unwrap(), code, instance: None }
+    }
+
+    #[test]
+    fn replay_has_the_last_of_each_kind_in_order() {
+        let (mut memory, start) = (Memory::default(), Instant::now());
+        let quarantined = |gpu: &str| Event::Quarantined(gpu.parse().unwrap(), "hung".to_owned());
+        let events = [
+            xid(48),
+            Event::DriverAway("gone".to_owned()),
+            Event::Planned(Box::default()),
+            Event::Identified(NodeIdentity::default()),
+            quarantined("GPU-1"),
+            quarantined("GPU-2"),
+            Event::ReleasedFromQuarantine("GPU-1".parse().unwrap()),
+            Event::DriverBack,
+            Event::Polled(BTreeMap::new()),
+            Event::Holders(None),
+        ];
+        for event in &events {
+            memory.remember(event, start);
+        }
+        let later = start + RECENT + Duration::from_secs(1);
+        memory.remember(&xid(79), later);
+        let wanted = [
+            Event::Identified(NodeIdentity::default()),
+            Event::Planned(Box::default()),
+            Event::DriverBack,
+            quarantined("GPU-2"),
+            xid(79),
+        ];
+        assert_eq!(memory.replay(later), wanted);
+        for code in 0..2 * MOST {
+            memory.remember(&xid(u64::try_from(code).unwrap()), later);
+        }
+        assert_eq!(memory.errors.len(), MOST);
+    }
+}

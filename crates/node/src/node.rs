@@ -1,0 +1,639 @@
+//! One node: the loop that applies events to the state and publishes it, a plugin for each resource, the HTTP
+//! endpoints.
+//!
+//! `run` feeds it from the driver, `demo` from a script. It owns every task of the node; one that ends unexpectedly
+//! ends the node.
+
+mod duties;
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::io;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context, Result, anyhow};
+use futures_util::FutureExt;
+use tokio::sync::{Notify, mpsc, watch};
+use tokio::task::{JoinError, JoinSet};
+use tokio::time::{Instant, sleep, timeout};
+use tokio_util::sync::CancellationToken;
+
+use super::duty::{Duty, Memory, Running};
+use super::keeper::{HealthSettings, Keeper};
+use super::observe::{self, GpuFailures, Reported};
+use super::page::Pages;
+use super::readiness::{Part, Readiness};
+use crate::admin::{Admin, Answers, Choice};
+use crate::metrics::{self, Metrics};
+use linkwise_core::allocation::AllocationReport;
+use linkwise_core::backoff::Backoff;
+use linkwise_core::once::Once;
+use linkwise_core::state::{Door, Effect, Event, Health, HealthRecord, NodeState, NumaHints, ResourceName};
+use linkwise_core::topology::GpuUuid;
+use linkwise_kubelet::device_plugin::pod_resources::{self, Holders};
+use linkwise_kubelet::device_plugin::{self as kubelet, Occurrence, Phase, Plugin, PluginMetrics, Sources};
+use linkwise_nvml::supervisor::Idle;
+use linkwise_system::clock::{Clock, at};
+
+/// The most events that may be queued: a storm of XIDs waits at its sender, not in memory.
+const EVENTS: usize = 256;
+/// The most duties that may be queued; the takeover waits for room.
+const DUTIES: usize = 8;
+/// The most occurrences that may be queued for the log; the metrics count further ones, which are not logged.
+const OCCURRENCES: usize = 1024;
+/// The pauses between attempts to take a metrics port that another process has.
+const PORT_PAUSES: Backoff = Backoff::new(Duration::from_secs(1), Duration::from_secs(30));
+/// The longest time for the tasks to end; the whole process has a second, and the plugins half of one.
+const SHUTDOWN_TIMEOUT: Duration = Duration::from_millis(750);
+
+/// A node's settings.
+#[derive(Clone, Debug)]
+pub struct NodeSettings {
+    /// The settings of the kubelet's side.
+    pub kubelet: kubelet::Settings,
+    /// The address of the HTTP endpoints.
+    pub metrics_address: SocketAddr,
+    /// The NUMA nodes that devices report to the kubelet.
+    pub numa_hints: NumaHints,
+    /// The settings for deciding about health and recording it.
+    pub health: HealthSettings,
+}
+
+/// Both ends of a bounded queue.
+type Queue<T> = (mpsc::Sender<T>, mpsc::Receiver<T>);
+
+/// A node; it runs in [`Self::serve`].
+pub struct Node {
+    pub(crate) kubelet: Arc<kubelet::Settings>,
+    state: NodeState,
+    /// A state without observations.
+    fresh: NodeState,
+    /// The events that came while another process served this node.
+    memory: Option<Memory>,
+    published: bool,
+    pub(crate) duties: Queue<Duty>,
+    /// Set while this process writes the node's files.
+    pub(crate) files: watch::Sender<bool>,
+    /// The number of times that plugins were told to register again.
+    renew: watch::Sender<u64>,
+    pub(crate) running: watch::Sender<Running>,
+    clock: Clock,
+    pub(crate) records: watch::Sender<Option<HealthRecord>>,
+    snapshots: watch::Sender<Arc<NodeState>>,
+    events: Queue<Event>,
+    occurrences: Queue<(ResourceName, Occurrence)>,
+    /// The tokens that end the running plugins; those that are ending are included.
+    plugins: BTreeMap<ResourceName, CancellationToken>,
+    holders: watch::Sender<Holders>,
+    follows_holders: bool,
+    checkpoint_trouble: Once<String>,
+    /// Set while the state waits for an answer about holders.
+    asks_often: watch::Sender<bool>,
+    begun_anew: Arc<Notify>,
+    /// The readiness of the node's parts.
+    pub readiness: Readiness,
+    last_report: watch::Sender<Option<Arc<AllocationReport>>>,
+    /// The node's page.
+    pub pages: Pages,
+    metrics: Metrics,
+    plugin_metrics: PluginMetrics,
+    gpu_failures: GpuFailures,
+    metrics_address: SocketAddr,
+    /// The condition for starting plugins, and their phase until then; without one, they start at once.
+    gate: Option<(watch::Receiver<bool>, &'static str)>,
+    tasks: JoinSet<(String, Result<()>)>,
+    shutdown: CancellationToken,
+}
+
+/// Waits until the port for metrics and probes is free, and takes it. Pods are served meanwhile.
+async fn free_port(address: SocketAddr, readiness: &Readiness) -> Admin {
+    tracing::error!(%address, "metrics port taken, trying again: no metrics and no probes until it is free");
+    readiness.add(Part::Endpoints, "waiting for the metrics port");
+    let mut backoff = PORT_PAUSES;
+    loop {
+        sleep(backoff.failed()).await;
+        match Admin::bind(address) {
+            Ok(admin) => {
+                tracing::info!(%address, "metrics port free, serving metrics and probes");
+                readiness.remove(&Part::Endpoints);
+                return admin;
+            }
+            Err(error) => readiness.trouble(&Part::Endpoints, format!("cannot listen on {address}: {error}")),
+        }
+    }
+}
+
+/// The name of a task that ended, or the reason why it failed.
+pub fn task_end<N: fmt::Display>(ended: Result<(N, Result<()>), JoinError>) -> Result<N> {
+    let (name, result) = ended.context("a task panicked")?;
+    result.with_context(|| format!("the task '{name}' failed"))?;
+    Ok(name)
+}
+
+fn plugin_task(resource: &ResourceName) -> String {
+    format!("plugin of {resource}")
+}
+
+impl Node {
+    /// Binds the endpoints and starts to serve them; no GPU is offered before the first event.
+    pub async fn start(settings: NodeSettings) -> Result<Self> {
+        let mut state = NodeState::new(settings.numa_hints).with_xids(settings.health.xids.clone());
+        if let Some(hold) = settings.health.hold {
+            state = state.with_hold(hold);
+        }
+        if let Some(grace) = settings.health.dra_grace {
+            state = state.with_dra_grace(grace);
+        }
+        if settings.health.await_first_poll {
+            state = state.awaiting_the_first_poll();
+            if settings.kubelet.pod_resources_socket.is_some() {
+                state = state.awaiting_the_holders();
+            }
+        }
+        let (snapshots, snapshot) = watch::channel(Arc::new(state.clone()));
+        let readiness = Readiness::new(Idle::Waiting("the GPUs have not been discovered yet".to_owned()));
+        let keeper = Keeper::of(settings.health.state_dir.clone());
+        let kept = keeper.read().await;
+        let metrics = Metrics::new(env!("CARGO_PKG_VERSION"), snapshot);
+        let pages = Pages::new(metrics.placements().clone(), readiness.clone());
+        let address = settings.metrics_address;
+        let admin = match Admin::bind(address) {
+            Err(error) if error.kind() == io::ErrorKind::AddrInUse => None,
+            bound => Some(bound.with_context(|| format!("cannot listen on {address} for metrics and probes"))?),
+        };
+        let metrics_address = admin.as_ref().map_or(address, Admin::address);
+        let mut node = Self {
+            kubelet: Arc::new(settings.kubelet),
+            fresh: state.clone(),
+            state,
+            memory: None,
+            published: false,
+            duties: mpsc::channel(DUTIES),
+            files: watch::Sender::new(true),
+            renew: watch::Sender::default(),
+            running: watch::Sender::new(Running { wanted: true, plugins: 0 }),
+            clock: Clock::start(),
+            records: watch::Sender::new(None),
+            snapshots,
+            events: mpsc::channel(EVENTS),
+            occurrences: mpsc::channel(OCCURRENCES),
+            plugins: BTreeMap::new(),
+            holders: watch::Sender::default(),
+            follows_holders: false,
+            checkpoint_trouble: Once::new(),
+            asks_often: watch::Sender::default(),
+            begun_anew: Arc::default(),
+            readiness,
+            last_report: watch::Sender::default(),
+            pages,
+            plugin_metrics: metrics.register(PluginMetrics::register),
+            gpu_failures: metrics.register(GpuFailures::register),
+            metrics,
+            metrics_address,
+            gate: None,
+            tasks: JoinSet::new(),
+            shutdown: CancellationToken::new(),
+        };
+        let answers = node.answers();
+        let readiness = node.readiness.clone();
+        node.spawn("metrics and probes", async move {
+            let admin = match admin {
+                Some(admin) => admin,
+                None => free_port(address, &readiness).await,
+            };
+            admin.serve(answers).await;
+            Ok(())
+        });
+        let (records, files, shutdown) = (node.records.subscribe(), node.files(), node.shutdown());
+        node.spawn_until_done("health record", keeper.follow(records, files, shutdown).map(Ok));
+        if let Some(record) = kept {
+            node.apply(Event::Restored(Box::new(record)));
+        }
+        Ok(node)
+    }
+
+    /// The queue of events.
+    pub fn events(&self) -> mpsc::Sender<Event> {
+        self.events.0.clone()
+    }
+
+    /// The metrics.
+    pub fn metrics(&self) -> &Metrics {
+        &self.metrics
+    }
+
+    /// The address of the HTTP endpoints.
+    pub fn metrics_address(&self) -> SocketAddr {
+        self.metrics_address
+    }
+
+    /// Follows the node's state.
+    pub fn snapshot(&self) -> watch::Receiver<Arc<NodeState>> {
+        self.snapshots.subscribe()
+    }
+
+    /// Follows the report of the latest choice.
+    pub fn last_report(&self) -> watch::Receiver<Option<Arc<AllocationReport>>> {
+        self.last_report.subscribe()
+    }
+
+    /// Ends the node when cancelled.
+    pub fn shutdown(&self) -> CancellationToken {
+        self.shutdown.clone()
+    }
+
+    /// Holds plugins back until `ready`, in this phase: a pod may be admitted as soon as a plugin has registered.
+    pub fn hold_plugins_until(&mut self, ready: watch::Receiver<bool>, phase: &'static str) {
+        self.gate = Some((ready, phase));
+    }
+
+    /// Starts a task of this node, which the shutdown aborts. A task that ends before ends the node.
+    pub fn spawn(&mut self, name: &str, task: impl Future<Output = Result<()>> + Send + 'static) {
+        let shutdown = self.shutdown();
+        self.spawn_until_done(name, async move { shutdown.run_until_cancelled(task).await.unwrap_or(Ok(())) });
+    }
+
+    /// Starts a task that follows the shutdown itself.
+    pub fn spawn_until_done(&mut self, name: &str, task: impl Future<Output = Result<()>> + Send + 'static) {
+        let name = name.to_owned();
+        self.tasks.spawn(async move { (name, task.await) });
+    }
+
+    /// Serves until the shutdown, or until a task ends unexpectedly.
+    pub async fn serve(mut self) -> Result<()> {
+        let mut reported = Reported::default();
+        let mut holders = self.holders.subscribe();
+        let ended = loop {
+            let deadline = self.state.next_deadline().map(|moment| self.clock.instant(moment));
+            tokio::select! {
+                () = self.shutdown.cancelled() => break Ok(()),
+                Some(event) = self.events.1.recv() => self.apply(event),
+                Some(duty) = self.duties.1.recv() => self.perform(duty),
+                () = at(deadline) => self.apply(Event::Tick),
+                Ok(()) = holders.changed() => {
+                    let now = holders.borrow_and_update().clone();
+                    self.holders_changed(now);
+                }
+                Some((resource, occurrence)) = self.occurrences.1.recv() => {
+                    reported.log(&resource, &occurrence);
+                    self.show_choice(&resource, &occurrence);
+                }
+                Some(task) = self.tasks.join_next() => match task_end(task) {
+                    Ok(_) if self.shutdown.is_cancelled() => break Ok(()),
+                    Ok(name) if self.withdrawn(&name) => {}
+                    Ok(name) => break Err(anyhow!("the task '{name}' ended")),
+                    Err(error) => break Err(error),
+                },
+            }
+        };
+        self.shutdown.cancel();
+        // The end of the process ends a task that hangs in the kernel.
+        let _ = timeout(SHUTDOWN_TIMEOUT, async { while self.tasks.join_next().await.is_some() {} }).await;
+        ended
+    }
+
+    fn show_choice(&self, resource: &ResourceName, occurrence: &Occurrence) {
+        let Occurrence::Chosen { report, narrowed, .. } = occurrence else { return };
+        let (at, report) = (self.clock.now().as_secs(), Arc::clone(report));
+        self.pages.chosen(Choice { at, resource: resource.to_string(), report, narrowed: *narrowed });
+    }
+
+    /// Applies an event to the state and carries out its effects.
+    pub fn apply(&mut self, event: Event) {
+        if let Event::Observed(observed) = &event {
+            self.pages.observed(observed);
+        }
+        let is_given = matches!(event, Event::Allocated { .. } | Event::Prepared(_));
+        if let Some(memory) = &mut self.memory {
+            memory.remember(&event, Instant::now());
+        }
+        let (state, effects) = std::mem::take(&mut self.state).apply(event, self.clock.now());
+        self.state = state;
+        let awaits_listing = self.state.ledger().awaits_listing();
+        let awaits = awaits_listing || self.state.offers().awaits_holders();
+        // GPUs given just now are listed soon, even if other answers have been awaited for long.
+        let asks_anew = is_given && awaits_listing;
+        self.asks_often.send_if_modified(|often| std::mem::replace(often, awaits) != awaits || asks_anew);
+        if !self.state.topology().gpus().is_empty() {
+            self.follow_holders();
+        }
+        let mut doors: BTreeMap<&str, Vec<GpuUuid>> = BTreeMap::new();
+        for effect in effects {
+            match effect {
+                Effect::Publish => self.publish(),
+                Effect::HealthChanged { gpu, mig, health } => {
+                    if let Health::Unhealthy { reason, .. } = &health {
+                        self.gpu_failures.count(&gpu, reason.label());
+                    }
+                    observe::health(&gpu, mig.as_ref(), &health);
+                }
+                Effect::UnknownRecoveryAction(gpu, action) => {
+                    let what = "the driver asks for something unknown to this version; the GPU stays as it is";
+                    tracing::warn!(%gpu, %action, "{what}");
+                }
+                Effect::NotCounted(gpu, reason) => {
+                    tracing::warn!(%gpu, %reason, "health checks are disabled: the GPU stays healthy");
+                }
+                Effect::XidIgnored { gpu, code, times } => {
+                    tracing::info!(%gpu, xid = code, times, "an XID that is no fault of the GPU; it stays as it is");
+                }
+                Effect::Keep => drop(self.records.send_replace(Some(self.state.record()))),
+                Effect::RecordIgnored(version) => {
+                    tracing::warn!(version, "health record not used: another version of linkwise wrote it");
+                }
+                Effect::HeldElsewhere { gpu, resource, reason } => {
+                    tracing::info!(%gpu, %resource, %reason, "not given out so until the pod has ended");
+                }
+                Effect::HeldUnoffered(resource, ids) => {
+                    let devices = observe::some(&ids);
+                    tracing::warn!(
+                        %resource,
+                        devices,
+                        "pods hold devices that are not offered here, or not any more: \
+                         listed as unhealthy until they have ended"
+                    );
+                }
+                Effect::DoorChanged(gpu, door) => {
+                    doors.entry(door.map_or("none", Door::label)).or_default().push(gpu);
+                }
+                Effect::Warn(warning) => tracing::warn!("{warning}"),
+                Effect::PlanProblem(problem) => tracing::warn!("{problem}"),
+            }
+        }
+        for (door, gpus) in doors {
+            tracing::info!(door, gpus = observe::some(&gpus), "GPUs change between device plugin and DRA");
+        }
+    }
+
+    /// Publishes the state. A new resource gets a plugin; the plugin of a removed resource ends.
+    fn publish(&mut self) {
+        self.snapshots.send_replace(Arc::new(self.state.clone()));
+        self.published = true;
+        self.match_plugins();
+    }
+
+    /// Starts and ends plugins, so that each resource has one. A resource that comes back while its plugin is ending
+    /// gets the next one when that has ended: two of one name would take the kubelet's one endpoint from each other.
+    fn match_plugins(&mut self) {
+        let wanted = self.running.borrow().wanted && self.published;
+        let offered = self.state.offers().resources().keys().filter(|_| wanted);
+        let resources: Vec<ResourceName> = offered.cloned().collect();
+        for (resource, end) in self.plugins.iter().filter(|(resource, _)| !resources.contains(resource)) {
+            end.cancel();
+            self.readiness.remove(&Part::Plugin(resource.clone()));
+        }
+        for resource in resources {
+            if !self.plugins.contains_key(&resource) {
+                self.start_plugin(resource);
+            }
+        }
+        if wanted {
+            self.readiness.remove(&Part::Owner);
+        }
+        let plugins = self.plugins.len();
+        self.running.send_if_modified(|running| std::mem::replace(&mut running.plugins, plugins) != plugins);
+    }
+
+    fn start_plugin(&mut self, resource: ResourceName) {
+        self.plugin_metrics.offered(&resource);
+        let (snapshot, renew) = (self.snapshots.subscribe(), self.renew.subscribe());
+        let sources = Sources { snapshot, observer: self.observer(), renew };
+        let plugin = Plugin::new(resource.clone(), Arc::clone(&self.kubelet), sources);
+        let (end, gate) = (self.shutdown.child_token(), self.gate.clone());
+        let waits = gate.as_ref().filter(|(ready, _)| !*ready.borrow());
+        let phase = waits.map_or(Phase::WaitingForKubelet.words(), |(_, phase)| phase);
+        self.readiness.add(Part::Plugin(resource.clone()), phase);
+        self.plugins.insert(resource.clone(), end.clone());
+        self.spawn_until_done(&plugin_task(&resource), async move {
+            if let Some((mut ready, _)) = gate {
+                // An error means that the node is ending.
+                let _ = end.run_until_cancelled(ready.wait_for(|ready| *ready)).await;
+            }
+            Ok(plugin.run(end).await?)
+        });
+    }
+
+    /// Starts to ask the kubelet for the devices of containers, once: the first device list depends on the answer.
+    fn follow_holders(&mut self) {
+        let Some(sources) = self.kubelet.holder_sources() else { return };
+        if !self.follows_holders {
+            self.follows_holders = true;
+            let (holders, often, shutdown) = (self.holders.clone(), self.asks_often.subscribe(), self.shutdown());
+            let (looked_at, begun_anew) = (self.pages.looked_at(), Arc::clone(&self.begun_anew));
+            self.spawn_until_done("holders of devices", async move {
+                pod_resources::follow_holders(&sources, holders, often, looked_at, begun_anew, shutdown).await;
+                Ok(())
+            });
+        }
+    }
+
+    fn holders_changed(&mut self, holders: Holders) {
+        for cause in self.checkpoint_trouble.replace(holders.without_init_containers) {
+            tracing::warn!(cause, "devices of init containers are unknown: the kubelet's checkpoint cannot be read");
+        }
+        self.apply(Event::Holders(holders.held));
+    }
+
+    /// Returns true if the task that ended was a plugin of a withdrawn resource; then it is forgotten.
+    fn withdrawn(&mut self, task: &str) -> bool {
+        let ended = |(resource, end): (&ResourceName, &CancellationToken)| {
+            (end.is_cancelled() && plugin_task(resource) == task).then(|| resource.clone())
+        };
+        let Some(resource) = self.plugins.iter().find_map(ended) else { return false };
+        self.plugins.remove(&resource);
+        self.plugin_metrics.withdrawn(&resource);
+        if self.running.borrow().wanted {
+            tracing::info!(%resource, "withdrawn: nothing of it is left on this node");
+        }
+        self.match_plugins();
+        true
+    }
+
+    /// Counts at once, which never waits. The log may wait, and gets a copy through a queue.
+    fn observer(&self) -> kubelet::Observer {
+        let (metrics, log) = (self.plugin_metrics.clone(), self.occurrences.0.clone());
+        let (last_report, readiness) = (self.last_report.clone(), self.readiness.clone());
+        let events = self.events();
+        Arc::new(move |resource, occurrence| {
+            if let Occurrence::Given { devices, offered } = occurrence {
+                // The queue is full: the devices that were free then stay unknown.
+                let _ = events.try_send(Event::Allocated { resource: resource.clone(), devices, offered });
+                return;
+            }
+            metrics.count(resource, &occurrence);
+            match &occurrence {
+                Occurrence::Chosen { report, .. } => drop(last_report.send_replace(Some(Arc::clone(report)))),
+                // None of these happens during an admission.
+                Occurrence::Waiting(why) | Occurrence::Ended(why) => {
+                    readiness.trouble(&Part::Plugin(resource.clone()), why.clone());
+                }
+                Occurrence::Phase(phase) => {
+                    readiness.enter(&Part::Plugin(resource.clone()), phase.words(), phase.is_serving());
+                }
+                _ => {}
+            }
+            // The queue is full: requests come faster than the log is written.
+            let _ = log.try_send((resource.clone(), occurrence));
+        })
+    }
+
+    fn answers(&self) -> Answers {
+        let (metrics, readiness, pages) = (self.metrics.clone(), self.readiness.clone(), self.pages.clone());
+        Answers {
+            metrics: Arc::new(move || metrics.encode().ok()),
+            metrics_type: metrics::CONTENT_TYPE,
+            ready: Arc::new(move || readiness.summary()),
+            page: Some(Arc::new(move || pages.page())),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Waits until /readyz gives the wanted answer.
+    async fn ready(node: &Node, wanted: impl Fn(Result<String, Vec<String>>) -> bool) {
+        let ready = node.answers().ready;
+        let waits = async {
+            while !wanted(ready()) {
+                tokio::task::yield_now().await;
+            }
+        };
+        timeout(Duration::from_secs(20), waits).await.unwrap_or_else(|_| panic!("{:?}", ready()));
+    }
+
+    fn observed() -> Event {
+        Event::Observed(Box::new(linkwise_host::machines::load("dgx1-v100").unwrap().observed))
+    }
+
+    fn settings(folder: &std::path::Path) -> NodeSettings {
+        NodeSettings {
+            kubelet: kubelet::Settings::new(folder.join("kubelet.sock")),
+            metrics_address: "127.0.0.1:0".parse().unwrap(),
+            numa_hints: NumaHints::default(),
+            health: HealthSettings::default(),
+        }
+    }
+
+    /// Waits for the task that ends next; returns true if that was the withdrawal of a resource.
+    async fn withdraws(node: &mut Node) -> bool {
+        let ended = timeout(Duration::from_secs(20), node.tasks.join_next()).await.unwrap();
+        let (name, result) = ended.unwrap().unwrap();
+        result.unwrap();
+        node.withdrawn(&name)
+    }
+
+    #[tokio::test]
+    async fn unexpected_task_end_ends_the_node() {
+        let folder = tempfile::tempdir().unwrap();
+        type Task = std::pin::Pin<Box<dyn Future<Output = Result<()>> + Send>>;
+        let tasks: [(Task, &str); 3] = [
+            (Box::pin(async { Ok(()) }), "the task 'task' ended"),
+            (Box::pin(async { Err(anyhow!("no room")) }), "the task 'task' failed: no room"),
+            (Box::pin(async { panic!("at the disco") }), "a task panicked"),
+        ];
+        for (task, cause) in tasks {
+            let mut node = Node::start(settings(folder.path())).await.unwrap();
+            let shutdown = node.shutdown();
+            node.spawn("task", task);
+            let ended = timeout(Duration::from_secs(20), node.serve()).await.unwrap();
+            let words = format!("{:#}", ended.unwrap_err());
+            assert!(words.starts_with(cause), "{words}");
+            assert!(shutdown.is_cancelled(), "the other tasks are asked to end");
+        }
+        let node = Node::start(settings(folder.path())).await.unwrap();
+        node.shutdown().cancel();
+        node.serve().await.unwrap();
+    }
+
+    #[tokio::test]
+    async fn no_plugin_before_the_holders_were_asked() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut settings = settings(folder.path());
+        settings.kubelet.pod_resources_socket = Some(folder.path().join("pod-resources.sock"));
+        settings.health.await_first_poll = true;
+        let mut node = Node::start(settings).await.unwrap();
+        let observed = linkwise_host::machines::load("dgx1-v100").unwrap().observed;
+        let first = observed.gpus[0].uuid.clone();
+        node.apply(Event::Observed(Box::new(observed)));
+        assert!(node.follows_holders, "it asks what it waits for");
+        node.apply(Event::Polled([(first, Default::default())].into()));
+        assert!(node.plugins.is_empty());
+        node.apply(Event::Holders(None));
+        assert_eq!(node.plugins.len(), 1);
+    }
+
+    #[tokio::test]
+    async fn no_plugin_before_the_first_poll() {
+        let folder = tempfile::tempdir().unwrap();
+        let health = HealthSettings { await_first_poll: true, ..HealthSettings::default() };
+        let mut node = Node::start(NodeSettings { health, ..settings(folder.path()) }).await.unwrap();
+        let observed = linkwise_host::machines::load("dgx1-v100").unwrap().observed;
+        let gpu = observed.gpus[0].uuid.clone();
+        node.apply(Event::Observed(Box::new(observed)));
+        assert!(node.plugins.is_empty());
+        node.apply(Event::Polled([(gpu, linkwise_core::state::HealthPoll::default())].into()));
+        assert!(node.plugins.contains_key(&ResourceName::gpu()));
+    }
+
+    #[tokio::test]
+    async fn readyz_names_cdi_specs_until_they_are_written() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut node = Node::start(settings(folder.path())).await.unwrap();
+        let written = watch::Sender::new(false);
+        node.hold_plugins_until(written.subscribe(), "waiting for CDI specs");
+        node.apply(observed());
+        let readyz = node.answers().ready;
+        assert_eq!(readyz(), Err(vec!["nvidia.com/gpu: waiting for CDI specs".to_owned()]));
+        written.send_replace(true);
+        ready(&node, |answer| answer.unwrap_err()[0].contains("waiting for kubelet.sock; there is no")).await;
+    }
+
+    #[tokio::test]
+    async fn trouble_of_a_withdrawn_plugin_is_forgotten() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut node = Node::start(settings(folder.path())).await.unwrap();
+        node.apply(observed());
+        ready(&node, |answer| answer.unwrap_err()[0].contains("there is no")).await;
+        node.state = NodeState::default();
+        node.publish();
+        assert!(withdraws(&mut node).await && node.readiness.all().is_empty());
+    }
+
+    #[tokio::test]
+    async fn withdrawn_resource_gets_a_new_plugin_when_back() {
+        let folder = tempfile::tempdir().unwrap();
+        let kubelet =
+            linkwise_kubelet_box::KubeletBox::start(linkwise_kubelet_box::Options::new(folder.path())).unwrap();
+        let mut node = Node::start(settings(folder.path())).await.unwrap();
+        node.apply(observed());
+        let offering = node.state.clone();
+        let serving = |answer| answer == Ok("ready".to_owned());
+        ready(&node, serving).await;
+        let connected = |node: &Node| node.metrics.encode().unwrap().contains("linkwise_kubelet_connected{");
+        assert!(connected(&node));
+        // Nothing of the resource is left: the session closes and nothing else ends.
+        node.state = NodeState::default();
+        node.publish();
+        ready(&node, |answer| answer.unwrap_err()[0].contains("not been discovered")).await;
+        // The resource comes back before its plugin has ended: the next plugin waits for that.
+        node.state = offering.clone();
+        node.publish();
+        assert_eq!(node.plugins.len(), 1);
+        assert!(withdraws(&mut node).await);
+        ready(&node, serving).await;
+        kubelet.wait(|state| state.resources["nvidia.com/gpu"].registrations == 2).await.unwrap();
+        node.state = NodeState::default();
+        node.publish();
+        assert!(withdraws(&mut node).await && node.plugins.is_empty() && !connected(&node));
+        let left: Vec<_> = std::fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+        assert_eq!(left, ["kubelet.sock"]);
+        kubelet.wait(|state| state.resources["nvidia.com/gpu"].open_streams == 0).await.unwrap();
+        // The end of any other task is unexpected.
+        node.tasks.spawn(async { ("task".to_owned(), Ok(())) });
+        assert!(!withdraws(&mut node).await);
+    }
+}

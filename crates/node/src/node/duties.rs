@@ -1,0 +1,57 @@
+//! The node's side of a takeover: the work that a standby leaves to the serving linkwise, and the duties of the
+//! takeover.
+
+use tokio::sync::watch;
+use tokio::time::Instant;
+
+use super::Node;
+use crate::duty::{Duty, Memory};
+use crate::readiness::Part;
+use linkwise_core::state::{Event, HealthRecord};
+
+/// The phase of a linkwise beside another one.
+const STANDING_BY: &str = "standing by: another linkwise serves this node";
+
+impl Node {
+    /// Makes this a standby, because another process serves this node: no plugin registers and no file is written,
+    /// until a [`Duty`] asks for it.
+    pub fn stand_by(&mut self) {
+        self.memory = Some(Memory::default());
+        self.files.send_replace(false);
+        self.running.send_modify(|running| running.wanted = false);
+        self.metrics.placements().stand_by(true);
+        self.readiness.add(Part::Owner, STANDING_BY);
+    }
+
+    /// Follows whether this process writes the node's files.
+    pub fn files(&self) -> watch::Receiver<bool> {
+        self.files.subscribe()
+    }
+
+    pub(super) fn perform(&mut self, duty: Duty) {
+        match duty {
+            Duty::Adopt(record) => self.adopt(record),
+            Duty::Plugins(wanted) => {
+                self.running.send_modify(|running| running.wanted = wanted);
+                self.metrics.placements().stand_by(!wanted);
+                if !wanted {
+                    self.readiness.add(Part::Owner, STANDING_BY);
+                }
+                self.match_plugins();
+            }
+            Duty::Renew => self.renew.send_modify(|times| *times = times.wrapping_add(1)),
+        }
+    }
+
+    /// Makes the state anew, as a start would, without repeating work that takes time.
+    fn adopt(&mut self, record: Option<Box<HealthRecord>>) {
+        self.state = self.fresh.clone().with_tables_of(&self.state);
+        self.published = false;
+        let seen = self.memory.as_ref().map(|memory| memory.replay(Instant::now())).unwrap_or_default();
+        for event in record.map(Event::Restored).into_iter().chain(seen) {
+            self.apply(event);
+        }
+        // The first list waits for the holders: the kubelet is asked at once.
+        self.begun_anew.notify_one();
+    }
+}

@@ -1,0 +1,180 @@
+//! An operator's orders while the node runs: release the driver, resume, clear a GPU. They come over the admin socket,
+//! and the first two also by SIGUSR1 and SIGUSR2.
+//!
+//! Owns the order and its result. `driver` carries it out; this module starts and ends no agent.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::mpsc::{self, error::TrySendError};
+
+use super::node::Node;
+use crate::admin::{Order, Orders, Outcome, State};
+use linkwise_core::state::{Event, NodeState};
+use linkwise_core::topology::GpuUuid;
+use linkwise_nvml::supervisor::Release;
+
+/// The time that an order to release waits for the agents' end, before it answers that the end is still to come.
+const LETTING_GO: Duration = Duration::from_secs(10);
+
+/// The functions of the admin socket on this node.
+pub fn orders(node: &Node, release: &Release) -> Orders {
+    let (snapshot, events) = (node.snapshot(), node.events());
+    let (readiness, release) = (node.readiness.clone(), release.clone());
+    let (placements, is_released) = (node.metrics().placements().clone(), release.clone());
+    Orders {
+        state: Arc::new(move || {
+            let (snapshot, placements) = placements.named();
+            State::of(&snapshot, &placements, &readiness, is_released.is_wished())
+        }),
+        carry_out: Arc::new(move |order| {
+            let (snapshot, events, release) = (Arc::clone(&snapshot.borrow()), events.clone(), release.clone());
+            Box::pin(async move {
+                match order {
+                    Order::Release => release_driver(&release, true, LETTING_GO).await,
+                    Order::Resume => release_driver(&release, false, LETTING_GO).await,
+                    Order::Clear(gpu) => clear(&snapshot, &events, gpu),
+                }
+            })
+        }),
+    }
+}
+
+async fn release_driver(release: &Release, wish: bool, patience: Duration) -> Outcome {
+    release.wish(wish);
+    if !wish {
+        return Outcome::Done("the driver is taken up again".to_owned());
+    }
+    if release.is_free_within(patience).await {
+        return Outcome::Done("no process of linkwise holds the driver".to_owned());
+    }
+    Outcome::NotYet(format!(
+        "a process that speaks to NVML has not ended within {patience:?} (it may hang in the kernel); the order stands"
+    ))
+}
+
+fn clear(snapshot: &NodeState, events: &mpsc::Sender<Event>, gpu: GpuUuid) -> Outcome {
+    if !snapshot.gpus().iter().any(|status| status.gpu.uuid == gpu) {
+        return Outcome::Unknown(format!("no GPU {gpu} on this node"));
+    }
+    match events.try_send(Event::Cleared(gpu.clone())) {
+        Ok(()) => {
+            tracing::warn!(%gpu, "an operator vouches for the GPU");
+            Outcome::Done(format!("what was held against {gpu} is forgotten"))
+        }
+        Err(TrySendError::Full(_)) => Outcome::NotYet("too much happens just now; try again".to_owned()),
+        Err(TrySendError::Closed(_)) => Outcome::NotYet("linkwise is ending".to_owned()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::keeper::HealthSettings;
+    use crate::node::NodeSettings;
+    use crate::readiness::{Part, Readiness};
+    use linkwise_core::publish::placement::Placements;
+    use linkwise_core::state::{NumaHints, ResourceName, UnhealthyReason};
+    use linkwise_kubelet::device_plugin::Phase;
+    use linkwise_nvml::supervisor::{DriverMetrics, Idle};
+
+    fn release() -> Release {
+        Release::new(DriverMetrics::register(&mut prometheus_client::registry::Registry::default()))
+    }
+
+    async fn node(folder: &std::path::Path) -> Node {
+        Node::start(NodeSettings {
+            kubelet: linkwise_kubelet::device_plugin::Settings::new(folder.join("kubelet.sock")),
+            metrics_address: "127.0.0.1:0".parse().unwrap(),
+            numa_hints: NumaHints::default(),
+            health: HealthSettings::default(),
+        })
+        .await
+        .unwrap()
+    }
+
+    /// A dgx1-v100 whose fourth GPU has failed, with an NVLink that only one end knows.
+    fn snapshot() -> NodeState {
+        let mut seen = linkwise_host::machines::load("dgx1-v100").unwrap().observed;
+        seen.gpus[0].nvlinks = Some(Vec::new());
+        let gpu: GpuUuid = seen.gpus[3].uuid.clone();
+        let now = Duration::from_secs(1_700_000_000);
+        let (snapshot, _) = NodeState::default().apply(Event::Observed(Box::new(seen)), now);
+        snapshot.apply(Event::Xid { gpu, code: 79, instance: None }, now).0
+    }
+
+    #[test]
+    fn state_has_resources_parts_and_gpus() {
+        let gpu = ResourceName::gpu().to_string();
+        let (readiness, plugin) = (Readiness::new(Idle::Waiting(String::new())), Part::Plugin(ResourceName::gpu()));
+        readiness.add(Part::CdiSync, "up to date");
+        readiness.enter(&Part::CdiSync, "up to date", true);
+        readiness.add(plugin.clone(), Phase::Pausing.words());
+        readiness.trouble(&plugin, "no kubelet".to_owned());
+        // A GPU that a pod holds and this node does not have is on the list too.
+        let held = [(ResourceName::gpu(), linkwise_core::allocation::DeviceId::from("GPU-gone".to_owned()))];
+        let (snapshot, _) =
+            snapshot().apply(Event::Holders(Some(held.into_iter().collect())), Duration::from_secs(1_700_000_000));
+        let shown = serde_json::to_value(State::of(&snapshot, &Placements::of(&snapshot), &readiness, true)).unwrap();
+        let way_out = UnhealthyReason::Xid { code: 79, instance: None }.ends_with();
+        assert_eq!(
+            shown["resources"],
+            serde_json::json!({ gpu: {
+                "phase": Phase::Pausing.words(), "trouble": "no kubelet", "healthy": 7, "unhealthy": 2,
+            }})
+        );
+        assert_eq!((&shown["idle"], &shown["driver_released"]), (&serde_json::Value::Null, &true.into()));
+        let cdi = serde_json::json!({"CDI sync": {"phase": "up to date", "ready": true, "trouble": null}});
+        assert_eq!(shown["parts"], cdi);
+        assert!(
+            shown["warnings"].as_array().unwrap().iter().any(|text| text.to_string().contains("NVLink")),
+            "{shown}"
+        );
+        let gpus = shown["gpus"].as_array().unwrap();
+        let pcis: Vec<&str> = gpus.iter().map(|gpu| gpu["pci"].as_str().unwrap()).collect();
+        assert!(pcis.len() == 8 && pcis.is_sorted(), "{pcis:?}");
+        assert_eq!(
+            gpus[3],
+            serde_json::json!({
+                "uuid": "GPU-00000001-0000-4000-8000-000000000003", "index": 3, "pci": "0000:0b:00.0",
+                "model": "Tesla V100-SXM2-32GB", "healthy": false, "availability": "unhealthy",
+                "reasons": [{"reason": "XID 79", "kind": "xid", "since": 1_700_000_000, "ends_with": way_out}],
+            })
+        );
+    }
+
+    #[tokio::test]
+    async fn order_that_cannot_be_queued_is_503() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut node = node(folder.path()).await;
+        let release = release();
+        let seen = linkwise_host::machines::load("dgx1-v100").unwrap().observed;
+        let gpu = seen.gpus[0].uuid.clone();
+        node.apply(Event::Observed(Box::new(seen)));
+        let (orders, events) = (orders(&node, &release), node.events());
+        assert_eq!(
+            (orders.carry_out)(Order::Clear(gpu.clone())).await,
+            Outcome::Done(format!("what was held against {gpu} is forgotten"))
+        );
+        // No task takes events here: in the end there is no room for one more.
+        while events.try_send(Event::Tick).is_ok() {}
+        let later = Outcome::NotYet("too much happens just now; try again".to_owned());
+        assert_eq!((orders.carry_out)(Order::Clear(gpu.clone())).await, later);
+        drop(node);
+        assert_eq!((orders.carry_out)(Order::Clear(gpu)).await, Outcome::NotYet("linkwise is ending".to_owned()));
+    }
+
+    #[tokio::test]
+    async fn unfinished_release_is_503_and_stands() {
+        let release = release();
+        release.set_held(true);
+        let answer = release_driver(&release, true, Duration::from_millis(1)).await;
+        assert!(matches!(&answer, Outcome::NotYet(words) if words.contains("the order stands")), "{answer:?}");
+        assert!(release.is_wished());
+        release.set_held(false);
+        assert_eq!(
+            release_driver(&release, true, LETTING_GO).await,
+            Outcome::Done("no process of linkwise holds the driver".to_owned())
+        );
+    }
+}

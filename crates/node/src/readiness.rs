@@ -1,0 +1,251 @@
+//! The parts of the node that are ready, and the reasons why others are not.
+//!
+//! Written by the owner of each part: the plugins' observer, CDI sync. Read by /readyz and `linkwise admin state`. The
+//! module decides only the summary.
+
+use std::borrow::Cow;
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use serde::{Deserialize, Serialize};
+use tokio::sync::watch;
+
+use linkwise_core::state::ResourceName;
+use linkwise_kubelet::device_plugin::Phase;
+use linkwise_nvml::supervisor::Idle;
+
+/// A part that can be ready or not.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Part {
+    /// The port for metrics and probes, while another process has it.
+    Endpoints,
+    /// Another process of linkwise that serves this node.
+    Owner,
+    /// The other process of linkwise, while this one takes over from it.
+    Predecessor,
+    /// The files that containers with GPUs need.
+    CdiSync,
+    /// DRA, if GPUs are to go through it and this process lacks the rights.
+    Dra,
+    /// GPUs that DRA still has after it was switched off.
+    DraLeftovers,
+    /// The DRA plugin.
+    DraPlugin,
+    /// The slices published through DRA.
+    DraSlices,
+    /// The device plugin of a resource.
+    Plugin(ResourceName),
+}
+
+impl fmt::Display for Part {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Endpoints => f.write_str("metrics and probes"),
+            Self::Owner => f.write_str("takeover"),
+            Self::Predecessor => f.write_str("linkwise before this one"),
+            Self::CdiSync => f.write_str("CDI sync"),
+            Self::Dra => f.write_str("DRA"),
+            Self::DraLeftovers => f.write_str("left of DRA"),
+            Self::DraPlugin => f.write_str("DRA plugin"),
+            Self::DraSlices => f.write_str("DRA slices"),
+            Self::Plugin(resource) => resource.fmt(f),
+        }
+    }
+}
+
+/// One part of the node; some parts are plugins of resources.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct PartState {
+    /// The phase of the part, in words.
+    pub phase: Cow<'static, str>,
+    /// Set if the part is ready.
+    pub ready: bool,
+    /// The last fault, until the part is ready.
+    pub trouble: Option<String>,
+}
+
+impl fmt::Display for PartState {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.phase)?;
+        self.trouble.iter().try_for_each(|trouble| write!(f, "; {trouble}"))
+    }
+}
+
+/// All parts, and the reason why the node is idle.
+#[derive(Clone, Debug)]
+pub struct Readiness {
+    parts: Arc<Mutex<BTreeMap<Part, PartState>>>,
+    idle: watch::Sender<Idle>,
+    dra_is_off: Arc<AtomicBool>,
+    news: watch::Sender<()>,
+}
+
+impl Readiness {
+    /// Starts without parts, with this reason.
+    pub fn new(idle: Idle) -> Self {
+        let (parts, dra_is_off, news) = Default::default();
+        Self { parts, idle: watch::Sender::new(idle), dra_is_off, news }
+    }
+
+    /// Sets that no GPU is to go through DRA: then its parts do not keep the node from being ready.
+    pub fn dra_is_off(&self, is_off: bool) {
+        self.dra_is_off.store(is_off, Ordering::Relaxed);
+    }
+
+    /// The reason why the node is idle; it counts while there is no plugin.
+    pub fn idle(&self) -> &watch::Sender<Idle> {
+        &self.idle
+    }
+
+    /// Adds a part in this phase, not ready.
+    pub fn add(&self, part: Part, phase: &'static str) {
+        self.parts().insert(part, PartState { phase: phase.into(), ready: false, trouble: None });
+        self.news.send_replace(());
+    }
+
+    /// Adds a part that is ready, and that is shown with these words.
+    pub fn note(&self, part: Part, phase: &'static str, words: String) {
+        self.parts().insert(part, PartState { phase: phase.into(), ready: true, trouble: Some(words) });
+        self.news.send_replace(());
+    }
+
+    /// Removes a part; later reports from it change nothing.
+    pub fn remove(&self, part: &Part) {
+        self.parts().remove(part);
+        self.news.send_replace(());
+    }
+
+    /// Changes the phase of a part; a ready part has no trouble.
+    pub fn enter(&self, part: &Part, phase: &'static str, ready: bool) {
+        if let Some(state) = self.parts().get_mut(part) {
+            (state.phase, state.ready) = (phase.into(), ready);
+            state.trouble.take_if(|_| ready);
+        }
+        self.news.send_replace(());
+    }
+
+    /// Records a fault of a part; its readiness does not change.
+    pub fn trouble(&self, part: &Part, why: String) {
+        if let Some(state) = self.parts().get_mut(part) {
+            state.trouble = Some(why);
+        }
+    }
+
+    /// Follows the changes of phases.
+    pub fn news(&self) -> watch::Receiver<()> {
+        self.news.subscribe()
+    }
+
+    /// Returns true if no other process serves this node, and every device plugin of this one is registered; with
+    /// `alone`, also if no earlier plugin exists that might still end.
+    pub fn has_plugins(&self, alone: bool) -> bool {
+        let parts = self.parts();
+        let plugins = || parts.iter().filter(|(part, _)| matches!(part, Part::Plugin(_))).map(|(_, state)| state);
+        let serves = |state: &PartState| state.ready && !(alone && state.phase == Phase::Beside.words());
+        let has_dra = parts.contains_key(&Part::DraPlugin) || parts.contains_key(&Part::DraLeftovers);
+        let is_idle = matches!(&*self.idle.borrow(), Idle::NoGpu(_)) || has_dra;
+        !parts.contains_key(&Part::Owner) && plugins().all(serves) && (is_idle || plugins().next().is_some())
+    }
+
+    /// Every part.
+    pub fn all(&self) -> BTreeMap<Part, PartState> {
+        self.parts().clone()
+    }
+
+    /// The answer of /readyz: `Ok` with a short text, or a line for each part that is not ready.
+    pub fn summary(&self) -> Result<String, Vec<String>> {
+        let parts = self.parts();
+        let is_off = self.dra_is_off.load(Ordering::Relaxed);
+        let left = parts.get(&Part::DraLeftovers);
+        let has_dra = left.is_some() || !is_off && parts.contains_key(&Part::DraPlugin);
+        if let Some(state) = parts.get(&Part::Owner) {
+            return Err(vec![format!("{}: {state}", Part::Owner)]);
+        }
+        if !parts.keys().any(|part| matches!(part, Part::Plugin(_))) {
+            match &*self.idle.borrow() {
+                Idle::NoGpu(reason) => return Ok(reason.clone()),
+                Idle::Waiting(reason) if !has_dra => return Err(vec![reason.clone()]),
+                Idle::Waiting(_) => {}
+            }
+        }
+        let counts = |part: &Part| !(is_off && matches!(part, Part::DraPlugin | Part::DraSlices));
+        let unready = parts.iter().filter(|(part, state)| !state.ready && counts(part));
+        let unready: Vec<String> = unready.map(|(part, state)| format!("{part}: {state}")).collect();
+        match left {
+            _ if !unready.is_empty() => Err(unready),
+            Some(left) => Ok(format!("ready; {}: {left}", Part::DraLeftovers)),
+            None => Ok("ready".to_owned()),
+        }
+    }
+
+    /// Locks the parts. Only whole entries are ever written: a panic elsewhere leaves nothing half done.
+    fn parts(&self) -> MutexGuard<'_, BTreeMap<Part, PartState>> {
+        self.parts.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn dra_counts_where_no_plugin_is() {
+        let readiness = Readiness::new(Idle::Waiting("no scan yet".to_owned()));
+        readiness.add(Part::DraPlugin, "waiting");
+        readiness.add(Part::DraSlices, "being written");
+        readiness.trouble(&Part::DraSlices, "no API server".to_owned());
+        let both = ["DRA plugin: waiting", "DRA slices: being written; no API server"].map(str::to_owned).to_vec();
+        assert_eq!(readiness.summary(), Err(both));
+        readiness.enter(&Part::DraPlugin, "registered", true);
+        readiness.enter(&Part::DraSlices, "stored", true);
+        assert_eq!(readiness.summary(), Ok("ready".to_owned()));
+        readiness.enter(&Part::DraPlugin, "waiting", false);
+        readiness.idle().send_replace(Idle::NoGpu("no GPU".to_owned()));
+        assert_eq!(readiness.summary(), Ok("no GPU".to_owned()), "such a node has nothing to offer");
+    }
+
+    #[test]
+    fn dra_that_is_off_keeps_the_node_from_nothing() {
+        let readiness = Readiness::new(Idle::Waiting("no scan yet".to_owned()));
+        readiness.dra_is_off(true);
+        readiness.add(Part::DraPlugin, "waiting");
+        readiness.add(Part::DraSlices, "being written");
+        assert_eq!(readiness.summary(), Err(vec!["no scan yet".to_owned()]), "its GPUs are not seen yet");
+        readiness.note(Part::DraLeftovers, "waiting for claims to end", "default/a has 8 GPUs".to_owned());
+        let words = "ready; left of DRA: waiting for claims to end; default/a has 8 GPUs";
+        assert_eq!(readiness.summary(), Ok(words.to_owned()));
+        assert!(readiness.has_plugins(true), "a takeover does not wait for claims");
+        readiness.remove(&Part::DraLeftovers);
+        let plugin = Part::Plugin(ResourceName::gpu());
+        readiness.add(plugin.clone(), "waiting");
+        readiness.enter(&plugin, "serving", true);
+        assert_eq!(readiness.summary(), Ok("ready".to_owned()));
+        readiness.dra_is_off(false);
+        assert!(readiness.summary().is_err());
+    }
+
+    #[test]
+    fn unready_parts_are_named_with_their_trouble() {
+        let readiness = Readiness::new(Idle::Waiting("no scan yet".to_owned()));
+        let plugin = Part::Plugin(ResourceName::gpu());
+        readiness.add(Part::CdiSync, "writing");
+        assert_eq!(readiness.summary(), Err(vec!["no scan yet".to_owned()]));
+        readiness.idle().send_replace(Idle::NoGpu("no GPU".to_owned()));
+        assert_eq!(readiness.summary(), Ok("no GPU".to_owned()));
+        readiness.add(plugin.clone(), "waiting");
+        readiness.trouble(&plugin, "no folder".to_owned());
+        let both = ["CDI sync: writing", "nvidia.com/gpu: waiting; no folder"].map(str::to_owned).to_vec();
+        assert_eq!(readiness.summary(), Err(both));
+        readiness.enter(&Part::CdiSync, "written", true);
+        readiness.enter(&plugin, "serving", true);
+        assert_eq!((readiness.summary(), &readiness.all()[&plugin].trouble), (Ok("ready".to_owned()), &None));
+        readiness.trouble(&Part::CdiSync, "disk full".to_owned());
+        assert!(readiness.summary().is_ok(), "what was written stays");
+        readiness.remove(&plugin);
+        readiness.enter(&plugin, "ending", false);
+        assert_eq!(readiness.summary(), Ok("no GPU".to_owned()));
+    }
+}

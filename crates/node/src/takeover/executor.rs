@@ -1,0 +1,516 @@
+//! Carries out the actions of `takeover::machine`: holds the lock, speaks with the other process, turns the node's
+//! plugins and files on and off, and keeps the time.
+//!
+//! A task of `linkwise run`. The module decides only when a condition is met: this node could serve, its plugins are
+//! registered, they have ended.
+
+mod condition;
+mod metrics;
+
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::pin::Pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use futures_util::future::OptionFuture;
+use futures_util::stream::{FuturesUnordered, StreamExt};
+use tokio::sync::{mpsc, watch};
+use tokio::task::spawn_blocking;
+use tokio::time::{Instant, sleep, timeout};
+use tokio_util::sync::CancellationToken;
+
+use crate::duty::{Duty, Running};
+use crate::keeper::{self, Keeper};
+use crate::node::Node;
+use crate::readiness::{Part, Readiness};
+use crate::takeover::{Action, Connection, Input, Limits, Lock, Outcome, Owner, SOCKET, Stage, TakeoverMachine, Word};
+use condition::{Known, condition};
+use linkwise_core::state::{HealthRecord, NodeState};
+use linkwise_kubelet::device_plugin::HeldCalls;
+use linkwise_system::clock::at;
+use linkwise_system::uds::{self, Callers, Listener};
+pub use metrics::TakeoverMetrics;
+
+/// The longest time that a start waits for the disk to give the lock.
+const LOCK_TIMEOUT: Duration = Duration::from_secs(2);
+/// The time between two attempts of a standby without a connection to connect, or to take the lock.
+const LOOK: Duration = Duration::from_millis(20);
+/// The time for which a new owner may register its plugins once more.
+const SETTLED: Duration = Duration::from_secs(3);
+/// The time from the end of the owner's plugins until the kubelet has noticed it.
+const SEEN_TO_END: Duration = Duration::from_millis(50);
+/// The longest time for the other process to take a message.
+const SAY_TIMEOUT: Duration = Duration::from_secs(1);
+const VERSION: &str = env!("CARGO_PKG_VERSION");
+
+/// The position in which this process begins.
+pub enum Position {
+    /// The only process, as far as it can know: there is no folder for a lock.
+    Alone,
+    /// The owner.
+    Owner(Place, Lock),
+    /// A process beside the owner; true if it takes over.
+    Standby(Place, bool),
+}
+
+/// The state folder, and the UID of this process's pod.
+#[derive(Clone, Debug)]
+pub struct Place {
+    folder: PathBuf,
+    pod: String,
+}
+
+impl Position {
+    /// Looks whether another process serves this node. `standby`: never to take over from one that lives. `pod`: the UID
+    /// of this process's pod.
+    pub async fn at(folder: Option<&Path>, standby: bool, pod: &str) -> Self {
+        let Some(folder) = folder.map(Path::to_owned) else { return Self::Alone };
+        let place = Place { folder: folder.clone(), pod: pod.to_owned() };
+        let tried = spawn_blocking(move || (Lock::try_take(&folder), Lock::owner(&folder)));
+        let tried = timeout(LOCK_TIMEOUT, tried).await.map_err(io::Error::from);
+        let (lock, owner) = match tried.and_then(|tried| tried.map_err(io::Error::other)) {
+            Ok((Ok(lock), owner)) => (lock, owner),
+            Ok((Err(error), _)) | Err(error) => {
+                let folder = place.folder.display();
+                tracing::info!(%folder, %error, "no lock can be had: another linkwise would not be noticed");
+                return Self::Alone;
+            }
+        };
+        match lock {
+            Some(mut lock) => {
+                write_owner(&mut lock, owner, &place);
+                Self::Owner(place, lock)
+            }
+            None => {
+                let successor = !standby && !owner.is_retired(&place.pod);
+                let Owner { pod, version, .. } = owner;
+                tracing::info!(pod, version, takes_over = successor, "another linkwise serves this node: standing by");
+                Self::Standby(place, successor)
+            }
+        }
+    }
+
+    /// Starts the task in a node. Returns whether this process is the owner, and a token that is cancelled when it has
+    /// handed over for good.
+    pub fn spawn_in(self, node: &mut Node) -> (watch::Receiver<bool>, CancellationToken) {
+        let handed_over = CancellationToken::new();
+        // The series exist on every node.
+        let metrics = node.metrics().register(TakeoverMetrics::register);
+        let (place, lock, machine) = match self {
+            Self::Alone => return (watch::channel(true).1, handed_over),
+            Self::Owner(place, lock) => (place, Some(lock), TakeoverMachine::owner(Limits::default())),
+            Self::Standby(place, successor) => (place, None, TakeoverMachine::standby(Limits::default(), successor)),
+        };
+        let (owns, owned) = watch::channel(lock.is_some());
+        if lock.is_none() {
+            node.stand_by();
+        }
+        let task = Takeover {
+            keeper: Keeper::of(Some(place.folder.clone())),
+            place,
+            lock,
+            machine,
+            owns,
+            duties: node.duties.0.clone(),
+            files: node.files.clone(),
+            running: node.running.subscribe(),
+            readiness: node.readiness.clone(),
+            snapshot: node.snapshot(),
+            calls: node.kubelet.calls.clone(),
+            records: node.records.subscribe(),
+            metrics,
+            begin: Instant::now(),
+            owning: Instant::now(),
+            gap_begin: None,
+            gap: Duration::ZERO,
+            lost: None,
+            asked: Instant::now(),
+            able: false,
+            peer: None,
+            passed: None,
+            listener: None,
+            guests: FuturesUnordered::new(),
+            handed_over: handed_over.clone(),
+            shutdown: node.shutdown(),
+        };
+        node.spawn("takeover", task.run());
+        (owned, handed_over)
+    }
+}
+
+/// Writes the owner beside the lock. Without that line, a pod that handed over may take over once more.
+fn write_owner(lock: &mut Lock, before: Owner, place: &Place) {
+    if let Err(error) = lock.write(&before.succeeded_by(&place.pod, VERSION)) {
+        tracing::warn!(folder = %place.folder.display(), %error, "cannot write who serves this node");
+    }
+}
+
+/// The message of a connected process and the lock with it, or the reason why no further message comes.
+type Heard = io::Result<(Word, Option<OwnedFd>)>;
+
+/// A connection after a wait, and its result.
+type Guest = Pin<Box<dyn Future<Output = (Connection, Heard)> + Send>>;
+
+/// The state machine, and the objects that its actions change.
+struct Takeover {
+    place: Place,
+    lock: Option<Lock>,
+    machine: TakeoverMachine,
+    keeper: Keeper,
+    owns: watch::Sender<bool>,
+    duties: mpsc::Sender<Duty>,
+    files: watch::Sender<bool>,
+    running: watch::Receiver<Running>,
+    readiness: Readiness,
+    snapshot: watch::Receiver<Arc<NodeState>>,
+    calls: HeldCalls,
+    records: watch::Receiver<Option<HealthRecord>>,
+    metrics: TakeoverMetrics,
+    begin: Instant,
+    /// The moment at which this process became the owner.
+    owning: Instant,
+    /// The moment since when a plugin is not registered, as far as this process can tell.
+    gap_begin: Option<Instant>,
+    /// The earlier gaps of this takeover together.
+    gap: Duration,
+    /// The moment at which the owner's connection ended.
+    lost: Option<Instant>,
+    /// The moment at which the owner was asked.
+    asked: Instant,
+    able: bool,
+    /// The other process in a takeover; for a standby, the owner.
+    peer: Option<Connection>,
+    /// The record that the owner handed over.
+    passed: Option<Option<Box<HealthRecord>>>,
+    listener: Option<Listener>,
+    guests: FuturesUnordered<Guest>,
+    handed_over: CancellationToken,
+    shutdown: CancellationToken,
+}
+
+enum Happened {
+    Input(Input),
+    Guest(Connection),
+    /// A standby sent a message, or left.
+    Said(Connection, Heard),
+    Peer(Heard),
+    /// A standby without a connection must look for an owner.
+    Look,
+    /// All plugins of this process are registered, or one of them no longer is.
+    Serves(bool),
+}
+
+impl Takeover {
+    async fn run(mut self) -> Result<()> {
+        if self.machine.stage() == Stage::Owning {
+            self.listen();
+        } else {
+            self.metrics.standing_by.set(1);
+            self.look().await?;
+        }
+        loop {
+            let happened = self.next().await;
+            match happened {
+                Happened::Input(input) => self.feed(input).await?,
+                Happened::Guest(connection) => self.welcome(connection),
+                Happened::Said(connection, heard) => self.guest_said(connection, heard).await?,
+                Happened::Peer(heard) => self.peer_said(heard).await?,
+                Happened::Look => self.look().await?,
+                Happened::Serves(serves) => self.serves(serves),
+            }
+        }
+    }
+
+    /// Waits for the next event. The timer comes last: messages that have arrived count before deadlines.
+    async fn next(&mut self) -> Happened {
+        let stage = self.machine.stage();
+        let wake = self.machine.wake().map(|wake| self.begin + wake);
+        let lonely = self.peer.is_none() && stage == Stage::StandingBy;
+        let listener = self.listener.as_ref().map(Listener::accept);
+        let known = Known { stage, able: self.able, serves: self.gap_begin.is_none() };
+        let (snapshot, readiness, running) = (self.snapshot.clone(), self.readiness.clone(), self.running.clone());
+        let condition = condition(known, snapshot, readiness, running, self.calls.clone());
+        tokio::select! {
+            biased;
+            Some(heard) = OptionFuture::from(self.peer.as_mut().map(Connection::next)) => Happened::Peer(heard),
+            Some((connection, heard)) = self.guests.next() => Happened::Said(connection, heard),
+            Some(caller) = OptionFuture::from(listener) => match caller {
+                Ok(caller) if caller.admitted => Happened::Guest(Connection::new(caller.stream)),
+                Ok(_) => Happened::Input(Input::Tick),
+                Err(_) => {
+                    sleep(LOOK).await;
+                    Happened::Input(Input::Tick)
+                }
+            },
+            happened = condition => happened,
+            () = sleep(LOOK), if lonely => Happened::Look,
+            () = at(wake) => Happened::Input(Input::Tick),
+        }
+    }
+
+    /// Checks if the lock is free, and otherwise looks for the owner.
+    async fn look(&mut self) -> Result<()> {
+        let folder = self.place.folder.clone();
+        match timeout(LOCK_TIMEOUT, spawn_blocking(move || Lock::try_take(&folder))).await {
+            Ok(Ok(Ok(Some(lock)))) => {
+                self.lock = Some(lock);
+                return self.feed(Input::Free).await;
+            }
+            Ok(Ok(Ok(None))) => {}
+            Ok(Ok(Err(error))) => tracing::debug!(%error, "the lock cannot be tried"),
+            Ok(Err(_)) | Err(_) => tracing::debug!("the lock cannot be tried in time"),
+        }
+        if let Ok(Ok((stream, _))) = timeout(LOOK, uds::connect(&self.place.folder.join(SOCKET))).await {
+            self.peer = Some(Connection::new(stream));
+            self.feed(Input::Connected).await?;
+        }
+        Ok(())
+    }
+
+    fn welcome(&self, mut connection: Connection) {
+        self.guests.push(Box::pin(async move {
+            let heard = connection.next().await;
+            (connection, heard)
+        }));
+    }
+
+    async fn guest_said(&mut self, connection: Connection, heard: Heard) -> Result<()> {
+        match heard {
+            Ok((Word::TakeOver { version, pod }, _)) if self.may_hand_over() => {
+                tracing::info!(version, pod, "another linkwise takes over");
+                self.peer = Some(connection);
+                self.feed(Input::TakeOver).await?;
+            }
+            Ok((Word::TakeOver { .. }, _)) => {
+                let why = "a takeover is under way, or was a moment ago".to_owned();
+                let _ = timeout(SAY_TIMEOUT, connection.say(&Word::Refused { why }, None)).await;
+                self.welcome(connection);
+            }
+            Ok(_) => self.welcome(connection),
+            Err(_) => {}
+        }
+        Ok(())
+    }
+
+    /// Returns true if another process can take over. After a takeover our plugins register once more: this must not
+    /// come after the registrations of the next owner, which it would displace.
+    fn may_hand_over(&self) -> bool {
+        let settled = self.readiness.has_plugins(true) || self.owning.elapsed() > SETTLED;
+        self.machine.stage() == Stage::Owning && settled
+    }
+
+    async fn peer_said(&mut self, heard: Heard) -> Result<()> {
+        let input = match heard {
+            Ok((Word::Record { record }, Some(lock))) if self.machine.stage() == Stage::Asking => {
+                self.lock = Some(Lock::passed(lock));
+                let record = Some(record).filter(|record| !record.is_null());
+                let parsed = record.map(|record| keeper::parse(record.to_string().as_bytes()));
+                self.passed = Some(parsed.and_then(Result::ok).map(Box::new));
+                Input::Record
+            }
+            Ok((Word::Refused { why }, _)) => {
+                tracing::info!(why, "the linkwise that serves this node does not hand over now");
+                Input::Refused
+            }
+            Ok((Word::Serving, _)) => Input::TheyServe,
+            Ok((Word::Ended, _)) => Input::Ended,
+            Ok((Word::Done, _)) => Input::TheyAreDone,
+            Ok((Word::Failed { why }, _)) => {
+                tracing::warn!(why, "the other linkwise gives up taking over");
+                Input::TheyFailed
+            }
+            Ok((Word::Back { why }, _)) => {
+                tracing::warn!(why, "the other linkwise takes back this node");
+                Input::Back
+            }
+            Ok(_) => return Ok(()),
+            Err(error) => {
+                tracing::debug!(%error, "the other linkwise is gone");
+                self.peer = None;
+                Input::Lost
+            }
+        };
+        self.feed(input).await
+    }
+
+    async fn feed(&mut self, input: Input) -> Result<()> {
+        match input {
+            Input::Able => self.able = true,
+            Input::Connected => self.lost = None,
+            Input::Lost => {
+                self.lost = Some(Instant::now());
+                self.calls.release(SEEN_TO_END);
+            }
+            Input::Ended | Input::Back => self.calls.release(SEEN_TO_END),
+            _ => {}
+        }
+        let before = self.machine.stage();
+        let actions = self.machine.step(input, self.begin.elapsed());
+        let stage = self.machine.stage();
+        if stage != before || matches!(input, Input::Able | Input::Connected) {
+            tracing::debug!(?stage, ?input, "takeover");
+        }
+        match stage {
+            _ if stage == before => {}
+            // The node is not ready yet: when a new pod is ready, the pod before it is ended, even in the middle of
+            // handing over.
+            Stage::Starting => self.readiness.add(Part::Predecessor, "ending its plugins"),
+            Stage::Waiting => {}
+            _ => self.readiness.remove(&Part::Predecessor),
+        }
+        for action in actions {
+            self.perform(action).await?;
+        }
+        if stage != before && stage == Stage::Owning {
+            self.owning = Instant::now();
+        }
+        let owns = matches!(stage, Stage::Owning | Stage::Yielding | Stage::Ending | Stage::Ended);
+        self.owns.send_if_modified(|before| std::mem::replace(before, owns) != owns);
+        self.metrics.standing_by.set(matches!(stage, Stage::StandingBy | Stage::Asking).into());
+        if input == Input::Lost && stage == Stage::StandingBy {
+            // The end of the owner may free the lock a moment after it ends the connection.
+            self.look_now().await?;
+        }
+        Ok(())
+    }
+
+    /// Measures the time for which not every plugin is registered.
+    fn serves(&mut self, serves: bool) {
+        if !serves {
+            self.gap_begin = Some(Instant::now());
+        } else if let Some(begin) = self.gap_begin.take() {
+            self.gap += begin.elapsed();
+            if self.machine.stage() == Stage::Owning {
+                self.metrics.gap.set(self.gap.as_secs_f64());
+                tracing::info!(gap = ?self.gap, "every plugin is registered after the takeover");
+            }
+        }
+    }
+
+    /// Tries to take the lock several times in a row.
+    async fn look_now(&mut self) -> Result<()> {
+        for _ in 0..50 {
+            if self.machine.stage() != Stage::StandingBy || self.peer.is_some() {
+                break;
+            }
+            Box::pin(self.look()).await?;
+            sleep(Duration::from_millis(1)).await;
+        }
+        Ok(())
+    }
+
+    async fn perform(&mut self, action: Action) -> Result<()> {
+        match action {
+            Action::SayStandBy => self.say(Word::StandBy).await,
+            Action::SayTakeOver => {
+                (self.asked, self.gap, self.gap_begin) = (Instant::now(), Duration::ZERO, None);
+                let word = Word::TakeOver { version: VERSION.to_owned(), pod: self.place.pod.clone() };
+                self.say(word).await;
+            }
+            Action::SayRecord => {
+                let kept = self.records.borrow().clone();
+                let record = kept.unwrap_or_else(|| self.snapshot.borrow().record());
+                let record = serde_json::to_value(record).unwrap_or_default();
+                self.say(Word::Record { record }).await;
+            }
+            Action::SayServing => self.say(Word::Serving).await,
+            Action::SayEnded => self.say(Word::Ended).await,
+            Action::SayDone => self.say(Word::Done).await,
+            Action::SayFailed => {
+                let why = self.readiness.summary().err().unwrap_or_default().join("; ");
+                self.say(Word::Failed { why }).await;
+            }
+            Action::SayBack => self.say(Word::Back { why: "no answer in time".to_owned() }).await,
+            Action::HangUp => self.peer = None,
+            Action::Adopt => {
+                let record = match self.passed.take() {
+                    Some(record) => record,
+                    None => self.keeper.read().await.map(Box::new),
+                };
+                self.order(Duty::Adopt(record)).await?;
+            }
+            Action::Files(on) => drop(self.files.send_replace(on)),
+            Action::Plugins(on) => self.order(Duty::Plugins(on)).await?,
+            Action::Renew => self.order(Duty::Renew).await?,
+            Action::Listen => {
+                if let Some(lock) = &mut self.lock {
+                    write_owner(lock, Lock::owner(&self.place.folder), &self.place);
+                }
+                self.listen();
+            }
+            Action::LetGo => self.lock = None,
+            Action::Retire => {
+                self.listener = None;
+                self.handed_over.cancel();
+                self.shutdown.cancel();
+            }
+            Action::Report(outcome) => self.report(outcome),
+        }
+        Ok(())
+    }
+
+    async fn order(&mut self, duty: Duty) -> Result<()> {
+        self.duties.send(duty).await.ok().context("the node takes no duties")
+    }
+
+    /// Sends a message to the other process; the lock goes with the record. If the process does not take it, the next
+    /// read or a deadline shows that it is gone.
+    async fn say(&mut self, word: Word) {
+        let Some(peer) = &self.peer else { return };
+        let lock = self.lock.as_ref().filter(|_| matches!(word, Word::Record { .. })).map(Lock::as_fd);
+        if !matches!(timeout(SAY_TIMEOUT, peer.say(&word, lock)).await, Ok(Ok(()))) {
+            tracing::debug!(?word, "the other linkwise takes no word");
+        }
+    }
+
+    /// Starts to listen. The socket of the last owner may still exist.
+    fn listen(&mut self) {
+        let path = self.place.folder.join(SOCKET);
+        let listening = match std::fs::remove_file(&path) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+            _ => uds::listen(&path, Callers::default()),
+        };
+        match listening {
+            Ok((file, listener)) => {
+                // The next owner binds the path while this process may be ending.
+                file.leave();
+                self.listener = Some(listener);
+            }
+            Err(error) => {
+                let path = path.display();
+                tracing::warn!(%path, %error, "no takeover socket: an upgrade will wait for this process's end");
+            }
+        }
+    }
+
+    fn report(&mut self, outcome: Outcome) {
+        match outcome {
+            Outcome::TookOver => {
+                self.metrics.count("took_over");
+                self.metrics.gap.set(self.gap.as_secs_f64());
+                tracing::info!(took = ?self.asked.elapsed(), gap = ?self.gap, "took over this node from another linkwise");
+            }
+            Outcome::Succeeded => {
+                self.metrics.count("succeeded");
+                // The gap lasts until every plugin is registered, which may be the case already.
+                self.gap_begin.get_or_insert_with(|| self.lost.unwrap_or_else(Instant::now));
+                tracing::info!("took over this node: the linkwise that served it has ended");
+            }
+            Outcome::Failed => {
+                self.metrics.count("failed");
+                tracing::warn!("could not take over this node, standing by again");
+            }
+            Outcome::HandedOver => {
+                self.metrics.count("handed_over");
+                tracing::info!("another linkwise has taken over this node; idling until a signal");
+            }
+            Outcome::WentOn => {
+                self.metrics.count("went_on");
+                tracing::warn!("another linkwise could not take over this node, going on");
+            }
+        }
+    }
+}

@@ -1,0 +1,88 @@
+//! The conditions of the takeover's stages: this node could serve, its plugins are registered, they have ended.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::watch;
+use tokio::time::timeout;
+
+use super::Happened;
+use crate::duty::Running;
+use crate::readiness::Readiness;
+use crate::takeover::{Input, Stage};
+use linkwise_core::state::NodeState;
+use linkwise_kubelet::device_plugin::HeldCalls;
+use linkwise_nvml::supervisor::Idle;
+
+/// The time for which a standby that serves waits for a call of the kubelet to hold, before it makes the owner end.
+const QUIET: Duration = Duration::from_millis(200);
+/// The longest time for which calls are held; the end of the owner's plugins takes some milliseconds.
+const HELD: Duration = Duration::from_millis(500);
+
+/// The facts that the takeover knows already.
+#[derive(Clone, Copy)]
+pub struct Known {
+    /// The state machine's stage.
+    pub stage: Stage,
+    /// Set if the takeover was told that this node could serve.
+    pub able: bool,
+    /// Set if every plugin is registered, in a takeover and after it.
+    pub serves: bool,
+}
+
+/// Waits for the condition of the stage.
+pub async fn condition(
+    known: Known,
+    mut snapshot: watch::Receiver<Arc<NodeState>>,
+    readiness: Readiness,
+    mut running: watch::Receiver<Running>,
+    calls: HeldCalls,
+) -> Happened {
+    // If a sender is gone, the node is ending.
+    let never = std::future::pending::<Happened>();
+    let mut news = readiness.news();
+    match known.stage {
+        Stage::StandingBy if !known.able => {
+            let mut idle = readiness.idle().subscribe();
+            let offers = async { snapshot.wait_for(|state| state.offers_any()).await.is_ok() };
+            let none = async { idle.wait_for(|idle| matches!(idle, Idle::NoGpu(_))).await.is_ok() };
+            let able = tokio::select! {
+                able = offers => able,
+                able = none => able,
+            };
+            if able { Happened::Input(Input::Able) } else { never.await }
+        }
+        Stage::Starting => {
+            while !readiness.has_plugins(false) {
+                if news.changed().await.is_err() {
+                    return never.await;
+                }
+            }
+            // While this process holds a call, the kubelet makes no other call, and so none to the plugin that is about
+            // to end.
+            calls.hold(HELD);
+            let _ = timeout(QUIET, calls.any()).await;
+            Happened::Input(Input::Serving)
+        }
+        Stage::Waiting | Stage::Settling | Stage::Owning => loop {
+            let serves = readiness.has_plugins(false);
+            if serves != known.serves && (known.stage != Stage::Owning || serves) {
+                return Happened::Serves(serves);
+            }
+            if known.stage == Stage::Settling && readiness.has_plugins(true) {
+                return Happened::Input(Input::Alone);
+            }
+            if known.stage == Stage::Owning && known.serves || news.changed().await.is_err() {
+                return never.await;
+            }
+        },
+        Stage::Ending => {
+            let ended = Running { wanted: false, plugins: 0 };
+            if running.wait_for(|running| *running == ended).await.is_ok() {
+                return Happened::Input(Input::PluginsEnded);
+            }
+            never.await
+        }
+        _ => never.await,
+    }
+}

@@ -1,0 +1,150 @@
+//! The lock: a file in the state folder with flock(2). Its content names the owner.
+//!
+//! A lock belongs to the open file, and several processes may have that file. After one process has passed it to
+//! another, the lock is held until both have closed it. The lock ends by closing alone.
+
+use std::fs::{DirBuilder, File, OpenOptions, TryLockError};
+use std::io::{self, Read, Seek, Write};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+
+const FILE: &str = "owner.lock";
+/// The longest content that is read, in bytes.
+const LONGEST: u64 = 1 << 16;
+/// The number of pods that handed over and are remembered.
+const RETIRED: usize = 16;
+
+/// The owner of the lock, and the pods that handed it over: a line for people, which keeps a pod from taking over
+/// twice.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Owner {
+    /// The UID of the owner's pod; empty where the owner is in no pod, or does not know its UID.
+    pub pod: String,
+    pub version: String,
+    /// The UIDs of pods that handed over, the last one last.
+    pub retired: Vec<String>,
+}
+
+impl Owner {
+    /// The content that the next owner writes.
+    #[must_use]
+    pub fn succeeded_by(mut self, pod: &str, version: &str) -> Self {
+        if self.pod != pod {
+            self.retired.retain(|retired| *retired != self.pod && *retired != pod);
+            self.retired.extend(Some(self.pod).filter(|pod| !pod.is_empty()));
+            let surplus = self.retired.len().saturating_sub(RETIRED);
+            self.retired.drain(..surplus);
+        }
+        (self.pod, self.version) = (pod.to_owned(), version.to_owned());
+        self
+    }
+
+    /// Returns true if this pod has handed over: a process of it that starts again does not take over from a living
+    /// one.
+    pub fn is_retired(&self, pod: &str) -> bool {
+        !pod.is_empty() && self.retired.iter().any(|retired| retired == pod)
+    }
+}
+
+/// The lock, held until this is dropped.
+#[derive(Debug)]
+pub struct Lock(File);
+
+impl Lock {
+    /// Takes the lock of a state folder; makes the folder where it is missing. `None`: another process holds it. Fails
+    /// with `NotFound` if the folder above is missing. It may block as long as the disk does.
+    pub fn try_take(folder: &Path) -> io::Result<Option<Self>> {
+        match DirBuilder::new().mode(0o700).create(folder) {
+            Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
+            Ok(()) | Err(_) => {}
+        }
+        let mut options = OpenOptions::new();
+        let file = options.read(true).write(true).create(true).truncate(false).mode(0o600).open(folder.join(FILE))?;
+        match file.try_lock() {
+            Ok(()) => Ok(Some(Self(file))),
+            Err(TryLockError::WouldBlock) => Ok(None),
+            Err(TryLockError::Error(error)) => Err(error),
+        }
+    }
+
+    pub fn passed(file: OwnedFd) -> Self {
+        Self(file.into())
+    }
+
+    /// Reads the owner in the file. A file that cannot be read, or was cut off, names none.
+    pub fn owner(folder: &Path) -> Owner {
+        let mut text = String::new();
+        let file = File::open(folder.join(FILE));
+        let read = file.and_then(|file| file.take(LONGEST).read_to_string(&mut text));
+        read.ok().and_then(|_| serde_json::from_str(&text).ok()).unwrap_or_default()
+    }
+
+    /// Writes the owner into the file.
+    ///
+    /// # Errors
+    ///
+    /// The operating system's.
+    pub fn write(&mut self, owner: &Owner) -> io::Result<()> {
+        let mut text = serde_json::to_vec(owner)?;
+        text.push(b'\n');
+        self.0.rewind()?;
+        self.0.write_all(&text)?;
+        self.0.set_len(u64::try_from(text.len()).unwrap_or(u64::MAX))
+    }
+}
+
+impl AsFd for Lock {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lock_is_free_when_every_holder_has_closed_it() {
+        let folder = tempfile::tempdir().unwrap();
+        let folder = folder.path().join("linkwise");
+        let mut lock = Lock::try_take(&folder).unwrap().unwrap();
+        assert!(Lock::try_take(&folder).unwrap().is_none());
+        let owner = Owner::default().succeeded_by("pod", "1");
+        lock.write(&owner).unwrap();
+        assert_eq!(Lock::owner(&folder), owner);
+        let passed = Lock::passed(lock.as_fd().try_clone_to_owned().unwrap());
+        drop(lock);
+        assert!(Lock::try_take(&folder).unwrap().is_none(), "the other process holds it still");
+        drop(passed);
+        assert!(Lock::try_take(&folder).unwrap().is_some());
+    }
+
+    #[test]
+    fn pod_that_handed_over_is_retired() {
+        let mut owner = Owner::default().succeeded_by("a", "1").succeeded_by("b", "2");
+        assert!(owner.is_retired("a") && !owner.is_retired("b") && !owner.is_retired(""));
+        // The same pod again: its container was restarted.
+        owner = owner.succeeded_by("b", "2");
+        assert_eq!(owner.retired, ["a"]);
+        owner = owner.succeeded_by("a", "1");
+        assert!(owner.is_retired("b") && !owner.is_retired("a"), "back by an operator's will");
+        for pod in 0..100 {
+            owner = owner.succeeded_by(&format!("pod {pod}"), "3");
+        }
+        assert_eq!(owner.retired.len(), RETIRED);
+    }
+
+    #[test]
+    fn broken_content_says_nothing() {
+        let folder = tempfile::tempdir().unwrap();
+        for text in ["", "{", "[]", "{\"pod\": 1}"] {
+            std::fs::write(folder.path().join(FILE), text).unwrap();
+            assert_eq!(Lock::owner(folder.path()), Owner::default(), "{text}");
+            assert!(Lock::try_take(folder.path()).unwrap().is_some());
+        }
+    }
+}

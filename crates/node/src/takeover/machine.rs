@@ -1,0 +1,320 @@
+//! The machine of a takeover, for both sides: `step(input, now) -> actions`. A process stands by, takes over, serves,
+//! and is taken over from.
+//!
+//! Pure: no I/O, no clock. The runtime is its one caller: it feeds inputs and performs actions. docs/life-cycle.md has
+//! the picture; the tests beside this file let two machines speak over a wire that loses the end of everything.
+
+use std::time::Duration;
+
+#[derive(Clone, Copy, Debug)]
+pub struct Limits {
+    /// The owner's time to answer.
+    pub answer: Duration,
+    /// The time between the owner's answer and the registration of our plugins.
+    pub start: Duration,
+    /// The time that the owner allows for that.
+    pub patience: Duration,
+    /// The pause after a takeover that failed.
+    pub pause: Duration,
+    /// The pause after an owner's refusal.
+    pub refused: Duration,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        let seconds = Duration::from_secs;
+        Self {
+            answer: seconds(5),
+            start: seconds(30),
+            patience: seconds(60),
+            pause: seconds(10),
+            refused: Duration::from_millis(500),
+        }
+    }
+}
+
+/// A stage of a process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Stage {
+    /// Another process serves; this one waits for its end, or to take over from it.
+    StandingBy,
+    /// The owner has been asked.
+    Asking,
+    /// The owner handed over files and lock, and serves still; our plugins begin beside its own.
+    Starting,
+    /// Our plugins serve, and the owner's are ending.
+    Waiting,
+    /// The owner's plugins have ended, and the kubelet may not have seen it yet.
+    Settling,
+    /// This process is the owner, alone.
+    Owning,
+    /// A standby has files and lock; our plugins serve.
+    Yielding,
+    /// The standby's plugins serve; our plugins are ending.
+    Ending,
+    /// Our plugins have ended.
+    Ended,
+    /// This process has handed over, for good.
+    Retired,
+}
+
+/// An input of the machine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Input {
+    /// The lock was free, and this process has it.
+    Free,
+    /// This node could serve: its GPUs are known.
+    Able,
+    Connected,
+    /// The owner handed over its record and the lock.
+    Record,
+    /// The owner does not hand over now.
+    Refused,
+    /// The owner takes back what it gave.
+    Back,
+    /// Every plugin of ours is registered, and outlasts the end of the owner's.
+    Serving,
+    /// The owner's plugins have ended.
+    Ended,
+    /// Every plugin of ours is registered, and has no plugin before it any more.
+    Alone,
+    /// A standby wants to take over.
+    TakeOver,
+    /// Every plugin of the standby is registered.
+    TheyServe,
+    TheyFailed,
+    /// The standby has all.
+    TheyAreDone,
+    /// Our plugins have ended.
+    PluginsEnded,
+    /// The connection to the other side is gone, or the other side sent something else than a word.
+    Lost,
+    /// The moment of [`TakeoverMachine::wake`] has come.
+    Tick,
+}
+
+/// An order to the runtime. Orders are carried out in sequence.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Action {
+    /// Tell the owner that this process stands by, and no more.
+    SayStandBy,
+    SayTakeOver,
+    /// Hand over the record and the lock, which is kept too.
+    SayRecord,
+    SayServing,
+    SayEnded,
+    SayDone,
+    SayFailed,
+    /// Take back what was given.
+    SayBack,
+    HangUp,
+    /// Restore the node's state from the record that came, or else from the file.
+    Adopt,
+    /// Write the node's files, or stop to.
+    Files(bool),
+    Plugins(bool),
+    /// Have the plugins register again: another one may have registered over them.
+    Renew,
+    /// Become reachable for others, as the owner.
+    Listen,
+    /// Close the lock.
+    LetGo,
+    /// End everything but the probes.
+    Retire,
+    Report(Outcome),
+}
+
+/// The outcome of a takeover.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Outcome {
+    /// This process took over from a living one, which has ended its part.
+    TookOver,
+    /// This process took over from one that ended.
+    Succeeded,
+    /// This process could not take over, and stands by again.
+    Failed,
+    /// Another process took over from this one.
+    HandedOver,
+    /// Another process could not take over from this one, which goes on.
+    WentOn,
+}
+
+/// The state of one process.
+#[derive(Clone, Debug)]
+pub struct TakeoverMachine {
+    limits: Limits,
+    stage: Stage,
+    /// True if the process takes over from a living owner.
+    successor: bool,
+    able: bool,
+    connected: bool,
+    until: Option<Duration>,
+}
+
+impl TakeoverMachine {
+    /// A process that holds the lock from its start.
+    pub fn owner(limits: Limits) -> Self {
+        let stage = Stage::Owning;
+        Self { limits, stage, successor: false, able: true, connected: false, until: None }
+    }
+
+    /// A process that found the lock held; a `successor` asks the owner, once it could serve.
+    pub fn standby(limits: Limits, successor: bool) -> Self {
+        Self { limits, stage: Stage::StandingBy, successor, able: false, connected: false, until: None }
+    }
+
+    /// The current stage.
+    pub fn stage(&self) -> Stage {
+        self.stage
+    }
+
+    /// The time at which an [`Input::Tick`] is due; `None`: not before another input.
+    pub fn wake(&self) -> Option<Duration> {
+        self.until
+    }
+
+    /// Takes an input into account; returns what has to be done, in order. An input that the stage does not expect
+    /// changes nothing.
+    pub fn step(&mut self, input: Input, now: Duration) -> Vec<Action> {
+        match self.stage {
+            Stage::StandingBy | Stage::Asking => self.standing_by(input, now),
+            Stage::Starting | Stage::Waiting | Stage::Settling => self.taking_over(input, now),
+            Stage::Owning | Stage::Yielding | Stage::Ending | Stage::Ended => self.owning(input, now),
+            Stage::Retired => Vec::new(),
+        }
+    }
+
+    fn enter(&mut self, stage: Stage, until: Option<Duration>) {
+        (self.stage, self.until) = (stage, until);
+    }
+
+    fn standing_by(&mut self, input: Input, now: Duration) -> Vec<Action> {
+        match (self.stage, input) {
+            (_, Input::Able) => {
+                self.able = true;
+                self.ask_if_due(now)
+            }
+            (_, Input::Free) => {
+                self.enter(Stage::Owning, None);
+                let serve = [Action::Adopt, Action::Files(true), Action::Plugins(true), Action::Listen];
+                [&serve[..], &[Action::Report(Outcome::Succeeded)]].concat()
+            }
+            (_, Input::Lost) => {
+                self.connected = false;
+                self.enter(Stage::StandingBy, None);
+                Vec::new()
+            }
+            (Stage::StandingBy, Input::Connected) => {
+                self.connected = true;
+                let asks = self.ask_if_due(now);
+                if asks.is_empty() { vec![Action::SayStandBy] } else { asks }
+            }
+            (Stage::StandingBy, Input::Tick) if self.is_due(now) => {
+                self.until = None;
+                self.ask_if_due(now)
+            }
+            (Stage::Asking, Input::Record) => {
+                self.enter(Stage::Starting, Some(now + self.limits.start));
+                vec![Action::Adopt, Action::Files(true), Action::Plugins(true)]
+            }
+            (Stage::Asking, Input::Refused) => {
+                self.enter(Stage::StandingBy, Some(now + self.limits.refused));
+                Vec::new()
+            }
+            (Stage::Asking, Input::Tick) if self.is_due(now) => {
+                self.connected = false;
+                self.enter(Stage::StandingBy, Some(now + self.limits.pause));
+                vec![Action::HangUp, Action::Report(Outcome::Failed)]
+            }
+            _ => Vec::new(),
+        }
+    }
+
+    fn is_due(&self, now: Duration) -> bool {
+        self.until.is_some_and(|until| now >= until)
+    }
+
+    fn ask_if_due(&mut self, now: Duration) -> Vec<Action> {
+        let asks = self.stage == Stage::StandingBy && self.successor && self.able && self.connected;
+        if !asks || self.until.is_some_and(|until| now < until) {
+            return Vec::new();
+        }
+        self.enter(Stage::Asking, Some(now + self.limits.answer));
+        vec![Action::SayTakeOver]
+    }
+
+    fn taking_over(&mut self, input: Input, now: Duration) -> Vec<Action> {
+        match (self.stage, input) {
+            (Stage::Starting, Input::Serving) => {
+                // Without a deadline: a process that waits for the owner has plugins that serve.
+                self.enter(Stage::Waiting, None);
+                vec![Action::SayServing]
+            }
+            (Stage::Waiting, Input::Ended) => {
+                self.enter(Stage::Settling, None);
+                Vec::new()
+            }
+            (Stage::Settling, Input::Alone) => {
+                self.own();
+                vec![Action::SayDone, Action::HangUp, Action::Listen, Action::Report(Outcome::TookOver)]
+            }
+            // The owner has died. We have the lock, and begin or serve already.
+            (_, Input::Lost) => {
+                self.own();
+                vec![Action::HangUp, Action::Listen, Action::Report(Outcome::Succeeded)]
+            }
+            (_, Input::Back) => self.give_back(&[Action::HangUp], now),
+            (Stage::Starting, Input::Tick) if self.is_due(now) => {
+                self.give_back(&[Action::SayFailed, Action::HangUp], now)
+            }
+            _ => Vec::new(),
+        }
+    }
+
+    fn own(&mut self) {
+        self.connected = false;
+        self.enter(Stage::Owning, None);
+    }
+
+    fn give_back(&mut self, say: &[Action], now: Duration) -> Vec<Action> {
+        self.connected = false;
+        self.enter(Stage::StandingBy, Some(now + self.limits.pause));
+        let stop = [Action::Plugins(false), Action::LetGo, Action::Report(Outcome::Failed)];
+        [&[Action::Files(false)], say, &stop].concat()
+    }
+
+    fn owning(&mut self, input: Input, now: Duration) -> Vec<Action> {
+        match (self.stage, input) {
+            (Stage::Owning, Input::TakeOver) => {
+                self.enter(Stage::Yielding, Some(now + self.limits.patience));
+                vec![Action::Files(false), Action::SayRecord]
+            }
+            (Stage::Yielding, Input::TheyServe) => {
+                // From here on without a deadline: the standby may be the owner before it could hear of one.
+                self.enter(Stage::Ending, None);
+                vec![Action::Plugins(false)]
+            }
+            (Stage::Ending, Input::PluginsEnded) => {
+                self.enter(Stage::Ended, None);
+                vec![Action::SayEnded]
+            }
+            (Stage::Ended, Input::TheyAreDone) => {
+                self.enter(Stage::Retired, None);
+                vec![Action::HangUp, Action::LetGo, Action::Report(Outcome::HandedOver), Action::Retire]
+            }
+            (Stage::Yielding | Stage::Ending | Stage::Ended, Input::Lost | Input::TheyFailed) => self.go_on(&[]),
+            (Stage::Yielding, Input::Tick) if self.is_due(now) => self.go_on(&[Action::SayBack]),
+            _ => Vec::new(),
+        }
+    }
+
+    /// The standby is gone, or has given up. It may have registered, so our plugins register again.
+    fn go_on(&mut self, say: &[Action]) -> Vec<Action> {
+        self.enter(Stage::Owning, None);
+        let rest = [Action::HangUp, Action::Plugins(true), Action::Renew, Action::Files(true)];
+        [say, &rest, &[Action::Report(Outcome::WentOn)]].concat()
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,355 @@
+//! Two machines and a wire between them: every interleaving of what each does, and the death of either at each step.
+//!
+//! The world keeps its own books (who lives, who has the lock, whose files and plugins are on) from the actions alone.
+
+use std::collections::{BTreeSet, VecDeque};
+
+use super::*;
+
+const OWNER: usize = 0;
+const STANDBY: usize = 1;
+
+/// One process, as far as others can see it.
+#[derive(Clone, Debug)]
+struct Process {
+    machine: TakeoverMachine,
+    lives: bool,
+    holds_lock: bool,
+    files: bool,
+    /// Wanted, and whether that has been carried out.
+    plugins: bool,
+    settled: bool,
+    listens: bool,
+    retired: bool,
+    reports: Vec<Outcome>,
+}
+
+impl Process {
+    fn new(machine: TakeoverMachine, owns: bool) -> Self {
+        Self {
+            machine,
+            lives: true,
+            holds_lock: owns,
+            files: owns,
+            plugins: owns,
+            settled: true,
+            listens: owns,
+            retired: false,
+            reports: Vec::new(),
+        }
+    }
+}
+
+/// What travels on the wire; the end of the connection too.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Said {
+    Word(Input),
+    Eof,
+}
+
+#[derive(Clone, Debug)]
+struct World {
+    processes: [Process; 2],
+    /// To each process.
+    wires: [VecDeque<Said>; 2],
+    /// Whether each has the connection open.
+    open: [bool; 2],
+    now: Duration,
+}
+
+/// What can happen next.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Move {
+    Hears(usize),
+    Carries(usize),
+    Able,
+    Connects,
+    TriesLock,
+    Dies(usize),
+    /// Time passes until the next timer.
+    Waits,
+}
+
+impl World {
+    fn new() -> Self {
+        let limits = Limits::default();
+        let owner = Process::new(TakeoverMachine::owner(limits), true);
+        let standby = Process::new(TakeoverMachine::standby(limits, true), false);
+        Self { processes: [owner, standby], wires: Default::default(), open: [false; 2], now: Duration::ZERO }
+    }
+
+    fn feed(&mut self, who: usize, input: Input) {
+        for action in self.processes[who].machine.step(input, self.now) {
+            self.perform(who, action);
+        }
+        self.check();
+    }
+
+    fn say(&mut self, who: usize, word: Input) {
+        if self.open[who] && self.open[1 - who] {
+            self.wires[1 - who].push_back(Said::Word(word));
+        }
+    }
+
+    fn hang_up(&mut self, who: usize) {
+        if std::mem::take(&mut self.open[who]) && self.open[1 - who] {
+            self.wires[1 - who].push_back(Said::Eof);
+        }
+        self.wires[who].clear();
+    }
+
+    fn perform(&mut self, who: usize, action: Action) {
+        match action {
+            Action::SayStandBy => {}
+            Action::SayTakeOver => self.say(who, Input::TakeOver),
+            Action::SayRecord => {
+                assert!(self.processes[who].holds_lock && !self.processes[who].files, "hands over what it has not");
+                self.say(who, Input::Record);
+            }
+            Action::SayServing => {
+                assert!(self.processes[who].plugins && self.processes[who].settled);
+                self.say(who, Input::TheyServe);
+            }
+            Action::SayEnded => {
+                assert!(!self.processes[who].plugins && self.processes[who].settled);
+                self.say(who, Input::Ended);
+            }
+            Action::SayDone => self.say(who, Input::TheyAreDone),
+            Action::SayFailed => self.say(who, Input::TheyFailed),
+            Action::SayBack => self.say(who, Input::Back),
+            Action::HangUp => self.hang_up(who),
+            Action::Adopt => assert!(self.processes[who].holds_lock, "adopts without the lock"),
+            Action::Files(on) => self.processes[who].files = on,
+            Action::Plugins(on) => {
+                let process = &mut self.processes[who];
+                process.settled &= process.plugins == on;
+                process.plugins = on;
+            }
+            Action::Renew => assert!(self.processes[who].plugins),
+            Action::Listen => self.processes[who].listens = true,
+            Action::LetGo => self.processes[who].holds_lock = false,
+            Action::Retire => self.processes[who].retired = true,
+            Action::Report(outcome) => self.processes[who].reports.push(outcome),
+        }
+    }
+
+    fn check(&self) {
+        let alive = || self.processes.iter().filter(|process| process.lives);
+        // One that hung hears it before it goes on.
+        let taken_back = self.wires.iter().any(|wire| wire.contains(&Said::Word(Input::Back)));
+        let writers = alive().filter(|process| process.files).count();
+        assert!(writers <= 1 || taken_back, "two write the same files: {self:?}");
+        let lock = alive().any(|process| process.holds_lock);
+        for process in alive() {
+            assert!(lock || !process.plugins, "serves while anybody could take the lock: {self:?}");
+            assert!(!process.files || process.holds_lock, "writes without the lock: {self:?}");
+            assert!(!process.retired || !process.plugins && !process.holds_lock);
+        }
+    }
+
+    /// Whether a living process has plugins that the kubelet knows.
+    fn is_served(&self) -> bool {
+        self.processes.iter().any(|process| process.lives && process.plugins && process.settled)
+    }
+
+    fn moves(&self) -> Vec<Move> {
+        let mut moves = Vec::new();
+        for who in [OWNER, STANDBY] {
+            let process = &self.processes[who];
+            if process.lives && self.open[who] && !self.wires[who].is_empty() {
+                moves.push(Move::Hears(who));
+            }
+            let stage = process.machine.stage();
+            let waits = matches!(stage, Stage::Starting | Stage::Settling | Stage::Ending);
+            if process.lives && (!process.settled || waits) {
+                moves.push(Move::Carries(who));
+            }
+        }
+        let (owner, standby) = (&self.processes[OWNER], &self.processes[STANDBY]);
+        if standby.lives && matches!(standby.machine.stage(), Stage::StandingBy) {
+            if !standby.machine.able {
+                moves.push(Move::Able);
+            }
+            // Another connection of the same process would be refused.
+            if self.open == [false; 2] && owner.lives && owner.listens && !owner.retired {
+                moves.push(Move::Connects);
+            }
+            if !(self.open[STANDBY] || owner.lives && owner.holds_lock) {
+                moves.push(Move::TriesLock);
+            }
+        }
+        moves
+    }
+
+    fn make(&mut self, next: Move) {
+        match next {
+            Move::Hears(who) => match self.wires[who].pop_front() {
+                Some(Said::Word(word)) => {
+                    if word == Input::Record {
+                        self.processes[who].holds_lock = true;
+                    }
+                    self.feed(who, word);
+                }
+                Some(Said::Eof) => {
+                    self.open[who] = false;
+                    self.feed(who, Input::Lost);
+                }
+                None => {}
+            },
+            Move::Carries(who) => {
+                self.processes[who].settled = true;
+                let other_serves = self.processes[1 - who].lives && self.processes[1 - who].plugins;
+                match self.processes[who].machine.stage() {
+                    Stage::Starting => self.feed(who, Input::Serving),
+                    Stage::Settling if !other_serves => self.feed(who, Input::Alone),
+                    Stage::Ending => self.feed(who, Input::PluginsEnded),
+                    _ => {}
+                }
+            }
+            Move::Able => self.feed(STANDBY, Input::Able),
+            Move::Connects => {
+                self.open = [true; 2];
+                self.wires = Default::default();
+                self.feed(STANDBY, Input::Connected);
+            }
+            Move::TriesLock => {
+                self.processes[STANDBY].holds_lock = true;
+                self.feed(STANDBY, Input::Free);
+            }
+            Move::Dies(who) => {
+                self.hang_up(who);
+                let process = &mut self.processes[who];
+                (process.lives, process.holds_lock) = (false, false);
+            }
+            Move::Waits => {
+                let wakes = self.processes.iter().filter(|process| process.lives);
+                if let Some(wake) = wakes.filter_map(|process| process.machine.wake()).min() {
+                    self.now = self.now.max(wake);
+                    for who in [OWNER, STANDBY] {
+                        if self.processes[who].lives {
+                            self.feed(who, Input::Tick);
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    /// Lets everything happen that happens without time; somebody must serve then.
+    fn settle(mut self) -> Self {
+        for _ in 0..100 {
+            match self.moves().first() {
+                Some(next) => self.make(*next),
+                None => return self,
+            }
+        }
+        panic!("never at rest: {self:?}");
+    }
+
+    fn key(&self) -> String {
+        format!("{self:?}")
+    }
+}
+
+/// Walks every reachable world; `and` sees each.
+fn walk(extra: impl Fn(&World) -> Vec<Move>, mut and: impl FnMut(&World)) -> usize {
+    let (mut seen, mut waiting) = (BTreeSet::new(), vec![World::new()]);
+    while let Some(world) = waiting.pop() {
+        if !seen.insert(world.key()) {
+            continue;
+        }
+        and(&world);
+        for next in world.moves().into_iter().chain(extra(&world)) {
+            let mut then = world.clone();
+            then.make(next);
+            waiting.push(then);
+        }
+    }
+    seen.len()
+}
+
+#[test]
+fn somebody_serves_all_the_while() {
+    let mut done = 0;
+    walk(
+        |_| Vec::new(),
+        |world| {
+            assert!(world.is_served(), "{world:?}");
+            if world.moves().is_empty() {
+                let [owner, standby] = &world.processes;
+                assert_eq!((owner.machine.stage(), standby.machine.stage()), (Stage::Retired, Stage::Owning));
+                assert!(standby.holds_lock && standby.files && standby.plugins && standby.listens);
+                assert_eq!(
+                    (&*owner.reports, &*standby.reports),
+                    (&[Outcome::HandedOver][..], &[Outcome::TookOver][..])
+                );
+                done += 1;
+            }
+        },
+    );
+    assert!(done > 0);
+}
+
+#[test]
+fn death_at_any_step_leaves_one_that_serves() {
+    let mut deaths = 0;
+    walk(
+        |_| Vec::new(),
+        |world| {
+            for who in [OWNER, STANDBY] {
+                let mut world = world.clone();
+                let is_over = world.processes[STANDBY].machine.stage() == Stage::Owning;
+                world.make(Move::Dies(who));
+                let world = world.settle();
+                // Once the standby has said that it has all, its death is no part of the takeover.
+                if !(is_over && who == STANDBY) {
+                    let left = &world.processes[1 - who];
+                    assert!(world.is_served() && left.files && left.holds_lock && left.listens, "{world:?}");
+                    assert_eq!(left.machine.stage(), Stage::Owning);
+                    deaths += 1;
+                }
+            }
+        },
+    );
+    assert!(deaths > 20, "{deaths}");
+}
+
+#[test]
+fn side_that_hangs_ends_the_takeover() {
+    // Time passes at any step instead of what should come next.
+    walk(
+        |world| if world.now > Duration::from_secs(200) { Vec::new() } else { vec![Move::Waits] },
+        |world| {
+            let world = world.clone().settle();
+            let owners = world.processes.iter().filter(|process| process.machine.stage() == Stage::Owning);
+            assert!(world.is_served() && owners.count() == 1, "{world:?}");
+        },
+    );
+}
+
+#[test]
+fn spare_never_asks_and_serves_once_the_lock_is_free() {
+    let mut world = World::new();
+    world.processes[STANDBY].machine = TakeoverMachine::standby(Limits::default(), false);
+    world.make(Move::Able);
+    world.make(Move::Connects);
+    world = world.settle();
+    assert_eq!(world.processes[STANDBY].machine.stage(), Stage::StandingBy);
+    world.make(Move::Dies(OWNER));
+    world = world.settle();
+    assert_eq!(world.processes[STANDBY].machine.stage(), Stage::Owning);
+    assert!(world.is_served());
+}
+
+#[test]
+fn retired_process_stays_so() {
+    let mut machine = TakeoverMachine::owner(Limits::default());
+    for input in [Input::TakeOver, Input::TheyServe, Input::PluginsEnded, Input::TheyAreDone] {
+        assert!(!machine.step(input, Duration::ZERO).is_empty());
+    }
+    let all = [Input::Free, Input::Able, Input::Connected, Input::Record, Input::TakeOver, Input::Lost, Input::Tick];
+    for input in all {
+        assert_eq!(machine.step(input, Duration::from_secs(1000)), []);
+        assert_eq!(machine.stage(), Stage::Retired);
+    }
+}

@@ -1,0 +1,217 @@
+//! The NVML agent's main: the hidden subcommand `linkwise nvml-agent`.
+//!
+//! Three threads: this one waits for events, one polls (`watch`), and one reads the parent's requests. The third one
+//! ends the process when the parent is gone or closes the socket, even if NVML hangs; it therefore never calls NVML.
+//! The code is synchronous on purpose: the calls block.
+
+use std::collections::BTreeMap;
+use std::io::{self, ErrorKind, Write};
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, mpsc};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use nvml_wrapper::Nvml;
+use nvml_wrapper::error::NvmlError;
+
+use super::call::{CallError, Fault, LOAD, answer};
+use super::calls::Calls;
+use super::child::AgentCommand;
+use super::events::{Listener, Waiting};
+use super::protocol::{FromAgent, ToAgent, encode};
+use super::watch::{Fingerprint, Watch};
+use super::{library, probe, raw};
+use linkwise_core::errors::chain;
+
+/// The time from one poll to the next.
+pub const POLL_INTERVAL: Duration = Duration::from_secs(10);
+
+/// The call that initialises NVML.
+pub const INIT: &str = "nvmlInit_v2";
+
+/// The names of the driver's library: the first as drivers install it, the second as development packages do.
+const LIBRARIES: [&str; 2] = ["libnvidia-ml.so.1", "libnvidia-ml.so"];
+
+/// The time after which a wait for events has found none: a pending event ends the wait at once.
+const SETTLED: Duration = Duration::from_millis(20);
+/// The time that the process waits for the parent to take the last events. The parent reads for longer (`runtime`).
+const HEARING_OUT: Duration = Duration::from_secs(1);
+
+/// The reason why the agent ended.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the messages say it")]
+pub enum AgentError {
+    #[error("standard input is not the socket that 'nvml-agent' is started with")]
+    Socket(#[source] io::Error),
+    #[error("not the argument that 'nvml-agent' is started with")]
+    Argument(#[source] serde_json::Error),
+    #[error("cannot start a thread")]
+    Thread(#[source] io::Error),
+    #[error("the polling thread ended")]
+    Watch,
+}
+
+/// The connection to the parent, for all threads.
+pub struct Parent {
+    stream: Mutex<UnixStream>,
+    /// Set once the parent has asked this process to end: then it takes events only.
+    dismissed: AtomicBool,
+}
+
+impl Parent {
+    /// Sends a whole message. If the parent does not take it, the parent is gone, and this process ends. Once the
+    /// parent has asked this process to end, only events are sent, and a call with any other message never returns.
+    pub fn send(&self, message: &FromAgent) {
+        let event =
+            matches!(message, FromAgent::Xid { .. } | FromAgent::DoubleBitEcc { .. } | FromAgent::Failed { .. });
+        while !event && self.dismissed.load(Ordering::Acquire) {
+            thread::park();
+        }
+        let line = encode(message).unwrap_or_else(|error| give_up("cannot send to the parent", &error));
+        // A thread that panicked while writing has left half a line. The parent will refuse it.
+        let mut stream = self.stream.lock().unwrap_or_else(PoisonError::into_inner);
+        match stream.write_all(&line) {
+            Ok(()) => {}
+            // The parent is gone: this is the usual end of the process.
+            Err(error) if matches!(error.kind(), ErrorKind::BrokenPipe | ErrorKind::ConnectionReset) => {
+                raw::exit_now(0)
+            }
+            Err(error) => give_up("cannot reach the parent", &error),
+        }
+    }
+}
+
+/// Ends this process after an error, from any of its threads.
+fn give_up(what: &str, error: &dyn std::error::Error) -> ! {
+    let _ = writeln!(io::stderr(), "linkwise nvml-agent: {what}: {}", chain(error));
+    raw::exit_now(1)
+}
+
+/// Runs until the parent is gone. `command` is the [`AgentCommand`] as JSON. If the library does not load or
+/// initialise, the parent gets the reason, and the process ends with code 1.
+pub fn main(command: &str) -> Result<(), AgentError> {
+    let command: AgentCommand = serde_json::from_str(command).map_err(AgentError::Argument)?;
+    let socket = inherited_socket().map_err(AgentError::Socket)?;
+    let reading = socket.try_clone().map_err(AgentError::Socket)?;
+    let parent = Arc::new(Parent { stream: Mutex::new(socket), dismissed: AtomicBool::new(false) });
+    let waiting: Arc<Waiting> = Arc::default();
+    let (ask, asked) = mpsc::channel();
+    let wish = ask.clone();
+    let listening = {
+        let (parent, waiting) = (Arc::clone(&parent), Arc::clone(&waiting));
+        move || {
+            listen(reading, &ask);
+            parent.dismissed.store(true, Ordering::Release);
+            hear_out(&waiting);
+            raw::exit_now(0)
+        }
+    };
+    thread::Builder::new().name("parent".into()).spawn(listening).map_err(AgentError::Thread)?;
+
+    let calls = Calls::new(Arc::clone(&parent));
+    let (library, nvml) = match load(&command, &calls) {
+        Ok(loaded) => loaded,
+        Err(error) => {
+            parent.send(&FromAgent::Leaving(error));
+            // The parent logs it.
+            raw::exit_now(1)
+        }
+    };
+    // NVML lives as long as the process, which never shuts it down: a shutdown can hang, and the end of the process is
+    // enough.
+    let nvml: &'static Nvml = Box::leak(Box::new(nvml));
+    let listed = probe::list(nvml, &calls, &command.skip);
+    let AgentCommand { procfs, poll, skip, .. } = command;
+    // This comes before the scan, so that no event falls between the scan and the registration.
+    let ends = (Arc::clone(&parent), Arc::clone(&waiting));
+    let listener = Listener::new(nvml, &calls, Arc::clone(&listed.gpus), poll, ends);
+    let mut watch = Watch {
+        nvml,
+        library,
+        parent: Arc::clone(&parent),
+        calls,
+        interval: poll,
+        procfs,
+        skip,
+        gpus: Arc::default(),
+        missing: Vec::new(),
+        at_start: listed.gpus.iter().map(|gpu| gpu.uuid.clone()).collect(),
+        waiting: Arc::clone(&waiting),
+        silence: BTreeMap::new(),
+        seen: Fingerprint::default(),
+    };
+    watch.begin(listed);
+    let watching = thread::Builder::new().name("watch".into());
+    let watching = watching.spawn(move || watch.run(&asked)).map_err(AgentError::Thread)?;
+    listener.run(&wish, || !watching.is_finished());
+    // If no GPU has events, this thread has no work. A panic has been printed.
+    let _ = watching.join();
+    Err(AgentError::Watch)
+}
+
+fn inherited_socket() -> io::Result<UnixStream> {
+    let socket = UnixStream::from(io::stdin().as_fd().try_clone_to_owned()?);
+    // This fails if standard input is not a socket.
+    socket.peer_addr()?;
+    Ok(socket)
+}
+
+/// Passes the parent's requests on until the parent closes the socket. An unreadable request ends the process.
+fn listen(socket: UnixStream, ask: &mpsc::Sender<ToAgent>) {
+    for message in serde_json::Deserializer::from_reader(socket).into_iter() {
+        match message {
+            // The receiver ends only with the process: a failed send means that it is ending.
+            Ok(message) => drop(ask.send(message)),
+            Err(error) if error.is_io() || error.is_eof() => return,
+            Err(error) => give_up("from the parent", &error),
+        }
+    }
+}
+
+/// Returns when the thread that waits for events has reported the pending events and waits for more.
+fn hear_out(waiting: &Waiting) {
+    let began = Instant::now();
+    while waiting.hears() && waiting.lasts() < SETTLED && began.elapsed() < HEARING_OUT {
+        thread::park_timeout(SETTLED / 4);
+    }
+}
+
+/// Loads the library that the operator chose. Without one, loads the first that works of those in the driver's root and
+/// on the dynamic linker's path. Each agent searches the root anew: the driver may be installed late.
+fn load(command: &AgentCommand, calls: &Calls) -> Result<(PathBuf, Nvml), CallError> {
+    let candidates = match &command.library {
+        Some(root) if root.is_dir() => vec![library::under(root).unwrap_or_else(|usual| usual)],
+        Some(library) => vec![library.clone()],
+        None => {
+            let in_root = command.driver_root.as_deref().and_then(|root| library::under(root).ok());
+            in_root.into_iter().chain(LIBRARIES.map(PathBuf::from)).collect()
+        }
+    };
+    let mut missing = None;
+    for library in candidates {
+        match init(&library, calls) {
+            Ok(nvml) => return Ok((library, nvml)),
+            Err(error) if error.fault() == Fault::Library => drop(missing.get_or_insert(error)),
+            Err(error) => return Err(error),
+        }
+    }
+    Err(missing.unwrap_or_else(|| CallError::unreadable(LOAD, "no library to load")))
+}
+
+fn init(library: &Path, calls: &Calls) -> Result<Nvml, CallError> {
+    let missing = |reason: &str| {
+        let library = library.display();
+        // The dynamic linker's message begins with the name too.
+        let reason = reason.strip_prefix(&format!("{library}: ")).unwrap_or(reason);
+        CallError::unreadable(LOAD, format_args!("cannot load {library}: {reason}"))
+    };
+    // nvml-wrapper loads and initialises the library in one step.
+    calls.report(INIT);
+    match Nvml::builder().lib_path(library.as_os_str()).init() {
+        Err(NvmlError::LibloadingError(error)) => Err(missing(&error.to_string())),
+        result => answer(INIT, result)?.ok_or_else(|| missing("it has no working nvmlInit_v2")),
+    }
+}

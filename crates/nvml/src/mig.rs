@@ -1,0 +1,170 @@
+//! MIG as NVML and the kernel describe it: the mode, the MIG devices, their profiles and capabilities.
+//!
+//! Called by `probe` for each GPU. A call that fails costs one fact. For a device without a UUID or instance ids, the
+//! error takes the device's place.
+
+use std::path::Path;
+
+use nvml_wrapper::Device;
+use nvml_wrapper_sys::bindings as sys;
+
+use super::call::{Answer, CallError};
+use super::calls::Calls;
+use super::probe::UUID;
+use super::raw::{self, GpuInstanceHandle};
+use super::scan::{MigDeviceScan, MigInstanceScan, MigScan};
+use linkwise_core::topology::{
+    MigCapabilities, MigDeviceObservation, MigEngines, MigExtension, MigPlacement, MigProfileObservation, MigUuid,
+};
+
+/// The kernel's list of MIG capabilities below /proc, the same in every container.
+const MINORS: &str = "driver/nvidia-caps/mig-minors";
+
+/// Scans the MIG of a GPU; `minor` is N of the GPU's /dev/nvidiaN.
+pub fn scan(device: &Device<'_>, calls: &Calls, minor: &Answer<u32>, procfs: &Path) -> Answer<MigScan> {
+    let Some(mode) = calls.ask("nvmlDeviceGetMigMode", || device.mig_mode())? else { return Ok(None) };
+    if mode.current != sys::NVML_DEVICE_MIG_ENABLE {
+        return Ok(Some(MigScan { enabled: false, devices: Ok(None), profiles: Ok(None) }));
+    }
+    // The file is absent if the driver has no MIG; then no device has capabilities.
+    let minors = std::fs::read_to_string(procfs.join(MINORS)).unwrap_or_default();
+    let numbers = numbers(device, calls);
+    let count = calls.ask("nvmlDeviceGetMaxMigDeviceCount", || device.mig_device_count());
+    let devices = count.map(|count| {
+        let found = |index| (index, mig_device(device, calls, index, &numbers, minor, &minors));
+        count.map(|count| (0..count).map(found).collect())
+    });
+    Ok(Some(MigScan { enabled: true, devices, profiles: numbers.and_then(|known| profiles(device, calls, &known)) }))
+}
+
+/// The UUIDs of the MIG devices of a GPU in MIG mode; a poll finds changes by them. `None` if a call failed: a MIG
+/// device without an answer has not vanished.
+pub fn names(device: &Device<'_>, calls: &Calls) -> Option<Vec<MigUuid>> {
+    let count = calls.ask("nvmlDeviceGetMaxMigDeviceCount", || device.mig_device_count()).ok()?;
+    let mut names = Vec::new();
+    for index in 0..count.unwrap_or(0) {
+        let Some(mig) = handle(device, calls, index).ok()? else { continue };
+        let uuid = calls.ask(UUID, || mig.uuid()).ok()?;
+        names.extend(uuid.and_then(|uuid| uuid.parse().ok()));
+    }
+    Some(names)
+}
+
+/// A MIG device's handle. `Ok(None)` if the index has no device: this is not a failure.
+pub fn handle<'nvml>(parent: &Device<'nvml>, calls: &Calls, index: u32) -> Answer<Device<'nvml>> {
+    match calls.ask("nvmlDeviceGetMigDeviceHandleByIndex", || parent.mig_device_by_index(index)) {
+        Err(error) if error.is(sys::nvmlReturn_enum_NVML_ERROR_NOT_FOUND) => Ok(None),
+        answer => answer,
+    }
+}
+
+/// Scans the MIG device at an index. "Not offered" if the device lacks a required fact: the index has no device.
+fn mig_device(
+    parent: &Device<'_>,
+    calls: &Calls,
+    index: u32,
+    numbers: &Result<Profiles, CallError>,
+    minor: &Answer<u32>,
+    minors: &str,
+) -> Answer<MigDeviceScan> {
+    let Some(device) = handle(parent, calls, index)? else { return Ok(None) };
+    let uuid = calls.ask(UUID, || device.uuid())?.map(|uuid| uuid.parse::<MigUuid>()).transpose();
+    let uuid = uuid.map_err(|error| CallError::unreadable(UUID, error))?;
+    let gpu_instance = calls.raw("nvmlDeviceGetGpuInstanceId", || raw::gpu_instance_id(&device))?;
+    let compute_instance = calls.raw("nvmlDeviceGetComputeInstanceId", || raw::compute_instance_id(&device))?;
+    let attributes = calls.ask("nvmlDeviceGetAttributes_v2", || device.attributes())?;
+    let (Some(uuid), Some(gpu_instance), Some(compute_instance), Some(attributes)) =
+        (uuid, gpu_instance, compute_instance, attributes)
+    else {
+        return Ok(None);
+    };
+    let find = |minor| MigCapabilities::find(minors, minor, gpu_instance, compute_instance);
+    let handle = calls.raw("nvmlDeviceGetGpuInstanceById", || GpuInstanceHandle::by_id(parent, gpu_instance));
+    let info = |handle: GpuInstanceHandle<'_, '_>| calls.raw("nvmlGpuInstanceGetInfo", || handle.info());
+    let instance = handle.and_then(|handle| handle.map_or(Ok(None), info)).map(|instance| {
+        instance.map(|raw::GpuInstance { profile_id, start, size, .. }| MigInstanceScan {
+            profile_id,
+            placement: MigPlacement { start, size },
+        })
+    });
+    Ok(Some(MigDeviceScan {
+        extension: extension(numbers, &instance),
+        instance,
+        capabilities: minor.clone().map(|minor| minor.and_then(find)),
+        device: MigDeviceObservation {
+            index,
+            uuid,
+            gpu_instance,
+            compute_instance,
+            gpu_slices: attributes.gpu_instance_slice_count,
+            compute_slices: attributes.compute_instance_slice_count,
+            memory_mib: attributes.memory_size_mb,
+            profile_id: None,
+            placement: None,
+            extension: None,
+            engines: Some(MigEngines {
+                multiprocessors: attributes.multiprocessor_count,
+                copy: attributes.shared_copy_engine_count,
+                decoder: attributes.shared_decoder_count,
+                encoder: attributes.shared_encoder_count,
+                jpeg: attributes.shared_jpeg_count,
+                ofa: attributes.shared_ofa_count,
+            }),
+            capabilities: None,
+        },
+    }))
+}
+
+/// NVML's number of each profile that the GPU has, and the profile.
+type Profiles = Vec<(u32, sys::nvmlGpuInstanceProfileInfo_t)>;
+
+fn numbers(device: &Device<'_>, calls: &Calls) -> Result<Profiles, CallError> {
+    let mut found = Vec::new();
+    for number in 0..sys::NVML_GPU_INSTANCE_PROFILE_COUNT {
+        match calls.raw("nvmlDeviceGetGpuInstanceProfileInfo", || raw::profile(device, number)) {
+            // This GPU does not have the profile.
+            Err(error) if error.is(sys::nvmlReturn_enum_NVML_ERROR_INVALID_ARGUMENT) => {}
+            info => found.extend(info?.map(|info| (number, info))),
+        }
+    }
+    Ok(found)
+}
+
+/// The extension of a device's profile. NVML reports the driver's id of the GPU instance's profile; the number with
+/// that id decides.
+fn extension(numbers: &Result<Profiles, CallError>, instance: &Answer<MigInstanceScan>) -> Answer<MigExtension> {
+    let Some(MigInstanceScan { profile_id: id, .. }) = instance.clone()? else { return Ok(None) };
+    let mut known = numbers.as_ref().map_err(Clone::clone)?.iter();
+    Ok(known.find(|(_, info)| info.id == id).map(|(number, _)| MigExtension::of_profile(*number)))
+}
+
+/// The profiles that can be placed on the GPU.
+fn profiles(device: &Device<'_>, calls: &Calls, numbers: &Profiles) -> Answer<Vec<MigProfileObservation>> {
+    const CALL: &str = "nvmlDeviceGetGpuInstancePossiblePlacements_v2";
+    let mut profiles = Vec::new();
+    for (number, info) in numbers {
+        let placements = match calls.raw(CALL, || raw::placements(device, info.id)) {
+            Err(error) if error.is(sys::nvmlReturn_enum_NVML_ERROR_INVALID_ARGUMENT) => None,
+            placements => placements?,
+        };
+        let placements = placements.unwrap_or_default().into_iter().map(|(start, size)| MigPlacement { start, size });
+        profiles.push(MigProfileObservation {
+            id: info.id,
+            number: *number,
+            gpu_slices: info.sliceCount,
+            memory_mib: info.memorySizeMB,
+            instances: info.instanceCount,
+            engines: MigEngines {
+                multiprocessors: info.multiprocessorCount,
+                copy: info.copyEngineCount,
+                decoder: info.decoderCount,
+                encoder: info.encoderCount,
+                jpeg: info.jpegCount,
+                ofa: info.ofaCount,
+            },
+            placements: placements.collect(),
+        });
+    }
+    profiles.retain(|profile| !profile.placements.is_empty());
+    Ok(Some(profiles))
+}

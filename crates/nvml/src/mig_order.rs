@@ -1,0 +1,150 @@
+//! Makes and destroys GPU instances for claims, in the agent. See docs/mig.md.
+//!
+//! Called by `watch` for an order of the parent, one at a time. Each call is reported before it is made. So a call that
+//! hangs costs only this process, after the limit of any call, and the parent knows the call.
+
+use nvml_wrapper_sys::bindings as sys;
+
+use super::call::{Answer, CallError, Fault};
+use super::mig::handle;
+use super::probe::{Gpu, UUID};
+use super::raw::{self, GpuInstance, GpuInstanceHandle};
+use linkwise_core::claims::{MigOrder, MigOrderError, MigTask};
+use linkwise_core::topology::{MigSlot, MigUuid};
+
+/// The advice for an operator whose container may not change MIG devices.
+const NO_RIGHTS: &str = ": this container lacks the rights for MIG on demand; the overlay dra-mig and the chart's \
+    dra.migRights give them (docs/mig.md)";
+
+/// The reason why an order failed, and whether its instance may exist.
+struct Failure {
+    error: CallError,
+    may_exist: bool,
+}
+
+impl Failure {
+    /// A failure before anything was made.
+    fn before(error: CallError) -> Self {
+        Self { error, may_exist: false }
+    }
+
+    fn after(error: CallError) -> Self {
+        Self { error, may_exist: true }
+    }
+}
+
+/// Carries out an order; returns the MIG device if it made one. `hides_gpus` is true if `gpus` may lack a GPU that is
+/// not lost.
+pub fn carry_out(gpus: &[Gpu<'_>], hides_gpus: bool, order: &MigOrder) -> Result<Option<MigUuid>, MigOrderError> {
+    let gpu = gpus.iter().find(|gpu| gpu.uuid == order.gpu);
+    let done = match (&order.task, gpu) {
+        (MigTask::Make, None) => {
+            let why = format!("NVML does not list {}", order.gpu);
+            return Err(MigOrderError { why, may_exist: false });
+        }
+        (MigTask::Destroy(_), None) if hides_gpus => {
+            let why = format!("NVML may not be asked about {}, or does not answer", order.gpu);
+            return Err(MigOrderError { why, may_exist: true });
+        }
+        // A vanished GPU took its instances with it.
+        (MigTask::Destroy(_), None) => Ok(None),
+        (MigTask::Make, Some(gpu)) => make(gpu, order.slot).map(Some),
+        (MigTask::Destroy(device), Some(gpu)) => {
+            let destroyed = destroy(gpu, order.slot, device.as_ref());
+            let is_lost = |error: &CallError| error.fault() == Fault::GpuLost;
+            match destroyed {
+                Err(error) if is_lost(&error) => Ok(None),
+                other => other.map(|()| None).map_err(Failure::after),
+            }
+        }
+    };
+    done.map_err(|Failure { error, may_exist }| {
+        let rights = if error.fault() == Fault::NoPermission { NO_RIGHTS } else { "" };
+        MigOrderError { why: format!("{error}{rights}"), may_exist }
+    })
+}
+
+/// NVML's answer to an order: without an answer the order cannot go on.
+fn required<T>(call: &'static str, answer: Answer<T>) -> Result<T, CallError> {
+    answer?.ok_or_else(|| CallError::returned(call, sys::nvmlReturn_enum_NVML_ERROR_NOT_SUPPORTED))
+}
+
+fn make(gpu: &Gpu<'_>, MigSlot { profile_id, placement }: MigSlot) -> Result<MigUuid, Failure> {
+    const CREATE: &str = "nvmlDeviceCreateGpuInstanceWithPlacement";
+    let created = || GpuInstanceHandle::create(&gpu.device, profile_id, placement.start, placement.size);
+    let instance = required(CREATE, gpu.calls.raw(CREATE, created)).map_err(Failure::before)?;
+    let id = gpu.calls.raw(INFO, || instance.info());
+    let made = required(INFO, id).and_then(|GpuInstance { id, .. }| fill(gpu, &instance, id));
+    // A half-made instance is destroyed; if that fails, the error is still that of the creation.
+    made.map_err(|error| match destroy(gpu, MigSlot { profile_id, placement }, None) {
+        Ok(()) => Failure::before(error),
+        Err(_) => Failure::after(error),
+    })
+}
+
+const INFO: &str = "nvmlGpuInstanceGetInfo";
+
+/// Makes the compute instance that takes a whole GPU instance; returns its MIG device.
+fn fill(gpu: &Gpu<'_>, instance: &GpuInstanceHandle<'_, '_>, id: u32) -> Result<MigUuid, CallError> {
+    const PROFILE: &str = "nvmlGpuInstanceGetComputeInstanceProfileInfo";
+    const CREATE: &str = "nvmlGpuInstanceCreateComputeInstance";
+    let mut whole: Option<(u32, u32)> = None;
+    for number in 0..sys::NVML_COMPUTE_INSTANCE_PROFILE_COUNT {
+        match gpu.calls.raw(PROFILE, || instance.compute_profile(number)) {
+            // This instance does not have the profile.
+            Err(error) if error.is(sys::nvmlReturn_enum_NVML_ERROR_INVALID_ARGUMENT) => {}
+            found => {
+                let larger = found?.filter(|(_, slices)| whole.is_none_or(|(_, most)| *slices > most));
+                whole = larger.or(whole);
+            }
+        }
+    }
+    let (profile, _) = required(PROFILE, Ok(whole))?;
+    required(CREATE, gpu.calls.raw(CREATE, || instance.create_compute_instance(profile)))?;
+    let (_, device) = devices(gpu, id)?.pop().ok_or_else(|| {
+        CallError::unreadable(CREATE, "NVML lists no MIG device of the compute instance that was made")
+    })?;
+    Ok(device)
+}
+
+/// The MIG devices of a GPU instance: the ids of their compute instances, and their UUIDs.
+fn devices(gpu: &Gpu<'_>, instance: u32) -> Result<Vec<(u32, MigUuid)>, CallError> {
+    const COUNT: &str = "nvmlDeviceGetMaxMigDeviceCount";
+    let mut found = Vec::new();
+    let count = required(COUNT, gpu.calls.ask(COUNT, || gpu.device.mig_device_count()))?;
+    for index in 0..count {
+        let Some(device) = handle(&gpu.device, &gpu.calls, index)? else { continue };
+        if gpu.calls.raw("nvmlDeviceGetGpuInstanceId", || raw::gpu_instance_id(&device))? != Some(instance) {
+            continue;
+        }
+        const COMPUTE: &str = "nvmlDeviceGetComputeInstanceId";
+        let compute = required(COMPUTE, gpu.calls.raw(COMPUTE, || raw::compute_instance_id(&device)))?;
+        let uuid = required(UUID, gpu.calls.ask(UUID, || device.uuid()))?;
+        found.push((compute, uuid.parse().map_err(|error| CallError::unreadable(UUID, error))?));
+    }
+    Ok(found)
+}
+
+fn destroy(gpu: &Gpu<'_>, slot: MigSlot, only: Option<&MigUuid>) -> Result<(), CallError> {
+    const LIST: &str = "nvmlDeviceGetGpuInstances";
+    let of_profile = || GpuInstanceHandle::of_profile(&gpu.device, slot.profile_id);
+    // Without MIG mode there is no instance.
+    let Some(instances) = gpu.calls.raw(LIST, of_profile)? else { return Ok(()) };
+    for instance in instances {
+        let GpuInstance { id, start, .. } = required(INFO, gpu.calls.raw(INFO, || instance.info()))?;
+        if start != slot.placement.start {
+            continue;
+        }
+        let devices = devices(gpu, id)?;
+        if only.is_some_and(|only| devices.iter().any(|(_, uuid)| uuid != only)) {
+            return Ok(());
+        }
+        for (compute, _) in devices {
+            const COMPUTE: &str = "nvmlComputeInstanceDestroy";
+            required(COMPUTE, gpu.calls.raw(COMPUTE, || instance.destroy_compute_instance(compute)))?;
+        }
+        const DESTROY: &str = "nvmlGpuInstanceDestroy";
+        return required(DESTROY, gpu.calls.raw(DESTROY, || instance.destroy()));
+    }
+    Ok(())
+}

@@ -1,0 +1,205 @@
+//! One poll of a GPU: cheap calls whose answers show its health.
+//!
+//! Called by `watch`. It judges nothing. A call that a GPU does not offer gives `None`, and this agent does not make it
+//! again.
+
+use std::collections::BTreeSet;
+
+use nvml_wrapper::enum_wrappers::device::{EccCounter, MemoryError, TemperatureSensor};
+use nvml_wrapper::enums::device::SampleValue;
+use nvml_wrapper::error::NvmlError;
+use nvml_wrapper::structs::device::FieldId;
+use nvml_wrapper_sys::bindings as sys;
+
+use super::call::{Answer, CallError, Fault, answer, offered};
+use super::calls::Calls;
+use super::mig;
+use super::probe::{FABRIC, Gpu, NVLINK};
+use super::raw::{self, Fabric};
+use linkwise_core::state::{FabricHealth, HealthPoll, Reach, RecoveryAction, RowRemapping};
+use linkwise_core::topology::MigUuid;
+
+/// The call that has to reach the GPU: memory and names come from a cache, a temperature is read from the GPU.
+const REACH: &str = "nvmlDeviceGetTemperature";
+
+/// The calls and links that one GPU does not offer.
+#[derive(Debug, Default)]
+pub struct Silence {
+    calls: BTreeSet<&'static str>,
+    links: BTreeSet<u32>,
+    /// Set if the GPU was in MIG mode at its last answer about that.
+    mig: Option<bool>,
+}
+
+impl Silence {
+    /// Records the MIG mode. A GPU offers other calls in MIG mode: after a change, all calls are tried again.
+    fn learn(&mut self, mig: bool) {
+        if self.mig.is_some_and(|before| before != mig) {
+            (self.calls, self.links) = (BTreeSet::new(), BTreeSet::new());
+        }
+        self.mig = Some(mig);
+    }
+
+    /// Makes a call, if the GPU offers it. A failed call gives no fact here: [`reading`] shows if the GPU answers.
+    fn fact<T>(&mut self, call: &'static str, ask: impl FnOnce(&'static str) -> Answer<T>) -> Option<T> {
+        if self.calls.contains(call) {
+            return None;
+        }
+        let answer = ask(call);
+        if let Ok(None) = answer {
+            self.calls.insert(call);
+        }
+        answer.ok().flatten()
+    }
+}
+
+/// The result of a poll of one GPU.
+pub struct Polled {
+    /// The facts for the parent.
+    pub health: HealthPoll,
+    /// Each NVLink that answered, with true if it is up; `None` if links cannot be asked.
+    pub links: Option<Vec<(u32, bool)>>,
+    /// The MIG devices in NVML's order, if all answered; `None` inside if MIG is off.
+    pub mig: Option<Option<Vec<MigUuid>>>,
+}
+
+/// Polls a GPU.
+pub fn poll(gpu: &Gpu<'_>, silence: &mut Silence) -> Polled {
+    let device = &gpu.device;
+    let reach = reach(reading(gpu, &gpu.calls));
+    let rows = || raw::remapped_rows(device);
+    let ecc = || device.total_ecc_errors(MemoryError::Uncorrected, EccCounter::Volatile);
+    let calls = &gpu.calls;
+    let mig = silence.fact("nvmlDeviceGetMigMode", |call| calls.ask(call, || device.mig_mode()));
+    let mig = mig.map(|mode| mode.current != sys::NVML_DEVICE_MIG_DISABLE);
+    if let Some(mig) = mig {
+        silence.learn(mig);
+    }
+    let recovery_action =
+        silence.fact("nvmlDeviceGetFieldValues", |call| offered(calls.ask(call, || recovery_action(gpu))));
+    let row_remapping = silence.fact("nvmlDeviceGetRemappedRows", |call| calls.raw(call, rows));
+    let uncorrectable_ecc = silence.fact("nvmlDeviceGetTotalEccErrors", |call| calls.ask(call, ecc));
+    let fabric = silence.fact(FABRIC, |call| calls.raw(call, || raw::fabric(device)));
+    // A GPU in MIG mode does not use its NVLinks, and some drivers switch them off: none counts as down.
+    let divided = mig.or(silence.mig) == Some(true);
+    let links = if divided { None } else { links(gpu, silence) };
+    let down = |links: &Vec<(u32, bool)>| links.iter().filter(|(_, up)| !up).map(|(link, _)| *link).collect();
+    let health = HealthPoll {
+        reach,
+        recovery_action: recovery_action.map(RecoveryAction::from),
+        row_remapping: row_remapping.map(|(pending, failed)| RowRemapping { pending, failed }),
+        uncorrectable_ecc,
+        nvlinks_down: if divided { Some(Vec::new()) } else { links.as_ref().map(down) },
+        fabric: fabric.and_then(joined),
+        on_bus: None,
+    };
+    Polled { health, links, mig: mig.and_then(|on| if on { mig::names(device, calls).map(Some) } else { Some(None) }) }
+}
+
+/// A reading of the GPU itself.
+pub fn reading(gpu: &Gpu<'_>, calls: &Calls) -> Answer<u32> {
+    calls.ask(REACH, || gpu.device.temperature(TemperatureSensor::Gpu))
+}
+
+fn reach(answer: Answer<u32>) -> Reach {
+    match answer {
+        Ok(Some(_)) => Reach::Answers,
+        Ok(None) => Reach::Unknown,
+        Err(error) => unreached(&error),
+    }
+}
+
+/// The reach of a GPU, from the failure of a call that has to reach it.
+pub fn unreached(error: &CallError) -> Reach {
+    let call = error.call.to_string();
+    match error.fault() {
+        Fault::GpuLost => Reach::Lost { call },
+        Fault::ResetRequired => Reach::ResetRequired { call },
+        _ => Reach::Failed { call, error: error.reason.to_string() },
+    }
+}
+
+/// NVML's number of the recovery action.
+fn recovery_action(gpu: &Gpu<'_>) -> Result<u32, NvmlError> {
+    let field = FieldId(sys::field_id::NVML_FI_DEV_GET_GPU_RECOVERY_ACTION);
+    let values = gpu.device.field_values_for(&[field])?;
+    match values.into_iter().next().ok_or(NvmlError::NotSupported)??.value? {
+        SampleValue::U32(number) => Ok(number),
+        SampleValue::U64(number) => u32::try_from(number).map_err(|_| NvmlError::Unknown),
+        _ => Err(NvmlError::Unknown),
+    }
+}
+
+/// The health of the GPU's fabric registration; `None` if the GPU is not meant to join a fabric.
+fn joined(fabric: Fabric) -> Option<FabricHealth> {
+    match (fabric.state, fabric.status) {
+        (sys::NVML_GPU_FABRIC_STATE_COMPLETED, sys::nvmlReturn_enum_NVML_SUCCESS) => Some(FabricHealth::Joined),
+        (sys::NVML_GPU_FABRIC_STATE_COMPLETED, status) => Some(FabricHealth::Failed { status }),
+        (sys::NVML_GPU_FABRIC_STATE_NOT_STARTED | sys::NVML_GPU_FABRIC_STATE_IN_PROGRESS, _) => {
+            Some(FabricHealth::Joining)
+        }
+        _ => None,
+    }
+}
+
+/// The links with true for each that is up; a link whose call failed is left out.
+fn links(gpu: &Gpu<'_>, silence: &mut Silence) -> Option<Vec<(u32, bool)>> {
+    let wanted: Vec<u32> = (0..sys::NVML_NVLINK_MAX_LINKS).filter(|link| !silence.links.contains(link)).collect();
+    if wanted.is_empty() {
+        return Some(Vec::new());
+    }
+    // There is one report for all links: it does not matter which of them hangs.
+    gpu.calls.report(NVLINK);
+    let mut links = Vec::new();
+    let mut answered = false;
+    for link in wanted {
+        let answer = offered(answer(NVLINK, gpu.device.link_wrapper_for(link).is_active()));
+        answered |= answer.is_ok();
+        if let Ok(None) = answer {
+            silence.links.insert(link);
+        }
+        links.extend(answer.ok().flatten().map(|up| (link, up)));
+    }
+    answered.then_some(links)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_fabric_that_is_not_there_is_none_and_one_that_failed_says_why() {
+        let fabric = |state, status| joined(Fabric { cluster: [0; 16], clique: 0, state, status });
+        let states = [(0, 0), (1, 0), (2, 0), (3, 0), (3, 999), (77, 0)].map(|(state, status)| fabric(state, status));
+        use FabricHealth::{Failed, Joined, Joining};
+        assert_eq!(states, [None, Some(Joining), Some(Joining), Some(Joined), Some(Failed { status: 999 }), None]);
+    }
+
+    #[test]
+    fn another_mig_mode_is_asked_everything_again() {
+        let mut silence = Silence::default();
+        silence.learn(false);
+        (silence.calls, silence.links) = (["f"].into(), [1].into());
+        silence.learn(false);
+        assert!(silence.calls.contains("f") && silence.links.contains(&1));
+        silence.learn(true);
+        assert!(silence.calls.is_empty() && silence.links.is_empty());
+    }
+
+    #[test]
+    fn what_is_not_offered_is_asked_once_and_what_fails_again() {
+        let mut silence = Silence::default();
+        let mut asked = 0;
+        for _ in 0..3 {
+            let none = silence.fact("f", |_| {
+                asked += 1;
+                Ok::<Option<u32>, _>(None)
+            });
+            assert_eq!(none, None);
+        }
+        assert_eq!(asked, 1);
+        let failed = super::super::call::returned::<u32>("g", 999, || None);
+        assert_eq!(silence.fact("g", |_| failed.clone()), None);
+        assert_eq!(silence.fact("g", |_| Ok(Some(1))), Some(1));
+    }
+}

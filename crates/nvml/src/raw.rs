@@ -1,0 +1,438 @@
+//! The only `unsafe` of the package: NVML calls that nvml-wrapper 0.13 lacks or answers wrongly, and one of the system's
+//! that no safe library has.
+//!
+//! Called by the other files of the agent. Each function is one C call; it interprets nothing beyond the return code.
+//! Handles are live wherever they come from a [`Device`], because that borrows the `Nvml` which keeps the library
+//! initialised; the same holds for an [`EventSet`].
+
+#![allow(unsafe_code, reason = "the one file that may: NVML's C calls that nvml-wrapper lacks or has wrong")]
+
+use std::mem::size_of;
+use std::time::Duration;
+
+use nvml_wrapper::{Device, Nvml};
+use nvml_wrapper_sys::bindings as sys;
+
+use super::call::{Answer, CallError, returned};
+
+/// Returns true if two handles are the same GPU.
+pub fn same(one: &Device<'_>, two: &Device<'_>) -> bool {
+    // JUSTIFICATION: an event names its GPU by handle, and a lost GPU can no longer be asked for its UUID.
+    // SAFETY: the pointers are compared, never followed.
+    unsafe { one.handle() == two.handle() }
+}
+
+/// A call that writes one answer about a GPU or MIG device.
+type Getter<T> = unsafe extern "C" fn(sys::nvmlDevice_t, *mut T) -> sys::nvmlReturn_t;
+
+/// Makes a call that writes one answer, into `answer`; a library without it does not offer it.
+fn get<T, E>(name: &'static str, call: &Result<Getter<T>, E>, device: &Device<'_>, mut answer: T) -> Answer<T> {
+    let Ok(call) = call else { return Ok(None) };
+    // JUSTIFICATION: nvml-wrapper does not have the call, or not so; each caller says why.
+    // SAFETY: the handle is live, and `answer` is a valid place for what the call writes, by the call's own type.
+    let code = unsafe { call(device.handle(), &mut answer) };
+    returned(name, code, || Some(answer))
+}
+
+/// The kind of device at an NVLink's far end, as `nvmlIntNvLinkDeviceType_t`.
+pub fn remote_device_type(device: &Device<'_>, link: u32) -> Answer<u32> {
+    let Ok(call) = &device.nvml().lib().nvmlDeviceGetNvLinkRemoteDeviceType else { return Ok(None) };
+    let mut kind = sys::nvmlIntNvLinkDeviceType_enum_NVML_NVLINK_DEVICE_TYPE_UNKNOWN;
+    // JUSTIFICATION: nvml-wrapper lets NVML write into a temporary, so that its answer is always Unknown.
+    // SAFETY: the handle is live, and `kind` is a valid place for the answer.
+    let code = unsafe { call(device.handle(), link, &mut kind) };
+    returned("nvmlDeviceGetNvLinkRemoteDeviceType", code, || Some(kind))
+}
+
+/// The common ancestor of two GPUs, as `nvmlGpuTopologyLevel_t`.
+pub fn common_ancestor(one: &Device<'_>, two: &Device<'_>) -> Answer<u32> {
+    let Ok(call) = &one.nvml().lib().nvmlDeviceGetTopologyCommonAncestor else { return Ok(None) };
+    let mut level = 0;
+    // JUSTIFICATION: nvml-wrapper takes its second device by value, and a Device cannot be copied.
+    // SAFETY: both handles are live, and `level` is a valid place for the answer.
+    let code = unsafe { call(one.handle(), two.handle(), &mut level) };
+    returned("nvmlDeviceGetTopologyCommonAncestor", code, || Some(level))
+}
+
+/// The total memory in bytes, by the call of drivers before nvmlDeviceGetMemoryInfo_v2.
+pub fn memory_total(device: &Device<'_>) -> Answer<u64> {
+    // nvml-wrapper has version 2 only, which drivers before R510 lack.
+    let memory = sys::nvmlMemory_t { total: 0, free: 0, used: 0 };
+    let memory = get("nvmlDeviceGetMemoryInfo", &device.nvml().lib().nvmlDeviceGetMemoryInfo, device, memory)?;
+    Ok(memory.map(|memory| memory.total))
+}
+
+/// Returns true if NVLink-C2C joins the GPU to a processor.
+pub fn c2c(device: &Device<'_>) -> Answer<bool> {
+    let mode = sys::nvmlC2cModeInfo_v1_t { isC2cEnabled: 0 };
+    let mode = get("nvmlDeviceGetC2cModeInfoV", &device.nvml().lib().nvmlDeviceGetC2cModeInfoV, device, mode)?;
+    Ok(mode.map(|mode| mode.isC2cEnabled != 0))
+}
+
+/// The brand, as `nvmlBrandType_t`.
+pub fn brand(device: &Device<'_>) -> Answer<u32> {
+    // nvml-wrapper makes an error of a brand that is newer than it.
+    let unknown = sys::nvmlBrandType_enum_NVML_BRAND_UNKNOWN;
+    get("nvmlDeviceGetBrand", &device.nvml().lib().nvmlDeviceGetBrand, device, unknown)
+}
+
+/// The architecture, as `nvmlDeviceArchitecture_t`.
+pub fn architecture(device: &Device<'_>) -> Answer<u32> {
+    // nvml-wrapper makes an error of an architecture that is newer than it.
+    let unknown = sys::NVML_DEVICE_ARCH_UNKNOWN;
+    get("nvmlDeviceGetArchitecture", &device.nvml().lib().nvmlDeviceGetArchitecture, device, unknown)
+}
+
+/// The way in which the GPU addresses the host's memory, as `nvmlDeviceAddressingModeType_t`.
+pub fn addressing_mode(device: &Device<'_>) -> Answer<u32> {
+    #[expect(clippy::cast_possible_truncation, reason = "a struct of two words")]
+    const VERSION_1: u32 = size_of::<sys::nvmlDeviceAddressingMode_v1_t>() as u32 | 1 << 24;
+    let mode = sys::nvmlDeviceAddressingMode_v1_t { version: VERSION_1, value: 0 };
+    let mode = get("nvmlDeviceGetAddressingMode", &device.nvml().lib().nvmlDeviceGetAddressingMode, device, mode)?;
+    Ok(mode.map(|mode| mode.value))
+}
+
+/// Returns two flags: a row remapping is pending, and one failed.
+pub fn remapped_rows(device: &Device<'_>) -> Answer<(bool, bool)> {
+    let Ok(call) = &device.nvml().lib().nvmlDeviceGetRemappedRows else { return Ok(None) };
+    let (mut corrected, mut uncorrected, mut pending, mut failed) = (0, 0, 0, 0);
+    // JUSTIFICATION: nvml-wrapper does not have this call.
+    // SAFETY: the handle is live, and each pointer is a valid place for an answer.
+    let code = unsafe { call(device.handle(), &mut corrected, &mut uncorrected, &mut pending, &mut failed) };
+    returned("nvmlDeviceGetRemappedRows", code, || Some((pending != 0, failed != 0)))
+}
+
+/// A GPU's fabric registration.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Fabric {
+    pub cluster: [u8; 16],
+    pub clique: u32,
+    /// `NVML_GPU_FABRIC_STATE_*`.
+    pub state: u32,
+    /// The `nvmlReturn_t` of the registration.
+    pub status: u32,
+}
+
+/// The fabric registration, by the versioned call if the library has it, otherwise by the first one.
+pub fn fabric(device: &Device<'_>) -> Answer<Fabric> {
+    #[expect(clippy::cast_possible_truncation, reason = "a struct of some dozens of bytes")]
+    const VERSION_2: u32 = size_of::<sys::nvmlGpuFabricInfo_v2_t>() as u32 | 2 << 24;
+    let call = &device.nvml().lib().nvmlDeviceGetGpuFabricInfoV;
+    if call.is_err() {
+        return first_fabric(device);
+    }
+    // Version 2 suffices, and it is the head of version 3, which is what the bindings call V.
+    let info = sys::nvmlGpuFabricInfo_v3_t {
+        version: VERSION_2,
+        clusterUuid: [0; 16],
+        status: 0,
+        cliqueId: 0,
+        state: 0,
+        healthMask: 0,
+        healthSummary: 0,
+    };
+    // The answer is as large as the version word says, and larger.
+    let info = get("nvmlDeviceGetGpuFabricInfoV", call, device, info)?;
+    Ok(info.map(|info| Fabric {
+        cluster: info.clusterUuid,
+        clique: info.cliqueId,
+        state: info.state.into(),
+        status: info.status,
+    }))
+}
+
+fn first_fabric(device: &Device<'_>) -> Answer<Fabric> {
+    let info = sys::nvmlGpuFabricInfo_t { clusterUuid: [0; 16], status: 0, cliqueId: 0, state: 0 };
+    let info = get("nvmlDeviceGetGpuFabricInfo", &device.nvml().lib().nvmlDeviceGetGpuFabricInfo, device, info)?;
+    Ok(info.map(|info| Fabric {
+        cluster: info.clusterUuid,
+        clique: info.cliqueId,
+        state: info.state.into(),
+        status: info.status,
+    }))
+}
+
+/// The id of a MIG device's GPU instance.
+pub fn gpu_instance_id(mig_device: &Device<'_>) -> Answer<u32> {
+    get("nvmlDeviceGetGpuInstanceId", &mig_device.nvml().lib().nvmlDeviceGetGpuInstanceId, mig_device, 0)
+}
+
+/// The id of a MIG device's compute instance, within its GPU instance.
+pub fn compute_instance_id(mig_device: &Device<'_>) -> Answer<u32> {
+    get("nvmlDeviceGetComputeInstanceId", &mig_device.nvml().lib().nvmlDeviceGetComputeInstanceId, mig_device, 0)
+}
+
+/// The profile and the place of a GPU instance.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct GpuInstance {
+    pub id: u32,
+    /// The id of its profile; ids are the driver's own, see [`profile`].
+    pub profile_id: u32,
+    /// Its first memory slice.
+    pub start: u32,
+    /// The number of its memory slices.
+    pub size: u32,
+}
+
+/// A GPU instance by NVML's handle, which is valid until the instance is destroyed.
+pub struct GpuInstanceHandle<'a, 'nvml> {
+    device: &'a Device<'nvml>,
+    handle: sys::nvmlGpuInstance_t,
+}
+
+impl<'a, 'nvml> GpuInstanceHandle<'a, 'nvml> {
+    /// Finds a GPU instance by its id.
+    pub fn by_id(device: &'a Device<'nvml>, id: u32) -> Answer<Self> {
+        let Ok(call) = &device.nvml().lib().nvmlDeviceGetGpuInstanceById else { return Ok(None) };
+        let mut handle: sys::nvmlGpuInstance_t = std::ptr::null_mut();
+        // JUSTIFICATION: nvml-wrapper does not have this call.
+        // SAFETY: the GPU's handle is live, and `handle` is a valid place for the answer.
+        let code = unsafe { call(device.handle(), id, &mut handle) };
+        returned("nvmlDeviceGetGpuInstanceById", code, || Some(Self { device, handle }))
+    }
+
+    /// Lists the GPU instances of a profile, by the driver's id of it.
+    pub fn of_profile(device: &'a Device<'nvml>, profile: u32) -> Answer<Vec<Self>> {
+        /// The room for answers; no GPU has a tenth of it.
+        const MOST: u32 = 64;
+        let Ok(call) = &device.nvml().lib().nvmlDeviceGetGpuInstances else { return Ok(None) };
+        let (mut handles, mut count) = ([std::ptr::null_mut(); MOST as usize], MOST);
+        // JUSTIFICATION: nvml-wrapper does not have this call.
+        // SAFETY: the GPU's handle is live; `handles` has room for `count` answers, and for more than any GPU has.
+        let code = unsafe { call(device.handle(), profile, handles.as_mut_ptr(), &mut count) };
+        returned("nvmlDeviceGetGpuInstances", code, || {
+            let found = handles.into_iter().take(usize::try_from(count).unwrap_or(0));
+            Some(found.map(|handle| Self { device, handle }).collect())
+        })
+    }
+
+    /// Makes a GPU instance of a profile, by the driver's id of it, at a place in memory slices.
+    pub fn create(device: &'a Device<'nvml>, profile: u32, start: u32, size: u32) -> Answer<Self> {
+        let Ok(call) = &device.nvml().lib().nvmlDeviceCreateGpuInstanceWithPlacement else { return Ok(None) };
+        let (placement, mut handle) = (sys::nvmlGpuInstancePlacement_t { start, size }, std::ptr::null_mut());
+        // JUSTIFICATION: nvml-wrapper does not have this call.
+        // SAFETY: the GPU's handle is live, `placement` is read, and `handle` is a valid place for the answer.
+        let code = unsafe { call(device.handle(), profile, &placement, &mut handle) };
+        returned("nvmlDeviceCreateGpuInstanceWithPlacement", code, || Some(Self { device, handle }))
+    }
+
+    /// Destroys the instance. Its compute instances have to be destroyed before.
+    pub fn destroy(self) -> Answer<()> {
+        let Ok(call) = &self.device.nvml().lib().nvmlGpuInstanceDestroy else { return Ok(None) };
+        // JUSTIFICATION: nvml-wrapper does not have this call.
+        // SAFETY: NVML gave the handle, and it is not used again: this takes it.
+        let code = unsafe { call(self.handle) };
+        returned("nvmlGpuInstanceDestroy", code, || Some(()))
+    }
+
+    /// Its profile and its place.
+    pub fn info(&self) -> Answer<GpuInstance> {
+        let Ok(call) = &self.device.nvml().lib().nvmlGpuInstanceGetInfo else { return Ok(None) };
+        let placement = sys::nvmlGpuInstancePlacement_t { start: 0, size: 0 };
+        let mut info = sys::nvmlGpuInstanceInfo_t { device: std::ptr::null_mut(), id: 0, profileId: 0, placement };
+        // JUSTIFICATION: nvml-wrapper does not have this call.
+        // SAFETY: NVML gave the handle, and `info` is the structure this call fills.
+        let code = unsafe { call(self.handle, &mut info) };
+        returned("nvmlGpuInstanceGetInfo", code, || {
+            let sys::nvmlGpuInstancePlacement_t { start, size } = info.placement;
+            Some(GpuInstance { id: info.id, profile_id: info.profileId, start, size })
+        })
+    }
+
+    /// A profile of compute instances by its number (`NVML_COMPUTE_INSTANCE_PROFILE_*`): the driver's id of it, and its
+    /// compute slices. The only engine profile is the shared one.
+    pub fn compute_profile(&self, number: u32) -> Answer<(u32, u32)> {
+        let Ok(call) = &self.device.nvml().lib().nvmlGpuInstanceGetComputeInstanceProfileInfo else { return Ok(None) };
+        let mut info = sys::nvmlComputeInstanceProfileInfo_t {
+            id: 0,
+            sliceCount: 0,
+            instanceCount: 0,
+            multiprocessorCount: 0,
+            sharedCopyEngineCount: 0,
+            sharedDecoderCount: 0,
+            sharedEncoderCount: 0,
+            sharedJpegCount: 0,
+            sharedOfaCount: 0,
+        };
+        let engines = sys::NVML_COMPUTE_INSTANCE_ENGINE_PROFILE_SHARED;
+        // JUSTIFICATION: nvml-wrapper does not have this call.
+        // SAFETY: NVML gave the handle, and `info` is the structure this call fills.
+        let code = unsafe { call(self.handle, number, engines, &mut info) };
+        returned("nvmlGpuInstanceGetComputeInstanceProfileInfo", code, || Some((info.id, info.sliceCount)))
+    }
+
+    /// Makes a compute instance of a profile, by the driver's id of it.
+    pub fn create_compute_instance(&self, profile: u32) -> Answer<()> {
+        let Ok(call) = &self.device.nvml().lib().nvmlGpuInstanceCreateComputeInstance else { return Ok(None) };
+        let mut instance = std::ptr::null_mut();
+        // JUSTIFICATION: nvml-wrapper does not have this call.
+        // SAFETY: NVML gave the handle, and `instance` is a valid place for the answer.
+        let code = unsafe { call(self.handle, profile, &mut instance) };
+        returned("nvmlGpuInstanceCreateComputeInstance", code, || Some(()))
+    }
+
+    /// Destroys the compute instance with this id.
+    pub fn destroy_compute_instance(&self, id: u32) -> Answer<()> {
+        let lib = self.device.nvml().lib();
+        let (Ok(find), Ok(destroy)) = (&lib.nvmlGpuInstanceGetComputeInstanceById, &lib.nvmlComputeInstanceDestroy)
+        else {
+            return Ok(None);
+        };
+        let mut instance = std::ptr::null_mut();
+        // JUSTIFICATION: nvml-wrapper does not have this call.
+        // SAFETY: NVML gave the handle, and `instance` is a valid place for the answer.
+        let code = unsafe { find(self.handle, id, &mut instance) };
+        if returned("nvmlGpuInstanceGetComputeInstanceById", code, || Some(()))?.is_none() {
+            return Ok(None);
+        }
+        // JUSTIFICATION: nvml-wrapper does not have this call.
+        // SAFETY: NVML has just given `instance`, and it is not used again.
+        let code = unsafe { destroy(instance) };
+        returned("nvmlComputeInstanceDestroy", code, || Some(()))
+    }
+}
+
+/// A profile of GPU instances, by its number (`NVML_GPU_INSTANCE_PROFILE_*`).
+pub fn profile(device: &Device<'_>, number: u32) -> Answer<sys::nvmlGpuInstanceProfileInfo_t> {
+    let Ok(call) = &device.nvml().lib().nvmlDeviceGetGpuInstanceProfileInfo else { return Ok(None) };
+    let mut info = sys::nvmlGpuInstanceProfileInfo_t {
+        id: 0,
+        isP2pSupported: 0,
+        sliceCount: 0,
+        instanceCount: 0,
+        multiprocessorCount: 0,
+        copyEngineCount: 0,
+        decoderCount: 0,
+        encoderCount: 0,
+        jpegCount: 0,
+        ofaCount: 0,
+        memorySizeMB: 0,
+    };
+    // JUSTIFICATION: nvml-wrapper does not have this call.
+    // SAFETY: the handle is live, and `info` is the structure this call fills.
+    let code = unsafe { call(device.handle(), number, &mut info) };
+    returned("nvmlDeviceGetGpuInstanceProfileInfo", code, || Some(info))
+}
+
+/// The possible placements of GPU instances of a profile, by the driver's id of it: first memory slice and number of
+/// slices.
+pub fn placements(device: &Device<'_>, profile: u32) -> Answer<Vec<(u32, u32)>> {
+    const CALL: &str = "nvmlDeviceGetGpuInstancePossiblePlacements_v2";
+    let Ok(call) = &device.nvml().lib().nvmlDeviceGetGpuInstancePossiblePlacements_v2 else { return Ok(None) };
+    let mut count = 0;
+    // JUSTIFICATION: nvml-wrapper does not have this call.
+    // SAFETY: the handle is live; without a buffer the call only counts.
+    let code = unsafe { call(device.handle(), profile, std::ptr::null_mut(), &mut count) };
+    if returned(CALL, code, || Some(()))?.is_none() {
+        return Ok(None);
+    }
+    let mut found = vec![sys::nvmlGpuInstancePlacement_t { start: 0, size: 0 }; usize::try_from(count).unwrap_or(0)];
+    if found.is_empty() {
+        return Ok(Some(Vec::new()));
+    }
+    // JUSTIFICATION: nvml-wrapper does not have this call.
+    // SAFETY: the handle is live, and `found` has room for `count` answers.
+    let code = unsafe { call(device.handle(), profile, found.as_mut_ptr(), &mut count) };
+    found.truncate(usize::try_from(count).unwrap_or(0));
+    returned(CALL, code, || Some(found.into_iter().map(|placement| (placement.start, placement.size)).collect()))
+}
+
+/// A set of events to wait for; freed when dropped.
+pub struct EventSet<'nvml> {
+    nvml: &'nvml Nvml,
+    set: sys::nvmlEventSet_t,
+}
+
+/// One event, with the instances that nvml-wrapper leaves out.
+pub struct Event<'nvml> {
+    /// The GPU; compare with [`same`].
+    pub device: Device<'nvml>,
+    /// One of `nvmlEventType*`.
+    pub kind: u64,
+    /// The XID, for an XID event.
+    pub data: u64,
+    pub gpu_instance: Option<u32>,
+    pub compute_instance: Option<u32>,
+}
+
+impl<'nvml> EventSet<'nvml> {
+    /// An empty set.
+    pub fn create(nvml: &'nvml Nvml) -> Answer<Self> {
+        let Ok(call) = &nvml.lib().nvmlEventSetCreate else { return Ok(None) };
+        let mut set = std::ptr::null_mut();
+        // JUSTIFICATION: nvml-wrapper's set cannot register a GPU without being lost on an error.
+        // SAFETY: the library is initialised while `nvml` lives, and `set` is a place for the answer.
+        let code = unsafe { call(&mut set) };
+        returned("nvmlEventSetCreate", code, || Some(Self { nvml, set }))
+    }
+
+    /// Registers a GPU's events, a union of `nvmlEventType*`.
+    ///
+    /// After NVML_ERROR_UNKNOWN the set is undefined, as NVML's reference says, and must be dropped.
+    pub fn register(&self, device: &Device<'nvml>, kinds: u64) -> Answer<()> {
+        let Ok(call) = &self.nvml.lib().nvmlDeviceRegisterEvents else { return Ok(None) };
+        // JUSTIFICATION: nvml-wrapper's call takes the set and frees it on any error.
+        // SAFETY: handle and set are live: both borrow an initialised Nvml.
+        let code = unsafe { call(device.handle(), kinds, self.set) };
+        returned("nvmlDeviceRegisterEvents", code, || Some(()))
+    }
+
+    /// Waits for one event; `None` when none came in time.
+    pub fn wait(&self, timeout: Duration) -> Answer<Event<'nvml>> {
+        const CALL: &str = "nvmlEventSetWait_v2";
+        /// NVML's number in an event that is not about an instance.
+        const NO_INSTANCE: u32 = 0xffff_ffff;
+        let Ok(call) = &self.nvml.lib().nvmlEventSetWait_v2 else {
+            return Err(CallError::unreadable(CALL, "the library does not have this call"));
+        };
+        let milliseconds = u32::try_from(timeout.as_millis()).unwrap_or(u32::MAX);
+        let mut data = sys::nvmlEventData_t {
+            device: std::ptr::null_mut(),
+            eventType: 0,
+            eventData: 0,
+            gpuInstanceId: NO_INSTANCE,
+            computeInstanceId: NO_INSTANCE,
+        };
+        // JUSTIFICATION: nvml-wrapper drops the instance ids.
+        // SAFETY: the set is live, and `data` is the structure this call fills.
+        let code = unsafe { call(self.set, &mut data, milliseconds) };
+        match code {
+            sys::nvmlReturn_enum_NVML_ERROR_TIMEOUT => return Ok(None),
+            sys::nvmlReturn_enum_NVML_SUCCESS => {}
+            // Even "not supported" is an error here: as a timeout, it would be tried again at once.
+            code => return Err(CallError::returned(CALL, code)),
+        }
+        // JUSTIFICATION: nvml-wrapper makes a Device from a handle in this way only.
+        // SAFETY: NVML has just given this handle for a GPU of this library.
+        let device = unsafe { Device::new(data.device, self.nvml) };
+        let instance = |id| Some(id).filter(|id| *id != NO_INSTANCE);
+        Ok(Some(Event {
+            device,
+            kind: data.eventType,
+            data: data.eventData,
+            gpu_instance: instance(data.gpuInstanceId),
+            compute_instance: instance(data.computeInstanceId),
+        }))
+    }
+}
+
+impl Drop for EventSet<'_> {
+    fn drop(&mut self) {
+        if let Ok(call) = &self.nvml.lib().nvmlEventSetFree {
+            // JUSTIFICATION: a set made by a raw call is freed by one.
+            // SAFETY: the set is live and is not used again.
+            unsafe { call(self.set) };
+        }
+    }
+}
+
+/// Ends the process at once, without destructors and exit handlers: those of a library can hang if another thread hangs
+/// in it.
+pub fn exit_now(status: i32) -> ! {
+    // JUSTIFICATION: std's exit runs the exit handlers, its abort counts as a crash.
+    unsafe extern "C" {
+        /// POSIX `_exit`.
+        safe fn _exit(status: i32) -> !;
+    }
+    _exit(status)
+}

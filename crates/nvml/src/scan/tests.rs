@@ -1,0 +1,179 @@
+//! Facts that survive failed calls, and GPUs that cannot be identified for a while.
+
+use serde_json::{Value, json};
+
+use super::*;
+use linkwise_core::topology::MigEngines;
+
+/// GPU `number` at `index`, which shares a host bridge with each of `others`.
+fn gpu(index: u32, number: u32, others: &[u32]) -> GpuScan {
+    let link = |kind, pci: &str| Ok(Some(NvLinkScan { active: true, kind: Ok(Some(kind)), pci: Ok(pci.parse().ok()) }));
+    let device = "{index: 0, uuid: MIG-0, gpu_instance: 1, compute_instance: 0, gpu_slices: 1, compute_slices: 1, \
+                  memory_mib: 1}";
+    let device = MigDeviceScan {
+        device: serde_saphyr::from_str(device).unwrap(),
+        instance: Ok(Some(MigInstanceScan { profile_id: 19, placement: MigPlacement { start: 0, size: 1 } })),
+        extension: Ok(Some(MigExtension::Media)),
+        capabilities: Ok(Some(MigCapabilities { gpu_instance: 1, compute_instance: 2 })),
+    };
+    let level = |other: &u32| (uuid(*other), Ok(Some(TopologyLevel::HostBridge)));
+    GpuScan {
+        index,
+        uuid: uuid(number),
+        pci: format!("0000:0{number}:00.0").parse().unwrap(),
+        model: Ok(Some("H100".to_owned())),
+        minor: Ok(Some(index)),
+        compute_capability: Ok(Some(ComputeCapability { major: 9, minor: 0 })),
+        brand: Ok(Some("Nvidia".to_owned())),
+        architecture: Ok(Some("Hopper".to_owned())),
+        addressing_mode: Ok(Some(AddressingMode::Hmm)),
+        memory_mib: Ok(Some(81559)),
+        numa: Ok(Some(NumaNodeId(1))),
+        pcie: Ok(Some(PcieLink { mts: 32000, width: 16 })),
+        c2c: Ok(Some(false)),
+        display: Ok(Some(false)),
+        fabric: Ok(Some(FabricObservation { cluster: "c".to_owned(), clique: 1 })),
+        // These are a switch, another node's GPU and a processor (nvmlIntNvLinkDeviceType_t).
+        nvlinks: vec![link(2, "0000:09:00.0"), link(0, "0000:08:00.0"), link(2, "0000:09:00.0"), link(1, "")],
+        mig: Ok(Some(MigScan {
+            enabled: true,
+            devices: Ok(Some([(0, Ok(Some(device)))].into())),
+            profiles: Ok(Some(vec![profile()])),
+        })),
+        ancestors: others.iter().map(level).collect(),
+    }
+}
+
+fn uuid(number: u32) -> GpuUuid {
+    format!("GPU-{number}").parse().unwrap()
+}
+
+fn node(gpus: Vec<GpuScan>) -> NodeScan {
+    NodeScan {
+        driver: Ok(Some("580.95.05".to_owned())),
+        library: Ok(Some("13.580.95.05".to_owned())),
+        path: "libnvidia-ml.so.1".to_owned(),
+        cuda: Ok(Some(CudaVersion { major: 13, minor: 0 })),
+        count: Some(u32::try_from(gpus.len()).unwrap()),
+        gpus,
+        failures: Vec::new(),
+    }
+}
+
+fn profile() -> MigProfileObservation {
+    let (engines, placements) = (MigEngines::default(), vec![MigPlacement { start: 0, size: 1 }]);
+    MigProfileObservation { id: 19, number: 0, gpu_slices: 1, memory_mib: 9_728, instances: 7, engines, placements }
+}
+
+/// Finds the places of answers in a message.
+fn answers(value: &Value, path: &str, found: &mut Vec<String>) {
+    let parts: Vec<(String, &Value)> = match value {
+        Value::Object(map) => map.iter().map(|(key, value)| (key.clone(), value)).collect(),
+        Value::Array(list) => list.iter().enumerate().map(|(at, value)| (at.to_string(), value)).collect(),
+        _ => return,
+    };
+    if parts.len() == 1 && parts[0].0 == "Ok" {
+        found.push(path.to_owned());
+    }
+    for (key, value) in parts {
+        answers(value, &format!("{path}/{key}"), found);
+    }
+}
+
+/// The parts to compare: the node, and the library's version, which is only logged.
+fn observed(scan: &NodeScan) -> (NodeObservation, Answer<String>) {
+    let node = scan.node(HostObservation::default(), Vec::new());
+    (NodeObservation { failures: Vec::new(), ..node }, scan.library.clone())
+}
+
+#[test]
+fn failed_call_keeps_its_last_answer_and_an_unoffered_one_does_not() {
+    let before = node(vec![gpu(0, 0, &[1]), gpu(1, 1, &[])]);
+    let message = serde_json::to_value(&before).unwrap();
+    let mut places = Vec::new();
+    answers(&message, "", &mut places);
+    // There are three answers of the driver; for each GPU twelve facts, four links with two facts each, MIG with its
+    // profiles and one device's facts; and one pair.
+    assert_eq!(places.len(), 3 + 2 * (12 + 4 * 3 + 2 + 5) + 1, "{places:#?}");
+    let failed = json!({"Err": {"call": "nvmlTest", "reason": {"code": 999}}});
+    for place in places {
+        let scanned = |answer: &Value| {
+            let mut message = message.clone();
+            *message.pointer_mut(&place).unwrap() = answer.clone();
+            serde_json::from_value::<NodeScan>(message).unwrap()
+        };
+        let kept = scanned(&failed).after(Some(&before));
+        assert_eq!(observed(&kept), observed(&before), "{place}");
+        assert_eq!(kept.failures.len(), 1, "{place}");
+        assert_eq!(kept.clone().after(Some(&kept)).failures, kept.failures, "{place}");
+        if message.pointer(&place) != Some(&json!({"Ok": null})) {
+            let lost = scanned(&json!({"Ok": null})).after(Some(&before));
+            assert_ne!(observed(&lost), observed(&before), "{place}");
+            assert_eq!(lost.failures, [], "{place}");
+        }
+        // Another GPU in its place inherits nothing.
+        let mut other = scanned(&failed);
+        other.gpus.iter_mut().for_each(|gpu| gpu.uuid = format!("{}-other", gpu.uuid).parse().unwrap());
+        if place.starts_with("/gpus") && !place.contains("ancestors") {
+            let alone = other.clone().after(None);
+            assert_eq!(other.after(Some(&before)).gpus, alone.gpus, "{place}");
+        }
+    }
+}
+
+#[test]
+fn errors_of_several_links_are_one_failure() {
+    let error = CallError::returned("nvmlDeviceGetNvLinkState", 999);
+    let mut scan = node(vec![gpu(0, 0, &[])]);
+    scan.gpus[0].nvlinks = vec![Err(error.clone()), Ok(None), Err(error)];
+    let failures: Vec<ProbeFailure> = scan.after(None).failures.into_iter().map(Into::into).collect();
+    let [ProbeFailure { subject, error, .. }] = &failures[..] else { panic!("{failures:?}") };
+    assert_eq!((subject.as_str(), error.as_str()), ("0000:00:00.0", "NVLink 0, 2: NVML_ERROR_UNKNOWN (999)"));
+}
+
+#[test]
+fn answers_count_beside_failed_calls() {
+    let before = node(vec![gpu(0, 0, &[])]);
+    let failed = || CallError::returned("nvmlTest", 999);
+    let mut now = gpu(0, 0, &[]);
+    // Link 1 went down, the state of link 2 is unknown; another MIG device is at the index of the one before, and its
+    // facts failed.
+    now.nvlinks[1] = Ok(Some(NvLinkScan { active: false, kind: Ok(Some(0)), pci: Err(failed()) }));
+    now.nvlinks[2] = Err(failed());
+    let Ok(Some(MigScan { devices: Ok(Some(devices)), .. })) = &mut now.mig else { panic!() };
+    let mut device = devices.remove(&0).unwrap().unwrap().unwrap();
+    device.device.index = 1;
+    devices.extend([(0, Err(failed())), (1, Ok(Some(device)))]);
+    let seen = node(vec![now.clone()]).after(Some(&before)).observations().remove(0);
+    let links: Vec<_> = seen.nvlinks.unwrap().into_iter().map(|group| (group.links, group.active)).collect();
+    assert_eq!(links, [(vec![0, 2], true), (vec![1], false), (vec![3], true)]);
+    let devices: Vec<u32> = seen.mig.unwrap().devices.iter().map(|device| device.index).collect();
+    assert_eq!(devices, [1], "a device that moved is not there twice");
+    // A GPU with MIG off has no devices, whatever failed.
+    now.mig = Ok(Some(MigScan { enabled: false, devices: Err(failed()), profiles: Ok(None) }));
+    let off = node(vec![now]).after(Some(&before)).observations().remove(0);
+    assert_eq!(off.mig, Some(MigObservation::default()));
+}
+
+#[test]
+fn gpu_that_cannot_be_identified_stays_as_it_was() {
+    let all = node(vec![gpu(0, 0, &[1, 2]), gpu(1, 1, &[2]), gpu(2, 2, &[])]);
+    let count = |count, gpus| NodeScan { count, ..node(gpus) };
+    let uuids = |scan: &NodeScan| scan.gpus.iter().map(|gpu| gpu.uuid.clone()).collect::<Vec<_>>();
+    // The others cannot be asked about their pairs with a GPU that is not listed.
+    let now = count(Some(3), vec![gpu(0, 0, &[2]), gpu(2, 2, &[])]).after(Some(&all));
+    assert_eq!(observed(&now), observed(&all));
+    // The same holds if the GPUs cannot be counted.
+    let now = count(None, vec![]).after(Some(&now));
+    assert_eq!(observed(&now), observed(&all));
+    assert_eq!(now.at(Place { index: 1, of: 3 }).map(|gpu| &gpu.uuid), Some(&uuid(1)));
+    assert_eq!(now.at(Place { index: 1, of: 2 }), None);
+    // There is another GPU in its place, and the same GPU in another place.
+    let now = count(Some(3), vec![gpu(0, 0, &[]), gpu(1, 7, &[]), gpu(2, 2, &[])]).after(Some(&now));
+    assert_eq!(uuids(&now), [0, 7, 2].map(uuid));
+    let now = count(Some(3), vec![gpu(0, 2, &[]), gpu(1, 7, &[])]).after(Some(&now));
+    assert_eq!(uuids(&now), [2, 7].map(uuid));
+    // The number of GPUs differs: an index names another GPU.
+    let now = count(Some(4), vec![gpu(0, 2, &[])]).after(Some(&now));
+    assert_eq!(uuids(&now), [uuid(2)]);
+}

@@ -1,0 +1,548 @@
+//! The state machine in a simulated world: random agents, files and operators, simulated time, and the invariants.
+//!
+//! The world keeps its own books (the running processes, and the events that they sent) from the state machine's
+//! actions and its own inputs alone; it reads only those parts of the state machine that the executor reads. `cases`
+//! has the table of the meanings of failures.
+
+mod cases;
+
+use proptest::prelude::*;
+use proptest::test_runner::Config;
+
+use super::super::agents::{AgentEnd, OVER_MEMORY};
+use super::super::host_probe::HostProbe;
+use super::*;
+use crate::protocol::CalledGpu;
+use crate::scan::{GpuScan, MigScan};
+
+const PAUSE: Duration = Duration::from_secs(1);
+const GRACE: Duration = Duration::from_secs(60);
+const POLL: Duration = Duration::from_secs(10);
+
+/// The longest time to recover in a working world: the longest pause before a start, and a poll.
+const RECOVERY: Duration = Duration::from_secs(60 + 30);
+
+fn settings(fail_on_init_error: Option<bool>) -> Settings {
+    Settings {
+        unhealthy_when_away: true,
+        fail_on_init_error,
+        pause: PAUSE,
+        grace: GRACE,
+        trial: Duration::from_secs(60),
+        bus_look: POLL,
+        poll: POLL,
+        call: Duration::from_secs(30),
+    }
+}
+
+/// An event of the world. Numbers choose an agent among those whose processes have not ended.
+#[derive(Clone, Debug)]
+enum Happening {
+    Passes(u64),
+    /// The agent has scanned this number of GPUs.
+    Ready(usize, u32),
+    CannotCount(usize),
+    Polls(usize),
+    Xid(usize, u32),
+    /// A call about a GPU ends the agent.
+    Crashes(usize, u32),
+    /// The agent is killed, and its process stays.
+    Hangs(usize),
+    /// The agent finds no driver.
+    Leaves(usize),
+    /// The agent crashes, or is killed for its memory, before NVML is initialised.
+    Fails(usize, bool),
+    ProcessEnds(usize),
+    Released(bool),
+    Probed(Bus),
+    ProbeBreaksOff,
+    HostScanned(bool),
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Bus {
+    Unknown,
+    Empty,
+    Gpus,
+    OtherDriver,
+    NewDriver,
+}
+
+#[derive(Debug, Default)]
+struct Process {
+    ready: bool,
+    /// Set once it was asked to end.
+    dismissed: bool,
+    killed: bool,
+    /// Set once it sends no more messages.
+    silent: bool,
+    /// The GPUs that it has listed.
+    gpus: u32,
+}
+
+impl Process {
+    /// Returns true if the state machine relies on it.
+    fn serves(&self) -> bool {
+        !self.dismissed && !self.killed && !self.silent
+    }
+}
+
+struct World {
+    machine: DriverMachine,
+    now: Duration,
+    /// Processes that have not ended.
+    processes: BTreeMap<AgentId, Process>,
+    released: bool,
+    probing: bool,
+    scanning: bool,
+    /// The time before which no first agent may be started.
+    not_before: Duration,
+    /// The number of loads of the driver.
+    loads: u64,
+    published: BTreeSet<GpuUuid>,
+    /// The GPUs of the latest scan.
+    listed: BTreeSet<GpuUuid>,
+    /// The events of each GPU, by number.
+    sent: BTreeMap<GpuUuid, Vec<u64>>,
+    emitted: BTreeMap<GpuUuid, Vec<u64>>,
+    events: u64,
+    /// The time since when no agent is ready, after one was.
+    down_since: Option<Duration>,
+    has_worked: bool,
+    away: bool,
+    failed: bool,
+    /// Set if NVML's last answer was that there is no driver, or no GPU.
+    absent: bool,
+}
+
+fn uuid(number: u32) -> GpuUuid {
+    format!("GPU-{number}").parse().unwrap()
+}
+
+fn scan(count: Option<u32>) -> NodeScan {
+    let gpu = |number| GpuScan {
+        index: number,
+        uuid: uuid(number),
+        pci: format!("0000:0{number}:00.0").parse().unwrap(),
+        model: Ok(None),
+        minor: Ok(Some(number)),
+        compute_capability: Ok(None),
+        brand: Ok(None),
+        architecture: Ok(None),
+        addressing_mode: Ok(None),
+        memory_mib: Ok(None),
+        numa: Ok(None),
+        pcie: Ok(None),
+        c2c: Ok(None),
+        display: Ok(None),
+        fabric: Ok(None),
+        nvlinks: Vec::new(),
+        mig: Ok(None::<MigScan>),
+        ancestors: BTreeMap::new(),
+    };
+    let gpus = (0..count.unwrap_or(0)).map(gpu).collect();
+    let (driver, library, cuda) = (Ok(None), Ok(None), Ok(None));
+    NodeScan { driver, library, path: String::new(), cuda, count, gpus, failures: Vec::new() }
+}
+
+impl World {
+    fn new(fail_on_init_error: Option<bool>) -> Self {
+        let mut world = Self {
+            machine: DriverMachine::new(settings(fail_on_init_error)),
+            now: Duration::from_secs(1000),
+            processes: BTreeMap::new(),
+            released: false,
+            probing: false,
+            scanning: false,
+            not_before: Duration::ZERO,
+            loads: 1,
+            published: BTreeSet::new(),
+            listed: BTreeSet::new(),
+            sent: BTreeMap::new(),
+            emitted: BTreeMap::new(),
+            events: 0,
+            down_since: None,
+            has_worked: false,
+            away: false,
+            failed: false,
+            absent: false,
+        };
+        world.tell(Input::Released(false));
+        world
+    }
+
+    fn tell(&mut self, input: Input) {
+        if self.failed {
+            return;
+        }
+        for action in self.machine.step(input, self.now) {
+            self.perform(action);
+        }
+        self.check();
+    }
+
+    fn serving(&self) -> usize {
+        self.processes.values().filter(|process| process.serves()).count()
+    }
+
+    fn perform(&mut self, action: Action) {
+        match action {
+            Action::Start(id, _) => {
+                assert!(!self.released, "an agent is started while the driver is released");
+                let serving = self.serving();
+                assert!(serving < 2, "more than an active agent and a standby");
+                assert!(serving > 0 || self.now >= self.not_before, "no pause after a failure");
+                let ending = self.processes.len() - serving;
+                assert!(ending <= 2, "an agent is started though {ending} processes do not end");
+                assert!(self.processes.insert(id, Process::default()).is_none(), "a name is used twice");
+            }
+            Action::Rescan(id) => assert!(self.processes[&id].serves(), "a scan is asked of an agent that is gone"),
+            Action::Dismiss(id) => {
+                let process = self.processes.get_mut(&id).expect("only what lives can be asked to end");
+                assert!(!std::mem::replace(&mut process.dismissed, true), "asked to end twice");
+            }
+            Action::Kill(id) => {
+                if let Some(process) = self.processes.get_mut(&id) {
+                    (process.killed, process.silent) = (true, true);
+                }
+            }
+            Action::Probe(_) => assert!(!std::mem::replace(&mut self.probing, true), "two probes at once"),
+            Action::ScanHost => assert!(!std::mem::replace(&mut self.scanning, true), "two scans at once"),
+            Action::Publish(node) => self.published.extend(node.gpus.into_iter().map(|gpu| gpu.uuid)),
+            Action::Emit(Event::Xid { gpu, code, .. }) => {
+                let is_gone = !self.listed.contains(&gpu);
+                assert!(self.published.contains(&gpu) || is_gone, "an event precedes the GPU it is about");
+                self.emitted.entry(gpu).or_default().push(code);
+            }
+            Action::Emit(Event::DriverAway(..)) => {
+                assert!(!std::mem::replace(&mut self.away, true), "an outage is reported twice");
+                assert!(self.down_since.is_some_and(|since| self.now >= since + GRACE), "reported too early");
+            }
+            Action::Emit(Event::DriverBack) => {
+                assert!(std::mem::replace(&mut self.away, false), "the end of an outage that was not reported");
+            }
+            Action::Fail(cause) => {
+                assert!(!self.has_worked, "a node that has worked is ended: {cause}");
+                self.failed = true;
+            }
+            Action::Idle(Idle::NoGpu(reason)) => assert!(self.absent, "nothing says that there is no GPU: {reason}"),
+            Action::Emit(_) | Action::Idle(_) | Action::CountEnd(_) | Action::CountFailure | Action::Unheard(_) => {}
+        }
+    }
+
+    fn check(&mut self) {
+        let is_up = self.processes.values().any(|process| process.ready && process.serves());
+        assert_eq!(self.machine.is_up(), is_up, "{:?}", self.processes);
+        assert!(!self.released || self.serving() == 0, "an agent works while the driver is released");
+        self.has_worked |= is_up;
+        self.down_since = if is_up { None } else { self.down_since.or(self.has_worked.then_some(self.now)) };
+        assert_eq!(self.machine.is_outage(), self.away, "an outage and the reports of it differ");
+        let killed = self.processes.values().filter(|process| process.killed).count();
+        assert_eq!(self.machine.unreaped(), killed);
+        // Every event is emitted once, in the order of its GPU; the last ones may wait for the scan that names the GPU.
+        for (gpu, emitted) in &self.emitted {
+            assert!(self.sent[gpu].starts_with(emitted), "{gpu}: sent {:?}, emitted {emitted:?}", self.sent[gpu]);
+        }
+    }
+
+    /// The agent that a number chooses.
+    fn chosen(&self, number: usize, of: impl Fn(&Process) -> bool) -> Option<AgentId> {
+        let among: Vec<AgentId> = self.processes.iter().filter(|(_, it)| of(it)).map(|(id, _)| *id).collect();
+        number.checked_rem(among.len()).map(|at| among[at])
+    }
+
+    fn speaks(&self, number: usize) -> Option<AgentId> {
+        self.chosen(number, |process| !process.silent)
+    }
+
+    fn ends(&mut self, id: AgentId, blamed: Option<u32>, initialised: bool, reaped: bool) {
+        let blamed = blamed.map(|index| CalledGpu { place: Place { index, of: 4 }, uuid: None });
+        let no_driver = !initialised;
+        let why = "it ended".to_owned();
+        self.ends_so(id, AgentEnd { cause: Some("crashed"), why, blamed, initialised, no_driver, reaped });
+    }
+
+    fn ends_so(&mut self, id: AgentId, end: AgentEnd) {
+        let reaped = end.reaped;
+        let process = self.processes.get_mut(&id).unwrap();
+        // The failure of the last agent requires a pause.
+        let last = process.serves() && self.serving() == 1;
+        let process = self.processes.get_mut(&id).unwrap();
+        (process.silent, process.killed) = (true, !reaped);
+        if last {
+            self.not_before = self.now + PAUSE;
+        }
+        self.absent = end.no_driver;
+        if reaped {
+            self.processes.remove(&id);
+        }
+        self.tell(Input::Ended(id, end));
+        if reaped {
+            self.tell(Input::Reaped(id));
+        }
+    }
+
+    fn bus(&mut self, bus: Bus) -> HostFingerprint {
+        let mut host = HostProbe::new("/nonexistent".into(), None).look(None);
+        let gpus = |driver: Option<&str>| {
+            let gpu = |number| (format!("0000:0{number}:00.0").parse().unwrap(), driver.map(str::to_owned));
+            Some((0..4).map(gpu).collect())
+        };
+        host.bus = match bus {
+            Bus::Unknown => None,
+            Bus::Empty => Some(BTreeMap::new()),
+            Bus::Gpus | Bus::NewDriver => gpus(None),
+            Bus::OtherDriver => gpus(Some("vfio-pci")),
+        };
+        self.loads += u64::from(matches!(bus, Bus::NewDriver));
+        host.identity.driver = Some(format!("580, load {}", self.loads));
+        host
+    }
+
+    fn happens(&mut self, happening: Happening) {
+        match happening {
+            Happening::Passes(millis) => {
+                let until = self.now + Duration::from_millis(millis);
+                let (mut at, mut ticks) = (self.now, 0);
+                while let Some(wake) = self.machine.wake().filter(|wake| *wake <= until && !self.failed) {
+                    self.now = self.now.max(wake);
+                    ticks = if self.now == at { ticks + 1 } else { 0 };
+                    at = self.now;
+                    assert!(ticks < 10, "the timer spins");
+                    self.tell(Input::Tick);
+                }
+                self.now = until;
+                let overdue = self.down_since.is_some_and(|since| self.now >= since + GRACE);
+                assert!(!overdue || self.away || self.failed, "an outage is not reported");
+            }
+            Happening::Ready(number, gpus) => {
+                let Some(id) = self.speaks(number) else { return };
+                let process = self.processes.get_mut(&id).unwrap();
+                process.gpus = gpus;
+                process.ready = true;
+                self.ready(id, gpus);
+            }
+            Happening::CannotCount(number) => {
+                let Some(id) = self.chosen(number, |process| !process.silent && !process.ready) else { return };
+                self.processes.get_mut(&id).unwrap().ready = true;
+                self.tell(Input::Message(id, FromAgent::Ready(Box::new(scan(None)))));
+            }
+            Happening::Polls(number) => {
+                let Some(id) = self.chosen(number, |process| !process.silent && process.ready) else { return };
+                let gpus = (0..self.processes[&id].gpus).map(|gpu| (uuid(gpu), HealthPoll::default())).collect();
+                let polled = FromAgent::Polled { gpus, missing: Vec::new(), unheard: 0, waiting_ms: 0 };
+                self.tell(Input::Message(id, polled));
+            }
+            Happening::Xid(number, gpu) => {
+                let Some(id) = self.chosen(number, |it| !it.silent && it.ready && it.gpus > 0) else { return };
+                let gpu = uuid(gpu % self.processes[&id].gpus);
+                let code = self.events;
+                self.events += 1;
+                self.sent.entry(gpu.clone()).or_default().push(code);
+                let xid = FromAgent::Xid { gpu, code, gpu_instance: None, compute_instance: None };
+                self.tell(Input::Message(id, xid));
+            }
+            Happening::Crashes(number, gpu) => {
+                if let Some(id) = self.speaks(number) {
+                    self.ends(id, Some(gpu), true, true);
+                }
+            }
+            Happening::Hangs(number) => {
+                if let Some(id) = self.speaks(number) {
+                    self.ends(id, None, true, false);
+                }
+            }
+            Happening::Leaves(number) => {
+                if let Some(id) = self.speaks(number) {
+                    self.ends(id, None, false, true);
+                }
+            }
+            Happening::Fails(number, memory) => {
+                if let Some(id) = self.speaks(number) {
+                    let end = AgentEnd::not_started("it failed".to_owned());
+                    let cause = Some(if memory { OVER_MEMORY } else { "crashed" });
+                    self.ends_so(id, AgentEnd { cause, reaped: !memory, ..end });
+                }
+            }
+            Happening::ProcessEnds(number) => {
+                let Some(id) = self.chosen(number, |process| process.killed) else { return };
+                self.processes.remove(&id);
+                self.tell(Input::Reaped(id));
+            }
+            Happening::Released(released) => {
+                self.released = released;
+                self.not_before = Duration::ZERO;
+                self.tell(Input::Released(released));
+            }
+            Happening::Probed(bus) if std::mem::take(&mut self.probing) => {
+                let host = self.bus(bus);
+                // Another driver, or a new GPU, is a new reason to start.
+                self.not_before = Duration::ZERO;
+                self.tell(Input::Probed(Some(host)));
+            }
+            Happening::ProbeBreaksOff if std::mem::take(&mut self.probing) => self.tell(Input::Probed(None)),
+            Happening::HostScanned(ok) if std::mem::take(&mut self.scanning) => {
+                self.tell(Input::HostScanned(ok.then(Default::default)));
+            }
+            Happening::Probed(_) | Happening::ProbeBreaksOff | Happening::HostScanned(_) => {}
+        }
+    }
+
+    fn ready(&mut self, id: AgentId, gpus: u32) {
+        self.absent = gpus == 0;
+        if self.processes[&id].serves() {
+            self.listed = (0..gpus).map(uuid).collect();
+        }
+        if self.processes[&id].serves() && self.serving() == 1 {
+            // The agent may turn out to be of no use, which counts as a failure.
+            self.not_before = self.now + PAUSE;
+        }
+        self.tell(Input::Message(id, FromAgent::Ready(Box::new(scan(Some(gpus))))));
+        if self.machine.is_up() {
+            self.not_before = Duration::ZERO;
+        }
+    }
+
+    /// Makes everything work from now on, and at once.
+    fn recovers(&mut self) {
+        self.happens(Happening::Released(false));
+        let end = self.now + RECOVERY;
+        while self.now < end && !self.failed {
+            for id in self.processes.keys().copied().collect::<Vec<_>>() {
+                let process = &self.processes[&id];
+                if process.killed || process.dismissed {
+                    self.processes.remove(&id);
+                    self.tell(Input::Reaped(id));
+                } else if !process.ready {
+                    let process = self.processes.get_mut(&id).unwrap();
+                    (process.ready, process.gpus) = (true, 4);
+                    self.ready(id, 4);
+                }
+            }
+            for happening in [Happening::Probed(Bus::Gpus), Happening::HostScanned(true)] {
+                self.happens(happening);
+            }
+            self.happens(Happening::Passes(500));
+        }
+    }
+}
+
+fn happening() -> impl Strategy<Value = Happening> {
+    let agent = || 0_usize..4;
+    let bus = prop_oneof![
+        1 => Just(Bus::Unknown),
+        1 => Just(Bus::Empty),
+        6 => Just(Bus::Gpus),
+        1 => Just(Bus::OtherDriver),
+        1 => Just(Bus::NewDriver),
+    ];
+    prop_oneof![
+        6 => (0_u64..2000).prop_map(Happening::Passes),
+        2 => (0_u64..200_000).prop_map(Happening::Passes),
+        8 => (agent(), 0_u32..5).prop_map(|(agent, gpus)| Happening::Ready(agent, gpus)),
+        1 => agent().prop_map(Happening::CannotCount),
+        4 => agent().prop_map(Happening::Polls),
+        5 => (agent(), 0_u32..4).prop_map(|(agent, gpu)| Happening::Xid(agent, gpu)),
+        2 => (agent(), 0_u32..4).prop_map(|(agent, gpu)| Happening::Crashes(agent, gpu)),
+        1 => agent().prop_map(Happening::Hangs),
+        1 => agent().prop_map(Happening::Leaves),
+        1 => (agent(), any::<bool>()).prop_map(|(agent, memory)| Happening::Fails(agent, memory)),
+        3 => agent().prop_map(Happening::ProcessEnds),
+        2 => any::<bool>().prop_map(Happening::Released),
+        8 => bus.prop_map(Happening::Probed),
+        1 => Just(Happening::ProbeBreaksOff),
+        5 => any::<bool>().prop_map(Happening::HostScanned),
+    ]
+}
+
+proptest! {
+    #![proptest_config(Config { cases: 256, failure_persistence: None, ..Config::default() })]
+
+    /// The invariants hold after every input; then the world recovers, and an agent works in time, with no event lost.
+    #[test]
+    fn invariants_hold_in_any_story_and_an_agent_works_in_the_end(
+        story in prop::collection::vec(happening(), 0..120),
+        fail_on_init_error in prop_oneof![Just(None), Just(Some(false)), Just(Some(true))],
+    ) {
+        let mut world = World::new(fail_on_init_error);
+        for happening in story {
+            world.happens(happening);
+        }
+        world.recovers();
+        prop_assert!(world.failed || world.machine.is_up(), "no agent works");
+        prop_assert!(!world.away && (world.failed || world.emitted == world.sent), "{:?} {:?}", world.emitted, world.sent);
+    }
+}
+
+/// A world in which one agent works, and its GPUs are published.
+fn working() -> World {
+    let mut world = World::new(None);
+    for happening in
+        [Happening::Passes(0), Happening::Probed(Bus::Gpus), Happening::Ready(0, 4), Happening::HostScanned(true)]
+    {
+        world.happens(happening);
+    }
+    assert!(world.machine.is_up() && world.published.len() == 4);
+    world
+}
+
+#[test]
+fn event_of_a_new_agent_does_not_wait_for_the_end_of_the_old_one() {
+    let mut world = working();
+    world.happens(Happening::Polls(0));
+    let mut other = world.bus(Bus::Gpus);
+    other.bus = Some(BTreeMap::new());
+    world.probing = false;
+    world.tell(Input::Probed(Some(other)));
+    assert_eq!(world.serving(), 2, "a standby is started");
+    world.happens(Happening::Ready(1, 4));
+    assert_eq!((world.serving(), world.processes.len()), (1, 2), "the old process has not ended");
+    world.happens(Happening::HostScanned(true));
+    // The old agent never ends: neither agent delays the other's events.
+    for agent in [1, 0, 1] {
+        world.happens(Happening::Xid(agent, 0));
+    }
+    assert_eq!(world.emitted, world.sent);
+    world.happens(Happening::Passes(10_000));
+    assert_eq!(world.machine.unreaped(), 1, "it was killed");
+    world.happens(Happening::Xid(0, 0));
+    assert_eq!(world.emitted[&uuid(0)].len(), 4);
+}
+
+#[test]
+fn killed_agents_that_do_not_end_hold_up_the_next_start() {
+    let mut world = working();
+    for _ in 0..3 {
+        world.happens(Happening::Hangs(0));
+        world.happens(Happening::Passes(60_000));
+        world.happens(Happening::Probed(Bus::Gpus));
+        world.happens(Happening::Ready(0, 4));
+    }
+    assert_eq!((world.machine.unreaped(), world.serving()), (3, 0));
+    world.happens(Happening::Passes(3_600_000));
+    assert_eq!(world.serving(), 0);
+    world.happens(Happening::ProcessEnds(0));
+    world.happens(Happening::Probed(Bus::Gpus));
+    assert_eq!(world.serving(), 1);
+}
+
+#[test]
+fn gpus_of_another_driver_end_no_process() {
+    let mut world = World::new(None);
+    world.happens(Happening::Passes(0));
+    world.happens(Happening::Probed(Bus::OtherDriver));
+    world.happens(Happening::Leaves(0));
+    assert!(!world.failed && world.processes.is_empty());
+    // After they are bound again, they are served.
+    world.happens(Happening::Passes(10_000));
+    world.happens(Happening::Probed(Bus::Gpus));
+    world.happens(Happening::Passes(0));
+    world.happens(Happening::Probed(Bus::Gpus));
+    assert_eq!(world.serving(), 1);
+    // GPUs that no driver holds need another container.
+    let mut world = World::new(None);
+    world.happens(Happening::Passes(0));
+    world.happens(Happening::Probed(Bus::Gpus));
+    world.happens(Happening::Leaves(0));
+    assert!(world.failed);
+}

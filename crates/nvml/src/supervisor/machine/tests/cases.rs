@@ -1,0 +1,116 @@
+//! The meaning of a failure of NVML for a node on which no agent has worked yet, case by case; docs/nvml.md has the
+//! same table.
+
+use super::*;
+
+/// The result for the node.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Becomes {
+    /// The process ends, so that its container is made anew.
+    Ends,
+    /// The node has no GPUs: it rests until the bus has one, and its labels say so.
+    Idle,
+    /// The node is not ready: the next agent follows after a pause, and labels stay.
+    Waits,
+}
+
+/// The end of an agent, or an agent that lists no GPU.
+#[derive(Clone, Copy, Debug)]
+enum Case {
+    /// No library loads, or DRIVER_NOT_LOADED.
+    NoDriver,
+    ListsNone,
+    /// Another code, a crash, a hang, or an agent that was killed from outside or not started.
+    Failure,
+    OverMemory,
+}
+
+/// The bus, as columns of the table: with a GPU, without one, with GPUs of another driver, not listed, hanging.
+const BUSES: [Option<Bus>; 5] = [Some(Bus::Gpus), Some(Bus::Empty), Some(Bus::OtherDriver), Some(Bus::Unknown), None];
+
+fn becomes(case: Case, bus: Option<Bus>, fail_on_init_error: Option<bool>) -> Becomes {
+    let mut world = World::new(fail_on_init_error);
+    world.happens(Happening::Passes(0));
+    match bus {
+        Some(bus) => world.happens(Happening::Probed(bus)),
+        // The start waits no longer for the bus.
+        None => world.happens(Happening::Passes(600)),
+    }
+    let id = *world.processes.keys().next().expect("an agent is started");
+    let end = AgentEnd::not_started("it failed".to_owned());
+    let input = match case {
+        Case::NoDriver => Input::Ended(id, AgentEnd { no_driver: true, ..end }),
+        Case::ListsNone => Input::Message(id, FromAgent::Ready(Box::new(scan(Some(0))))),
+        Case::Failure => Input::Ended(id, AgentEnd { cause: Some("crashed"), ..end }),
+        Case::OverMemory => Input::Ended(id, AgentEnd { cause: Some(OVER_MEMORY), ..end }),
+    };
+    let actions = world.machine.step(input, world.now);
+    let said = actions.into_iter().filter_map(|action| match action {
+        Action::Fail(_) => Some(Becomes::Ends),
+        Action::Idle(Idle::NoGpu(_)) => Some(Becomes::Idle),
+        Action::Idle(Idle::Waiting(_)) => Some(Becomes::Waits),
+        _ => None,
+    });
+    let said = said.last().expect("the node is told what becomes of it");
+    // A node that waits tries again; one that rests only looks at the bus. The agent that lists no GPU keeps running.
+    let starts = world.machine.wake().is_some_and(|wake| wake <= world.now + PAUSE);
+    assert!(matches!(case, Case::ListsNone) || starts == (said == Becomes::Waits), "{case:?} {bus:?}");
+    said
+}
+
+#[test]
+fn failure_of_a_library_that_is_there_is_no_absence_of_gpus() {
+    use Becomes::{Ends as E, Idle as I, Waits as W};
+    let table: [(Case, Option<bool>, [Becomes; 5]); 12] = [
+        // The columns: a GPU, none, one of another driver, not listed, hanging.
+        (Case::NoDriver, None, [E, I, I, I, W]),
+        (Case::NoDriver, Some(false), [W, I, I, I, W]),
+        (Case::NoDriver, Some(true), [E, E, E, E, E]),
+        (Case::ListsNone, None, [W, I, I, I, W]),
+        (Case::ListsNone, Some(false), [W, I, I, I, W]),
+        (Case::ListsNone, Some(true), [W, I, I, I, W]),
+        (Case::Failure, None, [E, W, W, W, W]),
+        (Case::Failure, Some(false), [W, W, W, W, W]),
+        (Case::Failure, Some(true), [E, E, E, E, E]),
+        (Case::OverMemory, None, [W, W, W, W, W]),
+        (Case::OverMemory, Some(false), [W, W, W, W, W]),
+        (Case::OverMemory, Some(true), [E, E, E, E, E]),
+    ];
+    for (case, option, row) in table {
+        let found = BUSES.map(|bus| becomes(case, bus, option));
+        assert_eq!(found, row, "{case:?}, --fail-on-init-error {option:?}");
+    }
+}
+
+#[test]
+fn tegra_idles_whatever_its_library_does() {
+    let end = || AgentEnd { cause: Some("crashed"), ..AgentEnd::not_started("it crashed".to_owned()) };
+    let counts_one = || FromAgent::Ready(Box::new(NodeScan { gpus: Vec::new(), ..scan(Some(1)) }));
+    for crashes in [true, false] {
+        let mut world = World::new(None);
+        world.happens(Happening::Passes(0));
+        world.probing = false;
+        let host = HostFingerprint { is_tegra: true, ..world.bus(Bus::Empty) };
+        world.tell(Input::Probed(Some(host)));
+        let id = *world.processes.keys().next().expect("an agent is started");
+        let input = if crashes { Input::Ended(id, end()) } else { Input::Message(id, counts_one()) };
+        let actions = world.machine.step(input, world.now);
+        let idles = |action: &Action| matches!(action, Action::Idle(Idle::NoGpu(reason)) if reason.contains("Tegra"));
+        assert!(actions.iter().any(idles), "{actions:?}");
+    }
+}
+
+#[test]
+fn gpus_that_cannot_be_counted_or_identified_are_not_absent() {
+    for (count, why) in [(None, "cannot count"), (Some(8), "counts 8 GPU(s)")] {
+        let mut world = World::new(None);
+        for happening in [Happening::Passes(0), Happening::Probed(Bus::Empty)] {
+            world.happens(happening);
+        }
+        let id = *world.processes.keys().next().expect("an agent is started");
+        let none = NodeScan { gpus: Vec::new(), ..scan(count) };
+        let actions = world.machine.step(Input::Message(id, FromAgent::Ready(Box::new(none))), world.now);
+        let waits = |action: &Action| matches!(action, Action::Idle(Idle::Waiting(reason)) if reason.contains(why));
+        assert!(actions.iter().any(waits), "{actions:?}");
+    }
+}

@@ -1,0 +1,261 @@
+//! The agent's polls: cheap calls to each GPU at an interval, and a full scan whenever a poll shows that the node has
+//! changed or the parent asks for one.
+//! Runs on a thread of its own, so that neither the wait for events nor the parent's socket waits for it. Called by
+//! `agent`.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::Debug;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
+use std::time::{Duration, Instant};
+
+use nvml_wrapper::Nvml;
+
+use super::agent::Parent;
+use super::call::CallError;
+use super::calls::Calls;
+use super::events::Waiting;
+use super::mig_order;
+use super::poll::{self, Polled, Silence};
+use super::probe::{self, Gpu, Listed, REGISTER};
+use super::protocol::{FromAgent, Missing, Place, ToAgent};
+use super::raw;
+use super::scan::{CallFailure, NodeScan};
+use linkwise_core::state::{HealthPoll, Reach};
+use linkwise_core::topology::GpuUuid;
+
+/// The least time from one poll to a poll that an event requests.
+const AFTER_EVENT: Duration = Duration::from_secs(1);
+
+/// The state of the polls.
+pub struct Watch {
+    pub nvml: &'static Nvml,
+    /// The path or the name by which the library was loaded.
+    pub library: PathBuf,
+    pub parent: Arc<Parent>,
+    /// The reporter of calls that are about no GPU.
+    pub calls: Calls,
+    pub interval: Duration,
+    pub procfs: PathBuf,
+    /// The GPUs about which no call is made.
+    pub skip: Vec<Place>,
+    /// The present GPUs.
+    pub gpus: Arc<Vec<Gpu<'static>>>,
+    /// The GPUs that did not report their UUID or PCI address when last asked.
+    pub missing: Vec<Missing>,
+    /// The GPUs that were registered for events: those present at the start.
+    pub at_start: Vec<GpuUuid>,
+    /// The state of the thread that waits for events.
+    pub waiting: Arc<Waiting>,
+    /// The calls that each GPU does not offer.
+    pub silence: BTreeMap<GpuUuid, Silence>,
+    /// The node at the latest poll.
+    pub seen: Fingerprint,
+}
+
+/// The part of the node that a poll sees, fact by fact. A change of a fact requires a full scan. Failed calls are not
+/// in it: a failure is not a change.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct Fingerprint(BTreeMap<Fact, String>);
+
+/// A fact that a poll sees.
+#[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Fact {
+    Count,
+    Name(u32),
+    Link(GpuUuid, u32),
+    Mig(GpuUuid),
+}
+
+impl Fingerprint {
+    fn add(&mut self, fact: Fact, value: impl Debug) {
+        self.0.insert(fact, format!("{value:?}"));
+    }
+
+    /// Stores the facts of a poll; returns true if any of them differs from the known one.
+    fn learn(&mut self, round: Self) -> bool {
+        // This does not stop at the first difference: every fact is stored.
+        round.0.into_iter().fold(false, |changed, (fact, value)| {
+            let differs = self.0.get(&fact) != Some(&value);
+            self.0.insert(fact, value);
+            changed | differs
+        })
+    }
+}
+
+impl Watch {
+    /// Makes the first full scan and the first poll; nothing is reported before both are done.
+    pub fn begin(&mut self, listed: Listed<'static>) {
+        if let Some(count) = listed.count {
+            self.seen.add(Fact::Count, count);
+        }
+        let ready = self.scan(listed);
+        let (polls, round) = self.poll();
+        self.seen.learn(round);
+        self.parent.send(&ready);
+        self.tell(polls);
+    }
+
+    /// Polls and serves requests until the parent is gone.
+    pub fn run(mut self, asked: &Receiver<ToAgent>) {
+        let mut last_round = Instant::now();
+        let mut next_round = last_round + self.interval;
+        loop {
+            match asked.recv_timeout(next_round.saturating_duration_since(Instant::now())) {
+                Ok(ToAgent::Observe) => self.observe(),
+                Ok(ToAgent::Mig(order)) => {
+                    let is_lost = |missing: &Missing| matches!(missing.reach, Reach::Lost { .. });
+                    let hides_gpus = !self.skip.is_empty() || !self.missing.iter().all(is_lost);
+                    self.parent.send(&FromAgent::MigDone(mig_order::carry_out(&self.gpus, hides_gpus, &order)));
+                    self.observe();
+                }
+                Ok(ToAgent::Poll) => next_round = next_round.min(Instant::now().max(last_round + AFTER_EVENT)),
+                Err(RecvTimeoutError::Timeout) => {
+                    self.waiting.round_begins(next_round.elapsed());
+                    self.round();
+                    last_round = Instant::now();
+                    next_round = last_round + self.interval;
+                }
+                Err(RecvTimeoutError::Disconnected) => return,
+            }
+        }
+    }
+
+    fn round(&mut self) {
+        let (mut polls, mut round) = self.poll();
+        self.names(&mut round);
+        if self.seen.learn(round) {
+            self.observe();
+            // New GPUs are polled at once; a full scan is rare. A GPU that the scan could not identify is among the
+            // missing ones.
+            let (again, links) = self.poll();
+            self.seen.learn(links);
+            polls = again;
+        }
+        self.tell(polls);
+    }
+
+    /// Adds the GPU at each index, as a full scan would list them.
+    fn names(&mut self, round: &mut Fingerprint) {
+        let listed = probe::list(self.nvml, &self.calls, &self.skip);
+        let mut uncounted = listed.failures.into_iter().filter(|_| listed.count.is_none());
+        if let Some(failure) = uncounted.find(|failure| failure.error.needs_new_process()) {
+            self.leave(failure.error);
+        }
+        self.missing = listed.missing;
+        if let Some(count) = listed.count {
+            round.add(Fact::Count, count);
+        }
+        for gpu in listed.gpus.iter() {
+            round.add(Fact::Name(gpu.index), &gpu.uuid);
+        }
+    }
+
+    fn poll(&mut self) -> (BTreeMap<GpuUuid, HealthPoll>, Fingerprint) {
+        let mut round = Fingerprint::default();
+        let mut polls = BTreeMap::new();
+        for gpu in self.gpus.iter() {
+            let silence = self.silence.entry(gpu.uuid.clone()).or_default();
+            let Polled { health, links, mig } = poll::poll(gpu, silence);
+            for (link, up) in links.into_iter().flatten() {
+                round.add(Fact::Link(gpu.uuid.clone(), link), up);
+            }
+            if let Some(mig) = mig {
+                round.add(Fact::Mig(gpu.uuid.clone()), mig);
+            }
+            polls.insert(gpu.uuid.clone(), health);
+        }
+        (polls, round)
+    }
+
+    fn tell(&self, gpus: BTreeMap<GpuUuid, HealthPoll>) {
+        let waiting_ms = u64::try_from(self.waiting.lasts().as_millis()).unwrap_or(u64::MAX);
+        let (missing, unheard) = (self.missing.clone(), self.waiting.unheard());
+        let subjects: BTreeSet<String> = unheard.into_iter().map(|failure| failure.subject).collect();
+        // Without a set no GPU is registered.
+        let unheard = if subjects.contains("driver") { self.at_start.len() } else { subjects.len() };
+        let unheard = u32::try_from(unheard).unwrap_or(u32::MAX);
+        self.parent.send(&FromAgent::Polled { gpus, missing, unheard, waiting_ms });
+    }
+
+    fn observe(&mut self) {
+        let ready = self.scan(probe::list(self.nvml, &self.calls, &self.skip));
+        self.parent.send(&ready);
+    }
+
+    /// Makes a full scan of the listed GPUs, which are the present ones from now on. Returns it as a message.
+    fn scan(&mut self, listed: Listed<'static>) -> FromAgent {
+        (self.gpus, self.missing) = (listed.gpus, listed.missing);
+        // Only the scanned GPUs have names here: a GPU that is identified later is a change.
+        self.seen.0.retain(|fact, _| !matches!(fact, Fact::Name(_)));
+        for gpu in self.gpus.iter() {
+            self.seen.add(Fact::Name(gpu.index), &gpu.uuid);
+        }
+        let mut failures = listed.failures;
+        failures.extend(self.waiting.unheard());
+        for gpu in self.gpus.iter().filter(|gpu| !self.at_start.contains(&gpu.uuid)) {
+            let late = "it came after the agent's start: no events until the agent starts again";
+            failures.push(CallFailure::new(gpu.pci.to_string(), CallError::unreadable(REGISTER, late)));
+        }
+        let (nvml, calls) = (self.nvml, &self.calls);
+        FromAgent::Ready(Box::new(NodeScan {
+            driver: calls.ask("nvmlSystemGetDriverVersion", || nvml.sys_driver_version()),
+            library: calls.ask("nvmlSystemGetNVMLVersion", || nvml.sys_nvml_version()),
+            path: self.library.display().to_string(),
+            cuda: probe::cuda_version(nvml, calls),
+            count: listed.count,
+            gpus: probe::scan(&self.gpus, &self.procfs),
+            failures,
+        }))
+    }
+
+    /// Ends the process: only a new one can reach the present driver.
+    fn leave(&self, error: CallError) -> ! {
+        self.parent.send(&FromAgent::Leaving(error));
+        raw::exit_now(1)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn gpu(number: u32) -> GpuUuid {
+        format!("GPU-{number}").parse().unwrap()
+    }
+
+    fn round(count: u32, names: &[u32], links: &[(u32, u32, bool)]) -> Fingerprint {
+        let mut round = Fingerprint::default();
+        round.add(Fact::Count, count);
+        names.iter().for_each(|index| round.add(Fact::Name(*index), gpu(*index)));
+        links.iter().for_each(|(of, link, up)| round.add(Fact::Link(gpu(*of), *link), up));
+        round
+    }
+
+    #[test]
+    fn silence_is_no_change_and_news_are() {
+        let mut seen = Fingerprint::default();
+        assert!(seen.learn(round(2, &[0, 1], &[(0, 3, true)])));
+        assert!(!seen.learn(round(2, &[0, 1], &[(0, 3, true)])));
+        // One GPU does not answer, and the links of another do not.
+        assert!(!seen.learn(round(2, &[0], &[])));
+        assert!(!seen.learn(Fingerprint::default()));
+        assert!(!seen.learn(round(2, &[0, 1], &[(0, 3, true)])), "back as it was");
+        assert!(seen.learn(round(2, &[0, 1], &[(0, 3, false)])), "a link went down");
+        assert!(seen.learn(round(1, &[0], &[])), "a GPU went");
+        assert!(seen.learn(round(2, &[0, 1], &[])), "and came");
+        for (layout, change) in [(None, "first seen"), (Some(vec![]), "turned on"), (Some(vec!["MIG-1"]), "laid out")] {
+            let mig = || {
+                let mut round = round(2, &[], &[]);
+                round.add(Fact::Mig(gpu(0)), &layout);
+                round
+            };
+            assert!(seen.learn(mig()), "MIG: {change}");
+            assert!(!seen.learn(mig()), "MIG: {change}");
+        }
+        let mut other = round(2, &[], &[]);
+        other.add(Fact::Name(1), gpu(7));
+        assert!(seen.learn(other), "another GPU in its place");
+    }
+}

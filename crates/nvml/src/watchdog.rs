@@ -1,0 +1,216 @@
+//! Limits the time without a message from the agent, and knows the call during which the agent fell silent: a pure
+//! state machine.
+//!
+//! Called by `child`, which passes on each message, and kills the agent when a deadline has expired. Moments are
+//! arguments.
+
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+use super::agent::INIT;
+use super::events::WAIT;
+use super::probe::HANDLE;
+use super::protocol::{Called, FromAgent};
+
+/// The longest times for the agent's work.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// The limit for starting the process, for loading and initialising the library, and, until the first scan is done,
+    /// for the call that gives a GPU's handle: without persistence mode the driver starts the GPUs for it, which takes
+    /// seconds each.
+    pub start: Duration,
+    /// The limit for any other call.
+    pub call: Duration,
+}
+
+impl Default for Limits {
+    /// Allows for several time-outs of the driver in a call that meets a fault: one to the GPU's system processor is 6
+    /// s (the text of XID 119). An answer is better evidence than a kill.
+    fn default() -> Self {
+        Self { start: Duration::from_secs(120), call: Duration::from_secs(30) }
+    }
+}
+
+/// A later wake-up than this means that this process was suspended.
+const LATE: Duration = Duration::from_secs(1);
+
+/// Follows one child.
+#[derive(Debug)]
+pub struct Watchdog {
+    limits: Limits,
+    poll: Duration,
+    open: Option<Called>,
+    limit: Duration,
+    until: Instant,
+    stage: Stage,
+}
+
+/// The progress of the child.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Stage {
+    Initialising,
+    Looking,
+    Ready,
+}
+
+impl Watchdog {
+    /// Starts with a child that is being started.
+    pub fn new(limits: Limits, poll: Duration, now: Instant) -> Self {
+        let (limit, stage) = (limits.start, Stage::Initialising);
+        Self { limits, poll, open: None, limit, until: now + limit, stage }
+    }
+
+    /// The deadline for the next message.
+    pub fn until(&self) -> Instant {
+        self.until
+    }
+
+    /// The call that has not returned.
+    pub fn open(&self) -> Option<&Called> {
+        self.open.as_ref()
+    }
+
+    /// Returns true if NVML was initialised at the last message.
+    pub fn has_initialised(&self) -> bool {
+        self.stage != Stage::Initialising
+    }
+
+    /// The time from the last message to the deadline.
+    pub fn limit(&self) -> Duration {
+        self.limit
+    }
+
+    /// Records that the child is about to make a call.
+    pub fn calling(&mut self, called: Called, now: Instant) {
+        let initialises = called.call == INIT;
+        if !initialises && self.stage == Stage::Initialising {
+            self.stage = Stage::Looking;
+        }
+        let starts = initialises || (called.call == HANDLE && self.stage == Stage::Looking);
+        self.open = Some(called);
+        self.give(if starts { self.limits.start } else { self.limits.call }, now);
+    }
+
+    /// Records any other message. Returns the duration of the wait for events if the wait is stuck.
+    pub fn heard(&mut self, message: &FromAgent, now: Instant) -> Option<Duration> {
+        match message {
+            FromAgent::Ready(_) | FromAgent::Polled { .. } | FromAgent::MigDone(_) | FromAgent::Leaving(_) => {
+                if matches!(message, FromAgent::Ready(_)) {
+                    self.stage = Stage::Ready;
+                }
+                self.open = None;
+                self.give(self.poll + self.limits.call, now);
+            }
+            // These come from the thread that waits for events, and say nothing about the other thread.
+            FromAgent::Xid { .. } | FromAgent::DoubleBitEcc { .. } | FromAgent::Failed { .. } => {}
+            FromAgent::Calling(called) => self.calling(called.clone(), now),
+        }
+        let FromAgent::Polled { waiting_ms, .. } = message else { return None };
+        let waiting = Duration::from_millis(*waiting_ms);
+        (waiting > WAIT + self.limits.call).then_some(waiting)
+    }
+
+    /// Returns true if the deadline has expired. If this process woke more than a second late (it was suspended, and
+    /// maybe the agent with it), the deadline starts anew instead.
+    pub fn is_expired(&mut self, now: Instant) -> bool {
+        if now.saturating_duration_since(self.until) > LATE {
+            self.give(self.limit, now);
+            return false;
+        }
+        true
+    }
+
+    fn give(&mut self, limit: Duration, now: Instant) {
+        self.limit = limit;
+        self.until = now + limit;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::scan::NodeScan;
+    use std::collections::BTreeMap;
+
+    const LIMITS: Limits = Limits { start: Duration::from_secs(120), call: Duration::from_secs(30) };
+    const POLL: Duration = Duration::from_secs(10);
+
+    fn called(call: &str) -> Called {
+        Called { call: call.to_owned(), gpu: None }
+    }
+
+    fn polled(waiting_ms: u64) -> FromAgent {
+        FromAgent::Polled { gpus: BTreeMap::new(), missing: Vec::new(), unheard: 0, waiting_ms }
+    }
+
+    #[test]
+    fn each_call_and_each_poll_has_its_limit() {
+        let start = Instant::now();
+        let mut watchdog = Watchdog::new(LIMITS, POLL, start);
+        let left = |watchdog: &Watchdog| watchdog.until() - start;
+        assert_eq!((left(&watchdog), watchdog.open()), (LIMITS.start, None));
+        watchdog.calling(called(INIT), start);
+        assert_eq!((left(&watchdog), watchdog.has_initialised()), (LIMITS.start, false));
+        watchdog.calling(called("nvmlDeviceGetCount_v2"), start);
+        assert_eq!((left(&watchdog), watchdog.has_initialised()), (LIMITS.call, true));
+        watchdog.calling(called(HANDLE), start);
+        assert_eq!(left(&watchdog), LIMITS.start);
+        watchdog.calling(called("nvmlDeviceGetName"), start);
+        assert_eq!((left(&watchdog), watchdog.open()), (LIMITS.call, Some(&called("nvmlDeviceGetName"))));
+        // An event says nothing about the open call.
+        let xid = FromAgent::DoubleBitEcc { gpu: "GPU-1".parse().unwrap() };
+        assert_eq!(watchdog.heard(&xid, start + POLL), None);
+        assert_eq!((left(&watchdog), watchdog.open().is_some()), (LIMITS.call, true));
+        assert_eq!(watchdog.heard(&polled(0), start), None);
+        assert_eq!((left(&watchdog), watchdog.open()), (POLL + LIMITS.call, None));
+        assert!(watchdog.is_expired(watchdog.until()));
+    }
+
+    #[test]
+    fn handle_call_has_the_long_limit_until_ready() {
+        let start = Instant::now();
+        let mut watchdog = Watchdog::new(LIMITS, POLL, start);
+        let handle = |watchdog: &mut Watchdog| {
+            watchdog.calling(called(HANDLE), start);
+            watchdog.until() - start
+        };
+        // The GPUs are asked one after the other.
+        assert_eq!((handle(&mut watchdog), handle(&mut watchdog)), (LIMITS.start, LIMITS.start));
+        let (gpus, failures) = (Vec::new(), Vec::new());
+        let (driver, library, cuda) = (Ok(None), Ok(None), Ok(None));
+        let ready = FromAgent::Ready(Box::new(NodeScan {
+            driver,
+            library,
+            path: String::new(),
+            cuda,
+            count: Some(0),
+            gpus,
+            failures,
+        }));
+        assert_eq!(watchdog.heard(&ready, start), None);
+        assert_eq!(handle(&mut watchdog), LIMITS.call);
+        assert_eq!(watchdog.heard(&polled(0), start), None);
+        assert_eq!(handle(&mut watchdog), LIMITS.call);
+    }
+
+    #[test]
+    fn stuck_wait_for_events_is_detected() {
+        let start = Instant::now();
+        let mut watchdog = Watchdog::new(LIMITS, POLL, start);
+        let longest = u64::try_from((WAIT + LIMITS.call).as_millis()).unwrap();
+        assert_eq!(watchdog.heard(&polled(longest), start), None);
+        assert_eq!(watchdog.heard(&polled(longest + 1), start), Some(Duration::from_millis(longest + 1)));
+    }
+
+    #[test]
+    fn deadline_starts_anew_after_a_suspension() {
+        let start = Instant::now();
+        let mut watchdog = Watchdog::new(LIMITS, POLL, start);
+        watchdog.calling(called("nvmlDeviceGetName"), start);
+        let late = watchdog.until() + Duration::from_secs(60);
+        assert!(!watchdog.is_expired(late));
+        assert_eq!(watchdog.until(), late + LIMITS.call);
+        assert!(watchdog.is_expired(watchdog.until()));
+    }
+}

@@ -1,0 +1,36 @@
+//! The mechanisms that adapters share: Unix sockets, files written whole, inotify, gRPC servers, the clock, the log.
+//!
+//! Nothing here knows a GPU, the kubelet or the API server.
+
+pub mod clock;
+pub mod files;
+pub mod grpc;
+pub mod inotify;
+pub mod log;
+pub mod metrics;
+pub mod output;
+pub mod progress;
+pub mod uds;
+
+use anyhow::{Context, Result};
+use tokio::sync::watch;
+
+/// Runs a future on a runtime of one thread, which must never block. Files are read and written on threads of their
+/// own, and log lines by the queue's thread.
+pub fn block_on<T>(future: impl Future<Output = Result<T>>) -> Result<T> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    let runtime = runtime.context("cannot start the async runtime")?;
+    let result = runtime.block_on(future);
+    // Dropping the runtime would wait for threads that hang in the kernel.
+    runtime.shutdown_background();
+    result
+}
+
+/// Puts a value into a channel, whose readers wake only if it differs from the last one.
+pub fn send_if_new<T: PartialEq>(channel: &watch::Sender<T>, value: T) {
+    channel.send_if_modified(|last| {
+        let is_new = *last != value;
+        *last = value;
+        is_new
+    });
+}

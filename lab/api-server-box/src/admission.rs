@@ -1,0 +1,352 @@
+//! MutatingAdmissionPolicies (`admissionregistration.k8s.io/v1`): changes a pod that a client creates as the policies
+//! say.
+//!
+//! The rules are those of Kubernetes 1.36 (`apiserver/pkg/admission/plugin/policy/mutating`). A policy is compiled when
+//! it is stored, and refused if one of its expressions does not compile. A binding puts the policy in force, once for
+//! each object that its `paramRef` finds. The mutations of a policy are JSON patches, evaluated in order. An error
+//! refuses the request; with `failurePolicy: Ignore` an error ends the failed part only, and earlier mutations stay.
+//! Policies with `reinvocationPolicy: IfNeeded` are evaluated once more if an object was changed.
+//!
+//! Features that are not modelled are refused by name when the policy or the binding is stored: apply configurations,
+//! `Object` literals (an API server of 1.36.2 panics on a list of them), selections of parameters by name or of another
+//! namespace. Objects of other kinds are never changed.
+
+mod check;
+mod expressions;
+mod patch;
+
+use std::collections::BTreeMap;
+
+use serde::Deserialize;
+use serde::de::DeserializeOwned;
+use serde_json::{Value, json};
+
+use crate::refusal::{Cause, Refusal};
+use crate::resource::pod;
+use crate::store::{Key, ResourceType, Store};
+use check::Wanted;
+use expressions::Scope;
+
+#[derive(Debug, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+struct PolicySpec {
+    #[serde(default)]
+    failure_policy: FailurePolicy,
+    #[serde(default)]
+    reinvocation_policy: Reinvocation,
+    param_kind: Option<ParamKind>,
+    match_constraints: Resources,
+    #[serde(default)]
+    match_conditions: Vec<Named>,
+    #[serde(default)]
+    variables: Vec<Named>,
+    mutations: Vec<Mutation>,
+}
+
+#[derive(Debug, Default, PartialEq, Eq, Deserialize)]
+enum FailurePolicy {
+    #[default]
+    Fail,
+    Ignore,
+}
+
+#[derive(Debug, Default, PartialEq, Eq, Deserialize)]
+enum Reinvocation {
+    #[default]
+    Never,
+    IfNeeded,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+struct ParamKind {
+    api_version: String,
+    kind: String,
+}
+
+/// An expression with its name.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Named {
+    name: String,
+    expression: String,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+struct Mutation {
+    patch_type: PatchType,
+    json_patch: Expression,
+}
+
+#[derive(Debug, Deserialize)]
+enum PatchType {
+    #[serde(rename = "JSONPatch")]
+    JsonPatch,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Expression {
+    expression: String,
+}
+
+/// The resources that a policy or a binding applies to.
+#[derive(Debug, Default, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+struct Resources {
+    #[serde(default)]
+    resource_rules: Vec<Rule>,
+    #[serde(default)]
+    namespace_selector: LabelSelector,
+    #[serde(default)]
+    object_selector: LabelSelector,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+struct Rule {
+    api_groups: Vec<String>,
+    api_versions: Vec<String>,
+    resources: Vec<String>,
+    operations: Vec<String>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+struct LabelSelector {
+    #[serde(default)]
+    match_labels: BTreeMap<String, String>,
+    #[serde(default)]
+    match_expressions: Vec<Requirement>,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Requirement {
+    key: String,
+    operator: Operator,
+    #[serde(default)]
+    values: Vec<String>,
+}
+
+#[derive(Debug, Deserialize)]
+enum Operator {
+    In,
+    NotIn,
+    Exists,
+    DoesNotExist,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+struct BindingSpec {
+    policy_name: String,
+    param_ref: Option<ParamRef>,
+    #[serde(default)]
+    match_resources: Resources,
+}
+
+/// The choice of a policy's parameters among the objects of its `paramKind`, in the namespace of the admitted object.
+#[derive(Debug, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+struct ParamRef {
+    selector: LabelSelector,
+    parameter_not_found_action: NotFound,
+}
+
+#[derive(Debug, PartialEq, Eq, Deserialize)]
+enum NotFound {
+    Allow,
+    Deny,
+}
+
+impl LabelSelector {
+    /// Returns true if the selector selects an object, by its `metadata`. A selector without requirements selects all.
+    fn selects(&self, metadata: &Value) -> bool {
+        let label = |key: &str| metadata["labels"][key].as_str();
+        let holds = |one: &Requirement| {
+            let is_listed = label(&one.key).is_some_and(|value| one.values.iter().any(|listed| listed == value));
+            match one.operator {
+                Operator::In => is_listed,
+                Operator::NotIn => !is_listed,
+                Operator::Exists => label(&one.key).is_some(),
+                Operator::DoesNotExist => label(&one.key).is_none(),
+            }
+        };
+        self.match_labels.iter().all(|(key, value)| label(key) == Some(value))
+            && self.match_expressions.iter().all(holds)
+    }
+}
+
+impl Rule {
+    /// Returns true if the policy applies to the creation of such an object.
+    fn matches(&self, resource: &ResourceType) -> bool {
+        let (group, version) = resource.api.split_once('/').unwrap_or(("", resource.api));
+        let has = |list: &[String], one: &str| list.iter().any(|listed| listed == one || listed == "*");
+        has(&self.api_groups, group)
+            && has(&self.api_versions, version)
+            && has(&self.resources, resource.plural)
+            && has(&self.operations, "CREATE")
+    }
+}
+
+impl Resources {
+    fn selects(&self, namespace: &Value, object: &Value) -> bool {
+        self.namespace_selector.selects(&namespace["metadata"]) && self.object_selector.selects(&object["metadata"])
+    }
+}
+
+/// Checks a policy or a binding that a client stores; other objects pass.
+pub(super) fn check(key: &Key, object: &Value) -> Result<(), Refusal> {
+    if key.resource == ResourceType::MUTATING_ADMISSION_POLICY_BINDINGS {
+        return spec::<BindingSpec>(key, object).map(drop);
+    }
+    if key.resource != ResourceType::MUTATING_ADMISSION_POLICIES {
+        return Ok(());
+    }
+    let policy: PolicySpec = spec(key, object)?;
+    let has_params = policy.param_kind.is_some();
+    let (plain, patches) = (Scope::conditions(has_params), Scope::mutations(has_params));
+    let conditions =
+        policy.match_conditions.iter().map(|one| ("matchConditions", &one.expression, &plain, Wanted::Bool));
+    // A variable may read the variables before it.
+    let variable = Scope::variables(has_params);
+    let variables = policy.variables.iter().map(|one| ("variables", &one.expression, &variable, Wanted::Any));
+    let mutations =
+        policy.mutations.iter().map(|one| ("mutations", &one.json_patch.expression, &patches, Wanted::Patches));
+    let refused = conditions.chain(variables).chain(mutations).filter_map(|(list, expression, scope, wanted)| {
+        let why = check::compile(expression, scope, wanted).err()?;
+        let message = format!("Invalid value: {expression:?}: {why}");
+        Some(Cause { reason: "FieldValueInvalid", field: format!("spec.{list}[].expression"), message })
+    });
+    let refused: Vec<Cause> = refused.collect();
+    if refused.is_empty() { Ok(()) } else { Err(Refusal::invalid(key, &refused)) }
+}
+
+/// Changes a pod that is about to be created as the policies say. The pod already has its name, its namespace and its
+/// defaults.
+pub(super) fn mutate(store: &Store, key: &Key, object: &mut Value) -> Result<(), Refusal> {
+    let policies = store.list(&ResourceType::MUTATING_ADMISSION_POLICIES, None);
+    let bindings = store.list(&ResourceType::MUTATING_ADMISSION_POLICY_BINDINGS, None);
+    let namespace = key.namespace.as_deref().and_then(|name| store.get(&ResourceType::NAMESPACES.key(None, name)));
+    let unlabelled = json!({});
+    let namespace = namespace.unwrap_or(&unlabelled);
+    let mut again = false;
+    loop {
+        let before = object.clone();
+        for binding in &bindings {
+            let binding_name = text(&binding["metadata"]["name"]);
+            let bound: BindingSpec = spec(key, binding)?;
+            let named = policies.iter().find(|policy| policy["metadata"]["name"] == bound.policy_name.as_str());
+            let Some(policy) = named.map(|policy| spec::<PolicySpec>(key, policy)).transpose()? else { continue };
+            if (again && policy.reinvocation_policy == Reinvocation::Never)
+                || !policy.match_constraints.resource_rules.iter().any(|rule| rule.matches(&key.resource))
+                || ![&policy.match_constraints, &bound.match_resources].iter().all(|of| of.selects(namespace, object))
+            {
+                continue;
+            }
+            let denied = |why: String| {
+                let message =
+                    format!("policy '{}' with binding '{binding_name}' denied request: {why}", bound.policy_name);
+                Refusal::new(422, "Invalid", message)
+            };
+            let ignores = policy.failure_policy == FailurePolicy::Ignore;
+            match parameters(store, key, &policy, &bound) {
+                Ok(parameters) => {
+                    for params in parameters {
+                        match invoke(&policy, object, params.as_ref()) {
+                            Err(Failed::Policy(why)) if !ignores => return Err(denied(why)),
+                            Err(Failed::Server(refusal)) => return Err(refusal),
+                            Err(Failed::Policy(_)) | Ok(()) => {}
+                        }
+                    }
+                }
+                Err(_) if ignores => {}
+                Err(why) => return Err(denied(why)),
+            }
+        }
+        if again || *object == before {
+            return Ok(());
+        }
+        again = true;
+    }
+}
+
+/// The reason why an invocation failed.
+enum Failed {
+    /// The failure policy decides.
+    Policy(String),
+    /// The request is refused, regardless of the failure policy.
+    Server(Refusal),
+}
+
+/// Evaluates a policy with one parameter. Changes by the mutations before a failing one stay.
+fn invoke(policy: &PolicySpec, object: &mut Value, params: Option<&Value>) -> Result<(), Failed> {
+    let failed =
+        |expression: &str, why: String| Failed::Policy(format!("expression '{expression}' resulted in error: {why}"));
+    let evaluate = |expression: &str, object: &Value, variables: &BTreeMap<String, expressions::Variable>| {
+        expressions::evaluate(expression, object, params, variables).map_err(|why| failed(expression, why))
+    };
+    let mut error = None;
+    for Named { expression, .. } in &policy.match_conditions {
+        match evaluate(expression, object, &BTreeMap::new()).map(|value| value.as_bool()) {
+            Ok(Some(true)) => {}
+            // One false condition is enough, whatever the others are: `matchconditions/matcher.go`.
+            Ok(Some(false)) => return Ok(()),
+            Ok(None) => error = error.or_else(|| Some(failed(expression, "its value is no boolean".to_owned()))),
+            Err(why) => error = error.or(Some(why)),
+        }
+    }
+    if let Some(error) = error.take() {
+        return Err(error);
+    }
+    for Mutation { patch_type: PatchType::JsonPatch, json_patch: Expression { expression } } in &policy.mutations {
+        let mut variables = BTreeMap::new();
+        for one in &policy.variables {
+            // An error counts only when an expression reads the variable.
+            let value = expressions::evaluate(&one.expression, object, params, &variables);
+            variables.insert(one.name.clone(), value);
+        }
+        let patched = evaluate(expression, object, &variables)
+            .and_then(|patch| patch::apply(object, &patch).map_err(|why| Failed::Policy(format!("JSON Patch: {why}"))));
+        match patched {
+            Ok(mut patched) => {
+                pod::complete(&mut patched).map_err(Failed::Server)?;
+                *object = patched;
+            }
+            Err(why) => error = error.or(Some(why)),
+        }
+    }
+    error.map_or(Ok(()), Err)
+}
+
+/// The parameters of a binding; a single `None` for a policy without parameters.
+fn parameters(
+    store: &Store,
+    key: &Key,
+    policy: &PolicySpec,
+    binding: &BindingSpec,
+) -> Result<Vec<Option<Value>>, String> {
+    let (Some(kind), Some(wanted)) = (&policy.param_kind, &binding.param_ref) else { return Ok(vec![None]) };
+    let resource = store.resource_of_kind(&kind.api_version, &kind.kind);
+    let resource = resource.ok_or_else(|| format!("failed to configure binding: paramKind {} not known", kind.kind))?;
+    let all = store.list(resource, key.namespace.as_deref());
+    let found = all.into_iter().filter(|param| wanted.selector.selects(&param["metadata"]));
+    let found: Vec<Option<Value>> = found.cloned().map(Some).collect();
+    if found.is_empty() && wanted.parameter_not_found_action == NotFound::Deny {
+        return Err("no params found for policy binding with `Deny` parameterNotFoundAction".to_owned());
+    }
+    Ok(found)
+}
+
+fn spec<T: DeserializeOwned>(key: &Key, object: &Value) -> Result<T, Refusal> {
+    let kind = text(&object["kind"]);
+    serde_json::from_value(object["spec"].clone()).map_err(|error| {
+        Refusal::bad_request(format!("{kind} {}: not as the API has it, or not modelled: {error}", key.name))
+    })
+}
+
+fn text(value: &Value) -> &str {
+    value.as_str().unwrap_or_default()
+}

@@ -1,0 +1,338 @@
+//! A Kubernetes API server in a box: HTTPS in this process, objects in memory, faults on order.
+//!
+//! Tests run the programs that speak to the API server against it, and `linkwise-lab demo --dra` runs in it. The server is
+//! generic over JSON objects by group, version and resource, and keeps the promises that a client relies on: versions,
+//! watches that continue or expire, server-side apply with owners of fields, conflicts, bearer tokens. It also keeps
+//! the rules of `resource.k8s.io/v1` (limits, names, immutable fields, gates that drop fields), and its
+//! MutatingAdmissionPolicies change the objects that a client creates. It does not validate other objects. It shares no
+//! code with linkwise.
+
+#![allow(clippy::expect_used, clippy::unwrap_used, clippy::panic, reason = "only tests and the demo run it")]
+
+mod admission;
+mod apply;
+mod faults;
+mod http;
+mod refusal;
+mod resource;
+mod store;
+
+use std::collections::BTreeSet;
+use std::net::SocketAddr;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard};
+
+use serde_json::Value;
+use tokio::net::TcpListener;
+use tokio::sync::watch;
+use tokio_rustls::TlsAcceptor;
+use tokio_util::sync::CancellationToken;
+
+pub use faults::{Answer, Fault};
+pub use resource::Gates;
+pub use store::{Key, ResourceType};
+
+use faults::Faults;
+use store::{Selector, Store};
+
+/// A request that arrived, regardless of its outcome.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Request {
+    /// GET, POST, PUT, PATCH or DELETE.
+    pub method: String,
+    /// The path, with the query if there is one.
+    pub uri: String,
+    /// The bearer token.
+    pub token: Option<String>,
+}
+
+/// Returns the object that the server would store if a client created this one.
+///
+/// # Errors
+///
+/// The Status of its refusal.
+pub fn stored(resource: &ResourceType, namespace: Option<&str>, gates: Gates, object: &Value) -> Result<Value, Value> {
+    let mut store = Store::new(std::slice::from_ref(resource));
+    store.gates = gates;
+    let name = object["metadata"]["name"].as_str().unwrap_or_default();
+    let created = store.create("client", &resource.key(namespace, name), object.clone());
+    created.map_err(|refusal| refusal.status())
+}
+
+/// A verb of RBAC, and the resource that it is allowed or forbidden for: `("create", "events")`.
+type Right = (&'static str, &'static str);
+
+/// The state that all connections share.
+struct Shared {
+    store: Mutex<Store>,
+    faults: Mutex<Faults>,
+    /// The accepted tokens; `None` while every request is accepted.
+    tokens: Mutex<Option<BTreeSet<String>>>,
+    requests: watch::Sender<Vec<Request>>,
+    /// The release that `/version` names.
+    version: Mutex<String>,
+    /// The verbs of RBAC, with resources, that no client has.
+    forbidden: Mutex<Vec<Right>>,
+    /// Set while lists and watches ignore selectors and have every object of the kind.
+    ignores_selectors: AtomicBool,
+    /// Counts changes of the store and orders to watches.
+    changes: watch::Sender<u64>,
+    /// Open watches.
+    watches: watch::Sender<usize>,
+}
+
+impl Shared {
+    fn store(&self) -> MutexGuard<'_, Store> {
+        self.store.lock().expect("no thread panics in here")
+    }
+
+    fn forbids(&self, verb: &str, plural: &str) -> bool {
+        let forbidden = self.forbidden.lock().expect("no thread panics in here");
+        forbidden.contains(&(verb, plural))
+    }
+
+    fn changed(&self) {
+        self.changes.send_modify(|count| *count += 1);
+    }
+}
+
+/// The server. It ends when this is dropped.
+pub struct ApiServerBox {
+    shared: Arc<Shared>,
+    acceptor: TlsAcceptor,
+    address: SocketAddr,
+    ca: String,
+    life: Option<(CancellationToken, tokio::task::JoinHandle<()>)>,
+}
+
+/// The most attempts to take its port again; a pause comes after each.
+const MOST_TRIES: u32 = 1_000;
+const RETRY: std::time::Duration = std::time::Duration::from_millis(10);
+
+impl ApiServerBox {
+    /// Starts it on a free port of 127.0.0.1, with these kinds of objects. Panics if that fails: for tests.
+    pub async fn start(types: &[ResourceType]) -> Self {
+        Self::start_on("127.0.0.1:0", types).await.expect("127.0.0.1 has a free port")
+    }
+
+    /// Starts it on an address.
+    ///
+    /// # Errors
+    ///
+    /// The address cannot be bound.
+    pub async fn start_on(address: &str, types: &[ResourceType]) -> std::io::Result<Self> {
+        let names = ["localhost", "127.0.0.1", "::1"].map(str::to_owned);
+        let made = rcgen::generate_simple_self_signed(names).expect("a certificate of plain names can be made");
+        let key = rustls::pki_types::PrivateKeyDer::try_from(made.signing_key.serialize_der()).expect("a key");
+        let provider = Arc::new(rustls::crypto::ring::default_provider());
+        let tls = rustls::ServerConfig::builder_with_provider(provider)
+            .with_safe_default_protocol_versions()
+            .and_then(|tls| tls.with_no_client_auth().with_single_cert(vec![made.cert.der().clone()], key))
+            .expect("a certificate with its key makes a server");
+        let listener = TcpListener::bind(address).await?;
+        let mut server = Self {
+            shared: Arc::new(Shared {
+                store: Mutex::new(Store::new(types)),
+                faults: Mutex::default(),
+                tokens: Mutex::default(),
+                requests: watch::Sender::default(),
+                version: Mutex::new("v1.36.2".to_owned()),
+                forbidden: Mutex::default(),
+                ignores_selectors: AtomicBool::new(false),
+                changes: watch::Sender::default(),
+                watches: watch::Sender::default(),
+            }),
+            acceptor: TlsAcceptor::from(Arc::new(tls)),
+            address: listener.local_addr()?,
+            ca: made.cert.pem(),
+            life: None,
+        };
+        server.serve(listener);
+        Ok(server)
+    }
+
+    fn serve(&mut self, listener: TcpListener) {
+        let end = CancellationToken::new();
+        let serving = http::serve(listener, self.acceptor.clone(), Arc::clone(&self.shared), end.clone());
+        self.life = Some((end, tokio::spawn(serving)));
+    }
+
+    /// The address at which it listens.
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// `https://127.0.0.1:port`.
+    pub fn url(&self) -> String {
+        format!("https://{}", self.address)
+    }
+
+    /// Its certificate in PEM, which is its own authority.
+    pub fn ca(&self) -> &str {
+        &self.ca
+    }
+
+    /// Accepts only requests with one of these bearer tokens from now on.
+    pub fn accept_tokens(&self, tokens: &[&str]) {
+        let tokens = tokens.iter().map(|token| (*token).to_owned()).collect();
+        *self.shared.tokens.lock().expect("no thread panics in here") = Some(tokens);
+    }
+
+    /// Takes these rights, and no others, from all clients from now on. Such requests are refused, and a
+    /// SelfSubjectAccessReview says so.
+    pub fn forbid(&self, rights: &[(&'static str, &'static str)]) {
+        *self.shared.forbidden.lock().expect("no thread panics in here") = rights.to_vec();
+    }
+
+    /// Stops listening and cuts every connection.
+    pub async fn go_away(&mut self) {
+        if let Some((end, serving)) = self.life.take() {
+            end.cancel();
+            serving.await.expect("serving does not panic");
+        }
+    }
+
+    /// Listens again at the same address, as soon as neither an earlier connection nor another program has its port.
+    pub async fn come_back(&mut self) {
+        let mut tries = 0;
+        let listener = loop {
+            match TcpListener::bind(self.address).await {
+                Ok(listener) => break listener,
+                Err(error) if error.kind() == std::io::ErrorKind::AddrInUse && tries < MOST_TRIES => tries += 1,
+                Err(error) => panic!("{}: {error}", self.address),
+            }
+            tokio::time::sleep(RETRY).await;
+        };
+        self.serve(listener);
+    }
+
+    /// Injects a fault.
+    pub fn fail(&self, fault: Fault) {
+        self.shared.faults.lock().expect("no thread panics in here").add(fault);
+    }
+
+    /// Switches feature gates; slices that were stored before stay as they are.
+    pub fn set_gates(&self, gates: Gates) {
+        self.shared.store().gates = gates;
+    }
+
+    /// Sets the `gitVersion` of `/version`, such as `v1.37.0`; with an empty text the server has no such path.
+    pub fn set_version(&self, version: &str) {
+        version.clone_into(&mut self.shared.version.lock().expect("no thread panics in here"));
+    }
+
+    /// Makes lists and watches ignore their field selectors from now on.
+    pub fn ignore_field_selectors(&self) {
+        self.shared.ignores_selectors.store(true, Ordering::Relaxed);
+    }
+
+    /// Deletes the ResourceSlices of a node: those of a driver, as its kubelet does after the driver has been away for
+    /// 30 s, or all, as its kubelet does when it starts.
+    pub fn wipe_slices(&self, node: &str, driver: Option<&str>) {
+        let slices = ResourceType::RESOURCE_SLICES;
+        let driver = driver.map_or_else(String::new, |driver| format!(",spec.driver={driver}"));
+        let selector =
+            Selector::of(&slices, &format!("spec.nodeName={node}{driver}")).expect("slices have these fields");
+        self.shared.store().remove_selected(&slices, None, &selector);
+        self.shared.changed();
+    }
+
+    /// The objects of a kind, in the order of their names.
+    pub fn objects(&self, resource: &ResourceType) -> Vec<Value> {
+        self.shared.store().list(resource, None).into_iter().cloned().collect()
+    }
+
+    /// Creates or replaces an object, as `manager` would by an update.
+    pub fn put(&self, manager: &str, key: &Key, object: Value) {
+        self.shared.store().put(manager, key, object);
+        self.shared.changed();
+    }
+
+    /// Creates an object as a client would: with the server's rules and defaults.
+    ///
+    /// # Errors
+    ///
+    /// The Status of the server's refusal.
+    pub fn create(&self, manager: &str, key: &Key, object: Value) -> Result<Value, Value> {
+        let created = self.shared.store().create(manager, key, object);
+        self.shared.changed();
+        created.map_err(|refusal| refusal.status())
+    }
+
+    /// Replaces an object's status as a client would.
+    ///
+    /// # Errors
+    ///
+    /// The Status of the server's refusal.
+    pub fn replace_status(&self, manager: &str, key: &Key, object: &Value) -> Result<Value, Value> {
+        let replaced = self.shared.store().replace_status(manager, key, object);
+        self.shared.changed();
+        replaced.map_err(|refusal| refusal.status())
+    }
+
+    /// Changes an object, as `manager` would by an update.
+    pub fn edit(&self, manager: &str, key: &Key, edit: impl FnOnce(&mut Value)) {
+        let mut object = self.object(key).expect("the object is there");
+        edit(&mut object);
+        self.put(manager, key, object);
+    }
+
+    /// Deletes an object.
+    pub fn remove(&self, key: &Key) {
+        self.shared.store().remove(key);
+        self.shared.changed();
+    }
+
+    /// The current state of an object.
+    pub fn object(&self, key: &Key) -> Option<Value> {
+        self.shared.store().get(key).cloned()
+    }
+
+    /// Waits until an object fulfils `is`.
+    pub async fn wait_for_object(&self, key: &Key, is: impl Fn(Option<&Value>) -> bool) {
+        let mut changes = self.shared.changes.subscribe();
+        while !is(self.object(key).as_ref()) {
+            changes.changed().await.expect("the sender lives as long as the server");
+        }
+    }
+
+    /// Waits until the objects of a kind fulfil `are`.
+    pub async fn wait_for_objects(&self, resource: &ResourceType, are: impl Fn(&[Value]) -> bool) {
+        let mut changes = self.shared.changes.subscribe();
+        while !are(&self.objects(resource)) {
+            changes.changed().await.expect("the sender lives as long as the server");
+        }
+    }
+
+    /// Forgets the changes so far: new watches from before now are refused with 410, and open watches get a 410 as an
+    /// event.
+    pub fn expire_watches(&self) {
+        self.shared.store().expire();
+        self.shared.changed();
+    }
+
+    /// Every request so far.
+    pub fn requests(&self) -> Vec<Request> {
+        self.shared.requests.borrow().clone()
+    }
+
+    /// Waits until the requests fulfil `are`.
+    pub async fn wait_for_requests(&self, are: impl FnMut(&Vec<Request>) -> bool) {
+        self.shared.requests.subscribe().wait_for(are).await.expect("the sender lives as long as the server");
+    }
+
+    /// Waits until this number of watches is open.
+    pub async fn wait_for_watches(&self, count: usize) {
+        let mut watches = self.shared.watches.subscribe();
+        watches.wait_for(|open| *open == count).await.expect("the sender lives as long as the server");
+    }
+}
+
+impl Drop for ApiServerBox {
+    fn drop(&mut self) {
+        if let Some((end, serving)) = self.life.take() {
+            end.cancel();
+            serving.abort();
+        }
+    }
+}

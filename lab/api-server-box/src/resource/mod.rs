@@ -1,0 +1,116 @@
+//! The API group `resource.k8s.io/v1`, resources of pods, and events: the server's work on objects besides storing
+//! them.
+//!
+//! Unknown fields and fields of gates that are off are dropped; defaults are filled in. An object that breaks a rule of
+//! the API (limits, names, immutable fields) is refused with a Status that names the field. The rules are those of
+//! Kubernetes 1.36 (`staging/src/k8s.io/api/resource/v1/types.go`, `pkg/apis/resource/validation`,
+//! `pkg/registry/resource`). Selectors are not compiled.
+
+mod checks;
+mod claim;
+mod event;
+pub(super) mod pod;
+mod slice;
+#[cfg(test)]
+mod tests;
+
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use serde_json::{Value, json};
+
+use crate::refusal::Refusal;
+use crate::store::{Key, ResourceType};
+use checks::Checks;
+
+/// Feature gates of the API server that drop fields silently. The defaults are those of Kubernetes 1.36.
+///
+/// A slice that has such fields when the gate is switched off keeps them through updates; a new one loses them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Gates {
+    /// `DRADeviceTaints`: `taints` of devices.
+    pub device_taints: bool,
+    /// `DRAPartitionableDevices`: `sharedCounters`, `consumesCounters`.
+    pub partitionable_devices: bool,
+    /// `DRAConsumableCapacity`: `allowMultipleAllocations`, `requestPolicy`; `capacity` of requests.
+    pub consumable_capacity: bool,
+    /// `DRAListTypeAttributes`: `ints`, `bools`, `strings`, `versions` of an attribute.
+    pub list_attributes: bool,
+}
+
+impl Default for Gates {
+    fn default() -> Self {
+        Self { device_taints: true, partitionable_devices: true, consumable_capacity: true, list_attributes: false }
+    }
+}
+
+impl Gates {
+    /// The defaults of Kubernetes 1.34 and 1.35: every gate is off.
+    pub const OFF: Self =
+        Self { device_taints: false, partitionable_devices: false, consumable_capacity: false, list_attributes: false };
+}
+
+/// Checks an object that a client sent, and changes it as the server does before storing it. `now` is the server's
+/// time.
+pub(super) fn admit(
+    gates: Gates,
+    key: &Key,
+    live: Option<&Value>,
+    object: &mut Value,
+    now: &str,
+) -> Result<(), Refusal> {
+    match &key.resource {
+        of if *of == ResourceType::RESOURCE_SLICES => slice::admit(gates, key, live, object, now)?,
+        of if *of == ResourceType::RESOURCE_CLAIMS => claim::admit(gates, key, live, object)?,
+        of if *of == ResourceType::RESOURCE_CLAIM_TEMPLATES => claim::admit_template(gates, key, live, object)?,
+        of if *of == ResourceType::DEVICE_CLASSES => claim::admit_class(key, object)?,
+        of if *of == ResourceType::PODS => pod::check(key, object)?,
+        of if *of == ResourceType::EVENTS => event::check(key, object)?,
+        _ => return Ok(()),
+    }
+    let mut checks = Checks::default();
+    checks.subdomain("metadata.name", &key.name, 253);
+    checks.end(key)
+}
+
+/// Checks a new status.
+pub(super) fn admit_status(key: &Key, live: &Value, object: &mut Value) -> Result<(), Refusal> {
+    match &key.resource {
+        of if *of == ResourceType::RESOURCE_CLAIMS => claim::admit_status(key, live, object),
+        _ => Ok(()),
+    }
+}
+
+/// Returns true if the server counts changes of the specification in `metadata.generation`.
+pub(super) fn has_generation(resource: &ResourceType) -> bool {
+    [ResourceType::RESOURCE_SLICES, ResourceType::DEVICE_CLASSES].contains(resource)
+}
+
+/// Decodes a part of an object by its type; a value of another shape is refused as the server's decoder does.
+fn decoded<T: DeserializeOwned>(key: &Key, value: &Value) -> Result<T, Refusal> {
+    let mut value = if value.is_null() { json!({}) } else { value.clone() };
+    // To the server's decoder a null is an absent field.
+    remove(&mut value, &Value::is_null);
+    serde_json::from_value(value).map_err(|error| {
+        let kind = key.resource.kind;
+        Refusal::bad_request(format!("{kind} in version \"v1\" cannot be handled as a {kind}: json: {error}"))
+    })
+}
+
+/// Removes such fields, the inner ones first.
+fn remove(value: &mut Value, which: &impl Fn(&Value) -> bool) {
+    match value {
+        Value::Object(map) => {
+            map.values_mut().for_each(|value| remove(value, which));
+            map.retain(|_, value| !which(value));
+        }
+        Value::Array(list) => list.iter_mut().for_each(|value| remove(value, which)),
+        _ => {}
+    }
+}
+
+/// A typed part in its stored form: only the fields that the API has, without those that are empty.
+fn kept<T: Serialize>(part: &T) -> Value {
+    let mut value = serde_json::to_value(part).unwrap_or_else(|_| json!({}));
+    remove(&mut value, &|value| value.is_null() || *value == json!([]) || *value == json!({}));
+    value
+}

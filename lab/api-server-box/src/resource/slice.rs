@@ -1,0 +1,465 @@
+//! ResourceSlices: gates, defaults, limits.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use super::checks::Checks;
+use super::{Gates, decoded, kept};
+use crate::refusal::Refusal;
+use crate::store::Key;
+use linkwise_scheduler_box::Quantity;
+
+/// Limits of Kubernetes 1.36 (`types.go`): `ResourceSliceMaxDevices`, with taints or counters
+/// `…MaxDevicesWithTaintsOrConsumesCounters`, `…MaxCounterSets`, `…MaxCountersPerCounterSet`,
+/// `…MaxDeviceCounterConsumptionsPerDevice`, `…MaxAttributesAndCapacitiesPerDevice`,
+/// `…MaxAttributeValuesAndCapacitiesPerDevice`, `DeviceTaintsMaxLength`, `DeviceAttributeMaxValueLength`.
+const MOST_DEVICES: usize = 128;
+const MOST_DEVICES_WITH_TAINTS: usize = 64;
+const MOST_COUNTER_SETS: usize = 8;
+const MOST_COUNTERS: usize = 32;
+const MOST_COUNTER_SETS_OF_A_DEVICE: usize = 2;
+const MOST_ATTRIBUTES: usize = 32;
+const MOST_VALUES: usize = 48;
+const MOST_TAINTS: usize = 16;
+/// `CapacityRequestPolicyDiscreteMaxOptions`.
+const MOST_POLICY_VALUES: usize = 10;
+const LONGEST_VALUE: usize = 64;
+
+const EFFECTS: [&str; 3] = ["NoSchedule", "NoExecute", "None"];
+
+#[derive(Default, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+struct Spec {
+    driver: String,
+    pool: Pool,
+    node_name: Option<String>,
+    node_selector: Option<Value>,
+    all_nodes: Option<bool>,
+    per_device_node_selection: Option<bool>,
+    devices: Vec<Device>,
+    /// Set if the client sent a list of devices, even an empty one.
+    #[serde(skip)]
+    has_devices: bool,
+    shared_counters: Vec<CounterSet>,
+}
+
+#[derive(Default, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+struct Pool {
+    name: String,
+    generation: i64,
+    resource_slice_count: i64,
+}
+
+#[derive(Default, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+struct Device {
+    name: String,
+    attributes: BTreeMap<String, Attribute>,
+    capacity: BTreeMap<String, Capacity>,
+    consumes_counters: Vec<Consumption>,
+    taints: Vec<Taint>,
+    allow_multiple_allocations: Option<bool>,
+    node_name: Option<String>,
+    all_nodes: Option<bool>,
+}
+
+#[derive(Default, Serialize, Deserialize)]
+#[serde(default)]
+struct Attribute {
+    int: Option<i64>,
+    bool: Option<bool>,
+    string: Option<String>,
+    version: Option<String>,
+    ints: Option<Vec<i64>>,
+    bools: Option<Vec<bool>>,
+    strings: Option<Vec<String>>,
+    versions: Option<Vec<String>>,
+}
+
+#[derive(Default, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+struct Capacity {
+    value: String,
+    request_policy: Option<RequestPolicy>,
+}
+
+#[derive(Default, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+struct RequestPolicy {
+    default: Option<String>,
+    valid_values: Vec<String>,
+    valid_range: Option<ValidRange>,
+}
+
+#[derive(Default, Serialize, Deserialize)]
+#[serde(default)]
+struct ValidRange {
+    min: Option<String>,
+    max: Option<String>,
+    step: Option<String>,
+}
+
+impl RequestPolicy {
+    /// All its quantities.
+    fn quantities(&mut self) -> impl Iterator<Item = &mut String> {
+        let range = self.valid_range.iter_mut().flat_map(|range| [&mut range.min, &mut range.max, &mut range.step]);
+        self.default.iter_mut().chain(&mut self.valid_values).chain(range.flatten())
+    }
+}
+
+#[derive(Default, Serialize, Deserialize)]
+#[serde(default)]
+struct CounterSet {
+    name: String,
+    counters: BTreeMap<String, Counter>,
+}
+
+#[derive(Default, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+struct Consumption {
+    counter_set: String,
+    counters: BTreeMap<String, Counter>,
+}
+
+#[derive(Default, Serialize, Deserialize)]
+#[serde(default)]
+struct Counter {
+    value: String,
+}
+
+#[derive(Clone, Default, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+struct Taint {
+    key: String,
+    #[serde(skip_serializing_if = "String::is_empty")]
+    value: String,
+    effect: String,
+    time_added: Option<String>,
+}
+
+impl Attribute {
+    /// The lengths of its lists.
+    fn lists(&self) -> impl Iterator<Item = usize> {
+        let texts = [&self.strings, &self.versions].map(|list| list.as_ref().map(Vec::len));
+        [self.ints.as_ref().map(Vec::len), self.bools.as_ref().map(Vec::len)].into_iter().chain(texts).flatten()
+    }
+
+    fn values(&self) -> usize {
+        self.lists().sum::<usize>().max(1)
+    }
+
+    fn kinds(&self) -> usize {
+        let scalars = [self.int.is_some(), self.bool.is_some(), self.string.is_some(), self.version.is_some()];
+        scalars.into_iter().filter(|is_set| *is_set).count() + self.lists().count()
+    }
+}
+
+pub(super) fn admit(
+    gates: Gates,
+    key: &Key,
+    live: Option<&Value>,
+    object: &mut Value,
+    now: &str,
+) -> Result<(), Refusal> {
+    let before: Option<Spec> = live.map(|live| decoded(key, &live["spec"])).transpose()?;
+    let mut spec: Spec = decoded(key, &object["spec"])?;
+    spec.has_devices = object["spec"]["devices"].is_array();
+    drop_fields(gates, &mut spec, before.as_ref());
+    fill_in(&mut spec, now);
+    let mut checks = Checks::default();
+    check(&mut checks, &spec);
+    if let Some(before) = &before {
+        checks.unchanged("spec.driver", &before.driver, &spec.driver);
+        checks.unchanged("spec.pool.name", &before.pool.name, &spec.pool.name);
+        let node = |spec: &Spec| spec.node_name.clone().unwrap_or_default();
+        checks.unchanged("spec.nodeName", node(before), node(&spec));
+    }
+    object["spec"] = kept(&spec);
+    checks.end(key)
+}
+
+/// Drops the fields of gates that are off, unless the slice had them before (`dropDisabledFields`).
+fn drop_fields(gates: Gates, spec: &mut Spec, before: Option<&Spec>) {
+    let in_use = |has: fn(&Device) -> bool| before.is_some_and(|before| before.devices.iter().any(has));
+    if !gates.device_taints && !in_use(|device| !device.taints.is_empty()) {
+        spec.devices.iter_mut().for_each(|device| device.taints.clear());
+    }
+    let counts = in_use(|device| !device.consumes_counters.is_empty())
+        || before.is_some_and(|before| !before.shared_counters.is_empty());
+    if !gates.partitionable_devices && !counts {
+        spec.shared_counters.clear();
+        spec.devices.iter_mut().for_each(|device| device.consumes_counters.clear());
+    }
+    let consumable = in_use(|device| {
+        let has_policy = device.capacity.values().any(|capacity| capacity.request_policy.is_some());
+        device.allow_multiple_allocations.is_some() || has_policy
+    });
+    if !gates.consumable_capacity && !consumable {
+        for device in &mut spec.devices {
+            device.allow_multiple_allocations = None;
+            device.capacity.values_mut().for_each(|capacity| capacity.request_policy = None);
+        }
+    }
+    let lists = in_use(|device| device.attributes.values().any(has_list));
+    if !gates.list_attributes && !lists {
+        for attribute in spec.devices.iter_mut().flat_map(|device| device.attributes.values_mut()) {
+            (attribute.ints, attribute.bools, attribute.strings, attribute.versions) = (None, None, None, None);
+        }
+    }
+}
+
+fn has_list(attribute: &Attribute) -> bool {
+    attribute.lists().next().is_some()
+}
+
+/// Fills in the times of taints and canonical quantities.
+fn fill_in(spec: &mut Spec, now: &str) {
+    let canonise = |value: &mut String| {
+        if let Some(form) = Quantity::canonical(value) {
+            *value = form;
+        }
+    };
+    for device in &mut spec.devices {
+        for taint in &mut device.taints {
+            taint.time_added.get_or_insert_with(|| now.to_owned());
+        }
+        for capacity in device.capacity.values_mut() {
+            canonise(&mut capacity.value);
+            capacity.request_policy.iter_mut().flat_map(RequestPolicy::quantities).for_each(canonise);
+        }
+        for consumption in &mut device.consumes_counters {
+            consumption.counters.values_mut().for_each(|counter| canonise(&mut counter.value));
+        }
+    }
+    for set in &mut spec.shared_counters {
+        set.counters.values_mut().for_each(|counter| canonise(&mut counter.value));
+    }
+}
+
+fn check(checks: &mut Checks, spec: &Spec) {
+    checks.subdomain("spec.driver", &spec.driver, 63);
+    if spec.pool.name.is_empty() {
+        checks.required("spec.pool.name", "");
+    }
+    checks.not_longer("spec.pool.name", &spec.pool.name, 253);
+    for part in spec.pool.name.split('/').filter(|_| !spec.pool.name.is_empty()) {
+        if part.is_empty() {
+            checks.invalid("spec.pool.name", &spec.pool.name, "must be DNS subdomains separated by slashes");
+        } else {
+            checks.subdomain("spec.pool.name", part, 253);
+        }
+    }
+    if spec.pool.resource_slice_count <= 0 {
+        let why = "must be greater than zero";
+        checks.invalid("spec.pool.resourceSliceCount", spec.pool.resource_slice_count, why);
+    }
+    if spec.pool.generation < 0 {
+        checks.invalid("spec.pool.generation", spec.pool.generation, "must be greater than or equal to zero");
+    }
+    let places = [
+        spec.node_name.is_some(),
+        spec.node_selector.is_some(),
+        spec.all_nodes.is_some(),
+        spec.per_device_node_selection.is_some(),
+    ];
+    let fields = "exactly one of `nodeName`, `nodeSelector`, `allNodes`, `perDeviceNodeSelection` is required";
+    match places.into_iter().filter(|is_set| *is_set).count() {
+        0 => checks.required("spec", fields),
+        1 => {}
+        _ => checks.invalid("spec", "{…}", fields),
+    }
+    if let Some(node) = &spec.node_name {
+        checks.subdomain("spec.nodeName", node, 253);
+    }
+    if spec.has_devices && !spec.shared_counters.is_empty() {
+        checks.invalid("spec", "{…}", "only one of `sharedCounters` or `devices` is allowed");
+    }
+    let special = |device: &Device| {
+        let listed = device.attributes.values().any(has_list);
+        !device.taints.is_empty() || !device.consumes_counters.is_empty() || listed
+    };
+    let most = if spec.devices.iter().any(special) { MOST_DEVICES_WITH_TAINTS } else { MOST_DEVICES };
+    checks.at_most("spec.devices", spec.devices.len(), most);
+    let mut names = BTreeSet::new();
+    for (index, device) in spec.devices.iter().enumerate() {
+        let field = format!("spec.devices[{index}]");
+        checks.unique_label(&format!("{field}.name"), &device.name, &mut names);
+        check_device(checks, &field, device);
+    }
+    checks.at_most("spec.sharedCounters", spec.shared_counters.len(), MOST_COUNTER_SETS);
+    let mut names = BTreeSet::new();
+    for (index, set) in spec.shared_counters.iter().enumerate() {
+        let field = format!("spec.sharedCounters[{index}]");
+        checks.unique_label(&format!("{field}.name"), &set.name, &mut names);
+        check_counters(checks, &field, &set.counters);
+    }
+}
+
+fn check_device(checks: &mut Checks, field: &str, device: &Device) {
+    let together = device.attributes.len() + device.capacity.len();
+    checks.at_most(field, together, MOST_ATTRIBUTES);
+    let values: usize = device.attributes.values().map(Attribute::values).sum();
+    if together <= MOST_ATTRIBUTES {
+        checks.at_most(field, values + device.capacity.len(), MOST_VALUES);
+    }
+    for (name, attribute) in &device.attributes {
+        let field = format!("{field}.attributes[{name}]");
+        checks.qualified(&field, name, false);
+        match attribute.kinds() {
+            0 => checks.required(&field, "exactly one value must be specified"),
+            1 => {}
+            _ => checks.invalid(&field, "{…}", "exactly one value must be specified"),
+        }
+        for text in attribute.string.iter().chain(attribute.strings.iter().flatten()) {
+            checks.not_longer(format!("{field}.string"), text, LONGEST_VALUE);
+        }
+        for text in attribute.version.iter().chain(attribute.versions.iter().flatten()) {
+            checks.not_longer(format!("{field}.version"), text, LONGEST_VALUE);
+            if semver::Version::parse(text).is_err() {
+                let why = "must be a string compatible with semver.org spec 2.0.0";
+                checks.invalid(format!("{field}.version"), text, why);
+            }
+        }
+    }
+    for (name, capacity) in &device.capacity {
+        let field = format!("{field}.capacity[{name}]");
+        checks.qualified(&field, name, false);
+        check_quantity(checks, &format!("{field}.value"), &capacity.value);
+        if let Some(policy) = &capacity.request_policy {
+            let field = format!("{field}.requestPolicy");
+            if device.allow_multiple_allocations == Some(true) {
+                check_policy(checks, &field, &capacity.value, policy);
+            } else {
+                checks.forbidden(field, "allowMultipleAllocations must be true");
+            }
+        }
+    }
+    checks.at_most(format!("{field}.consumesCounters"), device.consumes_counters.len(), MOST_COUNTER_SETS_OF_A_DEVICE);
+    let mut names = BTreeSet::new();
+    for (index, consumption) in device.consumes_counters.iter().enumerate() {
+        let field = format!("{field}.consumesCounters[{index}]");
+        checks.unique_label(&format!("{field}.counterSet"), &consumption.counter_set, &mut names);
+        check_counters(checks, &field, &consumption.counters);
+    }
+    checks.at_most(format!("{field}.taints"), device.taints.len(), MOST_TAINTS);
+    let mut seen = BTreeSet::new();
+    for (index, taint) in device.taints.iter().enumerate() {
+        let field = format!("{field}.taints[{index}]");
+        checks.label_key(&format!("{field}.key"), &taint.key);
+        checks.label_value(&format!("{field}.value"), &taint.value);
+        match taint.effect.as_str() {
+            "" => checks.required(format!("{field}.effect"), ""),
+            effect => checks.one_of(format!("{field}.effect"), effect, &EFFECTS),
+        }
+        if !seen.insert((&taint.key, &taint.effect)) {
+            checks.duplicate(field, &taint.key);
+        }
+    }
+}
+
+/// `validateRequestPolicy`.
+fn check_policy(checks: &mut Checks, field: &str, capacity: &str, policy: &RequestPolicy) {
+    let texts = [Some(capacity), policy.default.as_deref()].into_iter().flatten();
+    let range = policy.valid_range.iter().flat_map(|range| [&range.min, &range.max, &range.step]).flatten();
+    for text in texts.chain(policy.valid_values.iter().chain(range).map(String::as_str)) {
+        if Quantity::canonical(text).is_none() {
+            return check_quantity(checks, field, text);
+        }
+    }
+    let amount = |text: &str| Quantity::parse(text).unwrap_or_default();
+    let (whole, default) = (amount(capacity), policy.default.as_deref());
+    match (&policy.valid_range, policy.valid_values.as_slice()) {
+        (Some(_), [_, ..]) => checks.forbidden(field, "exactly one policy can be specified"),
+        (None, []) => {}
+        (None, values) => {
+            let Some(default) = default else {
+                return checks.required(format!("{field}.default"), "required when validValues is defined");
+            };
+            let field = format!("{field}.validValues");
+            checks.at_most(&field, values.len(), MOST_POLICY_VALUES);
+            let mut seen = BTreeSet::new();
+            for (index, value) in values.iter().enumerate() {
+                let field = format!("{field}[{index}]");
+                if index > 0 && values.get(index - 1).is_some_and(|before| amount(before) > amount(value)) {
+                    checks.invalid(&field, value, "values must be sorted in ascending order");
+                }
+                if amount(value) > whole {
+                    checks.invalid(&field, value, &format!("option is larger than capacity value: {capacity}"));
+                }
+                if !seen.insert(amount(value)) {
+                    checks.duplicate(&field, value);
+                }
+            }
+            if !seen.contains(&amount(default)) {
+                checks.invalid(&field, default, "default value is not valid according to the requestPolicy");
+            }
+        }
+        (Some(range), []) => {
+            let Some(default) = default else {
+                return checks.required(format!("{field}.default"), "required when validRange is defined");
+            };
+            check_range(checks, &format!("{field}.validRange"), whole, default, range);
+        }
+    }
+}
+
+/// `validateRequestPolicyRange`.
+fn check_range(checks: &mut Checks, field: &str, whole: Quantity, default: &str, range: &ValidRange) {
+    let amount = |text: &str| Quantity::parse(text).unwrap_or_default();
+    let ceil = |text: &str| amount(text).ceil();
+    let Some(min) = &range.min else {
+        return checks.required(format!("{field}.min"), "required when validRange is defined");
+    };
+    if amount(min) > whole {
+        checks.invalid(format!("{field}.min"), min, "min is larger than capacity value");
+    }
+    if amount(default) < amount(min) {
+        checks.invalid(format!("{field}.min"), default, "default is less than min");
+    }
+    if let Some(max) = &range.max {
+        for (is_wrong, value, why) in [
+            (amount(min) > amount(max), min.as_str(), "min is larger than max"),
+            (amount(max) > whole, max, "max is larger than capacity value"),
+            (amount(default) > amount(max), default, "default is more than max"),
+        ] {
+            if is_wrong {
+                checks.invalid(format!("{field}.max"), value, why);
+            }
+        }
+    }
+    if let Some(step) = &range.step {
+        let field = format!("{field}.step");
+        // The real server divides by it.
+        if ceil(step) == 0 {
+            return checks.invalid(field, step, "must be greater than zero");
+        }
+        if amount(min).0 + amount(step).0 > whole.0 {
+            checks.invalid(&field, step, "one step is larger than capacity value");
+        }
+        for value in [Some(default), range.max.as_deref()].into_iter().flatten() {
+            if (ceil(value) - ceil(min)) % ceil(step) != 0 {
+                checks.invalid(&field, value, "value is not a multiple of a given step");
+            }
+        }
+    }
+}
+
+fn check_counters(checks: &mut Checks, field: &str, counters: &BTreeMap<String, Counter>) {
+    if counters.is_empty() {
+        checks.required(format!("{field}.counters"), "");
+    }
+    checks.at_most(format!("{field}.counters"), counters.len(), MOST_COUNTERS);
+    for (name, counter) in counters {
+        checks.label(&format!("{field}.counters[{name}]"), name);
+        check_quantity(checks, &format!("{field}.counters[{name}].value"), &counter.value);
+    }
+}
+
+fn check_quantity(checks: &mut Checks, field: &str, value: &str) {
+    if Quantity::canonical(value).is_none() {
+        checks.invalid(field, value, "quantities must match the regular expression of quantities");
+    }
+}

@@ -1,0 +1,361 @@
+//! The server's treatment of slices and claims that clients send.
+
+use serde_json::{Value, json};
+
+use crate::refusal::Refusal;
+use crate::resource::Gates;
+use crate::store::{Key, ResourceType, Selector, Store};
+
+fn store() -> Store {
+    let (slices, claims) = (ResourceType::RESOURCE_SLICES, ResourceType::RESOURCE_CLAIMS);
+    Store::new(&[slices, claims, ResourceType::RESOURCE_CLAIM_TEMPLATES, ResourceType::DEVICE_CLASSES])
+}
+
+fn slice(devices: Value) -> Value {
+    json!({
+        "metadata": {"generateName": "00000-gpu.nvidia.com-n-"},
+        "spec": {
+            "driver": "gpu.nvidia.com", "nodeName": "n", "devices": devices,
+            "pool": {"name": "n/gpu", "generation": 1, "resourceSliceCount": 1},
+        },
+    })
+}
+
+fn gpu(name: &str) -> Value {
+    json!({"name": name, "attributes": {"type": {"string": "gpu"}}, "capacity": {"memory": {"value": "81559Mi"}}})
+}
+
+fn create(store: &mut Store, object: Value) -> Result<Value, Refusal> {
+    store.create("test", &ResourceType::RESOURCE_SLICES.key(None, ""), object)
+}
+
+fn key(object: &Value) -> Key {
+    ResourceType::RESOURCE_SLICES.key(None, object["metadata"]["name"].as_str().unwrap())
+}
+
+/// Checks that it is refused for this field alone.
+fn refused(refusal: Refusal, field: &str) {
+    let status = refusal.status();
+    assert_eq!((refusal.code, refusal.reason), (422, "Invalid"), "{status}");
+    let fields: Vec<&str> =
+        status["details"]["causes"].as_array().unwrap().iter().map(|cause| cause["field"].as_str().unwrap()).collect();
+    assert_eq!(fields, [field], "{status}");
+    assert!(refusal.message.contains(field), "{status}");
+}
+
+#[test]
+fn slice_is_named_counted_and_kept() {
+    let mut store = store();
+    let made = create(&mut store, slice(json!([gpu("gpu-0")]))).unwrap();
+    let name = made["metadata"]["name"].as_str().unwrap();
+    assert!(name.starts_with("00000-gpu.nvidia.com-n-") && name.len() == "00000-gpu.nvidia.com-n-".len() + 5, "{name}");
+    assert_eq!(made["metadata"]["generation"], 1);
+    let mut other = made.clone();
+    other["spec"]["devices"] = json!([gpu("gpu-0"), gpu("gpu-1")]);
+    let stored = store.replace("test", &key(&made), other.clone()).unwrap();
+    assert_eq!(stored["metadata"]["generation"], 2);
+    let late = store.replace("test", &key(&made), other).unwrap_err();
+    assert_eq!((late.code, late.reason), (409, "Conflict"));
+    // An unchanged object is not a write.
+    let again = store.replace("test", &key(&made), stored.clone()).unwrap();
+    assert_eq!(again, stored);
+    assert_ne!(create(&mut store, slice(json!([]))).unwrap()["metadata"]["name"], made["metadata"]["name"]);
+}
+
+#[test]
+fn field_that_breaks_a_rule_is_named() {
+    let with = |change: fn(&mut Value)| {
+        let mut sent = slice(json!([gpu("gpu-0")]));
+        change(&mut sent);
+        sent
+    };
+    let many = |count: usize, device: fn(usize) -> Value| json!((0..count).map(device).collect::<Vec<_>>());
+    for (sent, field) in [
+        (with(|s| s["spec"]["driver"] = json!("GPU")), "spec.driver"),
+        (with(|s| s["spec"]["driver"] = json!("a".repeat(64))), "spec.driver"),
+        (with(|s| s["spec"]["pool"]["name"] = json!("n//gpu")), "spec.pool.name"),
+        (with(|s| s["spec"]["pool"]["resourceSliceCount"] = json!(0)), "spec.pool.resourceSliceCount"),
+        (with(|s| s["spec"]["allNodes"] = json!(true)), "spec"),
+        (with(|s| s["spec"]["nodeName"] = Value::Null), "spec"),
+        (with(|s| s["spec"]["sharedCounters"] = json!([{"name": "a", "counters": {"b": {"value": "1"}}}])), "spec"),
+        (
+            {
+                let mut sent = slice(json!([]));
+                sent["spec"]["sharedCounters"] = json!([{"name": "a", "counters": {"b": {"value": "1"}}}]);
+                sent
+            },
+            "spec",
+        ),
+        (slice(json!([gpu("gpu_0")])), "spec.devices[0].name"),
+        (slice(json!([gpu("a"), gpu("a")])), "spec.devices[1].name"),
+        (slice(many(129, |index| gpu(&format!("gpu-{index}")))), "spec.devices"),
+        (
+            slice(many(65, |index| {
+                let taints = json!([{"key": "gpu.nvidia.com/xid", "value": "79", "effect": "NoSchedule"}]);
+                json!({"name": format!("gpu-{index}"), "taints": taints})
+            })),
+            "spec.devices",
+        ),
+        (slice(json!([{"name": "a", "attributes": {"x-y": {"int": 1}}}])), "spec.devices[0].attributes[x-y]"),
+        (slice(json!([{"name": "a", "attributes": {"x": {}}}])), "spec.devices[0].attributes[x]"),
+        (slice(json!([{"name": "a", "attributes": {"x": {"int": 1, "bool": true}}}])), "spec.devices[0].attributes[x]"),
+        (
+            slice(json!([{"name": "a", "attributes": {"x": {"string": "s".repeat(65)}}}])),
+            "spec.devices[0].attributes[x].string",
+        ),
+        (
+            slice(json!([{"name": "a", "attributes": {"x": {"version": "580.95.05"}}}])),
+            "spec.devices[0].attributes[x].version",
+        ),
+        (slice(json!([{"name": "a", "capacity": {"m": {"value": "much"}}}])), "spec.devices[0].capacity[m].value"),
+        (
+            slice(json!([{"name": "a", "taints": [{"key": "k", "effect": "Evict"}]}])),
+            "spec.devices[0].taints[0].effect",
+        ),
+        (slice(json!([{"name": "a", "taints": [{"key": "", "effect": "None"}]}])), "spec.devices[0].taints[0].key"),
+    ] {
+        refused(create(&mut store(), sent).unwrap_err(), field);
+    }
+    let most: serde_json::Map<_, _> = (0..33).map(|index| (format!("a{index}"), json!({"int": index}))).collect();
+    refused(create(&mut store(), slice(json!([{"name": "a", "attributes": most}]))).unwrap_err(), "spec.devices[0]");
+    let unnamed = json!({"metadata": {}, "spec": slice(json!([]))["spec"]});
+    assert_eq!(create(&mut store(), unnamed).unwrap_err().code, 422);
+    // The value does not have the API's shape: no rule applies, the decoder refuses it.
+    let wrong = create(&mut store(), slice(json!([{"name": 3}]))).unwrap_err();
+    assert_eq!(wrong.code, 400, "{}", wrong.message);
+}
+
+#[test]
+fn slice_keeps_driver_node_and_pool() {
+    for (field, value) in [("driver", json!("b")), ("nodeName", json!("b")), ("pool.name", json!("b"))] {
+        let mut store = store();
+        let mut made = create(&mut store, slice(json!([]))).unwrap();
+        let key = key(&made);
+        *made.pointer_mut(&format!("/spec/{}", field.replace('.', "/"))).unwrap() = value;
+        refused(store.replace("test", &key, made).unwrap_err(), &format!("spec.{field}"));
+    }
+}
+
+#[test]
+fn gate_that_is_off_drops_its_fields() {
+    let taint = json!([{"key": "gpu.nvidia.com/xid", "value": "79", "effect": "NoSchedule"}]);
+    let tainted = || slice(json!([{"name": "a", "taints": taint}]));
+    let shared = || {
+        let policy = json!({"default": "1", "validRange": {"min": "1", "step": "1"}});
+        let capacity = json!({"shares": {"value": "4", "requestPolicy": policy}});
+        slice(json!([{"name": "a", "allowMultipleAllocations": true, "capacity": capacity}]))
+    };
+    let counted = || {
+        let consumed = json!([{"counterSet": "gpus", "counters": {"gpu-0": {"value": "1"}}}]);
+        slice(json!([{"name": "a", "consumesCounters": consumed}]))
+    };
+    let counters = || {
+        let mut sent = slice(json!([]));
+        sent["spec"].as_object_mut().unwrap().remove("devices");
+        sent["spec"]["sharedCounters"] = json!([{"name": "gpus", "counters": {"gpu-0": {"value": "1"}}}]);
+        sent
+    };
+    let off = |change: fn(&mut Gates)| {
+        let mut gates = Gates::default();
+        change(&mut gates);
+        gates
+    };
+    for (gates, sent, pointer) in [
+        (off(|gates| gates.device_taints = false), tainted(), "/spec/devices/0/taints"),
+        (off(|gates| gates.consumable_capacity = false), shared(), "/spec/devices/0/allowMultipleAllocations"),
+        (off(|gates| gates.consumable_capacity = false), shared(), "/spec/devices/0/capacity/shares/requestPolicy"),
+        (off(|gates| gates.partitionable_devices = false), counted(), "/spec/devices/0/consumesCounters"),
+        (off(|gates| gates.partitionable_devices = false), counters(), "/spec/sharedCounters"),
+    ] {
+        let mut store = store();
+        let before = create(&mut store, sent.clone()).unwrap();
+        assert!(before.pointer(pointer).is_some(), "{pointer}: {before}");
+        store.gates = gates;
+        let dropped = create(&mut store, sent.clone()).unwrap();
+        assert_eq!(dropped.pointer(pointer), None);
+        // An object that had the field keeps it.
+        let kept = store.replace("test", &key(&before), sent).unwrap();
+        assert!(kept.pointer(pointer).is_some(), "{pointer}: {kept}");
+    }
+    let list = slice(json!([{"name": "a", "attributes": {"x": {"ints": [1, 2]}}}]));
+    refused(create(&mut store(), list.clone()).unwrap_err(), "spec.devices[0].attributes[x]");
+    let mut store = store();
+    store.gates.list_attributes = true;
+    create(&mut store, list).unwrap();
+}
+
+#[test]
+fn server_prints_what_it_stores_in_its_own_form() {
+    let mut store = store();
+    let device = json!({
+        "name": "a", "capacity": {"memory": {"value": "81920Mi"}}, "unheardOf": 1,
+        "taints": [{"key": "k", "effect": "NoSchedule"}], "attributes": {},
+    });
+    let made = create(&mut store, slice(json!([device]))).unwrap();
+    let stored = &made["spec"]["devices"][0];
+    assert_eq!(stored["capacity"]["memory"]["value"], "80Gi");
+    assert_eq!((stored.get("unheardOf"), stored.get("attributes")), (None, None));
+    let added = &stored["taints"][0]["timeAdded"];
+    assert!(added.is_string());
+    // A taint that is written without its time gets a new one: that is a change.
+    let sent = slice(json!([device]));
+    let again = store.replace("test", &key(&made), sent).unwrap();
+    assert_ne!(again["spec"]["devices"][0]["taints"][0]["timeAdded"], *added);
+    let same = store.replace("test", &key(&made), again.clone()).unwrap();
+    assert_eq!(same["metadata"]["resourceVersion"], again["metadata"]["resourceVersion"]);
+}
+
+#[test]
+fn slices_are_selected_by_node_and_driver() {
+    let mut store = store();
+    for (node, driver) in [("n", "gpu.nvidia.com"), ("n", "dra.net"), ("m", "gpu.nvidia.com")] {
+        let mut sent = slice(json!([]));
+        (sent["spec"]["nodeName"], sent["spec"]["driver"]) = (json!(node), json!(driver));
+        create(&mut store, sent).unwrap();
+    }
+    let slices = ResourceType::RESOURCE_SLICES;
+    let count = |store: &Store, text: &str| {
+        let selector = Selector::of(&slices, text).unwrap();
+        store.list(&slices, None).into_iter().filter(|object| selector.selects(object)).count()
+    };
+    assert_eq!(count(&store, "spec.nodeName=n"), 2);
+    assert_eq!(count(&store, "spec.nodeName=n,spec.driver=gpu.nvidia.com"), 1);
+    assert_eq!(Selector::of(&slices, "spec.pool=a").unwrap_err().code, 400);
+    assert_eq!(Selector::of(&ResourceType::NODES, "spec.nodeName=a").unwrap_err().code, 400);
+    let selector = Selector::of(&slices, "spec.nodeName=n").unwrap();
+    store.remove_selected(&slices, None, &selector);
+    assert_eq!((count(&store, "spec.nodeName=n"), count(&store, "")), (0, 1));
+}
+
+#[test]
+fn claim_is_checked_and_its_status_apart() {
+    let mut store = store();
+    let key = ResourceType::RESOURCE_CLAIMS.key(Some("default"), "c");
+    let request = |exactly: Value| json!({"spec": {"devices": {"requests": [{"name": "gpus", "exactly": exactly}]}}});
+    for (sent, field) in [
+        (request(json!({})), "spec.devices.requests[0].exactly.deviceClassName"),
+        (
+            request(json!({"deviceClassName": "c", "allocationMode": "All", "count": 2})),
+            "spec.devices.requests[0].exactly.count",
+        ),
+        (
+            json!({"spec": {"devices": {"requests": [], "constraints": [{"requests": ["a"], "matchAttribute": "d/a"}]}}}),
+            "spec.devices.constraints[0].requests[0]",
+        ),
+        (
+            json!({"spec": {"devices": {"requests": [], "constraints": [{"matchAttribute": "a"}]}}}),
+            "spec.devices.constraints[0].matchAttribute",
+        ),
+        (json!({"spec": {"devices": {"requests": [{"name": "a"}]}}}), "spec.devices.requests[0]"),
+    ] {
+        refused(store.create("user", &key, sent).unwrap_err(), field);
+    }
+    let mut sent = request(json!({"deviceClassName": "gpu.nvidia.com"}));
+    sent["status"] = json!({"allocation": {"devices": {"results": []}}});
+    let made = store.create("user", &key, sent).unwrap();
+    assert_eq!(made["spec"]["devices"]["requests"][0]["exactly"]["count"], 1, "the server's default");
+    assert_eq!(made["status"], json!({}), "the status has its own door");
+    let mut allocated = made.clone();
+    let result = json!({"request": "gpus", "driver": "gpu.nvidia.com", "pool": "n/gpu", "device": "gpu-0"});
+    allocated["status"] = json!({"allocation": {"devices": {"results": [result]}}});
+    allocated["spec"] = json!({});
+    let stored = store.replace_status("scheduler", &key, &allocated).unwrap();
+    assert_eq!((&stored["spec"], &stored["status"]), (&made["spec"], &allocated["status"]));
+    let mut other = stored.clone();
+    other["status"]["allocation"]["devices"]["results"][0]["device"] = json!("gpu-1");
+    refused(store.replace_status("scheduler", &key, &other).unwrap_err(), "status.allocation");
+    let patch = json!({"status": {"reservedFor": [{"resource": "pods", "name": "p", "uid": "u"}]}});
+    let reserved = store.merge("scheduler", &key, &patch, true).unwrap();
+    assert_eq!(reserved["status"]["allocation"], stored["status"]["allocation"]);
+    assert_eq!(reserved["status"]["reservedFor"][0]["name"], "p");
+}
+
+/// A device in four shares, with changed policies.
+fn shared(change: fn(&mut Value)) -> Value {
+    let policy = |default: &str, one: &str| json!({"default": default, "validRange": {"min": one, "step": one}});
+    let mut device = json!({"name": "a", "allowMultipleAllocations": true, "capacity": {
+        "shares": {"value": "4", "requestPolicy": policy("1", "1")},
+        "memory": {"value": "80Gi", "requestPolicy": policy("20480Mi", "1Mi")},
+    }});
+    change(&mut device);
+    slice(json!([device]))
+}
+
+#[test]
+fn policy_is_kept_in_the_servers_form() {
+    let made = create(&mut store(), shared(|_| {})).unwrap();
+    let policy = &made["spec"]["devices"][0]["capacity"]["memory"]["requestPolicy"];
+    assert_eq!(*policy, json!({"default": "20Gi", "validRange": {"min": "1Mi", "step": "1Mi"}}));
+    let values = shared(|device| {
+        device["capacity"]["shares"]["requestPolicy"] = json!({"default": "2", "validValues": ["1", "2", "4"]});
+    });
+    create(&mut store(), values).unwrap();
+}
+
+#[test]
+fn policy_that_breaks_a_rule_is_named() {
+    let range = |change: fn(&mut Value)| (change, "validRange");
+    let policy = "spec.devices[0].capacity[shares].requestPolicy";
+    for ((change, part), field) in [
+        (range(|range| range["min"] = json!("5")), ".min"),
+        (range(|range| range["min"] = Value::Null), ".min"),
+        (range(|range| range["max"] = json!("5")), ".max"),
+        (range(|range| range["step"] = json!("4")), ".step"),
+        (range(|range| range["step"] = json!("0")), ".step"),
+        (((|values| *values = json!(["2", "4"])) as fn(&mut Value), "validValues"), ""),
+        ((|values| *values = json!(["1", "2", "2"]), "validValues"), "[2]"),
+        ((|values| *values = json!(["2", "1"]), "validValues"), "[1]"),
+        ((|values| *values = json!(["1", "8"]), "validValues"), "[1]"),
+    ] {
+        let mut sent = shared(|_| {});
+        let of = &mut sent["spec"]["devices"][0]["capacity"]["shares"]["requestPolicy"];
+        if part == "validValues" {
+            of.as_object_mut().unwrap().remove("validRange");
+        }
+        change(&mut of[part]);
+        let refusal = create(&mut store(), sent).unwrap_err();
+        let status = refusal.status();
+        let first = status["details"]["causes"][0]["field"].as_str().unwrap().to_owned();
+        assert_eq!(first, format!("{policy}.{part}{field}"), "{status}");
+    }
+    let without_default = shared(|device| {
+        device["capacity"]["shares"]["requestPolicy"].as_object_mut().unwrap().remove("default");
+    });
+    refused(create(&mut store(), without_default).unwrap_err(), &format!("{policy}.default"));
+    let one_claims = shared(|device| {
+        device["allowMultipleAllocations"] = json!(false);
+        device["capacity"]["memory"].as_object_mut().unwrap().remove("requestPolicy");
+    });
+    refused(create(&mut store(), one_claims).unwrap_err(), policy);
+    let no_amount = shared(|device| device["capacity"]["shares"]["requestPolicy"]["default"] = json!("many"));
+    refused(create(&mut store(), no_amount).unwrap_err(), policy);
+}
+
+#[test]
+fn claim_asks_for_capacity_in_quantities() {
+    let key = ResourceType::RESOURCE_CLAIMS.key(Some("default"), "c");
+    let claim = |requests: Value| {
+        let exactly = json!({"deviceClassName": "c", "capacity": {"requests": requests}});
+        json!({"spec": {"devices": {"requests": [{"name": "gpu", "exactly": exactly}]}}})
+    };
+    let made = store().create("user", &key, claim(json!({"shares": 2, "memory": "1024Mi"}))).unwrap();
+    let asked = &made["spec"]["devices"]["requests"][0]["exactly"]["capacity"]["requests"];
+    assert_eq!(*asked, json!({"shares": "2", "memory": "1Gi"}));
+    let field = "spec.devices.requests[0].exactly.capacity.requests";
+    for (requests, name) in [(json!({"shares": "many"}), "shares"), (json!({"x-y": "1"}), "x-y")] {
+        refused(store().create("user", &key, claim(requests)).unwrap_err(), &format!("{field}[{name}]"));
+    }
+    let mut off = store();
+    off.gates = Gates::OFF;
+    let made = off.create("user", &key, claim(json!({"shares": "2"}))).unwrap();
+    assert_eq!(made.pointer("/spec/devices/requests/0/exactly/capacity"), None);
+    let allocated = |share: &str| {
+        let result = json!({"request": "gpu", "driver": "d", "pool": "p", "device": "a", "shareID": share});
+        let mut object = made.clone();
+        object["status"] = json!({"allocation": {"devices": {"results": [result]}}});
+        object
+    };
+    let refusal = off.replace_status("scheduler", &key, &allocated("one")).unwrap_err();
+    refused(refusal, "status.allocation.devices.results[0].shareID");
+    off.replace_status("scheduler", &key, &allocated("00000000-0000-4000-8000-00000000000a")).unwrap();
+}

@@ -1,0 +1,4 @@
+//! The API server in a box, as its clients see it.
+
+mod policies;
+mod slices;

@@ -1,0 +1,163 @@
+//! The commands of the control socket.
+
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+
+use crate::machine::Mig;
+
+/// The act of a call that does not answer as usual.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fault {
+    /// Answers this return code.
+    Code(u32),
+    /// Blocks until the rule is gone.
+    Hang,
+    /// Blocks like `Hang`, and blocks every other call too: as a call that holds the library's lock.
+    Hold,
+    /// Aborts the process.
+    Crash,
+}
+
+/// The GPU that a command is about, as it was written: an index, a UUID or `*`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Selector(pub String);
+
+/// One line of the control socket. The crate's page says what each does.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Command {
+    Gpu(Selector, Act),
+    /// A fault of a function, or its end.
+    Fault(Selector, String, Option<Fault>),
+    CrashNow,
+    LossEndsWaits,
+    Driver(String),
+    Leak(usize),
+    Runtime,
+    Calls(String, u64),
+    Blocked(String),
+    Init(u32),
+}
+
+/// The act of a command on each GPU that it names.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Act {
+    /// A number of events, each of an XID and perhaps an instance.
+    Xid(u64, [Option<u32>; 2], usize),
+    Ecc,
+    Lost(bool),
+    Present(bool),
+    Recovery(u32),
+    Mig(Mig),
+    /// The row remapping: pending, failed.
+    Rows(bool, bool),
+    Uncorrectable(u64),
+    /// A link's number, and true if it is up.
+    Link(u32, bool),
+    /// The fabric's state and status.
+    Fabric(u32, u32),
+}
+
+impl Command {
+    /// Returns true if the next process starts with the command too.
+    pub fn is_kept(&self) -> bool {
+        !matches!(self, Self::Gpu(_, Act::Xid(..) | Act::Ecc) | Self::CrashNow | Self::Calls(..) | Self::Blocked(_))
+    }
+}
+
+/// The file with the kept commands of a control socket.
+pub fn journal(socket: &Path) -> PathBuf {
+    let mut name = OsString::from(socket);
+    name.push(".journal");
+    PathBuf::from(name)
+}
+
+/// The socket of one process: several processes may have the library loaded at a time.
+pub fn process(socket: &Path, id: u32) -> PathBuf {
+    let mut name = OsString::from(socket);
+    name.push(format!(".{id}"));
+    PathBuf::from(name)
+}
+
+/// Returns true if a path is the socket of a process.
+pub fn is_process_of(path: &Path, socket: &Path) -> bool {
+    let id = path.extension().and_then(|id| id.to_str()).and_then(|id| id.parse().ok());
+    id.is_some_and(|id| process(socket, id) == path)
+}
+
+impl FromStr for Command {
+    type Err = String;
+
+    fn from_str(line: &str) -> Result<Self, Self::Err> {
+        let words: Vec<&str> = line.split_whitespace().collect();
+        let gpu = |which: &str, act| Self::Gpu(Selector(which.to_owned()), act);
+        let fault =
+            |which: &str, function: &str, fault| Self::Fault(Selector(which.to_owned()), function.to_owned(), fault);
+        Ok(match words[..] {
+            ["xid", which, code] => gpu(which, Act::Xid(number(code)?, [None, None], 1)),
+            ["xid", which, code, gi] => gpu(which, Act::Xid(number(code)?, [Some(number(gi)?), None], 1)),
+            ["xid", which, code, gi, ci] => {
+                gpu(which, Act::Xid(number(code)?, [Some(number(gi)?), Some(number(ci)?)], 1))
+            }
+            ["storm", which, code, events] => gpu(which, Act::Xid(number(code)?, [None, None], number(events)?)),
+            ["ecc", which] => gpu(which, Act::Ecc),
+            [to @ ("lost" | "back"), which] => gpu(which, Act::Lost(to == "lost")),
+            [to @ ("add" | "remove"), which] => gpu(which, Act::Present(to == "add")),
+            ["recovery", which, action] => gpu(which, Act::Recovery(number(action)?)),
+            ["mig", which, ref layout @ ..] if !layout.is_empty() => {
+                let layout = serde_saphyr::from_str(&layout.join(" "));
+                gpu(which, Act::Mig(layout.map_err(|error| error.to_string())?))
+            }
+            ["rows", which, pending, failed] => gpu(which, Act::Rows(number(pending)?, number(failed)?)),
+            ["uncorrectable", which, errors] => gpu(which, Act::Uncorrectable(number(errors)?)),
+            ["link", which, link, to @ ("up" | "down")] => gpu(which, Act::Link(number(link)?, to == "up")),
+            ["fabric", which, state, status] => gpu(which, Act::Fabric(number(state)?, number(status)?)),
+            ["fail", which, function, code] => fault(which, function, Some(Fault::Code(number(code)?))),
+            ["hang", function] => fault("*", function, Some(Fault::Hang)),
+            ["hang", which, function] => fault(which, function, Some(Fault::Hang)),
+            ["hold", which, function] => fault(which, function, Some(Fault::Hold)),
+            ["crash"] => Self::CrashNow,
+            ["crash", function] => fault("*", function, Some(Fault::Crash)),
+            ["crash", which, function] => fault(which, function, Some(Fault::Crash)),
+            ["unfail" | "unhang" | "unhold" | "uncrash", function] => fault("*", function, None),
+            ["unfail" | "unhang" | "unhold" | "uncrash", which, function] | ["unfail", which, function, _] => {
+                fault(which, function, None)
+            }
+            ["driver", version] => Self::Driver(version.to_owned()),
+            ["loss-ends-waits"] => Self::LossEndsWaits,
+            ["calls", function, more] => Self::Calls(function.to_owned(), number(more)?),
+            ["blocked", function] => Self::Blocked(function.to_owned()),
+            ["runtime"] => Self::Runtime,
+            ["leak", mib] => Self::Leak(number(mib)?),
+            ["init", code] => Self::Init(number(code)?),
+            _ => return Err(format!("'{line}' is no command")),
+        })
+    }
+}
+
+fn number<T: FromStr>(word: &str) -> Result<T, String> {
+    word.parse().map_err(|_| format!("'{word}' is no number here"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reads_commands_and_refuses_others() {
+        let xid: Command = "xid 1 79 2".parse().unwrap();
+        assert_eq!(xid, Command::Gpu(Selector("1".into()), Act::Xid(79, [Some(2), None], 1)));
+        assert!(!xid.is_kept());
+        assert!("lost 1".parse::<Command>().unwrap().is_kept());
+        assert_eq!("crash".parse(), Ok(Command::CrashNow));
+        assert!("crash 0 nvmlDeviceGetName".parse::<Command>().unwrap().is_kept());
+        let layout = "mig 0 {enabled: true, devices: [{index: 0, uuid: MIG-1, gpu_instance: 1, compute_instance: 0, \
+                      gpu_slices: 1, compute_slices: 1, memory_mib: 4864}]}";
+        let Ok(Command::Gpu(_, Act::Mig(mig))) = layout.parse() else { panic!("{layout}") };
+        assert_eq!((mig.enabled, mig.instance(1)), (true, mig.device(0)));
+        assert!(!"storm 0 31 1000".parse::<Command>().unwrap().is_kept());
+        for line in ["link 0 1 sideways", "", "xid", "xid 0 many", "explode", "mig 0", "mig 0 off"] {
+            assert!(line.parse::<Command>().is_err(), "{line}");
+        }
+    }
+}

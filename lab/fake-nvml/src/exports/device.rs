@@ -1,0 +1,198 @@
+//! A GPU's answers about itself and about its place in the machine.
+
+use std::ffi::{c_char, c_int, c_uint, c_ulong, c_ulonglong};
+use std::mem::size_of;
+
+use nvml_wrapper_sys::bindings::*;
+
+use super::{INVALID, UNSUPPORTED, exports, facts, pci_info, put, put_text, version};
+use crate::machine::{Gpu, Machine};
+use crate::state::{self, Answer, enter_gpu, enter_mig, enter_with};
+
+fn gpu(machine: &Machine, position: usize) -> Answer<&Gpu> {
+    machine.gpus.get(position).ok_or(INVALID)
+}
+
+fn bytes(gpu: &Gpu) -> Option<u64> {
+    gpu.memory_mib.map(|mib| mib << 20)
+}
+
+fn generation(gpu: &Gpu) -> Option<c_uint> {
+    let rates = [2500, 5000, 8000, 16000, 32000, 64000];
+    let link = gpu.pcie?;
+    rates.iter().position(|rate| *rate == link.mts).map(|at| at as c_uint + 1)
+}
+
+/// A brand's number; 99 is newer than every list.
+fn brand(brand: &str) -> nvmlBrandType_t {
+    match brand {
+        "Tesla" => nvmlBrandType_enum_NVML_BRAND_TESLA,
+        "Nvidia" => nvmlBrandType_enum_NVML_BRAND_NVIDIA,
+        "NvidiaRTX" => nvmlBrandType_enum_NVML_BRAND_NVIDIA_RTX,
+        _ => 99,
+    }
+}
+
+/// An architecture's number; 99 is newer than every list.
+fn architecture(architecture: &str) -> nvmlDeviceArchitecture_t {
+    match architecture {
+        "Volta" => NVML_DEVICE_ARCH_VOLTA,
+        "Ampere" => NVML_DEVICE_ARCH_AMPERE,
+        "Hopper" => NVML_DEVICE_ARCH_HOPPER,
+        "Blackwell" => NVML_DEVICE_ARCH_BLACKWELL,
+        _ => 99,
+    }
+}
+
+facts! {
+    nvmlDeviceGetMinorNumber(c_uint) = |gpu| gpu.minor;
+    nvmlDeviceGetDisplayActive(nvmlEnableState_t) = |gpu| gpu.display.map(Into::into);
+    nvmlDeviceGetC2cModeInfoV(nvmlC2cModeInfo_v1_t) =
+        |gpu| gpu.c2c.map(|c2c| nvmlC2cModeInfo_v1_t { isC2cEnabled: c2c.into() });
+    nvmlDeviceGetBrand(nvmlBrandType_t) = |gpu| gpu.brand.as_deref().map(brand);
+    nvmlDeviceGetArchitecture(nvmlDeviceArchitecture_t) = |gpu| gpu.architecture.as_deref().map(architecture);
+    nvmlDeviceGetMemoryInfo(nvmlMemory_t) = |gpu| bytes(gpu).map(|total| nvmlMemory_t { total, free: total, used: 0 });
+    nvmlDeviceGetMaxPcieLinkGeneration(c_uint) = |gpu| generation(gpu);
+    nvmlDeviceGetGpuMaxPcieLinkGeneration(c_uint) = |gpu| generation(gpu);
+    nvmlDeviceGetMaxPcieLinkWidth(c_uint) = |gpu| gpu.pcie.map(|link| link.width);
+}
+
+exports! {
+    fn nvmlDeviceGetUUID(device: nvmlDevice_t, uuid: *mut c_char, length: c_uint) {
+        if state::mig_position(device).is_some() {
+            let (state, at, index) = enter_mig("nvmlDeviceGetUUID", device)?;
+            let mig = gpu(&state.machine, at)?.mig.as_ref().and_then(|mig| mig.device(index));
+            return put_text(uuid, length, &mig.ok_or(nvmlReturn_enum_NVML_ERROR_NOT_FOUND)?.uuid);
+        }
+        let (state, at) = enter_gpu("nvmlDeviceGetUUID", device)?;
+        put_text(uuid, length, &gpu(&state.machine, at)?.uuid)
+    }
+
+    fn nvmlDeviceGetIndex(device: nvmlDevice_t, index: *mut c_uint) {
+        let (state, at) = enter_gpu("nvmlDeviceGetIndex", device)?;
+        let present = state.present().iter().position(|gpu| *gpu == at);
+        put(index, present.ok_or(INVALID)? as c_uint)
+    }
+
+    fn nvmlDeviceGetName(device: nvmlDevice_t, name: *mut c_char, length: c_uint) {
+        let (state, at) = enter_gpu("nvmlDeviceGetName", device)?;
+        put_text(name, length, gpu(&state.machine, at)?.model.as_deref().ok_or(UNSUPPORTED)?)
+    }
+
+    fn nvmlDeviceGetPciInfo_v3(device: nvmlDevice_t, pci: *mut nvmlPciInfo_t) {
+        let (state, at) = enter_gpu("nvmlDeviceGetPciInfo_v3", device)?;
+        put(pci, pci_info(Some(gpu(&state.machine, at)?.pci)))
+    }
+
+    fn nvmlDeviceGetCudaComputeCapability(device: nvmlDevice_t, major: *mut c_int, minor: *mut c_int) {
+        let (state, at) = enter_gpu("nvmlDeviceGetCudaComputeCapability", device)?;
+        let capability = gpu(&state.machine, at)?.compute_capability.as_deref().ok_or(UNSUPPORTED)?;
+        let parts = capability.split_once('.').and_then(|(a, b)| Some((a.parse().ok()?, b.parse().ok()?)));
+        let (a, b) = parts.ok_or(nvmlReturn_enum_NVML_ERROR_UNKNOWN)?;
+        put(major, a)?;
+        put(minor, b)
+    }
+
+    fn nvmlDeviceGetAddressingMode(device: nvmlDevice_t, mode: *mut nvmlDeviceAddressingMode_v1_t) {
+        let (state, at) = enter_gpu("nvmlDeviceGetAddressingMode", device)?;
+        let value = match gpu(&state.machine, at)?.addressing_mode.as_deref().ok_or(UNSUPPORTED)? {
+            "None" => nvmlDeviceAddressingModeType_t_NVML_DEVICE_ADDRESSING_MODE_NONE,
+            "HMM" => nvmlDeviceAddressingModeType_t_NVML_DEVICE_ADDRESSING_MODE_HMM,
+            _ => nvmlDeviceAddressingModeType_t_NVML_DEVICE_ADDRESSING_MODE_ATS,
+        };
+        let version = version(mode, &[(size_of::<nvmlDeviceAddressingMode_v1_t>(), 1)])?;
+        put(mode, nvmlDeviceAddressingMode_v1_t { version, value })
+    }
+
+    fn nvmlDeviceGetMemoryInfo_v2(device: nvmlDevice_t, memory: *mut nvmlMemory_v2_t) {
+        let (state, at) = enter_gpu("nvmlDeviceGetMemoryInfo_v2", device)?;
+        let total = bytes(gpu(&state.machine, at)?).ok_or(UNSUPPORTED)?;
+        let version = version(memory, &[(size_of::<nvmlMemory_v2_t>(), 2)])?;
+        put(memory, nvmlMemory_v2_t { version, total, reserved: 0, free: total, used: 0 })
+    }
+
+    fn nvmlDeviceGetMemoryAffinity(
+        device: nvmlDevice_t,
+        words: c_uint,
+        nodes: *mut c_ulong,
+        _scope: nvmlAffinityScope_t,
+    ) {
+        let (state, at) = enter_gpu("nvmlDeviceGetMemoryAffinity", device)?;
+        let numa = gpu(&state.machine, at)?.numa;
+        let bits = c_ulong::BITS;
+        if nodes.is_null() || words == 0 {
+            return Err(INVALID);
+        }
+        if numa.is_some_and(|node| node / bits >= words) {
+            return Err(nvmlReturn_enum_NVML_ERROR_INSUFFICIENT_SIZE);
+        }
+        for word in 0..words {
+            let value = numa.filter(|node| node / bits == word).map_or(0, |node| 1 << (node % bits));
+            // SAFETY: not null, and the caller promises `words` words.
+            unsafe { nodes.add(word as usize).write(value) };
+        }
+        Ok(())
+    }
+
+    fn nvmlDeviceGetTopologyCommonAncestor(
+        one: nvmlDevice_t,
+        two: nvmlDevice_t,
+        level: *mut nvmlGpuTopologyLevel_t,
+    ) {
+        let (a, b) = (state::position(one)?, state::position(two)?);
+        let state = enter_with("nvmlDeviceGetTopologyCommonAncestor", |_| Ok(vec![a, b]))?;
+        put(level, state.machine.common_ancestor(a, b).ok_or(UNSUPPORTED)? as nvmlGpuTopologyLevel_t)
+    }
+
+    fn nvmlDeviceGetTemperature(device: nvmlDevice_t, _sensor: nvmlTemperatureSensors_t, celsius: *mut c_uint) {
+        let (_state, _) = enter_gpu("nvmlDeviceGetTemperature", device)?;
+        put(celsius, 35)
+    }
+
+    fn nvmlDeviceGetRemappedRows(
+        device: nvmlDevice_t,
+        corrected: *mut c_uint,
+        uncorrected: *mut c_uint,
+        pending: *mut c_uint,
+        failed: *mut c_uint,
+    ) {
+        let (state, at) = enter_gpu("nvmlDeviceGetRemappedRows", device)?;
+        let (is_pending, has_failed) = *state.rows.get(&at).ok_or(UNSUPPORTED)?;
+        put(corrected, 0)?;
+        put(uncorrected, 1)?;
+        put(pending, is_pending.into())?;
+        put(failed, has_failed.into())
+    }
+
+    fn nvmlDeviceGetTotalEccErrors(
+        device: nvmlDevice_t,
+        kind: nvmlMemoryErrorType_t,
+        counter: nvmlEccCounterType_t,
+        count: *mut c_ulonglong,
+    ) {
+        let (state, at) = enter_gpu("nvmlDeviceGetTotalEccErrors", device)?;
+        let uncorrected = kind == nvmlMemoryErrorType_enum_NVML_MEMORY_ERROR_TYPE_UNCORRECTED;
+        let volatile = counter == nvmlEccCounterType_enum_NVML_VOLATILE_ECC;
+        let errors = *state.uncorrectable.get(&at).ok_or(UNSUPPORTED)?;
+        put(count, if uncorrected && volatile { errors } else { 1_000_000 })
+    }
+
+    fn nvmlDeviceGetFieldValues(device: nvmlDevice_t, count: c_int, values: *mut nvmlFieldValue_t) {
+        let (state, at) = enter_gpu("nvmlDeviceGetFieldValues", device)?;
+        let count = usize::try_from(count).map_err(|_| INVALID)?;
+        if values.is_null() {
+            return Err(INVALID);
+        }
+        for at_value in 0..count {
+            // SAFETY: not null, and the caller promises `count` structures.
+            let value = unsafe { &mut *values.add(at_value) };
+            let action = state.recovery.get(&at).filter(|_| {
+                value.fieldId == field_id::NVML_FI_DEV_GET_GPU_RECOVERY_ACTION
+            });
+            value.nvmlReturn = action.map_or(UNSUPPORTED, |_| nvmlReturn_enum_NVML_SUCCESS);
+            value.valueType = nvmlValueType_enum_NVML_VALUE_TYPE_UNSIGNED_INT;
+            value.value = nvmlValue_t { uiVal: action.copied().unwrap_or(0) };
+        }
+        Ok(())
+    }
+}

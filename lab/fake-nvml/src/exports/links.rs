@@ -1,0 +1,101 @@
+//! NVLinks and the fabric.
+
+use std::ffi::c_uint;
+use std::mem::size_of;
+
+use nvml_wrapper_sys::bindings::*;
+
+use super::{INVALID, UNSUPPORTED, exports, pci_info, put, version};
+use crate::machine::{Fabric, Machine, NvLinks, Remote};
+use crate::state::{Answer, State, enter_gpu};
+
+/// A link's remote end, and true if the link is up. If the machine file does not mention NVLinks, the GPU cannot tell:
+/// UNKNOWN. If the file lists none, the GPU supports none. A number beyond the links is invalid.
+fn link(state: &State, at: usize, link: c_uint) -> Answer<(Remote, bool)> {
+    let gpu = state.machine.gpus.get(at).ok_or(INVALID)?;
+    let groups = gpu.nvlinks.as_ref().ok_or(nvmlReturn_enum_NVML_ERROR_UNKNOWN)?;
+    let group = groups.iter().find(|group| group.links.contains(&link));
+    let none = if groups.is_empty() { UNSUPPORTED } else { INVALID };
+    let up = |group: &NvLinks| state.links.get(&(at, link)).copied().unwrap_or(group.active);
+    group.map(|group| (group.remote, up(group))).ok_or(none)
+}
+
+fn fabric(machine: &Machine, at: usize) -> Answer<(&Fabric, [u8; 16])> {
+    let fabric = machine.gpus.get(at).and_then(|gpu| gpu.fabric.as_ref()).ok_or(UNSUPPORTED)?;
+    let digits: String = fabric.cluster.chars().filter(char::is_ascii_hexdigit).collect();
+    let number = u128::from_str_radix(&digits, 16).map_err(|_| nvmlReturn_enum_NVML_ERROR_UNKNOWN)?;
+    Ok((fabric, number.to_be_bytes()))
+}
+
+/// The fabric's state and status: joined, unless a test says otherwise.
+fn joined(state: &State, at: usize) -> (u32, u32) {
+    state.fabrics.get(&at).copied().unwrap_or((NVML_GPU_FABRIC_STATE_COMPLETED, nvmlReturn_enum_NVML_SUCCESS))
+}
+
+exports! {
+    fn nvmlDeviceGetNvLinkState(device: nvmlDevice_t, number: c_uint, active: *mut nvmlEnableState_t) {
+        let (state, at) = enter_gpu("nvmlDeviceGetNvLinkState", device)?;
+        put(active, link(&state, at, number)?.1.into())
+    }
+
+    fn nvmlDeviceGetNvLinkCapability(
+        device: nvmlDevice_t,
+        number: c_uint,
+        _capability: nvmlNvLinkCapability_t,
+        result: *mut c_uint,
+    ) {
+        let (state, at) = enter_gpu("nvmlDeviceGetNvLinkCapability", device)?;
+        put(result, link(&state, at, number)?.1.into())
+    }
+
+    fn nvmlDeviceGetNvLinkRemotePciInfo_v2(device: nvmlDevice_t, number: c_uint, pci: *mut nvmlPciInfo_t) {
+        let (state, at) = enter_gpu("nvmlDeviceGetNvLinkRemotePciInfo_v2", device)?;
+        let remote = match link(&state, at, number)?.0 {
+            Remote::Gpu(remote) => Some(remote),
+            Remote::Switch(remote) => remote,
+            Remote::Cpu | Remote::Unknown => return Err(UNSUPPORTED),
+        };
+        put(pci, pci_info(remote))
+    }
+
+    fn nvmlDeviceGetNvLinkRemoteDeviceType(
+        device: nvmlDevice_t,
+        number: c_uint,
+        kind: *mut nvmlIntNvLinkDeviceType_t,
+    ) {
+        let (state, at) = enter_gpu("nvmlDeviceGetNvLinkRemoteDeviceType", device)?;
+        put(kind, match link(&state, at, number)?.0 {
+            Remote::Gpu(_) => nvmlIntNvLinkDeviceType_enum_NVML_NVLINK_DEVICE_TYPE_GPU,
+            Remote::Cpu => nvmlIntNvLinkDeviceType_enum_NVML_NVLINK_DEVICE_TYPE_IBMNPU,
+            Remote::Switch(_) => nvmlIntNvLinkDeviceType_enum_NVML_NVLINK_DEVICE_TYPE_SWITCH,
+            Remote::Unknown => nvmlIntNvLinkDeviceType_enum_NVML_NVLINK_DEVICE_TYPE_UNKNOWN,
+        })
+    }
+
+    fn nvmlDeviceGetGpuFabricInfo(device: nvmlDevice_t, info: *mut nvmlGpuFabricInfo_t) {
+        let (state, at) = enter_gpu("nvmlDeviceGetGpuFabricInfo", device)?;
+        let (fabric, cluster) = fabric(&state.machine, at)?;
+        put(info, nvmlGpuFabricInfo_t {
+            clusterUuid: cluster,
+            status: joined(&state, at).1,
+            cliqueId: fabric.clique,
+            state: joined(&state, at).0 as _,
+        })
+    }
+
+    fn nvmlDeviceGetGpuFabricInfoV(device: nvmlDevice_t, info: *mut nvmlGpuFabricInfoV_t) {
+        let (state, at) = enter_gpu("nvmlDeviceGetGpuFabricInfoV", device)?;
+        let (fabric, cluster) = fabric(&state.machine, at)?;
+        let known = [(size_of::<nvmlGpuFabricInfo_v2_t>(), 2), (size_of::<nvmlGpuFabricInfo_v3_t>(), 3)];
+        let version = version(info, &known)?;
+        // Version 3 begins as version 2 does.
+        put(info.cast(), nvmlGpuFabricInfo_v2_t {
+            version,
+            clusterUuid: cluster,
+            status: joined(&state, at).1,
+            cliqueId: fabric.clique,
+            state: joined(&state, at).0 as _,
+            healthMask: 0,
+        })
+    }
+}

@@ -1,0 +1,106 @@
+//! NVML's C functions. Each one runs in `guard`, checks its arguments, and answers from `state`.
+
+mod device;
+mod events;
+mod links;
+mod mig;
+mod system;
+
+use std::ffi::{c_char, c_uint};
+
+use nvml_wrapper_sys::bindings::*;
+
+use crate::machine::Pci;
+use crate::state::Answer;
+
+const INVALID: nvmlReturn_t = nvmlReturn_enum_NVML_ERROR_INVALID_ARGUMENT;
+const UNSUPPORTED: nvmlReturn_t = nvmlReturn_enum_NVML_ERROR_NOT_SUPPORTED;
+
+/// Defines C functions: `fail`, `hang` and `crash` take the same names.
+macro_rules! exports {
+    ($(fn $name:ident($($arg:ident: $type:ty),* $(,)?) $body:block)*) => {$(
+        /// Behaves as NVML's reference says.
+        ///
+        /// # Safety
+        ///
+        /// Pointers are null or valid, and buffers are as long as the caller says.
+        #[unsafe(no_mangle)]
+        #[allow(non_snake_case)]
+        pub unsafe extern "C" fn $name($($arg: $type),*) -> nvml_wrapper_sys::bindings::nvmlReturn_t {
+            crate::state::guard(|| $body)
+        }
+    )*};
+}
+use exports;
+
+/// Defines the C functions that write one fact of a GPU; a fact that the machine file lacks is not supported.
+macro_rules! facts {
+    ($($name:ident($type:ty) = |$gpu:ident| $fact:expr;)*) => {
+        exports! {$(
+            fn $name(device: nvmlDevice_t, fact: *mut $type) {
+                let (state, at) = crate::state::enter_gpu(stringify!($name), device)?;
+                let $gpu = state.machine.gpus.get(at).ok_or(super::INVALID)?;
+                super::put(fact, $fact.ok_or(super::UNSUPPORTED)?)
+            }
+        )*}
+    };
+}
+use facts;
+
+/// Writes through an out-pointer; null is INVALID_ARGUMENT.
+fn put<T>(out: *mut T, value: T) -> Answer {
+    if out.is_null() {
+        return Err(INVALID);
+    }
+    // SAFETY: not null, and the caller promises that it is valid for a write of T.
+    unsafe { out.write(value) };
+    Ok(())
+}
+
+/// The version word with which a structure begins, if it is one of the known ones: a size and a number each.
+fn version<T>(out: *mut T, known: &[(usize, c_uint)]) -> Answer<c_uint> {
+    if out.is_null() {
+        return Err(INVALID);
+    }
+    // SAFETY: not null, and the caller promises a structure that begins with its version word.
+    let version = unsafe { out.cast::<c_uint>().read() };
+    let is_known = known.iter().any(|(size, number)| version == *size as c_uint | number << 24);
+    is_known.then_some(version).ok_or(nvmlReturn_enum_NVML_ERROR_ARGUMENT_VERSION_MISMATCH)
+}
+
+/// Writes a C string into a buffer of `length` bytes.
+fn put_text(buffer: *mut c_char, length: c_uint, text: &str) -> Answer {
+    let bytes = text.as_bytes();
+    if buffer.is_null() {
+        return Err(INVALID);
+    }
+    if bytes.len() >= length as usize {
+        return Err(nvmlReturn_enum_NVML_ERROR_INSUFFICIENT_SIZE);
+    }
+    // SAFETY: the buffer has `length` bytes, as the caller promises, and text and NUL fit.
+    unsafe {
+        buffer.copy_from_nonoverlapping(bytes.as_ptr().cast(), bytes.len());
+        buffer.add(bytes.len()).write(0);
+    }
+    Ok(())
+}
+
+/// A PCI address as NVML gives it; `None` is the all-ones address of an unknown remote.
+fn pci_info(pci: Option<Pci>) -> nvmlPciInfo_t {
+    // SAFETY: plain integers and character arrays, for which zeros are a value.
+    let mut info: nvmlPciInfo_t = unsafe { std::mem::zeroed() };
+    let (domain, bus, device, function) = match pci {
+        Some(pci) => (pci.domain, pci.bus, pci.device, pci.function),
+        None => (u32::MAX, 0xff, 0xff, 0),
+    };
+    (info.domain, info.bus, info.device) = (domain, bus, device);
+    let long = format!("{domain:08X}:{bus:02X}:{device:02X}.{function:X}");
+    let short = format!("{:04X}:{bus:02X}:{device:02X}.{function:X}", domain & 0xffff);
+    for (to, from) in info.busId.iter_mut().zip(long.bytes()) {
+        *to = from as c_char;
+    }
+    for (to, from) in info.busIdLegacy.iter_mut().zip(short.bytes()) {
+        *to = from as c_char;
+    }
+    info
+}

@@ -1,0 +1,90 @@
+//! Init, shutdown, versions, and the lookups of a GPU.
+
+use std::ffi::{CStr, c_char, c_int, c_uint};
+
+use nvml_wrapper_sys::bindings::*;
+
+use super::{INVALID, exports, put, put_text};
+use crate::state::{self, enter, enter_with};
+
+const DRIVER_VERSION: &str = "580.95.05";
+const NVML_VERSION: &str = "13.580.95.05";
+/// 13.0, as 1000 times the major and 10 times the minor version.
+const CUDA_VERSION: c_int = 13_000;
+
+exports! {
+    fn nvmlInit_v2() {
+        state::init()
+    }
+
+    fn nvmlInitWithFlags(_flags: c_uint) {
+        state::init()
+    }
+
+    fn nvmlShutdown() {
+        let mut state = enter("nvmlShutdown")?;
+        state.inits -= 1;
+        Ok(())
+    }
+
+    fn nvmlSystemGetDriverVersion(version: *mut c_char, length: c_uint) {
+        let state = enter("nvmlSystemGetDriverVersion")?;
+        put_text(version, length, state.driver.as_deref().unwrap_or(DRIVER_VERSION))
+    }
+
+    fn nvmlSystemGetNVMLVersion(version: *mut c_char, length: c_uint) {
+        let _state = enter("nvmlSystemGetNVMLVersion")?;
+        put_text(version, length, NVML_VERSION)
+    }
+
+    fn nvmlSystemGetCudaDriverVersion_v2(version: *mut c_int) {
+        let _state = enter("nvmlSystemGetCudaDriverVersion_v2")?;
+        put(version, CUDA_VERSION)
+    }
+
+    fn nvmlDeviceGetCount_v2(count: *mut c_uint) {
+        let state = enter("nvmlDeviceGetCount_v2")?;
+        put(count, state.present().len() as c_uint)
+    }
+
+    fn nvmlDeviceGetHandleByIndex_v2(index: c_uint, device: *mut nvmlDevice_t) {
+        let find = |state: &state::State| state.present().get(index as usize).copied().ok_or(INVALID);
+        let state = enter_with("nvmlDeviceGetHandleByIndex_v2", |state| Ok(vec![find(state)?]))?;
+        put(device, state::handle(find(&state)?))
+    }
+
+    fn nvmlDeviceGetHandleByUUID(uuid: *const c_char, device: *mut nvmlDevice_t) {
+        if uuid.is_null() {
+            return Err(INVALID);
+        }
+        // SAFETY: not null, and the caller promises a C string.
+        let uuid = unsafe { CStr::from_ptr(uuid) }.to_str().map_err(|_| INVALID)?;
+        let find = |state: &state::State| {
+            let found = state.machine.gpus.iter().position(|gpu| gpu.uuid == uuid);
+            found.ok_or(nvmlReturn_enum_NVML_ERROR_NOT_FOUND)
+        };
+        let state = enter_with("nvmlDeviceGetHandleByUUID", |state| Ok(vec![find(state)?]))?;
+        put(device, state::handle(find(&state)?))
+    }
+}
+
+/// NVML's text for a return code, shortened.
+#[unsafe(no_mangle)]
+pub extern "C" fn nvmlErrorString(code: nvmlReturn_t) -> *const c_char {
+    let text = match code {
+        0 => c"Success",
+        1 => c"Uninitialized",
+        2 => c"Invalid Argument",
+        3 => c"Not Supported",
+        4 => c"Insufficient Permissions",
+        6 => c"Not Found",
+        7 => c"Insufficient Size",
+        9 => c"Driver Not Loaded",
+        10 => c"Timeout",
+        15 => c"GPU is lost",
+        16 => c"GPU requires reset",
+        18 => c"Driver/library version mismatch",
+        _ => c"Unknown Error",
+    };
+    text.as_ptr()
+}

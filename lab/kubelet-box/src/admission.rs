@@ -1,0 +1,224 @@
+//! Admits a pod: `affinity` gives the NUMA nodes, `selection` decides, `endpoint` asks and orders, `devices` records.
+//!
+//! Called by `KubeletBox` only, one pod at a time. The module holds no lock across a call, and every call has a
+//! deadline. The checks come in the order of the device manager, read at 1.33.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use super::affinity::Affinity;
+use super::endpoint::Plugin;
+use super::errors::{AdmissionError, CallError};
+use super::life::{Core, Life, lock};
+use super::pod::{Admitted, AdmittedContainer, Allocation, Asked, Container, Grant, Place, Pod};
+use super::selection::{Plan, Pool, Question, plan};
+use super::state::Calls;
+use super::topology_manager::{CPU, Policy, Scope, TopologyHint};
+
+/// Admits the pod and starts its containers. A rejected pod holds nothing afterwards. If the kubelet ends during an
+/// admission, the pod holds what it held before.
+pub(super) async fn admit(life: &Arc<Life>, pod: &Pod, hint: Option<TopologyHint>) -> Result<Admitted, AdmissionError> {
+    let core = &life.core;
+    let _turn = core.turn.lock().await;
+    let before = core.read(|book| book.pod(&pod.name));
+    let admitted = allocate_all(life, pod, hint).await;
+    if admitted.is_err() {
+        core.change(|book| match life.end.is_cancelled() {
+            true => book.restore_pod(&pod.name, before),
+            false => drop(book.remove_pod(&pod.name)),
+        });
+    }
+    let admitted = admitted?;
+    for container in &pod.containers {
+        start(life, &pod.name, &container.name).await?;
+    }
+    Ok(admitted)
+}
+
+/// Allocates for every container in turn. In scope container, a container is settled after those before it have their
+/// devices.
+async fn allocate_all(life: &Arc<Life>, pod: &Pod, hint: Option<TopologyHint>) -> Result<Admitted, AdmissionError> {
+    let core = &life.core;
+    let manager = &core.options.topology_manager;
+    let settle = |containers: &[Container]| {
+        let hint = core.read(|book| Affinity { book, manager, pod: &pod.name, containers }.hint());
+        hint.map(Some).map_err(AdmissionError::TopologyAffinity)
+    };
+    let mut hint = hint;
+    let settles = hint.is_none() && manager.policy != Policy::None;
+    if settles && manager.scope == Scope::Pod {
+        hint = settle(&pod.containers)?;
+    }
+    let mut admitted = Admitted::default();
+    for container in &pod.containers {
+        if settles && manager.scope == Scope::Container {
+            hint = settle(std::slice::from_ref(container))?;
+        }
+        let granted = Turn { life, pod: &pod.name, container, hint }.allocate().await?;
+        admitted.containers.insert(container.name.clone(), granted);
+    }
+    Ok(admitted)
+}
+
+/// Starts an admitted container: calls PreStartContainer if the plugin asks for it, and does nothing else.
+pub(super) async fn start(life: &Arc<Life>, pod: &str, container: &str) -> Result<(), AdmissionError> {
+    let core = &life.core;
+    for (resource, held) in core.read(|book| book.container(pod, container)) {
+        let endpoint = core.read(|book| book.endpoint(&resource));
+        if !endpoint.is_some_and(|endpoint| endpoint.options.pre_start_required) {
+            continue;
+        }
+        let place = Place { pod: pod.to_owned(), container: container.to_owned(), resource };
+        let outcome = match reach(life, &place.resource, "PreStartContainer", |calls| &mut calls.pre_start) {
+            Ok(plugin) => plugin.pre_start(shuffled(core, held.devices)).await,
+            Err(stopped) => Err(stopped),
+        };
+        outcome.map_err(|source| AdmissionError::PreStart(place.into(), source))?;
+    }
+    Ok(())
+}
+
+/// The admission of one container.
+struct Turn<'a> {
+    life: &'a Arc<Life>,
+    pod: &'a str,
+    container: &'a Container,
+    hint: Option<TopologyHint>,
+}
+
+impl Turn<'_> {
+    async fn allocate(&self) -> Result<AdmittedContainer, AdmissionError> {
+        let core = &self.life.core;
+        let mut granted = AdmittedContainer { hint: self.hint, ..AdmittedContainer::default() };
+        let still_running = core.change(|book| book.take_still_running(self.pod, &self.container.name));
+        for (resource, requested) in shuffled(core, self.container.requests.clone()) {
+            let grant = match check(core, self.place(&resource), requested, still_running)? {
+                Found::Held(allocation) => Grant { allocation, asked: None, reused: true },
+                Found::Nothing => continue,
+                Found::Pool(pool) => self.grant(self.place(&resource), requested, &pool).await?,
+            };
+            granted.resources.insert(resource, grant);
+        }
+        granted.cpus = self.cpus()?;
+        Ok(granted)
+    }
+
+    fn place(&self, resource: &str) -> Box<Place> {
+        let (pod, container) = (self.pod.to_owned(), self.container.name.clone());
+        Box::new(Place { pod, container, resource: resource.to_owned() })
+    }
+
+    /// Gives exclusive CPUs to a container that asks for some. As in a kubelet, this comes after the devices.
+    fn cpus(&self) -> Result<BTreeSet<u32>, AdmissionError> {
+        let (core, requested) = (&self.life.core, self.container.cpus);
+        let manager = &core.options.topology_manager;
+        if requested == 0 || !manager.static_cpus {
+            return Ok(BTreeSet::new());
+        }
+        let mask = self.hint.and_then(|hint| hint.mask);
+        let count = usize::try_from(requested).unwrap_or(usize::MAX);
+        let taken = core.change(|book| book.cpus.take(manager, (self.pod, &self.container.name), count, mask));
+        taken.map_err(|available| AdmissionError::Insufficient { place: self.place(CPU), requested, available })
+    }
+
+    /// Allocates devices of one resource out of a pool.
+    async fn grant(&self, place: Box<Place>, requested: u32, pool: &Pool) -> Result<Grant, AdmissionError> {
+        let (core, available) = (&self.life.core, pool.available.len());
+        let needed = usize::try_from(requested).unwrap_or(usize::MAX);
+        if available < needed {
+            return Err(AdmissionError::Insufficient { place, requested, available });
+        }
+        let (devices, asked) = match plan(pool, needed, self.hint) {
+            Plan::Take(devices) => (devices, None),
+            Plan::Ask(question) => {
+                let asked = ask(self.life, &place, &question, requested).await;
+                let asked = asked.map_err(|source| AdmissionError::Preferred(place.clone(), source))?;
+                let preferred = asked.as_ref().map_or(&[][..], |asked| &asked.preferred);
+                (question.settle(preferred, &mut lock(&core.rng)), asked)
+            }
+        };
+        let answer = match reach(self.life, &place.resource, "Allocate", |calls| &mut calls.allocate) {
+            Ok(plugin) => plugin.allocate(shuffled(core, devices.clone())).await,
+            Err(stopped) => Err(stopped),
+        };
+        let allocation = match answer {
+            Ok(Some(allocation)) => allocation,
+            Ok(None) => return Err(AdmissionError::EmptyResponse(place)),
+            Err(source) => {
+                return Err(AdmissionError::Allocate { place, devices: devices.into_iter().collect(), source });
+            }
+        };
+        core.change(|book| book.commit(*place, allocation.clone()));
+        Ok(Grant { allocation, asked, reused: false })
+    }
+}
+
+enum Found {
+    /// The container has its devices already.
+    Held(Allocation),
+    /// The container has no devices and needs none.
+    Nothing,
+    /// The container needs some of the devices of this pool.
+    Pool(Pool),
+}
+
+fn check(core: &Core, place: Box<Place>, requested: u32, still_running: bool) -> Result<Found, AdmissionError> {
+    core.read(|book| {
+        let held = book.held.get(&place).cloned();
+        if let Some(count) = held.as_ref().map(|allocation| allocation.devices.len())
+            && u32::try_from(count) != Ok(requested)
+        {
+            return Err(AdmissionError::RequestChanged(place, requested, count));
+        }
+        // A container that the runtime still runs has its devices already: nothing is checked.
+        if still_running {
+            return Ok(held.map_or(Found::Nothing, Found::Held));
+        }
+        let (Some(healthy), Some(pool)) = (book.healthy(&place.resource), book.pool(&place.resource)) else {
+            return Err(AdmissionError::Unregistered(place));
+        };
+        if healthy.is_empty() {
+            return Err(AdmissionError::NoHealthyDevices(place));
+        }
+        let Some(allocation) = held else {
+            return Ok(if requested == 0 { Found::Nothing } else { Found::Pool(pool) });
+        };
+        let devices: Vec<String> = allocation.devices.iter().filter(|id| !healthy.contains(*id)).cloned().collect();
+        if !devices.is_empty() {
+            return Err(AdmissionError::HeldUnhealthy(place, devices));
+        }
+        Ok(Found::Held(allocation))
+    })
+}
+
+/// Calls GetPreferredAllocation if the plugin offers it.
+async fn ask(life: &Life, place: &Place, question: &Question, size: u32) -> Result<Option<Asked>, CallError> {
+    let endpoint = life.core.read(|book| book.endpoint(&place.resource));
+    if !endpoint.is_some_and(|endpoint| endpoint.options.get_preferred_allocation_available) {
+        return Ok(None);
+    }
+    let plugin = reach(life, &place.resource, "GetPreferredAllocation", |calls| &mut calls.preferred)?;
+    let available = shuffled(&life.core, question.available.clone());
+    let must_include = shuffled(&life.core, question.must_include.clone());
+    let preferred = plugin.preferred(available.clone(), must_include.clone(), size).await?;
+    Ok(Some(Asked { available, must_include, size, preferred }))
+}
+
+/// Returns the plugin of a resource whose endpoint is not stopped, and counts the call that is about to be made.
+fn reach(
+    life: &Life,
+    resource: &str,
+    method: &'static str,
+    which: fn(&mut Calls) -> &mut u64,
+) -> Result<Plugin, CallError> {
+    let endpoint = life.core.read(|book| book.endpoint(resource)).filter(|endpoint| endpoint.stopped.is_none());
+    let client = endpoint.and_then(|endpoint| endpoint.client);
+    let plugin = client.and_then(|client| life.plugin(client)).ok_or(CallError::Stopped(method))?;
+    life.core.change(|book| book.count(resource, which));
+    Ok(plugin)
+}
+
+/// Returns the items in the random order in which a kubelet reads its maps and sets.
+fn shuffled<T: Clone>(core: &Core, items: impl IntoIterator<Item = T>) -> Vec<T> {
+    lock(&core.rng).shuffled(items)
+}

@@ -1,0 +1,271 @@
+//! The device manager's books: the health of each device, the devices that each container holds, and the current plugin
+//! connection of each resource.
+//!
+//! One `Book` lives in `life::Core`, behind its lock; `registration`, `endpoint`'s streams and `admission` write it.
+//! Pure: no I/O, no clock. Kubelets tell a resource's connections apart in odd ways, which `connections` repeats on
+//! purpose, for both kinds of kubelet.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use super::Connections;
+use super::pod::{Allocation, Place};
+use super::selection::{Ids, Pool};
+use super::state::{Calls, Harm, ResourceState, State, Violation};
+use super::topology_manager::CpuBook;
+use linkwise_kubelet_api::v1beta1 as wire;
+
+mod connections;
+mod snapshot;
+#[cfg(test)]
+mod tests;
+
+pub(super) use connections::Client;
+use connections::Clients;
+
+/// The identity of one connection to a plugin, never reused.
+pub(super) type ClientId = u64;
+/// The identity of one stop of one endpoint: a late grace period must not end anything newer.
+pub(super) type StopStamp = u64;
+
+/// The devices and CPUs that one pod holds.
+type PodBook = (BTreeMap<Place, Allocation>, Option<BTreeMap<String, BTreeSet<u32>>>);
+
+/// Longest device id that the API allows.
+const ID_MAX: usize = 63;
+
+/// The endpoint of a resource; there is at most one.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Endpoint {
+    /// `None` for the placeholder that a kubelet starts with.
+    pub(super) client: Option<ClientId>,
+    pub(super) options: wire::DevicePluginOptions,
+    pub(super) stopped: Option<StopStamp>,
+}
+
+#[derive(Debug, Default)]
+struct Resource {
+    /// Set while the resource has a device list, even an empty one: registered, listed, and not removed since.
+    registered: bool,
+    /// The endpoint that calls go to.
+    endpoint: Option<Endpoint>,
+    /// The endpoint of every connected socket; used from 1.37.
+    by_socket: BTreeMap<String, Endpoint>,
+    /// The visible state of the resource. `snapshot` fills in what the rest of the books decide.
+    seen: ResourceState,
+}
+
+/// All the books.
+#[derive(Debug, Default)]
+pub(super) struct Book {
+    /// The visible state; `snapshot` fills in resources and CPUs.
+    pub(super) seen: State,
+    resources: BTreeMap<String, Resource>,
+    /// The devices that containers hold. The checkpoint file keeps them across a restart.
+    pub(super) held: BTreeMap<Place, Allocation>,
+    /// The CPUs that containers hold; kept across a restart too.
+    pub(super) cpus: CpuBook,
+    /// Containers that ran when the kubelet started: (pod, container).
+    still_running: BTreeSet<(String, String)>,
+    /// The connections of each resource, connecting ones included.
+    clients: Clients,
+    /// Open ListAndWatch streams and their resource.
+    streams: BTreeMap<ClientId, String>,
+    serial: u64,
+}
+
+impl Book {
+    /// The books of a kubelet that has never run.
+    pub(super) fn new(connections: Connections) -> Self {
+        Self { clients: Clients::new(connections), ..Self::default() }
+    }
+
+    fn resource(&mut self, name: &str) -> &mut Resource {
+        self.resources.entry(name.to_owned()).or_default()
+    }
+
+    fn next(&mut self) -> u64 {
+        self.serial += 1;
+        self.serial
+    }
+
+    /// Removes the resource: the grace period of this stop is over. Does nothing if the endpoint has changed since.
+    pub(super) fn expire(&mut self, resource: &str, stamp: StopStamp) {
+        let Some(entry) = self.resources.get_mut(resource) else { return };
+        if entry.endpoint.is_some_and(|endpoint| endpoint.stopped == Some(stamp)) {
+            let ResourceState { registrations, calls, .. } = entry.seen;
+            let seen = ResourceState { removed: true, registrations, calls, ..ResourceState::default() };
+            *entry = Resource { seen, ..Resource::default() };
+        }
+    }
+
+    /// A stream has opened.
+    pub(super) fn stream_opened(&mut self, resource: &str, client: ClientId) {
+        self.streams.insert(client, resource.to_owned());
+    }
+
+    /// Replaces the device list of the resource. The list may come over any stream of the resource.
+    pub(super) fn list(&mut self, resource: &str, devices: Vec<wire::Device>) {
+        let mut found = Vec::new();
+        let mut harm = |id: &str, harm| {
+            found.push(Violation { resource: resource.to_owned(), id: id.to_owned(), harm });
+        };
+        let entry = self.resource(resource);
+        entry.registered = true;
+        entry.seen.clear_list();
+        for wire::Device { id, health, topology } in devices {
+            if id.len() > ID_MAX {
+                harm(&id, Harm::IdTooLong);
+                continue;
+            }
+            let ids = if health == "Healthy" { &mut entry.seen.healthy } else { &mut entry.seen.unhealthy };
+            ids.insert(id.clone());
+            if !matches!(health.as_str(), "Healthy" | "Unhealthy") {
+                harm(&id, Harm::UnknownHealth(health));
+            }
+            let nodes = topology.into_iter().flat_map(|topology| topology.nodes).map(|node| node.id).collect();
+            if entry.seen.numa.insert(id.clone(), nodes).is_some() {
+                harm(&id, Harm::DuplicateId);
+            }
+        }
+        for (place, allocation) in self.held.iter().filter(|(place, _)| place.resource == resource) {
+            found.extend(self.resources.get(resource).into_iter().flat_map(|entry| vanished(entry, place, allocation)));
+        }
+        self.report(found);
+    }
+
+    fn report(&mut self, found: Vec<Violation>) {
+        for violation in found {
+            if !self.seen.violations.contains(&violation) {
+                self.seen.violations.push(violation);
+            }
+        }
+    }
+
+    /// Returns true if a pod could get a device of the resource, given that one is free.
+    pub(super) fn is_usable(&self, resource: &str) -> bool {
+        let usable = |entry: &Resource| {
+            let stopped = entry.endpoint.is_none_or(|endpoint| endpoint.stopped.is_some());
+            entry.registered && !stopped && !entry.seen.healthy.is_empty()
+        };
+        self.resources.get(resource).is_some_and(usable)
+    }
+
+    /// The endpoint to call for this resource.
+    pub(super) fn endpoint(&self, resource: &str) -> Option<Endpoint> {
+        self.resources.get(resource)?.endpoint
+    }
+
+    /// Counts a call that is about to be made.
+    pub(super) fn count(&mut self, resource: &str, which: impl FnOnce(&mut Calls) -> &mut u64) {
+        *which(&mut self.resource(resource).seen.calls) += 1;
+    }
+
+    /// The devices of a resource to choose from; `None` if no plugin has listed any.
+    pub(super) fn pool(&self, resource: &str) -> Option<Pool> {
+        let entry = self.resources.get(resource).filter(|entry| entry.registered)?;
+        let of_resource = self.held.iter().filter(|(place, _)| place.resource == resource);
+        let in_use: Ids = of_resource.flat_map(|(_, allocation)| allocation.devices.iter().cloned()).collect();
+        Some(Pool {
+            available: entry.seen.healthy.difference(&in_use).cloned().collect(),
+            numa: entry.seen.numa.clone(),
+        })
+    }
+
+    /// The healthy ids of a resource; `None` if no plugin has listed any.
+    pub(super) fn healthy(&self, resource: &str) -> Option<&Ids> {
+        self.resources.get(resource).filter(|entry| entry.registered).map(|entry| &entry.seen.healthy)
+    }
+
+    /// Returns true if a kubelet takes this name as a device plugin's: it is listed, or a container holds it.
+    pub(super) fn is_known(&self, resource: &str) -> bool {
+        let listed = self.resources.get(resource).is_some_and(|entry| entry.registered);
+        listed || self.held.keys().any(|place| place.resource == resource)
+    }
+
+    /// NUMA nodes of every device of the resource's last list.
+    pub(super) fn numa(&self, resource: &str) -> Option<&BTreeMap<String, BTreeSet<i64>>> {
+        self.resources.get(resource).map(|entry| &entry.seen.numa)
+    }
+
+    /// The devices that a container holds, by resource.
+    pub(super) fn container(&self, pod: &str, container: &str) -> BTreeMap<String, Allocation> {
+        let here = |place: &&Place| place.pod == pod && place.container == container;
+        let held = self.held.iter().filter(|(place, _)| here(place));
+        held.map(|(place, allocation)| (place.resource.clone(), allocation.clone())).collect()
+    }
+
+    /// Returns true if a kubelet that has just started found the container running. Only the first call returns true: a
+    /// second admission is a new container.
+    pub(super) fn take_still_running(&mut self, pod: &str, container: &str) -> bool {
+        self.still_running.remove(&(pod.to_owned(), container.to_owned()))
+    }
+
+    /// Records the devices of an Allocate call. Records a violation if an id has vanished since: a kubelet fails there.
+    pub(super) fn commit(&mut self, place: Place, allocation: Allocation) {
+        let entry = self.resources.get(&place.resource);
+        let found = entry.map(|entry| vanished(entry, &place, &allocation).collect()).unwrap_or_default();
+        self.report(found);
+        self.held.insert(place, allocation);
+    }
+
+    /// Takes everything from a pod; returns true if the pod held anything.
+    pub(super) fn remove_pod(&mut self, pod: &str) -> bool {
+        self.still_running.retain(|(name, _)| name != pod);
+        let before = self.held.len();
+        self.held.retain(|place, _| place.pod != pod);
+        self.cpus.held.remove(pod).is_some() || self.held.len() < before
+    }
+
+    /// The devices and CPUs of a pod, for [`Book::restore_pod`].
+    pub(super) fn pod(&self, pod: &str) -> PodBook {
+        let held = self.held.iter().filter(|(place, _)| place.pod == pod);
+        (held.map(|(place, held)| (place.clone(), held.clone())).collect(), self.cpus.held.get(pod).cloned())
+    }
+
+    /// Undoes what an interrupted admission did to the pod.
+    pub(super) fn restore_pod(&mut self, pod: &str, (held, cpus): PodBook) {
+        self.remove_pod(pod);
+        self.held.extend(held);
+        self.cpus.held.extend(cpus.map(|cpus| (pod.to_owned(), cpus)));
+    }
+
+    /// Drops everything that is not in the checkpoint: the kubelet's process has ended.
+    pub(super) fn ended(&mut self) {
+        self.seen.running = false;
+        self.clients.clear();
+        self.streams.clear();
+        self.still_running.clear();
+        for entry in self.resources.values_mut() {
+            entry.seen.clear_list();
+            (entry.endpoint, entry.by_socket) = (None, BTreeMap::new());
+        }
+    }
+
+    /// Starts a kubelet with this checkpoint. Resources of the checkpoint get a stopped endpoint; the stamps of these
+    /// stops are returned. `containers_run` is true if the runtime still runs the containers.
+    pub(super) fn started(&mut self, containers_run: bool) -> Vec<(String, StopStamp)> {
+        self.seen.running = true;
+        if containers_run {
+            self.still_running = self.held.keys().map(|p| (p.pod.clone(), p.container.clone())).collect();
+        }
+        let mut serial = self.serial;
+        let mut stamps = Vec::new();
+        for (name, entry) in self.resources.iter_mut().filter(|(_, entry)| entry.registered) {
+            serial += 1;
+            entry.endpoint = Some(Endpoint { stopped: Some(serial), ..Endpoint::default() });
+            stamps.push((name.clone(), serial));
+        }
+        self.serial = serial;
+        stamps
+    }
+}
+
+/// The ids of an allocation that its resource no longer lists.
+fn vanished(entry: &Resource, place: &Place, allocation: &Allocation) -> impl Iterator<Item = Violation> {
+    let gone = allocation.devices.iter().filter(|id| !entry.seen.numa.contains_key(*id));
+    gone.map(|id| Violation {
+        resource: place.resource.clone(),
+        id: id.clone(),
+        harm: Harm::VanishedWhileHeld(place.clone()),
+    })
+}

@@ -1,0 +1,134 @@
+//! The connections to plugins in the books: those of each resource, and the one whose end stops the resource.
+//!
+//! The steps are those of a kubelet's registration server and of its device manager. There is one method for each time
+//! that one of them holds its lock, so that anything that can come between two steps in a kubelet can come between two
+//! methods here. Read in pkg/kubelet/cm/devicemanager (`manager.go`, `plugin/v1beta1/handler.go`, `client.go`) of
+//! 1.36.2 and of the development branch after it.
+
+use std::collections::BTreeMap;
+
+use super::{Book, ClientId, Endpoint, Resource, StopStamp};
+use crate::Connections;
+use linkwise_kubelet_api::v1beta1 as wire;
+
+/// A connection that the registration server knows.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Client {
+    pub(crate) id: ClientId,
+    /// The file name of the plugin's socket.
+    pub(crate) socket: String,
+}
+
+/// The error for a socket that is connected for the resource already; used from 1.37.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct AlreadyConnected;
+
+/// The registration server's connections by resource, in the order of their registrations.
+#[derive(Debug, Default)]
+pub(super) struct Clients {
+    connections: Connections,
+    of: BTreeMap<String, Vec<Client>>,
+}
+
+impl Clients {
+    pub(super) fn new(connections: Connections) -> Self {
+        Self { connections, of: BTreeMap::new() }
+    }
+
+    pub(super) fn clear(&mut self) {
+        self.of.clear();
+    }
+
+    /// Returns true if a lookup with this socket finds this connection.
+    fn is_meant(&self, client: &Client, socket: &str) -> bool {
+        self.connections == Connections::ByResource || client.socket == socket
+    }
+}
+
+impl Book {
+    /// `registerClient`: begins a registration, before the plugin is dialled. Up to 1.36 the new connection replaces
+    /// the one before it.
+    pub(crate) fn register_client(&mut self, resource: &str, socket: &str) -> ClientId {
+        let id = self.next();
+        let clients = self.clients.of.entry(resource.to_owned()).or_default();
+        if self.clients.connections == Connections::ByResource {
+            clients.clear();
+        }
+        clients.push(Client { id, socket: socket.to_owned() });
+        id
+    }
+
+    /// `deregisterClient`: forgets the current connection of the resource, even if it is not the caller's. From 1.37
+    /// forgets every connection with this socket.
+    pub(crate) fn deregister_client(&mut self, resource: &str, socket: &str) {
+        let mut clients = self.clients.of.remove(resource).unwrap_or_default();
+        clients.retain(|client| !self.clients.is_meant(client, socket));
+        if !clients.is_empty() {
+            self.clients.of.insert(resource.to_owned(), clients);
+        }
+    }
+
+    /// `getClient`: the current connection of the resource; from 1.37, the first with this socket.
+    pub(crate) fn client(&self, resource: &str, socket: &str) -> Option<Client> {
+        let mut clients = self.clients.of.get(resource)?.iter();
+        clients.find(|client| self.clients.is_meant(client, socket)).cloned()
+    }
+
+    /// The connection of the resource that was registered last.
+    pub(crate) fn last_client(&self, resource: &str) -> Option<Client> {
+        self.clients.of.get(resource)?.last().cloned()
+    }
+
+    /// `PluginConnected`: the plugin was dialled and returned its options; calls go to it from now on. The devices stay
+    /// as they are until its first list. From 1.37 a socket that is connected already is refused.
+    pub(crate) fn plugin_connected(
+        &mut self,
+        resource: &str,
+        client: &Client,
+        options: wire::DevicePluginOptions,
+    ) -> Result<(), AlreadyConnected> {
+        let by_socket = self.clients.connections == Connections::BySocket;
+        let endpoint = Endpoint { client: Some(client.id), options, stopped: None };
+        let entry = self.resource(resource);
+        if by_socket {
+            if entry.by_socket.contains_key(&client.socket) {
+                return Err(AlreadyConnected);
+            }
+            entry.by_socket.insert(client.socket.clone(), endpoint);
+        }
+        entry.endpoint = Some(endpoint);
+        entry.seen.registrations += 1;
+        entry.seen.removed = false;
+        Ok(())
+    }
+
+    /// Forgets a stream of the resource that has ended.
+    pub(crate) fn stream_ended(&mut self, client: ClientId) {
+        self.streams.remove(&client);
+    }
+
+    /// `PluginDisconnected`. Up to 1.36 this stops the endpoint of the resource, even if a newer plugin owns it. From
+    /// 1.37 this stops the endpoint of this socket: the devices stay if another socket is connected, and `pick` chooses
+    /// the connected socket that takes the calls. The stamp of a stop that made the devices unhealthy is for
+    /// [`Book::expire`].
+    pub(crate) fn plugin_disconnected(
+        &mut self,
+        resource: &str,
+        socket: &str,
+        pick: impl FnOnce(usize) -> usize,
+    ) -> Option<StopStamp> {
+        let by_socket = self.clients.connections == Connections::BySocket;
+        let stamp = self.next();
+        let Resource { endpoint, by_socket: connected, seen, .. } = self.resources.get_mut(resource)?;
+        if by_socket {
+            connected.remove(socket)?;
+            if !connected.is_empty() {
+                *endpoint = connected.values().nth(pick(connected.len())).copied().or(*endpoint);
+                return None;
+            }
+        }
+        endpoint.as_mut()?.stopped = Some(stamp);
+        seen.unhealthy.append(&mut seen.healthy);
+        Some(stamp)
+    }
+}

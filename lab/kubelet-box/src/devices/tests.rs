@@ -1,0 +1,263 @@
+//! The books alone: no sockets, no runtime.
+
+use super::*;
+
+const GPU: &str = "nvidia.com/gpu";
+
+fn ids(list: &str) -> Ids {
+    list.split_whitespace().map(String::from).collect()
+}
+
+/// `"a b! c"`: devices, `!` marks the unhealthy ones.
+fn advertised(devices: &str) -> Vec<wire::Device> {
+    let device = |word: &str| wire::Device {
+        id: word.trim_end_matches('!').into(),
+        health: if word.ends_with('!') { "Unhealthy" } else { "Healthy" }.into(),
+        topology: None,
+    };
+    devices.split_whitespace().map(device).collect()
+}
+
+fn connected(devices: &str) -> (Book, ClientId) {
+    let mut book = Book::default();
+    book.started(true);
+    let client = connect(&mut book);
+    book.list(GPU, advertised(devices));
+    (book, client)
+}
+
+fn connect(book: &mut Book) -> ClientId {
+    connect_at(book, "gpu.sock").unwrap()
+}
+
+fn connect_at(book: &mut Book, socket: &str) -> Option<ClientId> {
+    let id = book.register_client(GPU, socket);
+    let client = Client { id, socket: socket.to_owned() };
+    if book.plugin_connected(GPU, &client, wire::DevicePluginOptions::default()).is_err() {
+        book.deregister_client(GPU, socket);
+        return None;
+    }
+    book.stream_opened(GPU, id);
+    Some(id)
+}
+
+/// All steps of a disconnect, with nothing in between.
+fn disconnect(book: &mut Book, socket: &str, ended: Option<ClientId>) -> Option<(ClientId, Option<StopStamp>)> {
+    ended.into_iter().for_each(|ended| book.stream_ended(ended));
+    let client = book.client(GPU, socket)?;
+    book.deregister_client(GPU, &client.socket);
+    Some((client.id, book.plugin_disconnected(GPU, &client.socket, |_| 0)))
+}
+
+fn stop(book: &mut Book) -> StopStamp {
+    disconnect(book, "gpu.sock", None).unwrap().1.unwrap()
+}
+
+fn place(pod: &str) -> Place {
+    Place { pod: pod.into(), container: "main".into(), resource: GPU.into() }
+}
+
+fn hold(book: &mut Book, pod: &str, devices: &str) {
+    let devices = devices.split_whitespace().map(String::from).collect();
+    book.commit(place(pod), Allocation { devices, ..Allocation::default() });
+}
+
+fn gpu(book: &Book) -> ResourceState {
+    book.snapshot().resources[GPU].clone()
+}
+
+#[test]
+fn list_replaces_the_previous_one() {
+    let (mut book, _) = connected("a b c!");
+    assert_eq!((gpu(&book).healthy, gpu(&book).unhealthy), (ids("a b"), ids("c")));
+    book.list(GPU, advertised("b! d"));
+    assert_eq!((gpu(&book).healthy, gpu(&book).unhealthy), (ids("d"), ids("b")));
+    assert_eq!(book.snapshot().violations, []);
+}
+
+#[test]
+fn available_is_healthy_and_not_held() {
+    let (mut book, _) = connected("a b c! d");
+    hold(&mut book, "pod", "a");
+    assert_eq!(book.pool(GPU).unwrap().available, ids("b d"));
+    assert_eq!(gpu(&book).free(), ids("b d"));
+    assert!(book.remove_pod("pod") && !book.remove_pod("pod"));
+    assert_eq!(book.pool(GPU).unwrap().available, ids("a b d"));
+}
+
+#[test]
+fn resource_without_list_has_no_pool() {
+    let mut book = Book::default();
+    connect(&mut book);
+    assert!(book.pool(GPU).is_none() && book.healthy(GPU).is_none());
+    book.list(GPU, advertised(""));
+    assert_eq!(book.pool(GPU).unwrap().available, ids(""));
+}
+
+#[test]
+fn plugin_violations_are_recorded_once() {
+    let (mut book, _) = connected("a");
+    let long = "x".repeat(64);
+    let mut devices = advertised(&format!("a a {} {long}", "y".repeat(63)));
+    devices.push(wire::Device { id: "z".into(), health: "healthy".into(), topology: None });
+    for _ in 0..2 {
+        book.list(GPU, devices.clone());
+    }
+    let violation = |id: &str, harm| Violation { resource: GPU.to_owned(), id: id.to_owned(), harm };
+    let expected = vec![
+        violation("a", Harm::DuplicateId),
+        violation(&long, Harm::IdTooLong),
+        violation("z", Harm::UnknownHealth("healthy".into())),
+    ];
+    assert_eq!(book.snapshot().violations, expected);
+    assert_eq!((gpu(&book).healthy, gpu(&book).unhealthy), (ids(&format!("a {}", "y".repeat(63))), ids("z")));
+}
+
+#[test]
+fn held_id_may_become_unhealthy_not_vanish() {
+    let (mut book, _) = connected("a b");
+    hold(&mut book, "pod", "a");
+    book.list(GPU, advertised("a! b"));
+    assert_eq!(book.snapshot().violations, []);
+    book.list(GPU, advertised("b"));
+    let gone = |pod: &str, id: &str| Violation {
+        resource: GPU.into(),
+        id: id.into(),
+        harm: Harm::VanishedWhileHeld(place(pod)),
+    };
+    assert_eq!(book.snapshot().violations, [gone("pod", "a")]);
+    book.list(GPU, advertised(""));
+    hold(&mut book, "late", "b");
+    assert_eq!(book.snapshot().violations, [gone("pod", "a"), gone("late", "b")], "vanished during Allocate");
+}
+
+#[test]
+fn stream_end_stops_endpoint_then_resource() {
+    let (mut book, client) = connected("a b!");
+    hold(&mut book, "pod", "a");
+    let (closed, stamp) = disconnect(&mut book, "gpu.sock", Some(client)).unwrap();
+    assert_eq!(closed, client);
+    let stamp = stamp.unwrap();
+    assert_eq!((gpu(&book).connected, gpu(&book).healthy, gpu(&book).unhealthy), (false, ids(""), ids("a b")));
+    book.expire(GPU, stamp);
+    let after = gpu(&book);
+    assert_eq!((after.removed, after.unhealthy.len(), after.in_use()), (true, 0, ids("a")));
+    assert_eq!(after.registrations, 1);
+}
+
+#[test]
+fn grace_period_ends_no_newer_registration() {
+    let (mut book, _) = connected("a");
+    let old = stop(&mut book);
+    connect(&mut book);
+    book.expire(GPU, old);
+    assert!(!gpu(&book).removed);
+    let new = stop(&mut book);
+    book.expire(GPU, old);
+    assert!(!gpu(&book).removed, "a later stop has its own grace period");
+    book.expire(GPU, new);
+    assert!(gpu(&book).removed);
+}
+
+#[test]
+fn current_connection_is_kept_by_resource() {
+    let (mut book, old) = connected("a");
+    let new = connect(&mut book);
+    assert!(gpu(&book).connected && gpu(&book).open_streams == 2);
+    assert_eq!(disconnect(&mut book, "gpu.sock", Some(old)).map(|(client, _)| client), Some(new));
+    assert_eq!((gpu(&book).connected, gpu(&book).healthy), (false, ids("")), "the new one pays for the old one");
+    book.list(GPU, advertised("b"));
+    assert!(disconnect(&mut book, "gpu.sock", Some(new)).is_none());
+    assert_eq!((gpu(&book).open_streams, gpu(&book).healthy), (0, ids("b")), "and stops nothing when it ends");
+}
+
+#[test]
+fn restart_keeps_allocations_only() {
+    let (mut book, _) = connected("a b");
+    hold(&mut book, "pod", "a");
+    book.ended();
+    assert!(!book.snapshot().running && book.endpoint(GPU).is_none());
+    let stamps = book.started(true);
+    let after = gpu(&book);
+    assert_eq!((after.connected, after.healthy.len(), after.in_use()), (false, 0, ids("a")));
+    assert!(book.take_still_running("pod", "main") && !book.take_still_running("pod", "main"));
+    assert_eq!(book.pool(GPU).unwrap().available, ids(""), "registered, with nothing healthy");
+    book.expire(GPU, stamps[0].1);
+    assert!(gpu(&book).removed && book.pool(GPU).is_none());
+    book.ended();
+    assert_eq!(book.started(false), [], "a removed resource is not in the checkpoint");
+    assert!(!book.take_still_running("pod", "main"));
+}
+
+#[test]
+fn failed_registration_forgets_the_previous_one() {
+    let (mut book, old) = connected("a");
+    book.register_client(GPU, "new.sock");
+    book.deregister_client(GPU, "new.sock");
+    assert!(gpu(&book).connected, "the old stream goes on");
+    assert!(disconnect(&mut book, "gpu.sock", Some(old)).is_none());
+    assert_eq!(gpu(&book).healthy, ids("a"), "and its end goes unnoticed, as in a kubelet");
+}
+
+/// The books of a kubelet from 1.37 on, with these sockets connected.
+fn by_socket(sockets: &[&str]) -> (Book, Vec<ClientId>) {
+    let mut book = Book::new(Connections::BySocket);
+    book.started(true);
+    let clients = sockets.iter().map(|socket| connect_at(&mut book, socket).unwrap()).collect();
+    book.list(GPU, advertised("a b"));
+    (book, clients)
+}
+
+#[test]
+fn by_socket_old_end_leaves_new_connection() {
+    let (mut book, clients) = by_socket(&["old.sock", "new.sock"]);
+    assert_eq!(book.endpoint(GPU).unwrap().client, Some(clients[1]), "calls go to the new one at once");
+    assert_eq!(disconnect(&mut book, "old.sock", Some(clients[0])), Some((clients[0], None)));
+    assert!(gpu(&book).connected && gpu(&book).healthy == ids("a b") && book.is_usable(GPU));
+    assert!(disconnect(&mut book, "new.sock", Some(clients[1])).unwrap().1.is_some());
+    assert_eq!((gpu(&book).connected, gpu(&book).healthy, book.is_usable(GPU)), (false, ids(""), false));
+}
+
+#[test]
+fn by_socket_new_end_gives_calls_back_to_old() {
+    let (mut book, clients) = by_socket(&["old.sock", "new.sock"]);
+    assert_eq!(disconnect(&mut book, "new.sock", Some(clients[1])), Some((clients[1], None)));
+    assert_eq!(book.endpoint(GPU).unwrap().client, Some(clients[0]));
+    assert!(gpu(&book).connected && gpu(&book).healthy == ids("a b"));
+}
+
+#[test]
+fn by_socket_connected_socket_is_refused_for_good() {
+    let (mut book, clients) = by_socket(&["gpu.sock"]);
+    assert_eq!(connect_at(&mut book, "gpu.sock"), None);
+    assert_eq!(disconnect(&mut book, "gpu.sock", Some(clients[0])), None, "the end goes unnoticed");
+    assert_eq!(gpu(&book).healthy, ids("a b"));
+    assert_eq!(connect_at(&mut book, "gpu.sock"), None);
+    assert!(connect_at(&mut book, "new.sock").is_some());
+}
+
+#[test]
+fn registration_within_a_disconnect_is_stopped() {
+    let (mut book, old) = connected("a");
+    book.stream_ended(old);
+    let found = book.client(GPU, "gpu.sock").unwrap();
+    book.deregister_client(GPU, &found.socket);
+    let new = connect(&mut book);
+    book.list(GPU, advertised("a"));
+    assert!(book.is_usable(GPU));
+    assert!(book.plugin_disconnected(GPU, &found.socket, |_| 0).is_some());
+    assert_eq!((gpu(&book).open_streams, gpu(&book).connected, book.is_usable(GPU)), (1, false, false));
+    assert_eq!(book.client(GPU, "gpu.sock").map(|client| client.id), Some(new), "its stream stays open");
+}
+
+#[test]
+fn by_resource_old_end_gives_up_another_socket() {
+    let (mut book, old) = connected("a");
+    let new = connect_at(&mut book, "new.sock").unwrap();
+    assert_eq!(disconnect(&mut book, "gpu.sock", Some(old)).map(|(client, _)| client), Some(new));
+    assert!(!book.is_usable(GPU) && book.client(GPU, "new.sock").is_none());
+    connect(&mut book);
+    book.register_client(GPU, "failed.sock");
+    book.deregister_client(GPU, "failed.sock");
+    assert_eq!(book.client(GPU, "gpu.sock"), None, "a registration that fails takes the name from whoever has it");
+}

@@ -1,0 +1,276 @@
+//! The cache of claims: the pods that use each claim, its prepared devices, and the CDI devices that each container
+//! gets.
+//!
+//! Pure. The checks of answers and their order are those of the kubelet's DRA manager (pkg/kubelet/cm/dra/manager.go,
+//! claiminfo.go).
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+
+use linkwise_kubelet_api::dra::v1 as wire;
+use linkwise_kubelet_api::podresources;
+
+use super::state::ClaimState;
+use super::{ClaimRef, DraError, PodClaims};
+
+/// One claim.
+#[derive(Debug)]
+struct Info {
+    claim: ClaimRef,
+    pods: BTreeSet<String>,
+    drivers: BTreeSet<String>,
+    /// The devices that drivers answered, by driver name. Kept across a restart, as the checkpoint keeps it.
+    devices: BTreeMap<String, Vec<wire::Device>>,
+    /// The drivers that prepared the claim since the kubelet started.
+    prepared: BTreeSet<String>,
+    calls: u64,
+}
+
+impl Info {
+    fn is_prepared(&self) -> bool {
+        self.prepared == self.drivers
+    }
+}
+
+/// The claims, by UID, and the pods that the kubelet knows.
+#[derive(Debug, Default)]
+pub(super) struct Books(BTreeMap<String, Info>, BTreeMap<String, PodClaims>);
+
+/// Claims for a call, by driver.
+type Batches = BTreeMap<String, Vec<ClaimRef>>;
+
+impl Books {
+    /// Forgets which claims are prepared: a kubelet that starts again prepares every claim that a sandbox needs.
+    pub fn restarted(&mut self) {
+        self.0.values_mut().for_each(|info| info.prepared.clear());
+    }
+
+    /// Records that the pod uses its claims; returns those that must be prepared.
+    pub fn add(&mut self, pod: &PodClaims) -> Result<Batches, DraError> {
+        let mut batches = Batches::new();
+        self.1.insert(pod.pod.clone(), pod.clone());
+        for of_pod in &pod.claims {
+            let claim = &of_pod.claim;
+            let same_name = |info: &&Info| (&info.claim.namespace, &info.claim.name) == (&claim.namespace, &claim.name);
+            if let Some(old) = self.0.values().filter(same_name).find(|info| info.claim.uid != claim.uid) {
+                let name = format!("{}/{}", claim.namespace, claim.name);
+                let old = &old.claim.uid;
+                let why = format!("old ResourceClaim with same name {name} and different UID {old} still exists");
+                return Err(DraError::Other(why));
+            }
+            let info = self.0.entry(claim.uid.clone()).or_insert_with(|| Info {
+                claim: claim.clone(),
+                pods: BTreeSet::new(),
+                drivers: of_pod.drivers.clone(),
+                devices: BTreeMap::new(),
+                prepared: BTreeSet::new(),
+                calls: 0,
+            });
+            info.pods.insert(pod.pod.clone());
+            if info.is_prepared() {
+                continue;
+            }
+            info.calls += 1;
+            for driver in &of_pod.drivers {
+                batches.entry(driver.clone()).or_default().push(claim.clone());
+            }
+        }
+        Ok(batches)
+    }
+
+    /// Records a driver's answer to Prepare. Claims before the first error count as prepared.
+    pub fn prepared(
+        &mut self,
+        driver: &str,
+        asked: &[ClaimRef],
+        answer: HashMap<String, wire::NodePrepareResourceResponse>,
+    ) -> Result<(), DraError> {
+        let entries: Vec<_> = answer.iter().map(|(uid, entry)| (uid, &entry.error)).collect();
+        let good = |uid: &str| asked.iter().any(|claim| claim.uid == uid);
+        for (uid, entry) in answer.iter().filter(|(uid, entry)| good(uid) && entry.error.is_empty()) {
+            if let Some(info) = self.0.get_mut(uid) {
+                info.devices.insert(driver.to_owned(), entry.devices.clone());
+                info.prepared.insert(driver.to_owned());
+            }
+        }
+        check("NodePrepareResources", asked, entries.into_iter())
+    }
+
+    /// The CDI devices of each container of a pod: those of the request that it names, or those of the whole claim.
+    pub fn cdi_devices(&mut self, pod: &PodClaims) -> Result<BTreeMap<String, Vec<String>>, DraError> {
+        let mut all = BTreeMap::new();
+        for (container, uses) in &pod.containers {
+            let mut devices = Vec::new();
+            for used in uses {
+                let named = pod.claims.iter().find(|claim| claim.name == used.claim);
+                let info = named.and_then(|named| self.0.get(&named.claim.uid));
+                let info = info.ok_or_else(|| {
+                    let claim = &used.claim;
+                    DraError::Other(format!("container {container} uses the claim {claim}, which its pod has not"))
+                })?;
+                let of_use = |device: &&wire::Device| {
+                    let names = &device.request_names;
+                    used.request.as_ref().is_none_or(|request| names.is_empty() || names.contains(request))
+                };
+                let found = info.devices.values().flatten().filter(of_use);
+                devices.extend(found.flat_map(|device| device.cdi_device_ids.iter().cloned()));
+            }
+            all.insert(container.clone(), devices);
+        }
+        Ok(all)
+    }
+
+    /// The claims that this pod is the last to use, by driver.
+    pub fn last_uses(&mut self, pod: &str) -> Batches {
+        let mut batches = Batches::new();
+        for info in self.0.values().filter(|info| info.pods.len() == 1 && info.pods.contains(pod)) {
+            for driver in &info.drivers {
+                batches.entry(driver.clone()).or_default().push(info.claim.clone());
+            }
+        }
+        batches
+    }
+
+    /// Records that the pod uses no claim any more; forgets claims that no pod uses.
+    pub fn remove(&mut self, pod: &str) {
+        self.forget_pod(pod);
+        for info in self.0.values_mut() {
+            info.pods.remove(pod);
+        }
+        self.0.retain(|_, info| !info.pods.is_empty());
+    }
+
+    /// Drops the pod from the list of pods; its claims stay.
+    pub fn forget_pod(&mut self, pod: &str) {
+        self.1.remove(pod);
+    }
+
+    /// The claims of containers, with the devices that drivers answered, as PodResources lists them. A pod whose claims
+    /// could not be unprepared is listed until the pod is deleted by force.
+    pub fn listed(&self) -> Vec<podresources::PodResources> {
+        let container = |pod: &PodClaims, name: &String, uses: &Vec<super::ClaimUse>| {
+            let claims = uses.iter().filter_map(|used| {
+                let named = pod.claims.iter().find(|claim| claim.name == used.claim)?;
+                let info = self.0.get(&named.claim.uid)?;
+                let devices = info.devices.iter().flat_map(|(driver, devices)| {
+                    devices.iter().map(move |device| podresources::ClaimResource {
+                        cdi_devices: device.cdi_device_ids.iter().map(|name| cdi(name)).collect(),
+                        driver_name: driver.clone(),
+                        pool_name: device.pool_name.clone(),
+                        device_name: device.device_name.clone(),
+                    })
+                });
+                Some(podresources::DynamicResource {
+                    claim_name: info.claim.name.clone(),
+                    claim_namespace: info.claim.namespace.clone(),
+                    claim_resources: devices.collect(),
+                })
+            });
+            let dynamic_resources = claims.collect();
+            podresources::ContainerResources { name: name.clone(), dynamic_resources, ..Default::default() }
+        };
+        let pod = |pod: &PodClaims| podresources::PodResources {
+            name: pod.pod.clone(),
+            namespace: "default".to_owned(),
+            containers: pod.containers.iter().map(|(name, uses)| container(pod, name, uses)).collect(),
+        };
+        self.1.values().map(pod).collect()
+    }
+
+    /// The visible state of the claims.
+    pub fn seen(&self) -> BTreeMap<String, ClaimState> {
+        let seen = |info: &Info| ClaimState {
+            name: format!("{}/{}", info.claim.namespace, info.claim.name),
+            pods: info.pods.clone(),
+            prepared: info.is_prepared(),
+            calls: info.calls,
+            cdi: info.devices.values().flatten().flat_map(|device| device.cdi_device_ids.iter().cloned()).collect(),
+        };
+        self.0.iter().map(|(uid, info)| (uid.clone(), seen(info))).collect()
+    }
+}
+
+fn cdi(name: &str) -> podresources::CdiDevice {
+    podresources::CdiDevice { name: name.to_owned() }
+}
+
+/// Checks the entries of an answer: errors and claims that were not asked for, then claims that are missing.
+pub(super) fn check<'a>(
+    method: &'static str,
+    asked: &[ClaimRef],
+    entries: impl Iterator<Item = (&'a String, &'a String)>,
+) -> Result<(), DraError> {
+    let mut missing: BTreeSet<&str> = asked.iter().map(|claim| claim.uid.as_str()).collect();
+    let entries: BTreeMap<&String, &String> = entries.collect();
+    for (uid, error) in entries {
+        if !error.is_empty() {
+            return Err(DraError::Claim { method, claim: uid.clone(), error: error.clone() });
+        }
+        if !missing.remove(uid.as_str()) {
+            return Err(DraError::Other(format!("{method}: unexpected claim {uid} in the answer")));
+        }
+    }
+    match missing.len() {
+        0 => Ok(()),
+        count => Err(DraError::Other(format!("{method} skipped {count} ResourceClaims"))),
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "a test may panic")]
+mod tests {
+    use super::*;
+
+    fn claim(uid: &str) -> ClaimRef {
+        ClaimRef { namespace: "default".to_owned(), name: format!("claim-{uid}"), uid: uid.to_owned() }
+    }
+
+    fn answer(entries: &[(&str, &str)]) -> HashMap<String, wire::NodePrepareResourceResponse> {
+        let entry =
+            |error: &&str| wire::NodePrepareResourceResponse { devices: Vec::new(), error: (*error).to_owned() };
+        entries.iter().map(|(uid, error)| ((*uid).to_owned(), entry(error))).collect()
+    }
+
+    #[test]
+    fn answer_has_an_entry_for_each_claim_and_no_other() {
+        let mut books = Books::default();
+        let asked = [claim("a"), claim("b")];
+        let mut said =
+            |entries: &[(&str, &str)]| books.prepared("d", &asked, answer(entries)).map_err(|error| error.to_string());
+        assert_eq!(said(&[("a", ""), ("b", "")]), Ok(()));
+        assert_eq!(said(&[("a", "")]).unwrap_err(), "NodePrepareResources skipped 1 ResourceClaims");
+        let foreign = "NodePrepareResources: unexpected claim c in the answer";
+        assert_eq!(said(&[("a", ""), ("b", ""), ("c", "")]).unwrap_err(), foreign);
+        let failed = "NodePrepareResources failed for claim b: no";
+        assert_eq!(said(&[("a", ""), ("b", "no")]).unwrap_err(), failed);
+    }
+
+    #[test]
+    fn containers_get_the_devices_of_their_requests() {
+        let mut books = Books::default();
+        let mut pod = PodClaims::single("p", claim("a"), "d");
+        let uses = |request: &str| {
+            vec![super::super::ClaimUse { claim: "gpus".to_owned(), request: Some(request.to_owned()) }]
+        };
+        pod.containers.insert("one".to_owned(), uses("x"));
+        assert_eq!(books.add(&pod).unwrap().get("d").map(Vec::len), Some(1));
+        let device = |request: &str, cdi: &str| wire::Device {
+            request_names: vec![request.to_owned()],
+            cdi_device_ids: vec![cdi.to_owned()],
+            ..wire::Device::default()
+        };
+        let devices = vec![device("x", "k=1"), device("y", "k=2")];
+        let entry = wire::NodePrepareResourceResponse { devices, error: String::new() };
+        books.prepared("d", &[claim("a")], HashMap::from([("a".to_owned(), entry)])).unwrap();
+        let devices = books.cdi_devices(&pod).unwrap();
+        assert_eq!(
+            (devices["main"].as_slice(), devices["one"].as_slice()),
+            (&["k=1".to_owned(), "k=2".to_owned()][..], &["k=1".to_owned()][..])
+        );
+        assert!(books.add(&pod).unwrap().is_empty(), "it is prepared");
+        let other = ClaimRef { uid: "z".to_owned(), ..claim("a") };
+        let error = books.add(&PodClaims::single("q", other, "d")).unwrap_err().to_string();
+        assert!(error.starts_with("old ResourceClaim with same name default/claim-a"), "{error}");
+        books.restarted();
+        assert_eq!(books.add(&pod).unwrap().len(), 1, "a new life prepares it again");
+    }
+}

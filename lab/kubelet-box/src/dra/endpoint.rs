@@ -1,0 +1,193 @@
+//! The connections to one driver: its registration socket, dialled for one registration, and the socket of its
+//! services, which stays connected while the driver is registered.
+
+use std::collections::HashMap;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::pin::Pin;
+use std::task::{Context, Poll};
+
+use hyper_util::rt::TokioIo;
+use linkwise_kubelet_api::dra::v1 as wire;
+use linkwise_kubelet_api::dra::v1::dra_plugin_client::DraPluginClient;
+use linkwise_kubelet_api::dra_health::v1::dra_resource_health_client::DraResourceHealthClient as HealthV1;
+use linkwise_kubelet_api::dra_health::v1alpha1::dra_resource_health_client::DraResourceHealthClient as HealthV1Alpha1;
+use linkwise_kubelet_api::dra_health::v1alpha1::{NodeWatchResourcesRequest, NodeWatchResourcesResponse};
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::net::UnixStream;
+use tokio::sync::watch;
+use tokio_util::task::TaskTracker;
+use tonic::transport::{Channel, Endpoint, Uri};
+use tonic::{Status, Streaming};
+use tower::service_fn;
+
+use super::super::endpoint::Tracked;
+use super::ClaimRef;
+
+/// A socket could not be dialled.
+#[derive(Debug, thiserror::Error)]
+pub enum DialError {
+    /// The `:authority` that grpc-go would send is not a valid host for HTTP/2 servers written in Rust.
+    #[error("'{0}' is no legal authority")]
+    Authority(String, #[source] http::Error),
+    /// The socket could not be connected.
+    #[error("cannot connect to {0}")]
+    Connect(PathBuf, #[source] tonic::transport::Error),
+}
+
+/// The `:authority` that grpc-go derives from a target: everything is percent-encoded except alphanumerics and these
+/// characters (grpc-go 1.81, clientconn.go, `encodeAuthority`).
+pub fn authority(target: &str) -> String {
+    let mut encoded = String::new();
+    for byte in target.bytes() {
+        if byte.is_ascii_alphanumeric() || b"-_.~!$&'()*+,;=:[]@".contains(&byte) {
+            encoded.push(char::from(byte));
+        } else {
+            encoded += &format!("%{byte:02X}");
+        }
+    }
+    encoded
+}
+
+/// Dials a registration socket by its bare path; the authority is made of that path.
+pub(super) async fn dial_registration(path: &Path, connections: &TaskTracker) -> Result<Channel, DialError> {
+    let authority = authority(&path.display().to_string());
+    let uri = Uri::builder().scheme("http").authority(authority.as_str()).path_and_query("/").build();
+    let uri = uri.map_err(|source| DialError::Authority(authority, source))?;
+    dial(path, uri, connections, watch::Sender::default()).await
+}
+
+/// Dials the socket with a driver's services as `unix:` and a path, for which grpc-go sends the authority `localhost`.
+/// `open` counts the connection as long as it is open.
+pub(super) async fn dial_services(
+    path: &Path,
+    connections: &TaskTracker,
+    open: watch::Sender<usize>,
+) -> Result<Channel, DialError> {
+    dial(path, Uri::from_static("http://localhost"), connections, open).await
+}
+
+async fn dial(
+    path: &Path,
+    uri: Uri,
+    connections: &TaskTracker,
+    open: watch::Sender<usize>,
+) -> Result<Channel, DialError> {
+    let socket = path.to_owned();
+    let connector = service_fn(move |_: Uri| {
+        let (socket, open) = (socket.clone(), open.clone());
+        async move {
+            let stream = UnixStream::connect(socket).await?;
+            open.send_modify(|open| *open += 1);
+            Ok::<_, io::Error>(TokioIo::new(Counted { stream, open }))
+        }
+    });
+    let endpoint = Endpoint::from(uri).executor(Tracked(connections.clone()));
+    let channel = endpoint.connect_with_connector(connector).await;
+    channel.map_err(|source| DialError::Connect(path.to_owned(), source))
+}
+
+/// A registered endpoint of a driver. Clones share it.
+#[derive(Clone)]
+pub(super) struct Driver {
+    /// The registration socket through which the driver registered.
+    pub registration: PathBuf,
+    /// The socket of the driver's services.
+    pub endpoint: PathBuf,
+    /// The health service that is watched, if one is.
+    pub health: Option<&'static str>,
+    /// The current connection.
+    pub channel: watch::Sender<Option<Channel>>,
+}
+
+impl Driver {
+    pub fn is_connected(&self) -> bool {
+        self.channel.borrow().is_some()
+    }
+
+    fn connected(&self) -> Result<Channel, Status> {
+        self.channel.borrow().clone().ok_or_else(|| Status::unavailable("no connection to the driver"))
+    }
+
+    pub async fn prepare(
+        self,
+        claims: Vec<ClaimRef>,
+    ) -> Result<HashMap<String, wire::NodePrepareResourceResponse>, Status> {
+        let request = wire::NodePrepareResourcesRequest { claims: claims.into_iter().map(on_wire).collect() };
+        let channel = self.connected()?;
+        let answer = DraPluginClient::new(channel).node_prepare_resources(request).await;
+        Ok(answer?.into_inner().claims)
+    }
+
+    pub async fn unprepare(
+        self,
+        claims: Vec<ClaimRef>,
+    ) -> Result<HashMap<String, wire::NodeUnprepareResourceResponse>, Status> {
+        let request = wire::NodeUnprepareResourcesRequest { claims: claims.into_iter().map(on_wire).collect() };
+        let channel = self.connected()?;
+        let answer = DraPluginClient::new(channel).node_unprepare_resources(request).await;
+        Ok(answer?.into_inner().claims)
+    }
+
+    /// Opens the health stream if the driver has one.
+    pub async fn watch_health(
+        &self,
+        channel: Channel,
+    ) -> Option<Result<Streaming<NodeWatchResourcesResponse>, Status>> {
+        let request = NodeWatchResourcesRequest {};
+        let answer = match self.health? {
+            linkwise_kubelet_api::dra_health::v1::SERVICE => HealthV1::new(channel).node_watch_resources(request).await,
+            _ => HealthV1Alpha1::new(channel).node_watch_resources(request).await,
+        };
+        Some(answer.map(tonic::Response::into_inner))
+    }
+}
+
+fn on_wire(claim: ClaimRef) -> wire::Claim {
+    wire::Claim { namespace: claim.namespace, uid: claim.uid, name: claim.name }
+}
+
+/// A connection that is counted as long as it is open.
+struct Counted {
+    stream: UnixStream,
+    open: watch::Sender<usize>,
+}
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        self.open.send_modify(|open| *open = open.saturating_sub(1));
+    }
+}
+
+impl AsyncRead for Counted {
+    fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_read(cx, buf)
+    }
+}
+
+impl AsyncWrite for Counted {
+    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.stream).poll_write(cx, buf)
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_flush(cx)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_shutdown(cx)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn authority_is_encoded_as_by_grpc_go() {
+        let path = "/var/lib/kubelet/plugins_registry/linkwise-1@gpu.nvidia.com-reg.sock";
+        let encoded = "%2Fvar%2Flib%2Fkubelet%2Fplugins_registry%2Flinkwise-1@gpu.nvidia.com-reg.sock";
+        assert_eq!(authority(path), encoded);
+        assert_eq!(authority("/a b%é"), "%2Fa%20b%25%C3%A9");
+    }
+}

@@ -1,0 +1,396 @@
+//! The DRA manager's half of a kubelet: finds drivers by their registration sockets, prepares the claims of pods with
+//! them, and follows their health streams (semantics read in the source of 1.34 to 1.36).
+//!
+//! Owns the cache of claims, which outlives a restart as the kubelet's checkpoint does, and the connections to drivers,
+//! which do not. Used by the `demo` command and by integration tests. Like the rest of the box, this module knows the
+//! wire types and nothing of linkwise.
+//!
+//! The API server is absent. A kubelet reads claims there; here the caller names a pod's claims with the drivers of
+//! their allocation, and the caller is told when the kubelet would delete slices.
+
+mod books;
+mod endpoint;
+mod state;
+mod watcher;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use linkwise_kubelet_api::podresources;
+use tokio::sync::watch;
+use tokio::task::JoinSet;
+use tokio::time::timeout;
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+
+pub use endpoint::{DialError, authority};
+pub use state::{ClaimState, DeviceHealth, DraState, DriverState};
+
+use super::errors::{WaitError, wait_for};
+use super::life::{STOP_TIMEOUT, lock};
+use books::Books;
+use endpoint::Driver;
+
+/// Deadline of Prepare and Unprepare.
+const CALL_TIMEOUT: Duration = Duration::from_secs(45);
+
+/// Receives the name of a driver whose slices the kubelet deletes; `None` means all drivers, at the kubelet's start.
+pub type Wipe = Arc<dyn Fn(Option<&str>) + Send + Sync>;
+
+/// The behaviour of the DRA manager. [`DraOptions::new`] gives a kubelet's own values.
+#[derive(Clone)]
+pub struct DraOptions {
+    /// The folder of registration sockets; created if it is missing.
+    pub registry: PathBuf,
+    /// The root of the kubelet's host (`/`). The paths of the endpoints that drivers name lie below it.
+    pub host_root: PathBuf,
+    /// The time without a connection after which a driver's slices are deleted (30 s).
+    pub wipe_after: Duration,
+    /// Whether it opens health streams of what is advertised alone, v1 first (from 1.37); else v1alpha1 of every driver.
+    pub advertised_health: bool,
+    /// The time that [`DraKubelet::wait`] waits (20 s).
+    pub wait_timeout: Duration,
+    /// Called when slices are deleted.
+    pub wipe: Option<Wipe>,
+}
+
+impl DraOptions {
+    /// A kubelet's own values.
+    pub fn new(registry: impl Into<PathBuf>) -> Self {
+        Self {
+            registry: registry.into(),
+            host_root: PathBuf::from("/"),
+            wipe_after: Duration::from_secs(30),
+            advertised_health: false,
+            wait_timeout: Duration::from_secs(20),
+            wipe: None,
+        }
+    }
+}
+
+/// A claim as a pod names it.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct ClaimRef {
+    /// Its namespace.
+    pub namespace: String,
+    /// Its name.
+    pub name: String,
+    /// Its UID.
+    pub uid: String,
+}
+
+/// A claim of a pod.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PodClaim {
+    /// The pod's name for the claim.
+    pub name: String,
+    /// The claim.
+    pub claim: ClaimRef,
+    /// The drivers of its allocation.
+    pub drivers: BTreeSet<String>,
+}
+
+/// The part of a pod's claim that a container uses.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ClaimUse {
+    /// The pod's name for the claim.
+    pub claim: String,
+    /// One request of the claim; `None` for all.
+    pub request: Option<String>,
+}
+
+/// A pod with claims.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct PodClaims {
+    /// The pod's name, unique on the node; stands for the UID.
+    pub pod: String,
+    /// Its claims.
+    pub claims: Vec<PodClaim>,
+    /// The claims that each container uses.
+    pub containers: BTreeMap<String, Vec<ClaimUse>>,
+}
+
+impl PodClaims {
+    /// A pod with one container, `main`, that uses all of one claim of one driver.
+    pub fn single(pod: &str, claim: ClaimRef, driver: &str) -> Self {
+        let drivers = BTreeSet::from([driver.to_owned()]);
+        let uses = vec![ClaimUse { claim: "gpus".to_owned(), request: None }];
+        Self {
+            pod: pod.to_owned(),
+            claims: vec![PodClaim { name: "gpus".to_owned(), claim, drivers }],
+            containers: BTreeMap::from([("main".to_owned(), uses)]),
+        }
+    }
+}
+
+/// The reason why a pod's claims are not prepared or not unprepared, in a kubelet's words.
+#[derive(Debug, thiserror::Error)]
+pub enum DraError {
+    /// The driver's error for one claim.
+    #[error("{method} failed for claim {claim}: {error}")]
+    Claim {
+        /// The method.
+        method: &'static str,
+        /// Its UID.
+        claim: String,
+        /// The driver's text.
+        error: String,
+    },
+    /// Any other reason.
+    #[error("{0}")]
+    Other(String),
+}
+
+/// Reads the claims of containers.
+#[derive(Clone)]
+pub(crate) struct Lister(pub Arc<dyn Fn() -> Vec<podresources::PodResources> + Send + Sync>);
+
+impl fmt::Debug for Lister {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Lister")
+    }
+}
+
+/// The state that outlives a restart, and the visible state.
+struct Core {
+    options: DraOptions,
+    books: Mutex<Books>,
+    state: watch::Sender<DraState>,
+    /// The reason for which registrations are refused; `None` while they are accepted.
+    refusal: watch::Sender<Option<String>>,
+    /// Held while a pod is started or stopped, so that this happens to one pod at a time.
+    turn: tokio::sync::Mutex<()>,
+}
+
+/// One run of the kubelet, from its start to its stop.
+struct Life {
+    core: Arc<Core>,
+    end: CancellationToken,
+    tasks: Mutex<JoinSet<()>>,
+    /// The tasks of the connections to drivers.
+    connections: TaskTracker,
+    /// Registered endpoints, by driver, in the order in which they registered.
+    drivers: Mutex<BTreeMap<String, Vec<Driver>>>,
+}
+
+/// A kubelet's DRA manager. End it with [`DraKubelet::stop`]; dropping it ends it too, without waiting for the end.
+pub struct DraKubelet {
+    core: Arc<Core>,
+    life: Mutex<Option<Arc<Life>>>,
+}
+
+impl DraKubelet {
+    /// Starts to look for drivers. Must be called within a tokio runtime.
+    ///
+    /// # Errors
+    ///
+    /// The folder cannot be made.
+    pub fn start(options: DraOptions) -> std::io::Result<Self> {
+        let core = Core {
+            options,
+            books: Mutex::default(),
+            state: watch::Sender::default(),
+            refusal: watch::Sender::default(),
+            turn: tokio::sync::Mutex::default(),
+        };
+        let this = Self { core: Arc::new(core), life: Mutex::default() };
+        this.start_again()?;
+        Ok(this)
+    }
+
+    /// Starts a kubelet that was stopped. It has its claims, and counts none of them as prepared. The slices of its
+    /// node are deleted.
+    ///
+    /// # Errors
+    ///
+    /// The folder cannot be made.
+    pub fn start_again(&self) -> std::io::Result<()> {
+        let mut current = lock(&self.life);
+        if current.is_some() {
+            return Ok(());
+        }
+        std::fs::create_dir_all(&self.core.options.registry)?;
+        if let Some(wipe) = &self.core.options.wipe {
+            wipe(None);
+        }
+        let life = Arc::new(Life {
+            core: Arc::clone(&self.core),
+            end: CancellationToken::new(),
+            tasks: Mutex::default(),
+            connections: TaskTracker::new(),
+            drivers: Mutex::default(),
+        });
+        life.core.change(|books| books.restarted());
+        life.spawn(watcher::watch(Arc::clone(&life)));
+        *current = Some(life);
+        Ok(())
+    }
+
+    /// Ends all connections and tasks, and returns when they have ended.
+    pub async fn stop(&self) {
+        let Some(life) = lock(&self.life).take() else { return };
+        life.abandon();
+        let mut tasks = std::mem::take(&mut *lock(&life.tasks));
+        let all = async {
+            while tasks.join_next().await.is_some() {}
+            life.connections.wait().await;
+        };
+        let _ = timeout(STOP_TIMEOUT, all).await;
+        self.core.state.send_modify(|state| {
+            state.running = false;
+            state.drivers.values_mut().for_each(DriverState::ended);
+        });
+    }
+
+    /// [`DraKubelet::stop`], then [`DraKubelet::start_again`].
+    ///
+    /// # Errors
+    ///
+    /// The folder cannot be made.
+    pub async fn restart(&self) -> std::io::Result<()> {
+        self.stop().await;
+        self.start_again()
+    }
+
+    /// Prepares the claims of a pod, with one call for each driver, and returns the CDI devices of each container.
+    /// Claims that are prepared already, for this pod or another, are not prepared again.
+    ///
+    /// # Errors
+    ///
+    /// The pod would not start; the kubelet tries again.
+    pub async fn start_pod(&self, pod: &PodClaims) -> Result<BTreeMap<String, Vec<String>>, DraError> {
+        let _turn = self.core.turn.lock().await;
+        let life = self.life(&pod.pod)?;
+        let batches = self.core.change(|books| books.add(pod))?;
+        for (driver, claims) in batches {
+            let answer = life
+                .call(&driver, "NodePrepareResources", async |driver: Driver| driver.prepare(claims.clone()).await)
+                .await?;
+            self.core.change(|books| books.prepared(&driver, &claims, answer))?;
+        }
+        self.core.change(|books| books.cdi_devices(pod))
+    }
+
+    /// Unprepares the claims of an ended pod that no other pod uses.
+    ///
+    /// # Errors
+    ///
+    /// A claim could not be unprepared; the kubelet tries again.
+    pub async fn stop_pod(&self, pod: &str) -> Result<(), DraError> {
+        let _turn = self.core.turn.lock().await;
+        let life = self.life(pod)?;
+        for (driver, claims) in self.core.change(|books| books.last_uses(pod)) {
+            let answer = life
+                .call(&driver, "NodeUnprepareResources", async |driver: Driver| driver.unprepare(claims.clone()).await)
+                .await?;
+            books::check("NodeUnprepareResources", &claims, answer.iter().map(|(uid, entry)| (uid, &entry.error)))?;
+        }
+        self.core.change(|books| books.remove(pod));
+        Ok(())
+    }
+
+    /// Deletes the pod by force: no list has it any more. Its claims stay until [`Self::stop_pod`] unprepares them,
+    /// which a kubelet tries every minute.
+    pub fn delete_by_force(&self, pod: &str) {
+        self.core.change(|books| books.forget_pod(pod));
+    }
+
+    /// Returns a reader of the claims of containers, as PodResources lists them. The reader also works while the
+    /// kubelet is stopped.
+    pub(crate) fn lister(&self) -> Lister {
+        let core = Arc::clone(&self.core);
+        Lister(Arc::new(move || lock(&core.books).listed()))
+    }
+
+    /// Counts no claim as prepared any more, as after a restart, and keeps its connections.
+    pub fn forget_prepared(&self) {
+        self.core.change(|books| books.restarted());
+    }
+
+    /// Refuses registrations from now on with this text; `None` ends that.
+    pub fn refuse(&self, why: Option<&str>) {
+        self.core.refusal.send_replace(why.map(str::to_owned));
+    }
+
+    /// The visible state of now.
+    pub fn state(&self) -> DraState {
+        self.core.state.borrow().clone()
+    }
+
+    /// Waits until the state is as wanted and returns it.
+    ///
+    /// # Errors
+    ///
+    /// The state did not come in time.
+    pub async fn wait(&self, wanted: impl FnMut(&DraState) -> bool) -> Result<DraState, WaitError<DraState>> {
+        wait_for(&self.core.state, self.core.options.wait_timeout, wanted).await
+    }
+
+    fn life(&self, pod: &str) -> Result<Arc<Life>, DraError> {
+        lock(&self.life).clone().ok_or_else(|| DraError::Other(format!("pod {pod}: the kubelet is not running")))
+    }
+}
+
+impl Drop for DraKubelet {
+    fn drop(&mut self) {
+        if let Some(life) = lock(&self.life).take() {
+            life.abandon();
+        }
+    }
+}
+
+impl Core {
+    /// Changes the books and publishes the visible change.
+    fn change<T>(&self, f: impl FnOnce(&mut Books) -> T) -> T {
+        let mut books = lock(&self.books);
+        let result = f(&mut books);
+        let claims = books.seen();
+        self.state.send_modify(|state| {
+            state.running = true;
+            state.claims = claims;
+        });
+        result
+    }
+
+    /// Changes the visible state of a driver.
+    fn driver(&self, name: &str, f: impl FnOnce(&mut DriverState)) {
+        self.state.send_modify(|state| f(state.drivers.entry(name.to_owned()).or_default()));
+    }
+}
+
+impl Life {
+    /// Spawns a task of this run; the task ends with the run.
+    fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) {
+        let end = self.end.clone();
+        if !end.is_cancelled() {
+            lock(&self.tasks).spawn(async move { end.run_until_cancelled(task).await.unwrap_or_default() });
+        }
+    }
+
+    fn abandon(&self) {
+        self.end.cancel();
+        lock(&self.drivers).clear();
+        self.connections.close();
+    }
+
+    /// Calls the driver's endpoint that connected last.
+    async fn call<T>(
+        &self,
+        name: &str,
+        method: &'static str,
+        call: impl AsyncFnOnce(Driver) -> Result<T, tonic::Status>,
+    ) -> Result<T, DraError> {
+        let driver = lock(&self.drivers).get(name).and_then(|of_name| {
+            let connected = of_name.iter().rev().find(|driver| driver.is_connected());
+            connected.or(of_name.last()).cloned()
+        });
+        let driver = driver.ok_or_else(|| DraError::Other(format!("DRA driver {name} is not registered")))?;
+        match timeout(CALL_TIMEOUT, call(driver)).await {
+            Ok(answer) => answer.map_err(|status| DraError::Other(format!("{method} of {name} failed: {status}"))),
+            Err(_) => Err(DraError::Other(format!("{method} of {name} had no answer after {CALL_TIMEOUT:?}"))),
+        }
+    }
+}

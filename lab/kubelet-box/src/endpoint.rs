@@ -1,0 +1,166 @@
+//! The client of one plugin: dials its socket, and makes the five calls.
+//!
+//! Made by `life` for each registration, called by `life` (options, ListAndWatch) and `admission`. The client turns
+//! wire types into plain values and back and keeps no books. Every call ends: with its answer, at its deadline, or
+//! because the kubelet closed the connection.
+
+use std::future::Future;
+use std::path::Path;
+use std::time::Duration;
+
+use hyper_util::rt::TokioIo;
+use tokio::net::UnixStream;
+use tokio::time::{Instant, sleep, timeout, timeout_at};
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+use tonic::transport::{Channel, Endpoint, Uri};
+use tonic::{Response, Status, Streaming};
+use tower::service_fn;
+
+use super::Options;
+use super::errors::{CallError, DialError};
+use super::pod::Allocation;
+use linkwise_kubelet_api::v1beta1 as wire;
+
+/// One connection to a plugin. Clones share it; it closes when the last one is dropped.
+#[derive(Clone, Debug)]
+pub(super) struct Plugin {
+    client: wire::device_plugin_client::DevicePluginClient<Channel>,
+    /// Cancelled when the kubelet closes the connection.
+    closed: CancellationToken,
+    call_timeout: Duration,
+}
+
+impl Plugin {
+    /// Dials until a connection is made or the time is up, as gRPC's blocking dial does. `connections` tracks its
+    /// tasks.
+    pub(super) async fn dial(
+        path: &Path,
+        options: &Options,
+        connections: TaskTracker,
+        closed: CancellationToken,
+    ) -> Result<Self, DialError> {
+        let (after, mut retry) = (options.dial_timeout, options.dial_retry);
+        let deadline = Instant::now() + after;
+        let mut source = None;
+        while Instant::now() < deadline {
+            match timeout_at(deadline, connect(path, &connections)).await {
+                Ok(Ok(channel)) => {
+                    let client = wire::device_plugin_client::DevicePluginClient::new(channel);
+                    return Ok(Self { client, closed, call_timeout: options.call_timeout });
+                }
+                Ok(Err(error)) => source = Some(error),
+                Err(_) => break,
+            }
+            sleep(retry.min(deadline.saturating_duration_since(Instant::now()))).await;
+            // Each further wait is longer.
+            retry = retry.mul_f64(1.6);
+        }
+        Err(DialError::Connect { path: path.to_owned(), after, source })
+    }
+
+    /// Closes the connection: calls under way end, and so does the stream.
+    pub(super) fn close(&self) {
+        self.closed.cancel();
+    }
+
+    /// Completes once the connection is closed.
+    pub(super) async fn closed(&self) {
+        self.closed.cancelled().await;
+    }
+
+    async fn bounded<T>(
+        &self,
+        method: &'static str,
+        after: Duration,
+        call: impl Future<Output = Result<Response<T>, Status>>,
+    ) -> Result<T, CallError> {
+        tokio::select! {
+            biased;
+            () = self.closed.cancelled() => Err(CallError::Stopped(method)),
+            answer = timeout(after, call) => match answer {
+                Ok(Ok(answer)) => Ok(answer.into_inner()),
+                Ok(Err(status)) => Err(CallError::Status(method, Box::new(status))),
+                Err(_) => Err(CallError::Timeout(method, after)),
+            },
+        }
+    }
+
+    /// Calls GetDevicePluginOptions, within `after`: the call is a part of the dial.
+    pub(super) async fn options(&self, after: Duration) -> Result<wire::DevicePluginOptions, CallError> {
+        let call = async { self.client().get_device_plugin_options(wire::Empty {}).await };
+        self.bounded("GetDevicePluginOptions", after, call).await
+    }
+
+    /// Opens the ListAndWatch stream. The stream has no deadline, as a kubelet's has none.
+    pub(super) async fn list_and_watch(&self) -> Result<Streaming<wire::ListAndWatchResponse>, Status> {
+        Ok(self.client().list_and_watch(wire::Empty {}).await?.into_inner())
+    }
+
+    /// Calls GetPreferredAllocation for one container; returns the ids of the first response.
+    pub(super) async fn preferred(
+        &self,
+        available: Vec<String>,
+        must_include: Vec<String>,
+        size: u32,
+    ) -> Result<Vec<String>, CallError> {
+        let request = wire::ContainerPreferredAllocationRequest {
+            available_device_i_ds: available,
+            must_include_device_i_ds: must_include,
+            allocation_size: i32::try_from(size).unwrap_or(i32::MAX),
+        };
+        let request = wire::PreferredAllocationRequest { container_requests: vec![request] };
+        let call = async { self.client().get_preferred_allocation(request).await };
+        let answer = self.bounded("GetPreferredAllocation", self.call_timeout, call).await?;
+        Ok(answer.container_responses.into_iter().next().unwrap_or_default().device_i_ds)
+    }
+
+    /// Calls Allocate for one container; `None` if the answer has no container.
+    pub(super) async fn allocate(&self, devices_ids: Vec<String>) -> Result<Option<Allocation>, CallError> {
+        let mut devices = devices_ids.clone();
+        devices.sort_unstable();
+        let container_requests = vec![wire::ContainerAllocateRequest { devices_ids }];
+        let call = async { self.client().allocate(wire::AllocateRequest { container_requests }).await };
+        let answer = self.bounded("Allocate", self.call_timeout, call).await?;
+        let allocation = |response: wire::ContainerAllocateResponse| Allocation {
+            devices,
+            envs: response.envs.into_iter().collect(),
+            device_specs: response.devices,
+            mounts: response.mounts,
+            annotations: response.annotations.into_iter().collect(),
+            cdi_names: response.cdi_devices.into_iter().map(|device| device.name).collect(),
+        };
+        Ok(answer.container_responses.into_iter().next().map(allocation))
+    }
+
+    /// Calls PreStartContainer.
+    pub(super) async fn pre_start(&self, devices_ids: Vec<String>) -> Result<(), CallError> {
+        let request = wire::PreStartContainerRequest { devices_ids };
+        let call = async { self.client().pre_start_container(request).await };
+        self.bounded("PreStartContainer", self.call_timeout, call).await.map(|_| ())
+    }
+
+    fn client(&self) -> wire::device_plugin_client::DevicePluginClient<Channel> {
+        self.client.clone()
+    }
+}
+
+async fn connect(path: &Path, connections: &TaskTracker) -> Result<Channel, tonic::transport::Error> {
+    let path = path.to_owned();
+    let connector = service_fn(move |_: Uri| {
+        let path = path.clone();
+        async move { UnixStream::connect(path).await.map(TokioIo::new) }
+    });
+    // The URI becomes `:authority: localhost`, as a kubelet sends it; the connector knows the path.
+    let endpoint = Endpoint::from_static("http://localhost").executor(Tracked(connections.clone()));
+    endpoint.connect_with_connector(connector).await
+}
+
+/// Runs the tasks of gRPC's connections so that `stop` can wait for the last one.
+pub(super) struct Tracked(pub TaskTracker);
+
+impl<F: Future<Output = ()> + Send + 'static> hyper::rt::Executor<F> for Tracked {
+    fn execute(&self, task: F) {
+        self.0.spawn(task);
+    }
+}

@@ -1,0 +1,154 @@
+//! The Registration service on `kubelet.sock`.
+//!
+//! Started by `KubeletBox::start`; hands registrations that pass its checks to `life`. The service keeps no books and
+//! does not dial. Injected faults act here, before the request is checked.
+
+use std::fs;
+use std::io;
+use std::os::unix::fs::{DirBuilderExt, FileTypeExt, PermissionsExt};
+use std::path::Path;
+use std::sync::Arc;
+
+use tokio::net::UnixListener;
+use tokio::sync::oneshot;
+use tokio_stream::wrappers::UnixListenerStream;
+use tonic::service::Routes;
+use tonic::{Request, Response, Status};
+
+use super::Fault;
+use super::errors::{BoxError, chain};
+use super::life::{Core, Life};
+use super::names;
+use linkwise_kubelet_api::v1beta1 as wire;
+use wire::registration_server::{Registration, RegistrationServer};
+
+/// Binds one of the kubelet's sockets, replaces the file of an earlier kubelet, and makes its folder.
+fn bind(path: &Path) -> Result<UnixListener, BoxError> {
+    let failed = |action, path: &Path| {
+        let path = path.to_owned();
+        move |source| BoxError::Io { action, path, source }
+    };
+    let dir = path.parent().unwrap_or(path);
+    fs::DirBuilder::new().recursive(true).mode(0o750).create(dir).map_err(failed("create", dir))?;
+    remove_sockets(dir).map_err(failed("remove the sockets in", dir))?;
+    let listener = UnixListener::bind(path).map_err(failed("bind", path))?;
+    fs::set_permissions(path, fs::Permissions::from_mode(0o600)).map_err(failed("protect", path))?;
+    Ok(listener)
+}
+
+/// Makes the folder, removes every socket in it, binds `kubelet.sock` and serves it.
+pub(super) fn serve(life: &Arc<Life>) -> Result<(), BoxError> {
+    let service = RegistrationServer::new(Service { life: Arc::clone(life) });
+    serve_at(life, &life.core.options.dir.join(wire::KUBELET_SOCKET), Routes::new(service))
+}
+
+/// Serves on a socket in a task of `life`, which does not end before the last connection does.
+pub(super) fn serve_at(life: &Arc<Life>, path: &Path, routes: Routes) -> Result<(), BoxError> {
+    let (incoming, end) = (UnixListenerStream::new(bind(path)?), life.end.clone());
+    life.spawn(async move {
+        let server = tonic::transport::Server::builder().add_routes(routes);
+        // The server ends with the box; a failure to accept shows as registrations that cannot connect.
+        let _ = server.serve_with_incoming_shutdown(incoming, end.cancelled_owned()).await;
+    });
+    Ok(())
+}
+
+/// Removes sockets only: a kubelet's checkpoint and other files in the folder stay.
+fn remove_sockets(dir: &Path) -> io::Result<()> {
+    for entry in fs::read_dir(dir)? {
+        let path = entry?.path();
+        let is_socket = fs::metadata(&path).is_ok_and(|metadata| metadata.file_type().is_socket());
+        if is_socket {
+            match fs::remove_file(&path) {
+                // A plugin that ends removes its own socket.
+                Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+                _ => {}
+            }
+        }
+    }
+    Ok(())
+}
+
+struct Service {
+    life: Arc<Life>,
+}
+
+#[tonic::async_trait]
+impl Registration for Service {
+    async fn register(&self, request: Request<wire::RegisterRequest>) -> Result<Response<wire::Empty>, Status> {
+        let _unanswered = Unanswered::new(&self.life.core);
+        let request = request.into_inner();
+        let fault = self.life.core.fault.borrow().clone();
+        let outcome = match fault {
+            Fault::None | Fault::Forget => self.accept(request).await,
+            Fault::Refuse { code, message } => Err(Status::new(code, message)),
+            Fault::AnswerWithoutDial => Ok(()),
+            Fault::Hang => {
+                self.released().await;
+                Err(Status::unavailable("the kubelet hung and did not register anything"))
+            }
+        };
+        match outcome {
+            Ok(()) => Ok(Response::new(wire::Empty {})),
+            Err(status) => {
+                self.life.core.change(|book| book.seen.refused += 1);
+                Err(status)
+            }
+        }
+    }
+}
+
+/// Counts a call until it has an answer, even if its caller goes away.
+struct Unanswered<'a>(&'a Core);
+
+impl<'a> Unanswered<'a> {
+    fn new(core: &'a Core) -> Self {
+        core.change(|book| book.seen.registering += 1);
+        Self(core)
+    }
+}
+
+impl Drop for Unanswered<'_> {
+    fn drop(&mut self) {
+        self.0.change(|book| book.seen.registering -= 1);
+    }
+}
+
+impl Service {
+    /// Completes when the fault is no longer [`Fault::Hang`], or when the kubelet ends.
+    async fn released(&self) {
+        let mut fault = self.life.core.fault.subscribe();
+        tokio::select! {
+            () = self.life.end.cancelled() => {}
+            _ = fault.wait_for(|fault| !matches!(fault, Fault::Hang)) => {}
+        }
+    }
+
+    /// Makes the checks of a kubelet, then dials. As in a kubelet, a caller that goes away does not stop the dial,
+    /// which runs in a task of its own. Refusals have the code Unknown, as Go's plain errors do.
+    async fn accept(&self, request: wire::RegisterRequest) -> Result<(), Status> {
+        let wire::RegisterRequest { version, endpoint, resource_name: resource, options: _ } = request;
+        if version != wire::VERSION {
+            return Err(Status::unknown(format!("version {version:?} is not supported, {:?} is", wire::VERSION)));
+        }
+        if !names::is_extended_resource(&resource) {
+            return Err(Status::unknown(format!("{resource:?} is not an extended resource name")));
+        }
+        if !names::is_file_name(&endpoint) {
+            return Err(Status::unknown(format!("endpoint {endpoint:?} is not a file name")));
+        }
+        let (answer, answered) = oneshot::channel();
+        let life = Arc::clone(&self.life);
+        self.life.spawn(async move {
+            tokio::select! {
+                biased;
+                () = life.end.cancelled() => {}
+                outcome = life.connect(&resource, &endpoint) => {
+                    // The caller may have gone away; the registration is valid all the same.
+                    let _ = answer.send(outcome.map_err(|error| Status::unknown(chain(&error))));
+                }
+            }
+        });
+        answered.await.unwrap_or_else(|_| Err(Status::unavailable("the kubelet has stopped")))
+    }
+}

@@ -1,0 +1,129 @@
+//! The visible state of the box: one immutable snapshot after every change.
+//!
+//! Built by `devices`, published by `life::Core`, read through `KubeletBox::state` and
+//! `KubeletBox::wait`. Plain values; nothing here changes the box.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::{Deref, Index};
+use std::sync::LazyLock;
+
+use super::pod::Place;
+
+/// The whole box at one moment.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct State {
+    /// Set while the registration socket is served.
+    pub running: bool,
+    /// Register calls that have no answer yet.
+    pub registering: usize,
+    /// Register calls that were refused, for any reason.
+    pub refused: u64,
+    /// Every resource that was ever registered.
+    pub resources: Resources,
+    /// The exclusive CPUs by pod name and container name; empty without a static CPU manager.
+    pub cpus: BTreeMap<String, BTreeMap<String, BTreeSet<u32>>>,
+    /// The acts of plugins that can harm a kubelet, in order.
+    pub violations: Vec<Violation>,
+}
+
+/// Resources by name. Indexing with a name that was never registered gives an empty state, so that a predicate given to
+/// `wait` also works before the plugin has registered.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Resources(pub(super) BTreeMap<String, ResourceState>);
+
+static NEVER_SEEN: LazyLock<ResourceState> = LazyLock::new(ResourceState::default);
+
+impl Index<&str> for Resources {
+    type Output = ResourceState;
+    fn index(&self, resource: &str) -> &ResourceState {
+        self.0.get(resource).unwrap_or(&NEVER_SEEN)
+    }
+}
+
+impl Deref for Resources {
+    type Target = BTreeMap<String, ResourceState>;
+    fn deref(&self) -> &Self::Target {
+        &self.0
+    }
+}
+
+/// One resource.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ResourceState {
+    /// Set while the current endpoint works: registered, not stopped, its ListAndWatch stream open.
+    pub connected: bool,
+    /// Open ListAndWatch streams, those of replaced registrations included.
+    pub open_streams: usize,
+    /// Set if the resource left the node's capacity: the grace period after the endpoint's end is over.
+    pub removed: bool,
+    /// Registrations that succeeded.
+    pub registrations: u64,
+    /// Ids of devices that are healthy, used or not.
+    pub healthy: BTreeSet<String>,
+    /// Ids of devices that are not healthy, used or not.
+    pub unhealthy: BTreeSet<String>,
+    /// The NUMA nodes of every device of the last list; empty if the plugin named none.
+    pub numa: BTreeMap<String, BTreeSet<i64>>,
+    /// The held ids by pod name and container name.
+    pub allocated: BTreeMap<String, BTreeMap<String, BTreeSet<String>>>,
+    /// Calls that the kubelet made to the plugins of this resource.
+    pub calls: Calls,
+}
+
+impl ResourceState {
+    /// Forgets the last list.
+    pub(super) fn clear_list(&mut self) {
+        self.healthy.clear();
+        self.unhealthy.clear();
+        self.numa.clear();
+    }
+
+    /// The ids that pods hold, healthy or not.
+    pub fn in_use(&self) -> BTreeSet<String> {
+        self.allocated.values().flat_map(BTreeMap::values).flatten().cloned().collect()
+    }
+
+    /// The ids that a new pod could get: healthy and not in use.
+    pub fn free(&self) -> BTreeSet<String> {
+        self.healthy.difference(&self.in_use()).cloned().collect()
+    }
+}
+
+/// The number of calls of each method of a plugin.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Calls {
+    /// GetDevicePluginOptions.
+    pub options: u64,
+    /// ListAndWatch.
+    pub list_and_watch: u64,
+    /// GetPreferredAllocation.
+    pub preferred: u64,
+    /// Allocate.
+    pub allocate: u64,
+    /// PreStartContainer.
+    pub pre_start: u64,
+}
+
+/// An act of a plugin that the API forbids or that can crash a kubelet.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Violation {
+    /// Resource name.
+    pub resource: String,
+    /// The id of the device.
+    pub id: String,
+    /// The fault of the device.
+    pub harm: Harm,
+}
+
+/// The fault of a device that a plugin lists, or no longer lists.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Harm {
+    /// The id is longer than the 63 characters that the API allows; the device was left out.
+    IdTooLong,
+    /// The id is twice in one list.
+    DuplicateId,
+    /// The health is neither `Healthy` nor `Unhealthy`; the kubelet treats it as unhealthy.
+    UnknownHealth(String),
+    /// The device is no longer advertised although this container holds it.
+    VanishedWhileHeld(Place),
+}

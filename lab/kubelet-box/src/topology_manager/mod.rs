@@ -1,0 +1,143 @@
+//! The kubelet's Topology Manager: chooses the NUMA nodes of a container or a pod before any plugin is called.
+//!
+//! `hints` gives the preferences of each resource, `merge` decides on one mask or refuses, `refusal` explains; all are
+//! pure. `admission` calls them through [`super::devices::Book`], and hands the mask to `selection`. The scopes and the
+//! hints were read in the kubelet's source of 1.32 (pkg/kubelet/cm/topologymanager, devicemanager/topology_hints.go,
+//! cpumanager/policy_static.go). The merge was read there and in the development branch after 1.36, which scores equal
+//! masks if an alpha option asks for it and is the same otherwise.
+//!
+//! Absent: policy options (`prefer-closest-numa-nodes`, `max-allowable-numa-nodes`), the Memory Manager, init
+//! containers and so devices that a container hands on to the next, and CPUs reserved for the system.
+
+mod cpus;
+mod hints;
+mod mask;
+mod merge;
+mod refusal;
+#[cfg(test)]
+mod tests;
+
+use std::collections::BTreeSet;
+use std::fmt;
+
+pub use hints::{ResourceHints, TopologyHint};
+pub use mask::NumaMask;
+pub use refusal::Refusal;
+
+pub(super) use cpus::CpuBook;
+pub(super) use hints::{CPU, Units, cpu_hints, device_hints};
+pub(super) use merge::settle;
+
+/// The strictness of the Topology Manager: the kubelet's `--topology-manager-policy`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Policy {
+    /// The Topology Manager does nothing.
+    #[default]
+    None,
+    /// Takes the best mask and admits every pod.
+    BestEffort,
+    /// Admits a pod if it gets as few nodes as it would need on an idle machine.
+    Restricted,
+    /// Admits a pod that fits one node.
+    SingleNumaNode,
+}
+
+impl fmt::Display for Policy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::None => "none",
+            Self::BestEffort => "best-effort",
+            Self::Restricted => "restricted",
+            Self::SingleNumaNode => "single-numa-node",
+        })
+    }
+}
+
+/// The unit of alignment: the kubelet's `--topology-manager-scope`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Scope {
+    /// Each container for itself.
+    #[default]
+    Container,
+    /// All containers of the pod together.
+    Pod,
+}
+
+impl fmt::Display for Scope {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Container => "container",
+            Self::Pod => "pod",
+        })
+    }
+}
+
+/// A NUMA node as the kubelet sees it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NumaNode {
+    /// The kernel's number.
+    pub id: i64,
+    /// Its CPUs; none for a node that is memory only.
+    pub cpus: BTreeSet<u32>,
+}
+
+/// The Topology Manager's settings and its machine.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TopologyManager {
+    /// The strictness.
+    pub policy: Policy,
+    /// The unit of alignment.
+    pub scope: Scope,
+    /// The machine's NUMA nodes, memory-only ones included, as a kubelet counts them.
+    pub numa_nodes: Vec<NumaNode>,
+    /// The static CPU manager: containers that request whole CPUs get exclusive ones.
+    pub static_cpus: bool,
+}
+
+impl Default for TopologyManager {
+    /// A kubelet's own settings on a machine with one NUMA node: policy none, scope container, no CPU manager.
+    fn default() -> Self {
+        let numa_nodes = vec![NumaNode { id: 0, cpus: BTreeSet::new() }];
+        Self { policy: Policy::None, scope: Scope::Container, numa_nodes, static_cpus: false }
+    }
+}
+
+/// A machine on which a kubelet with a Topology Manager does not work.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum UnsupportedMachine {
+    /// The kubelet does not start: it would try every mask, and there are 2^n of them.
+    #[error(
+        "policy {0}: unsupported on machines with more than {most} NUMA nodes; this one has {1}",
+        most = TopologyManager::MAX_NODES
+    )]
+    TooManyNodes(Policy, usize),
+    /// A kubelet starts, and dies when it merges the first pod's hints: a mask has 64 bits.
+    #[error("policy {0}: the kubelet cannot count NUMA node {1}, for its masks hold nodes 0 to 63")]
+    NodeNumber(Policy, i64),
+}
+
+impl TopologyManager {
+    /// The most NUMA nodes with which a kubelet starts under a policy other than none.
+    pub const MAX_NODES: usize = 8;
+
+    /// Checks that a kubelet with these settings works on this machine.
+    pub fn check(&self) -> Result<(), UnsupportedMachine> {
+        let policy = self.policy;
+        if policy == Policy::None {
+            return Ok(());
+        }
+        let found = self.numa_nodes.len();
+        if found > Self::MAX_NODES {
+            return Err(UnsupportedMachine::TooManyNodes(policy, found));
+        }
+        match self.numa_nodes.iter().find(|node| !(0..NumaMask::BITS).contains(&node.id)) {
+            Some(node) => Err(UnsupportedMachine::NodeNumber(policy, node.id)),
+            None => Ok(()),
+        }
+    }
+
+    /// All NUMA nodes.
+    pub(super) fn nodes(&self) -> NumaMask {
+        NumaMask::new(self.numa_nodes.iter().map(|node| node.id))
+    }
+}

@@ -1,0 +1,223 @@
+//! The Topology Manager against the kubelet's, case by case. Each row names the function from which it was derived by
+//! hand, in kubernetes 1.32 under pkg/kubelet/cm; the rows of `policy.go` also hold in the development branch after
+//! 1.36.
+
+use std::collections::BTreeSet;
+
+use super::*;
+
+/// One case. A resource is `"2 of 0 0* 1"`: the number of requested units, then each unit by its NUMA nodes: `0+1` is
+/// on two, `-` on none, `*` is not available, `!` is held by the pod and has to be used again.
+struct Row {
+    source: &'static str,
+    policy: Policy,
+    nodes: &'static [i64],
+    resources: &'static [&'static str],
+    /// The mask (`any` where none is set), `preferred` or not, `admitted` or not.
+    settled: &'static str,
+}
+
+const DEVICES: &str = "devicemanager/topology_hints.go generateDeviceTopologyHints";
+const NO_TOPOLOGY: &str = "devicemanager/topology_hints.go deviceHasTopologyAlignment";
+const PERMUTATION: &str = "topologymanager/policy.go mergePermutation";
+const COMPARE: &str = "topologymanager/policy.go HintMerger.compare";
+const MERGE: &str = "topologymanager/policy.go HintMerger.Merge";
+const FILTER: &str = "topologymanager/policy.go filterProvidersHints";
+const NARROWEST: &str = "topologymanager/bitmask/bitmask.go IsNarrowerThan";
+const SINGLE: &str = "topologymanager/policy_single_numa_node.go Merge";
+const SINGLE_FILTER: &str = "topologymanager/policy_single_numa_node.go filterSingleNumaHints";
+const RESTRICTED: &str = "topologymanager/policy_restricted.go canAdmitPodResult";
+const BEST_EFFORT: &str = "topologymanager/policy_best_effort.go Merge";
+
+use Policy::{BestEffort as B, Restricted as R, SingleNumaNode as S};
+
+#[rustfmt::skip]
+const ROWS: &[Row] = &[
+    // The hints of the devices.
+    Row { source: DEVICES, policy: B, nodes: &[0, 1], resources: &["1 of 0 0 1 1"], settled: "{0} preferred admitted" },
+    Row { source: DEVICES, policy: B, nodes: &[0, 1], resources: &["2 of 0* 0 1 1"], settled: "{1} preferred admitted" },
+    // The number of nodes that is enough counts all devices, used and unhealthy ones too ...
+    Row { source: DEVICES, policy: B, nodes: &[0, 1], resources: &["2 of 0* 0 1* 1"], settled: "{0,1} admitted" },
+    Row { source: RESTRICTED, policy: R, nodes: &[0, 1], resources: &["2 of 0* 0 1* 1"], settled: "{0,1} refused" },
+    // ... so a request that never fits one node is preferred on two.
+    Row { source: RESTRICTED, policy: R, nodes: &[0, 1], resources: &["3 of 0 0 1 1"], settled: "{0,1} preferred admitted" },
+    Row { source: DEVICES, policy: B, nodes: &[0, 1, 2], resources: &["2 of 0 1 2"], settled: "{0,1} preferred admitted" },
+    Row { source: DEVICES, policy: B, nodes: &[0, 1, 2], resources: &["2 of 0* 1 2"], settled: "{1,2} preferred admitted" },
+    // A device of several nodes counts for a mask that has one of them.
+    Row { source: DEVICES, policy: S, nodes: &[0, 1, 2, 3], resources: &["4 of 0+1 0+1 0+1 0+1 2+3 2+3"], settled: "{0} preferred admitted" },
+    // A device without nodes counts for no mask where another device has some.
+    Row { source: DEVICES, policy: R, nodes: &[0, 1], resources: &["2 of 0 - -"], settled: "{0,1} refused" },
+    Row { source: DEVICES, policy: B, nodes: &[0, 1], resources: &["2 of 0 - -"], settled: "{0,1} admitted" },
+    // If no device has nodes, the resource has no preference.
+    Row { source: NO_TOPOLOGY, policy: R, nodes: &[0, 1], resources: &["2 of - -"], settled: "{0,1} preferred admitted" },
+    Row { source: NO_TOPOLOGY, policy: S, nodes: &[0, 1], resources: &["2 of - -"], settled: "any preferred admitted" },
+    // A unit that has to be used again has to be in the mask, and counts.
+    Row { source: DEVICES, policy: B, nodes: &[0, 1], resources: &["2 of 0 0 1! 1"], settled: "{1} preferred admitted" },
+    Row { source: DEVICES, policy: R, nodes: &[0, 1], resources: &["2 of 0! 0* 1 1"], settled: "{0,1} refused" },
+    Row { source: DEVICES, policy: B, nodes: &[0, 1], resources: &["2 of -! 0* 0 1 1"], settled: "{1} preferred admitted" },
+    // Nodes need not begin at 0 nor follow each other.
+    Row { source: DEVICES, policy: S, nodes: &[0, 8], resources: &["2 of 0* 0 8 8"], settled: "{8} preferred admitted" },
+    // A request for zero units accepts any one node.
+    Row { source: DEVICES, policy: S, nodes: &[0, 1], resources: &["0 of 0 1"], settled: "{0} preferred admitted" },
+
+    // Too few units: no mask can satisfy the request.
+    Row { source: FILTER, policy: B, nodes: &[0, 1], resources: &["3 of 0 1"], settled: "{0,1} admitted" },
+    Row { source: FILTER, policy: R, nodes: &[0, 1], resources: &["3 of 0 1"], settled: "{0,1} refused" },
+    Row { source: FILTER, policy: S, nodes: &[0, 1], resources: &["3 of 0 1"], settled: "any refused" },
+    // The request does not keep other resources from their nodes.
+    Row { source: FILTER, policy: B, nodes: &[0, 1], resources: &["3 of 0 1", "1 of 0* 1"], settled: "{1} admitted" },
+    // There is no request.
+    Row { source: FILTER, policy: R, nodes: &[0, 1], resources: &[], settled: "{0,1} preferred admitted" },
+    Row { source: FILTER, policy: S, nodes: &[0, 1], resources: &[], settled: "any preferred admitted" },
+
+    // The result is the common nodes; it is preferred if both prefer the same.
+    Row { source: PERMUTATION, policy: B, nodes: &[0, 1], resources: &["2 of 0 0 1 1", "2 of 0* 0 1 1"], settled: "{1} preferred admitted" },
+    Row { source: PERMUTATION, policy: R, nodes: &[0, 1], resources: &["2 of 0 0 1* 1", "2 of 0* 0 1 1"], settled: "{0} refused" },
+    Row { source: PERMUTATION, policy: R, nodes: &[0, 1], resources: &["3 of 0 0 1 1", "3 of 0 0 1 1"], settled: "{0,1} preferred admitted" },
+    Row { source: PERMUTATION, policy: R, nodes: &[0, 1], resources: &["1 of 0 1", "3 of 0 0 1 1"], settled: "{0,1} refused" },
+    Row { source: PERMUTATION, policy: B, nodes: &[0, 1], resources: &["1 of 0 1", "3 of 0 0 1 1"], settled: "{0,1} admitted" },
+    Row { source: PERMUTATION, policy: R, nodes: &[0, 1], resources: &["2 of - -", "1 of 0* 1"], settled: "{1} preferred admitted" },
+
+    // Preferred before narrow, narrow before wide, low before high.
+    Row { source: COMPARE, policy: B, nodes: &[0, 1, 2], resources: &["1 of 0 1 2", "1 of 0* 1* 2"], settled: "{2} preferred admitted" },
+    Row { source: NARROWEST, policy: B, nodes: &[0, 1, 2, 3], resources: &["2 of 0* 0* 1 2 2 3 3"], settled: "{2} preferred admitted" },
+    Row { source: NARROWEST, policy: B, nodes: &[0, 1, 2, 3], resources: &["3 of 0 0 1 1 2 2 3 3"], settled: "{0,1} preferred admitted" },
+    Row { source: NARROWEST, policy: B, nodes: &[0, 1, 2, 3], resources: &["3 of 0* 0* 1* 1 2 2 3* 3"], settled: "{1,2} preferred admitted" },
+    // Among the not preferred: as many nodes as the neediest resource needs alone, not fewer, and the lowest of these,
+    // even if another resource has no free unit on them ...
+    Row { source: COMPARE, policy: B, nodes: &[0, 1, 2, 3], resources: &["2 of 0 0* 1 1* 2 2* 3 3*", "1 of 0* 1* 2* 3"], settled: "{0,1} admitted" },
+    Row { source: COMPARE, policy: B, nodes: &[0, 1, 2, 3], resources: &["2 of 0 0* 1 1* 2 2* 3 3*", "1 of 0 1 2 3"], settled: "{0,1} admitted" },
+    // ... and not more.
+    Row { source: COMPARE, policy: B, nodes: &[0, 1, 2, 3], resources: &["2 of 0* 0* 1* 1 2 2* 3 3*"], settled: "{1,2} admitted" },
+    // No combination has a common node.
+    Row { source: MERGE, policy: S, nodes: &[0, 1], resources: &["1 of 0 1*", "1 of 0* 1"], settled: "any refused" },
+    Row { source: MERGE, policy: B, nodes: &[0, 1], resources: &["1 of 0 1*", "1 of 0* 1"], settled: "{0} admitted" },
+
+    // One node or nothing.
+    Row { source: SINGLE_FILTER, policy: S, nodes: &[0, 1], resources: &["3 of 0 0 1 1"], settled: "any refused" },
+    Row { source: SINGLE_FILTER, policy: S, nodes: &[0, 1], resources: &["2 of 0 0* 1 1*"], settled: "any refused" },
+    Row { source: SINGLE_FILTER, policy: S, nodes: &[0, 1], resources: &["2 of 0 0 1 1", "1 of 0* 1"], settled: "{1} preferred admitted" },
+    // On a machine with one node, a mask of that node constrains nothing.
+    Row { source: SINGLE, policy: S, nodes: &[0], resources: &["2 of 0 0 0"], settled: "any preferred admitted" },
+    Row { source: BEST_EFFORT, policy: B, nodes: &[0], resources: &["2 of 0 0 0"], settled: "{0} preferred admitted" },
+];
+
+fn manager(policy: Policy, nodes: &[i64]) -> TopologyManager {
+    let numa_nodes = nodes.iter().map(|&id| NumaNode { id, cpus: BTreeSet::new() }).collect();
+    TopologyManager { policy, numa_nodes, ..TopologyManager::default() }
+}
+
+fn hints(manager: &TopologyManager, text: &str) -> ResourceHints {
+    let (requested, words) = text.split_once(" of ").unwrap();
+    let mut units = Units::default();
+    for word in words.split_whitespace() {
+        let nodes = word.trim_end_matches(['*', '!']);
+        let mask = NumaMask::new(nodes.split('+').filter(|node| *node != "-").map(|node| node.parse().unwrap()));
+        units.all.push(mask);
+        match word.chars().last().unwrap() {
+            '*' => {}
+            '!' => units.reusable.push(mask),
+            _ => units.available.push(mask),
+        }
+    }
+    let requested = requested.parse().unwrap();
+    let hints = device_hints(manager, "r", requested, &units);
+    // A provider with too few devices fails before it checks masks: GetTopologyHints.
+    let too_few = units.available.len() + units.reusable.len() < requested;
+    ResourceHints { hints: hints.hints.map(|hints| if too_few { Vec::new() } else { hints }), ..hints }
+}
+
+fn settled(manager: &TopologyManager, resources: &[ResourceHints]) -> String {
+    let settled = settle(manager, resources);
+    let mask = settled.hint.mask.map_or("any".to_owned(), |mask| mask.to_string());
+    let preferred = if settled.hint.preferred { " preferred" } else { "" };
+    format!("{mask}{preferred} {}", if settled.admitted { "admitted" } else { "refused" })
+}
+
+#[test]
+fn it_settles_as_a_kubelet_does() {
+    for row in ROWS {
+        let manager = manager(row.policy, row.nodes);
+        let mut resources: Vec<_> = row.resources.iter().map(|text| hints(&manager, text)).collect();
+        let result = settled(&manager, &resources);
+        assert_eq!(result, row.settled, "{} {:?} ({})", row.policy, row.resources, row.source);
+        resources.reverse();
+        assert_eq!(settled(&manager, &resources), row.settled, "a map has no order: {:?}", row.resources);
+    }
+}
+
+#[test]
+fn smallest_fitting_masks_are_preferred() {
+    let manager = manager(Policy::BestEffort, &[0, 1, 2]);
+    let list = |text: &str| {
+        let hint = |hint: &TopologyHint| format!("{}{}", hint.mask.unwrap(), if hint.preferred { "*" } else { "" });
+        hints(&manager, text).hints.unwrap().iter().map(hint).collect::<Vec<_>>().join(" ")
+    };
+    assert_eq!(list("1 of 0 1* 2"), "{0}* {2}* {0,1} {0,2} {1,2} {0,1,2}");
+    assert_eq!(list("2 of 0 1 2"), "{0,1}* {0,2}* {1,2}* {0,1,2}");
+    assert_eq!(list("3 of 0 1 2*"), "");
+}
+
+#[test]
+fn cpus_hint_over_nodes_with_cpus_only() {
+    let node = |id, cpus: std::ops::Range<u32>| NumaNode { id, cpus: cpus.collect() };
+    let numa_nodes = vec![node(0, 0..4), node(1, 4..8), node(2, 0..0)];
+    let manager =
+        TopologyManager { policy: Policy::Restricted, numa_nodes, static_cpus: true, ..TopologyManager::default() };
+    let mut book = CpuBook::default();
+    let masks = |book: &CpuBook, wanted: &[(&str, usize)]| {
+        let hints = book.hints(&manager, "pod", wanted).unwrap().hints.unwrap();
+        let text = |hint: &TopologyHint| format!("{}{}", hint.mask.unwrap(), if hint.preferred { "*" } else { "" });
+        hints.iter().map(text).collect::<Vec<_>>().join(" ")
+    };
+    assert_eq!(masks(&book, &[("a", 3)]), "{0}* {1}* {0,1}");
+    assert_eq!(masks(&book, &[("a", 5)]), "{0,1}*");
+    assert_eq!(masks(&book, &[("a", 9)]), "");
+    assert_eq!(book.hints(&manager, "pod", &[("a", 0)]), None);
+    let one = NumaMask::new([1]);
+    assert_eq!(book.take(&manager, ("pod", "a"), 3, Some(one)), Ok((4..7).collect()));
+    assert_eq!(masks(&book, &[("b", 3)]), "{0}* {0,1}");
+    assert_eq!(masks(&book, &[("a", 3)]), "{1}* {0,1}", "what a container has, it keeps");
+    assert_eq!(masks(&book, &[("a", 2)]), "", "a request that changed");
+    assert_eq!(masks(&book, &[("a", 3), ("b", 2)]), "{0,1}*", "5 would fit no node; the pod's own 3 count");
+    assert_eq!(book.take(&manager, ("pod", "b"), 3, Some(one)), Ok([7, 0, 1].into()), "the mask first, then the rest");
+    assert_eq!(book.take(&manager, ("pod", "c"), 3, None), Err(2));
+    book.held.remove("pod");
+    assert_eq!(book.take(&manager, ("pod", "c"), 8, None), Ok((0..8).collect()));
+}
+
+#[test]
+fn policy_is_refused_on_unsupported_machines() {
+    let nine: Vec<i64> = (0..9).collect();
+    let refusal = |policy, nodes: &[i64]| manager(policy, nodes).check().unwrap_err().to_string();
+    for policy in [B, R, S] {
+        assert!(manager(policy, &nine[..8]).check().is_ok());
+        assert!(refusal(policy, &nine).ends_with("more than 8 NUMA nodes; this one has 9"));
+        assert!(refusal(policy, &[0, 8, 252]).contains("NUMA node 252"));
+    }
+    assert!(manager(Policy::None, &[0, 8, 252, 253, 254, 255, 256, 257, 258]).check().is_ok());
+}
+
+#[test]
+fn refusal_names_the_obstacle() {
+    let refusal = |policy, texts: &[&str]| {
+        let manager = manager(policy, &[0, 1]);
+        let resources: Vec<_> = texts.iter().map(|text| hints(&manager, text)).collect();
+        let (pod, container) = ("p".to_owned(), Some("main".to_owned()));
+        Refusal { pod, container, policy, resources }.to_string()
+    };
+    let head = "pod p, container main: TopologyAffinityError under policy";
+    assert_eq!(
+        refusal(R, &["2 of 0 0* 1 1*"]),
+        format!("{head} restricted; 2 r would fit 1 NUMA node, but what is free needs {{0,1}}")
+    );
+    assert_eq!(
+        refusal(S, &["3 of 0 0 1 1"]),
+        format!("{head} single-numa-node; 3 r need 2 NUMA nodes, such as {{0,1}}")
+    );
+    assert_eq!(refusal(R, &["3 of 0 1"]), format!("{head} restricted; 3 r: on no set of NUMA nodes are so many free"));
+    assert_eq!(
+        refusal(R, &["1 of 0 1*", "1 of 0* 1"]),
+        format!("{head} restricted; no set of NUMA nodes suits all: 1 r on {{0}}, 1 r on {{1}}")
+    );
+}

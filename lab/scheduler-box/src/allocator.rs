@@ -1,0 +1,395 @@
+//! The search: claims, requests, alternatives and devices, depth first; the first complete solution wins.
+//!
+//! k8s@1.36: `structured/internal/incubating/allocator_incubating.go`, `allocateOne` and `allocateDevice`.
+
+mod capacity;
+mod constraint;
+mod request;
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use serde_json::Value;
+
+use crate::api::{Claim, Mode};
+use crate::devices::{Counter, DeviceName, NodeDevice, NodeDevices, consumed};
+use crate::error::Failure;
+use crate::quantity::Quantity;
+use crate::report;
+use crate::selector::{Selectors, View};
+use crate::{Cluster, Placement};
+pub(crate) use capacity::{Amount, Consumed};
+pub(crate) use constraint::bears_on;
+use constraint::{MatchState, Member};
+pub(crate) use request::{Ask, RequestPlan};
+
+/// `AllocationResultsMaxSize`: the most devices of a claim.
+const MOST_RESULTS: usize = 32;
+
+/// The score of the first alternative of a request (`FirstAvailableDeviceRequestMaxSize`); each later one has 1 less.
+const BEST_SCORE: i64 = 8;
+
+/// A device that was chosen.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Chosen {
+    pub claim: usize,
+    pub request: usize,
+    /// The index of the alternative of the request; 0 if the request has none.
+    pub alternative: usize,
+    /// The device's index in [`NodeDevices::devices`].
+    pub device: usize,
+}
+
+/// The position of the search.
+#[derive(Clone, Copy)]
+struct Place {
+    claim: usize,
+    request: usize,
+    alternative: Option<usize>,
+    /// The number of devices that the request has.
+    done: usize,
+    /// The first device that may come next: combinations are tried, not permutations.
+    next: usize,
+}
+
+impl Place {
+    fn of(claim: usize, request: usize) -> Self {
+        Self { claim, request, alternative: None, done: 0, next: 0 }
+    }
+}
+
+/// One attempt to allocate a pod's claims on a node.
+pub(crate) struct Attempt<'a> {
+    pub node: &'a str,
+    pub devices: &'a NodeDevices<'a>,
+    pub used: &'a BTreeSet<DeviceName>,
+    /// The shares that claims have of devices that several claims may have.
+    pub shares: &'a BTreeMap<DeviceName, BTreeMap<String, Consumed>>,
+    pub claims: &'a [Claim],
+    /// The plan of each request, by claim.
+    pub plans: Vec<Vec<RequestPlan<'a>>>,
+    selectors: &'a Selectors,
+    views: Vec<View>,
+    /// The known results of [`Self::selects`]: true if the alternative of a request selects the device.
+    selected: BTreeMap<(usize, usize, usize, usize), bool>,
+    constraints: Vec<Vec<MatchState<'a>>>,
+    /// The rest of each pool's counters.
+    counters: Vec<BTreeMap<Counter<'a>, Quantity>>,
+    chosen: Vec<Chosen>,
+    /// The furthest claim and request that the search reached.
+    deepest: (usize, usize),
+    /// The most devices that may be examined, and how many more may be.
+    steps: (u64, u64),
+}
+
+impl<'a> Attempt<'a> {
+    pub fn new(
+        cluster: &'a Cluster,
+        node: &'a str,
+        devices: &'a NodeDevices<'a>,
+        claims: &'a [Claim],
+    ) -> Result<Self, Failure> {
+        let Cluster { classes, used, shares, selectors, steps, .. } = cluster;
+        if let Some(claim) = claims.iter().find(|claim| claim.status.allocation.is_some()) {
+            return Err(Failure::Allocated(claim.name()));
+        }
+        let plans = claims.iter().map(|claim| request::plan(claim, classes)).collect::<Result<_, _>>()?;
+        let constraints = claims.iter().map(constraint::of_claim).collect::<Result<_, _>>()?;
+        let mut counters = devices.counters.clone();
+        for device in devices.devices.iter().filter(|device| used.contains(&device.name)) {
+            change(&mut counters, device, -1)?;
+        }
+        Ok(Self {
+            node,
+            devices,
+            used,
+            shares,
+            claims,
+            plans,
+            selectors,
+            views: devices.devices.iter().map(|_| View::default()).collect(),
+            selected: BTreeMap::new(),
+            constraints,
+            counters,
+            chosen: Vec::new(),
+            deepest: (0, 0),
+            steps: (*steps, *steps),
+        })
+    }
+
+    /// The allocation of all claims.
+    pub fn run(mut self) -> Result<Placement, Failure> {
+        self.choose_all()?;
+        if self.search(Place::of(0, 0))? {
+            let score = self.score();
+            let allocations = (0..self.claims.len()).map(|claim| report::allocation(&self, claim));
+            let allocations: Vec<Value> = allocations.collect::<Result<_, _>>()?;
+            return Ok(Placement { node: self.node.to_owned(), score, steps: self.looked_at(), allocations });
+        }
+        let (claim, request) = self.deepest;
+        Err(Failure::Refused(vec![report::refusal(&mut self, claim, request)]))
+    }
+
+    /// The number of devices examined so far.
+    pub fn looked_at(&self) -> u64 {
+        let (most, left) = self.steps;
+        most.saturating_sub(left)
+    }
+
+    /// The chosen devices, in the order of their choice.
+    pub fn chosen(&self) -> &[Chosen] {
+        &self.chosen
+    }
+
+    /// The alternatives of a request; a request without alternatives is its own single alternative.
+    pub fn asks(&self, claim: usize, request: usize) -> &[Ask<'a>] {
+        self.plans.get(claim).and_then(|plans| plans.get(request)).map_or(&[], |plan| &plan.asks)
+    }
+
+    /// The score of the choices in prioritised lists: 8 for the first alternative, 1 less for each later one
+    /// (`dynamicresources.go`, `computeScore`).
+    fn score(&self) -> i64 {
+        let mut score = 0;
+        for (claim, plans) in self.plans.iter().enumerate() {
+            for (request, _) in plans.iter().enumerate().filter(|(_, plan)| plan.is_prioritised) {
+                let got = self.chosen.iter().find(|chosen| (chosen.claim, chosen.request) == (claim, request));
+                score += got.map_or(0, |got| BEST_SCORE - i64::try_from(got.alternative).unwrap_or(BEST_SCORE));
+            }
+        }
+        score
+    }
+
+    /// Resolves requests for all devices, before the search. Only complete and valid pools count.
+    fn choose_all(&mut self) -> Result<(), Failure> {
+        for claim in 0..self.plans.len() {
+            for request in 0..self.plans.get(claim).map_or(0, Vec::len) {
+                for alternative in 0..self.asks(claim, request).len() {
+                    let Some(ask) = self.asks(claim, request).get(alternative) else { continue };
+                    if ask.asked.allocation_mode != Mode::All {
+                        continue;
+                    }
+                    let mut all = Vec::new();
+                    for device in 0..self.devices.devices.len() {
+                        let chosen = Chosen { claim, request, alternative, device };
+                        if self.selects(claim, request, alternative, device)? && self.has_capacity(chosen)? {
+                            all.push(device);
+                        }
+                    }
+                    let all = if self.devices.unread.is_empty() { all } else { Vec::new() };
+                    let plan = self.plans.get_mut(claim).and_then(|plans| plans.get_mut(request));
+                    if let Some(ask) = plan.and_then(|plan| plan.asks.get_mut(alternative)) {
+                        ask.all = all;
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn search(&mut self, place: Place) -> Result<bool, Failure> {
+        let Some(plans) = self.plans.get(place.claim) else { return Ok(true) };
+        let Some(plan) = plans.get(place.request) else { return self.search(Place::of(place.claim + 1, 0)) };
+        self.deepest = self.deepest.max((place.claim, place.request));
+        let Some(alternative) = place.alternative else {
+            for alternative in 0..plan.asks.len() {
+                if self.search(Place { alternative: Some(alternative), ..place })? {
+                    return Ok(true);
+                }
+            }
+            return Ok(false);
+        };
+        let Some(ask) = plan.asks.get(alternative) else { return Ok(false) };
+        let is_all = ask.asked.allocation_mode == Mode::All;
+        let wanted = if is_all { ask.all.len() } else { ask.asked.count };
+        let others = self.chosen.iter().filter(|chosen| chosen.claim == place.claim).count() - place.done;
+        // All devices of a node that has none are not enough: types.go, `DeviceAllocationModeAll`.
+        if wanted == 0 || others + wanted > MOST_RESULTS {
+            return Ok(false);
+        }
+        if place.done == wanted {
+            return self.search(Place::of(place.claim, place.request + 1));
+        }
+        if is_all {
+            return match ask.all.get(place.done).copied() {
+                Some(device) => self.take(place, alternative, device),
+                None => Ok(false),
+            };
+        }
+        for device in place.next..self.devices.devices.len() {
+            if self.take(place, alternative, device)? {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
+    /// Takes a device for a request and searches on; gives the device back if that fails.
+    fn take(&mut self, place: Place, alternative: usize, device: usize) -> Result<bool, Failure> {
+        let (steps, left) = self.steps;
+        if left == 0 {
+            return Err(Failure::TooMuchWork(self.node.to_owned(), steps));
+        }
+        self.steps = (steps, left - 1);
+        let chosen = Chosen { claim: place.claim, request: place.request, alternative, device };
+        // The check for devices in use is cheap and comes first: the selectors of such a device are not evaluated.
+        if self.is_taken(chosen) || !self.selects(place.claim, place.request, alternative, device)? {
+            return Ok(false);
+        }
+        if !self.has_capacity(chosen)? || !self.tolerates(chosen) || !self.consume(device)? {
+            return Ok(false);
+        }
+        if !self.satisfies(chosen) {
+            self.give_back(device)?;
+            return Ok(false);
+        }
+        self.chosen.push(chosen);
+        let next = Place { done: place.done + 1, next: device + 1, alternative: Some(alternative), ..place };
+        if self.search(next)? {
+            return Ok(true);
+        }
+        self.chosen.pop();
+        self.constraints.iter_mut().flatten().for_each(|state| state.forget(&chosen));
+        self.give_back(device)?;
+        Ok(false)
+    }
+
+    /// Returns true if a device is in use. With admin access only the claim's own choices count. If several claims may
+    /// have the device, the choices of this attempt do not count.
+    fn is_taken(&self, wanted: Chosen) -> bool {
+        let same = |chosen: &&Chosen| chosen.device == wanted.device && !self.is_shared(wanted.device);
+        if self.is_admin(wanted) {
+            return self.chosen.iter().filter(same).any(|chosen| chosen.claim == wanted.claim);
+        }
+        self.is_used(wanted.device) || self.chosen.iter().any(|chosen| same(&chosen))
+    }
+
+    /// Returns true if another claim has the device.
+    pub fn is_used(&self, device: usize) -> bool {
+        self.devices.devices.get(device).is_some_and(|device| self.used.contains(&device.name))
+    }
+
+    fn ask(&self, of: Chosen) -> Option<&Ask<'a>> {
+        self.asks(of.claim, of.request).get(of.alternative)
+    }
+
+    fn is_admin(&self, of: Chosen) -> bool {
+        self.ask(of).is_some_and(|ask| ask.asked.admin_access == Some(true))
+    }
+
+    /// Returns true if the class's selectors and the request's select the device; the class's come first.
+    pub fn selects(&mut self, claim: usize, request: usize, alternative: usize, place: usize) -> Result<bool, Failure> {
+        let key = (claim, request, alternative, place);
+        if let Some(known) = self.selected.get(&key) {
+            return Ok(*known);
+        }
+        let (Some(ask), Some(device), Some(view)) =
+            (self.asks(claim, request).get(alternative), self.devices.devices.get(place), self.views.get(place))
+        else {
+            return Ok(false);
+        };
+        let mut selected = true;
+        for selector in ask.class.spec.selectors.iter().chain(&ask.asked.selectors) {
+            let expression = &selector.cel.expression;
+            let selects = self.selectors.selects(expression, &device.name.driver, device.device, view);
+            let is_selected = selects.map_err(|why| Failure::Selector {
+                claim: self.claims.get(claim).map(Claim::name).unwrap_or_default(),
+                request: ask.name.clone(),
+                device: device.name.to_string(),
+                expression: expression.clone(),
+                why,
+            })?;
+            if !is_selected {
+                selected = false;
+                break;
+            }
+        }
+        self.selected.insert(key, selected);
+        Ok(selected)
+    }
+
+    /// Returns true if the request tolerates the device's taints. Taints with an effect that the scheduler does not
+    /// know, and those with `None`, inform only (`taintPreventsAllocation`).
+    pub fn tolerates(&self, chosen: Chosen) -> bool {
+        let (Some(ask), Some(device)) = (self.ask(chosen), self.devices.devices.get(chosen.device)) else {
+            return false;
+        };
+        let keeps_off = |effect: &str| ["NoSchedule", "NoExecute"].contains(&effect);
+        let mut taints = device.device.taints.iter().filter(|taint| keeps_off(&taint.effect));
+        taints.all(|taint| ask.asked.tolerations.iter().any(|toleration| toleration.tolerates(taint)))
+    }
+
+    /// Returns true if several claims may have the device.
+    fn is_shared(&self, device: usize) -> bool {
+        self.devices.devices.get(device).is_some_and(|device| device.device.allow_multiple_allocations)
+    }
+
+    /// The capacity that a choice takes of its device; `None` if the device's policies refuse it.
+    pub fn consumes(&self, chosen: Chosen) -> Result<Option<Consumed>, Failure> {
+        let (Some(ask), Some(device)) = (self.ask(chosen), self.devices.devices.get(chosen.device)) else {
+            return Ok(None);
+        };
+        capacity::consumed(&device.name.to_string(), device.device, ask.asked.capacity.as_ref())
+    }
+
+    /// Returns true if the device has the capacity that the request takes, beside the capacity that claims have.
+    pub fn has_capacity(&self, chosen: Chosen) -> Result<bool, Failure> {
+        let (Some(ask), Some(device)) = (self.ask(chosen), self.devices.devices.get(chosen.device)) else {
+            return Ok(false);
+        };
+        // One claim has this device as a whole.
+        let is_whole = !device.device.allow_multiple_allocations && !self.shares.contains_key(&device.name);
+        if ask.asked.capacity.is_none() && is_whole {
+            return Ok(true);
+        }
+        let Some(wanted) = self.consumes(chosen)? else { return Ok(false) };
+        let mut now = Vec::new();
+        for other in self.chosen.iter().filter(|other| other.device == chosen.device) {
+            now.extend(self.consumes(*other)?);
+        }
+        let before = self.shares.get(&device.name).into_iter().flat_map(BTreeMap::values);
+        capacity::fits(&device.name.to_string(), device.device, &wanted, before.chain(&now))
+    }
+
+    /// Takes the counters that a device consumes from its pool, all of them or none.
+    fn consume(&mut self, place: usize) -> Result<bool, Failure> {
+        let Some(device) = self.devices.devices.get(place) else { return Ok(false) };
+        let Some(pool) = self.counters.get(device.pool) else { return Ok(false) };
+        let amounts = consumed(device)?;
+        let enough = amounts.iter().all(|(counter, amount)| pool.get(counter).is_some_and(|left| left >= amount));
+        if enough {
+            change(&mut self.counters, device, -1)?;
+        }
+        Ok(enough)
+    }
+
+    fn give_back(&mut self, place: usize) -> Result<(), Failure> {
+        self.devices.devices.get(place).map_or(Ok(()), |device| change(&mut self.counters, device, 1))
+    }
+
+    /// Adds a device to the constraints of its claim, to all or to none.
+    fn satisfies(&mut self, chosen: Chosen) -> bool {
+        let ask = self.plans.get(chosen.claim).and_then(|plans| plans.get(chosen.request));
+        let Some(ask) = ask.and_then(|plan| plan.asks.get(chosen.alternative)) else { return false };
+        let Some(device) = self.devices.devices.get(chosen.device) else { return false };
+        let member = Member { chosen, ask, device };
+        let Some(states) = self.constraints.get_mut(chosen.claim) else { return false };
+        let holds = states.iter_mut().all(|state| state.add(&member));
+        if !holds {
+            states.iter_mut().for_each(|state| state.forget(&chosen));
+        }
+        holds
+    }
+}
+
+/// Adds the amounts that a device consumes to its pool's counters, or subtracts them.
+fn change<'a>(
+    counters: &mut [BTreeMap<Counter<'a>, Quantity>],
+    device: &NodeDevice<'a>,
+    sign: i128,
+) -> Result<(), Failure> {
+    for (counter, amount) in consumed(device)? {
+        if let Some(left) = counters.get_mut(device.pool).and_then(|pool| pool.get_mut(&counter)) {
+            left.0 += sign * amount.0;
+        }
+    }
+    Ok(())
+}

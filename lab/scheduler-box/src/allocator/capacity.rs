@@ -1,0 +1,128 @@
+//! Capacity of devices that several claims may have: the amount that a request takes, and the check that it is free.
+//!
+//! k8s@1.36: `structured/internal/incubating/consumable_capacity.go`.
+
+use std::collections::BTreeMap;
+
+use crate::api::{Capacity, CapacityRequirements, Device, RequestPolicy};
+use crate::devices::quantity;
+use crate::error::Failure;
+use crate::quantity::Quantity;
+
+/// The amounts taken of a device, by capacity.
+pub(crate) type Consumed = BTreeMap<String, Amount>;
+
+/// An amount, and its text as the API server writes it.
+#[derive(Clone, Debug)]
+pub(crate) struct Amount {
+    pub quantity: Quantity,
+    pub text: String,
+}
+
+impl Amount {
+    pub fn of(device: &str, text: &str) -> Result<Self, Failure> {
+        Ok(Self { quantity: quantity(device, text)?, text: text.to_owned() })
+    }
+}
+
+/// The amounts that a request takes of a device, rounded as the policies of the device say. `None` if the request names
+/// a capacity that the device does not have, or an amount that a policy refuses.
+pub(crate) fn consumed(
+    name: &str,
+    device: &Device,
+    asked: Option<&CapacityRequirements>,
+) -> Result<Option<Consumed>, Failure> {
+    let requests = || asked.iter().flat_map(|asked| &asked.requests);
+    if requests().any(|(capacity, _)| !device.capacity.contains_key(capacity)) {
+        return Ok(None);
+    }
+    let mut all = Consumed::new();
+    for (capacity, of_device) in &device.capacity {
+        let request = requests().find(|(asked, _)| *asked == capacity).map(|(_, amount)| amount.as_str());
+        let amount = amount(name, request, of_device)?;
+        if let Some(policy) = &of_device.request_policy
+            && violates(name, amount.quantity, policy)?
+        {
+            return Ok(None);
+        }
+        all.insert(capacity.clone(), amount);
+    }
+    Ok(Some(all))
+}
+
+/// Returns true if the device has that much beside what is taken already.
+pub(crate) fn fits<'a>(
+    name: &str,
+    device: &Device,
+    wanted: &'a Consumed,
+    taken: impl Iterator<Item = &'a Consumed> + Clone,
+) -> Result<bool, Failure> {
+    for (capacity, of_device) in &device.capacity {
+        let whole = quantity(name, &of_device.value)?;
+        let all = taken.clone().chain([wanted]).filter_map(|consumed| consumed.get(capacity));
+        if all.map(|amount| amount.quantity.0).sum::<i128>() > whole.0 {
+            return Ok(false);
+        }
+    }
+    Ok(true)
+}
+
+/// `calculateConsumedCapacity`.
+fn amount(name: &str, request: Option<&str>, capacity: &Capacity) -> Result<Amount, Failure> {
+    let policy = capacity.request_policy.as_ref();
+    let Some(request) = request else {
+        let default = policy.and_then(|policy| policy.default.as_deref());
+        return Amount::of(name, default.unwrap_or(&capacity.value));
+    };
+    let asked = Amount::of(name, request)?;
+    let Some(policy) = policy else { return Ok(asked) };
+    if let Some(min) = policy.valid_range.as_ref().and_then(|range| range.min.as_deref()) {
+        let (min, step) = (Amount::of(name, min)?, policy.valid_range.as_ref().and_then(|range| range.step.as_deref()));
+        return match step {
+            _ if asked.quantity < min.quantity => Ok(min),
+            None => Ok(asked),
+            Some(step) => {
+                let (min, step) = (min.quantity.ceil(), step_of(name, step)?);
+                let steps = (asked.quantity.ceil() - min + step - 1) / step;
+                let quantity = Quantity::of_whole(min + step * steps);
+                Ok(Amount { quantity, text: quantity.binary() })
+            }
+        };
+    }
+    for value in &policy.valid_values {
+        let value = Amount::of(name, value)?;
+        if asked.quantity <= value.quantity {
+            return Ok(value);
+        }
+    }
+    Ok(asked)
+}
+
+/// `violatesPolicy`.
+fn violates(name: &str, amount: Quantity, policy: &RequestPolicy) -> Result<bool, Failure> {
+    if let Some(default) = &policy.default
+        && quantity(name, default)? == amount
+    {
+        return Ok(false);
+    }
+    if let Some(range) = &policy.valid_range {
+        if let Some(max) = &range.max
+            && amount > quantity(name, max)?
+        {
+            return Ok(true);
+        }
+        let min = range.min.as_deref().map_or(Ok(Quantity::default()), |min| quantity(name, min))?;
+        return match &range.step {
+            Some(step) => Ok((amount.ceil() - min.ceil()) % step_of(name, step)? != 0),
+            None => Ok(false),
+        };
+    }
+    let values = policy.valid_values.iter().map(|value| quantity(name, value)).collect::<Result<Vec<_>, _>>()?;
+    Ok(!values.is_empty() && !values.contains(&amount))
+}
+
+fn step_of(name: &str, step: &str) -> Result<i128, Failure> {
+    let whole = quantity(name, step)?.ceil();
+    let why = || Failure::Malformed { name: name.to_owned(), why: format!("'{step}' is no step") };
+    (whole > 0).then_some(whole).ok_or_else(why)
+}

@@ -1,0 +1,81 @@
+//! `matchAttribute` and `distinctAttribute`, checked for each device that is added.
+//!
+//! k8s@1.36: `matchAttributeConstraint` and `distinctAttributeConstraint`. A missing attribute never matches. Versions
+//! match if their texts are equal.
+
+use super::{Ask, Chosen};
+use crate::api::{Attribute, Claim};
+use crate::devices::NodeDevice;
+use crate::error::Failure;
+
+/// A constraint and the devices under it so far.
+pub(super) struct MatchState<'a> {
+    requests: &'a [String],
+    attribute: &'a str,
+    distinct: bool,
+    values: Vec<(Chosen, &'a Attribute)>,
+}
+
+/// A device to be added.
+pub(super) struct Member<'b, 'a> {
+    pub chosen: Chosen,
+    pub ask: &'b Ask<'a>,
+    pub device: &'b NodeDevice<'a>,
+}
+
+/// Returns true if a constraint applies to a request or to an alternative of one.
+pub(crate) fn bears_on(constraint: &[String], ask: &Ask<'_>) -> bool {
+    constraint.is_empty() || constraint.iter().any(|name| *name == ask.request || *name == ask.name)
+}
+
+/// A claim's constraints.
+pub(super) fn of_claim(claim: &Claim) -> Result<Vec<MatchState<'_>>, Failure> {
+    let mut states = Vec::new();
+    for constraint in &claim.spec.devices.constraints {
+        let (attribute, distinct) = match (&constraint.match_attribute, &constraint.distinct_attribute) {
+            (Some(attribute), None) => (attribute, false),
+            (None, Some(attribute)) => (attribute, true),
+            _ => return Err(Failure::NotModelled(format!("claim {}: another constraint", claim.name()))),
+        };
+        states.push(MatchState { requests: &constraint.requests, attribute, distinct, values: Vec::new() });
+    }
+    Ok(states)
+}
+
+impl<'a> MatchState<'a> {
+    /// Adds a device; false if it breaks the constraint.
+    pub fn add(&mut self, member: &Member<'_, 'a>) -> bool {
+        if !bears_on(self.requests, member.ask) {
+            return true;
+        }
+        let Some(value) = attribute(member.device, self.attribute) else { return false };
+        let fits = if self.distinct {
+            self.values.iter().all(|(_, other)| *other != value)
+        } else {
+            self.values.first().is_none_or(|(_, first)| *first == value)
+        };
+        if fits {
+            self.values.push((member.chosen, value));
+        }
+        fits
+    }
+
+    /// Takes a device back, if it was added.
+    pub fn forget(&mut self, chosen: &Chosen) {
+        let is_last = |(last, _): &(Chosen, &Attribute)| {
+            (last.claim, last.request, last.device) == (chosen.claim, chosen.request, chosen.device)
+        };
+        if self.values.last().is_some_and(is_last) {
+            self.values.pop();
+        }
+    }
+}
+
+/// A device's attribute by its full name; a name without a domain is in the driver's domain.
+fn attribute<'a>(device: &NodeDevice<'a>, name: &str) -> Option<&'a Attribute> {
+    let attributes = &device.device.attributes;
+    attributes.get(name).or_else(|| {
+        let (domain, id) = name.split_once('/')?;
+        attributes.get(id).filter(|_| domain == device.name.driver)
+    })
+}

@@ -1,0 +1,202 @@
+//! Kubernetes' additions to CEL's values: a device, its domains, versions, quantities.
+
+use std::any::Any;
+use std::cmp::Ordering;
+use std::collections::HashMap;
+
+use cel::ExecutionError;
+use cel::common::traits::{Comparer, Container, Indexer};
+use cel::common::types::{CelBool, CelInt, CelList, CelMap, CelMapKey, CelString, MAP_TYPE, Type};
+use cel::common::value::{CowVal, StaticVal, Val};
+
+use crate::api::{Attribute, Device};
+use crate::quantity::Quantity;
+
+type Boxed = Box<dyn Val>;
+
+/// The variable `device`.
+pub(super) fn device(driver: &str, device: &Device) -> Boxed {
+    let attributes = device.attributes.iter().map(|(name, value)| (name.as_str(), attribute(value)));
+    let capacity = device
+        .capacity
+        .iter()
+        .filter_map(|(name, amount)| Some((name.as_str(), Box::new(Amount(Quantity::parse(&amount.value)?)) as Boxed)));
+    let fields: [(&str, Boxed); 4] = [
+        ("driver", text(driver)),
+        ("attributes", Box::new(Domains::of(driver, attributes))),
+        ("capacity", Box::new(Domains::of(driver, capacity))),
+        ("allowMultipleAllocations", Box::new(CelBool::from(device.allow_multiple_allocations))),
+    ];
+    Box::new(map(fields.into_iter()))
+}
+
+fn text(text: &str) -> Boxed {
+    Box::new(CelString::from(text.to_owned()))
+}
+
+fn map<'a>(entries: impl Iterator<Item = (&'a str, Boxed)>) -> CelMap<'static> {
+    let entry = |(key, value): (&str, Boxed)| (CelMapKey::String(CelString::from(key.to_owned())), value);
+    CelMap::from(entries.map(entry).collect::<HashMap<_, _>>())
+}
+
+fn attribute(value: &Attribute) -> Boxed {
+    fn list<T>(values: &[T], of: impl Fn(&T) -> Boxed) -> Boxed {
+        Box::new(CelList::from(values.iter().map(of).collect::<Vec<_>>()))
+    }
+    let version = |version: &String| match semver::Version::parse(version) {
+        Ok(version) => Box::new(Version(version)) as Boxed,
+        Err(_) => text(version),
+    };
+    match value {
+        Attribute::Int(value) => Box::new(CelInt::from(*value)),
+        Attribute::Bool(value) => Box::new(CelBool::from(*value)),
+        Attribute::String(value) => text(value),
+        Attribute::Version(value) => version(value),
+        Attribute::Ints(values) => list(values, |value| Box::new(CelInt::from(*value))),
+        Attribute::Bools(values) => list(values, |value| Box::new(CelBool::from(*value))),
+        Attribute::Strings(values) => list(values, |value| text(value)),
+        Attribute::Versions(values) => list(values, version),
+    }
+}
+
+/// Maps by domain; a missing domain is an empty map (`newStringInterfaceMapWithDefault`).
+#[derive(Debug, Default)]
+struct Domains {
+    maps: HashMap<String, CelMap<'static>>,
+    empty: CelMap<'static>,
+}
+
+impl Domains {
+    /// Sorts entries by domain. A name without a domain is in the driver's.
+    fn of<'a>(driver: &str, entries: impl Iterator<Item = (&'a str, Boxed)>) -> Self {
+        let mut domains: HashMap<String, Vec<(&str, Boxed)>> = HashMap::new();
+        for (name, value) in entries {
+            let (domain, id) = name.split_once('/').unwrap_or((driver, name));
+            domains.entry(domain.to_owned()).or_default().push((id, value));
+        }
+        let maps = domains.into_iter().map(|(domain, entries)| (domain, map(entries.into_iter()))).collect();
+        Self { maps, empty: CelMap::default() }
+    }
+}
+
+impl Val for Domains {
+    fn get_type(&self) -> &Type {
+        &MAP_TYPE
+    }
+
+    fn cel_type() -> &'static Type {
+        &MAP_TYPE
+    }
+
+    fn as_container(&self) -> Option<&dyn Container> {
+        Some(self)
+    }
+
+    fn as_indexer<'b, 'v>(&'b self) -> Option<&'b (dyn Indexer + 'v)>
+    where
+        Self: 'v,
+    {
+        Some(self)
+    }
+
+    fn clone_as_boxed<'v>(&self) -> Box<dyn Val + 'v> {
+        Box::new(Self { maps: self.maps.clone(), empty: CelMap::default() })
+    }
+
+    fn as_any(&self) -> Option<&dyn Any> {
+        Some(self)
+    }
+}
+
+impl StaticVal for Domains {}
+
+impl Container for Domains {
+    fn contains(&self, domain: &dyn Val) -> Result<bool, ExecutionError> {
+        Ok(domain.downcast_ref::<CelString>().is_some_and(|domain| self.maps.contains_key(domain.inner())))
+    }
+}
+
+impl Indexer for Domains {
+    fn get<'b, 'v>(&'b self, domain: &dyn Val) -> Result<CowVal<'b, 'v>, ExecutionError>
+    where
+        Self: 'v,
+    {
+        match domain.downcast_ref::<CelString>() {
+            Some(domain) => Ok(CowVal::Borrowed(self.maps.get(domain.inner()).unwrap_or(&self.empty))),
+            None => Err(ExecutionError::UnexpectedType {
+                got: domain.get_type().name().to_owned(),
+                want: "a domain".to_owned(),
+            }),
+        }
+    }
+
+    fn steal<'v>(self: Box<Self>, domain: &dyn Val) -> Result<Box<dyn Val + 'v>, ExecutionError>
+    where
+        Self: 'v,
+    {
+        self.get(domain).map(CowVal::into_owned)
+    }
+}
+
+static VERSION: Type = Type::new_unspecified_type("kubernetes.Semver");
+static QUANTITY: Type = Type::new_unspecified_type("kubernetes.Quantity");
+
+/// A semantic version. Build metadata is not compared.
+#[derive(Clone, Debug)]
+pub(super) struct Version(pub semver::Version);
+
+/// A quantity.
+#[derive(Clone, Debug)]
+pub(super) struct Amount(pub Quantity);
+
+/// A type whose values have an order.
+macro_rules! ordered {
+    ($value:ty, $type:ident, $compare:expr) => {
+        impl Val for $value {
+            fn get_type(&self) -> &Type {
+                &$type
+            }
+
+            fn cel_type() -> &'static Type {
+                &$type
+            }
+
+            fn as_comparer(&self) -> Option<&dyn Comparer> {
+                Some(self)
+            }
+
+            fn equals(&self, other: &dyn Val) -> bool {
+                other.downcast_ref::<Self>().is_some_and(|other| self.order(other) == Ordering::Equal)
+            }
+
+            fn clone_as_boxed<'v>(&self) -> Box<dyn Val + 'v> {
+                Box::new(self.clone())
+            }
+
+            fn as_any(&self) -> Option<&dyn Any> {
+                Some(self)
+            }
+        }
+
+        impl StaticVal for $value {}
+
+        impl $value {
+            pub fn order(&self, other: &Self) -> Ordering {
+                $compare(&self.0, &other.0)
+            }
+        }
+
+        impl Comparer for $value {
+            fn compare(&self, other: &dyn Val) -> Result<Ordering, ExecutionError> {
+                let other = other.downcast_ref::<Self>();
+                other.map(|other| self.order(other)).ok_or_else(|| ExecutionError::UnexpectedType {
+                    got: "another type".to_owned(),
+                    want: $type.name().to_owned(),
+                })
+            }
+        }
+    };
+}
+
+ordered!(Version, VERSION, semver::Version::cmp_precedence);
+ordered!(Amount, QUANTITY, Quantity::cmp);

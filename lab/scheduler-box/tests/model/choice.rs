@@ -1,0 +1,290 @@
+//! Counts, alternatives, constraints, taints, counters, nodes.
+
+use serde_json::{Value, json};
+
+use crate::support::{DRIVER, allocate, claim, classes, cluster, count, devices, got, plain, slice, with};
+use linkwise_scheduler_box::{Cluster, Failure};
+
+fn in_group(name: &str, group: &str) -> Value {
+    json!({"name": name, "attributes": {"example.com/group": {"string": group}}})
+}
+
+/// A request for `all` devices, or alternatives of one, that must agree on their group.
+fn grouped(count: usize) -> Value {
+    claim(
+        json!([{"name": "r", "exactly": {"deviceClassName": "all", "count": count}}]),
+        json!([{"matchAttribute": "example.com/group"}]),
+    )
+}
+
+/// allocator_incubating.go, allocateOne: first fit, depth first, by combinations. The first device of group a comes
+/// first, but has no partner; b's two are the first pair.
+#[test]
+fn first_combination_that_fits_is_taken() {
+    let one = slice("a", json!([in_group("a0", "a"), in_group("b0", "b"), in_group("c0", "c"), in_group("b1", "b")]));
+    assert_eq!(devices(std::slice::from_ref(&one), &grouped(2)).unwrap(), ["b0", "b1"]);
+    let why = devices(&[one], &grouped(3)).unwrap_err();
+    assert!(why.contains("constrained by matchAttribute example.com/group"), "{why}");
+}
+
+/// matchAttributeConstraint.add: a device without the attribute never matches, not even alone; types differ: an int 1
+/// is no string "1".
+#[test]
+fn missing_attribute_never_matches() {
+    devices(&[slice("a", plain(&["a", "b"]))], &grouped(1)).unwrap_err();
+    let mixed = json!([{"name": "a", "attributes": {"example.com/group": {"int": 1}}}, in_group("b", "1")]);
+    devices(&[slice("a", mixed)], &grouped(2)).unwrap_err();
+}
+
+/// lookupAttribute: an attribute without a domain is in the driver's.
+#[test]
+fn attribute_without_domain_is_the_drivers() {
+    let device = |name: &str| json!({"name": name, "attributes": {"group": {"int": 1}}});
+    let slices = [slice("a", json!([device("a"), device("b")]))];
+    let request = json!([{"name": "r", "exactly": {"deviceClassName": "all", "count": 2}}]);
+    let by = |attribute: &str| claim(request.clone(), json!([{"matchAttribute": attribute}]));
+    devices(&slices, &by(&format!("{DRIVER}/group"))).unwrap();
+    devices(&slices, &by("other.example.com/group")).unwrap_err();
+}
+
+/// types.go, DeviceConstraint: a constraint that names requests applies to these alone; all that it names must agree,
+/// across drivers too. The first GPU has no NIC in its group: the search goes back to the second.
+#[test]
+fn constraint_aligns_two_requests() {
+    let gpus = slice("a", json!([in_group("gpu-0", "a"), in_group("gpu-1", "b")]));
+    let nics = with(slice("b", json!([in_group("nic-1", "b")])), "/driver", json!("net.example.com"));
+    let requests = json!([
+        {"name": "gpu", "exactly": {"deviceClassName": "gpu"}},
+        {"name": "nic", "exactly": {"deviceClassName": "all",
+            "selectors": [{"cel": {"expression": "device.driver == 'net.example.com'"}}]}},
+    ]);
+    let aligned = claim(requests.clone(), json!([{"requests": ["gpu", "nic"], "matchAttribute": "example.com/group"}]));
+    let slices = [gpus, nics];
+    assert_eq!(got(&allocate(&slices, &aligned).unwrap(), 0), ["gpu gpu-1", "nic nic-1"]);
+    let free = claim(requests, json!([{"requests": ["gpu"], "matchAttribute": "example.com/group"}]));
+    assert_eq!(got(&allocate(&slices, &free).unwrap(), 0), ["gpu gpu-0", "nic nic-1"]);
+}
+
+/// distinctAttributeConstraint: no two devices with the same value.
+#[test]
+fn distinct_attribute_spreads_devices() {
+    let slices = [slice("a", json!([in_group("a0", "a"), in_group("a1", "a"), in_group("b0", "b")]))];
+    let request = json!([{"name": "r", "exactly": {"deviceClassName": "all", "count": 2}}]);
+    let spread = claim(request, json!([{"distinctAttribute": "example.com/group"}]));
+    assert_eq!(devices(&slices, &spread).unwrap(), ["a0", "b0"]);
+}
+
+fn tiers(second: &str) -> Value {
+    let pair = |name: &str| json!({"name": name, "deviceClassName": "all", "count": 2});
+    claim(
+        json!([{"name": "r", "firstAvailable": [pair("best"), pair(second), pair("any")]}]),
+        json!([{"requests": ["r/best"], "matchAttribute": "example.com/group"}]),
+    )
+}
+
+/// types.go, DeviceSubRequest: the first alternative that can be served is taken; its results are named
+/// `<request>/<subrequest>`. A constraint that names an alternative holds for that one alone.
+#[test]
+fn first_alternative_that_fits_is_taken() {
+    let together = slice("a", json!([in_group("a0", "a"), in_group("b0", "b"), in_group("a1", "a")]));
+    let placement = allocate(&[together], &tiers("next")).unwrap();
+    assert_eq!((got(&placement, 0), placement.score), (vec!["r/best a0".to_owned(), "r/best a1".to_owned()], 8));
+    let apart = slice("a", json!([in_group("a0", "a"), in_group("b0", "b")]));
+    let placement = allocate(&[apart], &tiers("next")).unwrap();
+    assert_eq!((got(&placement, 0), placement.score), (vec!["r/next a0".to_owned(), "r/next b0".to_owned()], 7));
+}
+
+/// A constraint that names a request holds for each of its alternatives.
+#[test]
+fn constraint_on_a_request_bears_on_alternatives() {
+    let mut claim = tiers("next");
+    claim["spec"]["devices"]["constraints"][0]["requests"] = json!(["r"]);
+    let apart = slice("a", json!([in_group("a0", "a"), in_group("b0", "b")]));
+    devices(&[apart], &claim).unwrap_err();
+}
+
+/// The search is over whole solutions: if the first alternative leaves nothing for a later request, the search goes on
+/// to the next alternative.
+#[test]
+fn alternative_that_starves_a_later_request_is_given_up() {
+    let requests = json!([
+        {"name": "a", "firstAvailable": [
+            {"name": "two", "deviceClassName": "all", "count": 2}, {"name": "one", "deviceClassName": "all"},
+        ]},
+        {"name": "b", "exactly": {"deviceClassName": "all"}},
+    ]);
+    let placement = allocate(&[slice("a", plain(&["x", "y"]))], &claim(requests, json!([]))).unwrap();
+    assert_eq!(got(&placement, 0), ["a/one x", "b y"]);
+}
+
+/// dynamicresources.go:1073-1145, computeScore: 8 minus the place of the alternative; the best node wins. Node a comes
+/// first by name, but has no pair in one group. Of equal nodes the model takes the first by name.
+#[test]
+fn node_with_the_better_alternative_wins() {
+    let on = |node: &str, devices: Value| {
+        let slice = with(slice(&format!("s-{node}"), devices), "/nodeName", json!(node));
+        with(slice, "/pool/name", json!(node))
+    };
+    let apart = || json!([in_group("a0", "a"), in_group("b0", "b")]);
+    let together = || json!([in_group("a0", "a"), in_group("a1", "a")]);
+    let cluster = cluster(&[on("a", apart()), on("b", together()), on("c", together())]);
+    let placement = cluster.schedule(&["c", "b", "a"], &[tiers("next")]).unwrap();
+    assert_eq!((placement.node.as_str(), placement.score), ("b", 8));
+    let placement = cluster.schedule(&["a", "b"], &[count(2)]).unwrap();
+    assert_eq!((placement.node.as_str(), placement.score), ("a", 0));
+    let Err(Failure::Refused(why)) = cluster.schedule(&["a", "b"], &[count(3)]) else { panic!("no node has three") };
+    assert_eq!(why.iter().map(|why| why.node.as_str()).collect::<Vec<_>>(), ["a", "b"]);
+}
+
+/// types.go, DeviceAllocationModeAll: all matching devices, at least one, none of them in use.
+#[test]
+fn all_means_each_matching_device() {
+    let all = |expression: &str| {
+        let selectors = json!([{"cel": {"expression": expression}}]);
+        let exactly = json!({"deviceClassName": "all", "allocationMode": "All", "selectors": selectors});
+        claim(json!([{"name": "r", "exactly": exactly}]), json!([]))
+    };
+    let slices = [slice("a", json!([in_group("a0", "a"), in_group("b0", "b"), in_group("a1", "a")]))];
+    let group = |group: &str| all(&format!("device.attributes['example.com'].group == '{group}'"));
+    assert_eq!(devices(&slices, &group("a")).unwrap(), ["a0", "a1"]);
+    devices(&slices, &group("c")).unwrap_err();
+    let mut cluster = Cluster::new(&slices, &classes(), &[]).unwrap();
+    let first = cluster.allocate("n", &[count(1)]).unwrap();
+    cluster.occupy(&first.allocations[0]).unwrap();
+    assert!(matches!(cluster.allocate("n", &[group("a")]), Err(Failure::Refused(_))));
+    cluster.allocate("n", &[group("b")]).unwrap();
+}
+
+/// types.go, DeviceTaint: NoSchedule and NoExecute keep claims away that do not tolerate them; None informs.
+/// DeviceToleration: operator Equal by default; Exists without a key tolerates each; an effect narrows it.
+#[test]
+fn tainted_device_goes_only_to_who_tolerates_it() {
+    let tainted = |effect: &str| {
+        let taint = json!({"key": "gpu.example.com/xid", "value": "79", "effect": effect});
+        [slice("a", json!([{"name": "sick", "taints": [taint]}]))]
+    };
+    let tolerating = |toleration: Value| {
+        let exactly = json!({"deviceClassName": "all", "tolerations": [toleration]});
+        claim(json!([{"name": "r", "exactly": exactly}]), json!([]))
+    };
+    for (effect, toleration, is_given) in [
+        ("NoSchedule", json!({"key": "other", "operator": "Exists"}), false),
+        ("NoSchedule", json!({"key": "gpu.example.com/xid", "operator": "Exists"}), true),
+        ("NoSchedule", json!({"key": "gpu.example.com/xid", "value": "79"}), true),
+        ("NoSchedule", json!({"key": "gpu.example.com/xid", "value": "80"}), false),
+        ("NoSchedule", json!({"key": "gpu.example.com/xid", "operator": "Exists", "effect": "NoExecute"}), false),
+        ("NoExecute", json!({"operator": "Exists"}), true),
+        ("NoExecute", json!({"key": "other"}), false),
+        ("None", json!({"key": "other"}), true),
+        // An effect of a later Kubernetes.
+        ("NoWhatever", json!({"key": "other"}), true),
+    ] {
+        let outcome = devices(&tainted(effect), &tolerating(toleration.clone()));
+        assert_eq!(outcome.is_ok(), is_given, "{effect}, {toleration}");
+    }
+    let why = devices(&tainted("NoSchedule"), &count(1)).unwrap_err();
+    assert!(why.contains("1 tainted"), "{why}");
+    let placement = allocate(&tainted("NoSchedule"), &tolerating(json!({"operator": "Exists"}))).unwrap();
+    assert_eq!(placement.allocations[0]["devices"]["results"][0]["tolerations"], json!([{"operator": "Exists"}]));
+}
+
+/// Singles and sets of GPUs over the same counters (KEP-4815): what is allocated leaves less for the others, whether it
+/// was allocated before or is chosen in this attempt. A choice that is taken back gives its counters back.
+#[test]
+fn counters_keep_overlapping_devices_apart() {
+    let counters = |gpus: &[usize]| -> Value {
+        let counters: serde_json::Map<_, _> =
+            gpus.iter().map(|gpu| (format!("gpu-{gpu}"), json!({"value": "1"}))).collect();
+        json!(counters)
+    };
+    let device = |name: &str, gpus: &[usize]| json!({"name": name, "consumesCounters": [{"counterSet": "gpus", "counters": counters(gpus)}]});
+    let devices = json!([device("pair", &[0, 1]), device("gpu-0", &[0]), device("gpu-1", &[1]), device("gpu-2", &[2])]);
+    let one = with(slice("a", devices), "/pool/resourceSliceCount", json!(2));
+    let mut two = with(slice("b", json!([])), "/pool/resourceSliceCount", json!(2));
+    two["spec"]["sharedCounters"] = json!([{"name": "gpus", "counters": counters(&[0, 1, 2])}]);
+    let slices = [one, two];
+    // The pair leaves gpu-2 alone: two devices are the pair and gpu-2, three are the singles.
+    assert_eq!(crate::support::devices(&slices, &count(2)).unwrap(), ["pair", "gpu-2"]);
+    assert_eq!(crate::support::devices(&slices, &count(3)).unwrap(), ["gpu-0", "gpu-1", "gpu-2"]);
+    let mut cluster = cluster(&slices);
+    let pair = cluster.allocate("n", &[count(1)]).unwrap();
+    cluster.occupy(&pair.allocations[0]).unwrap();
+    assert_eq!(got(&cluster.allocate("n", &[count(1)]).unwrap(), 0), ["r gpu-2"]);
+    assert!(cluster.allocate("n", &[count(2)]).is_err());
+}
+
+/// types.go, DeviceRequest.adminAccess: the device may be in use, and is not marked; not twice for one claim.
+#[test]
+fn admin_looks_at_devices_in_use() {
+    let mut cluster = cluster(&[slice("a", plain(&["x", "y"]))]);
+    let admin = |count: usize| {
+        let exactly = json!({"deviceClassName": "all", "count": count, "adminAccess": true});
+        claim(json!([{"name": "r", "exactly": exactly}]), json!([]))
+    };
+    let all = cluster.allocate("n", &[count(2)]).unwrap();
+    cluster.occupy(&all.allocations[0]).unwrap();
+    let placement = cluster.allocate("n", &[admin(2)]).unwrap();
+    assert_eq!(got(&placement, 0), ["r x", "r y"]);
+    assert_eq!(placement.allocations[0]["devices"]["results"][0]["adminAccess"], true);
+    assert!(cluster.allocate("n", &[admin(3)]).is_err());
+}
+
+/// The claims of a pod are allocated together, all or none; no device goes to two of them.
+#[test]
+fn claims_of_a_pod_share_no_device() {
+    let cluster = cluster(&[slice("a", plain(&["x", "y", "z"]))]);
+    let placement = cluster.allocate("n", &[count(1), count(2)]).unwrap();
+    assert_eq!((got(&placement, 0), got(&placement, 1)), (vec!["r x".into()], vec!["r y".into(), "r z".into()]));
+    assert!(cluster.allocate("n", &[count(2), count(2)]).is_err());
+}
+
+/// types.go, DeviceAllocationConfiguration: the class's configuration comes first, then the claim's. A configuration of
+/// the claim that names requests is included if one of them got a device; an alternative that was not taken brings
+/// none.
+#[test]
+fn configuration_follows_the_requests_that_were_served() {
+    let opaque = |of: &str| json!({"opaque": {"driver": DRIVER, "parameters": {"of": of}}});
+    let class = json!({"metadata": {"name": "k"}, "spec": {"config": [opaque("class")]}});
+    let alternative = |name: &str, count: usize| json!({"name": name, "deviceClassName": "k", "count": count});
+    let mut claim =
+        claim(json!([{"name": "r", "firstAvailable": [alternative("a", 2), alternative("b", 1)]}]), json!([]));
+    let with = |requests: Value, of: &str| {
+        let mut config = opaque(of);
+        config["requests"] = requests;
+        config
+    };
+    claim["spec"]["devices"]["config"] =
+        json!([opaque("claim"), with(json!(["r/a"]), "a"), with(json!(["r/b"]), "b"), with(json!(["r"]), "r")]);
+    let cluster = Cluster::new(&[slice("a", plain(&["x"]))], &[class], &[]).unwrap();
+    let placement = cluster.allocate("n", &[claim]).unwrap();
+    let config = placement.allocations[0]["devices"]["config"].as_array().unwrap();
+    let of: Vec<(&str, &str)> = config
+        .iter()
+        .map(|one| (one["source"].as_str().unwrap(), one["opaque"]["parameters"]["of"].as_str().unwrap()))
+        .collect();
+    assert_eq!(of, [("FromClass", "class"), ("FromClaim", "claim"), ("FromClaim", "b"), ("FromClaim", "r")]);
+    assert_eq!(config[0]["requests"], json!(["r/b"]));
+}
+
+/// extendeddynamicresources.go: a request `container-<i>-request-<j>` for each container and resource that a class has;
+/// types.go, DeviceClassSpec.extendedResourceName: of two classes the one created later, then the first by name. The
+/// first devices in published order are taken: there are no constraints.
+#[test]
+fn extended_resource_is_a_claim_for_the_first_devices() {
+    let class = |name: &str, created: &str| {
+        let metadata = json!({"name": name, "creationTimestamp": created});
+        json!({"metadata": metadata, "spec": {"extendedResourceName": "example.com/gpu"}})
+    };
+    let classes =
+        [class("old", "2026-01-01T00:00:00Z"), class("b", "2026-01-02T00:00:00Z"), class("a", "2026-01-02T00:00:00Z")];
+    let cluster = Cluster::new(&[slice("s", plain(&["x", "y", "z"]))], &classes, &[]).unwrap();
+    let containers =
+        [vec![("cpu.example.com/x", 1), ("example.com/gpu", 2)], vec![("deviceclass.resource.kubernetes.io/old", 1)]];
+    let claim = cluster.extended_claim("default", "p", &containers).unwrap();
+    let requests = claim["spec"]["devices"]["requests"].as_array().unwrap();
+    let class_of = |place: usize| requests[place]["exactly"]["deviceClassName"].as_str().unwrap();
+    assert_eq!((class_of(0), class_of(1)), ("a", "old"));
+    let placement = cluster.allocate("n", std::slice::from_ref(&claim)).unwrap();
+    assert_eq!(got(&placement, 0), ["container-0-request-1 x", "container-0-request-1 y", "container-1-request-0 z"]);
+    assert_eq!(cluster.extended_claim("default", "p", &[vec![("cpu.example.com/x", 1)]]), None);
+}

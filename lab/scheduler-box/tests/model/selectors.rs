@@ -1,0 +1,102 @@
+//! Selectors in CEL.
+
+use serde_json::{Value, json};
+
+use crate::support::{DRIVER, claim, classes, plain, slice};
+use linkwise_scheduler_box::{Cluster, Failure};
+
+fn gpu() -> Value {
+    json!({
+        "name": "gpu-0",
+        "attributes": {
+            "type": {"string": "gpu"}, "minor": {"int": 3}, "ecc": {"bool": true}, "driverVersion": {"version": "580.95.5"},
+            "example.com/group": {"string": "a"},
+        },
+        "capacity": {"memory": {"value": "81559Mi"}},
+    })
+}
+
+fn selecting(expression: &str) -> Value {
+    let selectors = json!([{"cel": {"expression": expression}}]);
+    claim(json!([{"name": "r", "exactly": {"deviceClassName": "all", "selectors": selectors}}]), json!([]))
+}
+
+fn selects(devices: Value, expression: &str) -> Result<bool, Failure> {
+    let cluster = Cluster::new(&[slice("a", devices)], &classes(), &[]).unwrap();
+    match cluster.allocate("n", &[selecting(expression)]) {
+        Ok(_) => Ok(true),
+        Err(Failure::Refused(_)) => Ok(false),
+        Err(other) => Err(other),
+    }
+}
+
+/// dynamic-resource-allocation/cel/compile.go: the fields of `device`, and the libraries of Kubernetes.
+#[test]
+fn selector_reads_what_the_api_promises() {
+    let own = format!("device.attributes['{DRIVER}']");
+    for (expression, expected) in [
+        (format!("device.driver == '{DRIVER}' && {own}.type == 'gpu'"), true),
+        (format!("{own}.minor in [1, 2, 3] && {own}.ecc"), true),
+        (format!("{own}.minor > 3"), false),
+        ("device.attributes['example.com'].group.startsWith('a')".to_owned(), true),
+        (format!("{own}.type.lowerAscii().matches('^g.u$')"), true),
+        (format!("{own}.driverVersion.isGreaterThan(semver('580.9.0'))"), true),
+        (format!("{own}.driverVersion.compareTo(semver('580.95.5')) == 0"), true),
+        (format!("{own}.driverVersion.major() == 580 && {own}.driverVersion == semver('580.95.5')"), true),
+        (format!("device.capacity['{DRIVER}'].memory.compareTo(quantity('40Gi')) >= 0"), true),
+        (format!("device.capacity['{DRIVER}'].memory.isLessThan(quantity('80000Mi'))"), false),
+        (format!("cel.bind(own, {own}, own.type == 'gpu' && own.minor == 3)"), true),
+        // A missing domain is an empty map: `newStringInterfaceMapWithDefault`.
+        ("'group' in device.attributes['other.example.com']".to_owned(), false),
+        ("has(device.attributes['other.example.com'].group)".to_owned(), false),
+        ("device.attributes['other.example.com'].?group.orValue('none') == 'none'".to_owned(), true),
+        (format!("has({own}.absent) && {own}.absent == 1"), false),
+        ("!device.allowMultipleAllocations".to_owned(), true),
+    ] {
+        assert_eq!(selects(json!([gpu()]), &expression), Ok(expected), "{expression}");
+    }
+}
+
+/// allocator_incubating.go:1278-1283 and dynamicresources.go (`case err != nil`): a selector that reads a missing
+/// attribute of a device is an error of the whole attempt, on all nodes.
+#[test]
+fn missing_attribute_ends_the_attempt() {
+    for expression in [
+        format!("device.attributes['{DRIVER}'].absent == 1"),
+        "device.attributes['other.example.com'].type == 'gpu'".to_owned(),
+        "device.unheardOf".to_owned(),
+        "unheardOf(device)".to_owned(),
+        "1 +".to_owned(),
+        "'gpu'".to_owned(),
+        "semver('580.95.05') == semver('1.0.0')".to_owned(),
+    ] {
+        let failure = selects(json!([gpu()]), &expression).unwrap_err();
+        let Failure::Selector { expression: named, device, claim, request, .. } = &failure else { panic!("{failure}") };
+        let expected = (expression.as_str(), "gpu.example.com/n/gpu-0", "default/c", "r");
+        assert_eq!((named.as_str(), device.as_str(), claim.as_str(), request.as_str()), expected);
+    }
+}
+
+/// isSelectable: the class's selectors come first, and shield the claim's from other drivers' devices. Devices that the
+/// search does not reach are not examined.
+#[test]
+fn class_shields_the_claims_selectors() {
+    let nic = json!({"name": "nic", "attributes": {"net.example.com/rdma": {"bool": true}}});
+    let mut nics = slice("b", json!([nic]));
+    (nics["spec"]["driver"], nics["spec"]["pool"]["name"]) = (json!("a-net.example.com"), json!("nics"));
+    let slices = [nics, slice("a", json!([gpu(), {"name": "bare"}]))];
+    let mut claim = selecting(&format!("device.attributes['{DRIVER}'].type == 'gpu'"));
+    let cluster = Cluster::new(&slices, &classes(), &[]).unwrap();
+    assert!(matches!(cluster.allocate("n", &[claim.clone()]), Err(Failure::Selector { .. })), "the NIC comes first");
+    claim["spec"]["devices"]["requests"][0]["exactly"]["deviceClassName"] = json!("gpu");
+    cluster.allocate("n", &[claim.clone()]).unwrap();
+    claim["spec"]["devices"]["requests"][0]["exactly"]["count"] = json!(2);
+    assert!(matches!(cluster.allocate("n", &[claim]), Err(Failure::Selector { .. })), "now 'bare' is looked at");
+}
+
+#[test]
+fn unknown_class_is_named() {
+    let cluster = Cluster::new(&[slice("a", plain(&["x"]))], &[], &[]).unwrap();
+    let failure = cluster.allocate("n", &[selecting("true")]).unwrap_err();
+    assert_eq!(failure.to_string(), "claim default/c, request r: there is no DeviceClass all");
+}

@@ -1,0 +1,27 @@
+//! The manifests of the demo's cluster: those of the repository, and pods as users write them.
+
+use anyhow::{Context, Result};
+use serde_json::{Value, json};
+
+/// The policy, its binding, and the templates.
+const UNCHANGED_PODS: [&str; 5] = [
+    include_str!("../../../manifests/dra/unchanged-pods/policy.yaml"),
+    include_str!("../../../manifests/dra/unchanged-pods/binding.yaml"),
+    include_str!("../../../manifests/dra/templates/linkwise-gpus-2.yaml"),
+    include_str!("../../../manifests/dra/templates/linkwise-gpus-4.yaml"),
+    include_str!("../../../manifests/dra/templates/linkwise-gpus-8.yaml"),
+];
+
+/// The manifests by which pods with `nvidia.com/gpu: N` get claims.
+pub(super) fn unchanged_pods() -> Result<Vec<Value>> {
+    UNCHANGED_PODS.iter().map(|text| serde_saphyr::from_str(text).context("a manifest of ours is no YAML")).collect()
+}
+
+/// A pod that requests GPUs as it would from a device plugin.
+pub(super) fn pod(name: &str, container: &str, gpus: usize) -> Value {
+    let limits = json!({"nvidia.com/gpu": gpus});
+    json!({
+        "apiVersion": "v1", "kind": "Pod", "metadata": {"name": name},
+        "spec": {"containers": [{"name": container, "image": "ubuntu:24.04", "resources": {"limits": limits}}]},
+    })
+}

@@ -1,0 +1,185 @@
+//! `linkwise-lab demo`: a whole node in one process, on a simulated machine.
+//!
+//! A composition root: our node and a kubelet in a box, over real sockets and real gRPC in a temporary folder.
+//! `script` is the sequence of events, `show` the text about them, `style` its colours. Nothing is simulated between
+//! the kubelet's call and the plugin's answer. `dra` is the same for a node whose GPUs go through DRA.
+
+#[cfg(feature = "cluster")]
+mod cluster;
+#[cfg(feature = "cluster")]
+mod dra;
+#[cfg(feature = "cluster")]
+mod manifests;
+mod options;
+mod script;
+mod show;
+mod style;
+
+use std::io::IsTerminal;
+use std::path::Path;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+use tokio::signal::unix::{SignalKind, signal};
+
+use linkwise_core::state::Event;
+use linkwise_core::topology::{HostObservation, NodeTopology};
+use linkwise_host::machines::{self, Machine};
+use linkwise_host::picture::machine_tree;
+use linkwise_kubelet::device_plugin;
+use linkwise_kubelet_box::{BoxError, KubeletBox, NumaNode, Options, Policy, TopologyManager};
+use linkwise_node::keeper::HealthSettings;
+use linkwise_node::node::{Node, NodeSettings};
+use linkwise_system::block_on;
+use linkwise_system::log::{LogFormat, log_to_stderr};
+use linkwise_system::output::print;
+
+pub use options::DemoArgs;
+use script::Script;
+use style::Style;
+
+#[cfg(feature = "cluster")]
+pub use cluster::{WHOLE_GPUS, play as play_with_dra};
+
+/// The function that prints.
+pub type Print<'a> = &'a (dyn Fn(&str) -> Result<()> + Sync);
+
+/// The kubelet's PodResources socket, below the node's folder.
+const POD_RESOURCES: &str = "pod-resources/kubelet.sock";
+
+/// Runs the command.
+pub fn run(args: &DemoArgs) -> Result<()> {
+    if args.dra {
+        #[cfg(feature = "cluster")]
+        return on_terminal(args, async |machine, out| cluster::play(args, machine, out).await);
+        #[cfg(not(feature = "cluster"))]
+        bail!("--dra needs a cluster, and this program was built without one: cargo run -p linkwise-lab -- demo --dra");
+    }
+    on_terminal(args, async |machine, out| demo(args, machine, out).await)
+}
+
+/// Runs a demo on a terminal: finds its machine, and prints.
+fn on_terminal(args: &DemoArgs, play: impl AsyncFnOnce(Machine, Print<'_>) -> Result<()>) -> Result<()> {
+    let _log = log_to_stderr(&args.log, "kube_client", LogFormat::Text)?;
+    let style = Style { colour: !args.no_color && std::io::stdout().is_terminal() };
+    let machine = machines::load(&args.machine)?;
+    block_on(play(machine, &move |text: &str| Ok(print(&style.render(text))?)))
+}
+
+/// Runs the demo on a machine; `out` prints.
+pub async fn demo(args: &DemoArgs, machine: Machine, out: Print<'_>) -> Result<()> {
+    let folder = tempfile::Builder::new().prefix("linkwise-").tempdir().context("cannot make a temporary folder")?;
+    out(&format!("# {}\n", show::cut(&machine_tree(&machine))))?;
+    let kubelet = start_kubelet(args, &machine.observed.host, folder.path(), out)?;
+    let settings = NodeSettings {
+        kubelet: device_plugin::Settings {
+            // No other plugin uses this folder, so that long pauses are not needed.
+            longest_pause: Duration::from_secs(1),
+            pod_resources_socket: Some(folder.path().join(POD_RESOURCES)),
+            ..device_plugin::Settings::new(folder.path().join(Options::SOCKET))
+        },
+        metrics_address: args.metrics_address,
+        numa_hints: args.numa_hints,
+        health: HealthSettings::default(),
+    };
+    let node = Node::start(settings).await?;
+    let (topology, _) = NodeTopology::assemble(&machine.observed);
+    let events = node.events();
+    let script = Script {
+        machine: &machine,
+        topology: &topology,
+        kubelet: &kubelet,
+        events: events.clone(),
+        snapshot: node.snapshot(),
+        report: node.last_report(),
+        steps: args.step,
+        print: out,
+    };
+    let address = node.metrics_address();
+    if args.hold || args.step {
+        out(&format!("The node's page: http://{address}/\n\n"))?;
+    }
+    let play = async {
+        events.send(Event::Observed(Box::new(machine.observed.clone()))).await.context("the node ended")?;
+        if topology.gpus().is_empty() {
+            out("\nThis machine has no GPU: linkwise stays up, offers nothing, and /readyz says so.\n")?;
+        } else {
+            script.play().await?;
+        }
+        if args.hold { hold(address, out).await } else { Ok(()) }
+    };
+    let result = serve_during(node, play).await;
+    kubelet.stop().await?;
+    result
+}
+
+/// Serves the node until the play has ended.
+async fn serve_during(node: Node, play: impl Future<Output = Result<()>>) -> Result<()> {
+    let shutdown = node.shutdown();
+    let mut serve = std::pin::pin!(node.serve());
+    tokio::select! {
+        ended = &mut serve => ended.and_then(|()| bail!("the node ended before the demo did")),
+        played = play => {
+            shutdown.cancel();
+            serve.await.and(played)
+        }
+    }
+}
+
+/// Starts a kubelet with the requested Topology Manager, or without one if it would not work on this machine.
+fn start_kubelet(args: &DemoArgs, host: &HostObservation, folder: &Path, out: Print<'_>) -> Result<KubeletBox> {
+    let mut options = Options::new(folder);
+    // The socket has a folder of its own: a kubelet that starts removes every socket beside kubelet.sock.
+    options.pod_resources = Some(folder.join(POD_RESOURCES));
+    options.topology_manager = TopologyManager {
+        policy: args.topology_manager_policy,
+        scope: args.scope,
+        numa_nodes: numa_nodes(host),
+        static_cpus: false,
+    };
+    let TopologyManager { policy, scope, .. } = options.topology_manager;
+    if policy != Policy::None {
+        out(&format!("The kubelet's Topology Manager: policy {policy}, scope {scope}.\n"))?;
+    }
+    match KubeletBox::start(options.clone()) {
+        Err(BoxError::Unsupported(why)) => {
+            out(&format!("✗ {why}\n"))?;
+            out("  Such a node runs without a Topology Manager, and so does the rest of this demo.\n")?;
+            options.topology_manager.policy = Policy::None;
+            Ok(KubeletBox::start(options)?)
+        }
+        started => Ok(started?),
+    }
+}
+
+/// The NUMA nodes as a kubelet counts them: memory-only ones too, and node 0 if the host names none.
+pub fn numa_nodes(host: &HostObservation) -> Vec<NumaNode> {
+    let node = |(id, cpus): (u32, &str)| NumaNode { id: i64::from(id), cpus: machines::cpus(cpus).unwrap_or_default() };
+    match host.numa_nodes.as_slice() {
+        [] => vec![node((0, ""))],
+        nodes => nodes.iter().map(|numa| node((numa.id.0, &numa.cpus))).collect(),
+    }
+}
+
+/// Keeps serving until interrupted.
+async fn hold(address: std::net::SocketAddr, out: Print<'_>) -> Result<()> {
+    out(&format!("\nServing until interrupted (Ctrl-C): http://{address}/ (the page), /metrics /livez /readyz\n"))?;
+    let mut interrupt = signal(SignalKind::interrupt()).context("cannot listen for SIGINT")?;
+    let mut terminate = signal(SignalKind::terminate()).context("cannot listen for SIGTERM")?;
+    tokio::select! {
+        _ = interrupt.recv() => {}
+        _ = terminate.recv() => {}
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn host_without_numa_nodes_has_node_0() {
+        let nodes = numa_nodes(&HostObservation::default());
+        assert_eq!(nodes, [NumaNode { id: 0, cpus: [].into() }]);
+    }
+}

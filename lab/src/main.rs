@@ -1,0 +1,41 @@
+//! The binary `linkwise-lab`: reads the command line, hands it to the command, says once what went wrong.
+
+use std::io::Write;
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+use linkwise_lab::demo::{self, DemoArgs};
+use linkwise_lab::simulate::{self, SimulateArgs};
+
+/// linkwise in a laboratory: a whole node in one process, and what policies would give the jobs of a trace.
+#[derive(Debug, Parser)]
+#[command(name = "linkwise-lab", version, max_term_width = 100, arg_required_else_help = true)]
+struct Cli {
+    /// The subcommand.
+    #[command(subcommand)]
+    command: Command,
+}
+
+/// A subcommand with its arguments.
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Show a whole node in one process: a simulated machine, a kubelet, pods that come and go
+    Demo(DemoArgs),
+    /// Replay jobs on a machine or a cluster, and show what each policy or door gives them
+    Simulate(SimulateArgs),
+}
+
+fn main() -> ExitCode {
+    let result = match Cli::parse().command {
+        Command::Demo(args) => demo::run(&args),
+        Command::Simulate(args) => simulate::run(&args),
+    };
+    result.map_or_else(
+        |error| {
+            // If standard error is closed, no one can read the error.
+            let _ = writeln!(std::io::stderr().lock(), "linkwise-lab: {error:#}");
+            ExitCode::FAILURE
+        },
+        |()| ExitCode::SUCCESS,
+    )
+}

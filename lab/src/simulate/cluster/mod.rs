@@ -1,0 +1,138 @@
+//! `linkwise-lab simulate --nodes N`: what the jobs of a trace, or made-up ones, get in a cluster through each door.
+//!
+//! A composition root: the published slices, the claims and the set choice of linkwise, the allocator's model of
+//! `linkwise-scheduler-box`, and around them the scheduler's choice among nodes. No API server and no network. The
+//! figures for scripts are an interface; docs/scale.md explains each.
+
+mod figures;
+mod jobs;
+mod machines;
+mod replay;
+mod scheduler;
+mod show;
+mod states;
+#[cfg(test)]
+mod tests;
+
+use anyhow::{Context, Result, ensure};
+use linkwise_system::output::print;
+use linkwise_system::progress::Progress;
+
+use super::{Door, Draws, Format, Job, SimulateArgs, read_trace, word_of};
+
+use figures::Figures;
+use machines::Machine;
+use replay::{Event, Replay};
+use scheduler::Scheduler;
+use show::{Kind, Load, Outcome, Simulation};
+
+/// The default number of jobs for each node.
+const JOBS_PER_NODE: u32 = 20;
+
+/// The least number of jobs by default.
+const LEAST_JOBS: u32 = 1000;
+
+/// The most GPUs of a claim (`resource.k8s.io/v1`, `AllocationResultsMaxSize`).
+const MOST_GPUS: usize = 32;
+
+/// A cluster and its jobs.
+struct Cluster {
+    machines: Vec<Machine>,
+    /// The machine of each node.
+    kinds: Vec<usize>,
+    /// The jobs, in the order of their arrivals.
+    jobs: Vec<Job>,
+    /// The sizes of the jobs.
+    sizes: Vec<usize>,
+    /// The index of the first counted job: the jobs before it fill the cluster.
+    counted: usize,
+    /// The number of jobs left out: no node has as many GPUs, or no claim may ask for as many.
+    skipped: usize,
+    /// The origin of the generated jobs; `None` for a trace.
+    load: Option<Load>,
+}
+
+/// Runs the command.
+pub(super) fn run(args: &SimulateArgs) -> Result<()> {
+    let simulation = simulate(args)?;
+    print(&match args.format {
+        Format::Json => serde_json::to_string(&simulation)? + "\n",
+        Format::Text => show::text(&simulation),
+    })?;
+    Ok(())
+}
+
+/// Replays the jobs through each door.
+fn simulate(args: &SimulateArgs) -> Result<Simulation> {
+    let cluster = cluster(args)?;
+    let mut doors: Vec<Outcome> = Vec::new();
+    for door in &args.cluster.door {
+        let name = word_of(door);
+        if !doors.iter().any(|known| known.door == name) {
+            let progress = Progress::of(&name, cluster.jobs.len());
+            let mut done = 0;
+            let mut started = |event: &Event| {
+                done += usize::from(matches!(event, Event::Started { .. }));
+                progress.done(done);
+            };
+            let figures = through(&cluster, *door, args, &mut started)?;
+            doors.push(Outcome { door: name, figures });
+        }
+    }
+    let of_kind = |kind: usize| cluster.kinds.iter().filter(|one| **one == kind).count();
+    let kinds = cluster.machines.iter().enumerate().map(|(kind, machine)| Kind {
+        machine: machine.name.clone(),
+        gpus: machine.whole.len(),
+        nodes: of_kind(kind),
+    });
+    Ok(Simulation {
+        nodes: cluster.kinds.len(),
+        machines: kinds.filter(|kind| kind.nodes > 0).collect(),
+        cpu: word_of(&args.cluster.cpu),
+        load: cluster.load,
+        skipped: cluster.skipped,
+        doors,
+    })
+}
+
+/// Replays the jobs through one door.
+fn through(cluster: &Cluster, door: Door, args: &SimulateArgs, watch: &mut dyn FnMut(&Event)) -> Result<Figures> {
+    let Cluster { machines, kinds, jobs, sizes, counted, .. } = cluster;
+    let scheduler = Scheduler::new(machines, kinds, sizes, door, args.cluster.cpu, args.seed)?;
+    let mut figures = Replay::new(scheduler, jobs, *counted, watch).run()?;
+    if door != Door::Plugin {
+        let bytes = |slices: Vec<serde_json::Value>| slices.iter().map(|slice| slice.to_string().len() as u64).sum();
+        let of_kind: Vec<u64> = machines.iter().map(|machine| bytes(machine.slices(states::NODE))).collect();
+        figures.slice_bytes = kinds.iter().filter_map(|kind| of_kind.get(*kind)).sum();
+        figures.slice_bytes_per_node = figures.slice_bytes.checked_div(kinds.len() as u64).unwrap_or(0);
+    }
+    Ok(figures)
+}
+
+/// The cluster and the jobs from the command line.
+fn cluster(args: &SimulateArgs) -> Result<Cluster> {
+    let asked = &args.cluster;
+    let nodes = asked.nodes.context("no --nodes")?;
+    let (machines, weights) = machines::load(args.node.as_deref(), asked)?;
+    let kinds = machines::kinds(usize::try_from(nodes)?, &weights)?;
+    let whole = |kind: &usize| machines.get(*kind).map_or(0, |machine| machine.whole.len());
+    let most = kinds.iter().map(whole).max().unwrap_or(0).min(MOST_GPUS);
+    let (jobs, load) = match &args.trace {
+        Some(trace) => (read_trace(trace)?, None),
+        None => {
+            let gpus = kinds.iter().map(whole).sum::<usize>() as u64;
+            let count = asked.jobs.unwrap_or_else(|| nodes.saturating_mul(JOBS_PER_NODE).max(LEAST_JOBS));
+            let load = Load { seed: args.seed, load: asked.load, jobs: count, filling: count / 4 };
+            (jobs::made_up(count, gpus, most, asked.load, &mut Draws::new(args.seed)), Some(load))
+        }
+    };
+    let all = jobs.len();
+    let jobs: Vec<Job> = jobs.into_iter().filter(|job| job.size <= most).collect();
+    let trace = args.trace.as_deref().map_or_else(String::new, |trace| trace.display().to_string());
+    ensure!(!jobs.is_empty(), "no job of {trace} fits a node of this cluster (the largest serves {most} GPUs)");
+    let mut sizes: Vec<usize> = jobs.iter().map(|job| job.size).collect();
+    sizes.sort_unstable();
+    sizes.dedup();
+    let counted = load.as_ref().map_or(0, |load| load.filling as usize);
+    Ok(Cluster { skipped: all - jobs.len(), machines, kinds, jobs, sizes, counted, load })
+}

@@ -1,0 +1,198 @@
+//! The answers of nodes: a node's answer to a claim depends only on its kind and its free GPUs. Each such case is
+//! computed once, by the allocator's model or by linkwise's own choice, and kept.
+
+use std::collections::BTreeMap;
+
+use anyhow::{Context, Result, anyhow};
+use linkwise::commands::any_claim;
+use linkwise_core::allocation::GpuSet;
+use linkwise_scheduler_box::{Cluster, Failure};
+use serde_json::{Value, json};
+
+use super::machines::Machine;
+use crate::demo::WHOLE_GPUS;
+use crate::simulate::{Door, best_set};
+use linkwise_core::state::DRA_DRIVER;
+
+/// A node that represents all nodes of its kind. Its name is as long as those of the simulated nodes.
+pub(super) const NODE: &str = "node-00000";
+
+/// A group of whose sets [`State::stuck`] tells.
+const FOUR: usize = 4;
+
+/// The answer to a job of a node with these GPUs free.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Answer {
+    /// The GPUs that the job gets; `None` if it does not fit.
+    pub set: Option<GpuSet>,
+    /// The score of the alternatives that its claim gets.
+    pub score: i64,
+    /// The devices that the allocator examines.
+    pub steps: u64,
+    /// The claim with its allocation, as JSON.
+    pub claim_bytes: u64,
+}
+
+/// A kind of node with some GPUs free.
+#[derive(Clone, Debug)]
+pub(super) struct State {
+    pub machine: usize,
+    pub free: GpuSet,
+    /// The best collective of the free GPUs for each size of job, in MB/s; `None` if too few are free.
+    pub best: Vec<Option<u64>>,
+    /// For machines with whole fours: the free GPUs that are left over when fours with the collective of the idle
+    /// machine's best four are taken out, one after the other.
+    pub stuck: usize,
+}
+
+/// The states of nodes so far, by number.
+pub(super) struct States<'a> {
+    pub machines: &'a [Machine],
+    /// The sizes of jobs.
+    pub sizes: &'a [usize],
+    /// The claim for each size; none if the device plugin serves.
+    claims: Vec<Value>,
+    /// The allocator's model of one node, for each machine.
+    models: Vec<Cluster>,
+    /// The best four of each idle machine.
+    fours: Vec<Option<u64>>,
+    numbers: Vec<BTreeMap<u64, usize>>,
+    states: Vec<State>,
+    /// The known answers, by size and state.
+    answers: Vec<Vec<Option<Answer>>>,
+}
+
+impl<'a> States<'a> {
+    pub fn new(machines: &'a [Machine], sizes: &'a [usize], door: Door) -> Result<Self> {
+        let claims = sizes.iter().filter_map(|size| claim(door, *size).transpose()).collect::<Result<Vec<_>>>()?;
+        let model = |machine: &Machine| {
+            Cluster::new(&machine.slices(NODE), &classes(), &[])
+                .with_context(|| format!("the scheduler cannot read what '{}' publishes", machine.name))
+        };
+        let models = if claims.is_empty() { Vec::new() } else { machines.iter().map(model).collect::<Result<_>>()? };
+        let four = |machine: &Machine| best_set(&machine.tables, machine.whole, FOUR).1;
+        Ok(Self {
+            machines,
+            sizes,
+            claims,
+            models,
+            fours: machines.iter().map(four).collect(),
+            numbers: vec![BTreeMap::new(); machines.len()],
+            states: Vec::new(),
+            answers: vec![Vec::new(); sizes.len()],
+        })
+    }
+
+    /// The number of a state.
+    pub fn number(&mut self, machine: usize, free: GpuSet) -> usize {
+        let (Some(numbers), Some(of)) = (self.numbers.get_mut(machine), self.machines.get(machine)) else { return 0 };
+        let next = self.states.len();
+        let number = *numbers.entry(free.0).or_insert(next);
+        if number == next {
+            let best = self.sizes.iter().map(|size| best_set(&of.tables, free, *size).1).collect();
+            let whole = self.fours.get(machine).copied().flatten();
+            let mut left = free;
+            while let (four, Some(collective)) = best_set(&of.tables, left, FOUR)
+                && whole == Some(collective)
+            {
+                left = left.without(four);
+            }
+            let stuck = if whole.is_some() { left.len() } else { 0 };
+            self.states.push(State { machine, free, best, stuck });
+            self.answers.iter_mut().for_each(|answers| answers.push(None));
+        }
+        number
+    }
+
+    /// The state with a number.
+    pub fn state(&self, number: usize) -> Option<&State> {
+        self.states.get(number)
+    }
+
+    /// The number of free GPUs that can be in fours: all of a machine that has fours, otherwise none.
+    pub fn free_for_fours(&self, number: usize) -> usize {
+        self.state(number)
+            .filter(|state| self.fours.get(state.machine).is_some_and(Option::is_some))
+            .map_or(0, |state| state.free.len())
+    }
+
+    /// The answer of a node in this state to a job of this size.
+    pub fn answer(&mut self, size: usize, number: usize) -> Result<Answer> {
+        if let Some(Some(known)) = self.answers.get(size).and_then(|answers| answers.get(number)) {
+            return Ok(*known);
+        }
+        let answer = self.ask(size, number)?;
+        if let Some(place) = self.answers.get_mut(size).and_then(|answers| answers.get_mut(number)) {
+            *place = Some(answer);
+        }
+        Ok(answer)
+    }
+
+    fn ask(&mut self, size: usize, number: usize) -> Result<Answer> {
+        let (Some(state), Some(gpus)) = (self.states.get(number), self.sizes.get(size)) else {
+            return Err(anyhow!("no state {number}, or no size {size}"));
+        };
+        let machine = self.machines.get(state.machine).context("a state is of a machine")?;
+        let Some(claim) = self.claims.get(size) else {
+            let set = (state.free.len() >= *gpus).then(|| best_set(&machine.tables, state.free, *gpus).0);
+            return Ok(Answer { set, score: 0, steps: 0, claim_bytes: 0 });
+        };
+        let model = self.models.get_mut(state.machine).context("a machine has a model")?;
+        let used = allocation(NODE, machine.devices_of(machine.whole.without(state.free)));
+        model.occupy(&used)?;
+        let placed = model.allocate(NODE, std::slice::from_ref(claim));
+        model.release(&used)?;
+        match placed {
+            Ok(placement) => {
+                let allocation = placement.allocations.into_iter().next().context("a claim has one allocation")?;
+                let set =
+                    set_of(machine, &allocation).with_context(|| format!("a device of {allocation} is unknown"))?;
+                let mut claim = claim.clone();
+                claim["status"] = json!({ "allocation": allocation });
+                let claim_bytes = claim.to_string().len() as u64;
+                Ok(Answer { set: Some(set), score: placement.score, steps: placement.steps, claim_bytes })
+            }
+            Err(Failure::Refused(why)) => {
+                let steps = why.iter().map(|refusal| refusal.steps).sum();
+                Ok(Answer { set: None, score: 0, steps, claim_bytes: 0 })
+            }
+            Err(failure) => Err(failure).with_context(|| format!("{gpus} GPUs on '{}'", machine.name)),
+        }
+    }
+}
+
+/// The claim of a job; `None` if the device plugin serves.
+pub(super) fn claim(door: Door, gpus: usize) -> Result<Option<Value>> {
+    let count = u8::try_from(gpus).with_context(|| format!("{gpus} GPUs are too many for a claim"))?;
+    let spec = match door {
+        Door::Plugin => return Ok(None),
+        Door::DraSingles => {
+            let exactly = json!({"deviceClassName": DRA_DRIVER, "allocationMode": "ExactCount", "count": count});
+            json!({"devices": {"requests": [{"name": "gpus", "exactly": exactly}]}})
+        }
+        Door::DraGroups => any_claim(count)?,
+    };
+    Ok(Some(json!({
+        "apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaim",
+        "metadata": {"name": format!("gpus-{gpus}"), "namespace": "default"}, "spec": spec,
+    })))
+}
+
+/// The DeviceClasses.
+pub(super) fn classes() -> Vec<Value> {
+    vec![json!({"metadata": {"name": DRA_DRIVER}, "spec": {"selectors": [{"cel": {"expression": WHOLE_GPUS}}]}})]
+}
+
+/// The `status.allocation` of a claim that has these devices.
+pub(super) fn allocation<'a>(node: &str, devices: impl Iterator<Item = &'a str>) -> Value {
+    let pool = format!("{node}/gpu");
+    let result = |device: &str| json!({"request": "gpus", "driver": DRA_DRIVER, "pool": pool, "device": device});
+    json!({"devices": {"results": devices.map(result).collect::<Vec<_>>()}})
+}
+
+/// The GPUs of an allocation.
+pub(super) fn set_of(machine: &Machine, allocation: &Value) -> Option<GpuSet> {
+    let results = allocation["devices"]["results"].as_array()?;
+    let gpus = |result: &Value| machine.gpus_of.get(result["device"].as_str()?).copied();
+    results.iter().try_fold(GpuSet::default(), |all, result| Some(all.union(gpus(result)?)))
+}

@@ -1,0 +1,278 @@
+//! The simulated cluster against the whole model of the allocator, and against books of its own.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use crate::simulate::{CpuRequests, Door};
+use crate::simulate::{Draws, Job};
+use linkwise_core::allocation::GpuSet;
+use linkwise_scheduler_box::{Cluster, Failure};
+use oracle::{Oracle, Set, subsets};
+use serde_json::{Value, json};
+
+use super::figures::Figures;
+use super::jobs::made_up;
+use super::machines::Machine;
+use super::replay::{Event, Replay};
+use super::scheduler::Scheduler;
+use super::states::{States, allocation, claim, classes, set_of};
+
+#[allow(dead_code, clippy::cast_possible_truncation, reason = "the oracle of other tests")]
+#[path = "../../../../tests/oracle/mod.rs"]
+mod oracle;
+
+const DRA: [Door; 2] = [Door::DraSingles, Door::DraGroups];
+const ALL: [Door; 3] = [Door::Plugin, Door::DraSingles, Door::DraGroups];
+const SIZES: [usize; 5] = [1, 2, 3, 4, 8];
+
+fn machines(names: &[&str]) -> Vec<Machine> {
+    names.iter().map(|name| Machine::load(name).unwrap()).collect()
+}
+
+fn bits(set: GpuSet) -> Set {
+    Set::try_from(set.0).unwrap()
+}
+
+/// All nodes in one model, as kube-scheduler knows them.
+struct Whole<'a> {
+    cluster: Cluster,
+    names: Vec<String>,
+    machines: Vec<&'a Machine>,
+    free: Vec<GpuSet>,
+}
+
+impl<'a> Whole<'a> {
+    fn new(machines: &'a [Machine], kinds: &[usize]) -> Self {
+        let names: Vec<String> = (0..kinds.len()).map(|node| format!("node-{node:05}")).collect();
+        let machines: Vec<&Machine> = kinds.iter().map(|kind| &machines[*kind]).collect();
+        let slices: Vec<Value> = names.iter().zip(&machines).flat_map(|(name, machine)| machine.slices(name)).collect();
+        let free = machines.iter().map(|machine| machine.whole).collect();
+        Self { cluster: Cluster::new(&slices, &classes(), &[]).unwrap(), names, machines, free }
+    }
+
+    /// The set that the claim gets on each node with its score, and the steps.
+    fn answers(&self, claim: &Value) -> Vec<(Option<(GpuSet, i64)>, u64)> {
+        let answer =
+            |(name, machine): (&String, &&Machine)| match self.cluster.allocate(name, std::slice::from_ref(claim)) {
+                Ok(placed) => (Some((set_of(machine, &placed.allocations[0]).unwrap(), placed.score)), placed.steps),
+                Err(Failure::Refused(why)) => (None, why[0].steps),
+                Err(other) => panic!("{other}"),
+            };
+        self.names.iter().zip(&self.machines).map(answer).collect()
+    }
+
+    fn change(&mut self, node: usize, set: GpuSet, takes: bool) {
+        let devices = allocation(&self.names[node], self.machines[node].devices_of(set));
+        if takes {
+            assert_eq!(set.without(self.free[node]), GpuSet::default(), "a GPU twice");
+            self.cluster.occupy(&devices).unwrap();
+            self.free[node] = self.free[node].without(set);
+        } else {
+            self.cluster.release(&devices).unwrap();
+            self.free[node] = self.free[node].union(set);
+        }
+    }
+}
+
+/// Random claims that come and go on three nodes; at each step the simulated scheduler is compared with the model.
+fn follows_the_model(machines: &[Machine], kinds: &[usize], door: Door, cpu: CpuRequests, seed: u64) {
+    let mut scheduler = Scheduler::new(machines, kinds, &SIZES, door, cpu, seed).unwrap();
+    let mut whole = Whole::new(machines, kinds);
+    let (mut draws, mut held, mut waits) = (Draws::new(seed), Vec::new(), 0);
+    for _ in 0..60 {
+        if draws.below(5) < 2 && !held.is_empty() {
+            let (node, set) = held.swap_remove(usize::try_from(draws.below(held.len() as u64)).unwrap());
+            scheduler.change(node, |free| free.union(set)).unwrap();
+            whole.change(node, set, false);
+            continue;
+        }
+        let size = usize::try_from(draws.below(SIZES.len() as u64)).unwrap();
+        let claim = claim(door, SIZES[size]).unwrap().unwrap();
+        let answers = whole.answers(&claim);
+        let names: Vec<&str> = whole.names.iter().map(String::as_str).collect();
+        let scheduled = whole.cluster.schedule(&names, &[claim]);
+        let Some(placed) = scheduler.place(size).unwrap() else {
+            assert!(matches!(scheduled, Err(Failure::Refused(_))), "{scheduled:?}");
+            waits += 1;
+            continue;
+        };
+        let scheduled = scheduled.unwrap();
+        let (set, score) = answers[placed.node].0.unwrap();
+        assert_eq!(placed.set, set);
+        assert_eq!(placed.steps, answers.iter().map(|(_, steps)| steps).sum::<u64>());
+        // The sum that kube-scheduler makes: the alternatives relative to the best node's, and the free CPU with the
+        // pod.
+        let total = |node: usize, score: i64| {
+            let (free, all) = (whole.free[node].len() - SIZES[size], whole.machines[node].whole.len());
+            let by_cpu = if cpu == CpuRequests::Share { i64::try_from(100 * free / all).unwrap() } else { 0 };
+            by_cpu + if scheduled.score == 0 { 0 } else { 100 * score / scheduled.score }
+        };
+        let totals = answers.iter().enumerate().filter_map(|(node, (got, _))| Some(total(node, (*got)?.1)));
+        assert_eq!(total(placed.node, score), totals.max().unwrap());
+        if cpu == CpuRequests::None {
+            assert_eq!(score, scheduled.score, "the model prefers {}", scheduled.node);
+        }
+        scheduler.change(placed.node, |free| free.without(placed.set)).unwrap();
+        whole.change(placed.node, placed.set, true);
+        held.push((placed.node, placed.set));
+    }
+    assert!(waits > 0, "never full");
+}
+
+#[test]
+fn placement_is_that_of_the_whole_model() {
+    let kinds = machines(&["dgx1-v100", "pcie-8x-pix-pairs", "dgx-h100"]);
+    for door in DRA {
+        for (nodes, cpu, seed) in
+            [([0, 0, 0], CpuRequests::None, 1), ([0, 1, 2], CpuRequests::None, 2), ([0, 1, 0], CpuRequests::Share, 3)]
+        {
+            follows_the_model(&kinds, &nodes, door, cpu, seed);
+        }
+    }
+}
+
+#[test]
+fn kept_answer_is_that_of_a_fresh_model() {
+    let machines = machines(&["dgx1-v100", "gb200-nvl72-node", "pcie-8x-pix-pairs"]);
+    for door in DRA {
+        let mut states = States::new(&machines, &SIZES, door).unwrap();
+        let mut draws = Draws::new(7);
+        for _ in 0..40 {
+            let kind = usize::try_from(draws.below(3)).unwrap();
+            let machine = &machines[kind];
+            let free = GpuSet(draws.below(1 << machine.whole.len()));
+            let size = usize::try_from(draws.below(SIZES.len() as u64)).unwrap();
+            let number = states.number(kind, free);
+            let answer = states.answer(size, number).unwrap();
+            assert_eq!(answer, states.answer(size, number).unwrap());
+            // Other jobs have the GPUs that are not free: read from their claims, in a cluster of one node.
+            let used = allocation("n", machine.devices_of(machine.whole.without(free)));
+            let others = json!({"metadata": {"name": "others"}, "spec": {}, "status": {"allocation": used}});
+            let fresh = Cluster::new(&machine.slices("n"), &classes(), &[others]).unwrap();
+            let claim = claim(door, SIZES[size]).unwrap().unwrap();
+            let expected = match fresh.allocate("n", &[claim]) {
+                Ok(placed) => (set_of(machine, &placed.allocations[0]), placed.score, placed.steps),
+                Err(Failure::Refused(why)) => (None, 0, why[0].steps),
+                Err(other) => panic!("{other}"),
+            };
+            assert_eq!((answer.set, answer.score, answer.steps), expected, "{} {free:?}", machine.name);
+        }
+    }
+}
+
+#[test]
+fn stuck_gpus_are_those_of_no_best_four() {
+    /// The most fours of these GPUs that have a collective and share no GPU.
+    fn most(oracle: &Oracle<'_>, free: Set, wanted: u64, known: &mut BTreeMap<Set, u32>) -> u32 {
+        if let Some(known) = known.get(&free) {
+            return *known;
+        }
+        let fours = subsets(free).filter(|set| set.count_ones() == 4 && oracle.collective(*set) == wanted);
+        let found = fours.map(|four| 1 + most(oracle, free & !four, wanted, known)).max().unwrap_or(0);
+        known.insert(free, found);
+        found
+    }
+    let machines = machines(&["dgx1-v100", "pcie-8x-pix-pairs", "nvlink-bridge-pairs", "dgx-h100", "gb200-nvl72-node"]);
+    for (kind, machine) in machines.iter().enumerate() {
+        let mut states = States::new(&machines, &[1], Door::Plugin).unwrap();
+        let (oracle, all) = (Oracle::new(machine.tables.topology()), bits(machine.whole));
+        let fours = subsets(all).filter(|set| set.count_ones() == 4);
+        let best = fours.map(|set| oracle.collective(set)).max().unwrap();
+        let mut known = BTreeMap::new();
+        for free in subsets(all) {
+            let number = states.number(kind, GpuSet(u64::from(free)));
+            let stuck = free.count_ones() - 4 * most(&oracle, free, best, &mut known);
+            assert_eq!(states.state(number).unwrap().stuck, stuck as usize, "{} {free:b}", machine.name);
+        }
+    }
+}
+
+/// Replays jobs and returns the events.
+fn replayed(machines: &[Machine], kinds: &[usize], jobs: &[Job], door: Door, seed: u64) -> (Figures, Vec<Event>) {
+    let mut events = Vec::new();
+    let scheduler = Scheduler::new(machines, kinds, &SIZES, door, CpuRequests::Share, seed).unwrap();
+    let mut watch = |event: &Event| events.push(*event);
+    let figures = Replay::new(scheduler, jobs, 0, &mut watch).run().unwrap();
+    (figures, events)
+}
+
+#[test]
+fn replay_agrees_with_its_books() {
+    let machines = machines(&["dgx1-v100", "pcie-8x-pix-pairs"]);
+    let oracles: Vec<Oracle<'_>> = machines.iter().map(|machine| Oracle::new(machine.tables.topology())).collect();
+    let kinds = [0, 1, 0];
+    for door in ALL {
+        let jobs = made_up(300, 24, 8, 950, &mut Draws::new(5));
+        let (figures, events) = replayed(&machines, &kinds, &jobs, door, 5);
+        let mut free: Vec<Set> = kinds.iter().map(|kind| bits(machines[*kind].whole)).collect();
+        let (mut started, mut ended) = (BTreeMap::new(), BTreeSet::new());
+        let (mut several, mut bests, mut share, mut now) = (0, 0, 0, 0);
+        for event in events {
+            let (Event::Started { at, .. } | Event::Ended { at, .. }) = event;
+            if at > now {
+                // A job that fits does not wait.
+                let most = free.iter().map(|free| free.count_ones() as usize).max().unwrap();
+                let mut waiting = jobs.iter().enumerate().filter(|(job, _)| !started.contains_key(job));
+                assert!(waiting.all(|(_, job)| job.arrival > now || job.size > most));
+                now = at;
+            }
+            match event {
+                Event::Started { job, node, set, best, .. } => {
+                    let set = bits(set);
+                    assert_eq!((set & !free[node], set.count_ones() as usize), (0, jobs[job].size), "GPUs twice");
+                    let offered = kinds.iter().zip(&free).flat_map(|(kind, free)| {
+                        let sets = subsets(*free).filter(|of| of.count_ones() == set.count_ones());
+                        sets.map(|set| oracles[*kind].collective(set))
+                    });
+                    let (offered, got) = (offered.max().unwrap(), oracles[kinds[node]].collective(set));
+                    if jobs[job].size > 1 {
+                        assert_eq!(best, Some(offered));
+                        several += 1;
+                        bests += u64::from(got == offered);
+                        share += got * 1_000_000 / offered;
+                    }
+                    free[node] &= !set;
+                    assert!(at >= jobs[job].arrival && started.insert(job, at).is_none());
+                }
+                Event::Ended { job, node, set, .. } => {
+                    assert_eq!(at, started[&job] + jobs[job].duration);
+                    assert!(free[node] & bits(set) == 0 && ended.insert(job));
+                    free[node] |= bits(set);
+                }
+            }
+        }
+        assert_eq!((started.len(), ended.len(), figures.never_started), (300, 300, 0));
+        let mut waits: Vec<u64> = started.iter().map(|(job, at)| at - jobs[*job].arrival).collect();
+        waits.sort_unstable();
+        assert!(waits[299] > 0, "nobody waited");
+        assert_eq!(
+            (figures.mean_wait_seconds, figures.p99_wait_seconds),
+            (waits.iter().sum::<u64>() / 300, waits[296])
+        );
+        assert_eq!(figures.waited, waits.iter().filter(|wait| **wait > 0).count() as u64 * 1000 / 300);
+        let shares = (figures.collective_of_cluster, figures.best_of_cluster);
+        assert_eq!((figures.several, shares), (several, (Some(share / several / 1000), Some(bests * 1000 / several))));
+        // Jobs of one size start in the order of their arrivals.
+        for size in SIZES {
+            assert!(started.iter().filter(|(job, _)| jobs[**job].size == size).is_sorted_by_key(|(_, at)| *at));
+        }
+        // Linkwise's own choice takes the best set of a node.
+        assert!(door != Door::Plugin || figures.collective_of_node == Some(1000), "{door:?}: {figures:?}");
+    }
+}
+
+#[test]
+fn figures_count_what_happens_over_time() {
+    // One node of 4 GPUs: two are busy for half of the 100 s in which jobs come, and a four waits for them.
+    let machines = machines(&["gb200-nvl72-node"]);
+    let job = |size, duration, arrival| Job { size, duration, arrival };
+    let jobs = [job(2, 50, 0), job(4, 30, 10), job(1, 5, 100)];
+    let (figures, _) = replayed(&machines, &[0], &jobs, Door::DraGroups, 1);
+    assert_eq!((figures.jobs, figures.several, figures.waited), (3, 2, 333));
+    assert_eq!((figures.mean_wait_seconds, figures.p99_wait_seconds), (40 / 3, 40));
+    // 2 GPUs for 50 s and 4 for 30 s of 400; the two beside them are no four for 50 s, then there are 4 for 20 s.
+    assert_eq!((figures.busy, figures.fragmentation), (Some((100 + 120) * 1000 / 400), Some(100 * 1000 / 180)));
+    // There are seven requests for each of three claims, in 100 s.
+    assert_eq!(figures.writes_per_hour, Some(3 * 7 * 36));
+    let (figures, _) = replayed(&machines, &[0], &jobs, Door::Plugin, 1);
+    assert_eq!((figures.writes_per_hour, figures.steps_mean, figures.claim_bytes), (Some(0), 0, 0));
+}

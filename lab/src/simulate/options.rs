@@ -1,0 +1,171 @@
+//! The options of `linkwise-lab simulate`.
+
+use std::path::PathBuf;
+
+use clap::{Args, ValueEnum};
+
+use linkwise_core::quote::excerpt;
+
+/// `linkwise-lab simulate`.
+#[derive(Clone, Debug, Args)]
+pub struct SimulateArgs {
+    /// The machine: a built-in name (see `linkwise topology --list`), a node file (`linkwise snapshot` writes one), an
+    /// NCCL topology dump (NCCL_TOPO_DUMP_FILE) or a hwloc XML
+    #[arg(long, value_name = "NAME|FILE", required_unless_present = "nodes")]
+    pub node: Option<String>,
+    /// The jobs (- for standard input): CSV with a header, the columns size (GPUs) and duration_seconds and, if jobs
+    /// come one after the other, arrival_seconds; whole numbers. docs/traces/sample.csv is one
+    #[arg(long, value_name = "FILE", required_unless_present = "nodes")]
+    pub trace: Option<PathBuf>,
+    /// The policies to compare, with commas. Of whole GPUs none is more used than another: distributed and packed
+    /// choose as best-effort does
+    #[arg(
+        long,
+        value_name = "LIST",
+        value_delimiter = ',',
+        default_value = "best-effort,first-fit,random",
+        conflicts_with = "nodes"
+    )]
+    pub policy: Vec<SimulatePolicy>,
+    /// The seed of the policy random, of the jobs that --nodes makes, and of the choice among nodes with one score: the
+    /// same seed gives the same figures
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    pub seed: u64,
+    /// A cluster, in the place of one machine.
+    #[command(flatten)]
+    pub cluster: ClusterArgs,
+    /// Text for people or JSON for scripts
+    #[arg(long, default_value = "text")]
+    pub format: Format,
+}
+
+/// The options of a cluster.
+#[derive(Clone, Debug, Args)]
+pub struct ClusterArgs {
+    /// Simulate a cluster of so many nodes, up to 100000, with what kube-scheduler and its allocator of DRA devices
+    /// choose there (see docs/scale.md); all of the machine of --node, or of those of --mix
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=100_000))]
+    pub nodes: Option<u32>,
+    /// The machines of the nodes and how many of each there are to the others: built-in names or files, with weights
+    #[arg(
+        long,
+        value_name = "MACHINE=WEIGHT,...",
+        value_delimiter = ',',
+        value_parser = weighted,
+        requires = "nodes",
+        conflicts_with = "node",
+        default_value = "dgx-h100=4,hgx-h200=2,dgx-a100=2,dgx1-v100=1,pcie-8x-pix-pairs=1"
+    )]
+    pub mix: Vec<MachineWeight>,
+    /// How pods get GPUs: the doors to compare, with commas or repeated
+    #[arg(
+        long,
+        value_name = "LIST",
+        value_delimiter = ',',
+        requires = "nodes",
+        default_value = "plugin,dra-singles,dra-groups"
+    )]
+    pub door: Vec<Door>,
+    /// What pods request beside GPUs. The scheduler spreads by that, as it does by default (LeastAllocated)
+    #[arg(long, value_name = "WHAT", requires = "nodes", default_value = "share")]
+    pub cpu: CpuRequests,
+    /// Without --trace: the share of the cluster's GPUs that the jobs would keep busy, from 0.01 to 1. Of 10 jobs five
+    /// take 1 GPU, two 2, two 4 and one 8; they run 5 min, 15 min, 1 h or 4 h and come at random
+    #[arg(
+        long,
+        value_name = "SHARE",
+        requires = "nodes",
+        conflicts_with = "trace",
+        value_parser = per_mille,
+        default_value = "0.8"
+    )]
+    pub load: u32,
+    /// Without --trace: how many jobs, up to 5000000; by default 20 for each node, 1000 at least. The first quarter
+    /// fills the cluster and is in no figure
+    #[arg(
+        long,
+        value_name = "N",
+        requires = "nodes",
+        conflicts_with = "trace",
+        value_parser = clap::value_parser!(u32).range(1..=5_000_000)
+    )]
+    pub jobs: Option<u32>,
+}
+
+/// A kind of node, and its weight among the kinds.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MachineWeight {
+    /// A built-in name or a file.
+    pub machine: String,
+    /// The weight, 1 to 1000000.
+    pub weight: u32,
+}
+
+/// The way in which pods get GPUs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Door {
+    /// The device plugin: the scheduler counts free GPUs, the kubelet takes the set that linkwise prefers
+    Plugin,
+    /// DRA, claims of N single GPUs: the scheduler takes the first in published order
+    DraSingles,
+    /// DRA, claims as `linkwise claim` prints them: tiered groups as alternatives
+    DraGroups,
+}
+
+/// The requests of pods beside GPUs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum CpuRequests {
+    /// CPU and memory in proportion to the GPUs
+    Share,
+    /// Nothing that counts: nodes differ for the scheduler by what they could give to a claim, or not at all
+    None,
+}
+
+/// A policy to choose the GPUs of a job.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum SimulatePolicy {
+    /// The best set
+    BestEffort,
+    /// The free GPUs with the lowest PCI addresses
+    FirstFit,
+    /// Any free GPUs
+    Random,
+    /// The best set of the least used GPUs: of whole GPUs, the best set
+    Distributed,
+    /// The best set of the most used GPUs: of whole GPUs, the best set
+    Packed,
+}
+
+/// The word of a value on the command line.
+pub fn word_of(value: &impl ValueEnum) -> String {
+    value.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default()
+}
+
+fn weighted(text: &str) -> Result<MachineWeight, String> {
+    const MOST: u32 = 1_000_000;
+    let (machine, weight) = text.rsplit_once('=').unwrap_or((text, "1"));
+    if machine.is_empty() {
+        return Err("no machine before the '='".to_owned());
+    }
+    match weight.parse() {
+        Ok(weight) if (1..=MOST).contains(&weight) => Ok(MachineWeight { machine: machine.to_owned(), weight }),
+        _ => Err(format!("the weight of {} is no whole number from 1 to {MOST}", excerpt(machine))),
+    }
+}
+
+fn per_mille(text: &str) -> Result<u32, String> {
+    let share = text.parse().ok().filter(|share: &f64| (0.01..=1.0).contains(share));
+    // Rounded: 0.8 of 1000 is a little less than 800 in binary.
+    share
+        .and_then(|share| (10..=1000).find(|mille| (share * 1000.0 - f64::from(*mille)).abs() <= 0.5))
+        .ok_or_else(|| "expected a number from 0.01 to 1".to_owned())
+}
+
+/// The form of the figures.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Format {
+    /// Text for people.
+    Text,
+    /// JSON for scripts.
+    Json,
+}

@@ -1,0 +1,111 @@
+//! `linkwise-lab demo --dra` on every built-in machine.
+
+use std::sync::Mutex;
+
+use clap::Parser as _;
+use futures_util::{StreamExt, stream};
+use linkwise_core::topology::NodeTopology;
+use linkwise_host::machines::{self, Machine};
+use linkwise_lab::demo::{DemoArgs, play_with_dra};
+
+use crate::demo::Options;
+use crate::oracle::Oracle;
+
+fn args() -> DemoArgs {
+    Options::try_parse_from(["demo", "--dra"]).unwrap().demo
+}
+
+/// What the demo prints on a machine.
+async fn played(name: &str, machine: Machine) -> String {
+    let printed = Mutex::new(String::new());
+    let out = |text: &str| {
+        printed.lock().unwrap().push_str(text);
+        Ok(())
+    };
+    let ended = play_with_dra(&args(), machine, &out).await;
+    let printed = printed.into_inner().unwrap();
+    ended.unwrap_or_else(|error| panic!("{name}: {error:#}\n{printed}"));
+    printed
+}
+
+/// The sums of the collectives of sets with groups and without, as printed, where a brute force finds each the same.
+fn compared(machine: &Machine, printed: &str) -> (u64, u64) {
+    let (topology, _) = NodeTopology::assemble(&machine.observed);
+    let oracle = Oracle::new(&topology);
+    let collective = |devices: &str| {
+        let index = |device: &str| device.strip_prefix("gpu-").unwrap().parse::<u32>().unwrap();
+        let place = |device: &str| topology.gpus().iter().position(|gpu| gpu.index == index(device)).unwrap();
+        oracle.collective(devices.split(',').fold(0, |set, device| set | 1 << place(device)))
+    };
+    let (mut with, mut without, mut got) = (0, 0, "");
+    for line in printed.lines().map(str::trim) {
+        if let Some(gets) = line.strip_prefix("gets ") {
+            got = gets.split_once(", ").unwrap().0;
+        } else if let Some(line) = line.strip_prefix("collective: ") {
+            let (own, rest) = line.split_once(" MB/s; without groups ").unwrap();
+            let (singles, other) = rest.strip_suffix(" MB/s").unwrap().split_once(": ").unwrap();
+            let (own, other): (u64, u64) = (own.parse().unwrap(), other.parse().unwrap());
+            assert_eq!((own, other), (collective(got), collective(singles)), "{}: {got}, {singles}", machine.name);
+            (with, without) = (with + own, without + other);
+        }
+    }
+    (with, without)
+}
+
+/// A machine in which the order alone is not enough: the demo's pods show what the groups are for.
+#[tokio::test]
+async fn unchanged_pods_get_better_sets_on_a_mesh() {
+    let machine = machines::load("dgx1-v100").unwrap();
+    let printed = played("dgx1-v100", machine.clone()).await;
+    assert_eq!(compared(&machine, &printed), (200_000, 92_000), "{printed}");
+}
+
+/// Demos at a time: each waits for the kubelet and for lists of pods most of its time.
+const AT_ONCE: usize = 5;
+
+#[tokio::test]
+async fn dra_demo_succeeds_on_each_machine() {
+    let load = |name| machines::load(name).unwrap();
+    let demos = machines::built_in().map(|it| async move { (it.name, played(it.name, load(it.name)).await) });
+    let mut demos = stream::iter(demos).buffer_unordered(AT_ONCE);
+    let mut count = 0;
+    while let Some((machine, printed)) = demos.next().await {
+        count += 1;
+        let gpus = machines::load(machine).unwrap().observed.gpus.len();
+        let stored = format!("stores {gpus} devices in a ResourceSlice");
+        let always = [
+            &stored,
+            "notebook wants nvidia.com/gpu: 1: no template for 1, so its extended resource\n  gets gpu-",
+            "written them again",
+            "tainted gpu.nvidia.com/gpu-lost",
+            "the taint is gone",
+            "tainted gpu.nvidia.com/xid=79",
+            "claims allocated",
+            "nothing left behind",
+        ];
+        for part in always {
+            assert!(printed.contains(part), "{machine}: {part}\n{printed}");
+        }
+        // Half of the GPUs are for train-b: with one of the others taken, its claim waits.
+        if gpus >= 4 {
+            assert!(printed.contains("✗ train-b wants") && printed.contains("in use"), "{machine}\n{printed}");
+        }
+        assert_eq!(printed.contains("a claim from linkwise-gpus-"), gpus >= 4, "{machine}\n{printed}");
+        let (with, without) = compared(&load(machine), &printed);
+        let summary = format!("templates: {with} MB/s in all; of the first free GPUs: {without} MB/s");
+        assert_eq!(printed.contains(&summary), gpus >= 4, "{machine}: {summary}\n{printed}");
+        assert!(with >= without, "{machine}\n{printed}");
+    }
+    assert_eq!(count, machines::built_in().count());
+}
+
+#[tokio::test]
+async fn dra_demo_succeeds_with_few_gpus_or_none() {
+    for gpus in [0, 1, 3] {
+        let mut machine = machines::load("dgx1-v100").unwrap();
+        machine.observed.gpus.truncate(gpus);
+        let printed = played("some GPUs", machine).await;
+        let end = if gpus == 0 { "publishes nothing" } else { "nothing left behind" };
+        assert!(printed.contains(end), "{gpus}\n{printed}");
+    }
+}

@@ -1,0 +1,52 @@
+//! The laboratory's programs: the demo on every machine, with and without DRA, and simulations.
+
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    clippy::indexing_slicing,
+    reason = "what a helper cannot do fails the test"
+)]
+
+mod demo;
+mod demo_cli;
+mod demo_dra;
+mod numa_hints;
+#[allow(dead_code, reason = "other tests judge more by it")]
+#[path = "../../../tests/oracle/mod.rs"]
+mod oracle;
+mod page;
+mod simulate;
+mod simulate_cluster;
+mod topology_manager_tables;
+
+use std::ffi::OsStr;
+use std::io::Write;
+use std::process::{Command, Output, Stdio};
+
+/// The binary, without settings from the environment in which the tests run.
+fn lab(args: &[impl AsRef<OsStr>]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_linkwise-lab"));
+    command.env_clear().args(args).stdin(Stdio::null());
+    command
+}
+
+/// Runs a command that succeeds with nothing on standard error; returns what it printed.
+fn text(command: &mut Command) -> String {
+    let output = command.output().unwrap();
+    assert!(output.status.success() && output.stderr.is_empty(), "{output:?}");
+    String::from_utf8(output.stdout).unwrap()
+}
+
+/// Runs a command with something on its standard input.
+fn fed(command: &mut Command, input: &[u8]) -> Output {
+    let mut child =
+        command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("the binary starts");
+    let mut stdin = child.stdin.take().unwrap();
+    let input = input.to_vec();
+    // In a thread: a command that answers while it reads would block on a full pipe.
+    let feeding = std::thread::spawn(move || stdin.write_all(&input));
+    let output = child.wait_with_output().unwrap();
+    feeding.join().unwrap().unwrap();
+    output
+}

@@ -1,0 +1,116 @@
+//! What our devices claim of NUMA nodes, what a kubelet's Topology Manager makes of it, and the metric that tells.
+
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
+use std::collections::BTreeSet;
+
+use linkwise_core::state::{Event, NumaHints};
+use linkwise_core::topology::{NodeObservation, NumaNodeId, NumaNodeObservation, PackageId};
+use linkwise_host::machines;
+use linkwise_kubelet::device_plugin::Settings;
+use linkwise_kubelet_box::{KubeletBox, Options, Pod, Policy, Scope, TopologyManager};
+use linkwise_lab::demo::numa_nodes;
+use linkwise_node::keeper::HealthSettings;
+use linkwise_node::metrics::Metrics;
+use linkwise_node::node::{Node, NodeSettings};
+
+const GPU: &str = "nvidia.com/gpu";
+
+/// A DGX H100 in NPS4: four NUMA nodes to a package, two GPUs on every second one.
+fn nps4() -> NodeObservation {
+    let mut seen = machines::load("dgx-h100").unwrap().observed;
+    let node = |id| NumaNodeObservation {
+        id: NumaNodeId(id),
+        package: Some(PackageId(id / 4)),
+        cpus: format!("{}-{}", 8 * id, 8 * id + 7),
+    };
+    seen.host.numa_nodes = (0..8).map(node).collect();
+    // GPUs 0 to 7 on nodes 0, 0, 2, 2, 4, 4, 6, 6; no tree, so that NVML's word stands.
+    seen.host.host_bridges.clear();
+    for gpu in &mut seen.gpus {
+        gpu.numa = Some(NumaNodeId(gpu.index / 2 * 2));
+    }
+    seen
+}
+
+/// Plays `script` on a node with this machine, policy and hints.
+async fn on<T>(
+    seen: NodeObservation,
+    policy: Policy,
+    numa_hints: NumaHints,
+    script: impl AsyncFnOnce(&KubeletBox, &Metrics) -> T,
+) -> T {
+    let folder = tempfile::tempdir().unwrap();
+    let mut options = Options::new(folder.path());
+    let numa_nodes = numa_nodes(&seen.host);
+    options.topology_manager = TopologyManager { policy, scope: Scope::Container, numa_nodes, static_cpus: true };
+    let kubelet = KubeletBox::start(options).unwrap();
+    let settings = NodeSettings {
+        kubelet: Settings::new(folder.path().join(Options::SOCKET)),
+        metrics_address: "127.0.0.1:0".parse().unwrap(),
+        numa_hints,
+        health: HealthSettings::default(),
+    };
+    let node = Node::start(settings).await.unwrap();
+    let (events, shutdown, metrics) = (node.events(), node.shutdown(), node.metrics().clone());
+    let play = async {
+        let gpus = seen.gpus.len();
+        events.send(Event::Observed(Box::new(seen))).await.unwrap();
+        kubelet.wait(|state| state.resources[GPU].healthy.len() == gpus).await.unwrap();
+        let outcome = script(&kubelet, &metrics).await;
+        shutdown.cancel();
+        outcome
+    };
+    let (served, outcome) = tokio::join!(node.serve(), play);
+    served.unwrap();
+    kubelet.stop().await.unwrap();
+    outcome
+}
+
+fn narrowed(metrics: &Metrics) -> u64 {
+    let text = metrics.encode().unwrap();
+    let line = text.lines().find(|line| line.starts_with("linkwise_narrowed_requests_total{")).unwrap();
+    line.rsplit(' ').next().unwrap().parse().unwrap()
+}
+
+#[tokio::test]
+async fn with_several_nodes_to_a_package_four_gpus_fit_one_only_where_they_claim_the_package() {
+    let claims = [
+        (NumaHints::Node, vec![vec![0], vec![2], vec![4], vec![6]], false),
+        (NumaHints::Package, vec![vec![0, 1, 2, 3], vec![4, 5, 6, 7]], true),
+        (NumaHints::Off, vec![vec![]], true),
+    ];
+    for (hints, claimed, admitted) in claims {
+        on(nps4(), Policy::SingleNumaNode, hints, async |kubelet, _| {
+            let numa = kubelet.state().resources[GPU].numa.clone();
+            let expected: BTreeSet<BTreeSet<i64>> =
+                claimed.into_iter().map(|nodes| nodes.into_iter().collect()).collect();
+            assert_eq!(numa.into_values().collect::<BTreeSet<_>>(), expected, "{hints:?}");
+            let pod = Pod::single("pod", GPU, 4).with_cpus(8);
+            assert_eq!(kubelet.admit(&pod, None).await.is_ok(), admitted, "{hints:?}");
+        })
+        .await;
+    }
+}
+
+#[tokio::test]
+async fn requests_are_counted_as_narrowed_where_the_topology_manager_holds_gpus_back() {
+    for (policy, hints, counted) in [
+        (Policy::None, NumaHints::Node, 0),
+        (Policy::BestEffort, NumaHints::Off, 0),
+        (Policy::BestEffort, NumaHints::Node, 1),
+    ] {
+        let seen = machines::load("dgx-h100").unwrap().observed;
+        on(seen, policy, hints, async |kubelet, metrics| {
+            // One side fills up, the other is offered, and then the first again: now the second is known to be free.
+            for (pod, size) in [("a", 3), ("b", 1), ("c", 2)] {
+                kubelet.admit(&Pod::single(pod, GPU, size), None).await.unwrap();
+            }
+            assert_eq!(narrowed(metrics), 0, "{policy} {hints:?}: others may be in use");
+            kubelet.remove_pod("a");
+            kubelet.admit(&Pod::single("d", GPU, 1), None).await.unwrap();
+            assert_eq!(narrowed(metrics), counted, "{policy} {hints:?}");
+        })
+        .await;
+    }
+}

@@ -1,0 +1,184 @@
+//! A real Chromium, driven by the DevTools protocol over a pair of named pipes.
+//!
+//! <https://chromedevtools.github.io/devtools-protocol/>. One browser has one tab here. Waits for states, never sleeps
+//! but between two looks.
+
+use std::collections::VecDeque;
+use std::fs::{File, OpenOptions};
+use std::io::{BufRead, BufReader, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::mpsc::{Receiver, channel};
+use std::time::{Duration, Instant};
+
+use serde_json::{Value, json};
+use tempfile::TempDir;
+
+/// Far more than anything takes: a bound for "never".
+pub const PATIENCE: Duration = Duration::from_secs(60);
+
+/// The program: that of `make tools`, else one on the PATH; without either the test says that it is skipped.
+fn program() -> Option<PathBuf> {
+    let brought = Path::new(env!("CARGO_MANIFEST_DIR")).join("../target/tools/chromium");
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let folders = std::env::split_paths(&path);
+    let names = ["chromium", "chromium-headless-shell", "google-chrome"];
+    let installed = folders.flat_map(|folder| names.map(|name| folder.join(name)));
+    let found = [brought].into_iter().chain(installed).find(|path| path.exists());
+    if found.is_none() {
+        let _ = writeln!(std::io::stderr(), "skipped: no chromium here; `make tools` brings it");
+    }
+    found
+}
+
+/// A browser with one empty tab.
+pub struct Browser {
+    process: Child,
+    commands: File,
+    answers: Receiver<Value>,
+    /// Events that came while an answer was awaited.
+    events: VecDeque<Value>,
+    session: Option<String>,
+    last: u64,
+    _folder: TempDir,
+}
+
+impl Drop for Browser {
+    fn drop(&mut self) {
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
+
+impl Browser {
+    /// Starts it; `None` where there is none.
+    pub fn start() -> Option<Self> {
+        let program = program()?;
+        let folder = tempfile::tempdir().unwrap();
+        let at = |name: &str| folder.path().join(name);
+        let (commands, answers) = (at("commands"), at("answers"));
+        assert!(Command::new("mkfifo").args([&commands, &answers]).status().unwrap().success());
+        // The browser reads the descriptor 3 and writes the descriptor 4. A sandbox of its own is not to be had everywhere
+        // that tests run; it sees no page but ours.
+        let script = "exec \"$0\" --headless --no-sandbox --disable-dev-shm-usage --disable-gpu --hide-scrollbars \
+                      --force-color-profile=srgb --remote-debugging-pipe --user-data-dir=\"$1\" 3<\"$2\" 4>\"$3\"";
+        let mut sh = Command::new("sh");
+        sh.args(["-c", script]).arg(program).args([at("profile"), commands.clone(), answers.clone()]);
+        let process = sh.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+        let commands = OpenOptions::new().write(true).open(commands).unwrap();
+        let reader = BufReader::new(File::open(answers).unwrap());
+        let (sender, receiver) = channel();
+        std::thread::spawn(move || {
+            for message in reader.split(0).map_while(Result::ok) {
+                if sender.send(serde_json::from_slice(&message).unwrap()).is_err() {
+                    break;
+                }
+            }
+        });
+        let mut browser = Self {
+            process,
+            commands,
+            answers: receiver,
+            events: VecDeque::new(),
+            session: None,
+            last: 0,
+            _folder: folder,
+        };
+        let target = browser.call("Target.createTarget", json!({"url": "about:blank"}));
+        let attach = json!({"targetId": target["targetId"], "flatten": true});
+        let session = browser.call("Target.attachToTarget", attach);
+        browser.session = Some(session["sessionId"].as_str().unwrap().to_owned());
+        for domain in ["Page", "Runtime", "Log", "Network", "Accessibility", "DOM"] {
+            browser.call(&format!("{domain}.enable"), json!({}));
+        }
+        Some(browser)
+    }
+
+    /// Calls a method of the protocol.
+    pub fn call(&mut self, method: &str, parameters: Value) -> Value {
+        self.last += 1;
+        let mut message = json!({"id": self.last, "method": method, "params": parameters});
+        if let Some(session) = &self.session {
+            message["sessionId"] = json!(session);
+        }
+        self.commands.write_all(&[message.to_string().as_bytes(), b"\0"].concat()).unwrap();
+        loop {
+            let answer = self.answers.recv_timeout(PATIENCE).unwrap_or_else(|_| panic!("no answer to {method}"));
+            if answer["id"] == json!(self.last) {
+                assert!(answer["error"].is_null(), "{method}: {}", answer["error"]);
+                return answer["result"].clone();
+            }
+            if answer["method"].is_string() {
+                self.events.push_back(answer);
+            }
+        }
+    }
+
+    /// The events of some method so far.
+    pub fn events(&mut self, method: &str) -> Vec<Value> {
+        self.call("Runtime.evaluate", json!({"expression": "0"}));
+        self.events.iter().filter(|event| event["method"] == method).map(|event| event["params"].clone()).collect()
+    }
+
+    /// The value of an expression; a promise is awaited.
+    pub fn value(&mut self, expression: &str) -> Value {
+        let parameters = json!({"expression": expression, "returnByValue": true, "awaitPromise": true});
+        let answer = self.call("Runtime.evaluate", parameters);
+        assert!(answer["exceptionDetails"].is_null(), "{expression}: {}", answer["exceptionDetails"]);
+        answer["result"]["value"].clone()
+    }
+
+    /// Waits until an expression has this value.
+    pub fn wait(&mut self, expression: &str, wanted: &Value) {
+        let start = Instant::now();
+        loop {
+            let value = self.value(expression);
+            if value == *wanted {
+                return;
+            }
+            assert!(start.elapsed() < PATIENCE, "{expression} is {value:#}, and not {wanted:#}");
+            std::thread::sleep(Duration::from_millis(50));
+        }
+    }
+
+    /// Opens a page at this size, and waits until its script has asked once.
+    pub fn open(&mut self, url: &str, (width, height): (u32, u32)) {
+        self.resize(width, height);
+        self.call("Page.navigate", json!({"url": url}));
+        self.wait("document.readyState", &json!("complete"));
+    }
+
+    pub fn resize(&mut self, width: u32, height: u32) {
+        let size = json!({"width": width, "height": height, "deviceScaleFactor": 1, "mobile": false});
+        self.call("Emulation.setDeviceMetricsOverride", size);
+    }
+
+    /// Whether the person likes dark pages.
+    pub fn prefers(&mut self, scheme: &str) {
+        let features = json!({"features": [{"name": "prefers-color-scheme", "value": scheme}]});
+        self.call("Emulation.setEmulatedMedia", features);
+    }
+
+    /// Presses and releases a key.
+    pub fn press(&mut self, key: &str, code: u32) {
+        for kind in ["keyDown", "keyUp"] {
+            let text = if key == "Enter" && kind == "keyDown" { "\r" } else { "" };
+            let event = json!({"type": kind, "key": key, "code": key, "windowsVirtualKeyCode": code, "text": text});
+            self.call("Input.dispatchKeyEvent", event);
+        }
+    }
+
+    /// The whole page as PNG, into the folder that `PAGE_IMAGES` names, where it names one.
+    pub fn picture(&mut self, name: &str) {
+        let Some(folder) = std::env::var_os("PAGE_IMAGES") else { return };
+        let answer = self.call("Page.captureScreenshot", json!({"format": "png", "captureBeyondViewport": true}));
+        let base64 = answer["data"].as_str().unwrap();
+        let mut decode = Command::new("base64").arg("-d").stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+        let mut input = decode.stdin.take().unwrap();
+        let text = base64.to_owned();
+        let writing = std::thread::spawn(move || input.write_all(text.as_bytes()).unwrap());
+        let png = decode.wait_with_output().unwrap().stdout;
+        writing.join().unwrap();
+        std::fs::write(Path::new(&folder).join(format!("{name}.png")), png).unwrap();
+    }
+}

@@ -1,0 +1,59 @@
+//! `linkwise-lab demo --step`, and what the kubelet in it would say who holds what.
+
+use std::io::{BufRead, BufReader, Write};
+use std::process::{Child, ChildStdin, Command, Stdio};
+use std::sync::mpsc::{Receiver, channel};
+
+use super::browser::PATIENCE;
+
+/// A demo that waits for Enter.
+pub struct Demo {
+    process: Child,
+    input: ChildStdin,
+    lines: Receiver<String>,
+    /// The address of the page.
+    pub url: String,
+}
+
+impl Drop for Demo {
+    fn drop(&mut self) {
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
+
+impl Demo {
+    /// Starts it on a machine: before its first step.
+    pub fn start(machine: &str) -> Self {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_linkwise-lab"));
+        command.args(["demo", "--step", "--machine", machine]).stdin(Stdio::piped()).stdout(Stdio::piped());
+        let mut process = command.spawn().unwrap();
+        let output = BufReader::new(process.stdout.take().unwrap());
+        let (sender, lines) = channel();
+        std::thread::spawn(move || output.lines().map_while(Result::ok).try_for_each(|line| sender.send(line)));
+        let mut demo = Self { input: process.stdin.take().unwrap(), process, lines, url: String::new() };
+        let printed = demo.printed();
+        let url = printed.lines().find_map(|line| line.strip_prefix("The node's page: "));
+        demo.url = url.unwrap_or_else(|| panic!("no address: {printed}")).to_owned();
+        demo
+    }
+
+    /// The next step; what it prints.
+    pub fn step(&mut self) -> String {
+        self.input.write_all(b"\n").unwrap();
+        self.printed()
+    }
+
+    /// What is printed until Enter is asked for, or the end.
+    fn printed(&self) -> String {
+        let mut printed = String::new();
+        loop {
+            match self.lines.recv_timeout(PATIENCE) {
+                Ok(line) if line == "[press Enter]" => return printed,
+                Ok(line) => printed += &format!("{line}\n"),
+                Err(std::sync::mpsc::RecvTimeoutError::Disconnected) => return printed,
+                Err(error) => panic!("{error}: {printed}"),
+            }
+        }
+    }
+}

@@ -1,0 +1,64 @@
+//! `linkwise-lab simulate`: traces in, figures out, bad traces named.
+
+use serde_json::{Value, json};
+
+use crate::simulate_cluster::holds;
+use crate::{fed, lab, text};
+
+const SIMULATE: [&str; 5] = ["simulate", "--node", "dgx1-v100", "--trace", "-"];
+
+#[test]
+fn trace_from_stdin_gives_figures_for_each_policy() {
+    let args = [&SIMULATE[..], &["--policy", "first-fit,best-effort,packed,random", "--seed", "7", "--format", "json"]];
+    let output = fed(&mut lab(&args.concat()), b"size,duration_seconds\n2,3600\n2,3600\n9,1\n");
+    assert!(output.status.success() && output.stderr.is_empty(), "{output:?}");
+    let answer: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(answer["gpus"], 8);
+    let policies = answer["policies"].as_array().unwrap();
+    let names: Vec<&str> = policies.iter().map(|row| row["policy"].as_str().unwrap()).collect();
+    assert_eq!(names, ["first-fit", "best-effort", "packed", "random"]);
+    let seeds: Vec<&Value> = policies.iter().map(|row| &row["seed"]).collect();
+    assert_eq!(seeds, [&Value::Null, &Value::Null, &Value::Null, &json!(7)]);
+    // First fit takes 0 and 1, joined by one NVLink of two, then 2 and 3, joined by two.
+    assert_eq!(policies[0]["collective_by_count"], 750_000);
+    assert_eq!(policies[1]["collective_by_count"], 1_000_000);
+    for row in policies {
+        assert_eq!((&row["jobs"], &row["skipped"], &row["max_wait_seconds"]), (&json!(2), &json!(1), &json!(0)));
+        assert_eq!(row["end_seconds"], 3600);
+    }
+}
+
+#[test]
+fn bad_trace_is_refused_in_one_line() {
+    let cases: [(&[u8], &str); 5] = [
+        (b"", "no header"),
+        (b"size,duration_seconds\n2,10\n2,ten\n", "line 3: duration_seconds 'ten' is not a whole number"),
+        (b"size,duration_seconds\n0,10\n", "line 2: size '0'"),
+        (b"size,duration_seconds\n16,10\n", "no job of - fits this machine (it has 8 GPUs)"),
+        (b"size,duration_seconds\n\xff,1\n", "not UTF-8"),
+    ];
+    for (trace, expected) in cases {
+        let output = fed(&mut lab(&SIMULATE), trace);
+        let error = String::from_utf8(output.stderr).unwrap();
+        assert!(!output.status.success() && output.stdout.is_empty(), "{error}");
+        assert!(error.contains(expected) && error.lines().count() == 1, "{error}");
+    }
+    let output = lab(&["simulate", "--node", "dgx1-v100", "--trace", "/nowhere.csv"]).output().unwrap();
+    assert!(String::from_utf8(output.stderr).unwrap().contains("cannot open /nowhere.csv"));
+}
+
+#[test]
+fn sample_trace_is_reproducible() {
+    let trace = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/traces/sample.csv");
+    let run = || text(&mut lab(&["simulate", "--node", "dgx1-v100", "--trace", trace, "--policy", "random"]));
+    assert_eq!(run(), run());
+}
+
+#[test]
+fn figures_of_the_sample_trace_are_golden() {
+    let trace = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/traces/sample.csv");
+    for machine in ["dgx1-v100", "pcie-8x-pix-pairs"] {
+        let args = ["simulate", "--node", machine, "--trace", trace];
+        holds(&format!("simulate-{machine}"), &text(&mut lab(&args)));
+    }
+}

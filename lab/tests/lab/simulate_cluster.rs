@@ -1,0 +1,127 @@
+//! `linkwise-lab simulate --nodes N`, as a person or a script runs it.
+
+use std::process::{Command, Output};
+
+use serde_json::Value;
+
+fn simulate(args: &[&str]) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_linkwise-lab"));
+    command.env_clear().arg("simulate").args(args).output().unwrap()
+}
+
+/// What it prints; nothing on standard error, which is no terminal.
+fn printed(args: &[&str]) -> String {
+    let output = simulate(args);
+    assert!(output.status.success() && output.stderr.is_empty(), "{output:?}");
+    String::from_utf8(output.stdout).unwrap()
+}
+
+/// Compares with tests/snapshots/NAME.snap.
+pub fn holds(name: &str, text: &str) {
+    let mut settings = insta::Settings::clone_current();
+    settings.set_snapshot_path("snapshots");
+    settings.set_prepend_module_to_snapshot(false);
+    settings.set_omit_expression(true);
+    settings.bind(|| insta::assert_snapshot!(name, text));
+}
+
+const SMALL: [&str; 6] = ["--nodes", "6", "--mix", "dgx1-v100=2,pcie-8x-pix-pairs=1", "--jobs", "400"];
+
+#[test]
+fn small_cluster_has_its_figures() {
+    holds("simulate-cluster", &printed(&SMALL));
+    let json: Value = serde_json::from_str(&printed(&[&SMALL[..], &["--format", "json"]].concat())).unwrap();
+    holds("simulate-cluster-json", &serde_json::to_string_pretty(&json).unwrap());
+}
+
+#[test]
+fn page_explains_every_figure() {
+    let page = include_str!("../../../docs/scale.md");
+    let text = printed(&SMALL);
+    let table = text.lines().skip_while(|line| !line.starts_with(' ')).skip(1).take_while(|line| !line.is_empty());
+    let lines: Vec<&str> = table.map(|line| line.get(..36).unwrap_or_default().trim()).collect();
+    assert!(lines.len() > 12, "{lines:?}");
+    // Several lines of one subject have a row together.
+    for label in lines.iter().map(|line| line.split([',', ':']).next().unwrap()) {
+        let subject = label.split(" of ").next().unwrap();
+        assert!(page.contains(&format!("| {subject}")) || page.contains(&format!(", {subject}")), "{label}");
+    }
+    let json: Value = serde_json::from_str(&printed(&[&SMALL[..], &["--format", "json"]].concat())).unwrap();
+    let figures = json["doors"][0].as_object().unwrap();
+    for field in figures.keys().filter(|field| !["door", "jobs", "several"].contains(&field.as_str())) {
+        assert!(page.contains(&format!("`{field}`")), "{field}");
+    }
+    // Its commands are commands.
+    for line in page.lines().filter_map(|line| line.strip_prefix("    linkwise-lab ")) {
+        let mut args: Vec<&str> = line.split('#').next().unwrap().split_whitespace().skip(1).collect();
+        args.retain(|arg| *arg != "jobs.csv" && *arg != "--trace");
+        let mix = args.iter().map(|arg| arg.trim_end_matches(",mine.yaml=1")).collect::<Vec<_>>();
+        let output = printed(&[&mix[..], &["--jobs", "40"]].concat());
+        assert!(output.contains("allocator steps"), "{line}");
+    }
+}
+
+#[test]
+fn same_seed_gives_same_figures() {
+    let with = |seed| printed(&[&SMALL[..], &["--door", "dra-groups", "--seed", seed, "--format", "json"]].concat());
+    assert_eq!(with("1"), with("1"));
+    assert_ne!(with("1"), with("2"));
+}
+
+#[test]
+fn trace_is_replayed_on_every_door_that_is_named() {
+    let trace = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/traces/sample.csv");
+    let args = ["--nodes", "2", "--node", "dgx-h100", "--trace", trace, "--format", "json"];
+    let doors = ["--door", "dra-groups", "--door", "plugin,dra-groups", "--cpu", "none"];
+    let json: Value = serde_json::from_str(&printed(&[&args[..], &doors].concat())).unwrap();
+    let names: Vec<&Value> = json["doors"].as_array().unwrap().iter().map(|door| &door["door"]).collect();
+    assert_eq!(names, ["dra-groups", "plugin"]);
+    for door in json["doors"].as_array().unwrap() {
+        // All of a trace counts; behind NVSwitches every set has all there is.
+        assert_eq!(
+            (&door["jobs"], &door["several"], &door["best_of_cluster"]),
+            (&200.into(), &118.into(), &1000.into())
+        );
+    }
+    assert!(json["load"].is_null() && json["cpu"] == "none" && json["machines"][0]["nodes"] == 2);
+}
+
+#[test]
+fn bad_input_is_refused_by_name() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = |name: &str, text: &str| {
+        let path = folder.path().join(name);
+        std::fs::write(&path, text).unwrap();
+        path.to_str().unwrap().to_owned()
+    };
+    let trace = file("large.csv", "size,duration_seconds\n16,10\n");
+    let bare = file("bare.yaml", "version: 1\nname: bare\nobserved: {gpus: []}\n");
+    let cases: [(&[&str], &[&str]); 15] = [
+        (&["--nodes", "0"], &["'0'", "--nodes"]),
+        (&["--nodes", "100001"], &["100001", "100000"]),
+        (&["--nodes", "2", "--mix", "dgx-h200=1"], &["'dgx-h200'", "dgx-h100"]),
+        (&["--nodes", "2", "--mix", "dgx-h100=0"], &["weight of dgx-h100", "from 1 to"]),
+        (&["--nodes", "2", "--mix", "dgx-h100=many"], &["weight of dgx-h100"]),
+        (&["--nodes", "2", "--mix", "=2"], &["no machine before"]),
+        (&["--nodes", "2", "--mix", "dgx-h100=1,dgx-h100=2"], &["dgx-h100 twice"]),
+        (&["--nodes", "2", "--mix", &bare], &["bare.yaml' has no whole GPU"]),
+        (&["--nodes", "2", "--mix", "dgx-h100", "--node", "dgx-a100"], &["--mix", "--node"]),
+        (&["--nodes", "2", "--trace", &trace], &["no job of", "large.csv", "the largest serves 8 GPUs"]),
+        (&["--nodes", "2", "--trace", &trace, "--load", "0.5"], &["--load", "--trace"]),
+        (&["--nodes", "2", "--load", "1.5"], &["'1.5'", "0.01 to 1"]),
+        (&["--nodes", "2", "--jobs", "0"], &["'0'", "--jobs"]),
+        (&["--nodes", "2", "--policy", "random"], &["--policy", "--nodes"]),
+        (&["--nodes", "2", "--door", "window"], &["'window'", "dra-groups"]),
+    ];
+    for (args, named) in cases {
+        let output = simulate(args);
+        let error = String::from_utf8(output.stderr).unwrap();
+        assert!(!output.status.success() && output.stdout.is_empty(), "{args:?}: {error}");
+        assert!(named.iter().all(|name| error.contains(name)), "{args:?} names {named:?}: {error}");
+    }
+    // Without a cluster its options mean nothing, and a trace is needed.
+    for (args, named) in [(&["--trace", "-", "--door", "plugin"][..], "--nodes"), (&[], "--trace")] {
+        let error = String::from_utf8(simulate(args).stderr).unwrap();
+        assert!(error.contains(named), "{error}");
+    }
+}

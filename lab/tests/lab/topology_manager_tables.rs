@@ -1,0 +1,220 @@
+//! What requests for 1, 2, 4 and 8 GPUs get on every built-in machine under every policy of the Topology Manager,
+//! on an idle node and on one where every second GPU, by index, is held by another pod. Scope container, devices
+//! claim their own NUMA nodes.
+//!
+//! A whole node and a kubelet in a box give the answers; `tests/golden/topology-manager` holds them. Where the
+//! Topology Manager leaves a worse set than the engine would take of the same free GPUs, the table has both.
+//! `INSTA_UPDATE=always cargo test --test topology_manager_tables` writes the tables anew.
+
+#![allow(clippy::unwrap_used, clippy::panic, reason = "a test may panic")]
+
+use std::collections::BTreeSet;
+use std::fmt::Write;
+use std::sync::Arc;
+
+use linkwise_core::allocation::{
+    AllocationPolicy, AllocationReport, AllocationRequest, AllocationTables, DeviceId, Value, preferred_allocation,
+};
+use linkwise_core::state::{Event, NumaHints};
+use linkwise_core::topology::NodeTopology;
+use linkwise_host::machines::{self, Machine};
+use linkwise_kubelet::device_plugin::Settings;
+use linkwise_kubelet_box::{
+    AdmissionError, Admitted, BoxError, KubeletBox, Options, Place, Pod, Policy, Scope, TopologyManager,
+};
+use linkwise_lab::demo::numa_nodes;
+use linkwise_node::keeper::HealthSettings;
+use linkwise_node::node::{Node, NodeSettings};
+
+const GPU: &str = "nvidia.com/gpu";
+const POLICIES: [Policy; 4] = [Policy::None, Policy::BestEffort, Policy::Restricted, Policy::SingleNumaNode];
+const SIZES: [u32; 4] = [1, 2, 4, 8];
+const FOLDER: &str = "golden/topology-manager";
+
+/// What one policy answers, in the order idle then half full, each by size.
+type Column = Vec<String>;
+
+/// The engine and the machine it chooses on.
+struct Engine {
+    tables: AllocationTables,
+}
+
+impl Engine {
+    fn new(machine: &Machine) -> Self {
+        let (topology, _) = NodeTopology::assemble(&machine.observed);
+        Self { tables: AllocationTables::new(Arc::new(topology)) }
+    }
+
+    /// The GPUs' ids, in NVML's order.
+    fn ids(&self) -> Vec<String> {
+        let mut gpus: Vec<_> = self.tables.topology().gpus().iter().collect();
+        gpus.sort_by_key(|gpu| gpu.index);
+        gpus.iter().map(|gpu| gpu.uuid.to_string()).collect()
+    }
+
+    fn indices(&self, ids: &BTreeSet<String>) -> String {
+        let gpus = self.tables.topology().gpus().iter().filter(|gpu| ids.contains(gpu.uuid.as_str()));
+        let indices: BTreeSet<u32> = gpus.map(|gpu| gpu.index).collect();
+        indices.iter().map(ToString::to_string).collect::<Vec<_>>().join(",")
+    }
+
+    fn choose(&self, free: &BTreeSet<String>, must_include: &BTreeSet<String>, size: u32) -> AllocationReport {
+        let ids = |ids: &BTreeSet<String>| ids.iter().cloned().map(DeviceId::from).collect();
+        let size = usize::try_from(size).unwrap();
+        let request = AllocationRequest { available: ids(free), must_include: ids(must_include), size };
+        preferred_allocation(&self.tables, &request, AllocationPolicy::BestEffort).1
+    }
+
+    /// Where the engine would do better with the same free GPUs: what it would take, and what for.
+    fn better(&self, free: &BTreeSet<String>, got: &BTreeSet<String>, size: u32) -> Option<String> {
+        let best = self.choose(free, &BTreeSet::new(), size);
+        let (ours, theirs) = (best.values?, self.choose(free, got, size).values?);
+        let differs = Value::NUMBERS.into_iter().find(|value| ours.get(*value) != theirs.get(*value))?;
+        let (ours, theirs) = (ours.get(differs), theirs.get(differs));
+        assert!(ours > theirs, "the engine's own choice is not the best");
+        let devices = best.devices.iter().map(|gpu| gpu.uuid.to_string()).collect();
+        Some(format!("the engine alone: GPU {} ({differs} {ours}, here {theirs})", self.indices(&devices)))
+    }
+}
+
+/// All answers under one policy.
+async fn column(machine: &Machine, engine: &Engine, policy: Policy) -> Result<Column, String> {
+    let folder = tempfile::tempdir().unwrap();
+    let mut options = Options::new(folder.path());
+    let numa_nodes = numa_nodes(&machine.observed.host);
+    options.topology_manager = TopologyManager { policy, scope: Scope::Container, numa_nodes, static_cpus: false };
+    let kubelet = match KubeletBox::start(options) {
+        Ok(kubelet) => kubelet,
+        Err(BoxError::Unsupported(why)) => return Err(why.to_string()),
+        Err(error) => panic!("{error}"),
+    };
+    let settings = NodeSettings {
+        kubelet: Settings::new(folder.path().join(Options::SOCKET)),
+        metrics_address: "127.0.0.1:0".parse().unwrap(),
+        numa_hints: NumaHints::Node,
+        health: HealthSettings::default(),
+    };
+    let node = Node::start(settings).await.unwrap();
+    let (events, shutdown, report) = (node.events(), node.shutdown(), node.last_report());
+    let ask = async {
+        events.send(Event::Observed(Box::new(machine.observed.clone()))).await.unwrap();
+        let ids = engine.ids();
+        kubelet.wait(|state| state.resources[GPU].healthy.len() == ids.len()).await.unwrap();
+        let mut answers = Vec::new();
+        for half_full in [false, true] {
+            if half_full {
+                let place = Place { pod: "other".into(), container: "main".into(), resource: GPU.into() };
+                kubelet.hold(place, ids.iter().skip(1).step_by(2).cloned());
+            }
+            for size in SIZES {
+                let free = kubelet.state().resources[GPU].free();
+                let admitted = kubelet.admit(&Pod::single("pod", GPU, size), None).await;
+                let last = report.borrow().clone();
+                answers.push(answer(engine, &free, size, admitted, last.as_deref()));
+                kubelet.remove_pod("pod");
+            }
+        }
+        shutdown.cancel();
+        answers
+    };
+    let (served, answers) = tokio::join!(node.serve(), ask);
+    served.unwrap();
+    kubelet.stop().await.unwrap();
+    Ok(answers)
+}
+
+fn answer(
+    engine: &Engine,
+    free: &BTreeSet<String>,
+    size: u32,
+    admitted: Result<Admitted, AdmissionError>,
+    report: Option<&AllocationReport>,
+) -> String {
+    let admitted = match admitted {
+        Ok(admitted) => admitted,
+        Err(AdmissionError::TopologyAffinity(refusal)) => {
+            return format!("TopologyAffinityError: {}", refusal.why());
+        }
+        Err(error @ (AdmissionError::Insufficient { .. } | AdmissionError::NoHealthyDevices { .. })) => {
+            return format!("rejected: {error}");
+        }
+        Err(error) => panic!("{error}"),
+    };
+    let container = &admitted.containers["main"];
+    let grant = &container.resources[GPU];
+    let got: BTreeSet<String> = grant.allocation.devices.iter().cloned().collect();
+    let mask = container.hint.as_ref().map(|hint| match (hint.mask, hint.preferred) {
+        (None, _) => "any NUMA node, ".to_owned(),
+        (Some(nodes), preferred) => format!("NUMA {nodes}{}, ", if preferred { "" } else { " not preferred" }),
+    });
+    let mask = mask.unwrap_or_default();
+    let mut text = match &grant.asked {
+        None => format!("GPU {}\n{mask}not asked: exactly these are on it", engine.indices(&got)),
+        Some(asked) => {
+            let taken = match asked.must_include.len() {
+                0 => String::new(),
+                taken => format!(" with {taken} taken before"),
+            };
+            let why = report.unwrap();
+            format!("GPU {}\n{mask}asked about {}{taken}; {why}", engine.indices(&got), asked.available.len())
+        }
+    };
+    if let Some(better) = engine.better(free, &got, size) {
+        text += "\nworse than ";
+        text += &better;
+    }
+    text
+}
+
+async fn table(machine: &Machine) -> String {
+    let engine = Engine::new(machine);
+    let mut text = format!("{}: {}\n", machine.name, machine.title);
+    let mut columns = Vec::new();
+    for policy in POLICIES {
+        match column(machine, &engine, policy).await {
+            Ok(column) => columns.push((policy, column)),
+            Err(why) => writeln!(text, "\n{why}").unwrap(),
+        }
+    }
+    let questions = ["idle", "every second GPU held"].into_iter().flat_map(|node| SIZES.map(|size| (node, size)));
+    for (number, (node, size)) in questions.enumerate() {
+        writeln!(text, "\n{node}, {size} GPU{}", if size == 1 { "" } else { "s" }).unwrap();
+        let mut before: Option<&String> = None;
+        for (policy, column) in &columns {
+            let answer = &column[number];
+            let outcome = if before == Some(answer) {
+                "the same".to_owned()
+            } else {
+                answer.replace('\n', "\n                      ")
+            };
+            writeln!(text, "  {:<18}  {outcome}", policy.to_string()).unwrap();
+            before = Some(answer);
+        }
+    }
+    text
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn docs_table_matches_each_machine() {
+    let mut names = BTreeSet::new();
+    for built_in in machines::built_in() {
+        let machine = machines::load(built_in.name).unwrap();
+        if machine.observed.gpus.is_empty() {
+            continue;
+        }
+        let table = table(&machine).await;
+        insta::with_settings!({
+            snapshot_path => FOLDER,
+            prepend_module_to_snapshot => false,
+            omit_expression => true,
+        }, {
+            insta::assert_snapshot!(built_in.name, table);
+        });
+        names.insert(format!("{}.snap", built_in.name));
+    }
+    let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/lab").join(FOLDER);
+    for file in std::fs::read_dir(folder).unwrap() {
+        let file = file.unwrap().file_name().into_string().unwrap();
+        assert!(names.contains(&file), "{file} belongs to no built-in machine");
+    }
+}

@@ -1,0 +1,247 @@
+//! `linkwise config-manager`: links the configuration that the node's label names, and signals the program that reads
+//! it.
+//!
+//! A composition root: it owns the task that follows the node and the one that serves metrics. As an init container,
+//! config-manager selects once and ends. As a sidecar, it follows the label and the folder. If nothing can be selected,
+//! it reports that, and the last configuration stays.
+
+mod choose;
+mod folder;
+mod neighbour;
+
+use std::path::Path;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use crate::config::{ConfigManagerArgs, ConfigManagerSettings};
+use anyhow::{Context, Result, bail};
+use linkwise_core::errors::chain;
+use linkwise_core::once::Once;
+use linkwise_node::admin::{Admin, Answers};
+use linkwise_node::metrics::CONTENT_TYPE;
+use linkwise_system::inotify::FolderWatch;
+use linkwise_system::metrics::new;
+use prometheus_client::encoding::text::encode;
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::registry::Registry;
+use thiserror::Error;
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::watch;
+use tokio::task::JoinSet;
+use tokio_util::sync::CancellationToken;
+
+use linkwise_cluster::{ApiMetrics, ApiServer, NodeFollower, NodeLabels, Pace};
+
+use choose::{NoChoice, choose};
+
+/// The time after which the folder and the link are compared without a notification.
+const POLL: Duration = Duration::from_secs(10);
+
+/// The folder of the processes that may be signalled.
+const PROCFS: &str = "/proc";
+
+#[derive(Debug, Error)]
+enum SelectError {
+    #[error("the cluster has no node {0}")]
+    NoNode(String),
+    #[error("cannot list the configurations in {0}")]
+    Folder(String, #[source] std::io::Error),
+    #[error(transparent)]
+    NoChoice(#[from] NoChoice),
+    #[error("cannot link {0}")]
+    Link(String, #[source] std::io::Error),
+}
+
+#[derive(Clone, Debug)]
+struct Metrics {
+    selected: Gauge,
+    signals: Family<[(&'static str, &'static str); 1], Counter>,
+}
+
+impl Metrics {
+    fn register(registry: &mut Registry) -> Self {
+        let selected = "1 while the configuration that the node's label or the default names is in place, 0 while there \
+                        is none such and the last one stays";
+        let signals = "Signals after a change of the configuration: sent, failed, or no_process to send one to";
+        Self { selected: new(registry, "config_selected", selected), signals: new(registry, "config_signals", signals) }
+    }
+
+    fn signalled(&self, outcome: &'static str) {
+        self.signals.get_or_create(&[("outcome", outcome)]).inc();
+    }
+}
+
+/// Runs config-manager: once, or until a signal ends it. Fails if an option is missing or wrong; or, with `--oneshot`,
+/// if no configuration is in place at the end.
+pub fn run(args: &ConfigManagerArgs) -> Result<()> {
+    let _log = crate::run::start_log(&args.log)?;
+    linkwise_system::block_on(serve(args))
+}
+
+async fn serve(args: &ConfigManagerArgs) -> Result<()> {
+    // This comes first: PID 1 of a container ignores every signal that it has no handler for.
+    let mut terminate = signal(SignalKind::terminate()).context("cannot listen for SIGTERM")?;
+    let mut interrupt = signal(SignalKind::interrupt()).context("cannot listen for SIGINT")?;
+    let settings = args.settings()?;
+    let access = args.api.access()?;
+    let mut registry = Registry::with_prefix("linkwise");
+    let metrics = Metrics::register(&mut registry);
+    let pace = Pace { first: Duration::from_millis(args.api_pause_ms), ..Pace::DEFAULT };
+    let server = ApiServer::new(access, pace, ApiMetrics::register(&mut registry));
+    let (sender, labels) = watch::channel(None);
+    let mut tasks = JoinSet::new();
+    tasks.spawn(NodeFollower::new(server, settings.node.clone()).run(sender, CancellationToken::new()));
+    let problem = Arc::<Mutex<Option<String>>>::new(Mutex::new(Some("no label read yet".to_owned())));
+    if let Some(address) = args.metrics_address {
+        let admin =
+            Admin::bind(address).with_context(|| format!("cannot listen on {address} for metrics and probes"))?;
+        tracing::info!(metrics = %admin.address(), "config-manager is up");
+        let answers = answers(registry, Arc::clone(&problem));
+        tasks.spawn(admin.serve(answers));
+    }
+    let folder = FolderWatch::of(&settings.source);
+    let manager = Manager { settings, metrics, problem, problems: Once::new(), selected: None };
+    let (name, result) = tokio::select! {
+        result = manager.work(labels, folder) => ("", result),
+        ended = tasks.join_next() => ("", Err(anyhow::anyhow!("a task of config-manager ended: {ended:?}"))),
+        _ = terminate.recv() => ("SIGTERM", Ok(())),
+        _ = interrupt.recv() => ("SIGINT", Ok(())),
+    };
+    if !name.is_empty() {
+        tracing::info!(signal = name, "ending");
+    }
+    tasks.shutdown().await;
+    result
+}
+
+fn answers(registry: Registry, problem: Arc<Mutex<Option<String>>>) -> Answers {
+    let text = move || {
+        let mut text = String::new();
+        encode(&mut text, &registry).ok().map(|()| text)
+    };
+    let ready = move || match problem.lock().unwrap_or_else(PoisonError::into_inner).clone() {
+        None => Ok("ready".to_owned()),
+        Some(problem) => Err(vec![problem]),
+    };
+    Answers { metrics: Arc::new(text), metrics_type: CONTENT_TYPE, ready: Arc::new(ready), page: None }
+}
+
+struct Manager {
+    settings: ConfigManagerSettings,
+    metrics: Metrics,
+    /// The reason why it is not ready; `None` when it is.
+    problem: Arc<Mutex<Option<String>>>,
+    problems: Once<String>,
+    /// The configuration that was logged last.
+    selected: Option<Option<String>>,
+}
+
+impl Manager {
+    async fn work(mut self, mut labels: watch::Receiver<Option<NodeLabels>>, mut folder: FolderWatch) -> Result<()> {
+        if self.settings.oneshot {
+            return self.once(labels).await;
+        }
+        loop {
+            let now = labels.borrow_and_update().clone();
+            if let Some(labels) = now {
+                let selected = self.select(&labels);
+                self.report(selected);
+            }
+            tokio::select! {
+                changed = labels.changed() => changed.context("the node is no longer followed")?,
+                () = folder.changed() => {}
+                () = tokio::time::sleep(POLL) => {}
+            }
+        }
+    }
+
+    /// Selects once. If a configuration is in place, no fault of the API server or the label keeps the other containers
+    /// of the pod from starting.
+    async fn once(&mut self, mut labels: watch::Receiver<Option<NodeLabels>>) -> Result<()> {
+        let is_in_place = || self.settings.destination.exists();
+        let (node, mut logged) = (self.settings.node.clone(), false);
+        let known = labels.wait_for(|labels| {
+            if matches!(labels, Some(NodeLabels::Absent)) && !std::mem::replace(&mut logged, true) {
+                tracing::warn!(node, "no such node in the cluster, waiting for it (NODE_NAME?)");
+            }
+            matches!(labels, Some(NodeLabels::Of(_)))
+        });
+        let known = match is_in_place() {
+            true => tokio::time::timeout(self.settings.keep_after, known).await.ok(),
+            false => Some(known.await),
+        };
+        let Some(known) = known else {
+            tracing::warn!(node = self.settings.node, "node not read in time, keeping the configuration in place");
+            return Ok(());
+        };
+        let known = known.context("the node is no longer followed")?.clone().unwrap_or(NodeLabels::Absent);
+        match self.select(&known) {
+            Err(error) if !self.settings.destination.exists() => {
+                bail!("no configuration selected by {}: {}", self.settings.label, chain(&error))
+            }
+            selected => self.report(selected),
+        }
+        Ok(())
+    }
+
+    /// Selects the configuration of these labels, and signals its reader if the configuration changed.
+    fn select(&mut self, labels: &NodeLabels) -> Result<(), SelectError> {
+        let NodeLabels::Of(labels) = labels else { return Err(SelectError::NoNode(self.settings.node.clone())) };
+        let (source, destination) = (&self.settings.source, &self.settings.destination);
+        let names = folder::names(source).map_err(|error| SelectError::Folder(source.display().to_string(), error))?;
+        let label = labels.get(&self.settings.label).map(String::as_str);
+        let choice = choose(label, &names, &self.settings.defaults)?;
+        let changed = folder::link(source, choice.name.as_deref(), destination)
+            .map_err(|error| SelectError::Link(destination.display().to_string(), error))?;
+        if changed || self.selected.as_ref() != Some(&choice.name) {
+            let (configuration, why) = (choice.name.as_deref().unwrap_or("(empty)"), choice.why);
+            tracing::info!(configuration, why, changed, "configuration selected");
+            self.selected = Some(choice.name);
+        }
+        if changed {
+            self.signal();
+        }
+        Ok(())
+    }
+
+    /// Signals the reader. A reader that is not running yet reads the new configuration when it starts.
+    fn signal(&self) {
+        let Some((process, signal)) = &self.settings.signal else { return };
+        let found = match neighbour::processes(Path::new(PROCFS), process) {
+            Ok(found) => found,
+            Err(error) => {
+                self.metrics.signalled("failed");
+                return tracing::warn!(process, %error, "cannot list processes, no signal sent");
+            }
+        };
+        if found.is_empty() {
+            self.metrics.signalled("no_process");
+            tracing::warn!(process, "no such process to signal (shareProcessNamespace?); it may not have started yet");
+        }
+        for pid in found {
+            let id = pid.as_raw_nonzero().get();
+            match neighbour::send(pid, *signal) {
+                Ok(()) => {
+                    self.metrics.signalled("sent");
+                    tracing::info!(process, pid = id, signal, "signal sent");
+                }
+                Err(error) => {
+                    self.metrics.signalled("failed");
+                    tracing::warn!(process, pid = id, signal, %error, "signal not sent");
+                }
+            }
+        }
+    }
+
+    fn report(&mut self, selected: Result<(), SelectError>) {
+        let problem = selected.err().map(|error| chain(&error));
+        self.metrics.selected.set(i64::from(problem.is_none()));
+        for error in self.problems.replace(problem.clone()) {
+            let label = &self.settings.label;
+            tracing::warn!(label, error, "no configuration selected, keeping the last one");
+        }
+        *self.problem.lock().unwrap_or_else(PoisonError::into_inner) = problem;
+    }
+}

@@ -1,0 +1,76 @@
+//! `linkwise completions` and `linkwise man`: the completions of shells and the manual pages, made of the definitions
+//! that read the command line.
+//!
+//! They speak to no API server. They are here so that `linkwise run` does not map the code that writes them, and that
+//! `make demo` does not build it.
+
+use std::fs;
+
+use crate::config::{CompletionsArgs, MACHINE_NAMES, ManArgs, Shell, completable, documented};
+use anyhow::{Context, Result};
+use clap_complete::aot;
+use clap_mangen::Man;
+use linkwise_host::machines;
+use linkwise_system::output::print;
+
+const NAME: &str = "linkwise";
+
+/// Prints the completions of a shell.
+pub fn completions(args: &CompletionsArgs) -> Result<()> {
+    let names: Vec<&str> = machines::built_in().map(|machine| machine.name).collect();
+    Ok(print(&text(args.shell, &names.join(" ")))?)
+}
+
+fn text(shell: Shell, machines: &str) -> String {
+    let generator = match shell {
+        Shell::Bash => aot::Shell::Bash,
+        Shell::Zsh => aot::Shell::Zsh,
+        Shell::Fish => aot::Shell::Fish,
+    };
+    let mut bytes = Vec::new();
+    clap_complete::generate(generator, &mut completable(), NAME, &mut bytes);
+    let text = String::from_utf8_lossy(&bytes);
+    // A machine is a built-in name or a file, which is not a fixed list of values. bash looks for files by itself if no
+    // name fits.
+    match shell {
+        Shell::Bash => text.replace(MACHINE_NAMES, machines),
+        Shell::Zsh => text.replace(
+            &format!("({MACHINE_NAMES})"),
+            &format!("{{_alternative \"machines:machine:({machines})\" \"files:file:_files\"}}"),
+        ),
+        Shell::Fish => text.replace(&format!("-r -f -a \"{MACHINE_NAMES}\\t''\""), &format!("-r -F -a \"{machines}\"")),
+    }
+}
+
+/// Writes the pages, one for each command, into a folder.
+pub fn man(args: &ManArgs) -> Result<()> {
+    let folder = &args.folder;
+    fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.display()))?;
+    for command in documented() {
+        // The pages of one version are equal, whenever they are made. The date is a blank: an empty date would shift
+        // the text after it.
+        let page =
+            Man::new(command).date(" ").source(concat!("linkwise ", env!("CARGO_PKG_VERSION"))).manual("linkwise");
+        let file = folder.join(page.get_filename());
+        let mut bytes = Vec::new();
+        page.render(&mut bytes)
+            .and_then(|()| fs::write(&file, bytes))
+            .with_context(|| format!("cannot write {}", file.display()))?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn machines_are_completed_in_each_shell() {
+        for shell in [Shell::Bash, Shell::Zsh, Shell::Fish] {
+            let text = text(shell, "dgx-a100 dgx-h100");
+            assert!(!text.contains(MACHINE_NAMES), "{shell:?}");
+            // --node of five commands, at least.
+            assert!(text.matches("dgx-a100 dgx-h100").count() >= 5, "{shell:?}");
+        }
+    }
+}

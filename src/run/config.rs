@@ -1,0 +1,247 @@
+//! The configuration while linkwise runs: reloads it when the file changes or at SIGHUP, and applies the changes.
+//!
+//! A task of `run` and of `mps-control-daemon`. The task turns a valid change into events of the node; an invalid one
+//! changes nothing.
+
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use tokio::signal::unix::Signal;
+use tokio::sync::mpsc;
+use tokio::time::sleep;
+use tokio_util::sync::CancellationToken;
+
+use super::dra::start::{Lack, RightsReader};
+use crate::config::file::{Finding, Severity};
+use crate::config::settings::{ConfigError, Loaded, load_text};
+use crate::config::{ConfigMetrics, Environment, FileWatch, Flags, Settings};
+use linkwise_core::errors::chain;
+use linkwise_core::state::{DraGpus, Event};
+use linkwise_node::readiness::{Part, Readiness};
+
+/// The pause between two checks of the rights that DRA lacks.
+const LOOK_AGAIN: Duration = Duration::from_secs(10);
+
+pub(super) fn log(findings: &[Finding]) {
+    for Finding { line, key, severity, problem } in findings {
+        match severity {
+            Severity::Note => tracing::warn!(line, key, problem, "configuration"),
+            Severity::Warning => {
+                tracing::warn!(line, key, problem, "configuration, rejected by 'linkwise config check'")
+            }
+            Severity::Error => tracing::error!(line, key, problem, "configuration, rejected"),
+        }
+    }
+}
+
+pub(super) struct Reloader {
+    pub flags: Flags,
+    pub environment: Environment,
+    pub settings: Settings,
+    pub metrics: ConfigMetrics,
+    pub events: mpsc::Sender<Event>,
+    /// The pending request for DRA; `None` if DRA is served already.
+    pub dra: Option<DraWish>,
+}
+
+/// A wish for DRA in a process that serves none: the node is served anew where the process has the rights for DRA;
+/// otherwise the wish says what is missing.
+pub(super) struct DraWish {
+    rights: RightsReader,
+    readiness: Readiness,
+    anew: CancellationToken,
+    shutdown: CancellationToken,
+    /// The rights that were missing at the last check.
+    lacks: Vec<Lack>,
+}
+
+impl DraWish {
+    /// No wish yet. `anew` is cancelled where the node is to be served anew, and then `shutdown`.
+    pub fn new(
+        rights: RightsReader,
+        readiness: Readiness,
+        anew: CancellationToken,
+        shutdown: CancellationToken,
+    ) -> Self {
+        Self { rights, readiness, anew, shutdown, lacks: Vec::new() }
+    }
+
+    /// Records that GPUs are to go through DRA and that these rights are missing: the GPUs stay with the device plugin.
+    /// Logged once.
+    pub fn cannot(&mut self, lacks: Vec<Lack>) {
+        let why: Vec<String> = lacks.iter().map(Lack::to_string).collect();
+        let why = why.join("; ");
+        self.readiness.add(Part::Dra, "GPUs stay with the device plugin");
+        self.readiness.trouble(&Part::Dra, why.clone());
+        if lacks != self.lacks {
+            tracing::error!(why, "GPUs cannot go through DRA, they stay with the device plugin");
+        }
+        self.lacks = lacks;
+    }
+
+    fn none(&mut self) {
+        self.lacks.clear();
+        self.readiness.remove(&Part::Dra);
+    }
+}
+
+impl Reloader {
+    /// Runs for ever. Each `hangup` requests a reload.
+    pub async fn run(mut self, mut hangup: Signal) -> Result<()> {
+        let mut file = ConfigFile::of(&self.settings);
+        // The file may have changed since it was loaded for the start.
+        let mut reason = "start";
+        let mut text = file.read().await;
+        loop {
+            self.reload(text, reason).await?;
+            let lacks = self.dra.as_ref().is_some_and(|wish| !wish.lacks.is_empty());
+            let look_again = async { if lacks { sleep(LOOK_AGAIN).await } else { std::future::pending().await } };
+            (reason, text) = tokio::select! {
+                text = file.changed() => ("the file changed", text),
+                _ = hangup.recv() => ("SIGHUP", file.read().await),
+                () = look_again => ("DRA lacked rights", file.read().await),
+            };
+        }
+    }
+
+    /// Applies a text: a valid one takes effect, any other changes nothing.
+    async fn reload(&mut self, text: Result<String, ConfigError>, reason: &str) -> Result<()> {
+        let loaded = reloaded(&self.flags, &self.environment, text, reason);
+        self.metrics.config_valid(loaded.is_some());
+        let Some(mut loaded) = loaded else { return Ok(()) };
+        if let Some(wish) = &mut self.dra {
+            let lacks = match loaded.settings.dra_gpus.value {
+                DraGpus::None => {
+                    wish.none();
+                    Vec::new()
+                }
+                _ => {
+                    let lacks = wish.rights.lacks().await;
+                    if lacks.is_empty() {
+                        tracing::info!(why = reason, "GPUs are to go through DRA");
+                        wish.anew.cancel();
+                        wish.shutdown.cancel();
+                        return Ok(());
+                    }
+                    lacks
+                }
+            };
+            if !lacks.is_empty() {
+                wish.cannot(lacks);
+                self.metrics.config_valid(false);
+                loaded.settings.dra_gpus.value = DraGpus::None;
+            }
+        }
+        let changed = loaded.settings.changed(&self.settings);
+        if changed.is_empty() {
+            if reason != "start" {
+                tracing::info!(why = reason, "configuration reloaded, unchanged");
+            }
+            return Ok(());
+        }
+        let keys = |at_once: &[bool]| {
+            let keys = changed.iter().filter(|changed| at_once.contains(&changed.at_once)).map(|changed| changed.key);
+            keys.collect::<Vec<_>>().join(",")
+        };
+        tracing::info!(why = reason, changed = keys(&[true, false]), "configuration applied");
+        let later = keys(&[false]);
+        if !later.is_empty() {
+            tracing::warn!(keys = later, "these settings apply at the next start");
+        }
+        log(&loaded.findings);
+        for event in events(&self.settings, &loaded.settings) {
+            self.events.send(event).await.context("the node takes no events")?;
+        }
+        self.settings = loaded.settings;
+        Ok(())
+    }
+}
+
+/// The settings of a text; `None`, with log lines, if it is rejected.
+pub(super) fn reloaded(
+    flags: &Flags,
+    environment: &Environment,
+    text: Result<String, ConfigError>,
+    why: &str,
+) -> Option<Loaded> {
+    let rejected = |error: &ConfigError| {
+        if let ConfigError::Rejected(_, findings) = error {
+            log(findings);
+        }
+        tracing::error!(why, error = chain(error), "configuration rejected, keeping the previous one");
+    };
+    text.and_then(|text| load_text(flags, environment, &text)).inspect_err(rejected).ok()
+}
+
+/// The configuration file, followed; without one, an empty text that never changes.
+pub(super) struct ConfigFile(Option<FileWatch>);
+
+impl ConfigFile {
+    pub fn of(settings: &Settings) -> Self {
+        Self(settings.config_file.value.as_deref().map(FileWatch::of))
+    }
+
+    pub async fn read(&mut self) -> Result<String, ConfigError> {
+        match &mut self.0 {
+            Some(file) => file.read().await,
+            None => Ok(String::new()),
+        }
+    }
+
+    pub async fn changed(&mut self) -> Result<String, ConfigError> {
+        match &mut self.0 {
+            Some(file) => file.changed().await,
+            None => std::future::pending().await,
+        }
+    }
+}
+
+/// The events that follow at once from a change of the settings.
+fn events(before: &Settings, now: &Settings) -> Vec<Event> {
+    let mut events = Vec::new();
+    if now.numa_hints.value != before.numa_hints.value {
+        events.push(Event::NumaHints(now.numa_hints.value));
+    }
+    let plan = now.plan();
+    if plan != before.plan() {
+        events.push(Event::Planned(Box::new(plan)));
+    }
+    events
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::Value;
+
+    const FILE: &str = include_str!("../../tests/configs/linkwise/everything.yaml");
+
+    fn settings(file: &Value) -> Settings {
+        // JSON is YAML.
+        load_text(&Flags::default(), &Environment::default(), &file.to_string()).unwrap().settings
+    }
+
+    /// Takes the value at a path of keys out of a tree.
+    fn without(tree: &Value, path: &str) -> Value {
+        let mut tree = tree.clone();
+        let (parent, last) = path.rsplit_once('.').unwrap_or(("", path));
+        let parent = if parent.is_empty() { String::new() } else { format!("/{}", parent.replace('.', "/")) };
+        tree.pointer_mut(&parent).unwrap().as_object_mut().unwrap().remove(last).unwrap();
+        tree
+    }
+
+    #[test]
+    fn settings_that_apply_at_once_are_those_that_cause_events() {
+        let tree: Value = serde_saphyr::from_str(FILE).unwrap();
+        let all = settings(&tree);
+        for shown in all.shown().into_iter().filter(|shown| shown.key != "configFile") {
+            let before = settings(&without(&tree, shown.key));
+            assert!(
+                before.changed(&all).iter().any(|changed| changed.key == shown.key),
+                "{} has its default",
+                shown.key
+            );
+            assert_eq!(!events(&before, &all).is_empty(), shown.at_once, "{}", shown.key);
+        }
+    }
+}

@@ -1,0 +1,518 @@
+//! DRA in `linkwise run`: the published devices, the plugin that prepares claims, the ledger of prepared claims, and
+//! the readiness of these parts.
+//!
+//! `start` decides which parts a process serves; `leftovers` reports the rest of DRA when DRA is off.
+//!
+//! The pool is made from each snapshot and handed to the writer of slices; the claims that the plugin has prepared go
+//! into the node's state as events. An API server that is away changes nothing for prepared claims.
+
+pub(super) mod leftovers;
+pub(super) mod start;
+
+use std::fs::{File, TryLockError};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use futures_util::future::join;
+use linkwise_cluster::{ClaimReader, SliceSettings, SliceWriter, StoredPool};
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::registry::Registry;
+use tokio::sync::{mpsc, watch};
+use tokio::task::spawn_blocking;
+use tokio::time::{Instant, timeout_at};
+use tokio_util::sync::CancellationToken;
+
+use super::api::Api;
+use crate::config::Settings;
+use linkwise_core::errors::chain;
+use linkwise_core::once::Once;
+use linkwise_core::publish::dra::slice::Pool;
+use linkwise_core::publish::dra::{
+    DraFacts, DraProblem, DraSettings, LayoutCache, ServerVersion, devices, mig_counters, offered_now,
+};
+use linkwise_core::publish::injection::{CdiOptions, HostDevices, InjectionOptions};
+use linkwise_core::state::{DRA_DRIVER, Event, NodeState, PreparedClaim};
+use linkwise_host::cdi;
+use linkwise_kubelet::dra::{self, ClaimQuery, MigRequest, MpsLink, Occurrence, Phase, PluginMetrics, SpecsLink};
+use linkwise_node::node::Node;
+use linkwise_node::readiness::{Part, Readiness};
+use linkwise_nvml::supervisor::identity;
+use linkwise_system::uds::Callers;
+use linkwise_system::{metrics::new, send_if_new};
+
+/// The folder of checkpoints in the state folder.
+const CLAIMS: &str = "claims";
+
+/// The lock of the DRA plugin that prepares claims, in the state folder.
+const CLAIMS_LOCK: &str = "claims.lock";
+
+/// The time between two attempts to take that lock while the last process's plugin ends.
+const LOCK_PAUSE: Duration = Duration::from_millis(10);
+
+/// The time between two attempts to use a folder of checkpoints that cannot be used.
+const STORE_PAUSE: Duration = Duration::from_secs(5);
+
+/// The most queries for claims that may wait. The plugin waits for each of them.
+const QUERIES: usize = 16;
+
+/// The time for which slices may differ from the wanted ones before the node is not ready: an API server that restarts,
+/// or asks for a pause, is not a fault of this node.
+const GRACE: Duration = Duration::from_secs(60);
+
+/// The most lines about sockets and callers that are remembered; further ones are not logged.
+const MOST_LINES: usize = 64;
+
+/// The connections from the rest of the program to DRA.
+pub(super) struct Given<'a> {
+    pub settings: &'a Settings,
+    /// The node's name; it names the node's pool of devices.
+    pub name: Option<String>,
+    pub sysfs: &'a Path,
+    pub state_dir: PathBuf,
+    pub injection: InjectionOptions,
+    pub host_devices: watch::Receiver<Arc<HostDevices>>,
+    /// The task that writes the CDI specs.
+    pub specs: SpecsLink,
+    /// The orders for MIG devices; `None` if there is no driver to make any.
+    pub mig: Option<mpsc::Sender<MigRequest>>,
+    /// The orders for MPS control daemons; `None` if no process could run any.
+    pub mps: Option<MpsLink>,
+    /// Becomes true when no other process serves this node.
+    pub owns: watch::Receiver<bool>,
+    /// The time for which claims of the last process count as held although the kubelet does not list them; without it,
+    /// the plugin's default.
+    pub listed_within: Option<Duration>,
+}
+
+/// Starts DRA in a node. Without a client of the API server no slices are written, and no new claim is prepared.
+pub(super) fn spawn_in(node: &mut Node, given: Given<'_>, api: Option<&Api>) {
+    let Given { settings, name, sysfs, state_dir, injection, host_devices, specs, mig, mps, owns, .. } = given;
+    let name = name.unwrap_or_default();
+    let empty = Pool::new(name.clone(), Vec::new());
+    // Claims name CDI devices, regardless of the device plugin.
+    let names = CdiOptions { kind: cdi::kind(cdi::GPU_CLASS), annotation_prefix: None, cri: true };
+    let injection = InjectionOptions { cdi: Some(names), ..injection };
+    let defaults = dra::Settings::new(DRA_DRIVER, empty.name.clone(), state_dir.join(CLAIMS));
+    let plugin = dra::Settings {
+        registry: settings.dra_registry_dir.value.clone(),
+        plugins: settings.dra_plugins_dir.value.clone(),
+        cdi_folder: settings.cdi_dir.value.clone(),
+        boot: identity(sysfs).boot,
+        injection,
+        host_devices,
+        specs,
+        mig,
+        mps,
+        makes_mig: settings.dra_dynamic_mig.value,
+        callers: Callers::and(settings.allowed_uids.value.iter().copied()),
+        has_ledger: true,
+        has_api_server: api.is_some(),
+        listed_within: given.listed_within.unwrap_or(defaults.listed_within),
+        ..defaults
+    };
+    let (asks, claims) = mpsc::channel(QUERIES);
+    let (observer, occurrences) = observer(node);
+    let plugin = dra::Plugin::new(Arc::new(plugin), Arc::clone(&observer));
+    node.readiness.add(Part::DraPlugin, Phase::WaitingForGpus.words());
+    let (events, snapshot, prepared) = (node.events(), node.snapshot(), plugin.prepared_claims());
+    node.spawn("DRA ledger", keep_ledger(prepared, events));
+    node.spawn("DRA log", log(occurrences));
+    let turn = Turn { owns, state_dir, shutdown: node.shutdown() };
+    if let Some(api) = api {
+        publish(node, settings, empty, (name, claims), api, turn.clone());
+    }
+    node.spawn_until_done("DRA plugin", run_plugin(plugin, turn, snapshot, asks, observer));
+}
+
+/// Runs the plugin when its turn has come. While the folder of checkpoints cannot be used, no claim is prepared, and
+/// the device plugin still serves.
+async fn run_plugin(
+    plugin: dra::Plugin,
+    turn: Turn,
+    snapshot: watch::Receiver<Arc<NodeState>>,
+    asks: mpsc::Sender<ClaimQuery>,
+    observer: dra::Observer,
+) -> Result<()> {
+    let shutdown = turn.shutdown.clone();
+    let Some(_lock) = turn.lock().await else { return Ok(()) };
+    while let Err(error) = plugin.clone().run(snapshot.clone(), asks.clone(), shutdown.clone()).await {
+        observer(Occurrence::Ended(chain(&error)));
+        if shutdown.run_until_cancelled(tokio::time::sleep(STORE_PAUSE)).await.is_none() {
+            break;
+        }
+    }
+    Ok(())
+}
+
+/// Publishes the node's pool, and reads claims for the plugin. `named`: the node, and the plugin's queries.
+fn publish(
+    node: &mut Node,
+    settings: &Settings,
+    empty: Pool,
+    named: (String, mpsc::Receiver<ClaimQuery>),
+    api: &Api,
+    turn: Turn,
+) {
+    let (name, claims) = named;
+    let metrics = node.metrics().register(SliceMetrics::register);
+    let (pool, wanted) = watch::channel(None);
+    let (report, stored) = watch::channel(StoredPool::default());
+    let asks_version = settings.dra_dynamic_mig.value;
+    node.metrics().register(|registry| api.metrics().register_in(registry));
+    let writer = SliceWriter::new(api.server(), SliceSettings { node: name, asks_version });
+    let writing = writer.run(api.server(), wanted.clone(), report, node.shutdown());
+    let reading = ClaimReader::new(api.server()).run(claims, node.shutdown());
+    let maker = PoolMaker {
+        empty,
+        evict_from_lost: settings.dra_evict_lost.value,
+        dynamic_mig: settings.dra_dynamic_mig.value,
+        layouts: LayoutCache::default(),
+        reported: Once::new(),
+        last: None,
+    };
+    node.readiness.add(Part::DraSlices, "waiting for GPUs");
+    node.spawn("DRA slices", maker.run(node.snapshot(), stored.clone(), pool));
+    node.spawn("DRA slices' report", follow_report(wanted, stored, node.readiness.clone(), metrics));
+    node.spawn_until_done("API server", async move {
+        if let Some(_turn) = turn.comes().await {
+            join(writing, reading).await;
+        }
+        Ok(())
+    });
+}
+
+/// The right of this process to touch claims and slices: it comes once no other process serves the node, and the plugin
+/// of the last one has ended.
+#[derive(Clone)]
+struct Turn {
+    owns: watch::Receiver<bool>,
+    state_dir: PathBuf,
+    shutdown: CancellationToken,
+}
+
+impl Turn {
+    /// Waits until this process is the owner; `None` if it is ending.
+    async fn comes(mut self) -> Option<()> {
+        // An error means that this process is the owner for good.
+        let owns = async { self.owns.wait_for(|owns| *owns).await.map(drop) };
+        self.shutdown.run_until_cancelled(owns).await.map(drop)
+    }
+
+    /// Waits for the turn, and for the lock that every DRA plugin of this node holds as long as it runs: then the
+    /// claims that the last one prepared are in their checkpoints. If there can be no lock, there is no plugin to wait
+    /// for.
+    async fn lock(self) -> Option<Option<File>> {
+        let (path, shutdown) = (self.state_dir.join(CLAIMS_LOCK), self.shutdown.clone());
+        self.comes().await?;
+        let Ok(file) = File::options().append(true).create(true).open(&path) else { return Some(None) };
+        let free = async {
+            while matches!(file.try_lock(), Err(TryLockError::WouldBlock)) {
+                tokio::time::sleep(LOCK_PAUSE).await;
+            }
+        };
+        shutdown.run_until_cancelled(free).await?;
+        Some(Some(file))
+    }
+}
+
+/// Enters the claims that the plugin has prepared into the node's ledger.
+async fn keep_ledger(mut claims: watch::Receiver<Vec<PreparedClaim>>, events: mpsc::Sender<Event>) -> Result<()> {
+    loop {
+        let prepared = claims.borrow_and_update().clone();
+        events.send(Event::Prepared(prepared)).await.context("the node takes no events")?;
+        claims.changed().await.context("the DRA plugin is gone")?;
+    }
+}
+
+struct PoolMaker {
+    empty: Pool,
+    evict_from_lost: bool,
+    /// Set if MIG devices are made for claims.
+    dynamic_mig: bool,
+    layouts: LayoutCache,
+    reported: Once<DraProblem>,
+    last: Option<Arc<Pool>>,
+}
+
+/// The inputs of the pool beside the snapshot.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Server {
+    drops_taints: bool,
+    drops_counters: bool,
+    is_read: bool,
+    version: Option<ServerVersion>,
+}
+
+impl Server {
+    fn of(stored: &StoredPool) -> Self {
+        let StoredPool { drops_taints, drops_counters, is_read, version, .. } = *stored;
+        Self { drops_taints, drops_counters, is_read, version }
+    }
+}
+
+impl PoolMaker {
+    async fn run(
+        mut self,
+        mut snapshot: watch::Receiver<Arc<NodeState>>,
+        mut stored: watch::Receiver<StoredPool>,
+        pool: watch::Sender<Option<Arc<Pool>>>,
+    ) -> Result<()> {
+        loop {
+            let state = Arc::clone(&snapshot.borrow_and_update());
+            let server = Server::of(&stored.borrow_and_update());
+            // The first layout of a topology costs some hundred choices.
+            let made = spawn_blocking(move || {
+                let problems = self.make(&state, server);
+                (self, problems)
+            });
+            let problems;
+            (self, problems) = made.await.context("making the pool of DRA devices panicked")?;
+            for problem in self.reported.replace(problems) {
+                tracing::warn!("{problem}");
+            }
+            send_if_new(&pool, self.last.clone());
+            tokio::select! {
+                changed = snapshot.changed() => changed.context("the node's state is gone")?,
+                changed = stored.wait_for(|stored| Server::of(stored) != server) => {
+                    drop(changed.context("the API server's client is gone")?);
+                }
+            }
+        }
+    }
+
+    /// Makes the pool anew. There is none before the first GPU is seen, nor before the lists of holders that may let
+    /// the first GPUs go to DRA: an empty pool would be written, and again with GPUs a moment later. Nor is there one
+    /// before the server's slices and release are read: MIG devices to be made would go and come back.
+    fn make(&mut self, state: &NodeState, server: Server) -> Vec<DraProblem> {
+        let through_dra = state.offers().through_dra();
+        let may_come = state.topology().gpus().is_empty() || state.may_soon_offer_through_dra();
+        if !server.is_read || self.last.is_none() && through_dra.is_empty() && may_come {
+            return Vec::new();
+        }
+        let layout = self.layouts.layout(state.tables(), offered_now(state));
+        let settings = DraSettings {
+            taints_survive: !server.drops_taints,
+            evict_from_lost: self.evict_from_lost,
+            // Without counters the scheduler would give out one memory slice several times.
+            dynamic_mig: self.dynamic_mig
+                && !server.drops_counters
+                && server.version.is_none_or(ServerVersion::has_counters),
+        };
+        let facts = DraFacts::of_state(state, &layout, settings);
+        let (devices, problems) = devices(&facts);
+        self.last = Some(Arc::new(Pool { counters: mig_counters(&facts), devices, ..self.empty.clone() }));
+        problems
+    }
+}
+
+/// The metrics about the slices at the API server. docs/metrics.md documents them.
+#[derive(Clone, Debug)]
+pub(super) struct SliceMetrics {
+    slices: Family<[(&'static str, &'static str); 1], Gauge>,
+    generation: Gauge,
+    current: Gauge,
+    drops_taints: Gauge,
+    drops_counters: Gauge,
+    drops_sharing: Gauge,
+    troubles: Counter,
+}
+
+impl SliceMetrics {
+    /// Makes and registers the metrics.
+    pub fn register(registry: &mut Registry) -> Self {
+        Self {
+            slices: new(registry, "dra_slices", "ResourceSlices of this node: wanted, and stored by the API server"),
+            generation: new(registry, "dra_pool_generation", "The generation of this node's pool as it is stored"),
+            current: new(registry, "dra_slices_current", "1 while the API server stores the ResourceSlices as wanted"),
+            drops_taints: new(
+                registry,
+                "dra_taints_dropped",
+                "1 once the API server dropped a taint (feature gate DRADeviceTaints): sick GPUs are left out instead",
+            ),
+            drops_counters: new(
+                registry,
+                "dra_counters_dropped",
+                "1 once the API server dropped counters (feature gate DRAPartitionableDevices): no MIG devices to be made are published",
+            ),
+            drops_sharing: new(
+                registry,
+                "dra_sharing_dropped",
+                "1 once the API server dropped allowMultipleAllocations (feature gate DRAConsumableCapacity): one \
+                 claim has all of a shared GPU",
+            ),
+            troubles: new(registry, "dra_slices_troubles", "Times that writing the ResourceSlices began to fail"),
+        }
+    }
+
+    /// Shows the wanted and the stored slices.
+    pub fn set(&self, wanted: Option<&Pool>, stored: &StoredPool) {
+        let number = |count: usize| i64::try_from(count).unwrap_or(i64::MAX);
+        let wanted = wanted.map_or(0, |pool| number(pool.slices(0).len()));
+        for (state, count) in [("wanted", wanted), ("stored", number(stored.slices))] {
+            self.slices.get_or_create(&[("state", state)]).set(count);
+        }
+        self.generation.set(i64::try_from(stored.generation).unwrap_or(i64::MAX));
+        self.current.set(stored.is_current.into());
+        self.drops_taints.set(stored.drops_taints.into());
+        self.drops_counters.set(stored.drops_counters.into());
+        self.drops_sharing.set(stored.drops_sharing.into());
+    }
+}
+
+/// Shows the stored slices: in the metrics, and as a part of the node's readiness.
+async fn follow_report(
+    mut wanted: watch::Receiver<Option<Arc<Pool>>>,
+    mut stored: watch::Receiver<StoredPool>,
+    readiness: Readiness,
+    metrics: SliceMetrics,
+) -> Result<()> {
+    let part = Part::DraSlices;
+    let (mut grace, mut had_trouble) = (Grace::default(), false);
+    loop {
+        let pool = wanted.borrow_and_update().clone();
+        let now = stored.borrow_and_update().clone();
+        metrics.set(pool.as_deref(), &now);
+        if now.trouble.is_some() && !had_trouble {
+            metrics.troubles.inc();
+        }
+        had_trouble = now.trouble.is_some();
+        let ends = grace.ends(now.is_current, Instant::now());
+        match &pool {
+            None if !now.is_read => readiness.enter(&part, "waiting for GPUs and the API server", false),
+            None => readiness.enter(&part, "waiting for GPUs", false),
+            Some(_) if now.is_current => readiness.enter(&part, "stored", true),
+            Some(_) => {
+                readiness.enter(&part, "being written", ends.is_some());
+                if let Some(trouble) = now.trouble {
+                    readiness.trouble(&part, trouble);
+                }
+            }
+        }
+        let far = Instant::now() + Duration::from_secs(3600);
+        let changed = async {
+            tokio::select! {
+                changed = wanted.changed() => changed.context("the pool is gone"),
+                changed = stored.changed() => changed.context("the API server's client is gone"),
+            }
+        };
+        if let Ok(changed) = timeout_at(ends.unwrap_or(far), changed).await {
+            changed?;
+        }
+    }
+}
+
+/// The time since which the stored slices differ from the wanted ones.
+#[derive(Clone, Copy, Debug, Default)]
+struct Grace {
+    was_current: bool,
+    until: Option<Instant>,
+}
+
+impl Grace {
+    /// The end of the time for which the node is ready although its slices are not current. `None` if they are current,
+    /// before they were stored once, and after [`GRACE`].
+    fn ends(&mut self, is_current: bool, now: Instant) -> Option<Instant> {
+        if self.was_current != is_current {
+            self.until = (!is_current).then(|| now + GRACE);
+        }
+        self.was_current = is_current;
+        self.until.filter(|until| now < *until)
+    }
+}
+
+/// Counts the plugin's occurrences, and hands them to the log.
+fn observer(node: &Node) -> (dra::Observer, mpsc::Receiver<Occurrence>) {
+    /// The most occurrences that may wait for the log; further ones are counted and not logged.
+    const OCCURRENCES: usize = 256;
+    let (metrics, readiness) = (node.metrics().register(PluginMetrics::register), node.readiness.clone());
+    let (log, occurrences) = mpsc::channel(OCCURRENCES);
+    let observer = move |occurrence: Occurrence| {
+        metrics.count(&occurrence);
+        match &occurrence {
+            Occurrence::Phase(phase) => {
+                // A kubelet that restarts registers the plugin again by itself.
+                let ready = matches!(phase, Phase::Registered | Phase::Disconnected);
+                readiness.enter(&Part::DraPlugin, phase.words(), ready);
+            }
+            Occurrence::Waiting(why) | Occurrence::Ended(why) | Occurrence::Registered(Err(why)) => {
+                readiness.trouble(&Part::DraPlugin, why.clone());
+            }
+            _ => {}
+        }
+        // The queue is full: the log is too slow.
+        let _ = log.try_send(occurrence);
+    };
+    (Arc::new(observer), occurrences)
+}
+
+/// Logs the plugin's occurrences: a trouble once until the plugin is registered again.
+async fn log(mut occurrences: mpsc::Receiver<Occurrence>) -> Result<()> {
+    let mut known = Once::with_bound(MOST_LINES);
+    while let Some(occurrence) = occurrences.recv().await {
+        log_one(&mut known, &occurrence);
+    }
+    Ok(())
+}
+
+fn log_one(known: &mut Once<String>, occurrence: &Occurrence) {
+    match occurrence {
+        Occurrence::Registered(Ok(())) => {
+            known.clear();
+            tracing::info!("DRA plugin registered");
+        }
+        Occurrence::Registered(Err(error)) if known.is_news(format!("refused: {error}")) => {
+            tracing::warn!(error, "the kubelet refuses the DRA plugin");
+        }
+        Occurrence::Waiting(why) if known.is_news(format!("waiting: {why}")) => {
+            tracing::warn!(why, "DRA: waiting for the kubelet");
+        }
+        Occurrence::Ended(why) if known.is_news(format!("ended: {why}")) => {
+            tracing::warn!(why, "DRA: the session with the kubelet ended");
+        }
+        Occurrence::NotAccepted(error) if known.is_news(format!("not accepted: {error}")) => {
+            tracing::warn!(error, "DRA: a connection could not be accepted");
+        }
+        Occurrence::Refused { uid, pid } if known.is_news(format!("refused: {uid}")) => {
+            tracing::warn!(uid, pid, "DRA: refused a caller; --allowed-uids names who may call besides root");
+        }
+        Occurrence::Prepared { claim, result: Ok(devices), repeated, elapsed } => {
+            let (uid, devices) = (&claim.uid, devices.join(","));
+            tracing::info!(%claim, uid, devices, repeated, ?elapsed, "claim prepared");
+        }
+        Occurrence::Prepared { claim, result: Err(error), .. } => {
+            tracing::warn!(%claim, uid = claim.uid, error, "claim not prepared");
+        }
+        Occurrence::Unprepared { claim, result: Ok(()), elapsed } => {
+            tracing::info!(%claim, uid = claim.uid, ?elapsed, "claim unprepared");
+        }
+        Occurrence::Unprepared { claim, result: Err(error), .. } => {
+            tracing::warn!(%claim, uid = claim.uid, error, "claim not unprepared");
+        }
+        Occurrence::Swept { claim, result: Ok(()) } => {
+            tracing::info!(%claim, uid = claim.uid, "claim unprepared: it no longer exists");
+        }
+        Occurrence::Swept { claim, result: Err(error) } => {
+            tracing::warn!(%claim, uid = claim.uid, error, "a claim that no longer exists cannot be unprepared");
+        }
+        Occurrence::HalfMade { claim, result: Ok(()) } => {
+            tracing::info!(%claim, uid = claim.uid, "half made MIG devices of a claim destroyed");
+        }
+        Occurrence::HalfMade { claim, result: Err(error) } => {
+            tracing::warn!(%claim, uid = claim.uid, error, "half made MIG devices of a claim cannot be destroyed");
+        }
+        Occurrence::LeftBehind { claim, what } => {
+            tracing::warn!(%claim, uid = claim.uid, what, "DRA is off: a claim that is over leaves something behind");
+        }
+        Occurrence::CheckpointIgnored { path, why, set_aside } => {
+            tracing::warn!(path = %path.display(), why, set_aside, "checkpoint of a claim ignored");
+        }
+        _ => tracing::debug!(?occurrence, "DRA"),
+    }
+}
+
+#[cfg(test)]
+mod tests;

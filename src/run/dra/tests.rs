@@ -1,0 +1,125 @@
+//! The conditions for making a pool, and the time for which the node is ready although its slices are not current.
+
+use std::collections::BTreeSet;
+
+use super::*;
+use linkwise_core::allocation::DeviceId;
+use linkwise_core::claims::ClaimName;
+use linkwise_core::publish::dra::SliceDevice;
+use linkwise_core::state::{DraGpus, Holdings, ResourceName, ResourcePlan, Timestamp};
+use linkwise_core::topology::{GpuUuid, NodeObservation};
+use linkwise_host::machines;
+
+/// An API server that keeps everything and has nothing of ours.
+const SERVER: Server = Server { drops_taints: false, drops_counters: false, is_read: true, version: None };
+
+struct World {
+    state: NodeState,
+    maker: PoolMaker,
+}
+
+impl World {
+    /// A node with this number of GPUs, all of which are to go to DRA. The kubelet's first list came before NVML's.
+    fn new(gpus: usize) -> Self {
+        let maker = PoolMaker {
+            empty: Pool::new("n", Vec::new()),
+            evict_from_lost: false,
+            dynamic_mig: false,
+            layouts: LayoutCache::default(),
+            reported: Once::new(),
+            last: None,
+        };
+        let mut world = Self { state: NodeState::default(), maker };
+        world.apply(Event::Planned(Box::new(ResourcePlan { dra: DraGpus::All, ..ResourcePlan::default() })));
+        world.listed(&[]);
+        assert!(world.pool().is_none(), "nothing was seen");
+        world.see(gpus);
+        assert!(world.pool().is_none(), "two lists decide");
+        world
+    }
+
+    fn apply(&mut self, event: Event) {
+        self.state = std::mem::take(&mut self.state).apply(event, Timestamp::from_secs(1_000)).0;
+    }
+
+    fn see(&mut self, gpus: usize) {
+        self.apply(Event::Observed(Box::new(observed(gpus))));
+    }
+
+    fn pool(&mut self) -> Option<&[SliceDevice]> {
+        self.maker.make(&self.state, SERVER);
+        self.maker.last.as_deref().map(|pool| pool.devices.as_slice())
+    }
+
+    /// The kubelet lists pods that hold these GPUs through the device plugin.
+    fn listed(&mut self, held: &[GpuUuid]) {
+        let containers = held.iter().map(|uuid| (ResourceName::gpu(), DeviceId::from(uuid.to_string())));
+        self.apply(Event::Holders(Some(Holdings { containers: containers.collect(), ..Holdings::default() })));
+    }
+}
+
+fn observed(gpus: usize) -> NodeObservation {
+    let mut observed = machines::load("dgx1-v100").unwrap().observed;
+    observed.gpus.truncate(gpus);
+    observed
+}
+
+#[test]
+fn last_gpu_that_goes_leaves_the_pool() {
+    for is_claimed in [false, true] {
+        let mut world = World::new(1);
+        world.listed(&[]);
+        assert!(world.pool().is_none(), "the next list decides");
+        world.listed(&[]);
+        let [device] = world.pool().unwrap() else { panic!("{:?}", world.pool()) };
+        assert!(device.taints.is_empty());
+        if is_claimed {
+            let claim = ClaimName { namespace: "default".into(), name: "a".into(), uid: "1".into() };
+            let gpus = BTreeSet::from([observed(1).gpus[0].uuid.clone()]);
+            world.apply(Event::Prepared(vec![PreparedClaim {
+                claim,
+                gpus,
+                devices: BTreeSet::from(["gpu-0".to_owned()]),
+                made: BTreeSet::new(),
+            }]));
+        }
+        world.see(0);
+        let left: Vec<bool> = world.pool().unwrap().iter().map(|device| !device.taints.is_empty()).collect();
+        assert_eq!(left, if is_claimed { vec![true] } else { vec![] });
+    }
+}
+
+#[test]
+fn pool_is_empty_where_pods_hold_all_gpus() {
+    let mut world = World::new(2);
+    let held: Vec<GpuUuid> = observed(2).gpus.iter().map(|gpu| gpu.uuid.clone()).collect();
+    world.listed(&held);
+    assert_eq!(world.pool(), Some(&[][..]), "no list can change that before a pod ends");
+}
+
+#[test]
+fn nothing_is_published_before_the_stored_slices_are_read() {
+    let mut world = World::new(2);
+    (0..2).for_each(|_| world.listed(&[]));
+    world.maker.make(&world.state, Server { is_read: false, ..SERVER });
+    assert!(world.maker.last.is_none());
+    assert_eq!(world.pool().unwrap().len(), 2);
+}
+
+#[test]
+fn node_stays_ready_for_a_minute_after_slices_differ() {
+    let (mut grace, mut now) = (Grace::default(), Instant::now());
+    assert_eq!(grace.ends(false, now), None, "nothing was stored yet");
+    for _ in 0..2 {
+        now += 10 * GRACE;
+        assert_eq!(grace.ends(true, now), None);
+        now += 10 * GRACE;
+        let ends = now + GRACE;
+        for seconds in [0, 30, 29] {
+            now += Duration::from_secs(seconds);
+            assert_eq!(grace.ends(false, now), Some(ends));
+        }
+        now += Duration::from_secs(1);
+        assert_eq!(grace.ends(false, now), None);
+    }
+}

@@ -1,0 +1,115 @@
+//! The supervisor of the NVML agent, with the options' values.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use futures_util::FutureExt;
+use linkwise_node::state_loop::keep_state;
+use prometheus_client::registry::Registry;
+use tokio::sync::{mpsc, watch};
+use tokio::task::JoinSet;
+
+use crate::config::settings::{OnNvmlLoss, load_text};
+use crate::config::{Environment, Flags, HostArgs, NvmlArgs, Settings};
+use linkwise_core::state::{Event, NodeState};
+use linkwise_nvml::Limits;
+use linkwise_nvml::child::AgentCommand;
+use linkwise_nvml::supervisor::{self, Driver, DriverMetrics, Idle, Release};
+
+/// The most events that may wait.
+const EVENTS: usize = 256;
+
+/// The task that follows the driver, with the options' values. `beside` holds its metrics, the reason why the node is
+/// idle, and the operator's order to release the driver.
+pub(super) fn driver_of(
+    nvml: &NvmlArgs,
+    host: &HostArgs,
+    settings: &Settings,
+    events: mpsc::Sender<Event>,
+    beside: (DriverMetrics, watch::Sender<Idle>, Release),
+) -> Driver {
+    let milliseconds = Duration::from_millis;
+    let (metrics, idle, release) = beside;
+    Driver {
+        command: AgentCommand {
+            poll: milliseconds(nvml.nvml_poll_ms),
+            limits: limits_of(nvml),
+            ..agent_of(host, Some(settings.driver_root_ctr_path.value.clone()))
+        },
+        settings: supervisor::Settings {
+            unhealthy_when_away: settings.on_nvml_loss.value == OnNvmlLoss::Unhealthy,
+            pause: milliseconds(nvml.nvml_pause_ms),
+            grace: milliseconds(nvml.nvml_grace_ms),
+            trial: milliseconds(nvml.nvml_trial_ms),
+            bus_look: milliseconds(nvml.bus_look_ms),
+            fail_on_init_error: settings.fail_on_init_error.value,
+            poll: milliseconds(nvml.nvml_poll_ms),
+            call: milliseconds(nvml.nvml_call_ms),
+        },
+        release,
+        sysfs: host.sysfs.clone(),
+        events,
+        seen: watch::Sender::default(),
+        metrics,
+        idle,
+        mig: None,
+    }
+}
+
+/// The GPUs as a program without a kubelet sees them.
+pub(super) struct SeenGpus {
+    pub snapshots: watch::Receiver<Arc<NodeState>>,
+    /// Tells why there are no GPUs.
+    pub idle: watch::Receiver<Idle>,
+    /// The queue of further events.
+    pub events: mpsc::Sender<Event>,
+}
+
+/// Starts the driver and the state's loop of a program without a kubelet.
+pub(super) fn watch_gpus(
+    tasks: &mut JoinSet<(&'static str, Result<()>)>,
+    nvml: &NvmlArgs,
+    host: &HostArgs,
+    settings: &Settings,
+) -> Result<SeenGpus> {
+    let (events, happened) = mpsc::channel(EVENTS);
+    events.try_send(Event::Planned(Box::new(settings.plan()))).context("no task takes events")?;
+    // These metrics are not served on any port.
+    let metrics = DriverMetrics::register(&mut Registry::default());
+    let (idle, why) = watch::channel(Idle::Waiting(String::new()));
+    let (publish, snapshots) = watch::channel(Arc::default());
+    let beside = (metrics.clone(), idle, Release::new(metrics));
+    let driver = driver_of(nvml, host, settings, events.clone(), beside);
+    tasks.spawn(driver.run().map(|end| ("NVML driver", end)));
+    tasks.spawn(keep_state(happened, publish).map(|end| ("state", end)));
+    Ok(SeenGpus { snapshots, idle: why, events })
+}
+
+pub(super) fn limits_of(nvml: &NvmlArgs) -> Limits {
+    let [start, call] = [nvml.nvml_start_ms, nvml.nvml_call_ms].map(Duration::from_millis);
+    Limits { start, call }
+}
+
+/// The settings for starting the process that speaks to NVML, for a command that only reads: with the driver's root
+/// that `run` would search in this container.
+pub fn agent_command(host: &HostArgs) -> AgentCommand {
+    // The configuration file is not read: it may hang.
+    let loaded = load_text(&Flags::default(), &Environment::read(), "");
+    agent_of(host, loaded.ok().map(|loaded| loaded.settings.driver_root_ctr_path.value))
+}
+
+/// The settings for starting the process that speaks to NVML: this binary.
+pub(super) fn agent_of(host: &HostArgs, driver_root: Option<PathBuf>) -> AgentCommand {
+    // The link leads to the running binary even after its file was replaced; current_exe would name a file that no
+    // longer exists.
+    let program = Path::new("/proc/self/exe");
+    AgentCommand {
+        library: host.nvml_library.clone(),
+        driver_root,
+        procfs: host.procfs.clone(),
+        memory_mib: host.nvml_memory_mib,
+        ..AgentCommand::new(program)
+    }
+}

@@ -1,0 +1,65 @@
+//! Events about pods in `linkwise run`: makes the due events from each snapshot and hands them to their writer.
+//!
+//! Nothing waits for them: they are made apart from admissions, and the writer takes the last list when it gets to it.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use futures_util::FutureExt;
+use linkwise_cluster::EventWriter;
+use linkwise_system::send_if_new;
+use tokio::sync::watch;
+use tokio::task::spawn_blocking;
+use tokio::time::sleep;
+
+use super::api::Api;
+use crate::config::Settings;
+use linkwise_core::publish::PodEvent;
+use linkwise_core::publish::placement::Placements;
+use linkwise_core::state::NodeState;
+use linkwise_node::node::Node;
+
+/// The pause between two looks at the GPUs of pods, which change no faster.
+const BETWEEN: Duration = Duration::from_secs(1);
+
+/// Has events written about the pods of a node, where the settings ask for that.
+pub(super) fn spawn_in(node: &mut Node, settings: &Settings, name: Option<&str>, api: Option<&Api>) {
+    if !settings.events.value {
+        return;
+    }
+    let Some(api) = api else {
+        let why = "KUBERNETES_SERVICE_HOST is not set (no pod?), and no --kubeconfig is given";
+        tracing::warn!(why, "events need the API server: none are written");
+        return;
+    };
+    let Some(name) = name.filter(|name| !name.is_empty()) else {
+        tracing::warn!("--events needs --node-name (NODE_NAME): no events are written");
+        return;
+    };
+    let (sender, due) = watch::channel(Arc::default());
+    node.metrics().register(|registry| api.metrics().register_in(registry));
+    let writer = EventWriter::new(api.server(), name.to_owned()).run(due, node.shutdown());
+    node.spawn("events", follow(node.snapshot(), node.files(), settings.events_below.value, sender));
+    node.spawn_until_done("events' writer", writer.map(Ok));
+}
+
+/// Publishes the due events, as long as there is a state. There are none until this process writes for the node
+/// (`files`): until then another linkwise does.
+async fn follow(
+    mut snapshot: watch::Receiver<Arc<NodeState>>,
+    mut files: watch::Receiver<bool>,
+    below: u8,
+    due: watch::Sender<Arc<Vec<PodEvent>>>,
+) -> Result<()> {
+    loop {
+        files.wait_for(|writes| *writes).await.context("the node's state is gone")?;
+        let state = Arc::clone(&snapshot.borrow_and_update());
+        // On a machine of 64 GPUs this takes milliseconds.
+        let made = spawn_blocking(move || PodEvent::of(&Placements::of(&state), below)).await;
+        let made = made.context("making events panicked")?;
+        send_if_new(&due, Arc::new(made));
+        sleep(BETWEEN).await;
+        snapshot.changed().await.context("the node's state is gone")?;
+    }
+}

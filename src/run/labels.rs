@@ -1,0 +1,340 @@
+//! The node's labels while linkwise runs: made from each snapshot, sent to their publishers, written to the file that
+//! NFD reads.
+//!
+//! A task of `linkwise run`, and with `labels_program` a process of its own. If NVML is unavailable, if a MIG layout is
+//! being changed, or if a file cannot be written, the last labels stay. Nothing waits for these tasks.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use anyhow::{Context, Result};
+use linkwise_system::send_if_new;
+use tokio::sync::watch;
+use tokio::task::{JoinHandle, spawn_blocking};
+use tokio::time::{sleep, timeout};
+
+use crate::config::{Interval, RunArgs, Settings};
+use linkwise_core::backoff::Backoff;
+use linkwise_core::once::Once;
+use linkwise_core::publish::labels::{HostFacts, LabelFacts, LabelProblem, LabelSettings, labels};
+use linkwise_core::state::NodeState;
+use linkwise_host::labels::{LabelMetrics, LabelsFile, host, own_fabric};
+use linkwise_node::node::Node;
+use linkwise_nvml::supervisor::Idle;
+
+/// The labels of a node by key, as they are published.
+pub type NodeLabels = Arc<BTreeMap<String, String>>;
+
+/// A channel of labels; `None` before the first.
+pub type LabelsWatch = watch::Receiver<Option<NodeLabels>>;
+
+/// The longest time for the host's files; the facts that were read last stay.
+const FILES: Duration = Duration::from_secs(5);
+
+const SHORTEST: Duration = Duration::from_secs(1);
+
+const PAUSES: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(60));
+
+/// The labels' settings, from the settings and the node's name.
+pub(super) fn settings_of(settings: &Settings, node: Option<&str>) -> LabelSettings {
+    LabelSettings {
+        timestamp: (!settings.gfd_no_timestamp.value).then(now),
+        clique: settings.gpu_clique_label.value,
+        own_fabric: node.filter(|node| !node.is_empty()).map(own_fabric),
+    }
+}
+
+/// The present time, in seconds since 1970.
+fn now() -> u64 {
+    SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs()
+}
+
+/// Starts the task that writes the node's labels to the file, if its settings ask for that.
+pub(super) fn spawn_in(node: &mut Node, settings: &Settings, args: &RunArgs) {
+    // The series exist on every node.
+    let metrics = node.metrics().register(LabelMetrics::register);
+    if !settings.write_labels_file.value {
+        return;
+    }
+    let (sender, labels) = watch::channel(None);
+    let seen = (node.snapshot(), node.readiness.idle().subscribe());
+    let source = LabelSource::of(settings, (args.node_name.as_deref(), &args.host.sysfs), seen, metrics.clone());
+    let (file, interval) = (LabelsFile::new(&settings.gfd_output_file.value), settings.gfd_sleep_interval.value);
+    let writer = FileWriter { file, interval, metrics, files: node.files() };
+    node.spawn("labels", source.run(sender));
+    node.spawn("labels' file", writer.run(labels));
+}
+
+pub(super) struct LabelSource {
+    pub snapshot: watch::Receiver<Arc<NodeState>>,
+    /// Tells if a node without GPUs will never have any.
+    pub idle: watch::Receiver<Idle>,
+    pub settings: LabelSettings,
+    pub machine_type_file: PathBuf,
+    pub sysfs: PathBuf,
+    /// The time from one reading of the host's files to the next.
+    pub interval: Interval,
+    pub metrics: LabelMetrics,
+}
+
+impl LabelSource {
+    /// The source by these settings, for a node of this name with this /sys.
+    pub fn of(
+        settings: &Settings,
+        (node, sysfs): (Option<&str>, &Path),
+        (snapshot, idle): (watch::Receiver<Arc<NodeState>>, watch::Receiver<Idle>),
+        metrics: LabelMetrics,
+    ) -> Self {
+        Self {
+            snapshot,
+            idle,
+            settings: settings_of(settings, node),
+            machine_type_file: settings.gfd_machine_type_file.value.clone(),
+            sysfs: sysfs.to_owned(),
+            interval: settings.gfd_sleep_interval.value,
+            metrics,
+        }
+    }
+
+    /// Sends the labels whenever they change.
+    pub async fn run(mut self, labels: watch::Sender<Option<NodeLabels>>) -> Result<()> {
+        let (mut reported, mut unknown) = (Once::new(), Once::new());
+        let begin = self.idle.borrow().clone();
+        let (mut host, mut reading) = (HostFacts::default(), None);
+        loop {
+            host = self.host(&mut reading).await.unwrap_or(host);
+            let read_again = pause(self.interval);
+            tokio::pin!(read_again);
+            loop {
+                if let Some((made, problems)) = self.make(&host) {
+                    self.metrics.made(made.len(), problems.iter().filter(|problem| is_dropped(problem)).count());
+                    report(&mut reported, problems);
+                    send_if_new(&labels, Some(Arc::new(made)));
+                    unknown.clear();
+                } else if let Idle::Waiting(cause) = self.idle.borrow().clone()
+                    && Idle::Waiting(cause.clone()) != begin
+                    && !unknown.replace([cause.clone()]).is_empty()
+                {
+                    tracing::warn!(cause, "it is unknown which GPUs this node has: the labels stay as they are");
+                }
+                tokio::select! {
+                    changed = self.snapshot.changed() => changed.context("the node's state is gone")?,
+                    changed = self.idle.changed() => changed.context("the NVML driver is gone")?,
+                    () = &mut read_again => break,
+                }
+            }
+        }
+    }
+
+    /// The labels; `None` while the GPUs are unknown.
+    fn make(&mut self, host: &HostFacts) -> Option<(BTreeMap<String, String>, Vec<LabelProblem>)> {
+        let state = Arc::clone(&self.snapshot.borrow_and_update());
+        let has_none = matches!(*self.idle.borrow_and_update(), Idle::NoGpu(_));
+        let known = has_none || !state.topology().gpus().is_empty();
+        let facts = LabelFacts {
+            topology: state.topology(),
+            versions: state.hardware().versions(),
+            plan: state.offers().plan(),
+            host,
+            settings: &self.settings,
+        };
+        known.then(|| labels(facts))
+    }
+
+    /// The host's facts. No second reading begins beside one that hangs.
+    async fn host(&self, reading: &mut Option<JoinHandle<HostFacts>>) -> Option<HostFacts> {
+        let (machine_type_file, sysfs) = (self.machine_type_file.clone(), self.sysfs.clone());
+        let running = reading.get_or_insert_with(|| spawn_blocking(move || host(&machine_type_file, &sysfs)));
+        let facts = timeout(FILES, running).await.ok()?;
+        *reading = None;
+        facts.ok()
+    }
+}
+
+fn is_dropped(problem: &LabelProblem) -> bool {
+    matches!(problem, LabelProblem::Dropped { .. })
+}
+
+/// Logs problems, each once as long as it lasts.
+pub(super) fn report(reported: &mut Once<LabelProblem>, problems: Vec<LabelProblem>) {
+    for problem in reported.replace(problems) {
+        tracing::warn!("{problem}");
+    }
+}
+
+async fn pause(interval: Interval) {
+    match interval {
+        // 0 and single nanoseconds are valid, and would keep a core busy.
+        Interval::Every(time) => sleep(time.max(SHORTEST)).await,
+        Interval::Infinite => std::future::pending().await,
+    }
+}
+
+pub(super) struct FileWriter {
+    pub file: LabelsFile,
+    /// The time from one comparison of the file with the labels to the next.
+    pub interval: Interval,
+    pub metrics: LabelMetrics,
+    /// Set while this process writes the file.
+    pub files: watch::Receiver<bool>,
+}
+
+impl FileWriter {
+    /// Follows the labels. The file stays when the task is aborted.
+    pub async fn run(mut self, mut labels: LabelsWatch) -> Result<()> {
+        let mut backoff = Backoff::new(PAUSES.0, PAUSES.1);
+        let usual = if self.file.is_file() { self.interval } else { Interval::Infinite };
+        loop {
+            let writes = *self.files.borrow_and_update();
+            let latest = labels.borrow_and_update().clone().filter(|_| writes);
+            let again = match latest {
+                Some(latest) => self.write(latest, &mut backoff).await?.map_or(usual, Interval::Every),
+                None => Interval::Infinite,
+            };
+            tokio::select! {
+                changed = labels.changed() => changed.context("the labels are gone")?,
+                Ok(()) = self.files.changed() => {}
+                () = pause(again) => {}
+            }
+        }
+    }
+
+    /// Writes once; after a failure, returns the time until the next attempt.
+    async fn write(&self, labels: NodeLabels, backoff: &mut Backoff) -> Result<Option<Duration>> {
+        let (file, count) = (self.file.clone(), labels.len());
+        let written = spawn_blocking(move || file.write(&labels)).await.context("the write of labels broke off")?;
+        match written {
+            Ok(changed) => {
+                if changed {
+                    self.metrics.written(true);
+                    tracing::info!(file = %self.file, labels = count, "labels written");
+                } else if backoff.is_failing() {
+                    tracing::info!(file = %self.file, "the labels' file is as it should be again");
+                }
+                self.metrics.is_written(now());
+                backoff.reset();
+                Ok(None)
+            }
+            Err(error) => {
+                self.metrics.written(false);
+                let news = !backoff.is_failing();
+                let again_in = backoff.failed();
+                if news {
+                    tracing::warn!(file = %self.file, %error, ?again_in, "labels cannot be written, the last ones stay");
+                } else {
+                    tracing::debug!(file = %self.file, %error, ?again_in, "labels cannot be written, the last ones stay");
+                }
+                Ok(Some(again_in))
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use linkwise_core::state::{Event, NumaHints, Timestamp};
+
+    /// A source of this machine, and its channels.
+    struct World {
+        snapshots: watch::Sender<Arc<NodeState>>,
+        idle: watch::Sender<Idle>,
+        labels: LabelsWatch,
+    }
+
+    fn world() -> World {
+        let state = Arc::new(NodeState::new(NumaHints::default()));
+        let (snapshots, idle) = (watch::Sender::new(state), watch::Sender::new(Idle::Waiting("no scan yet".into())));
+        let source = LabelSource {
+            snapshot: snapshots.subscribe(),
+            idle: idle.subscribe(),
+            settings: LabelSettings::default(),
+            machine_type_file: PathBuf::new(),
+            sysfs: PathBuf::from("/nowhere"),
+            interval: Interval::Infinite,
+            metrics: LabelMetrics::default(),
+        };
+        let (sender, labels) = watch::channel(None);
+        tokio::spawn(source.run(sender));
+        World { snapshots, idle, labels }
+    }
+
+    fn scanned(machine: &str) -> Arc<NodeState> {
+        let observed = linkwise_host::machines::load(machine).unwrap().observed;
+        Arc::new(NodeState::default().apply(Event::Observed(Box::new(observed)), Timestamp::ZERO).0)
+    }
+
+    async fn waits(labels: &mut LabelsWatch, wanted: impl Fn(&BTreeMap<String, String>) -> bool) {
+        let found = labels.wait_for(|labels| labels.as_deref().is_some_and(&wanted));
+        drop(timeout(Duration::from_secs(20), found).await.unwrap().unwrap());
+    }
+
+    #[tokio::test]
+    async fn labels_follow_the_snapshot_and_stay_while_it_is_empty() {
+        let mut world = world();
+        world.snapshots.send_replace(scanned("dgx-h100"));
+        waits(&mut world.labels, |labels| labels["nvidia.com/gpu.count"] == "8").await;
+        // NVML came back without GPUs, which is no reason to remove the labels from the node; then another machine
+        // comes.
+        world.snapshots.send_replace(Arc::new(NodeState::default()));
+        for _ in 0..10 {
+            tokio::task::yield_now().await;
+        }
+        assert_eq!(world.labels.borrow().as_deref().unwrap()["nvidia.com/gpu.count"], "8");
+        world.snapshots.send_replace(scanned("dgx2-v100"));
+        waits(&mut world.labels, |labels| labels["nvidia.com/gpu.count"] == "16").await;
+    }
+
+    #[tokio::test]
+    async fn node_without_gpus_has_labels_once_that_is_known() {
+        let mut world = world();
+        tokio::task::yield_now().await;
+        assert!(world.labels.borrow().is_none());
+        world.idle.send_replace(Idle::NoGpu("no NVIDIA GPU on the PCI bus".into()));
+        waits(&mut world.labels, |labels| labels.is_empty()).await;
+    }
+
+    #[tokio::test]
+    async fn file_is_written_again_once_its_folder_can_be() {
+        let folder = tempfile::tempdir().unwrap();
+        let features = folder.path().join("features.d");
+        std::fs::write(&features, "a file where a folder should be").unwrap();
+        let path = features.join("gfd");
+        let (file, metrics) = (LabelsFile::new(&path), LabelMetrics::default());
+        let writer = FileWriter { file, interval: Interval::Infinite, metrics, files: watch::channel(true).1 };
+        let labels = Arc::new(BTreeMap::from([("nvidia.com/gpu.count".to_owned(), "8".to_owned())]));
+        let mut backoff = Backoff::new(PAUSES.0, PAUSES.1);
+        assert_eq!(writer.write(Arc::clone(&labels), &mut backoff).await.unwrap(), Some(PAUSES.0));
+        assert_eq!(writer.write(Arc::clone(&labels), &mut backoff).await.unwrap(), Some(2 * PAUSES.0));
+        std::fs::remove_file(&features).unwrap();
+        assert_eq!(writer.write(labels, &mut backoff).await.unwrap(), None);
+        assert_eq!(std::fs::read_to_string(path).unwrap(), "nvidia.com/gpu.count=8\n");
+    }
+
+    #[tokio::test]
+    async fn removed_file_is_back_at_the_next_comparison() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("gfd");
+        let (sender, labels) = watch::channel(Some(NodeLabels::default()));
+        let interval = Interval::Every(Duration::from_millis(10));
+        let writer = FileWriter {
+            file: LabelsFile::new(&path),
+            interval,
+            metrics: LabelMetrics::default(),
+            files: watch::channel(true).1,
+        };
+        let task = tokio::spawn(writer.run(labels));
+        for _ in 0..2 {
+            let there = async {
+                while std::fs::remove_file(&path).is_err() {
+                    tokio::task::yield_now().await;
+                }
+            };
+            timeout(Duration::from_secs(20), there).await.unwrap();
+        }
+        task.abort();
+        drop(sender);
+    }
+}

@@ -1,0 +1,195 @@
+//! `linkwise labels`, which replaces gpu-feature-discovery: a process of its own that publishes the node's labels. It
+//! needs the driver and the host's /sys, and no kubelet.
+//!
+//! SIGHUP, and a change of the configuration file, start anew with the new settings; rejected settings change nothing.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context, Result, anyhow, ensure};
+use futures_util::FutureExt;
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::watch;
+use tokio::task::{JoinSet, spawn_blocking};
+use tokio::time::timeout;
+use tokio_util::sync::CancellationToken;
+
+use super::config::{self, ConfigFile};
+use super::driver::{SeenGpus, agent_of, limits_of, watch_gpus};
+use super::labels::{FileWriter, LabelSource, report, settings_of};
+use super::node_feature::Publisher;
+use crate::config::settings::{Loaded, load, load_text};
+use crate::config::{Environment, LabelsArgs, Settings};
+use linkwise_core::once::Once;
+use linkwise_core::publish::labels::{LabelFacts, labels as labels_of};
+use linkwise_core::state::DriverVersions;
+use linkwise_core::topology::{NodeObservation, NodeTopology};
+use linkwise_host::hwloc;
+use linkwise_host::labels::{LabelMetrics, LabelsFile, host};
+use linkwise_node::node::task_end;
+use linkwise_nvml::CallError;
+use linkwise_nvml::child::AgentCommand;
+use linkwise_nvml::supervisor::{has_no_gpu, scan};
+
+/// The longest time for the host's files before one-off labels.
+const FILES: Duration = Duration::from_secs(5);
+
+/// Publishes labels until a signal ends it; with `--oneshot` writes them once. Without an API server they go to the file
+/// that NFD reads.
+pub fn labels(args: &LabelsArgs) -> Result<()> {
+    let _log = super::start_log(&args.log)?;
+    linkwise_system::block_on(program(args, Publisher::new(args).as_ref()))
+}
+
+async fn program(args: &LabelsArgs, publisher: Option<&Publisher>) -> Result<()> {
+    let mut end = signal(SignalKind::terminate()).context("cannot listen for SIGTERM")?;
+    let mut interrupt = signal(SignalKind::interrupt()).context("cannot listen for SIGINT")?;
+    let mut quit = signal(SignalKind::quit()).context("cannot listen for SIGQUIT")?;
+    let mut hangup = signal(SignalKind::hangup()).context("cannot listen for SIGHUP")?;
+    let environment = Environment::read();
+    let loaded = load(&args.flags, &environment)?;
+    config::log(&loaded.findings);
+    let mut settings = loaded.settings;
+    if settings.gfd_oneshot.value {
+        let signal = tokio::select! {
+            written = once(args, &settings, publisher) => return written,
+            _ = end.recv() => "SIGTERM",
+            _ = interrupt.recv() => "SIGINT",
+            _ = quit.recv() => "SIGQUIT",
+        };
+        anyhow::bail!("{signal} before the labels were written");
+    }
+    // The file may have changed since it was loaded; changes from now on are followed.
+    let mut file = ConfigFile::of(&settings);
+    let latest = file.read().await.and_then(|text| load_text(&args.flags, &environment, &text));
+    settings = latest.map_or(settings, |loaded| loaded.settings);
+    loop {
+        let mut life = Life::start(args, &settings, publisher)?;
+        let next = loop {
+            let (reason, text) = tokio::select! {
+                ended = life.ended() => return Err(ended),
+                _ = end.recv() => break None,
+                _ = interrupt.recv() => break None,
+                _ = quit.recv() => break None,
+                text = file.changed() => ("the file changed", text),
+                _ = hangup.recv() => ("SIGHUP", file.read().await),
+            };
+            let Some(Loaded { settings: next, findings }) = config::reloaded(&args.flags, &environment, text, reason)
+            else {
+                continue;
+            };
+            tracing::info!(why = reason, "configuration reloaded");
+            config::log(&findings);
+            if reason == "SIGHUP" || !next.changed(&settings).is_empty() {
+                break Some(next);
+            }
+        };
+        life.end().await;
+        match next {
+            Some(next) => settings = next,
+            None => {
+                tracing::info!("ending; the labels stay");
+                return Ok(());
+            }
+        }
+    }
+}
+
+struct Life {
+    tasks: JoinSet<(&'static str, Result<()>)>,
+    shutdown: CancellationToken,
+}
+
+impl Life {
+    fn start(args: &LabelsArgs, settings: &Settings, publisher: Option<&Publisher>) -> Result<Self> {
+        let (mut tasks, shutdown, metrics) = (JoinSet::new(), CancellationToken::new(), LabelMetrics::default());
+        let SeenGpus { snapshots, idle, .. } = watch_gpus(&mut tasks, &args.nvml, &args.node.host, settings)?;
+        let (sender, labels) = watch::channel(None);
+        let (node, sysfs) = (args.api.node_name.as_deref(), &args.node.host.sysfs);
+        let source = LabelSource::of(settings, (node, sysfs), (snapshots, idle), metrics.clone());
+        let interval = settings.gfd_sleep_interval.value;
+        tasks.spawn(source.run(sender).map(|end| ("labels", end)));
+        if let Some(publisher) = publisher.filter(|_| settings.use_node_feature_api.value) {
+            let publishing = publisher.clone().publish(labels, interval, shutdown.clone());
+            tasks.spawn(publishing.map(|end| ("NodeFeature", end)));
+        } else {
+            let file = LabelsFile::new(&settings.gfd_output_file.value);
+            if settings.use_node_feature_api.value {
+                tracing::warn!(%file, "no access to the API server: the labels go to the file that NFD reads");
+            }
+            let writer = FileWriter { file, interval, metrics, files: watch::channel(true).1 };
+            tasks.spawn(writer.run(labels).map(|end| ("labels' file", end)));
+        }
+        Ok(Self { tasks, shutdown })
+    }
+
+    /// Waits for a task to end; none of them should.
+    async fn ended(&mut self) -> anyhow::Error {
+        match self.tasks.join_next().await.map(task_end) {
+            Some(Ok(name)) => anyhow!("the task '{name}' ended"),
+            Some(Err(error)) => error,
+            None => anyhow!("there are no tasks"),
+        }
+    }
+
+    async fn end(mut self) {
+        self.shutdown.cancel();
+        self.tasks.shutdown().await;
+    }
+}
+
+/// Returns true if the PCI bus has a GPU for NVIDIA's driver, or does not answer.
+async fn may_have_gpus(sysfs: &Path) -> bool {
+    let sysfs = sysfs.to_owned();
+    let look = timeout(FILES, spawn_blocking(move || has_no_gpu(&sysfs))).await;
+    !look.is_ok_and(|look| look.unwrap_or(false))
+}
+
+/// Scans the node once, and writes its labels; writes nothing if the GPUs are unknown.
+async fn once(args: &LabelsArgs, settings: &Settings, publisher: Option<&Publisher>) -> Result<()> {
+    let sysfs = args.node.host.sysfs.clone();
+    let root = settings.driver_root_ctr_path.value.clone();
+    let command = AgentCommand { limits: limits_of(&args.nvml), ..agent_of(&args.node.host, Some(root)) };
+    let is_tegra = hwloc::is_tegra(&sysfs);
+    let observed = match scan(&command).await {
+        Ok(scan) => {
+            // A GPU that NVML does not list may still exist.
+            let is_known =
+                !scan.gpus.is_empty() || ((scan.count == Some(0) || is_tegra) && !may_have_gpus(&sysfs).await);
+            ensure!(is_known, "NVML lists no GPU, and the PCI bus has one or does not answer: no labels written");
+            let (seen, failures) = hwloc::observe(&sysfs);
+            scan.node(seen, failures)
+        }
+        Err(error) => {
+            let no_driver = error.downcast_ref().is_some_and(|error: &CallError| error.fault().is_no_driver());
+            // A process that stays does the same: `driver` has the cases.
+            let no_driver = no_driver || is_tegra;
+            if !no_driver || settings.fail_on_init_error.value == Some(true) || may_have_gpus(&sysfs).await {
+                return Err(error.context("NVML unavailable: no labels written, those that are there stay"));
+            }
+            tracing::warn!(cause = format!("{error:#}"), "no NVIDIA GPU on this node: the labels say so");
+            NodeObservation::default()
+        }
+    };
+    let (topology, _) = NodeTopology::assemble(&observed);
+    let machine_type_file = settings.gfd_machine_type_file.value.clone();
+    let host = spawn_blocking(move || host(&machine_type_file, &sysfs)).await?;
+    let (labels, problems) = labels_of(LabelFacts {
+        topology: &topology,
+        versions: &DriverVersions::of(&observed),
+        plan: &settings.plan(),
+        host: &host,
+        settings: &settings_of(settings, args.api.node_name.as_deref()),
+    });
+    report(&mut Once::new(), problems);
+    if let Some(publisher) = publisher.filter(|_| settings.use_node_feature_api.value) {
+        // The channel is closed: the publisher ends when these labels are published.
+        let (_, labels) = watch::channel(Some(Arc::new(labels)));
+        return publisher.clone().publish(labels, settings.gfd_sleep_interval.value, CancellationToken::new()).await;
+    }
+    let file = LabelsFile::new(&settings.gfd_output_file.value);
+    let written = file.write(&labels).with_context(|| format!("cannot write the labels to {file}"))?;
+    tracing::info!(%file, labels = labels.len(), changed = written, "labels written");
+    Ok(())
+}

@@ -1,0 +1,232 @@
+//! The golden test of all modules' metrics: names, types, help and labels are an interface.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::watch;
+
+use super::dra::SliceMetrics;
+use crate::config::ConfigMetrics;
+use linkwise_cluster::StoredPool;
+use linkwise_core::allocation::DeviceId;
+use linkwise_core::publish::dra::slice::Pool;
+use linkwise_core::state::{
+    ContainerHoldings, ContainerName, DraGpus, Event, Holdings, NodeState, ResourceName, ResourcePlan,
+};
+use linkwise_core::topology::{GpuObservation, HostObservation, NodeObservation};
+use linkwise_host::cdi::CdiMetrics;
+use linkwise_host::labels::LabelMetrics;
+use linkwise_kubelet::device_plugin::{Occurrence, Phase, PluginMetrics};
+use linkwise_kubelet::dra;
+use linkwise_node::metrics::Metrics;
+use linkwise_node::observe::GpuFailures;
+use linkwise_node::takeover::TakeoverMetrics;
+use linkwise_nvml::supervisor::DriverMetrics;
+
+fn node() -> NodeState {
+    let gpu: GpuObservation = serde_saphyr::from_str(
+        "{index: 0, uuid: GPU-a, pci: '0000:01:00.0', model: \"A \\\"quoted\\\" GPU\", numa: 1}",
+    )
+    .unwrap();
+    let other = GpuObservation { index: 1, uuid: "GPU-b".parse().unwrap(), numa: None, model: None, ..gpu.clone() };
+    let observed =
+        NodeObservation { gpus: vec![gpu, other], host: HostObservation::default(), ..NodeObservation::default() };
+    let (snapshot, _) = NodeState::default().apply(Event::Observed(Box::new(observed)), Duration::ZERO);
+    let xid = Event::Xid { gpu: "GPU-b".parse().unwrap(), code: 79, instance: None };
+    snapshot.apply(xid, Duration::from_secs(1_700_000_000)).0
+}
+
+fn metrics() -> (Metrics, watch::Sender<Arc<NodeState>>) {
+    let (sender, snapshot) = watch::channel(Arc::new(node()));
+    (Metrics::new("1.2.3", snapshot), sender)
+}
+
+/// Metrics and their series in alphabetical order: the library writes the series in a random one.
+fn sorted(text: &str) -> String {
+    let mut blocks: Vec<Vec<&str>> = Vec::new();
+    for line in text.lines() {
+        match blocks.last_mut() {
+            Some(block) if !(line.starts_with("# HELP") || line.starts_with("# EOF")) => block.push(line),
+            _ => blocks.push(vec![line]),
+        }
+    }
+    blocks.iter_mut().for_each(|block| block.sort_unstable());
+    // "# EOF" comes first.
+    blocks.sort_unstable();
+    blocks.concat().join("\n")
+}
+
+/// An RPC that ended.
+fn rpc(method: &str, code: &'static str, elapsed: Duration) -> Occurrence {
+    Occurrence::Rpc { method: method.to_owned(), code: code.to_owned(), elapsed }
+}
+
+/// Each metric once.
+fn everything() -> String {
+    let (metrics, sender) = metrics();
+    let resource = ResourceName::gpu();
+    let plugins = metrics.register(PluginMetrics::register);
+    plugins.offered(&resource);
+    let count = |occurrence| plugins.count(&resource, &occurrence);
+    count(Occurrence::Registered(Ok(())));
+    count(Occurrence::Phase(Phase::Serving));
+    count(Occurrence::Allocated(Ok(Vec::new())));
+    count(rpc("Allocate", "OK", Duration::from_micros(300)));
+    count(rpc("ListAndWatch", "CANCELLED", Duration::from_secs(9)));
+    count(rpc("Anything", "UNIMPLEMENTED", Duration::from_micros(1)));
+    let snapshot = sender.borrow().clone();
+    let request = linkwise_core::allocation::AllocationRequest::default();
+    let (_, report) = linkwise_core::allocation::preferred_allocation(
+        snapshot.tables(),
+        &request,
+        linkwise_core::allocation::AllocationPolicy::BestEffort,
+    );
+    count(Occurrence::Chosen { report: Arc::new(report), elapsed: Duration::from_micros(3), narrowed: true });
+    metrics.register(GpuFailures::register).count(&"GPU-b".parse().unwrap(), "xid");
+    let labels = metrics.register(LabelMetrics::register);
+    labels.made(31, 1);
+    labels.written(true);
+    let driver = metrics.register(DriverMetrics::register);
+    driver.xid(&"GPU-b".parse().unwrap(), 79);
+    driver.xid(&"GPU-b".parse().unwrap(), 4_000_000_000);
+    driver.idle.set(1);
+    driver.released.set(1);
+    driver.agent_starts.inc();
+    driver.agent_up.set(1);
+    driver.agent_ended("crashed");
+    driver.agents_stuck.set(3);
+    driver.nvml_away.set(1);
+    driver.unheard_gpus.set(2);
+    driver.event_failures.inc();
+    let cdi = metrics.register(CdiMetrics::register);
+    cdi.cdi_written(true);
+    cdi.cdi_written(false);
+    metrics.register(ConfigMetrics::register);
+    drop(metrics.register(TakeoverMetrics::register));
+    sorted(&metrics.encode().unwrap())
+}
+
+/// Each metric of DRA once.
+fn everything_of_dra() -> String {
+    let (metrics, sender) = metrics();
+    let all = ResourcePlan { dra: DraGpus::All, ..ResourcePlan::default() };
+    let events = [Event::Planned(Box::new(all)), Event::Holders(Some(Default::default()))];
+    let holders = Event::Holders(Some(Default::default()));
+    let state = events.into_iter().chain([holders]).fold(node(), |state, event| state.apply(event, Duration::ZERO).0);
+    sender.send_replace(Arc::new(state));
+    let slices = metrics.register(SliceMetrics::register);
+    let stored = StoredPool { is_current: true, slices: 1, generation: 3, ..StoredPool::default() };
+    slices.set(Some(&Pool::new("n", Vec::new())), &stored);
+    let plugin = metrics.register(dra::PluginMetrics::register);
+    plugin.count(&dra::Occurrence::Held { claims: 2, devices: 5 });
+    sorted(&metrics.encode().unwrap())
+}
+
+#[test]
+fn dra_metrics_text_is_an_interface() {
+    let only = |line: &&str| line.contains("linkwise_dra") || line.contains("linkwise_gpu_door");
+    insta::assert_snapshot!(everything_of_dra().lines().filter(only).collect::<Vec<_>>().join("\n"));
+}
+
+#[test]
+fn metrics_text_is_an_interface() {
+    insta::assert_snapshot!(everything());
+}
+
+/// Two pods of a DGX-1: GPU 0 and one of the far package, and GPU 1 alone.
+fn placed() -> NodeState {
+    let seen = linkwise_host::machines::load("dgx1-v100").unwrap().observed;
+    let uuid = |at: usize| DeviceId::from(seen.gpus[at].uuid.to_string());
+    let gpu = ResourceName::gpu();
+    let mut holdings = Holdings::default();
+    for (pod, gpus) in [("train\"\n\\", vec![uuid(0), uuid(5)]), ("notebook", vec![uuid(1)])] {
+        holdings.containers.extend(gpus.iter().map(|id| (gpu.clone(), id.clone())));
+        let held = ContainerHoldings {
+            devices: [(gpu.clone(), gpus.into_iter().collect())].into(),
+            ..ContainerHoldings::default()
+        };
+        let name = ContainerName { namespace: "ml".into(), pod: pod.into(), container: "main".into() };
+        holdings.add(name, held);
+    }
+    let events = [Event::Observed(Box::new(seen)), Event::Holders(Some(holdings))];
+    events.into_iter().fold(NodeState::default(), |state, event| state.apply(event, Duration::ZERO).0)
+}
+
+#[test]
+fn placement_metrics_text_is_an_interface() {
+    let (metrics, sender) = metrics();
+    sender.send_replace(Arc::new(placed()));
+    let of = ["allocation_", "best_", "free_", "fragmentation", "gpus"].map(|name| format!("linkwise_{name}"));
+    let text = sorted(&metrics.encode().unwrap());
+    let only = |line: &&str| of.iter().any(|name| line.contains(name.as_str()));
+    insta::assert_snapshot!(text.lines().filter(only).collect::<Vec<_>>().join("\n"));
+}
+
+#[test]
+fn ended_pod_has_no_series() {
+    let (metrics, sender) = metrics();
+    let state = placed();
+    sender.send_replace(Arc::new(state.clone()));
+    let pods = || metrics.encode().unwrap().matches("pod=\"notebook\"").count();
+    assert_eq!(pods(), 1, "one GPU has no collective");
+    let nobody = Event::Holders(Some(Holdings::default()));
+    sender.send_replace(Arc::new(state.apply(nobody, Duration::ZERO).0));
+    assert_eq!((pods(), metrics.encode().unwrap().matches("allocation_info{").count()), (0, 0));
+}
+
+#[test]
+fn hidden_pods_keep_apart_and_the_operator_sees_them() {
+    let (metrics, sender) = metrics();
+    let reader = metrics.placements();
+    sender.send_replace(Arc::new(placed()));
+    assert!(metrics.encode().unwrap().contains("pod=\"notebook\""));
+    reader.hide_pods();
+    let text = metrics.encode().unwrap();
+    assert!(!text.contains("notebook") && !text.contains("train"), "{text}");
+    // `printf ml/notebook | sha256sum`
+    assert!(text.contains("namespace=\"ml\",pod=\"pod-99bac2e8ffcd\",container=\"main\""), "{text}");
+    assert_eq!(text.lines().filter(|line| line.starts_with("linkwise_allocation_info{")).count(), 3);
+    let named: Vec<_> = reader.named().1.allocations.iter().map(|one| one.holder.pod.clone()).collect();
+    assert!(named.contains(&"notebook".to_owned()), "{named:?}");
+    // Computed once for a snapshot.
+    assert!(Arc::ptr_eq(&reader.shown().1, &reader.shown().1) && Arc::ptr_eq(&reader.named().1, &reader.named().1));
+}
+
+#[test]
+fn gone_gpu_has_no_series() {
+    let (metrics, sender) = metrics();
+    assert!(metrics.encode().unwrap().contains("linkwise_gpu_healthy{uuid=\"GPU-a\"} 1"));
+    sender.send_replace(Arc::default());
+    assert!(!metrics.encode().unwrap().contains("GPU-a"));
+}
+
+#[test]
+fn unbounded_labels_share_a_series() {
+    let (metrics, _sender) = metrics();
+    let (gpu, resource) = ("GPU-b".parse().unwrap(), ResourceName::gpu());
+    let (driver, plugins) = (metrics.register(DriverMetrics::register), metrics.register(PluginMetrics::register));
+    for number in 0..10_000 {
+        driver.xid(&gpu, number);
+        // A caller may disconnect before it learns that there is no such method.
+        plugins.count(&resource, &rpc(&format!("Method{number}"), "CANCELLED", Duration::ZERO));
+    }
+    let text = metrics.encode().unwrap();
+    let series = |of: &str| text.lines().filter(|line| line.starts_with(of)).collect::<Vec<_>>();
+    assert_eq!(series("linkwise_xid_errors_total{").len(), 256);
+    assert_eq!(series("linkwise_xid_errors_total{uuid=\"GPU-b\",xid=\"other\"} 9745").len(), 1);
+    assert_eq!(series("linkwise_rpcs_total{").len(), 1);
+    assert_eq!(series("linkwise_rpc_duration_seconds_count{").len(), 1);
+}
+
+#[test]
+fn every_metric_is_documented() {
+    let documented = include_str!("../../docs/metrics.md");
+    let text = everything() + "\n" + &everything_of_dra();
+    let names = text.lines().filter_map(|line| line.strip_prefix("# TYPE ")).filter_map(|line| line.split(' ').next());
+    let mut seen = 0;
+    for name in names {
+        assert!(documented.contains(&format!("`{name}")), "docs/metrics.md does not mention {name}");
+        seen += 1;
+    }
+    assert!(seen > 10, "{text}");
+}

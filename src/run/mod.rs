@@ -1,0 +1,51 @@
+//! `linkwise run`: the node that the options describe, and its neighbours `labels` and `mps-control-daemon`.
+//!
+//! `start` builds all objects and owns every task. `driver` starts the supervisor of the NVML agent; `cdi_sync` keeps
+//! CDI specs and device nodes up to date; `labels`, `dra` and `events` follow the snapshots for schedulers; `config`
+//! reloads the configuration; `mps` and `labels_program` are processes of their own. A task that ends unexpectedly ends
+//! the process, with its cause.
+
+mod api;
+mod cdi_sync;
+mod config;
+mod dra;
+mod driver;
+mod events;
+mod labels;
+mod labels_program;
+#[cfg(test)]
+mod metrics_tests;
+mod mps;
+mod node_feature;
+mod operators;
+mod simulated;
+mod start;
+
+use anyhow::Result;
+use linkwise_system::block_on;
+use linkwise_system::log::{Log, log_to_stderr};
+
+use crate::config::{LogArgs, RunArgs};
+
+pub use api::Api;
+pub use driver::agent_command;
+pub use labels_program::labels;
+pub use mps::mps_control_daemon;
+pub use simulated::{SimulatedFolders, start_with_dra};
+use start::{End, serve};
+
+/// Starts the log. The API server's client logs nothing itself: linkwise logs its failures, once each.
+pub fn start_log(args: &LogArgs) -> Result<Log> {
+    log_to_stderr(&args.log, "kube_client", args.log_format)
+}
+
+/// Serves this node until a signal ends it.
+pub fn run(args: &RunArgs) -> Result<()> {
+    let _log = start_log(&args.log)?;
+    block_on(async {
+        while serve(args).await? == End::Anew {
+            tracing::info!("starting anew");
+        }
+        Ok(())
+    })
+}

@@ -1,0 +1,140 @@
+//! The supervisors of all control daemons: the running ones, those that have to end, and those to be started.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use anyhow::{Context, Result, bail};
+use tokio::task::JoinSet;
+use tokio_util::sync::CancellationToken;
+
+use linkwise_core::errors::chain;
+use linkwise_core::state::ResourceName;
+use linkwise_host::mps::{DaemonEvent, Limits, Settings, set_back, supervise};
+
+pub(super) struct Daemons {
+    settings: Settings,
+    /// The wanted daemons; `None` before the first order.
+    wanted: Option<BTreeMap<ResourceName, Limits>>,
+    running: BTreeMap<ResourceName, Supervisor>,
+    tasks: JoinSet<ResourceName>,
+}
+
+/// A supervisor, and the limits for which it was started.
+struct Supervisor {
+    limits: Limits,
+    /// Set while its daemon does not serve.
+    fails: Arc<AtomicBool>,
+    end: CancellationToken,
+}
+
+impl Supervisor {
+    /// Returns true if the supervisor need not be replaced. A daemon that serves is not ended because a GPU has left; a
+    /// daemon that has to be started again is started for the present GPUs.
+    fn is_for(&self, wanted: &Limits) -> bool {
+        if self.fails.load(Ordering::Relaxed) { self.limits == *wanted } else { self.limits.hold(wanted) }
+    }
+}
+
+impl Daemons {
+    pub fn new(settings: Settings) -> Self {
+        Self { settings, wanted: None, running: BTreeMap::new(), tasks: JoinSet::new() }
+    }
+
+    /// Sets the daemons that are to serve from now on. Those with unchanged limits go on. At the first call, GPUs that
+    /// a killed process left exclusive and that are not shared any more get their compute mode back.
+    pub async fn want(&mut self, wanted: BTreeMap<ResourceName, Limits>) {
+        if self.wanted.is_none() {
+            let left = set_back(&self.settings, |gpu| {
+                !wanted.values().filter(|limits| limits.exclusive).flat_map(Limits::gpus).any(|one| one == gpu)
+            });
+            if let Err(error) = left.await {
+                let error = chain(&error);
+                tracing::warn!(error, "compute mode of an earlier MPS daemon not restored");
+            }
+        }
+        self.wanted = Some(wanted);
+        self.reconcile();
+    }
+
+    fn reconcile(&mut self) {
+        let Some(wanted) = &self.wanted else { return };
+        for (resource, running) in self.running.iter().filter(|(_, running)| !running.end.is_cancelled()) {
+            let limits = wanted.get(resource);
+            if !limits.is_some_and(|limits| running.is_for(limits)) {
+                let why = if limits.is_some() { "its limits changed" } else { "it is no longer shared by MPS" };
+                tracing::info!(%resource, why, "ending the MPS daemon");
+                running.end.cancel();
+            }
+        }
+        // A GPU may pass from one daemon to another; the first would then set its compute mode back.
+        if self.running.values().any(|running| running.end.is_cancelled()) {
+            return;
+        }
+        for (resource, limits) in wanted {
+            if self.running.contains_key(resource) {
+                continue;
+            }
+            let supervisor =
+                Supervisor { limits: limits.clone(), fails: Arc::default(), end: CancellationToken::new() };
+            let (fails, end) = (Arc::clone(&supervisor.fails), supervisor.end.clone());
+            let (settings, resource, limits) = (self.settings.clone(), resource.clone(), limits.clone());
+            self.running.insert(resource.clone(), supervisor);
+            self.tasks.spawn(async move {
+                let report = |event| {
+                    if !matches!(event, DaemonEvent::NotLabelled(_)) {
+                        fails.store(matches!(event, DaemonEvent::Failed(..)), Ordering::Relaxed);
+                    }
+                    log(&resource, &limits, event);
+                };
+                supervise(&settings, &resource, &limits, &end, report).await;
+                resource
+            });
+        }
+    }
+
+    /// Waits until a supervisor has ended, and starts the daemons that waited for that; fails if one ended by itself.
+    /// Cancel safe.
+    pub async fn next(&mut self) -> Result<()> {
+        let Some(ended) = self.tasks.join_next().await else { return std::future::pending().await };
+        let resource = ended.context("the supervisor of an MPS daemon panicked")?;
+        if !self.running.remove(&resource).is_some_and(|running| running.end.is_cancelled()) {
+            bail!("the supervisor of the MPS daemon of {resource} ended by itself");
+        }
+        self.reconcile();
+        Ok(())
+    }
+
+    pub async fn end(mut self) -> Result<()> {
+        self.running.values().for_each(|running| running.end.cancel());
+        while let Some(ended) = self.tasks.join_next().await {
+            ended.context("the supervisor of an MPS daemon panicked")?;
+        }
+        Ok(())
+    }
+}
+
+fn log(resource: &ResourceName, limits: &Limits, event: DaemonEvent) {
+    match event {
+        DaemonEvent::Serving => {
+            let memory = |mib: Option<u64>| mib.map_or_else(|| "unlimited".to_owned(), |mib| format!("{mib}M"));
+            let memory: Vec<String> =
+                limits.memory.iter().map(|one| format!("{}={}", one.gpu, memory(one.mib))).collect();
+            let (threads, memory) = (limits.thread_percentage, memory.join(","));
+            tracing::info!(%resource, threads, memory, "MPS daemon serving, limits confirmed");
+        }
+        DaemonEvent::NotLabelled(why) => {
+            let cause = chain(&why);
+            tracing::warn!(%resource, cause, "MPS pipe directory not labelled for SELinux");
+        }
+        DaemonEvent::Failed(why, again_in) => {
+            let cause = chain(&why);
+            tracing::warn!(%resource, cause, ?again_in, "MPS daemon failed, starting it again");
+        }
+        DaemonEvent::Ended(None) => tracing::info!(%resource, "MPS daemon ended"),
+        DaemonEvent::Ended(Some(why)) => {
+            let cause = chain(&why);
+            tracing::warn!(%resource, cause, "MPS daemon ended, compute mode not restored");
+        }
+    }
+}

@@ -1,0 +1,68 @@
+//! The operators' socket, and the probes' port of a process that has handed the node over.
+
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::Result;
+use tokio::signal::unix::Signal;
+
+use linkwise_node::admin::{Admin, Answers, Local, LocalError, Orders};
+use linkwise_node::metrics::{self, Metrics};
+use linkwise_system::uds::Callers;
+
+/// The time between two attempts to take an admin socket that another process has.
+const ADMIN_PAUSE: Duration = Duration::from_millis(100);
+
+/// Binds the admin socket; `None` while another process has it, which may be about to end.
+pub(super) fn bind_admin(path: &Path) -> Result<Option<Local>, LocalError> {
+    match Local::bind(path, Callers::default()) {
+        Err(LocalError::Taken(..)) => Ok(None),
+        bound => bound.map(Some),
+    }
+}
+
+/// Serves operators, as soon as no other process does at this path.
+pub(super) async fn serve_operators(path: PathBuf, mut bound: Option<Local>, orders: Orders) -> Result<()> {
+    if bound.is_none() {
+        tracing::warn!(path = %path.display(), "admin socket taken by another process, trying again");
+    }
+    loop {
+        if let Some(local) = bound {
+            local.serve(orders).await;
+            return Ok(());
+        }
+        tokio::time::sleep(ADMIN_PAUSE).await;
+        bound = bind_admin(&path)?;
+    }
+}
+
+/// Answers HTTP probes until a signal comes: another process serves this node.
+pub(super) async fn answer_probes(metrics: &Metrics, address: SocketAddr, signals: &mut [std::io::Result<Signal>; 2]) {
+    let metrics = metrics.clone();
+    let answers = Answers {
+        metrics: Arc::new(move || metrics.encode().ok()),
+        metrics_type: metrics::CONTENT_TYPE,
+        ready: Arc::new(|| Err(vec!["another linkwise has taken over this node".to_owned()])),
+        page: None,
+    };
+    let probes = async {
+        match Admin::bind(address) {
+            Ok(admin) => admin.serve(answers).await,
+            // The other process has the port, which is the host's.
+            Err(_) => std::future::pending().await,
+        }
+    };
+    let [terminate, interrupt] = signals;
+    let ended = async |signal: &mut std::io::Result<Signal>| match signal {
+        Ok(signal) => signal.recv().await,
+        Err(_) => std::future::pending().await,
+    };
+    tokio::select! {
+        () = probes => {}
+        _ = ended(terminate) => {}
+        _ = ended(interrupt) => {}
+    }
+    tracing::info!("ending, long after another linkwise has taken over");
+}

@@ -1,0 +1,91 @@
+//! A node of a simulated machine whose GPUs go through DRA: the parts that `linkwise run` starts, without NVML and the
+//! host.
+
+use std::fs;
+use std::net::SocketAddr;
+use std::path::Path;
+
+use anyhow::{Context, Result};
+use tokio::sync::watch;
+
+use super::cdi_sync;
+use super::{api::Api, dra};
+use crate::config::settings::load_text;
+use crate::config::{Environment, Flags};
+use linkwise_core::state::Event;
+use linkwise_host::cdi::CdiMetrics;
+use linkwise_kubelet::device_plugin as kubelet;
+use linkwise_node::keeper::HealthSettings;
+use linkwise_node::node::{Node, NodeSettings};
+
+const CONFIGURATION: &str = "version: v1\nlinkwise: {dra: {gpus: all}}\n";
+
+/// Folders of a simulated node, below one of its own.
+#[derive(Clone, Copy, Debug)]
+pub struct SimulatedFolders;
+
+impl SimulatedFolders {
+    /// The kubelet's folder of device plugins.
+    pub const DEVICE_PLUGINS: &str = "device-plugins";
+    /// The kubelet's folder of registration sockets.
+    pub const REGISTRY: &str = "registry";
+    /// The folder of CDI specs.
+    pub const CDI: &str = "cdi";
+    /// The state folder.
+    pub const STATE: &str = "state";
+    /// The kubelet's PodResources socket.
+    pub const POD_RESOURCES: &str = "pod-resources/kubelet.sock";
+}
+
+/// Starts a node with all its folders below `folder`; the caller sends the observations.
+pub async fn start_with_dra(folder: &Path, name: &str, metrics_address: SocketAddr, api: &Api) -> Result<Node> {
+    let at = |path: &str| folder.join(path);
+    let host = at("host");
+    for path in [&host, &at("plugins"), &at(SimulatedFolders::STATE)] {
+        fs::create_dir_all(path).with_context(|| format!("cannot make {}", path.display()))?;
+    }
+    let mut settings = load_text(&Flags::default(), &Environment::default(), CONFIGURATION)?.settings;
+    settings.kubelet_socket.value = at(SimulatedFolders::DEVICE_PLUGINS).join("kubelet.sock");
+    settings.pod_resources_socket.value = at(SimulatedFolders::POD_RESOURCES);
+    settings.dra_registry_dir.value = at(SimulatedFolders::REGISTRY);
+    settings.dra_plugins_dir.value = at("plugins");
+    settings.cdi_dir.value = at(SimulatedFolders::CDI);
+    for root in
+        [&mut settings.driver_root.value, &mut settings.driver_root_ctr_path.value, &mut settings.dev_root.value]
+    {
+        root.clone_from(&host);
+    }
+    let injection = cdi_sync::prepare(&settings, &host, watch::channel(Default::default()).1, true)?;
+    let mut node = Node::start(NodeSettings {
+        kubelet: kubelet::Settings {
+            pod_resources_socket: Some(settings.pod_resources_socket.value.clone()),
+            longest_pause: std::time::Duration::from_secs(1),
+            ..kubelet::Settings::new(settings.kubelet_socket.value.clone())
+        },
+        metrics_address,
+        numa_hints: settings.numa_hints.value,
+        health: HealthSettings::default(),
+    })
+    .await?;
+    let sync = injection.sync.context("DRA has CDI specs to write")?;
+    let specs = sync.link();
+    let metrics = node.metrics().register(CdiMetrics::register);
+    node.spawn("CDI sync", sync.run(node.snapshot(), node.files(), metrics, node.readiness.clone()));
+    let given = dra::Given {
+        settings: &settings,
+        name: Some(name.to_owned()),
+        sysfs: &host,
+        state_dir: at(SimulatedFolders::STATE),
+        injection: injection.options,
+        host_devices: injection.host_devices,
+        specs,
+        mig: None,
+        mps: None,
+        owns: watch::channel(true).1,
+        listed_within: None,
+    };
+    dra::spawn_in(&mut node, given, Some(api));
+    let planned = Event::Planned(Box::new(settings.plan()));
+    node.events().send(planned).await.context("the node takes no events")?;
+    Ok(node)
+}

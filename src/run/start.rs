@@ -1,0 +1,280 @@
+//! Builds the node of `linkwise run` and starts its tasks, each as soon as its inputs exist.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+use tokio::signal::unix::{Signal, SignalKind, signal};
+use tokio::sync::{mpsc, watch};
+use tokio_util::sync::CancellationToken;
+
+use super::api::Api;
+use super::cdi_sync::{self, CdiSync, Prepared};
+use super::config::{self, DraWish, Reloader};
+use super::dra::{self, start::RightsReader, start::Start};
+use super::driver::driver_of;
+use super::operators::{answer_probes, bind_admin, serve_operators};
+use super::{events, labels, mps};
+use crate::config::settings::load;
+use crate::config::{ConfigMetrics, Environment, RunArgs, Settings};
+use linkwise_core::state::{DraGpus, Event, XidPolicy};
+use linkwise_host::cdi::CdiMetrics;
+use linkwise_host::hwloc;
+use linkwise_host::mps::Layout;
+use linkwise_kubelet::device_plugin as kubelet;
+use linkwise_kubelet::dra::SpecsLink;
+use linkwise_node::keeper::{self, HealthSettings};
+use linkwise_node::node::{Node, NodeSettings};
+use linkwise_node::operator;
+use linkwise_node::takeover::Position;
+use linkwise_nvml::supervisor::{self, DriverMetrics, MigRequest, Release};
+use linkwise_system::uds::Callers;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum End {
+    Ended,
+    /// The process serves anew, with DRA.
+    Anew,
+    /// Another process has taken over, and a signal has come.
+    HandedOver,
+}
+
+pub(super) async fn serve(args: &RunArgs) -> Result<End> {
+    // This comes first: PID 1 of a container ignores every signal that it has no handler for.
+    let signals = Signals::listen()?;
+    let Wanted { settings, environment, state_dir, rights, dra, api } = Wanted::read(args).await?;
+    let position = Position::at(state_dir.as_deref(), args.takeover.standby, &args.takeover.pod_uid).await;
+    let admin_path = settings.admin_socket.value.clone();
+    let admin = admin_path.as_deref().map(bind_admin).transpose()?.flatten();
+    let seen = watch::Sender::default();
+    let injection = cdi_sync::prepare(&settings, &args.host.sysfs, seen.subscribe(), dra.has_cdi())?;
+
+    let mut node = start_node(args, &settings, state_dir.clone(), &injection).await?;
+    let (owns, handed_over) = position.spawn_in(&mut node);
+    let (driver, release, mig) = start_driver(&node, args, &settings, seen);
+    let specs = spawn_cdi_sync(&mut node, injection.sync);
+    labels::spawn_in(&mut node, &settings, args);
+    let layout = Layout::new(&args.mps.container_root);
+    if dra.has_plugin() {
+        let given = dra::Given {
+            settings: &settings,
+            name: args.node_name.clone(),
+            sysfs: &args.host.sysfs,
+            state_dir: state_dir.unwrap_or_default(),
+            injection: injection.options,
+            host_devices: injection.host_devices,
+            specs,
+            mig: Some(mig),
+            mps: Some(mps::spawn_orders(&mut node, &layout)),
+            owns,
+            listed_within: args.nvml.dra_grace_ms.map(Duration::from_millis),
+        };
+        dra::spawn_in(&mut node, given, api.as_ref().filter(|_| dra.has_api_server()));
+    } else {
+        node.spawn("MPS orders", mps::withdraw_orders(layout.clone(), node.files()));
+    }
+    node.readiness.dra_is_off(settings.dra_gpus.value == DraGpus::None);
+    let leftovers = dra::leftovers::follow(node.snapshot(), node.readiness.clone(), dra.has_sockets());
+    node.spawn("leftovers of DRA", leftovers);
+    events::spawn_in(&mut node, &settings, args.node_name.as_deref(), api.as_ref());
+    // This comes before the first GPU is discovered: the plan decides to which resources it belongs.
+    let planned = Event::Planned(Box::new(settings.plan()));
+    node.events().send(planned).await.context("the node takes no events")?;
+    node.spawn("NVML driver", driver.run());
+    let idle = node.readiness.idle().clone();
+    node.spawn("MPS daemons' watch", mps::follow_daemons(layout, node.snapshot(), node.events(), idle));
+    let anew = follow_configuration(&mut node, args, (settings, environment), (rights, dra), signals.hangup);
+    if let Some(path) = admin_path {
+        let orders = operator::orders(&node, &release);
+        node.spawn("admin socket", serve_operators(path, admin, orders));
+    }
+    node.spawn("signals", signals.orders.follow(release, node.shutdown()));
+
+    // This comes before the node's own end: a signal between the two must not be lost.
+    let mut last_signals = [signal(SignalKind::terminate()), signal(SignalKind::interrupt())];
+    let (metrics, address) = (node.metrics().clone(), node.metrics_address());
+    node.serve().await?;
+    // The container of a standby starts it again, as a standby.
+    if handed_over.is_cancelled() && !args.takeover.standby {
+        answer_probes(&metrics, address, &mut last_signals).await;
+        return Ok(End::HandedOver);
+    }
+    Ok(if anew.is_cancelled() { End::Anew } else { End::Ended })
+}
+
+/// The signals that end the process or give an order.
+struct Signals {
+    orders: OrderSignals,
+    hangup: Signal,
+}
+
+/// All signals except SIGHUP, which is the configuration's.
+struct OrderSignals {
+    terminate: Signal,
+    interrupt: Signal,
+    release: Signal,
+    resume: Signal,
+}
+
+impl Signals {
+    fn listen() -> Result<Self> {
+        let listen = |kind, name| signal(kind).with_context(|| format!("cannot listen for {name}"));
+        Ok(Self {
+            orders: OrderSignals {
+                terminate: listen(SignalKind::terminate(), "SIGTERM")?,
+                interrupt: listen(SignalKind::interrupt(), "SIGINT")?,
+                release: listen(SignalKind::user_defined1(), "SIGUSR1")?,
+                resume: listen(SignalKind::user_defined2(), "SIGUSR2")?,
+            },
+            hangup: listen(SignalKind::hangup(), "SIGHUP")?,
+        })
+    }
+}
+
+impl OrderSignals {
+    /// Passes orders on until a signal ends the process.
+    async fn follow(mut self, release: Release, shutdown: CancellationToken) -> Result<()> {
+        let name = loop {
+            tokio::select! {
+                _ = self.terminate.recv() => break "SIGTERM",
+                _ = self.interrupt.recv() => break "SIGINT",
+                _ = self.release.recv() => release.wish(true),
+                _ = self.resume.recv() => release.wish(false),
+            }
+        };
+        tracing::info!(signal = name, "ending");
+        shutdown.cancel();
+        Ok(())
+    }
+}
+
+/// The settings of a start, and the rights of this process.
+struct Wanted {
+    settings: Settings,
+    environment: Environment,
+    /// The folder of data that outlast a start.
+    state_dir: Option<PathBuf>,
+    rights: RightsReader,
+    dra: Start,
+    api: Option<Api>,
+}
+
+impl Wanted {
+    async fn read(args: &RunArgs) -> Result<Self> {
+        let environment = Environment::read();
+        let loaded = load(&args.flags, &environment)?;
+        config::log(&loaded.findings);
+        let mut settings = loaded.settings;
+        refuse_wsl(args, &settings)?;
+        let state_dir = args.state_dir.clone().or_else(|| keeper::beside(&settings.kubelet_socket.value));
+        let rights = RightsReader::new(&settings, args.node_name.as_deref(), &args.api);
+        let dra = dra::start::start(&settings, state_dir.as_deref(), &rights).await;
+        if !dra.lacks.is_empty() {
+            settings.dra_gpus.value = DraGpus::None;
+        }
+        for (variable, passed_over) in args.xids.passed_over() {
+            tracing::warn!(variable, passed_over, "no XID; passed over");
+        }
+        let api = args.api.access().ok().map(Api::new);
+        Ok(Self { settings, environment, state_dir, rights, dra, api })
+    }
+}
+
+/// Fails on WSL2, whose GPUs are on no PCI bus.
+fn refuse_wsl(args: &RunArgs, settings: &Settings) -> Result<()> {
+    let roots = [Path::new("/"), &settings.driver_root_ctr_path.value];
+    if let Some(sign) = hwloc::wsl(roots.into_iter().chain(args.host.nvml_library.as_deref())) {
+        let why = "they are on no PCI bus and have no device nodes of their own; use the NVIDIA device plugin there";
+        bail!("this is WSL2 ({}), whose GPUs linkwise does not serve: {why}", sign.display());
+    }
+    Ok(())
+}
+
+/// Starts the node, which serves /metrics and HTTP probes from now on.
+async fn start_node(
+    args: &RunArgs,
+    settings: &Settings,
+    state_dir: Option<PathBuf>,
+    injection: &Prepared,
+) -> Result<Node> {
+    let kubelet = kubelet::Settings {
+        injection: injection.options.clone(),
+        host_devices: injection.host_devices.clone(),
+        pod_resources_socket: Some(settings.pod_resources_socket.value.clone()),
+        callers: Callers::and(settings.allowed_uids.value.iter().copied()),
+        ..kubelet::Settings::new(settings.kubelet_socket.value.clone())
+    };
+    let health = HealthSettings {
+        xids: XidPolicy { overrides: settings.xids.value.clone(), ..args.xids.policy() },
+        hold: args.nvml.health_hold_ms.map(Duration::from_millis),
+        dra_grace: args.nvml.dra_grace_ms.map(Duration::from_millis),
+        await_first_poll: true,
+        state_dir,
+    };
+    let node = Node::start(NodeSettings {
+        kubelet,
+        metrics_address: settings.metrics_address.value,
+        numa_hints: settings.numa_hints.value,
+        health,
+    })
+    .await?;
+    tracing::info!(version = env!("CARGO_PKG_VERSION"), metrics = %node.metrics_address(), "linkwise is up");
+    if settings.hide_pod_names.value {
+        node.metrics().placements().hide_pods();
+    }
+    if let Some(name) = &args.node_name {
+        node.pages.named(name.clone());
+    }
+    Ok(node)
+}
+
+/// Makes the supervisor of the NVML agent, with an operator's order to release the driver and the way to order MIG
+/// devices.
+fn start_driver(
+    node: &Node,
+    args: &RunArgs,
+    settings: &Settings,
+    seen: watch::Sender<std::sync::Arc<linkwise_core::topology::NodeObservation>>,
+) -> (supervisor::Driver, Release, mpsc::Sender<MigRequest>) {
+    let metrics = node.metrics().register(DriverMetrics::register);
+    let release = Release::new(metrics.clone());
+    node.pages.follow_release(release.follow());
+    let beside = (metrics, node.readiness.idle().clone(), release.clone());
+    let (mig, orders) = mpsc::channel(supervisor::MIG_REQUESTS);
+    let driver = driver_of(&args.nvml, &args.host, settings, node.events(), beside);
+    (supervisor::Driver { seen, mig: Some(orders), ..driver }, release, mig)
+}
+
+/// Starts the task that keeps CDI specs up to date; returns the way to it.
+fn spawn_cdi_sync(node: &mut Node, sync: Option<CdiSync>) -> SpecsLink {
+    // The series exist on every node.
+    let metrics = node.metrics().register(CdiMetrics::register);
+    // Without the right to write specs, there are none to wait for.
+    let Some(sync) = sync else { return SpecsLink::default() };
+    let link = sync.link();
+    node.hold_plugins_until(sync.ready.subscribe(), sync.awaited);
+    node.spawn("CDI sync", sync.run(node.snapshot(), node.files(), metrics, node.readiness.clone()));
+    link
+}
+
+/// Follows the configuration. The token is cancelled if the node is to be served anew, with DRA.
+fn follow_configuration(
+    node: &mut Node,
+    args: &RunArgs,
+    (settings, environment): (Settings, Environment),
+    (rights, start): (RightsReader, Start),
+    hangup: Signal,
+) -> CancellationToken {
+    let anew = CancellationToken::new();
+    let dra = (!start.can_serve()).then(|| {
+        let mut wish = DraWish::new(rights, node.readiness.clone(), anew.clone(), node.shutdown());
+        if !start.lacks.is_empty() {
+            wish.cannot(start.lacks);
+        }
+        wish
+    });
+    let (metrics, events) = (node.metrics().register(ConfigMetrics::register), node.events());
+    let reloader = Reloader { flags: args.flags.clone(), environment, settings, metrics, events, dra };
+    node.spawn("configuration", reloader.run(hangup));
+    anew
+}

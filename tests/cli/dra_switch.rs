@@ -1,0 +1,100 @@
+//! A configuration that turns DRA or events on while `linkwise run` runs, and the names by which the program is started.
+
+use std::fs;
+use std::io::{BufRead, BufReader};
+use std::os::unix::fs::symlink;
+use std::process::{Child, Command, Stdio};
+
+#[test]
+fn link_named_config_manager_is_that_command() {
+    let folder = tempfile::tempdir().unwrap();
+    let link = folder.path().join("config-manager");
+    symlink(env!("CARGO_BIN_EXE_linkwise"), &link).unwrap();
+    let output = Command::new(&link).env_clear().arg("--oneshot").output().unwrap();
+    let error = String::from_utf8(output.stderr).unwrap();
+    assert!(!output.status.success() && error.contains("NODE_NAME"), "{error}");
+}
+
+/// `linkwise run` on a host without GPUs, with an API server's address and a configuration file.
+fn run(folder: &tempfile::TempDir) -> Command {
+    let at = |name: &str| folder.path().join(name);
+    for folder in ["sys", "account"] {
+        let _ = fs::create_dir(at(folder));
+    }
+    fs::write(at("account/token"), "t").unwrap();
+    let mut command = Command::new(env!("CARGO_BIN_EXE_linkwise"));
+    command.arg("run").env_clear().env("KUBERNETES_SERVICE_HOST", "127.0.0.1").env("KUBERNETES_SERVICE_PORT", "1");
+    command.env("LINKWISE_SYSFS", at("sys")).env("KUBELET_SOCKET", at("kubelet.sock")).env("NODE_NAME", "n");
+    command.env("LINKWISE_METRICS_ADDRESS", "127.0.0.1:0").env("CONFIG_FILE", at("config.yaml"));
+    command.env("LINKWISE_STATE_DIR", at("state")).env("LINKWISE_NVML_LIBRARY", at("no-library"));
+    command.env("LINKWISE_SERVICE_ACCOUNT_DIR", at("account")).env("LINKWISE_CDI_DIR", at("cdi"));
+    command.stdout(Stdio::null()).stderr(Stdio::piped());
+    command
+}
+
+const NO_DRA: &str = "version: v1\n";
+const EVENTS: &str = "version: v1\nlinkwise: {events: {write: true}}\n";
+const DRA: &str = "version: v1\nlinkwise: {dra: {gpus: all}}\n";
+
+/// A process and the lines of its log.
+struct Running(Child, std::io::Lines<BufReader<std::process::ChildStderr>>);
+
+impl Running {
+    fn start(command: &mut Command) -> Self {
+        let mut process = command.spawn().unwrap();
+        let log = BufReader::new(process.stderr.take().unwrap()).lines();
+        Self(process, log)
+    }
+
+    fn says(&mut self, words: &str) {
+        let found = self.1.by_ref().map(Result::unwrap).any(|line| line.contains(words));
+        assert!(found, "no line with '{words}'");
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+#[test]
+fn events_without_an_api_server_are_not_written() {
+    let folder = tempfile::tempdir().unwrap();
+    fs::write(folder.path().join("config.yaml"), EVENTS).unwrap();
+    let mut process = Running::start(run(&folder).env_remove("KUBERNETES_SERVICE_HOST"));
+    process.says("linkwise is up");
+    process.says("events need the API server: none are written");
+}
+
+#[test]
+fn change_to_dra_serves_anew_in_the_same_process() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("config.yaml");
+    fs::write(&file, NO_DRA).unwrap();
+    let mut process = Running::start(&mut run(&folder));
+    process.says("linkwise is up");
+    fs::write(&file, DRA).unwrap();
+    process.says("GPUs are to go through DRA");
+    process.says("linkwise is up");
+    // The writer of slices is there now, and finds no server.
+    process.says("follow the ResourceSlices");
+    assert!(process.0.try_wait().unwrap().is_none());
+    // Back again: what is left of DRA is served until it is gone, without another start.
+    fs::write(&file, NO_DRA).unwrap();
+    process.says("configuration applied");
+    assert!(process.0.try_wait().unwrap().is_none());
+}
+
+#[test]
+fn change_to_dra_without_an_api_server_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("config.yaml");
+    fs::write(&file, NO_DRA).unwrap();
+    let mut process = Running::start(run(&folder).env_remove("KUBERNETES_SERVICE_HOST"));
+    process.says("linkwise is up");
+    fs::write(&file, DRA).unwrap();
+    process.says("GPUs cannot go through DRA, they stay with the device plugin");
+    assert!(process.0.try_wait().unwrap().is_none());
+}

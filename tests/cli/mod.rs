@@ -1,0 +1,70 @@
+//! The commands that read and print, as a person or a script runs them: `topology`, `allocate`, `demo`, `config`,
+//! `top`.
+
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    clippy::indexing_slicing,
+    reason = "what a helper cannot do fails the test"
+)]
+
+mod allocate;
+mod bad_input;
+
+mod config;
+mod documents;
+mod dra_switch;
+mod golden;
+mod progress;
+mod pty;
+mod top;
+mod topology;
+
+use std::ffi::OsStr;
+use std::io::Write;
+use std::path::Path;
+use std::process::{Command, Output, Stdio};
+
+use serde_json::Value;
+
+/// Built-in machines of eight GPUs whose output is kept in golden files.
+const MACHINES: [&str; 3] = ["dgx1-v100", "dgx-h100", "pcie-8x-pix-pairs"];
+
+/// The binary, without settings from the environment in which the tests run.
+fn linkwise(args: &[impl AsRef<OsStr>]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_linkwise"));
+    command.env_clear().args(args).stdin(Stdio::null());
+    command
+}
+
+/// Lets NVML and hwloc show a built-in machine as this one.
+fn this_is(command: &mut Command, machine: &str) {
+    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("crates/host/src/machines/{machine}.yaml"));
+    command.env("LINKWISE_NVML_LIBRARY", fake_nvml::library_path()).env("FAKE_NVML_MACHINE", file);
+    command.env_remove("FAKE_NVML_CONTROL").env("HWLOC_SYNTHETIC", "pack:2 numa:1 pu:2");
+}
+
+/// Runs a command that succeeds with nothing on standard error; returns what it printed.
+fn text(command: &mut Command) -> String {
+    let output = command.output().unwrap();
+    assert!(output.status.success() && output.stderr.is_empty(), "{output:?}");
+    String::from_utf8(output.stdout).unwrap()
+}
+
+fn json(args: &[&str]) -> Value {
+    serde_json::from_str(&text(&mut linkwise(args))).unwrap()
+}
+
+/// Runs a command with something on its standard input.
+fn fed(command: &mut Command, input: &[u8]) -> Output {
+    let mut child =
+        command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("the binary starts");
+    let mut stdin = child.stdin.take().unwrap();
+    let input = input.to_vec();
+    // In a thread: a command that answers while it reads would block on a full pipe.
+    let feeding = std::thread::spawn(move || stdin.write_all(&input));
+    let output = child.wait_with_output().unwrap();
+    feeding.join().unwrap().unwrap();
+    output
+}

@@ -1,0 +1,150 @@
+//! The reader of claims: what an answer of the API server becomes, and how long a query may take.
+
+use linkwise_api_server_box::{Answer, Fault, ResourceType};
+use linkwise_cluster::ClaimReader;
+use linkwise_core::claims::Claim;
+use linkwise_kubelet::dra::{ClaimQuery, ClaimQueryError};
+use serde_json::json;
+use tokio::sync::{mpsc, oneshot};
+
+use crate::cluster::support::{Cluster, PACE, Running, within};
+
+struct Reading {
+    cluster: Cluster,
+    queries: mpsc::Sender<ClaimQuery>,
+    running: Running,
+}
+
+async fn reading() -> Reading {
+    let cluster = Cluster::start().await;
+    let key = ResourceType::RESOURCE_CLAIMS.key(Some("ns"), "one");
+    let requests = json!([{"name": "gpu", "exactly": {"deviceClassName": "gpu.nvidia.com"}}]);
+    cluster.server.put("kubectl", &key, json!({"spec": {"devices": {"requests": requests}}}));
+    let (queries, received) = mpsc::channel(4);
+    let reader = ClaimReader::new(cluster.client(PACE));
+    let running = Running::of(|shutdown| reader.run(received, shutdown));
+    Reading { cluster, queries, running }
+}
+
+impl Reading {
+    async fn ask(&self, name: &str) -> oneshot::Receiver<Result<Claim, ClaimQueryError>> {
+        let (answer, answered) = oneshot::channel();
+        let query = ClaimQuery { namespace: "ns".to_owned(), name: name.to_owned(), answer };
+        self.queries.send(query).await.unwrap();
+        answered
+    }
+
+    async fn read(&self, name: &str) -> Result<Claim, ClaimQueryError> {
+        within(self.ask(name).await).await.unwrap()
+    }
+
+    fn gets(&self) -> usize {
+        self.cluster.count("GET", "resourceclaims")
+    }
+}
+
+#[tokio::test]
+async fn claim_is_one_get() {
+    let reading = reading().await;
+    let claim = reading.read("one").await.unwrap();
+    assert_eq!((claim.metadata.to_string(), claim.status.allocation), ("ns/one".to_owned(), None));
+    assert_eq!(reading.gets(), 1);
+    assert_eq!(reading.read("two").await, Err(ClaimQueryError::NotFound));
+    assert_eq!(reading.gets(), 2, "what is not there is not asked for again");
+    reading.running.end().await;
+}
+
+#[tokio::test]
+async fn passing_errors_are_tried_again_twice() {
+    for code in [429, 500, 503] {
+        let reading = reading().await;
+        let refusal = |times| Fault::of("GET", "resourceclaims", times, Answer::Refusal(code, "busy", None));
+        reading.cluster.server.fail(refusal(2));
+        assert!(reading.read("one").await.is_ok(), "{code}");
+        assert_eq!(reading.gets(), 3);
+        reading.cluster.server.fail(refusal(3));
+        let Err(ClaimQueryError::Failed(why)) = reading.read("one").await else { panic!("{code}") };
+        assert!(why.contains(&code.to_string()) && why.contains("busy"), "{why}");
+        assert_eq!(reading.gets(), 6);
+        reading.running.end().await;
+    }
+}
+
+#[tokio::test]
+async fn refusal_and_lies_are_told_at_once() {
+    let reading = reading().await;
+    for (answer, word) in [
+        (Answer::Refusal(403, "no right to get claims", None), "no right"),
+        (Answer::Text("{\"metadata\": {\"name\": 3}}".to_owned()), "cannot be read"),
+        (Answer::Text("{\"metadata\": {\"name\": \"one\"}, \"status\": 3}".to_owned()), "cannot be read"),
+        (Answer::Endless, "too long"),
+    ] {
+        let before = reading.gets();
+        reading.cluster.server.fail(Fault::of("GET", "resourceclaims", 1, answer));
+        let Err(ClaimQueryError::Failed(why)) = reading.read("one").await else { panic!("{word}") };
+        assert!(why.contains(word), "{why}");
+        assert_eq!(reading.gets(), before + 1);
+    }
+    let Err(ClaimQueryError::Failed(why)) = reading.read("../secrets/x").await else { panic!("a path is no name") };
+    assert!(why.contains("'../secrets/x' is no name"), "{why}");
+    reading.running.end().await;
+}
+
+#[tokio::test]
+async fn unknown_path_is_no_missing_claim() {
+    let reading = reading().await;
+    let of = |kind: &str, name: &str| {
+        let details = json!({"group": "resource.k8s.io", "kind": kind, "name": name});
+        let status = json!({"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure", "code": 404,
+            "reason": "NotFound", "message": "not found", "details": details});
+        Answer::Page(404, status.to_string())
+    };
+    for (answer, word) in [
+        (Answer::Page(404, "404 page not found\n".to_owned()), "404 page not found"),
+        (Answer::Refusal(404, "the server could not find the requested resource", None), "could not find"),
+        (of("", ""), "not found"),
+        (of("namespaces", "one"), "not found"),
+        (of("resourceclaims", "another"), "not found"),
+    ] {
+        let before = reading.gets();
+        reading.cluster.server.fail(Fault::of("GET", "resourceclaims", 1, answer));
+        let Err(ClaimQueryError::Failed(why)) = reading.read("one").await else { panic!("{word}") };
+        assert!(why.contains(word) && why.contains("no resource.k8s.io/v1?"), "{why}");
+        assert_eq!(reading.gets(), before + 1);
+    }
+    reading.cluster.server.fail(Fault::of("GET", "resourceclaims", 1, of("resourceclaims", "one")));
+    assert_eq!(reading.read("one").await, Err(ClaimQueryError::NotFound));
+    reading.running.end().await;
+}
+
+#[tokio::test]
+async fn connection_that_hangs_costs_one_attempt() {
+    let reading = reading().await;
+    reading.cluster.server.fail(Fault::of("GET", "resourceclaims", 1, Answer::Silence));
+    assert!(reading.read("one").await.is_ok());
+    assert_eq!(reading.gets(), 2);
+    assert_eq!(reading.cluster.metrics.requests("resourceclaims", "get", "timeout"), 1);
+    reading.running.end().await;
+}
+
+#[tokio::test]
+async fn slow_claim_holds_up_no_other() {
+    let reading = reading().await;
+    reading.cluster.server.fail(Fault::of("GET", "resourceclaims/slow", usize::MAX, Answer::Silence));
+    let slow = reading.ask("slow").await;
+    assert!(reading.read("one").await.is_ok());
+    // Its asker gives up.
+    drop(slow);
+    assert!(reading.read("one").await.is_ok());
+    reading.running.end().await;
+}
+
+#[tokio::test]
+async fn rotated_token_is_used_for_the_next_claim() {
+    let reading = reading().await;
+    reading.read("one").await.unwrap();
+    reading.cluster.write_token("second");
+    reading.cluster.server.accept_tokens(&["second"]);
+    assert!(reading.read("one").await.is_ok());
+    reading.running.end().await;
+}

@@ -1,0 +1,337 @@
+//! config-manager as a process, called by the name that NVIDIA's chart gives it.
+
+use std::fs;
+use std::os::unix::fs::symlink;
+use std::os::unix::process::ExitStatusExt;
+use std::path::PathBuf;
+use std::process::{ExitStatus, Stdio};
+
+use linkwise_api_server_box::{Answer, Fault};
+use serde_json::json;
+use tokio::io::{AsyncBufReadExt, BufReader, Lines};
+use tokio::process::{Child, ChildStderr, ChildStdout, Command};
+
+use crate::cluster::support::{Cluster, config_map, until, within};
+
+/// The label, as by default.
+const LABEL: &str = "nvidia.com/device-plugin.config";
+
+/// A node with its server, its ConfigMap and the folder of the link.
+struct Node {
+    cluster: Cluster,
+    folder: tempfile::TempDir,
+}
+
+/// config-manager, with what it has logged.
+struct Process {
+    child: Child,
+    lines: Lines<BufReader<ChildStderr>>,
+    log: Vec<String>,
+}
+
+impl Node {
+    async fn start(files: &[(&str, &str)]) -> Self {
+        let (cluster, folder) = (Cluster::start().await, tempfile::tempdir().unwrap());
+        fs::create_dir(folder.path().join("config")).unwrap();
+        symlink(env!("CARGO_BIN_EXE_linkwise"), folder.path().join("config-manager")).unwrap();
+        config_map(&folder.path().join("available-configs"), files);
+        Self { cluster, folder }
+    }
+
+    fn label(&self, value: &str) {
+        self.cluster.label_node("n", json!({ LABEL: value }));
+    }
+
+    fn at(&self, path: &str) -> PathBuf {
+        self.folder.path().join(path)
+    }
+
+    fn destination(&self) -> PathBuf {
+        self.at("config/config.yaml")
+    }
+
+    /// The text that a neighbour reads.
+    fn text(&self) -> Option<String> {
+        fs::read_to_string(self.destination()).ok()
+    }
+
+    async fn reads(&self, text: &str) {
+        until(|| self.text().as_deref() == Some(text)).await;
+    }
+
+    /// The process with the chart's variables, and these over them.
+    fn run(&self, variables: &[(&str, &str)]) -> Process {
+        let mut command = Command::new(self.at("config-manager"));
+        command.arg0("config-manager").env_clear().envs(self.cluster.variables());
+        for (name, value) in [
+            ("ONESHOT", "false"),
+            ("KUBECONFIG", ""),
+            ("NODE_NAME", "n"),
+            ("NODE_LABEL", LABEL),
+            ("CONFIG_FILE_SRCDIR", self.at("available-configs").to_str().unwrap()),
+            ("CONFIG_FILE_DST", self.destination().to_str().unwrap()),
+            ("DEFAULT_CONFIG", ""),
+            ("FALLBACK_STRATEGIES", "named,single"),
+            ("SEND_SIGNAL", "false"),
+            ("SIGNAL", ""),
+            ("PROCESS_TO_SIGNAL", ""),
+        ] {
+            command.env(name, value);
+        }
+        command.envs(variables.iter().copied()).args(["--api-pause-ms", "5", "--keep-after-ms", "200"]);
+        let mut child = command.stderr(Stdio::piped()).kill_on_drop(true).spawn().unwrap();
+        let lines = BufReader::new(child.stderr.take().unwrap()).lines();
+        Process { child, lines, log: Vec::new() }
+    }
+}
+
+impl Process {
+    /// Waits for a line of the log with this text in it.
+    async fn logs(&mut self, text: &str) -> String {
+        let find = async {
+            loop {
+                let line = self.lines.next_line().await.unwrap();
+                let Some(line) = line else { panic!("it ended without '{text}': {:#?}", self.log) };
+                self.log.push(line.clone());
+                if line.contains(text) {
+                    return line;
+                }
+            }
+        };
+        within(find).await
+    }
+
+    /// Waits for the end, with all of the log.
+    async fn ends(mut self) -> (ExitStatus, String) {
+        let status = within(self.child.wait()).await.unwrap();
+        while let Some(line) = within(self.lines.next_line()).await.unwrap() {
+            self.log.push(line);
+        }
+        (status, self.log.join("\n"))
+    }
+
+    /// Ends it as the kubelet does.
+    async fn terminate(self) -> String {
+        let pid = rustix::process::Pid::from_raw(self.child.id().unwrap().try_into().unwrap()).unwrap();
+        rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
+        let (status, log) = self.ends().await;
+        assert!(status.success(), "{status}: {log}");
+        log
+    }
+}
+
+/// A process that prints a line for each SIGUSR1. (A shell cannot trap a signal that its parent ignores, as `nohup` has it
+/// with SIGHUP.)
+struct Neighbour {
+    _child: Child,
+    lines: Lines<BufReader<ChildStdout>>,
+}
+
+impl Neighbour {
+    async fn start(name: &str) -> Self {
+        // It starts no process: a copy of it would have its name until it is another program.
+        let script = "trap 'echo signalled' USR1; echo ready; while :; do read -r line; done";
+        let mut command = Command::new("sh");
+        command.arg0(name).args(["-c", script]).stdin(Stdio::piped()).stdout(Stdio::piped()).kill_on_drop(true);
+        let mut child = command.spawn().unwrap();
+        let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
+        assert_eq!(within(lines.next_line()).await.unwrap().as_deref(), Some("ready"));
+        Self { _child: child, lines }
+    }
+
+    async fn is_signalled(&mut self) {
+        assert_eq!(within(self.lines.next_line()).await.unwrap().as_deref(), Some("signalled"));
+    }
+}
+
+#[tokio::test]
+async fn sidecar_follows_the_label_and_signals() {
+    let node = Node::start(&[("a", "a: 1"), ("b", "b: 1")]).await;
+    node.label("a");
+    let name = format!("neighbour-of-{}", std::process::id());
+    let mut neighbour = Neighbour::start(&name).await;
+    let mut process = node.run(&[("SEND_SIGNAL", "true"), ("SIGNAL", "10"), ("PROCESS_TO_SIGNAL", &name)]);
+    node.reads("a: 1").await;
+    neighbour.is_signalled().await;
+    node.label("b");
+    node.reads("b: 1").await;
+    neighbour.is_signalled().await;
+    process.logs("configuration=\"b\"").await;
+    process.logs("signal sent").await;
+    // A ConfigMap that changes is read through the link, without a signal.
+    fs::write(node.at("available-configs/b"), "b: 2").unwrap();
+    node.reads("b: 2").await;
+    let log = process.terminate().await;
+    assert!(log.contains("ending"), "{log}");
+    assert_eq!(log.matches("signal sent").count(), 2, "{log}");
+    assert!(node.destination().is_symlink());
+}
+
+#[tokio::test]
+async fn unknown_label_is_reported_once_and_the_last_one_stays() {
+    let node = Node::start(&[("a", "a: 1"), ("b", "b: 1")]).await;
+    node.label("a");
+    let mut process = node.run(&[]);
+    node.reads("a: 1").await;
+    node.label("missing");
+    let line = process.logs("no configuration selected, keeping the last one").await;
+    assert!(line.contains("the node's label names 'missing', and there is only 'a', 'b'"), "{line}");
+    assert_eq!(node.text().as_deref(), Some("a: 1"));
+    // Added to the ConfigMap, it is selected without a change of the label.
+    fs::write(node.at("available-configs/missing"), "m: 1").unwrap();
+    node.reads("m: 1").await;
+    fs::remove_file(node.at("available-configs/missing")).unwrap();
+    process.logs("there is only 'a', 'b'").await;
+    node.label("b");
+    node.reads("b: 1").await;
+    let log = process.terminate().await;
+    assert_eq!(log.matches("keeping the last one").count(), 2, "{log}");
+}
+
+#[tokio::test]
+async fn node_without_the_label_gets_default_or_fallback() {
+    for (files, default, fallbacks, expected) in [
+        (&[("a", "a: 1"), ("b", "b: 1")][..], "b", "named,single", "b: 1"),
+        (&[("a", "a: 1"), ("default", "d: 1")], "", "named,single", "d: 1"),
+        (&[("a", "a: 1")], "", "named,single", "a: 1"),
+        (&[("a", "a: 1"), ("b", "b: 1")], "", "named,single,empty", ""),
+    ] {
+        let node = Node::start(files).await;
+        node.cluster.label_node("n", json!({}));
+        let variables = [("ONESHOT", "true"), ("DEFAULT_CONFIG", default), ("FALLBACK_STRATEGIES", fallbacks)];
+        let (status, log) = node.run(&variables).ends().await;
+        assert!(status.success(), "{log}");
+        assert_eq!(node.text().as_deref(), Some(expected), "{log}");
+    }
+}
+
+#[tokio::test]
+async fn oneshot_without_a_configuration_fails_with_the_reason() {
+    let node = Node::start(&[("a", "a: 1"), ("b", "b: 1")]).await;
+    node.label("missing");
+    let (status, log) = node.run(&[("ONESHOT", "true")]).ends().await;
+    assert_eq!((status.code(), status.signal()), (Some(1), None));
+    assert!(log.contains("the node's label names 'missing', and there is only 'a', 'b'"), "{log}");
+    assert_eq!(node.text(), None);
+    node.cluster.label_node("n", json!({}));
+    let (status, log) = node.run(&[("ONESHOT", "true")]).ends().await;
+    assert!(!status.success() && log.contains("no fallback fits; there is 'a', 'b'"), "{log}");
+}
+
+#[tokio::test]
+async fn oneshot_keeps_what_is_in_place_where_it_cannot_select() {
+    let node = Node::start(&[("a", "a: 1")]).await;
+    fs::write(node.destination(), "kept: 1").unwrap();
+    node.label("missing");
+    let (status, log) = node.run(&[("ONESHOT", "true")]).ends().await;
+    assert!(status.success() && log.contains("keeping the last one"), "{log}");
+    let gone = Answer::Refusal(503, "not ready", None);
+    node.cluster.server.fail(Fault::of("GET", "", usize::MAX, gone));
+    let (status, log) = node.run(&[("ONESHOT", "true")]).ends().await;
+    assert!(status.success() && log.contains("node not read in time, keeping the configuration in place"), "{log}");
+    assert_eq!(node.text().as_deref(), Some("kept: 1"));
+}
+
+#[tokio::test]
+async fn server_that_is_away_is_logged_once_and_asked_again() {
+    let mut node = Node::start(&[("a", "a: 1"), ("b", "b: 1")]).await;
+    node.label("a");
+    let mut process = node.run(&[]);
+    node.reads("a: 1").await;
+    node.cluster.server.wait_for_watches(1).await;
+    node.cluster.server.go_away().await;
+    process.logs("API server request failed, trying again").await;
+    node.label("b");
+    node.cluster.server.come_back().await;
+    process.logs("API server answers again").await;
+    node.reads("b: 1").await;
+    let log = process.terminate().await;
+    assert_eq!(log.matches("unreachable").count(), 1, "{log}");
+}
+
+#[tokio::test]
+async fn forbidden_watch_is_named_in_the_log() {
+    let node = Node::start(&[("a", "a: 1")]).await;
+    node.label("a");
+    let forbidden = Answer::Refusal(403, "nodes is forbidden: User \"x\" cannot list resource \"nodes\"", None);
+    node.cluster.server.fail(Fault::of("GET", "nodes?", 3, forbidden));
+    let mut process = node.run(&[]);
+    let line = process.logs("API server request failed, trying again").await;
+    assert!(line.contains("403") && line.contains("cannot list resource"), "{line}");
+    node.reads("a: 1").await;
+    let log = process.terminate().await;
+    assert_eq!(log.matches("API server request failed").count(), 1, "{log}");
+}
+
+#[tokio::test]
+async fn missing_neighbour_is_reported_and_the_configuration_stays() {
+    let node = Node::start(&[("a", "a: 1")]).await;
+    node.label("a");
+    let mut process = node.run(&[("SEND_SIGNAL", "true"), ("PROCESS_TO_SIGNAL", "no-such-neighbour")]);
+    process.logs("no such process to signal").await;
+    assert_eq!(node.text().as_deref(), Some("a: 1"));
+    process.terminate().await;
+}
+
+#[tokio::test]
+async fn kubeconfig_is_used_where_one_is_given() {
+    let node = Node::start(&[("a", "a: 1")]).await;
+    node.label("a");
+    let kubeconfig = node.at("kubeconfig");
+    let ca = node.cluster.folder().join("ca.crt");
+    fs::write(
+        &kubeconfig,
+        json!({
+            "apiVersion": "v1", "kind": "Config", "current-context": "c",
+            "contexts": [{"name": "c", "context": {"cluster": "box", "user": "me"}}],
+            "clusters": [{"name": "box", "cluster": {"server": node.cluster.server.url(), "certificate-authority": ca}}],
+            "users": [{"name": "me", "user": {"token": "first"}}],
+        })
+        .to_string(),
+    )
+    .unwrap();
+    let variables =
+        [("ONESHOT", "true"), ("KUBECONFIG", kubeconfig.to_str().unwrap()), ("KUBERNETES_SERVICE_HOST", "")];
+    let (status, log) = node.run(&variables).ends().await;
+    assert!(status.success() && node.text().as_deref() == Some("a: 1"), "{log}");
+}
+
+#[tokio::test]
+async fn missing_option_or_access_is_named() {
+    let node = Node::start(&[("a", "a: 1")]).await;
+    for (variable, problem) in [
+        ("NODE_NAME", "--node-name (NODE_NAME) must not be empty"),
+        ("CONFIG_FILE_DST", "--config-file-dst (CONFIG_FILE_DST) must not be empty"),
+        ("KUBERNETES_SERVICE_HOST", "KUBERNETES_SERVICE_HOST is not set"),
+    ] {
+        let (status, log) = node.run(&[(variable, "")]).ends().await;
+        assert!(status.code() == Some(1) && log.contains(problem), "{variable}: {log}");
+    }
+}
+
+#[tokio::test]
+async fn probes_and_metrics_show_what_is_selected() {
+    let node = Node::start(&[("a", "a: 1")]).await;
+    node.label("a");
+    let mut process = node.run(&[("LINKWISE_CONFIG_MANAGER_METRICS_ADDRESS", "127.0.0.1:0")]);
+    let line = process.logs("config-manager is up").await;
+    let address = line.rsplit_once("metrics=").unwrap().1.to_owned();
+    node.reads("a: 1").await;
+    process.logs("configuration selected").await;
+    let page = async |path: &str| {
+        use tokio::io::{AsyncReadExt, AsyncWriteExt};
+        let mut stream = tokio::net::TcpStream::connect(&address).await.unwrap();
+        stream.write_all(format!("GET {path} HTTP/1.1\r\nHost: x\r\n\r\n").as_bytes()).await.unwrap();
+        let mut answer = String::new();
+        within(stream.read_to_string(&mut answer)).await.unwrap();
+        answer
+    };
+    while !page("/readyz").await.contains("200 OK") {}
+    let metrics = page("/metrics").await;
+    for series in
+        ["linkwise_config_selected 1", "linkwise_api_requests_total{object=\"nodes\",verb=\"list\",outcome=\"ok\"} 1"]
+    {
+        assert!(metrics.contains(series), "{metrics}");
+    }
+    process.terminate().await;
+}

@@ -1,0 +1,222 @@
+//! `linkwise doctor` with an API server: objects that another program left, and what DRA lacks there.
+
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+
+use linkwise_api_server_box::{Answer, Fault, ResourceType};
+use serde_json::{Value, json};
+use tokio::process::Command;
+
+use crate::cluster::support::{Cluster, within};
+
+/// What the doctor reports about labels, as status and text, in a folder that is a host without anything.
+async fn labels(cluster: &Cluster, root: &Path) -> Vec<(String, String)> {
+    findings(cluster, root, "labels", "none").await
+}
+
+/// What a check reports, where these GPUs go through DRA.
+async fn findings(cluster: &Cluster, root: &Path, check: &str, gpus: &str) -> Vec<(String, String)> {
+    of_check(&report(&mut program(cluster, root, gpus)).await, check)
+}
+
+/// What a report has of a check.
+fn of_check(report: &Value, check: &str) -> Vec<(String, String)> {
+    let findings = report["findings"].as_array().unwrap().iter().filter(|finding| finding["check"] == check);
+    let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
+    findings.map(|it| (text(&it["status"]), format!("{} -> {}", text(&it["what"]), text(&it["advice"])))).collect()
+}
+
+/// The doctor in a folder that is a host without anything.
+fn program(cluster: &Cluster, root: &Path, gpus: &str) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_linkwise"));
+    command.env_clear().env("NODE_NAME", "n").env("LINKWISE_DRA_GPUS", gpus).envs(cluster.variables());
+    command.env("LINKWISE_SYSFS", root.join("sys")).env("HWLOC_SYNTHETIC", "pack:1 numa:1 pu:1");
+    command.env("LINKWISE_NVML_LIBRARY", root.join("none.so"));
+    command.args(["doctor", "--format", "json", "--root"]).arg(root);
+    command.arg("--kubelet-socket").arg(root.join("kubelet.sock"));
+    command.stdin(Stdio::null()).kill_on_drop(true);
+    command
+}
+
+/// The whole report.
+async fn report(program: &mut Command) -> Value {
+    let output = within(program.output()).await.unwrap();
+    serde_json::from_slice(&output.stdout).unwrap()
+}
+
+fn put(cluster: &Cluster, manager: &str, namespace: &str, name: &str) {
+    let key = ResourceType::NODE_FEATURES.key(Some(namespace), name);
+    cluster.server.put(manager, &key, json!({"spec": {"labels": {"a": "1"}}}));
+}
+
+#[tokio::test]
+async fn node_features_that_another_program_left_are_named() {
+    let (cluster, folder) = (Cluster::start().await, tempfile::tempdir().unwrap());
+    let root: PathBuf = folder.path().to_owned();
+    assert_eq!(labels(&cluster, &root).await, []);
+    put(&cluster, "linkwise", "gpu", "nvidia-features-for-n");
+    put(&cluster, "gpu-feature-discovery", "gpu-operator", "nvidia-features-for-n");
+    put(&cluster, "gpu-feature-discovery", "gpu-operator", "nvidia-features-for-m");
+    let found = labels(&cluster, &root).await;
+    let [(ok, ours), (warning, left)] = found.as_slice() else { panic!("{found:?}") };
+    assert_eq!((ok.as_str(), ours.as_str()), ("ok", "NodeFeature gpu/nvidia-features-for-n is linkwise's -> "));
+    assert_eq!(warning, "warning");
+    for part in ["gpu-operator/nvidia-features-for-n was written by 'gpu-feature-discovery'", "kubectl -n gpu-operator"]
+    {
+        assert!(left.contains(part), "{left}");
+    }
+}
+
+#[tokio::test]
+async fn node_features_that_cannot_be_listed_are_no_failure() {
+    let (cluster, folder) = (Cluster::start().await, tempfile::tempdir().unwrap());
+    let forbidden = Answer::Refusal(403, "nodefeatures is forbidden", None);
+    cluster.server.fail(Fault::of("GET", "nodefeatures", usize::MAX, forbidden));
+    let found = labels(&cluster, folder.path()).await;
+    let [(skipped, why)] = found.as_slice() else { panic!("{found:?}") };
+    assert!(skipped == "skipped" && why.contains("forbidden") && why.contains("kubectl get nodefeatures"), "{why}");
+    // A pod without a token: `linkwise` says so too, and asks nobody.
+    std::fs::remove_file(cluster.folder().join("token")).unwrap();
+    let before = cluster.server.requests().len();
+    let found = labels(&cluster, folder.path()).await;
+    assert!(found.iter().any(|(status, why)| status == "skipped" && why.contains("token")), "{found:?}");
+    assert_eq!(cluster.server.requests().len(), before);
+}
+
+#[tokio::test]
+async fn missing_class_and_foreign_slices_of_dra_are_named() {
+    let (cluster, folder) = (Cluster::start().await, tempfile::tempdir().unwrap());
+    let root: PathBuf = folder.path().to_owned();
+    let has = |found: &[(String, String)], status: &str, part: &str| {
+        assert!(found.iter().any(|(of, what)| of == status && what.contains(part)), "{part}: {found:#?}");
+    };
+    assert_eq!(findings(&cluster, &root, "DRA", "none").await, []);
+    let asked_before = cluster.server.requests().len();
+    let found = findings(&cluster, &root, "DRA", "all").await;
+    has(&found, "warning", "no DeviceClass gpu.nvidia.com");
+    has(&found, "failed", "no ResourceSlice of gpu.nvidia.com");
+    let expression = "device.driver == 'gpu.nvidia.com'";
+    let class = json!({"spec": {"selectors": [{"cel": {"expression": expression}}]}});
+    cluster.server.put("kubectl", &ResourceType::DEVICE_CLASSES.key(None, "gpu.nvidia.com"), class);
+    for (name, manager, node) in [("ours", "linkwise", "n"), ("theirs", "gpu-kubelet-plugin", "n"), ("far", "x", "m")] {
+        let pool = json!({"name": name, "generation": 1, "resourceSliceCount": 1});
+        let spec = json!({"driver": "gpu.nvidia.com", "nodeName": node, "pool": pool, "devices": []});
+        cluster.server.put(manager, &ResourceType::RESOURCE_SLICES.key(None, name), json!({ "spec": spec }));
+    }
+    let found = findings(&cluster, &root, "DRA", "all").await;
+    has(&found, "ok", "there is a DeviceClass gpu.nvidia.com");
+    has(&found, "ok", "ResourceSlice ours is linkwise's");
+    has(&found, "failed", "ResourceSlice theirs was written by 'gpu-kubelet-plugin'");
+    assert!(!found.iter().any(|(_, what)| what.contains("far")), "{found:?}");
+    // What the roles of overlay and chart allow.
+    let lists_classes = |path: &str| path.split('?').next().unwrap().ends_with("/deviceclasses");
+    assert!(!cluster.server.requests()[asked_before..].iter().any(|request| lists_classes(&request.uri)));
+    let forbidden = Answer::Refusal(403, "deviceclasses is forbidden", None);
+    cluster.server.fail(Fault::of("GET", "deviceclasses", 1, forbidden));
+    has(&findings(&cluster, &root, "DRA", "all").await, "skipped", "deviceclasses is forbidden");
+}
+
+#[tokio::test]
+async fn policy_for_unchanged_pods_is_looked_for() {
+    let (cluster, folder) = (Cluster::start().await, tempfile::tempdir().unwrap());
+    let found = async |status: &str, part: &str| {
+        let found = findings(&cluster, folder.path(), "DRA", "all").await;
+        assert!(found.iter().any(|(of, what)| of == status && what.contains(part)), "{part}: {found:#?}");
+    };
+    let kind = "mutatingadmissionpolicies";
+    for (code, message, part) in [
+        (404, "the server could not find the requested resource", "has no MutatingAdmissionPolicies"),
+        (403, "mutatingadmissionpolicies is forbidden", "could not be read"),
+    ] {
+        cluster.server.fail(Fault::of("GET", kind, 1, Answer::Refusal(code, message, None)));
+        found("skipped", part).await;
+    }
+    found("skipped", "there is no MutatingAdmissionPolicy linkwise-unchanged-pods").await;
+    let name = "linkwise-unchanged-pods";
+    cluster.server.put("kubectl", &ResourceType::MUTATING_ADMISSION_POLICIES.key(None, name), json!({}));
+    found("warning", "linkwise-unchanged-pods has no binding").await;
+    cluster.server.put("kubectl", &ResourceType::MUTATING_ADMISSION_POLICY_BINDINGS.key(None, name), json!({}));
+    found("ok", "linkwise-unchanged-pods makes claims of nvidia.com/gpu: N").await;
+    // What the roles of overlay and chart allow: these two, by their name.
+    let requests = cluster.server.requests();
+    let others = requests.iter().filter(|it| it.uri.contains(kind) && !it.uri.contains(name));
+    assert_eq!(others.count(), 0, "{requests:?}");
+}
+
+#[tokio::test]
+async fn resource_of_both_doors_and_remembered_plugin_are_named() {
+    let (cluster, folder) = (Cluster::start().await, tempfile::tempdir().unwrap());
+    let root: PathBuf = folder.path().to_owned();
+    let class = json!({"spec": {"extendedResourceName": "nvidia.com/gpu"}});
+    cluster.server.put("kubectl", &ResourceType::DEVICE_CLASSES.key(None, "gpu.nvidia.com"), class);
+    std::fs::create_dir_all(root.join("var/lib/kubelet")).unwrap();
+    let policy = |name: &str| {
+        std::fs::write(root.join("var/lib/kubelet/config.yaml"), format!("topologyManagerPolicy: {name}\n")).unwrap();
+    };
+    policy("single-numa-node");
+    let says = async |allocatable: Value, capacity: Value, status: &str, part: &str| {
+        let node = json!({"status": {"allocatable": allocatable, "capacity": capacity}});
+        cluster.server.put("kubelet", &crate::cluster::support::node_key("n"), node);
+        let found = findings(&cluster, &root, "DRA", "all").await;
+        assert!(found.iter().any(|(of, what)| of == status && what.contains(part)), "{part}: {found:#?}");
+    };
+    let gpus = |count: &str| json!({"nvidia.com/gpu": count});
+    says(
+        gpus("3"),
+        gpus("8"),
+        "warning",
+        "nvidia.com/gpu is a resource of the device plugin here and of the DeviceClass",
+    )
+    .await;
+    says(gpus("0"), gpus("8"), "warning", "policy single-numa-node").await;
+    policy("none");
+    says(gpus("0"), gpus("8"), "ok", "still remembers a device plugin").await;
+    says(gpus("0"), gpus("0"), "ok", "through the DeviceClass gpu.nvidia.com").await;
+    says(json!({}), json!({}), "ok", "through the DeviceClass gpu.nvidia.com").await;
+    let forbidden = Answer::Refusal(403, "nodes is forbidden", None);
+    cluster.server.fail(Fault::of("GET", "/nodes/n", 1, forbidden));
+    says(json!({}), json!({}), "skipped", "nodes is forbidden").await;
+}
+
+#[tokio::test]
+async fn each_check_is_documented() {
+    let (cluster, folder) = (Cluster::start().await, tempfile::tempdir().unwrap());
+    let report = report(&mut program(&cluster, folder.path(), "all")).await;
+    let documented = include_str!("../../docs/operations.md");
+    let checks = report["findings"].as_array().unwrap().iter().map(|finding| finding["check"].as_str().unwrap());
+    let checks: std::collections::BTreeSet<&str> = checks.collect();
+    for check in &checks {
+        assert!(documented.contains(&format!("\n| {check} | ")), "{check}");
+    }
+    assert!(checks.contains("DRA") && checks.len() > 5, "{checks:?}");
+}
+
+#[tokio::test]
+async fn missing_right_to_write_events_is_named() {
+    let (cluster, folder) = (Cluster::start().await, tempfile::tempdir().unwrap());
+    let found = async || {
+        let mut program = program(&cluster, folder.path(), "none");
+        of_check(&report(program.env("LINKWISE_EVENTS", "true")).await, "events")
+    };
+    // Whose configuration asks for none hears nothing of them.
+    assert_eq!(findings(&cluster, folder.path(), "events", "none").await, []);
+    assert_eq!(cluster.count("POST", "selfsubjectaccessreviews"), 0);
+    assert_eq!(found().await, [("ok".to_owned(), "linkwise may write events about pods -> ".to_owned())]);
+    for (rights, words) in [
+        (&[("create", "events")][..], "no right to create events: no pod"),
+        (&[("get", "pods")], "no right to get pods: no pod"),
+        (&[("create", "events"), ("get", "pods")], "no right to create events and to get pods: no pod"),
+    ] {
+        cluster.server.forbid(rights);
+        let found = found().await;
+        let [(warning, what)] = found.as_slice() else { panic!("{found:?}") };
+        assert!(warning == "warning" && what.contains(words) && what.contains("overlays/events"), "{what}");
+    }
+    cluster.server.fail(Fault::of("POST", "selfsubjectaccessreviews", 1, Answer::Refusal(500, "broken", None)));
+    let skipped = found().await;
+    assert!(skipped[0].0 == "skipped" && skipped[0].1.contains("kubectl auth can-i create events"), "{skipped:?}");
+    // A pod without a token.
+    std::fs::remove_file(cluster.folder().join("token")).unwrap();
+    let none = found().await;
+    assert!(none[0].0 == "skipped" && none[0].1.contains("token"), "{none:?}");
+}

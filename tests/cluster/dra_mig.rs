@@ -1,0 +1,192 @@
+//! MIG devices made for claims by the whole program: `linkwise-cluster run`, its NVML agent, a driver of our own.
+
+use std::fmt::Write as _;
+use std::fs;
+use std::path::Path;
+use std::time::Duration;
+
+use fake_nvml::Control;
+use linkwise_api_server_box::ResourceType;
+use linkwise_kubelet_box::dra::PodClaims;
+use tokio::process::{Child, Command};
+
+use crate::cluster::dra_node::{DRIVER, Node};
+use crate::cluster::support::{until, within};
+
+/// 2g.20gb from memory slice 2.
+const DEVICE: &str = "gpu-0-mig-2g20gb-14-2";
+
+/// What GPU 0 could have, and GPU 1.
+const DEVICES: usize = 7 + 7 + 4 + 3 + 2 + 1 + 1 + 1;
+
+/// A node with a GPU in MIG mode, and its driver.
+async fn node() -> (Node, Control) {
+    let node = Node::start().await;
+    let mut list = String::new();
+    for instance in 1..15 {
+        writeln!(list, "gpu0/gi{instance}/access {}", 9 * instance).unwrap();
+        writeln!(list, "gpu0/gi{instance}/ci0/access {}", 9 * instance + 1).unwrap();
+    }
+    let folder = node.at("proc/driver/nvidia-caps");
+    fs::create_dir_all(&folder).unwrap();
+    fs::write(folder.join("mig-minors"), list).unwrap();
+    let control = Control::new(node.at("nvml"));
+    (node, control)
+}
+
+fn program(node: &Node) -> Command {
+    let machine = Path::new(env!("CARGO_MANIFEST_DIR")).join("lab/fake-nvml/machines/mig-on-demand.yaml");
+    let mut command = node.program();
+    command.arg("--procfs").arg(node.at("proc")).env("LINKWISE_DRA_DYNAMIC_MIG", "true");
+    command.env("FAKE_NVML_MACHINE", machine).env("FAKE_NVML_CONTROL", node.at("nvml"));
+    command
+}
+
+async fn run(node: &Node) -> Child {
+    let process = program(node).spawn().unwrap();
+    node.publishes(DEVICES).await;
+    process
+}
+
+/// The GPU's instances, as the driver keeps them: the layout that it wrote last.
+fn instances(node: &Node) -> usize {
+    let text = fs::read_to_string(node.at("nvml.journal")).unwrap_or_default();
+    let last = text.lines().rev().find_map(|line| line.strip_prefix("mig 0 ")).unwrap_or("{}");
+    let layout: serde_json::Value = serde_json::from_str(last).unwrap();
+    let count = |key: &str| layout[key].as_array().map_or(0, Vec::len);
+    count("devices") + count("bare")
+}
+
+fn slices(node: &Node) -> Vec<serde_json::Value> {
+    let slices = node.cluster.server.objects(&ResourceType::RESOURCE_SLICES);
+    slices.into_iter().map(|slice| slice["spec"].clone()).collect()
+}
+
+#[tokio::test]
+async fn mig_device_is_made_for_a_claim_and_destroyed() {
+    let (node, _control) = node().await;
+    let mut process = run(&node).await;
+    node.is_registered(1).await;
+    let before = slices(&node);
+    let claim = node.claim("one", &[DEVICE]);
+    let cdi = node.start_pod("p", &claim).await;
+    assert!(matches!(&cdi[..], [device] if device.contains("=MIG-") && node.is_in_a_spec(device)), "{cdi:?}");
+    assert_eq!(instances(&node), 1);
+    // A kill changes nothing for the claim, and nothing of it is published otherwise than before.
+    process.kill().await.unwrap();
+    let mut process = run(&node).await;
+    node.is_registered(2).await;
+    assert_eq!(node.start_pod("p", &claim).await, cdi);
+    assert_eq!((slices(&node), instances(&node)), (before.clone(), 1));
+    within(node.dra.stop_pod("p")).await.unwrap();
+    assert_eq!((instances(&node), node.checkpoints().len()), (0, 0));
+    assert!(!node.is_in_a_spec(&cdi[0]));
+    assert_eq!(slices(&node), before);
+    assert!(process.try_wait().unwrap().is_none());
+}
+
+#[tokio::test]
+async fn placement_that_the_driver_refuses_is_told() {
+    let (node, control) = node().await;
+    let _process = run(&node).await;
+    node.is_registered(1).await;
+    control.send("fail 0 nvmlDeviceCreateGpuInstanceWithPlacement 4").unwrap();
+    let claim = node.claim("one", &[DEVICE]);
+    let refusal = node.dra.start_pod(&PodClaims::single("p", claim.clone(), DRIVER)).await.unwrap_err().to_string();
+    for part in [DEVICE, "profile 14, memory slices from 2", "NVML_ERROR_NO_PERMISSION (4)"] {
+        assert!(refusal.contains(part), "{refusal}");
+    }
+    assert_eq!((instances(&node), node.checkpoints().len()), (0, 0));
+    control.send("unfail 0 nvmlDeviceCreateGpuInstanceWithPlacement").unwrap();
+    assert_eq!(node.start_pod("p", &claim).await.len(), 1);
+}
+
+#[tokio::test]
+async fn order_that_hangs_costs_the_agent_and_leaves_nothing() {
+    let (node, control) = node().await;
+    let mut command = program(&node);
+    command.args(["--nvml-call-ms=1000", "--nvml-pause-ms=10"]);
+    let _process = command.spawn().unwrap();
+    node.publishes(DEVICES).await;
+    node.is_registered(1).await;
+    // The GPU instance is made, and the compute instance never.
+    control.send("hang 0 nvmlGpuInstanceCreateComputeInstance").unwrap();
+    let claim = node.claim("one", &[DEVICE]);
+    let refusal = node.dra.start_pod(&PodClaims::single("p", claim.clone(), DRIVER)).await.unwrap_err().to_string();
+    assert!(refusal.contains("nvmlGpuInstanceCreateComputeInstance of GPU-"), "{refusal}");
+    assert!(refusal.contains("did not return within 1s"), "{refusal}");
+    control.send("unhang 0 nvmlGpuInstanceCreateComputeInstance").unwrap();
+    assert_eq!(node.start_pod("p", &claim).await.len(), 1);
+    assert_eq!(instances(&node), 1);
+    within(node.dra.stop_pod("p")).await.unwrap();
+    assert_eq!((instances(&node), node.checkpoints().len()), (0, 0));
+}
+
+#[tokio::test]
+async fn killed_in_the_order_is_undone_by_the_next_process() {
+    let (node, control) = node().await;
+    let mut process = run(&node).await;
+    node.is_registered(1).await;
+    control.send("hang 0 nvmlGpuInstanceCreateComputeInstance").unwrap();
+    let claim = node.claim("one", &[DEVICE]);
+    let pod = PodClaims::single("p", claim, DRIVER);
+    let killed = async {
+        until(|| instances(&node) == 1).await;
+        process.kill().await.unwrap();
+    };
+    let (started, ()) = tokio::join!(node.dra.start_pod(&pod), killed);
+    started.unwrap_err();
+    assert_eq!((instances(&node), node.checkpoints()), (1, vec![format!("{}.json", pod_uid(&pod))]));
+    control.send("unhang 0 nvmlGpuInstanceCreateComputeInstance").unwrap();
+    // No kubelet asks: it is the start that undoes it.
+    let _process = run(&node).await;
+    within(async {
+        while instances(&node) + node.checkpoints().len() > 0 {
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    })
+    .await;
+}
+
+fn pod_uid(pod: &PodClaims) -> String {
+    pod.claims[0].claim.uid.clone()
+}
+
+/// The pod of before made a MIG device; this one has MIG mixed, and none of the rights to destroy it.
+#[tokio::test]
+async fn mig_device_of_a_claim_is_the_plugins_after_dra() {
+    let (node, control) = node().await;
+    let mut process = run(&node).await;
+    node.is_registered(1).await;
+    let claim = node.claim("one", &[DEVICE]);
+    node.start_pod("p", &claim).await;
+    process.kill().await.unwrap();
+    control.send("fail 0 nvmlComputeInstanceDestroy 4").unwrap();
+    let mut command = program(&node);
+    command.env("LINKWISE_DRA_DYNAMIC_MIG", "false").env("MIG_STRATEGY", "mixed").args(["--dra-grace-ms", "300"]);
+    for (variable, name) in
+        [("LINKWISE_DRA_REGISTRY_DIR", "reg"), ("LINKWISE_DRA_PLUGINS_DIR", "plugins"), ("LINKWISE_CDI_DIR", "cdi")]
+    {
+        command.env(variable, node.at("config.yaml").join(name));
+    }
+    node.configure("none");
+    command.env_remove("NODE_NAME").env("LINKWISE_SERVICE_ACCOUNT_DIR", node.at("no-token"));
+    let mut process = command.spawn().unwrap();
+    until(|| node.healthy("nvidia.com/gpu").len() == 1).await;
+    const MIG: &str = "nvidia.com/mig-2g.20gb";
+    assert!(node.healthy(MIG).is_empty(), "a pod has it");
+    within(node.dra.stop_pod("p")).await.unwrap_err();
+    node.dra.delete_by_force("p");
+    until(|| node.healthy(MIG).len() == 1).await;
+    assert_eq!((instances(&node), node.checkpoints().len()), (1, 0));
+    assert!(process.try_wait().unwrap().is_none());
+}
+
+#[tokio::test]
+async fn nothing_is_published_where_counters_are_dropped() {
+    let (node, _control) = node().await;
+    node.cluster.server.set_gates(linkwise_api_server_box::Gates::OFF);
+    let _process = program(&node).spawn().unwrap();
+    node.publishes(1).await;
+    assert_eq!(node.devices(), ["gpu-1"]);
+}

@@ -1,0 +1,228 @@
+//! Claims that share GPUs by MPS: `linkwise-cluster run` and `mps-control-daemon` as two processes that meet in an MPS
+//! root, with a nvidia-cuda-mps-control of our own as the driver's.
+
+use std::fs;
+use std::os::unix::fs::symlink;
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+
+use linkwise_api_server_box::{Key, ResourceType};
+use linkwise_kubelet_box::dra::{ClaimRef, PodClaims};
+use serde_json::{Value, json};
+use tokio::process::{Child, Command};
+
+use crate::cluster::dra_node::{DRIVER, Node};
+use crate::cluster::support::{until, within};
+
+/// A node of 8 V100 with an MPS root and the driver's two programs.
+async fn node() -> Node {
+    let node = Node::start().await;
+    for folder in ["mps", "bin"] {
+        fs::create_dir(node.at(folder)).unwrap();
+    }
+    for program in ["nvidia-cuda-mps-control", "nvidia-smi"] {
+        let ours = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/mps").join(program);
+        symlink(ours.canonicalize().unwrap(), node.at("bin").join(program)).unwrap();
+    }
+    node
+}
+
+fn run(node: &Node) -> Child {
+    node.program().arg("--mps-container-root").arg(node.at("mps")).env("MPS_ROOT", "/host/mps").spawn().unwrap()
+}
+
+/// The privileged process.
+fn daemons(node: &Node) -> Daemons {
+    let mut command = node.program();
+    let path = format!("{}:/usr/bin:/bin", node.at("bin").display());
+    // The same settings; another command.
+    let mut daemon = Command::new(env!("CARGO_BIN_EXE_linkwise"));
+    daemon.args(["mps-control-daemon", "--mps-container-root"]).arg(node.at("mps")).env_clear();
+    for (name, value) in command.as_std_mut().get_envs() {
+        daemon.env(name, value.unwrap());
+    }
+    daemon.env("PATH", path).stdin(Stdio::null()).stdout(Stdio::null()).kill_on_drop(true);
+    Daemons { process: daemon.spawn().unwrap(), root: node.at("mps") }
+}
+
+/// The process, and the control daemons that it leaves when it is killed.
+struct Daemons {
+    process: Child,
+    root: PathBuf,
+}
+
+impl Drop for Daemons {
+    fn drop(&mut self) {
+        for daemon in fs::read_dir(self.root.join("dra.linkwise.dev")).into_iter().flatten().flatten() {
+            if let Ok(pid) = fs::read_to_string(daemon.path().join("pipe/nvidia-cuda-mps-control.pid")) {
+                let group = format!("-{}", pid.trim());
+                let _ = std::process::Command::new("kill").args(["-9", "--", &group]).stderr(Stdio::null()).status();
+            }
+        }
+    }
+}
+
+/// A claim that the scheduler has allocated these results to, with NVIDIA's configuration for MPS.
+fn claim(node: &Node, name: &str, results: &[Value], mps: Option<Value>) -> ClaimRef {
+    let key: Key = ResourceType::RESOURCE_CLAIMS.key(Some("default"), name);
+    let config = mps.map(|mps| {
+        let parameters = json!({"apiVersion": "resource.nvidia.com/v1beta1", "kind": "GpuConfig",
+            "sharing": {"strategy": "MPS", "mpsConfig": mps}});
+        json!({"source": "FromClaim", "opaque": {"driver": DRIVER, "parameters": parameters}})
+    });
+    let requests = json!([{"name": "gpus", "exactly": {"deviceClassName": "gpu.nvidia.com"}}]);
+    let config: Vec<Value> = config.into_iter().collect();
+    let claim = json!({
+        "spec": {"devices": {"requests": requests}},
+        "status": {"allocation": {"devices": {"results": results, "config": config}}},
+    });
+    node.cluster.server.put("kube-scheduler", &key, claim);
+    let uid = node.cluster.server.object(&key).unwrap()["metadata"]["uid"].as_str().unwrap().to_owned();
+    ClaimRef { namespace: "default".into(), name: name.into(), uid }
+}
+
+fn whole(device: &str) -> Value {
+    json!({"request": "gpus", "driver": DRIVER, "pool": "n/gpu", "device": device})
+}
+
+fn share(device: &str, id: &str, shares: &str, memory: &str) -> Value {
+    let mut result = whole(device);
+    result["shareID"] = json!(id);
+    result["consumedCapacity"] = json!({"shares": shares, "memory": memory});
+    result
+}
+
+/// The folders under the MPS root of the control daemons for claims, sorted.
+fn folders(node: &Node) -> Vec<PathBuf> {
+    let entries = fs::read_dir(node.at("mps/dra.linkwise.dev")).into_iter().flatten();
+    let mut folders: Vec<PathBuf> = entries.map(|entry| entry.unwrap().path()).collect();
+    folders.sort();
+    folders
+}
+
+fn text(path: PathBuf) -> String {
+    fs::read_to_string(path).unwrap_or_default().trim().to_owned()
+}
+
+/// How many GPUs the driver was told to set to a compute mode.
+fn modes(node: &Node, mode: &str) -> usize {
+    text(node.at("bin/modes")).lines().filter(|call| call.ends_with(&format!("-c {mode}"))).count()
+}
+
+/// The edits of a claim's only request.
+fn edits(node: &Node, claim: &ClaimRef) -> Value {
+    let spec = text(node.at("cdi").join(format!("linkwise.dev-claim-{}.json", claim.uid)));
+    serde_json::from_str::<Value>(&spec).unwrap()["devices"][0]["containerEdits"].clone()
+}
+
+fn refusal(error: linkwise_kubelet_box::dra::DraError) -> String {
+    error.to_string()
+}
+
+#[tokio::test]
+async fn claim_has_its_own_control_daemon_until_its_end() {
+    let node = node().await;
+    let mut plugin = run(&node);
+    let mut privileged = daemons(&node);
+    node.publishes(8).await;
+    node.is_registered(1).await;
+    let limits = json!({"defaultActiveThreadPercentage": 30, "defaultPinnedDeviceMemoryLimit": "4Gi"});
+    let two = claim(&node, "two", &[whole("gpu-0"), whole("gpu-3")], Some(limits));
+    let cdi = node.start_pod("p", &two).await;
+    assert!(cdi.iter().all(|device| node.is_in_a_spec(device)), "{cdi:?}");
+    let [folder] = &folders(&node)[..] else { panic!("{:?}", folders(&node)) };
+    let kept = |what: &str| text(folder.join("pipe/state").join(what));
+    assert_eq!((kept("threads"), kept("memory-0"), kept("memory-1")), ("30.0".into(), "4096".into(), "4096".into()));
+    let name = folder.file_name().unwrap().to_str().unwrap();
+    assert!(kept("environment").contains(&format!("CUDA_VISIBLE_DEVICES={name},GPU-")), "{}", kept("environment"));
+    assert_eq!((modes(&node, "EXCLUSIVE_PROCESS"), modes(&node, "DEFAULT")), (2, 0));
+    let pipe = format!("dra.linkwise.dev/{name}/pipe");
+    let edits = edits(&node, &two);
+    assert_eq!(edits["env"], json!([format!("CUDA_MPS_PIPE_DIRECTORY=/mps/{pipe}")]));
+    let mounts: Vec<_> = edits["mounts"].as_array().unwrap().iter().map(|mount| &mount["hostPath"]).collect();
+    assert_eq!(mounts, [&json!(format!("/host/mps/{pipe}")), &json!("/host/mps/shm")]);
+    let pid = text(folder.join("pipe/nvidia-cuda-mps-control.pid"));
+    // The plugin is killed, and its file with it: the next one orders the same, and the daemon serves on.
+    plugin.kill().await.unwrap();
+    fs::write(node.at("mps/.dra/orders.json"), "{").unwrap();
+    let _plugin = run(&node);
+    node.is_registered(2).await;
+    assert_eq!(node.start_pod("p", &two).await, cdi);
+    assert_eq!(text(folder.join("pipe/nvidia-cuda-mps-control.pid")), pid);
+    // The daemons' process is killed: a pod that starts then waits for the next one.
+    privileged.process.kill().await.unwrap();
+    node.dra.restart().await.unwrap();
+    node.is_registered(3).await;
+    let pod = PodClaims::single("p", two, DRIVER);
+    let (started, _privileged) = tokio::join!(within(node.dra.start_pod(&pod)), async {
+        until(|| text(node.at("mps/.dra/orders.json")).contains(name)).await;
+        daemons(&node)
+    });
+    assert_eq!(started.unwrap()["main"], cdi);
+    assert_ne!(text(folder.join("pipe/nvidia-cuda-mps-control.pid")), pid);
+    // The end of the claim is the end of the daemon; a GPU is given to the next claim when it is open again.
+    within(node.dra.stop_pod("p")).await.unwrap();
+    let plain = claim(&node, "plain", &[whole("gpu-0")], None);
+    node.start_pod("q", &plain).await;
+    assert_eq!(modes(&node, "DEFAULT"), 2);
+    assert_eq!(fs::read_dir(node.at("mps/.exclusive")).unwrap().count(), 0);
+    assert!(!folder.join(".started").exists() && !text(node.at("mps/.dra/orders.json")).contains("threadPercentage"));
+}
+
+#[tokio::test]
+async fn claims_share_a_gpu_through_one_control_daemon() {
+    let node = node().await;
+    let sharing = "sharing: {timeSlicing: {resources: [{name: nvidia.com/gpu, replicas: 4}]}}";
+    fs::write(node.at("config.yaml"), format!("version: v1\n{sharing}\nlinkwise: {{dra: {{gpus: all}}}}\n")).unwrap();
+    let _plugin = run(&node);
+    let _privileged = daemons(&node);
+    node.publishes(8).await;
+    node.is_registered(1).await;
+    let half = claim(&node, "half", &[share("gpu-1", "a", "2", "8Gi")], Some(json!({})));
+    let less = json!({"defaultActiveThreadPercentage": 10, "defaultPinnedDeviceMemoryLimit": "1500M"});
+    let quarter = claim(&node, "quarter", &[share("gpu-1", "b", "1", "4Gi")], Some(less));
+    let without = claim(&node, "without", &[share("gpu-1", "c", "1", "1Gi")], None);
+    for (pod, claim) in [("p", &half), ("q", &quarter), ("r", &without)] {
+        node.start_pod(pod, claim).await;
+    }
+    let [folder] = &folders(&node)[..] else { panic!("{:?}", folders(&node)) };
+    assert_eq!(text(folder.join("pipe/state/threads")), "100.0");
+    assert_eq!(modes(&node, "EXCLUSIVE_PROCESS"), 0, "the claim without MPS uses the GPU too");
+    let env = |claim: &ClaimRef| edits(&node, claim)["env"].clone();
+    let pipe = format!("CUDA_MPS_PIPE_DIRECTORY=/mps/dra.linkwise.dev/{}/pipe", folder.file_name().unwrap().display());
+    let [threads, memory] = ["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"];
+    assert_eq!(env(&half), json!([format!("{threads}=50"), format!("{memory}=0=8192M"), pipe]));
+    assert_eq!(env(&quarter), json!([format!("{threads}=10"), format!("{memory}=0=1430M"), pipe]));
+    assert!(!node.at("cdi").join(format!("linkwise.dev-claim-{}.json", without.uid)).exists());
+    // It ends with the last claim that asks for it.
+    let marker = folder.join(".started");
+    let pid = text(folder.join("pipe/nvidia-cuda-mps-control.pid"));
+    within(node.dra.stop_pod("p")).await.unwrap();
+    let again = claim(&node, "again", &[share("gpu-1", "d", "2", "8Gi")], Some(json!({})));
+    node.start_pod("s", &again).await;
+    assert_eq!(text(folder.join("pipe/nvidia-cuda-mps-control.pid")), pid);
+    for pod in ["q", "s"] {
+        assert!(marker.exists());
+        within(node.dra.stop_pod(pod)).await.unwrap();
+    }
+    until(|| !marker.exists()).await;
+}
+
+#[tokio::test]
+async fn mps_of_claims_without_an_mps_root_is_refused() {
+    let node = node().await;
+    let mut command = node.program();
+    let _plugin = command.arg("--mps-container-root").arg(node.at("nowhere")).spawn().unwrap();
+    node.publishes(8).await;
+    node.is_registered(1).await;
+    let asks = claim(&node, "asks", &[whole("gpu-0")], Some(json!({})));
+    let pod = PodClaims::single("p", asks, DRIVER);
+    let why = refusal(within(node.dra.start_pod(&pod)).await.unwrap_err());
+    for part in ["this node does not have for claims", "the MPS root is not mounted", "overlay dra-mps", "docs/mps.md"]
+    {
+        assert!(why.contains(part), "{why}");
+    }
+    assert_eq!(node.checkpoints(), [""; 0]);
+    let plain = claim(&node, "plain", &[whole("gpu-0")], None);
+    node.start_pod("q", &plain).await;
+}

@@ -1,0 +1,250 @@
+//! A node whose GPUs go through DRA: `linkwise-cluster run` as a process, beside a kubelet and an API server in a box.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+
+use linkwise_api_server_box::{Answer, Fault, Key, ResourceType};
+use linkwise_kubelet_box::dra::{ClaimRef, DraKubelet, DraOptions, PodClaims};
+use linkwise_kubelet_box::{KubeletBox, Options};
+use serde_json::{Value, json};
+use tokio::process::{Child, Command};
+
+use crate::cluster::support::{Cluster, until, within};
+
+pub const DRIVER: &str = "gpu.nvidia.com";
+
+pub struct Node {
+    pub cluster: Cluster,
+    folder: tempfile::TempDir,
+    /// The kubelet's device manager, with the PodResources API.
+    pub kubelet: KubeletBox,
+    pub dra: DraKubelet,
+}
+
+impl Node {
+    pub async fn start() -> Self {
+        let (cluster, folder) = (Cluster::start().await, tempfile::tempdir().unwrap());
+        cluster.label_node("n", json!({}));
+        let at = |name: &str| folder.path().join(name);
+        for name in ["sys", "k", "reg", "plugins", "cdi"] {
+            fs::create_dir(at(name)).unwrap();
+        }
+        let mut options = Options::new(at("k"));
+        options.pod_resources = Some(at("pod-resources/kubelet.sock"));
+        let kubelet = KubeletBox::start(options).unwrap();
+        let dra = DraKubelet::start(DraOptions::new(at("reg"))).unwrap();
+        kubelet.list_claims_of(&dra);
+        let node = Self { cluster, folder, kubelet, dra };
+        node.configure("all");
+        node
+    }
+
+    pub fn at(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    pub fn program(&self) -> Command {
+        let machine = Path::new(env!("CARGO_MANIFEST_DIR")).join("crates/host/src/machines/dgx1-v100.yaml");
+        let mut command = Command::new(env!("CARGO_BIN_EXE_linkwise"));
+        command
+            .arg("run")
+            .env_clear()
+            .envs(self.cluster.variables())
+            .env("NODE_NAME", "n")
+            .env("LINKWISE_SYSFS", self.at("sys"));
+        command.env("FAKE_NVML_MACHINE", machine).env("HWLOC_SYNTHETIC", "pack:2 numa:1 pu:2");
+        command.env("LINKWISE_NVML_LIBRARY", fake_nvml::library_path());
+        command.env("CONFIG_FILE", self.at("config.yaml")).env("KUBELET_SOCKET", self.at("k/kubelet.sock"));
+        command.env("LINKWISE_POD_RESOURCES_SOCKET", self.at("pod-resources/kubelet.sock"));
+        command.env("LINKWISE_DRA_PLUGINS_DIR", self.at("plugins")).env("LINKWISE_DRA_REGISTRY_DIR", self.at("reg"));
+        command.env("LINKWISE_CDI_DIR", self.at("cdi")).env("LINKWISE_METRICS_ADDRESS", "127.0.0.1:0");
+        command.env("LINKWISE_ADMIN_SOCKET", self.at("admin.sock"));
+        command.stdin(Stdio::null()).stdout(Stdio::null()).kill_on_drop(true);
+        command
+    }
+
+    pub fn run(&self) -> Child {
+        self.program().spawn().unwrap()
+    }
+
+    /// Other GPUs go through DRA from now on: `all`, or a list.
+    pub fn configure(&self, gpus: &str) {
+        fs::write(self.at("config.yaml"), format!("version: v1\nlinkwise: {{dra: {{gpus: {gpus}}}}}\n")).unwrap();
+    }
+
+    pub fn devices(&self) -> Vec<String> {
+        self.devices_where(|_| true)
+    }
+
+    /// The published devices that a scheduler may allocate.
+    pub fn untainted(&self) -> Vec<String> {
+        self.devices_where(|device| device["taints"].as_array().is_none_or(Vec::is_empty))
+    }
+
+    /// The ids that the kubelet has as healthy.
+    pub fn healthy(&self, resource: &str) -> BTreeSet<String> {
+        self.kubelet.state().resources.get(resource).map(|state| state.healthy.clone()).unwrap_or_default()
+    }
+
+    fn devices_where(&self, wanted: impl Fn(&Value) -> bool) -> Vec<String> {
+        let slices = self.cluster.server.objects(&ResourceType::RESOURCE_SLICES);
+        let devices = slices.iter().flat_map(|slice| slice["spec"]["devices"].as_array().cloned().unwrap_or_default());
+        let wanted = devices.filter(wanted);
+        let mut names: Vec<String> = wanted.map(|device| device["name"].as_str().unwrap().to_owned()).collect();
+        names.sort();
+        names
+    }
+
+    pub async fn publishes(&self, count: usize) {
+        until(|| self.devices().len() == count).await;
+    }
+
+    pub async fn is_registered(&self, registrations: u64) {
+        let is = |state: &linkwise_kubelet_box::dra::DraState| {
+            state
+                .drivers
+                .get(DRIVER)
+                .is_some_and(|driver| driver.registrations >= registrations && driver.connected == 1)
+        };
+        within(self.dra.wait(is)).await.unwrap();
+    }
+
+    /// Creates a claim that the scheduler has allocated these devices to.
+    pub fn claim(&self, name: &str, devices: &[&str]) -> ClaimRef {
+        let key: Key = ResourceType::RESOURCE_CLAIMS.key(Some("default"), name);
+        let result = |device: &&str| json!({"request": "gpus", "driver": DRIVER, "pool": "n/gpu", "device": device});
+        let results: Vec<Value> = devices.iter().map(result).collect();
+        let requests = json!([{"name": "gpus", "exactly":
+            {"deviceClassName": "gpu.nvidia.com", "allocationMode": "ExactCount", "count": devices.len()}}]);
+        let claim = json!({
+            "spec": {"devices": {"requests": requests}},
+            "status": {"allocation": {"devices": {"results": results}}},
+        });
+        self.cluster.server.put("kube-scheduler", &key, claim);
+        let uid = self.cluster.server.object(&key).unwrap()["metadata"]["uid"].as_str().unwrap().to_owned();
+        ClaimRef { namespace: "default".into(), name: name.into(), uid }
+    }
+
+    /// Starts a pod with a claim, as often as it takes; returns the container's CDI devices.
+    pub async fn start_pod(&self, pod: &str, claim: &ClaimRef) -> Vec<String> {
+        let pod = PodClaims::single(pod, claim.clone(), DRIVER);
+        within(async {
+            loop {
+                if let Ok(containers) = self.dra.start_pod(&pod).await {
+                    return containers["main"].clone();
+                }
+                tokio::time::sleep(std::time::Duration::from_millis(20)).await;
+            }
+        })
+        .await
+    }
+
+    /// The names of the checkpoints' files.
+    pub fn checkpoints(&self) -> Vec<String> {
+        let files = fs::read_dir(self.at("k/linkwise/claims")).into_iter().flatten();
+        let mut names: Vec<String> = files.map(|file| file.unwrap().file_name().into_string().unwrap()).collect();
+        // A draft that a killed process left goes with the next start.
+        names.retain(|name| name.ends_with(".json"));
+        names.sort();
+        names
+    }
+
+    /// The names of the CDI specs.
+    pub fn specs(&self) -> Vec<String> {
+        let files = fs::read_dir(self.at("cdi")).unwrap();
+        let mut names: Vec<String> = files.map(|file| file.unwrap().file_name().into_string().unwrap()).collect();
+        // A draft that a killed process left goes with a start a minute later.
+        names.retain(|name| !name.starts_with('.'));
+        names.sort();
+        names
+    }
+
+    /// Whether a CDI spec has this device.
+    pub fn is_in_a_spec(&self, device: &str) -> bool {
+        let name = device.split_once('=').unwrap().1;
+        let texts = fs::read_dir(self.at("cdi")).unwrap().map(|file| fs::read_to_string(file.unwrap().path()).unwrap());
+        texts.into_iter().any(|text| text.contains(name))
+    }
+}
+
+#[tokio::test]
+async fn claim_becomes_cdi_devices() {
+    let node = Node::start().await;
+    let mut process = node.run();
+    node.publishes(8).await;
+    node.is_registered(1).await;
+    let claim = node.claim("two", &["gpu-0", "gpu-3"]);
+    let cdi = node.start_pod("p", &claim).await;
+    assert_eq!(cdi.len(), 2, "{cdi:?}");
+    assert!(cdi.iter().all(|device| node.is_in_a_spec(device)), "{cdi:?}");
+    // Another claim for one of them is refused, and says which has it.
+    let other = node.claim("other", &["gpu-3"]);
+    let refusal = node.dra.start_pod(&PodClaims::single("q", other, DRIVER)).await.unwrap_err().to_string();
+    assert!(refusal.contains("default/two") && refusal.contains("gpu-3"), "{refusal}");
+    within(node.dra.stop_pod("p")).await.unwrap();
+    within(node.dra.stop_pod("q")).await.unwrap();
+    assert!(process.try_wait().unwrap().is_none());
+}
+
+#[tokio::test]
+async fn prepared_claims_outlive_api_server_kubelet_and_agent() {
+    let mut node = Node::start().await;
+    let mut first = node.run();
+    node.publishes(8).await;
+    node.is_registered(1).await;
+    let claim = node.claim("one", &["gpu-5"]);
+    let cdi = node.start_pod("p", &claim).await;
+    node.cluster.server.go_away().await;
+    first.kill().await.unwrap();
+    let _second = node.run();
+    node.dra.restart().await.unwrap();
+    node.is_registered(2).await;
+    assert_eq!(node.start_pod("p", &claim).await, cdi, "from the checkpoint");
+    node.cluster.server.come_back().await;
+    // As that kubelet's start would: nothing else creates them again.
+    node.cluster.server.wipe_slices("n", None);
+    node.publishes(8).await;
+    within(node.dra.stop_pod("p")).await.unwrap();
+}
+
+#[tokio::test]
+async fn gpus_of_the_device_plugin_are_not_published() {
+    let node = Node::start().await;
+    node.configure("[1, 2]");
+    let _process = node.run();
+    node.publishes(2).await;
+    assert_eq!(node.devices(), ["gpu-1", "gpu-2"]);
+    let gpus = within(
+        node.kubelet.wait(|state| state.resources.get("nvidia.com/gpu").is_some_and(|it| it.healthy.len() == 6)),
+    );
+    gpus.await.unwrap();
+    node.is_registered(1).await;
+    let claim = node.claim("one", &["gpu-0"]);
+    let refusal = node.dra.start_pod(&PodClaims::single("p", claim, DRIVER)).await.unwrap_err().to_string();
+    assert!(refusal.contains("gpu-0"), "{refusal}");
+    // More of them while it runs; those that pods of the plugin have would wait.
+    node.configure("[1, 2, 3]");
+    node.publishes(3).await;
+}
+
+#[tokio::test]
+async fn api_server_that_lies_costs_only_the_claim() {
+    let node = Node::start().await;
+    let _process = node.run();
+    node.publishes(8).await;
+    node.is_registered(1).await;
+    let (good, bad) = (node.claim("good", &["gpu-0"]), node.claim("bad", &["gpu-1"]));
+    let lies = [
+        Answer::Text("{\"metadata\": {\"name\": 3}}".to_owned()),
+        Answer::Text(json!({"metadata": {"namespace": "default", "name": "bad", "uid": "other"}}).to_string()),
+        Answer::Refusal(403, "no right to read claims", None),
+    ];
+    for lie in lies {
+        node.cluster.server.fail(Fault::of("GET", "resourceclaims/bad", 1, lie));
+        assert!(node.dra.start_pod(&PodClaims::single("bad", bad.clone(), DRIVER)).await.is_err());
+    }
+    assert_eq!(node.start_pod("good", &good).await.len(), 1);
+    assert_eq!(node.start_pod("bad", &bad).await.len(), 1);
+}

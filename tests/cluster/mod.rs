@@ -1,0 +1,21 @@
+//! The programs and writers of `linkwise-cluster` against an API server in a box.
+
+#![allow(clippy::expect_used, clippy::unwrap_used, clippy::panic, reason = "a test may panic")]
+
+mod both_doors_soak;
+mod claims;
+mod config_manager;
+mod counters;
+mod doctor;
+mod dra_mig;
+mod dra_mps;
+mod dra_node;
+mod dra_soak;
+mod events;
+mod node;
+mod node_feature;
+mod prometheus;
+mod slices;
+mod support;
+mod way_back;
+mod whole_node;

@@ -1,0 +1,338 @@
+//! The writer of the NodeFeature object: what it writes, whose it leaves alone, and what it survives.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::sync::atomic::Ordering::Relaxed;
+use std::time::Duration;
+
+use linkwise_api_server_box::{Answer, Fault, Key, ResourceType};
+use linkwise_cluster::{NodeFeatureMetrics, NodeFeatureSettings, NodeFeatureWriter, Pace};
+use serde_json::{Value, json};
+use tokio::sync::watch;
+
+use crate::cluster::support::{Cluster, PACE, Running, until, within};
+
+type Labels = Arc<BTreeMap<String, String>>;
+
+/// GPU Feature Discovery's name among managers.
+const GFD: &str = "gpu-feature-discovery";
+
+struct Writing {
+    labels: watch::Sender<Option<Labels>>,
+    metrics: NodeFeatureMetrics,
+    running: Running,
+}
+
+fn write(cluster: &Cluster, pace: Pace, pod: Option<&str>) -> Writing {
+    write_again(cluster, pace, pod, Arc::default())
+}
+
+/// Another writer of a process that may have `replaced` GPU Feature Discovery's object.
+fn write_again(cluster: &Cluster, pace: Pace, pod: Option<&str>, replaced: Arc<AtomicBool>) -> Writing {
+    let (labels, follow) = watch::channel(None);
+    let (node, namespace) = ("n".to_owned(), "gpu".to_owned());
+    let settings = NodeFeatureSettings { node, namespace, pod: pod.map(str::to_owned), replaced };
+    let metrics = NodeFeatureMetrics::default();
+    let writer = NodeFeatureWriter::new(cluster.client(pace), settings, metrics.clone());
+    Writing { labels, metrics, running: Running::of(|shutdown| writer.run(follow, shutdown)) }
+}
+
+fn of<const N: usize>(labels: [(&str, &str); N]) -> Labels {
+    Arc::new(labels.map(|(key, value)| (key.to_owned(), value.to_owned())).into())
+}
+
+fn key() -> Key {
+    ResourceType::NODE_FEATURES.key(Some("gpu"), "nvidia-features-for-n")
+}
+
+/// Waits until the object's labels are exactly these.
+async fn written(cluster: &Cluster, labels: Value) {
+    within(cluster.server.wait_for_object(&key(), |object| object.is_some_and(|it| it["spec"]["labels"] == labels)))
+        .await;
+}
+
+fn managers(cluster: &Cluster) -> Vec<String> {
+    let object = cluster.server.object(&key()).unwrap();
+    let entries = object["metadata"]["managedFields"].as_array().unwrap();
+    entries.iter().map(|entry| entry["manager"].as_str().unwrap().to_owned()).collect()
+}
+
+/// The object as GPU Feature Discovery makes it, with a label that is not there any more.
+fn of_gfd() -> Value {
+    json!({
+        "metadata": {
+            "labels": {"nfd.node.kubernetes.io/node-name": "n"},
+            "ownerReferences": [{"apiVersion": "v1", "kind": "Pod", "name": "gfd-x", "uid": "1"}],
+        },
+        "spec": {
+            "features": {"flags": {}, "attributes": {}, "instances": {}},
+            "labels": {"nvidia.com/gpu.count": "8", "nvidia.com/mig-1g.10gb.count": "7"},
+        },
+    })
+}
+
+#[tokio::test]
+async fn object_follows_the_labels() {
+    let cluster = Cluster::start().await;
+    let writing = write(&cluster, PACE, None);
+    writing.labels.send_replace(Some(of([("a", "1"), ("b", "")])));
+    written(&cluster, json!({"a": "1", "b": ""})).await;
+    let object = cluster.server.object(&key()).unwrap();
+    let expected = json!({"nfd.node.kubernetes.io/node-name": "n", "app.kubernetes.io/managed-by": "linkwise"});
+    assert_eq!(object["metadata"]["labels"], expected);
+    assert_eq!(object["spec"]["features"], json!({"flags": {}, "attributes": {}, "instances": {}}));
+    assert_eq!(object["metadata"]["ownerReferences"], Value::Null);
+    assert_eq!(managers(&cluster), ["linkwise"]);
+    writing.labels.send_replace(Some(of([("a", "2")])));
+    written(&cluster, json!({"a": "2"})).await;
+    writing.running.end().await;
+    assert!(cluster.server.object(&key()).is_some(), "it stays at the end");
+}
+
+#[tokio::test]
+async fn same_labels_are_no_write_also_after_a_restart() {
+    let cluster = Cluster::start().await;
+    for _ in 0..2 {
+        let writing = write(&cluster, Pace { reassert: Duration::from_millis(20), ..PACE }, None);
+        writing.labels.send_replace(Some(of([("a", "1")])));
+        let before = cluster.count("GET", "nodefeatures");
+        until(|| cluster.count("GET", "nodefeatures") > before + 3).await;
+        writing.running.end().await;
+    }
+    assert_eq!(cluster.count("PATCH", "nodefeatures"), 1);
+}
+
+#[tokio::test]
+async fn object_that_was_removed_or_edited_is_put_right() {
+    let cluster = Cluster::start().await;
+    let writing = write(&cluster, Pace { reassert: Duration::from_millis(20), ..PACE }, None);
+    writing.labels.send_replace(Some(of([("a", "1")])));
+    written(&cluster, json!({"a": "1"})).await;
+    cluster.server.remove(&key());
+    written(&cluster, json!({"a": "1"})).await;
+    cluster.server.edit("kubectl-edit", &key(), |object| object["spec"]["labels"]["a"] = json!("9"));
+    written(&cluster, json!({"a": "1"})).await;
+    writing.running.end().await;
+}
+
+#[tokio::test]
+async fn object_of_gfd_is_replaced_once_whole() {
+    let cluster = Cluster::start().await;
+    cluster.server.put(GFD, &key(), of_gfd());
+    let writing = write(&cluster, PACE, None);
+    writing.labels.send_replace(Some(of([("nvidia.com/gpu.count", "8")])));
+    written(&cluster, json!({"nvidia.com/gpu.count": "8"})).await;
+    let object = cluster.server.object(&key()).unwrap();
+    assert_eq!(object["metadata"]["ownerReferences"], Value::Null, "no pod owns it any more");
+    assert_eq!(managers(&cluster), ["linkwise"]);
+    writing.labels.send_replace(Some(of([("nvidia.com/gpu.count", "7")])));
+    written(&cluster, json!({"nvidia.com/gpu.count": "7"})).await;
+    assert_eq!(cluster.count("DELETE", "nodefeatures"), 1);
+    // Its program still runs, and writes again: a second writer, with which this one does not quarrel.
+    cluster.server.put(GFD, &key(), of_gfd());
+    writing.labels.send_replace(Some(of([("nvidia.com/gpu.count", "6")])));
+    until(|| writing.metrics.is_foreign()).await;
+    assert_eq!(cluster.server.object(&key()).unwrap()["spec"]["labels"], of_gfd()["spec"]["labels"]);
+    assert_eq!(cluster.count("DELETE", "nodefeatures"), 1);
+    writing.running.end().await;
+}
+
+#[tokio::test]
+async fn object_of_gfd_is_replaced_once_by_a_process() {
+    let cluster = Cluster::start().await;
+    let replaced = Arc::new(AtomicBool::new(false));
+    for _ in 0..2 {
+        // A new configuration makes a new writer.
+        cluster.server.put(GFD, &key(), of_gfd());
+        let first = !replaced.load(Relaxed);
+        let writing = write_again(&cluster, PACE, None, Arc::clone(&replaced));
+        writing.labels.send_replace(Some(of([("a", "1")])));
+        if first {
+            written(&cluster, json!({"a": "1"})).await;
+        } else {
+            until(|| writing.metrics.is_foreign()).await;
+        }
+        writing.running.end().await;
+    }
+    assert_eq!(cluster.count("DELETE", "nodefeatures"), 1);
+}
+
+#[tokio::test]
+async fn object_that_changes_before_its_deletion_is_read_anew() {
+    let cluster = Cluster::start().await;
+    cluster.server.put(GFD, &key(), of_gfd());
+    cluster.server.fail(Fault::of("DELETE", "nodefeatures", 1, Answer::Refusal(409, "a precondition fails", None)));
+    let writing = write(&cluster, PACE, None);
+    writing.labels.send_replace(Some(of([("a", "1")])));
+    written(&cluster, json!({"a": "1"})).await;
+    assert_eq!(cluster.metrics.requests("nodefeatures", "delete", "conflict"), 1);
+    writing.running.end().await;
+}
+
+#[tokio::test]
+async fn object_of_another_manager_is_left_alone_until_it_is_gone() {
+    let cluster = Cluster::start().await;
+    let theirs = json!({"spec": {"labels": {"theirs": "1"}}});
+    cluster.server.put("kubectl", &key(), theirs.clone());
+    let writing = write(&cluster, PACE, None);
+    writing.labels.send_replace(Some(of([("a", "1")])));
+    until(|| writing.metrics.is_foreign()).await;
+    writing.labels.send_replace(Some(of([("a", "2")])));
+    let before = cluster.count("GET", "nodefeatures");
+    until(|| cluster.count("GET", "nodefeatures") > before + 2).await;
+    assert_eq!(cluster.server.object(&key()).unwrap()["spec"], theirs["spec"]);
+    cluster.server.remove(&key());
+    written(&cluster, json!({"a": "2"})).await;
+    until(|| !writing.metrics.is_foreign()).await;
+    writing.running.end().await;
+}
+
+#[tokio::test]
+async fn rights_of_nvidias_role_are_enough() {
+    let cluster = Cluster::start().await;
+    // That role has get, list, watch, create and update.
+    for method in ["PATCH", "DELETE"] {
+        let forbidden = Answer::Refusal(403, "nodefeatures is forbidden", None);
+        cluster.server.fail(Fault::of(method, "nodefeatures", usize::MAX, forbidden));
+    }
+    cluster.server.put(GFD, &key(), of_gfd());
+    let writing = write(&cluster, PACE, None);
+    writing.labels.send_replace(Some(of([("nvidia.com/gpu.count", "8")])));
+    written(&cluster, json!({"nvidia.com/gpu.count": "8"})).await;
+    assert_eq!(cluster.server.object(&key()).unwrap()["metadata"]["ownerReferences"], Value::Null);
+    // GPU Feature Discovery stays a manager of what the update did not change; that is no second writer.
+    writing.labels.send_replace(Some(of([("nvidia.com/gpu.count", "7")])));
+    written(&cluster, json!({"nvidia.com/gpu.count": "7"})).await;
+    cluster.server.remove(&key());
+    writing.labels.send_replace(Some(of([("a", "1")])));
+    written(&cluster, json!({"a": "1"})).await;
+    assert_eq!((cluster.count("DELETE", ""), cluster.count("PATCH", "")), (1, 0), "neither is tried again");
+    writing.running.end().await;
+    cluster.server.remove(&key());
+    let writing = write(&cluster, PACE, None);
+    for label in ["1", "2"] {
+        writing.labels.send_replace(Some(of([("b", label)])));
+        written(&cluster, json!({"b": label})).await;
+    }
+    assert_eq!(cluster.count("PATCH", ""), 1);
+    writing.running.end().await;
+}
+
+#[tokio::test]
+async fn labels_of_an_update_go_once_patches_are_allowed() {
+    let cluster = Cluster::start().await;
+    let forbidden = || Answer::Refusal(403, "nodefeatures is forbidden", None);
+    cluster.server.fail(Fault::of("PATCH", "nodefeatures", 1, forbidden()));
+    let writing = write(&cluster, PACE, None);
+    writing.labels.send_replace(Some(of([("a", "1"), ("b", "1")])));
+    written(&cluster, json!({"a": "1", "b": "1"})).await;
+    writing.running.end().await;
+    assert_eq!((cluster.count("POST", ""), cluster.count("PATCH", "")), (1, 1), "created, not applied");
+    // The fields of a creation are no apply's: one alone would leave `b`.
+    let writing = write(&cluster, PACE, None);
+    writing.labels.send_replace(Some(of([("a", "2")])));
+    written(&cluster, json!({"a": "2"})).await;
+    writing.running.end().await;
+}
+
+#[tokio::test]
+async fn one_refused_patch_is_no_verdict_for_good() {
+    let cluster = Cluster::start().await;
+    let forbidden = || Answer::Refusal(403, "nodefeatures is forbidden", None);
+    // A role with patch alone, which a webhook refuses once.
+    cluster.server.fail(Fault::of("PATCH", "nodefeatures", 1, forbidden()));
+    cluster.server.fail(Fault::of("POST", "nodefeatures", usize::MAX, forbidden()));
+    let writing = write(&cluster, PACE, None);
+    writing.labels.send_replace(Some(of([("a", "1")])));
+    written(&cluster, json!({"a": "1"})).await;
+    writing.running.end().await;
+}
+
+#[tokio::test]
+async fn daemon_set_of_the_pod_owns_the_object() {
+    let cluster = Cluster::start().await;
+    let owner =
+        json!({"apiVersion": "apps/v1", "kind": "DaemonSet", "name": "linkwise", "uid": "d", "controller": true});
+    let mut in_pod = owner.clone();
+    in_pod["blockOwnerDeletion"] = json!(true);
+    let pod = json!({"metadata": {"ownerReferences": [in_pod]}});
+    cluster.server.put("kubelet", &ResourceType::PODS.key(Some("gpu"), "p"), pod);
+    let writing = write(&cluster, PACE, Some("p"));
+    writing.labels.send_replace(Some(of([("a", "1")])));
+    written(&cluster, json!({"a": "1"})).await;
+    assert_eq!(cluster.server.object(&key()).unwrap()["metadata"]["ownerReferences"], json!([owner]));
+    writing.running.end().await;
+    // Started again, it finds the object as wanted.
+    let writing = write(&cluster, PACE, Some("p"));
+    writing.labels.send_replace(Some(of([("a", "1")])));
+    let before = cluster.count("GET", "nodefeatures");
+    until(|| cluster.count("GET", "nodefeatures") > before).await;
+    writing.running.end().await;
+    assert_eq!(cluster.count("PATCH", ""), 1);
+}
+
+#[tokio::test]
+async fn pod_that_may_not_be_read_costs_only_the_owner() {
+    let cluster = Cluster::start().await;
+    cluster.server.fail(Fault::of("GET", "pods/p", 1, Answer::Refusal(500, "internal error", None)));
+    cluster.server.fail(Fault::of("GET", "pods/p", 1, Answer::Refusal(403, "pods is forbidden", None)));
+    let writing = write(&cluster, PACE, Some("p"));
+    writing.labels.send_replace(Some(of([("a", "1")])));
+    written(&cluster, json!({"a": "1"})).await;
+    assert_eq!(cluster.count("GET", "pods/p"), 2);
+    writing.running.end().await;
+}
+
+#[tokio::test]
+async fn each_fault_of_a_write_is_survived() {
+    for (answer, outcome) in [
+        (Answer::Refusal(404, "the server could not find the requested resource", None), "not_found"),
+        (Answer::Refusal(409, "conflict", None), "conflict"),
+        (Answer::Refusal(429, "too many requests", Some(0)), "throttled"),
+        (Answer::Refusal(500, "internal error", None), "server_error"),
+        (Answer::Refusal(504, "timeout", None), "server_error"),
+        (Answer::Text("nonsense".to_owned()), "malformed"),
+        (Answer::Silence, "timeout"),
+    ] {
+        let cluster = Cluster::start().await;
+        cluster.server.fail(Fault::of("PATCH", "nodefeatures", 2, answer));
+        let writing = write(&cluster, Pace { request: Duration::from_secs(2), ..PACE }, None);
+        writing.labels.send_replace(Some(of([("a", "1")])));
+        written(&cluster, json!({"a": "1"})).await;
+        assert_eq!(cluster.metrics.requests("nodefeatures", "apply", outcome), 2, "{outcome}");
+        writing.running.end().await;
+    }
+}
+
+#[tokio::test]
+async fn last_labels_are_written_after_the_server_was_away() {
+    let mut cluster = Cluster::start().await;
+    let writing = write(&cluster, PACE, None);
+    writing.labels.send_replace(Some(of([("a", "1")])));
+    written(&cluster, json!({"a": "1"})).await;
+    cluster.server.go_away().await;
+    for label in ["2", "3"] {
+        writing.labels.send_replace(Some(of([("a", label)])));
+        let before = cluster.metrics.requests("nodefeatures", "get", "unreachable");
+        until(|| cluster.metrics.requests("nodefeatures", "get", "unreachable") > before + 2).await;
+    }
+    cluster.server.come_back().await;
+    written(&cluster, json!({"a": "3"})).await;
+    assert_eq!(cluster.count("PATCH", ""), 2, "what was never true for the server is never written");
+    writing.running.end().await;
+}
+
+#[tokio::test]
+async fn rotated_token_is_used_for_the_next_write() {
+    let cluster = Cluster::start().await;
+    let writing = write(&cluster, PACE, None);
+    writing.labels.send_replace(Some(of([("a", "1")])));
+    written(&cluster, json!({"a": "1"})).await;
+    cluster.write_token("second");
+    cluster.server.accept_tokens(&["second"]);
+    writing.labels.send_replace(Some(of([("a", "2")])));
+    written(&cluster, json!({"a": "2"})).await;
+    assert_eq!(cluster.metrics.requests("nodefeatures", "get", "unauthorized"), 1);
+    writing.running.end().await;
+}

@@ -1,0 +1,299 @@
+//! A real Prometheus (`make tools` brings Debian's) scrapes a node with both doors open, under load: every series of
+//! docs/metrics.md is there as documented, the recording rules evaluate, and every query of the dashboards has an
+//! answer.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::io::Write as _;
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+
+use fake_nvml::Control;
+use linkwise_kubelet_box::Pod;
+use serde_json::Value;
+use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
+use tokio::net::TcpStream;
+use tokio::process::{Child, Command};
+
+use super::dra_node::Node;
+use crate::cluster::support::{until, within};
+
+const GPU: &str = "nvidia.com/gpu";
+
+/// What docs/metrics.md documents and this node does not have, and why.
+const NOT_HERE: [(&str, &str); 4] = [
+    ("linkwise_preferred_allocation_fallbacks", "no request names an unknown device"),
+    ("linkwise_label_writes", "no labels are written"),
+    ("linkwise_trace_spans", "no collector is named"),
+    ("linkwise_allocation_nvls_megabytes_per_second", "the machine has no NVSwitches"),
+];
+
+fn repository(path: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join(path)
+}
+
+fn text(path: &str) -> String {
+    std::fs::read_to_string(repository(path)).unwrap_or_else(|error| panic!("{path}: {error}"))
+}
+
+fn list<'a>(value: &'a Value, key: &str) -> impl Iterator<Item = &'a Value> {
+    value[key].as_array().into_iter().flatten()
+}
+
+fn program() -> Option<PathBuf> {
+    let places = [repository("target/tools/prometheus"), "prometheus".into()];
+    let starts = |place: &PathBuf| std::process::Command::new(place).arg("--version").output().is_ok();
+    let found = places.into_iter().find(starts);
+    if found.is_none() {
+        // Not eprintln, which the test harness keeps to itself unless a test fails.
+        let _ = writeln!(std::io::stderr(), "skipped: no prometheus here; `make tools` brings it");
+    }
+    found
+}
+
+/// Waits for a JSON line on standard error that has this field and message; the rest is read and dropped.
+async fn logged(child: &mut Child, message: &str, field: &str) -> String {
+    let mut lines = BufReader::new(child.stderr.take().unwrap()).lines();
+    let found = within(async {
+        while let Some(line) = lines.next_line().await.unwrap() {
+            let line: Value = serde_json::from_str(&line).unwrap_or_default();
+            if line["message"] == message || line["msg"] == message {
+                return line[field].as_str().unwrap().to_owned();
+            }
+        }
+        panic!("it ends before it says {message:?}");
+    });
+    let found = found.await;
+    tokio::spawn(async move { while let Ok(Some(_)) = lines.next_line().await {} });
+    found
+}
+
+/// Labels and values.
+type Samples = Vec<(BTreeMap<String, String>, f64)>;
+
+struct Prometheus {
+    address: SocketAddr,
+    _process: Child,
+    _folder: tempfile::TempDir,
+}
+
+impl Prometheus {
+    /// One that scrapes linkwise as the PodMonitor says, with our rules.
+    async fn start(program: &Path, linkwise: &str) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let at = |name: &str| folder.path().join(name);
+        // The PrometheusRule's spec is a file of rules.
+        let rules = text("manifests/monitoring/rules.yaml");
+        let spec = rules.split_once("\nspec:\n").unwrap().1;
+        let rules: String = spec.lines().map(|line| format!("{}\n", line.strip_prefix("  ").unwrap())).collect();
+        std::fs::write(at("rules.yaml"), rules).unwrap();
+        let configuration = format!(
+            "global: {{scrape_interval: 200ms, scrape_timeout: 200ms, evaluation_interval: 200ms}}\n\
+             rule_files: [rules.yaml]\n\
+             scrape_configs:\n\
+             - job_name: linkwise\n  honor_labels: true\n  static_configs:\n  - targets: [\"{linkwise}\"]\n    \
+             labels: {{node: n, namespace: kube-system, pod: linkwise-x7k2p, container: linkwise}}\n"
+        );
+        std::fs::write(at("prometheus.yaml"), configuration).unwrap();
+        let mut command = Command::new(program);
+        command.arg("--config.file").arg(at("prometheus.yaml")).arg("--storage.tsdb.path").arg(at("data"));
+        command.args(["--web.listen-address=127.0.0.1:0", "--log.format=json"]);
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped()).kill_on_drop(true);
+        let mut process = command.spawn().unwrap();
+        let address = logged(&mut process, "Listening on", "address").await.parse().unwrap();
+        Self { address, _process: process, _folder: folder }
+    }
+
+    /// `data` of an answer; null where there is none yet.
+    async fn get(&self, path: &str) -> Value {
+        let exchange = async {
+            let mut stream = TcpStream::connect(self.address).await?;
+            // An answer to HTTP/1.0 is not chunked.
+            stream.write_all(format!("GET /api/v1/{path} HTTP/1.0\r\n\r\n").as_bytes()).await?;
+            let mut text = String::new();
+            stream.read_to_string(&mut text).await?;
+            std::io::Result::Ok(text)
+        };
+        let text = within(exchange).await.unwrap();
+        let body = text.split_once("\r\n\r\n").unwrap().1;
+        let answer: Value = serde_json::from_str(body).unwrap_or_default();
+        assert_ne!(answer["status"], "error", "{path}: {}", answer["error"]);
+        answer["data"].clone()
+    }
+
+    /// The samples of a query now: labels and value. What is no number is left out.
+    async fn query(&self, expr: &str) -> Samples {
+        let encoded: String = expr.bytes().map(|byte| format!("%{byte:02X}")).collect();
+        let data = self.get(&format!("query?query={encoded}")).await;
+        let sample = |sample: &Value| {
+            let labels = serde_json::from_value(sample["metric"].clone()).unwrap();
+            let value: f64 = sample["value"][1].as_str().unwrap().parse().unwrap();
+            (!value.is_nan()).then_some((labels, value))
+        };
+        list(&data, "result").filter_map(sample).collect()
+    }
+
+    /// Waits until each query has an answer.
+    async fn have(&self, queries: impl IntoIterator<Item = String>) {
+        let mut without: Vec<String> = queries.into_iter().collect();
+        let waiting = async {
+            while let Some(expr) = without.last() {
+                if self.query(expr).await.is_empty() {
+                    tokio::time::sleep(std::time::Duration::from_millis(50)).await;
+                    without.rotate_right(1);
+                } else {
+                    without.pop();
+                }
+            }
+        };
+        let ended = tokio::time::timeout(std::time::Duration::from_secs(60), waiting).await;
+        assert!(ended.is_ok(), "no answer in time: {without:#?}");
+    }
+
+    /// Waits until a query has an answer, and gives it.
+    async fn has(&self, expr: &str) -> Samples {
+        self.have([expr.to_owned()]).await;
+        self.query(expr).await
+    }
+}
+
+/// The metrics of docs/metrics.md: their names as Prometheus has them, and their labels.
+fn documented() -> Vec<(String, String, BTreeSet<String>)> {
+    let text = text("docs/metrics.md");
+    let words = |cell: &str| -> Vec<String> { cell.split('`').skip(1).step_by(2).map(str::to_owned).collect() };
+    let (mut found, mut last) = (Vec::new(), BTreeSet::new());
+    for line in text.lines().filter(|line| line.starts_with("| `linkwise_")) {
+        let cells: Vec<&str> = line.split('|').skip(1).map(str::trim).collect();
+        let mut labels: BTreeSet<String> = words(cells[2]).into_iter().collect();
+        if cells[2].starts_with("the same") {
+            labels.extend(BTreeSet::clone(&last));
+        } else {
+            last = labels.clone();
+        }
+        for name in words(cells[0]) {
+            let suffix = match cells[1] {
+                "gauge" => "",
+                "counter" => "_total",
+                "histogram" => "_bucket",
+                "info" => "_info",
+                other => panic!("{name}: {other}"),
+            };
+            found.push((name.clone(), format!("{name}{suffix}"), labels.clone()));
+        }
+    }
+    assert!(found.len() > 40, "{found:?}");
+    found
+}
+
+/// Titles of panels with their queries, variables replaced.
+fn panels(dashboard: &str) -> Vec<(String, String)> {
+    let dashboard: Value = serde_json::from_str(&text(dashboard)).unwrap();
+    let of = |panel: &Value| -> Vec<(String, String)> {
+        let expr =
+            |target: &Value| target["expr"].as_str().unwrap().replace("$node", "n").replace("$__rate_interval", "30s");
+        list(panel, "targets").map(|target| (panel["title"].as_str().unwrap().to_owned(), expr(target))).collect()
+    };
+    list(&dashboard, "panels").flat_map(of).collect()
+}
+
+/// The queries of one panel.
+fn queries(panels: &[(String, String)], title: &str) -> Vec<String> {
+    let found = panels.iter().filter(|(of, _)| of == title).map(|(_, expr)| expr.clone());
+    found.collect()
+}
+
+/// Rows as text, columns aligned.
+fn drawn(header: &[&str], mut rows: Vec<Vec<String>>) -> String {
+    rows.sort();
+    rows.insert(0, header.iter().map(ToString::to_string).collect());
+    let width = |column: usize| rows.iter().map(|row| row[column].len()).max().unwrap();
+    let widths: Vec<usize> = (0..header.len()).map(width).collect();
+    let line = |row: &Vec<String>| {
+        let cells = row.iter().zip(&widths).map(|(cell, width)| format!("{cell:width$}"));
+        format!("    {}\n", cells.collect::<Vec<_>>().join("  ").trim_end())
+    };
+    rows.iter().map(line).collect()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn prometheus_has_each_series_and_each_panel_an_answer() {
+    let Some(program) = program() else { return };
+    let node = Node::start().await;
+    // No two of the device plugin's GPUs have the two NVLinks between them that others have.
+    node.configure("[2, 3, 4, 5]");
+    let mut command = node.program();
+    command.args(["--log-format", "json", "--nvml-poll-ms=20"]).env("FAKE_NVML_CONTROL", node.at("nvml"));
+    let mut process = command.stderr(Stdio::piped()).spawn().unwrap();
+    let address = logged(&mut process, "linkwise is up", "metrics").await;
+    let prometheus = Prometheus::start(&program, &address).await;
+    node.publishes(4).await;
+    node.is_registered(1).await;
+    until(|| node.healthy(GPU).len() == 4).await;
+
+    // The load: a GPU fails, NVML crashes, a claim of the scheduler's choice, jobs that come and go, one that stays.
+    prometheus.has("linkwise_gpu_healthy == 1").await;
+    Control::new(node.at("nvml")).send("xid 7 79").unwrap();
+    prometheus.has("linkwise_unhealthy_devices{reason=\"xid\"} == 1").await;
+    Control::new(node.at("nvml")).send("crash").unwrap();
+    prometheus.has("linkwise_nvml_agent_ends_total{cause=\"crashed\"}").await;
+    let claim = node.claim("trained", &["gpu-2", "gpu-4"]);
+    node.start_pod("trained", &claim).await;
+    let busy = "histogram_quantile(0.5, sum by (le) (rate(linkwise_choice_duration_seconds_bucket[30s])))";
+    within(async {
+        for job in 0.. {
+            let name = format!("job-{job}");
+            node.kubelet.admit(&Pod::single(&name, GPU, 1), None).await.unwrap();
+            node.kubelet.remove_pod(&name);
+            if !prometheus.query(busy).await.is_empty() {
+                return;
+            }
+        }
+    })
+    .await;
+    node.kubelet.admit(&Pod::single("pair", GPU, 2), None).await.unwrap();
+
+    prometheus.has("linkwise_allocation_quality == 0.5").await;
+    prometheus.has("linkwise:allocation_below_best:since_seconds").await;
+    let is_here = |name: &str| NOT_HERE.iter().all(|(metric, _)| *metric != name);
+    let (here, not_here): (Vec<_>, Vec<_>) = documented().into_iter().partition(|(name, ..)| is_here(name));
+    prometheus.have(here.iter().map(|(_, series, _)| series.clone())).await;
+    for (name, series, _) in not_here {
+        assert!(prometheus.query(&series).await.is_empty(), "{name} is here: take it out of NOT_HERE");
+    }
+    for (_, series, labels) in here {
+        let there: BTreeSet<String> =
+            prometheus.query(&series).await.into_iter().flat_map(|(of, _)| of.into_keys()).collect();
+        assert!(labels.is_subset(&there), "{series}: {labels:?} documented, {there:?} there");
+    }
+
+    let rules = prometheus.get("rules").await;
+    for rule in list(&rules, "groups").flat_map(|group| list(group, "rules")) {
+        assert_eq!((&rule["health"], &rule["lastError"]), (&"ok".into(), &Value::Null), "{}", rule["name"]);
+    }
+    let recorded =
+        list(&rules, "groups").flat_map(|group| list(group, "rules")).filter(|rule| rule["type"] == "recording");
+    prometheus.have(recorded.map(|rule| rule["name"].as_str().unwrap().to_owned())).await;
+
+    let [fleet, of_node] = ["fleet", "node"].map(|name| panels(&format!("manifests/monitoring/grafana/{name}.json")));
+    prometheus.have(fleet.iter().chain(&of_node).map(|(_, expr)| expr.clone())).await;
+    let below = queries(&fleet, "Jobs that got less than they could");
+    let rows = prometheus.has(&below[0]).await.into_iter().map(|(labels, quality)| {
+        let of = |label: &str| labels.get(label).cloned().unwrap_or_default();
+        vec![of("namespace"), of("pod"), of("node"), of("resource"), format!("{:.0} %", quality * 100.0), of("why")]
+    });
+    let jobs = drawn(&["Namespace", "Pod", "Node", "Resource", "Quality", "Why"], rows.collect());
+    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap().as_secs_f64();
+    let since = prometheus.has(&below[1]).await;
+    assert!(since.iter().all(|(_, since)| (now - 300.0..=now).contains(&(since / 1000.0))), "{since:?} at {now}");
+
+    let rows = prometheus.has(&queries(&of_node, "Who holds what")[0]).await.into_iter().map(|(labels, _)| {
+        ["index", "pci", "numa", "namespace", "pod", "container", "resource", "door"]
+            .map(|label| labels.get(label).cloned().unwrap_or_default())
+            .to_vec()
+    });
+    let holders =
+        drawn(&["GPU", "PCI", "NUMA node", "Namespace", "Pod", "Container", "Resource", "Door"], rows.collect());
+    let documentation = text("docs/monitoring.md");
+    let is_shown = documentation.contains(&jobs) && documentation.contains(&holders);
+    assert!(is_shown, "docs/monitoring.md does not have what the queries give:\n{jobs}\n{holders}");
+}

@@ -1,0 +1,441 @@
+//! A node is switched from every setting to every other and back (tests/node_settings), by a reinstallation and beside
+//! the pod of before, with and without pods and claims that outlive the change. Each process gets the folders, variables
+//! and token that the chart gives its pod. It becomes ready, serves the GPUs that are free, gives none twice, and has all
+//! of them when the last holder has ended.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use linkwise_api_server_box::ResourceType;
+use linkwise_kubelet_box::Pod;
+use linkwise_kubelet_box::dra::ClaimRef;
+use serde_json::Value;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
+use tokio::process::Child;
+use tokio::sync::Semaphore;
+use tokio::task::JoinSet;
+
+use super::dra_node::Node;
+use crate::cluster::support::{until, within};
+use crate::node_settings::{DRA, PLUGIN, SETTINGS, Setting};
+
+const GPU: &str = "nvidia.com/gpu";
+const GPUS: u32 = 8;
+/// Nodes at a time.
+const AT_ONCE: usize = 6;
+
+/// How the pod of before goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Change {
+    /// It has ended before the next begins.
+    Reinstalled,
+    /// The next takes over beside it.
+    Surged,
+}
+
+/// A process, and where it logs.
+struct Running {
+    child: Child,
+    log: PathBuf,
+}
+
+impl Running {
+    fn lines(&self) -> String {
+        fs::read_to_string(&self.log).unwrap_or_default()
+    }
+
+    /// Where it serves probes.
+    async fn address(&self) -> String {
+        let mut address = None;
+        until(|| {
+            let up =
+                |line: &str| serde_json::from_str::<Value>(line).ok().filter(|it| it["message"] == "linkwise is up");
+            let lines = self.lines();
+            address = lines.lines().find_map(up).and_then(|line| Some(line["metrics"].as_str()?.to_owned()));
+            address.is_some() || lines.contains("linkwise: ")
+        })
+        .await;
+        address.unwrap_or_else(|| panic!("it ended:\n{}", self.lines()))
+    }
+
+    async fn readyz(&self) -> String {
+        let mut stream = TcpStream::connect(self.address().await).await.unwrap();
+        stream.write_all(b"GET /readyz HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").await.unwrap();
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).await.unwrap();
+        answer
+    }
+
+    /// Waits until /readyz is 200; returns its words.
+    async fn ready(&self) -> String {
+        within(async {
+            loop {
+                let answer = self.readyz().await;
+                if answer.starts_with("HTTP/1.1 200") {
+                    return answer;
+                }
+                tokio::time::sleep(std::time::Duration::from_millis(20)).await;
+            }
+        })
+        .await
+    }
+
+    /// Waits until /readyz is 503 with these words.
+    async fn is_unready(&self, words: &[&str]) {
+        let mut answer = String::new();
+        let unready = async {
+            while !(answer.starts_with("HTTP/1.1 503") && words.iter().all(|word| answer.contains(word))) {
+                answer = self.readyz().await;
+                tokio::time::sleep(std::time::Duration::from_millis(20)).await;
+            }
+        };
+        let comes = tokio::time::timeout(std::time::Duration::from_secs(60), unready).await;
+        assert!(comes.is_ok(), "{words:?} are not in {answer}");
+    }
+
+    async fn end(mut self) {
+        let term = format!("kill -TERM {}", self.child.id().unwrap());
+        assert!(std::process::Command::new("sh").args(["-c", &term]).status().unwrap().success());
+        let status = within(self.child.wait()).await.unwrap();
+        assert!(status.success(), "{status}:\n{}", self.lines());
+    }
+}
+
+/// A node that is switched, and its books.
+struct Switched {
+    node: Node,
+    running: Option<Running>,
+    setting: Setting,
+    starts: u32,
+    /// The GPUs of pods that run, by pod; and their claims.
+    books: BTreeMap<String, BTreeSet<u32>>,
+    claims: BTreeMap<String, ClaimRef>,
+}
+
+/// The GPU of an id or a name: `GPU-...0003::1`, `gpu-3`.
+fn gpu_of(name: &str) -> u32 {
+    name.split("::").next().unwrap().rsplit('-').next().unwrap().parse().unwrap()
+}
+
+impl Switched {
+    async fn start(setting: Setting) -> Self {
+        let mut this = Self::new(setting).await;
+        this.running = Some(this.spawn(setting));
+        this
+    }
+
+    /// A node on which nothing runs yet.
+    async fn new(setting: Setting) -> Self {
+        let node = Node::start().await;
+        // A folder below a file can be neither made nor written, not even by root.
+        fs::write(node.at("not-mounted"), "").unwrap();
+        fs::create_dir(node.at("no-token")).unwrap();
+        let (books, claims) = Default::default();
+        Self { node, running: None, setting, starts: 0, books, claims }
+    }
+
+    /// The process of a pod with this setting.
+    fn spawn(&mut self, setting: Setting) -> Running {
+        self.starts += 1;
+        let node = &self.node;
+        let mut command = node.program();
+        let (missing, log) = (node.at("not-mounted"), node.at(&format!("log-{}", self.starts)));
+        let place = |given: bool, name: &str| if given { node.at(name) } else { missing.join(name) };
+        command.env("LINKWISE_CDI_DIR", place(setting.cdi, "cdi"));
+        command.env("LINKWISE_DRA_PLUGINS_DIR", place(setting.sockets, "plugins"));
+        command.env("LINKWISE_DRA_REGISTRY_DIR", place(setting.sockets, "reg"));
+        command.env_remove("NODE_NAME").env_remove("CONFIG_FILE");
+        if setting.node_name {
+            command.env("NODE_NAME", "n");
+        }
+        if !setting.token {
+            command.env("LINKWISE_SERVICE_ACCOUNT_DIR", node.at("no-token"));
+        }
+        if let Some(file) = setting.file {
+            let path = node.at(&format!("config-{}.yaml", setting.name));
+            fs::write(&path, file).unwrap();
+            command.env("CONFIG_FILE", path);
+        }
+        command.envs(setting.env.iter().copied()).env("LINKWISE_POD_UID", format!("pod-{}", self.starts));
+        command.env("LINKWISE_ADMIN_SOCKET", node.at(&format!("admin-{}.sock", self.starts)));
+        command.env("LINKWISE_LOG_FORMAT", "json").args(["--dra-grace-ms", "300"]);
+        command.stderr(fs::File::create(&log).unwrap());
+        Running { child: command.spawn().unwrap(), log }
+    }
+
+    /// Switches the node to a setting.
+    async fn switch(&mut self, setting: Setting, change: Change) {
+        let before = self.running.take().unwrap();
+        let next = match change {
+            Change::Reinstalled => {
+                before.end().await;
+                self.spawn(setting)
+            }
+            Change::Surged => {
+                let next = self.spawn(setting);
+                next.ready().await;
+                before.end().await;
+                next
+            }
+        };
+        self.running = Some(next);
+        self.setting = setting;
+        if !setting.sockets {
+            // As the kubelet does 30 s after a driver has gone.
+            self.node.cluster.server.wipe_slices("n", None);
+        }
+    }
+
+    fn running(&self) -> &Running {
+        self.running.as_ref().unwrap()
+    }
+
+    fn is_alive(&mut self) {
+        let running = self.running.as_mut().unwrap();
+        let ended = running.child.try_wait().unwrap();
+        assert!(ended.is_none(), "it ended: {ended:?}\n{}", running.lines());
+    }
+
+    /// The GPUs that the kubelet may give by the device plugin, and those that the scheduler may give by DRA.
+    fn offered(&self) -> (BTreeSet<u32>, BTreeSet<u32>) {
+        let by_plugin = self.node.healthy(GPU).iter().map(|id| gpu_of(id)).collect();
+        (by_plugin, self.node.untainted().iter().map(|name| gpu_of(name)).collect())
+    }
+
+    /// Waits until the process is ready and offers what its setting says of the GPUs that nobody holds, and no GPU of a
+    /// holder through the other door.
+    async fn serves(&mut self) {
+        self.running().ready().await;
+        let dra: BTreeSet<u32> = self.setting.dra.iter().copied().collect();
+        let held: BTreeSet<u32> = self.books.values().flatten().copied().collect();
+        let claimed: BTreeSet<u32> = self.claims.keys().flat_map(|pod| self.books[pod].clone()).collect();
+        let free = (0..GPUS).filter(|gpu| !held.contains(gpu));
+        let (through_dra, plugin): (BTreeSet<u32>, BTreeSet<u32>) = free.partition(|gpu| dra.contains(gpu));
+        let serves = || {
+            let (by_plugin, by_dra) = self.offered();
+            assert!(by_plugin.is_disjoint(&claimed), "a GPU of a claim is given twice: {by_plugin:?}");
+            let of_plugin: BTreeSet<u32> = held.difference(&claimed).copied().collect();
+            assert!(by_dra.is_disjoint(&of_plugin), "a GPU of a pod is given twice: {by_dra:?}");
+            // All slots: the list of before may have the same GPUs under other ids.
+            let ids = self.node.healthy(GPU).into_iter().filter(|id| plugin.contains(&gpu_of(id))).count();
+            ids == plugin.len() * self.setting.slots && by_dra.is_superset(&through_dra)
+        };
+        within(async {
+            while !serves() {
+                tokio::time::sleep(std::time::Duration::from_millis(10)).await;
+            }
+        })
+        .await;
+        if self.books.is_empty() {
+            until(|| self.offered() == (plugin.clone(), through_dra.clone())).await;
+        }
+        // Words about waiting pass.
+        self.is_alive();
+    }
+
+    /// A pod gets a GPU through each door that the setting has open, and none that another has.
+    async fn admits(&mut self, keep: bool) {
+        let held: BTreeSet<u32> = self.books.values().flatten().copied().collect();
+        let free: BTreeSet<u32> = (0..GPUS).filter(|gpu| !held.contains(gpu)).collect();
+        let dra: BTreeSet<u32> = self.setting.dra.iter().copied().filter(|gpu| free.contains(gpu)).collect();
+        if free.iter().any(|gpu| !self.setting.dra.contains(gpu)) {
+            let pod = format!("plugin-{}", self.starts);
+            let admitted = within(self.node.kubelet.admit(&Pod::single(&pod, GPU, 1), None)).await.unwrap();
+            let ids = &admitted.grant(admitted.containers.keys().next().unwrap(), GPU).unwrap().allocation.devices;
+            let got: BTreeSet<u32> = ids.iter().map(|id| gpu_of(id)).collect();
+            // A slot of a GPU whose other slots are held is meant to be shared.
+            assert!(self.setting.slots > 1 || got.is_subset(&free), "{pod} gets {got:?}, held are {held:?}");
+            if keep {
+                self.books.insert(pod, got);
+            } else {
+                self.node.kubelet.remove_pod(&pod);
+            }
+        }
+        if let Some(gpu) = dra.first() {
+            let pod = format!("claim-{}", self.starts);
+            self.node.is_registered(1).await;
+            let claim = self.node.claim(&pod, &[&format!("gpu-{gpu}")]);
+            self.node.start_pod(&pod, &claim).await;
+            self.claims.insert(pod.clone(), claim);
+            self.books.insert(pod.clone(), [*gpu].into());
+            if !keep {
+                self.stop_claim(&pod).await;
+            }
+        }
+    }
+
+    /// A pod with a claim ends. Where the kubelet has nobody to unprepare it, the pod stays in the lists until somebody
+    /// deletes it by force.
+    async fn stop_claim(&mut self, pod: &str) {
+        self.node.cluster.server.remove(&ResourceType::RESOURCE_CLAIMS.key(Some("default"), pod));
+        if self.setting.sockets {
+            within(async {
+                while self.node.dra.stop_pod(pod).await.is_err() {
+                    self.node.is_registered(1).await;
+                }
+            })
+            .await;
+        } else {
+            assert!(self.node.dra.stop_pod(pod).await.is_err(), "{pod}: no driver is there");
+            self.node.dra.delete_by_force(pod);
+        }
+        self.claims.remove(pod);
+        self.books.remove(pod);
+    }
+
+    async fn end_holders(&mut self) {
+        for pod in self.books.keys().cloned().collect::<Vec<_>>() {
+            if self.claims.contains_key(&pod) {
+                self.stop_claim(&pod).await;
+            } else {
+                assert!(self.node.kubelet.remove_pod(&pod));
+                self.books.remove(&pod);
+            }
+        }
+    }
+}
+
+/// From one setting to the other, and back.
+async fn forth_and_back(from: Setting, to: Setting, change: Change, holds: bool) {
+    let mut node = Switched::start(from).await;
+    node.serves().await;
+    for setting in [to, from] {
+        node.admits(holds).await;
+        node.switch(setting, change).await;
+        node.serves().await;
+        node.admits(false).await;
+        node.end_holders().await;
+        node.serves().await;
+        until(|| node.node.checkpoints().is_empty()).await;
+    }
+    node.is_alive();
+    assert_eq!(node.node.kubelet.violations(), []);
+}
+
+/// Every pair of settings, some nodes at a time.
+async fn all_pairs(change: Change, holds: bool) {
+    let room = Arc::new(Semaphore::new(AT_ONCE));
+    let mut pairs = JoinSet::new();
+    for (at, from) in SETTINGS.into_iter().enumerate() {
+        for to in SETTINGS.into_iter().skip(at + 1) {
+            let room = Arc::clone(&room);
+            pairs.spawn(async move {
+                let _place = room.acquire_owned().await.unwrap();
+                let pair = tokio::spawn(forth_and_back(from, to, change, holds)).await;
+                pair.err().map(|_| format!("{} to {} and back", from.name, to.name))
+            });
+        }
+    }
+    let failed: Vec<String> = pairs.join_all().await.into_iter().flatten().collect();
+    assert!(failed.is_empty(), "{change:?}, held: {holds}: {failed:#?}");
+}
+
+#[tokio::test]
+async fn every_setting_follows_every_other_on_an_idle_node() {
+    all_pairs(Change::Reinstalled, false).await;
+}
+
+#[tokio::test]
+async fn every_setting_follows_every_other_under_pods_and_claims() {
+    all_pairs(Change::Reinstalled, true).await;
+}
+
+#[tokio::test]
+async fn every_setting_takes_over_from_every_other_under_pods() {
+    all_pairs(Change::Surged, true).await;
+}
+
+/// What waits is said, and goes when the last holder has ended.
+#[tokio::test]
+async fn claims_that_are_left_are_said() {
+    let mut node = Switched::start(DRA).await;
+    node.serves().await;
+    node.admits(true).await;
+    node.switch(PLUGIN, Change::Reinstalled).await;
+    let said =
+        |words: &str| words.contains("ready; left of DRA: waiting for claims to end; GPUs: 1, claims: default/claim-1");
+    within(async { while !said(&node.running().ready().await) {} }).await;
+    until(|| node.running().lines().contains("DRA is off: these claims keep their GPUs")).await;
+    assert!(node.running().ready().await.contains("without DRA's folders"), "and what to do");
+    node.end_holders().await;
+    node.serves().await;
+    within(async { while !node.running().ready().await.trim_end().ends_with("ready") {} }).await;
+}
+
+/// A configuration may name GPUs for DRA in a pod that has none of its rights.
+#[tokio::test]
+async fn gpus_stay_with_the_plugin_where_dra_lacks_rights() {
+    let by_file = |gpus: &str| format!("version: v1\nlinkwise: {{dra: {{gpus: {gpus}}}}}\n");
+    let all: &'static str = by_file("all").leak();
+    for setting in [
+        Setting { name: "by-variable", env: &[("LINKWISE_DRA_GPUS", "all")], ..PLUGIN },
+        Setting { name: "by-file", file: Some(all), ..PLUGIN },
+    ] {
+        let mut node = Switched::start(setting).await;
+        let lacks = ["GPUs stay with the device plugin", "set NODE_NAME", "token", "DRA needs CDI"];
+        node.running().is_unready(&lacks).await;
+        until(|| node.node.healthy(GPU).len() == 8).await;
+        node.admits(false).await;
+        node.is_alive();
+        if setting.file.is_some() {
+            let config = node.node.at("config-by-file.yaml");
+            fs::write(&config, by_file("none")).unwrap();
+            node.running().ready().await;
+            fs::write(&config, by_file("[3]")).unwrap();
+            node.running().is_unready(&lacks).await;
+            node.is_alive();
+        }
+        // With the rights it is as it should be.
+        node.switch(DRA, Change::Reinstalled).await;
+        node.serves().await;
+    }
+}
+
+/// Files of a newer linkwise, and broken ones, keep no setting from serving.
+#[tokio::test]
+async fn broken_files_keep_no_setting_from_serving() {
+    let newer = r#"{"version": 9, "dra": ["GPU-00000001-0000-4000-8000-000000000003"]}"#;
+    let damages: [(&str, Option<&str>); 6] = [
+        ("linkwise_health.json", Some(newer)),
+        ("linkwise_health.json", Some("{")),
+        ("linkwise_health.json", None),
+        ("claims/a.json", Some(r#"{"version": 9}"#)),
+        ("claims/b.json", Some("{")),
+        ("claims/c.json", None),
+    ];
+    for setting in SETTINGS {
+        let mut node = Switched::new(setting).await;
+        let at = |name: &str| node.node.at("k/linkwise").join(name);
+        fs::create_dir_all(at("claims")).unwrap();
+        for (name, text) in damages.iter().skip(setting.name.len() % 3) {
+            match text {
+                Some(text) => fs::write(at(name), text).unwrap(),
+                // A folder in the file's place.
+                None => drop(fs::remove_file(at(name)).and_then(|()| fs::create_dir(at(name)))),
+            }
+        }
+        node.running = Some(node.spawn(setting));
+        node.serves().await;
+        node.admits(false).await;
+    }
+}
+
+/// Without checkpoints no claim is prepared; the device plugin serves, and DRA when the folder is one again.
+#[tokio::test]
+async fn file_in_the_place_of_checkpoints_costs_dra_alone() {
+    let some = SETTINGS.into_iter().find(|setting| setting.name == "dra-some").unwrap();
+    let mut node = Switched::new(some).await;
+    let claims = node.node.at("k/linkwise/claims");
+    fs::create_dir_all(claims.parent().unwrap()).unwrap();
+    fs::write(&claims, "").unwrap();
+    node.running = Some(node.spawn(some));
+    node.running().is_unready(&["DRA plugin", "cannot keep checkpoints of claims"]).await;
+    until(|| node.node.healthy(GPU).len() == 6).await;
+    node.is_alive();
+    fs::remove_file(&claims).unwrap();
+    node.serves().await;
+    node.admits(false).await;
+}

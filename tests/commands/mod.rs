@@ -1,0 +1,247 @@
+//! Every command that a page tells a person to type is run, rendered, or marked as one that no test here can run. Any other
+//! command fails the tests.
+
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    clippy::indexing_slicing,
+    reason = "what a helper cannot do fails the test"
+)]
+
+mod cluster;
+pub mod kustomize;
+mod notes;
+mod page;
+mod shell;
+mod typed;
+
+use crate::chart::helm;
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::process::Command;
+
+use serde_json::Value;
+
+use cluster::{chart, folder_objects, is_our_chart, kustomization, nvidias, wrong_names};
+use helm::{Helm, repository};
+use page::{Typed, commands, inline, pages};
+use shell::{is_placeholder, options, without_variables};
+
+/// The commands of each page.
+fn all() -> Vec<Vec<Typed>> {
+    let pages = pages().into_iter();
+    pages.map(|page| commands(&page, &fs::read_to_string(repository(&page)).unwrap())).collect()
+}
+
+/// The first program of a command.
+fn program(typed: &Typed) -> String {
+    without_variables(&typed.parts()[0])[0].clone()
+}
+
+/// Whether a test runs or renders it; everything else needs a mark.
+fn is_run(typed: &Typed) -> bool {
+    let words = typed.parts().remove(0);
+    match program(typed).as_str() {
+        "linkwise" | "linkwise-lab" => typed.mark.is_none(),
+        "helm" => is_our_chart(&words),
+        "kubectl" => kustomization(&words).is_some(),
+        "make" => CI.contains(&words[1].as_str()) || RUN_HERE.contains(&words[1].as_str()),
+        _ => false,
+    }
+}
+
+/// What `.ci/run` makes.
+const CI: [&str; 4] = ["tools", "lint", "test", "test-image"];
+/// Whose command a test below runs.
+const RUN_HERE: [&str; 1] = ["demo"];
+
+#[test]
+fn commands_that_no_test_runs_are_marked() {
+    let commands: Vec<Typed> = all().concat();
+    assert!(commands.len() > 60, "{} commands", commands.len());
+    let unmarked = commands.iter().filter(|typed| typed.mark.is_none() && !is_run(typed));
+    let unmarked: Vec<String> = unmarked.map(|typed| format!("{}: {}", typed.place, typed.text)).collect();
+    assert!(
+        unmarked.is_empty(),
+        "no test runs these, and no comment `# Needs ...; not tried.` says so:\n{}",
+        unmarked.join("\n")
+    );
+}
+
+#[test]
+fn linkwise_commands_run_as_they_are_typed() {
+    let commands: Vec<Typed> = all().concat();
+    let ours: Vec<&Typed> = commands.iter().filter(|typed| program(typed).starts_with("linkwise")).collect();
+    let (run, marked): (Vec<&Typed>, Vec<&Typed>) = ours.into_iter().partition(|typed| typed.mark.is_none());
+    assert!(run.len() > 20, "{} commands", run.len());
+    run.iter().for_each(|typed| typed::run(typed));
+    for typed in marked {
+        assert!(typed::is_known(without_variables(&typed.parts()[0])), "{}: {}", typed.place, typed.text);
+    }
+}
+
+/// Those in a container: `kubectl exec POD -- linkwise doctor`. And those in the text.
+#[test]
+fn other_linkwise_commands_are_known() {
+    let mut seen = BTreeSet::new();
+    let mut check = |place: &str, words: &[String]| {
+        let aside = words.len() < 2 || is_placeholder(&words[1]) || words[1] == "help";
+        let known = aside || !seen.insert(words.to_vec()) || typed::is_known(words);
+        assert!(known, "{place}: {}", words.join(" "));
+    };
+    for typed in all().concat() {
+        let words = typed.parts().remove(0);
+        if let Some(end) = words.iter().position(|word| word == "--") {
+            check(&typed.place, &words[end + 1..]);
+        }
+    }
+    let makefile = fs::read_to_string(repository("Makefile")).unwrap();
+    for page in pages() {
+        for (place, text) in inline(&page, &fs::read_to_string(repository(&page)).unwrap()) {
+            let Some(words) = shell::pipeline(&text).into_iter().next() else { continue };
+            let words = without_variables(&words);
+            match words[0].as_str() {
+                // What linkwise says begins with its name, too.
+                "linkwise" | "linkwise-lab" if words.len() > 4 && !typed::is_known(words) => {}
+                "linkwise" | "linkwise-lab" => check(&place, words),
+                "make" => assert!(makefile.contains(&format!("\n{}:", words[1])), "{place}: {text}"),
+                _ => {
+                    if let Some(folder) = kustomization(words).filter(|folder| folder.starts_with("manifests/")) {
+                        assert!(repository(folder).is_dir() || is_placeholder(folder), "{place}: {text}");
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// With the flags and files of the page: a value that the chart refuses fails.
+#[test]
+fn helm_commands_render() {
+    let Some(helm) = Helm::found() else { return };
+    let commands = all().concat();
+    let ours = commands.iter().filter(|typed| is_our_chart(&typed.parts()[0]));
+    let rendered = ours.map(|typed| chart(&helm, typed)).inspect(|objects| assert!(!objects.is_empty())).count();
+    assert!(rendered > 6, "{rendered} commands");
+}
+
+#[test]
+fn folders_of_kubectl_render() {
+    let commands = all().concat();
+    let ours: Vec<&Typed> = commands.iter().filter(|typed| kustomization(&typed.parts()[0]).is_some()).collect();
+    assert!(ours.len() > 6, "{} commands", ours.len());
+    for typed in ours {
+        let Some(objects) = folder_objects(typed) else { return };
+        assert!(!objects.is_empty(), "{}", typed.place);
+    }
+}
+
+/// The objects that commands of a page name are those that the page's own commands make: those of the same block where it
+/// installs anything; else those of the page, of the base and of the plugin that was there.
+#[test]
+fn kubectl_names_what_is_installed() {
+    let Some(helm) = Helm::found() else { return };
+    let Some(base) = kustomize::rendered(&repository("manifests/base")) else { return };
+    let mut named = 0;
+    for commands in all() {
+        let mut page: Vec<(usize, Vec<Value>)> = Vec::new();
+        for typed in &commands {
+            let words = typed.parts().remove(0);
+            if is_our_chart(&words) {
+                page.push((typed.block, chart(&helm, typed)));
+            } else if let Some(objects) = folder_objects(typed) {
+                page.push((typed.block, objects));
+            } else if words[0] == "kubectl" {
+                let own: Vec<Value> =
+                    page.iter().filter(|(block, _)| *block == typed.block).flat_map(|(_, it)| it.clone()).collect();
+                let objects = match own.is_empty() {
+                    true => page.iter().flat_map(|(_, it)| it.clone()).chain(base.clone()).chain([nvidias()]).collect(),
+                    false => own,
+                };
+                let found = wrong_names(&words, &objects);
+                assert_eq!(found, Ok(()), "{}: {}", typed.place, typed.text);
+                named += 1;
+            } else if words[..2] == ["helm", "test"] {
+                let namespace = options(&words, &["-n", "--namespace"]);
+                let objects = page.iter().flat_map(|(_, objects)| objects);
+                let is_test = |it: &&Value| it["metadata"]["annotations"]["helm.sh/hook"] == "test";
+                let pod = objects.clone().find(is_test).expect("a test of the release");
+                assert!(namespace.iter().all(|name| pod["metadata"]["namespace"] == *name), "{}", typed.place);
+                assert!(pod["metadata"]["name"].as_str().unwrap().starts_with(&words[2]), "{}", typed.place);
+            }
+        }
+    }
+    assert!(named > 25, "{named} commands");
+}
+
+#[test]
+fn make_targets_exist_and_run() {
+    let ci = fs::read_to_string(repository(".ci/run")).unwrap();
+    let line = ci.lines().find(|line| line.starts_with("make ")).expect("it makes something");
+    assert_eq!(line.split(" && ").collect::<Vec<_>>(), CI.map(|target| format!("make {target}")), ".ci/run");
+    let printed = |target: &str| {
+        let mut make = Command::new("make");
+        // Not as a part of the `make test` that runs this.
+        make.args(["-n", "--no-print-directory", target]).current_dir(repository(""));
+        make.env_remove("MAKEFLAGS").env_remove("MAKELEVEL");
+        let output = make.output().unwrap();
+        assert!(output.status.success(), "make {target}: {}", String::from_utf8_lossy(&output.stderr));
+        String::from_utf8(output.stdout).unwrap()
+    };
+    let commands = all().concat();
+    let targets: BTreeSet<String> =
+        commands.iter().filter(|typed| program(typed) == "make").map(|typed| typed.parts()[0][1].clone()).collect();
+    assert!(targets.len() > 3, "{targets:?}");
+    for target in &targets {
+        assert!(!printed(target).is_empty(), "make {target}");
+    }
+    for target in RUN_HERE.into_iter().filter(|_| typed::lab().is_file()) {
+        let recipe = printed(target);
+        let (_, command) =
+            recipe.rsplit_once("-p linkwise-lab --no-default-features -- ").expect("it runs the laboratory");
+        let words: Vec<String> =
+            ["linkwise-lab"].into_iter().chain(command.split_whitespace()).map(str::to_owned).collect();
+        let output = typed::linkwise(&words, &repository(""));
+        assert!(output.status.success() && output.stdout.len() > 1000, "make {target}: {output:?}");
+    }
+}
+
+/// A stranger reads it from end to end.
+#[test]
+fn readme_is_short() {
+    let words = fs::read_to_string(repository("README.md")).unwrap().split_whitespace().count();
+    assert!(words <= 1200, "{words} words");
+}
+
+#[test]
+fn unmarked_and_misnamed_commands_are_found() {
+    let one = |line: &str| commands("page", &format!("text\n\n    {line}\n")).remove(0);
+    for line in ["kubectl get pods", "helm rollback a -n b", "make soak", "oc get scc", "helm install a oci://b/c"] {
+        assert!(!is_run(&one(line)), "{line}");
+    }
+    let marked =
+        commands("page", "    kubectl get nodes\n    # Needs a cluster; not tried.\n    kubectl get pods   # all\n");
+    assert_eq!(marked[0].mark, None);
+    assert_eq!((marked[1].mark.as_deref(), marked[1].place.as_str()), (Some("Needs a cluster; not tried."), "page:3"));
+    let block =
+        commands("page", "1. a:\n\n       helm install a charts/linkwise -n b \\\n         --set 'c=d e'\n\ntext\n");
+    assert_eq!(block[0].parts()[0][4..], ["-n", "b", "--set", "c=d e"].map(str::to_owned));
+    let printed = commands("page", "    $ linkwise x\n    line\n      other\n");
+    assert_eq!((printed.len(), printed[0].prints.as_deref()), (1, Some("line\n  other\n")));
+    let world = [nvidias()];
+    let wrong = |line: &str| wrong_names(&one(line).parts()[0], &world);
+    assert_eq!(wrong("kubectl -n kube-system exec ds/nvidia-device-plugin-daemonset -- linkwise doctor"), Ok(()));
+    assert_eq!(wrong("kubectl -n NAMESPACE exec ds/other -- linkwise doctor"), Ok(()));
+    for (line, words) in [
+        ("kubectl -n gpu exec ds/nvidia-device-plugin-daemonset -- x", "no DaemonSet gpu/"),
+        ("kubectl -n kube-system logs ds/other", "no DaemonSet kube-system/other"),
+        ("kubectl exec ds/nvidia-device-plugin-daemonset -- x", "without a namespace"),
+        ("kubectl -n kube-system exec ds/nvidia-device-plugin-daemonset -c other -- x", "no container other"),
+        ("kubectl -n kube-system set image daemonset/nvidia-device-plugin-daemonset a=b", "no container a"),
+    ] {
+        let error = wrong(line).unwrap_err();
+        assert!(error.contains(words), "{line}: {error}");
+    }
+}

@@ -1,0 +1,20 @@
+//! What linkwise publishes through DRA, under a model of kube-scheduler's allocator: which GPUs claims get.
+//!
+//! The judge of a set of GPUs is the brute force of `tests/oracle`, which shares no code with the core.
+
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    clippy::cast_possible_truncation,
+    reason = "the helpers of a test may end it, and count a few GPUs"
+)]
+
+mod alignment;
+mod cluster;
+mod mig;
+mod order;
+mod published;
+mod sequences;
+mod sharing;
+mod tiers;

@@ -1,0 +1,54 @@
+//! The tests of the program and its neighbours, in one binary: each binary links the program anew.
+//!
+//! README.md says what each module holds. What needs programs built before, or minutes, is a target of its own: `image`
+//! and `soak`.
+
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    clippy::indexing_slicing,
+    reason = "what a helper cannot do fails the test"
+)]
+
+mod allocation_oracle;
+mod architecture;
+mod cdi;
+mod chart;
+mod cli;
+mod cluster;
+mod commands;
+mod dra;
+mod dra_door;
+mod dra_model;
+mod fuzz_checks;
+mod fuzz_regressions;
+mod groups;
+mod kubelet_box;
+mod labels;
+#[allow(dead_code, reason = "each module needs a part")]
+mod large_node;
+mod manifests;
+mod monitoring;
+mod mps;
+mod node_settings;
+mod nvml;
+#[allow(dead_code, reason = "each module needs a part")]
+mod oracle;
+mod pictures;
+mod placement;
+#[path = "soak/random.rs"]
+mod random;
+#[allow(dead_code, reason = "each module needs a part")]
+mod random_node;
+mod raw_dumps;
+mod resources;
+mod run;
+mod shared_oracle;
+mod sheets;
+mod snapshot;
+mod topology_golden;
+mod topology_machines;
+mod topology_rules;
+mod unchanged_pods;
+mod upgrade;

@@ -1,0 +1,60 @@
+//! What manifests/monitoring gives to Prometheus and Grafana: the rules under promtool, the dashboards under Grafana's
+//! own types (`make tools` brings both), and what they name. tests/cluster/prometheus.rs has them on a
+//! real Prometheus.
+
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    clippy::indexing_slicing,
+    reason = "what a helper cannot do fails the test"
+)]
+
+mod dashboards;
+mod rules;
+
+use std::io::Write as _;
+use std::path::{Path, PathBuf};
+
+use serde_json::Value;
+
+/// A file or folder of the repository.
+fn repository(path: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join(path)
+}
+
+fn text(path: &str) -> String {
+    std::fs::read_to_string(repository(path)).unwrap_or_else(|error| panic!("{path}: {error}"))
+}
+
+/// YAML, or JSON.
+fn read(path: &str) -> Value {
+    serde_saphyr::from_str(&text(path)).unwrap_or_else(|error| panic!("{path}: {error}"))
+}
+
+fn list<'a>(value: &'a Value, key: &str) -> impl Iterator<Item = &'a Value> {
+    value[key].as_array().into_iter().flatten()
+}
+
+/// A program that `make tools` brings, else one on the PATH; without either the test says that it is skipped.
+fn tool(name: &str) -> Option<PathBuf> {
+    let places = [repository("target/tools").join(name), PathBuf::from(name)];
+    let starts = |place: &PathBuf| std::process::Command::new(place).arg("--version").output().is_ok();
+    let found = places.into_iter().find(starts);
+    if found.is_none() {
+        // Not eprintln, which the test harness keeps to itself unless a test fails.
+        let _ = writeln!(std::io::stderr(), "skipped: no {name} here; `make tools` brings it");
+    }
+    found
+}
+
+#[test]
+fn chart_has_the_same_rules_and_dashboards() {
+    for (ours, charts) in
+        [("rules.yaml", "rules.yaml"), ("grafana/fleet.json", "fleet.json"), ("grafana/node.json", "node.json")]
+    {
+        let (ours, charts) =
+            (format!("manifests/monitoring/{ours}"), format!("charts/linkwise/files/monitoring/{charts}"));
+        assert_eq!(text(&ours), text(&charts), "copy {ours} to {charts}");
+    }
+}

@@ -1,0 +1,55 @@
+//! `linkwise run` as a real process: the kubelet in the box on one side, a libnvidia-ml of our own on the other,
+//! over real sockets. Every wait is for a state: a list on the stream, a log line, an answer over HTTP; the limits are
+//! there so that a failure ends.
+
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    clippy::indexing_slicing,
+    reason = "what a helper cannot do fails the test"
+)]
+
+mod callers;
+mod chart;
+mod clock;
+mod config;
+mod cut;
+mod devices;
+mod doctor;
+mod documented;
+mod driver;
+mod drivers;
+mod endpoints;
+mod endurance;
+mod facts;
+mod full;
+mod handover;
+mod heals;
+mod health;
+mod held;
+mod idle;
+mod kubelet;
+mod labels;
+mod live;
+mod memory;
+mod mig;
+mod mps;
+mod newer;
+pub mod node;
+mod oddities;
+mod operator;
+mod placements;
+mod pod_resources;
+pub mod predecessor;
+mod rediscovery;
+mod refusals;
+mod rpc;
+mod shutdown;
+mod sockets;
+mod stops;
+mod swap;
+mod takeover;
+mod unavailable;
+mod wait;
+mod watchdog;
