@@ -1,7 +1,7 @@
 //! The commands that read and print: `topology`, `allocate`, `snapshot`, `doctor`, `dra`, `claim`, `admin`,
 //! `top`, `wait`, `config`.
 //!
-//! A composition root: it reads a machine (a file, or this one), asks the core and prints. Called by `main`. The output
+//! It reads a machine (a file, or this one), asks the core and prints. Called by `main`. The output
 //! for scripts is an interface; golden tests check the output for people.
 
 mod admin;

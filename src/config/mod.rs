@@ -1,6 +1,6 @@
 //! The command line, the environment and the configuration file: only this module reads them.
 //!
-//! Owns the options, their names, defaults and help texts. Called by `main` and the composition roots, which build live
+//! Owns the options, their names, defaults and help texts. Called by `main`, `src/run` and `src/commands`, which build live
 //! objects from its plain data.
 
 mod admin;

@@ -6,7 +6,7 @@
 //! `watch` polls, `poll` makes one poll's calls to a GPU, `calls` reports each call to the parent before it is made,
 //! and `raw` has the calls that nvml-wrapper lacks or has wrong. Only the agent ever loads the library.
 //!
-//! Called by the composition roots: `child` by the runtime, `agent` by `main`. Nothing here decides the meaning of a
+//! Called by `src/run` and `src/commands`: `child` by the program, `agent` by `main`. Nothing here decides the meaning of a
 //! fact; that is for `topology` and `state`.
 
 pub mod agent;

@@ -1,6 +1,6 @@
 //! One full scan of the GPUs, answer by answer, completed from the last scan where a call failed. Pure.
 //!
-//! The agent fills a [`NodeScan`] and sends it; the runtime, the doctor and `linkwise snapshot` complete it with
+//! The agent fills a [`NodeScan`] and sends it; the program, the doctor and `linkwise snapshot` complete it with
 //! [`NodeScan::after`] and read it as observations. A failed call affects only its own fact: the answer of the scan
 //! before stays. "Not offered" is an answer, and replaces a known value.
 

@@ -21,7 +21,7 @@ pub fn block_on<T>(future: impl Future<Output = Result<T>>) -> Result<T> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     let runtime = runtime.context("cannot start the async runtime")?;
     let result = runtime.block_on(future);
-    // Dropping the runtime would wait for threads that hang in the kernel.
+    // Dropping the program would wait for threads that hang in the kernel.
     runtime.shutdown_background();
     result
 }

@@ -170,7 +170,7 @@ fn check(core: &Core, place: Box<Place>, requested: u32, still_running: bool) ->
         {
             return Err(AdmissionError::RequestChanged(place, requested, count));
         }
-        // A container that the runtime still runs has its devices already: nothing is checked.
+        // A container that the program still runs has its devices already: nothing is checked.
         if still_running {
             return Ok(held.map_or(Found::Nothing, Found::Held));
         }

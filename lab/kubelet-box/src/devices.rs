@@ -242,7 +242,7 @@ impl Book {
     }
 
     /// Starts a kubelet with this checkpoint. Resources of the checkpoint get a stopped endpoint; the stamps of these
-    /// stops are returned. `containers_run` is true if the runtime still runs the containers.
+    /// stops are returned. `containers_run` is true if the program still runs the containers.
     pub(super) fn started(&mut self, containers_run: bool) -> Vec<(String, StopStamp)> {
         self.seen.running = true;
         if containers_run {

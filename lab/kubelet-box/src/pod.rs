@@ -80,7 +80,7 @@ impl fmt::Display for Place {
 }
 
 /// The plugin's answer to Allocate, with the devices of the call. The kubelet keeps it as long as the container exists
-/// and hands it to the runtime at each start.
+/// and hands it to the program at each start.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Allocation {
     /// Device ids, sorted.

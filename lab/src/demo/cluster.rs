@@ -1,6 +1,6 @@
 //! `linkwise-lab demo --dra`: the cluster around the node.
 //!
-//! A composition root: an API server in a box, over HTTPS, with the client that `linkwise run` has, the model of
+//! Here meet an API server in a box, over HTTPS, with the client that `linkwise run` has, the model of
 //! kube-scheduler's allocator, and what makes the claims of pods. `dra` says what happens in this cluster, and prints it.
 
 use std::sync::Arc;

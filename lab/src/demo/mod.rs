@@ -1,6 +1,6 @@
 //! `linkwise-lab demo`: a whole node in one process, on a simulated machine.
 //!
-//! A composition root: our node and a kubelet in a box, over real sockets and real gRPC in a temporary folder.
+//! Here meet our node and a kubelet in a box, over real sockets and real gRPC in a temporary folder.
 //! `script` is the sequence of events, `show` the text about them, `style` its colours. Nothing is simulated between
 //! the kubelet's call and the plugin's answer. `dra` is the same for a node whose GPUs go through DRA.
 

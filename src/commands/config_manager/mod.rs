@@ -1,7 +1,7 @@
 //! `linkwise config-manager`: links the configuration that the node's label names, and signals the program that reads
 //! it.
 //!
-//! A composition root: it owns the task that follows the node and the one that serves metrics. As an init container,
+//! It owns the task that follows the node and the one that serves metrics. As an init container,
 //! config-manager selects once and ends. As a sidecar, it follows the label and the folder. If nothing can be selected,
 //! it reports that, and the last configuration stays.
 

@@ -2,7 +2,7 @@
 //!
 //! A flag wins over a variable, a variable over the file, the file over the default. The table in this file lists each
 //! setting's flag, variables, key and default, and tells if a change applies at once; nothing else lists them. Plain
-//! data: the composition roots build live objects from it, and `linkwise config show` prints it. Only [`load`] touches
+//! data: `src/run` and `src/commands` build live objects from it, and `linkwise config show` prints it. Only [`load`] touches
 //! the file system.
 
 mod choices;

@@ -2,7 +2,7 @@
 //!
 //! [`InjectionOptions::inject`] is pure and runs on the path of an admission. It takes the chosen hardware, the
 //! operator's options and the last host scan. The device plugin writes the result into the kubelet's API
-//! (`kubelet/convert.rs`). The strategies are those of the NVIDIA device plugin (`internal/plugin/server.go` of
+//! (`device_plugin/convert.rs`). The strategies are those of the NVIDIA device plugin (`internal/plugin/server.go` of
 //! NVIDIA/k8s-device-plugin).
 
 use crate::prelude::*;

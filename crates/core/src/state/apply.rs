@@ -1,4 +1,4 @@
-//! [`NodeState::apply`]: makes the next state from an event, and the effects that the runtime has to carry out.
+//! [`NodeState::apply`]: makes the next state from an event, and the effects that the node's loop has to carry out.
 
 use crate::prelude::*;
 use alloc::sync::Arc;
@@ -12,9 +12,9 @@ use super::offers::Offers;
 use super::reason::UnhealthyReason;
 
 impl NodeState {
-    /// Makes the next state from an event, and the effects that the runtime has to carry out.
+    /// Makes the next state from an event, and the effects that the node's loop has to carry out.
     ///
-    /// `now` may come from any clock. A clock that jumps makes `since` wrong and nothing else; the runtime's clock does
+    /// `now` may come from any clock. A clock that jumps makes `since` wrong and nothing else; the node's loop's clock does
     /// not jump.
     pub fn apply(mut self, event: Event, now: Timestamp) -> (Self, Vec<Effect>) {
         let mut effects = Vec::new();

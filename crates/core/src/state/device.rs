@@ -9,7 +9,7 @@ use super::reason::UnhealthyReason;
 use crate::allocation::DeviceId;
 use crate::topology::{Gpu, MigDevice, NodeTopology, NumaNodeId};
 
-/// A moment, as time since the Unix epoch. The runtime reads the wall clock once, at its start, and adds the time that
+/// A moment, as time since the Unix epoch. The node reads the wall clock once, at its start, and adds the time that
 /// a monotonic clock measures since. Moments of one process are therefore in order, and durations between them are
 /// true.
 pub type Timestamp = Duration;

@@ -1,4 +1,4 @@
-//! [`Event`] and [`Effect`]: the input of the state, and the work that it gives the runtime.
+//! [`Event`] and [`Effect`]: the input of the state, and the work that it gives the node's loop.
 
 use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
@@ -78,7 +78,7 @@ pub enum Event {
     Tick,
 }
 
-/// An order to the runtime. The state itself carries out nothing.
+/// An order to the node's loop. The state itself carries out nothing.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Effect {
     /// Hand the new state to all readers.

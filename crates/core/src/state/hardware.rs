@@ -48,7 +48,7 @@ pub struct Hardware {
     pub(super) xid_log: XidLog,
     /// The standing reasons that do not count, by their labels.
     uncounted: BTreeSet<(GpuUuid, &'static str)>,
-    /// The record that the runtime was last asked to keep.
+    /// The record that the node was last asked to keep.
     kept: HealthRecord,
 }
 

@@ -1,6 +1,6 @@
 //! The state of this node: `apply(state, event, now) -> (state, effects)`.
 //!
-//! Pure: no I/O, no clock (`now` is an argument), no tasks, no logging. Only the runtime calls [`NodeState::apply`],
+//! Pure: no I/O, no clock (`now` is an argument), no tasks, no logging. Only the node's loop calls [`NodeState::apply`],
 //! and it is the one writer; all others read whole snapshots. The state has three parts, from the inside out:
 //!
 //! - [`Hardware`]: the graph, facts and health of GPUs and MIG devices, keyed by UUID.

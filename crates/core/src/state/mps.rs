@@ -1,7 +1,7 @@
 //! Resources that are shared by MPS: the GPUs of each, the limits of MPS, and slots that are offered only while their
 //! control daemon is ready.
 //!
-//! A part of [`super::Offers`]. The runtime reports the daemons that are ready as an event. The daemons' own process
+//! A part of [`super::Offers`]. The node reports the daemons that are ready as an event. The daemons' own process
 //! also reads [`super::NodeState::mps_shares`], so that both sides have the same shares.
 
 use crate::prelude::*;

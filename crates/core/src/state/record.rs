@@ -1,4 +1,4 @@
-//! [`HealthRecord`]: the part of the state that is kept across our restarts, as plain values. The runtime reads and
+//! [`HealthRecord`]: the part of the state that is kept across our restarts, as plain values. The node reads and
 //! writes it.
 
 use crate::prelude::*;

@@ -366,7 +366,7 @@ impl World {
                 for owed in self.owed.iter_mut().filter(|_| renewed) {
                     (owed.trouble, owed.explains_ecc, owed.cleared) = (Debt::default(), false, false);
                 }
-                // A scan comes with it, as from the runtime.
+                // A scan comes with it, as from the node.
                 self.step(&Step::Look([true; 2]));
             }
             Step::Restart => self.restart(),

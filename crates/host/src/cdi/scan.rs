@@ -26,7 +26,7 @@ const CONTROL_NODES: [&str; 4] = [CONTROL_NODE, "/dev/nvidia-uvm", "/dev/nvidia-
 /// The path at which nvidia-container-toolkit's packages put the hooks' program.
 const DEFAULT_HOOK: &str = "/usr/bin/nvidia-cdi-hook";
 
-/// The paths of the roots: on the host, for the runtime that reads the spec, and here, in our container.
+/// The paths of the roots: on the host, for the program that reads the spec, and here, in our container.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Roots {
     /// The driver root on the host: `/`, or that of a driver container, such as `/run/nvidia/driver`.

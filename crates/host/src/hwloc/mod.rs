@@ -1,7 +1,7 @@
 //! The host in hwloc's view: NUMA nodes, packages, the PCI tree down to GPUs and NICs.
 //!
 //! Owns the walk over hwloc's objects, and the facts that hwloc lacks and that come from sysfs: the greatest speed of a
-//! PCI link (hwloc has the present one), a NUMA node of -1, a NIC's rate. Called by the composition roots at start and
+//! PCI link (hwloc has the present one), a NUMA node of -1, a NIC's rate. Called by `src/run` and `src/commands` at start and
 //! on rediscovery, never during an admission (10 to 30 ms). Knows nothing of NVML.
 
 mod sysfs;

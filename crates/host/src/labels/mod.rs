@@ -1,7 +1,7 @@
 //! The facts of the host for a node's labels, and the file by which NFD gets the labels.
 //!
 //! `host` reads the machine's type, and `vgpu` reads NVIDIA's capability in a PCI configuration space; `file` writes
-//! the file for NFD. Called by the runtime, which owns the tasks, and by `linkwise labels`. `publish::labels` decides
+//! the file for NFD. Called by the program, which owns the tasks, and by `linkwise labels`. `publish::labels` decides
 //! which labels there are; nothing here speaks to NVML or to an API server.
 
 mod file;

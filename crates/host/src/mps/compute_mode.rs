@@ -2,7 +2,7 @@
 //! client that does not go through MPS would otherwise take memory that no limit covers. Nothing else in linkwise
 //! changes a GPU.
 //!
-//! Called by `supervise`, and by the runtime at the start. Before a GPU's mode is set, a record of it goes to the MPS
+//! Called by `supervise`, and by the program at the start. Before a GPU's mode is set, a record of it goes to the MPS
 //! root; the record is removed once the mode is DEFAULT again. So even if this process is killed, the next one sets
 //! back the modes that this one set, and never a mode that an operator set.
 

@@ -4,7 +4,7 @@
 //! one nvidia-cuda-mps-control running for each resource, and for GPUs of claims, as [`Orders`] tell it (`linkwise
 //! mps-control-daemon`, which has the privileges for this). [`readiness`] is the plugin's side, which starts no process
 //! and asks no driver. `publish::injection` decides what a container gets. docs/mps.md describes the whole. Called by
-//! the runtime; this module never spawns a task, and never touches a GPU that its resources do not name.
+//! the program; this module never spawns a task, and never touches a GPU that its resources do not name.
 
 mod compute_mode;
 mod control;

@@ -1,7 +1,7 @@
 //! Keeps the control daemon of one resource, or of GPUs of claims, running; keeps its marker correct, and its GPUs
 //! exclusive if they should be.
 //!
-//! Called by the runtime, which owns the task. The marker exists only while the limits hold, and is removed first. The
+//! Called by the program, which owns the task. The marker exists only while the limits hold, and is removed first. The
 //! compute mode stays EXCLUSIVE_PROCESS between two daemons: clients start again at once, and a client that found the
 //! GPU open would take memory that no limit covers. The mode is set back when the supervisor ends, at any point.
 

@@ -2,7 +2,7 @@
 //!
 //! A kubelet admits one pod at a time: while one of its calls waits for an answer, the kubelet makes no other. When a
 //! plugin ends, kubelets from 1.37 turn to any other plugin of the resource, for a moment also to another socket of the
-//! plugin that is ending. A call to that socket would be cut, and the kubelet would reject the pod. The runtime holds
+//! plugin that is ending. A call to that socket would be cut, and the kubelet would reject the pod. The node holds
 //! the calls, and `service` waits here.
 
 use std::time::Duration;

@@ -1,7 +1,7 @@
 //! The device plugin of one resource, as the executor of its life sees it: the kubelet's socket, the calls to the
 //! kubelet, the occurrences.
 //!
-//! All its work is done in the task of [`Plugin::run`], which the runtime owns.
+//! All its work is done in the task of [`Plugin::run`], which the node owns.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;

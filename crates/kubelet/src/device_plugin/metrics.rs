@@ -1,6 +1,6 @@
 //! Metrics of the device plugins: choices, allocations, RPCs, registrations.
 //!
-//! The runtime registers them and counts each [`Occurrence`]. docs/metrics.md documents them.
+//! The node registers them and counts each [`Occurrence`]. docs/metrics.md documents them.
 
 use std::time::Duration;
 

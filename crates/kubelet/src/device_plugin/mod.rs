@@ -1,6 +1,6 @@
 //! The device plugin API: one server for each resource, and its life with the kubelet.
 //!
-//! Owns the socket, the registration and the streams of one resource. The runtime makes a [`Plugin`] for each resource
+//! Owns the socket, the registration and the streams of one resource. The node makes a [`Plugin`] for each resource
 //! and owns the task that runs it; this module starts no task. Wire types stop at `convert.rs` and the files that use
 //! them: `service.rs`, `register.rs`, `pod_resources.rs`. The life with the kubelet is `registration`'s, with this
 //! plugin's `handshake` (docs/life-cycle.md); what a container gets is `publish::injection`'s. The path of an admission

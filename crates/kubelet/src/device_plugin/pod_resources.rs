@@ -1,6 +1,6 @@
 //! The client of the kubelet's PodResources API: which containers hold which devices, and which could be allocated.
 //!
-//! `life` asks whether our devices are on the kubelet's list; the runtime owns the task that follows the holders. Not
+//! `life` asks whether our devices are on the kubelet's list; the node owns the task that follows the holders. Not
 //! on the path of an admission. Where the socket is not there, or has no answer, nothing is known, and that is a value.
 
 use std::collections::{BTreeMap, BTreeSet};

@@ -1,7 +1,7 @@
 //! The DRA plugin as the executor of its life sees it: the kubelet's folder, the occurrences; and beside that life the
 //! sweeps of the claims.
 //!
-//! All the plugin's work is done in the task of [`super::Plugin::run`], which the runtime owns.
+//! All the plugin's work is done in the task of [`super::Plugin::run`], which the node owns.
 
 use std::convert::Infallible;
 use std::sync::Arc;

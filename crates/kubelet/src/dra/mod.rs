@@ -1,7 +1,7 @@
 //! The DRA plugin: the kubelet's other way to GPUs, beside the device plugin.
 //!
 //! Owns two sockets: the registration socket, which the kubelet finds in `plugins_registry`, and the one with the
-//! services DRAPlugin and DRAResourceHealth; further the checkpoints of prepared claims. The runtime makes a [`Plugin`]
+//! services DRAPlugin and DRAResourceHealth; further the checkpoints of prepared claims. The node makes a [`Plugin`]
 //! and owns the task that runs it; this module starts no task. Wire types stop at `registration.rs`, `service.rs` and
 //! `device_health.rs`. The life with the kubelet is `registration`'s, with this plugin's `handshake`. The core
 //! (`claims`) decides which devices a claim gets. `claim_manager` carries that out, with `mig` for MIG devices that are
@@ -83,7 +83,7 @@ pub struct Settings {
     pub claim_timeout: Duration,
     /// The longest time that a claim waits for the CDI specs of its devices.
     pub specs_timeout: Duration,
-    /// True if the runtime enters the claims that the plugin has prepared into the node's ledger: then a claim is
+    /// True if the node enters the claims that the plugin has prepared into the node's ledger: then a claim is
     /// prepared only when the ledger has it and its GPUs are still DRA's.
     pub has_ledger: bool,
     /// True if the API server can be asked for claims. Otherwise no claim is prepared, and the kubelet's lists alone

@@ -1,6 +1,6 @@
 //! Executes the machine's decisions: checks the files, serves the session, makes the calls, keeps the time.
 //!
-//! All the work of a plugin is done in the task of [`Executor::live`], which the runtime owns; only tonic's connections
+//! All the work of a plugin is done in the task of [`Executor::live`], which the node owns; only tonic's connections
 //! have tasks of their own, which the session ends. The machine alone decides what to do next.
 
 use std::collections::hash_map::RandomState;

@@ -1,6 +1,6 @@
 //! An operator's orders over a Unix socket on this host: read the state, release the driver, resume, clear a GPU.
 //!
-//! Owns the socket and the routes; the runtime passes in the functions that carry the orders out, and owns the task.
+//! Owns the socket and the routes; the node passes in the functions that carry the orders out, and owns the task.
 //! The metrics port never serves these routes.
 
 use std::fs::{self, DirBuilder};

@@ -1,7 +1,7 @@
 //! HTTP endpoints: the page of the node, /metrics, /livez and /readyz on a port, and an operator's orders on a Unix
 //! socket (`local`).
 //!
-//! Owns the listeners and the routes; the runtime passes in the functions that answer and owns the tasks. The port is
+//! Owns the listeners and the routes; the node passes in the functions that answer and owns the tasks. The port is
 //! read-only: only the Unix socket takes orders.
 
 mod connections;

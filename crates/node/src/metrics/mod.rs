@@ -1,7 +1,7 @@
 //! The metrics' registry: the content of /metrics. docs/metrics.md documents each metric; a golden test checks names,
 //! types and help.
 //!
-//! Each module that counts makes its metrics and registers them here; the runtime passes the registry around. Series
+//! Each module that counts makes its metrics and registers them here; the node passes the registry around. Series
 //! that mirror state (per GPU, per resource) are a collector that reads the snapshot at scrape, so that the series of
 //! removed items end.
 

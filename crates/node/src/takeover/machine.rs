@@ -1,7 +1,7 @@
 //! The machine of a takeover, for both sides: `step(input, now) -> actions`. A process stands by, takes over, serves,
 //! and is taken over from.
 //!
-//! Pure: no I/O, no clock. The runtime is its one caller: it feeds inputs and performs actions. docs/life-cycle.md has
+//! Pure: no I/O, no clock. The node is its one caller: it feeds inputs and performs actions. docs/life-cycle.md has
 //! the picture; the tests beside this file let two machines speak over a wire that loses the end of everything.
 
 use std::time::Duration;
@@ -93,7 +93,7 @@ pub enum Input {
     Tick,
 }
 
-/// An order to the runtime. Orders are carried out in sequence.
+/// An order to the node. Orders are carried out in sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Action {
     /// Tell the owner that this process stands by, and no more.

@@ -1,6 +1,6 @@
 //! The driver's state machine: decides which NVML agents run, and turns their messages into actions.
 //!
-//! Pure: no I/O but log lines, no clock, no task. `driver` is its one caller: it reports inputs and carries out
+//! Pure: no I/O but log lines, no clock, no task. `mod.rs` is its one caller: it reports inputs and carries out
 //! actions. One agent is active at a time. A standby is started beside it if a new agent is needed while the active one
 //! still works (a GPU has come, the library file changed, a quarantined GPU is to be tried). The standby takes over
 //! once it has scanned the GPUs: so no event falls between the two agents, no event of the new one waits for the end of

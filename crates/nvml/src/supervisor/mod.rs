@@ -1,7 +1,7 @@
 //! Carries out the actions of `machine`: starts and ends NVML agents, reads their messages and the host's files, and
 //! keeps the time.
 //!
-//! Called by the composition roots. Each agent has a task from its start until its process has ended, and each read of
+//! Called by `src/run` and `src/commands`. Each agent has a task from its start until its process has ended, and each read of
 //! the host is a task too; all of them report to one loop. Nothing is decided here.
 
 mod agents;

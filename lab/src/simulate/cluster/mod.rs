@@ -1,6 +1,6 @@
 //! `linkwise-lab simulate --nodes N`: what the jobs of a trace, or made-up ones, get in a cluster through each door.
 //!
-//! A composition root: the published slices, the claims and the set choice of linkwise, the allocator's model of
+//! Here meet the published slices, the claims and the set choice of linkwise, the allocator's model of
 //! `linkwise-scheduler-box`, and around them the scheduler's choice among nodes. No API server and no network. The
 //! figures for scripts are an interface; docs/scale.md explains each.
 

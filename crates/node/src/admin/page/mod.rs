@@ -1,7 +1,7 @@
 //! The node's page, `GET /` on the metrics port: the holders of GPUs, the faults, the GPUs that a request would get
 //! now, and the reasons for the last choices.
 //!
-//! A function of [`View`]: the same view gives the same page. The runtime makes views, and renders them apart from
+//! A function of [`View`]: the same view gives the same page. The node makes views, and renders them apart from
 //! admissions. The page is one document without parts from elsewhere: it contains its one style sheet and its one
 //! script, and with the header [`security_policy`] a browser loads nothing else. All text from outside goes through
 //! `html`, which escapes it.
