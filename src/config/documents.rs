@@ -1,7 +1,5 @@
 //! The options of `linkwise completions` and `linkwise man`, and the commands that these describe: flags and commands
 //! that `--help` hides are left out.
-//!
-//! The text is made by `linkwise-cluster`: `linkwise run` maps nothing of it.
 
 use std::path::PathBuf;
 

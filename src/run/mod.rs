@@ -32,7 +32,7 @@ pub use driver::agent_command;
 pub use labels_program::labels;
 pub use mps::mps_control_daemon;
 pub use simulated::{SimulatedFolders, start_with_dra};
-use start::{End, serve};
+use start::{End, LastSignals, serve};
 
 /// Starts the log. The API server's client logs nothing itself: linkwise logs its failures, once each.
 pub fn start_log(args: &LogArgs) -> Result<Log> {
@@ -43,7 +43,9 @@ pub fn start_log(args: &LogArgs) -> Result<Log> {
 pub fn run(args: &RunArgs) -> Result<()> {
     let _log = start_log(&args.log)?;
     block_on(async {
-        while serve(args).await? == End::Anew {
+        // These live over all starts: a signal between two must not be lost.
+        let mut last_signals = LastSignals::listen()?;
+        while serve(args, &mut last_signals).await? == End::Anew && !last_signals.have_come() {
             tracing::info!("starting anew");
         }
         Ok(())

@@ -6,7 +6,6 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Result;
-use tokio::signal::unix::Signal;
 
 use linkwise_node::admin::{Admin, Answers, Local, LocalError, Orders};
 use linkwise_node::metrics::{self, Metrics};
@@ -38,8 +37,8 @@ pub(super) async fn serve_operators(path: PathBuf, mut bound: Option<Local>, ord
     }
 }
 
-/// Answers HTTP probes until a signal comes: another process serves this node.
-pub(super) async fn answer_probes(metrics: &Metrics, address: SocketAddr, signals: &mut [std::io::Result<Signal>; 2]) {
+/// Answers HTTP probes until `ended`: another process serves this node.
+pub(super) async fn answer_probes(metrics: &Metrics, address: SocketAddr, ended: impl Future<Output = ()>) {
     let metrics = metrics.clone();
     let answers = Answers {
         metrics: Arc::new(move || metrics.encode().ok()),
@@ -54,15 +53,9 @@ pub(super) async fn answer_probes(metrics: &Metrics, address: SocketAddr, signal
             Err(_) => std::future::pending().await,
         }
     };
-    let [terminate, interrupt] = signals;
-    let ended = async |signal: &mut std::io::Result<Signal>| match signal {
-        Ok(signal) => signal.recv().await,
-        Err(_) => std::future::pending().await,
-    };
     tokio::select! {
         () = probes => {}
-        _ = ended(terminate) => {}
-        _ = ended(interrupt) => {}
+        () = ended => {}
     }
     tracing::info!("ending, long after another linkwise has taken over");
 }

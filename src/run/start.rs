@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
+use futures_util::FutureExt;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::{mpsc, watch};
 use tokio_util::sync::CancellationToken;
@@ -39,7 +40,7 @@ pub(super) enum End {
     HandedOver,
 }
 
-pub(super) async fn serve(args: &RunArgs) -> Result<End> {
+pub(super) async fn serve(args: &RunArgs, last_signals: &mut LastSignals) -> Result<End> {
     // This comes first: PID 1 of a container ignores every signal that it has no handler for.
     let signals = Signals::listen()?;
     let Wanted { settings, environment, state_dir, rights, dra, api } = Wanted::read(args).await?;
@@ -90,16 +91,42 @@ pub(super) async fn serve(args: &RunArgs) -> Result<End> {
     }
     node.spawn("signals", signals.orders.follow(release, node.shutdown()));
 
-    // This comes before the node's own end: a signal between the two must not be lost.
-    let mut last_signals = [signal(SignalKind::terminate()), signal(SignalKind::interrupt())];
     let (metrics, address) = (node.metrics().clone(), node.metrics_address());
     node.serve().await?;
     // The container of a standby starts it again, as a standby.
     if handed_over.is_cancelled() && !args.takeover.standby {
-        answer_probes(&metrics, address, &mut last_signals).await;
+        answer_probes(&metrics, address, last_signals.come()).await;
         return Ok(End::HandedOver);
     }
     Ok(if anew.is_cancelled() { End::Anew } else { End::Ended })
+}
+
+/// The signals that end the process, heard over all its starts: none is lost while one start ends and the next begins.
+pub(super) struct LastSignals {
+    terminate: Signal,
+    interrupt: Signal,
+}
+
+impl LastSignals {
+    /// Listens from now on.
+    pub fn listen() -> Result<Self> {
+        let [terminate, interrupt] = [SignalKind::terminate(), SignalKind::interrupt()].map(signal);
+        let listening = "cannot listen for the signals that end the process";
+        Ok(Self { terminate: terminate.context(listening)?, interrupt: interrupt.context(listening)? })
+    }
+
+    /// Waits for one.
+    async fn come(&mut self) {
+        tokio::select! {
+            _ = self.terminate.recv() => {}
+            _ = self.interrupt.recv() => {}
+        }
+    }
+
+    /// Returns true if one has come.
+    pub fn have_come(&mut self) -> bool {
+        self.come().now_or_never().is_some()
+    }
 }
 
 /// The signals that end the process or give an order.

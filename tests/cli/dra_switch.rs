@@ -4,6 +4,8 @@ use std::fs;
 use std::io::{BufRead, BufReader};
 use std::os::unix::fs::symlink;
 use std::process::{Child, Command, Stdio};
+use std::sync::mpsc;
+use std::time::Duration;
 
 #[test]
 fn link_named_config_manager_is_that_command() {
@@ -85,6 +87,32 @@ fn change_to_dra_serves_anew_in_the_same_process() {
     fs::write(&file, NO_DRA).unwrap();
     process.says("configuration applied");
     assert!(process.0.try_wait().unwrap().is_none());
+}
+
+#[test]
+fn sigterm_during_the_change_to_dra_ends_the_process() {
+    // At different moments of the end of one start and the beginning of the next.
+    for spins in [0, 1_000, 100_000, 1_000_000] {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("config.yaml");
+        fs::write(&file, NO_DRA).unwrap();
+        let mut process = Running::start(&mut run(&folder));
+        process.says("linkwise is up");
+        fs::write(&file, DRA).unwrap();
+        process.says("GPUs are to go through DRA");
+        (0..spins).for_each(|_| std::hint::spin_loop());
+        let id = rustix::process::Pid::from_child(&process.0);
+        rustix::process::kill_process(id, rustix::process::Signal::TERM).unwrap();
+        let (_in_time, late) = mpsc::channel::<()>();
+        std::thread::spawn(move || {
+            if late.recv_timeout(Duration::from_secs(20)) == Err(mpsc::RecvTimeoutError::Timeout) {
+                let _ = rustix::process::kill_process(id, rustix::process::Signal::KILL);
+            }
+        });
+        // The log ends with the process.
+        assert!(process.1.by_ref().map(Result::unwrap).count() < 100);
+        assert!(process.0.wait().unwrap().success(), "{spins}");
+    }
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! MIG devices made for claims by the whole program: `linkwise-cluster run`, its NVML agent, a driver of our own.
+//! MIG devices made for claims by the whole program: `linkwise run`, its NVML agent, a driver of our own.
 
 use std::fmt::Write as _;
 use std::fs;

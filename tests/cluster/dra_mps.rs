@@ -1,4 +1,4 @@
-//! Claims that share GPUs by MPS: `linkwise-cluster run` and `mps-control-daemon` as two processes that meet in an MPS
+//! Claims that share GPUs by MPS: `linkwise run` and `mps-control-daemon` as two processes that meet in an MPS
 //! root, with a nvidia-cuda-mps-control of our own as the driver's.
 
 use std::fs;

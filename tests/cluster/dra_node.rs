@@ -1,4 +1,4 @@
-//! A node whose GPUs go through DRA: `linkwise-cluster run` as a process, beside a kubelet and an API server in a box.
+//! A node whose GPUs go through DRA: `linkwise run` as a process, beside a kubelet and an API server in a box.
 
 use std::collections::BTreeSet;
 use std::fs;

@@ -1,4 +1,4 @@
-//! The programs and writers of `linkwise-cluster` against an API server in a box.
+//! The programs and writers that need the API server, against an API server in a box.
 
 #![allow(clippy::expect_used, clippy::unwrap_used, clippy::panic, reason = "a test may panic")]
 
