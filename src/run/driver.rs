@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use futures_util::FutureExt;
-use linkwise_node::state_loop::keep_state;
+use linkwise_node::state_loop::{StateWriter, keep_state};
 use prometheus_client::registry::Registry;
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
@@ -79,11 +79,12 @@ pub(super) fn watch_gpus(
     // These metrics are not served on any port.
     let metrics = DriverMetrics::register(&mut Registry::default());
     let (idle, why) = watch::channel(Idle::Waiting(String::new()));
-    let (publish, snapshots) = watch::channel(Arc::default());
+    let state = StateWriter::new(NodeState::default());
+    let snapshots = state.snapshot();
     let beside = (metrics.clone(), idle, Release::new(metrics));
     let driver = driver_of(nvml, host, settings, events.clone(), beside);
     tasks.spawn(driver.run().map(|end| ("NVML driver", end)));
-    tasks.spawn(keep_state(happened, publish).map(|end| ("state", end)));
+    tasks.spawn(keep_state(state, happened).map(|end| ("state", end)));
     Ok(SeenGpus { snapshots, idle: why, events })
 }
 

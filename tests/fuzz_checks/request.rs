@@ -217,27 +217,21 @@ fn gpu(bytes: &mut Bytes<'_>, number: usize, gpus: usize) -> GpuObservation {
         remote: remote(bytes),
         active: bytes.below(8) > 0,
     };
-    GpuObservation {
-        index: u32::try_from(number).expect("few GPUs"),
+    let bare = GpuObservation::new(
+        u32::try_from(number).expect("few GPUs"),
         // Names may meet too: then one GPU is left out.
-        uuid: format!("GPU-{:02}", if bytes.below(16) == 15 { 0 } else { number }).parse().expect("a UUID"),
-        pci: address(bytes),
-        model: None,
-        minor: None,
+        format!("GPU-{:02}", if bytes.below(16) == 15 { 0 } else { number }).parse().expect("a UUID"),
+        address(bytes),
+    );
+    GpuObservation {
         compute_capability: bytes.maybe(|bytes| ComputeCapability { major: u32::from(bytes.byte() % 12), minor: 0 }),
-        brand: None,
-        architecture: None,
-        addressing_mode: None,
-        memory_mib: None,
         numa: bytes.maybe(|bytes| NumaNodeId(u32::from(bytes.byte() % 4))),
         pcie: bytes.maybe(link),
         nvlinks: bytes.maybe(|bytes| (0..bytes.below(5)).map(|_| group(bytes)).collect()),
-        c2c: None,
-        display: None,
-        mig: None,
         fabric: bytes.maybe(|bytes| FabricObservation { cluster: "0".to_owned(), clique: u32::from(bytes.byte() % 3) }),
         common_ancestors: (0..bytes.below(4))
             .map(|_| (u32::try_from(bytes.below(gpus)).expect("few GPUs"), levels[bytes.below(6)]))
             .collect(),
+        ..bare
     }
 }

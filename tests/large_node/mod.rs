@@ -111,24 +111,16 @@ fn machine(packages: &[Vec<usize>], plane: Option<usize>) -> NodeObservation {
                 let links =
                     NvLinkObservation { links: (0..18).collect(), remote: NvLinkRemote::Switch(None), active: true };
                 gpus.push(GpuObservation {
-                    index: u32::try_from(index).expect("few GPUs"),
-                    uuid: format!("GPU-{index:02}").parse().expect("a UUID"),
-                    pci,
-                    model: None,
-                    minor: None,
                     compute_capability: Some(ComputeCapability { major: 9, minor: 0 }),
-                    brand: None,
-                    architecture: None,
-                    addressing_mode: None,
-                    memory_mib: None,
                     numa: Some(numa),
                     pcie: link,
                     nvlinks: Some(clique.map(|_| links).into_iter().collect()),
-                    c2c: None,
-                    display: None,
-                    mig: None,
                     fabric: clique.map(|clique| FabricObservation { cluster: "0".to_owned(), clique }),
-                    common_ancestors: std::collections::BTreeMap::new(),
+                    ..GpuObservation::new(
+                        u32::try_from(index).expect("few GPUs"),
+                        format!("GPU-{index:02}").parse().expect("a UUID"),
+                        pci,
+                    )
                 });
             }
             let devices = vec![function(None, PciKind::Switch, below)];

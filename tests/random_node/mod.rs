@@ -247,28 +247,17 @@ fn build(
         let uuid: GpuUuid = format!("GPU-{:02}", uuids[at]).parse().expect("a UUID");
         let clique = links.ports[at].1;
         seen.push(GpuObservation {
-            index: u32::try_from(at).expect("few GPUs"),
-            uuid,
-            pci,
-            model: None,
-            minor: None,
             compute_capability: gpu.capability.map(|(major, minor)| ComputeCapability { major, minor }),
-            brand: None,
-            architecture: None,
-            addressing_mode: None,
-            memory_mib: None,
             numa: gpu.numa.map(NumaNodeId),
             pcie: gpu.pcie,
             nvlinks: (!links.silent[at]).then(|| groups(at, count, most, links, addresses)),
-            c2c: None,
-            display: None,
-            mig: None,
             fabric: clique.map(|clique| FabricObservation { cluster: "0".to_owned(), clique }),
             common_ancestors: gpu
                 .ancestors
                 .into_iter()
                 .map(|(gpu, level)| (u32::try_from(gpu).expect("few GPUs"), level))
                 .collect(),
+            ..GpuObservation::new(u32::try_from(at).expect("few GPUs"), uuid, pci)
         });
     }
     NodeObservation { gpus: seen, host, ..NodeObservation::default() }

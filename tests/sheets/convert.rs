@@ -58,27 +58,16 @@ fn cpu(sheet: &Sheet) -> Option<CpuObservation> {
 
 fn gpu(sheet: &Sheet, gpu: &Gpu) -> GpuObservation {
     GpuObservation {
-        index: gpu.index.into(),
-        uuid: format!("GPU-{:02}", gpu.index).parse().unwrap(),
-        pci: place(gpu),
         model: gpu.model.clone(),
-        minor: None,
         compute_capability: gpu.model.as_deref().and_then(capability),
-        brand: None,
-        architecture: None,
-        addressing_mode: None,
-        memory_mib: None,
         numa: numa(gpu.numa),
-        pcie: None,
         nvlinks: Some(nvlinks(sheet, gpu)),
-        c2c: None,
         display: gpu.compute.map(|computes| !computes),
-        mig: None,
         fabric: sheet.fabric.as_ref().map(|fabric| FabricObservation {
             cluster: fabric.cluster_uuid.clone(),
             clique: u32::from_str_radix(fabric.clique_id.trim_start_matches("0x"), 16).unwrap(),
         }),
-        common_ancestors: [].into(),
+        ..GpuObservation::new(gpu.index.into(), format!("GPU-{:02}", gpu.index).parse().unwrap(), place(gpu))
     }
 }
 

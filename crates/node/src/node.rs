@@ -25,6 +25,7 @@ use super::keeper::{HealthSettings, Keeper};
 use super::observe::{self, GpuFailures, Reported};
 use super::page::Pages;
 use super::readiness::{Part, Readiness};
+use super::state_loop::StateWriter;
 use crate::admin::{Admin, Answers, Choice};
 use crate::metrics::{self, Metrics};
 use linkwise_core::allocation::AllocationReport;
@@ -35,7 +36,6 @@ use linkwise_core::topology::GpuUuid;
 use linkwise_kubelet::device_plugin::pod_resources::{self, Holders};
 use linkwise_kubelet::device_plugin::{self as kubelet, Occurrence, Phase, Plugin, PluginMetrics, Sources};
 use linkwise_nvml::supervisor::Idle;
-use linkwise_system::clock::{Clock, at};
 
 /// The most events that may be queued: a storm of XIDs waits at its sender, not in memory.
 const EVENTS: usize = 256;
@@ -67,7 +67,7 @@ type Queue<T> = (mpsc::Sender<T>, mpsc::Receiver<T>);
 /// A node; it runs in [`Self::serve`].
 pub struct Node {
     pub(crate) kubelet: Arc<kubelet::Settings>,
-    state: NodeState,
+    state: StateWriter,
     /// A state without observations.
     fresh: NodeState,
     /// The events that came while another process served this node.
@@ -79,9 +79,7 @@ pub struct Node {
     /// The number of times that plugins were told to register again.
     renew: watch::Sender<u64>,
     pub(crate) running: watch::Sender<Running>,
-    clock: Clock,
     pub(crate) records: watch::Sender<Option<HealthRecord>>,
-    snapshots: watch::Sender<Arc<NodeState>>,
     events: Queue<Event>,
     occurrences: Queue<(ResourceName, Occurrence)>,
     /// The tokens that end the running plugins; those that are ending are included.
@@ -152,11 +150,11 @@ impl Node {
                 state = state.awaiting_the_holders();
             }
         }
-        let (snapshots, snapshot) = watch::channel(Arc::new(state.clone()));
+        let state = StateWriter::new(state);
         let readiness = Readiness::new(Idle::Waiting("the GPUs have not been discovered yet".to_owned()));
         let keeper = Keeper::of(settings.health.state_dir.clone());
         let kept = keeper.read().await;
-        let metrics = Metrics::new(env!("CARGO_PKG_VERSION"), snapshot);
+        let metrics = Metrics::new(env!("CARGO_PKG_VERSION"), state.snapshot());
         let pages = Pages::new(metrics.placements().clone(), readiness.clone());
         let address = settings.metrics_address;
         let admin = match Admin::bind(address) {
@@ -166,7 +164,7 @@ impl Node {
         let metrics_address = admin.as_ref().map_or(address, Admin::address);
         let mut node = Self {
             kubelet: Arc::new(settings.kubelet),
-            fresh: state.clone(),
+            fresh: state.current.clone(),
             state,
             memory: None,
             published: false,
@@ -174,9 +172,7 @@ impl Node {
             files: watch::Sender::new(true),
             renew: watch::Sender::default(),
             running: watch::Sender::new(Running { wanted: true, plugins: 0 }),
-            clock: Clock::start(),
             records: watch::Sender::new(None),
-            snapshots,
             events: mpsc::channel(EVENTS),
             occurrences: mpsc::channel(OCCURRENCES),
             plugins: BTreeMap::new(),
@@ -231,7 +227,7 @@ impl Node {
 
     /// Follows the node's state.
     pub fn snapshot(&self) -> watch::Receiver<Arc<NodeState>> {
-        self.snapshots.subscribe()
+        self.state.snapshot()
     }
 
     /// Follows the report of the latest choice.
@@ -266,12 +262,10 @@ impl Node {
         let mut reported = Reported::default();
         let mut holders = self.holders.subscribe();
         let ended = loop {
-            let deadline = self.state.next_deadline().map(|moment| self.clock.instant(moment));
             tokio::select! {
                 () = self.shutdown.cancelled() => break Ok(()),
-                Some(event) = self.events.1.recv() => self.apply(event),
+                Some(event) = self.state.next(&mut self.events.1) => self.apply(event),
                 Some(duty) = self.duties.1.recv() => self.perform(duty),
-                () = at(deadline) => self.apply(Event::Tick),
                 Ok(()) = holders.changed() => {
                     let now = holders.borrow_and_update().clone();
                     self.holders_changed(now);
@@ -296,7 +290,7 @@ impl Node {
 
     fn show_choice(&self, resource: &ResourceName, occurrence: &Occurrence) {
         let Occurrence::Chosen { report, narrowed, .. } = occurrence else { return };
-        let (at, report) = (self.clock.now().as_secs(), Arc::clone(report));
+        let (at, report) = (self.state.clock.now().as_secs(), Arc::clone(report));
         self.pages.chosen(Choice { at, resource: resource.to_string(), report, narrowed: *narrowed });
     }
 
@@ -309,20 +303,21 @@ impl Node {
         if let Some(memory) = &mut self.memory {
             memory.remember(&event, Instant::now());
         }
-        let (state, effects) = std::mem::take(&mut self.state).apply(event, self.clock.now());
-        self.state = state;
-        let awaits_listing = self.state.ledger().awaits_listing();
-        let awaits = awaits_listing || self.state.offers().awaits_holders();
+        let effects = self.state.apply(event);
+        let awaits_listing = self.state.current.ledger().awaits_listing();
+        let awaits = awaits_listing || self.state.current.offers().awaits_holders();
         // GPUs given just now are listed soon, even if other answers have been awaited for long.
         let asks_anew = is_given && awaits_listing;
         self.asks_often.send_if_modified(|often| std::mem::replace(often, awaits) != awaits || asks_anew);
-        if !self.state.topology().gpus().is_empty() {
+        if !self.state.current.topology().gpus().is_empty() {
             self.follow_holders();
         }
         let mut doors: BTreeMap<&str, Vec<GpuUuid>> = BTreeMap::new();
         for effect in effects {
             match effect {
-                Effect::Publish => self.publish(),
+                Effect::Publish => self.published(),
+                // The state's writer has logged them.
+                Effect::Warn(_) | Effect::PlanProblem(_) => {}
                 Effect::HealthChanged { gpu, mig, health } => {
                     if let Health::Unhealthy { reason, .. } = &health {
                         self.gpu_failures.count(&gpu, reason.label());
@@ -339,7 +334,7 @@ impl Node {
                 Effect::XidIgnored { gpu, code, times } => {
                     tracing::info!(%gpu, xid = code, times, "an XID that is no fault of the GPU; it stays as it is");
                 }
-                Effect::Keep => drop(self.records.send_replace(Some(self.state.record()))),
+                Effect::Keep => drop(self.records.send_replace(Some(self.state.current.record()))),
                 Effect::RecordIgnored(version) => {
                     tracing::warn!(version, "health record not used: another version of linkwise wrote it");
                 }
@@ -358,8 +353,6 @@ impl Node {
                 Effect::DoorChanged(gpu, door) => {
                     doors.entry(door.map_or("none", Door::label)).or_default().push(gpu);
                 }
-                Effect::Warn(warning) => tracing::warn!("{warning}"),
-                Effect::PlanProblem(problem) => tracing::warn!("{problem}"),
             }
         }
         for (door, gpus) in doors {
@@ -367,9 +360,8 @@ impl Node {
         }
     }
 
-    /// Publishes the state. A new resource gets a plugin; the plugin of a removed resource ends.
-    fn publish(&mut self) {
-        self.snapshots.send_replace(Arc::new(self.state.clone()));
+    /// Follows the published state. A new resource gets a plugin; the plugin of a removed resource ends.
+    fn published(&mut self) {
         self.published = true;
         self.match_plugins();
     }
@@ -378,7 +370,7 @@ impl Node {
     /// gets the next one when that has ended: two of one name would take the kubelet's one endpoint from each other.
     fn match_plugins(&mut self) {
         let wanted = self.running.borrow().wanted && self.published;
-        let offered = self.state.offers().resources().keys().filter(|_| wanted);
+        let offered = self.state.current.offers().resources().keys().filter(|_| wanted);
         let resources: Vec<ResourceName> = offered.cloned().collect();
         for (resource, end) in self.plugins.iter().filter(|(resource, _)| !resources.contains(resource)) {
             end.cancel();
@@ -398,7 +390,7 @@ impl Node {
 
     fn start_plugin(&mut self, resource: ResourceName) {
         self.plugin_metrics.offered(&resource);
-        let (snapshot, renew) = (self.snapshots.subscribe(), self.renew.subscribe());
+        let (snapshot, renew) = (self.state.snapshot(), self.renew.subscribe());
         let sources = Sources { snapshot, observer: self.observer(), renew };
         let plugin = Plugin::new(resource.clone(), Arc::clone(&self.kubelet), sources);
         let (end, gate) = (self.shutdown.child_token(), self.gate.clone());
@@ -505,6 +497,15 @@ mod tests {
         timeout(Duration::from_secs(20), waits).await.unwrap_or_else(|_| panic!("{:?}", ready()));
     }
 
+    impl Node {
+        /// Publishes another state.
+        fn show(&mut self, state: NodeState) {
+            self.state.current = state;
+            self.state.publish();
+            self.published();
+        }
+    }
+
     fn observed() -> Event {
         Event::Observed(Box::new(linkwise_host::machines::load("dgx1-v100").unwrap().observed))
     }
@@ -598,8 +599,7 @@ mod tests {
         let mut node = Node::start(settings(folder.path())).await.unwrap();
         node.apply(observed());
         ready(&node, |answer| answer.unwrap_err()[0].contains("there is no")).await;
-        node.state = NodeState::default();
-        node.publish();
+        node.show(NodeState::default());
         assert!(withdraws(&mut node).await && node.readiness.all().is_empty());
     }
 
@@ -610,24 +610,21 @@ mod tests {
             linkwise_kubelet_box::KubeletBox::start(linkwise_kubelet_box::Options::new(folder.path())).unwrap();
         let mut node = Node::start(settings(folder.path())).await.unwrap();
         node.apply(observed());
-        let offering = node.state.clone();
+        let offering = node.state.current.clone();
         let serving = |answer| answer == Ok("ready".to_owned());
         ready(&node, serving).await;
         let connected = |node: &Node| node.metrics.encode().unwrap().contains("linkwise_kubelet_connected{");
         assert!(connected(&node));
         // Nothing of the resource is left: the session closes and nothing else ends.
-        node.state = NodeState::default();
-        node.publish();
+        node.show(NodeState::default());
         ready(&node, |answer| answer.unwrap_err()[0].contains("not been discovered")).await;
         // The resource comes back before its plugin has ended: the next plugin waits for that.
-        node.state = offering.clone();
-        node.publish();
+        node.show(offering.clone());
         assert_eq!(node.plugins.len(), 1);
         assert!(withdraws(&mut node).await);
         ready(&node, serving).await;
         kubelet.wait(|state| state.resources["nvidia.com/gpu"].registrations == 2).await.unwrap();
-        node.state = NodeState::default();
-        node.publish();
+        node.show(NodeState::default());
         assert!(withdraws(&mut node).await && node.plugins.is_empty() && !connected(&node));
         let left: Vec<_> = std::fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
         assert_eq!(left, ["kubelet.sock"]);

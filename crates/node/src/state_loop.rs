@@ -1,4 +1,4 @@
-//! The state of a program that offers GPUs to no kubelet: applies events and publishes snapshots, and nothing else.
+//! The one writer of the state: events go in, snapshots come out.
 
 use std::sync::Arc;
 
@@ -6,22 +6,62 @@ use anyhow::Result;
 use tokio::sync::{mpsc, watch};
 
 use linkwise_core::state::{Effect, Event, NodeState};
-use linkwise_system::clock::Clock;
+use linkwise_system::clock::{Clock, at};
 
-/// Applies events and publishes the state, as long as events come.
-pub async fn keep_state(mut events: mpsc::Receiver<Event>, snapshots: watch::Sender<Arc<NodeState>>) -> Result<()> {
-    let (mut state, clock) = (NodeState::default(), Clock::start());
-    while let Some(event) = events.recv().await {
-        let (next, effects) = state.apply(event, clock.now());
-        state = next;
-        for effect in effects {
+/// The state and its followers.
+pub struct StateWriter {
+    /// The state, published or about to be.
+    pub current: NodeState,
+    /// The clock of its moments.
+    pub clock: Clock,
+    snapshots: watch::Sender<Arc<NodeState>>,
+}
+
+impl StateWriter {
+    /// Starts with a state, which the followers see.
+    pub fn new(state: NodeState) -> Self {
+        Self { snapshots: watch::Sender::new(Arc::new(state.clone())), current: state, clock: Clock::start() }
+    }
+
+    /// Follows the published states.
+    pub fn snapshot(&self) -> watch::Receiver<Arc<NodeState>> {
+        self.snapshots.subscribe()
+    }
+
+    /// Waits for the next event, a tick at the state's own deadline included; `None` when no event can come any more.
+    pub async fn next(&self, events: &mut mpsc::Receiver<Event>) -> Option<Event> {
+        let deadline = self.current.next_deadline().map(|moment| self.clock.instant(moment));
+        tokio::select! {
+            event = events.recv() => event,
+            () = at(deadline) => Some(Event::Tick),
+        }
+    }
+
+    /// Applies an event, publishes and logs; returns the effects, of which those on the node are left to do.
+    pub fn apply(&mut self, event: Event) -> Vec<Effect> {
+        let (state, effects) = std::mem::take(&mut self.current).apply(event, self.clock.now());
+        self.current = state;
+        for effect in &effects {
             match effect {
-                Effect::Publish => drop(snapshots.send_replace(Arc::new(state.clone()))),
+                Effect::Publish => self.publish(),
                 Effect::Warn(warning) => tracing::warn!("{warning}"),
                 Effect::PlanProblem(problem) => tracing::warn!("{problem}"),
                 _ => {}
             }
         }
+        effects
+    }
+
+    /// Shows the state to its followers.
+    pub fn publish(&self) {
+        self.snapshots.send_replace(Arc::new(self.current.clone()));
+    }
+}
+
+/// Keeps the state of a program that offers GPUs to no kubelet, as long as events come.
+pub async fn keep_state(mut state: StateWriter, mut events: mpsc::Receiver<Event>) -> Result<()> {
+    while let Some(event) = state.next(&mut events).await {
+        state.apply(event);
     }
     Ok(())
 }

@@ -212,9 +212,6 @@ mod tests {
             placements: vec![MigPlacement { start: 6, size: 1 }],
         };
         let scan = GpuScan {
-            index: 0,
-            uuid: gpu.clone(),
-            pci: "0000:3b:00.0".parse().unwrap(),
             model: Ok(Some("NVIDIA \"X\"\n".into())),
             minor: Err(failed.clone()),
             compute_capability: Ok(Some("9.0".to_owned().try_into().unwrap())),
@@ -222,7 +219,6 @@ mod tests {
             architecture: Err(failed.clone()),
             addressing_mode: Ok(Some(AddressingMode::Ats)),
             memory_mib: Ok(Some(u64::MAX)),
-            numa: Ok(None),
             pcie: Ok(Some(PcieLink { mts: 16000, width: 16 })),
             c2c: Err(CallError::unreadable("f", "neither 0 nor 1")),
             display: Ok(Some(true)),
@@ -234,6 +230,7 @@ mod tests {
                 profiles: Ok(Some(vec![profile])),
             })),
             ancestors: [("GPU-2".parse().unwrap(), Ok(Some(TopologyLevel::HostBridge)))].into(),
+            ..GpuScan::bare(0, gpu.clone(), "0000:3b:00.0".parse().unwrap())
         };
         let poll = HealthPoll {
             reach: Reach::Failed { call: "f".into(), error: "e".into() },

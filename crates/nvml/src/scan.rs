@@ -287,6 +287,31 @@ impl NodeScan {
 }
 
 impl GpuScan {
+    /// A GPU about which NVML says nothing.
+    #[cfg(test)]
+    pub fn bare(index: u32, uuid: GpuUuid, pci: PciAddress) -> Self {
+        Self {
+            index,
+            uuid,
+            pci,
+            model: Ok(None),
+            minor: Ok(None),
+            compute_capability: Ok(None),
+            brand: Ok(None),
+            architecture: Ok(None),
+            addressing_mode: Ok(None),
+            memory_mib: Ok(None),
+            numa: Ok(None),
+            pcie: Ok(None),
+            c2c: Ok(None),
+            display: Ok(None),
+            fabric: Ok(None),
+            nvlinks: Vec::new(),
+            mig: Ok(None),
+            ancestors: BTreeMap::new(),
+        }
+    }
+
     fn retain(&mut self, before: Option<&Self>, facts: &mut Retained<'_>) {
         macro_rules! retain {
             ($($fact:ident),*) => {$( facts.fact(&mut self.$fact, before.map(|before| &before.$fact)); )*};

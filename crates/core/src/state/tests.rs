@@ -1,7 +1,5 @@
 //! The state machine, event by event.
 
-use alloc::collections::BTreeMap;
-
 use super::health::GpuHealth;
 use super::*;
 use crate::allocation::DeviceId;
@@ -14,24 +12,12 @@ const NOON: Timestamp = Timestamp::from_secs(12 * 3600);
 
 fn gpu(index: u8) -> GpuObservation {
     GpuObservation {
-        index: u32::from(index),
-        uuid: format!("GPU-{index}").parse().unwrap(),
-        pci: PciAddress::new(0, index, 0, 0).unwrap(),
-        model: None,
-        minor: None,
-        compute_capability: None,
-        brand: None,
-        architecture: None,
-        addressing_mode: None,
-        memory_mib: None,
         numa: Some(NumaNodeId(u32::from(index))),
-        pcie: None,
-        nvlinks: None,
-        c2c: None,
-        display: None,
-        mig: None,
-        fabric: None,
-        common_ancestors: BTreeMap::new(),
+        ..GpuObservation::new(
+            u32::from(index),
+            format!("GPU-{index}").parse().unwrap(),
+            PciAddress::new(0, index, 0, 0).unwrap(),
+        )
     }
 }
 

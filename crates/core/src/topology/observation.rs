@@ -100,6 +100,32 @@ pub struct GpuObservation {
     pub common_ancestors: BTreeMap<u32, TopologyLevel>,
 }
 
+impl GpuObservation {
+    /// A GPU of which nothing but its place is known.
+    pub fn new(index: u32, uuid: GpuUuid, pci: PciAddress) -> Self {
+        Self {
+            index,
+            uuid,
+            pci,
+            model: None,
+            minor: None,
+            compute_capability: None,
+            brand: None,
+            architecture: None,
+            addressing_mode: None,
+            memory_mib: None,
+            numa: None,
+            pcie: None,
+            nvlinks: None,
+            c2c: None,
+            display: None,
+            mig: None,
+            fabric: None,
+            common_ancestors: BTreeMap::new(),
+        }
+    }
+}
+
 /// The way in which a GPU addresses the memory of the host (`nvmlDeviceAddressingModeType_t`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum AddressingMode {

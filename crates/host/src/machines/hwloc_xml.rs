@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::notes::Notes;
 use super::xml::{self, Element, Limits, XmlError, below};
-use super::{Machine, VERSION, bare_gpu, cpu_list};
+use super::{Machine, VERSION, cpu_list, unnamed_gpu};
 use linkwise_core::quote::excerpt;
 use linkwise_core::topology::{
     CpuObservation, DisplayClass, GpuObservation, HostBridgeObservation, HostObservation, NicKind, NicObservation,
@@ -164,7 +164,7 @@ fn gpus_in_order<'d>(functions: impl Iterator<Item = Element<'d>>, notes: &mut N
     }
     found.sort_by_key(|(index, pci, _)| (index.is_none(), *index, *pci));
     let gpus = found.into_iter().zip(0..).map(|((_, pci, function), index)| {
-        let gpu = bare_gpu(index, pci);
+        let gpu = unnamed_gpu(index, pci);
         let uuid = info(objects(function), "NVIDIAUUID").and_then(|uuid| uuid.parse().ok());
         let model = info(objects(function), "GPUModel").map(excerpt);
         GpuObservation { uuid: uuid.unwrap_or(gpu.uuid), model, ..gpu }

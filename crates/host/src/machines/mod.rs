@@ -11,7 +11,7 @@ mod nccl;
 mod notes;
 mod xml;
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::io;
 
 use serde::{Deserialize, Serialize};
@@ -131,28 +131,9 @@ pub fn built_in() -> impl Iterator<Item = BuiltIn> {
     })
 }
 
-/// A GPU with nothing known but its place.
-fn bare_gpu(index: u32, pci: PciAddress) -> GpuObservation {
-    GpuObservation {
-        index,
-        uuid: GpuUuid::made_up(pci),
-        pci,
-        model: None,
-        minor: None,
-        compute_capability: None,
-        brand: None,
-        architecture: None,
-        addressing_mode: None,
-        memory_mib: None,
-        numa: None,
-        pcie: None,
-        nvlinks: None,
-        c2c: None,
-        display: None,
-        mig: None,
-        fabric: None,
-        common_ancestors: BTreeMap::new(),
-    }
+/// A GPU without a UUID of its own.
+fn unnamed_gpu(index: u32, pci: PciAddress) -> GpuObservation {
+    GpuObservation::new(index, GpuUuid::made_up(pci), pci)
 }
 
 /// The CPUs of a kernel list such as `0-15,32-47`; `None` if the text is no such list, or names a CPU beyond 65535.

@@ -45,7 +45,7 @@ impl Node {
 
     /// Makes the state anew, as a start would, without repeating work that takes time.
     fn adopt(&mut self, record: Option<Box<HealthRecord>>) {
-        self.state = self.fresh.clone().with_tables_of(&self.state);
+        self.state.current = self.fresh.clone().with_tables_of(&self.state.current);
         self.published = false;
         let seen = self.memory.as_ref().map(|memory| memory.replay(Instant::now())).unwrap_or_default();
         for event in record.map(Event::Restored).into_iter().chain(seen) {

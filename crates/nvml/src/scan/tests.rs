@@ -18,9 +18,6 @@ fn gpu(index: u32, number: u32, others: &[u32]) -> GpuScan {
     };
     let level = |other: &u32| (uuid(*other), Ok(Some(TopologyLevel::HostBridge)));
     GpuScan {
-        index,
-        uuid: uuid(number),
-        pci: format!("0000:0{number}:00.0").parse().unwrap(),
         model: Ok(Some("H100".to_owned())),
         minor: Ok(Some(index)),
         compute_capability: Ok(Some(ComputeCapability { major: 9, minor: 0 })),
@@ -31,7 +28,6 @@ fn gpu(index: u32, number: u32, others: &[u32]) -> GpuScan {
         numa: Ok(Some(NumaNodeId(1))),
         pcie: Ok(Some(PcieLink { mts: 32000, width: 16 })),
         c2c: Ok(Some(false)),
-        display: Ok(Some(false)),
         fabric: Ok(Some(FabricObservation { cluster: "c".to_owned(), clique: 1 })),
         // These are a switch, another node's GPU and a processor (nvmlIntNvLinkDeviceType_t).
         nvlinks: vec![link(2, "0000:09:00.0"), link(0, "0000:08:00.0"), link(2, "0000:09:00.0"), link(1, "")],
@@ -41,6 +37,7 @@ fn gpu(index: u32, number: u32, others: &[u32]) -> GpuScan {
             profiles: Ok(Some(vec![profile()])),
         })),
         ancestors: others.iter().map(level).collect(),
+        ..GpuScan::bare(index, uuid(number), format!("0000:0{number}:00.0").parse().unwrap())
     }
 }
 

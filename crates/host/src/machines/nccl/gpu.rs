@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 
 use super::Notes;
-use crate::machines::bare_gpu;
+use crate::machines::unnamed_gpu;
 use crate::machines::xml::{Element, below, name};
 use linkwise_core::quote::excerpt;
 use linkwise_core::topology::{
@@ -44,7 +44,7 @@ pub(super) fn observe(mut candidates: Vec<Candidate<'_>>, notes: &mut Notes) -> 
             nvlinks: gpu.element.map(|element| nvlinks(element, &addresses, notes)),
             // NCCL writes c2c if it found such links; an older NCCL never checks.
             c2c: gpu.element.and_then(|element| below(element).any(|child| name(child) == "c2c").then_some(true)),
-            ..bare_gpu(index, gpu.pci)
+            ..unnamed_gpu(index, gpu.pci)
         })
         .collect();
     gpus.sort_by_key(|gpu| gpu.index);

@@ -13,7 +13,7 @@ use super::super::agents::{AgentEnd, OVER_MEMORY};
 use super::super::host_probe::HostProbe;
 use super::*;
 use crate::protocol::CalledGpu;
-use crate::scan::{GpuScan, MigScan};
+use crate::scan::GpuScan;
 
 const PAUSE: Duration = Duration::from_secs(1);
 const GRACE: Duration = Duration::from_secs(60);
@@ -121,24 +121,8 @@ fn uuid(number: u32) -> GpuUuid {
 
 fn scan(count: Option<u32>) -> NodeScan {
     let gpu = |number| GpuScan {
-        index: number,
-        uuid: uuid(number),
-        pci: format!("0000:0{number}:00.0").parse().unwrap(),
-        model: Ok(None),
         minor: Ok(Some(number)),
-        compute_capability: Ok(None),
-        brand: Ok(None),
-        architecture: Ok(None),
-        addressing_mode: Ok(None),
-        memory_mib: Ok(None),
-        numa: Ok(None),
-        pcie: Ok(None),
-        c2c: Ok(None),
-        display: Ok(None),
-        fabric: Ok(None),
-        nvlinks: Vec::new(),
-        mig: Ok(None::<MigScan>),
-        ancestors: BTreeMap::new(),
+        ..GpuScan::bare(number, uuid(number), format!("0000:0{number}:00.0").parse().unwrap())
     };
     let gpus = (0..count.unwrap_or(0)).map(gpu).collect();
     let (driver, library, cuda) = (Ok(None), Ok(None), Ok(None));
