@@ -176,6 +176,8 @@ fn names() -> String {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeMap;
+
     use std::fs::{self, File};
 
     use super::*;
