@@ -75,6 +75,8 @@ pub(super) struct GpuHealth {
     links: BTreeMap<u32, Option<GpuUuid>>,
     /// The links of these that were down at the last poll, unless their far end cannot be reached.
     links_down: BTreeSet<u32>,
+    /// The reasons that the last poll was the first to show, and that wait for a second look.
+    doubted: Vec<UnhealthyReason>,
     accepted: Accepted,
     seen: LastSeen,
 }
@@ -249,17 +251,19 @@ impl GpuHealth {
         now: Timestamp,
     ) {
         let covered = self.polled.map_or(Duration::ZERO, |last| now.saturating_sub(last)).min(COVERED);
+        // Nothing else is known of the GPU: it is out until the second look.
+        let decides = self.polled.is_none() || self.standing.iter().any(|standing| standing.over);
         self.polled = Some(now);
         if self.shows_reset(poll) {
             let done = |standing: &&mut Standing| standing.seen_poll_since && standing.reason.needs_reset();
             self.standing.iter_mut().filter(done).for_each(|standing| standing.remedied = true);
         }
         self.learn(poll, unreachable);
-        let shown = self.shown(poll);
+        let shown = self.shown_twice(poll);
         let falls = !node_wide && shown.iter().any(|reason| self.falls(reason));
         let hold = self.hold(first_hold);
         self.standing.retain_mut(|standing| {
-            if shown.iter().any(|reason| reason.is(&standing.reason)) {
+            if shown.iter().chain(&self.doubted).any(|reason| reason.is(&standing.reason)) {
                 return true;
             }
             if standing.over {
@@ -284,6 +288,12 @@ impl GpuHealth {
         for reason in shown {
             self.begin(reason, now, true);
         }
+        if decides {
+            let new = |reason: &&UnhealthyReason| !self.standing.iter().any(|standing| standing.reason.is(reason));
+            let doubted: Vec<UnhealthyReason> = self.doubted.iter().filter(new).cloned().collect();
+            let until_next = |reason| Standing { over: true, ..Standing::new(reason, now, true) };
+            self.standing.extend(doubted.into_iter().map(until_next));
+        }
         if falls {
             self.fall();
         }
@@ -305,7 +315,8 @@ impl GpuHealth {
             !matches!(reason, UnhealthyReason::FabricJoining | UnhealthyReason::DriverAway { .. })
         };
         let broken = self.standing.iter().any(|standing| standing.reason.is(reason) && standing.steady.is_some());
-        blames(reason) && (broken || !self.standing.iter().any(|standing| blames(&standing.reason)))
+        let others = || self.standing.iter().filter(|standing| !standing.over);
+        blames(reason) && (broken || !others().any(|standing| blames(&standing.reason)))
     }
 
     /// The hold time of this GPU now.
@@ -392,6 +403,22 @@ impl GpuHealth {
         if self.accepted.uncorrectable_ecc > seen.uncorrectable_ecc {
             self.accepted.uncorrectable_ecc = seen.uncorrectable_ecc;
         }
+    }
+
+    /// The reasons that a poll shows, without those that need a second look: one bad answer is no failure. These wait in
+    /// `doubted` for the next poll; during a hold they neither count for the reason nor against it.
+    fn shown_twice(&mut self, poll: &HealthPoll) -> Vec<UnhealthyReason> {
+        let before = core::mem::take(&mut self.doubted);
+        let counts = |reason: &UnhealthyReason| {
+            let stands =
+                |standing: &Standing| standing.reason.is(reason) && standing.steady.is_none() && !standing.over;
+            !reason.needs_second_look()
+                || before.iter().any(|doubt| doubt.is(reason))
+                || self.standing.iter().any(stands)
+        };
+        let (shown, doubted) = self.shown(poll).into_iter().partition(counts);
+        self.doubted = doubted;
+        shown
     }
 
     /// The reasons that a poll shows.

@@ -204,6 +204,11 @@ impl UnhealthyReason {
         )
     }
 
+    /// Returns true if one poll does not prove it: a call may fail once, and a link may be down for a moment.
+    pub(super) fn needs_second_look(&self) -> bool {
+        matches!(self, Self::CallFailed { .. } | Self::LinksDown { .. } | Self::FabricFailed { .. })
+    }
+
     /// Returns true if it is the same reason, whatever its details. Each reason stands once.
     pub(crate) fn is(&self, other: &Self) -> bool {
         match (self, other) {

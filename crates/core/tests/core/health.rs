@@ -229,7 +229,7 @@ fn an_operators_word_is_heard_at_once_and_lasts() {
         // It stays accepted until it changes: here it gets well and bad again.
         let good = if bad.recovery_action.is_some() { well() } else { old() };
         world.polls(2, &good).tell(look([0, 1]));
-        assert!(!world.poll(&bad).healthy(), "{bad:?} is new");
+        assert!(!world.polls(2, &bad).healthy(), "{bad:?} is new");
     }
     let mut world = World::new();
     world.poll(&HealthPoll { reach: failed(), ..well() }).tell(Event::Cleared(uuid(0)));
@@ -241,14 +241,52 @@ fn flapping_doubles_the_hold_and_decays() {
     let mut world = World::new();
     let bad = HealthPoll { reach: failed(), ..well() };
     let mut fail = || {
-        world.poll(&bad);
+        world.polls(2, &bad);
         world.heals_after(&well(), 1000).unwrap() - 1
     };
     let holds: Vec<usize> = (0..9).map(|_| fail() * 10).collect();
     assert_eq!(holds, [60, 120, 240, 480, 960, 1920, 3600, 3600, 3600]);
     // Two healthy hours take back two of six doublings.
-    world.polls(721, &well()).poll(&bad);
+    world.polls(721, &well()).polls(2, &bad);
     assert_eq!(world.heals_after(&well(), 1000), Some(1 + 96));
+}
+
+#[test]
+fn one_bad_answer_is_no_failure() {
+    let fabric = |fabric| HealthPoll { fabric: Some(fabric), ..well() };
+    let well = fabric(FabricHealth::Joined);
+    for bad in [
+        HealthPoll { reach: failed(), ..well.clone() },
+        HealthPoll { nvlinks_down: Some(vec![1, 3]), ..well.clone() },
+        fabric(FabricHealth::Failed { status: 999 }),
+    ] {
+        let mut world = World::new();
+        world.poll(&well);
+        for _ in 0..10 {
+            assert!(world.poll(&bad).healthy() && world.polls(2, &well).healthy(), "{bad:?}");
+        }
+        assert!(!world.polls(2, &bad).healthy());
+        assert_eq!(world.heals_after(&well, 20), Some(7), "nothing doubled the hold");
+        // One bad answer during a hold costs its own time and no more.
+        world.polls(2, &bad).polls(3, &well).poll(&bad);
+        assert_eq!(world.heals_after(&well, 20), Some(10), "120 s, of which 20 s had passed");
+    }
+    for bad in [Reach::Lost { call: "f".into() }, Reach::ResetRequired { call: "f".into() }] {
+        assert!(!World::new().poll(&well).poll(&HealthPoll { reach: bad, ..well.clone() }).healthy());
+    }
+}
+
+#[test]
+fn first_poll_takes_a_gpu_out_until_the_second() {
+    let bad = HealthPoll { reach: failed(), ..well() };
+    let mut world = World::new();
+    assert!(!world.poll(&bad).healthy(), "nothing else is known of it");
+    assert!(world.poll(&well()).healthy(), "without a hold");
+    assert!(!World::new().polls(2, &bad).poll(&well()).healthy(), "two in a row begin one");
+    // A driver that is loaded again is known no better.
+    world.tell(Event::Identified(identity("boot", "load 1"))).polls(2, &bad);
+    world.tell(Event::Identified(identity("boot", "load 2")));
+    assert!(!world.poll(&bad).healthy() && world.poll(&well()).healthy());
 }
 
 #[test]
@@ -256,8 +294,10 @@ fn what_hits_every_gpu_is_no_flap() {
     let mut world = World::new();
     let bad = HealthPoll { reach: failed(), ..well() };
     for _ in 0..4 {
-        world.now += Duration::from_secs(10);
-        world.tell(Event::Polled(BTreeMap::from([(uuid(0), bad.clone()), (uuid(1), bad.clone())])));
+        for _ in 0..2 {
+            world.now += Duration::from_secs(10);
+            world.tell(Event::Polled(BTreeMap::from([(uuid(0), bad.clone()), (uuid(1), bad.clone())])));
+        }
         let times = (1..100).find(|_| {
             world.now += Duration::from_secs(10);
             world.tell(Event::Polled(BTreeMap::from([(uuid(0), well()), (uuid(1), well())])));
@@ -287,7 +327,7 @@ fn time_counts_as_polls_cover_it() {
 fn silence_is_neither_failure_nor_proof() {
     let mut world = World::new();
     assert!(world.polls(5, &HealthPoll::default()).healthy());
-    world.poll(&HealthPoll { reach: failed(), ..well() }).polls(4, &well()).polls(500, &HealthPoll::default());
+    world.polls(2, &HealthPoll { reach: failed(), ..well() }).polls(4, &well()).polls(500, &HealthPoll::default());
     assert!(!world.healthy());
     assert_eq!(world.heals_after(&well(), 10), Some(3), "30 s were passed before");
 }
@@ -312,7 +352,7 @@ fn only_once_active_links_count_as_down() {
     let mut world = World::new();
     assert!(world.poll(&well()).healthy(), "link 3 was never active");
     let down = HealthPoll { nvlinks_down: Some(vec![0, 2, 3]), ..well() };
-    assert_eq!(world.poll(&down).reason(), "NVLinks down: 0,2");
+    assert_eq!(world.polls(2, &down).reason(), "NVLinks down: 0,2");
     assert!(world.polls(500, &HealthPoll { nvlinks_down: Some(vec![2, 3]), ..well() }).reason() == "NVLinks down: 2");
     assert_eq!(world.heals_after(&well(), 20), Some(7));
 }
@@ -323,10 +363,10 @@ fn late_fabric_join_is_no_failure() {
     let mut world = World::new();
     assert_eq!(world.poll(&fabric(FabricHealth::Joining)).reason(), "still joining the NVLink fabric");
     assert!(world.poll(&fabric(FabricHealth::Joined)).healthy());
-    world.poll(&fabric(FabricHealth::Failed { status: 999 }));
+    world.polls(2, &fabric(FabricHealth::Failed { status: 999 }));
     assert_eq!(world.heals_after(&fabric(FabricHealth::Joined), 20), Some(7));
     // From joining to failed and back: the first reason is gone.
-    world.poll(&fabric(FabricHealth::Joining)).poll(&fabric(FabricHealth::Failed { status: 999 }));
+    world.poll(&fabric(FabricHealth::Joining)).polls(2, &fabric(FabricHealth::Failed { status: 999 }));
     assert_eq!(world.heals_after(&fabric(FabricHealth::Joined), 20), Some(13), "120 s");
 }
 
@@ -348,7 +388,7 @@ fn driver_back_waits_for_the_next_poll() {
     assert_eq!(all(&world), [false; 2]);
     world.tell(Event::Cleared(uuid(0))).tell(Event::DriverBack);
     assert_eq!(all(&world), [false; 2]);
-    world.poll(&HealthPoll { reach: failed(), ..well() });
+    world.polls(2, &HealthPoll { reach: failed(), ..well() });
     assert_eq!(all(&world), [false, true]);
     // A GPU that failed meanwhile keeps its own reason.
     assert_eq!(world.heals_after(&well(), 20), Some(7));

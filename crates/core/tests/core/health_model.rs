@@ -180,6 +180,8 @@ struct Owed {
     cleared: bool,
     /// True if the driver once reported a recovery action, or the GPU can remap rows.
     explains_ecc: bool,
+    /// The troubles of the last poll that only two polls in a row prove: a failed call, the fabric, the links.
+    shown: [bool; 3],
 }
 
 impl Owed {
@@ -188,11 +190,18 @@ impl Owed {
         self.last_poll = Some(now);
         self.explains_ecc |= poll.recovery_action.is_some() || poll.row_remapping.is_some();
         self.away &= !self.away_until_poll;
-        let unreachable = matches!(poll.reach, Reach::Lost { .. } | Reach::ResetRequired { .. } | Reach::Failed { .. });
-        let fabric = matches!(poll.fabric, Some(FabricHealth::Failed { .. }));
+        let unreachable = matches!(poll.reach, Reach::Lost { .. } | Reach::ResetRequired { .. });
+        let shown = [
+            matches!(poll.reach, Reach::Failed { .. }),
+            matches!(poll.fabric, Some(FabricHealth::Failed { .. })),
+            poll.nvlinks_down.as_ref().is_some_and(|down| down.contains(&1)),
+        ];
+        let before = std::mem::replace(&mut self.shown, shown);
+        let [failed, fabric, links] = [0, 1, 2].map(|trouble| shown[trouble] && before[trouble]);
+        let unreachable = unreachable || failed;
         let acceptable = poll.recovery_action.is_some_and(|action| action != RecoveryAction::None)
             || poll.row_remapping.is_some_and(|rows| rows.failed)
-            || poll.nvlinks_down.as_ref().is_some_and(|down| down.contains(&1))
+            || links
             || (!self.explains_ecc && poll.uncorrectable_ecc.is_some_and(|count| count > 0));
         if unreachable || fabric || (acceptable && !self.cleared) {
             self.trouble.owe(1);
@@ -400,7 +409,7 @@ impl World {
             assert_eq!(healthy(&self.snapshot, gpu), !needs_reset, "GPU {gpu} after a restart");
             // Reasons that only polls find are found again by the next poll; the time counted so far stays.
             let owed = &mut self.owed[gpu];
-            (owed.away, owed.unseen, owed.last_poll) = (false, Debt::default(), None);
+            (owed.away, owed.unseen, owed.last_poll, owed.shown) = (false, Debt::default(), None, [false; 3]);
             // The first poll of a new agent is no old one.
             owed.trouble.unproved = owed.trouble.unproved.min(1);
             if !needs_reset {
