@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, ensure};
 use futures_util::FutureExt;
-use tokio::signal::unix::{SignalKind, signal};
+use tokio::signal::unix::SignalKind;
 use tokio::sync::watch;
 use tokio::task::{JoinSet, spawn_blocking};
 use tokio::time::timeout;
@@ -31,6 +31,7 @@ use linkwise_node::node::task_end;
 use linkwise_nvml::CallError;
 use linkwise_nvml::child::AgentCommand;
 use linkwise_nvml::supervisor::{has_no_gpu, scan};
+use linkwise_system::signals::{LastSignals, listen};
 
 /// The longest time for the host's files before one-off labels.
 const FILES: Duration = Duration::from_secs(5);
@@ -43,10 +44,7 @@ pub fn labels(args: &LabelsArgs) -> Result<()> {
 }
 
 async fn program(args: &LabelsArgs, publisher: Option<&Publisher>) -> Result<()> {
-    let mut end = signal(SignalKind::terminate()).context("cannot listen for SIGTERM")?;
-    let mut interrupt = signal(SignalKind::interrupt()).context("cannot listen for SIGINT")?;
-    let mut quit = signal(SignalKind::quit()).context("cannot listen for SIGQUIT")?;
-    let mut hangup = signal(SignalKind::hangup()).context("cannot listen for SIGHUP")?;
+    let (mut last_signals, mut hangup) = (LastSignals::listen()?, listen(SignalKind::hangup(), "SIGHUP")?);
     let environment = Environment::read();
     let loaded = load(&args.flags, &environment)?;
     config::log(&loaded.findings);
@@ -54,9 +52,7 @@ async fn program(args: &LabelsArgs, publisher: Option<&Publisher>) -> Result<()>
     if settings.gfd_oneshot.value {
         let signal = tokio::select! {
             written = once(args, &settings, publisher) => return written,
-            _ = end.recv() => "SIGTERM",
-            _ = interrupt.recv() => "SIGINT",
-            _ = quit.recv() => "SIGQUIT",
+            signal = last_signals.come() => signal,
         };
         anyhow::bail!("{signal} before the labels were written");
     }
@@ -69,9 +65,7 @@ async fn program(args: &LabelsArgs, publisher: Option<&Publisher>) -> Result<()>
         let next = loop {
             let (reason, text) = tokio::select! {
                 ended = life.ended() => return Err(ended),
-                _ = end.recv() => break None,
-                _ = interrupt.recv() => break None,
-                _ = quit.recv() => break None,
+                _ = last_signals.come() => break None,
                 text = file.changed() => ("the file changed", text),
                 _ = hangup.recv() => ("SIGHUP", file.read().await),
             };

@@ -24,6 +24,7 @@ mod start;
 use anyhow::Result;
 use linkwise_system::block_on;
 use linkwise_system::log::{Log, log_to_stderr};
+use linkwise_system::signals::LastSignals;
 
 use crate::config::{LogArgs, RunArgs};
 
@@ -32,7 +33,7 @@ pub use driver::agent_command;
 pub use labels_program::labels;
 pub use mps::mps_control_daemon;
 pub use simulated::{SimulatedFolders, start_with_dra};
-use start::{End, LastSignals, serve};
+use start::{End, serve};
 
 /// Starts the log. The API server's client logs nothing itself: linkwise logs its failures, once each.
 pub fn start_log(args: &LogArgs) -> Result<Log> {

@@ -20,7 +20,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use futures_util::FutureExt;
-use tokio::signal::unix::{SignalKind, signal};
+use tokio::signal::unix::SignalKind;
 use tokio::task::JoinSet;
 
 use super::config;
@@ -35,6 +35,7 @@ use linkwise_host::mps::{
     Layout, LayoutError, Limits, Orders, Pace, Programs, Settings, Shm, mount_shm, prepare_orders,
 };
 use linkwise_node::node::task_end;
+use linkwise_system::signals::{LastSignals, listen};
 
 pub(super) use orders::{spawn_orders, withdraw_orders};
 pub(super) use plugin::follow_daemons;
@@ -85,9 +86,7 @@ fn wanted(
 }
 
 async fn serve(args: &MpsControlDaemonArgs) -> Result<()> {
-    let mut terminate = signal(SignalKind::terminate()).context("cannot listen for SIGTERM")?;
-    let mut interrupt = signal(SignalKind::interrupt()).context("cannot listen for SIGINT")?;
-    let hangup = signal(SignalKind::hangup()).context("cannot listen for SIGHUP")?;
+    let (mut last_signals, hangup) = (LastSignals::listen()?, listen(SignalKind::hangup(), "SIGHUP")?);
     let environment = Environment::read();
     let loaded = load(&args.flags, &environment)?;
     config::log(&loaded.findings);
@@ -116,8 +115,7 @@ async fn serve(args: &MpsControlDaemonArgs) -> Result<()> {
             Some(task) = tasks.join_next() => {
                 break task_end(task).and_then(|name| Err(anyhow!("the task '{name}' ended")));
             }
-            _ = terminate.recv() => { tracing::info!(signal = "SIGTERM", "ending"); break Ok(()) }
-            _ = interrupt.recv() => { tracing::info!(signal = "SIGINT", "ending"); break Ok(()) }
+            signal = last_signals.come() => { tracing::info!(signal, "ending"); break Ok(()) }
         }
         if let Some(wanted) = demand.wanted(&layout) {
             daemons.want(wanted).await;

@@ -9,6 +9,7 @@ use anyhow::Result;
 
 use linkwise_node::admin::{Admin, Answers, Local, LocalError, Orders};
 use linkwise_node::metrics::{self, Metrics};
+use linkwise_system::signals::LastSignals;
 use linkwise_system::uds::Callers;
 
 /// The time between two attempts to take an admin socket that another process has.
@@ -37,8 +38,8 @@ pub(super) async fn serve_operators(path: PathBuf, mut bound: Option<Local>, ord
     }
 }
 
-/// Answers HTTP probes until `ended`: another process serves this node.
-pub(super) async fn answer_probes(metrics: &Metrics, address: SocketAddr, ended: impl Future<Output = ()>) {
+/// Answers HTTP probes until a signal comes: another process serves this node.
+pub(super) async fn answer_probes(metrics: &Metrics, address: SocketAddr, last_signals: &mut LastSignals) {
     let metrics = metrics.clone();
     let answers = Answers {
         metrics: Arc::new(move || metrics.encode().ok()),
@@ -55,7 +56,7 @@ pub(super) async fn answer_probes(metrics: &Metrics, address: SocketAddr, ended:
     };
     tokio::select! {
         () = probes => {}
-        () = ended => {}
+        _ = last_signals.come() => {}
     }
     tracing::info!("ending, long after another linkwise has taken over");
 }

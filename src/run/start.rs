@@ -4,8 +4,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
-use futures_util::FutureExt;
-use tokio::signal::unix::{Signal, SignalKind, signal};
+use tokio::signal::unix::{Signal, SignalKind};
 use tokio::sync::{mpsc, watch};
 use tokio_util::sync::CancellationToken;
 
@@ -29,6 +28,7 @@ use linkwise_node::node::{Node, NodeSettings};
 use linkwise_node::operator;
 use linkwise_node::takeover::Position;
 use linkwise_nvml::supervisor::{self, DriverMetrics, MigRequest, Release};
+use linkwise_system::signals::{LastSignals, listen};
 use linkwise_system::uds::Callers;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -41,8 +41,7 @@ pub(super) enum End {
 }
 
 pub(super) async fn serve(args: &RunArgs, last_signals: &mut LastSignals) -> Result<End> {
-    // This comes first: PID 1 of a container ignores every signal that it has no handler for.
-    let signals = Signals::listen()?;
+    let (orders, hangup) = (OrderSignals::listen()?, listen(SignalKind::hangup(), "SIGHUP")?);
     let Wanted { settings, environment, state_dir, rights, dra, api } = Wanted::read(args).await?;
     let position = Position::at(state_dir.as_deref(), args.takeover.standby, &args.takeover.pod_uid).await;
     let admin_path = settings.admin_socket.value.clone();
@@ -84,92 +83,49 @@ pub(super) async fn serve(args: &RunArgs, last_signals: &mut LastSignals) -> Res
     node.spawn("NVML driver", driver.run());
     let idle = node.readiness.idle().clone();
     node.spawn("MPS daemons' watch", mps::follow_daemons(layout, node.snapshot(), node.events(), idle));
-    let anew = follow_configuration(&mut node, args, (settings, environment), (rights, dra), signals.hangup);
+    let anew = follow_configuration(&mut node, args, (settings, environment), (rights, dra), hangup);
     if let Some(path) = admin_path {
         let orders = operator::orders(&node, &release);
         node.spawn("admin socket", serve_operators(path, admin, orders));
     }
-    node.spawn("signals", signals.orders.follow(release, node.shutdown()));
+    node.spawn("signals", orders.follow(release, node.shutdown()));
 
     let (metrics, address) = (node.metrics().clone(), node.metrics_address());
     node.serve().await?;
     // The container of a standby starts it again, as a standby.
     if handed_over.is_cancelled() && !args.takeover.standby {
-        answer_probes(&metrics, address, last_signals.come()).await;
+        answer_probes(&metrics, address, last_signals).await;
         return Ok(End::HandedOver);
     }
     Ok(if anew.is_cancelled() { End::Anew } else { End::Ended })
 }
 
-/// The signals that end the process, heard over all its starts: none is lost while one start ends and the next begins.
-pub(super) struct LastSignals {
-    terminate: Signal,
-    interrupt: Signal,
-}
-
-impl LastSignals {
-    /// Listens from now on.
-    pub fn listen() -> Result<Self> {
-        let [terminate, interrupt] = [SignalKind::terminate(), SignalKind::interrupt()].map(signal);
-        let listening = "cannot listen for the signals that end the process";
-        Ok(Self { terminate: terminate.context(listening)?, interrupt: interrupt.context(listening)? })
-    }
-
-    /// Waits for one.
-    async fn come(&mut self) {
-        tokio::select! {
-            _ = self.terminate.recv() => {}
-            _ = self.interrupt.recv() => {}
-        }
-    }
-
-    /// Returns true if one has come.
-    pub fn have_come(&mut self) -> bool {
-        self.come().now_or_never().is_some()
-    }
-}
-
-/// The signals that end the process or give an order.
-struct Signals {
-    orders: OrderSignals,
-    hangup: Signal,
-}
-
-/// All signals except SIGHUP, which is the configuration's.
+/// The signals that end this start, or order the driver's release.
 struct OrderSignals {
-    terminate: Signal,
-    interrupt: Signal,
+    last: LastSignals,
     release: Signal,
     resume: Signal,
 }
 
-impl Signals {
+impl OrderSignals {
     fn listen() -> Result<Self> {
-        let listen = |kind, name| signal(kind).with_context(|| format!("cannot listen for {name}"));
         Ok(Self {
-            orders: OrderSignals {
-                terminate: listen(SignalKind::terminate(), "SIGTERM")?,
-                interrupt: listen(SignalKind::interrupt(), "SIGINT")?,
-                release: listen(SignalKind::user_defined1(), "SIGUSR1")?,
-                resume: listen(SignalKind::user_defined2(), "SIGUSR2")?,
-            },
-            hangup: listen(SignalKind::hangup(), "SIGHUP")?,
+            last: LastSignals::listen()?,
+            release: listen(SignalKind::user_defined1(), "SIGUSR1")?,
+            resume: listen(SignalKind::user_defined2(), "SIGUSR2")?,
         })
     }
-}
 
-impl OrderSignals {
     /// Passes orders on until a signal ends the process.
     async fn follow(mut self, release: Release, shutdown: CancellationToken) -> Result<()> {
-        let name = loop {
+        let signal = loop {
             tokio::select! {
-                _ = self.terminate.recv() => break "SIGTERM",
-                _ = self.interrupt.recv() => break "SIGINT",
+                signal = self.last.come() => break signal,
                 _ = self.release.recv() => release.wish(true),
                 _ = self.resume.recv() => release.wish(false),
             }
         };
-        tracing::info!(signal = name, "ending");
+        tracing::info!(signal, "ending");
         shutdown.cancel();
         Ok(())
     }

@@ -20,7 +20,6 @@ use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
-use tokio::signal::unix::{SignalKind, signal};
 
 use linkwise_core::state::Event;
 use linkwise_core::topology::{HostObservation, NodeTopology};
@@ -33,6 +32,7 @@ use linkwise_node::node::{Node, NodeSettings};
 use linkwise_system::block_on;
 use linkwise_system::log::{LogFormat, log_to_stderr};
 use linkwise_system::output::print;
+use linkwise_system::signals::LastSignals;
 
 pub use options::DemoArgs;
 use script::Script;
@@ -164,12 +164,7 @@ pub fn numa_nodes(host: &HostObservation) -> Vec<NumaNode> {
 /// Keeps serving until interrupted.
 async fn hold(address: std::net::SocketAddr, out: Print<'_>) -> Result<()> {
     out(&format!("\nServing until interrupted (Ctrl-C): http://{address}/ (the page), /metrics /livez /readyz\n"))?;
-    let mut interrupt = signal(SignalKind::interrupt()).context("cannot listen for SIGINT")?;
-    let mut terminate = signal(SignalKind::terminate()).context("cannot listen for SIGTERM")?;
-    tokio::select! {
-        _ = interrupt.recv() => {}
-        _ = terminate.recv() => {}
-    }
+    LastSignals::listen()?.come().await;
     Ok(())
 }
 

@@ -21,13 +21,13 @@ use linkwise_node::admin::{Admin, Answers};
 use linkwise_node::metrics::CONTENT_TYPE;
 use linkwise_system::inotify::FolderWatch;
 use linkwise_system::metrics::new;
+use linkwise_system::signals::LastSignals;
 use prometheus_client::encoding::text::encode;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
 use thiserror::Error;
-use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
@@ -81,9 +81,7 @@ pub fn run(args: &ConfigManagerArgs) -> Result<()> {
 }
 
 async fn serve(args: &ConfigManagerArgs) -> Result<()> {
-    // This comes first: PID 1 of a container ignores every signal that it has no handler for.
-    let mut terminate = signal(SignalKind::terminate()).context("cannot listen for SIGTERM")?;
-    let mut interrupt = signal(SignalKind::interrupt()).context("cannot listen for SIGINT")?;
+    let mut last_signals = LastSignals::listen()?;
     let settings = args.settings()?;
     let access = args.api.access()?;
     let mut registry = Registry::with_prefix("linkwise");
@@ -103,15 +101,14 @@ async fn serve(args: &ConfigManagerArgs) -> Result<()> {
     }
     let folder = FolderWatch::of(&settings.source);
     let manager = Manager { settings, metrics, problem, problems: Once::new(), selected: None };
-    let (name, result) = tokio::select! {
-        result = manager.work(labels, folder) => ("", result),
-        ended = tasks.join_next() => ("", Err(anyhow::anyhow!("a task of config-manager ended: {ended:?}"))),
-        _ = terminate.recv() => ("SIGTERM", Ok(())),
-        _ = interrupt.recv() => ("SIGINT", Ok(())),
+    let result = tokio::select! {
+        result = manager.work(labels, folder) => result,
+        ended = tasks.join_next() => Err(anyhow::anyhow!("a task of config-manager ended: {ended:?}")),
+        signal = last_signals.come() => {
+            tracing::info!(signal, "ending");
+            Ok(())
+        }
     };
-    if !name.is_empty() {
-        tracing::info!(signal = name, "ending");
-    }
     tasks.shutdown().await;
     result
 }

@@ -8,9 +8,10 @@ use std::process::{Command, ExitCode};
 
 use anyhow::{Context, Result};
 use rustix::process::{Pid, Signal, WaitOptions, getpid, kill_process, set_child_subreaper, wait};
-use tokio::signal::unix::{SignalKind, signal};
+use tokio::signal::unix::SignalKind;
 
 use crate::config::{INIT_FLAG, command_line};
+use linkwise_system::signals::listen;
 
 /// Returns true if this is the first process of its container.
 pub fn is_first_process() -> bool {
@@ -19,10 +20,11 @@ pub fn is_first_process() -> bool {
 
 /// Runs this program again as a child, until that ends.
 pub async fn run() -> Result<ExitCode> {
-    let mut child_ended = signal(SignalKind::child()).context("cannot listen for SIGCHLD")?;
-    let mut terminate = signal(SignalKind::terminate()).context("cannot listen for SIGTERM")?;
-    let mut interrupt = signal(SignalKind::interrupt()).context("cannot listen for SIGINT")?;
-    let mut hangup = signal(SignalKind::hangup()).context("cannot listen for SIGHUP")?;
+    let mut child_ended = listen(SignalKind::child(), "SIGCHLD")?;
+    let mut terminate = listen(SignalKind::terminate(), "SIGTERM")?;
+    let mut interrupt = listen(SignalKind::interrupt(), "SIGINT")?;
+    let mut quit = listen(SignalKind::quit(), "SIGQUIT")?;
+    let mut hangup = listen(SignalKind::hangup(), "SIGHUP")?;
     // The first process gets the orphans anyway; any other process has to ask for them.
     set_child_subreaper(Some(getpid())).context("cannot become the parent of orphans")?;
     let words = command_line().skip(1).filter(|word| word != INIT_FLAG);
@@ -36,6 +38,7 @@ pub async fn run() -> Result<ExitCode> {
             },
             _ = terminate.recv() => Signal::TERM,
             _ = interrupt.recv() => Signal::INT,
+            _ = quit.recv() => Signal::QUIT,
             _ = hangup.recv() => Signal::HUP,
         };
         kill_process(child, signal).context("cannot pass a signal on")?;

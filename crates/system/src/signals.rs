@@ -1,0 +1,43 @@
+//! The signals that end a program.
+
+use anyhow::{Context, Result};
+use futures_util::FutureExt;
+use tokio::signal::unix::{Signal, SignalKind, signal};
+
+/// Listens for a signal from now on.
+pub fn listen(kind: SignalKind, name: &'static str) -> Result<Signal> {
+    signal(kind).with_context(|| format!("cannot listen for {name}"))
+}
+
+/// The signals that end a program. A program listens before it does anything else: the first process of a container
+/// ignores every signal that it has no handler for.
+pub struct LastSignals {
+    terminate: Signal,
+    interrupt: Signal,
+    quit: Signal,
+}
+
+impl LastSignals {
+    /// Listens from now on.
+    pub fn listen() -> Result<Self> {
+        Ok(Self {
+            terminate: listen(SignalKind::terminate(), "SIGTERM")?,
+            interrupt: listen(SignalKind::interrupt(), "SIGINT")?,
+            quit: listen(SignalKind::quit(), "SIGQUIT")?,
+        })
+    }
+
+    /// Waits for one; returns its name. Cancel-safe.
+    pub async fn come(&mut self) -> &'static str {
+        tokio::select! {
+            _ = self.terminate.recv() => "SIGTERM",
+            _ = self.interrupt.recv() => "SIGINT",
+            _ = self.quit.recv() => "SIGQUIT",
+        }
+    }
+
+    /// Returns true if one has come.
+    pub fn have_come(&mut self) -> bool {
+        self.come().now_or_never().is_some()
+    }
+}
