@@ -37,11 +37,12 @@ use linkwise_core::publish::dra::{
 use linkwise_core::publish::injection::{CdiOptions, HostDevices, InjectionOptions};
 use linkwise_core::state::{DRA_DRIVER, Event, NodeState, PreparedClaim};
 use linkwise_host::cdi;
-use linkwise_kubelet::dra::{self, ClaimQuery, MigRequest, MpsLink, Occurrence, Phase, PluginMetrics, SpecsLink};
+use linkwise_kubelet::dra::{self, ClaimQuery, Life, MigRequest, MpsLink, Occurrence, Phase, PluginMetrics, SpecsLink};
 use linkwise_node::node::Node;
 use linkwise_node::readiness::{Part, Readiness};
 use linkwise_nvml::supervisor::identity;
-use linkwise_system::uds::Callers;
+use linkwise_system::grpc::Refusal;
+use linkwise_system::uds::{Callers, Peer};
 use linkwise_system::{metrics::new, send_if_new};
 
 /// The folder of checkpoints in the state folder.
@@ -140,7 +141,7 @@ async fn run_plugin(
     let shutdown = turn.shutdown.clone();
     let Some(_lock) = turn.lock().await else { return Ok(()) };
     while let Err(error) = plugin.clone().run(snapshot.clone(), asks.clone(), shutdown.clone()).await {
-        observer(Occurrence::Ended(chain(&error)));
+        observer(Occurrence::Life(Life::Ended(chain(&error))));
         if shutdown.run_until_cancelled(tokio::time::sleep(STORE_PAUSE)).await.is_none() {
             break;
         }
@@ -433,12 +434,12 @@ fn observer(node: &Node) -> (dra::Observer, mpsc::Receiver<Occurrence>) {
     let observer = move |occurrence: Occurrence| {
         metrics.count(&occurrence);
         match &occurrence {
-            Occurrence::Phase(phase) => {
+            Occurrence::Life(Life::Phase(phase)) => {
                 // A kubelet that restarts registers the plugin again by itself.
                 let ready = matches!(phase, Phase::Registered | Phase::Disconnected);
                 readiness.enter(&Part::DraPlugin, phase.words(), ready);
             }
-            Occurrence::Waiting(why) | Occurrence::Ended(why) | Occurrence::Registered(Err(why)) => {
+            Occurrence::Life(Life::Waiting(why) | Life::Ended(why) | Life::Registered(Err(why))) => {
                 readiness.trouble(&Part::DraPlugin, why.clone());
             }
             _ => {}
@@ -460,23 +461,27 @@ async fn log(mut occurrences: mpsc::Receiver<Occurrence>) -> Result<()> {
 
 fn log_one(known: &mut Once<String>, occurrence: &Occurrence) {
     match occurrence {
-        Occurrence::Registered(Ok(())) => {
+        Occurrence::Life(Life::Registered(Ok(()))) => {
             known.clear();
             tracing::info!("DRA plugin registered");
         }
-        Occurrence::Registered(Err(error)) if known.is_news(format!("refused: {error}")) => {
+        Occurrence::Life(Life::Registered(Err(error))) if known.is_news(format!("refused: {error}")) => {
             tracing::warn!(error, "the kubelet refuses the DRA plugin");
         }
-        Occurrence::Waiting(why) if known.is_news(format!("waiting: {why}")) => {
+        Occurrence::Life(Life::Waiting(why)) if known.is_news(format!("waiting: {why}")) => {
             tracing::warn!(why, "DRA: waiting for the kubelet");
         }
-        Occurrence::Ended(why) if known.is_news(format!("ended: {why}")) => {
+        Occurrence::Life(Life::Ended(why)) if known.is_news(format!("ended: {why}")) => {
             tracing::warn!(why, "DRA: the session with the kubelet ended");
         }
-        Occurrence::NotAccepted(error) if known.is_news(format!("not accepted: {error}")) => {
+        Occurrence::Life(Life::Refused(Refusal::NotAccepted(error)))
+            if known.is_news(format!("not accepted: {error}")) =>
+        {
             tracing::warn!(error, "DRA: a connection could not be accepted");
         }
-        Occurrence::Refused { uid, pid } if known.is_news(format!("refused: {uid}")) => {
+        Occurrence::Life(Life::Refused(Refusal::Caller(Peer { uid, pid })))
+            if known.is_news(format!("refused: {uid}")) =>
+        {
             tracing::warn!(uid, pid, "DRA: refused a caller; --allowed-uids names who may call besides root");
         }
         Occurrence::Prepared { claim, result: Ok(devices), repeated, elapsed } => {

@@ -16,12 +16,13 @@ use linkwise_core::state::{
 use linkwise_core::topology::{GpuObservation, HostObservation, NodeObservation};
 use linkwise_host::cdi::CdiMetrics;
 use linkwise_host::labels::LabelMetrics;
-use linkwise_kubelet::device_plugin::{Occurrence, Phase, PluginMetrics};
+use linkwise_kubelet::device_plugin::{Life, Occurrence, Phase, PluginMetrics};
 use linkwise_kubelet::dra;
 use linkwise_node::metrics::Metrics;
 use linkwise_node::observe::GpuFailures;
 use linkwise_node::takeover::TakeoverMetrics;
 use linkwise_nvml::supervisor::DriverMetrics;
+use linkwise_system::grpc::Rpc;
 
 fn node() -> NodeState {
     let gpu: GpuObservation = serde_saphyr::from_str(
@@ -58,7 +59,7 @@ fn sorted(text: &str) -> String {
 
 /// An RPC that ended.
 fn rpc(method: &str, code: &'static str, elapsed: Duration) -> Occurrence {
-    Occurrence::Rpc { method: method.to_owned(), code: code.to_owned(), elapsed }
+    Occurrence::Life(Life::Rpc(Rpc { method: method.to_owned(), code: code.to_owned(), elapsed }))
 }
 
 /// Each metric once.
@@ -68,8 +69,8 @@ fn everything() -> String {
     let plugins = metrics.register(PluginMetrics::register);
     plugins.offered(&resource);
     let count = |occurrence| plugins.count(&resource, &occurrence);
-    count(Occurrence::Registered(Ok(())));
-    count(Occurrence::Phase(Phase::Serving));
+    count(Occurrence::Life(Life::Registered(Ok(()))));
+    count(Occurrence::Life(Life::Phase(Phase::Serving)));
     count(Occurrence::Allocated(Ok(Vec::new())));
     count(rpc("Allocate", "OK", Duration::from_micros(300)));
     count(rpc("ListAndWatch", "CANCELLED", Duration::from_secs(9)));

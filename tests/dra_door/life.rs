@@ -6,8 +6,9 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use linkwise_core::state::{NodeState, NumaHints};
-use linkwise_kubelet::dra::{Occurrence, Phase};
+use linkwise_kubelet::dra::{Life, Occurrence, Phase};
 use linkwise_kubelet_box::dra::{DraKubelet, DraState};
+use linkwise_system::grpc::Refusal;
 use linkwise_system::uds::Callers;
 
 use super::node::{DRIVER, Node, connected, end, names, start};
@@ -17,7 +18,7 @@ fn registrations(state: &DraState) -> u64 {
 }
 
 fn in_phase(phase: Phase) -> impl Fn(&Occurrence) -> bool {
-    move |seen| matches!(seen, Occurrence::Phase(now) if *now == phase)
+    move |seen| matches!(seen, Occurrence::Life(Life::Phase(now)) if *now == phase)
 }
 
 #[tokio::test]
@@ -82,7 +83,7 @@ async fn folder_that_comes_later_is_found() {
     fs::remove_dir(&node.settings.registry).unwrap();
     node.settings.poll = std::time::Duration::from_millis(5);
     node.start();
-    node.wait(|seen| matches!(seen, Occurrence::Waiting(why) if why.contains("there is no folder"))).await;
+    node.wait(|seen| matches!(seen, Occurrence::Life(Life::Waiting(why)) if why.contains("there is no folder"))).await;
     node.kubelet().await;
 }
 
@@ -93,7 +94,7 @@ async fn refused_registration_is_told_and_tried_again() {
     let kubelet = DraKubelet::start(node.kubelet_options()).unwrap();
     kubelet.refuse(Some("no\nplugins today"));
     node.start();
-    node.wait(|seen| matches!(seen, Occurrence::Registered(Err(why)) if why == "no plugins today")).await;
+    node.wait(|seen| matches!(seen, Occurrence::Life(Life::Registered(Err(why))) if why == "no plugins today")).await;
     kubelet.refuse(None);
     connected(&kubelet).await;
     node.wait(in_phase(Phase::Registered)).await;
@@ -124,7 +125,7 @@ async fn callers_that_may_not_call_are_refused() {
     node.settings.callers = Callers::only([u32::MAX]);
     node.start();
     let kubelet = DraKubelet::start(node.kubelet_options()).unwrap();
-    node.wait(|seen| matches!(seen, Occurrence::Refused { .. })).await;
+    node.wait(|seen| matches!(seen, Occurrence::Life(Life::Refused(Refusal::Caller(_))))).await;
     assert_eq!(registrations(&kubelet.state()), 0);
 }
 
@@ -151,7 +152,10 @@ async fn new_sockets_come_where_the_kubelet_stays_away() {
     let mut node = Node::new();
     node.settings.offer_timeout = std::time::Duration::from_millis(20);
     node.start();
-    node.wait(|seen| matches!(seen, Occurrence::Waiting(why) if why.contains("has not registered the plugin"))).await;
+    node.wait(
+        |seen| matches!(seen, Occurrence::Life(Life::Waiting(why)) if why.contains("has not registered the plugin")),
+    )
+    .await;
     node.wait(in_phase(Phase::Ending)).await;
     // However often: a kubelet that comes gets the plugin that is there.
     node.kubelet().await;

@@ -7,10 +7,11 @@ use std::process::Stdio;
 
 use hyper_util::rt::TokioIo;
 use linkwise_core::state::ResourceName;
-use linkwise_kubelet::device_plugin::{Occurrence, Phase, Plugin, Settings};
+use linkwise_kubelet::device_plugin::{Life, Occurrence, Phase, Plugin, Settings};
 use linkwise_kubelet_api::v1beta1 as wire;
 use linkwise_kubelet_box::{Fault, KubeletBox, Options, Pod};
-use linkwise_system::uds::Callers;
+use linkwise_system::grpc::Refusal;
+use linkwise_system::uds::{Callers, Peer};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixStream;
 use tokio::sync::mpsc;
@@ -42,7 +43,7 @@ async fn caller_with_other_uid_is_refused() {
     let settings = Settings { callers, ..Settings::new(folder.path().join("kubelet.sock")) };
     let (refusals, mut refused) = mpsc::channel(64);
     let sources = sources(move |occurrence| {
-        if let Occurrence::Refused { uid, pid } = occurrence {
+        if let Occurrence::Life(Life::Refused(Refusal::Caller(Peer { uid, pid }))) = occurrence {
             let _ = refusals.try_send((uid, pid));
         }
     });

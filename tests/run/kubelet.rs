@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use linkwise_core::state::{Event, NodeState, ResourceName};
 use linkwise_host::machines;
-use linkwise_kubelet::device_plugin::{Occurrence, Phase, Plugin, Settings, Sources};
+use linkwise_kubelet::device_plugin::{Life, Occurrence, Phase, Plugin, Settings, Sources};
 use linkwise_kubelet_box::{Fault, KubeletBox, Pod, Restart};
 use tokio::sync::{mpsc, watch};
 use tokio::time::timeout;
@@ -193,7 +193,7 @@ async fn unanswered_register_is_retried_and_counted() {
     };
     let (failures, mut failed) = mpsc::channel(64);
     let sources = sources(move |occurrence| {
-        if let Occurrence::Registered(Err(why)) = occurrence {
+        if let Occurrence::Life(Life::Registered(Err(why))) = occurrence {
             let _ = failures.try_send(why);
         }
     });
@@ -263,7 +263,7 @@ pub fn sources(observe: impl Fn(Occurrence) + Send + Sync + 'static) -> Sources 
 pub fn plugin(settings: Settings) -> (Plugin, mpsc::Receiver<String>) {
     let (ends, ended) = mpsc::channel(64);
     let sources = sources(move |occurrence| {
-        if let Occurrence::Ended(why) = occurrence {
+        if let Occurrence::Life(Life::Ended(why)) = occurrence {
             let _ = ends.try_send(why);
         }
     });

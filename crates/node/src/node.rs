@@ -34,7 +34,7 @@ use linkwise_core::once::Once;
 use linkwise_core::state::{Door, Effect, Event, Health, HealthRecord, NodeState, NumaHints, ResourceName};
 use linkwise_core::topology::GpuUuid;
 use linkwise_kubelet::device_plugin::pod_resources::{self, Holders};
-use linkwise_kubelet::device_plugin::{self as kubelet, Occurrence, Phase, Plugin, PluginMetrics, Sources};
+use linkwise_kubelet::device_plugin::{self as kubelet, Life, Occurrence, Phase, Plugin, PluginMetrics, Sources};
 use linkwise_nvml::supervisor::Idle;
 
 /// The most events that may be queued: a storm of XIDs waits at its sender, not in memory.
@@ -458,10 +458,10 @@ impl Node {
             match &occurrence {
                 Occurrence::Chosen { report, .. } => drop(last_report.send_replace(Some(Arc::clone(report)))),
                 // None of these happens during an admission.
-                Occurrence::Waiting(why) | Occurrence::Ended(why) => {
+                Occurrence::Life(Life::Waiting(why) | Life::Ended(why)) => {
                     readiness.trouble(&Part::Plugin(resource.clone()), why.clone());
                 }
-                Occurrence::Phase(phase) => {
+                Occurrence::Life(Life::Phase(phase)) => {
                     readiness.enter(&Part::Plugin(resource.clone()), phase.words(), phase.is_serving());
                 }
                 _ => {}

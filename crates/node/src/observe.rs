@@ -11,8 +11,10 @@ use linkwise_core::allocation::FallbackReason;
 use linkwise_core::once::Once;
 use linkwise_core::state::{Health, ResourceName};
 use linkwise_core::topology::{GpuUuid, MigUuid};
-use linkwise_kubelet::device_plugin::{Occurrence, Phase};
+use linkwise_kubelet::device_plugin::{Life, Occurrence, Phase};
+use linkwise_system::grpc::{Refusal, Rpc};
 use linkwise_system::metrics::new;
+use linkwise_system::uds::Peer;
 
 /// The most troubles of a resource, and the most refused users, that are remembered; further ones are not logged.
 const MOST: usize = 64;
@@ -83,41 +85,41 @@ impl Reported {
     /// Logs an occurrence; one that was logged already goes to debug level.
     pub fn log(&mut self, resource: &ResourceName, occurrence: &Occurrence) {
         match occurrence {
-            Occurrence::Phase(Phase::Serving) => {
+            Occurrence::Life(Life::Phase(Phase::Serving)) => {
                 let repeated = self.troubles.remove(resource).map_or(0, |mut troubles| troubles.clear());
                 tracing::info!(%resource, phase = Phase::Serving.words(), repeated, "kubelet");
             }
-            Occurrence::Phase(phase) => tracing::debug!(%resource, phase = phase.words(), "kubelet"),
+            Occurrence::Life(Life::Phase(phase)) => tracing::debug!(%resource, phase = phase.words(), "kubelet"),
             Occurrence::Detached(Ok(())) => {
                 tracing::info!(%resource, "serving beside the plugin before us, whose end will change nothing");
             }
             Occurrence::Detached(Err(error)) => {
                 tracing::warn!(%resource, error, "the end of the plugin before us may cost another registration");
             }
-            Occurrence::Waiting(why) if self.is_news(resource, "waiting", why) => {
+            Occurrence::Life(Life::Waiting(why)) if self.is_news(resource, "waiting", why) => {
                 tracing::warn!(%resource, why, "waiting for the kubelet");
             }
-            Occurrence::Registered(Ok(())) if self.is_news(resource, "registered", "") => {
+            Occurrence::Life(Life::Registered(Ok(()))) if self.is_news(resource, "registered", "") => {
                 tracing::info!(%resource, "registered");
             }
-            Occurrence::Registered(Err(error)) if self.is_news(resource, "not registered", error) => {
+            Occurrence::Life(Life::Registered(Err(error))) if self.is_news(resource, "not registered", error) => {
                 tracing::warn!(%resource, error, "not registered");
             }
-            Occurrence::Ended(why) if self.is_news(resource, "ended", why) => {
+            Occurrence::Life(Life::Ended(why)) if self.is_news(resource, "ended", why) => {
                 tracing::warn!(%resource, why, "the session with the kubelet ended");
             }
-            Occurrence::NotAccepted(error) if self.is_news(resource, "not accepted", error) => {
+            Occurrence::Life(Life::Refused(Refusal::NotAccepted(error)))
+                if self.is_news(resource, "not accepted", error) =>
+            {
                 tracing::warn!(%resource, error, "a connection could not be accepted");
             }
-            Occurrence::Refused { uid, pid } if self.refused.is_news(*uid) => {
+            Occurrence::Life(Life::Refused(Refusal::Caller(Peer { uid, pid }))) if self.refused.is_news(*uid) => {
                 tracing::warn!(%resource, uid, pid, "refused a caller; --allowed-uids names who may call besides root");
             }
-            Occurrence::Waiting(_)
-            | Occurrence::Registered(_)
-            | Occurrence::Ended(_)
-            | Occurrence::NotAccepted(_)
-            | Occurrence::Refused { .. } => tracing::debug!(%resource, ?occurrence, "again"),
-            Occurrence::Rpc { method, code, elapsed, .. } => tracing::debug!(%resource, method, code, ?elapsed, "rpc"),
+            Occurrence::Life(Life::Rpc(Rpc { method, code, elapsed })) => {
+                tracing::debug!(%resource, method, code, ?elapsed, "rpc");
+            }
+            Occurrence::Life(again) => tracing::debug!(%resource, ?again, "again"),
             Occurrence::Chosen { report, elapsed, narrowed } => match report.fallback {
                 Some(reason) if self.fallbacks.is_news(reason) => {
                     let what = "preferred in sorted order; further ones are counted, not logged";
@@ -143,7 +145,7 @@ mod tests {
         let (mut reported, gpu) = (Reported::default(), ResourceName::gpu());
         assert!(reported.is_news(&gpu, "ended", "a") && reported.is_news(&gpu, "waiting", "a"));
         assert!(!reported.is_news(&gpu, "ended", "a"));
-        reported.log(&gpu, &Occurrence::Phase(Phase::Serving));
+        reported.log(&gpu, &Occurrence::Life(Life::Phase(Phase::Serving)));
         assert!(reported.is_news(&gpu, "ended", "a"));
     }
 

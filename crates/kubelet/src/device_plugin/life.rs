@@ -14,9 +14,7 @@ use tokio_util::sync::CancellationToken;
 use super::handshake::{DevicePluginHandshake, Input, Limits, OwnAction, OwnInput};
 use super::session::PluginSession;
 use super::{Occurrence, Phase, Report, Settings, Sources, detach, pod_resources, register};
-use crate::registration::{
-    self, BindError, Executor, Held, LifeEvent, Registrant, RegistrationMachine, Watching, random,
-};
+use crate::registration::{self, BindError, Executor, Held, Life, Registrant, RegistrationMachine, Watching, random};
 use linkwise_core::errors::chain;
 use linkwise_core::state::{NodeState, ResourceName};
 use linkwise_system::uds::FileId;
@@ -101,13 +99,8 @@ impl Registrant for DevicePlugin {
     type Handshake = DevicePluginHandshake;
     type Session = PluginSession;
 
-    fn report(&self, event: LifeEvent<Phase>) {
-        (self.report)(match event {
-            LifeEvent::Phase(phase) => Occurrence::Phase(phase),
-            LifeEvent::Waiting(why) => Occurrence::Waiting(why),
-            LifeEvent::Registered(result) => Occurrence::Registered(result),
-            LifeEvent::Ended(why) => Occurrence::Ended(why),
-        });
+    fn report(&self, event: Life<Phase>) {
+        (self.report)(Occurrence::Life(event));
     }
 
     fn kubelet(&self) -> Result<FileId, String> {

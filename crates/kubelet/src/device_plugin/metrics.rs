@@ -2,16 +2,16 @@
 //!
 //! The node registers them and counts each [`Occurrence`]. docs/metrics.md documents them.
 
-use std::time::Duration;
-
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::Histogram;
-use prometheus_client::registry::{Metric, Registry, Unit};
+use prometheus_client::registry::{Registry, Unit};
 
-use super::Occurrence;
+use super::{Life, Occurrence};
 use linkwise_core::state::ResourceName;
+use linkwise_system::grpc::{Refusal, Rpc};
+use linkwise_system::metrics::new;
 
 /// Bounds of the choice's histogram, in seconds: from 1 µs by fours, the budget of 10 µs and of 300 µs between them.
 const CHOICE_BUCKETS: [f64; 8] = [1e-6, 4e-6, 16e-6, 64e-6, 256e-6, 1e-3, 4e-3, 16e-3];
@@ -41,14 +41,8 @@ pub struct PluginMetrics {
     refused: Counters<1>,
 }
 
-fn added<M: Metric + Default + Clone>(registry: &mut Registry, name: &str, help: &str) -> M {
-    let metric = M::default();
-    registry.register(name, help, metric.clone());
-    metric
-}
-
-fn seconds<const N: usize>(registry: &mut Registry, name: &str, help: &str, new: fn() -> Histogram) -> Histograms<N> {
-    let metric = Family::new_with_constructor(new);
+fn seconds<const N: usize>(registry: &mut Registry, name: &str, help: &str, one: fn() -> Histogram) -> Histograms<N> {
+    let metric = Family::new_with_constructor(one);
     registry.register_with_unit(name, help, Unit::Seconds, metric.clone());
     metric
 }
@@ -65,20 +59,20 @@ impl PluginMetrics {
         let connected =
             "1 while the registration of the resource stands: the kubelet holds an open stream and lists the devices";
         Self {
-            choices: added(registry, "preferred_allocations", choices),
-            fallbacks: added(
+            choices: new(registry, "preferred_allocations", choices),
+            fallbacks: new(
                 registry,
                 "preferred_allocation_fallbacks",
                 "Answers to GetPreferredAllocation in sorted order, by reason",
             ),
             choice_seconds: seconds(registry, "choice_duration", choice_seconds, || Histogram::new(CHOICE_BUCKETS)),
-            narrowed: added(registry, "narrowed_requests", narrowed),
-            allocations: added(registry, "allocations", "Answers to Allocate: ok or refused"),
-            rpcs: added(registry, "rpcs", "RPCs of the kubelet that ended, by method and gRPC code"),
+            narrowed: new(registry, "narrowed_requests", narrowed),
+            allocations: new(registry, "allocations", "Answers to Allocate: ok or refused"),
+            rpcs: new(registry, "rpcs", "RPCs of the kubelet that ended, by method and gRPC code"),
             rpc_seconds: seconds(registry, "rpc_duration", rpc_seconds, || Histogram::new(RPC_BUCKETS)),
-            registrations: added(registry, "registrations", "Registrations with the kubelet: ok or failed"),
-            connected: added(registry, "kubelet_connected", connected),
-            refused: added(registry, "refused_callers", "Connections to our sockets that were refused for their uid"),
+            registrations: new(registry, "registrations", "Registrations with the kubelet: ok or failed"),
+            connected: new(registry, "kubelet_connected", connected),
+            refused: new(registry, "refused_callers", "Connections to our sockets that were refused for their uid"),
         }
     }
 
@@ -110,15 +104,17 @@ impl PluginMetrics {
             family.get_or_create(&with(resource, "outcome", outcome)).inc();
         };
         match occurrence {
-            Occurrence::Phase(phase) => {
+            Occurrence::Life(Life::Phase(phase)) => {
                 self.connected.get_or_create(&of(resource)).set(i64::from(phase.is_serving()));
             }
-            Occurrence::Registered(result) => {
+            Occurrence::Life(Life::Registered(result)) => {
                 outcome(&self.registrations, if result.is_ok() { "ok" } else { "failed" });
             }
             Occurrence::Allocated(result) => outcome(&self.allocations, if result.is_ok() { "ok" } else { "refused" }),
-            Occurrence::Refused { .. } => drop(self.refused.get_or_create(&of(resource)).inc()),
-            Occurrence::Rpc { method, code, elapsed, .. } => self.rpc(resource, method, code, *elapsed),
+            Occurrence::Life(Life::Refused(Refusal::Caller(_))) => {
+                self.refused.get_or_create(&of(resource)).inc();
+            }
+            Occurrence::Life(Life::Rpc(rpc)) => self.rpc(resource, rpc),
             Occurrence::Chosen { report, elapsed, narrowed } => {
                 outcome(
                     &self.choices,
@@ -136,22 +132,20 @@ impl PluginMetrics {
                 }
                 self.choice_seconds.get_or_create(&of(resource)).observe(elapsed.as_secs_f64());
             }
-            Occurrence::Waiting(_)
-            | Occurrence::Ended(_)
+            Occurrence::Life(Life::Waiting(_) | Life::Ended(_) | Life::Refused(_))
             | Occurrence::Detached(_)
-            | Occurrence::NotAccepted(_)
             | Occurrence::Given { .. } => {}
         }
     }
 
     /// The length of a stream says nothing of speed and is not observed.
-    fn rpc(&self, resource: &ResourceName, method: &str, code: &str, elapsed: Duration) {
-        let served = code != "UNIMPLEMENTED" && METHODS.contains(&method);
-        let method = if served { method } else { "unknown" };
+    fn rpc(&self, resource: &ResourceName, rpc: &Rpc) {
+        let served = rpc.code != "UNIMPLEMENTED" && METHODS.contains(&rpc.method.as_str());
+        let method = if served { &rpc.method } else { "unknown" };
         let [resource, method] = with(resource, "method", method);
-        self.rpcs.get_or_create(&[resource.clone(), method.clone(), ("code", code.to_owned())]).inc();
+        self.rpcs.get_or_create(&[resource.clone(), method.clone(), ("code", rpc.code.clone())]).inc();
         if method.1 != "ListAndWatch" {
-            self.rpc_seconds.get_or_create(&[resource, method]).observe(elapsed.as_secs_f64());
+            self.rpc_seconds.get_or_create(&[resource, method]).observe(rpc.elapsed.as_secs_f64());
         }
     }
 }

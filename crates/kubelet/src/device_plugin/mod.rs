@@ -33,6 +33,7 @@ use linkwise_core::publish::injection::{HostDevices, InjectionOptions};
 use linkwise_core::state::{NodeState, ResourceName};
 use linkwise_system::uds::Callers;
 
+pub use crate::registration::Life;
 pub use calls::HeldCalls;
 pub use channel::ConnectError;
 pub use life::{NoFolder, Plugin};
@@ -141,35 +142,11 @@ impl Phase {
 /// An occurrence in a plugin, for the log and the metrics.
 #[derive(Clone, Debug)]
 pub enum Occurrence {
-    /// The phase changed.
-    Phase(Phase),
-    /// The kubelet is missing, and why.
-    Waiting(String),
-    /// A registration ended, `Err` with the whole chain of causes.
-    Registered(Result<(), String>),
-    /// A session with the kubelet ended, and why.
-    Ended(String),
+    /// Its life with the kubelet went on.
+    Life(Life<Phase>),
     /// Another plugin of the resource was here before us: whether its end will leave our registration alone, or why it
     /// may not.
     Detached(Result<(), String>),
-    /// A caller was refused for its uid.
-    Refused {
-        /// Its uid.
-        uid: u32,
-        /// Its pid, where the kernel reports it; 0 for a process of another PID namespace.
-        pid: Option<i32>,
-    },
-    /// A connection could not be accepted, and why not.
-    NotAccepted(String),
-    /// An RPC ended.
-    Rpc {
-        /// `Allocate`, `ListAndWatch` ...
-        method: String,
-        /// gRPC's name of the code; `CANCELLED` when the caller disconnected.
-        code: String,
-        /// The time between the request's head and the end of the answer.
-        elapsed: Duration,
-    },
     /// GetPreferredAllocation was answered.
     Chosen {
         /// The reasons for these devices.

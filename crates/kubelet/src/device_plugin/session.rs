@@ -17,7 +17,6 @@ use crate::registration::{BindError, Servers, Session, bind, folder_of, is_numbe
 use linkwise_core::names::shortened;
 use linkwise_core::state::{NodeState, ResourceName};
 use linkwise_kubelet_api::v1beta1::device_plugin_server::DevicePluginServer;
-use linkwise_system::grpc::{Refusal, Rpc};
 use linkwise_system::uds::{self, FileId, LONGEST_PATH, Peer};
 
 /// The length of the rest of a socket's name after the name of its resource: a dash, eight hexadecimal digits, `.sock`.
@@ -99,15 +98,8 @@ impl PluginSession {
         let (path, name) = socket_path(&settings, &resource, random);
         let bound = bind(&path, &settings.callers, |name| is_ours(name, &prefix))?;
 
-        let (refused, ended) = (Arc::clone(&report), Arc::clone(&report));
-        let refused = move |refusal| {
-            refused(match refusal {
-                Refusal::Caller(peer) => Occurrence::Refused { uid: peer.uid, pid: peer.pid },
-                Refusal::NotAccepted(why) => Occurrence::NotAccepted(why),
-            });
-        };
-        let ended = move |Rpc { method, code, elapsed }| ended(Occurrence::Rpc { method, code, elapsed });
-        let mut servers = Servers::new(Arc::new(refused), Arc::new(ended));
+        let life = Arc::clone(&report);
+        let mut servers = Servers::new(Arc::new(move |event| life(Occurrence::Life(event))));
         let kubelet = Arc::new(OnceLock::new());
         let (streams_sender, streams) = watch::channel(0);
         let service = Service {

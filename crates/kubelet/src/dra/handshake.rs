@@ -70,7 +70,8 @@ impl DraHandshake {
 
 impl Handshake for DraHandshake {
     type Phase = Phase;
-    /// The folder says no more than that there is a kubelet.
+    /// The folder says no more than that there is a kubelet. A kubelet that restarts keeps the folder: its connection
+    /// tells.
     type Kubelet = ();
     type Others = ();
     type Bound = ();
@@ -80,13 +81,6 @@ impl Handshake for DraHandshake {
     const SOCKETS_GONE: &str = "our sockets are gone or not ours any more";
     // The kubelet's registration ends the pauses: one that refuses at once must not make a storm.
     const FIRST_RETRY_KEEPS_GAP: bool = true;
-
-    /// A kubelet that restarts keeps the folder: its connection tells.
-    fn other_kubelet(_: &Result<(), String>, _: Option<&()>) -> Option<&'static str> {
-        None
-    }
-
-    fn checked(&mut self, _: &mut Attempts, (): (), _: Duration) {}
 
     fn bound(&mut self, attempts: &mut Attempts, (): (), now: Duration) -> Actions {
         self.connections = 0;
@@ -130,10 +124,6 @@ impl Handshake for DraHandshake {
         let mut actions = attempts.report_waiting(why);
         actions.push(attempts.end(now));
         actions
-    }
-
-    fn wake(&self) -> Option<Duration> {
-        None
     }
 }
 

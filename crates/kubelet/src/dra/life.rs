@@ -14,9 +14,7 @@ use super::claim_manager::ClaimManager;
 use super::handshake::{DraHandshake, Input, OwnInput};
 use super::session::PluginSession;
 use super::{Observer, Occurrence, Phase, Settings};
-use crate::registration::{
-    BindError, Executor, Held, LifeEvent, Limits, Registrant, RegistrationMachine, Watching, random,
-};
+use crate::registration::{BindError, Executor, Held, Life, Limits, Registrant, RegistrationMachine, Watching, random};
 use linkwise_core::state::NodeState;
 
 /// The longest time that connections may take to close when a session ends; a shutdown has one second in all.
@@ -91,13 +89,8 @@ impl Registrant for DraPlugin {
     type Handshake = DraHandshake;
     type Session = PluginSession;
 
-    fn report(&self, event: LifeEvent<Phase>) {
-        (self.observer)(match event {
-            LifeEvent::Phase(phase) => Occurrence::Phase(phase),
-            LifeEvent::Waiting(why) => Occurrence::Waiting(why),
-            LifeEvent::Registered(result) => Occurrence::Registered(result),
-            LifeEvent::Ended(why) => Occurrence::Ended(why),
-        });
+    fn report(&self, event: Life<Phase>) {
+        (self.observer)(Occurrence::Life(event));
     }
 
     fn kubelet(&self) -> Result<(), String> {

@@ -8,9 +8,11 @@ use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::Histogram;
-use prometheus_client::registry::{Metric, Registry, Unit};
+use prometheus_client::registry::{Registry, Unit};
 
-use super::{Occurrence, Phase};
+use super::{Life, Occurrence, Phase};
+use linkwise_system::grpc::Refusal;
+use linkwise_system::metrics::new;
 
 /// Bounds of the requests' histogram, in seconds: from a checkpoint's answer to the kubelet's limit of 45 s.
 const BUCKETS: [f64; 9] = [256e-6, 1e-3, 4e-3, 16e-3, 64e-3, 256e-3, 1.0, 4.0, 16.0];
@@ -30,12 +32,6 @@ pub struct PluginMetrics {
     refused: Counter,
 }
 
-fn added<M: Metric + Default + Clone>(registry: &mut Registry, name: &str, help: &str) -> M {
-    let metric = M::default();
-    registry.register(name, help, metric.clone());
-    metric
-}
-
 impl PluginMetrics {
     /// Makes and registers them.
     pub fn register(registry: &mut Registry) -> Self {
@@ -45,13 +41,13 @@ impl PluginMetrics {
         let requests = "Claims that the kubelet asked to prepare or to unprepare: ok, repeated (answered from the \
                         checkpoint) or failed; and claims that were gone (sweep)";
         let this = Self {
-            requests: added(registry, "dra_requests", requests),
+            requests: new(registry, "dra_requests", requests),
             seconds,
-            claims: added(registry, "dra_prepared_claims", "Claims that are prepared on this node"),
-            devices: added(registry, "dra_prepared_devices", "Devices of the claims that are prepared on this node"),
-            registered: added(registry, "dra_registered", "1 while the kubelet has the DRA plugin registered"),
-            streams: added(registry, "dra_health_streams", "Health streams that the kubelet has open"),
-            refused: added(
+            claims: new(registry, "dra_prepared_claims", "Claims that are prepared on this node"),
+            devices: new(registry, "dra_prepared_devices", "Devices of the claims that are prepared on this node"),
+            registered: new(registry, "dra_registered", "1 while the kubelet has the DRA plugin registered"),
+            streams: new(registry, "dra_health_streams", "Health streams that the kubelet has open"),
+            refused: new(
                 registry,
                 "dra_refused_callers",
                 "Connections to the DRA plugin's sockets that were refused for their uid",
@@ -75,7 +71,7 @@ impl PluginMetrics {
             gauge.set(i64::try_from(value).unwrap_or(i64::MAX));
         };
         match occurrence {
-            Occurrence::Phase(phase) => {
+            Occurrence::Life(Life::Phase(phase)) => {
                 self.registered.set(i64::from(*phase == Phase::Registered));
             }
             Occurrence::Prepared { result: Ok(_), repeated, elapsed, .. } => {
@@ -93,16 +89,10 @@ impl PluginMetrics {
                 gauge(&self.devices, *devices);
             }
             Occurrence::HealthStreams(open) => gauge(&self.streams, *open),
-            Occurrence::Refused { .. } => {
+            Occurrence::Life(Life::Refused(Refusal::Caller(_))) => {
                 self.refused.inc();
             }
-            Occurrence::Waiting(_)
-            | Occurrence::Registered(_)
-            | Occurrence::Ended(_)
-            | Occurrence::NotAccepted(_)
-            | Occurrence::Rpc { .. }
-            | Occurrence::LeftBehind { .. }
-            | Occurrence::CheckpointIgnored { .. } => {}
+            Occurrence::Life(_) | Occurrence::LeftBehind { .. } | Occurrence::CheckpointIgnored { .. } => {}
         }
     }
 

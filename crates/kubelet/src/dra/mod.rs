@@ -38,6 +38,7 @@ use linkwise_core::publish::injection::{HostDevices, InjectionOptions};
 use linkwise_core::state::{NodeState, PreparedClaim};
 use linkwise_system::uds::Callers;
 
+pub use crate::registration::Life;
 pub use api::{ClaimQuery, ClaimQueryError, MpsLink, MpsOrders, MpsServed, SpecsLink};
 pub use checkpoint::{Checkpoint, parse as parse_checkpoint};
 pub use claim_json::{NoClaim, parse_claim};
@@ -185,32 +186,8 @@ impl Phase {
 /// An occurrence in the plugin, for the log and the metrics.
 #[derive(Clone, Debug)]
 pub enum Occurrence {
-    /// The phase changed.
-    Phase(Phase),
-    /// There is no kubelet to register with, and why not.
-    Waiting(String),
-    /// The kubelet registered the plugin, `Err` with its own text where it refused to.
-    Registered(Result<(), String>),
-    /// A session with the kubelet ended, and why.
-    Ended(String),
-    /// A caller was refused for its uid.
-    Refused {
-        /// Its uid.
-        uid: u32,
-        /// Its pid, where the kernel reports it; 0 for a process of another PID namespace.
-        pid: Option<i32>,
-    },
-    /// A connection could not be accepted, and why not.
-    NotAccepted(String),
-    /// An RPC ended.
-    Rpc {
-        /// `NodePrepareResources`, `GetInfo` ...
-        method: String,
-        /// gRPC's name of the code; `CANCELLED` when the caller disconnected.
-        code: String,
-        /// The time between the request's head and the end of the answer.
-        elapsed: Duration,
-    },
+    /// Its life with the kubelet went on.
+    Life(Life<Phase>),
     /// A claim was prepared, or could not be.
     Prepared {
         /// The claim.

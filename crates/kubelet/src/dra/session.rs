@@ -23,7 +23,6 @@ use linkwise_kubelet_api::dra::v1::dra_plugin_server::DraPluginServer;
 use linkwise_kubelet_api::dra_health::v1::dra_resource_health_server::DraResourceHealthServer as HealthV1;
 use linkwise_kubelet_api::dra_health::v1alpha1::dra_resource_health_server::DraResourceHealthServer as HealthV1Alpha1;
 use linkwise_kubelet_api::pluginregistration::registration_server::RegistrationServer;
-use linkwise_system::grpc::{Refusal, Rpc};
 use linkwise_system::uds::LONGEST_PATH;
 
 /// The first part of the names of our sockets; eight hexadecimal digits follow.
@@ -91,15 +90,8 @@ impl PluginSession {
         let endpoint = folder.join(format!("{PREFIX}{number:08x}.sock"));
         let bound = bind(&endpoint, &settings.callers, |name| is_ours(name, |rest| rest == ".sock"))?;
 
-        let (refused, ended) = (Arc::clone(&observer), Arc::clone(&observer));
-        let refused = move |refusal| {
-            refused(match refusal {
-                Refusal::Caller(peer) => Occurrence::Refused { uid: peer.uid, pid: peer.pid },
-                Refusal::NotAccepted(why) => Occurrence::NotAccepted(why),
-            });
-        };
-        let ended = move |Rpc { method, code, elapsed }| ended(Occurrence::Rpc { method, code, elapsed });
-        let mut servers = Servers::new(Arc::new(refused), Arc::new(ended));
+        let life = Arc::clone(&observer);
+        let mut servers = Servers::new(Arc::new(move |event| life(Occurrence::Life(event))));
         let health = HealthService {
             settings: Arc::clone(&settings),
             manager: Arc::clone(&manager),

@@ -17,11 +17,12 @@ use tokio_util::sync::CancellationToken;
 use super::machine::{Action, Handshake, Input, RegistrationMachine};
 use super::servers::{BindError, Held, Servers};
 use linkwise_core::errors::chain;
+use linkwise_system::grpc::{Refusal, Rpc};
 use linkwise_system::inotify::Changes;
 
 /// An occurrence that every plugin has, for the log and the metrics.
 #[derive(Clone, Debug)]
-pub enum LifeEvent<P> {
+pub enum Life<P> {
     /// The phase changed.
     Phase(P),
     /// The plugin is not registered, and why not.
@@ -30,6 +31,10 @@ pub enum LifeEvent<P> {
     Registered(Result<(), String>),
     /// A session with the kubelet ended, and why.
     Ended(String),
+    /// A connection to a socket of ours was not served.
+    Refused(Refusal),
+    /// An RPC ended.
+    Rpc(Rpc),
 }
 
 /// A plugin that registers with the kubelet.
@@ -40,7 +45,7 @@ pub trait Registrant: Send {
     type Session: Session<Handshake = Self::Handshake>;
 
     /// Reports an occurrence.
-    fn report(&self, event: LifeEvent<PhaseOf<Self>>);
+    fn report(&self, event: Life<PhaseOf<Self>>);
 
     /// Looks for the kubelet; the error says why there is none.
     fn kubelet(&self) -> Result<KubeletOf<Self>, String>;
@@ -135,7 +140,7 @@ impl<R: Registrant> Executor<R> {
 
     /// Serves until `shutdown`; then ends its streams and connections, removes its sockets and returns.
     pub async fn live(mut self, shutdown: &CancellationToken) {
-        self.registrant.report(LifeEvent::Phase(self.machine.phase()));
+        self.registrant.report(Life::Phase(self.machine.phase()));
         self.check();
         let mut ending = false;
         while !self.machine.is_over() {
@@ -199,7 +204,7 @@ impl<R: Registrant> Executor<R> {
         }
         let phase = self.machine.phase();
         if self.phase.send_replace(phase) != phase {
-            self.registrant.report(LifeEvent::Phase(phase));
+            self.registrant.report(Life::Phase(phase));
         }
     }
 
@@ -229,9 +234,9 @@ impl<R: Registrant> Executor<R> {
                     session.servers().cut();
                 }
             }
-            Action::ReportWaiting(why) => self.registrant.report(LifeEvent::Waiting(why)),
-            Action::ReportRegistered(result) => self.registrant.report(LifeEvent::Registered(result)),
-            Action::ReportEnded(why) => self.registrant.report(LifeEvent::Ended(why)),
+            Action::ReportWaiting(why) => self.registrant.report(Life::Waiting(why)),
+            Action::ReportRegistered(result) => self.registrant.report(Life::Registered(result)),
+            Action::ReportEnded(why) => self.registrant.report(Life::Ended(why)),
         }
     }
 }

@@ -50,11 +50,14 @@ pub trait Handshake: Debug + Sized + Send + 'static {
     /// True if the first retry, which comes without a pause, keeps the gap between two binds too.
     const FIRST_RETRY_KEEPS_GAP: bool;
 
-    /// The cause of a session's end where the files show another kubelet than the one of the current attempt.
-    fn other_kubelet(found: &Result<Self::Kubelet, String>, attempted: Option<&Self::Kubelet>) -> Option<&'static str>;
+    /// The cause of a session's end where the files show another kubelet than the one of the current attempt. By
+    /// default they show none.
+    fn other_kubelet(_: &Result<Self::Kubelet, String>, _attempted: Option<&Self::Kubelet>) -> Option<&'static str> {
+        None
+    }
 
     /// Takes the other facts of a check into account, before the check ends a session or begins an attempt.
-    fn checked(&mut self, attempts: &mut Attempts<Self>, others: Self::Others, now: Duration);
+    fn checked(&mut self, _: &mut Attempts<Self>, _: Self::Others, _now: Duration) {}
 
     /// The sockets are bound and served: enters the first phase of a session.
     fn bound(&mut self, attempts: &mut Attempts<Self>, bound: Self::Bound, now: Duration) -> Vec<ActionOf<Self>>;
@@ -74,7 +77,9 @@ pub trait Handshake: Debug + Sized + Send + 'static {
     fn due(&mut self, attempts: &mut Attempts<Self>, now: Duration) -> Vec<ActionOf<Self>>;
 
     /// The time of a timer of its own, beside the phase's end. Asked while a session is open.
-    fn wake(&self) -> Option<Duration>;
+    fn wake(&self) -> Option<Duration> {
+        None
+    }
 }
 
 /// An input of a plugin's machine.

@@ -11,6 +11,6 @@ mod servers;
 #[cfg(test)]
 pub mod worlds;
 
-pub use executor::{Executor, LifeEvent, Registrant, Session, Watching, random};
+pub use executor::{Executor, Life, Registrant, Session, Watching, random};
 pub use machine::{Action, ActionOf, Attempts, Handshake, Input, LifePhase, Limits, RegistrationMachine};
 pub use servers::{BindError, Held, Servers, bind, folder_of, is_number, listen};

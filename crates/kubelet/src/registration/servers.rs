@@ -16,6 +16,7 @@ use tonic::service::Routes;
 use tower::layer::layer_fn;
 use tower::service_fn;
 
+use super::executor::Life;
 use linkwise_core::errors::chain;
 use linkwise_system::grpc::{Refusal, Report, Rpc, accepted, observed};
 use linkwise_system::uds::{self, Callers, Listener, SocketFile};
@@ -94,8 +95,11 @@ pub struct Servers {
 }
 
 impl Servers {
-    /// No server yet. The reports receive refused connections and RPCs that ended.
-    pub fn new(refused: Report<Refusal>, ended: Report<Rpc>) -> Self {
+    /// No server yet. The report receives refused connections and RPCs that ended.
+    pub fn new<P: 'static>(report: Report<Life<P>>) -> Self {
+        let (refused, ended) = (Arc::clone(&report), report);
+        let refused: Report<Refusal> = Arc::new(move |refusal| refused(Life::Refused(refusal)));
+        let ended: Report<Rpc> = Arc::new(move |rpc| ended(Life::Rpc(rpc)));
         let (end, cut) = (CancellationToken::new(), CancellationToken::new());
         let _guards = [end.clone().drop_guard(), cut.clone().drop_guard()];
         let (sockets, alias, servers) = (Vec::new(), None, FuturesUnordered::new());
