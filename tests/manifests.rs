@@ -283,6 +283,14 @@ fn dra_has_the_least_rights_and_its_own_node() {
         (&rule["resources"][0], &rule["operations"]),
         (&serde_json::json!("resourceslices"), &serde_json::json!(["CREATE", "UPDATE", "DELETE"]))
     );
+    // The chart names another account, and has the same rules.
+    let rules = |path: &Path| {
+        let text = std::fs::read_to_string(path).unwrap();
+        let rules = text.split_once("\n  variables:\n").expect("variables of a policy").1.to_owned();
+        rules.split("\n---\n").next().unwrap().trim_end().to_owned()
+    };
+    let chart = Path::new(env!("CARGO_MANIFEST_DIR")).join("charts/linkwise/templates/dra.yaml");
+    assert_eq!(rules(&manifests().join("overlays/dra/admissionpolicy.yaml")), rules(&chart));
     assert_eq!(of("admissionpolicybinding")["spec"]["policyName"], policy["metadata"]["name"]);
     let patch = of("daemonset");
     assert_eq!(patch.pointer(&format!("{POD}/automountServiceAccountToken")), Some(&Value::Bool(true)));

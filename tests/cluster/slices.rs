@@ -460,3 +460,52 @@ async fn node_that_may_not_be_read_costs_only_the_owner() {
     assert_eq!(slices(&cluster)[0]["metadata"]["ownerReferences"], Value::Null);
     writing.running.end().await;
 }
+
+/// Puts the overlay's policy in force, and returns a cluster whose token is that of linkwise's pod on the node `n`.
+async fn with_policy() -> Cluster {
+    let cluster = started().await;
+    for (resource, file) in [
+        (ResourceType::VALIDATING_ADMISSION_POLICIES, "admissionpolicy"),
+        (ResourceType::VALIDATING_ADMISSION_POLICY_BINDINGS, "admissionpolicybinding"),
+    ] {
+        let path = format!("{}/manifests/overlays/dra/{file}.yaml", env!("CARGO_MANIFEST_DIR"));
+        let object: Value = serde_saphyr::from_str(&std::fs::read_to_string(path).unwrap()).unwrap();
+        cluster.server.create("kubectl", &resource.key(None, "linkwise-dra"), object).unwrap();
+    }
+    let extra = json!({"authentication.kubernetes.io/node-name": ["n"]});
+    let user = json!({"username": "system:serviceaccount:kube-system:linkwise", "extra": extra});
+    cluster.server.name_user("first", user);
+    cluster
+}
+
+#[tokio::test]
+async fn policy_lets_linkwise_write_its_own_pool_only() {
+    let cluster = with_policy().await;
+    let key = |name| ResourceType::RESOURCE_SLICES.key(None, name);
+    let slice = |node: &str, driver: &str, pool: &str| {
+        let pool = json!({"name": pool, "generation": 99, "resourceSliceCount": 1});
+        json!({"spec": {"nodeName": node, "driver": driver, "pool": pool, "devices": []}})
+    };
+    for (node, driver, pool, why) in [
+        ("victim", DRIVER, "victim/gpu", "may not write slices of node 'victim'"),
+        ("n", DRIVER, "victim/gpu", "may not write slices of the pool 'victim/gpu'"),
+        ("n", DRIVER, "n", "may not write slices of the pool 'n'"),
+        ("n", "dra.net", "n/gpu", "may not write slices of the driver 'dra.net'"),
+    ] {
+        let refused = cluster.server.create_as("first", &key("a"), slice(node, driver, pool)).unwrap_err();
+        assert!(refused["message"].as_str().unwrap().contains(why), "{refused}");
+    }
+    // NVIDIA's driver had another pool here.
+    cluster.server.put("nvidia", &key("nvidias"), slice("n", DRIVER, "n"));
+    let mut writing = write(&cluster, PACE);
+    for count in [2, 130, 0] {
+        writing.store(&cluster, pool(devices(count))).await;
+    }
+    assert!(slices(&cluster).iter().all(|slice| slice["spec"]["pool"]["name"] == "n/gpu"));
+    let mut wanted = Pool::clone(&pool(devices(1)));
+    wanted.name = "victim/gpu".to_owned();
+    writing.want(Arc::new(wanted));
+    let report = writing.reports(|stored| stored.trouble.is_some()).await;
+    assert!(report.trouble.unwrap().contains("may not write slices of the pool"), "over HTTP too");
+    writing.running.end().await;
+}

@@ -13,7 +13,7 @@ use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
 /// The kinds that the server has.
-pub const TYPES: [ResourceType; 9] = [
+pub const TYPES: [ResourceType; 11] = [
     ResourceType::NODES,
     ResourceType::PODS,
     ResourceType::EVENTS,
@@ -23,6 +23,8 @@ pub const TYPES: [ResourceType; 9] = [
     ResourceType::DEVICE_CLASSES,
     ResourceType::MUTATING_ADMISSION_POLICIES,
     ResourceType::MUTATING_ADMISSION_POLICY_BINDINGS,
+    ResourceType::VALIDATING_ADMISSION_POLICIES,
+    ResourceType::VALIDATING_ADMISSION_POLICY_BINDINGS,
 ];
 
 /// Pauses of milliseconds, and nothing that is written again unasked.

@@ -14,6 +14,7 @@
 mod check;
 mod expressions;
 mod patch;
+pub(super) mod validating;
 
 use std::collections::BTreeMap;
 
@@ -180,14 +181,14 @@ impl LabelSelector {
 }
 
 impl Rule {
-    /// Returns true if the policy applies to the creation of such an object.
-    fn matches(&self, resource: &ResourceType) -> bool {
+    /// Returns true if the policy applies to an operation on such an object.
+    fn matches(&self, resource: &ResourceType, operation: &str) -> bool {
         let (group, version) = resource.api.split_once('/').unwrap_or(("", resource.api));
         let has = |list: &[String], one: &str| list.iter().any(|listed| listed == one || listed == "*");
         has(&self.api_groups, group)
             && has(&self.api_versions, version)
             && has(&self.resources, resource.plural)
-            && has(&self.operations, "CREATE")
+            && has(&self.operations, operation)
     }
 }
 
@@ -202,6 +203,12 @@ pub(super) fn check(key: &Key, object: &Value) -> Result<(), Refusal> {
     if key.resource == ResourceType::MUTATING_ADMISSION_POLICY_BINDINGS {
         return spec::<BindingSpec>(key, object).map(drop);
     }
+    if key.resource == ResourceType::VALIDATING_ADMISSION_POLICY_BINDINGS {
+        return spec::<validating::BindingSpec>(key, object).map(drop);
+    }
+    if key.resource == ResourceType::VALIDATING_ADMISSION_POLICIES {
+        return validating::check(key, object);
+    }
     if key.resource != ResourceType::MUTATING_ADMISSION_POLICIES {
         return Ok(());
     }
@@ -215,7 +222,15 @@ pub(super) fn check(key: &Key, object: &Value) -> Result<(), Refusal> {
     let variables = policy.variables.iter().map(|one| ("variables", &one.expression, &variable, Wanted::Any));
     let mutations =
         policy.mutations.iter().map(|one| ("mutations", &one.json_patch.expression, &patches, Wanted::Patches));
-    let refused = conditions.chain(variables).chain(mutations).filter_map(|(list, expression, scope, wanted)| {
+    compiled(key, conditions.chain(variables).chain(mutations))
+}
+
+/// Refuses a policy of which an expression does not compile. Each has its list, its scope and its kind.
+fn compiled<'a>(
+    key: &Key,
+    expressions: impl Iterator<Item = (&'a str, &'a String, &'a Scope, Wanted)>,
+) -> Result<(), Refusal> {
+    let refused = expressions.filter_map(|(list, expression, scope, wanted)| {
         let why = check::compile(expression, scope, wanted).err()?;
         let message = format!("Invalid value: {expression:?}: {why}");
         Some(Cause { reason: "FieldValueInvalid", field: format!("spec.{list}[].expression"), message })
@@ -241,7 +256,7 @@ pub(super) fn mutate(store: &Store, key: &Key, object: &mut Value) -> Result<(),
             let named = policies.iter().find(|policy| policy["metadata"]["name"] == bound.policy_name.as_str());
             let Some(policy) = named.map(|policy| spec::<PolicySpec>(key, policy)).transpose()? else { continue };
             if (again && policy.reinvocation_policy == Reinvocation::Never)
-                || !policy.match_constraints.resource_rules.iter().any(|rule| rule.matches(&key.resource))
+                || !policy.match_constraints.resource_rules.iter().any(|rule| rule.matches(&key.resource, "CREATE"))
                 || ![&policy.match_constraints, &bound.match_resources].iter().all(|of| of.selects(namespace, object))
             {
                 continue;
@@ -285,8 +300,11 @@ enum Failed {
 fn invoke(policy: &PolicySpec, object: &mut Value, params: Option<&Value>) -> Result<(), Failed> {
     let failed =
         |expression: &str, why: String| Failed::Policy(format!("expression '{expression}' resulted in error: {why}"));
+    fn inputs<'a>(object: &'a Value, params: Option<&'a Value>) -> Vec<(&'static str, &'a Value)> {
+        [("object", object)].into_iter().chain(params.map(|params| ("params", params))).collect()
+    }
     let evaluate = |expression: &str, object: &Value, variables: &BTreeMap<String, expressions::Variable>| {
-        expressions::evaluate(expression, object, params, variables).map_err(|why| failed(expression, why))
+        expressions::evaluate(expression, &inputs(object, params), variables).map_err(|why| failed(expression, why))
     };
     let mut error = None;
     for Named { expression, .. } in &policy.match_conditions {
@@ -305,7 +323,7 @@ fn invoke(policy: &PolicySpec, object: &mut Value, params: Option<&Value>) -> Re
         let mut variables = BTreeMap::new();
         for one in &policy.variables {
             // An error counts only when an expression reads the variable.
-            let value = expressions::evaluate(&one.expression, object, params, &variables);
+            let value = expressions::evaluate(&one.expression, &inputs(object, params), &variables);
             variables.insert(one.name.clone(), value);
         }
         let patched = evaluate(expression, object, &variables)

@@ -17,6 +17,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio_rustls::TlsAcceptor;
 use tokio_util::sync::CancellationToken;
 
+use crate::admission::validating::{self, Asked};
 use crate::refusal::Refusal;
 use crate::store::{Change, Key, ResourceType, Selector};
 use crate::{Answer, Request, Shared};
@@ -89,7 +90,7 @@ async fn answer(request: hyper::Request<Incoming>, shared: &Arc<Shared>) -> Resp
         Some(Answer::Lost) | None => {}
     }
     let known = shared.tokens.lock().expect("no thread panics in here").clone();
-    if known.is_some_and(|known| !token.is_some_and(|token| known.contains(&token))) {
+    if known.is_some_and(|known| !token.as_ref().is_some_and(|token| known.contains(token))) {
         return status(&Refusal::new(401, "Unauthorized", "Unauthorized"));
     }
     let version = shared.version.lock().expect("no thread panics in here").clone();
@@ -122,6 +123,9 @@ async fn answer(request: hyper::Request<Incoming>, shared: &Arc<Shared>) -> Resp
     let by_default = text(header::USER_AGENT).split('/').next().unwrap_or_default().to_owned();
     let manager = parameter("fieldManager").map_or(by_default, str::to_owned);
     let kind_of_body = text(header::CONTENT_TYPE).to_owned();
+    if let Err(refusal) = allowed(shared, &target, &method, token.as_deref(), &sent) {
+        return status(&refusal);
+    }
     let result = match (method.as_str(), &target.name) {
         ("GET", None) if watches => {
             let from = parameter("resourceVersion").and_then(|version| version.parse().ok()).unwrap_or_default();
@@ -161,6 +165,21 @@ async fn answer(request: hyper::Request<Incoming>, shared: &Arc<Shared>) -> Resp
         Ok(object) => respond(if method == "POST" { 201 } else { 200 }, object.to_string()),
         Err(refusal) => status(&refusal),
     }
+}
+
+/// Asks the validating policies about a request that names one object.
+fn allowed(shared: &Shared, target: &Target, method: &str, token: Option<&str>, sent: &Value) -> Result<(), Refusal> {
+    let operation = match method {
+        "POST" => "CREATE",
+        "PUT" => "UPDATE",
+        "PATCH" => "PATCH",
+        "DELETE" => "DELETE",
+        _ => return Ok(()),
+    };
+    let name = target.name.as_deref().or_else(|| sent["metadata"]["name"].as_str()).unwrap_or_default();
+    let (key, user, none) = (target.key(name), shared.user(token), Value::Null);
+    let object = if operation == "DELETE" { &none } else { sent };
+    validating::admit(&shared.store(), &Asked { operation, user: &user, key: &key, object })
 }
 
 /// The verb of RBAC for a request.

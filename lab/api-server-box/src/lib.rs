@@ -3,9 +3,9 @@
 //! Tests run the programs that speak to the API server against it, and `linkwise-lab demo --dra` runs in it. The server is
 //! generic over JSON objects by group, version and resource, and keeps the promises that a client relies on: versions,
 //! watches that continue or expire, server-side apply with owners of fields, conflicts, bearer tokens. It also keeps
-//! the rules of `resource.k8s.io/v1` (limits, names, immutable fields, gates that drop fields), and its
-//! MutatingAdmissionPolicies change the objects that a client creates. It does not validate other objects. It shares no
-//! code with linkwise.
+//! the rules of `resource.k8s.io/v1` (limits, names, immutable fields, gates that drop fields). Its
+//! MutatingAdmissionPolicies change the objects that a client creates, and its ValidatingAdmissionPolicies refuse
+//! requests. It does not validate other objects. It shares no code with linkwise.
 
 #![allow(clippy::expect_used, clippy::unwrap_used, clippy::panic, reason = "only tests and the demo run it")]
 
@@ -17,7 +17,7 @@ mod refusal;
 mod resource;
 mod store;
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -32,6 +32,7 @@ pub use faults::{Answer, Fault};
 pub use resource::Gates;
 pub use store::{Key, ResourceType};
 
+use admission::validating::{self, Asked};
 use faults::Faults;
 use store::{Selector, Store};
 
@@ -68,6 +69,8 @@ struct Shared {
     faults: Mutex<Faults>,
     /// The accepted tokens; `None` while every request is accepted.
     tokens: Mutex<Option<BTreeSet<String>>>,
+    /// The `userInfo` of clients, by their tokens, for policies.
+    users: Mutex<BTreeMap<String, Value>>,
     requests: watch::Sender<Vec<Request>>,
     /// The release that `/version` names.
     version: Mutex<String>,
@@ -84,6 +87,12 @@ struct Shared {
 impl Shared {
     fn store(&self) -> MutexGuard<'_, Store> {
         self.store.lock().expect("no thread panics in here")
+    }
+
+    /// The `userInfo` of the client with a token.
+    fn user(&self, token: Option<&str>) -> Value {
+        let users = self.users.lock().expect("no thread panics in here");
+        token.and_then(|token| users.get(token)).cloned().unwrap_or_default()
     }
 
     fn forbids(&self, verb: &str, plural: &str) -> bool {
@@ -135,6 +144,7 @@ impl ApiServerBox {
                 store: Mutex::new(Store::new(types)),
                 faults: Mutex::default(),
                 tokens: Mutex::default(),
+                users: Mutex::default(),
                 requests: watch::Sender::default(),
                 version: Mutex::new("v1.36.2".to_owned()),
                 forbidden: Mutex::default(),
@@ -176,6 +186,11 @@ impl ApiServerBox {
     pub fn accept_tokens(&self, tokens: &[&str]) {
         let tokens = tokens.iter().map(|token| (*token).to_owned()).collect();
         *self.shared.tokens.lock().expect("no thread panics in here") = Some(tokens);
+    }
+
+    /// Names the client with this token to admission policies, as a `userInfo` of an admission request does.
+    pub fn name_user(&self, token: &str, user_info: Value) {
+        self.shared.users.lock().expect("no thread panics in here").insert(token.to_owned(), user_info);
     }
 
     /// Takes these rights, and no others, from all clients from now on. Such requests are refused, and a
@@ -257,6 +272,18 @@ impl ApiServerBox {
         let created = self.shared.store().create(manager, key, object);
         self.shared.changed();
         created.map_err(|refusal| refusal.status())
+    }
+
+    /// Creates an object as the client with a token would: validating policies may refuse it.
+    ///
+    /// # Errors
+    ///
+    /// The Status of the server's refusal.
+    pub fn create_as(&self, token: &str, key: &Key, object: Value) -> Result<Value, Value> {
+        let user = self.shared.user(Some(token));
+        let asked = Asked { operation: "CREATE", user: &user, key, object: &object };
+        validating::admit(&self.shared.store(), &asked).map_err(|refusal| refusal.status())?;
+        self.create(token, key, object)
     }
 
     /// Replaces an object's status as a client would.

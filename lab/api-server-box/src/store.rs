@@ -41,6 +41,12 @@ impl ResourceType {
     /// Bindings of these policies.
     pub const MUTATING_ADMISSION_POLICY_BINDINGS: Self =
         Self::of(ADMISSION, "mutatingadmissionpolicybindings", "MutatingAdmissionPolicyBinding", false);
+    /// Policies that refuse changes of objects.
+    pub const VALIDATING_ADMISSION_POLICIES: Self =
+        Self::of(ADMISSION, "validatingadmissionpolicies", "ValidatingAdmissionPolicy", false);
+    /// Bindings of these policies.
+    pub const VALIDATING_ADMISSION_POLICY_BINDINGS: Self =
+        Self::of(ADMISSION, "validatingadmissionpolicybindings", "ValidatingAdmissionPolicyBinding", false);
     /// Node Feature Discovery's features of nodes.
     pub const NODE_FEATURES: Self = Self::of("nfd.k8s-sigs.io/v1alpha1", "nodefeatures", "NodeFeature", true);
     /// The resources that DRA drivers publish.

@@ -31,6 +31,15 @@ impl Scope {
         Self { variables: ["object"].into_iter().chain(params).collect(), has_patches: false }
     }
 
+    /// The scope of the conditions of a validating policy; `variables` and the validations have `variables` too.
+    pub fn validations(has_variables: bool) -> Self {
+        let variables = has_variables.then_some("variables");
+        Self {
+            variables: ["object", "oldObject", "request"].into_iter().chain(variables).collect(),
+            has_patches: false,
+        }
+    }
+
     /// The scope of variables.
     pub fn variables(has_params: bool) -> Self {
         let mut scope = Self::conditions(has_params);
@@ -75,19 +84,17 @@ pub(super) fn compiled(expression: &str) -> Compiled {
     Arc::clone(programs.entry(expression.to_owned()).or_insert_with(compile))
 }
 
-/// The value of an expression about an object.
+/// The value of an expression, with the inputs that it may read by name.
 pub(super) fn evaluate(
     expression: &str,
-    object: &Value,
-    params: Option<&Value>,
+    inputs: &[(&str, &Value)],
     variables: &BTreeMap<String, Variable>,
 ) -> Result<Value, String> {
     let program = compiled(expression);
     let program = program.as_ref().as_ref().map_err(Clone::clone)?;
     let mut context = Context::with_env(Arc::clone(&ENVIRONMENT));
-    context.add_variable_from_value("object", to_cel(object));
-    if let Some(params) = params {
-        context.add_variable_from_value("params", to_cel(params));
+    for (name, value) in inputs {
+        context.add_variable_from_value(*name, to_cel(value));
     }
     // A variable without a value is absent: an expression that reads it fails.
     let known = variables.iter().filter_map(|(name, value)| Some((name.clone(), to_cel(value.as_ref().ok()?))));

@@ -1,0 +1,135 @@
+//! ValidatingAdmissionPolicies: refuse a request that a policy with a binding does not allow.
+//!
+//! The rules are those of Kubernetes 1.36 (`apiserver/pkg/admission/plugin/policy/validating`, `dispatcher.go` and
+//! `validator.go`): a policy applies where each of its conditions is true, and denies the request where one of its
+//! validations is not true. An error denies the request. Parameters, `failurePolicy: Ignore`, actions other than
+//! `Deny`, and requests that patch an object are not modelled: they are refused.
+
+use std::collections::BTreeMap;
+
+use serde::Deserialize;
+use serde_json::{Value, json};
+
+use super::check::Wanted;
+use super::expressions::{self, Scope};
+use super::{Named, Resources, spec, text};
+use crate::refusal::Refusal;
+use crate::store::{Key, ResourceType, Store};
+
+#[derive(Debug, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+struct PolicySpec {
+    #[serde(rename = "failurePolicy")]
+    _failure_policy: Fail,
+    match_constraints: Resources,
+    #[serde(default)]
+    match_conditions: Vec<Named>,
+    #[serde(default)]
+    variables: Vec<Named>,
+    validations: Vec<Validation>,
+}
+
+#[derive(Debug, Deserialize)]
+enum Fail {
+    Fail,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+struct Validation {
+    expression: String,
+    message: Option<String>,
+    message_expression: Option<String>,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub(super) struct BindingSpec {
+    policy_name: String,
+    #[serde(rename = "validationActions")]
+    _validation_actions: Vec<Action>,
+}
+
+#[derive(Debug, Deserialize)]
+enum Action {
+    Deny,
+}
+
+/// A request that changes an object.
+pub(crate) struct Asked<'a> {
+    /// `CREATE`, `UPDATE`, `PATCH` or `DELETE`.
+    pub operation: &'static str,
+    /// The `userInfo` of the client.
+    pub user: &'a Value,
+    pub key: &'a Key,
+    /// The object as it is to be; null where it is to be deleted.
+    pub object: &'a Value,
+}
+
+/// Checks a policy that a client stores.
+pub(super) fn check(key: &Key, object: &Value) -> Result<(), Refusal> {
+    let policy: PolicySpec = spec(key, object)?;
+    let (plain, with_variables) = (Scope::validations(false), Scope::validations(true));
+    let conditions =
+        policy.match_conditions.iter().map(|one| ("matchConditions", &one.expression, &plain, Wanted::Bool));
+    let variables = policy.variables.iter().map(|one| ("variables", &one.expression, &with_variables, Wanted::Any));
+    let validations = policy.validations.iter().flat_map(|one| {
+        let message = one.message_expression.iter().map(|text| ("messages", text, Wanted::Any));
+        [("validations", &one.expression, Wanted::Bool)].into_iter().chain(message)
+    });
+    let validations = validations.map(|(list, text, wanted)| (list, text, &with_variables, wanted));
+    super::compiled(key, conditions.chain(variables).chain(validations))
+}
+
+/// Refuses a request that a policy does not allow.
+pub(crate) fn admit(store: &Store, asked: &Asked<'_>) -> Result<(), Refusal> {
+    let policies = store.list(&ResourceType::VALIDATING_ADMISSION_POLICIES, None);
+    for binding in store.list(&ResourceType::VALIDATING_ADMISSION_POLICY_BINDINGS, None) {
+        let bound: BindingSpec = spec(asked.key, binding)?;
+        let named = policies.iter().find(|policy| policy["metadata"]["name"] == bound.policy_name.as_str());
+        let Some(policy) = named.map(|policy| spec::<PolicySpec>(asked.key, policy)).transpose()? else { continue };
+        let operation = if asked.operation == "PATCH" { "UPDATE" } else { asked.operation };
+        if !policy.match_constraints.resource_rules.iter().any(|rule| rule.matches(&asked.key.resource, operation)) {
+            continue;
+        }
+        if asked.operation == "PATCH" {
+            return Err(Refusal::bad_request("a patch of an object with a validating policy: not modelled"));
+        }
+        evaluate(&policy, store, asked).map_err(|why| {
+            let name = text(&binding["metadata"]["name"]);
+            let denied =
+                format!("ValidatingAdmissionPolicy '{}' with binding '{name}' denied request", bound.policy_name);
+            let (plural, object) = (asked.key.resource.plural, &asked.key.name);
+            Refusal::new(422, "Invalid", format!("{plural} \"{object}\" is forbidden: {denied}: {why}"))
+        })?;
+    }
+    Ok(())
+}
+
+fn evaluate(policy: &PolicySpec, store: &Store, asked: &Asked<'_>) -> Result<(), String> {
+    let old = store.get(asked.key).cloned().unwrap_or_default();
+    let request = json!({"operation": asked.operation, "name": asked.key.name, "userInfo": asked.user});
+    let inputs = [("object", asked.object), ("oldObject", &old), ("request", &request)];
+    let of = |expression: &str, variables: &BTreeMap<String, expressions::Variable>| {
+        let value = expressions::evaluate(expression, &inputs, variables);
+        value.map_err(|why| format!("expression '{expression}' resulted in error: {why}"))
+    };
+    for Named { expression, .. } in &policy.match_conditions {
+        if of(expression, &BTreeMap::new())? != true {
+            return Ok(());
+        }
+    }
+    let mut variables = BTreeMap::new();
+    for one in &policy.variables {
+        let value = of(&one.expression, &variables);
+        variables.insert(one.name.clone(), value);
+    }
+    for Validation { expression, message, message_expression } in &policy.validations {
+        if of(expression, &variables)? == true {
+            continue;
+        }
+        let told = message_expression.as_ref().and_then(|text| of(text, &variables).ok()?.as_str().map(str::to_owned));
+        return Err(told.or_else(|| message.clone()).unwrap_or_else(|| format!("failed expression: {expression}")));
+    }
+    Ok(())
+}
