@@ -125,13 +125,6 @@ fn rights_are_those_that_the_programs_need() {
     let dra = [
         json!({"apiGroups": ["resource.k8s.io"], "resources": ["resourceclaims"], "verbs": ["get"]}),
         json!({"apiGroups": ["resource.k8s.io"], "resources": ["resourceslices"], "verbs": slices}),
-        json!({"apiGroups": ["resource.k8s.io"], "resources": ["deviceclasses"], "verbs": ["get"]}),
-        json!({
-            "apiGroups": ["admissionregistration.k8s.io"],
-            "resources": ["mutatingadmissionpolicies", "mutatingadmissionpolicybindings"],
-            "resourceNames": ["linkwise-unchanged-pods"],
-            "verbs": ["get"],
-        }),
         json!({"apiGroups": [""], "resources": ["nodes"], "verbs": ["get"]}),
     ];
     let events = json!({"apiGroups": ["events.k8s.io"], "resources": ["events"], "verbs": ["create"]});

@@ -41,8 +41,14 @@ pub(super) fn slices(found: &mut Findings, facts: Option<DraFound>) {
             "kubectl apply -k manifests/overlays/dra makes it, and so does the chart (dra.deviceClasses)",
         ),
         Err(why) => {
-            let advice = format!("kubectl get deviceclass {DRA_DRIVER}");
-            found.skipped(format!("the DeviceClass {DRA_DRIVER} could not be read: {why}"), Some(&advice));
+            let advice = format!("kubectl get deviceclass {DRA_DRIVER} -o yaml");
+            found.skipped(
+                format!(
+                    "the DeviceClass {DRA_DRIVER} could not be read, nor which door pods with its extended resource take: \
+                     {why}"
+                ),
+                Some(&advice),
+            );
         }
     }
     match slices {
