@@ -162,9 +162,8 @@ fn publish(
     let metrics = node.metrics().register(SliceMetrics::register);
     let (pool, wanted) = watch::channel(None);
     let (report, stored) = watch::channel(StoredPool::default());
-    let asks_version = settings.dra_dynamic_mig.value;
     node.metrics().register(|registry| api.metrics().register_in(registry));
-    let writer = SliceWriter::new(api.server(), SliceSettings { node: name, asks_version });
+    let writer = SliceWriter::new(api.server(), SliceSettings { node: name });
     let writing = writer.run(api.server(), wanted.clone(), report, node.shutdown());
     let reading = ClaimReader::new(api.server()).run(claims, node.shutdown());
     let maker = PoolMaker {
@@ -332,7 +331,7 @@ impl SliceMetrics {
             drops_taints: new(
                 registry,
                 "dra_taints_dropped",
-                "1 once the API server dropped a taint (feature gate DRADeviceTaints): sick GPUs are left out instead",
+                "1 if the API server drops taints (feature gate DRADeviceTaints): sick GPUs are left out instead",
             ),
             drops_counters: new(
                 registry,

@@ -24,7 +24,7 @@ struct Writing {
 fn write(cluster: &Cluster, pace: Pace) -> Writing {
     let (pool, wanted) = watch::channel(None);
     let (report, stored) = watch::channel(StoredPool::default());
-    let settings = SliceSettings { node: "n".to_owned(), asks_version: true };
+    let settings = SliceSettings { node: "n".to_owned() };
     let writer = SliceWriter::new(cluster.client(pace), settings);
     let follow = cluster.client(pace);
     let running = Running::of(|shutdown| writer.run(follow, wanted, report, shutdown));

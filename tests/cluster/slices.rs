@@ -27,7 +27,7 @@ struct Writing {
 fn write(cluster: &Cluster, pace: Pace) -> Writing {
     let (pool, wanted) = watch::channel(None);
     let (report, stored) = watch::channel(StoredPool::default());
-    let settings = SliceSettings { node: "n".to_owned(), asks_version: false };
+    let settings = SliceSettings { node: "n".to_owned() };
     let writer = SliceWriter::new(cluster.client(pace), settings);
     let follow = cluster.client(pace);
     let running = Running::of(|shutdown| writer.run(follow, wanted, report, shutdown));
@@ -459,6 +459,20 @@ async fn node_that_may_not_be_read_costs_only_the_owner() {
     writing.store(&cluster, round(2, 1)).await;
     assert_eq!(slices(&cluster)[0]["metadata"]["ownerReferences"], Value::Null);
     writing.running.end().await;
+}
+
+#[tokio::test]
+async fn release_that_drops_taints_is_known_before_the_first_write() {
+    for (release, drops) in [("v1.34.9", true), ("v1.35.6", true), ("v1.36.0", false), ("", false)] {
+        let cluster = started().await;
+        cluster.server.set_version(release);
+        let mut writing = write(&cluster, PACE);
+        let report = writing.reports(|stored| stored.is_read).await;
+        assert_eq!((report.drops_taints, writes(&cluster)), (drops, 0), "{release}");
+        // The node's part waits for this report before it makes the first pool.
+        writing.store(&cluster, pool(devices(1))).await;
+        writing.running.end().await;
+    }
 }
 
 /// Puts the overlay's policy in force, and returns a cluster whose token is that of linkwise's pod on the node `n`.

@@ -41,6 +41,8 @@ use stored::Stored;
 /// The name of linkwise as a field manager at the API server.
 const MANAGER: &str = "linkwise";
 
+const TAINTS_DROPPED: &str = "the API server drops taints of devices (feature gate DRADeviceTaints)";
+
 /// The ResourceSlices of a new pool, for a Node with a UID.
 pub fn published(pool: &Pool) -> Vec<Value> {
     let plan = plan(pool, &BTreeMap::new(), Some("00000000-0000-0000-0000-000000000000"), &Memory::default());
@@ -53,8 +55,6 @@ pub fn published(pool: &Pool) -> Vec<Value> {
 pub struct SliceSettings {
     /// The node.
     pub node: String,
-    /// If set, the server's release is read: at the start, and when its slices are listed anew.
-    pub asks_version: bool,
 }
 
 impl SliceSettings {
@@ -265,8 +265,8 @@ impl SliceWriter {
                     return Err(ApiError::Malformed("another object than our ResourceSlice came back".to_owned()));
                 }
                 if let Some(drops) = self.memory.written(&sent, &answer) {
-                    if drops && !self.known.drops_taints {
-                        tracing::warn!("the API server drops taints of devices (feature gate DRADeviceTaints)");
+                    if drops && self.keeps_taints() {
+                        tracing::warn!("{TAINTS_DROPPED}");
                     }
                     // The flag stays set: a slice that had taints before the gate was switched off keeps them, while
                     // another loses its own.
@@ -302,14 +302,16 @@ impl SliceWriter {
         }
     }
 
-    /// Reads the server's release where that is asked for. A server that does not tell it has none.
+    /// Reads the server's release: at the start, before anything is written, and when the slices are listed anew. A
+    /// server that does not tell it has none.
     async fn read_version(&mut self, stored: &watch::Sender<Stored>) -> Result<(), ApiError> {
         let lists = stored.borrow().lists;
         let is_read = self.version_read == Some(lists);
-        if !self.settings.asks_version || is_read || lists == 0 {
+        if is_read || lists == 0 {
             return Ok(());
         }
         let version = |client: kube::Client| async move { client.apiserver_version().await };
+        let had_taints = self.keeps_taints();
         self.known.version = match self.server.call("version", "get", version).await {
             Ok(info) => ServerVersion::parse(&info.git_version),
             // A token that has just changed, or a busy server, says nothing about the release.
@@ -321,6 +323,9 @@ impl SliceWriter {
             Err(error) => return Err(error),
         };
         self.version_read = Some(lists);
+        if had_taints && !self.keeps_taints() {
+            tracing::warn!("{TAINTS_DROPPED}");
+        }
         Ok(())
     }
 
@@ -342,6 +347,12 @@ impl SliceWriter {
         }
     }
 
+    /// Returns false if the server dropped a taint, or has a release that drops them. Learning it from a taint alone
+    /// would offer sick GPUs after each start, until the first answer.
+    fn keeps_taints(&self) -> bool {
+        !self.known.drops_taints && self.known.version.is_none_or(ServerVersion::has_taints)
+    }
+
     /// Reports the current slices.
     fn report(&self, wanted: Option<&Pool>, stored: &watch::Sender<Stored>, report: &watch::Sender<StoredPool>) {
         // This comes before the next borrow: with two borrows at once, a change between them would deadlock both.
@@ -351,7 +362,8 @@ impl SliceWriter {
             is_current: found.is_known && is_wanted,
             slices: found.slices.len(),
             generation: found.slices.values().map(generation).max().unwrap_or(0),
-            is_read: found.is_known && (!self.settings.asks_version || self.version_read.is_some()),
+            is_read: found.is_known && self.version_read.is_some(),
+            drops_taints: !self.keeps_taints(),
             ..self.known.clone()
         };
         drop(found);

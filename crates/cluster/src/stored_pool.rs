@@ -11,14 +11,15 @@ pub struct StoredPool {
     pub slices: usize,
     /// Their generation.
     pub generation: u64,
-    /// Set if the server drops taints (its gate DRADeviceTaints is off): then unhealthy devices have to be left out.
+    /// Set if the server drops taints (its release is too old, or its gate DRADeviceTaints is off): then unhealthy
+    /// devices have to be left out.
     pub drops_taints: bool,
     /// Whether the server drops counters (its gate DRAPartitionableDevices is off): then a pool with counters is not
     /// written any further.
     pub drops_counters: bool,
-    /// Whether the slices were listed, and the release read where it is to be.
+    /// Whether the slices were listed, and the release read.
     pub is_read: bool,
-    /// The server's release, where it is to be read and can be.
+    /// The server's release; `None` if the server does not tell it.
     pub version: Option<ServerVersion>,
     /// Set if the server drops `allowMultipleAllocations` (its gate DRAConsumableCapacity is off): then one claim has
     /// the whole device.

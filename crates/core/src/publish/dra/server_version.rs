@@ -11,8 +11,9 @@ pub struct ServerVersion {
     pub patch: u32,
 }
 
-/// The first release whose API server and scheduler have counters (gate DRAPartitionableDevices, on by default).
-const COUNTERS: ServerVersion = ServerVersion { major: 1, minor: 36, patch: 0 };
+/// The first release whose API server keeps taints and counters (gates DRADeviceTaints and DRAPartitionableDevices, on
+/// by default).
+const TAINTS_AND_COUNTERS: ServerVersion = ServerVersion { major: 1, minor: 36, patch: 0 };
 
 impl ServerVersion {
     /// Reads the `gitVersion` of `/version`: `v1.36.2`, `v1.36.2-eks-1a2b`, `v1.37.0-rc.1`. `None` for anything else.
@@ -23,9 +24,14 @@ impl ServerVersion {
         numbers.next().is_none().then_some(version)
     }
 
+    /// Returns true if its API server keeps taints.
+    pub fn has_taints(self) -> bool {
+        self >= TAINTS_AND_COUNTERS
+    }
+
     /// Whether its API server and scheduler have counters.
     pub fn has_counters(self) -> bool {
-        self >= COUNTERS
+        self >= TAINTS_AND_COUNTERS
     }
 }
 
