@@ -120,11 +120,12 @@ pub(super) fn spawn_in(node: &mut Node, given: Given<'_>, api: Option<&Api>) {
     let plugin = dra::Plugin::new(Arc::new(plugin), Arc::clone(&observer));
     node.readiness.add(Part::DraPlugin, Phase::WaitingForGpus.words());
     let (events, snapshot, prepared) = (node.events(), node.snapshot(), plugin.prepared_claims());
+    let phase = plugin.phase();
     node.spawn("DRA ledger", keep_ledger(prepared, events));
     node.spawn("DRA log", log(occurrences));
     let turn = Turn { owns, state_dir, shutdown: node.shutdown() };
     if let Some(api) = api {
-        publish(node, settings, empty, (name, claims), api, turn.clone());
+        publish(node, settings, empty, (name, claims, phase), api, turn.clone());
     }
     node.spawn_until_done("DRA plugin", run_plugin(plugin, turn, snapshot, asks, observer));
 }
@@ -149,21 +150,21 @@ async fn run_plugin(
     Ok(())
 }
 
-/// Publishes the node's pool, and reads claims for the plugin. `named`: the node, and the plugin's queries.
+/// Publishes the node's pool, and reads claims for the plugin. `plugin`: its node, its queries and its phase.
 fn publish(
     node: &mut Node,
     settings: &Settings,
     empty: Pool,
-    named: (String, mpsc::Receiver<ClaimQuery>),
+    plugin: (String, mpsc::Receiver<ClaimQuery>, watch::Receiver<Phase>),
     api: &Api,
     turn: Turn,
 ) {
-    let (name, claims) = named;
+    let (name, claims, phase) = plugin;
     let metrics = node.metrics().register(SliceMetrics::register);
     let (pool, wanted) = watch::channel(None);
     let (report, stored) = watch::channel(StoredPool::default());
     node.metrics().register(|registry| api.metrics().register_in(registry));
-    let writer = SliceWriter::new(api.server(), SliceSettings { node: name });
+    let writer = SliceWriter::new(api.server(), SliceSettings { node: name }, phase);
     let writing = writer.run(api.server(), wanted.clone(), report, node.shutdown());
     let reading = ClaimReader::new(api.server()).run(claims, node.shutdown());
     let maker = PoolMaker {
@@ -386,7 +387,9 @@ async fn follow_report(
             None => readiness.enter(&part, "waiting for GPUs", false),
             Some(_) if now.is_current => readiness.enter(&part, "stored", true),
             Some(_) => {
-                readiness.enter(&part, "being written", ends.is_some());
+                let words =
+                    if now.awaits_kubelet { "waiting for the kubelet to register the plugin" } else { "being written" };
+                readiness.enter(&part, words, ends.is_some());
                 if let Some(trouble) = now.trouble {
                     readiness.trouble(&part, trouble);
                 }

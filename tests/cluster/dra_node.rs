@@ -189,6 +189,17 @@ async fn claim_becomes_cdi_devices() {
 }
 
 #[tokio::test]
+async fn node_that_the_kubelet_refuses_publishes_nothing() {
+    let node = Node::start().await;
+    node.dra.refuse(Some("not today"));
+    let _process = node.run();
+    within(node.dra.wait(|state| state.refused.len() >= 3)).await.unwrap();
+    assert_eq!(node.cluster.count("POST", "resourceslices"), 0);
+    node.dra.refuse(None);
+    node.publishes(8).await;
+}
+
+#[tokio::test]
 async fn prepared_claims_outlive_api_server_kubelet_and_agent() {
     let mut node = Node::start().await;
     let mut first = node.run();

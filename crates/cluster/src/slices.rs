@@ -5,6 +5,10 @@
 //! seconds of rest after them. A kubelet that starts deletes all slices of its node; the writer creates them again. The
 //! slices stay when the writer ends: kubelets delete those of a driver that has been away for 30 s.
 //!
+//! Nothing is written while the kubelet has not registered the DRA plugin: slices that the kubelet deleted because the
+//! plugin is away stay deleted, so that a node which cannot prepare claims attracts no pods. Slices that are there stay
+//! as they are, and a restart does not take the GPUs away for a moment.
+//!
 //! Of a pool with counters the slices with them are written first; where they come back without, nothing else of that
 //! pool is.
 
@@ -23,6 +27,7 @@ use kube::api::{DeleteParams, DynamicObject, PostParams, Preconditions};
 use linkwise_core::publish::dra::ServerVersion;
 use linkwise_core::publish::dra::slice::Pool;
 use linkwise_core::state::DRA_DRIVER;
+use linkwise_kubelet::dra::Phase;
 use serde_json::Value;
 use tokio::sync::watch;
 use tokio::time::Instant;
@@ -73,6 +78,8 @@ impl SliceSettings {
 pub struct SliceWriter {
     server: ApiServer,
     settings: SliceSettings,
+    /// The phase of the DRA plugin's life with the kubelet.
+    plugin: watch::Receiver<Phase>,
     attempts: Attempts,
     memory: Memory,
     /// The Node's UID; the outer `None` means that it was not read yet, the inner one that the server does not show it.
@@ -93,12 +100,13 @@ pub struct SliceWriter {
 
 impl SliceWriter {
     /// Makes no request yet.
-    pub fn new(server: ApiServer, settings: SliceSettings) -> Self {
+    pub fn new(server: ApiServer, settings: SliceSettings, plugin: watch::Receiver<Phase>) -> Self {
         let pace = *server.pace();
         let attempts = Attempts::of("write the ResourceSlices", &pace);
         Self {
             server,
             settings,
+            plugin,
             attempts,
             memory: Memory::default(),
             owner: None,
@@ -138,9 +146,10 @@ impl SliceWriter {
         pool: &mut watch::Receiver<Option<Arc<Pool>>>,
         report: &watch::Sender<StoredPool>,
     ) {
-        let mut changes = stored.subscribe();
+        let (mut changes, mut plugin) = (stored.subscribe(), self.plugin.clone());
         loop {
             changes.borrow_and_update();
+            plugin.borrow_and_update();
             if let Err(error) = self.write(pool, stored, report).await {
                 let pause = self.attempts.failed(&error);
                 self.known.trouble = Some(error.to_string());
@@ -153,6 +162,8 @@ impl SliceWriter {
                 changed = pool.changed() => if changed.is_err() { return },
                 // The channel lives as long as this task.
                 _ = changes.changed() => {}
+                // A plugin that has ended changes nothing any more.
+                Ok(()) = plugin.changed() => {}
             }
         }
     }
@@ -181,6 +192,9 @@ impl SliceWriter {
             return Ok(());
         }
         self.report(Some(&wanted), stored, report);
+        if !self.is_registered() {
+            return Ok(());
+        }
         if self.last.as_ref().is_some_and(|last| Arc::ptr_eq(last, &wanted)) {
             self.pause(pool, stored).await;
         }
@@ -190,7 +204,7 @@ impl SliceWriter {
             self.owner = Some(self.node_uid().await?);
         }
         // Changes during this wait count too.
-        let Some(wanted) = pool.borrow_and_update().clone() else { return Ok(()) };
+        let Some(wanted) = pool.borrow_and_update().clone().filter(|_| self.is_registered()) else { return Ok(()) };
         let planned = self.plan(&wanted, stored);
         let requests = planned.writes.len();
         if let Some(generation) = Some(planned.generation).filter(|_| requests > 0) {
@@ -207,6 +221,10 @@ impl SliceWriter {
         }
         self.works(wanted, stored, report);
         Ok(())
+    }
+
+    fn is_registered(&self) -> bool {
+        *self.plugin.borrow() == Phase::Registered
     }
 
     /// Records that the pool is stored.
@@ -364,6 +382,7 @@ impl SliceWriter {
             generation: found.slices.values().map(generation).max().unwrap_or(0),
             is_read: found.is_known && self.version_read.is_some(),
             drops_taints: !self.keeps_taints(),
+            awaits_kubelet: !self.is_registered(),
             ..self.known.clone()
         };
         drop(found);

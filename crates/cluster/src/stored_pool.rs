@@ -24,6 +24,8 @@ pub struct StoredPool {
     /// Set if the server drops `allowMultipleAllocations` (its gate DRAConsumableCapacity is off): then one claim has
     /// the whole device.
     pub drops_sharing: bool,
+    /// Set while nothing is written because the kubelet has not registered the DRA plugin.
+    pub awaits_kubelet: bool,
     /// The reason why the slices are not current, if it is known.
     pub trouble: Option<String>,
 }
