@@ -32,7 +32,7 @@ pub async fn topology(args: &TopologyArgs) -> Result<()> {
     print(&match args.format {
         TopologyFormat::Text => text(&machine, allocated.as_ref()),
         TopologyFormat::Json | TopologyFormat::Nccl if allocated.is_some() => {
-            bail!("--allocated is for text and svg")
+            bail!("--allocated is for text, svg and dot")
         }
         TopologyFormat::Json => {
             let warnings = warnings.iter().map(ToString::to_string).collect();
@@ -40,6 +40,9 @@ pub async fn topology(args: &TopologyArgs) -> Result<()> {
         }
         TopologyFormat::Svg => {
             picture::svg(&Picture::new((&machine.title, &machine.observed), &topology, allocated.as_ref()))
+        }
+        TopologyFormat::Dot => {
+            picture::dot(&Picture::new((&machine.title, &machine.observed), &topology, allocated.as_ref()))
         }
         TopologyFormat::Nccl => machines::nccl_topology_file(&machine.observed),
     })?;

@@ -197,6 +197,8 @@ pub enum TopologyFormat {
     Json,
     /// A picture, for a browser.
     Svg,
+    /// A picture, for Graphviz.
+    Dot,
     /// A topology file, for NCCL's NCCL_TOPO_FILE.
     Nccl,
 }
@@ -210,7 +212,7 @@ pub struct TopologyArgs {
     /// List the built-in machines, one per line, with the name first
     #[arg(long, conflicts_with = "node")]
     pub list: bool,
-    /// Text for people, JSON for scripts, a picture for a browser (svg), or a topology file for NCCL (nccl)
+    /// Text for people, JSON for scripts, a picture (svg for a browser, dot for Graphviz), or a topology file for NCCL
     #[arg(long, default_value = "text")]
     pub format: TopologyFormat,
     /// GPUs in use, as indices or UUIDs with commas: pictures colour them, the text marks them; not for json and nccl

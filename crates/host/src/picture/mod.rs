@@ -1,9 +1,11 @@
-//! The machine as a picture, drawn by `linkwise topology --format svg` and shown on the node's page.
+//! The machine as a picture, drawn by `linkwise topology --format svg|dot` and shown on the node's page.
 //!
-//! [`Picture`] holds the visible parts, as nested boxes and links without a place; `layout` gives them places, and
-//! `svg` writes them. A picture is a function of the machine: no clock, no randomness, the same text for the same
-//! machine. `outline` is the machine as a nested list, from which the tree of `linkwise topology` is drawn too.
+//! [`Picture`] holds the visible parts, as nested boxes and links without a place; `layout` gives them places for
+//! `svg`, `dot` leaves that to Graphviz. A picture is a function of the machine: no clock, no randomness, the same text
+//! for the same machine. `outline` is the machine as a nested list, from which the tree of `linkwise topology` is drawn
+//! too.
 
+mod dot;
 mod kinds;
 mod layout;
 mod links;
@@ -24,6 +26,7 @@ use kinds::{Kind, LineKind};
 use linkwise_core::topology::{Gpu, NodeObservation, NodeTopology, NumaNodeId, NvLinkRemote, PciAddress};
 use outline::{Part, What, outline};
 
+pub use dot::dot;
 pub use svg::{element, svg};
 pub use text::harmless;
 
