@@ -152,21 +152,15 @@ async fn connect(path: &Path, connections: &TaskTracker) -> Result<Channel, toni
         async move { UnixStream::connect(path).await.map(TokioIo::new) }
     });
     // The URI becomes `:authority: localhost`, as a kubelet sends it; the connector knows the path.
-    let endpoint =
-        Endpoint::from_static("http://localhost").executor(Tracked(connections.clone(), CancellationToken::new()));
+    let endpoint = Endpoint::from_static("http://localhost").executor(Tracked(connections.clone()));
     endpoint.connect_with_connector(connector).await
 }
 
-/// Runs the tasks of gRPC's connections so that `stop` can wait for the last one. The token is cancelled once one ends:
-/// its connection is closed.
-pub(super) struct Tracked(pub TaskTracker, pub CancellationToken);
+/// Runs the tasks of gRPC's connections so that `stop` can wait for the last one.
+pub(super) struct Tracked(pub TaskTracker);
 
 impl<F: Future<Output = ()> + Send + 'static> hyper::rt::Executor<F> for Tracked {
     fn execute(&self, task: F) {
-        let closed = self.1.clone();
-        self.0.spawn(async move {
-            task.await;
-            closed.cancel();
-        });
+        self.0.spawn(task);
     }
 }

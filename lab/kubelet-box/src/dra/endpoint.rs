@@ -2,7 +2,10 @@
 //! services, which stays connected while the driver is registered.
 
 use std::collections::HashMap;
+use std::io;
 use std::path::{Path, PathBuf};
+use std::pin::Pin;
+use std::task::{Context, Poll};
 
 use hyper_util::rt::TokioIo;
 use linkwise_kubelet_api::dra::v1 as wire;
@@ -10,9 +13,9 @@ use linkwise_kubelet_api::dra::v1::dra_plugin_client::DraPluginClient;
 use linkwise_kubelet_api::dra_health::v1::dra_resource_health_client::DraResourceHealthClient as HealthV1;
 use linkwise_kubelet_api::dra_health::v1alpha1::dra_resource_health_client::DraResourceHealthClient as HealthV1Alpha1;
 use linkwise_kubelet_api::dra_health::v1alpha1::{NodeWatchResourcesRequest, NodeWatchResourcesResponse};
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::UnixStream;
 use tokio::sync::watch;
-use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tonic::transport::{Channel, Endpoint, Uri};
 use tonic::{Status, Streaming};
@@ -51,31 +54,35 @@ pub(super) async fn dial_registration(path: &Path, connections: &TaskTracker) ->
     let authority = authority(&path.display().to_string());
     let uri = Uri::builder().scheme("http").authority(authority.as_str()).path_and_query("/").build();
     let uri = uri.map_err(|source| DialError::Authority(authority, source))?;
-    dial(path, uri, connections, CancellationToken::new()).await
+    dial(path, uri, connections, watch::Sender::default()).await
 }
 
 /// Dials the socket with a driver's services as `unix:` and a path, for which grpc-go sends the authority `localhost`.
-/// `closed` is cancelled once the connection is closed.
+/// `open` counts the connection as long as it is open.
 pub(super) async fn dial_services(
     path: &Path,
     connections: &TaskTracker,
-    closed: CancellationToken,
+    open: watch::Sender<usize>,
 ) -> Result<Channel, DialError> {
-    dial(path, Uri::from_static("http://localhost"), connections, closed).await
+    dial(path, Uri::from_static("http://localhost"), connections, open).await
 }
 
 async fn dial(
     path: &Path,
     uri: Uri,
     connections: &TaskTracker,
-    closed: CancellationToken,
+    open: watch::Sender<usize>,
 ) -> Result<Channel, DialError> {
     let socket = path.to_owned();
     let connector = service_fn(move |_: Uri| {
-        let socket = socket.clone();
-        async move { UnixStream::connect(socket).await.map(TokioIo::new) }
+        let (socket, open) = (socket.clone(), open.clone());
+        async move {
+            let stream = UnixStream::connect(socket).await?;
+            open.send_modify(|open| *open += 1);
+            Ok::<_, io::Error>(TokioIo::new(Counted { stream, open }))
+        }
     });
-    let endpoint = Endpoint::from(uri).executor(Tracked(connections.clone(), closed));
+    let endpoint = Endpoint::from(uri).executor(Tracked(connections.clone()));
     let channel = endpoint.connect_with_connector(connector).await;
     channel.map_err(|source| DialError::Connect(path.to_owned(), source))
 }
@@ -138,6 +145,38 @@ impl Driver {
 
 fn on_wire(claim: ClaimRef) -> wire::Claim {
     wire::Claim { namespace: claim.namespace, uid: claim.uid, name: claim.name }
+}
+
+/// A connection that is counted as long as it is open.
+struct Counted {
+    stream: UnixStream,
+    open: watch::Sender<usize>,
+}
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        self.open.send_modify(|open| *open = open.saturating_sub(1));
+    }
+}
+
+impl AsyncRead for Counted {
+    fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_read(cx, buf)
+    }
+}
+
+impl AsyncWrite for Counted {
+    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.stream).poll_write(cx, buf)
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_flush(cx)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_shutdown(cx)
+    }
 }
 
 #[cfg(test)]

@@ -194,12 +194,12 @@ impl Life {
 /// Keeps a connection to a driver's services.
 async fn keep_connected(life: &Arc<Life>, name: &str, driver: &Driver) {
     loop {
-        let closed = CancellationToken::new();
-        if let Ok(channel) = dial_services(&driver.endpoint, &life.connections, closed.clone()).await {
+        let (open, mut closed) = watch::channel(0);
+        if let Ok(channel) = dial_services(&driver.endpoint, &life.connections, open).await {
             driver.channel.send_replace(Some(channel));
             life.core.driver(name, |state| state.connected += 1);
             // Waits until the driver closes the connection, or dies.
-            closed.cancelled().await;
+            drop(closed.wait_for(|open| *open == 0).await);
             if driver.channel.send_replace(None).is_some() {
                 life.core.driver(name, |state| state.connected = state.connected.saturating_sub(1));
             }
