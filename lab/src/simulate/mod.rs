@@ -16,12 +16,12 @@ use std::path::Path;
 use anyhow::{Context, Result, bail};
 use serde::Serialize;
 
-use linkwise_core::allocation::{AllocationPolicy, AllocationTables};
+use linkwise_core::allocation::AllocationTables;
 use linkwise_core::topology::NodeTopology;
 use linkwise_host::machines;
 use linkwise_system::output::{open, print};
 use linkwise_system::progress::Progress;
-use replay::{CLASSES, Chooser, Figures, replay};
+use replay::{CLASSES, Figures, replay};
 
 pub use draws::Draws;
 pub use options::{ClusterArgs, CpuRequests, Door, Format, MachineWeight, SimulateArgs, SimulatePolicy, word_of};
@@ -99,17 +99,10 @@ pub fn read_trace(path: &Path) -> Result<Vec<Job>> {
 }
 
 fn outcome(tables: &AllocationTables, jobs: &[Job], policy: SimulatePolicy, seed: u64) -> Outcome {
-    let chooser = match policy {
-        SimulatePolicy::BestEffort => Chooser::Engine(AllocationPolicy::BestEffort),
-        SimulatePolicy::Distributed => Chooser::Engine(AllocationPolicy::Distributed),
-        SimulatePolicy::Packed => Chooser::Engine(AllocationPolicy::Packed),
-        SimulatePolicy::FirstFit => Chooser::FirstFit,
-        SimulatePolicy::Random => Chooser::Random(seed),
-    };
     let name = word_of(&policy);
     let progress = Progress::of(&name, jobs.len());
-    let figures = replay(tables, jobs, chooser, &mut |done| progress.done(done));
-    let seed = matches!(chooser, Chooser::Random(_)).then_some(seed);
+    let figures = replay(tables, jobs, (policy, seed), &mut |done| progress.done(done));
+    let seed = (policy == SimulatePolicy::Random).then_some(seed);
     Outcome { policy: name, seed, figures }
 }
 

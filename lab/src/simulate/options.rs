@@ -17,8 +17,7 @@ pub struct SimulateArgs {
     /// come one after the other, arrival_seconds; whole numbers. docs/traces/sample.csv is one
     #[arg(long, value_name = "FILE", required_unless_present = "nodes")]
     pub trace: Option<PathBuf>,
-    /// The policies to compare, with commas. Of whole GPUs none is more used than another: distributed and packed
-    /// choose as best-effort does
+    /// The policies to compare, with commas
     #[arg(
         long,
         value_name = "LIST",
@@ -130,10 +129,6 @@ pub enum SimulatePolicy {
     FirstFit,
     /// Any free GPUs
     Random,
-    /// The best set of the least used GPUs: of whole GPUs, the best set
-    Distributed,
-    /// The best set of the most used GPUs: of whole GPUs, the best set
-    Packed,
 }
 
 /// The word of a value on the command line.

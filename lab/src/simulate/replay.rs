@@ -8,20 +8,11 @@ use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
 use serde::Serialize;
 
 use super::draws::Draws;
+use super::options::SimulatePolicy;
 use super::trace::Job;
 use linkwise_core::allocation::{
     AllocationPolicy, AllocationRequest, AllocationTables, DeviceId, GpuSet, PreferredAllocation, preferred_allocation,
 };
-
-/// The policy that chooses the GPUs of a job.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Chooser {
-    Engine(AllocationPolicy),
-    /// The free GPUs with the lowest PCI addresses.
-    FirstFit,
-    /// Any free GPUs, drawn from this seed.
-    Random(u64),
-}
 
 /// The classes of a set's worst pair, best first: those of a topology matrix, with all NVLinks as one.
 pub(super) const CLASSES: [&str; 6] = ["NVLink", "PIX", "PXB", "PHB", "NODE", "SYS"];
@@ -55,16 +46,16 @@ pub(super) struct Figures {
 }
 
 /// Runs the jobs, which are in the order of their arrivals; the first in the queue blocks those behind it. `progress`
-/// is called after each job with the number of finished jobs.
+/// is called after each job with the number of finished jobs. The seed is the random policy's.
 pub(super) fn replay(
     tables: &AllocationTables,
     jobs: &[Job],
-    chooser: Chooser,
+    (policy, seed): (SimulatePolicy, u64),
     progress: &mut dyn FnMut(usize),
 ) -> Figures {
     let all: GpuSet = (0..tables.topology().gpus().len()).collect();
     let mut figures = Figures { link_classes: CLASSES.map(|class| (class, 0)).into(), ..Figures::default() };
-    let mut random = Draws::new(if let Chooser::Random(seed) = chooser { seed } else { 0 });
+    let mut random = Draws::new(seed);
     let mut idle = BTreeMap::new();
     let mut free = all;
     let mut running: BinaryHeap<Reverse<(u64, u64)>> = BinaryHeap::new();
@@ -84,10 +75,10 @@ pub(super) fn replay(
             now = end.max(now);
             free = free.union(GpuSet(gpus));
         }
-        let set = match chooser {
-            Chooser::Engine(policy) => ask(tables, free, GpuSet::default(), job.size, policy).0,
-            Chooser::FirstFit => free.places().take(job.size).collect(),
-            Chooser::Random(_) => random.some_of(free, job.size),
+        let set = match policy {
+            SimulatePolicy::BestEffort => best_set(tables, free, job.size).0,
+            SimulatePolicy::FirstFit => free.places().take(job.size).collect(),
+            SimulatePolicy::Random => random.some_of(free, job.size),
         };
         free = free.without(set);
         let end = now.saturating_add(job.duration);
@@ -139,26 +130,21 @@ pub fn best_set(tables: &AllocationTables, free: GpuSet, size: usize) -> (GpuSet
     if free.len() < size {
         return (GpuSet::default(), None);
     }
-    ask(tables, free, GpuSet::default(), size, AllocationPolicy::BestEffort)
+    ask(tables, free, GpuSet::default(), size)
 }
 
 /// The ring bandwidth of a set by NCCL's model, in MB/s.
 pub fn collective(tables: &AllocationTables, set: GpuSet) -> Option<u64> {
-    ask(tables, GpuSet::default(), set, set.len(), AllocationPolicy::BestEffort).1
+    ask(tables, GpuSet::default(), set, set.len()).1
 }
 
 /// The allocator's set, and its collective if the tables have it.
-fn ask(
-    tables: &AllocationTables,
-    free: GpuSet,
-    must: GpuSet,
-    size: usize,
-    policy: AllocationPolicy,
-) -> (GpuSet, Option<u64>) {
+fn ask(tables: &AllocationTables, free: GpuSet, must: GpuSet, size: usize) -> (GpuSet, Option<u64>) {
     let gpus = tables.topology().gpus();
     let ids = |set: GpuSet| set.places().filter_map(|place| gpus.get(place)).map(|gpu| DeviceId::from(&gpu.uuid));
     let request = AllocationRequest { available: ids(free).collect(), must_include: ids(must).collect(), size };
-    let (PreferredAllocation { devices }, report) = preferred_allocation(tables, &request, policy);
+    let (PreferredAllocation { devices }, report) =
+        preferred_allocation(tables, &request, AllocationPolicy::BestEffort);
     let place = |id: &DeviceId| gpus.iter().position(|gpu| gpu.uuid.as_str() == id.as_str());
     (devices.iter().filter_map(place).collect(), report.values.map(|values| values.collective))
 }
@@ -193,20 +179,21 @@ mod tests {
     use linkwise_core::topology::NodeTopology;
     use linkwise_host::machines;
 
-    fn run(machine: &str, jobs: &[(usize, u64, u64)], chooser: Chooser) -> Figures {
+    fn run(machine: &str, jobs: &[(usize, u64, u64)], chooser: (SimulatePolicy, u64)) -> Figures {
         let observed = machines::load(machine).unwrap().observed;
         let tables = AllocationTables::new(Arc::new(NodeTopology::assemble(&observed).0));
         let jobs: Vec<Job> = jobs.iter().map(|&(size, duration, arrival)| Job { size, duration, arrival }).collect();
         replay(&tables, &jobs, chooser, &mut |_| {})
     }
 
-    const BEST: Chooser = Chooser::Engine(AllocationPolicy::BestEffort);
+    const BEST: (SimulatePolicy, u64) = (SimulatePolicy::BestEffort, 0);
+    const FIRST_FIT: (SimulatePolicy, u64) = (SimulatePolicy::FirstFit, 0);
 
     #[test]
     fn head_of_queue_blocks_later_jobs() {
         // 8 GPUs: all until 100; then 4 and 4; at 110 one 4 ends and 2 start; the 16 never do.
         let jobs = [(8, 100, 0), (4, 50, 0), (4, 10, 0), (2, 5, 0), (16, 1, 0), (1, 0, 500)];
-        for chooser in [BEST, Chooser::FirstFit, Chooser::Random(3)] {
+        for chooser in [BEST, FIRST_FIT, (SimulatePolicy::Random, 3)] {
             let figures = run("dgx-h100", &jobs, chooser);
             assert_eq!((figures.jobs, figures.skipped, figures.several), (5, 1, 4));
             assert_eq!((figures.mean_wait_seconds, figures.max_wait_seconds), ((100 + 100 + 110) / 5, 110));
@@ -223,7 +210,7 @@ mod tests {
     fn collectives_are_relative_to_idle_machine() {
         // First fit takes 0 and 1 (one NVLink, 20000 of 40000), then 2 and 3 (two).
         let jobs = [(2, 100, 0), (2, 300, 0), (1, 1000, 0)];
-        let figures = run("dgx1-v100", &jobs, Chooser::FirstFit);
+        let figures = run("dgx1-v100", &jobs, FIRST_FIT);
         assert_eq!(figures.collective_by_count, Some(750_000));
         assert_eq!(figures.collective_by_gpu_hours, Some((200 * 500_000 + 600 * 1_000_000) / 800));
         assert_eq!((figures.link_classes["NVLink"], figures.several), (2, 2));
@@ -238,7 +225,7 @@ mod tests {
     #[test]
     fn worst_pair_and_numa_nodes_are_counted() {
         let jobs = [(2, 10, 0), (3, 10, 0), (3, 10, 0)];
-        let figures = run("pcie-8x-pix-pairs", &jobs, Chooser::FirstFit);
+        let figures = run("pcie-8x-pix-pairs", &jobs, FIRST_FIT);
         // 0 and 1 share a switch; 2, 3 and 4 span both sockets, 5, 6 and 7 do not.
         assert_eq!((figures.link_classes["PIX"], figures.link_classes["SYS"]), (1, 1), "{figures:?}");
         assert_eq!(figures.numa_nodes, BTreeMap::from([(1, 2), (2, 1)]));
@@ -247,16 +234,8 @@ mod tests {
     #[test]
     fn random_choice_depends_on_seed_only() {
         let jobs: Vec<_> = (0..60).map(|at| (2 + at % 3, 50, at as u64 * 10)).collect();
-        let with = |seed| run("dgx1-v100", &jobs, Chooser::Random(seed));
+        let with = |seed| run("dgx1-v100", &jobs, (SimulatePolicy::Random, seed));
         assert_eq!(with(1), with(1));
         assert_ne!(with(1), with(2));
-    }
-
-    #[test]
-    fn whole_gpu_policies_choose_alike() {
-        let jobs: Vec<_> = (0..40).map(|at| (1 + at % 4, 70, at as u64 * 10)).collect();
-        let with = |policy| run("dgx1-v100", &jobs, Chooser::Engine(policy));
-        assert_eq!(with(AllocationPolicy::Packed), with(AllocationPolicy::BestEffort));
-        assert_eq!(with(AllocationPolicy::Distributed), with(AllocationPolicy::BestEffort));
     }
 }

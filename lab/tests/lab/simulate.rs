@@ -9,14 +9,14 @@ const SIMULATE: [&str; 5] = ["simulate", "--node", "dgx1-v100", "--trace", "-"];
 
 #[test]
 fn trace_from_stdin_gives_figures_for_each_policy() {
-    let args = [&SIMULATE[..], &["--policy", "first-fit,best-effort,packed,random", "--seed", "7", "--format", "json"]];
+    let args = [&SIMULATE[..], &["--policy", "first-fit,best-effort,random", "--seed", "7", "--format", "json"]];
     let output = fed(&mut lab(&args.concat()), b"size,duration_seconds\n2,3600\n2,3600\n9,1\n");
     assert!(output.status.success() && output.stderr.is_empty(), "{output:?}");
     let answer: Value = serde_json::from_slice(&output.stdout).unwrap();
     assert_eq!(answer["gpus"], 8);
     let policies = answer["policies"].as_array().unwrap();
     let names: Vec<&str> = policies.iter().map(|row| row["policy"].as_str().unwrap()).collect();
-    assert_eq!(names, ["first-fit", "best-effort", "packed", "random"]);
+    assert_eq!(names, ["first-fit", "best-effort", "random"]);
     let seeds: Vec<&Value> = policies.iter().map(|row| &row["seed"]).collect();
     assert_eq!(seeds, [&Value::Null, &Value::Null, &Value::Null, &json!(7)]);
     // First fit takes 0 and 1, joined by one NVLink of two, then 2 and 3, joined by two.
