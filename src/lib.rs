@@ -8,8 +8,8 @@ pub mod config;
 pub mod run;
 
 use linkwise_system::block_on;
+use linkwise_system::output::complain;
 
-use std::io::Write;
 use std::process::ExitCode;
 
 use config::Command;
@@ -47,7 +47,6 @@ pub fn run_command(command: Command) -> ExitCode {
 
 /// Prints an error with its causes.
 pub fn failed(error: &anyhow::Error) -> ExitCode {
-    // If standard error is closed, no one can read the error.
-    let _ = writeln!(std::io::stderr().lock(), "linkwise: {error:#}");
+    complain("linkwise", [error]);
     ExitCode::FAILURE
 }

@@ -1,11 +1,11 @@
 //! The binary `linkwise-lab`: reads the command line, hands it to the command, says once what went wrong.
 
-use std::io::Write;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 use linkwise_lab::demo::{self, DemoArgs};
 use linkwise_lab::simulate::{self, SimulateArgs};
+use linkwise_system::output::complain;
 
 /// linkwise in a laboratory: a whole node in one process, and what policies would give the jobs of a trace.
 #[derive(Debug, Parser)]
@@ -30,12 +30,7 @@ fn main() -> ExitCode {
         Command::Demo(args) => demo::run(&args),
         Command::Simulate(args) => simulate::run(&args),
     };
-    result.map_or_else(
-        |error| {
-            // If standard error is closed, no one can read the error.
-            let _ = writeln!(std::io::stderr().lock(), "linkwise-lab: {error:#}");
-            ExitCode::FAILURE
-        },
-        |()| ExitCode::SUCCESS,
-    )
+    let Err(error) = result else { return ExitCode::SUCCESS };
+    complain("linkwise-lab", [error]);
+    ExitCode::FAILURE
 }

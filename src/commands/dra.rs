@@ -1,7 +1,5 @@
 //! `linkwise dra`: prints the resource slices that a machine would publish.
 
-use std::io::Write;
-
 use anyhow::{Result, ensure};
 use serde::Serialize;
 
@@ -13,7 +11,7 @@ use linkwise_core::publish::dra::slice::{Pool, SliceSpec};
 use linkwise_core::publish::dra::{DraFacts, GpuLayout, devices, mig_counters, offered};
 use linkwise_core::state::{DRA_DRIVER, DraGpus, DriverVersions, dra_shares};
 use linkwise_core::topology::NodeTopology;
-use linkwise_system::output::print;
+use linkwise_system::output::{complain, print};
 
 /// The longest name of an object.
 const MOST_NAME: usize = 253;
@@ -53,12 +51,8 @@ pub async fn dra(args: &DraArgs) -> Result<()> {
     let mut facts = DraFacts::of_machine(&topology, &versions, gpus, &layout).shared(&shares);
     facts.settings.dynamic_mig = settings.dra_dynamic_mig.value;
     let (devices, problems) = devices(&facts);
-    let mut errors = std::io::stderr().lock();
-    let problems = problems.iter().map(ToString::to_string);
-    for problem in not_shared.iter().map(ToString::to_string).chain(problems) {
-        // If standard error is closed, no one can read the problem.
-        let _ = writeln!(errors, "linkwise: {problem}");
-    }
+    complain("linkwise", not_shared);
+    complain("linkwise", problems);
     let pool = Pool { counters: mig_counters(&facts), ..Pool::new(&args.node_name, devices) };
     let slices = (0..).zip(pool.slices(1)).map(|(number, spec)| ResourceSlice {
         api_version: "resource.k8s.io/v1",

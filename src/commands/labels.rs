@@ -1,7 +1,5 @@
 //! `linkwise labels --node X`: prints the labels that a machine would get, a `key=value` a line.
 
-use std::io::Write;
-
 use anyhow::Result;
 
 use super::machine::machine;
@@ -11,7 +9,7 @@ use linkwise_core::publish::labels::{HostFacts, LabelFacts, LabelSettings, label
 use linkwise_core::state::DriverVersions;
 use linkwise_core::topology::NodeTopology;
 use linkwise_host::labels::{own_fabric, text};
-use linkwise_system::output::print;
+use linkwise_system::output::{complain, print};
 
 /// Prints the labels. Problems with them go to standard error. A machine has no timestamp, and its name is the node's
 /// if `--node-name` gives no other.
@@ -32,10 +30,6 @@ pub async fn labels(args: &LabelsArgs) -> Result<()> {
         },
     };
     let (labels, problems) = labels_of(facts);
-    let mut errors = std::io::stderr().lock();
-    for problem in problems {
-        // If standard error is closed, no one can read the problem.
-        let _ = writeln!(errors, "linkwise: {problem}");
-    }
+    complain("linkwise", problems);
     Ok(print(&text(&labels))?)
 }

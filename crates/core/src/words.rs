@@ -1,9 +1,16 @@
-//! The words that name an enum's values in configuration files and on the command line.
+//! The words that name an enum's values in configuration files and on the command line; counted things in words.
 //!
 //! `config` makes its parsers and error texts from them. A value is serialised as its word.
 
+use crate::prelude::*;
+
 use crate::allocation::AllocationPolicy;
 use crate::state::{MigStrategy, NumaHints, XidClass};
+
+/// `1 GPU`, `4 GPUs`.
+pub fn count(number: usize, one: &str) -> String {
+    format!("{number} {one}{}", if number == 1 { "" } else { "s" })
+}
 
 /// An enum whose values each have one word.
 pub trait Words: Copy + PartialEq + 'static {

@@ -1,5 +1,6 @@
 //! Standard output, where a closed pipe is no error; and the files that a person names, among them standard input.
 
+use std::fmt::Display;
 use std::fs::File;
 use std::io::{self, Read, Write};
 use std::path::Path;
@@ -12,6 +13,14 @@ pub fn print(text: &str) -> io::Result<()> {
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
         Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
         other => other,
+    }
+}
+
+/// Writes lines to standard error, as the program of this name says them. If it is closed, no one can read them.
+pub fn complain<T: Display>(program: &str, lines: impl IntoIterator<Item = T>) {
+    let mut errors = io::stderr().lock();
+    for line in lines {
+        let _ = writeln!(errors, "{program}: {line:#}");
     }
 }
 

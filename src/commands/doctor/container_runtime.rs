@@ -6,9 +6,10 @@ use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
 
+use super::Node;
 use super::finding::Findings;
-use super::{Node, count};
 use linkwise_core::quote::{excerpt, one_line};
+use linkwise_core::words::count;
 
 /// The part of a CDI spec that is checked (CDI specification, SPEC.md: `kind` is vendor/class).
 #[derive(Deserialize)]

@@ -6,7 +6,6 @@ use std::time::Duration;
 
 use tokio::time::{Instant, timeout, timeout_at};
 
-use super::count;
 use super::finding::Findings;
 use crate::config::HostArgs;
 use linkwise_host::hwloc::{BusGpus, held_by_others};
@@ -17,6 +16,7 @@ use linkwise_nvml::{CallFailure, Fault, NodeScan, known};
 use crate::run;
 use linkwise_core::state::HealthPoll;
 use linkwise_core::topology::{GpuObservation, GpuUuid};
+use linkwise_core::words::count;
 
 #[derive(Clone, Debug)]
 pub(super) enum Nvml {

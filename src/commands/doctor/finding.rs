@@ -138,7 +138,7 @@ impl Report {
             }
         }
         let Self { ok, warnings, failed, skipped, .. } = self;
-        let warnings = super::count(*warnings, "warning");
+        let warnings = linkwise_core::words::count(*warnings, "warning");
         let _ = writeln!(text, "\n{ok} ok, {warnings}, {failed} failed, {skipped} skipped");
         text
     }

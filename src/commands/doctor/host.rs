@@ -1,9 +1,10 @@
 //! Checks the host around the GPUs: the kernel's PCI bus and hwloc, both against NVML.
 
+use super::Node;
 use super::driver::Nvml;
 use super::finding::{Findings, Status};
-use super::{Node, count};
 use linkwise_core::topology::{NodeObservation, TopologyWarning};
+use linkwise_core::words::count;
 
 /// Compares the kernel's GPUs with NVML's.
 pub(super) fn sysfs(found: &mut Findings, node: &Node) {

@@ -8,8 +8,9 @@ use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
+use super::Node;
 use super::finding::Findings;
-use super::{Node, count};
+use linkwise_core::words::count;
 
 /// The file in which gpu-feature-discovery writes its labels by default.
 const DEFAULT_FILE: &str = "/etc/kubernetes/node-feature-discovery/features.d/gfd";

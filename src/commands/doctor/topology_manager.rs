@@ -2,12 +2,12 @@
 
 use std::collections::BTreeMap;
 
-use super::count;
 use super::finding::Findings;
 use super::kubelet_policy::Policy;
 use linkwise_core::quote::excerpt;
 use linkwise_core::state::NumaHints;
 use linkwise_core::topology::{NodeObservation, NodeTopology, NumaNodeId};
+use linkwise_core::words::count;
 
 /// The most NUMA nodes with which a kubelet starts under a policy other than none (pkg/kubelet/cm/topologymanager,
 /// maxAllowableNUMANodes).

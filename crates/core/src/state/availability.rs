@@ -7,14 +7,17 @@
 use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
 
+use serde::{Deserialize, Serialize};
+
 use super::device::{Device, Health};
 use crate::topology::{GpuUuid, NodeTopology};
 
 /// The GPUs of which a pod has any part, through either door; `None` until the kubelet has listed the holders.
 pub(super) type Held = Option<BTreeSet<GpuUuid>>;
 
-/// The use that can be made of a GPU now. Each GPU has one of these.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+/// The use that can be made of a GPU now. Each GPU has one of these. A word of another version is read as unknown.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum Availability {
     /// A pod has the GPU, a slot or a MIG device of it, or has just been given one. The GPU may be unhealthy.
     Held,
@@ -27,6 +30,7 @@ pub enum Availability {
     Unhealthy,
     /// The GPU is healthy, and the kubelet has not listed the holders yet.
     #[default]
+    #[serde(other)]
     Unknown,
 }
 

@@ -138,54 +138,41 @@ impl UnhealthyReason {
 
     /// The kind of reason, as a metric's label.
     pub fn label(&self) -> &'static str {
-        match self {
-            Self::Xid { .. } => "xid",
-            Self::DoubleBitEcc => "double_bit_ecc",
-            Self::UncorrectableEcc { .. } => "uncorrectable_ecc",
-            Self::Lost { .. } => "lost",
-            Self::ResetRequired { .. } => "reset_required",
-            Self::RecoveryAction { .. } => "recovery_action",
-            Self::RowRemapFailed => "row_remap_failed",
-            Self::CallFailed { .. } => "call_failed",
-            Self::LinksDown { .. } => "links_down",
-            Self::FabricJoining => "fabric_joining",
-            Self::FabricFailed { .. } => "fabric_failed",
-            Self::Quarantined { .. } => "left_out",
-            Self::DriverAway { .. } => "driver_away",
-            Self::OffBus => "off_bus",
-            Self::Gone => "gone",
-            Self::HeldElsewhere { .. } => "held_elsewhere",
-            Self::Claimed { .. } => "claimed",
-            Self::Withdrawn => "withdrawn",
-            Self::MpsNotReady => "mps_not_ready",
-        }
+        self.words().0
     }
 
     /// The evidence that would end it, for people: an action, or an event to wait for.
     pub fn ends_with(&self) -> &'static str {
+        self.words().1
+    }
+
+    /// The label, and the evidence that ends it.
+    fn words(&self) -> (&'static str, &'static str) {
+        const RESET: &str = "a GPU reset that polls show, the driver reloaded, the node rebooted, the driver's recovery \
+                             action at none for the hold time, or `clear`";
+        const ORDER: &str = "the driver's recovery action back at none, once its order is carried out, or `clear`";
+        const COUNTER: &str = "the counter back at 0 (GPU reset, driver reload, reboot), or `clear`";
+        const HARMLESS: &str = "a scan of the GPU that harms no agent, then good polls for the hold time";
         match self {
-            Self::Xid { .. } | Self::DoubleBitEcc | Self::Lost { .. } => {
-                "a GPU reset that polls show, the driver reloaded, the node rebooted, the driver's recovery action at none \
-                 for the hold time, or `clear`"
-            }
-            Self::UncorrectableEcc { .. } => "the counter back at 0 (GPU reset, driver reload, reboot), or `clear`",
-            Self::ResetRequired { .. } => "a GPU reset",
-            Self::RecoveryAction { .. } => {
-                "the driver's recovery action back at none, once its order is carried out, or `clear`"
-            }
-            Self::RowRemapFailed => "another GPU in its place, or `clear`",
-            Self::CallFailed { .. } => "the call passing for the hold time",
-            Self::LinksDown { .. } => "the links active for the hold time, or `clear`",
-            Self::FabricJoining => "the GPU joined to its fabric",
-            Self::FabricFailed { .. } => "the GPU joined to its fabric for the hold time",
-            Self::Quarantined { .. } => "a scan of the GPU that harms no agent, then good polls for the hold time",
-            Self::DriverAway { .. } => "NVML answering again",
-            Self::OffBus => "the GPU on the PCI bus again, for the hold time",
-            Self::Gone => "the GPU in its place again",
-            Self::HeldElsewhere { .. } => "the pod's end",
-            Self::Claimed { .. } => "the claim's end",
-            Self::Withdrawn => "a plan that offers it so",
-            Self::MpsNotReady => "the daemon serving, with the limits that the plan asks for",
+            Self::Xid { .. } => ("xid", RESET),
+            Self::DoubleBitEcc => ("double_bit_ecc", RESET),
+            Self::UncorrectableEcc { .. } => ("uncorrectable_ecc", COUNTER),
+            Self::Lost { .. } => ("lost", RESET),
+            Self::ResetRequired { .. } => ("reset_required", "a GPU reset"),
+            Self::RecoveryAction { .. } => ("recovery_action", ORDER),
+            Self::RowRemapFailed => ("row_remap_failed", "another GPU in its place, or `clear`"),
+            Self::CallFailed { .. } => ("call_failed", "the call passing for the hold time"),
+            Self::LinksDown { .. } => ("links_down", "the links active for the hold time, or `clear`"),
+            Self::FabricJoining => ("fabric_joining", "the GPU joined to its fabric"),
+            Self::FabricFailed { .. } => ("fabric_failed", "the GPU joined to its fabric for the hold time"),
+            Self::Quarantined { .. } => ("left_out", HARMLESS),
+            Self::DriverAway { .. } => ("driver_away", "NVML answering again"),
+            Self::OffBus => ("off_bus", "the GPU on the PCI bus again, for the hold time"),
+            Self::Gone => ("gone", "the GPU in its place again"),
+            Self::HeldElsewhere { .. } => ("held_elsewhere", "the pod's end"),
+            Self::Claimed { .. } => ("claimed", "the claim's end"),
+            Self::Withdrawn => ("withdrawn", "a plan that offers it so"),
+            Self::MpsNotReady => ("mps_not_ready", "the daemon serving, with the limits that the plan asks for"),
         }
     }
 

@@ -4,7 +4,7 @@
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 
-use serde::{Deserialize, Deserializer, Serialize, Serializer};
+use serde::{Deserialize, Serialize};
 
 use crate::readiness::{Part, PartState, Readiness};
 use linkwise_core::publish::placement::{Allocation, Outlook, Placements};
@@ -122,19 +122,9 @@ pub struct GpuState {
     /// Set if the GPU may be allocated.
     pub healthy: bool,
     /// The availability of the GPU now: `held`, `free`, `mig`, `unhealthy`, `unknown`.
-    #[serde(serialize_with = "label", deserialize_with = "of_label")]
     pub availability: Availability,
     /// The reasons why it is unhealthy, in the order in which they began.
     pub reasons: Vec<ReasonState>,
-}
-
-fn label<S: Serializer>(availability: &Availability, serializer: S) -> Result<S::Ok, S::Error> {
-    serializer.serialize_str(availability.label())
-}
-
-fn of_label<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Availability, D::Error> {
-    let word = String::deserialize(deserializer)?;
-    Ok(Availability::ALL.into_iter().find(|known| known.label() == word).unwrap_or_default())
 }
 
 /// One reason for which a GPU is unhealthy.

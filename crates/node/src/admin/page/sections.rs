@@ -4,10 +4,11 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::holders::{Gpus, PodName, Slot, pod_of};
 use super::html::Html;
-use super::words::{count, gpus as gpu_names, percent, rate, shortfall, time, why};
+use super::words::{gpus as gpu_names, percent, rate, shortfall, time, why};
 use super::{Choice, View};
 use crate::admin::state::{AllocationState, GpuState, OutlookState};
 use linkwise_core::state::Availability;
+use linkwise_core::words::count;
 use linkwise_host::picture::Picture;
 
 /// A share of the best below which a bar is drawn as a warning, in hundredths.

@@ -13,11 +13,6 @@ pub(super) fn percent(value: u64, best: u64) -> Option<u64> {
     value.min(best).saturating_mul(100).checked_div(best)
 }
 
-/// `1 GPU`, `4 GPUs`.
-pub(super) fn count(number: usize, one: &str) -> String {
-    format!("{number} {one}{}", if number == 1 { "" } else { "s" })
-}
-
 /// NVML's indices: `GPU 0-3, 6`.
 pub(super) fn gpus(indices: impl IntoIterator<Item = u32>) -> String {
     let mut indices: Vec<u32> = indices.into_iter().collect();
