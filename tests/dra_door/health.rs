@@ -26,7 +26,7 @@ async fn health_of_every_device_follows_its_gpu() {
     assert_eq!(kubelet.state().drivers[DRIVER].health.len(), 8);
     node.wait(|seen| matches!(seen, Occurrence::HealthStreams(1))).await;
     let current = node.state.borrow().clone();
-    let sick = current.topology().gpus().iter().find(|gpu| gpu.minor == Some(3)).unwrap().uuid.clone();
+    let sick = current.topology().gpus().iter().find(|gpu| gpu.facts.minor == Some(3)).unwrap().uuid.clone();
     let (sick, _) = NodeStateExt::apply(&current, Event::Xid { gpu: sick, code: 79, instance: None });
     node.state.send_replace(Arc::new(sick));
     kubelet.wait(|state| of(state, "gpu-3") == Some((UNHEALTHY, "XID 79"))).await.unwrap();
@@ -77,7 +77,7 @@ async fn gpus_of_the_device_plugin_are_not_listed_and_gone_ones_are() {
     let kubelet = node.kubelet().await;
     kubelet.wait(|state| state.drivers[DRIVER].health.len() == 2).await.unwrap();
     let state = node.state.borrow().clone();
-    let device = state.topology().gpus().iter().find(|gpu| gpu.index == 0).unwrap().minor.unwrap();
+    let device = state.topology().gpus().iter().find(|gpu| gpu.index == 0).unwrap().facts.minor.unwrap();
     let device = format!("gpu-{device}");
     start(&kubelet, &node.claim("a", &[("gpus", &device)])).await.unwrap();
     // Its GPU falls off the bus.

@@ -222,7 +222,7 @@ impl Node {
     /// The CDI name of a GPU by its minor number.
     pub fn gpu(&self, minor: u32) -> String {
         let state = self.state.borrow().clone();
-        let gpu = state.topology().gpus().iter().find(|gpu| gpu.minor == Some(minor)).unwrap().uuid.clone();
+        let gpu = state.topology().gpus().iter().find(|gpu| gpu.facts.minor == Some(minor)).unwrap().uuid.clone();
         format!("{KIND}={gpu}")
     }
 }

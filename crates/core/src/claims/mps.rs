@@ -195,7 +195,7 @@ pub(super) fn plan<'a, 'b, 'c>(
 
 /// Checks a device by itself and against the first one.
 fn refuse(one: &Asked<'_>, first: &Asked<'_>) -> Result<(), MpsRefusal> {
-    if let Some(old) = one.gpu.compute_capability.filter(|capability| *capability < VOLTA) {
+    if let Some(old) = one.gpu.facts.compute_capability.filter(|capability| *capability < VOLTA) {
         return Err(MpsRefusal::TooOld(old));
     }
     if one.admin {
@@ -218,7 +218,7 @@ fn whole<'a, 'b>(asked: &'b [Asked<'a>], first: &Asked<'_>) -> Result<ClaimMps, 
             let (asked, other) = (threads(one), threads(first));
             return Err((one, MpsRefusal::OtherThreads(asked, other)));
         }
-        let mib = memory(one, asked, one.gpu.memory_mib, false).map_err(|why| (one, why))?;
+        let mib = memory(one, asked, one.gpu.facts.memory_mib, false).map_err(|why| (one, why))?;
         gpus.push(MpsOrderGpu { gpu: one.gpu.uuid.clone(), mib });
         clients.insert(one.request.clone(), ClientLimits::default());
     }
@@ -250,7 +250,8 @@ fn shared<'a, 'b>(
             return Err((one, MpsRefusal::TooMuch { what, asked, most, is_share: true }));
         }
         let has = (bytes >= MIB).then_some(bytes / MIB);
-        let mib = memory(one, asked, has.or(one.gpu.memory_mib), has.is_some()).map_err(|why| (one, why))?.or(has);
+        let mib =
+            memory(one, asked, has.or(one.gpu.facts.memory_mib), has.is_some()).map_err(|why| (one, why))?.or(has);
         let thread_percentage = (threads != most).then_some(threads);
         clients.insert(one.request.clone(), ClientLimits { thread_percentage, mib });
     }

@@ -74,7 +74,8 @@ pub fn plan<'a>(
         let refused = |why| ClaimError::of_device(&result.device, &hardware.gpu.uuid, why);
         let of_share = |why| refused(DeviceRefusal::Share(why));
         let sharing = node.state.dra_sharing(&hardware.gpu.uuid).now.filter(|_| kind == Kind::Gpu);
-        let share = if admin { None } else { share::of(result, sharing, hardware.gpu.memory_mib).map_err(of_share)? };
+        let share =
+            if admin { None } else { share::of(result, sharing, hardware.gpu.facts.memory_mib).map_err(of_share)? };
         let device = PreparedDevice {
             request: request.to_owned(),
             pool: result.pool.clone(),
@@ -100,7 +101,7 @@ pub fn plan<'a>(
             let beside = beside.chain(prepared.iter().map(|device| (None, device)));
             let beside = beside.filter(|(_, other)| !other.admin && device.overlaps(other));
             let beside = beside.filter_map(|(name, other)| Some((name, other.share?)));
-            share::fits(share, sharing, hardware.gpu.memory_mib, beside).map_err(of_share)?;
+            share::fits(share, sharing, hardware.gpu.facts.memory_mib, beside).map_err(of_share)?;
         }
         let beside = || node.state.ledger().holder_beside(node.state.topology(), &device.gpu, node.pool);
         if let Some(holder) = (!device.admin).then(beside).flatten() {

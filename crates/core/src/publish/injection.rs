@@ -289,7 +289,7 @@ impl<'a> ChosenDevice<'a> {
     /// A minor number is unknown.
     pub fn nodes(&self) -> Result<Vec<String>, InjectionError> {
         let no_minor = || InjectionError::NoMinor(self.uuid().to_owned());
-        let mut nodes = vec![format!("/dev/nvidia{}", self.gpu.minor.ok_or_else(no_minor)?)];
+        let mut nodes = vec![format!("/dev/nvidia{}", self.gpu.facts.minor.ok_or_else(no_minor)?)];
         if let Some(mig) = self.mig {
             nodes.extend(mig.capabilities.ok_or_else(no_minor)?.device_nodes());
         }

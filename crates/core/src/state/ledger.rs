@@ -398,5 +398,5 @@ fn named_hardware<'a>(topology: &'a NodeTopology, name: &str) -> Option<(usize, 
     }
     let number = name.strip_prefix("gpu-")?;
     let minor: u32 = number.split('-').next()?.parse().ok()?;
-    Some((topology.gpus().iter().position(|gpu| gpu.minor == Some(minor))?, Part::Whole))
+    Some((topology.gpus().iter().position(|gpu| gpu.facts.minor == Some(minor))?, Part::Whole))
 }

@@ -86,12 +86,12 @@ pub(super) fn refusal<'a>(
         return Some(PlanProblem::MpsOnMig(resource.clone(), in_mig_mode));
     }
     // A GPU of unknown capability counts as new: all of today's drivers report it.
-    let too_old = addresses(|gpu| gpu.compute_capability.is_some_and(|capability| capability < FIRST));
+    let too_old = addresses(|gpu| gpu.facts.compute_capability.is_some_and(|capability| capability < FIRST));
     if !too_old.is_empty() {
         return Some(PlanProblem::MpsTooOld(resource.clone(), too_old));
     }
     let (since, before) = MOST_CLIENTS;
-    let most = |gpu: &Gpu| if gpu.compute_capability.is_none_or(|seen| seen >= VOLTA) { since } else { before };
+    let most = |gpu: &Gpu| if gpu.facts.compute_capability.is_none_or(|seen| seen >= VOLTA) { since } else { before };
     let (gpu, most) = gpus.map(|gpu| (gpu.pci, most(gpu))).find(|(_, most)| replicas > *most)?;
     Some(PlanProblem::MpsTooManyClients { resource: resource.clone(), gpu, replicas, most })
 }

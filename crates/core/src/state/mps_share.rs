@@ -34,7 +34,7 @@ impl MpsShare {
     pub(super) fn of(devices: &BTreeMap<DeviceId, Device>, gpus_of_node: usize) -> Option<Self> {
         let slots = || devices.values().filter_map(|device| Some((&device.gpu, device.slot?)));
         let replicas = slots().map(|(_, slot)| slot).max()?.saturating_add(1);
-        let gpu = |gpu: &Gpu| MpsGpu { uuid: gpu.uuid.clone(), index: gpu.index, memory_mib: gpu.memory_mib };
+        let gpu = |gpu: &Gpu| MpsGpu { uuid: gpu.uuid.clone(), index: gpu.index, memory_mib: gpu.facts.memory_mib };
         let gpus: BTreeMap<(u32, &GpuUuid), MpsGpu> =
             slots().map(|(shared, _)| ((shared.index, &shared.uuid), gpu(shared))).collect();
         let gpus: Vec<MpsGpu> = gpus.into_values().collect();

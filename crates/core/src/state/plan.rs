@@ -294,7 +294,7 @@ impl Filter {
 
     /// Returns true if the operator excludes this GPU because of its display.
     pub(crate) fn excludes_display_of(&self, gpu: &Gpu) -> bool {
-        gpu.display == Some(true) && self.exclude_displays
+        gpu.facts.display == Some(true) && self.exclude_displays
     }
 
     /// Returns true if this GPU, or its MIG devices, may be offered.

@@ -44,7 +44,7 @@ fn names(topology: &NodeTopology) -> BTreeMap<String, Hardware> {
     let mut names = BTreeMap::new();
     let mut own: Vec<Option<String>> = Vec::new();
     for (place, gpu) in topology.gpus().iter().enumerate() {
-        let candidates = gpu.minor.map(|minor| format!("gpu-{minor}")).into_iter().chain([by_address(gpu)]);
+        let candidates = gpu.facts.minor.map(|minor| format!("gpu-{minor}")).into_iter().chain([by_address(gpu)]);
         own.push(take(&mut names, candidates, (place, None)));
     }
     for (place, mig) in topology.mig_devices().iter().enumerate() {

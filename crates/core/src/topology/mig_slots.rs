@@ -59,7 +59,7 @@ pub fn possible_mig(topology: &NodeTopology) -> Vec<PossibleMig<'_>> {
         let mut names = BTreeSet::new();
         let mut own = Vec::new();
         for kind in gpu.mig_profiles.iter() {
-            let profile = kind.profile(gpu.memory_mib);
+            let profile = kind.profile(gpu.facts.memory_mib);
             for placement in &kind.placements {
                 let slot = MigSlot { profile_id: kind.id, placement: *placement };
                 let name = slot_name(&of, profile, slot);

@@ -11,10 +11,7 @@ use super::level::{Rank, TopologyLevel};
 use super::matrix::LinkMatrix;
 use super::mig::{MigDevice, MigProfile, MigProfileObservation};
 use super::nvlink::{self, NvLinks};
-use super::observation::{
-    AddressingMode, ComputeCapability, DisplayClass, FabricObservation, GpuObservation, NicKind, NodeObservation,
-    PcieLink,
-};
+use super::observation::{DisplayClass, GpuObservation, NicKind, NodeObservation, PcieLink};
 use super::pcie::{PciTree, Place, PlacedNic};
 use super::warning::TopologyWarning;
 
@@ -61,18 +58,9 @@ pub struct Gpu {
     /// The bandwidth of that port, MB/s; 0 without one.
     #[serde(skip)]
     pub nvswitch_port: u32,
-    /// The N of /dev/nvidiaN.
+    /// The other facts of it that need no graph.
     #[serde(skip)]
-    pub minor: Option<u32>,
-    /// Its brand, such as `Nvidia`.
-    #[serde(skip)]
-    pub brand: Option<String>,
-    /// Its architecture, such as `Hopper`, where the driver reports one.
-    #[serde(skip)]
-    pub architecture: Option<String>,
-    /// The way in which it addresses memory of the host.
-    #[serde(skip)]
-    pub addressing_mode: Option<AddressingMode>,
+    pub facts: Arc<GpuObservation>,
     /// The PCIe root above it, by the kernel's name, such as `pci0000:17`.
     #[serde(skip)]
     pub pcie_root: Option<String>,
@@ -80,12 +68,6 @@ pub struct Gpu {
     /// address are left out.
     #[serde(skip)]
     pub switches: Vec<PciAddress>,
-    /// Its memory in MiB.
-    #[serde(skip)]
-    pub memory_mib: Option<u64>,
-    /// Its compute capability.
-    #[serde(skip)]
-    pub compute_capability: Option<ComputeCapability>,
     /// True if GPU and driver have MIG.
     #[serde(skip)]
     pub mig_capable: bool,
@@ -95,15 +77,9 @@ pub struct Gpu {
     /// The profiles of GPU instances that it can have, in MIG mode.
     #[serde(skip)]
     pub mig_profiles: Arc<[MigProfileObservation]>,
-    /// The NVLink fabric it has joined, where the driver reports one.
-    #[serde(skip)]
-    pub fabric: Option<FabricObservation>,
     /// Its PCI class, if the host shows it.
     #[serde(skip)]
     pub class: Option<DisplayClass>,
-    /// True if a display is set up on it; `None` if the driver does not report it.
-    #[serde(skip)]
-    pub display: Option<bool>,
 }
 
 /// One network card: a PCI function with its interfaces.
@@ -148,20 +124,13 @@ impl NodeTopology {
             package: place.package,
             nvswitch_plane: port.map(|(plane, _)| plane),
             nvswitch_port: port.map_or(0, |(_, carries)| carries),
-            minor: gpu.minor,
-            brand: gpu.brand.clone(),
-            architecture: gpu.architecture.clone(),
-            addressing_mode: gpu.addressing_mode,
+            facts: Arc::new(facts(gpu)),
             pcie_root: tree.root(*place),
             switches: tree.switches(*place),
-            memory_mib: gpu.memory_mib,
-            compute_capability: gpu.compute_capability,
             mig_capable: gpu.mig.is_some(),
             mig_enabled: gpu.mig.as_ref().is_some_and(|mig| mig.enabled),
             mig_profiles: gpu.mig.iter().filter(|mig| mig.enabled).flat_map(|mig| mig.profiles.clone()).collect(),
-            fabric: gpu.fabric.clone(),
             class: tree.class(*place),
-            display: gpu.display,
         });
         let mut topology = Self {
             gpus: gpus.collect(),
@@ -234,7 +203,7 @@ impl NodeTopology {
         let gpus: Vec<&Gpu> = gpus.map(|place| self.gpus.get(place)).collect::<Option<_>>()?;
         let plane = gpus.first()?.nvswitch_plane?;
         let fits = |gpu: &&Gpu| gpu.nvswitch_plane == Some(plane) && !gpu.mig_enabled;
-        let capabilities: Vec<_> = gpus.iter().map(|gpu| gpu.compute_capability).collect::<Option<_>>()?;
+        let capabilities: Vec<_> = gpus.iter().map(|gpu| gpu.facts.compute_capability).collect::<Option<_>>()?;
         let port = gpus.iter().map(|gpu| gpu.nvswitch_port).min()?;
         let lowest = capabilities.into_iter().min_by_key(|capability| (capability.major, capability.minor))?;
         if gpus.iter().all(fits) { super::bandwidth::nvls(lowest, port, gpus.len()) } else { None }
@@ -323,6 +292,11 @@ fn accept<'a>(observed: &'a [GpuObservation], warnings: &mut Vec<TopologyWarning
         }
     }
     gpus
+}
+
+/// What was observed of a GPU by itself: its links, and what may change with each scan, are the graph's.
+fn facts(gpu: &GpuObservation) -> GpuObservation {
+    GpuObservation { nvlinks: None, mig: None, common_ancestors: BTreeMap::new(), ..gpu.clone() }
 }
 
 /// Finds a GPU in the host's tree; if it is not there, NVML's values count.

@@ -159,7 +159,7 @@ impl Scanner {
                 match mig {
                     None => warnings.push(Warning::NoMinor(gpu.uuid.clone())),
                     // A GPU without a minor number has a warning already.
-                    Some(_) if gpu.minor.is_none() => {}
+                    Some(_) if gpu.facts.minor.is_none() => {}
                     Some(mig) => warnings.push(Warning::NoCapabilities(mig.uuid.clone())),
                 }
                 continue;

@@ -295,7 +295,7 @@ impl Sketch<'_> {
             lines.extend([format!("GPU {}", gpu.index), address(gpu.pci)]);
             lines.extend(gpu.numa.filter(|_| gpu.numa != numa).map(|numa| format!("NUMA {numa}")));
             let model = gpu.model.as_deref().map(|model| format!(", {}", clean(model)));
-            let memory = gpu.memory_mib.map(|mib| format!(", {mib} MiB"));
+            let memory = gpu.facts.memory_mib.map(|mib| format!(", {mib} MiB"));
             tooltip = format!("GPU {}, {}, {}", gpu.index, gpu.pci, gpu.uuid);
             tooltip.extend(model.into_iter().chain(memory));
         }

@@ -83,13 +83,13 @@ impl Draft<'_> {
         self.text("type", Some(if device.sharing.now.is_some() { SHARED } else { "gpu" }));
         self.text("uuid", Some(&gpu.uuid));
         self.of_gpu(gpu);
-        match (device.sharing.now, gpu.memory_mib) {
+        match (device.sharing.now, gpu.facts.memory_mib) {
             (Some(shares), memory) => self.shares(shares, memory),
             (None, Some(memory)) => self.capacity("memory", quantity::of_mebibytes(memory)),
             (None, None) => {}
         }
         self.text(&ours("pcieSwitch"), device.place.and_then(|place| shared_switch(topology, place)));
-        self.text(&ours("nvlinkFabric"), gpu.fabric.as_ref().and_then(fabric));
+        self.text(&ours("nvlinkFabric"), gpu.facts.fabric.as_ref().and_then(fabric));
         let nearest = nearest(topology, device.place, |_| true).and_then(|nic| nic.pci);
         self.text(&ours("nearestNic"), nearest);
         self.near(device);
@@ -165,13 +165,13 @@ impl Draft<'_> {
     fn of_gpu(&mut self, gpu: &Gpu) {
         let versions = self.facts.versions;
         self.text("productName", gpu.model.as_ref());
-        self.text("brand", gpu.brand.as_ref());
-        let derived = gpu.compute_capability.and_then(architecture);
-        self.text("architecture", gpu.architecture.as_deref().or(derived));
-        self.version("cudaComputeCapability", gpu.compute_capability.map(String::from));
+        self.text("brand", gpu.facts.brand.as_ref());
+        let derived = gpu.facts.compute_capability.and_then(architecture);
+        self.text("architecture", gpu.facts.architecture.as_deref().or(derived));
+        self.version("cudaComputeCapability", gpu.facts.compute_capability.map(String::from));
         self.version("driverVersion", versions.driver.as_ref());
         self.version("cudaDriverVersion", versions.cuda.map(|cuda| format!("{}.{}", cuda.major, cuda.minor)));
-        self.text("addressingMode", Some(gpu.addressing_mode.map_or("", |mode| mode.name())));
+        self.text("addressingMode", Some(gpu.facts.addressing_mode.map_or("", |mode| mode.name())));
         self.text(&format!("{STANDARD}/pcieRoot"), gpu.pcie_root.as_ref());
         self.text(&format!("{STANDARD}/pciBusID"), Some(gpu.pci).filter(|pci| pci.domain() <= MOST_DOMAIN));
         // The node that NICs or CPUs are on too: for a GPU with memory of its own, the node with CPUs beside it.

@@ -62,8 +62,8 @@ pub(super) fn labels(topology: &NodeTopology, plan: &ResourcePlan, labels: &mut 
     labels.put("nvidia.com/gpu.count", model.gpus.len());
     labels.put("nvidia.com/gpu.replicas", shared.replicas);
     labels.put("nvidia.com/gpu.sharing-strategy", shared.strategy);
-    labels.put_known("nvidia.com/gpu.memory", model.fact(|gpu| gpu.memory_mib.filter(|memory| *memory > 0)));
-    if let Some(capability) = model.fact(|gpu| gpu.compute_capability.filter(|capability| capability.major > 0)) {
+    labels.put_known("nvidia.com/gpu.memory", model.fact(|gpu| gpu.facts.memory_mib.filter(|memory| *memory > 0)));
+    if let Some(capability) = model.fact(|gpu| gpu.facts.compute_capability.filter(|capability| capability.major > 0)) {
         labels.put("nvidia.com/gpu.family", family(capability));
         labels.put("nvidia.com/gpu.compute.major", capability.major);
         labels.put("nvidia.com/gpu.compute.minor", capability.minor);

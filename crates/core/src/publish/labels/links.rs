@@ -34,7 +34,7 @@ pub(super) fn labels(topology: &NodeTopology, settings: &LabelSettings, labels: 
 fn clique(topology: &NodeTopology, labels: &mut Labels) -> Option<String> {
     // All zeros mean that the machine is a fabric of its own.
     let joined = |fabric: &&FabricObservation| fabric.cluster.contains(|c| c != '0' && c != '-');
-    let fabrics = topology.gpus().iter().filter_map(|gpu| gpu.fabric.as_ref()).filter(joined);
+    let fabrics = topology.gpus().iter().filter_map(|gpu| gpu.facts.fabric.as_ref()).filter(joined);
     let cliques: BTreeSet<String> = fabrics.map(|fabric| format!("{}.{}", fabric.cluster, fabric.clique)).collect();
     if cliques.len() > 1 {
         labels.problems.push(LabelProblem::CliquesDiffer(cliques.into_iter().collect()));
