@@ -329,6 +329,23 @@ async fn a_round_says_how_each_gpu_is() {
     polled(&mut agent, 0, |poll| poll.fabric == Some(FabricHealth::Joining)).await;
     machine.tell("fabric 0 3 999");
     polled(&mut agent, 0, |poll| poll.fabric == Some(FabricHealth::Failed { status: 999 })).await;
+    // No NVSwitch was detected.
+    machine.tell("fabric 0 0 0");
+    polled(&mut agent, 0, |poll| poll.fabric == Some(FabricHealth::Unused)).await;
+}
+
+#[tokio::test]
+async fn gpu_in_mig_mode_joins_no_fabric() {
+    let machine = machine();
+    machine.tell("mig 0 {enabled: false}");
+    machine.tell("fabric 0 2 0");
+    let mut agent = machine.agent();
+    polled(&mut agent, 0, |poll| poll.fabric == Some(FabricHealth::Joining)).await;
+    machine.tell("mig 0 {enabled: true}");
+    let poll = polled(&mut agent, 0, |poll| poll.fabric != Some(FabricHealth::Joining)).await;
+    assert_eq!((poll.fabric, poll.nvlinks_down), (Some(FabricHealth::Unused), Some(Vec::new())));
+    machine.tell("mig 0 {enabled: false}");
+    polled(&mut agent, 0, |poll| poll.fabric == Some(FabricHealth::Joining)).await;
 }
 
 #[tokio::test]

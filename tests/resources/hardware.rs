@@ -7,7 +7,7 @@ use linkwise_core::state::{
     Effect, Event, Health, HealthPoll, MigInstance, MigStrategy, NodeState, Reach, RecoveryAction, ResourceName,
     ResourcePlan, UnhealthyReason,
 };
-use linkwise_core::topology::{CudaVersion, GpuUuid, NodeObservation, NvLinkRemote};
+use linkwise_core::topology::{CudaVersion, GpuUuid, MigObservation, NodeObservation, NvLinkRemote};
 use linkwise_host::machines;
 
 use crate::resources::{mixed, resource};
@@ -101,6 +101,27 @@ fn links_to_a_lost_gpu_fail_that_gpu_alone() {
         world.poll(Some(0), Some(0));
         assert_eq!(world.unhealthy(), BTreeSet::new(), "the others are healthy");
     }
+}
+
+#[test]
+fn links_to_a_gpu_in_mig_mode_are_nobodys_fault() {
+    let mut world = World::new(machines::load("dgx1-v100").unwrap().observed);
+    let mig = |world: &mut World, enabled| {
+        let mut observed = world.observed.clone();
+        observed.gpus[0].mig = Some(MigObservation { enabled, devices: Vec::new(), profiles: Vec::new() });
+        world.apply(Event::Observed(Box::new(observed)));
+    };
+    mig(&mut world, false);
+    world.poll(None, None);
+    world.poll(None, Some(0));
+    world.poll(None, Some(0));
+    let linked: BTreeSet<usize> = (1..8).filter(|gpu| !world.links(*gpu, 0).is_empty()).collect();
+    assert_eq!(world.unhealthy(), linked);
+    mig(&mut world, true);
+    world.poll(None, Some(0));
+    assert_eq!(world.unhealthy(), BTreeSet::new());
+    world.poll(None, Some(0));
+    assert_eq!(world.unhealthy(), BTreeSet::new());
 }
 
 #[test]

@@ -152,3 +152,17 @@ async fn a_gpu_that_is_divided_up_misses_no_links() {
     node.setup.tell("rows 6 false false");
     registered(&kubelet, 1, 8).await;
 }
+
+#[tokio::test]
+async fn a_gpu_that_is_divided_up_takes_no_peer_with_it() {
+    let setup = quick();
+    setup.tell("mig 6 {enabled: false}");
+    let (node, kubelet) = setup.serve(8).await;
+    // The driver shuts both ends down: the GPU's, which is not asked, and those of its peers.
+    node.setup.tell("mig 6 {enabled: true}");
+    node.setup.tell("links 6 down");
+    node.setup.tell("calls nvmlDeviceGetTemperature 80");
+    // What shows later is published later.
+    node.setup.tell("recovery 0 1");
+    unhealthy(&kubelet, &[0]).await;
+}

@@ -79,9 +79,14 @@ pub fn poll(gpu: &Gpu<'_>, silence: &mut Silence) -> Polled {
         silence.fact("nvmlDeviceGetFieldValues", |call| offered(calls.ask(call, || recovery_action(gpu))));
     let row_remapping = silence.fact("nvmlDeviceGetRemappedRows", |call| calls.raw(call, rows));
     let uncorrectable_ecc = silence.fact("nvmlDeviceGetTotalEccErrors", |call| calls.ask(call, ecc));
-    let fabric = silence.fact(FABRIC, |call| calls.raw(call, || raw::fabric(device)));
-    // A GPU in MIG mode does not use its NVLinks, and some drivers switch them off: none counts as down.
+    // The driver shuts the NVLinks of a GPU in MIG mode down, and suspends its joining of a fabric
+    // (kernel_mig_manager.c of open-gpu-kernel-modules 590, before it creates instances): none counts as down.
     let divided = mig.or(silence.mig) == Some(true);
+    let fabric = if divided {
+        Some(FabricHealth::Unused)
+    } else {
+        silence.fact(FABRIC, |call| calls.raw(call, || raw::fabric(device))).and_then(joined)
+    };
     let links = if divided { None } else { links(gpu, silence) };
     let down = |links: &Vec<(u32, bool)>| links.iter().filter(|(_, up)| !up).map(|(link, _)| *link).collect();
     let health = HealthPoll {
@@ -90,7 +95,7 @@ pub fn poll(gpu: &Gpu<'_>, silence: &mut Silence) -> Polled {
         row_remapping: row_remapping.map(|(pending, failed)| RowRemapping { pending, failed }),
         uncorrectable_ecc,
         nvlinks_down: if divided { Some(Vec::new()) } else { links.as_ref().map(down) },
-        fabric: fabric.and_then(joined),
+        fabric,
         on_bus: None,
     };
     Polled { health, links, mig: mig.and_then(|on| if on { mig::names(device, calls).map(Some) } else { Some(None) }) }
@@ -130,7 +135,7 @@ fn recovery_action(gpu: &Gpu<'_>) -> Result<u32, NvmlError> {
     }
 }
 
-/// The health of the GPU's fabric registration; `None` if the GPU is not meant to join a fabric.
+/// The health of the GPU's fabric registration; `None` if NVML reports a state that is newer than this version.
 fn joined(fabric: Fabric) -> Option<FabricHealth> {
     match (fabric.state, fabric.status) {
         (sys::NVML_GPU_FABRIC_STATE_COMPLETED, sys::nvmlReturn_enum_NVML_SUCCESS) => Some(FabricHealth::Joined),
@@ -138,6 +143,7 @@ fn joined(fabric: Fabric) -> Option<FabricHealth> {
         (sys::NVML_GPU_FABRIC_STATE_NOT_STARTED | sys::NVML_GPU_FABRIC_STATE_IN_PROGRESS, _) => {
             Some(FabricHealth::Joining)
         }
+        (sys::NVML_GPU_FABRIC_STATE_NOT_SUPPORTED, _) => Some(FabricHealth::Unused),
         _ => None,
     }
 }
@@ -168,11 +174,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_fabric_that_is_not_there_is_none_and_one_that_failed_says_why() {
+    fn each_state_of_a_fabric_is_told_apart() {
         let fabric = |state, status| joined(Fabric { cluster: [0; 16], clique: 0, state, status });
         let states = [(0, 0), (1, 0), (2, 0), (3, 0), (3, 999), (77, 0)].map(|(state, status)| fabric(state, status));
-        use FabricHealth::{Failed, Joined, Joining};
-        assert_eq!(states, [None, Some(Joining), Some(Joining), Some(Joined), Some(Failed { status: 999 }), None]);
+        use FabricHealth::{Failed, Joined, Joining, Unused};
+        assert_eq!(
+            states,
+            [Some(Unused), Some(Joining), Some(Joining), Some(Joined), Some(Failed { status: 999 }), None]
+        );
     }
 
     #[test]

@@ -54,6 +54,8 @@ pub enum Act {
     Uncorrectable(u64),
     /// A link's number, and true if it is up.
     Link(u32, bool),
+    /// All links from and to a GPU, and true if they are up.
+    Links(bool),
     /// The fabric's state and status.
     Fabric(u32, u32),
 }
@@ -111,6 +113,7 @@ impl FromStr for Command {
             ["rows", which, pending, failed] => gpu(which, Act::Rows(number(pending)?, number(failed)?)),
             ["uncorrectable", which, errors] => gpu(which, Act::Uncorrectable(number(errors)?)),
             ["link", which, link, to @ ("up" | "down")] => gpu(which, Act::Link(number(link)?, to == "up")),
+            ["links", which, to @ ("up" | "down")] => gpu(which, Act::Links(to == "up")),
             ["fabric", which, state, status] => gpu(which, Act::Fabric(number(state)?, number(status)?)),
             ["fail", which, function, code] => fault(which, function, Some(Fault::Code(number(code)?))),
             ["hang", function] => fault("*", function, Some(Fault::Hang)),

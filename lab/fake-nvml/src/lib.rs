@@ -32,6 +32,7 @@
 //! | `rows GPU PENDING FAILED` | the row remapping, each `true` or `false` |
 //! | `uncorrectable GPU N` | volatile uncorrectable ECC errors in all |
 //! | `link GPU LINK up`, `link GPU LINK down` | an NVLink's state |
+//! | `links GPU up`, `links GPU down` | the same of all NVLinks that end at the GPU, at both ends |
 //! | `fabric GPU STATE STATUS` | the fabric's state and status, NVML's numbers |
 //! | `remove GPU`, `add GPU` | the GPU is not counted any more, or is again |
 //! | `driver VERSION` | the driver's version |

@@ -226,6 +226,15 @@ impl Machine {
         self.gpus.iter().position(|gpu| Some(gpu.index) == index || gpu.uuid == name)
     }
 
+    /// The ends of a GPU's NVLinks: its own, and those of other GPUs that lead to it, each by position and number.
+    pub fn links_of(&self, gpu: usize) -> Vec<(usize, u32)> {
+        let to = self.gpus.get(gpu).map(|gpu| Remote::Gpu(gpu.pci));
+        let ends = self.gpus.iter().enumerate().flat_map(|(at, gpu)| {
+            gpu.nvlinks.iter().flatten().flat_map(move |end| end.links.iter().map(move |link| (at, *link, end.remote)))
+        });
+        ends.filter(|(at, _, remote)| *at == gpu || Some(*remote) == to).map(|(at, link, _)| (at, link)).collect()
+    }
+
     /// NVML's common ancestor of two GPUs by position: the file's entry for the pair, or else the level in the host's
     /// tree; `None` if one of them is not in the tree.
     pub fn common_ancestor(&self, a: usize, b: usize) -> Option<Level> {

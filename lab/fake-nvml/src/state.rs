@@ -229,6 +229,11 @@ impl State {
             Act::Rows(pending, failed) => drop(self.rows.insert(gpu, (*pending, *failed))),
             Act::Uncorrectable(errors) => drop(self.uncorrectable.insert(gpu, *errors)),
             Act::Link(link, up) => drop(self.links.insert((gpu, *link), *up)),
+            Act::Links(up) => {
+                for link in self.machine.links_of(gpu) {
+                    self.links.insert(link, *up);
+                }
+            }
             Act::Fabric(joining, status) => drop(self.fabrics.insert(gpu, (*joining, *status))),
         }
         Ok(())

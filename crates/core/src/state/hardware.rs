@@ -2,8 +2,8 @@
 //!
 //! One of the three parts of the node's state. It knows neither resources nor pods. Each GPU has a state machine
 //! ([`super::health`]) that decides about events of this GPU. Two decisions need more than one GPU and are made here:
-//! trouble that hits every GPU at once is the node's, and an NVLink whose far end cannot be reached is the fault of the
-//! GPU at the far end.
+//! trouble that hits every GPU at once is the node's, and an NVLink whose far end no link reaches is the doing of the GPU
+//! at the far end.
 
 use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
@@ -244,14 +244,16 @@ impl Hardware {
         news.into_iter().map(|(gpu, action)| Effect::UnknownRecoveryAction(gpu, action)).collect()
     }
 
-    /// Returns true if a GPU is lost or gone, by the last scan, by its standing reasons, or by the poll that has just
-    /// come.
+    /// Returns true if no NVLink reaches a GPU: it is lost or gone, by the last scan, by its standing reasons, or by the
+    /// poll that has just come; or it is in MIG mode, in which the driver shuts its links down.
     fn is_unreachable(&self, gpu: &GpuUuid, poll: Option<&HealthPoll>) -> bool {
         let shown = poll.is_some_and(|poll| {
             matches!(poll.reach, Reach::Lost { .. } | Reach::ResetRequired { .. }) || poll.on_bus == Some(false)
         });
         let stands = self.health.get(gpu).is_some_and(GpuHealth::is_unreachable);
-        shown || stands || self.topology().position(gpu).is_none()
+        let topology = self.topology();
+        let place = topology.position(gpu).and_then(|place| topology.gpus().get(place));
+        shown || stands || place.is_none_or(|gpu| gpu.mig_enabled)
     }
 
     /// Returns true if all GPUs have the same trouble, which then is the node's.

@@ -73,7 +73,7 @@ pub(super) struct GpuHealth {
     well: Duration,
     /// NVLinks that were active once, each with the GPU of this node at its far end, if there is one.
     links: BTreeMap<u32, Option<GpuUuid>>,
-    /// The links of these that were down at the last poll, unless their far end cannot be reached.
+    /// The links of these that were down at the last poll, unless no NVLink reaches their far end.
     links_down: BTreeSet<u32>,
     /// The reasons that the last poll was the first to show, and that wait for a second look.
     doubted: Vec<UnhealthyReason>,
@@ -234,6 +234,7 @@ impl GpuHealth {
             action: self.seen.action,
             row_remap_failed: self.seen.row_remap_failed,
             uncorrectable_ecc: self.seen.uncorrectable_ecc,
+            fabric: self.seen.fabric,
         };
         let down = core::mem::take(&mut self.links_down);
         self.links.retain(|link, _| !down.contains(link));
@@ -241,7 +242,7 @@ impl GpuHealth {
     }
 
     /// Takes over the result of one poll. With `node_wide`, every GPU shows the same trouble. A link that ends at an
-    /// `unreachable` GPU is that GPU's fault. `first_hold` is the hold time of a GPU that does not flap.
+    /// `unreachable` GPU is no fault of this one. `first_hold` is the hold time of a GPU that does not flap.
     pub fn poll(
         &mut self,
         poll: &HealthPoll,
@@ -379,6 +380,7 @@ impl GpuHealth {
             (seen.remap_pending, seen.row_remap_failed) = (rows.pending, rows.failed);
         }
         seen.uncorrectable_ecc = poll.uncorrectable_ecc.or(seen.uncorrectable_ecc);
+        seen.fabric = poll.fabric.or(seen.fabric);
         match poll.reach {
             Reach::ResetRequired { .. } => seen.reset_required = true,
             Reach::Answers => seen.reset_required = false,
@@ -398,6 +400,9 @@ impl GpuHealth {
         // What an operator accepted stays accepted until it changes.
         if self.accepted.action.is_some() && self.accepted.action != seen.action {
             self.accepted.action = None;
+        }
+        if self.accepted.fabric != seen.fabric {
+            self.accepted.fabric = None;
         }
         self.accepted.row_remap_failed &= seen.row_remap_failed;
         if self.accepted.uncorrectable_ecc > seen.uncorrectable_ecc {
@@ -453,7 +458,8 @@ impl GpuHealth {
             shown.push(UnhealthyReason::LinksDown { links: self.links_down.iter().copied().collect() });
         }
         match poll.fabric {
-            None | Some(FabricHealth::Joined) => {}
+            None | Some(FabricHealth::Joined | FabricHealth::Unused) => {}
+            Some(fabric) if self.accepted.fabric == Some(fabric) => {}
             Some(FabricHealth::Joining) => shown.push(UnhealthyReason::FabricJoining),
             Some(FabricHealth::Failed { status }) => shown.push(UnhealthyReason::FabricFailed { status }),
         }
@@ -499,7 +505,9 @@ impl Standing {
             UnhealthyReason::RowRemapFailed => passes(poll.row_remapping.is_some()),
             UnhealthyReason::LinksDown { .. } => passes(poll.nvlinks_down.is_some()),
             UnhealthyReason::FabricJoining if poll.fabric.is_some() => Proof::Ends,
-            UnhealthyReason::FabricFailed { .. } => passes(poll.fabric == Some(FabricHealth::Joined)),
+            UnhealthyReason::FabricFailed { .. } => {
+                passes(matches!(poll.fabric, Some(FabricHealth::Joined | FabricHealth::Unused)))
+            }
             UnhealthyReason::Quarantined { .. } => {
                 passes(self.remedied && matches!(poll.reach, Reach::Answers | Reach::Unknown))
             }

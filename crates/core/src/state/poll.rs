@@ -24,7 +24,7 @@ pub struct HealthPoll {
     /// Numbers of the NVLinks that are not active, ascending; `None` if the links cannot be asked. While MIG is on, no
     /// link counts as missing.
     pub nvlinks_down: Option<Vec<u32>>,
-    /// The NVLink fabric (`nvmlDeviceGetGpuFabricInfoV`), if the GPU is meant to join one.
+    /// The NVLink fabric (`nvmlDeviceGetGpuFabricInfoV`), where the driver says anything of it.
     pub fabric: Option<FabricHealth>,
     /// True if the kernel still lists it on the PCI bus.
     pub on_bus: Option<bool>,
@@ -128,6 +128,8 @@ pub struct RowRemapping {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum FabricHealth {
+    /// It is not meant to join one: it is in MIG mode, or there is no NVSwitch.
+    Unused,
     /// It has joined.
     Joined,
     /// It has not begun, or is still joining.

@@ -7,7 +7,7 @@ use alloc::collections::{BTreeMap, BTreeSet};
 use serde::{Deserialize, Serialize};
 
 use super::gpu_shares::GpuShares;
-use super::poll::RecoveryAction;
+use super::poll::{FabricHealth, RecoveryAction};
 use super::reason::UnhealthyReason;
 use crate::topology::GpuUuid;
 
@@ -114,6 +114,8 @@ pub struct Accepted {
     pub row_remap_failed: bool,
     /// The number of uncorrectable ECC errors that it counted.
     pub uncorrectable_ecc: Option<u64>,
+    /// The state of its fabric.
+    pub fabric: Option<FabricHealth>,
 }
 
 /// The facts of the last poll.
@@ -130,6 +132,8 @@ pub struct LastSeen {
     pub row_remap_failed: bool,
     /// The volatile counter of uncorrectable ECC errors.
     pub uncorrectable_ecc: Option<u64>,
+    /// The state of its fabric.
+    pub fabric: Option<FabricHealth>,
     /// True if the driver refused it until a reset.
     pub reset_required: bool,
     /// True if the kernel did not list it on the PCI bus.

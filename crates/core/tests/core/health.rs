@@ -371,6 +371,26 @@ fn late_fabric_join_is_no_failure() {
 }
 
 #[test]
+fn gpu_that_joins_no_fabric_has_none_to_fail() {
+    let fabric = |fabric| HealthPoll { fabric: Some(fabric), ..well() };
+    let mut world = World::new();
+    assert!(!world.poll(&fabric(FabricHealth::Joining)).healthy());
+    assert!(world.poll(&fabric(FabricHealth::Unused)).healthy(), "MIG was turned on");
+    world.polls(2, &fabric(FabricHealth::Failed { status: 3 }));
+    assert_eq!(world.heals_after(&fabric(FabricHealth::Unused), 20), Some(7));
+    // A GPU that the driver calls degraded answers so for ever, and one without a partition goes on joining.
+    for lasting in [FabricHealth::Failed { status: 3 }, FabricHealth::Joining] {
+        let mut world = World::new();
+        assert!(!world.polls(100, &fabric(lasting)).healthy());
+        world.tell(Event::Cleared(uuid(0)));
+        assert!(world.polls(100, &fabric(lasting)).healthy(), "an operator knows better: {lasting:?}");
+        assert!(world.restart(NodeIdentity::default()).poll(&fabric(lasting)).healthy());
+        world.poll(&fabric(FabricHealth::Joined));
+        assert!(!world.polls(2, &fabric(lasting)).healthy(), "it is new");
+    }
+}
+
+#[test]
 fn quarantined_gpu_is_unhealthy_until_released() {
     let mut world = World::new();
     world.tell(Event::Quarantined(uuid(0), "SIGSEGV in nvmlDeviceGetTemperature".into()));
