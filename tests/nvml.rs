@@ -157,7 +157,7 @@ async fn sees_what_the_machine_file_says() {
     assert_eq!(levels[3], [(0, System), (1, System), (2, System)].into());
     assert_eq!(gpus, written());
     // The fourth GPU cannot say anything of its NVLinks, and that is told once.
-    let links: Vec<String> = (0..18).map(|link| link.to_string()).collect();
+    let links: Vec<String> = (0..36).map(|link| link.to_string()).collect();
     let expected = ProbeFailure {
         subject: "10000:9a:00.0".into(),
         call: "nvmlDeviceGetNvLinkState".into(),
@@ -335,6 +335,56 @@ async fn a_round_says_how_each_gpu_is() {
 }
 
 #[tokio::test]
+async fn one_call_answers_for_all_links_where_the_driver_has_the_field() {
+    let machine = machine();
+    let down = |links: &'static [u32]| move |poll: &HealthPoll| poll.nvlinks_down.as_deref() == Some(links);
+    let mut agent = machine.agent();
+    assert_eq!(ready(&mut agent).await.0[0].nvlinks, written()[0].nvlinks);
+    // Nobody asks each link.
+    machine.tell("fail * nvmlDeviceGetNvLinkState 999");
+    machine.tell("link 0 4 down");
+    polled(&mut agent, 0, down(&[2, 4])).await;
+    // A link that sleeps is not down.
+    machine.tell("link 0 4 sleep");
+    polled(&mut agent, 0, down(&[2])).await;
+    machine.tell("unfail * nvmlDeviceGetNvLinkState");
+    // An older driver is asked link by link, in polls and scans.
+    machine.tell("link-fields no");
+    machine.tell("link 0 0 down");
+    machine.tell("link 0 4 up");
+    polled(&mut agent, 0, down(&[0, 2])).await;
+    machine.tell("link 0 0 up");
+    polled(&mut agent, 0, down(&[2])).await;
+    assert_eq!(ready(&mut machine.agent()).await.0[0].nvlinks, written()[0].nvlinks);
+}
+
+#[tokio::test]
+async fn nvlinks_that_were_not_ready_join_the_graph_later() {
+    for fields in ["yes", "no"] {
+        let machine = machine();
+        machine.tell(&format!("link-fields {fields}"));
+        machine.tell("links 0 absent");
+        let mut agent = machine.agent();
+        assert_eq!(ready(&mut agent).await.0[0].nvlinks, Some(Vec::new()), "fields: {fields}");
+        machine.tell("calls nvmlDeviceGetTemperature 8");
+        machine.tell("links 0 up");
+        assert_ne!(ready(&mut agent).await.0[0].nvlinks, Some(Vec::new()), "fields: {fields}");
+    }
+}
+
+#[tokio::test]
+async fn ecc_that_is_switched_on_later_is_counted() {
+    let machine = machine();
+    let mut agent = machine.agent();
+    polled(&mut agent, 1, |poll| poll.uncorrectable_ecc.is_none() && poll.row_remapping.is_none()).await;
+    machine.tell("calls nvmlDeviceGetTemperature 8");
+    machine.tell("uncorrectable 1 3");
+    machine.tell("rows 1 true false");
+    let poll = polled(&mut agent, 1, |poll| poll.uncorrectable_ecc.is_some()).await;
+    assert_eq!((poll.uncorrectable_ecc, poll.row_remapping.map(|rows| rows.pending)), (Some(3), Some(true)));
+}
+
+#[tokio::test]
 async fn gpu_in_mig_mode_joins_no_fabric() {
     let machine = machine();
     machine.tell("mig 0 {enabled: false}");
@@ -475,13 +525,16 @@ async fn a_call_that_hangs_is_named_with_its_gpu() {
 
 #[tokio::test]
 async fn a_link_that_hangs_in_a_round_is_named_with_its_gpu() {
-    let mut machine = machine();
-    machine.command.limits = SHORT;
-    let mut agent = machine.agent();
-    ready(&mut agent).await;
-    machine.tell("hang 1 nvmlDeviceGetNvLinkState");
-    let ended = said(&mut agent).await.unwrap_err().to_string();
-    assert!(ended.starts_with(&format!("nvmlDeviceGetNvLinkState of {} did not return", uuid(1))), "{ended}");
+    for (fields, call) in [("yes", "nvmlDeviceGetFieldValues"), ("no", "nvmlDeviceGetNvLinkState")] {
+        let mut machine = machine();
+        machine.command.limits = SHORT;
+        machine.tell(&format!("link-fields {fields}"));
+        let mut agent = machine.agent();
+        ready(&mut agent).await;
+        machine.tell(&format!("hang 1 {call}"));
+        let ended = said(&mut agent).await.unwrap_err().to_string();
+        assert!(ended.starts_with(&format!("{call} of {} did not return", uuid(1))), "{ended}");
+    }
 }
 
 #[tokio::test]

@@ -15,6 +15,7 @@ mod calls;
 pub mod child;
 mod events;
 mod library;
+mod links;
 mod memory;
 mod mig;
 mod mig_order;

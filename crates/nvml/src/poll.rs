@@ -1,7 +1,7 @@
 //! One poll of a GPU: cheap calls whose answers show its health.
 //!
 //! Called by `watch`. It judges nothing. A call that a GPU does not offer gives `None`, and this agent does not make it
-//! again.
+//! again for a while.
 
 use std::collections::BTreeSet;
 
@@ -13,8 +13,9 @@ use nvml_wrapper_sys::bindings as sys;
 
 use super::call::{Answer, CallError, Fault, answer, offered};
 use super::calls::Calls;
+use super::links;
 use super::mig;
-use super::probe::{FABRIC, Gpu, NVLINK};
+use super::probe::{FABRIC, Gpu};
 use super::raw::{self, Fabric};
 use linkwise_core::state::{FabricHealth, HealthPoll, Reach, RecoveryAction, RowRemapping};
 use linkwise_core::topology::MigUuid;
@@ -22,9 +23,14 @@ use linkwise_core::topology::MigUuid;
 /// The call that has to reach the GPU: memory and names come from a cache, a temperature is read from the GPU.
 const REACH: &str = "nvmlDeviceGetTemperature";
 
+/// The polls after which a GPU is asked again for what it did not offer: its NVLinks were not ready, or ECC was off.
+const AGAIN: u32 = 12;
+
 /// The calls and links that one GPU does not offer.
 #[derive(Debug, Default)]
 pub struct Silence {
+    /// The polls since it was asked for everything.
+    polls: u32,
     calls: BTreeSet<&'static str>,
     links: BTreeSet<u32>,
     /// Set if the GPU was in MIG mode at its last answer about that.
@@ -32,10 +38,18 @@ pub struct Silence {
 }
 
 impl Silence {
+    /// Begins a poll.
+    fn begin(&mut self) {
+        self.polls += 1;
+        if self.polls >= AGAIN {
+            *self = Self { mig: self.mig, ..Self::default() };
+        }
+    }
+
     /// Records the MIG mode. A GPU offers other calls in MIG mode: after a change, all calls are tried again.
     fn learn(&mut self, mig: bool) {
         if self.mig.is_some_and(|before| before != mig) {
-            (self.calls, self.links) = (BTreeSet::new(), BTreeSet::new());
+            *self = Self::default();
         }
         self.mig = Some(mig);
     }
@@ -65,6 +79,7 @@ pub struct Polled {
 
 /// Polls a GPU.
 pub fn poll(gpu: &Gpu<'_>, silence: &mut Silence) -> Polled {
+    silence.begin();
     let device = &gpu.device;
     let reach = reach(reading(gpu, &gpu.calls));
     let rows = || raw::remapped_rows(device);
@@ -150,16 +165,21 @@ fn joined(fabric: Fabric) -> Option<FabricHealth> {
 
 /// The links with true for each that is up; a link whose call failed is left out.
 fn links(gpu: &Gpu<'_>, silence: &mut Silence) -> Option<Vec<(u32, bool)>> {
-    let wanted: Vec<u32> = (0..sys::NVML_NVLINK_MAX_LINKS).filter(|link| !silence.links.contains(link)).collect();
+    let all = silence.fact(links::BY_FIELD, |_| links::all(&gpu.device, &gpu.calls));
+    if let Some(all) = all {
+        let known = |(link, up): (u32, Answer<bool>)| Some((link, up.ok().flatten()?));
+        return Some((0..).zip(all).filter_map(known).collect());
+    }
+    let wanted: Vec<u32> = (0..links::MOST).filter(|link| !silence.links.contains(link)).collect();
     if wanted.is_empty() {
         return Some(Vec::new());
     }
     // There is one report for all links: it does not matter which of them hangs.
-    gpu.calls.report(NVLINK);
+    gpu.calls.report(links::ONE);
     let mut links = Vec::new();
     let mut answered = false;
     for link in wanted {
-        let answer = offered(answer(NVLINK, gpu.device.link_wrapper_for(link).is_active()));
+        let answer = offered(answer(links::ONE, gpu.device.link_wrapper_for(link).is_active()));
         answered |= answer.is_ok();
         if let Ok(None) = answer {
             silence.links.insert(link);
@@ -193,6 +213,22 @@ mod tests {
         assert!(silence.calls.contains("f") && silence.links.contains(&1));
         silence.learn(true);
         assert!(silence.calls.is_empty() && silence.links.is_empty());
+    }
+
+    #[test]
+    fn what_was_not_offered_is_asked_for_again_after_some_polls() {
+        let mut silence = Silence { mig: Some(true), links: [1].into(), ..Silence::default() };
+        let asked = (0..2 * AGAIN).filter(|_| {
+            silence.begin();
+            let mut asks = false;
+            silence.fact("f", |_| {
+                asks = true;
+                Ok::<Option<u32>, _>(None)
+            });
+            asks
+        });
+        assert_eq!(asked.collect::<Vec<_>>(), [0, AGAIN - 1, 2 * AGAIN - 1]);
+        assert_eq!((silence.links.len(), silence.mig), (0, Some(true)));
     }
 
     #[test]

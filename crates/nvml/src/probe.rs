@@ -17,7 +17,7 @@ use super::calls::Calls;
 use super::poll::unreached;
 use super::protocol::{Missing, Place};
 use super::scan::{CallFailure, GpuScan, NvLinkScan};
-use super::{mig, raw};
+use super::{links, mig, raw};
 use linkwise_core::topology::{
     AddressingMode, ComputeCapability, CudaVersion, FabricObservation, GpuUuid, NumaNodeId, PciAddress, PcieLink,
     TopologyLevel,
@@ -123,7 +123,7 @@ pub fn scan(gpus: &[Gpu<'_>], procfs: &Path) -> Vec<GpuScan> {
             c2c: calls.raw("nvmlDeviceGetC2cModeInfoV", || raw::c2c(device)),
             display: calls.ask("nvmlDeviceGetDisplayActive", || device.is_display_active()),
             fabric: fabric(device, calls),
-            nvlinks: (0..sys::NVML_NVLINK_MAX_LINKS).map(|link| nvlink(device, calls, link)).collect(),
+            nvlinks: nvlinks(device, calls),
             mig: mig::scan(device, calls, &minor, procfs),
             minor,
             ancestors,
@@ -237,13 +237,17 @@ fn pcie_link(generation: u32, width: u32) -> Option<PcieLink> {
     (width > 0 && (generation, width) != (1, 1)).then_some(PcieLink { mts, width })
 }
 
-/// The call that reports whether an NVLink is up.
-pub const NVLINK: &str = "nvmlDeviceGetNvLinkState";
+fn nvlinks(device: &Device<'_>, calls: &Calls) -> Vec<Answer<NvLinkScan>> {
+    let all = links::all(device, calls).ok().flatten();
+    let numbers = 0..links::MOST;
+    match all {
+        Some(all) => numbers.zip(all).map(|(link, up)| nvlink(device, calls, link, up)).collect(),
+        None => numbers.map(|link| nvlink(device, calls, link, links::one(device, calls, link))).collect(),
+    }
+}
 
-fn nvlink(device: &Device<'_>, calls: &Calls, link: u32) -> Answer<NvLinkScan> {
-    let Some(active) = offered(calls.ask(NVLINK, || device.link_wrapper_for(link).is_active()))? else {
-        return Ok(None);
-    };
+fn nvlink(device: &Device<'_>, calls: &Calls, link: u32, up: Answer<bool>) -> Answer<NvLinkScan> {
+    let Some(active) = up? else { return Ok(None) };
     let kind = calls.raw("nvmlDeviceGetNvLinkRemoteDeviceType", || raw::remote_device_type(device, link));
     let pci = calls.ask("nvmlDeviceGetNvLinkRemotePciInfo_v2", || device.link_wrapper_for(link).remote_pci_info());
     let pci = offered(pci).map(|info| info.and_then(|info| address(&info.bus_id)));

@@ -13,7 +13,7 @@ use std::time::Duration;
 use nvml_wrapper::{Device, Nvml};
 use nvml_wrapper_sys::bindings as sys;
 
-use super::call::{Answer, CallError, returned};
+use super::call::{Answer, CallError, offered, returned};
 
 /// Returns true if two handles are the same GPU.
 pub fn same(one: &Device<'_>, two: &Device<'_>) -> bool {
@@ -32,6 +32,33 @@ fn get<T, E>(name: &'static str, call: &Result<Getter<T>, E>, device: &Device<'_
     // SAFETY: the handle is live, and `answer` is a valid place for what the call writes, by the call's own type.
     let code = unsafe { call(device.handle(), &mut answer) };
     returned(name, code, || Some(answer))
+}
+
+/// The call for fields.
+pub const FIELDS: &str = "nvmlDeviceGetFieldValues";
+
+/// The states of the first NVLinks, as `NVML_NVLINK_STATE_*`, by one call.
+pub fn nvlink_states(device: &Device<'_>, links: u32) -> Answer<Vec<Answer<u32>>> {
+    let Ok(call) = &device.nvml().lib().nvmlDeviceGetFieldValues else { return Ok(None) };
+    let field = |link| sys::nvmlFieldValue_t {
+        fieldId: sys::field_id::NVML_FI_DEV_NVLINK_GET_STATE,
+        scopeId: link,
+        timestamp: 0,
+        latencyUsec: 0,
+        valueType: sys::nvmlValueType_enum_NVML_VALUE_TYPE_UNSIGNED_INT,
+        nvmlReturn: sys::nvmlReturn_enum_NVML_ERROR_UNKNOWN,
+        value: sys::nvmlValue_t { ullVal: 0 },
+    };
+    let mut fields: Vec<sys::nvmlFieldValue_t> = (0..links).map(field).collect();
+    let count = fields.len().try_into().unwrap_or(0);
+    // JUSTIFICATION: nvml-wrapper cannot ask for the field of a link: it leaves the scope at 0.
+    // SAFETY: the handle is live, and `fields` has `count` structures of the type that this call fills.
+    let code = unsafe { call(device.handle(), count, fields.as_mut_ptr()) };
+    // JUSTIFICATION: the value is a union.
+    // SAFETY: all of the union's bits are set above, and any bits are an integer.
+    let state = |field: &sys::nvmlFieldValue_t| unsafe { field.value.uiVal };
+    let answer = |field: &sys::nvmlFieldValue_t| offered(returned(FIELDS, field.nvmlReturn, || Some(state(field))));
+    returned(FIELDS, code, || Some(fields.iter().map(answer).collect()))
 }
 
 /// The kind of device at an NVLink's far end, as `nvmlIntNvLinkDeviceType_t`.

@@ -4,6 +4,8 @@ use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
+use nvml_wrapper_sys::bindings::{NVML_NVLINK_STATE_ACTIVE, NVML_NVLINK_STATE_INACTIVE, NVML_NVLINK_STATE_SLEEP};
+
 use crate::machine::Mig;
 
 /// The act of a call that does not answer as usual.
@@ -37,6 +39,8 @@ pub enum Command {
     Calls(String, u64),
     Blocked(String),
     Init(u32),
+    /// True if the state of a link is a field too.
+    LinkFields(bool),
 }
 
 /// The act of a command on each GPU that it names.
@@ -52,10 +56,10 @@ pub enum Act {
     /// The row remapping: pending, failed.
     Rows(bool, bool),
     Uncorrectable(u64),
-    /// A link's number, and true if it is up.
-    Link(u32, bool),
-    /// All links from and to a GPU, and true if they are up.
-    Links(bool),
+    /// A link's number, and its state, `NVML_NVLINK_STATE_*`; `None` if NVML does not know the link.
+    Link(u32, Option<u32>),
+    /// The same state of all links from and to a GPU.
+    Links(Option<u32>),
     /// The fabric's state and status.
     Fabric(u32, u32),
 }
@@ -112,8 +116,9 @@ impl FromStr for Command {
             }
             ["rows", which, pending, failed] => gpu(which, Act::Rows(number(pending)?, number(failed)?)),
             ["uncorrectable", which, errors] => gpu(which, Act::Uncorrectable(number(errors)?)),
-            ["link", which, link, to @ ("up" | "down")] => gpu(which, Act::Link(number(link)?, to == "up")),
-            ["links", which, to @ ("up" | "down")] => gpu(which, Act::Links(to == "up")),
+            ["link", which, link, to] => gpu(which, Act::Link(number(link)?, link_state(to)?)),
+            ["links", which, to] => gpu(which, Act::Links(link_state(to)?)),
+            ["link-fields", to @ ("yes" | "no")] => Self::LinkFields(to == "yes"),
             ["fabric", which, state, status] => gpu(which, Act::Fabric(number(state)?, number(status)?)),
             ["fail", which, function, code] => fault(which, function, Some(Fault::Code(number(code)?))),
             ["hang", function] => fault("*", function, Some(Fault::Hang)),
@@ -135,6 +140,16 @@ impl FromStr for Command {
             ["init", code] => Self::Init(number(code)?),
             _ => return Err(format!("'{line}' is no command")),
         })
+    }
+}
+
+fn link_state(word: &str) -> Result<Option<u32>, String> {
+    match word {
+        "up" => Ok(Some(NVML_NVLINK_STATE_ACTIVE)),
+        "down" => Ok(Some(NVML_NVLINK_STATE_INACTIVE)),
+        "sleep" => Ok(Some(NVML_NVLINK_STATE_SLEEP)),
+        "absent" => Ok(None),
+        _ => Err(format!("'{word}' is no state of a link")),
     }
 }
 

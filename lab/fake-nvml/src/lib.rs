@@ -31,8 +31,9 @@
 //! | `mig GPU LAYOUT` | the MIG layout from now on: what a machine file has under `mig`, as YAML on one line |
 //! | `rows GPU PENDING FAILED` | the row remapping, each `true` or `false` |
 //! | `uncorrectable GPU N` | volatile uncorrectable ECC errors in all |
-//! | `link GPU LINK up`, `link GPU LINK down` | an NVLink's state |
-//! | `links GPU up`, `links GPU down` | the same of all NVLinks that end at the GPU, at both ends |
+//! | `link GPU LINK STATE` | an NVLink's state: `up`, `down`, `sleep`, or `absent`: NVML does not know it |
+//! | `links GPU STATE` | the same of all NVLinks that end at the GPU, at both ends |
+//! | `link-fields no`, `link-fields yes` | an older driver: the state of a link is no field, as for each GPU before Hopper |
 //! | `fabric GPU STATE STATUS` | the fabric's state and status, NVML's numbers |
 //! | `remove GPU`, `add GPU` | the GPU is not counted any more, or is again |
 //! | `driver VERSION` | the driver's version |

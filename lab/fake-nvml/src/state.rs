@@ -46,7 +46,9 @@ pub struct State {
     pub rows: BTreeMap<usize, (bool, bool)>,
     pub uncorrectable: BTreeMap<usize, u64>,
     /// The links whose state differs from the machine file.
-    pub links: BTreeMap<(usize, u32), bool>,
+    pub links: BTreeMap<(usize, u32), Option<u32>>,
+    /// Set if the driver has no field with the state of a link.
+    pub without_link_fields: bool,
     /// The fabric's state and status, by GPU.
     pub fabrics: BTreeMap<usize, (u32, u32)>,
     pub driver: Option<String>,
@@ -228,10 +230,10 @@ impl State {
             Act::Mig(mig) => self.machine.gpus[gpu].mig = Some(mig.clone()),
             Act::Rows(pending, failed) => drop(self.rows.insert(gpu, (*pending, *failed))),
             Act::Uncorrectable(errors) => drop(self.uncorrectable.insert(gpu, *errors)),
-            Act::Link(link, up) => drop(self.links.insert((gpu, *link), *up)),
-            Act::Links(up) => {
+            Act::Link(link, state) => drop(self.links.insert((gpu, *link), *state)),
+            Act::Links(state) => {
                 for link in self.machine.links_of(gpu) {
-                    self.links.insert(link, *up);
+                    self.links.insert(link, *state);
                 }
             }
             Act::Fabric(joining, status) => drop(self.fabrics.insert(gpu, (*joining, *status))),
@@ -268,6 +270,7 @@ pub fn apply(command: &Command) -> Result<(), String> {
                 None => state.rules.retain(|rule| rule.gpu != gpu || rule.function != *function),
             }
         }
+        Command::LinkFields(there) => state.without_link_fields = !there,
         Command::Init(code) => state.init_code = *code,
         Command::Leak(mib) => memory::leak(*mib),
         Command::Runtime => memory::start_runtime(),

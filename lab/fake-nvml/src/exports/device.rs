@@ -5,6 +5,7 @@ use std::mem::size_of;
 
 use nvml_wrapper_sys::bindings::*;
 
+use super::links::link_state;
 use super::{INVALID, UNSUPPORTED, exports, facts, pci_info, put, put_text, version};
 use crate::machine::{Gpu, Machine};
 use crate::state::{self, Answer, enter_gpu, enter_mig, enter_with};
@@ -186,12 +187,14 @@ exports! {
         for at_value in 0..count {
             // SAFETY: not null, and the caller promises `count` structures.
             let value = unsafe { &mut *values.add(at_value) };
-            let action = state.recovery.get(&at).filter(|_| {
-                value.fieldId == field_id::NVML_FI_DEV_GET_GPU_RECOVERY_ACTION
-            });
-            value.nvmlReturn = action.map_or(UNSUPPORTED, |_| nvmlReturn_enum_NVML_SUCCESS);
+            let answer = match value.fieldId {
+                field_id::NVML_FI_DEV_GET_GPU_RECOVERY_ACTION => state.recovery.get(&at).copied().ok_or(UNSUPPORTED),
+                field_id::NVML_FI_DEV_NVLINK_GET_STATE => link_state(&state, at, value.scopeId),
+                _ => Err(UNSUPPORTED),
+            };
+            value.nvmlReturn = answer.err().unwrap_or(nvmlReturn_enum_NVML_SUCCESS);
             value.valueType = nvmlValueType_enum_NVML_VALUE_TYPE_UNSIGNED_INT;
-            value.value = nvmlValue_t { uiVal: action.copied().unwrap_or(0) };
+            value.value = nvmlValue_t { uiVal: answer.unwrap_or(0) };
         }
         Ok(())
     }

@@ -9,15 +9,30 @@ use super::{INVALID, UNSUPPORTED, exports, pci_info, put, version};
 use crate::machine::{Fabric, Machine, NvLinks, Remote};
 use crate::state::{Answer, State, enter_gpu};
 
-/// A link's remote end, and true if the link is up. If the machine file does not mention NVLinks, the GPU cannot tell:
+/// A link's remote end, and its state. If the machine file does not mention NVLinks, the GPU cannot tell:
 /// UNKNOWN. If the file lists none, the GPU supports none. A number beyond the links is invalid.
-fn link(state: &State, at: usize, link: c_uint) -> Answer<(Remote, bool)> {
+fn link(state: &State, at: usize, link: c_uint) -> Answer<(Remote, c_uint)> {
     let gpu = state.machine.gpus.get(at).ok_or(INVALID)?;
     let groups = gpu.nvlinks.as_ref().ok_or(nvmlReturn_enum_NVML_ERROR_UNKNOWN)?;
     let group = groups.iter().find(|group| group.links.contains(&link));
     let none = if groups.is_empty() { UNSUPPORTED } else { INVALID };
-    let up = |group: &NvLinks| state.links.get(&(at, link)).copied().unwrap_or(group.active);
-    group.map(|group| (group.remote, up(group))).ok_or(none)
+    let group: &NvLinks = group.ok_or(none)?;
+    let usual = if group.active { NVML_NVLINK_STATE_ACTIVE } else { NVML_NVLINK_STATE_INACTIVE };
+    let now = state.links.get(&(at, link)).copied().unwrap_or(Some(usual));
+    Ok((group.remote, now.ok_or(UNSUPPORTED)?))
+}
+
+/// A link's state as a field has it. Drivers have the field for Hopper and later; NCCL asks for it there.
+pub(super) fn link_state(state: &State, at: usize, number: c_uint) -> Answer<c_uint> {
+    let capability = state.machine.gpus.get(at).and_then(|gpu| gpu.compute_capability.as_deref());
+    let major = capability.and_then(|capability| capability.split('.').next()?.parse::<c_uint>().ok());
+    let has_field = !state.without_link_fields && major.is_some_and(|major| major >= 9);
+    if has_field { Ok(link(state, at, number)?.1) } else { Err(UNSUPPORTED) }
+}
+
+/// What the older calls say of a link: they know no sleep.
+fn is_up(state: &State, at: usize, number: c_uint) -> Answer<bool> {
+    Ok(link(state, at, number)?.1 == NVML_NVLINK_STATE_ACTIVE)
 }
 
 fn fabric(machine: &Machine, at: usize) -> Answer<(&Fabric, [u8; 16])> {
@@ -35,7 +50,7 @@ fn joined(state: &State, at: usize) -> (u32, u32) {
 exports! {
     fn nvmlDeviceGetNvLinkState(device: nvmlDevice_t, number: c_uint, active: *mut nvmlEnableState_t) {
         let (state, at) = enter_gpu("nvmlDeviceGetNvLinkState", device)?;
-        put(active, link(&state, at, number)?.1.into())
+        put(active, is_up(&state, at, number)?.into())
     }
 
     fn nvmlDeviceGetNvLinkCapability(
@@ -45,7 +60,7 @@ exports! {
         result: *mut c_uint,
     ) {
         let (state, at) = enter_gpu("nvmlDeviceGetNvLinkCapability", device)?;
-        put(result, link(&state, at, number)?.1.into())
+        put(result, is_up(&state, at, number)?.into())
     }
 
     fn nvmlDeviceGetNvLinkRemotePciInfo_v2(device: nvmlDevice_t, number: c_uint, pci: *mut nvmlPciInfo_t) {
