@@ -335,6 +335,50 @@ async fn a_round_says_how_each_gpu_is() {
 }
 
 #[tokio::test]
+async fn life_is_proved_by_the_first_call_that_a_gpu_offers() {
+    // The library lacks the deprecated call, or a vGPU has no temperature.
+    for gone in [&["nvmlDeviceGetTemperature"][..], &["nvmlDeviceGetTemperature", "nvmlDeviceGetTemperatureV"]] {
+        let machine = machine();
+        gone.iter().for_each(|call| machine.tell(&format!("fail 1 {call} 3")));
+        let mut agent = machine.agent();
+        polled(&mut agent, 1, |poll| poll.reach == Reach::Answers).await;
+        let stands_in = if gone.len() == 1 { "nvmlDeviceGetTemperatureV" } else { "nvmlDeviceGetUtilizationRates" };
+        machine.tell(&format!("fail 1 {stands_in} 15"));
+        let lost = Reach::Lost { call: stands_in.into() };
+        polled(&mut agent, 1, |poll| poll.reach == lost).await;
+        machine.tell(&format!("fail 1 {stands_in} 3"));
+        machine.tell("fail 1 nvmlDeviceGetUtilizationRates 3");
+        polled(&mut agent, 1, |poll| poll.reach == Reach::Unknown).await;
+    }
+}
+
+#[tokio::test]
+async fn kernel_that_has_mig_devices_which_nvml_hides_is_said() {
+    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("lab/fake-nvml/machines/four-gpus-mig.yaml");
+    let mut machine = machine().with("FAKE_NVML_MACHINE", file);
+    let procfs = tempfile::tempdir().unwrap();
+    machine.command.procfs = procfs.path().to_owned();
+    let hidden = |failures: &[ProbeFailure]| {
+        failures.iter().filter(|failure| failure.error.contains("NVML shows none")).cloned().collect::<Vec<_>>()
+    };
+    // NOT_FOUND is the answer to a process without the capability mig/monitor. No instance is no fault.
+    machine.tell("fail 2 nvmlDeviceGetMigDeviceHandleByIndex 6");
+    let (gpus, failures) = ready(&mut machine.agent()).await;
+    assert_eq!(hidden(&failures), []);
+    let minor = gpus[2].minor.unwrap();
+    let instances = procfs.path().join(format!("driver/nvidia/capabilities/gpu{minor}/mig"));
+    std::fs::create_dir_all(instances.join("gi1/ci0")).unwrap();
+    std::fs::create_dir_all(instances.join("gi2/ci0")).unwrap();
+    let mut agent = machine.agent();
+    let (_, failures) = ready(&mut agent).await;
+    let [failure] = &hidden(&failures)[..] else { panic!("{failures:?}") };
+    assert!(failure.error.contains("2 MIG device(s)") && failure.error.contains("mig/monitor"), "{failure:?}");
+    machine.tell("unfail 2 nvmlDeviceGetMigDeviceHandleByIndex");
+    let (gpus, failures) = ready(&mut agent).await;
+    assert!(!gpus[2].mig.as_ref().unwrap().devices.is_empty() && hidden(&failures).is_empty());
+}
+
+#[tokio::test]
 async fn one_call_answers_for_all_links_where_the_driver_has_the_field() {
     let machine = machine();
     let down = |links: &'static [u32]| move |poll: &HealthPoll| poll.nvlinks_down.as_deref() == Some(links);

@@ -3,7 +3,8 @@
 //! Called by `probe` for each GPU. A call that fails costs one fact. For a device without a UUID or instance ids, the
 //! error takes the device's place.
 
-use std::path::Path;
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
 
 use nvml_wrapper::Device;
 use nvml_wrapper_sys::bindings as sys;
@@ -12,10 +13,16 @@ use super::call::{Answer, CallError};
 use super::calls::Calls;
 use super::probe::UUID;
 use super::raw::{self, GpuInstanceHandle};
-use super::scan::{MigDeviceScan, MigInstanceScan, MigScan};
+use super::scan::{MigDeviceScan, MigInstanceScan, MigScan, known};
 use linkwise_core::topology::{
     MigCapabilities, MigDeviceObservation, MigEngines, MigExtension, MigPlacement, MigProfileObservation, MigUuid,
 };
+
+/// The call that gives a MIG device's handle.
+const HANDLE: &str = "nvmlDeviceGetMigDeviceHandleByIndex";
+
+/// The number of profiles of GPU instances: NVML_GPU_INSTANCE_PROFILE_COUNT of NVML 13. The bindings have 17.
+const PROFILES: u32 = 18;
 
 /// The kernel's list of MIG capabilities below /proc, the same in every container.
 const MINORS: &str = "driver/nvidia-caps/mig-minors";
@@ -32,9 +39,42 @@ pub fn scan(device: &Device<'_>, calls: &Calls, minor: &Answer<u32>, procfs: &Pa
     let count = calls.ask("nvmlDeviceGetMaxMigDeviceCount", || device.mig_device_count());
     let devices = count.map(|count| {
         let found = |index| (index, mig_device(device, calls, index, &numbers, minor, &minors));
-        count.map(|count| (0..count).map(found).collect())
+        count.map(|count| (0..count).map(found).collect::<Devices>())
     });
+    let devices = devices.and_then(|devices| visible(devices, known(minor).copied(), procfs));
     Ok(Some(MigScan { enabled: true, devices, profiles: numbers.and_then(|known| profiles(device, calls, &known)) }))
+}
+
+/// MIG devices by index.
+type Devices = BTreeMap<u32, Answer<MigDeviceScan>>;
+
+/// The MIG devices; an error if NVML shows none while the kernel has some. To a process that may not see them, NVML
+/// answers NOT_FOUND, as for an index without a device.
+fn visible(devices: Option<Devices>, minor: Option<u32>, procfs: &Path) -> Answer<Devices> {
+    let shows_none = devices.as_ref().is_some_and(|devices| devices.values().all(|found| matches!(found, Ok(None))));
+    let made = minor.filter(|_| shows_none).map_or(0, |minor| compute_instances(minor, procfs));
+    if made == 0 {
+        return Ok(devices);
+    }
+    let why = format!(
+        "the kernel has {made} MIG device(s) of this GPU and NVML shows none: this process lacks the right to see them, \
+         CAP_SYS_ADMIN or the driver's capability mig/monitor (docs/mig.md)"
+    );
+    Err(CallError::unreadable(HANDLE, why))
+}
+
+/// The number of compute instances that the kernel lists of a GPU (`os.c` of open-gpu-kernel-modules); 0 if the runtime
+/// hides that folder from the container.
+fn compute_instances(minor: u32, procfs: &Path) -> usize {
+    let folder = procfs.join(format!("driver/nvidia/capabilities/gpu{minor}/mig"));
+    let entries = |folder: &Path, prefix: &'static str| {
+        let entries = std::fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path());
+        let named = move |path: &PathBuf| {
+            path.file_name().and_then(|name| name.to_str()).is_some_and(|name| name.starts_with(prefix))
+        };
+        entries.filter(named)
+    };
+    entries(&folder, "gi").map(|instance| entries(&instance, "ci").count()).sum()
 }
 
 /// The UUIDs of the MIG devices of a GPU in MIG mode; a poll finds changes by them. `None` if a call failed: a MIG
@@ -52,7 +92,7 @@ pub fn names(device: &Device<'_>, calls: &Calls) -> Option<Vec<MigUuid>> {
 
 /// A MIG device's handle. `Ok(None)` if the index has no device: this is not a failure.
 pub fn handle<'nvml>(parent: &Device<'nvml>, calls: &Calls, index: u32) -> Answer<Device<'nvml>> {
-    match calls.ask("nvmlDeviceGetMigDeviceHandleByIndex", || parent.mig_device_by_index(index)) {
+    match calls.ask(HANDLE, || parent.mig_device_by_index(index)) {
         Err(error) if error.is(sys::nvmlReturn_enum_NVML_ERROR_NOT_FOUND) => Ok(None),
         answer => answer,
     }
@@ -120,7 +160,7 @@ type Profiles = Vec<(u32, sys::nvmlGpuInstanceProfileInfo_t)>;
 
 fn numbers(device: &Device<'_>, calls: &Calls) -> Result<Profiles, CallError> {
     let mut found = Vec::new();
-    for number in 0..sys::NVML_GPU_INSTANCE_PROFILE_COUNT {
+    for number in 0..PROFILES {
         match calls.raw("nvmlDeviceGetGpuInstanceProfileInfo", || raw::profile(device, number)) {
             // This GPU does not have the profile.
             Err(error) if error.is(sys::nvmlReturn_enum_NVML_ERROR_INVALID_ARGUMENT) => {}

@@ -89,6 +89,7 @@ fn fill(gpu: &Gpu<'_>, instance: &GpuInstanceHandle<'_, '_>, id: u32) -> Result<
     const PROFILE: &str = "nvmlGpuInstanceGetComputeInstanceProfileInfo";
     const CREATE: &str = "nvmlGpuInstanceCreateComputeInstance";
     let mut whole: Option<(u32, u32)> = None;
+    // NVML 13 has a ninth, 7_SLICE_NVL, which is as large as 7_SLICE: the first of that size is taken.
     for number in 0..sys::NVML_COMPUTE_INSTANCE_PROFILE_COUNT {
         match gpu.calls.raw(PROFILE, || instance.compute_profile(number)) {
             // This instance does not have the profile.

@@ -22,6 +22,8 @@ use linkwise_core::topology::MigUuid;
 
 /// The call that has to reach the GPU: memory and names come from a cache, a temperature is read from the GPU.
 const REACH: &str = "nvmlDeviceGetTemperature";
+/// The call that reaches a vGPU, which has no temperature: its driver asks the host's for the utilisation.
+const USE: &str = "nvmlDeviceGetUtilizationRates";
 
 /// The polls after which a GPU is asked again for what it did not offer: its NVLinks were not ready, or ECC was off.
 const AGAIN: u32 = 12;
@@ -116,14 +118,22 @@ pub fn poll(gpu: &Gpu<'_>, silence: &mut Silence) -> Polled {
     Polled { health, links, mig: mig.and_then(|on| if on { mig::names(device, calls).map(Some) } else { Some(None) }) }
 }
 
-/// A reading of the GPU itself.
-pub fn reading(gpu: &Gpu<'_>, calls: &Calls) -> Answer<u32> {
-    calls.ask(REACH, || gpu.device.temperature(TemperatureSensor::Gpu))
+/// A reading of the GPU itself, by the first call that the GPU offers. NVML 13 deprecates the first one for the second.
+pub fn reading(gpu: &Gpu<'_>, calls: &Calls) -> Answer<()> {
+    let device = &gpu.device;
+    let mut answer = calls.ask(REACH, || device.temperature(TemperatureSensor::Gpu).map(drop));
+    if answer == Ok(None) {
+        answer = calls.raw(raw::TEMPERATURE, || raw::temperature(device));
+    }
+    if answer == Ok(None) {
+        answer = calls.ask(USE, || device.utilization_rates().map(drop));
+    }
+    answer
 }
 
-fn reach(answer: Answer<u32>) -> Reach {
+fn reach(answer: Answer<()>) -> Reach {
     match answer {
-        Ok(Some(_)) => Reach::Answers,
+        Ok(Some(())) => Reach::Answers,
         Ok(None) => Reach::Unknown,
         Err(error) => unreached(&error),
     }

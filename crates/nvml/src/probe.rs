@@ -65,6 +65,8 @@ pub fn list<'nvml>(nvml: &'nvml Nvml, calls: &Calls, skip: &[Place]) -> Listed<'
     Listed { count: count.ok(), gpus: Arc::new(gpus), missing, failures }
 }
 
+/// The call that gives the CUDA version. It reads libcuda where there is one, and needs none; its version 2 does.
+const CUDA: &str = "nvmlSystemGetCudaDriverVersion";
 /// The call that counts the GPUs.
 pub const COUNT: &str = "nvmlDeviceGetCount_v2";
 /// The call that gives a GPU's handle. The driver may have to start the GPU for it.
@@ -132,16 +134,11 @@ pub fn scan(gpus: &[Gpu<'_>], procfs: &Path) -> Vec<GpuScan> {
     gpus.iter().map(scan).collect()
 }
 
-/// The newest CUDA version that the driver supports; not offered where the container has no libcuda.
+/// The newest CUDA version that the driver supports, by the call of GPU Feature Discovery.
 pub fn cuda_version(nvml: &Nvml, calls: &Calls) -> Answer<CudaVersion> {
-    match calls.ask("nvmlSystemGetCudaDriverVersion_v2", || nvml.sys_cuda_driver_version()) {
-        Err(error) if error.is(sys::nvmlReturn_enum_NVML_ERROR_LIBRARY_NOT_FOUND) => Ok(None),
-        // 1000 times the major version and 10 times the minor one (nvml.h).
-        answer => Ok(answer?.and_then(|number| {
-            let number = u32::try_from(number).ok()?;
-            Some(CudaVersion { major: number / 1000, minor: number % 1000 / 10 })
-        })),
-    }
+    let number = calls.raw(CUDA, || raw::cuda_version(nvml))?;
+    // 1000 times the major version and 10 times the minor one (nvml.h).
+    Ok(number.map(|number| CudaVersion { major: number / 1000, minor: number % 1000 / 10 }))
 }
 
 fn compute_capability(device: &Device<'_>, calls: &Calls) -> Answer<ComputeCapability> {
@@ -190,6 +187,11 @@ fn architecture_name(number: u32) -> Option<&'static str> {
     /// The names from 2 on.
     const NAMES: [&str; 10] =
         ["Kepler", "Maxwell", "Pascal", "Volta", "Turing", "Ampere", "Ada Lovelace", "Hopper", "Blackwell", "Orin"];
+    /// NVML_DEVICE_ARCH_RUBIN of NVML 13.
+    const RUBIN: u32 = 13;
+    if number == RUBIN {
+        return Some("Rubin");
+    }
     NAMES.get(usize::try_from(number.checked_sub(sys::NVML_DEVICE_ARCH_KEPLER)?).ok()?).copied()
 }
 
@@ -328,10 +330,12 @@ mod tests {
 
     #[test]
     fn architectures_have_nvidias_names() {
-        for (number, name) in [(2, "Kepler"), (7, "Ampere"), (9, "Hopper"), (10, "Blackwell"), (11, "Orin")] {
+        for (number, name) in
+            [(2, "Kepler"), (7, "Ampere"), (9, "Hopper"), (10, "Blackwell"), (11, "Orin"), (13, "Rubin")]
+        {
             assert_eq!(architecture_name(number), Some(name));
         }
-        for unknown in [0, 1, 12, u32::MAX] {
+        for unknown in [0, 1, 12, 14, u32::MAX] {
             assert_eq!(architecture_name(unknown), None, "{unknown}");
         }
     }

@@ -96,6 +96,16 @@ pub fn c2c(device: &Device<'_>) -> Answer<bool> {
     Ok(mode.map(|mode| mode.isC2cEnabled != 0))
 }
 
+/// The CUDA version, by the call that needs no libcuda.
+pub fn cuda_version(nvml: &Nvml) -> Answer<u32> {
+    let Ok(call) = &nvml.lib().nvmlSystemGetCudaDriverVersion else { return Ok(None) };
+    let mut version = 0;
+    // JUSTIFICATION: nvml-wrapper has version 2 only, which fails without libcuda.
+    // SAFETY: the library is initialised while `nvml` lives, and `version` is a valid place for the answer.
+    let code = unsafe { call(&mut version) };
+    returned("nvmlSystemGetCudaDriverVersion", code, || u32::try_from(version).ok())
+}
+
 /// The brand, as `nvmlBrandType_t`.
 pub fn brand(device: &Device<'_>) -> Answer<u32> {
     // nvml-wrapper makes an error of a brand that is newer than it.
@@ -117,6 +127,19 @@ pub fn addressing_mode(device: &Device<'_>) -> Answer<u32> {
     let mode = sys::nvmlDeviceAddressingMode_v1_t { version: VERSION_1, value: 0 };
     let mode = get("nvmlDeviceGetAddressingMode", &device.nvml().lib().nvmlDeviceGetAddressingMode, device, mode)?;
     Ok(mode.map(|mode| mode.value))
+}
+
+/// The call for a temperature that NVML 13 has.
+pub const TEMPERATURE: &str = "nvmlDeviceGetTemperatureV";
+
+/// Reads the GPU's temperature, whatever it is.
+pub fn temperature(device: &Device<'_>) -> Answer<()> {
+    #[expect(clippy::cast_possible_truncation, reason = "a struct of three words")]
+    const VERSION_1: u32 = size_of::<sys::nvmlTemperature_v1_t>() as u32 | 1 << 24;
+    let sensor = sys::nvmlTemperatureSensors_enum_NVML_TEMPERATURE_GPU;
+    let reading = sys::nvmlTemperature_v1_t { version: VERSION_1, sensorType: sensor, temperature: 0 };
+    // nvml-wrapper does not have this call.
+    Ok(get(TEMPERATURE, &device.nvml().lib().nvmlDeviceGetTemperatureV, device, reading)?.map(drop))
 }
 
 /// Returns two flags: a row remapping is pending, and one failed.

@@ -57,7 +57,7 @@ pub struct Hardware {
 pub struct DriverVersions {
     /// The driver's version, such as `580.82.07` (`nvmlSystemGetDriverVersion`).
     pub driver: Option<String>,
-    /// The newest CUDA that the driver supports (`nvmlSystemGetCudaDriverVersion_v2`).
+    /// The newest CUDA that the driver supports (`nvmlSystemGetCudaDriverVersion`).
     pub cuda: Option<CudaVersion>,
 }
 

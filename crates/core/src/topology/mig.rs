@@ -158,8 +158,8 @@ impl MigExtension {
         match number {
             // 1_SLICE_REV1, 2_SLICE_REV1
             7 | 8 => Self::Media,
-            // 1_SLICE_GFX, 2_SLICE_GFX, 4_SLICE_GFX
-            10..=12 => Self::Graphics,
+            // 1_SLICE_GFX, 2_SLICE_GFX, 4_SLICE_GFX, 3_SLICE_GFX
+            10..=12 | 17 => Self::Graphics,
             // 1_SLICE_NO_ME, 2_SLICE_NO_ME
             13 | 14 => Self::NoMedia,
             // 1_SLICE_ALL_ME, 2_SLICE_ALL_ME

@@ -25,7 +25,7 @@ pub struct NodeObservation {
     /// The driver's version, such as `580.95.05` (`nvmlSystemGetDriverVersion`).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub driver_version: Option<String>,
-    /// The newest CUDA version that the driver supports (`nvmlSystemGetCudaDriverVersion_v2`).
+    /// The newest CUDA version that the driver supports (`nvmlSystemGetCudaDriverVersion`).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cuda_version: Option<CudaVersion>,
     /// The questions that were not answered.

@@ -6,6 +6,7 @@
 
 use std::time::Duration;
 
+use crate::call::Fault;
 use crate::scan::NodeScan;
 use linkwise_core::backoff::Backoff;
 use linkwise_core::state::Event;
@@ -113,7 +114,10 @@ impl Scan {
         if node.failures != self.failures || node.failures.is_empty() {
             self.backoff.reset();
         }
-        self.repeat_at = (!node.failures.is_empty()).then(|| now + self.backoff.failed());
+        // A process does not get rights while it runs: what they withhold is no reason to repeat the scan.
+        let withheld = nvml.failures.iter().all(|failure| failure.error.fault() == Fault::NoPermission);
+        let again = !withheld || node.failures.len() > nvml.failures.len();
+        self.repeat_at = again.then(|| now + self.backoff.failed());
         self.failures.clone_from(&node.failures);
         if self.host_runs {
             // This call still runs, which is no reason to repeat the scan.
@@ -123,5 +127,31 @@ impl Scan {
         }
         let news = std::mem::take(&mut self.force) || self.published.as_ref() != Some(&node);
         (news.then(|| self.published.insert(node).clone()), held)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::call::CallError;
+    use crate::scan::CallFailure;
+
+    #[test]
+    fn what_rights_withhold_is_not_asked_again() {
+        let failure = |code| CallFailure::new("GPU 0", CallError::returned("nvmlDeviceGetGpuInstanceById", code));
+        for (codes, host, again) in
+            [(&[][..], 0, false), (&[4], 0, false), (&[4, 4], 0, false), (&[4, 999], 0, true), (&[4], 1, true)]
+        {
+            let mut scan = Scan::new(Duration::from_secs(10));
+            let failures = codes.iter().map(|code| failure(*code)).collect();
+            let (driver, library, cuda, gpus) = (Ok(None), Ok(None), Ok(None), Vec::new());
+            let path = String::new();
+            scan.take(NodeScan { driver, library, path, cuda, count: Some(0), gpus, failures }, Duration::ZERO);
+            let of_host = || ProbeFailure { subject: "hwloc".into(), call: "f".into(), error: "e".into() };
+            let host = (0..host).map(|_| of_host()).collect();
+            scan.take_host(Some((HostObservation::default(), host)), Duration::ZERO);
+            scan.publish(Duration::ZERO);
+            assert_eq!(scan.repeat_at.is_some(), again, "{codes:?}");
+        }
     }
 }

@@ -150,6 +150,18 @@ exports! {
         put(celsius, 35)
     }
 
+    fn nvmlDeviceGetTemperatureV(device: nvmlDevice_t, reading: *mut nvmlTemperature_t) {
+        let (_state, _) = enter_gpu("nvmlDeviceGetTemperatureV", device)?;
+        let version = version(reading, &[(size_of::<nvmlTemperature_v1_t>(), 1)])?;
+        let sensor = nvmlTemperatureSensors_enum_NVML_TEMPERATURE_GPU;
+        put(reading, nvmlTemperature_v1_t { version, sensorType: sensor, temperature: 35 })
+    }
+
+    fn nvmlDeviceGetUtilizationRates(device: nvmlDevice_t, rates: *mut nvmlUtilization_t) {
+        let (_state, _) = enter_gpu("nvmlDeviceGetUtilizationRates", device)?;
+        put(rates, nvmlUtilization_t { gpu: 0, memory: 0 })
+    }
+
     fn nvmlDeviceGetRemappedRows(
         device: nvmlDevice_t,
         corrected: *mut c_uint,

@@ -37,8 +37,8 @@ exports! {
         put_text(version, length, NVML_VERSION)
     }
 
-    fn nvmlSystemGetCudaDriverVersion_v2(version: *mut c_int) {
-        let _state = enter("nvmlSystemGetCudaDriverVersion_v2")?;
+    fn nvmlSystemGetCudaDriverVersion(version: *mut c_int) {
+        let _state = enter("nvmlSystemGetCudaDriverVersion")?;
         put(version, CUDA_VERSION)
     }
 
