@@ -211,7 +211,8 @@ async fn a_gpu_that_fails_half_its_calls_costs_those_facts_only() {
     let (gpus, failures) = ready(&mut agent).await;
     let written = written();
     assert_eq!(gpus.len(), 2);
-    assert_eq!(GpuObservation { common_ancestors: [].into(), ..written[0].clone() }, gpus[0]);
+    let alone = GpuObservation { common_ancestors: [].into(), p2p_refused: [].into(), ..written[0].clone() };
+    assert_eq!(alone, gpus[0]);
     let second = &gpus[1];
     assert_eq!((&second.model, second.memory_mib, second.pcie, &second.fabric), (&None, None, None, &None));
     assert_eq!((&second.uuid, second.minor, second.numa), (&uuid(1), Some(1), written[1].numa));

@@ -14,9 +14,9 @@ use crate::random_node;
 use std::collections::BTreeSet;
 
 use linkwise_core::topology::{
-    CpuObservation, FabricObservation, GpuObservation, HostBridgeObservation, HostObservation, NodeObservation,
-    NodeTopology, NumaNodeId, NumaNodeObservation, NvLinkObservation, NvLinkRemote, PackageId, PciAddress, PciKind,
-    PciObservation, PcieLink, ProbeFailure, TopologyLevel, TopologyWarning,
+    CpuObservation, FabricObservation, GpuObservation, HostBridgeObservation, HostObservation, MigObservation,
+    NodeObservation, NodeTopology, NumaNodeId, NumaNodeObservation, NvLinkObservation, NvLinkRemote, P2pRefusal,
+    PackageId, PciAddress, PciKind, PciObservation, PcieLink, ProbeFailure, TopologyLevel, TopologyWarning,
 };
 use linkwise_host::machines;
 use proptest::prelude::*;
@@ -531,6 +531,45 @@ fn level_disagreement_names_both_values() {
         warnings(&node),
         ["GPUs 0000:06:00.0 and 0000:0a:00.0: the host's PCI tree says NODE, NVML says PHB; the tree is believed"],
     );
+}
+
+#[test]
+fn refused_p2p_is_said_where_nccl_would_use_it() {
+    let mut node = dgx1();
+    // GPUs 0 and 3 have NVLinks, 0 and 5 are on two processors, and 4 and 1 have neither NVLinks nor one switch.
+    node.gpus[0].p2p_refused = [(3, P2pRefusal::Setting), (5, P2pRefusal::Chipset)].into();
+    let found = warnings(&node);
+    let [found] = &found[..] else { panic!("{found:?}") };
+    assert!(found.starts_with("GPUs 0000:06:00.0 and 0000:"), "{found}");
+    assert!(
+        found.ends_with(
+            "no P2P, a setting of the driver disables it: NCCL ends with an error there, although NVLink joins them"
+        ),
+        "{found}"
+    );
+    // Without NVLinks only the pairs below one switch count. All pairs are refused, as by a driver without P2P.
+    node.gpus.iter_mut().for_each(|gpu| gpu.nvlinks = Some(Vec::new()));
+    node.gpus[0].p2p_refused.clear();
+    for gpu in 0..8 {
+        node.gpus[gpu].p2p_refused =
+            (0..8).filter(|other| *other > gpu as u32).map(|other| (other, P2pRefusal::NotSupported)).collect();
+    }
+    let found = warnings(&node);
+    let [found] = &found[..] else { panic!("{found:?}") };
+    assert!(found.ends_with(": no P2P, it is not supported: NCCL goes through the host's memory"), "{found}");
+    assert_eq!(found.matches(" and 0000:").count(), 4, "a pair for each switch: {found}");
+    // The choice is the same.
+    let without = |node: &NodeObservation| {
+        let mut node = node.clone();
+        node.gpus.iter_mut().for_each(|gpu| gpu.p2p_refused.clear());
+        node
+    };
+    assert_eq!(NodeTopology::assemble(&node).0, NodeTopology::assemble(&without(&node)).0);
+    // A GPU in MIG mode has no P2P.
+    node.gpus
+        .iter_mut()
+        .for_each(|gpu| gpu.mig = Some(MigObservation { enabled: true, devices: Vec::new(), profiles: Vec::new() }));
+    assert_eq!(warnings(&node), [""; 0]);
 }
 
 #[test]

@@ -33,7 +33,7 @@ const fn mig(name: &'static str, silent: &'static [u32]) -> Call {
 }
 
 /// Every call about a GPU but those by which it is known.
-const CALLS: [Call; 27] = [
+const CALLS: [Call; 28] = [
     call("nvmlDeviceGetName", &["model"], &[]),
     call("nvmlDeviceGetMinorNumber", &["minor"], &[]),
     call("nvmlDeviceGetCudaComputeCapability", &["compute_capability"], &[]),
@@ -46,6 +46,7 @@ const CALLS: [Call; 27] = [
     call("nvmlDeviceGetDisplayActive", &["display"], &[]),
     call("nvmlDeviceGetGpuFabricInfoV", &["fabric"], &["fabric"]),
     call("nvmlDeviceGetTopologyCommonAncestor", &["common_ancestors"], &[]),
+    call("nvmlDeviceGetP2PStatus", &["p2p_refused"], &[]),
     // Of a link's number that there is none is said with INVALID_ARGUMENT, of the driver's fields too.
     Call { silent: &[2], ..call("nvmlDeviceGetNvLinkState", &["nvlinks"], &["nvlinks_down"]) },
     Call { silent: &[2], ..call("nvmlDeviceGetNvLinkRemoteDeviceType", &["nvlinks"], &[]) },

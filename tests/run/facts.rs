@@ -120,7 +120,7 @@ async fn failed_host_scan_keeps_the_host_and_is_repeated() {
 
 /// Calls whose failure costs nothing that is known; those without which a GPU cannot be reached; those without which it
 /// cannot be identified by a full look.
-const HARMLESS: [&str; 18] = [
+const HARMLESS: [&str; 19] = [
     "nvmlDeviceGetName",
     "nvmlDeviceGetMinorNumber",
     "nvmlDeviceGetCudaComputeCapability",
@@ -133,6 +133,7 @@ const HARMLESS: [&str; 18] = [
     "nvmlDeviceGetMigMode",
     "nvmlDeviceGetGpuFabricInfoV",
     "nvmlDeviceGetTopologyCommonAncestor",
+    "nvmlDeviceGetP2PStatus",
     "nvmlDeviceGetNvLinkState",
     "nvmlDeviceGetNvLinkRemoteDeviceType",
     "nvmlDeviceGetNvLinkRemotePciInfo_v2",

@@ -107,8 +107,9 @@ fn required<T>(calls: &Calls, call: &'static str, made: impl FnOnce() -> Result<
 pub fn scan(gpus: &[Gpu<'_>], procfs: &Path) -> Vec<GpuScan> {
     let scan = |gpu: &Gpu<'_>| {
         let (device, calls) = (&gpu.device, &gpu.calls);
-        let others = gpus.iter().filter(|other| other.pci > gpu.pci);
-        let ancestors = others.map(|other| (other.uuid.clone(), common_ancestor(gpu, other))).collect();
+        let others = || gpus.iter().filter(|other| other.pci > gpu.pci);
+        let ancestors = others().map(|other| (other.uuid.clone(), common_ancestor(gpu, other))).collect();
+        let p2p = others().map(|other| (other.uuid.clone(), p2p(gpu, other))).collect();
         let minor = calls.ask("nvmlDeviceGetMinorNumber", || device.minor_number());
         GpuScan {
             index: gpu.index,
@@ -129,6 +130,7 @@ pub fn scan(gpus: &[Gpu<'_>], procfs: &Path) -> Vec<GpuScan> {
             mig: mig::scan(device, calls, &minor, procfs),
             minor,
             ancestors,
+            p2p,
         }
     };
     gpus.iter().map(scan).collect()
@@ -288,6 +290,20 @@ fn common_ancestor(one: &Gpu<'_>, two: &Gpu<'_>) -> Answer<TopologyLevel> {
     let Some(number) = level else { return Ok(None) };
     let unknown = || CallError::unreadable(CALL, format!("unknown level {number}"));
     TopologyLevel::from_nvml(number).map(Some).ok_or_else(unknown)
+}
+
+/// NVML's number of the first status of P2P that is not OK, of reading and writing; 0 if both are.
+fn p2p(one: &Gpu<'_>, two: &Gpu<'_>) -> Answer<u32> {
+    use sys::{
+        nvmlGpuP2PCapsIndex_enum_NVML_P2P_CAPS_INDEX_READ as READ,
+        nvmlGpuP2PCapsIndex_enum_NVML_P2P_CAPS_INDEX_WRITE as WRITE, nvmlGpuP2PStatus_enum_NVML_P2P_STATUS_OK as OK,
+    };
+    let ask =
+        |capability| one.calls.raw("nvmlDeviceGetP2PStatus", || raw::p2p_status(&one.device, &two.device, capability));
+    match ask(READ)? {
+        Some(OK) => ask(WRITE),
+        other => Ok(other),
+    }
 }
 
 #[cfg(test)]

@@ -81,6 +81,16 @@ pub fn common_ancestor(one: &Device<'_>, two: &Device<'_>) -> Answer<u32> {
     returned("nvmlDeviceGetTopologyCommonAncestor", code, || Some(level))
 }
 
+/// The status of P2P from one GPU to another, as `nvmlGpuP2PStatus_t`; `capability` is an `nvmlGpuP2PCapsIndex_t`.
+pub fn p2p_status(one: &Device<'_>, two: &Device<'_>, capability: u32) -> Answer<u32> {
+    let Ok(call) = &one.nvml().lib().nvmlDeviceGetP2PStatus else { return Ok(None) };
+    let mut status = sys::nvmlGpuP2PStatus_enum_NVML_P2P_STATUS_UNKNOWN;
+    // JUSTIFICATION: nvml-wrapper makes an error of a status that is newer than it.
+    // SAFETY: both handles are live, and `status` is a valid place for the answer.
+    let code = unsafe { call(one.handle(), two.handle(), capability, &mut status) };
+    returned("nvmlDeviceGetP2PStatus", code, || Some(status))
+}
+
 /// The total memory in bytes, by the call of drivers before nvmlDeviceGetMemoryInfo_v2.
 pub fn memory_total(device: &Device<'_>) -> Answer<u64> {
     // nvml-wrapper has version 2 only, which drivers before R510 lack.

@@ -14,7 +14,8 @@ use super::protocol::Place;
 use linkwise_core::topology::{
     AddressingMode, ComputeCapability, CudaVersion, FabricObservation, GpuObservation, GpuUuid, HostObservation,
     MigCapabilities, MigDeviceObservation, MigExtension, MigObservation, MigPlacement, MigProfileObservation,
-    NodeObservation, NumaNodeId, NvLinkObservation, NvLinkRemote, PciAddress, PcieLink, ProbeFailure, TopologyLevel,
+    NodeObservation, NumaNodeId, NvLinkObservation, NvLinkRemote, P2pRefusal, PciAddress, PcieLink, ProbeFailure,
+    TopologyLevel,
 };
 
 /// The answers of NVML to a full scan.
@@ -72,6 +73,8 @@ pub struct GpuScan {
     pub mig: Answer<MigScan>,
     /// The common ancestors with the GPUs of higher PCI addresses: each pair is asked once.
     pub ancestors: BTreeMap<GpuUuid, Answer<TopologyLevel>>,
+    /// The statuses of P2P with the GPUs of higher PCI addresses, as `nvmlGpuP2PStatus_t`.
+    pub p2p: BTreeMap<GpuUuid, Answer<u32>>,
 }
 
 /// One NVLink.
@@ -199,6 +202,10 @@ impl NodeScan {
             for (other, level) in &mut gpu.ancestors {
                 facts.part("with GPU", indices.get(other).copied(), level, None);
             }
+            for (other, status) in &mut gpu.p2p {
+                let before = old.and_then(|old| old.p2p.get(other));
+                facts.part("with GPU", indices.get(other).copied(), status, before);
+            }
         }
         self.failures = failures;
         let Some(before) = before else { return self };
@@ -206,7 +213,7 @@ impl NodeScan {
         if self.count == before.count {
             for old in &before.gpus {
                 if !self.gpus.iter().any(|gpu| gpu.index == old.index || gpu.uuid == old.uuid) {
-                    self.gpus.push(GpuScan { ancestors: BTreeMap::new(), ..old.clone() });
+                    self.gpus.push(GpuScan { ancestors: BTreeMap::new(), p2p: BTreeMap::new(), ..old.clone() });
                 }
             }
             self.gpus.sort_by_key(|gpu| gpu.index);
@@ -246,6 +253,12 @@ impl NodeScan {
         }
     }
 
+    /// A refusal of P2P, by the index of the other GPU.
+    fn refusal(&self, other: &GpuUuid, status: &Answer<u32>) -> Option<(u32, P2pRefusal)> {
+        let other = self.gpus.iter().find(|gpu| gpu.uuid == *other)?;
+        Some((other.index, P2pRefusal::from_nvml(*known(status)?)?))
+    }
+
     /// The GPUs as observations.
     pub fn observations(&self) -> Vec<GpuObservation> {
         let mut levels: BTreeMap<(&GpuUuid, u32), TopologyLevel> = BTreeMap::new();
@@ -280,6 +293,7 @@ impl NodeScan {
                 mig: known(&gpu.mig).map(MigScan::observation),
                 fabric: known(&gpu.fabric).cloned(),
                 common_ancestors: own.map(|((_, other), level)| (*other, *level)).collect(),
+                p2p_refused: gpu.p2p.iter().filter_map(|(other, status)| self.refusal(other, status)).collect(),
             }
         };
         self.gpus.iter().map(observe).collect()
@@ -309,6 +323,7 @@ impl GpuScan {
             nvlinks: Vec::new(),
             mig: Ok(None),
             ancestors: BTreeMap::new(),
+            p2p: BTreeMap::new(),
         }
     }
 

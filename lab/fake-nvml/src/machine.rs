@@ -37,6 +37,21 @@ pub struct Gpu {
     pub fabric: Option<Fabric>,
     #[serde(default)]
     pub common_ancestors: BTreeMap<u32, Level>,
+    /// The driver's refusals of P2P with other GPUs.
+    #[serde(default)]
+    pub p2p_refused: BTreeMap<u32, P2pRefusal>,
+}
+
+/// NVML's reasons with their numbers, `nvmlGpuP2PStatus_t`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum P2pRefusal {
+    Chipset = 1,
+    Gpu = 2,
+    Topology = 3,
+    Setting = 4,
+    NotSupported = 5,
+    Unknown = 6,
 }
 
 #[derive(Clone, Copy, Debug, Deserialize)]

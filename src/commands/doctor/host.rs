@@ -79,6 +79,9 @@ fn advice(warning: &TopologyWarning) -> &'static str {
         TopologyWarning::NotInHostTree(..) => {
             "mount the host's /sys; in some virtual machines there is nothing to see, and NVML's levels are all there is"
         }
+        TopologyWarning::P2pRefused { .. } => {
+            "turn P2P on: the IOMMU off or in passthrough mode, ACS off below the switches, no NVreg setting against it"
+        }
         TopologyWarning::UnknownLevel(..) => "the pair is taken as far apart: choices between such GPUs are guesses",
         TopologyWarning::LevelDisagreement { .. } | TopologyWarning::NumaDisagreement { .. } => {
             "nothing to do: known of virtual switches and of firmware; linkwise snapshot records both for a report"

@@ -13,6 +13,7 @@ mod mig_slots;
 mod node;
 mod nvlink;
 mod observation;
+mod p2p;
 mod pcie;
 mod warning;
 
@@ -31,4 +32,5 @@ pub use observation::{
     HostBridgeObservation, HostObservation, NicKind, NicObservation, NodeObservation, NumaNodeObservation,
     NvLinkObservation, NvLinkRemote, PciKind, PciObservation, PcieLink, ProbeFailure, thousandths,
 };
+pub use p2p::P2pRefusal;
 pub use warning::TopologyWarning;

@@ -12,6 +12,7 @@ use super::matrix::LinkMatrix;
 use super::mig::{MigDevice, MigProfile, MigProfileObservation};
 use super::nvlink::{self, NvLinks};
 use super::observation::{DisplayClass, GpuObservation, NicKind, NodeObservation, PcieLink};
+use super::p2p;
 use super::pcie::{PciTree, Place, PlacedNic};
 use super::warning::TopologyWarning;
 
@@ -148,6 +149,7 @@ impl NodeTopology {
                 topology.pairs.set(a, b, pair);
             }
         }
+        warnings.extend(p2p::refused(&topology, &seen));
         (topology, warnings)
     }
 
@@ -296,7 +298,8 @@ fn accept<'a>(observed: &'a [GpuObservation], warnings: &mut Vec<TopologyWarning
 
 /// What was observed of a GPU by itself: its links, and what may change with each scan, are the graph's.
 fn facts(gpu: &GpuObservation) -> GpuObservation {
-    GpuObservation { nvlinks: None, mig: None, common_ancestors: BTreeMap::new(), ..gpu.clone() }
+    let (common_ancestors, p2p_refused) = (BTreeMap::new(), BTreeMap::new());
+    GpuObservation { nvlinks: None, mig: None, common_ancestors, p2p_refused, ..gpu.clone() }
 }
 
 /// Finds a GPU in the host's tree; if it is not there, NVML's values count.

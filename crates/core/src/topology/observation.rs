@@ -11,6 +11,7 @@ use serde::{Deserialize, Serialize};
 use super::address::{GpuUuid, NumaNodeId, PackageId, PciAddress};
 use super::level::TopologyLevel;
 use super::mig::MigObservation;
+use super::p2p::P2pRefusal;
 use crate::quote::quoted;
 
 /// All facts observed of one node.
@@ -98,6 +99,9 @@ pub struct GpuObservation {
     /// NVML's common ancestor with other GPUs, by their NVML index.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub common_ancestors: BTreeMap<u32, TopologyLevel>,
+    /// The driver's refusals of P2P with other GPUs, by their NVML index (`nvmlDeviceGetP2PStatus`).
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub p2p_refused: BTreeMap<u32, P2pRefusal>,
 }
 
 impl GpuObservation {
@@ -122,6 +126,7 @@ impl GpuObservation {
             mig: None,
             fabric: None,
             common_ancestors: BTreeMap::new(),
+            p2p_refused: BTreeMap::new(),
         }
     }
 }

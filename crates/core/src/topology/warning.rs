@@ -7,6 +7,7 @@ use super::address::{GpuUuid, MigUuid, NumaNodeId, PciAddress};
 use super::level::TopologyLevel;
 
 use super::observation::ProbeFailure;
+use super::p2p::P2pRefusal;
 use crate::quote::one_line;
 
 /// Something odd in the observations. The node keeps working. Each warning names the hardware and both values.
@@ -103,7 +104,30 @@ pub enum TopologyWarning {
     /// A GPU behind an NVSwitch that does not report its fabric, beside GPUs that do.
     #[error("GPU {0}: behind an NVSwitch but reports no fabric; taken to be in the one its neighbours report")]
     FabricUnreported(PciAddress),
+    /// Pairs of GPUs between which the driver refuses P2P, where NCCL would use it.
+    #[error("{}: no P2P, {refusal}: {}", pairs_of(pairs), if *by_nvlink { "NCCL ends with an error there, although NVLink joins them" } else { "NCCL goes through the host's memory" })]
+    P2pRefused {
+        /// The driver's reason.
+        refusal: P2pRefusal,
+        /// True if NVLink joins the pairs, directly or through switches.
+        by_nvlink: bool,
+        /// The pairs.
+        pairs: Vec<(PciAddress, PciAddress)>,
+    },
     /// Two functions of the host's PCI tree at one address.
     #[error("the host's PCI tree lists {0} twice; the first place is used")]
     DuplicateFunction(PciAddress),
+}
+
+/// The pairs in words: all GPUs of a node may be refused.
+fn pairs_of(pairs: &[(PciAddress, PciAddress)]) -> String {
+    /// The most pairs that are named.
+    const MOST: usize = 4;
+    let named: Vec<String> = pairs.iter().take(MOST).map(|(one, two)| format!("{one} and {two}")).collect();
+    let more = match pairs.len().saturating_sub(MOST) {
+        0 => String::new(),
+        1 => ", and 1 more pair".to_owned(),
+        more => format!(", and {more} more pairs"),
+    };
+    format!("GPUs {}{more}", named.join(", "))
 }

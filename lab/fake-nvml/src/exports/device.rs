@@ -145,6 +145,21 @@ exports! {
         put(level, state.machine.common_ancestor(a, b).ok_or(UNSUPPORTED)? as nvmlGpuTopologyLevel_t)
     }
 
+    fn nvmlDeviceGetP2PStatus(
+        one: nvmlDevice_t,
+        two: nvmlDevice_t,
+        capability: nvmlGpuP2PCapsIndex_t,
+        status: *mut nvmlGpuP2PStatus_t,
+    ) {
+        let (a, b) = (state::position(one)?, state::position(two)?);
+        let state = enter_with("nvmlDeviceGetP2PStatus", |_| Ok(vec![a, b]))?;
+        let (one, two) = (gpu(&state.machine, a)?, gpu(&state.machine, b)?);
+        let refusal = one.p2p_refused.get(&two.index).or_else(|| two.p2p_refused.get(&one.index));
+        // A driver may refuse the one and allow the other.
+        let asked = capability == nvmlGpuP2PCapsIndex_enum_NVML_P2P_CAPS_INDEX_WRITE;
+        put(status, refusal.filter(|_| asked).map_or(0, |refusal| *refusal as nvmlGpuP2PStatus_t))
+    }
+
     fn nvmlDeviceGetTemperature(device: nvmlDevice_t, _sensor: nvmlTemperatureSensors_t, celsius: *mut c_uint) {
         let (_state, _) = enter_gpu("nvmlDeviceGetTemperature", device)?;
         put(celsius, 35)
