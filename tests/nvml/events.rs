@@ -64,13 +64,12 @@ async fn a_gpu_that_could_not_be_registered_is_heard_once_it_can_be() {
 }
 
 #[tokio::test]
-async fn an_event_is_followed_by_a_round_that_finds_what_it_hid() {
+async fn an_event_is_followed_by_a_round_that_finds_what_it_left() {
     let mut machine = machine();
     machine.command.poll = Duration::from_secs(3600);
     machine.tell("recovery 1 0");
     let mut agent = machine.agent();
     polled(&mut agent, 1, |poll| poll.recovery_action == Some(RecoveryAction::None)).await;
-    // As a driver that gives the last of several XIDs for all.
     for action in [1, 2] {
         machine.tell(&format!("recovery 1 {action}"));
         machine.tell("storm 1 31 100");

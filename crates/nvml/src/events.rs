@@ -175,7 +175,7 @@ impl Listener {
     }
 
     /// Waits for events and reports them, until `go_on` is false; `go_on` is called after each wait and each pause.
-    /// After each event a poll is requested: of several XIDs NVML reports only the last.
+    /// After each event a poll is requested: it finds what the XID left behind.
     pub fn run(mut self, ask: &mpsc::Sender<ToAgent>, go_on: impl Fn() -> bool) {
         self.waiting.state().hears = self.heard.is_some();
         let (mut backoff, mut failures) = (PAUSES, 0);
