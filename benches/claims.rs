@@ -18,8 +18,9 @@ use std::time::{Duration, Instant};
 use linkwise_core::claims::{AllocatedDevice, Allocation, Claim, ClaimName, ClaimStatus, DeviceAllocation};
 use linkwise_core::publish::injection::{CdiOptions, InjectionOptions};
 use linkwise_core::state::{DraGpus, Event, Holdings, NodeState, NumaHints, ResourcePlan};
-use linkwise_kubelet::dra::{ClaimQuery, Plugin, Settings};
+use linkwise_kubelet::dra::{CdiDevices, ClaimQuery, Plugin, Settings};
 use linkwise_kubelet_box::dra::{ClaimRef, DraKubelet, DraOptions, PodClaims};
+use serde_json::json;
 use tokio::sync::{mpsc, watch};
 use tokio_util::sync::CancellationToken;
 
@@ -47,14 +48,12 @@ async fn measure(folder: &Path) -> [Vec<Duration>; 3] {
     let at = |name: &str| folder.path().join(name);
     std::fs::create_dir(at("cdi")).unwrap();
     let state = state();
-    let devices: Vec<_> = state.topology().gpus().iter().map(|gpu| serde_json::json!({"name": gpu.uuid})).collect();
-    let spec = serde_json::json!({"cdiVersion": "0.5.0", "kind": KIND, "devices": devices});
-    std::fs::write(at("cdi").join(format!("{}.json", KIND.replace('/', "-"))), spec.to_string()).unwrap();
     let cdi = CdiOptions { kind: KIND.to_owned(), annotation_prefix: None, cri: true };
     let settings = Settings {
         registry: at("r"),
         plugins: at("p"),
         cdi_folder: at("cdi"),
+        cdi: watch::channel(Some(Arc::new(cdi_devices(&state)))).1,
         boot: Some("this".to_owned()),
         injection: InjectionOptions { cdi: Some(cdi), ..InjectionOptions::default() },
         ..Settings::new(DRIVER, "pool", at("claims"))
@@ -92,6 +91,21 @@ async fn measure(folder: &Path) -> [Vec<Duration>; 3] {
     end.cancel();
     plugin.await.unwrap().unwrap();
     times
+}
+
+/// The CDI devices of the node, with as many mounts as a driver has files.
+fn cdi_devices(state: &NodeState) -> CdiDevices {
+    let mount = |number: usize| {
+        let path = format!("/usr/lib/x86_64-linux-gnu/libnvidia-{number}.so.580.95.05");
+        json!({"hostPath": path, "containerPath": path, "options": ["ro", "nosuid", "nodev", "rbind", "rprivate"]})
+    };
+    let common = json!({"env": ["NVIDIA_VISIBLE_DEVICES=void"], "mounts": (0..60).map(mount).collect::<Vec<_>>()});
+    let devices = state.topology().gpus().iter().map(|gpu| {
+        let node = format!("/dev/nvidia{}", gpu.facts.minor.unwrap());
+        let edits = json!({"deviceNodes": [{"path": node}]}).as_object().unwrap().clone();
+        (format!("{KIND}={}", gpu.uuid), edits)
+    });
+    CdiDevices { common: common.to_string(), devices: devices.collect() }
 }
 
 fn state() -> NodeState {

@@ -1,16 +1,18 @@
 //! Keeps the files for containers up to date: CDI specs, the host's device nodes for answers to Allocate, NCCL's
-//! topology file.
+//! topology file. Publishes the CDI devices, of which claims get copies.
 //!
 //! One task follows the snapshot, scans the host apart from admissions, writes the files that changed and publishes the
 //! nodes. A failure at the start ends the process; a later one leaves the files as they were written last.
 
+use std::collections::BTreeMap;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
-use tokio::sync::{Notify, watch};
+use serde_json::Value;
+use tokio::sync::watch;
 
 use crate::config::Settings;
 use crate::config::settings::{DeviceIdStrategy, DeviceListStrategy};
@@ -22,9 +24,9 @@ use linkwise_core::topology::NodeObservation;
 use linkwise_host::cdi;
 use linkwise_host::hwloc;
 use linkwise_host::machines;
-use linkwise_kubelet::dra::SpecsLink;
+use linkwise_kubelet::dra::{CdiDevices, CdiLink};
 use linkwise_node::readiness::{Part, Readiness};
-use linkwise_system::files;
+use linkwise_system::{files, send_if_new};
 
 /// The time from one scan of the host to the next while the snapshot does not change: /dev/nvidia-uvm appears at its
 /// first use, and an operator may empty the folder of specs. NVML is polled as often.
@@ -45,10 +47,8 @@ pub(super) struct CdiSync {
     host_devices: watch::Sender<Arc<HostDevices>>,
     /// Becomes true when containers can get the first GPUs: their files are written.
     pub ready: watch::Sender<bool>,
-    /// The generation of the files: see [`SpecsLink::generation`].
-    generation: watch::Sender<u64>,
-    /// See [`SpecsLink::repair`].
-    repair: Arc<Notify>,
+    /// The CDI devices; `None` before the first scan with GPUs, if claims need them.
+    cdi: watch::Sender<Option<Arc<CdiDevices>>>,
     scan_every: Duration,
     /// The phase of a plugin that waits for this.
     pub awaited: &'static str,
@@ -59,6 +59,8 @@ struct HostScan {
     scanner: cdi::Scanner,
     /// The folder of CDI specs; `None` if containers get their GPUs without CDI.
     folder: Option<PathBuf>,
+    /// Set if claims get copies of the CDI devices.
+    for_claims: bool,
     /// Set if containers get RDMA NICs.
     nics: bool,
     nccl: Option<TopologyFile>,
@@ -96,6 +98,7 @@ pub(super) fn prepare(
     let scan = HostScan {
         scanner: cdi::Scanner::new(roots(settings, sysfs), cdi_options),
         folder: (cdi.is_some() || uses_dra).then(|| settings.cdi_dir.value.clone()),
+        for_claims: uses_dra,
         nics: settings.expose_nics.value,
         nccl: TopologyFile::prepare(settings, observed)?,
     };
@@ -133,8 +136,7 @@ pub(super) fn prepare(
             scan,
             host_devices,
             ready: watch::Sender::new(!files),
-            generation: watch::Sender::new(u64::from(!files)),
-            repair: Arc::default(),
+            cdi: watch::Sender::new((!uses_dra).then(Arc::default)),
             scan_every: SCAN_EVERY,
             awaited,
         }),
@@ -154,9 +156,9 @@ fn roots(settings: &Settings, sysfs: &Path) -> cdi::Roots {
 }
 
 impl CdiSync {
-    /// The way to this task, for claims.
-    pub fn link(&self) -> SpecsLink {
-        SpecsLink { generation: self.generation.subscribe(), repair: Arc::clone(&self.repair) }
+    /// Follows the CDI devices, for claims.
+    pub fn cdi(&self) -> CdiLink {
+        self.cdi.subscribe()
     }
 
     /// Runs as long as snapshots come; fails if the first files cannot be written. Writes while `files` is true.
@@ -168,7 +170,7 @@ impl CdiSync {
         readiness: Readiness,
     ) -> Result<()> {
         readiness.add(Part::CdiSync, "writing the first files");
-        let Self { mut scan, host_devices, ready, generation, repair, scan_every, .. } = self;
+        let Self { mut scan, host_devices, ready, cdi, scan_every, .. } = self;
         let (mut warned, mut failing) = (Once::new(), Once::new());
         loop {
             let current = Arc::clone(&snapshot.borrow_and_update());
@@ -187,13 +189,13 @@ impl CdiSync {
                 let scanned = scan.run(&current, &counted);
                 (scan, scanned)
             });
-            let (devices, warnings, written);
-            (scan, (devices, warnings, written)) = task.await.context("the host scan panicked")?;
-            host_devices.send_replace(Arc::new(devices));
-            for warning in warned.replace(warnings) {
+            let scanned;
+            (scan, scanned) = task.await.context("the host scan panicked")?;
+            send_if_new(&host_devices, Arc::new(scanned.devices));
+            for warning in warned.replace(scanned.warnings) {
                 tracing::warn!("{warning}");
             }
-            match written {
+            match scanned.failed.map_or(Ok(()), Err) {
                 Err(error) if !*ready.borrow() => return Err(error),
                 Err(error) => {
                     if !failing.replace([cause(&error)]).is_empty() {
@@ -208,13 +210,17 @@ impl CdiSync {
                     ready.send_if_modified(|ready| !std::mem::replace(ready, *ready || has_gpus) && has_gpus);
                 }
             }
-            if *ready.borrow() {
-                generation.send_modify(|generation| *generation = generation.saturating_add(1));
+            if let Some(found) = scanned.cdi {
+                cdi.send_if_modified(|known| {
+                    // Whoever removed our files may have removed those of claims.
+                    let is_news = scanned.has_written || known.as_deref() != Some(&found);
+                    *known = Some(Arc::new(found));
+                    is_news
+                });
             }
             tokio::select! {
                 changed = snapshot.changed() => if changed.is_err() { return Ok(()) },
                 changed = files.changed() => if changed.is_err() { return Ok(()) },
-                () = repair.notified() => {}
                 () = tokio::time::sleep(scan_every) => {}
             }
         }
@@ -255,6 +261,19 @@ fn cause(error: &anyhow::Error) -> (String, Option<io::ErrorKind>) {
     (error.to_string(), system.map(io::Error::kind))
 }
 
+/// The result of one scan.
+#[derive(Default)]
+struct Scanned {
+    devices: HostDevices,
+    /// The CDI devices, if claims need them and there are GPUs.
+    cdi: Option<CdiDevices>,
+    /// True if a CDI spec was missing or not as it should be.
+    has_written: bool,
+    warnings: Vec<cdi::Warning>,
+    /// The last error.
+    failed: Option<anyhow::Error>,
+}
+
 impl HostScan {
     /// The host's devices beside its GPUs, without CDI devices.
     fn host_devices(&self) -> HostDevices {
@@ -271,40 +290,62 @@ impl HostScan {
         }
     }
 
-    /// Scans, and writes the files that changed. Writes as many as possible, and returns the last error. A node without
-    /// GPUs needs no files, and no warnings.
-    fn run(&mut self, snapshot: &NodeState, metrics: &cdi::CdiMetrics) -> (HostDevices, Vec<cdi::Warning>, Result<()>) {
-        let (mut devices, mut written) = (self.host_devices(), Ok(()));
+    /// Scans, and writes the files that changed. Writes as many as possible, and keeps the last error. A node without GPUs
+    /// needs no files, and no warnings.
+    fn run(&mut self, snapshot: &NodeState, metrics: &cdi::CdiMetrics) -> Scanned {
+        let mut scanned = Scanned { devices: self.host_devices(), ..Scanned::default() };
         if !snapshot.offers_any() {
-            return (devices, Vec::new(), written);
+            return scanned;
         }
         match self.nccl.as_ref().map(TopologyFile::write) {
             Some(Ok(true)) => tracing::info!("NCCL topology file written"),
-            Some(Err(error)) => written = Err(error).context("cannot write NCCL's topology file"),
+            Some(Err(error)) => {
+                scanned.failed = Some(anyhow::Error::new(error).context("cannot write NCCL's topology file"))
+            }
             Some(Ok(false)) | None => {}
         }
-        let Some(folder) = self.folder.as_deref() else { return (devices, Vec::new(), written) };
+        let Some(folder) = self.folder.as_deref() else { return scanned };
         let cdi::Scan { description, warnings } = self.scanner.scan(snapshot);
-        for spec in cdi::specs(&description) {
-            match cdi::write(folder, &spec) {
+        scanned.warnings = warnings;
+        let specs = cdi::specs(&description);
+        for spec in &specs {
+            match cdi::write(folder, spec) {
                 Ok(true) => {
                     tracing::info!(path = %folder.join(spec.file_name()).display(), "CDI spec written");
                     metrics.cdi_written(true);
+                    scanned.has_written = true;
                 }
                 Ok(false) => {}
                 Err(error) => {
-                    written = Err(error.into());
+                    scanned.failed = Some(error.into());
                     metrics.cdi_written(false);
                     continue;
                 }
             }
             // Only devices with a spec count: a runtime refuses a container that names any other.
             if spec.kind != cdi::kind(cdi::GPU_CLASS) {
-                devices.cdi_devices.extend(spec.names());
+                scanned.devices.cdi_devices.extend(spec.names());
             }
         }
-        (devices, warnings, written)
+        scanned.cdi = self.for_claims.then(|| for_claims(&specs));
+        scanned
     }
+}
+
+/// The devices of all specs, and the edits that every container with a GPU gets.
+fn for_claims(specs: &[cdi::Spec]) -> CdiDevices {
+    let of_gpus = specs.iter().find(|spec| spec.kind == cdi::kind(cdi::GPU_CLASS));
+    let common = of_gpus.filter(|spec| !spec.container_edits.is_empty());
+    let common = common.and_then(|spec| serde_json::to_string(&spec.container_edits).ok()).unwrap_or_default();
+    let named = specs.iter().flat_map(|spec| spec.names().zip(&spec.devices));
+    let edits = |(name, device): (String, _)| match serde_json::to_value(device) {
+        Ok(Value::Object(mut device)) => match device.remove("containerEdits") {
+            Some(Value::Object(edits)) => Some((name, edits)),
+            _ => None,
+        },
+        _ => None,
+    };
+    CdiDevices { common, devices: named.filter_map(edits).collect::<BTreeMap<_, _>>() }
 }
 
 #[cfg(test)]
@@ -316,7 +357,7 @@ mod tests {
     use linkwise_nvml::supervisor::Idle;
 
     #[tokio::test]
-    async fn deleted_spec_is_written_again_when_a_claim_asks() {
+    async fn deleted_spec_is_written_again_and_claims_follow() {
         let folder = tempfile::tempdir().unwrap();
         let at = |name: &str| folder.path().join(name);
         let roots = cdi::Roots { driver: at("driver"), driver_here: at("driver"), dev: at("dev"), sysfs: at("sys") };
@@ -325,30 +366,31 @@ mod tests {
             scan: HostScan {
                 scanner: cdi::Scanner::new(roots, cdi::Options::default()),
                 folder: Some(at("cdi")),
+                for_claims: true,
                 nics: false,
                 nccl: None,
             },
             host_devices: watch::Sender::default(),
             ready: watch::Sender::new(false),
-            generation: watch::Sender::new(0),
-            repair: Arc::default(),
-            // Never.
-            scan_every: Duration::from_secs(1 << 20),
+            cdi: watch::Sender::default(),
+            scan_every: Duration::from_millis(10),
             awaited: "",
         };
         let observed = Event::Observed(Box::new(machines::load("dgx1-v100").unwrap().observed));
         let state = NodeState::default().apply(observed, Duration::ZERO).0;
         let (snapshot, files) = (watch::Sender::new(Arc::new(state)), watch::Sender::new(true));
-        let mut link = sync.link();
+        let mut cdi = sync.cdi();
         let (metrics, readiness) =
             (cdi::CdiMetrics::register(&mut Registry::default()), Readiness::new(Idle::Waiting(String::new())));
         let task = tokio::spawn(sync.run(snapshot.subscribe(), files.subscribe(), metrics, readiness));
         let written = async {
-            let first = *link.generation.wait_for(|generation| *generation > 0).await.unwrap();
+            let first = cdi.wait_for(Option::is_some).await.unwrap().clone().unwrap();
+            assert_eq!(first.devices.keys().filter(|name| name.contains("=GPU-")).count(), 8);
+            assert!(first.common.contains("NVIDIA_VISIBLE_DEVICES=void"), "{}", first.common);
             let spec = std::fs::read_dir(at("cdi")).unwrap().next().unwrap().unwrap().path();
             std::fs::remove_file(&spec).unwrap();
-            link.repair.notify_one();
-            link.generation.wait_for(|generation| *generation > first).await.unwrap();
+            cdi.changed().await.unwrap();
+            assert_eq!(cdi.borrow_and_update().as_ref(), Some(&first), "the same, for whoever lost more files");
             assert!(spec.exists());
         };
         tokio::time::timeout(Duration::from_secs(60), written).await.unwrap();

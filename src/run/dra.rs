@@ -37,7 +37,7 @@ use linkwise_core::publish::dra::{
 use linkwise_core::publish::injection::{CdiOptions, HostDevices, InjectionOptions};
 use linkwise_core::state::{DRA_DRIVER, Event, NodeState, PreparedClaim};
 use linkwise_host::cdi;
-use linkwise_kubelet::dra::{self, ClaimQuery, Life, MigRequest, MpsLink, Occurrence, Phase, PluginMetrics, SpecsLink};
+use linkwise_kubelet::dra::{self, CdiLink, ClaimQuery, Life, MigRequest, MpsLink, Occurrence, Phase, PluginMetrics};
 use linkwise_node::node::Node;
 use linkwise_node::readiness::{Part, Readiness};
 use linkwise_nvml::supervisor::identity;
@@ -76,8 +76,8 @@ pub(super) struct Given<'a> {
     pub state_dir: PathBuf,
     pub injection: InjectionOptions,
     pub host_devices: watch::Receiver<Arc<HostDevices>>,
-    /// The task that writes the CDI specs.
-    pub specs: SpecsLink,
+    /// The node's CDI devices.
+    pub cdi: CdiLink,
     /// The orders for MIG devices; `None` if there is no driver to make any.
     pub mig: Option<mpsc::Sender<MigRequest>>,
     /// The orders for MPS control daemons; `None` if no process could run any.
@@ -91,10 +91,10 @@ pub(super) struct Given<'a> {
 
 /// Starts DRA in a node. Without a client of the API server no slices are written, and no new claim is prepared.
 pub(super) fn spawn_in(node: &mut Node, given: Given<'_>, api: Option<&Api>) {
-    let Given { settings, name, sysfs, state_dir, injection, host_devices, specs, mig, mps, owns, .. } = given;
+    let Given { settings, name, sysfs, state_dir, injection, host_devices, cdi, mig, mps, owns, .. } = given;
     let name = name.unwrap_or_default();
     let empty = Pool::new(name.clone(), Vec::new());
-    // Claims name CDI devices, regardless of the device plugin.
+    // Claims get copies of CDI devices, regardless of the device plugin.
     let names = CdiOptions { kind: cdi::kind(cdi::GPU_CLASS), annotation_prefix: None, cri: true };
     let injection = InjectionOptions { cdi: Some(names), ..injection };
     let defaults = dra::Settings::new(DRA_DRIVER, empty.name.clone(), state_dir.join(CLAIMS));
@@ -105,7 +105,7 @@ pub(super) fn spawn_in(node: &mut Node, given: Given<'_>, api: Option<&Api>) {
         boot: identity(sysfs).boot,
         injection,
         host_devices,
-        specs,
+        cdi,
         mig,
         mps,
         makes_mig: settings.dra_dynamic_mig.value,

@@ -68,7 +68,7 @@ pub async fn start_with_dra(folder: &Path, name: &str, metrics_address: SocketAd
     })
     .await?;
     let sync = injection.sync.context("DRA has CDI specs to write")?;
-    let specs = sync.link();
+    let cdi = sync.cdi();
     let metrics = node.metrics().register(CdiMetrics::register);
     node.spawn("CDI sync", sync.run(node.snapshot(), node.files(), metrics, node.readiness.clone()));
     let given = dra::Given {
@@ -78,7 +78,7 @@ pub async fn start_with_dra(folder: &Path, name: &str, metrics_address: SocketAd
         state_dir: at(SimulatedFolders::STATE),
         injection: injection.options,
         host_devices: injection.host_devices,
-        specs,
+        cdi,
         mig: None,
         mps: None,
         owns: watch::channel(true).1,

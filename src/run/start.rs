@@ -1,6 +1,7 @@
 //! Builds the node of `linkwise run` and starts its tasks, each as soon as its inputs exist.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
@@ -22,7 +23,7 @@ use linkwise_host::cdi::CdiMetrics;
 use linkwise_host::hwloc;
 use linkwise_host::mps::Layout;
 use linkwise_kubelet::device_plugin as kubelet;
-use linkwise_kubelet::dra::SpecsLink;
+use linkwise_kubelet::dra::CdiLink;
 use linkwise_node::keeper::{self, HealthSettings};
 use linkwise_node::node::{Node, NodeSettings};
 use linkwise_node::operator;
@@ -52,7 +53,7 @@ pub(super) async fn serve(args: &RunArgs, last_signals: &mut LastSignals) -> Res
     let mut node = start_node(args, &settings, state_dir.clone(), &injection).await?;
     let (owns, handed_over) = position.spawn_in(&mut node);
     let (driver, release, mig) = start_driver(&node, args, &settings, seen);
-    let specs = spawn_cdi_sync(&mut node, injection.sync);
+    let cdi = spawn_cdi_sync(&mut node, injection.sync);
     labels::spawn_in(&mut node, &settings, args);
     let layout = Layout::new(&args.mps.container_root);
     if dra.has_plugin() {
@@ -63,7 +64,7 @@ pub(super) async fn serve(args: &RunArgs, last_signals: &mut LastSignals) -> Res
             state_dir: state_dir.unwrap_or_default(),
             injection: injection.options,
             host_devices: injection.host_devices,
-            specs,
+            cdi,
             mig: Some(mig),
             mps: Some(mps::spawn_orders(&mut node, &layout)),
             owns,
@@ -217,7 +218,7 @@ fn start_driver(
     node: &Node,
     args: &RunArgs,
     settings: &Settings,
-    seen: watch::Sender<std::sync::Arc<linkwise_core::topology::NodeObservation>>,
+    seen: watch::Sender<Arc<linkwise_core::topology::NodeObservation>>,
 ) -> (supervisor::Driver, Release, mpsc::Sender<MigRequest>) {
     let metrics = node.metrics().register(DriverMetrics::register);
     let release = Release::new(metrics.clone());
@@ -228,16 +229,16 @@ fn start_driver(
     (supervisor::Driver { seen, mig: Some(orders), ..driver }, release, mig)
 }
 
-/// Starts the task that keeps CDI specs up to date; returns the way to it.
-fn spawn_cdi_sync(node: &mut Node, sync: Option<CdiSync>) -> SpecsLink {
+/// Starts the task that keeps CDI specs up to date; returns its CDI devices.
+fn spawn_cdi_sync(node: &mut Node, sync: Option<CdiSync>) -> CdiLink {
     // The series exist on every node.
     let metrics = node.metrics().register(CdiMetrics::register);
-    // Without the right to write specs, there are none to wait for.
-    let Some(sync) = sync else { return SpecsLink::default() };
-    let link = sync.link();
+    // Without the right to write specs, there is nothing to wait for.
+    let Some(sync) = sync else { return watch::channel(Some(Arc::default())).1 };
+    let cdi = sync.cdi();
     node.hold_plugins_until(sync.ready.subscribe(), sync.awaited);
     node.spawn("CDI sync", sync.run(node.snapshot(), node.files(), metrics, node.readiness.clone()));
-    link
+    cdi
 }
 
 /// Follows the configuration. The token is cancelled if the node is to be served anew, with DRA.

@@ -49,9 +49,9 @@ struct Soak {
     done: Done,
 }
 
-/// The GPU of a name that ends with its number: an id of the device plugin, a CDI device.
+/// The GPU of a name that ends with its number: an id of the device plugin, a device node.
 fn gpu_of(name: &str) -> u32 {
-    name.rsplit('-').next().unwrap().parse().unwrap()
+    name.trim_start_matches("/dev/nvidia").rsplit('-').next().unwrap().parse().unwrap()
 }
 
 fn command(node: &Node) -> Command {
@@ -216,7 +216,8 @@ impl Soak {
         }
         match started {
             Ok(containers) => {
-                let got: BTreeSet<u32> = containers["main"].iter().map(|name| gpu_of(name)).collect();
+                let got: BTreeSet<u32> =
+                    self.node.hardware(&containers["main"]).iter().map(|node| gpu_of(node)).collect();
                 assert_eq!(got, gpus, "{pod}");
                 self.enter(&pod, got);
                 self.done.claim_pods += 1;

@@ -46,7 +46,11 @@ async fn claim_that_cannot_be_prepared_is_named_and_leaves_nothing() {
         let error = refusal(&kubelet, &named).await;
         assert!(error.contains(complaint), "{error}");
         end(&kubelet, &named).await;
-        assert_eq!((node.checkpoints(), node.claim_specs()), (vec!["good.json".to_owned()], vec![]), "{uid}");
+        assert_eq!(
+            (node.checkpoints(), node.claim_specs()),
+            (vec!["good.json".to_owned()], vec!["linkwise.dev-claim-good.json".to_owned()]),
+            "{uid}"
+        );
     }
     assert!(kubelet.state().claims["good"].prepared);
 }
@@ -204,7 +208,7 @@ async fn checkpoint_folder_that_cannot_be_made_ends_no_plugin() {
 }
 
 #[tokio::test]
-async fn broken_cdi_folder_holds_up_no_claim_without_a_spec() {
+async fn broken_cdi_folder_holds_up_no_unprepare() {
     let node = Node::running();
     let kubelet = node.kubelet().await;
     let claim = node.claim("a", &[("gpus", "gpu-0")]);
@@ -227,52 +231,52 @@ async fn cdi_folder_that_cannot_be_written_is_the_claims_error() {
     assert!(error.starts_with("cannot write the CDI spec of the claim: "), "{error}");
     fs::remove_file(folder).unwrap();
     fs::create_dir(folder).unwrap();
-    node.write_specs();
-    assert_eq!(start(&kubelet, &claim).await.unwrap().len(), 2);
+    assert_eq!(start(&kubelet, &claim).await.unwrap(), [node.gpu(0)]);
     end(&kubelet, &claim).await;
     assert_eq!((node.checkpoints(), node.claim_specs()), (vec![], vec![]));
 }
 
 #[tokio::test]
-async fn missing_cdi_names_are_waited_for_and_then_named() {
+async fn devices_that_no_scan_finds_are_waited_for_and_then_named() {
     let mut node = Node::new();
     node.settings.specs_timeout = Duration::from_millis(50);
     node.start();
     let kubelet = node.kubelet().await;
-    fs::remove_file(node.gpu_spec()).unwrap();
+    node.scan_nothing();
     let claim = node.claim("a", &[("gpus", "gpu-0")]);
     let error = refusal(&kubelet, &claim).await;
-    assert!(error.starts_with("no CDI spec in ") && error.ends_with(&node.gpu(0)), "{error}");
-    assert_eq!(node.checkpoints(), [""; 0]);
-    node.write_specs();
+    assert!(error.starts_with("no scan of the host has found ") && error.contains(&node.gpu(0)), "{error}");
+    assert_eq!((node.checkpoints(), node.claim_specs()), (vec![], vec![]));
+    node.scan();
     assert_eq!(start(&kubelet, &claim).await.unwrap(), [node.gpu(0)]);
     // Of a claim that was prepared, too, before its container would fail.
-    fs::remove_file(node.gpu_spec()).unwrap();
+    node.scan_nothing();
     kubelet.restart().await.unwrap();
     connected(&kubelet).await;
     let error = refusal(&kubelet, &name("a")).await;
-    assert!(error.starts_with("no CDI spec in "), "{error}");
+    assert!(error.starts_with("no scan of the host has found "), "{error}");
     assert_eq!(node.checkpoints(), ["a.json"], "its pod may run");
 }
 
 #[tokio::test]
-async fn missing_spec_is_written_for_the_claim_that_waits() {
+async fn claim_waits_for_the_scan_that_has_its_device() {
     let mut node = Node::new();
-    // The kubelet's time, not the specs', ends a claim that misses the write.
+    // The kubelet's time, not the scan's, ends a claim that misses it.
     node.settings.specs_timeout = LIMIT;
     node.start();
     let kubelet = node.kubelet().await;
-    fs::remove_file(node.gpu_spec()).unwrap();
+    node.scan_nothing();
     let claim = node.claim("a", &[("gpus", "gpu-0")]);
-    let writer = async {
-        node.settings.specs.repair.notified().await;
-        // Written, and not yet with this GPU in it: the claim waits on.
-        fs::write(node.gpu_spec(), "{}").unwrap();
-        node.generation.send_modify(|generation| *generation += 1);
-        node.write_specs();
+    let scans = async {
+        while node.reads("a") == 0 {
+            tokio::task::yield_now().await;
+        }
+        // Not yet with this GPU in it: the claim waits on.
+        node.scan_nothing();
+        node.scan();
     };
-    let (started, written) = tokio::join!(start(&kubelet, &claim), tokio::time::timeout(LIMIT, writer));
-    written.expect("the claim asks for its spec");
+    let (started, scanned) = tokio::join!(start(&kubelet, &claim), tokio::time::timeout(LIMIT, scans));
+    scanned.unwrap();
     assert_eq!(started.unwrap(), [node.gpu(0)]);
 }
 

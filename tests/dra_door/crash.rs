@@ -1,6 +1,6 @@
 //! The plugin is killed between each two steps of its work; the next one finishes or undoes it.
 //!
-//! The steps of Prepare: the claim is read; checkpoint Started; the claim's CDI spec; its GPUs' names are in a spec;
+//! The steps of Prepare: the claim is read; checkpoint Started, if it asks for MIG devices or MPS; the claim's CDI spec;
 //! checkpoint Completed; the answer. Of Unprepare: the spec goes; the checkpoint goes.
 
 use std::fs;
@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use linkwise_core::state::{ClaimedDevice, Event, Holdings, NodeState};
+use linkwise_kubelet::dra::Occurrence;
 
 use super::node::{Answer, DRIVER, LIMIT, Node, connected, end, refusal, start};
 
@@ -274,38 +275,30 @@ async fn plugin_killed_while_the_claim_is_read_leaves_nothing() {
 }
 
 #[tokio::test]
-async fn plugin_killed_while_names_are_missing_keeps_the_claim() {
+async fn plugin_killed_before_its_last_step_leaves_nothing() {
     let mut node = Node::new();
     (node.settings.specs_timeout, node.settings.prepare_timeout) = (LIMIT, LIMIT);
     node.start();
     let kubelet = node.kubelet().await;
-    fs::remove_file(node.gpu_spec()).unwrap();
+    node.scan_nothing();
     let claim = node.claim("a", &[("gpus", "gpu-0")]);
-    let begun = async {
-        while !fs::read_to_string(node.checkpoint("a")).is_ok_and(|text| text.contains("\"Started\"")) {
-            tokio::task::yield_now().await;
-        }
-    };
     let (started, ()) = tokio::join!(tokio::time::timeout(LIMIT, start(&kubelet, &claim)), async {
-        tokio::time::timeout(LIMIT, begun).await.unwrap();
+        node.wait(|seen| matches!(seen, Occurrence::Held { claims: 1, .. })).await;
         node.running.as_ref().unwrap().0.abort();
     });
     assert!(started.unwrap().is_err());
     node.kill_and_start().await;
-    node.write_specs();
-    // It counts as prepared: its GPU is no other claim's.
+    node.scan();
+    // The kubelet was told nothing: its GPU is free.
+    assert_eq!((node.checkpoints(), node.claim_specs()), (vec![], vec![]));
     let other = node.claim("b", &[("gpus", "gpu-0")]);
     let again = async {
-        loop {
-            match start(&kubelet, &other).await {
-                Err(linkwise_kubelet_box::dra::DraError::Claim { error, .. }) => return error,
-                _ => tokio::task::yield_now().await,
-            }
+        while start(&kubelet, &other).await.is_err() {
+            tokio::task::yield_now().await;
         }
     };
-    let error = tokio::time::timeout(LIMIT, again).await.unwrap();
-    assert!(error.contains("is prepared for the claim ml/claim-a (UID a)"), "{error}");
-    assert_eq!(start(&kubelet, &claim).await.unwrap(), [node.gpu(0)]);
+    tokio::time::timeout(LIMIT, again).await.unwrap();
+    assert!(refusal(&kubelet, &claim).await.contains("is prepared for the claim ml/claim-b"));
 }
 
 /// Checkpoints of when sets of GPUs were devices name the set for each of its GPUs.

@@ -22,21 +22,21 @@ fn in_phase(phase: Phase) -> impl Fn(&Occurrence) -> bool {
 }
 
 #[tokio::test]
-async fn plugin_registers_once_gpus_and_specs_are_there() {
+async fn plugin_registers_once_gpus_and_a_scan_are_there() {
     let mut node = Node::new();
     let state = node.state.send_replace(Arc::new(NodeState::new(NumaHints::default())));
-    node.generation.send_replace(0);
+    node.cdi.send_replace(None);
     node.start();
     let kubelet = DraKubelet::start(node.kubelet_options()).unwrap();
     node.wait(in_phase(Phase::WaitingForGpus)).await;
     assert_eq!(names(&node.settings.registry), [""; 0]);
     node.state.send_replace(state);
-    // The plugin's task has its turns; without the specs it has nothing to do.
+    // The plugin's task has its turns; without a scan it has nothing to do.
     for _ in 0..1000 {
         tokio::task::yield_now().await;
     }
     assert_eq!(names(&node.settings.registry), [""; 0]);
-    node.generation.send_replace(1);
+    node.scan();
     connected(&kubelet).await;
     node.wait(in_phase(Phase::Registered)).await;
     node.stop().await;

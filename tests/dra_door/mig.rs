@@ -142,7 +142,7 @@ fn node() -> (Node, Shared) {
         state: node.state.clone(),
     };
     let driver = Arc::new(Mutex::new(driver));
-    let (shared, spec, snapshot) = (Arc::clone(&driver), node.gpu_spec(), node.state.subscribe());
+    let (shared, cdi, snapshot) = (Arc::clone(&driver), node.cdi.clone(), node.state.subscribe());
     tokio::spawn(async move {
         while let Some(request) = requests.recv().await {
             let mut driver = shared.lock().unwrap();
@@ -161,10 +161,7 @@ fn node() -> (Node, Shared) {
             }
             driver.scan();
             // As the agent's other task does.
-            let uuids: Vec<_> = snapshot.borrow().topology().mig_devices().iter().map(|mig| mig.uuid.clone()).collect();
-            let devices: Vec<_> = uuids.iter().map(|uuid| serde_json::json!({"name": uuid})).collect();
-            let text = serde_json::json!({"cdiVersion": "0.5.0", "kind": KIND, "devices": devices}).to_string();
-            fs::write(&spec, text).unwrap();
+            cdi.send_replace(Some(Arc::new(super::node::cdi_devices(&snapshot.borrow()))));
             if mood == Mood::HangsSeen {
                 driver.held.push(request);
             } else {
@@ -459,7 +456,7 @@ async fn device_of_an_administrator_is_left_alone() {
     let (mut node, driver) = node();
     driver.lock().unwrap().instances = vec![instance("MIG-of-admin", SLOT)];
     driver.lock().unwrap().scan();
-    node.write_specs();
+    node.scan();
     node.start();
     let kubelet = node.kubelet().await;
     // It is a device as ever.
@@ -471,6 +468,30 @@ async fn device_of_an_administrator_is_left_alone() {
     assert!(error.contains("MIG-of-admin is in its place"), "{error}");
     end(&kubelet, &claim).await;
     assert_eq!((instances(&driver), orders(&driver)), (vec!["MIG-of-admin".to_owned()], Vec::new()));
+}
+
+#[tokio::test]
+async fn device_made_anew_gives_its_claim_nothing_of_the_old() {
+    let (mut node, driver) = node();
+    let make = |uuid: &str, node: &Node| {
+        driver.lock().unwrap().instances = vec![instance(uuid, SLOT)];
+        driver.lock().unwrap().scan();
+        node.scan();
+    };
+    make("MIG-of-admin", &node);
+    node.start();
+    let kubelet = node.kubelet().await;
+    let claim = node.claim("a", &[("gpus", DEVICE)]);
+    assert_eq!(start(&kubelet, &claim).await.unwrap(), [format!("{KIND}=MIG-of-admin")]);
+    // Destroyed under the claim, which the driver allows while no process uses it. Its nodes may be another device's.
+    driver.lock().unwrap().instances.clear();
+    driver.lock().unwrap().scan();
+    node.scan();
+    until(|| node.claim_specs().is_empty()).await;
+    make("MIG-made-again", &node);
+    kubelet.restart().await.unwrap();
+    super::node::connected(&kubelet).await;
+    assert_eq!(start(&kubelet, &claim).await.unwrap(), [format!("{KIND}=MIG-made-again")]);
 }
 
 #[tokio::test]

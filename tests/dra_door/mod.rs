@@ -10,6 +10,7 @@ mod http2;
 mod life;
 mod mig;
 mod mps;
+mod names;
 mod node;
 mod off;
 mod prepare;

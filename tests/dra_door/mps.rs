@@ -11,7 +11,7 @@ use linkwise_core::topology::GpuUuid;
 use linkwise_kubelet::dra::{MpsLink, MpsOrders, MpsServed};
 use tokio::sync::watch;
 
-use super::node::{Answer, LIMIT, Node, claim, configured, end, refusal, start};
+use super::node::{Answer, LIMIT, Node, claim, configured, end, hardware, refusal, start, start_container};
 
 /// How the process of daemons behaves.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -99,9 +99,9 @@ async fn daemon_is_ordered_with_a_claim_and_withdrawn_with_it() {
     let kubelet = node.kubelet().await;
     daemons.wait(BTreeMap::is_empty).await;
     let asks = by_mps(&node, "a", &[("gpus", "gpu-0"), ("gpus", "gpu-5")]);
-    let cdi = start(&kubelet, &asks).await.unwrap();
-    let own = "linkwise.dev/claim=a-gpus".to_owned();
-    assert_eq!(cdi, [node.gpu(0), own, node.gpu(5)]);
+    let got = start_container(&kubelet, &asks).await.unwrap();
+    assert_eq!(hardware(&got), [node.gpu(0), node.gpu(5)]);
+    assert!(got.env.contains_key("CUDA_MPS_PIPE_DIRECTORY"), "{got:?}");
     let wanted = daemons.wanted();
     let [(name, order)] = &wanted.iter().collect::<Vec<_>>()[..] else { panic!("{wanted:?}") };
     assert_eq!(name.as_str(), format!("dra.linkwise.dev/{}", uuid(&node, 0)));
@@ -112,7 +112,10 @@ async fn daemon_is_ordered_with_a_claim_and_withdrawn_with_it() {
     assert_eq!(daemons.wanted(), wanted);
     end(&kubelet, &asks).await;
     assert!(daemons.wanted().is_empty());
-    assert_eq!((node.checkpoints(), node.claim_specs()), (vec!["b.json".to_owned()], vec![]));
+    assert_eq!(
+        (node.checkpoints(), node.claim_specs()),
+        (vec!["b.json".to_owned()], vec!["linkwise.dev-claim-b.json".to_owned()])
+    );
 }
 
 #[tokio::test]
@@ -137,7 +140,7 @@ async fn claim_without_a_daemon_is_refused_until_there_is_one() {
     // Others do not wait for it.
     start(&kubelet, &node.claim("b", &[("gpus", "gpu-1")])).await.unwrap();
     daemons.mood.send_replace(Mood::Serves);
-    assert_eq!(start(&kubelet, &asks).await.unwrap().len(), 2);
+    assert_eq!(start(&kubelet, &asks).await.unwrap(), [node.gpu(0)]);
     // One that was prepared, and whose daemon has died since, is not answered from the checkpoint.
     daemons.mood.send_replace(Mood::Away);
     kubelet.restart().await.unwrap();
@@ -225,7 +228,7 @@ async fn orders_of_a_new_process_follow_its_checkpoints() {
         let count = usize::from(left.0.is_some() && left.1 == "this boot");
         daemons.wait(|wanted| wanted.len() == count).await;
         let kubelet = node.kubelet().await;
-        assert_eq!(start(&kubelet, &super::node::name("a")).await.unwrap().len(), 2, "{left:?}");
+        assert_eq!(start(&kubelet, &super::node::name("a")).await.unwrap(), [node.gpu(0)], "{left:?}");
         assert_eq!((daemons.wanted().len(), node.claim_specs().len()), (1, 1), "{left:?}");
         end(&kubelet, &super::node::name("a")).await;
         assert_eq!((daemons.wanted().len(), node.claim_specs().len()), (0, 0), "{left:?}");

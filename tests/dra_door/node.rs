@@ -10,10 +10,12 @@ use linkwise_core::claims::{
     AllocatedConfig, AllocatedDevice, Allocation, Claim, ClaimName, ClaimStatus, DeviceAllocation, OpaqueConfig,
 };
 use linkwise_core::publish::RdmaNodes;
-use linkwise_core::publish::injection::{CdiOptions, HostDevices, InjectionOptions};
+use linkwise_core::publish::injection::{CdiOptions, ChosenDevice, HostDevices, InjectionOptions};
 use linkwise_core::state::{DraGpus, Event, Holdings, NodeState, NumaHints, ResourcePlan};
-use linkwise_kubelet::dra::{ClaimQuery, ClaimQueryError, Occurrence, Plugin, PluginError, Settings};
+use linkwise_core::topology::NodeObservation;
+use linkwise_kubelet::dra::{CdiDevices, ClaimQuery, ClaimQueryError, Occurrence, Plugin, PluginError, Settings};
 use linkwise_kubelet_box::dra::{ClaimRef, DraError, DraKubelet, DraOptions, PodClaims};
+use linkwise_kubelet_box::runtime::{self, ContainerEdits};
 use tempfile::TempDir;
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinHandle;
@@ -52,8 +54,8 @@ pub struct Node {
     pub settings: Settings,
     pub state: watch::Sender<Arc<NodeState>>,
     pub host: watch::Sender<Arc<HostDevices>>,
-    /// The generation of the CDI specs.
-    pub generation: watch::Sender<u64>,
+    /// The node's CDI devices.
+    pub cdi: watch::Sender<Option<Arc<CdiDevices>>>,
     pub cluster: Arc<Mutex<Cluster>>,
     pub seen: watch::Sender<Vec<Occurrence>>,
     pub running: Option<(JoinHandle<Result<(), PluginError>>, CancellationToken)>,
@@ -61,7 +63,13 @@ pub struct Node {
 
 /// A state of a built-in machine whose GPUs are given to DRA so.
 pub fn state(machine: &str, dra: DraGpus) -> NodeState {
-    let observed = linkwise_host::machines::load(machine).unwrap().observed;
+    observed_state(machine, dra, |_| {})
+}
+
+/// The same, with a change to what is observed.
+pub fn observed_state(machine: &str, dra: DraGpus, change: impl FnOnce(&mut NodeObservation)) -> NodeState {
+    let mut observed = linkwise_host::machines::load(machine).unwrap().observed;
+    change(&mut observed);
     let plan = ResourcePlan { dra, ..ResourcePlan::default() };
     // No pod holds any GPU: then they go to DRA.
     let unheld = || Event::Holders(Some(Holdings::default()));
@@ -77,7 +85,7 @@ impl Node {
         fs::create_dir(at("registry")).unwrap();
         fs::create_dir(at("cdi")).unwrap();
         let (host, host_devices) = watch::channel(Arc::default());
-        let generation = watch::Sender::new(1);
+        let (cdi_devices, _) = watch::channel(None);
         let cdi = CdiOptions { kind: KIND.to_owned(), annotation_prefix: None, cri: true };
         let mut settings = Settings::new(DRIVER, POOL, at("claims"));
         settings.registry = at("registry");
@@ -85,7 +93,7 @@ impl Node {
         settings.cdi_folder = at("cdi");
         settings.boot = Some("this boot".to_owned());
         settings.injection = InjectionOptions { cdi: Some(cdi), ..InjectionOptions::default() };
-        (settings.host_devices, settings.specs.generation) = (host_devices, generation.subscribe());
+        (settings.host_devices, settings.cdi) = (host_devices, cdi_devices.subscribe());
         settings.listed_within = Duration::ZERO;
         settings.longest_pause = Duration::from_millis(64);
         let state = watch::Sender::new(Arc::new(state("dgx1-v100", DraGpus::All)));
@@ -94,12 +102,12 @@ impl Node {
             settings,
             state,
             host,
-            generation,
+            cdi: cdi_devices,
             cluster: Arc::default(),
             seen: watch::Sender::default(),
             running: None,
         };
-        node.write_specs();
+        node.scan();
         node
     }
 
@@ -190,22 +198,18 @@ impl Node {
         self.cluster.lock().unwrap().reads.get(&name(uid).name).copied().unwrap_or_default()
     }
 
-    /// Writes the CDI spec with the names of all GPUs, as the agent's other task does.
-    pub fn write_specs(&self) {
-        let state = self.state.borrow().clone();
-        let gpus = state.topology().gpus().iter().map(|gpu| serde_json::json!({"name": gpu.uuid}));
-        let mig = state.topology().mig_devices().iter().map(|mig| serde_json::json!({"name": mig.uuid}));
-        let devices: Vec<_> = gpus.chain(mig).collect();
-        let spec = serde_json::json!({"cdiVersion": "0.5.0", "kind": KIND, "devices": devices});
-        fs::write(self.gpu_spec(), spec.to_string()).unwrap();
-        self.generation.send_modify(|generation| *generation += 1);
+    /// Scans the host, as the agent's other task does after each snapshot.
+    pub fn scan(&self) {
+        let devices = cdi_devices(&self.state.borrow());
+        self.cdi.send_replace(Some(Arc::new(devices)));
     }
 
-    pub fn gpu_spec(&self) -> PathBuf {
-        self.settings.cdi_folder.join(format!("{}.json", KIND.replace('/', "-")))
+    /// The scan has found nothing.
+    pub fn scan_nothing(&self) {
+        self.cdi.send_replace(Some(Arc::default()));
     }
 
-    /// The claims' own specs.
+    /// The claims' specs.
     pub fn claim_specs(&self) -> Vec<String> {
         let own = |name: &String| name.starts_with("linkwise.dev-claim-");
         names(&self.settings.cdi_folder).into_iter().filter(own).collect()
@@ -219,7 +223,7 @@ impl Node {
         self.settings.checkpoints.join(format!("{uid}.json"))
     }
 
-    /// The CDI name of a GPU by its minor number.
+    /// What a container has of a GPU, by its minor number: its CDI name.
     pub fn gpu(&self, minor: u32) -> String {
         let state = self.state.borrow().clone();
         let gpu = state.topology().gpus().iter().find(|gpu| gpu.facts.minor == Some(minor)).unwrap().uuid.clone();
@@ -278,9 +282,44 @@ pub fn pod(claim: &ClaimName) -> PodClaims {
     PodClaims::single(&format!("pod-{}", claim.uid), reference(claim), DRIVER)
 }
 
-/// Starts the pod of a claim; the CDI devices of its container.
+/// Starts the pod of a claim; the hardware of its container, by the CDI names of [`Node::gpu`].
 pub async fn start(kubelet: &DraKubelet, claim: &ClaimName) -> Result<Vec<String>, DraError> {
-    Ok(kubelet.start_pod(&pod(claim)).await?.remove("main").unwrap())
+    Ok(hardware(&start_container(kubelet, claim).await?))
+}
+
+/// Starts the pod of a claim; all that its container gets.
+pub async fn start_container(kubelet: &DraKubelet, claim: &ClaimName) -> Result<ContainerEdits, DraError> {
+    let names = kubelet.start_pod(&pod(claim)).await?.remove("main").unwrap();
+    resolve(kubelet, &names)
+}
+
+/// What a runtime gives a container for these names.
+pub fn resolve(kubelet: &DraKubelet, names: &[String]) -> Result<ContainerEdits, DraError> {
+    let folder = kubelet.options().registry.with_file_name("cdi");
+    runtime::container(&folder, names).map_err(DraError::Other)
+}
+
+/// The hardware of a container.
+pub fn hardware(edits: &ContainerEdits) -> Vec<String> {
+    edits.nodes.iter().filter(|node| node.starts_with(KIND)).cloned().collect()
+}
+
+/// The CDI devices of a node in this state. Each has a node with its own name, by which the tests know it.
+pub fn cdi_devices(state: &NodeState) -> CdiDevices {
+    let topology = state.topology();
+    let gpus = topology.gpus().iter().map(|gpu| ChosenDevice { gpu, mig: None });
+    let mig = topology.mig_devices().iter();
+    let mig = mig.map(|mig| ChosenDevice { gpu: &topology.gpus()[mig.parent], mig: Some(mig) });
+    let device = |chosen: ChosenDevice<'_>| {
+        let name = format!("{KIND}={}", chosen.uuid());
+        let nodes = chosen.nodes().ok()?.into_iter().chain([name.clone()]);
+        let nodes: Vec<_> = nodes.map(|path| serde_json::json!({"path": path})).collect();
+        let serde_json::Value::Object(edits) = serde_json::json!({"deviceNodes": nodes}) else { return None };
+        Some((name, edits))
+    };
+    let common =
+        serde_json::json!({"env": ["NVIDIA_VISIBLE_DEVICES=void"], "deviceNodes": [{"path": "/dev/nvidiactl"}]});
+    CdiDevices { common: common.to_string(), devices: gpus.chain(mig).filter_map(device).collect() }
 }
 
 /// Why the pod of a claim does not start: the plugin's own text.

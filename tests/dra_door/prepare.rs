@@ -8,19 +8,29 @@ use linkwise_core::publish::injection::HostDevices;
 use linkwise_kubelet::dra::Occurrence;
 use linkwise_kubelet_box::dra::{ClaimUse, DraKubelet, PodClaim, PodClaims};
 
-use super::node::{Answer, DRIVER, LIMIT, Node, connected, end, name, pod, reference, refusal, start};
+use super::node::{
+    Answer, DRIVER, LIMIT, Node, connected, end, hardware, name, pod, reference, refusal, resolve, start,
+    start_container,
+};
 
 #[tokio::test]
-async fn claim_gets_its_gpus_by_static_cdi_names() {
+async fn claim_gets_its_gpus_by_its_own_cdi_name() {
     let node = Node::running();
     let kubelet = node.kubelet().await;
     let claim = node.claim("a", &[("gpus", "gpu-3"), ("gpus", "gpu-0")]);
-    assert_eq!(start(&kubelet, &claim).await.unwrap(), [node.gpu(3), node.gpu(0)]);
-    assert_eq!((node.claim_specs(), node.checkpoints()), (vec![], vec!["a.json".to_owned()]));
+    let got = start_container(&kubelet, &claim).await.unwrap();
+    assert_eq!(hardware(&got), [node.gpu(3), node.gpu(0)]);
+    assert_eq!(
+        (got.gpus(), got.env["NVIDIA_VISIBLE_DEVICES"].as_str()),
+        (vec![3, 0].into_iter().map(|minor| format!("/dev/nvidia{minor}")).collect(), "void")
+    );
+    assert_eq!(kubelet.state().claims["a"].cdi, ["linkwise.dev/claim=a-gpus", "linkwise.dev/claim=a-gpus"]);
+    let specs = vec!["linkwise.dev-claim-a.json".to_owned()];
+    assert_eq!((node.claim_specs(), node.checkpoints()), (specs, vec!["a.json".to_owned()]));
     let mode = std::os::unix::fs::PermissionsExt::mode(&std::fs::metadata(node.checkpoint("a")).unwrap().permissions());
     assert_eq!(mode & 0o777, 0o600);
     end(&kubelet, &claim).await;
-    assert_eq!(node.checkpoints(), [""; 0]);
+    assert_eq!((node.checkpoints(), node.claim_specs()), (vec![], vec![]));
     node.wait(|seen| matches!(seen, Occurrence::Held { claims: 0, devices: 0 })).await;
 }
 
@@ -34,9 +44,10 @@ async fn subrequests_and_requests_go_to_their_containers() {
     pod.containers.insert("train".to_owned(), uses("gpus"));
     pod.containers.insert("side".to_owned(), uses("one"));
     let devices = kubelet.start_pod(&pod).await.unwrap();
-    assert_eq!(devices["main"].len(), 3);
-    assert_eq!(devices["train"], [node.gpu(0), node.gpu(1)]);
-    assert_eq!(devices["side"], [node.gpu(2)]);
+    let got = |container: &str| hardware(&resolve(&kubelet, &devices[container]).unwrap());
+    assert_eq!(got("main").len(), 3);
+    assert_eq!(got("train"), [node.gpu(0), node.gpu(1)]);
+    assert_eq!(got("side"), [node.gpu(2)]);
 }
 
 fn of_pod(claim: &linkwise_core::claims::ClaimName) -> PodClaim {
@@ -69,7 +80,7 @@ async fn one_error_in_a_batch_leaves_the_other_claims() {
         PodClaims { pod: "p".to_owned(), claims: claims.iter().map(of_pod).collect(), containers: BTreeMap::new() };
     let error = kubelet.start_pod(&pod).await.unwrap_err().to_string();
     assert!(error.contains("claim b: there is no device 'gpu-99' on this node"), "{error}");
-    // The first is prepared; the second has no checkpoint, and is asked for again alone.
+    // The first is prepared; the second has no checkpoint. The kubelet asks for both again.
     assert_eq!(node.checkpoints(), ["a.json"]);
     node.claim("b", &[("gpus", "gpu-1")]);
     kubelet.start_pod(&pod).await.unwrap();
@@ -105,13 +116,12 @@ async fn reboot_reads_the_claim_again() {
     let kubelet = node.kubelet().await;
     let claim = node.claim("a", &[("gpus", "gpu-0")]);
     let first = start(&kubelet, &claim).await.unwrap();
-    assert_eq!(first, [node.gpu(0), "linkwise.dev/claim=a-gpus".to_owned()]);
+    assert_eq!(first, [node.gpu(0)]);
     kubelet.stop().await;
     node.stop().await;
     // /var/run/cdi is in memory.
     std::fs::remove_dir_all(&node.settings.cdi_folder).unwrap();
     std::fs::create_dir(&node.settings.cdi_folder).unwrap();
-    node.write_specs();
     node.settings.boot = Some("the next boot".to_owned());
     node.start();
     kubelet.start_again().unwrap();
@@ -127,13 +137,13 @@ async fn claim_with_edits_has_a_spec_of_its_own() {
     let node = Node::running().with_nics();
     let kubelet = node.kubelet().await;
     let claim = node.claim("a", &[("gpus/quad", "gpu-0"), ("gpus/quad", "gpu-1")]);
-    let devices = start(&kubelet, &claim).await.unwrap();
-    assert_eq!(devices, [node.gpu(0), "linkwise.dev/claim=a-gpus".to_owned(), node.gpu(1)]);
+    let got = start_container(&kubelet, &claim).await.unwrap();
+    assert_eq!((hardware(&got), got.env.get("LINKWISE_NICS")), (vec![node.gpu(0), node.gpu(1)], Some(&String::new())));
     let path = node.settings.cdi_folder.join("linkwise.dev-claim-a.json");
     let spec: serde_json::Value = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
     assert_eq!(spec["kind"], "linkwise.dev/claim");
-    let edits = serde_json::json!({"env": ["LINKWISE_NICS="]});
-    assert_eq!(spec["devices"], serde_json::json!([{"name": "a-gpus", "containerEdits": edits}]));
+    assert_eq!(spec["devices"][0]["name"], "a-gpus");
+    assert_eq!(spec["devices"][0]["containerEdits"]["env"], serde_json::json!(["LINKWISE_NICS="]));
     end(&kubelet, &claim).await;
     assert_eq!(node.claim_specs(), [""; 0]);
 }
@@ -160,10 +170,13 @@ async fn nics_and_nccl_file_are_in_the_claims_spec() {
         "options": ["ro", "nosuid", "nodev", "bind"]}]);
     let nccl = "NCCL_TOPO_FILE=/run/linkwise/nccl/topology.xml";
     let near = serde_json::json!({"env": ["LINKWISE_NICS=mlx5_0", nccl], "mounts": mounts, "deviceNodes": [
+        {"path": "/dev/nvidia0"}, {"path": node.gpu(0)},
         {"path": "/dev/infiniband/uverbs0", "hostPath": "/dev/infiniband/uverbs0"},
         {"path": "/dev/infiniband/rdma_cm", "hostPath": "/dev/infiniband/rdma_cm"}]});
     assert_eq!(device("a-near"), near);
-    assert_eq!(device("a-far"), serde_json::json!({"env": ["LINKWISE_NICS=", nccl], "mounts": mounts}));
+    let nodes = [serde_json::json!({"path": "/dev/nvidia7"}), serde_json::json!({"path": node.gpu(7)})];
+    let far = serde_json::json!({"env": ["LINKWISE_NICS=", nccl], "mounts": mounts, "deviceNodes": nodes});
+    assert_eq!(device("a-far"), far);
 }
 
 #[tokio::test]

@@ -71,7 +71,6 @@ impl Storm {
                     tokio::task::yield_now().await;
                 }
                 fs::create_dir_all(&self.node.settings.cdi_folder).unwrap();
-                self.node.write_specs();
                 self.node.settings.boot = Some(format!("boot {}", self.numbers.below(u64::MAX)));
                 self.node.start();
                 self.kubelet.start_again().unwrap();

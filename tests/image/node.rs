@@ -258,7 +258,11 @@ impl Node {
         let deadline = tokio::time::Instant::now() + LIMIT;
         loop {
             match self.dra.start_pod(&claims).await {
-                Ok(containers) => return containers["main"].clone(),
+                Ok(containers) => {
+                    // The kubelet appends each answer.
+                    let names: BTreeSet<String> = containers["main"].iter().cloned().collect();
+                    return names.into_iter().collect();
+                }
                 Err(error) => assert!(tokio::time::Instant::now() < deadline, "{error}\n{}", own.logs()),
             }
             tokio::time::sleep(Duration::from_millis(50)).await;

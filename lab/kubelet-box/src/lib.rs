@@ -27,6 +27,7 @@ mod pod;
 mod pod_resources;
 mod registration;
 mod rng;
+pub mod runtime;
 mod selection;
 mod state;
 mod topology_manager;

@@ -9,7 +9,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Error, Result, ensure};
 use serde_json::Value;
 use tokio::sync::{mpsc, watch};
 use tokio::time::timeout;
@@ -25,7 +25,7 @@ use linkwise_core::topology::{Gpu, NodeTopology};
 use linkwise_host::machines::Machine;
 use linkwise_host::picture::machine_tree;
 use linkwise_kubelet_box::dra::{ClaimRef, DraKubelet, DraOptions, DraState, PodClaims};
-use linkwise_kubelet_box::{KubeletBox, Options};
+use linkwise_kubelet_box::{KubeletBox, Options, runtime};
 
 /// The one container of each pod.
 const CONTAINER: &str = "main";
@@ -61,6 +61,7 @@ pub(super) async fn demo_dra(
         topology: &topology,
         tables: AllocationTables::new(Arc::clone(&topology)),
         kubelet: &kubelet,
+        folder: folder.path(),
         cluster,
         events: node.events(),
         snapshot: node.snapshot(),
@@ -101,6 +102,8 @@ struct Script<'a> {
     /// The tables for the collectives of sets.
     tables: AllocationTables,
     kubelet: &'a DraKubelet,
+    /// The node's folder.
+    folder: &'a Path,
     cluster: &'a Cluster,
     events: mpsc::Sender<Event>,
     snapshot: watch::Receiver<Arc<NodeState>>,
@@ -194,9 +197,11 @@ impl Script<'_> {
             ensure!(!got.iter().any(|device| devices.contains(device)), "{pod} got a device of {other}");
         }
         let gpus = self.gpus(&got);
-        let uuids: BTreeSet<&str> = gpus.iter().map(|(_, gpu)| gpu.uuid.as_str()).collect();
-        let named: BTreeSet<&str> = cdi.iter().filter_map(|name| Some(name.split_once('=')?.1)).collect();
-        ensure!(uuids == named, "{pod} got {got:?}, and its container {cdi:?}");
+        let minors = gpus.iter().filter_map(|(_, gpu)| gpu.facts.minor);
+        let nodes: BTreeSet<String> = minors.map(|minor| format!("/dev/nvidia{minor}")).collect();
+        let folder = self.folder.join(SimulatedFolders::CDI);
+        let container = runtime::container(&folder, &cdi).map_err(Error::msg)?;
+        ensure!(nodes == container.gpus().into_iter().collect(), "{pod} got {got:?}, and its container {container:?}");
         tally.allocated += 1;
         let request = results.first().map(|result| text(&result["request"])).unwrap_or_default();
         let why = self.why(request, &spec, &got, tally);
@@ -206,10 +211,11 @@ impl Script<'_> {
         };
         let compared = if template.is_some() { self.compare(&got, &singles, tally)? } else { String::new() };
         self.print_line(&format!(
-            "● {wants}: {claims}\n  gets {}, {}\n  why: {why}\n{compared}  CDI: {}\n",
+            "● {wants}: {claims}\n  gets {}, {}\n  why: {why}\n{compared}  CDI: {}: {}\n",
             got.join(","),
             show::where_they_are(self.topology, &gpus),
-            short(&cdi)
+            cdi.first().map_or("none", String::as_str),
+            container.gpus().join(" "),
         ))?;
         tally.running.insert(pod.to_owned(), (reference, got, cdi));
         Ok(())
@@ -272,7 +278,9 @@ impl Script<'_> {
         self.kubelet.wait(again).await.context("waited for the driver to be registered again")?;
         self.slices("the devices to be published again", |devices| devices.len() == before).await?;
         for (pod, (claim, _, cdi)) in &tally.running {
-            ensure!(self.prepare(pod, claim).await? == *cdi, "{pod} was prepared with other devices");
+            let again: BTreeSet<String> = self.prepare(pod, claim).await?.into_iter().collect();
+            ensure!(cdi.iter().all(|name| again.contains(name)), "{pod} was prepared with other devices");
+            ensure!(again.len() <= cdi.len(), "{pod} was prepared with more devices");
         }
         self.print_line("  linkwise has written them again; claims are prepared as they were.\n")
     }
@@ -388,15 +396,6 @@ impl Script<'_> {
     fn print_line(&self, text: &str) -> Result<()> {
         (self.print)(&format!("{text}\n"))
     }
-}
-
-/// Joins names of CDI devices, with their kind only once.
-fn short(names: &[String]) -> String {
-    let mut kinds: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
-    for (kind, name) in names.iter().filter_map(|name| name.split_once('=')) {
-        kinds.entry(kind).or_default().push(name);
-    }
-    kinds.into_iter().map(|(kind, names)| format!("{kind}={}", names.join(" "))).collect::<Vec<_>>().join("\n       ")
 }
 
 /// The last device of a pod.

@@ -78,6 +78,12 @@ pub enum ClaimError {
     /// The claim has the same hardware twice.
     #[error("device {0} shares hardware with another device of the same claim, {1}")]
     Repeated(String, String),
+    /// The kubelet has CDI names of the claim's last preparation that are now another's.
+    #[error(
+        "the kubelet has the CDI names {} of this claim from an earlier linkwise, which are not its devices any more: \
+         delete its pods", .0.join(", ")
+    )]
+    OldNames(Vec<String>),
     /// Its configuration cannot be enforced.
     #[error(transparent)]
     Config(#[from] ConfigError),

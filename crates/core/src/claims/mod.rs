@@ -1,10 +1,11 @@
 //! DRA claims: a claim as the API server has it, and its preparation on this node.
 //!
-//! Pure: takes a claim and a snapshot; returns devices with their CDI names, or the claim's error. The DRA plugin
+//! Pure: takes a claim and a snapshot; returns devices and what containers get with them, or the claim's error. The DRA plugin
 //! (`dra`) carries that out and keeps checkpoints. It also reads claims from their JSON.
 
 mod claim;
 mod config;
+mod containers;
 mod device;
 mod error;
 mod mig;
@@ -19,11 +20,12 @@ pub use claim::{
     AllocatedConfig, AllocatedDevice, Allocation, Claim, ClaimStatus, DeviceAllocation, Holder, OpaqueConfig,
 };
 pub use config::ConfigError;
+pub use containers::{Edits, NodeDevice, RequestEdits, containers};
 pub use device::{devices, hardware_of};
 pub use error::{ClaimError, DeviceRefusal};
 pub use mig::{MigOrder, MigOrderError, MigTask};
 pub use mps::{ClaimMps, ClientLimits, MpsOrder, MpsOrderGpu, MpsRefusal};
 pub use node::Node;
-pub use plan::{complete, plan};
-pub use prepared::{CLAIM_KIND, Edits, Prepared, PreparedDevice, claim_device};
+pub use plan::plan;
+pub use prepared::{CLAIM_KIND, Prepared, PreparedDevice, claim_device};
 pub use share::{Share, ShareError};

@@ -1,19 +1,18 @@
 //! Prepares a claim that was allocated here, or refuses it with the reason.
 
 use crate::prelude::*;
-use alloc::collections::{BTreeMap, BTreeSet};
 
 use super::claim::{AllocatedDevice, Claim, Holder, base};
 use super::config::{Configs, Kind};
+use super::containers::containers;
 use super::device::{devices, hardware_of};
 use super::error::{ClaimError, DeviceRefusal};
 use super::mig::{OnDemand, on_demand};
-use super::mps::{self, Asked, ClaimMps, ClientLimits};
+use super::mps::{self, Asked};
 use super::node::Node;
-use super::prepared::{CLAIM_KIND, Edits, Prepared, PreparedDevice, claim_device};
+use super::prepared::{Prepared, PreparedDevice, claim_device};
 use super::share;
-use crate::publish::MpsClient;
-use crate::publish::injection::{ChosenDevice, Granted, InjectionOptions};
+use crate::publish::injection::ChosenDevice;
 use crate::state::{ClaimName, DRA_DRIVER, Door};
 use crate::topology::{Gpu, MigSlot, NodeTopology};
 
@@ -63,7 +62,6 @@ pub fn plan<'a>(
     }
     let configs = Configs::read(configs)?;
     let mut prepared: Vec<PreparedDevice> = Vec::new();
-    let mut chosen: BTreeMap<&str, Vec<ChosenDevice<'_>>> = BTreeMap::new();
     let mut by_mps: Vec<Asked<'_>> = Vec::new();
     for result in ours {
         let (hardware, made) = hardware(result, node, others.clone())?;
@@ -86,7 +84,7 @@ pub fn plan<'a>(
             gpu: hardware.gpu.uuid.clone(),
             mig: hardware.mig.map(|mig| mig.uuid.clone()),
             made,
-            cdi: Vec::new(),
+            cdi: vec![claim_device(&asked.uid, request)],
         };
         if let Some(other) = prepared.iter().find(|other| device.excludes(other)) {
             return Err(ClaimError::Repeated(device.device, other.device.clone()));
@@ -111,39 +109,17 @@ pub fn plan<'a>(
             let (request, device, share) = (request.to_owned(), device.device.clone(), share.zip(sharing));
             by_mps.push(Asked { request, device, gpu: hardware.gpu, admin, share, config });
         }
-        chosen.entry(request).or_default().push(hardware);
         prepared.push(device);
     }
     let beside = others.filter(|(name, _)| name.uid != asked.uid);
     let mps = mps::plan(&by_mps, beside.filter_map(|(name, other)| Some((name, other.mps.as_ref()?))));
     let mps = mps.map_err(|(of, why)| ClaimError::of_device(&of.device, &of.gpu.uuid, DeviceRefusal::Mps(why)))?;
-    if prepared.iter().any(PreparedDevice::is_unmade) {
-        // A device without a UUID has no CDI name yet: see `complete`.
-        return Ok(Prepared { devices: prepared, edits: BTreeMap::new(), mps });
+    let prepared = Prepared { devices: prepared, mps };
+    // MIG devices that are still to be made have no nodes yet.
+    if !prepared.devices.iter().any(PreparedDevice::is_unmade) {
+        containers(&prepared, node)?;
     }
-    let edits = inject(&asked.uid, &mut prepared, mps.as_ref(), &chosen, node)?;
-    Ok(Prepared { devices: prepared, edits, mps })
-}
-
-/// Adds the CDI names of the devices, once all MIG devices of the claim are made and in the snapshot.
-///
-/// # Errors
-///
-/// A device is not in the snapshot, or containers could not get it.
-pub fn complete(uid: &str, prepared: Prepared, node: Node<'_>) -> Result<Prepared, ClaimError> {
-    let (mut devices, topology) = (prepared.devices, node.state.topology());
-    let mut chosen: BTreeMap<String, Vec<ChosenDevice<'_>>> = BTreeMap::new();
-    for device in &devices {
-        let gpu = topology.gpus().iter().find(|gpu| gpu.uuid == device.gpu);
-        let mig = device.mig.as_ref().map(|uuid| topology.mig_devices().iter().find(|mig| mig.uuid == *uuid));
-        let (Some(gpu), false, false) = (gpu, device.is_unmade(), mig == Some(None)) else {
-            return Err(ClaimError::of_device(&device.device, &device.gpu, DeviceRefusal::Vanished));
-        };
-        chosen.entry(device.request.clone()).or_default().push(ChosenDevice { gpu, mig: mig.flatten() });
-    }
-    let chosen = chosen.iter().map(|(request, devices)| (request.as_str(), devices.clone())).collect();
-    let edits = inject(uid, &mut devices, prepared.mps.as_ref(), &chosen, node)?;
-    Ok(Prepared { devices, edits, mps: prepared.mps })
+    Ok(prepared)
 }
 
 /// The hardware of an allocated device, if containers can have it, and the GPU instance where its MIG device is made for
@@ -183,53 +159,6 @@ fn usable(result: &AllocatedDevice, gpu: &Gpu, node: Node<'_>) -> Result<(), Cla
     }
     let lost = node.state.hardware().standing(&gpu.uuid).map(|(reason, _)| reason).find(|reason| reason.is_loss());
     lost.map_or(Ok(()), |reason| refused(DeviceRefusal::Lost(reason.clone())))
-}
-
-/// Gives each device its CDI names. Returns the edits of each request beside its GPUs. A container gets the CDI devices
-/// of the requests that it names, or of all requests. Edits of a request that belong to no single device are with the
-/// first of its devices.
-fn inject(
-    uid: &str,
-    prepared: &mut [PreparedDevice],
-    mps: Option<&ClaimMps>,
-    chosen: &BTreeMap<&str, Vec<ChosenDevice<'_>>>,
-    node: Node<'_>,
-) -> Result<BTreeMap<String, Edits>, ClaimError> {
-    let topology = node.state.topology();
-    // Names by UUID: they survive a reboot, while an index may be another GPU's after it. NVIDIA's runtime has no part
-    // in DRA.
-    let options = InjectionOptions {
-        envvar: false,
-        volume_mounts: false,
-        device_nodes: false,
-        ids: Default::default(),
-        ..node.injection.clone()
-    };
-    let mut edits = BTreeMap::new();
-    for (request, devices) in chosen {
-        let limits = mps.and_then(|mps| mps.clients.get(*request));
-        let daemon = mps.filter(|_| limits.is_some()).and_then(|mps| mps.order.name());
-        let client = daemon.map(|daemon| MpsClient::new(&options.mps_root, &daemon));
-        let granted = Granted { topology, devices: devices.clone(), mps: client };
-        let mut injection = options.inject(&granted, node.host)?;
-        injection.env.extend(limits.copied().into_iter().flat_map(ClientLimits::variables));
-        let names = core::mem::take(&mut injection.cdi_devices);
-        let of_request: BTreeSet<&str> = devices.iter().map(ChosenDevice::uuid).collect();
-        let is_gpu = |name: &str| name.split_once('=').is_some_and(|(_, id)| of_request.contains(id));
-        let mut beside: Vec<String> = names.iter().filter(|name| !is_gpu(name)).cloned().collect();
-        let own = Edits::from(injection);
-        if !own.is_empty() {
-            beside.push(format!("{CLAIM_KIND}={}", claim_device(uid, request)));
-            edits.insert((*request).to_owned(), own);
-        }
-        let mut beside = Some(beside);
-        for device in prepared.iter_mut().filter(|device| device.request == **request) {
-            let id = device.mig.as_ref().map_or(device.gpu.as_str(), |mig| mig.as_str());
-            let gpu = names.iter().filter(|name| name.split_once('=').is_some_and(|(_, of)| of == id)).cloned();
-            device.cdi = gpu.chain(beside.take().into_iter().flatten()).collect();
-        }
-    }
-    Ok(edits)
 }
 
 #[cfg(test)]

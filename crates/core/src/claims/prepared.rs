@@ -1,28 +1,25 @@
-//! [`Prepared`]: the hardware and edits that a claim is prepared with, as its checkpoint keeps them.
+//! [`Prepared`]: the hardware that a claim is prepared with, as its checkpoint keeps it.
+//!
+//! Fields that a later version adds are ignored: the version before has to read its checkpoints after a rollback.
 
 use crate::prelude::*;
-use alloc::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
 use super::mps::ClaimMps;
 use super::share::Share;
-use crate::publish::injection::{DeviceNode, Injection, Mount};
 use crate::topology::{GpuUuid, MigSlot, MigUuid};
 
-/// The CDI kind of a claim's own edits, beside its GPUs.
+/// The CDI kind of claims. A device of it is what a container gets that uses one request of one claim.
 pub const CLAIM_KIND: &str = "linkwise.dev/claim";
 
-/// The hardware and edits that a claim is prepared with. The checkpoint has it as JSON.
+/// The hardware that a claim is prepared with. The checkpoint has it as JSON. What containers get follows from it and
+/// from the node as it is ([`containers`](super::containers())).
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase", deny_unknown_fields)]
+#[serde(rename_all = "camelCase")]
 pub struct Prepared {
     /// Its devices, in the order of the allocation.
     pub devices: Vec<PreparedDevice>,
-    /// The edits that its containers get beside their GPUs, by request: a CDI device of kind [`CLAIM_KIND`] each. Empty
-    /// if the operator's options make no edits.
-    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
-    pub edits: BTreeMap<String, Edits>,
     /// Its MPS control daemon, if it asks for one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mps: Option<ClaimMps>,
@@ -30,7 +27,7 @@ pub struct Prepared {
 
 /// One device of a claim that is prepared.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase", deny_unknown_fields)]
+#[serde(rename_all = "camelCase")]
 pub struct PreparedDevice {
     /// The request that it is for, without its alternative.
     pub request: String,
@@ -55,23 +52,9 @@ pub struct PreparedDevice {
     /// The GPU instance, if the MIG device is made for the claim and destroyed after it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub made: Option<MigSlot>,
-    /// The full names of its CDI devices, `vendor/class=name`.
+    /// The full names of its CDI devices, `vendor/class=name`: that of its request ([`claim_device`]). A claim that was
+    /// prepared before linkwise named claims has those of its GPUs, by UUID.
     pub cdi: Vec<String>,
-}
-
-/// The edits that containers get beside their GPUs.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase", deny_unknown_fields)]
-pub struct Edits {
-    /// Environment.
-    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
-    pub env: BTreeMap<String, String>,
-    /// Device nodes.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub device_nodes: Vec<DeviceNode>,
-    /// Bind mounts.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub mounts: Vec<Mount>,
 }
 
 impl Prepared {
@@ -80,6 +63,29 @@ impl Prepared {
         let mut names: Vec<String> = self.devices.iter().map(|device| device.device.clone()).collect();
         names.dedup();
         names
+    }
+
+    /// Takes over the names of the claim's last preparation that are not of [`CLAIM_KIND`]: the kubelet keeps all names
+    /// that it was ever given for a claim, and hands them on with the new ones. `kind` is that of GPUs.
+    ///
+    /// # Errors
+    ///
+    /// The names of GPUs that the claim does not have any more: its containers would get them beside its own.
+    pub fn keep_names(&mut self, before: &Self, kind: &str) -> Result<(), Vec<String>> {
+        let given = before.devices.iter().flat_map(|device| &device.cdi);
+        let given: Vec<String> = given.filter(|name| !name.starts_with(CLAIM_KIND)).cloned().collect();
+        let is_own = |id: &str| {
+            self.devices.iter().any(|device| device.mig.as_ref().map_or(device.gpu.as_str(), MigUuid::as_str) == id)
+        };
+        let is_foreign = |name: &&String| name.split_once('=').is_some_and(|(of, id)| of == kind && !is_own(id));
+        let foreign: Vec<String> = given.iter().filter(is_foreign).cloned().collect();
+        if !foreign.is_empty() {
+            return Err(foreign);
+        }
+        if let Some(first) = self.devices.first_mut() {
+            first.cdi.extend(given);
+        }
+        Ok(())
     }
 }
 
@@ -108,20 +114,8 @@ impl PreparedDevice {
     }
 }
 
-impl Edits {
-    /// Returns true if there are none.
-    pub fn is_empty(&self) -> bool {
-        *self == Self::default()
-    }
-}
-
-impl From<Injection> for Edits {
-    fn from(injection: Injection) -> Self {
-        Self { env: injection.env, device_nodes: injection.device_nodes, mounts: injection.mounts }
-    }
-}
-
-/// The name of the CDI device with a claim's edits for one request, in the kind [`CLAIM_KIND`].
+/// The full name of the CDI device of a claim's request. It stays the same whatever hardware the claim has: the kubelet
+/// keeps it over its restarts and reboots.
 pub fn claim_device(uid: &str, request: &str) -> String {
-    format!("{uid}-{request}")
+    format!("{CLAIM_KIND}={uid}-{request}")
 }

@@ -6,27 +6,24 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use tokio::sync::{Notify, oneshot, watch};
+use serde_json::{Map, Value};
+use tokio::sync::{oneshot, watch};
 
 use linkwise_core::claims::{Claim, MpsOrder};
 use linkwise_core::state::ResourceName;
 use linkwise_core::topology::GpuUuid;
 
-/// The way to the task that writes the CDI specs of GPUs and MIG devices.
-#[derive(Clone, Debug)]
-pub struct SpecsLink {
-    /// The specs' generation: it changes each time that the task has written them, and is 0 before the first time.
-    pub generation: watch::Receiver<u64>,
-    /// Has them written at once where one is missing: the task repairs them every 10 s otherwise.
-    pub repair: Arc<Notify>,
+/// The CDI devices of this node: what claims get copies of.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct CdiDevices {
+    /// The edits that every container with a GPU gets, as a spec's `containerEdits` in JSON; empty if there are none.
+    pub common: String,
+    /// The edits of each device by its full name, as its `containerEdits`.
+    pub devices: BTreeMap<String, Map<String, Value>>,
 }
 
-impl Default for SpecsLink {
-    /// Specs that were written once, and never will be again.
-    fn default() -> Self {
-        Self { generation: watch::channel(1).1, repair: Arc::default() }
-    }
-}
+/// Follows the CDI devices; `None` before the first scan of a host with GPUs.
+pub type CdiLink = watch::Receiver<Option<Arc<CdiDevices>>>;
 
 /// The way to the process that runs MPS control daemons.
 #[derive(Clone, Debug)]

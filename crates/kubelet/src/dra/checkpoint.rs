@@ -19,8 +19,8 @@ use linkwise_system::files;
 /// The version of the files.
 const VERSION: u32 = 1;
 
-/// The longest file that is read. A claim has 32 devices at most, of some 300 bytes each, and as many requests with
-/// edits, whose mounts and device nodes are some KiB.
+/// The longest file that is read. A claim has 32 devices at most, of some 300 bytes each; earlier versions kept some KiB
+/// of edits for each request.
 const LONGEST: u64 = 1 << 20;
 
 /// Only the agent reads them.
@@ -40,7 +40,7 @@ pub enum Progress {
 
 /// A claim that is prepared, or being prepared.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase", deny_unknown_fields)]
+#[serde(rename_all = "camelCase")]
 pub struct Checkpoint {
     version: u32,
     /// The progress.

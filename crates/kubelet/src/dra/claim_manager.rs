@@ -7,22 +7,28 @@
 //! until all is undone, so that no other claim gets its GPUs.
 //!
 //! A claim leaves the manager three times: for itself (the API server), for its place in the node's ledger, and for
-//! devices, their CDI names and the MPS control daemon, which are awaited beside each other. Nothing is polled.
+//! MIG devices and an MPS control daemon, if it asks for any. Nothing is polled.
+//!
+//! The answer names a CDI device for each request of the claim. The kubelet keeps every name that it was given for a
+//! claim over its restarts and reboots, and hands on old and new ones together; so the names never change, and their
+//! spec follows the claim's hardware: it is written at each preparation, and when the node's CDI devices change.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::pin::pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use futures_util::future::{Either, select};
+use futures_util::future::{Either, join_all, select};
 use tokio::sync::{OwnedMutexGuard, mpsc, oneshot, watch};
-use tokio::time::{Instant, timeout, timeout_at};
+use tokio::time::{Instant, timeout};
 
 use super::checkpoint::{Checkpoint, CheckpointFolder, is_uid};
 use super::mig::MigError;
 use super::mps::MpsError;
 use super::{ClaimQuery, ClaimQueryError, Observer, Occurrence, PluginError, Settings, claim_specs};
-use linkwise_core::claims::{Claim, ClaimError, ClaimName, DeviceRefusal, Node, Prepared, plan};
+use linkwise_core::claims::{
+    Claim, ClaimError, ClaimName, DeviceRefusal, Node, Prepared, PreparedDevice, containers, plan,
+};
 use linkwise_core::errors::chain;
 use linkwise_core::publish::injection::HostDevices;
 use linkwise_core::quote::quoted;
@@ -79,8 +85,8 @@ pub(super) enum PrepareError {
     Mig(#[from] MigError),
     #[error(transparent)]
     Mps(#[from] MpsError),
-    #[error("no CDI spec in {folder} has {names}")]
-    Names { folder: String, names: String },
+    #[error("no scan of the host has found {0} yet, which the claim's CDI spec needs")]
+    NoDevices(String),
     #[error("the agent is ending, or too busy to enter the claim into its ledger")]
     NoLedger,
     #[error("what an earlier attempt has left of the claim is still there")]
@@ -183,6 +189,22 @@ impl ClaimManager {
         result
     }
 
+    /// Writes the CDI specs of all prepared claims anew, as far as they are not as the node is now: containers that
+    /// restart get them.
+    pub async fn renew_specs(&self) {
+        let boot = self.settings.boot.as_deref();
+        let prepared = self.checkpoints().into_iter().filter(|checkpoint| checkpoint.is_completed_in(boot));
+        let renewals = prepared.map(|checkpoint| async move {
+            let uid = &checkpoint.claim.uid;
+            let turn = self.turn(uid).await;
+            if let Some(checkpoint) = self.checkpoint(uid).filter(|now| now.is_completed_in(boot)) {
+                self.renew_spec(&checkpoint, &turn).await;
+            }
+        });
+        join_all(renewals).await;
+        self.tidy();
+    }
+
     /// Undoes claims that are gone, and restores CDI specs of claims that are missing.
     pub async fn sweep(&self) {
         for checkpoint in self.checkpoints() {
@@ -202,8 +224,7 @@ impl ClaimManager {
                 let result = self.undo_in_time(&uid, &turn).await.map_err(|error| chain(&error));
                 (self.observer)(Occurrence::HalfMade { claim: checkpoint.claim, result });
             } else if checkpoint.is_completed_in(self.settings.boot.as_deref()) {
-                // Containers that restart need it; where it cannot be written now, the next sweep does it.
-                let _ = self.write_spec(&uid, &checkpoint.prepared, &turn).await;
+                self.renew_spec(&checkpoint, &turn).await;
             }
         }
         let folder = self.settings.cdi_folder.clone();
@@ -227,10 +248,9 @@ impl ClaimManager {
             self.undo(uid, &turn).await?;
         }
         let before = self.checkpoint(uid);
-        if let Some(checkpoint) =
-            before.as_ref().filter(|checkpoint| checkpoint.is_completed_in(self.settings.boot.as_deref()))
-            && self.write_spec(uid, &checkpoint.prepared, &turn).await.is_ok()
-            && self.missing(&checkpoint.prepared, uid).await.is_empty()
+        if let Some(checkpoint) = &before
+            && checkpoint.is_completed_in(self.settings.boot.as_deref())
+            && self.is_intact(checkpoint, &turn).await
         {
             self.await_mps(checkpoint).await?;
             return Ok((checkpoint.prepared.clone(), true));
@@ -258,7 +278,7 @@ impl ClaimManager {
                 Some(_) if self.destroy_unmade(uid).await.is_err() => {}
                 // A pod may run with it. The checkpoint too: what one names as begun is destroyed at the next start.
                 Some(before) => {
-                    let _ = self.write(&before, &turn).await;
+                    let _ = self.write(&before, None, &turn).await;
                     self.put(uid, Some(before));
                 }
                 None => drop(self.undo(uid, &turn).await),
@@ -333,7 +353,11 @@ impl ClaimManager {
         let others = slots.values().filter_map(|slot| slot.checkpoint.as_ref());
         let others = others.filter(|checkpoint| !checkpoint.is_of_another_boot(settings.boot.as_deref()));
         let others = others.map(|checkpoint| (&checkpoint.claim, &checkpoint.prepared));
-        let prepared = plan(claim, asked, node, others)?;
+        let mut prepared = plan(claim, asked, node, others)?;
+        if let Some(before) = slots.get(&asked.uid).and_then(|slot| slot.checkpoint.as_ref()) {
+            let kind = settings.injection.cdi.as_ref().map_or("", |cdi| cdi.kind.as_str());
+            prepared.keep_names(&before.prepared, kind).map_err(ClaimError::OldNames)?;
+        }
         let checkpoint = Checkpoint::started(settings.boot.clone(), asked.clone(), prepared);
         slots.entry(asked.uid.clone()).or_default().set(Some(checkpoint.clone()));
         drop(slots);
@@ -347,15 +371,20 @@ impl ClaimManager {
         Node { pool, state, injection, host, makes_mig: *makes_mig }
     }
 
-    /// Prepares a claim as its checkpoint says.
+    /// Prepares a claim as its checkpoint says. Two things last longer than a process and are undone by the next one: the
+    /// MIG devices and the MPS control daemon of a claim that asks for any. For such a claim alone there is a
+    /// checkpoint from the beginning on. Of any other nothing is done before its last step but its CDI spec, and one
+    /// without a checkpoint is removed.
     async fn carry_out(&self, checkpoint: Checkpoint, turn: &Turn) -> Result<Prepared, PrepareError> {
         let uid = checkpoint.claim.uid.clone();
-        if let Err(error) = self.write(&checkpoint, turn).await {
+        let asks_others =
+            checkpoint.prepared.mps.is_some() || checkpoint.prepared.devices.iter().any(PreparedDevice::is_unmade);
+        if asks_others && let Err(error) = self.write(&checkpoint, None, turn).await {
             self.forget_unmade(&uid);
             return Err(error);
         }
         let mps = pin!(self.await_mps(&checkpoint));
-        let devices = pin!(self.provide_devices(checkpoint.clone(), turn));
+        let devices = pin!(self.make_mig(checkpoint.clone()));
         let checkpoint = match select(devices, mps).await {
             Either::Left((devices, mps)) => {
                 let checkpoint = devices?;
@@ -369,41 +398,78 @@ impl ClaimManager {
                 devices?
             }
         };
+        let spec = self.await_spec(&checkpoint).await?;
         let checkpoint = checkpoint.completed();
-        self.write(&checkpoint, turn).await?;
+        self.write(&checkpoint, Some(spec), turn).await?;
         self.put(&uid, Some(checkpoint.clone()));
         Ok(checkpoint.prepared)
     }
 
-    /// Provides all devices of a claim, with names that a runtime finds: its MIG devices are made, its spec is written.
-    async fn provide_devices(&self, checkpoint: Checkpoint, turn: &Turn) -> Result<Checkpoint, PrepareError> {
-        let checkpoint = self.make_mig(checkpoint).await?;
-        let (uid, prepared) = (&checkpoint.claim.uid, &checkpoint.prepared);
-        let written = self.write_spec(uid, prepared, turn).await;
-        written.map_err(|source| PrepareError::Spec { source })?;
-        self.await_names(uid, prepared).await?;
-        Ok(checkpoint)
+    /// The text of a claim's CDI spec by the present state. Fails with the missing names if the last scan of the host is
+    /// older than that, and with `None` before the first one.
+    fn spec(&self, checkpoint: &Checkpoint) -> Result<Result<String, Option<Vec<String>>>, ClaimError> {
+        let (state, host) = (self.snapshot.borrow().clone(), self.settings.host_devices.borrow().clone());
+        let requests = containers(&checkpoint.prepared, self.node(&state, &host))?;
+        let Some(devices) = self.settings.cdi.borrow().clone() else { return Ok(Err(None)) };
+        Ok(claim_specs::text(&checkpoint.claim.uid, &requests, &devices).map_err(Some))
     }
 
-    /// Waits until the CDI specs have the names of a claim. They are read again each time that they were written.
-    async fn await_names(&self, uid: &str, prepared: &Prepared) -> Result<(), PrepareError> {
-        let specs = &self.settings.specs;
-        let (mut generation, until) = (specs.generation.clone(), Instant::now() + self.settings.specs_timeout);
-        generation.mark_unchanged();
-        let mut missing = self.missing(prepared, uid).await;
-        if !missing.is_empty() {
-            // Once: a name that the writer does not know yet must not keep it writing.
-            specs.repair.notify_one();
-        }
-        while !missing.is_empty() {
-            // An error means that the node is ending, or that the time is over.
-            if !matches!(timeout_at(until, generation.changed()).await, Ok(Ok(()))) {
-                let folder = self.settings.cdi_folder.display().to_string();
-                return Err(PrepareError::Names { folder, names: missing.join(", ") });
+    /// The text of a claim's CDI spec. Waits until a scan of the host has found the claim's devices as they are: that
+    /// follows a change of the snapshot, such as a MIG device just made.
+    async fn await_spec(&self, checkpoint: &Checkpoint) -> Result<String, PrepareError> {
+        let (mut cdi, mut last) = (self.settings.cdi.clone(), None);
+        let found = async {
+            loop {
+                cdi.mark_unchanged();
+                match self.spec(checkpoint)? {
+                    Ok(text) => return Ok(text),
+                    Err(missing) => last = missing,
+                }
+                if cdi.changed().await.is_err() {
+                    // The node is ending.
+                    std::future::pending::<()>().await;
+                }
             }
-            missing = self.missing(prepared, uid).await;
+        };
+        let found: Result<Result<String, ClaimError>, _> = timeout(self.settings.specs_timeout, found).await;
+        match found {
+            Ok(text) => Ok(text?),
+            Err(_) => Err(PrepareError::NoDevices(last.map_or("any device".to_owned(), |names| names.join(", ")))),
         }
-        Ok(())
+    }
+
+    /// Returns true if a prepared claim still has its devices, and its containers get them.
+    async fn is_intact(&self, checkpoint: &Checkpoint, turn: &Turn) -> bool {
+        match self.await_spec(checkpoint).await {
+            Ok(text) => self.write_spec(&checkpoint.claim.uid, text, turn).await.is_ok(),
+            Err(PrepareError::Claim(_)) => self.keeps_spec(checkpoint).await,
+            Err(_) => false,
+        }
+    }
+
+    /// Writes the spec of a prepared claim by the present state, if it changed. If a device of the claim is gone, so is
+    /// its spec, where it could be another claim's by now.
+    async fn renew_spec(&self, checkpoint: &Checkpoint, turn: &Turn) {
+        let uid = &checkpoint.claim.uid;
+        match self.spec(checkpoint) {
+            // Where it cannot be written now, the next sweep does it.
+            Ok(Ok(text)) => drop(self.write_spec(uid, text, turn).await),
+            // A scan follows.
+            Ok(Err(_)) => {}
+            Err(_) if !self.keeps_spec(checkpoint).await => drop(self.remove_spec(uid, turn).await),
+            Err(_) => {}
+        }
+    }
+
+    /// Returns true if the spec of a claim whose devices are not all in the snapshot stays as it is, for containers that
+    /// restart: a GPU keeps its nodes while the driver runs. The nodes of a MIG device go to the next one.
+    async fn keeps_spec(&self, checkpoint: &Checkpoint) -> bool {
+        let sees_gpus = !self.snapshot.borrow().topology().gpus().is_empty();
+        if sees_gpus && checkpoint.prepared.devices.iter().any(|device| device.mig.is_some()) {
+            return false;
+        }
+        let (folder, uid) = (self.settings.cdi_folder.clone(), checkpoint.claim.uid.clone());
+        files::blocking(move || Ok(claim_specs::exists(&folder, &uid))).await.unwrap_or_default()
     }
 
     /// As [`Self::undo`], in the time that a call of the kubelet has: an order that the driver never answers holds up
@@ -428,12 +494,7 @@ impl ClaimManager {
         };
         let destroyed = self.destroy_mig(uid).await.map_err(UnprepareError::from);
         self.or_left_behind(uid, destroyed, gives_up)?;
-        let (folder, named, held) = (self.settings.cdi_folder.clone(), uid.to_owned(), Arc::clone(turn));
-        let removed = files::blocking(move || {
-            let _held = held;
-            claim_specs::remove(&folder, &named)
-        });
-        let removed = removed.await.map_err(|source| UnprepareError::Spec { source });
+        let removed = self.remove_spec(uid, turn).await.map_err(|source| UnprepareError::Spec { source });
         self.or_left_behind(uid, removed, gives_up)?;
         let (store, named, held) = (Arc::clone(&self.store), uid.to_owned(), Arc::clone(turn));
         let removed = files::blocking(move || {
@@ -465,34 +526,37 @@ impl ClaimManager {
         }
     }
 
-    async fn write(&self, checkpoint: &Checkpoint, turn: &Turn) -> Result<(), PrepareError> {
+    /// Writes the spec of a claim, if it is given, and then its checkpoint.
+    async fn write(&self, checkpoint: &Checkpoint, spec: Option<String>, turn: &Turn) -> Result<(), PrepareError> {
         let (store, checkpoint, held) = (Arc::clone(&self.store), checkpoint.clone(), Arc::clone(turn));
+        let folder = self.settings.cdi_folder.clone();
         let written = files::blocking(move || {
             let _held = held;
-            store.write(&checkpoint)
+            let spec = spec.map_or(Ok(()), |text| claim_specs::write(&folder, &checkpoint.claim.uid, &text));
+            Ok(match spec {
+                Ok(()) => store.write(&checkpoint).map_err(|source| PrepareError::Checkpoint { source }),
+                Err(source) => Err(PrepareError::Spec { source }),
+            })
         });
-        written.await.map_err(|source| PrepareError::Checkpoint { source })
+        written.await.map_err(|source| PrepareError::Checkpoint { source })?
     }
 
-    async fn write_spec(&self, uid: &str, prepared: &Prepared, turn: &Turn) -> std::io::Result<()> {
-        if prepared.edits.is_empty() {
-            return Ok(());
-        }
-        let (folder, uid, edits) = (self.settings.cdi_folder.clone(), uid.to_owned(), prepared.edits.clone());
-        let held = Arc::clone(turn);
+    async fn write_spec(&self, uid: &str, text: String, turn: &Turn) -> std::io::Result<()> {
+        let (folder, uid, held) = (self.settings.cdi_folder.clone(), uid.to_owned(), Arc::clone(turn));
         let written = files::blocking(move || {
             let _held = held;
-            claim_specs::write(&folder, &uid, &edits)
+            claim_specs::write(&folder, &uid, &text)
         });
         written.await
     }
 
-    /// The CDI names of a claim that a runtime would not find.
-    async fn missing(&self, prepared: &Prepared, uid: &str) -> Vec<String> {
-        let names: BTreeSet<String> = prepared.devices.iter().flat_map(|device| device.cdi.clone()).collect();
-        let (folder, uid, all) = (self.settings.cdi_folder.clone(), uid.to_owned(), names.clone());
-        let missing = files::blocking(move || Ok(claim_specs::missing(&folder, names, &uid))).await;
-        missing.unwrap_or_else(|_| all.into_iter().collect())
+    async fn remove_spec(&self, uid: &str, turn: &Turn) -> std::io::Result<()> {
+        let (folder, uid, held) = (self.settings.cdi_folder.clone(), uid.to_owned(), Arc::clone(turn));
+        let removed = files::blocking(move || {
+            let _held = held;
+            claim_specs::remove(&folder, &uid)
+        });
+        removed.await
     }
 
     /// Asks whether the cluster has no such claim any more, or its devices have been taken from it, and no container of

@@ -1,79 +1,95 @@
-//! The CDI specs of claims: a claim that has edits beside its GPUs gets a spec of its own. Checks also that a runtime
-//! will find the CDI names of a claim.
+//! The CDI specs of claims: a file for each claim, with a device for each of its requests.
 //!
-//! Called by `claim_manager`, in blocking tasks. The module `cdi` writes the specs of GPUs; this module reads the names
-//! in them.
+//! Called by `claim_manager`. A device has everything that a container of its request gets: the edits of its GPUs and of
+//! all that comes with them, copied from the node's CDI devices, and the claim's own. So a name means this claim's part
+//! of the node for as long as the claim lives, whatever the GPUs are called meanwhile.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use serde::Deserialize;
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
+use super::api::CdiDevices;
 use super::checkpoint::is_uid;
-use linkwise_core::claims::{CLAIM_KIND, Edits, claim_device};
+use linkwise_core::claims::{CLAIM_KIND, Edits, NodeDevice, RequestEdits, claim_device};
 use linkwise_core::publish::injection::{DeviceNode, Mount};
 use linkwise_system::files;
-
-/// The longest spec that is read: one of 64 GPUs with all files of the driver has less than 1 MiB.
-const LONGEST: u64 = 16 << 20;
 
 /// The mode of a spec, which every user may read: runtimes run as other users.
 const MODE: u32 = 0o644;
 
-/// The names of devices in a spec.
-#[derive(Deserialize)]
-struct Spec {
-    kind: String,
-    devices: Vec<Device>,
-}
-
-#[derive(Deserialize)]
-struct Device {
-    name: String,
-}
-
-/// Returns the names that no spec in the folder has. `uid` is the claim's, whose own spec has a file of its own.
-pub(super) fn missing(folder: &Path, names: BTreeSet<String>, uid: &str) -> Vec<String> {
-    let mut known: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
-    let is_known = |name: &String| {
-        let Some((kind, device)) = name.split_once('=') else { return false };
-        let of_kind = known.entry(kind.to_owned()).or_insert_with(|| {
-            let path = if kind == CLAIM_KIND { path(folder, uid) } else { folder.join(file_name(kind) + ".json") };
-            let spec = files::read(&path, LONGEST).ok().and_then(|text| serde_json::from_slice::<Spec>(&text).ok());
-            let devices = spec.filter(|spec| spec.kind == kind).into_iter().flat_map(|spec| spec.devices);
-            devices.map(|device| device.name).collect()
-        });
-        of_kind.contains(device)
-    };
-    let mut is_known = is_known;
-    names.into_iter().filter(|name| !is_known(name)).collect()
-}
-
-/// Writes the spec of a claim, where it has edits and the file is not as it should be.
-pub(super) fn write(folder: &Path, uid: &str, edits: &BTreeMap<String, Edits>) -> io::Result<()> {
-    if edits.is_empty() {
-        return Ok(());
-    }
-    let devices = edits.iter().map(|(request, edits)| {
-        let env = edits.env.iter().map(|(name, value)| format!("{name}={value}"));
-        let mut container = serde_json::Map::new();
-        let mut add = |key: &str, values: Vec<Value>| {
-            if !values.is_empty() {
-                container.insert(key.to_owned(), Value::Array(values));
+/// Makes the text of a claim's spec, or returns the names of the devices that the node does not have, or not yet with
+/// the nodes that they have by the snapshot.
+pub(super) fn text(
+    uid: &str,
+    requests: &BTreeMap<String, RequestEdits>,
+    node: &CdiDevices,
+) -> Result<String, Vec<String>> {
+    let (mut devices, mut missing) = (Vec::new(), Vec::new());
+    for (request, RequestEdits { devices: of_request, own }) in requests {
+        let mut edits = Map::new();
+        for device in of_request {
+            match node.devices.get(&device.name).filter(|known| has_nodes(known, device)) {
+                Some(known) => append(&mut edits, known),
+                None => missing.push(device.name.clone()),
             }
-        };
-        add("env", env.map(Value::String).collect());
-        add("deviceNodes", edits.device_nodes.iter().map(node).collect());
-        add("mounts", edits.mounts.iter().map(mount).collect());
-        json!({ "name": claim_device(uid, request), "containerEdits": container })
-    });
+        }
+        append(&mut edits, &own_edits(own));
+        let name = claim_device(uid, request);
+        let name = name.split_once('=').map_or("", |(_, name)| name);
+        devices.push(json!({ "name": name, "containerEdits": edits }));
+    }
+    if !missing.is_empty() {
+        return Err(missing);
+    }
+    let devices = Value::Array(devices);
+    let common = if node.common.is_empty() { String::new() } else { format!(",\"containerEdits\":{}", node.common) };
     // The version with names that begin with a digit, and `hostPath` of device nodes.
-    let spec = json!({ "cdiVersion": "0.5.0", "kind": CLAIM_KIND, "devices": devices.collect::<Vec<_>>() });
-    let text = serde_json::to_string_pretty(&spec)? + "\n";
+    Ok(format!("{{\"cdiVersion\":\"0.5.0\",\"kind\":\"{CLAIM_KIND}\",\"devices\":{devices}{common}}}\n"))
+}
+
+/// Returns true if the edits have all device nodes that the device has by the snapshot.
+fn has_nodes(edits: &Map<String, Value>, device: &NodeDevice) -> bool {
+    let nodes = || edits.get("deviceNodes").and_then(Value::as_array).into_iter().flatten();
+    device.nodes.iter().all(|path| nodes().any(|node| node["path"] == path.as_str()))
+}
+
+/// Adds edits to edits. MIG devices of one GPU share its node.
+fn append(edits: &mut Map<String, Value>, more: &Map<String, Value>) {
+    for (key, values) in more {
+        let Value::Array(all) = edits.entry(key.clone()).or_insert_with(|| Value::Array(Vec::new())) else { continue };
+        for value in values.as_array().into_iter().flatten() {
+            if !all.contains(value) {
+                all.push(value.clone());
+            }
+        }
+    }
+}
+
+fn own_edits(edits: &Edits) -> Map<String, Value> {
+    let env = edits.env.iter().map(|(name, value)| Value::String(format!("{name}={value}")));
+    let mut own = Map::new();
+    let mut add = |key: &str, values: Vec<Value>| {
+        if !values.is_empty() {
+            own.insert(key.to_owned(), Value::Array(values));
+        }
+    };
+    add("env", env.collect());
+    add("deviceNodes", edits.device_nodes.iter().map(node).collect());
+    add("mounts", edits.mounts.iter().map(mount).collect());
+    own
+}
+
+/// Writes the spec of a claim, if the file is not as it should be.
+pub(super) fn write(folder: &Path, uid: &str, text: &str) -> io::Result<()> {
     files::write_if_changed(&path(folder, uid), text.as_bytes(), MODE).map(drop)
+}
+
+/// Returns true if a claim has a spec.
+pub(super) fn exists(folder: &Path, uid: &str) -> bool {
+    path(folder, uid).is_file()
 }
 
 /// Removes the spec of a claim, if it has one.

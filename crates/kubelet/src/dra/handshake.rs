@@ -15,7 +15,7 @@ use crate::registration::{self, ActionOf, Handshake, LifePhase};
 /// An input of the DRA plugin's own.
 #[derive(Clone, Debug)]
 pub(super) enum OwnInput {
-    /// GPUs have been seen, and their CDI specs are written.
+    /// Claims can be prepared, or unprepared.
     Ready,
     /// This many connections to our services are open.
     Connections(usize),

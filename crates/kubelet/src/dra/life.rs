@@ -10,6 +10,7 @@ use std::time::Duration;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
+use super::api::CdiLink;
 use super::claim_manager::ClaimManager;
 use super::handshake::{DraHandshake, Input, OwnInput};
 use super::session::PluginSession;
@@ -36,14 +37,34 @@ pub(super) async fn live(
     let handshake = DraHandshake::new(settings.offer_timeout);
     let machine = RegistrationMachine::new(limits, Phase::WaitingForGpus, handshake, random());
     let watching = Watching { folder: settings.registry.clone(), poll: settings.poll, inotify: settings.inotify };
-    let ready: Held<()> = Box::pin(ready(snapshot.clone(), settings.specs.generation.clone()));
+    let ready: Held<()> = Box::pin(ready(snapshot.clone(), settings.cdi.clone()));
     let sweeps = sweep(&settings, &manager, snapshot.clone());
+    let renewals = renew_specs(&settings, &manager);
     let (settings, manager) = (Arc::clone(&settings), Arc::clone(&manager));
     let registrant = DraPlugin { settings, manager, snapshot, observer, ready: Some(ready) };
     tokio::select! {
         biased;
         () = Executor::new(registrant, machine, phase, watching).live(shutdown) => {}
         () = sweeps => {}
+        () = renewals => {}
+    }
+}
+
+/// Writes the claims' CDI specs each time that the node's CDI devices change: a driver was updated, a device node came
+/// late, an operator removed files.
+async fn renew_specs(settings: &Settings, manager: &ClaimManager) {
+    let (mut cdi, mut host) = (settings.cdi.clone(), settings.host_devices.clone());
+    loop {
+        if cdi.borrow_and_update().is_some() {
+            host.mark_unchanged();
+            manager.renew_specs().await;
+        }
+        tokio::select! {
+            Ok(()) = cdi.changed() => {}
+            Ok(()) = host.changed() => {}
+            // The node is ending.
+            else => std::future::pending().await,
+        }
     }
 }
 
@@ -118,11 +139,11 @@ impl Registrant for DraPlugin {
     }
 }
 
-/// Completes when GPUs have been seen and their CDI specs are written.
-async fn ready(mut snapshot: watch::Receiver<Arc<NodeState>>, mut specs: watch::Receiver<u64>) {
+/// Completes when GPUs have been seen and the host is scanned.
+async fn ready(mut snapshot: watch::Receiver<Arc<NodeState>>, mut cdi: CdiLink) {
     // An error means that the node is ending.
     let seen = snapshot.wait_for(|state| !state.topology().gpus().is_empty()).await.is_ok();
-    if !seen || specs.wait_for(|generation| *generation > 0).await.is_err() {
+    if !seen || cdi.wait_for(Option::is_some).await.is_err() {
         std::future::pending::<()>().await;
     }
 }

@@ -13,7 +13,7 @@ use tokio::time::timeout;
 use super::MigRequest;
 use super::checkpoint::Checkpoint;
 use super::claim_manager::{ClaimManager, PrepareError};
-use linkwise_core::claims::{MigOrder, MigOrderError, MigTask, PreparedDevice, complete};
+use linkwise_core::claims::{MigOrder, MigOrderError, MigTask, PreparedDevice};
 use linkwise_core::state::NodeState;
 use linkwise_core::topology::{MigDevice, MigSlot, MigUuid};
 
@@ -70,8 +70,6 @@ impl ClaimManager {
                 return Err(MigError::Unseen { device: device.device.clone(), uuid: uuid.clone() }.into());
             }
         }
-        let (state, host) = (self.snapshot.borrow().clone(), self.settings.host_devices.borrow().clone());
-        checkpoint.prepared = complete(&uid, checkpoint.prepared, self.node(&state, &host))?;
         Ok(checkpoint)
     }
 

@@ -39,7 +39,7 @@ use linkwise_core::state::{NodeState, PreparedClaim};
 use linkwise_system::uds::Callers;
 
 pub use crate::registration::Life;
-pub use api::{ClaimQuery, ClaimQueryError, MpsLink, MpsOrders, MpsServed, SpecsLink};
+pub use api::{CdiDevices, CdiLink, ClaimQuery, ClaimQueryError, MpsLink, MpsOrders, MpsServed};
 pub use checkpoint::{Checkpoint, parse as parse_checkpoint};
 pub use claim_json::{NoClaim, parse_claim};
 pub use linkwise_nvml::supervisor::MigRequest;
@@ -60,7 +60,7 @@ pub struct Settings {
     pub plugins: PathBuf,
     /// The folder of checkpoints, kept across restarts: one file for each claim.
     pub checkpoints: PathBuf,
-    /// The folder of CDI specs: names are checked there, and a claim that has edits of its own gets a file there.
+    /// The folder of CDI specs: each claim gets a file there.
     pub cdi_folder: PathBuf,
     /// The kernel's name for this boot; where it is unknown, every claim is read again.
     pub boot: Option<String>,
@@ -68,8 +68,8 @@ pub struct Settings {
     pub injection: InjectionOptions,
     /// The host's devices beside its GPUs, as last scanned.
     pub host_devices: watch::Receiver<Arc<HostDevices>>,
-    /// The task that writes the CDI specs: before it has written the first, nothing is registered.
-    pub specs: SpecsLink,
+    /// The node's CDI devices: before there are any, no claim is prepared.
+    pub cdi: CdiLink,
     /// The receiver of orders for MIG devices of claims; `None`: none can be made.
     pub mig: Option<mpsc::Sender<MigRequest>>,
     /// True if new MIG devices are made. Otherwise those that claims have are still destroyed.
@@ -82,7 +82,7 @@ pub struct Settings {
     pub callers: Callers,
     /// The API server's time to answer for one claim.
     pub claim_timeout: Duration,
-    /// The longest time that a claim waits for the CDI specs of its devices.
+    /// The longest time that a claim waits until a scan has found its devices.
     pub specs_timeout: Duration,
     /// True if the node enters the claims that the plugin has prepared into the node's ledger: then a claim is
     /// prepared only when the ledger has it and its GPUs are still DRA's.
@@ -124,7 +124,7 @@ impl Settings {
             boot: None,
             injection: InjectionOptions::default(),
             host_devices: watch::channel(Arc::default()).1,
-            specs: SpecsLink::default(),
+            cdi: watch::channel(Some(Arc::default())).1,
             mig: None,
             mps: None,
             mps_timeout: Duration::from_secs(15),
@@ -149,7 +149,7 @@ impl Settings {
 /// A phase of the plugin's life with the kubelet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Phase {
-    /// No GPU has been seen yet, or no CDI spec is written.
+    /// No GPU has been seen yet, or the host was not scanned.
     WaitingForGpus,
     /// There is no folder of registration sockets.
     WaitingForKubelet,
@@ -171,7 +171,7 @@ impl Phase {
     /// The phase in words, for /readyz and the log.
     pub fn words(self) -> &'static str {
         match self {
-            Self::WaitingForGpus => "waiting for GPUs and their CDI specs",
+            Self::WaitingForGpus => "waiting for GPUs and a scan of the host",
             Self::WaitingForKubelet => "waiting for the kubelet's folder of plugins",
             Self::Binding => "binding our sockets",
             Self::Offered => "waiting for the kubelet to register the plugin",

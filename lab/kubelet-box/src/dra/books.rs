@@ -18,17 +18,12 @@ struct Info {
     claim: ClaimRef,
     pods: BTreeSet<String>,
     drivers: BTreeSet<String>,
-    /// The devices that drivers answered, by driver name. Kept across a restart, as the checkpoint keeps it.
+    /// Every device that a driver ever answered for the claim, by driver name. Each answer is appended, also to what
+    /// the checkpoint kept over a restart or a reboot (claiminfo.go, `addDevice`, `newClaimInfoFromState`).
     devices: BTreeMap<String, Vec<wire::Device>>,
-    /// The drivers that prepared the claim since the kubelet started.
-    prepared: BTreeSet<String>,
+    /// Set if all drivers of all claims of a pod prepared them since the kubelet started.
+    prepared: bool,
     calls: u64,
-}
-
-impl Info {
-    fn is_prepared(&self) -> bool {
-        self.prepared == self.drivers
-    }
 }
 
 /// The claims, by UID, and the pods that the kubelet knows.
@@ -41,7 +36,7 @@ type Batches = BTreeMap<String, Vec<ClaimRef>>;
 impl Books {
     /// Forgets which claims are prepared: a kubelet that starts again prepares every claim that a sandbox needs.
     pub fn restarted(&mut self) {
-        self.0.values_mut().for_each(|info| info.prepared.clear());
+        self.0.values_mut().for_each(|info| info.prepared = false);
     }
 
     /// Records that the pod uses its claims; returns those that must be prepared.
@@ -62,11 +57,11 @@ impl Books {
                 pods: BTreeSet::new(),
                 drivers: of_pod.drivers.clone(),
                 devices: BTreeMap::new(),
-                prepared: BTreeSet::new(),
+                prepared: false,
                 calls: 0,
             });
             info.pods.insert(pod.pod.clone());
-            if info.is_prepared() {
+            if info.prepared {
                 continue;
             }
             info.calls += 1;
@@ -77,8 +72,9 @@ impl Books {
         Ok(batches)
     }
 
-    /// Records a driver's answer to Prepare. Claims before the first error count as prepared.
-    pub fn prepared(
+    /// Records a driver's answer to Prepare. The kubelet reads its entries in the order of a Go map: all that are good
+    /// may come before the first error, and their devices stay.
+    pub fn answered(
         &mut self,
         driver: &str,
         asked: &[ClaimRef],
@@ -88,11 +84,19 @@ impl Books {
         let good = |uid: &str| asked.iter().any(|claim| claim.uid == uid);
         for (uid, entry) in answer.iter().filter(|(uid, entry)| good(uid) && entry.error.is_empty()) {
             if let Some(info) = self.0.get_mut(uid) {
-                info.devices.insert(driver.to_owned(), entry.devices.clone());
-                info.prepared.insert(driver.to_owned());
+                info.devices.entry(driver.to_owned()).or_default().extend(entry.devices.iter().cloned());
             }
         }
         check("NodePrepareResources", asked, entries.into_iter())
+    }
+
+    /// Records that all drivers have prepared these claims of a pod.
+    pub fn prepared(&mut self, claims: &[ClaimRef]) {
+        for claim in claims {
+            if let Some(info) = self.0.get_mut(&claim.uid) {
+                info.prepared = true;
+            }
+        }
     }
 
     /// The CDI devices of each container of a pod: those of the request that it names, or those of the whole claim.
@@ -181,7 +185,7 @@ impl Books {
         let seen = |info: &Info| ClaimState {
             name: format!("{}/{}", info.claim.namespace, info.claim.name),
             pods: info.pods.clone(),
-            prepared: info.is_prepared(),
+            prepared: info.prepared,
             calls: info.calls,
             cdi: info.devices.values().flatten().flat_map(|device| device.cdi_device_ids.iter().cloned()).collect(),
         };
@@ -235,7 +239,7 @@ mod tests {
         let mut books = Books::default();
         let asked = [claim("a"), claim("b")];
         let mut said =
-            |entries: &[(&str, &str)]| books.prepared("d", &asked, answer(entries)).map_err(|error| error.to_string());
+            |entries: &[(&str, &str)]| books.answered("d", &asked, answer(entries)).map_err(|error| error.to_string());
         assert_eq!(said(&[("a", ""), ("b", "")]), Ok(()));
         assert_eq!(said(&[("a", "")]).unwrap_err(), "NodePrepareResources skipped 1 ResourceClaims");
         let foreign = "NodePrepareResources: unexpected claim c in the answer";
@@ -260,7 +264,9 @@ mod tests {
         };
         let devices = vec![device("x", "k=1"), device("y", "k=2")];
         let entry = wire::NodePrepareResourceResponse { devices, error: String::new() };
-        books.prepared("d", &[claim("a")], HashMap::from([("a".to_owned(), entry)])).unwrap();
+        let answer = HashMap::from([("a".to_owned(), entry)]);
+        books.answered("d", &[claim("a")], answer.clone()).unwrap();
+        books.prepared(&[claim("a")]);
         let devices = books.cdi_devices(&pod).unwrap();
         assert_eq!(
             (devices["main"].as_slice(), devices["one"].as_slice()),
@@ -272,5 +278,8 @@ mod tests {
         assert!(error.starts_with("old ResourceClaim with same name default/claim-a"), "{error}");
         books.restarted();
         assert_eq!(books.add(&pod).unwrap().len(), 1, "a new life prepares it again");
+        books.answered("d", &[claim("a")], answer).unwrap();
+        assert_eq!(books.cdi_devices(&pod).unwrap()["one"], ["k=1", "k=1"], "and appends the answer");
+        assert_eq!(books.add(&pod).unwrap().len(), 1, "another driver of the pod may have failed");
     }
 }

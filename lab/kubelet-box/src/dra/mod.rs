@@ -15,6 +15,7 @@ mod watcher;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
+use std::hash::{BuildHasher, Hasher, RandomState};
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -51,6 +52,9 @@ pub struct DraOptions {
     pub wipe_after: Duration,
     /// Whether it opens health streams of what is advertised alone, v1 first (from 1.37); else v1alpha1 of every driver.
     pub advertised_health: bool,
+    /// The least pause before a pod that could not be started is tried again; the longest is half as much more (10 s:
+    /// kubelet.go, `backOffPeriod`; pod_workers.go, `workerBackOffPeriodJitterFactor`).
+    pub back_off: Duration,
     /// The time that [`DraKubelet::wait`] waits (20 s).
     pub wait_timeout: Duration,
     /// Called when slices are deleted.
@@ -65,6 +69,7 @@ impl DraOptions {
             host_root: PathBuf::from("/"),
             wipe_after: Duration::from_secs(30),
             advertised_health: false,
+            back_off: Duration::from_secs(10),
             wait_timeout: Duration::from_secs(20),
             wipe: None,
         }
@@ -260,18 +265,32 @@ impl DraKubelet {
     ///
     /// # Errors
     ///
-    /// The pod would not start; the kubelet tries again.
+    /// The pod would not start; a kubelet tries again ([`DraKubelet::start_pod_at_last`]).
     pub async fn start_pod(&self, pod: &PodClaims) -> Result<BTreeMap<String, Vec<String>>, DraError> {
         let _turn = self.core.turn.lock().await;
         let life = self.life(&pod.pod)?;
         let batches = self.core.change(|books| books.add(pod))?;
+        let asked: Vec<ClaimRef> = batches.values().flatten().cloned().collect();
         for (driver, claims) in batches {
             let answer = life
                 .call(&driver, "NodePrepareResources", async |driver: Driver| driver.prepare(claims.clone()).await)
                 .await?;
-            self.core.change(|books| books.prepared(&driver, &claims, answer))?;
+            self.core.change(|books| books.answered(&driver, &claims, answer))?;
         }
-        self.core.change(|books| books.cdi_devices(pod))
+        self.core.change(|books| {
+            books.prepared(&asked);
+            books.cdi_devices(pod)
+        })
+    }
+
+    /// [`DraKubelet::start_pod`] until it succeeds, with a kubelet's pauses between attempts.
+    pub async fn start_pod_at_last(&self, pod: &PodClaims) -> BTreeMap<String, Vec<String>> {
+        loop {
+            match self.start_pod(pod).await {
+                Ok(containers) => return containers,
+                Err(_) => tokio::time::sleep(jittered(self.core.options.back_off)).await,
+            }
+        }
     }
 
     /// Unprepares the claims of an ended pod that no other pod uses.
@@ -315,6 +334,11 @@ impl DraKubelet {
         self.core.refusal.send_replace(why.map(str::to_owned));
     }
 
+    /// Its behaviour.
+    pub fn options(&self) -> &DraOptions {
+        &self.core.options
+    }
+
     /// The visible state of now.
     pub fn state(&self) -> DraState {
         self.core.state.borrow().clone()
@@ -332,6 +356,12 @@ impl DraKubelet {
     fn life(&self, pod: &str) -> Result<Arc<Life>, DraError> {
         lock(&self.life).clone().ok_or_else(|| DraError::Other(format!("pod {pod}: the kubelet is not running")))
     }
+}
+
+/// A pause of a kubelet: up to half as much longer (apimachinery's `wait.Jitter`).
+fn jittered(pause: Duration) -> Duration {
+    let random = RandomState::new().build_hasher().finish() % 512;
+    pause + pause * u32::try_from(random).unwrap_or_default() / 1024
 }
 
 impl Drop for DraKubelet {

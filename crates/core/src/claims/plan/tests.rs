@@ -1,9 +1,13 @@
 //! Plans on small machines of the tests' own.
 
 use super::*;
-use crate::claims::{AllocatedConfig, Allocation, ClaimStatus, DeviceAllocation, MpsOrder, OpaqueConfig};
+use alloc::collections::BTreeMap;
+
+use crate::claims::{
+    AllocatedConfig, Allocation, ClaimStatus, DeviceAllocation, Edits, MpsOrder, OpaqueConfig, RequestEdits,
+};
 use crate::publish::RdmaNodes;
-use crate::publish::injection::{CdiOptions, HostDevices};
+use crate::publish::injection::{CdiOptions, HostDevices, InjectionOptions};
 use crate::state::{DraGpus, Event, Filter, GpuSelector, Holdings, NodeState, NumaHints, ResourcePlan};
 use crate::topology::{GpuObservation, GpuUuid, NodeObservation};
 use core::time::Duration;
@@ -89,15 +93,24 @@ fn planned(claim: &Claim) -> Result<Prepared, String> {
     planned_on(&state(DraGpus::All), &HostDevices::default(), claim, &claim.metadata.uid, &[])
 }
 
+/// The content of a claim's CDI devices.
+fn contents(state: &NodeState, host: &HostDevices, prepared: &Prepared) -> BTreeMap<String, RequestEdits> {
+    let options = options();
+    containers(prepared, Node { pool: "pool", state, injection: &options, host, makes_mig: false }).unwrap()
+}
+
 #[test]
-fn devices_have_static_cdi_names_and_base_requests() {
+fn devices_have_the_cdi_name_of_their_base_request() {
     let prepared = planned(&claim("u", &[("gpus/pair", "gpu-1"), ("gpus/pair", "gpu-0"), ("one", "gpu-0")]));
     assert!(prepared.unwrap_err().contains("shares hardware"));
-    let prepared = planned(&claim("u", &[("gpus/pair", "gpu-1"), ("gpus/pair", "gpu-0")])).unwrap();
+    let prepared = planned(&claim("u", &[("gpus/pair", "gpu-1"), ("one", "gpu-0")])).unwrap();
     let got: Vec<_> = prepared.devices.iter().map(|device| (&*device.request, &*device.device, &device.cdi)).collect();
-    let cdi = |gpu: &str| vec![format!("v/gpu={gpu}")];
-    assert_eq!(got, [("gpus", "gpu-1", &cdi("GPU-1")), ("gpus", "gpu-0", &cdi("GPU-0"))]);
-    assert!(prepared.edits.is_empty(), "no file of its own");
+    let cdi = |request: &str| vec![format!("linkwise.dev/claim=u-{request}")];
+    assert_eq!(got, [("gpus", "gpu-1", &cdi("gpus")), ("one", "gpu-0", &cdi("one"))]);
+    let contents = contents(&state(DraGpus::All), &HostDevices::default(), &prepared);
+    let of = |request: &str| contents[request].devices.iter().map(|of| (&*of.name, &*of.nodes[0])).collect::<Vec<_>>();
+    assert_eq!((of("gpus"), of("one")), (vec![("v/gpu=GPU-1", "/dev/nvidia1")], vec![("v/gpu=GPU-0", "/dev/nvidia0")]));
+    assert_eq!(contents["one"].own, Edits::default());
 }
 
 #[test]
@@ -106,9 +119,27 @@ fn extras_come_once_with_each_request() {
     let host = HostDevices { cdi_devices: vec!["v/gds=all".to_owned()], rdma: Some(rdma), ..HostDevices::default() };
     let claim = claim("u", &[("a", "gpu-0"), ("a", "gpu-1")]);
     let prepared = planned_on(&state(DraGpus::All), &host, &claim, "u", &[]).unwrap();
-    assert_eq!(prepared.devices[0].cdi, ["v/gpu=GPU-0", "v/gds=all", "linkwise.dev/claim=u-a"]);
-    assert_eq!(prepared.devices[1].cdi, ["v/gpu=GPU-1"]);
-    assert_eq!(prepared.edits["a"].env.keys().collect::<Vec<_>>(), ["LINKWISE_NICS"]);
+    let contents = contents(&state(DraGpus::All), &host, &prepared);
+    let names: Vec<_> = contents["a"].devices.iter().map(|device| device.name.as_str()).collect();
+    assert_eq!(names, ["v/gpu=GPU-0", "v/gpu=GPU-1", "v/gds=all"]);
+    assert_eq!(contents["a"].own.env.keys().collect::<Vec<_>>(), ["LINKWISE_NICS"]);
+}
+
+#[test]
+fn names_of_gpus_stay_with_a_claim_that_has_these_gpus() {
+    let with = |names: &[&str]| {
+        let mut prepared = planned(&claim("u", &[("a", "gpu-0")])).unwrap();
+        prepared.devices[0].cdi = names.iter().map(|name| (*name).to_owned()).collect();
+        prepared
+    };
+    let own = "linkwise.dev/claim=u-a";
+    let kept = |before: &[&str]| {
+        let mut prepared = with(&[own]);
+        prepared.keep_names(&with(before), "v/gpu").map(|()| prepared.devices[0].cdi.clone())
+    };
+    assert_eq!(kept(&[own]).unwrap(), [own]);
+    assert_eq!(kept(&["v/gpu=GPU-0", "v/gds=all", own]).unwrap(), [own, "v/gpu=GPU-0", "v/gds=all"]);
+    assert_eq!(kept(&["v/gpu=GPU-0", "v/gpu=GPU-1"]).unwrap_err(), ["v/gpu=GPU-1"]);
 }
 
 #[test]
@@ -257,7 +288,12 @@ fn mig_devices_of_a_gpu_are_prepared_apart() {
     assert_eq!(plan(&claim("u", &[("a", "gpu-0")]), "u", &[]).unwrap_err(), known);
     let one = claim("u", &[("a", "gpu-0-mig-1g10gb-19-0")]);
     let first = plan(&one, "u", &[]).unwrap();
-    assert_eq!((&first.devices[0].cdi, first.devices[0].gpu.as_str()), (&vec!["v/gpu=MIG-0".to_owned()], "GPU-0"));
+    let contents = contents(&state, &HostDevices::default(), &first);
+    assert_eq!(contents["a"].devices[0].name, "v/gpu=MIG-0");
+    assert_eq!(
+        contents["a"].devices[0].nodes,
+        ["/dev/nvidia0", "/dev/nvidia-caps/nvidia-cap1", "/dev/nvidia-caps/nvidia-cap2"]
+    );
     let others = [(name("u"), first)];
     assert!(plan(&claim("v", &[("a", "gpu-0-mig-1g10gb-19-1")]), "v", &others).is_ok());
     assert!(plan(&claim("v", &[("a", "gpu-0-mig-1g10gb-19-0")]), "v", &others).unwrap_err().contains("(UID u)"));

@@ -43,7 +43,7 @@ fn whole_gpus_get_one_daemon_with_the_claims_limits() {
     assert_eq!(order(&split), (vec![("GPU-0", None), ("GPU-1", Some(2))], 100, true));
     // Containers of both requests reach the daemon, and the checkpoint reads back equal.
     for request in ["a", "b"] {
-        let edits = &limited.edits[request];
+        let edits = &contents(&state, &HostDevices::default(), &limited)[request].own;
         assert_eq!(
             edits.env.clone().into_iter().collect::<Vec<_>>(),
             [("CUDA_MPS_PIPE_DIRECTORY".to_owned(), "/mps/dra.linkwise.dev/GPU-0/pipe".to_owned())]
@@ -56,7 +56,9 @@ fn whole_gpus_get_one_daemon_with_the_claims_limits() {
     assert_eq!(serde_json::from_str::<Prepared>(&text).unwrap(), limited);
     let without = plan_on(&state, both(), &[(&["a"], &mps(""))]).unwrap();
     assert_eq!(order(&without).0, [("GPU-0", None)]);
-    assert_eq!(without.edits.keys().collect::<Vec<_>>(), ["a"], "the other request's containers are no clients");
+    let contents = contents(&state, &HostDevices::default(), &without);
+    let is_client = ["a", "b"].map(|request| !contents[request].own.mounts.is_empty());
+    assert_eq!(is_client, [true, false], "the other request's containers are no clients");
 }
 
 #[test]
@@ -64,8 +66,9 @@ fn shares_of_a_gpu_get_one_daemon_and_own_limits() {
     let state = shared(4, false);
     let of = |claim: Claim, fields: &str| plan_on(&state, claim, &[(&[], &mps(fields))]);
     let env = |prepared: &Prepared| {
+        let contents = contents(&state, &HostDevices::default(), prepared);
         let limits = ["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"];
-        limits.map(|name| prepared.edits["a"].env.get(name).cloned().unwrap_or_default())
+        limits.map(|name| contents["a"].own.env.get(name).cloned().unwrap_or_default())
     };
     let half = of(share("u", "1", "2", "40Gi"), "").unwrap();
     assert_eq!(order(&half), (vec![("GPU-0", None)], 100, false));

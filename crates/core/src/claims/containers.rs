@@ -1,0 +1,95 @@
+//! The content of a claim's CDI devices, one for each request.
+//!
+//! It follows from the claim's hardware and from the node as it is now, never from what the claim's containers got
+//! before: minor numbers move with a reboot, a MIG device is made anew, options change.
+
+use crate::prelude::*;
+use alloc::collections::BTreeMap;
+
+use super::error::{ClaimError, DeviceRefusal};
+use super::mps::ClientLimits;
+use super::node::Node;
+use super::prepared::Prepared;
+use crate::publish::MpsClient;
+use crate::publish::injection::{ChosenDevice, DeviceNode, Granted, Injection, InjectionOptions, Mount};
+
+/// What a container gets that uses one request of a claim.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct RequestEdits {
+    /// The CDI devices of the node of which it gets the edits: the GPUs of the request, in the order of the allocation,
+    /// and those that come with every GPU.
+    pub devices: Vec<NodeDevice>,
+    /// The edits beside them.
+    pub own: Edits,
+}
+
+/// A CDI device of the node.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NodeDevice {
+    /// Its full name, `vendor/class=name`.
+    pub name: String,
+    /// The device nodes in a container that its edits need to have by the snapshot: edits without them are older.
+    pub nodes: Vec<String>,
+}
+
+/// The edits that containers get beside their GPUs.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Edits {
+    /// Environment.
+    pub env: BTreeMap<String, String>,
+    /// Device nodes.
+    pub device_nodes: Vec<DeviceNode>,
+    /// Bind mounts.
+    pub mounts: Vec<Mount>,
+}
+
+impl From<Injection> for Edits {
+    fn from(injection: Injection) -> Self {
+        Self { env: injection.env, device_nodes: injection.device_nodes, mounts: injection.mounts }
+    }
+}
+
+/// The content of each request's CDI device, for a claim whose MIG devices are all made.
+///
+/// # Errors
+///
+/// A device is not in the snapshot, or containers could not get it.
+pub fn containers(prepared: &Prepared, node: Node<'_>) -> Result<BTreeMap<String, RequestEdits>, ClaimError> {
+    let topology = node.state.topology();
+    let mut chosen: BTreeMap<&str, Vec<ChosenDevice<'_>>> = BTreeMap::new();
+    for device in &prepared.devices {
+        let gpu = topology.gpus().iter().find(|gpu| gpu.uuid == device.gpu);
+        let mig = device.mig.as_ref().map(|uuid| topology.mig_devices().iter().find(|mig| mig.uuid == *uuid));
+        let (Some(gpu), false, false) = (gpu, device.is_unmade(), mig == Some(None)) else {
+            return Err(ClaimError::of_device(&device.device, &device.gpu, DeviceRefusal::Vanished));
+        };
+        chosen.entry(&device.request).or_default().push(ChosenDevice { gpu, mig: mig.flatten() });
+    }
+    // NVIDIA's runtime has no part in DRA, and the GPUs themselves come with their CDI devices.
+    let options = InjectionOptions {
+        envvar: false,
+        volume_mounts: false,
+        device_nodes: false,
+        cdi: None,
+        ..node.injection.clone()
+    };
+    let kind = node.injection.cdi.as_ref().map_or("", |cdi| cdi.kind.as_str());
+    let mut requests = BTreeMap::new();
+    for (request, mut chosen) in chosen {
+        chosen.dedup_by_key(|device| device.uuid());
+        let mut devices = Vec::new();
+        for device in &chosen {
+            // By UUID: an index may be another GPU's by now.
+            devices.push(NodeDevice { name: format!("{kind}={}", device.uuid()), nodes: device.nodes()? });
+        }
+        let beside = node.host.cdi_devices.iter().map(|name| NodeDevice { name: name.clone(), nodes: Vec::new() });
+        devices.extend(beside);
+        let limits = prepared.mps.as_ref().and_then(|mps| mps.clients.get(request));
+        let daemon = prepared.mps.as_ref().filter(|_| limits.is_some()).and_then(|mps| mps.order.name());
+        let mps = daemon.map(|daemon| MpsClient::new(&options.mps_root, &daemon));
+        let mut injection = options.inject(&Granted { topology, devices: chosen, mps }, node.host)?;
+        injection.env.extend(limits.copied().into_iter().flat_map(ClientLimits::variables));
+        requests.insert(request.to_owned(), RequestEdits { devices, own: injection.into() });
+    }
+    Ok(requests)
+}

@@ -1,0 +1,91 @@
+//! The container runtime's half of CDI: what a container gets for the names that the kubelet hands on.
+//!
+//! As the CDI library does (container-device-interface: `Cache.InjectDevices` in pkg/cdi/cache.go, `ContainerEdits.Apply`
+//! in pkg/cdi/container-edits.go), and containerd before it (`WithCDI` in pkg/cri/opts: a name that comes twice counts
+//! once). All specs of the folder are read each time. A file that is no spec is skipped.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
+
+use serde_json::Value;
+
+/// What a container gets.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ContainerEdits {
+    /// The device nodes, by their paths in the container, in the order in which they were added.
+    pub nodes: Vec<String>,
+    /// The environment.
+    pub env: BTreeMap<String, String>,
+    /// The host's paths, by those in the container.
+    pub mounts: BTreeMap<String, String>,
+    /// The number of hooks.
+    pub hooks: usize,
+}
+
+impl ContainerEdits {
+    /// The nodes of GPUs: `/dev/nvidia0` ...
+    pub fn gpus(&self) -> Vec<String> {
+        let is_gpu = |node: &&String| {
+            node.strip_prefix("/dev/nvidia").is_some_and(|rest| rest.bytes().all(|byte| byte.is_ascii_digit()))
+        };
+        self.nodes.iter().filter(is_gpu).cloned().collect()
+    }
+
+    fn apply(&mut self, edits: &Value) {
+        let entries = |key: &str| edits[key].as_array().cloned().unwrap_or_default();
+        let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
+        for variable in entries("env") {
+            let variable = text(&variable);
+            let (name, value) = variable.split_once('=').unwrap_or((&variable, ""));
+            self.env.insert(name.to_owned(), value.to_owned());
+        }
+        for node in entries("deviceNodes") {
+            let path = text(&node["path"]);
+            self.nodes.retain(|other| *other != path);
+            self.nodes.push(path);
+        }
+        for mount in entries("mounts") {
+            self.mounts.insert(text(&mount["containerPath"]), text(&mount["hostPath"]));
+        }
+        self.hooks += entries("hooks").len();
+    }
+}
+
+/// Resolves CDI names by the specs in a folder.
+///
+/// # Errors
+///
+/// The text with which a runtime refuses the container: no spec has a name, or several have it.
+pub fn container(folder: &Path, names: &[String]) -> Result<ContainerEdits, String> {
+    let files = std::fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path());
+    let files = files.filter(|path| path.extension().is_some_and(|end| end == "json"));
+    let specs: Vec<Value> = files.filter_map(|path| serde_json::from_slice(&std::fs::read(path).ok()?).ok()).collect();
+    let mut devices: BTreeMap<String, Vec<(usize, &Value)>> = BTreeMap::new();
+    for (number, spec) in specs.iter().enumerate() {
+        for device in spec["devices"].as_array().into_iter().flatten() {
+            if let (Some(kind), Some(name)) = (spec["kind"].as_str(), device["name"].as_str()) {
+                devices.entry(format!("{kind}={name}")).or_default().push((number, &device["containerEdits"]));
+            }
+        }
+    }
+    let (mut edits, mut seen, mut unresolvable) = (ContainerEdits::default(), BTreeSet::new(), Vec::new());
+    let mut used = BTreeSet::new();
+    for name in names.iter().filter(|name| seen.insert(*name)) {
+        // A name that several specs have is a conflict, and resolves to none of them.
+        let Some([(spec, own)]) = devices.get(name).map(Vec::as_slice) else {
+            unresolvable.push(name.as_str());
+            continue;
+        };
+        if used.insert(*spec)
+            && let Some(spec) = specs.get(*spec)
+        {
+            edits.apply(&spec["containerEdits"]);
+        }
+        edits.apply(own);
+    }
+    if unresolvable.is_empty() {
+        Ok(edits)
+    } else {
+        Err(format!("unresolvable CDI devices {}", unresolvable.join(", ")))
+    }
+}

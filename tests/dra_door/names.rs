@@ -1,0 +1,188 @@
+//! CDI names of claims over restarts, reboots and upgrades. The kubelet keeps every name that it was given for a claim,
+//! and hands on old and new ones together: no container may have more than its claim by them.
+
+use std::fs;
+use std::sync::Arc;
+
+use linkwise_core::publish::injection::HostDevices;
+use linkwise_core::state::{DraGpus, NodeState};
+use linkwise_kubelet_box::dra::DraKubelet;
+use serde::Deserialize;
+use serde_json::json;
+
+use super::node::{KIND, LIMIT, Node, connected, end, name, observed_state, refusal, start, start_container, state};
+
+/// The machine after a reboot: GPUs 0 and 1 have exchanged their minor numbers.
+fn with_moved_minors() -> NodeState {
+    observed_state("dgx1-v100", DraGpus::All, |observed| {
+        let [first, second, ..] = &mut observed.gpus[..] else { panic!("it has eight") };
+        std::mem::swap(&mut first.minor, &mut second.minor);
+    })
+}
+
+/// The node reboots: its memory, with the CDI specs, is gone, and the kubelet has its checkpoint.
+async fn reboot(node: &mut Node, kubelet: &DraKubelet, after: NodeState, boot: &str) {
+    kubelet.stop().await;
+    node.stop().await;
+    fs::remove_dir_all(&node.settings.cdi_folder).unwrap();
+    fs::create_dir(&node.settings.cdi_folder).unwrap();
+    node.settings.boot = Some(boot.to_owned());
+    node.state.send_replace(Arc::new(after));
+    node.scan();
+    write_gpu_spec(node);
+    node.start();
+    kubelet.start_again().unwrap();
+    connected(kubelet).await;
+}
+
+/// The spec of all GPUs, as the agent's other task writes it: names of before an upgrade are in it.
+fn write_gpu_spec(node: &Node) {
+    let devices = node.cdi.borrow().clone().unwrap();
+    let devices = devices.devices.iter().map(|(name, edits)| {
+        let (_, name) = name.split_once('=').unwrap();
+        json!({"name": name, "containerEdits": edits})
+    });
+    let spec = json!({"cdiVersion": "0.5.0", "kind": KIND, "devices": devices.collect::<Vec<_>>()});
+    fs::write(node.settings.cdi_folder.join(format!("{}.json", KIND.replace('/', "-"))), spec.to_string()).unwrap();
+}
+
+#[tokio::test]
+async fn reboot_that_moves_minors_gives_the_claim_no_second_gpu() {
+    let mut node = Node::running();
+    let kubelet = node.kubelet().await;
+    let claim = node.claim("a", &[("gpus", "gpu-0")]);
+    let before = node.gpu(0);
+    assert_eq!(start(&kubelet, &claim).await.unwrap(), std::slice::from_ref(&before));
+    reboot(&mut node, &kubelet, with_moved_minors(), "the next boot").await;
+    // The allocation names the device: another GPU now.
+    let got = start_container(&kubelet, &claim).await.unwrap();
+    assert_ne!(node.gpu(0), before);
+    assert_eq!((super::node::hardware(&got), got.gpus()), (vec![node.gpu(0)], vec!["/dev/nvidia0".to_owned()]));
+    assert_eq!(kubelet.state().claims["a"].cdi.len(), 2, "the kubelet has both answers");
+}
+
+#[tokio::test]
+async fn options_and_drivers_that_change_reach_prepared_claims() {
+    let mut node = Node::running().with_nics();
+    let kubelet = node.kubelet().await;
+    let claim = node.claim("a", &[("gpus", "gpu-0")]);
+    assert!(start_container(&kubelet, &claim).await.unwrap().env.contains_key("LINKWISE_NICS"));
+    node.stop().await;
+    node.host.send_replace(Arc::new(HostDevices::default()));
+    let mut devices = super::node::cdi_devices(&node.state.borrow());
+    devices.common = json!({"env": ["DRIVER=next"]}).to_string();
+    node.cdi.send_replace(Some(Arc::new(devices)));
+    node.start();
+    // Without a Prepare: its container may restart.
+    let names = kubelet.state().claims["a"].cdi.clone();
+    let follows = async {
+        loop {
+            let got = super::node::resolve(&kubelet, &names).unwrap();
+            if got.env.get("DRIVER").is_some_and(|version| version == "next") {
+                return got;
+            }
+            tokio::task::yield_now().await;
+        }
+    };
+    let got = tokio::time::timeout(LIMIT, follows).await.unwrap();
+    assert_eq!((got.env.len(), super::node::hardware(&got)), (1, vec![node.gpu(0)]));
+    // And with one: nothing of before is left.
+    kubelet.restart().await.unwrap();
+    connected(&kubelet).await;
+    assert_eq!(start_container(&kubelet, &claim).await.unwrap(), got);
+}
+
+/// A node whose claim `a` was prepared by the version before, with GPU 0.
+async fn upgraded() -> (Node, DraKubelet) {
+    let mut node = Node::new();
+    write_gpu_spec(&node);
+    let gpu = node.gpu(0);
+    let uuid = gpu.split_once('=').unwrap().1;
+    let checkpoint = json!({"version": 1, "progress": "Completed", "boot": "this boot",
+        "claim": {"namespace": "ml", "name": "claim-a", "uid": "a"},
+        "prepared": {"devices": [{"request": "gpus", "pool": "node/gpu", "device": "gpu-0", "admin": false,
+            "gpu": uuid, "cdi": [gpu, "linkwise.dev/claim=a-gpus"]}],
+            "edits": {"gpus": {"env": {"LINKWISE_NICS": "mlx5_0"}}}}});
+    fs::create_dir(&node.settings.checkpoints).unwrap();
+    fs::write(node.checkpoint("a"), checkpoint.to_string()).unwrap();
+    let own = json!({"cdiVersion": "0.5.0", "kind": "linkwise.dev/claim", "devices": [
+        {"name": "a-gpus", "containerEdits": {"env": ["LINKWISE_NICS=mlx5_0"]}}]});
+    fs::write(node.settings.cdi_folder.join("linkwise.dev-claim-a.json"), own.to_string()).unwrap();
+    node.claim("a", &[("gpus", "gpu-0")]);
+    node.start();
+    let kubelet = node.kubelet().await;
+    assert_eq!(start(&kubelet, &name("a")).await.unwrap(), [node.gpu(0)]);
+    assert!(kubelet.state().claims["a"].cdi.contains(&node.gpu(0)), "as the version before answered");
+    (node, kubelet)
+}
+
+#[tokio::test]
+async fn claim_of_the_version_before_goes_on() {
+    let (mut node, kubelet) = upgraded().await;
+    kubelet.restart().await.unwrap();
+    connected(&kubelet).await;
+    let got = start_container(&kubelet, &name("a")).await.unwrap();
+    assert_eq!((got.gpus(), got.env.get("LINKWISE_NICS")), (vec!["/dev/nvidia0".to_owned()], None), "options of now");
+    // The GPU has its minor number after the reboot too.
+    let same = state("dgx1-v100", DraGpus::All);
+    reboot(&mut node, &kubelet, same, "the next boot").await;
+    assert_eq!(start_container(&kubelet, &name("a")).await.unwrap().gpus(), ["/dev/nvidia0"]);
+    end(&kubelet, &name("a")).await;
+    assert_eq!((node.checkpoints(), node.claim_specs()), (vec![], vec![]));
+}
+
+#[tokio::test]
+async fn name_of_the_version_before_gives_no_second_gpu() {
+    let (mut node, kubelet) = upgraded().await;
+    for boot in ["the next boot", "the one after"] {
+        reboot(&mut node, &kubelet, with_moved_minors(), boot).await;
+        let why = refusal(&kubelet, &name("a")).await;
+        assert!(why.contains(&node.gpu(1)) && why.contains("delete its pods"), "{why}");
+        assert_eq!(node.checkpoints(), ["a.json"]);
+        reboot(&mut node, &kubelet, state("dgx1-v100", DraGpus::All), &format!("{boot} but one")).await;
+        assert_eq!(start_container(&kubelet, &name("a")).await.unwrap().gpus(), ["/dev/nvidia0"]);
+    }
+    end(&kubelet, &name("a")).await;
+    assert_eq!(node.checkpoints(), [""; 0]);
+}
+
+/// A checkpoint as the version before reads it: it refuses any other field, and writes a spec of its own over the
+/// claim's where there are edits.
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+#[allow(dead_code, reason = "the fields are only read")]
+struct Before {
+    version: u32,
+    progress: String,
+    boot: Option<String>,
+    claim: serde_json::Value,
+    prepared: PreparedBefore,
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+struct PreparedBefore {
+    devices: Vec<DeviceBefore>,
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+#[allow(dead_code, reason = "the fields are only read")]
+struct DeviceBefore {
+    request: String,
+    pool: String,
+    device: String,
+    admin: bool,
+    gpu: String,
+    cdi: Vec<String>,
+}
+
+#[tokio::test]
+async fn version_before_reads_checkpoints_of_this_one() {
+    let node = Node::running().with_nics();
+    let kubelet = node.kubelet().await;
+    start(&kubelet, &node.claim("a", &[("gpus", "gpu-0")])).await.unwrap();
+    let before: Before = serde_json::from_slice(&fs::read(node.checkpoint("a")).unwrap()).unwrap();
+    assert_eq!((before.version, before.progress.as_str()), (1, "Completed"));
+    assert_eq!(before.prepared.devices[0].cdi, ["linkwise.dev/claim=a-gpus"]);
+}
