@@ -514,8 +514,8 @@ fn log_one(known: &mut Once<String>, occurrence: &Occurrence) {
         Occurrence::LeftBehind { claim, what } => {
             tracing::warn!(%claim, uid = claim.uid, what, "DRA is off: a claim that is over leaves something behind");
         }
-        Occurrence::CheckpointIgnored { path, why, set_aside } => {
-            tracing::warn!(path = %path.display(), why, set_aside, "checkpoint of a claim ignored");
+        Occurrence::CheckpointUnreadable { path, why } => {
+            tracing::warn!(path = %path.display(), why, "checkpoint of a claim unreadable, keeping it");
         }
         _ => tracing::debug!(?occurrence, "DRA"),
     }

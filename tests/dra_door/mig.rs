@@ -495,6 +495,30 @@ async fn device_made_anew_gives_its_claim_nothing_of_the_old() {
 }
 
 #[tokio::test]
+async fn device_of_an_unreadable_checkpoint_stays_until_unprepare() {
+    let (mut node, driver) = node();
+    node.start();
+    let kubelet = node.kubelet().await;
+    let claim = node.claim("a", &[("gpus", DEVICE)]);
+    start(&kubelet, &claim).await.unwrap();
+    kubelet.stop().await;
+    node.stop().await;
+    let text = fs::read_to_string(node.checkpoint("a")).unwrap();
+    fs::write(node.checkpoint("a"), text.replace("\"version\": 1", "\"version\": 7")).unwrap();
+    node.settings.sweep = Duration::from_millis(1);
+    node.start();
+    kubelet.start_again().unwrap();
+    super::node::connected(&kubelet).await;
+    let error = refusal(&kubelet, &node.claim("b", &[("gpus", DEVICE)])).await;
+    assert!(error.contains("is prepared for the claim ml/claim-a"), "{error}");
+    let reads = node.reads("a");
+    until(|| node.reads("a") > reads + 2).await;
+    assert_eq!((instances(&driver).len(), node.checkpoints()), (1, vec!["a.json".to_owned()]));
+    end(&kubelet, &claim).await;
+    assert_eq!((instances(&driver).len(), node.checkpoints().len()), (0, 0));
+}
+
+#[tokio::test]
 async fn claim_over_another_claims_device_is_refused() {
     let (mut node, driver) = node();
     node.start();

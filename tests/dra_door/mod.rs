@@ -16,3 +16,4 @@ mod off;
 mod prepare;
 mod shares;
 mod storm;
+mod unreadable;

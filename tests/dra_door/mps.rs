@@ -8,7 +8,7 @@ use std::time::Duration;
 use linkwise_core::claims::{ClaimName, MpsOrder};
 use linkwise_core::state::ResourceName;
 use linkwise_core::topology::GpuUuid;
-use linkwise_kubelet::dra::{MpsLink, MpsOrders, MpsServed};
+use linkwise_kubelet::dra::{MpsLink, MpsOrders, MpsServed, Occurrence};
 use tokio::sync::watch;
 
 use super::node::{Answer, LIMIT, Node, claim, configured, end, hardware, refusal, start, start_container};
@@ -44,7 +44,7 @@ fn node() -> (Node, Daemons) {
         loop {
             let (wanted, how): (Option<MpsOrders>, Mood) =
                 (orders.borrow_and_update().clone(), mood.borrow_and_update().clone());
-            if let Some(MpsOrders { revision, daemons }) = wanted {
+            if let Some(MpsOrders { revision, daemons, .. }) = wanted {
                 let is_exclusive = |order: &&MpsOrder| order.exclusive && how == Mood::Serves;
                 let gpus = daemons.values().filter(is_exclusive).flat_map(|order| &order.gpus);
                 let exclusive = gpus.map(|gpu| gpu.gpu.clone()).chain(left.lock().unwrap().clone()).collect();
@@ -232,6 +232,36 @@ async fn orders_of_a_new_process_follow_its_checkpoints() {
         assert_eq!((daemons.wanted().len(), node.claim_specs().len()), (1, 1), "{left:?}");
         end(&kubelet, &super::node::name("a")).await;
         assert_eq!((daemons.wanted().len(), node.claim_specs().len()), (0, 0), "{left:?}");
+    }
+}
+
+#[tokio::test]
+async fn orders_of_an_unreadable_checkpoint_stay() {
+    for (from, to, is_seen) in [("\"version\": 1", "\"version\": 7", true), ("\"version\": 1", "", false)] {
+        let (mut node, daemons) = killed((Some("Completed"), "this boot", true)).await;
+        let text = fs::read_to_string(node.checkpoint("a")).unwrap().replace(from, to);
+        fs::write(node.checkpoint("a"), text).unwrap();
+        node.settings.listed_within = LIMIT;
+        node.start();
+        node.wait(|seen| matches!(seen, Occurrence::CheckpointUnreadable { .. })).await;
+        let mut orders = daemons.orders.clone();
+        // Where it cannot be seen what it had, all that was ordered before stays.
+        let keeps = orders.wait_for(|orders| {
+            orders.as_ref().is_some_and(|now| (now.daemons.len(), now.keeps_others) == (usize::from(is_seen), !is_seen))
+        });
+        drop(tokio::time::timeout(LIMIT, keeps).await.unwrap().unwrap());
+        let kubelet = node.kubelet().await;
+        if !is_seen {
+            // Torn: the kubelet's word is enough.
+            assert_eq!(start(&kubelet, &super::node::name("a")).await.unwrap(), [node.gpu(0)]);
+            let now = daemons.orders.borrow().clone().unwrap();
+            assert_eq!((now.daemons.len(), now.keeps_others), (1, false));
+        } else {
+            let why = refusal(&kubelet, &super::node::name("a")).await;
+            assert!(why.contains("cannot be read, and is kept"), "{why}");
+        }
+        end(&kubelet, &super::node::name("a")).await;
+        assert!(daemons.wanted().is_empty() && node.checkpoints().is_empty());
     }
 }
 

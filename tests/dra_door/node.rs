@@ -164,7 +164,7 @@ impl Node {
     }
 
     pub fn kubelet_options(&self) -> DraOptions {
-        DraOptions::new(&self.settings.registry)
+        DraOptions { back_off: Duration::from_millis(10), ..DraOptions::new(&self.settings.registry) }
     }
 
     /// Waits for an occurrence.

@@ -82,7 +82,12 @@ pub(in crate::run) async fn withdraw_orders(layout: Layout, mut files: watch::Re
 }
 
 fn carry_out(layout: &Layout, snapshot: &NodeState, wanted: MpsOrders) -> MpsServed {
-    let MpsOrders { revision, daemons } = wanted;
+    let MpsOrders { revision, mut daemons, keeps_others } = wanted;
+    if keeps_others {
+        let before = Orders::read(layout).unwrap_or_default().daemons.into_iter();
+        let others = before.filter(|(_, order)| !daemons.values().any(|wanted| wanted.overlaps(order)));
+        daemons.extend(others.collect::<Vec<_>>());
+    }
     let is_dra = |gpu: &linkwise_core::topology::GpuUuid| snapshot.door(gpu).is_some_and(Door::is_dra);
     let gpus: BTreeSet<_> = snapshot.topology().gpus().iter().map(|gpu| gpu.uuid.clone()).filter(is_dra).collect();
     let orders = Orders { gpus, daemons };

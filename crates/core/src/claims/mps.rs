@@ -25,7 +25,7 @@ const MIB: u64 = 1 << 20;
 
 /// A control daemon for GPUs of claims.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase", deny_unknown_fields)]
+#[serde(rename_all = "camelCase")]
 pub struct MpsOrder {
     /// Its GPUs, in the order in which the daemon numbers them; at least one.
     pub gpus: Vec<MpsOrderGpu>,
@@ -37,7 +37,7 @@ pub struct MpsOrder {
 
 /// A GPU of a control daemon.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase", deny_unknown_fields)]
+#[serde(rename_all = "camelCase")]
 pub struct MpsOrderGpu {
     /// The GPU.
     pub gpu: GpuUuid,
@@ -61,7 +61,7 @@ impl MpsOrder {
 
 /// The MPS of a claim.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase", deny_unknown_fields)]
+#[serde(rename_all = "camelCase")]
 pub struct ClaimMps {
     /// Its control daemon.
     pub order: MpsOrder,
@@ -71,7 +71,7 @@ pub struct ClaimMps {
 
 /// Limits in the environment of clients.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase", deny_unknown_fields)]
+#[serde(rename_all = "camelCase")]
 pub struct ClientLimits {
     /// The part of a GPU's threads, in percent.
     #[serde(default, skip_serializing_if = "Option::is_none")]

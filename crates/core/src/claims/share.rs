@@ -13,7 +13,7 @@ use crate::state::{ClaimName, GpuShares};
 
 /// The part that a claim takes of a GPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase", deny_unknown_fields)]
+#[serde(rename_all = "camelCase")]
 pub struct Share {
     /// The number of its shares, at least 1.
     pub shares: u64,

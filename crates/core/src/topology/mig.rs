@@ -56,7 +56,7 @@ impl MigProfileObservation {
 
 /// A GPU instance that exists or could exist: a profile at a place. No two instances of a GPU have the same slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase", deny_unknown_fields)]
+#[serde(rename_all = "camelCase")]
 pub struct MigSlot {
     /// The driver's id of the profile.
     pub profile_id: u32,

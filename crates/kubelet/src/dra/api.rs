@@ -41,6 +41,8 @@ pub struct MpsOrders {
     pub revision: u64,
     /// The daemons.
     pub daemons: BTreeMap<ResourceName, MpsOrder>,
+    /// True if daemons that were ordered before stay, because it cannot be seen who needs them.
+    pub keeps_others: bool,
 }
 
 /// What became of [`MpsOrders`].

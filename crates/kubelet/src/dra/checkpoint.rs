@@ -1,14 +1,16 @@
 //! Checkpoints: one file for each claim that is prepared, or was being prepared when the process ended.
 //!
-//! Called by `claim_manager`, in blocking tasks. A file that cannot be read is reported and set aside. Other claims go
-//! on, and the file goes when its claim is unprepared. While the disk is full, claims that cannot be prepared get that
-//! error. The core decides the content of a checkpoint.
+//! Called by `claim_manager`, in blocking tasks. A file that cannot be read is reported and stays: a disk may fail for a
+//! moment, and a later version may have written it. What can be read of it still holds its GPUs. Fields that this
+//! version does not know stay in a file that it writes again. While the disk is full, claims that cannot be prepared
+//! get that error. The core decides the content of a checkpoint.
 
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 
 use super::Occurrence;
 use linkwise_core::claims::{ClaimName, Prepared, PreparedDevice};
@@ -26,7 +28,7 @@ const LONGEST: u64 = 1 << 20;
 /// Only the agent reads them.
 const MODE: u32 = 0o600;
 
-/// The end of the name of a file that was set aside.
+/// The end of the name of a file that a version before set aside, because it could not read it.
 const ASIDE: &str = ".ignored";
 
 /// The progress of the preparation of a claim.
@@ -51,12 +53,37 @@ pub struct Checkpoint {
     pub claim: ClaimName,
     /// The devices of the claim, and what comes with them.
     pub prepared: Prepared,
+    /// The fields of the file that this version does not know, at the depth where they were.
+    #[serde(skip)]
+    unknown: Value,
 }
+
+/// A file that is there and is no checkpoint that this version understands.
+#[derive(Clone, Debug)]
+pub(super) struct Unreadable {
+    /// The fault in words.
+    pub why: String,
+    /// True if nothing in it can be read by any version: it is not whole JSON.
+    pub is_torn: bool,
+    /// The checkpoint as far as it can be read; `None` if not even its claim can.
+    pub parts: Option<Box<Checkpoint>>,
+}
+
+/// A file in the folder.
+pub(super) type Found = Result<Checkpoint, Box<Unreadable>>;
+
+/// A folder, its files of claims by UID, and the files in it that are none.
+type Opened = (CheckpointFolder, Vec<(String, Found)>, Vec<Occurrence>);
 
 impl Checkpoint {
     /// A checkpoint of a preparation that begins.
     pub fn started(boot: Option<String>, claim: ClaimName, prepared: Prepared) -> Self {
-        Self { version: VERSION, progress: Progress::Started, boot, claim, prepared }
+        Self { version: VERSION, progress: Progress::Started, boot, claim, prepared, unknown: Value::Null }
+    }
+
+    /// The same, with the fields that the claim's last checkpoint had and this version does not know.
+    pub fn after(self, last: Option<&Self>) -> Self {
+        Self { unknown: last.map(|last| last.unknown.clone()).unwrap_or_default(), ..self }
     }
 
     /// The same, completed.
@@ -108,17 +135,26 @@ pub(super) struct CheckpointFolder {
 }
 
 impl CheckpointFolder {
-    /// The checkpoints in a folder, and the files in it that are no checkpoints. A folder that is missing has none.
-    pub fn open(folder: &Path) -> io::Result<(Self, Vec<Checkpoint>, Vec<Occurrence>)> {
+    /// Opens a folder. One that is missing has no files.
+    pub fn open(folder: &Path) -> io::Result<Opened> {
         // Where it cannot be made, the first write tries again.
         let _ = fs::create_dir_all(folder);
-        let (mut checkpoints, mut ignored) = (Vec::new(), Vec::new());
+        let (mut found, mut foreign) = (Vec::new(), Vec::new());
         let entries = match fs::read_dir(folder) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => None,
             entries => Some(entries?),
         };
         let paths = entries.into_iter().flatten().map(|entry| Ok(entry?.path()));
         let mut paths: Vec<PathBuf> = paths.collect::<io::Result<_>>()?;
+        for path in &mut paths {
+            // This version may be able to read what another one set aside.
+            let before = path.to_str().and_then(|name| name.strip_suffix(ASIDE)).map(PathBuf::from);
+            if let Some(before) = before.filter(|before| !before.exists())
+                && fs::rename(&*path, &before).is_ok()
+            {
+                *path = before;
+            }
+        }
         paths.sort_unstable();
         for path in paths {
             let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
@@ -126,25 +162,25 @@ impl CheckpointFolder {
                 // A draft of a process that was killed while it wrote.
                 let _ = fs::remove_file(&path);
             } else if let Some(uid) = name.strip_suffix(".json").filter(|uid| is_uid(uid)) {
-                match read(&path, uid) {
-                    Ok(checkpoint) => checkpoints.push(checkpoint),
-                    Err(why) => {
-                        let aside = with_suffix(&path, ASIDE);
-                        let set_aside = fs::rename(&path, aside).is_ok();
-                        ignored.push(Occurrence::CheckpointIgnored { path, why, set_aside });
-                    }
-                }
+                found.push((uid.to_owned(), read(&path, uid)));
             } else if !name.ends_with(&format!(".json{ASIDE}")) {
                 let why = "its name is not that of a checkpoint".to_owned();
-                ignored.push(Occurrence::CheckpointIgnored { path, why, set_aside: false });
+                foreign.push(Occurrence::CheckpointUnreadable { path, why });
             }
         }
-        Ok((Self { folder: folder.to_owned() }, checkpoints, ignored))
+        Ok((Self { folder: folder.to_owned() }, found, foreign))
+    }
+
+    /// Reads the checkpoint of a claim.
+    pub fn read(&self, uid: &str) -> Found {
+        read(&self.path(uid), uid)
     }
 
     /// Puts a checkpoint on the disk, over the one that is there.
     pub fn write(&self, checkpoint: &Checkpoint) -> io::Result<()> {
-        let text = serde_json::to_vec_pretty(checkpoint)?;
+        let mut value = serde_json::to_value(checkpoint)?;
+        add(&mut value, &checkpoint.unknown);
+        let text = serde_json::to_vec_pretty(&value)?;
         fs::create_dir_all(&self.folder)?;
         files::write(&self.path(&checkpoint.claim.uid), &text, MODE)
     }
@@ -156,7 +192,7 @@ impl CheckpointFolder {
         files::remove(&with_suffix(&path, ASIDE)).map(drop)
     }
 
-    fn path(&self, uid: &str) -> PathBuf {
+    pub fn path(&self, uid: &str) -> PathBuf {
         self.folder.join(format!("{uid}.json"))
     }
 }
@@ -168,8 +204,27 @@ fn with_suffix(path: &Path, suffix: &str) -> PathBuf {
 }
 
 /// Reads one file; its name has the UID of its claim.
-fn read(path: &Path, uid: &str) -> Result<Checkpoint, String> {
-    parse(&files::read(path, LONGEST).map_err(|error| error.to_string())?, uid)
+fn read(path: &Path, uid: &str) -> Found {
+    let unread = |error: io::Error| Box::new(Unreadable { why: error.to_string(), is_torn: false, parts: None });
+    let bytes = files::read(path, LONGEST).map_err(unread)?;
+    parse(&bytes, uid).map_err(|why| {
+        let value = serde_json::from_slice::<Value>(&bytes).ok();
+        let parts = value.as_ref().and_then(|value| parts(value, uid)).map(Box::new);
+        Box::new(Unreadable { why, is_torn: value.is_none(), parts })
+    })
+}
+
+/// The parts of a checkpoint that can be read: it may be a later version's.
+fn parts(value: &Value, uid: &str) -> Option<Checkpoint> {
+    let part = |value: &Value| value.clone();
+    let claim: ClaimName =
+        serde_json::from_value(part(&value["claim"])).ok().filter(|claim: &ClaimName| claim.uid == uid)?;
+    let prepared = &value["prepared"];
+    let devices = prepared["devices"].as_array().into_iter().flatten();
+    let devices = devices.filter_map(|device| serde_json::from_value(part(device)).ok()).collect();
+    let mps = serde_json::from_value(part(&prepared["mps"])).unwrap_or_default();
+    let boot = value["boot"].as_str().map(str::to_owned);
+    Some(Checkpoint::started(boot, claim, Prepared { devices, mps }))
 }
 
 /// Reads the checkpoint of the claim with this UID.
@@ -179,17 +234,58 @@ fn read(path: &Path, uid: &str) -> Result<Checkpoint, String> {
 /// The fault in words, on one line: no JSON, another version, no checkpoint, or another claim.
 pub fn parse(bytes: &[u8], uid: &str) -> Result<Checkpoint, String> {
     let said = |error: serde_json::Error| one_line(&error.to_string());
-    let value: serde_json::Value =
+    let mut value: Value =
         serde_json::from_slice(bytes).map_err(|error| format!("it is not whole JSON: {}", said(error)))?;
     let version = value.get("version").cloned().unwrap_or_default();
     if version != VERSION {
         let version = one_line(&version.to_string());
         return Err(format!("its version is {version}; this linkwise reads {VERSION}"));
     }
-    let checkpoint: Checkpoint =
-        serde_json::from_value(value).map_err(|error| format!("it is no checkpoint: {}", said(error)))?;
+    let mut checkpoint: Checkpoint =
+        serde_json::from_value(value.clone()).map_err(|error| format!("it is no checkpoint: {}", said(error)))?;
     if checkpoint.claim.uid != uid {
         return Err(format!("it is of the claim with the UID {}", quoted(&checkpoint.claim.uid)));
     }
+    // The edits of versions before: the claim's CDI spec has them now.
+    if let Some(prepared) = value.get_mut("prepared").and_then(Value::as_object_mut) {
+        prepared.remove("edits");
+    }
+    checkpoint.unknown = unknown(&value, &serde_json::to_value(&checkpoint).map_err(said)?);
     Ok(checkpoint)
+}
+
+/// The fields of `all` that `known` lacks, at their depth; null if there are none.
+fn unknown(all: &Value, known: &Value) -> Value {
+    match (all, known) {
+        (Value::Object(all), Value::Object(known)) => {
+            let fields = all.iter().map(|(key, value)| {
+                (key.clone(), known.get(key).map_or_else(|| value.clone(), |known| unknown(value, known)))
+            });
+            let fields: serde_json::Map<_, _> = fields.filter(|(_, value)| !value.is_null()).collect();
+            if fields.is_empty() { Value::Null } else { Value::Object(fields) }
+        }
+        (Value::Array(all), Value::Array(known)) if all.len() == known.len() => {
+            let values: Vec<Value> = all.iter().zip(known).map(|(value, known)| unknown(value, known)).collect();
+            if values.iter().all(Value::is_null) { Value::Null } else { Value::Array(values) }
+        }
+        _ => Value::Null,
+    }
+}
+
+/// Adds fields at their depth. A list of another length is another list.
+fn add(value: &mut Value, more: &Value) {
+    match (value, more) {
+        (Value::Object(value), Value::Object(more)) => {
+            for (key, more) in more {
+                match value.get_mut(key) {
+                    Some(value) => add(value, more),
+                    None => drop(value.insert(key.clone(), more.clone())),
+                }
+            }
+        }
+        (Value::Array(values), Value::Array(more)) if values.len() == more.len() => {
+            values.iter_mut().zip(more).for_each(|(value, more)| add(value, more));
+        }
+        _ => {}
+    }
 }

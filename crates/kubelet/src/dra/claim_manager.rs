@@ -13,22 +13,23 @@
 //! claim over its restarts and reboots, and hands on old and new ones together; so the names never change, and their
 //! spec follows the claim's hardware: it is written at each preparation, and when the node's CDI devices change.
 
+mod specs;
+mod unreadable;
+
 use std::collections::BTreeMap;
 use std::pin::pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use futures_util::future::{Either, join_all, select};
+use futures_util::future::{Either, select};
 use tokio::sync::{OwnedMutexGuard, mpsc, oneshot, watch};
 use tokio::time::{Instant, timeout};
 
-use super::checkpoint::{Checkpoint, CheckpointFolder, is_uid};
+use super::checkpoint::{Checkpoint, CheckpointFolder, Found, Unreadable, is_uid};
 use super::mig::MigError;
 use super::mps::MpsError;
 use super::{ClaimQuery, ClaimQueryError, Observer, Occurrence, PluginError, Settings, claim_specs};
-use linkwise_core::claims::{
-    Claim, ClaimError, ClaimName, DeviceRefusal, Node, Prepared, PreparedDevice, containers, plan,
-};
+use linkwise_core::claims::{Claim, ClaimError, ClaimName, DeviceRefusal, Node, Prepared, PreparedDevice, plan};
 use linkwise_core::errors::chain;
 use linkwise_core::publish::injection::HostDevices;
 use linkwise_core::quote::quoted;
@@ -46,6 +47,8 @@ type Turn = Arc<OwnedMutexGuard<()>>;
 struct Slot {
     turn: Arc<tokio::sync::Mutex<()>>,
     checkpoint: Option<Checkpoint>,
+    /// The file in the checkpoint's place, if it cannot be read.
+    unreadable: Option<Unreadable>,
     /// The time at which the checkpoint was put in.
     since: Option<Instant>,
     /// The time at which undoing the claim was tried first while DRA was off.
@@ -93,6 +96,12 @@ pub(super) enum PrepareError {
     Left(#[from] UnprepareError),
     #[error("the claim was not prepared within {0:?}")]
     Late(Duration),
+    #[error("the claim's checkpoint cannot be read, and is kept: {0}")]
+    Unreadable(String),
+    #[error(
+        "{device} may be another claim's: the checkpoint of the claim with the UID {uid} cannot be read ({why}), and {held}"
+    )]
+    Doubtful { device: String, uid: String, why: String, held: String },
 }
 
 /// The cause of a claim that was not unprepared.
@@ -106,6 +115,8 @@ pub(super) enum UnprepareError {
     Checkpoint { source: std::io::Error },
     #[error("the claim was not unprepared within {0:?}")]
     Late(Duration),
+    #[error("the claim's checkpoint cannot be read, and MIG devices may be made for it: {0}")]
+    Unreadable(String),
 }
 
 impl ClaimManager {
@@ -120,13 +131,20 @@ impl ClaimManager {
         let folder = settings.checkpoints.clone();
         let opened = files::blocking(move || CheckpointFolder::open(&folder)).await;
         let unusable = |source| PluginError::Checkpoints { folder: settings.checkpoints.clone(), source };
-        let (store, checkpoints, ignored) = opened.map_err(unusable)?;
-        ignored.into_iter().for_each(|ignored| observer(ignored));
+        let (store, found, foreign) = opened.map_err(unusable)?;
+        foreign.into_iter().for_each(|foreign| observer(foreign));
         let since = Some(Instant::now());
-        let slot = |checkpoint: Checkpoint| {
-            (checkpoint.claim.uid.clone(), Slot { checkpoint: Some(checkpoint), since, ..Slot::default() })
+        let slot = |(uid, found): (String, Found)| {
+            let (checkpoint, unreadable) = match found {
+                Ok(checkpoint) => (Some(checkpoint), None),
+                Err(unreadable) => (None, Some(*unreadable)),
+            };
+            if let Some(Unreadable { why, .. }) = &unreadable {
+                observer(Occurrence::CheckpointUnreadable { path: store.path(&uid), why: why.clone() });
+            }
+            (uid, Slot { checkpoint, unreadable, since, ..Slot::default() })
         };
-        let slots = Mutex::new(checkpoints.into_iter().map(slot).collect());
+        let slots = Mutex::new(found.into_iter().map(slot).collect());
         let held = watch::Sender::default();
         let manager = Self { settings, store: Arc::new(store), observer, snapshot, claims, slots, held, ledger };
         manager.changed();
@@ -152,7 +170,7 @@ impl ClaimManager {
 
     /// Returns true if any claim is prepared or being prepared.
     pub fn has_checkpoints(&self) -> bool {
-        self.slots().values().any(|slot| slot.checkpoint.is_some())
+        self.slots().values().any(Slot::is_held)
     }
 
     /// Prepares a claim; the error is the text for the kubelet.
@@ -179,6 +197,13 @@ impl ClaimManager {
                 return Ok(());
             }
             let turn = self.turn(&asked.uid).await;
+            if let Some(unreadable) = self.read_again(&asked.uid, &turn).await
+                && !unreadable.is_torn
+                && unreadable.parts.is_none()
+                && self.settings.makes_mig
+            {
+                return Err(UnprepareError::Unreadable(unreadable.why));
+            }
             self.undo(&asked.uid, &turn).await
         };
         let result = timeout(limit, work).await.unwrap_or(Err(UnprepareError::Late(limit)));
@@ -189,24 +214,9 @@ impl ClaimManager {
         result
     }
 
-    /// Writes the CDI specs of all prepared claims anew, as far as they are not as the node is now: containers that
-    /// restart get them.
-    pub async fn renew_specs(&self) {
-        let boot = self.settings.boot.as_deref();
-        let prepared = self.checkpoints().into_iter().filter(|checkpoint| checkpoint.is_completed_in(boot));
-        let renewals = prepared.map(|checkpoint| async move {
-            let uid = &checkpoint.claim.uid;
-            let turn = self.turn(uid).await;
-            if let Some(checkpoint) = self.checkpoint(uid).filter(|now| now.is_completed_in(boot)) {
-                self.renew_spec(&checkpoint, &turn).await;
-            }
-        });
-        join_all(renewals).await;
-        self.tidy();
-    }
-
     /// Undoes claims that are gone, and restores CDI specs of claims that are missing.
     pub async fn sweep(&self) {
+        self.sweep_unreadable().await;
         for checkpoint in self.checkpoints() {
             let uid = checkpoint.claim.uid.clone();
             // The API server is asked before it is this claim's turn: the kubelet must not wait for that. A UID that is
@@ -230,7 +240,7 @@ impl ClaimManager {
         let folder = self.settings.cdi_folder.clone();
         for uid in files::blocking(move || Ok(claim_specs::claims(&folder))).await.unwrap_or_default() {
             if let Some(turn) = self.idle_turn(&uid)
-                && self.checkpoint(&uid).is_none()
+                && !self.slots().get(&uid).is_some_and(Slot::is_held)
             {
                 let _ = self.undo(&uid, &turn).await;
             }
@@ -244,6 +254,10 @@ impl ClaimManager {
             return Err(PrepareError::NoUid(uid.clone()));
         }
         let turn = self.turn(uid).await;
+        // The kubelet names the claim. Where nothing can be read of it, not even by a later version, it is prepared anew.
+        if let Some(unreadable) = self.read_again(uid, &turn).await.filter(|unreadable| !unreadable.is_torn) {
+            return Err(PrepareError::Unreadable(unreadable.why));
+        }
         if self.checkpoint(uid).is_some_and(|checkpoint| checkpoint.is_half_made(self.settings.boot.as_deref())) {
             self.undo(uid, &turn).await?;
         }
@@ -315,9 +329,17 @@ impl ClaimManager {
         let named = || format!("{}/{}", asked.namespace, asked.name);
         let claim = self.query(asked).await;
         let claim = claim.map_err(|source| PrepareError::Query { claim: named(), source })?;
+        let before = self.checkpoint(&asked.uid);
         loop {
             let taken = match self.plan(asked, &claim) {
-                Ok(checkpoint) => return Ok(checkpoint),
+                Ok(checkpoint) => {
+                    let doubt = self.doubt(&checkpoint);
+                    if doubt.is_some() {
+                        // As it was: nothing is done yet.
+                        self.put(&asked.uid, before);
+                    }
+                    return doubt.map_or(Ok(checkpoint), Err);
+                }
                 Err(error) => error,
             };
             let mut any_gone = false;
@@ -341,7 +363,8 @@ impl ClaimManager {
                 })
             }
             Some(_) => false,
-            None => true,
+            // One that cannot be read is the sweeps'.
+            None => self.known(&holder.uid).is_none(),
         }
     }
 
@@ -350,15 +373,16 @@ impl ClaimManager {
         let (settings, node) = (&self.settings, self.node(&state, &host));
         let mut slots = self.slots();
         // No container of another boot runs, and what was GPU 0 then may be GPU 1 now.
-        let others = slots.values().filter_map(|slot| slot.checkpoint.as_ref());
+        let others = slots.values().filter_map(Slot::known);
         let others = others.filter(|checkpoint| !checkpoint.is_of_another_boot(settings.boot.as_deref()));
         let others = others.map(|checkpoint| (&checkpoint.claim, &checkpoint.prepared));
         let mut prepared = plan(claim, asked, node, others)?;
-        if let Some(before) = slots.get(&asked.uid).and_then(|slot| slot.checkpoint.as_ref()) {
+        let before = slots.get(&asked.uid).and_then(|slot| slot.checkpoint.as_ref());
+        if let Some(before) = before {
             let kind = settings.injection.cdi.as_ref().map_or("", |cdi| cdi.kind.as_str());
             prepared.keep_names(&before.prepared, kind).map_err(ClaimError::OldNames)?;
         }
-        let checkpoint = Checkpoint::started(settings.boot.clone(), asked.clone(), prepared);
+        let checkpoint = Checkpoint::started(settings.boot.clone(), asked.clone(), prepared).after(before);
         slots.entry(asked.uid.clone()).or_default().set(Some(checkpoint.clone()));
         drop(slots);
         self.changed();
@@ -403,73 +427,6 @@ impl ClaimManager {
         self.write(&checkpoint, Some(spec), turn).await?;
         self.put(&uid, Some(checkpoint.clone()));
         Ok(checkpoint.prepared)
-    }
-
-    /// The text of a claim's CDI spec by the present state. Fails with the missing names if the last scan of the host is
-    /// older than that, and with `None` before the first one.
-    fn spec(&self, checkpoint: &Checkpoint) -> Result<Result<String, Option<Vec<String>>>, ClaimError> {
-        let (state, host) = (self.snapshot.borrow().clone(), self.settings.host_devices.borrow().clone());
-        let requests = containers(&checkpoint.prepared, self.node(&state, &host))?;
-        let Some(devices) = self.settings.cdi.borrow().clone() else { return Ok(Err(None)) };
-        Ok(claim_specs::text(&checkpoint.claim.uid, &requests, &devices).map_err(Some))
-    }
-
-    /// The text of a claim's CDI spec. Waits until a scan of the host has found the claim's devices as they are: that
-    /// follows a change of the snapshot, such as a MIG device just made.
-    async fn await_spec(&self, checkpoint: &Checkpoint) -> Result<String, PrepareError> {
-        let (mut cdi, mut last) = (self.settings.cdi.clone(), None);
-        let found = async {
-            loop {
-                cdi.mark_unchanged();
-                match self.spec(checkpoint)? {
-                    Ok(text) => return Ok(text),
-                    Err(missing) => last = missing,
-                }
-                if cdi.changed().await.is_err() {
-                    // The node is ending.
-                    std::future::pending::<()>().await;
-                }
-            }
-        };
-        let found: Result<Result<String, ClaimError>, _> = timeout(self.settings.specs_timeout, found).await;
-        match found {
-            Ok(text) => Ok(text?),
-            Err(_) => Err(PrepareError::NoDevices(last.map_or("any device".to_owned(), |names| names.join(", ")))),
-        }
-    }
-
-    /// Returns true if a prepared claim still has its devices, and its containers get them.
-    async fn is_intact(&self, checkpoint: &Checkpoint, turn: &Turn) -> bool {
-        match self.await_spec(checkpoint).await {
-            Ok(text) => self.write_spec(&checkpoint.claim.uid, text, turn).await.is_ok(),
-            Err(PrepareError::Claim(_)) => self.keeps_spec(checkpoint).await,
-            Err(_) => false,
-        }
-    }
-
-    /// Writes the spec of a prepared claim by the present state, if it changed. If a device of the claim is gone, so is
-    /// its spec, where it could be another claim's by now.
-    async fn renew_spec(&self, checkpoint: &Checkpoint, turn: &Turn) {
-        let uid = &checkpoint.claim.uid;
-        match self.spec(checkpoint) {
-            // Where it cannot be written now, the next sweep does it.
-            Ok(Ok(text)) => drop(self.write_spec(uid, text, turn).await),
-            // A scan follows.
-            Ok(Err(_)) => {}
-            Err(_) if !self.keeps_spec(checkpoint).await => drop(self.remove_spec(uid, turn).await),
-            Err(_) => {}
-        }
-    }
-
-    /// Returns true if the spec of a claim whose devices are not all in the snapshot stays as it is, for containers that
-    /// restart: a GPU keeps its nodes while the driver runs. The nodes of a MIG device go to the next one.
-    async fn keeps_spec(&self, checkpoint: &Checkpoint) -> bool {
-        let sees_gpus = !self.snapshot.borrow().topology().gpus().is_empty();
-        if sees_gpus && checkpoint.prepared.devices.iter().any(|device| device.mig.is_some()) {
-            return false;
-        }
-        let (folder, uid) = (self.settings.cdi_folder.clone(), checkpoint.claim.uid.clone());
-        files::blocking(move || Ok(claim_specs::exists(&folder, &uid))).await.unwrap_or_default()
     }
 
     /// As [`Self::undo`], in the time that a call of the kubelet has: an order that the driver never answers holds up
@@ -541,29 +498,11 @@ impl ClaimManager {
         written.await.map_err(|source| PrepareError::Checkpoint { source })?
     }
 
-    async fn write_spec(&self, uid: &str, text: String, turn: &Turn) -> std::io::Result<()> {
-        let (folder, uid, held) = (self.settings.cdi_folder.clone(), uid.to_owned(), Arc::clone(turn));
-        let written = files::blocking(move || {
-            let _held = held;
-            claim_specs::write(&folder, &uid, &text)
-        });
-        written.await
-    }
-
-    async fn remove_spec(&self, uid: &str, turn: &Turn) -> std::io::Result<()> {
-        let (folder, uid, held) = (self.settings.cdi_folder.clone(), uid.to_owned(), Arc::clone(turn));
-        let removed = files::blocking(move || {
-            let _held = held;
-            claim_specs::remove(&folder, &uid)
-        });
-        removed.await
-    }
-
     /// Asks whether the cluster has no such claim any more, or its devices have been taken from it, and no container of
     /// this node has them. Where DRA is off and the API server cannot be asked, the containers alone count.
     async fn is_gone(&self, checkpoint: &Checkpoint) -> bool {
         if self.is_off() && !self.settings.has_api_server {
-            return self.is_long_unlisted(checkpoint);
+            return self.is_long_unlisted(&checkpoint.claim.uid, self.is_unused(checkpoint));
         }
         let is_over = match self.query(&checkpoint.claim).await {
             Err(ClaimQueryError::NotFound) => true,
@@ -577,10 +516,10 @@ impl ClaimManager {
 
     /// Returns true if the kubelet could be asked, and listed no container with a checkpoint's devices, each time that
     /// a sweep looked for as long as its lists may be late: a kubelet that starts lists no pod at first.
-    fn is_long_unlisted(&self, checkpoint: &Checkpoint) -> bool {
-        let (is_unused, now) = (self.is_unused(checkpoint), Instant::now());
+    fn is_long_unlisted(&self, uid: &str, is_unused: bool) -> bool {
+        let now = Instant::now();
         let mut slots = self.slots();
-        let Some(slot) = slots.get_mut(&checkpoint.claim.uid) else { return false };
+        let Some(slot) = slots.get_mut(uid) else { return false };
         slot.unlisted = is_unused.then(|| slot.unlisted.unwrap_or(now));
         slot.unlisted.is_some_and(|since| now.saturating_duration_since(since) >= self.settings.listed_within)
     }
@@ -637,6 +576,11 @@ impl ClaimManager {
         self.slots().get(uid)?.checkpoint.clone()
     }
 
+    /// The checkpoint of a claim, or what can be read of it.
+    pub(super) fn known(&self, uid: &str) -> Option<Checkpoint> {
+        self.slots().get(uid)?.known().cloned()
+    }
+
     pub(super) fn put(&self, uid: &str, checkpoint: Option<Checkpoint>) {
         self.slots().entry(uid.to_owned()).or_default().set(checkpoint);
         self.changed();
@@ -655,23 +599,21 @@ impl ClaimManager {
 
     /// Forgets claims that are not prepared and that nothing works on.
     fn tidy(&self) {
-        self.slots().retain(|_, slot| slot.checkpoint.is_some() || Arc::strong_count(&slot.turn) > 1);
+        self.slots().retain(|_, slot| slot.is_held() || Arc::strong_count(&slot.turn) > 1);
     }
 
     fn changed(&self) {
         let (claims, devices) = {
             let slots = self.slots();
-            let checkpoints = || slots.values().filter_map(|slot| slot.checkpoint.as_ref());
+            let checkpoints = || slots.values().filter_map(Slot::known);
             (checkpoints().count(), checkpoints().map(|checkpoint| checkpoint.prepared.names().len()).sum())
         };
-        let prepared =
-            self.slots().values().filter_map(|slot| slot.checkpoint.as_ref()).map(Checkpoint::for_ledger).collect();
+        let prepared = self.slots().values().filter_map(Slot::known).map(Checkpoint::for_ledger).collect();
         if let Some(mps) = &self.settings.mps {
             let boot = self.settings.boot.as_deref();
             let slots = self.slots();
-            mps.order(
-                slots.values().filter_map(|slot| slot.checkpoint.as_ref()).filter(|r| !r.is_of_another_boot(boot)),
-            );
+            let is_blind = slots.values().any(Slot::is_blind);
+            mps.order(slots.values().filter_map(Slot::known).filter(|r| !r.is_of_another_boot(boot)), is_blind);
         }
         self.ledger.send_if_modified(|before| std::mem::replace(before, prepared) != *before);
         (self.observer)(Occurrence::Held { claims, devices });
@@ -680,8 +622,23 @@ impl ClaimManager {
 }
 
 impl Slot {
+    /// The checkpoint, or what can be read of it.
+    fn known(&self) -> Option<&Checkpoint> {
+        self.checkpoint.as_ref().or_else(|| self.unreadable.as_ref()?.parts.as_deref())
+    }
+
+    /// Returns true if there is a file of the claim.
+    fn is_held(&self) -> bool {
+        self.checkpoint.is_some() || self.unreadable.is_some()
+    }
+
+    /// Returns true if there is a file of the claim, and it cannot be seen what the claim has.
+    fn is_blind(&self) -> bool {
+        self.unreadable.is_some() && self.known().is_none()
+    }
+
     fn set(&mut self, checkpoint: Option<Checkpoint>) {
-        (self.checkpoint, self.since, self.undoing, self.unlisted) = (checkpoint, Some(Instant::now()), None, None);
+        *self = Self { turn: Arc::clone(&self.turn), checkpoint, since: Some(Instant::now()), ..Self::default() };
     }
 }
 

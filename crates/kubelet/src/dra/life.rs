@@ -37,7 +37,10 @@ pub(super) async fn live(
     let handshake = DraHandshake::new(settings.offer_timeout);
     let machine = RegistrationMachine::new(limits, Phase::WaitingForGpus, handshake, random());
     let watching = Watching { folder: settings.registry.clone(), poll: settings.poll, inotify: settings.inotify };
-    let ready: Held<()> = Box::pin(ready(snapshot.clone(), settings.cdi.clone()));
+    // Prepared claims are unprepared without GPUs too: after a reboot with a broken driver their pods end.
+    let has_claims = manager.has_checkpoints();
+    let (seen, cdi) = (snapshot.clone(), settings.cdi.clone());
+    let ready: Held<()> = if has_claims { Box::pin(async {}) } else { Box::pin(ready(seen, cdi)) };
     let sweeps = sweep(&settings, &manager, snapshot.clone());
     let renewals = renew_specs(&settings, &manager);
     let (settings, manager) = (Arc::clone(&settings), Arc::clone(&manager));

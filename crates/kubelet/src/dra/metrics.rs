@@ -92,7 +92,7 @@ impl PluginMetrics {
             Occurrence::Life(Life::Refused(Refusal::Caller(_))) => {
                 self.refused.inc();
             }
-            Occurrence::Life(_) | Occurrence::LeftBehind { .. } | Occurrence::CheckpointIgnored { .. } => {}
+            Occurrence::Life(_) | Occurrence::LeftBehind { .. } | Occurrence::CheckpointUnreadable { .. } => {}
         }
     }
 

@@ -93,7 +93,7 @@ impl ClaimManager {
     }
 
     async fn destroy(&self, uid: &str, which: impl Fn(&PreparedDevice) -> bool) -> Result<(), MigError> {
-        let Some(checkpoint) = self.checkpoint(uid) else { return Ok(()) };
+        let Some(checkpoint) = self.known(uid) else { return Ok(()) };
         // They went with the reboot; what is in their places is somebody else's.
         if checkpoint.is_of_another_boot(self.settings.boot.as_deref()) {
             return Ok(());

@@ -230,14 +230,12 @@ pub enum Occurrence {
         /// The part of the claim that stays, and why.
         what: String,
     },
-    /// A file in the folder of checkpoints is no checkpoint, or cannot be read: it is ignored.
-    CheckpointIgnored {
+    /// A file in the folder of checkpoints is no checkpoint, or cannot be read: it stays.
+    CheckpointUnreadable {
         /// The file.
         path: PathBuf,
         /// The cause.
         why: String,
-        /// True if the file was renamed, so that it is not read again.
-        set_aside: bool,
     },
     /// The number of prepared claims and devices now.
     Held {

@@ -34,17 +34,19 @@ pub(super) enum MpsError {
 }
 
 impl MpsLink {
-    /// Orders what these checkpoints call for.
-    pub(super) fn order<'a>(&self, checkpoints: impl Iterator<Item = &'a Checkpoint>) {
+    /// Orders what these checkpoints call for. `keeps_others` is true if there are checkpoints that cannot be read: then
+    /// daemons that were ordered before stay.
+    pub(super) fn order<'a>(&self, checkpoints: impl Iterator<Item = &'a Checkpoint>, keeps_others: bool) {
         let orders = checkpoints.filter_map(|checkpoint| checkpoint.prepared.mps.as_ref()).map(|mps| &mps.order);
         let daemons: BTreeMap<ResourceName, MpsOrder> =
             orders.filter_map(|order| Some((order.name()?, order.clone()))).collect();
         self.orders.send_if_modified(|before| {
-            if before.as_ref().is_some_and(|before| before.daemons == daemons) {
+            if before.as_ref().is_some_and(|before| before.daemons == daemons && before.keeps_others == keeps_others) {
                 return false;
             }
             let now = before.get_or_insert_default();
             (now.revision, now.daemons) = (now.revision.saturating_add(1), daemons);
+            now.keeps_others = keeps_others;
             true
         });
     }
