@@ -37,6 +37,15 @@ pub fn write(path: &Path, bytes: &[u8], mode: u32) -> io::Result<()> {
     place(file, path).map(drop)
 }
 
+/// Writes `bytes` to `path`, and replaces the file there, without waiting for the disk. A process that is killed at any
+/// moment leaves the old file or the new one. A machine that crashes may leave either, or a part of the new one.
+pub fn write_for_this_boot(path: &Path, bytes: &[u8], mode: u32) -> io::Result<()> {
+    let mut file = draft(path, mode)?;
+    file.write_all(bytes)?;
+    file.persist(path)?;
+    Ok(())
+}
+
 /// Writes `bytes` to `path`, at which no file may exist. Fails with `AlreadyExists` if there is a file.
 pub fn write_new(path: &Path, bytes: &[u8], mode: u32) -> io::Result<()> {
     let mut file = draft(path, mode)?;
@@ -94,12 +103,20 @@ pub fn read(path: &Path, limit: u64) -> io::Result<Vec<u8>> {
 /// Removes a file; on return it is gone from the disk. Returns true if there was one. Without a file, a read-only
 /// folder or a missing folder is no error. On an error the file may still exist.
 pub fn remove(path: &Path) -> io::Result<bool> {
+    let was_there = remove_for_this_boot(path)?;
+    if was_there {
+        File::open(folder(path))?.sync_all()?;
+    }
+    Ok(was_there)
+}
+
+/// [`remove`], without waiting for the disk: a machine that crashes may have the file again.
+pub fn remove_for_this_boot(path: &Path) -> io::Result<bool> {
     if let Err(error) = fs::remove_file(path) {
         let there = fs::symlink_metadata(path).map_err(|error| error.kind());
         let is_missing = matches!(there, Err(io::ErrorKind::NotFound | io::ErrorKind::NotADirectory));
         return if is_missing { Ok(false) } else { Err(error) };
     }
-    File::open(folder(path))?.sync_all()?;
     Ok(true)
 }
 
@@ -130,7 +147,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("file");
         write(&path, b"one", 0o644).unwrap();
-        write(&path, b"two", 0o600).unwrap();
+        write_for_this_boot(&path, b"two", 0o600).unwrap();
         assert_eq!((fs::read(&path).unwrap(), names(folder.path())), (b"two".to_vec(), vec!["file".to_owned()]));
         assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
     }

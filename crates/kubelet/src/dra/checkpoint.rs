@@ -176,20 +176,23 @@ impl CheckpointFolder {
         read(&self.path(uid), uid)
     }
 
-    /// Puts a checkpoint on the disk, over the one that is there.
+    /// Writes a checkpoint, over the one that is there. Does not wait for the disk. A checkpoint is for the process after
+    /// one that was killed, which reads what the kernel has. After a crash of the machine nothing is left of what it
+    /// tells: no container runs, MIG devices and MPS control daemons are gone, and the kubelet has every claim prepared
+    /// anew. A file that the crash tore is unreadable then, and is written anew with its claim.
     pub fn write(&self, checkpoint: &Checkpoint) -> io::Result<()> {
         let mut value = serde_json::to_value(checkpoint)?;
         add(&mut value, &checkpoint.unknown);
         let text = serde_json::to_vec_pretty(&value)?;
         fs::create_dir_all(&self.folder)?;
-        files::write(&self.path(&checkpoint.claim.uid), &text, MODE)
+        files::write_for_this_boot(&self.path(&checkpoint.claim.uid), &text, MODE)
     }
 
     /// Removes all files of a claim.
     pub fn remove(&self, uid: &str) -> io::Result<()> {
         let path = self.path(uid);
-        files::remove(&path)?;
-        files::remove(&with_suffix(&path, ASIDE)).map(drop)
+        files::remove_for_this_boot(&path)?;
+        files::remove_for_this_boot(&with_suffix(&path, ASIDE)).map(drop)
     }
 
     pub fn path(&self, uid: &str) -> PathBuf {

@@ -82,9 +82,15 @@ fn own_edits(edits: &Edits) -> Map<String, Value> {
     own
 }
 
-/// Writes the spec of a claim, if the file is not as it should be.
+/// Writes the spec of a claim, if the file is not as it should be. Does not wait for the disk: after a crash of the
+/// machine every claim is prepared anew, and its spec compared again.
 pub(super) fn write(folder: &Path, uid: &str, text: &str) -> io::Result<()> {
-    files::write_if_changed(&path(folder, uid), text.as_bytes(), MODE).map(drop)
+    let path = path(folder, uid);
+    if fs::read(&path).is_ok_and(|there| there == text.as_bytes()) {
+        return Ok(());
+    }
+    fs::create_dir_all(folder)?;
+    files::write_for_this_boot(&path, text.as_bytes(), MODE)
 }
 
 /// Returns true if a claim has a spec.
@@ -94,7 +100,7 @@ pub(super) fn exists(folder: &Path, uid: &str) -> bool {
 
 /// Removes the spec of a claim, if it has one.
 pub(super) fn remove(folder: &Path, uid: &str) -> io::Result<()> {
-    files::remove(&path(folder, uid)).map(drop)
+    files::remove_for_this_boot(&path(folder, uid)).map(drop)
 }
 
 /// The UIDs of claims that have a spec in the folder.
