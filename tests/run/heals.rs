@@ -9,9 +9,14 @@ use crate::run::node::{GPU, Node, Setup, registered, signal, until, uuid};
 
 /// A machine whose driver has a word for what to do, looked at often, with a short hold.
 fn quick() -> Setup {
+    without_trials().arg("--nvml-trial-ms=50")
+}
+
+/// Such a machine, in which no process is started for a GPU in trouble.
+fn without_trials() -> Setup {
     let setup = Setup::on("dgx1-v100");
     setup.tell("recovery * 0");
-    let options = ["--nvml-poll-ms=20", "--nvml-pause-ms=10", "--nvml-trial-ms=50", "--health-hold-ms=50"];
+    let options = ["--nvml-poll-ms=20", "--nvml-pause-ms=10", "--health-hold-ms=50"];
     options.into_iter().fold(setup, |setup, option| setup.arg(option))
 }
 
@@ -38,6 +43,25 @@ async fn a_gpu_that_is_lost_and_back_is_given_out_again() {
     unhealthy(&kubelet, &[3]).await;
     node.setup.tell("back 3");
     registered(&kubelet, 1, 8).await;
+}
+
+#[tokio::test]
+async fn gpu_lost_for_the_life_of_a_process_returns_with_a_new_one() {
+    let (node, kubelet) = quick().serve(8).await;
+    let first = node.agent(&[]).await;
+    node.setup.tell("fall 3");
+    unhealthy(&kubelet, &[3]).await;
+    reason(&node, 3, "says that the GPU is lost").await;
+    // New processes do not find it either, and the others are served and heard throughout.
+    until(async || if node.agent_ids().contains(&first) { Err("the first one lives") } else { Ok(()) }).await;
+    node.process.said("GPU GPU-00000001-0000-4000-8000-000000000003 is out of reach").await;
+    until(async || node.setup.try_tell("xid 5 63")).await;
+    unhealthy(&kubelet, &[3]).await;
+    node.setup.tell("revive 3");
+    registered(&kubelet, 1, 8).await;
+    until(async || node.setup.try_tell("xid 3 79")).await;
+    reason(&node, 3, "XID 79").await;
+    assert_eq!(kubelet.violations(), []);
 }
 
 #[tokio::test]
@@ -113,7 +137,7 @@ async fn gpu_that_crashed_agents_returns_once_it_does_not() {
 #[tokio::test]
 async fn lost_gpu_leaves_the_others_events() {
     const UNHEARD: &str = "linkwise_nvml_unheard_gpus";
-    let setup = quick();
+    let setup = without_trials();
     setup.tell("loss-ends-waits");
     let (node, kubelet) = setup.serve(8).await;
     node.metric(UNHEARD, 0).await;

@@ -50,6 +50,10 @@ pub enum Act {
     Xid(u64, [Option<u32>; 2], usize),
     Ecc,
     Lost(bool),
+    /// It has fallen off the bus: no process that runs now reaches it again.
+    Fallen,
+    /// It works for the processes that start from now on. Refused while a process runs, if the flag is set.
+    Reset(bool),
     Present(bool),
     Recovery(u32),
     Mig(Mig),
@@ -108,6 +112,8 @@ impl FromStr for Command {
             ["storm", which, code, events] => gpu(which, Act::Xid(number(code)?, [None, None], number(events)?)),
             ["ecc", which] => gpu(which, Act::Ecc),
             [to @ ("lost" | "back"), which] => gpu(which, Act::Lost(to == "lost")),
+            ["fall", which] => gpu(which, Act::Fallen),
+            [to @ ("reset" | "revive"), which] => gpu(which, Act::Reset(to == "reset")),
             [to @ ("add" | "remove"), which] => gpu(which, Act::Present(to == "add")),
             ["recovery", which, action] => gpu(which, Act::Recovery(number(action)?)),
             ["mig", which, ref layout @ ..] if !layout.is_empty() => {

@@ -35,6 +35,7 @@ pub fn start(socket: &Path) -> io::Result<()> {
             Err(error) => eprintln!("fake-nvml: {error}"),
         }
     }
+    state::lock().runs = true;
     file.unlock()?;
     thread::Builder::new().name("fake-nvml".into()).spawn(move || {
         for stream in listener.incoming().flatten() {

@@ -35,6 +35,12 @@ pub struct State {
     loaded: bool,
     init_code: u32,
     lost: BTreeSet<usize>,
+    /// GPUs that fell off the bus while this process ran.
+    fallen: BTreeSet<usize>,
+    /// GPUs that had fallen off the bus before this process began.
+    unknown: BTreeSet<usize>,
+    /// Set once the journal was read.
+    pub runs: bool,
     loss_ends_waits: bool,
     rules: Vec<Rule>,
     /// The number of calls of each function.
@@ -152,8 +158,11 @@ pub fn enter_with(function: &str, which: impl Fn(&State) -> Answer<Vec<usize>>) 
         if gpus.iter().any(|gpu| *gpu >= state.machine.gpus.len()) {
             return Err(nvmlReturn_enum_NVML_ERROR_INVALID_ARGUMENT);
         }
-        if gpus.iter().any(|gpu| state.lost.contains(gpu) || state.absent.contains(gpu)) {
+        if gpus.iter().any(|gpu| state.is_lost(*gpu) || state.absent.contains(gpu)) {
             return Err(nvmlReturn_enum_NVML_ERROR_GPU_IS_LOST);
+        }
+        if gpus.iter().any(|gpu| state.unknown.contains(gpu)) {
+            return Err(nvmlReturn_enum_NVML_ERROR_UNKNOWN);
         }
         let fault = state.fault(function, &gpus);
         if fault == Some(Fault::Hold) || holds {
@@ -185,7 +194,11 @@ impl State {
 
     /// Returns true if a wait on a set fails because one of its GPUs is lost.
     pub fn loss_ends(&self, set: &EventSet) -> bool {
-        self.loss_ends_waits && set.registered.keys().any(|gpu| self.lost.contains(gpu))
+        self.loss_ends_waits && set.registered.keys().any(|gpu| self.is_lost(*gpu))
+    }
+
+    fn is_lost(&self, gpu: usize) -> bool {
+        self.lost.contains(&gpu) || self.fallen.contains(&gpu)
     }
 
     /// The GPUs that NVML counts, in its order.
@@ -224,6 +237,16 @@ impl State {
             }
             Act::Lost(true) => drop(self.lost.insert(gpu)),
             Act::Lost(false) => drop(self.lost.remove(&gpu)),
+            Act::Fallen if self.runs => drop(self.fallen.insert(gpu)),
+            Act::Fallen => drop(self.unknown.insert(gpu)),
+            Act::Reset(true) if self.runs => return Err("a process uses the GPU".to_owned()),
+            Act::Reset(_) if self.runs => {}
+            Act::Reset(_) => {
+                self.unknown.remove(&gpu);
+                self.uncorrectable.remove(&gpu);
+                self.rows.remove(&gpu);
+                self.recovery.entry(gpu).and_modify(|action| *action = 0);
+            }
             Act::Present(true) => drop(self.absent.remove(&gpu)),
             Act::Present(false) => drop(self.absent.insert(gpu)),
             Act::Recovery(action) => drop(self.recovery.insert(gpu, *action)),

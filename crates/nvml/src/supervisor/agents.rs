@@ -56,13 +56,15 @@ pub(super) enum RestartReason {
     Trial(Place),
     /// The active agent does not see the present state of the node.
     Renewal(String),
+    /// A GPU is out of reach, and may be back for a new process.
+    Lost(String),
 }
 
 impl fmt::Display for RestartReason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Trial(place) => write!(f, "trial of the quarantined GPU {} of {}", place.index, place.of),
-            Self::Renewal(why) => f.write_str(why),
+            Self::Renewal(why) | Self::Lost(why) => f.write_str(why),
         }
     }
 }

@@ -18,6 +18,7 @@ use failure::{NO_GPUS, Reached};
 
 use super::agents::{ActiveAgent, AgentId, Agents, RestartReason, StandbyAgent};
 use super::host_probe::HostFingerprint;
+use super::lost::LostGpus;
 use super::outage::NvmlOutage;
 use super::quarantine::{Quarantine, Verdict};
 use super::scan::Scan;
@@ -81,6 +82,9 @@ pub(super) struct DriverMachine {
     quarantine: Quarantine,
     scan: Scan,
     polls: Option<PendingPolls>,
+    lost: LostGpus,
+    /// GPUs that NVML has listed since linkwise started.
+    once_listed: BTreeSet<PciAddress>,
     /// The begin of the running probe of the host, and whether it began before the active agent.
     probe: Option<(Duration, bool)>,
     /// GPUs that the kernel has listed on the bus since linkwise started.
@@ -105,6 +109,8 @@ impl DriverMachine {
             quarantine: Quarantine::new(settings.trial),
             scan: Scan::new(settings.poll),
             polls: None,
+            lost: LostGpus::new(settings.trial),
+            once_listed: BTreeSet::new(),
             probe: None,
             once_on_bus: BTreeSet::new(),
             held_by_others: Once::new(),
@@ -199,7 +205,7 @@ impl DriverMachine {
             self.actions.push(Action::Rescan(active.id));
         }
         if let Some((_, reason)) = self.standby_due().filter(|(at, _)| *at <= now) {
-            self.start_standby(reason);
+            self.start_standby(reason, now);
         }
         if let Some(cause) = self.outage.report(now) {
             let (grace, unhealthy) = (self.settings.grace, self.settings.unhealthy_when_away);
@@ -241,7 +247,8 @@ impl DriverMachine {
         }
         let renewal = active.renewal.as_ref().map(|(at, why)| (*at, RestartReason::Renewal(why.clone())));
         let trial = self.quarantine.next_trial().map(|(at, place)| (at, RestartReason::Trial(place)));
-        [renewal, trial].into_iter().flatten().min_by_key(|(at, _)| *at)
+        let lost = self.lost.next().map(|(at, why)| (at, RestartReason::Lost(why.to_owned())));
+        [renewal, trial, lost].into_iter().flatten().min_by_key(|(at, _)| *at)
     }
 
     fn polls_due(&self) -> Option<Duration> {
@@ -329,6 +336,7 @@ impl DriverMachine {
         self.probe = self.probe.map(|(since, _)| (since, true));
         let (id, skipped) = (self.agents.next_id(), self.quarantine.skip(None));
         self.act(Action::Start(id, skipped.clone()));
+        self.lost.asked(now);
         self.agents.active = Some(self.active(id, skipped, host, now));
         self.stage = Stage::Running;
     }
@@ -339,14 +347,15 @@ impl DriverMachine {
         ActiveAgent { id, began, skipped, ready: false, listens_to, host, renewal: None, backoff }
     }
 
-    fn start_standby(&mut self, reason: RestartReason) {
+    fn start_standby(&mut self, reason: RestartReason, now: Duration) {
         let trial = match &reason {
             RestartReason::Trial(place) => Some(*place),
-            RestartReason::Renewal(_) => None,
+            RestartReason::Renewal(_) | RestartReason::Lost(_) => None,
         };
         tracing::info!(%reason, "standby NVML agent started");
         let (id, skipped) = (self.agents.next_id(), self.quarantine.skip(trial));
         self.act(Action::Start(id, skipped.clone()));
+        self.lost.asked(now);
         self.agents.standby = Some(StandbyAgent { id, skipped, reason });
     }
 
@@ -487,6 +496,7 @@ impl DriverMachine {
         }
         // A scan of the host that runs already has taken too long, or belongs to an unpublished scan.
         let host_until = if self.scan.host_runs { now } else { now + self.settings.call / 3 };
+        self.once_listed.extend(scan.gpus.iter().map(|gpu| gpu.pci));
         self.scan.take(scan, host_until);
         if !std::mem::replace(&mut self.scan.host_runs, true) {
             self.act(Action::ScanHost);
@@ -522,7 +532,9 @@ impl DriverMachine {
 
     fn polled(&mut self, mut polls: BTreeMap<GpuUuid, HealthPoll>, missing: &[Missing], unheard: u32, now: Duration) {
         self.act(Action::Unheard(unheard));
-        polls.extend(self.unpolled(&polls, missing));
+        let unpolled = self.unpolled(&polls, missing);
+        self.lost.polled(self.out_of_reach(&polls, &unpolled), now);
+        polls.extend(unpolled);
         if let Some(before) = self.polls.take().filter(|before| !self.scan.delays(before.polls.keys())) {
             self.emit(Event::Polled(before.polls));
         }
@@ -530,6 +542,25 @@ impl DriverMachine {
         let since = self.probe.map_or(now, |(since, _)| since);
         self.polls = Some(PendingPolls { polls, until: since + FILES });
         self.probe(now);
+    }
+
+    /// A GPU that answers no call of this process, with the reason: one that is lost or refused until a reset, one that
+    /// cannot be identified, or one on the bus that NVML has listed before and does not list.
+    fn out_of_reach(
+        &self,
+        polled: &BTreeMap<GpuUuid, HealthPoll>,
+        unpolled: &BTreeMap<GpuUuid, HealthPoll>,
+    ) -> Option<String> {
+        let silent = |poll: &HealthPoll| matches!(poll.reach, Reach::Lost { .. } | Reach::ResetRequired { .. });
+        let lost = polled.iter().find(|(_, poll)| silent(poll)).or_else(|| unpolled.iter().next());
+        let lost = lost.map(|(gpu, _)| gpu.to_string()).or_else(|| {
+            let on_bus = self.agents.active.as_ref()?.host.as_ref()?.gpus();
+            let listed =
+                |pci: &PciAddress| self.scan.nvml.iter().flat_map(|scan| &scan.gpus).any(|gpu| gpu.pci == *pci);
+            let unlisted = on_bus.into_iter().find(|pci| self.once_listed.contains(pci) && !listed(pci))?;
+            Some(unlisted.to_string())
+        })?;
+        Some(format!("GPU {lost} is out of reach, and may be back for a new process"))
     }
 
     /// Polls for the GPUs that NVML counts and that were not asked, except the skipped ones.

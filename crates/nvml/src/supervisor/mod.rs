@@ -6,6 +6,7 @@
 
 mod agents;
 mod host_probe;
+mod lost;
 mod machine;
 mod metrics;
 mod outage;

@@ -36,6 +36,7 @@ impl DriverMachine {
                 active.renewal = Some((now + pause, why.clone()));
                 pause
             }
+            (RestartReason::Lost(_), _) => self.lost.next().map_or(Duration::ZERO, |(at, _)| at.saturating_sub(now)),
             (RestartReason::Renewal(_), None) => return,
         };
         tracing::warn!(%reason, cause, ?again_in, "standby NVML agent failed; the active one goes on");

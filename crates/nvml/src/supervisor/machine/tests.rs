@@ -42,7 +42,8 @@ enum Happening {
     /// The agent has scanned this number of GPUs.
     Ready(usize, u32),
     CannotCount(usize),
-    Polls(usize),
+    /// A poll of all its GPUs; with a number, that GPU is lost.
+    Polls(usize, Option<u32>),
     Xid(usize, u32),
     /// A call about a GPU ends the agent.
     Crashes(usize, u32),
@@ -311,9 +312,14 @@ impl World {
                 self.processes.get_mut(&id).unwrap().ready = true;
                 self.tell(Input::Message(id, FromAgent::Ready(Box::new(scan(None)))));
             }
-            Happening::Polls(number) => {
+            Happening::Polls(number, lost) => {
                 let Some(id) = self.chosen(number, |process| !process.silent && process.ready) else { return };
-                let gpus = (0..self.processes[&id].gpus).map(|gpu| (uuid(gpu), HealthPoll::default())).collect();
+                let reach = |gpu| match lost {
+                    Some(lost) if gpu == lost => Reach::Lost { call: String::new() },
+                    _ => Reach::Answers,
+                };
+                let poll = |gpu| (uuid(gpu), HealthPoll { reach: reach(gpu), ..HealthPoll::default() });
+                let gpus = (0..self.processes[&id].gpus).map(poll).collect();
                 let polled = FromAgent::Polled { gpus, missing: Vec::new(), unheard: 0, waiting_ms: 0 };
                 self.tell(Input::Message(id, polled));
             }
@@ -425,7 +431,7 @@ fn happening() -> impl Strategy<Value = Happening> {
         2 => (0_u64..200_000).prop_map(Happening::Passes),
         8 => (agent(), 0_u32..5).prop_map(|(agent, gpus)| Happening::Ready(agent, gpus)),
         1 => agent().prop_map(Happening::CannotCount),
-        4 => agent().prop_map(Happening::Polls),
+        4 => (agent(), prop::option::weighted(0.3, 0_u32..4)).prop_map(|(agent, lost)| Happening::Polls(agent, lost)),
         5 => (agent(), 0_u32..4).prop_map(|(agent, gpu)| Happening::Xid(agent, gpu)),
         2 => (agent(), 0_u32..4).prop_map(|(agent, gpu)| Happening::Crashes(agent, gpu)),
         1 => agent().prop_map(Happening::Hangs),
@@ -473,7 +479,7 @@ fn working() -> World {
 #[test]
 fn event_of_a_new_agent_does_not_wait_for_the_end_of_the_old_one() {
     let mut world = working();
-    world.happens(Happening::Polls(0));
+    world.happens(Happening::Polls(0, None));
     let mut other = world.bus(Bus::Gpus);
     other.bus = Some(BTreeMap::new());
     world.probing = false;
@@ -491,6 +497,64 @@ fn event_of_a_new_agent_does_not_wait_for_the_end_of_the_old_one() {
     assert_eq!(world.machine.unreaped(), 1, "it was killed");
     world.happens(Happening::Xid(0, 0));
     assert_eq!(world.emitted[&uuid(0)].len(), 4);
+}
+
+#[test]
+fn lost_gpu_is_asked_for_by_new_processes_ever_more_rarely() {
+    let mut world = working();
+    let (mut asked, mut agents) = (Vec::new(), 1);
+    let begin = world.now;
+    let passes = |world: &mut World, lost| {
+        world.happens(Happening::Passes(10_000));
+        for _ in 0..world.processes.len() {
+            world.happens(Happening::Ready(world.processes.len() - 1, 4));
+        }
+        while let Some(retired) = world.chosen(0, |process| process.dismissed || process.killed) {
+            world.processes.remove(&retired);
+            world.tell(Input::Reaped(retired));
+        }
+        world.happens(Happening::Polls(0, lost));
+        world.happens(Happening::Probed(Bus::Gpus));
+    };
+    while world.now < begin + Duration::from_secs(9 * 3600) {
+        passes(&mut world, Some(3));
+        let last = *world.processes.keys().last().unwrap();
+        if last != agents {
+            let minutes = world.now.saturating_sub(begin).as_secs() / 60;
+            (agents, asked) = (last, [asked, vec![minutes]].concat());
+        }
+    }
+    let pauses: Vec<u64> = asked.windows(2).map(|two| two[1] - two[0]).collect();
+    assert_eq!(pauses[..6], [2, 4, 8, 16, 32, 60], "{asked:?}");
+    assert!(asked[0] == 1 && pauses[6..].iter().all(|pause| *pause == 60), "{asked:?}");
+    // Once it answers, no process is started; a second loss is a new one.
+    for _ in 0..400 {
+        passes(&mut world, None);
+    }
+    assert_eq!(*world.processes.keys().last().unwrap(), agents);
+    for _ in 0..9 {
+        passes(&mut world, Some(3));
+    }
+    assert_eq!(*world.processes.keys().last().unwrap(), agents + 1);
+}
+
+#[test]
+fn gpu_that_is_on_the_bus_and_no_longer_listed_is_asked_for_by_a_new_process() {
+    let mut world = working();
+    // An agent is killed; the next one counts one GPU less, although all are on the bus.
+    world.happens(Happening::Crashes(0, 0));
+    world.happens(Happening::Passes(2000));
+    world.happens(Happening::Probed(Bus::Gpus));
+    world.happens(Happening::Passes(0));
+    world.happens(Happening::Ready(0, 3));
+    world.happens(Happening::HostScanned(true));
+    for _ in 0..7 {
+        world.happens(Happening::Polls(0, None));
+        world.happens(Happening::Probed(Bus::Gpus));
+        assert_eq!(world.serving(), 1);
+        world.happens(Happening::Passes(10_000));
+    }
+    assert_eq!(world.serving(), 2, "it may be back for a new process");
 }
 
 #[test]
