@@ -1,6 +1,7 @@
 //! `linkwise admin`: sends an order to the agent on this host, over its admin socket.
 
-use std::path::Path;
+use std::fs;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
@@ -24,7 +25,34 @@ pub async fn admin(args: &AdminArgs) -> Result<()> {
         AdminOrder::Resume => "POST /driver/resume".to_owned(),
         AdminOrder::Clear { gpu } => format!("POST /gpus/{gpu}/clear"),
     };
-    Ok(print(&order(&args.socket, &line, ANSWER).await?)?)
+    let mut words = order(&args.socket, &line, ANSWER).await?;
+    if args.order == AdminOrder::Release {
+        for process in gpu_users(Path::new("/proc")) {
+            words += &format!("another process has GPUs open: {process}\n");
+        }
+    }
+    Ok(print(&words)?)
+}
+
+/// The processes that have GPUs open, with their names, as far as this one can see them.
+fn gpu_users(procfs: &Path) -> Vec<String> {
+    let entries = |folder: &Path| fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path());
+    let gpu = |file: PathBuf| {
+        let file = fs::read_link(file).ok()?;
+        let number = file.to_str()?.strip_prefix("/dev/nvidia")?;
+        number.parse::<u32>().ok().map(|_| file.display().to_string())
+    };
+    let user = |process: PathBuf| {
+        let id: u32 = process.file_name()?.to_str()?.parse().ok()?;
+        let mut gpus: Vec<String> = entries(&process.join("fd")).filter_map(gpu).collect();
+        gpus.sort();
+        gpus.dedup();
+        let name = fs::read_to_string(process.join("comm")).unwrap_or_default();
+        (!gpus.is_empty()).then(|| format!("{id} {} ({})", name.trim_end(), gpus.join(", ")))
+    };
+    let mut users: Vec<String> = entries(procfs).filter_map(user).collect();
+    users.sort();
+    users
 }
 
 /// The body of the answer to an order.
@@ -49,4 +77,29 @@ async fn ask(socket: &Path, line: &str) -> std::io::Result<String> {
     let mut text = String::new();
     stream.take(LONGEST).read_to_string(&mut text).await?;
     Ok(text)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::symlink;
+
+    #[test]
+    fn processes_with_open_gpus_are_named() {
+        let proc = tempfile::tempdir().unwrap();
+        let process = |id: &str, name: &str, files: &[&str]| {
+            let folder = proc.path().join(id);
+            fs::create_dir_all(folder.join("fd")).unwrap();
+            fs::write(folder.join("comm"), format!("{name}\n")).unwrap();
+            files.iter().enumerate().for_each(|(fd, to)| symlink(to, folder.join(format!("fd/{fd}"))).unwrap());
+        };
+        process(
+            "17",
+            "dcgm-exporter",
+            &["/dev/null", "/dev/nvidia1", "/dev/nvidia0", "/dev/nvidia0", "/dev/nvidiactl"],
+        );
+        process("18", "bash", &["/dev/nvidia-uvm", "/dev/nvidiactl", "/tmp/dev/nvidia0"]);
+        process("self", "bash", &["/dev/nvidia0"]);
+        assert_eq!(gpu_users(proc.path()), ["17 dcgm-exporter (/dev/nvidia0, /dev/nvidia1)"]);
+    }
 }

@@ -18,12 +18,12 @@ pub struct AdminArgs {
 }
 
 /// A request or an order.
-#[derive(Clone, Debug, Subcommand)]
+#[derive(Clone, Debug, PartialEq, Eq, Subcommand)]
 pub enum AdminOrder {
     /// Print the node's GPUs, their health and the offered resources, as JSON
     State,
-    /// Release the driver until resume, for a driver upgrade or a GPU reset. Pods are still admitted, by the last known
-    /// state
+    /// Release the driver in all processes of linkwise on this node until resume, for a driver upgrade or a GPU reset.
+    /// Pods are still admitted, by the last known state
     Release,
     /// Use the driver again after a release
     Resume,

@@ -1,6 +1,6 @@
 //! The supervisor of the NVML agent, with the options' values.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -16,6 +16,7 @@ use crate::config::{Environment, Flags, HostArgs, NvmlArgs, Settings};
 use linkwise_core::state::{Event, NodeState};
 use linkwise_nvml::Limits;
 use linkwise_nvml::child::AgentCommand;
+use linkwise_nvml::gate::Gate;
 use linkwise_nvml::supervisor::{self, Driver, DriverMetrics, Idle, Release};
 
 /// The most events that may wait.
@@ -36,7 +37,8 @@ pub(super) fn driver_of(
         command: AgentCommand {
             poll: milliseconds(nvml.nvml_poll_ms),
             limits: limits_of(nvml),
-            ..agent_of(host, Some(settings.driver_root_ctr_path.value.clone()))
+            gate: release.gate().cloned(),
+            ..agent_of(host, Some(settings))
         },
         settings: supervisor::Settings {
             unhealthy_when_away: settings.on_nvml_loss.value == OnNvmlLoss::Unhealthy,
@@ -60,6 +62,8 @@ pub(super) fn driver_of(
 
 /// The GPUs as a program without a kubelet sees them.
 pub(super) struct SeenGpus {
+    /// The operator's order to release the driver.
+    pub release: Release,
     pub snapshots: watch::Receiver<Arc<NodeState>>,
     /// Tells why there are no GPUs.
     pub idle: watch::Receiver<Idle>,
@@ -67,12 +71,13 @@ pub(super) struct SeenGpus {
     pub events: mpsc::Sender<Event>,
 }
 
-/// Starts the driver and the state's loop of a program without a kubelet.
+/// Starts the driver and the state's loop of a program without a kubelet, which has this name at the node's gate.
 pub(super) fn watch_gpus(
     tasks: &mut JoinSet<(&'static str, Result<()>)>,
     nvml: &NvmlArgs,
     host: &HostArgs,
     settings: &Settings,
+    program: &str,
 ) -> Result<SeenGpus> {
     let (events, happened) = mpsc::channel(EVENTS);
     events.try_send(Event::Planned(Box::new(settings.plan()))).context("no task takes events")?;
@@ -81,11 +86,12 @@ pub(super) fn watch_gpus(
     let (idle, why) = watch::channel(Idle::Waiting(String::new()));
     let state = StateWriter::new(NodeState::default());
     let snapshots = state.snapshot();
-    let beside = (metrics.clone(), idle, Release::new(metrics));
+    let release = Release::new(metrics.clone(), gate(settings, program));
+    let beside = (metrics, idle, release.clone());
     let driver = driver_of(nvml, host, settings, events.clone(), beside);
     tasks.spawn(driver.run().map(|end| ("NVML driver", end)));
     tasks.spawn(keep_state(state, happened).map(|end| ("state", end)));
-    Ok(SeenGpus { snapshots, idle: why, events })
+    Ok(SeenGpus { release, snapshots, idle: why, events })
 }
 
 pub(super) fn limits_of(nvml: &NvmlArgs) -> Limits {
@@ -98,17 +104,24 @@ pub(super) fn limits_of(nvml: &NvmlArgs) -> Limits {
 pub fn agent_command(host: &HostArgs) -> AgentCommand {
     // The configuration file is not read: it may hang.
     let loaded = load_text(&Flags::default(), &Environment::read(), "");
-    agent_of(host, loaded.ok().map(|loaded| loaded.settings.driver_root_ctr_path.value))
+    let settings = loaded.ok().map(|loaded| loaded.settings);
+    let gate = settings.as_ref().and_then(|settings| gate(settings, "linkwise-command"));
+    AgentCommand { gate, ..agent_of(host, settings.as_ref()) }
+}
+
+/// The node's gate to the driver, for the program with this name.
+pub(super) fn gate(settings: &Settings, program: &str) -> Option<Gate> {
+    Gate::beside(&settings.kubelet_socket.value, program)
 }
 
 /// The settings for starting the process that speaks to NVML: this binary.
-pub(super) fn agent_of(host: &HostArgs, driver_root: Option<PathBuf>) -> AgentCommand {
+pub(super) fn agent_of(host: &HostArgs, settings: Option<&Settings>) -> AgentCommand {
     // The link leads to the running binary even after its file was replaced; current_exe would name a file that no
     // longer exists.
     let program = Path::new("/proc/self/exe");
     AgentCommand {
         library: host.nvml_library.clone(),
-        driver_root,
+        driver_root: settings.map(|settings| settings.driver_root_ctr_path.value.clone()),
         procfs: host.procfs.clone(),
         memory_mib: host.nvml_memory_mib,
         ..AgentCommand::new(program)

@@ -16,7 +16,7 @@ use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 
 use super::config::{self, ConfigFile};
-use super::driver::{SeenGpus, agent_of, limits_of, watch_gpus};
+use super::driver::{SeenGpus, agent_of, gate, limits_of, watch_gpus};
 use super::labels::{FileWriter, LabelSource, report, settings_of};
 use super::node_feature::Publisher;
 use crate::config::settings::{Loaded, load, load_text};
@@ -32,6 +32,9 @@ use linkwise_nvml::CallError;
 use linkwise_nvml::child::AgentCommand;
 use linkwise_nvml::supervisor::{has_no_gpu, scan};
 use linkwise_system::signals::{LastSignals, listen};
+
+/// The program's name at the node's gate to the driver.
+const PROGRAM: &str = "gpu-feature-discovery";
 
 /// The longest time for the host's files before one-off labels.
 const FILES: Duration = Duration::from_secs(5);
@@ -98,7 +101,7 @@ struct Life {
 impl Life {
     fn start(args: &LabelsArgs, settings: &Settings, publisher: Option<&Publisher>) -> Result<Self> {
         let (mut tasks, shutdown, metrics) = (JoinSet::new(), CancellationToken::new(), LabelMetrics::default());
-        let SeenGpus { snapshots, idle, .. } = watch_gpus(&mut tasks, &args.nvml, &args.node.host, settings)?;
+        let SeenGpus { snapshots, idle, .. } = watch_gpus(&mut tasks, &args.nvml, &args.node.host, settings, PROGRAM)?;
         let (sender, labels) = watch::channel(None);
         let (node, sysfs) = (args.api.node_name.as_deref(), &args.node.host.sysfs);
         let source = LabelSource::of(settings, (node, sysfs), (snapshots, idle), metrics.clone());
@@ -143,8 +146,8 @@ async fn may_have_gpus(sysfs: &Path) -> bool {
 /// Scans the node once, and writes its labels; writes nothing if the GPUs are unknown.
 async fn once(args: &LabelsArgs, settings: &Settings, publisher: Option<&Publisher>) -> Result<()> {
     let sysfs = args.node.host.sysfs.clone();
-    let root = settings.driver_root_ctr_path.value.clone();
-    let command = AgentCommand { limits: limits_of(&args.nvml), ..agent_of(&args.node.host, Some(root)) };
+    let (limits, gate) = (limits_of(&args.nvml), gate(settings, PROGRAM));
+    let command = AgentCommand { limits, gate, ..agent_of(&args.node.host, Some(settings)) };
     let is_tegra = hwloc::is_tegra(&sysfs);
     let observed = match scan(&command).await {
         Ok(scan) => {

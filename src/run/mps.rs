@@ -93,7 +93,8 @@ async fn serve(args: &MpsControlDaemonArgs) -> Result<()> {
     let layout = Layout::new(&args.root.container_root);
     let _lock = lock(&layout)?;
     let mut tasks = JoinSet::new();
-    let SeenGpus { mut snapshots, events, .. } = watch_gpus(&mut tasks, &args.nvml, &args.host, &loaded.settings)?;
+    let seen = watch_gpus(&mut tasks, &args.nvml, &args.host, &loaded.settings, "mps-control-daemon")?;
+    let SeenGpus { release, mut snapshots, events, .. } = seen;
     let config_metrics = ConfigMetrics::default();
     let (flags, settings) = (args.flags.clone(), loaded.settings);
     let reloader = config::Reloader { flags, environment, settings, metrics: config_metrics, events, dra: None };
@@ -104,11 +105,13 @@ async fn serve(args: &MpsControlDaemonArgs) -> Result<()> {
     if let Err(error) = prepare_orders(&settings) {
         tracing::warn!(error = chain(&error), "claims may not get MPS: linkwise may not write its orders");
     }
-    let mut daemons = Daemons::new(settings);
+    let mut daemons = Daemons::new(settings, release.gate().map(|gate| gate.of("mps-daemons")));
+    let mut released = release.follow();
     let mut demand = Demand::default();
     let mut poll = tokio::time::interval(ORDERS_POLL);
     let ended = loop {
         tokio::select! {
+            Ok(()) = released.changed() => {}
             Ok(()) = snapshots.changed() => demand.saw(Arc::clone(&snapshots.borrow_and_update())),
             _ = poll.tick() => if !demand.follow_orders(&layout).await? { continue },
             ended = daemons.next() => if let Err(error) = ended { break Err(error) },
@@ -117,7 +120,9 @@ async fn serve(args: &MpsControlDaemonArgs) -> Result<()> {
             }
             signal = last_signals.come() => { tracing::info!(signal, "ending"); break Ok(()) }
         }
-        if let Some(wanted) = demand.wanted(&layout) {
+        if *released.borrow_and_update() {
+            daemons.release();
+        } else if let Some(wanted) = demand.wanted(&layout) {
             daemons.want(wanted).await;
         }
     };

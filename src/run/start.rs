@@ -13,7 +13,7 @@ use super::api::Api;
 use super::cdi_sync::{self, CdiSync, Prepared};
 use super::config::{self, DraWish, Reloader};
 use super::dra::{self, start::RightsReader, start::Start};
-use super::driver::driver_of;
+use super::driver::{driver_of, gate};
 use super::operators::{answer_probes, bind_admin, serve_operators};
 use super::{events, labels, mps};
 use crate::config::settings::load;
@@ -82,6 +82,7 @@ pub(super) async fn serve(args: &RunArgs, last_signals: &mut LastSignals) -> Res
     let planned = Event::Planned(Box::new(settings.plan()));
     node.events().send(planned).await.context("the node takes no events")?;
     node.spawn("NVML driver", driver.run());
+    node.spawn("release", operator::show_release(release.follow(), node.readiness.clone()));
     let idle = node.readiness.idle().clone();
     node.spawn("MPS daemons' watch", mps::follow_daemons(layout, node.snapshot(), node.events(), idle));
     let anew = follow_configuration(&mut node, args, (settings, environment), (rights, dra), hangup);
@@ -121,10 +122,11 @@ impl OrderSignals {
     async fn follow(mut self, release: Release, shutdown: CancellationToken) -> Result<()> {
         let signal = loop {
             tokio::select! {
-                signal = self.last.come() => break signal,
-                _ = self.release.recv() => release.wish(true),
-                _ = self.resume.recv() => release.wish(false),
-            }
+            signal = self.last.come() => break signal,
+            // An order that the node's other processes do not learn of is logged.
+            _ = self.release.recv() => drop(release.wish(true).await),
+            _ = self.resume.recv() => drop(release.wish(false).await),
+                    }
         };
         tracing::info!(signal, "ending");
         shutdown.cancel();
@@ -221,7 +223,7 @@ fn start_driver(
     seen: watch::Sender<Arc<linkwise_core::topology::NodeObservation>>,
 ) -> (supervisor::Driver, Release, mpsc::Sender<MigRequest>) {
     let metrics = node.metrics().register(DriverMetrics::register);
-    let release = Release::new(metrics.clone());
+    let release = Release::new(metrics.clone(), gate(settings, "linkwise-run"));
     node.pages.follow_release(release.follow());
     let beside = (metrics, node.readiness.idle().clone(), release.clone());
     let (mig, orders) = mpsc::channel(supervisor::MIG_REQUESTS);

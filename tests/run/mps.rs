@@ -34,12 +34,14 @@ struct Shared {
     folder: PathBuf,
     library: PathBuf,
     machine: PathBuf,
+    kubelet_socket: PathBuf,
 }
 
 impl Shared {
     /// Prepares a machine whose folder has the configuration, the MPS root, and the driver's programs.
     fn prepare(setup: Setup, machine: PathBuf, config: &str) -> (Self, Setup) {
-        let shared = Self { folder: setup.at("mps"), library: setup.library.clone(), machine };
+        let (library, kubelet_socket) = (setup.library.clone(), setup.kubelet_socket.clone());
+        let shared = Self { folder: setup.at("mps"), library, machine, kubelet_socket };
         fs::create_dir_all(shared.root()).unwrap();
         fs::create_dir(shared.bin()).unwrap();
         for program in ["nvidia-cuda-mps-control", "nvidia-smi"] {
@@ -88,7 +90,7 @@ impl Shared {
         command.env("FAKE_NVML_MACHINE", &self.machine).env("HWLOC_SYNTHETIC", "pack:2 numa:1 pu:2");
         command.args(["--log-format", "json", "--mps-container-root"]).arg(self.root());
         command.arg("--config-file").arg(self.config()).arg("--nvml-library").arg(&self.library);
-        command.arg("--sysfs").arg(&self.folder);
+        command.arg("--sysfs").arg(&self.folder).arg("--kubelet-socket").arg(&self.kubelet_socket);
         command.stdin(Stdio::null()).stdout(Stdio::null()).kill_on_drop(true);
         Process::of(command)
     }
@@ -231,6 +233,22 @@ async fn killed_daemon_process_withdraws_its_slots() {
     // In order: nothing is left, and nothing is offered.
     daemons.signal("TERM");
     slots(&kubelet, 0, 6).await;
+    assert_eq!((kubelet.state().resources[GPU].registrations, kubelet.violations().len()), (1, 0));
+}
+
+#[tokio::test]
+async fn released_driver_has_no_mps_daemons() {
+    let (shared, daemons, node, kubelet) = serve(Shared::two(&replicas(3)), 6).await;
+    let first = shared.control();
+    node.process.signal("USR1");
+    let line = daemons.said("ending the MPS daemon").await;
+    assert_eq!(line["why"], "an operator released the driver");
+    slots(&kubelet, 0, 6).await;
+    let is_gone = async || if Path::new(&format!("/proc/{first}")).exists() { Err(first) } else { Ok(()) };
+    until(is_gone).await;
+    node.process.signal("USR2");
+    slots(&kubelet, 6, 0).await;
+    assert_ne!(shared.control(), first);
     assert_eq!((kubelet.state().resources[GPU].registrations, kubelet.violations().len()), (1, 0));
 }
 

@@ -430,7 +430,7 @@ pub async fn until<T, E: std::fmt::Debug>(ask: impl AsyncFn() -> Result<T, E>) -
 }
 
 /// The living children of a process.
-fn children(parent: u32) -> Vec<u32> {
+pub fn children(parent: u32) -> Vec<u32> {
     let entries = std::fs::read_dir("/proc").unwrap().flatten();
     let ids = entries.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
     let is_child = |id: &u32| {

@@ -2,13 +2,15 @@
 
 use std::net::TcpListener;
 use std::os::unix::fs::PermissionsExt;
-use std::process::Output;
+use std::process::{Output, Stdio};
 
+use fake_nvml::Control;
 use linkwise_kubelet_box::{Pod, Restart};
 use serde_json::Value;
 use tokio::process::Command;
 
-use crate::run::node::{GPU, Node, Setup, registered, signal, until, uuid};
+use crate::run::memory::ran;
+use crate::run::node::{GPU, Node, Process, Setup, children, registered, signal, until, uuid};
 
 /// A machine whose linkwise has an admin socket.
 fn setup() -> Setup {
@@ -66,12 +68,12 @@ async fn pods_are_admitted_while_driver_is_released() {
     let (node, kubelet) = setup().serve(8).await;
     assert!(driver_is_held(&node));
     let said = ordered(&node, &["release"]).await;
-    assert!(said.contains("no process of linkwise holds the driver"), "{said}");
+    assert!(said.contains("no process of linkwise on this node holds the driver"), "{said}");
     assert!(!driver_is_held(&node), "the answer comes after the child's end");
     node.metric("linkwise_driver_released", 1).await;
     assert_eq!(state(&node).await["driver_released"], true);
     kubelet.admit(&Pod::single("meanwhile", GPU, 2), None).await.unwrap();
-    node.ready(200, "ready").await;
+    node.ready(200, "ready; driver: released; an operator released it").await;
     // That is not long yet.
     node.metric("linkwise_nvml_away", 0).await;
     // A second time changes nothing; and no child was started anew.
@@ -85,6 +87,114 @@ async fn pods_are_admitted_while_driver_is_released() {
     node.setup.tell("xid 3 79");
     kubelet.wait(|state| state.resources[GPU].unhealthy.contains(&uuid(1, 3))).await.unwrap();
     assert_eq!(kubelet.state().resources[GPU].registrations, 1, "the kubelet noticed nothing");
+}
+
+/// gpu-feature-discovery beside a node.
+fn discovery(node: &Node) -> Process {
+    let mut command = node.setup.tool(&["labels", "--use-node-feature-api=false", "--log-format=json"]);
+    command.args(["--nvml-poll-ms=20", "--output-file"]).arg(node.setup.at("gfd"));
+    command.arg("--kubelet-socket").arg(&node.setup.kubelet_socket).stdout(Stdio::null());
+    Process::of(command)
+}
+
+/// Waits until a process has so many lines with these words.
+async fn said(process: &Process, times: usize, words: &str) {
+    let told = || process.lines().iter().filter(|line| line.contains(words)).count();
+    until(async || if told() >= times { Ok(()) } else { Err(words.to_owned()) }).await;
+}
+
+#[tokio::test]
+async fn gpu_is_reset_between_release_and_resume() {
+    let setup = setup().arg("--nvml-poll-ms=20").arg("--health-hold-ms=50");
+    setup.tell("recovery * 0");
+    let (node, kubelet) = setup.serve(8).await;
+    let labels = discovery(&node);
+    let spare = |node: &Node| {
+        let mut command = node.setup.command();
+        command.arg("--standby");
+        Process::of(command)
+    };
+    let first = spare(&node);
+    for process in [&labels, &first] {
+        said(process, 1, "NVML available").await;
+    }
+    node.setup.tell("recovery 3 1");
+    node.setup.tell("fall 3");
+    kubelet.wait(|state| state.resources[GPU].unhealthy == [uuid(1, 3)].into()).await.unwrap();
+    assert!(node.setup.try_tell("reset 3").is_err(), "our processes use the GPU");
+    let words = ordered(&node, &["release"]).await;
+    assert!(words.contains("no process of linkwise on this node holds the driver"), "{words}");
+    assert!(!driver_is_held(&node), "neither the spare nor gpu-feature-discovery");
+    // It holds for whoever comes.
+    drop(first);
+    let second = spare(&node);
+    said(&second, 1, "an operator releases the driver").await;
+    let mut tool = node.setup.tool(&["topology"]);
+    tool.env("KUBELET_SOCKET", &node.setup.kubelet_socket);
+    let (code, words) = ran(tool).await;
+    assert!(code == Some(1) && words.contains("an operator released the driver"), "{words}");
+    kubelet.admit(&Pod::single("meanwhile", GPU, 2), None).await.unwrap();
+    assert!(!driver_is_held(&node));
+    node.setup.tell("reset 3");
+    ordered(&node, &["resume"]).await;
+    registered(&kubelet, 1, 8).await;
+    said(&labels, 2, "NVML available").await;
+    said(&second, 1, "NVML available").await;
+    assert_eq!(kubelet.violations(), []);
+}
+
+#[tokio::test]
+async fn release_holds_over_a_restart() {
+    let (mut node, kubelet) = setup().serve(8).await;
+    ordered(&node, &["release"]).await;
+    node.process.signal("KILL");
+    node.process.ended().await;
+    let node = node.setup.start().await;
+    node.ready(503, "an operator released the driver before the GPUs were discovered").await;
+    node.metric("linkwise_driver_released", 1).await;
+    assert!(!driver_is_held(&node));
+    ordered(&node, &["resume"]).await;
+    registered(&kubelet, 2, 8).await;
+    node.ready(200, "ready").await;
+}
+
+#[tokio::test]
+async fn release_names_who_still_holds_the_driver() {
+    let (node, _kubelet) = setup().serve(8).await;
+    let labels = discovery(&node);
+    said(&labels, 1, "NVML available").await;
+    labels.signal("STOP");
+    let refused = admin(&node, &["release"]).await;
+    labels.signal("CONT");
+    let words = String::from_utf8(refused.stderr).unwrap();
+    assert_eq!(refused.status.code(), Some(1));
+    assert!(
+        words.contains("still hold the driver after 10s: gpu-feature-discovery (") && words.contains("stands"),
+        "{words}"
+    );
+    ordered(&node, &["release"]).await;
+    assert!(!driver_is_held(&node));
+}
+
+#[tokio::test]
+async fn processes_initialise_nvml_one_after_the_other() {
+    let (node, _kubelet) = setup().serve(8).await;
+    node.setup.tell("hang nvmlInit_v2");
+    let loaded = || Control::new(node.setup.at("control")).processes();
+    let first = discovery(&node);
+    until(async || if loaded() == 2 { Ok(()) } else { Err(loaded()) }).await;
+    let second = discovery(&node);
+    let waits = |agent: &u32| {
+        let files = std::fs::read_dir(format!("/proc/{agent}/fd")).into_iter().flatten().flatten();
+        files.filter_map(|file| std::fs::read_link(file.path()).ok()).any(|file| file.ends_with("driver/initialising"))
+    };
+    let agents = || children(second.id());
+    until(async || if agents().iter().any(waits) { Ok(()) } else { Err(agents()) }).await;
+    assert_eq!(loaded(), 2, "the third process loads no library while the second is in nvmlInit");
+    node.setup.tell("unhang nvmlInit_v2");
+    for process in [&first, &second] {
+        said(process, 1, "NVML available").await;
+    }
 }
 
 #[tokio::test]
@@ -113,7 +223,7 @@ async fn driver_released_before_its_answer_ends_no_node() {
     let node = setup.start().await;
     until(async || if driver_is_held(&node) { Ok(()) } else { Err("nobody calls") }).await;
     ordered(&node, &["release"]).await;
-    node.ready(503, "the GPUs have not been discovered yet").await;
+    node.ready(503, "an operator released the driver before the GPUs were discovered").await;
     node.setup.tell("unhang nvmlInit_v2");
     let kubelet = node.setup.kubelet();
     ordered(&node, &["resume"]).await;

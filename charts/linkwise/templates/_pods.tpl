@@ -248,6 +248,22 @@ resources:
   emptyDir: {sizeLimit: 4Mi}
 {{- end -}}
 
+{{/* Over this folder an operator releases the driver in all our pods of the node; the plugin's mount holds it too. */}}
+{{- define "linkwise.driverGateMount" -}}
+- name: kubelet-device-plugins-dir
+  mountPath: /var/lib/kubelet/device-plugins/linkwise/driver
+  # Nothing else of it. The kubelet makes the folder.
+  subPath: linkwise/driver
+{{- end -}}
+
+{{- define "linkwise.driverGateVolume" -}}
+- name: kubelet-device-plugins-dir
+  hostPath:
+    path: {{ .Values.kubeletRootDir | default "/var/lib/kubelet" | trimSuffix "/" }}/device-plugins
+    # A folder made for us would hide a kubelet with another root folder.
+    type: Directory
+{{- end -}}
+
 {{/* The folder from which Node Feature Discovery reads labels. */}}
 {{- define "linkwise.featuresMount" -}}
 - name: output-dir

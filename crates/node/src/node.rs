@@ -35,7 +35,7 @@ use linkwise_core::state::{Door, Effect, Event, Health, HealthRecord, NodeState,
 use linkwise_core::topology::GpuUuid;
 use linkwise_kubelet::device_plugin::pod_resources::{self, Holders};
 use linkwise_kubelet::device_plugin::{self as kubelet, Life, Occurrence, Phase, Plugin, PluginMetrics, Sources};
-use linkwise_nvml::supervisor::Idle;
+use linkwise_nvml::supervisor::{Idle, NOT_SEEN};
 
 /// The most events that may be queued: a storm of XIDs waits at its sender, not in memory.
 const EVENTS: usize = 256;
@@ -151,7 +151,7 @@ impl Node {
             }
         }
         let state = StateWriter::new(state);
-        let readiness = Readiness::new(Idle::Waiting("the GPUs have not been discovered yet".to_owned()));
+        let readiness = Readiness::new(Idle::Waiting(NOT_SEEN.to_owned()));
         let keeper = Keeper::of(settings.health.state_dir.clone());
         let kept = keeper.read().await;
         let metrics = Metrics::new(env!("CARGO_PKG_VERSION"), state.snapshot());

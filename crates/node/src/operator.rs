@@ -6,10 +6,13 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use anyhow::{Context, Result};
 use tokio::sync::mpsc::{self, error::TrySendError};
+use tokio::sync::watch;
 
 use super::node::Node;
 use crate::admin::{Order, Orders, Outcome, State};
+use crate::readiness::{Part, Readiness};
 use linkwise_core::state::{Event, NodeState};
 use linkwise_core::topology::GpuUuid;
 use linkwise_nvml::supervisor::Release;
@@ -41,16 +44,33 @@ pub fn orders(node: &Node, release: &Release) -> Orders {
 }
 
 async fn release_driver(release: &Release, wish: bool, patience: Duration) -> Outcome {
-    release.wish(wish);
-    if !wish {
-        return Outcome::Done("the driver is taken up again".to_owned());
+    let others = release.wish(wish).await.err().map(|error| {
+        let order = if wish { "released" } else { "taken back" };
+        format!("only this process has {order} the driver, the node's others do not learn of it: {error}")
+    });
+    let holders = if wish { release.holders_after(patience).await } else { Vec::new() };
+    match others {
+        _ if !holders.is_empty() => Outcome::NotYet(format!(
+            "still hold the driver after {patience:?}: {} (a process may hang in the kernel); the order stands",
+            holders.join(", ")
+        )),
+        Some(words) => Outcome::NotYet(words),
+        None if wish => Outcome::Done("no process of linkwise on this node holds the driver".to_owned()),
+        None => Outcome::Done("the driver is taken up again".to_owned()),
     }
-    if release.is_free_within(patience).await {
-        return Outcome::Done("no process of linkwise holds the driver".to_owned());
+}
+
+/// Shows in /readyz and in the state that the driver is released, for ever.
+pub async fn show_release(mut released: watch::Receiver<bool>, readiness: Readiness) -> Result<()> {
+    loop {
+        if *released.borrow_and_update() {
+            let until = "an operator released it; `linkwise admin resume` takes it back".to_owned();
+            readiness.note(Part::Driver, "released", until);
+        } else {
+            readiness.remove(&Part::Driver);
+        }
+        released.changed().await.context("the operator's orders are gone")?;
     }
-    Outcome::NotYet(format!(
-        "a process that speaks to NVML has not ended within {patience:?} (it may hang in the kernel); the order stands"
-    ))
 }
 
 fn clear(snapshot: &NodeState, events: &mpsc::Sender<Event>, gpu: GpuUuid) -> Outcome {
@@ -72,14 +92,13 @@ mod tests {
     use super::*;
     use crate::keeper::HealthSettings;
     use crate::node::NodeSettings;
-    use crate::readiness::{Part, Readiness};
     use linkwise_core::publish::placement::Placements;
     use linkwise_core::state::{NumaHints, ResourceName, UnhealthyReason};
     use linkwise_kubelet::device_plugin::Phase;
     use linkwise_nvml::supervisor::{DriverMetrics, Idle};
 
     fn release() -> Release {
-        Release::new(DriverMetrics::register(&mut prometheus_client::registry::Registry::default()))
+        Release::new(DriverMetrics::register(&mut prometheus_client::registry::Registry::default()), None)
     }
 
     async fn node(folder: &std::path::Path) -> Node {
@@ -174,7 +193,7 @@ mod tests {
         release.set_held(false);
         assert_eq!(
             release_driver(&release, true, LETTING_GO).await,
-            Outcome::Done("no process of linkwise holds the driver".to_owned())
+            Outcome::Done("no process of linkwise on this node holds the driver".to_owned())
         );
     }
 }

@@ -29,6 +29,8 @@ pub enum Part {
     CdiSync,
     /// DRA, if GPUs are to go through it and this process lacks the rights.
     Dra,
+    /// The driver, while an operator has released it.
+    Driver,
     /// GPUs that DRA still has after it was switched off.
     DraLeftovers,
     /// The DRA plugin.
@@ -46,6 +48,7 @@ impl fmt::Display for Part {
             Self::Owner => f.write_str("takeover"),
             Self::Predecessor => f.write_str("linkwise before this one"),
             Self::CdiSync => f.write_str("CDI sync"),
+            Self::Driver => f.write_str("driver"),
             Self::Dra => f.write_str("DRA"),
             Self::DraLeftovers => f.write_str("left of DRA"),
             Self::DraPlugin => f.write_str("DRA plugin"),
@@ -146,6 +149,8 @@ impl Readiness {
         let plugins = || parts.iter().filter(|(part, _)| matches!(part, Part::Plugin(_))).map(|(_, state)| state);
         let serves = |state: &PartState| state.ready && !(alone && state.phase == Phase::Beside.words());
         let has_dra = parts.contains_key(&Part::DraPlugin) || parts.contains_key(&Part::DraLeftovers);
+        // A process that may not look at the GPUs serves them only if it has seen them before.
+        let has_dra = has_dra && !parts.contains_key(&Part::Driver);
         let is_idle = matches!(&*self.idle.borrow(), Idle::NoGpu(_)) || has_dra;
         !parts.contains_key(&Part::Owner) && plugins().all(serves) && (is_idle || plugins().next().is_some())
     }
@@ -159,8 +164,7 @@ impl Readiness {
     pub fn summary(&self) -> Result<String, Vec<String>> {
         let parts = self.parts();
         let is_off = self.dra_is_off.load(Ordering::Relaxed);
-        let left = parts.get(&Part::DraLeftovers);
-        let has_dra = left.is_some() || !is_off && parts.contains_key(&Part::DraPlugin);
+        let has_dra = parts.contains_key(&Part::DraLeftovers) || !is_off && parts.contains_key(&Part::DraPlugin);
         if let Some(state) = parts.get(&Part::Owner) {
             return Err(vec![format!("{}: {state}", Part::Owner)]);
         }
@@ -174,11 +178,14 @@ impl Readiness {
         let counts = |part: &Part| !(is_off && matches!(part, Part::DraPlugin | Part::DraSlices));
         let unready = parts.iter().filter(|(part, state)| !state.ready && counts(part));
         let unready: Vec<String> = unready.map(|(part, state)| format!("{part}: {state}")).collect();
-        match left {
-            _ if !unready.is_empty() => Err(unready),
-            Some(left) => Ok(format!("ready; {}: {left}", Part::DraLeftovers)),
-            None => Ok("ready".to_owned()),
+        if !unready.is_empty() {
+            return Err(unready);
         }
+        let notes = [Part::Driver, Part::DraLeftovers].into_iter().filter_map(|part| {
+            let state = parts.get(&part)?;
+            Some(format!("; {part}: {state}"))
+        });
+        Ok(format!("ready{}", notes.collect::<String>()))
     }
 
     /// Locks the parts. Only whole entries are ever written: a panic elsewhere leaves nothing half done.
@@ -205,6 +212,23 @@ mod tests {
         readiness.enter(&Part::DraPlugin, "waiting", false);
         readiness.idle().send_replace(Idle::NoGpu("no GPU".to_owned()));
         assert_eq!(readiness.summary(), Ok("no GPU".to_owned()), "such a node has nothing to offer");
+    }
+
+    #[test]
+    fn released_driver_is_shown_and_takes_no_node_over_unseen() {
+        let readiness = Readiness::new(Idle::Waiting("no scan yet".to_owned()));
+        let plugin = Part::Plugin(ResourceName::gpu());
+        readiness.add(Part::DraPlugin, "waiting");
+        readiness.enter(&Part::DraPlugin, "registered", true);
+        assert!(readiness.has_plugins(false));
+        readiness.note(Part::Driver, "released", "an operator released it".to_owned());
+        assert!(!readiness.has_plugins(false), "nobody knows which GPUs there are");
+        readiness.add(plugin.clone(), "waiting");
+        readiness.enter(&plugin, "serving", true);
+        assert!(readiness.has_plugins(false));
+        assert_eq!(readiness.summary(), Ok("ready; driver: released; an operator released it".to_owned()));
+        readiness.remove(&Part::Driver);
+        assert_eq!(readiness.summary(), Ok("ready".to_owned()));
     }
 
     #[test]

@@ -5,6 +5,7 @@
 //! The code is synchronous on purpose: the calls block.
 
 use std::collections::BTreeMap;
+use std::fs::File;
 use std::io::{self, ErrorKind, Write};
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
@@ -21,6 +22,7 @@ use super::call::{CallError, Fault, LOAD, answer};
 use super::calls::Calls;
 use super::child::AgentCommand;
 use super::events::{Listener, Waiting};
+use super::gate::{RELEASED, Use};
 use super::protocol::{FromAgent, ToAgent, encode};
 use super::watch::{Fingerprint, Watch};
 use super::{library, probe, raw};
@@ -39,6 +41,10 @@ const LIBRARIES: [&str; 2] = ["libnvidia-ml.so.1", "libnvidia-ml.so"];
 const SETTLED: Duration = Duration::from_millis(20);
 /// The time that the process waits for the parent to take the last events. The parent reads for longer (`runtime`).
 const HEARING_OUT: Duration = Duration::from_secs(1);
+
+/// The longest time that an agent waits until other processes of linkwise have initialised NVML: a quarter of the time that
+/// a start may take.
+const TURN: Duration = Duration::from_secs(30);
 
 /// The reason why the agent ended.
 #[derive(Debug, thiserror::Error)]
@@ -112,8 +118,10 @@ pub fn main(command: &str) -> Result<(), AgentError> {
     thread::Builder::new().name("parent".into()).spawn(listening).map_err(AgentError::Thread)?;
 
     let calls = Calls::new(Arc::clone(&parent));
-    let (library, nvml) = match load(&command, &calls) {
-        Ok(loaded) => loaded,
+    let opened = enter(&command).and_then(|entered| Ok((entered, load(&command, &calls)?)));
+    // This process uses the driver until its end.
+    let ((_driver, turn), (library, nvml)) = match opened {
+        Ok(opened) => opened,
         Err(error) => {
             parent.send(&FromAgent::Leaving(error));
             // The parent logs it.
@@ -124,6 +132,7 @@ pub fn main(command: &str) -> Result<(), AgentError> {
     // enough.
     let nvml: &'static Nvml = Box::leak(Box::new(nvml));
     let listed = probe::list(nvml, &calls, &command.skip);
+    drop(turn);
     let AgentCommand { procfs, poll, skip, .. } = command;
     // This comes before the scan, so that no event falls between the scan and the registration.
     let ends = (Arc::clone(&parent), Arc::clone(&waiting));
@@ -177,6 +186,14 @@ fn hear_out(waiting: &Waiting) {
     while waiting.hears() && waiting.lasts() < SETTLED && began.elapsed() < HEARING_OUT {
         thread::park_timeout(SETTLED / 4);
     }
+}
+
+/// Comes to the driver through the node's gate, and waits for the turn to initialise NVML. On nodes with MIG, programs
+/// that began and ended NVML at the same moment have hung the driver (NVIDIA/k8s-device-plugin#466).
+fn enter(command: &AgentCommand) -> Result<(Option<Use>, Option<File>), CallError> {
+    let Some(gate) = &command.gate else { return Ok((None, None)) };
+    let driver = gate.enter().map_err(|released| CallError::unreadable(RELEASED, released))?;
+    Ok((Some(driver), gate.turn(TURN)))
 }
 
 /// Loads the library that the operator chose. Without one, loads the first that works of those in the driver's root and

@@ -6,6 +6,7 @@
 use std::borrow::Cow;
 use std::fmt;
 
+use super::gate::RELEASED;
 use nvml_wrapper::error::NvmlError;
 use nvml_wrapper_sys::bindings as sys;
 use serde::{Deserialize, Serialize};
@@ -44,6 +45,8 @@ pub enum Fault {
     GpuLost,
     /// The GPU has to be reset.
     ResetRequired,
+    /// An operator has released the driver, and the agent made no call.
+    Released,
     /// Anything else.
     Other,
 }
@@ -71,6 +74,7 @@ impl CallError {
     pub fn fault(&self) -> Fault {
         let code = match &self.reason {
             Reason::Text(_) if self.call == LOAD => return Fault::Library,
+            Reason::Text(_) if self.call == RELEASED => return Fault::Released,
             Reason::Text(_) => return Fault::Other,
             Reason::Code(code) => *code,
         };

@@ -20,6 +20,7 @@ use tokio::process::{Child, Command};
 use tokio::time::{Instant, sleep_until, timeout};
 
 use super::agent::POLL_INTERVAL;
+use super::gate::Gate;
 use super::memory::MemoryWatch;
 use super::protocol::{Called, FromAgent, Incoming, Place, ProtocolError, ToAgent, encode};
 use super::watchdog::{Limits, Watchdog};
@@ -61,6 +62,8 @@ pub struct AgentCommand {
     /// The path of /proc with the processes of this PID namespace.
     #[serde(skip)]
     pub processes: PathBuf,
+    /// The node's gate, through which it comes to the driver.
+    pub gate: Option<Gate>,
     /// The GPUs that it must not touch.
     pub skip: Vec<Place>,
     /// Variables added to the inherited environment.
@@ -80,6 +83,7 @@ impl AgentCommand {
             limits: Limits::default(),
             memory_mib: u64::MAX,
             processes: PathBuf::from("/proc"),
+            gate: None,
             skip: Vec::new(),
             environment: Vec::new(),
         }

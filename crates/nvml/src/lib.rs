@@ -14,6 +14,7 @@ pub mod call;
 mod calls;
 pub mod child;
 mod events;
+pub mod gate;
 mod library;
 mod links;
 mod memory;

@@ -72,6 +72,11 @@ impl Control {
         !self.listeners().is_empty()
     }
 
+    /// The number of processes that have loaded the library.
+    pub fn processes(&self) -> usize {
+        self.listeners().len()
+    }
+
     fn listeners(&self) -> Vec<UnixStream> {
         let entries = self.socket.parent().and_then(|folder| folder.read_dir().ok()).into_iter().flatten().flatten();
         let sockets = entries.map(|entry| entry.path()).filter(|path| command::is_process_of(path, &self.socket));

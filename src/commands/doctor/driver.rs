@@ -117,7 +117,8 @@ pub(super) fn check(found: &mut Findings, nvml: &Nvml, bus: Option<&BusGpus>, mo
         Nvml::Ends(why, remedy) => found.failed(format!("NVML unavailable: {why}"), remedy),
         Nvml::Hangs(limit) => found.failed(
             format!("NVML does not answer within {limit:?}"),
-            "the driver hangs: dmesg on the host names the GPU (NVRM, Xid); drain the node and reset the GPU or reboot",
+            "the driver hangs: dmesg on the host names the GPU (NVRM, Xid); drain the node and \
+             reset the GPU (linkwise admin release, nvidia-smi --gpu-reset, linkwise admin resume) or reboot",
         ),
     }
 }
@@ -172,6 +173,7 @@ fn advice(fault: Fault, module: Option<&str>) -> &'static str {
             "the library and the loaded kernel module are of different releases: drain the node, reload the module or reboot, \
              and delete this pod"
         }
+        Fault::Released => "nothing is wrong; run `linkwise admin resume` when the driver may be used again",
         Fault::NoPermission => "this process may not open the device nodes: see permissions below",
         Fault::GpuLost => "a GPU has fallen off the bus: drain the node and reboot it",
         Fault::DriverNotLoaded if module.is_none() => {

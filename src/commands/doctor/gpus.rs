@@ -24,7 +24,9 @@ fn advice(error: &CallError) -> &'static str {
         Fault::GpuLost => {
             "it has fallen off the bus: drain the node and reboot it; if it comes again, the card or its slot"
         }
-        Fault::ResetRequired => "drain the node and reset the GPU (nvidia-smi --gpu-reset -i INDEX)",
+        Fault::ResetRequired => {
+            "drain the node, then linkwise admin release, nvidia-smi --gpu-reset -i INDEX, linkwise admin resume"
+        }
         _ if error.call == REGISTER => {
             "its XIDs and ECC errors are not seen: another process may hold the events, or the driver is in trouble (dmesg)"
         }

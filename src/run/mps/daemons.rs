@@ -11,6 +11,7 @@ use tokio_util::sync::CancellationToken;
 use linkwise_core::errors::chain;
 use linkwise_core::state::ResourceName;
 use linkwise_host::mps::{DaemonEvent, Limits, Settings, set_back, supervise};
+use linkwise_nvml::gate::{Gate, Use};
 
 pub(super) struct Daemons {
     settings: Settings,
@@ -18,6 +19,11 @@ pub(super) struct Daemons {
     wanted: Option<BTreeMap<ResourceName, Limits>>,
     running: BTreeMap<ResourceName, Supervisor>,
     tasks: JoinSet<ResourceName>,
+    gate: Option<Gate>,
+    /// Set from an order to release the driver until daemons are wanted again.
+    released: bool,
+    /// Held while a daemon runs.
+    driver: Option<Use>,
 }
 
 /// A supervisor, and the limits for which it was started.
@@ -37,8 +43,10 @@ impl Supervisor {
 }
 
 impl Daemons {
-    pub fn new(settings: Settings) -> Self {
-        Self { settings, wanted: None, running: BTreeMap::new(), tasks: JoinSet::new() }
+    /// Starts without daemons. They come to the driver through the gate.
+    pub fn new(settings: Settings, gate: Option<Gate>) -> Self {
+        let (wanted, running, tasks) = Default::default();
+        Self { settings, wanted, running, tasks, gate, released: false, driver: None }
     }
 
     /// Sets the daemons that are to serve from now on. Those with unchanged limits go on. At the first call, GPUs that
@@ -54,7 +62,17 @@ impl Daemons {
             }
         }
         self.wanted = Some(wanted);
+        self.released = false;
         self.reconcile();
+    }
+
+    /// Ends all daemons, until others are wanted.
+    pub fn release(&mut self) {
+        self.released = true;
+        if let Some(wanted) = &mut self.wanted {
+            wanted.clear();
+            self.reconcile();
+        }
     }
 
     fn reconcile(&mut self) {
@@ -62,7 +80,11 @@ impl Daemons {
         for (resource, running) in self.running.iter().filter(|(_, running)| !running.end.is_cancelled()) {
             let limits = wanted.get(resource);
             if !limits.is_some_and(|limits| running.is_for(limits)) {
-                let why = if limits.is_some() { "its limits changed" } else { "it is no longer shared by MPS" };
+                let why = match limits {
+                    Some(_) => "its limits changed",
+                    None if self.released => "an operator released the driver",
+                    None => "it is no longer shared by MPS",
+                };
                 tracing::info!(%resource, why, "ending the MPS daemon");
                 running.end.cancel();
             }
@@ -70,6 +92,13 @@ impl Daemons {
         // A GPU may pass from one daemon to another; the first would then set its compute mode back.
         if self.running.values().any(|running| running.end.is_cancelled()) {
             return;
+        }
+        if !wanted.is_empty() && self.driver.is_none() {
+            match self.gate.as_ref().map(Gate::enter).transpose() {
+                Ok(driver) => self.driver = driver,
+                // The order arrives here next.
+                Err(_) => return,
+            }
         }
         for (resource, limits) in wanted {
             if self.running.contains_key(resource) {
@@ -101,6 +130,7 @@ impl Daemons {
         if !self.running.remove(&resource).is_some_and(|running| running.end.is_cancelled()) {
             bail!("the supervisor of the MPS daemon of {resource} ended by itself");
         }
+        self.driver.take_if(|_| self.running.is_empty());
         self.reconcile();
         Ok(())
     }

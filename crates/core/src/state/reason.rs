@@ -148,8 +148,8 @@ impl UnhealthyReason {
 
     /// The label, and the evidence that ends it.
     fn words(&self) -> (&'static str, &'static str) {
-        const RESET: &str = "a GPU reset that polls show, the driver reloaded, the node rebooted, the driver's recovery \
-                             action at none for the hold time, or `clear`";
+        const RESET: &str = "a GPU reset (between `linkwise admin release` and `resume`) that polls show, the driver reloaded, \
+                             the node rebooted, the driver's recovery action at none for the hold time, or `clear`";
         const ORDER: &str = "the driver's recovery action back at none, once its order is carried out, or `clear`";
         const COUNTER: &str = "the counter back at 0 (GPU reset, driver reload, reboot), or `clear`";
         const HARMLESS: &str = "a scan of the GPU that harms no agent, then good polls for the hold time";
@@ -158,7 +158,9 @@ impl UnhealthyReason {
             Self::DoubleBitEcc => ("double_bit_ecc", RESET),
             Self::UncorrectableEcc { .. } => ("uncorrectable_ecc", COUNTER),
             Self::Lost { .. } => ("lost", RESET),
-            Self::ResetRequired { .. } => ("reset_required", "a GPU reset"),
+            Self::ResetRequired { .. } => {
+                ("reset_required", "a GPU reset, between `linkwise admin release` and `resume`")
+            }
             Self::RecoveryAction { .. } => ("recovery_action", ORDER),
             Self::RowRemapFailed => ("row_remap_failed", "another GPU in its place, or `clear`"),
             Self::CallFailed { .. } => ("call_failed", "the call passing for the hold time"),

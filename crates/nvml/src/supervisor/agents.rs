@@ -33,6 +33,8 @@ pub(super) struct AgentEnd {
     pub why: String,
     /// The GPU whose call hung or crashed it.
     pub blamed: Option<CalledGpu>,
+    /// Set if it found that an operator has released the driver.
+    pub released: bool,
     /// Set if NVML was initialised, and still was at the end.
     pub initialised: bool,
     /// Set if NVML finds no driver: no library loads, or the library answered that no driver is loaded. A library that
@@ -45,7 +47,7 @@ pub(super) struct AgentEnd {
 impl AgentEnd {
     /// The end of an agent without a process.
     pub fn not_started(why: String) -> Self {
-        Self { cause: None, why, blamed: None, initialised: false, no_driver: false, reaped: true }
+        Self { cause: None, why, blamed: None, released: false, initialised: false, no_driver: false, reaped: true }
     }
 }
 

@@ -39,6 +39,12 @@ const LONGEST: u32 = 60;
 /// The time that a start and a poll wait for short files; facts that come later count later.
 const FILES: Duration = Duration::from_millis(500);
 
+/// The reason why nothing is offered before an agent has seen the GPUs.
+pub const NOT_SEEN: &str = "the GPUs have not been discovered yet";
+
+/// The reason if the driver was released before an agent has seen them.
+const RELEASED: &str = "an operator released the driver before the GPUs were discovered: `linkwise admin resume`";
+
 /// The state while no agent is active.
 #[derive(Debug)]
 enum Stage {
@@ -389,6 +395,11 @@ impl DriverMachine {
 
     fn release(&mut self, released: bool, now: Duration) {
         self.released = released;
+        // Without a GPU there is none to wait for.
+        if !self.outage.has_worked() && !matches!(self.stage, Stage::Idle { .. } | Stage::Failed) {
+            let reason = if released { RELEASED } else { NOT_SEEN };
+            self.act(Action::Idle(Idle::Waiting(reason.to_owned())));
+        }
         if !released {
             return;
         }

@@ -24,10 +24,10 @@ use tokio::sync::{Semaphore, mpsc, oneshot, watch};
 use tokio::task::{JoinSet, spawn_blocking};
 use tokio::time::Instant;
 
-use crate::CallError;
 use crate::child::{Agent, AgentCommand, AgentEnded};
 use crate::protocol::{Called, FromAgent, Place, ToAgent};
 use crate::scan::NodeScan;
+use crate::{CallError, Fault};
 use agents::{AgentEnd, AgentId, OVER_MEMORY};
 use host_probe::HostProbe;
 pub use host_probe::{has_no_gpu, identity};
@@ -36,8 +36,8 @@ use linkwise_core::state::Event;
 use linkwise_core::topology::{MigUuid, NodeObservation};
 use linkwise_host::hwloc;
 use linkwise_system::clock::at;
-pub use machine::Settings;
 use machine::{Action, DriverMachine, Input};
+pub use machine::{NOT_SEEN, Settings};
 pub use metrics::DriverMetrics;
 pub use release::Release;
 
@@ -148,6 +148,7 @@ struct Life {
 
 impl Life {
     async fn live(mut self, mut inputs: mpsc::Receiver<Input>) -> Result<()> {
+        self.tasks.spawn(self.driver.release.clone().follow_node());
         let mut released = self.driver.release.follow();
         let mut mig = self.driver.mig.take();
         let mut next = VecDeque::from([Input::Released(*released.borrow_and_update()), Input::Tick]);
@@ -171,6 +172,12 @@ impl Life {
                     () = at(self.machine.wake().map(|wake| self.begin + wake)) => Input::Tick,
                 },
             };
+            // An agent found the order first.
+            if matches!(&input, Input::Ended(_, end) if end.released) && !self.driver.release.is_wished() {
+                self.driver.release.see(true);
+                next.extend([Input::Released(true), input]);
+                continue;
+            }
             if let Input::Reaped(id) = &input {
                 self.agents.remove(id);
             }
@@ -341,6 +348,7 @@ fn agent_end(ended: &AgentEnded, agent: &Agent, leaving: Option<CallError>) -> A
     let (cause, during) = cause(ended, agent.open());
     AgentEnd {
         cause: Some(cause),
+        released: leaving.as_ref().is_some_and(|error| error.fault() == Fault::Released),
         initialised: leaving.is_none() && agent.has_initialised(),
         no_driver: leaving.as_ref().is_some_and(|error| error.fault().is_no_driver()),
         why: leaving.map_or_else(|| agent.account(ended), |error| error.to_string()),

@@ -1,33 +1,105 @@
-//! An operator's order to release the driver, and whether an agent still holds it.
+//! An operator's order to release the driver, for all processes of linkwise on the node, and the processes that still
+//! hold it.
 
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use tokio::sync::watch;
-use tokio::time::timeout;
+use tokio::sync::{Mutex, watch};
+use tokio::task::spawn_blocking;
+use tokio::time::{Instant, sleep, timeout, timeout_at};
 
 use super::metrics::DriverMetrics;
+use crate::gate::Gate;
 
-/// The operator's order to release the driver, and whether agents still hold it.
+/// The time from one look at the node's order to the next.
+const LOOK: Duration = Duration::from_millis(500);
+
+/// The time from one look at the driver's users to the next, while an operator waits.
+const WAITING: Duration = Duration::from_millis(50);
+
+/// The longest time for writing the order down.
+const FILES: Duration = Duration::from_secs(5);
+
+/// The operator's order to release the driver, and the processes that still hold it.
 #[derive(Clone, Debug)]
 pub struct Release {
     wished: watch::Sender<bool>,
     held: watch::Sender<bool>,
     metrics: DriverMetrics,
+    /// The node's gate; without one the order is this process's alone.
+    gate: Option<Gate>,
+    /// Set while the order stands in this process alone.
+    is_alone: Arc<AtomicBool>,
+    /// Held while the order is written or read, so that no reading overtakes an order.
+    turn: Arc<Mutex<()>>,
 }
 
 impl Release {
-    /// Starts without an order.
-    pub fn new(metrics: DriverMetrics) -> Self {
+    /// Starts with the order that stands on this node.
+    pub fn new(metrics: DriverMetrics, gate: Option<Gate>) -> Self {
+        let is_released = gate.as_ref().is_some_and(Gate::is_released);
         let (wished, held) = (watch::Sender::new(false), watch::Sender::new(false));
-        Self { wished, held, metrics }
+        let release = Self { wished, held, metrics, gate, is_alone: Arc::default(), turn: Arc::default() };
+        release.see(is_released);
+        release
     }
 
-    /// Takes an operator's order: to release the driver, or to resume.
-    pub fn wish(&self, release: bool) {
-        if self.wished.send_replace(release) != release {
-            self.metrics.released.set(release.into());
-            let words = if release { "an operator releases the driver" } else { "an operator resumes the driver" };
+    /// The node's gate.
+    pub fn gate(&self) -> Option<&Gate> {
+        self.gate.as_ref()
+    }
+
+    /// Takes an operator's order: to release the driver, or to resume. It holds in this process at once. An error means
+    /// that the node's other processes do not learn of it.
+    pub async fn wish(&self, release: bool) -> io::Result<()> {
+        let Some(gate) = self.gate.clone() else {
+            self.see(release);
+            return Ok(());
+        };
+        let written = timeout(FILES, async {
+            let _turn = self.turn.lock().await;
+            self.is_alone.store(true, Ordering::Relaxed);
+            self.see(release);
+            let written = spawn_blocking(move || gate.release(release)).await.map_err(io::Error::other)?;
+            self.is_alone.store(!matches!(written, Ok(true)), Ordering::Relaxed);
+            written
+        });
+        let written = written.await.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()));
+        self.see(release);
+        if let Err(error) = &written {
+            self.is_alone.store(true, Ordering::Relaxed);
+            tracing::error!(%error, release, "the order is this process's alone: it cannot be written down for others");
+        }
+        written.map(drop)
+    }
+
+    /// Records an order.
+    pub(super) fn see(&self, released: bool) {
+        if self.wished.send_replace(released) != released {
+            self.metrics.released.set(released.into());
+            let words = if released { "an operator releases the driver" } else { "an operator resumes the driver" };
             tracing::info!("{words}");
+        }
+    }
+
+    /// Follows the order that stands on this node, for ever.
+    pub(super) async fn follow_node(self) {
+        let Some(gate) = self.gate.clone() else { return };
+        let made = gate.clone();
+        if let Ok(Err(error)) = spawn_blocking(move || made.prepare()).await {
+            tracing::warn!(%error, "an order to release the driver does not wait for this process");
+        }
+        loop {
+            let turn = self.turn.lock().await;
+            let gate = gate.clone();
+            let read = spawn_blocking(move || gate.is_released()).await;
+            if let Some(released) = read.ok().filter(|_| !self.is_alone.load(Ordering::Relaxed)) {
+                self.see(released);
+            }
+            drop(turn);
+            sleep(LOOK).await;
         }
     }
 
@@ -47,8 +119,19 @@ impl Release {
         self.held.send_if_modified(|was| std::mem::replace(was, held) != held);
     }
 
-    /// Waits until no agent holds the driver, at most so long; `false` where one still does.
-    pub async fn is_free_within(&self, patience: Duration) -> bool {
-        timeout(patience, self.held.subscribe().wait_for(|held| !held)).await.is_ok()
+    /// Waits until no process of linkwise on this node holds the driver, at most so long; returns those that still do.
+    pub async fn holders_after(&self, patience: Duration) -> Vec<String> {
+        let until = Instant::now() + patience;
+        let own = timeout_at(until, self.held.subscribe().wait_for(|held| !held)).await.is_err();
+        loop {
+            let gate = self.gate.clone();
+            let users = spawn_blocking(move || gate.map_or_else(Vec::new, |gate| gate.users()));
+            let users = timeout(FILES, users).await.ok().and_then(Result::ok).unwrap_or_default();
+            match users {
+                users if users.is_empty() && own => return vec!["this process".to_owned()],
+                users if users.is_empty() || Instant::now() >= until => return users,
+                _ => sleep(WAITING).await,
+            }
+        }
     }
 }

@@ -244,7 +244,10 @@ impl World {
         let blamed = blamed.map(|index| CalledGpu { place: Place { index, of: 4 }, uuid: None });
         let no_driver = !initialised;
         let why = "it ended".to_owned();
-        self.ends_so(id, AgentEnd { cause: Some("crashed"), why, blamed, initialised, no_driver, reaped });
+        self.ends_so(
+            id,
+            AgentEnd { cause: Some("crashed"), why, blamed, released: false, initialised, no_driver, reaped },
+        );
     }
 
     fn ends_so(&mut self, id: AgentId, end: AgentEnd) {

@@ -1,0 +1,206 @@
+//! The folder over which all processes of linkwise on a node agree about the driver: an operator's release, the
+//! processes that use the driver, and the turn to initialise NVML.
+//!
+//! Called by the agent, its supervisor and the MPS daemons' process. Facts are files and locks on files; the kernel ends
+//! a lock with its process, however that ends, and only then. The files may hang: async callers use a thread.
+
+use std::fs::{self, DirBuilder, File, OpenOptions, TryLockError};
+use std::io::{self, ErrorKind};
+use std::os::unix::fs::DirBuilderExt;
+use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use serde::{Deserialize, Serialize};
+
+/// The call that [`CallError`](crate::CallError) names for an agent that ends because the driver is released.
+pub const RELEASED: &str = "linkwise admin release";
+
+/// The file that exists while an operator has released the driver. It has the id of the boot.
+const RELEASE: &str = "released";
+/// The prefix of the files that the users of the driver have locked, by their names.
+const USED_BY: &str = "used-by-";
+/// The file that the process has locked that initialises NVML.
+const TURN: &str = "initialising";
+
+/// The kernel's id of this boot.
+const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
+
+/// The time from one attempt to lock the turn to the next.
+const ATTEMPTS: Duration = Duration::from_millis(20);
+
+/// The folder, and the name under which this process uses the driver.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Gate {
+    folder: PathBuf,
+    user: String,
+}
+
+/// The driver is used as long as this lives.
+#[derive(Debug)]
+pub struct Use {
+    /// `None` where the folder does not exist or cannot be written: then a release does not wait for this process.
+    _lock: Option<File>,
+}
+
+/// An operator has released the driver: it may not be used.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("an operator released the driver; `linkwise admin resume` takes it back")]
+pub struct DriverReleased;
+
+impl Gate {
+    /// The gate of the node whose kubelet has this socket.
+    pub fn beside(kubelet_socket: &Path, user: &str) -> Option<Self> {
+        let folder = kubelet_socket.parent()?.join("linkwise/driver");
+        Some(Self { folder, user: user.to_owned() })
+    }
+
+    /// The same gate for another user.
+    #[must_use]
+    pub fn of(&self, user: &str) -> Self {
+        Self { folder: self.folder.clone(), user: user.to_owned() }
+    }
+
+    /// Makes the folder, where the kubelet's folder exists, and this user's file in it.
+    pub fn prepare(&self) -> io::Result<()> {
+        let Some(linkwise) = self.folder.parent().filter(|folder| folder.parent().is_some_and(Path::is_dir)) else {
+            return Ok(());
+        };
+        for folder in [linkwise, &self.folder] {
+            match DirBuilder::new().mode(0o700).create(folder) {
+                Err(error) if error.kind() != ErrorKind::AlreadyExists => return Err(error),
+                _ => {}
+            }
+        }
+        self.open(&format!("{USED_BY}{}", self.user)).map(drop)
+    }
+
+    /// Returns true if an operator has released the driver in this boot. A reboot has ended every use of the driver, and
+    /// ends the release.
+    pub fn is_released(&self) -> bool {
+        let Ok(boot) = fs::read_to_string(self.folder.join(RELEASE)) else { return false };
+        // A full disk may have left the file empty.
+        boot.is_empty() || boot_id().is_none_or(|now| now == boot)
+    }
+
+    /// Releases the driver for every process of the node, or takes it back. Returns false if there is no kubelet's
+    /// folder, over which others could learn of it.
+    pub fn release(&self, release: bool) -> io::Result<bool> {
+        let path = self.folder.join(RELEASE);
+        if release {
+            self.prepare()?;
+            return match fs::write(path, boot_id().unwrap_or_default()) {
+                Err(_) if !self.folder.is_dir() => Ok(false),
+                written => written.map(|()| true),
+            };
+        }
+        match fs::remove_file(path) {
+            Err(error) if error.kind() != ErrorKind::NotFound => Err(error),
+            _ => Ok(true),
+        }
+    }
+
+    /// Begins to use the driver.
+    pub fn enter(&self) -> Result<Use, DriverReleased> {
+        let file = self.open(&format!("{USED_BY}{}", self.user));
+        let lock = file.and_then(|file| file.lock_shared().map(|()| file)).ok();
+        // The order matters: a release is written first, and looks for locks afterwards.
+        if self.is_released() { Err(DriverReleased) } else { Ok(Use { _lock: lock }) }
+    }
+
+    /// The names of the users of the driver.
+    pub fn users(&self) -> Vec<String> {
+        let names = fs::read_dir(&self.folder).into_iter().flatten().flatten().map(|entry| entry.file_name());
+        let users = names.filter_map(|name| name.to_str()?.strip_prefix(USED_BY).map(str::to_owned));
+        let is_used = |user: &String| {
+            let file = self.open(&format!("{USED_BY}{user}"));
+            file.is_ok_and(|file| matches!(file.try_lock(), Err(TryLockError::WouldBlock)))
+        };
+        let mut users: Vec<String> = users.filter(is_used).collect();
+        users.sort();
+        users
+    }
+
+    /// Waits for the turn to initialise NVML, at most so long; the turn ends when the file is dropped.
+    pub fn turn(&self, patience: Duration) -> Option<File> {
+        let file = self.open(TURN).ok()?;
+        let begin = Instant::now();
+        loop {
+            match file.try_lock() {
+                Ok(()) => return Some(file),
+                Err(TryLockError::WouldBlock) if begin.elapsed() < patience => thread::park_timeout(ATTEMPTS),
+                Err(_) => return None,
+            }
+        }
+    }
+
+    fn open(&self, name: &str) -> io::Result<File> {
+        OpenOptions::new().create(true).append(true).open(self.folder.join(name))
+    }
+}
+
+fn boot_id() -> Option<String> {
+    fs::read_to_string(BOOT_ID).ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn gate(folder: &Path, user: &str) -> Gate {
+        let gate = Gate::beside(&folder.join("kubelet.sock"), user).unwrap();
+        gate.prepare().unwrap();
+        gate
+    }
+
+    #[test]
+    fn release_holds_for_every_user_until_it_is_taken_back() {
+        let folder = tempfile::tempdir().unwrap();
+        let (run, labels) = (gate(folder.path(), "run"), gate(folder.path(), "labels"));
+        let (one, two) = (run.enter().unwrap(), run.enter().unwrap());
+        let other = labels.enter().unwrap();
+        assert_eq!(run.users(), ["labels", "run"]);
+        run.release(true).unwrap();
+        assert!(labels.is_released());
+        assert_eq!(labels.enter().unwrap_err(), DriverReleased);
+        drop((one, other));
+        assert_eq!(labels.users(), ["run"], "one of two users has ended");
+        drop(two);
+        assert!(run.users().is_empty());
+        labels.release(false).unwrap();
+        labels.release(false).unwrap();
+        assert!(!run.is_released() && run.enter().is_ok());
+    }
+
+    #[test]
+    fn release_ends_with_the_boot() {
+        let folder = tempfile::tempdir().unwrap();
+        let gate = gate(folder.path(), "run");
+        for (boot, holds) in [("another boot\n", false), ("", true), (boot_id().unwrap().as_str(), true)] {
+            fs::write(gate.folder.join(RELEASE), boot).unwrap();
+            assert_eq!(gate.is_released(), holds, "{boot}");
+        }
+    }
+
+    #[test]
+    fn without_a_kubelet_nothing_is_made_and_nothing_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let absent = folder.path().join("kubelet");
+        let gate = Gate::beside(&absent.join("kubelet.sock"), "run").unwrap();
+        gate.prepare().unwrap();
+        assert!(gate.enter().is_ok() && gate.users().is_empty() && gate.turn(Duration::ZERO).is_none());
+        assert!(!gate.release(true).unwrap() && !absent.exists());
+    }
+
+    #[test]
+    fn one_process_initialises_at_a_time_and_none_waits_for_ever() {
+        let folder = tempfile::tempdir().unwrap();
+        let (run, labels) = (gate(folder.path(), "run"), gate(folder.path(), "labels"));
+        let turn = run.turn(Duration::ZERO).unwrap();
+        assert!(labels.turn(ATTEMPTS * 2).is_none());
+        let waiting = thread::spawn(move || labels.turn(Duration::from_secs(60)).is_some());
+        drop(turn);
+        assert!(waiting.join().unwrap());
+    }
+}
