@@ -26,7 +26,7 @@ pub struct NvmlArgs {
     /// How long polls have to show a GPU as recovered, by default 60000; doubles up to 60 times
     #[arg(long, value_name = "N", hide = true)]
     pub health_hold_ms: Option<u64>,
-    /// How long a GPU that leaves DRA stays with it without new claims, by default 60000
+    /// How long no slice offers a GPU before it leaves DRA or is shared otherwise, by default 660000
     #[arg(long, value_name = "N", hide = true)]
     pub dra_grace_ms: Option<u64>,
     /// The interval of PCI bus scans on a node without GPUs

@@ -6,6 +6,7 @@
 //! The pool is made from each snapshot and handed to the writer of slices; the claims that the plugin has prepared go
 //! into the node's state as events. An API server that is away changes nothing for prepared claims.
 
+mod allocations;
 pub(super) mod leftovers;
 pub(super) mod start;
 
@@ -15,8 +16,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use futures_util::future::join;
-use linkwise_cluster::{ClaimReader, SliceSettings, SliceWriter, StoredPool};
+use linkwise_cluster::{AllocationReader, ClaimReader, SliceSettings, SliceWriter, StoredPool};
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
@@ -167,6 +167,9 @@ fn publish(
     let writer = SliceWriter::new(api.server(), SliceSettings { node: name }, phase);
     let writing = writer.run(api.server(), wanted.clone(), report, node.shutdown());
     let reading = ClaimReader::new(api.server()).run(claims, node.shutdown());
+    let allocations = AllocationReader::new(api.server(), empty.name.clone());
+    let (asking, shutdown) = (allocations::follow_claims(allocations, node.snapshot(), node.events()), node.shutdown());
+    node.spawn("DRA offers", allocations::follow_slices(stored.clone(), node.snapshot(), node.events()));
     let maker = PoolMaker {
         empty,
         evict_from_lost: settings.dra_evict_lost.value,
@@ -179,10 +182,10 @@ fn publish(
     node.spawn("DRA slices", maker.run(node.snapshot(), stored.clone(), pool));
     node.spawn("DRA slices' report", follow_report(wanted, stored, node.readiness.clone(), metrics));
     node.spawn_until_done("API server", async move {
-        if let Some(_turn) = turn.comes().await {
-            join(writing, reading).await;
-        }
-        Ok(())
+        let Some(_turn) = turn.comes().await else { return Ok(()) };
+        let asking = shutdown.run_until_cancelled(asking);
+        let (_, _, asked) = tokio::join!(writing, reading, asking);
+        asked.unwrap_or(Ok(()))
     });
 }
 

@@ -18,13 +18,13 @@ use super::operators::{answer_probes, bind_admin, serve_operators};
 use super::{events, labels, mps};
 use crate::config::settings::load;
 use crate::config::{ConfigMetrics, Environment, RunArgs, Settings};
-use linkwise_core::state::{DraGpus, Event, XidPolicy};
+use linkwise_core::state::{DRA_OFF_GRACE, DraGpus, Event, XidPolicy};
 use linkwise_host::cdi::CdiMetrics;
 use linkwise_host::hwloc;
 use linkwise_host::mps::Layout;
 use linkwise_kubelet::device_plugin as kubelet;
 use linkwise_kubelet::dra::CdiLink;
-use linkwise_node::keeper::{self, HealthSettings};
+use linkwise_node::keeper::{self, DraWaitSettings, HealthSettings};
 use linkwise_node::node::{Node, NodeSettings};
 use linkwise_node::operator;
 use linkwise_node::takeover::Position;
@@ -50,7 +50,8 @@ pub(super) async fn serve(args: &RunArgs, last_signals: &mut LastSignals) -> Res
     let seen = watch::Sender::default();
     let injection = cdi_sync::prepare(&settings, &args.host.sysfs, seen.subscribe(), dra.has_cdi())?;
 
-    let mut node = start_node(args, &settings, state_dir.clone(), &injection).await?;
+    let dra_wait = dra_wait(args, dra.can_serve() && api.is_some());
+    let mut node = start_node(args, &settings, (state_dir.clone(), dra_wait), &injection).await?;
     let (owns, handed_over) = position.spawn_in(&mut node);
     let (driver, release, mig) = start_driver(&node, args, &settings, seen);
     let cdi = spawn_cdi_sync(&mut node, injection.sync);
@@ -176,11 +177,18 @@ fn refuse_wsl(args: &RunArgs, settings: &Settings) -> Result<()> {
     Ok(())
 }
 
+/// The wait of GPUs that leave DRA, or are to be shared otherwise. Where no new claim is prepared, nobody waits for the
+/// API server.
+fn dra_wait(args: &RunArgs, prepares: bool) -> DraWaitSettings {
+    let grace = args.nvml.dra_grace_ms.map(Duration::from_millis);
+    DraWaitSettings { grace: grace.or((!prepares).then_some(DRA_OFF_GRACE)), asks_api_server: prepares }
+}
+
 /// Starts the node, which serves /metrics and HTTP probes from now on.
 async fn start_node(
     args: &RunArgs,
     settings: &Settings,
-    state_dir: Option<PathBuf>,
+    (state_dir, dra_wait): (Option<PathBuf>, DraWaitSettings),
     injection: &Prepared,
 ) -> Result<Node> {
     let kubelet = kubelet::Settings {
@@ -193,7 +201,7 @@ async fn start_node(
     let health = HealthSettings {
         xids: XidPolicy { overrides: settings.xids.value.clone(), ..args.xids.policy() },
         hold: args.nvml.health_hold_ms.map(Duration::from_millis),
-        dra_grace: args.nvml.dra_grace_ms.map(Duration::from_millis),
+        dra_wait,
         await_first_poll: true,
         state_dir,
     };

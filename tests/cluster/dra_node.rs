@@ -7,7 +7,7 @@ use std::process::Stdio;
 
 use linkwise_api_server_box::{Answer, Fault, Key, ResourceType};
 use linkwise_kubelet_box::dra::{ClaimRef, DraKubelet, DraOptions, PodClaims};
-use linkwise_kubelet_box::{KubeletBox, Options, runtime};
+use linkwise_kubelet_box::{KubeletBox, Options, Place, runtime};
 use serde_json::{Value, json};
 use tokio::process::{Child, Command};
 
@@ -231,12 +231,29 @@ async fn gpus_of_the_device_plugin_are_not_published() {
     );
     gpus.await.unwrap();
     node.is_registered(1).await;
-    let claim = node.claim("one", &["gpu-0"]);
-    let refusal = node.dra.start_pod(&PodClaims::single("p", claim, DRIVER)).await.unwrap_err().to_string();
-    assert!(refusal.contains("gpu-0"), "{refusal}");
+    // A pod has one of the others.
+    let place = Place { pod: "q".to_owned(), container: "main".to_owned(), resource: "nvidia.com/gpu".to_owned() };
+    node.kubelet.hold(place, ["GPU-00000001-0000-4000-8000-000000000005".to_owned()]);
+    let claim = node.claim("held", &["gpu-5"]);
+    let pod = PodClaims::single("p", claim, DRIVER);
+    let refusal = within(async {
+        loop {
+            let refusal = node.dra.start_pod(&pod).await.unwrap_err().to_string();
+            // The kubelet may list the pod a moment later.
+            if refusal.contains("is held by a pod") {
+                break refusal;
+            }
+        }
+    });
+    assert!(refusal.await.contains("gpu-5"));
+    // A claim whose allocation was late takes back a GPU that nobody has.
+    let claim = node.claim("late", &["gpu-0"]);
+    assert_eq!(node.start_pod("r", &claim).await.len(), 1);
+    let lacks = |gpu: &str| !node.healthy("nvidia.com/gpu").iter().any(|id| id.ends_with(gpu));
+    assert!(lacks("0000") && !lacks("0004"), "{:?}", node.healthy("nvidia.com/gpu"));
     // More of them while it runs; those that pods of the plugin have would wait.
     node.configure("[1, 2, 3]");
-    node.publishes(3).await;
+    until(|| node.untainted() == ["gpu-1", "gpu-2", "gpu-3"]).await;
 }
 
 #[tokio::test]

@@ -7,8 +7,8 @@ use std::time::Duration;
 use linkwise_core::allocation::DeviceId;
 use linkwise_core::claims::ClaimName;
 use linkwise_core::state::{
-    ClaimedDevice, DRA_GRACE, Door, DraGpus, Effect, Event, GpuSelector, Health, HealthRecord, Holdings, NodeState,
-    PreparedClaim, ResourceName, ResourcePlan,
+    ClaimedDevice, DRA_GRACE, Door, DraGpus, DraWait, Effect, Event, GpuSelector, Health, HealthRecord, Holdings,
+    NodeState, PreparedClaim, ResourceName, ResourcePlan,
 };
 use linkwise_core::topology::{GpuUuid, NodeObservation};
 use proptest::collection::vec;
@@ -298,6 +298,105 @@ fn no_deadline_is_left_where_all_gpus_are_gone() {
     assert_eq!(world.door(0), Door::Plugin, "its grace period is over");
 }
 
+/// A node with all GPUs in DRA, whose API server is asked before they leave.
+fn in_dra_of_a_cluster() -> World {
+    let mut world = World { state: NodeState::default().asking_for_allocations(), now: NOON, doors: Vec::new() };
+    [planned(DraGpus::All), observed(), listed(&[], &[]), listed(&[], &[])].into_iter().for_each(|it| world.tell(it));
+    assert_eq!(world.door(0), Door::Dra);
+    world
+}
+
+/// The API server's slices offer these GPUs.
+fn offered(gpus: &[usize]) -> Event {
+    Event::SlicesStored(gpus.iter().map(|at| format!("gpu-{at}")).collect())
+}
+
+/// The API server's answer about what the state asks: claims have these GPUs allocated.
+fn allocated(world: &World, gpus: &[usize]) -> Event {
+    let claims = gpus.iter().map(|at| (format!("default/claim-{at}"), BTreeSet::from([format!("gpu-{at}")])));
+    Event::Allocations { gpus: world.state.awaiting_allocations(), claims: claims.collect() }
+}
+
+#[test]
+fn gpu_leaves_dra_when_no_allocation_can_come_and_none_is_written() {
+    let mut world = in_dra_of_a_cluster();
+    world.tell(offered(&[0, 1, 2]));
+    world.tell(planned(some(&[2])));
+    let why = |world: &World, at: usize| world.state.dra_waits().get(&uuid(at)).cloned();
+    world.pass(DRA_GRACE * 3);
+    assert_eq!((why(&world, 0), why(&world, 2)), (Some(DraWait::Slices), None), "the slices still offer it");
+    world.tell(offered(&[2]));
+    let end = world.now + DRA_GRACE;
+    assert_eq!(why(&world, 0), Some(DraWait::Claims(end)));
+    world.pass(DRA_GRACE.saturating_sub(Duration::from_secs(1)));
+    assert!(world.state.awaiting_allocations().is_empty());
+    // An answer from before proves nothing.
+    world.tell(Event::Allocations { gpus: BTreeSet::from([uuid(0), uuid(1)]), claims: BTreeMap::new() });
+    world.pass(Duration::from_secs(1));
+    assert_eq!(why(&world, 0), Some(DraWait::ApiServer));
+    assert_eq!(world.state.awaiting_allocations(), BTreeSet::from([uuid(0), uuid(1)]));
+    assert!(!world.allocates(0) && !world.allocates(1));
+    world.tell(allocated(&world, &[1]));
+    assert_eq!((world.door(0), world.allocates(0)), (Door::Plugin, true));
+    let claim = BTreeSet::from(["default/claim-1".to_owned()]);
+    assert_eq!((world.allocates(1), why(&world, 1)), (false, Some(DraWait::Held(claim))), "not even reserved");
+    world.pass(DRA_GRACE * 100);
+    assert!(world.door(1).is_dra());
+    assert_eq!(world.state.awaiting_allocations(), BTreeSet::from([uuid(1)]), "it is asked again");
+    world.tell(allocated(&world, &[]));
+    assert_eq!((world.door(1), world.allocates(1)), (Door::Plugin, true));
+}
+
+#[test]
+fn slices_that_offer_a_gpu_again_begin_its_wait_anew() {
+    let mut world = in_dra_of_a_cluster();
+    world.tell(planned(DraGpus::None));
+    world.tell(offered(&[]));
+    world.pass(DRA_GRACE);
+    let answer = allocated(&world, &[]);
+    world.tell(offered(&[0]));
+    world.tell(answer);
+    assert!(world.door(0).is_dra() && world.allocates(1), "a claim may be on its way to GPU 0");
+    world.tell(offered(&[]));
+    world.pass(DRA_GRACE);
+    world.tell(allocated(&world, &[]));
+    assert!(world.allocates(0));
+}
+
+#[test]
+fn late_claim_takes_a_free_gpu_back() {
+    let mut world = World::of([planned(DraGpus::None), observed(), listed(&[], &[])]);
+    world.tell(prepared(&[0]));
+    assert_eq!((world.door(0), world.allocates(0)), (Door::ToDra, false), "from this snapshot on no pod gets it");
+    for _ in 0..3 {
+        assert_eq!(world.door(0), Door::ToDra);
+        world.tell(listed(&[], &[]));
+    }
+    assert_eq!(world.door(0), Door::FromDra(NOON), "for this claim only");
+    let through: Vec<_> = world.state.offers().through_dra().iter().map(|device| &device.health).collect();
+    assert!(matches!(through[..], [Health::Unhealthy { .. }]), "{through:?}");
+    world.tell(prepared(&[]));
+    world.pass(DRA_GRACE);
+    assert_eq!((world.door(0), world.allocates(0)), (Door::Plugin, true));
+}
+
+#[test]
+fn late_claim_leaves_a_gpu_to_the_pod_that_has_it() {
+    let mut world = World::of([planned(DraGpus::None), observed(), listed(&[], &[])]);
+    // A pod was given it, and the first list is too old to have the pod.
+    world.tell(prepared(&[0]));
+    world.tell(listed(&[], &[]));
+    for _ in 0..5 {
+        world.tell(listed(&[0], &[]));
+        assert_eq!(world.door(0), Door::ToDra);
+    }
+    assert!(world.state.ledger().holder_beside(world.state.topology(), &uuid(0), "node").is_some());
+    // The claim is refused.
+    world.tell(prepared(&[]));
+    world.tell(listed(&[], &[]));
+    assert_eq!((world.door(0), world.allocates(0)), (Door::Plugin, true));
+}
+
 /// What may happen to a node.
 #[derive(Clone, Debug)]
 enum Step {
@@ -329,7 +428,7 @@ fn step() -> impl Strategy<Value = Step> {
         6 => Just(Step::List),
         1 => Just(Step::NoList),
         2 => Just(Step::OldList),
-        3 => (1..90u64).prop_map(Step::Pass),
+        3 => (1..900u64).prop_map(Step::Pass),
         1 => any::<bool>().prop_map(|loses_record| Step::Restart { loses_record }),
     ]
 }

@@ -123,6 +123,21 @@ fn change_waits_for_grace_and_for_claims() {
 }
 
 #[test]
+fn change_waits_for_the_api_server() {
+    let mut world = World::new(plan(4));
+    world.state = std::mem::take(&mut world.state).asking_for_allocations();
+    world.tell(Event::Planned(Box::new(plan(0))));
+    world.pass(DRA_GRACE * 2);
+    assert_eq!(world.sharing(0), (in_shares(4), None, false), "slices may offer its shares");
+    world.tell(Event::SlicesStored(BTreeSet::new()));
+    world.pass(DRA_GRACE);
+    let claims = [("default/a".to_owned(), ["gpu-0".to_owned()].into())].into();
+    world.tell(Event::Allocations { gpus: world.state.awaiting_allocations(), claims });
+    assert_eq!(world.sharing(0), (in_shares(4), None, false), "a claim has a share allocated");
+    assert_eq!(world.sharing(1), (None, None, true));
+}
+
+#[test]
 fn change_that_is_taken_back_changes_nothing() {
     let mut world = World::new(plan(4));
     world.tell(Event::Planned(Box::new(plan(0))));

@@ -20,7 +20,7 @@ mod slices;
 mod stored_pool;
 
 pub use access::{Access, AccessError};
-pub use claims::ClaimReader;
+pub use claims::{AllocationReader, ClaimReader};
 pub use error::ApiError;
 pub use events::EventWriter;
 pub use metrics::ApiMetrics;

@@ -39,7 +39,7 @@ use crate::follower::Follower;
 use crate::server::{ApiServer, typed};
 
 use follow::{OBJECT, Slices, list, listed, resource, value};
-use plan::{Memory, Plan, Write, drops_counters, drops_sharing, generation, plan};
+use plan::{Memory, Plan, Write, drops_counters, drops_sharing, generation, offered, plan};
 use repairs::Repairs;
 use stored::Stored;
 
@@ -382,6 +382,7 @@ impl SliceWriter {
             generation: found.slices.values().map(generation).max().unwrap_or(0),
             is_read: found.is_known && self.version_read.is_some(),
             drops_taints: !self.keeps_taints(),
+            offered: found.is_known.then(|| found.slices.values().flat_map(offered).collect()),
             awaits_kubelet: !self.is_registered(),
             ..self.known.clone()
         };

@@ -1,5 +1,7 @@
 //! The node's slices at the API server.
 
+use std::collections::BTreeSet;
+
 use linkwise_core::publish::dra::ServerVersion;
 
 /// The state of our pool at the API server.
@@ -24,6 +26,8 @@ pub struct StoredPool {
     /// Set if the server drops `allowMultipleAllocations` (its gate DRAConsumableCapacity is off): then one claim has
     /// the whole device.
     pub drops_sharing: bool,
+    /// The devices that the stored slices offer to new claims, by name; `None` before the slices were listed.
+    pub offered: Option<BTreeSet<String>>,
     /// Set while nothing is written because the kubelet has not registered the DRA plugin.
     pub awaits_kubelet: bool,
     /// The reason why the slices are not current, if it is known.

@@ -78,6 +78,8 @@ impl Memory {
             | Event::Prepared(_)
             | Event::Cleared(..)
             | Event::Restored(_)
+            | Event::SlicesStored(_)
+            | Event::Allocations { .. }
             | Event::Tick => return,
         };
         self.last.insert(place, event.clone());

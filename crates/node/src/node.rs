@@ -141,8 +141,11 @@ impl Node {
         if let Some(hold) = settings.health.hold {
             state = state.with_hold(hold);
         }
-        if let Some(grace) = settings.health.dra_grace {
+        if let Some(grace) = settings.health.dra_wait.grace {
             state = state.with_dra_grace(grace);
+        }
+        if settings.health.dra_wait.asks_api_server {
+            state = state.asking_for_allocations();
         }
         if settings.health.await_first_poll {
             state = state.awaiting_the_first_poll();

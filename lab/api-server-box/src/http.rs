@@ -132,7 +132,11 @@ async fn answer(request: hyper::Request<Incoming>, shared: &Arc<Shared>) -> Resp
             let seconds = parameter("timeoutSeconds").and_then(|seconds| seconds.parse().ok()).unwrap_or(600);
             return watch(Arc::clone(shared), target, selected, from, Duration::from_secs(seconds), show);
         }
-        ("GET", None) => Ok(list(shared, &target, &selected, metadata_only, show)),
+        ("GET", None) => {
+            let number = |name| parameter(name).and_then(|number| number.parse().ok());
+            let page = (number("continue").unwrap_or_default(), number("limit").filter(|most| *most > 0));
+            Ok(list(shared, &target, &selected, metadata_only, page, show))
+        }
         ("GET", Some(name)) => {
             let key = target.key(name);
             shared.store().get(&key).map(show).ok_or_else(|| Refusal::not_found(&key))
@@ -248,17 +252,24 @@ fn list(
     target: &Target,
     selected: &Selector,
     metadata_only: bool,
+    (from, most): (usize, Option<usize>),
     show: impl Fn(&Value) -> Value,
 ) -> Value {
     let store = shared.store();
     let objects = store.list(&target.resource, target.namespace.as_deref()).into_iter();
     let meant = objects.filter(|object| selected.selects(object));
-    let items: Vec<Value> = meant.map(show).collect();
+    let mut items: Vec<Value> = meant.skip(from).map(show).collect();
+    let rest = most.filter(|most| items.len() > *most);
+    items.truncate(rest.unwrap_or(items.len()));
     let (api, kind) = match metadata_only {
         true => ("meta.k8s.io/v1", "PartialObjectMetadataList".to_owned()),
         false => (target.resource.api, format!("{}List", target.resource.kind)),
     };
-    let metadata = json!({"resourceVersion": store.version().to_string()});
+    let mut metadata = json!({"resourceVersion": store.version().to_string()});
+    if let Some(rest) = rest {
+        // A client hands the token back as it is.
+        metadata["continue"] = json!((from + rest).to_string());
+    }
     json!({"apiVersion": api, "kind": kind, "metadata": metadata, "items": items})
 }
 

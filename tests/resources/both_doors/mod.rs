@@ -1,5 +1,7 @@
 //! Both doors of one node, a million random steps: pods start and end through the device plugin and through claims while
-//! GPUs change between the doors, go and come back, and processes die. No GPU is with two pods, and none is lost.
+//! GPUs change between the doors, go and come back, and processes die. No GPU is with two pods, and none is lost. No GPU
+//! is given away under a claim that has it allocated, or will: an allocation may be written 600 s after the scheduler's
+//! choice. A claim that comes later still takes a free GPU back.
 //!
 //! The state, its ledger and doors and `claims::plan` are the real ones. The kubelet, the scheduler, the API server and
 //! the disk are models, and what containers have is kept in books of this test's own ([`books`]). What the models rely
@@ -35,6 +37,11 @@ const STEPS: u32 = 2_000;
 
 /// Slices that a scheduler may still read.
 const OLDEST_SLICE: usize = 6;
+
+/// How old a slice is at most that a scheduler chooses from, and how long after that it writes the allocation at most:
+/// volumes may take 600 s.
+const STALE: Duration = Duration::from_secs(30);
+const LATEST_ALLOCATION: Duration = Duration::from_secs(600);
 
 /// Two whole GPUs, and two in MIG mode.
 static MACHINE: LazyLock<NodeObservation> = LazyLock::new(|| {
@@ -73,6 +80,14 @@ impl Wish {
     }
 }
 
+/// A claim for which the scheduler has chosen devices, and whose allocation is not written.
+#[derive(Clone, Debug)]
+struct Pending {
+    devices: Vec<String>,
+    /// When it is written at the latest.
+    until: Duration,
+}
+
 /// A pod with a claim.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum PodState {
@@ -91,13 +106,21 @@ struct World {
     agent: Option<Agent>,
     disk: Disk,
     cluster: Cluster,
-    /// Slices of some moments.
-    slices: VecDeque<Vec<String>>,
+    /// The API server's slices of some moments, each with the time at which it was stored and the agent that wants it.
+    slices: VecDeque<(Duration, u32, Vec<String>)>,
+    /// What the agent wants stored.
+    unstored: Option<Vec<String>>,
+    /// The number of agents so far.
+    agents: u32,
+    /// Claims on their way.
+    pending: BTreeMap<String, Pending>,
+    /// The agents whose slices the scheduler chose from in time, by claim.
+    chosen: BTreeMap<String, u32>,
     /// The pods of claims, by the claim's UID.
     claims: BTreeMap<String, PodState>,
     books: Books,
     made: u32,
-    done: [u32; 8],
+    done: [u32; 10],
     history: Option<Vec<String>>,
 }
 
@@ -115,10 +138,14 @@ impl World {
             disk: Disk::default(),
             cluster: Cluster::default(),
             slices: VecDeque::new(),
+            unstored: None,
+            agents: 0,
+            pending: BTreeMap::new(),
+            chosen: BTreeMap::new(),
             claims: BTreeMap::new(),
             books: Books::default(),
             made: 0,
-            done: [0; 8],
+            done: [0; 10],
             history: is_traced.then(Vec::new),
         };
         world.start_agent();
@@ -149,33 +176,50 @@ impl World {
     }
 
     fn start_agent(&mut self) {
+        // It may make other resources of the GPUs: what the last one granted is in the books by then.
+        self.kubelet.pods.values_mut().for_each(|pod| pod.granted = None);
         let mut events = vec![self.planned(), self.observed()];
         let mut agent = Agent::start(&self.disk, Vec::new(), self.now);
         let at = usize::try_from(self.random.within(0..3)).unwrap();
         events.insert(at, agent.claims());
         agent.events = events.into();
+        self.agents += 1;
+        self.unstored = None;
         self.agent = Some(agent);
         self.kubelet.healthy.clear();
     }
 
     fn kill_agent(&mut self) {
+        self.done[9] += self.agent.as_ref().map_or(0, |agent| agent.taken_back);
         self.agent = None;
         self.kubelet.healthy.clear();
     }
 
-    /// What the agent has published since the last look: nothing is offered through both doors.
+    /// What the agent has published since the last look is stored: nothing is offered through both doors.
     fn look(&mut self) -> Checked {
-        let Some(agent) = self.agent.as_mut().filter(|agent| !agent.published.is_empty()) else { return Ok(()) };
+        let Some(agent) = self.agent.as_mut() else { return Ok(()) };
         for slice in agent.published.drain(..) {
-            if self.slices.back() != Some(&slice) {
-                self.slices.push_back(slice);
+            self.unstored = Some(slice);
+        }
+        if self.cluster.is_away {
+            return Ok(());
+        }
+        if let Some(slice) = self.unstored.take() {
+            match self.slices.back_mut() {
+                Some((_, by, last)) if *last == slice => *by = self.agents,
+                _ => self.slices.push_back((self.now, self.agents, slice)),
             }
         }
         while self.slices.len() > OLDEST_SLICE {
             self.slices.pop_front();
         }
-        let through_dra: Vec<Part> =
-            self.slices.back().into_iter().flatten().map(|device| Part::of_device(device)).collect();
+        let Some((_, by, last)) = self.slices.back() else { return Ok(()) };
+        agent.stored(last);
+        // What an agent offered whose record never came to the disk, the next one does not know.
+        if *by != self.agents {
+            return Ok(());
+        }
+        let through_dra: Vec<Part> = last.iter().map(|device| Part::of_device(device)).collect();
         for (id, _) in healthy(agent) {
             let (part, _) = Part::of_id(&id);
             if let Some(twice) = through_dra.iter().find(|other| other.overlaps(part)) {
@@ -216,14 +260,22 @@ impl World {
             self.drain();
             let booked = self.kubelet.pods.values().filter_map(|pod| Some(pod.granted? + BOOKED_WITHIN)).min();
             let deadline = self.agent.as_ref().map(Agent::deadline);
-            let next = booked.into_iter().chain(deadline).min().map_or(end, |next| next.clamp(self.now, end));
+            let written = self.pending.values().map(|pending| pending.until).min();
+            let next = booked.into_iter().chain(deadline).chain(written).min();
+            let next = next.map_or(end, |next| next.clamp(self.now, end));
             self.now = next;
+            let due = self.pending.iter().find(|(_, pending)| pending.until <= self.now).map(|(uid, _)| uid.clone());
+            if let Some(uid) = due {
+                self.write_allocation(&uid);
+            }
             for pod in self.kubelet.pods.values_mut() {
                 pod.granted = pod.granted.filter(|granted| *granted + BOOKED_WITHIN > self.now);
             }
             if let Some(agent) = &mut self.agent {
                 agent.apply(Event::Tick, self.now);
                 let is_late = agent.asked.as_ref().is_some_and(|(_, asked)| *asked + LATEST_LIST <= self.now);
+                agent.ask_for_claims(&self.cluster);
+                agent.answer_claims(self.now);
                 if is_late {
                     self.answer_list();
                 }
@@ -256,6 +308,7 @@ impl World {
             self.done[0] += 1;
             return Ok(());
         }
+        self.is_nobodys(&ids)?;
         self.made += 1;
         let (pod, by_init) = (format!("p{}", self.made), self.random.one_in(8));
         self.note(|| format!("{pod} is granted {ids:?}"));
@@ -267,12 +320,30 @@ impl World {
         Ok(())
     }
 
-    /// The scheduler allocates devices of slices of some moments ago that no claim has.
+    /// No claim has devices of these ids allocated, or will have.
+    fn is_nobodys(&self, ids: &[String]) -> Checked {
+        let on_their_way = self.pending.iter().map(|(uid, pending)| (uid, &pending.devices));
+        let waiting = |uid: &&String| self.claims.get(*uid) == Some(&PodState::Waiting);
+        let written = self.cluster.claims.iter().filter(|(uid, _)| waiting(uid));
+        for (uid, devices) in on_their_way.chain(written).filter(|(uid, _)| self.chosen.get(*uid) == Some(&self.agents))
+        {
+            let has = |id: &String| devices.iter().any(|device| Part::of_device(device).overlaps(Part::of_id(id).0));
+            if let Some(id) = ids.iter().find(|id| has(id)) {
+                return Err(format!("{id} is given away under {uid}, which has {devices:?}"));
+            }
+        }
+        Ok(())
+    }
+
+    /// The scheduler chooses devices of slices of some moments ago that no claim has: of older ones too late.
     fn schedule(&mut self) {
-        let Some(at) = self.pick(self.slices.len()) else { return };
+        let Some(at) = self.pick(self.slices.len()).filter(|_| !self.cluster.is_away) else { return };
         let at = if self.random.one_in(4) { at } else { self.slices.len() - 1 };
-        let taken: BTreeSet<&String> = self.cluster.claims.values().flatten().collect();
-        let mut free: Vec<String> = self.slices[at].iter().filter(|device| !taken.contains(device)).cloned().collect();
+        let is_in_time = self.slices.get(at + 1).is_none_or(|(replaced, ..)| self.now < *replaced + STALE);
+        let pending = self.pending.values().flat_map(|pending| &pending.devices);
+        let taken: BTreeSet<&String> = self.cluster.claims.values().flatten().chain(pending).collect();
+        let mut free: Vec<String> =
+            self.slices[at].2.iter().filter(|device| !taken.contains(device)).cloned().collect();
         let mut devices = Vec::new();
         for _ in 0..1 + self.random.within(0..2) {
             if let Some(at) = self.pick(free.len()) {
@@ -282,11 +353,30 @@ impl World {
         if !devices.is_empty() {
             self.made += 1;
             let uid = format!("c{}", self.made);
-            self.note(|| format!("{uid} is allocated {devices:?}"));
-            self.cluster.claims.insert(uid.clone(), devices);
-            self.claims.insert(uid, PodState::Waiting);
-            self.done[7] += 1;
+            self.note(|| format!("{uid} is to have {devices:?}, in time: {is_in_time}"));
+            if is_in_time && self.slices[at].1 == self.agents {
+                self.chosen.insert(uid.clone(), self.agents);
+            }
+            let is_late = self.random.one_in(2);
+            let late = if is_late { self.random.milliseconds(1..600_000) } else { Duration::ZERO };
+            let until = self.now + late.min(LATEST_ALLOCATION);
+            self.pending.insert(uid.clone(), Pending { devices, until });
+            if !is_late {
+                self.write_allocation(&uid);
+            }
         }
+    }
+
+    /// The scheduler writes an allocation, or gives up where the API server is away.
+    fn write_allocation(&mut self, uid: &str) {
+        let Some(Pending { devices, .. }) = self.pending.remove(uid) else { return };
+        if self.cluster.is_away {
+            return;
+        }
+        self.note(|| format!("{uid} is allocated {devices:?}"));
+        self.cluster.claims.insert(uid.to_owned(), devices);
+        self.claims.insert(uid.to_owned(), PodState::Waiting);
+        self.done[7] += 1;
     }
 
     fn advance(&mut self) -> Checked {
@@ -413,6 +503,22 @@ impl World {
             0..2 => self.change_wish(),
             2..8 => self.change_gpu(),
             8..9 => self.cluster.is_away = true,
+            346..348 => {
+                if let Some(agent) = &mut self.agent {
+                    agent.ask_for_claims(&self.cluster);
+                }
+            }
+            348..350 => {
+                if let Some(agent) = &mut self.agent {
+                    agent.answer_claims(self.now);
+                }
+            }
+            350..351 => {
+                if let Some(uid) = self.pending.keys().next().cloned() {
+                    self.write_allocation(&uid);
+                    self.done[8] += 1;
+                }
+            }
             9..15 => self.cluster.is_away = false,
             15..17 if self.agent.is_some() => {
                 self.note(|| "the agent dies".to_owned());
@@ -425,11 +531,7 @@ impl World {
                     self.start_agent();
                 }
             }
-            15..40 if self.agent.is_none() => {
-                // It may make other resources of the GPUs: what the last one granted is in the books by then.
-                self.kubelet.pods.values_mut().for_each(|pod| pod.granted = None);
-                self.start_agent();
-            }
+            15..40 if self.agent.is_none() => self.start_agent(),
             17..19 => {
                 self.note(|| "the kubelet restarts".to_owned());
                 self.restart_kubelet();
@@ -491,7 +593,7 @@ impl World {
                     self.cluster.claims.remove(&uid);
                 }
             }
-            346..354 => {
+            351..354 => {
                 let ended = |world: &Self, uid: &str, state| {
                     state == PodState::Ended && world.agent.as_ref().is_some_and(|agent| !agent.works_on(uid))
                 };
@@ -511,8 +613,9 @@ impl World {
             which => {
                 let milliseconds = match which {
                     380..388 => 1..2_000,
-                    388..397 => 2_000..20_000,
-                    _ => 20_000..100_000,
+                    388..396 => 2_000..20_000,
+                    396..398 => 20_000..100_000,
+                    _ => 100_000..800_000,
                 };
                 let time = self.random.milliseconds(milliseconds);
                 self.pass(time)?;
@@ -546,7 +649,9 @@ impl World {
             self.end_claim(uid);
         }
         self.cluster.claims.clear();
+        self.pending.clear();
         loop {
+            self.pass(Duration::from_millis(100))?;
             self.drain();
             if self.agent.as_ref().unwrap().tasks() > 0 {
                 self.advance()?;
@@ -556,7 +661,7 @@ impl World {
                 break;
             }
         }
-        for _ in 0..5 {
+        for _ in 0..3 {
             self.pass(DRA_GRACE)?;
             let agent = self.agent.as_mut().unwrap();
             agent.sweep(&self.cluster, &mut self.disk, self.now);
@@ -572,7 +677,8 @@ impl World {
                 .flat_map(|gpu| Part::all_of(gpu, gpus[usize::from(gpu)].1 && (by_dra || wish.by_mig)))
                 .collect()
         };
-        let dra: BTreeSet<Part> = self.slices.back().into_iter().flatten().map(|it| Part::of_device(it)).collect();
+        let dra: BTreeSet<Part> =
+            self.slices.back().into_iter().flat_map(|(.., it)| it).map(|it| Part::of_device(it)).collect();
         let plugin: BTreeSet<Part> = healthy(agent).map(|(id, _)| Part::of_id(&id).0).collect();
         if dra != parts(true) || plugin != parts(false) {
             return Err(format!("left alone, the doors offer {plugin:?} and {dra:?}; {wish:?}"));
@@ -584,6 +690,7 @@ impl World {
                 return Err(format!("the door of GPU {gpu} is {:?}", agent.snapshot.door(&uuid)));
             }
         }
+        self.done[9] += agent.taken_back;
         if self.disk.claims.is_empty() { Ok(()) } else { Err(format!("left on the disk: {:?}", self.disk.claims)) }
     }
 }
@@ -605,7 +712,7 @@ fn history(seed: u64, steps: u32, is_traced: bool) -> (World, Checked) {
 
 #[test]
 fn no_gpu_is_twice_or_lost_in_a_million_steps() {
-    let mut done = [0; 8];
+    let mut done = [0; 10];
     for seed in 0..HISTORIES {
         let (world, outcome) = history(seed, STEPS, false);
         if outcome.is_err() {
@@ -615,10 +722,11 @@ fn no_gpu_is_twice_or_lost_in_a_million_steps() {
         }
         done.iter_mut().zip(world.done).for_each(|(all, of_one)| *all += of_one);
     }
-    let [refused, granted, not_prepared, prepared, plans, deaths, kubelets, scheduled] = done;
+    let [refused, granted, not_prepared, prepared, plans, deaths, kubelets, scheduled, late, taken_back] = done;
     println!(
         "{granted} pods of the device plugin ({refused} refused), {prepared} of {scheduled} claims prepared ({not_prepared} \
-         refusals), {plans} plans, {deaths} deaths of the agent, {kubelets} restarts of the kubelet"
+         refusals, {late} late, {taken_back} took a GPU back), {plans} plans, {deaths} deaths of the agent, {kubelets} \
+         restarts of the kubelet"
     );
-    assert!(done.iter().all(|times| *times > 100), "{done:?}");
+    assert!(done.iter().all(|times| *times > 50), "{done:?}");
 }

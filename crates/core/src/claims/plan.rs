@@ -13,7 +13,7 @@ use super::node::Node;
 use super::prepared::{Prepared, PreparedDevice, claim_device};
 use super::share;
 use crate::publish::injection::ChosenDevice;
-use crate::state::{ClaimName, DRA_DRIVER, Door};
+use crate::state::{ClaimName, DRA_DRIVER};
 use crate::topology::{Gpu, MigSlot, NodeTopology};
 
 /// The most devices of a claim, of all drivers (`AllocationResultsMaxSize` of resource.k8s.io).
@@ -154,7 +154,9 @@ fn usable(result: &AllocatedDevice, gpu: &Gpu, node: Node<'_>) -> Result<(), Cla
     of_this_pool(result, node)?;
     let refused = |why| Err(ClaimError::of_device(&result.device, &gpu.uuid, why));
     let door = node.state.door(&gpu.uuid);
-    if !door.is_some_and(Door::is_dra) {
+    // A claim whose allocation was long on its way takes a GPU back that nobody holds: from the moment at which the
+    // ledger has the claim, the device plugin gives the GPU to no pod.
+    if !door.is_some_and(|door| door.is_dra() || node.state.ledger().is_known()) {
         return refused(DeviceRefusal::NotDra(door));
     }
     let lost = node.state.hardware().standing(&gpu.uuid).map(|(reason, _)| reason).find(|reason| reason.is_loss());

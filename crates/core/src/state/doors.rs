@@ -3,9 +3,10 @@
 //!
 //! A part of [`super::offers`]. A GPU is offered through one door at a time, with all its MIG devices. It goes to DRA
 //! when two lists in a row show that no pod holds it through the device plugin or by a claim that linkwise did not
-//! prepare. It goes back when no claim holds it and a grace period has passed. Only the GPUs of DRA are stored.
-//! Anything that a process did not store before it died is decided again from plan and ledger; a holder that either
-//! knows keeps its GPU.
+//! prepare. It goes back when no claim holds it and none can be on its way ([`super::wait`]). A claim that comes even
+//! later takes the GPU back: while our DRA plugin prepares it, the GPU goes to DRA whatever the plan is. Only the GPUs
+//! of DRA are stored. Anything that a process did not store before it died is decided again from plan and ledger; a
+//! holder that either knows keeps its GPU.
 //!
 //! Two lists are enough, and the kubelet's count of allocatable devices does not matter. From the snapshot on that
 //! withdraws a GPU, `NodeState::allocate` refuses it, however old the list is from which the kubelet chose. So a list
@@ -23,6 +24,7 @@ use super::numa_hints::NumaHints;
 use super::plan::ResourcePlan;
 use super::reason::UnhealthyReason;
 use super::shares::Shares;
+use super::wait::Wait;
 use crate::topology::{Gpu, GpuUuid};
 
 /// The GPUs of DRA.
@@ -30,8 +32,8 @@ use crate::topology::{Gpu, GpuUuid};
 pub(super) struct Doors {
     /// The time that a GPU which leaves DRA stays.
     pub grace: Timestamp,
-    /// The GPUs, each with the time at which it began to leave; `None` for one that stays.
-    gpus: BTreeMap<GpuUuid, Option<Timestamp>>,
+    /// The GPUs, each with its wait if it leaves; `None` for one that stays.
+    gpus: BTreeMap<GpuUuid, Option<Wait>>,
     /// GPUs on their way to DRA, each with the number of lists of holders in a row without it; `None` while a pod has
     /// it, or if the holders are unknown.
     awaited: BTreeMap<GpuUuid, Option<u8>>,
@@ -63,6 +65,20 @@ pub(super) struct Facts<'a> {
 impl Facts<'_> {
     fn wants(&self, gpu: &Gpu) -> bool {
         self.plan.dra.include(gpu) && self.plan.filter.offers(gpu)
+    }
+
+    /// Returns true if a claim that our DRA plugin prepares takes a GPU back that has left DRA.
+    fn takes_back(&self, gpu: &Gpu) -> bool {
+        self.plan.filter.offers(gpu) && self.ledger.has_prepared_on(&gpu.uuid)
+    }
+
+    /// Returns true if a GPU is to be one of DRA's, for now or for good.
+    fn goes_to_dra(&self, gpu: &Gpu) -> bool {
+        self.wants(gpu) || self.takes_back(gpu)
+    }
+
+    fn wait(&self, before: Option<Wait>, gpu: &GpuUuid, grace: Timestamp, now: Timestamp) -> Wait {
+        Wait::next(before, (self.hardware.topology(), gpu), self.ledger, grace, now)
     }
 
     /// Returns true if no pod can have the GPU through the device plugin, or through another DRA driver of our name.
@@ -98,12 +114,22 @@ impl Doors {
     pub fn of(&self, plan: &ResourcePlan, hardware: &Hardware, uuid: &GpuUuid) -> Option<Door> {
         match self.gpus.get(uuid) {
             Some(None) => return Some(Door::Dra),
-            Some(Some(since)) => return Some(Door::FromDra(*since)),
+            Some(Some(wait)) => return Some(Door::FromDra(wait.since)),
             None => {}
         }
         let topology = hardware.topology();
         let gpu = topology.gpus().get(topology.position(uuid)?).filter(|gpu| plan.filter.offers(gpu))?;
-        Some(if plan.dra.include(gpu) { Door::ToDra } else { Door::Plugin })
+        Some(if plan.dra.include(gpu) || self.awaits(uuid) { Door::ToDra } else { Door::Plugin })
+    }
+
+    /// The wait of a GPU that leaves DRA.
+    pub fn wait_of(&self, gpu: &GpuUuid) -> Option<Wait> {
+        *self.gpus.get(gpu)?
+    }
+
+    /// Returns true if a GPU is on its way to DRA.
+    pub fn awaits(&self, gpu: &GpuUuid) -> bool {
+        self.awaited.contains_key(gpu)
     }
 
     /// Returns true if a new list of holders could let a GPU change its door.
@@ -129,7 +155,7 @@ impl Doors {
     /// The doors after an event; `None` if nothing changes. As long as no GPU is observed, nothing is decided.
     pub fn next(&self, facts: &Facts<'_>, now: Timestamp) -> Option<Self> {
         let gpus = facts.hardware.topology().gpus();
-        let idle = self.gpus.is_empty() && self.awaited.is_empty() && !gpus.iter().any(|gpu| facts.wants(gpu));
+        let idle = self.gpus.is_empty() && self.awaited.is_empty() && !gpus.iter().any(|gpu| facts.goes_to_dra(gpu));
         if idle || gpus.is_empty() {
             return self.deadline.map(|_| Self { deadline: None, ..self.clone() });
         }
@@ -140,28 +166,25 @@ impl Doors {
                 *leaves = None;
                 return true;
             }
-            // A clock that goes back costs another grace period.
-            let since = (*leaves).map_or(now, |since| since.min(now));
-            *leaves = Some(since);
-            let end = since.saturating_add(self.grace);
-            let waits = now < end;
-            if waits {
-                deadlines.push(end);
-            }
-            waits || !facts.ledger.is_known() || facts.ledger.has_claim_on(facts.hardware.topology(), uuid)
+            let wait = facts.wait(*leaves, uuid, self.grace, now);
+            *leaves = Some(wait);
+            deadlines.extend(wait.deadline());
+            !wait.ends((facts.hardware.topology(), uuid), facts.ledger)
         });
-        next.deadline = deadlines.into_iter().min();
         next.awaited.clear();
-        for gpu in gpus.iter().filter(|gpu| facts.wants(gpu) && !self.has(&gpu.uuid)) {
+        for gpu in gpus.iter().filter(|gpu| facts.goes_to_dra(gpu) && !self.has(&gpu.uuid)) {
             let before = self.awaited.get(&gpu.uuid).copied().flatten().unwrap_or(0);
             let lists = facts.is_unheld(gpu).then(|| before.saturating_add(facts.is_new_list.into()));
             // The kubelet that answers next may be a new one, which knows fewer pods at first: two lists are needed.
             if lists.is_some_and(|lists| lists >= 2) {
-                next.gpus.insert(gpu.uuid.clone(), None);
+                let wait = (!facts.wants(gpu)).then(|| facts.wait(None, &gpu.uuid, self.grace, now));
+                deadlines.extend(wait.and_then(Wait::deadline));
+                next.gpus.insert(gpu.uuid.clone(), wait);
             } else {
                 next.awaited.insert(gpu.uuid.clone(), lists);
             }
         }
+        next.deadline = deadlines.into_iter().min();
         (next != *self).then_some(next)
     }
 
@@ -196,7 +219,7 @@ impl Doors {
                 return Health::Unhealthy { reason: UnhealthyReason::Gone, since };
             }
             // Unhealthy for new claims only: the claims that have it keep it.
-            let leaves = self.gpus.get(&device.gpu.uuid).copied().flatten();
+            let leaves = self.wait_of(&device.gpu.uuid).map(|wait| wait.since);
             if let Some(since) = leaves.or_else(|| shares.changing_since(&device.gpu.uuid)) {
                 return Health::Unhealthy { reason: UnhealthyReason::Withdrawn, since };
             }

@@ -69,6 +69,15 @@ pub enum Event {
     },
     /// All claims that our DRA plugin has prepared or is about to prepare.
     Prepared(Vec<PreparedClaim>),
+    /// The devices that the API server's slices of this node offer to new claims, by name.
+    SlicesStored(BTreeSet<String>),
+    /// The answer of the API server about GPUs that are to change ([`super::NodeState::awaiting_allocations`]).
+    Allocations {
+        /// The GPUs about which it was asked.
+        gpus: BTreeSet<GpuUuid>,
+        /// The devices of this node's pool that claims have allocated, by the claim's `namespace/name`.
+        claims: BTreeMap<String, BTreeSet<String>>,
+    },
     /// The identity of this boot and of this load of the driver. It comes before the first scan, and before each scan
     /// by another agent.
     Identified(NodeIdentity),

@@ -10,6 +10,7 @@ use alloc::collections::{BTreeMap, BTreeSet};
 
 use super::ResourceName;
 use super::admissions::Admissions;
+use super::allocations::Allocations;
 use super::availability::Held;
 use super::device::{Device, Timestamp};
 use super::holdings::{ClaimedDevice, ContainerHoldings, ContainerName, Holdings, ResourceDevice};
@@ -42,6 +43,8 @@ pub struct Ledger {
     answered: Option<Timestamp>,
     /// The GPUs that were free when these were given.
     pub(super) admissions: Admissions,
+    /// The API server's facts about claims that are not prepared.
+    pub(super) allocations: Allocations,
 }
 
 /// The time that containers are shown as holders after the kubelet's last answer: longer than a kubelet takes to
@@ -203,18 +206,28 @@ impl Ledger {
         self.devices().find(|(_, id)| gpu_behind(topology, id).as_deref() == Some(gpu.as_str()))
     }
 
-    /// Returns true if a claim has this GPU or a part of it.
+    /// Returns true if a claim has this GPU or a part of it, prepared or running.
     pub(super) fn has_claim_on(&self, topology: &NodeTopology, gpu: &GpuUuid) -> bool {
-        let is_listed = self.claimed_on(topology, gpu).next().is_some();
-        is_listed || self.prepared.values().any(|prepared| prepared.gpus.contains(gpu))
+        self.claimed_on(topology, gpu).next().is_some() || self.has_prepared_on(gpu)
     }
 
-    /// The claims that have this GPU or a part of it, as `namespace/name`, from the kubelet's list and from our DRA
-    /// plugin.
+    /// Returns true if our DRA plugin has prepared any claim, or is about to.
+    pub(super) fn has_prepared(&self) -> bool {
+        !self.prepared.is_empty()
+    }
+
+    /// Returns true if our DRA plugin has prepared a claim with this GPU, or is about to.
+    pub(super) fn has_prepared_on(&self, gpu: &GpuUuid) -> bool {
+        self.prepared.values().any(|prepared| prepared.gpus.contains(gpu))
+    }
+
+    /// The claims that have this GPU or a part of it, as `namespace/name`: from the kubelet's list, from our DRA plugin,
+    /// and by their allocation.
     pub fn claims_on(&self, topology: &NodeTopology, gpu: &GpuUuid) -> BTreeSet<String> {
         let listed = self.claimed_on(topology, gpu).map(|claimed| claimed.claim.clone());
         let prepared = self.prepared.values().filter(|prepared| prepared.gpus.contains(gpu));
-        listed.chain(prepared.map(|prepared| prepared.claim.to_string())).collect()
+        let prepared = prepared.map(|prepared| prepared.claim.to_string());
+        listed.chain(prepared).chain(self.allocations.of(gpu).cloned()).collect()
     }
 
     /// Returns true if a claim has a device of the pool: a GPU, or one MIG device of it.
@@ -389,6 +402,11 @@ fn claimed_hardware<'a>(topology: &'a NodeTopology, claimed: &'a ClaimedDevice) 
         return known;
     }
     named_hardware(topology, &claimed.device).into_iter().collect()
+}
+
+/// The place of the GPU behind the name of a device of DRA.
+pub(super) fn place_of_device(topology: &NodeTopology, name: &str) -> Option<usize> {
+    named_hardware(topology, name).map(|(place, _)| place)
 }
 
 fn named_hardware<'a>(topology: &'a NodeTopology, name: &str) -> Option<(usize, Part<'a>)> {

@@ -10,6 +10,7 @@
 //! [`crate::allocation`] decides which set of GPUs is best.
 
 mod admissions;
+mod allocations;
 mod apply;
 mod availability;
 mod device;
@@ -38,12 +39,13 @@ mod record;
 mod resource_name;
 mod resources;
 mod shares;
+mod wait;
 mod xid;
 mod xid_log;
 
 pub use availability::Availability;
 pub use device::{Device, Health, Timestamp};
-pub use door::{DRA_GRACE, Door};
+pub use door::{DRA_GRACE, DRA_OFF_GRACE, Door, DraWait};
 pub use event::{Effect, Event};
 pub use gpu_shares::{GpuShares, GpuSharing};
 pub use hardware::{DriverVersions, Hardware};

@@ -7,7 +7,7 @@ use core::time::Duration;
 
 use super::availability::{self, Availability, Held};
 use super::device::{Device, Health, Timestamp};
-use super::door::Door;
+use super::door::{Door, DraWait};
 use super::gpu_shares::GpuSharing;
 use super::hardware::Hardware;
 use super::ledger::Ledger;
@@ -18,6 +18,7 @@ use super::opening::Opening;
 use super::reason::UnhealthyReason;
 use super::record::HealthRecord;
 use super::resource_name::ResourceName;
+use super::wait::Wait;
 use super::xid::XidPolicy;
 use crate::allocation::{
     AllocationReport, AllocationRequest, AllocationTables, DeviceId, GpuSet, PreferredAllocation, preferred_allocation,
@@ -95,6 +96,14 @@ impl NodeState {
         self
     }
 
+    /// Lets GPUs that leave DRA, or are to be shared otherwise, wait for the API server's answers:
+    /// [`Event::SlicesStored`](super::Event::SlicesStored) and [`Event::Allocations`](super::Event::Allocations).
+    #[must_use]
+    pub fn asking_for_allocations(mut self) -> Self {
+        Arc::make_mut(&mut self.ledger).allocations.are_read = true;
+        self
+    }
+
     /// Takes the graph and the tables of `other`. The next scan makes them again only if the graph differs.
     #[must_use]
     pub fn with_tables_of(mut self, other: &Self) -> Self {
@@ -164,6 +173,38 @@ impl NodeState {
         let gpus = self.offers.doors.gpus().into_iter().filter(leaves);
         let claims = |gpu: GpuUuid| (self.ledger.claims_on(self.topology(), &gpu), gpu);
         gpus.map(claims).map(|(claims, gpu)| (gpu, claims)).collect()
+    }
+
+    /// The GPUs of DRA that are to change, each with the reason why it has not.
+    pub fn dra_waits(&self) -> BTreeMap<GpuUuid, DraWait> {
+        let why = |(gpu, wait): (GpuUuid, Wait)| {
+            let claims = self.ledger.claims_on(self.topology(), &gpu);
+            let why = match wait.until {
+                _ if !claims.is_empty() => DraWait::Held(claims),
+                None => DraWait::Slices,
+                Some(until) if !wait.is_over() => DraWait::Claims(until),
+                Some(_) if !self.ledger.is_known() => DraWait::Holders,
+                Some(_) => DraWait::ApiServer,
+            };
+            (gpu, why)
+        };
+        self.offers.waits().map(why).collect()
+    }
+
+    /// The devices that the API server's slices offer to new claims, by name, as far as this state knows.
+    pub fn offered_by_slices(&self) -> Option<&BTreeSet<String>> {
+        self.ledger.allocations.offered.as_ref()
+    }
+
+    /// The GPUs about which the API server is to be asked now: which claims have them allocated. No further allocation
+    /// comes, and no claim holds them.
+    pub fn awaiting_allocations(&self) -> BTreeSet<GpuUuid> {
+        let waits = self.offers.waits().filter(|(gpu, wait)| {
+            wait.is_over()
+                && !self.ledger.has_claim_on(self.topology(), gpu)
+                && !self.ledger.allocations.has_no_claim_on(gpu)
+        });
+        waits.map(|(gpu, _)| gpu).collect()
     }
 
     /// Returns true if the next two lists of holders may let a GPU go to DRA. A GPU that a pod has through the device

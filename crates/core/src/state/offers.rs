@@ -25,6 +25,7 @@ use super::problem::PlanProblem;
 use super::reason::UnhealthyReason;
 use super::resources::Resources;
 use super::shares::Shares;
+use super::wait::Wait;
 use crate::allocation::{AllocationPolicy, DeviceId, Units};
 use crate::topology::{Gpu, GpuUuid, NodeTopology};
 
@@ -201,6 +202,16 @@ impl Offers {
         self.doors.deadline.into_iter().chain(self.shares.deadline).min()
     }
 
+    /// The wait of a GPU that leaves DRA, or is to be shared otherwise.
+    pub(super) fn wait_of(&self, gpu: &GpuUuid) -> Option<Wait> {
+        self.doors.wait_of(gpu).or_else(|| self.shares.wait_of(gpu))
+    }
+
+    /// The GPUs of DRA that are to change, each with its wait.
+    pub(super) fn waits(&self) -> impl Iterator<Item = (GpuUuid, Wait)> {
+        self.doors.gpus().into_iter().filter_map(|gpu| self.wait_of(&gpu).map(|wait| (gpu, wait)))
+    }
+
     /// Changes doors as plan, ledger and time allow, and shares the GPUs of DRA. Returns the effects to report; `None`
     /// if nothing changed and the resources can stay.
     pub(super) fn turn_doors(
@@ -213,11 +224,12 @@ impl Offers {
         let ids = self.resources.values().flat_map(|resource| resource.devices.keys().chain(resource.orphans.keys()));
         let behind = |id| gpu_behind(hardware.topology(), id)?.parse().ok();
         // Only if it matters: most nodes do not use DRA.
-        let listed = if self.plan.dra == DraGpus::None { BTreeSet::new() } else { ids.filter_map(behind).collect() };
+        let has_dra = self.plan.dra != DraGpus::None || ledger.has_prepared();
+        let listed = if has_dra { ids.filter_map(behind).collect() } else { BTreeSet::new() };
         let facts = Facts { plan: &self.plan, hardware, ledger, listed, is_new_list };
         let doors = self.doors.next(&facts, now);
         let gpus = doors.as_ref().unwrap_or(&self.doors).gpus();
-        let shares = self.shares.next(gpus.iter(), &self.plan, hardware.topology(), ledger, now);
+        let shares = self.shares.next(gpus.iter(), &self.plan, hardware.topology(), ledger, (self.doors.grace, now));
         if doors.is_none() && shares.is_none() {
             return None;
         }
@@ -289,7 +301,7 @@ impl Offers {
     pub(super) fn make(&mut self, hardware: &Hardware, ledger: &Ledger, now: Timestamp) -> Vec<Effect> {
         let topology = hardware.topology();
         let doors = &self.doors;
-        let is_dra = |gpu: &Gpu| doors.has(&gpu.uuid);
+        let is_dra = |gpu: &Gpu| doors.has(&gpu.uuid) || doors.awaits(&gpu.uuid);
         let mut made = Resources::make(topology, &self.wanted, self.numa_hints, is_dra);
         if self.wanted == self.plan || made.withheld.is_empty() {
             self.plan = Arc::clone(&self.wanted);

@@ -2,18 +2,19 @@
 //!
 //! A part of [`super::offers`], beside [`super::doors`]. A GPU keeps its form while claims may have it: the scheduler
 //! counts a device for one claim and a device for several in ways that do not fit each other. When the plan changes,
-//! the GPU takes no new claim. It gets its new form when no claim holds it and a grace period has passed.
+//! the GPU takes no new claim. It gets its new form when no claim holds it and none can be on its way
+//! ([`super::wait`]).
 
 use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
 
 use super::device::Timestamp;
-use super::door::DRA_GRACE;
 use super::gpu_shares::{GpuShares, GpuSharing};
 use super::ledger::Ledger;
 use super::plan::{MigStrategy, ResourcePlan, SharedDevices, SharedResource, SharingKind};
 use super::problem::PlanProblem;
 use super::resource_name::ResourceName;
+use super::wait::Wait;
 use crate::topology::{Gpu, GpuUuid, NodeTopology, PciAddress};
 
 /// The sharing of the GPUs of DRA.
@@ -28,8 +29,8 @@ pub(super) struct Shares {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Form {
     now: Option<GpuShares>,
-    /// The other form that is wanted, and the time since which it is.
-    next: Option<(Option<GpuShares>, Timestamp)>,
+    /// The other form that is wanted, and the wait for it.
+    next: Option<(Option<GpuShares>, Wait)>,
 }
 
 impl Shares {
@@ -43,7 +44,12 @@ impl Shares {
 
     /// The time since which a GPU takes no new claim because its form is to change.
     pub fn changing_since(&self, gpu: &GpuUuid) -> Option<Timestamp> {
-        self.gpus.get(gpu)?.next.map(|(_, since)| since)
+        self.wait_of(gpu).map(|wait| wait.since)
+    }
+
+    /// The wait of a GPU whose form is to change.
+    pub fn wait_of(&self, gpu: &GpuUuid) -> Option<Wait> {
+        self.gpus.get(gpu)?.next.map(|(_, wait)| wait)
     }
 
     /// Returns true if a new list of holders could let a GPU change.
@@ -71,7 +77,7 @@ impl Shares {
         plan: &ResourcePlan,
         topology: &NodeTopology,
         ledger: &Ledger,
-        now: Timestamp,
+        (grace, now): (Timestamp, Timestamp),
     ) -> Option<Self> {
         let (wanted, _) = wanted(topology, plan);
         let is_of_dra = |gpu: &GpuUuid| {
@@ -86,17 +92,13 @@ impl Shares {
                 // A GPU that is gone, or leaves DRA, keeps its form.
                 Some(form) if form.now == wants || !is_of_dra(gpu) => Form { next: None, ..*form },
                 Some(form) => {
-                    // A clock that goes back costs another grace period.
-                    let since = form.next.map_or(now, |(_, since)| since.min(now));
-                    let end = since.saturating_add(DRA_GRACE);
-                    let is_unheld = ledger.is_known() && !ledger.has_claim_on(topology, gpu);
-                    if now < end {
-                        deadlines.push(end);
-                    }
-                    if now >= end && is_unheld {
+                    let before = form.next.map(|(_, wait)| wait);
+                    let wait = Wait::next(before, (topology, gpu), ledger, grace, now);
+                    deadlines.extend(wait.deadline());
+                    if wait.ends((topology, gpu), ledger) {
                         Form { now: wants, next: None }
                     } else {
-                        Form { now: form.now, next: Some((wants, since)) }
+                        Form { now: form.now, next: Some((wants, wait)) }
                     }
                 }
             };

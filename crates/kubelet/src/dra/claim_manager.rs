@@ -39,6 +39,9 @@ use linkwise_system::files;
 /// The longest time that the node's state may take to enter a claim: it never waits for a disk or for NVML.
 const LEDGER_TIMEOUT: Duration = Duration::from_secs(5);
 
+/// The longest time that a GPU may take to come back to DRA: three lists of the kubelet, which come within 4 s.
+const TAKE_BACK_TIMEOUT: Duration = Duration::from_secs(15);
+
 /// The right to work on one claim, until its last clone is dropped: also while a disk has it.
 type Turn = Arc<OwnedMutexGuard<()>>;
 
@@ -301,26 +304,30 @@ impl ClaimManager {
         Ok((carried_out?, false))
     }
 
-    /// Waits until the node's ledger has a claim that [`Self::reserve`] entered: from then on its GPUs stay with DRA.
-    /// Fails where one of the GPUs left DRA before.
+    /// Waits until the node's ledger has a claim that [`Self::reserve`] entered, and DRA has its GPUs: from then on they
+    /// stay there. A GPU that left DRA before comes back, unless a pod has it.
     async fn confirm(&self, checkpoint: &Checkpoint) -> Result<(), PrepareError> {
-        if !self.settings.has_ledger {
-            return Ok(());
-        }
-        let (ours, mut snapshot) = (checkpoint.for_ledger(), self.snapshot.clone());
-        let known = snapshot.wait_for(|state| state.ledger().prepared(&checkpoint.claim.uid) == Some(&ours));
-        let state = match timeout(LEDGER_TIMEOUT, known).await {
-            Ok(Ok(state)) => Arc::clone(&state),
-            Ok(Err(_)) | Err(_) => return Err(PrepareError::NoLedger),
-        };
-        for device in &checkpoint.prepared.devices {
-            let door = state.door(&device.gpu);
-            if !door.is_some_and(state::Door::is_dra) {
-                let why = DeviceRefusal::NotDra(door);
-                return Err(ClaimError::of_device(&device.device, &device.gpu, why).into());
+        let devices = &checkpoint.prepared.devices;
+        let is_dra = |state: &NodeState, gpu| state.door(gpu).is_some_and(state::Door::is_dra);
+        let holder = |state: &NodeState, gpu| state.ledger().holder_beside(state.topology(), gpu, &self.settings.pool);
+        if self.settings.has_ledger {
+            let (ours, mut snapshot) = (checkpoint.for_ledger(), self.snapshot.clone());
+            let known = snapshot.wait_for(|state| state.ledger().prepared(&checkpoint.claim.uid) == Some(&ours));
+            if !matches!(timeout(LEDGER_TIMEOUT, known).await, Ok(Ok(_))) {
+                return Err(PrepareError::NoLedger);
             }
+            let settled = snapshot.wait_for(|state| {
+                let mut missing = devices.iter().filter(|device| !is_dra(state, &device.gpu));
+                missing.all(|device| device.admin || holder(state, &device.gpu).is_some())
+            });
+            // An error means that the time is over, or the node is ending.
+            let _ = timeout(TAKE_BACK_TIMEOUT, settled).await;
         }
-        Ok(())
+        let state = Arc::clone(&self.snapshot.borrow());
+        let Some(device) = devices.iter().find(|device| !is_dra(&state, &device.gpu)) else { return Ok(()) };
+        let why = DeviceRefusal::NotDra(state.door(&device.gpu));
+        let why = holder(&state, &device.gpu).map_or(why, DeviceRefusal::Held);
+        Err(ClaimError::of_device(&device.device, &device.gpu, why).into())
     }
 
     /// Reads the claim, plans it, and enters it as prepared. The devices of claims that are gone are taken from them

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::readiness::{Part, PartState, Readiness};
 use linkwise_core::publish::placement::{Allocation, Outlook, Placements};
-use linkwise_core::state::{Availability, Door, NodeState, Resource};
+use linkwise_core::state::{Availability, Door, DraWait, NodeState, Resource};
 
 /// A word of a closed list, or of another version.
 type Word = Cow<'static, str>;
@@ -41,6 +41,7 @@ pub struct State {
 impl State {
     /// The state of a snapshot and its placements.
     pub fn of(snapshot: &NodeState, placements: &Placements, readiness: &Readiness, driver_released: bool) -> Self {
+        let waits = snapshot.dra_waits();
         let gpus: Vec<GpuState> = snapshot
             .gpus()
             .into_iter()
@@ -50,6 +51,8 @@ impl State {
                 pci: status.gpu.pci.to_string(),
                 model: status.gpu.model.clone(),
                 door: snapshot.door(&status.gpu.uuid).filter(|_| snapshot.has_dra()).map(Door::label).map(Into::into),
+                waits_for: waits.get(&status.gpu.uuid).map(ToString::to_string),
+                waits_until: waits.get(&status.gpu.uuid).and_then(DraWait::until).map(|until| until.as_secs()),
                 healthy: status.is_healthy,
                 availability: status.availability,
                 reasons: status
@@ -119,6 +122,12 @@ pub struct GpuState {
     /// The API through which the GPU is offered, on a node with DRA: `plugin`, `to-dra`, `dra`, `from-dra`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub door: Option<Word>,
+    /// The reason why a GPU that leaves DRA, or is to be shared otherwise, has not changed yet.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub waits_for: Option<String>,
+    /// The end of that wait at the latest, in seconds since 1970, if the time is known.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub waits_until: Option<u64>,
     /// Set if the GPU may be allocated.
     pub healthy: bool,
     /// The availability of the GPU now: `held`, `free`, `mig`, `unhealthy`, `unknown`.

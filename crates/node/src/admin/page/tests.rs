@@ -47,6 +47,8 @@ fn view(pods: [&str; 2], reason: &str) -> View {
         pci: gpu.pci.to_string(),
         model: gpu.model.clone(),
         door: None,
+        waits_for: None,
+        waits_until: None,
         healthy: at != 5,
         availability: match at {
             0..=3 => Availability::Held,
