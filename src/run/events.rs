@@ -56,7 +56,8 @@ async fn follow(
         files.wait_for(|writes| *writes).await.context("the node's state is gone")?;
         let state = Arc::clone(&snapshot.borrow_and_update());
         // On a machine of 64 GPUs this takes milliseconds.
-        let made = spawn_blocking(move || PodEvent::of(&Placements::of(&state), below)).await;
+        let made =
+            spawn_blocking(move || PodEvent::of(&Placements::of(&state), state.ledger().by_container(), below)).await;
         let made = made.context("making events panicked")?;
         send_if_new(&due, Arc::new(made));
         sleep(BETWEEN).await;

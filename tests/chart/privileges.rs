@@ -134,7 +134,7 @@ fn rights_are_those_that_the_programs_need() {
         (&["config.name=external", "gfd.enabled=true"], vec![&nodes], vec![&features, &pods]),
         (&["gfd.enabled=true"], vec![], vec![&features, &pods]),
         (&["dra.enabled=true"], dra.iter().collect(), vec![]),
-        (&["events.enabled=true"], vec![&events, &pods], vec![]),
+        (&["events.enabled=true"], vec![&events], vec![]),
     ] {
         let objects = helm.objects(values);
         for (kind, expected) in [("ClusterRole", cluster), ("Role", namespaced)] {

@@ -202,16 +202,11 @@ async fn missing_right_to_write_events_is_named() {
     assert_eq!(findings(&cluster, folder.path(), "events", "none").await, []);
     assert_eq!(cluster.count("POST", "selfsubjectaccessreviews"), 0);
     assert_eq!(found().await, [("ok".to_owned(), "linkwise may write events about pods -> ".to_owned())]);
-    for (rights, words) in [
-        (&[("create", "events")][..], "no right to create events: no pod"),
-        (&[("get", "pods")], "no right to get pods: no pod"),
-        (&[("create", "events"), ("get", "pods")], "no right to create events and to get pods: no pod"),
-    ] {
-        cluster.server.forbid(rights);
-        let found = found().await;
-        let [(warning, what)] = found.as_slice() else { panic!("{found:?}") };
-        assert!(warning == "warning" && what.contains(words) && what.contains("overlays/events"), "{what}");
-    }
+    cluster.server.forbid(&[("create", "events")]);
+    let missing = found().await;
+    let [(warning, what)] = missing.as_slice() else { panic!("{missing:?}") };
+    let words = "no right to create events: no pod";
+    assert!(warning == "warning" && what.contains(words) && what.contains("overlays/events"), "{what}");
     cluster.server.fail(Fault::of("POST", "selfsubjectaccessreviews", 1, Answer::Refusal(500, "broken", None)));
     let skipped = found().await;
     assert!(skipped[0].0 == "skipped" && skipped[0].1.contains("kubectl auth can-i create events"), "{skipped:?}");

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use linkwise_api_server_box::{Answer, Fault, Key, ResourceType};
+use linkwise_api_server_box::{Answer, Fault, ResourceType};
 use linkwise_cluster::{EventWriter, Pace};
 use linkwise_core::publish::PodEvent;
 use linkwise_kubelet_box::{Place, Pod};
@@ -33,19 +33,24 @@ async fn writing() -> Writing {
 
 fn event(pod: &str) -> PodEvent {
     let (namespace, pod) = pod.split_once('/').unwrap();
-    let (namespace, pod) = (namespace.to_owned(), pod.to_owned());
-    PodEvent { namespace, pod, reason: PodEvent::SLOW_GPUS, note: "far from the best".to_owned() }
+    let (namespace, pod, uid) = (namespace.to_owned(), pod.to_owned(), Some(format!("uid-of-{pod}")));
+    PodEvent { namespace, pod, uid, claim: None, reason: PodEvent::SLOW_GPUS, note: "far from the best".to_owned() }
 }
 
-fn pod(name: &str) -> Key {
-    let (namespace, name) = name.split_once('/').unwrap();
-    ResourceType::PODS.key(Some(namespace), name)
+/// An event about a pod that has a claim only, which has its name.
+fn by_claim(pod: &str) -> PodEvent {
+    PodEvent { uid: None, claim: Some(pod.to_owned()), ..event(pod) }
 }
 
 impl Writing {
-    /// Puts a pod on a node.
-    fn runs(&self, name: &str, node: &str) {
-        self.cluster.server.put("kubelet", &pod(name), json!({"spec": {"nodeName": node}}));
+    /// Reserves a claim for a pod of a name.
+    fn reserve(&self, claim: &str, pod: &str) {
+        let (namespace, name) = claim.split_once('/').unwrap();
+        let key = ResourceType::RESOURCE_CLAIMS.key(Some(namespace), name);
+        let users = json!([{"resource": "pods", "name": "another", "uid": "x"},
+                           {"resource": "pods", "name": pod, "uid": "uid-by-claim"}]);
+        let spec = json!({"devices": {"requests": []}});
+        self.cluster.server.put("kube-scheduler", &key, json!({"spec": spec, "status": {"reservedFor": users}}));
     }
 
     /// Says for which pods events are due.
@@ -89,17 +94,15 @@ fn about(event: &Value) -> String {
 #[tokio::test]
 async fn pod_gets_one_event_by_its_uid() {
     let writing = writing().await;
-    writing.runs("a/train-0", "n");
     writing.due(&["a/train-0"]);
     writing.tells(&["a/train-0"]).await;
-    let uid = writing.cluster.server.object(&pod("a/train-0")).unwrap()["metadata"]["uid"].clone();
+    let uid = json!("uid-of-train-0");
     let [event] = writing.events().try_into().unwrap();
     assert_eq!(event["metadata"]["name"], format!("train-0.{}", uid.as_str().unwrap()));
     assert_eq!((&event["metadata"]["namespace"], &event["regarding"]["uid"]), (&json!("a"), &uid));
     assert_eq!((&event["type"], &event["reason"]), (&json!("Warning"), &json!("SlowGPUPlacement")));
     assert_eq!((&event["note"], &event["reportingInstance"]), (&json!("far from the best"), &json!("n")));
     // The same list again, and a second pod to see that it was looked at.
-    writing.runs("a/train-1", "n");
     writing.due(&["a/train-0", "a/train-1"]);
     writing.tells(&["a/train-0", "a/train-1"]).await;
     assert_eq!(writing.cluster.count("POST", "/events"), 2);
@@ -114,32 +117,34 @@ async fn pod_gets_one_event_by_its_uid() {
 }
 
 #[tokio::test]
-async fn pods_that_are_gone_or_elsewhere_get_none() {
+async fn pod_with_a_claim_gets_its_uid_from_there() {
     let writing = writing().await;
-    writing.runs("a/elsewhere", "m");
-    writing.runs("a/here", "n");
-    writing.due(&["a/elsewhere", "a/gone", "a/../secrets/x", "a/here"]);
-    writing.tells(&["a/here"]).await;
-    assert_eq!(writing.cluster.count("POST", "/events"), 1);
-    assert_eq!(writing.cluster.count("", "secrets"), 0);
-    assert_eq!(writing.cluster.count("GET", "/pods/gone"), 1, "what is not there is not asked for again");
+    writing.reserve("a/train-0", "train-0");
+    // The claim is another pod's by now, or gone; names that are none would be asked for for ever.
+    writing.reserve("a/train-1", "later");
+    let others = ["a/train-1", "a/train-2", "a/../secrets/x"].map(by_claim);
+    writing.due.send_replace(Arc::new(others.into_iter().chain([by_claim("a/train-0")]).collect()));
+    writing.tells(&["a/train-0"]).await;
+    assert_eq!(writing.events()[0]["regarding"]["uid"], "uid-by-claim");
+    let asked = |of: &str| writing.cluster.count("GET", of);
+    assert_eq!((asked("/resourceclaims/train-2"), asked("secrets"), asked("/pods")), (1, 0, 0));
+    // Without DRA's rights such a pod gets none, and holds up no other.
+    writing.cluster.server.forbid(&[("get", "resourceclaims")]);
+    writing.due.send_replace(Arc::new(vec![by_claim("b/p"), event("b/q")]));
+    writing.tells(&["a/train-0", "b/q"]).await;
     writing.running.end().await;
 }
 
 #[tokio::test]
 async fn missing_right_is_waited_for() {
-    for right in [("create", "events"), ("get", "pods")] {
-        let writing = writing().await;
-        writing.cluster.server.forbid(&[right]);
-        writing.runs("a/p", "n");
-        writing.due(&["a/p"]);
-        let (verb, object) = right;
-        until(|| writing.cluster.metrics.requests(object, verb, "forbidden") > 2).await;
-        assert_eq!(writing.told(), [""; 0]);
-        writing.cluster.server.forbid(&[]);
-        writing.tells(&["a/p"]).await;
-        writing.running.end().await;
-    }
+    let writing = writing().await;
+    writing.cluster.server.forbid(&[("create", "events")]);
+    writing.due(&["a/p"]);
+    until(|| writing.outcomes("forbidden") > 2).await;
+    assert_eq!(writing.told(), [""; 0]);
+    writing.cluster.server.forbid(&[]);
+    writing.tells(&["a/p"]).await;
+    writing.running.end().await;
 }
 
 #[tokio::test]
@@ -148,9 +153,6 @@ async fn refused_namespace_holds_up_no_other() {
     let why = "unable to create new content in namespace ends because it is being terminated";
     let refusal = Answer::Refusal(403, why, None);
     writing.cluster.server.fail(Fault::of("POST", "/namespaces/ends/", usize::MAX, refusal));
-    for name in ["a/p", "ends/p", "ends/q", "z/p"] {
-        writing.runs(name, "n");
-    }
     writing.due(&["ends/p", "ends/q", "a/p", "z/p"]);
     writing.tells(&["a/p", "z/p"]).await;
     writing.running.end().await;
@@ -159,15 +161,13 @@ async fn refused_namespace_holds_up_no_other() {
 #[tokio::test]
 async fn server_that_was_away_gets_what_still_holds() {
     let mut writing = writing().await;
-    writing.runs("a/ends", "n");
-    writing.runs("a/stays", "n");
     writing.cluster.server.go_away().await;
     writing.due(&["a/ends", "a/stays"]);
-    until(|| writing.cluster.metrics.requests("pods", "get", "unreachable") > 1).await;
+    until(|| writing.outcomes("unreachable") > 1).await;
     writing.due(&["a/stays"]);
     // Whatever was being tried before is over.
-    let failed = writing.cluster.metrics.requests("pods", "get", "unreachable");
-    until(|| writing.cluster.metrics.requests("pods", "get", "unreachable") > failed + 1).await;
+    let failed = writing.outcomes("unreachable");
+    until(|| writing.outcomes("unreachable") > failed + 1).await;
     writing.cluster.server.come_back().await;
     writing.tells(&["a/stays"]).await;
     writing.running.end().await;
@@ -179,7 +179,6 @@ async fn slow_server_costs_a_deadline_and_no_event() {
     writing.cluster.server.fail(Fault::of("POST", "/events", 1, Answer::Silence));
     // This one is carried out: the second attempt finds the event.
     writing.cluster.server.fail(Fault::of("POST", "/events", 1, Answer::Lost));
-    writing.runs("a/p", "n");
     writing.due(&["a/p"]);
     until(|| writing.outcomes("conflict") == 1).await;
     assert_eq!((writing.outcomes("timeout"), writing.told()), (2, vec!["a/p".to_owned()]));
@@ -191,9 +190,6 @@ async fn node_writes_ten_events_in_a_row() {
     let writing = writing().await;
     let names: Vec<String> = (10..25).map(|number| format!("a/p{number}")).collect();
     let names: Vec<&str> = names.iter().map(String::as_str).collect();
-    for name in &names {
-        writing.runs(name, "n");
-    }
     writing.due(&names);
     writing.tells(&names[..10]).await;
     // Another writer's ten would leave time for more, were they allowed.
@@ -209,16 +205,26 @@ async fn node_writes_ten_events_in_a_row() {
 
 const GPU: &str = "nvidia.com/gpu";
 
-/// The API server has a pod of the node.
-fn is_known(node: &Node, name: &str) {
-    node.cluster.server.put("kubelet", &pod(&format!("default/{name}")), json!({"spec": {"nodeName": "n"}}));
+/// The kubelet's checkpoint has these pods, with the numbers of their GPUs of a DGX-1.
+fn checkpoint(node: &Node, pods: &[(&str, &[u8])]) {
+    let entry = |(pod, gpus): &(&str, &[u8])| {
+        let ids: Vec<String> = gpus.iter().map(|gpu| id(*gpu)).collect();
+        json!({"PodUID": format!("uid-of-{pod}"), "ContainerName": "main", "ResourceName": GPU,
+               "DeviceIDs": {"0": ids}, "AllocResp": ""})
+    };
+    let entries: Vec<Value> = pods.iter().map(entry).collect();
+    let text = json!({"Data": {"PodDeviceEntries": entries, "RegisteredDevices": {}}, "Checksum": 1}).to_string();
+    std::fs::write(node.at("k/kubelet_internal_checkpoint"), text).unwrap();
 }
 
-/// A pod that holds these GPUs of a DGX-1, by their numbers.
+fn id(gpu: u8) -> String {
+    format!("GPU-00000001-0000-4000-8000-00000000000{gpu}")
+}
+
+/// A pod that holds these GPUs.
 fn holds(node: &Node, name: &str, gpus: &[u8]) {
     let place = Place { pod: name.to_owned(), container: "main".to_owned(), resource: GPU.to_owned() };
-    node.kubelet.hold(place, gpus.iter().map(|gpu| format!("GPU-00000001-0000-4000-8000-00000000000{gpu}")));
-    is_known(node, name);
+    node.kubelet.hold(place, gpus.iter().map(|gpu| id(*gpu)));
 }
 
 #[tokio::test]
@@ -228,15 +234,17 @@ async fn node_tells_the_pod_whose_gpus_have_no_nvlink() {
     // One pair with two NVLinks, and one with none.
     holds(&node, "good", &[0, 3]);
     holds(&node, "poor", &[1, 6]);
+    checkpoint(&node, &[("good", &[0, 3]), ("poor", &[1, 6])]);
     let mut running = node.program().env("LINKWISE_EVENTS", "true").spawn().unwrap();
     let events = ResourceType::EVENTS;
     within(node.cluster.server.wait_for_objects(&events, |events| !events.is_empty())).await;
     let [event] = node.cluster.server.objects(&events).try_into().unwrap();
     assert_eq!((about(&event).as_str(), &event["reportingInstance"]), ("default/poor", &json!("n")));
+    assert_eq!(event["regarding"]["uid"], "uid-of-poor");
     let note = event["note"].as_str().unwrap();
     let measured = "The 2 GPUs of container main reach 10.0 GB/s together, and 2 GPUs of this node can reach 40.0.";
     assert!(note.starts_with(measured), "{note}");
-    assert_eq!(node.cluster.count("GET", "/pods/"), 1, "nothing is asked about pods that have what they could have");
+    assert_eq!(node.cluster.count("GET", "/pods"), 0, "no pod is read");
     assert_eq!(node.healthy(GPU).len(), 8);
     running.kill().await.unwrap();
 }
@@ -249,10 +257,10 @@ async fn node_tells_why_the_better_gpus_were_not_given() {
     for gpu in [0, 2, 3, 4, 5, 7] {
         holds(&node, &format!("other-{gpu}"), &[gpu]);
     }
-    is_known(&node, "late");
     let mut running = node.program().env("LINKWISE_EVENTS", "true").spawn().unwrap();
     until(|| node.healthy(GPU).len() == 8).await;
     node.kubelet.admit(&Pod::single("late", GPU, 2), None).await.unwrap();
+    checkpoint(&node, &[("late", &[1, 6])]);
     let events = ResourceType::EVENTS;
     within(node.cluster.server.wait_for_objects(&events, |events| !events.is_empty())).await;
     let [event] = node.cluster.server.objects(&events).try_into().unwrap();

@@ -2,7 +2,8 @@
 //!
 //! The writer follows a list of the events that are due now, and is their only writer. There is no queue: a pod that
 //! has ended is no longer on the list, so that an API server that was away gets only events that still hold. An event's
-//! name is made of its pod's name and UID, so that the writer finds an event that an earlier process wrote.
+//! name is made of its pod's name and UID, so that the writer finds an event that an earlier process wrote. No pod is
+//! read for its UID: the kubelet's checkpoint has that of a pod of the device plugin, and a claim that of its pods.
 
 mod bucket;
 
@@ -27,7 +28,7 @@ use bucket::Bucket;
 
 /// The kinds, in metrics.
 const EVENTS: &str = "events";
-const PODS: &str = "pods";
+const CLAIMS: &str = "resourceclaims";
 
 /// The reporting controller, as `kubectl describe` shows it.
 const CONTROLLER: &str = "linkwise.dev/linkwise";
@@ -49,7 +50,7 @@ type Pod = (String, String);
 enum Outcome {
     /// The event is written.
     Written,
-    /// The event exists already, or its pod does not exist or is on another node.
+    /// The event exists already, or its pod cannot be named.
     Needless,
 }
 
@@ -67,8 +68,7 @@ pub struct EventWriter {
 
 impl EventWriter {
     /// The rights that the writer needs in all namespaces: verb, API group and resource.
-    pub const RIGHTS: [(&'static str, &'static str, &'static str); 2] =
-        [("create", "events.k8s.io", EVENTS), ("get", "", PODS)];
+    pub const RIGHTS: [(&'static str, &'static str, &'static str); 1] = [("create", "events.k8s.io", EVENTS)];
 
     /// Makes no request yet. `node` is the name of the node of these pods.
     pub fn new(server: ApiServer, node: String) -> Self {
@@ -139,21 +139,35 @@ impl EventWriter {
         }
     }
 
-    /// The UID of the event's pod, by which `kubectl describe` finds its events; `None` if this node has no such pod.
+    /// The UID of the event's pod, by which `kubectl describe` finds its events; `None` if nothing names it.
     async fn uid(&mut self, event: &PodEvent) -> Result<Option<String>, ApiError> {
+        let uid = match (&event.uid, event.claim.as_deref().and_then(|claim| claim.split_once('/'))) {
+            (Some(uid), _) => Some(uid.clone()),
+            (None, Some((namespace, name))) => self.uid_by_claim(namespace, name, &event.pod).await?,
+            (None, None) => None,
+        };
         // An invalid name would be tried again for ever.
-        if [&event.namespace, &event.pod].into_iter().any(|name| named(name).is_err()) {
+        let is_valid = |uid: &String| [&event.namespace, &event.pod, uid].into_iter().all(|name| named(name).is_ok());
+        Ok(uid.filter(is_valid))
+    }
+
+    /// The UID that a claim has of a pod that may use it. Without the right to read claims, that of DRA, it is unknown.
+    async fn uid_by_claim(&mut self, namespace: &str, name: &str, pod: &str) -> Result<Option<String>, ApiError> {
+        if [namespace, name].into_iter().any(|name| named(name).is_err()) {
             return Ok(None);
         }
-        let (namespace, name) = pod(event);
-        let resource = resource("", "v1", "Pod", PODS);
+        let resource = resource("resource.k8s.io", "v1", "ResourceClaim", CLAIMS);
+        let (namespace, claim) = (namespace.to_owned(), name.to_owned());
         let get = |client| async move {
-            Api::<DynamicObject>::namespaced_with(client, &namespace, &resource).get(&name).await
+            Api::<DynamicObject>::namespaced_with(client, &namespace, &resource).get(&claim).await
         };
-        match self.server.call(PODS, "get", get).await {
-            Ok(found) if found.data["spec"]["nodeName"] == *self.node => Ok(found.metadata.uid),
-            Ok(_) => Ok(None),
-            Err(error) if error.is_missing(PODS, &event.pod) => Ok(None),
+        match self.server.call(CLAIMS, "get", get).await {
+            Ok(found) => {
+                let users = found.data["status"]["reservedFor"].as_array().cloned().unwrap_or_default();
+                let ours = users.into_iter().find(|user| user["resource"] == "pods" && user["name"] == *pod);
+                Ok(ours.and_then(|user| user["uid"].as_str().map(str::to_owned)))
+            }
+            Err(error) if error.code() == Some(403) || error.is_missing(CLAIMS, name) => Ok(None),
             Err(error) => Err(error),
         }
     }
@@ -169,7 +183,7 @@ fn now() -> Value {
 
 /// The event as an object of the API.
 fn object(event: &PodEvent, uid: &str, node: &str, time: &Value) -> Value {
-    let PodEvent { namespace, pod, reason, note } = event;
+    let PodEvent { namespace, pod, reason, note, .. } = event;
     json!({
         "apiVersion": "events.k8s.io/v1",
         "kind": "Event",

@@ -6,6 +6,7 @@ use alloc::collections::BTreeMap;
 
 use super::placement::{Allocation, Placements, Shortfall};
 use crate::prelude::*;
+use crate::state::{ContainerHoldings, ContainerName, DRA_DRIVER};
 
 /// An event about a pod.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -14,6 +15,10 @@ pub struct PodEvent {
     pub namespace: String,
     /// The pod's name, as the kubelet gave it.
     pub pod: String,
+    /// The pod's UID, if the kubelet's checkpoint names it.
+    pub uid: Option<String>,
+    /// A claim of the pod, as `namespace/name`: the claim names the pods that may use it, with their UIDs.
+    pub claim: Option<String>,
     /// The reason, for programs.
     pub reason: &'static str,
     /// The finding and an order, for people.
@@ -25,8 +30,13 @@ impl PodEvent {
     pub const SLOW_GPUS: &'static str = "SlowGPUPlacement";
 
     /// Makes one event for each pod with a container whose collective is below this percentage of the machine's best,
-    /// in the order of their names. It is about the container that is farthest below.
-    pub fn of(placements: &Placements, below: u8) -> Vec<Self> {
+    /// in the order of their names. It is about the container that is farthest below. A pod whose UID nothing names yet
+    /// has none.
+    pub fn of(
+        placements: &Placements,
+        by_container: &BTreeMap<ContainerName, ContainerHoldings>,
+        below: u8,
+    ) -> Vec<Self> {
         let mut worst: BTreeMap<(&str, &str), Judged<'_>> = BTreeMap::new();
         for judged in placements.allocations.iter().filter_map(Judged::of).filter(|judged| judged.is_below(below)) {
             let holder = &judged.allocation.holder;
@@ -35,7 +45,8 @@ impl PodEvent {
                 *known = judged;
             }
         }
-        worst.into_values().map(Judged::event).collect()
+        let event = |judged: Judged<'_>| judged.event(by_container.get(&judged.allocation.holder)?);
+        worst.into_values().filter_map(event).collect()
     }
 }
 
@@ -63,7 +74,7 @@ impl<'a> Judged<'a> {
         u128::from(self.collective) * u128::from(other.best) < u128::from(other.collective) * u128::from(self.best)
     }
 
-    fn event(self) -> PodEvent {
+    fn event(self, holdings: &ContainerHoldings) -> Option<PodEvent> {
         let Allocation { holder, gpus, why, .. } = self.allocation;
         let (count, has, best) = (gpus.len(), gigabytes(self.collective), gigabytes(self.best));
         let mut note = format!(
@@ -76,7 +87,10 @@ impl<'a> Judged<'a> {
             note.push_str(sentence);
         }
         let (namespace, pod) = (holder.namespace.clone(), holder.pod.clone());
-        PodEvent { namespace, pod, reason: PodEvent::SLOW_GPUS, note }
+        let claims = holdings.claims.iter().filter(|claimed| claimed.driver == DRA_DRIVER);
+        let (uid, claim) = (holdings.pod_uid.clone(), claims.map(|claimed| claimed.claim.clone()).next());
+        let is_known = uid.is_some() || claim.is_some();
+        is_known.then_some(PodEvent { namespace, pod, uid, claim, reason: PodEvent::SLOW_GPUS, note })
     }
 }
 
@@ -113,7 +127,7 @@ fn sentences(why: &[Shortfall]) -> Vec<&'static str> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::state::{ContainerName, Door};
+    use crate::state::{ClaimedDevice, Door};
 
     /// A container `namespace/pod/container` with GPUs of these MB/s.
     fn allocation(holder: &str, collective: Option<u64>, best: Option<u64>, why: &[Shortfall]) -> Allocation {
@@ -133,14 +147,35 @@ mod tests {
     }
 
     fn events(allocations: Vec<Allocation>, below: u8) -> Vec<PodEvent> {
-        PodEvent::of(&Placements { allocations, ..Placements::default() }, below)
+        let holdings = ContainerHoldings { pod_uid: Some("uid".to_owned()), ..Default::default() };
+        let holders = allocations.iter().map(|it| (it.holder.clone(), holdings.clone())).collect();
+        PodEvent::of(&Placements { allocations, ..Placements::default() }, &holders, below)
+    }
+
+    #[test]
+    fn pod_without_uid_is_named_by_its_claim_or_waits() {
+        let allocations = vec![allocation("a/p/c", Some(1), Some(9), &[])];
+        let told = |holdings: ContainerHoldings| {
+            let holders = allocations.iter().map(|it| (it.holder.clone(), holdings.clone())).collect();
+            PodEvent::of(&Placements { allocations: allocations.clone(), ..Placements::default() }, &holders, 75)
+        };
+        assert_eq!(told(ContainerHoldings::default()), []);
+        let claimed = |driver: &str| ClaimedDevice {
+            claim: "a/claim".to_owned(),
+            driver: driver.to_owned(),
+            ..ClaimedDevice::default()
+        };
+        let of = |driver: &str| ContainerHoldings { claims: [claimed(driver)].into(), ..Default::default() };
+        assert_eq!(told(of("dra.net")), []);
+        let [event] = told(of(DRA_DRIVER)).try_into().unwrap();
+        assert_eq!((event.uid, event.claim.as_deref()), (None, Some("a/claim")));
     }
 
     #[test]
     fn pod_below_the_threshold_is_told_why_and_what_to_do() {
         let why = [Shortfall::Fragmented, Shortfall::Sick];
         let told = events(vec![allocation("a/p/main", Some(20_000), Some(40_960), &why)], 75);
-        let [PodEvent { namespace, pod, reason, note }] = told.as_slice() else { panic!("{told:?}") };
+        let [PodEvent { namespace, pod, reason, note, .. }] = told.as_slice() else { panic!("{told:?}") };
         assert_eq!((namespace.as_str(), pod.as_str(), *reason), ("a", "p", "SlowGPUPlacement"));
         let expected = "The 2 GPUs of container main reach 20.0 GB/s together, and 2 GPUs of this node can reach 40.9. \
                         Fragmented: other pods have the better ones; recreate this pod when they have ended, and give \

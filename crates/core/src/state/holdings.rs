@@ -46,6 +46,8 @@ pub struct ContainerHoldings {
     pub devices: BTreeMap<ResourceName, BTreeSet<DeviceId>>,
     /// The devices of its claims.
     pub claims: BTreeSet<ClaimedDevice>,
+    /// The UID of its pod, if the kubelet's checkpoint names it: that of a pod with devices of the device plugin API.
+    pub pod_uid: Option<String>,
 }
 
 impl Holdings {
@@ -57,7 +59,7 @@ impl Holdings {
     /// Adds the holdings of a container to [`Self::by_container`]; it may be there already. Beyond 4096 containers no
     /// further one is added.
     pub fn add(&mut self, name: ContainerName, holdings: ContainerHoldings) {
-        let ContainerHoldings { devices, claims } = holdings;
+        let ContainerHoldings { devices, claims, pod_uid } = holdings;
         if devices.is_empty() && claims.is_empty()
             || self.by_container.len() >= MOST_CONTAINERS && !self.by_container.contains_key(&name)
         {
@@ -65,6 +67,7 @@ impl Holdings {
         }
         let known = self.by_container.entry(name).or_default();
         known.claims.extend(claims);
+        known.pod_uid = known.pod_uid.take().or(pod_uid);
         for (resource, ids) in devices {
             known.devices.entry(resource).or_default().extend(ids);
         }

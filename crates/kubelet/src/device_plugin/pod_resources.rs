@@ -144,6 +144,17 @@ impl ListedContainers {
     }
 }
 
+/// Adds the UIDs of pods, which PodResources does not have: those of the containers with the same devices.
+fn name_pods(held: &mut Holdings, checkpoint: &[ContainerDevices]) {
+    for (name, holdings) in &mut held.by_container {
+        let has = |(resource, id): &ResourceDevice| holdings.devices.get(resource).is_some_and(|ids| ids.contains(id));
+        let is_it = |of: &&ContainerDevices| {
+            of.container.1 == name.container && !of.devices.is_empty() && of.devices.iter().all(has)
+        };
+        holdings.pod_uid = checkpoint.iter().find(is_it).map(|of| of.container.0.clone());
+    }
+}
+
 /// Reads the holders of devices. The checkpoint is read after the list: the kubelet drops pods that have ended when it
 /// is asked for the list.
 pub async fn holders(sources: &HolderSources) -> Holders {
@@ -155,7 +166,10 @@ async fn holders_after(sources: &HolderSources, containers: &mut ListedContainer
     let Some(mut held) = listed(&sources.socket).await else { return Holders::default() };
     let mut without_init_containers = None;
     match checkpoint::read(&sources.folder).await {
-        Ok(checkpoint) => held.init_containers = containers.of_init_containers(checkpoint, &held.containers),
+        Ok(checkpoint) => {
+            name_pods(&mut held, &checkpoint);
+            held.init_containers = containers.of_init_containers(checkpoint, &held.containers);
+        }
         Err(error) => without_init_containers = Some(linkwise_core::errors::chain(&error)),
     }
     Holders { held: Some(held), without_init_containers }
@@ -297,6 +311,28 @@ mod tests {
         assert_eq!(held(&[]), ["1", "2"]);
         let empty = containers.of_init_containers(Vec::new(), &BTreeSet::new());
         assert!(empty.is_empty() && containers.0.is_empty());
+    }
+
+    #[test]
+    fn pods_get_their_uids_from_the_checkpoint() {
+        let of = |pod: &str, container: &str, ids: &[&str]| ContainerDevices {
+            container: (pod.to_owned(), container.to_owned()),
+            devices: devices(ids),
+        };
+        let mut held = Holdings::default();
+        for (pod, container, ids) in [("a", "main", &["0", "1"][..]), ("b", "main", &["2"]), ("c", "side", &["4"])] {
+            let name = ContainerName { pod: pod.to_owned(), container: container.to_owned(), ..Default::default() };
+            let mut holdings = ContainerHoldings::default();
+            for (resource, id) in devices(ids) {
+                holdings.devices.entry(resource).or_default().insert(id);
+            }
+            held.add(name, holdings);
+        }
+        // Pod c is too new for the file, and of pod d the file still has what c has by now.
+        let file = [of("uid-b", "main", &["2"]), of("uid-a", "main", &["0", "1"]), of("uid-d", "main", &["4"])];
+        name_pods(&mut held, &file);
+        let uids: Vec<Option<&str>> = held.by_container.values().map(|of| of.pod_uid.as_deref()).collect();
+        assert_eq!(uids, [Some("uid-a"), Some("uid-b"), None]);
     }
 
     #[test]
