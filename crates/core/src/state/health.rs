@@ -366,9 +366,10 @@ impl GpuHealth {
         let seen = &self.seen;
         let fewer = matches!((seen.uncorrectable_ecc, poll.uncorrectable_ecc), (Some(was), Some(is)) if is < was);
         let remapped = seen.remap_pending && poll.row_remapping.is_some_and(|rows| !rows.pending);
-        let allowed = seen.reset_required && poll.reach == Reach::Answers;
+        // The driver takes neither back of a GPU that stays attached (PDB_PROP_GPU_IS_LOST in open-gpu-kernel-modules).
+        let answers = (seen.reset_required || seen.lost) && poll.reach == Reach::Answers;
         let back = seen.off_bus && poll.on_bus == Some(true);
-        fewer || remapped || allowed || back
+        fewer || remapped || answers || back
     }
 
     /// Takes over the facts of a poll. An unknown fact leaves the last known one.
@@ -383,8 +384,9 @@ impl GpuHealth {
         seen.fabric = poll.fabric.or(seen.fabric);
         match poll.reach {
             Reach::ResetRequired { .. } => seen.reset_required = true,
-            Reach::Answers => seen.reset_required = false,
-            Reach::Unknown | Reach::Lost { .. } | Reach::Failed { .. } => {}
+            Reach::Lost { .. } => seen.lost = true,
+            Reach::Answers => (seen.reset_required, seen.lost) = (false, false),
+            Reach::Unknown | Reach::Failed { .. } => {}
         }
         if let Some(on_bus) = poll.on_bus {
             seen.off_bus = !on_bus;

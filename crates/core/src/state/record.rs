@@ -136,6 +136,8 @@ pub struct LastSeen {
     pub fabric: Option<FabricHealth>,
     /// True if the driver refused it until a reset.
     pub reset_required: bool,
+    /// True if the driver could not reach it any more.
+    pub lost: bool,
     /// True if the kernel did not list it on the PCI bus.
     pub off_bus: bool,
 }

@@ -187,7 +187,8 @@ fn xid_without_recovery_action_stands_until_reset() {
     let refused = HealthPoll { reach: Reach::ResetRequired { call: "nvmlDeviceGetTemperature".into() }, ..old() };
     let off = HealthPoll { on_bus: Some(false), ..old() };
     let on = HealthPoll { on_bus: Some(true), ..old() };
-    for (before, after) in [(&counted, &old()), (&pending, &done), (&refused, &old()), (&off, &on)] {
+    let lost = HealthPoll { reach: Reach::Lost { call: "nvmlDeviceGetTemperature".into() }, ..old() };
+    for (before, after) in [(&counted, &old()), (&pending, &done), (&refused, &old()), (&lost, &old()), (&off, &on)] {
         let mut world = World::new();
         world.poll(&old()).tell(xid(79)).polls(2, before).polls(3, after);
         assert_eq!(world.reason(), "XID 79", "the hold runs");
