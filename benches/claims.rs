@@ -39,7 +39,7 @@ async fn main() {
         let tail = percentile(&mut prepared, 99);
         let [prepared, repeated, unprepared] =
             [&mut prepared, &mut repeated, &mut unprepared].map(|times| percentile(times, 50));
-        println!("{name:<24}{prepared:>12.0?}{tail:>12.0?}{repeated:>12.0?}{unprepared:>12.0?}");
+        println!("{name:<24}{prepared:>12.2?}{tail:>12.2?}{repeated:>12.2?}{unprepared:>12.2?}");
     }
 }
 
