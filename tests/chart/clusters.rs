@@ -68,6 +68,34 @@ fn quota_admits_the_priority_of_the_pods() {
     }
 }
 
+/// Off by default; with peers, they alone get the ports that the plugin's pods have.
+#[test]
+fn network_policy_opens_the_metrics_port_to_its_peers() {
+    let Some(helm) = Helm::found() else { return };
+    let has_policy = |objects: &[Value]| objects.iter().any(|one| one["kind"] == "NetworkPolicy");
+    assert!(!has_policy(&helm.objects(&[])));
+    let on = "metrics.networkPolicy.enabled=true";
+    let objects = helm.objects(&[on]);
+    let policy = object(&objects, "NetworkPolicy", NAME);
+    assert_eq!((&policy["spec"]["policyTypes"], &policy["spec"]["ingress"]), (&json!(["Ingress"]), &json!([])));
+    let peer = "metrics.networkPolicy.from[0].namespaceSelector.matchLabels.team=monitoring";
+    let objects = helm.objects(&[on, peer, "metrics.port=9500", "devicePlugin.standby=true"]);
+    let policy = object(&objects, "NetworkPolicy", NAME);
+    let [rule] = list(policy, "/spec/ingress")[..] else { panic!("{policy}") };
+    assert_eq!(rule["from"], json!([{"namespaceSelector": {"matchLabels": {"team": "monitoring"}}}]));
+    let plugin = object(&objects, "DaemonSet", NAME);
+    let containers = list(plugin, &format!("{POD}/containers"));
+    let ports = containers.iter().flat_map(|container| list(container, "/ports"));
+    let mut ports: Vec<u64> = ports.map(|port| port["containerPort"].as_u64().unwrap()).collect();
+    ports.sort_unstable();
+    let opened: Vec<u64> = list(rule, "/ports").iter().map(|port| port["port"].as_u64().unwrap()).collect();
+    assert_eq!(opened, ports);
+    let labels = &plugin["spec"]["template"]["metadata"]["labels"];
+    for (key, value) in policy["spec"]["podSelector"]["matchLabels"].as_object().unwrap() {
+        assert_eq!(&labels[key], value, "{key}");
+    }
+}
+
 /// `kubectl exec POD -- linkwise doctor` goes to the program, whatever stands beside it in the pod.
 #[test]
 fn kubectl_exec_goes_to_the_program() {

@@ -25,6 +25,10 @@
 {{- fail "\nupdateStrategy.rollingUpdate.maxSurge: with devicePlugin.enableHostNetwork a second pod finds its port taken; leave it out." -}}
 {{- end -}}
 
+{{- if and ((.Values.metrics).networkPolicy).enabled (.Values.devicePlugin).enableHostNetwork -}}
+{{- fail "\nmetrics.networkPolicy.enabled: a NetworkPolicy does not reach pods of the host's network; leave it or devicePlugin.enableHostNetwork out." -}}
+{{- end -}}
+
 {{- if and (.Values.dra).enabled (not (.Values.devicePlugin).enabled) -}}
 {{- fail "\ndra.enabled: the DRA driver is a part of the plugin; set devicePlugin.enabled too." -}}
 {{- end -}}
