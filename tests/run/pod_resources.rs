@@ -121,8 +121,7 @@ async fn who_holds_what_is_not_known_any_more_when_nobody_answers() {
     let (often, asked) = watch::channel(false);
     let shutdown = CancellationToken::new();
     let sources = HolderSources { socket, folder: folder.path().join("k") };
-    let following =
-        pod_resources::follow_holders(&sources, sender, asked, Arc::default(), Arc::default(), shutdown.clone());
+    let following = pod_resources::follow_holders(&sources, sender, asked, Arc::default(), shutdown.clone());
     let seen = async {
         timeout(LIMIT, holders.wait_for(|now| now.held.is_some())).await.unwrap().unwrap();
         kubelet.stop().await.unwrap();
@@ -144,33 +143,4 @@ async fn a_registration_is_confirmed_again_while_pods_come_and_go() {
     registered(&kubelet, 2, 7).await;
     node.ready(200, "").await;
     assert_eq!(kubelet.violations(), []);
-}
-
-#[tokio::test]
-async fn reader_of_the_page_has_the_kubelet_asked_again() {
-    let folder = tempfile::tempdir().unwrap();
-    let socket = folder.path().join("p/kubelet.sock");
-    let mut options = Options::new(folder.path().join("k"));
-    options.pod_resources = Some(socket.clone());
-    let _kubelet = KubeletBox::start(options).unwrap();
-    let (sender, mut holders) = watch::channel(Holders::default());
-    let (_often, asked) = watch::channel(false);
-    let (shutdown, looked_at) = (CancellationToken::new(), Arc::new(tokio::sync::Notify::new()));
-    let sources = HolderSources { socket, folder: folder.path().join("k") };
-    let following = pod_resources::follow_holders(
-        &sources,
-        sender,
-        asked,
-        Arc::clone(&looked_at),
-        Arc::default(),
-        shutdown.clone(),
-    );
-    let seen = async {
-        timeout(LIMIT, holders.changed()).await.unwrap().unwrap();
-        looked_at.notify_one();
-        // Without that, it would be asked after 30 s.
-        timeout(Duration::from_secs(20), holders.changed()).await.unwrap().unwrap();
-        shutdown.cancel();
-    };
-    tokio::join!(following, seen);
 }

@@ -416,9 +416,9 @@ impl Node {
         if !self.follows_holders {
             self.follows_holders = true;
             let (holders, often, shutdown) = (self.holders.clone(), self.asks_often.subscribe(), self.shutdown());
-            let (looked_at, begun_anew) = (self.pages.looked_at(), Arc::clone(&self.begun_anew));
+            let begun_anew = Arc::clone(&self.begun_anew);
             self.spawn_until_done("holders of devices", async move {
-                pod_resources::follow_holders(&sources, holders, often, looked_at, begun_anew, shutdown).await;
+                pod_resources::follow_holders(&sources, holders, often, begun_anew, shutdown).await;
                 Ok(())
             });
         }

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use futures_util::FutureExt;
 use futures_util::future::BoxFuture;
-use tokio::sync::{Mutex as AsyncMutex, Notify, watch};
+use tokio::sync::{Mutex as AsyncMutex, watch};
 use tokio::time::Instant;
 
 use super::readiness::Readiness;
@@ -37,7 +37,6 @@ struct Told {
     observed: Mutex<Arc<NodeObservation>>,
     name: OnceLock<String>,
     is_released: OnceLock<watch::Receiver<bool>>,
-    looked_at: Arc<Notify>,
 }
 
 /// The last page, and the letters of pods on it.
@@ -51,11 +50,6 @@ impl Pages {
     /// Pages of a node with these placements and this readiness.
     pub fn new(placements: PlacementReader, readiness: Readiness) -> Self {
         Self { placements, readiness, told: Arc::default(), rendered: Arc::default() }
-    }
-
-    /// Notified when a client asks for the page: then the kubelet is asked more often for the holders.
-    pub fn looked_at(&self) -> Arc<Notify> {
-        Arc::clone(&self.told.looked_at)
     }
 
     /// Records a choice; the oldest is forgotten.
@@ -84,7 +78,6 @@ impl Pages {
     /// come and go.
     pub fn page(&self) -> BoxFuture<'static, Option<Arc<Page>>> {
         let pages = self.clone();
-        self.told.looked_at.notify_one();
         async move {
             let mut rendered = Arc::clone(&pages.rendered).lock_owned().await;
             if let Some((at, page)) = &rendered.last

@@ -178,8 +178,8 @@ async fn holders_after(sources: &HolderSources, containers: &mut ListedContainer
 /// Polls the holders until `shutdown`.
 ///
 /// The pauses are a second at first, and grow as long as the kubelet answers. A message of `often` (the state waits for
-/// an answer) begins them anew; a reader of the answer (`looked_at`) brings the next question forward. Two questions
-/// are at least a second apart. A state that was made anew (`begun_anew`) has seen no answer, and gets one at once.
+/// an answer) begins them anew; who reads the answer changes nothing. Two questions are at least a second apart. A
+/// state that was made anew (`begun_anew`) has seen no answer, and gets one at once.
 ///
 /// A failure means "not known" until the next answer. Every answer is published, also one like the last: an orphan
 /// leaves the list by an answer that came after it went.
@@ -187,7 +187,6 @@ pub async fn follow_holders(
     sources: &HolderSources,
     holders_now: watch::Sender<Holders>,
     mut often: watch::Receiver<bool>,
-    looked_at: Arc<Notify>,
     begun_anew: Arc<Notify>,
     shutdown: CancellationToken,
 ) {
@@ -201,14 +200,8 @@ pub async fn follow_holders(
             holders_now.send_replace(now);
             let pause = pause(*often.borrow_and_update(), is_known, &mut pauses);
             let due = async {
-                let begins_anew = tokio::select! {
-                    // An error means that the node is ending.
-                    change = tokio::time::timeout(pause, often.changed()) => match change {
-                        Ok(_) => true,
-                        Err(_) => return false,
-                    },
-                    () = looked_at.notified() => false,
-                };
+                // A channel that is closed means that the node is ending.
+                let begins_anew = tokio::time::timeout(pause, often.changed()).await.is_ok();
                 tokio::time::sleep_until(soonest).await;
                 begins_anew
             };

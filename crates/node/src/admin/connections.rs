@@ -5,23 +5,36 @@
 
 use std::collections::BTreeMap;
 use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use axum::Router;
+use axum::http::Request;
 use futures_util::future::{AbortHandle, FutureExt, abortable};
 use futures_util::stream::{FuturesUnordered, StreamExt};
+use hyper::body::Incoming;
 use hyper::server::conn::http1;
 use hyper_util::rt::TokioIo;
 use hyper_util::service::TowerToHyperService;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::time::{sleep, timeout};
+use tower::ServiceExt;
 
-/// The most connections at once. A further one closes the oldest, which has had the most time to get its answer.
+/// The most connections at once. A further one closes the oldest that has asked nothing; if all have asked, the oldest,
+/// which has had the most time to get its answer.
 const MAX_CONNECTIONS: usize = 64;
 /// The buffers of a connection for request and answer, in bytes.
 const MAX_BUFFER: usize = 16 << 10;
 /// The pause after a failed accept: file descriptors may be exhausted for a while.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+
+struct Open {
+    /// Ends the connection.
+    end: AbortHandle,
+    /// Set once the head of its request has come.
+    has_asked: Arc<AtomicBool>,
+}
 
 /// Serves the connections that `accept` gives, each with its routes, for ever. `deadline` is for a whole connection:
 /// the request's head and body, the answer, and the time that the client takes to read it. All connections share one
@@ -34,29 +47,37 @@ where
     let mut http = http1::Builder::new();
     http.keep_alive(false).max_buf_size(MAX_BUFFER);
     let mut connections = FuturesUnordered::new();
-    // The handles that end the connections, oldest first.
-    let mut open = BTreeMap::<u64, AbortHandle>::new();
+    // The connections, oldest first.
+    let mut open = BTreeMap::<u64, Open>::new();
     let mut next: u64 = 0;
     loop {
         tokio::select! {
+            // A request that has come is read before one more connection may close its own.
+            biased;
+            Some(number) = connections.next() => drop(open.remove(&number)),
             accepted = accept() => match accepted {
                 Ok((stream, routes)) => {
-                    if open.len() >= MAX_CONNECTIONS
-                        && let Some((_, oldest)) = open.pop_first()
-                    {
-                        oldest.abort();
+                    if open.len() >= MAX_CONNECTIONS {
+                        let silent = open.iter().find(|(_, one)| !one.has_asked.load(Ordering::Relaxed));
+                        let first = silent.or_else(|| open.first_key_value()).map(|(number, _)| *number);
+                        first.and_then(|number| open.remove(&number)).iter().for_each(|one| one.end.abort());
                     }
                     let number = next;
                     next = next.wrapping_add(1);
+                    let has_asked = Arc::new(AtomicBool::new(false));
+                    let asked = Arc::clone(&has_asked);
+                    let routes = routes.map_request(move |request: Request<Incoming>| {
+                        asked.store(true, Ordering::Relaxed);
+                        request
+                    });
                     let connection = http.serve_connection(TokioIo::new(stream), TowerToHyperService::new(routes));
                     // A client's protocol errors concern only that client.
                     let (connection, end) = abortable(timeout(deadline, connection));
-                    open.insert(number, end);
+                    open.insert(number, Open { end, has_asked });
                     connections.push(connection.map(move |_| number));
                 }
                 Err(_) => sleep(ACCEPT_PAUSE).await,
             },
-            Some(number) = connections.next() => drop(open.remove(&number)),
         }
     }
 }
@@ -107,18 +128,23 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn full_house_drops_the_oldest() {
+    async fn full_house_drops_the_oldest_that_has_asked_nothing() {
         let (connect, serving) = server(PATIENCE);
         let client = async {
             let mut open = Vec::new();
-            for _ in 0..=MAX_CONNECTIONS {
-                let (theirs, ours) = duplex(64);
+            for at in 0..=MAX_CONNECTIONS {
+                let (mut theirs, ours) = duplex(64);
                 connect.send(ours).await.unwrap();
+                if at == 0 {
+                    theirs.write_all(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n").await.unwrap();
+                    assert_eq!(theirs.read_u8().await.unwrap(), b'H');
+                }
                 open.push(theirs);
             }
-            assert_eq!(open[0].read(&mut [0; 8]).await.unwrap(), 0, "the oldest is closed");
-            open[1].write_all(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n").await.unwrap();
-            assert_eq!(open[1].read_u8().await.unwrap(), b'H', "the second oldest is still served");
+            assert_eq!(open[1].read(&mut [0; 8]).await.unwrap(), 0, "the oldest silent one is closed");
+            assert_eq!(open[0].read_u8().await.unwrap(), b'T', "the one that has asked reads on");
+            open[2].write_all(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n").await.unwrap();
+            assert_eq!(open[2].read_u8().await.unwrap(), b'H', "the second oldest is still served");
         };
         tokio::select! {
             () = serving => {}

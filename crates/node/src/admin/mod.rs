@@ -22,6 +22,7 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::get;
 use futures_util::future::BoxFuture;
 use tokio::net::TcpListener;
+use tokio::sync::Mutex;
 
 pub use local::{Answer, Local, LocalError, Order, Orders, Outcome};
 pub use page::{Choice, Page, Slots, View};
@@ -36,7 +37,7 @@ pub type PageSource = Arc<dyn Fn() -> BoxFuture<'static, Option<Arc<Page>>> + Se
 /// The sources of the endpoints' answers.
 #[derive(Clone)]
 pub struct Answers {
-    /// The metrics as text; `None` if they could not be encoded.
+    /// The metrics as text; `None` if they could not be encoded. Called on threads of its own, one at a time.
     pub metrics: Arc<dyn Fn() -> Option<String> + Send + Sync>,
     /// The content type of that text.
     pub metrics_type: &'static str,
@@ -74,7 +75,7 @@ impl Admin {
             .route("/metrics", get(metrics))
             .route("/livez", get(|| async { "alive\n" }))
             .route("/readyz", get(ready))
-            .with_state(answers);
+            .with_state(Served { answers, encoding: Arc::default() });
         let accept = || {
             let (listener, routes) = (Arc::clone(&self.listener), routes.clone());
             async move { Ok((listener.accept().await?.0, routes)) }
@@ -83,14 +84,27 @@ impl Admin {
     }
 }
 
-async fn metrics(StateOf(answers): StateOf<Answers>) -> Response {
-    match (answers.metrics)() {
-        Some(text) => ([(header::CONTENT_TYPE, answers.metrics_type)], text).into_response(),
+/// The answers, and the turn of a scrape.
+#[derive(Clone)]
+struct Served {
+    answers: Answers,
+    encoding: Arc<Mutex<()>>,
+}
+
+async fn metrics(StateOf(Served { answers, encoding }): StateOf<Served>) -> Response {
+    let (turn, metrics_type) = (encoding.lock_owned().await, answers.metrics_type);
+    // The turn moves along: a client who leaves makes no room for another encoding.
+    let encoded = tokio::task::spawn_blocking(move || {
+        let _turn = turn;
+        (answers.metrics)()
+    });
+    match encoded.await.ok().flatten() {
+        Some(text) => ([(header::CONTENT_TYPE, metrics_type)], text).into_response(),
         None => (StatusCode::INTERNAL_SERVER_ERROR, "the metrics could not be encoded\n").into_response(),
     }
 }
 
-async fn page(StateOf(answers): StateOf<Answers>, request: HeaderMap) -> Response {
+async fn page(StateOf(Served { answers, .. }): StateOf<Served>, request: HeaderMap) -> Response {
     let Some(page) = answers.page else {
         return (StatusCode::NOT_FOUND, "this process serves no node and has no page\n").into_response();
     };
@@ -100,7 +114,7 @@ async fn page(StateOf(answers): StateOf<Answers>, request: HeaderMap) -> Respons
     }
 }
 
-async fn ready(StateOf(answers): StateOf<Answers>) -> Response {
+async fn ready(StateOf(Served { answers, .. }): StateOf<Served>) -> Response {
     match (answers.ready)() {
         Ok(text) => (text + "\n").into_response(),
         Err(reasons) => (StatusCode::SERVICE_UNAVAILABLE, reasons.join("\n") + "\n").into_response(),
@@ -157,6 +171,47 @@ mod tests {
                 assert!(answer.starts_with("HTTP/1.1 200") && answer.ends_with(body), "{path}: {answer:.200}");
                 println!("{path} answered in {took:?} beside {} connections", strangers.len());
             }
+            let mut times = Vec::new();
+            for _ in 0..9 {
+                times.push(probe(address, "/livez").await.1);
+            }
+            times.sort_unstable();
+            assert!(times[4] < Duration::from_millis(100), "{times:?}");
+        };
+        tokio::select! {
+            () = admin.serve(answers) => {}
+            () = asking => {}
+        }
+    }
+
+    #[tokio::test]
+    async fn probe_is_answered_while_a_scrape_is_encoded() {
+        let admin = Admin::bind("127.0.0.1:0".parse().unwrap()).unwrap();
+        let address = admin.address();
+        let (begun, mut begins) = tokio::sync::mpsc::unbounded_channel();
+        let (release, released) = std::sync::mpsc::channel::<()>();
+        let released = std::sync::Mutex::new(released);
+        let encode = move || {
+            begun.send(()).unwrap();
+            // Without a release the thread goes on in the end, and the probe came too late.
+            released.lock().unwrap().recv_timeout(DEADLINE).ok().map(|()| "x".to_owned())
+        };
+        let answers = Answers {
+            metrics: Arc::new(encode),
+            metrics_type: "text/plain",
+            ready: Arc::new(|| Ok("ready".to_owned())),
+            page: None,
+        };
+        let asking = async {
+            let scrape = probe(address, "/metrics");
+            let probes = async {
+                begins.recv().await.unwrap();
+                let (answer, _) = probe(address, "/livez").await;
+                assert!(answer.ends_with("alive\n"), "{answer}");
+                release.send(()).unwrap();
+            };
+            let ((answer, _), ()) = tokio::join!(scrape, probes);
+            assert!(answer.ends_with('x'), "{answer}");
         };
         tokio::select! {
             () = admin.serve(answers) => {}
