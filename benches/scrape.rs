@@ -113,7 +113,7 @@ fn holdings(gpus: &[String], pods: usize, name: &str) -> Holdings {
 
 async fn scrape(address: SocketAddr) -> String {
     let mut stream = TcpStream::connect(address).await.unwrap();
-    stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: node\r\nConnection: close\r\n\r\n").await.unwrap();
+    stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n").await.unwrap();
     let mut text = String::new();
     stream.read_to_string(&mut text).await.unwrap();
     text

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use anyhow::Result;
 
-use linkwise_node::admin::{Admin, Answers, Local, LocalError, Orders};
+use linkwise_node::admin::{Admin, Answers, Hosts, Local, LocalError, Orders};
 use linkwise_node::metrics::{self, Metrics};
 use linkwise_system::signals::LastSignals;
 use linkwise_system::uds::Callers;
@@ -39,12 +39,17 @@ pub(super) async fn serve_operators(path: PathBuf, mut bound: Option<Local>, ord
 }
 
 /// Answers HTTP probes until a signal comes: another process serves this node.
-pub(super) async fn answer_probes(metrics: &Metrics, address: SocketAddr, last_signals: &mut LastSignals) {
+pub(super) async fn answer_probes(
+    metrics: &Metrics,
+    (address, hosts): (SocketAddr, Hosts),
+    last_signals: &mut LastSignals,
+) {
     let metrics = metrics.clone();
     let answers = Answers {
         metrics: Arc::new(move || metrics.encode().ok()),
         metrics_type: metrics::CONTENT_TYPE,
         ready: Arc::new(|| Err(vec!["another linkwise has taken over this node".to_owned()])),
+        hosts,
         page: None,
     };
     let probes = async {

@@ -93,11 +93,11 @@ pub(super) async fn serve(args: &RunArgs, last_signals: &mut LastSignals) -> Res
     }
     node.spawn("signals", orders.follow(release, node.shutdown()));
 
-    let (metrics, address) = (node.metrics().clone(), node.metrics_address());
+    let (metrics, address, hosts) = (node.metrics().clone(), node.metrics_address(), node.hosts.clone());
     node.serve().await?;
     // The container of a standby starts it again, as a standby.
     if handed_over.is_cancelled() && !args.takeover.standby {
-        answer_probes(&metrics, address, last_signals).await;
+        answer_probes(&metrics, (address, hosts), last_signals).await;
         return Ok(End::HandedOver);
     }
     Ok(if anew.is_cancelled() { End::Anew } else { End::Ended })
@@ -216,6 +216,7 @@ async fn start_node(
     if settings.hide_pod_names.value {
         node.metrics().placements().hide_pods();
     }
+    settings.metrics_hosts.value.iter().chain(&args.node_name).for_each(|name| node.hosts.add(name));
     if let Some(name) = &args.node_name {
         node.pages.named(name.clone());
     }

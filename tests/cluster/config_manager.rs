@@ -321,7 +321,7 @@ async fn probes_and_metrics_show_what_is_selected() {
     let page = async |path: &str| {
         use tokio::io::{AsyncReadExt, AsyncWriteExt};
         let mut stream = tokio::net::TcpStream::connect(&address).await.unwrap();
-        stream.write_all(format!("GET {path} HTTP/1.1\r\nHost: x\r\n\r\n").as_bytes()).await.unwrap();
+        stream.write_all(format!("GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n").as_bytes()).await.unwrap();
         let mut answer = String::new();
         within(stream.read_to_string(&mut answer)).await.unwrap();
         answer

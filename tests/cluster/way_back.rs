@@ -63,7 +63,7 @@ impl Running {
 
     async fn readyz(&self) -> String {
         let mut stream = TcpStream::connect(self.address().await).await.unwrap();
-        stream.write_all(b"GET /readyz HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").await.unwrap();
+        stream.write_all(b"GET /readyz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n").await.unwrap();
         let mut answer = String::new();
         stream.read_to_string(&mut answer).await.unwrap();
         answer

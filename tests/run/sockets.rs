@@ -162,7 +162,7 @@ async fn probe_is_answered_after_descriptor_shortage() {
     let (node, _kubelet) = Setup::on("dgx1-v100").serve(8).await;
     descriptors(node.process.id(), "3");
     let mut stream = tokio::net::TcpStream::connect(node.address).await.unwrap();
-    stream.write_all(b"GET /livez HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").await.unwrap();
+    stream.write_all(b"GET /livez HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n").await.unwrap();
     // Once this caller is refused, the probe was too: one thread accepts both.
     let own = node.setup.sockets().remove(0);
     let caller = UnixStream::connect(&own).await.unwrap();

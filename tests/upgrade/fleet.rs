@@ -148,7 +148,7 @@ impl Running {
 
     async fn readyz(&self) -> std::io::Result<String> {
         let mut stream = TcpStream::connect(self.address).await?;
-        stream.write_all(b"GET /readyz HTTP/1.1\r\nHost: node\r\nConnection: close\r\n\r\n").await?;
+        stream.write_all(b"GET /readyz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n").await?;
         let mut text = String::new();
         stream.read_to_string(&mut text).await?;
         Ok(text)

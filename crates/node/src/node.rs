@@ -26,7 +26,7 @@ use super::observe::{self, GpuFailures, Reported};
 use super::page::Pages;
 use super::readiness::{Part, Readiness};
 use super::state_loop::StateWriter;
-use crate::admin::{Admin, Answers, Choice};
+use crate::admin::{Admin, Answers, Choice, Hosts};
 use crate::metrics::{self, Metrics};
 use linkwise_core::allocation::AllocationReport;
 use linkwise_core::backoff::Backoff;
@@ -95,6 +95,8 @@ pub struct Node {
     last_report: watch::Sender<Option<Arc<AllocationReport>>>,
     /// The node's page.
     pub pages: Pages,
+    /// The names by which the HTTP endpoints may be called.
+    pub hosts: Hosts,
     metrics: Metrics,
     plugin_metrics: PluginMetrics,
     gpu_failures: GpuFailures,
@@ -187,6 +189,7 @@ impl Node {
             readiness,
             last_report: watch::Sender::default(),
             pages,
+            hosts: Hosts::of_this_pod(),
             plugin_metrics: metrics.register(PluginMetrics::register),
             gpu_failures: metrics.register(GpuFailures::register),
             metrics,
@@ -480,6 +483,7 @@ impl Node {
             metrics: Arc::new(move || metrics.encode().ok()),
             metrics_type: metrics::CONTENT_TYPE,
             ready: Arc::new(move || readiness.summary()),
+            hosts: self.hosts.clone(),
             page: Some(Arc::new(move || pages.page())),
         }
     }

@@ -17,7 +17,7 @@ use crate::config::{ConfigManagerArgs, ConfigManagerSettings};
 use anyhow::{Context, Result, bail};
 use linkwise_core::errors::chain;
 use linkwise_core::once::Once;
-use linkwise_node::admin::{Admin, Answers};
+use linkwise_node::admin::{Admin, Answers, Hosts};
 use linkwise_node::metrics::CONTENT_TYPE;
 use linkwise_system::inotify::FolderWatch;
 use linkwise_system::metrics::new;
@@ -96,7 +96,9 @@ async fn serve(args: &ConfigManagerArgs) -> Result<()> {
         let admin =
             Admin::bind(address).with_context(|| format!("cannot listen on {address} for metrics and probes"))?;
         tracing::info!(metrics = %admin.address(), "config-manager is up");
-        let answers = answers(registry, Arc::clone(&problem));
+        let hosts = Hosts::of_this_pod();
+        hosts.add(&settings.node);
+        let answers = answers(registry, Arc::clone(&problem), hosts);
         tasks.spawn(admin.serve(answers));
     }
     let folder = FolderWatch::of(&settings.source);
@@ -113,7 +115,7 @@ async fn serve(args: &ConfigManagerArgs) -> Result<()> {
     result
 }
 
-fn answers(registry: Registry, problem: Arc<Mutex<Option<String>>>) -> Answers {
+fn answers(registry: Registry, problem: Arc<Mutex<Option<String>>>, hosts: Hosts) -> Answers {
     let text = move || {
         let mut text = String::new();
         encode(&mut text, &registry).ok().map(|()| text)
@@ -122,7 +124,7 @@ fn answers(registry: Registry, problem: Arc<Mutex<Option<String>>>) -> Answers {
         None => Ok("ready".to_owned()),
         Some(problem) => Err(vec![problem]),
     };
-    Answers { metrics: Arc::new(text), metrics_type: CONTENT_TYPE, ready: Arc::new(ready), page: None }
+    Answers { metrics: Arc::new(text), metrics_type: CONTENT_TYPE, ready: Arc::new(ready), hosts, page: None }
 }
 
 struct Manager {

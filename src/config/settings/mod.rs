@@ -357,6 +357,9 @@ settings! {
     /// The address of /metrics, /livez and /readyz; port 0 takes a free port, which is logged
     metrics_address: SocketAddr = SocketAddr::from((Ipv6Addr::UNSPECIFIED, 9400)), "linkwise.metricsAddress",
         Row::new(address).flag("metrics-address", "ADDRESS").variables(&["LINKWISE_METRICS_ADDRESS"]);
+    /// Further host names by which that address may be called, with commas: of proxies and of an Ingress before it
+    metrics_hosts: Vec<String> = Vec::new(), "linkwise.metricsHosts",
+        Row::new(texts).flag("metrics-hosts", "LIST").variables(&["LINKWISE_METRICS_HOSTS"]);
     /// Show other names for pods in /metrics and on the node's page: any pod of the cluster can read these
     hide_pod_names: bool = false, "linkwise.hidePodNames",
         Row::new(boolean).flag("hide-pod-names", "BOOL").variables(&["LINKWISE_HIDE_POD_NAMES"]);

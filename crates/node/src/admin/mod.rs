@@ -5,6 +5,7 @@
 //! read-only: only the Unix socket takes orders.
 
 mod connections;
+mod hosts;
 mod listen;
 mod local;
 mod page;
@@ -16,14 +17,18 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Router;
-use axum::extract::State as StateOf;
+use axum::extract::{Request, State as StateOf};
 use axum::http::{HeaderMap, StatusCode, header};
+use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
 use futures_util::future::BoxFuture;
 use tokio::net::TcpListener;
 use tokio::sync::Mutex;
 
+use linkwise_core::quote::quoted;
+
+pub use hosts::Hosts;
 pub use local::{Answer, Local, LocalError, Order, Orders, Outcome};
 pub use page::{Choice, Page, Slots, View};
 pub use state::{AllocationState, GpuState, OutlookState, ReasonState, ResourceState, State};
@@ -44,6 +49,8 @@ pub struct Answers {
     /// `Ok` with a short text while the node serves, or has no GPU to serve; otherwise the unready parts, one line
     /// each.
     pub ready: Arc<dyn Fn() -> Result<String, Vec<String>> + Send + Sync>,
+    /// The names by which the port may be called.
+    pub hosts: Hosts,
     /// The node's page, if this process has one. Called for each request; the source limits its own cost.
     pub page: Option<PageSource>,
 }
@@ -75,12 +82,25 @@ impl Admin {
             .route("/metrics", get(metrics))
             .route("/livez", get(|| async { "alive\n" }))
             .route("/readyz", get(ready))
+            .layer(from_fn_with_state(answers.hosts.clone(), called_by_name))
             .with_state(Served { answers, encoding: Arc::default() });
         let accept = || {
             let (listener, routes) = (Arc::clone(&self.listener), routes.clone());
             async move { Ok((listener.accept().await?.0, routes)) }
         };
         connections::serve(DEADLINE, accept).await;
+    }
+}
+
+/// Answers only requests to a known host. A request without one is no browser's.
+async fn called_by_name(StateOf(hosts): StateOf<Hosts>, request: Request, next: Next) -> Response {
+    let host = request.headers().get(header::HOST).map(|host| host.to_str().unwrap_or_default());
+    match host.filter(|host| !hosts.has(host)) {
+        None => next.run(request).await,
+        Some(host) => {
+            let what = format!("this port is not called {}; --metrics-hosts gives it names\n", quoted(host));
+            (StatusCode::MISDIRECTED_REQUEST, what).into_response()
+        }
     }
 }
 
@@ -137,7 +157,7 @@ mod tests {
         let start = Instant::now();
         let ask = async {
             let mut stream = TcpStream::connect(address).await.unwrap();
-            stream.write_all(format!("GET {path} HTTP/1.1\r\nHost: x\r\n\r\n").as_bytes()).await.unwrap();
+            stream.write_all(format!("GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n").as_bytes()).await.unwrap();
             let mut answer = String::new();
             stream.read_to_string(&mut answer).await.unwrap();
             answer
@@ -153,6 +173,7 @@ mod tests {
             metrics: Arc::new(|| Some("x".repeat(100_000))),
             metrics_type: "text/plain",
             ready: Arc::new(|| Ok("ready".to_owned())),
+            hosts: Hosts::default(),
             page: None,
         };
         let asking = async {
@@ -161,7 +182,7 @@ mod tests {
                 let mut silent = TcpStream::connect(address).await.unwrap();
                 silent.write_all(b"GET /livez HTTP/1.1\r\nHost: ").await.unwrap();
                 let mut pipelining = TcpStream::connect(address).await.unwrap();
-                let many = b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n".repeat(100);
+                let many = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n".repeat(100);
                 // The server may close it meanwhile: it answers one request for each connection.
                 let _ = pipelining.write_all(&many).await;
                 strangers.extend([silent, pipelining]);
@@ -200,6 +221,7 @@ mod tests {
             metrics: Arc::new(encode),
             metrics_type: "text/plain",
             ready: Arc::new(|| Ok("ready".to_owned())),
+            hosts: Hosts::default(),
             page: None,
         };
         let asking = async {
@@ -212,6 +234,36 @@ mod tests {
             };
             let ((answer, _), ()) = tokio::join!(scrape, probes);
             assert!(answer.ends_with('x'), "{answer}");
+        };
+        tokio::select! {
+            () = admin.serve(answers) => {}
+            () = asking => {}
+        }
+    }
+
+    #[tokio::test]
+    async fn strange_host_is_misdirected_on_every_path() {
+        let admin = Admin::bind("127.0.0.1:0".parse().unwrap()).unwrap();
+        let (address, hosts) = (admin.address(), Hosts::default());
+        hosts.add("node-1");
+        let answers = Answers {
+            metrics: Arc::new(|| Some("x".to_owned())),
+            metrics_type: "text/plain",
+            ready: Arc::new(|| Ok("ready".to_owned())),
+            hosts,
+            page: None,
+        };
+        let asking = async {
+            for path in ["/", "/metrics", "/livez", "/readyz"] {
+                for (host, is_known) in [("evil.example:9400", false), ("node-1:9400", true), ("127.0.0.1", true)] {
+                    let mut stream = TcpStream::connect(address).await.unwrap();
+                    let request = format!("GET {path} HTTP/1.1\r\nHost: {host}\r\n\r\n");
+                    stream.write_all(request.as_bytes()).await.unwrap();
+                    let mut answer = String::new();
+                    stream.read_to_string(&mut answer).await.unwrap();
+                    assert_eq!(!answer.starts_with("HTTP/1.1 421"), is_known, "{path} {host}: {answer}");
+                }
+            }
         };
         tokio::select! {
             () = admin.serve(answers) => {}

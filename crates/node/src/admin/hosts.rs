@@ -1,0 +1,114 @@
+//! The names by which the port may be called: by others it answers nothing, so that no page from elsewhere reads it
+//! through a browser whose DNS was turned to this node.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::net::{IpAddr, Ipv6Addr};
+use std::path::Path;
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// The file in which the kubelet writes the cluster's domain and the pod's namespace.
+const RESOLV_CONF: &str = "/etc/resolv.conf";
+/// The domain of most clusters.
+const CLUSTER_DOMAIN: &str = "cluster.local";
+
+/// The known names. Addresses, `localhost` and Services of the cluster are known without being added. Clones share the
+/// names.
+#[derive(Clone, Debug, Default)]
+pub struct Hosts {
+    names: Arc<Mutex<BTreeSet<String>>>,
+    /// The pod's namespace and the cluster's domain, as the resolver has them.
+    searched: Option<(String, String)>,
+}
+
+impl Hosts {
+    /// The names of this pod's cluster.
+    pub fn of_this_pod() -> Self {
+        Self::of_resolver(&fs::read_to_string(Path::new(RESOLV_CONF)).unwrap_or_default())
+    }
+
+    fn of_resolver(text: &str) -> Self {
+        let searches = text.lines().filter_map(|line| line.trim_start().strip_prefix("search "));
+        let mut domains = searches.flat_map(str::split_whitespace);
+        let found = domains.find_map(|domain| domain.trim_end_matches('.').split_once(".svc."));
+        let searched = found.map(|(namespace, domain)| (namespace.to_lowercase(), domain.to_lowercase()));
+        Self { names: Arc::default(), searched }
+    }
+
+    /// Adds a name: the node's, or one that the operator gives.
+    pub fn add(&self, name: &str) {
+        let name = name.trim_end_matches('.').to_lowercase();
+        self.names.lock().unwrap_or_else(PoisonError::into_inner).insert(name);
+    }
+
+    /// Returns true for the value of a Host header by which this port may be called.
+    pub fn has(&self, host: &str) -> bool {
+        let without_port = match host.rsplit_once(':') {
+            Some((name, port)) if !port.is_empty() && port.bytes().all(|byte| byte.is_ascii_digit()) => name,
+            _ => host,
+        };
+        if let Some(address) = without_port.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')) {
+            return address.parse::<Ipv6Addr>().is_ok();
+        }
+        let name = without_port.strip_suffix('.').unwrap_or(without_port).to_lowercase();
+        name == "localhost"
+            || name.parse::<IpAddr>().is_ok()
+            || self.is_service(&name)
+            || self.names.lock().unwrap_or_else(PoisonError::into_inner).contains(&name)
+    }
+
+    /// A Service is called by names of the cluster's DNS alone: NAME.NAMESPACE could be anybody's in the world, and
+    /// counts for the pod's own namespace, in which its Services are.
+    fn is_service(&self, name: &str) -> bool {
+        let own = self.searched.as_ref().map(|(namespace, _)| namespace.as_str());
+        let domain = self.searched.as_ref().map_or(CLUSTER_DOMAIN, |(_, domain)| domain.as_str());
+        let mut parts = name.splitn(4, '.');
+        match (parts.next(), parts.next(), parts.next(), parts.next()) {
+            (Some(_), Some(namespace), None, None) => own == Some(namespace),
+            (Some(_), Some(_), Some("svc"), rest) => rest.is_none_or(|rest| rest == domain || rest == CLUSTER_DOMAIN),
+            _ => false,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn addresses_services_and_given_names_are_known() {
+        let hosts = Hosts::of_resolver("nameserver 10.96.0.10\nsearch gpu.svc.k8s.corp svc.k8s.corp k8s.corp\n");
+        hosts.add("Node-1.example.com");
+        for known in [
+            "10.0.0.7:9400",
+            "127.0.0.1",
+            "[::1]:9400",
+            "[fd00::7]",
+            "localhost:9400",
+            "LOCALHOST",
+            "node-1.example.com:9400",
+            "node-1.example.com.",
+            "linkwise.gpu:9400",
+            "linkwise.any.svc",
+            "linkwise.gpu.svc.k8s.corp:9400",
+            "linkwise.gpu.svc.cluster.local.",
+        ] {
+            assert!(hosts.has(known), "{known}");
+        }
+        for strange in [
+            "evil.example",
+            "gpu.evil",
+            "linkwise.gpu.svc.evil.example",
+            "linkwise.gpu.evil",
+            "localhost.evil.example",
+            "10.0.0.7.evil.example",
+            "linkwise",
+            "[evil]:9400",
+            "",
+            ":9400",
+        ] {
+            assert!(!hosts.has(strange), "{strange}");
+        }
+        assert!(!Hosts::default().has("linkwise.gpu"), "no namespace is known");
+    }
+}
