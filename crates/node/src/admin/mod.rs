@@ -209,11 +209,11 @@ mod tests {
     async fn probe_is_answered_while_a_scrape_is_encoded() {
         let admin = Admin::bind("127.0.0.1:0".parse().unwrap()).unwrap();
         let address = admin.address();
-        let (begun, mut begins) = tokio::sync::mpsc::unbounded_channel();
+        let (begun, mut begins) = tokio::sync::mpsc::channel(1);
         let (release, released) = std::sync::mpsc::channel::<()>();
         let released = std::sync::Mutex::new(released);
         let encode = move || {
-            begun.send(()).unwrap();
+            begun.try_send(()).unwrap();
             // Without a release the thread goes on in the end, and the probe came too late.
             released.lock().unwrap().recv_timeout(DEADLINE).ok().map(|()| "x".to_owned())
         };
