@@ -1,7 +1,6 @@
 //! PodResources: it confirms registrations, and lists which pods hold which devices.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use linkwise_core::state::{Event, Holdings, NumaHints, ResourceName};
 use linkwise_host::machines;
