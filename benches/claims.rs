@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 use linkwise_core::claims::{AllocatedDevice, Allocation, Claim, ClaimName, ClaimStatus, DeviceAllocation};
 use linkwise_core::publish::injection::{CdiOptions, InjectionOptions};
 use linkwise_core::state::{DraGpus, Event, Holdings, NodeState, NumaHints, ResourcePlan};
-use linkwise_kubelet::dra::{CdiDevices, ClaimQuery, Plugin, Settings};
+use linkwise_kubelet::dra::{CdiDevices, ClaimQuery, Handover, Plugin, Settings};
 use linkwise_kubelet_box::dra::{ClaimRef, DraKubelet, DraOptions, PodClaims};
 use serde_json::json;
 use tokio::sync::{mpsc, watch};
@@ -63,7 +63,12 @@ async fn measure(folder: &Path) -> [Vec<Duration>; 3] {
     tokio::spawn(cluster(queries));
     let (_state, snapshot) = watch::channel(Arc::new(state));
     let end = CancellationToken::new();
-    let plugin = tokio::spawn(Plugin::new(Arc::new(settings), Arc::new(|_| ())).run(snapshot, claims, end.clone()));
+    let plugin = tokio::spawn(Plugin::new(Arc::new(settings), Arc::new(|_| ())).run(
+        snapshot,
+        claims,
+        Handover::alone(),
+        end.clone(),
+    ));
     let is_connected = |state: &linkwise_kubelet_box::dra::DraState| {
         state.drivers.get(DRIVER).is_some_and(|driver| driver.connected > 0)
     };
@@ -89,7 +94,7 @@ async fn measure(folder: &Path) -> [Vec<Duration>; 3] {
     }
     kubelet.stop().await;
     end.cancel();
-    plugin.await.unwrap().unwrap();
+    plugin.await.unwrap();
     times
 }
 

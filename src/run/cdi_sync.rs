@@ -26,6 +26,7 @@ use linkwise_host::hwloc;
 use linkwise_host::machines;
 use linkwise_kubelet::dra::{CdiDevices, CdiLink};
 use linkwise_node::readiness::{Part, Readiness};
+use linkwise_system::right::Right;
 use linkwise_system::{files, send_if_new};
 
 /// The time from one scan of the host to the next while the snapshot does not change: /dev/nvidia-uvm appears at its
@@ -161,11 +162,11 @@ impl CdiSync {
         self.cdi.subscribe()
     }
 
-    /// Runs as long as snapshots come; fails if the first files cannot be written. Writes while `files` is true.
+    /// Runs as long as snapshots come; fails if the first files cannot be written. Writes while it has the right to.
     pub async fn run(
         self,
         mut snapshot: watch::Receiver<Arc<NodeState>>,
-        mut files: watch::Receiver<bool>,
+        mut files: watch::Receiver<Option<Right>>,
         metrics: cdi::CdiMetrics,
         readiness: Readiness,
     ) -> Result<()> {
@@ -174,18 +175,20 @@ impl CdiSync {
         let (mut warned, mut failing) = (Once::new(), Once::new());
         loop {
             let current = Arc::clone(&snapshot.borrow_and_update());
-            if !*files.borrow_and_update() {
+            let right = files.borrow_and_update().clone();
+            let Some(right) = right else {
                 // The last scan stays valid for the containers of this process.
                 tokio::select! {
                     changed = files.changed() => if changed.is_err() { return Ok(()) },
                     changed = snapshot.changed() => if changed.is_err() { return Ok(()) },
                 }
                 continue;
-            }
+            };
             let has_gpus = current.offers_any();
             let counted = metrics.clone();
             // A file system that hangs must not hold a thread that admissions need.
             let task = tokio::task::spawn_blocking(move || {
+                let _right = right;
                 let scanned = scan.run(&current, &counted);
                 (scan, scanned)
             });
@@ -378,7 +381,7 @@ mod tests {
         };
         let observed = Event::Observed(Box::new(machines::load("dgx1-v100").unwrap().observed));
         let state = NodeState::default().apply(observed, Duration::ZERO).0;
-        let (snapshot, files) = (watch::Sender::new(Arc::new(state)), watch::Sender::new(true));
+        let (snapshot, files) = (watch::Sender::new(Arc::new(state)), watch::Sender::new(Some(Right::new(()))));
         let mut cdi = sync.cdi();
         let (metrics, readiness) =
             (cdi::CdiMetrics::register(&mut Registry::default()), Readiness::new(Idle::Waiting(String::new())));

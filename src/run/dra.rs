@@ -10,12 +10,12 @@ mod allocations;
 pub(super) mod leftovers;
 pub(super) mod start;
 
-use std::fs::{File, TryLockError};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
+use futures_util::FutureExt;
 use linkwise_cluster::{AllocationReader, ClaimReader, SliceSettings, SliceWriter, StoredPool};
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
@@ -28,7 +28,6 @@ use tokio_util::sync::CancellationToken;
 
 use super::api::Api;
 use crate::config::Settings;
-use linkwise_core::errors::chain;
 use linkwise_core::once::Once;
 use linkwise_core::publish::dra::slice::Pool;
 use linkwise_core::publish::dra::{
@@ -37,7 +36,9 @@ use linkwise_core::publish::dra::{
 use linkwise_core::publish::injection::{CdiOptions, HostDevices, InjectionOptions};
 use linkwise_core::state::{DRA_DRIVER, Event, NodeState, PreparedClaim};
 use linkwise_host::cdi;
-use linkwise_kubelet::dra::{self, CdiLink, ClaimQuery, Life, MigRequest, MpsLink, Occurrence, Phase, PluginMetrics};
+use linkwise_kubelet::dra::{
+    self, CdiLink, ClaimQuery, Handover, Life, MigRequest, MpsLink, Occurrence, Phase, PluginMetrics,
+};
 use linkwise_node::node::Node;
 use linkwise_node::readiness::{Part, Readiness};
 use linkwise_nvml::supervisor::identity;
@@ -47,15 +48,6 @@ use linkwise_system::{metrics::new, send_if_new};
 
 /// The folder of checkpoints in the state folder.
 const CLAIMS: &str = "claims";
-
-/// The lock of the DRA plugin that prepares claims, in the state folder.
-const CLAIMS_LOCK: &str = "claims.lock";
-
-/// The time between two attempts to take that lock while the last process's plugin ends.
-const LOCK_PAUSE: Duration = Duration::from_millis(10);
-
-/// The time between two attempts to use a folder of checkpoints that cannot be used.
-const STORE_PAUSE: Duration = Duration::from_secs(5);
 
 /// The most queries for claims that may wait. The plugin waits for each of them.
 const QUERIES: usize = 16;
@@ -82,8 +74,8 @@ pub(super) struct Given<'a> {
     pub mig: Option<mpsc::Sender<MigRequest>>,
     /// The orders for MPS control daemons; `None` if no process could run any.
     pub mps: Option<MpsLink>,
-    /// Becomes true when no other process serves this node.
-    pub owns: watch::Receiver<bool>,
+    /// The turn of this process among several linkwise.
+    pub handover: Handover,
     /// The time for which claims of the last process count as held although the kubelet does not list them; without it,
     /// the plugin's default.
     pub listed_within: Option<Duration>,
@@ -91,7 +83,7 @@ pub(super) struct Given<'a> {
 
 /// Starts DRA in a node. Without a client of the API server no slices are written, and no new claim is prepared.
 pub(super) fn spawn_in(node: &mut Node, given: Given<'_>, api: Option<&Api>) {
-    let Given { settings, name, sysfs, state_dir, injection, host_devices, cdi, mig, mps, owns, .. } = given;
+    let Given { settings, name, sysfs, state_dir, injection, host_devices, cdi, mig, mps, handover, .. } = given;
     let name = name.unwrap_or_default();
     let empty = Pool::new(name.clone(), Vec::new());
     // Claims get copies of CDI devices, regardless of the device plugin.
@@ -120,55 +112,34 @@ pub(super) fn spawn_in(node: &mut Node, given: Given<'_>, api: Option<&Api>) {
     let plugin = dra::Plugin::new(Arc::new(plugin), Arc::clone(&observer));
     node.readiness.add(Part::DraPlugin, Phase::WaitingForGpus.words());
     let (events, snapshot, prepared) = (node.events(), node.snapshot(), plugin.prepared_claims());
-    let phase = plugin.phase();
     node.spawn("DRA ledger", keep_ledger(prepared, events));
     node.spawn("DRA log", log(occurrences));
-    let turn = Turn { owns, state_dir, shutdown: node.shutdown() };
     if let Some(api) = api {
-        publish(node, settings, empty, (name, claims, phase), api, turn.clone());
+        publish(node, settings, empty, (name, claims), api, &plugin);
     }
-    node.spawn_until_done("DRA plugin", run_plugin(plugin, turn, snapshot, asks, observer));
+    let running = plugin.run(snapshot, asks, handover, node.shutdown());
+    node.spawn_until_done("DRA plugin", running.map(Ok));
 }
 
-/// Runs the plugin when its turn has come. While the folder of checkpoints cannot be used, no claim is prepared, and
-/// the device plugin still serves.
-async fn run_plugin(
-    plugin: dra::Plugin,
-    turn: Turn,
-    snapshot: watch::Receiver<Arc<NodeState>>,
-    asks: mpsc::Sender<ClaimQuery>,
-    observer: dra::Observer,
-) -> Result<()> {
-    let shutdown = turn.shutdown.clone();
-    let Some(_lock) = turn.lock().await else { return Ok(()) };
-    while let Err(error) = plugin.clone().run(snapshot.clone(), asks.clone(), shutdown.clone()).await {
-        observer(Occurrence::Life(Life::Ended(chain(&error))));
-        if shutdown.run_until_cancelled(tokio::time::sleep(STORE_PAUSE)).await.is_none() {
-            break;
-        }
-    }
-    Ok(())
-}
-
-/// Publishes the node's pool, and reads claims for the plugin. `plugin`: its node, its queries and its phase.
+/// Publishes the node's pool, and reads claims for the plugin. `named`: the node, and the plugin's queries.
 fn publish(
     node: &mut Node,
     settings: &Settings,
     empty: Pool,
-    plugin: (String, mpsc::Receiver<ClaimQuery>, watch::Receiver<Phase>),
+    named: (String, mpsc::Receiver<ClaimQuery>),
     api: &Api,
-    turn: Turn,
+    plugin: &dra::Plugin,
 ) {
-    let (name, claims, phase) = plugin;
+    let (name, claims) = named;
     let metrics = node.metrics().register(SliceMetrics::register);
     let (pool, wanted) = watch::channel(None);
     let (report, stored) = watch::channel(StoredPool::default());
     node.metrics().register(|registry| api.metrics().register_in(registry));
-    let writer = SliceWriter::new(api.server(), SliceSettings { node: name }, phase);
-    let writing = writer.run(api.server(), wanted.clone(), report, node.shutdown());
+    let slices = SliceSettings { node: name };
+    let writing = write_slices(api.clone(), slices, (wanted.clone(), report), plugin, node.shutdown());
     let reading = ClaimReader::new(api.server()).run(claims, node.shutdown());
     let allocations = AllocationReader::new(api.server(), empty.name.clone());
-    let (asking, shutdown) = (allocations::follow_claims(allocations, node.snapshot(), node.events()), node.shutdown());
+    let asking = allocations::follow_claims(allocations, node.snapshot(), node.events());
     node.spawn("DRA offers", allocations::follow_slices(stored.clone(), node.snapshot(), node.events()));
     let maker = PoolMaker {
         empty,
@@ -176,58 +147,57 @@ fn publish(
         dynamic_mig: settings.dra_dynamic_mig.value,
         layouts: LayoutCache::default(),
         reported: Once::new(),
+        prepared: plugin.prepared_claims(),
         last: None,
     };
     node.readiness.add(Part::DraSlices, "waiting for GPUs");
     node.spawn("DRA slices", maker.run(node.snapshot(), stored.clone(), pool));
     node.spawn("DRA slices' report", follow_report(wanted, stored, node.readiness.clone(), metrics));
-    node.spawn_until_done("API server", async move {
-        let Some(_turn) = turn.comes().await else { return Ok(()) };
-        let asking = shutdown.run_until_cancelled(asking);
-        let (_, _, asked) = tokio::join!(writing, reading, asking);
-        asked.unwrap_or(Ok(()))
+    node.spawn_until_done("writer of slices", writing.map(Ok));
+    node.spawn_until_done("reader of claims", reading.map(Ok));
+    let mut lock = plugin.lock();
+    node.spawn("claims on their way", async move {
+        // Another process answers for the node before.
+        drop(lock.wait_for(Option::is_some).await.context("the DRA plugin is gone")?);
+        asking.await
     });
 }
 
-/// The right of this process to touch claims and slices: it comes once no other process serves the node, and the plugin
-/// of the last one has ended.
-#[derive(Clone)]
-struct Turn {
-    owns: watch::Receiver<bool>,
-    state_dir: PathBuf,
+/// Writes slices whenever this process has the lock on claims, until `shutdown`: two processes would undo each other's
+/// slices.
+fn write_slices(
+    api: Api,
+    settings: SliceSettings,
+    (wanted, report): (watch::Receiver<Option<Arc<Pool>>>, watch::Sender<StoredPool>),
+    plugin: &dra::Plugin,
     shutdown: CancellationToken,
-}
-
-impl Turn {
-    /// Waits until this process is the owner; `None` if it is ending.
-    async fn comes(mut self) -> Option<()> {
-        // An error means that this process is the owner for good.
-        let owns = async { self.owns.wait_for(|owns| *owns).await.map(drop) };
-        self.shutdown.run_until_cancelled(owns).await.map(drop)
-    }
-
-    /// Waits for the turn, and for the lock that every DRA plugin of this node holds as long as it runs: then the
-    /// claims that the last one prepared are in their checkpoints. If there can be no lock, there is no plugin to wait
-    /// for.
-    async fn lock(self) -> Option<Option<File>> {
-        let (path, shutdown) = (self.state_dir.join(CLAIMS_LOCK), self.shutdown.clone());
-        self.comes().await?;
-        let Ok(file) = File::options().append(true).create(true).open(&path) else { return Some(None) };
-        let free = async {
-            while matches!(file.try_lock(), Err(TryLockError::WouldBlock)) {
-                tokio::time::sleep(LOCK_PAUSE).await;
+) -> impl Future<Output = ()> + use<> {
+    let (mut lock, phase) = (plugin.lock(), plugin.phase());
+    async move {
+        loop {
+            // An error means that the node is ending.
+            let held = shutdown.run_until_cancelled(lock.wait_for(Option::is_some)).await;
+            let Some(Ok(held)) = held.map(|held| held.map(|held| held.clone())) else { return };
+            let writer = SliceWriter::new(api.server(), settings.clone(), phase.clone());
+            tokio::select! {
+                () = writer.run(api.server(), wanted.clone(), report.clone(), shutdown.clone()) => return,
+                _ = lock.wait_for(Option::is_none) => {}
             }
-        };
-        shutdown.run_until_cancelled(free).await?;
-        Some(Some(file))
+            drop(held);
+        }
     }
 }
 
-/// Enters the claims that the plugin has prepared into the node's ledger.
-async fn keep_ledger(mut claims: watch::Receiver<Vec<PreparedClaim>>, events: mpsc::Sender<Event>) -> Result<()> {
+/// Enters the claims that the plugin has prepared into the node's ledger, once they are known.
+async fn keep_ledger(
+    mut claims: watch::Receiver<Option<Vec<PreparedClaim>>>,
+    events: mpsc::Sender<Event>,
+) -> Result<()> {
     loop {
         let prepared = claims.borrow_and_update().clone();
-        events.send(Event::Prepared(prepared)).await.context("the node takes no events")?;
+        if let Some(prepared) = prepared {
+            events.send(Event::Prepared(prepared)).await.context("the node takes no events")?;
+        }
         claims.changed().await.context("the DRA plugin is gone")?;
     }
 }
@@ -239,6 +209,8 @@ struct PoolMaker {
     dynamic_mig: bool,
     layouts: LayoutCache,
     reported: Once<DraProblem>,
+    /// The claims of this node, while this process knows them.
+    prepared: watch::Receiver<Option<Vec<PreparedClaim>>>,
     last: Option<Arc<Pool>>,
 }
 
@@ -265,7 +237,9 @@ impl PoolMaker {
         mut stored: watch::Receiver<StoredPool>,
         pool: watch::Sender<Option<Arc<Pool>>>,
     ) -> Result<()> {
+        let mut prepared = self.prepared.clone();
         loop {
+            prepared.mark_unchanged();
             let state = Arc::clone(&snapshot.borrow_and_update());
             let server = Server::of(&stored.borrow_and_update());
             // The first layout of a topology costs some hundred choices.
@@ -281,6 +255,7 @@ impl PoolMaker {
             send_if_new(&pool, self.last.clone());
             tokio::select! {
                 changed = snapshot.changed() => changed.context("the node's state is gone")?,
+                changed = prepared.changed() => changed.context("the DRA plugin is gone")?,
                 changed = stored.wait_for(|stored| Server::of(stored) != server) => {
                     drop(changed.context("the API server's client is gone")?);
                 }
@@ -290,8 +265,22 @@ impl PoolMaker {
 
     /// Makes the pool anew. There is none before the first GPU is seen, nor before the lists of holders that may let
     /// the first GPUs go to DRA: an empty pool would be written, and again with GPUs a moment later. Nor is there one
-    /// before the server's slices and release are read: MIG devices to be made would go and come back.
+    /// before the server's slices and release are read: MIG devices to be made would go and come back. Nor before the
+    /// ledger has the claims of the checkpoints: devices of theirs would be published as if nothing had them.
     fn make(&mut self, state: &NodeState, server: Server) -> Vec<DraProblem> {
+        let knows_claims = match &*self.prepared.borrow() {
+            None => {
+                self.last = None;
+                false
+            }
+            Some(claims) => {
+                let is_entered = |claim: &PreparedClaim| state.ledger().prepared(&claim.claim.uid) == Some(claim);
+                self.last.is_some() || claims.iter().all(is_entered)
+            }
+        };
+        if !knows_claims {
+            return Vec::new();
+        }
         let through_dra = state.offers().through_dra();
         let may_come = state.topology().gpus().is_empty() || state.may_soon_offer_through_dra();
         if !server.is_read || self.last.is_none() && through_dra.is_empty() && may_come {
@@ -441,7 +430,7 @@ fn observer(node: &Node) -> (dra::Observer, mpsc::Receiver<Occurrence>) {
         match &occurrence {
             Occurrence::Life(Life::Phase(phase)) => {
                 // A kubelet that restarts registers the plugin again by itself.
-                let ready = matches!(phase, Phase::Registered | Phase::Disconnected);
+                let ready = matches!(phase, Phase::Accepted | Phase::Registered | Phase::Disconnected);
                 readiness.enter(&Part::DraPlugin, phase.words(), ready);
             }
             Occurrence::Life(Life::Waiting(why) | Life::Ended(why) | Life::Registered(Err(why))) => {

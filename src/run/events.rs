@@ -19,6 +19,7 @@ use linkwise_core::publish::PodEvent;
 use linkwise_core::publish::placement::Placements;
 use linkwise_core::state::NodeState;
 use linkwise_node::node::Node;
+use linkwise_system::right::Right;
 
 /// The pause between two looks at the GPUs of pods, which change no faster.
 const BETWEEN: Duration = Duration::from_secs(1);
@@ -48,12 +49,12 @@ pub(super) fn spawn_in(node: &mut Node, settings: &Settings, name: Option<&str>,
 /// (`files`): until then another linkwise does.
 async fn follow(
     mut snapshot: watch::Receiver<Arc<NodeState>>,
-    mut files: watch::Receiver<bool>,
+    mut files: watch::Receiver<Option<Right>>,
     below: u8,
     due: watch::Sender<Arc<Vec<PodEvent>>>,
 ) -> Result<()> {
     loop {
-        files.wait_for(|writes| *writes).await.context("the node's state is gone")?;
+        files.wait_for(Option::is_some).await.context("the node's state is gone")?;
         let state = Arc::clone(&snapshot.borrow_and_update());
         // On a machine of 64 GPUs this takes milliseconds.
         let made =

@@ -23,6 +23,7 @@ use linkwise_core::state::NodeState;
 use linkwise_host::labels::{LabelMetrics, LabelsFile, host, own_fabric};
 use linkwise_node::node::Node;
 use linkwise_nvml::supervisor::Idle;
+use linkwise_system::right::Right;
 
 /// The labels of a node by key, as they are published.
 pub type NodeLabels = Arc<BTreeMap<String, String>>;
@@ -177,8 +178,8 @@ pub(super) struct FileWriter {
     /// The time from one comparison of the file with the labels to the next.
     pub interval: Interval,
     pub metrics: LabelMetrics,
-    /// Set while this process writes the file.
-    pub files: watch::Receiver<bool>,
+    /// The right to write the file, while this process has it.
+    pub files: watch::Receiver<Option<Right>>,
 }
 
 impl FileWriter {
@@ -187,9 +188,9 @@ impl FileWriter {
         let mut backoff = Backoff::new(PAUSES.0, PAUSES.1);
         let usual = if self.file.is_file() { self.interval } else { Interval::Infinite };
         loop {
-            let writes = *self.files.borrow_and_update();
-            let latest = labels.borrow_and_update().clone().filter(|_| writes);
-            let again = match latest {
+            let right = self.files.borrow_and_update().clone();
+            let latest = labels.borrow_and_update().clone();
+            let again = match latest.zip(right) {
                 Some(latest) => self.write(latest, &mut backoff).await?.map_or(usual, Interval::Every),
                 None => Interval::Infinite,
             };
@@ -202,9 +203,13 @@ impl FileWriter {
     }
 
     /// Writes once; after a failure, returns the time until the next attempt.
-    async fn write(&self, labels: NodeLabels, backoff: &mut Backoff) -> Result<Option<Duration>> {
+    async fn write(&self, (labels, right): (NodeLabels, Right), backoff: &mut Backoff) -> Result<Option<Duration>> {
         let (file, count) = (self.file.clone(), labels.len());
-        let written = spawn_blocking(move || file.write(&labels)).await.context("the write of labels broke off")?;
+        let written = spawn_blocking(move || {
+            let _right = right;
+            file.write(&labels)
+        });
+        let written = written.await.context("the write of labels broke off")?;
         match written {
             Ok(changed) => {
                 if changed {
@@ -303,13 +308,17 @@ mod tests {
         std::fs::write(&features, "a file where a folder should be").unwrap();
         let path = features.join("gfd");
         let (file, metrics) = (LabelsFile::new(&path), LabelMetrics::default());
-        let writer = FileWriter { file, interval: Interval::Infinite, metrics, files: watch::channel(true).1 };
+        let writer =
+            FileWriter { file, interval: Interval::Infinite, metrics, files: watch::channel(Some(Right::new(()))).1 };
         let labels = Arc::new(BTreeMap::from([("nvidia.com/gpu.count".to_owned(), "8".to_owned())]));
         let mut backoff = Backoff::new(PAUSES.0, PAUSES.1);
-        assert_eq!(writer.write(Arc::clone(&labels), &mut backoff).await.unwrap(), Some(PAUSES.0));
-        assert_eq!(writer.write(Arc::clone(&labels), &mut backoff).await.unwrap(), Some(2 * PAUSES.0));
+        assert_eq!(writer.write((Arc::clone(&labels), Right::new(())), &mut backoff).await.unwrap(), Some(PAUSES.0));
+        assert_eq!(
+            writer.write((Arc::clone(&labels), Right::new(())), &mut backoff).await.unwrap(),
+            Some(2 * PAUSES.0)
+        );
         std::fs::remove_file(&features).unwrap();
-        assert_eq!(writer.write(labels, &mut backoff).await.unwrap(), None);
+        assert_eq!(writer.write((labels, Right::new(())), &mut backoff).await.unwrap(), None);
         assert_eq!(std::fs::read_to_string(path).unwrap(), "nvidia.com/gpu.count=8\n");
     }
 
@@ -323,7 +332,7 @@ mod tests {
             file: LabelsFile::new(&path),
             interval,
             metrics: LabelMetrics::default(),
-            files: watch::channel(true).1,
+            files: watch::channel(Some(Right::new(()))).1,
         };
         let task = tokio::spawn(writer.run(labels));
         for _ in 0..2 {

@@ -31,6 +31,7 @@ use linkwise_node::node::task_end;
 use linkwise_nvml::CallError;
 use linkwise_nvml::child::AgentCommand;
 use linkwise_nvml::supervisor::{has_no_gpu, scan};
+use linkwise_system::right::Right;
 use linkwise_system::signals::{LastSignals, listen};
 
 /// The program's name at the node's gate to the driver.
@@ -115,7 +116,7 @@ impl Life {
             if settings.use_node_feature_api.value {
                 tracing::warn!(%file, "no access to the API server: the labels go to the file that NFD reads");
             }
-            let writer = FileWriter { file, interval, metrics, files: watch::channel(true).1 };
+            let writer = FileWriter { file, interval, metrics, files: watch::channel(Some(Right::new(()))).1 };
             tasks.spawn(writer.run(labels).map(|end| ("labels' file", end)));
         }
         Ok(Self { tasks, shutdown })

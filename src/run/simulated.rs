@@ -15,6 +15,7 @@ use crate::config::{Environment, Flags};
 use linkwise_core::state::Event;
 use linkwise_host::cdi::CdiMetrics;
 use linkwise_kubelet::device_plugin as kubelet;
+use linkwise_kubelet::dra::Handover;
 use linkwise_node::keeper::HealthSettings;
 use linkwise_node::node::{Node, NodeSettings};
 
@@ -81,7 +82,7 @@ pub async fn start_with_dra(folder: &Path, name: &str, metrics_address: SocketAd
         cdi,
         mig: None,
         mps: None,
-        owns: watch::channel(true).1,
+        handover: Handover::alone(),
         listed_within: None,
     };
     dra::spawn_in(&mut node, given, Some(api));

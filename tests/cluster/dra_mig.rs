@@ -14,7 +14,9 @@ use crate::cluster::dra_node::{DRIVER, Node};
 use crate::cluster::support::{until, within};
 
 /// 2g.20gb from memory slice 2.
-const DEVICE: &str = "gpu-0-mig-2g20gb-14-2";
+pub const DEVICE: &str = "gpu-0-mig-2g20gb-14-2";
+/// 2g.20gb from memory slice 4.
+pub const OTHER: &str = "gpu-0-mig-2g20gb-14-4";
 
 /// What GPU 0 could have, and GPU 1.
 const DEVICES: usize = 7 + 7 + 4 + 3 + 2 + 1 + 1 + 1;
@@ -22,6 +24,12 @@ const DEVICES: usize = 7 + 7 + 4 + 3 + 2 + 1 + 1 + 1;
 /// A node with a GPU in MIG mode, and its driver.
 async fn node() -> (Node, Control) {
     let node = Node::start().await;
+    let control = prepare(&node);
+    (node, control)
+}
+
+/// Puts a driver with that GPU on a node.
+pub fn prepare(node: &Node) -> Control {
     let mut list = String::new();
     for instance in 1..15 {
         writeln!(list, "gpu0/gi{instance}/access {}", 9 * instance).unwrap();
@@ -30,11 +38,10 @@ async fn node() -> (Node, Control) {
     let folder = node.at("proc/driver/nvidia-caps");
     fs::create_dir_all(&folder).unwrap();
     fs::write(folder.join("mig-minors"), list).unwrap();
-    let control = Control::new(node.at("nvml"));
-    (node, control)
+    Control::new(node.at("nvml"))
 }
 
-fn program(node: &Node) -> Command {
+pub fn program(node: &Node) -> Command {
     let machine = Path::new(env!("CARGO_MANIFEST_DIR")).join("lab/fake-nvml/machines/mig-on-demand.yaml");
     let mut command = node.program();
     command.arg("--procfs").arg(node.at("proc")).env("LINKWISE_DRA_DYNAMIC_MIG", "true");
@@ -49,7 +56,7 @@ async fn run(node: &Node) -> Child {
 }
 
 /// The GPU's instances, as the driver keeps them: the layout that it wrote last.
-fn instances(node: &Node) -> usize {
+pub fn instances(node: &Node) -> usize {
     let text = fs::read_to_string(node.at("nvml.journal")).unwrap_or_default();
     let last = text.lines().rev().find_map(|line| line.strip_prefix("mig 0 ")).unwrap_or("{}");
     let layout: serde_json::Value = serde_json::from_str(last).unwrap();

@@ -4,6 +4,7 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
+use std::time::Duration;
 
 use linkwise_api_server_box::{Answer, Fault, Key, ResourceType};
 use linkwise_kubelet_box::dra::{ClaimRef, DraKubelet, DraOptions, PodClaims};
@@ -25,6 +26,11 @@ pub struct Node {
 
 impl Node {
     pub async fn start() -> Self {
+        Self::start_with(|_| (), DraOptions::new("").reconcile).await
+    }
+
+    /// The same with another kubelet, whose DRA manager looks for plugins this often.
+    pub async fn start_with(change: impl FnOnce(&mut Options), reconcile: Duration) -> Self {
         let (cluster, folder) = (Cluster::start().await, tempfile::tempdir().unwrap());
         cluster.label_node("n", json!({}));
         let at = |name: &str| folder.path().join(name);
@@ -33,8 +39,9 @@ impl Node {
         }
         let mut options = Options::new(at("k"));
         options.pod_resources = Some(at("pod-resources/kubelet.sock"));
+        change(&mut options);
         let kubelet = KubeletBox::start(options).unwrap();
-        let dra = DraKubelet::start(DraOptions::new(at("reg"))).unwrap();
+        let dra = DraKubelet::start(DraOptions { reconcile, ..DraOptions::new(at("reg")) }).unwrap();
         kubelet.list_claims_of(&dra);
         let node = Self { cluster, folder, kubelet, dra };
         node.configure("all");
@@ -135,7 +142,7 @@ impl Node {
                 if let Ok(containers) = self.dra.start_pod(&pod).await {
                     return self.hardware(&containers["main"]);
                 }
-                tokio::time::sleep(std::time::Duration::from_millis(20)).await;
+                tokio::time::sleep(Duration::from_millis(20)).await;
             }
         })
         .await

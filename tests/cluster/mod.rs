@@ -17,5 +17,6 @@ mod node_feature;
 mod prometheus;
 mod slices;
 mod support;
+mod takeover;
 mod way_back;
 mod whole_node;

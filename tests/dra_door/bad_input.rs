@@ -4,7 +4,7 @@ use std::fs;
 use std::time::Duration;
 
 use linkwise_core::state::{ClaimedDevice, DraGpus, Event, GpuSelector, Holdings, NodeState};
-use linkwise_kubelet::dra::Occurrence;
+use linkwise_kubelet::dra::{Life, Occurrence};
 use linkwise_kubelet_box::dra::DraError;
 
 use super::node::{Answer, LIMIT, Node, claim, configured, connected, end, name, refusal, start, state};
@@ -188,14 +188,15 @@ async fn checkpoints_that_cannot_be_written_are_the_claims_error() {
     assert_eq!(start(&kubelet, &claim).await.unwrap(), [node.gpu(0)]);
     end(&kubelet, &claim).await;
     assert_eq!(start(&kubelet, &other).await.unwrap(), [node.gpu(0)]);
-    // At the start, it is an error of the whole plugin.
+    // At the start, it keeps the whole plugin from preparing claims until it can be used.
     node.stop().await;
     fs::remove_dir_all(&folder).unwrap();
     fs::write(&folder, "").unwrap();
     node.start();
-    let (task, _) = node.running.take().unwrap();
-    let error = task.await.unwrap().unwrap_err().to_string();
-    assert!(error.starts_with("cannot keep checkpoints of claims in "), "{error}");
+    node.wait(
+        |seen| matches!(seen, Occurrence::Life(Life::Ended(why)) if why.starts_with("cannot keep checkpoints of claims in ")),
+    )
+    .await;
 }
 
 #[tokio::test]

@@ -13,7 +13,7 @@ use linkwise_core::publish::RdmaNodes;
 use linkwise_core::publish::injection::{CdiOptions, ChosenDevice, HostDevices, InjectionOptions};
 use linkwise_core::state::{DraGpus, Event, Holdings, NodeState, NumaHints, ResourcePlan};
 use linkwise_core::topology::NodeObservation;
-use linkwise_kubelet::dra::{CdiDevices, ClaimQuery, ClaimQueryError, Occurrence, Plugin, PluginError, Settings};
+use linkwise_kubelet::dra::{CdiDevices, ClaimQuery, ClaimQueryError, Handover, Occurrence, Plugin, Settings};
 use linkwise_kubelet_box::dra::{ClaimRef, DraError, DraKubelet, DraOptions, PodClaims};
 use linkwise_kubelet_box::runtime::{self, ContainerEdits};
 use tempfile::TempDir;
@@ -58,7 +58,7 @@ pub struct Node {
     pub cdi: watch::Sender<Option<Arc<CdiDevices>>>,
     pub cluster: Arc<Mutex<Cluster>>,
     pub seen: watch::Sender<Vec<Occurrence>>,
-    pub running: Option<(JoinHandle<Result<(), PluginError>>, CancellationToken)>,
+    pub running: Option<(JoinHandle<()>, CancellationToken)>,
 }
 
 /// A state of a built-in machine whose GPUs are given to DRA so.
@@ -132,7 +132,7 @@ impl Node {
         let observer = Arc::new(move |occurrence| seen.send_modify(|all| all.push(occurrence)));
         let plugin = Plugin::new(Arc::new(self.settings.clone()), observer);
         let end = CancellationToken::new();
-        let task = tokio::spawn(plugin.run(self.state.subscribe(), claims, end.clone()));
+        let task = tokio::spawn(plugin.run(self.state.subscribe(), claims, Handover::alone(), end.clone()));
         self.running = Some((task, end));
     }
 
@@ -140,7 +140,7 @@ impl Node {
     pub async fn stop(&mut self) {
         let (task, end) = self.running.take().unwrap();
         end.cancel();
-        timeout(LIMIT, task).await.unwrap().unwrap().unwrap();
+        timeout(LIMIT, task).await.unwrap().unwrap();
     }
 
     /// Ends the plugin wherever it is.

@@ -49,7 +49,7 @@ mod shutdown;
 mod sockets;
 mod stops;
 mod swap;
-mod takeover;
+pub mod takeover;
 mod unavailable;
 mod wait;
 mod watchdog;

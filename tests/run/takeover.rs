@@ -30,7 +30,7 @@ pub(super) fn of_pod(setup: &Setup, pod: &str, more: &[&str]) -> Process {
     Process::of(command)
 }
 
-pub(super) async fn stage(process: &Process, stage: &str) {
+pub async fn stage(process: &Process, stage: &str) {
     process.logged(|line| line["message"] == "takeover" && line["stage"] == stage).await;
 }
 

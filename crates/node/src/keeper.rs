@@ -20,6 +20,7 @@ use linkwise_core::errors::chain;
 use linkwise_core::state::{HealthRecord, NodeIdentity, XidPolicy};
 use linkwise_nvml::supervisor::identity;
 use linkwise_system::files;
+use linkwise_system::right::Right;
 
 /// The record's file name.
 pub const FILE: &str = "linkwise_health.json";
@@ -112,12 +113,12 @@ impl Keeper {
         None
     }
 
-    /// Writes each new record while `files` is true, and the last one even after the shutdown began. A failed write is
+    /// Writes each new record while it has the right to write files, and the last one even after the shutdown began. A failed write is
     /// logged once, and tried again until one succeeds.
     pub async fn follow(
         mut self,
         mut records: watch::Receiver<Option<HealthRecord>>,
-        mut files: watch::Receiver<bool>,
+        mut files: watch::Receiver<Option<Right>>,
         shutdown: CancellationToken,
     ) {
         loop {
@@ -139,21 +140,27 @@ impl Keeper {
                 break;
             }
             // Otherwise another process owns the file: the current record follows when the file is ours again.
-            if *files.borrow_and_update() {
-                self.write(&mut records).await;
+            let right = files.borrow_and_update().clone();
+            if let Some(right) = right {
+                self.write(&mut records, right).await;
             }
         }
-        if *files.borrow() && (self.failed || records.has_changed().unwrap_or(false)) {
-            self.write(&mut records).await;
+        let right = files.borrow().clone().filter(|_| self.failed || records.has_changed().unwrap_or(false));
+        if let Some(right) = right {
+            self.write(&mut records, right).await;
         }
     }
 
     /// Writes the current record. Logs if the result differs from the last one.
-    async fn write(&mut self, records: &mut watch::Receiver<Option<HealthRecord>>) {
+    async fn write(&mut self, records: &mut watch::Receiver<Option<HealthRecord>>, right: Right) {
         let record = records.borrow_and_update().clone();
         let (Some(folder), Some(record)) = (self.folder.clone(), record) else { return };
         let file = folder.join(FILE);
-        let written = spawn_blocking(move || write(&folder, &record)).await;
+        let written = spawn_blocking(move || {
+            let _right = right;
+            write(&folder, &record)
+        });
+        let written = written.await;
         let written = written.context("the writing task failed").flatten();
         match &written {
             Ok(()) if self.failed => tracing::info!("health record written again"),
@@ -253,13 +260,13 @@ mod tests {
         let mut keeper = Keeper { retry: Duration::from_millis(1), ..Keeper::of(settings.state_dir.clone()) };
         let (records, shutdown) = (watch::Sender::new(Some(record(1))), CancellationToken::new());
         let mut followed = records.subscribe();
-        keeper.write(&mut followed).await;
+        keeper.write(&mut followed, Right::new(())).await;
         assert!(!keeper.failed);
         // There is a file in the folder's place: nothing can be written, not even by root.
         fs::rename(&dir, &aside).unwrap();
         fs::write(&dir, "a file").unwrap();
         records.send_replace(Some(record(2)));
-        keeper.write(&mut followed).await;
+        keeper.write(&mut followed, Right::new(())).await;
         assert!(keeper.failed);
         // There is room again, and no further change.
         fs::remove_file(&dir).unwrap();
@@ -269,7 +276,7 @@ mod tests {
             kept(&keeper, &record(2)).await;
             shutdown.cancel();
         };
-        tokio::join!(keeper.clone().follow(followed, watch::channel(true).1, shutdown.clone()), ends);
+        tokio::join!(keeper.clone().follow(followed, watch::channel(Some(Right::new(()))).1, shutdown.clone()), ends);
     }
 
     #[tokio::test]
@@ -280,7 +287,7 @@ mod tests {
         let (followed, shutdown) = (records.subscribe(), CancellationToken::new());
         shutdown.cancel();
         records.send_replace(Some(record(7)));
-        keeper.clone().follow(followed, watch::channel(true).1, shutdown).await;
+        keeper.clone().follow(followed, watch::channel(Some(Right::new(()))).1, shutdown).await;
         assert_eq!(keeper.read().await, Some(record(7)));
     }
 

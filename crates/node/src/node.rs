@@ -36,6 +36,7 @@ use linkwise_core::topology::GpuUuid;
 use linkwise_kubelet::device_plugin::pod_resources::{self, Holders};
 use linkwise_kubelet::device_plugin::{self as kubelet, Life, Occurrence, Phase, Plugin, PluginMetrics, Sources};
 use linkwise_nvml::supervisor::{Idle, NOT_SEEN};
+use linkwise_system::right::Right;
 
 /// The most events that may be queued: a storm of XIDs waits at its sender, not in memory.
 const EVENTS: usize = 256;
@@ -74,8 +75,10 @@ pub struct Node {
     memory: Option<Memory>,
     published: bool,
     pub(crate) duties: Queue<Duty>,
-    /// Set while this process writes the node's files.
-    pub(crate) files: watch::Sender<bool>,
+    /// The right to write the node's files, while this process has it.
+    pub(crate) files: watch::Sender<Option<Right>>,
+    /// True while this process may have calls or writes for claims under way; the DRA plugin says so.
+    pub claims_held: watch::Sender<bool>,
     /// The number of times that plugins were told to register again.
     renew: watch::Sender<u64>,
     pub(crate) running: watch::Sender<Running>,
@@ -174,7 +177,8 @@ impl Node {
             memory: None,
             published: false,
             duties: mpsc::channel(DUTIES),
-            files: watch::Sender::new(true),
+            files: watch::Sender::new(Some(Right::new(()))),
+            claims_held: watch::Sender::default(),
             renew: watch::Sender::default(),
             running: watch::Sender::new(Running { wanted: true, plugins: 0 }),
             records: watch::Sender::new(None),

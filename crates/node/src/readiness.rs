@@ -14,6 +14,7 @@ use tokio::sync::watch;
 
 use linkwise_core::state::ResourceName;
 use linkwise_kubelet::device_plugin::Phase;
+use linkwise_kubelet::dra;
 use linkwise_nvml::supervisor::Idle;
 
 /// A part that can be ready or not.
@@ -153,6 +154,11 @@ impl Readiness {
         let has_dra = has_dra && !parts.contains_key(&Part::Driver);
         let is_idle = matches!(&*self.idle.borrow(), Idle::NoGpu(_)) || has_dra;
         !parts.contains_key(&Part::Owner) && plugins().all(serves) && (is_idle || plugins().next().is_some())
+    }
+
+    /// Returns true if the kubelet calls this process's DRA plugin, or this process has none.
+    pub fn is_dra_called(&self) -> bool {
+        self.parts().get(&Part::DraPlugin).is_none_or(|state| state.phase == dra::Phase::Registered.words())
     }
 
     /// Every part.

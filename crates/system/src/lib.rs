@@ -10,6 +10,7 @@ pub mod log;
 pub mod metrics;
 pub mod output;
 pub mod progress;
+pub mod right;
 pub mod signals;
 pub mod uds;
 

@@ -5,9 +5,10 @@ use std::io::{self, BufRead, BufReader, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 
-use crate::command::{self, Command};
+use crate::command::{self, Act, Command, Selector};
 use crate::state::{self, FAKE};
 
 /// The journal; set when there is a control socket.
@@ -43,6 +44,24 @@ pub fn start(socket: &Path) -> io::Result<()> {
         }
     })?;
     Ok(())
+}
+
+/// The MIG layouts in the journal, where it has grown since they were read last: one driver serves all processes.
+pub fn layouts() -> Vec<(Selector, Act)> {
+    /// The journal's length when the layouts were read last.
+    static READ: AtomicU64 = AtomicU64::new(0);
+    let Some(journal) = JOURNAL.get() else { return Vec::new() };
+    let length = std::fs::metadata(journal).map_or(0, |found| found.len());
+    if READ.swap(length, Ordering::Relaxed) == length {
+        return Vec::new();
+    }
+    let text = std::fs::read_to_string(journal).unwrap_or_default();
+    let layouts = text.lines().filter(|line| line.starts_with("mig "));
+    let layouts = layouts.filter_map(|line| match line.parse() {
+        Ok(Command::Gpu(which, layout)) => Some((which, layout)),
+        _ => None,
+    });
+    layouts.collect()
 }
 
 /// Writes a command to the journal, for the next process. Without a control socket there is no journal.

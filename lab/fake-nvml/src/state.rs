@@ -144,6 +144,12 @@ pub fn position(device: nvmlDevice_t) -> Answer<usize> {
 /// Begins a call about the GPUs that `which` finds: refuses, blocks or aborts if a rule says so.
 pub fn enter_with(function: &str, which: impl Fn(&State) -> Answer<Vec<usize>>) -> Answer<MutexGuard<'static, State>> {
     let mut state = lock();
+    for (which, layout) in control::layouts() {
+        // What is wrong with one was said when it came.
+        for gpu in state.each(&which).unwrap_or_default() {
+            let _ = state.act(gpu, &layout);
+        }
+    }
     *state.calls.entry(function.to_owned()).or_default() += 1;
     FAKE.called.notify_all();
     let mut holds = false;

@@ -16,20 +16,23 @@ const SERVER: Server = Server { drops_taints: false, drops_counters: false, is_r
 struct World {
     state: NodeState,
     maker: PoolMaker,
+    prepared: watch::Sender<Option<Vec<PreparedClaim>>>,
 }
 
 impl World {
     /// A node with this number of GPUs, all of which are to go to DRA. The kubelet's first list came before NVML's.
     fn new(gpus: usize) -> Self {
+        let prepared = watch::Sender::new(Some(Vec::new()));
         let maker = PoolMaker {
             empty: Pool::new("n", Vec::new()),
             evict_from_lost: false,
             dynamic_mig: false,
             layouts: LayoutCache::default(),
             reported: Once::new(),
+            prepared: prepared.subscribe(),
             last: None,
         };
-        let mut world = Self { state: NodeState::default(), maker };
+        let mut world = Self { state: NodeState::default(), maker, prepared };
         world.apply(Event::Planned(Box::new(ResourcePlan { dra: DraGpus::All, ..ResourcePlan::default() })));
         world.listed(&[]);
         assert!(world.pool().is_none(), "nothing was seen");
@@ -64,6 +67,33 @@ fn observed(gpus: usize) -> NodeObservation {
     observed
 }
 
+/// A claim that has the first GPU.
+fn claim_of_first() -> PreparedClaim {
+    PreparedClaim {
+        claim: ClaimName { namespace: "default".into(), name: "a".into(), uid: "1".into() },
+        gpus: BTreeSet::from([observed(1).gpus[0].uuid.clone()]),
+        devices: BTreeSet::from(["gpu-0".to_owned()]),
+        made: BTreeSet::new(),
+    }
+}
+
+#[test]
+fn nothing_is_published_before_the_ledger_has_the_checkpoints() {
+    let mut world = World::new(2);
+    (0..2).for_each(|_| world.listed(&[]));
+    world.prepared.send_replace(None);
+    assert!(world.pool().is_none(), "they are not read");
+    world.prepared.send_replace(Some(vec![claim_of_first()]));
+    assert!(world.pool().is_none(), "the claim is not entered");
+    world.apply(Event::Prepared(vec![claim_of_first()]));
+    assert_eq!(world.pool().unwrap().len(), 2);
+    // A claim that is prepared now takes nothing away that was published.
+    world.prepared.send_replace(Some(Vec::new()));
+    assert!(world.pool().is_some());
+    world.prepared.send_replace(None);
+    assert!(world.pool().is_none(), "another process has the claims");
+}
+
 #[test]
 fn last_gpu_that_goes_leaves_the_pool() {
     for is_claimed in [false, true] {
@@ -74,14 +104,7 @@ fn last_gpu_that_goes_leaves_the_pool() {
         let [device] = world.pool().unwrap() else { panic!("{:?}", world.pool()) };
         assert!(device.taints.is_empty());
         if is_claimed {
-            let claim = ClaimName { namespace: "default".into(), name: "a".into(), uid: "1".into() };
-            let gpus = BTreeSet::from([observed(1).gpus[0].uuid.clone()]);
-            world.apply(Event::Prepared(vec![PreparedClaim {
-                claim,
-                gpus,
-                devices: BTreeSet::from(["gpu-0".to_owned()]),
-                made: BTreeSet::new(),
-            }]));
+            world.apply(Event::Prepared(vec![claim_of_first()]));
         }
         world.see(0);
         let left: Vec<bool> = world.pool().unwrap().iter().map(|device| !device.taints.is_empty()).collect();

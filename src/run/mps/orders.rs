@@ -18,6 +18,7 @@ use linkwise_core::state::{Door, NodeState, ResourceName};
 use linkwise_host::mps::{Layout, Limits, Orders, exclusive_gpus, readiness};
 use linkwise_kubelet::dra::{MpsLink, MpsOrders, MpsServed};
 use linkwise_node::node::Node;
+use linkwise_system::right::Right;
 
 /// The time from one reading of the markers to the next: while a claim may wait for one, and while all daemons serve.
 const POLL: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(1));
@@ -71,9 +72,14 @@ async fn follow_orders(
 
 /// Withdraws the orders of an earlier process with DRA, once this process writes the node's files (`files`). Without
 /// DRA all GPUs are the device plugin's. Never ends: a task that ends would end the node.
-pub(in crate::run) async fn withdraw_orders(layout: Layout, mut files: watch::Receiver<bool>) -> Result<()> {
-    if files.wait_for(|writes| *writes).await.is_ok() {
-        let done = spawn_blocking(move || Orders::default().write(&layout)).await;
+pub(in crate::run) async fn withdraw_orders(layout: Layout, mut files: watch::Receiver<Option<Right>>) -> Result<()> {
+    let right = files.wait_for(Option::is_some).await.map(|right| right.clone());
+    if let Ok(right) = right {
+        let done = spawn_blocking(move || {
+            let _right = right;
+            Orders::default().write(&layout)
+        });
+        let done = done.await;
         if let Err(error) = done.context("removing the MPS orders panicked")? {
             tracing::warn!(error = chain(&error), "the MPS orders of claims that are gone cannot be removed");
         }
@@ -82,7 +88,7 @@ pub(in crate::run) async fn withdraw_orders(layout: Layout, mut files: watch::Re
 }
 
 fn carry_out(layout: &Layout, snapshot: &NodeState, wanted: MpsOrders) -> MpsServed {
-    let MpsOrders { revision, mut daemons, keeps_others } = wanted;
+    let MpsOrders { revision, mut daemons, keeps_others, lock: _lock } = wanted;
     if keeps_others {
         let before = Orders::read(layout).unwrap_or_default().daemons.into_iter();
         let others = before.filter(|(_, order)| !daemons.values().any(|wanted| wanted.overlaps(order)));

@@ -9,6 +9,7 @@ use std::sync::Arc;
 use serde_json::{Map, Value};
 use tokio::sync::{oneshot, watch};
 
+use super::turn::ClaimsLock;
 use linkwise_core::claims::{Claim, MpsOrder};
 use linkwise_core::state::ResourceName;
 use linkwise_core::topology::GpuUuid;
@@ -35,7 +36,7 @@ pub struct MpsLink {
 }
 
 /// The control daemons that prepared claims call for.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default)]
 pub struct MpsOrders {
     /// How many changes there were, and requests to look again.
     pub revision: u64,
@@ -43,6 +44,8 @@ pub struct MpsOrders {
     pub daemons: BTreeMap<ResourceName, MpsOrder>,
     /// True if daemons that were ordered before stay, because it cannot be seen who needs them.
     pub keeps_others: bool,
+    /// The lock on claims, kept until the orders are written.
+    pub lock: Option<ClaimsLock>,
 }
 
 /// What became of [`MpsOrders`].

@@ -24,10 +24,12 @@ use std::time::Duration;
 use futures_util::future::{Either, select};
 use tokio::sync::{OwnedMutexGuard, mpsc, oneshot, watch};
 use tokio::time::{Instant, timeout};
+use tokio_util::sync::CancellationToken;
 
 use super::checkpoint::{Checkpoint, CheckpointFolder, Found, Unreadable, is_uid};
 use super::mig::MigError;
 use super::mps::MpsError;
+use super::turn::ClaimsLock;
 use super::{ClaimQuery, ClaimQueryError, Observer, Occurrence, PluginError, Settings, claim_specs};
 use linkwise_core::claims::{Claim, ClaimError, ClaimName, DeviceRefusal, Node, Prepared, PreparedDevice, plan};
 use linkwise_core::errors::chain;
@@ -43,7 +45,7 @@ const LEDGER_TIMEOUT: Duration = Duration::from_secs(5);
 const TAKE_BACK_TIMEOUT: Duration = Duration::from_secs(15);
 
 /// The right to work on one claim, until its last clone is dropped: also while a disk has it.
-type Turn = Arc<OwnedMutexGuard<()>>;
+type Turn = Arc<(OwnedMutexGuard<()>, ClaimsLock)>;
 
 /// The state of one claim.
 #[derive(Default)]
@@ -71,7 +73,9 @@ pub(super) struct ClaimManager {
     /// A count that changes with the prepared claims.
     held: watch::Sender<u64>,
     /// The prepared claims, for the node's ledger.
-    ledger: watch::Sender<Vec<PreparedClaim>>,
+    ledger: watch::Sender<Option<Vec<PreparedClaim>>>,
+    /// The lock on claims, kept by each turn.
+    lock: ClaimsLock,
 }
 
 /// The cause of a claim that was not prepared.
@@ -129,10 +133,16 @@ impl ClaimManager {
         observer: Observer,
         snapshot: watch::Receiver<Arc<NodeState>>,
         claims: mpsc::Sender<ClaimQuery>,
-        ledger: watch::Sender<Vec<PreparedClaim>>,
+        ledger: watch::Sender<Option<Vec<PreparedClaim>>>,
+        lock: ClaimsLock,
     ) -> Result<Self, PluginError> {
         let folder = settings.checkpoints.clone();
-        let opened = files::blocking(move || CheckpointFolder::open(&folder)).await;
+        let held = lock.clone();
+        let opened = files::blocking(move || {
+            let _held = held;
+            CheckpointFolder::open(&folder)
+        });
+        let opened = opened.await;
         let unusable = |source| PluginError::Checkpoints { folder: settings.checkpoints.clone(), source };
         let (store, found, foreign) = opened.map_err(unusable)?;
         foreign.into_iter().for_each(|foreign| observer(foreign));
@@ -149,7 +159,7 @@ impl ClaimManager {
         };
         let slots = Mutex::new(found.into_iter().map(slot).collect());
         let held = watch::Sender::default();
-        let manager = Self { settings, store: Arc::new(store), observer, snapshot, claims, slots, held, ledger };
+        let manager = Self { settings, store: Arc::new(store), observer, snapshot, claims, slots, held, ledger, lock };
         manager.changed();
         Ok(manager)
     }
@@ -218,14 +228,14 @@ impl ClaimManager {
     }
 
     /// Undoes claims that are gone, and restores CDI specs of claims that are missing.
-    pub async fn sweep(&self) {
+    pub async fn sweep(&self, stop: &CancellationToken) {
         self.sweep_unreadable().await;
         for checkpoint in self.checkpoints() {
             let uid = checkpoint.claim.uid.clone();
             // The API server is asked before it is this claim's turn: the kubelet must not wait for that. A UID that is
             // gone does not come back.
-            let is_gone = self.is_gone(&checkpoint).await;
-            let turn = self.turn(&uid).await;
+            let Some(is_gone) = stop.run_until_cancelled(self.is_gone(&checkpoint)).await else { return };
+            let Some(turn) = stop.run_until_cancelled(self.turn(&uid)).await else { return };
             if self.checkpoint(&uid).as_ref() != Some(&checkpoint) {
                 continue;
             }
@@ -595,13 +605,13 @@ impl ClaimManager {
 
     async fn turn(&self, uid: &str) -> Turn {
         let turn = Arc::clone(&self.slots().entry(uid.to_owned()).or_default().turn);
-        Arc::new(turn.lock_owned().await)
+        Arc::new((turn.lock_owned().await, self.lock.clone()))
     }
 
     /// The turn of a claim that nothing works on. Two claims that waited for each other's turn would wait for ever.
     fn idle_turn(&self, uid: &str) -> Option<Turn> {
         let turn = Arc::clone(&self.slots().entry(uid.to_owned()).or_default().turn);
-        turn.try_lock_owned().ok().map(Arc::new)
+        turn.try_lock_owned().ok().map(|turn| Arc::new((turn, self.lock.clone())))
     }
 
     /// Forgets claims that are not prepared and that nothing works on.
@@ -620,9 +630,15 @@ impl ClaimManager {
             let boot = self.settings.boot.as_deref();
             let slots = self.slots();
             let is_blind = slots.values().any(Slot::is_blind);
-            mps.order(slots.values().filter_map(Slot::known).filter(|r| !r.is_of_another_boot(boot)), is_blind);
+            let known = slots.values().filter_map(Slot::known).filter(|r| !r.is_of_another_boot(boot));
+            mps.order(known, is_blind, &self.lock);
         }
-        self.ledger.send_if_modified(|before| std::mem::replace(before, prepared) != *before);
+        let prepared = Some(prepared);
+        self.ledger.send_if_modified(|before| {
+            let is_news = *before != prepared;
+            *before = prepared;
+            is_news
+        });
         (self.observer)(Occurrence::Held { claims, devices });
         self.held.send_modify(|change| *change = change.wrapping_add(1));
     }

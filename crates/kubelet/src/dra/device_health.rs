@@ -6,6 +6,7 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use futures_util::future::OptionFuture;
 use futures_util::stream::{self, Stream, StreamExt};
 use tokio::sync::watch;
 use tokio::time::Instant;
@@ -28,7 +29,8 @@ const LONGEST_MESSAGE: usize = 1024;
 #[derive(Clone)]
 pub(super) struct HealthService {
     pub settings: Arc<Settings>,
-    pub manager: Arc<ClaimManager>,
+    /// The claim manager, while this process has one.
+    pub claims: watch::Receiver<Option<Arc<ClaimManager>>>,
     pub snapshot: watch::Receiver<Arc<NodeState>>,
     pub observer: Observer,
     /// The number of open streams.
@@ -42,10 +44,10 @@ type Report = (wire::HealthStatus, String);
 
 /// The health of each device that is offered through DRA, and of those that claims hold though they are gone, by name.
 /// A set of GPUs has no health of its own and is left out.
-fn report(state: &NodeState, manager: &ClaimManager) -> BTreeMap<String, Report> {
+fn report(state: &NodeState, manager: Option<&ClaimManager>) -> BTreeMap<String, Report> {
     let hardware = state.hardware();
     let mut reports = BTreeMap::new();
-    let held = manager.prepared().into_iter().flat_map(|prepared| prepared.devices);
+    let held = manager.into_iter().flat_map(ClaimManager::prepared).flat_map(|prepared| prepared.devices);
     for device in held.filter(|device| !is_set(&device.device)) {
         // Still here: overwritten below.
         let gone = (wire::HealthStatus::Unhealthy, UnhealthyReason::Gone.to_string());
@@ -75,7 +77,6 @@ fn report(state: &NodeState, manager: &ClaimManager) -> BTreeMap<String, Report>
 /// The state of one stream.
 struct Following {
     service: HealthService,
-    held: watch::Receiver<u64>,
     sent: Option<BTreeMap<String, Report>>,
     /// The time at which the list is sent again though nothing changed.
     due: Instant,
@@ -86,9 +87,12 @@ impl Following {
     /// The next list. `None`: the node is ending.
     async fn next(mut self) -> Option<(wire::NodeWatchResourcesResponse, Self)> {
         loop {
-            self.held.borrow_and_update();
+            let manager = self.service.claims.borrow_and_update().clone();
+            let mut held = manager.as_ref().map(|manager| manager.held());
             let state = self.service.snapshot.borrow_and_update().clone();
-            let reports = report(&state, &self.service.manager);
+            let reports = report(&state, manager.as_deref());
+            // It is handed over when nothing has it any more.
+            drop(manager);
             if self.sent.as_ref() != Some(&reports) || Instant::now() >= self.due {
                 let list = message(&self.service.settings.pool, &reports);
                 (self.sent, self.due) = (Some(reports), Instant::now() + self.service.settings.heartbeat);
@@ -96,7 +100,8 @@ impl Following {
             }
             tokio::select! {
                 changed = self.service.snapshot.changed() => changed.ok()?,
-                changed = self.held.changed() => changed.ok()?,
+                changed = self.service.claims.changed() => changed.ok()?,
+                Some(_) = OptionFuture::from(held.as_mut().map(watch::Receiver::changed)) => {}
                 () = tokio::time::sleep_until(self.due) => {}
             }
         }
@@ -122,7 +127,6 @@ type Lists = Pin<Box<dyn Stream<Item = Result<wire::NodeWatchResourcesResponse, 
 impl HealthService {
     fn watch(&self) -> Lists {
         let following = Following {
-            held: self.manager.held(),
             sent: None,
             due: Instant::now(),
             _open: OpenStream::new(self.streams.clone(), Arc::clone(&self.observer)),

@@ -62,7 +62,7 @@ impl DraHandshake {
                 attempts.enter(Phase::Disconnected, Some(now + self.offer));
             }
             // A connection that was idle for long is closed, and opened again when it is needed.
-            Phase::Disconnected if open > 0 => attempts.enter(Phase::Registered, None),
+            Phase::Accepted | Phase::Disconnected if open > 0 => attempts.enter(Phase::Registered, None),
             _ => {}
         }
     }
@@ -94,7 +94,8 @@ impl Handshake for DraHandshake {
             Ok(()) => {
                 attempts.forget_waiting();
                 attempts.forget_failures();
-                attempts.enter(Phase::Registered, None);
+                let is_called = self.connections > 0;
+                attempts.enter(if is_called { Phase::Registered } else { Phase::Accepted }, None);
             }
             // Other sockets are another plugin to the kubelet: its refusal of this one does not hold for them.
             Err(why) => actions.extend(attempts.end_if_open(format!("the kubelet refused to register it: {why}"), now)),

@@ -14,6 +14,7 @@ use super::api::CdiLink;
 use super::claim_manager::ClaimManager;
 use super::handshake::{DraHandshake, Input, OwnInput};
 use super::session::PluginSession;
+use super::turn::{Claims, ClaimsTurn};
 use super::{Observer, Occurrence, Phase, Settings};
 use crate::registration::{BindError, Executor, Held, Life, Limits, Registrant, RegistrationMachine, Watching, random};
 use linkwise_core::state::NodeState;
@@ -24,38 +25,69 @@ const CLOSE_TIMEOUT: Duration = Duration::from_millis(500);
 /// The time between two searches for claims that are over while DRA is off: the kubelet's list alone tells.
 const OFF_SWEEP: Duration = Duration::from_secs(2);
 
-/// Lives until `shutdown`; sweeps the claims meanwhile.
-pub(super) async fn live(
-    settings: Arc<Settings>,
-    manager: Arc<ClaimManager>,
-    snapshot: watch::Receiver<Arc<NodeState>>,
-    observer: Observer,
-    phase: watch::Sender<Phase>,
-    shutdown: &CancellationToken,
-) {
-    let limits = Limits { close: CLOSE_TIMEOUT, longest_pause: settings.longest_pause };
-    let handshake = DraHandshake::new(settings.offer_timeout);
-    let machine = RegistrationMachine::new(limits, Phase::WaitingForGpus, handshake, random());
-    let watching = Watching { folder: settings.registry.clone(), poll: settings.poll, inotify: settings.inotify };
-    // Prepared claims are unprepared without GPUs too: after a reboot with a broken driver their pods end.
-    let has_claims = manager.has_checkpoints();
-    let (seen, cdi) = (snapshot.clone(), settings.cdi.clone());
-    let ready: Held<()> = if has_claims { Box::pin(async {}) } else { Box::pin(ready(seen, cdi)) };
-    let sweeps = sweep(&settings, &manager, snapshot.clone());
-    let renewals = renew_specs(&settings, &manager);
-    let (settings, manager) = (Arc::clone(&settings), Arc::clone(&manager));
-    let registrant = DraPlugin { settings, manager, snapshot, observer, ready: Some(ready) };
-    tokio::select! {
-        biased;
-        () = Executor::new(registrant, machine, phase, watching).live(shutdown) => {}
-        () = sweeps => {}
-        () = renewals => {}
+/// The plugin's life with the kubelet, whenever it is this process's turn.
+pub(super) struct Registering {
+    pub settings: Arc<Settings>,
+    pub claims: Claims,
+    pub snapshot: watch::Receiver<Arc<NodeState>>,
+    pub observer: Observer,
+    pub phase: watch::Sender<Phase>,
+    pub turn: watch::Receiver<ClaimsTurn>,
+}
+
+impl Registering {
+    /// Lives until `shutdown`.
+    pub async fn run(self, shutdown: &CancellationToken) {
+        loop {
+            let mut turn = self.turn.clone();
+            let begins = async { turn.wait_for(|turn| *turn != ClaimsTurn::Away).await.is_ok() };
+            if shutdown.run_until_cancelled(begins).await != Some(true) {
+                return;
+            }
+            let end = shutdown.child_token();
+            let leaves = async {
+                if turn.wait_for(|turn| *turn == ClaimsTurn::Away).await.is_ok() {
+                    end.cancel();
+                }
+                std::future::pending::<()>().await;
+            };
+            tokio::select! {
+                biased;
+                () = self.live(&end) => {}
+                () = leaves => {}
+            }
+        }
+    }
+
+    async fn live(&self, end: &CancellationToken) {
+        let Self { settings, claims, snapshot, observer, phase, turn } = self;
+        let limits = Limits { close: CLOSE_TIMEOUT, longest_pause: settings.longest_pause };
+        let handshake = DraHandshake::new(settings.offer_timeout);
+        let machine = RegistrationMachine::new(limits, Phase::WaitingForGpus, handshake, random());
+        let watching = Watching { folder: settings.registry.clone(), poll: settings.poll, inotify: settings.inotify };
+        let opened = opened(snapshot.clone(), settings.cdi.clone(), claims.clone());
+        let mut turn = turn.clone();
+        let ready: Held<()> = Box::pin(async move {
+            tokio::select! {
+                () = opened => {}
+                // The calls wait: another process has written the specs and has the claims.
+                Ok(_) = turn.wait_for(|turn| *turn == ClaimsTurn::Waits) => {}
+            }
+        });
+        let registrant = DraPlugin {
+            settings: Arc::clone(settings),
+            claims: claims.clone(),
+            snapshot: snapshot.clone(),
+            observer: Arc::clone(observer),
+            ready: Some(ready),
+        };
+        Executor::new(registrant, machine, phase.clone(), watching).live(end).await;
     }
 }
 
 /// Writes the claims' CDI specs each time that the node's CDI devices change: a driver was updated, a device node came
-/// late, an operator removed files.
-async fn renew_specs(settings: &Settings, manager: &ClaimManager) {
+/// late, an operator removed files. For ever.
+pub(super) async fn renew_specs(settings: &Settings, manager: &ClaimManager) {
     let (mut cdi, mut host) = (settings.cdi.clone(), settings.host_devices.clone());
     loop {
         if cdi.borrow_and_update().is_some() {
@@ -71,8 +103,13 @@ async fn renew_specs(settings: &Settings, manager: &ClaimManager) {
     }
 }
 
-/// Sweeps the claims, for ever.
-async fn sweep(settings: &Settings, manager: &ClaimManager, mut snapshot: watch::Receiver<Arc<NodeState>>) {
+/// Sweeps the claims until `stop`. A claim that is being undone then is undone.
+pub(super) async fn sweep(
+    settings: &Settings,
+    manager: &ClaimManager,
+    mut snapshot: watch::Receiver<Arc<NodeState>>,
+    stop: &CancellationToken,
+) {
     // Lists tell of the claims of the last process from then on.
     let mut pause = settings.listed_within.min(settings.sweep);
     loop {
@@ -81,7 +118,7 @@ async fn sweep(settings: &Settings, manager: &ClaimManager, mut snapshot: watch:
             let state = snapshot.borrow();
             (state.ledger().is_known(), is_seen(&state))
         };
-        manager.sweep().await;
+        manager.sweep(stop).await;
         // A sweep without the kubelet's list undoes nothing, one without the driver destroys no MIG device: the next
         // follows when there is one.
         let known = async {
@@ -93,8 +130,10 @@ async fn sweep(settings: &Settings, manager: &ClaimManager, mut snapshot: watch:
         };
         // The end of a claim may reach nobody while DRA is off.
         let limit = if manager.is_off() && manager.has_checkpoints() { pause.min(OFF_SWEEP) } else { pause };
-        if tokio::time::timeout(limit, known).await.is_err() && limit == pause {
-            pause = settings.sweep;
+        match stop.run_until_cancelled(tokio::time::timeout(limit, known)).await {
+            None => return,
+            Some(Err(_)) if limit == pause => pause = settings.sweep,
+            Some(_) => {}
         }
     }
 }
@@ -102,7 +141,7 @@ async fn sweep(settings: &Settings, manager: &ClaimManager, mut snapshot: watch:
 /// The plugin, and what a session needs.
 struct DraPlugin {
     settings: Arc<Settings>,
-    manager: Arc<ClaimManager>,
+    claims: Claims,
     snapshot: watch::Receiver<Arc<NodeState>>,
     observer: Observer,
     /// Completes when the sockets may be bound; `None` after that.
@@ -123,9 +162,9 @@ impl Registrant for DraPlugin {
     }
 
     fn bind(&self, random: u64) -> Held<Result<((), PluginSession), BindError>> {
-        let (settings, manager) = (Arc::clone(&self.settings), Arc::clone(&self.manager));
+        let (settings, claims) = (Arc::clone(&self.settings), self.claims.clone());
         let (snapshot, observer) = (self.snapshot.clone(), Arc::clone(&self.observer));
-        Box::pin(async move { Ok(((), PluginSession::begin(settings, manager, snapshot, observer, random)?)) })
+        Box::pin(async move { Ok(((), PluginSession::begin(settings, claims, snapshot, observer, random)?)) })
     }
 
     fn perform(&self, action: Infallible, _: &mut PluginSession) -> Option<Held<Input>> {
@@ -142,8 +181,17 @@ impl Registrant for DraPlugin {
     }
 }
 
-/// Completes when GPUs have been seen and the host is scanned.
-async fn ready(mut snapshot: watch::Receiver<Arc<NodeState>>, mut cdi: CdiLink) {
+/// Completes when the checkpoints are read and have claims, which are unprepared without GPUs too: after a reboot with a
+/// broken driver their pods end. Without claims, it completes when GPUs have been seen and the host is scanned.
+async fn opened(mut snapshot: watch::Receiver<Arc<NodeState>>, mut cdi: CdiLink, claims: Claims) {
+    let has_claims = match claims.follow().wait_for(Option::is_some).await {
+        Ok(manager) => manager.as_ref().is_some_and(|manager| manager.has_checkpoints()),
+        // The node is ending.
+        Err(_) => false,
+    };
+    if has_claims {
+        return;
+    }
     // An error means that the node is ending.
     let seen = snapshot.wait_for(|state| !state.topology().gpus().is_empty()).await.is_ok();
     if !seen || cdi.wait_for(Option::is_some).await.is_err() {

@@ -72,7 +72,7 @@ impl PluginMetrics {
         };
         match occurrence {
             Occurrence::Life(Life::Phase(phase)) => {
-                self.registered.set(i64::from(*phase == Phase::Registered));
+                self.registered.set(i64::from(matches!(phase, Phase::Accepted | Phase::Registered)));
             }
             Occurrence::Prepared { result: Ok(_), repeated, elapsed, .. } => {
                 self.request("prepare", if *repeated { "repeated" } else { "ok" }, Some(*elapsed));

@@ -24,6 +24,7 @@ mod mps;
 mod registration;
 mod service;
 mod session;
+mod turn;
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -32,11 +33,11 @@ use std::time::Duration;
 use tokio::sync::{mpsc, watch};
 use tokio_util::sync::CancellationToken;
 
-use claim_manager::ClaimManager;
 use linkwise_core::claims::ClaimName;
 use linkwise_core::publish::injection::{HostDevices, InjectionOptions};
 use linkwise_core::state::{NodeState, PreparedClaim};
 use linkwise_system::uds::Callers;
+use turn::{Claims, Holder};
 
 pub use crate::registration::Life;
 pub use api::{CdiDevices, CdiLink, ClaimQuery, ClaimQueryError, MpsLink, MpsOrders, MpsServed};
@@ -45,6 +46,7 @@ pub use claim_json::{NoClaim, parse_claim};
 pub use linkwise_nvml::supervisor::MigRequest;
 pub use metrics::PluginMetrics;
 pub use session::is_registration_socket;
+pub use turn::{ClaimsLock, ClaimsTurn, Handover};
 
 /// The plugin's settings.
 #[derive(Clone, Debug)]
@@ -60,6 +62,8 @@ pub struct Settings {
     pub plugins: PathBuf,
     /// The folder of checkpoints, kept across restarts: one file for each claim.
     pub checkpoints: PathBuf,
+    /// The file of the lock on the claims of this node.
+    pub lock: PathBuf,
     /// The folder of CDI specs: each claim gets a file there.
     pub cdi_folder: PathBuf,
     /// The kernel's name for this boot; where it is unknown, every claim is read again.
@@ -114,12 +118,14 @@ impl Settings {
     /// The usual settings for a pool of a driver, with the kubelet's folders below `/var/lib/kubelet`.
     pub fn new(driver: impl Into<String>, pool: impl Into<String>, checkpoints: impl Into<PathBuf>) -> Self {
         let kubelet = PathBuf::from("/var/lib/kubelet");
+        let checkpoints = checkpoints.into();
         Self {
             driver: driver.into(),
             pool: pool.into(),
             registry: kubelet.join("plugins_registry"),
             plugins: kubelet.join("plugins"),
-            checkpoints: checkpoints.into(),
+            lock: checkpoints.with_extension("lock"),
+            checkpoints,
             cdi_folder: PathBuf::from("/var/run/cdi"),
             boot: None,
             injection: InjectionOptions::default(),
@@ -157,7 +163,9 @@ pub enum Phase {
     Binding,
     /// Our sockets are served; the kubelet has not registered the plugin.
     Offered,
-    /// The kubelet registered the plugin.
+    /// The kubelet registered the plugin, and has not connected to its services yet.
+    Accepted,
+    /// The kubelet registered the plugin, and calls it.
     Registered,
     /// The kubelet had registered the plugin, and closed its connection.
     Disconnected,
@@ -175,6 +183,7 @@ impl Phase {
             Self::WaitingForKubelet => "waiting for the kubelet's folder of plugins",
             Self::Binding => "binding our sockets",
             Self::Offered => "waiting for the kubelet to register the plugin",
+            Self::Accepted => "registered, waiting for the kubelet to connect",
             Self::Registered => "registered",
             Self::Disconnected => "registered, and the kubelet is away",
             Self::Ending => "ending the session, waiting for its connections to close",
@@ -262,6 +271,14 @@ pub enum PluginError {
         /// The operating system's error.
         source: std::io::Error,
     },
+    /// The lock on the claims of this node cannot be had. Without it another process might prepare claims too.
+    #[error("cannot use the lock on claims, {}", path.display())]
+    Lock {
+        /// The lock's file.
+        path: PathBuf,
+        /// The operating system's error.
+        source: std::io::Error,
+    },
 }
 
 /// The DRA plugin of this node. Clones share what they report.
@@ -270,19 +287,26 @@ pub struct Plugin {
     settings: Arc<Settings>,
     observer: Observer,
     phase: watch::Sender<Phase>,
-    prepared: watch::Sender<Vec<PreparedClaim>>,
+    prepared: watch::Sender<Option<Vec<PreparedClaim>>>,
+    lock: watch::Sender<Option<ClaimsLock>>,
 }
 
 impl Plugin {
     /// A plugin that does nothing until [`Self::run`].
     pub fn new(settings: Arc<Settings>, observer: Observer) -> Self {
         let (phase, prepared) = (watch::Sender::new(Phase::WaitingForGpus), watch::Sender::default());
-        Self { settings, observer, phase, prepared }
+        Self { settings, observer, phase, prepared, lock: watch::Sender::new(None) }
     }
 
-    /// Follows the claims that are prepared or being prepared, for the node's ledger.
-    pub fn prepared_claims(&self) -> watch::Receiver<Vec<PreparedClaim>> {
+    /// Follows the claims that are prepared or being prepared, for the node's ledger. `None` while this process does not
+    /// know them: before it has read the checkpoints, and while another process has the claims.
+    pub fn prepared_claims(&self) -> watch::Receiver<Option<Vec<PreparedClaim>>> {
         self.prepared.subscribe()
+    }
+
+    /// Follows the lock on the node's claims: what is written for them keeps a clone until it is written.
+    pub fn lock(&self) -> watch::Receiver<Option<ClaimsLock>> {
+        self.lock.subscribe()
     }
 
     /// Follows the phase.
@@ -290,22 +314,30 @@ impl Plugin {
         self.phase.subscribe()
     }
 
-    /// Serves until `shutdown`; then ends its connections, removes its sockets and returns. Claims stay prepared.
-    ///
-    /// # Errors
-    ///
-    /// The folder of checkpoints cannot be used: without it the plugin would forget which claims hold which GPUs.
+    /// Serves until `shutdown`, whenever it is this process's turn; then ends its connections, removes its sockets and
+    /// returns. Claims stay prepared. While the lock or the folder of checkpoints cannot be used, no claim is prepared.
     pub async fn run(
         self,
         snapshot: watch::Receiver<Arc<NodeState>>,
-        claims: mpsc::Sender<ClaimQuery>,
+        queries: mpsc::Sender<ClaimQuery>,
+        handover: Handover,
         shutdown: CancellationToken,
-    ) -> Result<(), PluginError> {
-        let Self { settings, observer, phase, prepared } = self;
-        let manager =
-            ClaimManager::open(Arc::clone(&settings), Arc::clone(&observer), snapshot.clone(), claims, prepared)
-                .await?;
-        life::live(settings, Arc::new(manager), snapshot, observer, phase, &shutdown).await;
-        Ok(())
+    ) {
+        let Self { settings, observer, phase, prepared, lock } = self;
+        let (claims, turn) = (Claims::new(Arc::clone(&settings)), handover.turn.clone());
+        let registers = life::Registering {
+            settings: Arc::clone(&settings),
+            claims: claims.clone(),
+            snapshot: snapshot.clone(),
+            observer: Arc::clone(&observer),
+            phase,
+            turn,
+        };
+        let holder = Holder { settings, observer, snapshot, queries, claims, prepared, lock, handover };
+        tokio::select! {
+            biased;
+            () = registers.run(&shutdown) => {}
+            () = holder.run() => {}
+        }
     }
 }

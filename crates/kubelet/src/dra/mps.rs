@@ -11,6 +11,7 @@ use tokio::time::timeout;
 use super::api::{MpsLink, MpsServed};
 use super::checkpoint::Checkpoint;
 use super::claim_manager::ClaimManager;
+use super::turn::ClaimsLock;
 use linkwise_core::claims::{MpsOrder, PreparedDevice};
 use linkwise_core::state::ResourceName;
 
@@ -36,7 +37,12 @@ pub(super) enum MpsError {
 impl MpsLink {
     /// Orders what these checkpoints call for. `keeps_others` is true if there are checkpoints that cannot be read: then
     /// daemons that were ordered before stay.
-    pub(super) fn order<'a>(&self, checkpoints: impl Iterator<Item = &'a Checkpoint>, keeps_others: bool) {
+    pub(super) fn order<'a>(
+        &self,
+        checkpoints: impl Iterator<Item = &'a Checkpoint>,
+        keeps_others: bool,
+        lock: &ClaimsLock,
+    ) {
         let orders = checkpoints.filter_map(|checkpoint| checkpoint.prepared.mps.as_ref()).map(|mps| &mps.order);
         let daemons: BTreeMap<ResourceName, MpsOrder> =
             orders.filter_map(|order| Some((order.name()?, order.clone()))).collect();
@@ -47,6 +53,7 @@ impl MpsLink {
             let now = before.get_or_insert_default();
             (now.revision, now.daemons) = (now.revision.saturating_add(1), daemons);
             now.keeps_others = keeps_others;
+            now.lock = Some(lock.clone());
             true
         });
     }
@@ -86,6 +93,15 @@ impl ClaimManager {
         // An error means that the node is ending, or that the time is over.
         let _ = timeout(self.settings.mps_timeout, served.wait_for(is_over)).await;
         standing(&link.served.borrow())
+    }
+}
+
+impl Drop for ClaimManager {
+    /// The orders have a clone of the lock. What was ordered stays, for the next process to follow.
+    fn drop(&mut self) {
+        if let Some(mps) = &self.settings.mps {
+            mps.orders.send_replace(None);
+        }
     }
 }
 

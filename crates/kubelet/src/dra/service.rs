@@ -2,18 +2,17 @@
 //! alone: a gRPC error would fail all claims of the request.
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
 
 use futures_util::future::join_all;
 use tonic::{Request, Response, Status};
 
-use super::claim_manager::ClaimManager;
+use super::turn::Claims;
 use linkwise_core::claims::{ClaimName, PreparedDevice};
 use linkwise_kubelet_api::dra::v1 as wire;
 use linkwise_kubelet_api::dra::v1::dra_plugin_server::DraPlugin;
 
 /// The service for one session with the kubelet.
-pub(super) struct Service(pub Arc<ClaimManager>);
+pub(super) struct Service(pub Claims);
 
 /// The claims of a request; one that is named twice counts once.
 fn claims(claims: Vec<wire::Claim>) -> Vec<ClaimName> {
@@ -38,9 +37,14 @@ impl DraPlugin for Service {
         &self,
         request: Request<wire::NodePrepareResourcesRequest>,
     ) -> Result<Response<wire::NodePrepareResourcesResponse>, Status> {
+        let manager = &self.0.manager().await;
         let work = claims(request.into_inner().claims).into_iter().map(|claim| async move {
             let uid = claim.uid.clone();
-            let answer = match self.0.prepare(claim).await {
+            let prepared = match manager {
+                Ok(manager) => manager.prepare(claim).await,
+                Err(error) => Err(error.clone()),
+            };
+            let answer = match prepared {
                 Ok(prepared) => wire::NodePrepareResourceResponse {
                     devices: prepared.devices.into_iter().map(device).collect(),
                     error: String::new(),
@@ -57,9 +61,14 @@ impl DraPlugin for Service {
         &self,
         request: Request<wire::NodeUnprepareResourcesRequest>,
     ) -> Result<Response<wire::NodeUnprepareResourcesResponse>, Status> {
+        let manager = &self.0.manager().await;
         let work = claims(request.into_inner().claims).into_iter().map(|claim| async move {
             let uid = claim.uid.clone();
-            let error = self.0.unprepare(claim).await.err().unwrap_or_default();
+            let unprepared = match manager {
+                Ok(manager) => manager.unprepare(claim).await,
+                Err(error) => Err(error.clone()),
+            };
+            let error = unprepared.err().unwrap_or_default();
             (uid, wire::NodeUnprepareResourceResponse { error })
         });
         let claims = join_all(work).await.into_iter().collect();

@@ -10,11 +10,11 @@ use std::sync::Arc;
 use tokio::sync::{mpsc, watch};
 use tonic::service::Routes;
 
-use super::claim_manager::ClaimManager;
 use super::device_health::HealthService;
 use super::handshake::{DraHandshake, Input, OwnInput};
 use super::registration::RegistrationService;
 use super::service::Service;
+use super::turn::Claims;
 use super::{Observer, Occurrence, Settings};
 use crate::registration::{BindError, Servers, Session, bind, is_number};
 use linkwise_core::names::shortened;
@@ -77,7 +77,7 @@ impl PluginSession {
     /// Removes dead predecessors' sockets, binds ours with this random number in their names and serves them.
     pub fn begin(
         settings: Arc<Settings>,
-        manager: Arc<ClaimManager>,
+        claims: Claims,
         snapshot: watch::Receiver<Arc<NodeState>>,
         observer: Observer,
         random: u64,
@@ -94,13 +94,13 @@ impl PluginSession {
         let mut servers = Servers::new(Arc::new(move |event| life(Occurrence::Life(event))));
         let health = HealthService {
             settings: Arc::clone(&settings),
-            manager: Arc::clone(&manager),
+            claims: claims.follow(),
             snapshot,
             observer,
             streams: watch::Sender::default(),
             end: servers.end_of_streams(),
         };
-        let routes = Routes::new(DraPluginServer::new(Service(manager)))
+        let routes = Routes::new(DraPluginServer::new(Service(claims)))
             .add_service(HealthV1::new(health.clone()))
             .add_service(HealthV1Alpha1::new(health));
         let (open, connections) = watch::channel(0);

@@ -8,6 +8,7 @@ use super::Node;
 use crate::duty::{Duty, Memory};
 use crate::readiness::Part;
 use linkwise_core::state::{Event, HealthRecord};
+use linkwise_system::right::Right;
 
 /// The phase of a linkwise beside another one.
 const STANDING_BY: &str = "standing by: another linkwise serves this node";
@@ -17,14 +18,14 @@ impl Node {
     /// until a [`Duty`] asks for it.
     pub fn stand_by(&mut self) {
         self.memory = Some(Memory::default());
-        self.files.send_replace(false);
+        self.files.send_replace(None);
         self.running.send_modify(|running| running.wanted = false);
         self.metrics.placements().stand_by(true);
         self.readiness.add(Part::Owner, STANDING_BY);
     }
 
-    /// Follows whether this process writes the node's files.
-    pub fn files(&self) -> watch::Receiver<bool> {
+    /// Follows whether this process writes the node's files. Each write keeps the right until it has ended.
+    pub fn files(&self) -> watch::Receiver<Option<Right>> {
         self.files.subscribe()
     }
 

@@ -30,7 +30,9 @@ use crate::takeover::{Action, Connection, Input, Limits, Lock, Outcome, Owner, S
 use condition::{Known, condition};
 use linkwise_core::state::{HealthRecord, NodeState};
 use linkwise_kubelet::device_plugin::HeldCalls;
+use linkwise_kubelet::dra::ClaimsTurn;
 use linkwise_system::clock::at;
+use linkwise_system::right::Right;
 use linkwise_system::uds::{self, Callers, Listener};
 pub use metrics::TakeoverMetrics;
 
@@ -93,18 +95,18 @@ impl Position {
         }
     }
 
-    /// Starts the task in a node. Returns whether this process is the owner, and a token that is cancelled when it has
-    /// handed over for good.
-    pub fn spawn_in(self, node: &mut Node) -> (watch::Receiver<bool>, CancellationToken) {
+    /// Starts the task in a node. Returns the turn of this process's DRA plugin, and a token that is cancelled when the
+    /// process has handed over for good.
+    pub fn spawn_in(self, node: &mut Node) -> (watch::Receiver<ClaimsTurn>, CancellationToken) {
         let handed_over = CancellationToken::new();
         // The series exist on every node.
         let metrics = node.metrics().register(TakeoverMetrics::register);
         let (place, lock, machine) = match self {
-            Self::Alone => return (watch::channel(true).1, handed_over),
+            Self::Alone => return (watch::channel(ClaimsTurn::Holds).1, handed_over),
             Self::Owner(place, lock) => (place, Some(lock), TakeoverMachine::owner(Limits::default())),
             Self::Standby(place, successor) => (place, None, TakeoverMachine::standby(Limits::default(), successor)),
         };
-        let (owns, owned) = watch::channel(lock.is_some());
+        let (claims, turn) = watch::channel(machine.claims());
         if lock.is_none() {
             node.stand_by();
         }
@@ -113,7 +115,8 @@ impl Position {
             place,
             lock,
             machine,
-            owns,
+            claims,
+            claims_held: node.claims_held.subscribe(),
             duties: node.duties.0.clone(),
             files: node.files.clone(),
             running: node.running.subscribe(),
@@ -137,7 +140,7 @@ impl Position {
             shutdown: node.shutdown(),
         };
         node.spawn("takeover", task.run());
-        (owned, handed_over)
+        (turn, handed_over)
     }
 }
 
@@ -160,9 +163,10 @@ struct Takeover {
     lock: Option<Lock>,
     machine: TakeoverMachine,
     keeper: Keeper,
-    owns: watch::Sender<bool>,
+    claims: watch::Sender<ClaimsTurn>,
+    claims_held: watch::Receiver<bool>,
     duties: mpsc::Sender<Duty>,
-    files: watch::Sender<bool>,
+    files: watch::Sender<Option<Right>>,
     running: watch::Receiver<Running>,
     readiness: Readiness,
     snapshot: watch::Receiver<Arc<NodeState>>,
@@ -231,8 +235,9 @@ impl Takeover {
         let lonely = self.peer.is_none() && stage == Stage::StandingBy;
         let listener = self.listener.as_ref().map(Listener::accept);
         let known = Known { stage, able: self.able, serves: self.gap_begin.is_none() };
-        let (snapshot, readiness, running) = (self.snapshot.clone(), self.readiness.clone(), self.running.clone());
-        let condition = condition(known, snapshot, readiness, running, self.calls.clone());
+        let (snapshot, readiness) = (self.snapshot.clone(), self.readiness.clone());
+        let ended = (self.running.clone(), self.claims_held.clone());
+        let condition = condition(known, snapshot, readiness, ended, self.calls.clone());
         tokio::select! {
             biased;
             Some(heard) = OptionFuture::from(self.peer.as_mut().map(Connection::next)) => Happened::Peer(heard),
@@ -279,10 +284,10 @@ impl Takeover {
 
     async fn guest_said(&mut self, connection: Connection, heard: Heard) -> Result<()> {
         match heard {
-            Ok((Word::TakeOver { version, pod }, _)) if self.may_hand_over() => {
+            Ok((Word::TakeOver { version, pod, joins }, _)) if self.may_hand_over() => {
                 tracing::info!(version, pod, "another linkwise takes over");
                 self.peer = Some(connection);
-                self.feed(Input::TakeOver).await?;
+                self.feed(Input::TakeOver { joins }).await?;
             }
             Ok((Word::TakeOver { .. }, _)) => {
                 let why = "a takeover is under way, or was a moment ago".to_owned();
@@ -304,7 +309,7 @@ impl Takeover {
 
     async fn peer_said(&mut self, heard: Heard) -> Result<()> {
         let input = match heard {
-            Ok((Word::Record { record }, Some(lock))) if self.machine.stage() == Stage::Asking => {
+            Ok((Word::Record { record }, Some(lock))) if self.machine.takes_record() => {
                 self.lock = Some(Lock::passed(lock));
                 let record = Some(record).filter(|record| !record.is_null());
                 let parsed = record.map(|record| keeper::parse(record.to_string().as_bytes()));
@@ -315,6 +320,8 @@ impl Takeover {
                 tracing::info!(why, "the linkwise that serves this node does not hand over now");
                 Input::Refused
             }
+            Ok((Word::Agreed, _)) => Input::Agreed,
+            Ok((Word::Joined, _)) => Input::TheyJoined,
             Ok((Word::Serving, _)) => Input::TheyServe,
             Ok((Word::Ended, _)) => Input::Ended,
             Ok((Word::Done, _)) => Input::TheyAreDone,
@@ -367,13 +374,14 @@ impl Takeover {
         if stage != before && stage == Stage::Owning {
             self.owning = Instant::now();
         }
-        let owns = matches!(stage, Stage::Owning | Stage::Yielding | Stage::Ending | Stage::Ended);
-        self.owns.send_if_modified(|before| std::mem::replace(before, owns) != owns);
-        self.metrics.standing_by.set(matches!(stage, Stage::StandingBy | Stage::Asking).into());
+        self.metrics.standing_by.set(self.machine.stands_by().into());
         if input == Input::Lost && stage == Stage::StandingBy {
             // The end of the owner may free the lock a moment after it ends the connection.
             self.look_now().await?;
         }
+        // Last: a DRA plugin that is registered already stays so where the owner died.
+        let claims = self.machine.claims();
+        self.claims.send_if_modified(|before| std::mem::replace(before, claims) != claims);
         Ok(())
     }
 
@@ -407,9 +415,11 @@ impl Takeover {
             Action::SayStandBy => self.say(Word::StandBy).await,
             Action::SayTakeOver => {
                 (self.asked, self.gap, self.gap_begin) = (Instant::now(), Duration::ZERO, None);
-                let word = Word::TakeOver { version: VERSION.to_owned(), pod: self.place.pod.clone() };
-                self.say(word).await;
+                let (version, pod) = (VERSION.to_owned(), self.place.pod.clone());
+                self.say(Word::TakeOver { version, pod, joins: true }).await;
             }
+            Action::SayAgreed => self.say(Word::Agreed).await,
+            Action::SayJoined => self.say(Word::Joined).await,
             Action::SayRecord => {
                 let kept = self.records.borrow().clone();
                 let record = kept.unwrap_or_else(|| self.snapshot.borrow().record());
@@ -432,7 +442,11 @@ impl Takeover {
                 };
                 self.order(Duty::Adopt(record)).await?;
             }
-            Action::Files(on) => drop(self.files.send_replace(on)),
+            Action::Files(true) => drop(self.files.send_replace(Some(Right::new(())))),
+            Action::Files(false) => {
+                let writes = self.files.send_replace(None).map(|right| right.ended());
+                OptionFuture::from(writes).await;
+            }
             Action::Plugins(on) => self.order(Duty::Plugins(on)).await?,
             Action::Renew => self.order(Duty::Renew).await?,
             Action::Listen => {

@@ -6,10 +6,16 @@
 
 use std::time::Duration;
 
+use linkwise_kubelet::dra::ClaimsTurn;
+
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
     /// The owner's time to answer.
     pub answer: Duration,
+    /// The time for the kubelet to register our DRA plugin beside the owner's. After it the takeover goes on without.
+    pub join: Duration,
+    /// The owner's time to finish the calls for claims that it has begun, longer than the kubelet waits for one.
+    pub drain: Duration,
     /// The time between the owner's answer and the registration of our plugins.
     pub start: Duration,
     /// The time that the owner allows for that.
@@ -25,6 +31,8 @@ impl Default for Limits {
         let seconds = Duration::from_secs;
         Self {
             answer: seconds(5),
+            join: seconds(5),
+            drain: seconds(60),
             start: seconds(30),
             patience: seconds(60),
             pause: seconds(10),
@@ -40,6 +48,10 @@ pub enum Stage {
     StandingBy,
     /// The owner has been asked.
     Asking,
+    /// The owner agreed; our DRA plugin registers beside its own.
+    Joining,
+    /// The kubelet calls our DRA plugin, whose calls wait; the owner finishes those that it has.
+    Receiving,
     /// The owner handed over files and lock, and serves still; our plugins begin beside its own.
     Starting,
     /// Our plugins serve, and the owner's are ending.
@@ -48,6 +60,10 @@ pub enum Stage {
     Settling,
     /// This process is the owner, alone.
     Owning,
+    /// A standby's DRA plugin registers.
+    Agreeing,
+    /// A standby's DRA plugin has the kubelet's new calls; ours finishes its own.
+    Draining,
     /// A standby has files and lock; our plugins serve.
     Yielding,
     /// The standby's plugins serve; our plugins are ending.
@@ -66,6 +82,10 @@ pub enum Input {
     /// This node could serve: its GPUs are known.
     Able,
     Connected,
+    /// The owner will hand over, once our DRA plugin is registered.
+    Agreed,
+    /// The kubelet calls our DRA plugin, or this node has none.
+    Joined,
     /// The owner handed over its record and the lock.
     Record,
     /// The owner does not hand over now.
@@ -78,8 +98,15 @@ pub enum Input {
     Ended,
     /// Every plugin of ours is registered, and has no plugin before it any more.
     Alone,
-    /// A standby wants to take over.
-    TakeOver,
+    /// A standby wants to take over. One of an older version does not `join` first: its DRA plugin begins when ours has
+    /// ended.
+    TakeOver {
+        joins: bool,
+    },
+    /// The kubelet calls the standby's DRA plugin.
+    TheyJoined,
+    /// No call for a claim is under way, and nothing of one writes.
+    ClaimsEnded,
     /// Every plugin of the standby is registered.
     TheyServe,
     TheyFailed,
@@ -99,6 +126,8 @@ pub enum Action {
     /// Tell the owner that this process stands by, and no more.
     SayStandBy,
     SayTakeOver,
+    SayAgreed,
+    SayJoined,
     /// Hand over the record and the lock, which is kept too.
     SayRecord,
     SayServing,
@@ -110,7 +139,7 @@ pub enum Action {
     HangUp,
     /// Restore the node's state from the record that came, or else from the file.
     Adopt,
-    /// Write the node's files, or stop to.
+    /// Write the node's files, or stop to. It has stopped when every write has ended.
     Files(bool),
     Plugins(bool),
     /// Have the plugins register again: another one may have registered over them.
@@ -146,6 +175,8 @@ pub struct TakeoverMachine {
     stage: Stage,
     /// True if the process takes over from a living owner.
     successor: bool,
+    /// True if the standby that takes over has registered its DRA plugin before.
+    joined: bool,
     able: bool,
     connected: bool,
     until: Option<Duration>,
@@ -155,17 +186,37 @@ impl TakeoverMachine {
     /// A process that holds the lock from its start.
     pub fn owner(limits: Limits) -> Self {
         let stage = Stage::Owning;
-        Self { limits, stage, successor: false, able: true, connected: false, until: None }
+        Self { limits, stage, successor: false, joined: false, able: true, connected: false, until: None }
     }
 
     /// A process that found the lock held; a `successor` asks the owner, once it could serve.
     pub fn standby(limits: Limits, successor: bool) -> Self {
-        Self { limits, stage: Stage::StandingBy, successor, able: false, connected: false, until: None }
+        Self { limits, stage: Stage::StandingBy, successor, joined: false, able: false, connected: false, until: None }
     }
 
     /// The current stage.
     pub fn stage(&self) -> Stage {
         self.stage
+    }
+
+    /// The turn of this process's DRA plugin.
+    pub fn claims(&self) -> ClaimsTurn {
+        match self.stage {
+            Stage::StandingBy | Stage::Asking | Stage::Retired => ClaimsTurn::Away,
+            Stage::Joining | Stage::Receiving | Stage::Draining => ClaimsTurn::Waits,
+            Stage::Yielding | Stage::Ending | Stage::Ended if self.joined => ClaimsTurn::Waits,
+            _ => ClaimsTurn::Holds,
+        }
+    }
+
+    /// Returns true if another process serves this node.
+    pub fn stands_by(&self) -> bool {
+        matches!(self.stage, Stage::StandingBy | Stage::Asking | Stage::Joining | Stage::Receiving)
+    }
+
+    /// Returns true if the owner may hand over its record and the lock now.
+    pub fn takes_record(&self) -> bool {
+        matches!(self.stage, Stage::Asking | Stage::Receiving)
     }
 
     /// The time at which an [`Input::Tick`] is due; `None`: not before another input.
@@ -177,9 +228,10 @@ impl TakeoverMachine {
     /// changes nothing.
     pub fn step(&mut self, input: Input, now: Duration) -> Vec<Action> {
         match self.stage {
-            Stage::StandingBy | Stage::Asking => self.standing_by(input, now),
+            Stage::StandingBy | Stage::Asking | Stage::Joining | Stage::Receiving => self.standing_by(input, now),
             Stage::Starting | Stage::Waiting | Stage::Settling => self.taking_over(input, now),
-            Stage::Owning | Stage::Yielding | Stage::Ending | Stage::Ended => self.owning(input, now),
+            Stage::Owning | Stage::Agreeing | Stage::Draining => self.owning(input, now),
+            Stage::Yielding | Stage::Ending | Stage::Ended => self.handing_over(input, now),
             Stage::Retired => Vec::new(),
         }
     }
@@ -213,7 +265,14 @@ impl TakeoverMachine {
                 self.until = None;
                 self.ask_if_due(now)
             }
-            (Stage::Asking, Input::Record) => {
+            (Stage::Asking, Input::Agreed) => {
+                self.enter(Stage::Joining, Some(now + self.limits.join));
+                Vec::new()
+            }
+            (Stage::Joining, Input::Joined) => self.joined(now),
+            (Stage::Joining, Input::Tick) if self.is_due(now) => self.joined(now),
+            // An owner of an older version does not wait for our DRA plugin.
+            (_, Input::Record) if self.takes_record() => {
                 self.enter(Stage::Starting, Some(now + self.limits.start));
                 vec![Action::Adopt, Action::Files(true), Action::Plugins(true)]
             }
@@ -221,13 +280,21 @@ impl TakeoverMachine {
                 self.enter(Stage::StandingBy, Some(now + self.limits.refused));
                 Vec::new()
             }
-            (Stage::Asking, Input::Tick) if self.is_due(now) => {
-                self.connected = false;
-                self.enter(Stage::StandingBy, Some(now + self.limits.pause));
-                vec![Action::HangUp, Action::Report(Outcome::Failed)]
-            }
+            (Stage::Asking | Stage::Receiving, Input::Tick) if self.is_due(now) => self.gives_up(now),
+            (Stage::Joining | Stage::Receiving, Input::Back) => self.gives_up(now),
             _ => Vec::new(),
         }
+    }
+
+    fn joined(&mut self, now: Duration) -> Vec<Action> {
+        self.enter(Stage::Receiving, Some(now + self.limits.drain));
+        vec![Action::SayJoined]
+    }
+
+    fn gives_up(&mut self, now: Duration) -> Vec<Action> {
+        self.connected = false;
+        self.enter(Stage::StandingBy, Some(now + self.limits.pause));
+        vec![Action::HangUp, Action::Report(Outcome::Failed)]
     }
 
     fn is_due(&self, now: Duration) -> bool {
@@ -285,10 +352,33 @@ impl TakeoverMachine {
 
     fn owning(&mut self, input: Input, now: Duration) -> Vec<Action> {
         match (self.stage, input) {
-            (Stage::Owning, Input::TakeOver) => {
-                self.enter(Stage::Yielding, Some(now + self.limits.patience));
-                vec![Action::Files(false), Action::SayRecord]
+            (Stage::Owning, Input::TakeOver { joins: true }) => {
+                self.enter(Stage::Agreeing, Some(now + self.limits.patience));
+                vec![Action::SayAgreed]
             }
+            (Stage::Owning, Input::TakeOver { joins: false }) => {
+                self.joined = false;
+                self.hand_over(now)
+            }
+            (Stage::Agreeing, Input::TheyJoined) => {
+                self.joined = true;
+                self.enter(Stage::Draining, Some(now + self.limits.patience));
+                Vec::new()
+            }
+            (Stage::Draining, Input::ClaimsEnded) => self.hand_over(now),
+            (Stage::Agreeing | Stage::Draining, Input::Lost | Input::TheyFailed) => self.keep(&[]),
+            (Stage::Agreeing | Stage::Draining, Input::Tick) if self.is_due(now) => self.keep(&[Action::SayBack]),
+            _ => Vec::new(),
+        }
+    }
+
+    fn hand_over(&mut self, now: Duration) -> Vec<Action> {
+        self.enter(Stage::Yielding, Some(now + self.limits.patience));
+        vec![Action::Files(false), Action::SayRecord]
+    }
+
+    fn handing_over(&mut self, input: Input, now: Duration) -> Vec<Action> {
+        match (self.stage, input) {
             (Stage::Yielding, Input::TheyServe) => {
                 // From here on without a deadline: the standby may be the owner before it could hear of one.
                 self.enter(Stage::Ending, None);
@@ -302,10 +392,16 @@ impl TakeoverMachine {
                 self.enter(Stage::Retired, None);
                 vec![Action::HangUp, Action::LetGo, Action::Report(Outcome::HandedOver), Action::Retire]
             }
-            (Stage::Yielding | Stage::Ending | Stage::Ended, Input::Lost | Input::TheyFailed) => self.go_on(&[]),
+            (_, Input::Lost | Input::TheyFailed) => self.go_on(&[]),
             (Stage::Yielding, Input::Tick) if self.is_due(now) => self.go_on(&[Action::SayBack]),
             _ => Vec::new(),
         }
+    }
+
+    /// The standby is gone, or has given up, before it was handed anything.
+    fn keep(&mut self, say: &[Action]) -> Vec<Action> {
+        self.enter(Stage::Owning, None);
+        [say, &[Action::HangUp, Action::Report(Outcome::WentOn)]].concat()
     }
 
     /// The standby is gone, or has given up. It may have registered, so our plugins register again.

@@ -31,7 +31,14 @@ pub enum Word {
         version: String,
         #[serde(default)]
         pod: String,
+        /// True if the standby registers its DRA plugin before it takes the record.
+        #[serde(default)]
+        joins: bool,
     },
+    /// The owner will hand over as soon as the standby's DRA plugin is registered.
+    Agreed,
+    /// The kubelet calls the standby's DRA plugin.
+    Joined,
     /// The owner's answer: its record of the GPUs. The lock comes with it; the owner writes no file from now on.
     Record {
         /// The health record, of this version or another; null without one.
@@ -190,7 +197,7 @@ mod tests {
             send(&newer.stream, line.as_bytes(), None).unwrap();
         }
         let (word, _) = older.next().await.unwrap();
-        assert_eq!(word, Word::TakeOver { version: String::new(), pod: String::new() });
+        assert_eq!(word, Word::TakeOver { version: String::new(), pod: String::new(), joins: false });
         let mut answer = Vec::new();
         newer.stream.readable().await.unwrap();
         receive(&newer.stream, &mut answer, &mut None).unwrap();

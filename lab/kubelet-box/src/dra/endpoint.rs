@@ -16,6 +16,7 @@ use linkwise_kubelet_api::dra_health::v1alpha1::{NodeWatchResourcesRequest, Node
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::UnixStream;
 use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tonic::transport::{Channel, Endpoint, Uri};
 use tonic::{Status, Streaming};
@@ -98,6 +99,8 @@ pub(super) struct Driver {
     pub health: Option<&'static str>,
     /// The current connection.
     pub channel: watch::Sender<Option<Channel>>,
+    /// Cancelled when the driver is deregistered.
+    pub closed: CancellationToken,
 }
 
 impl Driver {
@@ -109,13 +112,20 @@ impl Driver {
         self.channel.borrow().clone().ok_or_else(|| Status::unavailable("no connection to the driver"))
     }
 
+    /// A call in the connection. A kubelet closes the connection when the driver is deregistered, and the calls under
+    /// way fail (pkg/kubelet/cm/dra/plugin/dra_plugin_manager.go: `remove`).
+    async fn until_closed<T>(&self, call: impl Future<Output = Result<T, Status>>) -> Result<T, Status> {
+        let closing = || Err(Status::cancelled("grpc: the client connection is closing"));
+        self.closed.run_until_cancelled(call).await.unwrap_or_else(closing)
+    }
+
     pub async fn prepare(
         self,
         claims: Vec<ClaimRef>,
     ) -> Result<HashMap<String, wire::NodePrepareResourceResponse>, Status> {
         let request = wire::NodePrepareResourcesRequest { claims: claims.into_iter().map(on_wire).collect() };
         let channel = self.connected()?;
-        let answer = DraPluginClient::new(channel).node_prepare_resources(request).await;
+        let answer = self.until_closed(DraPluginClient::new(channel).node_prepare_resources(request)).await;
         Ok(answer?.into_inner().claims)
     }
 
@@ -125,7 +135,7 @@ impl Driver {
     ) -> Result<HashMap<String, wire::NodeUnprepareResourceResponse>, Status> {
         let request = wire::NodeUnprepareResourcesRequest { claims: claims.into_iter().map(on_wire).collect() };
         let channel = self.connected()?;
-        let answer = DraPluginClient::new(channel).node_unprepare_resources(request).await;
+        let answer = self.until_closed(DraPluginClient::new(channel).node_unprepare_resources(request)).await;
         Ok(answer?.into_inner().claims)
     }
 

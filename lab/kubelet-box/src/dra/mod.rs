@@ -46,6 +46,9 @@ pub type Wipe = Arc<dyn Fn(Option<&str>) + Send + Sync>;
 pub struct DraOptions {
     /// The folder of registration sockets; created if it is missing.
     pub registry: PathBuf,
+    /// The time between two walks through that folder. A kubelet reconciles every second (pkg/kubelet/pluginmanager:
+    /// `loopSleepDuration` in plugin_manager.go, `Run` in reconciler.go); that is too long for most tests.
+    pub reconcile: Duration,
     /// The root of the kubelet's host (`/`). The paths of the endpoints that drivers name lie below it.
     pub host_root: PathBuf,
     /// The time without a connection after which a driver's slices are deleted (30 s).
@@ -66,6 +69,7 @@ impl DraOptions {
     pub fn new(registry: impl Into<PathBuf>) -> Self {
         Self {
             registry: registry.into(),
+            reconcile: watcher::SOON,
             host_root: PathBuf::from("/"),
             wipe_after: Duration::from_secs(30),
             advertised_health: false,
@@ -166,8 +170,6 @@ struct Core {
     state: watch::Sender<DraState>,
     /// The reason for which registrations are refused; `None` while they are accepted.
     refusal: watch::Sender<Option<String>>,
-    /// Held while a pod is started or stopped, so that this happens to one pod at a time.
-    turn: tokio::sync::Mutex<()>,
 }
 
 /// One run of the kubelet, from its start to its stop.
@@ -199,7 +201,6 @@ impl DraKubelet {
             books: Mutex::default(),
             state: watch::Sender::default(),
             refusal: watch::Sender::default(),
-            turn: tokio::sync::Mutex::default(),
         };
         let this = Self { core: Arc::new(core), life: Mutex::default() };
         this.start_again()?;
@@ -260,14 +261,15 @@ impl DraKubelet {
         self.start_again()
     }
 
-    /// Prepares the claims of a pod, with one call for each driver, and returns the CDI devices of each container.
+    /// Prepares the claims of a pod, with one call for each driver, and returns the CDI devices of each container. As in
+    /// a kubelet, other pods may be started and stopped meanwhile (pkg/kubelet/cm/dra/manager.go: `prepareResources`
+    /// calls drivers without the lock of its cache).
     /// Claims that are prepared already, for this pod or another, are not prepared again.
     ///
     /// # Errors
     ///
     /// The pod would not start; a kubelet tries again ([`DraKubelet::start_pod_at_last`]).
     pub async fn start_pod(&self, pod: &PodClaims) -> Result<BTreeMap<String, Vec<String>>, DraError> {
-        let _turn = self.core.turn.lock().await;
         let life = self.life(&pod.pod)?;
         let batches = self.core.change(|books| books.add(pod))?;
         let asked: Vec<ClaimRef> = batches.values().flatten().cloned().collect();
@@ -299,7 +301,6 @@ impl DraKubelet {
     ///
     /// A claim could not be unprepared; the kubelet tries again.
     pub async fn stop_pod(&self, pod: &str) -> Result<(), DraError> {
-        let _turn = self.core.turn.lock().await;
         let life = self.life(pod)?;
         for (driver, claims) in self.core.change(|books| books.last_uses(pod)) {
             let answer = life

@@ -22,10 +22,9 @@ use super::endpoint::{Driver, dial_registration, dial_services};
 use super::state::DeviceHealth;
 use super::{Life, lock};
 
-/// The time between two walks through the folder (a kubelet has inotify, and reconciles every second), the wait after
-/// the first failed registration (in a kubelet 500 ms; it doubles each time), and the wait before a connection or a
+/// The time between two walks through the folder if the options say no other, the wait after the first failed registration (in a kubelet 500 ms; it doubles each time), and the wait before a connection or a
 /// health stream that ended is opened again (in a kubelet 5 s).
-const SOON: Duration = Duration::from_millis(5);
+pub(super) const SOON: Duration = Duration::from_millis(5);
 
 /// The number of times that the wait after a failed registration doubles.
 const DOUBLINGS: u32 = 8;
@@ -75,7 +74,7 @@ pub(super) async fn watch(life: Arc<Life>) {
             }
         }
         wipe(&life, &mut away);
-        sleep(SOON).await;
+        sleep(life.core.options.reconcile).await;
     }
 }
 
@@ -172,7 +171,13 @@ impl Life {
         if lock(&self.drivers).get(&info.name).is_some_and(|of_name| of_name.iter().any(is_same)) {
             return Err(format!("endpoint {} is already registered for driver {}", endpoint.display(), info.name));
         }
-        Ok(Driver { registration: path.to_owned(), endpoint, health, channel: watch::Sender::default() })
+        Ok(Driver {
+            registration: path.to_owned(),
+            endpoint,
+            health,
+            channel: watch::Sender::default(),
+            closed: CancellationToken::new(),
+        })
     }
 
     fn deregister(&self, registration: &Path) {
@@ -180,6 +185,7 @@ impl Life {
         for (name, of_name) in drivers.iter_mut() {
             let gone: Vec<_> = of_name.extract_if(.., |driver| driver.registration == registration).collect();
             for driver in gone {
+                driver.closed.cancel();
                 let endpoint = driver.endpoint.display().to_string();
                 let was_connected = driver.channel.send_replace(None).is_some();
                 self.core.driver(name, |state| {

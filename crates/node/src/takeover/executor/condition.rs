@@ -35,7 +35,7 @@ pub async fn condition(
     known: Known,
     mut snapshot: watch::Receiver<Arc<NodeState>>,
     readiness: Readiness,
-    mut running: watch::Receiver<Running>,
+    (mut running, mut claims_held): (watch::Receiver<Running>, watch::Receiver<bool>),
     calls: HeldCalls,
 ) -> Happened {
     // If a sender is gone, the node is ending.
@@ -51,6 +51,20 @@ pub async fn condition(
                 able = none => able,
             };
             if able { Happened::Input(Input::Able) } else { never.await }
+        }
+        Stage::Joining => {
+            while !readiness.is_dra_called() {
+                if news.changed().await.is_err() {
+                    return never.await;
+                }
+            }
+            Happened::Input(Input::Joined)
+        }
+        Stage::Draining => {
+            if claims_held.wait_for(|held| !*held).await.is_ok() {
+                return Happened::Input(Input::ClaimsEnded);
+            }
+            never.await
         }
         Stage::Starting => {
             while !readiness.has_plugins(false) {

@@ -21,6 +21,10 @@ struct Process {
     settled: bool,
     listens: bool,
     retired: bool,
+    /// Whether the kubelet can call its DRA plugin.
+    registered: bool,
+    /// Whether it has the lock on claims: it prepares claims, or ends what it has begun.
+    has_claims: bool,
     reports: Vec<Outcome>,
 }
 
@@ -35,6 +39,8 @@ impl Process {
             settled: true,
             listens: owns,
             retired: false,
+            registered: owns,
+            has_claims: owns,
             reports: Vec::new(),
         }
     }
@@ -54,6 +60,8 @@ struct World {
     wires: [VecDeque<Said>; 2],
     /// Whether each has the connection open.
     open: [bool; 2],
+    /// Whether the standby is of this version, and not of one before claims were handed over.
+    joins: bool,
     now: Duration,
 }
 
@@ -62,6 +70,11 @@ struct World {
 enum Move {
     Hears(usize),
     Carries(usize),
+    /// The kubelet registers its DRA plugin.
+    Registers(usize),
+    TakesClaims(usize),
+    /// It ends what it has begun for claims.
+    EndsClaims(usize),
     Able,
     Connects,
     TriesLock,
@@ -75,13 +88,21 @@ impl World {
         let limits = Limits::default();
         let owner = Process::new(TakeoverMachine::owner(limits), true);
         let standby = Process::new(TakeoverMachine::standby(limits, true), false);
-        Self { processes: [owner, standby], wires: Default::default(), open: [false; 2], now: Duration::ZERO }
+        Self {
+            processes: [owner, standby],
+            wires: Default::default(),
+            open: [false; 2],
+            joins: true,
+            now: Duration::ZERO,
+        }
     }
 
     fn feed(&mut self, who: usize, input: Input) {
         for action in self.processes[who].machine.step(input, self.now) {
             self.perform(who, action);
         }
+        let process = &mut self.processes[who];
+        process.registered &= process.machine.claims() != ClaimsTurn::Away;
         self.check();
     }
 
@@ -101,9 +122,12 @@ impl World {
     fn perform(&mut self, who: usize, action: Action) {
         match action {
             Action::SayStandBy => {}
-            Action::SayTakeOver => self.say(who, Input::TakeOver),
+            Action::SayTakeOver => self.say(who, Input::TakeOver { joins: self.joins }),
+            Action::SayAgreed => self.say(who, Input::Agreed),
+            Action::SayJoined => self.say(who, Input::TheyJoined),
             Action::SayRecord => {
                 assert!(self.processes[who].holds_lock && !self.processes[who].files, "hands over what it has not");
+                assert!(!(self.joins && self.processes[who].has_claims), "a claim is written to: {self:?}");
                 self.say(who, Input::Record);
             }
             Action::SayServing => {
@@ -145,6 +169,12 @@ impl World {
             assert!(!process.files || process.holds_lock, "writes without the lock: {self:?}");
             assert!(!process.retired || !process.plugins && !process.holds_lock);
         }
+        assert!(alive().filter(|process| process.has_claims).count() <= 1);
+    }
+
+    /// Whether the kubelet finds a DRA plugin, all of whose calls are answered in the end.
+    fn is_called(&self) -> bool {
+        self.processes.iter().any(|process| process.lives && process.registered)
     }
 
     /// Whether a living process has plugins that the kubelet knows.
@@ -160,9 +190,23 @@ impl World {
                 moves.push(Move::Hears(who));
             }
             let stage = process.machine.stage();
-            let waits = matches!(stage, Stage::Starting | Stage::Settling | Stage::Ending);
+            let joins = stage == Stage::Joining && process.registered;
+            let drained = stage == Stage::Draining && !process.has_claims;
+            let waits = matches!(stage, Stage::Starting | Stage::Settling | Stage::Ending) || joins || drained;
             if process.lives && (!process.settled || waits) {
                 moves.push(Move::Carries(who));
+            }
+            let claims = process.machine.claims();
+            if process.lives && claims != ClaimsTurn::Away && !process.registered {
+                moves.push(Move::Registers(who));
+            }
+            let other = &self.processes[1 - who];
+            let is_free = !(process.has_claims || other.lives && other.has_claims);
+            if process.lives && claims == ClaimsTurn::Holds && is_free {
+                moves.push(Move::TakesClaims(who));
+            }
+            if process.lives && claims != ClaimsTurn::Holds && process.has_claims {
+                moves.push(Move::EndsClaims(who));
             }
         }
         let (owner, standby) = (&self.processes[OWNER], &self.processes[STANDBY]);
@@ -203,9 +247,14 @@ impl World {
                     Stage::Starting => self.feed(who, Input::Serving),
                     Stage::Settling if !other_serves => self.feed(who, Input::Alone),
                     Stage::Ending => self.feed(who, Input::PluginsEnded),
+                    Stage::Joining => self.feed(who, Input::Joined),
+                    Stage::Draining => self.feed(who, Input::ClaimsEnded),
                     _ => {}
                 }
             }
+            Move::Registers(who) => self.processes[who].registered = true,
+            Move::TakesClaims(who) => self.processes[who].has_claims = true,
+            Move::EndsClaims(who) => self.processes[who].has_claims = false,
             Move::Able => self.feed(STANDBY, Input::Able),
             Move::Connects => {
                 self.open = [true; 2];
@@ -219,7 +268,7 @@ impl World {
             Move::Dies(who) => {
                 self.hang_up(who);
                 let process = &mut self.processes[who];
-                (process.lives, process.holds_lock) = (false, false);
+                (process.lives, process.holds_lock, process.has_claims) = (false, false, false);
             }
             Move::Waits => {
                 let wakes = self.processes.iter().filter(|process| process.lives);
@@ -237,7 +286,7 @@ impl World {
 
     /// Lets everything happen that happens without time; somebody must serve then.
     fn settle(mut self) -> Self {
-        for _ in 0..100 {
+        for _ in 0..200 {
             match self.moves().first() {
                 Some(next) => self.make(*next),
                 None => return self,
@@ -252,8 +301,12 @@ impl World {
 }
 
 /// Walks every reachable world; `and` sees each.
-fn walk(extra: impl Fn(&World) -> Vec<Move>, mut and: impl FnMut(&World)) -> usize {
-    let (mut seen, mut waiting) = (BTreeSet::new(), vec![World::new()]);
+fn walk(extra: impl Fn(&World) -> Vec<Move>, and: impl FnMut(&World)) -> usize {
+    walk_from(World::new(), extra, and)
+}
+
+fn walk_from(world: World, extra: impl Fn(&World) -> Vec<Move>, mut and: impl FnMut(&World)) -> usize {
+    let (mut seen, mut waiting) = (BTreeSet::new(), vec![world]);
     while let Some(world) = waiting.pop() {
         if !seen.insert(world.key()) {
             continue;
@@ -274,11 +327,13 @@ fn somebody_serves_all_the_while() {
     walk(
         |_| Vec::new(),
         |world| {
-            assert!(world.is_served(), "{world:?}");
+            assert!(world.is_served() && world.is_called(), "{world:?}");
             if world.moves().is_empty() {
                 let [owner, standby] = &world.processes;
                 assert_eq!((owner.machine.stage(), standby.machine.stage()), (Stage::Retired, Stage::Owning));
-                assert!(standby.holds_lock && standby.files && standby.plugins && standby.listens);
+                assert!(
+                    standby.holds_lock && standby.files && standby.plugins && standby.listens && standby.has_claims
+                );
                 assert_eq!(
                     (&*owner.reports, &*standby.reports),
                     (&[Outcome::HandedOver][..], &[Outcome::TookOver][..])
@@ -288,6 +343,19 @@ fn somebody_serves_all_the_while() {
         },
     );
     assert!(done > 0);
+}
+
+#[test]
+fn standby_of_an_older_version_takes_over_without_joining() {
+    let world = World { joins: false, ..World::new() };
+    let none = |_: &World| Vec::new();
+    walk_from(world, none, |world| {
+        assert!(world.is_served(), "{world:?}");
+        let [owner, standby] = &world.processes;
+        // Its DRA plugin begins when the owner has let go; so the owner's prepares claims until then.
+        assert!(owner.retired || owner.has_claims || owner.machine.claims() == ClaimsTurn::Holds, "{world:?}");
+        assert!(!world.moves().is_empty() || standby.has_claims && standby.registered);
+    });
 }
 
 #[test]
@@ -305,6 +373,7 @@ fn death_at_any_step_leaves_one_that_serves() {
                 if !(is_over && who == STANDBY) {
                     let left = &world.processes[1 - who];
                     assert!(world.is_served() && left.files && left.holds_lock && left.listens, "{world:?}");
+                    assert!(left.registered && left.has_claims, "{world:?}");
                     assert_eq!(left.machine.stage(), Stage::Owning);
                     deaths += 1;
                 }
@@ -344,10 +413,18 @@ fn spare_never_asks_and_serves_once_the_lock_is_free() {
 #[test]
 fn retired_process_stays_so() {
     let mut machine = TakeoverMachine::owner(Limits::default());
-    for input in [Input::TakeOver, Input::TheyServe, Input::PluginsEnded, Input::TheyAreDone] {
+    for input in [Input::TakeOver { joins: false }, Input::TheyServe, Input::PluginsEnded, Input::TheyAreDone] {
         assert!(!machine.step(input, Duration::ZERO).is_empty());
     }
-    let all = [Input::Free, Input::Able, Input::Connected, Input::Record, Input::TakeOver, Input::Lost, Input::Tick];
+    let all = [
+        Input::Free,
+        Input::Able,
+        Input::Connected,
+        Input::Record,
+        Input::TakeOver { joins: true },
+        Input::Lost,
+        Input::Tick,
+    ];
     for input in all {
         assert_eq!(machine.step(input, Duration::from_secs(1000)), []);
         assert_eq!(machine.stage(), Stage::Retired);

@@ -1,0 +1,237 @@
+//! Rollouts under claims: real processes take over from each other, as pods of a DaemonSet with a surge do, while claims
+//! are prepared and unprepared, some with MIG devices that are made for them. No call of the kubelet fails.
+
+use std::collections::BTreeSet;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use linkwise_api_server_box::ResourceType;
+use linkwise_kubelet_box::Connections;
+use linkwise_kubelet_box::dra::PodClaims;
+use tokio::process::Command;
+use tokio::task::JoinSet;
+use tokio_util::sync::CancellationToken;
+
+use super::dra_mig;
+use super::dra_node::{DRIVER, Node};
+use crate::run::node::{Process, get, until};
+use crate::run::takeover::stage;
+
+/// Takeovers where every run has them, and in the long test.
+const FEW: usize = 3;
+const MANY: usize = 100;
+
+const KUBELETS: [Connections; 2] = [Connections::ByResource, Connections::BySocket];
+
+/// A kubelet's pace.
+const RECONCILE: Duration = Duration::from_secs(1);
+
+/// A node under claims.
+struct World {
+    node: Arc<Node>,
+    command: fn(&Node) -> Command,
+    /// The devices of which each claim has one set.
+    sets: Vec<Vec<&'static str>>,
+    /// Whether a call that fails is made again: processes are killed.
+    is_patient: bool,
+    /// The claims that came and went.
+    claims: Arc<AtomicUsize>,
+}
+
+/// The claims that were prepared and unprepared, and the longest that a call took.
+#[derive(Debug, Default)]
+struct Tally {
+    claims: usize,
+    worst: Duration,
+}
+
+impl World {
+    /// Four GPUs for claims, four for the device plugin.
+    async fn of_gpus(connections: Connections, reconcile: Duration) -> Self {
+        let node = Node::start_with(|options| options.connections = connections, reconcile).await;
+        node.configure("[4, 5, 6, 7]");
+        let sets = vec![vec!["gpu-4"], vec!["gpu-5", "gpu-6"], vec!["gpu-7"]];
+        Self { node: Arc::new(node), command: Node::program, sets, is_patient: false, claims: Arc::default() }
+    }
+
+    /// A GPU, and one on which MIG devices are made.
+    async fn of_mig(connections: Connections, reconcile: Duration) -> Self {
+        let node = Node::start_with(|options| options.connections = connections, reconcile).await;
+        dra_mig::prepare(&node);
+        let sets = vec![vec!["gpu-1"], vec![dra_mig::DEVICE], vec![dra_mig::OTHER]];
+        Self { node: Arc::new(node), command: dra_mig::program, sets, is_patient: false, claims: Arc::default() }
+    }
+
+    async fn start(&self, uid: &str) -> (Process, SocketAddr) {
+        let mut command = (self.command)(&self.node);
+        command.env("LINKWISE_POD_UID", uid).env("LINKWISE_LOG", "linkwise=debug").env("LINKWISE_LOG_FORMAT", "json");
+        let process = Process::of(command);
+        let up = process.logged(|line| line["message"] == "linkwise is up").await;
+        let address = up["metrics"].as_str().unwrap().parse().unwrap();
+        (process, address)
+    }
+
+    /// Claims of each set of devices come and go until the end.
+    fn load(&self, end: &CancellationToken) -> JoinSet<Tally> {
+        let mut load = JoinSet::new();
+        for (place, devices) in self.sets.iter().cloned().enumerate() {
+            let (node, end, is_patient) = (Arc::clone(&self.node), end.clone(), self.is_patient);
+            let claims = Arc::clone(&self.claims);
+            load.spawn(async move {
+                let mut tally = Tally::default();
+                while !end.is_cancelled() {
+                    let pod = format!("pod-{place}-{}", tally.claims);
+                    tally.worst = tally.worst.max(one_claim(&node, &pod, &devices, is_patient).await);
+                    tally.claims += 1;
+                    claims.fetch_add(1, Ordering::Relaxed);
+                }
+                tally
+            });
+        }
+        load
+    }
+}
+
+async fn ready(address: SocketAddr) {
+    until(async || match get(address, "/readyz").await {
+        answer if answer.status == 200 => Ok(()),
+        answer => Err(answer.body),
+    })
+    .await;
+}
+
+/// A claim from its pod's start to its end; the longer of the two calls.
+async fn one_claim(node: &Node, pod: &str, devices: &[&str], is_patient: bool) -> Duration {
+    let claim = node.claim(pod, devices);
+    let began = Instant::now();
+    let given = match is_patient {
+        true => node.start_pod(pod, &claim).await,
+        false => {
+            let started = node.dra.start_pod(&PodClaims::single(pod, claim, DRIVER)).await;
+            let given =
+                started.unwrap_or_else(|error| panic!("{pod} ({devices:?}) after {:?}: {error}", began.elapsed()));
+            node.hardware(&given["main"])
+        }
+    };
+    let prepared = began.elapsed();
+    let gpus = given.iter().filter(|node| !node.contains("caps")).count();
+    assert_eq!(gpus, devices.len(), "{pod}: {given:?}");
+    tokio::time::sleep(Duration::from_millis(10)).await;
+    node.cluster.server.remove(&ResourceType::RESOURCE_CLAIMS.key(Some("default"), pod));
+    let began = Instant::now();
+    loop {
+        match node.dra.stop_pod(pod).await {
+            Ok(()) => break,
+            Err(_) if is_patient => tokio::time::sleep(Duration::from_millis(10)).await,
+            Err(error) => panic!("{pod} ({devices:?}) is not unprepared: {error}"),
+        }
+    }
+    prepared.max(began.elapsed())
+}
+
+/// Takeovers in a row; `left` counts what claims leave behind.
+async fn rollouts(world: World, times: usize, left: fn(&Node) -> usize) {
+    let (mut running, address) = world.start("pod-0").await;
+    ready(address).await;
+    world.node.is_registered(1).await;
+    let (end, specs) = (CancellationToken::new(), world.node.specs());
+    let mut load = world.load(&end);
+    for time in 1..=times {
+        let (next, address) = world.start(&format!("pod-{time}")).await;
+        tokio::select! {
+            () = ready(address) => {}
+            Some(ended) = load.join_next() => panic!("takeover {time}: {ended:?}"),
+        }
+        running.signal("TERM");
+        let (status, last) = running.ended().await;
+        assert!(status.success(), "takeover {time}: {status}: {last:?}");
+        running = next;
+        let devices: BTreeSet<&str> = world.sets.iter().flatten().copied().collect();
+        let published = world.node.devices();
+        assert!(devices.iter().all(|device| published.iter().any(|name| name == device)), "{time}: {published:?}");
+    }
+    end.cancel();
+    let tallies = load.join_all().await;
+    assert!(tallies.iter().all(|tally| tally.claims > times), "{tallies:?}");
+    assert_eq!((left(&world.node), world.node.checkpoints(), world.node.specs()), (0, vec![], specs));
+}
+
+#[tokio::test]
+async fn takeovers_under_claims_fail_no_call() {
+    for connections in KUBELETS {
+        rollouts(World::of_gpus(connections, RECONCILE).await, FEW, |_| 0).await;
+    }
+}
+
+#[tokio::test]
+async fn takeovers_under_claims_for_mig_leave_no_instance() {
+    rollouts(World::of_mig(KUBELETS[0], RECONCILE).await, FEW, dra_mig::instances).await;
+}
+
+/// Kills either side at a step of a takeover, again and again on one node; the one that is left has all claims.
+#[tokio::test]
+async fn kill_at_any_step_leaves_one_that_prepares_claims() {
+    let mut world = World::of_mig(KUBELETS[0], Duration::from_millis(5)).await;
+    world.is_patient = true;
+    let (mut running, address) = world.start("pod-0").await;
+    ready(address).await;
+    world.node.is_registered(1).await;
+    let (end, specs) = (CancellationToken::new(), world.node.specs());
+    let mut load = world.load(&end);
+    let steps = [
+        (true, "Agreeing"),
+        (true, "Draining"),
+        (true, "Yielding"),
+        (true, "Ending"),
+        (true, "Ended"),
+        (false, "Joining"),
+        (false, "Receiving"),
+        (false, "Starting"),
+        (false, "Waiting"),
+        (false, "Settling"),
+    ];
+    let mut late = 0;
+    let cases = steps.into_iter().flat_map(|step| [(step, true), (step, false)]);
+    for (number, ((of_owner, step), owner_dies)) in cases.enumerate() {
+        let (standby, _) = world.start(&format!("pod-{}", number + 1)).await;
+        stage(if of_owner { &running } else { &standby }, step).await;
+        let (mut victim, left) = if owner_dies { (running, standby) } else { (standby, running) };
+        victim.signal("KILL");
+        victim.ended().await;
+        // Under load the kill may come when the takeover is over.
+        let end = left.logged(|line| line["stage"] == "Owning" || line["stage"] == "Retired").await;
+        if end["stage"] == "Retired" || left.lines().iter().any(|line| line.contains("\"Retired\"")) {
+            late += 1;
+            running = world.start(&format!("pod-{number}-again")).await.0;
+        } else {
+            running = left;
+        }
+        let before = world.claims.load(Ordering::Relaxed);
+        until(async || match world.claims.load(Ordering::Relaxed) {
+            claims if claims >= before + 2 * world.sets.len() => Ok(()),
+            claims => Err(format!("{step} {owner_dies}: {claims} after {before}")),
+        })
+        .await;
+        assert!(load.try_join_next().is_none(), "{step} {owner_dies}");
+    }
+    assert!(late <= 10, "{late} of 20 kills came too late");
+    end.cancel();
+    load.join_all().await;
+    let node = &world.node;
+    until(async || match (dra_mig::instances(node), node.checkpoints(), node.specs()) {
+        (0, checkpoints, now) if checkpoints.is_empty() && now == specs => Ok(()),
+        left => Err(left),
+    })
+    .await;
+}
+
+#[tokio::test]
+#[ignore = "minutes: make test-long"]
+async fn hundred_takeovers_under_claims_fail_no_call() {
+    for connections in KUBELETS {
+        rollouts(World::of_gpus(connections, RECONCILE).await, MANY, |_| 0).await;
+        rollouts(World::of_mig(connections, RECONCILE).await, MANY, dra_mig::instances).await;
+    }
+}
