@@ -24,6 +24,9 @@ const SLOT: MigSlot = MigSlot { profile_id: 14, placement: MigPlacement { start:
 /// 1g.10gb from memory slice 0, which is apart from it.
 const OTHER: &str = "gpu-0-mig-1g10gb-19-0";
 
+/// The CDI spec of a claim that is not there.
+const NOBODYS: &str = "linkwise.dev-claim-of-nobody.json";
+
 /// What the driver does with the next order.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum Mood {
@@ -492,6 +495,61 @@ async fn device_made_anew_gives_its_claim_nothing_of_the_old() {
     kubelet.restart().await.unwrap();
     super::node::connected(&kubelet).await;
     assert_eq!(start(&kubelet, &claim).await.unwrap(), [format!("{KIND}=MIG-made-again")]);
+}
+
+#[tokio::test]
+async fn device_made_after_the_last_scan_keeps_its_spec() {
+    let (mut node, driver) = node();
+    node.start();
+    let kubelet = node.kubelet().await;
+    let claim = node.claim("a", &[("gpus", DEVICE)]);
+    start(&kubelet, &claim).await.unwrap();
+    kubelet.stop().await;
+    node.kill().await;
+    // The process that takes over scanned the GPUs before the claim's device was made.
+    let made = std::mem::take(&mut driver.lock().unwrap().instances);
+    driver.lock().unwrap().scan();
+    driver.lock().unwrap().instances = made;
+    node.settings.scanned_within = LIMIT;
+    // The last step of a look at all claims: it removes specs without a claim.
+    fs::write(node.settings.cdi_folder.join(NOBODYS), "{}").unwrap();
+    assert_eq!(node.claim_specs().len(), 2);
+    node.start();
+    until(|| !node.claim_specs().contains(&NOBODYS.to_owned())).await;
+    assert_eq!(node.claim_specs().len(), 1);
+    let kubelet = node.kubelet().await;
+    driver.lock().unwrap().scan();
+    node.scan();
+    assert_eq!(start(&kubelet, &claim).await.unwrap(), [format!("{KIND}=MIG-made-1")]);
+    end(&kubelet, &claim).await;
+    assert_eq!((instances(&driver).len(), node.claim_specs().len()), (0, 0));
+}
+
+#[tokio::test]
+async fn device_destroyed_after_the_last_scan_hinders_no_claim() {
+    let (mut node, driver) = node();
+    // The process before destroyed it, and the last scan is older than that.
+    let within = MigSlot { profile_id: 19, placement: MigPlacement { start: 2, size: 1 } };
+    driver.lock().unwrap().instances = vec![instance("MIG-of-an-ended-claim", within)];
+    driver.lock().unwrap().scan();
+    driver.lock().unwrap().instances.clear();
+    node.scan();
+    let claim = node.claim("a", &[("gpus", DEVICE)]);
+    node.start();
+    let kubelet = node.kubelet().await;
+    assert!(refusal(&kubelet, &claim).await.contains("MIG-of-an-ended-claim is in its place"));
+    kubelet.stop().await;
+    node.stop().await;
+    node.settings.scanned_within = LIMIT;
+    node.start();
+    let kubelet = node.kubelet().await;
+    let scanned = async {
+        tokio::task::yield_now().await;
+        driver.lock().unwrap().scan();
+        node.scan();
+    };
+    let (started, ()) = tokio::join!(start(&kubelet, &claim), scanned);
+    assert_eq!(started.unwrap(), [format!("{KIND}=MIG-made-1")]);
 }
 
 #[tokio::test]

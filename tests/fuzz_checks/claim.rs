@@ -194,7 +194,7 @@ pub fn checkpoint(bytes: &[u8]) {
         Ok(record) => record,
         Err(why) => return is_one_line(&why),
     };
-    let text = serde_json::to_vec_pretty(&record).expect("it can be written");
+    let text = record.text().expect("it can be written");
     assert_eq!(parse_checkpoint(&text, UID).as_ref(), Ok(&record), "read back as another checkpoint");
     let (ledger, devices) = (record.for_ledger(), &record.prepared.devices);
     assert_eq!(ledger.claim.uid, UID);

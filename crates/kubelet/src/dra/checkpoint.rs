@@ -86,6 +86,17 @@ impl Checkpoint {
         Self { unknown: last.map(|last| last.unknown.clone()).unwrap_or_default(), ..self }
     }
 
+    /// The text of the file: this version's fields, and those of others that [`parse`] found.
+    ///
+    /// # Errors
+    ///
+    /// None for any checkpoint; serde_json's type says otherwise.
+    pub fn text(&self) -> serde_json::Result<Vec<u8>> {
+        let mut value = serde_json::to_value(self)?;
+        add(&mut value, &self.unknown);
+        serde_json::to_vec_pretty(&value)
+    }
+
     /// The same, completed.
     pub fn completed(self) -> Self {
         Self { progress: Progress::Completed, ..self }
@@ -181,9 +192,7 @@ impl CheckpointFolder {
     /// tells: no container runs, MIG devices and MPS control daemons are gone, and the kubelet has every claim prepared
     /// anew. A file that the crash tore is unreadable then, and is written anew with its claim.
     pub fn write(&self, checkpoint: &Checkpoint) -> io::Result<()> {
-        let mut value = serde_json::to_value(checkpoint)?;
-        add(&mut value, &checkpoint.unknown);
-        let text = serde_json::to_vec_pretty(&value)?;
+        let text = checkpoint.text()?;
         fs::create_dir_all(&self.folder)?;
         files::write_for_this_boot(&self.path(&checkpoint.claim.uid), &text, MODE)
     }

@@ -76,6 +76,8 @@ pub(super) struct ClaimManager {
     ledger: watch::Sender<Option<Vec<PreparedClaim>>>,
     /// The lock on claims, kept by each turn.
     lock: ClaimsLock,
+    /// The time at which the checkpoints were read.
+    pub(super) opened: Instant,
 }
 
 /// The cause of a claim that was not prepared.
@@ -146,7 +148,8 @@ impl ClaimManager {
         let unusable = |source| PluginError::Checkpoints { folder: settings.checkpoints.clone(), source };
         let (store, found, foreign) = opened.map_err(unusable)?;
         foreign.into_iter().for_each(|foreign| observer(foreign));
-        let since = Some(Instant::now());
+        let opened = Instant::now();
+        let since = Some(opened);
         let slot = |(uid, found): (String, Found)| {
             let (checkpoint, unreadable) = match found {
                 Ok(checkpoint) => (Some(checkpoint), None),
@@ -159,7 +162,8 @@ impl ClaimManager {
         };
         let slots = Mutex::new(found.into_iter().map(slot).collect());
         let held = watch::Sender::default();
-        let manager = Self { settings, store: Arc::new(store), observer, snapshot, claims, slots, held, ledger, lock };
+        let store = Arc::new(store);
+        let manager = Self { settings, store, observer, snapshot, claims, slots, held, ledger, lock, opened };
         manager.changed();
         Ok(manager)
     }
@@ -363,7 +367,8 @@ impl ClaimManager {
             for holder in taken.holders() {
                 any_gone |= self.release_gone(&holder.0).await;
             }
-            if !any_gone {
+            let again = any_gone || taken.may_be_outdated() && self.is_scanned_anew().await;
+            if !again {
                 return Err(taken.into());
             }
         }

@@ -7,8 +7,10 @@
 //! who makes the same profile in the same place at the same moment. After Completed the UUID tells it from any other.
 //! Instances do not outlive a reboot: those of another boot's checkpoints are gone. Nothing else is ever destroyed.
 
+use std::sync::Arc;
+
 use tokio::sync::oneshot;
-use tokio::time::timeout;
+use tokio::time::{timeout, timeout_at};
 
 use super::MigRequest;
 use super::checkpoint::Checkpoint;
@@ -141,10 +143,21 @@ impl ClaimManager {
     async fn order(&self, order: MigOrder) -> Result<Option<MigUuid>, MigOrderError> {
         let failed = |why: &str, may_exist| MigOrderError { why: why.to_owned(), may_exist };
         let Some(mig) = &self.settings.mig else { return Err(failed("there is no driver to ask", false)) };
+        // A process that has just started has claims before it has an agent. Without one the order is refused.
+        let _ = self.comes(|state| !state.topology().gpus().is_empty()).await;
         let (answer, answered) = oneshot::channel();
         let sent = mig.send(MigRequest { order, answer }).await;
         sent.map_err(|_| failed("the agent is ending", false))?;
         answered.await.unwrap_or_else(|_| Err(failed("the NVML agent ended before it answered", true)))
+    }
+
+    /// Waits for a scan with other MIG devices; false if the last one knows what the process before has done, or
+    /// if none comes.
+    pub(super) async fn is_scanned_anew(&self) -> bool {
+        let mut snapshot = self.snapshot.clone();
+        let before = Arc::clone(&snapshot.borrow());
+        let scanned = snapshot.wait_for(|state| state.topology().mig_devices() != before.topology().mig_devices());
+        matches!(timeout_at(self.opened + self.settings.scanned_within, scanned).await, Ok(Ok(_)))
     }
 
     /// Waits, for the time that CDI specs have, for a snapshot for which this holds; false if none comes.

@@ -85,13 +85,17 @@ impl ClaimManager {
     }
 
     /// Returns true if the spec of a claim whose devices are not all in the snapshot stays as it is, for containers that
-    /// restart: a GPU keeps its nodes while the driver runs. The nodes of a MIG device go to the next one.
+    /// restart: a GPU keeps its nodes while the driver runs. The nodes of a MIG device go to the next one, once it is
+    /// gone: the last scan may be older than a device that the process before made just before it handed over.
     async fn keeps_spec(&self, checkpoint: &Checkpoint) -> bool {
+        let (folder, uid) = (self.settings.cdi_folder.clone(), checkpoint.claim.uid.clone());
         let sees_gpus = !self.snapshot.borrow().topology().gpus().is_empty();
-        if sees_gpus && checkpoint.prepared.devices.iter().any(|device| device.mig.is_some()) {
+        let is_taken_over = self.slots().get(&uid).is_some_and(|slot| slot.since == Some(self.opened));
+        let may_be_late = is_taken_over && self.opened.elapsed() < self.settings.scanned_within;
+        let is_scanned = sees_gpus && !may_be_late;
+        if is_scanned && checkpoint.prepared.devices.iter().any(|device| device.mig.is_some()) {
             return false;
         }
-        let (folder, uid) = (self.settings.cdi_folder.clone(), checkpoint.claim.uid.clone());
         files::blocking(move || Ok(claim_specs::exists(&folder, &uid))).await.unwrap_or_default()
     }
 
