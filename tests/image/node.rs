@@ -1,6 +1,7 @@
 //! A node for pods of the image: a folder that is the host's root, a kubelet, its DRA manager and an API server in their
 //! boxes, and what NVIDIA's container runtime would bring into containers.
 
+use std::collections::BTreeSet;
 use std::fs;
 use std::net::TcpListener;
 use std::os::unix::fs::symlink;
