@@ -1,8 +1,8 @@
 //! What a person types: words, pipes and redirections of a line of a shell.
 
 /// The programs that pages tell a person to type.
-pub const PROGRAMS: [&str; 9] =
-    ["linkwise", "linkwise-lab", "helm", "kubectl", "make", "cargo", "oc", "curl", "docker"];
+pub const PROGRAMS: [&str; 10] =
+    ["linkwise", "linkwise-lab", "helm", "kubectl", "make", "cargo", "oc", "curl", "docker", "nvidia-smi"];
 
 /// The commands of a line, one for each part of a pipeline, without comment and redirections.
 pub fn pipeline(line: &str) -> Vec<Vec<String>> {
