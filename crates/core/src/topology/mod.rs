@@ -14,6 +14,7 @@ mod node;
 mod nvlink;
 mod observation;
 mod p2p;
+mod p2p_refusal;
 mod pcie;
 mod warning;
 
@@ -32,5 +33,5 @@ pub use observation::{
     HostBridgeObservation, HostObservation, NicKind, NicObservation, NodeObservation, NumaNodeObservation,
     NvLinkObservation, NvLinkRemote, PciKind, PciObservation, PcieLink, ProbeFailure, thousandths,
 };
-pub use p2p::P2pRefusal;
+pub use p2p_refusal::P2pRefusal;
 pub use warning::TopologyWarning;

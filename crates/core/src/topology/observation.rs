@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use super::address::{GpuUuid, NumaNodeId, PackageId, PciAddress};
 use super::level::TopologyLevel;
 use super::mig::MigObservation;
-use super::p2p::P2pRefusal;
+use super::p2p_refusal::P2pRefusal;
 use crate::quote::quoted;
 
 /// All facts observed of one node.

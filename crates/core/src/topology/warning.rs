@@ -7,7 +7,7 @@ use super::address::{GpuUuid, MigUuid, NumaNodeId, PciAddress};
 use super::level::TopologyLevel;
 
 use super::observation::ProbeFailure;
-use super::p2p::P2pRefusal;
+use super::p2p_refusal::P2pRefusal;
 use crate::quote::one_line;
 
 /// Something odd in the observations. The node keeps working. Each warning names the hardware and both values.

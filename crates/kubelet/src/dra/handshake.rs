@@ -94,8 +94,10 @@ impl Handshake for DraHandshake {
             Ok(()) => {
                 attempts.forget_waiting();
                 attempts.forget_failures();
-                let is_called = self.connections > 0;
-                attempts.enter(if is_called { Phase::Registered } else { Phase::Accepted }, None);
+                match self.connections {
+                    0 => attempts.enter(Phase::Accepted, Some(now + self.offer)),
+                    _ => attempts.enter(Phase::Registered, None),
+                }
             }
             // Other sockets are another plugin to the kubelet: its refusal of this one does not hold for them.
             Err(why) => actions.extend(attempts.end_if_open(format!("the kubelet refused to register it: {why}"), now)),
@@ -117,6 +119,7 @@ impl Handshake for DraHandshake {
         let limit = self.offer;
         let why = match attempts.phase() {
             Phase::Offered => format!("the kubelet has not registered the plugin within {limit:?}"),
+            Phase::Accepted => format!("the kubelet registered the plugin and did not connect to it within {limit:?}"),
             Phase::Disconnected => {
                 format!("the kubelet closed its connection and did not come back within {limit:?}")
             }
