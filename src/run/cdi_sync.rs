@@ -215,7 +215,7 @@ impl CdiSync {
             }
             if let Some(found) = scanned.cdi {
                 cdi.send_if_modified(|known| {
-                    // Whoever removed our files may have removed those of claims.
+                    // A program that removed our files may have removed those of claims.
                     let is_news = scanned.has_written || known.as_deref() != Some(&found);
                     *known = Some(Arc::new(found));
                     is_news
@@ -393,7 +393,7 @@ mod tests {
             let spec = std::fs::read_dir(at("cdi")).unwrap().next().unwrap().unwrap().path();
             std::fs::remove_file(&spec).unwrap();
             cdi.changed().await.unwrap();
-            assert_eq!(cdi.borrow_and_update().as_ref(), Some(&first), "the same, for whoever lost more files");
+            assert_eq!(cdi.borrow_and_update().as_ref(), Some(&first), "the same again, for claims that lost files");
             assert!(spec.exists());
         };
         tokio::time::timeout(Duration::from_secs(60), written).await.unwrap();

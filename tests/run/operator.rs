@@ -125,7 +125,7 @@ async fn gpu_is_reset_between_release_and_resume() {
     let words = ordered(&node, &["release"]).await;
     assert!(words.contains("no process of linkwise on this node holds the driver"), "{words}");
     assert!(!driver_is_held(&node), "neither the spare nor gpu-feature-discovery");
-    // It holds for whoever comes.
+    // The release holds for processes that start later.
     drop(first);
     let second = spare(&node);
     said(&second, 1, "an operator releases the driver").await;

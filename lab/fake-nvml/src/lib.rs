@@ -23,7 +23,7 @@
 //! | `lost GPU`, `back GPU` | every call on the GPU answers NVML_ERROR_GPU_IS_LOST, or no longer |
 //! | `fall GPU` | the same for the life of each process that runs; in later ones its handle is NVML_ERROR_UNKNOWN |
 //! | `reset GPU` | ends `fall`, `recovery`, `rows` and `uncorrectable`; refused while any process has the library loaded |
-//! | `revive GPU` | the same whoever runs: a reset from outside. No running process sees it |
+//! | `revive GPU` | a reset from outside, also while processes run. None of them sees it |
 //! | `fail GPU FUNCTION CODE`, `unfail GPU FUNCTION` | the function answers the code, or no longer |
 //! | `hang [GPU] FUNCTION`, `unhang [GPU] FUNCTION` | the call blocks, until it is released |
 //! | `hold GPU FUNCTION`, `unhold GPU FUNCTION` | the same, and every other call waits for it |
