@@ -23,9 +23,7 @@ const SLOT: MigSlot = MigSlot { profile_id: 14, placement: MigPlacement { start:
 
 /// 1g.10gb from memory slice 0, which is apart from it.
 const OTHER: &str = "gpu-0-mig-1g10gb-19-0";
-
-/// The CDI spec of a claim that is not there.
-const NOBODYS: &str = "linkwise.dev-claim-of-nobody.json";
+const APART: MigSlot = MigSlot { profile_id: 19, placement: MigPlacement { start: 0, size: 1 } };
 
 /// What the driver does with the next order.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -44,6 +42,8 @@ enum Mood {
     HangsAfter,
     /// It never answers, after it did what was ordered and a scan found that.
     HangsSeen,
+    /// It does not even answer a question.
+    Silent,
     /// The agent dies, after it did what was ordered.
     Dies,
 }
@@ -62,35 +62,34 @@ struct Driver {
 type Shared = Arc<Mutex<Driver>>;
 
 impl Driver {
-    fn obey(&mut self, order: &MigOrder) -> Result<Option<linkwise_core::topology::MigUuid>, MigOrderError> {
+    fn obey(&mut self, order: &MigOrder) -> Result<Vec<linkwise_core::topology::MigUuid>, MigOrderError> {
         let failed = |why: &str, may_exist| Err(MigOrderError { why: why.to_owned(), may_exist });
-        let there = self.instances.iter().position(|instance| {
-            instance.profile_id == Some(order.slot.profile_id) && instance.placement == Some(order.slot.placement)
-        });
         match &order.task {
-            MigTask::Make => {
+            MigTask::List => Ok(self.instances.iter().map(|instance| instance.uuid.clone()).collect()),
+            MigTask::Make(slot) => {
                 let is_taken = |instance: &MigDeviceObservation| {
-                    instance.placement.is_some_and(|place| place.overlaps(order.slot.placement))
+                    instance.placement.is_some_and(|place| place.overlaps(slot.placement))
                 };
                 if self.mood == Mood::Refuses || self.instances.iter().any(is_taken) {
                     let why = "nvmlDeviceCreateGpuInstanceWithPlacement: NVML_ERROR_INSUFFICIENT_RESOURCES (23)";
                     return failed(why, false);
                 }
                 self.made += 1;
-                let made = instance(&format!("MIG-made-{}", self.made), order.slot);
+                let made = instance(&format!("MIG-made-{}", self.made), *slot);
                 self.instances.push(made.clone());
-                Ok(Some(made.uuid))
+                Ok(vec![made.uuid])
             }
-            MigTask::Destroy(_) if self.mood == Mood::InUse => {
+            MigTask::Destroy(..) if self.mood == Mood::InUse => {
                 failed("nvmlGpuInstanceDestroy: NVML_ERROR_IN_USE (19)", true)
             }
-            MigTask::Destroy(_) if self.mood == Mood::Keeps => Ok(None),
-            MigTask::Destroy(only) => {
-                let is_it = |at: &usize| only.as_ref().is_none_or(|only| self.instances[*at].uuid == *only);
-                if let Some(at) = there.filter(is_it) {
-                    self.instances.remove(at);
-                }
-                Ok(None)
+            MigTask::Destroy(..) if self.mood == Mood::Keeps => Ok(Vec::new()),
+            MigTask::Destroy(slot, only) => {
+                self.instances.retain(|instance| {
+                    let is_there =
+                        instance.profile_id == Some(slot.profile_id) && instance.placement == Some(slot.placement);
+                    !is_there || only.as_ref().is_some_and(|only| instance.uuid != *only)
+                });
+                Ok(Vec::new())
             }
         }
     }
@@ -150,8 +149,12 @@ fn node() -> (Node, Shared) {
         while let Some(request) = requests.recv().await {
             let mut driver = shared.lock().unwrap();
             driver.orders.push(request.order.clone());
-            let mood = driver.mood;
-            if mood == Mood::HangsBefore {
+            let mood = if request.order.task == MigTask::List && driver.mood != Mood::Silent {
+                Mood::Obeys
+            } else {
+                driver.mood
+            };
+            if matches!(mood, Mood::HangsBefore | Mood::Silent) {
                 driver.held.push(request);
                 continue;
             }
@@ -179,8 +182,10 @@ fn instances(driver: &Shared) -> Vec<String> {
     driver.lock().unwrap().instances.iter().map(|instance| instance.uuid.to_string()).collect()
 }
 
+/// The orders but the questions for the devices that there are.
 fn orders(driver: &Shared) -> Vec<MigTask> {
-    driver.lock().unwrap().orders.iter().map(|order| order.task.clone()).collect()
+    let driver = driver.lock().unwrap();
+    driver.orders.iter().map(|order| order.task.clone()).filter(|task| *task != MigTask::List).collect()
 }
 
 fn set(driver: &Shared, mood: Mood) {
@@ -232,7 +237,8 @@ async fn mig_device_is_made_and_destroyed() {
     end(&kubelet, &claim).await;
     assert_eq!((instances(&driver).len(), node.checkpoints().len()), (0, 0));
     let uuid = |number| Some(format!("MIG-made-{number}").parse().unwrap());
-    let expected = [MigTask::Make, MigTask::Make, MigTask::Destroy(uuid(1)), MigTask::Destroy(uuid(2))];
+    let expected =
+        [MigTask::Make(SLOT), MigTask::Make(APART), MigTask::Destroy(SLOT, uuid(1)), MigTask::Destroy(APART, uuid(2))];
     assert_eq!(orders(&driver), expected);
 }
 
@@ -257,7 +263,7 @@ async fn refused_placement_is_the_claims_error() {
     }
     assert_eq!((node.checkpoints().len(), instances(&driver).len()), (0, 0));
     // What was not made is not destroyed: it may be somebody else's.
-    assert!(orders(&driver).iter().all(|task| *task == MigTask::Make), "{:?}", orders(&driver));
+    assert!(orders(&driver).iter().all(|task| *task == MigTask::Make(SLOT)), "{:?}", orders(&driver));
     set(&driver, Mood::Obeys);
     assert_eq!(start(&kubelet, &claim).await.unwrap(), [format!("{KIND}=MIG-made-1")]);
 }
@@ -266,10 +272,13 @@ async fn refused_placement_is_the_claims_error() {
 async fn first_of_two_goes_when_the_second_is_refused() {
     let (mut node, driver) = node();
     // An instance that no scan has found yet is in the way of the second.
-    let hidden = instance("MIG-hidden", MigSlot { profile_id: 19, placement: MigPlacement { start: 0, size: 1 } });
-    driver.lock().unwrap().instances.push(hidden);
+    let hidden = instance("MIG-hidden", APART);
     node.start();
     let kubelet = node.kubelet().await;
+    let before = node.claim("before", &[("gpus", DEVICE)]);
+    start(&kubelet, &before).await.unwrap();
+    end(&kubelet, &before).await;
+    driver.lock().unwrap().instances.push(hidden);
     let claim = node.claim("a", &[("gpus", DEVICE), ("gpus", OTHER)]);
     let error = refusal(&kubelet, &claim).await;
     assert!(error.contains(OTHER) && error.contains("INSUFFICIENT_RESOURCES"), "{error}");
@@ -401,14 +410,14 @@ async fn refused_after_a_reboot_leaves_nothing_begun() {
     node.kill().await;
     driver.lock().unwrap().instances.clear();
     driver.lock().unwrap().scan();
-    // An administrator's, which no scan has found yet.
-    driver.lock().unwrap().instances = vec![instance("MIG-of-an-administrator", SLOT)];
     node.settings.boot = Some("the next boot".to_owned());
+    set(&driver, Mood::Refuses);
     node.start();
     let kubelet = node.kubelet().await;
     assert!(refusal(&kubelet, &claim).await.contains("NVML_ERROR_INSUFFICIENT_RESOURCES"));
     kubelet.stop().await;
     node.kill().await;
+    driver.lock().unwrap().instances = vec![instance("MIG-of-an-administrator", SLOT)];
     driver.lock().unwrap().scan();
     node.delete("a");
     node.settings.sweep = Duration::from_millis(1);
@@ -510,46 +519,34 @@ async fn device_made_after_the_last_scan_keeps_its_spec() {
     let made = std::mem::take(&mut driver.lock().unwrap().instances);
     driver.lock().unwrap().scan();
     driver.lock().unwrap().instances = made;
-    node.settings.scanned_within = LIMIT;
-    // The last step of a look at all claims: it removes specs without a claim.
-    fs::write(node.settings.cdi_folder.join(NOBODYS), "{}").unwrap();
-    assert_eq!(node.claim_specs().len(), 2);
+    set(&driver, Mood::Silent);
     node.start();
-    until(|| !node.claim_specs().contains(&NOBODYS.to_owned())).await;
-    assert_eq!(node.claim_specs().len(), 1);
-    let kubelet = node.kubelet().await;
-    driver.lock().unwrap().scan();
+    until(|| driver.lock().unwrap().orders.last().is_some_and(|order| order.task == MigTask::List)).await;
     node.scan();
+    assert_eq!(node.claim_specs().len(), 1);
+    set(&driver, Mood::Obeys);
+    driver.lock().unwrap().held.clear();
+    let kubelet = node.kubelet().await;
     assert_eq!(start(&kubelet, &claim).await.unwrap(), [format!("{KIND}=MIG-made-1")]);
     end(&kubelet, &claim).await;
     assert_eq!((instances(&driver).len(), node.claim_specs().len()), (0, 0));
 }
 
+/// In its place, and in a part of it.
 #[tokio::test]
 async fn device_destroyed_after_the_last_scan_hinders_no_claim() {
-    let (mut node, driver) = node();
-    // The process before destroyed it, and the last scan is older than that.
-    let within = MigSlot { profile_id: 19, placement: MigPlacement { start: 2, size: 1 } };
-    driver.lock().unwrap().instances = vec![instance("MIG-of-an-ended-claim", within)];
-    driver.lock().unwrap().scan();
-    driver.lock().unwrap().instances.clear();
-    node.scan();
-    let claim = node.claim("a", &[("gpus", DEVICE)]);
-    node.start();
-    let kubelet = node.kubelet().await;
-    assert!(refusal(&kubelet, &claim).await.contains("MIG-of-an-ended-claim is in its place"));
-    kubelet.stop().await;
-    node.stop().await;
-    node.settings.scanned_within = LIMIT;
-    node.start();
-    let kubelet = node.kubelet().await;
-    let scanned = async {
-        tokio::task::yield_now().await;
+    for there in [SLOT, MigSlot { profile_id: 19, placement: MigPlacement { start: 2, size: 1 } }] {
+        let (mut node, driver) = node();
+        // The process before destroyed it, and the last scan is older than that.
+        driver.lock().unwrap().instances = vec![instance("MIG-of-an-ended-claim", there)];
         driver.lock().unwrap().scan();
+        driver.lock().unwrap().instances.clear();
         node.scan();
-    };
-    let (started, ()) = tokio::join!(start(&kubelet, &claim), scanned);
-    assert_eq!(started.unwrap(), [format!("{KIND}=MIG-made-1")]);
+        let claim = node.claim("a", &[("gpus", DEVICE)]);
+        node.start();
+        let kubelet = node.kubelet().await;
+        assert_eq!(start(&kubelet, &claim).await.unwrap(), [format!("{KIND}=MIG-made-1")]);
+    }
 }
 
 #[tokio::test]
@@ -644,7 +641,8 @@ async fn order_names_the_gpu_and_the_place() {
     let claim = node.claim("a", &[("gpus", DEVICE)]);
     start(&kubelet, &claim).await.unwrap();
     let gpu: GpuUuid = "GPU-00000000-0000-0000-0000-000000000000".parse().unwrap();
-    assert_eq!(driver.lock().unwrap().orders, [MigOrder { gpu, slot: SLOT, task: MigTask::Make }]);
+    let order = |task| MigOrder { gpu: gpu.clone(), task };
+    assert_eq!(driver.lock().unwrap().orders, [order(MigTask::List), order(MigTask::Make(SLOT))]);
 }
 
 /// In a pod without the rights for MIG the driver refuses every order.

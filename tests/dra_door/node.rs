@@ -88,8 +88,6 @@ impl Node {
         let (cdi_devices, _) = watch::channel(None);
         let cdi = CdiOptions { kind: KIND.to_owned(), annotation_prefix: None, cri: true };
         let mut settings = Settings::new(DRIVER, POOL, at("claims"));
-        // Tests say what the last scan has found.
-        settings.scanned_within = Duration::ZERO;
         settings.registry = at("registry");
         settings.plugins = at("plugins");
         settings.cdi_folder = at("cdi");

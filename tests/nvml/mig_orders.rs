@@ -3,9 +3,10 @@
 use linkwise_core::claims::{MigOrder, MigOrderError, MigTask};
 use linkwise_core::topology::{GpuObservation, MigObservation, MigPlacement, MigSlot, MigUuid};
 use linkwise_nvml::child::{Agent, AgentEnded};
+use linkwise_nvml::gate::Gate;
 use linkwise_nvml::protocol::{FromAgent, Place, ToAgent};
 
-use super::{Machine, Path, SHORT, machine, ready, said, uuid};
+use super::{LIMIT, Machine, Path, SHORT, machine, ready, said, timeout, uuid};
 
 /// 2g.20gb of the machine.
 const SLOT: MigSlot = MigSlot { profile_id: 14, placement: MigPlacement { start: 2, size: 2 } };
@@ -21,8 +22,8 @@ fn empty() -> Machine {
     machine
 }
 
-async fn order(agent: &mut Agent, slot: MigSlot, task: MigTask) -> Result<Option<MigUuid>, MigOrderError> {
-    agent.request(ToAgent::Mig(MigOrder { gpu: uuid(0), slot, task })).await.unwrap();
+async fn order(agent: &mut Agent, task: MigTask) -> Result<Vec<MigUuid>, MigOrderError> {
+    agent.request(ToAgent::Mig(MigOrder { gpu: uuid(0), task })).await.unwrap();
     match said(agent).await.unwrap() {
         FromAgent::MigDone(result) => result,
         other => panic!("no answer: {other:?}"),
@@ -31,7 +32,7 @@ async fn order(agent: &mut Agent, slot: MigSlot, task: MigTask) -> Result<Option
 
 /// Makes the instance of [`SLOT`], and waits for the scan that follows.
 async fn make(agent: &mut Agent) -> MigUuid {
-    let made = order(agent, SLOT, MigTask::Make).await.unwrap().unwrap();
+    let made = order(agent, MigTask::Make(SLOT)).await.unwrap().remove(0);
     ready(agent).await;
     made
 }
@@ -43,10 +44,10 @@ fn mig(gpus: &[GpuObservation]) -> &MigObservation {
 /// Whether nothing is in the way of an instance that takes all of the GPU.
 async fn is_empty(agent: &mut Agent) -> bool {
     let all = MigSlot { profile_id: 0, placement: MigPlacement { start: 0, size: 8 } };
-    let made = order(agent, all, MigTask::Make).await;
+    let made = order(agent, MigTask::Make(all)).await;
     ready(agent).await;
     if made.is_ok() {
-        order(agent, all, MigTask::Destroy(None)).await.unwrap();
+        order(agent, MigTask::Destroy(all, None)).await.unwrap();
         ready(agent).await;
     }
     made.is_ok()
@@ -89,7 +90,7 @@ async fn instance_is_made_seen_and_destroyed() {
     let machine = empty();
     let mut agent = machine.agent();
     ready(&mut agent).await;
-    let made = order(&mut agent, SLOT, MigTask::Make).await.unwrap().unwrap();
+    let made = order(&mut agent, MigTask::Make(SLOT)).await.unwrap().remove(0);
     let (gpus, failures) = ready(&mut agent).await;
     let [device] = &mig(&gpus).devices[..] else { panic!("{:?}", mig(&gpus)) };
     assert_eq!((&device.uuid, device.profile_id, device.placement), (&made, Some(14), Some(SLOT.placement)));
@@ -99,11 +100,11 @@ async fn instance_is_made_seen_and_destroyed() {
     let mut agent = machine.agent();
     let (gpus, _) = ready(&mut agent).await;
     assert_eq!(mig(&gpus).devices[0].uuid, made);
-    let destroy = || MigTask::Destroy(Some(made.clone()));
-    assert_eq!(order(&mut agent, SLOT, destroy()).await, Ok(None));
+    let destroy = || MigTask::Destroy(SLOT, Some(made.clone()));
+    assert_eq!(order(&mut agent, destroy()).await, Ok(vec![]));
     assert_eq!(mig(&ready(&mut agent).await.0).devices, []);
     // Once more is no error.
-    assert_eq!(order(&mut agent, SLOT, destroy()).await, Ok(None));
+    assert_eq!(order(&mut agent, destroy()).await, Ok(vec![]));
     ready(&mut agent).await;
     assert!(is_empty(&mut agent).await);
 }
@@ -123,7 +124,7 @@ async fn refused_make_names_call_and_code() {
         // NOT_SUPPORTED, NO_PERMISSION, INSUFFICIENT_RESOURCES, INVALID_STATE, and one that nobody knows.
         for code in [3, 4, 23, 29, 77] {
             machine.tell(&format!("fail 0 {call} {code}"));
-            let refused = order(&mut agent, SLOT, MigTask::Make).await.unwrap_err();
+            let refused = order(&mut agent, MigTask::Make(SLOT)).await.unwrap_err();
             machine.tell(&format!("unfail 0 {call}"));
             ready(&mut agent).await;
             // A handle that is not offered is an index without a device.
@@ -134,7 +135,7 @@ async fn refused_make_names_call_and_code() {
             assert_eq!(refused.why.contains("the overlay dra-mig"), code == 4, "{call} {code}: {refused}");
             // The last call is needed to destroy, too.
             if call == CALLS[3] {
-                order(&mut agent, SLOT, MigTask::Destroy(None)).await.unwrap();
+                order(&mut agent, MigTask::Destroy(SLOT, None)).await.unwrap();
                 ready(&mut agent).await;
             } else {
                 assert!(!refused.may_exist, "{call} {code}: {refused}");
@@ -151,7 +152,7 @@ async fn taken_placement_is_refused_and_stays() {
     ready(&mut agent).await;
     let made = make(&mut agent).await;
     for slot in [SLOT, MigSlot { profile_id: 19, placement: MigPlacement { start: 3, size: 1 } }] {
-        let refused = order(&mut agent, slot, MigTask::Make).await.unwrap_err();
+        let refused = order(&mut agent, MigTask::Make(slot)).await.unwrap_err();
         let why = "nvmlDeviceCreateGpuInstanceWithPlacement: NVML_ERROR_INSUFFICIENT_RESOURCES (23)";
         assert_eq!(refused, MigOrderError { why: why.to_owned(), may_exist: false });
         assert_eq!(mig(&ready(&mut agent).await.0).devices[0].uuid, made);
@@ -166,13 +167,13 @@ async fn instance_in_use_stays_until_it_is_free() {
     let made = make(&mut agent).await;
     for call in ["nvmlComputeInstanceDestroy", "nvmlGpuInstanceDestroy"] {
         machine.tell(&format!("fail 0 {call} 19"));
-        let refused = order(&mut agent, SLOT, MigTask::Destroy(Some(made.clone()))).await.unwrap_err();
+        let refused = order(&mut agent, MigTask::Destroy(SLOT, Some(made.clone()))).await.unwrap_err();
         assert_eq!(refused, MigOrderError { why: format!("{call}: NVML_ERROR_IN_USE (19)"), may_exist: true });
         machine.tell(&format!("unfail 0 {call}"));
         ready(&mut agent).await;
     }
     // Without its compute instance it has no UUID any more, and is known by its place.
-    assert_eq!(order(&mut agent, SLOT, MigTask::Destroy(Some(made))).await, Ok(None));
+    assert_eq!(order(&mut agent, MigTask::Destroy(SLOT, Some(made))).await, Ok(vec![]));
     ready(&mut agent).await;
     assert!(is_empty(&mut agent).await);
 }
@@ -183,12 +184,12 @@ async fn another_instance_in_the_place_is_left_alone() {
     let mut agent = machine.agent();
     ready(&mut agent).await;
     let made = make(&mut agent).await;
-    let other = MigTask::Destroy(Some("MIG-another".parse().unwrap()));
-    assert_eq!(order(&mut agent, SLOT, other).await, Ok(None));
+    let other = MigTask::Destroy(SLOT, Some("MIG-another".parse().unwrap()));
+    assert_eq!(order(&mut agent, other).await, Ok(vec![]));
     assert_eq!(mig(&ready(&mut agent).await.0).devices[0].uuid, made);
     // Another profile in the place is another instance.
     let other = MigSlot { profile_id: 15, ..SLOT };
-    assert_eq!(order(&mut agent, other, MigTask::Destroy(None)).await, Ok(None));
+    assert_eq!(order(&mut agent, MigTask::Destroy(other, None)).await, Ok(vec![]));
     assert_eq!(mig(&ready(&mut agent).await.0).devices[0].uuid, made);
 }
 
@@ -200,7 +201,7 @@ async fn order_that_hangs_ends_the_agent() {
         let mut agent = machine.agent();
         ready(&mut agent).await;
         machine.tell(&format!("hang 0 {call}"));
-        agent.request(ToAgent::Mig(MigOrder { gpu: uuid(0), slot: SLOT, task: MigTask::Make })).await.unwrap();
+        agent.request(ToAgent::Mig(MigOrder { gpu: uuid(0), task: MigTask::Make(SLOT) })).await.unwrap();
         let ended = said(&mut agent).await.unwrap_err();
         assert!(matches!(&ended, AgentEnded::Hung(called, _) if called.call == call), "{ended:?}");
         agent.gone().await;
@@ -208,10 +209,50 @@ async fn order_that_hangs_ends_the_agent() {
         // What it has left is destroyed by its place.
         let mut agent = machine.agent();
         ready(&mut agent).await;
-        assert_eq!(order(&mut agent, SLOT, MigTask::Destroy(None)).await, Ok(None));
+        assert_eq!(order(&mut agent, MigTask::Destroy(SLOT, None)).await, Ok(vec![]));
         ready(&mut agent).await;
         assert!(is_empty(&mut agent).await, "{call}");
     }
+}
+
+/// The process that orders may have been killed in the middle: its agent ends with the call.
+#[tokio::test]
+async fn order_waits_for_that_of_another_process() {
+    const CALL: &str = "nvmlGpuInstanceCreateComputeInstance";
+    let mut machine = empty();
+    let folder = tempfile::tempdir().unwrap();
+    let gate = Gate::beside(&folder.path().join("kubelet.sock"), "run").unwrap();
+    gate.prepare().unwrap();
+    machine.command.gate = Some(gate);
+    let (mut one, mut other) = (machine.agent(), machine.agent());
+    ready(&mut one).await;
+    ready(&mut other).await;
+    machine.tell(&format!("hang 0 {CALL}"));
+    let make = MigOrder { gpu: uuid(0), task: MigTask::Make(SLOT) };
+    one.request(ToAgent::Mig(make)).await.unwrap();
+    let turn = std::fs::File::create(folder.path().join("linkwise/driver/mig")).unwrap();
+    while turn.try_lock().is_ok() {
+        turn.unlock().unwrap();
+        tokio::task::yield_now().await;
+    }
+    other.request(ToAgent::Mig(MigOrder { gpu: uuid(0), task: MigTask::List })).await.unwrap();
+    let opened = |agent: &Agent| {
+        let files = std::fs::read_dir(format!("/proc/{}/fd", agent.id().unwrap())).into_iter().flatten().flatten();
+        files.filter_map(|file| std::fs::read_link(file.path()).ok()).any(|file| file.ends_with("driver/mig"))
+    };
+    let waits = async {
+        while !opened(&other) {
+            tokio::task::yield_now().await;
+        }
+    };
+    timeout(LIMIT, waits).await.expect("the other agent comes to the turn");
+    machine.tell(&format!("unhang 0 {CALL}"));
+    let mut done = Vec::new();
+    for agent in [&mut one, &mut other] {
+        let FromAgent::MigDone(Ok(devices)) = said(agent).await.unwrap() else { panic!("no answer") };
+        done.push(devices);
+    }
+    assert!(done[0].len() == 1 && done[0] == done[1], "{done:?}");
 }
 
 #[tokio::test]
@@ -221,10 +262,10 @@ async fn gpu_that_is_gone_took_its_instances_along() {
     ready(&mut agent).await;
     let made = make(&mut agent).await;
     machine.tell("lost 0");
-    let refused = order(&mut agent, SLOT, MigTask::Make).await.unwrap_err();
+    let refused = order(&mut agent, MigTask::Make(SLOT)).await.unwrap_err();
     assert!(refused.why.contains("GPU_IS_LOST") && !refused.may_exist, "{refused}");
     ready(&mut agent).await;
-    assert_eq!(order(&mut agent, SLOT, MigTask::Destroy(Some(made))).await, Ok(None));
+    assert_eq!(order(&mut agent, MigTask::Destroy(SLOT, Some(made))).await, Ok(vec![]));
 }
 
 #[tokio::test]
@@ -236,7 +277,7 @@ async fn without_mig_mode_nothing_is_left_to_destroy() {
     let made = make(&mut agent).await;
     // As NVML answers once MIG mode is off.
     machine.tell(&format!("fail 0 {LIST} 3"));
-    assert_eq!(order(&mut agent, SLOT, MigTask::Destroy(Some(made))).await, Ok(None));
+    assert_eq!(order(&mut agent, MigTask::Destroy(SLOT, Some(made))).await, Ok(vec![]));
 }
 
 #[tokio::test]
@@ -247,17 +288,17 @@ async fn gpu_that_is_not_asked_may_still_have_its_instances() {
         ready(&mut agent).await;
         make(&mut agent).await
     };
-    let destroy = || MigTask::Destroy(Some(made.clone()));
+    let destroy = || MigTask::Destroy(SLOT, Some(made.clone()));
     let skipped = {
         machine.command.skip = vec![Place { index: 0, of: 2 }];
         let mut agent = machine.agent();
         ready(&mut agent).await;
-        order(&mut agent, SLOT, destroy()).await.unwrap_err()
+        order(&mut agent, destroy()).await.unwrap_err()
     };
     assert!(skipped.may_exist && skipped.why.contains("NVML may not be asked about GPU-"), "{skipped:?}");
     machine.command.skip.clear();
     let mut agent = machine.agent();
     assert_eq!(mig(&ready(&mut agent).await.0).devices.len(), 1);
-    assert_eq!(order(&mut agent, SLOT, destroy()).await, Ok(None));
+    assert_eq!(order(&mut agent, destroy()).await, Ok(vec![]));
     assert_eq!(mig(&ready(&mut agent).await.0).devices, []);
 }

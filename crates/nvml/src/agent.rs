@@ -42,10 +42,6 @@ const SETTLED: Duration = Duration::from_millis(20);
 /// The time that the process waits for the parent to take the last events. The parent reads for longer (`runtime`).
 const HEARING_OUT: Duration = Duration::from_secs(1);
 
-/// The longest time that an agent waits until other processes of linkwise have initialised NVML: a quarter of the time that
-/// a start may take.
-const TURN: Duration = Duration::from_secs(30);
-
 /// The reason why the agent ended.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs, reason = "the messages say it")]
@@ -133,7 +129,7 @@ pub fn main(command: &str) -> Result<(), AgentError> {
     let nvml: &'static Nvml = Box::leak(Box::new(nvml));
     let listed = probe::list(nvml, &calls, &command.skip);
     drop(turn);
-    let AgentCommand { procfs, poll, skip, .. } = command;
+    let AgentCommand { procfs, poll, skip, gate, .. } = command;
     // This comes before the scan, so that no event falls between the scan and the registration.
     let ends = (Arc::clone(&parent), Arc::clone(&waiting));
     let listener = Listener::new(nvml, &calls, Arc::clone(&listed.gpus), poll, ends);
@@ -145,6 +141,7 @@ pub fn main(command: &str) -> Result<(), AgentError> {
         interval: poll,
         procfs,
         skip,
+        gate,
         gpus: Arc::default(),
         missing: Vec::new(),
         at_start: listed.gpus.iter().map(|gpu| gpu.uuid.clone()).collect(),
@@ -193,7 +190,7 @@ fn hear_out(waiting: &Waiting) {
 fn enter(command: &AgentCommand) -> Result<(Option<Use>, Option<File>), CallError> {
     let Some(gate) = &command.gate else { return Ok((None, None)) };
     let driver = gate.enter().map_err(|released| CallError::unreadable(RELEASED, released))?;
-    Ok((Some(driver), gate.turn(TURN)))
+    Ok((Some(driver), gate.init_turn()))
 }
 
 /// Loads the library that the operator chose. Without one, loads the first that works of those in the driver's root and

@@ -1,5 +1,5 @@
 //! The folder over which all processes of linkwise on a node agree about the driver: an operator's release, the
-//! processes that use the driver, and the turn to initialise NVML.
+//! processes that use the driver, and the turns to initialise NVML and to change MIG devices.
 //!
 //! Called by the agent, its supervisor and the MPS daemons' process. Facts are files and locks on files; the kernel ends
 //! a lock with its process, however that ends, and only then. The files may hang: async callers use a thread.
@@ -21,7 +21,16 @@ const RELEASE: &str = "released";
 /// The prefix of the files that the users of the driver have locked, by their names.
 const USED_BY: &str = "used-by-";
 /// The file that the process has locked that initialises NVML.
-const TURN: &str = "initialising";
+const INITIALISING: &str = "initialising";
+/// The file that the process has locked that carries out an order about MIG devices.
+const MIG: &str = "mig";
+
+/// The longest time that an agent waits until other processes of linkwise have initialised NVML: a quarter of the time that
+/// a start may take.
+const INIT_TURN: Duration = Duration::from_secs(30);
+/// The longest time that an order about MIG devices waits for those of other processes. The supervisor hears nothing of
+/// the agent meanwhile, and allows a poll and a call for that.
+const MIG_TURN: Duration = Duration::from_secs(10);
 
 /// The kernel's id of this boot.
 const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
@@ -48,6 +57,11 @@ pub struct Use {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("an operator released the driver; `linkwise admin resume` takes it back")]
 pub struct DriverReleased;
+
+/// Another process has had a turn for too long.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("an order about MIG devices that another process of linkwise gave has not ended")]
+pub struct TurnTaken;
 
 impl Gate {
     /// The gate of the node whose kubelet has this socket.
@@ -122,15 +136,28 @@ impl Gate {
         users
     }
 
-    /// Waits for the turn to initialise NVML, at most so long; the turn ends when the file is dropped.
-    pub fn turn(&self, patience: Duration) -> Option<File> {
-        let file = self.open(TURN).ok()?;
+    /// Waits for the turn to initialise NVML; it ends when the file is dropped. None comes in time where another process
+    /// hangs, and that hinders nobody.
+    pub fn init_turn(&self) -> Option<File> {
+        self.turn(INITIALISING, INIT_TURN).ok().flatten()
+    }
+
+    /// Waits for the turn to change MIG devices; it ends when the file is dropped, or with the process and the call that
+    /// it is in. `None` where there is no folder over which others could learn of it. Fails if another process has the
+    /// turn: what that one makes is not known yet.
+    pub fn mig_turn(&self) -> Result<Option<File>, TurnTaken> {
+        self.turn(MIG, MIG_TURN)
+    }
+
+    fn turn(&self, name: &str, patience: Duration) -> Result<Option<File>, TurnTaken> {
+        let Ok(file) = self.open(name) else { return Ok(None) };
         let begin = Instant::now();
         loop {
             match file.try_lock() {
-                Ok(()) => return Some(file),
+                Ok(()) => return Ok(Some(file)),
                 Err(TryLockError::WouldBlock) if begin.elapsed() < patience => thread::park_timeout(ATTEMPTS),
-                Err(_) => return None,
+                Err(TryLockError::WouldBlock) => return Err(TurnTaken),
+                Err(TryLockError::Error(_)) => return Ok(None),
             }
         }
     }
@@ -189,17 +216,18 @@ mod tests {
         let absent = folder.path().join("kubelet");
         let gate = Gate::beside(&absent.join("kubelet.sock"), "run").unwrap();
         gate.prepare().unwrap();
-        assert!(gate.enter().is_ok() && gate.users().is_empty() && gate.turn(Duration::ZERO).is_none());
+        assert!(gate.enter().is_ok() && gate.users().is_empty() && gate.init_turn().is_none());
         assert!(!gate.release(true).unwrap() && !absent.exists());
     }
 
     #[test]
-    fn one_process_initialises_at_a_time_and_none_waits_for_ever() {
+    fn one_process_has_a_turn_and_none_waits_for_ever() {
         let folder = tempfile::tempdir().unwrap();
         let (run, labels) = (gate(folder.path(), "run"), gate(folder.path(), "labels"));
-        let turn = run.turn(Duration::ZERO).unwrap();
-        assert!(labels.turn(ATTEMPTS * 2).is_none());
-        let waiting = thread::spawn(move || labels.turn(Duration::from_secs(60)).is_some());
+        let turn = run.turn(MIG, Duration::ZERO).unwrap().unwrap();
+        assert_eq!(labels.turn(MIG, ATTEMPTS * 2).unwrap_err(), TurnTaken);
+        assert!(labels.turn(INITIALISING, Duration::ZERO).unwrap().is_some(), "another turn");
+        let waiting = thread::spawn(move || labels.turn(MIG, Duration::from_secs(60)).unwrap().is_some());
         drop(turn);
         assert!(waiting.join().unwrap());
     }

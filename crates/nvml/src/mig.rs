@@ -77,17 +77,17 @@ fn compute_instances(minor: u32, procfs: &Path) -> usize {
     entries(&folder, "gi").map(|instance| entries(&instance, "ci").count()).sum()
 }
 
-/// The UUIDs of the MIG devices of a GPU in MIG mode; a poll finds changes by them. `None` if a call failed: a MIG
+/// The UUIDs of the MIG devices of a GPU in MIG mode; a poll finds changes by them. A call that failed fails all: a MIG
 /// device without an answer has not vanished.
-pub fn names(device: &Device<'_>, calls: &Calls) -> Option<Vec<MigUuid>> {
-    let count = calls.ask("nvmlDeviceGetMaxMigDeviceCount", || device.mig_device_count()).ok()?;
+pub fn names(device: &Device<'_>, calls: &Calls) -> Result<Vec<MigUuid>, CallError> {
+    let count = calls.ask("nvmlDeviceGetMaxMigDeviceCount", || device.mig_device_count())?;
     let mut names = Vec::new();
     for index in 0..count.unwrap_or(0) {
-        let Some(mig) = handle(device, calls, index).ok()? else { continue };
-        let uuid = calls.ask(UUID, || mig.uuid()).ok()?;
+        let Some(mig) = handle(device, calls, index)? else { continue };
+        let uuid = calls.ask(UUID, || mig.uuid())?;
         names.extend(uuid.and_then(|uuid| uuid.parse().ok()));
     }
-    Some(names)
+    Ok(names)
 }
 
 /// A MIG device's handle. `Ok(None)` if the index has no device: this is not a failure.

@@ -1,4 +1,4 @@
-//! Makes and destroys GPU instances for claims, in the agent. See docs/mig.md.
+//! Makes, destroys and lists GPU instances for claims, in the agent. See docs/mig.md.
 //!
 //! Called by `watch` for an order of the parent, one at a time. Each call is reported before it is made. So a call that
 //! hangs costs only this process, after the limit of any call, and the parent knows the call.
@@ -6,7 +6,7 @@
 use nvml_wrapper_sys::bindings as sys;
 
 use super::call::{Answer, CallError, Fault};
-use super::mig::handle;
+use super::mig::{handle, names};
 use super::probe::{Gpu, UUID};
 use super::raw::{self, GpuInstance, GpuInstanceHandle};
 use linkwise_core::claims::{MigOrder, MigOrderError, MigTask};
@@ -33,28 +33,28 @@ impl Failure {
     }
 }
 
-/// Carries out an order; returns the MIG device if it made one. `hides_gpus` is true if `gpus` may lack a GPU that is
-/// not lost.
-pub fn carry_out(gpus: &[Gpu<'_>], hides_gpus: bool, order: &MigOrder) -> Result<Option<MigUuid>, MigOrderError> {
+/// Carries out an order. `hides_gpus` is true if `gpus` may lack a GPU that is not lost.
+pub fn carry_out(gpus: &[Gpu<'_>], hides_gpus: bool, order: &MigOrder) -> Result<Vec<MigUuid>, MigOrderError> {
     let gpu = gpus.iter().find(|gpu| gpu.uuid == order.gpu);
     let done = match (&order.task, gpu) {
-        (MigTask::Make, None) => {
+        (MigTask::Make(_) | MigTask::List, None) => {
             let why = format!("NVML does not list {}", order.gpu);
             return Err(MigOrderError { why, may_exist: false });
         }
-        (MigTask::Destroy(_), None) if hides_gpus => {
+        (MigTask::Destroy(..), None) if hides_gpus => {
             let why = format!("NVML may not be asked about {}, or does not answer", order.gpu);
             return Err(MigOrderError { why, may_exist: true });
         }
         // A vanished GPU took its instances with it.
-        (MigTask::Destroy(_), None) => Ok(None),
-        (MigTask::Make, Some(gpu)) => make(gpu, order.slot).map(Some),
-        (MigTask::Destroy(device), Some(gpu)) => {
-            let destroyed = destroy(gpu, order.slot, device.as_ref());
+        (MigTask::Destroy(..), None) => Ok(Vec::new()),
+        (MigTask::Make(slot), Some(gpu)) => make(gpu, *slot).map(|made| vec![made]),
+        (MigTask::List, Some(gpu)) => names(&gpu.device, &gpu.calls).map_err(Failure::before),
+        (MigTask::Destroy(slot, device), Some(gpu)) => {
+            let destroyed = destroy(gpu, *slot, device.as_ref());
             let is_lost = |error: &CallError| error.fault() == Fault::GpuLost;
             match destroyed {
-                Err(error) if is_lost(&error) => Ok(None),
-                other => other.map(|()| None).map_err(Failure::after),
+                Err(error) if is_lost(&error) => Ok(Vec::new()),
+                other => other.map(|()| Vec::new()).map_err(Failure::after),
             }
         }
     };

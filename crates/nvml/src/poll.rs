@@ -115,7 +115,11 @@ pub fn poll(gpu: &Gpu<'_>, silence: &mut Silence) -> Polled {
         fabric,
         on_bus: None,
     };
-    Polled { health, links, mig: mig.and_then(|on| if on { mig::names(device, calls).map(Some) } else { Some(None) }) }
+    Polled {
+        health,
+        links,
+        mig: mig.and_then(|on| if on { mig::names(device, calls).ok().map(Some) } else { Some(None) }),
+    }
 }
 
 /// A reading of the GPU itself, by the first call that the GPU offers. NVML 13 deprecates the first one for the second.

@@ -55,9 +55,8 @@ pub enum FromAgent {
         /// The duration of the present wait for events, in milliseconds; 0 if no thread waits.
         waiting_ms: u64,
     },
-    /// The result of an order ([`ToAgent::Mig`]): the MIG device that was made, or none after a destruction. A
-    /// [`FromAgent::Ready`] follows.
-    MigDone(Result<Option<MigUuid>, MigOrderError>),
+    /// The result of an order ([`ToAgent::Mig`]). A [`FromAgent::Ready`] follows.
+    MigDone(Result<Vec<MigUuid>, MigOrderError>),
     /// A call of the thread that waits for events failed. The agent goes on, and tries again.
     Failed(CallFailure),
     /// The agent ends because only another process can reach NVML: the library does not load or initialise, or the
@@ -123,7 +122,7 @@ pub enum ToAgent {
     Observe,
     /// Poll soon: at once, or a second after the last poll.
     Poll,
-    /// Make or destroy a GPU instance, and send a [`FromAgent::MigDone`]. One order at a time.
+    /// Make, destroy or list GPU instances, and send a [`FromAgent::MigDone`]. One order at a time.
     Mig(MigOrder),
 }
 
@@ -267,7 +266,7 @@ mod tests {
                 unheard: 1,
                 waiting_ms: 3,
             },
-            FromAgent::MigDone(Ok(Some("MIG-1".parse().unwrap()))),
+            FromAgent::MigDone(Ok(vec!["MIG-1".parse().unwrap()])),
             FromAgent::MigDone(Err(MigOrderError { why: "f: g".into(), may_exist: true })),
             FromAgent::Failed(failure),
             FromAgent::Leaving(failed),

@@ -16,14 +16,16 @@ use super::agent::Parent;
 use super::call::CallError;
 use super::calls::Calls;
 use super::events::Waiting;
+use super::gate::Gate;
 use super::mig_order;
 use super::poll::{self, Polled, Silence};
 use super::probe::{self, Gpu, Listed, REGISTER};
 use super::protocol::{FromAgent, Missing, Place, ToAgent};
 use super::raw;
 use super::scan::{CallFailure, NodeScan};
+use linkwise_core::claims::{MigOrder, MigOrderError, MigTask};
 use linkwise_core::state::{HealthPoll, Reach};
-use linkwise_core::topology::GpuUuid;
+use linkwise_core::topology::{GpuUuid, MigUuid};
 
 /// The least time from one poll to a poll that an event requests.
 const AFTER_EVENT: Duration = Duration::from_secs(1);
@@ -40,6 +42,8 @@ pub struct Watch {
     pub procfs: PathBuf,
     /// The GPUs about which no call is made.
     pub skip: Vec<Place>,
+    /// The node's gate.
+    pub gate: Option<Gate>,
     /// The present GPUs.
     pub gpus: Arc<Vec<Gpu<'static>>>,
     /// The GPUs that did not report their UUID or PCI address when last asked.
@@ -105,9 +109,7 @@ impl Watch {
             match asked.recv_timeout(next_round.saturating_duration_since(Instant::now())) {
                 Ok(ToAgent::Observe) => self.observe(),
                 Ok(ToAgent::Mig(order)) => {
-                    let is_lost = |missing: &Missing| matches!(missing.reach, Reach::Lost { .. });
-                    let hides_gpus = !self.skip.is_empty() || !self.missing.iter().all(is_lost);
-                    self.parent.send(&FromAgent::MigDone(mig_order::carry_out(&self.gpus, hides_gpus, &order)));
+                    self.parent.send(&FromAgent::MigDone(self.carry_out(&order)));
                     self.observe();
                 }
                 Ok(ToAgent::Poll) => next_round = next_round.min(Instant::now().max(last_round + AFTER_EVENT)),
@@ -120,6 +122,16 @@ impl Watch {
                 Err(RecvTimeoutError::Disconnected) => return,
             }
         }
+    }
+
+    fn carry_out(&self, order: &MigOrder) -> Result<Vec<MigUuid>, MigOrderError> {
+        let is_lost = |missing: &Missing| matches!(missing.reach, Reach::Lost { .. });
+        let hides_gpus = !self.skip.is_empty() || !self.missing.iter().all(is_lost);
+        // An agent whose parent was killed ends with the call that it is in: until then it has the turn.
+        let turn = self.gate.as_ref().map_or(Ok(None), Gate::mig_turn);
+        let is_there = matches!(order.task, MigTask::Destroy(..));
+        let _turn = turn.map_err(|taken| MigOrderError { why: taken.to_string(), may_exist: is_there })?;
+        mig_order::carry_out(&self.gpus, hides_gpus, order)
     }
 
     fn round(&mut self) {

@@ -5,7 +5,8 @@ use alloc::collections::BTreeMap;
 
 use serde::{Deserialize, Deserializer};
 
-use crate::state::ClaimName;
+use crate::state::{ClaimName, DRA_DRIVER};
+use crate::topology::is_mig;
 
 /// The request without its alternative: `gpus` of `gpus/quad`.
 pub(super) fn base(request: &str) -> &str {
@@ -20,6 +21,14 @@ pub struct Claim {
     pub metadata: ClaimName,
     /// Its status.
     pub status: ClaimStatus,
+}
+
+impl Claim {
+    /// Returns true if a device of ours that was allocated to the claim is a MIG device by its name.
+    pub fn asks_for_mig(&self) -> bool {
+        let results = self.status.allocation.iter().flat_map(|allocation| &allocation.devices.results);
+        results.filter(|result| result.driver == DRA_DRIVER).any(|result| is_mig(&result.device))
+    }
 }
 
 /// The status of a claim.

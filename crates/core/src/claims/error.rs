@@ -131,12 +131,6 @@ fn not_dra(door: Option<Door>) -> &'static str {
 }
 
 impl ClaimError {
-    /// Returns true if the refusal is about MIG devices that another process of ours may have destroyed since the last
-    /// scan.
-    pub fn may_be_outdated(&self) -> bool {
-        matches!(self, Self::Device { why: DeviceRefusal::PlaceTaken(_) | DeviceRefusal::Vanished, .. })
-    }
-
     /// The refusal of a device.
     pub fn of_device(device: &str, gpu: &GpuUuid, why: DeviceRefusal) -> Self {
         Self::Device { device: device.to_owned(), gpu: gpu.clone(), why }

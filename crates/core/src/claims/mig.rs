@@ -12,29 +12,30 @@ use super::prepared::Prepared;
 use crate::state::ClaimName;
 use crate::topology::{Gpu, GpuUuid, MigDevice, MigSlot, MigUuid, possible_mig};
 
-/// An order to the driver about one GPU instance, which the agent carries out.
+/// An order to the driver about the instances of one GPU, which the agent carries out.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct MigOrder {
     /// The GPU.
     pub gpu: GpuUuid,
-    /// The instance.
-    pub slot: MigSlot,
     /// The task.
     pub task: MigTask,
 }
 
-/// The task of an order about a GPU instance.
+/// The task of an order about GPU instances. The answer is a list of MIG devices.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub enum MigTask {
-    /// Make it, with one compute instance that takes all of it. The answer is the UUID of the MIG device.
-    Make,
-    /// Destroy its compute instances, then the instance. One that does not exist is no error.
+    /// Make the instance, with one compute instance that takes all of it. The answer is its MIG device.
+    Make(MigSlot),
+    /// Destroy the instance's compute instances, then the instance. One that does not exist is no error. The answer is
+    /// empty.
     ///
     /// With a UUID, do so only if its compute instance is this MIG device, or if it has none because an earlier
     /// destruction was interrupted. Another MIG device in this place is an administrator's, made since.
-    Destroy(Option<MigUuid>),
+    Destroy(MigSlot, Option<MigUuid>),
+    /// Change nothing. The answer is the GPU's MIG devices as they are now.
+    List,
 }
 
 /// The reason why an order was not carried out.

@@ -33,6 +33,11 @@ pub fn hardware_of(topology: &NodeTopology, name: &str) -> Option<(usize, Option
     names(topology).get(name).copied()
 }
 
+/// Returns true if a name is that of a MIG device.
+pub fn is_mig(name: &str) -> bool {
+    name.contains("-mig-")
+}
+
 /// Whether a device of a claim is a set of GPUs, such as `gpus-2-0-3`. linkwise publishes none, and did in snapshots
 /// before 0.1.0: claims have them until their pods end.
 pub fn is_set(name: &str) -> bool {

@@ -19,7 +19,7 @@ mod pcie;
 mod warning;
 
 pub use address::{GpuUuid, MigUuid, NumaNodeId, PackageId, PciAddress, PciAddressError, Uuid, UuidError};
-pub use device_names::{device_name, device_names, hardware_of, is_set};
+pub use device_names::{device_name, device_names, hardware_of, is_mig, is_set};
 pub use level::{Rank, TopologyLevel};
 pub use matrix::LinkMatrix;
 pub use mig::{

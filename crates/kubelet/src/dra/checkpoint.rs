@@ -102,6 +102,11 @@ impl Checkpoint {
         Self { progress: Progress::Completed, ..self }
     }
 
+    /// Returns true if the claim has MIG devices, made for it or by an administrator.
+    pub fn has_mig(&self) -> bool {
+        self.prepared.devices.iter().any(|device| device.mig.is_some() || device.made.is_some())
+    }
+
     /// The claim's entry in the node's ledger. Devices with admin access are left out: other claims may have them too.
     pub fn for_ledger(&self) -> PreparedClaim {
         let taken = || self.prepared.devices.iter().filter(|device| !device.admin);

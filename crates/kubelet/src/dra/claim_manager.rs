@@ -22,7 +22,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use futures_util::future::{Either, select};
-use tokio::sync::{OwnedMutexGuard, mpsc, oneshot, watch};
+use tokio::sync::{OnceCell, OwnedMutexGuard, mpsc, oneshot, watch};
 use tokio::time::{Instant, timeout};
 use tokio_util::sync::CancellationToken;
 
@@ -76,8 +76,8 @@ pub(super) struct ClaimManager {
     ledger: watch::Sender<Option<Vec<PreparedClaim>>>,
     /// The lock on claims, kept by each turn.
     lock: ClaimsLock,
-    /// The time at which the checkpoints were read.
-    pub(super) opened: Instant,
+    /// Set once the snapshot has the MIG devices that the process before left.
+    pub(super) is_mig_known: OnceCell<()>,
 }
 
 /// The cause of a claim that was not prepared.
@@ -148,8 +148,7 @@ impl ClaimManager {
         let unusable = |source| PluginError::Checkpoints { folder: settings.checkpoints.clone(), source };
         let (store, found, foreign) = opened.map_err(unusable)?;
         foreign.into_iter().for_each(|foreign| observer(foreign));
-        let opened = Instant::now();
-        let since = Some(opened);
+        let since = Some(Instant::now());
         let slot = |(uid, found): (String, Found)| {
             let (checkpoint, unreadable) = match found {
                 Ok(checkpoint) => (Some(checkpoint), None),
@@ -162,8 +161,8 @@ impl ClaimManager {
         };
         let slots = Mutex::new(found.into_iter().map(slot).collect());
         let held = watch::Sender::default();
-        let store = Arc::new(store);
-        let manager = Self { settings, store, observer, snapshot, claims, slots, held, ledger, lock, opened };
+        let (store, is_mig_known) = (Arc::new(store), OnceCell::new());
+        let manager = Self { settings, store, observer, snapshot, claims, slots, held, ledger, lock, is_mig_known };
         manager.changed();
         Ok(manager)
     }
@@ -234,6 +233,11 @@ impl ClaimManager {
     /// Undoes claims that are gone, and restores CDI specs of claims that are missing.
     pub async fn sweep(&self, stop: &CancellationToken) {
         self.sweep_unreadable().await;
+        if self.checkpoints().iter().any(Checkpoint::has_mig)
+            && stop.run_until_cancelled(self.await_mig()).await.is_none()
+        {
+            return;
+        }
         for checkpoint in self.checkpoints() {
             let uid = checkpoint.claim.uid.clone();
             // The API server is asked before it is this claim's turn: the kubelet must not wait for that. A UID that is
@@ -350,6 +354,9 @@ impl ClaimManager {
         let named = || format!("{}/{}", asked.namespace, asked.name);
         let claim = self.query(asked).await;
         let claim = claim.map_err(|source| PrepareError::Query { claim: named(), source })?;
+        if claim.asks_for_mig() {
+            self.await_mig().await;
+        }
         let before = self.checkpoint(&asked.uid);
         loop {
             let taken = match self.plan(asked, &claim) {
@@ -367,8 +374,7 @@ impl ClaimManager {
             for holder in taken.holders() {
                 any_gone |= self.release_gone(&holder.0).await;
             }
-            let again = any_gone || taken.may_be_outdated() && self.is_scanned_anew().await;
-            if !again {
+            if !any_gone {
                 return Err(taken.into());
             }
         }

@@ -7,10 +7,11 @@
 //! who makes the same profile in the same place at the same moment. After Completed the UUID tells it from any other.
 //! Instances do not outlive a reboot: those of another boot's checkpoints are gone. Nothing else is ever destroyed.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use tokio::sync::oneshot;
-use tokio::time::{timeout, timeout_at};
+use tokio::time::timeout;
 
 use super::MigRequest;
 use super::checkpoint::Checkpoint;
@@ -103,8 +104,8 @@ impl ClaimManager {
         for device in checkpoint.prepared.devices.iter().filter(|device| which(device)) {
             let Some(slot) = device.made else { continue };
             let (name, gpu) = (device.device.clone(), device.gpu.clone());
-            let task = MigTask::Destroy(device.mig.clone());
-            let done = self.order(MigOrder { gpu: gpu.clone(), slot, task }).await;
+            let task = MigTask::Destroy(slot, device.mig.clone());
+            let done = self.order(MigOrder { gpu: gpu.clone(), task }).await;
             done.map_err(|source| MigError::Stays { device: name.clone(), gpu: gpu.to_string(), source })?;
             let is_it = |mig: &MigDevice| match &device.mig {
                 Some(uuid) => mig.uuid == *uuid,
@@ -132,32 +133,63 @@ impl ClaimManager {
         let Some(slot) = device.made.filter(|_| self.settings.boot.is_some()) else {
             return Err((MigError::UnknownBoot(device.device.clone()), false));
         };
-        let made = self.order(MigOrder { gpu: device.gpu.clone(), slot, task: MigTask::Make }).await;
+        let made = self.order(MigOrder { gpu: device.gpu.clone(), task: MigTask::Make(slot) }).await;
         let nameless = || MigOrderError { why: "it was made without a UUID".to_owned(), may_exist: true };
-        made.and_then(|made| made.ok_or_else(nameless)).map_err(|source| {
+        made.and_then(|mut made| made.pop().ok_or_else(nameless)).map_err(|source| {
             let (may_exist, gpu) = (source.may_exist, device.gpu.to_string());
             (MigError::Refused { device: device.device.clone(), gpu, slot, source }, may_exist)
         })
     }
 
-    async fn order(&self, order: MigOrder) -> Result<Option<MigUuid>, MigOrderError> {
+    async fn order(&self, order: MigOrder) -> Result<Vec<MigUuid>, MigOrderError> {
         let failed = |why: &str, may_exist| MigOrderError { why: why.to_owned(), may_exist };
         let Some(mig) = &self.settings.mig else { return Err(failed("there is no driver to ask", false)) };
         // A process that has just started has claims before it has an agent. Without one the order is refused.
-        let _ = self.comes(|state| !state.topology().gpus().is_empty()).await;
+        let _ = self.sees_gpus().await;
         let (answer, answered) = oneshot::channel();
         let sent = mig.send(MigRequest { order, answer }).await;
         sent.map_err(|_| failed("the agent is ending", false))?;
         answered.await.unwrap_or_else(|_| Err(failed("the NVML agent ended before it answered", true)))
     }
 
-    /// Waits for a scan with other MIG devices; false if the last one knows what the process before has done, or
-    /// if none comes.
-    pub(super) async fn is_scanned_anew(&self) -> bool {
-        let mut snapshot = self.snapshot.clone();
-        let before = Arc::clone(&snapshot.borrow());
-        let scanned = snapshot.wait_for(|state| state.topology().mig_devices() != before.topology().mig_devices());
-        matches!(timeout_at(self.opened + self.settings.scanned_within, scanned).await, Ok(Ok(_)))
+    /// Waits until the snapshot has the MIG devices that the driver has now: the last scan may be older than those which
+    /// the process before made and destroyed for its last claims. Later ones are this process's, and it waits for each.
+    /// Where the driver cannot be asked, the next caller asks again.
+    pub(super) async fn await_mig(&self) {
+        if self.knows_mig() {
+            return;
+        }
+        let asked = self.is_mig_known.get_or_try_init(async || {
+            if !self.sees_gpus().await {
+                return Err(());
+            }
+            let state = Arc::clone(&self.snapshot.borrow());
+            for gpu in state.topology().gpus().iter().filter(|gpu| gpu.mig_enabled) {
+                let listed = self.order(MigOrder { gpu: gpu.uuid.clone(), task: MigTask::List }).await;
+                let listed: BTreeSet<MigUuid> = listed.map_err(|_| ())?.into_iter().collect();
+                let is_scanned = |state: &NodeState| {
+                    let topology = state.topology();
+                    let place = topology.position(&gpu.uuid);
+                    let of_gpu = topology.mig_devices().iter().filter(|mig| Some(mig.parent) == place);
+                    of_gpu.map(|mig| &mig.uuid).collect::<BTreeSet<_>>().into_iter().eq(&listed)
+                };
+                if !self.comes(is_scanned).await {
+                    return Err(());
+                }
+            }
+            Ok(())
+        });
+        // An error leaves the claim to what the last scan found.
+        let _ = asked.await;
+    }
+
+    /// Returns true once the MIG devices that the process before left are known, or if there is no driver to ask.
+    pub(super) fn knows_mig(&self) -> bool {
+        self.is_mig_known.initialized() || self.settings.mig.is_none()
+    }
+
+    async fn sees_gpus(&self) -> bool {
+        self.comes(|state| !state.topology().gpus().is_empty()).await
     }
 
     /// Waits, for the time that CDI specs have, for a snapshot for which this holds; false if none comes.

@@ -88,9 +88,6 @@ pub struct Settings {
     pub claim_timeout: Duration,
     /// The longest time that a claim waits until a scan has found its devices.
     pub specs_timeout: Duration,
-    /// The time after reading the checkpoints in which a scan follows that knows the MIG devices which the process before
-    /// made or destroyed last: GPUs are polled every 10 s, and a poll that finds other MIG devices begins a scan.
-    pub scanned_within: Duration,
     /// True if the node enters the claims that the plugin has prepared into the node's ledger: then a claim is
     /// prepared only when the ledger has it and its GPUs are still DRA's.
     pub has_ledger: bool,
@@ -141,7 +138,6 @@ impl Settings {
             callers: Callers::default(),
             claim_timeout: Duration::from_secs(15),
             specs_timeout: Duration::from_secs(15),
-            scanned_within: Duration::from_secs(30),
             has_ledger: false,
             has_api_server: true,
             prepare_timeout: Duration::from_secs(40),

@@ -65,7 +65,7 @@ impl Idle {
     }
 }
 
-/// A MIG device to be made or destroyed for a claim, which the agent orders of the driver.
+/// An order about MIG devices for a claim, which the agent gives to the driver.
 #[derive(Debug)]
 pub struct MigRequest {
     /// The order.
@@ -74,8 +74,8 @@ pub struct MigRequest {
     pub answer: MigAnswer,
 }
 
-/// The channel of the answer to a [`MigRequest`]: the MIG device that was made, or none after a destruction.
-pub type MigAnswer = oneshot::Sender<Result<Option<MigUuid>, MigOrderError>>;
+/// The channel of the answer to a [`MigRequest`].
+pub type MigAnswer = oneshot::Sender<Result<Vec<MigUuid>, MigOrderError>>;
 
 /// The driver's side of the node.
 pub struct Driver {

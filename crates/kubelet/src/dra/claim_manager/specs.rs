@@ -63,6 +63,9 @@ impl ClaimManager {
 
     /// Returns true if a prepared claim still has its devices, and its containers get them.
     pub(super) async fn is_intact(&self, checkpoint: &Checkpoint, turn: &Turn) -> bool {
+        if checkpoint.has_mig() {
+            self.await_mig().await;
+        }
         match self.await_spec(checkpoint).await {
             Ok(text) => self.write_spec(&checkpoint.claim.uid, text, turn).await.is_ok(),
             Err(PrepareError::Claim(_)) => self.keeps_spec(checkpoint).await,
@@ -86,14 +89,11 @@ impl ClaimManager {
 
     /// Returns true if the spec of a claim whose devices are not all in the snapshot stays as it is, for containers that
     /// restart: a GPU keeps its nodes while the driver runs. The nodes of a MIG device go to the next one, once it is
-    /// gone: the last scan may be older than a device that the process before made just before it handed over.
+    /// known to be gone.
     async fn keeps_spec(&self, checkpoint: &Checkpoint) -> bool {
         let (folder, uid) = (self.settings.cdi_folder.clone(), checkpoint.claim.uid.clone());
         let sees_gpus = !self.snapshot.borrow().topology().gpus().is_empty();
-        let is_taken_over = self.slots().get(&uid).is_some_and(|slot| slot.since == Some(self.opened));
-        let may_be_late = is_taken_over && self.opened.elapsed() < self.settings.scanned_within;
-        let is_scanned = sees_gpus && !may_be_late;
-        if is_scanned && checkpoint.prepared.devices.iter().any(|device| device.mig.is_some()) {
+        if sees_gpus && self.knows_mig() && checkpoint.has_mig() {
             return false;
         }
         files::blocking(move || Ok(claim_specs::exists(&folder, &uid))).await.unwrap_or_default()
