@@ -20,6 +20,9 @@ const ASK_BETWEEN: Duration = Duration::from_secs(30);
 /// The time between the end of the plugin before us and our next registration: by then the kubelet has seen its stream
 /// end.
 const SEEN_TO_END: Duration = Duration::from_secs(1);
+/// The longest time for which the kubelet has no client under the resource's name, because a plugin before us lives:
+/// longer than a pod may take to end. Without a client, a kubelet up to 1.36 does not notice our end.
+const LONGEST_BESIDE: Duration = Duration::from_secs(5 * 60);
 /// The time between the end of a plugin that registered over us, or of one of our streams, and our next registration:
 /// the kubelet has seen that end too, most likely.
 const SOON: Duration = Duration::from_millis(20);
@@ -116,6 +119,10 @@ pub(super) struct DevicePluginHandshake {
     seen: Duration,
     /// True while the kubelet may have no client under the resource's name.
     detached: bool,
+    /// The time at which it gets one although the plugin before us lives.
+    beside_until: Duration,
+    /// True while the registration that fails on purpose has no answer. The kubelet may forget the name until then.
+    detaching: bool,
     /// True while a second Register, which gives the kubelet that client again, has no answer.
     renewing: bool,
     /// True if the event that Register was called for happened once more meanwhile.
@@ -133,6 +140,8 @@ impl DevicePluginHandshake {
             outlasts: false,
             seen: Duration::ZERO,
             detached: false,
+            beside_until: Duration::MAX,
+            detaching: false,
             renewing: false,
             again: false,
         }
@@ -186,7 +195,8 @@ impl DevicePluginHandshake {
     fn confirmed(&mut self, attempts: &mut Attempts, now: Duration) -> Actions {
         if self.outlasts && !self.detached {
             self.enter(attempts, Phase::Detaching, Some(now + self.limits.register));
-            return own(OwnAction::Detach);
+            let is_asked = std::mem::replace(&mut self.detaching, true);
+            return if is_asked { Vec::new() } else { own(OwnAction::Detach) };
         }
         if self.renewing {
             attempts.enter(Phase::Beside, Some(now + self.limits.register));
@@ -200,17 +210,37 @@ impl DevicePluginHandshake {
 
     /// The kubelet has forgotten the name, or may not have: then the end of the plugin before us costs another session.
     fn detached(&mut self, attempts: &mut Attempts, result: Result<(), String>, now: Duration) -> Actions {
-        if attempts.phase() != Phase::Detaching {
-            return Vec::new();
-        }
         self.detached = true;
         self.beside(attempts, now);
         own(OwnAction::ReportDetached(result))
     }
 
+    /// The registration that fails on purpose has its answer. If it comes late, the kubelet may have forgotten the name
+    /// after we registered again.
+    fn answered(&mut self, attempts: &mut Attempts, result: Result<(), String>, now: Duration) -> Actions {
+        if !std::mem::take(&mut self.detaching) {
+            return Vec::new();
+        }
+        match attempts.phase() {
+            Phase::Detaching => self.detached(attempts, result, now),
+            // The next registration is still to come.
+            Phase::Beside if !self.renewing => Vec::new(),
+            _ => self.renew_soon(attempts, now),
+        }
+    }
+
     fn beside(&mut self, attempts: &mut Attempts, now: Duration) {
-        self.enter(attempts, Phase::Beside, (!self.predecessor).then_some(self.seen.max(now)));
+        self.beside_until = self.beside_until.min(now + LONGEST_BESIDE);
+        let until = if self.predecessor { self.beside_until } else { self.seen.max(now) };
+        self.enter(attempts, Phase::Beside, Some(until));
         (self.ask, self.renewing, self.again) = (Some(now + ASK_BETWEEN), false, false);
+    }
+
+    /// A plugin before us lives on: from now on the kubelet is to notice our end, and that plugin's end costs a session.
+    fn no_longer_beside(&mut self) -> Actions {
+        self.predecessor = false;
+        let why = format!("it is still there after {LONGEST_BESIDE:?}");
+        own(OwnAction::ReportDetached(Err(why)))
     }
 
     /// Registers the same socket again, so that the kubelet has the name again.
@@ -219,13 +249,16 @@ impl DevicePluginHandshake {
         own(OwnAction::Renew)
     }
 
-    /// Another plugin of the resource has registered and ended: the kubelet may have taken our registration with it.
+    /// The kubelet may have forgotten the name: registers again soon, or once PodResources lists our devices.
     fn renew_soon(&mut self, attempts: &mut Attempts, now: Duration) -> Actions {
-        if attempts.phase() == Phase::Beside && self.renewing {
-            self.again = true;
-        } else if attempts.phase().is_serving() {
-            attempts.enter(Phase::Beside, Some(now + SOON));
-            (self.detached, self.renewing, self.again) = (true, false, false);
+        match attempts.phase() {
+            Phase::Beside | Phase::Confirming if self.renewing => self.again = true,
+            phase if phase.is_serving() => {
+                attempts.enter(Phase::Beside, Some(now + SOON));
+                (self.detached, self.renewing, self.again) = (true, false, false);
+            }
+            // Beside a plugin before us the kubelet is made to forget the name, and we register again after that.
+            phase => self.detached |= phase.is_open() && !self.outlasts,
         }
         Vec::new()
     }
@@ -281,8 +314,8 @@ impl Handshake for DevicePluginHandshake {
 
     fn bound(&mut self, attempts: &mut Attempts, predecessor: bool, now: Duration) -> Actions {
         attempts.forget_waiting();
-        (self.streams, self.detached, self.renewing) = (0, false, false);
-        (self.predecessor, self.outlasts) = (predecessor, predecessor);
+        (self.streams, self.detached, self.detaching, self.renewing) = (0, false, false, false);
+        (self.predecessor, self.outlasts, self.beside_until) = (predecessor, predecessor, Duration::MAX);
         self.enter(attempts, Phase::Registering, Some(now + self.limits.register));
         match attempts.other_kubelet() {
             Some(cause) => attempts.end_if_open(cause, now),
@@ -312,7 +345,7 @@ impl Handshake for DevicePluginHandshake {
 
     fn happened(&mut self, attempts: &mut Attempts, input: OwnInput, now: Duration) -> Actions {
         match input {
-            OwnInput::Detached(result) => self.detached(attempts, result, now),
+            OwnInput::Detached(result) => self.answered(attempts, result, now),
             OwnInput::Streams(open) => self.streams(attempts, open, now),
             OwnInput::Listed(listing) => self.listed(attempts, listing, now),
             OwnInput::Renew => self.renew_soon(attempts, now),
@@ -337,10 +370,12 @@ impl Handshake for DevicePluginHandshake {
             Phase::Detaching => self.detached(attempts, self.unanswered(), now),
             Phase::Beside if attempts.is_due(now) => {
                 if self.renewing {
-                    self.registered(attempts, self.unanswered(), now)
-                } else {
-                    self.renew(attempts, now)
+                    return self.registered(attempts, self.unanswered(), now);
                 }
+                let is_late = self.predecessor && now >= self.beside_until;
+                let mut actions = if is_late { self.no_longer_beside() } else { Vec::new() };
+                actions.extend(self.renew(attempts, now));
+                actions
             }
             Phase::Confirming | Phase::Beside | Phase::Serving => {
                 self.ask = None;

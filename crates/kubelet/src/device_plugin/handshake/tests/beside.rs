@@ -103,3 +103,61 @@ fn doubt_during_second_registration_still_detaches() {
         assert_eq!(world.sockets, 1);
     }
 }
+
+/// A kubelet answers the registration that fails on purpose when we have registered again, and forgets the name.
+#[test]
+fn late_answer_is_followed_by_a_registration() {
+    let mut world = World::new(1);
+    for happening in [
+        Happening::KubeletNew,
+        Happening::Own(Own::BindsBeside),
+        Happening::Own(Own::StreamOpens),
+        Happening::Own(Own::RegisterEnds(true)),
+        Happening::Own(Own::AskEnds(Listing::Listed)),
+        Happening::Passes(15_000),
+    ] {
+        world.happens(happening);
+    }
+    assert_eq!(world.phase(), Phase::Beside, "the kubelet hangs");
+    does(&mut world, Own::PredecessorEnds(5));
+    // The client under the name is that of the registration that fails: the end of the plugin before us ends that one.
+    world.neighbour.predecessor = Predecessor::default();
+    world.happens(Happening::Passes(1_000));
+    does(&mut world, Own::RegisterEnds(true));
+    assert_eq!(world.phase(), Phase::Serving);
+    does(&mut world, Own::DetachEnds(true));
+    assert!(world.phase() == Phase::Beside && !world.neighbour.named);
+    world.happens(Happening::Passes(20));
+    does(&mut world, Own::RegisterEnds(true));
+    assert!(world.phase() == Phase::Serving && world.neighbour.named && world.sockets == 1);
+}
+
+/// A plugin that lives on beside ours does not keep the kubelet from noticing our end for ever.
+#[test]
+fn plugin_before_us_that_lives_on_is_waited_for_5_min() {
+    let mut world = World::new(1);
+    for happening in [
+        Happening::KubeletNew,
+        Happening::Own(Own::BindsBeside),
+        Happening::Own(Own::StreamOpens),
+        Happening::Own(Own::RegisterEnds(true)),
+        Happening::Own(Own::AskEnds(Listing::Listed)),
+        Happening::Own(Own::DetachEnds(true)),
+    ] {
+        world.happens(happening);
+    }
+    for _ in 0..9 {
+        does(&mut world, Own::NextAsk(Listing::Listed));
+    }
+    assert!(world.phase() == Phase::Beside && !world.neighbour.registering);
+    world.happens(Happening::Passes(30_000));
+    assert!(world.neighbour.registering, "{:?}", world.phase());
+    does(&mut world, Own::RegisterEnds(true));
+    assert!(world.phase() == Phase::Serving && world.neighbour.named && world.sockets == 1);
+    // Its end ends our session, and no more.
+    does(&mut world, Own::PredecessorEnds(5));
+    world.happens(Happening::Passes(5));
+    assert_eq!(world.phase(), Phase::Ending);
+    world.benign_until_registered(false, true);
+    assert_eq!(world.sockets, 2);
+}
