@@ -274,7 +274,13 @@ impl Node {
         let ended = loop {
             tokio::select! {
                 () = self.shutdown.cancelled() => break Ok(()),
-                Some(event) = self.state.next(&mut self.events.1) => self.apply(event),
+                Some(event) = self.state.next(&mut self.events.1) => {
+                    // A state that was to be made anew before this event came would lose it.
+                    while let Ok(duty) = self.duties.1.try_recv() {
+                        self.perform(duty);
+                    }
+                    self.apply(event);
+                }
                 Some(duty) = self.duties.1.recv() => self.perform(duty),
                 Ok(()) = holders.changed() => {
                     let now = holders.borrow_and_update().clone();
@@ -496,6 +502,8 @@ impl Node {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use linkwise_core::claims::ClaimName;
+    use linkwise_core::state::PreparedClaim;
 
     /// Waits until /readyz gives the wanted answer.
     async fn ready(node: &Node, wanted: impl Fn(Result<String, Vec<String>>) -> bool) {
@@ -612,6 +620,32 @@ mod tests {
         ready(&node, |answer| answer.unwrap_err()[0].contains("there is no")).await;
         node.show(NodeState::default());
         assert!(withdraws(&mut node).await && node.readiness.all().is_empty());
+    }
+
+    #[tokio::test]
+    async fn new_owner_keeps_claims_that_are_told_right_after_the_order_to_adopt() {
+        let folder = tempfile::tempdir().unwrap();
+        // The loop takes the one or the other by chance.
+        for _ in 0..20 {
+            let mut node = Node::start(settings(folder.path())).await.unwrap();
+            node.stand_by();
+            node.apply(observed());
+            let (duties, events, snapshot) = (node.duties.0.clone(), node.events(), node.snapshot());
+            duties.send(Duty::Adopt(None)).await.unwrap();
+            let claim = ClaimName { uid: "1".to_owned(), ..ClaimName::default() };
+            let prepared = PreparedClaim { claim, ..PreparedClaim::default() };
+            events.send(Event::Prepared(vec![prepared])).await.unwrap();
+            let both_are_taken = async {
+                while duties.capacity() < DUTIES || events.capacity() < EVENTS {
+                    tokio::task::yield_now().await;
+                }
+            };
+            tokio::select! {
+                ended = node.serve() => panic!("{ended:?}"),
+                () = both_are_taken => {}
+            }
+            assert!(snapshot.borrow().ledger().prepared("1").is_some());
+        }
     }
 
     #[tokio::test]
