@@ -84,19 +84,26 @@ pub struct Readiness {
     parts: Arc<Mutex<BTreeMap<Part, PartState>>>,
     idle: watch::Sender<Idle>,
     dra_is_off: Arc<AtomicBool>,
+    /// The failure of the last takeover.
+    takeover_failed: Arc<Mutex<Option<String>>>,
     news: watch::Sender<()>,
 }
 
 impl Readiness {
     /// Starts without parts, with this reason.
     pub fn new(idle: Idle) -> Self {
-        let (parts, dra_is_off, news) = Default::default();
-        Self { parts, idle: watch::Sender::new(idle), dra_is_off, news }
+        let (parts, dra_is_off, takeover_failed, news) = Default::default();
+        Self { parts, idle: watch::Sender::new(idle), dra_is_off, takeover_failed, news }
     }
 
     /// Sets that no GPU is to go through DRA: then its parts do not keep the node from being ready.
     pub fn dra_is_off(&self, is_off: bool) {
         self.dra_is_off.store(is_off, Ordering::Relaxed);
+    }
+
+    /// Shows, while another process serves this node, that this one could not take over; `None` ends that.
+    pub fn takeover_failed(&self, how: Option<String>) {
+        *self.takeover_failed.lock().unwrap_or_else(PoisonError::into_inner) = how;
     }
 
     /// The reason why the node is idle; it counts while there is no plugin.
@@ -172,7 +179,8 @@ impl Readiness {
         let is_off = self.dra_is_off.load(Ordering::Relaxed);
         let has_dra = parts.contains_key(&Part::DraLeftovers) || !is_off && parts.contains_key(&Part::DraPlugin);
         if let Some(state) = parts.get(&Part::Owner) {
-            return Err(vec![format!("{}: {state}", Part::Owner)]);
+            let failed = self.takeover_failed.lock().unwrap_or_else(PoisonError::into_inner).clone();
+            return Err([format!("{}: {state}", Part::Owner)].into_iter().chain(failed).collect());
         }
         if !parts.keys().any(|part| matches!(part, Part::Plugin(_))) {
             match &*self.idle.borrow() {
@@ -203,6 +211,17 @@ impl Readiness {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn standby_shows_that_its_takeover_failed() {
+        let readiness = Readiness::new(Idle::Waiting("no scan yet".to_owned()));
+        readiness.add(Part::Owner, "standing by");
+        readiness.takeover_failed(Some("could not take over".to_owned()));
+        let lines = ["takeover: standing by", "could not take over"].map(str::to_owned).to_vec();
+        assert_eq!(readiness.summary(), Err(lines));
+        readiness.remove(&Part::Owner);
+        assert_eq!(readiness.summary(), Err(vec!["no scan yet".to_owned()]), "it serves");
+    }
 
     #[test]
     fn dra_counts_where_no_plugin_is() {

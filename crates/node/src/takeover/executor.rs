@@ -132,6 +132,7 @@ impl Position {
             lost: None,
             asked: Instant::now(),
             able: false,
+            failed: None,
             peer: None,
             passed: None,
             listener: None,
@@ -185,6 +186,8 @@ struct Takeover {
     /// The moment at which the owner was asked.
     asked: Instant,
     able: bool,
+    /// The reason for which the last takeover failed.
+    failed: Option<String>,
     /// The other process in a takeover; for a standby, the owner.
     peer: Option<Connection>,
     /// The record that the owner handed over.
@@ -414,6 +417,7 @@ impl Takeover {
         match action {
             Action::SayStandBy => self.say(Word::StandBy).await,
             Action::SayTakeOver => {
+                self.readiness.takeover_failed(None);
                 (self.asked, self.gap, self.gap_begin) = (Instant::now(), Duration::ZERO, None);
                 let (version, pod) = (VERSION.to_owned(), self.place.pod.clone());
                 self.say(Word::TakeOver { version, pod, joins: true }).await;
@@ -431,6 +435,7 @@ impl Takeover {
             Action::SayDone => self.say(Word::Done).await,
             Action::SayFailed => {
                 let why = self.readiness.summary().err().unwrap_or_default().join("; ");
+                self.failed = Some(why.clone());
                 self.say(Word::Failed { why }).await;
             }
             Action::SayBack => self.say(Word::Back { why: "no answer in time".to_owned() }).await,
@@ -515,7 +520,11 @@ impl Takeover {
             }
             Outcome::Failed => {
                 self.metrics.count("failed");
-                tracing::warn!("could not take over this node, standing by again");
+                let wait = self.machine.wake().map(|wake| wake.saturating_sub(self.begin.elapsed()));
+                let again_in = Duration::from_secs((wait.unwrap_or_default() + Duration::from_millis(500)).as_secs());
+                let why = self.failed.take().unwrap_or_else(|| "the other linkwise did not go on".to_owned());
+                tracing::warn!(why, ?again_in, "could not take over this node, standing by again");
+                self.readiness.takeover_failed(Some(format!("could not take over, again in {again_in:?}: {why}")));
             }
             Outcome::HandedOver => {
                 self.metrics.count("handed_over");

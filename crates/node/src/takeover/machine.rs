@@ -6,6 +6,7 @@
 
 use std::time::Duration;
 
+use linkwise_core::backoff::Backoff;
 use linkwise_kubelet::dra::ClaimsTurn;
 
 #[derive(Clone, Copy, Debug)]
@@ -20,8 +21,8 @@ pub struct Limits {
     pub start: Duration,
     /// The time that the owner allows for that.
     pub patience: Duration,
-    /// The pause after a takeover that failed.
-    pub pause: Duration,
+    /// The pauses after takeovers that failed.
+    pub pauses: Backoff,
     /// The pause after an owner's refusal.
     pub refused: Duration,
 }
@@ -35,7 +36,7 @@ impl Default for Limits {
             drain: seconds(60),
             start: seconds(30),
             patience: seconds(60),
-            pause: seconds(10),
+            pauses: Backoff::new(seconds(10), seconds(600)),
             refused: Duration::from_millis(500),
         }
     }
@@ -180,18 +181,27 @@ pub struct TakeoverMachine {
     able: bool,
     connected: bool,
     until: Option<Duration>,
+    pauses: Backoff,
 }
 
 impl TakeoverMachine {
     /// A process that holds the lock from its start.
     pub fn owner(limits: Limits) -> Self {
-        let stage = Stage::Owning;
-        Self { limits, stage, successor: false, joined: false, able: true, connected: false, until: None }
+        Self { stage: Stage::Owning, able: true, ..Self::standby(limits, false) }
     }
 
     /// A process that found the lock held; a `successor` asks the owner, once it could serve.
     pub fn standby(limits: Limits, successor: bool) -> Self {
-        Self { limits, stage: Stage::StandingBy, successor, joined: false, able: false, connected: false, until: None }
+        Self {
+            limits,
+            stage: Stage::StandingBy,
+            successor,
+            joined: false,
+            able: false,
+            connected: false,
+            until: None,
+            pauses: limits.pauses,
+        }
     }
 
     /// The current stage.
@@ -247,7 +257,7 @@ impl TakeoverMachine {
                 self.ask_if_due(now)
             }
             (_, Input::Free) => {
-                self.enter(Stage::Owning, None);
+                self.own();
                 let serve = [Action::Adopt, Action::Files(true), Action::Plugins(true), Action::Listen];
                 [&serve[..], &[Action::Report(Outcome::Succeeded)]].concat()
             }
@@ -292,9 +302,15 @@ impl TakeoverMachine {
     }
 
     fn gives_up(&mut self, now: Duration) -> Vec<Action> {
-        self.connected = false;
-        self.enter(Stage::StandingBy, Some(now + self.limits.pause));
+        self.failed(now);
         vec![Action::HangUp, Action::Report(Outcome::Failed)]
+    }
+
+    /// A takeover failed: each further one comes after a longer pause.
+    fn failed(&mut self, now: Duration) {
+        self.connected = false;
+        let pause = self.pauses.failed();
+        self.enter(Stage::StandingBy, Some(now + pause));
     }
 
     fn is_due(&self, now: Duration) -> bool {
@@ -340,12 +356,12 @@ impl TakeoverMachine {
 
     fn own(&mut self) {
         self.connected = false;
+        self.pauses.reset();
         self.enter(Stage::Owning, None);
     }
 
     fn give_back(&mut self, say: &[Action], now: Duration) -> Vec<Action> {
-        self.connected = false;
-        self.enter(Stage::StandingBy, Some(now + self.limits.pause));
+        self.failed(now);
         let stop = [Action::Plugins(false), Action::LetGo, Action::Report(Outcome::Failed)];
         [&[Action::Files(false)], say, &stop].concat()
     }

@@ -430,3 +430,26 @@ fn retired_process_stays_so() {
         assert_eq!(machine.stage(), Stage::Retired);
     }
 }
+
+#[test]
+fn failed_takeovers_come_after_growing_pauses() {
+    let mut machine = TakeoverMachine::standby(Limits::default(), true);
+    let mut now = Duration::ZERO;
+    machine.step(Input::Able, now);
+    for pause in [10, 20, 40, 80, 160, 320, 600, 600] {
+        assert_eq!(machine.step(Input::Connected, now), [Action::SayTakeOver]);
+        machine.step(Input::Record, now);
+        now += Limits::default().start;
+        let actions = machine.step(Input::Tick, now);
+        assert!(actions.contains(&Action::Report(Outcome::Failed)), "{actions:?}");
+        // The owner listens again at once; it is asked when the pause is over.
+        assert_eq!(machine.step(Input::Connected, now), [Action::SayStandBy]);
+        assert_eq!(machine.wake(), Some(now + Duration::from_secs(pause)));
+        now += Duration::from_secs(pause);
+        assert_eq!(machine.step(Input::Tick, now), [Action::SayTakeOver]);
+        machine.step(Input::Lost, now);
+    }
+    // One that takes over starts anew.
+    machine.step(Input::Free, now);
+    assert!(!machine.pauses.is_failing());
+}
