@@ -128,6 +128,11 @@ test-image: setup tools ## the image in a box: what the Dockerfile packs, run as
 test-long: setup ## what takes minutes: the same faults hundreds of times (not part of test)
 	$(CARGO) test --locked --workspace -- --ignored
 
+.PHONY: gpu-kit
+gpu-kit: setup ## a folder, target/gpu-kit, whose run.sh tries linkwise on a machine with a GPU and writes a report
+	$(CARGO) build --release --locked -p linkwise -p linkwise-lab --bin linkwise --bin linkwise-lab
+	lab/gpu-kit/pack.sh target/release target/gpu-kit
+
 .PHONY: soak
 soak: setup ## faults at random while pods come and go, then a ledger (SOAK_SECONDS=300, SOAK_SEED=)
 	SOAK_SECONDS=$(SOAK_SECONDS) SOAK_SEED=$(SOAK_SEED) $(CARGO) test --release --locked --test soak

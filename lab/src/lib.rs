@@ -4,4 +4,5 @@
 //! runs on a node depends on any of them.
 
 pub mod demo;
+pub mod kit;
 pub mod simulate;

@@ -4,6 +4,7 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 use linkwise_lab::demo::{self, DemoArgs};
+use linkwise_lab::kit::{self, KitArgs};
 use linkwise_lab::simulate::{self, SimulateArgs};
 use linkwise_system::output::complain;
 
@@ -21,6 +22,8 @@ struct Cli {
 enum Command {
     /// Show a whole node in one process: a simulated machine, a kubelet, pods that come and go
     Demo(DemoArgs),
+    /// Run linkwise on this machine's driver beside a kubelet in a box, and write a report (make gpu-kit)
+    Kit(KitArgs),
     /// Replay jobs on a machine or a cluster, and show what each policy or door gives them
     Simulate(SimulateArgs),
 }
@@ -28,6 +31,7 @@ enum Command {
 fn main() -> ExitCode {
     let result = match Cli::parse().command {
         Command::Demo(args) => demo::run(&args),
+        Command::Kit(args) => kit::run(&args),
         Command::Simulate(args) => simulate::run(&args),
     };
     let Err(error) = result else { return ExitCode::SUCCESS };

@@ -90,6 +90,9 @@ pub struct HostArgs {
         value_parser = clap::value_parser!(u64).range(1..=MOST_AGENT_MEMORY_MIB)
     )]
     pub nvml_memory_mib: u64,
+    /// A file that gets a line for each call of NVML, for a report of a machine
+    #[arg(long, value_name = "FILE", env = "LINKWISE_NVML_CALLS", hide = true)]
+    pub nvml_calls: Option<PathBuf>,
     /// The host's /sys
     #[arg(long, value_name = "PATH", env = "LINKWISE_SYSFS", default_value = "/sys")]
     pub sysfs: PathBuf,

@@ -124,6 +124,7 @@ pub(super) fn agent_of(host: &HostArgs, settings: Option<&Settings>) -> AgentCom
         driver_root: settings.map(|settings| settings.driver_root_ctr_path.value.clone()),
         procfs: host.procfs.clone(),
         memory_mib: host.nvml_memory_mib,
+        calls: host.nvml_calls.clone(),
         ..AgentCommand::new(program)
     }
 }

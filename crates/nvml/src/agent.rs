@@ -113,7 +113,7 @@ pub fn main(command: &str) -> Result<(), AgentError> {
     };
     thread::Builder::new().name("parent".into()).spawn(listening).map_err(AgentError::Thread)?;
 
-    let calls = Calls::new(Arc::clone(&parent));
+    let calls = Calls::new(Arc::clone(&parent), command.calls.as_deref());
     let opened = enter(&command).and_then(|entered| Ok((entered, load(&command, &calls)?)));
     // This process uses the driver until its end.
     let ((_driver, turn), (library, nvml)) = match opened {
@@ -223,9 +223,9 @@ fn init(library: &Path, calls: &Calls) -> Result<Nvml, CallError> {
         CallError::unreadable(LOAD, format_args!("cannot load {library}: {reason}"))
     };
     // nvml-wrapper loads and initialises the library in one step.
-    calls.report(INIT);
-    match Nvml::builder().lib_path(library.as_os_str()).init() {
+    let opened = calls.raw(INIT, || match Nvml::builder().lib_path(library.as_os_str()).init() {
         Err(NvmlError::LibloadingError(error)) => Err(missing(&error.to_string())),
-        result => answer(INIT, result)?.ok_or_else(|| missing("it has no working nvmlInit_v2")),
-    }
+        result => answer(INIT, result),
+    });
+    opened?.ok_or_else(|| missing("it has no working nvmlInit_v2"))
 }

@@ -2,8 +2,16 @@
 //!
 //! All threads of the agent use it, except the one that waits for events, whose calls have a limit of their own. A
 //! report is one small write to a socket: some hundreds at the start, some dozens in each poll.
+//!
+//! A file may get a line for each call that has returned: the function, the GPU's index or `-`, the return code (`0`,
+//! the error, or `not offered`), and the time in microseconds, with tabs between them. That is for a report of hardware
+//! that none of us has.
 
+use std::fs::{File, OpenOptions};
+use std::io::Write;
+use std::path::Path;
 use std::sync::Arc;
+use std::time::Instant;
 
 use nvml_wrapper::error::NvmlError;
 
@@ -17,34 +25,53 @@ use linkwise_core::topology::GpuUuid;
 pub struct Calls {
     parent: Option<Arc<Parent>>,
     gpu: Option<CalledGpu>,
+    record: Option<Arc<File>>,
 }
 
 impl Calls {
-    /// Calls about no GPU.
-    pub fn new(parent: Arc<Parent>) -> Self {
-        Self { parent: Some(parent), gpu: None }
+    /// Calls about no GPU; each is recorded in a file, if that can be opened.
+    pub fn new(parent: Arc<Parent>, record: Option<&Path>) -> Self {
+        let record = record.and_then(|path| OpenOptions::new().create(true).append(true).open(path).ok());
+        Self { parent: Some(parent), gpu: None, record: record.map(Arc::new) }
     }
 
     /// Calls that are not reported: those of the thread that waits for events.
     pub fn unreported() -> Self {
-        Self { parent: None, gpu: None }
+        Self { parent: None, gpu: None, record: None }
     }
 
     /// Calls about a GPU.
     pub fn about(&self, place: Place, uuid: Option<GpuUuid>) -> Self {
-        Self { parent: self.parent.clone(), gpu: Some(CalledGpu { place, uuid }) }
+        let (parent, record) = (self.parent.clone(), self.record.clone());
+        Self { parent, gpu: Some(CalledGpu { place, uuid }), record }
     }
 
     /// Reports one of nvml-wrapper's calls and makes it.
     pub fn ask<T>(&self, call: &'static str, made: impl FnOnce() -> Result<T, NvmlError>) -> Answer<T> {
-        self.report(call);
-        answer(call, made())
+        self.raw(call, || answer(call, made()))
     }
 
     /// Reports a raw call and makes it.
     pub fn raw<T>(&self, call: &'static str, made: impl FnOnce() -> Answer<T>) -> Answer<T> {
         self.report(call);
-        made()
+        self.unnamed(call, made)
+    }
+
+    /// Makes one of several calls that were reported together.
+    pub fn unnamed<T>(&self, call: &'static str, made: impl FnOnce() -> Answer<T>) -> Answer<T> {
+        let begin = Instant::now();
+        let answer = made();
+        if let Some(mut file) = self.record.as_deref() {
+            let gpu = self.gpu.as_ref().map_or("-".to_owned(), |gpu| gpu.place.index.to_string());
+            let code = match &answer {
+                Ok(Some(_)) => "0".to_owned(),
+                Ok(None) => "not offered".to_owned(),
+                Err(error) => error.to_string(),
+            };
+            // A full disk costs the record alone.
+            let _ = file.write_all(format!("{call}\t{gpu}\t{code}\t{}\n", begin.elapsed().as_micros()).as_bytes());
+        }
+        answer
     }
 
     /// Reports the next calls, which all have the same name.

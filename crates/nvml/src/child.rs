@@ -66,6 +66,8 @@ pub struct AgentCommand {
     pub gate: Option<Gate>,
     /// The GPUs that it must not touch.
     pub skip: Vec<Place>,
+    /// The file that gets a line for each of its calls.
+    pub calls: Option<PathBuf>,
     /// Variables added to the inherited environment.
     #[serde(skip)]
     pub environment: Vec<(OsString, OsString)>,
@@ -85,6 +87,7 @@ impl AgentCommand {
             processes: PathBuf::from("/proc"),
             gate: None,
             skip: Vec::new(),
+            calls: None,
             environment: Vec::new(),
         }
     }

@@ -193,7 +193,8 @@ fn links(gpu: &Gpu<'_>, silence: &mut Silence) -> Option<Vec<(u32, bool)>> {
     let mut links = Vec::new();
     let mut answered = false;
     for link in wanted {
-        let answer = offered(answer(links::ONE, gpu.device.link_wrapper_for(link).is_active()));
+        let ask = || answer(links::ONE, gpu.device.link_wrapper_for(link).is_active());
+        let answer = offered(gpu.calls.unnamed(links::ONE, ask));
         answered |= answer.is_ok();
         if let Ok(None) = answer {
             silence.links.insert(link);

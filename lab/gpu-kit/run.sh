@@ -1,0 +1,69 @@
+#!/usr/bin/env bash
+# What linkwise sees and does on a machine with a GPU: run.sh REPORT. Needs bash and NVIDIA's driver, takes some minutes,
+# changes no setting and resets nothing. A process of its own faults on GPU 0 on purpose, as a broken CUDA program does.
+#
+# REPORT becomes a folder: summary.txt, every NVML call with code and time (nvml-calls.tsv), the machine as a node file
+# without serial numbers (machine.yaml), doctor, topology, labels, the answer to an admission, memory, logs.
+set -uo pipefail
+report=${1:?run.sh REPORT: the folder for the report}
+kit=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+link=/tmp/linkwise-kit
+limit=120
+
+mkdir -p "$report" || exit 1
+report=$(cd "$report" && pwd)
+exec > >(tee "$report/summary.txt") 2>&1
+library=${LINKWISE_NVML_LIBRARY:-}
+if [[ -z $library ]]; then
+  for folder in $(ldconfig -p 2>/dev/null | awk '/libnvidia-ml\.so\.1/ {print $NF}' | xargs -r -n1 dirname) \
+    /usr/lib/x86_64-linux-gnu /usr/lib64 /usr/lib /usr/local/nvidia/lib64 /run/nvidia/driver/usr/lib/x86_64-linux-gnu; do
+    if [[ -e $folder/libnvidia-ml.so.1 ]]; then
+      library=$folder/libnvidia-ml.so.1
+      break
+    fi
+  done
+fi
+if [[ -z $library ]]; then
+  echo "no GPU: there is no libnvidia-ml.so.1, and nothing was done"
+  exit 0
+fi
+ln -sfn "$kit" "$link" || exit 1
+[[ $(readlink "$link") == "$kit" ]] || { echo "$link is not ours: remove it"; exit 1; }
+export LINKWISE_NVML_LIBRARY=$library
+# For our programs alone: the system's have a C library of their own. libcuda is beside the driver's library.
+ours=(env "LD_LIBRARY_PATH=$kit/lib:$(dirname "$library")")
+failed=0
+
+# Runs a command; its output is a file of the report.
+step() {
+  local file=$1 begin=$SECONDS status
+  shift
+  timeout "$limit" "${ours[@]}" "$@" >"$report/$file" 2>"$report/$file.err"
+  status=$?
+  [[ -s $report/$file.err ]] || rm -f "$report/$file.err"
+  if ((status == 0)); then echo "ok: $file ($((SECONDS - begin)) s)"; else
+    echo "LOOK: $file: ended with $status ($((SECONDS - begin)) s)"
+    failed=1
+  fi
+}
+
+echo "library: $library"
+echo "kernel: $(uname -r); driver: $(head -1 /proc/driver/nvidia/version 2>/dev/null || echo unknown)"
+step version.txt "$link/bin/linkwise" --version
+LINKWISE_NVML_CALLS=$report/nvml-calls-snapshot.tsv step machine.yaml "$link/bin/linkwise" snapshot --redact
+step topology.txt "$link/bin/linkwise" topology
+step labels.txt "$link/bin/linkwise" labels --oneshot --output-file ""
+# The doctor ends with 1 where it finds something; without a kubelet it does.
+timeout "$limit" "${ours[@]}" "$link/bin/linkwise" doctor >"$report/doctor.txt" 2>&1
+echo "ok: doctor.txt (ended with $?)"
+faults=(--fault "$link/bin/fault mmu" --fault "$link/bin/fault misaligned")
+if [[ -n ${LINKWISE_KIT_FAULT+set} ]]; then faults=(); fi
+if [[ -n ${LINKWISE_KIT_FAULT:-} ]]; then faults=(--fault "$LINKWISE_KIT_FAULT"); fi
+limit=300 step kit.txt "$link/bin/linkwise-lab" kit --linkwise "$link/bin/linkwise" --report "$report" \
+  --idle-seconds "${LINKWISE_KIT_IDLE:-30}" "${faults[@]}"
+cat "$report/kit.txt"
+calls=$(cat "$report"/nvml-calls*.tsv 2>/dev/null | cut -f1,3 | sort | uniq -c | sort -rn)
+printf 'NVML calls by function and code:\n%s\n' "$calls"
+rm -f "$link"
+if ((failed)); then echo "some steps failed: send us the folder"; else echo "all steps passed"; fi
+exit "$failed"
