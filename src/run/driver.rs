@@ -57,6 +57,8 @@ pub(super) fn driver_of(
         metrics,
         idle,
         mig: None,
+        others: watch::channel(supervisor::Others::None).1,
+        away: watch::Sender::default(),
     }
 }
 

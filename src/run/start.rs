@@ -82,8 +82,9 @@ pub(super) async fn serve(args: &RunArgs, last_signals: &mut LastSignals) -> Res
     // This comes before the first GPU is discovered: the plan decides to which resources it belongs.
     let planned = Event::Planned(Box::new(settings.plan()));
     node.events().send(planned).await.context("the node takes no events")?;
+    let away = driver.away.subscribe();
     node.spawn("NVML driver", driver.run());
-    node.spawn("release", operator::show_release(release.follow(), node.readiness.clone()));
+    node.spawn("release", operator::show_driver(release.follow(), away, node.readiness.clone()));
     let idle = node.readiness.idle().clone();
     node.spawn("MPS daemons' watch", mps::follow_daemons(layout, node.snapshot(), node.events(), idle));
     let anew = follow_configuration(&mut node, args, (settings, environment), (rights, dra), hangup);
@@ -237,7 +238,8 @@ fn start_driver(
     let beside = (metrics, node.readiness.idle().clone(), release.clone());
     let (mig, orders) = mpsc::channel(supervisor::MIG_REQUESTS);
     let driver = driver_of(&args.nvml, &args.host, settings, node.events(), beside);
-    (supervisor::Driver { seen, mig: Some(orders), ..driver }, release, mig)
+    let others = node.others.subscribe();
+    (supervisor::Driver { seen, mig: Some(orders), others, ..driver }, release, mig)
 }
 
 /// Starts the task that keeps CDI specs up to date; returns its CDI devices.

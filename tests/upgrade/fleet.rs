@@ -33,7 +33,11 @@ pub struct World {
 
 impl World {
     pub fn new(connections: Connections) -> Self {
-        let setup = Setup::with(&machine(&GPUS));
+        Self::of(Setup::with(&machine(&GPUS)), connections)
+    }
+
+    /// This machine with a kubelet.
+    pub fn of(setup: Setup, connections: Connections) -> Self {
         let kubelet = Arc::new(setup.kubelet_with(|options| options.connections = connections));
         Self { setup, kubelet }
     }
@@ -128,6 +132,11 @@ impl Running {
             other => Err(other),
         })
         .await;
+    }
+
+    /// Returns true if the kubelet's probe of it would succeed now.
+    pub async fn is_ready(&self) -> bool {
+        self.readyz().await.is_ok_and(|text| text.starts_with("HTTP/1.1 200"))
     }
 
     /// Waits until no other plugin is beside it, as far as the kubelet goes.

@@ -10,6 +10,7 @@
 )]
 
 mod crash;
+mod daemon_set;
 mod fleet;
 use crate::run::node;
 mod others;

@@ -10,18 +10,21 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 use linkwise_core::state::{Event, HealthRecord};
-use linkwise_core::topology::GpuUuid;
+use linkwise_core::topology::{GpuUuid, NodeObservation};
 
 /// The longest time that an error reported by the driver takes to get from one process to the record of another.
 const RECENT: Duration = Duration::from_secs(10);
+/// The place of a scan among the events of a start: after the plan, before what is said of its GPUs.
+const OBSERVED: u8 = 3;
 /// The most such errors that are remembered.
 const MOST: usize = 256;
 
 /// An order of the takeover to the node.
 #[derive(Debug)]
 pub enum Duty {
-    /// Make the state anew, from this record and from the remembered events.
-    Adopt(Option<Box<HealthRecord>>),
+    /// Make the state anew, from this record and from the remembered events. A process that has seen no GPU offers
+    /// those that the owner saw last.
+    Adopt(Option<Box<HealthRecord>>, Option<Box<NodeObservation>>),
     /// Start plugins, or end them.
     Plugins(bool),
     /// Make the running plugins register again.
@@ -53,7 +56,7 @@ impl Memory {
             Event::Identified(_) => 0,
             Event::Planned(_) => 1,
             Event::NumaHints(_) => 2,
-            Event::Observed(_) => 3,
+            Event::Observed(_) => OBSERVED,
             Event::DriverAway(..) | Event::DriverBack => 4,
             Event::MpsReady(_) => 5,
             Event::Polled(polls) if !polls.is_empty() => 6,
@@ -85,11 +88,17 @@ impl Memory {
         self.last.insert(place, event.clone());
     }
 
-    /// The events that a new state needs after its record.
-    pub fn replay(&self, now: Instant) -> Vec<Event> {
+    /// The events that a new state needs after its record. If this process has seen no GPU, the scan that the owner
+    /// passed on is among them.
+    pub fn replay(&self, passed: Option<Box<NodeObservation>>, now: Instant) -> Vec<Event> {
         let recent = self.errors.iter().filter(|(seen, _)| now.saturating_duration_since(*seen) <= RECENT);
         let errors = recent.map(|(_, event)| event);
-        self.last.values().chain(self.quarantined.values()).chain(errors).cloned().collect()
+        let mut last = self.last.clone();
+        let has_seen = matches!(last.get(&OBSERVED), Some(Event::Observed(own)) if !own.gpus.is_empty());
+        if let Some(passed) = passed.filter(|_| !has_seen) {
+            last.insert(OBSERVED, Event::Observed(passed));
+        }
+        last.into_values().chain(self.quarantined.values().chain(errors).cloned()).collect()
     }
 }
 
@@ -130,7 +139,10 @@ mod tests {
             quarantined("GPU-2"),
             xid(79),
         ];
-        assert_eq!(memory.replay(later), wanted);
+        assert_eq!(memory.replay(None, later), wanted);
+        // The scan that an owner passed on comes after the plan, and before what is said of its GPUs.
+        let passed = Event::Observed(Box::default());
+        assert_eq!(memory.replay(Some(Box::default()), later)[2..4], [passed, Event::DriverBack]);
         for code in 0..2 * MOST {
             memory.remember(&xid(u64::try_from(code).unwrap()), later);
         }

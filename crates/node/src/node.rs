@@ -32,10 +32,10 @@ use linkwise_core::allocation::AllocationReport;
 use linkwise_core::backoff::Backoff;
 use linkwise_core::once::Once;
 use linkwise_core::state::{Door, Effect, Event, Health, HealthRecord, NodeState, NumaHints, ResourceName};
-use linkwise_core::topology::GpuUuid;
+use linkwise_core::topology::{GpuUuid, NodeObservation};
 use linkwise_kubelet::device_plugin::pod_resources::{self, Holders};
 use linkwise_kubelet::device_plugin::{self as kubelet, Life, Occurrence, Phase, Plugin, PluginMetrics, Sources};
-use linkwise_nvml::supervisor::{Idle, NOT_SEEN};
+use linkwise_nvml::supervisor::{Idle, NOT_SEEN, Others};
 use linkwise_system::right::Right;
 
 /// The most events that may be queued: a storm of XIDs waits at its sender, not in memory.
@@ -79,6 +79,10 @@ pub struct Node {
     pub(crate) files: watch::Sender<Option<Right>>,
     /// True while this process may have calls or writes for claims under way; the DRA plugin says so.
     pub claims_held: watch::Sender<bool>,
+    /// The last scan of the node.
+    pub(crate) observed: watch::Sender<Option<Arc<NodeObservation>>>,
+    /// The part of other processes of linkwise on the node; the takeover says so.
+    pub others: watch::Sender<Others>,
     /// The number of times that plugins were told to register again.
     renew: watch::Sender<u64>,
     pub(crate) running: watch::Sender<Running>,
@@ -179,6 +183,8 @@ impl Node {
             duties: mpsc::channel(DUTIES),
             files: watch::Sender::new(Some(Right::new(()))),
             claims_held: watch::Sender::default(),
+            observed: watch::Sender::default(),
+            others: watch::Sender::default(),
             renew: watch::Sender::default(),
             running: watch::Sender::new(Running { wanted: true, plugins: 0 }),
             records: watch::Sender::new(None),
@@ -314,6 +320,7 @@ impl Node {
     pub fn apply(&mut self, event: Event) {
         if let Event::Observed(observed) = &event {
             self.pages.observed(observed);
+            self.observed.send_replace(Some(Arc::new((**observed).clone())));
         }
         let is_given = matches!(event, Event::Allocated { .. } | Event::Prepared(_));
         if let Some(memory) = &mut self.memory {
@@ -631,7 +638,7 @@ mod tests {
             node.stand_by();
             node.apply(observed());
             let (duties, events, snapshot) = (node.duties.0.clone(), node.events(), node.snapshot());
-            duties.send(Duty::Adopt(None)).await.unwrap();
+            duties.send(Duty::Adopt(None, None)).await.unwrap();
             let claim = ClaimName { uid: "1".to_owned(), ..ClaimName::default() };
             let prepared = PreparedClaim { claim, ..PreparedClaim::default() };
             events.send(Event::Prepared(vec![prepared])).await.unwrap();

@@ -60,16 +60,24 @@ async fn release_driver(release: &Release, wish: bool, patience: Duration) -> Ou
     }
 }
 
-/// Shows in /readyz and in the state that the driver is released, for ever.
-pub async fn show_release(mut released: watch::Receiver<bool>, readiness: Readiness) -> Result<()> {
+/// Shows in /readyz and in the state that the driver is released, and tells the takeover that it is away, for ever.
+pub async fn show_driver(
+    mut released: watch::Receiver<bool>,
+    mut away: watch::Receiver<bool>,
+    readiness: Readiness,
+) -> Result<()> {
     loop {
+        readiness.set_driver_away(*away.borrow_and_update());
         if *released.borrow_and_update() {
             let until = "an operator released it; `linkwise admin resume` takes it back".to_owned();
             readiness.note(Part::Driver, "released", until);
         } else {
             readiness.remove(&Part::Driver);
         }
-        released.changed().await.context("the operator's orders are gone")?;
+        tokio::select! {
+            changed = released.changed() => changed.context("the operator's orders are gone")?,
+            changed = away.changed() => changed.context("the driver's task is gone")?,
+        }
     }
 }
 

@@ -15,7 +15,7 @@ use tokio::sync::watch;
 use linkwise_core::state::ResourceName;
 use linkwise_kubelet::device_plugin::Phase;
 use linkwise_kubelet::dra;
-use linkwise_nvml::supervisor::Idle;
+use linkwise_nvml::supervisor::{Idle, NOT_SEEN};
 
 /// A part that can be ready or not.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -84,6 +84,7 @@ pub struct Readiness {
     parts: Arc<Mutex<BTreeMap<Part, PartState>>>,
     idle: watch::Sender<Idle>,
     dra_is_off: Arc<AtomicBool>,
+    driver_is_away: Arc<AtomicBool>,
     /// The failure of the last takeover.
     takeover_failed: Arc<Mutex<Option<String>>>,
     news: watch::Sender<()>,
@@ -92,13 +93,23 @@ pub struct Readiness {
 impl Readiness {
     /// Starts without parts, with this reason.
     pub fn new(idle: Idle) -> Self {
-        let (parts, dra_is_off, takeover_failed, news) = Default::default();
-        Self { parts, idle: watch::Sender::new(idle), dra_is_off, takeover_failed, news }
+        let (parts, dra_is_off, driver_is_away, takeover_failed, news) = Default::default();
+        Self { parts, idle: watch::Sender::new(idle), dra_is_off, driver_is_away, takeover_failed, news }
     }
 
     /// Sets that no GPU is to go through DRA: then its parts do not keep the node from being ready.
     pub fn dra_is_off(&self, is_off: bool) {
         self.dra_is_off.store(is_off, Ordering::Relaxed);
+    }
+
+    /// Sets that NVML has been unavailable for the grace period.
+    pub fn set_driver_away(&self, is_away: bool) {
+        self.driver_is_away.store(is_away, Ordering::Relaxed);
+    }
+
+    /// Returns true if NVML has been unavailable for the grace period.
+    pub fn is_driver_away(&self) -> bool {
+        self.driver_is_away.load(Ordering::Relaxed)
     }
 
     /// Shows, while another process serves this node, that this one could not take over; `None` ends that.
@@ -163,6 +174,25 @@ impl Readiness {
         !parts.contains_key(&Part::Owner) && plugins().all(serves) && (is_idle || plugins().next().is_some())
     }
 
+    /// Returns true if this process has a plugin of each of these resources, registered or not.
+    pub fn has_plugin_of_each<'a>(&self, mut resources: impl Iterator<Item = &'a ResourceName>) -> bool {
+        let parts = self.parts();
+        resources.all(|resource| parts.contains_key(&Part::Plugin(resource.clone())))
+    }
+
+    /// Returns true if this process has no plugin because its driver fails or is released.
+    pub fn sees_nothing(&self) -> bool {
+        let parts = self.parts();
+        let fails = matches!(&*self.idle.borrow(), Idle::Waiting(reason) if reason != NOT_SEEN);
+        (fails || parts.contains_key(&Part::Driver)) && !parts.keys().any(|part| matches!(part, Part::Plugin(_)))
+    }
+
+    /// Returns true if this process offers nothing, or only what its driver showed before it failed or was released.
+    pub fn lacks_driver(&self) -> bool {
+        let is_released = self.parts().contains_key(&Part::Driver);
+        is_released || self.is_driver_away() || self.sees_nothing()
+    }
+
     /// Returns true if the kubelet calls this process's DRA plugin, or this process has none.
     pub fn is_dra_called(&self) -> bool {
         self.parts().get(&Part::DraPlugin).is_none_or(|state| state.phase == dra::Phase::Registered.words())
@@ -221,6 +251,24 @@ mod tests {
         assert_eq!(readiness.summary(), Err(lines));
         readiness.remove(&Part::Owner);
         assert_eq!(readiness.summary(), Err(vec!["no scan yet".to_owned()]), "it serves");
+    }
+
+    #[test]
+    fn process_without_its_driver_is_told_from_one_that_has_begun() {
+        let readiness = Readiness::new(Idle::Waiting(NOT_SEEN.to_owned()));
+        let facts = || (readiness.sees_nothing(), readiness.lacks_driver());
+        assert_eq!(facts(), (false, false), "its first scan is still to come");
+        readiness.idle().send_replace(Idle::NoGpu("no GPU".to_owned()));
+        assert_eq!(facts(), (false, false));
+        readiness.idle().send_replace(Idle::Waiting("NVML cannot be initialised".to_owned()));
+        assert_eq!(facts(), (true, true));
+        readiness.add(Part::Plugin(ResourceName::gpu()), "waiting");
+        assert_eq!(facts(), (false, false));
+        readiness.set_driver_away(true);
+        assert_eq!(facts(), (false, true), "it offers what it has seen");
+        readiness.set_driver_away(false);
+        readiness.note(Part::Driver, "released", "an operator released it".to_owned());
+        assert_eq!(facts(), (false, true));
     }
 
     #[test]

@@ -15,6 +15,7 @@
 
 mod admission;
 mod affinity;
+mod daemon_set;
 mod devices;
 pub mod dra;
 mod endpoint;
@@ -39,6 +40,7 @@ use std::time::Duration;
 
 use linkwise_kubelet_api::v1beta1 as wire;
 
+pub use daemon_set::{DaemonOrders, DaemonPod, rolling_update};
 pub use errors::{AdmissionError, BoxError, CallError, WaitError};
 pub use linkwise_kubelet_api::v1beta1::{DeviceSpec, Mount};
 pub use load::{Load, Tally};

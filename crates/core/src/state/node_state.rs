@@ -119,6 +119,13 @@ impl NodeState {
         self
     }
 
+    /// Does not wait for a first poll: the GPUs are those that another process has seen.
+    #[must_use]
+    pub fn awaiting_no_poll(mut self) -> Self {
+        self.opening.await_no_poll();
+        self
+    }
+
     /// Publishes nothing until the first [`Event::Holders`](super::Event::Holders), even if that says that the kubelet
     /// cannot be asked. The first list then has the ids that pods hold. The wait ends as that for the first poll does.
     #[must_use]

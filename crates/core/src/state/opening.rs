@@ -25,6 +25,11 @@ impl Opening {
         (self.needs_scan, self.needs_poll) = (true, true);
     }
 
+    /// Lets the list wait for no poll.
+    pub fn await_no_poll(&mut self) {
+        self.needs_poll = false;
+    }
+
     /// Lets the list wait for the scan and the first list of holders.
     pub fn await_holders(&mut self) {
         (self.needs_scan, self.needs_holders) = (true, true);

@@ -8,6 +8,7 @@ use super::Node;
 use crate::duty::{Duty, Memory};
 use crate::readiness::Part;
 use linkwise_core::state::{Event, HealthRecord};
+use linkwise_core::topology::NodeObservation;
 use linkwise_system::right::Right;
 
 /// The phase of a linkwise beside another one.
@@ -31,7 +32,7 @@ impl Node {
 
     pub(super) fn perform(&mut self, duty: Duty) {
         match duty {
-            Duty::Adopt(record) => self.adopt(record),
+            Duty::Adopt(record, seen) => self.adopt(record, seen),
             Duty::Plugins(wanted) => {
                 self.running.send_modify(|running| running.wanted = wanted);
                 self.metrics.placements().stand_by(!wanted);
@@ -45,10 +46,12 @@ impl Node {
     }
 
     /// Makes the state anew, as a start would, without repeating work that takes time.
-    fn adopt(&mut self, record: Option<Box<HealthRecord>>) {
-        self.state.current = self.fresh.clone().with_tables_of(&self.state.current);
+    fn adopt(&mut self, record: Option<Box<HealthRecord>>, passed: Option<Box<NodeObservation>>) {
+        let fresh = self.fresh.clone().with_tables_of(&self.state.current);
+        self.state.current = if passed.is_some() { fresh.awaiting_no_poll() } else { fresh };
         self.published = false;
-        let seen = self.memory.as_ref().map(|memory| memory.replay(Instant::now())).unwrap_or_default();
+        let now = Instant::now();
+        let seen = self.memory.as_ref().map(|memory| memory.replay(passed, now)).unwrap_or_default();
         for event in record.map(Event::Restored).into_iter().chain(seen) {
             self.apply(event);
         }

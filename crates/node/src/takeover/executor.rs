@@ -27,10 +27,12 @@ use crate::keeper::{self, Keeper};
 use crate::node::Node;
 use crate::readiness::{Part, Readiness};
 use crate::takeover::{Action, Connection, Input, Limits, Lock, Outcome, Owner, SOCKET, Stage, TakeoverMachine, Word};
-use condition::{Known, condition};
+use condition::{Could, Known, condition};
 use linkwise_core::state::{HealthRecord, NodeState};
+use linkwise_core::topology::NodeObservation;
 use linkwise_kubelet::device_plugin::HeldCalls;
 use linkwise_kubelet::dra::ClaimsTurn;
+use linkwise_nvml::supervisor::Others;
 use linkwise_system::clock::at;
 use linkwise_system::right::Right;
 use linkwise_system::uds::{self, Callers, Listener};
@@ -107,6 +109,7 @@ impl Position {
             Self::Standby(place, successor) => (place, None, TakeoverMachine::standby(Limits::default(), successor)),
         };
         let (claims, turn) = watch::channel(machine.claims());
+        node.others.send_replace(if machine.may_end() { Others::None } else { Others::MayHandOver });
         if lock.is_none() {
             node.stand_by();
         }
@@ -131,10 +134,14 @@ impl Position {
             gap: Duration::ZERO,
             lost: None,
             asked: Instant::now(),
-            able: false,
+            could: Could::default(),
+            others: node.others.clone(),
             failed: None,
             peer: None,
             passed: None,
+            observed: node.observed.subscribe(),
+            seen: Seen::NotPassed,
+            passes_seen: false,
             listener: None,
             guests: FuturesUnordered::new(),
             handed_over: handed_over.clone(),
@@ -185,17 +192,35 @@ struct Takeover {
     lost: Option<Instant>,
     /// The moment at which the owner was asked.
     asked: Instant,
-    able: bool,
+    could: Could,
+    others: watch::Sender<Others>,
     /// The reason for which the last takeover failed.
     failed: Option<String>,
     /// The other process in a takeover; for a standby, the owner.
     peer: Option<Connection>,
     /// The record that the owner handed over.
     passed: Option<Option<Box<HealthRecord>>>,
+    observed: watch::Receiver<Option<Arc<NodeObservation>>>,
+    /// The GPUs as the owner whose place this process takes saw them last.
+    seen: Seen,
+    /// True if the standby takes the place of this process, and gets the GPUs as they were seen last.
+    passes_seen: bool,
     listener: Option<Listener>,
     guests: FuturesUnordered<Guest>,
     handed_over: CancellationToken,
     shutdown: CancellationToken,
+}
+
+/// The GPUs that an owner passed on.
+#[derive(Debug)]
+enum Seen {
+    NotPassed,
+    Passed {
+        seen: Box<NodeObservation>,
+        away: bool,
+    },
+    /// The owner has seen GPUs, and this version does not know how.
+    Unreadable,
 }
 
 enum Happened {
@@ -237,7 +262,8 @@ impl Takeover {
         let wake = self.machine.wake().map(|wake| self.begin + wake);
         let lonely = self.peer.is_none() && stage == Stage::StandingBy;
         let listener = self.listener.as_ref().map(Listener::accept);
-        let known = Known { stage, able: self.able, serves: self.gap_begin.is_none() };
+        let is_empty_handed = self.is_empty_handed();
+        let known = Known { stage, could: self.could, serves: self.gap_begin.is_none(), is_empty_handed };
         let (snapshot, readiness) = (self.snapshot.clone(), self.readiness.clone());
         let ended = (self.running.clone(), self.claims_held.clone());
         let condition = condition(known, snapshot, readiness, ended, self.calls.clone());
@@ -289,18 +315,30 @@ impl Takeover {
         match heard {
             Ok((Word::TakeOver { version, pod, joins }, _)) if self.may_hand_over() => {
                 tracing::info!(version, pod, "another linkwise takes over");
-                self.peer = Some(connection);
+                (self.peer, self.passes_seen) = (Some(connection), false);
                 self.feed(Input::TakeOver { joins }).await?;
             }
-            Ok((Word::TakeOver { .. }, _)) => {
+            Ok((Word::TakePlace { .. }, _)) if !self.readiness.lacks_driver() => {
+                self.answer(connection, Word::KeepPlace).await;
+            }
+            Ok((Word::TakePlace { version, pod }, _)) if self.may_hand_over() => {
+                tracing::info!(version, pod, "another linkwise takes the place of this one; neither has the driver");
+                (self.peer, self.passes_seen) = (Some(connection), true);
+                self.feed(Input::TakeOver { joins: true }).await?;
+            }
+            Ok((Word::TakeOver { .. } | Word::TakePlace { .. }, _)) => {
                 let why = "a takeover is under way, or was a moment ago".to_owned();
-                let _ = timeout(SAY_TIMEOUT, connection.say(&Word::Refused { why }, None)).await;
-                self.welcome(connection);
+                self.answer(connection, Word::Refused { why }).await;
             }
             Ok(_) => self.welcome(connection),
             Err(_) => {}
         }
         Ok(())
+    }
+
+    async fn answer(&mut self, connection: Connection, word: Word) {
+        let _ = timeout(SAY_TIMEOUT, connection.say(&word, None)).await;
+        self.welcome(connection);
     }
 
     /// Returns true if another process can take over. After a takeover our plugins register once more: this must not
@@ -312,8 +350,13 @@ impl Takeover {
 
     async fn peer_said(&mut self, heard: Heard) -> Result<()> {
         let input = match heard {
-            Ok((Word::Record { record }, Some(lock))) if self.machine.takes_record() => {
+            Ok((Word::Record { record, seen, away }, Some(lock))) if self.machine.takes_record() => {
                 self.lock = Some(Lock::passed(lock));
+                self.seen = match serde_json::from_value(seen) {
+                    Ok(None) => Seen::NotPassed,
+                    Ok(Some(seen)) => Seen::Passed { seen, away },
+                    Err(_) => Seen::Unreadable,
+                };
                 let record = Some(record).filter(|record| !record.is_null());
                 let parsed = record.map(|record| keeper::parse(record.to_string().as_bytes()));
                 self.passed = Some(parsed.and_then(Result::ok).map(Box::new));
@@ -322,6 +365,10 @@ impl Takeover {
             Ok((Word::Refused { why }, _)) => {
                 tracing::info!(why, "the linkwise that serves this node does not hand over now");
                 Input::Refused
+            }
+            Ok((Word::KeepPlace, _)) => {
+                tracing::info!("the linkwise that serves this node has the driver, and keeps its place");
+                Input::PlaceKept
             }
             Ok((Word::Agreed, _)) => Input::Agreed,
             Ok((Word::Joined, _)) => Input::TheyJoined,
@@ -348,7 +395,8 @@ impl Takeover {
 
     async fn feed(&mut self, input: Input) -> Result<()> {
         match input {
-            Input::Able => self.able = true,
+            Input::Able => self.could = Could::Serve,
+            Input::Unable => self.could = Could::Not,
             Input::Connected => self.lost = None,
             Input::Lost => {
                 self.lost = Some(Instant::now());
@@ -360,7 +408,7 @@ impl Takeover {
         let before = self.machine.stage();
         let actions = self.machine.step(input, self.begin.elapsed());
         let stage = self.machine.stage();
-        if stage != before || matches!(input, Input::Able | Input::Connected) {
+        if stage != before || matches!(input, Input::Able | Input::Unable | Input::Connected) {
             tracing::debug!(?stage, ?input, "takeover");
         }
         match stage {
@@ -371,6 +419,7 @@ impl Takeover {
             Stage::Waiting => {}
             _ => self.readiness.remove(&Part::Predecessor),
         }
+        self.show_others();
         for action in actions {
             self.perform(action).await?;
         }
@@ -386,6 +435,24 @@ impl Takeover {
         let claims = self.machine.claims();
         self.claims.send_if_modified(|before| std::mem::replace(before, claims) != claims);
         Ok(())
+    }
+
+    /// Returns true if this process takes the place of an owner that offers nothing, and sees nothing itself.
+    fn is_empty_handed(&self) -> bool {
+        self.machine.takes_place() && matches!(self.seen, Seen::NotPassed)
+    }
+
+    /// Shows the part of the other process: NVML that cannot be initialised must not end a process that may still take
+    /// over, or that offers what an owner saw.
+    fn show_others(&self) {
+        let others = match &self.seen {
+            Seen::Passed { away, .. } if self.machine.takes_place() && !self.machine.stands_by() => {
+                Others::HandedOver { away: *away }
+            }
+            _ if self.machine.may_end() => Others::None,
+            _ => Others::MayHandOver,
+        };
+        self.others.send_if_modified(|before| std::mem::replace(before, others) != others);
     }
 
     /// Measures the time for which not every plugin is registered.
@@ -422,13 +489,21 @@ impl Takeover {
                 let (version, pod) = (VERSION.to_owned(), self.place.pod.clone());
                 self.say(Word::TakeOver { version, pod, joins: true }).await;
             }
+            Action::SayTakePlace => {
+                self.readiness.takeover_failed(None);
+                (self.asked, self.gap, self.gap_begin) = (Instant::now(), Duration::ZERO, None);
+                let (version, pod) = (VERSION.to_owned(), self.place.pod.clone());
+                self.say(Word::TakePlace { version, pod }).await;
+            }
             Action::SayAgreed => self.say(Word::Agreed).await,
             Action::SayJoined => self.say(Word::Joined).await,
             Action::SayRecord => {
                 let kept = self.records.borrow().clone();
                 let record = kept.unwrap_or_else(|| self.snapshot.borrow().record());
                 let record = serde_json::to_value(record).unwrap_or_default();
-                self.say(Word::Record { record }).await;
+                let observed = self.observed.borrow().clone().filter(|_| self.passes_seen);
+                let seen = observed.map(|seen| serde_json::to_value(&*seen).unwrap_or_default()).unwrap_or_default();
+                self.say(Word::Record { record, seen, away: self.readiness.is_driver_away() }).await;
             }
             Action::SayServing => self.say(Word::Serving).await,
             Action::SayEnded => self.say(Word::Ended).await,
@@ -445,7 +520,11 @@ impl Takeover {
                     Some(record) => record,
                     None => self.keeper.read().await.map(Box::new),
                 };
-                self.order(Duty::Adopt(record)).await?;
+                let seen = match &self.seen {
+                    Seen::Passed { seen, .. } if self.machine.takes_place() => Some(seen.clone()),
+                    _ => None,
+                };
+                self.order(Duty::Adopt(record, seen)).await?;
             }
             Action::Files(true) => drop(self.files.send_replace(Some(Right::new(())))),
             Action::Files(false) => {
@@ -457,6 +536,10 @@ impl Takeover {
             Action::Listen => {
                 if let Some(lock) = &mut self.lock {
                     write_owner(lock, Lock::owner(&self.place.folder), &self.place);
+                }
+                if self.readiness.sees_nothing() {
+                    // No plugin will start and end this part.
+                    self.readiness.remove(&Part::Owner);
                 }
                 self.listen();
             }

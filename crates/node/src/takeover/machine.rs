@@ -25,6 +25,8 @@ pub struct Limits {
     pub pauses: Backoff,
     /// The pause after an owner's refusal.
     pub refused: Duration,
+    /// The pause after an owner kept its place: its driver may fail later.
+    pub place_kept: Duration,
 }
 
 impl Default for Limits {
@@ -38,6 +40,7 @@ impl Default for Limits {
             patience: seconds(60),
             pauses: Backoff::new(seconds(10), seconds(600)),
             refused: Duration::from_millis(500),
+            place_kept: seconds(5),
         }
     }
 }
@@ -82,6 +85,8 @@ pub enum Input {
     Free,
     /// This node could serve: its GPUs are known.
     Able,
+    /// This process sees no GPU, because the driver fails or is released.
+    Unable,
     Connected,
     /// The owner will hand over, once our DRA plugin is registered.
     Agreed,
@@ -91,6 +96,8 @@ pub enum Input {
     Record,
     /// The owner does not hand over now.
     Refused,
+    /// The owner has the driver, and keeps its place.
+    PlaceKept,
     /// The owner takes back what it gave.
     Back,
     /// Every plugin of ours is registered, and outlasts the end of the owner's.
@@ -127,6 +134,8 @@ pub enum Action {
     /// Tell the owner that this process stands by, and no more.
     SayStandBy,
     SayTakeOver,
+    /// Ask an owner that has no driver for its place.
+    SayTakePlace,
     SayAgreed,
     SayJoined,
     /// Hand over the record and the lock, which is kept too.
@@ -179,6 +188,11 @@ pub struct TakeoverMachine {
     /// True if the standby that takes over has registered its DRA plugin before.
     joined: bool,
     able: bool,
+    unable: bool,
+    /// True if the process asked last for the place of an owner without a driver.
+    place: bool,
+    /// True if the owner keeps its place, or did not answer.
+    kept: bool,
     connected: bool,
     until: Option<Duration>,
     pauses: Backoff,
@@ -198,6 +212,9 @@ impl TakeoverMachine {
             successor,
             joined: false,
             able: false,
+            unable: false,
+            place: false,
+            kept: false,
             connected: false,
             until: None,
             pauses: limits.pauses,
@@ -222,6 +239,21 @@ impl TakeoverMachine {
     /// Returns true if another process serves this node.
     pub fn stands_by(&self) -> bool {
         matches!(self.stage, Stage::StandingBy | Stage::Asking | Stage::Joining | Stage::Receiving)
+    }
+
+    /// Returns true if this process sees no GPU, and asked for the place of an owner without a driver.
+    pub fn takes_place(&self) -> bool {
+        self.place
+    }
+
+    /// Returns true if NVML that cannot be initialised may end this process. A successor asks for the owner's place
+    /// before.
+    pub fn may_end(&self) -> bool {
+        match self.stage {
+            Stage::StandingBy => !self.successor || self.unable && !self.able && (self.kept || !self.connected),
+            Stage::Owning | Stage::Retired => true,
+            _ => false,
+        }
     }
 
     /// Returns true if the owner may hand over its record and the lock now.
@@ -256,8 +288,14 @@ impl TakeoverMachine {
                 self.able = true;
                 self.ask_if_due(now)
             }
+            (_, Input::Unable) => {
+                self.unable = true;
+                self.ask_if_due(now)
+            }
             (_, Input::Free) => {
                 self.own();
+                // The owner died, and did not give up its place.
+                self.place = false;
                 let serve = [Action::Adopt, Action::Files(true), Action::Plugins(true), Action::Listen];
                 [&serve[..], &[Action::Report(Outcome::Succeeded)]].concat()
             }
@@ -290,6 +328,11 @@ impl TakeoverMachine {
                 self.enter(Stage::StandingBy, Some(now + self.limits.refused));
                 Vec::new()
             }
+            (Stage::Asking, Input::PlaceKept) => {
+                self.kept = true;
+                self.enter(Stage::StandingBy, Some(now + self.limits.place_kept));
+                Vec::new()
+            }
             (Stage::Asking | Stage::Receiving, Input::Tick) if self.is_due(now) => self.gives_up(now),
             (Stage::Joining | Stage::Receiving, Input::Back) => self.gives_up(now),
             _ => Vec::new(),
@@ -308,7 +351,7 @@ impl TakeoverMachine {
 
     /// A takeover failed: each further one comes after a longer pause.
     fn failed(&mut self, now: Duration) {
-        self.connected = false;
+        (self.connected, self.kept) = (false, true);
         let pause = self.pauses.failed();
         self.enter(Stage::StandingBy, Some(now + pause));
     }
@@ -318,12 +361,13 @@ impl TakeoverMachine {
     }
 
     fn ask_if_due(&mut self, now: Duration) -> Vec<Action> {
-        let asks = self.stage == Stage::StandingBy && self.successor && self.able && self.connected;
-        if !asks || self.until.is_some_and(|until| now < until) {
+        let asks = self.stage == Stage::StandingBy && self.successor && self.connected;
+        if !asks || !(self.able || self.unable) || self.until.is_some_and(|until| now < until) {
             return Vec::new();
         }
         self.enter(Stage::Asking, Some(now + self.limits.answer));
-        vec![Action::SayTakeOver]
+        self.place = !self.able;
+        vec![if self.place { Action::SayTakePlace } else { Action::SayTakeOver }]
     }
 
     fn taking_over(&mut self, input: Input, now: Duration) -> Vec<Action> {

@@ -35,6 +35,14 @@ pub enum Word {
         #[serde(default)]
         joins: bool,
     },
+    /// A standby that sees no GPU asks for the place of an owner that has no driver either. An owner of an older
+    /// version does not know this word, and keeps its place.
+    TakePlace {
+        #[serde(default)]
+        version: String,
+        #[serde(default)]
+        pod: String,
+    },
     /// The owner will hand over as soon as the standby's DRA plugin is registered.
     Agreed,
     /// The kubelet calls the standby's DRA plugin.
@@ -44,6 +52,12 @@ pub enum Word {
         /// The health record, of this version or another; null without one.
         #[serde(default)]
         record: serde_json::Value,
+        /// The GPUs as the owner saw them last, for a standby that took its place; null if it saw none.
+        #[serde(default, skip_serializing_if = "serde_json::Value::is_null")]
+        seen: serde_json::Value,
+        /// True if NVML has been unavailable to the owner for the grace period.
+        #[serde(default)]
+        away: bool,
     },
     /// The owner refuses, for now.
     Refused {
@@ -51,6 +65,8 @@ pub enum Word {
         #[serde(default)]
         why: String,
     },
+    /// The owner keeps its place: it has the driver.
+    KeepPlace,
     /// Every plugin of the standby is registered: the owner may end its own.
     Serving,
     /// The owner's plugins have ended.
@@ -176,7 +192,7 @@ mod tests {
         let lock = Lock::try_take(folder.path()).unwrap().unwrap();
         let (owner, mut standby) = pair();
         // Longer than one read.
-        let word = Word::Record { record: "x".repeat(100_000).into() };
+        let word = Word::Record { record: "x".repeat(100_000).into(), seen: serde_json::Value::Null, away: false };
         let (said, heard) = tokio::join!(owner.say(&word, Some(lock.as_fd())), standby.next());
         said.unwrap();
         let (heard, passed) = heard.unwrap();

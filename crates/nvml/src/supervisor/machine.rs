@@ -30,8 +30,8 @@ use linkwise_core::once::Once;
 use linkwise_core::state::{Event, HealthPoll, MigInstance, Reach};
 use linkwise_core::topology::{GpuUuid, PciAddress};
 
-pub use io::Settings;
 pub(super) use io::{Action, Input};
+pub use io::{Others, Settings};
 
 /// The longest pause before an agent is started again, as a multiple of the first.
 const LONGEST: u32 = 60;
@@ -78,6 +78,7 @@ pub(super) struct DriverMachine {
     stage: Stage,
     agents: Agents,
     released: bool,
+    others: Others,
     backoff: Backoff,
     library: Once<String>,
     /// The reason why NVML is unavailable, as last logged.
@@ -107,6 +108,7 @@ impl DriverMachine {
             stage: Stage::Pausing { until: Duration::ZERO },
             agents: Agents::default(),
             released: false,
+            others: Others::None,
             backoff,
             library: Once::new(),
             unavailable: Once::new(),
@@ -169,10 +171,19 @@ impl DriverMachine {
             Input::Released(released) => self.release(released, now),
             Input::Probed(host) => self.probed(host, now),
             Input::HostScanned(host) => self.scan.take_host(host, now),
+            Input::Others(others) => self.take_others(others, now),
             Input::Tick => {}
         }
         self.timers(now);
         std::mem::take(&mut self.actions)
+    }
+
+    fn take_others(&mut self, others: Others, now: Duration) {
+        self.others = others;
+        if let Others::HandedOver { away } = others {
+            let grace = if away { Duration::ZERO } else { self.settings.grace };
+            self.outage.inherit("it did for the linkwise before this one".to_owned(), now + grace);
+        }
     }
 
     fn act(&mut self, action: Action) {

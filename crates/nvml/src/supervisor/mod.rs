@@ -37,7 +37,7 @@ use linkwise_core::topology::{MigUuid, NodeObservation};
 use linkwise_host::hwloc;
 use linkwise_system::clock::at;
 use machine::{Action, DriverMachine, Input};
-pub use machine::{NOT_SEEN, Settings};
+pub use machine::{NOT_SEEN, Others, Settings};
 pub use metrics::DriverMetrics;
 pub use release::Release;
 
@@ -97,6 +97,10 @@ pub struct Driver {
     pub release: Release,
     /// MIG devices to be made and destroyed; `None` if no task orders any.
     pub mig: Option<mpsc::Receiver<MigRequest>>,
+    /// The part of other processes of linkwise on the node.
+    pub others: watch::Receiver<Others>,
+    /// True while NVML has been unavailable for the grace period.
+    pub away: watch::Sender<bool>,
 }
 
 impl Driver {
@@ -150,8 +154,10 @@ impl Life {
     async fn live(mut self, mut inputs: mpsc::Receiver<Input>) -> Result<()> {
         self.tasks.spawn(self.driver.release.clone().follow_node());
         let mut released = self.driver.release.follow();
-        let mut mig = self.driver.mig.take();
-        let mut next = VecDeque::from([Input::Released(*released.borrow_and_update()), Input::Tick]);
+        let (mut mig, mut others) = (self.driver.mig.take(), self.driver.others.clone());
+        let first = [Input::Others(*others.borrow_and_update()), Input::Released(*released.borrow_and_update())];
+        let mut next = VecDeque::from(first);
+        next.push_back(Input::Tick);
         loop {
             let input = match next.pop_front() {
                 Some(input) => input,
@@ -160,6 +166,7 @@ impl Life {
                         changed.context("the operator's orders are gone")?;
                         Input::Released(*released.borrow_and_update())
                     }
+                    Ok(()) = others.changed() => Input::Others(*others.borrow_and_update()),
                     input = inputs.recv() => input.context("nothing reports to the NVML driver's loop")?,
                     Some(Some(request)) = OptionFuture::from(mig.as_mut().map(mpsc::Receiver::recv)) => {
                         self.pass_on(request);
@@ -189,6 +196,7 @@ impl Life {
             metrics.agent_up.set(self.machine.is_up().into());
             metrics.agents_stuck.set(self.machine.unreaped().try_into().unwrap_or(i64::MAX));
             metrics.nvml_away.set(self.machine.is_outage().into());
+            self.driver.away.send_if_modified(|away| std::mem::replace(away, self.machine.is_outage()) != *away);
         }
     }
 

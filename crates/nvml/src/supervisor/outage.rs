@@ -47,6 +47,13 @@ impl NvmlOutage {
         }
     }
 
+    /// Takes over the outage of another process, whose agent has worked. It is to be reported at a time.
+    pub fn inherit(&mut self, cause: String, report_at: Duration) {
+        if matches!(self.phase, Phase::Never) {
+            self.phase = Phase::Down { cause, report_at };
+        }
+    }
+
     /// Records that an agent works. Returns true if that ends a reported outage.
     pub fn end(&mut self) -> bool {
         matches!(std::mem::replace(&mut self.phase, Phase::Up), Phase::Reported)

@@ -19,15 +19,44 @@ const QUIET: Duration = Duration::from_millis(200);
 /// The longest time for which calls are held; the end of the owner's plugins takes some milliseconds.
 const HELD: Duration = Duration::from_millis(500);
 
+/// What the takeover was told about a standby.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Could {
+    /// Nothing yet.
+    #[default]
+    Unknown,
+    /// The standby sees no GPU: the driver fails or is released.
+    Not,
+    /// The standby could serve the node.
+    Serve,
+}
+
 /// The facts that the takeover knows already.
 #[derive(Clone, Copy)]
 pub struct Known {
     /// The state machine's stage.
     pub stage: Stage,
-    /// Set if the takeover was told that this node could serve.
-    pub able: bool,
+    /// What the takeover was told.
+    pub could: Could,
     /// Set if every plugin is registered, in a takeover and after it.
     pub serves: bool,
+    /// Set if this process sees nothing and takes the place of one that offers nothing: there is nothing to register.
+    pub is_empty_handed: bool,
+}
+
+/// Waits until this process sees no GPU, because the driver fails or is released. False if the node is ending.
+async fn sees_nothing(readiness: &Readiness) -> bool {
+    let (mut news, mut idle) = (readiness.news(), readiness.idle().subscribe());
+    while !readiness.sees_nothing() {
+        let changed = tokio::select! {
+            changed = news.changed() => changed,
+            changed = idle.changed() => changed,
+        };
+        if changed.is_err() {
+            return false;
+        }
+    }
+    true
 }
 
 /// Waits for the condition of the stage.
@@ -42,15 +71,17 @@ pub async fn condition(
     let never = std::future::pending::<Happened>();
     let mut news = readiness.news();
     match known.stage {
-        Stage::StandingBy if !known.able => {
+        Stage::StandingBy if known.could != Could::Serve => {
             let mut idle = readiness.idle().subscribe();
             let offers = async { snapshot.wait_for(|state| state.offers_any()).await.is_ok() };
             let none = async { idle.wait_for(|idle| matches!(idle, Idle::NoGpu(_))).await.is_ok() };
-            let able = tokio::select! {
-                able = offers => able,
-                able = none => able,
+            let (input, is_so) = tokio::select! {
+                biased;
+                able = offers => (Input::Able, able),
+                able = none => (Input::Able, able),
+                unable = sees_nothing(&readiness), if known.could == Could::Unknown => (Input::Unable, unable),
             };
-            if able { Happened::Input(Input::Able) } else { never.await }
+            if is_so { Happened::Input(input) } else { never.await }
         }
         Stage::Joining => {
             while !readiness.is_dra_called() {
@@ -67,7 +98,9 @@ pub async fn condition(
             never.await
         }
         Stage::Starting => {
-            while !readiness.has_plugins(false) {
+            let nothing_to_register = || known.is_empty_handed && readiness.sees_nothing();
+            let has_each = || readiness.has_plugin_of_each(snapshot.borrow().offers().resources().keys());
+            while !(nothing_to_register() || readiness.has_plugins(false) && has_each()) {
                 if news.changed().await.is_err() {
                     return never.await;
                 }
@@ -83,7 +116,8 @@ pub async fn condition(
             if serves != known.serves && (known.stage != Stage::Owning || serves) {
                 return Happened::Serves(serves);
             }
-            if known.stage == Stage::Settling && readiness.has_plugins(true) {
+            let nothing_to_register = known.is_empty_handed && readiness.sees_nothing();
+            if known.stage == Stage::Settling && (nothing_to_register || readiness.has_plugins(true)) {
                 return Happened::Input(Input::Alone);
             }
             if known.stage == Stage::Owning && known.serves || news.changed().await.is_err() {

@@ -50,6 +50,7 @@ impl Process {
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Said {
     Word(Input),
+    TakePlace,
     Eof,
 }
 
@@ -62,6 +63,10 @@ struct World {
     open: [bool; 2],
     /// Whether the standby is of this version, and not of one before claims were handed over.
     joins: bool,
+    /// Whether the standby sees no GPU.
+    is_blind: bool,
+    /// Whether the owner has no driver either.
+    lacks_driver: bool,
     now: Duration,
 }
 
@@ -76,6 +81,9 @@ enum Move {
     /// It ends what it has begun for claims.
     EndsClaims(usize),
     Able,
+    Unable,
+    /// The owner's driver fails, or is there again.
+    OwnersDriver,
     Connects,
     TriesLock,
     Dies(usize),
@@ -93,8 +101,15 @@ impl World {
             wires: Default::default(),
             open: [false; 2],
             joins: true,
+            is_blind: false,
+            lacks_driver: false,
             now: Duration::ZERO,
         }
+    }
+
+    /// The standby sees no GPU.
+    fn blind() -> Self {
+        Self { is_blind: true, ..Self::new() }
     }
 
     fn feed(&mut self, who: usize, input: Input) {
@@ -123,6 +138,11 @@ impl World {
         match action {
             Action::SayStandBy => {}
             Action::SayTakeOver => self.say(who, Input::TakeOver { joins: self.joins }),
+            Action::SayTakePlace => {
+                if self.open == [true; 2] {
+                    self.wires[1 - who].push_back(Said::TakePlace);
+                }
+            }
             Action::SayAgreed => self.say(who, Input::Agreed),
             Action::SayJoined => self.say(who, Input::TheyJoined),
             Action::SayRecord => {
@@ -211,8 +231,10 @@ impl World {
         }
         let (owner, standby) = (&self.processes[OWNER], &self.processes[STANDBY]);
         if standby.lives && matches!(standby.machine.stage(), Stage::StandingBy) {
-            if !standby.machine.able {
-                moves.push(Move::Able);
+            match standby.machine {
+                TakeoverMachine { able: false, .. } if !self.is_blind => moves.push(Move::Able),
+                TakeoverMachine { unable: false, .. } if self.is_blind => moves.push(Move::Unable),
+                _ => {}
             }
             // Another connection of the same process would be refused.
             if self.open == [false; 2] && owner.lives && owner.listens && !owner.retired {
@@ -234,6 +256,11 @@ impl World {
                     }
                     self.feed(who, word);
                 }
+                // The executor asks whether the owner has the driver.
+                Some(Said::TakePlace) if self.lacks_driver && self.processes[who].machine.stage() == Stage::Owning => {
+                    self.feed(who, Input::TakeOver { joins: true });
+                }
+                Some(Said::TakePlace) => self.say(who, Input::PlaceKept),
                 Some(Said::Eof) => {
                     self.open[who] = false;
                     self.feed(who, Input::Lost);
@@ -256,6 +283,8 @@ impl World {
             Move::TakesClaims(who) => self.processes[who].has_claims = true,
             Move::EndsClaims(who) => self.processes[who].has_claims = false,
             Move::Able => self.feed(STANDBY, Input::Able),
+            Move::Unable => self.feed(STANDBY, Input::Unable),
+            Move::OwnersDriver => self.lacks_driver = !self.lacks_driver,
             Move::Connects => {
                 self.open = [true; 2];
                 self.wires = Default::default();
@@ -429,6 +458,63 @@ fn retired_process_stays_so() {
         assert_eq!(machine.step(input, Duration::from_secs(1000)), []);
         assert_eq!(machine.stage(), Stage::Retired);
     }
+}
+
+#[test]
+fn owner_with_a_driver_keeps_its_place() {
+    let waits = |world: &World| if world.now < Duration::from_secs(20) { vec![Move::Waits] } else { Vec::new() };
+    let mut refused = 0;
+    walk_from(World::blind(), waits, |world| {
+        let [owner, standby] = &world.processes;
+        assert!(owner.machine.stage() == Stage::Owning && owner.files && owner.plugins, "{world:?}");
+        assert!(standby.machine.stands_by() && !standby.holds_lock, "{world:?}");
+        if standby.machine.wake().is_some() && standby.machine.stage() == Stage::StandingBy {
+            // Its container is made anew, and it asks again.
+            assert!(standby.machine.may_end());
+            refused += 1;
+        }
+    });
+    assert!(refused > 0);
+}
+
+#[test]
+fn owner_without_a_driver_gives_up_its_place() {
+    let mut done = 0;
+    walk_from(
+        World { lacks_driver: true, ..World::blind() },
+        |_| Vec::new(),
+        |world| {
+            assert!(world.is_served() && world.is_called(), "{world:?}");
+            let [owner, standby] = &world.processes;
+            if world.moves().is_empty() {
+                assert_eq!((owner.machine.stage(), standby.machine.stage()), (Stage::Retired, Stage::Owning));
+                assert!(standby.machine.takes_place() && standby.holds_lock && standby.listens);
+                done += 1;
+            } else if standby.machine.connected {
+                assert!(!standby.machine.may_end(), "its container would be made anew in the middle: {world:?}");
+            }
+        },
+    );
+    assert!(done > 0);
+}
+
+/// The driver comes and goes at the owner, either side hangs or dies: somebody owns the node in the end.
+#[test]
+fn place_is_taken_or_kept_whatever_the_driver_does() {
+    let extra = |world: &World| match world.now > Duration::from_secs(40) {
+        true => vec![Move::OwnersDriver],
+        false => vec![Move::OwnersDriver, Move::Waits],
+    };
+    walk_from(World::blind(), extra, |world| {
+        for dies in [None, Some(OWNER), Some(STANDBY)] {
+            let mut world = world.clone();
+            dies.into_iter().for_each(|who| world.make(Move::Dies(who)));
+            let is_over = world.processes[STANDBY].machine.stage() == Stage::Owning;
+            let world = world.settle();
+            let owners = world.processes.iter().filter(|process| process.lives && process.holds_lock && process.files);
+            assert!(is_over && dies == Some(STANDBY) || owners.count() == 1, "{dies:?} {world:?}");
+        }
+    });
 }
 
 #[test]

@@ -6,7 +6,7 @@ use std::time::Duration;
 use super::super::Idle;
 use super::super::agents::{ActiveAgent, AgentEnd, AgentId, OVER_MEMORY, RestartReason};
 use super::super::host_probe::HostFingerprint;
-use super::{Action, DriverMachine, Stage};
+use super::{Action, DriverMachine, Others, Stage};
 
 /// The cause if NVML works and there is no GPU.
 pub(super) const NO_GPUS: &str = "NVML lists no GPU on this node";
@@ -121,7 +121,7 @@ impl DriverMachine {
         let unavailable = format!("NVML cannot be initialised: {cause}");
         let must_work = self.settings.fail_on_init_error;
         if must_work == Some(true) && cause != NO_GPUS {
-            return Err(unavailable);
+            return if self.others == Others::None { Err(unavailable) } else { Ok(Idle::Waiting(unavailable)) };
         }
         let Some(host) = host else {
             // It is unknown if there is a GPU: this is no reason to end, and none to rest.
@@ -131,7 +131,7 @@ impl DriverMachine {
         let gpus = host.gpus();
         if let Some(first) = gpus.first() {
             // A library that needs more memory would need it in another container too.
-            if must_work == Some(false) || reached == Reached::OverMemory {
+            if must_work == Some(false) || reached == Reached::OverMemory || self.others != Others::None {
                 return Ok(Idle::Waiting(unavailable));
             }
             let number = gpus.len();

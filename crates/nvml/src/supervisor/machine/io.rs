@@ -31,6 +31,21 @@ pub struct Settings {
     pub call: Duration,
 }
 
+/// The part of other processes of linkwise on the node, for a process whose NVML cannot be initialised.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Others {
+    /// They need nothing of this process: a failure may end it.
+    #[default]
+    None,
+    /// One of them may hand over the node: no failure ends this process.
+    MayHandOver,
+    /// One of them has handed over the GPUs that it saw, as if an agent of this process had seen them.
+    HandedOver {
+        /// True if NVML had been unavailable there for the grace period.
+        away: bool,
+    },
+}
+
 #[derive(Debug)]
 pub(in crate::supervisor) enum Input {
     Message(AgentId, FromAgent),
@@ -43,6 +58,8 @@ pub(in crate::supervisor) enum Input {
     Probed(Option<HostFingerprint>),
     /// The host was scanned; `None` if the scan broke off.
     HostScanned(Option<HostScan>),
+    /// The part of other processes of linkwise changed.
+    Others(Others),
     /// The time of [`super::DriverMachine::wake`] has come.
     Tick,
 }

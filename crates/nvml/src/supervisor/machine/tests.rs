@@ -55,6 +55,7 @@ enum Happening {
     Fails(usize, bool),
     ProcessEnds(usize),
     Released(bool),
+    Others(Others),
     Probed(Bus),
     ProbeBreaksOff,
     HostScanned(bool),
@@ -112,6 +113,7 @@ struct World {
     has_worked: bool,
     away: bool,
     failed: bool,
+    may_end: bool,
     /// Set if NVML's last answer was that there is no driver, or no GPU.
     absent: bool,
 }
@@ -150,6 +152,7 @@ impl World {
             has_worked: false,
             away: false,
             failed: false,
+            may_end: true,
             absent: false,
         };
         world.tell(Input::Released(false));
@@ -208,6 +211,7 @@ impl World {
             }
             Action::Fail(cause) => {
                 assert!(!self.has_worked, "a node that has worked is ended: {cause}");
+                assert!(self.may_end, "a process that another linkwise waits for is ended: {cause}");
                 self.failed = true;
             }
             Action::Idle(Idle::NoGpu(reason)) => assert!(self.absent, "nothing says that there is no GPU: {reason}"),
@@ -362,6 +366,15 @@ impl World {
                 self.processes.remove(&id);
                 self.tell(Input::Reaped(id));
             }
+            Happening::Others(others) => {
+                self.may_end = others == Others::None;
+                if let Others::HandedOver { away } = others
+                    && !std::mem::replace(&mut self.has_worked, true)
+                {
+                    self.down_since = Some(if away { self.now.saturating_sub(GRACE) } else { self.now });
+                }
+                self.tell(Input::Others(others));
+            }
             Happening::Released(released) => {
                 self.released = released;
                 self.not_before = Duration::ZERO;
@@ -429,6 +442,11 @@ fn happening() -> impl Strategy<Value = Happening> {
         1 => Just(Bus::OtherDriver),
         1 => Just(Bus::NewDriver),
     ];
+    let others = prop_oneof![
+        Just(Others::None),
+        Just(Others::MayHandOver),
+        any::<bool>().prop_map(|away| Others::HandedOver { away }),
+    ];
     prop_oneof![
         6 => (0_u64..2000).prop_map(Happening::Passes),
         2 => (0_u64..200_000).prop_map(Happening::Passes),
@@ -442,6 +460,7 @@ fn happening() -> impl Strategy<Value = Happening> {
         1 => (agent(), any::<bool>()).prop_map(|(agent, memory)| Happening::Fails(agent, memory)),
         3 => agent().prop_map(Happening::ProcessEnds),
         2 => any::<bool>().prop_map(Happening::Released),
+        1 => others.prop_map(Happening::Others),
         8 => bus.prop_map(Happening::Probed),
         1 => Just(Happening::ProbeBreaksOff),
         5 => any::<bool>().prop_map(Happening::HostScanned),

@@ -28,8 +28,9 @@ enum Case {
 /// The bus, as columns of the table: with a GPU, without one, with GPUs of another driver, not listed, hanging.
 const BUSES: [Option<Bus>; 5] = [Some(Bus::Gpus), Some(Bus::Empty), Some(Bus::OtherDriver), Some(Bus::Unknown), None];
 
-fn becomes(case: Case, bus: Option<Bus>, fail_on_init_error: Option<bool>) -> Becomes {
+fn becomes(case: Case, bus: Option<Bus>, fail_on_init_error: Option<bool>, others: Others) -> Becomes {
     let mut world = World::new(fail_on_init_error);
+    world.happens(Happening::Others(others));
     world.happens(Happening::Passes(0));
     match bus {
         Some(bus) => world.happens(Happening::Probed(bus)),
@@ -77,8 +78,12 @@ fn failure_of_a_library_that_is_there_is_no_absence_of_gpus() {
         (Case::OverMemory, Some(true), [E, E, E, E, E]),
     ];
     for (case, option, row) in table {
-        let found = BUSES.map(|bus| becomes(case, bus, option));
+        let found = BUSES.map(|bus| becomes(case, bus, option, Others::None));
         assert_eq!(found, row, "{case:?}, --fail-on-init-error {option:?}");
+        // A process that another linkwise waits for does not end.
+        let held = BUSES.map(|bus| becomes(case, bus, option, Others::MayHandOver));
+        let waits = row.map(|end| if end == E { W } else { end });
+        assert_eq!(held, waits, "{case:?}, --fail-on-init-error {option:?}");
     }
 }
 
