@@ -1,4 +1,4 @@
-//! `linkwise admin`: sends an order to the agent on this host, over its admin socket.
+//! `linkwise admin`: sends an order to the `linkwise run` on this host, over its admin socket.
 
 use std::fs;
 use std::path::{Path, PathBuf};

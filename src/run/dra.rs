@@ -498,7 +498,7 @@ fn log_one(known: &mut Once<String>, occurrence: &Occurrence) {
             tracing::warn!(%claim, uid = claim.uid, error, "a claim that no longer exists cannot be unprepared");
         }
         Occurrence::HalfMade { claim, result: Ok(()) } => {
-            tracing::info!(%claim, uid = claim.uid, "half made MIG devices of a claim destroyed");
+            tracing::info!(%claim, uid = claim.uid, "MIG devices destroyed of a claim that an earlier process did not prepare to its end");
         }
         Occurrence::HalfMade { claim, result: Err(error) } => {
             tracing::warn!(%claim, uid = claim.uid, error, "half made MIG devices of a claim cannot be destroyed");

@@ -1,4 +1,4 @@
-//! A NodeFeature object as the way out of `linkwise labels`.
+//! Publishes the labels of `linkwise labels` as a NodeFeature object.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;

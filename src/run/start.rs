@@ -161,7 +161,7 @@ impl Wanted {
             settings.dra_gpus.value = DraGpus::None;
         }
         for (variable, passed_over) in args.xids.passed_over() {
-            tracing::warn!(variable, passed_over, "no XID; passed over");
+            tracing::warn!(variable, passed_over, "not an XID number: ignored");
         }
         let api = args.api.access().ok().map(Api::new);
         Ok(Self { settings, environment, state_dir, rights, dra, api })

@@ -125,7 +125,7 @@ async fn disabled_health_checks_leave_gpus_in_service() {
     let setup = Setup::on("dgx1-v100").arg("--nvml-poll-ms=20");
     let setup = setup.env("DP_DISABLE_HEALTHCHECKS", "all,1").env("DP_ENABLE_HEALTHCHECKS", "13,many");
     let (node, kubelet) = setup.serve(8).await;
-    let line = node.process.logged(|line| line["message"] == "no XID; passed over").await;
+    let line = node.process.logged(|line| line["message"] == "not an XID number: ignored").await;
     assert_eq!(
         (line["variable"].as_str(), line["passed_over"].as_str()),
         (Some("DP_ENABLE_HEALTHCHECKS"), Some("many"))

@@ -362,7 +362,7 @@ impl Node {
                     tracing::warn!(version, "health record not used: another version of linkwise wrote it");
                 }
                 Effect::HeldElsewhere { gpu, resource, reason } => {
-                    tracing::info!(%gpu, %resource, %reason, "not given out so until the pod has ended");
+                    tracing::info!(%gpu, %resource, %reason, "not offered under this resource until the pod ends");
                 }
                 Effect::HeldUnoffered(resource, ids) => {
                     let devices = observe::some(&ids);

@@ -87,7 +87,7 @@ fn clear(snapshot: &NodeState, events: &mpsc::Sender<Event>, gpu: GpuUuid) -> Ou
     }
     match events.try_send(Event::Cleared(gpu.clone())) {
         Ok(()) => {
-            tracing::warn!(%gpu, "an operator vouches for the GPU");
+            tracing::warn!(%gpu, "an operator declared the GPU healthy");
             Outcome::Done(format!("what was held against {gpu} is forgotten"))
         }
         Err(TrySendError::Full(_)) => Outcome::NotYet("too much happens just now; try again".to_owned()),

@@ -39,7 +39,7 @@ const LIBRARIES: [&str; 2] = ["libnvidia-ml.so.1", "libnvidia-ml.so"];
 
 /// The time after which a wait for events has found none: a pending event ends the wait at once.
 const SETTLED: Duration = Duration::from_millis(20);
-/// The time that the process waits for the parent to take the last events. The parent reads for longer (`runtime`).
+/// The time that the process waits for the parent to take the last events. The parent reads for longer (`child`).
 const HEARING_OUT: Duration = Duration::from_secs(1);
 
 /// The reason why the agent ended.

@@ -15,13 +15,14 @@ use crate::topology::{GpuUuid, NodeTopology, PciAddress};
 pub enum Value {
     /// The ring bandwidth of the set by NCCL's model, MB/s.
     Collective,
-    /// The value that the free GPUs still have for others: thousandths of the machine's best.
+    /// The value that the free GPUs still have for others, summed over groups of 2, 4 and 8: thousandths of the
+    /// machine's best.
     Remaining,
     /// The sum of the bandwidths of its pairs, MB/s.
     Pairs,
     /// Minus the sum of the ranks of its pairs.
     Closeness,
-    /// The number of free GPUs in whole groups that still fit a package.
+    /// The number of free GPUs in whole groups that still fit a package, summed over groups of 2, 4 and 8.
     Room,
     /// Minus the smallest sum of ranks over the free GPUs in pairs.
     RemainingCloseness,

@@ -25,7 +25,7 @@ const VERSION: u32 = 1;
 /// of edits for each request.
 const LONGEST: u64 = 1 << 20;
 
-/// Only the agent reads them.
+/// Only linkwise reads them.
 const MODE: u32 = 0o600;
 
 /// The end of the name of a file that a version before set aside, because it could not read it.

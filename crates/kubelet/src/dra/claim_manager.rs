@@ -99,7 +99,7 @@ pub(super) enum PrepareError {
     Mps(#[from] MpsError),
     #[error("no scan of the host has found {0} yet, which the claim's CDI spec needs")]
     NoDevices(String),
-    #[error("the agent is ending, or too busy to enter the claim into its ledger")]
+    #[error("linkwise is ending, or did not enter the claim into its ledger within {LEDGER_TIMEOUT:?}")]
     NoLedger,
     #[error("what an earlier attempt has left of the claim is still there")]
     Left(#[from] UnprepareError),

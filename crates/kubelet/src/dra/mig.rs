@@ -148,7 +148,7 @@ impl ClaimManager {
         let _ = self.sees_gpus().await;
         let (answer, answered) = oneshot::channel();
         let sent = mig.send(MigRequest { order, answer }).await;
-        sent.map_err(|_| failed("the agent is ending", false))?;
+        sent.map_err(|_| failed("linkwise is ending", false))?;
         answered.await.unwrap_or_else(|_| Err(failed("the NVML agent ended before it answered", true)))
     }
 

@@ -10,7 +10,7 @@ const ROOT: u32 = 0;
 /// The users that may connect.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Callers {
-    /// Set if root and the agent's own user may connect.
+    /// Set if root and linkwise's own user may connect.
     usual: bool,
     uids: BTreeSet<u32>,
 }
@@ -22,7 +22,7 @@ impl Default for Callers {
 }
 
 impl Callers {
-    /// Allows root, the agent's own user and these.
+    /// Allows root, linkwise's own user and these.
     pub fn and(uids: impl IntoIterator<Item = u32>) -> Self {
         Self { usual: true, uids: uids.into_iter().collect() }
     }
