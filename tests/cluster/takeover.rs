@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
+use fake_nvml::Control;
 use linkwise_api_server_box::ResourceType;
 use linkwise_kubelet_box::Connections;
 use linkwise_kubelet_box::dra::PodClaims;
@@ -168,6 +169,57 @@ async fn takeovers_under_claims_fail_no_call() {
 #[tokio::test]
 async fn takeovers_under_claims_for_mig_leave_no_instance() {
     rollouts(World::of_mig(KUBELETS[0], RECONCILE).await, FEW, dra_mig::instances).await;
+}
+
+/// Linkwise that soon counts NVML as away, on a node whose driver can fail.
+fn quick(node: &Node) -> Command {
+    let mut command = node.program();
+    command.env("FAKE_NVML_CONTROL", node.at("control"));
+    command.args(["--nvml-poll-ms=20", "--nvml-pause-ms=10", "--nvml-grace-ms=100"]);
+    command
+}
+
+/// Puts the GPUs of the machine on the PCI bus: a process that cannot ask the driver knows that there are some.
+fn put_on_bus(node: &Node) {
+    for bus in ["06", "07", "0a", "0b", "85", "86", "89", "8a"] {
+        let device = node.at("sys/bus/pci/devices").join(format!("0000:{bus}:00.0"));
+        std::fs::create_dir_all(&device).unwrap();
+        std::fs::write(device.join("vendor"), "0x10de\n").unwrap();
+        std::fs::write(device.join("class"), "0x030200\n").unwrap();
+    }
+}
+
+/// The new process prepares claims of GPUs that only the old one has seen.
+#[tokio::test]
+async fn takeover_without_a_driver_fails_no_claim() {
+    let world = World { command: quick, ..World::of_gpus(KUBELETS[0], RECONCILE).await };
+    put_on_bus(&world.node);
+    let (mut old, address) = world.start("pod-0").await;
+    ready(address).await;
+    world.node.is_registered(1).await;
+    let end = CancellationToken::new();
+    let mut load = world.load(&end);
+    for order in ["init 9", "fail * nvmlDeviceGetCount_v2 9"] {
+        Control::new(world.node.at("control")).send(order).unwrap();
+    }
+    old.said("NVML unavailable for longer than the grace period").await;
+    let (new, address) = world.start("pod-1").await;
+    tokio::select! {
+        () = ready(address) => {}
+        Some(ended) = load.join_next() => panic!("{ended:?}"),
+    }
+    new.said("took over this node").await;
+    old.signal("TERM");
+    old.ended().await;
+    let before = world.claims.load(Ordering::Relaxed);
+    until(async || match world.claims.load(Ordering::Relaxed) {
+        claims if claims >= before + 2 * world.sets.len() => Ok(()),
+        claims => Err(format!("{claims} after {before}")),
+    })
+    .await;
+    end.cancel();
+    load.join_all().await;
+    assert_eq!(world.node.checkpoints(), Vec::<String>::new());
 }
 
 /// Kills either side at a step of a takeover, again and again on one node; the one that is left has all claims.
