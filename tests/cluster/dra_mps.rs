@@ -7,12 +7,14 @@ use std::path::{Path, PathBuf};
 use std::process::Stdio;
 
 use linkwise_api_server_box::{Key, ResourceType};
+use linkwise_host::mps::{Layout, unmount_own_shms};
 use linkwise_kubelet_box::dra::{ClaimRef, PodClaims};
 use serde_json::{Value, json};
 use tokio::process::{Child, Command};
 
 use crate::cluster::dra_node::{DRIVER, Node};
 use crate::cluster::support::{until, within};
+use crate::mps::node::can_mount;
 
 /// A node of 8 V100 with an MPS root and the driver's two programs.
 async fn node() -> Node {
@@ -53,6 +55,7 @@ struct Daemons {
 
 impl Drop for Daemons {
     fn drop(&mut self) {
+        let _ = unmount_own_shms(&Layout::new(&self.root), |_| false);
         for daemon in fs::read_dir(self.root.join("dra.linkwise.dev")).into_iter().flatten().flatten() {
             if let Ok(pid) = fs::read_to_string(daemon.path().join("pipe/nvidia-cuda-mps-control.pid")) {
                 let group = format!("-{}", pid.trim());
@@ -121,6 +124,9 @@ fn refusal(error: linkwise_kubelet_box::dra::DraError) -> String {
 
 #[tokio::test]
 async fn claim_has_its_own_control_daemon_until_its_end() {
+    if !can_mount() {
+        return;
+    }
     let node = node().await;
     let mut plugin = run(&node);
     let mut privileged = daemons(&node);
@@ -140,7 +146,8 @@ async fn claim_has_its_own_control_daemon_until_its_end() {
     let edits = edits(&node, &two);
     assert_eq!(edits["env"], json!([format!("CUDA_MPS_PIPE_DIRECTORY=/mps/{pipe}")]));
     let mounts: Vec<_> = edits["mounts"].as_array().unwrap().iter().map(|mount| &mount["hostPath"]).collect();
-    assert_eq!(mounts, [&json!(format!("/host/mps/{pipe}")), &json!("/host/mps/shm")]);
+    let shm = format!("/host/mps/dra.linkwise.dev/{name}/shm");
+    assert_eq!(mounts, [&json!(format!("/host/mps/{pipe}")), &json!(shm)]);
     let pid = text(folder.join("pipe/nvidia-cuda-mps-control.pid"));
     // The plugin is killed, and its file with it: the next one orders the same, and the daemon serves on.
     plugin.kill().await.unwrap();
@@ -170,7 +177,34 @@ async fn claim_has_its_own_control_daemon_until_its_end() {
 }
 
 #[tokio::test]
+async fn next_claim_of_the_same_gpu_finds_nothing_in_shared_memory() {
+    if !can_mount() {
+        return;
+    }
+    let node = node().await;
+    let _plugin = run(&node);
+    let _privileged = daemons(&node);
+    node.publishes(8).await;
+    node.is_registered(1).await;
+    let mut left = None;
+    for pod in ["one", "two", "three"] {
+        let claim = claim(&node, pod, &[whole("gpu-2")], Some(json!({})));
+        node.start_pod(pod, &claim).await;
+        let [folder] = &folders(&node)[..] else { panic!("{:?}", folders(&node)) };
+        let file = folder.join("shm/left");
+        assert!(!file.exists(), "{pod} is given what {left:?} has left");
+        fs::write(&file, pod).unwrap();
+        left = Some(pod);
+        // The next one comes at once.
+        within(node.dra.stop_pod(pod)).await.unwrap();
+    }
+}
+
+#[tokio::test]
 async fn claims_share_a_gpu_through_one_control_daemon() {
+    if !can_mount() {
+        return;
+    }
     let node = node().await;
     let sharing = "sharing: {timeSlicing: {resources: [{name: nvidia.com/gpu, replicas: 4}]}}";
     fs::write(node.at("config.yaml"), format!("version: v1\n{sharing}\nlinkwise: {{dra: {{gpus: all}}}}\n")).unwrap();

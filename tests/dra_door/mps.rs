@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use linkwise_core::claims::{ClaimName, MpsOrder};
+use linkwise_core::publish::MpsShm;
 use linkwise_core::state::ResourceName;
 use linkwise_core::topology::GpuUuid;
 use linkwise_kubelet::dra::{MpsLink, MpsOrders, MpsServed, Occurrence};
@@ -17,10 +18,22 @@ use super::node::{Answer, LIMIT, Node, claim, configured, end, hardware, refusal
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Mood {
     Serves,
+    /// As one of an older release, with one shared memory for all.
+    IsOld,
     /// There is none.
     Away,
     /// Orders cannot be written.
     Unreachable,
+}
+
+impl Mood {
+    fn shm(&self) -> Option<MpsShm> {
+        match self {
+            Self::Serves => Some(MpsShm::Own),
+            Self::IsOld => Some(MpsShm::Common),
+            Self::Away | Self::Unreachable => None,
+        }
+    }
 }
 
 /// What the process of daemons does.
@@ -45,13 +58,12 @@ fn node() -> (Node, Daemons) {
             let (wanted, how): (Option<MpsOrders>, Mood) =
                 (orders.borrow_and_update().clone(), mood.borrow_and_update().clone());
             if let Some(MpsOrders { revision, daemons, .. }) = wanted {
-                let is_exclusive = |order: &&MpsOrder| order.exclusive && how == Mood::Serves;
+                let is_exclusive = |order: &&MpsOrder| order.exclusive && how.shm().is_some();
                 let gpus = daemons.values().filter(is_exclusive).flat_map(|order| &order.gpus);
                 let exclusive = gpus.map(|gpu| gpu.gpu.clone()).chain(left.lock().unwrap().clone()).collect();
-                let away = Err("the MPS daemon does not serve it".to_owned());
+                let away = || "the MPS daemon does not serve it".to_owned();
                 let states = daemons.into_keys();
-                let states =
-                    states.map(|name| (name, if how == Mood::Serves { Ok(()) } else { away.clone() })).collect();
+                let states = states.map(|name| (name, how.shm().ok_or_else(away))).collect();
                 let trouble = (how == Mood::Unreachable).then(|| "cannot write orders".to_owned());
                 served.send_replace(Some(MpsServed { revision, trouble, daemons: states, exclusive }));
             }
@@ -149,6 +161,29 @@ async fn claim_without_a_daemon_is_refused_until_there_is_one() {
     assert!(why.contains("is not ready"), "{why}");
     assert_eq!(node.checkpoints(), ["a.json", "b.json"], "its containers may run");
     assert_eq!(daemons.wanted().len(), 1);
+}
+
+#[tokio::test]
+async fn containers_have_the_shared_memory_of_their_daemon() {
+    let (mut node, daemons) = node();
+    node.start();
+    let kubelet = node.kubelet().await;
+    daemons.mood.send_replace(Mood::IsOld);
+    let asks = by_mps(&node, "a", &[("gpus", "gpu-0")]);
+    let shm = async || start_container(&kubelet, &asks).await.unwrap().mounts["/dev/shm"].clone();
+    let own = format!("/dra.linkwise.dev/{}/shm", uuid(&node, 0));
+    assert!(!shm().await.ends_with(&own), "the daemon of an older release has that of all");
+    let renewed = async |is_own: bool| {
+        while shm().await.ends_with(&own) != is_own {
+            tokio::task::yield_now().await;
+        }
+    };
+    daemons.mood.send_replace(Mood::Serves);
+    tokio::time::timeout(LIMIT, renewed(true)).await.unwrap();
+    // A daemon that serves no more had its own.
+    daemons.mood.send_replace(Mood::Away);
+    daemons.mood.send_replace(Mood::IsOld);
+    tokio::time::timeout(LIMIT, renewed(false)).await.unwrap();
 }
 
 #[tokio::test]

@@ -77,7 +77,15 @@ fn planned(claim: &Claim, asked: &ClaimName, others: &[(ClaimName, Prepared)]) -
     let injection = InjectionOptions { cdi: Some(cdi), ..InjectionOptions::default() };
     // Each request has an edit: the variable of `--expose-nics`.
     let host = HostDevices { rdma: Some(RdmaNodes::default()), ..HostDevices::default() };
-    let node = Node { pool: POOL, state: &STATE, injection: &injection, host: &host, makes_mig: true };
+    let common_shm = BTreeSet::new();
+    let node = Node {
+        pool: POOL,
+        state: &STATE,
+        injection: &injection,
+        host: &host,
+        makes_mig: true,
+        common_shm: &common_shm,
+    };
     plan(claim, asked, node, others.iter().map(|(name, prepared)| (name, prepared)))
 }
 

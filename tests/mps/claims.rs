@@ -2,15 +2,17 @@
 
 use std::collections::BTreeSet;
 use std::fs;
+use std::os::unix::fs::MetadataExt;
 
 use linkwise_core::claims::{MpsOrder, MpsOrderGpu};
+use linkwise_core::publish::MpsShm;
 use linkwise_core::state::ResourceName;
 use linkwise_core::topology::GpuUuid;
-use linkwise_host::mps::{Limits, NotReady, Orders, exclusive_gpus, readiness};
+use linkwise_host::mps::{Limits, Marker, NotReady, Orders, exclusive_gpus, readiness, shm_of_ready};
 use tokio::time::timeout;
 
 use crate::mps::command::{Daemon, MACHINE, configure, sharing, wanted};
-use crate::mps::node::{LIMIT, Node, kill, runs, until};
+use crate::mps::node::{LIMIT, Node, can_mount, kill, runs, until};
 
 const NOTHING: &str = "version: v1\n";
 
@@ -41,6 +43,9 @@ fn ready(node: &Node, order: &MpsOrder) -> Result<(), String> {
 
 #[tokio::test]
 async fn daemon_of_claims_serves_while_it_is_ordered() {
+    if !can_mount() {
+        return;
+    }
     let node = Node::new();
     let (whole, part) = (order(&[1, 4], 30, true), order(&[6], 50, false));
     let names = put(&node, &[1, 4, 6], &[whole.clone(), part.clone()]);
@@ -69,6 +74,9 @@ async fn daemon_of_claims_serves_while_it_is_ordered() {
 
 #[tokio::test]
 async fn orders_that_are_wrong_change_nothing() {
+    if !can_mount() {
+        return;
+    }
     let node = Node::new();
     let good = order(&[1], 30, true);
     let [name] = &put(&node, &[1], std::slice::from_ref(&good))[..] else { panic!() };
@@ -101,6 +109,9 @@ async fn orders_that_are_wrong_change_nothing() {
 
 #[tokio::test]
 async fn gpus_of_dra_leave_the_resources_daemon() {
+    if !can_mount() {
+        return;
+    }
     let (node, all) = (Node::new(), ResourceName::gpu());
     let mut daemon = Daemon::with(&node, &sharing("nvidia.com/gpu", 4));
     daemon.logged("limits confirmed").await;
@@ -122,6 +133,9 @@ async fn gpus_of_dra_leave_the_resources_daemon() {
 
 #[tokio::test]
 async fn killed_process_leaves_nothing_that_the_next_does_not_end() {
+    if !can_mount() {
+        return;
+    }
     let node = Node::new();
     let (gone, stays) = (order(&[1], 30, true), order(&[2], 30, true));
     let names = put(&node, &[1, 2], &[gone.clone(), stays.clone()]);
@@ -137,6 +151,78 @@ async fn killed_process_leaves_nothing_that_the_next_does_not_end() {
     let _daemon = Daemon::with(&node, NOTHING);
     until(|| ready(&node, &stays).is_ok() && !runs(orphan)).await;
     assert_eq!((node.modes("DEFAULT"), node.exclusive()), (vec![gpu(1).to_string()], vec![gpu(2).to_string()]));
+}
+
+/// The device numbers of a daemon's shared memory: as the host has it, and as the daemon has it.
+fn shm(node: &Node, name: &ResourceName) -> (u64, u64) {
+    (fs::metadata(node.layout().own_shm(name)).unwrap().dev(), node.kept(name, "shm").parse().unwrap())
+}
+
+#[tokio::test]
+async fn claims_have_shared_memory_of_their_own() {
+    if !can_mount() {
+        return;
+    }
+    let node = Node::new();
+    let (one, other) = (order(&[1], 30, true), order(&[2], 30, true));
+    let names = put(&node, &[1, 2], &[one.clone(), other.clone()]);
+    let mut daemon = Daemon::with(&node, NOTHING);
+    until(|| ready(&node, &one).is_ok() && ready(&node, &other).is_ok()).await;
+    assert_eq!(shm_of_ready(node.layout(), &names[0], &Limits::of_order(&one)), Ok(MpsShm::Own));
+    let (first, second) = (shm(&node, &names[0]), shm(&node, &names[1]));
+    let common = fs::metadata("/dev/shm").unwrap().dev();
+    assert!(first.0 == first.1 && second.0 == second.1, "{first:?} {second:?}");
+    assert!(first != second && first.0 != common && second.0 != common, "{first:?} {second:?} {common}");
+    let left = |name: &ResourceName| node.layout().own_shm(name).join("left");
+    names.iter().for_each(|name| fs::write(left(name), "by a client").unwrap());
+    // Containers of a claim find it again after a daemon and after the daemons' process.
+    kill(node.pid(&names[0]));
+    until(|| ready(&node, &one).is_err()).await;
+    until(|| ready(&node, &one).is_ok()).await;
+    kill(daemon.child.id().unwrap());
+    timeout(LIMIT, daemon.child.wait()).await.unwrap().unwrap();
+    // One claim ends meanwhile.
+    put(&node, &[1, 2], std::slice::from_ref(&one));
+    let _daemon = Daemon::with(&node, NOTHING);
+    until(|| ready(&node, &one).is_ok() && !left(&names[1]).exists()).await;
+    assert_eq!((shm(&node, &names[0]), left(&names[0]).exists()), (first, true));
+    // The next claim gets another one, and finds nothing of the last.
+    put(&node, &[1, 2], &[]);
+    until(|| !left(&names[0]).exists()).await;
+    put(&node, &[1, 2], std::slice::from_ref(&one));
+    until(|| ready(&node, &one).is_ok()).await;
+    let now = shm(&node, &names[0]);
+    assert!(now.0 == now.1 && now.0 != common && !left(&names[0]).exists(), "{now:?}");
+}
+
+#[tokio::test]
+async fn shared_memory_that_the_host_would_not_see_is_refused() {
+    if !can_mount() {
+        return;
+    }
+    let (node, own) = (Node::new(), order(&[1], 30, true));
+    put(&node, &[1], std::slice::from_ref(&own));
+    let mut daemon = Daemon::in_a_container_without_propagation(&node, NOTHING);
+    let line = daemon.logged("MPS daemon failed").await;
+    assert!(line.contains("needs mountPropagation: Bidirectional"), "{line}");
+    let why = || ready(&node, &own).unwrap_err();
+    until(|| why().contains("the host does not see that")).await;
+    put(&node, &[], &[]);
+    until(|| why() == "the MPS daemon does not serve it").await;
+}
+
+#[tokio::test]
+async fn daemon_of_an_older_release_has_the_shared_memory_of_all() {
+    let (node, own) = (Node::new(), order(&[1], 30, true));
+    let (name, limits) = (own.name().unwrap(), Limits::of_order(&own));
+    fs::create_dir_all(node.layout().resource(&name)).unwrap();
+    let older = Limits { own_shm: false, ..limits.clone() };
+    let _marker = Marker::set(&node.layout().marker(&name), &older).unwrap();
+    assert!(
+        !fs::read_to_string(node.layout().marker(&name)).unwrap().contains("Shm"),
+        "as the older release writes it"
+    );
+    assert_eq!(shm_of_ready(node.layout(), &name, &limits), Ok(MpsShm::Common));
 }
 
 #[test]

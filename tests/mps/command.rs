@@ -55,6 +55,25 @@ impl Daemon {
         Self::with_args(node, config, &[])
     }
 
+    /// The host does not see what it mounts.
+    pub fn in_a_container_without_propagation(node: &Node, config: &str) -> Self {
+        let file = configure(node, config);
+        let linkwise = command(node, &["--config-file", file.to_str().unwrap()]);
+        let linkwise = linkwise.as_std();
+        let mut unshare = Command::new("unshare");
+        unshare.args(["--mount", "--propagation", "private"]).arg(linkwise.get_program()).args(linkwise.get_args());
+        for (name, value) in linkwise.get_envs() {
+            match value {
+                Some(value) => unshare.env(name, value),
+                None => unshare.env_remove(name),
+            };
+        }
+        unshare.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped()).kill_on_drop(true);
+        let mut child = unshare.spawn().unwrap();
+        let log = BufReader::new(child.stderr.take().unwrap()).lines();
+        Self { child, log }
+    }
+
     fn with_args(node: &Node, config: &str, args: &[&str]) -> Self {
         let file = configure(node, config);
         let args = [args, &["--config-file", file.to_str().unwrap()]].concat();

@@ -11,6 +11,6 @@
 
 mod claims;
 mod command;
-mod node;
+pub mod node;
 mod shm;
 mod supervised;

@@ -7,7 +7,9 @@ use std::process::Stdio;
 use std::time::Duration;
 
 use linkwise_core::state::{MpsGpu, MpsShare, ResourceName};
-use linkwise_host::mps::{DaemonEvent, Layout, Limits, NotReady, Pace, Programs, Settings, readiness, supervise};
+use linkwise_host::mps::{
+    DaemonEvent, Layout, Limits, NotReady, Pace, Programs, Settings, readiness, supervise, unmount_own_shms,
+};
 use tempfile::TempDir;
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
@@ -119,8 +121,9 @@ impl Node {
 }
 
 impl Drop for Node {
-    /// Ends the control daemons whose supervisor was killed.
+    /// Ends the control daemons whose supervisor was killed, and what is mounted for them.
     fn drop(&mut self) {
+        let _ = unmount_own_shms(self.layout(), |_| false);
         let Ok(domains) = fs::read_dir(self.layout().root()) else { return };
         let resources = domains.flatten().filter_map(|domain| fs::read_dir(domain.path()).ok()).flatten().flatten();
         for resource in resources {
@@ -193,6 +196,19 @@ pub fn shared(name: &str, gpus: impl IntoIterator<Item = u32>, replicas: u32) ->
 /// Why a resource is not ready.
 pub fn waiting(readiness: Result<(), NotReady>) -> String {
     readiness.unwrap_err().to_string()
+}
+
+/// Whether this machine lets the tests mount; says so if not.
+pub fn can_mount() -> bool {
+    let mut unshare = std::process::Command::new("unshare");
+    let can = unshare.args(["--mount", "true"]).stderr(Stdio::null()).status().is_ok_and(|status| status.success());
+    if !can {
+        #[allow(clippy::print_stdout, reason = "the harness shows why a test did nothing")]
+        {
+            println!("skipped: control daemons of claims need the right to mount (root, CAP_SYS_ADMIN)");
+        }
+    }
+    can
 }
 
 pub fn pid_in(path: &Path) -> u32 {

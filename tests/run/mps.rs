@@ -211,7 +211,7 @@ async fn dead_control_daemon_withdraws_its_slots() {
     let line = daemons.said("nvidia-cuda-mps-control ended: signal: 9 (SIGKILL)").await;
     assert_eq!(line["level"], "WARN");
     let line = node.process.said("MPS daemon not ready").await;
-    assert_eq!(line["why"], "the MPS daemon does not serve it");
+    assert!(line["why"].as_str().unwrap().starts_with("the MPS daemon does not serve it"), "{line}");
     shared.refuse_start(false);
     slots(&kubelet, 6, 0).await;
     kubelet.admit(&Pod::single("after", GPU, 1), None).await.unwrap();

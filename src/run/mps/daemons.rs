@@ -10,7 +10,7 @@ use tokio_util::sync::CancellationToken;
 
 use linkwise_core::errors::chain;
 use linkwise_core::state::ResourceName;
-use linkwise_host::mps::{DaemonEvent, Limits, Settings, set_back, supervise};
+use linkwise_host::mps::{DaemonEvent, Limits, Settings, set_back, supervise, unmount_own_shm, unmount_own_shms};
 use linkwise_nvml::gate::{Gate, Use};
 
 pub(super) struct Daemons {
@@ -61,6 +61,9 @@ impl Daemons {
                 tracing::warn!(error, "compute mode of an earlier MPS daemon not restored");
             }
         }
+        // Those of a killed process, and of claims that ended while the driver was released.
+        let is_needed = |daemon: &ResourceName| wanted.contains_key(daemon) || self.running.contains_key(daemon);
+        log_unmounted(unmount_own_shms(&self.settings.layout, is_needed));
         self.wanted = Some(wanted);
         self.released = false;
         self.reconcile();
@@ -130,6 +133,10 @@ impl Daemons {
         if !self.running.remove(&resource).is_some_and(|running| running.end.is_cancelled()) {
             bail!("the supervisor of the MPS daemon of {resource} ended by itself");
         }
+        // Containers of the same claim may start again after the driver's release.
+        if !self.released {
+            log_unmounted(unmount_own_shm(&self.settings.layout, &resource));
+        }
         self.driver.take_if(|_| self.running.is_empty());
         self.reconcile();
         Ok(())
@@ -141,6 +148,12 @@ impl Daemons {
             ended.context("the supervisor of an MPS daemon panicked")?;
         }
         Ok(())
+    }
+}
+
+fn log_unmounted(unmounted: std::io::Result<()>) {
+    if let Err(error) = unmounted {
+        tracing::warn!(%error, "shared memory of an MPS daemon that has ended stays mounted");
     }
 }
 

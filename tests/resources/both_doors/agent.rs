@@ -346,6 +346,7 @@ impl Agent {
                 injection: &injection,
                 host: &HostDevices::default(),
                 makes_mig: false,
+                common_shm: &BTreeSet::new(),
             };
             let others = self.door.values().map(|(record, _)| (&record.claim, &record.prepared));
             match plan(claim, &name(uid), node, others) {

@@ -10,8 +10,8 @@ use super::error::{ClaimError, DeviceRefusal};
 use super::mps::ClientLimits;
 use super::node::Node;
 use super::prepared::Prepared;
-use crate::publish::MpsClient;
 use crate::publish::injection::{ChosenDevice, DeviceNode, Granted, Injection, InjectionOptions, Mount};
+use crate::publish::{MpsClient, MpsShm};
 
 /// What a container gets that uses one request of a claim.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -86,7 +86,10 @@ pub fn containers(prepared: &Prepared, node: Node<'_>) -> Result<BTreeMap<String
         devices.extend(beside);
         let limits = prepared.mps.as_ref().and_then(|mps| mps.clients.get(request));
         let daemon = prepared.mps.as_ref().filter(|_| limits.is_some()).and_then(|mps| mps.order.name());
-        let mps = daemon.map(|daemon| MpsClient::new(&options.mps_root, &daemon));
+        let mps = daemon.map(|daemon| {
+            let shm = if node.common_shm.contains(&daemon) { MpsShm::Common } else { MpsShm::Own };
+            MpsClient::new(&options.mps_root, &daemon, shm)
+        });
         let mut injection = options.inject(&Granted { topology, devices: chosen, mps }, node.host)?;
         injection.env.extend(limits.copied().into_iter().flat_map(ClientLimits::variables));
         requests.insert(request.to_owned(), RequestEdits { devices, own: injection.into() });

@@ -24,7 +24,7 @@ pub use containers::{Edits, NodeDevice, RequestEdits, containers};
 pub use device::{devices, hardware_of};
 pub use error::{ClaimError, DeviceRefusal};
 pub use mig::{MigOrder, MigOrderError, MigTask};
-pub use mps::{ClaimMps, ClientLimits, MpsOrder, MpsOrderGpu, MpsRefusal};
+pub use mps::{CLAIMS_DOMAIN, ClaimMps, ClientLimits, MpsOrder, MpsOrderGpu, MpsRefusal};
 pub use node::Node;
 pub use plan::plan;
 pub use prepared::{CLAIM_KIND, Prepared, PreparedDevice, claim_device};

@@ -19,7 +19,7 @@ use crate::state::{ClaimName, GpuShares, ResourceName, VOLTA};
 use crate::topology::{ComputeCapability, Gpu, GpuUuid};
 
 /// The domain in the names of claims' control daemons under the MPS root.
-const DOMAIN: &str = "dra.linkwise.dev";
+pub const CLAIMS_DOMAIN: &str = "dra.linkwise.dev";
 
 const MIB: u64 = 1 << 20;
 
@@ -50,7 +50,7 @@ impl MpsOrder {
     /// The name of the daemon's folder under the MPS root, made from its first GPU: a GPU belongs to one daemon. `None`
     /// if it has no GPU, or one whose UUID cannot be part of such a name.
     pub fn name(&self) -> Option<ResourceName> {
-        format!("{DOMAIN}/{}", self.gpus.first()?.gpu).parse().ok()
+        format!("{CLAIMS_DOMAIN}/{}", self.gpus.first()?.gpu).parse().ok()
     }
 
     /// Returns true if both need the same GPU.

@@ -14,7 +14,7 @@ pub mod placement;
 mod pod_event;
 mod rdma;
 
-pub use mps_client::{MPS_CONTAINER_ROOT, MPS_PIPE, MPS_SHM, MpsClient};
+pub use mps_client::{MPS_CONTAINER_ROOT, MPS_PIPE, MPS_SHM, MpsClient, MpsShm};
 pub use path::below;
 pub use pod_event::PodEvent;
 pub use rdma::RdmaNodes;

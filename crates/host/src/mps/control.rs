@@ -15,12 +15,18 @@ use super::program::{self, ProgramError};
 use linkwise_core::quote::quoted;
 use linkwise_core::state::ResourceName;
 
+/// The shell's words in a new mount namespace: it becomes the program of the second argument and those that follow, whose
+/// /dev/shm is the first.
+const IN_NAMESPACE: &str = "mount --bind \"$0\" /dev/shm && exec \"$@\"";
+
 /// The control daemon of one resource, running or not.
 #[derive(Clone, Debug)]
 pub struct Control {
     program: PathBuf,
     /// Variables by which nvidia-cuda-mps-control finds its daemon.
     environment: Vec<(&'static str, OsString)>,
+    /// The shared memory that is the daemon's /dev/shm; `None` for that of this process.
+    shm: Option<PathBuf>,
     deadline: Duration,
 }
 
@@ -53,12 +59,30 @@ impl Control {
             let gpus: Vec<&str> = limits.gpus().map(|gpu| gpu.as_str()).collect();
             environment.push(("CUDA_VISIBLE_DEVICES", gpus.join(",").into()));
         }
-        Ok(Self { program: settings.programs.control.clone(), environment, deadline: settings.pace.answer })
+        let shm = limits.own_shm.then(|| settings.layout.own_shm(resource));
+        Ok(Self { program: settings.programs.control.clone(), environment, shm, deadline: settings.pace.answer })
     }
 
     /// The command nvidia-cuda-mps-control for this daemon.
-    pub(super) fn program(&self) -> Command {
-        let mut command = Command::new(&self.program);
+    fn program(&self) -> Command {
+        self.with_environment(Command::new(&self.program))
+    }
+
+    /// The daemon itself. One with a shared memory of its own runs in a mount namespace, which has all else as the
+    /// container has it, also later.
+    pub(super) fn foreground(&self) -> Command {
+        let Some(shm) = &self.shm else {
+            let mut command = self.program();
+            command.arg("-f");
+            return command;
+        };
+        let mut command = Command::new("unshare");
+        command.args(["--mount", "--propagation", "slave", "sh", "-c", IN_NAMESPACE]);
+        command.arg(shm).arg(&self.program).arg("-f");
+        self.with_environment(command)
+    }
+
+    fn with_environment(&self, mut command: Command) -> Command {
         command.envs(self.environment.iter().map(|(name, value)| (name, value)));
         command
     }

@@ -77,6 +77,14 @@ pub enum MpsError {
     Label(PathBuf, #[source] io::Error),
     #[error("cannot mount a tmpfs at {0} (it takes a privileged container)")]
     Mount(PathBuf, #[source] ProgramError),
+    #[error("cannot mount a tmpfs at {0} (it takes a privileged container)")]
+    MountOwn(PathBuf, #[source] io::Error),
+    /// The host would not see a mount.
+    #[error(
+        "the shared memory of claims is mounted below {0}, and the host does not see that: the container needs \
+         mountPropagation: Bidirectional there"
+    )]
+    NotShared(PathBuf),
     #[error("cannot start nvidia-cuda-mps-control")]
     Spawn(#[source] io::Error),
     #[error("nvidia-cuda-mps-control ended: {0}")]
@@ -101,8 +109,8 @@ impl Daemon {
     /// Starts a daemon and waits until its limits hold. After an error no process is left.
     pub async fn start(control: Control, limits: &Limits, pace: Pace) -> Result<Self, MpsError> {
         // The daemon's log is linkwise's log: standard output and error are inherited.
-        let mut command = control.program();
-        command.arg("-f").stdin(Stdio::null()).process_group(0).kill_on_drop(true);
+        let mut command = control.foreground();
+        command.stdin(Stdio::null()).process_group(0).kill_on_drop(true);
         let child = command.spawn().map_err(MpsError::Spawn)?;
         let group = child.id().and_then(|id| Pid::from_raw(i32::try_from(id).ok()?));
         let mut daemon = Self { child, group, control, pace };

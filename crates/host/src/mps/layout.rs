@@ -86,6 +86,21 @@ impl Layout {
         self.root.join(MPS_SHM)
     }
 
+    /// The folder that the daemon of a claim and its clients share as /dev/shm.
+    pub fn own_shm(&self, resource: &ResourceName) -> PathBuf {
+        self.resource(resource).join(MPS_SHM)
+    }
+
+    /// The file that is there while a daemon's own shared memory is mounted.
+    pub(super) fn own_shm_record(&self, resource: &ResourceName) -> PathBuf {
+        self.resource(resource).join(".shm")
+    }
+
+    /// The file with the reason for which a resource's daemon does not serve.
+    pub fn failure(&self, resource: &ResourceName) -> PathBuf {
+        self.resource(resource).join(".failed")
+    }
+
     /// Checks that a resource can have its folder here.
     pub fn check(&self, resource: &ResourceName) -> Result<(), LayoutError> {
         if Path::new(resource.as_str()).starts_with(MPS_SHM) {
@@ -102,7 +117,7 @@ impl Layout {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use linkwise_core::publish::{MPS_CONTAINER_ROOT, MpsClient};
+    use linkwise_core::publish::{MPS_CONTAINER_ROOT, MpsClient, MpsShm};
 
     #[test]
     fn layout_is_the_nvidia_plugins() {
@@ -116,10 +131,12 @@ mod tests {
     #[test]
     fn clients_mount_the_daemons_folders() {
         let (host, gpu) = (Layout::new(HOST_ROOT), ResourceName::gpu());
-        let MpsClient { pipe, shm } = MpsClient::new(HOST_ROOT, &gpu);
+        let MpsClient { pipe, shm } = MpsClient::new(HOST_ROOT, &gpu, MpsShm::Common);
         assert_eq!(Path::new(&pipe.host), host.pipe(&gpu));
         assert_eq!(Path::new(&pipe.container), Layout::new(MPS_CONTAINER_ROOT).pipe(&gpu));
         assert_eq!((Path::new(&shm.host), shm.container.as_str()), (host.shm().as_path(), "/dev/shm"));
+        let MpsClient { shm, .. } = MpsClient::new(HOST_ROOT, &gpu, MpsShm::Own);
+        assert_eq!((Path::new(&shm.host), shm.container.as_str()), (host.own_shm(&gpu).as_path(), "/dev/shm"));
     }
 
     #[test]

@@ -23,6 +23,13 @@ pub struct Limits {
     /// them do not use MPS.
     #[serde(default = "yes", skip_serializing_if = "is_yes")]
     pub exclusive: bool,
+    /// Set if the daemon and its clients have a shared memory of their own: for claims, except by an older release.
+    #[serde(default, skip_serializing_if = "is_no")]
+    pub own_shm: bool,
+}
+
+fn is_no(flag: &bool) -> bool {
+    !*flag
 }
 
 fn yes() -> bool {
@@ -57,7 +64,13 @@ impl Limits {
             mib: gpu.memory_mib.map(|mib| mib / u64::from(replicas)),
         });
         let memory = memory.collect();
-        Self { thread_percentage: 100 / replicas, memory, shown_only: !share.whole_node, exclusive: true }
+        Self {
+            thread_percentage: 100 / replicas,
+            memory,
+            shown_only: !share.whole_node,
+            exclusive: true,
+            own_shm: false,
+        }
     }
 
     /// The limits of a daemon for claims.
@@ -65,7 +78,7 @@ impl Limits {
         let memory = (0..).zip(&order.gpus);
         let memory = memory.map(|(device, gpu)| MemoryLimit { device, gpu: gpu.gpu.clone(), mib: gpu.mib }).collect();
         let MpsOrder { thread_percentage, exclusive, .. } = *order;
-        Self { thread_percentage, memory, shown_only: true, exclusive }
+        Self { thread_percentage, memory, shown_only: true, exclusive, own_shm: true }
     }
 
     /// The GPUs, in the order in which the daemon numbers them.

@@ -11,6 +11,7 @@ use std::path::{Path, PathBuf};
 
 use super::layout::{Layout, LayoutError};
 use super::limits::Limits;
+use linkwise_core::publish::MpsShm;
 use linkwise_core::state::ResourceName;
 use linkwise_system::files;
 
@@ -30,6 +31,9 @@ pub struct Marker {
 pub enum NotReady {
     #[error("the MPS daemon does not serve it")]
     NoMarker,
+    /// The daemon failed, with the reason.
+    #[error("the MPS daemon does not serve it: {0}")]
+    Failed(String),
     /// The process that wrote the marker has ended.
     #[error("the MPS daemon is gone and left {0} behind")]
     Stale(PathBuf),
@@ -70,10 +74,15 @@ impl Drop for Marker {
 /// Checks that a resource may be offered: its daemon serves, and holds the limits `wanted`, which follow from the
 /// plugin's configuration and GPUs.
 pub fn readiness(layout: &Layout, resource: &ResourceName, wanted: &Limits) -> Result<(), NotReady> {
+    shm_of_ready(layout, resource, wanted).map(drop)
+}
+
+/// [`readiness`], and the shared memory that the daemon has.
+pub fn shm_of_ready(layout: &Layout, resource: &ResourceName, wanted: &Limits) -> Result<MpsShm, NotReady> {
     let path = layout.marker(resource);
     let unreadable = |why: &dyn std::error::Error| NotReady::Unreadable(path.clone(), why.to_string());
     let file = match File::open(&path) {
-        Err(error) if error.kind() == ErrorKind::NotFound => return Err(NotReady::NoMarker),
+        Err(error) if error.kind() == ErrorKind::NotFound => return Err(failure(layout, resource)),
         opened => opened.map_err(|error| unreadable(&error))?,
     };
     match file.try_lock_shared() {
@@ -84,5 +93,14 @@ pub fn readiness(layout: &Layout, resource: &ResourceName, wanted: &Limits) -> R
     let mut text = Vec::new();
     file.take(LONGEST).read_to_end(&mut text).map_err(|error| unreadable(&error))?;
     let limits: Limits = serde_json::from_slice(&text).map_err(|error| unreadable(&error))?;
-    if limits.hold(wanted) { Ok(()) } else { Err(NotReady::OtherLimits) }
+    match limits.hold(wanted) {
+        true if limits.own_shm => Ok(MpsShm::Own),
+        true => Ok(MpsShm::Common),
+        false => Err(NotReady::OtherLimits),
+    }
+}
+
+fn failure(layout: &Layout, resource: &ResourceName) -> NotReady {
+    let text = files::read(&layout.failure(resource), LONGEST);
+    text.map_or(NotReady::NoMarker, |text| NotReady::Failed(String::from_utf8_lossy(&text).into_owned()))
 }

@@ -1,20 +1,30 @@
-//! The folder that daemons and clients share as /dev/shm: a file system in memory of its own, on the host.
+//! The folders that daemons and clients share as /dev/shm: file systems in memory, on the host. Daemons of resources
+//! have one together, each daemon of claims has its own.
 //!
-//! Called by `linkwise mps-control-daemon mount-shm`, which runs once, privileged, before the daemon. The command, its
+//! The one of all is mounted by `linkwise mps-control-daemon mount-shm`, which runs once, privileged, before the daemon. The command, its
 //! options and the size are those of the NVIDIA plugin (`cmd/mps-control-daemon/mount/mount-shm.go`). Unlike there, an
 //! existing mount stays, because running pods have it; it grows if it is smaller.
+//!
+//! The one of a claim is mounted by `supervise`. It stays as long as the daemon is ordered, also when that is started
+//! anew, and in another process: containers have it. Another claim gets another one.
 
+use std::ffi::CString;
 use std::fs;
+use std::io::{self, ErrorKind};
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::time::Duration;
 
 use rustix::fs::statfs;
+use rustix::mount::{MountFlags, UnmountFlags};
 use tokio::process::Command;
 
 use super::daemon::MpsError;
 use super::layout::Layout;
 use super::program;
+use linkwise_core::claims::CLAIMS_DOMAIN;
+use linkwise_core::state::ResourceName;
+use linkwise_system::files;
 
 /// The size if the host's memory is unknown, in KiB: 64 MiB, as container runtimes give a /dev/shm.
 const FALLBACK_KIB: u64 = 64 << 10;
@@ -24,6 +34,10 @@ const TMPFS: u64 = 0x0102_1994;
 
 /// The longest time for `mount`.
 const WITHIN: Duration = Duration::from_secs(60);
+
+/// The flags of both kinds.
+const FLAGS: MountFlags =
+    MountFlags::NOSUID.union(MountFlags::NODEV).union(MountFlags::NOEXEC).union(MountFlags::RELATIME);
 
 /// The result for the shared memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -39,12 +53,8 @@ pub enum Shm {
 /// Mounts the shared memory, of half the host's memory; `meminfo` is /proc/meminfo, `mount` the program mount(8).
 pub async fn mount_shm(layout: &Layout, meminfo: &Path, mount: &Path) -> Result<Shm, MpsError> {
     let path = layout.shm();
-    let wanted = fs::read_to_string(meminfo).ok().and_then(|text| half_of_memory(&text)).unwrap_or(FALLBACK_KIB);
-    let there = fs::create_dir_all(&path).and_then(|()| {
-        // A file system mounted there is on another device than the folder's parent.
-        let is_mounted = fs::metadata(&path)?.dev() != fs::metadata(path.join(".."))?.dev();
-        Ok(is_mounted.then_some(statfs(&path)?))
-    });
+    let wanted = size_kib(meminfo);
+    let there = fs::create_dir_all(&path).and_then(|()| Ok(is_mounted(&path)?.then_some(statfs(&path)?)));
     let (done, remount) = match there.map_err(|source| MpsError::Write(path.clone(), source))? {
         None => (Shm::Mounted, ""),
         Some(there) => {
@@ -64,6 +74,79 @@ pub async fn mount_shm(layout: &Layout, meminfo: &Path, mount: &Path) -> Result<
     mounted.map(|_| done).map_err(|source| MpsError::Mount(path, source))
 }
 
+/// Mounts the shared memory of a claim's daemon, of half the host's memory; one that is mounted stays.
+pub(super) fn mount_own_shm(layout: &Layout, resource: &ResourceName) -> Result<(), MpsError> {
+    if !is_seen_by_the_host(layout.root()) {
+        return Err(MpsError::NotShared(layout.root().to_owned()));
+    }
+    let path = layout.own_shm(resource);
+    let mount = || {
+        fs::create_dir_all(&path)?;
+        fs::write(layout.own_shm_record(resource), "")?;
+        if is_mounted(&path)? {
+            return Ok(());
+        }
+        let size = CString::new(format!("size={}k", size_kib(Path::new("/proc/meminfo"))))?;
+        Ok(rustix::mount::mount("shm", &path, "tmpfs", FLAGS, &*size)?)
+    };
+    mount().map_err(|source| MpsError::MountOwn(path.clone(), source))
+}
+
+/// Unmounts the shared memory of a claim's daemon. Processes that have it keep it until they end.
+pub fn unmount_own_shm(layout: &Layout, resource: &ResourceName) -> io::Result<()> {
+    let path = layout.own_shm(resource);
+    match is_mounted(&path) {
+        Ok(true) => rustix::mount::unmount(&path, UnmountFlags::DETACH)?,
+        Err(error) if error.kind() != ErrorKind::NotFound => return Err(error),
+        _ => {}
+    }
+    files::remove_for_this_boot(&layout.own_shm_record(resource)).map(drop)
+}
+
+/// Returns true if the shared memory of the last claims of a daemon is there still, also where the daemon's process has
+/// died. The plugin asks, in whose container nothing of it is seen.
+pub fn keeps_own_shm(layout: &Layout, resource: &ResourceName) -> bool {
+    layout.own_shm_record(resource).exists()
+}
+
+/// Unmounts the shared memory that earlier processes mounted for daemons, except for those that are wanted.
+pub fn unmount_own_shms(layout: &Layout, is_wanted: impl Fn(&ResourceName) -> bool) -> io::Result<()> {
+    let folders = fs::read_dir(layout.root().join(CLAIMS_DOMAIN)).into_iter().flatten().flatten();
+    let names = folders.filter_map(|folder| folder.file_name().into_string().ok());
+    let names = names.filter_map(|name| format!("{CLAIMS_DOMAIN}/{name}").parse().ok());
+    names.filter(|name| !is_wanted(name)).try_for_each(|name| unmount_own_shm(layout, &name))
+}
+
+/// Returns true if a file system is mounted at a path: it is on another device than the folder's parent.
+fn is_mounted(path: &Path) -> io::Result<bool> {
+    Ok(fs::metadata(path)?.dev() != fs::metadata(path.join(".."))?.dev())
+}
+
+/// Returns true if what this process mounts below a path appears on the host: it has the mounts of the host, or shares
+/// its own.
+fn is_seen_by_the_host(path: &Path) -> bool {
+    let [first, own] = ["1", "self"].map(|process| fs::read_link(format!("/proc/{process}/ns/mnt")).ok());
+    let mounts = || fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
+    first.is_some() && first == own || is_shared(&mounts(), path)
+}
+
+/// Returns true if the mount that has a path is shared, by a text such as /proc/self/mountinfo.
+fn is_shared(mounts: &str, path: &Path) -> bool {
+    let mounts = mounts.lines().filter_map(|line| {
+        let mut words = line.split(' ').skip(4);
+        let point = Path::new(words.next()?);
+        let is_shared = words.skip(1).take_while(|word| *word != "-").any(|word| word.starts_with("shared:"));
+        path.starts_with(point).then(|| (point.components().count(), is_shared))
+    });
+    // Of several mounts at one point the last is on top.
+    mounts.max_by_key(|(depth, _)| *depth).is_some_and(|(_, is_shared)| is_shared)
+}
+
+/// The size of shared memory, in KiB; `meminfo` is /proc/meminfo.
+fn size_kib(meminfo: &Path) -> u64 {
+    fs::read_to_string(meminfo).ok().and_then(|text| half_of_memory(&text)).unwrap_or(FALLBACK_KIB)
+}
+
 /// Half of `MemTotal` in a text such as /proc/meminfo, in KiB.
 fn half_of_memory(meminfo: &str) -> Option<u64> {
     let total = meminfo.lines().find_map(|line| line.strip_prefix("MemTotal:"))?;
@@ -73,6 +156,19 @@ fn half_of_memory(meminfo: &str) -> Option<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn host_sees_what_is_below_a_shared_mount() {
+        let mounts = "22 1 0:20 / / rw,relatime shared:1 - ext4 /dev/root rw\n\
+            30 22 0:25 / /mps rw master:4 - tmpfs tmpfs rw\n\
+            31 22 0:25 / /run/mps rw,nosuid shared:9 master:4 - tmpfs tmpfs rw\n\
+            32 22 0:26 / /own rw - tmpfs shared:x rw\n\
+            33 22 0:27 / /twice rw - tmpfs tmpfs rw\n\
+            34 33 0:28 / /twice rw shared:7 - tmpfs tmpfs rw\n";
+        let shared = |path: &str| is_shared(mounts, Path::new(path));
+        assert_eq!(["/mps", "/run/mps/a", "/own", "/twice", "/other"].map(shared), [false, true, false, true, true]);
+        assert!(!is_shared("", Path::new("/mps")) && !is_shared("garbage", Path::new("/")));
+    }
 
     #[test]
     fn shared_memory_is_half_of_the_hosts() {

@@ -16,9 +16,12 @@ use super::daemon::{Daemon, MpsError, Settings, end_predecessor};
 use super::limits::Limits;
 use super::marker::Marker;
 use super::selinux::label;
+use super::shm::mount_own_shm;
 use linkwise_core::backoff::Backoff;
+use linkwise_core::errors::chain;
 use linkwise_core::state::ResourceName;
 use linkwise_core::topology::GpuUuid;
+use linkwise_system::files;
 
 /// An event of the control daemon of a resource.
 #[derive(Debug)]
@@ -48,12 +51,20 @@ pub async fn supervise(
         if let Err(why) = one_daemon(settings, resource, limits, shutdown, &mut report).await {
             // The pause doubles even if each daemon serves and dies soon after.
             let again_in = backoff.failed_after(began.elapsed());
+            // For the plugin, which says it in the events of pods. Without it, the log alone has the reason.
+            let _ = files::write_for_this_boot(&settings.layout.failure(resource), chain(&why).as_bytes(), 0o600);
             report(DaemonEvent::Failed(why, again_in));
             shutdown.run_until_cancelled(tokio::time::sleep(again_in)).await;
         }
     }
+    forget_failure(settings, resource);
     let own = |gpu: &GpuUuid| limits.gpus().any(|one| one == gpu);
     report(DaemonEvent::Ended(set_back(settings, own).await.err()));
+}
+
+fn forget_failure(settings: &Settings, resource: &ResourceName) {
+    // One that stays counts for nothing while the marker is there.
+    let _ = files::remove_for_this_boot(&settings.layout.failure(resource));
 }
 
 /// Runs one daemon from its start to its end; `Ok` if `shutdown` ended it.
@@ -71,6 +82,9 @@ async fn one_daemon(
     if let Err(error) = label(&settings.layout.pipe(resource), &settings.selinuxfs) {
         report(DaemonEvent::NotLabelled(error));
     }
+    if limits.own_shm {
+        mount_own_shm(&settings.layout, resource)?;
+    }
     let pace = settings.pace;
     let Some(ended) = shutdown.run_until_cancelled(end_predecessor(&control, pace.quit)).await else { return Ok(()) };
     ended?;
@@ -81,6 +95,7 @@ async fn one_daemon(
     let Some(daemon) = shutdown.run_until_cancelled(Daemon::start(control, limits, pace)).await else { return Ok(()) };
     let mut daemon = daemon?;
     let marker = Marker::set(&path, limits).map_err(cannot_write)?;
+    forget_failure(settings, resource);
     report(DaemonEvent::Serving);
     let failed = shutdown.run_until_cancelled(daemon.watch()).await;
     drop(marker);

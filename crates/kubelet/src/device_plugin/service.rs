@@ -11,8 +11,8 @@ use tonic::{Request, Response, Status};
 
 use super::narrowing::Narrowing;
 use super::{Occurrence, Report, Settings, convert};
-use linkwise_core::publish::MpsClient;
 use linkwise_core::publish::injection::{ChosenDevice, Granted, Injection, InjectionError};
+use linkwise_core::publish::{MpsClient, MpsShm};
 use linkwise_core::state::{Device, NodeState, ResourceName};
 use linkwise_kubelet_api::v1beta1 as wire;
 use linkwise_kubelet_api::v1beta1::device_plugin_server::DevicePlugin;
@@ -58,7 +58,7 @@ impl Service {
         let granted = Granted {
             topology: snapshot.topology(),
             devices: devices.iter().map(|device| ChosenDevice::from(*device)).collect(),
-            mps: by_mps.then(|| MpsClient::new(&options.mps_root, &self.resource)),
+            mps: by_mps.then(|| MpsClient::new(&options.mps_root, &self.resource, MpsShm::Common)),
         };
         let host = Arc::clone(&self.settings.host_devices.borrow());
         let mut injection = options.inject(&granted, &host)?;

@@ -11,6 +11,7 @@ use tokio::sync::{oneshot, watch};
 
 use super::turn::ClaimsLock;
 use linkwise_core::claims::{Claim, MpsOrder};
+use linkwise_core::publish::MpsShm;
 use linkwise_core::state::ResourceName;
 use linkwise_core::topology::GpuUuid;
 
@@ -42,6 +43,8 @@ pub struct MpsOrders {
     pub revision: u64,
     /// The daemons.
     pub daemons: BTreeMap<ResourceName, MpsOrder>,
+    /// The UIDs of the claims of each daemon: claims that share none of it share no memory.
+    pub claims: BTreeMap<ResourceName, BTreeSet<String>>,
     /// True if daemons that were ordered before stay, because it cannot be seen who needs them.
     pub keeps_others: bool,
     /// The lock on claims, kept until the orders are written.
@@ -55,8 +58,8 @@ pub struct MpsServed {
     pub revision: u64,
     /// Why orders reach no control daemon.
     pub trouble: Option<String>,
-    /// Whether each daemon serves with its limits, or why not yet.
-    pub daemons: BTreeMap<ResourceName, Result<(), String>>,
+    /// The shared memory of each daemon that serves with its limits, or why it does not yet.
+    pub daemons: BTreeMap<ResourceName, Result<MpsShm, String>>,
     /// GPUs of DRA that are in the compute mode EXCLUSIVE_PROCESS for a control daemon, whosever.
     pub exclusive: BTreeSet<GpuUuid>,
 }

@@ -16,7 +16,7 @@
 mod specs;
 mod unreadable;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::pin::pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -35,7 +35,7 @@ use linkwise_core::claims::{Claim, ClaimError, ClaimName, DeviceRefusal, Node, P
 use linkwise_core::errors::chain;
 use linkwise_core::publish::injection::HostDevices;
 use linkwise_core::quote::quoted;
-use linkwise_core::state::{self, DraGpus, NodeState, PreparedClaim};
+use linkwise_core::state::{self, DraGpus, NodeState, PreparedClaim, ResourceName};
 use linkwise_system::files;
 
 /// The longest time that the node's state may take to enter a claim: it never waits for a disk or for NVML.
@@ -398,7 +398,8 @@ impl ClaimManager {
 
     fn plan(&self, asked: &ClaimName, claim: &Claim) -> Result<Checkpoint, ClaimError> {
         let (state, host) = (self.snapshot.borrow().clone(), self.settings.host_devices.borrow().clone());
-        let (settings, node) = (&self.settings, self.node(&state, &host));
+        let common_shm = self.with_common_shm();
+        let (settings, node) = (&self.settings, self.node(&state, &host, &common_shm));
         let mut slots = self.slots();
         // No container of another boot runs, and what was GPU 0 then may be GPU 1 now.
         let others = slots.values().filter_map(Slot::known);
@@ -418,9 +419,14 @@ impl ClaimManager {
     }
 
     /// The facts that a plan is made from.
-    pub(super) fn node<'a>(&'a self, state: &'a NodeState, host: &'a HostDevices) -> Node<'a> {
+    pub(super) fn node<'a>(
+        &'a self,
+        state: &'a NodeState,
+        host: &'a HostDevices,
+        common_shm: &'a BTreeSet<ResourceName>,
+    ) -> Node<'a> {
         let Settings { pool, injection, makes_mig, .. } = &*self.settings;
-        Node { pool, state, injection, host, makes_mig: *makes_mig }
+        Node { pool, state, injection, host, makes_mig: *makes_mig, common_shm }
     }
 
     /// Prepares a claim as its checkpoint says. Two things last longer than a process and are undone by the next one: the

@@ -7,10 +7,11 @@ use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::Duration;
 
+use futures_util::future::OptionFuture;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
-use super::api::CdiLink;
+use super::api::{CdiLink, MpsLink};
 use super::claim_manager::ClaimManager;
 use super::handshake::{DraHandshake, Input, OwnInput};
 use super::session::PluginSession;
@@ -86,17 +87,20 @@ impl Registering {
 }
 
 /// Writes the claims' CDI specs each time that the node's CDI devices change: a driver was updated, a device node came
-/// late, an operator removed files. For ever.
+/// late, an operator removed files; and when a control daemon of an older release goes. For ever.
 pub(super) async fn renew_specs(settings: &Settings, manager: &ClaimManager) {
     let (mut cdi, mut host) = (settings.cdi.clone(), settings.host_devices.clone());
     loop {
+        let common_shm = settings.mps.as_ref().map(MpsLink::with_common_shm).unwrap_or_default();
         if cdi.borrow_and_update().is_some() {
             host.mark_unchanged();
             manager.renew_specs().await;
         }
+        let daemons = OptionFuture::from(settings.mps.as_ref().map(|mps| mps.common_shm_changes(&common_shm)));
         tokio::select! {
             Ok(()) = cdi.changed() => {}
             Ok(()) = host.changed() => {}
+            Some(()) = daemons => {}
             // The node is ending.
             else => std::future::pending().await,
         }

@@ -4,15 +4,16 @@
 //! process that was killed leaves nothing to undo: the next one orders what its checkpoints have. An order is there
 //! before the claim's checkpoint and goes after it. A process of its own carries it out (docs/mps.md).
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use tokio::time::timeout;
 
-use super::api::{MpsLink, MpsServed};
+use super::api::{MpsLink, MpsOrders, MpsServed};
 use super::checkpoint::Checkpoint;
 use super::claim_manager::ClaimManager;
 use super::turn::ClaimsLock;
 use linkwise_core::claims::{MpsOrder, PreparedDevice};
+use linkwise_core::publish::MpsShm;
 use linkwise_core::state::ResourceName;
 
 /// The cause where a claim's GPUs are not shared by MPS, or still are.
@@ -43,19 +44,42 @@ impl MpsLink {
         keeps_others: bool,
         lock: &ClaimsLock,
     ) {
-        let orders = checkpoints.filter_map(|checkpoint| checkpoint.prepared.mps.as_ref()).map(|mps| &mps.order);
-        let daemons: BTreeMap<ResourceName, MpsOrder> =
-            orders.filter_map(|order| Some((order.name()?, order.clone()))).collect();
+        let mut daemons: BTreeMap<ResourceName, MpsOrder> = BTreeMap::new();
+        let mut claims: BTreeMap<ResourceName, BTreeSet<String>> = BTreeMap::new();
+        for checkpoint in checkpoints {
+            let order = checkpoint.prepared.mps.as_ref().map(|mps| &mps.order);
+            if let Some((name, order)) = order.and_then(|order| Some((order.name()?, order.clone()))) {
+                claims.entry(name.clone()).or_default().insert(checkpoint.claim.uid.clone());
+                daemons.insert(name, order);
+            }
+        }
         self.orders.send_if_modified(|before| {
-            if before.as_ref().is_some_and(|before| before.daemons == daemons && before.keeps_others == keeps_others) {
+            let is_same = |before: &MpsOrders| {
+                (&before.daemons, &before.claims, before.keeps_others) == (&daemons, &claims, keeps_others)
+            };
+            if before.as_ref().is_some_and(is_same) {
                 return false;
             }
             let now = before.get_or_insert_default();
-            (now.revision, now.daemons) = (now.revision.saturating_add(1), daemons);
+            now.revision = now.revision.saturating_add(1);
+            (now.daemons, now.claims) = (daemons, claims);
             now.keeps_others = keeps_others;
             now.lock = Some(lock.clone());
             true
         });
+    }
+
+    /// The daemons that serve and have no shared memory of their own.
+    pub(super) fn with_common_shm(&self) -> BTreeSet<ResourceName> {
+        with_common_shm(&self.served.borrow())
+    }
+
+    /// Waits until other daemons than these have no shared memory of their own.
+    pub(super) async fn common_shm_changes(&self, before: &BTreeSet<ResourceName>) {
+        if self.served.clone().wait_for(|served| with_common_shm(served) != *before).await.is_err() {
+            // The node is ending.
+            std::future::pending::<()>().await;
+        }
     }
 
     /// Asks for a look at what serves now; the revision that it has.
@@ -71,6 +95,11 @@ impl MpsLink {
 }
 
 impl ClaimManager {
+    /// The control daemons that serve and have no shared memory of their own.
+    pub(super) fn with_common_shm(&self) -> BTreeSet<ResourceName> {
+        self.settings.mps.as_ref().map(MpsLink::with_common_shm).unwrap_or_default()
+    }
+
     /// Waits, in its time, until the control daemon of a claim serves, and no other has the claim's GPUs for itself.
     pub(super) async fn await_mps(&self, checkpoint: &Checkpoint) -> Result<(), MpsError> {
         let order = checkpoint.prepared.mps.as_ref().map(|mps| &mps.order);
@@ -112,13 +141,18 @@ impl MpsError {
     }
 }
 
+fn with_common_shm(served: &Option<MpsServed>) -> BTreeSet<ResourceName> {
+    let daemons = served.iter().flat_map(|served| &served.daemons);
+    daemons.filter(|(_, shm)| **shm == Ok(MpsShm::Common)).map(|(name, _)| name.clone()).collect()
+}
+
 fn serves(served: &MpsServed, order: &MpsOrder) -> Result<(), MpsError> {
     if let Some(trouble) = &served.trouble {
         return Err(MpsError::NotHere(trouble.clone()));
     }
     let daemon = order.name().and_then(|name| served.daemons.get(&name));
     match daemon {
-        Some(Ok(())) => Ok(()),
+        Some(Ok(_)) => Ok(()),
         Some(Err(why)) => Err(not_ready(order, why)),
         None => Err(not_ready(order, "it is not ordered")),
     }

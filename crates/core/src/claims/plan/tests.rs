@@ -1,7 +1,7 @@
 //! Plans on small machines of the tests' own.
 
 use super::*;
-use alloc::collections::BTreeMap;
+use alloc::collections::{BTreeMap, BTreeSet};
 
 use crate::claims::{
     AllocatedConfig, Allocation, ClaimStatus, DeviceAllocation, Edits, MpsOrder, OpaqueConfig, RequestEdits,
@@ -84,7 +84,7 @@ fn planned_on(
     others: &[(ClaimName, Prepared)],
 ) -> Result<Prepared, String> {
     let options = options();
-    let node = Node { pool: "pool", state, injection: &options, host, makes_mig: false };
+    let node = Node { pool: "pool", state, injection: &options, host, makes_mig: false, common_shm: &BTreeSet::new() };
     let others = others.iter().map(|(name, prepared)| (name, prepared));
     plan(claim, &name(uid), node, others).map_err(|error| error.to_string())
 }
@@ -96,7 +96,11 @@ fn planned(claim: &Claim) -> Result<Prepared, String> {
 /// The content of a claim's CDI devices.
 fn contents(state: &NodeState, host: &HostDevices, prepared: &Prepared) -> BTreeMap<String, RequestEdits> {
     let options = options();
-    containers(prepared, Node { pool: "pool", state, injection: &options, host, makes_mig: false }).unwrap()
+    containers(
+        prepared,
+        Node { pool: "pool", state, injection: &options, host, makes_mig: false, common_shm: &BTreeSet::new() },
+    )
+    .unwrap()
 }
 
 #[test]

@@ -32,7 +32,8 @@ impl ClaimManager {
     /// older than that, and with `None` before the first one.
     fn spec(&self, checkpoint: &Checkpoint) -> Result<Result<String, Option<Vec<String>>>, ClaimError> {
         let (state, host) = (self.snapshot.borrow().clone(), self.settings.host_devices.borrow().clone());
-        let requests = containers(&checkpoint.prepared, self.node(&state, &host))?;
+        let common_shm = self.with_common_shm();
+        let requests = containers(&checkpoint.prepared, self.node(&state, &host, &common_shm))?;
         let Some(devices) = self.settings.cdi.borrow().clone() else { return Ok(Err(None)) };
         Ok(claim_specs::text(&checkpoint.claim.uid, &requests, &devices).map_err(Some))
     }

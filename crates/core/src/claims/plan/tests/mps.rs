@@ -50,7 +50,7 @@ fn whole_gpus_get_one_daemon_with_the_claims_limits() {
         );
         let mounts: Vec<_> = edits.mounts.iter().map(|mount| (&*mount.host, &*mount.container)).collect();
         let pipe = ("/run/nvidia/mps/dra.linkwise.dev/GPU-0/pipe", "/mps/dra.linkwise.dev/GPU-0/pipe");
-        assert_eq!(mounts, [pipe, ("/run/nvidia/mps/shm", "/dev/shm")]);
+        assert_eq!(mounts, [pipe, ("/run/nvidia/mps/dra.linkwise.dev/GPU-0/shm", "/dev/shm")]);
     }
     let text = serde_json::to_string(&limited).unwrap();
     assert_eq!(serde_json::from_str::<Prepared>(&text).unwrap(), limited);
