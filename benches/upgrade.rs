@@ -32,8 +32,11 @@ const RATE: u32 = 50;
 
 #[tokio::main(flavor = "multi_thread", worker_threads = 2)]
 async fn main() {
-    for connections in [Connections::ByResource, Connections::BySocket] {
-        let name = if connections == Connections::ByResource { "up to 1.36" } else { "from 1.37" };
+    for (connections, name) in [
+        (Connections::ByEndpoint, "up to 1.24"),
+        (Connections::ByResource, "from 1.25 to 1.36"),
+        (Connections::BySocket, "from 1.37"),
+    ] {
         for (load, rate) in [("busy", Some(RATE)), ("idle", None)] {
             measure(&format!("kubelet {name}, {load}, taken over"), connections, rate, true).await;
         }

@@ -6,9 +6,9 @@ use linkwise_kubelet_box::{Connections, KubeletBox, Options, Pod};
 
 use super::node::{GPU, LIMIT, Process, Setup, registered, until};
 
-const KUBELETS: [Connections; 2] = [Connections::ByResource, Connections::BySocket];
+const KUBELETS: [Connections; 3] = [Connections::ByEndpoint, Connections::ByResource, Connections::BySocket];
 
-fn kubelet(setup: &Setup, connections: Connections) -> KubeletBox {
+pub(super) fn kubelet(setup: &Setup, connections: Connections) -> KubeletBox {
     let mut options = Options::new(setup.kubelet_socket.parent().unwrap());
     options.dial_retry = std::time::Duration::from_millis(10);
     options.wait_timeout = LIMIT;
@@ -60,7 +60,7 @@ pub(super) async fn admits(kubelet: &KubeletBox, pod: &str) {
 }
 
 #[tokio::test]
-async fn takeover_has_no_gap_on_either_kubelet() {
+async fn takeover_has_no_gap_on_any_kubelet() {
     for connections in KUBELETS {
         let setup = machine();
         let (owner, kubelet) = owner(&setup, connections).await;
@@ -115,7 +115,12 @@ async fn death_at_any_step_leaves_one_that_serves() {
                 // Nothing tells when the kubelet has noticed: it serves for good when pods are admitted by the survivor.
                 // A standby that dies as it asks may not have been heard: then the owner has nothing to log.
                 if owner_dies || step != "Asking" {
-                    left.logged(|line| line["stage"] == "Owning").await;
+                    // On kubelets up to 1.24 the last steps take no time: the kill may come when the takeover is over.
+                    let is_fast = connections == Connections::ByEndpoint;
+                    let ends = |stage: &str| stage == "Owning" || is_fast && stage == "Retired";
+                    if left.logged(|line| line["stage"].as_str().is_some_and(ends)).await["stage"] == "Retired" {
+                        continue;
+                    }
                 }
                 let (mut victim, what) = (victim, format!("{connections:?} {step} {owner_dies}"));
                 victim.ended().await;

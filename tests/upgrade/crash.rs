@@ -36,11 +36,16 @@ async fn crashed(connections: Connections) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn spare_serves_after_each_crash_up_to_1_36() {
+async fn spare_serves_after_each_crash_from_1_25() {
     crashed(KUBELETS[0]).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn spare_serves_after_each_crash_from_1_37() {
     crashed(KUBELETS[1]).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn spare_serves_after_each_crash_up_to_1_24() {
+    crashed(KUBELETS[2]).await;
 }

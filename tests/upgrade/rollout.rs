@@ -26,13 +26,18 @@ async fn rollouts(connections: Connections) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn takeovers_in_a_row_reject_no_pod_up_to_1_36() {
+async fn takeovers_in_a_row_reject_no_pod_from_1_25() {
     rollouts(KUBELETS[0]).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn takeovers_in_a_row_reject_no_pod_from_1_37() {
     rollouts(KUBELETS[1]).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn takeovers_in_a_row_reject_no_pod_up_to_1_24() {
+    rollouts(KUBELETS[2]).await;
 }
 
 /// A new one settles when the old one has been gone for a while; the next takeover finds it settled.
@@ -55,11 +60,16 @@ async fn settled(connections: Connections) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn settled_successor_hands_over_up_to_1_36() {
+async fn settled_successor_hands_over_from_1_25() {
     settled(KUBELETS[0]).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn settled_successor_hands_over_from_1_37() {
     settled(KUBELETS[1]).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn settled_successor_hands_over_up_to_1_24() {
+    settled(KUBELETS[2]).await;
 }

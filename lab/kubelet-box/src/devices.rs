@@ -3,7 +3,7 @@
 //!
 //! One `Book` lives in `life::Core`, behind its lock; `registration`, `endpoint`'s streams and `admission` write it.
 //! Pure: no I/O, no clock. Kubelets tell a resource's connections apart in odd ways, which `connections` repeats on
-//! purpose, for both kinds of kubelet.
+//! purpose, for each kind of kubelet.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -83,7 +83,7 @@ impl Book {
         self.resources.entry(name.to_owned()).or_default()
     }
 
-    fn next(&mut self) -> u64 {
+    pub(super) fn next(&mut self) -> u64 {
         self.serial += 1;
         self.serial
     }

@@ -15,10 +15,10 @@ use tokio_stream::wrappers::UnixListenerStream;
 use tonic::service::Routes;
 use tonic::{Request, Response, Status};
 
-use super::Fault;
 use super::errors::{BoxError, chain};
 use super::life::{Core, Life};
 use super::names;
+use super::{Connections, Fault};
 use linkwise_kubelet_api::v1beta1 as wire;
 use wire::registration_server::{Registration, RegistrationServer};
 
@@ -127,7 +127,7 @@ impl Service {
     /// Makes the checks of a kubelet, then dials. As in a kubelet, a caller that goes away does not stop the dial,
     /// which runs in a task of its own. Refusals have the code Unknown, as Go's plain errors do.
     async fn accept(&self, request: wire::RegisterRequest) -> Result<(), Status> {
-        let wire::RegisterRequest { version, endpoint, resource_name: resource, options: _ } = request;
+        let wire::RegisterRequest { version, endpoint, resource_name: resource, options } = request;
         if version != wire::VERSION {
             return Err(Status::unknown(format!("version {version:?} is not supported, {:?} is", wire::VERSION)));
         }
@@ -137,8 +137,13 @@ impl Service {
         if !names::is_file_name(&endpoint) {
             return Err(Status::unknown(format!("endpoint {endpoint:?} is not a file name")));
         }
-        let (answer, answered) = oneshot::channel();
         let life = Arc::clone(&self.life);
+        if life.core.options.connections == Connections::ByEndpoint {
+            let endless = Arc::clone(&life).add_endpoint(resource, endpoint, options.unwrap_or_default());
+            life.spawn(endless);
+            return Ok(());
+        }
+        let (answer, answered) = oneshot::channel();
         self.life.spawn(async move {
             tokio::select! {
                 biased;

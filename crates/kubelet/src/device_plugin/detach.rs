@@ -5,7 +5,8 @@
 //! of the plugin before us would end our registration. A registration whose GetDevicePluginOptions fails takes the
 //! client out of that place (`connectClient`, `runClient` in pkg/kubelet/cm/devicemanager/plugin/v1beta1/handler.go),
 //! and leaves endpoint, stream and devices as they are. Newer kubelets keep clients by socket path: there it changes
-//! nothing.
+//! nothing. Kubelets up to 1.24 never ask for options and would call this socket from then on (`addEndpoint` in
+//! pkg/kubelet/cm/devicemanager/manager.go): it must not be registered there.
 
 use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -56,6 +56,8 @@ pub(super) enum Listing {
 pub(super) enum OwnInput {
     /// The kubelet forgot the name of the plugin before us, or why it may not have.
     Detached(Result<(), String>),
+    /// The kubelet asked our socket for the plugin's options.
+    Asked,
     /// The kubelet holds this many ListAndWatch streams.
     Streams(usize),
     /// PodResources answered.
@@ -111,12 +113,17 @@ pub(super) struct DevicePluginHandshake {
     doubted: bool,
     /// Streams the kubelet holds in this session.
     streams: usize,
+    /// True if the kubelet has asked for the options in this session. Kubelets up to 1.24 take them from the request, and
+    /// answer Register before they dial.
+    asked: bool,
     /// True while a plugin of this resource that was there when our socket was bound still is.
     predecessor: bool,
     /// True if the kubelet may see the end of that plugin after our registration.
     outlasts: bool,
     /// The time by which the kubelet has seen its end.
     seen: Duration,
+    /// True if a plugin registered over us and ended before we served.
+    overtaken: bool,
     /// True while the kubelet may have no client under the resource's name.
     detached: bool,
     /// The time at which it gets one although the plugin before us lives.
@@ -136,9 +143,11 @@ impl DevicePluginHandshake {
             ask: None,
             doubted: false,
             streams: 0,
+            asked: false,
             predecessor: false,
             outlasts: false,
             seen: Duration::ZERO,
+            overtaken: false,
             detached: false,
             beside_until: Duration::MAX,
             detaching: false,
@@ -191,13 +200,17 @@ impl DevicePluginHandshake {
     }
 
     /// PodResources lists our devices. The plugin before us may still have a stream, whose end must not end our
-    /// registration.
+    /// registration. Kubelets that have not asked for our options end the stream's own registration only, and would put
+    /// the one that fails into our place.
     fn confirmed(&mut self, attempts: &mut Attempts, now: Duration) -> Actions {
-        if self.outlasts && !self.detached {
+        // Detached, we register again in any case.
+        let overtaken = std::mem::take(&mut self.overtaken);
+        if self.outlasts && self.asked && !self.detached {
             self.enter(attempts, Phase::Detaching, Some(now + self.limits.register));
             let is_asked = std::mem::replace(&mut self.detaching, true);
             return if is_asked { Vec::new() } else { own(OwnAction::Detach) };
         }
+        self.detached |= overtaken;
         if self.renewing {
             attempts.enter(Phase::Beside, Some(now + self.limits.register));
         } else if self.detached {
@@ -257,15 +270,14 @@ impl DevicePluginHandshake {
                 attempts.enter(Phase::Beside, Some(now + SOON));
                 (self.detached, self.renewing, self.again) = (true, false, false);
             }
-            // Beside a plugin before us the kubelet is made to forget the name, and we register again after that.
-            phase => self.detached |= phase.is_open() && !self.outlasts,
+            phase => self.overtaken |= phase.is_open(),
         }
         Vec::new()
     }
 
     /// The second registration of the same socket has ended.
     fn renewed(&mut self, attempts: &mut Attempts, result: Result<(), String>, now: Duration) -> Actions {
-        let outlasts = self.predecessor || now < self.seen;
+        let outlasts = self.asked && (self.predecessor || now < self.seen);
         match result {
             Err(why) => attempts.end_if_open(format!("the second registration failed: {why}"), now),
             Ok(()) if std::mem::take(&mut self.again) => {
@@ -314,7 +326,8 @@ impl Handshake for DevicePluginHandshake {
 
     fn bound(&mut self, attempts: &mut Attempts, predecessor: bool, now: Duration) -> Actions {
         attempts.forget_waiting();
-        (self.streams, self.detached, self.detaching, self.renewing) = (0, false, false, false);
+        (self.streams, self.asked, self.overtaken) = (0, false, false);
+        (self.detached, self.detaching, self.renewing) = (false, false, false);
         (self.predecessor, self.outlasts, self.beside_until) = (predecessor, predecessor, Duration::MAX);
         self.enter(attempts, Phase::Registering, Some(now + self.limits.register));
         match attempts.other_kubelet() {
@@ -346,6 +359,10 @@ impl Handshake for DevicePluginHandshake {
     fn happened(&mut self, attempts: &mut Attempts, input: OwnInput, now: Duration) -> Actions {
         match input {
             OwnInput::Detached(result) => self.answered(attempts, result, now),
+            OwnInput::Asked => {
+                self.asked = true;
+                Vec::new()
+            }
             OwnInput::Streams(open) => self.streams(attempts, open, now),
             OwnInput::Listed(listing) => self.listed(attempts, listing, now),
             OwnInput::Renew => self.renew_soon(attempts, now),

@@ -26,6 +26,8 @@ pub(super) struct Service {
     pub report: Report,
     /// The process that listens on kubelet.sock, once known.
     pub kubelet: Arc<OnceLock<Peer>>,
+    /// True once the kubelet has asked for the options.
+    pub asked: watch::Sender<bool>,
     /// The number of ListAndWatch streams that the kubelet holds.
     pub streams: watch::Sender<usize>,
     /// The devices that the kubelet has offered in this session.
@@ -75,8 +77,11 @@ impl DevicePlugin for Service {
 
     async fn get_device_plugin_options(
         &self,
-        _: Request<wire::Empty>,
+        request: Request<wire::Empty>,
     ) -> Result<Response<wire::DevicePluginOptions>, Status> {
+        if self.is_kubelet(&request) {
+            self.asked.send_replace(true);
+        }
         Ok(Response::new(convert::options()))
     }
 

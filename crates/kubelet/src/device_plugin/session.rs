@@ -80,6 +80,7 @@ pub(super) struct PluginSession {
     /// asked.
     predecessors: Vec<PathBuf>,
     servers: Servers,
+    asked: watch::Receiver<bool>,
     streams: watch::Receiver<usize>,
 }
 
@@ -101,6 +102,7 @@ impl PluginSession {
         let life = Arc::clone(&report);
         let mut servers = Servers::new(Arc::new(move |event| life(Occurrence::Life(event))));
         let kubelet = Arc::new(OnceLock::new());
+        let (asked_sender, asked) = watch::channel(false);
         let (streams_sender, streams) = watch::channel(0);
         let service = Service {
             resource,
@@ -108,12 +110,13 @@ impl PluginSession {
             snapshot,
             report,
             kubelet: Arc::clone(&kubelet),
+            asked: asked_sender,
             streams: streams_sender,
             narrowing: Mutex::default(),
             end: servers.end_of_streams(),
         };
         servers.serve(bound, watch::Sender::default(), Routes::new(DevicePluginServer::new(service)));
-        Ok(Self { name, kubelet, predecessors, servers, streams })
+        Ok(Self { name, kubelet, predecessors, servers, asked, streams })
     }
 
     /// Gives our socket a second name, with this random number in it; returns that name. Removes the sockets of plugins
@@ -149,6 +152,8 @@ impl Session for PluginSession {
         tokio::select! {
             biased;
             ended = self.servers.next() => ended.map_or(Input::Closed, Input::ServerEnded),
+            // The kubelet asks before it opens a stream.
+            Ok(()) = self.asked.changed() => Input::Own(OwnInput::Asked),
             Ok(()) = self.streams.changed() => Input::Own(OwnInput::Streams(*self.streams.borrow_and_update())),
         }
     }

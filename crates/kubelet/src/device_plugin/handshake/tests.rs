@@ -25,6 +25,10 @@ enum Own {
     BindsBeside,
     /// The other plugin ends: its socket at once, its stream after so many milliseconds.
     PredecessorEnds(u64),
+    /// Another kubelet starts: of 1.24 or older, or a newer one.
+    KubeletOf {
+        is_older: bool,
+    },
     DetachEnds(bool),
     /// Another plugin registers after us, and ends.
     SuccessorEnds,
@@ -72,6 +76,8 @@ struct Kubelet {
     /// Whether the other plugin's end may end our session: it was not there any more when our socket was bound, or the
     /// kubelet did not forget the name.
     kept: bool,
+    /// Kubelets up to 1.24: they ask for no options, and the end of a stream ends its own client only.
+    is_older: bool,
     /// Kubelets up to 1.36: whether a client of ours is under the resource's name, which the end of any stream ends.
     named: bool,
 }
@@ -167,6 +173,7 @@ impl Neighbour for Kubelet {
             OwnAction::Ask => assert!(!std::mem::replace(&mut kubelet.asking, true), "asks twice at once"),
             OwnAction::Detach => {
                 assert!(!kubelet.detaching && kubelet.books.registered, "detaches too early");
+                assert!(!kubelet.is_older, "the socket that refuses everything takes our place");
                 kubelet.detaching = true;
             }
             OwnAction::ReportDetached(result) => kubelet.kept |= result.is_err(),
@@ -224,7 +231,16 @@ impl Neighbour for Kubelet {
                     world.feed(Input::Registered(not_today(ok)));
                 }
             }
-            Own::StreamOpens => streams(world, |open| open + 1),
+            Own::KubeletOf { is_older } => {
+                kubelet.is_older = is_older;
+                world.happens(Happening::KubeletNew);
+            }
+            Own::StreamOpens => {
+                if !kubelet.is_older && world.socket.is_some_and(|socket| !socket.ended) {
+                    own_input(world, OwnInput::Asked);
+                }
+                streams(world, |open| open + 1);
+            }
             Own::StreamEnds => streams(world, |open| open.saturating_sub(1)),
             Own::AskEnds(listing) => {
                 if std::mem::take(&mut kubelet.asking) && world.socket.is_some() {
@@ -258,7 +274,7 @@ impl Neighbour for Kubelet {
         let kubelet = &mut world.neighbour;
         if kubelet.predecessor.streams && kubelet.predecessor.stream_ends.is_some_and(|end| end <= now) {
             kubelet.predecessor = Predecessor::default();
-            if std::mem::take(&mut kubelet.named) {
+            if !kubelet.is_older && std::mem::take(&mut kubelet.named) {
                 assert!(!serving || kubelet.kept, "did not outlast the plugin before us");
                 streams(world, |_| 0);
             }
@@ -285,6 +301,7 @@ impl Neighbour for Kubelet {
             3 => Just(Own::BindsBeside),
             3 => (0_u64..900).prop_map(Own::PredecessorEnds),
             3 => prop::bool::weighted(0.8).prop_map(Own::DetachEnds),
+            1 => any::<bool>().prop_map(|is_older| Own::KubeletOf { is_older }),
             1 => Just(Own::SuccessorEnds),
             6 => prop::bool::weighted(0.8).prop_map(Own::RegisterEnds),
             6 => Just(Own::StreamOpens),

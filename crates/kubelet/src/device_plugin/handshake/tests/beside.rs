@@ -29,6 +29,27 @@ fn end_of_the_plugin_before_us_changes_nothing() {
     assert!(world.neighbour.named && world.sockets == 1 && !world.done.iter().any(ended));
 }
 
+/// A kubelet up to 1.24 is asked for nothing more: the end of the other plugin's stream does not reach us.
+#[test]
+fn older_kubelet_is_not_detached_from() {
+    let mut world = World::new(1);
+    for happening in [
+        Happening::Own(Own::KubeletOf { is_older: true }),
+        Happening::Own(Own::BindsBeside),
+        Happening::Own(Own::RegisterEnds(true)),
+        Happening::Own(Own::StreamOpens),
+        Happening::Own(Own::AskEnds(Listing::Listed)),
+    ] {
+        world.happens(happening);
+    }
+    assert_eq!(world.phase(), Phase::Serving);
+    does(&mut world, Own::PredecessorEnds(900));
+    world.happens(Happening::Passes(40_000));
+    assert_eq!((world.phase(), world.sockets), (Phase::Serving, 1));
+    let calls = world.done.iter().filter(|(_, action)| matches!(action, Action::Own(own) if *own != OwnAction::Ask));
+    assert_eq!(calls.count(), 1, "one registration");
+}
+
 /// One that registers over us and ends takes our registration with it: we register again at once.
 #[test]
 fn successor_that_ends_is_followed_by_a_registration() {
