@@ -32,6 +32,7 @@ mod idle;
 mod kubelet;
 mod labels;
 mod live;
+mod lock;
 mod memory;
 mod mig;
 mod mps;

@@ -18,11 +18,16 @@ impl Node {
     /// Makes this a standby, because another process serves this node: no plugin registers and no file is written,
     /// until a [`Duty`] asks for it.
     pub fn stand_by(&mut self) {
-        self.memory = Some(Memory::default());
+        self.remember();
         self.files.send_replace(None);
         self.running.send_modify(|running| running.wanted = false);
         self.metrics.placements().stand_by(true);
         self.readiness.add(Part::Owner, STANDING_BY);
+    }
+
+    /// Keeps what is observed from now on, so that the state can be made anew when this process becomes the owner.
+    pub fn remember(&mut self) {
+        self.memory = Some(Memory::default());
     }
 
     /// Follows whether this process writes the node's files. Each write keeps the right until it has ended.

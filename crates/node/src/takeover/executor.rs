@@ -4,12 +4,14 @@
 //! A task of `linkwise run`. The module decides only when a condition is met: this node could serve, its plugins are
 //! registered, they have ended.
 
+mod attempts;
 mod condition;
 mod metrics;
+mod place;
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
@@ -18,7 +20,6 @@ use anyhow::{Context, Result};
 use futures_util::future::OptionFuture;
 use futures_util::stream::{FuturesUnordered, StreamExt};
 use tokio::sync::{mpsc, watch};
-use tokio::task::spawn_blocking;
 use tokio::time::{Instant, sleep, timeout};
 use tokio_util::sync::CancellationToken;
 
@@ -26,7 +27,7 @@ use crate::duty::{Duty, Running};
 use crate::keeper::{self, Keeper};
 use crate::node::Node;
 use crate::readiness::{Part, Readiness};
-use crate::takeover::{Action, Connection, Input, Limits, Lock, Outcome, Owner, SOCKET, Stage, TakeoverMachine, Word};
+use crate::takeover::{Action, Connection, Input, Limits, Lock, Outcome, SOCKET, Stage, TakeoverMachine, Word};
 use condition::{Could, Known, condition};
 use linkwise_core::state::{HealthRecord, NodeState};
 use linkwise_core::topology::NodeObservation;
@@ -37,11 +38,12 @@ use linkwise_system::clock::at;
 use linkwise_system::right::Right;
 use linkwise_system::uds::{self, Callers, Listener};
 pub use metrics::TakeoverMetrics;
+use place::Place;
 
-/// The longest time that a start waits for the disk to give the lock.
-const LOCK_TIMEOUT: Duration = Duration::from_secs(2);
 /// The time between two attempts of a standby without a connection to connect, or to take the lock.
 const LOOK: Duration = Duration::from_millis(20);
+/// The time between two attempts of an owner that could not have the lock to take it.
+const LOOK_AS_OWNER: Duration = Duration::from_secs(1);
 /// The time for which a new owner may register its plugins once more.
 const SETTLED: Duration = Duration::from_secs(3);
 /// The time from the end of the owner's plugins until the kubelet has noticed it.
@@ -52,19 +54,12 @@ const VERSION: &str = env!("CARGO_PKG_VERSION");
 
 /// The position in which this process begins.
 pub enum Position {
-    /// The only process, as far as it can know: there is no folder for a lock.
+    /// The only process: it has no folder for a lock.
     Alone,
-    /// The owner.
-    Owner(Place, Lock),
-    /// A process beside the owner; true if it takes over.
-    Standby(Place, bool),
-}
-
-/// The state folder, and the UID of this process's pod.
-#[derive(Clone, Debug)]
-pub struct Place {
-    folder: PathBuf,
-    pod: String,
+    /// The owner. It has no lock where the folder cannot have one, and tries on.
+    Owner(Place, Option<Lock>),
+    /// A process beside the owner; true if it takes over. `None` while the disk does not tell if there is an owner.
+    Standby(Place, Option<bool>),
 }
 
 impl Position {
@@ -72,27 +67,25 @@ impl Position {
     /// of this process's pod.
     pub async fn at(folder: Option<&Path>, standby: bool, pod: &str) -> Self {
         let Some(folder) = folder.map(Path::to_owned) else { return Self::Alone };
-        let place = Place { folder: folder.clone(), pod: pod.to_owned() };
-        let tried = spawn_blocking(move || (Lock::try_take(&folder), Lock::owner(&folder)));
-        let tried = timeout(LOCK_TIMEOUT, tried).await.map_err(io::Error::from);
-        let (lock, owner) = match tried.and_then(|tried| tried.map_err(io::Error::other)) {
-            Ok((Ok(lock), owner)) => (lock, owner),
-            Ok((Err(error), _)) | Err(error) => {
+        let mut place = Place::new(folder, pod, standby);
+        match place.try_take().await {
+            Some(Ok(Some(mut lock))) => {
+                place.write_owner(&mut lock);
+                Self::Owner(place, Some(lock))
+            }
+            Some(Ok(None)) => {
+                let takes_over = place.takes_over();
+                Self::Standby(place, Some(takes_over))
+            }
+            Some(Err(error)) => {
                 let folder = place.folder.display();
                 tracing::info!(%folder, %error, "no lock can be had: another linkwise would not be noticed");
-                return Self::Alone;
-            }
-        };
-        match lock {
-            Some(mut lock) => {
-                write_owner(&mut lock, owner, &place);
-                Self::Owner(place, lock)
+                Self::Owner(place, None)
             }
             None => {
-                let successor = !standby && !owner.is_retired(&place.pod);
-                let Owner { pod, version, .. } = owner;
-                tracing::info!(pod, version, takes_over = successor, "another linkwise serves this node: standing by");
-                Self::Standby(place, successor)
+                let folder = place.folder.display();
+                tracing::warn!(%folder, "the state folder does not answer: another linkwise may serve this node");
+                Self::Standby(place, None)
             }
         }
     }
@@ -103,20 +96,27 @@ impl Position {
         let handed_over = CancellationToken::new();
         // The series exist on every node.
         let metrics = node.metrics().register(TakeoverMetrics::register);
-        let (place, lock, machine) = match self {
+        let (place, lock, is_known, machine) = match self {
             Self::Alone => return (watch::channel(ClaimsTurn::Holds).1, handed_over),
-            Self::Owner(place, lock) => (place, Some(lock), TakeoverMachine::owner(Limits::default())),
-            Self::Standby(place, successor) => (place, None, TakeoverMachine::standby(Limits::default(), successor)),
+            Self::Owner(place, lock) => (place, lock, true, TakeoverMachine::owner(Limits::default())),
+            Self::Standby(place, successor) => {
+                let machine = TakeoverMachine::standby(Limits::default(), successor == Some(true));
+                (place, None, successor.is_some(), machine)
+            }
         };
         let (claims, turn) = watch::channel(machine.claims());
         node.others.send_replace(if machine.may_end() { Others::None } else { Others::MayHandOver });
-        if lock.is_none() {
+        if machine.stands_by() {
             node.stand_by();
+        } else if lock.is_none() {
+            // It may have to stand by yet.
+            node.remember();
         }
         let task = Takeover {
             keeper: Keeper::of(Some(place.folder.clone())),
             place,
             lock,
+            is_known,
             machine,
             claims,
             claims_held: node.claims_held.subscribe(),
@@ -152,13 +152,6 @@ impl Position {
     }
 }
 
-/// Writes the owner beside the lock. Without that line, a pod that handed over may take over once more.
-fn write_owner(lock: &mut Lock, before: Owner, place: &Place) {
-    if let Err(error) = lock.write(&before.succeeded_by(&place.pod, VERSION)) {
-        tracing::warn!(folder = %place.folder.display(), %error, "cannot write who serves this node");
-    }
-}
-
 /// The message of a connected process and the lock with it, or the reason why no further message comes.
 type Heard = io::Result<(Word, Option<OwnedFd>)>;
 
@@ -169,6 +162,8 @@ type Guest = Pin<Box<dyn Future<Output = (Connection, Heard)> + Send>>;
 struct Takeover {
     place: Place,
     lock: Option<Lock>,
+    /// True if the disk has told whether there is an owner.
+    is_known: bool,
     machine: TakeoverMachine,
     keeper: Keeper,
     claims: watch::Sender<ClaimsTurn>,
@@ -229,7 +224,7 @@ enum Happened {
     /// A standby sent a message, or left.
     Said(Connection, Heard),
     Peer(Heard),
-    /// A standby without a connection must look for an owner.
+    /// A standby without a connection must look for an owner, and an owner without the lock for another.
     Look,
     /// All plugins of this process are registered, or one of them no longer is.
     Serves(bool),
@@ -238,7 +233,9 @@ enum Happened {
 impl Takeover {
     async fn run(mut self) -> Result<()> {
         if self.machine.stage() == Stage::Owning {
-            self.listen();
+            if self.lock.is_some() {
+                self.listen();
+            }
         } else {
             self.metrics.standing_by.set(1);
             self.look().await?;
@@ -260,7 +257,11 @@ impl Takeover {
     async fn next(&mut self) -> Happened {
         let stage = self.machine.stage();
         let wake = self.machine.wake().map(|wake| self.begin + wake);
-        let lonely = self.peer.is_none() && stage == Stage::StandingBy;
+        let look = match stage {
+            Stage::StandingBy if self.peer.is_none() => Some(LOOK),
+            Stage::Owning if self.lock.is_none() => Some(LOOK_AS_OWNER),
+            _ => None,
+        };
         let listener = self.listener.as_ref().map(Listener::accept);
         let is_empty_handed = self.is_empty_handed();
         let known = Known { stage, could: self.could, serves: self.gap_begin.is_none(), is_empty_handed };
@@ -280,28 +281,62 @@ impl Takeover {
                 }
             },
             happened = condition => happened,
-            () = sleep(LOOK), if lonely => Happened::Look,
+            Some(()) = OptionFuture::from(look.map(sleep)) => Happened::Look,
             () = at(wake) => Happened::Input(Input::Tick),
         }
     }
 
     /// Checks if the lock is free, and otherwise looks for the owner.
     async fn look(&mut self) -> Result<()> {
-        let folder = self.place.folder.clone();
-        match timeout(LOCK_TIMEOUT, spawn_blocking(move || Lock::try_take(&folder))).await {
-            Ok(Ok(Ok(Some(lock)))) => {
-                self.lock = Some(lock);
+        let found = self.place.try_take().await;
+        if self.machine.stage() == Stage::Owning {
+            return self.look_as_owner(found).await;
+        }
+        match found {
+            Some(Ok(Some(lock))) => {
+                (self.lock, self.is_known) = (Some(lock), true);
                 return self.feed(Input::Free).await;
             }
-            Ok(Ok(Ok(None))) => {}
-            Ok(Ok(Err(error))) => tracing::debug!(%error, "the lock cannot be tried"),
-            Ok(Err(_)) | Err(_) => tracing::debug!("the lock cannot be tried in time"),
+            Some(Ok(None)) if !self.is_known => {
+                self.is_known = true;
+                let successor = self.place.takes_over();
+                self.feed(Input::Held { successor }).await?;
+            }
+            // The disk answers, and cannot have a lock: there is no owner that has it.
+            Some(Err(error)) if !self.is_known => {
+                tracing::info!(%error, "no lock can be had: another linkwise would not be noticed");
+                self.is_known = true;
+                return self.feed(Input::Free).await;
+            }
+            Some(Ok(None)) => {}
+            Some(Err(error)) => tracing::debug!(%error, "the lock cannot be tried"),
+            None => tracing::debug!("the lock cannot be tried in time"),
+        }
+        if !self.is_known {
+            return Ok(());
         }
         if let Ok(Ok((stream, _))) = timeout(LOOK, uds::connect(&self.place.folder.join(SOCKET))).await {
             self.peer = Some(Connection::new(stream));
             self.feed(Input::Connected).await?;
         }
         Ok(())
+    }
+
+    /// The lock can be had at last: this process takes it, or stands by if another has it.
+    async fn look_as_owner(&mut self, found: Option<io::Result<Option<Lock>>>) -> Result<()> {
+        match found {
+            Some(Ok(Some(lock))) => {
+                tracing::info!("this process has the lock at last");
+                self.lock = Some(lock);
+                self.perform(Action::Listen).await
+            }
+            Some(Ok(None)) => {
+                tracing::warn!("another linkwise has the lock");
+                let successor = self.place.takes_over();
+                self.feed(Input::Held { successor }).await
+            }
+            Some(Err(_)) | None => Ok(()),
+        }
     }
 
     fn welcome(&self, mut connection: Connection) {
@@ -535,7 +570,7 @@ impl Takeover {
             Action::Renew => self.order(Duty::Renew).await?,
             Action::Listen => {
                 if let Some(lock) = &mut self.lock {
-                    write_owner(lock, Lock::owner(&self.place.folder), &self.place);
+                    self.place.write_owner(lock);
                 }
                 if self.readiness.sees_nothing() {
                     // No plugin will start and end this part.

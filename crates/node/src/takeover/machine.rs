@@ -83,6 +83,11 @@ pub enum Stage {
 pub enum Input {
     /// The lock was free, and this process has it.
     Free,
+    /// Another process has the lock, and this process learns it late: its disk hung, or could not have a lock. A
+    /// `successor` takes over.
+    Held {
+        successor: bool,
+    },
     /// This node could serve: its GPUs are known.
     Able,
     /// This process sees no GPU, because the driver fails or is released.
@@ -299,6 +304,10 @@ impl TakeoverMachine {
                 let serve = [Action::Adopt, Action::Files(true), Action::Plugins(true), Action::Listen];
                 [&serve[..], &[Action::Report(Outcome::Succeeded)]].concat()
             }
+            (Stage::StandingBy, Input::Held { successor }) => {
+                self.successor = successor;
+                Vec::new()
+            }
             (_, Input::Lost) => {
                 self.connected = false;
                 self.enter(Stage::StandingBy, None);
@@ -412,6 +421,11 @@ impl TakeoverMachine {
 
     fn owning(&mut self, input: Input, now: Duration) -> Vec<Action> {
         match (self.stage, input) {
+            // It served without the lock.
+            (Stage::Owning, Input::Held { successor }) => {
+                (self.successor, self.able) = (successor, true);
+                self.give_back(&[], now)
+            }
             (Stage::Owning, Input::TakeOver { joins: true }) => {
                 self.enter(Stage::Agreeing, Some(now + self.limits.patience));
                 vec![Action::SayAgreed]

@@ -539,3 +539,28 @@ fn failed_takeovers_come_after_growing_pauses() {
     machine.step(Input::Free, now);
     assert!(!machine.pauses.is_failing());
 }
+
+#[test]
+fn owner_without_the_lock_stands_by_for_the_one_that_has_it() {
+    for successor in [false, true] {
+        let mut machine = TakeoverMachine::owner(Limits::default());
+        let now = Duration::from_secs(5);
+        let actions = machine.step(Input::Held { successor }, now);
+        assert_eq!(actions[..2], [Action::Files(false), Action::Plugins(false)]);
+        assert_eq!((machine.stage(), machine.claims()), (Stage::StandingBy, ClaimsTurn::Away));
+        assert_eq!(machine.step(Input::Connected, now), [Action::SayStandBy], "not at once");
+        let asks = machine.step(Input::Tick, machine.wake().unwrap());
+        assert_eq!(asks.contains(&Action::SayTakeOver), successor);
+        // A lock that is free brings all of it back.
+        machine.step(Input::Lost, now);
+        assert!(machine.step(Input::Free, now).contains(&Action::Plugins(true)));
+    }
+}
+
+#[test]
+fn standby_learns_late_that_it_takes_over() {
+    let mut machine = TakeoverMachine::standby(Limits::default(), false);
+    machine.step(Input::Able, Duration::ZERO);
+    assert_eq!(machine.step(Input::Held { successor: true }, Duration::ZERO), []);
+    assert_eq!(machine.step(Input::Connected, Duration::ZERO), [Action::SayTakeOver]);
+}

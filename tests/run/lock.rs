@@ -1,0 +1,94 @@
+//! The lock of the state folder on a disk that hangs, or that cannot have a lock at first: no two owners, and the
+//! process joins the others as soon as the disk answers.
+
+use std::fs::{File, OpenOptions};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use linkwise_kubelet_box::{Connections, Pod};
+
+use super::node::{GPU, Process, Setup, get, registered, until};
+use super::takeover::{kubelet, machine, of_pod, stage};
+
+/// The longest owner that is read: a pipe that gives so much has answered.
+const LONGEST: usize = 1 << 16;
+
+fn state_folder(setup: &Setup) -> PathBuf {
+    setup.kubelet_socket.with_file_name("linkwise")
+}
+
+/// A file of the lock from which nothing can be read: a pipe.
+fn hang(folder: &Path) -> PathBuf {
+    std::fs::create_dir_all(folder).unwrap();
+    let pipe = folder.join("owner.lock");
+    assert!(Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+    pipe
+}
+
+/// The disk answers the call that waits, with nothing that names an owner.
+fn answer(pipe: &Path) {
+    OpenOptions::new().read(true).write(true).open(pipe).unwrap().write_all(&[b'-'; LONGEST]).unwrap();
+}
+
+async fn is_unready(process: &Process) {
+    let up = process.logged(|line| line["message"] == "linkwise is up").await;
+    let address: std::net::SocketAddr = up["metrics"].as_str().unwrap().parse().unwrap();
+    until(async || match get(address, "/readyz").await {
+        answer if answer.status == 503 => Ok(()),
+        answer => Err(answer),
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn hung_disk_is_waited_for_and_makes_no_second_owner() {
+    let setup = machine();
+    let pipe = hang(&state_folder(&setup));
+    let kubelet = kubelet(&setup, Connections::ByResource);
+    let first = of_pod(&setup, "first", &[]);
+    first.said("the state folder does not answer").await;
+    is_unready(&first).await;
+    assert!(!kubelet.state().resources.contains_key(GPU), "serves, and another might");
+    answer(&pipe);
+    stage(&first, "Owning").await;
+    registered(&kubelet, 1, 8).await;
+    // The next one learns as late that the lock is held, and takes over.
+    let second = of_pod(&setup, "second", &[]);
+    second.said("the state folder does not answer").await;
+    is_unready(&second).await;
+    answer(&pipe);
+    second.said("another linkwise serves this node: standing by").await;
+    answer(&pipe);
+    first.said("another linkwise has taken over this node").await;
+    kubelet.admit(&Pod::single("after", GPU, 1), None).await.unwrap();
+}
+
+#[tokio::test]
+async fn owner_that_could_have_no_lock_takes_it_later() {
+    let setup = machine();
+    let folder = state_folder(&setup);
+    // No folder can be made here.
+    std::fs::create_dir_all(folder.parent().unwrap()).unwrap();
+    File::create(&folder).unwrap();
+    let kubelet = kubelet(&setup, Connections::ByResource);
+    let first = of_pod(&setup, "first", &[]);
+    first.said("no lock can be had").await;
+    registered(&kubelet, 1, 8).await;
+    // Now it can, and another process has the lock.
+    let other = folder.with_file_name("other");
+    std::fs::create_dir(&other).unwrap();
+    let lock = File::create(other.join("owner.lock")).unwrap();
+    lock.try_lock().unwrap();
+    std::fs::remove_file(&folder).unwrap();
+    std::fs::rename(&other, &folder).unwrap();
+    first.said("another linkwise has the lock").await;
+    is_unready(&first).await;
+    kubelet.wait(|state| state.resources[GPU].open_streams == 0).await.unwrap();
+    // The other one ends.
+    drop(lock);
+    registered(&kubelet, 2, 8).await;
+    let second = of_pod(&setup, "second", &[]);
+    first.said("another linkwise has taken over this node").await;
+    drop(second);
+}
