@@ -119,6 +119,13 @@ impl NodeState {
         self
     }
 
+    /// Publishes as soon as there is a scan of the node.
+    #[must_use]
+    pub fn awaiting_a_scan_alone(mut self) -> Self {
+        self.opening.await_scan_alone();
+        self
+    }
+
     /// Does not wait for a first poll: the GPUs are those that another process has seen.
     #[must_use]
     pub fn awaiting_no_poll(mut self) -> Self {

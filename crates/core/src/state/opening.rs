@@ -30,6 +30,11 @@ impl Opening {
         self.needs_poll = false;
     }
 
+    /// Lets the list wait for the scan alone.
+    pub fn await_scan_alone(&mut self) {
+        (self.needs_poll, self.needs_holders) = (false, false);
+    }
+
     /// Lets the list wait for the scan and the first list of holders.
     pub fn await_holders(&mut self) {
         (self.needs_scan, self.needs_holders) = (true, true);

@@ -52,12 +52,20 @@ impl Node {
 
     /// Makes the state anew, as a start would, without repeating work that takes time.
     fn adopt(&mut self, record: Option<Box<HealthRecord>>, passed: Option<Box<NodeObservation>>) {
+        let inherits = passed.is_some();
+        let seen = self.memory.as_ref().map(|memory| memory.replay(passed, Instant::now())).unwrap_or_default();
+        let events: Vec<Event> = record.map(Event::Restored).into_iter().chain(seen).collect();
+        if inherits {
+            // Claims go on from this snapshot, as where this process has seen the GPUs while it stood by.
+            self.state.current = self.fresh.clone().awaiting_a_scan_alone();
+            for event in events.clone() {
+                drop(self.state.apply(event));
+            }
+        }
         let fresh = self.fresh.clone().with_tables_of(&self.state.current);
-        self.state.current = if passed.is_some() { fresh.awaiting_no_poll() } else { fresh };
+        self.state.current = if inherits { fresh.awaiting_no_poll() } else { fresh };
         self.published = false;
-        let now = Instant::now();
-        let seen = self.memory.as_ref().map(|memory| memory.replay(passed, now)).unwrap_or_default();
-        for event in record.map(Event::Restored).into_iter().chain(seen) {
+        for event in events {
             self.apply(event);
         }
         // The first list waits for the holders: the kubelet is asked at once.

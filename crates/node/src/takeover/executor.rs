@@ -559,7 +559,13 @@ impl Takeover {
                     Seen::Passed { seen, .. } if self.machine.takes_place() => Some(seen.clone()),
                     _ => None,
                 };
+                let inherits = seen.is_some();
                 self.order(Duty::Adopt(record, seen)).await?;
+                if inherits {
+                    // Claims that wait go on next, and find the GPUs in the snapshot.
+                    let sees = self.snapshot.wait_for(|state| !state.topology().gpus().is_empty());
+                    let _ = timeout(SAY_TIMEOUT, sees).await;
+                }
             }
             Action::Files(true) => drop(self.files.send_replace(Some(Right::new(())))),
             Action::Files(false) => {
