@@ -109,6 +109,8 @@ lint: setup ## format, clippy and docs; warnings are errors
 	$(CARGO) fmt --all --check
 	@echo "== clippy"
 	$(CARGO) clippy --locked --workspace --all-targets -- -D warnings
+	@echo "== clippy: the tests that cargo test leaves out"
+	$(CARGO) clippy --locked --test image --test soak -- -D warnings
 	@echo "== clippy: the laboratory as make demo builds it"
 	$(CARGO) clippy --locked -p linkwise-lab --no-default-features -- -D warnings
 	@echo "== docs"

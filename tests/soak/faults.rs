@@ -3,6 +3,7 @@
 use std::time::Instant;
 
 use linkwise_kubelet_box::{Fault as BoxFault, Restart, State};
+use tokio::task::JoinSet;
 
 use crate::RECOVERY;
 use crate::node::{GPU, signal, until};
@@ -305,7 +306,10 @@ pub async fn round(world: &mut World, random: &mut Random) -> bool {
     let late = std::mem::replace(&mut world.two_before, !alone);
     let of_one = !late && !faults.iter().any(|fault| fault.is_between() || *fault == GpusShared);
     let others = world.others(gpu);
-    let others = of_one.then(|| tokio::task::spawn_local(others));
+    let mut watch = JoinSet::new();
+    if of_one {
+        watch.spawn_local(others);
+    }
     let mut over = Instant::now();
     for fault in &faults {
         world.ledger.injected(fault.name());
@@ -322,14 +326,12 @@ pub async fn round(world: &mut World, random: &mut Random) -> bool {
     let recovered = world.whole(over, RECOVERY).await;
     world.disturbance.set(false);
     world.sharing.set(false);
-    if let Some(others) = others {
-        if others.is_finished() {
-            print_log(world);
-            world.ledger.error(others.await.unwrap());
-            return false;
-        }
-        others.abort();
+    if let Some(other) = watch.try_join_next() {
+        print_log(world);
+        world.ledger.error(other.unwrap());
+        return false;
     }
+    drop(watch);
     match recovered {
         Ok(after) => {
             for fault in &faults {
@@ -348,7 +350,6 @@ pub async fn round(world: &mut World, random: &mut Random) -> bool {
     }
     for violation in world.kubelet.violations() {
         world.ledger.error(format!("{violation:?}"));
-        return false;
     }
     if !world.ledger.errors().is_empty() {
         print_log(world);

@@ -68,11 +68,12 @@ async fn soak(length: Duration, seed: u64) -> bool {
     let start = world.measure();
     let load = load::Load::start(&world, seed);
     let mut random = Random::new(seed);
-    let rounds = tokio::task::spawn_local(async move {
+    let mut rounds = tokio::task::JoinSet::new();
+    rounds.spawn_local(async move {
         while begin.elapsed() < length && faults::round(&mut world, &mut random).await {}
         world
     });
-    let rounds = rounds.await;
+    let rounds = rounds.join_next().await.expect("there is one task");
     load.end().await;
     match rounds {
         Ok(world) => {
