@@ -23,7 +23,9 @@ use linkwise_core::errors::chain;
 /// The pause after a failed accept: file descriptors may be exhausted for a while.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
-/// Accepts the admitted connections of a listener, for ever. `cut` breaks them; `open` has their number.
+/// Accepts the admitted connections of a listener, for ever. `cut` breaks them; `open` has the number of those on which
+/// the caller has sent something. A kubelet takes a plugin for connected just before it sends HTTP/2's preface (grpc-go,
+/// http2_client.go: `ConnBegin`), and may call another plugin until then.
 pub fn accepted(
     listener: Listener,
     cut: CancellationToken,
@@ -37,7 +39,7 @@ pub fn accepted(
                     // Each connection has a token of its own, so that connections do not contend for one lock at each
                     // read.
                     let broken = Box::pin(cut.child_token().cancelled_owned());
-                    let connection = Connection { stream, peer, cut: broken, _open: Open::new(open.clone()) };
+                    let connection = Connection { stream, peer, cut: broken, open: Open::Not(open.clone()) };
                     return Some((Ok(connection), (listener, cut, open, report)));
                 }
                 Ok(Caller { peer, .. }) => report(Refusal::Caller(peer)),
@@ -55,22 +57,29 @@ pub struct Connection {
     stream: UnixStream,
     peer: Peer,
     cut: Pin<Box<WaitForCancellationFutureOwned>>,
-    _open: Open,
+    open: Open,
 }
 
-/// Counts a connection as long as it is open.
-struct Open(watch::Sender<usize>);
+/// Counts a connection from its first bytes to its end.
+enum Open {
+    Not(watch::Sender<usize>),
+    Counted(watch::Sender<usize>),
+}
 
 impl Open {
-    fn new(count: watch::Sender<usize>) -> Self {
-        count.send_modify(|open| *open += 1);
-        Self(count)
+    fn count(&mut self) {
+        if let Self::Not(count) = self {
+            count.send_modify(|open| *open += 1);
+            *self = Self::Counted(count.clone());
+        }
     }
 }
 
 impl Drop for Open {
     fn drop(&mut self) {
-        self.0.send_modify(|open| *open = open.saturating_sub(1));
+        if let Self::Counted(count) = self {
+            count.send_modify(|open| *open = open.saturating_sub(1));
+        }
     }
 }
 
@@ -93,9 +102,15 @@ impl Connected for Connection {
 
 impl AsyncRead for Connection {
     fn poll_read(mut self: Pin<&mut Self>, context: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        let before = buf.filled().len();
         match Pin::new(&mut self.stream).poll_read(context, buf) {
             Poll::Pending => self.is_cut(context),
-            ready => ready,
+            ready => {
+                if buf.filled().len() > before {
+                    self.open.count();
+                }
+                ready
+            }
         }
     }
 }
@@ -129,5 +144,34 @@ impl AsyncWrite for Connection {
 
     fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
         Pin::new(&mut self.stream).poll_shutdown(context)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::pin::pin;
+    use std::sync::Arc;
+
+    use futures_util::StreamExt;
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+
+    use super::*;
+    use crate::uds::{self, Callers};
+
+    #[tokio::test]
+    async fn connection_counts_from_its_first_bytes_to_its_end() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("own.sock");
+        let (_file, listener) = uds::listen(&path, Callers::default()).unwrap();
+        let open = watch::Sender::new(0);
+        let mut connections = pin!(accepted(listener, CancellationToken::new(), open.clone(), Arc::new(|_| ())));
+        let (mut caller, _) = uds::connect(&path).await.unwrap();
+        let mut connection = connections.next().await.unwrap().unwrap();
+        assert_eq!(*open.borrow(), 0, "the caller may not know yet that it is connected");
+        caller.write_all(b"PRI").await.unwrap();
+        connection.read_exact(&mut [0; 3]).await.unwrap();
+        assert_eq!(*open.borrow(), 1);
+        drop(connection);
+        assert_eq!(*open.borrow(), 0);
     }
 }

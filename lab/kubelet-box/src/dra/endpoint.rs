@@ -99,17 +99,28 @@ pub(super) struct Driver {
     pub health: Option<&'static str>,
     /// The current connection.
     pub channel: watch::Sender<Option<Channel>>,
+    /// The number of open connections. Each counts from the connect on, before anything is sent (grpc-go,
+    /// internal/transport/http2_client.go: `ConnBegin` comes before the preface; `HandleConn` in
+    /// pkg/kubelet/cm/dra/plugin/dra_plugin_manager.go).
+    pub open: watch::Sender<usize>,
     /// Cancelled when the driver is deregistered.
     pub closed: CancellationToken,
 }
 
 impl Driver {
     pub fn is_connected(&self) -> bool {
-        self.channel.borrow().is_some()
+        *self.open.borrow() > 0
     }
 
-    fn connected(&self) -> Result<Channel, Status> {
-        self.channel.borrow().clone().ok_or_else(|| Status::unavailable("no connection to the driver"))
+    /// The connection; a call waits for one that has begun.
+    async fn connected(&self) -> Result<Channel, Status> {
+        let (mut channel, mut open) = (self.channel.subscribe(), self.open.subscribe());
+        tokio::select! {
+            biased;
+            Ok(channel) = channel.wait_for(Option::is_some) => channel.clone(),
+            _ = open.wait_for(|open| *open == 0) => None,
+        }
+        .ok_or_else(|| Status::unavailable("no connection to the driver"))
     }
 
     /// A call in the connection. A kubelet closes the connection when the driver is deregistered, and the calls under
@@ -124,7 +135,7 @@ impl Driver {
         claims: Vec<ClaimRef>,
     ) -> Result<HashMap<String, wire::NodePrepareResourceResponse>, Status> {
         let request = wire::NodePrepareResourcesRequest { claims: claims.into_iter().map(on_wire).collect() };
-        let channel = self.connected()?;
+        let channel = self.connected().await?;
         let answer = self.until_closed(DraPluginClient::new(channel).node_prepare_resources(request)).await;
         Ok(answer?.into_inner().claims)
     }
@@ -134,7 +145,7 @@ impl Driver {
         claims: Vec<ClaimRef>,
     ) -> Result<HashMap<String, wire::NodeUnprepareResourceResponse>, Status> {
         let request = wire::NodeUnprepareResourcesRequest { claims: claims.into_iter().map(on_wire).collect() };
-        let channel = self.connected()?;
+        let channel = self.connected().await?;
         let answer = self.until_closed(DraPluginClient::new(channel).node_unprepare_resources(request)).await;
         Ok(answer?.into_inner().claims)
     }

@@ -176,6 +176,7 @@ impl Life {
             endpoint,
             health,
             channel: watch::Sender::default(),
+            open: watch::Sender::default(),
             closed: CancellationToken::new(),
         })
     }
@@ -200,8 +201,8 @@ impl Life {
 /// Keeps a connection to a driver's services.
 async fn keep_connected(life: &Arc<Life>, name: &str, driver: &Driver) {
     loop {
-        let (open, mut closed) = watch::channel(0);
-        if let Ok(channel) = dial_services(&driver.endpoint, &life.connections, open).await {
+        let mut closed = driver.open.subscribe();
+        if let Ok(channel) = dial_services(&driver.endpoint, &life.connections, driver.open.clone()).await {
             driver.channel.send_replace(Some(channel));
             life.core.driver(name, |state| state.connected += 1);
             // Waits until the driver closes the connection, or dies.
