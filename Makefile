@@ -139,6 +139,10 @@ gpu-kit: setup ## a folder, target/gpu-kit, whose run.sh tries linkwise on a mac
 soak: setup ## faults at random while pods come and go, then a ledger (SOAK_SECONDS=300, SOAK_SEED=)
 	SOAK_SECONDS=$(SOAK_SECONDS) SOAK_SEED=$(SOAK_SEED) $(CARGO) test --release --locked --test soak
 
+.PHONY: soak-claims
+soak-claims: setup ## the same for claims, with rollouts and reboots; it does not pass yet (SOAK_SECONDS=300, SOAK_SEED=)
+	SOAK_CLAIMS_SECONDS=$(SOAK_SECONDS) SOAK_SEED=$(SOAK_SEED) $(CARGO) test --locked --test all -- --ignored --nocapture soak_of_claims
+
 # No sanitizer: outside of nvml/raw.rs, which no target reaches, there is no unsafe code of ours for one to look at,
 # and without it a stable compiler does. What is found on the way is kept in fuzz/target, a failure in fuzz/artifacts.
 FUZZ_TARGETS := request node_file nccl_xml agent_protocol config claim checkpoint

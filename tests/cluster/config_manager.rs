@@ -234,7 +234,7 @@ async fn oneshot_keeps_what_is_in_place_where_it_cannot_select() {
 
 #[tokio::test]
 async fn server_that_is_away_is_logged_once_and_asked_again() {
-    let mut node = Node::start(&[("a", "a: 1"), ("b", "b: 1")]).await;
+    let node = Node::start(&[("a", "a: 1"), ("b", "b: 1")]).await;
     node.label("a");
     let mut process = node.run(&[]);
     node.reads("a: 1").await;

@@ -19,6 +19,12 @@ use crate::mps::node::can_mount;
 /// A node of 8 V100 with an MPS root and the driver's two programs.
 async fn node() -> Node {
     let node = Node::start().await;
+    prepare(&node);
+    node
+}
+
+/// Puts an MPS root and the driver's two programs on a node.
+pub fn prepare(node: &Node) {
     for folder in ["mps", "bin"] {
         fs::create_dir(node.at(folder)).unwrap();
     }
@@ -26,7 +32,6 @@ async fn node() -> Node {
         let ours = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/mps").join(program);
         symlink(ours.canonicalize().unwrap(), node.at("bin").join(program)).unwrap();
     }
-    node
 }
 
 fn run(node: &Node) -> Child {
@@ -34,7 +39,7 @@ fn run(node: &Node) -> Child {
 }
 
 /// The privileged process.
-fn daemons(node: &Node) -> Daemons {
+pub fn daemons(node: &Node) -> Daemons {
     let mut command = node.program();
     let path = format!("{}:/usr/bin:/bin", node.at("bin").display());
     // The same settings; another command.
@@ -48,8 +53,8 @@ fn daemons(node: &Node) -> Daemons {
 }
 
 /// The process, and the control daemons that it leaves when it is killed.
-struct Daemons {
-    process: Child,
+pub struct Daemons {
+    pub process: Child,
     root: PathBuf,
 }
 
@@ -66,7 +71,7 @@ impl Drop for Daemons {
 }
 
 /// A claim that the scheduler has allocated these results to, with NVIDIA's configuration for MPS.
-fn claim(node: &Node, name: &str, results: &[Value], mps: Option<Value>) -> ClaimRef {
+pub fn claim(node: &Node, name: &str, results: &[Value], mps: Option<Value>) -> ClaimRef {
     let key: Key = ResourceType::RESOURCE_CLAIMS.key(Some("default"), name);
     let config = mps.map(|mps| {
         let parameters = json!({"apiVersion": "resource.nvidia.com/v1beta1", "kind": "GpuConfig",
@@ -84,11 +89,11 @@ fn claim(node: &Node, name: &str, results: &[Value], mps: Option<Value>) -> Clai
     ClaimRef { namespace: "default".into(), name: name.into(), uid }
 }
 
-fn whole(device: &str) -> Value {
+pub fn whole(device: &str) -> Value {
     json!({"request": "gpus", "driver": DRIVER, "pool": "n/gpu", "device": device})
 }
 
-fn share(device: &str, id: &str, shares: &str, memory: &str) -> Value {
+pub fn share(device: &str, id: &str, shares: &str, memory: &str) -> Value {
     let mut result = whole(device);
     result["shareID"] = json!(id);
     result["consumedCapacity"] = json!({"shares": shares, "memory": memory});
@@ -96,7 +101,7 @@ fn share(device: &str, id: &str, shares: &str, memory: &str) -> Value {
 }
 
 /// The folders under the MPS root of the control daemons for claims, sorted.
-fn folders(node: &Node) -> Vec<PathBuf> {
+pub fn folders(node: &Node) -> Vec<PathBuf> {
     let entries = fs::read_dir(node.at("mps/dra.linkwise.dev")).into_iter().flatten();
     let mut folders: Vec<PathBuf> = entries.map(|entry| entry.unwrap().path()).collect();
     folders.sort();

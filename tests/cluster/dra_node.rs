@@ -207,7 +207,7 @@ async fn node_that_the_kubelet_refuses_publishes_nothing() {
 
 #[tokio::test]
 async fn prepared_claims_outlive_api_server_kubelet_and_agent() {
-    let mut node = Node::start().await;
+    let node = Node::start().await;
     let mut first = node.run();
     node.publishes(8).await;
     node.is_registered(1).await;

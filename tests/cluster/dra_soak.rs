@@ -223,5 +223,5 @@ async fn random_failures_of_a_whole_node_lose_no_claim() {
 
 #[allow(clippy::disallowed_methods, reason = "a longer soak is asked for by the environment")]
 pub fn number(variable: &str) -> Option<u64> {
-    std::env::var(variable).ok().map(|text| text.parse().unwrap())
+    std::env::var(variable).ok().filter(|text| !text.is_empty()).map(|text| text.parse().unwrap())
 }

@@ -160,7 +160,7 @@ async fn refused_namespace_holds_up_no_other() {
 
 #[tokio::test]
 async fn server_that_was_away_gets_what_still_holds() {
-    let mut writing = writing().await;
+    let writing = writing().await;
     writing.cluster.server.go_away().await;
     writing.due(&["a/ends", "a/stays"]);
     until(|| writing.outcomes("unreachable") > 1).await;

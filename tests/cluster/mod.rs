@@ -4,6 +4,7 @@
 
 mod both_doors_soak;
 mod claims;
+mod claims_soak;
 mod config_manager;
 mod counters;
 mod doctor;

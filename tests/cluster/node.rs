@@ -124,7 +124,7 @@ async fn watch_that_ends_in_its_time_is_continued() {
 
 #[tokio::test]
 async fn rotated_token_is_read_when_the_old_one_is_refused() {
-    let mut cluster = Cluster::start().await;
+    let cluster = Cluster::start().await;
     cluster.label_node("n", json!({"a": "1"}));
     let (mut labels, running) = follow(&cluster, PACE);
     published(&mut labels, &of([("a", "1")])).await;
@@ -157,7 +157,7 @@ async fn wrong_token_is_read_again_until_it_is_right() {
 
 #[tokio::test]
 async fn labels_stay_while_the_server_is_away_and_follow_after() {
-    let mut cluster = Cluster::start().await;
+    let cluster = Cluster::start().await;
     cluster.label_node("n", json!({"a": "1"}));
     let (mut labels, running) = follow(&cluster, PACE);
     published(&mut labels, &of([("a", "1")])).await;

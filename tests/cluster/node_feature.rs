@@ -307,7 +307,7 @@ async fn each_fault_of_a_write_is_survived() {
 
 #[tokio::test]
 async fn last_labels_are_written_after_the_server_was_away() {
-    let mut cluster = Cluster::start().await;
+    let cluster = Cluster::start().await;
     let writing = write(&cluster, PACE, None);
     writing.labels.send_replace(Some(of([("a", "1")])));
     written(&cluster, json!({"a": "1"})).await;

@@ -354,7 +354,7 @@ async fn faults_of_reading_are_survived() {
 
 #[tokio::test]
 async fn server_that_was_away_gets_the_last_pool() {
-    let mut cluster = started().await;
+    let cluster = started().await;
     let mut writing = write(&cluster, PACE);
     writing.store(&cluster, round(2, 1)).await;
     cluster.server.go_away().await;

@@ -95,7 +95,7 @@ impl World {
     }
 }
 
-async fn ready(address: SocketAddr) {
+pub async fn ready(address: SocketAddr) {
     until(async || match get(address, "/readyz").await {
         answer if answer.status == 200 => Ok(()),
         answer => Err(answer.body),

@@ -111,7 +111,7 @@ pub struct ApiServerBox {
     acceptor: TlsAcceptor,
     address: SocketAddr,
     ca: String,
-    life: Option<(CancellationToken, tokio::task::JoinHandle<()>)>,
+    life: Mutex<Option<(CancellationToken, tokio::task::JoinHandle<()>)>>,
 }
 
 /// The most attempts to take its port again; a pause comes after each.
@@ -139,7 +139,7 @@ impl ApiServerBox {
             .and_then(|tls| tls.with_no_client_auth().with_single_cert(vec![made.cert.der().clone()], key))
             .expect("a certificate with its key makes a server");
         let listener = TcpListener::bind(address).await?;
-        let mut server = Self {
+        let server = Self {
             shared: Arc::new(Shared {
                 store: Mutex::new(Store::new(types)),
                 faults: Mutex::default(),
@@ -155,16 +155,20 @@ impl ApiServerBox {
             acceptor: TlsAcceptor::from(Arc::new(tls)),
             address: listener.local_addr()?,
             ca: made.cert.pem(),
-            life: None,
+            life: Mutex::default(),
         };
         server.serve(listener);
         Ok(server)
     }
 
-    fn serve(&mut self, listener: TcpListener) {
+    fn serve(&self, listener: TcpListener) {
         let end = CancellationToken::new();
         let serving = http::serve(listener, self.acceptor.clone(), Arc::clone(&self.shared), end.clone());
-        self.life = Some((end, tokio::spawn(serving)));
+        self.life().replace((end, tokio::spawn(serving)));
+    }
+
+    fn life(&self) -> std::sync::MutexGuard<'_, Option<(CancellationToken, tokio::task::JoinHandle<()>)>> {
+        self.life.lock().expect("no thread panics in here")
     }
 
     /// The address at which it listens.
@@ -200,15 +204,16 @@ impl ApiServerBox {
     }
 
     /// Stops listening and cuts every connection.
-    pub async fn go_away(&mut self) {
-        if let Some((end, serving)) = self.life.take() {
+    pub async fn go_away(&self) {
+        let life = self.life().take();
+        if let Some((end, serving)) = life {
             end.cancel();
             serving.await.expect("serving does not panic");
         }
     }
 
     /// Listens again at the same address, as soon as neither an earlier connection nor another program has its port.
-    pub async fn come_back(&mut self) {
+    pub async fn come_back(&self) {
         let mut tries = 0;
         let listener = loop {
             match TcpListener::bind(self.address).await {
@@ -357,7 +362,7 @@ impl ApiServerBox {
 
 impl Drop for ApiServerBox {
     fn drop(&mut self) {
-        if let Some((end, serving)) = self.life.take() {
+        if let Some((end, serving)) = self.life().take() {
             end.cancel();
             serving.abort();
         }
