@@ -7,6 +7,8 @@ use std::time::Duration;
 
 use anyhow::Result;
 
+use linkwise_core::errors::chain;
+use linkwise_core::once::Once;
 use linkwise_node::admin::{Admin, Answers, Hosts, Local, LocalError, Orders};
 use linkwise_node::metrics::{self, Metrics};
 use linkwise_system::signals::LastSignals;
@@ -23,8 +25,10 @@ pub(super) fn bind_admin(path: &Path) -> Result<Option<Local>, LocalError> {
     }
 }
 
-/// Serves operators, as soon as no other process does at this path.
+/// Serves operators, as soon as no other process does at this path. A path that cannot be bound now ends no node: it is
+/// tried again.
 pub(super) async fn serve_operators(path: PathBuf, mut bound: Option<Local>, orders: Orders) -> Result<()> {
+    let mut failure = Once::new();
     if bound.is_none() {
         tracing::warn!(path = %path.display(), "admin socket taken by another process, trying again");
     }
@@ -34,7 +38,13 @@ pub(super) async fn serve_operators(path: PathBuf, mut bound: Option<Local>, ord
             return Ok(());
         }
         tokio::time::sleep(ADMIN_PAUSE).await;
-        bound = bind_admin(&path)?;
+        bound = bind_admin(&path).unwrap_or_else(|error| {
+            let why = chain(&error);
+            if failure.is_news(why.clone()) {
+                tracing::warn!("{why}; trying again");
+            }
+            None
+        });
     }
 }
 
@@ -64,4 +74,40 @@ pub(super) async fn answer_probes(
         _ = last_signals.come() => {}
     }
     tracing::info!("ending, long after another linkwise has taken over");
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs;
+    use std::os::unix::net::UnixStream;
+
+    use linkwise_node::admin::{Outcome, State};
+    use tokio::time::timeout;
+
+    #[tokio::test]
+    async fn socket_that_cannot_be_bound_for_a_while_ends_no_node() {
+        let folder = tempfile::tempdir().unwrap();
+        let (run, path) = (folder.path().join("run"), folder.path().join("run/admin.sock"));
+        fs::write(&run, "no folder").unwrap();
+        assert!(matches!(bind_admin(&path), Err(LocalError::Bind(..))));
+        let orders = Orders {
+            state: Arc::new(State::default),
+            carry_out: Arc::new(|_| Box::pin(async { Outcome::Done(String::new()) })),
+        };
+        let mut served = Box::pin(serve_operators(path.clone(), None, orders));
+        // Some attempts fail.
+        timeout(ADMIN_PAUSE * 3, &mut served).await.unwrap_err();
+        fs::remove_file(&run).unwrap();
+        let bound = async {
+            while UnixStream::connect(&path).is_err() {
+                tokio::task::yield_now().await;
+            }
+        };
+        let bound = timeout(Duration::from_secs(60), bound);
+        tokio::select! {
+            ended = &mut served => panic!("{ended:?}"),
+            bound = bound => bound.expect("the socket is bound in time"),
+        }
+    }
 }

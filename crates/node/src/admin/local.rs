@@ -4,7 +4,7 @@
 //! The metrics port never serves these routes.
 
 use std::fs::{self, DirBuilder};
-use std::io;
+use std::io::{self, ErrorKind};
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::pin::Pin;
@@ -79,18 +79,27 @@ pub struct Local {
 
 impl Local {
     /// Binds the socket for these callers; makes its folder if it is missing. A socket whose process has ended is
-    /// replaced; a live one never is. Must be called within a tokio runtime.
+    /// replaced; a live one never is. Another process may bind at the same moment. Must be called within a tokio runtime.
     pub fn bind(path: &Path, callers: Callers) -> Result<Self, LocalError> {
         let failed = |source| LocalError::Bind(path.to_owned(), source);
         if uds::is_dead(path) {
-            fs::remove_file(path).map_err(failed)?;
+            match fs::remove_file(path) {
+                Err(error) if error.kind() != ErrorKind::NotFound => return Err(failed(error)),
+                _ => {}
+            }
         } else if uds::FileId::of_socket(path).is_some() {
             return Err(LocalError::Taken(path.to_owned()));
         }
         if let Some(folder) = path.parent().filter(|folder| !folder.as_os_str().is_empty() && !folder.exists()) {
-            DirBuilder::new().mode(0o700).create(folder).map_err(failed)?;
+            match DirBuilder::new().mode(0o700).create(folder) {
+                Err(error) if error.kind() != ErrorKind::AlreadyExists => return Err(failed(error)),
+                _ => {}
+            }
         }
-        let (file, listener) = uds::listen(path, callers).map_err(failed)?;
+        let (file, listener) = uds::listen(path, callers).map_err(|error| match error.kind() {
+            ErrorKind::AlreadyExists if uds::FileId::of_socket(path).is_some() => LocalError::Taken(path.to_owned()),
+            _ => failed(error),
+        })?;
         Ok(Self { listener: Arc::new(listener), _file: file })
     }
 
@@ -151,6 +160,7 @@ async fn carried_out(orders: Orders, order: Order) -> Response {
 mod tests {
     use super::*;
     use std::os::unix::fs::MetadataExt;
+    use std::sync::Barrier;
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
     use tokio::net::UnixStream;
 
@@ -183,6 +193,29 @@ mod tests {
         tokio::select! {
             () = local.serve(orders()) => unreachable!("it serves for ever"),
             text = asking => text,
+        }
+    }
+
+    #[tokio::test]
+    async fn of_two_that_bind_at_once_one_is_told_that_it_is_taken() {
+        let folder = tempfile::tempdir().unwrap();
+        for round in 0..200 {
+            let (path, barrier) = (folder.path().join(format!("{round}/admin.sock")), Arc::new(Barrier::new(2)));
+            let bind = || {
+                let (path, barrier) = (path.clone(), Arc::clone(&barrier));
+                tokio::task::spawn_blocking(move || {
+                    barrier.wait();
+                    Local::bind(&path, Callers::default())
+                })
+            };
+            let (one, other) = tokio::join!(bind(), bind());
+            let (one, other) = (one.unwrap(), other.unwrap());
+            let bound = [&one, &other].map(|bound| match bound {
+                Ok(_) => true,
+                Err(LocalError::Taken(_)) => false,
+                Err(error) => panic!("{error:?}"),
+            });
+            assert!(bound[0] != bound[1], "{bound:?}");
         }
     }
 
