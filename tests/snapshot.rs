@@ -69,6 +69,18 @@ fn topology(more: &[&str]) -> String {
 }
 
 #[test]
+fn record_of_calls_that_cannot_be_written_is_named_and_costs_nothing_else() {
+    let folder = Folder::new();
+    let (record, nowhere) = (folder.path("calls.tsv"), folder.path("no/calls.tsv"));
+    output(&["snapshot", "--nvml-calls", &record]);
+    assert!(fs::read_to_string(record).unwrap().starts_with("nvmlInit_v2\t-\t0\t"));
+    let without = linkwise(&["snapshot", "--nvml-calls", &nowhere]);
+    assert!(without.status.success() && !without.stdout.is_empty(), "{without:?}");
+    let said = String::from_utf8(without.stderr).unwrap();
+    assert!(said.contains(&format!("--nvml-calls {nowhere}: No such file")), "{said}");
+}
+
+#[test]
 fn snapshot_reads_back_to_same_topology() {
     let folder = Folder::new();
     let file = folder.path("node.yaml");

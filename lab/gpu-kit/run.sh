@@ -66,4 +66,5 @@ calls=$(cat "$report"/nvml-calls*.tsv 2>/dev/null | cut -f1,3 | sort | uniq -c |
 printf 'NVML calls by function and code:\n%s\n' "$calls"
 rm -f "$link"
 if ((failed)); then echo "some steps failed: send us the folder"; else echo "all steps passed"; fi
+if grep -q '^LOOK' "$report/kit.txt"; then echo "lines that begin with LOOK are worth a look"; fi
 exit "$failed"

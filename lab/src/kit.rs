@@ -91,10 +91,10 @@ async fn kit(args: &KitArgs) -> Result<()> {
         fs::copy(entry.path(), args.report.join(entry.file_name()))?;
     }
     footprint(&linkwise, args).await?;
-    for fault in &args.fault {
+    for (number, fault) in args.fault.iter().enumerate() {
         let before = count(&log);
         let (status, output) = faulted(fault).await?;
-        fs::write(args.report.join("fault.txt"), &output)?;
+        fs::write(args.report.join(format!("fault-{number}.txt")), &output)?;
         let seen = timeout(Duration::from_secs(20), async {
             while count(&log) == before {
                 sleep(Duration::from_millis(100)).await;
@@ -106,6 +106,7 @@ async fn kit(args: &KitArgs) -> Result<()> {
         print(&format!("{}: {fault} ({status}): its XID is logged\n", word(is_seen)))?;
         print(&format!("{}: after it {} of {} GPUs are healthy\n", word(now == healthy), now.len(), healthy.len()))?;
         ensure!(now == healthy, "a fault of an application made a GPU unhealthy");
+        ensure!(is_seen, "no XID was logged for {fault}");
     }
     stop(linkwise).await?;
     kubelet.stop().await?;

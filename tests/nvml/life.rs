@@ -176,3 +176,68 @@ async fn memory_that_cannot_be_read_holds_nothing_up() {
     assert!(matches!(ended, AgentEnded::Hung(..)), "{ended}");
     drop(hung);
 }
+
+#[tokio::test]
+async fn a_driver_that_does_not_initialise_is_named() {
+    let machine = machine().with("FAKE_NVML_INIT", "9");
+    let mut agent = machine.agent();
+    let failed = FromAgent::Leaving(CallError::returned("nvmlInit_v2", 9));
+    assert_eq!(next(&mut agent).await.unwrap(), failed);
+    let Err(AgentEnded::Exited(status)) = next(&mut agent).await else { panic!("it goes on") };
+    assert_eq!(status.code(), Some(1));
+}
+
+#[tokio::test]
+async fn the_library_is_found_by_its_usual_names() {
+    let folder = tempfile::tempdir().unwrap();
+    for names in [&["libnvidia-ml.so"][..], &["libnvidia-ml.so", "libnvidia-ml.so.1"], &["libnvidia-ml.so.1"], &[]] {
+        for name in names {
+            std::os::unix::fs::symlink(fake_nvml::library_path(), folder.path().join(name)).unwrap();
+        }
+        let mut machine = machine().with("LD_LIBRARY_PATH", folder.path());
+        machine.command.library = None;
+        let mut agent = machine.agent();
+        if names.is_empty() {
+            // The name that drivers install.
+            let FromAgent::Leaving(error) = next(&mut agent).await.unwrap() else { panic!("it found one") };
+            let error = error.to_string();
+            assert!(error.contains("cannot load libnvidia-ml.so.1: "), "{error}");
+        } else {
+            assert_eq!(ready(&mut agent).await.0.len(), 4, "{names:?}");
+        }
+        for name in names {
+            std::fs::remove_file(folder.path().join(name)).unwrap();
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_library_that_is_not_there_is_named() {
+    let mut machine = machine();
+    machine.command.library = Some("/no/such/libnvidia-ml.so.1".into());
+    let mut agent = machine.agent();
+    let FromAgent::Leaving(error) = next(&mut agent).await.unwrap() else { panic!("it found one") };
+    assert_eq!((error.call.as_ref(), error.fault()), ("dlopen", Fault::Library));
+    let error = error.to_string();
+    assert!(error.contains("cannot load /no/such/libnvidia-ml.so.1"), "{error}");
+    assert!(matches!(next(&mut agent).await, Err(AgentEnded::Exited(status)) if !status.success()));
+}
+
+#[tokio::test]
+async fn a_program_that_is_not_there_is_named() {
+    let error = Agent::spawn(&AgentCommand::new("/no/such/linkwise")).unwrap_err();
+    assert_eq!(error.to_string(), "cannot start the NVML agent /no/such/linkwise");
+}
+
+#[tokio::test]
+async fn a_crash_costs_the_child_and_names_the_signal() {
+    let machine = machine();
+    let mut agent = machine.agent();
+    ready(&mut agent).await;
+    machine.tell("crash");
+    let ended = said(&mut agent).await.unwrap_err();
+    assert!(ended.to_string().contains("SIGABRT"), "{ended}");
+    // It stays ended, and the next child works.
+    assert!(said(&mut agent).await.is_err());
+    ready(&mut machine.agent()).await;
+}

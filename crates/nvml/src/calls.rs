@@ -8,7 +8,7 @@
 //! that none of us has.
 
 use std::fs::{File, OpenOptions};
-use std::io::Write;
+use std::io::{self, Write};
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
@@ -29,10 +29,16 @@ pub struct Calls {
 }
 
 impl Calls {
-    /// Calls about no GPU; each is recorded in a file, if that can be opened.
+    /// Calls about no GPU. A record that cannot be opened is said on standard error, and costs nothing else.
     pub fn new(parent: Arc<Parent>, record: Option<&Path>) -> Self {
-        let record = record.and_then(|path| OpenOptions::new().create(true).append(true).open(path).ok());
-        Self { parent: Some(parent), gpu: None, record: record.map(Arc::new) }
+        let open = |path: &Path| match OpenOptions::new().create(true).append(true).open(path) {
+            Ok(file) => Some(Arc::new(file)),
+            Err(error) => {
+                let _ = writeln!(io::stderr(), "linkwise nvml-agent: --nvml-calls {}: {error}", path.display());
+                None
+            }
+        };
+        Self { parent: Some(parent), gpu: None, record: record.and_then(open) }
     }
 
     /// Calls that are not reported: those of the thread that waits for events.

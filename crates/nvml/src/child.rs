@@ -1,7 +1,7 @@
 //! The parent's end of the NVML agent: starts it, reads its messages, sends requests, ends it.
 //!
-//! Called by `supervisor`, which owns the restart policy, and by commands. The process is the only thing started here: the caller drives
-//! an [`Agent`] by awaiting [`Agent::next`].
+//! Called by `supervisor`, which owns the restart policy, and by commands. The process is the only thing started here:
+//! the caller drives an [`Agent`] by awaiting [`Agent::next`].
 
 use std::ffi::OsString;
 use std::future::pending;

@@ -25,8 +25,8 @@ const INITIALISING: &str = "initialising";
 /// The file that the process has locked that carries out an order about MIG devices.
 const MIG: &str = "mig";
 
-/// The longest time that an agent waits until other processes of linkwise have initialised NVML: a quarter of the time that
-/// a start may take.
+/// The longest time that an agent waits until other processes of linkwise have initialised NVML: a quarter of the time
+/// that a start may take.
 const INIT_TURN: Duration = Duration::from_secs(30);
 /// The longest time that an order about MIG devices waits for those of other processes. The supervisor hears nothing of
 /// the agent meanwhile, and allows a poll and a call for that.

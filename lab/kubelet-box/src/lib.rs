@@ -4,7 +4,8 @@
 //! that each container holds. Used by the `demo` command and by integration tests, so that a plugin that works here
 //! works with a kubelet. The semantics were read in the source of 1.33; they are the same up to 1.36 except where a
 //! file says so. Kubelets from 1.37 on tell a resource's connections apart, and those up to 1.24 dial a plugin after
-//! Register has been answered; the box can behave like those too, see [`Connections`]. The box knows the wire types of `linkwise_kubelet_api` and nothing else of linkwise: with
+//! Register has been answered; the box can behave like those too, see [`Connections`]. The box knows the wire types of
+//! `linkwise_kubelet_api` and nothing else of linkwise: with
 //! linkwise's own types, it would agree with linkwise's mistakes.
 //!
 //! The DRA manager's half is separate, in [`dra`]: in a kubelet, too, claims and the devices of plugins have nothing to

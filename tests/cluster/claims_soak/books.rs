@@ -137,7 +137,7 @@ impl Ledger {
         *self.counts.lock().unwrap().entry(what).or_default() += 1;
     }
 
-    /// Something was done, for whoever reads of an error later.
+    /// Adds an event to the history that an error prints.
     pub fn tell(&self, what: String) {
         self.story.lock().unwrap().push(format!("{:.1} s: {what}", self.began.elapsed().as_secs_f64()));
     }

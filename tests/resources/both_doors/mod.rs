@@ -11,22 +11,21 @@
 mod agent;
 mod books;
 mod kubelet;
+mod wish;
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::LazyLock;
 use std::time::Duration;
 
 use linkwise_core::allocation::DeviceId;
-use linkwise_core::state::{
-    DRA_GRACE, Door, DraGpus, Event, Filter, GpuSelector, Health, MigStrategy, ResourcePlan, SharedDevices,
-    SharedResource, Sharing, SharingKind,
-};
+use linkwise_core::state::{DRA_GRACE, Door, Event, Health};
 use linkwise_core::topology::NodeObservation;
 
 use crate::random::Random;
 use agent::{Agent, Answer, Cluster, Disk, LATEST_LIST};
 use books::{Books, GPUS, Part};
 use kubelet::{BOOKED_WITHIN, Devices, Kubelet};
+use wish::Wish;
 
 const DRIVER: &str = "gpu.nvidia.com";
 const POOL: &str = "n/gpu";
@@ -49,36 +48,6 @@ static MACHINE: LazyLock<NodeObservation> = LazyLock::new(|| {
     seen.gpus[1].mig = seen.gpus[0].mig.clone();
     seen
 });
-
-/// What an operator wants.
-#[derive(Clone, Copy, Debug)]
-struct Wish {
-    /// The GPUs of DRA.
-    dra: [bool; GPUS as usize],
-    by_mig: bool,
-    shared: bool,
-    left_out: Option<u8>,
-}
-
-impl Wish {
-    fn plan(self) -> ResourcePlan {
-        let selector = |gpu: u8| GpuSelector::Uuid(Part { gpu, mig: None }.uuid().parse().unwrap());
-        let dra = (0..GPUS).filter(|gpu| self.dra[usize::from(*gpu)]).map(selector).collect();
-        let whole = SharedResource {
-            name: "nvidia.com/gpu".parse().unwrap(),
-            rename: None,
-            devices: SharedDevices::All,
-            replicas: 2,
-        };
-        ResourcePlan {
-            dra: DraGpus::Some(dra),
-            mig_strategy: if self.by_mig { MigStrategy::Mixed } else { MigStrategy::None },
-            sharing: self.shared.then(|| Sharing::new(SharingKind::TimeSlicing, vec![whole])),
-            filter: Filter { exclude: self.left_out.map(selector).into_iter().collect(), exclude_displays: false },
-            ..ResourcePlan::default()
-        }
-    }
-}
 
 /// A claim for which the scheduler has chosen devices, and whose allocation is not written.
 #[derive(Clone, Debug)]

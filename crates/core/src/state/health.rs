@@ -1,4 +1,4 @@
-//! The health of one GPU: its standing reasons, and the evidence that ends each. docs/health.md has the table of reasons.
+//! The health of one GPU: its standing reasons, and the evidence that ends each. docs/health.md has a table of them.
 //!
 //! One pure state machine for each GPU; `hardware` feeds it. `record` has the part that is kept across our restarts.
 //!

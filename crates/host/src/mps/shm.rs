@@ -1,8 +1,8 @@
 //! The folders that daemons and clients share as /dev/shm: file systems in memory, on the host. Daemons of resources
 //! have one together, each daemon of claims has its own.
 //!
-//! The one of all is mounted by `linkwise mps-control-daemon mount-shm`, which runs once, privileged, before the daemon. The command, its
-//! options and the size are those of the NVIDIA plugin (`cmd/mps-control-daemon/mount/mount-shm.go`). Unlike there, an
+//! The one of all is mounted by `linkwise mps-control-daemon mount-shm`, which runs once, privileged, before the daemon.
+//! The command, its options and the size are those of the NVIDIA plugin (`cmd/mps-control-daemon/mount/mount-shm.go`). Unlike there, an
 //! existing mount stays, because running pods have it; it grows if it is smaller.
 //!
 //! The one of a claim is mounted by `supervise`. It stays as long as the daemon is ordered, also when that is started

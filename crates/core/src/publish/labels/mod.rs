@@ -1,7 +1,8 @@
 //! The labels of a node, for schedulers and people: those of NVIDIA's GPU Feature Discovery (`nvidia.com/..`), and
 //! linkwise's own about the node's links (`linkwise.dev/..`). docs/labels.md lists them.
 //!
-//! Pure: takes hardware, plan and a few facts of the host; returns a sorted map. `LabelSource` (`src/run/labels.rs`) calls it at each snapshot,
+//! Pure: takes hardware, plan and a few facts of the host; returns a sorted map. `LabelSource`
+//! (`src/run/labels.rs`) calls it at each snapshot,
 //! and `linkwise labels` does. `gpus` has the labels of whole GPUs, `mig` those of MIG devices, `links` ours, `value`
 //! the rules for values. An unknown fact costs its own labels and no other. A value that Kubernetes would refuse is
 //! left out, because NFD drops it silently.
