@@ -111,7 +111,8 @@ async fn a_child_whose_parent_is_gone_ends_even_while_nvml_hangs_at_init() {
 
 #[tokio::test]
 async fn nonsense_from_the_parent_ends_the_child() {
-    let (mut ours, child) = by_hand(&machine().control);
+    let machine = machine();
+    let (mut ours, child) = by_hand(&machine.control);
     ours.write_all(b"dance\n").unwrap();
     let ended = timeout(LIMIT, child.wait_with_output()).await.unwrap().unwrap();
     assert_eq!(ended.status.code(), Some(1));

@@ -43,15 +43,15 @@ pub(super) async fn owner(setup: &Setup, connections: Connections) -> (Process, 
     (owner, kubelet)
 }
 
-/// Sockets that lie beside the kubelet's, without those of this process.
+/// Waits until the sockets of one process lie beside the kubelet's, and the kubelet has its stream: one up to 1.24 gives
+/// out devices before it opens that.
 async fn only_sockets_of(setup: &Setup, kubelet: &KubeletBox) {
     // One that serves has one name, or two after a takeover.
     until(async || {
-        let sockets = setup.sockets();
-        if (1..=2).contains(&sockets.len()) { Ok(()) } else { Err(sockets) }
+        let (sockets, connected) = (setup.sockets(), kubelet.state().resources[GPU].connected);
+        if (1..=2).contains(&sockets.len()) && connected { Ok(()) } else { Err((sockets, connected)) }
     })
     .await;
-    assert!(kubelet.state().resources[GPU].connected);
 }
 
 pub(super) async fn admits(kubelet: &KubeletBox, pod: &str) {

@@ -86,9 +86,14 @@ impl Parent {
     }
 }
 
+/// Prints a line for people: in one piece, since the driver's library prints too.
+pub fn complain(what: &str) {
+    let _ = io::stderr().write_all(format!("linkwise nvml-agent: {what}\n").as_bytes());
+}
+
 /// Ends this process after an error, from any of its threads.
 fn give_up(what: &str, error: &dyn std::error::Error) -> ! {
-    let _ = writeln!(io::stderr(), "linkwise nvml-agent: {what}: {}", chain(error));
+    complain(&format!("{what}: {}", chain(error)));
     raw::exit_now(1)
 }
 

@@ -8,14 +8,14 @@
 //! that none of us has.
 
 use std::fs::{File, OpenOptions};
-use std::io::{self, Write};
+use std::io::Write;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
 
 use nvml_wrapper::error::NvmlError;
 
-use super::agent::Parent;
+use super::agent::{Parent, complain};
 use super::call::{Answer, answer};
 use super::protocol::{Called, CalledGpu, FromAgent, Place};
 use linkwise_core::topology::GpuUuid;
@@ -34,7 +34,7 @@ impl Calls {
         let open = |path: &Path| match OpenOptions::new().create(true).append(true).open(path) {
             Ok(file) => Some(Arc::new(file)),
             Err(error) => {
-                let _ = writeln!(io::stderr(), "linkwise nvml-agent: --nvml-calls {}: {error}", path.display());
+                complain(&format!("--nvml-calls {}: {error}", path.display()));
                 None
             }
         };
