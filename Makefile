@@ -87,7 +87,7 @@ $(GRAFANA_FOLDER)/grafana_foundation_sdk:
 demo: setup ## a whole node in one process: kubelet, pods, a fault (MACHINE=dgx-h100)
 	$(CARGO) run --profile demo --locked -p linkwise-lab --no-default-features -- demo --machine $(MACHINE)
 
-# Two tests a core: many wait for processes, not for a core.
+# Four tests a core: most wait for processes, not for a core.
 .PHONY: test
 test: setup ## run the tests
 	@has() { [[ -x target/tools/$$1 ]] || command -v $$1 >/dev/null; }; \
@@ -100,7 +100,7 @@ test: setup ## run the tests
 	has prometheus || skips prometheus "no Prometheus scrapes linkwise, no query of a dashboard is run"
 	@for reader in zsh fish man mandoc; do command -v $$reader >/dev/null || \
 	  echo "== no $$reader here: completions and manual are not read by it"; done
-	RUST_TEST_THREADS=$${RUST_TEST_THREADS:-$$((2 * $$(nproc)))} $(CARGO) test --locked --workspace
+	RUST_TEST_THREADS=$${RUST_TEST_THREADS:-$$((4 * $$(nproc)))} $(CARGO) test --locked --workspace
 	@echo "== all passed"
 
 .PHONY: lint

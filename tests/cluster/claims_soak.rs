@@ -15,8 +15,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use linkwise_kubelet_box::Restart;
 use linkwise_kubelet_box::dra::DraOptions;
-use linkwise_kubelet_box::{Restart, runtime};
 use serde_json::{Value, json};
 use tokio::sync::watch;
 use tokio::task::JoinSet;
@@ -41,13 +41,13 @@ const PODS: u32 = 2;
 /// So long a fault's end may take to show.
 const HEAL: Duration = Duration::from_secs(60);
 
-/// What started anew.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Turn {
-    Kubelet,
-    Node,
+/// How often containers' hardware may have changed under them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Turns {
+    kubelets: u64,
+    boots: u64,
     /// The GPU in MIG mode was lost, and what it had with it.
-    MigLost,
+    mig_losses: u64,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -99,7 +99,7 @@ struct World {
     scheduled: Mutex<Books>,
     running: Mutex<Books>,
     is_away: AtomicBool,
-    turns: watch::Sender<(u64, Turn)>,
+    turns: watch::Sender<Turns>,
     ledger: Ledger,
 }
 
@@ -113,18 +113,18 @@ impl World {
         self.is_away.load(Ordering::SeqCst)
     }
 
+    fn turns(&self) -> Turns {
+        *self.turns.borrow()
+    }
+
+    /// A reboot: no container runs. What was started before it runs no more, whenever its starter hears of that.
+    fn reboots(&self) {
+        *self.running.lock().unwrap() = Books::default();
+        self.turns.send_modify(|turns| turns.boots += 1);
+    }
+
     fn has_failed(&self) -> bool {
         !self.ledger.errors().is_empty()
-    }
-
-    /// The device nodes that a runtime gives a container; `None` where there are no such CDI devices.
-    fn hardware(&self, cdi: &[String]) -> Option<Vec<String>> {
-        runtime::container(&self.node.at("cdi"), cdi).ok()?;
-        Some(self.node.hardware(cdi))
-    }
-
-    fn turn(&self, turn: Turn) {
-        self.turns.send_modify(|now| *now = (now.0 + 1, turn));
     }
 
     /// Waits until something holds; the error says what does not.
@@ -238,8 +238,7 @@ impl Soak {
         let daemons = Some(dra_mps::daemons(&node));
         let process = spawn(&node, 0);
         let address = address(&process).await;
-        let (scheduled, running, is_away) = Default::default();
-        let turns = watch::Sender::new((0, Turn::Kubelet));
+        let (scheduled, running, is_away, turns) = Default::default();
         let world = Arc::new(World { node, scheduled, running, is_away, turns, ledger: Ledger::new() });
         let random = Random::new(seed);
         let soak = Self { world, random, process, address, daemons, pods: 0, through_dra, control, layout };
@@ -307,7 +306,7 @@ impl Soak {
         node.kubelet.restart(Restart::Kubelet).await.unwrap();
         node.dra.restart().await.unwrap();
         node.cluster.server.wipe_slices("n", None);
-        self.world.turn(Turn::Kubelet);
+        self.world.turns.send_modify(|turns| turns.kubelets += 1);
     }
 
     /// No process is left, nor what is in memory: MIG devices, CDI specs. Files say that they are of another boot.
@@ -316,6 +315,7 @@ impl Soak {
         let World { node, .. } = &*world;
         node.kubelet.stop().await.unwrap();
         node.dra.stop().await;
+        world.reboots();
         self.end_container().await;
         self.daemons = None;
         self.control.send(&format!("mig {MIG} {}", self.layout)).unwrap();
@@ -335,7 +335,6 @@ impl Soak {
         node.dra.start_again().unwrap();
         self.daemons = Some(dra_mps::daemons(node));
         self.process = spawn(node, self.pods);
-        self.world.turn(Turn::Node);
         self.address = address(&self.process).await;
     }
 
@@ -350,7 +349,7 @@ impl Soak {
         }
         if gpu == MIG {
             self.tell(&format!("mig {MIG} {}", self.layout)).await;
-            self.world.turn(Turn::MigLost);
+            self.world.turns.send_modify(|turns| turns.mig_losses += 1);
         }
         self.tell(&format!("back {gpu}")).await;
     }

@@ -12,6 +12,7 @@ use tokio::process::{Child, Command};
 
 use crate::cluster::dra_node::{DRIVER, Node};
 use crate::cluster::support::{until, within};
+use crate::run::node::Process;
 
 /// 2g.20gb from memory slice 2.
 pub const DEVICE: &str = "gpu-0-mig-2g20gb-14-2";
@@ -127,6 +128,35 @@ async fn order_that_hangs_costs_the_agent_and_leaves_nothing() {
     assert_eq!(instances(&node), 1);
     within(node.dra.stop_pod("p")).await.unwrap();
     assert_eq!((instances(&node), node.checkpoints().len()), (0, 0));
+}
+
+/// An agent that the next one replaces ends what it has begun, and the next one has the orders that wait.
+#[tokio::test]
+async fn orders_outlast_the_agent_that_got_them() {
+    let (node, control) = node().await;
+    let library = node.at("libnvidia-ml.so.1");
+    fs::copy(fake_nvml::library_path(), &library).unwrap();
+    let mut command = program(&node);
+    command.env("LINKWISE_NVML_LIBRARY", &library).args(["--nvml-poll-ms=50"]).env("LINKWISE_LOG_FORMAT", "json");
+    let process = Process::of(command);
+    node.publishes(DEVICES).await;
+    node.is_registered(1).await;
+    // Another library: the next agent starts, and does not come far.
+    control.send("hang nvmlInit_v2").unwrap();
+    fs::copy(fake_nvml::library_path(), node.at("next.so")).unwrap();
+    fs::rename(node.at("next.so"), &library).unwrap();
+    process.said("standby NVML agent started").await;
+    control.send("hang 0 nvmlGpuInstanceCreateComputeInstance").unwrap();
+    let pod = |name: &str, device| PodClaims::single(name, node.claim(name, &[device]), DRIVER);
+    let (begun, waits) = (pod("begun", DEVICE), pod("waits", OTHER));
+    let replaced = async {
+        until(|| instances(&node) == 1 && node.checkpoints().len() == 2).await;
+        control.send("unhang nvmlInit_v2").unwrap();
+        until(|| process.lines().iter().filter(|line| line.contains("NVML available")).count() == 2).await;
+        control.send("unhang 0 nvmlGpuInstanceCreateComputeInstance").unwrap();
+    };
+    let (begun, waits, ()) = tokio::join!(node.dra.start_pod(&begun), node.dra.start_pod(&waits), replaced);
+    assert_eq!((begun.unwrap().len(), waits.unwrap().len(), instances(&node)), (1, 1, 2));
 }
 
 #[tokio::test]

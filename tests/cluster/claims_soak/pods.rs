@@ -10,7 +10,7 @@ use linkwise_kubelet_box::{AdmissionError, Pod};
 use serde_json::{Value, json};
 
 use super::books::Piece;
-use super::{GPU, MIG, SHARED, Turn, World, gpu_of};
+use super::{GPU, MIG, SHARED, Turns, World, gpu_of};
 use crate::cluster::dra_mps;
 use crate::cluster::dra_node::DRIVER;
 use crate::random::Random;
@@ -131,28 +131,19 @@ pub async fn with_claims(world: &World, number: u32, mut random: Random) {
 
 /// A pod with a claim, from its start to its end.
 async fn one(world: &World, kind: Kind, name: &str, scheduled: &Scheduled, random: &mut Random) {
-    let mut turns = world.turns.subscribe();
-    let mut hardware = start(world, kind, name, scheduled).await;
+    let (mut turns, losses) = (world.turns.subscribe(), world.turns().mig_losses);
+    let (mut hardware, mut began) = start(world, kind, name, scheduled).await;
     let end = tokio::time::Instant::now() + random.milliseconds(5..400);
-    while !world.has_failed() {
-        let turned = tokio::time::timeout_at(end, turns.changed()).await.is_ok();
-        if !turned {
+    while !world.has_failed() && tokio::time::timeout_at(end, turns.changed()).await.is_ok() {
+        let now = *turns.borrow_and_update();
+        if now.mig_losses != losses && matches!(kind, Kind::Mig) {
             break;
         }
-        let turn = turns.borrow_and_update().1;
-        match (turn, kind) {
-            (Turn::MigLost, Kind::Mig) => break,
-            (Turn::MigLost, _) => continue,
-            _ => {}
-        }
-        // A kubelet that starts has every claim prepared again; after a reboot no container is left.
-        let before = hardware;
-        if turn == Turn::Node {
-            world.running.lock().unwrap().leave(name);
-        }
-        hardware = start(world, kind, name, scheduled).await;
-        if turn == Turn::Kubelet && hardware != before && !world.has_failed() {
-            world.ledger.error(format!("{name} runs with {before:?} and was given {hardware:?}"));
+        // A kubelet that starts has every claim prepared again.
+        let before = (hardware, began);
+        (hardware, began) = start(world, kind, name, scheduled).await;
+        if began.boots == before.1.boots && hardware != before.0 && !world.has_failed() {
+            world.ledger.error(format!("{name} runs with {:?} and was given {hardware:?}", before.0));
         }
     }
     world.running.lock().unwrap().leave(name);
@@ -174,25 +165,26 @@ async fn one(world: &World, kind: Kind, name: &str, scheduled: &Scheduled, rando
     world.ledger.count(kind.name());
 }
 
-/// Has a pod's claim prepared, as often as it takes, and enters what its container has.
-async fn start(world: &World, kind: Kind, name: &str, scheduled: &Scheduled) -> Vec<String> {
+/// Has a pod's claim prepared, as often as it takes, and enters what its container has. Returns that, and since when.
+async fn start(world: &World, kind: Kind, name: &str, scheduled: &Scheduled) -> (Vec<String>, Turns) {
     let pod = PodClaims::single(name, scheduled.claim.clone(), DRIVER);
     let (began, calm) = (Instant::now(), world.ledger.causes.calm());
     while !world.has_failed() {
-        let before = world.ledger.causes.calm();
+        let (before, turns) = (world.ledger.causes.calm(), world.turns());
         match world.node.dra.start_pod(&pod).await {
+            // A reboot may have come before the runtime reads the specs.
+            Ok(_) if turns.boots != world.turns().boots => continue,
             Ok(containers) => {
-                // The runtime reads the specs a moment later: a reboot may have come in between.
-                let Some(hardware) = world.hardware(&containers["main"]) else { continue };
+                let hardware = world.node.hardware(&containers["main"]);
                 world.ledger.took(calm, began.elapsed());
                 enter(world, kind, name, scheduled, &hardware);
-                return hardware;
+                return (hardware, turns);
             }
             Err(error) => world.ledger.failed(&format!("{name} ({:?})", scheduled.pieces), began, before, &error),
         }
         tokio::time::sleep(std::time::Duration::from_millis(50)).await;
     }
-    Vec::new()
+    (Vec::new(), world.turns())
 }
 
 fn enter(world: &World, kind: Kind, name: &str, scheduled: &Scheduled, hardware: &[String]) {
@@ -215,11 +207,12 @@ pub async fn of_the_plugin(world: &World, number: u32, mut random: Random) {
         made += 1;
         let pod = Pod::single(format!("pod-{number}-{made}"), GPU, random.within(1..3));
         let (before, mut turns) = (world.ledger.causes.calm(), world.turns.subscribe());
+        let mut boots = world.turns().boots;
         if admit(world, &pod, Instant::now(), before, false).await {
             let end = tokio::time::Instant::now() + random.milliseconds(5..400);
             while !world.has_failed() && tokio::time::timeout_at(end, turns.changed()).await.is_ok() {
-                if turns.borrow_and_update().1 == Turn::Node {
-                    world.running.lock().unwrap().leave(&pod.name);
+                let now = turns.borrow_and_update().boots;
+                if std::mem::replace(&mut boots, now) != now {
                     let began = Instant::now();
                     while !world.has_failed() && !admit(world, &pod, began, world.ledger.causes.calm(), true).await {
                         tokio::time::sleep(std::time::Duration::from_millis(50)).await;
@@ -236,7 +229,9 @@ pub async fn of_the_plugin(world: &World, number: u32, mut random: Random) {
 
 /// Admits a pod, and enters what it has. False if it is refused.
 async fn admit(world: &World, pod: &Pod, began: Instant, before: Option<super::Calm>, again: bool) -> bool {
+    let boots = world.turns().boots;
     match world.node.kubelet.admit(pod, None).await {
+        Ok(_) if boots != world.turns().boots => false,
         Ok(admitted) => {
             let devices = &admitted.grant("main", GPU).expect("it asked for GPUs").allocation.devices;
             let pieces = devices.iter().map(|id| Piece::Whole(gpu_of(id))).collect();

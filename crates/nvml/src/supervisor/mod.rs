@@ -107,6 +107,7 @@ impl Driver {
     /// Runs for ever; fails if NVML cannot be initialised and only another container can repair that.
     pub async fn run(self) -> Result<()> {
         let (report, inputs) = mpsc::channel(INPUTS);
+        let (left, for_next) = mpsc::channel(MIG_REQUESTS);
         let probe = HostProbe::new(self.sysfs.clone(), self.command.library.clone());
         let life = Life {
             machine: DriverMachine::new(self.settings.clone()),
@@ -116,9 +117,10 @@ impl Driver {
             tasks: JoinSet::new(),
             probe: Arc::new(Mutex::new(probe)),
             report,
+            left,
             mig_turn: Arc::new(Semaphore::new(1)),
         };
-        life.live(inputs).await
+        life.live(inputs, for_next).await
     }
 }
 
@@ -145,13 +147,15 @@ struct Life {
     tasks: JoinSet<()>,
     probe: Arc<Mutex<HostProbe>>,
     report: mpsc::Sender<Input>,
+    /// Orders about MIG that an agent has left to the next one.
+    left: mpsc::Sender<MigRequest>,
     /// Held for one order about MIG at a time: the next follows when the agent has answered, or when its process has
     /// ended, so that no call of an ending agent comes after it.
     mig_turn: Arc<Semaphore>,
 }
 
 impl Life {
-    async fn live(mut self, mut inputs: mpsc::Receiver<Input>) -> Result<()> {
+    async fn live(mut self, mut inputs: mpsc::Receiver<Input>, mut for_next: mpsc::Receiver<MigRequest>) -> Result<()> {
         self.tasks.spawn(self.driver.release.clone().follow_node());
         let mut released = self.driver.release.follow();
         let (mut mig, mut others) = (self.driver.mig.take(), self.driver.others.clone());
@@ -168,6 +172,10 @@ impl Life {
                     }
                     Ok(()) = others.changed() => Input::Others(*others.borrow_and_update()),
                     input = inputs.recv() => input.context("nothing reports to the NVML driver's loop")?,
+                    Some(request) = for_next.recv() => {
+                        self.pass_on(request);
+                        continue;
+                    }
                     Some(Some(request)) = OptionFuture::from(mig.as_mut().map(mpsc::Receiver::recv)) => {
                         self.pass_on(request);
                         continue;
@@ -252,9 +260,10 @@ impl Life {
         match Agent::spawn(&AgentCommand { skip, ..self.driver.command.clone() }) {
             Ok(agent) => {
                 let (orders, follow) = watch::channel(Orders::default());
-                let (mig, requests) = mpsc::channel(MIG_REQUESTS);
-                self.agents.insert(id, Handle { orders, process: agent.id(), mig });
-                self.tasks.spawn(live(id, agent, follow, (requests, Arc::clone(&self.mig_turn)), self.report.clone()));
+                let (order, requests) = mpsc::channel(MIG_REQUESTS);
+                self.agents.insert(id, Handle { orders, process: agent.id(), mig: order });
+                let mig = MigOrders { requests, left: self.left.clone(), turn: Arc::clone(&self.mig_turn) };
+                self.tasks.spawn(live(id, agent, follow, mig, self.report.clone()));
                 Vec::new()
             }
             // The system lacks processes or memory: this will pass.
@@ -292,18 +301,55 @@ impl Life {
     }
 }
 
+/// The orders about MIG of one agent.
+struct MigOrders {
+    requests: mpsc::Receiver<MigRequest>,
+    /// Takes those that the agent has not begun.
+    left: mpsc::Sender<MigRequest>,
+    turn: Arc<Semaphore>,
+}
+
+impl MigOrders {
+    /// Leaves the order that waits for its turn, and those behind it, to the next agent.
+    async fn leave(&mut self, waiting: Option<MigRequest>) {
+        self.requests.close();
+        // The receiver ends only with the process.
+        if let Some(request) = waiting {
+            let _ = self.left.send(request).await;
+        }
+        while let Some(request) = self.requests.recv().await {
+            let _ = self.left.send(request).await;
+        }
+    }
+}
+
 /// Runs one agent, until its process has ended.
 async fn live(
     id: AgentId,
     mut agent: Agent,
     mut orders: watch::Receiver<Orders>,
-    (mut requests, turn): (mpsc::Receiver<MigRequest>, Arc<Semaphore>),
+    mut mig: MigOrders,
     report: mpsc::Sender<Input>,
 ) {
     // Reports fail only if the loop has ended, and this task with it; answers fail only if the caller has gone.
-    let (mut done, mut leaving) = (Orders::default(), None);
+    let (mut wanted, mut done, mut leaving) = (Orders::default(), Orders::default(), None);
     let (mut waiting, mut asked, mut own_turn): (Option<MigRequest>, Option<MigAnswer>, _) = (None, None, None);
     loop {
+        // An agent that is to end first ends the order about MIG that it has begun: the limit of a call holds for it, and
+        // nobody else would know what is there of the device.
+        if asked.is_none() {
+            if wanted.kill {
+                break;
+            }
+            // An agent that takes no requests has ended, and that is reported next.
+            if wanted.dismiss && !done.dismiss {
+                mig.leave(waiting.take()).await;
+                let _ = agent.dismiss().await;
+            } else if wanted.scans > done.scans && !wanted.dismiss {
+                let _ = agent.request(ToAgent::Observe).await;
+            }
+            done = wanted;
+        }
         tokio::select! {
             message = agent.next() => match message {
                 Ok(FromAgent::Leaving(error)) => leaving = Some(error),
@@ -321,8 +367,8 @@ async fn live(
                     break;
                 }
             },
-            Some(request) = requests.recv(), if waiting.is_none() => waiting = Some(request),
-            Ok(permit) = Arc::clone(&turn).acquire_owned(), if waiting.is_some() && own_turn.is_none() => {
+            Some(request) = mig.requests.recv(), if waiting.is_none() => waiting = Some(request),
+            Ok(permit) = Arc::clone(&mig.turn).acquire_owned(), if waiting.is_some() && own_turn.is_none() => {
                 // An order is not begun if its caller has gone.
                 if let Some(MigRequest { order, answer }) = waiting.take().filter(|request| !request.answer.is_closed()) {
                     // An agent that takes no requests has ended, and that is reported next.
@@ -330,21 +376,10 @@ async fn live(
                     (asked, own_turn) = (Some(answer), Some(permit));
                 }
             }
-            _ = orders.changed() => {
-                let orders = *orders.borrow_and_update();
-                if orders.kill {
-                    break;
-                }
-                // An agent that takes no requests has ended, and that is reported next.
-                if orders.dismiss && !done.dismiss {
-                    let _ = agent.dismiss().await;
-                } else if orders.scans > done.scans && !orders.dismiss {
-                    let _ = agent.request(ToAgent::Observe).await;
-                }
-                done = orders;
-            }
+            _ = orders.changed() => wanted = *orders.borrow_and_update(),
         }
     }
+    mig.leave(waiting).await;
     agent.gone().await;
     drop(own_turn);
     let _ = report.send(Input::Reaped(id)).await;
