@@ -1,11 +1,11 @@
 //! The control socket's server: a thread inside the process that loaded the library.
 
-use std::fs::OpenOptions;
-use std::io::{self, BufRead, BufReader, Write};
+use std::collections::BTreeMap;
+use std::fs::{File, OpenOptions};
+use std::io::{self, BufRead, BufReader, Read, Seek, SeekFrom, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
-use std::sync::OnceLock;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, OnceLock, PoisonError};
 use std::thread;
 
 use crate::command::{self, Act, Command, Selector};
@@ -30,7 +30,8 @@ pub fn start(socket: &Path) -> io::Result<()> {
         _ => {}
     }
     let listener = UnixListener::bind(socket)?;
-    for line in std::fs::read_to_string(&journal)?.lines() {
+    let text = std::fs::read_to_string(&journal)?;
+    for line in lasting(&text) {
         match line.parse() {
             Ok(command) => state::apply(&command).unwrap_or_else(|error| eprintln!("fake-nvml: {line}: {error}")),
             Err(error) => eprintln!("fake-nvml: {error}"),
@@ -46,17 +47,35 @@ pub fn start(socket: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// The MIG layouts in the journal, where it has grown since they were read last: one driver serves all processes.
+/// The lines of a journal that still count: each order about MIG writes a whole layout, which replaces the one before.
+fn lasting(text: &str) -> impl Iterator<Item = &str> {
+    let gpu = |line: &str| line.strip_prefix("mig ").and_then(|rest| Some(rest.split_once(' ')?.0.to_owned()));
+    let last: BTreeMap<String, usize> =
+        text.lines().enumerate().filter_map(|(at, line)| Some((gpu(line)?, at))).collect();
+    text.lines()
+        .enumerate()
+        .filter(move |(at, line)| gpu(line).is_none_or(|gpu| last[&gpu] == *at))
+        .map(|(_, line)| line)
+}
+
+/// The MIG layouts that the journal has got since they were read last: one driver serves all processes.
 pub fn layouts() -> Vec<(Selector, Act)> {
-    /// The journal's length when the layouts were read last.
-    static READ: AtomicU64 = AtomicU64::new(0);
+    /// The part of the journal that was read, in bytes.
+    static READ: Mutex<u64> = Mutex::new(0);
     let Some(journal) = JOURNAL.get() else { return Vec::new() };
-    let length = std::fs::metadata(journal).map_or(0, |found| found.len());
-    if READ.swap(length, Ordering::Relaxed) == length {
+    let mut read = READ.lock().unwrap_or_else(PoisonError::into_inner);
+    if std::fs::metadata(journal).map_or(0, |found| found.len()) <= *read {
         return Vec::new();
     }
-    let text = std::fs::read_to_string(journal).unwrap_or_default();
-    let layouts = text.lines().filter(|line| line.starts_with("mig "));
+    let mut text = String::new();
+    let more = File::open(journal).and_then(|mut file| {
+        file.seek(SeekFrom::Start(*read))?;
+        file.read_to_string(&mut text)
+    });
+    // A line that is being written is read with the next ones.
+    let whole = more.ok().and_then(|_| text.rfind('\n')).map_or(0, |end| end + 1);
+    *read += whole as u64;
+    let layouts = lasting(&text[..whole]).filter(|line| line.starts_with("mig "));
     let layouts = layouts.filter_map(|line| match line.parse() {
         Ok(Command::Gpu(which, layout)) => Some((which, layout)),
         _ => None,
