@@ -294,6 +294,13 @@ impl Soak {
         until(async || if control.is_heard() { Err("an agent lives") } else { Ok(()) }).await;
     }
 
+    /// Kills the MPS process, and waits for its end: the next one would find the lock taken.
+    async fn end_daemons(&mut self) {
+        if let Some(mut daemons) = self.daemons.take() {
+            daemons.process.kill().await.unwrap();
+        }
+    }
+
     /// Kills the process, and starts its container again.
     async fn kill(&mut self) {
         self.end_container().await;
@@ -317,7 +324,7 @@ impl Soak {
         node.dra.stop().await;
         world.reboots();
         self.end_container().await;
-        self.daemons = None;
+        self.end_daemons().await;
         self.control.send(&format!("mig {MIG} {}", self.layout)).unwrap();
         for file in fs::read_dir(node.at("cdi")).unwrap() {
             fs::remove_file(file.unwrap().path()).unwrap();
@@ -400,9 +407,7 @@ impl Soak {
             Fault::ApiServerAway => self.outage().await,
             Fault::GpusMove => self.change_doors(),
             Fault::MpsKilled => {
-                if let Some(mut daemons) = self.daemons.take() {
-                    daemons.process.kill().await.unwrap();
-                }
+                self.end_daemons().await;
                 self.daemons = Some(dra_mps::daemons(&world.node));
             }
         }
