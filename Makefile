@@ -140,7 +140,7 @@ soak: setup ## faults at random while pods come and go, then a ledger (SOAK_SECO
 	SOAK_SECONDS=$(SOAK_SECONDS) SOAK_SEED=$(SOAK_SEED) $(CARGO) test --release --locked --test soak
 
 .PHONY: soak-claims
-soak-claims: setup ## the same for claims, with rollouts and reboots; it does not pass yet (SOAK_SECONDS=300, SOAK_SEED=)
+soak-claims: setup ## the same for claims, with rollouts, reboots and lost GPUs (SOAK_SECONDS=300, SOAK_SEED=)
 	SOAK_CLAIMS_SECONDS=$(SOAK_SECONDS) SOAK_SEED=$(SOAK_SEED) $(CARGO) test --locked --test all -- --ignored --nocapture soak_of_claims
 
 # No sanitizer: outside of nvml/raw.rs, which no target reaches, there is no unsafe code of ours for one to look at,

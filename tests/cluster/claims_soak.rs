@@ -497,7 +497,7 @@ async fn soak(seconds: u64) -> String {
     summary
 }
 
-/// It still finds faults (tests/README.md), and so is no part of the other tests.
+/// It takes minutes, and so is no part of the other tests.
 #[tokio::test]
 #[ignore = "needs SOAK_CLAIMS_SECONDS: make soak-claims"]
 async fn soak_of_claims_gives_nothing_twice_and_leaves_nothing() {
