@@ -1,0 +1,75 @@
+//! The end of a history: what is left when nothing happens any more.
+
+use std::collections::BTreeSet;
+use std::time::Duration;
+
+use linkwise_core::state::{DRA_GRACE, Door};
+
+use super::books::{GPUS, Part};
+use super::kubelet::BOOKED_WITHIN;
+use super::{Checked, PodState, World, healthy};
+
+impl World {
+    /// Everything ends and comes back; then each GPU is offered through the door that the plan names.
+    pub fn settle(&mut self) -> Checked {
+        self.gpus.iter_mut().for_each(|(is_there, _)| *is_there = true);
+        (self.cluster.is_away, self.kubelet.runs, self.kubelet.is_new) = (false, true, false);
+        if self.agent.is_none() {
+            self.start_agent();
+        }
+        let observed = self.observed();
+        self.agent.as_mut().unwrap().events.push_back(observed);
+        self.pass(BOOKED_WITHIN * 2)?;
+        for (pod, devices) in &mut self.kubelet.pods {
+            self.books.release(pod);
+            devices.ended = true;
+        }
+        while let Some(uid) = self.pick_claim(|_, _, state| state != PodState::Ended) {
+            self.end_claim(uid);
+        }
+        self.cluster.claims.clear();
+        self.pending.clear();
+        loop {
+            self.pass(Duration::from_millis(100))?;
+            self.drain();
+            if self.agent.as_ref().unwrap().tasks() > 0 {
+                self.advance()?;
+            } else if let Some(uid) = self.pick_claim(|_, _, state| state == PodState::Ended) {
+                self.agent.as_mut().unwrap().ask(&uid, false);
+            } else {
+                break;
+            }
+        }
+        for _ in 0..3 {
+            self.pass(DRA_GRACE)?;
+            let agent = self.agent.as_mut().unwrap();
+            agent.sweep(&self.cluster, &mut self.disk, self.now);
+        }
+        self.keep();
+        let agent = self.agent.as_ref().unwrap();
+        let (wish, gpus) = (self.wish, self.gpus);
+        let is_out = |gpu: u8| wish.left_out == Some(gpu);
+        let goes = |gpu: u8| wish.dra[usize::from(gpu)];
+        let parts = |by_dra: bool| -> BTreeSet<Part> {
+            let gpus_of_door = (0..GPUS).filter(|gpu| !is_out(*gpu) && goes(*gpu) == by_dra);
+            gpus_of_door
+                .flat_map(|gpu| Part::all_of(gpu, gpus[usize::from(gpu)].1 && (by_dra || wish.by_mig)))
+                .collect()
+        };
+        let dra: BTreeSet<Part> =
+            self.slices.back().into_iter().flat_map(|(.., it)| it).map(|it| Part::of_device(it)).collect();
+        let plugin: BTreeSet<Part> = healthy(agent).map(|(id, _)| Part::of_id(&id).0).collect();
+        if dra != parts(true) || plugin != parts(false) {
+            return Err(format!("left alone, the doors offer {plugin:?} and {dra:?}; {wish:?}"));
+        }
+        for gpu in 0..GPUS {
+            let uuid = Part { gpu, mig: None }.uuid().parse().unwrap();
+            let wanted = (!is_out(gpu)).then_some(if goes(gpu) { Door::Dra } else { Door::Plugin });
+            if agent.snapshot.door(&uuid) != wanted {
+                return Err(format!("the door of GPU {gpu} is {:?}", agent.snapshot.door(&uuid)));
+            }
+        }
+        self.done[9] += agent.taken_back;
+        if self.disk.claims.is_empty() { Ok(()) } else { Err(format!("left on the disk: {:?}", self.disk.claims)) }
+    }
+}
