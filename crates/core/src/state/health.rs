@@ -229,6 +229,9 @@ impl GpuHealth {
     /// Clears the reasons on an operator's order. What the driver reports now is accepted. A GPU that is missing or in
     /// quarantine stays unhealthy.
     pub fn cleared(&mut self) {
+        // What two polls have proved is proved: the next poll that shows it again is no first look.
+        let proved = self.standing.iter().map(|standing| &standing.reason);
+        self.doubted.extend(proved.filter(|reason| reason.needs_second_look()).cloned());
         self.standing.retain(|standing| outlasts(&standing.reason));
         self.accepted = Accepted {
             action: self.seen.action,

@@ -220,6 +220,7 @@ fn an_operators_word_is_heard_at_once_and_lasts() {
         HealthPoll { row_remapping: Some(RowRemapping { pending: false, failed: true }), ..well() },
         HealthPoll { nvlinks_down: Some(vec![1, 3]), ..well() },
         HealthPoll { uncorrectable_ecc: Some(3), ..old() },
+        HealthPoll { fabric: Some(FabricHealth::Failed { status: 9 }), ..well() },
     ] {
         let mut world = World::new();
         world.tell(xid(79)).polls(2, &bad);
@@ -229,12 +230,16 @@ fn an_operators_word_is_heard_at_once_and_lasts() {
         assert!(world.polls(5, &bad).healthy(), "{bad:?} was accepted");
         // It stays accepted until it changes: here it gets well and bad again.
         let good = if bad.recovery_action.is_some() { well() } else { old() };
+        let good = HealthPoll { fabric: bad.fabric.map(|_| FabricHealth::Joined), ..good };
         world.polls(2, &good).tell(look([0, 1]));
         assert!(!world.polls(2, &bad).healthy(), "{bad:?} is new");
     }
     let mut world = World::new();
-    world.poll(&HealthPoll { reach: failed(), ..well() }).tell(Event::Cleared(uuid(0)));
-    assert!(!world.poll(&HealthPoll { reach: failed(), ..well() }).healthy(), "a word cannot make it answer");
+    for polls in [1, 2] {
+        world.polls(polls, &HealthPoll { reach: failed(), ..well() }).tell(Event::Cleared(uuid(0)));
+        assert!(world.healthy());
+        assert!(!world.poll(&HealthPoll { reach: failed(), ..well() }).healthy(), "a word cannot make it answer");
+    }
 }
 
 #[test]

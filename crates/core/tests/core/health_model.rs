@@ -182,6 +182,9 @@ struct Owed {
     explains_ecc: bool,
     /// The troubles of the last poll that only two polls in a row prove: a failed call, the fabric, the links.
     shown: [bool; 3],
+    /// The fabric's state as last known, and the one that an operator accepted, until it changes.
+    fabric: Option<FabricHealth>,
+    accepted_fabric: Option<FabricHealth>,
 }
 
 impl Owed {
@@ -199,6 +202,9 @@ impl Owed {
         let before = std::mem::replace(&mut self.shown, shown);
         let [failed, fabric, links] = [0, 1, 2].map(|trouble| shown[trouble] && before[trouble]);
         let unreachable = unreachable || failed;
+        self.fabric = poll.fabric.or(self.fabric);
+        self.accepted_fabric = self.accepted_fabric.filter(|accepted| Some(*accepted) == self.fabric);
+        let fabric = fabric && self.accepted_fabric.is_none();
         let acceptable = poll.recovery_action.is_some_and(|action| action != RecoveryAction::None)
             || poll.row_remapping.is_some_and(|rows| rows.failed)
             || links
@@ -213,7 +219,7 @@ impl Owed {
         } else {
             self.unseen.pay(gap);
         }
-        poll.fabric == Some(FabricHealth::Joining)
+        poll.fabric == Some(FabricHealth::Joining) && self.accepted_fabric.is_none()
     }
 
     fn nothing(&self) -> bool {
@@ -341,7 +347,7 @@ impl World {
             Step::Cleared(gpu) if self.tells(*gpu) => {
                 self.tell(Event::Cleared(uuid(*gpu)));
                 let owed = &mut self.owed[*gpu];
-                (owed.cleared, owed.trouble) = (true, Debt::default());
+                (owed.cleared, owed.trouble, owed.accepted_fabric) = (true, Debt::default(), owed.fabric);
             }
             Step::Away => {
                 self.tell(Event::DriverAway("gone".to_owned()));
@@ -374,6 +380,7 @@ impl World {
                 self.tell(Event::Identified(self.identity.clone()));
                 for owed in self.owed.iter_mut().filter(|_| renewed) {
                     (owed.trouble, owed.explains_ecc, owed.cleared) = (Debt::default(), false, false);
+                    (owed.fabric, owed.accepted_fabric) = (None, None);
                 }
                 // A scan comes with it, as from the node.
                 self.step(&Step::Look([true; 2]));
