@@ -14,7 +14,7 @@ use tokio::process::{Child, Command};
 
 use crate::cluster::dra_node::{DRIVER, Node};
 use crate::cluster::support::{until, within};
-use crate::mps::node::can_mount;
+use crate::mps::node::{SharedFolder, can_mount};
 
 /// A node of 8 V100 with an MPS root and the driver's two programs.
 async fn node() -> Node {
@@ -27,6 +27,9 @@ async fn node() -> Node {
 pub fn prepare(node: &Node) {
     for folder in ["mps", "bin"] {
         fs::create_dir(node.at(folder)).unwrap();
+    }
+    if can_mount() {
+        node.mps.set(SharedFolder::new(&node.at("mps"))).unwrap();
     }
     for program in ["nvidia-cuda-mps-control", "nvidia-smi"] {
         let ours = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/mps").join(program);

@@ -4,6 +4,7 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
+use std::sync::OnceLock;
 use std::time::Duration;
 
 use linkwise_api_server_box::{Answer, Fault, Key, ResourceType};
@@ -13,11 +14,14 @@ use serde_json::{Value, json};
 use tokio::process::{Child, Command};
 
 use crate::cluster::support::{Cluster, until, within};
+use crate::mps::node::SharedFolder;
 
 pub const DRIVER: &str = "gpu.nvidia.com";
 
 pub struct Node {
     pub cluster: Cluster,
+    /// The MPS root, where the node has one. Unmounted before the folder is removed: fields are dropped in this order.
+    pub mps: OnceLock<SharedFolder>,
     folder: tempfile::TempDir,
     /// The kubelet's device manager, with the PodResources API.
     pub kubelet: KubeletBox,
@@ -43,7 +47,7 @@ impl Node {
         let kubelet = KubeletBox::start(options).unwrap();
         let dra = DraKubelet::start(DraOptions { reconcile, ..DraOptions::new(at("reg")) }).unwrap();
         kubelet.list_claims_of(&dra);
-        let node = Self { cluster, folder, kubelet, dra };
+        let node = Self { cluster, mps: OnceLock::new(), folder, kubelet, dra };
         node.configure("all");
         node
     }

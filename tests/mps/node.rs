@@ -4,6 +4,7 @@ use std::fs;
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
+use std::sync::OnceLock;
 use std::time::Duration;
 
 use linkwise_core::state::{MpsGpu, MpsShare, ResourceName};
@@ -24,6 +25,8 @@ const POLL: Duration = Duration::from_millis(10);
 
 /// A node with the driver's programs and an MPS root.
 pub struct Node {
+    // Unmounted before the folder is removed: fields are dropped in this order.
+    _shared: Option<SharedFolder>,
     folder: TempDir,
     pub settings: Settings,
 }
@@ -52,7 +55,8 @@ impl Node {
                 pauses: (Duration::from_millis(10), Duration::from_millis(100)),
             },
         };
-        Self { folder, settings }
+        let shared = may_mount().then(|| SharedFolder::new(&folder.path().join("root")));
+        Self { _shared: shared, folder, settings }
     }
 
     /// The folder of the programs, and of the files that say how they misbehave.
@@ -198,10 +202,38 @@ pub fn waiting(readiness: Result<(), NotReady>) -> String {
     readiness.unwrap_err().to_string()
 }
 
+/// A folder below which everybody on this machine sees what is mounted, as below a `hostPath` volume with
+/// `mountPropagation: Bidirectional`. A machine that is itself a container often shares none of its mounts.
+#[derive(Debug)]
+pub struct SharedFolder(PathBuf);
+
+impl SharedFolder {
+    pub fn new(folder: &Path) -> Self {
+        let path = folder.to_str().unwrap();
+        let made = [["--bind", path, path].as_slice(), &["--make-shared", path]].iter().all(|args| run("mount", args));
+        assert!(made, "cannot mount {path} on itself, shared");
+        Self(folder.to_owned())
+    }
+}
+
+impl Drop for SharedFolder {
+    fn drop(&mut self) {
+        run("umount", &["--lazy", self.0.to_str().unwrap()]);
+    }
+}
+
+fn run(program: &str, args: &[&str]) -> bool {
+    std::process::Command::new(program).args(args).stderr(Stdio::null()).status().is_ok_and(|status| status.success())
+}
+
+fn may_mount() -> bool {
+    static MAY: OnceLock<bool> = OnceLock::new();
+    *MAY.get_or_init(|| run("unshare", &["--mount", "true"]))
+}
+
 /// Whether this machine lets the tests mount; says so if not.
 pub fn can_mount() -> bool {
-    let mut unshare = std::process::Command::new("unshare");
-    let can = unshare.args(["--mount", "true"]).stderr(Stdio::null()).status().is_ok_and(|status| status.success());
+    let can = may_mount();
     if !can {
         #[allow(clippy::print_stdout, reason = "the harness shows why a test did nothing")]
         {
