@@ -21,7 +21,6 @@ fn documented_claims_are_what_the_command_prints() {
     for args in [
         &["claim", "--gpus", "2", "--node", "dgx1-v100"][..],
         &["claim", "--near", "nic", "--kind", "template"],
-        &["claim", "--near", "cpu", "--kind", "template"],
     ] {
         let printed: String = linkwise(args).lines().map(|line| format!("    {line}\n")).collect();
         assert!(page.contains(&printed), "docs/dra.md does not have\n{printed}");

@@ -33,7 +33,7 @@ const APPLICATION: [u64; 51] = [
 const IGNORED: [u64; 18] = [14, 37, 38, 44, 63, 66, 67, 92, 93, 106, 107, 121, 137, 141, 152, 153, 154, 157];
 
 impl XidClass {
-    /// Looks a number up in the table of docs/health.md, which also has names and sources: NVIDIA's XID catalog as
+    /// Looks a number up in the table of docs/health.md, which also has sources: NVIDIA's XID catalog as
     /// NVIDIA's NVSentinel maps it, and before it the list of k8s-device-plugin 0.17's health check. What pods survive
     /// there they survive here. If the catalog's workflow needs the text of the message, which NVML does not give, the
     /// class is that of its gravest outcome. A number that is not in the table fails the GPU, as in NVIDIA's plugin.
@@ -146,14 +146,29 @@ mod tests {
     #[test]
     fn the_document_has_the_same_classes() {
         let document = include_str!("../../../../docs/health.md");
-        let rows = document.lines().filter_map(|line| {
+        let row = |code: &str, class: &str| Some((code.parse::<u64>().ok()?, XidClass::from_word(class)?));
+        let lines = document.lines().filter_map(|line| {
             let [code, class, _catalog, _name] = line.strip_prefix("    ")?.split_whitespace().collect::<Vec<_>>()[..]
             else {
                 return None;
             };
-            Some((code.parse::<u64>().ok()?, XidClass::from_word(class).unwrap()))
+            row(code, class)
         });
-        let written: BTreeMap<u64, XidClass> = rows.collect();
+        // Many numbers of one class: `| ignore | IGNORE | 14, 37-38 |`.
+        let cells = document.lines().filter_map(|line| match line.split('|').map(str::trim).collect::<Vec<_>>()[..] {
+            ["", class, _catalog, numbers, ""] => Some((XidClass::from_word(class)?, numbers)),
+            _ => None,
+        });
+        let many = cells.flat_map(|(class, numbers)| {
+            numbers.split(", ").flat_map(move |range| {
+                let (first, last) = range.split_once('-').unwrap_or((range, range));
+                let number = |text: &str| text.trim_end_matches('*').parse::<u64>().unwrap();
+                (number(first)..=number(last)).map(move |code| (code, class))
+            })
+        });
+        let rows: Vec<(u64, XidClass)> = lines.chain(many).collect();
+        let written: BTreeMap<u64, XidClass> = rows.iter().copied().collect();
+        assert_eq!(written.len(), rows.len(), "a number twice: {rows:?}");
         assert!(written.len() > 90, "{written:?}");
         for code in 0..1_000 {
             let class = written.get(&code).copied().unwrap_or(XidClass::ResetGpu);
