@@ -18,10 +18,9 @@ fn page() -> String {
 #[test]
 fn documented_claims_are_what_the_command_prints() {
     let page = page();
-    for args in [
-        &["claim", "--gpus", "2", "--node", "dgx1-v100"][..],
-        &["claim", "--near", "nic", "--kind", "template"],
-    ] {
+    for args in
+        [&["claim", "--gpus", "2", "--node", "dgx1-v100"][..], &["claim", "--near", "nic", "--kind", "template"]]
+    {
         let printed: String = linkwise(args).lines().map(|line| format!("    {line}\n")).collect();
         assert!(page.contains(&printed), "docs/dra.md does not have\n{printed}");
     }
