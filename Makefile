@@ -16,6 +16,7 @@ BUILT ?= target/$(PROFILE)
 FUZZ_SECONDS ?= 60
 SOAK_SECONDS ?= 300
 SOAK_SEED ?=
+OLDER ?=
 
 # To build: hwloc's headers, udev's (hwloc's pkg-config file asks for them), pkg-config itself.
 PACKAGES := libhwloc-dev libudev-dev pkg-config
@@ -129,6 +130,15 @@ test-image: setup tools ## the image in a box: what the Dockerfile packs, run as
 .PHONY: test-long
 test-long: setup ## what takes minutes: the same faults hundreds of times (not part of test)
 	$(CARGO) test --locked --workspace -- --ignored
+
+# Releases up to 54a2131 have a second program, linkwise-cluster, beside linkwise.
+.PHONY: test-upgrade
+test-upgrade: setup ## an upgrade from an older commit and the way back under claims (OLDER=COMMIT; not part of test)
+	@[[ -n "$(OLDER)" ]] || { echo "test-upgrade: from which commit? OLDER=COMMIT"; exit 1; }
+	@older=target/older/$$(git rev-parse --short=12 "$(OLDER)^{commit}"); \
+	[[ -d $$older ]] || { mkdir -p $$older.new && git archive "$(OLDER)" | tar -x -C $$older.new && mv $$older.new $$older; }; \
+	$(CARGO) build --locked --workspace --bins --manifest-path $$older/Cargo.toml --target-dir $$older/target; \
+	LINKWISE_OLDER=$$PWD/$$older/target/debug/linkwise $(CARGO) test --locked --test all -- --ignored cluster::older
 
 .PHONY: gpu-kit
 gpu-kit: setup ## a folder, target/gpu-kit, whose run.sh tries linkwise on a machine with a GPU and writes a report

@@ -38,6 +38,8 @@ const CHANGES: u32 = 1000;
 const SETTLE: Duration = Duration::from_secs(12);
 /// How long the idle node is watched, where the environment says nothing else.
 const IDLE: Duration = Duration::from_secs(30);
+/// What is not published after this long will not be.
+const LIMIT: Duration = Duration::from_secs(60);
 
 #[tokio::main(flavor = "multi_thread", worker_threads = 2)]
 async fn main() {
@@ -164,7 +166,7 @@ struct Node {
 
 impl Node {
     async fn start() -> Self {
-        Self::on(&Path::new(env!("CARGO_MANIFEST_DIR")).join("../../crates/host/src/machines/dgx-h100.yaml"), "").await
+        Self::on(&Path::new(env!("CARGO_MANIFEST_DIR")).join("crates/host/src/machines/dgx-h100.yaml"), "").await
     }
 
     /// A node with the GPUs of a node file, and with these nodes of MIG devices.
@@ -210,6 +212,7 @@ impl Node {
 
     async fn publishes(&self, count: usize) {
         while self.devices().len() < count {
+            assert!(self.begin.elapsed() < LIMIT, "{} devices of {count} are published", self.devices().len());
             tokio::time::sleep(Duration::from_millis(1)).await;
         }
     }

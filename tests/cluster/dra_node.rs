@@ -172,6 +172,11 @@ impl Node {
         names
     }
 
+    /// Those of claims.
+    pub fn claim_specs(&self) -> Vec<String> {
+        self.specs().into_iter().filter(|name| name.contains("-claim-")).collect()
+    }
+
     /// The device nodes of GPUs and MIG devices that a runtime gives a container for these CDI devices.
     pub fn hardware(&self, cdi: &[String]) -> Vec<String> {
         let edits = runtime::container(&self.at("cdi"), cdi).unwrap();

@@ -15,6 +15,7 @@ mod dra_soak;
 mod events;
 mod node;
 mod node_feature;
+mod older;
 mod prometheus;
 mod slices;
 mod support;

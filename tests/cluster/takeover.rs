@@ -30,27 +30,27 @@ const KUBELETS: [Connections; 2] = [Connections::ByResource, Connections::BySock
 const RECONCILE: Duration = Duration::from_secs(1);
 
 /// A node under claims.
-struct World {
-    node: Arc<Node>,
-    command: fn(&Node) -> Command,
+pub struct World {
+    pub node: Arc<Node>,
+    pub command: fn(&Node) -> Command,
     /// The devices of which each claim has one set.
-    sets: Vec<Vec<&'static str>>,
+    pub sets: Vec<Vec<&'static str>>,
     /// Whether a call that fails is made again: processes are killed.
-    is_patient: bool,
+    pub is_patient: bool,
     /// The claims that came and went.
     claims: Arc<AtomicUsize>,
 }
 
 /// The claims that were prepared and unprepared, and the longest that a call took.
 #[derive(Debug, Default)]
-struct Tally {
+pub struct Tally {
     claims: usize,
     worst: Duration,
 }
 
 impl World {
     /// Four GPUs for claims, four for the device plugin.
-    async fn of_gpus(connections: Connections, reconcile: Duration) -> Self {
+    pub async fn of_gpus(connections: Connections, reconcile: Duration) -> Self {
         let node = Node::start_with(|options| options.connections = connections, reconcile).await;
         node.configure("[4, 5, 6, 7]");
         let sets = vec![vec!["gpu-4"], vec!["gpu-5", "gpu-6"], vec!["gpu-7"]];
@@ -58,14 +58,14 @@ impl World {
     }
 
     /// A GPU, and one on which MIG devices are made.
-    async fn of_mig(connections: Connections, reconcile: Duration) -> Self {
+    pub async fn of_mig(connections: Connections, reconcile: Duration) -> Self {
         let node = Node::start_with(|options| options.connections = connections, reconcile).await;
         dra_mig::prepare(&node);
         let sets = vec![vec!["gpu-1"], vec![dra_mig::DEVICE], vec![dra_mig::OTHER]];
         Self { node: Arc::new(node), command: dra_mig::program, sets, is_patient: false, claims: Arc::default() }
     }
 
-    async fn start(&self, uid: &str) -> (Process, SocketAddr) {
+    pub async fn start(&self, uid: &str) -> (Process, SocketAddr) {
         let mut command = (self.command)(&self.node);
         command.env("LINKWISE_POD_UID", uid).env("LINKWISE_LOG", "linkwise=debug").env("LINKWISE_LOG_FORMAT", "json");
         let process = Process::of(command);
@@ -74,8 +74,13 @@ impl World {
         (process, address)
     }
 
+    /// The number of claims that came and went.
+    pub fn done(&self) -> usize {
+        self.claims.load(Ordering::Relaxed)
+    }
+
     /// Claims of each set of devices come and go until the end.
-    fn load(&self, end: &CancellationToken) -> JoinSet<Tally> {
+    pub fn load(&self, end: &CancellationToken) -> JoinSet<Tally> {
         let mut load = JoinSet::new();
         for (place, devices) in self.sets.iter().cloned().enumerate() {
             let (node, end, is_patient) = (Arc::clone(&self.node), end.clone(), self.is_patient);
@@ -211,8 +216,8 @@ async fn takeover_without_a_driver_fails_no_claim() {
     new.said("took over this node").await;
     old.signal("TERM");
     old.ended().await;
-    let before = world.claims.load(Ordering::Relaxed);
-    until(async || match world.claims.load(Ordering::Relaxed) {
+    let before = world.done();
+    until(async || match world.done() {
         claims if claims >= before + 2 * world.sets.len() => Ok(()),
         claims => Err(format!("{claims} after {before}")),
     })
@@ -261,8 +266,8 @@ async fn kill_at_any_step_leaves_one_that_prepares_claims() {
         } else {
             running = left;
         }
-        let before = world.claims.load(Ordering::Relaxed);
-        until(async || match world.claims.load(Ordering::Relaxed) {
+        let before = world.done();
+        until(async || match world.done() {
             claims if claims >= before + 2 * world.sets.len() => Ok(()),
             claims => Err(format!("{step} {owner_dies}: {claims} after {before}")),
         })

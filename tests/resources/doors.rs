@@ -108,6 +108,26 @@ fn observed() -> Event {
 }
 
 #[test]
+fn gpu_on_its_way_to_dra_names_its_holder() {
+    let mut world = World::of([planned(some(&[0])), observed()]);
+    let device = (ResourceName::gpu(), DeviceId::from(uuid(0).to_string()));
+    let why = |world: &World| world.state.dra_waits().into_values().collect::<Vec<_>>();
+    assert_eq!(why(&world), [DraWait::Holders], "no list yet");
+    world.tell(listed(&[0], &[]));
+    assert_eq!(why(&world), [DraWait::Pod(device.clone())]);
+    // The pod has ended, and the kubelet has not written its checkpoint since; linkwise has started anew.
+    let checkpoint = Holdings { init_containers: [device.clone()].into(), ..Holdings::default() };
+    world.tell(Event::Holders(Some(checkpoint)));
+    assert_eq!(why(&world), [DraWait::Checkpoint(device)]);
+    world.tell(listed(&[], &[0]));
+    assert_eq!(why(&world), [DraWait::Held(["default/claim-0".to_owned()].into())], "another DRA driver's claim");
+    world.tell(Event::Holders(None));
+    assert_eq!(why(&world), [DraWait::Holders], "the kubelet does not answer");
+    [listed(&[], &[]), listed(&[], &[])].into_iter().for_each(|list| world.tell(list));
+    assert_eq!((world.door(0), why(&world)), (Door::Dra, vec![]));
+}
+
+#[test]
 fn gpu_goes_to_dra_after_two_lists_without_holder() {
     let mut world = World::of([planned(some(&[0])), observed()]);
     assert_eq!((world.door(0), world.door(1)), (Door::ToDra, Door::Plugin));

@@ -5,6 +5,8 @@ use alloc::collections::BTreeSet;
 use core::fmt;
 
 use super::device::Timestamp;
+use super::holdings::ResourceDevice;
+use crate::quote::quoted;
 
 /// The time for which no slice offers a GPU before it leaves DRA, or is shared otherwise: kube-scheduler may choose a
 /// device, then wait 600 s for volumes, and only then write the allocation (`BindTimeoutSeconds`,
@@ -28,7 +30,7 @@ pub enum Door {
     FromDra(Timestamp),
 }
 
-/// The reason why a GPU of DRA that is to change has not changed yet.
+/// The reason why a GPU that is to go to DRA, to leave it or to be shared otherwise there has not changed yet.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum DraWait {
     /// The API server still has slices that offer it to claims.
@@ -41,6 +43,12 @@ pub enum DraWait {
     ApiServer,
     /// These claims have it, as `namespace/name`.
     Held(BTreeSet<String>),
+    /// A pod has it through the device plugin, as this device.
+    Pod(ResourceDevice),
+    /// Only the kubelet's checkpoint lists a pod with this device: one with an init container, or one that has ended.
+    /// The kubelet writes the file with an allocation or a device list, and five minutes after a device plugin ended
+    /// (`endpointStopGracePeriod`, pkg/kubelet/cm/devicemanager/types.go).
+    Checkpoint(ResourceDevice),
 }
 
 impl DraWait {
@@ -64,6 +72,11 @@ impl fmt::Display for DraWait {
                     let comma = if core::mem::take(&mut first) { "" } else { ", " };
                     write!(f, "{comma}{claim}")
                 })
+            }
+            Self::Pod((resource, id)) => write!(f, "the end of the pod with {resource} {}", quoted(id.as_str())),
+            Self::Checkpoint((resource, id)) => {
+                let id = quoted(id.as_str());
+                write!(f, "the kubelet to take {resource} {id} out of its checkpoint: no pod that it lists has it")
             }
         }
     }

@@ -132,6 +132,11 @@ impl Doors {
         self.awaited.contains_key(gpu)
     }
 
+    /// The GPUs on their way to DRA.
+    pub fn awaited(&self) -> impl Iterator<Item = &GpuUuid> {
+        self.awaited.keys()
+    }
+
     /// Returns true if a new list of holders could let a GPU change its door.
     pub fn awaits_holders(&self) -> bool {
         !self.awaited.is_empty() || self.gpus.values().any(Option::is_some)

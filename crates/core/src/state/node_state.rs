@@ -189,7 +189,8 @@ impl NodeState {
         gpus.map(claims).map(|(claims, gpu)| (gpu, claims)).collect()
     }
 
-    /// The GPUs of DRA that are to change, each with the reason why it has not.
+    /// The GPUs that are to go to DRA, to leave it or to be shared otherwise there, each with the reason why it has not
+    /// changed.
     pub fn dra_waits(&self) -> BTreeMap<GpuUuid, DraWait> {
         let why = |(gpu, wait): (GpuUuid, Wait)| {
             let claims = self.ledger.claims_on(self.topology(), &gpu);
@@ -202,7 +203,21 @@ impl NodeState {
             };
             (gpu, why)
         };
-        self.offers.waits().map(why).collect()
+        let to_dra = self.offers.doors.awaited().map(|gpu| (gpu.clone(), self.wait_to_dra(gpu)));
+        self.offers.waits().map(why).chain(to_dra).collect()
+    }
+
+    fn wait_to_dra(&self, gpu: &GpuUuid) -> DraWait {
+        let ledger = &self.ledger;
+        match ledger.plugin_holder(self.topology(), gpu) {
+            _ if !ledger.is_known() => DraWait::Holders,
+            Some(device) if ledger.holdings().containers.contains(device) => DraWait::Pod(device.clone()),
+            Some(device) => DraWait::Checkpoint(device.clone()),
+            None if ledger.has_foreign_claim(self.topology(), gpu) => {
+                DraWait::Held(ledger.claims_on(self.topology(), gpu))
+            }
+            None => DraWait::Holders,
+        }
     }
 
     /// The devices that the API server's slices offer to new claims, by name, as far as this state knows.

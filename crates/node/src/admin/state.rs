@@ -122,7 +122,7 @@ pub struct GpuState {
     /// The API through which the GPU is offered, on a node with DRA: `plugin`, `to-dra`, `dra`, `from-dra`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub door: Option<Word>,
-    /// The reason why a GPU that leaves DRA, or is to be shared otherwise, has not changed yet.
+    /// The reason why a GPU that goes to DRA, leaves it or is to be shared otherwise has not changed yet.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub waits_for: Option<String>,
     /// The end of that wait at the latest, in seconds since 1970, if the time is known.

@@ -1,0 +1,146 @@
+//! An upgrade from an older release and the way back, with claims that outlive each change. The older program is the one
+//! that LINKWISE_OLDER names: `make test-upgrade OLDER=COMMIT` builds it.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use linkwise_api_server_box::ResourceType;
+use linkwise_kubelet_box::Connections;
+use tokio::process::Command;
+use tokio_util::sync::CancellationToken;
+
+use super::dra_mig;
+use super::dra_node::Node;
+use super::takeover::{World, ready};
+use crate::cluster::support::within;
+use crate::run::node::{Process, until};
+
+/// There and back, this often.
+const TIMES: usize = 3;
+
+fn older_program() -> Option<PathBuf> {
+    let path = std::env::var_os("LINKWISE_OLDER").map(PathBuf::from);
+    if path.is_none() {
+        #[allow(clippy::print_stdout, reason = "the harness shows why a test did nothing")]
+        {
+            println!("skipped: LINKWISE_OLDER names no program of an older release");
+        }
+    }
+    path
+}
+
+/// The same settings; the older program.
+fn as_older(command: &Command) -> Command {
+    let command = command.as_std();
+    let mut older = Command::new(older_program().unwrap());
+    older.args(command.get_args()).env_clear();
+    for (name, value) in command.get_envs() {
+        older.env(name, value.unwrap());
+    }
+    older.stdin(std::process::Stdio::null()).stdout(std::process::Stdio::null()).kill_on_drop(true);
+    older
+}
+
+fn older_of_gpus(node: &Node) -> Command {
+    as_older(&node.program())
+}
+
+fn older_of_mig(node: &Node) -> Command {
+    as_older(&dra_mig::program(node))
+}
+
+/// How the process of before goes.
+#[derive(Clone, Copy, Debug)]
+enum Change {
+    /// The next takes over beside it, as in a rollout with a surge.
+    Surged,
+    /// It has ended before the next begins.
+    Restarted,
+    /// It is killed, and the next begins then.
+    Killed,
+}
+
+/// The next process, which serves; the one of before has ended.
+async fn change(world: &World, mut running: Process, change: Change, uid: &str) -> Process {
+    if let Change::Restarted | Change::Killed = change {
+        running.signal(if matches!(change, Change::Killed) { "KILL" } else { "TERM" });
+        running.ended().await;
+        let (next, address) = world.start(uid).await;
+        ready(address).await;
+        return next;
+    }
+    let (next, address) = world.start(uid).await;
+    ready(address).await;
+    running.signal("TERM");
+    let (status, last) = running.ended().await;
+    assert!(status.success(), "{uid}: {status}: {last:?}");
+    next
+}
+
+/// Claims of each set come and go while the programs change; a pod with `kept` outlives each change.
+async fn there_and_back(mut world: World, programs: [fn(&Node) -> Command; 2], kept: &'static str, how: Change) {
+    world.is_patient = true;
+    world.command = programs[0];
+    let (mut running, address) = world.start("pod-0").await;
+    ready(address).await;
+    world.node.is_registered(1).await;
+    let end = CancellationToken::new();
+    let mut load = world.load(&end);
+    for time in 1..=2 * TIMES {
+        let (node, pod) = (&world.node, format!("kept-{time}"));
+        let claim = node.claim(&pod, &[kept]);
+        let given = node.start_pod(&pod, &claim).await;
+        world.command = programs[time % 2];
+        running = change(&world, running, how, &format!("pod-{time}")).await;
+        let before = world.done();
+        until(async || match world.done() {
+            claims if claims >= before + 2 * world.sets.len() => Ok(()),
+            claims => Err(format!("{how:?} {time}: {claims} claims, {before} before the change")),
+        })
+        .await;
+        assert!(load.try_join_next().is_none(), "{how:?} {time}");
+        // The kubelet asks again, as after its own restart: the pod has what it had.
+        assert_eq!(node.start_pod(&pod, &claim).await, given, "{how:?} {time}");
+        node.cluster.server.remove(&ResourceType::RESOURCE_CLAIMS.key(Some("default"), &pod));
+        within(async {
+            while node.dra.stop_pod(&pod).await.is_err() {
+                tokio::time::sleep(Duration::from_millis(20)).await;
+            }
+        })
+        .await;
+    }
+    end.cancel();
+    load.join_all().await;
+    let node = &world.node;
+    until(async || match (dra_mig::instances(node), node.checkpoints(), node.claim_specs()) {
+        (0, checkpoints, specs) if checkpoints.is_empty() && specs.is_empty() => Ok(()),
+        left => Err(format!("{how:?}: {left:?}")),
+    })
+    .await;
+}
+
+#[tokio::test]
+#[ignore = "needs LINKWISE_OLDER: make test-upgrade"]
+async fn upgrade_and_way_back_lose_no_claim() {
+    if older_program().is_none() {
+        return;
+    }
+    for how in [Change::Surged, Change::Restarted, Change::Killed] {
+        let world = World::of_gpus(Connections::ByResource, Duration::from_secs(1)).await;
+        let world = World { sets: vec![vec!["gpu-4"], vec!["gpu-5", "gpu-6"]], ..world };
+        there_and_back(world, [older_of_gpus, Node::program], "gpu-7", how).await;
+    }
+}
+
+#[tokio::test]
+#[ignore = "needs LINKWISE_OLDER: make test-upgrade"]
+async fn upgrade_and_way_back_keep_mig_devices_that_claims_have() {
+    if older_program().is_none() {
+        return;
+    }
+    for how in [Change::Surged, Change::Restarted, Change::Killed] {
+        let world = World::of_mig(Connections::ByResource, Duration::from_secs(1)).await;
+        let world = World { sets: vec![vec!["gpu-1"], vec![dra_mig::OTHER]], ..world };
+        there_and_back(world, [older_of_mig, dra_mig::program], dra_mig::DEVICE, how).await;
+    }
+}
