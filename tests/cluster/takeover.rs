@@ -38,7 +38,7 @@ pub struct World {
     /// Whether a call that fails is made again: processes are killed.
     pub is_patient: bool,
     /// The claims that came and went.
-    claims: Arc<AtomicUsize>,
+    pub claims: Arc<AtomicUsize>,
 }
 
 /// The claims that were prepared and unprepared, and the longest that a call took.

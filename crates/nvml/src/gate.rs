@@ -76,6 +76,11 @@ impl Gate {
         Self { folder: self.folder.clone(), user: user.to_owned() }
     }
 
+    /// The folder; it may not exist.
+    pub fn folder(&self) -> &Path {
+        &self.folder
+    }
+
     /// Makes the folder, where the kubelet's folder exists, and this user's file in it.
     pub fn prepare(&self) -> io::Result<()> {
         let Some(linkwise) = self.folder.parent().filter(|folder| folder.parent().is_some_and(Path::is_dir)) else {

@@ -2,10 +2,12 @@
 //! hold it.
 
 use std::io;
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use linkwise_system::inotify::Changes;
 use tokio::sync::{Mutex, watch};
 use tokio::task::spawn_blocking;
 use tokio::time::{Instant, sleep, timeout, timeout_at};
@@ -13,8 +15,11 @@ use tokio::time::{Instant, sleep, timeout, timeout_at};
 use super::metrics::DriverMetrics;
 use crate::gate::Gate;
 
-/// The time from one look at the node's order to the next.
+/// The time from one look at the node's order to the next where inotify does not report changes.
 const LOOK: Duration = Duration::from_millis(500);
+
+/// The same where it does. An idle process has no thread for files meanwhile.
+const LOOK_AGAIN: Duration = Duration::from_secs(30);
 
 /// The time from one look at the driver's users to the next, while an operator waits.
 const WAITING: Duration = Duration::from_millis(50);
@@ -34,6 +39,15 @@ pub struct Release {
     is_alone: Arc<AtomicBool>,
     /// Held while the order is written or read, so that no reading overtakes an order.
     turn: Arc<Mutex<()>>,
+}
+
+/// Follows the folder of the gate; the folder may be a new one since.
+fn follow(folder: &Path, before: Option<Changes>) -> Changes {
+    if let Some(changes) = before.filter(|changes| changes.has_inotify() && changes.follows(folder)) {
+        return changes;
+    }
+    let changes = Changes::of(folder, LOOK_AGAIN, true);
+    if changes.has_inotify() { changes } else { Changes::of(folder, LOOK, false) }
 }
 
 impl Release {
@@ -91,15 +105,19 @@ impl Release {
         if let Ok(Err(error)) = spawn_blocking(move || made.prepare()).await {
             tracing::warn!(%error, "an order to release the driver does not wait for this process");
         }
+        let mut changes = None;
         loop {
             let turn = self.turn.lock().await;
             let gate = gate.clone();
-            let read = spawn_blocking(move || gate.is_released()).await;
-            if let Some(released) = read.ok().filter(|_| !self.is_alone.load(Ordering::Relaxed)) {
+            // The watch comes before the look: what is written between the two is reported.
+            let look = move || (follow(gate.folder(), changes), gate.is_released());
+            let Ok((mut follows, released)) = spawn_blocking(look).await else { return };
+            if !self.is_alone.load(Ordering::Relaxed) {
                 self.see(released);
             }
             drop(turn);
-            sleep(LOOK).await;
+            follows.next().await;
+            changes = Some(follows);
         }
     }
 
@@ -133,5 +151,37 @@ impl Release {
                 _ => sleep(WAITING).await,
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use prometheus_client::registry::Registry;
+    use std::fs;
+
+    /// Waits for the order, less long than an idle process looks again.
+    async fn hears(release: &Release, wished: bool) {
+        let mut orders = release.follow();
+        let heard = timeout(LOOK_AGAIN / 2, orders.wait_for(|order| *order == wished)).await;
+        heard.expect("no order").unwrap();
+    }
+
+    #[tokio::test]
+    async fn order_of_another_process_is_heard_also_in_a_new_folder() {
+        let kubelets = tempfile::tempdir().unwrap();
+        let gate = Gate::beside(&kubelets.path().join("kubelet.sock"), "test").unwrap();
+        let release = Release::new(DriverMetrics::register(&mut Registry::default()), Some(gate.clone()));
+        let following = tokio::spawn(release.clone().follow_node());
+        let other = gate.of("other");
+        for order in [true, false, true] {
+            other.release(order).unwrap();
+            hears(&release, order).await;
+        }
+        fs::remove_dir_all(gate.folder()).unwrap();
+        hears(&release, false).await;
+        other.release(true).unwrap();
+        hears(&release, true).await;
+        following.abort();
     }
 }
