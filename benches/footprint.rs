@@ -3,11 +3,12 @@
 //!
 //! The release binary with a libnvidia-ml of our own (8 GPUs), against a kubelet in a box. Memory is that of
 //! both processes, without the driver's library. Run with `cargo bench --bench footprint`; it takes two minutes.
+//! LINKWISE_BENCH_PROGRAM names another program to measure, such as the image's.
 
 #![allow(clippy::unwrap_used, clippy::print_stdout, reason = "a benchmark prints, and ends where it cannot go on")]
 
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
@@ -95,7 +96,7 @@ async fn main() {
 async fn without_gpus() {
     let folder = tempfile::tempdir().unwrap();
     fs::create_dir_all(folder.path().join("sys/bus/pci/devices")).unwrap();
-    let mut process = Command::new(env!("CARGO_BIN_EXE_linkwise"))
+    let mut process = Command::new(program())
         .arg("run")
         .arg("--kubelet-socket")
         .arg(folder.path().join(Options::SOCKET))
@@ -116,6 +117,11 @@ async fn without_gpus() {
     println!("no GPU, idle for {IDLE:?}: {wakes} voluntary context switches, {ticks} ticks of 10 ms");
     let _ = process.kill();
     let _ = process.wait();
+}
+
+fn program() -> PathBuf {
+    let named = std::env::var_os("LINKWISE_BENCH_PROGRAM").map(PathBuf::from);
+    named.unwrap_or_else(|| env!("CARGO_BIN_EXE_linkwise").into())
 }
 
 /// How often the threads of a process have gone to sleep of themselves.
@@ -150,7 +156,7 @@ impl Node {
         let file = folder.path().join("config.yaml");
         fs::write(&file, config).unwrap();
         let begin = Instant::now();
-        let process = Command::new(env!("CARGO_BIN_EXE_linkwise"))
+        let process = Command::new(program())
             .arg("run")
             .arg("--kubelet-socket")
             .arg(folder.path().join(Options::SOCKET))
