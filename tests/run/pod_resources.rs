@@ -1,6 +1,7 @@
 //! PodResources: it confirms registrations, and lists which pods hold which devices.
 
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use linkwise_core::state::{Event, Holdings, NumaHints, ResourceName};
 use linkwise_host::machines;
@@ -129,6 +130,26 @@ async fn who_holds_what_is_not_known_any_more_when_nobody_answers() {
         shutdown.cancel();
     };
     tokio::join!(following, seen);
+}
+
+#[tokio::test]
+async fn readers_of_page_and_metrics_ask_the_kubelet_nothing() {
+    /// Longer than the shortest pause between two questions.
+    const QUIET: Duration = Duration::from_millis(1500);
+    let (node, kubelet) = Setup::on("dgx1-v100").serve(8).await;
+    // Nothing waits for an answer: the next question comes half a minute later.
+    let mut before = 0;
+    while std::mem::replace(&mut before, kubelet.lists()) != kubelet.lists() {
+        tokio::time::sleep(QUIET).await;
+    }
+    let begin = Instant::now();
+    while begin.elapsed() < 2 * QUIET {
+        for path in ["/", "/metrics"] {
+            assert_eq!(node.get(path).await.status, 200);
+        }
+    }
+    let asked = kubelet.lists() - before;
+    assert!(asked <= 1, "{asked} questions in {:?}", 2 * QUIET);
 }
 
 #[tokio::test]

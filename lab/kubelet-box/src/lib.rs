@@ -36,6 +36,7 @@ mod topology_manager;
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -259,6 +260,11 @@ impl KubeletBox {
     /// Makes PodResources list the claims of this DRA manager too: both belong to one kubelet.
     pub fn list_claims_of(&self, dra: &dra::DraKubelet) {
         *lock(&self.core.claims) = Some(dra.lister());
+    }
+
+    /// The number of lists that PodResources gave since the box was made.
+    pub fn lists(&self) -> u64 {
+        self.core.lists.load(Ordering::Relaxed)
     }
 
     /// The visible state of now.

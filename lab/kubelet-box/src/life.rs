@@ -12,6 +12,7 @@
 
 use std::collections::BTreeMap;
 use std::future::Future;
+use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -52,6 +53,8 @@ pub(super) struct Core {
     pub(super) gaps: Mutex<Gaps>,
     /// The claims that PodResources lists.
     pub(super) claims: Mutex<Option<Lister>>,
+    /// The number of lists that PodResources gave.
+    pub(super) lists: AtomicU64,
 }
 
 impl Core {
@@ -59,8 +62,8 @@ impl Core {
         let rng = Mutex::new(Rng::new(options.seed));
         let (state, fault) = (watch::Sender::default(), watch::Sender::new(Fault::None));
         let book = Mutex::new(Book::new(options.connections));
-        let (turn, gaps, claims) = Default::default();
-        Self { options, book, rng, state, fault, turn, gaps, claims }
+        let (turn, gaps, claims, lists) = Default::default();
+        Self { options, book, rng, state, fault, turn, gaps, claims, lists }
     }
 
     /// Reads the books.
