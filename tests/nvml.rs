@@ -27,6 +27,7 @@ mod codes;
 mod events;
 mod life;
 mod mig_orders;
+mod numbers;
 
 /// After this long, what should have happened will not.
 const LIMIT: Duration = Duration::from_secs(20);
@@ -36,7 +37,7 @@ const SHORT: Limits = Limits { start: Duration::from_secs(3), call: Duration::fr
 
 /// A simulated machine: its folder, its control socket, and the command that starts children on it.
 struct Machine {
-    _folder: TempDir,
+    folder: TempDir,
     control: Control,
     command: AgentCommand,
 }
@@ -53,7 +54,7 @@ fn machine() -> Machine {
     command.poll = Duration::from_millis(20);
     command.environment =
         vec![("FAKE_NVML_MACHINE".into(), machine_file().into()), ("FAKE_NVML_CONTROL".into(), socket.clone().into())];
-    Machine { _folder: folder, control: Control::new(socket), command }
+    Machine { folder, control: Control::new(socket), command }
 }
 
 impl Machine {

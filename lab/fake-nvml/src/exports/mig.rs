@@ -20,6 +20,8 @@ use crate::state::{self, Answer, State, enter_gpu, enter_mig};
 const NOT_FOUND: nvmlReturn_t = nvmlReturn_enum_NVML_ERROR_NOT_FOUND;
 /// The most MIG devices that a GPU of today can have.
 const MOST: c_uint = 7;
+/// NVML_GPU_INSTANCE_PROFILE_COUNT of NVML 13; the bindings have that of NVML 12.
+const PROFILES: c_uint = 18;
 /// The difference between a compute instance's handle and its GPU instance's number.
 const COMPUTE: c_uint = 0x80;
 /// The number of compute instances that this process has made.
@@ -157,7 +159,7 @@ exports! {
         match number {
             // 8_SLICE is on no GPU of today; 6_SLICE stands for a profile that the driver has never heard of.
             5 => return Err(UNSUPPORTED),
-            6 | NVML_GPU_INSTANCE_PROFILE_COUNT.. => return Err(INVALID),
+            6 | PROFILES.. => return Err(INVALID),
             _ => {}
         }
         let profiles = &mig(&state, at)?.profiles;
