@@ -20,6 +20,7 @@ use crate::chart::helm;
 
 use std::collections::BTreeSet;
 use std::fs;
+use std::path::Path;
 use std::process::Command;
 
 use serde_json::Value;
@@ -244,4 +245,41 @@ fn unmarked_and_misnamed_commands_are_found() {
         let error = wrong(line).unwrap_err();
         assert!(error.contains(words), "{line}: {error}");
     }
+}
+
+/// Texts that operators read beside the pages: the program's own, but for its comments, and what is installed.
+fn advice(folder: &Path, texts: &mut Vec<(String, String)>) {
+    for entry in fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()) {
+        if entry.is_dir() {
+            advice(&entry, texts);
+        } else if entry.extension().is_some_and(|end| ["rs", "yaml", "txt", "tpl"].iter().any(|text| end == *text)) {
+            let text = fs::read_to_string(&entry).unwrap();
+            let told = text.lines().filter(|line| !line.trim_start().starts_with("//"));
+            texts.push((entry.display().to_string(), told.collect::<Vec<_>>().join("\n")));
+        }
+    }
+}
+
+#[test]
+fn reset_is_advised_between_release_and_resume() {
+    /// The longest way from the reset to the steps around it, in characters.
+    const NEAR: usize = 120;
+    let mut texts: Vec<(String, String)> =
+        pages().into_iter().map(|page| (page.clone(), fs::read_to_string(repository(&page)).unwrap())).collect();
+    for folder in ["src", "crates", "charts", "manifests"] {
+        advice(&repository(folder), &mut texts);
+    }
+    let mut found = BTreeSet::new();
+    for (place, text) in &texts {
+        for (at, _) in ["--gpu-reset", "reset the GPU", "eset it]"].iter().flat_map(|words| text.match_indices(words)) {
+            let before = text.split_at(at).0.char_indices();
+            let begin = before.rev().nth(NEAR).map_or(0, |(begin, _)| begin);
+            let around: String = text.split_at(begin).1.chars().take(2 * NEAR).collect();
+            let leads = around.contains("](operations.md#resetting-a-gpu)");
+            let says = around.contains("admin release") && around.contains("admin resume");
+            assert!(leads || says, "{place}: a GPU that linkwise holds cannot be reset: {around}");
+            found.insert(place);
+        }
+    }
+    assert!(found.len() >= 5, "{found:?}");
 }
