@@ -273,6 +273,26 @@ async fn gpus_of_the_device_plugin_are_not_published() {
 }
 
 #[tokio::test]
+async fn gpu_with_a_written_allocation_stays_in_dra() {
+    let node = Node::start().await;
+    let mut command = node.program();
+    command.args(["--dra-grace-ms", "300"]);
+    let _process = command.spawn().unwrap();
+    node.publishes(8).await;
+    node.is_registered(1).await;
+    // The kubelet mounts the pod's volumes before it has the claim prepared.
+    let claim = node.claim("slow", &["gpu-0"]);
+    node.configure("[7]");
+    let plugins = || node.healthy("nvidia.com/gpu");
+    until(|| plugins().len() >= 6).await;
+    assert!(plugins().len() == 6 && !plugins().iter().any(|id| id.ends_with("0000")), "{:?}", plugins());
+    assert_eq!(node.start_pod("p", &claim).await, ["/dev/nvidia0"]);
+    within(node.dra.stop_pod("p")).await.unwrap();
+    node.cluster.server.remove(&ResourceType::RESOURCE_CLAIMS.key(Some("default"), "slow"));
+    until(|| plugins().len() == 7).await;
+}
+
+#[tokio::test]
 async fn api_server_that_lies_costs_only_the_claim() {
     let node = Node::start().await;
     let _process = node.run();
