@@ -1,9 +1,11 @@
 //! The kit for the first GPU (`lab/gpu-kit`): packed from what was built for tests, run against our own NVML library.
 
 use std::fs;
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{MetadataExt, symlink};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::Duration;
 
@@ -36,8 +38,91 @@ fn run(kit: &Path, report: &Path, variables: &[(&str, &Path)]) -> (Output, Strin
     (output, summary)
 }
 
+/// A libcuda that faults through a GPU's device node: a file here, in which it writes the XID and reads that the driver
+/// has reported it. In a container it has a GPU if it sees the node of one, and of no other.
+const LIBCUDA: &str = r#"
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+static unsigned long long target;
+static char node[256];
+int cuInit(unsigned flags) {
+    int count = 0;
+    if (getenv("FAKE_CUDA_DEVICE")) return flags || !strcpy(node, getenv("FAKE_CUDA_DEVICE"));
+    for (char gpu = '0'; gpu < '8'; gpu++) {
+        char path[] = {"/dev/nvidia_"};
+        path[sizeof path - 2] = gpu;
+        if (!access(path, F_OK) && strcpy(node, path)) count++;
+    }
+    return flags || count != 1 ? 100 : 0;
+}
+int cuCtxCreate_v2(void **context, unsigned flags, int device) { *context = 0; return flags || device ? 101 : 0; }
+int cuModuleLoadData(void **module, const char *text) { *module = 0; return strstr(text, ".entry fault") ? 0 : 218; }
+int cuModuleGetFunction(void **function, void *module, const char *name) {
+    *function = module;
+    return strcmp(name, "fault") ? 500 : 0;
+}
+int cuMemAlloc_v2(unsigned long long *at, size_t size) { *at = 0x7f0000000000; return size ? 0 : 1; }
+int cuLaunchKernel(void *function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
+                   unsigned shared, void *stream, void **arguments, void **extra) {
+    (void)function, (void)stream, (void)extra;
+    target = *(unsigned long long *)arguments[0];
+    return gx * gy * gz * bx * by * bz == 1 && !shared ? 0 : 1;
+}
+int cuCtxSynchronize(void) {
+    char answer[8] = "";
+    int file = open(node, O_RDWR);
+    if (file < 0) return 0;
+    dprintf(file, "%d\n", target & 3 ? 13 : 31);
+    for (int turn = 0; turn < 1500 && strncmp(answer, "ok", 2); turn++) {
+        usleep(20000);
+        if (pread(file, answer, sizeof answer, 0) < 0) return 0;
+    }
+    return strncmp(answer, "ok", 2) ? 0 : target & 3 ? 716 : 700;
+}
+"#;
+
+/// Makes a driver's root with the fake NVML library and that libcuda; returns the path of its NVML library.
+fn driver_root(root: &Path) -> PathBuf {
+    let libraries = root.join("usr/lib/x86_64-linux-gnu");
+    fs::create_dir_all(&libraries).unwrap();
+    fs::create_dir_all(root.join("dev")).unwrap();
+    for gpu in 0..8 {
+        fs::write(root.join(format!("dev/nvidia{gpu}")), "").unwrap();
+    }
+    fs::write(root.join("libcuda.c"), LIBCUDA).unwrap();
+    let mut compiler = Command::new("cc");
+    compiler.args(["-shared", "-fPIC", "-Wall", "-Werror", "-Wl,-soname,libcuda.so.1", "-o"]);
+    compiler.arg(libraries.join("libcuda.so.570.1")).arg(root.join("libcuda.c"));
+    assert!(compiler.status().unwrap().success());
+    symlink("libcuda.so.570.1", libraries.join("libcuda.so.1")).unwrap();
+    let library = libraries.join("libnvidia-ml.so.1");
+    symlink(fake_nvml::library_path(), &library).unwrap();
+    library
+}
+
+/// Reports each XID that a process writes into a GPU's device node, until told to end; returns GPUs and XIDs.
+fn report_xids(root: &Path, control: &Control, end: &AtomicBool) -> Vec<(usize, String)> {
+    let mut reported = Vec::new();
+    while !end.load(Ordering::Relaxed) {
+        for gpu in 0..8 {
+            let node = root.join(format!("dev/nvidia{gpu}"));
+            let text = fs::read_to_string(&node).unwrap();
+            if let Some(xid) = text.strip_suffix('\n').filter(|xid| !xid.starts_with("ok")) {
+                control.send(&format!("xid {gpu} {xid}")).unwrap();
+                reported.push((gpu, xid.to_owned()));
+                fs::write(node, "ok\n").unwrap();
+            }
+        }
+        thread::park_timeout(Duration::from_millis(10));
+    }
+    reported
+}
+
 #[test]
-fn kit_reports_calls_admission_and_a_fault() {
+fn kit_reports_calls_admission_claim_and_faults() {
     let folder = tempfile::tempdir().unwrap();
     let at = |name: &str| folder.path().join(name);
     let kit = match packed(&folder) {
@@ -50,42 +135,73 @@ fn kit_reports_calls_admission_and_a_fault() {
             return;
         }
     };
-    // The fault waits until the driver has reported its XID, as a CUDA program that synchronises does.
-    let fault = format!("#!/bin/sh\ntouch {0}/asked\nwhile [ ! -e {0}/done ]; do sleep 0.02; done\n", at("").display());
-    fs::write(at("fault"), fault).unwrap();
-    fs::set_permissions(at("fault"), fs::Permissions::from_mode(0o755)).unwrap();
-    let (asked, done, control) = (at("asked"), at("done"), Control::new(at("control")));
-    let driver = thread::spawn(move || {
-        while !asked.exists() {
-            thread::park_timeout(Duration::from_millis(10));
-        }
-        control.send("xid 0 31").unwrap();
-        fs::write(done, "").unwrap();
-    });
+    let (root, library, end) = (at("driver"), driver_root(&at("driver")), Arc::new(AtomicBool::new(false)));
+    fs::create_dir(at("sys")).unwrap();
+    let (nodes, control, is_end) = (root.clone(), Control::new(at("control")), Arc::clone(&end));
+    let driver = thread::spawn(move || report_xids(&nodes, &control, &is_end));
     let machine = Path::new(env!("CARGO_MANIFEST_DIR")).join("crates/host/src/machines/dgx-h100.yaml");
-    let (control, fault, library) = (at("control"), at("fault"), fake_nvml::library_path());
+    let (control, device, sys) = (at("control"), root.join("dev/nvidia0"), at("sys"));
     let variables = [
         ("LINKWISE_NVML_LIBRARY", library.as_path()),
+        ("NVIDIA_DRIVER_ROOT", root.as_path()),
+        ("LINKWISE_SYSFS", sys.as_path()),
         ("FAKE_NVML_MACHINE", machine.as_path()),
         ("FAKE_NVML_CONTROL", control.as_path()),
-        ("LINKWISE_KIT_FAULT", fault.as_path()),
+        ("FAKE_CUDA_DEVICE", device.as_path()),
     ];
     let (output, summary) = run(&kit, &at("report"), &variables);
+    end.store(true, Ordering::Relaxed);
+    let reported = driver.join().unwrap();
     assert!(output.status.success(), "{summary}\n{output:?}");
-    driver.join().unwrap();
-    for line in ["ok: registered, 8 healthy", "ok: after it 8 of 8 GPUs are healthy", "all steps passed"] {
+    let xids: Vec<&str> = reported.iter().map(|(_, xid)| xid.as_str()).collect();
+    assert_eq!(xids, ["31", "13", "31", "13"], "{summary}");
+    for line in [
+        "ok: registered, 8 healthy",
+        "ok: plugin: ",
+        "ok: agent: ",
+        "ok: fault mmu (exit status: 0): its XID 31 is logged and counted: 0, then 1",
+        "ok: fault misaligned (exit status: 0): its XID 13 is logged and counted: 0, then 1",
+        "ok: after the faults 8 of 8 GPUs are healthy",
+        "ok: DRA: published GPUs: 8, slices: 1",
+        "ok: DRA: a claim for gpu-",
+        "ok: DRA: after the faults 8 of 8 GPUs have no taint",
+        "ok: DRA: the claim is unprepared, and its CDI spec is gone",
+        "all steps passed",
+    ] {
         assert!(summary.contains(line), "{line}: {summary}");
     }
-    let xid = summary.lines().find(|line| line.ends_with("its XID is logged")).unwrap();
-    assert!(xid.starts_with("ok: "), "{summary}");
-    let calls = fs::read_to_string(at("report/nvml-calls.tsv")).unwrap();
+    // Root may make containers; another user may not on every machine, and the summary says so.
+    if is_root() || !summary.contains("LOOK: DRA: the faulting programs run without a container: ") {
+        let gpu = reported[2].0;
+        let contained = format!(r#"run in a container with ["/dev/nvidia{gpu}""#);
+        assert!(summary.contains(&format!("ok: DRA: the faulting programs {contained}")), "{summary}");
+        for xid in [31, 13] {
+            let counted = format!("its XID {xid} is logged and counted for GPU-");
+            assert!(summary.lines().any(|line| line.starts_with("ok: fault ") && line.contains(&counted)), "{summary}");
+        }
+        let inside = fs::read_to_string(at("report/fault-0-dra.txt")).unwrap();
+        assert!(inside.contains("cuInit: 0") && inside.ends_with("cuCtxSynchronize: 700\n"), "{inside}");
+    }
+    let read = |name: &str| fs::read_to_string(at("report").join(name)).unwrap();
+    let calls = read("nvml-calls.tsv");
     let init = calls.lines().next().unwrap();
     assert!(init.starts_with("nvmlInit_v2\t-\t0\t"), "{init}");
     assert!(calls.lines().any(|line| line.starts_with("nvmlDeviceGetName\t7\t0\t")), "{calls}");
+    let spec = read("cdi-claim.json");
+    assert!(spec.contains("libcuda.so.570.1"), "{spec}");
+    let named = |gpu: &usize| spec.contains(&format!("\"/dev/nvidia{gpu}\""));
+    assert_eq!((0..8).filter(named).count(), 1, "{spec}");
+    for (file, text) in [("slices.json", "\"gpu-7\""), ("idle.tsv", "\nagent\t0\t"), ("system-calls.tsv", "\t")] {
+        assert!(read(file).contains(text), "{file}: {}", read(file));
+    }
     let machine = fs::read_to_string(at("report/machine.yaml")).unwrap();
     assert!(machine.contains("NVIDIA H100 80GB HBM3") && !machine.contains("GPU-00000002-0000-4000-8000-000000000000"));
     let answer = fs::read_to_string(at("report/allocate.txt")).unwrap();
     assert!(answer.contains("/dev/nvidia") && answer.contains("NVIDIA_VISIBLE_DEVICES"), "{answer}");
+}
+
+fn is_root() -> bool {
+    fs::metadata("/proc/self").unwrap().uid() == 0
 }
 
 #[test]

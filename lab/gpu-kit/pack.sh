@@ -17,7 +17,9 @@ mkdir -p "$kit/bin" "$kit/lib"
 for program in linkwise linkwise-lab; do
   strip -s -o "$kit/bin/$program" "$built/$program"
 done
-cc -O1 -s -o "$kit/bin/fault" "$(dirname "${BASH_SOURCE[0]}")/fault.c" -ldl
+for program in fault system-calls; do
+  cc -O1 -s -o "$kit/bin/$program" "$(dirname "${BASH_SOURCE[0]}")/$program.c" -ldl
+done
 for program in "$kit"/bin/*; do
   ldd "$program" | awk '$2 == "=>" {print $3}' | while read -r library; do cp -L "$library" "$kit/lib/"; done
 done

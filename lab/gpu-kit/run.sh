@@ -1,14 +1,19 @@
 #!/usr/bin/env bash
-# What linkwise sees and does on a machine with a GPU: run.sh REPORT. Needs bash and NVIDIA's driver, takes some minutes,
-# changes no setting and resets nothing. A process of its own faults on GPU 0 on purpose, as a broken CUDA program does.
+# What linkwise sees and does on a machine with a GPU: run.sh REPORT. Needs bash and NVIDIA's driver, takes less than
+# eight minutes, changes no setting and resets nothing. A process of its own faults on a GPU on purpose, as a broken CUDA
+# program does; as root, or where users may have namespaces, again with just the device nodes and mounts of a claim's
+# CDI spec.
 #
-# REPORT becomes a folder: summary.txt, every NVML call with code and time (nvml-calls.tsv), the machine as a node file
-# without serial numbers (machine.yaml), doctor, topology, labels, the answer to an admission, memory, logs.
+# REPORT becomes a folder: summary.txt, every NVML call with code and time (nvml-calls*.tsv), the machine as a node file
+# without serial numbers (machine.yaml), doctor, topology, labels, the answer to an admission (allocate.txt), with DRA
+# the slices and a claim's CDI spec (slices.json, cdi-claim.json), memory, wake-ups and system calls (footprint.txt,
+# idle.tsv, system-calls.tsv), logs.
 set -uo pipefail
 report=${1:?run.sh REPORT: the folder for the report}
 kit=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 link=/tmp/linkwise-kit
 limit=120
+most=470 # seconds in all: under eight minutes
 
 mkdir -p "$report" || exit 1
 report=$(cd "$report" && pwd)
@@ -33,12 +38,21 @@ export LINKWISE_NVML_LIBRARY=$library
 # For our programs alone: the system's have a C library of their own. libcuda is beside the driver's library.
 ours=(env "LD_LIBRARY_PATH=$kit/lib:$(dirname "$library")")
 failed=0
+# A driver container has a root of its own.
+if [[ $library == /run/nvidia/driver/* ]]; then export NVIDIA_DRIVER_ROOT=${NVIDIA_DRIVER_ROOT:-/run/nvidia/driver}; fi
+
+# The seconds that a step has: its limit, or what is left in all.
+left() {
+  local left=$((most - SECONDS))
+  ((left > 0)) || left=1
+  echo $((left < limit ? left : limit))
+}
 
 # Runs a command; its output is a file of the report.
 step() {
   local file=$1 begin=$SECONDS status
   shift
-  timeout "$limit" "${ours[@]}" "$@" >"$report/$file" 2>"$report/$file.err"
+  timeout "$(left)" "${ours[@]}" "$@" >"$report/$file" 2>"$report/$file.err"
   status=$?
   [[ -s $report/$file.err ]] || rm -f "$report/$file.err"
   if ((status == 0)); then echo "ok: $file ($((SECONDS - begin)) s)"; else
@@ -54,17 +68,16 @@ LINKWISE_NVML_CALLS=$report/nvml-calls-snapshot.tsv step machine.yaml "$link/bin
 step topology.txt "$link/bin/linkwise" topology
 step labels.txt "$link/bin/linkwise" labels --oneshot --output-file ""
 # The doctor ends with 1 where it finds something; without a kubelet it does.
-timeout "$limit" "${ours[@]}" "$link/bin/linkwise" doctor >"$report/doctor.txt" 2>&1
+timeout "$(left)" "${ours[@]}" "$link/bin/linkwise" doctor >"$report/doctor.txt" 2>&1
 echo "ok: doctor.txt (ended with $?)"
-faults=(--fault "$link/bin/fault mmu" --fault "$link/bin/fault misaligned")
-if [[ -n ${LINKWISE_KIT_FAULT+set} ]]; then faults=(); fi
-if [[ -n ${LINKWISE_KIT_FAULT:-} ]]; then faults=(--fault "$LINKWISE_KIT_FAULT"); fi
-limit=300 step kit.txt "$link/bin/linkwise-lab" kit --linkwise "$link/bin/linkwise" --report "$report" \
-  --idle-seconds "${LINKWISE_KIT_IDLE:-30}" "${faults[@]}"
+limit=$most step kit.txt "$link/bin/linkwise-lab" kit --linkwise "$link/bin/linkwise" --report "$report" \
+  --kit "$link" --system-calls "$link/bin/system-calls" --driver-root "${NVIDIA_DRIVER_ROOT:-/}" \
+  --idle-seconds "${LINKWISE_KIT_IDLE:-30}" --fault "31=$link/bin/fault mmu" --fault "13=$link/bin/fault misaligned"
 cat "$report/kit.txt"
 calls=$(cat "$report"/nvml-calls*.tsv 2>/dev/null | cut -f1,3 | sort | uniq -c | sort -rn)
 printf 'NVML calls by function and code:\n%s\n' "$calls"
 rm -f "$link"
 if ((failed)); then echo "some steps failed: send us the folder"; else echo "all steps passed"; fi
+echo "$SECONDS seconds in all"
 if grep -q '^LOOK' "$report/kit.txt"; then echo "lines that begin with LOOK are worth a look"; fi
 exit "$failed"

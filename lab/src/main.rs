@@ -4,7 +4,7 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 use linkwise_lab::demo::{self, DemoArgs};
-use linkwise_lab::kit::{self, KitArgs};
+use linkwise_lab::kit::{self, ContainerArgs, KitArgs};
 use linkwise_lab::simulate::{self, SimulateArgs};
 use linkwise_system::output::complain;
 
@@ -24,6 +24,9 @@ enum Command {
     Demo(DemoArgs),
     /// Run linkwise on this machine's driver beside a kubelet in a box, and write a report (make gpu-kit)
     Kit(KitArgs),
+    /// Run a command with the device nodes and mounts of a CDI device alone (a part of kit)
+    #[command(hide = true)]
+    KitContainer(ContainerArgs),
     /// Replay jobs on a machine or a cluster, and show what each policy or door gives them
     Simulate(SimulateArgs),
 }
@@ -32,6 +35,7 @@ fn main() -> ExitCode {
     let result = match Cli::parse().command {
         Command::Demo(args) => demo::run(&args),
         Command::Kit(args) => kit::run(&args),
+        Command::KitContainer(args) => kit::run_container(&args),
         Command::Simulate(args) => simulate::run(&args),
     };
     let Err(error) = result else { return ExitCode::SUCCESS };

@@ -1,0 +1,171 @@
+//! linkwise with DRA: its GPUs are published to an API server in a box, a claim for one is prepared, and the faulting
+//! programs run with the claim's device nodes and mounts alone.
+
+use std::fs;
+use std::path::Path;
+use std::process::Stdio;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, anyhow};
+use linkwise_api_server_box::{ApiServerBox, ResourceType};
+use linkwise_core::state::DRA_DRIVER;
+use linkwise_kubelet_box::dra::{ClaimRef, DraKubelet, DraOptions, PodClaims};
+use linkwise_kubelet_box::{KubeletBox, Options, runtime};
+use serde_json::{Value, json};
+use tokio::process::Command;
+use tokio::time::{sleep, timeout};
+
+use super::container::{Edits, INSIDE};
+use super::program::Linkwise;
+use super::{KitArgs, LIMIT, Report, fault};
+
+const NODE: &str = "node";
+const TOKEN: &str = "kit";
+const CONFIGURATION: &str = "version: v1\nlinkwise: {dra: {gpus: all}}\n";
+const TYPES: [ResourceType; 4] =
+    [ResourceType::NODES, ResourceType::RESOURCE_SLICES, ResourceType::RESOURCE_CLAIMS, ResourceType::DEVICE_CLASSES];
+
+pub(super) async fn play(args: &KitArgs, report: &Report) -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let at = |name: &str| folder.path().join(name);
+    let server = ApiServerBox::start_on("127.0.0.1:0", &TYPES).await.context("cannot listen on 127.0.0.1")?;
+    server.accept_tokens(&[TOKEN]);
+    server.put("kubelet", &ResourceType::NODES.key(None, NODE), json!({}));
+    for name in ["account", "plugins", "cdi"] {
+        fs::create_dir(at(name))?;
+    }
+    fs::write(at("account/token"), TOKEN)?;
+    fs::write(at("account/ca.crt"), server.ca())?;
+    fs::write(at("configuration.yaml"), CONFIGURATION)?;
+    let mut options = Options::new(at("kubelet"));
+    options.pod_resources = Some(at("pod-resources/kubelet.sock"));
+    let devices = KubeletBox::start(options)?;
+    let kubelet = DraKubelet::start(DraOptions { wait_timeout: LIMIT, ..DraOptions::new(at("registry")) })?;
+    devices.list_claims_of(&kubelet);
+    let change = |command: &mut Command| {
+        let address = server.address();
+        command.env("KUBERNETES_SERVICE_HOST", address.ip().to_string());
+        command.env("KUBERNETES_SERVICE_PORT", address.port().to_string());
+        command.env("LINKWISE_SERVICE_ACCOUNT_DIR", at("account")).env("NODE_NAME", NODE);
+        command.env("LINKWISE_DRA_PLUGINS_DIR", at("plugins")).env("LINKWISE_DRA_REGISTRY_DIR", at("registry"));
+        command.arg("--config-file").arg(at("configuration.yaml"));
+    };
+    let mut linkwise = Linkwise::start(args, folder.path(), "-dra", change).await?;
+    let published = async {
+        let is_there = |slices: &[Value]| gpus(slices).next().is_some();
+        let slices = server.wait_for_objects(&ResourceType::RESOURCE_SLICES, is_there);
+        timeout(LIMIT, slices).await.context("no GPU is published")?;
+        let is_up = |state: &linkwise_kubelet_box::dra::DraState| {
+            state.drivers.get(DRA_DRIVER).is_some_and(|driver| driver.connected > 0)
+        };
+        kubelet.wait(is_up).await.context("the kubelet has no DRA driver")
+    };
+    linkwise.beside(published).await?;
+    let slices = server.objects(&ResourceType::RESOURCE_SLICES);
+    report.write("slices.json", serde_json::to_string_pretty(&slices)?)?;
+    report.note(true, &format!("DRA: published GPUs: {}, slices: {}", gpus(&slices).count(), slices.len()))?;
+    let (pool, device) = gpus(&slices).next().context("no GPU is published")?;
+    let uuid = device["attributes"]["uuid"]["string"].as_str().context("the GPU has no UUID")?;
+    let name = device["name"].as_str().context("the GPU has no name")?;
+    let claim = allocate(&server, pool, name)?;
+    let begin = Instant::now();
+    let pod = PodClaims::single("pod", claim.clone(), DRA_DRIVER);
+    let prepared = timeout(LIMIT, async {
+        // The driver may have to read the claims first, or to write the CDI specs; a kubelet tries again as well.
+        loop {
+            match kubelet.start_pod(&pod).await {
+                Err(_) if begin.elapsed() < LIMIT / 2 => sleep(Duration::from_millis(200)).await,
+                done => return done,
+            }
+        }
+    });
+    let names = prepared.await.context("Prepare takes too long")??.remove("main").unwrap_or_default();
+    let took = begin.elapsed().as_millis();
+    report.note(true, &format!("DRA: a claim for {name} ({uuid}) is prepared after {took} ms: {names:?}"))?;
+    let spec = at("cdi").join(format!("linkwise.dev-claim-{}.json", claim.uid));
+    let text = fs::read_to_string(&spec).context("the claim has no CDI spec")?;
+    report.write("cdi-claim.json", &text)?;
+    runtime::container(&at("cdi"), &names).map_err(|why| anyhow!("a runtime refuses the CDI devices: {why}"))?;
+    let cdi = names.first().and_then(|full| Some(full.split_once('=')?.1)).context("Prepare names no CDI device")?;
+    let edits = Edits::of(&text, cdi)?;
+    let (nodes, mounts, variables) = (edits.nodes.keys(), edits.mounts.len(), edits.env.len());
+    report.note(true, &format!("DRA: its CDI spec has {nodes:?}, {mounts} mounts, {variables} variables"))?;
+    let untainted = gpus(&slices).filter(is_untainted).count();
+    // Without a command it ends in its container.
+    let is_contained = match tried(args, (&spec, cdi)).await? {
+        Ok(seen) => report.note(true, &format!("DRA: the faulting programs run {seen}")).map(|()| true),
+        Err(why) => {
+            report.note(false, &format!("DRA: the faulting programs run without a container: {why}")).map(|()| false)
+        }
+    }?;
+    for (number, fault) in args.fault.iter().enumerate() {
+        let root = tempfile::tempdir()?;
+        let (command, gpu) = match &args.kit {
+            Some(kit) if is_contained => {
+                let mut command = container(kit, root.path(), (&spec, cdi))?;
+                command.arg("--").args(&fault.words);
+                (command, Some(uuid))
+            }
+            _ => (fault.plain(), None),
+        };
+        fault::judge(report, &linkwise, fault, (&format!("fault-{number}-dra.txt"), gpu), command).await?;
+    }
+    sleep(Duration::from_secs(args.idle_seconds)).await;
+    let slices = server.objects(&ResourceType::RESOURCE_SLICES);
+    let now = gpus(&slices).filter(is_untainted).count();
+    report.promise(now == untainted, &format!("DRA: after the faults {now} of {untainted} GPUs have no taint"))?;
+    kubelet.stop_pod("pod").await.context("Unprepare")?;
+    report.promise(!spec.exists(), "DRA: the claim is unprepared, and its CDI spec is gone")?;
+    linkwise.stop(report).await?;
+    kubelet.stop().await;
+    devices.stop().await?;
+    Ok(())
+}
+
+/// This program as `kit-container`, for a device of a claim's CDI spec.
+fn container(kit: &Path, root: &Path, (spec, device): (&Path, &str)) -> Result<Command> {
+    let mut command = Command::new(std::env::current_exe()?);
+    command.arg("kit-container").arg("--root").arg(root).arg("--spec").arg(spec).arg("--device").arg(device);
+    command.arg("--kit").arg(kit);
+    Ok(command)
+}
+
+/// Tries to make a container for the device. Returns the line about its content, or the reason why there can be none.
+async fn tried(args: &KitArgs, device: (&Path, &str)) -> Result<Result<String, String>> {
+    let Some(kit) = &args.kit else { return Ok(Err("--kit is missing".to_owned())) };
+    let root = tempfile::tempdir()?;
+    let mut command = container(kit, root.path(), device)?;
+    command.stdin(Stdio::null()).kill_on_drop(true);
+    let output = timeout(LIMIT, command.output()).await.context("a container takes too long")??;
+    let (out, error) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    let line = out.lines().find(|line| line.starts_with(INSIDE));
+    Ok(line.filter(|_| output.status.success()).map(str::to_owned).ok_or_else(|| error.trim().to_owned()))
+}
+
+/// The published GPUs that are whole, with the names of their pools.
+fn gpus(slices: &[Value]) -> impl Iterator<Item = (&str, &Value)> {
+    let devices = slices.iter().flat_map(|slice| {
+        let pool = slice["spec"]["pool"]["name"].as_str().unwrap_or_default();
+        slice["spec"]["devices"].as_array().into_iter().flatten().map(move |device| (pool, device))
+    });
+    devices.filter(|(_, device)| device["attributes"]["type"]["string"] == "gpu")
+}
+
+fn is_untainted((_, device): &(&str, &Value)) -> bool {
+    device["taints"].as_array().is_none_or(Vec::is_empty)
+}
+
+/// Creates a claim that has this device, as a scheduler would allocate it.
+fn allocate(server: &ApiServerBox, pool: &str, device: &str) -> Result<ClaimRef> {
+    let key = ResourceType::RESOURCE_CLAIMS.key(Some("default"), "claim");
+    let result = json!({"request": "gpus", "driver": DRA_DRIVER, "pool": pool, "device": device});
+    let exactly = json!({"deviceClassName": DRA_DRIVER, "allocationMode": "ExactCount", "count": 1});
+    let claim = json!({
+        "spec": {"devices": {"requests": [{"name": "gpus", "exactly": exactly}]}},
+        "status": {"allocation": {"devices": {"results": [result]}}},
+    });
+    server.put("kube-scheduler", &key, claim);
+    let stored = server.object(&key).context("the claim is not stored")?;
+    let uid = stored["metadata"]["uid"].as_str().context("the claim has no UID")?.to_owned();
+    Ok(ClaimRef { namespace: "default".to_owned(), name: "claim".to_owned(), uid })
+}

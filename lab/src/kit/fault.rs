@@ -1,0 +1,102 @@
+//! Programs that fault on a GPU on purpose, and the XIDs that linkwise counts for them.
+
+use std::path::Path;
+use std::process::Stdio;
+use std::str::FromStr;
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use tokio::process::Command;
+use tokio::time::{sleep, timeout};
+
+use super::program::Linkwise;
+use super::{LIMIT, Report};
+
+/// The longest time from the end of a faulting program until its XID is counted.
+const NOTICED: Duration = Duration::from_secs(20);
+
+/// A command, and the XID that it causes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Fault {
+    pub xid: u64,
+    pub words: Vec<String>,
+}
+
+impl FromStr for Fault {
+    type Err = &'static str;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let (xid, command) = text.split_once('=').ok_or("expected XID=COMMAND")?;
+        let words: Vec<String> = command.split_whitespace().map(str::to_owned).collect();
+        let xid = xid.parse().map_err(|_| "the XID is not a number")?;
+        if words.is_empty() { Err("the command is empty") } else { Ok(Self { xid, words }) }
+    }
+}
+
+impl Fault {
+    /// The command on this machine, as it is.
+    pub fn plain(&self) -> Command {
+        let (program, rest) = self.words.split_first().map_or(("", [].as_slice()), |(first, rest)| (first, rest));
+        let mut command = Command::new(program);
+        command.args(rest);
+        command
+    }
+
+    /// The name of the program, and its words.
+    fn name(&self) -> String {
+        let program = self.words.first().and_then(|path| Path::new(path).file_name()).unwrap_or_default();
+        let words = self.words.iter().skip(1).map(String::as_str);
+        [&*program.to_string_lossy()].into_iter().chain(words).collect::<Vec<_>>().join(" ")
+    }
+}
+
+/// Runs a command that faults, writes its output to a file of the report, and says whether the XID is counted: for this
+/// GPU, or for any. Returns the output.
+pub(super) async fn judge(
+    report: &Report,
+    linkwise: &Linkwise,
+    fault: &Fault,
+    (file, gpu): (&str, Option<&str>),
+    mut command: Command,
+) -> Result<String> {
+    let counted = async || -> Result<u64> {
+        let is_meant = |uuid: &str, xid| xid == fault.xid && gpu.is_none_or(|gpu| gpu == uuid);
+        let xids = linkwise.xids().await?;
+        Ok(xids.iter().filter(|((uuid, xid), _)| is_meant(uuid, *xid)).map(|(_, count)| count).sum())
+    };
+    let (before, logged) = (counted().await?, linkwise.logged());
+    command.stdin(Stdio::null()).kill_on_drop(true);
+    let output = timeout(LIMIT, command.output()).await.context("the fault takes too long")?;
+    let output = output.with_context(|| format!("cannot start {}", fault.name()))?;
+    let text = String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned();
+    report.write(file, &text)?;
+    let noticed = timeout(NOTICED, async {
+        while counted().await? == before || linkwise.logged() == logged {
+            sleep(Duration::from_millis(100)).await;
+        }
+        anyhow::Ok(())
+    });
+    let is_noticed = matches!(noticed.await, Ok(Ok(())));
+    let (status, xid, now) = (output.status, fault.xid, counted().await?);
+    let of = gpu.map(|gpu| format!(" for {gpu}")).unwrap_or_default();
+    let what = format!("{} ({status}): its XID {xid} is logged and counted{of}: {before}, then {now}", fault.name());
+    report.promise(is_noticed && output.status.success(), &what)?;
+    if !is_noticed {
+        report.note(false, &format!("all counted XIDs: {:?}", linkwise.xids().await?))?;
+    }
+    Ok(text)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn fault_has_an_xid_and_a_command() {
+        let fault: Fault = "31=/kit/bin/fault mmu".parse().unwrap();
+        assert_eq!((fault.xid, fault.name()), (31, "fault mmu".to_owned()));
+        for text in ["/kit/bin/fault", "x=fault", "31= "] {
+            assert!(text.parse::<Fault>().is_err(), "{text}");
+        }
+    }
+}

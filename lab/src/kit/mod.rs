@@ -1,0 +1,103 @@
+//! `linkwise-lab kit`: linkwise on this machine's driver, beside a kubelet and an API server in a box. A part of the
+//! kit for the first GPU (`lab/gpu-kit`).
+//!
+//! It starts the real program as a child, as a DaemonSet would, once as a device plugin and once with DRA, and writes
+//! the results into a folder. It changes nothing on the machine.
+
+mod container;
+#[cfg(feature = "cluster")]
+mod dra;
+mod fault;
+mod footprint;
+mod plugin;
+mod program;
+
+use std::cell::Cell;
+use std::fs;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use clap::Args;
+use linkwise_system::block_on;
+use linkwise_system::output::print;
+
+pub use container::{ContainerArgs, run as run_container};
+use fault::Fault;
+
+/// The longest time for a start and for a fault: a driver without persistence mode starts each GPU first.
+const LIMIT: Duration = Duration::from_secs(120);
+
+/// The arguments.
+#[derive(Debug, Args)]
+pub struct KitArgs {
+    /// The program
+    #[arg(long, value_name = "PATH")]
+    linkwise: PathBuf,
+    /// The folder for the report's files; it exists
+    #[arg(long, value_name = "PATH")]
+    report: PathBuf,
+    /// An XID and the command that causes it on the first GPU that it sees; it may be given several times
+    #[arg(long, value_name = "XID=COMMAND")]
+    fault: Vec<Fault>,
+    /// The folder with the faulting programs and, in lib, their libraries: a container gets it at the same path
+    #[arg(long, value_name = "PATH")]
+    kit: Option<PathBuf>,
+    /// The program that counts the system calls of a process: it is given the process and the seconds
+    #[arg(long, value_name = "PATH")]
+    system_calls: Option<PathBuf>,
+    /// The time over which wake-ups are counted
+    #[arg(long, value_name = "N", default_value_t = 30)]
+    idle_seconds: u64,
+    /// The driver's library
+    #[arg(long, value_name = "PATH", env = "LINKWISE_NVML_LIBRARY")]
+    nvml_library: Option<PathBuf>,
+    /// The root of the driver's installation
+    #[arg(long, value_name = "PATH", env = "NVIDIA_DRIVER_ROOT", default_value = "/")]
+    driver_root: PathBuf,
+}
+
+/// Runs the command.
+pub fn run(args: &KitArgs) -> Result<()> {
+    block_on(async {
+        let report = Report { folder: args.report.clone(), failures: Cell::default() };
+        // What one door meets says nothing of the other.
+        if let Err(error) = plugin::play(args, &report).await {
+            report.promise(false, &format!("the device plugin: {error:#}"))?;
+        }
+        #[cfg(feature = "cluster")]
+        if let Err(error) = dra::play(args, &report).await {
+            report.promise(false, &format!("DRA: {error:#}"))?;
+        }
+        #[cfg(not(feature = "cluster"))]
+        report.note(false, "DRA is left out: this program was built without a cluster")?;
+        let failures = report.failures.get();
+        ensure!(failures == 0, "{failures} lines begin with FAILED");
+        Ok(())
+    })
+}
+
+/// The report: a folder, and lines on standard output.
+struct Report {
+    folder: PathBuf,
+    failures: Cell<usize>,
+}
+
+impl Report {
+    fn write(&self, file: &str, content: impl AsRef<[u8]>) -> Result<()> {
+        fs::write(self.folder.join(file), content).with_context(|| format!("cannot write {file}"))
+    }
+
+    /// A line about something that a machine may have otherwise.
+    fn note(&self, is_fine: bool, text: &str) -> Result<()> {
+        print(&format!("{}: {text}\n", if is_fine { "ok" } else { "LOOK" }))?;
+        Ok(())
+    }
+
+    /// A line about something that linkwise promises. The run goes on, and fails at its end.
+    fn promise(&self, is_kept: bool, text: &str) -> Result<()> {
+        self.failures.set(self.failures.get() + usize::from(!is_kept));
+        print(&format!("{}: {text}\n", if is_kept { "ok" } else { "FAILED" }))?;
+        Ok(())
+    }
+}

@@ -1,0 +1,55 @@
+//! linkwise as a device plugin: a pod gets a GPU, idle processes are measured, and applications fault on a GPU.
+
+use std::fs;
+use std::path::Path;
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use linkwise_kubelet_box::{DeviceSpec, KubeletBox, Options, Pod};
+use tokio::time::sleep;
+
+use super::program::Linkwise;
+use super::{KitArgs, LIMIT, Report, fault, footprint};
+
+const GPU: &str = "nvidia.com/gpu";
+
+pub(super) async fn play(args: &KitArgs, report: &Report) -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let at = |name: &str| folder.path().join(name);
+    let mut options = Options::new(at("kubelet"));
+    options.pod_resources = Some(at("pod-resources/kubelet.sock"));
+    options.wait_timeout = LIMIT;
+    let kubelet = KubeletBox::start(options)?;
+    let ways = ["--device-list-strategy=envvar,cdi-cri", "--pass-device-specs=true"];
+    let mut linkwise = Linkwise::start(args, folder.path(), "", |command| {
+        command.args(ways);
+    })
+    .await?;
+    let listed = kubelet.wait(|state| state.resources.get(GPU).is_some_and(|gpus| !gpus.healthy.is_empty()));
+    let listed = async { listed.await.context("the kubelet has no healthy GPU") };
+    let state = linkwise.beside(listed).await?;
+    let healthy = state.resources.get(GPU).map(|gpus| gpus.healthy.clone()).unwrap_or_default();
+    report.note(true, &format!("registered, {} healthy", healthy.len()))?;
+    let admitted = kubelet.admit(&Pod::single("pod", GPU, 1), None).await.context("a pod with one GPU is rejected")?;
+    let grant = admitted.grant("main", GPU).context("the pod has no GPU")?;
+    report.write("allocate.txt", format!("{:#?}\n", grant.allocation))?;
+    let absent = |spec: &&DeviceSpec| !Path::new(&spec.host_path).exists();
+    let absent: Vec<&str> = grant.allocation.device_specs.iter().filter(absent).map(|spec| &*spec.host_path).collect();
+    report.note(absent.is_empty(), &format!("device nodes of the container, absent: {absent:?}"))?;
+    for entry in fs::read_dir(at("cdi")).into_iter().flatten().flatten() {
+        fs::copy(entry.path(), args.report.join(entry.file_name()))?;
+    }
+    footprint::measure(args, &linkwise, report).await?;
+    for (number, fault) in args.fault.iter().enumerate() {
+        fault::judge(report, &linkwise, fault, (&format!("fault-{number}.txt"), None), fault.plain()).await?;
+    }
+    // A GPU whose poll finds a failure is taken out after the next one.
+    sleep(Duration::from_secs(args.idle_seconds)).await;
+    let state = kubelet.state();
+    let now = state.resources.get(GPU).map(|gpus| gpus.healthy.clone()).unwrap_or_default();
+    let text = format!("after the faults {} of {} GPUs are healthy", now.len(), healthy.len());
+    report.promise(now == healthy, &text)?;
+    linkwise.stop(report).await?;
+    kubelet.stop().await?;
+    Ok(())
+}
