@@ -14,6 +14,9 @@ use super::{KitArgs, LIMIT, Report};
 /// The time from one poll of the agent to the next, in seconds.
 const POLL: u64 = 10;
 
+/// The seconds after which nothing is left of the start.
+const SETTLED: u64 = 12;
+
 /// The counters of a process, summed over its threads.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Counters {
@@ -46,6 +49,7 @@ impl Counters {
 
 /// Writes footprint.txt (the kernel's files as they are) and idle.tsv, and counts the agent's system calls.
 pub(super) async fn measure(args: &KitArgs, linkwise: &Linkwise, report: &Report) -> Result<()> {
+    sleep(Duration::from_secs(args.idle_seconds.min(SETTLED))).await;
     let processes = linkwise.processes();
     let mut text = String::new();
     let before: Vec<Counters> = processes.iter().map(|process| Counters::of(*process)).collect();
@@ -98,7 +102,8 @@ async fn count(program: &std::path::Path, agent: u32, seconds: u64, report: &Rep
     let total: u64 = text.lines().filter_map(|line| line.split_once('\t')?.1.parse::<u64>().ok()).sum();
     report.write("system-calls.tsv", &text)?;
     let error = String::from_utf8_lossy(&output.stderr);
-    let what = format!("system calls of the agent in {seconds} s: {total} {}", error.trim());
+    let what =
+        format!("system calls of the agent in {seconds} s, its record of calls included: {total} {}", error.trim());
     report.note(output.status.success(), what.trim_end())
 }
 

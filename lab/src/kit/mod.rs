@@ -42,6 +42,7 @@ pub struct KitArgs {
     fault: Vec<Fault>,
     /// The folder with the faulting programs and, in lib, their libraries: a container gets it at the same path
     #[arg(long, value_name = "PATH")]
+    #[cfg_attr(not(feature = "cluster"), allow(dead_code, reason = "containers are made for DRA's claims"))]
     kit: Option<PathBuf>,
     /// The program that counts the system calls of a process: it is given the process and the seconds
     #[arg(long, value_name = "PATH")]
