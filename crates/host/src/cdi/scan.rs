@@ -26,6 +26,10 @@ const CONTROL_NODES: [&str; 4] = [CONTROL_NODE, "/dev/nvidia-uvm", "/dev/nvidia-
 /// The path at which nvidia-container-toolkit's packages put the hooks' program.
 const DEFAULT_HOOK: &str = "/usr/bin/nvidia-cdi-hook";
 
+/// The mount of the host's root in the plugin's container of NVIDIA's GPU Operator (v26.7.0,
+/// assets/state-device-plugin/0500_daemonset.yaml).
+const HOST_ROOT: &str = "/host";
+
 /// The paths of the roots: on the host, for the program that reads the spec, and here, in our container.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Roots {
@@ -219,9 +223,10 @@ impl Scanner {
         }
         let program = self.options.hook.clone().unwrap_or_else(|| DEFAULT_HOOK.to_owned());
         // The host's programs are below a driver root only if that is the host's own root; otherwise the operator may
-        // have mounted the program at its path on the host.
+        // have mounted the program at its path on the host, or the host's root as NVIDIA's GPU Operator does.
         let in_root = (self.roots.driver == Path::new("/")).then(|| below(&self.roots.driver_here, &program));
-        let seen = in_root.into_iter().chain([PathBuf::from(&program)]).find(|path| path.is_file());
+        let elsewhere = [PathBuf::from(&program), below(Path::new(HOST_ROOT), &program)];
+        let seen = in_root.into_iter().chain(elsewhere).find(|path| path.is_file());
         if self.options.hook.is_none() && seen.is_none() {
             warnings.push(Warning::NoHook(program));
             return None;
