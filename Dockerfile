@@ -74,6 +74,9 @@ COPY LICENSE /usr/share/doc/linkwise/LICENSE
 # The commands of NVIDIA's image, as its chart and others call them: `linkwise run`, `labels`, `mps-control-daemon` and
 # `config-manager`.
 RUN for name in nvidia-device-plugin gpu-feature-discovery mps-control-daemon config-manager; do ln -s linkwise "/usr/bin/$name"; done
+# The script by which NVIDIA's GPU Operator starts the plugin looks for kernel modules with lsmod, by the first word of a line.
+# Debian's kmod would bring OpenSSL.
+RUN printf '#!/bin/sh\n[ ! -f /proc/modules ] || exec cat /proc/modules\n' > /usr/bin/lsmod && chmod 755 /usr/bin/lsmod
 
 # As NVIDIA's image has it, so that a changed image is all there is to a swap: all GPUs for the container runtime to hand in;
 # NVML by utility, nvidia-uvm (which --pass-device-specs names) and the MPS programs by compute; and no refusal to start for

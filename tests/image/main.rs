@@ -26,6 +26,7 @@ mod memory;
 mod node;
 #[path = "../node_settings/mod.rs"]
 mod node_settings;
+mod operator;
 mod pod;
 mod rights;
 mod rootfs;

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
-use std::os::unix::fs::symlink;
+use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -163,7 +163,14 @@ fn volumes(node: &Node, objects: &[Value], folder: &Path, volumes: &[&Value]) ->
             let is = |object: &&Value| object["kind"] == "ConfigMap" && object["metadata"]["name"] == name;
             let map = objects.iter().find(is).unwrap_or_else(|| panic!("no ConfigMap {name}"));
             let files = map["data"].as_object().unwrap().iter();
-            project(&own, files.map(|(name, text)| (name.clone(), text.as_str().unwrap().to_owned())))
+            project(&own, files.map(|(name, text)| (name.clone(), text.as_str().unwrap().to_owned())));
+            if let Some(mode) = volume["configMap"]["defaultMode"].as_u64() {
+                for file in map["data"].as_object().unwrap().keys() {
+                    let mode = u32::try_from(mode).unwrap();
+                    fs::set_permissions(own.join(file), fs::Permissions::from_mode(mode)).unwrap();
+                }
+            }
+            own
         } else {
             let sources = list(volume, "/projected/sources");
             assert!(!sources.is_empty(), "tests/image does not know the volume {volume}");
@@ -311,8 +318,15 @@ impl Maker<'_> {
         for mount in list(container, "/volumeMounts") {
             let name = mount["name"].as_str().unwrap();
             let source = self.volumes.get(name).unwrap_or_else(|| panic!("no volume {name}"));
-            // As containerd does.
-            fs::create_dir_all(source).unwrap();
+            let source = match mount["subPath"].as_str() {
+                // A file of a ConfigMap is behind two links.
+                Some(path) => fs::canonicalize(source.join(path)).unwrap(),
+                None => {
+                    // As containerd does.
+                    fs::create_dir_all(source).unwrap();
+                    source.clone()
+                }
+            };
             let access = if mount["readOnly"] == true { "ro" } else { "rw" };
             let propagation = match mount["mountPropagation"].as_str() {
                 Some("HostToContainer") => "rslave",
@@ -325,7 +339,7 @@ impl Maker<'_> {
             };
             let destination = mount["mountPath"].as_str().unwrap();
             mounts.retain(|other| other["destination"] != destination);
-            mounts.push(bind(destination, source, &["rbind", access, propagation]));
+            mounts.push(bind(destination, &source, &["rbind", access, propagation]));
         }
         mounts
     }

@@ -1,0 +1,177 @@
+//! The DaemonSets that NVIDIA's GPU Operator makes of a ClusterPolicy that names our image. `gpu-operator.json` has them,
+//! and their source.
+
+use std::fs;
+use std::os::unix::fs::{PermissionsExt, symlink};
+
+use linkwise_api_server_box::ResourceType;
+use linkwise_kubelet_box::Pod as Workload;
+use serde_json::{Value, json};
+
+use crate::helm::repository;
+use crate::node::{GPU, NODE, Node, succeeds, until};
+use crate::pod::Pod;
+use crate::rootfs::below;
+
+/// What the operator's script does before the plugin, in our words: it waits for the driver, takes the variables of the
+/// validator's file, and turns features on whose kernel modules are loaded.
+const ENTRYPOINT: &str = r#"#!/bin/sh
+until [ -f /run/nvidia/validations/driver-ready ]; do sleep 1; done
+set -o allexport
+. /run/nvidia/validations/driver-ready
+> feature-flags.env
+if lsmod | grep -q "^gdrdrv "; then echo GDRCOPY_ENABLED=true >> feature-flags.env; fi
+if lsmod | grep -q "^nvidia_fs "; then echo GDS_ENABLED=true >> feature-flags.env; fi
+. ./feature-flags.env
+exec nvidia-device-plugin
+"#;
+
+fn facts() -> Value {
+    serde_json::from_str(&fs::read_to_string(repository("tests/image/gpu-operator.json")).unwrap()).unwrap()
+}
+
+/// Replaces or adds a variable of the pod's first container.
+fn set_variable(spec: &mut Value, variable: &Value) {
+    let env = spec["containers"][0]["env"].as_array_mut().unwrap();
+    env.retain(|it| it["name"] != variable["name"]);
+    env.push(variable.clone());
+}
+
+/// The DaemonSet of a part, and what it needs.
+fn objects(node: &Node, part: &str, cdi: bool) -> Vec<Value> {
+    let facts = facts();
+    let mut spec = facts[part].clone();
+    if cdi {
+        for variable in facts["cdi"].as_array().unwrap() {
+            set_variable(&mut spec, variable);
+        }
+    }
+    // The box's pods share the host's network. A ClusterPolicy sets this by `devicePlugin.env`.
+    let address = format!("[::]:{}", node.port);
+    set_variable(&mut spec, &json!({"name": "LINKWISE_METRICS_ADDRESS", "value": address}));
+    vec![
+        json!({"kind": "DaemonSet", "metadata": {"name": part}, "spec": {"template": {"spec": spec}}}),
+        json!({"kind": "ConfigMap", "metadata": {"name": "nvidia-device-plugin-entrypoint"},
+               "data": {"entrypoint.sh": ENTRYPOINT}}),
+    ]
+}
+
+/// Adds config-manager to the pod, as `devicePlugin.config` of a ClusterPolicy does.
+fn add_configs(set: &mut Value) {
+    let spec = &mut set["spec"]["template"]["spec"];
+    let facts = facts();
+    let configs = &facts["configs"];
+    let extend = |list: &mut Value, more: &Value| {
+        list.as_array_mut().unwrap().extend(more.as_array().unwrap().iter().cloned());
+    };
+    for name in ["initContainers", "containers", "volumes"] {
+        extend(&mut spec[name], &configs[name]);
+    }
+    extend(&mut spec["containers"][0]["volumeMounts"], &configs["volumeMounts"]);
+    spec["shareProcessNamespace"] = json!(true);
+    set_variable(spec, &configs["variable"]);
+}
+
+/// What the operator's other pods leave on the node: the validator's file, the driver container's root, the toolkit.
+fn prepare(node: &Node, driver: &str) {
+    let host = node.host();
+    let at = |path: &str| below(&host, path);
+    for path in ["/run/nvidia/validations", "/run/nvidia/driver/dev", "/usr/local/nvidia/toolkit", "/sys"] {
+        fs::create_dir_all(at(path)).unwrap();
+    }
+    let libraries = "/usr/lib/x86_64-linux-gnu";
+    let of_host = at(libraries);
+    let of_container = at(&format!("/run/nvidia/driver{libraries}"));
+    fs::create_dir_all(&of_container).unwrap();
+    fs::copy(of_host.join("libnvidia-ml.so.1"), of_container.join("libnvidia-ml.so.1")).unwrap();
+    // As the driver has it: a library of a version, and its link.
+    fs::remove_file(of_host.join("libcuda.so.1")).unwrap();
+    for folder in [of_host, of_container] {
+        fs::write(folder.join("libcuda.so.580.65.06"), "").unwrap();
+        symlink("libcuda.so.580.65.06", folder.join("libcuda.so.1")).unwrap();
+    }
+    let hook = at("/usr/local/nvidia/toolkit/nvidia-cdi-hook");
+    fs::write(&hook, "#!/bin/sh\n# disable-device-node-modification\n").unwrap();
+    fs::set_permissions(&hook, fs::Permissions::from_mode(0o755)).unwrap();
+    let ready = facts()["driverReady"][driver].as_str().unwrap().to_owned();
+    fs::write(at("/run/nvidia/validations/driver-ready"), ready).unwrap();
+}
+
+/// Starts the plugin's pod, admits a pod with two GPUs, and looks at what its container gets.
+async fn plugin_serves(driver: &str, cdi: bool) {
+    let node = Node::start("dgx1-v100").await;
+    prepare(&node, driver);
+    let objects = objects(&node, "plugin", cdi);
+    let pod = Pod::start(&node, &objects, &objects[0]).await;
+    node.offers(&pod, GPU, 8).await;
+    let admitted = node.kubelet.admit(&Workload::single("default/p", GPU, 2), None).await;
+    let admitted = admitted.unwrap_or_else(|error| panic!("{driver}, CDI {cdi}: {error}\n{}", pod.logs()));
+    let allocation = &admitted.grant("main", GPU).unwrap().allocation;
+    assert_eq!(allocation.devices.len(), 2, "{allocation:?}");
+    if cdi {
+        assert_eq!(allocation.cdi_names.len(), 2, "{allocation:?}");
+        assert!(allocation.annotations.keys().any(|key| key.starts_with("cdi.k8s.io/")), "{allocation:?}");
+        let specs = node.cdi_specs();
+        assert!(specs.contains("/usr/local/nvidia/toolkit/nvidia-cdi-hook"), "{specs}");
+        // A hook that linkwise names only if it sees it in the host's program.
+        assert!(specs.contains("disable-device-node-modification"), "{specs}");
+    } else {
+        assert!(allocation.envs["NVIDIA_VISIBLE_DEVICES"].starts_with("GPU-"), "{allocation:?}");
+        assert!(allocation.cdi_names.is_empty(), "{allocation:?}");
+    }
+    let plugin = pod.container("nvidia-device-plugin");
+    assert!(!plugin.log().contains(": not found"), "the script lacks a program: {}", pod.logs());
+    let name = |line: &str| line.split_whitespace().next().unwrap_or_default().to_owned();
+    let loaded = fs::read_to_string("/proc/modules").unwrap_or_default();
+    let listed = plugin.exec(&["lsmod"]).await;
+    assert_eq!(succeeds(&listed).lines().map(name).collect::<Vec<_>>(), loaded.lines().map(name).collect::<Vec<_>>());
+    pod.stop().await;
+}
+
+#[tokio::test]
+async fn operator_with_cdi_serves_by_the_hosts_driver() {
+    plugin_serves("host", true).await;
+}
+
+#[tokio::test]
+async fn operator_without_cdi_serves_by_the_hosts_driver() {
+    plugin_serves("host", false).await;
+}
+
+#[tokio::test]
+async fn operator_with_cdi_serves_by_the_driver_container() {
+    plugin_serves("container", true).await;
+}
+
+#[tokio::test]
+async fn operator_without_cdi_serves_by_the_driver_container() {
+    plugin_serves("container", false).await;
+}
+
+#[tokio::test]
+async fn operators_gpu_feature_discovery_writes_its_node_feature() {
+    let node = Node::start("dgx1-v100").await;
+    prepare(&node, "host");
+    let objects = objects(&node, "gfd", false);
+    let mut pod = Pod::start(&node, &objects, &objects[0]).await;
+    let key = ResourceType::NODE_FEATURES.key(Some("gpu"), &format!("nvidia-features-for-{NODE}"));
+    let has = || node.server.object(&key).is_some_and(|it| it["spec"]["labels"]["nvidia.com/gpu.count"] == "8");
+    until(&mut pod, "NodeFeature with 8 GPUs", has).await;
+    pod.stop().await;
+}
+
+#[tokio::test]
+async fn operators_config_manager_links_what_the_nodes_label_names() {
+    let node = Node::start("dgx1-v100").await;
+    prepare(&node, "host");
+    let mut objects = objects(&node, "plugin", true);
+    add_configs(&mut objects[0]);
+    let shared = "version: v1\nsharing: {timeSlicing: {resources: [{name: nvidia.com/gpu, replicas: 4}]}}\n";
+    objects.push(json!({"kind": "ConfigMap", "metadata": {"name": "plugin-configs"},
+                        "data": {"any": "version: v1\n", "shared": shared}}));
+    let pod = Pod::start(&node, &objects, &objects[0]).await;
+    node.offers(&pod, GPU, 8).await;
+    node.label(json!({"nvidia.com/device-plugin.config": "shared"}));
+    node.offers(&pod, GPU, 32).await;
+    pod.stop().await;
+}
