@@ -1,6 +1,9 @@
 # linkwise: the image of the DaemonSet, which is the last stage: glibc, hwloc, udev's library, and the program that the
 # first stage builds. The stage `lab` is an image of its own (`make image-lab`). NVML is not in it: the NVIDIA container runtime mounts the
 # library of the host's driver (see NVIDIA_VISIBLE_DEVICES below).
+#
+# For linux/amd64 and linux/arm64: no step knows for which. Each stage runs on its platform, emulated where it is not the
+# machine's: `make install` runs the program that was built.
 
 FROM docker.io/library/rust:1-bookworm AS build
 RUN apt-get update \
@@ -8,7 +11,7 @@ RUN apt-get update \
  && rm -rf /var/lib/apt/lists/*
 WORKDIR /src
 # A relative relocation in a bit instead of 24 bytes, which each process would read and keep: 0.3 MiB less. It takes glibc 2.36, which
-# both stages have; so it is here and not in Cargo.toml.
+# both stages have; so it is here and not in Cargo.toml. On arm64 Debian 12's linker ignores it, with a warning.
 ENV RUSTFLAGS="-C link-arg=-Wl,-z,pack-relative-relocs"
 
 # The dependencies first, against empty sources: a layer that only the manifests, Cargo.lock and what is made of proto/ can

@@ -7,6 +7,8 @@ SHELL := /bin/bash
 
 CARGO ?= cargo
 IMAGE ?= linkwise:dev
+# Of the image; empty is this machine's.
+PLATFORM ?=
 MACHINE ?= dgx-h100
 PREFIX ?= /usr/local
 DESTDIR ?=
@@ -130,6 +132,17 @@ test-image: setup tools ## the image in a box: what the Dockerfile packs, run as
 .PHONY: test-long
 test-long: setup ## what takes minutes: the same faults hundreds of times (not part of test)
 	$(CARGO) test --locked --workspace -- --ignored
+	$(MAKE) test-arm64
+
+.PHONY: build-arm64
+build-arm64: setup ## build linkwise and linkwise-lab for arm64, on an x86-64 Debian: target/aarch64-unknown-linux-gnu/release
+	tests/tools/arm64.sh $(CARGO) build --profile $(PROFILE) --locked --target aarch64-unknown-linux-gnu \
+	  -p linkwise -p linkwise-lab --bin linkwise --bin linkwise-lab
+
+.PHONY: test-arm64
+test-arm64: setup ## run the core's tests and the programs for arm64, by qemu's user mode (part of test-long)
+	@status=0; tests/tools/arm64.sh tests/arm64.sh $(CARGO) $(PROFILE) || status=$$?; \
+	if ((status == 3)); then echo "== arm64: skipped, for the reason above"; else exit $$status; fi
 
 # Releases up to 54a2131 have a second program, linkwise-cluster, beside linkwise.
 .PHONY: test-upgrade
@@ -179,9 +192,9 @@ bench: setup ## measure the choice and the RPC; prints numbers, judges none
 	$(CARGO) bench --locked
 
 .PHONY: image
-image: ## build the container image (IMAGE=linkwise:dev) with buildah or docker
-	@if command -v buildah >/dev/null; then set -x; buildah build --layers -t $(IMAGE) .; \
-	elif command -v docker >/dev/null; then set -x; docker build -t $(IMAGE) .; \
+image: ## build the container image (IMAGE=linkwise:dev, PLATFORM=linux/arm64 for another) with buildah or docker
+	@if command -v buildah >/dev/null; then set -x; buildah build --layers $(if $(PLATFORM),--platform $(PLATFORM)) -t $(IMAGE) .; \
+	elif command -v docker >/dev/null; then set -x; docker build $(if $(PLATFORM),--platform $(PLATFORM)) -t $(IMAGE) .; \
 	else echo "image: neither buildah nor docker on the PATH"; exit 1; fi
 
 .PHONY: image-lab
