@@ -2,11 +2,11 @@
 # Runs linkwise for arm64 by qemu's user mode: the core's tests, then the programs that `make build-arm64` builds, on the
 # machine that is an Arm one, and in the image's Debian packages. Called by `make test-arm64`, below tools/arm64.sh.
 #
-# usage: arm64.sh CARGO PROFILE
+# usage: arm64.sh PROFILE CARGO...
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-cargo=$1 profile=$2 machine=gb200-nvl72-node
+profile=$1 cargo=("${@:2}") machine=gb200-nvl72-node
 built=${CARGO_TARGET_DIR:-target}/aarch64-unknown-linux-gnu/${profile/#dev/debug}
 read -ra runner <<<"${ARM64_RUNNER:-}"
 arm64() { "${runner[@]}" "$built/$1" "${@:2}"; }
@@ -20,10 +20,10 @@ has() {
 }
 
 echo "== the core's tests"
-"$cargo" test --locked --target aarch64-unknown-linux-gnu -p linkwise-core
+"${cargo[@]}" test --locked --target aarch64-unknown-linux-gnu -p linkwise-core
 
 echo "== the programs, built"
-make build-arm64 CARGO="$cargo" PROFILE="$profile"
+make build-arm64 CARGO="${cargo[*]}" PROFILE="$profile"
 
 echo "== the programs, on $machine"
 version="linkwise $(sed -n 's/^version = "\(.*\)"/\1/p;T;q' Cargo.toml)"

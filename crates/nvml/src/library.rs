@@ -9,7 +9,7 @@ const NAME: &str = "libnvidia-ml.so.1";
 
 /// The folders where drivers put their libraries: Debian's multiarch folders, those of Red Hat and SUSE, WSL's,
 /// NixOS's, and the folders of the drivers that cloud providers install below a folder of their own.
-const FOLDERS: [&str; 12] = [
+const FOLDERS: [&str; 13] = [
     "usr/lib64",
     "usr/lib/x86_64-linux-gnu",
     "usr/lib/aarch64-linux-gnu",
@@ -18,6 +18,7 @@ const FOLDERS: [&str; 12] = [
     "lib/x86_64-linux-gnu",
     "lib/aarch64-linux-gnu",
     "usr/lib/x86_64-linux-gnu/nvidia/current",
+    "usr/lib/aarch64-linux-gnu/nvidia/current",
     "usr/lib/wsl/lib",
     "run/opengl-driver/lib",
     "usr/lib",
