@@ -5,11 +5,11 @@
 # is brought, and nothing changes.
 #
 # usage: arm64.sh COMMAND...
-# Ends with 3, and the reason, where a tool cannot be had.
+# Ends with 77, and the reason, where a tool cannot be had.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
-lacks() { echo "arm64: $*" >&2; exit 3; }
+lacks() { echo "arm64: $*" >&2; exit 77; }
 
 target=aarch64-unknown-linux-gnu
 if [[ ! -d $(rustc --print target-libdir --target $target) ]]; then
