@@ -158,6 +158,30 @@ gpu-kit: setup ## a folder, target/gpu-kit, whose run.sh tries linkwise on a mac
 	$(CARGO) build --release --locked -p linkwise -p linkwise-lab --bin linkwise --bin linkwise-lab
 	lab/gpu-kit/pack.sh target/release target/gpu-kit
 
+# The architectures of a release. One alone makes a snapshot only.
+RELEASE_ARCHS ?= x86_64 aarch64
+RELEASE_FILES := target/release-files
+
+.PHONY: release
+release: setup ## programs, chart, SBOM, licences and checksums in target/release-files (RELEASE_ARCHS="x86_64 aarch64")
+	@release/version.sh
+	@command -v jq >/dev/null || $(MAKE) setup PACKAGES=jq
+	@[[ -x target/tools/helm ]] || command -v helm >/dev/null || $(MAKE) $(HELM_FOLDER)/bin/helm
+	release/build.sh
+	$(if $(filter aarch64,$(RELEASE_ARCHS)),$(MAKE) build-arm64)
+	release/pack.sh $(RELEASE_FILES) $(patsubst %,x86_64=target/release,$(filter x86_64,$(RELEASE_ARCHS))) \
+	  $(patsubst %,aarch64=target/aarch64-unknown-linux-gnu/release,$(filter aarch64,$(RELEASE_ARCHS)))
+
+.PHONY: publish-image
+publish-image: ## build and push the image of a tagged commit (needs docker and a login)
+	@image=$$(release/publish.sh image); set -x; \
+	docker build --build-arg VERSION="$$(release/publish.sh version)" -t "$$image" . && docker push "$$image"
+
+.PHONY: publish-chart
+publish-chart: ## push the packed chart of a tagged commit (needs a login)
+	@chart=$$(release/publish.sh chart); set -x; \
+	target/tools/helm push "$(RELEASE_FILES)/linkwise-chart-$$(release/publish.sh version).tgz" "$$chart" $(HELM_PUSH)
+
 .PHONY: soak
 soak: setup ## faults at random while pods come and go, then a ledger (SOAK_SECONDS=300, SOAK_SEED=)
 	SOAK_SECONDS=$(SOAK_SECONDS) SOAK_SEED=$(SOAK_SEED) $(CARGO) test --release --locked --test soak
