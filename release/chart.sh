@@ -7,6 +7,7 @@ folder=$(realpath "$2")
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 helm=${HELM:-target/tools/helm}
 [[ -x $helm ]] || helm=$(command -v helm) || { echo "release: no helm; 'make tools' brings it"; exit 1; }
+export SOURCE_DATE_EPOCH=${SOURCE_DATE_EPOCH:-$(git log -1 --format=%ct)}
 owner=$(<release/owner)
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT

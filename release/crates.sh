@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # The crates of others that are linked into linkwise and linkwise-lab, for x86-64 or arm64. To be read by a script in the
 # repository's root.
 

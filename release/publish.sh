@@ -1,7 +1,13 @@
 #!/usr/bin/env bash
-# Prints where this release goes, or refuses: publish.sh image|chart|version. The owner stands in release/owner.
+# Publishes a tagged commit, or says where it goes; refuses a snapshot, and the placeholder in release/owner.
+#
+# usage: publish.sh image|version           prints the image's name, the version
+#        publish.sh push-image PLATFORMS    builds and pushes the image, for platforms such as linux/amd64,linux/arm64
+#        publish.sh push-chart [OPTION...]  pushes the chart that pack.sh has packed; the options are helm's
+# The digests come into target/release-files, for those who sign. LINKWISE_REGISTRY is another registry than the owner's.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+files=target/release-files
 owner=$(<release/owner)
 [[ $owner != OWNER ]] || { echo "release: release/owner is still the placeholder OWNER; write yours there" >&2; exit 1; }
 version=$(release/version.sh)
@@ -9,7 +15,20 @@ version=$(release/version.sh)
 registry=${LINKWISE_REGISTRY:-ghcr.io/$owner}
 case ${1:-} in
   image) echo "$registry/linkwise:v$version" ;;
-  chart) echo "oci://$registry/charts" ;;
   version) echo "$version" ;;
-  *) echo "usage: publish.sh image|chart|version" >&2; exit 2 ;;
+  push-image)
+    mkdir -p "$files"
+    docker buildx build --platform "$2" --build-arg VERSION="$version" --push -t "$registry/linkwise:v$version" \
+      --metadata-file target/image.json .
+    jq -r '."containerimage.digest"' target/image.json >"$files/image.digest"
+    ;;
+  push-chart)
+    helm=${HELM:-target/tools/helm}
+    [[ -x $helm ]] || helm=helm
+    pushed=$("$helm" push "$files/linkwise-chart-$version.tgz" "oci://$registry/charts" "${@:2}" 2>&1) || {
+      echo "$pushed" >&2; exit 1; }
+    echo "$pushed"
+    echo "$registry/charts/linkwise@$(sed -n 's/^Digest: //p' <<<"$pushed")" >"$files/chart.digest"
+    ;;
+  *) echo "usage: publish.sh image|version|push-image|push-chart" >&2; exit 2 ;;
 esac

@@ -43,6 +43,7 @@ mod random;
 #[allow(dead_code, reason = "each module needs a part")]
 mod random_node;
 mod raw_dumps;
+mod release;
 mod resources;
 mod run;
 mod shared_oracle;

@@ -1,0 +1,207 @@
+//! The scripts that make a release (`release/`), with a program of this build in the place of one built for release.
+
+use std::fs;
+use std::io::Write as _;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+use tempfile::TempDir;
+
+fn repository(path: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join(path)
+}
+
+/// A program of `make tools` or on the PATH, or none and a word of why.
+fn tool(name: &str, argument: &str) -> Option<PathBuf> {
+    let places = [repository("target/tools").join(name), PathBuf::from(name)];
+    let works =
+        |place: &PathBuf| Command::new(place).arg(argument).output().is_ok_and(|output| output.status.success());
+    let found = places.into_iter().find(works);
+    if found.is_none() {
+        let _ = writeln!(std::io::stderr(), "skipped: no {name} here; see CONTRIBUTING.md");
+    }
+    found
+}
+
+fn run(command: &mut Command) -> Result<String, String> {
+    let Output { status, stdout, stderr } = command.output().unwrap();
+    let text = |bytes: Vec<u8>| String::from_utf8_lossy(&bytes).trim().to_owned();
+    if status.success() { Ok(text(stdout)) } else { Err(text(stderr) + &text(stdout)) }
+}
+
+/// A clone with what a release's version depends on, and one commit.
+struct Tree {
+    folder: TempDir,
+    at: PathBuf,
+}
+
+impl Tree {
+    fn new(name: &str) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let at = folder.path().join(name);
+        fs::create_dir_all(at.join("lab")).unwrap();
+        fs::create_dir_all(at.join("charts")).unwrap();
+        for path in ["release", "charts/linkwise", "Cargo.toml", "lab/Cargo.toml", "CHANGELOG.md"] {
+            run(Command::new("cp").arg("-R").arg(repository(path)).arg(at.join(path))).unwrap();
+        }
+        let tree = Self { folder, at };
+        tree.git(&["init", "--quiet"]);
+        tree.commit();
+        tree
+    }
+
+    fn git(&self, args: &[&str]) -> String {
+        let named = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false", "-c", "tag.gpgsign=false"];
+        let mut git = Command::new("git");
+        git.current_dir(&self.at).args(named).args(args);
+        git.env("GIT_COMMITTER_DATE", "2026-01-02T03:04:05Z").env("GIT_AUTHOR_DATE", "2026-01-02T03:04:05Z");
+        run(&mut git).unwrap()
+    }
+
+    fn commit(&self) {
+        self.git(&["add", "--all"]);
+        self.git(&["commit", "--quiet", "--message", "a release"]);
+    }
+
+    fn change(&self, path: &str, from: &str, to: &str) {
+        let text = fs::read_to_string(self.at.join(path)).unwrap();
+        assert!(text.contains(from), "{path} has no {from}");
+        fs::write(self.at.join(path), text.replacen(from, to, 1)).unwrap();
+    }
+
+    fn script(&self, name: &str, args: &[&str]) -> Result<String, String> {
+        run(Command::new(self.at.join("release").join(name)).args(args))
+    }
+}
+
+const VERSION: &str = env!("CARGO_PKG_VERSION");
+
+#[test]
+fn release_refuses_versions_that_disagree() {
+    if tool("git", "--version").is_none() {
+        return;
+    }
+    for (path, line, says) in [
+        ("lab/Cargo.toml", format!("version = \"{VERSION}\""), "lab/Cargo.toml 9.9.9"),
+        ("charts/linkwise/Chart.yaml", format!("\nversion: {VERSION}"), "version in charts/linkwise/Chart.yaml 9.9.9"),
+        ("charts/linkwise/Chart.yaml", format!("appVersion: {VERSION}"), "appVersion in charts/linkwise/Chart.yaml 9.9.9"),
+        ("CHANGELOG.md", format!("\n## {VERSION}"), "the newest section of CHANGELOG.md 9.9.9"),
+    ] {
+        let tree = Tree::new("clone");
+        tree.change(path, &line, &line.replace(VERSION, "9.9.9"));
+        assert_eq!(
+            tree.script("version.sh", &[]).unwrap_err(),
+            format!("release: Cargo.toml has version {VERSION}, {says}")
+        );
+    }
+    let tree = Tree::new("clone");
+    tree.git(&["tag", "v9.9.9"]);
+    let refused = tree.script("version.sh", &[]).unwrap_err();
+    assert_eq!(refused, format!("release: Cargo.toml has version {VERSION}, the tag 9.9.9"));
+}
+
+#[test]
+fn untagged_tree_is_a_snapshot_and_is_not_published() {
+    if tool("git", "--version").is_none() {
+        return;
+    }
+    let tree = Tree::new("clone");
+    let commit = tree.git(&["rev-parse", "--short=12", "HEAD"]);
+    assert_eq!(tree.script("version.sh", &[]).unwrap(), format!("{VERSION}-snapshot.g{commit}"));
+    let owner = fs::read_to_string(tree.at.join("release/owner")).unwrap();
+    fs::write(tree.at.join("release/owner"), "OWNER\n").unwrap();
+    let refused = tree.script("publish.sh", &["image"]).unwrap_err();
+    assert!(refused.contains("release/owner is still the placeholder"), "{refused}");
+    fs::write(tree.at.join("release/owner"), "somebody\n").unwrap();
+    if owner.trim() != "somebody" {
+        assert_eq!(tree.script("version.sh", &[]).unwrap(), format!("{VERSION}-snapshot.g{commit}.dirty"));
+    }
+    let refused = tree.script("publish.sh", &["image"]).unwrap_err();
+    assert!(refused.contains("is a snapshot"), "{refused}");
+    tree.git(&["commit", "--quiet", "--all", "--allow-empty", "--message", "an owner"]);
+    tree.git(&["tag", &format!("v{VERSION}")]);
+    assert_eq!(tree.script("version.sh", &[]).unwrap(), VERSION);
+    assert_eq!(tree.script("publish.sh", &["image"]).unwrap(), format!("ghcr.io/somebody/linkwise:v{VERSION}"));
+    tree.change("CHANGELOG.md", "# Changelog", "# Changes");
+    assert!(tree.script("version.sh", &[]).unwrap_err().contains("files were changed"));
+}
+
+#[test]
+fn chart_package_depends_on_the_commit_alone() {
+    let (Some(_), Some(helm)) = (tool("git", "--version"), tool("helm", "version")) else { return };
+    let packed = ["clone", "another-clone"].map(|name| {
+        let tree = Tree::new(name);
+        let pack = tree.at.join("release/chart.sh");
+        run(Command::new(pack).args([VERSION, "out"]).env("HELM", &helm).current_dir(tree.folder.path())).unwrap();
+        fs::read(tree.folder.path().join(format!("out/linkwise-chart-{VERSION}.tgz"))).unwrap()
+    });
+    assert!(packed[0] == packed[1]);
+}
+
+#[test]
+fn packed_release_is_reproducible_and_its_checksums_verify() {
+    let (Some(helm), Some(_), Some(_)) = (tool("helm", "version"), tool("git", "--version"), tool("jq", "--version"))
+    else {
+        return;
+    };
+    if !repository(".git").exists() {
+        let _ = writeln!(std::io::stderr(), "skipped: no git clone, of which a release is made");
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let built = folder.path().join("built");
+    fs::create_dir(&built).unwrap();
+    // Not the programs of this build themselves, which have all their symbols and take long to compress.
+    let program = format!("#!/bin/sh\nexec '{}' \"$@\"\n", env!("CARGO_BIN_EXE_linkwise"));
+    for name in ["linkwise", "linkwise-lab"] {
+        fs::write(built.join(name), &program).unwrap();
+        fs::set_permissions(built.join(name), fs::Permissions::from_mode(0o755)).unwrap();
+    }
+    let packed = ["one", "other"].map(|name| {
+        let out = folder.path().join(name);
+        let mut pack = Command::new(repository("release/pack.sh"));
+        pack.arg(&out).arg(format!("x86_64={}", built.display())).arg(format!("aarch64={}", built.display()));
+        pack.env("HELM", &helm).env_remove("MAKEFLAGS").env_remove("MAKELEVEL").env("CARGO_NET_OFFLINE", "true");
+        run(&mut pack).unwrap();
+        run(Command::new("sha256sum").args(["--check", "--strict", "SHA256SUMS"]).current_dir(&out)).unwrap();
+        (fs::read_to_string(out.join("SHA256SUMS")).unwrap(), out)
+    });
+    assert_eq!(packed[0].0, packed[1].0);
+    assert_eq!(packed[0].0.lines().count(), 4, "{}", packed[0].0);
+    let (sums, out) = &packed[0];
+    let archive = sums.split_whitespace().find(|word| word.ends_with("-aarch64.tar.gz")).unwrap();
+    let files = run(Command::new("tar").arg("-tzf").arg(out.join(archive))).unwrap();
+    for file in ["bin/linkwise-lab", "share/man/man1/linkwise.1", "third-parties/LICENCES", "third-parties/rust-library.html"] {
+        assert!(files.lines().any(|line| line.ends_with(file)), "{file}");
+    }
+    let sbom = sums.split_whitespace().find(|word| word.ends_with(".cdx.json")).unwrap();
+    let sbom: serde_json::Value = serde_json::from_slice(&fs::read(out.join(sbom)).unwrap()).unwrap();
+    let tokio = sbom["components"].as_array().unwrap().iter().find(|one| one["name"] == "tokio").unwrap();
+    assert_eq!(tokio["hashes"][0]["content"].as_str().unwrap().len(), 64, "{tokio}");
+}
+
+#[test]
+fn workflows_and_scripts_of_a_release_are_sound() {
+    let scripts = fs::read_dir(repository("release")).unwrap().map(|entry| entry.unwrap().path());
+    let scripts: Vec<PathBuf> = scripts.filter(|path| path.extension().is_some_and(|name| name == "sh")).collect();
+    let shellcheck = tool("shellcheck", "--version");
+    if let Some(shellcheck) = &shellcheck {
+        run(Command::new(shellcheck).arg("-x").args(&scripts).current_dir(repository(""))).unwrap();
+    }
+    let workflows = fs::read_dir(repository(".github/workflows")).unwrap().map(|entry| entry.unwrap().path());
+    let workflows: Vec<PathBuf> = workflows.collect();
+    // Whoever can move a tag of an action could change a release.
+    for path in &workflows {
+        let text = fs::read_to_string(path).unwrap();
+        let uses = text.lines().filter_map(|line| line.trim().trim_start_matches("- ").strip_prefix("uses: "));
+        for action in uses {
+            let commit = action.split_once('@').unwrap().1.split(' ').next().unwrap();
+            assert!(commit.len() == 40 && commit.bytes().all(|byte| byte.is_ascii_hexdigit()), "{action}");
+        }
+    }
+    if let Some(actionlint) = tool("actionlint", "--version") {
+        let shellcheck = shellcheck.unwrap_or_default();
+        run(Command::new(actionlint).arg("-shellcheck").arg(shellcheck).args(&workflows)).unwrap();
+    }
+}
