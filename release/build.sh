@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Builds linkwise and linkwise-lab for x86-64 into target/release so that the same commit gives the same bytes wherever it lies.
+# Builds linkwise and linkwise-lab for x86-64 into target/release, with the same bytes from any folder.
 #
-# A program names source files where it panics. These names become the same on every machine: those of the repository, of
-# cargo's registry (its crates' C code too) and of Rust's own library.
+# A program names source files where it panics. These names become the same on every machine: those of the repository,
+# of cargo's registry (its crates' C code too) and of Rust's own library.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 cargo=${CARGO:-cargo}

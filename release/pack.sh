@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Packs what a release has into a folder: pack.sh FOLDER ARCH=BUILT... BUILT has linkwise and linkwise-lab for ARCH; the first
-# one has to run here, since linkwise itself writes its manual and completions.
+# Packs what a release has into a folder: pack.sh FOLDER ARCH=BUILT... BUILT has linkwise and linkwise-lab for ARCH; the
+# first one has to run here, since linkwise itself writes its manual and completions.
 set -euo pipefail
 [[ $# -gt 1 ]] || { echo "usage: pack.sh FOLDER ARCH=BUILT..."; exit 2; }
 rm -rf "$1"

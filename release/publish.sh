@@ -4,14 +4,15 @@
 # usage: publish.sh image|version           prints the image's name, the version
 #        publish.sh push-image PLATFORMS    builds and pushes the image, for platforms such as linux/amd64,linux/arm64
 #        publish.sh push-chart [OPTION...]  pushes the chart that pack.sh has packed; the options are helm's
-# The digests come into target/release-files, for those who sign. LINKWISE_REGISTRY is another registry than the owner's.
+# The digests come into target/release-files, to be signed. LINKWISE_REGISTRY is another registry than the owner's.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 files=target/release-files
 owner=$(<release/owner)
-[[ $owner != OWNER ]] || { echo "release: release/owner is still the placeholder OWNER; write yours there" >&2; exit 1; }
+fail() { echo "release: $*" >&2; exit 1; }
+[[ $owner != OWNER ]] || fail "release/owner is still the placeholder OWNER; write yours there"
 version=$(release/version.sh)
-[[ $version != *-snapshot.* ]] || { echo "release: $version is a snapshot; tag the commit v${version%%-*}" >&2; exit 1; }
+[[ $version != *-snapshot.* ]] || fail "$version is a snapshot; tag the commit v${version%%-*}"
 registry=${LINKWISE_REGISTRY:-ghcr.io/$owner}
 case ${1:-} in
   image) echo "$registry/linkwise:v$version" ;;

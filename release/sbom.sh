@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Prints the SBOM of a version, CycloneDX 1.5: sbom.sh VERSION. It names the crates that are linked into the programs, with the
-# checksums of Cargo.lock, and the libraries that the programs load.
+# Prints the SBOM of a version, CycloneDX 1.5: sbom.sh VERSION. It names the crates that are linked into the programs,
+# with the checksums of Cargo.lock, and the libraries that the programs load.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . release/crates.sh
 
-sums=$(awk '$1 == "name" {name = $3} $1 == "version" {version = $3} $1 == "checksum" {print name, version, $3}' Cargo.lock |
-  tr -d '"' | jq -Rn '[inputs | split(" ") | {key: "\(.[0]) \(.[1])", value: .[2]}] | from_entries')
+sums=$(awk '$1 == "name" {name = $3} $1 == "version" {version = $3} $1 == "checksum" {print name, version, $3}' \
+  Cargo.lock | tr -d '"' | jq -Rn '[inputs | split(" ") | {key: "\(.[0]) \(.[1])", value: .[2]}] | from_entries')
 linked | jq -s --arg version "$1" --argjson sums "$sums" '{
   bomFormat: "CycloneDX", specVersion: "1.5", version: 1,
   metadata: {component: {type: "application", "bom-ref": "linkwise", name: "linkwise", version: $version,

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Copies the licences of what is linked into the programs into a folder: third-parties.sh FOLDER. Each crate has a folder
-# with the files that it ships; the list LICENCES names every crate, its licence and its repository.
+# Copies the licences of what is linked into the programs into a folder: third-parties.sh FOLDER. Each crate has a
+# folder with the files that it ships; the list LICENCES names every crate, its licence and its repository.
 set -euo pipefail
 mkdir -p "$1"
 folder=$(realpath "$1")
@@ -10,15 +10,16 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 : >"$folder/LICENCES"
 while IFS=$'\t' read -r name version licence repository manifest; do
   echo "$name $version: $licence, $repository" >>"$folder/LICENCES"
-  found=$(find "$(dirname "$manifest")" -maxdepth 2 -type f -iregex '.*/\(licen[cs]e\|copying\|copyright\|notice\|unlicense\)[^/]*' \
-    -not -name '*.rs' -not -name '*.py' | sort)
+  found=$(find "$(dirname "$manifest")" -maxdepth 2 -type f \
+    -iregex '.*/\(licen[cs]e\|copying\|copyright\|notice\|unlicense\)[^/]*' -not -name '*.rs' -not -name '*.py' | sort)
   if [[ ! $found ]]; then
     echo "  (the crate ships no text of its licence)" >>"$folder/LICENCES"
     continue
   fi
   mkdir -p "$folder/$name-$version"
   while read -r file; do cp "$file" "$folder/$name-$version/"; done <<<"$found"
-done < <(linked | jq -r '[.name, .version, .license // "see its files", .repository // "no repository", .manifest_path] | @tsv')
+done < <(linked | jq -r '[.name, .version, .license // "see its files", .repository // "no repository", .manifest_path]
+  | @tsv')
 # Rust's own library.
 cp "$(rustc --print sysroot)/share/doc/rust/COPYRIGHT-library.html" "$folder/rust-library.html" 2>/dev/null || {
   echo "release: Rust's installation has no COPYRIGHT-library.html"; exit 1; }

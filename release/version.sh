@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Prints the version that a release of this tree has, or says what disagrees and fails.
 #
-# The manifests, the chart and the changelog's newest version have to name the same one. A commit with the tag vVERSION is
-# that version. Any other is a snapshot, VERSION-snapshot.gCOMMIT, with .dirty behind where files were changed.
+# The manifests, the chart and the changelog's newest version have to name the same one. A commit with the tag vVERSION
+# is that version. Any other is a snapshot, VERSION-snapshot.gCOMMIT, with .dirty behind where files were changed.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 fail() { echo "release: $*" >&2; exit 1; }

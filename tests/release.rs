@@ -52,7 +52,8 @@ impl Tree {
     }
 
     fn git(&self, args: &[&str]) -> String {
-        let named = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false", "-c", "tag.gpgsign=false"];
+        let named =
+            ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false", "-c", "tag.gpgsign=false"];
         let mut git = Command::new("git");
         git.current_dir(&self.at).args(named).args(args);
         git.env("GIT_COMMITTER_DATE", "2026-01-02T03:04:05Z").env("GIT_AUTHOR_DATE", "2026-01-02T03:04:05Z");
@@ -85,7 +86,11 @@ fn release_refuses_versions_that_disagree() {
     for (path, line, says) in [
         ("lab/Cargo.toml", format!("version = \"{VERSION}\""), "lab/Cargo.toml 9.9.9"),
         ("charts/linkwise/Chart.yaml", format!("\nversion: {VERSION}"), "version in charts/linkwise/Chart.yaml 9.9.9"),
-        ("charts/linkwise/Chart.yaml", format!("appVersion: {VERSION}"), "appVersion in charts/linkwise/Chart.yaml 9.9.9"),
+        (
+            "charts/linkwise/Chart.yaml",
+            format!("appVersion: {VERSION}"),
+            "appVersion in charts/linkwise/Chart.yaml 9.9.9",
+        ),
         ("CHANGELOG.md", format!("\n## {VERSION}"), "the newest section of CHANGELOG.md 9.9.9"),
     ] {
         let tree = Tree::new("clone");
@@ -172,7 +177,9 @@ fn packed_release_is_reproducible_and_its_checksums_verify() {
     let (sums, out) = &packed[0];
     let archive = sums.split_whitespace().find(|word| word.ends_with("-aarch64.tar.gz")).unwrap();
     let files = run(Command::new("tar").arg("-tzf").arg(out.join(archive))).unwrap();
-    for file in ["bin/linkwise-lab", "share/man/man1/linkwise.1", "third-parties/LICENCES", "third-parties/rust-library.html"] {
+    for file in
+        ["bin/linkwise-lab", "share/man/man1/linkwise.1", "third-parties/LICENCES", "third-parties/rust-library.html"]
+    {
         assert!(files.lines().any(|line| line.ends_with(file)), "{file}");
     }
     let sbom = sums.split_whitespace().find(|word| word.ends_with(".cdx.json")).unwrap();
