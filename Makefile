@@ -189,7 +189,7 @@ release: setup ## programs, chart, SBOM, licences and checksums in target/releas
 	@command -v jq >/dev/null || $(MAKE) setup PACKAGES=jq
 	@[[ -x target/tools/helm ]] || command -v helm >/dev/null || $(MAKE) $(HELM_FOLDER)/bin/helm
 	release/build.sh
-	$(if $(filter aarch64,$(RELEASE_ARCHS)),$(MAKE) build-arm64)
+	$(if $(filter aarch64,$(RELEASE_ARCHS)),release/build.sh $(MAKE) build-arm64)
 	release/pack.sh $(RELEASE_FILES) $(patsubst %,x86_64=target/release,$(filter x86_64,$(RELEASE_ARCHS))) \
 	  $(patsubst %,aarch64=target/aarch64-unknown-linux-gnu/release,$(filter aarch64,$(RELEASE_ARCHS)))
 

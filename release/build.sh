@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Builds linkwise and linkwise-lab for x86-64 into target/release, with the same bytes from any folder.
+# Builds linkwise and linkwise-lab for x86-64 into target/release, with the same bytes from any folder. build.sh
+# COMMAND... runs another build so.
 #
 # A program names source files where it panics. These names become the same on every machine: those of the repository,
 # of cargo's registry (its crates' C code too) and of Rust's own library.
@@ -15,4 +16,5 @@ for i in "${!from[@]}"; do
   RUSTFLAGS+="${RUSTFLAGS:+ }--remap-path-prefix=${from[i]}=${to[i]}"
   CFLAGS+="${CFLAGS:+ }-ffile-prefix-map=${from[i]}=${to[i]}"
 done
+if (($#)); then exec "$@"; fi
 "$cargo" build --release --locked -p linkwise -p linkwise-lab --bin linkwise --bin linkwise-lab

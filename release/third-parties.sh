@@ -7,6 +7,8 @@ folder=$(realpath "$1")
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . release/crates.sh
 
+crates=$(linked | jq -r '[.name, .version, .license // "see its files", .repository // "no repository", .manifest_path]
+  | @tsv')
 : >"$folder/LICENCES"
 while IFS=$'\t' read -r name version licence repository manifest; do
   echo "$name $version: $licence, $repository" >>"$folder/LICENCES"
@@ -18,8 +20,7 @@ while IFS=$'\t' read -r name version licence repository manifest; do
   fi
   mkdir -p "$folder/$name-$version"
   while read -r file; do cp "$file" "$folder/$name-$version/"; done <<<"$found"
-done < <(linked | jq -r '[.name, .version, .license // "see its files", .repository // "no repository", .manifest_path]
-  | @tsv')
+done <<<"$crates"
 # Rust's own library.
 cp "$(rustc --print sysroot)/share/doc/rust/COPYRIGHT-library.html" "$folder/rust-library.html" 2>/dev/null || {
   echo "release: Rust's installation has no COPYRIGHT-library.html"; exit 1; }
