@@ -152,7 +152,6 @@ test-image: setup tools ## the image in a box: what the Dockerfile packs, run as
 .PHONY: test-long
 test-long: setup ## what takes minutes: the same faults hundreds of times (not part of test)
 	$(CARGO) test --locked --workspace -- --ignored
-	$(MAKE) test-arm64
 
 .PHONY: build-arm64
 build-arm64: setup ## build linkwise and linkwise-lab for arm64, on an x86-64 Debian: target/aarch64-unknown-linux-gnu/release
@@ -160,7 +159,7 @@ build-arm64: setup ## build linkwise and linkwise-lab for arm64, on an x86-64 De
 	  -p linkwise -p linkwise-lab --bin linkwise --bin linkwise-lab
 
 .PHONY: test-arm64
-test-arm64: setup ## run the core's tests and the programs for arm64, by qemu's user mode (part of test-long)
+test-arm64: setup ## run the core's tests and the programs for arm64, by qemu's user mode (not tried yet)
 	@status=0; tests/tools/arm64.sh tests/arm64.sh $(PROFILE) $(CARGO) || status=$$?; \
 	if ((status == 77)); then echo "== arm64: skipped, for the reason above"; else exit $$status; fi
 
