@@ -1,6 +1,6 @@
 //! What else can stand where a socket should: on the kubelet's side, on ours, and in the way of both.
 
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::os::unix::net::UnixListener;
 use std::time::Duration;
 
@@ -137,10 +137,12 @@ fn descriptors(process: u32, soft: &str) {
 #[tokio::test]
 async fn failed_inotify_watch_is_retried() {
     let (node, kubelet) = Setup::on("dgx1-v100").serve(8).await;
+    // Those of the kubelet's folder, by its inode.
     let watches = || {
-        let links = std::fs::read_dir(format!("/proc/{}/fd", node.process.id())).unwrap().flatten();
-        let names = links.filter_map(|link| std::fs::read_link(link.path()).ok());
-        names.filter(|name| name.to_string_lossy().contains("inotify")).count()
+        let folder = format!(" ino:{:x} ", std::fs::metadata(node.setup.at("k")).unwrap().ino());
+        let files = std::fs::read_dir(format!("/proc/{}/fdinfo", node.process.id())).unwrap().flatten();
+        let texts = files.filter_map(|file| std::fs::read_to_string(file.path()).ok());
+        texts.filter(|text| text.contains(&folder)).count()
     };
     assert_eq!(watches(), 1);
     descriptors(node.process.id(), "3");
