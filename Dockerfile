@@ -81,6 +81,10 @@ RUN for name in nvidia-device-plugin gpu-feature-discovery mps-control-daemon co
 # Debian's kmod would bring OpenSSL.
 RUN printf '#!/bin/sh\n[ ! -f /proc/modules ] || exec cat /proc/modules\n' > /usr/bin/lsmod && chmod 755 /usr/bin/lsmod
 
+# That script is started by `sh -c`. dash would stay as the container's first process and hand no SIGTERM on, so that each pod
+# would be killed after its grace period; bash gives its place to the script, and the script to the plugin.
+RUN ln -sf bash /bin/sh
+
 # As NVIDIA's image has it, so that a changed image is all there is to a swap: all GPUs for the container runtime to hand in;
 # NVML by utility, nvidia-uvm (which --pass-device-specs names) and the MPS programs by compute; and no refusal to start for
 # what a driver may be too old for.

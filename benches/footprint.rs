@@ -5,7 +5,12 @@
 //! both processes, without the driver's library. Run with `cargo bench --bench footprint`; it takes two minutes.
 //! LINKWISE_BENCH_PROGRAM names another program to measure, such as the image's.
 
-#![allow(clippy::unwrap_used, clippy::print_stdout, reason = "a benchmark prints, and ends where it cannot go on")]
+#![allow(
+    clippy::unwrap_used,
+    clippy::print_stdout,
+    clippy::disallowed_methods,
+    reason = "a benchmark prints, ends where it cannot go on, and is told by the environment what to measure"
+)]
 
 use std::fs;
 use std::path::{Path, PathBuf};

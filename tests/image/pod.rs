@@ -319,8 +319,11 @@ impl Maker<'_> {
             let name = mount["name"].as_str().unwrap();
             let source = self.volumes.get(name).unwrap_or_else(|| panic!("no volume {name}"));
             let source = match mount["subPath"].as_str() {
-                // A file of a ConfigMap is behind two links.
-                Some(path) => fs::canonicalize(source.join(path)).unwrap(),
+                // A file of a ConfigMap is behind two links. What is not there the kubelet makes, as a folder.
+                Some(path) => fs::canonicalize(source.join(path)).unwrap_or_else(|_| {
+                    fs::create_dir_all(source.join(path)).unwrap();
+                    source.join(path)
+                }),
                 None => {
                     // As containerd does.
                     fs::create_dir_all(source).unwrap();
