@@ -18,6 +18,7 @@ use crate::run::node::{Process, until};
 /// There and back, this often.
 const TIMES: usize = 3;
 
+#[allow(clippy::disallowed_methods, reason = "the environment names the older program")]
 fn older_program() -> Option<PathBuf> {
     let path = std::env::var_os("LINKWISE_OLDER").map(PathBuf::from);
     if path.is_none() {
