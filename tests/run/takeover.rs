@@ -179,7 +179,8 @@ async fn standby_is_unready_and_writes_nothing() {
     let setup = machine();
     let (_owner, kubelet) = owner(&setup, Connections::ByResource).await;
     let record: PathBuf = setup.kubelet_socket.with_file_name("linkwise").join("linkwise_health.json");
-    let before = std::fs::metadata(&record).and_then(|found| found.modified()).ok();
+    // The owner writes it after its start.
+    let before = until(async || std::fs::metadata(&record).and_then(|found| found.modified())).await;
     let sockets = setup.sockets();
     let spare = of_pod(&setup, "second", &["--standby"]);
     let up = spare.logged(|line| line["message"] == "linkwise is up").await;
@@ -188,7 +189,7 @@ async fn standby_is_unready_and_writes_nothing() {
     let answer = super::node::get(address, "/readyz").await;
     assert!(answer.status == 503 && answer.body.contains("another linkwise serves this node"), "{answer:?}");
     assert_eq!(super::node::get(address, "/livez").await.status, 200);
-    assert_eq!(std::fs::metadata(&record).and_then(|found| found.modified()).ok(), before);
+    assert_eq!(std::fs::metadata(&record).unwrap().modified().unwrap(), before);
     assert_eq!(setup.sockets(), sockets);
     drop(kubelet);
 }
