@@ -109,7 +109,9 @@ pub(super) struct DevicePluginHandshake {
     limits: Limits,
     /// The time at which PodResources is asked next; while it is asked, `None`.
     ask: Option<Duration>,
-    /// While serving: the last answer did not list our devices, the one before did.
+    /// True while a question to PodResources has no answer.
+    asking: bool,
+    /// True if the last answer did not list our devices. While serving, the one before did.
     doubted: bool,
     /// Streams the kubelet holds in this session.
     streams: usize,
@@ -141,6 +143,7 @@ impl DevicePluginHandshake {
         Self {
             limits,
             ask: None,
+            asking: false,
             doubted: false,
             streams: 0,
             asked: false,
@@ -158,7 +161,25 @@ impl DevicePluginHandshake {
 
     fn enter(&mut self, attempts: &mut Attempts, phase: Phase, until: Option<Duration>) {
         attempts.enter(phase, until);
-        (self.ask, self.doubted) = (None, false);
+        self.ask = None;
+    }
+
+    /// Asks PodResources for our devices, unless a question is still open.
+    fn ask(&mut self) -> Actions {
+        self.ask = None;
+        if std::mem::replace(&mut self.asking, true) { Vec::new() } else { own(OwnAction::Ask) }
+    }
+
+    /// Plans the next question. An open one is waited for.
+    fn ask_later(&mut self, now: Duration) {
+        let pause = if self.doubted { ASK_AGAIN } else { ASK_BETWEEN };
+        self.ask = (!self.asking).then_some(now + pause);
+    }
+
+    /// PodResources does not list our devices any more, or not yet.
+    fn confirm(&mut self, attempts: &mut Attempts, now: Duration) {
+        self.enter(attempts, Phase::Confirming, Some(now + self.limits.confirm));
+        self.ask_later(now);
     }
 
     fn streams(&mut self, attempts: &mut Attempts, open: usize, now: Duration) -> Actions {
@@ -166,7 +187,7 @@ impl DevicePluginHandshake {
         match attempts.phase() {
             Phase::WaitingForStream if open > 0 => {
                 self.enter(attempts, Phase::Confirming, Some(now + self.limits.confirm));
-                own(OwnAction::Ask)
+                self.ask()
             }
             Phase::Confirming | Phase::Detaching | Phase::Beside | Phase::Serving if open == 0 => {
                 attempts.end_if_open("the kubelet's ListAndWatch stream is gone", now)
@@ -178,23 +199,20 @@ impl DevicePluginHandshake {
     }
 
     fn listed(&mut self, attempts: &mut Attempts, listing: Listing, now: Duration) -> Actions {
-        // PodResources is asked from time to time.
-        let asks = matches!(attempts.phase(), Phase::Confirming | Phase::Beside | Phase::Serving);
-        let is_asked = asks && self.ask.is_none();
-        if is_asked && listing != Listing::Missing {
-            self.doubted = false;
-            self.ask = Some(now + ASK_BETWEEN);
-            if attempts.phase() == Phase::Confirming {
-                return self.confirmed(attempts, now);
-            }
-        } else if is_asked {
-            if self.doubted {
-                self.enter(attempts, Phase::Confirming, Some(now + self.limits.confirm));
-            } else {
-                // A device that has just changed its health may be missing for a moment.
-                self.doubted = attempts.phase() != Phase::Confirming;
-            }
-            self.ask = Some(now + ASK_AGAIN);
+        if !std::mem::take(&mut self.asking) {
+            return Vec::new();
+        }
+        let was_doubted = std::mem::replace(&mut self.doubted, listing == Listing::Missing);
+        match attempts.phase() {
+            Phase::Confirming | Phase::Beside | Phase::Serving => self.ask_later(now),
+            // The answer was slow. A doubt is looked into once the kubelet has forgotten the name.
+            _ => return Vec::new(),
+        }
+        match attempts.phase() {
+            Phase::Confirming if !self.doubted => return self.confirmed(attempts, now),
+            // A device that has just changed its health may be missing for a moment.
+            Phase::Beside | Phase::Serving if self.doubted && was_doubted => self.confirm(attempts, now),
+            _ => {}
         }
         Vec::new()
     }
@@ -224,7 +242,11 @@ impl DevicePluginHandshake {
     /// The kubelet has forgotten the name, or may not have: then the end of the plugin before us costs another session.
     fn detached(&mut self, attempts: &mut Attempts, result: Result<(), String>, now: Duration) -> Actions {
         self.detached = true;
-        self.beside(attempts, now);
+        if self.doubted {
+            self.confirm(attempts, now);
+        } else {
+            self.beside(attempts, now);
+        }
         own(OwnAction::ReportDetached(result))
     }
 
@@ -246,7 +268,8 @@ impl DevicePluginHandshake {
         self.beside_until = self.beside_until.min(now + LONGEST_BESIDE);
         let until = if self.predecessor { self.beside_until } else { self.seen.max(now) };
         self.enter(attempts, Phase::Beside, Some(until));
-        (self.ask, self.renewing, self.again) = (Some(now + ASK_BETWEEN), false, false);
+        self.ask_later(now);
+        (self.renewing, self.again) = (false, false);
     }
 
     /// A plugin before us lives on: from now on the kubelet is to notice our end, and that plugin's end costs a session.
@@ -327,6 +350,7 @@ impl Handshake for DevicePluginHandshake {
     fn bound(&mut self, attempts: &mut Attempts, predecessor: bool, now: Duration) -> Actions {
         attempts.forget_waiting();
         (self.streams, self.asked, self.overtaken) = (0, false, false);
+        (self.asking, self.doubted) = (false, false);
         (self.detached, self.detaching, self.renewing) = (false, false, false);
         (self.predecessor, self.outlasts, self.beside_until) = (predecessor, predecessor, Duration::MAX);
         self.enter(attempts, Phase::Registering, Some(now + self.limits.register));
@@ -394,10 +418,7 @@ impl Handshake for DevicePluginHandshake {
                 actions.extend(self.renew(attempts, now));
                 actions
             }
-            Phase::Confirming | Phase::Beside | Phase::Serving => {
-                self.ask = None;
-                own(OwnAction::Ask)
-            }
+            Phase::Confirming | Phase::Beside | Phase::Serving => self.ask(),
             Phase::WaitingForKubelet | Phase::Binding | Phase::Ending | Phase::Pausing => Vec::new(),
         }
     }

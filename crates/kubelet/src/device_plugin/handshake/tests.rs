@@ -80,6 +80,8 @@ struct Kubelet {
     is_older: bool,
     /// Kubelets up to 1.36: whether a client of ours is under the resource's name, which the end of any stream ends.
     named: bool,
+    /// True from the end of that client to the next Register: no stream opens for it.
+    disconnected: bool,
 }
 
 fn does(world: &mut World, own: Own) {
@@ -168,7 +170,7 @@ impl Neighbour for Kubelet {
                 assert!(!socket.ended && !twice, "registers what has ended, or twice");
                 assert_eq!(beside, *action == OwnAction::Renew);
                 assert!(world.kubelet.is_some(), "registers without a kubelet");
-                kubelet.registering = true;
+                (kubelet.registering, kubelet.disconnected) = (true, false);
             }
             OwnAction::Ask => assert!(!std::mem::replace(&mut kubelet.asking, true), "asks twice at once"),
             OwnAction::Detach => {
@@ -235,6 +237,7 @@ impl Neighbour for Kubelet {
                 kubelet.is_older = is_older;
                 world.happens(Happening::KubeletNew);
             }
+            Own::StreamOpens if kubelet.disconnected => {}
             Own::StreamOpens => {
                 if !kubelet.is_older && world.socket.is_some_and(|socket| !socket.ended) {
                     own_input(world, OwnInput::Asked);
@@ -276,6 +279,7 @@ impl Neighbour for Kubelet {
             kubelet.predecessor = Predecessor::default();
             if !kubelet.is_older && std::mem::take(&mut kubelet.named) {
                 assert!(!serving || kubelet.kept, "did not outlast the plugin before us");
+                kubelet.disconnected = true;
                 streams(world, |_| 0);
             }
         }

@@ -125,6 +125,52 @@ fn doubt_during_second_registration_still_detaches() {
     }
 }
 
+/// A slow PodResources: still asked when the plugin is detached a second time, since it registered again meanwhile.
+fn detaching_with_an_open_question() -> World {
+    let mut world = World::new(1);
+    for happening in [
+        Happening::KubeletNew,
+        Happening::Own(Own::BindsBeside),
+        Happening::Own(Own::StreamOpens),
+        Happening::Own(Own::AllWell),
+        Happening::Passes(29_990),
+        Happening::Own(Own::SuccessorEnds),
+        Happening::Passes(20),
+        Happening::Own(Own::RegisterEnds(true)),
+    ] {
+        world.happens(happening);
+    }
+    assert!(world.phase() == Phase::Detaching && world.neighbour.asking);
+    world
+}
+
+/// The answer that our devices are not listed is not forgotten because it came while the plugin was detached.
+#[test]
+fn doubt_while_detaching_is_looked_into() {
+    let mut world = detaching_with_an_open_question();
+    does(&mut world, Own::AskEnds(Listing::Missing));
+    does(&mut world, Own::DetachEnds(true));
+    assert_eq!(world.phase(), Phase::Confirming);
+    world.happens(Happening::Passes(100));
+    assert!(world.neighbour.asking, "asked again soon");
+    does(&mut world, Own::AskEnds(Listing::Listed));
+    assert_eq!((world.phase(), world.sockets), (Phase::Beside, 1));
+}
+
+/// The world refuses a second question at once.
+#[test]
+fn slow_answer_is_waited_for_after_detaching() {
+    let mut world = detaching_with_an_open_question();
+    does(&mut world, Own::DetachEnds(true));
+    world.happens(Happening::Passes(40_000));
+    assert_eq!(world.phase(), Phase::Beside);
+    does(&mut world, Own::AskEnds(Listing::Listed));
+    world.happens(Happening::Passes(29_999));
+    assert!(!world.neighbour.asking);
+    world.happens(Happening::Passes(1));
+    assert!(world.neighbour.asking);
+}
+
 /// A kubelet answers the registration that fails on purpose when we have registered again, and forgets the name.
 #[test]
 fn late_answer_is_followed_by_a_registration() {
