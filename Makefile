@@ -18,6 +18,8 @@ BUILT ?= target/$(PROFILE)
 FUZZ_SECONDS ?= 60
 SOAK_SECONDS ?= 300
 SOAK_SEED ?=
+# Of the tests with random input: one commit gives one result. `make test-long` takes another seed each time.
+PROPTEST_RNG_SEED ?= 1
 OLDER ?=
 
 # To build: hwloc's headers, udev's (hwloc's pkg-config file asks for them), pkg-config itself.
@@ -123,7 +125,8 @@ test: setup ## run the tests
 	has prometheus || skips prometheus "no Prometheus scrapes linkwise, no query of a dashboard is run"
 	@for reader in zsh fish man mandoc; do command -v $$reader >/dev/null || \
 	  echo "== no $$reader here: completions and manual are not read by it"; done
-	RUST_TEST_THREADS=$${RUST_TEST_THREADS:-$$((4 * $$(nproc)))} $(CARGO) test --locked --workspace
+	PROPTEST_RNG_SEED=$(PROPTEST_RNG_SEED) RUST_TEST_THREADS=$${RUST_TEST_THREADS:-$$((4 * $$(nproc)))} \
+	  $(CARGO) test --locked --workspace
 	@echo "== all passed"
 
 .PHONY: lint
@@ -150,8 +153,9 @@ test-image: setup tools ## the image in a box: what the Dockerfile packs, run as
 	@echo "== all passed"
 
 .PHONY: test-long
-test-long: setup ## what takes minutes: the same faults hundreds of times (not part of test)
+test-long: setup ## what takes minutes: the same faults hundreds of times, random input anew (not part of test)
 	$(CARGO) test --locked --workspace -- --ignored
+	$(MAKE) test PROPTEST_RNG_SEED=$$(od -An -N4 -tu4 /dev/urandom | tr -d ' ')
 
 .PHONY: build-arm64
 build-arm64: setup ## build linkwise and linkwise-lab for arm64, on an x86-64 Debian: target/aarch64-unknown-linux-gnu/release
