@@ -323,12 +323,15 @@ async fn allocate_on_replaced_connection_is_answered() {
 
 #[tokio::test]
 async fn registration_during_disconnect_may_be_lost() {
-    let slow = |options: &mut Options| options.lag = Lag { disconnect: SOON, ..Lag::default() };
+    // Long enough for a busy machine: the new plugin's list has to come before the disconnect.
+    let disconnect = std::time::Duration::from_secs(3);
+    let slow = |options: &mut Options| options.lag = Lag { disconnect, ..Lag::default() };
     let (dir, kubelet, old) = node("a b", slow, |_| {}).await;
     old.end_streams();
     old.streams_gone().await;
     let new = Plugin::serve(dir.path(), "new.sock", "a b c");
     new.register().await.unwrap();
+    kubelet.wait(|s| s.resources[GPU].healthy.len() == 3).await.unwrap();
     let state = kubelet.wait(|s| s.resources[GPU].unhealthy.len() == 3).await.unwrap();
     assert_eq!((state.resources[GPU].open_streams, state.resources[GPU].connected), (1, false));
     assert!(kubelet.admit(&Pod::single("pod", GPU, 1), None).await.is_err());
