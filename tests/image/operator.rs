@@ -224,7 +224,9 @@ async fn operators_config_manager_links_what_the_nodes_label_names() {
 /// ClusterPolicy.
 #[tokio::test]
 async fn objects_of_the_operator_itself_serve() {
-    let Some(folder) = std::env::var_os("LINKWISE_OPERATOR_OBJECTS") else {
+    #[allow(clippy::disallowed_methods, reason = "the environment names what the operator has rendered")]
+    let folder = std::env::var_os("LINKWISE_OPERATOR_OBJECTS");
+    let Some(folder) = folder else {
         return left_out("the operator's own objects: LINKWISE_OPERATOR_OBJECTS names no folder");
     };
     for file in fs::read_dir(folder).unwrap() {
