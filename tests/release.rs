@@ -1,7 +1,7 @@
 //! The scripts that make a release (`release/`), with a program of this build in the place of one built for release.
 
 use std::fs;
-use std::io::{BufRead, BufReader, Write as _};
+use std::io::{BufRead, BufReader, Read as _, Write as _};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStderr, Command, Output, Stdio};
@@ -164,14 +164,9 @@ impl Registry {
         serve.arg("serve").arg(configuration).stdout(Stdio::null()).stderr(Stdio::piped());
         let mut process = serve.spawn().unwrap();
         let mut log = BufReader::new(process.stderr.take().unwrap());
-        let mut said = String::new();
-        let address = loop {
-            let start = said.len();
-            assert!(log.read_line(&mut said).unwrap() > 0, "the registry ended: {said}");
-            if let Some((_, rest)) = said[start..].split_once("listening on ") {
-                break rest.split('"').next().unwrap().to_owned();
-            }
-        };
+        let mut lines = log.by_ref().lines().map(Result::unwrap);
+        let address = lines.find_map(|line| Some(line.split_once("listening on ")?.1.split('"').next()?.to_owned()));
+        let address = address.expect("the registry ended");
         Self { process, address, _log: log }
     }
 }
