@@ -84,6 +84,8 @@ tools: $(HELM_FOLDER)/bin/helm $(GRAFANA_FOLDER)/grafana_foundation_sdk $(ACTION
 	@command -v perl >/dev/null || $(MAKE) setup PACKAGES=perl
 	@tests/tools/debian.sh --alone mmdebstrap mmdebstrap=usr/bin/mmdebstrap
 	@tests/tools/debian.sh --alone runc runc=usr/sbin/runc
+	@# To which a release's chart is pushed.
+	@tests/tools/debian.sh --alone docker-registry docker-registry=usr/bin/docker-registry
 	@# Debian 12's kubectl is 1.20, whose kustomize knows no components.
 	@command -v kubectl >/dev/null || command -v kustomize >/dev/null || \
 	  tests/tools/debian.sh --suite trixie kubectl kubectl=usr/bin/kubectl
@@ -119,6 +121,7 @@ test: setup ## run the tests
 	has helm || skips helm "the chart is not rendered"; \
 	has actionlint || skips actionlint "the workflows are not looked at"; \
 	has shellcheck || skips shellcheck "the scripts of a release are not looked at"; \
+	has docker-registry || skips docker-registry "the chart is not pushed"; \
 	has chromium || skips chromium "the node page is not looked at"; \
 	[[ -d target/tools/grafana ]] || skips "Grafana types" "dashboards are not held against Grafana's types"; \
 	has promtool || skips promtool "alerts and recording rules are not tested"; \
@@ -163,7 +166,7 @@ build-arm64: setup ## build linkwise and linkwise-lab for arm64, on an x86-64 De
 	  -p linkwise -p linkwise-lab --bin linkwise --bin linkwise-lab
 
 .PHONY: test-arm64
-test-arm64: setup ## run the core's tests and the programs for arm64, by qemu's user mode (not tried yet)
+test-arm64: setup ## run the core's tests and the programs for arm64, by qemu's user mode
 	@status=0; tests/tools/arm64.sh tests/arm64.sh $(PROFILE) $(CARGO) || status=$$?; \
 	if ((status == 77)); then echo "== arm64: skipped, for the reason above"; else exit $$status; fi
 
@@ -178,7 +181,7 @@ test-upgrade: setup ## an upgrade from an older commit and the way back under cl
 
 .PHONY: gpu-kit
 gpu-kit: setup ## a folder, target/gpu-kit, whose run.sh tries linkwise on a machine with a GPU and writes a report
-	$(CARGO) build --release --locked -p linkwise -p linkwise-lab --bin linkwise --bin linkwise-lab
+	release/build.sh
 	lab/gpu-kit/pack.sh target/release target/gpu-kit
 
 # The architectures of a release. One alone makes a snapshot only.

@@ -1,10 +1,10 @@
 //! The scripts that make a release (`release/`), with a program of this build in the place of one built for release.
 
 use std::fs;
-use std::io::Write as _;
+use std::io::{BufRead, BufReader, Read as _, Write as _};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::{Child, ChildStderr, Command, Output, Stdio};
 
 use tempfile::TempDir;
 
@@ -42,7 +42,7 @@ impl Tree {
         let at = folder.path().join(name);
         fs::create_dir_all(at.join("lab")).unwrap();
         fs::create_dir_all(at.join("charts")).unwrap();
-        for path in ["release", "charts/linkwise", "Cargo.toml", "lab/Cargo.toml", "CHANGELOG.md"] {
+        for path in [".gitignore", "release", "charts/linkwise", "Cargo.toml", "lab/Cargo.toml", "CHANGELOG.md"] {
             run(Command::new("cp").arg("-R").arg(repository(path)).arg(at.join(path))).unwrap();
         }
         let tree = Self { folder, at };
@@ -142,6 +142,73 @@ fn chart_package_depends_on_the_commit_alone() {
         fs::read(tree.folder.path().join(format!("out/linkwise-chart-{VERSION}.tgz"))).unwrap()
     });
     assert!(packed[0] == packed[1]);
+}
+
+/// Debian's docker-registry on the loopback, with its files in a folder.
+struct Registry {
+    process: Child,
+    address: String,
+    // Closed, it would end a registry that logs.
+    _log: BufReader<ChildStderr>,
+}
+
+impl Registry {
+    fn start(program: &Path, folder: &Path) -> Self {
+        let configuration = folder.join("registry.yml");
+        let files = folder.join("registry");
+        let text = format!(
+            "{{version: 0.1, storage: {{filesystem: {{rootdirectory: {files:?}}}}}, http: {{addr: '127.0.0.1:0'}}}}"
+        );
+        fs::write(&configuration, text).unwrap();
+        let mut serve = Command::new(program);
+        serve.arg("serve").arg(configuration).stdout(Stdio::null()).stderr(Stdio::piped());
+        let mut process = serve.spawn().unwrap();
+        let mut log = BufReader::new(process.stderr.take().unwrap());
+        let mut lines = log.by_ref().lines().map(Result::unwrap);
+        let address = lines.find_map(|line| Some(line.split_once("listening on ")?.1.split('"').next()?.to_owned()));
+        let address = address.expect("the registry ended");
+        Self { process, address, _log: log }
+    }
+}
+
+impl Drop for Registry {
+    fn drop(&mut self) {
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
+
+#[test]
+fn pushed_chart_is_pulled_as_it_was_packed() {
+    let (Some(_), Some(helm), Some(registry)) =
+        (tool("git", "--version"), tool("helm", "version"), tool("docker-registry", "--version"))
+    else {
+        return;
+    };
+    let tree = Tree::new("clone");
+    fs::write(tree.at.join("release/owner"), "somebody\n").unwrap();
+    tree.git(&["commit", "--quiet", "--all", "--message", "an owner"]);
+    tree.git(&["tag", &format!("v{VERSION}")]);
+    let registry = Registry::start(&registry, tree.folder.path());
+    let script = |name: &str, args: &[&str]| {
+        let mut command = Command::new(tree.at.join("release").join(name));
+        run(command.args(args).current_dir(&tree.at).env("HELM", &helm).env("LINKWISE_REGISTRY", &registry.address))
+    };
+    script("chart.sh", &[VERSION, "target/release-files"]).unwrap();
+    script("publish.sh", &["push-chart", "--plain-http"]).unwrap();
+    let chart = format!("oci://{}/charts/linkwise", registry.address);
+    let pulled = tree.folder.path();
+    let mut pull = Command::new(helm);
+    pull.args(["pull", &chart, "--version", VERSION, "--plain-http", "--destination"]).arg(pulled);
+    let Output { status, stderr, .. } = pull.output().unwrap();
+    let said = String::from_utf8_lossy(&stderr);
+    assert!(status.success(), "{said}");
+    let files = tree.at.join("target/release-files");
+    let packed = fs::read(files.join(format!("linkwise-chart-{VERSION}.tgz"))).unwrap();
+    assert!(fs::read(pulled.join(format!("linkwise-{VERSION}.tgz"))).unwrap() == packed);
+    let named = fs::read_to_string(files.join("chart.digest")).unwrap();
+    let digest = named.trim().strip_prefix(&format!("{}/charts/linkwise@", registry.address)).unwrap();
+    assert!(digest.starts_with("sha256:") && said.contains(digest), "{named}: {said}");
 }
 
 #[test]

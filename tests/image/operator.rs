@@ -2,15 +2,18 @@
 //! and their source.
 
 use std::fs;
+use std::io::Write as _;
 use std::os::unix::fs::{PermissionsExt, symlink};
+use std::path::Path;
 
 use linkwise_api_server_box::ResourceType;
 use linkwise_kubelet_box::Pod as Workload;
 use serde_json::{Value, json};
 
-use crate::helm::repository;
+use crate::helm::{POD, list, object, repository};
 use crate::node::{GPU, NODE, Node, succeeds, until};
 use crate::pod::Pod;
+use crate::rights::left_out;
 use crate::rootfs::below;
 
 /// What the operator's script does before the plugin, in our words: it waits for the driver, takes the variables of the
@@ -38,7 +41,7 @@ fn set_variable(spec: &mut Value, variable: &Value) {
 }
 
 /// The DaemonSet of a part, and what it needs.
-fn objects(node: &Node, part: &str, cdi: bool) -> Vec<Value> {
+fn objects(part: &str, cdi: bool) -> Vec<Value> {
     let facts = facts();
     let mut spec = facts[part].clone();
     if cdi {
@@ -46,14 +49,30 @@ fn objects(node: &Node, part: &str, cdi: bool) -> Vec<Value> {
             set_variable(&mut spec, variable);
         }
     }
-    // The box's pods share the host's network. A ClusterPolicy sets this by `devicePlugin.env`.
-    let address = format!("[::]:{}", node.port);
-    set_variable(&mut spec, &json!({"name": "LINKWISE_METRICS_ADDRESS", "value": address}));
     vec![
         json!({"kind": "DaemonSet", "metadata": {"name": part}, "spec": {"template": {"spec": spec}}}),
         json!({"kind": "ConfigMap", "metadata": {"name": "nvidia-device-plugin-entrypoint"},
                "data": {"entrypoint.sh": ENTRYPOINT}}),
     ]
+}
+
+/// Starts the pod of a DaemonSet, with what the API server adds to each: the ServiceAccount's token.
+async fn start(node: &Node, objects: &[Value], set: &Value) -> Pod {
+    let mut set = set.clone();
+    let spec = set.pointer_mut(POD).unwrap();
+    // The box's pods share the host's network. A ClusterPolicy sets this by `devicePlugin.env`.
+    let address = format!("[::]:{}", node.port);
+    set_variable(spec, &json!({"name": "LINKWISE_METRICS_ADDRESS", "value": address}));
+    let facts = facts();
+    spec["volumes"].as_array_mut().unwrap().push(facts["token"]["volume"].clone());
+    for kind in ["initContainers", "containers"] {
+        for container in spec[kind].as_array_mut().into_iter().flatten() {
+            let mut mounts: Vec<Value> = list(container, "/volumeMounts").into_iter().cloned().collect();
+            mounts.push(facts["token"]["mount"].clone());
+            container["volumeMounts"] = json!(mounts);
+        }
+    }
+    Pod::start(node, objects, &set).await
 }
 
 /// Adds config-manager to the pod, as `devicePlugin.config` of a ClusterPolicy does.
@@ -95,26 +114,40 @@ fn prepare(node: &Node, driver: &str) {
     fs::set_permissions(&hook, fs::Permissions::from_mode(0o755)).unwrap();
     let ready = facts()["driverReady"][driver].as_str().unwrap().to_owned();
     fs::write(at("/run/nvidia/validations/driver-ready"), ready).unwrap();
+    fs::write(at("/run/nvidia/validations/toolkit-ready"), "").unwrap();
 }
 
-/// Starts the plugin's pod, admits a pod with two GPUs, and looks at what its container gets.
+/// Starts the plugin's pod, and looks at what it serves.
 async fn plugin_serves(driver: &str, cdi: bool) {
     let node = Node::start("dgx1-v100").await;
     prepare(&node, driver);
-    let objects = objects(&node, "plugin", cdi);
-    let pod = Pod::start(&node, &objects, &objects[0]).await;
-    node.offers(&pod, GPU, 8).await;
+    let objects = objects("plugin", cdi);
+    let pod = start(&node, &objects, &objects[0]).await;
+    admits(&node, &pod, &objects[0]).await;
+    pod.stop().await;
+}
+
+/// Whether the DaemonSet's first container has this variable.
+fn has(set: &Value, variable: &str) -> bool {
+    list(set, "/spec/template/spec/containers/0/env").iter().any(|it| it["name"] == variable)
+}
+
+/// Admits a pod with two GPUs, and looks at what its container gets of the plugin in this DaemonSet.
+async fn admits(node: &Node, pod: &Pod, set: &Value) {
+    let cdi = has(set, "CDI_ENABLED");
+    node.offers(pod, GPU, 8).await;
     let admitted = node.kubelet.admit(&Workload::single("default/p", GPU, 2), None).await;
-    let admitted = admitted.unwrap_or_else(|error| panic!("{driver}, CDI {cdi}: {error}\n{}", pod.logs()));
+    let admitted = admitted.unwrap_or_else(|error| panic!("CDI {cdi}: {error}\n{}", pod.logs()));
     let allocation = &admitted.grant("main", GPU).unwrap().allocation;
     assert_eq!(allocation.devices.len(), 2, "{allocation:?}");
     if cdi {
         assert_eq!(allocation.cdi_names.len(), 2, "{allocation:?}");
         assert!(allocation.annotations.keys().any(|key| key.starts_with("cdi.k8s.io/")), "{allocation:?}");
         let specs = node.cdi_specs();
-        assert!(specs.contains("/usr/local/nvidia/toolkit/nvidia-cdi-hook"), "{specs}");
+        let hooks = has(set, "NVIDIA_CDI_HOOK_PATH");
+        assert_eq!(specs.contains("/usr/local/nvidia/toolkit/nvidia-cdi-hook"), hooks, "{specs}");
         // A hook that linkwise names only if it sees it in the host's program.
-        assert!(specs.contains("disable-device-node-modification"), "{specs}");
+        assert_eq!(specs.contains("disable-device-node-modification"), hooks, "{specs}");
     } else {
         assert!(allocation.envs["NVIDIA_VISIBLE_DEVICES"].starts_with("GPU-"), "{allocation:?}");
         assert!(allocation.cdi_names.is_empty(), "{allocation:?}");
@@ -125,7 +158,22 @@ async fn plugin_serves(driver: &str, cdi: bool) {
     let loaded = fs::read_to_string("/proc/modules").unwrap_or_default();
     let listed = plugin.exec(&["lsmod"]).await;
     assert_eq!(succeeds(&listed).lines().map(name).collect::<Vec<_>>(), loaded.lines().map(name).collect::<Vec<_>>());
-    pod.stop().await;
+}
+
+/// Waits until gpu-feature-discovery has said what the node has.
+async fn writes_node_feature(node: &Node, pod: &mut Pod) {
+    let key = ResourceType::NODE_FEATURES.key(Some("gpu"), &format!("nvidia-features-for-{NODE}"));
+    let has = || node.server.object(&key).is_some_and(|it| it["spec"]["labels"]["nvidia.com/gpu.count"] == "8");
+    until(pod, "NodeFeature with 8 GPUs", has).await;
+}
+
+/// A ConfigMap for `devicePlugin.config`.
+fn configs() -> Value {
+    let shared = |by: &str, slots: u32| {
+        format!("version: v1\nsharing: {{{by}: {{resources: [{{name: nvidia.com/gpu, replicas: {slots}}}]}}}}\n")
+    };
+    json!({"kind": "ConfigMap", "metadata": {"name": "plugin-configs"},
+           "data": {"any": "version: v1\n", "shared": shared("timeSlicing", 4), "mps": shared("mps", 3)}})
 }
 
 #[tokio::test]
@@ -152,11 +200,9 @@ async fn operator_without_cdi_serves_by_the_driver_container() {
 async fn operators_gpu_feature_discovery_writes_its_node_feature() {
     let node = Node::start("dgx1-v100").await;
     prepare(&node, "host");
-    let objects = objects(&node, "gfd", false);
-    let mut pod = Pod::start(&node, &objects, &objects[0]).await;
-    let key = ResourceType::NODE_FEATURES.key(Some("gpu"), &format!("nvidia-features-for-{NODE}"));
-    let has = || node.server.object(&key).is_some_and(|it| it["spec"]["labels"]["nvidia.com/gpu.count"] == "8");
-    until(&mut pod, "NodeFeature with 8 GPUs", has).await;
+    let objects = objects("gfd", false);
+    let mut pod = start(&node, &objects, &objects[0]).await;
+    writes_node_feature(&node, &mut pod).await;
     pod.stop().await;
 }
 
@@ -164,14 +210,57 @@ async fn operators_gpu_feature_discovery_writes_its_node_feature() {
 async fn operators_config_manager_links_what_the_nodes_label_names() {
     let node = Node::start("dgx1-v100").await;
     prepare(&node, "host");
-    let mut objects = objects(&node, "plugin", true);
+    let mut objects = objects("plugin", true);
     add_configs(&mut objects[0]);
-    let shared = "version: v1\nsharing: {timeSlicing: {resources: [{name: nvidia.com/gpu, replicas: 4}]}}\n";
-    objects.push(json!({"kind": "ConfigMap", "metadata": {"name": "plugin-configs"},
-                        "data": {"any": "version: v1\n", "shared": shared}}));
-    let pod = Pod::start(&node, &objects, &objects[0]).await;
+    objects.push(configs());
+    let pod = start(&node, &objects, &objects[0]).await;
     node.offers(&pod, GPU, 8).await;
     node.label(json!({"nvidia.com/device-plugin.config": "shared"}));
     node.offers(&pod, GPU, 32).await;
+    pod.stop().await;
+}
+
+/// Objects that the operator itself has made: LINKWISE_OPERATOR_OBJECTS names a folder with a JSON list of them for each
+/// ClusterPolicy.
+#[tokio::test]
+async fn objects_of_the_operator_itself_serve() {
+    #[allow(clippy::disallowed_methods, reason = "the environment names what the operator has rendered")]
+    let folder = std::env::var_os("LINKWISE_OPERATOR_OBJECTS");
+    let Some(folder) = folder else {
+        return left_out("the operator's own objects: LINKWISE_OPERATOR_OBJECTS names no folder");
+    };
+    for file in fs::read_dir(folder).unwrap() {
+        let file = file.unwrap().path();
+        for driver in ["host", "container"] {
+            let _ = writeln!(std::io::stderr(), "{}, the driver of the {driver}", file.display());
+            own_objects_serve(&file, driver).await;
+        }
+    }
+}
+
+async fn own_objects_serve(file: &Path, driver: &str) {
+    let node = Node::start("dgx1-v100").await;
+    prepare(&node, driver);
+    // Where a ClusterPolicy's hostPaths may lie.
+    fs::create_dir(node.host().join("srv")).unwrap();
+    symlink("..", node.host().join("srv/root")).unwrap();
+    symlink("../run/nvidia/driver", node.host().join("srv/driver")).unwrap();
+    let mut objects: Vec<Value> = serde_json::from_slice(&fs::read(file).unwrap()).unwrap();
+    objects.push(configs());
+    let set = |name: &str| object(&objects, "DaemonSet", name);
+    let plugin = set("nvidia-device-plugin-daemonset");
+    let pod = start(&node, &objects, plugin).await;
+    admits(&node, &pod, plugin).await;
+    if has(plugin, "CONFIG_FILE") {
+        node.label(json!({"nvidia.com/device-plugin.config": "shared"}));
+        node.offers(&pod, GPU, 32).await;
+        node.label(json!({"nvidia.com/device-plugin.config": "mps"}));
+        let daemons = start(&node, &objects, set("nvidia-device-plugin-mps-control-daemon")).await;
+        node.offers(&pod, GPU, 24).await;
+        daemons.stop().await;
+    }
+    pod.stop().await;
+    let mut pod = start(&node, &objects, set("gpu-feature-discovery")).await;
+    writes_node_feature(&node, &mut pod).await;
     pod.stop().await;
 }

@@ -24,8 +24,9 @@ tools=$PWD/target/tools sysroot=$PWD/target/tools/arm64
 [[ $(uname -m) == x86_64 ]] || lacks "no cross build on $(uname -m)"
 tests/tools/debian.sh --sysroot arm64 libc6-dev libhwloc-dev libudev-dev || lacks "no libraries for arm64"
 tests/tools/debian.sh --with "--sysroot=$sysroot" gcc-aarch64-linux-gnu \
-  aarch64-linux-gnu-gcc=usr/bin/aarch64-linux-gnu-gcc aarch64-linux-gnu-ar=usr/bin/aarch64-linux-gnu-ar || \
-  lacks "no cross gcc"
+  aarch64-linux-gnu-gcc=usr/bin/aarch64-linux-gnu-gcc || lacks "no cross gcc"
+tests/tools/debian.sh binutils-aarch64-linux-gnu aarch64-linux-gnu-ar=usr/bin/aarch64-linux-gnu-ar || \
+  lacks "no cross ar"
 tests/tools/debian.sh --alone qemu-user-static qemu-aarch64=usr/bin/qemu-aarch64-static || lacks "no qemu-user-static"
 
 # The kernel starts no arm64 program, unless the machine's binfmt_misc says by what. This does, in those that run.
