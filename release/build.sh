@@ -3,17 +3,18 @@
 # COMMAND... runs another build so.
 #
 # A program names source files where it panics. These names become the same on every machine: those of the repository,
-# of cargo's registry (its crates' C code too) and of Rust's own library.
+# of cargo's registry (its crates' C code too) and of Rust's own library. The linker's script, by which the code that runs
+# lies together, leaves no name.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 cargo=${CARGO:-cargo}
 from=("$PWD" "${CARGO_HOME:-$HOME/.cargo}" "$(rustc --print sysroot)")
 to=(/linkwise /cargo /rust)
 
-export RUSTFLAGS="" CFLAGS=""
+export RUSTFLAGS="-C link-arg=-T$PWD/release/hot.ld" CFLAGS=""
 for i in "${!from[@]}"; do
   [[ ${from[i]} != *[[:space:]]* ]] || { echo "release: a space in the path ${from[i]}"; exit 1; }
-  RUSTFLAGS+="${RUSTFLAGS:+ }--remap-path-prefix=${from[i]}=${to[i]}"
+  RUSTFLAGS+=" --remap-path-prefix=${from[i]}=${to[i]}"
   CFLAGS+="${CFLAGS:+ }-ffile-prefix-map=${from[i]}=${to[i]}"
 done
 if (($#)); then exec "$@"; fi
