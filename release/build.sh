@@ -3,19 +3,20 @@
 # COMMAND... runs another build so.
 #
 # A program names source files where it panics. These names become the same on every machine: those of the repository,
-# of cargo's registry (its crates' C code too) and of Rust's own library. The linker's script, by which the code that runs
-# lies together, leaves no name.
+# of cargo's registry (its crates' C code too) and of Rust's own library.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 cargo=${CARGO:-cargo}
 from=("$PWD" "${CARGO_HOME:-$HOME/.cargo}" "$(rustc --print sysroot)")
 to=(/linkwise /cargo /rust)
 
-export RUSTFLAGS="-C link-arg=-T$PWD/release/hot.ld" CFLAGS=""
+export RUSTFLAGS="" CFLAGS=""
 for i in "${!from[@]}"; do
   [[ ${from[i]} != *[[:space:]]* ]] || { echo "release: a space in the path ${from[i]}"; exit 1; }
-  RUSTFLAGS+=" --remap-path-prefix=${from[i]}=${to[i]}"
+  RUSTFLAGS+="${RUSTFLAGS:+ }--remap-path-prefix=${from[i]}=${to[i]}"
   CFLAGS+="${CFLAGS:+ }-ffile-prefix-map=${from[i]}=${to[i]}"
 done
 if (($#)); then exec "$@"; fi
+# Leaves no name in a program. Not for arm64, whose linker would take minutes.
+RUSTFLAGS+=" -C link-arg=-T$PWD/release/hot.ld"
 "$cargo" build --release --locked -p linkwise -p linkwise-lab --bin linkwise --bin linkwise-lab

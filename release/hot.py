@@ -21,8 +21,8 @@ HEADER = """\
 /* Code that runs lies together. The kernel maps 64 KiB around each page of the program that is touched, and counts them for
  * both processes of a node; spread over the program, what runs would have most of it mapped.
  *
- * Given to the linker as -T (the Dockerfile's RUSTFLAGS, release/build.sh): lld and GNU ld put the section before their own
- * .text. A plain `cargo build --release` goes without, and differs in nothing but the order of functions. A pattern that
+ * Given to the linker as -T (the Dockerfile's RUSTFLAGS, release/build.sh): the section comes before .text. lld, which Rust
+ * brings for x86-64, takes a moment; GNU ld takes minutes, so that arm64 goes without. A plain `cargo build --release` goes without, and differs in nothing but the order of functions. A pattern that
  * names nothing does no harm; make test-image says when more than a tenth do, as after an update of Rust or of tokio. Cargo
  * does not see a change here: touch src/main.rs.
  *
