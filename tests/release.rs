@@ -240,8 +240,8 @@ fn is_let_through(patterns: &str, path: &str) -> bool {
         let mut pairs = pattern.split('/').zip(&parts);
         pattern.split('/').count() <= parts.len() && pairs.all(|(glob, part)| glob == "*" || glob == *part)
     };
-    let lines = patterns.lines().filter(|line| !line.is_empty() && !line.starts_with('#'));
-    let last = lines.filter(|line| is_at(line.trim_start_matches('!'))).last();
+    let mut lines = patterns.lines().filter(|line| !line.is_empty() && !line.starts_with('#'));
+    let last = lines.rfind(|line| is_at(line.trim_start_matches('!')));
     last.is_none_or(|line| line.starts_with('!'))
 }
 
