@@ -150,7 +150,7 @@ lint: setup ## format, clippy and docs; warnings are errors
 test-image: setup tools ## the image in a box: what the Dockerfile packs, run as the chart says (root; not part of test)
 	@(($$(id -u) == 0)) || { echo "test-image: containers need root"; exit 1; }
 	@echo "== the program, built as the Dockerfile builds it"
-	RUSTFLAGS="$$(sed -n 's/^ENV RUSTFLAGS="\(.*\)"$$/\1/p' Dockerfile)" $(MAKE) build
+	RUSTFLAGS="$$(sed -n 's|-T/src/|-T$(CURDIR)/|; s/^ENV RUSTFLAGS="\(.*\)"$$/\1/p' Dockerfile)" $(MAKE) build
 	@echo "== the image in a box"
 	$(CARGO) test --locked --test image
 	@echo "== all passed"

@@ -17,4 +17,6 @@ for i in "${!from[@]}"; do
   CFLAGS+="${CFLAGS:+ }-ffile-prefix-map=${from[i]}=${to[i]}"
 done
 if (($#)); then exec "$@"; fi
+# Leaves no name in a program. Not for arm64, whose linker would take minutes.
+RUSTFLAGS+=" -C link-arg=-T$PWD/release/hot.ld"
 "$cargo" build --release --locked -p linkwise -p linkwise-lab --bin linkwise --bin linkwise-lab

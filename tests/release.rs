@@ -1,4 +1,5 @@
-//! The scripts that make a release (`release/`), with a program of this build in the place of one built for release.
+//! The scripts that make a release (`release/`), with a program of this build in the place of one built for release; and what
+//! `docker build` is given of the repository.
 
 use std::fs;
 use std::io::{BufRead, BufReader, Read as _, Write as _};
@@ -7,6 +8,10 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStderr, Command, Output, Stdio};
 
 use tempfile::TempDir;
+
+#[path = "image/dockerfile.rs"]
+#[expect(dead_code, reason = "the image's own tests use the rest")]
+mod dockerfile;
 
 fn repository(path: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join(path)
@@ -278,4 +283,90 @@ fn workflows_and_scripts_of_a_release_are_sound() {
         let shellcheck = shellcheck.unwrap_or_default();
         run(Command::new(actionlint).arg("-shellcheck").arg(shellcheck).args(&workflows)).unwrap();
     }
+}
+
+/// Sources and place of a COPY out of the repository.
+fn copied(rest: &str) -> Option<(Vec<&str>, &str)> {
+    let mut words: Vec<&str> = rest.split_whitespace().collect();
+    let place = words.pop()?;
+    (!words.iter().any(|word| word.starts_with("--"))).then_some((words, place))
+}
+
+/// All files at a path of the repository, that are no build's own.
+fn files(path: &Path) -> Vec<PathBuf> {
+    if !path.is_dir() {
+        return vec![path.to_owned()];
+    }
+    fs::read_dir(path).unwrap().flat_map(|entry| files(&entry.unwrap().path())).collect()
+}
+
+/// As docker reads .dockerignore: the last pattern counts that is a path or a folder above it.
+fn is_let_through(patterns: &str, path: &str) -> bool {
+    let parts: Vec<&str> = path.split('/').collect();
+    let is_at = |pattern: &str| {
+        let mut pairs = pattern.split('/').zip(&parts);
+        pattern.split('/').count() <= parts.len() && pairs.all(|(glob, part)| glob == "*" || glob == *part)
+    };
+    let mut lines = patterns.lines().filter(|line| !line.is_empty() && !line.starts_with('#'));
+    let last = lines.rfind(|line| is_at(line.trim_start_matches('!')));
+    last.is_none_or(|line| line.starts_with('!'))
+}
+
+#[test]
+fn whatever_the_dockerfile_copies_is_sent_to_its_builder() {
+    let ignored = fs::read_to_string(repository(".dockerignore")).unwrap();
+    let text = dockerfile::text();
+    let mut sent = 0;
+    for (_, rest) in dockerfile::instructions(&text).iter().filter(|(word, _)| word == "COPY") {
+        for source in copied(rest).map_or_else(Vec::new, |(sources, _)| sources) {
+            assert!(repository(source).exists(), "no {source}");
+            for file in files(&repository(source)) {
+                let path = file.strip_prefix(repository("")).unwrap().to_str().unwrap();
+                assert!(is_let_through(&ignored, path), ".dockerignore keeps {path} from COPY {rest}");
+                sent += 1;
+            }
+        }
+    }
+    assert!(sent > 100, "{sent}");
+    for kept in ["target/release/linkwise", "manifests/base/kustomization.yaml", "release/build.sh", ".git/HEAD"] {
+        assert!(!is_let_through(&ignored, kept), "{kept}");
+    }
+}
+
+#[test]
+fn layer_of_the_dependencies_is_a_workspace_that_cargo_reads() {
+    let (folder, text) = (tempfile::tempdir().unwrap(), dockerfile::text());
+    let at = |place: &str| folder.path().join(place);
+    let mut built = String::new();
+    for (word, rest) in dockerfile::instructions(&text) {
+        match word.as_str() {
+            "COPY" => {
+                let (sources, place) = copied(&rest).unwrap();
+                for source in sources {
+                    let to = if place.ends_with('/') { at(place).join(source) } else { at(place) };
+                    fs::create_dir_all(to.parent().unwrap()).unwrap();
+                    run(Command::new("cp").arg("-R").arg(repository(source)).arg(to)).unwrap();
+                }
+            }
+            "RUN" if rest.contains("cargo build") => {
+                built = rest;
+                break;
+            }
+            _ => {}
+        }
+    }
+    let (layout, _) = built.split_once("&& cargo build --release --locked --bin linkwise").unwrap();
+    run(Command::new("sh").args(["-euc", layout.trim()]).current_dir(folder.path())).unwrap();
+    let mut metadata = Command::new(env!("CARGO"));
+    metadata.args(["metadata", "--format-version=1", "--no-deps", "--offline", "--locked"]).current_dir(folder.path());
+    let read: serde_json::Value = serde_json::from_str(&run(&mut metadata).unwrap()).unwrap();
+    let members = read["packages"].as_array().unwrap();
+    let linkwise = members.iter().find(|package| package["name"] == "linkwise").unwrap();
+    for target in linkwise["targets"].as_array().unwrap().iter().filter(|target| target["kind"][0] != "test") {
+        assert!(Path::new(target["src_path"].as_str().unwrap()).exists(), "{target}");
+    }
+    // The versions are those of Cargo.lock, or each build of the layer would stop at --locked.
+    let mut tree = Command::new(env!("CARGO"));
+    tree.args(["tree", "--workspace", "--offline", "--locked", "--quiet"]).current_dir(folder.path());
+    run(&mut tree).unwrap();
 }

@@ -3,7 +3,11 @@
 use std::os::unix::fs::PermissionsExt;
 use std::process::Command;
 
+use crate::helm::repository;
 use crate::rootfs::{below, unpacked};
+
+/// The section that release/hot.ld makes.
+const SECTION: &str = ".text.hot_linkwise";
 
 #[test]
 fn image_has_no_certificates_of_its_own() {
@@ -25,4 +29,55 @@ fn image_has_every_program_and_their_libraries() {
     }
     let entrypoint = &unpacked().image.entrypoint;
     assert!(below(root, &entrypoint[0]).exists(), "{entrypoint:?}");
+}
+
+#[test]
+fn functions_that_run_lie_together() {
+    let program = below(&unpacked().folder, "/usr/bin/linkwise");
+    let sections = tool("readelf", &["--sections", "--wide"], &program);
+    // Number, name, type, address, offset, size.
+    let place = sections.lines().find_map(|line| line.split_once(SECTION)).map(|(_, rest)| rest);
+    let place = place.unwrap_or_else(|| panic!("built without release/hot.ld, see the Dockerfile's RUSTFLAGS"));
+    let [_, start, _, size] = place.split_whitespace().take(4).collect::<Vec<_>>()[..] else { panic!("{place}") };
+    let [start, size] = [start, size].map(|number| u64::from_str_radix(number, 16).unwrap());
+    let symbols = tool("nm", &["--defined-only"], &program);
+    let functions = symbols.lines().filter_map(|line| {
+        let (address, rest) = line.split_once(' ')?;
+        let address = u64::from_str_radix(address, 16).ok()?;
+        (start..start + size).contains(&address).then(|| rest.split_once(' ').unwrap().1)
+    });
+    let functions: Vec<&str> = functions.collect();
+    let script = std::fs::read_to_string(repository("release/hot.ld")).unwrap();
+    let words = script.split_whitespace().filter_map(|word| word.strip_prefix(".text."));
+    let patterns: Vec<&str> = words.filter(|pattern| pattern.starts_with('_')).collect();
+    assert!(patterns.len() > 100, "{}", patterns.len());
+    let absent = |pattern: &&str| !functions.iter().any(|function| is_match(pattern, function));
+    let absent: Vec<&str> = patterns.iter().copied().filter(absent).collect();
+    assert!(
+        absent.len() * 10 <= patterns.len(),
+        "{} of {} patterns of release/hot.ld name nothing that is linked; its header says how it is made anew: {absent:#?}",
+        absent.len(),
+        patterns.len()
+    );
+}
+
+fn tool(name: &str, args: &[&str], program: &std::path::Path) -> String {
+    let output = Command::new(name).args(args).arg(program).output().unwrap();
+    assert!(output.status.success(), "{name}: {}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8(output.stdout).unwrap()
+}
+
+/// As the linker compares names: `*` is any text.
+fn is_match(pattern: &str, name: &str) -> bool {
+    let mut parts = pattern.split('*');
+    let first = parts.next().unwrap();
+    let Some(mut rest) = name.strip_prefix(first) else { return false };
+    let mut last = None;
+    for part in parts {
+        if let Some(between) = last.replace(part) {
+            let Some((_, after)) = rest.split_once(between) else { return false };
+            rest = after;
+        }
+    }
+    last.map_or(rest.is_empty(), |part: &str| rest.ends_with(part))
 }

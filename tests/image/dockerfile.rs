@@ -1,7 +1,5 @@
 //! The Dockerfile, as far as the last stage says what is in the image: the one list of it.
 
-use crate::helm::repository;
-
 /// The image's configuration, and how its root file system is made.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Image {
@@ -33,8 +31,7 @@ pub enum Step {
 impl Image {
     /// The one of the repository's Dockerfile.
     pub fn read() -> Self {
-        let text = std::fs::read_to_string(repository("Dockerfile")).unwrap();
-        Self::parse(&text)
+        Self::parse(&text())
     }
 
     fn parse(text: &str) -> Self {
@@ -64,8 +61,13 @@ impl Image {
     }
 }
 
+/// The repository's Dockerfile.
+pub fn text() -> String {
+    std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/Dockerfile")).unwrap()
+}
+
 /// The instructions, each on one line, without comments.
-fn instructions(text: &str) -> Vec<(String, String)> {
+pub fn instructions(text: &str) -> Vec<(String, String)> {
     let mut lines: Vec<String> = Vec::new();
     let mut continues = false;
     for line in text.lines().filter(|line| !line.trim_start().starts_with('#') && !line.trim().is_empty()) {
