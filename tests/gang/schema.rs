@@ -73,10 +73,10 @@ impl Schema {
     }
 
     fn require(&self, prefix: &str, object: &Value, faults: &mut Vec<String>) {
-        let own = |field: &&String| field.strip_prefix(prefix).is_some_and(|name| !name.contains(['.', '[']));
-        for field in self.fields.keys().filter(own) {
-            let is_required = self.fields[field].split(' ').any(|word| word == "required");
-            if is_required && object.get(&field[prefix.len()..]).is_none() {
+        for (field, line) in &self.fields {
+            let own = field.strip_prefix(prefix).filter(|name| !name.contains(['.', '[']));
+            let is_required = line.split(' ').any(|word| word == "required");
+            if is_required && own.is_some_and(|name| object.get(name).is_none()) {
                 faults.push(format!("{field}: missing"));
             }
         }
