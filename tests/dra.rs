@@ -12,6 +12,7 @@
 mod checker;
 mod claims;
 mod documented;
+pub mod exact;
 mod golden;
 mod limits;
 mod mig;

@@ -23,6 +23,7 @@ mod dra_door;
 mod dra_model;
 mod fuzz_checks;
 mod fuzz_regressions;
+mod gang;
 mod gpu_kit;
 mod groups;
 mod kubelet_box;

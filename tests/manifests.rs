@@ -49,8 +49,8 @@ const POD: &str = "/spec/template/spec";
 
 #[test]
 fn kustomizations_name_files_that_are_there() {
-    let others =
-        ["base", "dra/templates", "dra/unchanged-pods", "monitoring", "monitoring/grafana", "mps-control-daemon"];
+    let dra = ["dra/templates", "dra/templates-exact", "dra/unchanged-pods"];
+    let others = ["base", "monitoring", "monitoring/grafana", "mps-control-daemon"].into_iter().chain(dra);
     for folder in overlays().into_iter().chain(others.map(|folder| manifests().join(folder))) {
         let kustomization = read(&folder.join("kustomization.yaml"));
         assert_eq!(kustomization["kind"], "Kustomization");

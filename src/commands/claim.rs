@@ -2,7 +2,10 @@
 //!
 //! A claim lists the node's groups of its size as alternatives, the best first, and any GPUs last (not with
 //! `--strict`). kube-scheduler takes the first alternative that a node can give, and prefers nodes by it. docs/dra.md
-//! shows examples.
+//! shows examples. `exact` makes claims without alternatives.
+
+mod exact;
+mod gang;
 
 use anyhow::{Result, ensure};
 use serde::{Serialize, Serializer};
@@ -10,6 +13,7 @@ use serde_json::Value;
 
 use super::manifest::{List, text};
 use crate::config::{ClaimArgs, ClaimKind, Near};
+use linkwise_core::publish::dra::exact::NVLINK_DOMAIN;
 use linkwise_core::publish::dra::{GpuLayout, GroupSize};
 use linkwise_core::topology::{MigProfile, NodeTopology};
 use linkwise_host::machines;
@@ -21,9 +25,6 @@ const GPUS: &str = "gpu.nvidia.com";
 
 /// The class of GPUs that several claims share.
 const SHARED_GPUS: &str = "shared-gpu.linkwise.dev";
-
-/// The attribute for claims of more GPUs than any group has.
-const NVLINK_DOMAIN: &str = "nvlinkDomain";
 
 /// The attribute that two devices below one PCIe root have in common.
 const PCIE_ROOT: &str = "resource.kubernetes.io/pcieRoot";
@@ -40,7 +41,8 @@ const MOST_DEVICES: u8 = 32;
 #[serde(untagged)]
 enum Part {
     Text(String),
-    Number(u8),
+    Number(u32),
+    Flag(bool),
     Asked(Asked),
     List(Vec<Self>),
     #[serde(serialize_with = "as_map")]
@@ -95,16 +97,23 @@ struct Asked {
     capacity: Option<Box<Part>>,
 }
 
+pub use exact::exact_claim;
+pub use gang::gang;
+
 /// Prints the manifest.
 pub fn claim(args: &ClaimArgs) -> Result<()> {
+    let has_use = args.node.is_none() || args.near.is_none() || args.exact;
+    ensure!(has_use, "--node with --near: no group is named, except with --exact");
+    let group = args.exact.then(|| exact::group(args.gpus, args.node.as_deref(), &args.fleet)).transpose()?;
     let devices = match (&args.mig, args.near) {
         (Some(profile), _) => of_mig(args.gpus, profile),
-        (None, Some(near)) => beside(args.gpus, near, &gpu(args))?,
+        (None, Some(near)) => exact::beside(args.gpus, near, &gpu(args), group.flatten())?,
+        (None, None) if args.exact => exact::devices(args.gpus, group.flatten().as_deref()),
         (None, None) if is_shared(args) => {
             let gpus = Asked { count: args.gpus, ..gpu(args) };
             Devices { requests: vec![request("gpus", gpus)], ..Devices::default() }
         }
-        (None, None) => in_groups(args.gpus, &groups(args)?, args.strict),
+        (None, None) => in_groups(args.gpus, &groups(args.gpus, args.node.as_deref(), args.strict)?, args.strict),
     };
     let usual = match &args.mig {
         Some(profile) => format!("mig-{}", profile.to_string().replace('.', "").replace('+', "-")),
@@ -139,21 +148,20 @@ fn any_groups(gpus: u8) -> Vec<String> {
 }
 
 /// The attributes by which a claim of this size finds groups: those of a machine, or all that a node may have.
-fn groups(args: &ClaimArgs) -> Result<Vec<String>> {
-    let mut groups = any_groups(args.gpus);
-    if let Some(node) = args.node.as_ref().filter(|_| args.gpus > 1) {
+fn groups(gpus: u8, node: Option<&str>, strict: bool) -> Result<Vec<String>> {
+    let mut groups = any_groups(gpus);
+    if let Some(node) = node.filter(|_| gpus > 1) {
         let (topology, _) = NodeTopology::assemble(&machines::load(node)?.observed);
-        let gpus = (0..topology.gpus().len()).collect();
-        let layout = GpuLayout::of(&super::tables(topology), gpus);
+        let all = (0..topology.gpus().len()).collect();
+        let layout = GpuLayout::of(&super::tables(topology), all);
         let is_there = |name: &String| match name.as_str() {
             NVLINK_DOMAIN => !layout.nvlink_domains.is_empty(),
             _ => layout.families.iter().any(|family| family.name == *name),
         };
         groups.retain(is_there);
         ensure!(
-            !(args.strict && groups.is_empty()),
-            "--strict: {node} has no group of {} GPUs, so such a claim would wait for ever",
-            args.gpus
+            !(strict && groups.is_empty()),
+            "--strict: {node} has no group of {gpus} GPUs, so such a claim would wait for ever"
         );
     }
     Ok(groups)
@@ -189,8 +197,7 @@ fn beside(gpus: u8, near: Near, of_gpu: &Asked) -> Result<Devices> {
     );
     let mut devices = Devices::default();
     for number in 0..gpus {
-        let name = |word: &str| if gpus == 1 { word.to_owned() } else { format!("{word}-{number}") };
-        let (gpu, other) = (name("gpu"), name(word));
+        let (gpu, other) = (numbered("gpu", number, gpus), numbered(word, number, gpus));
         let (asked_too, attribute) = match near {
             Near::Nic => {
                 let rdma = "'rdma' in device.attributes['dra.net'] && device.attributes['dra.net'].rdma";
@@ -202,6 +209,11 @@ fn beside(gpus: u8, near: Near, of_gpu: &Asked) -> Result<Devices> {
         devices.constraints.push(constraint(vec![gpu, other], attribute.to_owned()));
     }
     Ok(devices)
+}
+
+/// The name of one of several requests.
+fn numbered(word: &str, number: u8, of: u8) -> String {
+    if of == 1 { word.to_owned() } else { format!("{word}-{number}") }
 }
 
 fn of_mig(count: u8, profile: &MigProfile) -> Devices {

@@ -1,5 +1,5 @@
-//! The commands that read and print: `topology`, `allocate`, `snapshot`, `doctor`, `dra`, `claim`, `admin`,
-//! `top`, `wait`, `config`.
+//! The commands that read and print: `topology`, `allocate`, `snapshot`, `doctor`, `dra`, `claim`, `gang`,
+//! `admin`, `top`, `wait`, `config`.
 //!
 //! It reads a machine (a file, or this one), asks the core and prints. Called by `main`. The output
 //! for scripts is an interface; golden tests check the output for people.
@@ -29,7 +29,7 @@ use linkwise_core::topology::{Gpu, NodeTopology};
 
 pub use admin::admin;
 pub use allocate::allocate;
-pub use claim::{any_claim, claim};
+pub use claim::{any_claim, claim, exact_claim, gang};
 pub use config::config;
 pub use config_manager::run as config_manager;
 pub use doctor::doctor;

@@ -2,7 +2,7 @@
 
 use clap::{Args, ValueEnum};
 
-use super::{Flags, NodeArgs};
+use super::{ApiServerArgs, Flags, NodeArgs};
 use linkwise_core::quantity;
 use linkwise_core::topology::{MigProfile, MigProfileError};
 
@@ -57,11 +57,39 @@ pub struct ClaimArgs {
     #[arg(long, value_name = "NAME", value_parser = label)]
     pub name: Option<String>,
     /// List the groups of this machine only: a built-in name or a file, as --node of other commands
-    #[arg(long, value_name = "NAME|FILE", conflicts_with_all = ["mig", "near"])]
+    #[arg(long, value_name = "NAME|FILE", conflicts_with = "mig")]
     pub node: Option<String>,
     /// The form of the manifest
     #[arg(long, default_value = "yaml")]
     pub format: ManifestFormat,
+    /// Name one group instead of alternatives, for schedulers that read none (docs/schedulers.md): of --node or --cluster
+    /// the one that most machines meet at their best. Such a claim waits while no group has enough free GPUs; what it
+    /// gives up is printed to standard error
+    #[arg(long, conflicts_with_all = ["mig", "strict", "shares", "memory"])]
+    pub exact: bool,
+    /// The cluster of an exact claim.
+    #[command(flatten)]
+    pub fleet: FleetArgs,
+}
+
+/// The cluster in which an exact claim is to find its group.
+#[derive(Clone, Debug, Args)]
+pub struct FleetArgs {
+    /// With --exact: read the groups that nodes have from the ResourceSlices at the API server, or from a file with them
+    /// (`kubectl get resourceslices -o json`; - is standard input)
+    #[arg(
+        long,
+        value_name = "FILE",
+        num_args = 0..=1,
+        require_equals = true,
+        default_missing_value = "",
+        requires = "exact",
+        conflicts_with = "node"
+    )]
+    pub cluster: Option<String>,
+    /// The API server.
+    #[command(flatten)]
+    pub api: ApiServerArgs,
 }
 
 /// The form of a manifest.
@@ -111,7 +139,8 @@ fn node_name(text: &str) -> Result<String, String> {
     })
 }
 
-fn label(text: &str) -> Result<String, String> {
+/// Checks a name that is a DNS label.
+pub(super) fn label(text: &str) -> Result<String, String> {
     let fits = text.len() <= 63 && is_label(text);
     fits.then(|| text.to_owned())
         .ok_or_else(|| "expected a DNS label: lower-case letters, digits and '-', at most 63 of them".into())

@@ -114,6 +114,8 @@ fn programs_are_switched_on_and_off() {
         &["events.enabled=true"],
         &["events.enabled=true", "events.below=50", "dra.enabled=true"],
         &["dra.enabled=true", "dra.claimTemplates.namespaces={a,b}", "dra.unchangedPods.enabled=true"],
+        &["dra.enabled=true", "dra.claimTemplates.namespaces={a}", "dra.claimTemplates.exact=groups"],
+        &["dra.enabled=true", "dra.claimTemplates.namespaces={a}", "dra.claimTemplates.exact=nvlinkDomain"],
     ];
     assert_snapshot!("programs", changes(&helm, &[], &entries));
     let entries = [

@@ -133,6 +133,7 @@ fn values_of_wrong_type_are_refused_by_name() {
         ("dra.claimTemplates.namespaces=training", "dra.claimTemplates.namespaces"),
         ("dra.unchangedPods.schedulers={a'b}", "dra.unchangedPods.schedulers"),
         ("dra.claimTemplates.namespaces={Training}", "dra.claimTemplates.namespaces"),
+        ("dra.claimTemplates.exact=numaNode", "dra.claimTemplates.exact"),
         ("nfd.enabled=maybe", "nfd.enabled"),
         ("resourceQuota.enabled=1", "resourceQuota.enabled"),
         ("openshift.enabled=yes please", "openshift.enabled"),

@@ -13,7 +13,7 @@ const ROOT: &str = "resource.kubernetes.io/pcieRoot";
 /// The NICs of a machine as DRANET publishes them. Where a NIC is, only its ranks to the GPUs tell: on the root of those
 /// below the same host bridge. Returned with, for each NIC, the GPUs that it
 /// shares its root with; where GPUs do not know their root, none.
-fn dranet(node: &Node) -> (Vec<Value>, Vec<Set>) {
+pub fn dranet(node: &Node) -> (Vec<Value>, Vec<Set>) {
     let (mut made, mut near) = (Vec::new(), Vec::new());
     for (index, nic) in node.topology.nics().iter().enumerate() {
         let is_rdma = nic.kind == NicKind::Rdma;

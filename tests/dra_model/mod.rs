@@ -12,6 +12,7 @@
 
 mod alignment;
 mod cluster;
+mod exact;
 mod mig;
 mod order;
 mod published;

@@ -6,7 +6,7 @@ use proptest::strategy::ValueTree;
 use proptest::test_runner::{Config, TestRunner};
 use serde_json::{Value, json};
 
-use crate::unchanged_pods::{EMPTY, GPUS, OFF, ON, created, read, right, server};
+use crate::unchanged_pods::{EMPTY, EXACT, GPUS, OFF, ON, created, read, right, server};
 
 /// The pod of an entry of pods.yaml.
 fn pod(entry: &Value) -> Value {
@@ -28,6 +28,8 @@ async fn each_form_is_changed_whole_or_left_alone() {
         let (without, with) = (created(&server, OFF, &pod), created(&server, ON, &pod));
         // Without templates nothing changes.
         assert_eq!(created(&server, EMPTY, &pod), without, "{name}");
+        // Which claims the templates make is nothing to the policy.
+        assert_eq!(created(&server, EXACT, &pod), with, "{name}");
         let became = match (&without, &with) {
             (Ok(before), Ok(after)) => match right::changed(before, after).as_slice() {
                 [] => json!("same"),

@@ -25,6 +25,8 @@ const GPUS: &str = "nvidia.com/gpu";
 const ON: &str = "on";
 /// A namespace with the templates alone.
 const OFF: &str = "off";
+/// A namespace with the label and the templates of exact claims.
+const EXACT: &str = "exact";
 /// A namespace with the label alone.
 const EMPTY: &str = "empty";
 
@@ -42,7 +44,7 @@ fn resources(folder: &str) -> Vec<Value> {
     files.map(|file| read(&format!("{folder}/{}", file.as_str().unwrap()))).collect()
 }
 
-/// An API server with the policy, and the three namespaces.
+/// An API server with the policy, and the four namespaces.
 async fn server() -> ApiServerBox {
     let types = [
         ResourceType::NAMESPACES,
@@ -57,12 +59,13 @@ async fn server() -> ApiServerBox {
         let key = resource.key(None, object["metadata"]["name"].as_str().unwrap());
         server.create("kubectl", &key, object).unwrap_or_else(|status| panic!("{status}"));
     }
-    for (namespace, is_on, has_templates) in [(ON, true, true), (OFF, false, true), (EMPTY, true, false)] {
+    let (alternatives, exact) = (Some("manifests/dra/templates"), Some("manifests/dra/templates-exact"));
+    let namespaces = [(ON, true, alternatives), (OFF, false, alternatives), (EXACT, true, exact), (EMPTY, true, None)];
+    for (namespace, is_on, folder) in namespaces {
         let labels = if is_on { json!({"linkwise.dev/unchanged-pods": "true"}) } else { json!({}) };
         let key = ResourceType::NAMESPACES.key(None, namespace);
         server.put("kubectl", &key, json!({"metadata": {"labels": labels}}));
-        let templates = if has_templates { resources("manifests/dra/templates") } else { Vec::new() };
-        for template in templates {
+        for template in folder.map(resources).unwrap_or_default() {
             let name = template["metadata"]["name"].as_str().unwrap();
             let key = ResourceType::RESOURCE_CLAIM_TEMPLATES.key(Some(namespace), name);
             server.create("kubectl", &key, template).unwrap_or_else(|status| panic!("{status}"));

@@ -9,7 +9,8 @@ use crate::unchanged_pods::resources;
 #[test]
 fn chart_has_the_same_files() {
     let repository = Path::new(env!("CARGO_MANIFEST_DIR"));
-    for (folder, copies) in [("templates", "claim-templates"), ("unchanged-pods", "unchanged-pods")] {
+    let exact = ("templates-exact", "exact-claim-templates");
+    for (folder, copies) in [("templates", "claim-templates"), exact, ("unchanged-pods", "unchanged-pods")] {
         let texts = |folder: &Path| -> Vec<(std::ffi::OsString, String)> {
             let files = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap());
             let files = files.filter(|file| file.file_name() != "kustomization.yaml");
@@ -25,17 +26,19 @@ fn chart_has_the_same_files() {
 
 #[test]
 fn templates_are_what_the_command_prints() {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("manifests/dra/templates");
-    let mut names = Vec::new();
-    for size in ["2", "4", "8"] {
-        let name = format!("linkwise-gpus-{size}");
-        let mut command = Command::new(env!("CARGO_BIN_EXE_linkwise"));
-        command.args(["claim", "--gpus", size, "--kind", "template", "--name", &name]);
-        let printed = String::from_utf8(command.output().unwrap().stdout).unwrap();
-        assert_eq!(std::fs::read_to_string(folder.join(format!("{name}.yaml"))).unwrap(), printed);
-        names.push(name);
+    for (folder, exact) in [("manifests/dra/templates", &[][..]), ("manifests/dra/templates-exact", &["--exact"])] {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(folder);
+        let mut names = Vec::new();
+        for size in ["2", "4", "8"] {
+            let name = format!("linkwise-gpus-{size}");
+            let mut command = Command::new(env!("CARGO_BIN_EXE_linkwise"));
+            command.args(["claim", "--gpus", size, "--kind", "template", "--name", &name]).args(exact);
+            let printed = String::from_utf8(command.output().unwrap().stdout).unwrap();
+            assert_eq!(std::fs::read_to_string(path.join(format!("{name}.yaml"))).unwrap(), printed);
+            names.push(name);
+        }
+        let listed = resources(folder).into_iter();
+        let listed: Vec<String> = listed.map(|one| one["metadata"]["name"].as_str().unwrap().to_owned()).collect();
+        assert_eq!(listed, names);
     }
-    let listed = resources("manifests/dra/templates").into_iter();
-    let listed: Vec<String> = listed.map(|one| one["metadata"]["name"].as_str().unwrap().to_owned()).collect();
-    assert_eq!(listed, names);
 }

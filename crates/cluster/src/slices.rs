@@ -12,7 +12,7 @@
 //! Of a pool with counters the slices with them are written first; where they come back without, nothing else of that
 //! pool is.
 
-mod follow;
+pub(crate) mod follow;
 mod plan;
 mod repairs;
 mod stored;

@@ -109,6 +109,8 @@ pub enum Door {
     DraSingles,
     /// DRA, claims as `linkwise claim` prints them: tiered groups as alternatives
     DraGroups,
+    /// DRA, claims as `linkwise claim --exact` prints them: GPUs of one group, or none
+    DraExact,
 }
 
 /// The requests of pods beside GPUs.

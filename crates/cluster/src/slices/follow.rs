@@ -16,9 +16,9 @@ use super::SliceSettings;
 use super::stored::Stored;
 
 /// The kind, in metrics.
-pub(super) const OBJECT: &str = "resourceslices";
+pub(crate) const OBJECT: &str = "resourceslices";
 
-pub(super) fn resource() -> ApiResource {
+pub(crate) fn resource() -> ApiResource {
     server::resource("resource.k8s.io", "v1", "ResourceSlice", OBJECT)
 }
 
@@ -40,7 +40,7 @@ pub(super) async fn list(
     Ok((slices, list.metadata.resource_version.unwrap_or_default()))
 }
 
-pub(super) fn value(object: &DynamicObject) -> Result<Value, ApiError> {
+pub(crate) fn value(object: &DynamicObject) -> Result<Value, ApiError> {
     serde_json::to_value(object).map_err(|error| ApiError::Malformed(error.to_string()))
 }
 

@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 
 use anyhow::{Context, Result, anyhow};
-use linkwise::commands::any_claim;
+use linkwise::commands::{any_claim, exact_claim};
 use linkwise_core::allocation::GpuSet;
 use linkwise_scheduler_box::{Cluster, Failure};
 use serde_json::{Value, json};
@@ -64,7 +64,8 @@ pub(super) struct States<'a> {
 
 impl<'a> States<'a> {
     pub fn new(machines: &'a [Machine], sizes: &'a [usize], door: Door) -> Result<Self> {
-        let claims = sizes.iter().filter_map(|size| claim(door, *size).transpose()).collect::<Result<Vec<_>>>()?;
+        let claims =
+            sizes.iter().filter_map(|size| claim(machines, door, *size).transpose()).collect::<Result<Vec<_>>>()?;
         let model = |machine: &Machine| {
             Cluster::new(&machine.slices(NODE), &classes(), &[])
                 .with_context(|| format!("the scheduler cannot read what '{}' publishes", machine.name))
@@ -161,8 +162,9 @@ impl<'a> States<'a> {
     }
 }
 
-/// The claim of a job; `None` if the device plugin serves.
-pub(super) fn claim(door: Door, gpus: usize) -> Result<Option<Value>> {
+/// The claim of a job; `None` if the device plugin serves. An exact claim names the group that most of the machines meet at
+/// their best.
+pub(super) fn claim(machines: &[Machine], door: Door, gpus: usize) -> Result<Option<Value>> {
     let count = u8::try_from(gpus).with_context(|| format!("{gpus} GPUs are too many for a claim"))?;
     let spec = match door {
         Door::Plugin => return Ok(None),
@@ -171,6 +173,10 @@ pub(super) fn claim(door: Door, gpus: usize) -> Result<Option<Value>> {
             json!({"devices": {"requests": [{"name": "gpus", "exactly": exactly}]}})
         }
         Door::DraGroups => any_claim(count)?,
+        Door::DraExact => {
+            let nodes = machines.iter().enumerate().map(|(kind, machine)| machine.slices(&format!("node-{kind}")));
+            exact_claim(count, &nodes.flatten().collect::<Vec<_>>())?
+        }
     };
     Ok(Some(json!({
         "apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaim",

@@ -20,7 +20,7 @@ use super::states::{States, allocation, claim, classes, set_of};
 #[path = "../../../../tests/oracle/mod.rs"]
 mod oracle;
 
-const DRA: [Door; 2] = [Door::DraSingles, Door::DraGroups];
+const DRA: [Door; 3] = [Door::DraSingles, Door::DraGroups, Door::DraExact];
 const ALL: [Door; 3] = [Door::Plugin, Door::DraSingles, Door::DraGroups];
 const SIZES: [usize; 5] = [1, 2, 3, 4, 8];
 
@@ -77,6 +77,7 @@ impl<'a> Whole<'a> {
 fn follows_the_model(machines: &[Machine], kinds: &[usize], door: Door, cpu: CpuRequests, seed: u64) {
     let mut scheduler = Scheduler::new(machines, kinds, &SIZES, door, cpu, seed).unwrap();
     let mut whole = Whole::new(machines, kinds);
+    let claims = SIZES.map(|size| claim(machines, door, size).unwrap().unwrap());
     let (mut draws, mut held, mut waits) = (Draws::new(seed), Vec::new(), 0);
     for _ in 0..60 {
         if draws.below(5) < 2 && !held.is_empty() {
@@ -86,7 +87,7 @@ fn follows_the_model(machines: &[Machine], kinds: &[usize], door: Door, cpu: Cpu
             continue;
         }
         let size = usize::try_from(draws.below(SIZES.len() as u64)).unwrap();
-        let claim = claim(door, SIZES[size]).unwrap().unwrap();
+        let claim = claims[size].clone();
         let answers = whole.answers(&claim);
         let names: Vec<&str> = whole.names.iter().map(String::as_str).collect();
         let scheduled = whole.cluster.schedule(&names, &[claim]);
@@ -135,6 +136,7 @@ fn kept_answer_is_that_of_a_fresh_model() {
     let machines = machines(&["dgx1-v100", "gb200-nvl72-node", "pcie-8x-pix-pairs"]);
     for door in DRA {
         let mut states = States::new(&machines, &SIZES, door).unwrap();
+        let claims = SIZES.map(|size| claim(&machines, door, size).unwrap().unwrap());
         let mut draws = Draws::new(7);
         for _ in 0..40 {
             let kind = usize::try_from(draws.below(3)).unwrap();
@@ -148,8 +150,7 @@ fn kept_answer_is_that_of_a_fresh_model() {
             let used = allocation("n", machine.devices_of(machine.whole.without(free)));
             let others = json!({"metadata": {"name": "others"}, "spec": {}, "status": {"allocation": used}});
             let fresh = Cluster::new(&machine.slices("n"), &classes(), &[others]).unwrap();
-            let claim = claim(door, SIZES[size]).unwrap().unwrap();
-            let expected = match fresh.allocate("n", &[claim]) {
+            let expected = match fresh.allocate("n", std::slice::from_ref(&claims[size])) {
                 Ok(placed) => (set_of(machine, &placed.allocations[0]), placed.score, placed.steps),
                 Err(Failure::Refused(why)) => (None, 0, why[0].steps),
                 Err(other) => panic!("{other}"),

@@ -127,7 +127,7 @@ impl Family {
 
 /// The sets of GPUs that may be free on a node: all of them, or as many as the limit allows, spread evenly (by a linear
 /// congruential generator that is the same in each release).
-fn states(gpus: usize) -> impl Iterator<Item = GpuSet> {
+pub(super) fn states(gpus: usize) -> impl Iterator<Item = GpuSet> {
     let all: GpuSet = (0..gpus).collect();
     let next = move |state: &u64| Some(state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1));
     let some = core::iter::successors(Some(1), next).map(move |state| GpuSet(state.rotate_left(32)).intersection(all));

@@ -8,6 +8,7 @@
 
 mod attributes;
 mod dynamic_mig;
+pub mod exact;
 mod facts;
 mod families;
 mod group_size;

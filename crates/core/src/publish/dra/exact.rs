@@ -1,0 +1,194 @@
+//! Exact claims: a number of GPUs with one constraint, in the place of alternatives.
+//!
+//! Schedulers that read no alternatives give such a claim GPUs of one group of one attribute, or let it wait. [`of`]
+//! says for each attribute of a node what the claim gets by it, and how often it waits, over all states of the node.
+//! The scheduler's rule for one constraint is: the first GPU in published order whose group has enough free GPUs, and
+//! the next ones of that group.
+
+use crate::prelude::*;
+
+use super::families::{Family, states};
+use super::layout::GpuLayout;
+use crate::allocation::{AllocationTables, GpuSet, subsets};
+
+/// The attribute of claims of more GPUs than any group has.
+pub const NVLINK_DOMAIN: &str = "nvlinkDomain";
+
+/// The most sets of one group that are valued.
+const MOST_SETS: usize = 1 << 14;
+
+/// The whole of a share.
+const WHOLE: u64 = 1000;
+
+/// The groups of one attribute. A GPU is its place in published order, the order in which the scheduler tries GPUs.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct GroupAttribute {
+    /// The attribute's name, such as `quad1a`.
+    pub name: String,
+    /// The groups; no GPU is in two of them.
+    pub groups: Vec<GpuSet>,
+}
+
+/// A claim for some GPUs by one attribute.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ExactClaim {
+    /// The attribute's name.
+    pub name: String,
+    /// The number of such claims that fit on the idle node.
+    pub sets: usize,
+    /// The least collective that such a claim gets, MB/s; `None` where it is unknown.
+    pub promised: Option<u64>,
+    /// The states of the node with enough free GPUs: all of them, or as many as are looked at.
+    pub states: u64,
+    /// The number of those states in which the claim waits.
+    pub waits: u64,
+    /// The mean share of the best free collective that the claim gets where it does not wait, in per mille.
+    pub share: Option<u64>,
+    /// The mean share that a claim with alternatives gets in the states in which this one waits, in per mille.
+    pub forgone: Option<u64>,
+}
+
+impl ExactClaim {
+    /// The share of states in which the claim waits although enough GPUs are free, in per mille.
+    pub fn waits_per_mille(&self) -> u64 {
+        (self.waits * WHOLE).checked_div(self.states).unwrap_or(0)
+    }
+}
+
+impl GroupAttribute {
+    /// The attributes of a node's GPUs: those of each size, the best first, then the NVLink domains.
+    pub fn all_of(layout: &GpuLayout) -> Vec<Self> {
+        let place = |gpu: usize| layout.order.iter().position(|other| *other == gpu);
+        let published = |set: GpuSet| set.places().filter_map(place).collect::<GpuSet>();
+        let attribute = |family: &Family| Self {
+            name: family.name.clone(),
+            groups: family.groups.iter().map(|group| published(group.gpus)).collect(),
+        };
+        let domains = Self {
+            name: NVLINK_DOMAIN.to_owned(),
+            groups: layout.nvlink_domains.iter().copied().map(published).collect(),
+        };
+        let has_groups = |attribute: &Self| !attribute.groups.is_empty();
+        layout.families.iter().map(attribute).chain([domains]).filter(has_groups).collect()
+    }
+
+    /// The GPUs that a claim gets: the first in published order of a group with enough free GPUs.
+    fn chosen(&self, free: GpuSet, gpus: usize) -> Option<GpuSet> {
+        let enough = self.groups.iter().map(|group| group.intersection(free)).filter(|group| group.len() >= gpus);
+        let first = enough.min_by_key(|group| group.lowest())?;
+        Some(first.places().take(gpus).collect())
+    }
+}
+
+/// The GPUs of a node in published order, with what a set of them carries.
+pub struct Valued<'a> {
+    tables: &'a AllocationTables,
+    order: &'a [usize],
+}
+
+impl<'a> Valued<'a> {
+    /// The GPUs of a layout.
+    pub fn new(tables: &'a AllocationTables, layout: &'a GpuLayout) -> Self {
+        Self { tables, order: &layout.order }
+    }
+
+    /// GPUs by their places in the topology.
+    fn places(&self, published: GpuSet) -> GpuSet {
+        published.places().filter_map(|place| self.order.get(place).copied()).collect()
+    }
+
+    fn collective(&self, published: GpuSet) -> Option<u64> {
+        self.tables.collective(self.places(published))
+    }
+
+    /// The best collective of so many of these GPUs, MB/s.
+    fn best(&self, published: GpuSet, gpus: usize) -> Option<u64> {
+        self.tables.best_collective(self.places(published), gpus)
+    }
+
+    /// The best collective of so many GPUs of the idle node, MB/s.
+    pub fn best_of_all(&self, gpus: usize) -> Option<u64> {
+        self.best((0..self.order.len()).collect(), gpus)
+    }
+}
+
+/// A mean over states.
+#[derive(Clone, Copy, Default)]
+struct Mean {
+    sum: u64,
+    count: u64,
+}
+
+impl Mean {
+    fn add(&mut self, share: Option<u64>) {
+        if let Some(share) = share {
+            self.sum += share;
+            self.count += 1;
+        }
+    }
+
+    fn value(self) -> Option<u64> {
+        self.sum.checked_div(self.count)
+    }
+}
+
+/// A state of the node: its free GPUs, the best collective of them, and the share of it that alternatives get.
+struct State {
+    free: GpuSet,
+    best: Option<u64>,
+    alternatives: Option<u64>,
+}
+
+/// The claims for `gpus` of `all` GPUs by each of these attributes that can meet one, in their order, against a claim with
+/// `alternatives`. A node known by its slices alone has no values.
+pub fn of(
+    attributes: &[GroupAttribute],
+    alternatives: &[GroupAttribute],
+    (all, gpus): (usize, usize),
+    valued: Option<&Valued<'_>>,
+) -> Vec<ExactClaim> {
+    let share = |set: GpuSet, best: Option<u64>| {
+        let got = valued?.collective(set)?;
+        Some((got * WHOLE).checked_div(best?).unwrap_or(WHOLE))
+    };
+    let state = |free: GpuSet| {
+        let best = valued.and_then(|valued| valued.best(free, gpus));
+        let by_group = alternatives.iter().find_map(|other| other.chosen(free, gpus));
+        let other = by_group.unwrap_or_else(|| free.places().take(gpus).collect());
+        State { free, best, alternatives: share(other, best) }
+    };
+    let states: Vec<State> = states(all).filter(|free| free.len() >= gpus).map(state).collect();
+    let claim = |attribute: &GroupAttribute| {
+        let (mut waits, mut got, mut forgone) = (0, Mean::default(), Mean::default());
+        for state in &states {
+            match attribute.chosen(state.free, gpus) {
+                Some(chosen) => got.add(share(chosen, state.best)),
+                None => {
+                    waits += 1;
+                    forgone.add(state.alternatives);
+                }
+            }
+        }
+        ExactClaim {
+            name: attribute.name.clone(),
+            sets: attribute.groups.iter().map(|group| group.len().checked_div(gpus).unwrap_or(0)).sum(),
+            promised: valued.and_then(|valued| promised(attribute, gpus, valued)),
+            states: states.len() as u64,
+            waits,
+            share: got.value(),
+            forgone: forgone.value(),
+        }
+    };
+    attributes.iter().map(claim).filter(|claim| claim.sets > 0).collect()
+}
+
+/// The least collective of so many GPUs of one group.
+fn promised(attribute: &GroupAttribute, gpus: usize, valued: &Valued<'_>) -> Option<u64> {
+    let mut sets = attribute.groups.iter().flat_map(|group| subsets(*group, gpus)).take(MOST_SETS + 1);
+    let mut counted = 0;
+    let least = sets.try_fold(u64::MAX, |least, set| {
+        counted += 1;
+        valued.collective(set).map(|collective| least.min(collective))
+    });
+    least.filter(|_| (1..=MOST_SETS).contains(&counted))
+}

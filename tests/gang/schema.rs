@@ -1,0 +1,134 @@
+//! Published schemas, reduced to facts: `schemas/*.yaml` have each kind's source, version and licence, and its fields.
+//!
+//! A field's line is its path, where `[]` is an element of a list, and its type: string, integer, boolean, array, object,
+//! map (of strings). After the type: `required` in its object; `in=` its values; `min=` and `max=` of a number, or of a
+//! list's length; `longest=` of a text; `form=` of a name, for the pattern of the schema.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use serde::Deserialize;
+use serde_json::Value;
+
+/// A kind, as its project publishes it.
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct Schema {
+    pub source: String,
+    pub version: String,
+    pub licence: String,
+    pub api_version: String,
+    pub kind: String,
+    fields: BTreeMap<String, String>,
+}
+
+impl Schema {
+    /// The faults of an object, by path.
+    pub fn faults(&self, object: &Value) -> Vec<String> {
+        let mut faults = Vec::new();
+        for (name, value) in object.as_object().unwrap() {
+            if !["apiVersion", "kind", "metadata"].contains(&name.as_str()) {
+                self.check(name, value, &mut faults);
+            }
+        }
+        self.require("", object, &mut faults);
+        faults
+    }
+
+    fn check(&self, path: &str, value: &Value, faults: &mut Vec<String>) {
+        let Some(line) = self.fields.get(path) else { return faults.push(format!("{path}: unknown")) };
+        let (kind, rules) = line.split_once(' ').unwrap_or((line, ""));
+        let is_kind = match kind {
+            "string" => value.is_string(),
+            "integer" => value.is_i64() || value.is_u64(),
+            "boolean" => value.is_boolean(),
+            "array" => value.is_array(),
+            "object" => value.is_object(),
+            "map" => value.as_object().is_some_and(|map| map.values().all(Value::is_string)),
+            other => panic!("{path}: {other}"),
+        };
+        if !is_kind {
+            return faults.push(format!("{path}: {value} is no {kind}"));
+        }
+        let broken = rules.split(' ').filter(|rule| !rule.is_empty() && *rule != "required" && !holds(rule, value));
+        faults.extend(broken.map(|rule| format!("{path}: {value}: {rule}")));
+        for element in value.as_array().into_iter().flatten() {
+            let path = format!("{path}[]");
+            match element.is_object() {
+                true => self.check_all(&path, element, faults),
+                false => self.check(&path, element, faults),
+            }
+        }
+        // An object of which the schema tells nothing further is not looked into.
+        let is_open = !self.fields.keys().any(|field| field.starts_with(&format!("{path}.")));
+        if kind == "object" && !is_open {
+            self.check_all(path, value, faults);
+        }
+    }
+
+    fn check_all(&self, path: &str, object: &Value, faults: &mut Vec<String>) {
+        for (name, value) in object.as_object().unwrap() {
+            self.check(&format!("{path}.{name}"), value, faults);
+        }
+        self.require(&format!("{path}."), object, faults);
+    }
+
+    fn require(&self, prefix: &str, object: &Value, faults: &mut Vec<String>) {
+        for (field, line) in &self.fields {
+            let own = field.strip_prefix(prefix).filter(|name| !name.contains(['.', '[']));
+            let is_required = line.split(' ').any(|word| word == "required");
+            if is_required && own.is_some_and(|name| object.get(name).is_none()) {
+                faults.push(format!("{field}: missing"));
+            }
+        }
+    }
+}
+
+fn holds(rule: &str, value: &Value) -> bool {
+    let (name, of) = rule.split_once('=').unwrap();
+    let text = value.as_str().unwrap_or_default();
+    let size = value.as_array().map_or_else(|| value.as_u64().unwrap_or(0), |list| list.len() as u64);
+    match name {
+        "in" => of.split('|').any(|one| one == text),
+        "min" => size >= of.parse().unwrap(),
+        "max" => size <= of.parse().unwrap(),
+        "longest" => text.len() <= of.parse::<usize>().unwrap(),
+        "form" => has_form(of, text),
+        other => panic!("{other}"),
+    }
+}
+
+fn has_form(form: &str, text: &str) -> bool {
+    let ends = |text: &str, also: &[char], is: fn(char) -> bool| {
+        let inner = text.chars().all(|one| is(one) || also.contains(&one));
+        inner && text.starts_with(is) && text.ends_with(is)
+    };
+    let lower = |one: char| one.is_ascii_lowercase() || one.is_ascii_digit();
+    let is_label = |text: &str| ends(text, &['-'], lower);
+    match form {
+        "dns-label" => is_label(text),
+        "dns-subdomain" => text.split('.').all(is_label),
+        "label-key" => {
+            let (prefix, name) = text.split_once('/').unwrap_or(("none", text));
+            prefix.split('.').all(is_label) && ends(name, &['-', '_', '.'], |one| one.is_ascii_alphanumeric())
+        }
+        other => panic!("{other}"),
+    }
+}
+
+/// All schemas; each names its source, its version and its licence.
+pub fn schemas() -> Vec<Schema> {
+    let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/gang/schemas");
+    let files = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
+    let read = |path: std::path::PathBuf| -> Schema {
+        let text = std::fs::read_to_string(&path).unwrap();
+        serde_saphyr::from_str(&text).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
+    };
+    let schemas: Vec<Schema> = files.map(read).collect();
+    for schema in &schemas {
+        assert!(schema.source.starts_with("https://github.com/"), "{}", schema.kind);
+        assert!(!schema.version.is_empty() && schema.licence == "Apache-2.0", "{}", schema.kind);
+    }
+    let kinds: BTreeSet<(&str, &str)> = schemas.iter().map(|of| (of.api_version.as_str(), of.kind.as_str())).collect();
+    assert_eq!(kinds.len(), schemas.len(), "a kind twice");
+    schemas
+}
