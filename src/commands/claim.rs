@@ -4,6 +4,8 @@
 //! `--strict`). kube-scheduler takes the first alternative that a node can give, and prefers nodes by it. docs/dra.md
 //! shows examples.
 
+mod rails;
+
 use anyhow::{Result, ensure};
 use serde::{Serialize, Serializer};
 use serde_json::Value;
@@ -14,6 +16,8 @@ use linkwise_core::publish::dra::{GpuLayout, GroupSize};
 use linkwise_core::topology::{MigProfile, NodeTopology};
 use linkwise_host::machines;
 use linkwise_system::output::print;
+
+pub use rails::rails_claim;
 
 const OURS: &str = "linkwise.dev";
 
@@ -98,6 +102,7 @@ struct Asked {
 /// Prints the manifest.
 pub fn claim(args: &ClaimArgs) -> Result<()> {
     let devices = match (&args.mig, args.near) {
+        (None, None) if args.rails.is_some() => rails::requests_of(args)?,
         (Some(profile), _) => of_mig(args.gpus, profile),
         (None, Some(near)) => beside(args.gpus, near, &gpu(args))?,
         (None, None) if is_shared(args) => {
