@@ -62,6 +62,20 @@ fn page_explains_every_figure() {
 }
 
 #[test]
+fn documented_rails_are_those_of_the_trace() {
+    let trace = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/traces/pods.csv");
+    let doors = ["--trace", trace, "--door", "plugin,plugin-rails,dra-rails"];
+    let page = include_str!("../../../docs/scale.md");
+    let page = page.split("## Jobs of several pods").nth(1).unwrap().split("\n## ").next().unwrap();
+    let documented: Vec<&str> = page.lines().filter_map(|line| line.strip_prefix("    ")).skip(2).collect();
+    for machine in ["dgx-h100", "dgx1-v100"] {
+        let text = printed(&[&["--nodes", "16", "--node", machine][..], &doors].concat());
+        assert!(documented.len() == 2 && text.contains("idle machine's           100.0 %       100.0 %       100.0 %"));
+        assert!(documented.iter().all(|row| text.contains(&format!("\n{row}\n"))), "{machine}: {text}");
+    }
+}
+
+#[test]
 fn same_seed_gives_same_figures() {
     let with = |seed| printed(&[&SMALL[..], &["--door", "dra-groups", "--seed", seed, "--format", "json"]].concat());
     assert_eq!(with("1"), with("1"));

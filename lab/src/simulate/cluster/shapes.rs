@@ -19,8 +19,8 @@ pub(super) struct Shape {
 #[derive(Debug)]
 pub(super) struct Shapes {
     pub shapes: Vec<Shape>,
-    /// The number of rails that each machine has at least, if claims name rails.
-    rails: Option<u8>,
+    /// The number of rails that each machine has at least, and the GPUs on each, if claims name rails.
+    rails: Option<(u8, usize)>,
 }
 
 impl Shapes {
@@ -28,9 +28,10 @@ impl Shapes {
         let mut found = Self { shapes: Vec::new(), rails: None };
         if door == Door::DraRails {
             for machine in machines {
-                let rails = u8::try_from(machine.tables.topology().rails().len())?;
+                let topology = machine.tables.topology();
+                let (rails, each) = (u8::try_from(topology.rails().len())?, topology.gpus_per_rail().max(1));
                 ensure!(rails > 0, "--door dra-rails: no GPU of '{}' has an RDMA NIC", machine.name);
-                found.rails = Some(found.rails.unwrap_or(rails).min(rails));
+                found.rails = Some(found.rails.map_or((rails, each), |least| (least.0.min(rails), least.1.min(each))));
             }
         }
         found.shapes = jobs.iter().enumerate().map(|(number, job)| found.shape(number, job)).collect();
@@ -39,15 +40,15 @@ impl Shapes {
         Ok(found)
     }
 
-    /// The place of the shape of a job. Jobs whose pods take a part of the rails take turns at the parts; pods with more
-    /// GPUs than there are rails take several on each.
+    /// The place of the shape of a job. Pods take rails with all their GPUs, so that no two pods share a NIC; jobs whose
+    /// pods take a part of the rails take turns at the parts.
     pub fn position(&self, number: usize, job: &Job) -> Option<usize> {
         self.shapes.binary_search(&self.shape(number, job)).ok()
     }
 
     fn shape(&self, number: usize, job: &Job) -> Shape {
-        let rails = self.rails.filter(|_| job.pods > 1).map(|all| {
-            let own = u8::try_from(job.size).unwrap_or(u8::MAX).min(all).max(1);
+        let rails = self.rails.filter(|_| job.pods > 1).map(|(all, each)| {
+            let own = u8::try_from(job.size.div_ceil(each)).unwrap_or(u8::MAX).min(all).max(1);
             let turn = number % usize::from(all / own).max(1);
             (u8::try_from(turn).unwrap_or(0) * own, own)
         });

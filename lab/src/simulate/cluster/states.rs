@@ -179,7 +179,7 @@ fn lowest_rails(machine: &Machine, free: GpuSet, gpus: usize) -> GpuSet {
     let wanted = values(&machine.tables, free, best);
     let mut sets = subsets(free, gpus);
     sets.retain(|set| wanted.is_some() && values(&machine.tables, free, *set) == wanted);
-    sets.into_iter().min_by_key(|set| (machine.rails(*set), *set)).unwrap_or(best)
+    sets.into_iter().min_by_key(|set| (machine.rails(*set), *set != best, *set)).unwrap_or(best)
 }
 
 /// The sets of so many of these GPUs.
