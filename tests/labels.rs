@@ -19,7 +19,8 @@ use crate::random_node;
 type Map = BTreeMap<String, String>;
 
 /// The labels that are ours: on every GPU node or on none.
-const OURS: [&str; 5] = ["gpu.island-size", "gpu.link", "gpu.models", "gpu.per-numa", "nvlink-fabric"];
+const OURS: [&str; 7] =
+    ["gpu.island-size", "gpu.link", "gpu.models", "gpu.per-numa", "gpu.per-rail", "gpu.rails", "nvlink-fabric"];
 
 fn labels_of(observed: NodeObservation, plan: ResourcePlan, own: Option<&str>) -> (Map, Vec<LabelProblem>) {
     labels(LabelFacts {

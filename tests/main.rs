@@ -39,6 +39,7 @@ mod nvml;
 mod oracle;
 mod pictures;
 mod placement;
+mod rails;
 #[path = "soak/random.rs"]
 mod random;
 #[allow(dead_code, reason = "each module needs a part")]

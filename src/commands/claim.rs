@@ -7,6 +7,8 @@
 mod exact;
 mod gang;
 
+mod rails;
+
 use anyhow::{Result, ensure};
 use serde::{Serialize, Serializer};
 use serde_json::Value;
@@ -18,6 +20,8 @@ use linkwise_core::publish::dra::{GpuLayout, GroupSize};
 use linkwise_core::topology::{MigProfile, NodeTopology};
 use linkwise_host::machines;
 use linkwise_system::output::print;
+
+pub use rails::rails_claim;
 
 const OURS: &str = "linkwise.dev";
 
@@ -106,6 +110,7 @@ pub fn claim(args: &ClaimArgs) -> Result<()> {
     ensure!(has_use, "--node with --near: no group is named, except with --exact");
     let group = args.exact.then(|| exact::group(args.gpus, args.node.as_deref(), &args.fleet)).transpose()?;
     let devices = match (&args.mig, args.near) {
+        (None, None) if args.rails.is_some() => rails::requests_of(args)?,
         (Some(profile), _) => of_mig(args.gpus, profile),
         (None, Some(near)) => exact::beside(args.gpus, near, &gpu(args), group.flatten())?,
         (None, None) if args.exact => exact::devices(args.gpus, group.flatten().as_deref()),

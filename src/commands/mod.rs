@@ -29,7 +29,7 @@ use linkwise_core::topology::{Gpu, NodeTopology};
 
 pub use admin::admin;
 pub use allocate::allocate;
-pub use claim::{any_claim, claim, exact_claim, gang};
+pub use claim::{any_claim, claim, exact_claim, gang, rails_claim};
 pub use config::config;
 pub use config_manager::run as config_manager;
 pub use doctor::doctor;

@@ -9,7 +9,7 @@ use anyhow::{Context, Result, bail, ensure};
 
 use super::print;
 use crate::config::SnapshotArgs;
-use linkwise_core::topology::{GpuUuid, MigUuid, NodeObservation};
+use linkwise_core::topology::{GpuUuid, Guid, MigUuid, NodeObservation, PciObservation};
 use linkwise_host::machines::Machine;
 use linkwise_system::files;
 
@@ -82,6 +82,9 @@ fn title(observed: &NodeObservation) -> String {
 
 /// Replaces values that identify this machine by invented ones, in error texts too.
 fn redact(observed: &mut NodeObservation) {
+    let devices = observed.host.host_bridges.iter_mut().flat_map(|bridge| &mut bridge.devices);
+    let mut guids = BTreeMap::new();
+    devices.for_each(|device| redact_guids(device, &mut guids));
     let mut names: BTreeMap<String, String> = BTreeMap::new();
     for gpu in &mut observed.gpus {
         let made_up = GpuUuid::made_up(gpu.pci);
@@ -104,6 +107,17 @@ fn redact(observed: &mut NodeObservation) {
             }
         }
     }
+}
+
+/// Replaces the GUIDs of RDMA cards and ports: the same by the same.
+fn redact_guids(device: &mut PciObservation, known: &mut BTreeMap<Guid, Guid>) {
+    for nic in &mut device.nics {
+        for guid in nic.system_guid.iter_mut().chain(&mut nic.port_guids) {
+            let next = Guid::new(known.len() as u64 + 1).unwrap_or(*guid);
+            *guid = *known.entry(*guid).or_insert(next);
+        }
+    }
+    device.devices.iter_mut().for_each(|below| redact_guids(below, known));
 }
 
 /// Checks that a file may be put there: not over another without --force, and never over anything but a file.
@@ -143,6 +157,15 @@ mod tests {
         MigObservation { enabled: true, devices: vec![device], profiles: Vec::new() }
     }
 
+    /// Gives the NICs at and below a device these GUIDs, as long as there are some.
+    fn give_guids(device: &mut PciObservation, guids: &mut impl Iterator<Item = Option<Guid>>) {
+        for nic in &mut device.nics {
+            nic.system_guid = guids.next().flatten();
+            nic.port_guids.extend(nic.system_guid);
+        }
+        device.devices.iter_mut().for_each(|below| give_guids(below, guids));
+    }
+
     #[test]
     fn redaction_keeps_topology_without_identifiers() {
         let mut observed = machines::load("dgx-h100").unwrap().observed;
@@ -154,14 +177,20 @@ mod tests {
         let (subject, error) = (uuid.clone(), format!("{uuid} of {cluster}"));
         observed.failures = vec![ProbeFailure { subject, call: "nvmlDeviceGetName".to_owned(), error }];
         observed.gpus[1].mig = Some(mig_of_one_device());
+        // Four functions of one card, and one of another.
+        let guid = |number: u64| Guid::new(0xb8ce_f603_00a1_b200 + number);
+        let mut cards = [1, 1, 1, 1, 2].map(guid).into_iter();
+        let devices = observed.host.host_bridges.iter_mut().flat_map(|bridge| &mut bridge.devices);
+        devices.for_each(|device| give_guids(device, &mut cards));
         let before = observed.clone();
         redact(&mut observed);
         let text = format!("{observed:?}");
         assert!(!text.contains(&cluster) && !text.contains("MIG-5ec7e7"));
+        assert!(!text.contains("Guid(13316851"), "{text}");
         assert!(before.gpus.iter().all(|gpu| !text.contains(gpu.uuid.as_str())));
         let matrix = |observed: &NodeObservation| {
             let topology = NodeTopology::assemble(observed).0;
-            let all = topology.gpus().iter().map(|gpu| (gpu.pci, gpu.numa, gpu.nvswitch_plane)).collect::<Vec<_>>();
+            let all = topology.gpus().iter().map(|gpu| (gpu.pci, gpu.numa, gpu.rail)).collect::<Vec<_>>();
             (all, format!("{:?}", (0..8).map(|b| topology.bandwidth(0, b)).collect::<Vec<_>>()))
         };
         assert_eq!(matrix(&observed), matrix(&before));

@@ -2,7 +2,7 @@
 
 use clap::{Args, ValueEnum};
 
-use super::{ApiServerArgs, Flags, NodeArgs};
+use super::{ApiServerArgs, Flags, NodeArgs, Rails};
 use linkwise_core::quantity;
 use linkwise_core::topology::{MigProfile, MigProfileError};
 
@@ -46,6 +46,10 @@ pub struct ClaimArgs {
     /// up to 16 GPUs
     #[arg(long, value_name = "DEVICE", conflicts_with = "mig")]
     pub near: Option<Near>,
+    /// Take as many GPUs on each of these rails as on the others, such as 0-3 or 0,2,4-5: pods of a job get the same rails
+    /// on each node
+    #[arg(long, value_name = "LIST", conflicts_with_all = ["mig", "near", "shares", "memory", "strict", "exact"])]
+    pub rails: Option<Rails>,
     /// Take GPUs of one group only: wait while no group has enough of them free, instead of taking any GPUs
     #[arg(long, conflicts_with_all = ["mig", "near"])]
     pub strict: bool,
@@ -56,7 +60,8 @@ pub struct ClaimArgs {
     /// The name of the objects; by default gpu, gpus-N, or mig- and the profile
     #[arg(long, value_name = "NAME", value_parser = label)]
     pub name: Option<String>,
-    /// List the groups of this machine only: a built-in name or a file, as --node of other commands
+    /// List the groups of this machine only, or check that it has the rails: a built-in name or a file, as --node of other
+    /// commands
     #[arg(long, value_name = "NAME|FILE", conflicts_with = "mig")]
     pub node: Option<String>,
     /// The form of the manifest

@@ -122,7 +122,9 @@ fn live_machine_combines_nvml_and_hwloc() {
     this_is(&mut command, "dgx1-v100");
     let seen: Value = serde_json::from_str(&text(&mut command)).unwrap();
     check(&seen);
-    let written = json(&["topology", "--node", "dgx1-v100", "--format", "json"]);
+    let mut written = json(&["topology", "--node", "dgx1-v100", "--format", "json"]);
+    // Nor does hwloc see the NICs.
+    written["gpus"].as_array_mut().unwrap().iter_mut().for_each(|gpu| gpu["rail"] = Value::Null);
     for key in ["gpus", "nvlink_mbps", "nvswitch_plane"] {
         assert_eq!(seen[key], written[key], "{key}");
     }

@@ -11,7 +11,7 @@ use crate::commands::shell::{options, without_variables};
 const SECONDS: &str = "120";
 
 /// The files that pages name, by what they are.
-const FILES: [(&str, &str); 9] = [
+const FILES: [(&str, &str); 10] = [
     ("FILE", "tests/configs/nvidia/time-slicing.yaml"),
     ("config.yaml", "tests/configs/nvidia/time-slicing.yaml"),
     ("shared.yaml", "tests/configs/nvidia/time-slicing.yaml"),
@@ -21,6 +21,7 @@ const FILES: [(&str, &str); 9] = [
     ("mine.yaml", "crates/host/src/machines/dgx-a100.yaml"),
     ("jobs.csv", "docs/traces/sample.csv"),
     ("trace.csv", "docs/traces/sample.csv"),
+    ("pods.csv", "docs/traces/pods.csv"),
 ];
 
 /// A folder with these files.

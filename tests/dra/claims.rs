@@ -125,12 +125,33 @@ fn claims_are_printed_as_documented() {
         ("strict-deployment", &["--gpus", "8", "--strict", "--node", "nvlink-bridge-pairs", "--kind", "deployment"]),
         ("share-beside-nic", &["--shares", "2", "--memory", "40Gi", "--near", "nic"]),
         ("cpus", &["--near", "cpu", "--gpus", "2"]),
+        ("rails", &["--gpus", "4", "--rails", "0,2", "--kind", "template"]),
         ("mig-pod", &["--mig", "1g.10gb", "--kind", "pod", "--name", "small"]),
     ] {
         holds(&format!("claim-{name}"), &linkwise(&[&["claim"], args].concat()));
     }
     let yaml = linkwise(&["claim", "--gpus", "4", "--kind", "pod"]);
     assert_eq!(serde_saphyr::from_str::<Value>(&yaml).unwrap(), claim(&["--gpus", "4", "--kind", "pod"]));
+}
+
+#[test]
+fn claims_on_rails_ask_for_as_many_gpus_on_each() {
+    for (gpus, rails, named) in [(4, "0-3", &[0, 1, 2, 3][..]), (8, "0-3", &[0, 1, 2, 3]), (2, "7,5", &[7, 5])] {
+        let args = ["--gpus", &gpus.to_string(), "--rails", rails];
+        let devices = claim(&args)["spec"]["devices"].clone();
+        let requests: Vec<String> = named.iter().map(|rail| format!("rail-{rail}")).collect();
+        assert_eq!(check(&devices), requests, "{rails}");
+        for (request, rail) in devices["requests"].as_array().unwrap().iter().zip(named) {
+            let exactly = &request["exactly"];
+            assert_eq!(exactly["count"], gpus / named.len());
+            let selector = exactly["selectors"][0]["cel"]["expression"].as_str().unwrap();
+            assert!(selector.ends_with(&format!(".rail == {rail}")), "{selector}");
+        }
+    }
+    assert_eq!(
+        claim(&["--gpus", "8", "--rails", "0-3", "--node", "dgx1-v100"]),
+        claim(&["--gpus", "8", "--rails", "0-3"])
+    );
 }
 
 #[test]
@@ -143,6 +164,17 @@ fn impossible_claims_are_refused_by_name() {
         (&["--mig", "1g.10gb' || true"], "is no MIG profile"),
         (&["--gpus", "17", "--near", "nic"], "--gpus 17 with --near"),
         (&["--near", "switch"], "'switch' for '--near"),
+        (&["--gpus", "4", "--rails", "0-x"], "'x' is no rail"),
+        (&["--gpus", "4", "--rails", "3-0"], "3-0 goes backwards"),
+        (&["--gpus", "4", "--rails", "0-64"], "'64' is no rail"),
+        (&["--gpus", "4", "--rails", "0-2,1"], "rail 1 is there twice"),
+        (&["--rails", "0-3"], "--gpus 1 with --rails 0-3: 4 rails for 1 GPUs; add --gpus 4"),
+        (&["--gpus", "5", "--rails", "0-3"], "5 GPUs are not the same number on each of 4 rails"),
+        (&["--gpus", "4", "--rails", "4-7", "--node", "dgx1-v100"], "dgx1-v100 has no rail 4 (it has 0-3)"),
+        (&["--gpus", "4", "--rails", "0,1", "--node", "dgx-h100"], "dgx-h100 has 1 of 2 GPUs on rail 0"),
+        (&["--gpus", "1", "--rails", "0", "--node", "workstation-a6000"], "has no rail 0 (it has none)"),
+        (&["--gpus", "4", "--rails", "0-3", "--strict"], "--strict"),
+        (&["--gpus", "4", "--rails", "0-3", "--near", "nic"], "--near"),
         (&["--near", "cpu", "--strict"], "--strict"),
         (&["--gpus", "9", "--strict", "--node", "pcie-8x-pix-pairs"], "pcie-8x-pix-pairs has no group of 9 GPUs"),
         (&["--shares", "0"], "'0' for '--shares"),

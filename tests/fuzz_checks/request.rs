@@ -181,10 +181,10 @@ fn device(bytes: &mut Bytes<'_>, depth: usize) -> PciObservation {
         PciKind::Gpu,
         PciKind::Nic,
     ];
-    let nic = |bytes: &mut Bytes<'_>| NicObservation {
-        name: format!("nic{}", bytes.byte() % 4),
-        kind: if bytes.below(2) == 0 { NicKind::Rdma } else { NicKind::Ethernet },
-        mbps: bytes.maybe(Bytes::any),
+    let nic = |bytes: &mut Bytes<'_>| {
+        let (name, is_rdma) = (format!("nic{}", bytes.byte() % 4), bytes.below(2) == 0);
+        let kind = if is_rdma { NicKind::Rdma } else { NicKind::Ethernet };
+        NicObservation { mbps: bytes.maybe(Bytes::any), ..NicObservation::new(name, kind) }
     };
     PciObservation {
         pci: bytes.maybe(address),

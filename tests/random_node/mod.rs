@@ -2,7 +2,7 @@
 //! mostly make sense, and now and then something odd.
 
 use linkwise_core::topology::{
-    ComputeCapability, CpuObservation, FabricObservation, GpuObservation, GpuUuid, HostBridgeObservation,
+    ComputeCapability, CpuObservation, FabricObservation, GpuObservation, GpuUuid, Guid, HostBridgeObservation,
     HostObservation, NicKind, NicObservation, NodeObservation, NumaNodeId, NumaNodeObservation, NvLinkObservation,
     NvLinkRemote, PackageId, PciAddress, PciKind, PciObservation, PcieLink, TopologyLevel,
 };
@@ -155,8 +155,12 @@ fn device() -> impl Strategy<Value = PciObservation> {
         devices,
     };
     let rdma = prop_oneof![Just(NicKind::Rdma), Just(NicKind::Ethernet)];
-    let nic = (0..4_u8, rdma, weighted(0.7, select(vec![0, 10_000, 25_000, 200_000, 400_000])))
-        .prop_map(|(number, kind, mbps)| NicObservation { name: format!("nic{number}"), kind, mbps });
+    let guid = |part| weighted(part, (1..5_u64).prop_map(|number| Guid::new(number).expect("not 0")));
+    let rate = weighted(0.7, select(vec![0, 10_000, 25_000, 200_000, 400_000]));
+    let nic = (0..12_u8, rdma, rate, guid(0.3), guid(0.3)).prop_map(|(number, kind, mbps, system_guid, port)| {
+        let named = NicObservation::new(format!("nic{number}"), kind);
+        NicObservation { mbps, system_guid, port_guids: port.into_iter().collect(), ..named }
+    });
     let card = (weighted(0.7, link()), weighted(0.1, 0..4_u32), vec(nic, 0..3))
         .prop_map(move |(link, numa, nics)| device(PciKind::Nic, link, numa, nics, Vec::new()));
     let whole = (weighted(0.7, link()), weighted(0.1, 0..4_u32))

@@ -180,10 +180,9 @@ fn link(device: &Device) -> Option<PcieLink> {
 fn card(sheet: &Sheet, pci: Option<PciAddress>, names: Vec<String>) -> PciObservation {
     let rate = |name: &str| sheet.nics.iter().find(|nic: &&Nic| nic.name.as_deref() == Some(name))?.speed_mbps;
     let rdma = |name: &str| ["mlx5", "efa", "rdma"].iter().any(|start| name.starts_with(start));
-    let interface = |name: String| NicObservation {
-        kind: if rdma(&name) { NicKind::Rdma } else { NicKind::Ethernet },
-        mbps: rate(&name),
-        name,
+    let interface = |name: String| {
+        let kind = if rdma(&name) { NicKind::Rdma } else { NicKind::Ethernet };
+        NicObservation { mbps: rate(&name), ..NicObservation::new(name, kind) }
     };
     let nics = names.into_iter().map(interface).collect();
     PciObservation { pci, kind: PciKind::Nic, class: None, link: None, numa: None, nics, devices: Vec::new() }

@@ -25,7 +25,7 @@ use replay::{CLASSES, Figures, replay};
 
 pub use draws::Draws;
 pub use options::{ClusterArgs, CpuRequests, Door, Format, MachineWeight, SimulateArgs, SimulatePolicy, word_of};
-pub use replay::{best_set, collective};
+pub use replay::{best_set, collective, values};
 pub use trace::Job;
 
 /// The longest trace, in bytes: some five million jobs.
@@ -66,6 +66,9 @@ pub fn run(args: &SimulateArgs) -> Result<()> {
 fn simulate(args: &SimulateArgs) -> Result<()> {
     let trace = args.trace.as_deref().context("no --trace")?;
     let jobs = read_trace(trace)?;
+    if jobs.iter().any(|job| job.pods > 1) {
+        bail!("{} has jobs of several pods: they take --nodes", trace.display());
+    }
     let machine = machines::load(args.node.as_deref().context("no --node")?)?;
     let (topology, _) = NodeTopology::assemble(&machine.observed);
     let comparing = Progress::start("comparing the sets of this machine's GPUs");

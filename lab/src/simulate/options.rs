@@ -14,7 +14,8 @@ pub struct SimulateArgs {
     #[arg(long, value_name = "NAME|FILE", required_unless_present = "nodes")]
     pub node: Option<String>,
     /// The jobs (- for standard input): CSV with a header, the columns size (GPUs) and duration_seconds and, if jobs
-    /// come one after the other, arrival_seconds; whole numbers. docs/traces/sample.csv is one
+    /// come one after the other, arrival_seconds; with --nodes also pods (of size GPUs each); whole numbers.
+    /// docs/traces/sample.csv is one
     #[arg(long, value_name = "FILE", required_unless_present = "nodes")]
     pub trace: Option<PathBuf>,
     /// The policies to compare, with commas
@@ -111,6 +112,11 @@ pub enum Door {
     DraGroups,
     /// DRA, claims as `linkwise claim --exact` prints them: GPUs of one group, or none
     DraExact,
+    /// The device plugin with a choice that linkwise does not have: of sets with equal values, the lowest rails
+    PluginRails,
+    /// DRA, claims as `linkwise claim --rails` prints them for jobs of several pods (the column pods of a trace): jobs
+    /// take turns at the rails; as dra-groups for the others
+    DraRails,
 }
 
 /// The requests of pods beside GPUs.

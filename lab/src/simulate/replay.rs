@@ -11,7 +11,8 @@ use super::draws::Draws;
 use super::options::SimulatePolicy;
 use super::trace::Job;
 use linkwise_core::allocation::{
-    AllocationPolicy, AllocationRequest, AllocationTables, DeviceId, GpuSet, PreferredAllocation, preferred_allocation,
+    AllocationPolicy, AllocationRequest, AllocationTables, DeviceId, GpuSet, PreferredAllocation, Values,
+    preferred_allocation,
 };
 
 /// The classes of a set's worst pair, best first: those of a topology matrix, with all NVLinks as one.
@@ -130,23 +131,29 @@ pub fn best_set(tables: &AllocationTables, free: GpuSet, size: usize) -> (GpuSet
     if free.len() < size {
         return (GpuSet::default(), None);
     }
-    ask(tables, free, GpuSet::default(), size)
+    let (set, values) = ask(tables, free, GpuSet::default(), size);
+    (set, values.map(|values| values.collective))
 }
 
 /// The ring bandwidth of a set by NCCL's model, in MB/s.
 pub fn collective(tables: &AllocationTables, set: GpuSet) -> Option<u64> {
-    ask(tables, GpuSet::default(), set, set.len()).1
+    values(tables, GpuSet::default(), set).map(|values| values.collective)
 }
 
-/// The allocator's set, and its collective if the tables have it.
-fn ask(tables: &AllocationTables, free: GpuSet, must: GpuSet, size: usize) -> (GpuSet, Option<u64>) {
+/// The values of a set where these GPUs are free.
+pub fn values(tables: &AllocationTables, free: GpuSet, set: GpuSet) -> Option<Values> {
+    ask(tables, free, set, set.len()).1
+}
+
+/// The allocator's set, and its values if the tables have them.
+fn ask(tables: &AllocationTables, free: GpuSet, must: GpuSet, size: usize) -> (GpuSet, Option<Values>) {
     let gpus = tables.topology().gpus();
     let ids = |set: GpuSet| set.places().filter_map(|place| gpus.get(place)).map(|gpu| DeviceId::from(&gpu.uuid));
     let request = AllocationRequest { available: ids(free).collect(), must_include: ids(must).collect(), size };
     let (PreferredAllocation { devices }, report) =
         preferred_allocation(tables, &request, AllocationPolicy::BestEffort);
     let place = |id: &DeviceId| gpus.iter().position(|gpu| gpu.uuid.as_str() == id.as_str());
-    (devices.iter().filter_map(place).collect(), report.values.map(|values| values.collective))
+    (devices.iter().filter_map(place).collect(), report.values)
 }
 
 /// A weighted mean of whole numbers, rounded down.
@@ -182,7 +189,8 @@ mod tests {
     fn run(machine: &str, jobs: &[(usize, u64, u64)], chooser: (SimulatePolicy, u64)) -> Figures {
         let observed = machines::load(machine).unwrap().observed;
         let tables = AllocationTables::new(Arc::new(NodeTopology::assemble(&observed).0));
-        let jobs: Vec<Job> = jobs.iter().map(|&(size, duration, arrival)| Job { size, duration, arrival }).collect();
+        let jobs: Vec<Job> =
+            jobs.iter().map(|&(size, duration, arrival)| Job { size, pods: 1, duration, arrival }).collect();
         replay(&tables, &jobs, chooser, &mut |_| {})
     }
 

@@ -54,10 +54,24 @@ fn page_explains_every_figure() {
     // Its commands are commands.
     for line in page.lines().filter_map(|line| line.strip_prefix("    linkwise-lab ")) {
         let mut args: Vec<&str> = line.split('#').next().unwrap().split_whitespace().skip(1).collect();
-        args.retain(|arg| *arg != "jobs.csv" && *arg != "--trace");
+        args.retain(|arg| !arg.ends_with(".csv") && *arg != "--trace");
         let mix = args.iter().map(|arg| arg.trim_end_matches(",mine.yaml=1")).collect::<Vec<_>>();
         let output = printed(&[&mix[..], &["--jobs", "40"]].concat());
         assert!(output.contains("allocator steps"), "{line}");
+    }
+}
+
+#[test]
+fn documented_rails_are_those_of_the_trace() {
+    let trace = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/traces/pods.csv");
+    let doors = ["--trace", trace, "--door", "plugin,plugin-rails,dra-rails"];
+    let page = include_str!("../../../docs/scale.md");
+    let page = page.split("## Jobs of several pods").nth(1).unwrap().split("\n## ").next().unwrap();
+    let documented: Vec<&str> = page.lines().filter_map(|line| line.strip_prefix("    ")).skip(2).collect();
+    for machine in ["dgx-h100", "dgx1-v100"] {
+        let text = printed(&[&["--nodes", "16", "--node", machine][..], &doors].concat());
+        assert!(documented.len() == 2 && text.contains("idle machine's           100.0 %       100.0 %       100.0 %"));
+        assert!(documented.iter().all(|row| text.contains(&format!("\n{row}\n"))), "{machine}: {text}");
     }
 }
 

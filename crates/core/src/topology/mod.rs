@@ -6,6 +6,7 @@
 mod address;
 pub mod bandwidth;
 mod device_names;
+mod guid;
 mod level;
 mod matrix;
 mod mig;
@@ -16,10 +17,12 @@ mod observation;
 mod p2p;
 mod p2p_refusal;
 mod pcie;
+mod rails;
 mod warning;
 
 pub use address::{GpuUuid, MigUuid, NumaNodeId, PackageId, PciAddress, PciAddressError, Uuid, UuidError};
 pub use device_names::{device_name, device_names, hardware_of, is_mig, is_set};
+pub use guid::{Guid, GuidError};
 pub use level::{Rank, TopologyLevel};
 pub use matrix::LinkMatrix;
 pub use mig::{

@@ -7,6 +7,7 @@ use alloc::sync::Arc;
 use serde::Serialize;
 
 use super::address::{GpuUuid, NumaNodeId, PackageId, PciAddress};
+use super::guid::Guid;
 use super::level::{Rank, TopologyLevel};
 use super::matrix::LinkMatrix;
 use super::mig::{MigDevice, MigProfile, MigProfileObservation};
@@ -14,6 +15,7 @@ use super::nvlink::{self, NvLinks};
 use super::observation::{DisplayClass, GpuObservation, NicKind, NodeObservation, PcieLink};
 use super::p2p;
 use super::pcie::{PciTree, Place, PlacedNic};
+use super::rails;
 use super::warning::TopologyWarning;
 
 /// The GPUs of a node and their connections. It never changes; a new observation makes a new one.
@@ -56,6 +58,8 @@ pub struct Gpu {
     pub package: Option<PackageId>,
     /// The NVSwitch plane that it has a port on: a number that linkwise gives, from 0.
     pub nvswitch_plane: Option<u32>,
+    /// The place of its nearest RDMA NIC among those of the machine's GPUs, from 0.
+    pub rail: Option<u32>,
     /// The bandwidth of that port, MB/s; 0 without one.
     #[serde(skip)]
     pub nvswitch_port: u32,
@@ -94,6 +98,12 @@ pub struct Nic {
     pub pci: Option<PciAddress>,
     /// The link rate in Mbit/s, of all RDMA ports (without any: of all Ethernet ports) together.
     pub mbps: Option<u32>,
+    /// The GUID of its card, if RDMA.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub system_guid: Option<Guid>,
+    /// The GUIDs of its InfiniBand ports.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub port_guids: Vec<Guid>,
     /// The NUMA node.
     pub numa: Option<NumaNodeId>,
     /// The PCIe root above it, as [`Gpu::pcie_root`].
@@ -115,7 +125,10 @@ impl NodeTopology {
         let mut tree = PciTree::new(&observed.host, &mut warnings);
         let places: Vec<Place> = seen.iter().map(|gpu| place(gpu, observed, &mut tree, &mut warnings)).collect();
         let links = nvlink::connect(&seen, &mut warnings);
-        let gpus = seen.iter().zip(&places).zip(&links.ports).map(|((gpu, place), port)| Gpu {
+        let nics = nics(&tree, &places);
+        let rails = rails::rails(seen.len(), &nics);
+        let parts = seen.iter().zip(&places).zip(&links.ports).zip(rails);
+        let gpus = parts.map(|(((gpu, place), port), rail)| Gpu {
             index: gpu.index,
             uuid: gpu.uuid.clone(),
             pci: gpu.pci,
@@ -124,6 +137,7 @@ impl NodeTopology {
             cpu_node: tree.cpu_node(*place),
             package: place.package,
             nvswitch_plane: port.map(|(plane, _)| plane),
+            rail,
             nvswitch_port: port.map_or(0, |(_, carries)| carries),
             facts: Arc::new(facts(gpu)),
             pcie_root: tree.root(*place),
@@ -137,7 +151,7 @@ impl NodeTopology {
             gpus: gpus.collect(),
             pairs: LinkMatrix::zeros(seen.len()),
             mig_devices: mig_devices(&seen, &mut warnings),
-            nics: nics(&tree, &places),
+            nics,
             cpu_nodes: cpu_nodes(observed),
         };
         for (a, (first, &from)) in seen.iter().zip(&places).enumerate() {
@@ -419,6 +433,8 @@ fn nics(tree: &PciTree<'_>, gpus: &[Place]) -> Vec<Nic> {
             kind: first.nic.kind,
             pci: first.pci,
             mbps,
+            system_guid: ports.iter().find_map(|port| port.nic.system_guid),
+            port_guids: ports.iter().flat_map(|port| port.nic.port_guids.iter().copied()).collect(),
             numa: place.numa,
             pcie_root: tree.root(place),
             level: gpus.iter().map(rank).collect(),

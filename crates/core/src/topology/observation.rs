@@ -9,6 +9,7 @@ use alloc::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 
 use super::address::{GpuUuid, NumaNodeId, PackageId, PciAddress};
+use super::guid::Guid;
 use super::level::TopologyLevel;
 use super::mig::MigObservation;
 use super::p2p_refusal::P2pRefusal;
@@ -418,6 +419,19 @@ pub struct NicObservation {
     /// The link's rate in Mbit/s.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mbps: Option<u32>,
+    /// The GUID of an RDMA device's card, the same for all its functions (`sys_image_guid`).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub system_guid: Option<Guid>,
+    /// The GUIDs of its InfiniBand ports, by which the fabric's subnet manager knows them.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub port_guids: Vec<Guid>,
+}
+
+impl NicObservation {
+    /// Makes an interface of which nothing else is known.
+    pub const fn new(name: String, kind: NicKind) -> Self {
+        Self { name, kind, mbps: None, system_guid: None, port_guids: Vec::new() }
+    }
 }
 
 /// The two kinds of network interface.

@@ -17,7 +17,7 @@ use hwlocality::object::types::{BridgeType, OSDeviceType, ObjectType};
 use hwlocality::topology::builder::{BuildFlags, TypeFilter};
 
 use linkwise_core::topology::{
-    CpuObservation, DisplayClass, HostBridgeObservation, HostObservation, NicKind, NicObservation, NumaNodeId,
+    CpuObservation, DisplayClass, Guid, HostBridgeObservation, HostObservation, NicKind, NicObservation, NumaNodeId,
     NumaNodeObservation, PackageId, PciAddress, PciKind, PciObservation, ProbeFailure,
 };
 use sysfs::Sysfs;
@@ -171,7 +171,14 @@ impl Walk<'_> {
             OSDeviceType::Network => (NicKind::Ethernet, self.sysfs.network_rate(&name)),
             _ => return None,
         };
-        Some(NicObservation { name, kind, mbps })
+        // hwloc reads these of an RDMA device in /sys/class/infiniband.
+        let text = |key: &str| object.info(key).and_then(|value| value.to_str().ok());
+        let system_guid = text("SysImageGUID").and_then(|guid| guid.parse().ok());
+        let ports = (1..).map_while(|port| Some((port, text(&format!("Port{port}LID"))?)));
+        // A RoCE port has no LID, and a GID of its MAC address.
+        let ports = ports.filter(|(_, lid)| *lid != "0x0").map(|(port, _)| text(&format!("Port{port}GID0")));
+        let port_guids = ports.flatten().filter_map(Guid::of_gid).collect();
+        Some(NicObservation { mbps, system_guid, port_guids, ..NicObservation::new(name, kind) })
     }
 }
 

@@ -68,8 +68,14 @@ fn walk_places_ports_gpus_and_nics() {
     let places: Vec<_> = host.host_bridges.iter().map(|bridge| (bridge.numa, bridge.package)).collect();
     assert_eq!(places, [(Some(NumaNodeId(0)), Some(PackageId(0))), (Some(NumaNodeId(1)), Some(PackageId(1)))]);
     let nics: Vec<_> = functions(&host).iter().flat_map(|(_, seen)| seen.nics.clone()).collect();
-    let nic = |name: &str, kind| NicObservation { name: name.into(), kind, mbps: None };
-    assert_eq!(nics, [nic("mlx5_0", NicKind::Rdma), nic("eth7", NicKind::Ethernet)]);
+    let guid = |guid: &str| guid.parse().unwrap();
+    let rdma = NicObservation {
+        system_guid: Some(guid("b8ce:f603:00a1:b2c4")),
+        port_guids: vec![guid("b8ce:f603:00a1:b2c5")],
+        ..NicObservation::new("mlx5_0".to_owned(), NicKind::Rdma)
+    };
+    let ethernet = NicObservation::new("eth7".to_owned(), NicKind::Ethernet);
+    assert_eq!(nics, [rdma, ethernet]);
 }
 
 #[test]

@@ -12,8 +12,8 @@ use super::xml::{self, Element, Limits, XmlError, below};
 use super::{Machine, VERSION, cpu_list, unnamed_gpu};
 use linkwise_core::quote::excerpt;
 use linkwise_core::topology::{
-    CpuObservation, DisplayClass, GpuObservation, HostBridgeObservation, HostObservation, NicKind, NicObservation,
-    NodeObservation, NumaNodeId, NumaNodeObservation, PackageId, PciAddress, PciKind, PciObservation,
+    CpuObservation, DisplayClass, GpuObservation, Guid, HostBridgeObservation, HostObservation, NicKind,
+    NicObservation, NodeObservation, NumaNodeId, NumaNodeObservation, PackageId, PciAddress, PciKind, PciObservation,
 };
 
 /// The limits, enough for a host of some thousand CPUs: cores and caches nest below 40 deep. Text stands in lists that
@@ -26,6 +26,8 @@ const MAX_BRIDGES: usize = 24;
 const DISPLAY: &str = "03";
 const NETWORK: &str = "02";
 const NVIDIA: &str = "10de";
+/// The ports of an RDMA device; no card has more.
+const PORTS: [&str; 2] = ["1", "2"];
 
 /// Reads a file by its root element; `name` becomes the machine's name.
 pub(super) fn parse(name: &str, topology: Element<'_>) -> Result<Machine, XmlError> {
@@ -144,7 +146,16 @@ fn nic(device: Element<'_>, version: u32) -> Option<NicObservation> {
         _ => return None,
     };
     let name = device.attribute("name").filter(|name| !name.is_empty())?;
-    Some(NicObservation { name: excerpt(name), kind, mbps: None })
+    // Only a port of InfiniBand has a LID that is not 0.
+    let guid = |port: &str| {
+        info([device], &format!("Port{port}LID")).filter(|lid| *lid != "0x0")?;
+        Guid::of_gid(info([device], &format!("Port{port}GID0"))?)
+    };
+    Some(NicObservation {
+        system_guid: info([device], "SysImageGUID").and_then(|guid| guid.parse().ok()),
+        port_guids: PORTS.into_iter().filter_map(guid).collect(),
+        ..NicObservation::new(excerpt(name), kind)
+    })
 }
 
 /// The GPUs with the facts of their NVML and CUDA devices, in NVML's order if hwloc recorded it, otherwise by PCI

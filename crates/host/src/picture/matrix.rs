@@ -9,7 +9,7 @@ const LEGEND: &str = "
   NODE  one NUMA node              SYS   between NUMA nodes
 ";
 
-/// GPUs and NICs against GPUs, with the CPUs and the NUMA node of each GPU.
+/// GPUs and NICs against GPUs, with the CPUs, the NUMA node and, where there are rails, the rail of each GPU.
 pub fn matrix(topology: &NodeTopology, host: &HostObservation) -> String {
     let gpus = topology.gpus();
     if gpus.is_empty() {
@@ -19,7 +19,8 @@ pub fn matrix(topology: &NodeTopology, host: &HostObservation) -> String {
     let mut head = vec![String::new()];
     head.extend(gpus.iter().map(|gpu| format!("GPU{}", gpu.index)));
     head.extend((0..topology.nics().len()).map(|nic| format!("NIC{nic}")));
-    head.extend(["CPUs".to_owned(), "NUMA".to_owned()]);
+    let has_rails = !topology.rails().is_empty();
+    head.extend(["CPUs", "NUMA", "Rail"].iter().take(if has_rails { 3 } else { 2 }).map(ToString::to_string));
     rows.push(head);
     for (a, gpu) in gpus.iter().enumerate() {
         let mut row = vec![format!("GPU{}", gpu.index)];
@@ -28,6 +29,7 @@ pub fn matrix(topology: &NodeTopology, host: &HostObservation) -> String {
         let cpus = host.numa_nodes.iter().find(|node| Some(node.id) == gpu.numa).map(|node| node.cpus.clone());
         row.push(cpus.filter(|cpus| !cpus.is_empty()).unwrap_or_else(|| "-".to_owned()));
         row.push(gpu.numa.map_or("-".to_owned(), |numa| numa.to_string()));
+        row.extend(has_rails.then(|| gpu.rail.map_or("-".to_owned(), |rail| rail.to_string())));
         rows.push(row);
     }
     let mut text = table(&rows);

@@ -297,7 +297,8 @@ impl Sketch<'_> {
             let model = gpu.model.as_deref().map(|model| format!(", {}", clean(model)));
             let memory = gpu.facts.memory_mib.map(|mib| format!(", {mib} MiB"));
             tooltip = format!("GPU {}, {}, {}", gpu.index, gpu.pci, gpu.uuid);
-            tooltip.extend(model.into_iter().chain(memory));
+            let rail = gpu.rail.map(|rail| format!(", rail {rail}"));
+            tooltip.extend([model, memory, rail].into_iter().flatten());
         }
         let to_cpu = self.faces.get(place).map_or(0, |face| face.to_cpu);
         lines.extend((to_cpu > 0).then(|| format!("NV{to_cpu} to CPU")));

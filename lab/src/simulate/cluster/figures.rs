@@ -21,12 +21,14 @@ pub(super) struct Figures {
     pub several: u64,
     /// The mean of the collective against the best that any node of the cluster had free at that moment.
     pub collective_of_cluster: Option<u64>,
-    /// The jobs that got that best.
+    /// The jobs that got that best, with each of their pods.
     pub best_of_cluster: Option<u64>,
     /// The mean of the collective against the best that the job's own node had free.
     pub collective_of_node: Option<u64>,
     /// The mean of the collective against the best of the job's node while it is idle.
     pub collective_of_machine: Option<u64>,
+    /// The pairs of pods of one job whose GPUs are on the same rails.
+    pub equal_rails: Option<u64>,
     /// Seconds in the queue, rounded down, over all jobs.
     pub mean_wait_seconds: u64,
     /// The wait that 99 of 100 jobs do not exceed, in seconds.
@@ -54,6 +56,16 @@ pub(super) struct Figures {
     pub steps_worst: u64,
 }
 
+/// A pod that starts: its place, its collective if it has several GPUs, and the best collectives of the cluster, of its
+/// node and of its idle machine.
+pub(super) struct Started {
+    pub placed: Placed,
+    /// The rails of its GPUs, as `Machine::rails`.
+    pub rails: Vec<Option<u32>>,
+    pub got: Option<u64>,
+    pub best: [Option<u64>; 3],
+}
+
 /// The sums behind the figures.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Tally {
@@ -76,6 +88,9 @@ pub(super) struct Tally {
     waits: Vec<u64>,
     several: u128,
     got_best: u128,
+    pods: u128,
+    pairs: u128,
+    equal_pairs: u128,
     /// Millionths of the best of the cluster, the node and the idle machine.
     collectives: [u128; 3],
     claim_bytes: u128,
@@ -108,20 +123,33 @@ impl Tally {
         self.now = self.now.max(to);
     }
 
-    /// Records the start of a counted job: its wait, its place, the collective it got if it has several GPUs, and the
-    /// best collectives of the cluster, its node and its idle machine.
-    pub fn started(&mut self, wait: u64, placed: &Placed, got: Option<u64>, best: [Option<u64>; 3]) {
+    /// Records the start of a counted job: its wait, and its pods. Its collective is the mean over the pods.
+    pub fn started(&mut self, wait: u64, pods: &[Started]) {
         self.waits.push(wait);
-        self.steps += u128::from(placed.steps);
-        self.steps_worst = self.steps_worst.max(placed.steps);
-        self.claims += u128::from(placed.claim_bytes > 0);
-        self.claim_bytes += u128::from(placed.claim_bytes);
-        let Some(got) = got else { return };
-        self.several += 1;
-        self.got_best += u128::from(best.first().copied().flatten().is_none_or(|best| got >= best));
-        for (sum, best) in self.collectives.iter_mut().zip(best) {
-            // If the best is 0, the job got all that there is.
-            *sum += (u128::from(got) * 1_000_000).checked_div(u128::from(best.unwrap_or(0))).unwrap_or(1_000_000);
+        let (mut got_best, mut shares) = (true, [0_u128; 3]);
+        for (at, Started { placed, rails, got, best }) in pods.iter().enumerate() {
+            self.pods += 1;
+            self.steps += u128::from(placed.steps);
+            self.steps_worst = self.steps_worst.max(placed.steps);
+            self.claims += u128::from(placed.claim_bytes > 0);
+            self.claim_bytes += u128::from(placed.claim_bytes);
+            let others = pods.iter().skip(at + 1);
+            self.pairs += others.len() as u128;
+            let is_equal = |other: &&Started| other.rails == *rails && !rails.contains(&None);
+            self.equal_pairs += others.filter(is_equal).count() as u128;
+            let Some(got) = *got else { continue };
+            got_best &= best.first().copied().flatten().is_none_or(|best| got >= best);
+            for (sum, best) in shares.iter_mut().zip(best) {
+                // If the best is 0, the pod got all that there is.
+                *sum += (u128::from(got) * 1_000_000).checked_div(u128::from(best.unwrap_or(0))).unwrap_or(1_000_000);
+            }
+        }
+        if pods.iter().any(|pod| pod.got.is_some()) {
+            self.several += 1;
+            self.got_best += u128::from(got_best);
+            for (sum, share) in self.collectives.iter_mut().zip(shares) {
+                *sum += share / pods.len() as u128;
+            }
         }
     }
 
@@ -143,6 +171,7 @@ impl Tally {
             best_of_cluster: mille(self.got_best, self.several),
             collective_of_node: of_node,
             collective_of_machine: of_machine,
+            equal_rails: mille(self.equal_pairs, self.pairs),
             mean_wait_seconds: mean(self.waits.iter().copied().map(u128::from).sum(), count),
             // The wait that 99 of 100 jobs, rounded up, do not exceed.
             p99_wait_seconds: self
@@ -156,7 +185,7 @@ impl Tally {
             fragmentation: mille(self.stuck_seconds, self.of_fours_seconds),
             claim_bytes: mean(self.claim_bytes, self.claims),
             writes_per_hour: writes.checked_div(self.seconds).map(whole),
-            steps_mean: mean(self.steps, count),
+            steps_mean: mean(self.steps, self.pods),
             steps_worst: self.steps_worst,
             ..Figures::default()
         }

@@ -29,6 +29,7 @@ pub(super) fn made_up(count: u32, gpus: u64, most: usize, load: u32, draws: &mut
             let duration = usize::try_from(draws.below(DURATIONS.len() as u64)).unwrap_or(0);
             Job {
                 size: size.map_or(1, |(size, _)| *size),
+                pods: 1,
                 duration: DURATIONS.get(duration).copied().unwrap_or(0),
                 arrival: draws.below(span.saturating_add(1)),
             }

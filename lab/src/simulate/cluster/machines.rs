@@ -51,6 +51,14 @@ impl Machine {
         published(&Pool::new(node, self.published.clone()))
     }
 
+    /// The rails of GPUs, the lowest first; `None` for a GPU without one.
+    pub fn rails(&self, gpus: GpuSet) -> Vec<Option<u32>> {
+        let known = gpus.places().filter_map(|place| self.tables.topology().gpus().get(place));
+        let mut rails: Vec<_> = known.map(|gpu| gpu.rail).collect();
+        rails.sort_unstable();
+        rails
+    }
+
     /// The device of each GPU of a set.
     pub fn devices_of(&self, gpus: GpuSet) -> impl Iterator<Item = &str> {
         let devices = self.gpus_of.iter().filter(move |(_, own)| !own.intersection(gpus).is_empty());

@@ -9,6 +9,7 @@ mod jobs;
 mod machines;
 mod replay;
 mod scheduler;
+mod shapes;
 mod show;
 mod states;
 #[cfg(test)]
@@ -24,6 +25,7 @@ use figures::Figures;
 use machines::Machine;
 use replay::{Event, Replay};
 use scheduler::Scheduler;
+use shapes::Shapes;
 use show::{Kind, Load, Outcome, Simulation};
 
 /// The default number of jobs for each node.
@@ -42,8 +44,6 @@ struct Cluster {
     kinds: Vec<usize>,
     /// The jobs, in the order of their arrivals.
     jobs: Vec<Job>,
-    /// The sizes of the jobs.
-    sizes: Vec<usize>,
     /// The index of the first counted job: the jobs before it fill the cluster.
     counted: usize,
     /// The number of jobs left out: no node has as many GPUs, or no claim may ask for as many.
@@ -97,10 +97,11 @@ fn simulate(args: &SimulateArgs) -> Result<Simulation> {
 
 /// Replays the jobs through one door.
 fn through(cluster: &Cluster, door: Door, args: &SimulateArgs, watch: &mut dyn FnMut(&Event)) -> Result<Figures> {
-    let Cluster { machines, kinds, jobs, sizes, counted, .. } = cluster;
-    let scheduler = Scheduler::new(machines, kinds, sizes, door, args.cluster.cpu, args.seed)?;
+    let Cluster { machines, kinds, jobs, counted, .. } = cluster;
+    let shapes = Shapes::of(machines, jobs, door)?;
+    let scheduler = Scheduler::new(machines, kinds, &shapes, door, args.cluster.cpu, args.seed)?;
     let mut figures = Replay::new(scheduler, jobs, *counted, watch).run()?;
-    if door != Door::Plugin {
+    if !matches!(door, Door::Plugin | Door::PluginRails) {
         let bytes = |slices: Vec<serde_json::Value>| slices.iter().map(|slice| slice.to_string().len() as u64).sum();
         let of_kind: Vec<u64> = machines.iter().map(|machine| bytes(machine.slices(states::NODE))).collect();
         figures.slice_bytes = kinds.iter().filter_map(|kind| of_kind.get(*kind)).sum();
@@ -130,9 +131,6 @@ fn cluster(args: &SimulateArgs) -> Result<Cluster> {
     let jobs: Vec<Job> = jobs.into_iter().filter(|job| job.size <= most).collect();
     let trace = args.trace.as_deref().map_or_else(String::new, |trace| trace.display().to_string());
     ensure!(!jobs.is_empty(), "no job of {trace} fits a node of this cluster (the largest serves {most} GPUs)");
-    let mut sizes: Vec<usize> = jobs.iter().map(|job| job.size).collect();
-    sizes.sort_unstable();
-    sizes.dedup();
     let counted = load.as_ref().map_or(0, |load| load.filling as usize);
-    Ok(Cluster { skipped: all - jobs.len(), machines, kinds, jobs, sizes, counted, load })
+    Ok(Cluster { skipped: all - jobs.len(), machines, kinds, jobs, counted, load })
 }

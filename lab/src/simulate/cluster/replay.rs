@@ -10,19 +10,19 @@ use crate::simulate::{Job, best_set, collective};
 use anyhow::Result;
 use linkwise_core::allocation::GpuSet;
 
-use super::figures::{Figures, Tally};
+use super::figures::{Figures, Started, Tally};
 use super::scheduler::{Placed, Scheduler};
 
 /// An event of the replay, with its second.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Event {
-    /// A job starts; `best` is the best collective that any node offers for its size at this moment.
+    /// A pod of a job starts; `best` is the best collective that any node offers for its size at this moment.
     Started { at: u64, job: usize, node: usize, set: GpuSet, best: Option<u64> },
-    /// A job ends.
+    /// A pod of a job ends.
     Ended { at: u64, job: usize, node: usize, set: GpuSet },
 }
 
-/// A running job: the second of its end, its number, its node, and its GPUs.
+/// A running pod: the second of its end, its job's number, its node, and its GPUs.
 type Running = Reverse<(u64, usize, usize, GpuSet)>;
 
 /// A replay of jobs, which are in the order of their arrivals.
@@ -32,11 +32,11 @@ pub(super) struct Replay<'a, 'b> {
     /// The index of the first counted job.
     counted: usize,
     running: BinaryHeap<Running>,
-    /// The waiting jobs by size.
+    /// The waiting jobs by shape.
     waiting: Vec<VecDeque<usize>>,
-    /// The number of nodes that offer each best collective, by size.
+    /// The number of nodes that offer each best collective, by shape.
     offers: Vec<BTreeMap<u64, usize>>,
-    /// The best collective of the idle machine, by machine and size.
+    /// The best collective of the idle machine, by machine and shape.
     idle: Vec<Vec<Option<u64>>>,
     tally: Tally,
     watch: &'b mut dyn FnMut(&Event),
@@ -46,8 +46,8 @@ impl<'a, 'b> Replay<'a, 'b> {
     /// Starts with empty nodes. `watch` sees each event.
     pub fn new(scheduler: Scheduler<'a>, jobs: &'b [Job], counted: usize, watch: &'b mut dyn FnMut(&Event)) -> Self {
         let states = scheduler.states();
-        let sizes = states.sizes.len();
-        let mut offers = vec![BTreeMap::new(); sizes];
+        let shapes = &states.shapes.shapes;
+        let mut offers = vec![BTreeMap::new(); shapes.len()];
         let arrival = |at: usize| jobs.get(at).map(|job| job.arrival);
         let window = (arrival(counted).unwrap_or(0), arrival(jobs.len().saturating_sub(1)).unwrap_or(0));
         let mut tally = Tally::new(window);
@@ -58,10 +58,10 @@ impl<'a, 'b> Replay<'a, 'b> {
         }
         tally.total = tally.free;
         let best = |machine: &super::machines::Machine| {
-            states.sizes.iter().map(|size| best_set(&machine.tables, machine.whole, *size).1).collect()
+            shapes.iter().map(|shape| best_set(&machine.tables, machine.whole, shape.gpus).1).collect()
         };
         let idle = states.machines.iter().map(best).collect();
-        let waiting = vec![VecDeque::new(); sizes];
+        let waiting = vec![VecDeque::new(); shapes.len()];
         Self { scheduler, jobs, counted, running: BinaryHeap::new(), waiting, offers, idle, tally, watch }
     }
 
@@ -70,11 +70,11 @@ impl<'a, 'b> Replay<'a, 'b> {
         for (number, job) in self.jobs.iter().enumerate() {
             self.end_until(job.arrival)?;
             self.tally.advance(job.arrival);
-            let Some(size) = self.scheduler.states().sizes.iter().position(|size| *size == job.size) else { continue };
-            // If another job of this size waits, no node fits.
-            let nobody_waits = self.waiting.get(size).is_some_and(VecDeque::is_empty);
-            if !(nobody_waits && self.start(number, size)?)
-                && let Some(queue) = self.waiting.get_mut(size)
+            let Some(shape) = self.scheduler.states().shapes.position(number, job) else { continue };
+            // If another job of this shape waits, this one does not fit either.
+            let nobody_waits = self.waiting.get(shape).is_some_and(VecDeque::is_empty);
+            if !(nobody_waits && self.start(number, shape)?)
+                && let Some(queue) = self.waiting.get_mut(shape)
             {
                 queue.push_back(number);
             }
@@ -96,47 +96,63 @@ impl<'a, 'b> Replay<'a, 'b> {
         Ok(())
     }
 
-    /// Starts waiting jobs on a node where GPUs became free: they fit no other node.
+    /// Starts waiting jobs that have a pod for a node where GPUs became free: the others fit no better than before.
     fn serve(&mut self, node: usize) -> Result<()> {
         loop {
-            let mut first: Option<(usize, usize)> = None;
-            for (size, queue) in self.waiting.iter().enumerate() {
-                if let Some(job) = queue.front().copied()
-                    && first.is_none_or(|(first, _)| job < first)
-                    && self.scheduler.fits(size, node)?
-                {
-                    first = Some((job, size));
+            let fronts = self.waiting.iter().enumerate().filter_map(|(shape, queue)| Some((*queue.front()?, shape)));
+            let mut first: Vec<(usize, usize)> = fronts.collect();
+            first.sort_unstable();
+            let mut started = None;
+            for (job, shape) in first {
+                if self.scheduler.fits(shape, node)? && self.start(job, shape)? {
+                    started = Some(shape);
+                    break;
                 }
             }
-            let Some((job, size)) = first else { return Ok(()) };
-            if !self.start(job, size)? {
-                return Ok(());
-            }
-            self.waiting.get_mut(size).and_then(VecDeque::pop_front);
+            let Some(shape) = started else { return Ok(()) };
+            self.waiting.get_mut(shape).and_then(VecDeque::pop_front);
         }
     }
 
-    /// Starts a job if it fits anywhere.
-    fn start(&mut self, number: usize, size: usize) -> Result<bool> {
-        if self.offers.get(size).is_none_or(BTreeMap::is_empty) {
+    /// Starts a job if all its pods fit.
+    fn start(&mut self, number: usize, shape: usize) -> Result<bool> {
+        let Some(job) = self.jobs.get(number).copied() else { return Ok(false) };
+        let mut pods: Vec<Started> = Vec::new();
+        while pods.len() < job.pods
+            && self.offers.get(shape).is_some_and(|offers| !offers.is_empty())
+            && let Some(placed) = self.scheduler.place(shape)?
+        {
+            pods.push(self.started(shape, placed));
+            self.change(placed.node, |free| free.without(placed.set))?;
+        }
+        if pods.len() < job.pods {
+            for Placed { node, set, .. } in pods.into_iter().map(|pod| pod.placed) {
+                self.change(node, |free| free.union(set))?;
+            }
             return Ok(false);
         }
-        let (Some(job), Some(placed)) = (self.jobs.get(number), self.scheduler.place(size)?) else { return Ok(false) };
-        let Placed { node, set, .. } = placed;
-        let best = self.offers.get(size).and_then(|offers| offers.last_key_value()).map(|(best, _)| *best);
+        let at = self.tally.now;
         if number >= self.counted {
-            let states = self.scheduler.states();
-            let state = self.scheduler.nodes().get(node).and_then(|number| states.state(*number));
-            let of_node = state.and_then(|state| state.best.get(size).copied().flatten());
-            let idle = state.and_then(|state| self.idle.get(state.machine)?.get(size).copied().flatten());
-            let machine = state.and_then(|state| states.machines.get(state.machine));
-            let got = machine.and_then(|machine| collective(&machine.tables, set)).filter(|_| job.size > 1);
-            self.tally.started(self.tally.now.saturating_sub(job.arrival), &placed, got, [best, of_node, idle]);
+            self.tally.started(at.saturating_sub(job.arrival), &pods);
         }
-        self.change(node, |free| free.without(set))?;
-        self.running.push(Reverse((self.tally.now.saturating_add(job.duration), number, node, set)));
-        (self.watch)(&Event::Started { at: self.tally.now, job: number, node, set, best });
+        for Started { placed: Placed { node, set, .. }, best: [best, ..], .. } in pods {
+            self.running.push(Reverse((at.saturating_add(job.duration), number, node, set)));
+            (self.watch)(&Event::Started { at, job: number, node, set, best });
+        }
         Ok(true)
+    }
+
+    /// A pod of a shape that is to start in this place, which is still free.
+    fn started(&self, shape: usize, placed: Placed) -> Started {
+        let best = self.offers.get(shape).and_then(|offers| offers.last_key_value()).map(|(best, _)| *best);
+        let states = self.scheduler.states();
+        let state = self.scheduler.nodes().get(placed.node).and_then(|number| states.state(*number));
+        let of_node = state.and_then(|state| state.best.get(shape).copied().flatten());
+        let idle = state.and_then(|state| self.idle.get(state.machine)?.get(shape).copied().flatten());
+        let machine = state.and_then(|state| states.machines.get(state.machine));
+        let got = machine.and_then(|machine| collective(&machine.tables, placed.set)).filter(|_| placed.set.len() > 1);
+        let rails = machine.map(|machine| machine.rails(placed.set)).unwrap_or_default();
+        Started { placed, rails, got, best: [best, of_node, idle] }
     }
 
     /// Gives GPUs of a node to a job, or takes them back.

@@ -10,6 +10,7 @@ use anyhow::{Result, anyhow};
 use linkwise_core::allocation::GpuSet;
 
 use super::machines::Machine;
+use super::shapes::Shapes;
 use super::states::{Answer, State, States};
 
 /// The least number of fitting nodes that ends the search.
@@ -18,7 +19,7 @@ const LEAST_NODES: usize = 100;
 /// The highest score of a plugin (`MaxNodeScore`).
 const MOST_SCORE: i64 = 100;
 
-/// The placement of a job.
+/// The placement of a pod.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Placed {
     pub node: usize,
@@ -46,12 +47,12 @@ impl<'a> Scheduler<'a> {
     pub fn new(
         machines: &'a [Machine],
         kinds: &[usize],
-        sizes: &'a [usize],
+        shapes: &'a Shapes,
         door: Door,
         cpu: CpuRequests,
         seed: u64,
     ) -> Result<Self> {
-        let mut states = States::new(machines, sizes, door)?;
+        let mut states = States::new(machines, shapes, door)?;
         let idle = |kind: &usize| states.number(*kind, machines.get(*kind).map(|of| of.whole).unwrap_or_default());
         let nodes = kinds.iter().map(idle).collect();
         Ok(Self { states, nodes, cpu, start: 0, draws: Draws::new(seed), fit: Vec::new() })
@@ -66,14 +67,14 @@ impl<'a> Scheduler<'a> {
         &self.nodes
     }
 
-    /// Returns true if a node could take a job of this size now.
-    pub fn fits(&mut self, size: usize, node: usize) -> Result<bool> {
+    /// Returns true if a node could take a pod of this shape now.
+    pub fn fits(&mut self, shape: usize, node: usize) -> Result<bool> {
         let state = self.nodes.get(node).copied().ok_or_else(|| anyhow!("no node {node}"))?;
-        Ok(self.states.answer(size, state)?.set.is_some())
+        Ok(self.states.answer(shape, state)?.set.is_some())
     }
 
-    /// The placement of a job of this size; `None` if it has to wait. Nothing is taken yet.
-    pub fn place(&mut self, size: usize) -> Result<Option<Placed>> {
+    /// The placement of a pod of this shape; `None` if it has to wait. Nothing is taken yet.
+    pub fn place(&mut self, shape: usize) -> Result<Option<Placed>> {
         let (count, enough) = (self.nodes.len(), enough(self.nodes.len()));
         let (mut steps, mut tried) = (0, 0);
         self.fit.clear();
@@ -81,7 +82,7 @@ impl<'a> Scheduler<'a> {
             let node = (self.start + tried) % count;
             tried += 1;
             let Some(state) = self.nodes.get(node).copied() else { continue };
-            let answer = self.states.answer(size, state)?;
+            let answer = self.states.answer(shape, state)?;
             steps += answer.steps;
             if answer.set.is_some() {
                 let by_cpu = self.states.state(state).map_or(0, |state| self.least_allocated(state, answer));

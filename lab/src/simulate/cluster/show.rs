@@ -77,6 +77,9 @@ pub(super) fn text(simulation: &Simulation) -> String {
     for (label, cell) in shares {
         row(&mut text, label, simulation, |door| share(cell(&door.figures)));
     }
+    if simulation.doors.iter().any(|door| door.figures.equal_rails.is_some()) {
+        row(&mut text, "pairs of pods on equal rails", simulation, |door| share(door.figures.equal_rails));
+    }
     row(&mut text, "jobs that waited", simulation, |door| percent(door.figures.waited));
     row(&mut text, "wait, mean", simulation, |door| format!("{} s", door.figures.mean_wait_seconds));
     row(&mut text, "wait, 99 of 100 jobs", simulation, |door| format!("{} s", door.figures.p99_wait_seconds));

@@ -4,14 +4,15 @@
 use std::collections::BTreeMap;
 
 use anyhow::{Context, Result, anyhow};
-use linkwise::commands::{any_claim, exact_claim};
+use linkwise::commands::{any_claim, exact_claim, rails_claim};
 use linkwise_core::allocation::GpuSet;
 use linkwise_scheduler_box::{Cluster, Failure};
 use serde_json::{Value, json};
 
 use super::machines::Machine;
+use super::shapes::{Shape, Shapes};
 use crate::demo::WHOLE_GPUS;
-use crate::simulate::{Door, best_set};
+use crate::simulate::{Door, best_set, values};
 use linkwise_core::state::DRA_DRIVER;
 
 /// A node that represents all nodes of its kind. Its name is as long as those of the simulated nodes.
@@ -20,10 +21,10 @@ pub(super) const NODE: &str = "node-00000";
 /// A group of whose sets [`State::stuck`] tells.
 const FOUR: usize = 4;
 
-/// The answer to a job of a node with these GPUs free.
+/// The answer to a pod of a node with these GPUs free.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Answer {
-    /// The GPUs that the job gets; `None` if it does not fit.
+    /// The GPUs that the pod gets; `None` if it does not fit.
     pub set: Option<GpuSet>,
     /// The score of the alternatives that its claim gets.
     pub score: i64,
@@ -38,7 +39,7 @@ pub(super) struct Answer {
 pub(super) struct State {
     pub machine: usize,
     pub free: GpuSet,
-    /// The best collective of the free GPUs for each size of job, in MB/s; `None` if too few are free.
+    /// The best collective of the free GPUs for each shape, in MB/s; `None` if too few are free.
     pub best: Vec<Option<u64>>,
     /// For machines with whole fours: the free GPUs that are left over when fours with the collective of the idle
     /// machine's best four are taken out, one after the other.
@@ -48,9 +49,10 @@ pub(super) struct State {
 /// The states of nodes so far, by number.
 pub(super) struct States<'a> {
     pub machines: &'a [Machine],
-    /// The sizes of jobs.
-    pub sizes: &'a [usize],
-    /// The claim for each size; none if the device plugin serves.
+    /// The shapes of jobs.
+    pub shapes: &'a Shapes,
+    door: Door,
+    /// The claim for each shape; none if the device plugin serves.
     claims: Vec<Value>,
     /// The allocator's model of one node, for each machine.
     models: Vec<Cluster>,
@@ -58,14 +60,17 @@ pub(super) struct States<'a> {
     fours: Vec<Option<u64>>,
     numbers: Vec<BTreeMap<u64, usize>>,
     states: Vec<State>,
-    /// The known answers, by size and state.
+    /// The known answers, by shape and state.
     answers: Vec<Vec<Option<Answer>>>,
 }
 
 impl<'a> States<'a> {
-    pub fn new(machines: &'a [Machine], sizes: &'a [usize], door: Door) -> Result<Self> {
-        let claims =
-            sizes.iter().filter_map(|size| claim(machines, door, *size).transpose()).collect::<Result<Vec<_>>>()?;
+    pub fn new(machines: &'a [Machine], shapes: &'a Shapes, door: Door) -> Result<Self> {
+        let claims = shapes
+            .shapes
+            .iter()
+            .filter_map(|shape| claim(machines, door, *shape).transpose())
+            .collect::<Result<Vec<_>>>()?;
         let model = |machine: &Machine| {
             Cluster::new(&machine.slices(NODE), &classes(), &[])
                 .with_context(|| format!("the scheduler cannot read what '{}' publishes", machine.name))
@@ -74,13 +79,14 @@ impl<'a> States<'a> {
         let four = |machine: &Machine| best_set(&machine.tables, machine.whole, FOUR).1;
         Ok(Self {
             machines,
-            sizes,
+            shapes,
+            door,
             claims,
             models,
             fours: machines.iter().map(four).collect(),
             numbers: vec![BTreeMap::new(); machines.len()],
             states: Vec::new(),
-            answers: vec![Vec::new(); sizes.len()],
+            answers: vec![Vec::new(); shapes.shapes.len()],
         })
     }
 
@@ -90,7 +96,8 @@ impl<'a> States<'a> {
         let next = self.states.len();
         let number = *numbers.entry(free.0).or_insert(next);
         if number == next {
-            let best = self.sizes.iter().map(|size| best_set(&of.tables, free, *size).1).collect();
+            let gpus = self.shapes.shapes.iter().map(|shape| shape.gpus);
+            let best = gpus.map(|gpus| best_set(&of.tables, free, gpus).1).collect();
             let whole = self.fours.get(machine).copied().flatten();
             let mut left = free;
             while let (four, Some(collective)) = best_set(&of.tables, left, FOUR)
@@ -117,25 +124,26 @@ impl<'a> States<'a> {
             .map_or(0, |state| state.free.len())
     }
 
-    /// The answer of a node in this state to a job of this size.
-    pub fn answer(&mut self, size: usize, number: usize) -> Result<Answer> {
-        if let Some(Some(known)) = self.answers.get(size).and_then(|answers| answers.get(number)) {
+    /// The answer of a node in this state to a pod of this shape.
+    pub fn answer(&mut self, shape: usize, number: usize) -> Result<Answer> {
+        if let Some(Some(known)) = self.answers.get(shape).and_then(|answers| answers.get(number)) {
             return Ok(*known);
         }
-        let answer = self.ask(size, number)?;
-        if let Some(place) = self.answers.get_mut(size).and_then(|answers| answers.get_mut(number)) {
+        let answer = self.ask(shape, number)?;
+        if let Some(place) = self.answers.get_mut(shape).and_then(|answers| answers.get_mut(number)) {
             *place = Some(answer);
         }
         Ok(answer)
     }
 
-    fn ask(&mut self, size: usize, number: usize) -> Result<Answer> {
-        let (Some(state), Some(gpus)) = (self.states.get(number), self.sizes.get(size)) else {
-            return Err(anyhow!("no state {number}, or no size {size}"));
+    fn ask(&mut self, shape: usize, number: usize) -> Result<Answer> {
+        let (Some(state), Some(Shape { gpus, .. })) = (self.states.get(number), self.shapes.shapes.get(shape)) else {
+            return Err(anyhow!("no state {number}, or no shape {shape}"));
         };
         let machine = self.machines.get(state.machine).context("a state is of a machine")?;
-        let Some(claim) = self.claims.get(size) else {
-            let set = (state.free.len() >= *gpus).then(|| best_set(&machine.tables, state.free, *gpus).0);
+        let Some(claim) = self.claims.get(shape) else {
+            let choose = if self.door == Door::PluginRails { lowest_rails } else { chosen };
+            let set = (state.free.len() >= *gpus).then(|| choose(machine, state.free, *gpus));
             return Ok(Answer { set, score: 0, steps: 0, claim_bytes: 0 });
         };
         let model = self.models.get_mut(state.machine).context("a machine has a model")?;
@@ -162,17 +170,49 @@ impl<'a> States<'a> {
     }
 }
 
-/// The claim of a job; `None` if the device plugin serves. An exact claim names the group that most of the machines meet at
-/// their best.
-pub(super) fn claim(machines: &[Machine], door: Door, gpus: usize) -> Result<Option<Value>> {
+/// The set that linkwise prefers.
+fn chosen(machine: &Machine, free: GpuSet, gpus: usize) -> GpuSet {
+    best_set(&machine.tables, free, gpus).0
+}
+
+/// The set that linkwise would prefer if rails were its last value: of the sets with the values of the best one, that
+/// with the lowest rails.
+fn lowest_rails(machine: &Machine, free: GpuSet, gpus: usize) -> GpuSet {
+    let best = chosen(machine, free, gpus);
+    let wanted = values(&machine.tables, free, best);
+    let mut sets = subsets(free, gpus);
+    sets.retain(|set| wanted.is_some() && values(&machine.tables, free, *set) == wanted);
+    sets.into_iter().min_by_key(|set| (machine.rails(*set), *set != best, *set)).unwrap_or(best)
+}
+
+/// The sets of so many of these GPUs.
+fn subsets(gpus: GpuSet, size: usize) -> Vec<GpuSet> {
+    let first = gpus.lowest();
+    match size {
+        0 => vec![GpuSet::default()],
+        _ if gpus.len() < size => Vec::new(),
+        _ => {
+            let rest = gpus.without(first);
+            let with_first = subsets(rest, size - 1).into_iter().map(|set| set.union(first));
+            with_first.chain(subsets(rest, size)).collect()
+        }
+    }
+}
+
+/// The claim of a pod; `None` if the device plugin serves. An exact claim names the group that most of the machines meet
+/// at their best.
+pub(super) fn claim(machines: &[Machine], door: Door, Shape { gpus, rails, .. }: Shape) -> Result<Option<Value>> {
     let count = u8::try_from(gpus).with_context(|| format!("{gpus} GPUs are too many for a claim"))?;
     let spec = match door {
-        Door::Plugin => return Ok(None),
+        Door::Plugin | Door::PluginRails => return Ok(None),
         Door::DraSingles => {
             let exactly = json!({"deviceClassName": DRA_DRIVER, "allocationMode": "ExactCount", "count": count});
             json!({"devices": {"requests": [{"name": "gpus", "exactly": exactly}]}})
         }
-        Door::DraGroups => any_claim(count)?,
+        Door::DraGroups | Door::DraRails => match rails {
+            Some((first, rails)) => rails_claim(count, &(first..first.saturating_add(rails)).collect::<Vec<_>>())?,
+            None => any_claim(count)?,
+        },
         Door::DraExact => {
             let nodes = machines.iter().enumerate().map(|(kind, machine)| machine.slices(&format!("node-{kind}")));
             exact_claim(count, &nodes.flatten().collect::<Vec<_>>())?

@@ -14,6 +14,7 @@ use super::jobs::made_up;
 use super::machines::Machine;
 use super::replay::{Event, Replay};
 use super::scheduler::Scheduler;
+use super::shapes::{Shape, Shapes};
 use super::states::{States, allocation, claim, classes, set_of};
 
 #[allow(dead_code, clippy::cast_possible_truncation, reason = "the oracle of other tests")]
@@ -23,6 +24,16 @@ mod oracle;
 const DRA: [Door; 3] = [Door::DraSingles, Door::DraGroups, Door::DraExact];
 const ALL: [Door; 3] = [Door::Plugin, Door::DraSingles, Door::DraGroups];
 const SIZES: [usize; 5] = [1, 2, 3, 4, 8];
+
+/// Jobs of one pod.
+fn alone(sizes: &[usize]) -> Shapes {
+    let jobs: Vec<Job> = sizes.iter().map(|size| Job { size: *size, pods: 1, duration: 0, arrival: 0 }).collect();
+    Shapes::of(&[], &jobs, Door::Plugin).unwrap()
+}
+
+fn shape(gpus: usize) -> Shape {
+    Shape { gpus, pods: 1, rails: None }
+}
 
 fn machines(names: &[&str]) -> Vec<Machine> {
     names.iter().map(|name| Machine::load(name).unwrap()).collect()
@@ -75,9 +86,10 @@ impl<'a> Whole<'a> {
 
 /// Random claims that come and go on three nodes; at each step the simulated scheduler is compared with the model.
 fn follows_the_model(machines: &[Machine], kinds: &[usize], door: Door, cpu: CpuRequests, seed: u64) {
-    let mut scheduler = Scheduler::new(machines, kinds, &SIZES, door, cpu, seed).unwrap();
+    let shapes = alone(&SIZES);
+    let mut scheduler = Scheduler::new(machines, kinds, &shapes, door, cpu, seed).unwrap();
     let mut whole = Whole::new(machines, kinds);
-    let claims = SIZES.map(|size| claim(machines, door, size).unwrap().unwrap());
+    let claims = SIZES.map(|size| claim(machines, door, shape(size)).unwrap().unwrap());
     let (mut draws, mut held, mut waits) = (Draws::new(seed), Vec::new(), 0);
     for _ in 0..60 {
         if draws.below(5) < 2 && !held.is_empty() {
@@ -134,9 +146,10 @@ fn placement_is_that_of_the_whole_model() {
 #[test]
 fn kept_answer_is_that_of_a_fresh_model() {
     let machines = machines(&["dgx1-v100", "gb200-nvl72-node", "pcie-8x-pix-pairs"]);
+    let shapes = alone(&SIZES);
     for door in DRA {
-        let mut states = States::new(&machines, &SIZES, door).unwrap();
-        let claims = SIZES.map(|size| claim(&machines, door, size).unwrap().unwrap());
+        let mut states = States::new(&machines, &shapes, door).unwrap();
+        let claims = SIZES.map(|size| claim(&machines, door, shape(size)).unwrap().unwrap());
         let mut draws = Draws::new(7);
         for _ in 0..40 {
             let kind = usize::try_from(draws.below(3)).unwrap();
@@ -174,7 +187,8 @@ fn stuck_gpus_are_those_of_no_best_four() {
     }
     let machines = machines(&["dgx1-v100", "pcie-8x-pix-pairs", "nvlink-bridge-pairs", "dgx-h100", "gb200-nvl72-node"]);
     for (kind, machine) in machines.iter().enumerate() {
-        let mut states = States::new(&machines, &[1], Door::Plugin).unwrap();
+        let shapes = alone(&[1]);
+        let mut states = States::new(&machines, &shapes, Door::Plugin).unwrap();
         let (oracle, all) = (Oracle::new(machine.tables.topology()), bits(machine.whole));
         let fours = subsets(all).filter(|set| set.count_ones() == 4);
         let best = fours.map(|set| oracle.collective(set)).max().unwrap();
@@ -190,7 +204,8 @@ fn stuck_gpus_are_those_of_no_best_four() {
 /// Replays jobs and returns the events.
 fn replayed(machines: &[Machine], kinds: &[usize], jobs: &[Job], door: Door, seed: u64) -> (Figures, Vec<Event>) {
     let mut events = Vec::new();
-    let scheduler = Scheduler::new(machines, kinds, &SIZES, door, CpuRequests::Share, seed).unwrap();
+    let shapes = Shapes::of(machines, jobs, door).unwrap();
+    let scheduler = Scheduler::new(machines, kinds, &shapes, door, CpuRequests::Share, seed).unwrap();
     let mut watch = |event: &Event| events.push(*event);
     let figures = Replay::new(scheduler, jobs, 0, &mut watch).run().unwrap();
     (figures, events)
@@ -261,11 +276,105 @@ fn replay_agrees_with_its_books() {
     }
 }
 
+/// Jobs of several pods on nodes of one kind; returns the figures, and the collectives of each job's pods.
+fn of_pods(machine: &str, nodes: usize, jobs: &[Job], door: Door) -> (Figures, BTreeMap<usize, Vec<u64>>) {
+    let machines = machines(&[machine]);
+    let topology = machines[0].tables.topology();
+    let oracle = Oracle::new(topology);
+    let (figures, events) = replayed(&machines, &vec![0; nodes], jobs, door, 3);
+    let mut free = vec![bits(machines[0].whole); nodes];
+    let mut pods: BTreeMap<usize, Vec<(u64, Set)>> = BTreeMap::new();
+    for event in events {
+        match event {
+            Event::Started { at, job, node, set, .. } => {
+                assert_eq!(bits(set) & !free[node], 0, "GPUs twice");
+                free[node] &= !bits(set);
+                pods.entry(job).or_default().push((at, bits(set)));
+            }
+            Event::Ended { node, set, .. } => free[node] |= bits(set),
+        }
+    }
+    let (mut pairs, mut equal) = (0, 0);
+    for (job, pods) in &pods {
+        assert_eq!(pods.len(), jobs[*job].pods);
+        let mut rails = Vec::new();
+        for (at, set) in pods {
+            assert_eq!((*at, set.count_ones() as usize), (pods[0].0, jobs[*job].size), "pods start together");
+            let gpus = topology.gpus().iter().enumerate().filter(|(place, _)| set >> place & 1 == 1);
+            let mut own: Vec<u32> = gpus.map(|(_, gpu)| gpu.rail.unwrap()).collect();
+            own.sort_unstable();
+            pairs += rails.len();
+            equal += rails.iter().filter(|other| **other == own).count();
+            rails.push(own);
+        }
+    }
+    assert_eq!(figures.equal_rails, (equal * 1000).checked_div(pairs).map(|mille| mille as u64));
+    let collectives = |(job, pods): (usize, Vec<(u64, Set)>)| {
+        (job, pods.iter().map(|(_, set)| oracle.collective(*set)).collect::<Vec<_>>())
+    };
+    (figures, pods.into_iter().map(collectives).collect())
+}
+
+#[test]
+fn pods_of_a_job_start_together_on_equal_rails() {
+    let mut draws = Draws::new(11);
+    let mut number = |most: u64| usize::try_from(1 + draws.below(most)).unwrap();
+    let mut jobs: Vec<Job> = (0..120)
+        .map(|at| Job {
+            size: [2, 3, 4, 8][number(4) - 1],
+            pods: number(4),
+            duration: 50 * number(9) as u64,
+            arrival: 40 * at,
+        })
+        .collect();
+    // No whole number of the rails of two GPUs; on machines where a GPU has none, more GPUs than rails.
+    jobs.push(Job { size: 5, pods: 2, duration: 9, arrival: 5000 });
+    for machine in ["dgx-h100", "dgx1-v100", "dgx-a100"] {
+        let (plugin, preferred) = of_pods(machine, 5, &jobs, Door::Plugin);
+        let (fixed, on_rails) = of_pods(machine, 5, &jobs, Door::DraRails);
+        if machine != "dgx1-v100" {
+            // Behind NVSwitches no job loses by it.
+            assert!(preferred.iter().all(|(job, pods)| on_rails[job].iter().min() >= pods.iter().min()), "{machine}");
+        }
+        assert_eq!((plugin.jobs, plugin.never_started, fixed.jobs, fixed.never_started), (121, 0, 121, 0));
+        assert!(plugin.equal_rails < Some(1000) && fixed.equal_rails == Some(1000), "{machine}: {plugin:?} {fixed:?}");
+    }
+}
+
+#[test]
+fn lowest_rails_are_among_the_best_sets() {
+    let machines = machines(&["dgx1-v100", "dgx-a100"]);
+    let shapes = alone(&[2, 4]);
+    let mut found = 0;
+    for (kind, machine) in machines.iter().enumerate() {
+        let mut usual = States::new(&machines, &shapes, Door::Plugin).unwrap();
+        let mut by_rails = States::new(&machines, &shapes, Door::PluginRails).unwrap();
+        let oracle = Oracle::new(machine.tables.topology());
+        for free in 0..1 << 8 {
+            for (shape, size) in [2, 4].into_iter().enumerate() {
+                let [usual, by_rails] = [&mut usual, &mut by_rails].map(|states| {
+                    let number = states.number(kind, GpuSet(free));
+                    states.answer(shape, number).unwrap().set
+                });
+                let all = Set::try_from(free).unwrap();
+                let best = oracle.choose(all, 0, size).map(|best| best.values);
+                let sets = subsets(all).filter(|set| set.count_ones() == size);
+                let among = sets.filter(|set| Some(oracle.values(all, *set)) == best);
+                let lowest = among.map(|set| machine.rails(GpuSet(set.into()))).min();
+                assert_eq!(by_rails.map(|set| machine.rails(set)), lowest, "{} {free:b} {size}", machine.name);
+                found += usize::from(usual != by_rails);
+            }
+        }
+    }
+    // Rails follow PCI addresses on these machines, by which linkwise chooses among equals.
+    assert_eq!(found, 0);
+}
+
 #[test]
 fn figures_count_what_happens_over_time() {
     // One node of 4 GPUs: two are busy for half of the 100 s in which jobs come, and a four waits for them.
     let machines = machines(&["gb200-nvl72-node"]);
-    let job = |size, duration, arrival| Job { size, duration, arrival };
+    let job = |size, duration, arrival| Job { size, pods: 1, duration, arrival };
     let jobs = [job(2, 50, 0), job(4, 30, 10), job(1, 5, 100)];
     let (figures, _) = replayed(&machines, &[0], &jobs, Door::DraGroups, 1);
     assert_eq!((figures.jobs, figures.several, figures.waited), (3, 2, 333));

@@ -92,6 +92,7 @@ impl Draft<'_> {
         self.text(&ours("nvlinkFabric"), gpu.facts.fabric.as_ref().and_then(fabric));
         let nearest = nearest(topology, device.place, |_| true).and_then(|nic| nic.pci);
         self.text(&ours("nearestNic"), nearest);
+        self.number(&ours("rail"), gpu.rail);
         self.near(device);
     }
 

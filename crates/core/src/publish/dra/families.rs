@@ -15,7 +15,7 @@ use crate::topology::PciAddress;
 
 /// The most families of a node, of all sizes: the 32 attributes and capacities of a device, less those that a GPU has
 /// anyway.
-const MOST: usize = 11;
+const MOST: usize = 10;
 
 /// The most sets that are valued for one size. A size with more (eights of 17 GPUs) has no family.
 const MOST_SETS: usize = 1 << 14;

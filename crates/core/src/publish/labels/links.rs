@@ -28,6 +28,8 @@ pub(super) fn labels(topology: &NodeTopology, settings: &LabelSettings, labels: 
     put("gpu.island-size", size.to_string());
     put("gpu.per-numa", per_numa(topology).to_string());
     put("gpu.models", models.len().to_string());
+    put("gpu.rails", topology.rails().len().to_string());
+    put("gpu.per-rail", topology.gpus_per_rail().to_string());
 }
 
 /// The NVLink clique that the GPUs have joined, as `<cluster's UUID>.<clique>`.

@@ -47,8 +47,14 @@ fn host_and_gpus_are_read() {
     assert_eq!(seen, expected.map(|(index, pci)| (index, pci.to_owned(), uuid(index))), "in NVML's order");
     assert!(gpus.iter().all(|gpu| gpu.model.as_deref() == Some("Tesla V100-SXM3-32GB")));
     let nics = &host.host_bridges[0].devices[0].devices[0].devices[2].devices[0].nics;
-    let nic = |name: &str, kind| NicObservation { name: name.to_owned(), kind, mbps: None };
-    assert_eq!(nics, &[nic("mlx5_0", NicKind::Rdma), nic("eth7", NicKind::Ethernet)]);
+    let guid = |guid: &str| guid.parse().unwrap();
+    let rdma = NicObservation {
+        system_guid: Some(guid("b8ce:f603:00a1:b2c4")),
+        port_guids: vec![guid("b8ce:f603:00a1:b2c5")],
+        ..NicObservation::new("mlx5_0".to_owned(), NicKind::Rdma)
+    };
+    let ethernet = NicObservation::new("eth7".to_owned(), NicKind::Ethernet);
+    assert_eq!(nics, &[rdma, ethernet]);
     let (topology, warnings) =
         NodeTopology::assemble(&NodeObservation { gpus, host, failures, ..NodeObservation::default() });
     assert_eq!(warnings, []);

@@ -3,7 +3,7 @@
 use super::Notes;
 use crate::machines::xml::{Element, below, name};
 use linkwise_core::quote::excerpt;
-use linkwise_core::topology::{NicKind, NicObservation, PciAddress};
+use linkwise_core::topology::{Guid, NicKind, NicObservation, PciAddress};
 
 /// The first parts of the kernel's names of RDMA devices, by driver.
 const RDMA_NAMES: [&str; 11] =
@@ -29,11 +29,13 @@ pub(super) fn interfaces(nic: Element<'_>, function: Option<Element<'_>>, notes:
             notes.add(net, "without a name; left out");
             continue;
         };
-        let rdma =
-            function.is_some_and(is_rdma) || has_guid(net) || RDMA_NAMES.iter().any(|rdma| name.starts_with(rdma));
+        let system_guid = net.attribute("guid").and_then(system_guid);
+        let rdma = function.is_some_and(is_rdma)
+            || system_guid.is_some()
+            || RDMA_NAMES.iter().any(|rdma| name.starts_with(rdma));
         let kind = if rdma { NicKind::Rdma } else { NicKind::Ethernet };
         let mbps = notes.number(net, "speed").filter(|mbps| *mbps > 0);
-        interfaces.push(NicObservation { name: excerpt(name), kind, mbps });
+        interfaces.push(NicObservation { mbps, system_guid, ..NicObservation::new(excerpt(name), kind) });
     }
     interfaces
 }
@@ -42,7 +44,7 @@ pub(super) fn interfaces(nic: Element<'_>, function: Option<Element<'_>>, notes:
 pub(super) fn unnamed(function: Element<'_>, pci: Option<PciAddress>) -> NicObservation {
     let kind = if is_rdma(function) { NicKind::Rdma } else { NicKind::Ethernet };
     let name = pci.map_or_else(|| "unnamed".to_owned(), |pci| pci.to_string());
-    NicObservation { name, kind, mbps: None }
+    NicObservation::new(name, kind)
 }
 
 fn is_rdma(function: Element<'_>) -> bool {
@@ -52,8 +54,9 @@ fn is_rdma(function: Element<'_>) -> bool {
     starts("class", INFINIBAND) || starts("vendor", MELLANOX) || (starts("vendor", AMAZON) && starts("device", EFA))
 }
 
-/// Returns true if an interface has a GUID of its own: NCCL's socket transport counts from 0 there.
-fn has_guid(net: Element<'_>) -> bool {
-    let digits = net.attribute("guid").and_then(|guid| guid.strip_prefix("0x")).unwrap_or_default();
-    u64::from_str_radix(digits, 16).is_ok_and(|guid| guid > u64::from(u16::MAX))
+/// The system image GUID of an interface. NCCL's socket transport counts from 0 in its place.
+fn system_guid(text: &str) -> Option<Guid> {
+    let number = u64::from_str_radix(text.strip_prefix("0x")?, 16).ok()?;
+    // NCCL prints the GUID as the verbs library has it, in network byte order.
+    Guid::new(number.swap_bytes()).filter(|_| number > u64::from(u16::MAX))
 }

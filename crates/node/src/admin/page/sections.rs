@@ -469,7 +469,7 @@ pub(super) fn choices(html: &mut Html, view: &View, gpus: &Gpus<'_>) {
 pub(super) fn all_gpus(html: &mut Html, view: &View, gpus: &Gpus<'_>) {
     html.raw("<section class=\"part card\" id=\"gpus\" data-part aria-label=\"All GPUs\"><details id=\"gpus-table\">");
     html.raw("<summary id=\"gpus-summary\">All GPUs by UUID</summary>");
-    table(html, &["GPU", "PCI address", "UUID", "Held by", "Health"]);
+    table(html, &["GPU", "PCI address", "UUID", "Rail", "Held by", "Health"]);
     html.each(&view.state.gpus, |html, gpu| {
         html.raw("<tr role=\"row\" data-uuid=\"").text(&gpu.uuid).raw("\">");
         cell(html, "GPU", |html| {
@@ -480,6 +480,11 @@ pub(super) fn all_gpus(html: &mut Html, view: &View, gpus: &Gpus<'_>) {
         });
         cell(html, "UUID", |html| {
             html.raw("<code>").text(&gpu.uuid).raw("</code>");
+        });
+        cell(html, "Rail", |html| {
+            let known = view.topology.gpus().iter().find(|known| known.uuid.as_str() == gpu.uuid);
+            let rail = known.and_then(|known| known.rail);
+            html.text(&rail.map_or_else(|| "–".to_owned(), |rail| rail.to_string()));
         });
         cell(html, "Held by", |html| {
             let holders = gpus.holders(&gpu.uuid);

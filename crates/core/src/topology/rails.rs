@@ -1,0 +1,133 @@
+//! Rails: for each GPU the place of its nearest RDMA NIC among those of the machine. A fabric with rails joins the NICs
+//! of one place of all nodes by one switch.
+//!
+//! The rule is that of NCCL 2.30, by which its rings enter and leave a node:
+//! - The NICs are in the order of their PCI addresses (`ncclIbCompareDevs` in src/transport/net_ib/init.cc), and behind
+//!   them those of unknown address in the order of their names, in which the verbs library lists them.
+//! - The functions of a card are one NIC (`NCCL_NET_MERGE_LEVEL=PORT`, the default). A card is known by its system
+//!   image GUID (`net.asic` in src/graph/topo.cc), or else by the PCI device.
+//! - GPUs that are equally near to several NICs are spread over them (`ncclTopoGetLocalNetType`).
+//!
+//! NICs that serve no GPU (storage, management) have no rail. Rates and the state of links do not count: a rail stays
+//! while a link is down.
+
+use crate::prelude::*;
+use alloc::collections::BTreeMap;
+
+use super::guid::Guid;
+use super::level::Rank;
+use super::node::{Nic, NodeTopology};
+use super::observation::NicKind;
+
+/// A card's identity: its functions have one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Card<'a> {
+    System(Guid),
+    /// Domain, bus and device.
+    Pci(u32, u8, u8),
+    Name(&'a str),
+}
+
+impl<'a> Card<'a> {
+    fn of(nic: &'a Nic) -> Self {
+        match (nic.system_guid, nic.pci) {
+            (Some(guid), _) => Self::System(guid),
+            (None, Some(pci)) => Self::Pci(pci.domain(), pci.bus(), pci.device()),
+            (None, None) => Self::Name(nic.names.first().map_or("", String::as_str)),
+        }
+    }
+}
+
+/// The RDMA cards of a machine.
+struct Cards<'a> {
+    /// The RDMA NICs, in the order of the machine.
+    nics: Vec<&'a Nic>,
+    /// The place of each card: that of its first NIC.
+    places: BTreeMap<Card<'a>, usize>,
+}
+
+impl<'a> Cards<'a> {
+    fn of(nics: &'a [Nic]) -> Self {
+        let mut nics: Vec<&Nic> = nics.iter().filter(|nic| nic.kind == NicKind::Rdma).collect();
+        nics.sort_by_key(|nic| (nic.pci.is_none(), nic.pci, nic.names.first().map(|name| numbered(name))));
+        let mut places = BTreeMap::new();
+        for (place, nic) in nics.iter().enumerate() {
+            places.entry(Card::of(nic)).or_insert(place);
+        }
+        Self { nics, places }
+    }
+
+    /// The nearest cards of a GPU, as far as PHB, in the order of the machine. Of a fabric's cards and others (Ethernet)
+    /// at one distance, those of the fabric.
+    fn nearest(&self, gpu: usize) -> Vec<usize> {
+        let rank = |nic: &Nic| nic.level.get(gpu).copied().unwrap_or(Rank::FARTHEST);
+        let distance = |nic: &Nic| (rank(nic), nic.port_guids.is_empty());
+        let nearest = self.nics.iter().map(|nic| distance(nic)).min().filter(|(rank, _)| *rank <= Rank::HOST_BRIDGE);
+        let nics = self.nics.iter().filter(|nic| Some(distance(nic)) == nearest);
+        let mut cards: Vec<usize> = nics.filter_map(|nic| self.places.get(&Card::of(nic)).copied()).collect();
+        cards.sort_unstable();
+        cards.dedup();
+        cards
+    }
+}
+
+/// The rail of each of the first `gpus` GPUs; `None` for a GPU without an RDMA NIC as near as PHB.
+pub(super) fn rails(gpus: usize, nics: &[Nic]) -> Vec<Option<u32>> {
+    let cards = Cards::of(nics);
+    // The number of GPUs so far with the same nearest cards.
+    let mut sharing: BTreeMap<Vec<usize>, usize> = BTreeMap::new();
+    let mut card = |gpu: usize| {
+        let near = cards.nearest(gpu);
+        let before = sharing.entry(near.clone()).or_default();
+        let card = near.get(spread(*before, near.len())?).copied();
+        *before += 1;
+        card
+    };
+    let own: Vec<Option<usize>> = (0..gpus).map(&mut card).collect();
+    let mut used: Vec<usize> = own.iter().flatten().copied().collect();
+    used.sort_unstable();
+    used.dedup();
+    let rail = |card: Option<usize>| u32::try_from(used.binary_search(&card?).ok()?).ok();
+    own.into_iter().map(rail).collect()
+}
+
+/// The NIC, of `nics` equally near ones, of the GPU with this number among those that share them: its bits are mirrored
+/// where the number of NICs is a power of two, so that few GPUs are far apart.
+fn spread(gpu: usize, nics: usize) -> Option<usize> {
+    let place = gpu.checked_rem(nics)?;
+    if !nics.is_power_of_two() {
+        return Some(place);
+    }
+    let bits = nics.trailing_zeros();
+    Some((0..bits).filter(|bit| place >> bit & 1 == 1).fold(0, |mirrored, bit| mirrored | 1 << (bits - 1 - bit)))
+}
+
+/// A name such that `mlx5_9` comes before `mlx5_10`: the text before the number at its end, the number, the whole.
+fn numbered(name: &str) -> (&str, Option<u64>, &str) {
+    let text = name.trim_end_matches(|c: char| c.is_ascii_digit());
+    (text, name.get(text.len()..).and_then(|number| number.parse().ok()), name)
+}
+
+impl NodeTopology {
+    /// The GPUs on each rail, by place. GPUs without a rail are left out.
+    pub fn rails(&self) -> BTreeMap<u32, Vec<usize>> {
+        let mut rails: BTreeMap<u32, Vec<usize>> = BTreeMap::new();
+        for (place, gpu) in self.gpus().iter().enumerate() {
+            if let Some(rail) = gpu.rail {
+                rails.entry(rail).or_default().push(place);
+            }
+        }
+        rails
+    }
+
+    /// The number of GPUs on each rail; 0 where rails differ in it, where a GPU has none, and without rails.
+    pub fn gpus_per_rail(&self) -> usize {
+        let rails = self.rails();
+        let first = rails.values().next().map_or(0, Vec::len);
+        if rails.values().all(|gpus| gpus.len() == first) && rails.len() * first == self.gpus().len() {
+            first
+        } else {
+            0
+        }
+    }
+}

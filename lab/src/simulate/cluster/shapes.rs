@@ -1,0 +1,57 @@
+//! The shapes of pods: pods of one shape have the same claim, and jobs of one shape wait in one queue.
+
+use anyhow::{Result, ensure};
+
+use super::machines::Machine;
+use crate::simulate::{Door, Job};
+
+/// A kind of job.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Shape {
+    /// The GPUs of each pod.
+    pub gpus: usize,
+    pub pods: usize,
+    /// The first of its fixed rails and their number.
+    pub rails: Option<(u8, u8)>,
+}
+
+/// The shapes of all jobs.
+#[derive(Debug)]
+pub(super) struct Shapes {
+    pub shapes: Vec<Shape>,
+    /// The number of rails that each machine has at least, and the GPUs on each, if claims name rails.
+    rails: Option<(u8, usize)>,
+}
+
+impl Shapes {
+    pub fn of(machines: &[Machine], jobs: &[Job], door: Door) -> Result<Self> {
+        let mut found = Self { shapes: Vec::new(), rails: None };
+        if door == Door::DraRails {
+            for machine in machines {
+                let topology = machine.tables.topology();
+                let (rails, each) = (u8::try_from(topology.rails().len())?, topology.gpus_per_rail().max(1));
+                ensure!(rails > 0, "--door dra-rails: no GPU of '{}' has an RDMA NIC", machine.name);
+                found.rails = Some(found.rails.map_or((rails, each), |least| (least.0.min(rails), least.1.min(each))));
+            }
+        }
+        found.shapes = jobs.iter().enumerate().map(|(number, job)| found.shape(number, job)).collect();
+        found.shapes.sort_unstable();
+        found.shapes.dedup();
+        Ok(found)
+    }
+
+    /// The place of the shape of a job. Pods take rails with all their GPUs, so that no two pods share a NIC; jobs whose
+    /// pods take a part of the rails take turns at the parts.
+    pub fn position(&self, number: usize, job: &Job) -> Option<usize> {
+        self.shapes.binary_search(&self.shape(number, job)).ok()
+    }
+
+    fn shape(&self, number: usize, job: &Job) -> Shape {
+        let rails = self.rails.filter(|_| job.pods > 1).map(|(all, each)| {
+            let own = u8::try_from(job.size.div_ceil(each)).unwrap_or(u8::MAX).min(all).max(1);
+            let turn = number % usize::from(all / own).max(1);
+            (u8::try_from(turn).unwrap_or(0) * own, own)
+        });
+        Shape { gpus: job.size, pods: job.pods, rails }
+    }
+}
