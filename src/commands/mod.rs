@@ -1,4 +1,4 @@
-//! The commands that read and print: `topology`, `allocate`, `snapshot`, `doctor`, `dra`, `claim`, `admin`,
+//! The commands that read and print: `topology`, `allocate`, `expect`, `verify`, `snapshot`, `doctor`, `dra`, `claim`, `admin`,
 //! `top`, `wait`, `config`.
 //!
 //! It reads a machine (a file, or this one), asks the core and prints. Called by `main`. The output
@@ -6,6 +6,7 @@
 
 mod admin;
 mod allocate;
+mod benchmark;
 mod claim;
 mod config;
 mod config_manager;
@@ -29,6 +30,7 @@ use linkwise_core::topology::{Gpu, NodeTopology};
 
 pub use admin::admin;
 pub use allocate::allocate;
+pub use benchmark::{expect, verify};
 pub use claim::{any_claim, claim};
 pub use config::config;
 pub use config_manager::run as config_manager;
