@@ -20,6 +20,11 @@ pub fn run_command(command: Command) -> ExitCode {
         Command::Run(args) => run::run(&args),
         Command::Topology(args) => block_on(commands::topology(&args)),
         Command::Allocate(args) => block_on(commands::allocate(&args)),
+        Command::Expect(args) => block_on(commands::expect(&args)),
+        Command::Verify(args) => match block_on(commands::verify(&args)) {
+            Ok(code) => return code,
+            Err(error) => Err(error),
+        },
         Command::Snapshot(args) => block_on(commands::snapshot(&args)),
         Command::Config(args) => commands::config(&args),
         Command::Doctor(args) => match block_on(commands::doctor(&args)) {

@@ -11,6 +11,7 @@
 
 mod checker;
 mod claims;
+mod dcgm;
 mod documented;
 pub mod exact;
 mod golden;

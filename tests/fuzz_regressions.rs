@@ -44,6 +44,11 @@ fn nccl_dumps() {
 }
 
 #[test]
+fn texts_of_nccl_tests() {
+    check("nccl_tests", fuzz_checks::nccl_tests);
+}
+
+#[test]
 fn configurations() {
     check("config", fuzz_checks::config);
 }

@@ -33,6 +33,7 @@ mod large_node;
 mod manifests;
 mod monitoring;
 mod mps;
+mod nccl;
 mod node_settings;
 mod nvml;
 #[allow(dead_code, reason = "each module needs a part")]

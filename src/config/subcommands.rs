@@ -8,7 +8,8 @@ use clap::{ArgMatches, Args, Error, FromArgMatches, Subcommand};
 
 use super::{
     AdminArgs, AgentArgs, AllocateArgs, ClaimArgs, CompletionsArgs, ConfigArgs, ConfigManagerArgs, DoctorArgs, DraArgs,
-    GangArgs, LabelsArgs, ManArgs, MpsControlDaemonArgs, RunArgs, SnapshotArgs, TopArgs, TopologyArgs, WaitArgs,
+    ExpectArgs, GangArgs, LabelsArgs, ManArgs, MpsControlDaemonArgs, RunArgs, SnapshotArgs, TopArgs, TopologyArgs,
+    VerifyArgs, WaitArgs,
 };
 
 /// The subcommand that other subcommands start; `--help` does not list it.
@@ -64,6 +65,8 @@ subcommands! {
     "run" => Run(Box<RunArgs>), "Serve this node's GPUs to its kubelet (the DaemonSet's command)";
     "topology" => Topology(TopologyArgs), "Show a machine: its tree, and its matrix as `nvidia-smi topo -m` prints it";
     "allocate" => Allocate(AllocateArgs), "Show which GPUs would be chosen on a machine, and why";
+    "expect" => Expect(ExpectArgs), "Show the bus bandwidth that an all-reduce over GPUs should reach";
+    "verify" => Verify(VerifyArgs), "Compare what nccl-tests measured with that, and name the likeliest cause if less";
     "snapshot" => Snapshot(SnapshotArgs),
         "Write this machine, as NVML and hwloc see it, as a node file that every --node takes";
     "doctor" => Doctor(DoctorArgs), "Check this node, and print what is wrong and how to repair it";
@@ -97,6 +100,8 @@ mod tests {
             ("run --log warn", "Run("),
             ("topology --list", "Topology("),
             ("allocate --size 2", "Allocate("),
+            ("expect --gpus 0,1", "Expect("),
+            ("verify -", "Verify("),
             ("snapshot", "Snapshot("),
             ("doctor", "Doctor("),
             ("labels --oneshot", "Labels("),

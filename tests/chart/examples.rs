@@ -170,6 +170,13 @@ fn object_holds(object: &Object, all: &[Object]) -> Result<(), String> {
             )
         }
         Spec::Job(job) => check(job.parallelism <= job.completions, "more pods than completions"),
+        Spec::ClaimTemplate(template) => {
+            let requests = &template.spec.devices.requests;
+            let whole = |request: &crate::chart::schema::DeviceRequest| {
+                request.exactly.device_class_name == "gpu.nvidia.com" && (1..=32).contains(&request.exactly.count)
+            };
+            check(!requests.is_empty() && requests.iter().all(whole), "1 to 32 GPUs of linkwise's class")
+        }
         Spec::Pod(_) | Spec::Knative(_) => Ok(()),
     }
 }
@@ -206,6 +213,16 @@ fn pod_holds(pod: &PodSpec, metadata: Option<&Metadata>, owner: &Object, all: &[
         check(!requested, format!("{GPU} belongs into the limits"))?;
         let limit = resources.limits.as_ref().and_then(|limits| limits.get(GPU));
         check(limit.is_none_or(|limit| matches!(limit, Quantity::Number(1..))), format!("{GPU} is a whole number"))?;
+    }
+    let claims = pod.resource_claims.as_deref().unwrap_or_default();
+    for claim in claims {
+        let named =
+            |o: &Object| matches!(&o.spec, Spec::ClaimTemplate(_)) && o.name() == claim.resource_claim_template_name;
+        check(all.iter().any(named), format!("no ResourceClaimTemplate {}", claim.resource_claim_template_name))?;
+    }
+    let used = pod.containers.iter().flat_map(|c| &c.resources).flat_map(|resources| resources.claims.iter().flatten());
+    for used in used {
+        check(claims.iter().any(|claim| claim.name == used.name), format!("the pod has no claim {}", used.name))?;
     }
     selector_holds(pod.node_selector.as_ref().unwrap_or(&Texts::new()))?;
     if let Some(nodes) = pod.affinity.as_ref().and_then(|affinity| affinity.node_affinity.as_ref()) {
@@ -258,11 +275,12 @@ fn examples_hold_by_their_schemas() {
         let name = file.file_name().unwrap().to_string_lossy().into_owned();
         let objects = checked(&fs::read_to_string(file).unwrap()).unwrap_or_else(|error| panic!("{name}: {error}"));
         let asked: u64 = objects.iter().flat_map(Object::pods).flat_map(|(pod, _)| &pod.containers).map(gpus).sum();
-        assert!(asked > 0, "{name} asks for no GPU");
+        let claimed = objects.iter().any(|object| matches!(object.spec, Spec::ClaimTemplate(_)));
+        assert!(asked > 0 || claimed, "{name} asks for no GPU");
         let readme = fs::read_to_string(repository("manifests/examples/README.md")).unwrap();
         assert!(readme.contains(&format!("`{name}`")), "README.md does not have {name}");
     }
-    assert_eq!(files.len(), 8);
+    assert_eq!(files.len(), 9);
 }
 
 #[test]
@@ -293,6 +311,14 @@ fn schema_refuses_what_the_apis_refuse() {
         ("pytorchjob.yaml", "nprocPerNode: \"8\"", "nprocPerNode: \"4\"", "nprocPerNode"),
         ("knative.yaml", "containerConcurrency", "concurrency", "unknown field `concurrency`"),
         ("knative.yaml", "limits:", "requests:", "belongs into the limits"),
+        (
+            "nccl-tests.yaml",
+            "resourceClaimTemplateName: nccl-tests",
+            "resourceClaimTemplateName: x",
+            "no ResourceClaim",
+        ),
+        ("nccl-tests.yaml", "              - name: gpus", "              - name: gpu", "the pod has no claim gpu"),
+        ("nccl-tests.yaml", "count: 8", "count: 0", "1 to 32 GPUs"),
     ] {
         let text = fs::read_to_string(repository("manifests/examples").join(file)).unwrap();
         assert!(text.contains(from), "{file}: {from}");

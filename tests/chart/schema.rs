@@ -42,6 +42,7 @@ strict! {
         node_selector: Option<Texts>,
         affinity: Option<Affinity>,
         tolerations: Option<Vec<Toleration>>,
+        resource_claims: Option<Vec<PodClaim>>,
         /// Knative's alone: serving.knative.dev/v1 puts it beside the pod's fields.
         container_concurrency: Option<u32>,
     }
@@ -54,7 +55,13 @@ strict! {
         resources: Option<Resources>,
     }
     Port { container_port: u16 }
-    Resources { requests: Option<BTreeMap<String, Quantity>>, limits: Option<BTreeMap<String, Quantity>> }
+    Resources {
+        requests: Option<BTreeMap<String, Quantity>>,
+        limits: Option<BTreeMap<String, Quantity>>,
+        claims: Option<Vec<ContainerClaim>>,
+    }
+    ContainerClaim { name: String, request: Option<String> }
+    PodClaim { name: String, resource_claim_template_name: String }
     SchedulingGroup { pod_group_name: String }
     Toleration { key: Option<String>, operator: Option<TolerationOperator>, value: Option<String>, effect: Option<Effect> }
     Affinity { node_affinity: Option<NodeAffinity>, pod_affinity: Option<PodAffinity> }
@@ -77,6 +84,13 @@ strict! {
         suspend: Option<bool>,
         template: PodTemplate,
     }
+
+    // Kubernetes 1.34: resource.k8s.io/v1.
+    ClaimTemplate { spec: ClaimSpec }
+    ClaimSpec { devices: ClaimedDevices }
+    ClaimedDevices { requests: Vec<DeviceRequest> }
+    DeviceRequest { name: String, exactly: ExactRequest }
+    ExactRequest { device_class_name: String, count: u64 }
 
     // Kubernetes 1.37: scheduling.k8s.io/v1beta1 (KEP-4671 and KEP-5732).
     PodGroup { scheduling_policy: SchedulingPolicy, scheduling_constraints: Option<SchedulingConstraints> }
@@ -182,6 +196,7 @@ pub enum PyTorchRole {
 pub enum Spec {
     Pod(Pod),
     Job(Job),
+    ClaimTemplate(ClaimTemplate),
     ConfigMap(Texts),
     PodGroup(PodGroup),
     KueueTopology(Topology),
@@ -217,6 +232,7 @@ impl Object {
             ("v1", "Pod") => part(body, "spec").map(|spec| Spec::Pod(Pod { spec })),
             ("v1", "ConfigMap") => part(body, "data").map(Spec::ConfigMap),
             ("batch/v1", "Job") => part(body, "spec").map(Spec::Job),
+            ("resource.k8s.io/v1", "ResourceClaimTemplate") => part(body, "spec").map(Spec::ClaimTemplate),
             ("scheduling.k8s.io/v1beta1", "PodGroup") => part(body, "spec").map(Spec::PodGroup),
             ("kueue.x-k8s.io/v1beta2", "Topology") => part(body, "spec").map(Spec::KueueTopology),
             ("kueue.x-k8s.io/v1beta2", "ResourceFlavor") => part(body, "spec").map(Spec::ResourceFlavor),

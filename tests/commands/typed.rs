@@ -11,7 +11,7 @@ use crate::commands::shell::{options, without_variables};
 const SECONDS: &str = "120";
 
 /// The files that pages name, by what they are.
-const FILES: [(&str, &str); 10] = [
+const FILES: [(&str, &str); 11] = [
     ("FILE", "tests/configs/nvidia/time-slicing.yaml"),
     ("config.yaml", "tests/configs/nvidia/time-slicing.yaml"),
     ("shared.yaml", "tests/configs/nvidia/time-slicing.yaml"),
@@ -19,6 +19,7 @@ const FILES: [(&str, &str); 10] = [
     ("values.yaml", "tests/chart/nvidia-values.yaml"),
     ("node.yaml", "crates/host/src/machines/dgx-a100.yaml"),
     ("mine.yaml", "crates/host/src/machines/dgx-a100.yaml"),
+    ("nccl.log", "fuzz/corpus/nccl_tests/h100"),
     ("jobs.csv", "docs/traces/sample.csv"),
     ("trace.csv", "docs/traces/sample.csv"),
     ("pods.csv", "docs/traces/pods.csv"),

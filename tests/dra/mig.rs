@@ -14,14 +14,14 @@ use linkwise_host::machines;
 const MACHINE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/lab/fake-nvml/machines/mig-on-demand.yaml");
 
 /// 2g.20gb from memory slice 2.
-const DEVICE: &str = "gpu-0-mig-2g20gb-14-2";
+pub const DEVICE: &str = "gpu-0-mig-2g20gb-14-2";
 
-fn observed() -> NodeObservation {
+pub fn observed() -> NodeObservation {
     machines::load(MACHINE).unwrap().observed
 }
 
 /// The same with the MIG device [`DEVICE`], whoever made it.
-fn with_device() -> NodeObservation {
+pub fn with_device() -> NodeObservation {
     let mut observed = observed();
     let engines = MigEngines { multiprocessors: 28, copy: 2, decoder: 1, ..MigEngines::default() };
     observed.gpus[0].mig.as_mut().unwrap().devices.push(MigDeviceObservation {
@@ -42,7 +42,7 @@ fn with_device() -> NodeObservation {
 }
 
 /// What is published; `change` sees the facts first.
-fn published(
+pub fn published(
     observed: &NodeObservation,
     change: impl FnOnce(&mut DraFacts<'_>),
 ) -> (BTreeMap<String, SliceDevice>, BTreeMap<String, String>) {

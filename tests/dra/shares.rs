@@ -15,7 +15,7 @@ use super::golden::{holds, linkwise};
 use super::limits::rich;
 
 /// What a machine publishes whose GPUs with these indices are shared.
-fn published(observed: &NodeObservation, shared: &[u32], shares: GpuShares) -> Vec<SliceDevice> {
+pub fn published(observed: &NodeObservation, shared: &[u32], shares: GpuShares) -> Vec<SliceDevice> {
     let (topology, _) = NodeTopology::assemble(observed);
     let gpus = offered(&topology, &ResourcePlan { dra: DraGpus::All, ..ResourcePlan::default() });
     let is_shared = |index: u32| shared.contains(&index);

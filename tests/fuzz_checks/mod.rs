@@ -8,12 +8,14 @@ mod bytes;
 mod claim;
 mod config;
 mod machine;
+mod nccl;
 mod request;
 mod slots;
 
 pub use claim::{checkpoint, claim};
 pub use config::config;
 pub use machine::{nccl_xml, node_file};
+pub use nccl::nccl_tests;
 pub use request::request;
 
 use linkwise_nvml::protocol::{FromAgent, Incoming, encode};

@@ -1,11 +1,10 @@
 //! The rules, out of the PrometheusRule, under promtool, with the cases in tests/monitoring/rules.yaml.
 
 use std::collections::BTreeSet;
-use std::process::Command;
 
 use serde_json::Value;
 
-use crate::monitoring::{list, read, repository, text, tool};
+use crate::monitoring::{list, passes, read, repository, text};
 
 const RULES: &str = "manifests/monitoring/rules.yaml";
 const CASES: &str = "tests/monitoring/rules.yaml";
@@ -18,17 +17,13 @@ fn rules<'a>(file: &'a Value, kind: &'a str) -> impl Iterator<Item = (&'a str, &
 
 #[test]
 fn promtool_passes_every_case_of_the_rules() {
-    let Some(promtool) = tool("promtool") else { return };
     let folder = tempfile::tempdir().unwrap();
     let (rules, cases) = (folder.path().join("rules.yaml"), folder.path().join("cases.yaml"));
     // JSON is YAML.
     std::fs::write(&rules, read(RULES)["spec"].to_string()).unwrap();
     std::fs::copy(repository(CASES), &cases).unwrap();
-    for (command, file) in [("check", &rules), ("test", &cases)] {
-        let output = Command::new(&promtool).args([command, "rules"]).arg(file).output().unwrap();
-        let [said, complaints] = [&output.stdout, &output.stderr].map(|text| String::from_utf8_lossy(text));
-        assert!(output.status.success(), "promtool {command} rules:\n{said}{complaints}");
-    }
+    passes("check", &rules);
+    passes("test", &cases);
 }
 
 /// What a query of the cases expects: the alerts that fire, or the series that were recorded.

@@ -1,6 +1,6 @@
 //! linkwise's pure core, in layers: [`topology`] (the graph of a node), [`allocation`] (the best GPUs for a request),
 //! [`state`] (the node's state machine), [`publish`] (labels, slices and injections made from a snapshot), [`claims`]
-//! (DRA claims and what they are prepared with). Each layer uses the layers before it and none after it. [`backoff`],
+//! (DRA claims and what they are prepared with), [`benchmark`] (measured bandwidth beside the model). Each layer uses the layers before it and none after it. [`backoff`],
 //! [`errors`], [`names`], [`once`], [`quantity`], [`quote`] and [`mod@words`] are small mechanisms, most of which the
 //! adapters use too.
 //!
@@ -17,6 +17,7 @@ extern crate std;
 
 pub mod allocation;
 pub mod backoff;
+pub mod benchmark;
 pub mod claims;
 pub mod errors;
 pub mod names;

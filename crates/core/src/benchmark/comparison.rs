@@ -1,0 +1,317 @@
+//! [`Comparison`]: a measured all-reduce beside the machine that it ran on, and the likeliest cause of a difference.
+
+use crate::prelude::*;
+
+use serde::Serialize;
+
+use super::decimal::gb_per_s;
+use super::expectation::{Expectation, with_links_up};
+use super::report::{NcclReport, Row};
+use crate::quote::quoted;
+use crate::topology::{NodeObservation, NodeTopology, PciAddress, TopologyWarning};
+
+/// The share of the expectation, in percent, from which a measurement is as expected. The published results of healthy
+/// machines are within it.
+const EXPECTED_PERCENT: u64 = 90;
+
+/// The share above which the model is of another machine.
+const MOST_PERCENT: u64 = 125;
+
+/// The time of the largest operation, ns, below which latency hides the bandwidth.
+const LONG_ENOUGH: u64 = 4_000_000;
+
+/// The judgement of a measurement.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Verdict {
+    /// At least nine tenths of the expectation.
+    AsExpected,
+    /// Less.
+    Below,
+    /// So much more that the expectation is of another machine.
+    Above,
+    /// Less, but the largest size was too small to show the bandwidth.
+    TooSmall,
+    /// No published result bears the model out for these GPUs.
+    NotCalibrated,
+    /// The run used several hosts, of which the model says nothing.
+    SeveralHosts,
+}
+
+/// A cause of a difference, the likeliest first. Its text says what to look at.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Cause {
+    /// NVLinks that are down.
+    #[error("GPU {pci}: {down} of its {of} NVLinks are down; drain the node and reset the GPU")]
+    LinksDown {
+        /// The GPU.
+        pci: PciAddress,
+        /// Links that are down.
+        down: usize,
+        /// All of its links.
+        of: usize,
+    },
+    /// P2P that the driver refuses.
+    #[error("{0}")]
+    P2pRefused(String),
+    /// Traffic through the host's memory, by NCCL's log.
+    #[error("by NCCL's log the GPUs talk through the host's memory (SHM){}", set(.0))]
+    SharedMemory(Option<String>),
+    /// Less than PCIe carries between GPUs that NVLink joins.
+    #[error(
+        "no more than PCIe carries: NCCL did not use NVLink{}; look for NCCL_P2P_DISABLE and NCCL_P2P_LEVEL, and for \
+         containers that see one GPU each",
+        set(.0)
+    )]
+    NvlinkUnused(Option<String>),
+    /// The bandwidth of rings where NVLink SHARP is faster.
+    #[error(
+        "rings carry {}: NVLink SHARP was not used{}; look for NCCL_NVLS_ENABLE=0, NCCL_ALGO and the fabric manager",
+        gb_per_s(*ring), set(setting)
+    )]
+    NvlsUnused {
+        /// The bandwidth of rings, MB/s.
+        ring: u64,
+        /// The variable that turns it off.
+        setting: Option<String>,
+    },
+    /// Less than rings carry, and more than PCIe.
+    #[error(
+        "rings over all links carry {}: fewer channels{}, a throttled GPU (nvidia-smi -q -d PERFORMANCE), or another \
+         job on these GPUs",
+        gb_per_s(*ring), set(setting)
+    )]
+    SlowRings {
+        /// The bandwidth of rings, MB/s.
+        ring: u64,
+        /// The variable that limits them.
+        setting: Option<String>,
+    },
+    /// Nothing that the node knows.
+    #[error(
+        "nothing that the node knows; look for a throttled GPU (nvidia-smi -q -d PERFORMANCE), PCIe Access Control \
+         Services, or another job on these GPUs"
+    )]
+    Unknown,
+    /// A GPU whose nearest NICs are across a host bridge or a socket, in a run over several hosts.
+    #[error("GPU {0}: no NIC at its host bridge, its traffic to other hosts goes through the processor")]
+    FarNic(PciAddress),
+}
+
+/// `: NCCL_ALGO=Ring is set`, or nothing.
+fn set(setting: &Option<String>) -> String {
+    setting.as_ref().map(|setting| format!(" ({setting} is set)")).unwrap_or_default()
+}
+
+/// The reason why a measurement cannot be laid beside a machine.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum MatchError {
+    /// Fewer than two GPUs.
+    #[error("an all-reduce of one GPU has no bandwidth")]
+    OneGpu,
+    /// The GPUs of the run are not known.
+    #[error("the text does not say which {ranks} of the machine's {gpus} GPUs it measured: name them with --gpus")]
+    Unplaced {
+        /// The ranks that the text lists; 0 if it lists none.
+        ranks: usize,
+        /// The machine's GPUs.
+        gpus: usize,
+    },
+    /// Another number of GPUs.
+    #[error("the run had {ranks} GPUs, not {gpus}")]
+    OtherNumber {
+        /// The ranks.
+        ranks: usize,
+        /// The GPUs that were named.
+        gpus: usize,
+    },
+    /// Another model.
+    #[error("the run was on {run}, the machine has {machine}")]
+    OtherModel {
+        /// The model in the text.
+        run: String,
+        /// The machine's.
+        machine: String,
+    },
+    /// Bandwidths that are not those of an all-reduce.
+    #[error("the bus bandwidths are not those of an all-reduce of {0} GPUs")]
+    OtherFactor(usize),
+}
+
+/// A measurement beside what was expected of it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Comparison {
+    /// The expectation of the GPUs as they are.
+    pub expectation: Expectation,
+    /// The bandwidth that they would reach with all NVLinks up, MB/s: what the measurement is compared with.
+    pub whole: Option<u64>,
+    /// The size with the highest bandwidth.
+    pub best: Row,
+    /// The share of `whole`, in percent.
+    pub percent: Option<u64>,
+    /// The judgement.
+    pub verdict: Verdict,
+    /// The causes of a difference, the likeliest first.
+    pub causes: Vec<Cause>,
+}
+
+/// Finds the GPUs of a run: by the addresses that it lists, or all of a machine that has as many.
+pub(super) fn places(report: &NcclReport, topology: &NodeTopology) -> Result<Vec<usize>, MatchError> {
+    let gpus = topology.gpus();
+    let ranks = report.devices.len() / report.hosts();
+    let by_address = report.devices.values().take(ranks).map(|device| {
+        let mut fitting = gpus.iter().enumerate().filter(|(_, gpu)| device.is(gpu));
+        let place = fitting.next().map(|(place, _)| place);
+        place.filter(|_| fitting.next().is_none())
+    });
+    let by_address: Option<alloc::collections::BTreeSet<usize>> = by_address.collect();
+    match by_address.filter(|places| places.len() == ranks && ranks > 0) {
+        Some(places) => Ok(places.into_iter().collect()),
+        None if ranks == gpus.len() || report.devices.is_empty() && report.is_of(gpus.len()) => {
+            Ok((0..gpus.len()).collect())
+        }
+        None => Err(MatchError::Unplaced { ranks, gpus: gpus.len() }),
+    }
+}
+
+impl Comparison {
+    /// Compares a report with a machine's GPUs: those at `places`, or those that the report names.
+    pub fn of(report: &NcclReport, machine: &NodeObservation, named: Option<&[usize]>) -> Result<Self, MatchError> {
+        let (topology, warnings) = NodeTopology::assemble(machine);
+        let places = match named {
+            Some(places) => places.to_vec(),
+            None => places(report, &topology)?,
+        };
+        let hosts = report.hosts();
+        let ranks = match report.devices.len() {
+            0 => places.len(),
+            ranks if hosts == 1 && ranks != places.len() => {
+                return Err(MatchError::OtherNumber { ranks, gpus: places.len() });
+            }
+            ranks => ranks,
+        };
+        if ranks < 2 {
+            return Err(MatchError::OneGpu);
+        }
+        same_model(report, &topology, &places)?;
+        let best = report.best().filter(|_| report.is_of(ranks)).ok_or(MatchError::OtherFactor(ranks))?.clone();
+        let expectation = Expectation::of(&topology, &places);
+        let (up, _) = NodeTopology::assemble(&with_links_up(machine));
+        let uuids = places.iter().filter_map(|place| topology.gpus().get(*place));
+        let up_places: Vec<usize> = uuids.filter_map(|gpu| up.position(&gpu.uuid)).collect();
+        let whole = Expectation::of(&up, &up_places).bandwidth().max(expectation.bandwidth());
+        let measured = best.best().bus;
+        let percent = whole.filter(|whole| *whole > 0).map(|whole| measured.saturating_mul(100) / whole);
+        let largest = report.rows.iter().max_by_key(|row| row.bytes).map_or(0, |row| row.best().nanoseconds);
+        let verdict = match percent {
+            _ if hosts > 1 => Verdict::SeveralHosts,
+            None => Verdict::NotCalibrated,
+            Some(_) if expectation.calibration.is_none() => Verdict::NotCalibrated,
+            Some(MOST_PERCENT..) => Verdict::Above,
+            Some(EXPECTED_PERCENT..) => Verdict::AsExpected,
+            Some(_) if largest < LONG_ENOUGH => Verdict::TooSmall,
+            Some(_) => Verdict::Below,
+        };
+        let mut comparison = Self { expectation, whole, best, percent, verdict, causes: Vec::new() };
+        comparison.causes = comparison.causes(report, &topology, &warnings, &places);
+        comparison.causes.splice(0..0, links_down(machine, &topology, &places));
+        Ok(comparison)
+    }
+
+    /// The causes but for links that are down.
+    fn causes(
+        &self,
+        report: &NcclReport,
+        topology: &NodeTopology,
+        warnings: &[TopologyWarning],
+        places: &[usize],
+    ) -> Vec<Cause> {
+        let mut causes = Vec::new();
+        if self.verdict == Verdict::SeveralHosts {
+            let far = places.iter().filter(|place| topology.nearest_nics(**place).is_empty());
+            return far.filter_map(|place| Some(Cause::FarNic(topology.gpus().get(*place)?.pci))).collect();
+        }
+        if !matches!(self.verdict, Verdict::Below | Verdict::NotCalibrated) {
+            return causes;
+        }
+        let is_ours = |pci: &PciAddress| {
+            places.iter().any(|place| topology.gpus().get(*place).is_some_and(|gpu| gpu.pci == *pci))
+        };
+        for warning in warnings {
+            if let TopologyWarning::P2pRefused { pairs, .. } = warning
+                && pairs.iter().any(|(a, b)| is_ours(a) && is_ours(b))
+            {
+                causes.push(Cause::P2pRefused(warning.to_string()));
+            }
+        }
+        let setting = |names: &[&str]| {
+            let set = report.settings.iter().find(|(name, _)| names.contains(&name.as_str()));
+            set.map(|(name, value)| format!("{name}={value}"))
+        };
+        let p2p = || setting(&["NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL"]);
+        if report.transports.shm > 0 {
+            causes.push(Cause::SharedMemory(p2p()));
+        }
+        if self.verdict != Verdict::Below || report.transports.shm > 0 {
+            return causes;
+        }
+        let pairs = || places.iter().flat_map(|a| places.iter().filter(move |b| *b > a).map(move |b| (*a, *b)));
+        let pcie = pairs().map(|(a, b)| topology.pcie(a, b)).max().map_or(0, u64::from);
+        let linked = pairs().any(|(a, b)| topology.nvlink_count(a, b) > 0);
+        let ring = self.expectation.ring.unwrap_or(0);
+        let measured = self.best.best().bus;
+        // A tenth below the rings they are slow, not unused.
+        let below_rings = measured.saturating_mul(100) < ring.saturating_mul(EXPECTED_PERCENT);
+        match self.expectation.nvls {
+            _ if linked && measured <= pcie => causes.push(Cause::NvlinkUnused(p2p())),
+            _ if linked && below_rings => {
+                let names = ["NCCL_MAX_NCHANNELS", "NCCL_MAX_CTAS", "NCCL_ALGO", "NCCL_PROTO"];
+                causes.push(Cause::SlowRings { ring, setting: setting(&names) });
+            }
+            Some(nvls) if nvls > ring => {
+                let setting = setting(&["NCCL_NVLS_ENABLE", "NCCL_ALGO"]);
+                causes.push(Cause::NvlsUnused { ring, setting });
+            }
+            _ if causes.is_empty() => causes.push(Cause::Unknown),
+            _ => {}
+        }
+        causes
+    }
+}
+
+/// The GPUs of a set that have fewer NVLinks up than they could.
+fn links_down(machine: &NodeObservation, topology: &NodeTopology, places: &[usize]) -> Vec<Cause> {
+    let up = with_links_up(machine);
+    let links = |machine: &NodeObservation, pci: PciAddress| -> usize {
+        let gpu = machine.gpus.iter().find(|gpu| gpu.pci == pci);
+        let groups = gpu.iter().flat_map(|gpu| gpu.nvlinks.iter().flatten()).filter(|group| group.active);
+        groups.map(|group| group.links.len()).sum()
+    };
+    let gpus = places.iter().filter_map(|place| topology.gpus().get(*place));
+    let down = gpus.map(|gpu| (gpu.pci, links(&up, gpu.pci), links(machine, gpu.pci)));
+    down.filter(|(_, of, active)| active < of)
+        .map(|(pci, of, active)| Cause::LinksDown { pci, down: of - active, of })
+        .collect()
+}
+
+/// Refuses a run on another model than the machine's. Names are compared as far as both are known.
+fn same_model(report: &NcclReport, topology: &NodeTopology, places: &[usize]) -> Result<(), MatchError> {
+    let machine = places.iter().filter_map(|place| topology.gpus().get(*place)?.model.as_deref()).next();
+    let run = report.devices.values().find_map(|device| device.model.as_deref());
+    match (run, machine) {
+        // Newer drivers begin names with NVIDIA, older ones with the brand.
+        (Some(run), Some(machine)) if chip(run) != chip(machine) => {
+            Err(MatchError::OtherModel { run: quoted(run), machine: quoted(machine) })
+        }
+        _ => Ok(()),
+    }
+}
+
+/// The chip's name in a product's: the first word with a letter and a digit, up to a hyphen.
+fn chip(model: &str) -> Option<&str> {
+    let words = model.split([' ', '-']);
+    let is_chip = |word: &&str| {
+        word.bytes().any(|byte| byte.is_ascii_digit()) && word.bytes().any(|byte| byte.is_ascii_alphabetic())
+    };
+    words.into_iter().find(is_chip)
+}

@@ -1,0 +1,477 @@
+//! [`NcclReport`]: the all-reduces in the text that nccl-tests print, with what NCCL's log says around them.
+//!
+//! The text may come through mpirun, kubectl or a web page: each line may have a prefix, and lines may be cut or mixed.
+//! Each line is read once. A row is taken only if its numbers agree with each other.
+
+use crate::prelude::*;
+use alloc::collections::{BTreeMap, BTreeSet};
+
+use serde::Serialize;
+
+use super::decimal::{bandwidth, is_whole, thousandths};
+use crate::quote::excerpt;
+use crate::topology::Gpu;
+
+/// The types of nccl-tests (`test_typenames` in its src/common.cu, old names too), with their bytes.
+const TYPES: [(&str, u64); 14] = [
+    ("int8", 1),
+    ("uint8", 1),
+    ("char", 1),
+    ("int32", 4),
+    ("uint32", 4),
+    ("int", 4),
+    ("int64", 8),
+    ("uint64", 8),
+    ("half", 2),
+    ("float", 4),
+    ("double", 8),
+    ("bfloat16", 2),
+    ("f8e4m3", 1),
+    ("f8e5m2", 1),
+];
+
+/// The programs of nccl-tests.
+const PROGRAMS: [&str; 11] = [
+    "all_reduce_perf",
+    "all_gather_perf",
+    "alltoall_perf",
+    "alltoallv_perf",
+    "broadcast_perf",
+    "gather_perf",
+    "hypercube_perf",
+    "reduce_scatter_perf",
+    "reduce_perf",
+    "scatter_perf",
+    "sendrecv_perf",
+];
+
+/// The program that is compared.
+const ALL_REDUCE: &str = "all_reduce_perf";
+
+/// The most NCCL variables that are kept.
+const MOST_SETTINGS: usize = 32;
+
+/// The most ranks whose devices are kept.
+const MOST_RANKS: usize = 4_096;
+
+/// The smallest algorithm bandwidth, MB/s, at which two decimals are enough to compare numbers of a row.
+const COMPARABLE: u64 = 1_000;
+
+/// One measurement: a buffer for the result of its own, or the result in place.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct Run {
+    /// The time of one operation, ns.
+    pub nanoseconds: u64,
+    /// Bytes by time, MB/s.
+    pub algorithm: u64,
+    /// The bus bandwidth, MB/s.
+    pub bus: u64,
+}
+
+/// The measurements of one size.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Row {
+    /// The bytes that each GPU has.
+    pub bytes: u64,
+    /// The data type.
+    #[serde(rename = "type")]
+    pub data_type: &'static str,
+    /// Out of place.
+    pub out_of_place: Run,
+    /// In place, if it was measured.
+    pub in_place: Option<Run>,
+}
+
+impl Row {
+    /// The faster measurement.
+    pub fn best(&self) -> Run {
+        self.in_place.filter(|run| run.bus > self.out_of_place.bus).unwrap_or(self.out_of_place)
+    }
+}
+
+/// The device of a rank, as nccl-tests list it.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct RankDevice {
+    /// The host's name.
+    pub host: Option<String>,
+    /// CUDA's number of the GPU.
+    pub device: u32,
+    /// The PCI domain and device number, which old versions do not print.
+    pub slot: Option<(u32, u8)>,
+    /// The PCI bus.
+    pub bus: Option<u8>,
+    /// The product name.
+    pub model: Option<String>,
+}
+
+impl RankDevice {
+    /// Returns true if the address is that of a GPU, as far as it is printed.
+    pub(super) fn is(&self, gpu: &Gpu) -> bool {
+        let same_slot = self.slot.is_none_or(|slot| slot == (gpu.pci.domain(), gpu.pci.device()));
+        self.bus == Some(gpu.pci.bus()) && same_slot
+    }
+}
+
+/// The connections in NCCL's log, by transport.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Transports {
+    /// From GPU to GPU, over NVLink or PCIe.
+    pub p2p: u64,
+    /// Through the host's memory.
+    pub shm: u64,
+    /// Through a NIC.
+    pub net: u64,
+}
+
+/// The all-reduces of a text.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct NcclReport {
+    /// The sizes, in the text's order. Never empty.
+    pub rows: Vec<Row>,
+    /// The devices by rank; empty if the text lists none.
+    pub devices: BTreeMap<u32, RankDevice>,
+    /// The connections.
+    pub transports: Transports,
+    /// The variables of NCCL that the text names, with their values.
+    pub settings: BTreeMap<String, String>,
+    /// The channels of NVLink SHARP, if NCCL's log counts them.
+    pub nvls_channels: Option<u32>,
+    /// Lines that begin as a row and are none, because they are cut, mixed or contradict themselves.
+    pub unreadable: usize,
+}
+
+/// The reason why a text has no result that can be compared.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ReportError {
+    /// No row of any program.
+    #[error("no table of nccl-tests: no line with a size, a count, a data type and bandwidths")]
+    NoTable,
+    /// Rows that were cut or mixed, and no other.
+    #[error("no readable row: {0} lines begin as one, and are cut, mixed with other lines or contradict themselves")]
+    Unreadable(usize),
+    /// Tables of other programs only.
+    #[error("no all-reduce: the tables are of {0}; run all_reduce_perf")]
+    OtherProgram(String),
+    /// Two runs with different ranks.
+    #[error("runs over {0} and over {1} GPUs: give one of them alone")]
+    SeveralRuns(usize, usize),
+}
+
+/// A line's row, with its program left open.
+struct ReadRow {
+    row: Row,
+    /// False for a reduction to one rank, and where no data is reduced.
+    reduces_to_all: bool,
+}
+
+/// The reader's place in the text.
+#[derive(Default)]
+struct Reader {
+    report: NcclReport,
+    /// The program whose table comes next.
+    program: Option<&'static str>,
+    others: BTreeSet<&'static str>,
+    /// The number of ranks of the run that gave the rows.
+    ranks: Option<usize>,
+    /// The devices of the present run.
+    devices: BTreeMap<u32, RankDevice>,
+}
+
+impl NcclReport {
+    /// Reads a text.
+    pub fn read(text: &str) -> Result<Self, ReportError> {
+        let mut reader = Reader::default();
+        for line in text.lines() {
+            reader.line(line)?;
+        }
+        match reader.report.rows.is_empty() {
+            false => Ok(reader.report),
+            true if reader.report.unreadable > 0 => Err(ReportError::Unreadable(reader.report.unreadable)),
+            true if reader.others.is_empty() => Err(ReportError::NoTable),
+            true => Err(ReportError::OtherProgram(reader.others.into_iter().collect::<Vec<_>>().join(", "))),
+        }
+    }
+
+    /// The size with the highest bus bandwidth.
+    pub fn best(&self) -> Option<&Row> {
+        self.rows.iter().max_by_key(|row| row.best().bus)
+    }
+
+    /// The hosts that the devices are on; one if the text does not say.
+    pub fn hosts(&self) -> usize {
+        self.devices.values().filter_map(|device| device.host.as_deref()).collect::<BTreeSet<_>>().len().max(1)
+    }
+
+    /// Returns true if each row's bus bandwidth is that of an all-reduce of so many ranks, 2(n - 1)/n of the algorithm
+    /// bandwidth.
+    pub fn is_of(&self, ranks: usize) -> bool {
+        let Some(others) = ranks.checked_sub(1).filter(|others| *others > 0) else { return false };
+        let (ranks, others) = (ranks as u128, others as u128);
+        let runs = self.rows.iter().flat_map(|row| [Some(row.out_of_place), row.in_place]).flatten();
+        runs.filter(|run| run.algorithm >= COMPARABLE)
+            .all(|run| agree(u128::from(run.algorithm) * 2 * others, u128::from(run.bus) * ranks))
+    }
+}
+
+impl Reader {
+    fn line(&mut self, line: &str) -> Result<(), ReportError> {
+        if line.contains("_perf")
+            && let Some(program) = PROGRAMS.into_iter().find(|program| line.contains(program))
+        {
+            self.program = Some(program);
+        }
+        let words: Vec<&str> = line.split_whitespace().collect();
+        if words.iter().any(|word| *word == "nThread") {
+            self.devices.clear();
+        }
+        self.log(&words);
+        if let Some((rank, device)) = rank_device(&words) {
+            if self.devices.len() < MOST_RANKS {
+                self.devices.insert(rank, device);
+            }
+            return Ok(());
+        }
+        match row(&words) {
+            None => Ok(()),
+            Some(None) => {
+                self.report.unreadable += 1;
+                Ok(())
+            }
+            Some(Some(read)) => self.take(read),
+        }
+    }
+
+    /// Takes a row of an all-reduce. A table without a program's name counts as one if it can be one.
+    fn take(&mut self, read: ReadRow) -> Result<(), ReportError> {
+        match self.program {
+            Some(ALL_REDUCE) => {}
+            None if read.reduces_to_all => {}
+            program => {
+                self.others.insert(program.unwrap_or("another program"));
+                return Ok(());
+            }
+        }
+        let ranks = self.devices.len();
+        let before = *self.ranks.get_or_insert(ranks);
+        if before != ranks {
+            return Err(ReportError::SeveralRuns(before, ranks));
+        }
+        if self.report.devices.is_empty() {
+            self.report.devices.clone_from(&self.devices);
+        }
+        self.report.rows.push(read.row);
+        Ok(())
+    }
+
+    /// Reads what NCCL's log and a command line say: settings, transports, channels.
+    fn log(&mut self, words: &[&str]) {
+        for (place, word) in words.iter().enumerate() {
+            let next = |steps: usize| words.get(place + steps).copied().unwrap_or_default();
+            match *word {
+                "via" if next(1).starts_with("P2P/") => self.report.transports.p2p += 1,
+                "via" if next(1).starts_with("SHM/") => self.report.transports.shm += 1,
+                "via" if next(1).starts_with("NET/") => self.report.transports.net += 1,
+                "nvls" if next(1).starts_with("channels") => {
+                    let channels = place.checked_sub(1).and_then(|before| words.get(before)?.parse().ok());
+                    self.report.nvls_channels = self.report.nvls_channels.max(channels);
+                }
+                name if name.starts_with("NCCL_") => {
+                    let said = (next(1), next(2), next(3), next(4)) == ("set", "by", "environment", "to");
+                    match name.split_once('=') {
+                        _ if said => self.setting(name, next(5).trim_end_matches('.')),
+                        Some((name, value)) => self.setting(name, value),
+                        None => {}
+                    }
+                }
+                _ => {}
+            }
+        }
+    }
+
+    fn setting(&mut self, name: &str, value: &str) {
+        if self.report.settings.len() < MOST_SETTINGS {
+            self.report.settings.insert(excerpt(name), excerpt(value.trim_matches('"')));
+        }
+    }
+}
+
+/// Reads a line of the list of devices: `# Rank 0 Group 0 Pid 313 on host device 0 [0000:18:00] NVIDIA H100`.
+fn rank_device(words: &[&str]) -> Option<(u32, RankDevice)> {
+    let at = words.iter().position(|word| *word == "Rank")?;
+    let rank = words.get(at + 1)?.parse().ok()?;
+    let rest = words.get(at + 2..)?;
+    let at = rest.iter().position(|word| *word == "device")?;
+    let device = rest.get(at + 1)?.parse().ok()?;
+    let address = rest.get(at + 2)?.strip_prefix('[')?.strip_suffix(']')?;
+    let host = at.checked_sub(2).filter(|on| rest.get(*on) == Some(&"on")).and_then(|on| rest.get(on + 1));
+    let hex = |text: &str| u32::from_str_radix(text.strip_prefix("0x").unwrap_or(text), 16).ok();
+    let byte = |text: &str| hex(text).and_then(|number| u8::try_from(number).ok());
+    let parts: Vec<&str> = address.split(':').take(4).collect();
+    let (slot, bus) = match parts[..] {
+        [domain, bus, device] => {
+            let device = device.split_once('.').map_or(device, |(device, _)| device);
+            (hex(domain).zip(byte(device)), byte(bus))
+        }
+        [bus] => (None, byte(bus)),
+        _ => (None, None),
+    };
+    let model = rest.get(at + 3..).filter(|words| !words.is_empty()).map(|words| excerpt(&words.join(" ")));
+    Some((rank, RankDevice { host: host.map(|host| excerpt(host)), device, slot, bus, model }))
+}
+
+/// Reads a row; `None` for a line that is none, `Some(None)` for one that cannot be read.
+///
+/// A row is a size, a count, a type, a reduction where the program has one, a root in newer versions, and then time,
+/// algorithm and bus bandwidth and errors, out of place and in place.
+fn row(words: &[&str]) -> Option<Option<ReadRow>> {
+    let is_type = |word: &&str| TYPES.iter().any(|(name, _)| name == word);
+    let at = words.iter().position(is_type)?;
+    let [bytes, count] = [at.checked_sub(2)?, at.checked_sub(1)?].map(|place| words.get(place).copied());
+    let (bytes, count) = (bytes?.parse::<u64>().ok()?, count?.parse::<u64>().ok()?);
+    let (data_type, size) = words.get(at).and_then(|word| TYPES.into_iter().find(|(name, _)| name == word))?;
+    Some(measurements(words.get(at + 1..).unwrap_or_default(), bytes).map(|(reduction, out_of_place, in_place)| {
+        let reduces_to_all = reduction && count.checked_mul(size) == Some(bytes);
+        ReadRow { row: Row { bytes, data_type, out_of_place, in_place }, reduces_to_all }
+    }))
+}
+
+/// Reads what follows the type. The first value is false if there is no reduction, or if it has one rank as its root.
+fn measurements(words: &[&str], bytes: u64) -> Option<(bool, Run, Option<Run>)> {
+    let reduction = words.first().filter(|word| word.bytes().all(|byte| byte.is_ascii_alphabetic()));
+    let words = words.get(usize::from(reduction.is_some())..)?;
+    let decimal = |place: usize| words.get(place).and_then(|word| bandwidth(word)).is_some();
+    // Both a root and a long time are whole numbers: the bandwidths say which it is.
+    let root = words.first().filter(|word| is_whole(word) && decimal(2) && decimal(3));
+    let words = words.get(usize::from(root.is_some())..)?;
+    let run = |words: &[&str]| match *words {
+        [time, algorithm, bus, ..] => Run::new(bytes, time, algorithm, bus),
+        _ => None,
+    };
+    let out_of_place = run(words)?;
+    // Four words each, the last being the errors.
+    let in_place = words.get(4..).filter(|words| !words.is_empty());
+    let in_place = match in_place {
+        Some(words) if words.len() >= 3 => Some(run(words)?),
+        _ => None,
+    };
+    let to_all = reduction.is_some_and(|word| *word != "none") && root.is_none_or(|root| *root == "-1");
+    Some((to_all, out_of_place, in_place))
+}
+
+impl Run {
+    fn new(bytes: u64, time: &str, algorithm: &str, bus: &str) -> Option<Self> {
+        let run = Self { nanoseconds: thousandths(time)?, algorithm: bandwidth(algorithm)?, bus: bandwidth(bus)? };
+        // MB/s times ns are thousandths of a byte.
+        let carried = u128::from(run.algorithm) * u128::from(run.nanoseconds);
+        let agrees = run.algorithm < COMPARABLE || agree(carried, u128::from(bytes) * 1_000);
+        (agrees && run.bus <= run.algorithm.saturating_mul(2).saturating_add(20)).then_some(run)
+    }
+}
+
+/// Returns true if two values are within a fiftieth of the second.
+fn agree(one: u128, other: u128) -> bool {
+    one.abs_diff(other).saturating_mul(50) <= other
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A run of our own making: 4 GPUs, 3 GiB/s of algorithm bandwidth and more.
+    const NEW: &str = "\
+# Collective test starting: all_reduce_perf
+# nThread 1 nGpus 4 minBytes 1048576 maxBytes 4194304 step: 2(factor) warmup iters: 5 iters: 20
+# Using devices
+#  Rank  0 Group  0 Pid    10 on      node device  0 [0x07] NVIDIA A100-SXM4-80GB
+#  Rank  1 Group  0 Pid    10 on      node device  1 [0000:0b:00] NVIDIA A100-SXM4-80GB
+#       size         count      type   redop    root     time   algbw   busbw #wrong     time   algbw   busbw #wrong
+     1048576        262144     float     sum      -1   100.00   10.49   15.73      0    95.00   11.04   16.56      0
+     2097152        524288     float     sum      -1      100   20.97   31.46      0      105   19.97   29.96    N/A
+# Out of bounds values : 0 OK
+";
+
+    #[test]
+    fn newer_layout_is_read() {
+        let report = NcclReport::read(NEW).unwrap();
+        let bus: Vec<_> = report.rows.iter().map(|row| (row.bytes, row.best().bus)).collect();
+        assert_eq!(bus, [(1_048_576, 16_560), (2_097_152, 31_460)]);
+        assert_eq!(report.best().unwrap().bytes, 2_097_152);
+        assert_eq!((report.unreadable, report.hosts(), report.devices.len()), (0, 1, 2));
+        assert_eq!((report.devices[&0].bus, report.devices[&0].slot), (Some(7), None));
+        assert_eq!((report.devices[&1].bus, report.devices[&1].slot), (Some(11), Some((0, 0))));
+        assert_eq!(report.devices[&1].model.as_deref(), Some("NVIDIA A100-SXM4-80GB"));
+        assert!(report.is_of(4) && !report.is_of(8) && !report.is_of(0));
+    }
+
+    #[test]
+    fn rows_are_read_in_every_layout_and_behind_prefixes() {
+        for (line, bus) in [
+            ("1048576 262144 float sum 100.0 10.49 15.73 1e-07 95.0 11.04 16.56 2e-07", 16_560),
+            ("1048576 262144 float sum 100 10.49 15.73 1e-07 95 11.04 16.56 N/A", 16_560),
+            ("1048576 262144 float sum -1 100.0 10.49 15.73", 15_730),
+            ("1048576 524288 bfloat16 avg -1 100.0 10.49 15.73 0", 15_730),
+            ("[1,0]<stdout>: 1048576 262144 float sum -1 100.0 10.49 15.73 0 95.0 11.04 16.56 0", 16_560),
+            ("2026-02-16T10:00:04Z 0: 1048576 262144 float sum -1 100.0 10.49 15.73 0 95.0 11.04 16.56 0", 16_560),
+            ("1048576 262144 float sum -1 100.0 10.49 15.73 0 95.0 11.04 16.56 0 RING SIMPLE 24", 16_560),
+        ] {
+            let report = NcclReport::read(line).unwrap_or_else(|error| panic!("{line}: {error}"));
+            assert_eq!(report.best().unwrap().best().bus, bus, "{line}");
+        }
+    }
+
+    #[test]
+    fn cut_and_mixed_rows_are_counted_and_left_out() {
+        for line in [
+            "1048576 262144 float sum -1 100.0 10.49 15.7",
+            "1048576 262144 float sum -1 100.0 10.49",
+            "1048576 262144 float",
+            "1048576 262144 float sum -1 100.0 10.49 15.73 0 95.0 11.04 16.",
+            "1048576 262144 float sum -1 900.0 10.49 15.73 0",
+            "1048576 262144 float sum -1 100.0 10.49 35.73 0",
+            "1048576 262144 float sum -1[0] 100.0 10.49 15.73 0",
+        ] {
+            assert_eq!(NcclReport::read(line), Err(ReportError::Unreadable(1)), "{line}");
+            let text = format!("{NEW}{line}\n");
+            let report = NcclReport::read(&text).unwrap();
+            assert_eq!((report.rows.len(), report.unreadable), (2, 1), "{line}");
+        }
+    }
+
+    #[test]
+    fn other_programs_are_refused_by_name() {
+        for text in ["", "nothing\nof the kind", "# nThread 1 nGpus 8", "float", "1 float"] {
+            assert_eq!(NcclReport::read(text), Err(ReportError::NoTable), "{text}");
+        }
+        let gather = "# Collective test starting: all_gather_perf\n1048576 65536 float none -1 100.0 10.49 7.87 0";
+        assert_eq!(NcclReport::read(gather), Err(ReportError::OtherProgram("all_gather_perf".into())));
+        // Without a name: nothing is reduced, it is reduced to one rank, or the count is a rank's part.
+        for row in ["65536 float none -1", "262144 float sum 0", "65536 float sum -1"] {
+            let text = format!("1048576 {row} 100.0 10.49 7.87 0");
+            assert_eq!(NcclReport::read(&text), Err(ReportError::OtherProgram("another program".into())), "{row}");
+        }
+        let both = format!("{gather}\n{NEW}");
+        assert_eq!(NcclReport::read(&both).unwrap().rows.len(), 2);
+    }
+
+    #[test]
+    fn runs_over_different_gpus_are_refused() {
+        let one = NEW.replace("#  Rank  1", "#  rank");
+        assert_eq!(NcclReport::read(&format!("{NEW}{one}")), Err(ReportError::SeveralRuns(2, 1)));
+        assert_eq!(NcclReport::read(&format!("{NEW}{NEW}")).unwrap().rows.len(), 4);
+    }
+
+    #[test]
+    fn log_of_nccl_gives_settings_and_transports() {
+        let text = format!(
+            "node:1:2 [0] NCCL INFO NCCL_P2P_LEVEL set by environment to LOC\nmpirun -x NCCL_ALGO=Ring \\\n\
+             node:1:2 [0] NCCL INFO Channel 00 : 1[2a000] -> 0[27000] via SHM/direct/direct\n\
+             node:1:2 [0] NCCL INFO Channel 00/0 : 0[1] -> 1[2] via P2P/IPC/read\n\
+             node:1:2 [0] NCCL INFO 24 coll channels, 16 nvls channels, 32 p2p channels\n{NEW}"
+        );
+        let report = NcclReport::read(&text).unwrap();
+        assert_eq!(report.transports, Transports { p2p: 1, shm: 1, net: 0 });
+        assert_eq!(report.settings["NCCL_P2P_LEVEL"], "LOC");
+        assert_eq!(report.settings["NCCL_ALGO"], "Ring");
+        assert_eq!(report.nvls_channels, Some(16));
+    }
+}

@@ -1,0 +1,4 @@
+//! Any bytes as what nccl-tests print, with NCCL's log around it.
+#![no_main]
+
+libfuzzer_sys::fuzz_target!(|bytes: &[u8]| linkwise_fuzz::nccl_tests(bytes));

@@ -1,0 +1,156 @@
+//! `linkwise expect` and `linkwise verify`: the bus bandwidth of an all-reduce by NCCL's model, and beside what
+//! nccl-tests measured.
+
+use std::io::Read;
+use std::path::Path;
+use std::process::ExitCode;
+
+use anyhow::{Context, Result, ensure};
+use serde::Serialize;
+
+use super::{find_gpu, open, print};
+use crate::config::{ExpectArgs, Format, VerifyArgs};
+use linkwise_core::benchmark::{Comparison, Expectation, MODEL, NcclReport, Row, Verdict, gb_per_s};
+use linkwise_core::state::GpuSelector;
+use linkwise_core::topology::{GpuUuid, NodeTopology, PciAddress};
+
+/// The longest text of nccl-tests that is read, in bytes: a log of NCCL with all ranks of a large job.
+const MOST_TEXT: u64 = 64 << 20;
+
+/// One GPU, as scripts read it.
+#[derive(Serialize)]
+struct Named {
+    index: u32,
+    uuid: GpuUuid,
+    pci: PciAddress,
+}
+
+/// The answer of `expect`, as scripts read it.
+#[derive(Serialize)]
+struct Expected {
+    gpus: Vec<Named>,
+    /// MB/s, of the faster algorithm.
+    bus: Option<u64>,
+    #[serde(flatten)]
+    expectation: Expectation,
+    model: &'static str,
+}
+
+/// The answer of `verify`, as scripts read it.
+#[derive(Serialize)]
+struct Verified {
+    verdict: Verdict,
+    /// MB/s.
+    measured: u64,
+    /// MB/s, with all links up.
+    expected: Option<u64>,
+    percent: Option<u64>,
+    causes: Vec<String>,
+    best: Row,
+    #[serde(flatten)]
+    expectation: Expectation,
+    unreadable_lines: usize,
+    model: &'static str,
+}
+
+/// Prints the expectation.
+pub async fn expect(args: &ExpectArgs) -> Result<()> {
+    let machine = super::machine(&args.node).await?;
+    let (topology, _) = NodeTopology::assemble(&machine.observed);
+    let places = places(&topology, args.gpus.as_deref())?.unwrap_or_else(|| (0..topology.gpus().len()).collect());
+    ensure!(places.len() > 1, "an all-reduce of one GPU has no bandwidth: name two or more");
+    let expectation = Expectation::of(&topology, &places);
+    let gpus = places.iter().filter_map(|place| topology.gpus().get(*place));
+    let gpus = gpus.map(|gpu| Named { index: gpu.index, uuid: gpu.uuid.clone(), pci: gpu.pci });
+    let expected = Expected { gpus: gpus.collect(), bus: expectation.bandwidth(), expectation, model: MODEL };
+    print(&match args.format {
+        Format::Json => serde_json::to_string(&expected)? + "\n",
+        Format::Text => {
+            let indices: Vec<String> = expected.gpus.iter().map(|gpu| gpu.index.to_string()).collect();
+            let known = |bandwidth: Option<u64>| bandwidth.map_or("unknown".to_owned(), gb_per_s);
+            format!(
+                "GPU {}\nrings         {}\nNVLink SHARP  {}\nmodel: {MODEL}\n{}\n",
+                indices.join(", "),
+                known(expectation.ring),
+                expectation.nvls.map_or("none".to_owned(), gb_per_s),
+                match expectation.calibration {
+                    Some(calibration) => format!("compared with published results: {}", calibration.name()),
+                    None => "not compared with any published result".to_owned(),
+                }
+            )
+        }
+    })?;
+    Ok(())
+}
+
+/// Compares a text of nccl-tests with the machine.
+pub async fn verify(args: &VerifyArgs) -> Result<ExitCode> {
+    let text = text(&args.file)?;
+    let report = NcclReport::read(&text).with_context(|| args.file.display().to_string())?;
+    let machine = super::machine(&args.node).await?;
+    let (topology, _) = NodeTopology::assemble(&machine.observed);
+    let named = places(&topology, args.gpus.as_deref())?;
+    let comparison = Comparison::of(&report, &machine.observed, named.as_deref())
+        .with_context(|| format!("cannot compare {} with {}", args.file.display(), machine.name))?;
+    let measured = comparison.best.best().bus;
+    print(&match args.format {
+        Format::Json => {
+            let verified = Verified {
+                verdict: comparison.verdict,
+                measured,
+                expected: comparison.whole,
+                percent: comparison.percent,
+                causes: comparison.causes.iter().map(ToString::to_string).collect(),
+                best: comparison.best.clone(),
+                expectation: comparison.expectation,
+                unreadable_lines: report.unreadable,
+                model: MODEL,
+            };
+            serde_json::to_string(&verified)? + "\n"
+        }
+        Format::Text => words(&comparison, report.unreadable),
+    })?;
+    Ok(match comparison.verdict {
+        Verdict::Below | Verdict::Above => ExitCode::FAILURE,
+        _ => ExitCode::SUCCESS,
+    })
+}
+
+/// The comparison for people.
+fn words(comparison: &Comparison, unreadable: usize) -> String {
+    let Comparison { best, whole, percent, verdict, .. } = comparison;
+    let expected = whole.map_or("an unknown bandwidth".to_owned(), gb_per_s);
+    let share = percent.map(|percent| format!(" ({percent} %)")).unwrap_or_default();
+    let (begins, ends) = match verdict {
+        Verdict::AsExpected => ("as expected", ""),
+        Verdict::Below => ("below", ""),
+        Verdict::Above => ("above", ": the model is of other GPUs"),
+        Verdict::TooSmall => ("too small a size to tell", ": run all_reduce_perf with -e 8G"),
+        Verdict::NotCalibrated => ("no claim", ": no published result bears out the model for such GPUs"),
+        Verdict::SeveralHosts => ("no claim", ": the model is of one host, the run used several"),
+    };
+    let (bus, bytes, data_type) = (gb_per_s(best.best().bus), best.bytes, best.data_type);
+    let causes = comparison.causes.iter().map(|cause| format!("  {cause}\n")).collect::<String>();
+    let left_out = match unreadable {
+        0 => String::new(),
+        lines => format!("  {lines} lines were cut or mixed, and are left out\n"),
+    };
+    format!("{begins}: {bus} of {expected}{share}, at {bytes} bytes of {data_type}{ends}\n{causes}{left_out}")
+}
+
+/// The places of the GPUs that a person named.
+fn places(topology: &NodeTopology, named: Option<&[GpuSelector]>) -> Result<Option<Vec<usize>>> {
+    let Some(named) = named else { return Ok(None) };
+    let places = named.iter().map(|name| Ok(find_gpu(topology, name)?.0)).collect::<Result<Vec<_>>>()?;
+    let distinct: std::collections::BTreeSet<usize> = places.into_iter().collect();
+    Ok(Some(distinct.into_iter().collect()))
+}
+
+/// Reads a text. Bytes that are no text belong to lines that are left out.
+fn text(path: &Path) -> Result<String> {
+    let mut bytes = Vec::new();
+    let read = open(path)?.take(MOST_TEXT + 1).read_to_end(&mut bytes);
+    read.with_context(|| format!("cannot read {}", path.display()))?;
+    ensure!(bytes.len() as u64 <= MOST_TEXT, "{} is longer than {MOST_TEXT} bytes", path.display());
+    Ok(String::from_utf8_lossy(&bytes).into_owned())
+}

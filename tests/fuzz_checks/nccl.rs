@@ -1,0 +1,45 @@
+//! What nccl-tests print: whatever a text holds, it is refused in one line or gives rows that agree with themselves.
+
+use std::sync::OnceLock;
+
+use linkwise_core::benchmark::{Comparison, NcclReport};
+use linkwise_core::topology::NodeObservation;
+use linkwise_host::machines;
+
+use super::machine::is_one_line;
+
+/// A text of nccl-tests, compared with machines of each kind.
+pub fn nccl_tests(bytes: &[u8]) {
+    static MACHINES: OnceLock<Vec<NodeObservation>> = OnceLock::new();
+    let text = String::from_utf8_lossy(bytes);
+    let report = match NcclReport::read(&text) {
+        Ok(report) => report,
+        Err(error) => return is_one_line(&error.to_string()),
+    };
+    assert!(!report.rows.is_empty(), "a report without a row");
+    for row in &report.rows {
+        for run in [Some(row.out_of_place), row.in_place].into_iter().flatten() {
+            // An all-reduce moves less than twice its bytes over each bus.
+            assert!(run.bus <= 2 * run.algorithm + 20, "{row:?}");
+            let carried = u128::from(run.algorithm) * u128::from(run.nanoseconds) / 1_000;
+            let off = carried.abs_diff(u128::from(row.bytes));
+            assert!(run.algorithm < 1_000 || off <= u128::from(row.bytes) / 50 + 1, "{row:?}");
+        }
+    }
+    // A prefix before each line, as of mpirun and kubectl, changes nothing.
+    let prefixed: String = text.lines().map(|line| format!("[1,0]<stdout>: {line}\n")).collect();
+    let again = NcclReport::read(&prefixed).expect("what was read is read behind a prefix");
+    assert_eq!((&again.rows, &again.devices), (&report.rows, &report.devices), "a prefix changes what is read");
+    let names = ["dgx-h100", "dgx1-v100", "nvlink-bridge-pairs", "gb200-nvl72-node"];
+    let machines = MACHINES.get_or_init(|| {
+        names.into_iter().map(|name| machines::load(name).expect("a built-in machine").observed).collect()
+    });
+    for machine in machines {
+        for named in [None, Some(&[0, 1][..])] {
+            match Comparison::of(&report, machine, named) {
+                Ok(comparison) => comparison.causes.iter().for_each(|cause| is_one_line(&cause.to_string())),
+                Err(error) => is_one_line(&error.to_string()),
+            }
+        }
+    }
+}

@@ -1,0 +1,18 @@
+//! The query in docs/monitoring.md with DCGM exporter's metrics, under promtool, with the cases in
+//! tests/monitoring/dcgm.yaml.
+
+use crate::monitoring::{list, passes, read, repository, text};
+
+const CASES: &str = "tests/monitoring/dcgm.yaml";
+
+#[test]
+fn documented_query_is_the_one_that_promtool_tries() {
+    let cases = read(CASES);
+    let mut queries = list(&cases, "tests").flat_map(|case| list(case, "promql_expr_test"));
+    let tried = queries.next().unwrap()["expr"].as_str().unwrap();
+    let page = text("docs/monitoring.md");
+    let section = page.split_once("\n## With DCGM exporter\n").unwrap().1;
+    let shown = section.lines().filter(|line| line.starts_with("    ")).flat_map(str::split_whitespace);
+    assert_eq!(shown.collect::<Vec<_>>(), tried.split_whitespace().collect::<Vec<_>>());
+    passes("test", &repository(CASES));
+}
