@@ -2,6 +2,7 @@
 //! results bear it out.
 
 use crate::prelude::*;
+use alloc::collections::BTreeSet;
 use alloc::sync::Arc;
 
 use serde::Serialize;
@@ -113,11 +114,12 @@ pub(super) fn with_links_up(machine: &NodeObservation) -> NodeObservation {
         .collect();
     for (gpu, (model, links)) in machine.gpus.iter_mut().zip(&ports) {
         let most = ports.iter().filter(|(other, _)| other == model).map(|(_, links)| *links).max().unwrap_or(0);
+        let groups = gpu.nvlinks.iter().flatten().filter(|group| group.active);
+        let used: BTreeSet<u32> = groups.flat_map(|group| group.links.iter().copied()).collect();
+        let more = (0..).filter(|link| !used.contains(link)).take(most.saturating_sub(*links));
         let groups = gpu.nvlinks.iter_mut().flatten();
-        let switch = groups.filter(|group| is_switch(&&**group)).last();
-        if let Some(switch) = switch {
-            // Only their number counts.
-            switch.links.extend((*links..most).filter_map(|link| u32::try_from(link).ok()));
+        if let Some(switch) = groups.filter(|group| is_switch(&&**group)).last() {
+            switch.links.extend(more);
         }
     }
     machine
