@@ -135,25 +135,24 @@ fn documented_errors_are_those_of_the_model() {
     let mut documented = BTreeSet::new();
     let mut errors = Vec::new();
     for row in rows {
-        let [name, expected, measured, error] = row[..] else { panic!("{row:?}") };
+        let [name, expected, measured] = row[..] else { panic!("{row:?}") };
         let (name, address) = name.trim_start_matches('[').split_once("](").unwrap();
         let published = all.get(name).unwrap_or_else(|| panic!("tests/nccl has no {name}"));
         assert_eq!(address.trim_end_matches(')'), published.source, "{name}");
         assert_eq!(published.verdict, "as-expected", "{name}");
         let (model, reached) = (published.expected(), published.measured());
         assert_eq!((expected, measured), (&*gb(model), &*gb(reached)), "{name}");
-        let off = (model - reached).abs() / reached * 100.0;
-        assert_eq!(error, format!("{off:.1} %"), "{name}");
-        errors.push(off);
+        errors.push((model - reached).abs() / reached * 100.0);
         documented.insert(name);
     }
     let healthy: BTreeSet<&str> =
         all.iter().filter(|(_, published)| published.verdict == "as-expected").map(|(name, _)| name.as_str()).collect();
     assert_eq!(documented, healthy);
     errors.sort_by(f64::total_cmp);
-    let median = errors[errors.len() / 2];
+    let (median, largest) = (errors[errors.len() / 2], errors[errors.len() - 1]);
     assert!(errors.len() % 2 == 1 && median <= 10.0, "{errors:?}");
-    assert!(section.contains(&format!("The median error is {median:.1} %")), "{median:.1} %");
+    let sentence = format!("The median error is {median:.1} %, the largest {largest:.1} %.");
+    assert!(section.contains(&sentence), "{sentence}");
 }
 
 /// GB/s with a decimal.

@@ -42,7 +42,7 @@ pub enum Verdict {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Cause {
     /// NVLinks that are down.
-    #[error("GPU {pci}: {down} of its {of} NVLinks are down; drain the node and reset the GPU")]
+    #[error("GPU {pci}: {down} of its {of} NVLinks are down; look at nvidia-smi nvlink -s and at XIDs in the log")]
     LinksDown {
         /// The GPU.
         pci: PciAddress,

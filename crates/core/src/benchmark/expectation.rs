@@ -2,6 +2,7 @@
 //! results bear it out.
 
 use crate::prelude::*;
+use alloc::collections::BTreeSet;
 use alloc::sync::Arc;
 
 use serde::Serialize;
@@ -113,13 +114,12 @@ pub(super) fn with_links_up(machine: &NodeObservation) -> NodeObservation {
         .collect();
     for (gpu, (model, links)) in machine.gpus.iter_mut().zip(&ports) {
         let most = ports.iter().filter(|(other, _)| other == model).map(|(_, links)| *links).max().unwrap_or(0);
-        let up = gpu.nvlinks.iter().flatten().filter(is_switch);
-        let up: Vec<u32> = up.flat_map(|group| group.links.iter().copied()).collect();
+        let groups = gpu.nvlinks.iter().flatten().filter(|group| group.active);
+        let used: BTreeSet<u32> = groups.flat_map(|group| group.links.iter().copied()).collect();
+        let more = (0..).filter(|link| !used.contains(link)).take(most.saturating_sub(*links));
         let groups = gpu.nvlinks.iter_mut().flatten();
-        let switch = groups.filter(|group| is_switch(&&**group)).last();
-        if let Some(switch) = switch {
-            // Numbers that no link has: each link counts once.
-            switch.links.extend((0..).filter(|link| !up.contains(link)).take(most.saturating_sub(*links)));
+        if let Some(switch) = groups.filter(|group| is_switch(&&**group)).last() {
+            switch.links.extend(more);
         }
     }
     machine
