@@ -139,3 +139,21 @@ fn bad_input_is_refused_by_name() {
         assert!(error.contains(named), "{error}");
     }
 }
+
+/// docs/schedulers.md has a table of exact claims against the others.
+#[test]
+fn page_has_what_exact_claims_get() {
+    let page = include_str!("../../../docs/schedulers.md");
+    let command = page.lines().find_map(|line| line.strip_prefix("    linkwise-lab simulate ")).unwrap();
+    for machine in ["dgx1-v100", "aws-p5", "nvlink-bridge-pairs", "pcie-8x-pix-pairs"] {
+        let args: Vec<&str> = command.split(' ').map(|arg| if arg == "dgx1-v100" { machine } else { arg }).collect();
+        let json: Value = serde_json::from_str(&printed(&[&args[..], &["--format", "json"]].concat())).unwrap();
+        let mut row = format!("| {machine} |");
+        for (door, name) in json["doors"].as_array().unwrap().iter().zip(["dra-singles", "dra-exact", "dra-groups"]) {
+            assert_eq!((&door["door"], &door["jobs"]), (&name.into(), &60.into()));
+            let mille = door["collective_of_cluster"].as_u64().unwrap();
+            row += &format!(" {}.{} %, {} s |", mille / 10, mille % 10, door["mean_wait_seconds"]);
+        }
+        assert!(page.contains(&row), "{row}");
+    }
+}
