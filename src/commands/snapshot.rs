@@ -178,7 +178,7 @@ mod tests {
         observed.failures = vec![ProbeFailure { subject, call: "nvmlDeviceGetName".to_owned(), error }];
         observed.gpus[1].mig = Some(mig_of_one_device());
         // Four functions of one card, and one of another.
-        let guid = |number| Guid::new(0xb8ce_f603_00a1_b200 + number);
+        let guid = |number: u64| Guid::new(0xb8ce_f603_00a1_b200 + number);
         let mut cards = [1, 1, 1, 1, 2].map(guid).into_iter();
         let devices = observed.host.host_bridges.iter_mut().flat_map(|bridge| &mut bridge.devices);
         devices.for_each(|device| give_guids(device, &mut cards));
