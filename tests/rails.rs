@@ -202,3 +202,25 @@ fn infiniband_is_before_other_rdma_at_the_same_distance() {
     assert!(with_others.nics().len() > NodeTopology::assemble(&load("hgx-h200")).0.nics().len());
     assert_eq!(rails(&observed), before);
 }
+
+#[test]
+fn gpus_take_turns_at_equally_near_nics() {
+    // As in a VM: everything is below one host bridge. NCCL mirrors the bits of the turn: 0, 4, 2, 6 ...
+    let mut observed = load("dgx-h100");
+    let mut flat = Vec::new();
+    each_device(&mut observed, &mut |device| {
+        let is_storage = device.nics.iter().any(|nic| nic.mbps == Some(200_000));
+        if matches!(device.kind, PciKind::Gpu | PciKind::Nic) && !is_storage {
+            flat.push(device.clone());
+        }
+    });
+    observed.host.host_bridges.truncate(1);
+    observed.host.host_bridges[0].devices = flat;
+    assert_eq!(rails(&observed), [0, 4, 2, 6, 1, 5, 3, 7].map(Some));
+    assert_eq!(rails(&observed), expected(&NodeTopology::assemble(&observed).0));
+    // Six NICs are no power of two: the turns are not mirrored, and two GPUs come to a second round.
+    let nics = observed.host.host_bridges[0].devices.iter().filter(|device| device.kind == PciKind::Nic);
+    let gone: Vec<_> = nics.skip(6).map(|device| device.pci).collect();
+    observed.host.host_bridges[0].devices.retain(|device| !gone.contains(&device.pci));
+    assert_eq!(rails(&observed), [0, 1, 2, 3, 4, 5, 0, 1].map(Some));
+}
