@@ -221,7 +221,7 @@ impl Reader {
             self.program = Some(program);
         }
         let words: Vec<&str> = line.split_whitespace().collect();
-        if words.iter().any(|word| *word == "nThread") {
+        if words.contains(&"nThread") {
             self.devices.clear();
         }
         self.log(&words);
