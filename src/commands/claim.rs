@@ -6,7 +6,6 @@
 
 mod exact;
 mod gang;
-
 mod rails;
 
 use anyhow::{Result, ensure};

@@ -1,8 +1,8 @@
 //! linkwise's pure core, in layers: [`topology`] (the graph of a node), [`allocation`] (the best GPUs for a request),
 //! [`state`] (the node's state machine), [`publish`] (labels, slices and injections made from a snapshot), [`claims`]
-//! (DRA claims and what they are prepared with), [`benchmark`] (measured bandwidth beside the model). Each layer uses the layers before it and none after it. [`backoff`],
-//! [`errors`], [`names`], [`once`], [`quantity`], [`quote`] and [`mod@words`] are small mechanisms, most of which the
-//! adapters use too.
+//! (DRA claims and what they are prepared with). Each layer uses the layers before it and none after it. [`benchmark`]
+//! (measured bandwidth beside the model) uses the first two. [`backoff`], [`errors`], [`names`], [`once`], [`quantity`],
+//! [`quote`] and [`mod@words`] are small mechanisms, most of which the adapters use too.
 //!
 //! Everything here is a function of its arguments. Without `std` there are no files, sockets, threads, environment
 //! variables, clocks or hash maps to call, so the compiler enforces this. `clippy.toml` beside this crate's manifest

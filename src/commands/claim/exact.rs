@@ -188,7 +188,8 @@ fn known(product: &str, all: usize, attributes: &[GroupAttribute], gpus: u8) -> 
 
 /// The slices in a file: a list of objects, or one.
 fn slices_of(path: &Path) -> Result<Vec<Value>> {
-    let (name, mut text) = (path.display().to_string(), String::new());
+    let name = if path == Path::new("-") { "standard input".to_owned() } else { path.display().to_string() };
+    let mut text = String::new();
     let mut file = open(path)?.take(LONGEST_FILE + 1);
     file.read_to_string(&mut text).with_context(|| format!("cannot read {name}"))?;
     ensure!(text.len() as u64 <= LONGEST_FILE, "{name} is longer than {} MiB", LONGEST_FILE >> 20);
@@ -314,7 +315,7 @@ fn of_kind(kind: &Kind, claim: &ExactClaim, gpus: u8) -> Vec<String> {
         Some(promised) => format!("{} ({})", other.name, bandwidth(promised)),
         None => other.name.clone(),
     });
-    let others: Vec<String> = others.chain(["any GPUs".to_owned()]).collect();
+    let others: Vec<String> = others.chain(["GPUs without a common group".to_owned()]).collect();
     let mut gives = format!(
         "{title}: against alternatives it waits in {} of the states with {gpus} free GPUs or more",
         percent(claim.waits_per_mille())

@@ -143,7 +143,8 @@ pub enum MatchError {
 pub struct Comparison {
     /// The expectation of the GPUs as they are.
     pub expectation: Expectation,
-    /// The bandwidth that they would reach with all NVLinks up, MB/s: what the measurement is compared with.
+    /// The bandwidth that they would reach with all NVLinks up, MB/s: what the measurement is compared with. `None` for a
+    /// run over several hosts.
     pub whole: Option<u64>,
     /// The size with the highest bandwidth.
     pub best: Row,
@@ -199,7 +200,9 @@ impl Comparison {
         let (up, _) = NodeTopology::assemble(&with_links_up(machine));
         let uuids = places.iter().filter_map(|place| topology.gpus().get(*place));
         let up_places: Vec<usize> = uuids.filter_map(|gpu| up.position(&gpu.uuid)).collect();
+        // The model says nothing of several hosts, not even a share.
         let whole = Expectation::of(&up, &up_places).bandwidth().max(expectation.bandwidth());
+        let whole = whole.filter(|_| hosts == 1);
         let measured = best.best().bus;
         let percent = whole.filter(|whole| *whole > 0).map(|whole| measured.saturating_mul(100) / whole);
         let largest = report.rows.iter().max_by_key(|row| row.bytes).map_or(0, |row| row.best().nanoseconds);
