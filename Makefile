@@ -217,7 +217,7 @@ soak-claims: setup ## the same for claims, with rollouts, reboots and lost GPUs 
 
 # No sanitizer: outside of nvml/raw.rs, which no target reaches, there is no unsafe code of ours for one to look at,
 # and without it a stable compiler does. What is found on the way is kept in fuzz/target, a failure in fuzz/artifacts.
-FUZZ_TARGETS := request node_file nccl_xml agent_protocol config claim checkpoint
+FUZZ_TARGETS := $(basename $(notdir $(wildcard fuzz/fuzz_targets/*.rs)))
 
 .PHONY: fuzz
 fuzz: setup ## fuzz what strangers send, a short while (FUZZ_SECONDS=60, all targets together)
