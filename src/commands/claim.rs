@@ -5,15 +5,19 @@
 //! shows examples. `exact` makes claims without alternatives.
 
 mod exact;
+mod fleet;
 mod gang;
+mod kinds;
 mod rails;
+
+use std::collections::BTreeSet;
 
 use anyhow::{Result, ensure};
 use serde::{Serialize, Serializer};
 use serde_json::Value;
 
 use super::manifest::{List, text};
-use crate::config::{ClaimArgs, ClaimKind, Near};
+use crate::config::{ClaimArgs, ClaimKind, FleetArgs, Near};
 use linkwise_core::publish::dra::exact::NVLINK_DOMAIN;
 use linkwise_core::publish::dra::{GpuLayout, GroupSize};
 use linkwise_core::topology::{MigProfile, NodeTopology};
@@ -35,6 +39,9 @@ const PCIE_ROOT: &str = "resource.kubernetes.io/pcieRoot";
 /// The attribute that two devices of one NUMA node have in common, for old and new releases of DRANET and
 /// dra-driver-cpu.
 const NUMA_NODE: &str = "dra.net/numaNode";
+
+/// The most alternatives of a request (`resource.k8s.io/v1`, `FirstAvailableDeviceRequestMaxSize`).
+const MOST_ALTERNATIVES: usize = 8;
 
 /// The most devices of a claim (`resource.k8s.io/v1`, `AllocationResultsMaxSize`).
 const MOST_DEVICES: u8 = 32;
@@ -100,14 +107,35 @@ struct Asked {
     capacity: Option<Box<Part>>,
 }
 
+/// One alternative of a claim.
+struct Alternative {
+    /// A DNS label.
+    name: String,
+    /// The attribute that the GPUs have in common; `None` for any GPUs.
+    attribute: Option<String>,
+    /// The models of GPU that it is for, `None` one that is unknown; empty for all.
+    products: BTreeSet<Option<String>>,
+}
+
+impl Alternative {
+    /// The alternative of a group, on all machines that have it.
+    fn group(attribute: &str) -> Self {
+        Self { name: attribute.to_ascii_lowercase(), attribute: Some(attribute.to_owned()), products: BTreeSet::new() }
+    }
+
+    fn any() -> Self {
+        Self { name: "any".to_owned(), attribute: None, products: BTreeSet::new() }
+    }
+}
+
 pub use exact::exact_claim;
+pub use fleet::fleet_claim;
 pub use gang::gang;
 
 /// Prints the manifest.
 pub fn claim(args: &ClaimArgs) -> Result<()> {
-    let has_use = args.node.is_none() || args.near.is_none() || args.exact;
-    ensure!(has_use, "--node with --near: no group is named, except with --exact");
-    let group = args.exact.then(|| exact::group(args.gpus, args.node.as_deref(), &args.fleet)).transpose()?;
+    refuse(args)?;
+    let group = args.exact.then(|| exact::group(args.gpus, &args.node, &args.fleet)).transpose()?;
     let devices = match (&args.mig, args.near) {
         (None, None) if args.rails.is_some() => rails::requests_of(args)?,
         (Some(profile), _) => of_mig(args.gpus, profile),
@@ -117,7 +145,7 @@ pub fn claim(args: &ClaimArgs) -> Result<()> {
             let gpus = Asked { count: args.gpus, ..gpu(args) };
             Devices { requests: vec![request("gpus", gpus)], ..Devices::default() }
         }
-        (None, None) => in_groups(args.gpus, &groups(args.gpus, args.node.as_deref(), args.strict)?, args.strict),
+        (None, None) => alternatives(args.gpus, &args.node, &args.fleet, args.strict)?,
     };
     let usual = match &args.mig {
         Some(profile) => format!("mig-{}", profile.to_string().replace('.', "").replace('+', "-")),
@@ -137,9 +165,52 @@ pub fn claim(args: &ClaimArgs) -> Result<()> {
     Ok(print(&manifest?)?)
 }
 
+/// Refuses options that would have no effect.
+fn refuse(args: &ClaimArgs) -> Result<()> {
+    let named = [(!args.node.is_empty(), "--node"), (args.fleet.cluster.is_some(), "--cluster")];
+    let named = named.into_iter().find_map(|(is_there, name)| is_there.then_some(name));
+    if let Some(name) = named {
+        ensure!(args.near.is_none() || args.exact, "{name} with --near: no group is named, except with --exact");
+        ensure!(args.rails.is_none() || name == "--node", "{name} with --rails: no group is named");
+        ensure!(args.mig.is_none() && !is_shared(args), "{name}: only claims of whole GPUs name groups");
+    }
+    ensure!(args.rails.is_none() || args.node.len() < 2, "--rails: one --node at most");
+    let has_order =
+        args.near.is_none() && args.rails.is_none() && args.mig.is_none() && !is_shared(args) && !args.exact;
+    spares(&args.node, &args.fleet, has_order)
+}
+
+/// Refuses `--spare-nvswitch` where it orders nothing. `has_order` tells whether the claim lists alternatives.
+fn spares(nodes: &[String], fleet: &FleetArgs, has_order: bool) -> Result<()> {
+    let is_fleet = fleet.cluster.is_some() || nodes.len() > 1;
+    ensure!(
+        !fleet.spare_nvswitch || (is_fleet && has_order),
+        "--spare-nvswitch orders the alternatives of several machines: it takes --cluster, or --node more than once"
+    );
+    Ok(())
+}
+
 /// The specification of a claim for this number of GPUs on any node, as the command prints it by default.
 pub fn any_claim(gpus: u8) -> Result<Value, serde_json::Error> {
-    serde_json::to_value(in_groups(gpus, &any_groups(gpus), false).spec())
+    let groups: Vec<Alternative> = usual_groups(gpus).iter().map(|name| Alternative::group(name)).collect();
+    serde_json::to_value(in_groups(gpus, &groups, false).spec())
+}
+
+/// One request with alternatives: the groups of any node, of one machine, or of a fleet.
+fn alternatives(gpus: u8, nodes: &[String], fleet: &FleetArgs, strict: bool) -> Result<Devices> {
+    if fleet.cluster.is_some() || nodes.len() > 1 {
+        return fleet::devices(gpus, nodes, fleet, strict);
+    }
+    let groups = groups(gpus, nodes.first().map(String::as_str), strict)?;
+    Ok(in_groups(gpus, &groups.iter().map(|name| Alternative::group(name)).collect::<Vec<_>>(), strict))
+}
+
+/// The attributes that a claim of this size for any machine lists.
+fn usual_groups(gpus: u8) -> Vec<String> {
+    match GroupSize::holding(usize::from(gpus)) {
+        Some(size) if gpus > 1 => size.usual_names().collect(),
+        _ => any_groups(gpus),
+    }
 }
 
 /// The attributes by which a claim of this size finds groups, of all attributes that a node may have.
@@ -151,9 +222,10 @@ fn any_groups(gpus: u8) -> Vec<String> {
     }
 }
 
-/// The attributes by which a claim of this size finds groups: those of a machine, or all that a node may have.
+/// The attributes by which a claim of this size finds groups: those of a machine, or the usual ones. A strict claim waits
+/// for any group that a node may have.
 fn groups(gpus: u8, node: Option<&str>, strict: bool) -> Result<Vec<String>> {
-    let mut groups = any_groups(gpus);
+    let mut groups = if node.is_none() && !strict { usual_groups(gpus) } else { any_groups(gpus) };
     if let Some(node) = node.filter(|_| gpus > 1) {
         let (topology, _) = NodeTopology::assemble(&machines::load(node)?.observed);
         let all = (0..topology.gpus().len()).collect();
@@ -172,19 +244,37 @@ fn groups(gpus: u8, node: Option<&str>, strict: bool) -> Result<Vec<String>> {
 }
 
 /// One request: the groups as alternatives, then any GPUs.
-fn in_groups(gpus: u8, groups: &[String], strict: bool) -> Devices {
+fn in_groups(gpus: u8, groups: &[Alternative], strict: bool) -> Devices {
     if groups.is_empty() {
         return Devices { requests: vec![request("gpus", asked(GPUS, gpus))], ..Devices::default() };
     }
-    // Names of alternatives are DNS labels.
-    let alternative = |name: &str| Part::Asked(Asked { name: Some(name.to_ascii_lowercase()), ..asked(GPUS, gpus) });
-    let any = if strict { &[][..] } else { &["any"] };
-    let alternatives = groups.iter().map(String::as_str).chain(any.iter().copied()).map(alternative).collect();
-    let together =
-        |name: &String| constraint([format!("gpus/{}", name.to_ascii_lowercase())].into(), format!("{OURS}/{name}"));
+    let alternative = |of: &Alternative| {
+        let selectors = if of.products.is_empty() { Vec::new() } else { selector(&is_one_of(&of.products)) };
+        Part::Asked(Asked { name: Some(of.name.clone()), selectors, ..asked(GPUS, gpus) })
+    };
+    let any = (!strict).then(Alternative::any);
+    let together = |of: &Alternative| {
+        Some(constraint([format!("gpus/{}", of.name)].into(), format!("{OURS}/{}", of.attribute.as_ref()?)))
+    };
+    let alternatives = groups.iter().chain(&any).map(alternative).collect();
     Devices {
         requests: vec![map([("name", "gpus".into()), ("firstAvailable", Part::List(alternatives))])],
-        constraints: groups.iter().map(together).collect(),
+        constraints: groups.iter().filter_map(together).collect(),
+    }
+}
+
+/// The expression for GPUs of these models. A selector that reads a missing attribute of a device is an error for the whole
+/// pod, on all nodes.
+fn is_one_of(products: &BTreeSet<Option<String>>) -> String {
+    const GPU: &str = "device.attributes['gpu.nvidia.com']";
+    // A string of JSON is one of CEL.
+    let named: Vec<String> =
+        products.iter().flatten().map(|product| Value::from(product.as_str()).to_string()).collect();
+    let named = format!("{GPU}.productName in [{}]", named.join(", "));
+    match (products.contains(&None), products.len()) {
+        (false, _) => format!("'productName' in {GPU} && {named}"),
+        (true, 1) => format!("!('productName' in {GPU})"),
+        (true, _) => format!("!('productName' in {GPU}) || {named}"),
     }
 }
 

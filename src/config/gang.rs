@@ -25,10 +25,10 @@ pub struct GangArgs {
     /// such claims
     #[arg(long)]
     pub exact: bool,
-    /// Name the groups of this machine: a built-in name or a file, as --node of other commands
+    /// Name the groups of this machine, or of several: a built-in name or a file, as --node of linkwise claim
     #[arg(long, value_name = "NAME|FILE")]
-    pub node: Option<String>,
-    /// The cluster of exact claims.
+    pub node: Vec<String>,
+    /// The cluster of the claims.
     #[command(flatten)]
     pub fleet: FleetArgs,
     /// Place all pods on nodes with one value of this label: nvlink (linkwise.dev/nvlink-fabric, and an IMEX channel of

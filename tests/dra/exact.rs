@@ -28,7 +28,7 @@ pub fn slices(machine: &str, node: &str) -> Vec<Value> {
     serde_json::from_str::<Value>(&list).unwrap()["items"].as_array().unwrap().clone()
 }
 
-fn file(slices: &[Value], as_yaml: bool) -> tempfile::NamedTempFile {
+pub fn file(slices: &[Value], as_yaml: bool) -> tempfile::NamedTempFile {
     let list = json!({"apiVersion": "v1", "kind": "List", "items": slices});
     let text = if as_yaml { serde_saphyr::to_string(&list).unwrap() } else { list.to_string() };
     let mut file = tempfile::NamedTempFile::new().unwrap();
@@ -36,7 +36,7 @@ fn file(slices: &[Value], as_yaml: bool) -> tempfile::NamedTempFile {
     file
 }
 
-fn cluster(file: &tempfile::NamedTempFile) -> String {
+pub fn cluster(file: &tempfile::NamedTempFile) -> String {
     format!("--cluster={}", file.path().display())
 }
 
@@ -143,8 +143,6 @@ fn impossible_exact_claims_are_refused_by_name() {
         (&["--exact", "--mig", "1g.10gb"], "--mig"),
         (&["--exact", "--shares", "2"], "--shares"),
         (&["--exact", "--memory", "2Gi"], "--memory"),
-        (&["--cluster"], "--exact"),
-        (&["--exact", "--cluster", "--node", "dgx1-v100"], "--node"),
         (&["--near", "nic", "--node", "dgx1-v100"], "--node with --near"),
         (&["--exact", "--gpus", "2", "--cluster"], "no API server"),
         (&["--exact", "--gpus", "2", missing], "cannot open /none/slices.json"),

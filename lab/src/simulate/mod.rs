@@ -13,7 +13,7 @@ mod trace;
 use std::io::Read;
 use std::path::Path;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use serde::Serialize;
 
 use linkwise_core::allocation::AllocationTables;
@@ -78,11 +78,12 @@ fn simulate(args: &SimulateArgs) -> Result<()> {
     if jobs.iter().all(|job| job.size > gpus) {
         bail!("no job of {} fits this machine (it has {gpus} GPUs)", trace.display());
     }
+    ensure!(args.format != Format::Choices, "--format choices shows a scheduler's choices: it takes --nodes");
     let policies = args.policy.iter().map(|policy| outcome(&tables, &jobs, *policy, args.seed)).collect();
     let simulation = Simulation { machine: machine.title, gpus, policies };
     print(&match args.format {
         Format::Json => serde_json::to_string(&simulation)? + "\n",
-        Format::Text => text(&simulation),
+        Format::Text | Format::Choices => text(&simulation),
     })?;
     Ok(())
 }

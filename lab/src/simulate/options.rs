@@ -27,14 +27,13 @@ pub struct SimulateArgs {
         conflicts_with = "nodes"
     )]
     pub policy: Vec<SimulatePolicy>,
-    /// The seed of the policy random, of the jobs that --nodes makes, and of the choice among nodes with one score: the
-    /// same seed gives the same figures
+    /// The seed of the policy random, and of the jobs that --nodes makes: the same seed gives the same figures
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub seed: u64,
     /// A cluster, in the place of one machine.
     #[command(flatten)]
     pub cluster: ClusterArgs,
-    /// Text for people or JSON for scripts
+    /// Text for people, JSON for scripts, or with --nodes each choice of the scheduler
     #[arg(long, default_value = "text")]
     pub format: Format,
 }
@@ -110,6 +109,8 @@ pub enum Door {
     DraSingles,
     /// DRA, claims as `linkwise claim` prints them: tiered groups as alternatives
     DraGroups,
+    /// DRA, claims as `linkwise claim --cluster` prints them: alternatives in the order of what they carry in this cluster
+    DraFleet,
     /// DRA, claims as `linkwise claim --exact` prints them: GPUs of one group, or none
     DraExact,
     /// The device plugin with a choice that linkwise does not have: of sets with equal values, the lowest rails
@@ -171,4 +172,6 @@ pub enum Format {
     Text,
     /// JSON for scripts.
     Json,
+    /// With --nodes: a line of CSV for each pod that starts or ends.
+    Choices,
 }

@@ -5,7 +5,7 @@
 
 use anyhow::{Result, ensure};
 
-use super::{Devices, GPUS, Part, asked, beside, exact, groups, in_groups, map, object};
+use super::{Devices, GPUS, Part, alternatives, asked, beside, exact, map, object, spares};
 use crate::commands::manifest::{List, text};
 use crate::config::{GangArgs, GangScheduler};
 use linkwise_system::output::{complain, print};
@@ -48,17 +48,18 @@ pub fn gang(args: &GangArgs) -> Result<()> {
 /// The requests of each pod. Kueue and KAI read no alternatives.
 fn devices(args: &GangArgs) -> Result<Devices> {
     let is_exact = args.exact || matches!(args.scheduler, GangScheduler::Kueue | GangScheduler::Kai);
-    let node = args.node.as_deref();
+    spares(&args.node, &args.fleet, !is_exact && args.near.is_none())?;
     // A machine that is named without --exact gives a kueue or kai claim its group too.
-    let group = || exact::group(args.gpus, node, &args.fleet);
+    let group = || exact::group(args.gpus, &args.node, &args.fleet);
     match args.near {
         Some(near) if args.exact => exact::beside(args.gpus, near, &asked(GPUS, 1), group()?),
         Some(near) => {
-            ensure!(node.is_none(), "--node with --near: no group is named, except with --exact");
+            ensure!(args.node.is_empty(), "--node with --near: no group is named, except with --exact");
+            ensure!(args.fleet.cluster.is_none(), "--cluster with --near: no group is named, except with --exact");
             beside(args.gpus, near, &asked(GPUS, 1))
         }
         None if is_exact => Ok(exact::devices(args.gpus, group()?.as_deref())),
-        None => Ok(in_groups(args.gpus, &groups(args.gpus, node, false)?, false)),
+        None => alternatives(args.gpus, &args.node, &args.fleet, false),
     }
 }
 

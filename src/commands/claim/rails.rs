@@ -16,7 +16,7 @@ pub(super) fn requests_of(args: &ClaimArgs) -> Result<Devices> {
     let asked = format!("--gpus {gpus} with --rails {rails}");
     ensure!(count <= gpus, "{asked}: {count} rails for {gpus} GPUs; add --gpus {count}");
     ensure!(gpus.is_multiple_of(count), "{asked}: {gpus} GPUs are not the same number on each of {count} rails");
-    if let Some(node) = &args.node {
+    if let Some(node) = args.node.first() {
         let (topology, _) = NodeTopology::assemble(&machines::load(node)?.observed);
         let there = topology.rails();
         let known: Vec<u32> = there.keys().copied().collect();

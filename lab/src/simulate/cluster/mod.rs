@@ -4,6 +4,7 @@
 //! `linkwise-scheduler-box`, and around them the scheduler's choice among nodes. No API server and no network. The
 //! figures for scripts are an interface; docs/scale.md explains each.
 
+mod choices;
 mod figures;
 mod jobs;
 mod machines;
@@ -21,6 +22,7 @@ use linkwise_system::progress::Progress;
 
 use super::{Door, Draws, Format, Job, SimulateArgs, read_trace, word_of};
 
+use choices::Choices;
 use figures::Figures;
 use machines::Machine;
 use replay::{Event, Replay};
@@ -54,16 +56,18 @@ struct Cluster {
 
 /// Runs the command.
 pub(super) fn run(args: &SimulateArgs) -> Result<()> {
-    let simulation = simulate(args)?;
+    let mut choices = Choices::of(args.format);
+    let simulation = simulate(args, &mut choices)?;
     print(&match args.format {
         Format::Json => serde_json::to_string(&simulation)? + "\n",
         Format::Text => show::text(&simulation),
+        Format::Choices => choices.text,
     })?;
     Ok(())
 }
 
 /// Replays the jobs through each door.
-fn simulate(args: &SimulateArgs) -> Result<Simulation> {
+fn simulate(args: &SimulateArgs, choices: &mut Choices) -> Result<Simulation> {
     let cluster = cluster(args)?;
     let mut doors: Vec<Outcome> = Vec::new();
     for door in &args.cluster.door {
@@ -74,6 +78,7 @@ fn simulate(args: &SimulateArgs) -> Result<Simulation> {
             let mut started = |event: &Event| {
                 done += usize::from(matches!(event, Event::Started { .. }));
                 progress.done(done);
+                choices.add(&name, &cluster, event);
             };
             let figures = through(&cluster, *door, args, &mut started)?;
             doors.push(Outcome { door: name, figures });
@@ -99,7 +104,7 @@ fn simulate(args: &SimulateArgs) -> Result<Simulation> {
 fn through(cluster: &Cluster, door: Door, args: &SimulateArgs, watch: &mut dyn FnMut(&Event)) -> Result<Figures> {
     let Cluster { machines, kinds, jobs, counted, .. } = cluster;
     let shapes = Shapes::of(machines, jobs, door)?;
-    let scheduler = Scheduler::new(machines, kinds, &shapes, door, args.cluster.cpu, args.seed)?;
+    let scheduler = Scheduler::new(machines, kinds, &shapes, door, args.cluster.cpu)?;
     let mut figures = Replay::new(scheduler, jobs, *counted, watch).run()?;
     if !matches!(door, Door::Plugin | Door::PluginRails) {
         let bytes = |slices: Vec<serde_json::Value>| slices.iter().map(|slice| slice.to_string().len() as u64).sum();

@@ -16,8 +16,9 @@ use super::scheduler::{Placed, Scheduler};
 /// An event of the replay, with its second.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Event {
-    /// A pod of a job starts; `best` is the best collective that any node offers for its size at this moment.
-    Started { at: u64, job: usize, node: usize, set: GpuSet, best: Option<u64> },
+    /// A pod of a job starts; `got` is the collective of its GPUs, if it has several, and `best` the best that any node
+    /// offers for its size at this moment. `score` is that of its claim's alternatives.
+    Started { at: u64, job: usize, node: usize, set: GpuSet, score: i64, got: Option<u64>, best: Option<u64> },
     /// A pod of a job ends.
     Ended { at: u64, job: usize, node: usize, set: GpuSet },
 }
@@ -104,7 +105,7 @@ impl<'a, 'b> Replay<'a, 'b> {
             first.sort_unstable();
             let mut started = None;
             for (job, shape) in first {
-                if self.scheduler.fits(shape, node)? && self.start(job, shape)? {
+                if self.scheduler.answer(shape, node)?.set.is_some() && self.start(job, shape)? {
                     started = Some(shape);
                     break;
                 }
@@ -135,9 +136,9 @@ impl<'a, 'b> Replay<'a, 'b> {
         if number >= self.counted {
             self.tally.started(at.saturating_sub(job.arrival), &pods);
         }
-        for Started { placed: Placed { node, set, .. }, best: [best, ..], .. } in pods {
+        for Started { placed: Placed { node, set, score, .. }, got, best: [best, ..], .. } in pods {
             self.running.push(Reverse((at.saturating_add(job.duration), number, node, set)));
-            (self.watch)(&Event::Started { at, job: number, node, set, best });
+            (self.watch)(&Event::Started { at, job: number, node, set, score, got, best });
         }
         Ok(true)
     }

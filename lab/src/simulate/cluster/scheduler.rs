@@ -1,10 +1,9 @@
 //! kube-scheduler's choice among the nodes, and the GPUs that are free on each.
 //!
 //! The choice follows `pkg/scheduler/schedule_one.go` of Kubernetes 1.36: from the node behind the last examined one,
-//! nodes are tried until enough of them fit; those are scored, and one of the best is drawn. Nodes are examined one
-//! after the other, instead of 16 at once.
+//! nodes are tried until enough of them fit; those are scored, and of the best the one on top of the heap is taken. Nodes
+//! are examined one after the other, instead of 16 at once.
 
-use crate::simulate::Draws;
 use crate::simulate::{CpuRequests, Door};
 use anyhow::{Result, anyhow};
 use linkwise_core::allocation::GpuSet;
@@ -19,11 +18,17 @@ const LEAST_NODES: usize = 100;
 /// The highest score of a plugin (`MaxNodeScore`).
 const MOST_SCORE: i64 = 100;
 
+/// The weight of the score of alternatives (`applyDynamicResources` in `pkg/scheduler/apis/config/v1/default_plugins.go`).
+/// That of LeastAllocated is 1.
+const ALTERNATIVES: i64 = 2;
+
 /// The placement of a pod.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Placed {
     pub node: usize,
     pub set: GpuSet,
+    /// The score of the alternatives that its claim gets.
+    pub score: i64,
     /// The devices that the allocator examined, on all tried nodes.
     pub steps: u64,
     pub claim_bytes: u64,
@@ -37,7 +42,6 @@ pub(super) struct Scheduler<'a> {
     cpu: CpuRequests,
     /// The node at which the next search begins.
     start: usize,
-    draws: Draws,
     /// The nodes that fit, with their answers and their scores by CPU. Kept only to reuse its memory.
     fit: Vec<(usize, Answer, i64)>,
 }
@@ -50,12 +54,16 @@ impl<'a> Scheduler<'a> {
         shapes: &'a Shapes,
         door: Door,
         cpu: CpuRequests,
-        seed: u64,
     ) -> Result<Self> {
-        let mut states = States::new(machines, shapes, door)?;
+        Ok(Self::of(States::new(machines, shapes, door)?, kinds, cpu))
+    }
+
+    /// The same on these states.
+    pub fn of(mut states: States<'a>, kinds: &[usize], cpu: CpuRequests) -> Self {
+        let machines = states.machines;
         let idle = |kind: &usize| states.number(*kind, machines.get(*kind).map(|of| of.whole).unwrap_or_default());
         let nodes = kinds.iter().map(idle).collect();
-        Ok(Self { states, nodes, cpu, start: 0, draws: Draws::new(seed), fit: Vec::new() })
+        Self { states, nodes, cpu, start: 0, fit: Vec::new() }
     }
 
     pub fn states(&self) -> &States<'a> {
@@ -67,10 +75,10 @@ impl<'a> Scheduler<'a> {
         &self.nodes
     }
 
-    /// Returns true if a node could take a pod of this shape now.
-    pub fn fits(&mut self, shape: usize, node: usize) -> Result<bool> {
+    /// The answer of a node to a pod of this shape now.
+    pub fn answer(&mut self, shape: usize, node: usize) -> Result<Answer> {
         let state = self.nodes.get(node).copied().ok_or_else(|| anyhow!("no node {node}"))?;
-        Ok(self.states.answer(shape, state)?.set.is_some())
+        self.states.answer(shape, state)
     }
 
     /// The placement of a pod of this shape; `None` if it has to wait. Nothing is taken yet.
@@ -91,21 +99,12 @@ impl<'a> Scheduler<'a> {
         }
         self.start = (self.start + tried).checked_rem(count).unwrap_or(0);
         let most = self.fit.iter().map(|(_, answer, _)| answer.score).max().unwrap_or(0);
-        let (mut best, mut best_score, mut equals) = (None, i64::MIN, 0);
-        for (node, answer, by_cpu) in &self.fit {
-            let score = normalized(answer.score, most) + by_cpu;
-            if score > best_score {
-                (best, best_score, equals) = (Some((*node, *answer)), score, 1);
-            } else if score == best_score {
-                equals += 1;
-                // The last of n is taken with a chance of 1 in n: so all are equally likely.
-                if self.draws.below(equals) == 0 {
-                    best = Some((*node, *answer));
-                }
-            }
-        }
-        Ok(best
-            .and_then(|(node, Answer { set, claim_bytes, .. })| Some(Placed { node, set: set?, steps, claim_bytes })))
+        let scores: Vec<i64> = self.fit.iter().map(|(_, answer, by_cpu)| total(answer.score, most, *by_cpu)).collect();
+        let best = top(&scores).and_then(|at| self.fit.get(at)).map(|(node, answer, _)| (*node, *answer));
+        let placed = |(node, Answer { set, score, claim_bytes, .. }): (usize, Answer)| {
+            Some(Placed { node, set: set?, score, steps, claim_bytes })
+        };
+        Ok(best.and_then(placed))
     }
 
     /// Gives a set of a node to a job, or takes it back.
@@ -137,10 +136,30 @@ fn enough(nodes: usize) -> usize {
     if nodes < LEAST_NODES { nodes } else { (nodes * percent / 100).max(LEAST_NODES) }
 }
 
-/// A score of alternatives relative to the highest of the nodes (`DefaultNormalizeScore`). The weight is 1, that of a
-/// plugin without one.
-fn normalized(score: i64, most: i64) -> i64 {
-    if most == 0 { score } else { score * MOST_SCORE / most }
+/// The place of the score that the scheduler takes of these. Equal ones are not drawn: without extenders the one decides
+/// that is on top when Go's `container/heap` has made a heap of the list (kubernetes#141024).
+fn top(scores: &[i64]) -> Option<usize> {
+    let mut heap: Vec<(i64, usize)> = scores.iter().copied().zip(0..).collect();
+    let score = |heap: &[(i64, usize)], at: usize| heap.get(at).map(|(score, _)| *score);
+    for start in (0..heap.len() / 2).rev() {
+        let mut at = start;
+        // Down, below each child that is higher; the right one only if it is higher than the left one.
+        while let Some(left) = score(&heap, 2 * at + 1) {
+            let child = if score(&heap, 2 * at + 2) > Some(left) { 2 * at + 2 } else { 2 * at + 1 };
+            if score(&heap, child) <= score(&heap, at) {
+                break;
+            }
+            heap.swap(at, child);
+            at = child;
+        }
+    }
+    heap.first().map(|(_, at)| *at)
+}
+
+/// The score of a node: that of its alternatives, relative to the highest of the nodes (`DefaultNormalizeScore`), and that
+/// by CPU.
+pub(super) fn total(score: i64, most: i64, by_cpu: i64) -> i64 {
+    (score * MOST_SCORE).checked_div(most).unwrap_or(score) * ALTERNATIVES + by_cpu
 }
 
 #[cfg(test)]
@@ -151,5 +170,22 @@ mod tests {
     fn enough_nodes_are_those_of_kube_scheduler() {
         // schedule_one_test.go, Test_numFeasibleNodesToFind, with the default percentage.
         assert_eq!([10, 100, 1000, 6000, 10_000].map(enough), [10, 100, 420, 300, 500]);
+    }
+
+    #[test]
+    fn tie_goes_to_the_top_of_gos_heap() {
+        // heap.Init of Go 1.26 with these scores in this order, and the name of the first element.
+        for (scores, first) in [
+            (&[][..], None),
+            (&[5, 5, 5], Some(0)),
+            (&[1, 5, 5], Some(1)),
+            (&[1, 2, 2, 5, 5], Some(3)),
+            (&[0, 1, 2, 3, 5, 5, 5], Some(4)),
+            (&[3, 1, 5, 5, 5, 0, 5, 5], Some(3)),
+            (&[1, 1, 1, 1, 1, 5, 1, 1, 5, 5], Some(8)),
+            (&[2, 1, 5, 1, 1, 1, 5, 1, 1, 5, 5, 5, 1, 5], Some(9)),
+        ] {
+            assert_eq!(top(scores), first, "{scores:?}");
+        }
     }
 }

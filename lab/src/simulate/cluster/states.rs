@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 
 use anyhow::{Context, Result, anyhow};
-use linkwise::commands::{any_claim, exact_claim, rails_claim};
+use linkwise::commands::{any_claim, exact_claim, fleet_claim, rails_claim};
 use linkwise_core::allocation::GpuSet;
 use linkwise_scheduler_box::{Cluster, Failure};
 use serde_json::{Value, json};
@@ -66,11 +66,12 @@ pub(super) struct States<'a> {
 
 impl<'a> States<'a> {
     pub fn new(machines: &'a [Machine], shapes: &'a Shapes, door: Door) -> Result<Self> {
-        let claims = shapes
-            .shapes
-            .iter()
-            .filter_map(|shape| claim(machines, door, *shape).transpose())
-            .collect::<Result<Vec<_>>>()?;
+        let claims = shapes.shapes.iter().filter_map(|shape| claim(machines, door, *shape).transpose());
+        Ok(Self { door, ..Self::with_claims(machines, shapes, claims.collect::<Result<_>>()?)? })
+    }
+
+    /// With these claims, one for each shape; with none the device plugin serves.
+    pub fn with_claims(machines: &'a [Machine], shapes: &'a Shapes, claims: Vec<Value>) -> Result<Self> {
         let model = |machine: &Machine| {
             Cluster::new(&machine.slices(NODE), &classes(), &[])
                 .with_context(|| format!("the scheduler cannot read what '{}' publishes", machine.name))
@@ -80,7 +81,7 @@ impl<'a> States<'a> {
         Ok(Self {
             machines,
             shapes,
-            door,
+            door: Door::Plugin,
             claims,
             models,
             fours: machines.iter().map(four).collect(),
@@ -199,8 +200,8 @@ fn subsets(gpus: GpuSet, size: usize) -> Vec<GpuSet> {
     }
 }
 
-/// The claim of a pod; `None` if the device plugin serves. An exact claim names the group that most of the machines meet
-/// at their best.
+/// The claim of a pod; `None` if the device plugin serves. Exact claims, and those for a fleet, are for nodes of which each
+/// machine has as many.
 pub(super) fn claim(machines: &[Machine], door: Door, Shape { gpus, rails, .. }: Shape) -> Result<Option<Value>> {
     let count = u8::try_from(gpus).with_context(|| format!("{gpus} GPUs are too many for a claim"))?;
     let spec = match door {
@@ -213,15 +214,18 @@ pub(super) fn claim(machines: &[Machine], door: Door, Shape { gpus, rails, .. }:
             Some((first, rails)) => rails_claim(count, &(first..first.saturating_add(rails)).collect::<Vec<_>>())?,
             None => any_claim(count)?,
         },
-        Door::DraExact => {
-            let nodes = machines.iter().enumerate().map(|(kind, machine)| machine.slices(&format!("node-{kind}")));
-            exact_claim(count, &nodes.flatten().collect::<Vec<_>>())?
-        }
+        Door::DraExact => exact_claim(count, &slices(machines))?,
+        Door::DraFleet => fleet_claim(count, &slices(machines))?,
     };
     Ok(Some(json!({
         "apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaim",
         "metadata": {"name": format!("gpus-{gpus}"), "namespace": "default"}, "spec": spec,
     })))
+}
+
+/// The slices of a node of each machine.
+fn slices(machines: &[Machine]) -> Vec<Value> {
+    machines.iter().enumerate().flat_map(|(kind, machine)| machine.slices(&format!("node-{kind}"))).collect()
 }
 
 /// The DeviceClasses.

@@ -17,6 +17,8 @@ use super::scheduler::Scheduler;
 use super::shapes::{Shape, Shapes};
 use super::states::{States, allocation, claim, classes, set_of};
 
+mod recorded;
+
 #[allow(dead_code, clippy::cast_possible_truncation, reason = "the oracle of other tests")]
 #[path = "../../../../tests/oracle/mod.rs"]
 mod oracle;
@@ -87,7 +89,7 @@ impl<'a> Whole<'a> {
 /// Random claims that come and go on three nodes; at each step the simulated scheduler is compared with the model.
 fn follows_the_model(machines: &[Machine], kinds: &[usize], door: Door, cpu: CpuRequests, seed: u64) {
     let shapes = alone(&SIZES);
-    let mut scheduler = Scheduler::new(machines, kinds, &shapes, door, cpu, seed).unwrap();
+    let mut scheduler = Scheduler::new(machines, kinds, &shapes, door, cpu).unwrap();
     let mut whole = Whole::new(machines, kinds);
     let claims = SIZES.map(|size| claim(machines, door, shape(size)).unwrap().unwrap());
     let (mut draws, mut held, mut waits) = (Draws::new(seed), Vec::new(), 0);
@@ -117,7 +119,7 @@ fn follows_the_model(machines: &[Machine], kinds: &[usize], door: Door, cpu: Cpu
         let total = |node: usize, score: i64| {
             let (free, all) = (whole.free[node].len() - SIZES[size], whole.machines[node].whole.len());
             let by_cpu = if cpu == CpuRequests::Share { i64::try_from(100 * free / all).unwrap() } else { 0 };
-            by_cpu + if scheduled.score == 0 { 0 } else { 100 * score / scheduled.score }
+            by_cpu + if scheduled.score == 0 { 0 } else { 2 * (100 * score / scheduled.score) }
         };
         let totals = answers.iter().enumerate().filter_map(|(node, (got, _))| Some(total(node, (*got)?.1)));
         assert_eq!(total(placed.node, score), totals.max().unwrap());
@@ -202,10 +204,10 @@ fn stuck_gpus_are_those_of_no_best_four() {
 }
 
 /// Replays jobs and returns the events.
-fn replayed(machines: &[Machine], kinds: &[usize], jobs: &[Job], door: Door, seed: u64) -> (Figures, Vec<Event>) {
+fn replayed(machines: &[Machine], kinds: &[usize], jobs: &[Job], door: Door) -> (Figures, Vec<Event>) {
     let mut events = Vec::new();
     let shapes = Shapes::of(machines, jobs, door).unwrap();
-    let scheduler = Scheduler::new(machines, kinds, &shapes, door, CpuRequests::Share, seed).unwrap();
+    let scheduler = Scheduler::new(machines, kinds, &shapes, door, CpuRequests::Share).unwrap();
     let mut watch = |event: &Event| events.push(*event);
     let figures = Replay::new(scheduler, jobs, 0, &mut watch).run().unwrap();
     (figures, events)
@@ -218,7 +220,7 @@ fn replay_agrees_with_its_books() {
     let kinds = [0, 1, 0];
     for door in ALL {
         let jobs = made_up(300, 24, 8, 950, &mut Draws::new(5));
-        let (figures, events) = replayed(&machines, &kinds, &jobs, door, 5);
+        let (figures, events) = replayed(&machines, &kinds, &jobs, door);
         let mut free: Vec<Set> = kinds.iter().map(|kind| bits(machines[*kind].whole)).collect();
         let (mut started, mut ended) = (BTreeMap::new(), BTreeSet::new());
         let (mut several, mut bests, mut share, mut now) = (0, 0, 0, 0);
@@ -281,7 +283,7 @@ fn of_pods(machine: &str, nodes: usize, jobs: &[Job], door: Door) -> (Figures, B
     let machines = machines(&[machine]);
     let topology = machines[0].tables.topology();
     let oracle = Oracle::new(topology);
-    let (figures, events) = replayed(&machines, &vec![0; nodes], jobs, door, 3);
+    let (figures, events) = replayed(&machines, &vec![0; nodes], jobs, door);
     let mut free = vec![bits(machines[0].whole); nodes];
     let mut pods: BTreeMap<usize, Vec<(u64, Set)>> = BTreeMap::new();
     for event in events {
@@ -376,13 +378,13 @@ fn figures_count_what_happens_over_time() {
     let machines = machines(&["gb200-nvl72-node"]);
     let job = |size, duration, arrival| Job { size, pods: 1, duration, arrival };
     let jobs = [job(2, 50, 0), job(4, 30, 10), job(1, 5, 100)];
-    let (figures, _) = replayed(&machines, &[0], &jobs, Door::DraGroups, 1);
+    let (figures, _) = replayed(&machines, &[0], &jobs, Door::DraGroups);
     assert_eq!((figures.jobs, figures.several, figures.waited), (3, 2, 333));
     assert_eq!((figures.mean_wait_seconds, figures.p99_wait_seconds), (40 / 3, 40));
     // 2 GPUs for 50 s and 4 for 30 s of 400; the two beside them are no four for 50 s, then there are 4 for 20 s.
     assert_eq!((figures.busy, figures.fragmentation), (Some((100 + 120) * 1000 / 400), Some(100 * 1000 / 180)));
     // There are seven requests for each of three claims, in 100 s.
     assert_eq!(figures.writes_per_hour, Some(3 * 7 * 36));
-    let (figures, _) = replayed(&machines, &[0], &jobs, Door::Plugin, 1);
+    let (figures, _) = replayed(&machines, &[0], &jobs, Door::Plugin);
     assert_eq!((figures.writes_per_hour, figures.steps_mean, figures.claim_bytes), (Some(0), 0, 0));
 }

@@ -72,6 +72,18 @@ impl GroupAttribute {
         layout.families.iter().map(attribute).chain([domains]).filter(has_groups).collect()
     }
 
+    /// All of so many GPUs as one group: what a claim without a constraint takes its GPUs from.
+    pub fn any(all: usize) -> Self {
+        Self { name: "any".to_owned(), groups: vec![(0..all).collect()] }
+    }
+
+    /// Tells for each state of a node of `all` GPUs with enough free ones whether a group has enough: for all attributes
+    /// the same states.
+    pub fn serves(&self, all: usize, gpus: usize) -> Vec<bool> {
+        let free = states(all).filter(|free| free.len() >= gpus);
+        free.map(|free| self.chosen(free, gpus).is_some()).collect()
+    }
+
     /// The GPUs that a claim gets: the first in published order of a group with enough free GPUs.
     fn chosen(&self, free: GpuSet, gpus: usize) -> Option<GpuSet> {
         let enough = self.groups.iter().map(|group| group.intersection(free)).filter(|group| group.len() >= gpus);
@@ -182,8 +194,8 @@ pub fn of(
     attributes.iter().map(claim).filter(|claim| claim.sets > 0).collect()
 }
 
-/// The least collective of so many GPUs of one group.
-fn promised(attribute: &GroupAttribute, gpus: usize, valued: &Valued<'_>) -> Option<u64> {
+/// The least collective of so many GPUs of one group, MB/s.
+pub fn promised(attribute: &GroupAttribute, gpus: usize, valued: &Valued<'_>) -> Option<u64> {
     let mut sets = attribute.groups.iter().flat_map(|group| subsets(*group, gpus)).take(MOST_SETS + 1);
     let mut counted = 0;
     let least = sets.try_fold(u64::MAX, |least, set| {

@@ -34,6 +34,14 @@ impl GroupSize {
         tiers.flat_map(move |(tier, families)| (0..families).map(move |at| self.name(tier, at)))
     }
 
+    /// The attributes that a claim for any machine lists. Each alternative costs the scheduler as much as the whole of a
+    /// claim without any, wherever too few GPUs of its groups are free (docs/scale.md): these are the best tiers, without
+    /// those that no built-in machine has or that gain little in a cluster.
+    pub fn usual_names(self) -> impl Iterator<Item = String> {
+        let tiers: [usize; 2] = if self.0 == 2 { [2, 1] } else { [1, 1] };
+        (0..).zip(tiers).flat_map(move |(tier, families)| (0..families).map(move |at| self.name(tier, at)))
+    }
+
     /// The attribute of one family, from its tier (0 is the best) and its number in the tier: `pair1a`.
     pub(super) fn name(self, tier: usize, at: usize) -> String {
         let letter = ('a'..='z').nth(at).unwrap_or('z');
@@ -59,6 +67,11 @@ mod tests {
             assert!(names.iter().all(|name| name.len() <= 32 && name.bytes().all(|byte| byte.is_ascii_alphanumeric())));
         }
         assert_eq!(GroupSize::ALL.map(|size| size.names().next().unwrap()), ["pair1a", "quad1a", "octet1a"]);
+        let usual = GroupSize::ALL.map(|size| size.usual_names().collect::<Vec<_>>().join(" "));
+        assert_eq!(usual, ["pair1a pair1b pair2a", "quad1a quad2a", "octet1a octet2a"]);
+        assert!(
+            GroupSize::ALL.iter().all(|size| size.usual_names().all(|name| size.names().any(|other| other == name)))
+        );
     }
 
     #[test]

@@ -1,0 +1,56 @@
+//! The scheduler's choices, one after the other: CSV for who holds them against a real scheduler's.
+
+use linkwise_core::allocation::GpuSet;
+
+use super::replay::Event;
+use super::{Cluster, Format};
+
+/// The columns. `job` is the job's place in the order of arrivals, from 0. `score` is that of the claim's alternatives,
+/// `collective` what the GPUs carry, `best` what the best free ones of any node did: MB/s, empty for one GPU.
+const HEADER: &str = "door,second,event,job,node,machine,devices,score,collective,best\n";
+
+/// The lines so far; none in another format.
+pub(super) struct Choices {
+    pub text: String,
+    wanted: bool,
+}
+
+impl Choices {
+    pub fn of(format: Format) -> Self {
+        let wanted = format == Format::Choices;
+        Self { text: if wanted { HEADER.to_owned() } else { String::new() }, wanted }
+    }
+
+    /// Adds an event of a door.
+    pub fn add(&mut self, door: &str, cluster: &Cluster, event: &Event) {
+        if !self.wanted {
+            return;
+        }
+        self.text += &match *event {
+            Event::Started { at, job, node, set, score, got, best } => {
+                let [got, best] = [got, best.filter(|_| set.len() > 1)].map(|mbps| mbps.map(|mbps| mbps.to_string()));
+                let [got, best] = [got, best].map(Option::unwrap_or_default);
+                format!("{door},{at},start,{job},{},{score},{got},{best}\n", place(cluster, node, set))
+            }
+            Event::Ended { at, job, node, set } => {
+                format!("{door},{at},end,{job},{},,,\n", place(cluster, node, set))
+            }
+        };
+    }
+}
+
+/// A node, its machine, and GPUs of it by the names of their devices.
+fn place(cluster: &Cluster, node: usize, set: GpuSet) -> String {
+    let machine = cluster.kinds.get(node).and_then(|kind| cluster.machines.get(*kind));
+    let (name, devices) = match machine {
+        Some(machine) => (machine.name.as_str(), machine.devices_of(set).collect::<Vec<_>>().join(" ")),
+        None => Default::default(),
+    };
+    // A file's name may have anything in it.
+    let name = if name.contains([',', '"', '\n', '\r']) {
+        format!("\"{}\"", name.replace('"', "\"\""))
+    } else {
+        name.to_owned()
+    };
+    format!("node-{node:05},{name},{devices}")
+}

@@ -1,0 +1,116 @@
+//! The choices of a real kube-scheduler (1.36.2, its defaults, on an API server with nodes that are objects alone): the
+//! simulated one makes them too.
+//!
+//! Pods came one after the other, each with a claim of 1, 2 or 4 GPUs, and ended at random, the likelier the fuller the
+//! cluster was. A record has the machines of the nodes and the claims, then a line for each pod that was bound, that found
+//! no node, or that ended.
+
+use linkwise_core::allocation::GpuSet;
+use serde_json::Value;
+
+use super::oracle::{Oracle, subsets};
+use super::{alone, bits, machines};
+use crate::simulate::CpuRequests;
+use crate::simulate::cluster::scheduler::{Scheduler, total};
+use crate::simulate::cluster::states::States;
+
+const GPUS: [usize; 3] = [1, 2, 4];
+
+/// What the claims of several GPUs got.
+#[derive(Debug, Default)]
+struct Got {
+    claims: u64,
+    best: u64,
+    millionths: u64,
+    /// The number of claims for which several nodes had the best score.
+    ties: u64,
+    /// The number of those in which the simulated scheduler takes another of them: the real one examines 16 nodes at once.
+    other_of_ties: u64,
+}
+
+/// Follows a record, and holds each choice against the simulated scheduler.
+fn follow(record: &str, csv: &str) -> Got {
+    let record: Value = serde_json::from_str(record).unwrap();
+    let names: Vec<&str> = record["machines"].as_array().unwrap().iter().map(|name| name.as_str().unwrap()).collect();
+    let machines = machines(&names);
+    let oracles: Vec<Oracle<'_>> = machines.iter().map(|machine| Oracle::new(machine.tables.topology())).collect();
+    let claims = GPUS.map(|gpus| {
+        let spec = &record["claims"][gpus.to_string()];
+        serde_json::json!({"apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaim", "metadata": {"name": "c", "namespace": "default"}, "spec": spec})
+    });
+    let shapes = alone(&GPUS);
+    let states = States::with_claims(&machines, &shapes, claims.into()).unwrap();
+    let kinds: Vec<usize> = (0..machines.len()).collect();
+    let mut scheduler = Scheduler::of(states, &kinds, CpuRequests::None);
+    let mut free: Vec<GpuSet> = machines.iter().map(|machine| machine.whole).collect();
+    let mut held = std::collections::BTreeMap::new();
+    let mut got = Got::default();
+    for line in csv.lines().skip(1) {
+        let [event, job, gpus, node, devices] = line.split(',').collect::<Vec<_>>()[..] else { panic!("{line}") };
+        if event == "end" {
+            let (node, set) = held.remove(job).unwrap();
+            scheduler.change(node, |free: GpuSet| free.union(set)).unwrap();
+            free[node] = free[node].union(set);
+            continue;
+        }
+        let gpus: usize = gpus.parse().unwrap();
+        let shape = GPUS.iter().position(|size| *size == gpus).unwrap();
+        let placed = scheduler.place(shape).unwrap();
+        if event == "wait" {
+            assert_eq!(placed, None, "{line}");
+            continue;
+        }
+        let node: usize = node.trim_start_matches("node-").parse().unwrap();
+        let set = devices.split(' ').map(|device| machines[node].gpus_of[device]);
+        let set = set.fold(GpuSet::default(), |all, gpu| all.union(gpu));
+        let answers: Vec<_> = (0..machines.len()).map(|node| scheduler.answer(shape, node).unwrap()).collect();
+        assert_eq!(answers[node].set, Some(set), "{line}");
+        let most = answers.iter().map(|answer| answer.score).max().unwrap();
+        let totals: Vec<i64> =
+            answers.iter().filter(|answer| answer.set.is_some()).map(|answer| total(answer.score, most, 0)).collect();
+        let best = *totals.iter().max().unwrap();
+        assert_eq!(total(answers[node].score, most, 0), best, "{line}");
+        if totals.iter().filter(|total| **total == best).count() > 1 {
+            got.ties += 1;
+            got.other_of_ties += u64::from(placed.unwrap().node != node);
+        } else {
+            assert_eq!(placed.map(|placed| (placed.node, placed.set)), Some((node, set)), "{line}");
+        }
+        if gpus > 1 {
+            let offers = free.iter().zip(&oracles).flat_map(|(free, oracle)| {
+                let sets = subsets(bits(*free)).filter(|set| set.count_ones() as usize == gpus);
+                sets.map(|set| oracle.collective(set))
+            });
+            let (best, has) = (offers.max().unwrap(), oracles[node].collective(bits(set)));
+            got.claims += 1;
+            got.best += u64::from(best == has);
+            got.millionths += has * 1_000_000 / best;
+        }
+        scheduler.change(node, |free| free.without(set)).unwrap();
+        free[node] = free[node].without(set);
+        held.insert(job, (node, set));
+    }
+    got
+}
+
+/// A dgx1-v100, a pcie-8x-pix-pairs and a dgx-a100, with claims as `linkwise claim --cluster` prints them.
+#[test]
+fn mixed_fleet_is_scheduled_as_it_really_was() {
+    let got = follow(include_str!("recorded/mixed-fleet.json"), include_str!("recorded/mixed-fleet.csv"));
+    assert!(got.claims >= 130 && got.millionths / got.claims >= 970_000, "{got:?}");
+}
+
+/// Three dgx1-v100, with claims for any machine.
+#[test]
+fn equal_nodes_are_scheduled_as_they_really_were() {
+    let got = follow(include_str!("recorded/three-dgx1.json"), include_str!("recorded/three-dgx1.csv"));
+    assert!(got.claims >= 130 && got.millionths / got.claims >= 990_000 && got.ties > 30, "{got:?}");
+}
+
+/// The same with exact claims, after half of 16 single GPUs were given back: each gets a set of the best tier, or waits while
+/// none is free.
+#[test]
+fn exact_claims_are_scheduled_as_they_really_were() {
+    let got = follow(include_str!("recorded/exact-dgx1.json"), include_str!("recorded/exact-dgx1.csv"));
+    assert!(got.claims == 52 && got.best == 52, "{got:?}");
+}
