@@ -1,5 +1,6 @@
 //! `linkwise-lab simulate --nodes N`, as a person or a script runs it.
 
+use std::collections::BTreeMap;
 use std::process::{Command, Output};
 
 use serde_json::Value;
@@ -75,6 +76,39 @@ fn documented_rails_are_those_of_the_trace() {
     }
 }
 
+/// Each pod that starts or ends is a line, and no device is given twice.
+#[test]
+fn choices_are_lines_of_csv() {
+    let text = printed(&[&SMALL[..], &["--door", "dra-groups,dra-fleet", "--format", "choices"]].concat());
+    let mut lines = text.lines();
+    assert_eq!(lines.next(), Some("door,second,event,job,node,machine,devices,score,collective,best"));
+    let (mut held, mut shares) = (BTreeMap::new(), BTreeMap::new());
+    for line in lines {
+        let [door, _, event, job, node, machine, devices, score, got, best] = line.split(',').collect::<Vec<_>>()[..]
+        else {
+            panic!("{line}");
+        };
+        assert!(["dgx1-v100", "pcie-8x-pix-pairs"].contains(&machine), "{line}");
+        for device in devices.split(' ') {
+            match event {
+                "start" => assert_eq!(held.insert((door, node, device), job), None, "{line}"),
+                _ => assert_eq!(held.remove(&(door, node, device)), Some(job), "{line}"),
+            }
+        }
+        let several = event == "start" && devices.contains(' ');
+        assert_eq!((got.is_empty(), best.is_empty(), score.is_empty()), (!several, !several, event == "end"), "{line}");
+        if several {
+            let (got, best): (u64, u64) = (got.parse().unwrap(), best.parse().unwrap());
+            let (sum, count) = shares.entry(door).or_insert((0, 0));
+            (*sum, *count) = (*sum + got * 1000 / best, *count + 1);
+        }
+    }
+    assert!(held.is_empty(), "{held:?}");
+    // Claims for the cluster's machines get more of its best than those for any machine.
+    let [groups, fleet] = ["dra-groups", "dra-fleet"].map(|door| shares[door].0 / shares[door].1);
+    assert!(groups < fleet && fleet > 950, "{groups} {fleet}");
+}
+
 #[test]
 fn same_seed_gives_same_figures() {
     let with = |seed| printed(&[&SMALL[..], &["--door", "dra-groups", "--seed", seed, "--format", "json"]].concat());
@@ -134,7 +168,12 @@ fn bad_input_is_refused_by_name() {
         assert!(named.iter().all(|name| error.contains(name)), "{args:?} names {named:?}: {error}");
     }
     // Without a cluster its options mean nothing, and a trace is needed.
-    for (args, named) in [(&["--trace", "-", "--door", "plugin"][..], "--nodes"), (&[], "--trace")] {
+    let sample = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/traces/sample.csv");
+    for (args, named) in [
+        (&["--trace", "-", "--door", "plugin"][..], "--nodes"),
+        (&["--node", "dgx-h100", "--trace", sample, "--format", "choices"], "takes --nodes"),
+        (&[], "--trace"),
+    ] {
         let error = String::from_utf8(simulate(args).stderr).unwrap();
         assert!(error.contains(named), "{error}");
     }

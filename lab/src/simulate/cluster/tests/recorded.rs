@@ -29,7 +29,7 @@ struct Got {
 }
 
 /// Follows a record, and holds each choice against the simulated scheduler.
-fn follow(record: &str, csv: &str) -> Got {
+fn follow(record: &str, csv: &str, cpu: CpuRequests) -> Got {
     let record: Value = serde_json::from_str(record).unwrap();
     let names: Vec<&str> = record["machines"].as_array().unwrap().iter().map(|name| name.as_str().unwrap()).collect();
     let machines = machines(&names);
@@ -41,7 +41,7 @@ fn follow(record: &str, csv: &str) -> Got {
     let shapes = alone(&GPUS);
     let states = States::with_claims(&machines, &shapes, claims.into()).unwrap();
     let kinds: Vec<usize> = (0..machines.len()).collect();
-    let mut scheduler = Scheduler::of(states, &kinds, CpuRequests::None);
+    let mut scheduler = Scheduler::of(states, &kinds, cpu);
     let mut free: Vec<GpuSet> = machines.iter().map(|machine| machine.whole).collect();
     let mut held = std::collections::BTreeMap::new();
     let mut got = Got::default();
@@ -66,10 +66,15 @@ fn follow(record: &str, csv: &str) -> Got {
         let answers: Vec<_> = (0..machines.len()).map(|node| scheduler.answer(shape, node).unwrap()).collect();
         assert_eq!(answers[node].set, Some(set), "{line}");
         let most = answers.iter().map(|answer| answer.score).max().unwrap();
-        let totals: Vec<i64> =
-            answers.iter().filter(|answer| answer.set.is_some()).map(|answer| total(answer.score, most, 0)).collect();
+        let total_of = |node: usize| {
+            let (left, all) = (free[node].len() - gpus, machines[node].whole.len());
+            let by_cpu = if cpu == CpuRequests::Share { i64::try_from(100 * left / all).unwrap() } else { 0 };
+            total(answers[node].score, most, by_cpu)
+        };
+        let fitting = (0..machines.len()).filter(|node| answers[*node].set.is_some());
+        let totals: Vec<i64> = fitting.map(total_of).collect();
         let best = *totals.iter().max().unwrap();
-        assert_eq!(total(answers[node].score, most, 0), best, "{line}");
+        assert_eq!(total_of(node), best, "{line}");
         if totals.iter().filter(|total| **total == best).count() > 1 {
             got.ties += 1;
             got.other_of_ties += u64::from(placed.unwrap().node != node);
@@ -96,14 +101,16 @@ fn follow(record: &str, csv: &str) -> Got {
 /// A dgx1-v100, a pcie-8x-pix-pairs and a dgx-a100, with claims as `linkwise claim --cluster` prints them.
 #[test]
 fn mixed_fleet_is_scheduled_as_it_really_was() {
-    let got = follow(include_str!("recorded/mixed-fleet.json"), include_str!("recorded/mixed-fleet.csv"));
+    let got =
+        follow(include_str!("recorded/mixed-fleet.json"), include_str!("recorded/mixed-fleet.csv"), CpuRequests::None);
     assert!(got.claims >= 130 && got.millionths / got.claims >= 970_000, "{got:?}");
 }
 
 /// Three dgx1-v100, with claims for any machine.
 #[test]
 fn equal_nodes_are_scheduled_as_they_really_were() {
-    let got = follow(include_str!("recorded/three-dgx1.json"), include_str!("recorded/three-dgx1.csv"));
+    let got =
+        follow(include_str!("recorded/three-dgx1.json"), include_str!("recorded/three-dgx1.csv"), CpuRequests::None);
     assert!(got.claims >= 130 && got.millionths / got.claims >= 990_000 && got.ties > 30, "{got:?}");
 }
 
@@ -111,6 +118,16 @@ fn equal_nodes_are_scheduled_as_they_really_were() {
 /// none is free.
 #[test]
 fn exact_claims_are_scheduled_as_they_really_were() {
-    let got = follow(include_str!("recorded/exact-dgx1.json"), include_str!("recorded/exact-dgx1.csv"));
+    let got =
+        follow(include_str!("recorded/exact-dgx1.json"), include_str!("recorded/exact-dgx1.csv"), CpuRequests::None);
     assert!(got.claims == 52 && got.best == 52, "{got:?}");
+}
+
+/// The first fleet, with pods that request 16 CPUs and 256 GiB for each GPU: the nodes have 128 and 2 TiB. The weights of both
+/// scores decide.
+#[test]
+fn pods_with_cpu_are_scheduled_as_they_really_were() {
+    let (record, csv) = (include_str!("recorded/mixed-fleet-cpu.json"), include_str!("recorded/mixed-fleet-cpu.csv"));
+    let got = follow(record, csv, CpuRequests::Share);
+    assert!(got.claims >= 130 && got.ties < 60, "{got:?}");
 }
