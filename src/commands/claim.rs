@@ -1,8 +1,8 @@
 //! `linkwise claim`: prints a manifest that requests GPUs which belong together.
 //!
-//! A claim lists the node's groups of its size as alternatives, the best first, and any GPUs last (not with
-//! `--strict`). kube-scheduler takes the first alternative that a node can give, and prefers nodes by it. docs/dra.md
-//! shows examples. `exact` makes claims without alternatives.
+//! A claim lists groups of its size as alternatives, the best first, and any GPUs last (not with `--strict`): the usual
+//! ones, those of a machine, or those of a `fleet`. kube-scheduler takes the first alternative that a node can give, and
+//! prefers nodes by it. docs/dra.md shows examples. `exact` makes claims without alternatives.
 
 mod exact;
 mod fleet;
@@ -171,12 +171,14 @@ fn refuse(args: &ClaimArgs) -> Result<()> {
     let named = named.into_iter().find_map(|(is_there, name)| is_there.then_some(name));
     if let Some(name) = named {
         ensure!(args.near.is_none() || args.exact, "{name} with --near: no group is named, except with --exact");
-        ensure!(args.rails.is_none() || name == "--node", "{name} with --rails: no group is named");
         ensure!(args.mig.is_none() && !is_shared(args), "{name}: only claims of whole GPUs name groups");
     }
-    ensure!(args.rails.is_none() || args.node.len() < 2, "--rails: one --node at most");
-    let has_order =
-        args.near.is_none() && args.rails.is_none() && args.mig.is_none() && !is_shared(args) && !args.exact;
+    if args.rails.is_some() {
+        ensure!(args.fleet.cluster.is_none(), "--cluster with --rails: no group is named");
+        ensure!(args.node.len() < 2, "--rails: one --node at most");
+    }
+    let is_plain = args.near.is_none() && args.rails.is_none() && args.mig.is_none() && !is_shared(args) && !args.exact;
+    let has_order = is_plain && args.gpus > 1;
     spares(&args.node, &args.fleet, has_order)
 }
 
@@ -185,7 +187,8 @@ fn spares(nodes: &[String], fleet: &FleetArgs, has_order: bool) -> Result<()> {
     let is_fleet = fleet.cluster.is_some() || nodes.len() > 1;
     ensure!(
         !fleet.spare_nvswitch || (is_fleet && has_order),
-        "--spare-nvswitch orders the alternatives of several machines: it takes --cluster, or --node more than once"
+        "--spare-nvswitch orders the alternatives of several GPUs on several machines: it takes --gpus, and --cluster or \
+         --node more than once"
     );
     Ok(())
 }

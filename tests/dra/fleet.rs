@@ -79,6 +79,7 @@ fn slices_say_the_same_as_machines() {
         assert_eq!(named.0, read.0);
         assert_eq!(alternatives(&read.0).is_empty(), size == "1");
         assert!(read.1.lines().all(|line| line.contains("1 node of 8") && line.contains(", as ")), "{}", read.1);
+        assert!(!read.1.contains("unknown"), "{}", read.1);
     }
 }
 
@@ -109,6 +110,94 @@ fn unknown_machine_comes_last_until_its_file_is_there() {
     assert!(selector.ends_with(r#"in ["Other \"]\\ || true"]"#), "{selector}");
 }
 
+/// So many nodes of each machine.
+fn nodes(machines: &[(&str, usize)]) -> Vec<Value> {
+    let of = |(machine, count): &(&str, usize)| -> Vec<Value> {
+        (0..*count).flat_map(|number| slices(machine, &format!("{machine}-{number}"))).collect()
+    };
+    machines.iter().flat_map(of).collect()
+}
+
+/// The attributes of the alternatives, in their order.
+fn attributes(slices: &[Value], options: &[&str]) -> (Vec<String>, String) {
+    let (found, said) = claim(&[&[cluster(&file(slices, false)).as_str()], options].concat()).unwrap();
+    let alternatives = alternatives(&found).into_iter().filter_map(|(_, attribute, _)| attribute);
+    (alternatives.map(|attribute| attribute.replace("linkwise.dev/", "")).collect(), said)
+}
+
+/// A node that lacks a GPU has groups of its own. It is taken for the others with its model.
+#[test]
+fn node_with_a_sick_gpu_does_not_change_the_order() {
+    let mut all = nodes(&[("dgx1-v100", 3), ("pcie-8x-pix-pairs", 2)]);
+    for size in ["2", "4"] {
+        let (healthy, _) = attributes(&all, &["--gpus", size]);
+        let mut sick = slices("dgx1-v100", "sick");
+        sick[0]["spec"]["devices"][0]["taints"] = json!([{"key": "gpu.nvidia.com/xid", "effect": "NoSchedule"}]);
+        all.extend(sick);
+        let (found, said) = attributes(&all, &["--gpus", size]);
+        assert_eq!(found, healthy);
+        assert!(said.contains("4 nodes with Tesla V100-SXM2-32GB") && !said.contains("unknown"), "{said}");
+        all.truncate(5);
+    }
+}
+
+/// The best machine is first however rare it is.
+#[test]
+fn rare_machine_has_its_alternative() {
+    let all = nodes(&[("pcie-8x-pix-pairs", 90), ("dgx-h100", 1)]);
+    let (found, said) = attributes(&all, &["--gpus", "2"]);
+    assert_eq!(found[..2], ["octet1a", "pair1a"]);
+    assert!(said.starts_with("linkwise: gpus/octet1a: 370.8 GB/s or more, on 1 node of 8 NVIDIA H100"), "{said}");
+}
+
+#[test]
+fn nodes_that_do_not_count_are_told() {
+    let mut mixed = slices("dgx-h100", "mixed");
+    mixed[0]["spec"]["devices"][0]["attributes"]["productName"]["string"] = json!("Other");
+    let mut all = nodes(&[("dgx1-v100", 1), ("dgx-a100", 1), ("gb200-nvl72-node", 2)]);
+    all.extend(mixed);
+    let (_, said) = attributes(&all, &["--gpus", "8"]);
+    assert!(
+        said.contains("2 nodes with too few GPUs") && said.contains("1 node with GPUs of several models"),
+        "{said}"
+    );
+    assert!(!said.contains("unknown"), "{said}");
+    // Where all sets are alike, alternatives would only cost.
+    let (found, said) = attributes(&nodes(&[("dgx-h100", 2), ("aws-p5", 1)]), &["--gpus", "2"]);
+    assert!(found.is_empty() && said.contains("any 2 GPUs carry the same"), "{found:?} {said}");
+    // A kind for each node: those beyond the most are left out, and counted.
+    let many: Vec<Value> = (0..70)
+        .flat_map(|number| {
+            let mut slices = slices("nvlink-bridge-pairs", &format!("n{number}"));
+            for device in slices[0]["spec"]["devices"].as_array_mut().unwrap() {
+                device["attributes"]["productName"]["string"] = json!(format!("Model {number:02}"));
+            }
+            slices
+        })
+        .collect();
+    let (_, said) = attributes(&many, &["--gpus", "2"]);
+    assert!(said.contains("6 of the nodes do not count") && said.contains("48 nodes with further models"), "{said}");
+}
+
+/// A strict claim waits for a group: each machine that has one is in it, with all of them.
+#[test]
+fn strict_claim_names_the_groups_of_every_machine() {
+    let listed = |args: &[&str]| {
+        let (found, _) = claim(&[args, &["--strict"]].concat()).unwrap();
+        alternatives(&found)
+    };
+    let same = listed(&["--gpus", "2", "--node", "dgx-h100", "--node", "dgx-h100"]);
+    assert!(!same.is_empty());
+    let both = listed(&["--gpus", "2", "--node", "dgx-h100", "--node", "dgx-a100"]);
+    let selected: String = both.iter().filter_map(|of| of.2.clone()).collect();
+    assert!(both.iter().any(|of| of.2.is_none()) || selected.contains("A100"), "{both:?}");
+    let mesh = listed(&["--gpus", "4", "--node", "dgx-h100", "--node", "dgx1-v100"]);
+    let names: Vec<&str> = mesh.iter().filter_map(|of| of.1.as_deref()).collect();
+    for name in ["quad1a", "quad2a", "quad3a", "quad3b", "quad3c", "quad3d"] {
+        assert!(names.contains(&format!("linkwise.dev/{name}").as_str()), "{names:?}");
+    }
+}
+
 #[test]
 fn strict_claim_for_a_fleet_takes_groups_only() {
     let nodes = ["--node", "dgx1-v100", "--node", "dgx-a100", "--strict"];
@@ -132,6 +221,8 @@ fn impossible_claims_for_a_fleet_are_refused_by_name() {
         (&["--spare-nvswitch", "--exact", "--cluster"], "--spare-nvswitch orders"),
         (&["--node", "dgx-a100", "--node", "none.yaml", "--gpus", "2"], "none.yaml"),
         (&["--node", "dgx-a100", "--node", "dgx-h100", "--rails", "0"], "--rails: one --node"),
+        (&["--node", "dgx-a100", "--cluster", "--rails", "0"], "--cluster with --rails"),
+        (&["--node", "dgx-a100", "--node", "dgx1-v100", "--spare-nvswitch"], "of several GPUs"),
     ] {
         let error = claim(args).unwrap_err();
         assert!(error.contains(named), "{args:?}: {error}");

@@ -185,9 +185,8 @@ fn in_any_state(claims: &dyn Fn(&str) -> BTreeMap<u32, Value>, of_mesh: u64) {
 }
 
 /// Claims for 1, 2 and 4 GPUs for a fleet of these machines.
-fn of_fleet(machines: &[&str], options: &[&str]) -> BTreeMap<u32, Value> {
-    let nodes: Vec<&str> =
-        machines.iter().flat_map(|machine| ["--node", machine]).chain(options.iter().copied()).collect();
+fn of_fleet(machines: &[&str]) -> BTreeMap<u32, Value> {
+    let nodes: Vec<&str> = machines.iter().flat_map(|machine| ["--node", machine]).collect();
     [1, 2, 4].map(|count| (count, claim(&[&["--gpus", &count.to_string()], &nodes[..]].concat()))).into()
 }
 
@@ -205,7 +204,7 @@ fn unlike_nodes_are_compared_by_class() {
     let mut told = String::new();
     for mix in mixes {
         let machines: Vec<Node> = mix.iter().map(|name| node(name)).collect();
-        for (claims, of) in [("fleet", of_fleet(mix, &[])), ("groups", tiered()), ("singles", single())] {
+        for (claims, of) in [("fleet", of_fleet(mix)), ("groups", tiered()), ("singles", single())] {
             for (count, of) in shares(&machines.iter().collect::<Vec<_>>(), 600, &of) {
                 let (best, mean) = (of.best * 1000 / of.claims, of.mean());
                 told += &format!("{}: {claims} of {count}: mean {mean}, the best {best}\n", mix.join(", "));
@@ -227,13 +226,14 @@ fn spared_machines_come_after_the_groups_of_others() {
     let [switched, mesh] = mix.map(node);
     let members = members(&[&switched, &mesh]);
     let names: Vec<&str> = members.iter().map(|member| member.name.as_str()).collect();
-    let (usual, spares) = (of_fleet(&mix, &[]), of_fleet(&mix, &["--spare-nvswitch"]));
+    let named = ["--gpus", "2", "--node", mix[0], "--node", mix[1]];
+    let (usual, spares) = (claim(&named), claim(&[&named[..], &["--spare-nvswitch"]].concat()));
     let (alone, group) = (mesh.cluster(&[]), claim(&["--gpus", "2", "--strict", "--node", "dgx1-v100"]));
     let (mut spared, mut taken) = (0, 0);
     for free in mesh.availabilities().into_iter().filter(|free| free.count_ones() >= 2) {
         let mut cluster = cluster(&members);
         cluster.occupy(&allocation(&members[1], !free & 0xff)).unwrap();
-        let node = |claims: &BTreeMap<u32, Value>| cluster.schedule(&names, &[claims[&2].clone()]).unwrap().node;
+        let node = |claim: &Value| cluster.schedule(&names, std::slice::from_ref(claim)).unwrap().node;
         assert_eq!(node(&usual), "node-0");
         let has_group = mesh.chosen(&alone, free, &group).is_some();
         assert_eq!(node(&spares), if has_group { "node-1" } else { "node-0" }, "{free:b}");

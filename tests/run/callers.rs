@@ -126,7 +126,10 @@ async fn refused_user_is_counted_and_logged_once() {
             mode(&path, open);
         }
         let program = node.setup.at("linkwise");
-        std::fs::copy(&node.setup.program, &program).unwrap();
+        // Not by this process: a child of another test that has just been forked would keep the copy open for writing, and a
+        // program that is open so cannot be started (ETXTBSY).
+        let copied = std::process::Command::new("cp").arg(&node.setup.program).arg(&program).status().unwrap();
+        assert!(copied.success());
         let mut pids = Vec::new();
         for _ in 0..2 {
             let mut doctor = tokio::process::Command::new(&program);

@@ -34,7 +34,7 @@ pub(super) fn group(gpus: u8, nodes: &[String], fleet: &FleetArgs) -> Result<Opt
 /// The specification of an exact claim for this number of GPUs on the nodes of these slices.
 pub fn exact_claim(gpus: u8, slices: &[Value]) -> Result<Value, serde_json::Error> {
     let names = candidates(gpus);
-    let chosen = choose(&names, &kinds(slices, gpus, &[])).or(names.first().map(String::as_str));
+    let chosen = choose(&names, &kinds(slices, gpus, &[]).0).or(names.first().map(String::as_str));
     serde_json::to_value(devices(gpus, chosen).spec())
 }
 

@@ -48,7 +48,7 @@ pub fn gang(args: &GangArgs) -> Result<()> {
 /// The requests of each pod. Kueue and KAI read no alternatives.
 fn devices(args: &GangArgs) -> Result<Devices> {
     let is_exact = args.exact || matches!(args.scheduler, GangScheduler::Kueue | GangScheduler::Kai);
-    spares(&args.node, &args.fleet, !is_exact && args.near.is_none())?;
+    spares(&args.node, &args.fleet, args.gpus > 1 && !is_exact && args.near.is_none())?;
     // A machine that is named without --exact gives a kueue or kai claim its group too.
     let group = || exact::group(args.gpus, &args.node, &args.fleet);
     match args.near {

@@ -3,6 +3,7 @@
 //! A fleet is some machines (`--node`), or the nodes of a cluster, read from their ResourceSlices (`--cluster`). Slices
 //! do not say what their groups carry: that is known where a machine, built-in or of `--node`, has the same groups.
 
+use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::io::Read;
 use std::path::Path;
@@ -20,7 +21,7 @@ use linkwise_core::quote::excerpt;
 use linkwise_core::topology::NodeTopology;
 use linkwise_host::machines;
 use linkwise_system::block_on;
-use linkwise_system::output::open;
+use linkwise_system::output::{complain, open};
 
 /// The worth of a set that is the best of its machine.
 pub(super) const BEST: u64 = 1000;
@@ -28,7 +29,11 @@ pub(super) const BEST: u64 = 1000;
 /// The longest file of slices, in bytes: some 20,000 nodes.
 const LONGEST_FILE: u64 = 256 << 20;
 
+/// The most kinds of node that count: those with the most nodes.
+const MOST_KINDS: usize = 64;
+
 /// Nodes whose GPUs are in the same groups.
+#[derive(Clone)]
 pub(super) struct Kind {
     /// The machine, or the GPUs of the nodes.
     pub title: String,
@@ -45,6 +50,8 @@ pub(super) struct Kind {
     pub least: Option<u64>,
     /// The model of its GPUs, as the attribute `productName` has it.
     pub product: Option<String>,
+    /// True if its GPUs are of several models.
+    pub is_mixed: bool,
     /// The number of its GPUs.
     pub gpus: usize,
     /// True if its GPUs are behind NVSwitches; false where slices alone are known.
@@ -90,8 +97,14 @@ pub(super) fn of_fleet(gpus: u8, nodes: &[String], fleet: &FleetArgs) -> Result<
     };
     // Those that no node of the cluster is like are read too, so that a wrong name is an error.
     nodes.iter().try_for_each(|node| machines::load(node).map(drop))?;
-    let kinds = kinds(&slices, gpus, nodes);
+    let (kinds, left) = kinds(&slices, gpus, nodes);
     ensure!(!kinds.is_empty(), "--cluster: no node publishes whole GPUs in a ResourceSlice of {GPUS}");
+    if left > 0 {
+        complain(
+            "linkwise",
+            [format!("{left} of the nodes do not count: there are more than {MOST_KINDS} kinds of node")],
+        );
+    }
     Ok(kinds)
 }
 
@@ -111,22 +124,23 @@ fn machine(node: &str, gpus: u8) -> Result<Kind> {
 
 fn assembled(title: String, topology: NodeTopology, gpus: u8) -> Kind {
     let all: GpuSet = (0..topology.gpus().len()).collect();
-    let product = topology.gpus().first().and_then(|gpu| gpu.model.as_deref()).map(str::to_owned);
+    let product = product_of(&topology).map(str::to_owned);
+    let is_mixed = topology.gpus().iter().any(|gpu| gpu.model.as_deref() != product.as_deref());
     let is_switched = !all.is_empty() && topology.gpus().iter().all(|gpu| gpu.nvswitch_plane.is_some());
     let tables = super::super::tables(topology);
     let layout = GpuLayout::of(&tables, all);
     let valued = Valued::new(&tables, &layout);
     let best = valued.best_of_all(gpus.into());
     let nodes = vec![title.clone()];
-    let kind = Kind { title, nodes, best, product, is_switched, ..Kind::of(GroupAttribute::all_of(&layout)) };
+    let kind = Kind { title, nodes, best, product, is_mixed, is_switched, ..Kind::of(GroupAttribute::all_of(&layout)) };
     kind.with_claims(layout.order.len(), gpus, Some(&valued))
 }
 
 impl Kind {
     fn of(attributes: Vec<GroupAttribute>) -> Self {
         let (nodes, claims, alternatives, product) = Default::default();
-        let (title, best, least) = Default::default();
-        Self { title, nodes, attributes, claims, alternatives, best, least, product, gpus: 0, is_switched: false }
+        let (title, best, least, gpus, is_mixed, is_switched) = Default::default();
+        Self { title, nodes, attributes, claims, alternatives, best, least, product, is_mixed, gpus, is_switched }
     }
 
     fn with_claims(mut self, all: usize, gpus: u8, valued: Option<&Valued<'_>>) -> Self {
@@ -143,16 +157,41 @@ impl Kind {
     }
 }
 
-/// A machine with as many GPUs of this model, in the same groups: what they carry is known. Those of `--node` count before
-/// the built-in ones.
-fn known(product: Option<&str>, all: usize, attributes: &[GroupAttribute], gpus: u8, nodes: &[String]) -> Option<Kind> {
-    let built_in = machines::built_in().map(|machine| machine.name);
-    nodes.iter().map(String::as_str).chain(built_in).find_map(|machine| {
-        let (topology, _) = NodeTopology::assemble(&machines::load(machine).ok()?.observed);
-        let is_like = topology.gpus().first()?.model.as_deref() == product && topology.gpus().len() == all;
-        let kind = is_like.then(|| assembled(machine.to_owned(), topology, gpus))?;
-        (kind.attributes == attributes).then_some(kind)
-    })
+fn product_of(topology: &NodeTopology) -> Option<&str> {
+    topology.gpus().first()?.model.as_deref()
+}
+
+/// The machines of which it is known what their groups carry: those of `--node`, then the built-in ones.
+struct Known {
+    machines: Vec<(String, NodeTopology)>,
+    /// The kinds so far, by the machine's place.
+    kinds: BTreeMap<usize, Kind>,
+}
+
+impl Known {
+    fn load(nodes: &[String]) -> Self {
+        let built_in = machines::built_in().map(|machine| machine.name);
+        let topology = |name: &str| {
+            let (topology, _) = NodeTopology::assemble(&machines::load(name).ok()?.observed);
+            Some((name.to_owned(), topology))
+        };
+        let machines = nodes.iter().map(String::as_str).chain(built_in).filter_map(topology).collect();
+        Self { machines, kinds: BTreeMap::new() }
+    }
+
+    /// The machine with as many GPUs of this model, in the same groups.
+    fn like(&mut self, product: Option<&str>, all: usize, attributes: &[GroupAttribute], gpus: u8) -> Option<Kind> {
+        for (at, (name, topology)) in self.machines.iter().enumerate() {
+            if product_of(topology) != product || topology.gpus().len() != all {
+                continue;
+            }
+            let kind = self.kinds.entry(at).or_insert_with(|| assembled(name.clone(), topology.clone(), gpus));
+            if kind.attributes == attributes {
+                return Some(kind.clone());
+            }
+        }
+        None
+    }
 }
 
 /// The slices in a file: a list of objects, or one.
@@ -175,33 +214,38 @@ fn slices_of(path: &Path) -> Result<Vec<Value>> {
     Ok(objects)
 }
 
-/// The nodes of these slices, by what they publish.
-pub(super) fn kinds(slices: &[Value], gpus: u8, machines: &[String]) -> Vec<Kind> {
+/// The kinds of the nodes of these slices, and the number of nodes of further kinds. `machines` are those of `--node`.
+pub(super) fn kinds(slices: &[Value], gpus: u8, machines: &[String]) -> (Vec<Kind>, usize) {
     let mut pools: BTreeMap<(&str, &str), Vec<&Value>> = BTreeMap::new();
     for slice in slices.iter().filter(|slice| slice["spec"]["driver"] == GPUS) {
         let text = |value: &'static str| slice["spec"].pointer(value).and_then(Value::as_str).unwrap_or_default();
         pools.entry((text("/nodeName"), text("/pool/name"))).or_default().push(slice);
     }
-    let mut by_groups: BTreeMap<(Option<String>, usize, Vec<GroupAttribute>), Vec<String>> = BTreeMap::new();
+    type Key = (Option<String>, bool, usize, Vec<GroupAttribute>);
+    let mut by_groups: BTreeMap<Key, Vec<String>> = BTreeMap::new();
     for ((node, _), slices) in pools {
         let devices = devices_of(slices);
-        let Some(first) = devices.first() else { continue };
-        let product = first["attributes"]["productName"]["string"].as_str().map(str::to_owned);
-        let attributes = attributes_of(&devices);
-        let key = (product, devices.len(), attributes);
+        let product = |device: &Value| device["attributes"]["productName"]["string"].as_str().map(str::to_owned);
+        let Some(first) = devices.first().map(|device| product(device)) else { continue };
+        let is_mixed = devices.iter().any(|device| product(device) != first);
+        let key = (first, is_mixed, devices.len(), attributes_of(&devices));
         by_groups.entry(key).or_default().push(excerpt(node));
     }
-    type Key = (Option<String>, usize, Vec<GroupAttribute>);
-    let kind = |((product, all, attributes), nodes): (Key, Vec<String>)| {
+    let mut found: Vec<(Key, Vec<String>)> = by_groups.into_iter().collect();
+    found.sort_by_key(|(_, nodes)| Reverse(nodes.len()));
+    let left = found.iter().skip(MOST_KINDS).map(|(_, nodes)| nodes.len()).sum();
+    found.truncate(MOST_KINDS);
+    found.sort_by(|(one, _), (other, _)| one.cmp(other));
+    let mut known = Known::load(machines);
+    let kind = |((product, is_mixed, all, attributes), nodes): (Key, Vec<String>)| {
         let model = product.as_deref().map_or_else(|| "GPUs".to_owned(), excerpt);
         let title = format!("{} of {all} {model}", counted(nodes.len(), "node"));
-        let like = known(product.as_deref(), all, &attributes, gpus, machines);
-        match like {
+        match known.like(product.as_deref(), all, &attributes, gpus).filter(|_| !is_mixed) {
             Some(known) => Kind { title: format!("{title}, as {}", known.title), nodes, ..known },
-            None => Kind { title, nodes, product, ..Kind::of(attributes) }.with_claims(all, gpus, None),
+            None => Kind { title, nodes, product, is_mixed, ..Kind::of(attributes) }.with_claims(all, gpus, None),
         }
     };
-    by_groups.into_iter().map(kind).collect()
+    (found.into_iter().map(kind).collect(), left)
 }
 
 /// The GPUs of a pool that new claims can have, in the order in which the scheduler tries them. A pool that is being

@@ -215,7 +215,10 @@ pub(super) fn claim(machines: &[Machine], door: Door, Shape { gpus, rails, .. }:
             None => any_claim(count)?,
         },
         Door::DraExact => exact_claim(count, &slices(machines))?,
-        Door::DraFleet => fleet_claim(count, &slices(machines))?,
+        Door::DraFleet => {
+            let names: Vec<String> = machines.iter().map(|machine| machine.name.clone()).collect();
+            fleet_claim(count, &slices(machines), &names)?
+        }
     };
     Ok(Some(json!({
         "apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaim",

@@ -20,7 +20,7 @@ impl GroupSize {
         self.0
     }
 
-    /// The most attributes of each tier. A claim lists an alternative for each, and one for any GPUs; it may have 8
+    /// The most attributes of each tier. A claim that lists all has an alternative for each, and one for any GPUs; it may have 8
     /// (`resource.k8s.io/v1`, `FirstAvailableDeviceRequestMaxSize`). A mesh has pairs by two kinds of link. For four
     /// GPUs the best tier is rare and the third is frequent.
     pub(super) fn tiers(self) -> [usize; 3] {
