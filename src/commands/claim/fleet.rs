@@ -27,9 +27,11 @@ const UNKNOWN: u64 = 3;
 /// scheduler time.
 const WORTH_IT: u64 = 985;
 
-/// The most models of GPU that are told apart, and the most kinds of node that stand for one: those with the most nodes.
+/// The most models of GPU that are told apart: those with the most nodes.
 const MOST_MODELS: usize = 16;
-const MOST_KINDS: usize = 4;
+
+/// The most kinds of node that stand for a model: those with the most nodes.
+const KINDS_OF_MODEL: usize = 4;
 
 /// The nodes with one model of GPU.
 struct Model<'a> {
@@ -130,7 +132,7 @@ fn model<'a>(product: Option<&'a str>, mut kinds: Vec<&'a Kind>) -> Model<'a> {
     kinds.sort_by_key(|kind| (kind.best.is_none(), Reverse(kind.nodes.len())));
     let is_known = kinds.first().is_some_and(|kind| kind.best.is_some());
     kinds.retain(|kind| kind.best.is_some() == is_known);
-    kinds.truncate(MOST_KINDS);
+    kinds.truncate(KINDS_OF_MODEL);
     Model { product, title, nodes: nodes as u64, kinds }
 }
 

@@ -200,8 +200,8 @@ fn subsets(gpus: GpuSet, size: usize) -> Vec<GpuSet> {
     }
 }
 
-/// The claim of a pod; `None` if the device plugin serves. Exact claims, and those for a fleet, are for nodes of which each
-/// machine has as many.
+/// The claim of a pod; `None` if the device plugin serves. Exact claims and those for a fleet are made for a cluster with as
+/// many nodes of each machine, whatever the mix.
 pub(super) fn claim(machines: &[Machine], door: Door, Shape { gpus, rails, .. }: Shape) -> Result<Option<Value>> {
     let count = u8::try_from(gpus).with_context(|| format!("{gpus} GPUs are too many for a claim"))?;
     let spec = match door {
