@@ -75,7 +75,7 @@ fn place(topology: &NodeTopology, index: u32) -> usize {
 }
 
 /// A table as nccl-tests print it: MB/s of bus bandwidth by size become the other columns.
-fn table(ranks: u64, rows: &[(u64, Vec<f64>)]) -> String {
+pub fn table(ranks: u64, rows: &[(u64, Vec<f64>)]) -> String {
     let mut text = "# Collective test starting: all_reduce_perf\n# nThread 1 nGpus 8\n".to_owned();
     for (bytes, bus) in rows {
         write!(text, "{bytes:12} {:12} float sum -1", bytes / 4).unwrap();

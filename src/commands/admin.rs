@@ -5,15 +5,19 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
+use serde::de::DeserializeOwned;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::time::timeout;
 
 use super::print;
 use crate::config::{AdminArgs, AdminOrder};
+use linkwise_node::admin::State;
 use linkwise_system::uds;
 
 /// The longest time for an answer: the order to release the driver waits 10 s for a process to end.
 const ANSWER: Duration = Duration::from_secs(20);
+/// The longest time for the state: linkwise answers from memory; if it ends, that is noticed sooner.
+pub(super) const LOOK: Duration = Duration::from_secs(5);
 /// The longest answer that is read, in bytes: the state of a node with many GPUs has some 100 KB.
 const LONGEST: u64 = 16 << 20;
 
@@ -53,6 +57,16 @@ fn gpu_users(procfs: &Path) -> Vec<String> {
     let mut users: Vec<String> = entries(procfs).filter_map(user).collect();
     users.sort();
     users
+}
+
+/// The state of the linkwise on this host.
+pub(super) async fn state(socket: &Path) -> Result<State> {
+    read_state(socket, &order(socket, "GET /state", LOOK).await?)
+}
+
+/// The state, or a part of it, in an answer to `GET /state`.
+pub(super) fn read_state<T: DeserializeOwned>(socket: &Path, answer: &str) -> Result<T> {
+    serde_json::from_str(answer).with_context(|| format!("what answers on {} is no linkwise", socket.display()))
 }
 
 /// The body of the answer to an order.

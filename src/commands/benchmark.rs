@@ -1,18 +1,20 @@
 //! `linkwise expect` and `linkwise verify`: the bus bandwidth of an all-reduce by NCCL's model, and beside what
 //! nccl-tests measured.
 
+use std::collections::BTreeSet;
 use std::io::Read;
 use std::path::Path;
 use std::process::ExitCode;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use serde::Serialize;
 
-use super::{find_gpu, open, print};
-use crate::config::{ExpectArgs, Format, VerifyArgs};
+use super::{admin, find_gpu, open, print};
+use crate::config::{ExpectArgs, Format, PodArgs, VerifyArgs};
 use linkwise_core::benchmark::{Comparison, Expectation, MODEL, NcclReport, Row, Verdict, gb_per_s};
 use linkwise_core::state::GpuSelector;
 use linkwise_core::topology::{GpuUuid, NodeTopology, PciAddress};
+use linkwise_node::admin::AllocationState;
 
 /// The longest text of nccl-tests that is read, in bytes: a log of NCCL with all ranks of a large job.
 const MOST_TEXT: u64 = 64 << 20;
@@ -57,7 +59,8 @@ struct Verified {
 pub async fn expect(args: &ExpectArgs) -> Result<()> {
     let machine = super::machine(&args.node).await?;
     let (topology, _) = NodeTopology::assemble(&machine.observed);
-    let places = places(&topology, args.gpus.as_deref())?.unwrap_or_else(|| (0..topology.gpus().len()).collect());
+    let named = named(&topology, &args.pod, args.gpus.as_deref()).await?;
+    let places = places(&topology, named.as_deref())?.unwrap_or_else(|| (0..topology.gpus().len()).collect());
     ensure!(places.len() > 1, "an all-reduce of one GPU has no bandwidth: name two or more");
     let expectation = Expectation::of(&topology, &places);
     let gpus = places.iter().filter_map(|place| topology.gpus().get(*place));
@@ -89,8 +92,9 @@ pub async fn verify(args: &VerifyArgs) -> Result<ExitCode> {
     let report = NcclReport::read(&text).with_context(|| args.file.display().to_string())?;
     let machine = super::machine(&args.node).await?;
     let (topology, _) = NodeTopology::assemble(&machine.observed);
-    let named = places(&topology, args.gpus.as_deref())?;
-    let comparison = Comparison::of(&report, &machine.observed, named.as_deref())
+    let named = named(&topology, &args.pod, args.gpus.as_deref()).await?;
+    let places = places(&topology, named.as_deref())?;
+    let comparison = Comparison::of(&report, &machine.observed, places.as_deref())
         .with_context(|| format!("cannot compare {} with {}", args.file.display(), machine.name))?;
     let measured = comparison.best.best().bus;
     print(&match args.format {
@@ -138,11 +142,36 @@ fn words(comparison: &Comparison, unreadable: usize) -> String {
     format!("{begins}: {bus} of {expected}{share}, at {bytes} bytes of {data_type}{ends}\n{causes}{left_out}")
 }
 
+/// The GPUs that a person named, one by one or by the pod that has them.
+async fn named(
+    topology: &NodeTopology,
+    pod: &PodArgs,
+    gpus: Option<&[GpuSelector]>,
+) -> Result<Option<Vec<GpuSelector>>> {
+    let Some(name) = &pod.pod else { return Ok(gpus.map(<[GpuSelector]>::to_vec)) };
+    let state = admin::state(&pod.socket).await?;
+    let Some(allocations) = &state.allocations else {
+        bail!("linkwise does not know yet which pods have which GPUs");
+    };
+    let is_its = |held: &&AllocationState| {
+        held.namespace == name.namespace
+            && held.pod == name.pod
+            && name.container.as_ref().is_none_or(|container| held.container == *container)
+    };
+    let uuids: BTreeSet<&String> = allocations.iter().filter(is_its).flat_map(|held| &held.gpus).collect();
+    ensure!(!uuids.is_empty(), "{name} has no GPU on this node");
+    let mut with_mig = topology.mig_devices().iter().filter_map(|mig| topology.gpus().get(mig.parent));
+    if let Some(gpu) = with_mig.find(|gpu| uuids.contains(&gpu.uuid.to_string())) {
+        bail!("{name} has MIG devices of GPU {}, for which there is no model", gpu.index);
+    }
+    uuids.into_iter().map(|uuid| Ok(GpuSelector::Uuid(uuid.parse()?))).collect::<Result<_>>().map(Some)
+}
+
 /// The places of the GPUs that a person named.
 fn places(topology: &NodeTopology, named: Option<&[GpuSelector]>) -> Result<Option<Vec<usize>>> {
     let Some(named) = named else { return Ok(None) };
     let places = named.iter().map(|name| Ok(find_gpu(topology, name)?.0)).collect::<Result<Vec<_>>>()?;
-    let distinct: std::collections::BTreeSet<usize> = places.into_iter().collect();
+    let distinct: BTreeSet<usize> = places.into_iter().collect();
     Ok(Some(distinct.into_iter().collect()))
 }
 

@@ -1,10 +1,12 @@
 //! The options of `linkwise expect` and `linkwise verify`.
 
+use std::fmt;
 use std::path::PathBuf;
 
 use clap::Args;
 
 use super::{Format, NodeArgs, list};
+use linkwise_core::quote::quoted;
 use linkwise_core::state::GpuSelector;
 
 /// `linkwise expect`.
@@ -16,6 +18,9 @@ pub struct ExpectArgs {
     /// The GPUs, as indices or UUIDs with commas; by default all
     #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = list::gpu)]
     pub gpus: Option<Vec<GpuSelector>>,
+    /// The GPUs by a pod that has them.
+    #[command(flatten)]
+    pub pod: PodArgs,
     /// Text for people or JSON for scripts
     #[arg(long, default_value = "text")]
     pub format: Format,
@@ -33,10 +38,55 @@ pub struct VerifyArgs {
     /// addresses, or all of a machine that has as many
     #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = list::gpu)]
     pub gpus: Option<Vec<GpuSelector>>,
+    /// The GPUs by a pod that has them.
+    #[command(flatten)]
+    pub pod: PodArgs,
     /// Text for people or JSON for scripts
     #[arg(long, default_value = "text")]
     pub format: Format,
     /// What all_reduce_perf of nccl-tests printed, with NCCL's log or without (- for standard input)
     #[arg(value_name = "FILE")]
     pub file: PathBuf,
+}
+
+/// The GPUs of a pod of this node, as the running linkwise has them.
+#[derive(Clone, Debug, Args)]
+pub struct PodArgs {
+    /// The GPUs of a pod of this node, of all its containers or of one
+    #[arg(long, value_name = "NAMESPACE/POD[/CONTAINER]", conflicts_with = "gpus", value_parser = pod)]
+    pub pod: Option<PodName>,
+    /// The admin socket of the running linkwise (its --admin-socket), which knows the pods
+    #[arg(long, value_name = "PATH", env = "LINKWISE_ADMIN_SOCKET", default_value = "/run/linkwise/admin.sock")]
+    pub socket: PathBuf,
+}
+
+/// A pod, or one of its containers.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PodName {
+    /// Its namespace.
+    pub namespace: String,
+    /// Its name.
+    pub pod: String,
+    /// The container; `None`: all of them.
+    pub container: Option<String>,
+}
+
+impl fmt::Display for PodName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}/{}", self.namespace, self.pod)?;
+        self.container.as_ref().map_or(Ok(()), |container| write!(f, "/{container}"))
+    }
+}
+
+/// Reads `NAMESPACE/POD` or `NAMESPACE/POD/CONTAINER`.
+fn pod(text: &str) -> Result<PodName, String> {
+    let mut parts = text.split('/');
+    let named = (parts.next(), parts.next(), parts.next(), parts.next());
+    let (Some(namespace), Some(pod), container, None) = named else {
+        return Err(format!("{} is not NAMESPACE/POD or NAMESPACE/POD/CONTAINER", quoted(text)));
+    };
+    if [Some(namespace), Some(pod), container].contains(&Some("")) {
+        return Err(format!("{} has an empty name", quoted(text)));
+    }
+    Ok(PodName { namespace: namespace.to_owned(), pod: pod.to_owned(), container: container.map(str::to_owned) })
 }

@@ -40,7 +40,7 @@ use linkwise_core::words::Words;
 
 pub use admin::{AdminArgs, AdminOrder};
 pub use api_server::ApiServerArgs;
-pub use benchmark::{ExpectArgs, VerifyArgs};
+pub use benchmark::{ExpectArgs, PodArgs, VerifyArgs};
 pub use check::{ConfigArgs, ConfigCheckArgs, ConfigCommand, ConfigShowArgs};
 pub use config_manager::{ConfigDefaults, ConfigManagerArgs, ConfigManagerError, ConfigManagerSettings, Fallback};
 pub use doctor::DoctorArgs;

@@ -11,7 +11,7 @@
 
 mod allocate;
 mod bad_input;
-
+mod benchmark;
 mod config;
 mod documents;
 mod dra_switch;

@@ -14,7 +14,7 @@ use crate::cli::pty::Terminal;
 use crate::cli::{linkwise, text};
 
 /// A linkwise that answers `GET /state`.
-struct Neighbour {
+pub(super) struct Neighbour {
     folder: tempfile::TempDir,
     state: Arc<Mutex<Value>>,
 }
@@ -25,7 +25,7 @@ impl Neighbour {
         Self { folder: tempfile::tempdir().unwrap(), state: Arc::new(Mutex::new(state)) }
     }
 
-    fn socket(&self) -> PathBuf {
+    pub(super) fn socket(&self) -> PathBuf {
         self.folder.path().join("admin.sock")
     }
 
@@ -46,7 +46,7 @@ impl Neighbour {
         });
     }
 
-    fn started(state: Value) -> Self {
+    pub(super) fn started(state: Value) -> Self {
         let neighbour = Self::new(state);
         neighbour.listens();
         neighbour

@@ -26,9 +26,6 @@ use linkwise_node::admin::State;
 use page::{Shown, page};
 use terminal::{Key, Size, Terminal};
 
-/// The longest time for an answer. linkwise answers from memory; if it ends, that is noticed sooner.
-const ANSWER: Duration = Duration::from_secs(5);
-
 /// Runs the command.
 pub async fn top(args: &TopArgs) -> Result<()> {
     let terminal = io::stdout().is_terminal();
@@ -42,11 +39,11 @@ pub async fn top(args: &TopArgs) -> Result<()> {
 }
 
 async fn look(args: &TopArgs) -> Result<String> {
-    admin::order(&args.socket, "GET /state", ANSWER).await
+    admin::order(&args.socket, "GET /state", admin::LOOK).await
 }
 
 fn read<T: serde::de::DeserializeOwned>(args: &TopArgs, answer: &str) -> Result<T> {
-    serde_json::from_str(answer).with_context(|| format!("what answers on {} is no linkwise", args.socket.display()))
+    admin::read_state(&args.socket, answer)
 }
 
 /// Asks for the state now and after each interval, for ever.
