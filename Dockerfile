@@ -77,9 +77,9 @@ RUN apt-get update \
  && rm -rf /var/lib/apt/lists/*
 COPY --from=build /installed /
 COPY LICENSE /usr/share/doc/linkwise/LICENSE
-# The commands of NVIDIA's image, as its chart and others call them: `linkwise run`, `labels`, `mps-control-daemon` and
-# `config-manager`.
-RUN for name in nvidia-device-plugin gpu-feature-discovery mps-control-daemon config-manager; do ln -s linkwise "/usr/bin/$name"; done
+# The commands of NVIDIA's images, as charts and operators call them: `linkwise run` for the first two, `labels`,
+# `mps-control-daemon` and `config-manager`.
+RUN for name in nvidia-device-plugin gpu-kubelet-plugin gpu-feature-discovery mps-control-daemon config-manager; do ln -s linkwise "/usr/bin/$name"; done
 # The script by which NVIDIA's GPU Operator starts the plugin looks for kernel modules with lsmod, by the first word of a line.
 # Debian's kmod would bring OpenSSL.
 RUN printf '#!/bin/sh\n[ ! -f /proc/modules ] || exec cat /proc/modules\n' > /usr/bin/lsmod && chmod 755 /usr/bin/lsmod

@@ -151,6 +151,10 @@ pub struct RunArgs {
     /// The MPS root.
     #[command(flatten)]
     pub mps: MpsRootArgs,
+    /// Serve gRPC's health service (grpc.health.v1.Health, the services "" and "liveness") on this port too, as NVIDIA's
+    /// DRA driver does for the GPU Operator's probes; 0 takes a free port, which is logged
+    #[arg(long, value_name = "PORT", env = "LINKWISE_HEALTHCHECK_PORT")]
+    pub healthcheck_port: Option<u16>,
     /// The lists of XIDs.
     #[command(flatten)]
     pub xids: XidArgs,
@@ -315,8 +319,8 @@ impl Cli {
 /// Returns argv, the program first and then the subcommand, even if the program's name stands for it.
 pub fn command_line() -> impl Iterator<Item = OsString> {
     #[expect(clippy::disallowed_methods, reason = "this is the door that the ban points to")]
-    let words = std::env::args_os();
-    program::words(words).into_iter()
+    let (words, variable) = (std::env::args_os(), |name: &str| std::env::var(name).ok());
+    program::words(words, variable).into_iter()
 }
 
 #[cfg(test)]

@@ -8,17 +8,30 @@ use clap::{Arg, Args, Subcommand};
 
 use super::{Command, LabelsArgs};
 
-/// The programs of NVIDIA's image, each with the subcommand that replaces it.
-const PROGRAMS: [(&str, &str); 4] = [
+/// The GPU part of NVIDIA's DRA driver.
+const DRA_DRIVER: &str = "gpu-kubelet-plugin";
+
+/// The programs of NVIDIA's images, each with the subcommand that replaces it.
+const PROGRAMS: [(&str, &str); 5] = [
     ("nvidia-device-plugin", "run"),
+    (DRA_DRIVER, "run"),
     ("gpu-feature-discovery", "labels"),
     ("mps-control-daemon", "mps-control-daemon"),
     ("config-manager", "config-manager"),
 ];
 
+/// The kubelet's folder, unless a variable says otherwise.
+const KUBELET_ROOT: &str = "/var/lib/kubelet";
+/// The admin socket, where the commands look for it.
+const ADMIN_SOCKET: &str = "/run/linkwise/admin.sock";
+
 /// The command line with its missing subcommand: that of the program's name, or `run` if the first word is a flag other
-/// than help and version. `linkwise` alone shows its help.
-pub(super) fn words(words: impl IntoIterator<Item = OsString>) -> Vec<OsString> {
+/// than help and version. `linkwise` alone shows its help. Under the name of NVIDIA's DRA driver the flags that its
+/// variables stand for come too.
+pub(super) fn words(
+    words: impl IntoIterator<Item = OsString>,
+    variable: impl Fn(&str) -> Option<String>,
+) -> Vec<OsString> {
     let mut words: Vec<OsString> = words.into_iter().collect();
     double_dashes(words.get_mut(1..).unwrap_or_default());
     let name = words.first().and_then(|name| Path::new(name).file_name());
@@ -33,9 +46,64 @@ pub(super) fn words(words: impl IntoIterator<Item = OsString>) -> Vec<OsString> 
         Some(word) => program.filter(|_| !Command::has_subcommand(word)),
     };
     if let Some(subcommand) = subcommand.filter(|_| !words.is_empty()) {
+        if name.is_some_and(|name| name == DRA_DRIVER) {
+            let rest = without_verbosity(words.split_off(1));
+            words.extend(dra_driver_flags(variable).into_iter().map(OsString::from).chain(rest));
+        }
         words.insert(1, subcommand.into());
     }
     words
+}
+
+/// The flags for what the variables of NVIDIA's DRA driver say (`cmd/gpu-kubelet-plugin/main.go`), as the GPU Operator's
+/// GPUCluster sets them (`manifests/state-dra-driver/0500_daemonset.yaml`). linkwise's own variables win over them. All
+/// GPUs go through DRA. What outlasts a container lies in a folder beside the driver's: no other folder of the host is there to
+/// write to but that of CDI.
+fn dra_driver_flags(variable: impl Fn(&str) -> Option<String>) -> Vec<String> {
+    let given = |name: &str| variable(name).filter(|value| !value.is_empty());
+    let plugins = given("KUBELET_PLUGINS_DIRECTORY_PATH").unwrap_or_else(|| format!("{KUBELET_ROOT}/plugins"));
+    let kubelet = Path::new(&plugins).parent().and_then(Path::to_str).unwrap_or(KUBELET_ROOT);
+    let pod_resources = given("HOST_ROOT").map(|host| {
+        let host = host.trim_end_matches('/');
+        format!("{host}{kubelet}/pod-resources/kubelet.sock")
+    });
+    // Go's form of an address may have no host: all of the pod's.
+    let metrics = given("HTTP_ENDPOINT").map(|at| if at.starts_with(':') { format!("[::]{at}") } else { at });
+    let gates = given("FEATURE_GATES").unwrap_or_default();
+    let dynamic_mig = gates.split(',').any(|gate| gate.trim() == "DynamicMIG=true");
+    let flags = [
+        ("dra-gpus", "LINKWISE_DRA_GPUS", Some("all".to_owned())),
+        ("dra-registry-dir", "LINKWISE_DRA_REGISTRY_DIR", given("KUBELET_REGISTRAR_DIRECTORY_PATH")),
+        ("state-dir", "LINKWISE_STATE_DIR", Some(format!("{plugins}/linkwise"))),
+        ("dra-plugins-dir", "LINKWISE_DRA_PLUGINS_DIR", Some(plugins)),
+        ("cdi-dir", "LINKWISE_CDI_DIR", given("CDI_ROOT")),
+        ("pod-resources-socket", "LINKWISE_POD_RESOURCES_SOCKET", pod_resources),
+        ("metrics-address", "LINKWISE_METRICS_ADDRESS", metrics),
+        ("admin-socket", "LINKWISE_ADMIN_SOCKET", Some(ADMIN_SOCKET.to_owned())),
+        ("dra-dynamic-mig", "LINKWISE_DRA_DYNAMIC_MIG", dynamic_mig.then(|| "true".to_owned())),
+        // A negative port is none, there.
+        (
+            "healthcheck-port",
+            "LINKWISE_HEALTHCHECK_PORT",
+            given("HEALTHCHECK_PORT").filter(|port| !port.starts_with('-')),
+        ),
+    ];
+    let wanted = flags.into_iter().filter(|(_, ours, _)| variable(ours).is_none());
+    wanted.filter_map(|(flag, _, value)| Some(format!("--{flag}={}", value?))).collect()
+}
+
+/// The words without klog's `-v LEVEL` (`-v=LEVEL`, `--v LEVEL`): --log has the level.
+fn without_verbosity(words: Vec<OsString>) -> Vec<OsString> {
+    let mut left = Vec::new();
+    let mut words = words.into_iter();
+    while let Some(word) = words.next() {
+        match word.to_str() {
+            Some("-v" | "--v") => drop(words.next()),
+            Some(level) if level.starts_with("-v=") || level.starts_with("--v=") => {}
+            _ => left.push(word),
+        }
+    }
+    left
 }
 
 /// Gives flags two dashes if they have one, as Go's programs accept them: `-mig-strategy=mixed`.
@@ -62,7 +130,7 @@ fn double_dashes(words: &mut [OsString]) {
 #[cfg(test)]
 mod tests {
     fn words(line: &str) -> String {
-        let words = super::words(line.split_whitespace().map(Into::into));
+        let words = super::words(line.split_whitespace().map(Into::into), |_| None);
         let words: Vec<_> = words.iter().map(|word| word.to_str().unwrap()).collect();
         words.join(" ")
     }
@@ -106,5 +174,50 @@ mod tests {
         ] {
             assert_eq!(words(line), read, "{line}");
         }
+    }
+
+    #[test]
+    fn dra_driver_reads_what_the_gpu_operator_sets() {
+        let words = |line: &str, variables: &[(&str, &str)]| {
+            let variable = |name: &str| variables.iter().find(|(known, _)| *known == name);
+            let words = super::words(line.split_whitespace().map(Into::into), |name| {
+                variable(name).map(|(_, value)| (*value).to_owned())
+            });
+            let words: Vec<_> = words.iter().map(|word| word.to_str().unwrap().to_owned()).collect();
+            words.join(" ")
+        };
+        let operator = [
+            ("HTTP_ENDPOINT", ":8080"),
+            ("CDI_ROOT", "/var/run/cdi"),
+            ("HOST_ROOT", "/host"),
+            ("KUBELET_REGISTRAR_DIRECTORY_PATH", "/k/plugins_registry"),
+            ("KUBELET_PLUGINS_DIRECTORY_PATH", "/k/plugins"),
+            ("HEALTHCHECK_PORT", "51516"),
+            ("FEATURE_GATES", "MPSSupport=false,DynamicMIG=true"),
+        ];
+        assert_eq!(
+            words("gpu-kubelet-plugin -v 4", &operator),
+            "gpu-kubelet-plugin run --dra-gpus=all --dra-registry-dir=/k/plugins_registry \
+             --state-dir=/k/plugins/linkwise --dra-plugins-dir=/k/plugins --cdi-dir=/var/run/cdi \
+             --pod-resources-socket=/host/k/pod-resources/kubelet.sock --metrics-address=[::]:8080 \
+             --admin-socket=/run/linkwise/admin.sock --dra-dynamic-mig=true --healthcheck-port=51516"
+        );
+        let alone = "gpu-kubelet-plugin run --dra-gpus=all \
+                     --state-dir=/var/lib/kubelet/plugins/linkwise \
+                     --dra-plugins-dir=/var/lib/kubelet/plugins --admin-socket=/run/linkwise/admin.sock";
+        assert_eq!(words("gpu-kubelet-plugin", &[]), alone);
+        for (line, variables) in [
+            ("gpu-kubelet-plugin -v=4", [("HEALTHCHECK_PORT", "-1")]),
+            ("gpu-kubelet-plugin --v 4", [("HTTP_ENDPOINT", "")]),
+            ("gpu-kubelet-plugin", [("FEATURE_GATES", "DynamicMIG=false")]),
+        ] {
+            assert_eq!(words(line, &variables), alone, "{line}");
+        }
+        // linkwise's own variables win, and a subcommand is one.
+        let ours = [("LINKWISE_DRA_GPUS", "0,1"), ("LINKWISE_STATE_DIR", "/s"), ("LINKWISE_ADMIN_SOCKET", "/a")];
+        let ours = words("gpu-kubelet-plugin --log debug", &ours);
+        assert_eq!(ours, "gpu-kubelet-plugin run --dra-plugins-dir=/var/lib/kubelet/plugins --log debug");
+        assert_eq!(words("gpu-kubelet-plugin doctor", &operator), "gpu-kubelet-plugin doctor");
+        assert_eq!(words("nvidia-device-plugin", &operator), "nvidia-device-plugin run");
     }
 }

@@ -1,5 +1,6 @@
 //! Builds the node of `linkwise run` and starts its tasks, each as soon as its inputs exist.
 
+use std::net::Ipv6Addr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -24,6 +25,7 @@ use linkwise_host::hwloc;
 use linkwise_host::mps::Layout;
 use linkwise_kubelet::device_plugin as kubelet;
 use linkwise_kubelet::dra::{CdiLink, Handover};
+use linkwise_node::admin::health;
 use linkwise_node::keeper::{self, DraWaitSettings, HealthSettings};
 use linkwise_node::node::{Node, NodeSettings};
 use linkwise_node::operator;
@@ -93,6 +95,9 @@ pub(super) async fn serve(args: &RunArgs, last_signals: &mut LastSignals) -> Res
         node.spawn("admin socket", serve_operators(path, admin, orders));
     }
     node.spawn("signals", orders.follow(release, node.shutdown()));
+    if let Some(port) = args.healthcheck_port {
+        node.spawn("gRPC health", health::serve((Ipv6Addr::UNSPECIFIED, port).into()));
+    }
 
     let (metrics, address, hosts) = (node.metrics().clone(), node.metrics_address(), node.hosts.clone());
     node.serve().await?;

@@ -1,7 +1,7 @@
-//! HTTP/1 connections of any listener: their greatest number, and their deadlines.
+//! HTTP connections of any listener: their greatest number, and their deadlines.
 //!
-//! Called by `mod` (the port) and `local` (the Unix socket). A connection carries one request. No client can keep
-//! others out, or stay beyond its deadline.
+//! Called by `mod` (the port), `local` (the Unix socket) and `health` (gRPC). A connection of HTTP/1 carries one request.
+//! No client can keep others out, or stay beyond its deadline.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -11,11 +11,11 @@ use std::time::Duration;
 
 use axum::Router;
 use axum::http::Request;
-use futures_util::future::{AbortHandle, FutureExt, abortable};
+use futures_util::future::{AbortHandle, Either, FutureExt, abortable};
 use futures_util::stream::{FuturesUnordered, StreamExt};
 use hyper::body::Incoming;
-use hyper::server::conn::http1;
-use hyper_util::rt::TokioIo;
+use hyper::server::conn::{http1, http2};
+use hyper_util::rt::{TokioExecutor, TokioIo};
 use hyper_util::service::TowerToHyperService;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::time::{sleep, timeout};
@@ -29,6 +29,18 @@ const MAX_BUFFER: usize = 16 << 10;
 /// The pause after a failed accept: file descriptors may be exhausted for a while.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
+/// The most requests at once on a connection of HTTP/2.
+const MAX_STREAMS: u32 = 8;
+
+/// What the clients of a listener speak.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Protocol {
+    /// HTTP/1.
+    Http1,
+    /// HTTP/2 from the first byte, as gRPC speaks it.
+    Http2,
+}
+
 struct Open {
     /// Ends the connection.
     end: AbortHandle,
@@ -38,14 +50,17 @@ struct Open {
 
 /// Serves the connections that `accept` gives, each with its routes, for ever. `deadline` is for a whole connection:
 /// the request's head and body, the answer, and the time that the client takes to read it. All connections share one
-/// task: none outlives it.
-pub(super) async fn serve<S, F>(deadline: Duration, accept: impl Fn() -> F)
+/// task: none outlives it. The requests of HTTP/2 have tasks of their own, which end when their connection has ended.
+pub(super) async fn serve<S, F>(protocol: Protocol, deadline: Duration, accept: impl Fn() -> F)
 where
-    S: AsyncRead + AsyncWrite + Unpin,
+    S: AsyncRead + AsyncWrite + Unpin + 'static,
     F: Future<Output = io::Result<(S, Router)>>,
 {
     let mut http = http1::Builder::new();
     http.keep_alive(false).max_buf_size(MAX_BUFFER);
+    let mut http_2 = http2::Builder::new(TokioExecutor::new());
+    http_2.max_concurrent_streams(MAX_STREAMS).max_send_buf_size(MAX_BUFFER);
+    http_2.max_header_list_size(u32::try_from(MAX_BUFFER).unwrap_or(u32::MAX));
     let mut connections = FuturesUnordered::new();
     // The connections, oldest first.
     let mut open = BTreeMap::<u64, Open>::new();
@@ -70,7 +85,11 @@ where
                         asked.store(true, Ordering::Relaxed);
                         request
                     });
-                    let connection = http.serve_connection(TokioIo::new(stream), TowerToHyperService::new(routes));
+                    let (stream, routes) = (TokioIo::new(stream), TowerToHyperService::new(routes));
+                    let connection = match protocol {
+                        Protocol::Http1 => Either::Left(http.serve_connection(stream, routes)),
+                        Protocol::Http2 => Either::Right(http_2.serve_connection(stream, routes)),
+                    };
                     // A client's protocol errors concern only that client.
                     let (connection, end) = abortable(timeout(deadline, connection));
                     open.insert(number, Open { end, has_asked });
@@ -98,7 +117,7 @@ mod tests {
         let (connect, incoming) = mpsc::channel::<DuplexStream>(MAX_CONNECTIONS);
         let incoming = std::sync::Arc::new(Mutex::new(incoming));
         let routes = Router::new().route("/", get(|| async { "x".repeat(1 << 20) }));
-        let serving = serve(deadline, move || {
+        let serving = serve(Protocol::Http1, deadline, move || {
             let (incoming, routes) = (std::sync::Arc::clone(&incoming), routes.clone());
             async move {
                 let stream = incoming.lock().await.recv().await;

@@ -18,7 +18,7 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use thiserror::Error;
 
-use super::connections;
+use super::connections::{self, Protocol};
 use super::state::State;
 use linkwise_core::topology::GpuUuid;
 use linkwise_system::uds::{self, Callers, Listener, SocketFile};
@@ -113,7 +113,7 @@ impl Local {
                 Ok((caller.stream, if caller.admitted { routes } else { refusal(caller.peer.uid) }))
             }
         };
-        connections::serve(DEADLINE, accept).await;
+        connections::serve(Protocol::Http1, DEADLINE, accept).await;
     }
 }
 

@@ -5,6 +5,7 @@
 //! read-only: only the Unix socket takes orders.
 
 mod connections;
+pub mod health;
 mod hosts;
 mod listen;
 mod local;
@@ -26,6 +27,7 @@ use futures_util::future::BoxFuture;
 use tokio::net::TcpListener;
 use tokio::sync::Mutex;
 
+use connections::Protocol;
 use linkwise_core::quote::quoted;
 
 pub use hosts::Hosts;
@@ -88,7 +90,7 @@ impl Admin {
             let (listener, routes) = (Arc::clone(&self.listener), routes.clone());
             async move { Ok((listener.accept().await?.0, routes)) }
         };
-        connections::serve(DEADLINE, accept).await;
+        connections::serve(Protocol::Http1, DEADLINE, accept).await;
     }
 }
 

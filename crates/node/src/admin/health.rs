@@ -1,0 +1,112 @@
+//! gRPC's health service (`grpc.health.v1.Health`) on a port of its own, for the kubelet's gRPC probes: the GPU Operator
+//! has them for a DRA driver, by the service `liveness`.
+//!
+//! It says what `/livez` does, that the process answers, and takes no orders.
+
+use std::io::ErrorKind;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::net::TcpListener;
+use tokio::time::sleep;
+use tonic::service::Routes;
+use tonic_health::ServingStatus;
+use tonic_health::server::health_reporter;
+
+use super::connections::{self, Protocol};
+use super::{DEADLINE, listen};
+use linkwise_core::backoff::Backoff;
+
+/// The service that NVIDIA's DRA driver has beside the unnamed one (`cmd/gpu-kubelet-plugin/health.go`).
+const LIVENESS: &str = "liveness";
+/// The pauses between attempts to take a port that another process has.
+const PORT_PAUSES: Backoff = Backoff::new(Duration::from_secs(1), Duration::from_secs(30));
+
+/// Serves for ever, from the moment at which the port is free.
+pub async fn serve(address: SocketAddr) -> anyhow::Result<()> {
+    let listener = Arc::new(free_port(address).await?);
+    tracing::info!(address = %listener.local_addr()?, "gRPC health service");
+    let (reporter, service) = health_reporter();
+    reporter.set_service_status(LIVENESS, ServingStatus::Serving).await;
+    let routes = Routes::new(service).into_axum_router();
+    let accept = || {
+        let (listener, routes) = (Arc::clone(&listener), routes.clone());
+        async move { Ok((listener.accept().await?.0, routes)) }
+    };
+    connections::serve(Protocol::Http2, DEADLINE, accept).await;
+    Ok(())
+}
+
+async fn free_port(address: SocketAddr) -> anyhow::Result<TcpListener> {
+    let mut backoff = PORT_PAUSES;
+    loop {
+        match listen::listen(address) {
+            Err(error) if error.kind() == ErrorKind::AddrInUse => {
+                tracing::warn!(%address, "gRPC health port taken, trying again");
+                sleep(backoff.failed()).await;
+            }
+            bound => return bound.map_err(|error| anyhow::anyhow!("cannot listen on {address} for gRPC health: {error}")),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use futures_util::poll;
+    use std::pin::pin;
+    use tokio::io::AsyncWriteExt;
+    use tokio::net::TcpStream;
+    use tokio::time::timeout;
+    use tonic::Code;
+    use tonic::transport::Endpoint;
+    use tonic_health::pb::HealthCheckRequest;
+    use tonic_health::pb::health_client::HealthClient;
+
+    /// Strangers who hold connections open, beyond the most that are served at once.
+    const STRANGERS: usize = 200;
+
+    /// What a probe of a service gets on a connection of its own, as each of the kubelet's has one.
+    async fn probe(address: SocketAddr, service: &str) -> Result<i32, Code> {
+        let channel = Endpoint::from_shared(format!("http://{address}")).unwrap();
+        let mut client = HealthClient::new(channel.connect().await.unwrap());
+        let request = HealthCheckRequest { service: service.to_owned() };
+        client.check(request).await.map(|answer| answer.into_inner().status).map_err(|status| status.code())
+    }
+
+    #[tokio::test]
+    async fn probes_are_answered_among_strangers_and_from_a_port_that_was_taken() {
+        let other = listen::listen(([127, 0, 0, 1], 0).into()).unwrap();
+        let address = other.local_addr().unwrap();
+        let mut serves = pin!(serve(address));
+        assert!(poll!(&mut serves).is_pending(), "it waits for the port");
+        drop(other);
+        let client = async {
+            while TcpStream::connect(address).await.is_err() {
+                tokio::task::yield_now().await;
+            }
+            let serving = ServingStatus::Serving as i32;
+            for service in ["", LIVENESS] {
+                assert_eq!(probe(address, service).await, Ok(serving), "{service}");
+            }
+            assert_eq!(probe(address, "readiness").await, Err(Code::NotFound));
+            let mut strangers = Vec::new();
+            for at in 0..STRANGERS {
+                let mut stranger = TcpStream::connect(address).await.unwrap();
+                // Some say nothing, others speak HTTP/1.
+                if at % 2 == 0 {
+                    stranger.write_all(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n").await.unwrap();
+                }
+                strangers.push(stranger);
+                if at % 20 == 0 {
+                    assert_eq!(probe(address, LIVENESS).await, Ok(serving));
+                }
+            }
+        };
+        tokio::select! {
+            ended = serves => panic!("it ended: {ended:?}"),
+            ended = timeout(DEADLINE * 2, client) => ended.expect("each probe is answered"),
+        }
+    }
+}

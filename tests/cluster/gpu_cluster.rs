@@ -1,0 +1,92 @@
+//! linkwise in the place of the GPU part of NVIDIA's DRA driver: under its name, with the variables that the GPU Operator's
+//! GPUCluster sets (v26.7.0, `manifests/state-dra-driver/0500_daemonset.yaml`), and with no others.
+
+use std::fs;
+use std::os::unix::fs::symlink;
+use std::path::PathBuf;
+use std::process::Stdio;
+
+use linkwise_kubelet_box::dra::PodClaims;
+use serde_json::Value;
+use tokio::process::{Child, Command};
+use tonic::transport::Endpoint;
+use tonic_health::pb::HealthCheckRequest;
+use tonic_health::pb::health_client::HealthClient;
+
+use super::dra_node::{DRIVER, Node};
+use crate::cluster::support::{until, within};
+
+/// A process of the DaemonSet's container, and where it logs.
+struct Driver {
+    child: Child,
+    log: PathBuf,
+}
+
+impl Driver {
+    /// Starts the container's program. The token of the API server is there as in any pod.
+    fn start(node: &Node, number: u32) -> Self {
+        let program = node.at("gpu-kubelet-plugin");
+        let _ = symlink(env!("CARGO_BIN_EXE_linkwise"), &program);
+        let log = node.at(&format!("log-{number}"));
+        // The driver, and where its programs find the machine: these stand for the host.
+        let host = node.program();
+        let of_host = ["FAKE_NVML_MACHINE", "HWLOC_SYNTHETIC", "LINKWISE_NVML_LIBRARY", "LINKWISE_SYSFS", "NODE_NAME"];
+        let mut command = Command::new(&program);
+        command.env_clear().arg("-v").arg("4").envs(node.cluster.variables());
+        for (name, value) in host.as_std().get_envs().filter(|(name, _)| of_host.iter().any(|known| name == known)) {
+            command.env(name, value.unwrap());
+        }
+        command.env("HTTP_ENDPOINT", ":0").env("METRICS_PATH", "/metrics").env("LOG_VERBOSITY", "4");
+        command.env("NVIDIA_VISIBLE_DEVICES", "void").env("NVIDIA_MIG_CONFIG_DEVICES", "all").env("NAMESPACE", "gpu");
+        command.env("CDI_ROOT", node.at("cdi")).env("HOST_ROOT", "/").env("HEALTHCHECK_PORT", "0");
+        command.env("KUBELET_REGISTRAR_DIRECTORY_PATH", node.at("reg"));
+        command.env("KUBELET_PLUGINS_DIRECTORY_PATH", node.at("plugins"));
+        // Of the test alone: the log is read, and the machine has one /run.
+        command.env("LINKWISE_LOG_FORMAT", "json").env("LINKWISE_ADMIN_SOCKET", node.at("admin.sock"));
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(fs::File::create(&log).unwrap()).kill_on_drop(true);
+        Self { child: command.spawn().unwrap(), log }
+    }
+
+    /// The health of a service, as the kubelet's probe asks for it.
+    async fn health(&self, service: &str) -> Result<i32, tonic::Code> {
+        let mut port = None;
+        until(|| {
+            let lines = fs::read_to_string(&self.log).unwrap_or_default();
+            let lines = lines.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
+            let mut own = lines.filter(|line| line["message"] == "gRPC health service");
+            port = own.find_map(|line| Some(line["address"].as_str()?.rsplit_once(':')?.1.to_owned()));
+            port.is_some()
+        })
+        .await;
+        let channel = Endpoint::from_shared(format!("http://127.0.0.1:{}", port.unwrap())).unwrap();
+        let mut client = HealthClient::new(channel.connect().await.unwrap());
+        let answer = client.check(HealthCheckRequest { service: service.to_owned() }).await;
+        answer.map(|answer| answer.into_inner().status).map_err(|status| status.code())
+    }
+}
+
+#[tokio::test]
+async fn gpu_cluster_runs_linkwise_as_its_dra_driver() {
+    let node = Node::start().await;
+    let mut driver = Driver::start(&node, 1);
+    node.is_registered(1).await;
+    node.publishes(8).await;
+    assert_eq!(within(driver.health("liveness")).await, Ok(1));
+    assert_eq!(within(driver.health("readiness")).await, Err(tonic::Code::NotFound));
+    let claim = node.claim("c", &["gpu-0", "gpu-3"]);
+    let nodes = node.start_pod("p", &claim).await;
+    assert_eq!(nodes, ["/dev/nvidia0", "/dev/nvidia3"]);
+    assert!(node.kubelet.state().resources.is_empty(), "there is no device plugin");
+
+    // The container starts again: what it must know is on the node, in the driver's own folder.
+    driver.child.kill().await.unwrap();
+    let kept = || fs::read_dir(node.at("plugins/linkwise/claims")).unwrap().count();
+    assert_eq!(kept(), 1);
+    let _driver = Driver::start(&node, 2);
+    node.is_registered(2).await;
+    let taken = PodClaims::single("q", node.claim("taken", &["gpu-3"]), DRIVER);
+    let refused = within(node.dra.start_pod(&taken)).await.unwrap_err();
+    assert!(format!("{refused:?}").contains("gpu-3"), "{refused:?}");
+    within(node.dra.stop_pod("p")).await.unwrap();
+    until(|| kept() == 0).await;
+}
