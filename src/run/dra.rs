@@ -485,7 +485,10 @@ fn log_one(known: &mut Once<String>, occurrence: &Occurrence) {
         Occurrence::Prepared { claim, result: Err(error), .. } => {
             tracing::warn!(%claim, uid = claim.uid, error, "claim not prepared");
         }
-        Occurrence::Unprepared { claim, result: Ok(()), elapsed } => {
+        Occurrence::Unprepared { claim, result: Ok(()), repeated: true, elapsed } => {
+            tracing::debug!(%claim, uid = claim.uid, ?elapsed, "claim unprepared: nothing of it was here");
+        }
+        Occurrence::Unprepared { claim, result: Ok(()), elapsed, .. } => {
             tracing::info!(%claim, uid = claim.uid, ?elapsed, "claim unprepared");
         }
         Occurrence::Unprepared { claim, result: Err(error), .. } => {

@@ -29,8 +29,7 @@ fn gpus_of_a_pod_are_those_that_linkwise_gave_it() {
         held("one", "main", &[0]),
     ]}));
     let indices = |pod: &str| {
-        let (text, is_done) =
-            said(&neighbour, &["expect", "--node", "dgx-h100", "--pod", pod, "--format", "json"]);
+        let (text, is_done) = said(&neighbour, &["expect", "--node", "dgx-h100", "--pod", pod, "--format", "json"]);
         assert!(is_done, "{text}");
         let answer: Value = serde_json::from_str(&text).unwrap();
         let gpus = answer["gpus"].as_array().unwrap();

@@ -19,7 +19,8 @@ fn image_has_no_certificates_of_its_own() {
 #[test]
 fn image_has_every_program_and_their_libraries() {
     let root = &unpacked().folder;
-    for name in ["linkwise", "nvidia-device-plugin", "gpu-feature-discovery", "config-manager", "mps-control-daemon"] {
+    let nvidias = ["nvidia-device-plugin", "gpu-kubelet-plugin", "gpu-feature-discovery", "config-manager"];
+    for name in ["linkwise", "mps-control-daemon"].into_iter().chain(nvidias) {
         let program = below(root, "/usr/bin").join(name);
         let mode = std::fs::metadata(&program).unwrap_or_else(|error| panic!("{name}: {error}")).permissions().mode();
         assert_eq!(mode & 0o111, 0o111, "{name}");

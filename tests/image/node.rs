@@ -46,7 +46,8 @@ pub struct Node {
     pub dra: DraKubelet,
     /// The port of /metrics, /livez and /readyz.
     pub port: u16,
-    machine: PathBuf,
+    /// The machine, as our libnvidia-ml reads it.
+    pub machine: PathBuf,
     library: PathBuf,
     shares_mounts: bool,
     pods: AtomicU32,

@@ -1,4 +1,4 @@
-//! The DaemonSets that NVIDIA's GPU Operator makes of a ClusterPolicy that names our image. `gpu-operator.json` has them,
+//! The DaemonSets that NVIDIA's GPU Operator makes of a ClusterPolicy or a GPUCluster that names our image. `gpu-operator.json` has them,
 //! and their source.
 
 use std::fs;
@@ -204,6 +204,43 @@ async fn operators_gpu_feature_discovery_writes_its_node_feature() {
     let mut pod = start(&node, &objects, &objects[0]).await;
     writes_node_feature(&node, &mut pod).await;
     pod.stop().await;
+}
+
+/// A claim is prepared by the DRA driver's DaemonSet of a GPUCluster, and is known after the container's restart.
+async fn gpu_cluster_prepares(driver: &str) {
+    let node = Node::start("dgx1-v100").await;
+    prepare(&node, driver);
+    let mut objects = objects("draDriver", false);
+    // The container asks the runtime for no driver: our libnvidia-ml and what it reads lie on the host.
+    fs::copy(&node.machine, below(&node.host(), "/run/nvidia/driver/machine.yaml")).unwrap();
+    let spec = objects[0].pointer_mut(POD).unwrap();
+    set_variable(spec, &json!({"name": "FAKE_NVML_MACHINE", "value": "/driver-root/machine.yaml"}));
+    set_variable(spec, &json!({"name": "FAKE_NVML_CONTROL", "value": "/run/nvml"}));
+    let mut pod = start(&node, &objects, &objects[0]).await;
+    node.has_driver(&pod).await;
+    node.publishes(&mut pod, 8).await;
+    let claim = node.claim("c", "gpu-3", &[]);
+    let names = node.start_claim(&pod, "p", &claim).await;
+    let name = names[0].split_once('=').unwrap().1;
+    assert!(node.cdi_specs().contains(name), "{names:?}");
+    pod.stop().await;
+    let pod = start(&node, &objects, &objects[0]).await;
+    node.has_driver(&pod).await;
+    let records = below(&node.host(), "/var/lib/kubelet/plugins/linkwise/claims");
+    assert_eq!(fs::read_dir(&records).unwrap().count(), 1);
+    node.dra.stop_pod("p").await.unwrap();
+    assert_eq!(fs::read_dir(&records).unwrap().count(), 0);
+    pod.stop().await;
+}
+
+#[tokio::test]
+async fn gpu_cluster_prepares_claims_by_the_hosts_driver() {
+    gpu_cluster_prepares("host").await;
+}
+
+#[tokio::test]
+async fn gpu_cluster_prepares_claims_by_the_driver_container() {
+    gpu_cluster_prepares("container").await;
 }
 
 #[tokio::test]

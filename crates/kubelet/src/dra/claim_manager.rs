@@ -208,12 +208,15 @@ impl ClaimManager {
     /// server is not asked: the claim may be deleted already.
     pub async fn unprepare(&self, asked: ClaimName) -> Result<(), String> {
         let (start, limit) = (Instant::now(), self.settings.prepare_timeout);
+        let mut repeated = false;
         let work = async {
             if !is_uid(&asked.uid) {
                 return Ok(());
             }
             let turn = self.turn(&asked.uid).await;
-            if let Some(unreadable) = self.read_again(&asked.uid, &turn).await
+            let unreadable = self.read_again(&asked.uid, &turn).await;
+            repeated = unreadable.is_none() && self.checkpoint(&asked.uid).is_none();
+            if let Some(unreadable) = unreadable
                 && !unreadable.is_torn
                 && unreadable.parts.is_none()
                 && self.settings.makes_mig
@@ -226,7 +229,7 @@ impl ClaimManager {
         self.tidy();
         let result = result.map_err(|error| chain(&error));
         let elapsed = start.elapsed();
-        (self.observer)(Occurrence::Unprepared { claim: asked, result: result.clone(), elapsed });
+        (self.observer)(Occurrence::Unprepared { claim: asked, result: result.clone(), repeated, elapsed });
         result
     }
 

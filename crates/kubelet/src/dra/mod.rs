@@ -214,6 +214,8 @@ pub enum Occurrence {
         claim: ClaimName,
         /// `Err` with what the kubelet was told.
         result: Result<(), String>,
+        /// True if nothing of the claim was left here: the kubelet asks again while another driver of its pod fails.
+        repeated: bool,
         /// The time that it took.
         elapsed: Duration,
     },

@@ -46,7 +46,9 @@ async fn free_port(address: SocketAddr) -> anyhow::Result<TcpListener> {
                 tracing::warn!(%address, "gRPC health port taken, trying again");
                 sleep(backoff.failed()).await;
             }
-            bound => return bound.map_err(|error| anyhow::anyhow!("cannot listen on {address} for gRPC health: {error}")),
+            bound => {
+                return bound.map_err(|error| anyhow::anyhow!("cannot listen on {address} for gRPC health: {error}"));
+            }
         }
     }
 }
