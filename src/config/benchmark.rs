@@ -1,5 +1,6 @@
 //! The options of `linkwise expect` and `linkwise verify`.
 
+use std::convert::Infallible;
 use std::fmt;
 use std::path::PathBuf;
 
@@ -57,6 +58,8 @@ pub struct PodArgs {
     pub pod: Option<PodName>,
     /// The admin socket of the running linkwise (its --admin-socket), which knows the pods
     #[arg(long, value_name = "PATH", env = "LINKWISE_ADMIN_SOCKET", default_value = "/run/linkwise/admin.sock")]
+    // An empty variable is no error of a command that needs no socket.
+    #[arg(value_parser = |text: &str| Ok::<_, Infallible>(PathBuf::from(text)))]
     pub socket: PathBuf,
 }
 

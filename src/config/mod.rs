@@ -151,8 +151,8 @@ pub struct RunArgs {
     /// The MPS root.
     #[command(flatten)]
     pub mps: MpsRootArgs,
-    /// Serve gRPC's health service (grpc.health.v1.Health, the services "" and "liveness") on this port too, as NVIDIA's
-    /// DRA driver does for the GPU Operator's probes; 0 takes a free port, which is logged
+    /// Serve gRPC's health service (grpc.health.v1.Health, the services "" and "liveness") on this port too, as
+    /// NVIDIA's DRA driver does for the GPU Operator's probes; 0 takes a free port, which is logged
     #[arg(long, value_name = "PORT", env = "LINKWISE_HEALTHCHECK_PORT")]
     pub healthcheck_port: Option<u16>,
     /// The lists of XIDs.

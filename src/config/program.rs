@@ -48,18 +48,18 @@ pub(super) fn words(
     if let Some(subcommand) = subcommand.filter(|_| !words.is_empty()) {
         if name.is_some_and(|name| name == DRA_DRIVER) {
             let rest = without_verbosity(words.split_off(1));
-            words.extend(dra_driver_flags(variable).into_iter().map(OsString::from).chain(rest));
+            words.extend(dra_driver_flags(&rest, variable).into_iter().map(OsString::from).chain(rest));
         }
         words.insert(1, subcommand.into());
     }
     words
 }
 
-/// The flags for what the variables of NVIDIA's DRA driver say (`cmd/gpu-kubelet-plugin/main.go`), as the GPU Operator's
-/// GPUCluster sets them (`manifests/state-dra-driver/0500_daemonset.yaml`). linkwise's own variables win over them. All
-/// GPUs go through DRA. What outlasts a container lies in a folder beside the driver's: no other folder of the host is there to
-/// write to but that of CDI.
-fn dra_driver_flags(variable: impl Fn(&str) -> Option<String>) -> Vec<String> {
+/// The flags for what the variables of NVIDIA's DRA driver say (`cmd/gpu-kubelet-plugin/main.go`), as the GPU
+/// Operator's GPUCluster sets them (`manifests/state-dra-driver/0500_daemonset.yaml`). linkwise's own flags and variables
+/// win over them. All GPUs go through DRA. The pod has no folder of device plugins: what linkwise keeps beside the
+/// kubelet's socket of these lies among the drivers' folders instead, where there is no such socket.
+fn dra_driver_flags(words: &[OsString], variable: impl Fn(&str) -> Option<String>) -> Vec<String> {
     let given = |name: &str| variable(name).filter(|value| !value.is_empty());
     let plugins = given("KUBELET_PLUGINS_DIRECTORY_PATH").unwrap_or_else(|| format!("{KUBELET_ROOT}/plugins"));
     let kubelet = Path::new(&plugins).parent().and_then(Path::to_str).unwrap_or(KUBELET_ROOT);
@@ -67,28 +67,34 @@ fn dra_driver_flags(variable: impl Fn(&str) -> Option<String>) -> Vec<String> {
         let host = host.trim_end_matches('/');
         format!("{host}{kubelet}/pod-resources/kubelet.sock")
     });
-    // Go's form of an address may have no host: all of the pod's.
-    let metrics = given("HTTP_ENDPOINT").map(|at| if at.starts_with(':') { format!("[::]{at}") } else { at });
+    // Go's form of an address may have a host's name, or none for all of the pod's addresses.
+    let metrics = given("HTTP_ENDPOINT").map(|at| match at.split_once(':') {
+        Some(("", port)) => format!("[::]:{port}"),
+        Some(("localhost", port)) => format!("127.0.0.1:{port}"),
+        _ => at,
+    });
     let gates = given("FEATURE_GATES").unwrap_or_default();
-    let dynamic_mig = gates.split(',').any(|gate| gate.trim() == "DynamicMIG=true");
+    let dynamic_mig = gates.split(',').filter_map(|gate| gate.trim().strip_prefix("DynamicMIG=")).next_back();
+    // A negative port is none, there.
+    let health = given("HEALTHCHECK_PORT").filter(|port| !port.starts_with('-'));
     let flags = [
         ("dra-gpus", "LINKWISE_DRA_GPUS", Some("all".to_owned())),
         ("dra-registry-dir", "LINKWISE_DRA_REGISTRY_DIR", given("KUBELET_REGISTRAR_DIRECTORY_PATH")),
-        ("state-dir", "LINKWISE_STATE_DIR", Some(format!("{plugins}/linkwise"))),
+        ("kubelet-socket", "KUBELET_SOCKET", Some(format!("{plugins}/kubelet.sock"))),
         ("dra-plugins-dir", "LINKWISE_DRA_PLUGINS_DIR", Some(plugins)),
         ("cdi-dir", "LINKWISE_CDI_DIR", given("CDI_ROOT")),
         ("pod-resources-socket", "LINKWISE_POD_RESOURCES_SOCKET", pod_resources),
         ("metrics-address", "LINKWISE_METRICS_ADDRESS", metrics),
         ("admin-socket", "LINKWISE_ADMIN_SOCKET", Some(ADMIN_SOCKET.to_owned())),
-        ("dra-dynamic-mig", "LINKWISE_DRA_DYNAMIC_MIG", dynamic_mig.then(|| "true".to_owned())),
-        // A negative port is none, there.
-        (
-            "healthcheck-port",
-            "LINKWISE_HEALTHCHECK_PORT",
-            given("HEALTHCHECK_PORT").filter(|port| !port.starts_with('-')),
-        ),
+        ("dra-dynamic-mig", "LINKWISE_DRA_DYNAMIC_MIG", dynamic_mig.map(str::to_lowercase)),
+        ("disable-healthchecks", "DP_DISABLE_HEALTHCHECKS", given("ADDITIONAL_XIDS_TO_IGNORE")),
+        ("healthcheck-port", "LINKWISE_HEALTHCHECK_PORT", health),
     ];
-    let wanted = flags.into_iter().filter(|(_, ours, _)| variable(ours).is_none());
+    let is_said = |flag: &str| {
+        let word = |word: &OsString| Some(word.to_str()?.strip_prefix("--")?.split('=').next()? == flag);
+        words.iter().any(|said| word(said) == Some(true))
+    };
+    let wanted = flags.into_iter().filter(|(flag, ours, _)| given(ours).is_none() && !is_said(flag));
     wanted.filter_map(|(flag, _, value)| Some(format!("--{flag}={}", value?))).collect()
 }
 
@@ -194,29 +200,44 @@ mod tests {
             ("KUBELET_PLUGINS_DIRECTORY_PATH", "/k/plugins"),
             ("HEALTHCHECK_PORT", "51516"),
             ("FEATURE_GATES", "MPSSupport=false,DynamicMIG=true"),
+            ("ADDITIONAL_XIDS_TO_IGNORE", "94,95"),
         ];
         assert_eq!(
             words("gpu-kubelet-plugin -v 4", &operator),
             "gpu-kubelet-plugin run --dra-gpus=all --dra-registry-dir=/k/plugins_registry \
-             --state-dir=/k/plugins/linkwise --dra-plugins-dir=/k/plugins --cdi-dir=/var/run/cdi \
+             --kubelet-socket=/k/plugins/kubelet.sock --dra-plugins-dir=/k/plugins --cdi-dir=/var/run/cdi \
              --pod-resources-socket=/host/k/pod-resources/kubelet.sock --metrics-address=[::]:8080 \
-             --admin-socket=/run/linkwise/admin.sock --dra-dynamic-mig=true --healthcheck-port=51516"
+             --admin-socket=/run/linkwise/admin.sock --dra-dynamic-mig=true \
+             --disable-healthchecks=94,95 --healthcheck-port=51516"
         );
         let alone = "gpu-kubelet-plugin run --dra-gpus=all \
-                     --state-dir=/var/lib/kubelet/plugins/linkwise \
+                     --kubelet-socket=/var/lib/kubelet/plugins/kubelet.sock \
                      --dra-plugins-dir=/var/lib/kubelet/plugins --admin-socket=/run/linkwise/admin.sock";
         assert_eq!(words("gpu-kubelet-plugin", &[]), alone);
         for (line, variables) in [
             ("gpu-kubelet-plugin -v=4", [("HEALTHCHECK_PORT", "-1")]),
             ("gpu-kubelet-plugin --v 4", [("HTTP_ENDPOINT", "")]),
-            ("gpu-kubelet-plugin", [("FEATURE_GATES", "DynamicMIG=false")]),
+            ("gpu-kubelet-plugin", [("FEATURE_GATES", "DynamicMIGs=true")]),
+            ("gpu-kubelet-plugin", [("LINKWISE_DRA_GPUS", "")]),
         ] {
             assert_eq!(words(line, &variables), alone, "{line}");
         }
-        // linkwise's own variables win, and a subcommand is one.
-        let ours = [("LINKWISE_DRA_GPUS", "0,1"), ("LINKWISE_STATE_DIR", "/s"), ("LINKWISE_ADMIN_SOCKET", "/a")];
-        let ours = words("gpu-kubelet-plugin --log debug", &ours);
-        assert_eq!(ours, "gpu-kubelet-plugin run --dra-plugins-dir=/var/lib/kubelet/plugins --log debug");
+        for (variable, value, flag) in [
+            ("HTTP_ENDPOINT", "localhost:8080", "--metrics-address=127.0.0.1:8080"),
+            ("HTTP_ENDPOINT", "[::1]:8080", "--metrics-address=[::1]:8080"),
+            ("HOST_ROOT", "/", "--pod-resources-socket=/var/lib/kubelet/pod-resources/kubelet.sock"),
+            ("FEATURE_GATES", "DynamicMIG=true, DynamicMIG=False", "--dra-dynamic-mig=false"),
+        ] {
+            let words = words("gpu-kubelet-plugin", &[(variable, value)]);
+            assert!(words.split(' ').any(|word| word == flag), "{words}");
+        }
+        // linkwise's own variables and flags win, and a subcommand is one.
+        let ours =
+            [("LINKWISE_DRA_GPUS", "0,1"), ("KUBELET_SOCKET", "/k/kubelet.sock"), ("LINKWISE_ADMIN_SOCKET", "/a")];
+        assert_eq!(
+            words("gpu-kubelet-plugin --log debug --dra-plugins-dir /p", &ours),
+            "gpu-kubelet-plugin run --log debug --dra-plugins-dir /p"
+        );
         assert_eq!(words("gpu-kubelet-plugin doctor", &operator), "gpu-kubelet-plugin doctor");
         assert_eq!(words("nvidia-device-plugin", &operator), "nvidia-device-plugin run");
     }

@@ -9,7 +9,7 @@ use anyhow::Result;
 
 use linkwise_core::errors::chain;
 use linkwise_core::once::Once;
-use linkwise_node::admin::{Admin, Answers, Hosts, Local, LocalError, Orders};
+use linkwise_node::admin::{Admin, Answers, Hosts, Local, LocalError, Orders, health};
 use linkwise_node::metrics::{self, Metrics};
 use linkwise_system::signals::LastSignals;
 use linkwise_system::uds::Callers;
@@ -52,6 +52,7 @@ pub(super) async fn serve_operators(path: PathBuf, mut bound: Option<Local>, ord
 pub(super) async fn answer_probes(
     metrics: &Metrics,
     (address, hosts): (SocketAddr, Hosts),
+    health: Option<u16>,
     last_signals: &mut LastSignals,
 ) {
     let metrics = metrics.clone();
@@ -69,8 +70,15 @@ pub(super) async fn answer_probes(
             Err(_) => std::future::pending().await,
         }
     };
+    let health = async {
+        if let Some(port) = health {
+            let _ = health::serve(health::address(port)).await;
+        }
+        std::future::pending::<()>().await;
+    };
     tokio::select! {
         () = probes => {}
+        () = health => {}
         _ = last_signals.come() => {}
     }
     tracing::info!("ending, long after another linkwise has taken over");

@@ -1,6 +1,5 @@
 //! Builds the node of `linkwise run` and starts its tasks, each as soon as its inputs exist.
 
-use std::net::Ipv6Addr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -96,14 +95,14 @@ pub(super) async fn serve(args: &RunArgs, last_signals: &mut LastSignals) -> Res
     }
     node.spawn("signals", orders.follow(release, node.shutdown()));
     if let Some(port) = args.healthcheck_port {
-        node.spawn("gRPC health", health::serve((Ipv6Addr::UNSPECIFIED, port).into()));
+        node.spawn("gRPC health", health::serve(health::address(port)));
     }
 
     let (metrics, address, hosts) = (node.metrics().clone(), node.metrics_address(), node.hosts.clone());
     node.serve().await?;
     // The container of a standby starts it again, as a standby.
     if handed_over.is_cancelled() && !args.takeover.standby {
-        answer_probes(&metrics, (address, hosts), last_signals).await;
+        answer_probes(&metrics, (address, hosts), args.healthcheck_port, last_signals).await;
         return Ok(End::HandedOver);
     }
     Ok(if anew.is_cancelled() { End::Anew } else { End::Ended })

@@ -1,5 +1,5 @@
-//! linkwise in the place of the GPU part of NVIDIA's DRA driver: under its name, with the variables that the GPU Operator's
-//! GPUCluster sets (v26.7.0, `manifests/state-dra-driver/0500_daemonset.yaml`), and with no others.
+//! linkwise in the place of the GPU part of NVIDIA's DRA driver: under its name, with the variables that the GPU
+//! Operator's GPUCluster sets (v26.7.0, `manifests/state-dra-driver/0500_daemonset.yaml`), and with no others.
 
 use std::fs;
 use std::os::unix::fs::symlink;
@@ -47,6 +47,16 @@ impl Driver {
         Self { child: command.spawn().unwrap(), log }
     }
 
+    /// The pods that have GPUs.
+    fn holders(&self) -> Vec<String> {
+        let socket = self.log.with_file_name("admin.sock");
+        let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_linkwise"));
+        let output = command.env_clear().args(["admin", "--socket"]).arg(socket).arg("state").output().unwrap();
+        let state: Value = serde_json::from_slice(&output.stdout).unwrap_or_default();
+        let allocations = state["allocations"].as_array().cloned().unwrap_or_default();
+        allocations.iter().map(|held| held["pod"].as_str().unwrap().to_owned()).collect()
+    }
+
     /// The health of a service, as the kubelet's probe asks for it.
     async fn health(&self, service: &str) -> Result<i32, tonic::Code> {
         let mut port = None;
@@ -76,7 +86,8 @@ async fn gpu_cluster_runs_linkwise_as_its_dra_driver() {
     let claim = node.claim("c", &["gpu-0", "gpu-3"]);
     let nodes = node.start_pod("p", &claim).await;
     assert_eq!(nodes, ["/dev/nvidia0", "/dev/nvidia3"]);
-    assert!(node.kubelet.state().resources.is_empty(), "there is no device plugin");
+    // The kubelet's PodResources were found below the host's root.
+    until(|| driver.holders().contains(&"p".to_owned())).await;
 
     // The container starts again: what it must know is on the node, in the driver's own folder.
     driver.child.kill().await.unwrap();

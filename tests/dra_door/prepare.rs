@@ -223,6 +223,11 @@ async fn unprepare_asks_nobody_and_knows_no_unknown_claim() {
     let unknown = name("never");
     assert!(refusal(&kubelet, &unknown).await.contains("there is no such claim"));
     end(&kubelet, &unknown).await;
+    // The log tells the two apart.
+    for (uid, nothing_left) in [("a", false), ("never", true)] {
+        let undone = |seen: &Occurrence| matches!(seen, Occurrence::Unprepared { claim, repeated, .. } if claim.uid == uid && *repeated == nothing_left);
+        node.wait(undone).await;
+    }
 }
 
 #[tokio::test]

@@ -1,5 +1,5 @@
-//! The DaemonSets that NVIDIA's GPU Operator makes of a ClusterPolicy or a GPUCluster that names our image. `gpu-operator.json` has them,
-//! and their source.
+//! The DaemonSets that NVIDIA's GPU Operator makes of a ClusterPolicy or a GPUCluster that names our image.
+//! `gpu-operator.json` has them, and their source.
 
 use std::fs;
 use std::io::Write as _;

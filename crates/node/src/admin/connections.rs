@@ -1,7 +1,7 @@
 //! HTTP connections of any listener: their greatest number, and their deadlines.
 //!
-//! Called by `mod` (the port), `local` (the Unix socket) and `health` (gRPC). A connection of HTTP/1 carries one request.
-//! No client can keep others out, or stay beyond its deadline.
+//! Called by `mod` (the port), `local` (the Unix socket) and `health` (gRPC). A connection of HTTP/1 carries one
+//! request. No client can keep others out, or stay beyond its deadline.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -22,10 +22,11 @@ use tokio::time::{sleep, timeout};
 use tower::ServiceExt;
 
 /// The most connections at once. A further one closes the oldest that has asked nothing; if all have asked, the oldest,
-/// which has had the most time to get its answer.
+/// which has had the most time to get its answer. A connection of HTTP/2 stays after its answer: there it is the oldest
+/// in any case, so that nobody who has just come is closed.
 const MAX_CONNECTIONS: usize = 64;
-/// The buffers of a connection for request and answer, in bytes.
-const MAX_BUFFER: usize = 16 << 10;
+/// The buffers of a connection for request and answer, in bytes; of HTTP/2, those of each request.
+const MAX_BUFFER: u32 = 16 << 10;
 /// The pause after a failed accept: file descriptors may be exhausted for a while.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
@@ -57,10 +58,11 @@ where
     F: Future<Output = io::Result<(S, Router)>>,
 {
     let mut http = http1::Builder::new();
-    http.keep_alive(false).max_buf_size(MAX_BUFFER);
+    http.keep_alive(false).max_buf_size(MAX_BUFFER as usize);
     let mut http_2 = http2::Builder::new(TokioExecutor::new());
-    http_2.max_concurrent_streams(MAX_STREAMS).max_send_buf_size(MAX_BUFFER);
-    http_2.max_header_list_size(u32::try_from(MAX_BUFFER).unwrap_or(u32::MAX));
+    http_2.max_concurrent_streams(MAX_STREAMS).max_send_buf_size(MAX_BUFFER as usize);
+    http_2.max_header_list_size(MAX_BUFFER).initial_stream_window_size(MAX_BUFFER);
+    http_2.initial_connection_window_size(MAX_STREAMS * MAX_BUFFER);
     let mut connections = FuturesUnordered::new();
     // The connections, oldest first.
     let mut open = BTreeMap::<u64, Open>::new();
@@ -73,7 +75,8 @@ where
             accepted = accept() => match accepted {
                 Ok((stream, routes)) => {
                     if open.len() >= MAX_CONNECTIONS {
-                        let silent = open.iter().find(|(_, one)| !one.has_asked.load(Ordering::Relaxed));
+                        let is_silent = |one: &Open| !one.has_asked.load(Ordering::Relaxed);
+                        let silent = open.iter().find(|(_, one)| protocol == Protocol::Http1 && is_silent(one));
                         let first = silent.or_else(|| open.first_key_value()).map(|(number, _)| *number);
                         first.and_then(|number| open.remove(&number)).iter().for_each(|one| one.end.abort());
                     }
@@ -113,11 +116,11 @@ mod tests {
     const PATIENCE: Duration = Duration::from_secs(20);
 
     /// A server with this deadline, and the sender of its connections.
-    fn server(deadline: Duration) -> (mpsc::Sender<DuplexStream>, impl Future<Output = ()>) {
+    fn server(protocol: Protocol, deadline: Duration) -> (mpsc::Sender<DuplexStream>, impl Future<Output = ()>) {
         let (connect, incoming) = mpsc::channel::<DuplexStream>(MAX_CONNECTIONS);
         let incoming = std::sync::Arc::new(Mutex::new(incoming));
         let routes = Router::new().route("/", get(|| async { "x".repeat(1 << 20) }));
-        let serving = serve(Protocol::Http1, deadline, move || {
+        let serving = serve(protocol, deadline, move || {
             let (incoming, routes) = (std::sync::Arc::clone(&incoming), routes.clone());
             async move {
                 let stream = incoming.lock().await.recv().await;
@@ -129,7 +132,7 @@ mod tests {
 
     #[tokio::test]
     async fn unread_answer_ends_with_the_deadline() {
-        let (connect, serving) = server(Duration::from_millis(20));
+        let (connect, serving) = server(Protocol::Http1, Duration::from_millis(20));
         let client = async {
             let (mut silent, ours) = duplex(64);
             connect.send(ours).await.unwrap();
@@ -147,8 +150,26 @@ mod tests {
     }
 
     #[tokio::test]
+    async fn http2_connection_ends_with_the_deadline() {
+        let (connect, serving) = server(Protocol::Http2, Duration::from_millis(20));
+        let client = async {
+            let (mut idle, ours) = duplex(1024);
+            connect.send(ours).await.unwrap();
+            // The preface, and settings without any (RFC 9113, 3.4 and 6.5).
+            idle.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0").await.unwrap();
+            let mut answer = Vec::new();
+            idle.read_to_end(&mut answer).await.unwrap();
+            assert_eq!(answer.get(3), Some(&4), "the server's settings come first: {answer:?}");
+        };
+        tokio::select! {
+            () = serving => {}
+            ended = timeout(PATIENCE, client) => ended.expect("the connection ends"),
+        }
+    }
+
+    #[tokio::test]
     async fn full_house_drops_the_oldest_that_has_asked_nothing() {
-        let (connect, serving) = server(PATIENCE);
+        let (connect, serving) = server(Protocol::Http1, PATIENCE);
         let client = async {
             let mut open = Vec::new();
             for at in 0..=MAX_CONNECTIONS {

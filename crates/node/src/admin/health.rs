@@ -1,10 +1,10 @@
-//! gRPC's health service (`grpc.health.v1.Health`) on a port of its own, for the kubelet's gRPC probes: the GPU Operator
-//! has them for a DRA driver, by the service `liveness`.
+//! gRPC's health service (`grpc.health.v1.Health`) on a port of its own, for the kubelet's gRPC probes: the GPU
+//! Operator has them for a DRA driver, by the service `liveness`.
 //!
 //! It says what `/livez` does, that the process answers, and takes no orders.
 
 use std::io::ErrorKind;
-use std::net::SocketAddr;
+use std::net::{Ipv6Addr, SocketAddr};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -20,8 +20,15 @@ use linkwise_core::backoff::Backoff;
 
 /// The service that NVIDIA's DRA driver has beside the unnamed one (`cmd/gpu-kubelet-plugin/health.go`).
 const LIVENESS: &str = "liveness";
+/// The longest request, in bytes: the name of a service.
+const MAX_REQUEST: usize = 4 << 10;
 /// The pauses between attempts to take a port that another process has.
 const PORT_PAUSES: Backoff = Backoff::new(Duration::from_secs(1), Duration::from_secs(30));
+
+/// All addresses, with this port.
+pub fn address(port: u16) -> SocketAddr {
+    (Ipv6Addr::UNSPECIFIED, port).into()
+}
 
 /// Serves for ever, from the moment at which the port is free.
 pub async fn serve(address: SocketAddr) -> anyhow::Result<()> {
@@ -29,7 +36,7 @@ pub async fn serve(address: SocketAddr) -> anyhow::Result<()> {
     tracing::info!(address = %listener.local_addr()?, "gRPC health service");
     let (reporter, service) = health_reporter();
     reporter.set_service_status(LIVENESS, ServingStatus::Serving).await;
-    let routes = Routes::new(service).into_axum_router();
+    let routes = Routes::new(service.max_decoding_message_size(MAX_REQUEST)).into_axum_router();
     let accept = || {
         let (listener, routes) = (Arc::clone(&listener), routes.clone());
         async move { Ok((listener.accept().await?.0, routes)) }
@@ -77,6 +84,14 @@ mod tests {
         client.check(request).await.map(|answer| answer.into_inner().status).map_err(|status| status.code())
     }
 
+    /// A watch that stays open.
+    async fn watch(address: SocketAddr) -> impl Sized {
+        let channel = Endpoint::from_shared(format!("http://{address}")).unwrap();
+        let mut client = HealthClient::new(channel.connect().await.unwrap());
+        let statuses = client.watch(HealthCheckRequest::default()).await.unwrap();
+        (client, statuses)
+    }
+
     #[tokio::test]
     async fn probes_are_answered_among_strangers_and_from_a_port_that_was_taken() {
         let other = listen::listen(([127, 0, 0, 1], 0).into()).unwrap();
@@ -93,14 +108,21 @@ mod tests {
                 assert_eq!(probe(address, service).await, Ok(serving), "{service}");
             }
             assert_eq!(probe(address, "readiness").await, Err(Code::NotFound));
-            let mut strangers = Vec::new();
+            // More than a name of a service is not read.
+            assert_eq!(probe(address, &"x".repeat(MAX_REQUEST)).await, Err(Code::OutOfRange));
+            let (mut strangers, mut watches) = (Vec::new(), Vec::new());
             for at in 0..STRANGERS {
-                let mut stranger = TcpStream::connect(address).await.unwrap();
-                // Some say nothing, others speak HTTP/1.
-                if at % 2 == 0 {
-                    stranger.write_all(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n").await.unwrap();
+                // Some say nothing, others speak HTTP/1, or follow the service for ever.
+                match at % 3 {
+                    0 => watches.push(watch(address).await),
+                    kind => {
+                        let mut stranger = TcpStream::connect(address).await.unwrap();
+                        if kind == 1 {
+                            stranger.write_all(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n").await.unwrap();
+                        }
+                        strangers.push(stranger);
+                    }
                 }
-                strangers.push(stranger);
                 if at % 20 == 0 {
                     assert_eq!(probe(address, LIVENESS).await, Ok(serving));
                 }
