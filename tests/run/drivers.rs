@@ -248,7 +248,7 @@ async fn library_replaced_during_a_start_is_loaded() {
     let node = setup.start().await;
     let first = node.agent(&[]).await;
     let control = node.setup.at(&format!("control.{first}"));
-    until(async || control.exists().then_some(()).ok_or(first)).await;
+    until(async || UnixStream::connect(&control).map(drop)).await;
     // It has loaded the old one, and has not seen the GPUs yet.
     let new = node.setup.at("new.so");
     std::fs::copy(&real, &new).unwrap();
@@ -273,7 +273,7 @@ async fn library_below_a_root_is_known_from_the_last_agent() {
     signal("KILL", first);
     let second = node.agent(&[first]).await;
     let control = node.setup.at(&format!("control.{second}"));
-    until(async || control.exists().then_some(()).ok_or(second)).await;
+    until(async || UnixStream::connect(&control).map(drop)).await;
     let new = node.setup.at("new.so");
     std::fs::copy(&real, &new).unwrap();
     std::fs::rename(&new, &library).unwrap();
@@ -301,8 +301,9 @@ async fn a_gpu_that_waits_for_its_trial_holds_up_no_new_library() {
 }
 
 /// So many events do not fit into a socket that is not read (Linux counts a few hundred bytes for each message, against
-/// 208 KiB): most of them still wait in the library, and one in the thread that sends them.
-const TOO_MANY: u32 = 1000;
+/// 208 KiB): many of them still wait in the library, and one in the thread that sends them. With many more a slow machine
+/// would not hear them out within the agent's retirement.
+const TOO_MANY: u32 = 600;
 
 #[tokio::test]
 async fn events_before_a_standby_listens_are_not_lost() {
@@ -331,7 +332,7 @@ async fn heard_from_the_first(before: u32) {
         std::fs::rename(&new, &library).unwrap();
         let second = node.agent(&[first]).await;
         let control = node.setup.at(&format!("control.{second}"));
-        until(async || control.exists().then_some(()).ok_or(second)).await;
+        until(async || UnixStream::connect(&control).map(drop)).await;
         node.process.signal("STOP");
         // The second agent waits for no events yet, and the first one is not read.
         if before > 0 {
@@ -409,7 +410,7 @@ async fn xid_of_a_new_agent_does_not_wait_for_a_stuck_old_one() {
         std::fs::rename(&new, &library).unwrap();
         let next = node.agent(&known).await;
         let control = node.setup.at(&format!("control.{next}"));
-        until(async || control.exists().then_some(()).ok_or(next)).await;
+        until(async || UnixStream::connect(&control).map(drop)).await;
         signal("STOP", old);
         let series = format!("linkwise_xid_errors_total{{uuid=\"{}\",xid=\"{xid}\"}}", uuid(1, 0));
         for command in ["unhang nvmlInit_v2", "calls nvmlDeviceGetTemperature 16", &format!("xid 0 {xid}")] {
