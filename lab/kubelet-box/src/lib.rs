@@ -192,9 +192,10 @@ impl KubeletBox {
             return Err(BoxError::Running);
         }
         let life = Life::new(Arc::clone(&self.core));
+        // Before anybody can register, as `Start` of a kubelet's device manager reads its checkpoint first (manager.go).
+        let stamps = self.core.change(|book| book.started(after == Restart::Kubelet));
         registration::serve(&life)?;
         pod_resources::serve(&life)?;
-        let stamps = self.core.change(|book| book.started(after == Restart::Kubelet));
         for (resource, stamp) in stamps {
             life.expire_later(resource, stamp);
         }
