@@ -84,6 +84,8 @@ tools: $(HELM_FOLDER)/bin/helm $(GRAFANA_FOLDER)/grafana_foundation_sdk $(ACTION
 	@command -v perl >/dev/null || $(MAKE) setup PACKAGES=perl
 	@tests/tools/debian.sh --alone mmdebstrap mmdebstrap=usr/bin/mmdebstrap
 	@tests/tools/debian.sh --alone runc runc=usr/sbin/runc
+	@# A release names every crate of Cargo.lock, those of other systems too; a build downloads its own alone.
+	@$(CARGO) fetch --locked --quiet
 	@# To which a release's chart is pushed.
 	@tests/tools/debian.sh --alone docker-registry docker-registry=usr/bin/docker-registry
 	@# Debian 12's kubectl is 1.20, whose kustomize knows no components.
