@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use linkwise_core::claims::{
     AllocatedConfig, AllocatedDevice, Claim, ClaimError, ClaimName, DeviceRefusal, Node, OpaqueConfig, Prepared,
-    devices, plan,
+    PreparedDevice, devices, plan,
 };
 use linkwise_core::publish::RdmaNodes;
 use linkwise_core::publish::injection::{CdiOptions, HostDevices, InjectionOptions};
@@ -101,8 +101,10 @@ fn fits(claim: &Claim, prepared: &Prepared) {
     for order in prepared.mps.iter().map(|mps| &mps.order) {
         assert!((1..=100).contains(&order.thread_percentage) && order.name().is_some(), "{order:?}");
         for gpu in &order.gpus {
-            let own = prepared.devices.iter().find(|device| device.gpu == gpu.gpu).expect("a GPU of the claim");
-            assert!(own.mig.is_none() && !own.admin && own.share.is_some() != order.exclusive, "{order:?}");
+            // The same claim may look at the GPU with admin access too, which is no user of MPS.
+            let is_own = |device: &&PreparedDevice| device.gpu == gpu.gpu && !device.admin;
+            let own = prepared.devices.iter().find(is_own).expect("a GPU that the claim has");
+            assert!(own.mig.is_none() && own.share.is_some() != order.exclusive, "{order:?}");
             assert!(gpu.mib.is_none_or(|mib| (1..=81_559).contains(&mib)), "{order:?}");
         }
     }
