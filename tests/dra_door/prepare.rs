@@ -225,7 +225,10 @@ async fn unprepare_asks_nobody_and_knows_no_unknown_claim() {
     end(&kubelet, &unknown).await;
     // The log tells the two apart.
     for (uid, nothing_left) in [("a", false), ("never", true)] {
-        let undone = |seen: &Occurrence| matches!(seen, Occurrence::Unprepared { claim, repeated, .. } if claim.uid == uid && *repeated == nothing_left);
+        let undone = |seen: &Occurrence| match seen {
+            Occurrence::Unprepared { claim, repeated, .. } => claim.uid == uid && *repeated == nothing_left,
+            _ => false,
+        };
         node.wait(undone).await;
     }
 }

@@ -37,8 +37,9 @@ pub const INIT: &str = "nvmlInit_v2";
 /// The names of the driver's library: the first as drivers install it, the second as development packages do.
 const LIBRARIES: [&str; 2] = ["libnvidia-ml.so.1", "libnvidia-ml.so"];
 
-/// The time after which a wait for events has found none: a pending event ends the wait at once.
-const SETTLED: Duration = Duration::from_millis(20);
+/// The time after which a wait for events has found none. A pending event ends the wait at once, but the thread that waits
+/// may not run for as long on a busy node: with 20 ms events were lost beside fifteen busy threads for a core.
+const SETTLED: Duration = Duration::from_millis(100);
 /// The time that the process waits for the parent to take the last events. The parent reads for longer (`child`).
 const HEARING_OUT: Duration = Duration::from_secs(1);
 
