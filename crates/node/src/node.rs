@@ -26,10 +26,9 @@ use super::observe::{self, GpuFailures, Reported};
 use super::page::Pages;
 use super::readiness::{Part, Readiness};
 use super::state_loop::StateWriter;
-use crate::admin::{Admin, Answers, Choice, Hosts};
+use crate::admin::{Admin, Answers, Choice, Hosts, PORT_PAUSES};
 use crate::metrics::{self, Metrics};
 use linkwise_core::allocation::AllocationReport;
-use linkwise_core::backoff::Backoff;
 use linkwise_core::once::Once;
 use linkwise_core::state::{Door, Effect, Event, Health, HealthRecord, NodeState, NumaHints, ResourceName};
 use linkwise_core::topology::{GpuUuid, NodeObservation};
@@ -44,8 +43,6 @@ const EVENTS: usize = 256;
 const DUTIES: usize = 8;
 /// The most occurrences that may be queued for the log; the metrics count further ones, which are not logged.
 const OCCURRENCES: usize = 1024;
-/// The pauses between attempts to take a metrics port that another process has.
-const PORT_PAUSES: Backoff = Backoff::new(Duration::from_secs(1), Duration::from_secs(30));
 /// The longest time for the tasks to end; the whole process has a second, and the plugins half of one.
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_millis(750);
 

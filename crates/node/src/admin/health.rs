@@ -6,7 +6,6 @@
 use std::io::ErrorKind;
 use std::net::{Ipv6Addr, SocketAddr};
 use std::sync::Arc;
-use std::time::Duration;
 
 use tokio::net::TcpListener;
 use tokio::time::sleep;
@@ -15,15 +14,12 @@ use tonic_health::ServingStatus;
 use tonic_health::server::health_reporter;
 
 use super::connections::{self, Protocol};
-use super::{DEADLINE, listen};
-use linkwise_core::backoff::Backoff;
+use super::{DEADLINE, PORT_PAUSES, listen};
 
 /// The service that NVIDIA's DRA driver has beside the unnamed one (`cmd/gpu-kubelet-plugin/health.go`).
 const LIVENESS: &str = "liveness";
 /// The longest request, in bytes: the name of a service.
 const MAX_REQUEST: usize = 4 << 10;
-/// The pauses between attempts to take a port that another process has.
-const PORT_PAUSES: Backoff = Backoff::new(Duration::from_secs(1), Duration::from_secs(30));
 
 /// All addresses, with this port.
 pub fn address(port: u16) -> SocketAddr {

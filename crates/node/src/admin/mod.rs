@@ -28,6 +28,7 @@ use tokio::net::TcpListener;
 use tokio::sync::Mutex;
 
 use connections::Protocol;
+use linkwise_core::backoff::Backoff;
 use linkwise_core::quote::quoted;
 
 pub use hosts::Hosts;
@@ -35,6 +36,8 @@ pub use local::{Answer, Local, LocalError, Order, Orders, Outcome};
 pub use page::{Choice, Page, Slots, View};
 pub use state::{AllocationState, GpuState, OutlookState, ReasonState, ResourceState, State};
 
+/// The pauses between attempts to take a port that another process has.
+pub(crate) const PORT_PAUSES: Backoff = Backoff::new(Duration::from_secs(1), Duration::from_secs(30));
 /// The longest time for one connection: as long as Prometheus waits for a scrape.
 const DEADLINE: Duration = Duration::from_secs(10);
 
