@@ -28,6 +28,7 @@ mod events;
 mod life;
 mod mig_orders;
 mod numbers;
+mod real;
 
 /// After this long, what should have happened will not.
 const LIMIT: Duration = Duration::from_secs(20);
@@ -307,9 +308,14 @@ async fn a_round_says_how_each_gpu_is() {
         panic!("no round with the first look")
     };
     assert_eq!(gpus.keys().collect::<Vec<_>>(), [0, 1, 2, 3].map(uuid).iter().collect::<Vec<_>>());
-    let quiet = HealthPoll { reach: Reach::Answers, nvlinks_down: Some(vec![]), ..HealthPoll::default() };
+    let quiet = HealthPoll {
+        reach: Reach::Answers,
+        nvlinks_down: Some(vec![]),
+        fabric: Some(FabricHealth::Unused),
+        ..HealthPoll::default()
+    };
     assert_eq!(gpus[&uuid(2)], quiet);
-    assert_eq!(gpus[&uuid(3)], HealthPoll { nvlinks_down: None, ..quiet.clone() });
+    assert_eq!(gpus[&uuid(3)], HealthPoll { nvlinks_down: None, fabric: None, ..quiet.clone() });
     let down = HealthPoll { nvlinks_down: Some(vec![2]), fabric: Some(FabricHealth::Joined), ..quiet };
     assert_eq!(gpus[&uuid(0)], down);
 

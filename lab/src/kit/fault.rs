@@ -61,7 +61,7 @@ pub(super) async fn judge(
 ) -> Result<String> {
     let counted = async || -> Result<u64> {
         let is_meant = |uuid: &str, xid| xid == fault.xid && gpu.is_none_or(|gpu| gpu == uuid);
-        let xids = linkwise.xids().await?;
+        let xids = linkwise.metrics().xids().await?;
         Ok(xids.iter().filter(|((uuid, xid), _)| is_meant(uuid, *xid)).map(|(_, count)| count).sum())
     };
     let (before, logged) = (counted().await?, linkwise.logged());
@@ -82,7 +82,7 @@ pub(super) async fn judge(
     let what = format!("{} ({status}): its XID {xid} is logged and counted{of}: {before}, then {now}", fault.name());
     report.promise(is_noticed && output.status.success(), &what)?;
     if !is_noticed {
-        report.note(false, &format!("all counted XIDs: {:?}", linkwise.xids().await?))?;
+        report.note(false, &format!("all counted XIDs: {:?}", linkwise.metrics().xids().await?))?;
     }
     Ok(text)
 }

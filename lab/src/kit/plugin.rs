@@ -1,4 +1,5 @@
-//! linkwise as a device plugin: a pod gets a GPU, idle processes are measured, and applications fault on a GPU.
+//! linkwise as a device plugin: a pod gets a GPU, idle processes are measured, applications fault on a GPU, and a
+//! successor takes over.
 
 use std::fs;
 use std::path::Path;
@@ -9,7 +10,7 @@ use linkwise_kubelet_box::{DeviceSpec, KubeletBox, Options, Pod};
 use tokio::time::sleep;
 
 use super::program::Linkwise;
-use super::{KitArgs, LIMIT, Report, fault, footprint};
+use super::{KitArgs, LIMIT, Report, fault, footprint, takeover};
 
 const GPU: &str = "nvidia.com/gpu";
 
@@ -20,11 +21,12 @@ pub(super) async fn play(args: &KitArgs, report: &Report) -> Result<()> {
     options.pod_resources = Some(at("pod-resources/kubelet.sock"));
     options.wait_timeout = LIMIT;
     let kubelet = KubeletBox::start(options)?;
-    let ways = ["--device-list-strategy=envvar,cdi-cri", "--pass-device-specs=true"];
-    let mut linkwise = Linkwise::start(args, folder.path(), "", |command| {
-        command.args(ways);
-    })
-    .await?;
+    let start = |door| {
+        Linkwise::start(args, folder.path(), door, |command| {
+            command.args(["--device-list-strategy=envvar,cdi-cri", "--pass-device-specs=true"]);
+        })
+    };
+    let mut linkwise = start("").await?;
     let listed = kubelet.wait(|state| state.resources.get(GPU).is_some_and(|gpus| !gpus.healthy.is_empty()));
     let listed = async { listed.await.context("the kubelet has no healthy GPU") };
     let state = linkwise.beside(listed).await?;
@@ -49,7 +51,9 @@ pub(super) async fn play(args: &KitArgs, report: &Report) -> Result<()> {
     let now = state.resources.get(GPU).map(|gpus| gpus.healthy.clone()).unwrap_or_default();
     let text = format!("after the faults {} of {} GPUs are healthy", now.len(), healthy.len());
     report.promise(now == healthy, &text)?;
-    linkwise.stop(report).await?;
+    report.write("metrics.txt", linkwise.metrics().text().await?)?;
+    let successor = start("-successor");
+    takeover::play(args, report, &kubelet, linkwise, successor).await?.stop(report).await?;
     kubelet.stop().await?;
     Ok(())
 }

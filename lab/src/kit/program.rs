@@ -83,17 +83,19 @@ impl Linkwise {
         fs::read_to_string(&self.log).unwrap_or_default().matches(HARMLESS).count()
     }
 
-    /// The counted XIDs by GPU and code.
-    pub async fn xids(&self) -> Result<BTreeMap<(String, u64), u64>> {
-        Ok(xids(&timeout(LIMIT, self.metrics()).await.context("the metrics port does not answer")??))
+    /// The port for its metrics.
+    pub fn metrics(&self) -> Metrics {
+        Metrics(self.metrics)
     }
 
-    async fn metrics(&self) -> Result<String> {
-        let mut stream = TcpStream::connect(self.metrics).await.context("cannot reach the metrics port")?;
-        stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n").await?;
-        let mut text = String::new();
-        stream.read_to_string(&mut text).await?;
-        Ok(text)
+    /// Waits until the log has these words.
+    pub async fn wait_for_log(&self, words: &str) -> Result<()> {
+        let logged = async {
+            while !fs::read_to_string(&self.log).unwrap_or_default().contains(words) {
+                sleep(Duration::from_millis(20)).await;
+            }
+        };
+        timeout(LIMIT, logged).await.with_context(|| format!("{}: no line '{words}'", self.log.display()))
     }
 
     /// Ends it, as a kubelet does.
@@ -103,6 +105,28 @@ impl Linkwise {
         kill.arg(self.id.to_string()).env_remove("LD_LIBRARY_PATH").status().await.context("kill")?;
         let ended = timeout(LIMIT, self.process.wait()).await.context("linkwise does not end")??;
         report.promise(ended.success(), &format!("linkwise ended: {ended}"))
+    }
+}
+
+/// The port for the metrics of a linkwise.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Metrics(SocketAddr);
+
+impl Metrics {
+    pub async fn text(self) -> Result<String> {
+        let read = async {
+            let mut stream = TcpStream::connect(self.0).await.context("cannot reach the metrics port")?;
+            stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n").await?;
+            let mut text = String::new();
+            stream.read_to_string(&mut text).await?;
+            anyhow::Ok(text)
+        };
+        timeout(LIMIT, read).await.context("the metrics port does not answer")?
+    }
+
+    /// The counted XIDs by GPU and code.
+    pub async fn xids(self) -> Result<BTreeMap<(String, u64), u64>> {
+        Ok(xids(&self.text().await?))
     }
 }
 

@@ -6,7 +6,7 @@ use std::mem::size_of;
 use nvml_wrapper_sys::bindings::*;
 
 use super::{INVALID, UNSUPPORTED, exports, pci_info, put, version};
-use crate::machine::{Fabric, Machine, NvLinks, Remote};
+use crate::machine::{NvLinks, Remote};
 use crate::state::{Answer, State, enter_gpu};
 
 /// A link's remote end, and its state. If the machine file does not mention NVLinks, the GPU cannot tell:
@@ -22,11 +22,16 @@ fn link(state: &State, at: usize, link: c_uint) -> Answer<(Remote, c_uint)> {
     Ok((group.remote, now.ok_or(UNSUPPORTED)?))
 }
 
-/// A link's state as a field has it. Drivers have the field for Hopper and later; NCCL asks for it there.
-pub(super) fn link_state(state: &State, at: usize, number: c_uint) -> Answer<c_uint> {
+/// Returns true for a GPU of the generation Hopper or a later one.
+fn is_from_hopper_on(state: &State, at: usize) -> bool {
     let capability = state.machine.gpus.get(at).and_then(|gpu| gpu.compute_capability.as_deref());
     let major = capability.and_then(|capability| capability.split('.').next()?.parse::<c_uint>().ok());
-    let has_field = !state.without_link_fields && major.is_some_and(|major| major >= 9);
+    major.is_some_and(|major| major >= 9)
+}
+
+/// A link's state as a field has it. Drivers have the field for Hopper and later; NCCL asks for it there.
+pub(super) fn link_state(state: &State, at: usize, number: c_uint) -> Answer<c_uint> {
+    let has_field = !state.without_link_fields && is_from_hopper_on(state, at);
     if has_field { Ok(link(state, at, number)?.1) } else { Err(UNSUPPORTED) }
 }
 
@@ -35,16 +40,21 @@ fn is_up(state: &State, at: usize, number: c_uint) -> Answer<bool> {
     Ok(link(state, at, number)?.1 == NVML_NVLINK_STATE_ACTIVE)
 }
 
-fn fabric(machine: &Machine, at: usize) -> Answer<(&Fabric, [u8; 16])> {
-    let fabric = machine.gpus.get(at).and_then(|gpu| gpu.fabric.as_ref()).ok_or(UNSUPPORTED)?;
+/// A GPU's registration at the fabric: joined, unless a test says otherwise. Of a GPU without a fabric a driver says so in
+/// the answer: 580.159.04 did of an H200 without NVLinks. Before Hopper there is none to ask for.
+fn fabric(state: &State, at: usize) -> Answer<nvmlGpuFabricInfo_t> {
+    let ordered = state.fabrics.get(&at).copied();
+    let Some(fabric) = state.machine.gpus.get(at).and_then(|gpu| gpu.fabric.as_ref()) else {
+        if !is_from_hopper_on(state, at) {
+            return Err(UNSUPPORTED);
+        }
+        let (joined, status) = ordered.unwrap_or((NVML_GPU_FABRIC_STATE_NOT_SUPPORTED, nvmlReturn_enum_NVML_SUCCESS));
+        return Ok(nvmlGpuFabricInfo_t { clusterUuid: [0; 16], status, cliqueId: 0, state: joined as _ });
+    };
     let digits: String = fabric.cluster.chars().filter(char::is_ascii_hexdigit).collect();
     let number = u128::from_str_radix(&digits, 16).map_err(|_| nvmlReturn_enum_NVML_ERROR_UNKNOWN)?;
-    Ok((fabric, number.to_be_bytes()))
-}
-
-/// The fabric's state and status: joined, unless a test says otherwise.
-fn joined(state: &State, at: usize) -> (u32, u32) {
-    state.fabrics.get(&at).copied().unwrap_or((NVML_GPU_FABRIC_STATE_COMPLETED, nvmlReturn_enum_NVML_SUCCESS))
+    let (joined, status) = ordered.unwrap_or((NVML_GPU_FABRIC_STATE_COMPLETED, nvmlReturn_enum_NVML_SUCCESS));
+    Ok(nvmlGpuFabricInfo_t { clusterUuid: number.to_be_bytes(), status, cliqueId: fabric.clique, state: joined as _ })
 }
 
 exports! {
@@ -89,28 +99,16 @@ exports! {
 
     fn nvmlDeviceGetGpuFabricInfo(device: nvmlDevice_t, info: *mut nvmlGpuFabricInfo_t) {
         let (state, at) = enter_gpu("nvmlDeviceGetGpuFabricInfo", device)?;
-        let (fabric, cluster) = fabric(&state.machine, at)?;
-        put(info, nvmlGpuFabricInfo_t {
-            clusterUuid: cluster,
-            status: joined(&state, at).1,
-            cliqueId: fabric.clique,
-            state: joined(&state, at).0 as _,
-        })
+        put(info, fabric(&state, at)?)
     }
 
     fn nvmlDeviceGetGpuFabricInfoV(device: nvmlDevice_t, info: *mut nvmlGpuFabricInfoV_t) {
         let (state, at) = enter_gpu("nvmlDeviceGetGpuFabricInfoV", device)?;
-        let (fabric, cluster) = fabric(&state.machine, at)?;
+        let nvmlGpuFabricInfo_t { clusterUuid, status, cliqueId, state } = fabric(&state, at)?;
         let known = [(size_of::<nvmlGpuFabricInfo_v2_t>(), 2), (size_of::<nvmlGpuFabricInfo_v3_t>(), 3)];
         let version = version(info, &known)?;
         // Version 3 begins as version 2 does.
-        put(info.cast(), nvmlGpuFabricInfo_v2_t {
-            version,
-            clusterUuid: cluster,
-            status: joined(&state, at).1,
-            cliqueId: fabric.clique,
-            state: joined(&state, at).0 as _,
-            healthMask: 0,
-        })
+        let info = info.cast();
+        put(info, nvmlGpuFabricInfo_v2_t { version, clusterUuid, status, cliqueId, state, healthMask: 0 })
     }
 }

@@ -1,0 +1,78 @@
+//! A second linkwise takes over from the first, as in an upgrade, while an application faults on a GPU again and again.
+
+use std::cell::{Cell, OnceCell};
+use std::process::Stdio;
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use linkwise_kubelet_box::{KubeletBox, ResourceState};
+use tokio::time::{sleep, timeout};
+
+use super::program::{Linkwise, Metrics};
+use super::{KitArgs, LIMIT, Report};
+
+/// The time after which every process that watches the GPU has counted the XID of a program that has ended.
+const NOTICED: Duration = Duration::from_millis(500);
+
+/// `successor` starts the second process, which is returned after the first one's end.
+pub(super) async fn play(
+    args: &KitArgs,
+    report: &Report,
+    kubelet: &KubeletBox,
+    first: Linkwise,
+    successor: impl Future<Output = Result<Linkwise>>,
+) -> Result<Linkwise> {
+    let before = kubelet.state();
+    let (second, is_over, started) = (OnceCell::new(), Cell::new(false), Cell::new(0));
+    let counted = async || -> Result<[u64; 2]> {
+        let sum = async |metrics: Metrics| anyhow::Ok(metrics.xids().await?.values().sum());
+        let of_second = match second.get() {
+            Some(metrics) => sum(*metrics).await?,
+            None => 0,
+        };
+        Ok([sum(first.metrics()).await?, of_second])
+    };
+    let faults = async {
+        let (begin, mut unseen) = (counted().await?, 0);
+        while let Some(fault) = args.fault.first().filter(|_| !is_over.get()) {
+            let known = counted().await?;
+            started.set(started.get() + 1);
+            let mut command = fault.plain();
+            command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).kill_on_drop(true);
+            timeout(LIMIT, command.status()).await.context("the fault takes too long")??;
+            sleep(NOTICED).await;
+            unseen += usize::from(counted().await? == known);
+        }
+        let (now, started) = (counted().await?, started.get());
+        let by = format!("{} by the first process, {} by the second", now[0] - begin[0], now[1]);
+        report.promise(unseen == 0, &format!("XIDs during a takeover: {started}, unseen: {unseen}; counted {by}"))
+    };
+    let takeover = async {
+        // It begins in the middle of a fault.
+        while started.get() == 0 && !args.fault.is_empty() {
+            sleep(Duration::from_millis(10)).await;
+        }
+        let successor: Result<Linkwise> = async {
+            let successor = successor.await?;
+            // Set once.
+            let _ = second.set(successor.metrics());
+            successor.wait_for_log("took over this node").await?;
+            Ok(successor)
+        }
+        .await;
+        is_over.set(true);
+        successor
+    };
+    let (faults, successor) = tokio::join!(faults, takeover);
+    let successor = successor.context("the takeover")?;
+    faults?;
+    first.stop(report).await?;
+    let now = kubelet.state();
+    let is_kept = |(name, before): (&String, &ResourceState)| {
+        let now = now.resources.get(name);
+        now.is_some_and(|now| now.connected && now.healthy == before.healthy && now.allocated == before.allocated)
+    };
+    let is_kept = now.violations.is_empty() && before.resources.iter().all(is_kept);
+    report.promise(is_kept, "after the takeover the kubelet has the same healthy devices, and the pod its own")?;
+    Ok(successor)
+}
