@@ -2,7 +2,7 @@
 # What linkwise sees and does on a machine with a GPU: run.sh REPORT. Needs bash and NVIDIA's driver, takes less than
 # eight minutes, changes no setting and resets nothing. A process of its own faults on a GPU on purpose, as a broken CUDA
 # program does; as root, or where users may have namespaces, again with just the device nodes and mounts of a claim's
-# CDI spec.
+# CDI spec. linkwise lets go of the driver and takes it again; the driver and other programs are left as they are.
 #
 # REPORT becomes a folder: summary.txt, every NVML call with code and time (nvml-calls*.tsv), the machine as a node file
 # without serial numbers (machine.yaml), doctor, topology, labels, the answer to an admission (allocate.txt), with DRA

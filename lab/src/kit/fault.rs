@@ -13,7 +13,7 @@ use super::program::Linkwise;
 use super::{LIMIT, Report};
 
 /// The longest time from the end of a faulting program until its XID is counted.
-const NOTICED: Duration = Duration::from_secs(20);
+pub(super) const NOTICED: Duration = Duration::from_secs(20);
 
 /// A command, and the XID that it causes.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -40,6 +40,14 @@ impl Fault {
         let mut command = Command::new(program);
         command.args(rest);
         command
+    }
+
+    /// Runs it, and forgets what it prints.
+    pub async fn cause(&self) -> Result<()> {
+        let mut command = self.plain();
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).kill_on_drop(true);
+        timeout(LIMIT, command.status()).await.context("the fault takes too long")??;
+        Ok(())
     }
 
     /// The name of the program, and its words.

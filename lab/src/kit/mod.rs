@@ -11,6 +11,7 @@ mod fault;
 mod footprint;
 mod plugin;
 mod program;
+mod release;
 mod takeover;
 
 use std::cell::Cell;

@@ -1,5 +1,5 @@
-//! linkwise as a device plugin: a pod gets a GPU, idle processes are measured, applications fault on a GPU, and a
-//! successor takes over.
+//! linkwise as a device plugin: a pod gets a GPU, idle processes are measured, applications fault on a GPU, the
+//! driver is released and resumed, and a successor takes over.
 
 use std::fs;
 use std::path::Path;
@@ -10,7 +10,7 @@ use linkwise_kubelet_box::{DeviceSpec, KubeletBox, Options, Pod};
 use tokio::time::sleep;
 
 use super::program::Linkwise;
-use super::{KitArgs, LIMIT, Report, fault, footprint, takeover};
+use super::{KitArgs, LIMIT, Report, fault, footprint, release, takeover};
 
 const GPU: &str = "nvidia.com/gpu";
 
@@ -51,6 +51,7 @@ pub(super) async fn play(args: &KitArgs, report: &Report) -> Result<()> {
     let now = state.resources.get(GPU).map(|gpus| gpus.healthy.clone()).unwrap_or_default();
     let text = format!("after the faults {} of {} GPUs are healthy", now.len(), healthy.len());
     report.promise(now == healthy, &text)?;
+    release::play(args, report, &linkwise, &at("admin/admin.sock")).await?;
     report.write("metrics.txt", linkwise.metrics().text().await?)?;
     let successor = start("-successor");
     takeover::play(args, report, &kubelet, linkwise, successor).await?.stop(report).await?;

@@ -88,14 +88,14 @@ impl Linkwise {
         Metrics(self.metrics)
     }
 
-    /// Waits until the log has these words.
-    pub async fn wait_for_log(&self, words: &str) -> Result<()> {
+    /// Waits until the log has these words so many times.
+    pub async fn wait_for_log(&self, words: &str, times: usize) -> Result<()> {
         let logged = async {
-            while !fs::read_to_string(&self.log).unwrap_or_default().contains(words) {
+            while fs::read_to_string(&self.log).unwrap_or_default().matches(words).count() < times {
                 sleep(Duration::from_millis(20)).await;
             }
         };
-        timeout(LIMIT, logged).await.with_context(|| format!("{}: no line '{words}'", self.log.display()))
+        timeout(LIMIT, logged).await.with_context(|| format!("{}: not {times} times '{words}'", self.log.display()))
     }
 
     /// Ends it, as a kubelet does.
@@ -127,6 +127,11 @@ impl Metrics {
     /// The counted XIDs by GPU and code.
     pub async fn xids(self) -> Result<BTreeMap<(String, u64), u64>> {
         Ok(xids(&self.text().await?))
+    }
+
+    /// The number of counted XIDs. The log names a repeated one less often.
+    pub async fn all_xids(self) -> Result<u64> {
+        Ok(self.xids().await?.values().sum())
     }
 }
 

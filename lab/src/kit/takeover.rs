@@ -1,7 +1,6 @@
 //! A second linkwise takes over from the first, as in an upgrade, while an application faults on a GPU again and again.
 
 use std::cell::{Cell, OnceCell};
-use std::process::Stdio;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
@@ -23,23 +22,20 @@ pub(super) async fn play(
     successor: impl Future<Output = Result<Linkwise>>,
 ) -> Result<Linkwise> {
     let before = kubelet.state();
-    let (second, is_over, started) = (OnceCell::new(), Cell::new(false), Cell::new(0));
+    let (second, is_over, started) = (OnceCell::<Metrics>::new(), Cell::new(false), Cell::new(0));
     let counted = async || -> Result<[u64; 2]> {
-        let sum = async |metrics: Metrics| anyhow::Ok(metrics.xids().await?.values().sum());
         let of_second = match second.get() {
-            Some(metrics) => sum(*metrics).await?,
+            Some(metrics) => metrics.all_xids().await?,
             None => 0,
         };
-        Ok([sum(first.metrics()).await?, of_second])
+        Ok([first.metrics().all_xids().await?, of_second])
     };
     let faults = async {
         let (begin, mut unseen) = (counted().await?, 0);
         while let Some(fault) = args.fault.first().filter(|_| !is_over.get()) {
             let known = counted().await?;
             started.set(started.get() + 1);
-            let mut command = fault.plain();
-            command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).kill_on_drop(true);
-            timeout(LIMIT, command.status()).await.context("the fault takes too long")??;
+            fault.cause().await?;
             sleep(NOTICED).await;
             unseen += usize::from(counted().await? == known);
         }
@@ -48,15 +44,18 @@ pub(super) async fn play(
         report.promise(unseen == 0, &format!("XIDs during a takeover: {started}, unseen: {unseen}; counted {by}"))
     };
     let takeover = async {
-        // It begins in the middle of a fault.
-        while started.get() == 0 && !args.fault.is_empty() {
-            sleep(Duration::from_millis(10)).await;
-        }
+        let begun = async {
+            while started.get() == 0 && !args.fault.is_empty() {
+                sleep(Duration::from_millis(10)).await;
+            }
+        };
+        // It begins in the middle of a fault; one that cannot start ends the other side, which says so.
+        let _ = timeout(LIMIT, begun).await;
         let successor: Result<Linkwise> = async {
             let successor = successor.await?;
             // Set once.
             let _ = second.set(successor.metrics());
-            successor.wait_for_log("took over this node").await?;
+            successor.wait_for_log("took over this node", 1).await?;
             Ok(successor)
         }
         .await;
