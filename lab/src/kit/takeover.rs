@@ -7,11 +7,12 @@ use anyhow::{Context, Result};
 use linkwise_kubelet_box::{KubeletBox, ResourceState};
 use tokio::time::{sleep, timeout};
 
+use super::fault::NOTICED;
 use super::program::{Linkwise, Metrics};
 use super::{KitArgs, LIMIT, Report};
 
-/// The time after which every process that watches the GPU has counted the XID of a program that has ended.
-const NOTICED: Duration = Duration::from_millis(500);
+/// The time by which one process may count an XID later than the other.
+const APART: Duration = Duration::from_millis(500);
 
 /// `successor` starts the second process, which is returned after the first one's end.
 pub(super) async fn play(
@@ -36,8 +37,14 @@ pub(super) async fn play(
             let known = counted().await?;
             started.set(started.get() + 1);
             fault.cause().await?;
-            sleep(NOTICED).await;
-            unseen += usize::from(counted().await? == known);
+            let seen = timeout(NOTICED, async {
+                while counted().await? == known {
+                    sleep(Duration::from_millis(20)).await;
+                }
+                anyhow::Ok(())
+            });
+            unseen += usize::from(!matches!(seen.await, Ok(Ok(()))));
+            sleep(APART).await;
         }
         let (now, started) = (counted().await?, started.get());
         let by = format!("{} by the first process, {} by the second", now[0] - begin[0], now[1]);
