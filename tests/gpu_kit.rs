@@ -156,9 +156,11 @@ fn kit_reports_calls_admission_claim_and_faults() {
     let reported = driver.join().unwrap();
     assert!(output.status.success(), "{summary}\n{output:?}");
     let xids: Vec<&str> = reported.iter().map(|(_, xid)| xid.as_str()).collect();
-    // Between the two doors' faults are the one after the release, and those of the takeover.
-    let [first, second, resumed, takeover @ .., third, fourth] = &xids[..] else { panic!("{xids:?}: {summary}") };
-    assert_eq!([first, second, resumed, third, fourth], [&"31", &"13", &"31", &"31", &"13"], "{summary}");
+    // Between the two doors' faults are one after the release, those of the takeover, and one after it.
+    let [first, second, resumed, takeover @ .., after, third, fourth] = &xids[..] else {
+        panic!("{xids:?}: {summary}")
+    };
+    assert_eq!([first, second, resumed, after, third, fourth].map(|xid| *xid), ["31", "13", "31", "31", "31", "13"]);
     assert!(!takeover.is_empty() && takeover.iter().all(|xid| *xid == "31"), "{xids:?}: {summary}");
     for line in [
         "ok: registered, 8 healthy",
@@ -168,9 +170,11 @@ fn kit_reports_calls_admission_claim_and_faults() {
         "ok: fault misaligned (exit status: 0): its XID 13 is logged and counted: 0, then 1",
         "ok: after the faults 8 of 8 GPUs are healthy",
         "ok: processes with the driver's library or nodes: 1, after the release 0",
-        "ok: the same after the resume: 1",
+        "ok: processes with the driver's library or nodes after the resume: 1",
+        "ok: after the resume the kubelet has the same healthy devices, and the pod its own",
         "ok: an XID after the resume is counted",
         &format!("ok: XIDs during a takeover: {}, unseen: 0; counted ", takeover.len()),
+        "ok: an XID after the end of the first process is counted by the second",
         "ok: after the takeover the kubelet has the same healthy devices, and the pod its own",
         "ok: DRA: published GPUs: 8, slices: 1",
         "ok: DRA: a claim for gpu-",

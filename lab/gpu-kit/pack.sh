@@ -23,9 +23,12 @@ done
 for program in "$kit"/bin/*; do
   ldd "$program" | awk '$2 == "=>" {print $3}' | while read -r library; do cp -L "$library" "$kit/lib/"; done
 done
-# The driver's libraries want these too: parts of the C library that ours do not name, of the same version.
+# The driver's libraries want these too: parts of glibc that ours do not name, of the same version.
 folder=$(dirname "$(ldd "$kit/bin/linkwise" | awk '$1 == "libc.so.6" {print $3}')")
-for library in libdl.so.2 libpthread.so.0 librt.so.1 libm.so.6; do cp -L "$folder/$library" "$kit/lib/"; done
+for library in libdl.so.2 libpthread.so.0 librt.so.1; do
+  [[ -e $folder/$library ]] || { echo "gpu-kit: no $library beside libc.so.6: glibc is needed"; exit 1; }
+  cp -L "$folder/$library" "$kit/lib/"
+done
 cp -L "$loader" "$kit/lib/ld.so"
 for program in "$kit"/bin/*; do
   LOADER=$loader LINK=$link/lib/ld.so perl -0777 -pi -e '

@@ -7,7 +7,7 @@
 # REPORT becomes a folder: summary.txt, every NVML call with code and time (nvml-calls*.tsv), the machine as a node file
 # without serial numbers (machine.yaml), doctor, topology, labels, the answer to an admission (allocate.txt), with DRA
 # the slices and a claim's CDI spec (slices.json, cdi-claim.json), memory, wake-ups and system calls (footprint.txt,
-# idle.tsv, system-calls.tsv), logs.
+# idle.tsv, system-calls.tsv), metrics.txt, logs.
 set -uo pipefail
 report=${1:?run.sh REPORT: the folder for the report}
 kit=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)

@@ -23,7 +23,7 @@ fn codes(text: &str) -> BTreeMap<(String, String), BTreeSet<String>> {
     codes
 }
 
-/// What these drivers have beyond the machine file, at rest; our library is an older one's without ECC by default.
+/// The counters of these drivers, at rest. By default our library answers as a driver without them.
 const AT_REST: [&str; 3] = ["recovery * 0", "rows * false false", "uncorrectable * 0"];
 
 fn recordings() -> Vec<PathBuf> {

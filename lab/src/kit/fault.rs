@@ -5,11 +5,11 @@ use std::process::Stdio;
 use std::str::FromStr;
 use std::time::Duration;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use tokio::process::Command;
 use tokio::time::{sleep, timeout};
 
-use super::program::Linkwise;
+use super::program::{HARMLESS, Linkwise, Metrics};
 use super::{LIMIT, Report};
 
 /// The longest time from the end of a faulting program until its XID is counted.
@@ -42,11 +42,14 @@ impl Fault {
         command
     }
 
-    /// Runs it, and forgets what it prints.
+    /// Runs it. Its own failure is an error, with the last line that it printed.
     pub async fn cause(&self) -> Result<()> {
         let mut command = self.plain();
-        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).kill_on_drop(true);
-        timeout(LIMIT, command.status()).await.context("the fault takes too long")??;
+        command.stdin(Stdio::null()).kill_on_drop(true);
+        let output = timeout(LIMIT, command.output()).await.context("the fault takes too long")??;
+        let text = String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned();
+        let last = text.lines().next_back().unwrap_or_default();
+        ensure!(output.status.success(), "{} ({}): {last}", self.name(), output.status);
         Ok(())
     }
 
@@ -58,6 +61,19 @@ impl Fault {
     }
 }
 
+/// Causes a fault, and says whether its XID is counted.
+pub(super) async fn is_counted(fault: &Fault, metrics: Metrics) -> Result<bool> {
+    let known = metrics.count(fault.xid, None).await?;
+    fault.cause().await?;
+    let counted = async {
+        while metrics.count(fault.xid, None).await? == known {
+            sleep(Duration::from_millis(100)).await;
+        }
+        anyhow::Ok(())
+    };
+    Ok(matches!(timeout(NOTICED, counted).await, Ok(Ok(()))))
+}
+
 /// Runs a command that faults, writes its output to a file of the report, and says whether the XID is counted: for this
 /// GPU, or for any. Returns the output.
 pub(super) async fn judge(
@@ -67,19 +83,15 @@ pub(super) async fn judge(
     (file, gpu): (&str, Option<&str>),
     mut command: Command,
 ) -> Result<String> {
-    let counted = async || -> Result<u64> {
-        let is_meant = |uuid: &str, xid| xid == fault.xid && gpu.is_none_or(|gpu| gpu == uuid);
-        let xids = linkwise.metrics().xids().await?;
-        Ok(xids.iter().filter(|((uuid, xid), _)| is_meant(uuid, *xid)).map(|(_, count)| count).sum())
-    };
-    let (before, logged) = (counted().await?, linkwise.logged());
+    let counted = async || linkwise.metrics().count(fault.xid, gpu).await;
+    let (before, logged) = (counted().await?, linkwise.logged(HARMLESS));
     command.stdin(Stdio::null()).kill_on_drop(true);
     let output = timeout(LIMIT, command.output()).await.context("the fault takes too long")?;
     let output = output.with_context(|| format!("cannot start {}", fault.name()))?;
     let text = String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned();
     report.write(file, &text)?;
     let noticed = timeout(NOTICED, async {
-        while counted().await? == before || linkwise.logged() == logged {
+        while counted().await? == before || linkwise.logged(HARMLESS) == logged {
             sleep(Duration::from_millis(100)).await;
         }
         anyhow::Ok(())

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use linkwise_kubelet_box::{DeviceSpec, KubeletBox, Options, Pod};
+use linkwise_kubelet_box::{DeviceSpec, KubeletBox, Options, Pod, ResourceState, State};
 use tokio::time::sleep;
 
 use super::program::Linkwise;
@@ -51,10 +51,20 @@ pub(super) async fn play(args: &KitArgs, report: &Report) -> Result<()> {
     let now = state.resources.get(GPU).map(|gpus| gpus.healthy.clone()).unwrap_or_default();
     let text = format!("after the faults {} of {} GPUs are healthy", now.len(), healthy.len());
     report.promise(now == healthy, &text)?;
-    release::play(args, report, &linkwise, &at("admin/admin.sock")).await?;
+    let kubelet_before = (&kubelet, &*state);
+    release::play(args, report, &linkwise, &at("admin/admin.sock"), kubelet_before).await?;
     report.write("metrics.txt", linkwise.metrics().text().await?)?;
     let successor = start("-successor");
-    takeover::play(args, report, &kubelet, linkwise, successor).await?.stop(report).await?;
+    takeover::play(args, report, kubelet_before, linkwise, successor).await?.stop(report).await?;
     kubelet.stop().await?;
     Ok(())
+}
+
+/// Returns true if the kubelet's resources are connected, with the healthy devices and the pods' devices that they had.
+pub(super) fn is_as_before(before: &State, now: &State) -> bool {
+    let is_same = |(name, before): (&String, &ResourceState)| {
+        let now = now.resources.get(name);
+        now.is_some_and(|now| now.connected && now.healthy == before.healthy && now.allocated == before.allocated)
+    };
+    now.violations.is_empty() && before.resources.iter().all(is_same)
 }

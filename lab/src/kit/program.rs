@@ -17,7 +17,7 @@ use tokio::time::{sleep, timeout};
 use super::{KitArgs, LIMIT, Report};
 
 /// The log's words about an XID that an application caused (13 and 31 in docs/health.md).
-const HARMLESS: &str = "an XID that is no fault of the GPU";
+pub(super) const HARMLESS: &str = "an XID that is no fault of the GPU";
 
 /// `linkwise run`. Dropping it kills it.
 pub(super) struct Linkwise {
@@ -78,9 +78,9 @@ impl Linkwise {
         [self.id].into_iter().chain(children.split_whitespace().filter_map(|id| id.parse().ok())).collect()
     }
 
-    /// The number of XIDs of applications in the log.
-    pub fn logged(&self) -> usize {
-        fs::read_to_string(&self.log).unwrap_or_default().matches(HARMLESS).count()
+    /// The number of times that the log has these words.
+    pub fn logged(&self, words: &str) -> usize {
+        fs::read_to_string(&self.log).unwrap_or_default().matches(words).count()
     }
 
     /// The port for its metrics.
@@ -91,7 +91,7 @@ impl Linkwise {
     /// Waits until the log has these words so many times.
     pub async fn wait_for_log(&self, words: &str, times: usize) -> Result<()> {
         let logged = async {
-            while fs::read_to_string(&self.log).unwrap_or_default().matches(words).count() < times {
+            while self.logged(words) < times {
                 sleep(Duration::from_millis(20)).await;
             }
         };
@@ -129,9 +129,11 @@ impl Metrics {
         Ok(xids(&self.text().await?))
     }
 
-    /// The number of counted XIDs. The log names a repeated one less often.
-    pub async fn all_xids(self) -> Result<u64> {
-        Ok(self.xids().await?.values().sum())
+    /// The number of times that an XID is counted: for this GPU, or for any. The log names a repeated one less often.
+    pub async fn count(self, xid: u64, gpu: Option<&str>) -> Result<u64> {
+        let xids = self.xids().await?;
+        let is_meant = |uuid: &str, code| code == xid && gpu.is_none_or(|gpu| gpu == uuid);
+        Ok(xids.iter().filter(|((uuid, code), _)| is_meant(uuid, *code)).map(|(_, count)| count).sum())
     }
 }
 

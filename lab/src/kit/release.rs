@@ -5,55 +5,58 @@ use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
+use linkwise_kubelet_box::{KubeletBox, State};
 use tokio::process::Command;
 use tokio::time::{sleep, timeout};
 
+use super::plugin::is_as_before;
 use super::program::Linkwise;
 use super::{KitArgs, LIMIT, Report, fault};
 
-pub(super) async fn play(args: &KitArgs, report: &Report, linkwise: &Linkwise, socket: &Path) -> Result<()> {
+/// The log's words about an agent that is up. An agent registers for events before it says so.
+const UP: &str = "NVML available";
+
+/// `socket` is the admin socket; `before` is the kubelet's state, as it must be afterwards.
+pub(super) async fn play(
+    args: &KitArgs,
+    report: &Report,
+    linkwise: &Linkwise,
+    socket: &Path,
+    (kubelet, before): (&KubeletBox, &State),
+) -> Result<()> {
     let order = async |what: &str| {
         let mut command = Command::new(&args.linkwise);
         command.arg("admin").arg("--socket").arg(socket).arg(what).kill_on_drop(true);
         let output =
             timeout(LIMIT, command.output()).await.with_context(|| format!("admin {what} takes too long"))??;
-        let said = String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).trim().to_owned();
+        let said = String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).trim().replace('\n', "; ");
         report.promise(output.status.success(), &format!("admin {what} ({}): {said}", output.status))
     };
     let library = args.nvml_library.as_deref().and_then(|path| fs::canonicalize(path).ok());
     let in_use =
         || linkwise.processes().into_iter().filter(|process| uses_driver(*process, library.as_deref())).count();
-    let before = in_use();
+    let (users, agents) = (in_use(), linkwise.logged(UP));
     order("release").await?;
-    let released = wait_for(|| in_use() == 0).await;
-    let text = format!("processes with the driver's library or nodes: {before}, after the release {}", in_use());
-    report.promise(before > 0 && released, &text)?;
-    order("resume").await?;
-    let resumed = wait_for(|| in_use() == before).await;
-    report.promise(resumed, &format!("the same after the resume: {}", in_use()))?;
-    let Some(fault) = args.fault.first().filter(|_| resumed) else { return Ok(()) };
-    // The new agent registers for events before it scans.
-    linkwise.wait_for_log("NVML available", 2).await?;
-    let known = linkwise.metrics().all_xids().await?;
-    fault.cause().await?;
-    let counted = async {
-        while linkwise.metrics().all_xids().await? == known {
-            sleep(Duration::from_millis(100)).await;
-        }
-        anyhow::Ok(())
-    };
-    let is_counted = matches!(timeout(fault::NOTICED, counted).await, Ok(Ok(())));
-    report.promise(is_counted, "an XID after the resume is counted")
-}
-
-/// Returns true if it becomes true in time.
-async fn wait_for(is_so: impl Fn() -> bool) -> bool {
-    let wait = async {
-        while !is_so() {
+    let released = timeout(LIMIT, async {
+        while in_use() > 0 {
             sleep(Duration::from_millis(20)).await;
         }
-    };
-    timeout(LIMIT, wait).await.is_ok()
+    });
+    let is_released = users > 0 && released.await.is_ok();
+    let text = format!("processes with the driver's library or nodes: {users}, after the release {}", in_use());
+    report.promise(is_released, &text)?;
+    order("resume").await?;
+    let is_up = linkwise.wait_for_log(UP, agents + 1).await.is_ok();
+    report.promise(is_up, &format!("processes with the driver's library or nodes after the resume: {}", in_use()))?;
+    let is_kept = kubelet.wait(|now| is_as_before(before, now)).await.is_ok();
+    report.promise(is_kept, "after the resume the kubelet has the same healthy devices, and the pod its own")?;
+    match args.fault.first() {
+        Some(fault) if is_up => {
+            let is_counted = fault::is_counted(fault, linkwise.metrics()).await?;
+            report.promise(is_counted, "an XID after the resume is counted")
+        }
+        _ => Ok(()),
+    }
 }
 
 /// Returns true if a process has mapped the library, or has one of the driver's device nodes open.

@@ -4,68 +4,42 @@ use std::cell::{Cell, OnceCell};
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use linkwise_kubelet_box::{KubeletBox, ResourceState};
+use linkwise_kubelet_box::{KubeletBox, State};
 use tokio::time::{sleep, timeout};
 
-use super::fault::NOTICED;
+use super::fault::{self, Fault};
+use super::plugin::is_as_before;
 use super::program::{Linkwise, Metrics};
-use super::{KitArgs, LIMIT, Report};
+use super::{KitArgs, Report};
 
 /// The time by which one process may count an XID later than the other.
 const APART: Duration = Duration::from_millis(500);
 
-/// `successor` starts the second process, which is returned after the first one's end.
+/// `successor` starts the second process, which is returned after the first one's end. `before` is the kubelet's state,
+/// as it must be afterwards.
 pub(super) async fn play(
     args: &KitArgs,
     report: &Report,
-    kubelet: &KubeletBox,
+    (kubelet, before): (&KubeletBox, &State),
     first: Linkwise,
     successor: impl Future<Output = Result<Linkwise>>,
 ) -> Result<Linkwise> {
-    let before = kubelet.state();
-    let (second, is_over, started) = (OnceCell::<Metrics>::new(), Cell::new(false), Cell::new(0));
-    let counted = async || -> Result<[u64; 2]> {
-        let of_second = match second.get() {
-            Some(metrics) => metrics.all_xids().await?,
-            None => 0,
-        };
-        Ok([first.metrics().all_xids().await?, of_second])
-    };
+    let (second, is_over) = (OnceCell::new(), Cell::new(false));
     let faults = async {
-        let (begin, mut unseen) = (counted().await?, 0);
-        while let Some(fault) = args.fault.first().filter(|_| !is_over.get()) {
-            let known = counted().await?;
-            started.set(started.get() + 1);
-            fault.cause().await?;
-            let seen = timeout(NOTICED, async {
-                while counted().await? == known {
-                    sleep(Duration::from_millis(20)).await;
-                }
-                anyhow::Ok(())
-            });
-            unseen += usize::from(!matches!(seen.await, Ok(Ok(()))));
-            sleep(APART).await;
+        match args.fault.first() {
+            Some(fault) => cause(report, fault, first.metrics(), &second, &is_over).await,
+            None => Ok(()),
         }
-        let (now, started) = (counted().await?, started.get());
-        let by = format!("{} by the first process, {} by the second", now[0] - begin[0], now[1]);
-        report.promise(unseen == 0, &format!("XIDs during a takeover: {started}, unseen: {unseen}; counted {by}"))
     };
     let takeover = async {
-        let begun = async {
-            while started.get() == 0 && !args.fault.is_empty() {
-                sleep(Duration::from_millis(10)).await;
-            }
-        };
-        // It begins in the middle of a fault; one that cannot start ends the other side, which says so.
-        let _ = timeout(LIMIT, begun).await;
-        let successor: Result<Linkwise> = async {
+        let successor = async {
             let successor = successor.await?;
-            // Set once.
+            // This cell is set here only.
             let _ = second.set(successor.metrics());
             successor.wait_for_log("took over this node", 1).await?;
-            Ok(successor)
-        }
-        .await;
+            anyhow::Ok(successor)
+        };
+        let successor = successor.await;
         is_over.set(true);
         successor
     };
@@ -73,12 +47,45 @@ pub(super) async fn play(
     let successor = successor.context("the takeover")?;
     faults?;
     first.stop(report).await?;
-    let now = kubelet.state();
-    let is_kept = |(name, before): (&String, &ResourceState)| {
-        let now = now.resources.get(name);
-        now.is_some_and(|now| now.connected && now.healthy == before.healthy && now.allocated == before.allocated)
-    };
-    let is_kept = now.violations.is_empty() && before.resources.iter().all(is_kept);
+    let is_kept = kubelet.wait(|now| is_as_before(before, now)).await.is_ok();
     report.promise(is_kept, "after the takeover the kubelet has the same healthy devices, and the pod its own")?;
+    if let Some(fault) = args.fault.first() {
+        let is_counted = fault::is_counted(fault, successor.metrics()).await?;
+        report.promise(is_counted, "an XID after the end of the first process is counted by the second")?;
+    }
     Ok(successor)
+}
+
+/// Causes the fault until the takeover is over, at least once. Each XID must be counted by one of the processes.
+async fn cause(
+    report: &Report,
+    fault: &Fault,
+    first: Metrics,
+    second: &OnceCell<Metrics>,
+    is_over: &Cell<bool>,
+) -> Result<()> {
+    let counted = async || -> Result<[u64; 2]> {
+        let of_second = match second.get() {
+            Some(metrics) => metrics.count(fault.xid, None).await?,
+            None => 0,
+        };
+        Ok([first.count(fault.xid, None).await?, of_second])
+    };
+    let (begin, mut caused, mut unseen) = (counted().await?, 0, 0);
+    while caused == 0 || !is_over.get() {
+        let known = counted().await?;
+        caused += 1;
+        fault.cause().await?;
+        let seen = timeout(fault::NOTICED, async {
+            while counted().await? == known {
+                sleep(Duration::from_millis(20)).await;
+            }
+            anyhow::Ok(())
+        });
+        unseen += usize::from(!matches!(seen.await, Ok(Ok(()))));
+        sleep(APART).await;
+    }
+    let [of_first, of_second] = counted().await?;
+    let by = format!("{} by the first process, {of_second} by the second", of_first - begin[0]);
+    report.promise(unseen == 0, &format!("XIDs during a takeover: {caused}, unseen: {unseen}; counted {by}"))
 }

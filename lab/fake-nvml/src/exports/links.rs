@@ -40,8 +40,9 @@ fn is_up(state: &State, at: usize, number: c_uint) -> Answer<bool> {
     Ok(link(state, at, number)?.1 == NVML_NVLINK_STATE_ACTIVE)
 }
 
-/// A GPU's registration at the fabric: joined, unless a test says otherwise. Of a GPU without a fabric a driver says so in
-/// the answer: 580.159.04 did of an H200 without NVLinks. Before Hopper there is none to ask for.
+/// A GPU's registration at the fabric: joined, unless a test says otherwise. For a GPU without a fabric the call
+/// succeeds with the state NOT_SUPPORTED, as 580.159.04 answered on an H200 without NVLinks; before Hopper the call itself
+/// fails with that code.
 fn fabric(state: &State, at: usize) -> Answer<nvmlGpuFabricInfo_t> {
     let ordered = state.fabrics.get(&at).copied();
     let Some(fabric) = state.machine.gpus.get(at).and_then(|gpu| gpu.fabric.as_ref()) else {
