@@ -266,8 +266,12 @@ pub fn subsets(of: Set) -> impl Iterator<Item = Set> {
 }
 
 /// The members, ascending.
-pub fn places(set: Set) -> impl Iterator<Item = usize> {
-    (0..32).filter(move |gpu| set & 1 << gpu != 0)
+pub fn places(mut set: Set) -> impl Iterator<Item = usize> {
+    std::iter::from_fn(move || {
+        let place = (set != 0).then(|| set.trailing_zeros() as usize);
+        set &= !lowest(set);
+        place
+    })
 }
 
 fn lowest(set: Set) -> Set {

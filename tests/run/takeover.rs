@@ -93,52 +93,64 @@ async fn takeover_has_no_gap_on_any_kubelet() {
     }
 }
 
-#[tokio::test]
-async fn death_at_any_step_leaves_one_that_serves() {
-    for connections in KUBELETS {
-        for (of_owner, step) in [
-            (true, "Yielding"),
-            (true, "Ending"),
-            (true, "Ended"),
-            (false, "Asking"),
-            (false, "Starting"),
-            (false, "Waiting"),
-            (false, "Settling"),
-        ] {
-            for owner_dies in [true, false] {
-                let setup = machine();
-                let (owner, kubelet) = owner(&setup, connections).await;
-                let standby = of_pod(&setup, "second", &[]);
-                stage(if of_owner { &owner } else { &standby }, step).await;
-                let (victim, left) = if owner_dies { (owner, standby) } else { (standby, owner) };
-                victim.signal("KILL");
-                // Nothing tells when the kubelet has noticed: it serves for good when pods are admitted by the survivor.
-                // A standby that dies as it asks may not have been heard: then the owner has nothing to log.
-                if owner_dies || step != "Asking" {
-                    // On kubelets up to 1.24 the last steps take no time: the kill may come when the takeover is over.
-                    let is_fast = connections == Connections::ByEndpoint;
-                    let ends = |stage: &str| stage == "Owning" || is_fast && stage == "Retired";
-                    if left.logged(|line| line["stage"].as_str().is_some_and(ends)).await["stage"] == "Retired" {
-                        continue;
-                    }
+async fn death_at_any_step(connections: Connections) {
+    for (of_owner, step) in [
+        (true, "Yielding"),
+        (true, "Ending"),
+        (true, "Ended"),
+        (false, "Asking"),
+        (false, "Starting"),
+        (false, "Waiting"),
+        (false, "Settling"),
+    ] {
+        for owner_dies in [true, false] {
+            let setup = machine();
+            let (owner, kubelet) = owner(&setup, connections).await;
+            let standby = of_pod(&setup, "second", &[]);
+            stage(if of_owner { &owner } else { &standby }, step).await;
+            let (victim, left) = if owner_dies { (owner, standby) } else { (standby, owner) };
+            victim.signal("KILL");
+            // Nothing tells when the kubelet has noticed: it serves for good when pods are admitted by the survivor.
+            // A standby that dies as it asks may not have been heard: then the owner has nothing to log.
+            if owner_dies || step != "Asking" {
+                // On kubelets up to 1.24 the last steps take no time: the kill may come when the takeover is over.
+                let is_fast = connections == Connections::ByEndpoint;
+                let ends = |stage: &str| stage == "Owning" || is_fast && stage == "Retired";
+                if left.logged(|line| line["stage"].as_str().is_some_and(ends)).await["stage"] == "Retired" {
+                    continue;
                 }
-                let (mut victim, what) = (victim, format!("{connections:?} {step} {owner_dies}"));
-                victim.ended().await;
-                until(async || {
-                    let admitted = kubelet.admit(&Pod::single("pod", GPU, 1), None).await;
-                    kubelet.remove_pod("pod");
-                    admitted.map(drop).map_err(|error| format!("{what}: {error}"))
-                })
-                .await;
-                only_sockets_of(&setup, &kubelet).await;
-                // And the next one takes over from the one that is left.
-                let next = of_pod(&setup, "third", &[]);
-                next.said("took over this node").await;
-                admits(&kubelet, "after").await;
-                assert_eq!(kubelet.violations(), [], "{what}");
             }
+            let (mut victim, what) = (victim, format!("{connections:?} {step} {owner_dies}"));
+            victim.ended().await;
+            until(async || {
+                let admitted = kubelet.admit(&Pod::single("pod", GPU, 1), None).await;
+                kubelet.remove_pod("pod");
+                admitted.map(drop).map_err(|error| format!("{what}: {error}"))
+            })
+            .await;
+            only_sockets_of(&setup, &kubelet).await;
+            // And the next one takes over from the one that is left.
+            let next = of_pod(&setup, "third", &[]);
+            next.said("took over this node").await;
+            admits(&kubelet, "after").await;
+            assert_eq!(kubelet.violations(), [], "{what}");
         }
     }
+}
+
+#[tokio::test]
+async fn death_at_any_step_leaves_one_that_serves_up_to_1_24() {
+    death_at_any_step(Connections::ByEndpoint).await;
+}
+
+#[tokio::test]
+async fn death_at_any_step_leaves_one_that_serves_from_1_25() {
+    death_at_any_step(Connections::ByResource).await;
+}
+
+#[tokio::test]
+async fn death_at_any_step_leaves_one_that_serves_from_1_37() {
+    death_at_any_step(Connections::BySocket).await;
 }
 
 #[tokio::test]
