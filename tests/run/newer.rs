@@ -47,9 +47,7 @@ fn relay(from: &UnixStream, to: &UnixStream, answers: &AtomicUsize) {
         }
         let answered = &text[..text.len() - word.len()];
         let newer = match word.strip_prefix(b"{") {
-            Some(rest) => {
-                [answered, b"{\"word\":\"dance\",\"steps\":[1,2]}\n{\"tomorrow\":{\"a\":1},", rest].concat()
-            }
+            Some(rest) => [answered, b"{\"word\":\"dance\",\"steps\":[1,2]}\n{\"tomorrow\":{\"a\":1},", rest].concat(),
             None => text.to_vec(),
         };
         let files = files.unwrap_or_default();
