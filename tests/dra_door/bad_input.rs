@@ -8,7 +8,6 @@ use linkwise_kubelet::dra::{Life, Occurrence};
 use linkwise_kubelet_box::dra::DraError;
 
 use super::node::{Answer, LIMIT, Node, claim, configured, connected, end, name, refusal, start, state};
-use crate::run::node::until;
 
 #[tokio::test]
 async fn claim_that_cannot_be_prepared_is_named_and_leaves_nothing() {
@@ -86,8 +85,7 @@ async fn gpu_of_a_claim_that_is_gone_is_taken_from_it() {
     let (first, second) = (node.claim("a", &[("gpus", "gpu-0")]), node.claim("b", &[("gpus", "gpu-0")]));
     start(&kubelet, &first).await.unwrap();
     node.delete("a");
-    // While a sweep is at the claim, the next one is refused, and the kubelet asks again.
-    assert_eq!(until(async || start(&kubelet, &second).await).await, [node.gpu(0)]);
+    assert_eq!(start(&kubelet, &second).await.unwrap(), [node.gpu(0)]);
     assert_eq!(node.checkpoints(), ["b.json"]);
     node.wait(|seen| matches!(seen, Occurrence::Swept { claim, result: Ok(()) } if claim.uid == "a")).await;
 }
@@ -115,7 +113,7 @@ async fn gpu_of_a_claim_without_allocation_is_taken_from_it() {
     node.state.send_replace(with_pod.into());
     assert!(refusal(&kubelet, &second).await.contains("is prepared for the claim ml/claim-a"));
     node.state.send_replace(free);
-    assert_eq!(until(async || start(&kubelet, &second).await).await, [node.gpu(0)]);
+    assert_eq!(start(&kubelet, &second).await.unwrap(), [node.gpu(0)]);
     assert_eq!(node.checkpoints(), ["b.json"]);
 }
 

@@ -2,7 +2,7 @@
 //! safe to die in.
 //!
 //! Called by `service` for the kubelet and by `life` for claims that are gone. Prepared claims are kept in memory and
-//! in checkpoints. Each claim is worked on by one caller at a time. Claims do not wait for each other, and no lock is
+//! in checkpoints. Each claim is worked on by one caller at a time. Claims hardly wait for each other, and no lock is
 //! held during a wait for a disk or the API server. A claim counts as prepared before anything is done for it, and
 //! until all is undone, so that no other claim gets its GPUs.
 //!
@@ -43,6 +43,10 @@ const LEDGER_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The longest time that a GPU may take to come back to DRA: three lists of the kubelet, which come within 4 s.
 const TAKE_BACK_TIMEOUT: Duration = Duration::from_secs(15);
+
+/// The time that a claim waits for the turn of one in its way: a sweep writes or removes a file or two. Two claims that are in
+/// each other's way would wait for ever.
+const TURN_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The right to work on one claim, until its last clone is dropped: also while a disk has it.
 type Turn = Arc<(OwnedMutexGuard<()>, ClaimsLock)>;
@@ -385,7 +389,7 @@ impl ClaimManager {
 
     /// Undoes a claim if it is gone; returns true once it is out of the way.
     async fn release_gone(&self, holder: &ClaimName) -> bool {
-        let Some(turn) = self.idle_turn(&holder.uid) else { return false };
+        let Ok(turn) = timeout(TURN_TIMEOUT, self.turn(&holder.uid)).await else { return false };
         match self.checkpoint(&holder.uid) {
             Some(checkpoint) if self.is_gone(&checkpoint).await => {
                 self.undo_in_time(&checkpoint.claim.uid, &turn).await.is_ok_and(|()| {
@@ -628,7 +632,7 @@ impl ClaimManager {
         Arc::new((turn.lock_owned().await, self.lock.clone()))
     }
 
-    /// The turn of a claim that nothing works on. Two claims that waited for each other's turn would wait for ever.
+    /// The turn of a claim that nothing works on.
     fn idle_turn(&self, uid: &str) -> Option<Turn> {
         let turn = Arc::clone(&self.slots().entry(uid.to_owned()).or_default().turn);
         turn.try_lock_owned().ok().map(|turn| Arc::new((turn, self.lock.clone())))

@@ -101,11 +101,6 @@ fn each_step_of_the_demo_is_shown_without_reload() {
             break;
         }
         books.read(&printed);
-        // Nobody tells a device plugin that a pod has ended: it asks the kubelet after the next admission, or within 30 s.
-        // The next step waits for both.
-        if printed.contains("its GPUs are free again") {
-            continue;
-        }
         browser.wait(SHOWN, &books.shown());
         let (held, pods, unhealthy) =
             (books.pods.values().map(Vec::len).sum::<usize>(), books.pods.len(), books.unhealthy());
