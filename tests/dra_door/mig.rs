@@ -10,9 +10,8 @@ use linkwise_core::topology::{GpuUuid, MigDeviceObservation, MigPlacement, MigSl
 use linkwise_host::machines;
 use linkwise_kubelet::dra::{MigRequest, Occurrence};
 use tokio::sync::{mpsc, watch};
-use tokio::time::timeout;
 
-use super::node::{Answer, KIND, LIMIT, Node, end, name, pod, refusal, start, state};
+use super::node::{Answer, KIND, Node, end, name, pod, refusal, start, state, until};
 
 /// GPU 0 in MIG mode, without instances.
 const MACHINE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/lab/fake-nvml/machines/mig-on-demand.yaml");
@@ -192,16 +191,6 @@ fn set(driver: &Shared, mood: Mood) {
     driver.lock().unwrap().mood = mood;
 }
 
-/// Waits until something holds; nothing here is waited for but the plugin's own work.
-async fn until(wanted: impl Fn() -> bool) {
-    let waiting = async {
-        while !wanted() {
-            tokio::task::yield_now().await;
-        }
-    };
-    timeout(LIMIT, waiting).await.unwrap();
-}
-
 /// A pod of the claim is started, and the plugin killed in the middle of the order.
 async fn killed_in(node: &mut Node, driver: &Shared, mood: Mood) {
     set(driver, mood);
@@ -283,6 +272,33 @@ async fn first_of_two_goes_when_the_second_is_refused() {
     let error = refusal(&kubelet, &claim).await;
     assert!(error.contains(OTHER) && error.contains("INSUFFICIENT_RESOURCES"), "{error}");
     assert_eq!((instances(&driver), node.checkpoints().len()), (vec!["MIG-hidden".to_owned()], 0));
+}
+
+#[tokio::test]
+async fn claim_that_is_being_undone_is_waited_for() {
+    let (mut node, driver) = node();
+    node.start();
+    let kubelet = node.kubelet().await;
+    let (first, second) = (node.claim("a", &[("gpus", DEVICE)]), node.claim("b", &[("gpus", DEVICE)]));
+    start(&kubelet, &first).await.unwrap();
+    set(&driver, Mood::HangsBefore);
+    let next = async {
+        until(|| !driver.lock().unwrap().held.is_empty()).await;
+        set(&driver, Mood::Obeys);
+        let destroyed = async {
+            until(|| node.reads("b") > 0).await;
+            // A refusal would be on its way by now.
+            for _ in 0..100 {
+                tokio::task::yield_now().await;
+            }
+            let mut driver = driver.lock().unwrap();
+            let request = driver.held.pop().unwrap();
+            let _ = request.answer.send(driver.obey(&request.order));
+            driver.scan();
+        };
+        tokio::join!(start(&kubelet, &second), destroyed).0.unwrap()
+    };
+    assert_eq!(tokio::join!(end(&kubelet, &first), next).1, [format!("{KIND}=MIG-made-2")]);
 }
 
 #[tokio::test]

@@ -239,6 +239,16 @@ pub async fn connected(kubelet: &DraKubelet) {
     kubelet.wait(connected).await.unwrap();
 }
 
+/// Waits until something holds; nothing here is waited for but the plugin's own work.
+pub async fn until(wanted: impl Fn() -> bool) {
+    let waiting = async {
+        while !wanted() {
+            tokio::task::yield_now().await;
+        }
+    };
+    timeout(LIMIT, waiting).await.unwrap();
+}
+
 /// The names in a folder, sorted; drafts that are being written are left out.
 pub fn names(folder: &Path) -> Vec<String> {
     let entries = fs::read_dir(folder).into_iter().flatten();

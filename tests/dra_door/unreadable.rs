@@ -10,7 +10,7 @@ use linkwise_kubelet::dra::Occurrence;
 use linkwise_kubelet_box::dra::DraKubelet;
 use serde_json::{Value, json};
 
-use super::node::{DRIVER, LIMIT, Node, POOL, connected, end, name, pod, refusal, start, state};
+use super::node::{DRIVER, LIMIT, Node, POOL, connected, end, name, pod, refusal, start, state, until};
 
 /// A node whose claim `a` has GPU 0, and whose plugin has stopped.
 async fn stopped() -> (Node, DraKubelet) {
@@ -42,15 +42,6 @@ fn listed(node: &Node, list: Option<bool>) {
         list.map(|has| Holdings { claims: has.then_some(claimed).into_iter().collect(), ..Holdings::default() });
     let before = NodeState::clone(&node.state.borrow());
     node.state.send_replace(Arc::new(before.apply(Event::Holders(holdings), Duration::from_secs(1)).0));
-}
-
-async fn until(wanted: impl Fn() -> bool) {
-    let reached = async {
-        while !wanted() {
-            tokio::time::sleep(Duration::from_millis(1)).await;
-        }
-    };
-    tokio::time::timeout(LIMIT, reached).await.unwrap();
 }
 
 #[tokio::test]

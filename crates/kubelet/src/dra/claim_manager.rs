@@ -44,8 +44,8 @@ const LEDGER_TIMEOUT: Duration = Duration::from_secs(5);
 /// The longest time that a GPU may take to come back to DRA: three lists of the kubelet, which come within 4 s.
 const TAKE_BACK_TIMEOUT: Duration = Duration::from_secs(15);
 
-/// The time that a claim waits for the turn of one in its way: a sweep writes or removes a file or two. Two claims that are in
-/// each other's way would wait for ever.
+/// The time that a claim waits for the turn of one in its way: a sweep or an Unprepare writes and removes a few files. Without
+/// a limit two claims in each other's way would wait for ever.
 const TURN_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The right to work on one claim, until its last clone is dropped: also while a disk has it.
