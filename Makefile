@@ -114,6 +114,9 @@ $(SHELLCHECK_FOLDER)/bin:
 demo: setup ## a whole node in one process: kubelet, pods, a fault (MACHINE=dgx-h100)
 	$(CARGO) run --profile demo --locked -p linkwise-lab --no-default-features -- demo --machine $(MACHINE)
 
+# The tests of the node's page in a browser.
+PAGE := page::hostile page::seen
+
 # Four tests a core: most wait for processes, not for a core.
 .PHONY: test
 test: setup ## run the tests
@@ -130,8 +133,14 @@ test: setup ## run the tests
 	has prometheus || skips prometheus "no Prometheus scrapes linkwise, no query of a dashboard is run"
 	@for reader in zsh fish man mandoc; do command -v $$reader >/dev/null || \
 	  echo "== no $$reader here: completions and manual are not read by it"; done
-	PROPTEST_RNG_SEED=$(PROPTEST_RNG_SEED) RUST_TEST_THREADS=$${RUST_TEST_THREADS:-$$((4 * $$(nproc)))} \
-	  $(CARGO) test --locked --workspace
+	$(CARGO) test --locked --workspace --no-run
+	@# The node's page follows a demo with the pauses of a real node, and waits 30 s of them: beside all other tests.
+	@export PROPTEST_RNG_SEED=$(PROPTEST_RNG_SEED) RUST_TEST_THREADS=$${RUST_TEST_THREADS:-$$((4 * $$(nproc)))}; \
+	said=$$(mktemp); trap 'kill $$(jobs -p) 2>/dev/null || true; rm -f "$$said"' EXIT; \
+	$(CARGO) test --locked --workspace --test lab -- $(PAGE) >"$$said" 2>&1 & page=$$!; \
+	status=0; $(CARGO) test --locked --workspace -- $(PAGE:%=--skip %) || status=$$?; \
+	wait $$page || status=$$?; \
+	echo "== the node's page"; cat "$$said"; exit $$status
 	@echo "== all passed"
 
 .PHONY: lint

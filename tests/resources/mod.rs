@@ -9,7 +9,6 @@
 )]
 
 mod availability;
-mod both_doors;
 mod conflicts;
 mod doors;
 mod hardware;

@@ -24,13 +24,13 @@ pub fn device_name(topology: &NodeTopology, gpu: usize, mig: Option<usize>) -> O
 
 /// The names of all GPUs and MIG devices, by the places that [`device_name`] takes.
 pub fn device_names(topology: &NodeTopology) -> BTreeMap<(usize, Option<usize>), String> {
-    names(topology).into_iter().map(|(name, hardware)| (hardware, name)).collect()
+    topology.names().iter().map(|(name, hardware)| (*hardware, name.clone())).collect()
 }
 
 /// The GPU behind a name, with the place of the MIG device in [`NodeTopology::mig_devices`] if the name is a MIG
 /// device's.
 pub fn hardware_of(topology: &NodeTopology, name: &str) -> Option<(usize, Option<usize>)> {
-    names(topology).get(name).copied()
+    topology.names().get(name).copied()
 }
 
 /// Returns true if a name is that of a MIG device.
@@ -45,14 +45,14 @@ pub fn is_set(name: &str) -> bool {
 }
 
 /// The hardware of each name: of each GPU and MIG device that has a name of its own.
-fn names(topology: &NodeTopology) -> BTreeMap<String, Hardware> {
+pub(super) fn names(gpus: &[Gpu], mig_devices: &[MigDevice]) -> BTreeMap<String, Hardware> {
     let mut names = BTreeMap::new();
     let mut own: Vec<Option<String>> = Vec::new();
-    for (place, gpu) in topology.gpus().iter().enumerate() {
+    for (place, gpu) in gpus.iter().enumerate() {
         let candidates = gpu.facts.minor.map(|minor| format!("gpu-{minor}")).into_iter().chain([by_address(gpu)]);
         own.push(take(&mut names, candidates, (place, None)));
     }
-    for (place, mig) in topology.mig_devices().iter().enumerate() {
+    for (place, mig) in mig_devices.iter().enumerate() {
         let Some(Some(gpu)) = own.get(mig.parent) else { continue };
         let profile = format!("{gpu}-mig-{}", label(&mig.profile.to_string()));
         let candidates = by_placement(gpu, mig).into_iter().chain([by_instance(&profile, mig)]);

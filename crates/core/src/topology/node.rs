@@ -7,6 +7,7 @@ use alloc::sync::Arc;
 use serde::Serialize;
 
 use super::address::{GpuUuid, NumaNodeId, PackageId, PciAddress};
+use super::device_names;
 use super::guid::Guid;
 use super::level::{Rank, TopologyLevel};
 use super::matrix::LinkMatrix;
@@ -26,6 +27,8 @@ pub struct NodeTopology {
     mig_devices: Vec<MigDevice>,
     nics: Vec<Nic>,
     cpu_nodes: BTreeMap<NumaNodeId, Option<PackageId>>,
+    /// What `device_names` makes of the above, once: every change of the node's state asks for the device of each claim.
+    names: BTreeMap<String, (usize, Option<usize>)>,
 }
 
 /// The connection between two GPUs.
@@ -153,6 +156,7 @@ impl NodeTopology {
             mig_devices: mig_devices(&seen, &mut warnings),
             nics,
             cpu_nodes: cpu_nodes(observed),
+            names: BTreeMap::new(),
         };
         for (a, (first, &from)) in seen.iter().zip(&places).enumerate() {
             for (b, (second, &to)) in seen.iter().zip(&places).enumerate().skip(a + 1) {
@@ -164,14 +168,18 @@ impl NodeTopology {
             }
         }
         warnings.extend(p2p::refused(&topology, &seen));
-        (topology, warnings)
+        (topology.named(), warnings)
+    }
+
+    fn named(self) -> Self {
+        Self { names: device_names::names(&self.gpus, &self.mig_devices), ..self }
     }
 
     /// Makes the graph of one GPU alone, with one MIG device or none: it gives the name of a device of which nothing
     /// else is known.
     pub(crate) fn of_device(gpu: &Gpu, mig: Option<&MigDevice>) -> Self {
         let mig_devices = mig.map(|mig| MigDevice { parent: 0, ..mig.clone() });
-        Self { gpus: vec![gpu.clone()], mig_devices: mig_devices.into_iter().collect(), ..Self::default() }
+        Self { gpus: vec![gpu.clone()], mig_devices: mig_devices.into_iter().collect(), ..Self::default() }.named()
     }
 
     /// The GPUs, by PCI address. The other functions take places in this list.
@@ -230,6 +238,12 @@ impl NodeTopology {
         &self.mig_devices
     }
 
+    /// The hardware of each published name: a GPU by its place, or a MIG device on it by its place in
+    /// [`Self::mig_devices`].
+    pub(super) fn names(&self) -> &BTreeMap<String, (usize, Option<usize>)> {
+        &self.names
+    }
+
     /// The network cards.
     pub fn nics(&self) -> &[Nic] {
         &self.nics
@@ -265,13 +279,15 @@ impl NodeTopology {
             mig_devices: mig_devices.collect(),
             nics: nics.collect(),
             cpu_nodes: self.cpu_nodes.clone(),
+            names: BTreeMap::new(),
         }
+        .named()
     }
 
     /// The same graph without MIG devices: GPUs in MIG mode stay in it.
     #[must_use]
     pub fn without_mig_devices(&self) -> Self {
-        Self { mig_devices: Vec::new(), ..self.clone() }
+        Self { mig_devices: Vec::new(), ..self.clone() }.named()
     }
 
     /// The level of a pair as nvidia-smi prints it: `NV4`, `PIX`, `SYS` ...; `X` for a GPU and itself.

@@ -8,24 +8,37 @@
 //! on: a device that Allocate granted is in the kubelet's books within 0.9 s, what a kubelet that knows its pods does not
 //! list has ended, and a device plugin that starts while the kubelet is away is told the holders before it is asked.
 
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    clippy::indexing_slicing,
+    reason = "a test may panic"
+)]
+
 mod agent;
 mod books;
 mod kubelet;
+#[path = "../../../../tests/soak/random.rs"]
+#[allow(dead_code, reason = "the soak draws more")]
+mod random;
 mod settle;
 mod wish;
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::LazyLock;
+use std::thread;
 use std::time::Duration;
 
 use linkwise_core::allocation::DeviceId;
 use linkwise_core::state::{Event, Health};
 use linkwise_core::topology::NodeObservation;
+use linkwise_host::machines;
 
-use crate::random::Random;
 use agent::{Agent, Answer, Cluster, Disk, LATEST_LIST};
 use books::{Books, GPUS, Part};
 use kubelet::{BOOKED_WITHIN, Devices, Kubelet};
+use random::Random;
 use wish::Wish;
 
 const DRIVER: &str = "gpu.nvidia.com";
@@ -45,7 +58,8 @@ const LATEST_ALLOCATION: Duration = Duration::from_secs(600);
 
 /// Two whole GPUs, and two in MIG mode.
 static MACHINE: LazyLock<NodeObservation> = LazyLock::new(|| {
-    let mut seen = crate::resources::mixed();
+    let mixed = concat!(env!("CARGO_MANIFEST_DIR"), "/../../lab/fake-nvml/machines/four-gpus-mig.yaml");
+    let mut seen = machines::load(mixed).unwrap().observed;
     seen.gpus[1].mig = seen.gpus[0].mig.clone();
     seen
 });
@@ -617,18 +631,36 @@ fn history(seed: u64, steps: u32, is_traced: bool) -> (World, Checked) {
     (world, outcome)
 }
 
-#[test]
-fn no_gpu_is_twice_or_lost_in_a_million_steps() {
+/// Plays histories, and panics with the first that went wrong; what they had in them.
+fn played(seeds: impl Iterator<Item = u64>) -> [u32; 10] {
     let mut done = [0; 10];
-    for seed in 0..HISTORIES {
+    for seed in seeds {
         let (world, outcome) = history(seed, STEPS, false);
         if outcome.is_err() {
             let (world, outcome) = history(seed, STEPS, true);
             let history = world.history.unwrap_or_default().join("\n");
             panic!("seed {seed}:\n{history}\n{}", outcome.unwrap_err());
         }
-        done.iter_mut().zip(world.done).for_each(|(all, of_one)| *all += of_one);
+        add(&mut done, world.done);
     }
+    done
+}
+
+fn add(all: &mut [u32; 10], more: [u32; 10]) {
+    all.iter_mut().zip(more).for_each(|(all, more)| *all += more);
+}
+
+#[test]
+fn no_gpu_is_twice_or_lost_in_a_million_steps() {
+    let cores = thread::available_parallelism().unwrap().get();
+    let done = thread::scope(|scope| {
+        let each = |core| scope.spawn(move || played((0..HISTORIES).skip(core).step_by(cores)));
+        let threads: Vec<_> = (0..cores).map(each).collect();
+        threads.into_iter().fold([0; 10], |mut all, thread| {
+            add(&mut all, thread.join().unwrap());
+            all
+        })
+    });
     let [refused, granted, not_prepared, prepared, plans, deaths, kubelets, scheduled, late, taken_back] = done;
     println!(
         "{granted} pods of the device plugin ({refused} refused), {prepared} of {scheduled} claims prepared ({not_prepared} \
