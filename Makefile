@@ -114,8 +114,10 @@ $(SHELLCHECK_FOLDER)/bin:
 demo: setup ## a whole node in one process: kubelet, pods, a fault (MACHINE=dgx-h100)
 	$(CARGO) run --profile demo --locked -p linkwise-lab --no-default-features -- demo --machine $(MACHINE)
 
-# The tests of the node's page in a browser.
-PAGE := page::hostile page::seen
+# Binaries of tests that run beside `all`, by far the largest; tests/architecture.rs finds one that is missing here.
+BESIDE := --lib --bins $(addprefix --test ,both_doors boxed core lab model)
+# Tests of `all` that run beside it too: it would begin them last, and they wait most.
+WAITING := upgrade::rollout
 
 # Four tests a core: most wait for processes, not for a core.
 .PHONY: test
@@ -134,13 +136,15 @@ test: setup ## run the tests
 	@for reader in zsh fish man mandoc; do command -v $$reader >/dev/null || \
 	  echo "== no $$reader here: completions and manual are not read by it"; done
 	$(CARGO) test --locked --workspace --no-run
-	@# The node's page follows a demo with the pauses of a real node, and waits 30 s of them: beside all other tests.
-	@export PROPTEST_RNG_SEED=$(PROPTEST_RNG_SEED) RUST_TEST_THREADS=$${RUST_TEST_THREADS:-$$((4 * $$(nproc)))}; \
+	@export PROPTEST_RNG_SEED=$(PROPTEST_RNG_SEED); \
+	threads=$${RUST_TEST_THREADS:-$$((4 * $$(nproc)))}; \
 	said=$$(mktemp); trap 'kill $$(jobs -p) 2>/dev/null || true; rm -f "$$said"' EXIT; \
-	$(CARGO) test --locked --workspace --test lab -- $(PAGE) >"$$said" 2>&1 & page=$$!; \
-	status=0; $(CARGO) test --locked --workspace -- $(PAGE:%=--skip %) || status=$$?; \
-	wait $$page || status=$$?; \
-	echo "== the node's page"; cat "$$said"; exit $$status
+	beside() { RUST_TEST_THREADS=$$(((threads + 3) / 4)) $(CARGO) test --locked --workspace "$$@"; }; \
+	{ beside --test all -- $(WAITING) && beside $(BESIDE); } >"$$said" 2>&1 & \
+	status=0; \
+	RUST_TEST_THREADS=$$threads $(CARGO) test --locked --workspace --test all -- $(WAITING:%=--skip %) || status=$$?; \
+	wait $$! || status=$$?; \
+	cat "$$said"; exit $$status
 	@echo "== all passed"
 
 .PHONY: lint

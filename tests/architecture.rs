@@ -256,6 +256,24 @@ fn pages_are_short_enough_to_be_read() {
 }
 
 #[test]
+fn every_binary_of_tests_is_run() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let makefile = fs::read_to_string(root.join("Makefile")).expect("the Makefile can be read");
+    let list = makefile.lines().find(|line| line.starts_with("BESIDE := --lib --bins ")).expect("make test has a list");
+    let named: BTreeSet<&str> = list.split([' ', ',', ')']).collect();
+    let mut binaries = 0;
+    for member in EDGES.iter().filter(|(member, _)| *member != ".").map(|(member, _)| root.join(member)) {
+        for binary in fs::read_dir(member.join("tests")).into_iter().flatten().flatten() {
+            let binary = binary.file_name();
+            let binary = binary.to_str().expect("a name is text").trim_end_matches(".rs");
+            assert!(named.contains(binary), "make test runs no binary of tests called {binary}");
+            binaries += 1;
+        }
+    }
+    assert!(binaries >= 5, "{binaries} binaries");
+}
+
+#[test]
 fn every_dependency_has_a_reason() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let reasons = fs::read_to_string(root.join("docs/dependencies.md")).expect("docs/dependencies.md can be read");
