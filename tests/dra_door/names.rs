@@ -24,7 +24,8 @@ fn with_moved_minors() -> NodeState {
 async fn reboot(node: &mut Node, kubelet: &DraKubelet, after: NodeState, boot: &str) {
     kubelet.stop().await;
     node.stop().await;
-    fs::remove_dir_all(&node.settings.cdi_folder).unwrap();
+    // A file that the plugin was writing goes with its folder.
+    fs::rename(&node.settings.cdi_folder, node.settings.cdi_folder.with_extension(boot)).unwrap();
     fs::create_dir(&node.settings.cdi_folder).unwrap();
     node.settings.boot = Some(boot.to_owned());
     node.state.send_replace(Arc::new(after));
