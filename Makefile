@@ -138,12 +138,13 @@ test: setup ## run the tests
 	$(CARGO) test --locked --workspace --no-run
 	@export PROPTEST_RNG_SEED=$(PROPTEST_RNG_SEED); \
 	threads=$${RUST_TEST_THREADS:-$$((4 * $$(nproc)))}; \
-	said=$$(mktemp); trap 'kill $$(jobs -p) 2>/dev/null || true; rm -f "$$said"' EXIT; \
 	beside() { RUST_TEST_THREADS=$$(((threads + 3) / 4)) $(CARGO) test --locked --workspace "$$@"; }; \
-	{ beside --test all -- $(WAITING) && beside $(BESIDE); } >"$$said" 2>&1 & \
+	said=$$(mktemp); set -m; \
+	{ beside --test all -- $(WAITING) && beside $(BESIDE); } >"$$said" 2>&1 </dev/null & beside=$$!; \
+	set +m; trap 'kill -- -$$beside 2>/dev/null || true; rm -f "$$said"' EXIT; \
 	status=0; \
 	RUST_TEST_THREADS=$$threads $(CARGO) test --locked --workspace --test all -- $(WAITING:%=--skip %) || status=$$?; \
-	wait $$! || status=$$?; \
+	wait $$beside || status=$$?; \
 	cat "$$said"; exit $$status
 	@echo "== all passed"
 
