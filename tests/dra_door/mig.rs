@@ -1,5 +1,7 @@
 //! MIG devices made for claims: made, refused, destroyed, and what is left where the plugin is killed between.
 
+mod late;
+
 use std::fs;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -43,6 +45,8 @@ enum Mood {
     HangsSeen,
     /// It does not even answer a question.
     Silent,
+    /// It obeys, and no scan follows.
+    Late,
     /// The agent dies, after it did what was ordered.
     Dies,
 }
@@ -53,6 +57,7 @@ struct Driver {
     orders: Vec<MigOrder>,
     mood: Mood,
     made: u32,
+    done: u64,
     /// Orders that are never answered.
     held: Vec<MigRequest>,
     state: watch::Sender<Arc<linkwise_core::state::NodeState>>,
@@ -97,6 +102,7 @@ impl Driver {
     fn scan(&self) {
         let mut observed = machines::load(MACHINE).unwrap().observed;
         observed.gpus[0].mig.as_mut().unwrap().devices = self.instances.clone();
+        observed.mig_orders = self.done;
         let before = linkwise_core::state::NodeState::clone(&self.state.borrow());
         let after = before.apply(Event::Observed(Box::new(observed)), Duration::from_secs(1)).0;
         self.state.send_replace(Arc::new(after));
@@ -139,6 +145,7 @@ fn node() -> (Node, Shared) {
         orders: Vec::new(),
         mood: Mood::Obeys,
         made: 0,
+        done: 0,
         held: Vec::new(),
         state: node.state.clone(),
     };
@@ -148,7 +155,7 @@ fn node() -> (Node, Shared) {
         while let Some(request) = requests.recv().await {
             let mut driver = shared.lock().unwrap();
             driver.orders.push(request.order.clone());
-            let mood = if request.order.task == MigTask::List && driver.mood != Mood::Silent {
+            let mood = if request.order.task == MigTask::List && ![Mood::Silent, Mood::Late].contains(&driver.mood) {
                 Mood::Obeys
             } else {
                 driver.mood
@@ -157,14 +164,16 @@ fn node() -> (Node, Shared) {
                 driver.held.push(request);
                 continue;
             }
-            let result = driver.obey(&request.order);
+            let result = driver.carry_out(&request.order);
             if matches!(mood, Mood::HangsAfter | Mood::Dies) {
                 if mood == Mood::HangsAfter {
                     driver.held.push(request);
                 }
                 continue;
             }
-            driver.scan();
+            if mood != Mood::Late {
+                driver.scan();
+            }
             // As the agent's other task does.
             cdi.send_replace(Some(Arc::new(super::node::cdi_devices(&snapshot.borrow()))));
             if mood == Mood::HangsSeen {
@@ -272,33 +281,6 @@ async fn first_of_two_goes_when_the_second_is_refused() {
     let error = refusal(&kubelet, &claim).await;
     assert!(error.contains(OTHER) && error.contains("INSUFFICIENT_RESOURCES"), "{error}");
     assert_eq!((instances(&driver), node.checkpoints().len()), (vec!["MIG-hidden".to_owned()], 0));
-}
-
-#[tokio::test]
-async fn claim_that_is_being_undone_is_waited_for() {
-    let (mut node, driver) = node();
-    node.start();
-    let kubelet = node.kubelet().await;
-    let (first, second) = (node.claim("a", &[("gpus", DEVICE)]), node.claim("b", &[("gpus", DEVICE)]));
-    start(&kubelet, &first).await.unwrap();
-    set(&driver, Mood::HangsBefore);
-    let next = async {
-        until(|| !driver.lock().unwrap().held.is_empty()).await;
-        set(&driver, Mood::Obeys);
-        let destroyed = async {
-            until(|| node.reads("b") > 0).await;
-            // A refusal would be on its way by now.
-            for _ in 0..100 {
-                tokio::task::yield_now().await;
-            }
-            let mut driver = driver.lock().unwrap();
-            let request = driver.held.pop().unwrap();
-            let _ = request.answer.send(driver.obey(&request.order));
-            driver.scan();
-        };
-        tokio::join!(start(&kubelet, &second), destroyed).0.unwrap()
-    };
-    assert_eq!(tokio::join!(end(&kubelet, &first), next).1, [format!("{KIND}=MIG-made-2")]);
 }
 
 #[tokio::test]

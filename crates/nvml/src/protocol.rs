@@ -250,6 +250,7 @@ mod tests {
                 count: Some(2),
                 gpus: vec![scan],
                 failures: vec![failure.clone()],
+                mig_orders: 0,
             })),
             FromAgent::Xid { gpu: gpu.clone(), code: 79, gpu_instance: Some(1), compute_instance: None },
             FromAgent::DoubleBitEcc { gpu: gpu.clone() },

@@ -37,6 +37,9 @@ pub struct NodeScan {
     pub gpus: Vec<GpuScan>,
     /// The failed calls, except those whose outcome is in the other fields.
     pub failures: Vec<CallFailure>,
+    /// As in [`NodeObservation`]. The supervisor knows it, not the agent.
+    #[serde(skip)]
+    pub mig_orders: u64,
 }
 
 /// NVML's answers about one GPU.
@@ -250,6 +253,7 @@ impl NodeScan {
             driver_version: known(&self.driver).cloned(),
             cuda_version: known(&self.cuda).copied(),
             failures: failures.chain(host_failures).collect(),
+            mig_orders: self.mig_orders,
         }
     }
 

@@ -219,6 +219,7 @@ impl Watch {
             count: listed.count,
             gpus: probe::scan(&self.gpus, &self.procfs),
             failures,
+            mig_orders: 0,
         }))
     }
 

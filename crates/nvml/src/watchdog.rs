@@ -187,6 +187,7 @@ mod tests {
             count: Some(0),
             gpus,
             failures,
+            mig_orders: 0,
         }));
         assert_eq!(watchdog.heard(&ready, start), None);
         assert_eq!(handle(&mut watchdog), LIMITS.call);

@@ -32,6 +32,7 @@ pub struct Hardware {
     tables: Arc<AllocationTables>,
     warnings: Vec<TopologyWarning>,
     versions: DriverVersions,
+    mig_orders: u64,
     identity: NodeIdentity,
     /// The operator's classes of XIDs.
     pub(super) xids: XidPolicy,
@@ -74,6 +75,7 @@ impl Default for Hardware {
             tables: Arc::new(AllocationTables::new(Arc::default())),
             warnings: Vec::new(),
             versions: DriverVersions::default(),
+            mig_orders: 0,
             identity: NodeIdentity::default(),
             xids: XidPolicy::default(),
             hold: health::HOLD_TIME,
@@ -154,6 +156,11 @@ impl Hardware {
         self.tables = Arc::clone(&other.tables);
     }
 
+    /// The number of orders about MIG that the last scan knows of, since linkwise started.
+    pub fn mig_orders(&self) -> u64 {
+        self.mig_orders
+    }
+
     /// Takes over a scan of the whole node.
     pub(super) fn scanned(&mut self, observed: &NodeObservation) -> Vec<Effect> {
         let (topology, warnings) = NodeTopology::assemble(observed);
@@ -164,6 +171,7 @@ impl Hardware {
             self.tables = Arc::new(AllocationTables::new(Arc::new(topology)));
         }
         self.versions = DriverVersions::of(observed);
+        self.mig_orders = observed.mig_orders;
         let bus = addresses(&observed.host);
         let off_bus = |pci: &PciAddress| !bus.is_empty() && !bus.contains(pci);
         let by_address: BTreeMap<PciAddress, &GpuUuid> = observed.gpus.iter().map(|gpu| (gpu.pci, &gpu.uuid)).collect();

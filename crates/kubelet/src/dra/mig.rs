@@ -7,15 +7,14 @@
 //! who makes the same profile in the same place at the same moment. After Completed the UUID tells it from any other.
 //! Instances do not outlive a reboot: those of another boot's checkpoints are gone. Nothing else is ever destroyed.
 
-use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use tokio::sync::oneshot;
 use tokio::time::timeout;
 
-use super::MigRequest;
 use super::checkpoint::Checkpoint;
 use super::claim_manager::{ClaimManager, PrepareError};
+use super::{MigDone, MigRequest};
 use linkwise_core::claims::{MigOrder, MigOrderError, MigTask, PreparedDevice};
 use linkwise_core::state::NodeState;
 use linkwise_core::topology::{MigDevice, MigSlot, MigUuid};
@@ -45,13 +44,16 @@ impl ClaimManager {
         if !checkpoint.prepared.devices.iter().any(PreparedDevice::is_unmade) {
             return Ok(checkpoint);
         }
-        let mut ordered = checkpoint.clone();
+        let (mut ordered, mut last) = (checkpoint.clone(), 0);
         for at in 0..checkpoint.prepared.devices.len() {
             let Some(device) = checkpoint.prepared.devices.get_mut(at).filter(|device| device.is_unmade()) else {
                 continue;
             };
             match self.make(device).await {
-                Ok(uuid) => device.mig = Some(uuid),
+                Ok((uuid, number)) => {
+                    device.mig = Some(uuid);
+                    last = last.max(number);
+                }
                 Err((error, may_exist)) => {
                     let begun = if may_exist { at + 1 } else { at };
                     ordered
@@ -68,7 +70,9 @@ impl ClaimManager {
         }
         for device in &checkpoint.prepared.devices {
             let Some(uuid) = device.made.and(device.mig.as_ref()) else { continue };
-            let is_there = |state: &NodeState| state.topology().mig_devices().iter().any(|mig| mig.uuid == *uuid);
+            let is_there = |state: &NodeState| {
+                knows(state, last) && state.topology().mig_devices().iter().any(|mig| mig.uuid == *uuid)
+            };
             if !self.comes(is_there).await {
                 return Err(MigError::Unseen { device: device.device.clone(), uuid: uuid.clone() }.into());
             }
@@ -106,7 +110,8 @@ impl ClaimManager {
             let (name, gpu) = (device.device.clone(), device.gpu.clone());
             let task = MigTask::Destroy(slot, device.mig.clone());
             let done = self.order(MigOrder { gpu: gpu.clone(), task }).await;
-            done.map_err(|source| MigError::Stays { device: name.clone(), gpu: gpu.to_string(), source })?;
+            let stays = |source| MigError::Stays { device: name.clone(), gpu: gpu.to_string(), source };
+            let number = done.map_err(stays)?.number;
             let is_it = |mig: &MigDevice| match &device.mig {
                 Some(uuid) => mig.uuid == *uuid,
                 None => mig.profile_id == Some(slot.profile_id) && mig.placement == Some(slot.placement),
@@ -118,7 +123,8 @@ impl ClaimManager {
                 }
                 let topology = state.topology();
                 let place = topology.position(&gpu);
-                !topology.mig_devices().iter().any(|mig| Some(mig.parent) == place && is_it(mig))
+                knows(state, number)
+                    && !topology.mig_devices().iter().any(|mig| Some(mig.parent) == place && is_it(mig))
             };
             // Before that it would count as an administrator's.
             if !self.comes(is_gone).await {
@@ -128,20 +134,21 @@ impl ClaimManager {
         Ok(())
     }
 
-    /// The UUID of the device, or the error and whether the device may be there.
-    async fn make(&self, device: &PreparedDevice) -> Result<MigUuid, (MigError, bool)> {
+    /// The UUID of the device and the number of the order, or the error and whether the device may be there.
+    async fn make(&self, device: &PreparedDevice) -> Result<(MigUuid, u64), (MigError, bool)> {
         let Some(slot) = device.made.filter(|_| self.settings.boot.is_some()) else {
             return Err((MigError::UnknownBoot(device.device.clone()), false));
         };
         let made = self.order(MigOrder { gpu: device.gpu.clone(), task: MigTask::Make(slot) }).await;
         let nameless = || MigOrderError { why: "it was made without a UUID".to_owned(), may_exist: true };
-        made.and_then(|mut made| made.pop().ok_or_else(nameless)).map_err(|source| {
+        let uuid = |mut made: MigDone| made.devices.pop().map(|uuid| (uuid, made.number)).ok_or_else(nameless);
+        made.and_then(uuid).map_err(|source| {
             let (may_exist, gpu) = (source.may_exist, device.gpu.to_string());
             (MigError::Refused { device: device.device.clone(), gpu, slot, source }, may_exist)
         })
     }
 
-    async fn order(&self, order: MigOrder) -> Result<Vec<MigUuid>, MigOrderError> {
+    async fn order(&self, order: MigOrder) -> Result<MigDone, MigOrderError> {
         let failed = |why: &str, may_exist| MigOrderError { why: why.to_owned(), may_exist };
         let Some(mig) = &self.settings.mig else { return Err(failed("there is no driver to ask", false)) };
         // A process that has just started has claims before it has an agent. Without one the order is refused.
@@ -166,14 +173,8 @@ impl ClaimManager {
             let state = Arc::clone(&self.snapshot.borrow());
             for gpu in state.topology().gpus().iter().filter(|gpu| gpu.mig_enabled) {
                 let listed = self.order(MigOrder { gpu: gpu.uuid.clone(), task: MigTask::List }).await;
-                let listed: BTreeSet<MigUuid> = listed.map_err(|_| ())?.into_iter().collect();
-                let is_scanned = |state: &NodeState| {
-                    let topology = state.topology();
-                    let place = topology.position(&gpu.uuid);
-                    let of_gpu = topology.mig_devices().iter().filter(|mig| Some(mig.parent) == place);
-                    of_gpu.map(|mig| &mig.uuid).collect::<BTreeSet<_>>().into_iter().eq(&listed)
-                };
-                if !self.comes(is_scanned).await {
+                let number = listed.map_err(|_| ())?.number;
+                if !self.comes(|state| knows(state, number)).await {
                     return Err(());
                 }
             }
@@ -198,6 +199,11 @@ impl ClaimManager {
         let comes = snapshot.wait_for(|state| wanted(state));
         matches!(timeout(self.settings.specs_timeout, comes).await, Ok(Ok(_)))
     }
+}
+
+/// Whether a state is of a scan that was made after this order: the one before it may be published after its answer.
+fn knows(state: &NodeState, order: u64) -> bool {
+    state.hardware().mig_orders() >= order
 }
 
 fn forget(device: &mut PreparedDevice) {

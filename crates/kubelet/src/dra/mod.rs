@@ -43,7 +43,7 @@ pub use crate::registration::Life;
 pub use api::{CdiDevices, CdiLink, ClaimQuery, ClaimQueryError, MpsLink, MpsOrders, MpsServed};
 pub use checkpoint::{Checkpoint, parse as parse_checkpoint};
 pub use claim_json::{NoClaim, parse_claim};
-pub use linkwise_nvml::supervisor::MigRequest;
+pub use linkwise_nvml::supervisor::{MigDone, MigRequest};
 pub use metrics::PluginMetrics;
 pub use session::is_registration_socket;
 pub use turn::{ClaimsLock, ClaimsTurn, Handover};

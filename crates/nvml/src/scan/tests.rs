@@ -54,6 +54,7 @@ fn node(gpus: Vec<GpuScan>) -> NodeScan {
         count: Some(u32::try_from(gpus.len()).unwrap()),
         gpus,
         failures: Vec::new(),
+        mig_orders: 0,
     }
 }
 

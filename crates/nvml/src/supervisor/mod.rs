@@ -16,6 +16,7 @@ mod scan;
 
 use std::collections::{BTreeMap, VecDeque};
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use anyhow::{Context, Result, anyhow, bail};
@@ -75,7 +76,17 @@ pub struct MigRequest {
 }
 
 /// The channel of the answer to a [`MigRequest`].
-pub type MigAnswer = oneshot::Sender<Result<Vec<MigUuid>, MigOrderError>>;
+pub type MigAnswer = oneshot::Sender<Result<MigDone, MigOrderError>>;
+
+/// An order about MIG devices that was carried out.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MigDone {
+    /// The devices that were made or listed.
+    pub devices: Vec<MigUuid>,
+    /// Its number. An observation may be published after the answer and still be older: one that knows of this order has
+    /// as many [`NodeObservation::mig_orders`].
+    pub number: u64,
+}
 
 /// The driver's side of the node.
 pub struct Driver {
@@ -119,6 +130,7 @@ impl Driver {
             report,
             left,
             mig_turn: Arc::new(Semaphore::new(1)),
+            mig_done: Arc::default(),
         };
         life.live(inputs, for_next).await
     }
@@ -152,6 +164,8 @@ struct Life {
     /// Held for one order about MIG at a time: the next follows when the agent has answered, or when its process has
     /// ended, so that no call of an ending agent comes after it.
     mig_turn: Arc<Semaphore>,
+    /// The number of orders about MIG that were carried out.
+    mig_done: Arc<AtomicU64>,
 }
 
 impl Life {
@@ -262,7 +276,8 @@ impl Life {
                 let (orders, follow) = watch::channel(Orders::default());
                 let (order, requests) = mpsc::channel(MIG_REQUESTS);
                 self.agents.insert(id, Handle { orders, process: agent.id(), mig: order });
-                let mig = MigOrders { requests, left: self.left.clone(), turn: Arc::clone(&self.mig_turn) };
+                let (turn, done) = (Arc::clone(&self.mig_turn), Arc::clone(&self.mig_done));
+                let mig = MigOrders { requests, left: self.left.clone(), turn, done };
                 self.tasks.spawn(live(id, agent, follow, mig, self.report.clone()));
                 Vec::new()
             }
@@ -307,6 +322,7 @@ struct MigOrders {
     /// Takes those that the agent has not begun.
     left: mpsc::Sender<MigRequest>,
     turn: Arc<Semaphore>,
+    done: Arc<AtomicU64>,
 }
 
 impl MigOrders {
@@ -334,6 +350,9 @@ async fn live(
     // Reports fail only if the loop has ended, and this task with it; answers fail only if the caller has gone.
     let (mut wanted, mut done, mut leaving) = (Orders::default(), Orders::default(), None);
     let (mut waiting, mut asked, mut own_turn): (Option<MigRequest>, Option<MigAnswer>, _) = (None, None, None);
+    // The orders that were carried out when the agent said something last. It does one thing after the other: a scan is
+    // younger than the message before it, and may be older than an order that another agent ended meanwhile.
+    let mut known = mig.done.load(Ordering::Relaxed);
     loop {
         // An agent that is to end first ends the order about MIG that it has begun: the limit of a call holds for it, and
         // nobody else would know what is there of the device.
@@ -355,9 +374,22 @@ async fn live(
                 Ok(FromAgent::Leaving(error)) => leaving = Some(error),
                 Ok(FromAgent::MigDone(result)) => {
                     own_turn = None;
+                    known = mig.done.fetch_add(1, Ordering::Relaxed).saturating_add(1);
+                    let result = result.map(|devices| MigDone { devices, number: known });
                     drop(asked.take().map(|answer| answer.send(result)));
                 }
-                Ok(message) => drop(report.send(Input::Message(id, message)).await),
+                Ok(FromAgent::Ready(mut scan)) => {
+                    scan.mig_orders = std::mem::replace(&mut known, mig.done.load(Ordering::Relaxed));
+                    let is_old = scan.mig_orders < known;
+                    drop(report.send(Input::Message(id, FromAgent::Ready(scan))).await);
+                    if is_old {
+                        let _ = agent.request(ToAgent::Observe).await;
+                    }
+                }
+                Ok(message) => {
+                    known = mig.done.load(Ordering::Relaxed);
+                    drop(report.send(Input::Message(id, message)).await);
+                }
                 Err(ended) => {
                     let end = agent_end(&ended, &agent, leaving);
                     // The agent may have ended in the middle of the order.

@@ -146,7 +146,8 @@ mod tests {
             let failures = codes.iter().map(|code| failure(*code)).collect();
             let (driver, library, cuda, gpus) = (Ok(None), Ok(None), Ok(None), Vec::new());
             let path = String::new();
-            scan.take(NodeScan { driver, library, path, cuda, count: Some(0), gpus, failures }, Duration::ZERO);
+            let count = Some(0);
+            scan.take(NodeScan { driver, library, path, cuda, count, gpus, failures, mig_orders: 0 }, Duration::ZERO);
             let of_host = || ProbeFailure { subject: "hwloc".into(), call: "f".into(), error: "e".into() };
             let host = (0..host).map(|_| of_host()).collect();
             scan.take_host(Some((HostObservation::default(), host)), Duration::ZERO);

@@ -129,7 +129,7 @@ fn scan(count: Option<u32>) -> NodeScan {
     };
     let gpus = (0..count.unwrap_or(0)).map(gpu).collect();
     let (driver, library, cuda) = (Ok(None), Ok(None), Ok(None));
-    NodeScan { driver, library, path: String::new(), cuda, count, gpus, failures: Vec::new() }
+    NodeScan { driver, library, path: String::new(), cuda, count, gpus, failures: Vec::new(), mig_orders: 0 }
 }
 
 impl World {

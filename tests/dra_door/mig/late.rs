@@ -1,0 +1,94 @@
+//! What claims wait for: a scan that knows of their order, as one that waits for the host's may not; another claim that is
+//! being undone.
+
+use std::mem;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use linkwise_core::claims::{MigOrder, MigOrderError, MigTask};
+use linkwise_kubelet::dra::MigDone;
+
+use super::super::node::{KIND, connected, end, start, until};
+use super::{DEVICE, Driver, Mood, SLOT, instance, node, set};
+
+impl Driver {
+    /// Does what is ordered, and numbers it.
+    pub(super) fn carry_out(&mut self, order: &MigOrder) -> Result<MigDone, MigOrderError> {
+        let devices = self.obey(order)?;
+        self.done += 1;
+        Ok(MigDone { devices, number: self.done })
+    }
+}
+
+async fn a_while() {
+    for _ in 0..1000 {
+        tokio::task::yield_now().await;
+    }
+}
+
+#[tokio::test]
+async fn scan_from_before_an_order_says_nothing_of_it() {
+    let (mut node, driver) = node();
+    node.start();
+    let kubelet = node.kubelet().await;
+    let claim = node.claim("a", &[("gpus", DEVICE)]);
+    start(&kubelet, &claim).await.unwrap();
+    node.stop().await;
+    // The next process has seen the GPU before the device was made.
+    {
+        let mut driver = driver.lock().unwrap();
+        driver.done = 0;
+        let there = mem::take(&mut driver.instances);
+        driver.scan();
+        driver.instances = there;
+    }
+    set(&driver, Mood::Late);
+    node.start();
+    connected(&kubelet).await;
+    let is_seen = AtomicBool::new(false);
+    let scans = async {
+        let is_destroy = |order: &MigOrder| matches!(order.task, MigTask::Destroy(..));
+        until(|| driver.lock().unwrap().orders.iter().any(is_destroy)).await;
+        a_while().await;
+        // One from before the order, and one from after it.
+        for (instances, done) in [(vec![instance("MIG-made-1", SLOT)], 0), (Vec::new(), u64::MAX)] {
+            let mut driver = driver.lock().unwrap();
+            is_seen.store(done > 0, Ordering::Relaxed);
+            (driver.instances, driver.done) = (instances, done);
+            driver.scan();
+            drop(driver);
+            a_while().await;
+        }
+    };
+    let ending = async {
+        end(&kubelet, &claim).await;
+        assert!(is_seen.load(Ordering::Relaxed), "the claim ended before a scan knew of its device's end");
+    };
+    tokio::join!(ending, scans);
+}
+
+#[tokio::test]
+async fn claim_that_is_being_undone_is_waited_for() {
+    let (mut node, driver) = node();
+    node.start();
+    let kubelet = node.kubelet().await;
+    let (first, second) = (node.claim("a", &[("gpus", DEVICE)]), node.claim("b", &[("gpus", DEVICE)]));
+    start(&kubelet, &first).await.unwrap();
+    set(&driver, Mood::HangsBefore);
+    let next = async {
+        until(|| !driver.lock().unwrap().held.is_empty()).await;
+        set(&driver, Mood::Obeys);
+        let destroyed = async {
+            until(|| node.reads("b") > 0).await;
+            // A refusal would be on its way by now.
+            for _ in 0..100 {
+                tokio::task::yield_now().await;
+            }
+            let mut driver = driver.lock().unwrap();
+            let request = driver.held.pop().unwrap();
+            let _ = request.answer.send(driver.carry_out(&request.order));
+            driver.scan();
+        };
+        tokio::join!(start(&kubelet, &second), destroyed).0.unwrap()
+    };
+    assert_eq!(tokio::join!(end(&kubelet, &first), next).1, [format!("{KIND}=MIG-made-2")]);
+}
