@@ -51,11 +51,12 @@ async fn scan_from_before_an_order_says_nothing_of_it() {
         a_while().await;
         // One from before the order, and one from after it.
         for (instances, done) in [(vec![instance("MIG-made-1", SLOT)], 0), (Vec::new(), u64::MAX)] {
-            let mut driver = driver.lock().unwrap();
             is_seen.store(done > 0, Ordering::Relaxed);
-            (driver.instances, driver.done) = (instances, done);
-            driver.scan();
-            drop(driver);
+            {
+                let mut driver = driver.lock().unwrap();
+                (driver.instances, driver.done) = (instances, done);
+                driver.scan();
+            }
             a_while().await;
         }
     };
