@@ -242,3 +242,19 @@ async fn a_crash_costs_the_child_and_names_the_signal() {
     assert!(said(&mut agent).await.is_err());
     ready(&mut machine.agent()).await;
 }
+
+#[tokio::test]
+async fn change_that_ends_while_it_is_looked_at_is_looked_at_again() {
+    let machine = machine();
+    let mut agent = machine.agent();
+    let (before, _) = ready(&mut agent).await;
+    machine.tell("hang 1 nvmlDeviceGetBrand");
+    machine.tell("link 0 3 down");
+    // The look has had GPU 0, and is at GPU 1.
+    machine.tell("blocked nvmlDeviceGetBrand");
+    machine.tell("link 0 3 up");
+    machine.tell("unhang 1 nvmlDeviceGetBrand");
+    let (during, _) = ready(&mut agent).await;
+    assert_ne!(during[0].nvlinks, before[0].nvlinks);
+    assert_eq!(ready(&mut agent).await.0, before);
+}

@@ -89,14 +89,12 @@ impl Fingerprint {
 }
 
 impl Watch {
-    /// Makes the first full scan and the first poll; nothing is reported before both are done.
+    /// Makes the first poll and the first full scan; nothing is reported before both are done.
     pub fn begin(&mut self, listed: Listed<'static>) {
         if let Some(count) = listed.count {
             self.seen.add(Fact::Count, count);
         }
-        let ready = self.scan(listed);
-        let (polls, round) = self.poll();
-        self.seen.learn(round);
+        let (polls, ready) = self.scan(listed);
         self.parent.send(&ready);
         self.tell(polls);
     }
@@ -107,7 +105,7 @@ impl Watch {
         let mut next_round = last_round + self.interval;
         loop {
             match asked.recv_timeout(next_round.saturating_duration_since(Instant::now())) {
-                Ok(ToAgent::Observe) => self.observe(),
+                Ok(ToAgent::Observe) => drop(self.observe()),
                 Ok(ToAgent::Mig(order)) => {
                     self.parent.send(&FromAgent::MigDone(self.carry_out(&order)));
                     self.observe();
@@ -138,12 +136,9 @@ impl Watch {
         let (mut polls, mut round) = self.poll();
         self.names(&mut round);
         if self.seen.learn(round) {
-            self.observe();
             // New GPUs are polled at once; a full scan is rare. A GPU that the scan could not identify is among the
             // missing ones.
-            let (again, links) = self.poll();
-            self.seen.learn(links);
-            polls = again;
+            polls = self.observe();
         }
         self.tell(polls);
     }
@@ -191,19 +186,23 @@ impl Watch {
         self.parent.send(&FromAgent::Polled { gpus, missing, unheard, waiting_ms });
     }
 
-    fn observe(&mut self) {
-        let ready = self.scan(probe::list(self.nvml, &self.calls, &self.skip));
+    fn observe(&mut self) -> BTreeMap<GpuUuid, HealthPoll> {
+        let (polls, ready) = self.scan(probe::list(self.nvml, &self.calls, &self.skip));
         self.parent.send(&ready);
+        polls
     }
 
-    /// Makes a full scan of the listed GPUs, which are the present ones from now on. Returns it as a message.
-    fn scan(&mut self, listed: Listed<'static>) -> FromAgent {
+    /// Makes a full scan of the listed GPUs, which are the present ones from now on. Returns it as a message, and a poll
+    /// from just before it: what changes later is news to the next poll, whether this scan had it or not.
+    fn scan(&mut self, listed: Listed<'static>) -> (BTreeMap<GpuUuid, HealthPoll>, FromAgent) {
         (self.gpus, self.missing) = (listed.gpus, listed.missing);
         // Only the scanned GPUs have names here: a GPU that is identified later is a change.
         self.seen.0.retain(|fact, _| !matches!(fact, Fact::Name(_)));
         for gpu in self.gpus.iter() {
             self.seen.add(Fact::Name(gpu.index), &gpu.uuid);
         }
+        let (polls, facts) = self.poll();
+        self.seen.learn(facts);
         let mut failures = listed.failures;
         failures.extend(self.waiting.unheard());
         for gpu in self.gpus.iter().filter(|gpu| !self.at_start.contains(&gpu.uuid)) {
@@ -211,7 +210,7 @@ impl Watch {
             failures.push(CallFailure::new(gpu.pci.to_string(), CallError::unreadable(REGISTER, late)));
         }
         let (nvml, calls) = (self.nvml, &self.calls);
-        FromAgent::Ready(Box::new(NodeScan {
+        let scan = NodeScan {
             driver: calls.ask("nvmlSystemGetDriverVersion", || nvml.sys_driver_version()),
             library: calls.ask("nvmlSystemGetNVMLVersion", || nvml.sys_nvml_version()),
             path: self.library.display().to_string(),
@@ -220,7 +219,8 @@ impl Watch {
             gpus: probe::scan(&self.gpus, &self.procfs),
             failures,
             mig_orders: 0,
-        }))
+        };
+        (polls, FromAgent::Ready(Box::new(scan)))
     }
 
     /// Ends the process: only a new one can reach the present driver.
