@@ -10,7 +10,7 @@ use linkwise_core::claims::{MigOrder, MigOrderError, MigTask};
 use linkwise_core::state::{DraGpus, Event, HealthPoll, NodeState, Reach};
 use linkwise_core::topology::{GpuUuid, MigDeviceObservation, MigPlacement, MigSlot};
 use linkwise_host::machines;
-use linkwise_kubelet::dra::{MigRequest, Occurrence};
+use linkwise_kubelet::dra::{MigDone, MigRequest, Occurrence};
 use tokio::sync::{mpsc, watch};
 
 use super::node::{Answer, KIND, Node, end, name, pod, refusal, start, state, until};
@@ -96,6 +96,13 @@ impl Driver {
                 Ok(Vec::new())
             }
         }
+    }
+
+    /// Does what is ordered, and numbers it.
+    fn carry_out(&mut self, order: &MigOrder) -> Result<MigDone, MigOrderError> {
+        let devices = self.obey(order)?;
+        self.done += 1;
+        Ok(MigDone { devices, number: self.done })
     }
 
     /// What a scan finds.

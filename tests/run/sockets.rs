@@ -46,6 +46,25 @@ async fn kubelet_found_after_any_file_at_its_socket() {
 }
 
 #[tokio::test]
+async fn dead_socket_of_a_resource_that_is_gone_is_removed() {
+    let setup = Setup::on("dgx1-v100");
+    let kubelet = setup.kubelet();
+    let at = |name: &str| setup.kubelet_socket.with_file_name(name);
+    // Of one that was killed under another MIG layout; of one that lives; a stranger's.
+    let [dead, living, other] = [
+        "linkwise-nvidia.com_mig-3g.20gb-01234567.sock",
+        "linkwise-nvidia.com_mig-2g.10gb-01234567.sock",
+        "other.sock",
+    ]
+    .map(at);
+    drop([&dead, &other].map(|path| UnixListener::bind(path).unwrap()));
+    let _living = UnixListener::bind(&living).unwrap();
+    let _node = setup.start().await;
+    registered(&kubelet, 1, 8).await;
+    assert_eq!([dead, living, other].map(|path| path.exists()), [false, true, true]);
+}
+
+#[tokio::test]
 async fn chmod_of_kubelet_sock_ends_no_session() {
     let (node, kubelet) = Setup::on("dgx1-v100").serve(8).await;
     std::fs::set_permissions(&node.setup.kubelet_socket, std::fs::Permissions::from_mode(0o660)).unwrap();

@@ -5,6 +5,7 @@
 
 use std::fs;
 use std::io;
+use std::os::fd::AsFd;
 use std::os::unix::fs::{DirBuilderExt, FileTypeExt, PermissionsExt};
 use std::path::Path;
 use std::sync::Arc;
@@ -44,11 +45,16 @@ pub(super) fn serve(life: &Arc<Life>) -> Result<(), BoxError> {
 
 /// Serves on a socket in a task of `life`, which does not end before the last connection does.
 pub(super) fn serve_at(life: &Arc<Life>, path: &Path, routes: Routes) -> Result<(), BoxError> {
-    let (incoming, end) = (UnixListenerStream::new(bind(path)?), life.end.clone());
+    let (listener, end) = (bind(path)?, life.end.clone());
+    let copy = listener.as_fd().try_clone_to_owned();
+    let copy = copy.map_err(|source| BoxError::Io { action: "copy", path: path.to_owned(), source })?;
+    let incoming = UnixListenerStream::new(listener);
     life.spawn(async move {
         let server = tonic::transport::Server::builder().add_routes(routes);
         // The server ends with the box; a failure to accept shows as registrations that cannot connect.
         let _ = server.serve_with_incoming_shutdown(incoming, end.cancelled_owned()).await;
+        // A kubelet that has ended has no listener: here a process that is being started has a copy of it until its exec.
+        let _ = rustix::net::shutdown(copy, rustix::net::Shutdown::Both);
     });
     Ok(())
 }

@@ -4,20 +4,10 @@
 use std::mem;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use linkwise_core::claims::{MigOrder, MigOrderError, MigTask};
-use linkwise_kubelet::dra::MigDone;
+use linkwise_core::claims::{MigOrder, MigTask};
 
 use super::super::node::{KIND, connected, end, start, until};
-use super::{DEVICE, Driver, Mood, SLOT, instance, node, set};
-
-impl Driver {
-    /// Does what is ordered, and numbers it.
-    pub(super) fn carry_out(&mut self, order: &MigOrder) -> Result<MigDone, MigOrderError> {
-        let devices = self.obey(order)?;
-        self.done += 1;
-        Ok(MigDone { devices, number: self.done })
-    }
-}
+use super::{DEVICE, Mood, SLOT, instance, node, set};
 
 async fn a_while() {
     for _ in 0..1000 {

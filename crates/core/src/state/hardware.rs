@@ -32,6 +32,7 @@ pub struct Hardware {
     tables: Arc<AllocationTables>,
     warnings: Vec<TopologyWarning>,
     versions: DriverVersions,
+    /// As in [`NodeObservation`].
     mig_orders: u64,
     identity: NodeIdentity,
     /// The operator's classes of XIDs.

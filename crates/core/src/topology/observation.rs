@@ -33,7 +33,7 @@ pub struct NodeObservation {
     /// The questions that were not answered.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub failures: Vec<ProbeFailure>,
-    /// The number of orders about MIG that were carried out before this was observed, since linkwise started.
+    /// The number of orders about MIG that the driver had answered before this was observed, since linkwise started.
     #[serde(skip)]
     pub mig_orders: u64,
 }

@@ -42,6 +42,13 @@ fn is_ours(name: &str, prefix: &str) -> bool {
     rest.is_some_and(is_number)
 }
 
+/// Returns true if a file name is that of a socket of ours, for whichever resource: nobody comes back for one that is no
+/// longer offered.
+fn is_any_of_ours(name: &str) -> bool {
+    let rest = name.strip_prefix("linkwise-").and_then(|rest| rest.strip_suffix(".sock"));
+    rest.and_then(|rest| rest.rsplit_once('-')).is_some_and(|(_, number)| is_number(number))
+}
+
 /// Returns true for the socket of the NVIDIA plugin for this resource: `nvidia-gpu.sock` for `nvidia.com/gpu`.
 fn is_nvidias(name: &str, resource: &ResourceName) -> bool {
     let (_, last) = resource.as_str().split_once('/').unwrap_or(("", resource.as_str()));
@@ -97,7 +104,7 @@ impl PluginSession {
         let prefix = prefix(folder, &resource);
         let predecessors = living(folder, &resource, &prefix);
         let (path, name) = socket_path(&settings, &resource, random);
-        let bound = bind(&path, &settings.callers, |name| is_ours(name, &prefix))?;
+        let bound = bind(&path, &settings.callers, is_any_of_ours)?;
 
         let life = Arc::clone(&report);
         let mut servers = Servers::new(Arc::new(move |event| life(Occurrence::Life(event))));
@@ -123,9 +130,7 @@ impl PluginSession {
     /// that have ended.
     pub fn rename(&mut self, settings: &Settings, resource: &ResourceName, random: u64) -> io::Result<String> {
         let (path, name) = socket_path(settings, resource, random);
-        let folder = folder_of(&path);
-        let prefix = prefix(folder, resource);
-        uds::remove_dead(folder, |name| is_ours(name, &prefix))?;
+        uds::remove_dead(folder_of(&path), is_any_of_ours)?;
         self.servers.rename(&path)?;
         Ok(name)
     }
@@ -191,5 +196,9 @@ mod tests {
         for other in ["linkwise-nvidia.com_gpu-x-0123abcd.sock", "linkwise-nvidia.com_gpu-0123abcd.sock.old"] {
             assert!(!is_ours(other, &prefix), "{other}");
         }
+        let any = ["linkwise-nvidia.com_gpu-x-0123abcd.sock", "linkwise-nvidia.com_mig-3g.20gb-0123abcd.sock"];
+        assert!(any.into_iter().all(is_any_of_ours));
+        let others = ["nvidia-gpu.sock", "linkwise-x.sock", "linkwise-nvidia.com_gpu-0123abcd.sock.old"];
+        assert!(!others.into_iter().any(is_any_of_ours));
     }
 }

@@ -164,7 +164,7 @@ struct Life {
     /// Held for one order about MIG at a time: the next follows when the agent has answered, or when its process has
     /// ended, so that no call of an ending agent comes after it.
     mig_turn: Arc<Semaphore>,
-    /// The number of orders about MIG that were carried out.
+    /// The number of orders about MIG that agents have answered.
     mig_done: Arc<AtomicU64>,
 }
 
@@ -350,7 +350,7 @@ async fn live(
     // Reports fail only if the loop has ended, and this task with it; answers fail only if the caller has gone.
     let (mut wanted, mut done, mut leaving) = (Orders::default(), Orders::default(), None);
     let (mut waiting, mut asked, mut own_turn): (Option<MigRequest>, Option<MigAnswer>, _) = (None, None, None);
-    // The orders that were carried out when the agent said something last. It does one thing after the other: a scan is
+    // The orders that were answered when the agent said something last. It does one thing after the other: a scan is
     // younger than the message before it, and may be older than an order that another agent ended meanwhile.
     let mut known = mig.done.load(Ordering::Relaxed);
     loop {
