@@ -49,7 +49,7 @@ const POD: &str = "/spec/template/spec";
 
 #[test]
 fn kustomizations_name_files_that_are_there() {
-    let dra = ["dra/templates", "dra/templates-exact", "dra/unchanged-pods"];
+    let dra = ["dra/templates", "dra/templates-exact", "dra/unchanged-pods", "dra/several-claims"];
     let others = ["base", "monitoring", "monitoring/grafana", "mps-control-daemon"].into_iter().chain(dra);
     for folder in overlays().into_iter().chain(others.map(|folder| manifests().join(folder))) {
         let kustomization = read(&folder.join("kustomization.yaml"));

@@ -28,7 +28,14 @@ pub use rails::rails_claim;
 
 const OURS: &str = "linkwise.dev";
 
+/// The annotation of a template with alternatives: the template of a pod's further claims. The policies of manifests/dra
+/// read it.
+const FURTHER_CLAIMS: &str = "linkwise.dev/further-claims";
+
 const GPUS: &str = "gpu.nvidia.com";
+
+const CLAIM: (&str, &str) = ("resource.k8s.io/v1", "ResourceClaim");
+const TEMPLATE: (&str, &str) = ("resource.k8s.io/v1", "ResourceClaimTemplate");
 
 /// The class of GPUs that several claims share.
 const SHARED_GPUS: &str = "shared-gpu.linkwise.dev";
@@ -82,10 +89,10 @@ struct Devices {
 
 impl Devices {
     /// The specification of a claim.
-    fn spec(self) -> Part {
-        let constraints = Some(self.constraints).filter(|constraints| !constraints.is_empty());
-        let constraints = constraints.map(|constraints| ("constraints", Part::List(constraints)));
-        let requests = [("requests", Part::List(self.requests))];
+    fn spec(&self) -> Part {
+        let constraints = Some(&self.constraints).filter(|constraints| !constraints.is_empty());
+        let constraints = constraints.map(|constraints| ("constraints", Part::List(constraints.clone())));
+        let requests = [("requests", Part::List(self.requests.clone()))];
         map([("devices", Part::Map(requests.into_iter().chain(constraints).collect()))])
     }
 }
@@ -154,15 +161,29 @@ pub fn claim(args: &ClaimArgs) -> Result<()> {
         None => format!("gpus-{}", args.gpus),
     };
     let name = args.name.clone().unwrap_or(usual);
-    let claim = |kind, spec| object(("resource.k8s.io/v1", kind), &name, spec);
-    let template = |devices: Devices| claim("ResourceClaimTemplate", map([("spec", devices.spec())]));
+    let claim = || object(CLAIM, &name, devices.spec());
+    let template = || object(TEMPLATE, &name, map([("spec", devices.spec())]));
     let manifest = match args.kind {
-        ClaimKind::Claim => text(&claim("ResourceClaim", devices.spec()), args.format),
-        ClaimKind::Template => text(&template(devices), args.format),
-        ClaimKind::Pod => text(&List::new(vec![template(devices), pod(&name)]), args.format),
-        ClaimKind::Deployment => text(&List::new(vec![template(devices), deployment(&name)]), args.format),
+        ClaimKind::Claim => text(&claim(), args.format),
+        ClaimKind::Template if lists_groups(args) && !args.strict && !devices.constraints.is_empty() => {
+            text(&List::new(with_further(&name, &devices, args.gpus).into()), args.format)
+        }
+        ClaimKind::Template => text(&template(), args.format),
+        ClaimKind::Pod => text(&List::new(vec![template(), pod(&name)]), args.format),
+        ClaimKind::Deployment => text(&List::new(vec![template(), deployment(&name)]), args.format),
     };
     Ok(print(&manifest?)?)
+}
+
+/// A template with alternatives, and the one of any GPUs that stands in for it in a pod of several claims: the scheduler
+/// tries each alternative of one claim with each of the others.
+fn with_further(name: &str, devices: &Devices, gpus: u8) -> [Part; 2] {
+    let further = format!("{name}-any");
+    let annotations = map([(FURTHER_CLAIMS, further.as_str().into())]);
+    let metadata = map([("name", name.into()), ("annotations", annotations)]);
+    let spec = |devices: &Devices| map([("spec", devices.spec())]);
+    let any = in_groups(gpus, &[], false);
+    [of_metadata(TEMPLATE, metadata, spec(devices)), object(TEMPLATE, &further, spec(&any))]
 }
 
 /// Refuses options that would have no effect.
@@ -177,9 +198,13 @@ fn refuse(args: &ClaimArgs) -> Result<()> {
         ensure!(args.fleet.cluster.is_none(), "--cluster with --rails: no group is named");
         ensure!(args.node.len() < 2, "--rails: one --node at most");
     }
-    let is_plain = args.near.is_none() && args.rails.is_none() && args.mig.is_none() && !is_shared(args) && !args.exact;
-    let has_order = is_plain && args.gpus > 1;
-    spares(&args.node, &args.fleet, has_order)
+    spares(&args.node, &args.fleet, lists_groups(args))
+}
+
+/// Returns true if such a claim lists the groups of its machines as alternatives, where they have some.
+fn lists_groups(args: &ClaimArgs) -> bool {
+    let is_plain = args.near.is_none() && args.rails.is_none() && args.mig.is_none() && !is_shared(args);
+    is_plain && !args.exact && args.gpus > 1
 }
 
 /// Refuses `--spare-nvswitch` where it orders nothing. `has_order` tells whether the claim lists alternatives.
@@ -356,8 +381,11 @@ fn selector(expression: &str) -> Vec<Part> {
     vec![map([("cel", map([("expression", expression.into())]))])]
 }
 
-fn object((version, kind): (&'static str, &'static str), name: &str, spec: Part) -> Part {
-    let metadata = map([("name", name.into())]);
+fn object(of: (&'static str, &'static str), name: &str, spec: Part) -> Part {
+    of_metadata(of, map([("name", name.into())]), spec)
+}
+
+fn of_metadata((version, kind): (&'static str, &'static str), metadata: Part, spec: Part) -> Part {
     map([("apiVersion", version.into()), ("kind", kind.into()), ("metadata", metadata), ("spec", spec)])
 }
 

@@ -142,6 +142,27 @@ fn programs_are_switched_on_and_off() {
     assert_snapshot!("gpu_feature_discovery", changes(&helm, &base, &entries));
 }
 
+/// An older API server does not know such a policy, and refuses the release. Exact claims need none.
+#[test]
+fn policy_for_several_claims_is_there_from_kubernetes_1_36() {
+    let Some(helm) = Helm::found() else { return };
+    let templates = ["dra.enabled=true", "dra.claimTemplates.namespaces={a}"];
+    for (values, version, is_there) in [
+        (&templates[..], "1.36.0", true),
+        (&templates, "1.36.2-gke.1", true),
+        (&templates, "1.35.4", false),
+        (&[templates[0], templates[1], "dra.claimTemplates.exact=groups"], "1.36.0", false),
+        (&[templates[0], "dra.unchangedPods.enabled=true"], "1.36.0", false),
+    ] {
+        let objects = helm.template(&[set(values), vec!["--kube-version", version]].concat()).unwrap();
+        let named = objects.iter().filter(|object| object["metadata"]["name"] == "linkwise-several-claims");
+        let mut kinds: Vec<_> = named.map(|object| object["kind"].as_str().unwrap()).collect();
+        kinds.sort_unstable();
+        let expected = ["MutatingAdmissionPolicy", "MutatingAdmissionPolicyBinding"];
+        assert_eq!(kinds, expected[..if is_there { 2 } else { 0 }], "{values:?} {version}");
+    }
+}
+
 #[test]
 fn pods_take_what_every_chart_has() {
     let Some(helm) = Helm::found() else { return };

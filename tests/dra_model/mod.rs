@@ -17,5 +17,6 @@ mod mig;
 mod order;
 mod published;
 mod sequences;
+mod several;
 mod sharing;
 mod tiers;

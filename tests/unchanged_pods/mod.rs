@@ -1,5 +1,5 @@
 //! Pods as they are: what the admission policy of manifests/dra/unchanged-pods makes of pods with `nvidia.com/gpu: N`,
-//! and the templates of manifests/dra/templates.
+//! that of manifests/dra/several-claims of pods with several claims, and the templates of manifests/dra/templates.
 
 #![allow(
     clippy::unwrap_used,
@@ -12,6 +12,7 @@
 mod forms;
 mod policy;
 mod right;
+mod several;
 mod templates;
 
 use std::path::Path;
@@ -37,14 +38,15 @@ fn read(path: &str) -> Value {
     serde_saphyr::from_str(&text).unwrap_or_else(|error| panic!("{path}: {error}"))
 }
 
-/// The files that a kustomization names.
+/// The objects of the files that a kustomization names.
 fn resources(folder: &str) -> Vec<Value> {
     let kustomization = read(&format!("{folder}/kustomization.yaml"));
     let files = kustomization["resources"].as_array().unwrap().iter();
-    files.map(|file| read(&format!("{folder}/{}", file.as_str().unwrap()))).collect()
+    let read = files.map(|file| read(&format!("{folder}/{}", file.as_str().unwrap())));
+    read.flat_map(|object| object["items"].as_array().cloned().unwrap_or_else(|| vec![object])).collect()
 }
 
-/// An API server with the policy, and the four namespaces.
+/// An API server with both policies, and the four namespaces.
 async fn server() -> ApiServerBox {
     let types = [
         ResourceType::NAMESPACES,
@@ -54,7 +56,7 @@ async fn server() -> ApiServerBox {
         ResourceType::MUTATING_ADMISSION_POLICY_BINDINGS,
     ];
     let server = ApiServerBox::start(&types).await;
-    for object in resources("manifests/dra/unchanged-pods") {
+    for object in ["unchanged-pods", "several-claims"].iter().flat_map(|of| resources(&format!("manifests/dra/{of}"))) {
         let resource = types.iter().find(|resource| resource.kind == object["kind"]).expect("a kind of the box");
         let key = resource.key(None, object["metadata"]["name"].as_str().unwrap());
         server.create("kubectl", &key, object).unwrap_or_else(|status| panic!("{status}"));

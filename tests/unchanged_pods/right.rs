@@ -6,7 +6,8 @@ use serde_json::{Value, json};
 use crate::unchanged_pods::GPUS;
 
 /// The containers that got claims, by their places; none where the pod is as it was. Panics where the pod is neither.
-pub fn changed(before: &Value, after: &Value) -> Vec<usize> {
+/// `lists` tells whether the templates have alternatives.
+pub fn changed(before: &Value, after: &Value, lists: bool) -> Vec<usize> {
     if before == after {
         return Vec::new();
     }
@@ -21,9 +22,11 @@ pub fn changed(before: &Value, after: &Value) -> Vec<usize> {
     assert_eq!(has[..had.len()], had, "{after}");
     let mut expected = before.clone();
     expected["spec"]["resourceClaims"] = Value::from(has.clone());
-    for (place, claim) in places.iter().zip(&has[had.len()..]) {
-        let count = &old[*place]["resources"]["limits"][GPUS];
-        let template = format!("linkwise-gpus-{}", count.as_str().unwrap());
+    for (nth, (place, claim)) in places.iter().zip(&has[had.len()..]).enumerate() {
+        let count = old[*place]["resources"]["limits"][GPUS].as_str().unwrap();
+        // Two small claims may both have alternatives, of others the first alone.
+        let is_plain = lists && nth > 0 && (places.len() > 2 || count == "8");
+        let template = format!("linkwise-gpus-{count}{}", if is_plain { "-any" } else { "" });
         let name = claim["name"].clone();
         assert_eq!(*claim, json!({"name": name, "resourceClaimTemplateName": template}));
         assert_eq!(has.iter().filter(|other| other["name"] == name).count(), 1, "a name twice: {after}");

@@ -9,8 +9,9 @@ use crate::unchanged_pods::resources;
 #[test]
 fn chart_has_the_same_files() {
     let repository = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let exact = ("templates-exact", "exact-claim-templates");
-    for (folder, copies) in [("templates", "claim-templates"), exact, ("unchanged-pods", "unchanged-pods")] {
+    let policies = ["unchanged-pods", "several-claims"].map(|folder| (folder, folder));
+    let templates = [("templates", "claim-templates"), ("templates-exact", "exact-claim-templates")];
+    for (folder, copies) in templates.into_iter().chain(policies) {
         let texts = |folder: &Path| -> Vec<(std::ffi::OsString, String)> {
             let files = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap());
             let files = files.filter(|file| file.file_name() != "kustomization.yaml");
@@ -35,7 +36,8 @@ fn templates_are_what_the_command_prints() {
             command.args(["claim", "--gpus", size, "--kind", "template", "--name", &name]).args(exact);
             let printed = String::from_utf8(command.output().unwrap().stdout).unwrap();
             assert_eq!(std::fs::read_to_string(path.join(format!("{name}.yaml"))).unwrap(), printed);
-            names.push(name);
+            let further = format!("{name}-any");
+            names.extend([Some(name), exact.is_empty().then_some(further)].into_iter().flatten());
         }
         let listed = resources(folder).into_iter();
         let listed: Vec<String> = listed.map(|one| one["metadata"]["name"].as_str().unwrap().to_owned()).collect();

@@ -14,7 +14,15 @@ const UNCHANGED_PODS: [&str; 5] = [
 
 /// The manifests by which pods with `nvidia.com/gpu: N` get claims.
 pub(super) fn unchanged_pods() -> Result<Vec<Value>> {
-    UNCHANGED_PODS.iter().map(|text| serde_saphyr::from_str(text).context("a manifest of ours is no YAML")).collect()
+    let mut objects = Vec::new();
+    for text in UNCHANGED_PODS {
+        let object: Value = serde_saphyr::from_str(text).context("a manifest of ours is no YAML")?;
+        match object["items"].as_array() {
+            Some(items) => objects.extend(items.iter().cloned()),
+            None => objects.push(object),
+        }
+    }
+    Ok(objects)
 }
 
 /// A pod that requests GPUs as it would from a device plugin.

@@ -5,7 +5,7 @@
 
 use anyhow::{Result, ensure};
 
-use super::{Devices, GPUS, Part, alternatives, asked, beside, exact, map, object, spares};
+use super::{Devices, GPUS, Part, TEMPLATE, alternatives, asked, beside, exact, map, object, spares};
 use crate::commands::manifest::{List, text};
 use crate::config::{GangArgs, GangScheduler};
 use linkwise_system::output::{complain, print};
@@ -29,7 +29,7 @@ type Fields = Vec<(&'static str, Part)>;
 pub fn gang(args: &GangArgs) -> Result<()> {
     ensure!(args.name.len() <= LONGEST_NAME, "--name has more than {LONGEST_NAME} characters");
     let claims = map([("spec", devices(args)?.spec())]);
-    let mut objects = vec![object(("resource.k8s.io/v1", "ResourceClaimTemplate"), &args.name, claims)];
+    let mut objects = vec![object(TEMPLATE, &args.name, claims)];
     let mut needs: Vec<String> = Vec::new();
     if has_channel(args) {
         objects.push(compute_domain(args));

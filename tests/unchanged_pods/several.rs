@@ -1,0 +1,127 @@
+//! Pods with several claims of their own: how many keep their alternatives.
+
+use proptest::prelude::*;
+use proptest::strategy::ValueTree;
+use proptest::test_runner::TestRunner;
+use serde_json::{Value, json};
+
+use linkwise_api_server_box::{ApiServerBox, ResourceType};
+
+use crate::unchanged_pods::{EMPTY, EXACT, GPUS, OFF, ON, created, server};
+
+/// A pod with a container for each of these templates; a name that begins with `=` is a claim's own.
+fn pod(templates: &[&str]) -> Value {
+    let claims = templates.iter().enumerate().map(|(place, template)| match template.strip_prefix('=') {
+        Some(claim) => json!({"name": format!("c{place}"), "resourceClaimName": claim}),
+        None => json!({"name": format!("c{place}"), "resourceClaimTemplateName": template}),
+    });
+    let container = |place| json!({"name": format!("c{place}"), "image": "i", "resources": {"claims": [{"name": format!("c{place}")}]}});
+    let containers: Vec<Value> = (0..templates.len()).map(container).collect();
+    json!({"spec": {"containers": containers, "resourceClaims": claims.collect::<Vec<_>>()}})
+}
+
+/// The templates of a pod's claims, as [`pod`] takes them.
+fn templates(pod: &Value) -> Vec<String> {
+    let claims = pod["spec"]["resourceClaims"].as_array().unwrap().iter();
+    let name = |claim: &Value| match claim["resourceClaimName"].as_str() {
+        Some(name) => format!("={name}"),
+        None => claim["resourceClaimTemplateName"].as_str().unwrap().to_owned(),
+    };
+    claims.map(name).collect()
+}
+
+/// What becomes of the claims in a namespace; the rest of the pod stays.
+fn becomes(server: &ApiServerBox, namespace: &str, asked: &[&str]) -> Vec<String> {
+    let after = created(server, namespace, &pod(asked)).unwrap();
+    let names = templates(&after);
+    let same: Vec<&str> = names.iter().map(String::as_str).collect();
+    assert_eq!(after["spec"]["containers"], created(server, EMPTY, &pod(&same)).unwrap()["spec"]["containers"]);
+    names
+}
+
+#[tokio::test]
+async fn first_of_several_claims_keeps_its_alternatives() {
+    let server = server().await;
+    // A template of another name, as `linkwise claim --kind template --name mine` prints it.
+    let further = json!({"linkwise.dev/further-claims": "mine-any"});
+    for namespace in [ON, OFF] {
+        let key = ResourceType::RESOURCE_CLAIM_TEMPLATES.key(Some(namespace), "mine");
+        server.put("kubectl", &key, json!({"metadata": {"annotations": further.clone()}, "spec": {"spec": {}}}));
+    }
+    const TWO: &str = "linkwise-gpus-2";
+    const TWO_ANY: &str = "linkwise-gpus-2-any";
+    const FOUR: &str = "linkwise-gpus-4";
+    const EIGHT: &str = "linkwise-gpus-8";
+    for (asked, expected) in [
+        (&[TWO][..], &[TWO][..]),
+        (&[EIGHT], &[EIGHT]),
+        // Two small ones cost little.
+        (&[TWO, TWO], &[TWO, TWO]),
+        (&[TWO, FOUR], &[TWO, FOUR]),
+        (&[FOUR, FOUR], &[FOUR, FOUR]),
+        (&["nic", FOUR, "=mine", FOUR], &["nic", FOUR, "=mine", FOUR]),
+        (&[EIGHT, EIGHT], &[EIGHT, "linkwise-gpus-8-any"]),
+        (&[TWO, EIGHT], &[TWO, "linkwise-gpus-8-any"]),
+        (&[TWO, TWO, TWO, TWO], &[TWO, TWO_ANY, TWO_ANY, TWO_ANY]),
+        (&[TWO, FOUR, TWO], &[TWO, "linkwise-gpus-4-any", TWO_ANY]),
+        (&["nic", TWO, "=mine", TWO, TWO], &["nic", TWO, "=mine", TWO_ANY, TWO_ANY]),
+        // One that has none already is the first as well.
+        (&[TWO_ANY, TWO, TWO], &[TWO_ANY, TWO_ANY, TWO_ANY]),
+        (&["mine", "mine"], &["mine", "mine-any"]),
+        // A name of one's own is seen by its own template alone.
+        (&["mine", TWO], &["mine", TWO]),
+        (&[TWO, "mine"], &[TWO, "mine-any"]),
+        (&["mine", TWO, TWO, TWO], &["mine", TWO, TWO_ANY, TWO_ANY]),
+        (&["nic", "nic", "nic"], &["nic", "nic", "nic"]),
+    ] {
+        // The namespace's label is for pods without claims.
+        for namespace in [ON, OFF] {
+            assert_eq!(becomes(&server, namespace, asked), expected, "{namespace}");
+        }
+        // Exact claims have no alternatives, and where no template is nothing is known.
+        for namespace in [EXACT, EMPTY] {
+            assert_eq!(becomes(&server, namespace, asked), asked, "{namespace}");
+        }
+    }
+}
+
+/// A pod may have claims of its own beside a container with the resource.
+#[tokio::test]
+async fn claims_of_the_policy_for_unchanged_pods_count() {
+    let server = server().await;
+    let mut pod = pod(&["linkwise-gpus-4", "linkwise-gpus-2"]);
+    let main = json!({"name": "main", "image": "i", "resources": {"limits": {GPUS: 2}}});
+    pod["spec"]["containers"].as_array_mut().unwrap().push(main);
+    let after = created(&server, ON, &pod).unwrap();
+    assert_eq!(templates(&after), ["linkwise-gpus-4", "linkwise-gpus-2-any", "linkwise-gpus-2-any"]);
+}
+
+/// Each claim stays, or loses its alternatives; those that are left cost the scheduler little.
+#[tokio::test]
+async fn claims_with_alternatives_are_few() {
+    let names = ["linkwise-gpus-2", "linkwise-gpus-4", "linkwise-gpus-8", "linkwise-gpus-2-any", "nic", "=mine"];
+    let pods = prop::collection::vec(prop::sample::select(names.to_vec()), 1..6);
+    let server = server().await;
+    let mut runner = TestRunner::deterministic();
+    let mut changed = 0;
+    for _ in 0..300 {
+        let asked = pods.new_tree(&mut runner).unwrap().current();
+        let after = becomes(&server, OFF, &asked);
+        // Created once more as it is, nothing changes.
+        let again: Vec<&str> = after.iter().map(String::as_str).collect();
+        assert_eq!(becomes(&server, OFF, &again), after);
+        for (asked, after) in asked.iter().zip(&after) {
+            assert!(after == asked || *after == format!("{asked}-any"), "{asked} became {after}");
+        }
+        let ours: Vec<&str> = again.iter().filter(|name| name.starts_with("linkwise-gpus-")).copied().collect();
+        let listed = ours.iter().filter(|name| !name.ends_with("-any")).count();
+        let are_small = !ours.iter().any(|name| name.contains('8'));
+        assert!(listed < 2 || (ours.len() == 2 && are_small), "{asked:?} became {after:?}");
+        // No claim loses them without need: the first of ours stays what it was.
+        if let Some(first) = after.iter().position(|name| name.starts_with("linkwise-gpus-")) {
+            assert_eq!(after[first], asked[first]);
+        }
+        changed += u32::from(again != asked);
+    }
+    assert!((100..300).contains(&changed), "{changed} changed");
+}
