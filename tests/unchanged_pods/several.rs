@@ -48,6 +48,8 @@ async fn first_of_several_claims_keeps_its_alternatives() {
         let key = ResourceType::RESOURCE_CLAIM_TEMPLATES.key(Some(namespace), "mine");
         server.put("kubectl", &key, json!({"metadata": {"annotations": further.clone()}, "spec": {"spec": {}}}));
     }
+    let nothing = json!({"metadata": {"annotations": {"linkwise.dev/further-claims": ""}}, "spec": {"spec": {}}});
+    server.put("kubectl", &ResourceType::RESOURCE_CLAIM_TEMPLATES.key(Some(ON), "names-nothing"), nothing);
     const TWO: &str = "linkwise-gpus-2";
     const TWO_ANY: &str = "linkwise-gpus-2-any";
     const FOUR: &str = "linkwise-gpus-4";
@@ -73,6 +75,7 @@ async fn first_of_several_claims_keeps_its_alternatives() {
         (&[TWO, "mine"], &[TWO, "mine-any"]),
         (&["mine", TWO, TWO, TWO], &["mine", TWO, TWO_ANY, TWO_ANY]),
         (&["nic", "nic", "nic"], &["nic", "nic", "nic"]),
+        (&["names-nothing", "names-nothing"], &["names-nothing", "names-nothing"]),
     ] {
         // The namespace's label is for pods without claims.
         for namespace in [ON, OFF] {
