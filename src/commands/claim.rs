@@ -47,6 +47,9 @@ const PCIE_ROOT: &str = "resource.kubernetes.io/pcieRoot";
 /// dra-driver-cpu.
 const NUMA_NODE: &str = "dra.net/numaNode";
 
+/// The field of a request's alternatives.
+const LISTS: &str = "firstAvailable";
+
 /// The most alternatives of a request (`resource.k8s.io/v1`, `FirstAvailableDeviceRequestMaxSize`).
 const MOST_ALTERNATIVES: usize = 8;
 
@@ -88,6 +91,12 @@ struct Devices {
 }
 
 impl Devices {
+    fn have_alternatives(&self) -> bool {
+        let lists =
+            |request: &Part| matches!(request, Part::Map(entries) if entries.iter().any(|(key, _)| *key == LISTS));
+        self.requests.iter().any(lists)
+    }
+
     /// The specification of a claim.
     fn spec(&self) -> Part {
         let constraints = Some(&self.constraints).filter(|constraints| !constraints.is_empty());
@@ -165,7 +174,7 @@ pub fn claim(args: &ClaimArgs) -> Result<()> {
     let template = || object(TEMPLATE, &name, map([("spec", devices.spec())]));
     let manifest = match args.kind {
         ClaimKind::Claim => text(&claim(), args.format),
-        ClaimKind::Template if lists_groups(args) && !args.strict && !devices.constraints.is_empty() => {
+        ClaimKind::Template if devices.have_alternatives() && !args.strict => {
             text(&List::new(with_further(&name, &devices, args.gpus).into()), args.format)
         }
         ClaimKind::Template => text(&template(), args.format),
@@ -183,7 +192,8 @@ fn with_further(name: &str, devices: &Devices, gpus: u8) -> [Part; 2] {
     let metadata = map([("name", name.into()), ("annotations", annotations)]);
     let spec = |devices: &Devices| map([("spec", devices.spec())]);
     let any = in_groups(gpus, &[], false);
-    [of_metadata(TEMPLATE, metadata, spec(devices)), object(TEMPLATE, &further, spec(&any))]
+    // Applied in this order, no template names one that is not there yet.
+    [object(TEMPLATE, &further, spec(&any)), of_metadata(TEMPLATE, metadata, spec(devices))]
 }
 
 /// Refuses options that would have no effect.
@@ -198,13 +208,9 @@ fn refuse(args: &ClaimArgs) -> Result<()> {
         ensure!(args.fleet.cluster.is_none(), "--cluster with --rails: no group is named");
         ensure!(args.node.len() < 2, "--rails: one --node at most");
     }
-    spares(&args.node, &args.fleet, lists_groups(args))
-}
-
-/// Returns true if such a claim lists the groups of its machines as alternatives, where they have some.
-fn lists_groups(args: &ClaimArgs) -> bool {
-    let is_plain = args.near.is_none() && args.rails.is_none() && args.mig.is_none() && !is_shared(args);
-    is_plain && !args.exact && args.gpus > 1
+    let is_plain = args.near.is_none() && args.rails.is_none() && args.mig.is_none() && !is_shared(args) && !args.exact;
+    let has_order = is_plain && args.gpus > 1;
+    spares(&args.node, &args.fleet, has_order)
 }
 
 /// Refuses `--spare-nvswitch` where it orders nothing. `has_order` tells whether the claim lists alternatives.
@@ -286,7 +292,7 @@ fn in_groups(gpus: u8, groups: &[Alternative], strict: bool) -> Devices {
     };
     let alternatives = groups.iter().chain(&any).map(alternative).collect();
     Devices {
-        requests: vec![map([("name", "gpus".into()), ("firstAvailable", Part::List(alternatives))])],
+        requests: vec![map([("name", "gpus".into()), (LISTS, Part::List(alternatives))])],
         constraints: groups.iter().filter_map(together).collect(),
     }
 }

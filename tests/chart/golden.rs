@@ -1,7 +1,10 @@
 //! What the chart renders for NVIDIA's default values, and what each value changes of that. Golden files: a change of the chart
 //! shows as a change of what the cluster gets.
 
+use std::path::Path;
+
 use insta::assert_snapshot;
+use serde_json::Value;
 
 use crate::chart::flat::{Lines, difference, lines};
 use crate::chart::helm::{Helm, set};
@@ -146,20 +149,29 @@ fn programs_are_switched_on_and_off() {
 #[test]
 fn policy_for_several_claims_is_there_from_kubernetes_1_36() {
     let Some(helm) = Helm::found() else { return };
-    let templates = ["dra.enabled=true", "dra.claimTemplates.namespaces={a}"];
+    let shipped = |kind: &str| {
+        let file = if kind.ends_with("Binding") { "binding" } else { "policy" };
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("manifests/dra/several-claims/{file}.yaml"));
+        serde_saphyr::from_str::<Value>(&std::fs::read_to_string(path).unwrap()).unwrap()["spec"].clone()
+    };
+    let (templates, unchanged) = ("dra.claimTemplates.namespaces={a}", "dra.unchangedPods.enabled=true");
     for (values, version, is_there) in [
-        (&templates[..], "1.36.0", true),
-        (&templates, "1.36.2-gke.1", true),
-        (&templates, "1.35.4", false),
-        (&[templates[0], templates[1], "dra.claimTemplates.exact=groups"], "1.36.0", false),
-        (&[templates[0], "dra.unchangedPods.enabled=true"], "1.36.0", false),
+        (&[templates][..], "1.36.0", true),
+        (&[templates], "1.36.2-gke.1", true),
+        (&[templates], "1.35.4", false),
+        (&[templates, "dra.claimTemplates.exact=groups"], "1.36.0", false),
+        (&[unchanged], "1.36.0", true),
+        (&["dra.severalClaims.enabled=true"], "1.35.4", true),
+        (&[templates, unchanged, "dra.severalClaims.enabled=false"], "1.36.0", false),
+        (&[], "1.36.0", false),
     ] {
-        let objects = helm.template(&[set(values), vec!["--kube-version", version]].concat()).unwrap();
+        let args = [set(values), set(&["dra.enabled=true"]), vec!["--kube-version", version]].concat();
+        let objects = helm.template(&args).unwrap();
         let named = objects.iter().filter(|object| object["metadata"]["name"] == "linkwise-several-claims");
-        let mut kinds: Vec<_> = named.map(|object| object["kind"].as_str().unwrap()).collect();
-        kinds.sort_unstable();
-        let expected = ["MutatingAdmissionPolicy", "MutatingAdmissionPolicyBinding"];
-        assert_eq!(kinds, expected[..if is_there { 2 } else { 0 }], "{values:?} {version}");
+        let specs = named.map(|object| (object["kind"].as_str().unwrap(), object["spec"].clone()));
+        let kinds = ["MutatingAdmissionPolicy", "MutatingAdmissionPolicyBinding"].map(|kind| (kind, shipped(kind)));
+        let expected = if is_there { kinds.to_vec() } else { Vec::new() };
+        assert_eq!(specs.collect::<Vec<_>>(), expected, "{values:?} {version}");
     }
 }
 

@@ -37,8 +37,10 @@ fn dra_needs_the_plugin_and_gpus() {
     refused(&helm, &["dra.enabled=true", "dra.gpus="], &["dra.gpus", "configuration file"]);
     assert!(helm.template(&set(&["dra.enabled=true", "dra.gpus=", "config.name=external"])).is_ok());
     refused(&helm, &["dra.mps=true"], &["dra.mps", "set dra.enabled"]);
-    for value in ["dra.unchangedPods.enabled=true", "dra.claimTemplates.namespaces={a}"] {
-        refused(&helm, &[value], &["dra.unchangedPods and dra.claimTemplates", "set dra.enabled"]);
+    for value in
+        ["dra.unchangedPods.enabled=true", "dra.severalClaims.enabled=true", "dra.claimTemplates.namespaces={a}"]
+    {
+        refused(&helm, &[value], &["dra.unchangedPods, dra.severalClaims and dra.claimTemplates", "set dra.enabled"]);
     }
 }
 

@@ -12,7 +12,7 @@
 mod forms;
 mod policy;
 mod right;
-mod several;
+pub mod several;
 mod templates;
 
 use std::path::Path;
@@ -23,11 +23,13 @@ use serde_json::{Value, json};
 /// The resource that the pods ask for.
 const GPUS: &str = "nvidia.com/gpu";
 /// A namespace with the label and the templates.
-const ON: &str = "on";
+pub const ON: &str = "on";
 /// A namespace with the templates alone.
 const OFF: &str = "off";
 /// A namespace with the label and the templates of exact claims.
 const EXACT: &str = "exact";
+/// A namespace with the label, and the templates without what names those of further claims.
+const UNNAMED: &str = "unnamed";
 /// A namespace with the label alone.
 const EMPTY: &str = "empty";
 
@@ -46,8 +48,13 @@ fn resources(folder: &str) -> Vec<Value> {
     read.flat_map(|object| object["items"].as_array().cloned().unwrap_or_else(|| vec![object])).collect()
 }
 
-/// An API server with both policies, and the four namespaces.
-async fn server() -> ApiServerBox {
+/// An API server with both policies, and the namespaces.
+pub async fn server() -> ApiServerBox {
+    server_with(|_| {}).await
+}
+
+/// The same, with a change of its policies and bindings.
+async fn server_with(change: impl Fn(&mut Value)) -> ApiServerBox {
     let types = [
         ResourceType::NAMESPACES,
         ResourceType::PODS,
@@ -56,24 +63,35 @@ async fn server() -> ApiServerBox {
         ResourceType::MUTATING_ADMISSION_POLICY_BINDINGS,
     ];
     let server = ApiServerBox::start(&types).await;
-    for object in ["unchanged-pods", "several-claims"].iter().flat_map(|of| resources(&format!("manifests/dra/{of}"))) {
+    let mut policies: Vec<Value> =
+        ["unchanged-pods", "several-claims"].iter().flat_map(|of| resources(&format!("manifests/dra/{of}"))).collect();
+    policies.iter_mut().for_each(change);
+    for object in policies {
         let resource = types.iter().find(|resource| resource.kind == object["kind"]).expect("a kind of the box");
         let key = resource.key(None, object["metadata"]["name"].as_str().unwrap());
         server.create("kubectl", &key, object).unwrap_or_else(|status| panic!("{status}"));
     }
     let (alternatives, exact) = (Some("manifests/dra/templates"), Some("manifests/dra/templates-exact"));
-    let namespaces = [(ON, true, alternatives), (OFF, false, alternatives), (EXACT, true, exact), (EMPTY, true, None)];
+    let lists = [(ON, true, alternatives), (OFF, false, alternatives), (UNNAMED, true, alternatives)];
+    let namespaces = lists.into_iter().chain([(EXACT, true, exact), (EMPTY, true, None)]);
     for (namespace, is_on, folder) in namespaces {
         let labels = if is_on { json!({"linkwise.dev/unchanged-pods": "true"}) } else { json!({}) };
         let key = ResourceType::NAMESPACES.key(None, namespace);
         server.put("kubectl", &key, json!({"metadata": {"labels": labels}}));
-        for template in folder.map(resources).unwrap_or_default() {
-            let name = template["metadata"]["name"].as_str().unwrap();
-            let key = ResourceType::RESOURCE_CLAIM_TEMPLATES.key(Some(namespace), name);
-            server.create("kubectl", &key, template).unwrap_or_else(|status| panic!("{status}"));
+        for mut template in folder.map(resources).unwrap_or_default() {
+            if namespace == UNNAMED {
+                template["metadata"].as_object_mut().unwrap().remove("annotations");
+            }
+            put_template(&server, namespace, template);
         }
     }
     server
+}
+
+pub fn put_template(server: &ApiServerBox, namespace: &str, template: Value) {
+    let key =
+        ResourceType::RESOURCE_CLAIM_TEMPLATES.key(Some(namespace), template["metadata"]["name"].as_str().unwrap());
+    server.create("kubectl", &key, template).unwrap_or_else(|status| panic!("{status}"));
 }
 
 /// What the server stores of a pod, without what it gives to each object.

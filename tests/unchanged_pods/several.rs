@@ -5,9 +5,9 @@ use proptest::strategy::ValueTree;
 use proptest::test_runner::TestRunner;
 use serde_json::{Value, json};
 
-use linkwise_api_server_box::{ApiServerBox, ResourceType};
+use linkwise_api_server_box::ApiServerBox;
 
-use crate::unchanged_pods::{EMPTY, EXACT, GPUS, OFF, ON, created, server};
+use crate::unchanged_pods::{EMPTY, EXACT, GPUS, OFF, ON, created, put_template, server, server_with};
 
 /// A pod with a container for each of these templates; a name that begins with `=` is a claim's own.
 fn pod(templates: &[&str]) -> Value {
@@ -31,7 +31,7 @@ fn templates(pod: &Value) -> Vec<String> {
 }
 
 /// What becomes of the claims in a namespace; the rest of the pod stays.
-fn becomes(server: &ApiServerBox, namespace: &str, asked: &[&str]) -> Vec<String> {
+pub fn becomes(server: &ApiServerBox, namespace: &str, asked: &[&str]) -> Vec<String> {
     let after = created(server, namespace, &pod(asked)).unwrap();
     let names = templates(&after);
     let same: Vec<&str> = names.iter().map(String::as_str).collect();
@@ -42,14 +42,19 @@ fn becomes(server: &ApiServerBox, namespace: &str, asked: &[&str]) -> Vec<String
 #[tokio::test]
 async fn first_of_several_claims_keeps_its_alternatives() {
     let server = server().await;
-    // A template of another name, as `linkwise claim --kind template --name mine` prints it.
-    let further = json!({"linkwise.dev/further-claims": "mine-any"});
+    let template = |name: &str, further: &str, alternatives: usize| {
+        let alternative = |number| json!({"name": format!("a{number}"), "deviceClassName": "gpu.nvidia.com"});
+        let lists: Vec<Value> = (0..alternatives).map(alternative).collect();
+        json!({
+            "metadata": {"name": name, "annotations": {"linkwise.dev/further-claims": further}},
+            "spec": {"spec": {"devices": {"requests": [{"name": "gpus", "firstAvailable": lists}]}}},
+        })
+    };
     for namespace in [ON, OFF] {
-        let key = ResourceType::RESOURCE_CLAIM_TEMPLATES.key(Some(namespace), "mine");
-        server.put("kubectl", &key, json!({"metadata": {"annotations": further.clone()}, "spec": {"spec": {}}}));
+        put_template(&server, namespace, template("mine", "mine-any", 4));
+        put_template(&server, namespace, template("names-nothing", "", 4));
+        put_template(&server, namespace, template("linkwise-gpus-3", "linkwise-gpus-3-any", 5));
     }
-    let nothing = json!({"metadata": {"annotations": {"linkwise.dev/further-claims": ""}}, "spec": {"spec": {}}});
-    server.put("kubectl", &ResourceType::RESOURCE_CLAIM_TEMPLATES.key(Some(ON), "names-nothing"), nothing);
     const TWO: &str = "linkwise-gpus-2";
     const TWO_ANY: &str = "linkwise-gpus-2-any";
     const FOUR: &str = "linkwise-gpus-4";
@@ -67,8 +72,11 @@ async fn first_of_several_claims_keeps_its_alternatives() {
         (&[TWO, TWO, TWO, TWO], &[TWO, TWO_ANY, TWO_ANY, TWO_ANY]),
         (&[TWO, FOUR, TWO], &[TWO, "linkwise-gpus-4-any", TWO_ANY]),
         (&["nic", TWO, "=mine", TWO, TWO], &["nic", TWO, "=mine", TWO_ANY, TWO_ANY]),
-        // One that has none already is the first as well.
-        (&[TWO_ANY, TWO, TWO], &[TWO_ANY, TWO_ANY, TWO_ANY]),
+        // Those that have none take the place of nobody.
+        (&[TWO_ANY, TWO, TWO], &[TWO_ANY, TWO, TWO_ANY]),
+        (&["linkwise-gpus-1", EIGHT], &["linkwise-gpus-1", EIGHT]),
+        // With more alternatives two do not cost little.
+        (&["linkwise-gpus-3", "linkwise-gpus-3"], &["linkwise-gpus-3", "linkwise-gpus-3-any"]),
         (&["mine", "mine"], &["mine", "mine-any"]),
         // A name of one's own is seen by its own template alone.
         (&["mine", TWO], &["mine", TWO]),
@@ -88,15 +96,58 @@ async fn first_of_several_claims_keeps_its_alternatives() {
     }
 }
 
-/// A pod may have claims of its own beside a container with the resource.
+/// A pod may have claims of its own beside a container with the resource, and the API server takes the policies in any
+/// order.
 #[tokio::test]
 async fn claims_of_the_policy_for_unchanged_pods_count() {
+    let last = |object: &mut Value| {
+        if object["kind"] == "MutatingAdmissionPolicyBinding"
+            && object["spec"]["policyName"] == "linkwise-several-claims"
+        {
+            object["metadata"]["name"] = json!("z");
+        }
+    };
+    for server in [server().await, server_with(last).await] {
+        for (asked, gpus, expected) in [
+            (
+                &["linkwise-gpus-4", "linkwise-gpus-2"][..],
+                2,
+                &["linkwise-gpus-4", "linkwise-gpus-2-any", "linkwise-gpus-2-any"][..],
+            ),
+            (&["linkwise-gpus-8"], 4, &["linkwise-gpus-8", "linkwise-gpus-4-any"]),
+            (&["linkwise-gpus-4"], 4, &["linkwise-gpus-4", "linkwise-gpus-4"]),
+        ] {
+            let mut pod = pod(asked);
+            let main = json!({"name": "main", "image": "i", "resources": {"limits": {GPUS: gpus}}});
+            pod["spec"]["containers"].as_array_mut().unwrap().push(main);
+            assert_eq!(templates(&created(&server, ON, &pod).unwrap()), expected);
+        }
+    }
+}
+
+/// A template without alternatives needs no other, and an annotation that names nothing is none.
+#[tokio::test]
+async fn empty_name_of_another_template_is_none() {
     let server = server().await;
-    let mut pod = pod(&["linkwise-gpus-4", "linkwise-gpus-2"]);
-    let main = json!({"name": "main", "image": "i", "resources": {"limits": {GPUS: 2}}});
-    pod["spec"]["containers"].as_array_mut().unwrap().push(main);
-    let after = created(&server, ON, &pod).unwrap();
-    assert_eq!(templates(&after), ["linkwise-gpus-4", "linkwise-gpus-2-any", "linkwise-gpus-2-any"]);
+    let exactly = json!({"deviceClassName": "gpu.nvidia.com", "count": 16});
+    let template = json!({
+        "metadata": {"name": "linkwise-gpus-16", "annotations": {"linkwise.dev/further-claims": ""}},
+        "spec": {"spec": {"devices": {"requests": [{"name": "gpus", "exactly": exactly}]}}},
+    });
+    put_template(&server, ON, template);
+    let container = |name| json!({"name": name, "image": "i", "resources": {"limits": {GPUS: 16}}});
+    let pod = json!({"spec": {"containers": [container("a"), container("b")]}});
+    assert_eq!(templates(&created(&server, ON, &pod).unwrap()), ["linkwise-gpus-16"; 2]);
+}
+
+/// The pods of a group find the claim that they share by the name of its template.
+#[tokio::test]
+async fn claims_of_a_group_stay() {
+    let server = server().await;
+    let asked = ["linkwise-gpus-8"; 3];
+    let mut pod = pod(&asked);
+    pod["spec"]["schedulingGroup"] = json!({"podGroupName": "train"});
+    assert_eq!(templates(&created(&server, ON, &pod).unwrap()), asked);
 }
 
 /// Each claim stays, or loses its alternatives; those that are left cost the scheduler little.
@@ -120,10 +171,9 @@ async fn claims_with_alternatives_are_few() {
         let listed = ours.iter().filter(|name| !name.ends_with("-any")).count();
         let are_small = !ours.iter().any(|name| name.contains('8'));
         assert!(listed < 2 || (ours.len() == 2 && are_small), "{asked:?} became {after:?}");
-        // No claim loses them without need: the first of ours stays what it was.
-        if let Some(first) = after.iter().position(|name| name.starts_with("linkwise-gpus-")) {
-            assert_eq!(after[first], asked[first]);
-        }
+        // Not all lose them.
+        let had = asked.iter().filter(|name| name.starts_with("linkwise-gpus-") && !name.ends_with("-any")).count();
+        assert_eq!(listed == 0, had == 0, "{asked:?} became {after:?}");
         changed += u32::from(again != asked);
     }
     assert!((100..300).contains(&changed), "{changed} changed");

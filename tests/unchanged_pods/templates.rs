@@ -37,7 +37,7 @@ fn templates_are_what_the_command_prints() {
             let printed = String::from_utf8(command.output().unwrap().stdout).unwrap();
             assert_eq!(std::fs::read_to_string(path.join(format!("{name}.yaml"))).unwrap(), printed);
             let further = format!("{name}-any");
-            names.extend([Some(name), exact.is_empty().then_some(further)].into_iter().flatten());
+            names.extend([exact.is_empty().then_some(further), Some(name)].into_iter().flatten());
         }
         let listed = resources(folder).into_iter();
         let listed: Vec<String> = listed.map(|one| one["metadata"]["name"].as_str().unwrap().to_owned()).collect();

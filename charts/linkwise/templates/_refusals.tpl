@@ -42,8 +42,8 @@
 {{- end -}}
 
 {{- $dra := .Values.dra | default dict -}}
-{{- if and (not $dra.enabled) (or ($dra.unchangedPods).enabled ($dra.claimTemplates).namespaces) -}}
-{{- fail "\ndra.unchangedPods and dra.claimTemplates are for GPUs of DRA: set dra.enabled too." -}}
+{{- if and (not $dra.enabled) (or ($dra.unchangedPods).enabled ($dra.severalClaims).enabled ($dra.claimTemplates).namespaces) -}}
+{{- fail "\ndra.unchangedPods, dra.severalClaims and dra.claimTemplates are for GPUs of DRA: set dra.enabled too." -}}
 {{- end -}}
 
 {{- if $dra.groups -}}

@@ -5,7 +5,9 @@
 //! it is stored, and refused if one of its expressions does not compile. A binding puts the policy in force, once for
 //! each object that its `paramRef` finds. The mutations of a policy are JSON patches, evaluated in order. An error
 //! refuses the request; with `failurePolicy: Ignore` an error ends the failed part only, and earlier mutations stay.
-//! Policies with `reinvocationPolicy: IfNeeded` are evaluated once more if an object was changed.
+//! A policy with `reinvocationPolicy: IfNeeded` is evaluated once more if an object was changed, with the parameters with
+//! which its conditions held before (`mutating/dispatcher.go`, `reinvocationcontext.go`). Bindings go by name here; the real
+//! server's order is that of a Go map, so any.
 //!
 //! Features that are not modelled are refused by name when the policy or the binding is stored: apply configurations,
 //! `Object` literals (an API server of 1.36.2 panics on a list of them), selections of parameters by name or of another
@@ -16,7 +18,7 @@ mod expressions;
 mod patch;
 pub(super) mod validating;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
@@ -248,6 +250,8 @@ pub(super) fn mutate(store: &Store, key: &Key, object: &mut Value) -> Result<(),
     let unlabelled = json!({});
     let namespace = namespace.unwrap_or(&unlabelled);
     let mut again = false;
+    // The bindings and parameters that are evaluated again.
+    let mut invoked = BTreeSet::new();
     loop {
         let before = object.clone();
         for binding in &bindings {
@@ -270,10 +274,16 @@ pub(super) fn mutate(store: &Store, key: &Key, object: &mut Value) -> Result<(),
             match parameters(store, key, &policy, &bound) {
                 Ok(parameters) => {
                     for params in parameters {
+                        let of = params.as_ref().map(|params| text(&params["metadata"]["name"]).to_owned());
+                        let invocation = (binding_name.to_owned(), of);
+                        if again && !invoked.contains(&invocation) {
+                            continue;
+                        }
                         match invoke(&policy, object, params.as_ref()) {
                             Err(Failed::Policy(why)) if !ignores => return Err(denied(why)),
                             Err(Failed::Server(refusal)) => return Err(refusal),
-                            Err(Failed::Policy(_)) | Ok(()) => {}
+                            Ok(true) => drop(invoked.insert(invocation)),
+                            Err(Failed::Policy(_)) | Ok(false) => {}
                         }
                     }
                 }
@@ -296,8 +306,9 @@ enum Failed {
     Server(Refusal),
 }
 
-/// Evaluates a policy with one parameter. Changes by the mutations before a failing one stay.
-fn invoke(policy: &PolicySpec, object: &mut Value, params: Option<&Value>) -> Result<(), Failed> {
+/// Evaluates a policy with one parameter, and returns true if its conditions hold. Changes by the mutations before a
+/// failing one stay.
+fn invoke(policy: &PolicySpec, object: &mut Value, params: Option<&Value>) -> Result<bool, Failed> {
     let failed =
         |expression: &str, why: String| Failed::Policy(format!("expression '{expression}' resulted in error: {why}"));
     fn inputs<'a>(object: &'a Value, params: Option<&'a Value>) -> Vec<(&'static str, &'a Value)> {
@@ -311,7 +322,7 @@ fn invoke(policy: &PolicySpec, object: &mut Value, params: Option<&Value>) -> Re
         match evaluate(expression, object, &BTreeMap::new()).map(|value| value.as_bool()) {
             Ok(Some(true)) => {}
             // One false condition is enough, whatever the others are: `matchconditions/matcher.go`.
-            Ok(Some(false)) => return Ok(()),
+            Ok(Some(false)) => return Ok(false),
             Ok(None) => error = error.or_else(|| Some(failed(expression, "its value is no boolean".to_owned()))),
             Err(why) => error = error.or(Some(why)),
         }
@@ -336,7 +347,7 @@ fn invoke(policy: &PolicySpec, object: &mut Value, params: Option<&Value>) -> Re
             Err(why) => error = error.or(Some(why)),
         }
     }
-    error.map_or(Ok(()), Err)
+    error.map_or(Ok(true), Err)
 }
 
 /// The parameters of a binding; a single `None` for a policy without parameters.
