@@ -118,7 +118,7 @@ pub enum Near {
 pub enum ClaimKind {
     /// A ResourceClaim.
     Claim,
-    /// A ResourceClaimTemplate; where it lists groups and then any GPUs, before it the one of a pod's further claims
+    /// A ResourceClaimTemplate; where it lists groups and then any GPUs, before it the one of a pod's further claims.
     Template,
     /// A ResourceClaimTemplate, and a Pod that uses it.
     Pod,
