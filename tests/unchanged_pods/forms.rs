@@ -140,6 +140,9 @@ async fn random_pods_are_never_changed_by_half() {
         if let (Ok(before), Ok(after)) = (created(&server, OFF, &pod), created(&server, EXACT, &pod)) {
             exact += u32::from(!right::changed(&before, &after, false).is_empty());
         }
+        if let (Ok(before), Ok(after)) = (created(&server, OFF, &pod), created(&server, UNNAMED, &pod)) {
+            assert!(right::changed(&before, &after, true).len() <= 1, "unbounded: {pod}");
+        }
     }
     assert!(several > 3, "{several} with several claims");
     assert!(changed > 30 && same > 30 && refused > 30, "{changed} changed, {same} the same, {refused} refused");
