@@ -35,7 +35,6 @@ pub fn run_command(command: Command) -> ExitCode {
         Command::Labels(args) => run::labels(&args),
         Command::Dra(args) => block_on(commands::dra(&args)),
         Command::Claim(args) => commands::claim(&args),
-        Command::Gang(args) => commands::gang(&args),
         Command::Admin(args) => block_on(commands::admin(&args)),
         Command::Top(args) => block_on(commands::top(&args)),
         Command::Wait(args) => block_on(commands::wait(&args)),

@@ -6,7 +6,6 @@
 
 mod exact;
 mod fleet;
-mod gang;
 mod kinds;
 mod rails;
 
@@ -62,7 +61,6 @@ const MOST_DEVICES: u8 = 32;
 enum Part {
     Text(String),
     Number(u32),
-    Flag(bool),
     Asked(Asked),
     List(Vec<Self>),
     #[serde(serialize_with = "as_map")]
@@ -146,7 +144,6 @@ impl Alternative {
 
 pub use exact::exact_claim;
 pub use fleet::fleet_claim;
-pub use gang::gang;
 
 /// Prints the manifest.
 pub fn claim(args: &ClaimArgs) -> Result<()> {

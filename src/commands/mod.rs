@@ -1,5 +1,5 @@
 //! The commands that read and print: `topology`, `allocate`, `expect`, `verify`, `snapshot`, `doctor`, `dra`, `claim`,
-//! `gang`, `admin`, `top`, `wait`, `config`.
+//! `admin`, `top`, `wait`, `config`.
 //!
 //! It reads a machine (a file, or this one), asks the core and prints. Called by `main`. The output
 //! for scripts is an interface; golden tests check the output for people.
@@ -31,7 +31,7 @@ use linkwise_core::topology::{Gpu, NodeTopology};
 pub use admin::admin;
 pub use allocate::allocate;
 pub use benchmark::{expect, verify};
-pub use claim::{any_claim, claim, exact_claim, fleet_claim, gang, rails_claim};
+pub use claim::{any_claim, claim, exact_claim, fleet_claim, rails_claim};
 pub use config::config;
 pub use config_manager::run as config_manager;
 pub use doctor::doctor;

@@ -12,7 +12,6 @@ mod doctor;
 mod documents;
 mod dra;
 pub mod file;
-mod gang;
 mod labels;
 mod list;
 mod metrics;
@@ -20,6 +19,7 @@ mod mps;
 mod nvml;
 mod program;
 mod rails;
+mod removed;
 pub mod settings;
 mod subcommands;
 mod top;
@@ -46,7 +46,6 @@ pub use config_manager::{ConfigDefaults, ConfigManagerArgs, ConfigManagerError, 
 pub use doctor::DoctorArgs;
 pub use documents::{CompletionsArgs, MACHINE_NAMES, ManArgs, Shell, completable, documented};
 pub use dra::{ClaimArgs, ClaimKind, DraArgs, FleetArgs, ManifestFormat, Near};
-pub use gang::{GangArgs, GangScheduler};
 pub use labels::{ApiArgs, LabelsArgs};
 pub use list::UnitName;
 pub use metrics::ConfigMetrics;
@@ -312,7 +311,7 @@ fn one_of<T: Copy + Send + Sync + 'static>(words: &'static [(&'static str, T)]) 
 impl Cli {
     /// Reads argv and the environment. Prints help, version or errors, and exits, if that is requested or needed.
     pub fn read() -> Self {
-        Self::parse_from(command_line())
+        Self::try_parse_from(command_line()).unwrap_or_else(|error| removed::explained(error).exit())
     }
 }
 

@@ -8,8 +8,8 @@ use clap::{ArgMatches, Args, Error, FromArgMatches, Subcommand};
 
 use super::{
     AdminArgs, AgentArgs, AllocateArgs, ClaimArgs, CompletionsArgs, ConfigArgs, ConfigManagerArgs, DoctorArgs, DraArgs,
-    ExpectArgs, GangArgs, LabelsArgs, ManArgs, MpsControlDaemonArgs, RunArgs, SnapshotArgs, TopArgs, TopologyArgs,
-    VerifyArgs, WaitArgs,
+    ExpectArgs, LabelsArgs, ManArgs, MpsControlDaemonArgs, RunArgs, SnapshotArgs, TopArgs, TopologyArgs, VerifyArgs,
+    WaitArgs,
 };
 
 /// The subcommand that other subcommands start; `--help` does not list it.
@@ -73,7 +73,6 @@ subcommands! {
     "labels" => Labels(Box<LabelsArgs>), "Write what schedulers read of this node (as gpu-feature-discovery)";
     "dra" => Dra(Box<DraArgs>), "Print the resource slices that this node would publish through DRA";
     "claim" => Claim(Box<ClaimArgs>), "Print a manifest that asks for GPUs through DRA";
-    "gang" => Gang(Box<GangArgs>), "Print a job of several pods with claims, as a scheduler of gangs wants it";
     "admin" => Admin(AdminArgs),
         "Print the state of the linkwise on this host, or order: release the driver, clear a GPU's health";
     "top" => Top(TopArgs), "Watch this node: who holds which GPUs, how good they are, what a request would get now";
@@ -107,7 +106,6 @@ mod tests {
             ("labels --oneshot", "Labels("),
             ("dra --node-name gpu-1", "Dra("),
             ("claim --gpus 4", "Claim("),
-            ("gang --pods 4 --scheduler kai", "Gang("),
             ("admin state", "Admin("),
             ("top --once", "Top("),
             ("wait --timeout 5", "Wait("),

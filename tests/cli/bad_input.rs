@@ -120,3 +120,24 @@ fn unknown_arguments_are_named() {
     usage(&["run", "--metrics-address", "here"], "'here'");
     usage(&["run", "--fail-on-init-error=maybe"], "'maybe'");
 }
+
+#[test]
+fn removed_names_are_refused_with_what_to_do() {
+    for (args, line) in [
+        (&["gang", "--pods", "4"][..], "error: gang: removed: ready examples for "),
+        (
+            &["run", "--dra-groups=2"],
+            "error: --dra-groups: removed: groups of 2, 4 and 8 GPUs are published; leave it out",
+        ),
+        (&["simulate"], "error: simulate: removed: use the program linkwise-lab"),
+    ] {
+        let (code, words) = refusal(args);
+        assert_eq!((code, words.lines().count()), (Some(2), 1), "{words}");
+        assert!(words.starts_with(line), "{words}");
+    }
+    let mut run = linkwise(&["config", "show"]);
+    let output = run.env("LINKWISE_DRA_GROUPS", "2").env("LINKWISE_TRACES_ENDPOINT", "").output().unwrap();
+    let words = String::from_utf8(output.stderr).unwrap();
+    assert!(!output.status.success(), "{words}");
+    assert!(words.starts_with("linkwise: LINKWISE_DRA_GROUPS: removed: groups of 2, 4 and 8 GPUs"), "{words}");
+}

@@ -2,6 +2,7 @@
 
 use super::finding::Finding;
 use super::tree::{Node, Value};
+use crate::config::removed;
 use crate::config::settings::keys;
 use linkwise_core::quote::excerpt;
 
@@ -84,10 +85,15 @@ fn walk(node: &mut Node, path: &str, shown: &str, known: &[&str], findings: &mut
                     let strict = CASE_SENSITIVE.iter().any(|own| path.starts_with(own));
                     let same = keys.iter().find(|key| !strict && key.eq_ignore_ascii_case(&entry.key));
                     let Some(same) = same else {
+                        let whole = join(&excerpt(&entry.key), shown);
+                        if let Some(refusal) = removed::refusal(&whole) {
+                            findings.push(Finding::error(entry.line, whole, refusal));
+                            continue;
+                        }
                         let hint =
                             nearest(&entry.key, &keys, path, known).map(|key| format!("; did you mean '{key}'?"));
                         let problem = format!("unknown key{}", hint.unwrap_or_default());
-                        findings.push(Finding::warning(entry.line, join(&excerpt(&entry.key), shown), problem));
+                        findings.push(Finding::warning(entry.line, whole, problem));
                         continue;
                     };
                     findings.push(Finding::note(entry.line, join(&entry.key, shown), format!("read as {same}")));

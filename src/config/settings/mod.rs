@@ -158,6 +158,7 @@ macro_rules! settings {
             /// The effective configuration of these sources. Values with errors are reported and then ignored.
             pub fn build(sources: &Sources<'_>, findings: &mut Vec<Finding>) -> Self {
                 let file = sources.file;
+                findings.extend(sources.environment.removed());
                 $(
                     let row: Row<$type> = $row;
                     let $field = row.pick($key, $default, sources, findings);

@@ -117,7 +117,7 @@ fn has_form(form: &str, text: &str) -> bool {
 
 /// All schemas; each names its source, its version and its licence.
 pub fn schemas() -> Vec<Schema> {
-    let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/gang/schemas");
+    let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/examples/schemas");
     let files = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
     let read = |path: std::path::PathBuf| -> Schema {
         let text = std::fs::read_to_string(&path).unwrap();

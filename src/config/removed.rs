@@ -1,0 +1,57 @@
+//! Names of earlier versions that are gone: commands, flags, variables and keys of the file. Each that is still set is
+//! refused by its name, with what to do instead.
+
+use clap::Error;
+use clap::error::{ContextKind, ContextValue};
+
+use linkwise_core::quote::excerpt;
+
+/// The names, and what to do instead.
+const REMOVED: [(&[&str], &str); 8] = [
+    (&["gang"], "ready examples for kube-scheduler, Kueue, KAI and Volcano are in manifests/examples/claims"),
+    (
+        &["--traces-endpoint", "LINKWISE_TRACES_ENDPOINT", "linkwise.traces"],
+        "there is no exporter of spans; leave it out, the log has the same facts",
+    ),
+    (
+        &["--dra-driver-name", "LINKWISE_DRA_DRIVER_NAME", "linkwise.dra.driverName"],
+        "the DRA driver is gpu.nvidia.com; leave it out, and use that name in classes and claims",
+    ),
+    (
+        &["--dra-groups", "LINKWISE_DRA_GROUPS", "linkwise.dra.groups"],
+        "groups of 2, 4 and 8 GPUs are published; leave it out, and use linkwise claim --gpus N for another number",
+    ),
+    (
+        &["--dra-sets", "LINKWISE_DRA_SETS", "linkwise.dra.sets"],
+        "sets of GPUs are no devices; leave it out, pods ask for nvidia.com/gpu or have claims (linkwise claim --gpus 4)",
+    ),
+    (&["linkwise.filter.keepDisplay"], "use linkwise.filter.excludeDisplays: true instead of keepDisplay: false"),
+    (&["demo", "simulate"], "use the program linkwise-lab"),
+    (&["LINKWISE_AGENT_PROGRAM"], "one program does it all; leave it out"),
+];
+
+/// What to do instead of something that is gone, in words; `None` for any other name.
+pub fn refusal(name: &str) -> Option<String> {
+    let (_, instead) = REMOVED.iter().find(|(names, _)| names.contains(&name))?;
+    Some(format!("removed: {instead}"))
+}
+
+/// The names that are variables.
+pub fn variables() -> impl Iterator<Item = &'static str> {
+    let names = REMOVED.iter().flat_map(|(names, _)| names.iter().copied());
+    names.filter(|name| name.bytes().all(|byte| byte == b'_' || byte.is_ascii_uppercase()))
+}
+
+/// The error of a command line with a word that is gone, in place of clap's: one line.
+pub fn explained(error: Error) -> Error {
+    let words =
+        [ContextKind::InvalidSubcommand, ContextKind::InvalidArg].into_iter().filter_map(|kind| error.get(kind));
+    let refusals = words.filter_map(|word| match word {
+        ContextValue::String(word) => Some(format!("{}: {}", excerpt(word), refusal(word)?)),
+        _ => None,
+    });
+    match refusals.collect::<Vec<_>>().first() {
+        Some(line) => Error::raw(error.kind(), format!("{line}\n")),
+        None => error,
+    }
+}
