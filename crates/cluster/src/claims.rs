@@ -1,8 +1,9 @@
 //! [`ClaimReader`]: reads ResourceClaims for the DRA plugin, which prepares their devices; and [`AllocationReader`]:
 //! reads which claims have devices of a pool allocated.
 //!
-//! These are the only readers of claims. Each query of the plugin is a GET, with up to two retries if it fails for a passing reason. Its
-//! deadline leaves the kubelet, which waits for 45 s, time to try again. Queries do not wait for each other.
+//! These are the only readers of claims. Each query of the plugin is a GET, with up to two retries if it fails for a
+//! passing reason. Its deadline leaves the kubelet, which waits for 45 s, time to try again. Queries do not wait for
+//! each other.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -18,8 +19,8 @@ use tokio::sync::mpsc;
 use tokio::time::{Instant, timeout_at};
 use tokio_util::sync::CancellationToken;
 
-use crate::attempts::Attempts;
 use crate::error::ApiError;
+use crate::error::Attempts;
 use crate::server::{ApiServer, named, resource};
 
 /// The kind, in metrics.

@@ -11,12 +11,11 @@ use linkwise_core::errors::chain;
 use linkwise_core::state::DRA_DRIVER;
 use serde_json::json;
 
-use crate::access::Access;
-use crate::error::ApiError;
+use crate::error::{ApiError, ApiMetrics};
 use crate::events::EventWriter;
-use crate::metrics::ApiMetrics;
+
 use crate::node_feature::{self, OBJECT};
-use crate::server::{ApiServer, Pace, resource};
+use crate::server::{Access, ApiServer, Pace, resource};
 
 /// A NodeFeature with this node's name.
 #[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]

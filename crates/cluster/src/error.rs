@@ -1,14 +1,28 @@
-//! [`ApiError`]: the error of a request, as a class that can be counted and a sentence that can be read.
+//! [`ApiError`]: the error of a request, as a class that can be counted and a sentence that can be read; [`ApiMetrics`]
+//! counts requests by their outcome; [`Attempts`] has the pauses and the log lines of a request that is repeated until
+//! it succeeds.
 
+use std::collections::hash_map::RandomState;
 use std::error::Error;
+use std::hash::{BuildHasher, Hasher};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use http_body_util::LengthLimitError;
 use kube::core::Status;
-use linkwise_core::quote::{one_line, quoted};
+use prometheus_client::encoding::EncodeLabelSet;
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::registry::Registry;
 use thiserror::Error;
 
-use crate::access::AccessError;
+use crate::server::AccessError;
+use crate::server::Pace;
+use linkwise_core::backoff::Backoff;
+use linkwise_core::errors::chain;
+use linkwise_core::once::Once;
+use linkwise_core::quote::{one_line, quoted};
 
 /// The reason why a request to the API server failed. The server's text is shortened and put on one line.
 #[derive(Debug, Error)]
@@ -145,4 +159,127 @@ fn is_too_long(error: &(dyn Error + 'static)) -> bool {
 /// An error of the client, as a sentence.
 pub(crate) fn credentials(error: &kube::Error) -> AccessError {
     AccessError::Credentials(sentence(error))
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct PerRequest {
+    object: &'static str,
+    verb: &'static str,
+    outcome: &'static str,
+}
+
+/// Counts requests.
+#[derive(Clone, Debug, Default)]
+pub struct ApiMetrics {
+    requests: Family<PerRequest, Counter>,
+    registered: Arc<AtomicBool>,
+}
+
+impl ApiMetrics {
+    /// Makes and registers the metrics.
+    pub fn register(registry: &mut Registry) -> Self {
+        let metrics = Self::default();
+        metrics.register_in(registry);
+        metrics
+    }
+
+    /// Registers the metrics, unless that was done before: several parts of a program may count here.
+    pub fn register_in(&self, registry: &mut Registry) {
+        let help = "Requests to the API server by kind of object, verb and outcome; a watch counts when it begins, and \
+                    once more where it breaks";
+        if !self.registered.swap(true, Ordering::Relaxed) {
+            registry.register("api_requests", help, self.requests.clone());
+        }
+    }
+
+    pub(crate) fn count(&self, object: &'static str, verb: &'static str, outcome: &'static str) {
+        self.requests.get_or_create(&PerRequest { object, verb, outcome }).inc();
+    }
+
+    /// The number of requests with this outcome, for tests.
+    pub fn requests(&self, object: &'static str, verb: &'static str, outcome: &'static str) -> u64 {
+        self.requests.get_or_create(&PerRequest { object, verb, outcome }).get()
+    }
+}
+
+/// The longest pause that a server may ask for.
+const LONGEST_ASKED: Duration = Duration::from_secs(600);
+
+/// The attempts at one request.
+pub(crate) struct Attempts {
+    /// The request's name in the log.
+    request: &'static str,
+    backoff: Backoff,
+    standing: Once<&'static str>,
+    failures: u64,
+}
+
+impl Attempts {
+    /// No attempt was made yet.
+    pub fn of(request: &'static str, pace: &Pace) -> Self {
+        Self { request, backoff: Backoff::new(pace.first, pace.longest), standing: Once::new(), failures: 0 }
+    }
+
+    /// Records a failure and returns the pause. Logs an error of a class that has not been logged since the last
+    /// success.
+    pub fn failed(&mut self, error: &ApiError) -> Duration {
+        self.failures = self.failures.saturating_add(1);
+        let asked = error.retry_after().unwrap_or_default().min(LONGEST_ASKED);
+        // The nodes of a fleet must not come back in step: up to half of our own pause is left out, and some is added
+        // to a pause that the server asked for.
+        let pause = shortened(self.backoff.failed()).max(asked.saturating_add(asked.saturating_sub(shortened(asked))));
+        if self.standing.is_news(error.outcome()) {
+            let (request, error) = (self.request, chain(error));
+            tracing::warn!(request, error, again_in = ?pause, "API server request failed, trying again");
+        }
+        pause
+    }
+
+    /// Records a success.
+    pub fn succeeded(&mut self) {
+        if self.failures > 0 {
+            tracing::info!(request = self.request, failures = self.failures, "API server answers again");
+        }
+        self.failures = 0;
+        self.standing.clear();
+        self.backoff.reset();
+    }
+}
+
+/// Returns the duration less a random part of at most half of it.
+pub(crate) fn shortened(duration: Duration) -> Duration {
+    let part = u32::try_from(RandomState::new().build_hasher().finish() % 512).unwrap_or(0);
+    duration.saturating_sub((duration / 1024).saturating_mul(part))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PACE: Pace = Pace { first: Duration::from_secs(1), longest: Duration::from_secs(8), ..Pace::DEFAULT };
+
+    fn refused(code: u16, retry_after: Option<u64>) -> ApiError {
+        let retry_after = retry_after.map(Duration::from_secs);
+        ApiError::Refused { code, message: String::new(), retry_after, missing: None }
+    }
+
+    #[test]
+    fn pauses_grow_with_jitter_and_begin_anew_after_success() {
+        let mut attempts = Attempts::of("x", &PACE);
+        for longest in [1, 2, 4, 8, 8] {
+            let longest = Duration::from_secs(longest);
+            let pause = attempts.failed(&refused(500, None));
+            assert!(pause <= longest && pause >= longest / 2, "{pause:?} of {longest:?}");
+        }
+        attempts.succeeded();
+        assert!(attempts.failed(&refused(500, None)) <= Duration::from_secs(1));
+    }
+
+    #[test]
+    fn servers_pause_is_kept_within_reason() {
+        let mut attempts = Attempts::of("x", &PACE);
+        let pause = attempts.failed(&refused(429, Some(60)));
+        assert!(pause >= Duration::from_secs(60) && pause <= Duration::from_secs(90), "{pause:?}");
+        assert!(attempts.failed(&refused(429, Some(u64::MAX))) <= LONGEST_ASKED * 3 / 2);
+    }
 }

@@ -5,29 +5,23 @@
 //! If the API server is away or refuses, that is logged once and counted, and the request is repeated after a pause;
 //! written objects stay.
 
-mod access;
-mod attempts;
 mod claims;
 pub mod doctor;
 mod error;
 mod events;
-mod fleet;
 mod follower;
-mod metrics;
-mod node;
 mod node_feature;
 mod server;
 mod slices;
-mod stored_pool;
 
-pub use access::{Access, AccessError};
+pub use crate::error::ApiMetrics;
+pub use crate::follower::{NodeFollower, NodeLabels};
+pub use crate::server::{Access, AccessError};
+pub use crate::slices::StoredPool;
+pub use crate::slices::stored::all_slices;
 pub use claims::{AllocationReader, ClaimReader};
 pub use error::ApiError;
 pub use events::EventWriter;
-pub use fleet::all_slices;
-pub use metrics::ApiMetrics;
-pub use node::{NodeFollower, NodeLabels};
 pub use node_feature::{NodeFeatureMetrics, NodeFeatureSettings, NodeFeatureWriter};
 pub use server::{ApiServer, Pace};
 pub use slices::{SliceSettings, SliceWriter, published};
-pub use stored_pool::StoredPool;

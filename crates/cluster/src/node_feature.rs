@@ -4,8 +4,9 @@
 //! apply; the object stays when the writer ends. The object has the name that GPU Feature Discovery gives it. If GPU
 //! Feature Discovery manages the object, it is replaced; if any other program manages it, it is left alone and
 //! reported.
+//!
+//! The DaemonSet of our pod is the object's owner: when it is deleted, Kubernetes deletes the object too.
 
-mod owner;
 mod standing;
 
 use std::collections::BTreeMap;
@@ -14,20 +15,19 @@ use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
+use k8s_openapi::api::core::v1::Pod;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::OwnerReference;
 use kube::Api;
 use kube::api::{ApiResource, DeleteParams, DynamicObject, Patch, PatchParams, PostParams, Preconditions};
-use linkwise_core::quote::quoted;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
 use serde_json::{Value, json};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
-use crate::attempts::{Attempts, shortened};
-use crate::error::ApiError;
+use crate::error::{ApiError, Attempts, shortened};
 use crate::server::{self, ApiServer, typed};
-
+use linkwise_core::quote::quoted;
 use standing::{MANAGER, Standing, is_updated, standing};
 
 /// The kind, in metrics.
@@ -138,7 +138,7 @@ impl NodeFeatureWriter {
     async fn write(&mut self, labels: &Arc<Labels>) -> Result<Outcome, ApiError> {
         let owner = match &self.owner {
             Some(owner) => owner.clone(),
-            None => self.owner.insert(owner::daemon_set(&mut self.server, &self.settings).await?).clone(),
+            None => self.owner.insert(daemon_set(&mut self.server, &self.settings).await?).clone(),
         };
         let wanted = object(&self.settings, owner, labels);
         let found = self.found().await?;
@@ -279,4 +279,33 @@ fn object(settings: &NodeFeatureSettings, owner: Option<OwnerReference>, labels:
 /// Names of managers, for a message.
 fn listed<'a>(managers: impl Iterator<Item = &'a str>) -> String {
     managers.map(quoted).collect::<Vec<_>>().join(", ")
+}
+
+/// Looks the DaemonSet up. `None` without a pod's name, if the pod belongs to no DaemonSet, or if the server does not
+/// show it; then the object stays when linkwise is removed.
+///
+/// # Errors
+///
+/// The server failed for a reason that may pass.
+async fn daemon_set(
+    server: &mut ApiServer,
+    settings: &NodeFeatureSettings,
+) -> Result<Option<OwnerReference>, ApiError> {
+    let Some(pod) = settings.pod.clone() else { return Ok(None) };
+    let namespace = settings.namespace.clone();
+    let get = |client| async move { Api::<Pod>::namespaced(client, &namespace).get_metadata(&pod).await };
+    let pod = match server.call("pods", "get", get).await {
+        Ok(pod) => pod,
+        Err(error) if matches!(error.code(), Some(403 | 404)) => {
+            let error = error.to_string();
+            tracing::warn!(error, "own pod unreadable, the NodeFeature gets no owner and stays after an uninstall");
+            return Ok(None);
+        }
+        Err(error) => return Err(error),
+    };
+    let owners = pod.metadata.owner_references.into_iter().flatten();
+    let owner = owners.into_iter().find(|owner| owner.kind == "DaemonSet");
+    // A pod blocks the deletion of its DaemonSet. The object need not do so, and on some clusters that would take a
+    // right.
+    Ok(owner.map(|owner| OwnerReference { block_owner_deletion: None, ..owner }))
 }

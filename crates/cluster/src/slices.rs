@@ -11,37 +11,37 @@
 //!
 //! Of a pool with counters the slices with them are written first; where they come back without, nothing else of that
 //! pool is.
+//!
+//! [`Repairs`] paces repairs of slices that another program changed. Two DRA drivers of one name would keep the API
+//! server busy: each writes its slices and deletes the other's. A kubelet that starts deletes all slices of its node,
+//! and they have to be back soon.
 
-pub(crate) mod follow;
 mod plan;
-mod repairs;
-mod stored;
+pub(crate) mod stored;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
+use std::time::Duration;
 
-use crate::stored_pool::StoredPool;
 use k8s_openapi::api::core::v1::Node;
 use kube::Api;
 use kube::api::{DeleteParams, DynamicObject, PostParams, Preconditions};
-use linkwise_core::publish::dra::ServerVersion;
-use linkwise_core::publish::dra::slice::Pool;
-use linkwise_core::state::DRA_DRIVER;
-use linkwise_kubelet::dra::Phase;
 use serde_json::Value;
 use tokio::sync::watch;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-use crate::attempts::Attempts;
-use crate::error::ApiError;
+use crate::error::{ApiError, Attempts};
 use crate::follower::Follower;
 use crate::server::{ApiServer, typed};
-
-use follow::{OBJECT, Slices, list, listed, resource, value};
+use linkwise_core::backoff::Backoff;
+use linkwise_core::publish::dra::ServerVersion;
+use linkwise_core::publish::dra::slice::Pool;
+use linkwise_core::state::DRA_DRIVER;
+use linkwise_kubelet::dra::Phase;
 use plan::{Memory, Plan, Write, drops_counters, drops_sharing, generation, offered, plan};
-use repairs::Repairs;
 use stored::Stored;
+use stored::{OBJECT, Slices, list, listed, resource, value};
 
 /// The name of linkwise as a field manager at the API server.
 const MANAGER: &str = "linkwise";
@@ -401,4 +401,127 @@ fn api(client: kube::Client) -> Api<DynamicObject> {
 
 fn params() -> PostParams {
     PostParams { field_manager: Some(MANAGER.to_owned()), ..PostParams::default() }
+}
+
+/// The state of our pool at the API server.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct StoredPool {
+    /// Set if the slices have the last wanted content, except fields that the server dropped.
+    pub is_current: bool,
+    /// The number of slices.
+    pub slices: usize,
+    /// Their generation.
+    pub generation: u64,
+    /// Set if the server drops taints (its release is too old, or its gate DRADeviceTaints is off): then unhealthy
+    /// devices have to be left out.
+    pub drops_taints: bool,
+    /// Whether the server drops counters (its gate DRAPartitionableDevices is off): then a pool with counters is not
+    /// written any further.
+    pub drops_counters: bool,
+    /// Whether the slices were listed, and the release read.
+    pub is_read: bool,
+    /// The server's release; `None` if the server does not tell it.
+    pub version: Option<ServerVersion>,
+    /// Set if the server drops `allowMultipleAllocations` (its gate DRAConsumableCapacity is off): then one claim has
+    /// the whole device.
+    pub drops_sharing: bool,
+    /// The devices that the stored slices offer to new claims, by name; `None` before the slices were listed.
+    pub offered: Option<BTreeSet<String>>,
+    /// Set while nothing is written because the kubelet has not registered the DRA plugin.
+    pub awaits_kubelet: bool,
+    /// The reason why the slices are not current, if it is known.
+    pub trouble: Option<String>,
+}
+
+/// The number of changes by others in a row that are repaired at once; further repairs come more and more slowly.
+const PATIENCE: u32 = 3;
+
+/// The time without a repair after which the next one counts as the first. It is longer than any pause between two.
+const FORGOTTEN: Duration = Duration::from_secs(600);
+
+/// The changes by others, counted.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Disturbances {
+    /// Slices were created or changed.
+    pub changes: u64,
+    /// Slices were deleted.
+    pub deletions: u64,
+}
+
+/// Paces repairs.
+struct Repairs {
+    backoff: Backoff,
+    /// The disturbances that have been repaired.
+    repaired: Disturbances,
+    in_a_row: u32,
+    last: Option<Instant>,
+}
+
+impl Repairs {
+    /// No repair was made yet. Pauses double from `first` to `longest`.
+    pub fn new(first: Duration, longest: Duration) -> Self {
+        Self { backoff: Backoff::new(first, longest), repaired: Disturbances::default(), in_a_row: 0, last: None }
+    }
+
+    /// Returns the pause before a repair, from the disturbances so far, and true if they have just become too many.
+    pub fn pause(&mut self, disturbances: Disturbances, now: Instant) -> (Duration, bool) {
+        let before = std::mem::replace(&mut self.repaired, disturbances);
+        if disturbances == before || self.last.is_some_and(|last| now.duration_since(last) >= FORGOTTEN) {
+            self.in_a_row = 0;
+            self.backoff.reset();
+        }
+        // Only deletions point to the kubelet; another driver writes as well.
+        if disturbances.changes == before.changes && self.in_a_row == 0 {
+            return (Duration::ZERO, false);
+        }
+        self.last = Some(now);
+        self.in_a_row = self.in_a_row.saturating_add(1);
+        match self.in_a_row.checked_sub(PATIENCE) {
+            None | Some(0) => (Duration::ZERO, false),
+            Some(beyond) => (self.backoff.failed(), beyond == 1),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn changed(changes: u64) -> Disturbances {
+        Disturbances { changes, deletions: 0 }
+    }
+
+    fn seconds(seconds: u64) -> Duration {
+        Duration::from_secs(seconds)
+    }
+
+    #[test]
+    fn repairs_slow_down_while_somebody_else_writes() {
+        let (mut repairs, now) = (Repairs::new(seconds(1), seconds(4)), Instant::now());
+        let mut pauses = (0..8).map(|changes| repairs.pause(changed(changes), now));
+        let (quick, slow): (Vec<_>, Vec<_>) = pauses.by_ref().partition(|(pause, _)| pause.is_zero());
+        assert_eq!((quick.len(), quick.iter().any(|(_, is_news)| *is_news)), (4, false));
+        assert_eq!(slow, [(1, true), (2, false), (4, false), (4, false)].map(|(s, news)| (seconds(s), news)));
+        assert_eq!(repairs.pause(changed(7), now), (Duration::ZERO, false), "a write of our own");
+        assert_eq!(repairs.pause(changed(8), now), (Duration::ZERO, false), "the first again");
+    }
+
+    #[test]
+    fn repairs_are_forgotten_after_a_quiet_time() {
+        let (mut repairs, now) = (Repairs::new(seconds(1), seconds(120)), Instant::now());
+        for day in 1..9 {
+            let now = now + seconds(86_400 * day);
+            assert_eq!(repairs.pause(changed(day), now), (Duration::ZERO, false), "{day}");
+        }
+    }
+
+    #[test]
+    fn deletions_continue_a_fight_and_begin_none() {
+        let (mut repairs, now) = (Repairs::new(seconds(1), seconds(4)), Instant::now());
+        let mut pause = |changes, deletions| repairs.pause(Disturbances { changes, deletions }, now).0;
+        for wipe in 1..9 {
+            assert_eq!(pause(0, wipe), Duration::ZERO, "{wipe}");
+        }
+        assert_eq!([9, 10, 11, 12, 13].map(|deletions| pause(1, deletions).as_secs()), [0, 0, 0, 1, 2]);
+    }
 }

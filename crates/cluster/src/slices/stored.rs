@@ -1,10 +1,21 @@
 //! [`Stored`]: the API server's slices, as last seen.
+//!
+//! [`Slices`] keeps up with the ResourceSlices of one driver on one node as they change; [`all_slices`] reads those of
+//! all nodes, for a command that a person runs once.
 
 use std::collections::BTreeMap;
 
+use futures_util::StreamExt;
+use kube::api::{ApiResource, DynamicObject, ListParams, WatchParams};
+use kube::{Api, Client};
 use serde_json::Value;
+use tokio::sync::watch;
 
-use super::repairs::Disturbances;
+use super::{Disturbances, SliceSettings};
+use crate::error::{ApiError, ApiMetrics};
+use crate::follower::{Events, Followed};
+use crate::server::{self, Access, ApiServer, Pace};
+use linkwise_core::state::DRA_DRIVER;
 
 /// The stored slices by name, as last seen.
 #[derive(Clone, Debug, Default)]
@@ -93,11 +104,105 @@ impl Stored {
     }
 }
 
+/// The kind, in metrics.
+pub(crate) const OBJECT: &str = "resourceslices";
+
+pub(crate) fn resource() -> ApiResource {
+    server::resource("resource.k8s.io", "v1", "ResourceSlice", OBJECT)
+}
+
+/// Lists our slices. Also returns the version of the list.
+pub(super) async fn list(
+    server: &mut ApiServer,
+    settings: &SliceSettings,
+) -> Result<(BTreeMap<String, Value>, String), ApiError> {
+    let params = ListParams::default().fields(&settings.selector());
+    let list = |client| async move { Api::<DynamicObject>::all_with(client, &resource()).list(&params).await };
+    let list = server.call(OBJECT, "list", list).await?;
+    let mut slices = BTreeMap::new();
+    for object in list.items {
+        let slice = value(&object)?;
+        if settings.covers(&slice) {
+            slices.insert(object.metadata.name.unwrap_or_default(), slice);
+        }
+    }
+    Ok((slices, list.metadata.resource_version.unwrap_or_default()))
+}
+
+pub(crate) fn value(object: &DynamicObject) -> Result<Value, ApiError> {
+    serde_json::to_value(object).map_err(|error| ApiError::Malformed(error.to_string()))
+}
+
+/// Stores a list. The writer is notified of each list, even an equal one: the server may have another release.
+pub(super) fn listed(stored: &watch::Sender<Stored>, slices: BTreeMap<String, Value>) {
+    stored.send_modify(|stored| {
+        stored.listed(slices);
+    });
+}
+
+/// The slices, and the channel on which they are published.
+pub(super) struct Slices {
+    pub settings: SliceSettings,
+    pub stored: watch::Sender<Stored>,
+}
+
+impl Followed for Slices {
+    const OBJECT: &'static str = OBJECT;
+    type Object = DynamicObject;
+
+    fn selector(&self) -> String {
+        self.settings.selector()
+    }
+
+    async fn list(&mut self, server: &mut ApiServer) -> Result<String, ApiError> {
+        let (slices, version) = list(server, &self.settings).await?;
+        listed(&self.stored, slices);
+        Ok(version)
+    }
+
+    async fn watch(client: Client, params: WatchParams, from: String) -> kube::Result<Events<DynamicObject>> {
+        Ok(Api::all_with(client, &resource()).watch(&params, &from).await?.boxed())
+    }
+
+    fn event(&mut self, object: DynamicObject, deleted: bool) -> Result<(), ApiError> {
+        let object = value(&object)?;
+        if self.settings.covers(&object) {
+            self.stored.send_if_modified(|stored| stored.event(object, deleted));
+        }
+        Ok(())
+    }
+}
+
+/// Slices in one answer: a slice has some 10 kB.
+const PAGE: u32 = 500;
+
+/// The driver's ResourceSlices in the cluster.
+///
+/// # Errors
+///
+/// See [`ApiError`].
+pub async fn all_slices(access: Access) -> Result<Vec<Value>, ApiError> {
+    let mut server = ApiServer::new(access, Pace::DEFAULT, ApiMetrics::default());
+    let (mut slices, mut token) = (Vec::new(), None);
+    loop {
+        let params = ListParams::default().fields(&format!("spec.driver={DRA_DRIVER}")).limit(PAGE);
+        let params = ListParams { continue_token: token, ..params };
+        let list = |client| async move { Api::<DynamicObject>::all_with(client, &resource()).list(&params).await };
+        let page = server.call(OBJECT, "list", list).await?;
+        for slice in &page.items {
+            slices.push(value(slice)?);
+        }
+        token = page.metadata.continue_.filter(|token| !token.is_empty());
+        if token.is_none() {
+            return Ok(slices);
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
-    use serde_json::json;
-
     use super::*;
+    use serde_json::json;
 
     fn slice(version: u64) -> Value {
         json!({"metadata": {"name": "a", "resourceVersion": version.to_string()}})

@@ -5,10 +5,10 @@ use alloc::collections::BTreeSet;
 use core::cmp::Ordering;
 
 use super::report::{AllocationReport, ChosenGpu, FallbackReason, RunnerUp, Value, Values};
-use super::request::{AllocationPolicy, AllocationRequest, DeviceId, PreferredAllocation};
 use super::search;
 use super::set::{GpuSet, subsets};
 use super::tables::{AllocationTables, SetTables, SetValues};
+use super::{AllocationPolicy, AllocationRequest, DeviceId, PreferredAllocation};
 use crate::topology::NodeTopology;
 
 /// Chooses the best devices for a request, and reports why.

@@ -6,23 +6,91 @@
 
 mod choose;
 mod collective;
-mod explain;
-mod groups;
 mod remaining;
 mod report;
-mod request;
 mod search;
 mod set;
 mod shared;
 mod tables;
 mod tree;
 
+use crate::prelude::*;
+use alloc::sync::Arc;
+use core::fmt;
+
+use serde::Serialize;
+
+use crate::topology::GpuUuid;
+
 pub use choose::preferred_allocation;
-pub use explain::{Explanation, NearestNics, Offer};
-pub use groups::Groups;
-pub use report::{AllocationReport, ChosenGpu, FallbackReason, RunnerUp, Value, Values};
-pub use request::{AllocationPolicy, AllocationRequest, DeviceId, PreferredAllocation};
-pub use set::GpuSet;
+pub use report::{
+    AllocationReport, ChosenGpu, Explanation, FallbackReason, NearestNics, Offer, RunnerUp, Value, Values,
+};
+pub use set::{GpuSet, Groups};
 pub(crate) use set::{components, subsets};
 pub use shared::{Units, preferred_units};
 pub use tables::AllocationTables;
+
+/// The kubelet's name of a device.
+///
+/// A whole GPU has its UUID, a slot `UUID::N`, a MIG device the MIG device's UUID. Any text is possible: the kubelet
+/// may name devices that are gone. Cheap to clone.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
+#[serde(transparent)]
+pub struct DeviceId(Arc<str>);
+
+impl DeviceId {
+    /// The id as text.
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+impl From<String> for DeviceId {
+    fn from(id: String) -> Self {
+        Self(id.into())
+    }
+}
+
+impl From<&GpuUuid> for DeviceId {
+    fn from(uuid: &GpuUuid) -> Self {
+        Self(uuid.text())
+    }
+}
+
+impl fmt::Display for DeviceId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+/// A request for a set of devices. The order of its lists does not matter, nor do repetitions.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct AllocationRequest {
+    /// The devices that may be taken.
+    pub available: Vec<DeviceId>,
+    /// The devices that must be in the answer, available or not.
+    pub must_include: Vec<DeviceId>,
+    /// The number of devices.
+    pub size: usize,
+}
+
+/// The rule by which devices are chosen.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum AllocationPolicy {
+    /// The best set of whole GPUs, by the order of [`super::Value`].
+    #[default]
+    BestEffort,
+    /// Units of distinct GPUs first, the least used GPUs first; among equals the best set of GPUs.
+    Distributed,
+    /// The most used GPU filled first; among equals the best set of GPUs.
+    Packed,
+}
+
+/// The answer: ids of the request, in the order of their PCI addresses.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct PreferredAllocation {
+    /// The devices to take.
+    pub devices: Vec<DeviceId>,
+}

@@ -9,9 +9,9 @@ use alloc::collections::BTreeMap;
 
 use super::choose::{Question, fall_back};
 use super::report::{AllocationReport, FallbackReason};
-use super::request::{AllocationPolicy, AllocationRequest, DeviceId, PreferredAllocation};
 use super::set::GpuSet;
 use super::tables::AllocationTables;
+use super::{AllocationPolicy, AllocationRequest, DeviceId, PreferredAllocation};
 use crate::topology::{GpuUuid, NodeTopology};
 
 /// The units of one resource, and how much of their GPUs other resources use.

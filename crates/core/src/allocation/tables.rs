@@ -7,10 +7,10 @@ use alloc::sync::Arc;
 use super::choose::Question;
 use super::collective::{at, row};
 use super::report::Values;
-use super::request::{AllocationPolicy, DeviceId};
 use super::search::MOST_TABLED;
 use super::set::{GpuSet, subsets};
 use super::tree::Tree;
+use super::{AllocationPolicy, DeviceId};
 use super::{collective, remaining, tree};
 use crate::topology::{NodeTopology, bandwidth};
 

@@ -4,9 +4,9 @@ use crate::prelude::*;
 
 use serde::Serialize;
 
-use super::decimal::gb_per_s;
-use super::expectation::{Expectation, with_links_up};
+use super::report::gb_per_s;
 use super::report::{NcclReport, Row};
+use super::{Expectation, with_links_up};
 use crate::quote::quoted;
 use crate::topology::{NodeObservation, NodeTopology, PciAddress, TopologyWarning};
 

@@ -5,11 +5,131 @@
 //! `allocation`. docs/bandwidth.md has the published results that the model was compared with.
 
 mod comparison;
-mod decimal;
-mod expectation;
 mod report;
 
+use crate::prelude::*;
+use alloc::collections::BTreeSet;
+use alloc::sync::Arc;
+
+use serde::Serialize;
+
+use crate::allocation::AllocationTables;
+use crate::topology::{ComputeCapability, Gpu, NodeObservation, NodeTopology, NvLinkObservation, NvLinkRemote};
+
 pub use comparison::{Cause, Comparison, MatchError, Verdict};
-pub use decimal::gb_per_s;
-pub use expectation::{Calibration, Expectation, MODEL};
-pub use report::{NcclReport, RankDevice, ReportError, Row, Run, Transports};
+pub use report::{NcclReport, RankDevice, ReportError, Row, Run, Transports, gb_per_s};
+
+/// The source of the model.
+pub const MODEL: &str = "NCCL v2.30.7-1 (src/graph/topo.h, src/graph/tuning.cc), docs/bandwidth.md";
+
+/// A kind of machine of which published results of nccl-tests were compared with the model.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Calibration {
+    /// Eight V100 in a cube mesh.
+    VoltaMesh,
+    /// A100 behind NVSwitches.
+    AmpereSwitch,
+    /// Two GPUs of compute capability 8.6 with an NVLink bridge.
+    AmpereBridge,
+    /// H100 or H200 behind NVSwitches.
+    HopperSwitch,
+    /// B200 or GB200 behind NVSwitches.
+    BlackwellSwitch,
+}
+
+impl Calibration {
+    /// The kind in words.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::VoltaMesh => "8 x V100 in a cube mesh",
+            Self::AmpereSwitch => "A100 behind NVSwitches",
+            Self::AmpereBridge => "two GPUs of compute capability 8.6 with an NVLink bridge",
+            Self::HopperSwitch => "H100 and H200 behind NVSwitches",
+            Self::BlackwellSwitch => "B200 and GB200 behind NVSwitches",
+        }
+    }
+}
+
+/// The bus bandwidths that a set of GPUs should reach in a large all-reduce.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct Expectation {
+    /// Rings, MB/s. `None` for fewer than two GPUs, and for large parts of a mesh of NVLinks.
+    pub ring: Option<u64>,
+    /// NVLink SHARP, MB/s; `None` where NCCL has none.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub nvls: Option<u64>,
+    /// The published results that bear the model out; `None`: none do.
+    pub calibration: Option<Calibration>,
+}
+
+impl Expectation {
+    /// Computes the expectation of the GPUs at some places of a topology.
+    pub fn of(topology: &NodeTopology, places: &[usize]) -> Self {
+        let set = topology.restricted(places);
+        let all = 0..set.gpus().len();
+        let (nvls, calibration) = (set.nvls(all.clone()), calibration(&set));
+        let ring = AllocationTables::new(Arc::new(set)).collective(all.collect());
+        Self { ring, nvls, calibration }
+    }
+
+    /// The bandwidth of the faster algorithm, MB/s.
+    pub fn bandwidth(&self) -> Option<u64> {
+        self.ring.max(self.nvls)
+    }
+}
+
+/// Finds the kind of machine whose published results a topology's GPUs are like.
+fn calibration(set: &NodeTopology) -> Option<Calibration> {
+    let gpus = set.gpus();
+    let pairs = || (0..gpus.len()).flat_map(|a| (a + 1..gpus.len()).map(move |b| (a, b)));
+    let first = gpus.first().filter(|_| gpus.len() > 1)?;
+    let ComputeCapability { major, minor } = first.facts.compute_capability?;
+    let alike = |gpu: &Gpu| gpu.facts.compute_capability == first.facts.compute_capability && !gpu.mig_enabled;
+    if !gpus.iter().all(alike) {
+        return None;
+    }
+    let one_plane = first.nvswitch_plane.is_some() && gpus.iter().all(|gpu| gpu.nvswitch_plane == first.nvswitch_plane);
+    let links = |a: usize| (0..gpus.len()).filter(|b| *b != a).map(|b| set.nvlink_count(a, b)).sum::<u32>();
+    let linked = pairs().any(|(a, b)| set.nvlink_count(a, b) > 0);
+    match (major, minor) {
+        (8, 0) if one_plane => Some(Calibration::AmpereSwitch),
+        (9, 0) if one_plane => Some(Calibration::HopperSwitch),
+        (10, 0) if one_plane => Some(Calibration::BlackwellSwitch),
+        _ if first.nvswitch_plane.is_some() => None,
+        // Links that are down are a fault of such a machine, not another kind.
+        (7, 0) if gpus.len() == 8 && (0..gpus.len()).all(|place| links(place) > 0) => Some(Calibration::VoltaMesh),
+        (8, 6) if gpus.len() == 2 && linked => Some(Calibration::AmpereBridge),
+        // Over PCIe one machine reaches other bandwidths with other versions of NCCL.
+        _ => None,
+    }
+}
+
+/// The machine with each NVLink up that is known to lead somewhere. Behind NVSwitches each GPU gets as many links as
+/// the GPU of its model that has most.
+fn with_links_up(machine: &NodeObservation) -> NodeObservation {
+    let mut machine = machine.clone();
+    for group in machine.gpus.iter_mut().flat_map(|gpu| gpu.nvlinks.iter_mut().flatten()) {
+        group.active |= group.remote != NvLinkRemote::Unknown;
+    }
+    let is_switch = |group: &&NvLinkObservation| group.active && matches!(group.remote, NvLinkRemote::Switch(_));
+    let ports: Vec<(Option<String>, usize)> = machine
+        .gpus
+        .iter()
+        .map(|gpu| {
+            let groups = gpu.nvlinks.iter().flatten().filter(is_switch);
+            (gpu.model.clone(), groups.map(|group| group.links.len()).sum())
+        })
+        .collect();
+    for (gpu, (model, links)) in machine.gpus.iter_mut().zip(&ports) {
+        let most = ports.iter().filter(|(other, _)| other == model).map(|(_, links)| *links).max().unwrap_or(0);
+        let groups = gpu.nvlinks.iter().flatten().filter(|group| group.active);
+        let used: BTreeSet<u32> = groups.flat_map(|group| group.links.iter().copied()).collect();
+        let more = (0..).filter(|link| !used.contains(link)).take(most.saturating_sub(*links));
+        let groups = gpu.nvlinks.iter_mut().flatten();
+        if let Some(switch) = groups.filter(|group| is_switch(&&**group)).last() {
+            switch.links.extend(more);
+        }
+    }
+    machine
+}

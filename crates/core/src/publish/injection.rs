@@ -4,14 +4,17 @@
 //! operator's options and the last host scan. The device plugin writes the result into the kubelet's API
 //! (`device_plugin/convert.rs`). The strategies are those of the NVIDIA device plugin (`internal/plugin/server.go` of
 //! NVIDIA/k8s-device-plugin).
+//!
+//! The folders of an MPS client ([`MpsClient`]) and the RDMA NICs nearest to the GPUs ([`RdmaNodes`], `--expose-nics`)
+//! are parts of it. The MPS daemon has the limits. They are not repeated here, so that a container cannot get other
+//! limits than those in effect.
 
 use crate::prelude::*;
-use alloc::collections::BTreeMap;
+use alloc::collections::{BTreeMap, BTreeSet};
 
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-use super::{MpsClient, RdmaNodes, below};
 use crate::names::shortened;
 use crate::state::{Device, ResourceName};
 use crate::topology::{Gpu, MigDevice, NodeTopology};
@@ -306,4 +309,86 @@ pub fn imex_node(channel: u32) -> String {
 /// resource.
 fn annotation(resource: &ResourceName) -> String {
     shortened(&format!("{ANNOTATION_PLUGIN}_{}", resource.as_str().replace('/', "_")), LONGEST_ANNOTATION)
+}
+
+/// The path of the MPS root in the containers of the daemon, of the plugin and of the pods.
+pub const MPS_CONTAINER_ROOT: &str = "/mps";
+
+/// The folder of the control daemon's sockets, below the folder of its resource.
+pub const MPS_PIPE: &str = "pipe";
+
+/// The folder of shared memory: below the MPS root that of all daemons, below a daemon's folder its own.
+pub const MPS_SHM: &str = "shm";
+
+/// The /dev/shm of a control daemon and its clients.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MpsShm {
+    /// One for all daemons: of resources, as with the NVIDIA plugin, and of claims by an older release.
+    Common,
+    /// The daemon's own: of claims.
+    Own,
+}
+
+/// The folders that a client shares with its daemon.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MpsClient {
+    /// The control daemon's sockets.
+    pub pipe: Mount,
+    /// The shared memory.
+    pub shm: Mount,
+}
+
+impl MpsClient {
+    /// Makes a client of the daemon of `resource`; `host_root` is the MPS root on the host (`--mps-root`).
+    pub fn new(host_root: &str, resource: &ResourceName, shm: MpsShm) -> Self {
+        let host_root = host_root.trim_end_matches('/');
+        let pipe = |root: &str| format!("{root}/{resource}/{MPS_PIPE}");
+        let shm = match shm {
+            MpsShm::Common => format!("{host_root}/{MPS_SHM}"),
+            MpsShm::Own => format!("{host_root}/{resource}/{MPS_SHM}"),
+        };
+        Self {
+            pipe: Mount { host: pipe(host_root), container: pipe(MPS_CONTAINER_ROOT), read_only: false },
+            shm: Mount { host: shm, container: "/dev/shm".to_owned(), read_only: false },
+        }
+    }
+}
+
+/// The variable with the kernel's names of the container's NICs, `mlx5_0,mlx5_1`: fit for NCCL_IB_HCA.
+const LINKWISE_NICS: &str = "LINKWISE_NICS";
+
+/// The device nodes of the host's RDMA devices.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct RdmaNodes {
+    /// The nodes by the device's name: `mlx5_0` has `/dev/infiniband/uverbs0`.
+    pub devices: BTreeMap<String, String>,
+    /// The nodes that all of them need: `/dev/infiniband/rdma_cm`.
+    pub common: Vec<String>,
+}
+
+impl RdmaNodes {
+    /// Adds the nearest NICs of each GPU: those of the smallest level, if that is PHB or closer. Without such a NIC the
+    /// variable is set and empty, so that a container can tell "none near" from "not asked for".
+    pub(super) fn inject(&self, topology: &NodeTopology, devices: &[ChosenDevice<'_>], injection: &mut Injection) {
+        let positions = devices.iter().filter_map(|device| topology.position(&device.gpu.uuid));
+        let nearest: BTreeSet<usize> = positions.flat_map(|position| topology.nearest_nics(position)).collect();
+        let nics = nearest.into_iter().filter_map(|nic| topology.nics().get(nic));
+        // A NIC's network interfaces have no verbs and are not in the map.
+        let mut rdma: Vec<_> =
+            nics.flat_map(|nic| &nic.names).filter_map(|name| self.devices.get_key_value(name)).collect();
+        rdma.dedup();
+        let names: Vec<&str> = rdma.iter().map(|(name, _)| name.as_str()).collect();
+        injection.env.insert(LINKWISE_NICS.to_owned(), names.join(","));
+        if !rdma.is_empty() {
+            // The host's own /dev, whatever the driver root is.
+            let paths = rdma.into_iter().map(|(_, path)| path).chain(&self.common);
+            injection.device_nodes.extend(paths.map(|path| DeviceNode { host: path.clone(), container: path.clone() }));
+        }
+    }
+}
+
+/// Joins a root on the host and an absolute `path` in a container or driver root: the path of the same file on the
+/// host.
+pub fn below(root: &str, path: &str) -> String {
+    format!("{}/{}", root.trim_end_matches('/'), path.trim_start_matches('/'))
 }

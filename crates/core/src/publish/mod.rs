@@ -8,13 +8,8 @@
 pub mod dra;
 pub mod injection;
 pub mod labels;
-mod mps_client;
-mod path;
 pub mod placement;
 mod pod_event;
-mod rdma;
 
-pub use mps_client::{MPS_CONTAINER_ROOT, MPS_PIPE, MPS_SHM, MpsClient, MpsShm};
-pub use path::below;
+pub use injection::{MPS_CONTAINER_ROOT, MPS_PIPE, MPS_SHM, MpsClient, MpsShm, RdmaNodes, below};
 pub use pod_event::PodEvent;
-pub use rdma::RdmaNodes;

@@ -6,35 +6,28 @@
 mod address;
 pub mod bandwidth;
 mod device_names;
-mod guid;
 mod level;
-mod matrix;
 mod mig;
-mod mig_slots;
 mod node;
 mod nvlink;
 mod observation;
-mod p2p;
-mod p2p_refusal;
 mod pcie;
 mod rails;
 mod warning;
 
-pub use address::{GpuUuid, MigUuid, NumaNodeId, PackageId, PciAddress, PciAddressError, Uuid, UuidError};
+pub use address::{
+    GpuUuid, Guid, GuidError, MigUuid, NumaNodeId, PackageId, PciAddress, PciAddressError, Uuid, UuidError,
+};
 pub use device_names::{device_name, device_names, hardware_of, is_mig, is_set};
-pub use guid::{Guid, GuidError};
-pub use level::{Rank, TopologyLevel};
-pub use matrix::LinkMatrix;
+pub use level::{LinkMatrix, Rank, TopologyLevel};
 pub use mig::{
     MigCapabilities, MigDevice, MigDeviceObservation, MigEngines, MigExtension, MigObservation, MigPlacement,
-    MigProfile, MigProfileError, MigProfileObservation, MigSlot,
+    MigProfile, MigProfileError, MigProfileObservation, MigSlot, PossibleMig, possible_mig,
 };
-pub use mig_slots::{PossibleMig, possible_mig};
 pub use node::{Gpu, Nic, NodeTopology};
 pub use observation::{
     AddressingMode, ComputeCapability, CpuObservation, CudaVersion, DisplayClass, FabricObservation, GpuObservation,
     HostBridgeObservation, HostObservation, NicKind, NicObservation, NodeObservation, NumaNodeObservation,
     NvLinkObservation, NvLinkRemote, PciKind, PciObservation, PcieLink, ProbeFailure, thousandths,
 };
-pub use p2p_refusal::P2pRefusal;
-pub use warning::TopologyWarning;
+pub use warning::{P2pRefusal, TopologyWarning};

@@ -6,18 +6,17 @@ use alloc::sync::Arc;
 
 use serde::Serialize;
 
+use super::address::Guid;
 use super::address::{GpuUuid, NumaNodeId, PackageId, PciAddress};
 use super::device_names;
-use super::guid::Guid;
+use super::level::LinkMatrix;
 use super::level::{Rank, TopologyLevel};
-use super::matrix::LinkMatrix;
 use super::mig::{MigDevice, MigProfile, MigProfileObservation};
 use super::nvlink::{self, NvLinks};
 use super::observation::{DisplayClass, GpuObservation, NicKind, NodeObservation, PcieLink};
-use super::p2p;
 use super::pcie::{PciTree, Place, PlacedNic};
 use super::rails;
-use super::warning::TopologyWarning;
+use super::warning::{self, TopologyWarning};
 
 /// The GPUs of a node and their connections. It never changes; a new observation makes a new one.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -167,7 +166,7 @@ impl NodeTopology {
                 topology.pairs.set(a, b, pair);
             }
         }
-        warnings.extend(p2p::refused(&topology, &seen));
+        warnings.extend(warning::p2p_refused(&topology, &seen));
         (topology.named(), warnings)
     }
 

@@ -5,7 +5,7 @@ use alloc::collections::{BTreeMap, BTreeSet};
 
 use super::address::PciAddress;
 use super::bandwidth;
-use super::matrix::LinkMatrix;
+use super::level::LinkMatrix;
 use super::observation::{FabricObservation, GpuObservation, NvLinkRemote};
 use super::warning::TopologyWarning;
 

@@ -8,11 +8,11 @@ use alloc::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
+use super::address::Guid;
 use super::address::{GpuUuid, NumaNodeId, PackageId, PciAddress};
-use super::guid::Guid;
 use super::level::TopologyLevel;
 use super::mig::MigObservation;
-use super::p2p_refusal::P2pRefusal;
+use super::warning::P2pRefusal;
 use crate::quote::quoted;
 
 /// All facts observed of one node.

@@ -14,7 +14,7 @@
 use crate::prelude::*;
 use alloc::collections::BTreeMap;
 
-use super::guid::Guid;
+use super::address::Guid;
 use super::level::Rank;
 use super::node::{Nic, NodeTopology};
 use super::observation::NicKind;

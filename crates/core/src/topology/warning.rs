@@ -1,13 +1,19 @@
-//! [`TopologyWarning`]: oddities that the assembly noticed and worked around.
+//! [`TopologyWarning`]: oddities that the assembly noticed and worked around, among them P2P that the driver refuses.
+//!
+//! The choice does not use refused P2P. NCCL asks for reading and writing (`ncclTopoCheckP2p` in its
+//! src/graph/paths.cc) where its path of two GPUs is NVLink or PCIe switches alone; farther apart it takes no P2P by
+//! default. Over switches a refusal sends the traffic through the host's memory; over NVLink NCCL ends with an error.
 
 use crate::prelude::*;
+use alloc::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 use super::address::{GpuUuid, MigUuid, NumaNodeId, PciAddress};
-use super::level::TopologyLevel;
-
-use super::observation::ProbeFailure;
-use super::p2p_refusal::P2pRefusal;
+use super::level::{Rank, TopologyLevel};
+use super::node::NodeTopology;
+use super::observation::{GpuObservation, ProbeFailure};
 use crate::quote::one_line;
 
 /// Something odd in the observations. The node keeps working. Each warning names the hardware and both values.
@@ -130,4 +136,53 @@ fn pairs_of(pairs: &[(PciAddress, PciAddress)]) -> String {
         more => format!(", and {more} more pairs"),
     };
     format!("GPUs {}{more}", named.join(", "))
+}
+
+/// Finds the refusals that NCCL would notice, gathered by their reason. A GPU in MIG mode has no P2P, and needs none.
+pub(super) fn p2p_refused(topology: &NodeTopology, seen: &[&GpuObservation]) -> Vec<TopologyWarning> {
+    let mut found: BTreeMap<(bool, P2pRefusal), Vec<_>> = BTreeMap::new();
+    for (a, (one, first)) in seen.iter().zip(topology.gpus()).enumerate() {
+        for (b, (two, second)) in seen.iter().zip(topology.gpus()).enumerate().skip(a + 1) {
+            let refusal = one.p2p_refused.get(&two.index).or_else(|| two.p2p_refused.get(&one.index));
+            let Some(refusal) = refusal.filter(|_| !first.mig_enabled && !second.mig_enabled) else { continue };
+            let by_nvlink = topology.nvlink_count(a, b) > 0;
+            if by_nvlink || topology.rank(a, b) <= Rank::PCIE_SWITCHES {
+                found.entry((by_nvlink, *refusal)).or_default().push((one.pci, two.pci));
+            }
+        }
+    }
+    let warning = |((by_nvlink, refusal), pairs)| TopologyWarning::P2pRefused { refusal, by_nvlink, pairs };
+    found.into_iter().map(warning).collect()
+}
+
+/// The driver's reason for refusing P2P, `nvmlGpuP2PStatus_t`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Error, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum P2pRefusal {
+    /// NVML 1.
+    #[error("the chipset does not support it")]
+    Chipset,
+    /// NVML 2.
+    #[error("a GPU does not support it")]
+    Gpu,
+    /// NVML 3.
+    #[error("the way between their root ports does not support it")]
+    Topology,
+    /// NVML 4.
+    #[error("a setting of the driver disables it")]
+    Setting,
+    /// NVML 5.
+    #[error("it is not supported")]
+    NotSupported,
+    /// NVML 6, which NCCL takes for a refusal too.
+    #[error("its status is unknown")]
+    Unknown,
+}
+
+impl P2pRefusal {
+    /// Reads NVML's number of a status: `None` for OK, and for a number that NVML does not define.
+    pub fn from_nvml(number: u32) -> Option<Self> {
+        let refusals = [Self::Chipset, Self::Gpu, Self::Topology, Self::Setting, Self::NotSupported, Self::Unknown];
+        refusals.get(usize::try_from(number.checked_sub(1)?).ok()?).copied()
+    }
 }

@@ -13,7 +13,7 @@
 mod allocation_beyond;
 mod health;
 mod health_model;
-mod import_circles;
+mod layers;
 mod resource_invariants;
 
 #[path = "../../../../tests/large_node/mod.rs"]

@@ -10,8 +10,8 @@ use std::fs;
 use std::os::unix::fs::{FileTypeExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
-use super::description::{DriverFile, DriverFiles, Link};
 use super::libraries::Found;
+use super::{DriverFile, DriverFiles, Link};
 
 const PROGRAM_FOLDERS: [&str; 6] = ["/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin"];
 

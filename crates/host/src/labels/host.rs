@@ -1,9 +1,12 @@
 //! Reads the machine's type and NVIDIA's PCI devices. The reads block, on /sys; a missing file gives no fact.
+//!
+//! A virtual GPU has NVIDIA's vendor-specific capability in its PCI configuration space, which names the host's driver.
+//! The capability list is that of the PCI Local Bus Specification 3.0, section 6.7. The records are read as NVIDIA's
+//! GPU Feature Discovery reads them (internal/vgpu).
 
 use std::fs;
 use std::path::Path;
 
-use super::vgpu::{self, Guest};
 use linkwise_core::publish::labels::{HostFacts, Vgpu};
 use linkwise_system::files;
 
@@ -25,7 +28,7 @@ fn vgpu(devices: &Path) -> Vgpu {
     let mut found = Vgpu::Absent;
     for device in entries.flatten().map(|entry| entry.path()) {
         if fs::read_to_string(device.join("vendor")).is_ok_and(|vendor| vendor.trim() == NVIDIA) {
-            match files::read(&device.join("config"), vgpu::LONGEST).ok().and_then(|space| vgpu::guest(&space)) {
+            match files::read(&device.join("config"), LONGEST).ok().and_then(|space| guest(&space)) {
                 Some(Guest::Virtual { driver_version, driver_branch }) => {
                     found = Vgpu::Present { driver_version, driver_branch };
                 }
@@ -37,9 +40,146 @@ fn vgpu(devices: &Path) -> Vgpu {
     found
 }
 
+/// The whole configuration space of a PCI Express device, in bytes.
+pub(super) const LONGEST: u64 = 4096;
+
+/// The part that every device has, in bytes. A process without privileges reads 64 bytes of it.
+const WHOLE: usize = 256;
+
+/// The status register's low byte, and its bit that there is a capability list.
+const STATUS: (usize, u8) = (0x06, 0x10);
+
+/// The offset of the list's first entry.
+const FIRST: usize = 0x34;
+
+/// The most capabilities: 48 of 4 bytes fit behind the header.
+const MOST: usize = 48;
+
+/// The id of a vendor-specific capability: id, next, length, content.
+const VENDOR_SPECIFIC: u8 = 0x09;
+
+/// The first bytes of a virtual GPU's content.
+const VIRTUAL: &[u8] = b"VF";
+
+/// The kind of an NVIDIA device in this guest.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Guest {
+    /// A whole GPU, or no GPU.
+    Physical,
+    /// A virtual GPU, with its record of the host's driver.
+    Virtual { driver_version: Option<String>, driver_branch: Option<String> },
+}
+
+/// The kind of the device with this configuration space; `None` if only the first part could be read.
+pub(super) fn guest(space: &[u8]) -> Option<Guest> {
+    let space = space.get(..WHOLE)?;
+    Some(match capability(space).and_then(|capability| Some((capability, capability.get(3..5)?))) {
+        Some((capability, VIRTUAL)) => {
+            let driver = host_driver(capability);
+            let text = |at: usize| {
+                let bytes = driver?.get(at..at + TEXT)?;
+                let end = bytes.iter().position(|byte| *byte == 0).unwrap_or(TEXT);
+                String::from_utf8(bytes.get(..end)?.to_vec()).ok()
+            };
+            Guest::Virtual { driver_version: text(2), driver_branch: text(2 + TEXT) }
+        }
+        _ => Guest::Physical,
+    })
+}
+
+fn capability(space: &[u8]) -> Option<&[u8]> {
+    let (status, has_list) = STATUS;
+    if space.get(status)? & has_list == 0 {
+        return None;
+    }
+    let mut at = usize::from(space.get(FIRST)? & !3);
+    for _ in 0..MOST {
+        let [id, next, length] = space.get(at..at + 3)?.try_into().ok()?;
+        if at == 0 {
+            return None;
+        }
+        if id == VENDOR_SPECIFIC {
+            // A capability that claims more bytes than there are ends with the space.
+            return space.get(at..(at + usize::from(length)).min(space.len()));
+        }
+        at = usize::from(next & !3);
+    }
+    None
+}
+
+/// The length of a text of the host driver's record, NUL-padded.
+const TEXT: usize = 10;
+
+/// The record with id 0, the host driver's: id, length, version, branch. Records begin behind the signature.
+fn host_driver(capability: &[u8]) -> Option<&[u8]> {
+    let mut at = 5;
+    loop {
+        let record = capability.get(at..)?;
+        let [id, length] = record.get(..2)?.try_into().ok()?;
+        if id == 0 {
+            return Some(record);
+        }
+        // A record without a length would repeat for ever.
+        at += usize::from(length).max(1);
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// The capability of GPU Feature Discovery's own test.
+    const CAPABILITY: [u8; 27] = [
+        0x09, 0x68, 0x1b, 0x56, 0x46, 0x00, 0x16, 0x34, 0x36, 0x30, 0x2e, 0x31, 0x36, 0x00, 0x00, 0x00, 0x00, 0x72,
+        0x34, 0x36, 0x30, 0x5f, 0x30, 0x30, 0x00, 0x00, 0x00,
+    ];
+
+    /// A configuration space with a power management capability and one of these bytes.
+    fn with(capability: &[u8]) -> Vec<u8> {
+        let mut space = vec![0; 256];
+        space[STATUS.0] = STATUS.1;
+        space[FIRST] = 0x60;
+        space[0x60..0x63].copy_from_slice(&[0x01, 0x80, 0x08]);
+        space[0x80..0x80 + capability.len()].copy_from_slice(capability);
+        space
+    }
+
+    fn space() -> Vec<u8> {
+        with(&CAPABILITY)
+    }
+
+    fn virtual_gpu(version: &str, branch: &str) -> Option<Guest> {
+        Some(Guest::Virtual { driver_version: Some(version.to_owned()), driver_branch: Some(branch.to_owned()) })
+    }
+
+    #[test]
+    fn vgpu_capability_has_the_hosts_driver() {
+        assert_eq!(guest(&space()), virtual_gpu("460.16", "r460_00"));
+        let long = *b"\x09\x00\x20VF\x07\x05xyz\x00\x16550.54.161r550_40\x00\x00\x00";
+        assert_eq!(guest(&with(&long)), virtual_gpu("550.54.161", "r550_40"));
+    }
+
+    #[test]
+    fn space_without_capability_is_physical() {
+        assert_eq!(guest(&[0; 256]), Some(Guest::Physical));
+        assert_eq!(guest(&with(&[0x09, 0x00, 0x1b, b'N', b'V'])), Some(Guest::Physical));
+        assert_eq!(guest(&with(&[0x10, 0x00, 0x02])), Some(Guest::Physical));
+        assert_eq!(guest(&with(&[0x10, 0x80, 0x02])), Some(Guest::Physical), "a list without end");
+        assert_eq!(guest(&[0; 64]), None, "read without privileges");
+        assert_eq!(guest(&[]), None);
+    }
+
+    #[test]
+    fn torn_capability_is_virtual_without_driver() {
+        let nothing = Some(Guest::Virtual { driver_version: None, driver_branch: None });
+        assert_eq!(guest(&with(&[0x09, 0x00, 0x05, b'V', b'F'])), nothing);
+        assert_eq!(guest(&with(&[0x09, 0x00, 0x09, b'V', b'F', 0x01, 0x00, 0x01, 0x00])), nothing, "no length");
+        // Spaces of any bytes give a result.
+        for seed in 0..=255_u8 {
+            let bytes: Vec<u8> = (0..=255_u8).map(|at| at.wrapping_mul(seed).wrapping_add(seed ^ 0x35)).collect();
+            assert!(guest(&bytes).is_some());
+        }
+    }
 
     fn device(sysfs: &Path, pci: &str, vendor: &str, config: &[u8]) {
         let folder = sysfs.join("bus/pci/devices").join(pci);
@@ -57,7 +197,7 @@ mod tests {
         assert_eq!(vgpu(), Vgpu::Absent);
         device(sysfs.path(), "0000:01:00.0", NVIDIA, &[0; 256]);
         assert_eq!(vgpu(), Vgpu::Absent);
-        device(sysfs.path(), "0000:02:00.0", NVIDIA, &vgpu::tests::space());
+        device(sysfs.path(), "0000:02:00.0", NVIDIA, &space());
         let (driver_version, driver_branch) = (Some("460.16".to_owned()), Some("r460_00".to_owned()));
         assert_eq!(vgpu(), Vgpu::Present { driver_version, driver_branch });
         // An unprivileged process sees this part only.

@@ -7,7 +7,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::notes::Notes;
+use super::xml::Notes;
 use super::xml::{self, Element, Limits, XmlError, below};
 use super::{Machine, VERSION, cpu_list, unnamed_gpu};
 use linkwise_core::quote::excerpt;

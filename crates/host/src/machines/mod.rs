@@ -4,11 +4,9 @@
 //! filled in under `reconstructed`. Recognises a file by its content. Called by the composition roots; derives nothing,
 //! and calls neither NVML nor libhwloc nor the kubelet.
 
-mod file;
 mod hwloc_xml;
 mod load;
 mod nccl;
-mod notes;
 mod xml;
 
 use std::collections::BTreeSet;
@@ -16,9 +14,8 @@ use std::io;
 
 use serde::{Deserialize, Serialize};
 
-pub use file::{MachineFileError, VERSION};
 use linkwise_core::topology::{GpuObservation, GpuUuid, NodeObservation, PciAddress};
-pub use load::{host_xml, load, of_bytes};
+pub use load::{MachineFileError, VERSION, host_xml, load, of_bytes};
 pub use nccl::topology_file as nccl_topology_file;
 pub use xml::XmlError;
 
@@ -114,12 +111,12 @@ pub enum MachineError {
 impl Machine {
     /// Reads a machine from the text of a node file.
     pub fn parse(text: &str) -> Result<Self, MachineFileError> {
-        file::parse(text)
+        load::parse(text)
     }
 
     /// The text of a node file; [`Machine::parse`] reads it back equal.
     pub fn to_yaml(&self) -> Result<String, MachineFileError> {
-        file::to_yaml(self)
+        load::to_yaml(self)
     }
 }
 

@@ -2,20 +2,29 @@
 //!
 //! Called by `supervise`. It runs nvidia-cuda-mps-control in the foreground (`-f`, since driver 470), as a child and in
 //! a process group of its own, so that its death shows at once and its servers can be ended with it.
+//!
+//! The GPUs of a daemon have the compute mode EXCLUSIVE_PROCESS while they are shared, as NVIDIA's daemon sets it: a
+//! client that does not go through MPS would otherwise take memory that no limit covers. Nothing else in linkwise
+//! changes a GPU. Before a GPU's mode is set, a record of it goes to the MPS root; the record is removed once the mode
+//! is DEFAULT again. So even if this process is killed, the next one sets back the modes that this one set, and never a
+//! mode that an operator set.
 
+use std::fs::{self, File};
 use std::io;
 use std::path::PathBuf;
 use std::process::{ExitStatus, Stdio};
 use std::time::Duration;
 
+use futures_util::future::{join_all, try_join_all};
 use rustix::process::{Pid, Signal, kill_process_group};
-use tokio::process::Child;
+use tokio::process::{Child, Command};
 use tokio::time::{Instant, sleep, timeout};
 
-use super::control::{Control, ControlError, is_memory, is_percentage};
+use super::control;
+use super::control::{Control, ControlError, ProgramError, is_memory, is_percentage};
 use super::layout::Layout;
 use super::limits::Limits;
-use super::program::ProgramError;
+use super::orders::exclusive_gpus;
 use linkwise_core::topology::GpuUuid;
 
 /// The command of a probe: every driver that supports MPS limits answers it, and it changes nothing.
@@ -195,4 +204,40 @@ pub(super) async fn end_predecessor(control: &Control, within: Duration) -> Resu
         }
         sleep(PROBE_AGAIN).await;
     }
+}
+
+const EXCLUSIVE_PROCESS: &str = "EXCLUSIVE_PROCESS";
+const DEFAULT: &str = "DEFAULT";
+
+/// Sets GPUs to EXCLUSIVE_PROCESS, each with a record. If one cannot be set, the modes of others may be; [`set_back`]
+/// covers them all.
+pub async fn set_exclusive(settings: &Settings, gpus: &[&GpuUuid]) -> Result<(), MpsError> {
+    let folder = settings.layout.exclusive();
+    let record = |path: &PathBuf| fs::create_dir_all(&folder).and_then(|()| File::create(path).map(drop));
+    for path in gpus.iter().map(|gpu| folder.join(gpu.as_str())) {
+        record(&path).map_err(|source| MpsError::Write(path, source))?;
+    }
+    try_join_all(gpus.iter().map(|gpu| set(settings, gpu, EXCLUSIVE_PROCESS))).await.map(drop)
+}
+
+/// Sets recorded GPUs for which `is_due` is true back to DEFAULT. All are tried; those that failed stay on record, and
+/// the first error is returned.
+pub async fn set_back(settings: &Settings, is_due: impl Fn(&GpuUuid) -> bool) -> Result<(), MpsError> {
+    let folder = settings.layout.exclusive();
+    let recorded = exclusive_gpus(&settings.layout);
+    let recorded = recorded.map_err(|source| MpsError::Write(folder.clone(), source))?;
+    let gpus: Vec<GpuUuid> = recorded.into_iter().filter(is_due).collect();
+    let set_back = async |gpu: &GpuUuid| {
+        set(settings, gpu, DEFAULT).await?;
+        let path = folder.join(gpu.as_str());
+        fs::remove_file(&path).map_err(|source| MpsError::Write(path, source))
+    };
+    join_all(gpus.iter().map(set_back)).await.into_iter().collect()
+}
+
+async fn set(settings: &Settings, gpu: &GpuUuid, mode: &'static str) -> Result<(), MpsError> {
+    let mut command = Command::new(&settings.programs.smi);
+    command.args(["-i", gpu.as_str(), "-c", mode]);
+    let set = control::run(&mut command, "", settings.pace.answer).await;
+    set.map(drop).map_err(|source| MpsError::ComputeMode(gpu.clone(), mode, source))
 }

@@ -15,7 +15,7 @@ use serde::{Deserialize, Serialize};
 use super::daemon::{MpsError, Settings};
 use super::layout::Layout;
 use super::limits::Limits;
-use super::selinux::label;
+use super::shm::label;
 use linkwise_core::claims::MpsOrder;
 use linkwise_core::state::ResourceName;
 use linkwise_core::topology::GpuUuid;

@@ -1,27 +1,32 @@
 //! The folders that daemons and clients share as /dev/shm: file systems in memory, on the host. Daemons of resources
 //! have one together, each daemon of claims has its own.
 //!
-//! The one of all is mounted by `linkwise mps-control-daemon mount-shm`, which runs once, privileged, before the daemon.
-//! The command, its options and the size are those of the NVIDIA plugin (`cmd/mps-control-daemon/mount/mount-shm.go`). Unlike there, an
-//! existing mount stays, because running pods have it; it grows if it is smaller.
+//! The one of all is mounted by `linkwise mps-control-daemon mount-shm`, which runs once, privileged, before the
+//! daemon. The command, its options and the size are those of the NVIDIA plugin
+//! (`cmd/mps-control-daemon/mount/mount-shm.go`). Unlike there, an existing mount stays, because running pods have it;
+//! it grows if it is smaller.
 //!
 //! The one of a claim is mounted by `supervise`. It stays as long as the daemon is ordered, also when that is started
 //! anew, and in another process: containers have it. Another claim gets another one.
+//!
+//! Containers under SELinux may use files with the type of their own files, and no other files of the host's /run. So
+//! the pipe directory and the folder of orders get that label before a control daemon starts: sockets get the type of
+//! their folder. The label is that of the NVIDIA plugin (`cmd/mps-control-daemon/mps/daemon.go`).
 
 use std::ffi::CString;
-use std::fs;
-use std::io::{self, ErrorKind};
+use std::io::ErrorKind;
 use std::os::unix::fs::MetadataExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
+use std::{fs, io};
 
-use rustix::fs::statfs;
+use rustix::fs::{XattrFlags, lsetxattr, statfs};
 use rustix::mount::{MountFlags, UnmountFlags};
 use tokio::process::Command;
 
+use super::control;
 use super::daemon::MpsError;
 use super::layout::Layout;
-use super::program;
 use linkwise_core::claims::CLAIMS_DOMAIN;
 use linkwise_core::state::ResourceName;
 use linkwise_system::files;
@@ -70,7 +75,7 @@ pub async fn mount_shm(layout: &Layout, meminfo: &Path, mount: &Path) -> Result<
     let mut mount = Command::new(mount);
     let options = format!("{remount}rw,nosuid,nodev,noexec,relatime,size={wanted}k");
     mount.args(["-t", "tmpfs", "-o", options.as_str(), "shm"]).arg(&path);
-    let mounted = program::run(&mut mount, "", WITHIN).await;
+    let mounted = control::run(&mut mount, "", WITHIN).await;
     mounted.map(|_| done).map_err(|source| MpsError::Mount(path, source))
 }
 
@@ -151,6 +156,25 @@ fn size_kib(meminfo: &Path) -> u64 {
 fn half_of_memory(meminfo: &str) -> Option<u64> {
     let total = meminfo.lines().find_map(|line| line.strip_prefix("MemTotal:"))?;
     total.trim().strip_suffix("kB")?.trim().parse::<u64>().ok().map(|kib| kib / 2)
+}
+
+/// The label that every container may read and write. It has no categories: containers of all pods come there.
+const LABEL: &[u8] = b"system_u:object_r:container_file_t:s0\0";
+
+/// Labels a folder and its files, if SELinux is enabled: the kernel shows it at `selinuxfs`. Fails at the first path
+/// that cannot be labelled.
+pub(super) fn label(folder: &Path, selinuxfs: &Path) -> Result<(), MpsError> {
+    if !selinuxfs.exists() {
+        return Ok(());
+    }
+    let failed = |path: &Path, source: io::Error| MpsError::Label(path.to_owned(), source);
+    let inside: io::Result<Vec<PathBuf>> =
+        fs::read_dir(folder).and_then(|entries| entries.map(|entry| Ok(entry?.path())).collect());
+    for path in inside.map_err(|source| failed(folder, source))?.into_iter().chain([folder.to_owned()]) {
+        let set = lsetxattr(&path, c"security.selinux", LABEL, XattrFlags::empty());
+        set.map_err(|error| failed(&path, error.into()))?;
+    }
+    Ok(())
 }
 
 #[cfg(test)]

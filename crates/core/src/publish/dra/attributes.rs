@@ -1,15 +1,16 @@
-//! The attributes and capacities of a GPU or MIG device. docs/dra.md lists them.
+//! The attributes, capacities and taints of a GPU or MIG device. docs/dra.md lists them.
 //!
-//! Attributes without a domain have the names and meanings of NVIDIA's DRA driver; those of `linkwise.dev` are ours. An
-//! unknown fact has no attribute. The exception is `addressingMode`, which NVIDIA publishes empty.
+//! Taints keep a sick device from being allocated. They follow from its standing reasons and end with them.
 
 use crate::prelude::*;
 
 use super::families::Group;
-use super::{Attribute, Capacity, DraDevice, DraFacts, DraProblem, RequestPolicy, SliceDevice, ValidRange};
+use super::{
+    Attribute, Capacity, DraDevice, DraFacts, DraProblem, RequestPolicy, SliceDevice, Taint, TaintEffect, ValidRange,
+};
 use crate::allocation::GpuSet;
 use crate::quantity;
-use crate::state::GpuShares;
+use crate::state::{GpuShares, UnhealthyReason};
 use crate::topology::{
     ComputeCapability, FabricObservation, Gpu, MigDevice, MigEngines, MigPlacement, MigProfile, Nic, NicKind,
     NodeTopology, PciAddress, PossibleMig, Rank,
@@ -266,6 +267,35 @@ fn version(text: &str) -> Option<String> {
     let numbers: Vec<String> = parts.iter().map(number).collect::<Option<_>>()?;
     let version = numbers.join(".");
     (numbers.len() == 3 && version.len() <= MOST_TEXT).then_some(version)
+}
+
+/// NVIDIA's key for an XID, with its number as the value.
+const XID: &str = "gpu.nvidia.com/xid";
+
+/// NVIDIA's key for a GPU that cannot be reached.
+const LOST: &str = "gpu.nvidia.com/gpu-lost";
+
+/// The taints for these reasons, at most one for each key, which is the first reason's.
+pub(super) fn taints<'a>(reasons: impl Iterator<Item = &'a UnhealthyReason> + Clone, evict: bool) -> Vec<Taint> {
+    let xid = reasons.clone().find_map(|reason| match reason {
+        UnhealthyReason::Xid { code, .. } => Some(code.to_string()),
+        _ => None,
+    });
+    let other = reasons.clone().find(|reason| !reason.is_loss() && !matches!(reason, UnhealthyReason::Xid { .. }));
+    let plain = |key: &str, value: String| Taint { key: key.to_owned(), value, effect: TaintEffect::NoSchedule };
+    let mut taints = Vec::new();
+    if reasons.clone().any(UnhealthyReason::is_loss) {
+        taints.push(lost(evict));
+    }
+    taints.extend(xid.map(|code| plain(XID, code)));
+    taints.extend(other.map(|reason| plain(&format!("{OURS}/unhealthy"), reason.label().to_owned())));
+    taints
+}
+
+/// The taint of a GPU that cannot be reached.
+pub(super) fn lost(evict: bool) -> Taint {
+    let effect = if evict { TaintEffect::NoExecute } else { TaintEffect::NoSchedule };
+    Taint { key: LOST.to_owned(), value: String::new(), effect }
 }
 
 #[cfg(test)]

@@ -9,8 +9,7 @@
 use crate::prelude::*;
 use alloc::collections::BTreeMap;
 
-use super::attributes::Draft;
-use super::taints;
+use super::attributes::{Draft, taints};
 use super::{Counter, CounterConsumption, CounterSet, DraDevice, DraFacts, DraProblem, SliceDevice};
 use crate::quantity;
 use crate::topology::{MigDevice, MigEngines, PossibleMig, device_name, possible_mig};
@@ -22,12 +21,12 @@ pub(super) fn add(facts: &DraFacts<'_>, devices: &mut Vec<SliceDevice>, problems
     }
     let possible = possible_mig(facts.topology);
     for gpu in &facts.mig_gpus {
-        let gpu_taints = taints::taints(gpu.reasons.iter(), facts.settings.evict_from_lost);
+        let gpu_taints = taints(gpu.reasons.iter(), facts.settings.evict_from_lost);
         for possible in possible.iter().filter(|possible| gpu.place == Some(possible.gpu)) {
             let is_made = facts.made.contains(&possible.name);
             // The health of the instance itself, if it is there.
             let own = facts.devices.iter().find(|device| is_made && device.mig.is_some_and(|mig| possible.is(mig)));
-            let own = own.map(|own| taints::taints(own.reasons.iter(), facts.settings.evict_from_lost));
+            let own = own.map(|own| taints(own.reasons.iter(), facts.settings.evict_from_lost));
             let mut taints = own.unwrap_or_else(|| gpu_taints.clone());
             let is_blocked = static_devices(facts, gpu).any(|mig| possible.is_blocked_by(mig));
             // A claim that held the administrator's device is not one that has this device.

@@ -2,22 +2,17 @@
 //! resource slices, with attributes by which the scheduler finds GPUs that belong together.
 //!
 //! Pure: the same snapshot gives the same devices. [`devices`] makes them from [`DraFacts`]. [`GpuLayout`] has the
-//! order and the groups of the GPUs, `attributes` describes a device, `taints` keep a sick device from being allocated.
-//! [`mod@slice`] packs devices into slices within the API's limits. The writer of slices (`crates/cluster`) owns pool
-//! generations and object names.
+//! order and the groups of the GPUs, `attributes` describes a device; its taints keep a sick device from being
+//! allocated. [`mod@slice`] packs devices into slices within the API's limits. The writer of slices (`crates/cluster`)
+//! owns pool generations and object names.
 
 mod attributes;
 mod dynamic_mig;
 pub mod exact;
 mod facts;
 mod families;
-mod group_size;
 mod layout;
-mod order;
-mod server_version;
 pub mod slice;
-mod slice_device;
-mod taints;
 #[cfg(test)]
 mod tests;
 
@@ -29,12 +24,10 @@ use attributes::Draft;
 
 pub use crate::topology::{device_name, hardware_of};
 pub use dynamic_mig::counters as mig_counters;
-pub use facts::{DraDevice, DraFacts, DraSettings, offered, offered_now};
-pub use families::{Family, Group};
-pub use group_size::GroupSize;
+pub use facts::{DraDevice, DraFacts, DraSettings, ServerVersion, offered, offered_now};
+pub use families::{Family, Group, GroupSize};
 pub use layout::{GpuLayout, LayoutCache};
-pub use server_version::ServerVersion;
-pub use slice_device::{
+pub use slice::{
     Attribute, Capacity, Counter, CounterConsumption, CounterSet, DraProblem, RequestPolicy, SliceDevice, Taint,
     TaintEffect, ValidRange,
 };
@@ -71,7 +64,7 @@ pub fn devices(facts: &DraFacts<'_>) -> (Vec<SliceDevice>, Vec<DraProblem>) {
         if now != next {
             problems.push(DraProblem::SharingWaits { device: name.clone(), now, next });
         }
-        let mut taints = taints::taints(device.reasons.iter(), settings.evict_from_lost);
+        let mut taints = attributes::taints(device.reasons.iter(), settings.evict_from_lost);
         let is_held = facts.held.contains(&name);
         // A claim that has a GPU that is gone may end at any time; a new one cannot have it.
         let is_left_out = if settings.taints_survive { device.place.is_none() } else { !taints.is_empty() };

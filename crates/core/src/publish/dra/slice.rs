@@ -1,11 +1,13 @@
-//! [`Pool`]: packs devices into resource slices, within the limits of `resource.k8s.io/v1`.
+//! [`SliceDevice`]: a device of a resource slice as the API server has it; [`Pool`]: packs devices into resource
+//! slices, within the limits of `resource.k8s.io/v1`.
 
 use crate::prelude::*;
+use alloc::collections::BTreeMap;
 
 use serde::Serialize;
 
-use super::{CounterSet, SliceDevice};
-use crate::state::DRA_DRIVER;
+use crate::quote::quoted;
+use crate::state::{DRA_DRIVER, GpuShares};
 
 /// The most devices of a slice (Kubernetes 1.36, `ResourceSliceMaxDevices`).
 pub const MOST_DEVICES: usize = 128;
@@ -95,4 +97,167 @@ impl Pool {
         };
         parts.into_iter().map(slice).collect()
     }
+}
+
+/// A device of a resource slice, by the JSON names of `resource.k8s.io/v1` (`Device`).
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct SliceDevice {
+    /// The name: a DNS label of at most 63 characters, such as `gpu-0` or `gpu-0-mig-1g10gb-19-0`.
+    pub name: String,
+    /// Attributes by `domain/name`, or `name` in the driver's own domain.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub attributes: BTreeMap<String, Attribute>,
+    /// Capacities by name, like the attributes.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub capacity: BTreeMap<String, Capacity>,
+    /// The amounts that it takes of its pool's counters while it is allocated: devices over one counter exclude each
+    /// other.
+    #[serde(rename = "consumesCounters", skip_serializing_if = "Vec::is_empty")]
+    pub consumes_counters: Vec<CounterConsumption>,
+    /// The taints that keep it from being allocated.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub taints: Vec<Taint>,
+    /// True if several claims may have it at once, each a part of its capacity. It is never true together with
+    /// counters, which kube-scheduler up to 1.37 then miscounts.
+    #[serde(rename = "allowMultipleAllocations", skip_serializing_if = "core::ops::Not::not")]
+    pub allow_multiple_allocations: bool,
+}
+
+/// The value of an attribute: `{"int": 0}`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Attribute {
+    /// A whole number.
+    Int(i64),
+    /// At most 64 characters.
+    String(String),
+    /// A semantic version of three numbers without leading zeros.
+    Version(String),
+}
+
+/// An amount of something, as a canonical Kubernetes quantity: `{"value": "81559Mi"}`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Capacity {
+    /// The quantity, such as `81559Mi` or `1`.
+    pub value: String,
+    /// The amounts that a claim may take, if several may have the device. Without it a claim takes all.
+    #[serde(rename = "requestPolicy", skip_serializing_if = "Option::is_none")]
+    pub request_policy: Option<RequestPolicy>,
+}
+
+impl Capacity {
+    /// Makes an amount that a claim gets whole.
+    pub fn whole(value: impl ToString) -> Self {
+        Self { value: value.to_string(), request_policy: None }
+    }
+}
+
+/// The amounts that a claim may take of a capacity (`CapacityRequestPolicy`): canonical quantities.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct RequestPolicy {
+    /// The amount for a claim that asks for none.
+    pub default: String,
+    /// The amounts that a claim may ask for.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub valid_range: Option<ValidRange>,
+}
+
+/// Amounts from `min` to `max`, in steps. Without `max`, up to the whole.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct ValidRange {
+    /// The least.
+    pub min: String,
+    /// The most.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub max: Option<String>,
+    /// The step; amounts between are rounded up to the next one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub step: Option<String>,
+}
+
+/// Counters of a pool, such as one for each GPU (`CounterSet`).
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct CounterSet {
+    /// The name, a DNS label.
+    pub name: String,
+    /// The counters by name; names are DNS labels.
+    pub counters: BTreeMap<String, Counter>,
+}
+
+/// The amounts that a device takes of a counter set (`DeviceCounterConsumption`).
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct CounterConsumption {
+    /// The set.
+    pub counter_set: String,
+    /// The amount of each of its counters.
+    pub counters: BTreeMap<String, Counter>,
+}
+
+/// The amount of a counter, or that a device takes of it: a canonical quantity.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Counter {
+    /// The quantity, such as `1`.
+    pub value: String,
+}
+
+/// The reason why the scheduler avoids a device.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+pub struct Taint {
+    /// The key, such as `gpu.nvidia.com/xid`.
+    pub key: String,
+    /// A detail, such as the number of the XID.
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub value: String,
+    /// The effect.
+    pub effect: TaintEffect,
+}
+
+/// The effect of a taint.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+pub enum TaintEffect {
+    /// No new claim gets the device.
+    NoSchedule,
+    /// Pods that have it are evicted too.
+    NoExecute,
+}
+
+/// An oddity of the devices of a node.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, thiserror::Error)]
+pub enum DraProblem {
+    /// The API server would refuse a value.
+    #[error(
+        "attribute {attribute} of {device} left out: {} is no version, or longer than 64 characters",
+        quoted(value)
+    )]
+    Dropped {
+        /// The device.
+        device: String,
+        /// The attribute.
+        attribute: String,
+        /// The value.
+        value: String,
+    },
+    /// A GPU is not shared as the plan has it, because a claim may have it as it is.
+    #[error(
+        "{device} stays {} until no claim has it, and takes no new one; then it is {}",
+        shared(*.now),
+        shared(*.next)
+    )]
+    SharingWaits {
+        /// The device.
+        device: String,
+        /// Its present sharing; `None` for one claim.
+        now: Option<GpuShares>,
+        /// Its sharing in the plan.
+        next: Option<GpuShares>,
+    },
+    /// Nothing distinguishes a device from another one.
+    #[error("{0} is not offered through DRA: another device has its name")]
+    NoName(String),
+}
+
+fn shared(shares: Option<GpuShares>) -> String {
+    shares.map_or_else(|| "one claim's".to_owned(), |shares| shares.to_string())
 }

@@ -6,7 +6,7 @@
 use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
 
-use super::{LINKWISE, LabelProblem, LabelSettings, Labels, value};
+use super::{LINKWISE, LabelProblem, LabelSettings, Labels};
 use crate::allocation::GpuSet;
 use crate::topology::{FabricObservation, NodeTopology, Rank};
 
@@ -23,7 +23,7 @@ pub(super) fn labels(topology: &NodeTopology, settings: &LabelSettings, labels: 
     let (link, size) = island(topology);
     let models: BTreeSet<_> = topology.gpus().iter().map(|gpu| gpu.model.as_deref()).collect();
     let mut put = |name: &str, value: String| labels.put(format!("{LINKWISE}/{name}"), value);
-    put("nvlink-fabric", clique.filter(|clique| value::is_value(clique)).unwrap_or_else(|| own.clone()));
+    put("nvlink-fabric", clique.filter(|clique| super::is_value(clique)).unwrap_or_else(|| own.clone()));
     put("gpu.link", link.to_owned());
     put("gpu.island-size", size.to_string());
     put("gpu.per-numa", per_numa(topology).to_string());

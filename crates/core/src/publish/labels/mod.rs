@@ -12,7 +12,6 @@ mod links;
 mod mig;
 #[cfg(test)]
 mod tests;
-mod value;
 
 use crate::prelude::*;
 use alloc::collections::BTreeMap;
@@ -20,8 +19,6 @@ use alloc::collections::BTreeMap;
 use crate::quote::quoted;
 use crate::state::{DriverVersions, ResourceName, ResourcePlan, SharingKind};
 use crate::topology::NodeTopology;
-
-pub use value::sanitised;
 
 /// The prefix of GPU Feature Discovery's labels.
 const NVIDIA: &str = "nvidia.com";
@@ -148,7 +145,7 @@ impl Labels {
     /// Sets a label and replaces an earlier value. An invalid value is left out, and the earlier one is removed.
     fn put(&mut self, key: impl Into<String>, value: impl ToString) {
         let (key, value) = (key.into(), value.to_string());
-        if value::is_key(&key) && value::is_value(&value) {
+        if is_key(&key) && is_value(&value) {
             self.map.insert(key, value);
         } else {
             self.map.remove(&key);
@@ -246,4 +243,35 @@ impl Shared {
             suffix: if is_renamed { "" } else { "-SHARED" },
         }
     }
+}
+
+/// The longest value, and the longest name behind the slash of a key, in bytes (Kubernetes,
+/// apimachinery/pkg/util/validation).
+const MOST: usize = 63;
+
+/// Makes a text fit to be part of a value, as GPU Feature Discovery does: characters other than letters, digits, '-',
+/// '_' and '.' are removed, and the words that are left are joined by '-'. The length and the first and last characters
+/// are not changed.
+pub fn sanitised(text: &str) -> String {
+    let kept: String = text.chars().filter(|c| is_inner(*c) || c.is_ascii_whitespace()).collect();
+    kept.split_ascii_whitespace().collect::<Vec<_>>().join("-")
+}
+
+/// Returns true if Kubernetes, and with it NFD, accepts this value. An empty one is valid.
+fn is_value(value: &str) -> bool {
+    value.is_empty() || is_name(value)
+}
+
+/// Returns true if Kubernetes accepts this key. The prefix is one of ours, and valid.
+fn is_key(key: &str) -> bool {
+    key.split_once('/').is_some_and(|(_, name)| is_name(name))
+}
+
+fn is_name(text: &str) -> bool {
+    let is_end = |c: Option<char>| c.is_some_and(|c| c.is_ascii_alphanumeric());
+    text.len() <= MOST && text.chars().all(is_inner) && is_end(text.chars().next()) && is_end(text.chars().last())
+}
+
+fn is_inner(c: char) -> bool {
+    c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.')
 }

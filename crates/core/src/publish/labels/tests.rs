@@ -394,3 +394,35 @@ fn excluded_gpus_have_no_labels() {
     assert_eq!(labels_of(&[full(), adapter.clone()], ResourcePlan::default())["nvidia.com/gpu.count"], "1");
     assert!(labels_of(&[adapter], ResourcePlan::default()).is_empty());
 }
+
+/// The vectors of GPU Feature Discovery's own test.
+#[test]
+fn texts_become_values_as_in_gfd() {
+    for (text, value) in [
+        ("a space separated string", "a-space-separated-string"),
+        ("some(thing)else", "somethingelse"),
+        ("some ( thing )else", "some-thing-else"),
+        ("NVIDIA-TITAN-X-(Pascal)", "NVIDIA-TITAN-X-Pascal"),
+        (" input  with multiple   spaces   ", "input-with-multiple-spaces"),
+        ("some [ / thing / ]else", "some-thing-else"),
+        ("some / thing /else", "some-thing-else"),
+        ("some-thing.else_new", "some-thing.else_new"),
+        ("", ""),
+        ("größer\tals 1", "grer-als-1"),
+    ] {
+        assert_eq!(sanitised(text), value, "{text}");
+    }
+}
+
+#[test]
+fn values_are_checked_as_kubernetes_does() {
+    let long = |length: usize| "a".repeat(length);
+    for value in ["", "a", "0", "7b968a6d-c8aa-45e1-9e07-e1e51be99c31.1", "A_b.C-d", &long(63)] {
+        assert!(is_value(value), "{value}");
+    }
+    for value in ["-a", "a-", ".a", "a_", "a b", "@a.b.c", "é", "a/b", "a\n", &long(64)] {
+        assert!(!is_value(value), "{value}");
+    }
+    assert!(is_key("nvidia.com/gpu.count") && !is_key("nvidia.com/") && !is_key("gpu"));
+    assert!(!is_key(&format!("nvidia.com/{}", long(64))));
+}

@@ -7,17 +7,21 @@
 //!
 //! [`ProbeFailure`]: linkwise_core::topology::ProbeFailure
 
-mod cpu;
-mod gpu;
-mod net;
 mod pci;
+#[cfg(test)]
+mod tests;
 mod write;
 
-use super::Machine;
-use super::notes::Notes;
-use super::xml::{self, Element, Limits, XmlError, below, name};
-use gpu::Candidate;
-use linkwise_core::topology::{HostObservation, NodeObservation};
+use std::collections::BTreeSet;
+
+use super::xml::{self, Element, Limits, Notes, XmlError, below, name};
+use super::{Machine, cpu_list, unnamed_gpu};
+use linkwise_core::quote::excerpt;
+use linkwise_core::topology::{
+    ComputeCapability, CpuObservation, GpuObservation, Guid, HostObservation, NicKind, NicObservation, NodeObservation,
+    NumaNodeId, NumaNodeObservation, NvLinkObservation, NvLinkRemote, PciAddress, PcieLink,
+};
+
 pub use write::topology_file;
 
 /// The version of the format (NCCL's `NCCL_TOPO_XML_VERSION`).
@@ -46,7 +50,7 @@ pub(super) fn parse(title: &str, system: Element<'_>) -> Result<Machine, XmlErro
     }
     let mut host = HostObservation::default();
     for cpu in this_host(system, &mut found.notes) {
-        let numa = cpu::observe(cpu, &mut host, &mut found.notes);
+        let numa = observe_numa(cpu, &mut host, &mut found.notes);
         for element in below(cpu) {
             host.host_bridges.extend(pci::below_cpu(element, numa, &mut found));
         }
@@ -63,7 +67,7 @@ pub(super) fn parse(title: &str, system: Element<'_>) -> Result<Machine, XmlErro
     if found.unnamed_nics {
         reconstructed.push("NICs without a name are called by their PCI address".to_owned());
     }
-    let gpus = gpu::observe(found.gpus, &mut found.notes);
+    let gpus = observe_gpus(found.gpus, &mut found.notes);
     if gpus.is_empty() {
         found.notes.add(system, "no GPU in it; NCCL_TOPO_DUMP_FILE, on the running machine, writes them");
     }
@@ -96,5 +100,219 @@ fn this_host<'d>(system: Element<'d>, notes: &mut Notes) -> Vec<Element<'d>> {
     cpus
 }
 
-#[cfg(test)]
-mod tests;
+/// Records a NUMA node; returns its number, `None` if the kernel has none (-1).
+fn observe_numa(cpu: Element<'_>, host: &mut HostObservation, notes: &mut Notes) -> Option<NumaNodeId> {
+    let model = model(cpu, notes);
+    match (&host.cpu, &model) {
+        (None, Some(_)) => host.cpu = model,
+        (Some(first), Some(other)) if first != other => {
+            notes.add(cpu, "another processor model than the first one; the first is taken for all");
+        }
+        _ => {}
+    }
+    let id = match cpu.attribute("numaid") {
+        // This is the kernel's value for unknown.
+        Some("-1") => return None,
+        Some(_) => NumaNodeId(notes.number(cpu, "numaid")?),
+        None => return notes.none(cpu, "without a numaid; its NUMA node is unknown"),
+    };
+    if host.numa_nodes.iter().any(|node| node.id == id) {
+        notes.add(cpu, format!("NUMA node {id} twice; taken as one, with the CPUs of the first"));
+        return Some(id);
+    }
+    let affinity = cpu.attribute("affinity").unwrap_or_default();
+    let cpus = cpu_list(affinity).unwrap_or_else(|| {
+        notes.add(cpu, format!("affinity '{}' is no CPU mask; its CPUs are unknown", excerpt(affinity)));
+        String::new()
+    });
+    host.numa_nodes.push(NumaNodeObservation { id, package: None, cpus });
+    Some(id)
+}
+
+fn model(cpu: Element<'_>, notes: &mut Notes) -> Option<CpuObservation> {
+    let arch = match cpu.attribute("arch")? {
+        "arm64" => "aarch64",
+        // NVIDIA's driver on POWER is little-endian only.
+        "ppc64" => "ppc64le",
+        other => other,
+    };
+    // NCCL adds CPUID's extended family times 16. The displayed family adds it as it is, and only to 15.
+    let family = notes.number(cpu, "familyid").map(|id| if id & 0xf == 0xf { 0xf + (id >> 4) } else { id });
+    Some(CpuObservation {
+        arch: arch.to_owned(),
+        vendor: cpu.attribute("vendor").map(str::to_owned),
+        family,
+        model: notes.number(cpu, "modelid"),
+    })
+}
+
+/// The most NVLinks that are accepted for one GPU. Real GPUs have at most 18.
+const MAX_LINKS: u32 = 64;
+
+struct Candidate<'d> {
+    pub pci: PciAddress,
+    pub link: Option<PcieLink>,
+    /// Its `pci` element.
+    pub function: Element<'d>,
+    /// Its `gpu` element, which hand-made files leave out.
+    pub element: Option<Element<'d>>,
+}
+
+/// The GPUs in the order of their indices.
+fn observe_gpus(mut candidates: Vec<Candidate<'_>>, notes: &mut Notes) -> Vec<GpuObservation> {
+    // NVML numbers GPUs by PCI address: this is the order of GPUs without an index.
+    candidates.sort_by_key(|gpu| (gpu.pci, gpu.function.range().start));
+    let mut addresses = BTreeSet::new();
+    candidates.retain(|gpu| {
+        let first = addresses.insert(gpu.pci);
+        if !first {
+            notes.add(gpu.function, "another GPU at this PCI address; the first is kept");
+        }
+        first
+    });
+    let indices = indices(&candidates, notes);
+    let mut gpus: Vec<GpuObservation> = candidates
+        .iter()
+        .zip(indices)
+        .map(|(gpu, index)| GpuObservation {
+            compute_capability: gpu.element.and_then(|element| capability(element, notes)),
+            pcie: gpu.link,
+            nvlinks: gpu.element.map(|element| nvlinks(element, &addresses, notes)),
+            // NCCL writes c2c if it found such links; an older NCCL never checks.
+            c2c: gpu.element.and_then(|element| below(element).any(|child| name(child) == "c2c").then_some(true)),
+            ..unnamed_gpu(index, gpu.pci)
+        })
+        .collect();
+    gpus.sort_by_key(|gpu| gpu.index);
+    gpus
+}
+
+/// An index for each GPU: its own if no GPU before it has the same, otherwise the next free one.
+fn indices(candidates: &[Candidate<'_>], notes: &mut Notes) -> Vec<u32> {
+    let mut taken = BTreeSet::new();
+    let mut claimed = |gpu: &Candidate<'_>| {
+        let element = gpu.element?;
+        let index = notes.number(element, "dev");
+        match index {
+            None => notes.add(element, "without a dev; it gets the next free index"),
+            Some(index) if !taken.insert(index) => {
+                notes.add(element, format!("dev {index} is also that of another GPU; it gets the next free index"));
+                return None;
+            }
+            Some(_) => {}
+        }
+        index
+    };
+    let claimed: Vec<Option<u32>> = candidates.iter().map(&mut claimed).collect();
+    let mut free = (0..u32::MAX).filter(|index| !taken.contains(index));
+    claimed.into_iter().map(|index| index.or_else(|| free.next()).unwrap_or(u32::MAX)).collect()
+}
+
+/// `sm` is the compute capability without its dot: 80, 103.
+fn capability(gpu: Element<'_>, notes: &mut Notes) -> Option<ComputeCapability> {
+    let sm = notes.number(gpu, "sm")?;
+    Some(ComputeCapability { major: sm / 10, minor: sm % 10 })
+}
+
+/// The links, in the order of the file.
+fn nvlinks(gpu: Element<'_>, gpus: &BTreeSet<PciAddress>, notes: &mut Notes) -> Vec<NvLinkObservation> {
+    let mut next: u32 = 0;
+    let mut seen = Vec::new();
+    for element in below(gpu) {
+        match name(element) {
+            "nvlink" => {}
+            // This is the link to the processor of a superchip. It does not lead to another GPU.
+            "c2c" => continue,
+            _ => {
+                notes.add(element, "not expected below <gpu>; left out");
+                continue;
+            }
+        }
+        let count = notes.number(element, "count").unwrap_or(0);
+        let Some(end) = next.checked_add(count).filter(|end| count > 0 && *end <= MAX_LINKS) else {
+            let count = element.attribute("count").map_or("none".to_owned(), excerpt);
+            notes.add(element, format!("{count} is no number of links (1 to {MAX_LINKS} for a GPU); left out"));
+            continue;
+        };
+        let remote = remote(element, gpus, notes);
+        seen.push(NvLinkObservation { links: (next..end).collect(), remote, active: true });
+        next = end;
+    }
+    seen
+}
+
+/// The other end of a link, by its PCI class (`tclass`) and address (`target`).
+fn remote(link: Element<'_>, gpus: &BTreeSet<PciAddress>, notes: &mut Notes) -> NvLinkRemote {
+    // In VMs a switch has no address: NVML reports FFFFFFFF:FF:FF.0.
+    let target: Option<PciAddress> = link.attribute("target").and_then(|target| target.parse().ok());
+    let class = link.attribute("tclass").unwrap_or_default().to_ascii_lowercase();
+    match (class.as_str(), target) {
+        // The bridge of a POWER processor.
+        (class, _) if class.starts_with("0x068001") => NvLinkRemote::Cpu,
+        (class, target) if class.starts_with("0x0680") => NvLinkRemote::Switch(target),
+        (class, Some(target)) if class.starts_with("0x03") => NvLinkRemote::Gpu(target),
+        ("", Some(target)) if gpus.contains(&target) => NvLinkRemote::Gpu(target),
+        (class, _) => {
+            let target = link.attribute("target").map_or("nowhere".to_owned(), excerpt);
+            let class = if class.is_empty() { "unknown".to_owned() } else { excerpt(class) };
+            notes.add(link, format!("leads to {target}, of class {class}: neither GPU, NVSwitch nor processor"));
+            NvLinkRemote::Unknown
+        }
+    }
+}
+
+/// The first parts of the kernel's names of RDMA devices, by driver.
+const RDMA_NAMES: [&str; 11] =
+    ["mlx", "rdma", "efa", "bnxt_re", "irdma", "ib", "roce", "hns", "erdma", "cxgb4_", "qedr"];
+const INFINIBAND: &str = "0x0207";
+/// The vendors whose network functions in a GPU machine all do RDMA: Mellanox, and Amazon by its EFA ids.
+const MELLANOX: &str = "0x15b3";
+const AMAZON: &str = "0x1d0f";
+const EFA: &str = "0xefa";
+
+/// The interfaces of a `nic`; `function` is its PCI function.
+fn interfaces(nic: Element<'_>, function: Option<Element<'_>>, notes: &mut Notes) -> Vec<NicObservation> {
+    let mut interfaces = Vec::new();
+    for net in below(nic) {
+        if name(net) != "net" {
+            // A collective offload engine (`coll`) carries no traffic of its own.
+            if name(net) != "coll" {
+                notes.add(net, "not expected below <nic>; left out");
+            }
+            continue;
+        }
+        let Some(name) = net.attribute("name").filter(|name| !name.is_empty()) else {
+            notes.add(net, "without a name; left out");
+            continue;
+        };
+        let system_guid = net.attribute("guid").and_then(system_guid);
+        let rdma = function.is_some_and(is_rdma)
+            || system_guid.is_some()
+            || RDMA_NAMES.iter().any(|rdma| name.starts_with(rdma));
+        let kind = if rdma { NicKind::Rdma } else { NicKind::Ethernet };
+        let mbps = notes.number(net, "speed").filter(|mbps| *mbps > 0);
+        interfaces.push(NicObservation { mbps, system_guid, ..NicObservation::new(excerpt(name), kind) });
+    }
+    interfaces
+}
+
+/// The interface of a card with only its PCI function listed.
+fn unnamed(function: Element<'_>, pci: Option<PciAddress>) -> NicObservation {
+    let kind = if is_rdma(function) { NicKind::Rdma } else { NicKind::Ethernet };
+    let name = pci.map_or_else(|| "unnamed".to_owned(), |pci| pci.to_string());
+    NicObservation::new(name, kind)
+}
+
+fn is_rdma(function: Element<'_>) -> bool {
+    let starts = |attribute: &str, prefix: &str| {
+        function.attribute(attribute).is_some_and(|value| value.to_ascii_lowercase().starts_with(prefix))
+    };
+    starts("class", INFINIBAND) || starts("vendor", MELLANOX) || (starts("vendor", AMAZON) && starts("device", EFA))
+}
+
+/// The system image GUID of an interface. NCCL's socket transport counts from 0 in its place.
+fn system_guid(text: &str) -> Option<Guid> {
+    let number = u64::from_str_radix(text.strip_prefix("0x")?, 16).ok()?;
+    // NCCL prints the GUID as the verbs library has it, in network byte order.
+    Guid::new(number.swap_bytes()).filter(|_| number > u64::from(u16::MAX))
+}

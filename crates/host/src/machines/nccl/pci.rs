@@ -2,8 +2,9 @@
 //!
 //! NCCL counts every second port on the way up, so that one element stands for a whole switch.
 
-use super::gpu::Candidate;
-use super::{Found, Notes, net};
+use super::Candidate;
+use super::{Found, Notes};
+use crate::machines::nccl;
 use crate::machines::xml::{Element, below, name};
 use linkwise_core::quote::{excerpt, quoted};
 use linkwise_core::topology::{
@@ -26,7 +27,7 @@ pub(super) fn below_cpu<'d>(
         }
         // A NIC without a PCI function: NCCL puts it below its first CPU, wherever the NIC is.
         "nic" => {
-            let nics = net::interfaces(element, None, &mut found.notes);
+            let nics = nccl::interfaces(element, None, &mut found.notes);
             let device = PciObservation { nics, ..PciObservation::new(None, PciKind::Nic) };
             (!device.nics.is_empty())
                 .then(|| HostBridgeObservation { devices: vec![device], ..HostBridgeObservation::default() })
@@ -44,7 +45,7 @@ fn observe<'d>(element: Element<'d>, found: &mut Found<'d>) -> Option<PciObserva
         match name(child) {
             "pci" => devices.extend(observe(child, found)),
             "gpu" if gpu.is_none() => gpu = Some(child),
-            "nic" => nics.extend(net::interfaces(child, Some(element), &mut found.notes)),
+            "nic" => nics.extend(nccl::interfaces(child, Some(element), &mut found.notes)),
             // This is a shortcut between switches, which changes no level.
             "pcilink" => {}
             _ => found.notes.add(child, "not expected here; left out"),
@@ -59,7 +60,7 @@ fn observe<'d>(element: Element<'d>, found: &mut Found<'d>) -> Option<PciObserva
         },
         PciKind::Nic if nics.is_empty() => {
             found.unnamed_nics = true;
-            nics.push(net::unnamed(element, pci));
+            nics.push(nccl::unnamed(element, pci));
         }
         _ => {}
     }
