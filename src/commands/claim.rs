@@ -1,29 +1,27 @@
 //! `linkwise claim`: prints a manifest that requests GPUs which belong together.
 //!
 //! A claim lists groups of its size as alternatives, the best first, and any GPUs last (not with `--strict`): the usual
-//! ones, those of a machine, or those of a `fleet`. kube-scheduler takes the first alternative that a node can give, and
-//! prefers nodes by it. docs/dra.md shows examples. `exact` makes claims without alternatives.
+//! ones, those of a machine, or those of a `fleet`. kube-scheduler takes the first alternative that a node can give,
+//! and prefers nodes by it. docs/dra.md shows examples. `exact` makes claims without alternatives.
 
 mod exact;
 mod fleet;
 mod kinds;
-mod rails;
 
 use std::collections::BTreeSet;
 
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, ensure};
 use serde::{Serialize, Serializer};
 use serde_json::Value;
 
-use super::manifest::{List, text};
-use crate::config::{ClaimArgs, ClaimKind, FleetArgs, Near};
+use crate::config::{ClaimArgs, ClaimKind, FleetArgs, ManifestFormat, Near};
 use linkwise_core::publish::dra::exact::NVLINK_DOMAIN;
 use linkwise_core::publish::dra::{GpuLayout, GroupSize};
 use linkwise_core::topology::{MigProfile, NodeTopology};
 use linkwise_host::machines;
 use linkwise_system::output::print;
 
-pub use rails::rails_claim;
+pub use kinds::rails_claim;
 
 const OURS: &str = "linkwise.dev";
 
@@ -150,7 +148,7 @@ pub fn claim(args: &ClaimArgs) -> Result<()> {
     refuse(args)?;
     let group = args.exact.then(|| exact::group(args.gpus, &args.node, &args.fleet)).transpose()?;
     let devices = match (&args.mig, args.near) {
-        (None, None) if args.rails.is_some() => rails::requests_of(args)?,
+        (None, None) if args.rails.is_some() => kinds::requests_of(args)?,
         (Some(profile), _) => of_mig(args.gpus, profile),
         (None, Some(near)) => exact::beside(args.gpus, near, &gpu(args), group.flatten())?,
         (None, None) if args.exact => exact::devices(args.gpus, group.flatten().as_deref()),
@@ -419,4 +417,28 @@ fn pod_spec(template: &str, policy: Option<(&'static str, Part)>, command: &[&st
     let claims = map([claim(), ("resourceClaimTemplateName", template.into())]);
     let rest = [("containers", Part::List(vec![container])), ("resourceClaims", Part::List(vec![claims]))];
     Part::Map(policy.into_iter().chain(rest).collect())
+}
+
+/// A list of objects as one object.
+#[derive(Clone, Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub(super) struct List<T> {
+    api_version: &'static str,
+    kind: &'static str,
+    items: Vec<T>,
+}
+
+impl<T> List<T> {
+    pub fn new(items: Vec<T>) -> Self {
+        Self { api_version: "v1", kind: "List", items }
+    }
+}
+
+/// The text of an object or a list of them.
+pub(super) fn text(object: &impl Serialize, format: ManifestFormat) -> Result<String> {
+    let text = match format {
+        ManifestFormat::Json => serde_json::to_string_pretty(object).context("cannot write JSON")?,
+        ManifestFormat::Yaml => serde_saphyr::to_string(object).context("cannot write YAML")?,
+    };
+    Ok(format!("{}\n", text.trim_end()))
 }

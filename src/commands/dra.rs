@@ -3,8 +3,8 @@
 use anyhow::{Result, ensure};
 use serde::Serialize;
 
-use super::machine::machine;
-use super::manifest::{List, text};
+use super::claim::{List, text};
+use super::machine;
 use crate::config::settings::load;
 use crate::config::{DraArgs, Environment};
 use linkwise_core::publish::dra::slice::{Pool, SliceSpec};

@@ -2,7 +2,7 @@
 
 use anyhow::Result;
 
-use super::machine::machine;
+use super::machine;
 use crate::config::settings::load;
 use crate::config::{Environment, LabelsArgs};
 use linkwise_core::publish::labels::{HostFacts, LabelFacts, LabelSettings, labels as labels_of};

@@ -14,19 +14,26 @@ mod doctor;
 mod documents;
 mod dra;
 mod labels;
-mod machine;
-mod manifest;
 mod since;
 mod snapshot;
 mod top;
 mod topology;
 mod wait;
 
+use std::path::Path;
+
 use anyhow::{Context, Result};
 
+use crate::config::{HostArgs, NodeArgs};
+use crate::run;
 use linkwise_core::allocation::AllocationTables;
 use linkwise_core::state::GpuSelector;
 use linkwise_core::topology::{Gpu, NodeTopology};
+use linkwise_host::hwloc;
+use linkwise_host::machines::{self, Machine, VERSION};
+use linkwise_nvml::supervisor;
+use linkwise_system::output::{open, print};
+use linkwise_system::progress::Progress;
 
 pub use admin::admin;
 pub use allocate::allocate;
@@ -43,10 +50,6 @@ pub use top::top;
 pub use topology::topology;
 pub use wait::wait;
 
-use linkwise_system::output::{open, print};
-use linkwise_system::progress::Progress;
-use machine::machine;
-
 /// The tables of a machine: for one with many GPUs this takes a while.
 fn tables(topology: NodeTopology) -> AllocationTables {
     let _progress = Progress::start("comparing the sets of this machine's GPUs");
@@ -58,4 +61,28 @@ fn find_gpu<'a>(topology: &'a NodeTopology, name: &GpuSelector) -> Result<(usize
     let gpus = topology.gpus();
     let found = gpus.iter().enumerate().find(|(_, gpu)| name.is(gpu));
     found.with_context(|| format!("no GPU {name} on this machine (it has {})", gpus.len()))
+}
+
+/// The machine of a command's options.
+async fn machine(node: &NodeArgs) -> Result<Machine> {
+    let mut machine = match &node.node {
+        Some(name) => machines::load(name)?,
+        None => this_machine(&node.host).await?,
+    };
+    if let Some(path) = &node.host_xml {
+        machine.observed.host = machines::host_xml(path)?;
+        machine.source.push("the host: hwloc XML".to_owned());
+    }
+    Ok(machine)
+}
+
+async fn this_machine(host: &HostArgs) -> Result<Machine> {
+    let _progress = Progress::start("reading this machine");
+    let scan = supervisor::scan(&run::agent_command(host)).await;
+    let scan = scan.context("cannot look at this machine (--node names another)")?;
+    let (seen, failures) = hwloc::observe(Path::new(&host.sysfs));
+    let name = "this machine".to_owned();
+    let source = vec!["NVML and hwloc, live".to_owned()];
+    let observed = scan.node(seen, failures);
+    Ok(Machine { version: VERSION, title: name.clone(), name, source, reconstructed: Vec::new(), observed })
 }

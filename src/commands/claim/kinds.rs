@@ -2,6 +2,9 @@
 //!
 //! A fleet is some machines (`--node`), or the nodes of a cluster, read from their ResourceSlices (`--cluster`). Slices
 //! do not say what their groups carry: that is known where a machine, built-in or of `--node`, has the same groups.
+//!
+//! [`rails_claim`]: claims of GPUs on fixed rails. Pods of a job that have one such template get the same rails on each
+//! node.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -11,8 +14,8 @@ use std::path::Path;
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 
-use super::{GPUS, OURS, any_groups};
-use crate::config::FleetArgs;
+use super::{Asked, Devices, GPUS, OURS, any_groups, asked, request, selector};
+use crate::config::{ClaimArgs, FleetArgs};
 use linkwise_cluster::all_slices;
 use linkwise_core::allocation::GpuSet;
 use linkwise_core::publish::dra::exact::{ExactClaim, GroupAttribute, NVLINK_DOMAIN, Valued, of, promised};
@@ -20,6 +23,7 @@ use linkwise_core::publish::dra::{GpuLayout, GroupSize};
 use linkwise_core::quote::excerpt;
 use linkwise_core::topology::NodeTopology;
 use linkwise_host::machines;
+use linkwise_host::picture::ranges;
 use linkwise_system::block_on;
 use linkwise_system::output::{complain, open};
 
@@ -127,7 +131,7 @@ fn assembled(title: String, topology: NodeTopology, gpus: u8) -> Kind {
     let product = product_of(&topology).map(str::to_owned);
     let is_mixed = topology.gpus().iter().any(|gpu| gpu.model.as_deref() != product.as_deref());
     let is_switched = !all.is_empty() && topology.gpus().iter().all(|gpu| gpu.nvswitch_plane.is_some());
-    let tables = super::super::tables(topology);
+    let tables = crate::commands::tables(topology);
     let layout = GpuLayout::of(&tables, all);
     let valued = Valued::new(&tables, &layout);
     let best = valued.best_of_all(gpus.into());
@@ -287,4 +291,44 @@ pub(super) fn counted(count: usize, what: &str) -> String {
 pub(super) fn bandwidth(mbps: u64) -> String {
     let tenths = mbps % 1000 / 100;
     if tenths == 0 { format!("{} GB/s", mbps / 1000) } else { format!("{}.{tenths} GB/s", mbps / 1000) }
+}
+
+/// The requests of `linkwise claim --rails`.
+pub(super) fn requests_of(args: &ClaimArgs) -> Result<Devices> {
+    let rails = args.rails.as_ref().context("no --rails")?;
+    let (gpus, count) = (usize::from(args.gpus), rails.rails.len());
+    let asked = format!("--gpus {gpus} with --rails {rails}");
+    ensure!(count <= gpus, "{asked}: {count} rails for {gpus} GPUs; add --gpus {count}");
+    ensure!(gpus.is_multiple_of(count), "{asked}: {gpus} GPUs are not the same number on each of {count} rails");
+    if let Some(node) = args.node.first() {
+        let (topology, _) = NodeTopology::assemble(&machines::load(node)?.observed);
+        let there = topology.rails();
+        let known: Vec<u32> = there.keys().copied().collect();
+        let known = if known.is_empty() { "none".to_owned() } else { ranges(&known) };
+        for rail in &rails.rails {
+            let has = there.get(&u32::from(*rail)).map_or(0, Vec::len);
+            ensure!(has > 0, "{asked}: {node} has no rail {rail} (it has {known})");
+            ensure!(has >= gpus / count, "{asked}: {node} has {has} of {} GPUs on rail {rail}", gpus / count);
+        }
+    }
+    Ok(requests(args.gpus, &rails.rails))
+}
+
+/// The specification of a claim for GPUs on these rails: the same number on each, or one more on the first ones.
+pub fn rails_claim(gpus: u8, rails: &[u8]) -> Result<Value, serde_json::Error> {
+    serde_json::to_value(requests(gpus, rails).spec())
+}
+
+/// A request for each rail. A selector, because no constraint can say which value an attribute is to have.
+fn requests(gpus: u8, rails: &[u8]) -> Devices {
+    let count = u8::try_from(rails.len()).unwrap_or(u8::MAX).max(1);
+    let of_rail = |(rail, place): (&u8, u8)| {
+        let own = gpus / count + u8::from(place < gpus % count);
+        // A selector that reads a missing attribute of a device is an error for the whole pod, on all nodes.
+        let expression =
+            format!("'rail' in device.attributes['linkwise.dev'] && device.attributes['linkwise.dev'].rail == {rail}");
+        let on_rail = Asked { selectors: selector(&expression), ..asked(GPUS, own) };
+        (own > 0).then(|| request(&format!("rail-{rail}"), on_rail))
+    };
+    Devices { requests: rails.iter().zip(0..).filter_map(of_rail).collect(), ..Devices::default() }
 }

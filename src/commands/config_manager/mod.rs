@@ -6,15 +6,29 @@
 //! it reports that, and the last configuration stays.
 
 mod choose;
-mod folder;
-mod neighbour;
 
+use std::ffi::OsStr;
+use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
+use std::{fs, io};
+
+use anyhow::{Context, Result, bail};
+use prometheus_client::encoding::text::encode;
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::registry::Registry;
+use rustix::process::{Pid, Signal, getpid, kill_process};
+use thiserror::Error;
+use tokio::sync::watch;
+use tokio::task::JoinSet;
+use tokio_util::sync::CancellationToken;
 
 use crate::config::{ConfigManagerArgs, ConfigManagerSettings};
-use anyhow::{Context, Result, bail};
+use choose::{NoChoice, choose};
+use linkwise_cluster::{ApiMetrics, ApiServer, NodeFollower, NodeLabels, Pace};
 use linkwise_core::errors::chain;
 use linkwise_core::once::Once;
 use linkwise_node::admin::{Admin, Answers, Hosts};
@@ -22,19 +36,6 @@ use linkwise_node::metrics::CONTENT_TYPE;
 use linkwise_system::inotify::FolderWatch;
 use linkwise_system::metrics::new;
 use linkwise_system::signals::LastSignals;
-use prometheus_client::encoding::text::encode;
-use prometheus_client::metrics::counter::Counter;
-use prometheus_client::metrics::family::Family;
-use prometheus_client::metrics::gauge::Gauge;
-use prometheus_client::registry::Registry;
-use thiserror::Error;
-use tokio::sync::watch;
-use tokio::task::JoinSet;
-use tokio_util::sync::CancellationToken;
-
-use linkwise_cluster::{ApiMetrics, ApiServer, NodeFollower, NodeLabels, Pace};
-
-use choose::{NoChoice, choose};
 
 /// The time after which the folder and the link are compared without a notification.
 const POLL: Duration = Duration::from_secs(10);
@@ -189,10 +190,10 @@ impl Manager {
     fn select(&mut self, labels: &NodeLabels) -> Result<(), SelectError> {
         let NodeLabels::Of(labels) = labels else { return Err(SelectError::NoNode(self.settings.node.clone())) };
         let (source, destination) = (&self.settings.source, &self.settings.destination);
-        let names = folder::names(source).map_err(|error| SelectError::Folder(source.display().to_string(), error))?;
+        let names = choose::names(source).map_err(|error| SelectError::Folder(source.display().to_string(), error))?;
         let label = labels.get(&self.settings.label).map(String::as_str);
         let choice = choose(label, &names, &self.settings.defaults)?;
-        let changed = folder::link(source, choice.name.as_deref(), destination)
+        let changed = choose::link(source, choice.name.as_deref(), destination)
             .map_err(|error| SelectError::Link(destination.display().to_string(), error))?;
         if changed || self.selected.as_ref() != Some(&choice.name) {
             let (configuration, why) = (choice.name.as_deref().unwrap_or("(empty)"), choice.why);
@@ -208,7 +209,7 @@ impl Manager {
     /// Signals the reader. A reader that is not running yet reads the new configuration when it starts.
     fn signal(&self) {
         let Some((process, signal)) = &self.settings.signal else { return };
-        let found = match neighbour::processes(Path::new(PROCFS), process) {
+        let found = match processes(Path::new(PROCFS), process) {
             Ok(found) => found,
             Err(error) => {
                 self.metrics.signalled("failed");
@@ -221,7 +222,7 @@ impl Manager {
         }
         for pid in found {
             let id = pid.as_raw_nonzero().get();
-            match neighbour::send(pid, *signal) {
+            match send(pid, *signal) {
                 Ok(()) => {
                     self.metrics.signalled("sent");
                     tracing::info!(process, pid = id, signal, "signal sent");
@@ -242,5 +243,70 @@ impl Manager {
             tracing::warn!(label, error, "no configuration selected, keeping the last one");
         }
         *self.problem.lock().unwrap_or_else(PoisonError::into_inner) = problem;
+    }
+}
+
+/// The processes whose command line begins with this word. A path and a bare name are equal if their file names are:
+/// NVIDIA's chart starts `mps-control-daemon` and names `/usr/bin/mps-control-daemon` as the process to signal. A
+/// process that ends meanwhile is left out.
+fn processes(procfs: &Path, word: &str) -> io::Result<Vec<Pid>> {
+    let mut found = Vec::new();
+    for entry in fs::read_dir(procfs)? {
+        let entry = entry?;
+        let pid = entry.file_name().to_str().and_then(|name| name.parse().ok()).and_then(Pid::from_raw);
+        let Some(pid) = pid.filter(|pid| *pid != getpid()) else { continue };
+        let line = fs::read(entry.path().join("cmdline")).unwrap_or_default();
+        let first = line.split(|byte| *byte == 0).next().unwrap_or_default();
+        if is_named(OsStr::from_bytes(first), OsStr::new(word)) {
+            found.push(pid);
+        }
+    }
+    Ok(found)
+}
+
+/// Returns true if a command line's first word names a program.
+fn is_named(first: &OsStr, word: &OsStr) -> bool {
+    let bare = |name: &OsStr| !name.as_bytes().contains(&b'/');
+    let file = |name| Path::new(name).file_name();
+    first == word || (!first.is_empty() && bare(first) != bare(word) && file(first) == file(word))
+}
+
+/// Sends a signal. An invalid signal number is refused.
+fn send(pid: Pid, signal: i32) -> io::Result<()> {
+    let signal = Signal::from_named_raw(signal).ok_or(io::ErrorKind::InvalidInput)?;
+    Ok(kill_process(pid, signal)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn neighbour_is_found_by_its_first_word() {
+        let procfs = tempfile::tempdir().unwrap();
+        for (pid, line) in [
+            ("7", "nvidia-device-plugin\0--config-file\0x\0"),
+            ("8", "/usr/bin/nvidia-device-plugin\0"),
+            ("9", "/proc/self/exe\0nvml-agent\0nvidia-device-plugin\0"),
+            ("10", ""),
+            ("11", "sh\0-c\0nvidia-device-plugin\0"),
+            ("x", "nvidia-device-plugin\0"),
+        ] {
+            fs::create_dir(procfs.path().join(pid)).unwrap();
+            fs::write(procfs.path().join(pid).join("cmdline"), line).unwrap();
+        }
+        // This process has ended while it was read.
+        fs::create_dir(procfs.path().join("12")).unwrap();
+        let found = |word| {
+            let mut found: Vec<i32> =
+                processes(procfs.path(), word).unwrap().into_iter().map(|pid| pid.as_raw_nonzero().get()).collect();
+            found.sort_unstable();
+            found
+        };
+        assert_eq!(found("nvidia-device-plugin"), [7, 8]);
+        assert_eq!(found("/usr/bin/nvidia-device-plugin"), [7, 8]);
+        assert_eq!(found("/opt/nvidia-device-plugin"), [7]);
+        assert_eq!(found("gpu-feature-discovery"), [0; 0]);
+        assert!(processes(&procfs.path().join("none"), "x").is_err());
     }
 }

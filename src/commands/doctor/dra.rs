@@ -1,11 +1,15 @@
-//! Checks DRA: its needs on this node if the configuration asks for it, and other drivers of its name.
+//! Checks what needs the API server: DRA, if the configuration asks for it, and other drivers of its name; one extended
+//! resource through both doors; rights to write events; NodeFeature objects that would give this node labels beside
+//! linkwise's.
 
 use std::io::ErrorKind;
 
-use super::finding::Findings;
-use super::{Node, names};
+use super::kubelet::Policy;
+use super::{Findings, Node, names};
 use crate::config::Settings;
-use linkwise_cluster::doctor::{DraFound, PodPolicy};
+use linkwise_cluster::doctor::{
+    DraFound, ExtendedResourceFound, MissingRights, NodeFeatureFound, NodeFeatures, PodPolicy,
+};
 use linkwise_core::state::{DRA_DRIVER, DraGpus};
 
 /// The first part of the names of our registration sockets.
@@ -155,3 +159,122 @@ fn folders(found: &mut Findings, node: &Node, settings: &Settings) {
         Err(error) => found.failed(format!("the kubelet's {}: {error}", plugins.display()), mounted),
     }
 }
+
+/// Reports which devices pods with the extended resource of the driver's DeviceClass get here.
+///
+/// The scheduler uses the device plugin on every node where the kubelet counts a device of it, and a kubelet counts a device
+/// plugin for some minutes after its end.
+pub(super) fn extended_resource(
+    found: &mut Findings,
+    facts: Option<Result<Option<ExtendedResourceFound>, String>>,
+    policy: Option<&Policy>,
+) {
+    found.check = "DRA";
+    let resource = match facts {
+        None | Some(Ok(None)) => return,
+        Some(Ok(Some(resource))) => resource,
+        Some(Err(why)) => {
+            return found.skipped(
+                format!(
+                    "the Node could not be read, so which door pods with the class's extended resource take: {why}"
+                ),
+                Some("kubectl get node NODE -o jsonpath='{.status.allocatable}'"),
+            );
+        }
+    };
+    let ExtendedResourceFound { name, allocatable, capacity } = resource;
+    match (allocatable, capacity) {
+        (Some(1..), _) => found.warning(
+            format!(
+                "{name} is a resource of the device plugin here and of the DeviceClass {DRA_DRIVER}: pods with {name} and \
+                 without a claim get devices of the plugin only, also while all of them are taken"
+            ),
+            "offer all GPUs of the node through one of the two, or let these pods name a claim (docs/migrating-to-dra.md)",
+        ),
+        (_, Some(1..)) => {
+            let forgets = "the kubelet forgets a device plugin 5 minutes after its end; linkwise_gpu_door tells whether \
+                           GPUs are still on their way";
+            let remembers = format!("the kubelet still remembers a device plugin of {name}, with no healthy device");
+            match policy {
+                Some(policy) if policy.name == "none" => found.ok(format!("{remembers}; pods get GPUs through DRA")),
+                Some(policy) => found.warning(
+                    format!(
+                        "{remembers}: with the Topology Manager policy {} ({}) it may reject pods with {name} and without \
+                         a claim (TopologyAffinityError)",
+                        policy.name, policy.source
+                    ),
+                    forgets,
+                ),
+                None => found.warning(
+                    format!(
+                        "{remembers}: with a Topology Manager policy it may reject pods with {name} and without a claim \
+                         (TopologyAffinityError); the policy is not known here"
+                    ),
+                    forgets,
+                ),
+            }
+        }
+        _ => found.ok(format!("pods with {name} and without a claim get GPUs of this node through the DeviceClass {DRA_DRIVER}")),
+    }
+}
+
+/// The remedy: what grants the rights.
+const ADVICE: &str =
+    "kubectl apply -k manifests/overlays/events makes the role, and so does the chart (events.enabled)";
+
+/// Names the missing rights. Reports nothing if events are off.
+pub(super) fn event_rights(found: &mut Findings, node: &Node, missing: Option<MissingRights>) {
+    if !node.settings.as_ref().is_some_and(|settings| settings.events.value) {
+        return;
+    }
+    found.check = "events";
+    match missing {
+        Some(Ok(missing)) if missing.is_empty() => found.ok("linkwise may write events about pods"),
+        Some(Ok(missing)) => {
+            let lacks = missing.join(" and to ");
+            found.warning(format!("linkwise has no right to {lacks}: no pod gets an event"), ADVICE);
+        }
+        Some(Err(why)) => {
+            let by_hand = "kubectl auth can-i create events.events.k8s.io -A --as=system:serviceaccount:NAMESPACE:NAME";
+            found.skipped(format!("the right to write events is unknown: {why}"), Some(by_hand));
+        }
+        None if node.args.node_name.as_ref().is_none_or(String::is_empty) => {
+            found.warning("events need the node's name, and --node-name (NODE_NAME) is not set", ADVICE);
+        }
+        None => found.warning("events need the API server, and there are no credentials for it", ADVICE),
+    }
+}
+
+/// The manager of objects that linkwise wrote.
+const OUR_MANAGER: &str = "linkwise";
+
+/// Names the objects that GPU Feature Discovery left behind: NFD makes labels of all of them.
+pub(super) fn node_features(found: &mut Findings, node: &Node, features: Option<NodeFeatures>) {
+    found.check = "labels";
+    match features {
+        Some(Ok(features)) => {
+            for NodeFeatureFound { namespace, name, managers } in features {
+                let object = format!("NodeFeature {namespace}/{name}");
+                if managers.iter().any(|manager| manager == OUR_MANAGER) {
+                    found.ok(format!("{object} is linkwise's"));
+                    continue;
+                }
+                found.warning(
+                    format!("{object} was written by {}, and may override linkwise's labels", names(&managers)),
+                    &format!(
+                        "if that program no longer runs: kubectl -n {namespace} delete nodefeatures.nfd.k8s-sigs.io {name}"
+                    ),
+                );
+            }
+        }
+        Some(Err(why)) => found.skipped(format!("NodeFeature objects could not be listed: {why}"), Some(BY_HAND)),
+        // Outside of a cluster there are no such objects.
+        None if node.args.api.is_given() => {
+            found.skipped("NodeFeature objects were not listed: this pod has no token", Some(BY_HAND));
+        }
+        None => {}
+    }
+}
+
+/// The command by which a person finds them.
+const BY_HAND: &str = "kubectl get nodefeatures.nfd.k8s-sigs.io -A | grep nvidia-features-for-";

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use tokio::time::{Instant, timeout, timeout_at};
 
-use super::finding::Findings;
+use super::Findings;
 use crate::config::HostArgs;
 use linkwise_host::hwloc::{BusGpus, held_by_others};
 use linkwise_nvml::child::{Agent, AgentEnded};

@@ -1,8 +1,17 @@
-//! Checks the host around the GPUs: the kernel's PCI bus and hwloc, both against NVML.
+//! Checks the host around the GPUs: the kernel's PCI bus and hwloc, both against NVML; the device nodes; and the CDI
+//! folders of the container runtime, with their specs for NVIDIA devices.
 
-use super::Node;
+use std::collections::BTreeMap;
+use std::fs::{self, OpenOptions};
+use std::io::ErrorKind;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::path::{Path, PathBuf};
+
+use serde::Deserialize;
+
 use super::driver::Nvml;
-use super::finding::{Findings, Status};
+use super::{Findings, Node, Status};
+use linkwise_core::quote::{excerpt, one_line};
 use linkwise_core::topology::{NodeObservation, TopologyWarning};
 use linkwise_core::words::count;
 
@@ -92,5 +101,205 @@ fn advice(warning: &TopologyWarning) -> &'static str {
         _ => {
             "linkwise goes on without it; linkwise topology shows what is left, linkwise snapshot records it for a report"
         }
+    }
+}
+
+/// The part of a CDI spec that is checked (CDI specification, SPEC.md: `kind` is vendor/class).
+#[derive(Deserialize)]
+struct Spec {
+    kind: String,
+    #[serde(default)]
+    devices: Vec<Device>,
+}
+
+#[derive(Deserialize)]
+struct Device {
+    name: String,
+}
+
+pub(super) fn container_runtime(found: &mut Findings, node: &Node) {
+    let folders = ["etc/cdi", "var/run/cdi"].map(|folder| node.at(folder));
+    let mut specs = 0;
+    let mut devices: BTreeMap<String, PathBuf> = BTreeMap::new();
+    for folder in &folders {
+        let entries = match std::fs::read_dir(folder) {
+            Ok(entries) => entries.flatten(),
+            Err(error) if error.kind() == ErrorKind::NotFound => continue,
+            Err(error) => {
+                found.warning(
+                    format!("{}: {error}", folder.display()),
+                    "run as uid 0 with the folder mounted to look at its specs",
+                );
+                continue;
+            }
+        };
+        let is_spec = |path: &PathBuf| path.extension().is_some_and(|kind| kind == "json" || kind == "yaml");
+        let mut paths: Vec<PathBuf> = entries.map(|entry| entry.path()).filter(is_spec).collect();
+        paths.sort();
+        for path in paths {
+            let text = std::fs::read_to_string(&path).map_err(|error| error.to_string());
+            // JSON is YAML.
+            let spec = text.and_then(|text| serde_saphyr::from_str::<Spec>(&text).map_err(|error| first_line(&error)));
+            match spec {
+                Ok(spec) if is_nvidias(&spec.kind) => {
+                    specs += 1;
+                    found.ok(format!("{}: {} of {}", path.display(), count(spec.devices.len(), "device"), excerpt(&spec.kind)));
+                    twice(found, &mut devices, spec, &path);
+                }
+                Ok(_) => {}
+                Err(error) => found.warning(
+                    format!("{} is no CDI spec: {error}", path.display()),
+                    "a runtime with CDI leaves it out, and some refuse every container: write it anew (nvidia-ctk cdi generate) or remove it",
+                ),
+            }
+        }
+    }
+    if specs == 0 {
+        let [first, second] = folders.map(|folder| folder.display().to_string());
+        found.skipped(
+            format!("no CDI spec for NVIDIA devices in {first} or {second}"),
+            Some("not needed where containers get their GPUs by NVIDIA_VISIBLE_DEVICES, from the NVIDIA container runtime"),
+        );
+    }
+}
+
+/// Returns true if devices of a kind are NVIDIA's: `nvidia.com/gpu`, and `k8s.device-plugin.nvidia.com/gpu` of device
+/// plugins.
+fn is_nvidias(kind: &str) -> bool {
+    let vendor = kind.split('/').next().unwrap_or_default();
+    vendor == "nvidia.com" || vendor.ends_with(".nvidia.com")
+}
+
+/// Reports devices that two specs have.
+fn twice(found: &mut Findings, devices: &mut BTreeMap<String, PathBuf>, spec: Spec, path: &Path) {
+    let mut common = 0;
+    let mut other = None;
+    for device in spec.devices {
+        let name = format!("{}={}", spec.kind, device.name);
+        match devices.get(&name) {
+            Some(known) => {
+                common += 1;
+                other = Some(known.clone());
+            }
+            None => drop(devices.insert(name, path.to_owned())),
+        }
+    }
+    if let Some(other) = other {
+        found.warning(
+            format!(
+                "{} and {} both have {} of {}",
+                other.display(),
+                path.display(),
+                count(common, "device"),
+                excerpt(&spec.kind)
+            ),
+            "of two in one folder a runtime takes neither, else that of /var/run/cdi: remove the older one",
+        );
+    }
+}
+
+fn first_line(error: &impl ToString) -> String {
+    one_line(error.to_string().lines().next().unwrap_or_default())
+}
+
+impl Node {
+    fn dev(&self, name: &str) -> PathBuf {
+        self.at("dev").join(name)
+    }
+}
+
+/// The nodes that every use of a GPU needs: the control node, and that of each GPU.
+fn needed(node: &Node) -> Vec<PathBuf> {
+    let minors = node.nvml.gpus().iter().filter_map(|gpu| gpu.minor);
+    std::iter::once("nvidiactl".to_owned())
+        .chain(minors.map(|minor| format!("nvidia{minor}")))
+        .map(|name| node.dev(&name))
+        .collect()
+}
+
+/// Counts the nodes that pass a check; each other one is a finding, with its fault and the remedy.
+fn count_good(
+    found: &mut Findings,
+    nodes: &[PathBuf],
+    check: impl Fn(&Path) -> Result<(), (String, &'static str)>,
+) -> usize {
+    let mut good = 0;
+    for node in nodes {
+        match check(node) {
+            Ok(()) => good += 1,
+            Err((fault, advice)) => {
+                let what = format!("{}{fault}", node.display());
+                found.each(Status::Failed, fault, what, advice);
+            }
+        }
+    }
+    good
+}
+
+/// Reports missing nodes, and files in their place that are not device nodes.
+pub(super) fn nodes(found: &mut Findings, node: &Node) {
+    let (gpus, control) = (node.nvml.gpus(), node.dev("nvidiactl"));
+    if gpus.is_empty() && !control.exists() {
+        return found.skipped(format!("no GPU is known, and there is no {}", control.display()), None);
+    }
+    let needed = needed(node);
+    let good = count_good(found, &needed, |node| match fs::metadata(node) {
+        Ok(meta) if meta.file_type().is_char_device() => Ok(()),
+        Ok(_) => Err((
+            " is no character device".to_owned(),
+            "something else was put in its place: remove it on the host and run nvidia-modprobe (-c MINOR for a GPU's)",
+        )),
+        Err(error) => Err((
+            format!(": {error}"),
+            "on the host: nvidia-smi makes the nodes; in a container: it was made before the node was there, or not for \
+             all GPUs (NVIDIA_VISIBLE_DEVICES=all): delete the pod",
+        )),
+    });
+    if good == needed.len() {
+        found.ok(format!("{}: all {good} nodes are there", node.at("dev").display()));
+    }
+    let unknown = gpus.iter().filter(|gpu| gpu.minor.is_none()).count();
+    if unknown > 0 {
+        found.warning(
+            format!("NVML does not report the device nodes of {unknown} of the GPUs"),
+            "with --pass-device-specs their pods get no node of theirs: leave it off",
+        );
+    }
+    for (name, whose, use_) in [
+        (
+            "nvidia-uvm",
+            "CUDA's node is",
+            "needed with --pass-device-specs only: then set NVIDIA_DRIVER_CAPABILITIES=compute,utility for linkwise",
+        ),
+        ("nvidia-caps", "MIG's nodes are", "needed for MIG only"),
+    ] {
+        let path = node.dev(name);
+        match path.exists() {
+            true => found.ok(format!("{}: {whose} there", path.display())),
+            false => found.skipped(format!("there is no {}", path.display()), Some(use_)),
+        }
+    }
+}
+
+/// Checks that this process may open the existing nodes.
+pub(super) fn permissions(found: &mut Findings, node: &Node) {
+    // This reads the uid without unsafe code. Opening the nodes shows which of them the process may not open.
+    if let Ok(own) = fs::metadata("/proc/self") {
+        found.ok(format!("runs as uid {}", own.uid()));
+    }
+    let is_node = |node: &PathBuf| fs::metadata(node).is_ok_and(|meta| meta.file_type().is_char_device());
+    let nodes: Vec<PathBuf> = needed(node).into_iter().filter(is_node).collect();
+    let good = count_good(found, &nodes, |node| match OpenOptions::new().read(true).write(true).open(node) {
+        Ok(_) => Ok(()),
+        Err(error) => Err((
+            format!(": {error}"),
+            "the container's device rules do not allow it: it was made before the node was there, or a cgroup change took it \
+             (systemctl daemon-reload does, with runc): delete the pod; see manifests/README.md for SELinux",
+        )),
+    });
+    match (good, nodes.len()) {
+        (_, 0) => found.skipped("no device node to open", None),
+        (good, all) if good == all => found.ok(format!("all {good} device nodes can be opened")),
+        _ => {}
     }
 }

@@ -1,14 +1,24 @@
-//! Checks the kubelet's folder and the listeners in it: the kubelet, linkwise, other plugins.
+//! Checks the kubelet's folder and the listeners in it (the kubelet, linkwise, other plugins), and predicts the work of
+//! its Topology Manager with this node's GPUs.
+//!
+//! The Topology Manager's policy is read where this process can see it: in the command line of a running kubelet, in
+//! its configuration file, or in the folder of files that add to it.
 
 use std::collections::BTreeMap;
+use std::ffi::OsStr;
 use std::io::ErrorKind;
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use super::blocking;
-use super::finding::Findings;
+use serde::Deserialize;
+
+use super::{Findings, blocking};
 use linkwise_core::errors::chain;
+use linkwise_core::quote::excerpt;
+use linkwise_core::state::NumaHints;
+use linkwise_core::topology::{NodeObservation, NodeTopology, NumaNodeId};
+use linkwise_core::words::count;
 use linkwise_kubelet::device_plugin::{self as kubelet, ProbeError};
 
 /// The longest time for an answer of a listener.
@@ -154,4 +164,215 @@ async fn plugins(found: &mut Findings, sockets: Vec<PathBuf>) {
 pub(in crate::commands) fn resource(socket: &str) -> Option<String> {
     let (resource, _) = socket.strip_prefix(OURS)?.strip_suffix(".sock")?.rsplit_once('-')?;
     Some(resource.replacen('_', "/", 1))
+}
+
+/// The path of the kubelet's configuration with kubeadm and most distributions.
+const CONFIG: &str = "/var/lib/kubelet/config.yaml";
+
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Policy {
+    /// The kubelet's name for it, such as `single-numa-node`.
+    pub name: String,
+    /// The path of a file, or `the kubelet's command line`.
+    pub source: String,
+}
+
+/// The part of a KubeletConfiguration that counts here.
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct Config {
+    topology_manager_policy: Option<String>,
+}
+
+/// The policy of the kubelet whose host's files are below `root`; `None` if neither the kubelet nor its configuration
+/// can be seen.
+pub(super) fn policy(root: &Path) -> Option<Policy> {
+    let words = command_line(root).unwrap_or_default();
+    if let Some(name) = flag(&words, "topology-manager-policy") {
+        return Some(Policy { name, source: "the kubelet's command line".to_owned() });
+    }
+    let file = flag(&words, "config").unwrap_or_else(|| CONFIG.to_owned());
+    // The files of the folder add to the first, in the order of their names: the last one that names a policy counts.
+    let mut files = vec![super::below(root, &file)];
+    let folder = flag(&words, "config-dir").map(|folder| super::below(root, &folder));
+    let entries = folder.and_then(|folder| std::fs::read_dir(folder).ok()).into_iter().flatten().flatten();
+    let mut more: Vec<PathBuf> = entries.map(|entry| entry.path()).collect();
+    more.retain(|path| path.extension() == Some(OsStr::new("conf")));
+    more.sort();
+    files.extend(more);
+    let mut policy = None;
+    for path in files {
+        let Ok(text) = std::fs::read_to_string(&path) else { continue };
+        let named = serde_saphyr::from_str::<Config>(&text).ok().and_then(|config| config.topology_manager_policy);
+        if named.is_some() || policy.is_none() {
+            let name = named.filter(|name| !name.is_empty()).unwrap_or_else(|| "none".to_owned());
+            policy = Some(Policy { name, source: path.display().to_string() });
+        }
+    }
+    policy
+}
+
+fn command_line(root: &Path) -> Option<Vec<String>> {
+    let processes = std::fs::read_dir(root.join("proc")).ok()?.flatten().map(|entry| entry.path());
+    let is_kubelet = |path: &PathBuf| std::fs::read(path.join("comm")).is_ok_and(|name| name == b"kubelet\n");
+    let words = processes.filter(is_kubelet).find_map(|path| std::fs::read(path.join("cmdline")).ok())?;
+    Some(words.split(|byte| *byte == 0).map(|word| String::from_utf8_lossy(word).into_owned()).collect())
+}
+
+/// The value of a flag, as `--flag=value` or `--flag value`; the last one counts.
+fn flag(words: &[String], name: &str) -> Option<String> {
+    let mut rest = words.iter();
+    let mut value = None;
+    while let Some(word) = rest.next() {
+        let Some(flag) = word.strip_prefix("--").or_else(|| word.strip_prefix('-')) else { continue };
+        match flag.split_once('=') {
+            Some((flag, text)) if flag == name => value = Some(text.to_owned()),
+            None if flag == name => value = rest.next().cloned(),
+            _ => {}
+        }
+    }
+    value
+}
+
+/// The most NUMA nodes with which a kubelet starts under a policy other than none (pkg/kubelet/cm/topologymanager,
+/// maxAllowableNUMANodes).
+const MOST_NODES: usize = 8;
+
+/// The numbers of GPUs that pods usually request, beside one.
+const USUAL: [usize; 3] = [2, 4, 8];
+
+/// Checks NUMA nodes, packages, and the places of GPUs.
+pub(super) fn topology_manager(
+    found: &mut Findings,
+    observed: &NodeObservation,
+    topology: &NodeTopology,
+    (hints, policy): (NumaHints, Option<&Policy>),
+) {
+    found.check = "topology manager";
+    let gpus = topology.gpus();
+    if gpus.is_empty() {
+        return found.skipped("no GPU is known: nothing to align", None);
+    }
+    let nodes = observed.host.numa_nodes.len();
+    let without = observed.host.numa_nodes.iter().filter(|node| node.cpus.is_empty()).count();
+    if nodes > MOST_NODES {
+        found.warning(
+            format!(
+                "{nodes} NUMA nodes, {without} of them without CPUs: more than the {MOST_NODES} that a kubelet aligns"
+            ),
+            "run the kubelet with --topology-manager-policy=none: under another policy it does not start",
+        );
+    } else {
+        found.ok(format!("{} of which {without} without CPUs", count(nodes, "NUMA node")));
+    }
+    if let Some(policy) = policy {
+        check_policy(found, policy, topology, hints);
+    }
+    let unknown = gpus.iter().filter(|gpu| gpu.numa.is_none()).count();
+    if unknown == gpus.len() {
+        found.ok("no GPU has a NUMA node (-1): the Topology Manager leaves GPUs to linkwise");
+    } else if unknown > 0 && hints != NumaHints::Off {
+        found.warning(
+            format!("{unknown} of {} have no NUMA node (-1)", count(gpus.len(), "GPU")),
+            "a Topology Manager never calls these aligned, and uses them last: set --numa-hints=off",
+        );
+    }
+    // NVML may report a node that this host does not list: a container or a virtual machine may see only a part of
+    // them.
+    let listed = |id| observed.host.numa_nodes.iter().any(|node| node.id == id);
+    let unlisted: Vec<_> = gpus.iter().filter_map(|gpu| gpu.numa).filter(|id| !listed(*id)).collect();
+    let silent =
+        gpus.iter().filter(|gpu| gpu.numa.is_some_and(listed) && hints.nodes(topology, gpu).is_empty()).count();
+    if let Some(node) = unlisted.first()
+        && hints != NumaHints::Off
+    {
+        let (some, all) = (unlisted.len(), count(gpus.len(), "GPU"));
+        found.warning(
+            format!("{some} of {all} are on NUMA nodes that this host does not list (such as {node}), and claim none"),
+            "this container or virtual machine sees fewer NUMA nodes than NVML: mount the host's /sys, or set --numa-hints=off",
+        );
+    }
+    if silent > 0 && hints != NumaHints::Off {
+        found.warning(
+            format!("{silent} of {} are on NUMA nodes without CPUs, and claim none", count(gpus.len(), "GPU")),
+            "set --numa-hints=package, or off",
+        );
+    }
+    if hints == NumaHints::Node && several_to_a_package(topology) {
+        found.warning(
+            "packages have several NUMA nodes with CPUs, and GPUs on more than one of them",
+            "under a Topology Manager set --numa-hints=package, or pods of several GPUs are spread or refused \
+             (docs/topology-manager.md); under policy none nothing is to be done",
+        );
+    }
+}
+
+/// Reports usual requests that the kubelet's policy never admits. Only single-numa-node refuses for ever: restricted
+/// takes as few nodes as a request needs on an idle machine, however many these are.
+fn check_policy(found: &mut Findings, Policy { name, source }: &Policy, topology: &NodeTopology, hints: NumaHints) {
+    found.ok(format!("the kubelet's policy is {} ({source})", excerpt(name)));
+    let mut on_node: BTreeMap<NumaNodeId, usize> = BTreeMap::new();
+    for node in topology.gpus().iter().flat_map(|gpu| hints.nodes(topology, gpu)) {
+        *on_node.entry(node).or_default() += 1;
+    }
+    // If no GPU names a node, the Topology Manager does not constrain GPUs.
+    let Some(most) = on_node.into_values().max().filter(|_| name == "single-numa-node") else { return };
+    let refused = USUAL.into_iter().filter(|size| (most + 1..=topology.gpus().len()).contains(size));
+    let refused: Vec<String> = refused.map(|size| size.to_string()).collect();
+    if !refused.is_empty() {
+        let (sizes, most) = (refused.join(" or "), count(most, "GPU"));
+        found.warning(
+            format!("a pod of {sizes} GPUs can never be admitted here: under {name} it needs one NUMA node, and none has more than {most}"),
+            "run the kubelet with --topology-manager-policy=restricted or best-effort, or set --numa-hints=off \
+             (docs/topology-manager.md); else keep such pods off this node",
+        );
+    }
+}
+
+/// Returns true if GPUs of one package are on more than one of its nodes.
+fn several_to_a_package(topology: &NodeTopology) -> bool {
+    let places: Vec<_> = topology.gpus().iter().filter_map(|gpu| Some((gpu.package?, gpu.cpu_node?))).collect();
+    places.iter().any(|(package, node)| places.iter().any(|(other, beside)| package == other && node != beside))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs;
+
+    /// The policy of a host with these files, and its source.
+    fn read(files: &[(&str, &str)]) -> Option<(String, String)> {
+        let root = tempfile::tempdir().unwrap();
+        for (path, text) in files {
+            let path = root.path().join(path);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, text).unwrap();
+        }
+        let root = root.path();
+        policy(root).map(|Policy { name, source }| (name, source.replace(&root.display().to_string(), "ROOT")))
+    }
+
+    #[test]
+    fn policy_is_read_from_flags_before_files() {
+        let is = |name: &str, source: &str| Some((name.to_owned(), source.to_owned()));
+        assert_eq!(read(&[]), None);
+        let default =
+            ("var/lib/kubelet/config.yaml", "kind: KubeletConfiguration\ntopologyManagerPolicy: restricted\n");
+        assert_eq!(read(&[default]), is("restricted", "ROOT/var/lib/kubelet/config.yaml"));
+        let silent = ("var/lib/kubelet/config.yaml", "kind: KubeletConfiguration\n");
+        assert_eq!(read(&[silent]), is("none", "ROOT/var/lib/kubelet/config.yaml"));
+
+        let other = ("proc/7/comm", "systemd\n");
+        let named = ("proc/42/comm", "kubelet\n");
+        let flags =
+            ("proc/42/cmdline", "/usr/bin/kubelet\0--topology-manager-policy\0best-effort\0--config=/etc/k.yaml\0");
+        assert_eq!(read(&[default, other, named, flags]), is("best-effort", "the kubelet's command line"));
+        let config = ("proc/42/cmdline", "kubelet\0--config=/etc/k.yaml\0--config-dir=/etc/k.d\0");
+        let file = ("etc/k.yaml", "topologyManagerPolicy: single-numa-node\n");
+        assert_eq!(read(&[default, named, config, file]), is("single-numa-node", "ROOT/etc/k.yaml"));
+        let drop_ins = [("etc/k.d/20.conf", "a: 1\n"), ("etc/k.d/10.conf", "topologyManagerPolicy: restricted\n")];
+        let ignored = ("etc/k.d/30.yaml", "topologyManagerPolicy: none\n");
+        let all = [&[default, named, config, file, ignored], &drop_ins[..]].concat();
+        assert_eq!(read(&all), is("restricted", "ROOT/etc/k.d/10.conf"));
+    }
 }

@@ -8,8 +8,8 @@ use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
+use super::Findings;
 use super::Node;
-use super::finding::Findings;
 use linkwise_core::words::count;
 
 /// The file in which gpu-feature-discovery writes its labels by default.

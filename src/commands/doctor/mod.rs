@@ -1,43 +1,35 @@
 //! `linkwise doctor`: finds the faults of this node, and names the remedies.
 //!
-//! One file for each check, in the order in which a person would check; each adds its findings. The doctor changes
+//! A function for each check, in the order in which a person would check; each adds its findings. The doctor changes
 //! nothing on the node, calls NVML in the child process only, and waits for nothing longer than --timeout.
 
-mod cluster;
-mod container_runtime;
-mod devices;
 mod dra;
 mod driver;
-mod events;
-mod extended_resource;
-mod finding;
-mod gpus;
 mod health;
 mod host;
 mod kubelet;
-mod kubelet_policy;
 mod labels;
-mod topology_manager;
 
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::Write;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Result;
+use serde::Serialize;
 use tokio::time::timeout;
 
 use super::{Progress, print};
 use crate::config::settings::load;
 use crate::config::{DoctorArgs, Environment, Flags, Format, Settings};
+use driver::Nvml;
 use linkwise_cluster::doctor::{ClusterFacts, ClusterQuestions, facts};
 use linkwise_core::quote::quoted;
 use linkwise_core::state::DraGpus;
 use linkwise_core::topology::{GpuObservation, NodeObservation, NodeTopology};
 use linkwise_host::hwloc::{self, BusGpus, PciBus};
-
-use driver::Nvml;
-use finding::{Findings, Report};
 
 pub(super) use kubelet::resource as resource_of_socket;
 
@@ -83,7 +75,7 @@ pub async fn doctor(args: &DoctorArgs) -> Result<ExitCode> {
     let module = below(&args.root, "proc/driver/nvidia/version");
     let module = blocking(limit, move || driver::module_version(&module)).await.flatten();
     let root = args.root.clone();
-    let policy = blocking(limit, move || kubelet_policy::policy(&root)).await.flatten();
+    let policy = blocking(limit, move || kubelet::policy(&root)).await.flatten();
     let settings = blocking(limit, || load(&Flags::default(), &Environment::read()).ok()).await.flatten();
     let settings = settings.map(|loaded| loaded.settings);
     let node = Arc::new(Node { args: args.clone(), limit, nvml, bus, module, settings });
@@ -91,8 +83,8 @@ pub async fn doctor(args: &DoctorArgs) -> Result<ExitCode> {
     let found = &mut Findings::default();
     driver::check(found, &node.nvml, node.bus.as_ref().and_then(Option::as_ref), node.module.as_deref());
     progress.step("checking the host's files");
-    guarded(found, &node, "device nodes", devices::nodes).await;
-    guarded(found, &node, "permissions", devices::permissions).await;
+    guarded(found, &node, "device nodes", host::nodes).await;
+    guarded(found, &node, "permissions", host::permissions).await;
     guarded(found, &node, "sysfs", host::sysfs).await;
 
     progress.step("checking the topology");
@@ -112,7 +104,7 @@ pub async fn doctor(args: &DoctorArgs) -> Result<ExitCode> {
     progress.step("checking the kubelet");
     kubelet::check(found, &args.kubelet_socket, &args.pod_resources_socket, limit).await;
     progress.step("checking the node's files");
-    guarded(found, &node, "container runtime", container_runtime::check).await;
+    guarded(found, &node, "container runtime", host::container_runtime).await;
     guarded(found, &node, "labels", labels::check).await;
     guarded(found, &node, "DRA", dra::check).await;
     progress.step("checking the API server");
@@ -125,17 +117,17 @@ pub async fn doctor(args: &DoctorArgs) -> Result<ExitCode> {
         Some(Err(why)) => (Some(Err(why.clone())), None, Some(Err(why))),
         None => (None, None, None),
     };
-    cluster::check(found, &node, features);
+    dra::node_features(found, &node, features);
     let extended_resource = slices.as_ref().map(|found| found.extended_resource.clone());
     dra::slices(found, slices);
-    extended_resource::check(found, extended_resource, policy.as_ref());
-    events::check(found, &node, rights);
+    dra::extended_resource(found, extended_resource, policy.as_ref());
+    dra::event_rights(found, &node, rights);
     if let Some((observed, topology, _)) = &assembled {
-        topology_manager::check(found, observed, topology, (args.numa_hints, policy.as_ref()));
+        kubelet::topology_manager(found, observed, topology, (args.numa_hints, policy.as_ref()));
     }
     let host = assembled.map(|(observed, ..)| observed.host).unwrap_or_default();
     progress.step("checking the GPUs' health");
-    gpus::check(found, &node, host).await;
+    health::check_gpus(found, &node, host).await;
 
     drop(progress);
     let report = Report::new(std::mem::take(&mut found.found));
@@ -180,4 +172,143 @@ fn name(gpu: &GpuObservation) -> String {
 /// Names from outside, in a line.
 fn names(names: &[String]) -> String {
     names.iter().map(|name| quoted(name)).collect::<Vec<_>>().join(", ")
+}
+
+/// The most findings of one kind that are listed one by one; of more, the first is listed with their number.
+const EACH: usize = 3;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+enum Status {
+    Ok,
+    /// linkwise works, but could work better.
+    Warning,
+    /// GPUs are not offered, or not all of them, until an operator acts.
+    Failed,
+    /// The check could not be made, or does not apply here.
+    Skipped,
+}
+
+impl Status {
+    fn word(self) -> &'static str {
+        match self {
+            Self::Ok => "ok",
+            Self::Warning => "warning",
+            Self::Failed => "failed",
+            Self::Skipped => "skipped",
+        }
+    }
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+struct Finding {
+    /// The check that found it.
+    check: &'static str,
+    status: Status,
+    what: String,
+    /// The remedy.
+    advice: Option<String>,
+    /// The common text of findings of several GPUs or files.
+    #[serde(skip)]
+    kind: Option<String>,
+}
+
+#[derive(Debug, Default)]
+struct Findings {
+    /// The check of the next finding.
+    pub check: &'static str,
+    pub found: Vec<Finding>,
+}
+
+impl Findings {
+    fn add(&mut self, status: Status, what: impl Into<String>, advice: Option<&str>) {
+        let (what, advice) = (what.into(), advice.map(str::to_owned));
+        self.found.push(Finding { check: self.check, status, what, advice, kind: None });
+    }
+
+    pub fn ok(&mut self, what: impl Into<String>) {
+        self.add(Status::Ok, what, None);
+    }
+
+    pub fn warning(&mut self, what: impl Into<String>, advice: &str) {
+        self.add(Status::Warning, what, Some(advice));
+    }
+
+    /// Adds a failure: GPUs are not offered until an operator acts.
+    pub fn failed(&mut self, what: impl Into<String>, advice: &str) {
+        self.add(Status::Failed, what, Some(advice));
+    }
+
+    /// Adds a check that was not made, or that does not matter here.
+    pub fn skipped(&mut self, what: impl Into<String>, advice: Option<&str>) {
+        self.add(Status::Skipped, what, advice);
+    }
+
+    /// Adds one of possibly many findings that differ in their subject only: `what` names it, `kind` does not.
+    pub fn each(&mut self, status: Status, kind: impl Into<String>, what: impl Into<String>, advice: &str) {
+        self.add(status, what, Some(advice));
+        if let Some(last) = self.found.last_mut() {
+            // Checks do not share a kind.
+            last.kind = Some(format!("{}: {}", self.check, kind.into()));
+        }
+    }
+}
+
+#[derive(Debug, Serialize)]
+struct Report {
+    findings: Vec<Finding>,
+    ok: usize,
+    warnings: usize,
+    failed: usize,
+    skipped: usize,
+}
+
+impl Report {
+    /// Lists findings in the order of the checks; of more than [`EACH`] findings of one kind the first stands for all.
+    pub fn new(found: Vec<Finding>) -> Self {
+        let key = |finding: &Finding| Some((finding.kind.clone()?, finding.status.word(), finding.advice.clone()));
+        let mut counts = BTreeMap::new();
+        for key in found.iter().filter_map(key) {
+            *counts.entry(key).or_insert(0usize) += 1;
+        }
+        let mut merged = BTreeSet::new();
+        let one_of_many = |mut finding: Finding| {
+            let Some((key, count)) = key(&finding).and_then(|key| counts.get_key_value(&key)) else {
+                return Some(finding);
+            };
+            if *count > EACH {
+                finding.what += &format!(" (and {} like it)", count - 1);
+            }
+            (*count <= EACH || merged.insert(key)).then_some(finding)
+        };
+        let findings: Vec<Finding> = found.into_iter().filter_map(one_of_many).collect();
+        let count = |status| findings.iter().filter(|finding| finding.status == status).count();
+        let (ok, warnings) = (count(Status::Ok), count(Status::Warning));
+        let (failed, skipped) = (count(Status::Failed), count(Status::Skipped));
+        Self { findings, ok, warnings, failed, skipped }
+    }
+
+    pub fn has_failed(&self) -> bool {
+        self.failed > 0
+    }
+
+    pub fn text(&self) -> String {
+        let mut text = String::new();
+        let mut check = "";
+        for finding in &self.findings {
+            // Writing to a String cannot fail.
+            if finding.check != check {
+                check = finding.check;
+                let _ = writeln!(text, "{check}");
+            }
+            let _ = writeln!(text, "  {:<8} {}", finding.status.word(), finding.what);
+            if let Some(advice) = &finding.advice {
+                let _ = writeln!(text, "           -> {advice}");
+            }
+        }
+        let Self { ok, warnings, failed, skipped, .. } = self;
+        let warnings = linkwise_core::words::count(*warnings, "warning");
+        let _ = writeln!(text, "\n{ok} ok, {warnings}, {failed} failed, {skipped} skipped");
+        text
+    }
 }
