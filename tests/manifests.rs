@@ -78,20 +78,13 @@ fn overlays_change_what_the_base_has() {
             for named in [&patch["target"]["name"], &text["metadata"]["name"]] {
                 assert_eq!(*named, base["metadata"]["name"], "{}", folder.display());
             }
-            // A container of another name would be a second one, which one overlay alone means to have.
+            // A container of another name would be a second one.
             let containers = format!("{POD}/containers");
-            let mut named = names(&text, &containers);
-            assert_eq!(named.remove("standby"), is_standby(&folder), "{}", folder.display());
-            assert!(named.is_subset(&names(&base, &containers)), "{}", folder.display());
+            assert!(names(&text, &containers).is_subset(&names(&base, &containers)), "{}", folder.display());
             holds(&folder, &[&base, &text]);
         }
     }
     holds(&manifests().join("base"), &[&base]);
-}
-
-/// Whether the overlay has a spare in every pod.
-fn is_standby(folder: &Path) -> bool {
-    folder.ends_with("standby")
 }
 
 /// A new pod takes over from the old one beside it, which takes a port that two pods can have, and to know the one from
@@ -108,29 +101,6 @@ fn pods_are_replaced_without_a_gap() {
         let patch = read(&folder.join("daemonset.yaml"));
         assert_eq!(patch.pointer(&format!("{POD}/hostNetwork")), None, "{}: see updateStrategy", folder.display());
     }
-}
-
-/// Two containers of a pod share its address and its folders.
-#[test]
-fn spare_differs_from_the_first_by_its_own_places() {
-    let [base, patch] = ["base", "overlays/standby"].map(|it| read(&manifests().join(it).join("daemonset.yaml")));
-    let first = base.pointer(&format!("{POD}/containers/0")).unwrap();
-    let spare = patch.pointer(&format!("{POD}/containers/1")).unwrap();
-    for same in ["image", "args", "resources", "securityContext", "volumeMounts"] {
-        assert_eq!(first[same], spare[same], "{same}");
-    }
-    let port = |of: &Value| of["ports"][0]["containerPort"].as_u64().unwrap();
-    assert_ne!(port(first), port(spare));
-    let env: Vec<(&str, &Value)> =
-        list(spare, "/env").into_iter().map(|env| (env["name"].as_str().unwrap(), &env["value"])).collect();
-    assert!(env.contains(&("LINKWISE_STANDBY", &"true".into())));
-    assert!(env.contains(&("LINKWISE_METRICS_ADDRESS", &format!("[::]:{}", port(spare)).into())));
-    for theirs in list(first, "/env") {
-        let ours = list(spare, "/env").into_iter().find(|env| env["name"] == theirs["name"]).unwrap();
-        assert_eq!(ours == theirs, theirs["name"] != "LINKWISE_ADMIN_SOCKET", "{theirs}");
-    }
-    // The pod is ready when the container that serves is.
-    assert_eq!(spare["readinessProbe"], Value::Null);
 }
 
 /// Every mount has its volume, every volume its mount, every port of a probe its name. Of parts that are merged, in all of them.
@@ -368,8 +338,7 @@ fn what_the_cluster_would_get_is_whole() {
             assert_eq!(object["metadata"]["namespace"], namespace, "{}: {}", folder.display(), object["kind"]);
         }
         let linkwise = of_kind("DaemonSet").find(|object| object["metadata"]["name"] == "linkwise").unwrap();
-        let containers = if is_standby(&folder) { 2 } else { 1 };
-        assert_eq!(list(linkwise, &format!("{POD}/containers")).len(), containers, "{}", folder.display());
+        assert_eq!(list(linkwise, &format!("{POD}/containers")).len(), 1, "{}", folder.display());
         for set in of_kind("DaemonSet") {
             holds(&folder, &[set]);
             for container in ["initContainers", "containers"].iter().flat_map(|of| list(set, &format!("{POD}/{of}"))) {

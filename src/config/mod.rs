@@ -144,9 +144,9 @@ pub struct RunArgs {
     /// The API server, for --dra-gpus.
     #[command(flatten)]
     pub api: ApiServerArgs,
-    /// The behaviour beside another linkwise.
-    #[command(flatten)]
-    pub takeover: TakeoverArgs,
+    /// The UID of this process's pod, by which a container that starts again does not take over a second time
+    #[arg(long, value_name = "UID", env = "LINKWISE_POD_UID", default_value = "")]
+    pub pod_uid: String,
     /// The MPS root.
     #[command(flatten)]
     pub mps: MpsRootArgs,
@@ -163,17 +163,6 @@ pub struct RunArgs {
     /// The log.
     #[command(flatten)]
     pub log: LogArgs,
-}
-
-/// The behaviour of a process that finds another linkwise on its node.
-#[derive(Clone, Debug, Args)]
-pub struct TakeoverArgs {
-    /// Never take over from a linkwise that lives: stand by until it ends
-    #[arg(long, env = "LINKWISE_STANDBY", action = clap::ArgAction::SetTrue, value_parser = FalseyValueParser::new())]
-    pub standby: bool,
-    /// The UID of this process's pod, by which a container that starts again does not take over a second time
-    #[arg(long, value_name = "UID", env = "LINKWISE_POD_UID", default_value = "")]
-    pub pod_uid: String,
 }
 
 /// The machine of a command.

@@ -7,7 +7,7 @@ use clap::error::{ContextKind, ContextValue};
 use linkwise_core::quote::excerpt;
 
 /// The names, and what to do instead.
-const REMOVED: [(&[&str], &str); 8] = [
+const REMOVED: [(&[&str], &str); 9] = [
     (&["gang"], "ready examples for kube-scheduler, Kueue, KAI and Volcano are in manifests/examples/claims"),
     (
         &["--traces-endpoint", "LINKWISE_TRACES_ENDPOINT", "linkwise.traces"],
@@ -27,6 +27,10 @@ const REMOVED: [(&[&str], &str); 8] = [
     ),
     (&["linkwise.filter.keepDisplay"], "use linkwise.filter.excludeDisplays: true instead of keepDisplay: false"),
     (&["demo", "simulate"], "use the program linkwise-lab"),
+    (
+        &["--standby", "LINKWISE_STANDBY"],
+        "no process stands by for a crash; leave it out, and take the container that has it out of the pod",
+    ),
     (&["LINKWISE_AGENT_PROGRAM"], "one program does it all; leave it out"),
 ];
 

@@ -45,7 +45,7 @@ pub(super) enum End {
 pub(super) async fn serve(args: &RunArgs, last_signals: &mut LastSignals) -> Result<End> {
     let (orders, hangup) = (OrderSignals::listen()?, listen(SignalKind::hangup(), "SIGHUP")?);
     let Wanted { settings, environment, state_dir, rights, dra, api } = Wanted::read(args).await?;
-    let position = Position::at(state_dir.as_deref(), args.takeover.standby, &args.takeover.pod_uid).await;
+    let position = Position::at(state_dir.as_deref(), &args.pod_uid).await;
     let admin_path = settings.admin_socket.value.clone();
     let admin = admin_path.as_deref().map(bind_admin).transpose()?.flatten();
     let seen = watch::Sender::default();
@@ -100,8 +100,7 @@ pub(super) async fn serve(args: &RunArgs, last_signals: &mut LastSignals) -> Res
 
     let (metrics, address, hosts) = (node.metrics().clone(), node.metrics_address(), node.hosts.clone());
     node.serve().await?;
-    // The container of a standby starts it again, as a standby.
-    if handed_over.is_cancelled() && !args.takeover.standby {
+    if handed_over.is_cancelled() {
         answer_probes(&metrics, (address, hosts), args.healthcheck_port, last_signals).await;
         return Ok(End::HandedOver);
     }

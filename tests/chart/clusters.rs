@@ -79,7 +79,7 @@ fn network_policy_opens_the_metrics_port_to_its_peers() {
     let policy = object(&objects, "NetworkPolicy", NAME);
     assert_eq!((&policy["spec"]["policyTypes"], &policy["spec"]["ingress"]), (&json!(["Ingress"]), &json!([])));
     let peer = "metrics.networkPolicy.from[0].namespaceSelector.matchLabels.team=monitoring";
-    let objects = helm.objects(&[on, peer, "metrics.port=9500", "devicePlugin.standby=true"]);
+    let objects = helm.objects(&[on, peer, "metrics.port=9500"]);
     let policy = object(&objects, "NetworkPolicy", NAME);
     let [rule] = list(policy, "/spec/ingress")[..] else { panic!("{policy}") };
     assert_eq!(rule["from"], json!([{"namespaceSelector": {"matchLabels": {"team": "monitoring"}}}]));
@@ -100,7 +100,7 @@ fn network_policy_opens_the_metrics_port_to_its_peers() {
 #[test]
 fn kubectl_exec_goes_to_the_program() {
     let Some(helm) = Helm::found() else { return };
-    for values in [&["gfd.enabled=true"][..], &["config.name=x", "devicePlugin.standby=true", "gfd.enabled=true"]] {
+    for values in [&["gfd.enabled=true"][..], &["config.name=x", "gfd.enabled=true"]] {
         for set in daemon_sets(&helm.objects(values)) {
             let annotation = "/spec/template/metadata/annotations/kubectl.kubernetes.io~1default-container";
             let name = set.pointer(annotation).and_then(Value::as_str).unwrap();

@@ -44,7 +44,6 @@ fn reused_values_lack_only_what_has_a_default() {
         "kubeletRootDir=null",
         "devicePlugin.resources=null",
         "devicePlugin.writeLabelsFile=null",
-        "devicePlugin.standby=null",
         "devicePlugin.extraEnv=null",
         "devicePlugin.extraVolumes=null",
         "devicePlugin.extraVolumeMounts=null",

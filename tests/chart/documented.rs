@@ -39,6 +39,7 @@ const UNLISTED: [&str; 4] = ["global", "nfd.enabled", "noTimestamp", "sleepInter
 
 /// Removed values, which the chart refuses with what to use instead.
 const REMOVED: &[&str] = &[
+    "devicePlugin.standby",
     "dra.groups",
     // Sets of GPUs as devices:
     "dra.sets",

@@ -101,7 +101,6 @@ fn programs_are_switched_on_and_off() {
         &["mps.enableHostNetwork=true"],
         &["devicePlugin.enableHostNetwork=true", "metrics.port=9410"],
         &["metrics.hidePodNames=true"],
-        &["devicePlugin.standby=true", "podMonitor.enabled=true"],
         &["podMonitor.enabled=true", "podMonitor.labels.release=prometheus"],
         &["dra.enabled=true"],
         &[

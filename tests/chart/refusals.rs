@@ -74,6 +74,7 @@ fn mig_on_demand_without_its_rights_is_refused() {
 fn removed_values_are_refused_with_what_to_use() {
     let Some(helm) = Helm::found() else { return };
     for (value, words) in [
+        ("devicePlugin.standby=true", ["devicePlugin.standby:", "leave it out", "restarts the container"]),
         ("dra.groups={2,6}", ["dra.groups:", "Leave it out", "linkwise claim --gpus N"]),
         (
             "config.map.a=linkwise: {dra: {groups: []}}",
@@ -87,7 +88,9 @@ fn removed_values_are_refused_with_what_to_use() {
     ] {
         refused(&helm, &[value], &words);
     }
-    assert!(!helm.objects(&["dra.groups=null"]).is_empty());
+    for taken in ["dra.groups=null", "devicePlugin.standby=false"] {
+        assert!(!helm.objects(&[taken]).is_empty());
+    }
 }
 
 #[test]
@@ -120,7 +123,6 @@ fn values_of_wrong_type_are_refused_by_name() {
         ("config.fallbackStrategies={first}", "config.fallbackStrategies"),
         ("devicePlugin.enabled=yes please", "devicePlugin.enabled"),
         ("devicePlugin.enableHostNetwork=1", "devicePlugin.enableHostNetwork"),
-        ("devicePlugin.standby=1", "devicePlugin.standby"),
         ("devicePlugin.extraEnv[0].value=x", "devicePlugin.extraEnv"),
         ("gfd.sleepInterval=60", "gfd.sleepInterval"),
         ("gfd.sleepInterval=often", "gfd.sleepInterval"),

@@ -109,25 +109,16 @@ async fn gpu_is_reset_between_release_and_resume() {
     setup.tell("recovery * 0");
     let (node, kubelet) = setup.serve(8).await;
     let labels = discovery(&node);
-    let spare = |node: &Node| {
-        let mut command = node.setup.command();
-        command.arg("--standby");
-        Process::of(command)
-    };
-    let first = spare(&node);
-    for process in [&labels, &first] {
-        said(process, 1, "NVML available").await;
-    }
+    said(&labels, 1, "NVML available").await;
     node.setup.tell("recovery 3 1");
     node.setup.tell("fall 3");
     kubelet.wait(|state| state.resources[GPU].unhealthy == [uuid(1, 3)].into()).await.unwrap();
     assert!(node.setup.try_tell("reset 3").is_err(), "our processes use the GPU");
     let words = ordered(&node, &["release"]).await;
     assert!(words.contains("no process of linkwise on this node holds the driver"), "{words}");
-    assert!(!driver_is_held(&node), "neither the spare nor gpu-feature-discovery");
+    assert!(!driver_is_held(&node), "nor does gpu-feature-discovery");
     // The release holds for processes that start later.
-    drop(first);
-    let second = spare(&node);
+    let second = discovery(&node);
     said(&second, 1, "an operator releases the driver").await;
     let mut tool = node.setup.tool(&["topology"]);
     tool.env("KUBELET_SOCKET", &node.setup.kubelet_socket);

@@ -154,20 +154,6 @@ async fn death_at_any_step_leaves_one_that_serves_from_1_37() {
 }
 
 #[tokio::test]
-async fn spare_serves_once_the_owner_is_killed() {
-    let setup = machine();
-    let (mut owner, kubelet) = owner(&setup, Connections::ByResource).await;
-    let spare = of_pod(&setup, "first", &["--standby"]);
-    spare.logged(|line| line["input"] == "Connected").await;
-    admits(&kubelet, "before").await;
-    owner.signal("KILL");
-    owner.ended().await;
-    stage(&spare, "Owning").await;
-    registered(&kubelet, 2, 8).await;
-    admits(&kubelet, "after").await;
-}
-
-#[tokio::test]
 async fn pod_that_handed_over_never_takes_over_again() {
     let setup = machine();
     let (owner, kubelet) = owner(&setup, Connections::ByResource).await;
@@ -175,33 +161,27 @@ async fn pod_that_handed_over_never_takes_over_again() {
     owner.said("another linkwise has taken over this node").await;
     owner.signal("KILL");
     let (_, _) = { owner }.ended().await;
+    stage(&next, "Owning").await;
+    next.logged(|line| line["phase"] == "serving").await;
     // Its container is started again.
+    let record: PathBuf = setup.kubelet_socket.with_file_name("linkwise").join("linkwise_health.json");
+    let before = until(async || std::fs::metadata(&record).and_then(|found| found.modified())).await;
+    let sockets = setup.sockets();
     let again = of_pod(&setup, "first", &[]);
     let line = again.said("another linkwise serves this node: standing by").await;
     assert_eq!((&line["takes_over"], &line["pod"]), (&false.into(), &"second".into()));
     admits(&kubelet, "pod").await;
-    // It serves where nobody else does.
-    next.signal("KILL");
-    stage(&again, "Owning").await;
-    registered(&kubelet, 3, 8).await;
-}
-
-#[tokio::test]
-async fn standby_is_unready_and_writes_nothing() {
-    let setup = machine();
-    let (_owner, kubelet) = owner(&setup, Connections::ByResource).await;
-    let record: PathBuf = setup.kubelet_socket.with_file_name("linkwise").join("linkwise_health.json");
-    // The owner writes it after its start.
-    let before = until(async || std::fs::metadata(&record).and_then(|found| found.modified())).await;
-    let sockets = setup.sockets();
-    let spare = of_pod(&setup, "second", &["--standby"]);
-    let up = spare.logged(|line| line["message"] == "linkwise is up").await;
+    // It is unready, and writes nothing.
+    let up = again.logged(|line| line["message"] == "linkwise is up").await;
     let address: std::net::SocketAddr = up["metrics"].as_str().unwrap().parse().unwrap();
-    spare.logged(|line| line["input"] == "Able").await;
+    again.logged(|line| line["input"] == "Able").await;
     let answer = super::node::get(address, "/readyz").await;
     assert!(answer.status == 503 && answer.body.contains("another linkwise serves this node"), "{answer:?}");
     assert_eq!(super::node::get(address, "/livez").await.status, 200);
     assert_eq!(std::fs::metadata(&record).unwrap().modified().unwrap(), before);
     assert_eq!(setup.sockets(), sockets);
-    drop(kubelet);
+    // It serves where nobody else does.
+    next.signal("KILL");
+    stage(&again, "Owning").await;
+    registered(&kubelet, 3, 8).await;
 }

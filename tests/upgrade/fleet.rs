@@ -44,20 +44,8 @@ impl World {
 
     /// Starts linkwise as the pod with this UID.
     pub async fn start(&self, uid: &str) -> Running {
-        self.start_as(uid, false).await
-    }
-
-    /// Starts the spare of the pod with this UID.
-    pub async fn start_spare(&self, uid: &str) -> Running {
-        self.start_as(uid, true).await
-    }
-
-    async fn start_as(&self, uid: &str, spare: bool) -> Running {
         let mut command = self.setup.command();
-        command
-            .env("LINKWISE_POD_UID", uid)
-            .env("LINKWISE_STANDBY", spare.to_string())
-            .env("LINKWISE_LOG", "linkwise=debug");
+        command.env("LINKWISE_POD_UID", uid).env("LINKWISE_LOG", "linkwise=debug");
         let process = Process::of(command);
         let up = process.logged(|line| line["message"] == "linkwise is up").await;
         Running { process, address: up["metrics"].as_str().unwrap().parse().unwrap() }
@@ -142,17 +130,6 @@ impl Running {
     /// Waits until no other plugin is beside it, as far as the kubelet goes.
     pub async fn settled(&self) {
         self.process.logged(|line| line["message"] == "kubelet" && line["phase"] == "serving").await;
-    }
-
-    /// Waits until it stands by and could serve.
-    pub async fn able(&self) {
-        self.process.logged(|line| line["message"] == "takeover" && line["input"] == "Able").await;
-    }
-
-    /// Kills it.
-    pub async fn kill(mut self) {
-        self.process.signal("KILL");
-        self.process.ended().await;
     }
 
     async fn readyz(&self) -> std::io::Result<String> {

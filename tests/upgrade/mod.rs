@@ -9,7 +9,6 @@
     reason = "what a helper cannot do fails the test"
 )]
 
-mod crash;
 mod daemon_set;
 mod fleet;
 use crate::run::node;

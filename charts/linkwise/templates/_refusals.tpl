@@ -72,6 +72,10 @@
 {{- fail "\ndra.sets: sets of GPUs are no devices any more; leave it out. Pods that ask for linkwise.dev/gpu-x4 and its like ask for nvidia.com/gpu instead, with dra.unchangedPods and dra.claimTemplates (docs/dra-pods.md), or have claims with groups (linkwise claim --gpus 4)." -}}
 {{- end -}}
 
+{{- if not (has ((.Values.devicePlugin).standby | toString) (list "<nil>" "false")) -}}
+{{- fail "\ndevicePlugin.standby: no process stands by for a crash; leave it out. The kubelet restarts the container." -}}
+{{- end -}}
+
 {{- if and $config.name $map -}}
 {{- fail (printf "\nconfig.name (%s) and config.map are both set: take the ConfigMap that exists, or the one that this chart makes." $config.name) -}}
 {{- end -}}

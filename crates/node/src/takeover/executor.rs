@@ -63,11 +63,10 @@ pub enum Position {
 }
 
 impl Position {
-    /// Looks whether another process serves this node. `standby`: never to take over from one that lives. `pod`: the UID
-    /// of this process's pod.
-    pub async fn at(folder: Option<&Path>, standby: bool, pod: &str) -> Self {
+    /// Looks whether another process serves this node. `pod`: the UID of this process's pod.
+    pub async fn at(folder: Option<&Path>, pod: &str) -> Self {
         let Some(folder) = folder.map(Path::to_owned) else { return Self::Alone };
-        let mut place = Place::new(folder, pod, standby);
+        let mut place = Place::new(folder, pod);
         match place.try_take().await {
             Some(Ok(Some(mut lock))) => {
                 place.write_owner(&mut lock);
@@ -517,7 +516,6 @@ impl Takeover {
 
     async fn perform(&mut self, action: Action) -> Result<()> {
         match action {
-            Action::SayStandBy => self.say(Word::StandBy).await,
             Action::SayTakeOver => {
                 self.readiness.takeover_failed(None);
                 (self.asked, self.gap, self.gap_begin) = (Instant::now(), Duration::ZERO, None);

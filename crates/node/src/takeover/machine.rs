@@ -136,8 +136,6 @@ pub enum Input {
 /// An order to the node. Orders are carried out in sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Action {
-    /// Tell the owner that this process stands by, and no more.
-    SayStandBy,
     SayTakeOver,
     /// Ask an owner that has no driver for its place.
     SayTakePlace,
@@ -315,8 +313,7 @@ impl TakeoverMachine {
             }
             (Stage::StandingBy, Input::Connected) => {
                 self.connected = true;
-                let asks = self.ask_if_due(now);
-                if asks.is_empty() { vec![Action::SayStandBy] } else { asks }
+                self.ask_if_due(now)
             }
             (Stage::StandingBy, Input::Tick) if self.is_due(now) => {
                 self.until = None;

@@ -23,8 +23,6 @@ const LONGEST: usize = 2 << 20;
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "word", rename_all = "kebab-case")]
 pub enum Word {
-    /// A spare waits for the end of this connection, and no more.
-    StandBy,
     /// A standby that could serve asks to take over.
     TakeOver {
         #[serde(default)]

@@ -14,20 +14,18 @@ pub struct Place {
     attempts: Attempts,
     /// The UID of this process's pod.
     pub pod: String,
-    /// True if this process never takes over from one that lives.
-    standby: bool,
     /// The owner that the lock's file named last.
     owner: Owner,
 }
 
 impl Place {
-    pub fn new(folder: PathBuf, pod: &str, standby: bool) -> Self {
-        Self { attempts: Attempts::at(&folder), folder, pod: pod.to_owned(), standby, owner: Owner::default() }
+    pub fn new(folder: PathBuf, pod: &str) -> Self {
+        Self { attempts: Attempts::at(&folder), folder, pod: pod.to_owned(), owner: Owner::default() }
     }
 
-    /// Returns true if this process takes over from the owner.
+    /// Returns true if this process takes over from the owner: a pod that has handed over does not.
     pub fn takes_over(&self) -> bool {
-        let takes_over = !self.standby && !self.owner.is_retired(&self.pod);
+        let takes_over = !self.owner.is_retired(&self.pod);
         let Owner { pod, version, .. } = &self.owner;
         tracing::info!(pod, version, takes_over, "another linkwise serves this node: standing by");
         takes_over

@@ -136,7 +136,6 @@ impl World {
 
     fn perform(&mut self, who: usize, action: Action) {
         match action {
-            Action::SayStandBy => {}
             Action::SayTakeOver => self.say(who, Input::TakeOver { joins: self.joins }),
             Action::SayTakePlace => {
                 if self.open == [true; 2] {
@@ -426,7 +425,7 @@ fn side_that_hangs_ends_the_takeover() {
 }
 
 #[test]
-fn spare_never_asks_and_serves_once_the_lock_is_free() {
+fn pod_that_handed_over_asks_nothing_and_serves_once_the_lock_is_free() {
     let mut world = World::new();
     world.processes[STANDBY].machine = TakeoverMachine::standby(Limits::default(), false);
     world.make(Move::Able);
@@ -529,7 +528,7 @@ fn failed_takeovers_come_after_growing_pauses() {
         let actions = machine.step(Input::Tick, now);
         assert!(actions.contains(&Action::Report(Outcome::Failed)), "{actions:?}");
         // The owner listens again at once; it is asked when the pause is over.
-        assert_eq!(machine.step(Input::Connected, now), [Action::SayStandBy]);
+        assert_eq!(machine.step(Input::Connected, now), []);
         assert_eq!(machine.wake(), Some(now + Duration::from_secs(pause)));
         now += Duration::from_secs(pause);
         assert_eq!(machine.step(Input::Tick, now), [Action::SayTakeOver]);
@@ -548,7 +547,7 @@ fn owner_without_the_lock_stands_by_for_the_one_that_has_it() {
         let actions = machine.step(Input::Held { successor }, now);
         assert_eq!(actions[..2], [Action::Files(false), Action::Plugins(false)]);
         assert_eq!((machine.stage(), machine.claims()), (Stage::StandingBy, ClaimsTurn::Away));
-        assert_eq!(machine.step(Input::Connected, now), [Action::SayStandBy], "not at once");
+        assert_eq!(machine.step(Input::Connected, now), [], "not at once");
         let asks = machine.step(Input::Tick, machine.wake().unwrap());
         assert_eq!(asks.contains(&Action::SayTakeOver), successor);
         // A lock that is free brings all of it back.
