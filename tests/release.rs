@@ -2,7 +2,7 @@
 //! `docker build` is given of the repository.
 
 use std::fs;
-use std::io::{BufRead, BufReader, Read as _, Write as _};
+use std::io::{BufRead, BufReader, Read as _};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStderr, Command, Output, Stdio};
@@ -17,16 +17,10 @@ fn repository(path: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join(path)
 }
 
-/// A program of `make tools` or on the PATH, or none and a word of why.
-fn tool(name: &str, argument: &str) -> Option<PathBuf> {
-    let places = [repository("target/tools").join(name), PathBuf::from(name)];
-    let works =
-        |place: &PathBuf| Command::new(place).arg(argument).output().is_ok_and(|output| output.status.success());
-    let found = places.into_iter().find(works);
-    if found.is_none() {
-        let _ = writeln!(std::io::stderr(), "skipped: no {name} here; see CONTRIBUTING.md");
-    }
-    found
+/// A program of `make tools`, else the one on the PATH.
+fn tool(name: &str) -> PathBuf {
+    let brought = repository("target/tools").join(name);
+    if brought.exists() { brought } else { name.into() }
 }
 
 fn run(command: &mut Command) -> Result<String, String> {
@@ -84,10 +78,8 @@ impl Tree {
 const VERSION: &str = env!("CARGO_PKG_VERSION");
 
 #[test]
+#[cfg_attr(not(has_git), ignore = "no git here")]
 fn release_refuses_versions_that_disagree() {
-    if tool("git", "--version").is_none() {
-        return;
-    }
     for (path, line, says) in [
         ("lab/Cargo.toml", format!("version = \"{VERSION}\""), "lab/Cargo.toml 9.9.9"),
         ("charts/linkwise/Chart.yaml", format!("\nversion: {VERSION}"), "version in charts/linkwise/Chart.yaml 9.9.9"),
@@ -112,10 +104,8 @@ fn release_refuses_versions_that_disagree() {
 }
 
 #[test]
+#[cfg_attr(not(has_git), ignore = "no git here")]
 fn untagged_tree_is_a_snapshot_and_is_not_published() {
-    if tool("git", "--version").is_none() {
-        return;
-    }
     let tree = Tree::new("clone");
     let commit = tree.git(&["rev-parse", "--short=12", "HEAD"]);
     assert_eq!(tree.script("version.sh", &[]).unwrap(), format!("{VERSION}-snapshot.g{commit}"));
@@ -138,8 +128,9 @@ fn untagged_tree_is_a_snapshot_and_is_not_published() {
 }
 
 #[test]
+#[cfg_attr(not(all(has_git, has_helm)), ignore = "no git, helm here: make tools brings them")]
 fn chart_package_depends_on_the_commit_alone() {
-    let (Some(_), Some(helm)) = (tool("git", "--version"), tool("helm", "version")) else { return };
+    let helm = tool("helm");
     let packed = ["clone", "another-clone"].map(|name| {
         let tree = Tree::new(name);
         let pack = tree.at.join("release/chart.sh");
@@ -184,12 +175,12 @@ impl Drop for Registry {
 }
 
 #[test]
+#[cfg_attr(
+    not(all(has_git, has_helm, has_docker_registry)),
+    ignore = "no git, helm, docker-registry here: make tools brings them"
+)]
 fn pushed_chart_is_pulled_as_it_was_packed() {
-    let (Some(_), Some(helm), Some(registry)) =
-        (tool("git", "--version"), tool("helm", "version"), tool("docker-registry", "--version"))
-    else {
-        return;
-    };
+    let (helm, registry) = (tool("helm"), tool("docker-registry"));
     let tree = Tree::new("clone");
     fs::write(tree.at.join("release/owner"), "somebody\n").unwrap();
     tree.git(&["commit", "--quiet", "--all", "--message", "an owner"]);
@@ -217,15 +208,12 @@ fn pushed_chart_is_pulled_as_it_was_packed() {
 }
 
 #[test]
+#[cfg_attr(
+    not(all(has_git, has_clone, has_helm, has_jq)),
+    ignore = "no git, clone, helm, jq here: make tools brings them"
+)]
 fn packed_release_is_reproducible_and_its_checksums_verify() {
-    let (Some(helm), Some(_), Some(_)) = (tool("helm", "version"), tool("git", "--version"), tool("jq", "--version"))
-    else {
-        return;
-    };
-    if !repository(".git").exists() {
-        let _ = writeln!(std::io::stderr(), "skipped: no git clone, of which a release is made");
-        return;
-    }
+    let helm = tool("helm");
     let folder = tempfile::tempdir().unwrap();
     let built = folder.path().join("built");
     fs::create_dir(&built).unwrap();
@@ -261,13 +249,12 @@ fn packed_release_is_reproducible_and_its_checksums_verify() {
 }
 
 #[test]
+#[cfg_attr(not(all(has_shellcheck, has_actionlint)), ignore = "no shellcheck, actionlint here: make tools brings them")]
 fn workflows_and_scripts_of_a_release_are_sound() {
     let scripts = fs::read_dir(repository("release")).unwrap().map(|entry| entry.unwrap().path());
     let scripts: Vec<PathBuf> = scripts.filter(|path| path.extension().is_some_and(|name| name == "sh")).collect();
-    let shellcheck = tool("shellcheck", "--version");
-    if let Some(shellcheck) = &shellcheck {
-        run(Command::new(shellcheck).arg("-x").args(&scripts).current_dir(repository(""))).unwrap();
-    }
+    let shellcheck = tool("shellcheck");
+    run(Command::new(&shellcheck).arg("-x").args(&scripts).current_dir(repository(""))).unwrap();
     let workflows = fs::read_dir(repository(".github/workflows")).unwrap().map(|entry| entry.unwrap().path());
     let workflows: Vec<PathBuf> = workflows.collect();
     // Whoever can move a tag of an action could change a release.
@@ -279,10 +266,7 @@ fn workflows_and_scripts_of_a_release_are_sound() {
             assert!(commit.len() == 40 && commit.bytes().all(|byte| byte.is_ascii_hexdigit()), "{action}");
         }
     }
-    if let Some(actionlint) = tool("actionlint", "--version") {
-        let shellcheck = shellcheck.unwrap_or_default();
-        run(Command::new(actionlint).arg("-shellcheck").arg(shellcheck).args(&workflows)).unwrap();
-    }
+    run(Command::new(tool("actionlint")).arg("-shellcheck").arg(shellcheck).args(&workflows)).unwrap();
 }
 
 /// Sources and place of a COPY out of the repository.

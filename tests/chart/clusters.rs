@@ -16,8 +16,9 @@ fn test_pod(objects: &[Value]) -> &Value {
 
 /// The SCC of the overlay `openshift` and the chart's differ in their names only, and in what a token takes.
 #[test]
+#[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
 fn openshift_constraints_are_those_of_the_overlay() {
-    let Some(helm) = Helm::found() else { return };
+    let helm = Helm::found();
     let text = fs::read_to_string(repository("manifests/overlays/openshift/scc.yaml")).unwrap();
     let mut expected: Value = serde_saphyr::from_str(&text).unwrap();
     for (values, volumes) in [
@@ -57,8 +58,9 @@ fn openshift_constraints_are_those_of_the_overlay() {
 }
 
 #[test]
+#[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
 fn quota_admits_the_priority_of_the_pods() {
-    let Some(helm) = Helm::found() else { return };
+    let helm = Helm::found();
     let objects = helm.objects(&["resourceQuota.enabled=true", "priorityClassName=system-cluster-critical"]);
     let quota = object(&objects, "ResourceQuota", &format!("{NAME}-priority"));
     let scope = &quota["spec"]["scopeSelector"]["matchExpressions"][0];
@@ -70,8 +72,9 @@ fn quota_admits_the_priority_of_the_pods() {
 
 /// Off by default; with peers, they alone get the ports that the plugin's pods have.
 #[test]
+#[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
 fn network_policy_opens_the_metrics_port_to_its_peers() {
-    let Some(helm) = Helm::found() else { return };
+    let helm = Helm::found();
     let has_policy = |objects: &[Value]| objects.iter().any(|one| one["kind"] == "NetworkPolicy");
     assert!(!has_policy(&helm.objects(&[])));
     let on = "metrics.networkPolicy.enabled=true";
@@ -98,8 +101,9 @@ fn network_policy_opens_the_metrics_port_to_its_peers() {
 
 /// `kubectl exec POD -- linkwise doctor` goes to the program, whatever stands beside it in the pod.
 #[test]
+#[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
 fn kubectl_exec_goes_to_the_program() {
-    let Some(helm) = Helm::found() else { return };
+    let helm = Helm::found();
     for values in [&["gfd.enabled=true"][..], &["config.name=x", "gfd.enabled=true"]] {
         for set in daemon_sets(&helm.objects(values)) {
             let annotation = "/spec/template/metadata/annotations/kubectl.kubernetes.io~1default-container";
@@ -111,8 +115,9 @@ fn kubectl_exec_goes_to_the_program() {
 }
 
 #[test]
+#[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
 fn test_pod_has_the_least_privileges() {
-    let Some(helm) = Helm::found() else { return };
+    let helm = Helm::found();
     for values in [&[][..], &["migStrategy=mixed"], &["securityContext.privileged=true"], &["dra.enabled=true"]] {
         let objects = helm.objects(values);
         let pod = test_pod(&objects);
@@ -132,8 +137,9 @@ fn test_pod_has_the_least_privileges() {
 
 /// Its controller would adopt it, and delete it or count it.
 #[test]
+#[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
 fn test_pod_belongs_to_no_daemonset() {
-    let Some(helm) = Helm::found() else { return };
+    let helm = Helm::found();
     for values in [&["gfd.enabled=true"][..], &["selectorLabelsOverride.app=gpu"]] {
         let objects = helm.objects(values);
         let labels = test_pod(&objects)["metadata"]["labels"].as_object().unwrap();
@@ -150,8 +156,9 @@ fn test_pod_belongs_to_no_daemonset() {
 
 /// The pod ends before helm does (5 minutes), the command before the pod; and it looks where the pod has the folders.
 #[test]
+#[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
 fn test_pod_runs_a_command_that_ends() {
-    let Some(helm) = Helm::found() else { return };
+    let helm = Helm::found();
     let objects = helm.objects(&["dra.enabled=true", "kubeletRootDir=/var/lib/k0s/kubelet"]);
     let pod = test_pod(&objects);
     let command: Vec<&str> =

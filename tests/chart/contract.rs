@@ -24,8 +24,9 @@ fn with_nvidias_file(helm: &Helm, values: &[&str]) -> Vec<Value> {
 }
 
 #[test]
+#[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
 fn nvidias_values_file_gives_our_objects() {
-    let Some(helm) = Helm::found() else { return };
+    let helm = Helm::found();
     let ours = lines(&helm.objects(&[]));
     // The file has another affinity, and its image is not ours.
     insta::assert_snapshot!(difference(&ours, &lines(&with_nvidias_file(&helm, &[]))));
@@ -33,8 +34,9 @@ fn nvidias_values_file_gives_our_objects() {
 
 /// `helm upgrade --reuse-values` takes the values of the chart that was installed, in which ours are missing.
 #[test]
+#[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
 fn reused_values_lack_only_what_has_a_default() {
-    let Some(helm) = Helm::found() else { return };
+    let helm = Helm::found();
     let missing = [
         "configManager=null",
         "metrics=null",
@@ -66,8 +68,9 @@ fn reused_values_lack_only_what_has_a_default() {
 }
 
 #[test]
+#[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
 fn names_are_nvidias_and_follow_the_overrides() {
-    let Some(helm) = Helm::found() else { return };
+    let helm = Helm::found();
     for (values, prefix, namespace) in [
         (&[][..], "nvdp-nvidia-device-plugin", "gpu"),
         (&["nameOverride=nvdp-plugin"], "nvdp-nvdp-plugin", "gpu"),
@@ -105,8 +108,9 @@ fn names_are_nvidias_and_follow_the_overrides() {
 }
 
 #[test]
+#[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
 fn selectors_are_nvidias_and_match_their_pods() {
-    let Some(helm) = Helm::found() else { return };
+    let helm = Helm::found();
     let usual =
         serde_json::json!({"app.kubernetes.io/instance": "nvdp", "app.kubernetes.io/name": "nvidia-device-plugin"});
     let own = serde_json::json!({"app": "gpus"});
@@ -144,8 +148,9 @@ fn container<'a>(objects: &'a [Value], set: &str, name: &str) -> &'a Value {
 
 /// Which value becomes which variable of which program: NVIDIA's chart 0.20, apart from those that ours does not need.
 #[test]
+#[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
 fn programs_get_nvidias_variables() {
-    let Some(helm) = Helm::found() else { return };
+    let helm = Helm::found();
     let table: [(&str, &str, &str, bool, bool); 15] = [
         // value, variable, its value, for gpu-feature-discovery too, for the MPS daemon too
         ("migStrategy=single", "MIG_STRATEGY", "single", true, true),
@@ -178,10 +183,11 @@ fn programs_get_nvidias_variables() {
 }
 
 #[test]
+#[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
 fn each_program_reads_its_variables() {
     // Read by the NVIDIA container runtime.
     const RUNTIMES: [&str; 3] = ["NVIDIA_VISIBLE_DEVICES", "NVIDIA_DRIVER_CAPABILITIES", "NVIDIA_MIG_MONITOR_DEVICES"];
-    let Some(helm) = Helm::found() else { return };
+    let helm = Helm::found();
     let values = ["failOnInitError=true", "migStrategy=mixed", "gfd.noTimestamp=true", "gfd.sleepInterval=60s"];
     let settings =
         ["compatWithCPUManager=true", "deviceListStrategy=cdi-cri", "deviceIDStrategy=uuid", "nvidiaDevRoot=/"];
@@ -201,8 +207,9 @@ fn each_program_reads_its_variables() {
 }
 
 #[test]
+#[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
 fn configuration_files_stay_as_they_are() {
-    let Some(helm) = Helm::found() else { return };
+    let helm = Helm::found();
     let folder = tempfile::tempdir().unwrap();
     let texts = [
         "version: v1\n",
@@ -223,8 +230,9 @@ fn configuration_files_stay_as_they_are() {
 
 /// Every mount has its volume, every volume its mount, every port of a probe its name.
 #[test]
+#[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
 fn mounts_volumes_and_ports_belong_together() {
-    let Some(helm) = Helm::found() else { return };
+    let helm = Helm::found();
     let hosts = ["devicePlugin.enableHostNetwork=true", "deviceListStrategy=cdi-cri\\,volume-mounts"];
     for values in [&[][..], &ALL, &["config.map.default=", "gfd.enabled=true"], &hosts, &["nvidiaDriverRoot=/x"]] {
         let objects = helm.objects(values);

@@ -20,8 +20,9 @@ fn section(values: &[&str], before: &Lines, after: &Lines) -> String {
 }
 
 #[test]
+#[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
 fn helm_lint_finds_nothing() {
-    let Some(helm) = Helm::found() else { return };
+    let helm = Helm::found();
     for values in [
         &[][..],
         &[
@@ -38,14 +39,16 @@ fn helm_lint_finds_nothing() {
 }
 
 #[test]
+#[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
 fn defaults_give_these_objects() {
-    let Some(helm) = Helm::found() else { return };
+    let helm = Helm::found();
     assert_snapshot!(difference(&Lines::default(), &lines(&helm.objects(&[]))));
 }
 
 #[test]
+#[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
 fn settings_become_variables() {
-    let Some(helm) = Helm::found() else { return };
+    let helm = Helm::found();
     let entries = [
         &["migStrategy=none"][..],
         &["migStrategy=mixed"],
@@ -67,8 +70,9 @@ fn settings_become_variables() {
 }
 
 #[test]
+#[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
 fn configurations_bring_config_manager() {
-    let Some(helm) = Helm::found() else { return };
+    let helm = Helm::found();
     let shared =
         "config.map.shared=version: v1\nsharing: {timeSlicing: {resources: [{name: nvidia.com/gpu\\, replicas: 4}]}}";
     let one = "config.map.only=version: v1";
@@ -90,8 +94,9 @@ fn configurations_bring_config_manager() {
 }
 
 #[test]
+#[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
 fn programs_are_switched_on_and_off() {
-    let Some(helm) = Helm::found() else { return };
+    let helm = Helm::found();
     let entries = [
         &["gfd.enabled=true"][..],
         &["devicePlugin.enabled=false"],
@@ -146,8 +151,9 @@ fn programs_are_switched_on_and_off() {
 
 /// An older API server does not know such a policy, and refuses the release. Exact claims need none.
 #[test]
+#[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
 fn policy_for_several_claims_is_there_from_kubernetes_1_36() {
-    let Some(helm) = Helm::found() else { return };
+    let helm = Helm::found();
     let shipped = |kind: &str| {
         let file = if kind.ends_with("Binding") { "binding" } else { "policy" };
         let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("manifests/dra/several-claims/{file}.yaml"));
@@ -175,8 +181,9 @@ fn policy_for_several_claims_is_there_from_kubernetes_1_36() {
 }
 
 #[test]
+#[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
 fn pods_take_what_every_chart_has() {
-    let Some(helm) = Helm::found() else { return };
+    let helm = Helm::found();
     let digest = format!("image.digest=sha256:{}", "ab".repeat(32));
     let entries = [
         &["image.repository=registry.example/linkwise", "image.tag=v1.2.3", "image.pullPolicy=Always"][..],
@@ -199,8 +206,9 @@ fn pods_take_what_every_chart_has() {
 
 /// The examples in NVIDIA's README for 0.20, by their `--set`.
 #[test]
+#[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
 fn examples_of_nvidias_readme_are_taken() {
-    let Some(helm) = Helm::found() else { return };
+    let helm = Helm::found();
     let file = |name: &str, strategy: &str| {
         let plugin = "plugin: {passDeviceSpecs: false\\, deviceListStrategy: envvar\\, deviceIDStrategy: uuid}";
         let flags = format!("migStrategy: {strategy}\\, failOnInitError: true\\, nvidiaDriverRoot: \"/\"\\, {plugin}");

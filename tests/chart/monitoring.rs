@@ -11,8 +11,9 @@ fn text(file: &str) -> String {
 }
 
 #[test]
+#[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
 fn rules_are_those_of_the_manifests() {
-    let Some(helm) = Helm::found() else { return };
+    let helm = Helm::found();
     let objects = helm.objects(&["prometheusRule.enabled=true", "prometheusRule.labels.release=prometheus"]);
     let rule = object(&objects, "PrometheusRule", "nvdp-nvidia-device-plugin");
     let ours: Value = serde_saphyr::from_str(&text("rules.yaml")).unwrap();
@@ -21,8 +22,9 @@ fn rules_are_those_of_the_manifests() {
 }
 
 #[test]
+#[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
 fn runbooks_are_where_the_value_says() {
-    let Some(helm) = Helm::found() else { return };
+    let helm = Helm::found();
     let place = "https://git.example.com/linkwise/";
     let objects = helm.objects(&["prometheusRule.enabled=true", &format!("prometheusRule.runbookUrl={place}")]);
     let rule = object(&objects, "PrometheusRule", "nvdp-nvidia-device-plugin").to_string();
@@ -32,8 +34,9 @@ fn runbooks_are_where_the_value_says() {
 }
 
 #[test]
+#[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
 fn dashboards_are_those_of_the_manifests() {
-    let Some(helm) = Helm::found() else { return };
+    let helm = Helm::found();
     let objects = helm.objects(&["grafanaDashboards.enabled=true"]);
     for name in ["fleet", "node"] {
         let map = object(&objects, "ConfigMap", &format!("nvdp-nvidia-device-plugin-dashboard-{name}"));

@@ -39,8 +39,9 @@ fn check(objects: &[Value], values: &[&str], admins: &[&str]) {
 }
 
 #[test]
+#[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
 fn only_mps_is_privileged_and_sys_admin_is_asked_for() {
-    let Some(helm) = Helm::found() else { return };
+    let helm = Helm::found();
     let (plugin, both) = ("nvidia-device-plugin-ctr", ["nvidia-device-plugin-ctr", "gpu-feature-discovery-ctr"]);
     let two = ["config.map.a=flags: {migStrategy: mixed}", "config.map.default=flags: {migStrategy: none}"];
     for (values, admins) in [
@@ -70,8 +71,9 @@ fn only_mps_is_privileged_and_sys_admin_is_asked_for() {
 }
 
 #[test]
+#[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
 fn given_security_context_replaces_ours() {
-    let Some(helm) = Helm::found() else { return };
+    let helm = Helm::found();
     let values =
         ["securityContext.privileged=true", "gfd.enabled=true", "gfd.securityContext.runAsUser=0", "config.name=x"];
     let objects = helm.objects(&values);
@@ -91,8 +93,9 @@ fn given_security_context_replaces_ours() {
 const TOKEN: &str = "/var/run/secrets/kubernetes.io/serviceaccount";
 
 #[test]
+#[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
 fn token_is_mounted_only_where_the_api_is_called() {
-    let Some(helm) = Helm::found() else { return };
+    let helm = Helm::found();
     let managers = ["nvidia-device-plugin", "gpu-feature-discovery", "mps-control-daemon"];
     let managers = managers.iter().flat_map(|name| [format!("{name}-init"), format!("{name}-sidecar")]);
     let managers: BTreeSet<String> = managers.chain(["gpu-feature-discovery-ctr".to_owned()]).collect();
@@ -114,8 +117,9 @@ fn token_is_mounted_only_where_the_api_is_called() {
 }
 
 #[test]
+#[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
 fn rights_are_those_that_the_programs_need() {
-    let Some(helm) = Helm::found() else { return };
+    let helm = Helm::found();
     let nodes = json!({"apiGroups": [""], "resources": ["nodes"], "verbs": ["list", "watch"]});
     let features = json!({"apiGroups": ["nfd.k8s-sigs.io"], "resources": ["nodefeatures"],
                           "verbs": ["get", "create", "patch", "delete"]});

@@ -11,8 +11,9 @@ fn refused(helm: &Helm, values: &[&str], words: &[&str]) {
 }
 
 #[test]
+#[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
 fn unknown_values_are_refused_by_name() {
-    let Some(helm) = Helm::found() else { return };
+    let helm = Helm::found();
     for (value, place, name) in [
         ("migStrategies=mixed", "(root)", "migStrategies"),
         ("namespace=gpu", "(root)", "namespace"),
@@ -31,8 +32,9 @@ fn unknown_values_are_refused_by_name() {
 }
 
 #[test]
+#[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
 fn dra_needs_the_plugin_and_gpus() {
-    let Some(helm) = Helm::found() else { return };
+    let helm = Helm::found();
     refused(&helm, &["dra.enabled=true", "devicePlugin.enabled=false"], &["dra.enabled", "devicePlugin.enabled"]);
     refused(&helm, &["dra.enabled=true", "dra.gpus="], &["dra.gpus", "configuration file"]);
     assert!(helm.template(&set(&["dra.enabled=true", "dra.gpus=", "config.name=external"])).is_ok());
@@ -45,8 +47,9 @@ fn dra_needs_the_plugin_and_gpus() {
 }
 
 #[test]
+#[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
 fn mig_on_demand_without_its_rights_is_refused() {
-    let Some(helm) = Helm::found() else { return };
+    let helm = Helm::found();
     let (dra, on, rights) = ("dra.enabled=true", "dra.dynamicMig=true", "dra.migRights=true");
     let file = "config.map.a=linkwise: {dra: {dynamicMig: true}}";
     let words = ["SYS_ADMIN", "mig/config", "Set dra.migRights=true", "docs/mig.md"];
@@ -71,8 +74,9 @@ fn mig_on_demand_without_its_rights_is_refused() {
 }
 
 #[test]
+#[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
 fn removed_values_are_refused_with_what_to_use() {
-    let Some(helm) = Helm::found() else { return };
+    let helm = Helm::found();
     for (value, words) in [
         ("devicePlugin.standby=true", ["devicePlugin.standby:", "leave it out", "restarts the container"]),
         ("dra.groups={2,6}", ["dra.groups:", "Leave it out", "linkwise claim --gpus N"]),
@@ -94,8 +98,9 @@ fn removed_values_are_refused_with_what_to_use() {
 }
 
 #[test]
+#[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
 fn sets_as_devices_are_refused_unless_off() {
-    let Some(helm) = Helm::found() else { return };
+    let helm = Helm::found();
     // Sets of GPUs as devices:
     for value in ["dra.sets=auto", "dra.sets=on", "dra.sets=true"] {
         refused(&helm, &[value], &["dra.sets", "nvidia.com/gpu", "docs/dra-pods.md", "linkwise claim --gpus 4"]);
@@ -107,8 +112,9 @@ fn sets_as_devices_are_refused_unless_off() {
 }
 
 #[test]
+#[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
 fn values_of_wrong_type_are_refused_by_name() {
-    let Some(helm) = Helm::found() else { return };
+    let helm = Helm::found();
     for (value, name) in [
         ("migStrategy=all", "migStrategy"),
         ("failOnInitError=perhaps", "failOnInitError"),
@@ -148,8 +154,9 @@ fn values_of_wrong_type_are_refused_by_name() {
 }
 
 #[test]
+#[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
 fn nfd_is_refused_with_the_command_that_installs_it() {
-    let Some(helm) = Helm::found() else { return };
+    let helm = Helm::found();
     let command = "helm install nfd oci://registry.k8s.io/nfd/charts/node-feature-discovery --version 0.19.0";
     refused(&helm, &["nfd.enabled=true"], &["nfd.enabled", command, "deviceLabelFields"]);
     for taken in
@@ -160,8 +167,9 @@ fn nfd_is_refused_with_the_command_that_installs_it() {
 }
 
 #[test]
+#[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
 fn values_that_contradict_are_refused_with_the_reason() {
-    let Some(helm) = Helm::found() else { return };
+    let helm = Helm::found();
     let (a, b) = ("config.map.a=version: v1", "config.map.b=version: v1");
     for (values, words) in [
         (&["namespaceOverride=default"][..], &["--namespace", "allowDefaultNamespace"][..]),

@@ -19,21 +19,14 @@ use crate::run::node::{Process, until};
 const TIMES: usize = 3;
 
 #[allow(clippy::disallowed_methods, reason = "the environment names the older program")]
-fn older_program() -> Option<PathBuf> {
-    let path = std::env::var_os("LINKWISE_OLDER").map(PathBuf::from);
-    if path.is_none() {
-        #[allow(clippy::print_stdout, reason = "the harness shows why a test did nothing")]
-        {
-            println!("skipped: LINKWISE_OLDER names no program of an older release");
-        }
-    }
-    path
+fn older_program() -> PathBuf {
+    std::env::var_os("LINKWISE_OLDER").expect("LINKWISE_OLDER names a program: make test-upgrade").into()
 }
 
 /// The same settings; the older program.
 fn as_older(command: &Command) -> Command {
     let command = command.as_std();
-    let mut older = Command::new(older_program().unwrap());
+    let mut older = Command::new(older_program());
     older.args(command.get_args()).env_clear();
     for (name, value) in command.get_envs() {
         older.env(name, value.unwrap());
@@ -126,9 +119,6 @@ async fn there_and_back(mut world: World, programs: [fn(&Node) -> Command; 2], k
 #[tokio::test]
 #[ignore = "needs LINKWISE_OLDER: make test-upgrade"]
 async fn upgrade_and_way_back_lose_no_claim() {
-    if older_program().is_none() {
-        return;
-    }
     for how in [Change::Surged, Change::Restarted, Change::Killed] {
         let world = World::of_gpus(Connections::ByResource, Duration::from_secs(1)).await;
         let world = World { sets: vec![vec!["gpu-4"], vec!["gpu-5", "gpu-6"]], ..world };
@@ -139,9 +129,6 @@ async fn upgrade_and_way_back_lose_no_claim() {
 #[tokio::test]
 #[ignore = "needs LINKWISE_OLDER: make test-upgrade"]
 async fn upgrade_and_way_back_keep_mig_devices_that_claims_have() {
-    if older_program().is_none() {
-        return;
-    }
     for how in [Change::Surged, Change::Restarted, Change::Killed] {
         let world = World::of_mig(Connections::ByResource, Duration::from_secs(1)).await;
         let world = World { sets: vec![vec!["gpu-1"], vec![dra_mig::OTHER]], ..world };

@@ -58,12 +58,12 @@ pub fn kustomization(words: &[String]) -> Option<&str> {
     (words[0] == "kubectl").then(|| options(words, &["-k"])).and_then(|folders| folders.first().copied())
 }
 
-/// The objects of a folder, in the namespace of the command where it names one; `None` without kubectl.
+/// The objects of a folder, in the namespace of the command where it names one; `None` for another command.
 pub fn folder_objects(typed: &Typed) -> Option<Vec<Value>> {
     let words = typed.parts().remove(0);
     let path = repository(kustomization(&words)?);
     assert!(path.join("kustomization.yaml").is_file(), "{}: no folder {}", typed.place, path.display());
-    let mut objects = rendered(&path)?;
+    let mut objects = rendered(&path);
     if let Some(namespace) = options(&words, &NAMESPACE).first() {
         objects.iter_mut().for_each(|object| object["metadata"]["namespace"] = json!(namespace));
     }

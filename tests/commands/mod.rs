@@ -120,8 +120,9 @@ fn other_linkwise_commands_are_known() {
 
 /// With the flags and files of the page: a value that the chart refuses fails.
 #[test]
+#[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
 fn helm_commands_render() {
-    let Some(helm) = Helm::found() else { return };
+    let helm = Helm::found();
     let commands = all().concat();
     let ours = commands.iter().filter(|typed| is_our_chart(&typed.parts()[0]));
     let rendered = ours.map(|typed| chart(&helm, typed)).inspect(|objects| assert!(!objects.is_empty())).count();
@@ -129,12 +130,13 @@ fn helm_commands_render() {
 }
 
 #[test]
+#[cfg_attr(not(has_kubectl), ignore = "no kubectl or kustomize here: make tools brings it")]
 fn folders_of_kubectl_render() {
     let commands = all().concat();
     let ours: Vec<&Typed> = commands.iter().filter(|typed| kustomization(&typed.parts()[0]).is_some()).collect();
     assert!(ours.len() > 6, "{} commands", ours.len());
     for typed in ours {
-        let Some(objects) = folder_objects(typed) else { return };
+        let objects = folder_objects(typed).unwrap();
         assert!(!objects.is_empty(), "{}", typed.place);
     }
 }
@@ -142,9 +144,10 @@ fn folders_of_kubectl_render() {
 /// The objects that commands of a page name are those that the page's own commands make: those of the same block where it
 /// installs anything; else those of the page, of the base and of the plugin that was there.
 #[test]
+#[cfg_attr(not(all(has_helm, has_kubectl)), ignore = "no helm or kubectl here: make tools brings them")]
 fn kubectl_names_what_is_installed() {
-    let Some(helm) = Helm::found() else { return };
-    let Some(base) = kustomize::rendered(&repository("manifests/base")) else { return };
+    let helm = Helm::found();
+    let base = kustomize::rendered(&repository("manifests/base"));
     let mut named = 0;
     for commands in all() {
         let mut page: Vec<(usize, Vec<Value>)> = Vec::new();

@@ -29,8 +29,9 @@ fn notes(helm: &Helm, chart: &Path, release: &str, flags: &[&str]) -> (String, V
 }
 
 #[test]
+#[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
 fn commands_of_the_notes_name_what_is_installed() {
-    let Some(helm) = Helm::found() else { return };
+    let helm = Helm::found();
     let chart = with_notes();
     for (release, flags) in [
         ("linkwise", &["-n", "linkwise"][..]),
@@ -62,8 +63,9 @@ fn commands_of_the_notes_name_what_is_installed() {
 }
 
 #[test]
+#[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
 fn notes_without_the_plugin_have_no_test() {
-    let Some(helm) = Helm::found() else { return };
+    let helm = Helm::found();
     let chart = with_notes();
     let (text, _) =
         notes(&helm, chart.path(), "a", &["-n", "b", "--set", "devicePlugin.enabled=false,gfd.enabled=true"]);

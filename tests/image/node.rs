@@ -192,7 +192,7 @@ impl Node {
         };
         let flag = |value| [if is_json(value) { "--set-json" } else { "--set" }, value];
         let args: Vec<&str> = values.iter().copied().chain([port.as_str()]).flat_map(flag).collect();
-        let helm = Helm::found().expect("no helm: `make tools` brings it");
+        let helm = Helm::found();
         helm.template(&args).unwrap_or_else(|error| panic!("{values:?}: {error}"))
     }
 

@@ -6,6 +6,7 @@ use crate::monitoring::{list, passes, read, repository, text};
 const CASES: &str = "tests/monitoring/dcgm.yaml";
 
 #[test]
+#[cfg_attr(not(has_promtool), ignore = "no promtool here: make tools brings it")]
 fn documented_query_is_the_one_that_promtool_tries() {
     let cases = read(CASES);
     let mut queries = list(&cases, "tests").flat_map(|case| list(case, "promql_expr_test"));

@@ -12,7 +12,7 @@ use linkwise_host::mps::{Limits, Marker, NotReady, Orders, exclusive_gpus, readi
 use tokio::time::timeout;
 
 use crate::mps::command::{Daemon, MACHINE, configure, sharing, wanted};
-use crate::mps::node::{LIMIT, Node, can_mount, kill, runs, until};
+use crate::mps::node::{LIMIT, Node, kill, runs, until};
 
 const NOTHING: &str = "version: v1\n";
 
@@ -42,10 +42,8 @@ fn ready(node: &Node, order: &MpsOrder) -> Result<(), String> {
 }
 
 #[tokio::test]
+#[cfg_attr(not(may_mount), ignore = "no right to mount here (root, CAP_SYS_ADMIN)")]
 async fn daemon_of_claims_serves_while_it_is_ordered() {
-    if !can_mount() {
-        return;
-    }
     let node = Node::new();
     let (whole, part) = (order(&[1, 4], 30, true), order(&[6], 50, false));
     let names = put(&node, &[1, 4, 6], &[whole.clone(), part.clone()]);
@@ -73,10 +71,8 @@ async fn daemon_of_claims_serves_while_it_is_ordered() {
 }
 
 #[tokio::test]
+#[cfg_attr(not(may_mount), ignore = "no right to mount here (root, CAP_SYS_ADMIN)")]
 async fn orders_that_are_wrong_change_nothing() {
-    if !can_mount() {
-        return;
-    }
     let node = Node::new();
     let good = order(&[1], 30, true);
     let [name] = &put(&node, &[1], std::slice::from_ref(&good))[..] else { panic!() };
@@ -108,10 +104,8 @@ async fn orders_that_are_wrong_change_nothing() {
 }
 
 #[tokio::test]
+#[cfg_attr(not(may_mount), ignore = "no right to mount here (root, CAP_SYS_ADMIN)")]
 async fn gpus_of_dra_leave_the_resources_daemon() {
-    if !can_mount() {
-        return;
-    }
     let (node, all) = (Node::new(), ResourceName::gpu());
     let mut daemon = Daemon::with(&node, &sharing("nvidia.com/gpu", 4));
     daemon.logged("limits confirmed").await;
@@ -132,10 +126,8 @@ async fn gpus_of_dra_leave_the_resources_daemon() {
 }
 
 #[tokio::test]
+#[cfg_attr(not(may_mount), ignore = "no right to mount here (root, CAP_SYS_ADMIN)")]
 async fn killed_process_leaves_nothing_that_the_next_does_not_end() {
-    if !can_mount() {
-        return;
-    }
     let node = Node::new();
     let (gone, stays) = (order(&[1], 30, true), order(&[2], 30, true));
     let names = put(&node, &[1, 2], &[gone.clone(), stays.clone()]);
@@ -159,10 +151,8 @@ fn shm(node: &Node, name: &ResourceName) -> (u64, u64) {
 }
 
 #[tokio::test]
+#[cfg_attr(not(may_mount), ignore = "no right to mount here (root, CAP_SYS_ADMIN)")]
 async fn claims_have_shared_memory_of_their_own() {
-    if !can_mount() {
-        return;
-    }
     let node = Node::new();
     let (one, other) = (order(&[1], 30, true), order(&[2], 30, true));
     let names = put(&node, &[1, 2], &[one.clone(), other.clone()]);
@@ -196,10 +186,8 @@ async fn claims_have_shared_memory_of_their_own() {
 }
 
 #[tokio::test]
+#[cfg_attr(not(may_mount), ignore = "no right to mount here (root, CAP_SYS_ADMIN)")]
 async fn shared_memory_that_the_host_would_not_see_is_refused() {
-    if !can_mount() {
-        return;
-    }
     let (node, own) = (Node::new(), order(&[1], 30, true));
     put(&node, &[1], std::slice::from_ref(&own));
     let mut daemon = Daemon::in_a_container_without_propagation(&node, NOTHING);

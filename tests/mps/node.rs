@@ -4,7 +4,6 @@ use std::fs;
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
-use std::sync::OnceLock;
 use std::time::Duration;
 
 use linkwise_core::state::{MpsGpu, MpsShare, ResourceName};
@@ -55,7 +54,7 @@ impl Node {
                 pauses: (Duration::from_millis(10), Duration::from_millis(100)),
             },
         };
-        let shared = may_mount().then(|| SharedFolder::new(&folder.path().join("root")));
+        let shared = cfg!(may_mount).then(|| SharedFolder::new(&folder.path().join("root")));
         Self { _shared: shared, folder, settings }
     }
 
@@ -224,23 +223,6 @@ impl Drop for SharedFolder {
 
 fn run(program: &str, args: &[&str]) -> bool {
     std::process::Command::new(program).args(args).stderr(Stdio::null()).status().is_ok_and(|status| status.success())
-}
-
-fn may_mount() -> bool {
-    static MAY: OnceLock<bool> = OnceLock::new();
-    *MAY.get_or_init(|| run("unshare", &["--mount", "true"]))
-}
-
-/// Whether this machine lets the tests mount; says so if not.
-pub fn can_mount() -> bool {
-    let can = may_mount();
-    if !can {
-        #[allow(clippy::print_stdout, reason = "the harness shows why a test did nothing")]
-        {
-            println!("skipped: control daemons of claims need the right to mount (root, CAP_SYS_ADMIN)");
-        }
-    }
-    can
 }
 
 pub fn pid_in(path: &Path) -> u32 {

@@ -17,18 +17,14 @@ use tempfile::TempDir;
 /// Far more than anything takes: a bound for "never".
 pub const PATIENCE: Duration = Duration::from_secs(60);
 
-/// The program: that of `make tools`, else one on the PATH; without either the test says that it is skipped.
-fn program() -> Option<PathBuf> {
+/// The program: that of `make tools`, else one on the PATH. `build.rs` looked for the same names.
+fn program() -> PathBuf {
     let brought = Path::new(env!("CARGO_MANIFEST_DIR")).join("../target/tools/chromium");
     let path = std::env::var_os("PATH").unwrap_or_default();
     let folders = std::env::split_paths(&path);
     let names = ["chromium", "chromium-headless-shell", "google-chrome"];
     let installed = folders.flat_map(|folder| names.map(|name| folder.join(name)));
-    let found = [brought].into_iter().chain(installed).find(|path| path.exists());
-    if found.is_none() {
-        let _ = writeln!(std::io::stderr(), "skipped: no chromium here; `make tools` brings it");
-    }
-    found
+    [brought].into_iter().chain(installed).find(|path| path.exists()).expect("build.rs found a browser")
 }
 
 /// A browser with one empty tab.
@@ -52,8 +48,8 @@ impl Drop for Browser {
 
 impl Browser {
     /// Starts it; `None` where there is none.
-    pub fn start() -> Option<Self> {
-        let program = program()?;
+    pub fn start() -> Self {
+        let program = program();
         let folder = tempfile::tempdir().unwrap();
         let at = |name: &str| folder.path().join(name);
         let (commands, answers) = (at("commands"), at("answers"));
@@ -91,7 +87,7 @@ impl Browser {
         for domain in ["Page", "Runtime", "Log", "Network", "Accessibility", "DOM"] {
             browser.call(&format!("{domain}.enable"), json!({}));
         }
-        Some(browser)
+        browser
     }
 
     /// Calls a method of the protocol.

@@ -72,13 +72,13 @@ impl Books {
 }
 
 /// A browser that shows a demo's page.
-fn open(machine: &str, size: (u32, u32)) -> Option<(Browser, Demo)> {
-    let mut browser = Browser::start()?;
+fn open(machine: &str, size: (u32, u32)) -> (Browser, Demo) {
+    let mut browser = Browser::start();
     let demo = Demo::start(machine);
     browser.call("Page.addScriptToEvaluateOnNewDocument", json!({"source": HASTE}));
     browser.open(&demo.url, size);
     browser.wait("document.getElementById('fresh').textContent", &json!("live"));
-    Some((browser, demo))
+    (browser, demo)
 }
 
 /// Plays so many steps, and waits until the page shows what came of them.
@@ -90,8 +90,9 @@ fn play(browser: &mut Browser, demo: &mut Demo, books: &mut Books, steps: usize)
 }
 
 #[test]
+#[cfg_attr(not(has_chromium), ignore = "no chromium here: make tools brings it")]
 fn each_step_of_the_demo_is_shown_without_reload() {
-    let Some((mut browser, mut demo)) = open("dgx-h100", (1400, 900)) else { return };
+    let (mut browser, mut demo) = open("dgx-h100", (1400, 900));
     browser.value("window.since = 'the start'; document.getElementById('gpus-summary').click()");
     let mut books = Books::default();
     let (mut steps, mut most) = (0, 0);
@@ -132,8 +133,10 @@ fn each_step_of_the_demo_is_shown_without_reload() {
 }
 
 #[test]
+#[cfg_attr(not(has_chromium), ignore = "no chromium here: make tools brings it")]
+#[cfg_attr(not(has_chromium), ignore = "no chromium here: make tools brings it")]
 fn page_looks_right_at_each_size_and_colour() {
-    let Some((mut browser, mut demo)) = open("dgx-h100", (1400, 900)) else { return };
+    let (mut browser, mut demo) = open("dgx-h100", (1400, 900));
     let mut books = Books::default();
     // Three pods run, and a GPU has failed.
     play(&mut browser, &mut demo, &mut books, 8);
@@ -147,15 +150,16 @@ fn page_looks_right_at_each_size_and_colour() {
         browser.picture(&format!("page-{scheme}-{width}"));
     }
     // The machine of DGX-1 has its links between GPUs.
-    let Some((mut browser, mut demo)) = open("dgx1-v100", (1400, 900)) else { return };
+    let (mut browser, mut demo) = open("dgx1-v100", (1400, 900));
     play(&mut browser, &mut demo, &mut Books::default(), 3);
     assert_eq!(browser.value("document.documentElement.scrollWidth"), json!(1400));
     browser.picture("page-dgx1");
 }
 
 #[test]
+#[cfg_attr(not(has_chromium), ignore = "no chromium here: make tools brings it")]
 fn keyboard_and_screen_reader_find_everything() {
-    let Some((mut browser, mut demo)) = open("dgx-h100", (400, 900)) else { return };
+    let (mut browser, mut demo) = open("dgx-h100", (400, 900));
     let mut books = Books::default();
     play(&mut browser, &mut demo, &mut books, 2);
     let tree = browser.call("Accessibility.getFullAXTree", json!({}));
@@ -204,8 +208,9 @@ fn keyboard_and_screen_reader_find_everything() {
 }
 
 #[test]
+#[cfg_attr(not(has_chromium), ignore = "no chromium here: make tools brings it")]
 fn hidden_page_does_not_ask_and_lost_node_is_said() {
-    let Some((mut browser, mut demo)) = open("dgx-h100", (1400, 900)) else { return };
+    let (mut browser, mut demo) = open("dgx-h100", (1400, 900));
     let mut books = Books::default();
     let hide = |browser: &mut Browser, hidden: bool| {
         let property = format!("Object.defineProperty(document, 'hidden', {{configurable: true, value: {hidden}}})");
@@ -228,8 +233,9 @@ fn hidden_page_does_not_ask_and_lost_node_is_said() {
 }
 
 #[test]
+#[cfg_attr(not(has_chromium), ignore = "no chromium here: make tools brings it")]
 fn page_without_script_loads_itself_again() {
-    let Some(mut browser) = Browser::start() else { return };
+    let mut browser = Browser::start();
     let mut demo = Demo::start("dgx-h100");
     browser.call("Emulation.setScriptExecutionDisabled", json!({"value": true}));
     browser.call("Page.navigate", json!({"url": demo.url}));

@@ -1,0 +1,18 @@
+//! Tells the tests whether this machine has a browser: those of the page are ignored without one, with the reason.
+//!
+//! `make tools` brings it and touches this file, so that cargo looks for it again.
+
+use std::path::Path;
+
+#[expect(clippy::disallowed_methods, reason = "a build script has no configuration")]
+#[expect(clippy::print_stdout, reason = "cargo reads it")]
+fn main() {
+    println!("cargo::rerun-if-changed=build.rs");
+    println!("cargo::rustc-check-cfg=cfg(has_chromium)");
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let installed = |name: &str| std::env::split_paths(&path).any(|folder| folder.join(name).exists());
+    let names = ["chromium", "chromium-headless-shell", "google-chrome"];
+    if Path::new("../target/tools/chromium").exists() || names.into_iter().any(installed) {
+        println!("cargo::rustc-cfg=has_chromium");
+    }
+}
