@@ -7,8 +7,23 @@ use clap::error::{ContextKind, ContextValue};
 use linkwise_core::quote::excerpt;
 
 /// The names, and what to do instead.
-const REMOVED: [(&[&str], &str); 9] = [
+const REMOVED: &[(&[&str], &str)] = &[
     (&["gang"], "ready examples for kube-scheduler, Kueue, KAI and Volcano are in manifests/examples/claims"),
+    (
+        &["--allowed-uids", "LINKWISE_ALLOWED_UIDS", "linkwise.allowedUids"],
+        "root and linkwise's own user may call its sockets; leave it out",
+    ),
+    (
+        &[
+            "--expose-nccl-topology",
+            "LINKWISE_EXPOSE_NCCL_TOPOLOGY",
+            "linkwise.expose.ncclTopology",
+            "--nccl-topology-dir",
+            "LINKWISE_NCCL_TOPOLOGY_DIR",
+            "linkwise.ncclTopologyDir",
+        ],
+        "leave it out; linkwise topology --format nccl prints the file, and a pod mounts it and sets NCCL_TOPO_FILE",
+    ),
     (
         &["--traces-endpoint", "LINKWISE_TRACES_ENDPOINT", "linkwise.traces"],
         "there is no exporter of spans; leave it out, the log has the same facts",

@@ -1,5 +1,5 @@
-//! Keeps the files for containers up to date: CDI specs, the host's device nodes for answers to Allocate, NCCL's
-//! topology file. Publishes the CDI devices, of which claims get copies.
+//! Keeps what containers get of the host up to date: CDI specs, and the host's device nodes for answers to Allocate.
+//! Publishes the CDI devices, of which claims get copies.
 //!
 //! One task follows the snapshot, scans the host apart from admissions, writes the files that changed and publishes the
 //! nodes. A failure at the start ends the process; a later one leaves the files as they were written last.
@@ -18,16 +18,14 @@ use crate::config::Settings;
 use crate::config::settings::{DeviceIdStrategy, DeviceListStrategy};
 use linkwise_core::once::Once;
 use linkwise_core::publish::RdmaNodes;
-use linkwise_core::publish::injection::{CdiOptions, DeviceIds, HostDevices, InjectionOptions, NCCL_FILE};
+use linkwise_core::publish::injection::{CdiOptions, DeviceIds, HostDevices, InjectionOptions};
 use linkwise_core::state::NodeState;
-use linkwise_core::topology::NodeObservation;
 use linkwise_host::cdi;
 use linkwise_host::hwloc;
-use linkwise_host::machines;
 use linkwise_kubelet::dra::{CdiDevices, CdiLink};
 use linkwise_node::readiness::{Part, Readiness};
 use linkwise_system::right::Right;
-use linkwise_system::{files, send_if_new};
+use linkwise_system::send_if_new;
 
 /// The time from one scan of the host to the next while the snapshot does not change: /dev/nvidia-uvm appears at its
 /// first use, and an operator may empty the folder of specs. NVML is polled as often.
@@ -51,8 +49,6 @@ pub(super) struct CdiSync {
     /// The CDI devices; `None` before the first scan with GPUs, if claims need them.
     cdi: watch::Sender<Option<Arc<CdiDevices>>>,
     scan_every: Duration,
-    /// The phase of a plugin that waits for this.
-    pub awaited: &'static str,
 }
 
 /// Scans the host and writes the files that changed.
@@ -64,17 +60,11 @@ struct HostScan {
     for_claims: bool,
     /// Set if containers get RDMA NICs.
     nics: bool,
-    nccl: Option<TopologyFile>,
 }
 
-/// Reads the operator's options. Fails if CDI specs or NCCL's topology file are wanted and their folder cannot be
-/// written, or if a required IMEX channel does not exist.
-pub(super) fn prepare(
-    settings: &Settings,
-    sysfs: &Path,
-    observed: watch::Receiver<Arc<NodeObservation>>,
-    uses_dra: bool,
-) -> Result<Prepared> {
+/// Reads the operator's options. Fails if CDI specs are wanted and their folder cannot be written, or if a required
+/// IMEX channel does not exist.
+pub(super) fn prepare(settings: &Settings, sysfs: &Path, uses_dra: bool) -> Result<Prepared> {
     let wants = |strategy| settings.device_list_strategy.value.contains(&strategy);
     let annotations = wants(DeviceListStrategy::CdiAnnotations);
     let cri = wants(DeviceListStrategy::CdiCri);
@@ -101,7 +91,6 @@ pub(super) fn prepare(
         folder: (cdi.is_some() || uses_dra).then(|| settings.cdi_dir.value.clone()),
         for_claims: uses_dra,
         nics: settings.expose_nics.value,
-        nccl: TopologyFile::prepare(settings, observed)?,
     };
     if let Some(folder) = &scan.folder {
         cdi::prepare(folder).context(if uses_dra { "DRA needs CDI" } else { "--device-list-strategy asks for CDI" })?;
@@ -124,11 +113,9 @@ pub(super) fn prepare(
         env: extras.iter().map(|(_, variable, _)| ((*variable).to_owned(), "enabled".to_owned())).collect(),
         device_nodes: settings.pass_device_specs.value,
         mps_root: settings.mps_root.value.display().to_string(),
-        nccl_folder: scan.nccl.as_ref().map(|file| file.folder.display().to_string()),
     };
     let host_devices = watch::Sender::new(Arc::new(host_devices));
-    let awaited = if scan.folder.is_some() { "waiting for CDI specs" } else { "waiting for NCCL's topology file" };
-    let files = scan.folder.is_some() || scan.nccl.is_some();
+    let files = scan.folder.is_some();
     let nodes = options.device_nodes || scan.nics || !settings.imex_channel_ids.value.is_empty();
     Ok(Prepared {
         options,
@@ -139,7 +126,6 @@ pub(super) fn prepare(
             ready: watch::Sender::new(!files),
             cdi: watch::Sender::new((!uses_dra).then(Arc::default)),
             scan_every: SCAN_EVERY,
-            awaited,
         }),
     })
 }
@@ -230,33 +216,6 @@ impl CdiSync {
     }
 }
 
-/// The NCCL topology file for containers with GPUs (`--expose-nccl-topology`): this machine as last observed.
-struct TopologyFile {
-    /// The folder, at the same path on the host and in our container.
-    folder: PathBuf,
-    observed: watch::Receiver<Arc<NodeObservation>>,
-}
-
-impl TopologyFile {
-    /// Prepares the file; `None` if the operator did not ask for it. Fails if its folder cannot be written.
-    fn prepare(settings: &Settings, observed: watch::Receiver<Arc<NodeObservation>>) -> Result<Option<Self>> {
-        if !settings.expose_nccl_topology.value {
-            return Ok(None);
-        }
-        let folder = settings.nccl_topology_dir.value.clone();
-        files::prepare_folder(&folder)
-            .with_context(|| format!("cannot write NCCL's topology file to {}", folder.display()))?;
-        Ok(Some(Self { folder, observed }))
-    }
-
-    /// Writes the last observation; returns true if the file changed.
-    fn write(&self) -> io::Result<bool> {
-        let observed = Arc::clone(&self.observed.borrow());
-        let path = self.folder.join(NCCL_FILE);
-        files::write_if_changed(&path, machines::nccl_topology_file(&observed).as_bytes(), 0o644)
-    }
-}
-
 /// A key that is equal for the same failure. The middle of the chain is left out: it has the name of a temporary file,
 /// which is different each time.
 fn cause(error: &anyhow::Error) -> (String, Option<io::ErrorKind>) {
@@ -299,13 +258,6 @@ impl HostScan {
         let mut scanned = Scanned { devices: self.host_devices(), ..Scanned::default() };
         if !snapshot.offers_any() {
             return scanned;
-        }
-        match self.nccl.as_ref().map(TopologyFile::write) {
-            Some(Ok(true)) => tracing::info!("NCCL topology file written"),
-            Some(Err(error)) => {
-                scanned.failed = Some(anyhow::Error::new(error).context("cannot write NCCL's topology file"))
-            }
-            Some(Ok(false)) | None => {}
         }
         let Some(folder) = self.folder.as_deref() else { return scanned };
         let cdi::Scan { description, warnings } = self.scanner.scan(snapshot);
@@ -357,6 +309,7 @@ mod tests {
 
     use super::*;
     use linkwise_core::state::Event;
+    use linkwise_host::machines;
     use linkwise_nvml::supervisor::Idle;
 
     #[tokio::test]
@@ -371,13 +324,11 @@ mod tests {
                 folder: Some(at("cdi")),
                 for_claims: true,
                 nics: false,
-                nccl: None,
             },
             host_devices: watch::Sender::default(),
             ready: watch::Sender::new(false),
             cdi: watch::Sender::default(),
             scan_every: Duration::from_millis(10),
-            awaited: "",
         };
         let observed = Event::Observed(Box::new(machines::load("dgx1-v100").unwrap().observed));
         let state = NodeState::default().apply(observed, Duration::ZERO).0;

@@ -43,7 +43,7 @@ use linkwise_node::node::Node;
 use linkwise_node::readiness::{Part, Readiness};
 use linkwise_nvml::supervisor::identity;
 use linkwise_system::grpc::Refusal;
-use linkwise_system::uds::{Callers, Peer};
+use linkwise_system::uds::Peer;
 use linkwise_system::{metrics::new, send_if_new};
 
 /// The folder of checkpoints in the state folder.
@@ -101,7 +101,6 @@ pub(super) fn spawn_in(node: &mut Node, given: Given<'_>, api: Option<&Api>) {
         mig,
         mps,
         makes_mig: settings.dra_dynamic_mig.value,
-        callers: Callers::and(settings.allowed_uids.value.iter().copied()),
         has_ledger: true,
         has_api_server: api.is_some(),
         listed_within: given.listed_within.unwrap_or(defaults.listed_within),
@@ -476,7 +475,7 @@ fn log_one(known: &mut Once<String>, occurrence: &Occurrence) {
         Occurrence::Life(Life::Refused(Refusal::Caller(Peer { uid, pid })))
             if known.is_news(format!("refused: {uid}")) =>
         {
-            tracing::warn!(uid, pid, "DRA: refused a caller; --allowed-uids names who may call besides root");
+            tracing::warn!(uid, pid, "DRA: refused a caller; root and linkwise's own user may call");
         }
         Occurrence::Prepared { claim, result: Ok(devices), repeated, elapsed } => {
             let (uid, devices) = (&claim.uid, devices.join(","));

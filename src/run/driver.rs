@@ -53,7 +53,6 @@ pub(super) fn driver_of(
         release,
         sysfs: host.sysfs.clone(),
         events,
-        seen: watch::Sender::default(),
         metrics,
         idle,
         mig: None,

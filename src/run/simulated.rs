@@ -6,7 +6,6 @@ use std::net::SocketAddr;
 use std::path::Path;
 
 use anyhow::{Context, Result};
-use tokio::sync::watch;
 
 use super::cdi_sync;
 use super::{api::Api, dra};
@@ -56,7 +55,7 @@ pub async fn start_with_dra(folder: &Path, name: &str, metrics_address: SocketAd
     {
         root.clone_from(&host);
     }
-    let injection = cdi_sync::prepare(&settings, &host, watch::channel(Default::default()).1, true)?;
+    let injection = cdi_sync::prepare(&settings, &host, true)?;
     let mut node = Node::start(NodeSettings {
         kubelet: kubelet::Settings {
             pod_resources_socket: Some(settings.pod_resources_socket.value.clone()),

@@ -31,7 +31,6 @@ use linkwise_node::operator;
 use linkwise_node::takeover::Position;
 use linkwise_nvml::supervisor::{self, DriverMetrics, MigRequest, Release};
 use linkwise_system::signals::{LastSignals, listen};
-use linkwise_system::uds::Callers;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum End {
@@ -48,13 +47,12 @@ pub(super) async fn serve(args: &RunArgs, last_signals: &mut LastSignals) -> Res
     let position = Position::at(state_dir.as_deref(), &args.pod_uid).await;
     let admin_path = settings.admin_socket.value.clone();
     let admin = admin_path.as_deref().map(bind_admin).transpose()?.flatten();
-    let seen = watch::Sender::default();
-    let injection = cdi_sync::prepare(&settings, &args.host.sysfs, seen.subscribe(), dra.has_cdi())?;
+    let injection = cdi_sync::prepare(&settings, &args.host.sysfs, dra.has_cdi())?;
 
     let dra_wait = dra_wait(args, dra.can_serve() && api.is_some());
     let mut node = start_node(args, &settings, (state_dir.clone(), dra_wait), &injection).await?;
     let (turn, handed_over) = position.spawn_in(&mut node);
-    let (driver, release, mig) = start_driver(&node, args, &settings, seen);
+    let (driver, release, mig) = start_driver(&node, args, &settings);
     let cdi = spawn_cdi_sync(&mut node, injection.sync);
     labels::spawn_in(&mut node, &settings, args);
     let layout = Layout::new(&args.mps.container_root);
@@ -199,7 +197,6 @@ async fn start_node(
         injection: injection.options.clone(),
         host_devices: injection.host_devices.clone(),
         pod_resources_socket: Some(settings.pod_resources_socket.value.clone()),
-        callers: Callers::and(settings.allowed_uids.value.iter().copied()),
         ..kubelet::Settings::new(settings.kubelet_socket.value.clone())
     };
     let health = HealthSettings {
@@ -233,7 +230,6 @@ fn start_driver(
     node: &Node,
     args: &RunArgs,
     settings: &Settings,
-    seen: watch::Sender<Arc<linkwise_core::topology::NodeObservation>>,
 ) -> (supervisor::Driver, Release, mpsc::Sender<MigRequest>) {
     let metrics = node.metrics().register(DriverMetrics::register);
     let release = Release::new(metrics.clone(), gate(settings, "linkwise-run"));
@@ -242,7 +238,7 @@ fn start_driver(
     let (mig, orders) = mpsc::channel(supervisor::MIG_REQUESTS);
     let driver = driver_of(&args.nvml, &args.host, settings, node.events(), beside);
     let others = node.others.subscribe();
-    (supervisor::Driver { seen, mig: Some(orders), others, ..driver }, release, mig)
+    (supervisor::Driver { mig: Some(orders), others, ..driver }, release, mig)
 }
 
 /// Starts the task that keeps CDI specs up to date; returns its CDI devices.
@@ -252,7 +248,7 @@ fn spawn_cdi_sync(node: &mut Node, sync: Option<CdiSync>) -> CdiLink {
     // Without the right to write specs, there is nothing to wait for.
     let Some(sync) = sync else { return watch::channel(Some(Arc::default())).1 };
     let cdi = sync.cdi();
-    node.hold_plugins_until(sync.ready.subscribe(), sync.awaited);
+    node.hold_plugins_until(sync.ready.subscribe(), "waiting for CDI specs");
     node.spawn("CDI sync", sync.run(node.snapshot(), node.files(), metrics, node.readiness.clone()));
     cdi
 }

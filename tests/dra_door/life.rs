@@ -122,7 +122,7 @@ async fn only_sockets_of_dead_predecessors_are_removed() {
 #[tokio::test]
 async fn callers_that_may_not_call_are_refused() {
     let mut node = Node::new();
-    node.settings.callers = Callers::only([u32::MAX]);
+    node.settings.callers = Callers::only(u32::MAX);
     node.start();
     let kubelet = DraKubelet::start(node.kubelet_options()).unwrap();
     node.wait(|seen| matches!(seen, Occurrence::Life(Life::Refused(Refusal::Caller(_))))).await;

@@ -151,14 +151,13 @@ async fn claim_with_edits_has_a_spec_of_its_own() {
 }
 
 #[tokio::test]
-async fn nics_and_nccl_file_are_in_the_claims_spec() {
+async fn nearest_nics_are_in_the_claims_spec() {
     let mut node = Node::new();
     let rdma = RdmaNodes {
         devices: [("mlx5_0".to_owned(), "/dev/infiniband/uverbs0".to_owned())].into(),
         common: vec!["/dev/infiniband/rdma_cm".to_owned()],
     };
     node.host.send_replace(Arc::new(HostDevices { rdma: Some(rdma), ..HostDevices::default() }));
-    node.settings.injection.nccl_folder = Some("/run/linkwise/nccl".to_owned());
     node.start();
     let kubelet = node.kubelet().await;
     start(&kubelet, &node.claim("a", &[("near", "gpu-0"), ("far", "gpu-7")])).await.unwrap();
@@ -168,16 +167,13 @@ async fn nics_and_nccl_file_are_in_the_claims_spec() {
         let of_name = spec["devices"].as_array().unwrap().iter().find(|device| device["name"] == name);
         of_name.unwrap()["containerEdits"].clone()
     };
-    let mounts = serde_json::json!([{"hostPath": "/run/linkwise/nccl", "containerPath": "/run/linkwise/nccl",
-        "options": ["ro", "nosuid", "nodev", "bind"]}]);
-    let nccl = "NCCL_TOPO_FILE=/run/linkwise/nccl/topology.xml";
-    let near = serde_json::json!({"env": ["LINKWISE_NICS=mlx5_0", nccl], "mounts": mounts, "deviceNodes": [
+    let near = serde_json::json!({"env": ["LINKWISE_NICS=mlx5_0"], "deviceNodes": [
         {"path": "/dev/nvidia0"}, {"path": node.gpu(0)},
         {"path": "/dev/infiniband/uverbs0", "hostPath": "/dev/infiniband/uverbs0"},
         {"path": "/dev/infiniband/rdma_cm", "hostPath": "/dev/infiniband/rdma_cm"}]});
     assert_eq!(device("a-near"), near);
     let nodes = [serde_json::json!({"path": "/dev/nvidia7"}), serde_json::json!({"path": node.gpu(7)})];
-    let far = serde_json::json!({"env": ["LINKWISE_NICS=", nccl], "mounts": mounts, "deviceNodes": nodes});
+    let far = serde_json::json!({"env": ["LINKWISE_NICS="], "deviceNodes": nodes});
     assert_eq!(device("a-far"), far);
 }
 

@@ -307,39 +307,3 @@ async fn exposed_nics_are_those_near_the_gpus() {
     expected.sort();
     assert_eq!(pods, expected);
 }
-
-#[tokio::test]
-async fn nccl_topology_file_is_mounted_and_follows_links() {
-    let setup = Setup::on("dgx1-v100").env("LINKWISE_EXPOSE_NCCL_TOPOLOGY", "true");
-    let folder = setup.at("nccl");
-    let setup = setup.arg("--nccl-topology-dir").arg(&folder);
-    let (node, kubelet) = setup.serve(8).await;
-    let allocation = allocation(&kubelet, "one", GPU, 1).await;
-    assert_eq!(allocation.envs["NCCL_TOPO_FILE"], "/run/linkwise/nccl/topology.xml");
-    let [mount] = &allocation.mounts[..] else { panic!("{:?}", allocation.mounts) };
-    assert_eq!(mount.host_path, folder.display().to_string());
-    assert_eq!((mount.container_path.as_str(), mount.read_only), ("/run/linkwise/nccl", true));
-
-    // The file was there before the first pod could be; it says what NVML says, and follows it.
-    let file = folder.join("topology.xml");
-    let links = || {
-        let gpus = linkwise_host::machines::load(file.to_str().unwrap()).unwrap().observed.gpus;
-        let links = gpus.iter().map(|gpu| gpu.nvlinks.iter().flatten().map(|group| group.links.len()).sum::<usize>());
-        links.collect::<Vec<_>>()
-    };
-    assert_eq!(links(), [6; 8]);
-    node.setup.tell("link 2 0 down");
-    until(async || if links()[2] == 5 { Ok(()) } else { Err(links()) }).await;
-}
-
-#[tokio::test]
-async fn unwritable_nccl_folder_fails_the_start() {
-    let setup = Setup::with(&machine(&TWO)).env("LINKWISE_EXPOSE_NCCL_TOPOLOGY", "true");
-    fs::write(setup.at("file"), "").unwrap();
-    let folder = setup.at("file").join("nccl");
-    let setup = setup.arg("--nccl-topology-dir").arg(&folder);
-    let (status, words) = setup.spawn().ended().await;
-    assert_eq!(status.code(), Some(1), "{words:?}");
-    let said = format!("cannot write NCCL's topology file to {}", folder.display());
-    assert!(words.iter().any(|line| line.starts_with("linkwise: ") && line.contains(&said)), "{words:#?}");
-}

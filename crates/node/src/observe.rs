@@ -114,7 +114,7 @@ impl Reported {
                 tracing::warn!(%resource, error, "a connection could not be accepted");
             }
             Occurrence::Life(Life::Refused(Refusal::Caller(Peer { uid, pid }))) if self.refused.is_news(*uid) => {
-                tracing::warn!(%resource, uid, pid, "refused a caller; --allowed-uids names who may call besides root");
+                tracing::warn!(%resource, uid, pid, "refused a caller; root and linkwise's own user may call");
             }
             Occurrence::Life(Life::Rpc(Rpc { method, code, elapsed })) => {
                 tracing::debug!(%resource, method, code, ?elapsed, "rpc");

@@ -151,11 +151,6 @@ where
     number.ok_or_else(|| given.refused(format!("a whole number from {least} to {most}")))
 }
 
-/// User ids.
-pub fn uids(given: Given<'_>) -> Result<Vec<u32>, String> {
-    given.items("a list of user ids", |item| whole(item, 0, u32::MAX))
-}
-
 /// One GPU, or all of a model, as `linkwise.filter.exclude` names them.
 pub fn gpu_selector(given: Given<'_>) -> Result<GpuSelector, String> {
     let selector = match given {

@@ -27,7 +27,7 @@ use serde_json::{Value as Json, json};
 use super::file::{File, Finding, Severity};
 use given::{
     absolute, address, boolean, choice, choices, dra_gpus, imex_channels, interval, path, path_or_empty, resource_name,
-    text, texts, uids, whole,
+    text, texts, whole,
 };
 use linkwise_core::allocation::AllocationPolicy;
 use linkwise_core::state::{
@@ -328,9 +328,6 @@ settings! {
     /// docs/topology-manager.md)
     numa_hints: NumaHints = NumaHints::Node, "linkwise.numaHints",
         Row::new(choice).flag("numa-hints", "HINTS").variables(&["LINKWISE_NUMA_HINTS"]).at_once();
-    /// Users that may call the plugins' sockets, by uid, in addition to root and linkwise's own user
-    allowed_uids: Vec<u32> = Vec::new(), "linkwise.allowedUids",
-        Row::new(uids).flag("allowed-uids", "LIST").variables(&["LINKWISE_ALLOWED_UIDS"]);
     /// Health of the devices while NVML is unavailable: keep or unhealthy
     on_nvml_loss: OnNvmlLoss = OnNvmlLoss::Keep, "linkwise.onNvmlLoss",
         Row::new(choice).flag("on-nvml-loss", "ACTION").variables(&["LINKWISE_ON_NVML_LOSS"]);
@@ -346,12 +343,6 @@ settings! {
     /// Give containers also the RDMA NICs nearest to their GPUs: names in LINKWISE_NICS, and device nodes
     expose_nics: bool = false, "linkwise.expose.nics",
         Row::new(boolean).flag("expose-nics", "BOOL").variables(&["LINKWISE_EXPOSE_NICS"]);
-    /// Give containers with GPUs an NCCL topology file of this machine, and NCCL_TOPO_FILE
-    expose_nccl_topology: bool = false, "linkwise.expose.ncclTopology",
-        Row::new(boolean).flag("expose-nccl-topology", "BOOL").variables(&["LINKWISE_EXPOSE_NCCL_TOPOLOGY"]);
-    /// The folder for that file; the host's folder, mounted at the same path
-    nccl_topology_dir: PathBuf = PathBuf::from("/run/linkwise/nccl"), "linkwise.ncclTopologyDir",
-        Row::new(absolute).flag("nccl-topology-dir", "PATH").variables(&["LINKWISE_NCCL_TOPOLOGY_DIR"]);
     /// The folder for CDI specs; the host's folder, mounted at the same path
     cdi_dir: PathBuf = PathBuf::from("/var/run/cdi"), "linkwise.cdiDir",
         Row::new(absolute).flag("cdi-dir", "PATH").variables(&["LINKWISE_CDI_DIR"]);

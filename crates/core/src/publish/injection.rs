@@ -31,15 +31,6 @@ const MOUNTS_FOLDER: &str = "/var/run/nvidia-container-devices";
 /// The file that is mounted there; only the mount's name matters.
 const MOUNTED: &str = "/dev/null";
 
-/// The variable with the path of NCCL's topology file.
-const NCCL_TOPO_FILE: &str = "NCCL_TOPO_FILE";
-
-/// The folder of NCCL's topology file in a container.
-const NCCL_FOLDER: &str = "/run/linkwise/nccl";
-
-/// The name of NCCL's topology file in its folder.
-pub const NCCL_FILE: &str = "topology.xml";
-
 /// The variable with the folder of the MPS control daemon's sockets, for the CUDA libraries.
 const CUDA_MPS_PIPE_DIRECTORY: &str = "CUDA_MPS_PIPE_DIRECTORY";
 
@@ -68,8 +59,6 @@ pub struct InjectionOptions {
     pub device_nodes: bool,
     /// The MPS root on the host.
     pub mps_root: String,
-    /// The folder on the host with [`NCCL_FILE`] in it, if containers are to get that file.
-    pub nccl_folder: Option<String>,
 }
 
 /// The names of CDI devices, and the place in the device plugin API that has them.
@@ -191,12 +180,6 @@ impl InjectionOptions {
         }
         if let Some(rdma) = &host.rdma {
             rdma.inject(granted.topology, &devices, &mut injection);
-        }
-        if let Some(folder) = &self.nccl_folder {
-            // Mounts the folder and not the file: a running container then sees a file that replaces this one.
-            let mount = Mount { host: folder.clone(), container: NCCL_FOLDER.to_owned(), read_only: true };
-            injection.mounts.push(mount);
-            injection.env.insert(NCCL_TOPO_FILE.to_owned(), format!("{NCCL_FOLDER}/{NCCL_FILE}"));
         }
         Ok(injection)
     }

@@ -66,7 +66,7 @@ pub fn is_number(text: &str) -> bool {
 /// Listens at a path.
 pub fn listen(path: &Path, callers: &Callers) -> Result<(SocketFile, Listener), BindError> {
     let folder = || folder_of(path).display().to_string();
-    uds::listen(path, callers.clone()).map_err(|source| BindError::Bind { folder: folder(), source })
+    uds::listen(path, *callers).map_err(|source| BindError::Bind { folder: folder(), source })
 }
 
 /// Removes dead sockets with a plugin's own names beside a path, and listens there.

@@ -243,7 +243,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("admin.sock");
         let own = fs::metadata(folder.path()).unwrap().uid();
-        let local = Local::bind(&path, Callers::only([u32::MAX])).unwrap();
+        let local = Local::bind(&path, Callers::only(u32::MAX)).unwrap();
         let text = ask(local, &path, "POST /driver/release").await;
         let refused = text.starts_with("HTTP/1.1 403 ") && text.contains(&format!("uid {own} may not use this socket"));
         assert!(refused && !text.contains("Release"), "{text}");

@@ -34,7 +34,7 @@ use host_probe::HostProbe;
 pub use host_probe::{has_no_gpu, identity};
 use linkwise_core::claims::{MigOrder, MigOrderError};
 use linkwise_core::state::Event;
-use linkwise_core::topology::{MigUuid, NodeObservation};
+use linkwise_core::topology::MigUuid;
 use linkwise_host::hwloc;
 use linkwise_system::clock::at;
 use machine::{Action, DriverMachine, Input};
@@ -98,8 +98,6 @@ pub struct Driver {
     pub sysfs: PathBuf,
     /// The node's events.
     pub events: mpsc::Sender<Event>,
-    /// The observation that was published last: NCCL's topology file needs more than the graph.
-    pub seen: watch::Sender<Arc<NodeObservation>>,
     /// The metrics of agents and XIDs.
     pub metrics: DriverMetrics,
     /// The reason why no GPU is offered, for /readyz.
@@ -238,10 +236,7 @@ impl Life {
                 let sysfs = self.driver.sysfs.clone();
                 self.read(move || hwloc::observe(&sysfs), Input::HostScanned);
             }
-            Action::Publish(node) => {
-                self.driver.seen.send_replace(Arc::new((*node).clone()));
-                self.emit(Event::Observed(node)).await?;
-            }
+            Action::Publish(node) => self.emit(Event::Observed(node)).await?,
             Action::Emit(event) => self.emit(event).await?,
             Action::Idle(idle) => {
                 self.driver.metrics.idle.set(matches!(idle, Idle::NoGpu(_)).into());

@@ -271,8 +271,7 @@ mod tests {
     #[tokio::test]
     async fn caller_is_admitted_by_its_uid() {
         let folder = tempfile::tempdir().unwrap();
-        for (name, callers, admitted) in
-            [("own", Callers::default(), true), ("strict", Callers::only([u32::MAX]), false)]
+        for (name, callers, admitted) in [("own", Callers::default(), true), ("strict", Callers::only(u32::MAX), false)]
         {
             let path = folder.path().join(name);
             let (_file, listener) = listen(&path, callers).unwrap();

@@ -1,6 +1,5 @@
 //! The users that may connect to a socket of ours, and the process that did.
 
-use std::collections::BTreeSet;
 use std::io;
 
 use tokio::net::UnixStream;
@@ -8,33 +7,20 @@ use tokio::net::UnixStream;
 const ROOT: u32 = 0;
 
 /// The users that may connect.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Callers {
-    /// Set if root and linkwise's own user may connect.
-    usual: bool,
-    uids: BTreeSet<u32>,
-}
-
-impl Default for Callers {
-    fn default() -> Self {
-        Self::and([])
-    }
+    only: Option<u32>,
 }
 
 impl Callers {
-    /// Allows root, linkwise's own user and these.
-    pub fn and(uids: impl IntoIterator<Item = u32>) -> Self {
-        Self { usual: true, uids: uids.into_iter().collect() }
+    /// Allows this user only, not even root: for tests, which cannot be another user.
+    pub fn only(uid: u32) -> Self {
+        Self { only: Some(uid) }
     }
 
-    /// Allows only these; not even root.
-    pub fn only(uids: impl IntoIterator<Item = u32>) -> Self {
-        Self { usual: false, uids: uids.into_iter().collect() }
-    }
-
-    /// Returns true if a process of user `own` serves a caller of user `uid`.
-    pub fn admit(&self, uid: u32, own: u32) -> bool {
-        self.uids.contains(&uid) || (self.usual && (uid == ROOT || uid == own))
+    /// Returns true if a process of user `own` serves a caller of user `uid`: root and `own`.
+    pub fn admit(self, uid: u32, own: u32) -> bool {
+        self.only.map_or(uid == ROOT || uid == own, |only| uid == only)
     }
 }
 
@@ -65,13 +51,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn root_own_user_and_named_users_may_call() {
+    fn root_and_own_user_may_call() {
         let usual = Callers::default();
         assert!(usual.admit(0, 1000) && usual.admit(1000, 1000));
         assert!(!usual.admit(1001, 1000) && !usual.admit(u32::MAX, 0) && !usual.admit(1000, 0));
-        let more = Callers::and([7, 65_534]);
-        assert!([0, 7, 1000, 65_534].iter().all(|uid| more.admit(*uid, 1000)) && !more.admit(8, 1000));
-        let strict = Callers::only([7]);
+        let strict = Callers::only(7);
         assert!(strict.admit(7, 1000) && !strict.admit(0, 1000) && !strict.admit(1000, 1000) && !strict.admit(0, 0));
     }
 
