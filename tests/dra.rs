@@ -14,7 +14,6 @@ mod claims;
 mod dcgm;
 mod documented;
 pub mod exact;
-mod fleet;
 mod golden;
 mod limits;
 mod mig;

@@ -13,7 +13,6 @@ mod dra_mps;
 mod dra_node;
 mod dra_soak;
 mod events;
-mod fleet;
 mod gpu_cluster;
 mod node;
 mod node_feature;
