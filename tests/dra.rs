@@ -14,6 +14,7 @@ mod claims;
 mod dcgm;
 mod documented;
 pub mod exact;
+mod fleet;
 mod golden;
 mod limits;
 mod mig;

@@ -1,22 +1,27 @@
 //! `linkwise claim`: prints a manifest that requests GPUs which belong together.
 //!
 //! A claim lists groups of its size as alternatives, the best first, and any GPUs last (not with `--strict`): the usual
-//! ones, or those of a machine. kube-scheduler takes the first alternative that a node can give, and
-//! prefers nodes by it. docs/dra.md shows examples. `exact` makes claims without alternatives.
+//! ones, those of a machine, or those of a `fleet`. kube-scheduler takes the first alternative that a node can give,
+//! and prefers nodes by it. docs/dra.md shows examples. `exact` makes claims without alternatives.
 
 mod exact;
+mod fleet;
+mod kinds;
+
+use std::collections::BTreeSet;
 
 use anyhow::{Context, Result, ensure};
 use serde::{Serialize, Serializer};
 use serde_json::Value;
 
-use crate::config::{ClaimArgs, ClaimKind, ManifestFormat, Near};
+use crate::config::{ClaimArgs, ClaimKind, FleetArgs, ManifestFormat, Near};
 use linkwise_core::publish::dra::exact::NVLINK_DOMAIN;
 use linkwise_core::publish::dra::{GpuLayout, GroupSize};
 use linkwise_core::topology::{MigProfile, NodeTopology};
 use linkwise_host::machines;
-use linkwise_host::picture::ranges;
 use linkwise_system::output::print;
+
+pub use kinds::rails_claim;
 
 const OURS: &str = "linkwise.dev";
 
@@ -41,6 +46,9 @@ const NUMA_NODE: &str = "dra.net/numaNode";
 
 /// The field of a request's alternatives.
 const LISTS: &str = "firstAvailable";
+
+/// The most alternatives of a request (`resource.k8s.io/v1`, `FirstAvailableDeviceRequestMaxSize`).
+const MOST_ALTERNATIVES: usize = 8;
 
 /// The most devices of a claim (`resource.k8s.io/v1`, `AllocationResultsMaxSize`).
 const MOST_DEVICES: u8 = 32;
@@ -111,14 +119,36 @@ struct Asked {
     capacity: Option<Box<Part>>,
 }
 
+/// One alternative of a claim.
+struct Alternative {
+    /// A DNS label.
+    name: String,
+    /// The attribute that the GPUs have in common; `None` for any GPUs.
+    attribute: Option<String>,
+    /// The models of GPU that it is for, `None` one that is unknown; empty for all.
+    products: BTreeSet<Option<String>>,
+}
+
+impl Alternative {
+    /// The alternative of a group, on all machines that have it.
+    fn group(attribute: &str) -> Self {
+        Self { name: attribute.to_ascii_lowercase(), attribute: Some(attribute.to_owned()), products: BTreeSet::new() }
+    }
+
+    fn any() -> Self {
+        Self { name: "any".to_owned(), attribute: None, products: BTreeSet::new() }
+    }
+}
+
 pub use exact::exact_claim;
+pub use fleet::fleet_claim;
 
 /// Prints the manifest.
 pub fn claim(args: &ClaimArgs) -> Result<()> {
     refuse(args)?;
-    let group = args.exact.then(|| exact::group(args.gpus, args.node.as_deref())).transpose()?;
+    let group = args.exact.then(|| exact::group(args.gpus, &args.node, &args.fleet)).transpose()?;
     let devices = match (&args.mig, args.near) {
-        (None, None) if args.rails.is_some() => on_rails(args)?,
+        (None, None) if args.rails.is_some() => kinds::requests_of(args)?,
         (Some(profile), _) => of_mig(args.gpus, profile),
         (None, Some(near)) => exact::beside(args.gpus, near, &gpu(args), group.flatten())?,
         (None, None) if args.exact => exact::devices(args.gpus, group.flatten().as_deref()),
@@ -126,7 +156,7 @@ pub fn claim(args: &ClaimArgs) -> Result<()> {
             let gpus = Asked { count: args.gpus, ..gpu(args) };
             Devices { requests: vec![request("gpus", gpus)], ..Devices::default() }
         }
-        (None, None) => in_groups(args.gpus, &groups(args.gpus, args.node.as_deref(), args.strict)?, args.strict),
+        (None, None) => alternatives(args.gpus, &args.node, &args.fleet, args.strict)?,
     };
     let usual = match &args.mig {
         Some(profile) => format!("mig-{}", profile.to_string().replace('.', "").replace('+', "-")),
@@ -161,18 +191,47 @@ fn with_further(name: &str, devices: &Devices, gpus: u8) -> [Part; 2] {
     [object(TEMPLATE, &further, spec(&any)), of_metadata(TEMPLATE, metadata, spec(devices))]
 }
 
-/// Refuses a machine where it would have no effect.
+/// Refuses options that would have no effect.
 fn refuse(args: &ClaimArgs) -> Result<()> {
-    if args.node.is_some() {
-        ensure!(args.near.is_none() || args.exact, "--node with --near: no group is named, except with --exact");
-        ensure!(args.mig.is_none() && !is_shared(args), "--node: only claims of whole GPUs name groups");
+    let named = [(!args.node.is_empty(), "--node"), (args.fleet.cluster.is_some(), "--cluster")];
+    let named = named.into_iter().find_map(|(is_there, name)| is_there.then_some(name));
+    if let Some(name) = named {
+        ensure!(args.near.is_none() || args.exact, "{name} with --near: no group is named, except with --exact");
+        ensure!(args.mig.is_none() && !is_shared(args), "{name}: only claims of whole GPUs name groups");
     }
+    if args.rails.is_some() {
+        ensure!(args.fleet.cluster.is_none(), "--cluster with --rails: no group is named");
+        ensure!(args.node.len() < 2, "--rails: one --node at most");
+    }
+    let is_plain = args.near.is_none() && args.rails.is_none() && args.mig.is_none() && !is_shared(args) && !args.exact;
+    let has_order = is_plain && args.gpus > 1;
+    spares(&args.node, &args.fleet, has_order)
+}
+
+/// Refuses `--spare-nvswitch` where it orders nothing. `has_order` tells whether the claim lists alternatives.
+fn spares(nodes: &[String], fleet: &FleetArgs, has_order: bool) -> Result<()> {
+    let is_fleet = fleet.cluster.is_some() || nodes.len() > 1;
+    ensure!(
+        !fleet.spare_nvswitch || (is_fleet && has_order),
+        "--spare-nvswitch orders the alternatives of several GPUs on several machines: it takes --gpus, and --cluster or \
+         --node more than once"
+    );
     Ok(())
 }
 
 /// The specification of a claim for this number of GPUs on any node, as the command prints it by default.
 pub fn any_claim(gpus: u8) -> Result<Value, serde_json::Error> {
-    serde_json::to_value(in_groups(gpus, &usual_groups(gpus), false).spec())
+    let groups: Vec<Alternative> = usual_groups(gpus).iter().map(|name| Alternative::group(name)).collect();
+    serde_json::to_value(in_groups(gpus, &groups, false).spec())
+}
+
+/// One request with alternatives: the groups of any node, of one machine, or of a fleet.
+fn alternatives(gpus: u8, nodes: &[String], fleet: &FleetArgs, strict: bool) -> Result<Devices> {
+    if fleet.cluster.is_some() || nodes.len() > 1 {
+        return fleet::devices(gpus, nodes, fleet, strict);
+    }
+    let groups = groups(gpus, nodes.first().map(String::as_str), strict)?;
+    Ok(in_groups(gpus, &groups.iter().map(|name| Alternative::group(name)).collect::<Vec<_>>(), strict))
 }
 
 /// The attributes that a claim of this size for any machine lists.
@@ -213,20 +272,38 @@ fn groups(gpus: u8, node: Option<&str>, strict: bool) -> Result<Vec<String>> {
     Ok(groups)
 }
 
-/// One request: the groups as alternatives, named as their attributes, then any GPUs.
-fn in_groups(gpus: u8, groups: &[String], strict: bool) -> Devices {
+/// One request: the groups as alternatives, then any GPUs.
+fn in_groups(gpus: u8, groups: &[Alternative], strict: bool) -> Devices {
     if groups.is_empty() {
         return Devices { requests: vec![request("gpus", asked(GPUS, gpus))], ..Devices::default() };
     }
-    let names = groups.iter().map(|attribute| attribute.to_ascii_lowercase());
-    let any = (!strict).then(|| "any".to_owned());
-    let alternatives = names.chain(any).map(|name| Part::Asked(Asked { name: Some(name), ..asked(GPUS, gpus) }));
-    let together = |attribute: &String| {
-        constraint(vec![format!("gpus/{}", attribute.to_ascii_lowercase())], format!("{OURS}/{attribute}"))
+    let alternative = |of: &Alternative| {
+        let selectors = if of.products.is_empty() { Vec::new() } else { selector(&is_one_of(&of.products)) };
+        Part::Asked(Asked { name: Some(of.name.clone()), selectors, ..asked(GPUS, gpus) })
     };
+    let any = (!strict).then(Alternative::any);
+    let together = |of: &Alternative| {
+        Some(constraint([format!("gpus/{}", of.name)].into(), format!("{OURS}/{}", of.attribute.as_ref()?)))
+    };
+    let alternatives = groups.iter().chain(&any).map(alternative).collect();
     Devices {
-        requests: vec![map([("name", "gpus".into()), (LISTS, Part::List(alternatives.collect()))])],
-        constraints: groups.iter().map(together).collect(),
+        requests: vec![map([("name", "gpus".into()), (LISTS, Part::List(alternatives))])],
+        constraints: groups.iter().filter_map(together).collect(),
+    }
+}
+
+/// The expression for GPUs of these models. A selector that reads a missing attribute of a device is an error for the whole
+/// pod, on all nodes.
+fn is_one_of(products: &BTreeSet<Option<String>>) -> String {
+    const GPU: &str = "device.attributes['gpu.nvidia.com']";
+    // A string of JSON is one of CEL.
+    let named: Vec<String> =
+        products.iter().flatten().map(|product| Value::from(product.as_str()).to_string()).collect();
+    let named = format!("{GPU}.productName in [{}]", named.join(", "));
+    match (products.contains(&None), products.len()) {
+        (false, _) => format!("'productName' in {GPU} && {named}"),
+        (true, 1) => format!("!('productName' in {GPU})"),
+        (true, _) => format!("!('productName' in {GPU}) || {named}"),
     }
 }
 
@@ -340,46 +417,6 @@ fn pod_spec(template: &str, policy: Option<(&'static str, Part)>, command: &[&st
     let claims = map([claim(), ("resourceClaimTemplateName", template.into())]);
     let rest = [("containers", Part::List(vec![container])), ("resourceClaims", Part::List(vec![claims]))];
     Part::Map(policy.into_iter().chain(rest).collect())
-}
-
-/// The requests of `linkwise claim --rails`.
-fn on_rails(args: &ClaimArgs) -> Result<Devices> {
-    let rails = args.rails.as_ref().context("no --rails")?;
-    let (gpus, count) = (usize::from(args.gpus), rails.rails.len());
-    let asked = format!("--gpus {gpus} with --rails {rails}");
-    ensure!(count <= gpus, "{asked}: {count} rails for {gpus} GPUs; add --gpus {count}");
-    ensure!(gpus.is_multiple_of(count), "{asked}: {gpus} GPUs are not the same number on each of {count} rails");
-    if let Some(node) = &args.node {
-        let (topology, _) = NodeTopology::assemble(&machines::load(node)?.observed);
-        let there = topology.rails();
-        let known: Vec<u32> = there.keys().copied().collect();
-        let known = if known.is_empty() { "none".to_owned() } else { ranges(&known) };
-        for rail in &rails.rails {
-            let has = there.get(&u32::from(*rail)).map_or(0, Vec::len);
-            ensure!(has > 0, "{asked}: {node} has no rail {rail} (it has {known})");
-            ensure!(has >= gpus / count, "{asked}: {node} has {has} of {} GPUs on rail {rail}", gpus / count);
-        }
-    }
-    Ok(rail_requests(args.gpus, &rails.rails))
-}
-
-/// The specification of a claim for GPUs on these rails: the same number on each, or one more on the first ones.
-pub fn rails_claim(gpus: u8, rails: &[u8]) -> Result<Value, serde_json::Error> {
-    serde_json::to_value(rail_requests(gpus, rails).spec())
-}
-
-/// A request for each rail. A selector, because no constraint can say which value an attribute is to have.
-fn rail_requests(gpus: u8, rails: &[u8]) -> Devices {
-    let count = u8::try_from(rails.len()).unwrap_or(u8::MAX).max(1);
-    let of_rail = |(rail, place): (&u8, u8)| {
-        let own = gpus / count + u8::from(place < gpus % count);
-        // A selector that reads a missing attribute of a device is an error for the whole pod, on all nodes.
-        let expression =
-            format!("'rail' in device.attributes['linkwise.dev'] && device.attributes['linkwise.dev'].rail == {rail}");
-        let on_rail = Asked { selectors: selector(&expression), ..asked(GPUS, own) };
-        (own > 0).then(|| request(&format!("rail-{rail}"), on_rail))
-    };
-    Devices { requests: rails.iter().zip(0..).filter_map(of_rail).collect(), ..Devices::default() }
 }
 
 /// A list of objects as one object.

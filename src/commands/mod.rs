@@ -38,7 +38,7 @@ use linkwise_system::progress::Progress;
 pub use admin::admin;
 pub use allocate::allocate;
 pub use benchmark::{expect, verify};
-pub use claim::{any_claim, claim, exact_claim, rails_claim};
+pub use claim::{any_claim, claim, exact_claim, fleet_claim, rails_claim};
 pub use config::config;
 pub use config_manager::run as config_manager;
 pub use doctor::doctor;

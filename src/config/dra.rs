@@ -2,7 +2,7 @@
 
 use clap::{Args, ValueEnum};
 
-use super::{Flags, NodeArgs, Rails};
+use super::{ApiServerArgs, Flags, NodeArgs, Rails};
 use linkwise_core::quantity;
 use linkwise_core::topology::{MigProfile, MigProfileError};
 
@@ -61,17 +61,38 @@ pub struct ClaimArgs {
     #[arg(long, value_name = "NAME", value_parser = label)]
     pub name: Option<String>,
     /// List the groups of this machine only, or check that it has the rails: a built-in name or a file, as --node of other
-    /// commands
+    /// commands. Several times: the groups of these machines, the best of all first; with --cluster: what nodes like these
+    /// carry
     #[arg(long, value_name = "NAME|FILE", conflicts_with = "mig")]
-    pub node: Option<String>,
+    pub node: Vec<String>,
     /// The form of the manifest
     #[arg(long, default_value = "yaml")]
     pub format: ManifestFormat,
-    /// Name one group instead of alternatives, for schedulers that read none (docs/schedulers.md): with --node the one that
-    /// suits this machine. Such a claim waits while no group has enough free GPUs; what it gives up is printed to standard
-    /// error
+    /// Name one group instead of alternatives, for schedulers that read none (docs/schedulers.md): of --node or --cluster
+    /// the one that most machines meet at their best. Such a claim waits while no group has enough free GPUs; what it
+    /// gives up is printed to standard error
     #[arg(long, conflicts_with_all = ["mig", "strict", "shares", "memory"])]
     pub exact: bool,
+    /// The cluster of the claim.
+    #[command(flatten)]
+    pub fleet: FleetArgs,
+}
+
+/// The cluster in which a claim is to find its groups.
+#[derive(Clone, Debug, Args)]
+pub struct FleetArgs {
+    /// List the groups of this cluster's nodes, the best of all nodes first; with --exact name the one that most of them
+    /// meet at their best. Read from the ResourceSlices at the API server, or from a file with them (`kubectl get
+    /// resourceslices -o json`; - is standard input)
+    #[arg(long, value_name = "FILE", num_args = 0..=1, require_equals = true, default_missing_value = "")]
+    pub cluster: Option<String>,
+    /// List the groups of machines with NVSwitches after those of the others: such a claim, of two GPUs say, leaves these
+    /// machines to jobs that fill them, while another has a group free. A machine that is unknown is not spared
+    #[arg(long)]
+    pub spare_nvswitch: bool,
+    /// The API server.
+    #[command(flatten)]
+    pub api: ApiServerArgs,
 }
 
 /// The form of a manifest.

@@ -45,7 +45,7 @@ pub use check::{ConfigArgs, ConfigCheckArgs, ConfigCommand, ConfigShowArgs};
 pub use config_manager::{ConfigDefaults, ConfigManagerArgs, ConfigManagerError, ConfigManagerSettings, Fallback};
 pub use doctor::DoctorArgs;
 pub use documents::{CompletionsArgs, MACHINE_NAMES, ManArgs, Shell, completable, documented};
-pub use dra::{ClaimArgs, ClaimKind, DraArgs, ManifestFormat, Near};
+pub use dra::{ClaimArgs, ClaimKind, DraArgs, FleetArgs, ManifestFormat, Near};
 pub use labels::{ApiArgs, LabelsArgs};
 pub use list::UnitName;
 pub use metrics::ConfigMetrics;

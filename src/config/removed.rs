@@ -10,10 +10,6 @@ use linkwise_core::quote::excerpt;
 const REMOVED: &[(&[&str], &str)] = &[
     (&["gang"], "ready examples for kube-scheduler, Kueue, KAI and Volcano are in manifests/examples/claims"),
     (
-        &["--cluster", "--spare-nvswitch"],
-        "linkwise claim --node FILE lists the groups of one machine; a nodeSelector keeps its pods to such machines",
-    ),
-    (
         &["--allowed-uids", "LINKWISE_ALLOWED_UIDS", "linkwise.allowedUids"],
         "root and linkwise's own user may call its sockets; leave it out",
     ),

@@ -129,10 +129,6 @@ fn removed_names_are_refused_with_what_to_do() {
             &["run", "--dra-groups=2"],
             "error: --dra-groups: removed: groups of 2, 4 and 8 GPUs are published; leave it out",
         ),
-        (
-            &["claim", "--gpus", "2", "--cluster=x"],
-            "error: --cluster: removed: linkwise claim --node FILE lists the groups of one ",
-        ),
         (&["simulate"], "error: simulate: removed: use the program linkwise-lab"),
     ] {
         let (code, words) = refusal(args);

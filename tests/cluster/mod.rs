@@ -13,6 +13,7 @@ mod dra_mps;
 mod dra_node;
 mod dra_soak;
 mod events;
+mod fleet;
 mod gpu_cluster;
 mod node;
 mod node_feature;

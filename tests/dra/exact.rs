@@ -1,8 +1,9 @@
-//! `linkwise claim --exact`: which group it names for a machine, and what it says.
+//! `linkwise claim --exact`: which group it names for a machine and for a cluster of slices, and what it says.
 
+use std::io::Write as _;
 use std::process::{Command, Output};
 
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use super::golden::{holds, linkwise};
 
@@ -19,6 +20,24 @@ fn named(args: &[&str]) -> (Option<String>, String) {
     let constraints = claim["spec"]["devices"]["constraints"].as_array();
     let last = constraints.and_then(|constraints| constraints.last());
     (last.map(|last| last["matchAttribute"].as_str().unwrap().to_owned()), said)
+}
+
+/// The slices of a node.
+pub fn slices(machine: &str, node: &str) -> Vec<Value> {
+    let list = linkwise(&["dra", "--node", machine, "--node-name", node]);
+    serde_json::from_str::<Value>(&list).unwrap()["items"].as_array().unwrap().clone()
+}
+
+pub fn file(slices: &[Value], as_yaml: bool) -> tempfile::NamedTempFile {
+    let list = json!({"apiVersion": "v1", "kind": "List", "items": slices});
+    let text = if as_yaml { serde_saphyr::to_string(&list).unwrap() } else { list.to_string() };
+    let mut file = tempfile::NamedTempFile::new().unwrap();
+    file.write_all(text.as_bytes()).unwrap();
+    file
+}
+
+pub fn cluster(file: &tempfile::NamedTempFile) -> String {
+    format!("--cluster={}", file.path().display())
 }
 
 #[test]
@@ -43,20 +62,77 @@ fn one_gpu_needs_no_group() {
 }
 
 #[test]
-fn group_is_the_one_that_the_machine_meets_best() {
-    for (machine, size, group) in [
-        ("dgx1-v100", "4", "quad1a"),
+fn group_is_the_one_that_most_nodes_meet_at_their_best() {
+    let nodes = |kinds: &[(&str, usize)]| -> Vec<Value> {
+        let all = kinds.iter().flat_map(|(machine, count)| {
+            (0..*count).flat_map(move |number| slices(machine, &format!("{machine}-{number}")))
+        });
+        all.collect()
+    };
+    for (kinds, size, group) in [
+        (&[("dgx1-v100", 2)][..], "4", "quad1a"),
         // Behind NVSwitches all GPUs are alike, and a larger group is free more often.
-        ("dgx-h100", "4", "octet1a"),
-        ("gb200-nvl72-node", "4", "quad1a"),
+        (&[("dgx-h100", 2)], "4", "octet1a"),
+        // The best group of three nodes, against that of one.
+        (&[("dgx-h100", 1), ("dgx1-v100", 3)], "4", "quad1a"),
+        (&[("dgx-h100", 3), ("dgx1-v100", 1)], "2", "pair1a"),
+        (&[("dgx-h100", 1), ("gb200-nvl72-node", 1)], "4", "nvlinkDomain"),
     ] {
-        let (found, said) = named(&["--gpus", size, "--node", machine]);
-        assert_eq!(found, Some(format!("linkwise.dev/{group}")), "{machine}: {said}");
+        let slices = nodes(kinds);
+        let (json, yaml) = (file(&slices, false), file(&slices, true));
+        let (found, said) = named(&["--gpus", size, &cluster(&json)]);
+        assert_eq!(found, Some(format!("linkwise.dev/{group}")), "{kinds:?}: {said}");
+        assert_eq!(named(&["--gpus", size, &cluster(&yaml)]), (found, said));
     }
 }
 
 #[test]
+fn nodes_without_the_group_are_named() {
+    let mut all = slices("dgx1-v100", "mesh");
+    all.extend(slices("gb200-nvl72-node", "tray"));
+    let (group, said) = named(&["--gpus", "8", &cluster(&file(&all, false))]);
+    assert_eq!(group.as_deref(), Some("linkwise.dev/octet1a"));
+    assert!(said.contains("on 1 of 2 nodes") && said.contains("(tray): no linkwise.dev/octet1a"), "{said}");
+}
+
+/// A machine that no built-in one is like: the tiers in the names count, and no bandwidth is told.
+#[test]
+fn unknown_machine_is_told_by_its_groups_alone() {
+    let mut all = slices("dgx-h100", "n");
+    for device in all[0]["spec"]["devices"].as_array_mut().unwrap() {
+        device["attributes"]["productName"]["string"] = json!("Other\u{1b}[2J");
+    }
+    let (group, said) = named(&["--gpus", "4", &cluster(&file(&all, false))]);
+    assert_eq!(group.as_deref(), Some("linkwise.dev/quad1a"));
+    assert!(said.contains("1 node of 8 Other") && !said.contains("GB/s") && !said.contains('\u{1b}'), "{said}");
+}
+
+/// What the scheduler does not offer to claims is no group's.
+#[test]
+fn sick_old_and_incomplete_devices_do_not_count() {
+    let (whole, mut sick) = (slices("dgx1-v100", "n"), slices("dgx1-v100", "n"));
+    let taint = json!([{"key": "gpu.nvidia.com/xid", "effect": "NoSchedule"}]);
+    sick[0]["spec"]["devices"][0]["taints"] = taint;
+    let (_, said) = named(&["--gpus", "8", "--near", "nic", &cluster(&file(&whole, false))]);
+    assert!(said.contains("room for 1 claim of 8"), "{said}");
+    let refused = |slices: &[Value]| {
+        let output = claim(&["--exact", "--gpus", "8", &cluster(&file(slices, false))]);
+        assert!(!output.status.success());
+        String::from_utf8(output.stderr).unwrap()
+    };
+    assert!(refused(&sick).contains("there is no group of 8 GPUs; 1 node of 7"), "{}", refused(&sick));
+    // The newer generation is still being written.
+    let mut newer = sick[0].clone();
+    newer["metadata"]["name"] = json!("newer");
+    newer["spec"]["pool"]["generation"] = json!(2);
+    newer["spec"]["pool"]["resourceSliceCount"] = json!(2);
+    assert!(refused(&[whole[0].clone(), newer]).contains("no node publishes whole GPUs"));
+}
+
+#[test]
 fn impossible_exact_claims_are_refused_by_name() {
+    let other = file(&[json!({"kind": "Pod"})], false);
+    let (other, missing) = (cluster(&other), "--cluster=/none/slices.json");
     for (args, named) in [
         (
             &["--exact", "--gpus", "9", "--node", "pcie-8x-pix-pairs"][..],
@@ -68,6 +144,9 @@ fn impossible_exact_claims_are_refused_by_name() {
         (&["--exact", "--shares", "2"], "--shares"),
         (&["--exact", "--memory", "2Gi"], "--memory"),
         (&["--near", "nic", "--node", "dgx1-v100"], "--node with --near"),
+        (&["--exact", "--gpus", "2", "--cluster"], "no API server"),
+        (&["--exact", "--gpus", "2", missing], "cannot open /none/slices.json"),
+        (&["--exact", "--gpus", "2", &other], "expected ResourceSlices"),
     ] {
         let output = claim(args);
         let error = String::from_utf8(output.stderr).unwrap();

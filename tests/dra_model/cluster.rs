@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use linkwise_scheduler_box::{Cluster, Failure};
 use serde_json::{Value, json};
 
-use crate::dra_model::published::{DRIVER, Node, claim, classes, nodes};
+use crate::dra_model::published::{DRIVER, Node, claim, classes, gpus, node, nodes};
 use crate::oracle::{Oracle, Set, subsets};
 
 /// A node of a cluster: its machine under another name.
@@ -125,6 +125,11 @@ fn tiered() -> BTreeMap<u32, Value> {
     [1, 2, 4].map(|count| (count, claim(&["--gpus", &count.to_string()]))).into()
 }
 
+/// The same for single GPUs, without alternatives.
+fn single() -> BTreeMap<u32, Value> {
+    [1, 2, 4].map(|count| (count, gpus(count, None))).into()
+}
+
 #[test]
 fn equal_nodes_give_what_the_best_of_them_could() {
     let claims = tiered();
@@ -177,4 +182,63 @@ fn in_any_state(claims: &dyn Fn(&str) -> BTreeMap<u32, Value>, of_mesh: u64) {
             assert!(of.mean() >= least, "{}: {count}: {} of {} best, {}", node.name, of.best, of.claims, of.mean());
         }
     }
+}
+
+/// Claims for 1, 2 and 4 GPUs for a fleet of these machines.
+fn of_fleet(machines: &[&str]) -> BTreeMap<u32, Value> {
+    let nodes: Vec<&str> = machines.iter().flat_map(|machine| ["--node", machine]).collect();
+    [1, 2, 4].map(|count| (count, claim(&[&["--gpus", &count.to_string()], &nodes[..]].concat()))).into()
+}
+
+/// Tiers are those of a machine, classes of bandwidth those of a fleet: what a cluster of unlike nodes gives with each is
+/// told, in docs/scale.md and here.
+#[test]
+fn unlike_nodes_are_compared_by_class() {
+    let mixes = [
+        &["dgx1-v100", "pcie-8x-pix-pairs", "dgx1-v100"][..],
+        &["dgx1-v100", "dgx-h100", "dgx1-v100"],
+        &["dgx1-v100", "pcie-8x-pix-pairs", "dgx-h100"],
+        &["dgx1-v100", "pcie-8x-pix-pairs", "dgx-a100"],
+        &["nvlink-bridge-pairs", "dgx1-v100", "workstation-a6000", "dgx-a100", "dgx-h100"],
+    ];
+    let mut told = String::new();
+    for mix in mixes {
+        let machines: Vec<Node> = mix.iter().map(|name| node(name)).collect();
+        for (claims, of) in [("fleet", of_fleet(mix)), ("groups", tiered()), ("singles", single())] {
+            for (count, of) in shares(&machines.iter().collect::<Vec<_>>(), 600, &of) {
+                let (best, mean) = (of.best * 1000 / of.claims, of.mean());
+                told += &format!("{}: {claims} of {count}: mean {mean}, the best {best}\n", mix.join(", "));
+                assert!(claims != "fleet" || mean >= 970, "{told}");
+            }
+        }
+    }
+    let mut settings = insta::Settings::clone_current();
+    settings.set_snapshot_path("../snapshots");
+    settings.set_prepend_module_to_snapshot(false);
+    settings.set_omit_expression(true);
+    settings.bind(|| insta::assert_snapshot!("dra-unlike-nodes", told));
+}
+
+/// A machine with NVSwitches gets a claim that spares it only while no other has a group with enough free GPUs.
+#[test]
+fn spared_machines_come_after_the_groups_of_others() {
+    let mix = ["dgx-a100", "dgx1-v100"];
+    let [switched, mesh] = mix.map(node);
+    let members = members(&[&switched, &mesh]);
+    let names: Vec<&str> = members.iter().map(|member| member.name.as_str()).collect();
+    let named = ["--gpus", "2", "--node", mix[0], "--node", mix[1]];
+    let (usual, spares) = (claim(&named), claim(&[&named[..], &["--spare-nvswitch"]].concat()));
+    let (alone, group) = (mesh.cluster(&[]), claim(&["--gpus", "2", "--strict", "--node", "dgx1-v100"]));
+    let (mut spared, mut taken) = (0, 0);
+    for free in mesh.availabilities().into_iter().filter(|free| free.count_ones() >= 2) {
+        let mut cluster = cluster(&members);
+        cluster.occupy(&allocation(&members[1], !free & 0xff)).unwrap();
+        let node = |claim: &Value| cluster.schedule(&names, std::slice::from_ref(claim)).unwrap().node;
+        assert_eq!(node(&usual), "node-0");
+        let has_group = mesh.chosen(&alone, free, &group).is_some();
+        assert_eq!(node(&spares), if has_group { "node-1" } else { "node-0" }, "{free:b}");
+        spared += u32::from(has_group);
+        taken += u32::from(!has_group);
+    }
+    assert!(spared > 0 && taken > 0, "{spared} {taken}");
 }

@@ -50,6 +50,19 @@ fn claim_for_four_gets_the_best_four_or_nearly() {
     }
 }
 
+/// A claim for a fleet of one kind of machine gets what one for any machine does.
+#[test]
+fn claim_for_a_fleet_of_one_kind_gets_as_much() {
+    for node in nodes().filter(|node| node.gpus() >= 4) {
+        for count in [2, 4] {
+            let fleet = claim(&["--gpus", &count.to_string(), "--node", node.name, "--node", node.name]);
+            let (best, mean) = rate_of(&node, count, &fleet);
+            let (usual_best, usual) = rate(&node, count);
+            assert!(best >= usual_best && mean >= usual, "{}: {count}: {best}, {mean}", node.name);
+        }
+    }
+}
+
 #[test]
 fn strict_claim_takes_the_same_group_or_waits() {
     for (name, count) in [("dgx1-v100", 4), ("nvlink-bridge-pairs", 2), ("workstation-a6000", 2), ("dgx-h100", 8)] {

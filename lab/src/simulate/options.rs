@@ -109,8 +109,9 @@ pub enum Door {
     DraSingles,
     /// DRA, claims as `linkwise claim` prints them: tiered groups as alternatives
     DraGroups,
-    /// DRA, claims as `linkwise claim --exact` prints them, with --node where all nodes are of one machine: GPUs of one group, or
-    /// none
+    /// DRA, claims as `linkwise claim --cluster` prints them: alternatives in the order of what they carry in this cluster
+    DraFleet,
+    /// DRA, claims as `linkwise claim --exact` prints them: GPUs of one group, or none
     DraExact,
     /// The device plugin with a choice that linkwise does not have: of sets with equal values, the lowest rails
     PluginRails,

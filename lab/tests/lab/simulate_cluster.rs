@@ -79,10 +79,10 @@ fn documented_rails_are_those_of_the_trace() {
 /// Each pod that starts or ends is a line, and no device is given twice.
 #[test]
 fn choices_are_lines_of_csv() {
-    let text = printed(&[&SMALL[..], &["--door", "dra-groups,dra-exact", "--format", "choices"]].concat());
+    let text = printed(&[&SMALL[..], &["--door", "dra-groups,dra-fleet", "--format", "choices"]].concat());
     let mut lines = text.lines();
     assert_eq!(lines.next(), Some("door,second,event,job,node,machine,devices,score,collective,best"));
-    let mut held = BTreeMap::new();
+    let (mut held, mut shares) = (BTreeMap::new(), BTreeMap::new());
     for line in lines {
         let [door, _, event, job, node, machine, devices, score, got, best] = line.split(',').collect::<Vec<_>>()[..]
         else {
@@ -99,10 +99,14 @@ fn choices_are_lines_of_csv() {
         assert_eq!((got.is_empty(), best.is_empty(), score.is_empty()), (!several, !several, event == "end"), "{line}");
         if several {
             let (got, best): (u64, u64) = (got.parse().unwrap(), best.parse().unwrap());
-            assert!(0 < got && got <= best, "{line}");
+            let (sum, count) = shares.entry(door).or_insert((0, 0));
+            (*sum, *count) = (*sum + got * 1000 / best, *count + 1);
         }
     }
     assert!(held.is_empty(), "{held:?}");
+    // Claims for the cluster's machines get more of its best than those for any machine.
+    let [groups, fleet] = ["dra-groups", "dra-fleet"].map(|door| shares[door].0 / shares[door].1);
+    assert!(groups < fleet && fleet > 950, "{groups} {fleet}");
 }
 
 #[test]

@@ -1,6 +1,7 @@
 //! [`Stored`]: the API server's slices, as last seen.
 //!
-//! [`Slices`] keeps up with the ResourceSlices of one driver on one node as they change.
+//! [`Slices`] keeps up with the ResourceSlices of one driver on one node as they change; [`all_slices`] reads those of
+//! all nodes, for a command that a person runs once.
 
 use std::collections::BTreeMap;
 
@@ -11,9 +12,10 @@ use serde_json::Value;
 use tokio::sync::watch;
 
 use super::{Disturbances, SliceSettings};
-use crate::error::ApiError;
+use crate::error::{ApiError, ApiMetrics};
 use crate::follower::{Events, Followed};
-use crate::server::{self, ApiServer};
+use crate::server::{self, Access, ApiServer, Pace};
+use linkwise_core::state::DRA_DRIVER;
 
 /// The stored slices by name, as last seen.
 #[derive(Clone, Debug, Default)]
@@ -168,6 +170,32 @@ impl Followed for Slices {
             self.stored.send_if_modified(|stored| stored.event(object, deleted));
         }
         Ok(())
+    }
+}
+
+/// Slices in one answer: a slice has some 10 kB.
+const PAGE: u32 = 500;
+
+/// The driver's ResourceSlices in the cluster.
+///
+/// # Errors
+///
+/// See [`ApiError`].
+pub async fn all_slices(access: Access) -> Result<Vec<Value>, ApiError> {
+    let mut server = ApiServer::new(access, Pace::DEFAULT, ApiMetrics::default());
+    let (mut slices, mut token) = (Vec::new(), None);
+    loop {
+        let params = ListParams::default().fields(&format!("spec.driver={DRA_DRIVER}")).limit(PAGE);
+        let params = ListParams { continue_token: token, ..params };
+        let list = |client| async move { Api::<DynamicObject>::all_with(client, &resource()).list(&params).await };
+        let page = server.call(OBJECT, "list", list).await?;
+        for slice in &page.items {
+            slices.push(value(slice)?);
+        }
+        token = page.metadata.continue_.filter(|token| !token.is_empty());
+        if token.is_none() {
+            return Ok(slices);
+        }
     }
 }
 

@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 
 use anyhow::{Context, Result, anyhow};
-use linkwise::commands::{any_claim, exact_claim, rails_claim};
+use linkwise::commands::{any_claim, exact_claim, fleet_claim, rails_claim};
 use linkwise_core::allocation::GpuSet;
 use linkwise_scheduler_box::{Cluster, Failure};
 use serde_json::{Value, json};
@@ -200,7 +200,8 @@ fn subsets(gpus: GpuSet, size: usize) -> Vec<GpuSet> {
     }
 }
 
-/// The claim of a pod; `None` if the device plugin serves.
+/// The claim of a pod; `None` if the device plugin serves. Exact claims and those for a fleet are made for a cluster with as
+/// many nodes of each machine, whatever the mix.
 pub(super) fn claim(machines: &[Machine], door: Door, Shape { gpus, rails, .. }: Shape) -> Result<Option<Value>> {
     let count = u8::try_from(gpus).with_context(|| format!("{gpus} GPUs are too many for a claim"))?;
     let spec = match door {
@@ -213,15 +214,21 @@ pub(super) fn claim(machines: &[Machine], door: Door, Shape { gpus, rails, .. }:
             Some((first, rails)) => rails_claim(count, &(first..first.saturating_add(rails)).collect::<Vec<_>>())?,
             None => any_claim(count)?,
         },
-        Door::DraExact => match machines {
-            [machine] => exact_claim(count, Some(&machine.tables))?,
-            _ => exact_claim(count, None)?,
-        },
+        Door::DraExact => exact_claim(count, &slices(machines))?,
+        Door::DraFleet => {
+            let names: Vec<String> = machines.iter().map(|machine| machine.name.clone()).collect();
+            fleet_claim(count, &slices(machines), &names)?
+        }
     };
     Ok(Some(json!({
         "apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaim",
         "metadata": {"name": format!("gpus-{gpus}"), "namespace": "default"}, "spec": spec,
     })))
+}
+
+/// The slices of a node of each machine.
+fn slices(machines: &[Machine]) -> Vec<Value> {
+    machines.iter().enumerate().flat_map(|(kind, machine)| machine.slices(&format!("node-{kind}"))).collect()
 }
 
 /// The DeviceClasses.

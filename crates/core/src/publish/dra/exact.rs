@@ -72,6 +72,18 @@ impl GroupAttribute {
         layout.families.iter().map(attribute).chain([domains]).filter(has_groups).collect()
     }
 
+    /// All of so many GPUs as one group: what a claim without a constraint takes its GPUs from.
+    pub fn any(all: usize) -> Self {
+        Self { name: "any".to_owned(), groups: vec![(0..all).collect()] }
+    }
+
+    /// Tells for each state of a node of `all` GPUs with enough free ones whether a group has enough: for all attributes
+    /// the same states.
+    pub fn serves(&self, all: usize, gpus: usize) -> Vec<bool> {
+        let free = states(all).filter(|free| free.len() >= gpus);
+        free.map(|free| self.chosen(free, gpus).is_some()).collect()
+    }
+
     /// The GPUs that a claim gets: the first in published order of a group with enough free GPUs.
     fn chosen(&self, free: GpuSet, gpus: usize) -> Option<GpuSet> {
         let enough = self.groups.iter().map(|group| group.intersection(free)).filter(|group| group.len() >= gpus);
@@ -139,25 +151,25 @@ struct State {
     alternatives: Option<u64>,
 }
 
-/// The claims for `gpus` GPUs by each of these attributes that can meet one, in their order, against a claim with
-/// `alternatives`.
+/// The claims for `gpus` of `all` GPUs by each of these attributes that can meet one, in their order, against a claim with
+/// `alternatives`. A node known by its slices alone has no values.
 pub fn of(
     attributes: &[GroupAttribute],
     alternatives: &[GroupAttribute],
-    gpus: usize,
-    valued: &Valued<'_>,
+    (all, gpus): (usize, usize),
+    valued: Option<&Valued<'_>>,
 ) -> Vec<ExactClaim> {
     let share = |set: GpuSet, best: Option<u64>| {
-        let got = valued.collective(set)?;
+        let got = valued?.collective(set)?;
         Some((got * WHOLE).checked_div(best?).unwrap_or(WHOLE))
     };
     let state = |free: GpuSet| {
-        let best = valued.best(free, gpus);
+        let best = valued.and_then(|valued| valued.best(free, gpus));
         let by_group = alternatives.iter().find_map(|other| other.chosen(free, gpus));
         let other = by_group.unwrap_or_else(|| free.places().take(gpus).collect());
         State { free, best, alternatives: share(other, best) }
     };
-    let states: Vec<State> = states(valued.order.len()).filter(|free| free.len() >= gpus).map(state).collect();
+    let states: Vec<State> = states(all).filter(|free| free.len() >= gpus).map(state).collect();
     let claim = |attribute: &GroupAttribute| {
         let (mut waits, mut got, mut forgone) = (0, Mean::default(), Mean::default());
         for state in &states {
@@ -172,7 +184,7 @@ pub fn of(
         ExactClaim {
             name: attribute.name.clone(),
             sets: attribute.groups.iter().map(|group| group.len().checked_div(gpus).unwrap_or(0)).sum(),
-            promised: promised(attribute, gpus, valued),
+            promised: valued.and_then(|valued| promised(attribute, gpus, valued)),
             states: states.len() as u64,
             waits,
             share: got.value(),
@@ -183,7 +195,7 @@ pub fn of(
 }
 
 /// The least collective of so many GPUs of one group, MB/s.
-fn promised(attribute: &GroupAttribute, gpus: usize, valued: &Valued<'_>) -> Option<u64> {
+pub fn promised(attribute: &GroupAttribute, gpus: usize, valued: &Valued<'_>) -> Option<u64> {
     let mut sets = attribute.groups.iter().flat_map(|group| subsets(*group, gpus)).take(MOST_SETS + 1);
     let mut counted = 0;
     let least = sets.try_fold(u64::MAX, |least, set| {

@@ -96,7 +96,7 @@ fn follow(record: &str, csv: &str, cpu: CpuRequests) -> Got {
     got
 }
 
-/// A dgx1-v100, a pcie-8x-pix-pairs and a dgx-a100, with claims whose alternatives name models of GPU.
+/// A dgx1-v100, a pcie-8x-pix-pairs and a dgx-a100, with claims as `linkwise claim --cluster` prints them.
 #[test]
 fn mixed_fleet_is_scheduled_as_it_really_was() {
     let got =

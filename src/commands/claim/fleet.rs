@@ -1,0 +1,351 @@
+//! Claims for machines of several kinds: alternatives in classes of bandwidth, which mean the same on each.
+//!
+//! kube-scheduler compares nodes by the place of the alternative that each can give. So the alternatives come in the
+//! order of what they carry anywhere in the fleet. An attribute with which machines carry unlike bandwidths is an
+//! alternative for each class, with a selector for the models of GPU. A selector cannot tell more apart than that, so all
+//! nodes with one model count as one machine: a node that lacks a GPU is like the others.
+
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BTreeSet};
+
+use anyhow::{Result, ensure};
+use linkwise_core::quote::excerpt;
+use linkwise_system::output::complain;
+use serde_json::Value;
+
+use super::kinds::{Kind, bandwidth, candidates, counted, kinds, of_fleet, tier};
+use super::{Alternative, Devices, MOST_ALTERNATIVES, in_groups};
+use crate::config::FleetArgs;
+
+/// The least share of a class's highest bandwidth that is in the class, in percent.
+const ALIKE: u64 = 90;
+
+/// The worth of the best tier of a machine whose bandwidths are unknown, as MB/s: less than any link carries.
+const UNKNOWN: u64 = 3;
+
+/// An alternative without which the others are worth so many per mille of all together is left out: each costs the
+/// scheduler time.
+const WORTH_IT: u64 = 985;
+
+/// The most models of GPU that are told apart: those with the most nodes.
+const MOST_MODELS: usize = 16;
+
+/// The most kinds of node that stand for a model: those with the most nodes.
+const KINDS_OF_MODEL: usize = 4;
+
+/// The nodes with one model of GPU.
+struct Model<'a> {
+    product: Option<&'a str>,
+    title: String,
+    nodes: u64,
+    /// The kinds that stand for all. What their groups carry is known, if it is for any.
+    kinds: Vec<&'a Kind>,
+}
+
+impl Model<'_> {
+    fn is_known(&self) -> bool {
+        self.kinds.iter().all(|kind| kind.best.is_some())
+    }
+
+    /// Returns true if all sets of the size carry the same.
+    fn is_alike(&self) -> bool {
+        self.is_known() && self.kinds.iter().all(|kind| kind.best == kind.least)
+    }
+}
+
+/// What one model gives by one attribute, or by none.
+struct Entry {
+    /// The model's place.
+    model: usize,
+    /// The attribute's place among the candidates; one behind them for any GPUs.
+    attribute: usize,
+    /// MB/s; where they are unknown at most [`UNKNOWN`].
+    worth: u64,
+    /// The place of its part of the claim: 0 is the first. A machine to be spared comes after the groups of the others,
+    /// and before their GPUs that are in no better group.
+    part: u8,
+    /// For each state of the model's kinds, whether it can give such a set.
+    serves: Vec<bool>,
+}
+
+/// An alternative in the making: entries of one class with one attribute.
+struct Draft<'a> {
+    attribute: usize,
+    entries: Vec<&'a Entry>,
+}
+
+impl<'a> Draft<'a> {
+    fn of_model(&self, model: usize) -> Option<&'a Entry> {
+        self.entries.iter().copied().find(|entry| entry.model == model)
+    }
+
+    fn worth(&self) -> u64 {
+        self.entries.iter().map(|entry| entry.worth).min().unwrap_or(0)
+    }
+}
+
+/// The requests of a claim for the fleet that the options name. Says on standard error what each alternative is.
+pub(super) fn devices(gpus: u8, nodes: &[String], fleet: &FleetArgs, strict: bool) -> Result<Devices> {
+    let kinds = of_fleet(gpus, nodes, fleet)?;
+    let models = models(&kinds, gpus);
+    let entries = entries(gpus, &models, fleet.spare_nvswitch);
+    let drafts = drafts(&entries, &models, gpus, strict);
+    ensure!(
+        !strict || gpus == 1 || !drafts.is_empty(),
+        "--strict: no machine of this fleet has a group of {gpus} GPUs"
+    );
+    let alternatives = alternatives(&drafts, &entries, &models, gpus);
+    if gpus > 1 {
+        complain("linkwise", notes(&drafts, &alternatives, &models, &kinds, gpus));
+    }
+    Ok(in_groups(gpus, &alternatives, strict))
+}
+
+/// The specification of a claim for this number of GPUs on the nodes of these slices. `machines` are built-in ones or files
+/// that some nodes are like.
+pub fn fleet_claim(gpus: u8, slices: &[Value], machines: &[String]) -> Result<Value, serde_json::Error> {
+    let (kinds, _) = kinds(slices, gpus, machines);
+    let models = models(&kinds, gpus);
+    let entries = entries(gpus, &models, false);
+    let alternatives = alternatives(&drafts(&entries, &models, gpus, false), &entries, &models, gpus);
+    serde_json::to_value(in_groups(gpus, &alternatives, false).spec())
+}
+
+/// The models that can have such a claim, those with the most nodes first. One GPU needs no group.
+fn models(kinds: &[Kind], gpus: u8) -> Vec<Model<'_>> {
+    let mut by_product: BTreeMap<Option<&str>, Vec<&Kind>> = BTreeMap::new();
+    for kind in kinds.iter().filter(|kind| gpus > 1 && !kind.is_mixed && kind.gpus >= usize::from(gpus)) {
+        by_product.entry(kind.product.as_deref()).or_default().push(kind);
+    }
+    let mut models: Vec<Model<'_>> = by_product.into_iter().map(|(product, kinds)| model(product, kinds)).collect();
+    models.sort_by_key(|model| Reverse(model.nodes));
+    models.truncate(MOST_MODELS);
+    models
+}
+
+fn model<'a>(product: Option<&'a str>, mut kinds: Vec<&'a Kind>) -> Model<'a> {
+    let nodes: usize = kinds.iter().map(|kind| kind.nodes.len()).sum();
+    let title = match kinds.as_slice() {
+        [kind] => kind.title.clone(),
+        _ => format!("{} with {}", counted(nodes, "node"), product.map_or_else(|| "GPUs".to_owned(), excerpt)),
+    };
+    kinds.sort_by_key(|kind| (kind.best.is_none(), Reverse(kind.nodes.len())));
+    let is_known = kinds.first().is_some_and(|kind| kind.best.is_some());
+    kinds.retain(|kind| kind.best.is_some() == is_known);
+    kinds.truncate(KINDS_OF_MODEL);
+    Model { product, title, nodes: nodes as u64, kinds }
+}
+
+/// All entries, by what they are worth.
+fn entries(gpus: u8, models: &[Model<'_>], spare_nvswitch: bool) -> Vec<Entry> {
+    let names = candidates(gpus);
+    let mut entries: Vec<Entry> = Vec::new();
+    for (number, model) in models.iter().enumerate() {
+        let loose = model.kinds.iter().map(|kind| kind.least.unwrap_or(0)).min().unwrap_or(0);
+        for attribute in 0..=names.len() {
+            let (mut worth, mut serves) = (None, Vec::new());
+            for kind in &model.kinds {
+                let given = match names.get(attribute) {
+                    Some(name) => by_attribute(kind, name, gpus),
+                    None => Some((loose, kind.any().serves(kind.gpus, gpus.into()))),
+                };
+                match given {
+                    Some((own, states)) => {
+                        // The selector takes the worst of them too.
+                        worth = Some(worth.map_or(own, |worth: u64| worth.min(own)));
+                        serves.extend(states);
+                    }
+                    None => serves.extend(kind.any().serves(kind.gpus, gpus.into()).iter().map(|_| false)),
+                }
+            }
+            let Some(worth) = worth else { continue };
+            let is_group = worth > loose || model.is_alike();
+            let part = match (spare_nvswitch, model.kinds.iter().any(|kind| kind.is_switched)) {
+                (true, true) => 1,
+                (true, false) if !is_group => 2,
+                _ => 0,
+            };
+            entries.push(Entry { model: number, attribute, worth, part, serves });
+        }
+    }
+    // Of equal ones that with which a set is found most often comes first, and makes the others superfluous.
+    let served = |entry: &Entry| entry.serves.iter().filter(|serves| **serves).count();
+    entries.sort_by_key(|entry| (entry.part, Reverse(entry.worth), Reverse(served(entry))));
+    entries
+}
+
+/// The worth of a set by an attribute on this kind, and the states in which there is one.
+fn by_attribute(kind: &Kind, name: &str, gpus: u8) -> Option<(u64, Vec<bool>)> {
+    let claim = kind.claim(name)?;
+    let by_tier = || {
+        let is_tier = kind.alternatives.iter().any(|tier| tier == name);
+        is_tier.then(|| UNKNOWN.saturating_sub(tier(name).saturating_sub(1)).max(1))
+    };
+    let groups = kind.attributes.iter().find(|groups| groups.name == name)?;
+    Some((claim.promised.or_else(by_tier)?, groups.serves(kind.gpus, gpus.into())))
+}
+
+/// The alternatives of a claim: by class and attribute, the best first.
+fn drafts<'a>(entries: &'a [Entry], models: &[Model<'_>], gpus: u8, strict: bool) -> Vec<Draft<'a>> {
+    let any = candidates(gpus).len();
+    let mut by_class: BTreeMap<(usize, usize), Draft<'a>> = BTreeMap::new();
+    let (mut class, mut first): (usize, Option<&Entry>) = (0, None);
+    let mut served: BTreeMap<usize, Vec<bool>> = BTreeMap::new();
+    for entry in entries {
+        let before = served.entry(entry.model).or_insert_with(|| vec![false; entry.serves.len()]);
+        let adds = before.iter().zip(&entry.serves).any(|(before, serves)| *serves && !before);
+        let is_loose = entry.attribute == any && !models.get(entry.model).is_some_and(Model::is_alike);
+        if !adds || (strict && is_loose) {
+            continue;
+        }
+        before.iter_mut().zip(&entry.serves).for_each(|(before, serves)| *before |= serves);
+        let is_alike = |first: &Entry| first.part == entry.part && entry.worth * 100 >= first.worth * ALIKE;
+        if !first.is_some_and(is_alike) {
+            class += 1;
+            first = Some(entry);
+        }
+        let draft = || Draft { attribute: entry.attribute, entries: Vec::new() };
+        by_class.entry((class, entry.attribute)).or_insert_with(draft).entries.push(entry);
+    }
+    let mut drafts: Vec<Draft<'a>> = by_class.into_values().collect();
+    // The worst GPUs of the fleet are what a claim's last alternative takes: any.
+    if !strict && drafts.last().is_some_and(|last| last.attribute == any) {
+        drafts.pop();
+    }
+    trim(&mut drafts, entries, models, strict);
+    drafts
+}
+
+/// Leaves out alternatives: as many as there is no room for, and those that gain little. The best one of a model stays while
+/// there is room.
+fn trim(drafts: &mut Vec<Draft<'_>>, entries: &[Entry], models: &[Model<'_>], strict: bool) {
+    // What a set is worth that no alternative names: to a strict claim nothing, to another what any GPUs are at the worst.
+    let floor = entries.iter().map(|entry| entry.worth).min().filter(|_| !strict).unwrap_or(0);
+    let all = seen(&drafts.iter().collect::<Vec<_>>(), models, entries, floor);
+    loop {
+        let has_room = drafts.len() <= MOST_ALTERNATIVES - usize::from(!strict);
+        if strict && has_room {
+            break;
+        }
+        let is_first = |at: usize| {
+            let first = |model: usize| drafts.iter().position(|draft| draft.of_model(model).is_some());
+            (0..models.len()).any(|model| first(model) == Some(at))
+        };
+        let without = |at: usize| {
+            let rest = drafts.iter().enumerate().filter(|(other, _)| *other != at).map(|(_, draft)| draft);
+            seen(&rest.collect::<Vec<_>>(), models, entries, floor)
+        };
+        let left = (0..drafts.len()).map(|at| (without(at), at));
+        // Of equals the last goes.
+        let Some((left, at)) = left.filter(|(left, at)| !has_room || *left == all || !is_first(*at)).max() else {
+            break;
+        };
+        if has_room && left * 1000 < all * WORTH_IT {
+            break;
+        }
+        drafts.remove(at);
+    }
+}
+
+/// What the scheduler sees by these alternatives: over all nodes and their states the share of the node's best, summed,
+/// in per mille.
+fn seen(drafts: &[&Draft<'_>], models: &[Model<'_>], entries: &[Entry], floor: u64) -> u64 {
+    let of_model = |(number, model): (usize, &Model<'_>)| {
+        let own = || entries.iter().filter(|entry| entry.model == number);
+        let best = own().map(|entry| entry.worth).max().unwrap_or(0);
+        let states = own().next().map_or(0, |entry| entry.serves.len());
+        let listed: Vec<&Entry> = drafts.iter().filter_map(|draft| draft.of_model(number)).collect();
+        let worth = |state: usize| {
+            let serves = |entry: &&&Entry| entry.serves.get(state).is_some_and(|serves| *serves);
+            listed.iter().find(serves).map_or(floor, |entry| entry.worth)
+        };
+        let sum: u64 = (0..states).map(worth).sum();
+        (sum * 1000).checked_div(best * states as u64).unwrap_or(0) * model.nodes
+    };
+    models.iter().enumerate().map(of_model).sum()
+}
+
+/// The alternatives of a claim: one for each of these, under a name of its own.
+fn alternatives(drafts: &[Draft<'_>], entries: &[Entry], models: &[Model<'_>], gpus: u8) -> Vec<Alternative> {
+    let names = candidates(gpus);
+    let mut taken: BTreeMap<usize, usize> = BTreeMap::new();
+    let alternative = |(at, draft): (usize, &Draft<'_>)| {
+        let times = taken.entry(draft.attribute).or_insert(0);
+        *times += 1;
+        let attribute = names.get(draft.attribute);
+        let name = attribute.map_or("kind", String::as_str).to_ascii_lowercase();
+        let name = if *times > 1 { format!("{name}-{times}") } else { name };
+        let before = drafts.get(..at).unwrap_or_default();
+        let needs_selector = (0..models.len()).any(|model| intrudes(model, draft, before, entries));
+        let of_draft = draft.entries.iter().filter(|_| needs_selector).filter_map(|entry| models.get(entry.model));
+        let products: BTreeSet<_> = of_draft.map(|model| model.product.map(str::to_owned)).collect();
+        Alternative { name, attribute: attribute.cloned(), products }
+    };
+    drafts.iter().enumerate().map(alternative).collect()
+}
+
+/// Returns true if a node with this model could take the alternative although it is not for this model.
+fn intrudes(model: usize, draft: &Draft<'_>, before: &[Draft<'_>], entries: &[Entry]) -> bool {
+    if draft.of_model(model).is_some() {
+        return false;
+    }
+    let own: Vec<&Entry> = before.iter().filter_map(|draft| draft.of_model(model)).collect();
+    let by_attribute = entries.iter().find(|entry| entry.model == model && entry.attribute == draft.attribute);
+    by_attribute.is_some_and(|entry| {
+        let is_served = |state: usize| own.iter().any(|own| own.serves.get(state).is_some_and(|serves| *serves));
+        entry.serves.iter().enumerate().any(|(state, serves)| *serves && !is_served(state))
+    })
+}
+
+/// The lines about a claim: what each alternative is worth, and where; then the nodes that have none of their own.
+fn notes(
+    drafts: &[Draft<'_>],
+    alternatives: &[Alternative],
+    models: &[Model<'_>],
+    kinds: &[Kind],
+    gpus: u8,
+) -> Vec<String> {
+    let mut lines = Vec::new();
+    for (draft, alternative) in drafts.iter().zip(alternatives) {
+        let on = draft.entries.iter().filter_map(|entry| models.get(entry.model)).map(|model| model.title.as_str());
+        let carries = match draft.worth() {
+            worth if worth > UNKNOWN => format!("{} or more", bandwidth(worth)),
+            _ => "unknown bandwidth".to_owned(),
+        };
+        lines.push(format!("gpus/{}: {carries}, on {}", alternative.name, on.collect::<Vec<_>>().join("; ")));
+    }
+    if drafts.is_empty() && models.iter().all(Model::is_alike) {
+        lines.push(format!("any {gpus} GPUs carry the same on these machines: no alternatives"));
+    }
+    for (number, model) in models.iter().enumerate() {
+        if !model.is_known() {
+            lines.push(format!(
+                "{}: what its groups carry is unknown, and counts for less than any known; give the file that linkwise \
+                 snapshot writes there to --node",
+                model.title
+            ));
+        } else if !drafts.is_empty() && !drafts.iter().any(|draft| draft.of_model(number).is_some()) {
+            lines.push(format!("{}: no alternative of its own", model.title));
+        }
+    }
+    let (mut mixed, mut small, mut further) = (0, 0, 0);
+    for kind in kinds {
+        let count = match () {
+            () if kind.gpus < usize::from(gpus) => &mut small,
+            () if kind.is_mixed => &mut mixed,
+            () if !models.iter().any(|model| model.product == kind.product.as_deref()) => &mut further,
+            () => continue,
+        };
+        *count += kind.nodes.len();
+    }
+    for (count, why) in [
+        (small, "too few GPUs for such a claim"),
+        (mixed, "GPUs of several models, and no alternative of their own"),
+        (further, "further models of GPU, and no alternative of their own"),
+    ] {
+        if count > 0 {
+            lines.push(format!("{} with {why}", counted(count, "node")));
+        }
+    }
+    lines
+}

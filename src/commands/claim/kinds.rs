@@ -1,0 +1,334 @@
+//! The kinds of node of a fleet, and what each can give to a claim.
+//!
+//! A fleet is some machines (`--node`), or the nodes of a cluster, read from their ResourceSlices (`--cluster`). Slices
+//! do not say what their groups carry: that is known where a machine, built-in or of `--node`, has the same groups.
+//!
+//! [`rails_claim`]: claims of GPUs on fixed rails. Pods of a job that have one such template get the same rails on each
+//! node.
+
+use std::cmp::Reverse;
+use std::collections::BTreeMap;
+use std::io::Read;
+use std::path::Path;
+
+use anyhow::{Context, Result, ensure};
+use serde_json::Value;
+
+use super::{Asked, Devices, GPUS, OURS, any_groups, asked, request, selector};
+use crate::config::{ClaimArgs, FleetArgs};
+use linkwise_cluster::all_slices;
+use linkwise_core::allocation::GpuSet;
+use linkwise_core::publish::dra::exact::{ExactClaim, GroupAttribute, NVLINK_DOMAIN, Valued, of, promised};
+use linkwise_core::publish::dra::{GpuLayout, GroupSize};
+use linkwise_core::quote::excerpt;
+use linkwise_core::topology::NodeTopology;
+use linkwise_host::machines;
+use linkwise_host::picture::ranges;
+use linkwise_system::block_on;
+use linkwise_system::output::{complain, open};
+
+/// The worth of a set that is the best of its machine.
+pub(super) const BEST: u64 = 1000;
+
+/// The longest file of slices, in bytes: some 20,000 nodes.
+const LONGEST_FILE: u64 = 256 << 20;
+
+/// The most kinds of node that count: those with the most nodes.
+const MOST_KINDS: usize = 64;
+
+/// Nodes whose GPUs are in the same groups.
+#[derive(Clone)]
+pub(super) struct Kind {
+    /// The machine, or the GPUs of the nodes.
+    pub title: String,
+    pub nodes: Vec<String>,
+    /// All attributes of its GPUs.
+    pub attributes: Vec<GroupAttribute>,
+    /// The claims of the asked size, by each attribute that can meet them.
+    pub claims: Vec<ExactClaim>,
+    /// The attributes that a claim with alternatives lists.
+    pub alternatives: Vec<String>,
+    /// The best collective of so many GPUs, MB/s; `None` where slices alone are known.
+    pub best: Option<u64>,
+    /// The least collective of so many GPUs, whichever they are, MB/s; `None` where slices alone are known.
+    pub least: Option<u64>,
+    /// The model of its GPUs, as the attribute `productName` has it.
+    pub product: Option<String>,
+    /// True if its GPUs are of several models.
+    pub is_mixed: bool,
+    /// The number of its GPUs.
+    pub gpus: usize,
+    /// True if its GPUs are behind NVSwitches; false where slices alone are known.
+    pub is_switched: bool,
+}
+
+impl Kind {
+    /// All its GPUs as one group.
+    pub fn any(&self) -> GroupAttribute {
+        GroupAttribute::any(self.gpus)
+    }
+
+    pub fn claim(&self, name: &str) -> Option<&ExactClaim> {
+        self.claims.iter().find(|claim| claim.name == name)
+    }
+
+    /// The worth of what a claim is promised, of [`BEST`]. Where bandwidths are unknown, by the tier in the name; any GPUs
+    /// of a larger group may be worth nothing.
+    pub fn worth(&self, claim: &ExactClaim) -> u64 {
+        match (claim.promised, self.best) {
+            (Some(promised), Some(best)) => (promised * BEST).checked_div(best).unwrap_or(BEST),
+            _ if self.alternatives.contains(&claim.name) => BEST / tier(&claim.name),
+            _ => 0,
+        }
+    }
+}
+
+/// The tier of an attribute: 1 is the best.
+pub(super) fn tier(name: &str) -> u64 {
+    let digits: String = name.chars().filter(char::is_ascii_digit).collect();
+    digits.parse().unwrap_or(1).max(1)
+}
+
+/// The kinds of the fleet that the options name, for claims of so many GPUs; none if they name none.
+pub(super) fn of_fleet(gpus: u8, nodes: &[String], fleet: &FleetArgs) -> Result<Vec<Kind>> {
+    let slices = match fleet.cluster.as_deref() {
+        None => return nodes.iter().map(|node| machine(node, gpus)).collect(),
+        Some("") => {
+            let slices = block_on(async { Ok(all_slices(fleet.api.access()?).await?) });
+            slices.context("cannot read the ResourceSlices of the cluster")?
+        }
+        Some(file) => slices_of(Path::new(file))?,
+    };
+    // Those that no node of the cluster is like are read too, so that a wrong name is an error.
+    nodes.iter().try_for_each(|node| machines::load(node).map(drop))?;
+    let (kinds, left) = kinds(&slices, gpus, nodes);
+    ensure!(!kinds.is_empty(), "--cluster: no node publishes whole GPUs in a ResourceSlice of {GPUS}");
+    if left > 0 {
+        complain(
+            "linkwise",
+            [format!("{left} of the nodes do not count: there are more than {MOST_KINDS} kinds of node")],
+        );
+    }
+    Ok(kinds)
+}
+
+/// The attributes with groups of so many GPUs or more: where all GPUs are alike, claims find a set in a larger group more
+/// often.
+pub(super) fn candidates(gpus: u8) -> Vec<String> {
+    let sizes = GroupSize::ALL.into_iter().filter(|size| gpus > 1 && size.gpus() >= usize::from(gpus));
+    let largest = (gpus > 1).then(|| NVLINK_DOMAIN.to_owned());
+    sizes.flat_map(GroupSize::names).chain(largest).collect()
+}
+
+/// A built-in machine, or a file.
+fn machine(node: &str, gpus: u8) -> Result<Kind> {
+    let (topology, _) = NodeTopology::assemble(&machines::load(node)?.observed);
+    Ok(assembled(node.to_owned(), topology, gpus))
+}
+
+fn assembled(title: String, topology: NodeTopology, gpus: u8) -> Kind {
+    let all: GpuSet = (0..topology.gpus().len()).collect();
+    let product = product_of(&topology).map(str::to_owned);
+    let is_mixed = topology.gpus().iter().any(|gpu| gpu.model.as_deref() != product.as_deref());
+    let is_switched = !all.is_empty() && topology.gpus().iter().all(|gpu| gpu.nvswitch_plane.is_some());
+    let tables = crate::commands::tables(topology);
+    let layout = GpuLayout::of(&tables, all);
+    let valued = Valued::new(&tables, &layout);
+    let best = valued.best_of_all(gpus.into());
+    let nodes = vec![title.clone()];
+    let kind = Kind { title, nodes, best, product, is_mixed, is_switched, ..Kind::of(GroupAttribute::all_of(&layout)) };
+    kind.with_claims(layout.order.len(), gpus, Some(&valued))
+}
+
+impl Kind {
+    fn of(attributes: Vec<GroupAttribute>) -> Self {
+        let (nodes, claims, alternatives, product) = Default::default();
+        let (title, best, least, gpus, is_mixed, is_switched) = Default::default();
+        Self { title, nodes, attributes, claims, alternatives, best, least, product, is_mixed, gpus, is_switched }
+    }
+
+    fn with_claims(mut self, all: usize, gpus: u8, valued: Option<&Valued<'_>>) -> Self {
+        self.gpus = all;
+        self.alternatives = any_groups(gpus);
+        let named = |names: &[String]| -> Vec<GroupAttribute> {
+            let find = |name: &String| self.attributes.iter().find(|attribute| attribute.name == *name).cloned();
+            names.iter().filter_map(find).collect()
+        };
+        let (attributes, alternatives) = (named(&candidates(gpus)), named(&self.alternatives));
+        self.claims = of(&attributes, &alternatives, (all, gpus.into()), valued);
+        self.least = valued.and_then(|valued| promised(&self.any(), gpus.into(), valued));
+        self
+    }
+}
+
+fn product_of(topology: &NodeTopology) -> Option<&str> {
+    topology.gpus().first()?.model.as_deref()
+}
+
+/// The machines of which it is known what their groups carry: those of `--node`, then the built-in ones.
+struct Known {
+    machines: Vec<(String, NodeTopology)>,
+    /// The kinds so far, by the machine's place.
+    kinds: BTreeMap<usize, Kind>,
+}
+
+impl Known {
+    fn load(nodes: &[String]) -> Self {
+        let built_in = machines::built_in().map(|machine| machine.name);
+        let topology = |name: &str| {
+            let (topology, _) = NodeTopology::assemble(&machines::load(name).ok()?.observed);
+            Some((name.to_owned(), topology))
+        };
+        let machines = nodes.iter().map(String::as_str).chain(built_in).filter_map(topology).collect();
+        Self { machines, kinds: BTreeMap::new() }
+    }
+
+    /// The machine with as many GPUs of this model, in the same groups.
+    fn like(&mut self, product: Option<&str>, all: usize, attributes: &[GroupAttribute], gpus: u8) -> Option<Kind> {
+        for (at, (name, topology)) in self.machines.iter().enumerate() {
+            if product_of(topology) != product || topology.gpus().len() != all {
+                continue;
+            }
+            let kind = self.kinds.entry(at).or_insert_with(|| assembled(name.clone(), topology.clone(), gpus));
+            if kind.attributes == attributes {
+                return Some(kind.clone());
+            }
+        }
+        None
+    }
+}
+
+/// The slices in a file: a list of objects, or one.
+fn slices_of(path: &Path) -> Result<Vec<Value>> {
+    let name = if path == Path::new("-") { "standard input".to_owned() } else { path.display().to_string() };
+    let mut text = String::new();
+    let mut file = open(path)?.take(LONGEST_FILE + 1);
+    file.read_to_string(&mut text).with_context(|| format!("cannot read {name}"))?;
+    ensure!(text.len() as u64 <= LONGEST_FILE, "{name} is longer than {} MiB", LONGEST_FILE >> 20);
+    let object: Value = match text.trim_start().starts_with('{') {
+        true => serde_json::from_str(&text).with_context(|| format!("{name} is no JSON"))?,
+        false => serde_saphyr::from_str(&text).with_context(|| format!("{name} is no YAML"))?,
+    };
+    let objects = object["items"].as_array().cloned().unwrap_or_else(|| vec![object]);
+    let is_slice = |object: &Value| object["kind"] == "ResourceSlice" || object["spec"]["pool"].is_object();
+    ensure!(
+        objects.iter().all(is_slice),
+        "{name}: expected ResourceSlices, as kubectl get resourceslices -o json prints"
+    );
+    Ok(objects)
+}
+
+/// The kinds of the nodes of these slices, and the number of nodes of further kinds. `machines` are those of `--node`.
+pub(super) fn kinds(slices: &[Value], gpus: u8, machines: &[String]) -> (Vec<Kind>, usize) {
+    let mut pools: BTreeMap<(&str, &str), Vec<&Value>> = BTreeMap::new();
+    for slice in slices.iter().filter(|slice| slice["spec"]["driver"] == GPUS) {
+        let text = |value: &'static str| slice["spec"].pointer(value).and_then(Value::as_str).unwrap_or_default();
+        pools.entry((text("/nodeName"), text("/pool/name"))).or_default().push(slice);
+    }
+    type Key = (Option<String>, bool, usize, Vec<GroupAttribute>);
+    let mut by_groups: BTreeMap<Key, Vec<String>> = BTreeMap::new();
+    for ((node, _), slices) in pools {
+        let devices = devices_of(slices);
+        let product = |device: &Value| device["attributes"]["productName"]["string"].as_str().map(str::to_owned);
+        let Some(first) = devices.first().map(|device| product(device)) else { continue };
+        let is_mixed = devices.iter().any(|device| product(device) != first);
+        let key = (first, is_mixed, devices.len(), attributes_of(&devices));
+        by_groups.entry(key).or_default().push(excerpt(node));
+    }
+    let mut found: Vec<(Key, Vec<String>)> = by_groups.into_iter().collect();
+    found.sort_by_key(|(_, nodes)| Reverse(nodes.len()));
+    let left = found.iter().skip(MOST_KINDS).map(|(_, nodes)| nodes.len()).sum();
+    found.truncate(MOST_KINDS);
+    found.sort_by(|(one, _), (other, _)| one.cmp(other));
+    let mut known = Known::load(machines);
+    let kind = |((product, is_mixed, all, attributes), nodes): (Key, Vec<String>)| {
+        let model = product.as_deref().map_or_else(|| "GPUs".to_owned(), excerpt);
+        let title = format!("{} of {all} {model}", counted(nodes.len(), "node"));
+        match known.like(product.as_deref(), all, &attributes, gpus).filter(|_| !is_mixed) {
+            Some(known) => Kind { title: format!("{title}, as {}", known.title), nodes, ..known },
+            None => Kind { title, nodes, product, is_mixed, ..Kind::of(attributes) }.with_claims(all, gpus, None),
+        }
+    };
+    (found.into_iter().map(kind).collect(), left)
+}
+
+/// The GPUs of a pool that new claims can have, in the order in which the scheduler tries them. A pool that is being
+/// rewritten has none.
+fn devices_of(mut slices: Vec<&Value>) -> Vec<&Value> {
+    let pool = |slice: &Value, field: &str| slice["spec"]["pool"][field].as_u64().unwrap_or(0);
+    let newest = slices.iter().map(|slice| pool(slice, "generation")).max().unwrap_or(0);
+    slices.retain(|slice| pool(slice, "generation") == newest);
+    let is_whole = slices.first().is_none_or(|slice| slices.len() as u64 >= pool(slice, "resourceSliceCount"));
+    slices.sort_by_key(|slice| slice["metadata"]["name"].as_str());
+    let devices = slices.into_iter().filter(|_| is_whole).flat_map(|slice| slice["spec"]["devices"].as_array());
+    let is_free = |device: &&Value| {
+        let has_taints = device["taints"].as_array().is_some_and(|taints| !taints.is_empty());
+        device["attributes"]["type"]["string"] == "gpu" && !has_taints
+    };
+    devices.flatten().filter(is_free).collect()
+}
+
+/// The groups of devices, by the values of their attributes.
+fn attributes_of(devices: &[&Value]) -> Vec<GroupAttribute> {
+    let names = GroupSize::ALL.into_iter().flat_map(GroupSize::names).chain([NVLINK_DOMAIN.to_owned()]);
+    let attribute = |name: String| {
+        let mut groups: BTreeMap<&str, GpuSet> = BTreeMap::new();
+        for (place, device) in devices.iter().enumerate() {
+            if let Some(value) = device["attributes"][format!("{OURS}/{name}")]["string"].as_str() {
+                let group = groups.entry(value).or_default();
+                *group = group.union(GpuSet::of(place));
+            }
+        }
+        (!groups.is_empty()).then(|| GroupAttribute { name, groups: groups.into_values().collect() })
+    };
+    names.filter_map(attribute).collect()
+}
+
+pub(super) fn counted(count: usize, what: &str) -> String {
+    if count == 1 { format!("1 {what}") } else { format!("{count} {what}s") }
+}
+
+pub(super) fn bandwidth(mbps: u64) -> String {
+    let tenths = mbps % 1000 / 100;
+    if tenths == 0 { format!("{} GB/s", mbps / 1000) } else { format!("{}.{tenths} GB/s", mbps / 1000) }
+}
+
+/// The requests of `linkwise claim --rails`.
+pub(super) fn requests_of(args: &ClaimArgs) -> Result<Devices> {
+    let rails = args.rails.as_ref().context("no --rails")?;
+    let (gpus, count) = (usize::from(args.gpus), rails.rails.len());
+    let asked = format!("--gpus {gpus} with --rails {rails}");
+    ensure!(count <= gpus, "{asked}: {count} rails for {gpus} GPUs; add --gpus {count}");
+    ensure!(gpus.is_multiple_of(count), "{asked}: {gpus} GPUs are not the same number on each of {count} rails");
+    if let Some(node) = args.node.first() {
+        let (topology, _) = NodeTopology::assemble(&machines::load(node)?.observed);
+        let there = topology.rails();
+        let known: Vec<u32> = there.keys().copied().collect();
+        let known = if known.is_empty() { "none".to_owned() } else { ranges(&known) };
+        for rail in &rails.rails {
+            let has = there.get(&u32::from(*rail)).map_or(0, Vec::len);
+            ensure!(has > 0, "{asked}: {node} has no rail {rail} (it has {known})");
+            ensure!(has >= gpus / count, "{asked}: {node} has {has} of {} GPUs on rail {rail}", gpus / count);
+        }
+    }
+    Ok(requests(args.gpus, &rails.rails))
+}
+
+/// The specification of a claim for GPUs on these rails: the same number on each, or one more on the first ones.
+pub fn rails_claim(gpus: u8, rails: &[u8]) -> Result<Value, serde_json::Error> {
+    serde_json::to_value(requests(gpus, rails).spec())
+}
+
+/// A request for each rail. A selector, because no constraint can say which value an attribute is to have.
+fn requests(gpus: u8, rails: &[u8]) -> Devices {
+    let count = u8::try_from(rails.len()).unwrap_or(u8::MAX).max(1);
+    let of_rail = |(rail, place): (&u8, u8)| {
+        let own = gpus / count + u8::from(place < gpus % count);
+        // A selector that reads a missing attribute of a device is an error for the whole pod, on all nodes.
+        let expression =
+            format!("'rail' in device.attributes['linkwise.dev'] && device.attributes['linkwise.dev'].rail == {rail}");
+        let on_rail = Asked { selectors: selector(&expression), ..asked(GPUS, own) };
+        (own > 0).then(|| request(&format!("rail-{rail}"), on_rail))
+    };
+    Devices { requests: rails.iter().zip(0..).filter_map(of_rail).collect(), ..Devices::default() }
+}
