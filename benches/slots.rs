@@ -26,12 +26,12 @@ fn main() {
             continue;
         }
         let (seen, _) = NodeState::default().apply(Event::Observed(Box::new(observed)), Timestamp::ZERO);
-        for policy in [AllocationPolicy::BestEffort, AllocationPolicy::Distributed, AllocationPolicy::Packed] {
+        for policy in [AllocationPolicy::Distributed, AllocationPolicy::Packed] {
             let shared = vec![SharedResource::new(ResourceName::gpu(), REPLICAS)];
             let plan = ResourcePlan {
                 sharing: Some(Sharing::new(SharingKind::TimeSlicing, shared)),
                 filter: Filter::default(),
-                policies: [(ResourceName::gpu(), policy)].into(),
+                shared_policy: Some(policy),
                 ..ResourcePlan::default()
             };
             let (snapshot, _) = seen.clone().apply(Event::Planned(Box::new(plan)), Timestamp::ZERO);

@@ -1,33 +1,17 @@
 //! `linkwise allocate`: shows the choice for a request, and the reasons.
 
-use std::io::{BufRead, BufReader, Read};
-use std::path::Path;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Error, Result, anyhow, bail, ensure};
-use serde::{Deserialize, Serialize};
+use anyhow::{Result, bail, ensure};
+use serde::Serialize;
 
-use super::{find_gpu, open, print};
+use super::{find_gpu, print};
 use crate::config::{AllocateArgs, Format, UnitName};
 use linkwise_core::allocation::{
     AllocationPolicy, AllocationReport, AllocationRequest, AllocationTables, ChosenGpu, DeviceId, Explanation,
     FallbackReason, Units, preferred_allocation, preferred_units,
 };
 use linkwise_core::topology::{GpuUuid, NodeTopology, PciAddress};
-
-/// The longest request line, in bytes: a request for 64 GPUs by UUID takes 6 KiB.
-const MAX_LINE: u64 = 1 << 20;
-
-/// A request as a person or a script writes it.
-#[derive(Debug, Deserialize)]
-#[serde(deny_unknown_fields)]
-struct Question {
-    size: usize,
-    /// The available GPUs; all GPUs if it is left out.
-    available: Option<Vec<UnitName>>,
-    #[serde(default)]
-    must_include: Vec<UnitName>,
-}
 
 /// The available GPUs, and the rules of the choice.
 struct Choice {
@@ -70,15 +54,7 @@ pub async fn allocate(args: &AllocateArgs) -> Result<()> {
         None => AllocationPolicy::BestEffort,
     };
     let choice = Choice { tables: super::tables(topology), shared, policy };
-    if let Some(path) = &args.requests {
-        return answer_all(&choice, path);
-    }
-    let question = Question {
-        size: args.size.unwrap_or_default(),
-        available: args.available.clone(),
-        must_include: args.must_include.clone(),
-    };
-    let chosen = choice.answer(&question)?;
+    let chosen = choice.answer(args)?;
     let (tables, report) = (&choice.tables, &chosen.report);
     print(&match args.format {
         Format::Json if args.explain => {
@@ -104,38 +80,6 @@ pub async fn allocate(args: &AllocateArgs) -> Result<()> {
     Ok(())
 }
 
-/// Answers each request line with one JSON line; a request that cannot be answered does not end the others.
-fn answer_all(choice: &Choice, path: &Path) -> Result<()> {
-    let mut input = BufReader::new(open(path)?);
-    loop {
-        let mut line = Vec::new();
-        let read = (&mut input).take(MAX_LINE).read_until(b'\n', &mut line);
-        if read.with_context(|| format!("cannot read {}", path.display()))? == 0 {
-            return Ok(());
-        }
-        if line.len() as u64 == MAX_LINE && !line.ends_with(b"\n") {
-            // The rest of such a line is not a request either.
-            input.skip_until(b'\n')?;
-            print(&refused(&anyhow!("the line is longer than {MAX_LINE} bytes")))?;
-            continue;
-        }
-        let question = match std::str::from_utf8(&line) {
-            Ok(text) if text.trim().is_empty() => continue,
-            Ok(text) => serde_json::from_str::<Question>(text).context("not a request"),
-            Err(_) => Err(anyhow!("the line is not UTF-8")),
-        };
-        let answer = match question.and_then(|question| choice.answer(&question)) {
-            Ok(chosen) => chosen.json()?,
-            Err(error) => refused(&error),
-        };
-        print(&answer)?;
-    }
-}
-
-fn refused(error: &Error) -> String {
-    serde_json::json!({ "error": format!("{error:#}") }).to_string() + "\n"
-}
-
 impl<R: Serialize> Chosen<R> {
     fn json(&self) -> Result<String> {
         Ok(serde_json::to_string(self)? + "\n")
@@ -143,15 +87,15 @@ impl<R: Serialize> Chosen<R> {
 }
 
 impl Choice {
-    fn answer(&self, question: &Question) -> Result<Chosen<AllocationReport>> {
+    fn answer(&self, args: &AllocateArgs) -> Result<Chosen<AllocationReport>> {
         let ids = |names: &[UnitName]| -> Result<Vec<DeviceId>> {
             Ok(names.iter().map(|name| self.ids(name)).collect::<Result<Vec<_>>>()?.concat())
         };
-        let available = match &question.available {
+        let available = match &args.available {
             Some(names) => ids(names)?,
             None => self.all(),
         };
-        let request = AllocationRequest { available, must_include: ids(&question.must_include)?, size: question.size };
+        let request = AllocationRequest { available, must_include: ids(&args.must_include)?, size: args.size };
         let start = Instant::now();
         let (answer, report) = match &self.shared {
             Some((_, units)) => preferred_units(&self.tables, units, &request, self.policy),

@@ -1,29 +1,19 @@
-//! GPUs and their slots as a person writes them on the command line and in requests.
+//! GPUs and their slots as a person writes them on the command line.
 
 use std::str::FromStr;
 
-use serde::Deserialize;
 use thiserror::Error;
 
 use linkwise_core::quote::quoted;
 use linkwise_core::state::GpuSelector;
 
 /// A GPU, or one slot of a shared GPU: `0`, `0::3`, `GPU-...`, `GPU-...::3`.
-#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
-#[serde(try_from = "Written")]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct UnitName {
     /// The GPU.
     pub gpu: GpuSelector,
     /// The slot, from 0; `None`: the whole GPU.
     pub slot: Option<usize>,
-}
-
-/// A GPU in JSON: a number, or a text as on the command line.
-#[derive(Deserialize)]
-#[serde(untagged, expecting = "expected a GPU index or a GPU UUID")]
-enum Written {
-    Number(u32),
-    Text(String),
 }
 
 /// The reason why a text does not name a GPU.
@@ -39,17 +29,6 @@ pub(super) fn gpu(text: &str) -> Result<GpuSelector, GpuNameError> {
             text.trim().parse().map(GpuSelector::Uuid).map_err(|_| GpuNameError(text.trim().to_owned()))
         }
         gpu => Ok(gpu),
-    }
-}
-
-impl TryFrom<Written> for UnitName {
-    type Error = GpuNameError;
-
-    fn try_from(written: Written) -> Result<Self, Self::Error> {
-        match written {
-            Written::Number(index) => Ok(Self { gpu: GpuSelector::Index(index), slot: None }),
-            Written::Text(text) => text.parse(),
-        }
     }
 }
 

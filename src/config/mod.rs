@@ -228,8 +228,8 @@ pub struct AllocateArgs {
     #[command(flatten)]
     pub node: NodeArgs,
     /// How many GPUs; with --replicas, how many slots
-    #[arg(long, value_name = "N", required_unless_present = "requests")]
-    pub size: Option<usize>,
+    #[arg(long, value_name = "N")]
+    pub size: usize,
     /// The available GPUs, as indices or UUIDs with commas; by default all. With --replicas, slots as INDEX::SLOT or
     /// UUID::SLOT, or GPUs with all their slots
     #[arg(long, value_name = "LIST", value_delimiter = ',')]
@@ -244,13 +244,9 @@ pub struct AllocateArgs {
     /// (default with --replicas), packed those of the most used GPU. Of whole GPUs all three choose the best set
     #[arg(long, value_name = "POLICY", value_parser = word::<AllocationPolicy>())]
     pub policy: Option<AllocationPolicy>,
-    /// Read requests from a file (- for standard input), one JSON object per line, such as
-    /// {"size": 2, "available": [0, 1, 4], "must_include": []}, and answer each with one JSON line
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["size", "available", "must_include"])]
-    pub requests: Option<PathBuf>,
     /// Explain the choice: its values beside the runner-up's and the idle machine's best set, the GPUs that stay free
     /// and the best sets among those, the nearest NICs
-    #[arg(long, conflicts_with = "requests")]
+    #[arg(long)]
     pub explain: bool,
     /// Text for people or JSON for scripts
     #[arg(long, default_value = "text")]

@@ -9,6 +9,11 @@ use linkwise_core::quote::excerpt;
 /// The names, and what to do instead.
 const REMOVED: &[(&[&str], &str)] = &[
     (&["gang"], "ready examples for kube-scheduler, Kueue, KAI and Volcano are in manifests/examples/claims"),
+    (&["--requests"], "linkwise allocate answers one request; run it for each"),
+    (
+        &["linkwise.policies"],
+        "flags.plugin.sharedDevicesAllocationPolicy holds for slots and MIG devices of all resources; leave policies out",
+    ),
     (
         &["--allowed-uids", "LINKWISE_ALLOWED_UIDS", "linkwise.allowedUids"],
         "root and linkwise's own user may call its sockets; leave it out",

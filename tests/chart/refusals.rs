@@ -89,6 +89,11 @@ fn removed_values_are_refused_with_what_to_use() {
             ["linkwise.dra.driverName:", "Leave it out", "use gpu.nvidia.com"],
         ),
         ("config.map.a=linkwise: {traces: {}}", ["config.map.a: linkwise.traces:", "Leave it out", "log"]),
+        ("config.map.a=linkwise: {allowedUids: [1]}", ["linkwise.allowedUids:", "root and", "Leave it out"]),
+        (
+            "config.map.a=linkwise: {expose: {ncclTopology: false}}",
+            ["linkwise.expose.ncclTopology:", "--format nccl", "Leave"],
+        ),
     ] {
         refused(&helm, &[value], &words);
     }

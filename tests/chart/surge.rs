@@ -44,7 +44,7 @@ fn followed_settings_replace_no_pod() {
     for followed in [
         "sharing: {timeSlicing: {resources: [{name: nvidia.com/gpu, replicas: 4}]}}",
         "resources: {gpus: [{pattern: '*', name: nvidia.com/gpu}]}",
-        "linkwise: {naming: true, numaHints: package, policies: {}, filter: {exclude: [0]}}",
+        "linkwise: {naming: true, numaHints: package, filter: {exclude: [0]}}",
     ] {
         assert_eq!(checksum(&format!("version: v1\n{followed}")), plain, "{followed}");
     }

@@ -1,8 +1,8 @@
-//! `linkwise allocate`: what is chosen, in which form, one request or many.
+//! `linkwise allocate`: what is chosen, and in which form.
 
 use serde_json::{Value, json};
 
-use crate::cli::{MACHINES, fed, json as run, linkwise, text, this_is};
+use crate::cli::{MACHINES, json as run, linkwise, text, this_is};
 
 fn indices(answer: &Value) -> Vec<u64> {
     answer["devices"].as_array().unwrap().iter().map(|gpu| gpu["index"].as_u64().unwrap()).collect()
@@ -58,56 +58,6 @@ fn lists_take_uuids_and_indices_in_any_order() {
     assert_eq!(indices(&by_uuid), indices(&by_index));
     // A GPU of --must-include may be missing from --available.
     assert_eq!(indices(&allocate("dgx1-v100", "2", &["--available", "0,1", "--must-include", "7,6"])), [6, 7]);
-}
-
-/// The indices, or a part of the error.
-type Outcome = Result<&'static [u64], &'static str>;
-
-#[test]
-fn each_request_line_gets_one_answer_line() {
-    let long = format!("{{\"size\": 1, \"pad\": \"{}\"}}", "x".repeat(2 << 20));
-    let lines: [(&[u8], Outcome); 16] = [
-        (b"{\"size\": 4, \"available\": [0, 1, 2, 3, 4, 5]}", Ok(&[0, 1, 2, 3])),
-        (b"{\"size\": 2, \"available\": [4, 1, 0], \"must_include\": []}\r", Ok(&[0, 4])),
-        (b"{\"size\": 1, \"available\": [\"GPU-00000001-0000-4000-8000-000000000003\"]}", Ok(&[3])),
-        (b"{\"size\": 2, \"available\": [\"6\", 7]}", Ok(&[6, 7])),
-        (b"  {\"size\": 8}  ", Ok(&[0, 1, 2, 3, 4, 5, 6, 7])),
-        (b"nonsense", Err("not a request")),
-        (b"{\"size\": 2, \"colour\": 1}", Err("unknown field `colour`")),
-        (b"{\"available\": [1]}", Err("missing field `size`")),
-        (b"{\"size\": -1}", Err("`-1`")),
-        (b"{\"size\": 0}", Err("no set of 0 GPUs")),
-        (b"{\"size\": 9}", Err("no set of 9 GPUs: 8 may be taken")),
-        (b"{\"size\": 1, \"available\": [8]}", Err("no GPU 8 on this machine (it has 8)")),
-        (b"{\"size\": 1, \"must_include\": [\"GPU-nobody\"]}", Err("no GPU GPU-nobody on this machine")),
-        (b"{\"size\": 1, \"available\": [1.5]}", Err("a GPU index or a GPU UUID")),
-        (long.as_bytes(), Err("longer than")),
-        (b"\"\xff\"", Err("not UTF-8")),
-    ];
-    let input: Vec<u8> = lines.iter().flat_map(|(line, _)| [line, &b"\n\n"[..]].concat()).collect();
-    let args = ["allocate", "--node", "dgx1-v100", "--requests", "-"];
-    let output = fed(&mut linkwise(&args), &input);
-    assert!(output.status.success() && output.stderr.is_empty(), "{output:?}");
-    let answers: Vec<Value> =
-        std::str::from_utf8(&output.stdout).unwrap().lines().map(|line| serde_json::from_str(line).unwrap()).collect();
-    assert_eq!(answers.len(), lines.len(), "{answers:#?}");
-    for ((line, expected), answer) in lines.iter().zip(&answers) {
-        let line = String::from_utf8_lossy(line).chars().take(80).collect::<String>();
-        match expected {
-            Ok(gpus) => assert_eq!(indices(answer), *gpus, "{line}: {answer}"),
-            Err(words) => {
-                assert_eq!(answer.as_object().unwrap().len(), 1);
-                assert!(answer["error"].as_str().unwrap().contains(words), "{line}: {answer}");
-            }
-        }
-    }
-    // The same from a file, the last line without its end.
-    let folder = tempfile::tempdir().unwrap();
-    let file = folder.path().join("requests.jsonl");
-    std::fs::write(&file, "{\"size\": 2, \"available\": [0, 1, 4]}\n{\"size\": 1, \"available\": [6]}").unwrap();
-    let answers = text(&mut linkwise(&["allocate", "--node", "dgx1-v100", "--requests", file.to_str().unwrap()]));
-    let answers: Vec<Vec<u64>> = answers.lines().map(|line| indices(&serde_json::from_str(line).unwrap())).collect();
-    assert_eq!(answers, [vec![0, 4], vec![6]]);
 }
 
 #[test]

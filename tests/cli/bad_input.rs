@@ -88,8 +88,6 @@ fn impossible_choice_reports_cause() {
     allocate(&["--size", "1", "--must-include", "1,2"], &["no set of 1 GPUs", "2 must be included"]);
     allocate(&["--size", "1", "--available", "0,8"], &["no GPU 8", "it has 8"]);
     allocate(&["--size", "1", "--must-include", "GPU-nobody"], &["no GPU GPU-nobody"]);
-    allocate(&["--requests", "/no/such/requests"], &["/no/such/requests", "No such file"]);
-    allocate(&["--requests", "/"], &["cannot read /", "directory"]);
     let (_folder, path) = file(b"version: 1\nname: bare\nobserved: {gpus: []}\n");
     refused(&["allocate", "--size", "1", "--node", path.to_str().unwrap()], &["no set of 1 GPUs", "0 may be taken"]);
 }

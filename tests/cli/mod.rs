@@ -22,9 +22,8 @@ mod top;
 mod topology;
 
 use std::ffi::OsStr;
-use std::io::Write;
 use std::path::Path;
-use std::process::{Command, Output, Stdio};
+use std::process::{Command, Stdio};
 
 use serde_json::Value;
 
@@ -54,17 +53,4 @@ fn text(command: &mut Command) -> String {
 
 fn json(args: &[&str]) -> Value {
     serde_json::from_str(&text(&mut linkwise(args))).unwrap()
-}
-
-/// Runs a command with something on its standard input.
-fn fed(command: &mut Command, input: &[u8]) -> Output {
-    let mut child =
-        command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("the binary starts");
-    let mut stdin = child.stdin.take().unwrap();
-    let input = input.to_vec();
-    // In a thread: a command that answers while it reads would block on a full pipe.
-    let feeding = std::thread::spawn(move || stdin.write_all(&input));
-    let output = child.wait_with_output().unwrap();
-    feeding.join().unwrap().unwrap();
-    output
 }

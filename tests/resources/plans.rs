@@ -266,7 +266,7 @@ fn first(snapshot: &NodeState, resource: &ResourceName, size: usize) -> Vec<Stri
 }
 
 #[test]
-fn policy_per_resource_counts_other_resources_use() {
+fn policy_counts_the_use_of_other_resources() {
     let one = resource("nvidia.com/mig-1g.10gb");
     let mut plan = ResourcePlan { mig_strategy: MigStrategy::Mixed, ..ResourcePlan::default() };
     let (snapshot, _) = NodeState::default().apply(planned(&plan), NOW);
@@ -281,12 +281,6 @@ fn policy_per_resource_counts_other_resources_use() {
     let (snapshot, effects) = snapshot.apply(Event::Holders(Some(held.clone().into_iter().collect())), NOW);
     assert_eq!((parent(&snapshot), effects), (1, vec![Effect::Publish]));
     plan.shared_policy = Some(AllocationPolicy::Packed);
-    let (snapshot, _) = snapshot.apply(planned(&plan), NOW);
-    assert_eq!(parent(&snapshot), 3);
-    plan.policies.insert(one.clone(), AllocationPolicy::Distributed);
-    let (snapshot, _) = snapshot.apply(planned(&plan), NOW);
-    assert_eq!(parent(&snapshot), 1);
-    plan.policies.insert(one.clone(), AllocationPolicy::Packed);
     let (snapshot, _) = snapshot.apply(planned(&plan), NOW);
     assert_eq!(parent(&snapshot), 3);
     let (snapshot, effects) = snapshot.apply(Event::Holders(Some(held.into_iter().collect())), NOW);

@@ -77,7 +77,7 @@ tolerations:
 {{- $files := dict -}}
 {{- range $name, $text := . -}}
 {{- $file := omit (fromYaml $text) "sharing" "resources" -}}
-{{- $own := omit ($file.linkwise | default dict) "naming" "numaHints" "policies" "filter" -}}
+{{- $own := omit ($file.linkwise | default dict) "naming" "numaHints" "filter" -}}
 {{- $_ := set $files $name (set (omit $file "linkwise") "linkwise" $own) -}}
 {{- end -}}
 {{- $annotations = merge $annotations (dict "checksum/config" (toJson $files | sha256sum)) -}}

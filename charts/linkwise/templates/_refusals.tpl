@@ -100,18 +100,25 @@
 {{- fail (printf "\nconfig.map.%s: flags.plugin is no mapping." $name) -}}
 {{- end -}}
 {{- end -}}
-{{- if hasKey ($read.linkwise | default dict) "traces" -}}
-{{- fail (printf "\nconfig.map.%s: linkwise.traces: there is no exporter of spans. Leave it out; the plugin's log has the same facts." $name) -}}
+{{- range $gone := list
+  (list "traces" "there is no exporter of spans. Leave it out; the plugin's log has the same facts.")
+  (list "dra.groups" "groups of 2, 4 and 8 GPUs are published, and no others. Leave it out; for another number of GPUs use linkwise claim --gpus N.")
+  (list "dra.driverName" "the DRA driver is gpu.nvidia.com. Leave it out, and use gpu.nvidia.com in classes and claims.")
+  (list "policies" "flags.plugin.sharedDevicesAllocationPolicy holds for all resources. Leave policies out.")
+  (list "allowedUids" "root and linkwise's own user may call its sockets. Leave it out.")
+  (list "expose.ncclTopology" "a pod mounts what linkwise topology --format nccl prints. Leave it out.")
+  (list "ncclTopologyDir" "a pod mounts what linkwise topology --format nccl prints. Leave it out.")
+-}}
+{{- $at := $read.linkwise | default dict -}}
+{{- $keys := splitList "." (first $gone) -}}
+{{- range initial $keys -}}{{- $at = ternary (get $at .) dict (kindIs "map" (get $at .)) -}}{{- end -}}
+{{- if hasKey $at (last $keys) -}}
+{{- fail (printf "\nconfig.map.%s: linkwise.%s: %s" $name (first $gone) (last $gone)) -}}
+{{- end -}}
 {{- end -}}
 {{- with ($read.linkwise | default dict).dra -}}
 {{- if not (kindIs "map" .) -}}
 {{- fail (printf "\nconfig.map.%s: linkwise.dra is no mapping." $name) -}}
-{{- end -}}
-{{- if hasKey . "groups" -}}
-{{- fail (printf "\nconfig.map.%s: linkwise.dra.groups: groups of 2, 4 and 8 GPUs are published, and no others. Leave it out; for another number of GPUs use linkwise claim --gpus N." $name) -}}
-{{- end -}}
-{{- if hasKey . "driverName" -}}
-{{- fail (printf "\nconfig.map.%s: linkwise.dra.driverName: the DRA driver is gpu.nvidia.com. Leave it out, and use gpu.nvidia.com in classes and claims." $name) -}}
 {{- end -}}
 {{- if and $dra.enabled .dynamicMig (not $dra.migRights) (not $given.privileged) -}}
 {{- fail (printf "\nconfig.map.%s: linkwise.dra.dynamicMig: making MIG devices takes SYS_ADMIN and the driver's capability mig/config. Set dra.migRights=true to give them to the plugin (docs/mig.md)." $name) -}}

@@ -8,7 +8,7 @@ use linkwise_core::quote::excerpt;
 
 /// Keys whose values are read as a whole, and the old name of a setting, as paths; `[]` stands for the items of a list.
 /// The keys of single settings come from the settings' table.
-const COMPOUND: [&str; 20] = [
+const COMPOUND: [&str; 19] = [
     "version",
     "resources.gpus[].pattern",
     "resources.gpus[].name",
@@ -28,7 +28,6 @@ const COMPOUND: [&str; 20] = [
     "sharing.mps.resources[].replicas",
     "linkwise.filter.exclude",
     "linkwise.health.xids",
-    "linkwise.policies",
 ];
 
 /// The mappings with case-sensitive keys: the NVIDIA plugin reads these itself, and the rest by Go's JSON reader, which

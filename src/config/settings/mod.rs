@@ -26,13 +26,10 @@ use serde_json::{Value as Json, json};
 
 use super::file::{File, Finding, Severity};
 use given::{
-    absolute, address, boolean, choice, choices, dra_gpus, imex_channels, interval, path, path_or_empty, resource_name,
-    text, texts, whole,
+    absolute, address, boolean, choice, choices, dra_gpus, imex_channels, interval, path, path_or_empty, text, texts,
+    whole,
 };
-use linkwise_core::allocation::AllocationPolicy;
-use linkwise_core::state::{
-    DraGpus, Filter, GpuSelector, MigStrategy, NumaHints, ResourceName, ResourcePlan, Sharing, XidClass,
-};
+use linkwise_core::state::{DraGpus, Filter, GpuSelector, MigStrategy, NumaHints, ResourcePlan, Sharing, XidClass};
 use row::Row;
 
 pub use choices::{DeviceIdStrategy, DeviceListStrategy, DiscoveryStrategy, OnNvmlLoss, SharedPolicy};
@@ -148,8 +145,6 @@ macro_rules! settings {
             pub resources: Setting<Resources>,
             /// Classes of XIDs that differ from the built-in table
             pub xids: Setting<BTreeMap<u64, XidClass>>,
-            /// Allocation policies by resource
-            pub policies: Setting<BTreeMap<ResourceName, AllocationPolicy>>,
             /// GPUs that are not offered
             pub exclude: Setting<Vec<GpuSelector>>,
         }
@@ -169,7 +164,6 @@ macro_rules! settings {
                     sharing: Setting::default(),
                     resources: Setting::default(),
                     xids: selection::mapping(file, "linkwise.health.xids", findings, xid, choice),
-                    policies: selection::mapping(file, "linkwise.policies", findings, resource_name, choice),
                     exclude: selection::from_file(file, "linkwise.filter.exclude", |_| selection::values(&exclude)),
                     $($field,)+
                 };
@@ -193,7 +187,6 @@ macro_rules! settings {
                     shown("resources", &self.resources, true),
                     shown("sharing", &sharing, true),
                     shown("linkwise.health.xids", &self.xids, false),
-                    shown("linkwise.policies", &self.policies, true),
                     shown("linkwise.filter.exclude", &self.exclude, true),
                 ]
             }
@@ -416,7 +409,6 @@ impl Settings {
             sharing: self.sharing.value.clone(),
             dra: self.dra_gpus.value.clone(),
             filter: Filter { exclude: self.exclude.value.clone(), exclude_displays: self.exclude_displays.value },
-            policies: self.policies.value.clone(),
             shared_policy: (shared_policy.origin != Origin::Default).then(|| shared_policy.value.into()),
         }
     }

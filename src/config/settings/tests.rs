@@ -4,7 +4,7 @@ use clap::{Args, Command, FromArgMatches};
 use proptest::prelude::*;
 
 use super::*;
-use linkwise_core::state::{DeviceSelector, SharedDevices};
+use linkwise_core::state::{DeviceSelector, ResourceName, SharedDevices};
 
 fn given(args: &[&str]) -> Flags {
     let command = Flags::augment_args(Command::new("run").no_binary_name(true));

@@ -439,8 +439,7 @@ impl Offers {
                 };
                 Units::new(units, ledger.used_otherwise(topology, is_own))
             });
-            resource.choice =
-                Choice { policy: self.plan.policy(name, has_parts), units, one_slot: self.plan.one_slot() };
+            resource.choice = Choice { policy: self.plan.policy(has_parts), units, one_slot: self.plan.one_slot() };
         }
     }
 

@@ -4,7 +4,6 @@
 //! have; `config` refuses only what no machine could satisfy. The serialised forms are those of the configuration file.
 
 use crate::prelude::*;
-use alloc::collections::BTreeMap;
 use core::fmt;
 use core::str::FromStr;
 
@@ -35,10 +34,7 @@ pub struct ResourcePlan {
     pub filter: Filter,
     /// The GPUs, of the others, that are offered through DRA and not through the device plugin.
     pub dra: DraGpus,
-    /// The allocation policy of a resource, by the name under which it is offered.
-    pub policies: BTreeMap<ResourceName, AllocationPolicy>,
-    /// The allocation policy for slots and MIG devices of all other resources; `None` means distributed. Whole GPUs
-    /// always use best-effort.
+    /// The allocation policy for slots and MIG devices; `None` means distributed. Whole GPUs always use best-effort.
     pub shared_policy: Option<AllocationPolicy>,
 }
 
@@ -58,13 +54,12 @@ impl ResourcePlan {
     }
 
     /// The policy by which devices of a resource are chosen. `has_parts` is true if they are slots or MIG devices.
-    pub(super) fn policy(&self, resource: &ResourceName, has_parts: bool) -> AllocationPolicy {
-        let usual = match self.shared_policy {
+    pub(super) fn policy(&self, has_parts: bool) -> AllocationPolicy {
+        match self.shared_policy {
             _ if !has_parts => AllocationPolicy::BestEffort,
             Some(policy) => policy,
             None => AllocationPolicy::Distributed,
-        };
-        self.policies.get(resource).copied().unwrap_or(usual)
+        }
     }
 
     /// Returns true if a container is refused more than one slot.

@@ -104,7 +104,6 @@ fn plan() -> impl Strategy<Value = ResourcePlan> {
             mig_names,
             sharing,
             filter: Filter { exclude, exclude_displays },
-            policies: BTreeMap::new(),
             shared_policy: None,
         },
     )
