@@ -63,7 +63,7 @@ const OPENERS: [&str; 17] = [
 ];
 
 /// The most words of docs/, README.md and ARCHITECTURE.md together.
-const MOST_WORDS: usize = 40_000;
+const MOST_WORDS: usize = 36_000;
 
 /// The code of a file, with line numbers: without comments and tests.
 fn code<'a>(path: &str, text: &'a str) -> impl Iterator<Item = (usize, &'a str)> {

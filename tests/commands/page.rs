@@ -8,9 +8,6 @@ use std::path::Path;
 use crate::commands::helm::repository;
 use crate::commands::shell::{is_command, pipeline};
 
-/// It has a picture with commands in two columns.
-const PICTURED: &str = "docs/mps.md";
-
 /// A command of a page.
 #[derive(Clone, Debug)]
 pub struct Typed {
@@ -96,8 +93,7 @@ pub fn commands(page: &str, text: &str) -> Vec<Typed> {
     let mut all: Vec<Typed> = Vec::new();
     for (block, lines) in blocks(text).into_iter().enumerate() {
         let command = |line: &str| is_command(line.trim_start().trim_start_matches("$ "));
-        let is_picture = page == PICTURED && lines.iter().any(|(_, line)| line.contains("nvidia-cuda-mps-control -f"));
-        if is_picture || lines.iter().all(|(_, line)| !command(line)) {
+        if lines.iter().all(|(_, line)| !command(line)) {
             continue;
         }
         let prompts = lines.iter().any(|(_, line)| line.trim_start().starts_with("$ "));

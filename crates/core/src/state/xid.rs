@@ -146,27 +146,19 @@ mod tests {
     #[test]
     fn the_document_has_the_same_classes() {
         let document = include_str!("../../../../docs/health.md");
-        let row = |code: &str, class: &str| Some((code.parse::<u64>().ok()?, XidClass::from_word(class)?));
-        let lines = document.lines().filter_map(|line| {
-            let [code, class, _catalog, _name] = line.strip_prefix("    ")?.split_whitespace().collect::<Vec<_>>()[..]
-            else {
-                return None;
-            };
-            row(code, class)
-        });
-        // Many numbers of one class: `| ignore | IGNORE | 14, 37-38 |`.
+        // Numbers of one class: `| ignore | IGNORE | 14, 37-38 |`.
         let cells = document.lines().filter_map(|line| match line.split('|').map(str::trim).collect::<Vec<_>>()[..] {
             ["", class, _catalog, numbers, ""] => Some((XidClass::from_word(class)?, numbers)),
             _ => None,
         });
-        let many = cells.flat_map(|(class, numbers)| {
+        let rows = cells.flat_map(|(class, numbers)| {
             numbers.split(", ").flat_map(move |range| {
                 let (first, last) = range.split_once('-').unwrap_or((range, range));
                 let number = |text: &str| text.trim_end_matches('*').parse::<u64>().unwrap();
                 (number(first)..=number(last)).map(move |code| (code, class))
             })
         });
-        let rows: Vec<(u64, XidClass)> = lines.chain(many).collect();
+        let rows: Vec<(u64, XidClass)> = rows.collect();
         let written: BTreeMap<u64, XidClass> = rows.iter().copied().collect();
         assert_eq!(written.len(), rows.len(), "a number twice: {rows:?}");
         assert!(written.len() > 90, "{written:?}");
