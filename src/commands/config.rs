@@ -3,8 +3,7 @@
 use anyhow::{Result, bail};
 use serde_json::{Map, Value, json};
 
-use crate::config::file::{Finding, Severity};
-use crate::config::settings::{Loaded, Origin, Setting, Shown, check, load, plain};
+use crate::config::settings::{Finding, Loaded, Origin, Setting, Severity, Shown, check, load, plain};
 use crate::config::{ConfigArgs, ConfigCheckArgs, ConfigCommand, ConfigShowArgs, Environment, Format};
 use linkwise_system::output::print;
 

@@ -11,7 +11,6 @@ mod config_manager;
 mod doctor;
 mod documents;
 mod dra;
-pub mod file;
 mod labels;
 mod list;
 mod metrics;
@@ -325,9 +324,7 @@ mod tests {
                 Ok(Command::Run(run)) => run.flags,
                 other => panic!("{other:?}"),
             };
-            let file = &file::File::parse("").0;
-            let sources = settings::Sources { flags: &flags, environment: &Environment::default(), file };
-            let settings = Settings::build(&sources, &mut Vec::new());
+            let (settings, _) = Settings::build(&flags, &Environment::default(), "");
             (settings.pass_device_specs.value, settings.fail_on_init_error.value)
         };
         assert_eq!(run(&[]), (false, None));

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use tokio::io::AsyncReadExt;
 
-use super::settings::{ConfigError, LONGEST_FILE, text_of};
+use super::settings::{ConfigError, MAX_FILE, text_of};
 use linkwise_system::inotify::FolderWatch;
 
 /// The time from one reading of the file to the next without a notification: it may be a link into a folder that is not
@@ -65,7 +65,7 @@ impl FileWatch {
 /// Reads the file up to its limit. While the file system hangs, only the caller waits.
 async fn text(path: &Path) -> io::Result<String> {
     let mut bytes = Vec::new();
-    tokio::fs::File::open(path).await?.take(LONGEST_FILE + 1).read_to_end(&mut bytes).await?;
+    tokio::fs::File::open(path).await?.take(MAX_FILE + 1).read_to_end(&mut bytes).await?;
     text_of(bytes)
 }
 

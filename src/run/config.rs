@@ -12,8 +12,7 @@ use tokio::time::sleep;
 use tokio_util::sync::CancellationToken;
 
 use super::dra::start::{Lack, RightsReader};
-use crate::config::file::{Finding, Severity};
-use crate::config::settings::{ConfigError, Loaded, load_text};
+use crate::config::settings::{ConfigError, Finding, Loaded, Severity, load_text};
 use crate::config::{ConfigMetrics, Environment, FileWatch, Flags, Settings};
 use linkwise_core::errors::chain;
 use linkwise_core::state::{DraGpus, Event};

@@ -1,8 +1,6 @@
 //! Configuration files: whatever a text holds, each finding is one line about a line of it, and the settings keep their
 //! bounds. Called by the target `config`.
 
-use linkwise::config::file::File;
-use linkwise::config::settings::Sources;
 use linkwise::config::{Environment, Flags, Settings};
 use linkwise_core::state::SharedDevices;
 
@@ -11,9 +9,7 @@ use super::machine::is_one_line;
 /// Any text as a configuration file.
 pub fn config(bytes: &[u8]) {
     let Ok(text) = std::str::from_utf8(bytes) else { return };
-    let (file, mut findings) = File::parse(text);
-    let sources = Sources { flags: &Flags::default(), environment: &Environment::default(), file: &file };
-    let settings = Settings::build(&sources, &mut findings);
+    let (settings, findings) = Settings::build(&Flags::default(), &Environment::default(), text);
     // YAML has more line ends than lines(); the finding about a file that ends too early is after its last line.
     let lines =
         u64::try_from(text.split(['\n', '\r', '\u{85}', '\u{2028}', '\u{2029}']).count()).expect("a number of lines");

@@ -3,6 +3,7 @@
 //! `config` makes its parsers and error texts from them. A value is serialised as its word.
 
 use crate::prelude::*;
+pub use serde::{Serialize, Serializer};
 
 use crate::allocation::AllocationPolicy;
 use crate::state::{MigStrategy, NumaHints, XidClass};
@@ -23,9 +24,23 @@ pub trait Words: Copy + PartialEq + 'static {
     }
 }
 
-/// Gives an enum its words: `words!(Switch { On = "on", Off = "off" })`.
+/// Gives an enum its words: `words!(Switch { On = "on", Off = "off" })`. Or makes one with its words: `words! { pub enum
+/// Switch { On = "on", Off = "off" } }`.
 #[macro_export]
 macro_rules! words {
+    ($(#[$about:meta])* pub enum $type:ident { $($(#[$of_value:meta])* $value:ident = $word:literal),+ $(,)? }) => {
+        $(#[$about])*
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        pub enum $type { $($(#[$of_value])* $value),+ }
+
+        $crate::words!($type { $($value = $word),+ });
+
+        impl $crate::words::Serialize for $type {
+            fn serialize<S: $crate::words::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+                serializer.serialize_str(match self { $(Self::$value => $word),+ })
+            }
+        }
+    };
     ($type:ty { $($value:ident = $word:literal),+ $(,)? }) => {
         impl $crate::words::Words for $type {
             const WORDS: &'static [(&'static str, Self)] = &[$(($word, Self::$value)),+];

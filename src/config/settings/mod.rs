@@ -1,18 +1,15 @@
 //! The effective configuration: each setting with its value and the origin of that value.
 //!
 //! A flag wins over a variable, a variable over the file, the file over the default. The table in this file lists each
-//! setting's flag, variables, key and default, and tells if a change applies at once; nothing else lists them. Plain
-//! data: `src/run` and `src/commands` build live objects from it, and `linkwise config show` prints it. Only [`load`] touches
-//! the file system.
+//! setting's key, reader, flag, variables and default, and tells if a change applies at once; nothing else lists them.
+//! Plain data: `src/run` and `src/commands` build live objects from it, and `linkwise config show` prints it. Only
+//! [`load`] and [`check`] touch the file system.
 
-mod choices;
-mod environment;
-mod given;
-mod load;
-mod row;
+mod file;
+mod lists;
 mod rules;
-mod selection;
-mod sharing;
+mod source;
+mod value;
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -24,22 +21,18 @@ use clap::Arg;
 use serde::Serialize;
 use serde_json::{Value as Json, json};
 
-use super::file::{File, Finding, Severity};
-use given::{
-    absolute, address, boolean, choice, choices, dra_gpus, imex_channels, interval, path, path_or_empty, text, texts,
-    whole,
-};
 use linkwise_core::state::{DraGpus, Filter, GpuSelector, MigStrategy, NumaHints, ResourcePlan, Sharing, XidClass};
-use row::Row;
+use lists::{Reader, from_file, values};
+use source::{Row, Sources};
+use value::{
+    absolute, address, boolean, choice, choices, imex_channels, interval, path, path_or_empty, text, texts, whole,
+};
 
-pub use choices::{DeviceIdStrategy, DeviceListStrategy, DiscoveryStrategy, OnNvmlLoss, SharedPolicy};
-pub use environment::Environment;
-pub(super) use given::Given;
-pub use given::Interval;
-pub use load::{ConfigError, Loaded, check, load, load_text};
-pub(in crate::config) use load::{LONGEST_FILE, text_of};
-pub use row::{Flags, Sources};
-pub use selection::Resources;
+pub use file::{Finding, Severity};
+pub use lists::Resources;
+pub use source::{ConfigError, Environment, Flags, Loaded, check, load, load_text};
+pub(in crate::config) use source::{MAX_FILE, text_of};
+pub use value::{DeviceIdStrategy, DeviceListStrategy, DiscoveryStrategy, Interval, OnNvmlLoss, SharedPolicy};
 
 /// The usual path of the kubelet's registration socket.
 pub(super) const KUBELET_SOCKET: &str = "/var/lib/kubelet/device-plugins/kubelet.sock";
@@ -133,7 +126,12 @@ pub fn plain(value: &Json) -> String {
 
 /// Makes [`Settings`] and all functions over the single settings, from the table below.
 macro_rules! settings {
-    ($($(#[doc = $help:literal])+ $field:ident: $type:ty = $default:expr, $key:literal, $row:expr;)+) => {
+    (@flag) => { None };
+    (@flag $flag:literal $takes:literal) => { Some(($flag, $takes)) };
+    (@at_once) => { false };
+    (@at_once at once) => { true };
+    ($($(#[doc = $help:literal])+ $field:ident: $type:ty = $default:expr, $key:literal $($at:ident $once:ident)?,
+        $read:expr $(, $flag:literal $takes:literal $(or [$($alias:literal),+])? [$($variable:literal),+])?;)+) => {
         /// The effective configuration. `sharing` and `resources` have values that the NVIDIA plugin ignores only with
         /// `linkwise.naming`.
         #[derive(Clone, Debug, PartialEq, Eq)]
@@ -149,43 +147,55 @@ macro_rules! settings {
             pub exclude: Setting<Vec<GpuSelector>>,
         }
 
+        #[allow(non_upper_case_globals, reason = "a row has the name of its setting")]
+        mod rows {
+            use super::*;
+
+            $(pub const $field: Row<$type> = Row {
+                key: $key,
+                at_once: settings!(@at_once $($at $once)?),
+                read: $read,
+                flag: settings!(@flag $($flag $takes)?),
+                aliases: &[$($($($alias),+)?)?],
+                variables: &[$($($variable),+)?],
+            };)+
+        }
+
         impl Settings {
-            /// The effective configuration of these sources. Values with errors are reported and then ignored.
-            pub fn build(sources: &Sources<'_>, findings: &mut Vec<Finding>) -> Self {
-                let file = sources.file;
-                findings.extend(sources.environment.removed());
-                $(
-                    let row: Row<$type> = $row;
-                    let $field = row.pick($key, $default, sources, findings);
-                )+
-                let exclude = selection::exclude(file, findings);
-                let xid = |given: Given<'_>| whole(given, 1, u64::from(u32::MAX));
-                let mut settings = Self {
-                    sharing: Setting::default(),
-                    resources: Setting::default(),
-                    xids: selection::mapping(file, "linkwise.health.xids", findings, xid, choice),
-                    exclude: selection::from_file(file, "linkwise.filter.exclude", |_| selection::values(&exclude)),
-                    $($field,)+
-                };
+            /// The effective configuration of these flags, this environment and the text of a file, without its wrong
+            /// values; and what is wrong and odd, by line.
+            pub fn build(flags: &Flags, environment: &Environment, text: &str) -> (Self, Vec<Finding>) {
+                let (ref file, mut findings) = file::Node::parse(text);
+                findings.extend(environment.removed());
+                let sources = Sources { flags, environment, file };
+                $(let $field = rows::$field.pick($default, &sources, &mut findings);)+
+                let (sharing, resources, xids, exclude) = Default::default();
+                let mut settings = Self { sharing, resources, xids, exclude, $($field,)+ };
                 let naming = settings.naming.value;
-                let (shared, gpus, mig);
-                (settings.sharing, shared) = sharing::read(file, naming, findings);
-                (settings.resources, gpus, mig) = selection::resources(file, naming, findings);
+                let mut reader = Reader { file, naming, findings: &mut findings };
+                settings.xids = reader.xids();
+                let lists = reader.lists();
+                settings.sharing = from_file(file, "sharing", lists.sharing.clone().map(Some));
+                let resources = Resources { gpus: values(&lists.gpus), mig: values(&lists.mig) };
+                settings.resources = from_file(file, "resources", naming.then_some(resources));
+                settings.exclude = from_file(file, "linkwise.filter.exclude", Some(values(&lists.exclude)));
                 if settings.dev_root.origin == Origin::Default {
                     settings.dev_root.value.clone_from(&settings.driver_root.value);
                 }
-                rules::check(&settings, &rules::Lists { gpus, mig, shared, exclude }, findings);
+                rules::check(&settings, &lists, &mut findings);
                 findings.sort_by_key(|finding| finding.line.unwrap_or(0));
-                settings
+                (settings, findings)
             }
 
             /// Each setting, in the order of the documentation.
             pub fn shown(&self) -> Vec<Shown> {
-                let sharing = Setting { value: by_kind(self.sharing.value.as_ref()), origin: self.sharing.origin };
+                let sharing = self.sharing.value.as_ref().map_or_else(|| json!({}), |sharing| {
+                    json!({ lists::key(sharing.kind): sharing })
+                });
                 vec![
-                    $(shown($key, &self.$field, { let row: Row<$type> = $row; row.at_once }),)+
+                    $(shown($key, &self.$field, rows::$field.at_once),)+
                     shown("resources", &self.resources, true),
-                    shown("sharing", &sharing, true),
+                    shown("sharing", &Setting { value: sharing, origin: self.sharing.origin }, true),
                     shown("linkwise.health.xids", &self.xids, false),
                     shown("linkwise.filter.exclude", &self.exclude, true),
                 ]
@@ -194,22 +204,19 @@ macro_rules! settings {
 
         /// The flags, for clap.
         fn args() -> Vec<Arg> {
-            let args = [$({
-                let row: Row<$type> = $row;
-                row.arg(concat!($($help),+).trim(), &plain(&json::<$type>(&$default)))
-            },)+];
+            let args = [$(rows::$field.arg(concat!($($help),+).trim(), &plain(&json::<$type>(&$default))),)+];
             args.into_iter().flatten().collect()
         }
 
+        /// The names of the variables.
+        const VARIABLES: &[&[&str]] = &[$(rows::$field.variables,)+];
+
         /// The names of the flags.
         #[cfg(test)]
-        const FLAGS: &[Option<&str>] = &[$({ const ROW: Row<$type> = $row; ROW.flag },)+];
-
-        /// The names of the variables.
-        const VARIABLES: &[&[&str]] = &[$({ const ROW: Row<$type> = $row; ROW.variables },)+];
+        const FLAGS: &[Option<(&str, &str)>] = &[$(rows::$field.flag,)+];
 
         /// The keys of the single settings in a file: all but `configFile`.
-        pub(super) fn keys() -> impl Iterator<Item = &'static str> {
+        fn keys() -> impl Iterator<Item = &'static str> {
             [$($key,)+].into_iter().filter(|key| key.contains('.'))
         }
     };
@@ -218,171 +225,149 @@ macro_rules! settings {
 settings! {
     /// The configuration file, in the NVIDIA plugin's format with linkwise's own keys under linkwise:. It is reloaded
     /// when it changes and at SIGHUP
-    config_file: Option<PathBuf> = None, "configFile",
-        Row::new(|given| path(given).map(Some)).flag("config-file", "FILE").variables(&["GFD_CONFIG_FILE", "CONFIG_FILE"]);
+    config_file: Option<PathBuf> = None, "configFile", |value| path(value).map(Some),
+        "config-file" "FILE" ["GFD_CONFIG_FILE", "CONFIG_FILE"];
     /// How MIG devices are offered: none, single or mixed
-    mig_strategy: MigStrategy = MigStrategy::None, "flags.migStrategy",
-        Row::new(choice).flag("mig-strategy", "STRATEGY").variables(&["GFD_MIG_STRATEGY", "MIG_STRATEGY"]).at_once();
+    mig_strategy: MigStrategy = MigStrategy::None, "flags.migStrategy" at once, choice,
+        "mig-strategy" "STRATEGY" ["GFD_MIG_STRATEGY", "MIG_STRATEGY"];
     /// When NVML cannot be initialised: exit with an error (true), or log it and retry (false). Without it: exit if the
     /// PCI bus has an NVIDIA GPU, retry if it has none
-    fail_on_init_error: Option<bool> = None, "flags.failOnInitError",
-        Row::new(|given| boolean(given).map(Some)).flag("fail-on-init-error", "BOOL").variables(&["GFD_FAIL_ON_INIT_ERROR", "FAIL_ON_INIT_ERROR"]);
+    fail_on_init_error: Option<bool> = None, "flags.failOnInitError", |value| boolean(value).map(Some),
+        "fail-on-init-error" "BOOL" ["GFD_FAIL_ON_INIT_ERROR", "FAIL_ON_INIT_ERROR"];
     /// The folder on the host for the pipes, logs and shared memory of MPS
-    mps_root: PathBuf = PathBuf::from("/run/nvidia/mps"), "flags.mpsRoot",
-        Row::new(absolute).flag("mps-root", "PATH").variables(&["MPS_ROOT"]);
+    mps_root: PathBuf = PathBuf::from("/run/nvidia/mps"), "flags.mpsRoot", absolute, "mps-root" "PATH" ["MPS_ROOT"];
     /// The root of the driver's installation on the host: / or such as /run/nvidia/driver
-    driver_root: PathBuf = PathBuf::from("/"), "flags.nvidiaDriverRoot",
-        Row::new(absolute).flag("driver-root", "PATH").aliases(&["nvidia-driver-root"])
-            .variables(&["NVIDIA_DRIVER_ROOT"]);
+    driver_root: PathBuf = PathBuf::from("/"), "flags.nvidiaDriverRoot", absolute,
+        "driver-root" "PATH" or ["nvidia-driver-root"] ["NVIDIA_DRIVER_ROOT"];
     /// The root of the device nodes on the host; by default the driver's root
-    dev_root: PathBuf = PathBuf::new(), "flags.nvidiaDevRoot",
-        Row::new(absolute).flag("dev-root", "PATH").aliases(&["nvidia-dev-root"]).variables(&["NVIDIA_DEV_ROOT"]);
+    dev_root: PathBuf = PathBuf::new(), "flags.nvidiaDevRoot", absolute,
+        "dev-root" "PATH" or ["nvidia-dev-root"] ["NVIDIA_DEV_ROOT"];
     /// Give containers GDRCopy's devices
-    gdrcopy_enabled: bool = false, "flags.gdrcopyEnabled",
-        Row::new(boolean).flag("gdrcopy-enabled", "BOOL").variables(&["GDRCOPY_ENABLED"]);
+    gdrcopy_enabled: bool = false, "flags.gdrcopyEnabled", boolean, "gdrcopy-enabled" "BOOL" ["GDRCOPY_ENABLED"];
     /// Give containers GPUDirect Storage's devices
-    gds_enabled: bool = false, "flags.gdsEnabled",
-        Row::new(boolean).flag("gds-enabled", "BOOL").variables(&["GDS_ENABLED"]);
+    gds_enabled: bool = false, "flags.gdsEnabled", boolean, "gds-enabled" "BOOL" ["GDS_ENABLED"];
     /// Give containers Mellanox's devices
-    mofed_enabled: bool = false, "flags.mofedEnabled",
-        Row::new(boolean).flag("mofed-enabled", "BOOL").variables(&["MOFED_ENABLED"]);
+    mofed_enabled: bool = false, "flags.mofedEnabled", boolean, "mofed-enabled" "BOOL" ["MOFED_ENABLED"];
     /// linkwise labels: write the labels to a NodeFeature object; false: to the file that NFD reads
-    use_node_feature_api: bool = true, "flags.useNodeFeatureAPI",
-        Row::new(boolean).flag("use-node-feature-api", "BOOL")
-            .variables(&["GFD_USE_NODE_FEATURE_API", "USE_NODE_FEATURE_API"]);
+    use_node_feature_api: bool = true, "flags.useNodeFeatureAPI", boolean,
+        "use-node-feature-api" "BOOL" ["GFD_USE_NODE_FEATURE_API", "USE_NODE_FEATURE_API"];
     /// How devices are discovered: auto or nvml, both by NVML; tegra and vfio are refused
-    device_discovery_strategy: DiscoveryStrategy = DiscoveryStrategy::Auto, "flags.deviceDiscoveryStrategy",
-        Row::new(choice).flag("device-discovery-strategy", "STRATEGY").variables(&["DEVICE_DISCOVERY_STRATEGY"]);
+    device_discovery_strategy: DiscoveryStrategy = DiscoveryStrategy::Auto, "flags.deviceDiscoveryStrategy", choice,
+        "device-discovery-strategy" "STRATEGY" ["DEVICE_DISCOVERY_STRATEGY"];
     /// List the device nodes (/dev/nvidia0, /dev/nvidiactl ...) in the answer to Allocate, for runtimes that give a
     /// container only the listed nodes
-    pass_device_specs: bool = false, "flags.plugin.passDeviceSpecs",
-        Row::new(boolean).flag("pass-device-specs", "BOOL").variables(&["PASS_DEVICE_SPECS"]);
+    pass_device_specs: bool = false, "flags.plugin.passDeviceSpecs", boolean,
+        "pass-device-specs" "BOOL" ["PASS_DEVICE_SPECS"];
     /// How the container runtime gets the list of GPUs: envvar, volume-mounts, cdi-annotations, cdi-cri, several with
     /// commas
-    device_list_strategy: Vec<DeviceListStrategy> = vec![DeviceListStrategy::Envvar], "flags.plugin.deviceListStrategy",
-        Row::new(choices).flag("device-list-strategy", "LIST").variables(&["DEVICE_LIST_STRATEGY"]);
+    device_list_strategy: Vec<DeviceListStrategy> = vec![DeviceListStrategy::Envvar],
+        "flags.plugin.deviceListStrategy", choices,
+        "device-list-strategy" "LIST" ["DEVICE_LIST_STRATEGY"];
     /// How GPUs are named in that list: uuid or index
-    device_id_strategy: DeviceIdStrategy = DeviceIdStrategy::Uuid, "flags.plugin.deviceIDStrategy",
-        Row::new(choice).flag("device-id-strategy", "STRATEGY").variables(&["DEVICE_ID_STRATEGY"]);
+    device_id_strategy: DeviceIdStrategy = DeviceIdStrategy::Uuid, "flags.plugin.deviceIDStrategy", choice,
+        "device-id-strategy" "STRATEGY" ["DEVICE_ID_STRATEGY"];
     /// The prefix of the keys of CDI annotations
-    cdi_annotation_prefix: String = "cdi.k8s.io/".to_owned(), "flags.plugin.cdiAnnotationPrefix",
-        Row::new(text).flag("cdi-annotation-prefix", "PREFIX").variables(&["CDI_ANNOTATION_PREFIX"]);
+    cdi_annotation_prefix: String = "cdi.k8s.io/".to_owned(), "flags.plugin.cdiAnnotationPrefix", text,
+        "cdi-annotation-prefix" "PREFIX" ["CDI_ANNOTATION_PREFIX"];
     /// The path of nvidia-cdi-hook (or nvidia-ctk) on the host, for the hooks of CDI specs. Without it:
     /// /usr/bin/nvidia-cdi-hook if the driver root has it, else no hooks
-    nvidia_cdi_hook_path: Option<PathBuf> = None, "flags.plugin.nvidiaCTKPath",
-        Row::new(|given| absolute(given).map(Some)).flag("nvidia-cdi-hook-path", "PATH").aliases(&["nvidia-ctk-path"])
-            .variables(&["NVIDIA_CDI_HOOK_PATH", "NVIDIA_CTK_PATH"]);
+    nvidia_cdi_hook_path: Option<PathBuf> = None, "flags.plugin.nvidiaCTKPath", |value| absolute(value).map(Some),
+        "nvidia-cdi-hook-path" "PATH" or ["nvidia-ctk-path"] ["NVIDIA_CDI_HOOK_PATH", "NVIDIA_CTK_PATH"];
     /// Where the driver's root is mounted in linkwise's own container
-    driver_root_ctr_path: PathBuf = PathBuf::from("/driver-root"), "flags.plugin.containerDriverRoot",
-        Row::new(absolute).flag("driver-root-ctr-path", "PATH").aliases(&["container-driver-root"])
-            .variables(&["DRIVER_ROOT_CTR_PATH", "CONTAINER_DRIVER_ROOT"]);
+    driver_root_ctr_path: PathBuf = PathBuf::from("/driver-root"), "flags.plugin.containerDriverRoot", absolute,
+        "driver-root-ctr-path" "PATH" or ["container-driver-root"] ["DRIVER_ROOT_CTR_PATH", "CONTAINER_DRIVER_ROOT"];
     /// How slots and MIG devices are chosen: distributed or packed
     shared_devices_allocation_policy: SharedPolicy = SharedPolicy::Distributed,
-        "flags.plugin.sharedDevicesAllocationPolicy",
-        Row::new(choice).flag("shared-devices-allocation-policy", "POLICY")
-            .variables(&["SHARED_DEVICES_ALLOCATION_POLICY"]).at_once();
+        "flags.plugin.sharedDevicesAllocationPolicy" at once, choice,
+        "shared-devices-allocation-policy" "POLICY" ["SHARED_DEVICES_ALLOCATION_POLICY"];
     /// The kubelet's registration socket; the plugins' sockets are made in its folder
-    kubelet_socket: PathBuf = PathBuf::from(KUBELET_SOCKET),
-        "flags.plugin.kubeletSocket",
-        Row::new(path).flag("kubelet-socket", "PATH").variables(&["KUBELET_SOCKET"]);
+    kubelet_socket: PathBuf = PathBuf::from(KUBELET_SOCKET), "flags.plugin.kubeletSocket", path,
+        "kubelet-socket" "PATH" ["KUBELET_SOCKET"];
     /// Features of the CDI spec to enable, with commas
-    cdi_feature_flags: Vec<String> = Vec::new(), "flags.plugin.cdiFeatureFlags",
-        Row::new(texts).flag("cdi-feature-flags", "LIST").variables(&["CDI_FEATURE_FLAGS"]);
+    cdi_feature_flags: Vec<String> = Vec::new(), "flags.plugin.cdiFeatureFlags", texts,
+        "cdi-feature-flags" "LIST" ["CDI_FEATURE_FLAGS"];
     /// Hooks to leave out of the CDI spec, with commas; all for all
-    cdi_disable_hooks: Vec<String> = Vec::new(), "flags.plugin.cdiDisableHooks",
-        Row::new(texts).flag("cdi-disable-hooks", "LIST").aliases(&["cdi-disabled-hooks"])
-            .variables(&["CDI_DISABLE_HOOKS"]);
+    cdi_disable_hooks: Vec<String> = Vec::new(), "flags.plugin.cdiDisableHooks", texts,
+        "cdi-disable-hooks" "LIST" or ["cdi-disabled-hooks"] ["CDI_DISABLE_HOOKS"];
     /// linkwise labels: end after the labels are written once
-    gfd_oneshot: bool = false, "flags.gfd.oneshot",
-        Row::new(boolean).flag("oneshot", "BOOL").variables(&["GFD_ONESHOT"]);
+    gfd_oneshot: bool = false, "flags.gfd.oneshot", boolean, "oneshot" "BOOL" ["GFD_ONESHOT"];
     /// Leave out the label with the time at which the labels were made first
-    gfd_no_timestamp: bool = false, "flags.gfd.noTimestamp",
-        Row::new(boolean).flag("no-timestamp", "BOOL").variables(&["GFD_NO_TIMESTAMP"]);
+    gfd_no_timestamp: bool = false, "flags.gfd.noTimestamp", boolean, "no-timestamp" "BOOL" ["GFD_NO_TIMESTAMP"];
     /// How often the labels are checked against what was written, such as 60s; infinite: only when the node changes
-    gfd_sleep_interval: Interval = Interval::Every(Duration::from_secs(60)), "flags.gfd.sleepInterval",
-        Row::new(interval).flag("sleep-interval", "DURATION").variables(&["GFD_SLEEP_INTERVAL"]);
+    gfd_sleep_interval: Interval = Interval::Every(Duration::from_secs(60)), "flags.gfd.sleepInterval", interval,
+        "sleep-interval" "DURATION" ["GFD_SLEEP_INTERVAL"];
     /// The file for the labels, which NFD reads; empty: standard output
     gfd_output_file: PathBuf = PathBuf::from("/etc/kubernetes/node-feature-discovery/features.d/gfd"),
-        "flags.gfd.outputFile",
-        Row::new(path_or_empty).flag("output-file", "FILE").aliases(&["output", "o"])
-            .variables(&["GFD_OUTPUT_FILE"]).takes_empty();
+        "flags.gfd.outputFile", path_or_empty,
+        "output-file" "OUTPUT" or ["output", "o"] ["GFD_OUTPUT_FILE"];
     /// The file with the machine's type
-    gfd_machine_type_file: PathBuf = PathBuf::from("/sys/class/dmi/id/product_name"), "flags.gfd.machineTypeFile",
-        Row::new(path).flag("machine-type-file", "FILE").variables(&["GFD_MACHINE_TYPE_FILE"]);
+    gfd_machine_type_file: PathBuf = PathBuf::from("/sys/class/dmi/id/product_name"), "flags.gfd.machineTypeFile", path,
+        "machine-type-file" "FILE" ["GFD_MACHINE_TYPE_FILE"];
     /// IMEX channels for every container with a GPU: none, or 0
-    imex_channel_ids: Vec<u32> = Vec::new(), "imex.channelIDs",
-        Row::new(imex_channels).flag("imex-channel-ids", "LIST").variables(&["IMEX_CHANNEL_IDS"]);
+    imex_channel_ids: Vec<u32> = Vec::new(), "imex.channelIDs", imex_channels,
+        "imex-channel-ids" "LIST" ["IMEX_CHANNEL_IDS"];
     /// Whether these channels must exist
-    imex_required: bool = false, "imex.required",
-        Row::new(boolean).flag("imex-required", "BOOL").variables(&["IMEX_REQUIRED"]);
+    imex_required: bool = false, "imex.required", boolean, "imex-required" "BOOL" ["IMEX_REQUIRED"];
     /// Whether rename, devices and resources take effect, which the NVIDIA plugin ignores
-    naming: bool = false, "linkwise.naming", Row::new(boolean).at_once();
+    naming: bool = false, "linkwise.naming" at once, boolean;
     /// Which NUMA nodes devices report to the kubelet's Topology Manager: node, package or off (see
     /// docs/topology-manager.md)
-    numa_hints: NumaHints = NumaHints::Node, "linkwise.numaHints",
-        Row::new(choice).flag("numa-hints", "HINTS").variables(&["LINKWISE_NUMA_HINTS"]).at_once();
+    numa_hints: NumaHints = NumaHints::Node, "linkwise.numaHints" at once, choice,
+        "numa-hints" "HINTS" ["LINKWISE_NUMA_HINTS"];
     /// Health of the devices while NVML is unavailable: keep or unhealthy
-    on_nvml_loss: OnNvmlLoss = OnNvmlLoss::Keep, "linkwise.onNvmlLoss",
-        Row::new(choice).flag("on-nvml-loss", "ACTION").variables(&["LINKWISE_ON_NVML_LOSS"]);
+    on_nvml_loss: OnNvmlLoss = OnNvmlLoss::Keep, "linkwise.onNvmlLoss", choice,
+        "on-nvml-loss" "ACTION" ["LINKWISE_ON_NVML_LOSS"];
     /// Do not offer GPUs with an active display
-    exclude_displays: bool = false, "linkwise.filter.excludeDisplays",
-        Row::new(boolean).flag("exclude-displays", "BOOL").variables(&["LINKWISE_EXCLUDE_DISPLAYS"]).at_once();
+    exclude_displays: bool = false, "linkwise.filter.excludeDisplays" at once, boolean,
+        "exclude-displays" "BOOL" ["LINKWISE_EXCLUDE_DISPLAYS"];
     /// linkwise run: write the node's labels to --output-file too
-    write_labels_file: bool = false, "linkwise.labels.writeFile",
-        Row::new(boolean).flag("write-labels-file", "BOOL").variables(&["LINKWISE_WRITE_LABELS_FILE"]);
+    write_labels_file: bool = false, "linkwise.labels.writeFile", boolean,
+        "write-labels-file" "BOOL" ["LINKWISE_WRITE_LABELS_FILE"];
     /// Write the label nvidia.com/gpu.clique; false: another writer does, such as the DRA driver
-    gpu_clique_label: bool = true, "linkwise.labels.gpuClique",
-        Row::new(boolean).flag("gpu-clique-label", "BOOL").variables(&["LINKWISE_GPU_CLIQUE_LABEL"]);
+    gpu_clique_label: bool = true, "linkwise.labels.gpuClique", boolean,
+        "gpu-clique-label" "BOOL" ["LINKWISE_GPU_CLIQUE_LABEL"];
     /// Give containers also the RDMA NICs nearest to their GPUs: names in LINKWISE_NICS, and device nodes
-    expose_nics: bool = false, "linkwise.expose.nics",
-        Row::new(boolean).flag("expose-nics", "BOOL").variables(&["LINKWISE_EXPOSE_NICS"]);
+    expose_nics: bool = false, "linkwise.expose.nics", boolean, "expose-nics" "BOOL" ["LINKWISE_EXPOSE_NICS"];
     /// The folder for CDI specs; the host's folder, mounted at the same path
-    cdi_dir: PathBuf = PathBuf::from("/var/run/cdi"), "linkwise.cdiDir",
-        Row::new(absolute).flag("cdi-dir", "PATH").variables(&["LINKWISE_CDI_DIR"]);
+    cdi_dir: PathBuf = PathBuf::from("/var/run/cdi"), "linkwise.cdiDir", absolute,
+        "cdi-dir" "PATH" ["LINKWISE_CDI_DIR"];
     /// The address of /metrics, /livez and /readyz; port 0 takes a free port, which is logged
-    metrics_address: SocketAddr = SocketAddr::from((Ipv6Addr::UNSPECIFIED, 9400)), "linkwise.metricsAddress",
-        Row::new(address).flag("metrics-address", "ADDRESS").variables(&["LINKWISE_METRICS_ADDRESS"]);
+    metrics_address: SocketAddr = SocketAddr::from((Ipv6Addr::UNSPECIFIED, 9400)), "linkwise.metricsAddress", address,
+        "metrics-address" "ADDRESS" ["LINKWISE_METRICS_ADDRESS"];
     /// Further host names by which that address may be called, with commas: of proxies and of an Ingress before it
-    metrics_hosts: Vec<String> = Vec::new(), "linkwise.metricsHosts",
-        Row::new(texts).flag("metrics-hosts", "LIST").variables(&["LINKWISE_METRICS_HOSTS"]);
+    metrics_hosts: Vec<String> = Vec::new(), "linkwise.metricsHosts", texts,
+        "metrics-hosts" "LIST" ["LINKWISE_METRICS_HOSTS"];
     /// Show other names for pods in /metrics and on the node's page: any pod of the cluster can read these
-    hide_pod_names: bool = false, "linkwise.hidePodNames",
-        Row::new(boolean).flag("hide-pod-names", "BOOL").variables(&["LINKWISE_HIDE_POD_NAMES"]);
+    hide_pod_names: bool = false, "linkwise.hidePodNames", boolean, "hide-pod-names" "BOOL" ["LINKWISE_HIDE_POD_NAMES"];
     /// The kubelet's PodResources socket
-    pod_resources_socket: PathBuf = PathBuf::from(POD_RESOURCES_SOCKET),
-        "linkwise.podResourcesSocket",
-        Row::new(path).flag("pod-resources-socket", "PATH").variables(&["LINKWISE_POD_RESOURCES_SOCKET"]);
+    pod_resources_socket: PathBuf = PathBuf::from(POD_RESOURCES_SOCKET), "linkwise.podResourcesSocket", path,
+        "pod-resources-socket" "PATH" ["LINKWISE_POD_RESOURCES_SOCKET"];
     /// Serve `linkwise admin` on this Unix socket, for root and linkwise's own user; without it, it is not served
-    admin_socket: Option<PathBuf> = None, "linkwise.adminSocket",
-        Row::new(|given| path(given).map(Some)).flag("admin-socket", "PATH").variables(&["LINKWISE_ADMIN_SOCKET"]);
+    admin_socket: Option<PathBuf> = None, "linkwise.adminSocket", |value| path(value).map(Some),
+        "admin-socket" "PATH" ["LINKWISE_ADMIN_SOCKET"];
     /// The GPUs offered through DRA and not through the device plugin: none, all, or a list of indices, UUIDs, PCI
     /// addresses and models
-    dra_gpus: DraGpus = DraGpus::None, "linkwise.dra.gpus",
-        Row::new(dra_gpus).flag("dra-gpus", "LIST").variables(&["LINKWISE_DRA_GPUS"]).at_once();
+    dra_gpus: DraGpus = DraGpus::None, "linkwise.dra.gpus" at once, value::dra_gpus,
+        "dra-gpus" "LIST" ["LINKWISE_DRA_GPUS"];
     /// Evict pods from a GPU that is lost: its taint has the effect NoExecute
-    dra_evict_lost: bool = false, "linkwise.dra.evictLost",
-        Row::new(boolean).flag("dra-evict-lost", "BOOL").variables(&["LINKWISE_DRA_EVICT_LOST"]);
+    dra_evict_lost: bool = false, "linkwise.dra.evictLost", boolean,
+        "dra-evict-lost" "BOOL" ["LINKWISE_DRA_EVICT_LOST"];
     /// Offer the MIG devices that GPUs in MIG mode could have through DRA, and make and destroy them for claims
-    dra_dynamic_mig: bool = false, "linkwise.dra.dynamicMig",
-        Row::new(boolean).flag("dra-dynamic-mig", "BOOL").variables(&["LINKWISE_DRA_DYNAMIC_MIG"]);
+    dra_dynamic_mig: bool = false, "linkwise.dra.dynamicMig", boolean,
+        "dra-dynamic-mig" "BOOL" ["LINKWISE_DRA_DYNAMIC_MIG"];
     /// The kubelet's folder for the sockets of DRA drivers; ours is made in a folder of the driver's name
-    dra_plugins_dir: PathBuf = PathBuf::from("/var/lib/kubelet/plugins"), "linkwise.dra.pluginsDir",
-        Row::new(absolute).flag("dra-plugins-dir", "PATH").variables(&["LINKWISE_DRA_PLUGINS_DIR"]);
+    dra_plugins_dir: PathBuf = PathBuf::from("/var/lib/kubelet/plugins"), "linkwise.dra.pluginsDir", absolute,
+        "dra-plugins-dir" "PATH" ["LINKWISE_DRA_PLUGINS_DIR"];
     /// The kubelet's folder in which DRA drivers register
-    dra_registry_dir: PathBuf = PathBuf::from("/var/lib/kubelet/plugins_registry"), "linkwise.dra.registryDir",
-        Row::new(absolute).flag("dra-registry-dir", "PATH").variables(&["LINKWISE_DRA_REGISTRY_DIR"]);
-    /// Write an event about a pod whose GPUs are linked far worse than so many GPUs of this machine can be; it needs the
-    /// API server
-    events: bool = false, "linkwise.events.write",
-        Row::new(boolean).flag("events", "BOOL").variables(&["LINKWISE_EVENTS"]);
+    dra_registry_dir: PathBuf = PathBuf::from("/var/lib/kubelet/plugins_registry"),
+        "linkwise.dra.registryDir", absolute,
+        "dra-registry-dir" "PATH" ["LINKWISE_DRA_REGISTRY_DIR"];
+    /// Write an event about a pod whose GPUs are linked far worse than so many GPUs of this machine can be; it needs
+    /// the API server
+    events: bool = false, "linkwise.events.write", boolean, "events" "BOOL" ["LINKWISE_EVENTS"];
     /// How much of the machine's best for so many GPUs is too little, in percent
-    events_below: u8 = EVENTS_BELOW, "linkwise.events.below",
-        Row::new(|given| whole(given, 1, 100)).flag("events-below", "PERCENT").variables(&["LINKWISE_EVENTS_BELOW"]);
-}
-
-/// Sharing as the file has it, under the key of its kind.
-fn by_kind(sharing: Option<&Sharing>) -> Json {
-    sharing.map_or_else(|| json!({}), |sharing| json!({ sharing::key(sharing.kind): sharing }))
+    events_below: u8 = EVENTS_BELOW, "linkwise.events.below", |value| whole(value, 1, 100),
+        "events-below" "PERCENT" ["LINKWISE_EVENTS_BELOW"];
 }
 
 impl Settings {
@@ -394,9 +379,7 @@ impl Settings {
 
     /// The defaults.
     pub fn defaults() -> Self {
-        let sources =
-            Sources { flags: &Flags::default(), environment: &Environment::default(), file: &File::parse("").0 };
-        Self::build(&sources, &mut Vec::new())
+        Self::build(&Flags::default(), &Environment::default(), "").0
     }
 
     /// The resources to make of the node's GPUs.

@@ -1,12 +1,13 @@
 //! The rules between settings that are each valid, from any source.
 
-use super::selection::Item;
-use super::{DiscoveryStrategy, Origin, Settings, SharedPolicy};
-use crate::config::file::{Finding, Severity};
+use super::file::{Finding, Severity};
+use super::lists::{Item, Lists};
+use super::value::{DiscoveryStrategy, SharedPolicy};
+use super::{Origin, Settings};
 use linkwise_core::quote::{excerpt, quoted};
 use linkwise_core::state::{
-    DeviceSelector, DraGpus, GpuSelector, MigStrategy, NamePattern, Pattern, ResourceName, SharedDevices,
-    SharedResource, SharingKind,
+    DeviceSelector, DraGpus, GpuSelector, MigStrategy, Pattern, ResourceName, SharedDevices, SharedResource,
+    SharingKind,
 };
 
 /// The values of --cdi-disable-hooks: all hooks, or those of NVIDIA's names that linkwise's CDI specs may have.
@@ -19,48 +20,63 @@ const CDI_HOOKS: [&str; 6] = [
     "update-application-profile",
 ];
 
-/// The lists of the file that are in the settings, with the places of their items.
-pub struct Lists {
-    pub gpus: Vec<Item<NamePattern>>,
-    pub mig: Vec<Item<NamePattern>>,
-    pub shared: Vec<Item<SharedResource>>,
-    pub exclude: Vec<Item<GpuSelector>>,
-}
-
-/// Reports settings that conflict.
-pub fn check(settings: &Settings, lists: &Lists, findings: &mut Vec<Finding>) {
-    if let Some(sharing) = &settings.sharing.value {
-        if sharing.kind == SharingKind::Mps {
-            mps_and_mig(settings, &lists.shared, findings);
-        }
-        for (number, shared) in lists.shared.iter().enumerate() {
-            findings.extend(shared_resource(lists, lists.shared.get(..number).unwrap_or_default(), shared));
-        }
+/// Reports settings that conflict, and those without effect.
+pub(super) fn check(settings: &Settings, lists: &Lists, findings: &mut Vec<Finding>) {
+    for (number, shared) in lists.shared.iter().enumerate() {
+        let earlier = lists.shared.get(..number).unwrap_or_default();
+        findings.extend(name_taken(lists, earlier, shared));
+        findings.extend(devices_taken(lists, earlier, shared));
     }
     for patterns in [&lists.gpus, &lists.mig] {
         for (number, later) in patterns.iter().enumerate() {
-            let covers = |earlier: &&Item<NamePattern>| earlier.value.pattern.covers(&later.value.pattern);
-            if let Some(earlier) = patterns.iter().take(number).find(covers) {
-                let problem = unreached(&later.value.pattern, earlier.line);
-                findings.push(later.error("pattern", problem));
+            let mut before = patterns.iter().take(number);
+            if let Some(earlier) = before.find(|earlier| earlier.value.pattern.covers(&later.value.pattern)) {
+                findings.push(later.error("pattern", unreached(&later.value.pattern, earlier.line)));
             }
         }
     }
+    exclusions(&lists.exclude, findings);
     for mig in &lists.mig {
         if let Some(gpu) = lists.gpus.iter().find(|gpu| gpu.value.name == mig.value.name) {
             let problem = format!("the name {} is taken by the GPUs of line {}", mig.value.name, gpu.line);
             findings.push(mig.error("name", problem));
         }
     }
-    exclusions(&lists.exclude, findings);
     dra_gpus(settings, &lists.exclude, findings);
-    discovery(settings, findings);
-    without_effect(settings, findings);
+    if lists.sharing.as_ref().is_some_and(|sharing| sharing.kind == SharingKind::Mps) {
+        for item in lists.shared.iter().filter(|item| is_mig(&item.value.name)) {
+            let problem = format!("MPS cannot share MIG devices: {}", item.value.name);
+            findings.push(item.error("name", problem));
+        }
+        if settings.mig_strategy.value == MigStrategy::Mixed {
+            let problem = "MPS cannot share MIG devices: with sharing.mps the strategy is none or single";
+            findings.push(settings.mig_strategy.origin.finding("flags.migStrategy", Severity::Error, problem));
+        }
+    }
+    singles(settings, findings);
 }
 
 fn unreached(pattern: &Pattern, line: u64) -> String {
     let pattern = quoted(&pattern.to_string());
     format!("pattern {pattern} never counts: all that it matches is matched by line {line}")
+}
+
+/// Reports GPUs that are excluded twice.
+fn exclusions(excluded: &[Item<GpuSelector>], findings: &mut Vec<Finding>) {
+    for (number, later) in excluded.iter().enumerate() {
+        let same = excluded.iter().take(number).find(|earlier| earlier.value == later.value);
+        let wider = || {
+            excluded.iter().find_map(|other| match (&other.value, &later.value) {
+                (GpuSelector::Model(wider), GpuSelector::Model(own)) if wider != own && wider.covers(own) => {
+                    Some(unreached(own, other.line))
+                }
+                _ => None,
+            })
+        };
+        let name = excerpt(&later.value.to_string());
+        let again = same.map(|earlier| format!("{name} is listed already in line {}", earlier.line));
+        findings.extend(again.or_else(wider).map(|problem| Finding::error(later.line, &later.key, problem)));
+    }
 }
 
 fn is_mig(name: &ResourceName) -> bool {
@@ -71,21 +87,8 @@ fn offered_as(resource: &SharedResource) -> &ResourceName {
     resource.rename.as_ref().unwrap_or(&resource.name)
 }
 
-fn mps_and_mig(settings: &Settings, shared: &[Item<SharedResource>], findings: &mut Vec<Finding>) {
-    if settings.mig_strategy.value == MigStrategy::Mixed {
-        let problem = "MPS cannot share MIG devices: with sharing.mps the strategy is none or single";
-        findings.push(settings.mig_strategy.origin.finding("flags.migStrategy", Severity::Error, problem));
-    }
-    for item in shared.iter().filter(|item| is_mig(&item.value.name)) {
-        let problem = format!("MPS cannot share MIG devices: {}", item.value.name);
-        findings.push(item.error("name", problem));
-    }
-}
-
-/// The faults of a shared resource beside the earlier ones.
-fn shared_resource(lists: &Lists, earlier: &[Item<SharedResource>], shared: &Item<SharedResource>) -> Vec<Finding> {
-    let mut findings = Vec::new();
-    // The name must not belong to another resource.
+/// The error that a shared resource's name belongs to another resource.
+fn name_taken(lists: &Lists, earlier: &[Item<SharedResource>], shared: &Item<SharedResource>) -> Option<Finding> {
     let (resource, name) = (&shared.value, offered_as(&shared.value));
     let mut others = earlier.iter().filter(|other| other.value.name != resource.name);
     let by_shared = others.find(|other| offered_as(&other.value) == name).map(|other| format!("line {}", other.line));
@@ -98,10 +101,14 @@ fn shared_resource(lists: &Lists, earlier: &[Item<SharedResource>], shared: &Ite
         taken.then(|| "the devices that have it without renaming".to_owned())
     };
     let renamed = || if *name == resource.name { None } else { by_pattern().or_else(built_in) };
-    if let Some(by) = by_shared.or_else(renamed) {
-        findings.push(shared.error("rename", format!("the name {name} is taken by {by}")));
-    }
-    // A device must not be shared twice, and must not be excluded.
+    let by = by_shared.or_else(renamed)?;
+    Some(shared.error("rename", format!("the name {name} is taken by {by}")))
+}
+
+/// The errors that devices are shared twice, or are excluded.
+fn devices_taken(lists: &Lists, earlier: &[Item<SharedResource>], shared: &Item<SharedResource>) -> Vec<Finding> {
+    let mut findings = Vec::new();
+    let resource = &shared.value;
     let mut error = |problem: String| findings.push(shared.error("devices", problem));
     for other in earlier.iter().filter(|other| other.value.name == resource.name) {
         let what = match (&other.value.devices, &resource.devices) {
@@ -136,24 +143,6 @@ fn shared_resource(lists: &Lists, earlier: &[Item<SharedResource>], shared: &Ite
     findings
 }
 
-fn exclusions(excluded: &[Item<GpuSelector>], findings: &mut Vec<Finding>) {
-    for (number, later) in excluded.iter().enumerate() {
-        let same = excluded.iter().take(number).find(|earlier| earlier.value == later.value);
-        let wider = excluded.iter().find_map(|other| match (&other.value, &later.value) {
-            (GpuSelector::Model(wider), GpuSelector::Model(pattern)) if wider != pattern && wider.covers(pattern) => {
-                Some(unreached(pattern, other.line))
-            }
-            _ => None,
-        });
-        let again = |earlier: &Item<GpuSelector>| {
-            format!("{} is listed already in line {}", excerpt(&later.value.to_string()), earlier.line)
-        };
-        if let Some(problem) = same.map(again).or(wider) {
-            findings.push(Finding::error(later.line, &later.key, problem));
-        }
-    }
-}
-
 /// Reports GPUs that are listed twice for DRA, or are excluded too.
 fn dra_gpus(settings: &Settings, excluded: &[Item<GpuSelector>], findings: &mut Vec<Finding>) {
     let DraGpus::Some(gpus) = &settings.dra_gpus.value else { return };
@@ -172,38 +161,35 @@ fn dra_gpus(settings: &Settings, excluded: &[Item<GpuSelector>], findings: &mut 
 }
 
 /// Refuses kinds of GPUs that NVML does not list, by name: a node that offers nothing would be harder to understand.
-fn discovery(settings: &Settings, findings: &mut Vec<Finding>) {
+/// Notes values that are accepted because the NVIDIA plugin accepts them, and that have no effect here.
+fn singles(settings: &Settings, findings: &mut Vec<Finding>) {
     const TEGRA: &str = "linkwise finds GPUs by NVML, which has no integrated GPUs of Tegra: such nodes need the NVIDIA \
                          plugin";
     const VFIO: &str = "linkwise finds GPUs by NVML, which has none that are bound to vfio-pci: such nodes need NVIDIA's \
                         gpu-feature-discovery";
-    let strategy = &settings.device_discovery_strategy;
-    let problem = match strategy.value {
-        DiscoveryStrategy::Auto | DiscoveryStrategy::Nvml => return,
-        DiscoveryStrategy::Tegra => TEGRA,
-        DiscoveryStrategy::Vfio => VFIO,
-    };
-    findings.push(strategy.origin.finding("flags.deviceDiscoveryStrategy", Severity::Error, problem));
-}
-
-/// Reports values that are accepted because the NVIDIA plugin accepts them, and that have no effect here.
-fn without_effect(settings: &Settings, findings: &mut Vec<Finding>) {
     const CDI_FEATURES: &str =
         "no effect: they are options of NVIDIA's generator of CDI specs, and linkwise has a generator of its own";
     const OTHER_HOOKS: &str = "create-symlinks, enable-cuda-compat, update-ldcache, disable-device-node-modification \
                                and update-application-profile (or all) can be left out; other hooks are in no CDI \
                                spec of linkwise";
     const SPREAD: &str = "the same as distributed, which takes distinct GPUs for one request here";
-    let s = settings;
-    let features = !s.cdi_feature_flags.value.is_empty();
-    let hooks = s.cdi_disable_hooks.value.iter().any(|hook| !CDI_HOOKS.contains(&hook.as_str()));
-    let (policy, spread) = (&s.shared_devices_allocation_policy, SharedPolicy::Spread);
-    let notes = [
-        (features, s.cdi_feature_flags.origin, "flags.plugin.cdiFeatureFlags", CDI_FEATURES),
-        (hooks, s.cdi_disable_hooks.origin, "flags.plugin.cdiDisableHooks", OTHER_HOOKS),
-        (policy.value == spread, policy.origin, "flags.plugin.sharedDevicesAllocationPolicy", SPREAD),
-    ];
-    for (applies, origin, key, problem) in notes {
-        findings.extend((applies && origin != Origin::Default).then(|| origin.finding(key, Severity::Note, problem)));
+    let Settings { device_discovery_strategy: strategy, shared_devices_allocation_policy: policy, .. } = settings;
+    let (features, hooks) = (&settings.cdi_feature_flags, &settings.cdi_disable_hooks);
+    let has_other_hooks = hooks.value.iter().any(|hook| !CDI_HOOKS.contains(&hook.as_str()));
+    let discovery = (strategy.origin, "flags.deviceDiscoveryStrategy", Severity::Error);
+    let note = |origin, key| (origin, key, Severity::Note);
+    let of_hooks = note(hooks.origin, "flags.plugin.cdiDisableHooks");
+    for (applies, (origin, key, severity), problem) in [
+        (strategy.value == DiscoveryStrategy::Tegra, discovery, TEGRA),
+        (strategy.value == DiscoveryStrategy::Vfio, discovery, VFIO),
+        (!features.value.is_empty(), note(features.origin, "flags.plugin.cdiFeatureFlags"), CDI_FEATURES),
+        (has_other_hooks, of_hooks, OTHER_HOOKS),
+        (
+            policy.value == SharedPolicy::Spread,
+            note(policy.origin, "flags.plugin.sharedDevicesAllocationPolicy"),
+            SPREAD,
+        ),
+    ] {
+        findings.extend((applies && origin != Origin::Default).then(|| origin.finding(key, severity, problem)));
     }
 }

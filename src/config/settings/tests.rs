@@ -12,10 +12,7 @@ fn given(args: &[&str]) -> Flags {
 }
 
 fn build(args: &[&str], environment: &Environment, text: &str) -> (Settings, Vec<Finding>) {
-    let (file, mut findings) = File::parse(text);
-    let sources = Sources { flags: &given(args), environment, file: &file };
-    let settings = Settings::build(&sources, &mut findings);
-    (settings, findings)
+    Settings::build(&given(args), environment, text)
 }
 
 /// The settings of a file without findings.
@@ -197,7 +194,7 @@ fn every_setting_is_documented() {
     let documents =
         concat!(include_str!("../../../docs/compatibility.md"), include_str!("../../../docs/configuration.md"),);
     let written = |name: &str| documents.contains(&format!("`{name}`"));
-    for flag in FLAGS.iter().flatten() {
+    for (flag, _) in FLAGS.iter().flatten() {
         assert!(written(&format!("--{flag}")), "--{flag}");
     }
     for variable in VARIABLES.concat() {

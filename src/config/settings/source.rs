@@ -1,0 +1,241 @@
+//! The sources of settings (flags, variables, the file), the order in which they count, and the way from the file's
+//! path to the settings, or to the reason why there are none.
+//!
+//! The flags are not derived as other commands' options are: a setting's flag, default and check come from its one row
+//! in the table, and the parsed value has to remember its origin.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::io::{self, Read as _};
+use std::path::{Path, PathBuf};
+
+use clap::{Arg, ArgAction, ArgMatches, Args, Command, Error, FromArgMatches};
+use thiserror::Error;
+
+use super::file::{Finding, Node, Severity};
+use super::value::{Read, Value};
+use super::{Origin, Setting, Settings};
+use crate::config::removed;
+
+/// The longest configuration file, in bytes. Kubernetes bounds a ConfigMap to 1 MiB.
+pub const MAX_FILE: u64 = 1 << 20;
+
+/// A row of the settings' table: a setting's names and its reader.
+pub(super) struct Row<T> {
+    pub key: &'static str,
+    /// Set if a change applies while linkwise runs; otherwise it applies at the next start.
+    pub at_once: bool,
+    pub read: Read<T>,
+    /// The flag, and the name of its value in the help. The value of a BOOL may be left out, a LIST may be repeated, an
+    /// empty OUTPUT is a value.
+    pub flag: Option<(&'static str, &'static str)>,
+    /// Other names of the flag; one of a single letter takes one dash.
+    pub aliases: &'static [&'static str],
+    /// The variables; the first one that is set wins.
+    pub variables: &'static [&'static str],
+}
+
+impl<T: 'static> Row<T> {
+    fn takes(&self, word: &str) -> bool {
+        self.flag.is_some_and(|(_, takes)| takes == word)
+    }
+
+    /// The flag for clap.
+    pub fn arg(&self, help: &str, default: &str) -> Option<Arg> {
+        let (flag, takes) = self.flag?;
+        let mut help = help.to_owned();
+        let documented = self.variables.iter().find(|variable| !variable.starts_with("GFD_"));
+        if let Some(variable) = documented.or(self.variables.first()) {
+            help.push_str(&format!(" [env: {variable}]"));
+        }
+        if !default.is_empty() {
+            help.push_str(&format!(" [default: {default}]"));
+        }
+        let (read, takes_empty) = (self.read, self.takes("BOOL") || self.takes("OUTPUT"));
+        let check = move |text: &str| match read(&Value::Word(text.to_owned())) {
+            Err(problem) if takes_empty || !text.is_empty() => Err(problem),
+            _ => Ok(text.to_owned()),
+        };
+        let value_name = if takes == "OUTPUT" { "FILE" } else { takes };
+        let (short, long): (Vec<&str>, Vec<&str>) = self.aliases.iter().copied().partition(|alias| alias.len() == 1);
+        let arg = Arg::new(flag).long(flag).value_name(value_name).help(help).value_parser(check);
+        let arg = arg.short(short.first().and_then(|short| short.chars().next())).visible_aliases(long);
+        Some(match takes {
+            "LIST" => arg.action(ArgAction::Append),
+            // Of a repeated flag the last one wins.
+            "BOOL" => arg.num_args(0..=1).require_equals(true).default_missing_value("true").overrides_with(flag),
+            _ => arg.overrides_with(flag),
+        })
+    }
+
+    /// The value from the first source that has one: flag, environment, file, default. Errors are reported for every
+    /// source, even if another one wins.
+    pub fn pick(&self, default: T, sources: &Sources<'_>, findings: &mut Vec<Finding>) -> Setting<T> {
+        let flag = self.flag.and_then(|(flag, _)| Some((sources.flags.get(flag)?, Origin::Flag(flag))));
+        let variables = self.variables.iter().filter_map(|variable| {
+            let text = sources.environment.get(variable)?;
+            // An empty variable is false where the NVIDIA plugin expects a boolean.
+            let text = if text.is_empty() && self.takes("BOOL") { "false" } else { text };
+            Some((text.to_owned(), Origin::Environment(variable)))
+        });
+        let words = flag.into_iter().chain(variables).map(|(text, origin)| (Value::Word(text), origin));
+        let file = sources.file.at(self.key).map(|node| (node.value.clone(), Origin::File(node.line)));
+        let mut chosen = None;
+        for (value, origin) in words.chain(file) {
+            // Other empty texts count as unset: Helm charts set flags and variables to empty texts.
+            if value.text() == Some("") && !self.takes("OUTPUT") && !self.takes("BOOL") {
+                continue;
+            }
+            match (self.read)(&value) {
+                Ok(value) => chosen = chosen.or(Some(Setting { value, origin })),
+                Err(problem) => findings.push(origin.finding(self.key, Severity::Error, problem)),
+            }
+        }
+        chosen.unwrap_or(Setting { value: default, origin: Origin::Default })
+    }
+}
+
+/// The sources of values.
+pub(super) struct Sources<'a> {
+    pub flags: &'a Flags,
+    pub environment: &'a Environment,
+    /// The file; an empty one if there is none.
+    pub file: &'a Node,
+}
+
+/// The flags that were given.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Flags(ArgMatches);
+
+impl Flags {
+    /// The text of a given flag; the texts of a list joined by commas.
+    fn get(&self, flag: &str) -> Option<String> {
+        let texts = self.0.try_get_many::<String>(flag).ok()??;
+        Some(texts.map(String::as_str).collect::<Vec<_>>().join(","))
+    }
+}
+
+impl FromArgMatches for Flags {
+    fn from_arg_matches(matches: &ArgMatches) -> Result<Self, Error> {
+        Ok(Self(matches.clone()))
+    }
+
+    fn update_from_arg_matches(&mut self, matches: &ArgMatches) -> Result<(), Error> {
+        *self = Self::from_arg_matches(matches)?;
+        Ok(())
+    }
+}
+
+impl Args for Flags {
+    fn augment_args(command: Command) -> Command {
+        command.args(super::args())
+    }
+
+    fn augment_args_for_update(command: Command) -> Command {
+        Self::augment_args(command)
+    }
+}
+
+/// The settings' variables and their texts, read once at the start.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Environment(BTreeMap<String, String>);
+
+impl Environment {
+    /// The environment of this process.
+    pub fn read() -> Self {
+        let known = super::VARIABLES.iter().copied().flatten().copied().chain(removed::variables());
+        #[expect(clippy::disallowed_methods, reason = "this is the door that the ban points to")]
+        let text = |variable: &str| Some(std::env::var_os(variable)?.to_string_lossy().into_owned());
+        Self(known.filter_map(|variable| Some((variable.to_owned(), text(variable)?))).collect())
+    }
+
+    /// An environment of these variables, for tests.
+    pub fn of<const N: usize>(variables: [(&str, &str); N]) -> Self {
+        Self(variables.into_iter().map(|(name, text)| (name.to_owned(), text.to_owned())).collect())
+    }
+
+    fn get(&self, variable: &str) -> Option<&str> {
+        self.0.get(variable).map(String::as_str)
+    }
+
+    /// An error for each variable of an earlier version that is set.
+    pub(super) fn removed(&self) -> impl Iterator<Item = Finding> {
+        let set = removed::variables().filter(|name| self.get(name).is_some_and(|text| !text.is_empty()));
+        set.filter_map(|name| Some(Origin::Environment(name).finding("", Severity::Error, removed::refusal(name)?)))
+    }
+}
+
+/// The reason why no configuration could be loaded.
+#[derive(Debug, Error)]
+pub enum ConfigError {
+    /// The file cannot be read.
+    #[error("cannot read the configuration file {}", .0.display())]
+    Unreadable(PathBuf, #[source] io::Error),
+    /// The file, the command line or the environment has errors.
+    #[error("{}", rejection(.0.as_deref(), .1))]
+    Rejected(Option<PathBuf>, Vec<Finding>),
+}
+
+/// A valid configuration.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Loaded {
+    /// The effective settings.
+    pub settings: Settings,
+    /// Warnings and notes.
+    pub findings: Vec<Finding>,
+}
+
+/// The first error with its place, and the number of further errors.
+fn rejection(path: Option<&Path>, findings: &[Finding]) -> String {
+    let mut errors = findings.iter().filter(|finding| finding.severity == Severity::Error);
+    let Some(first) = errors.next() else { return "no error".to_owned() };
+    let mut text = match (path, first.line) {
+        (Some(path), Some(_)) => format!("{}: {first}", path.display()),
+        _ => first.to_string(),
+    };
+    match (errors.count(), path) {
+        (0, _) => {}
+        (more, Some(path)) => {
+            text.push_str(&format!(" (and {more} more: see 'linkwise config check {}')", path.display()));
+        }
+        (more, None) => text.push_str(&format!(" (and {more} more)")),
+    }
+    text
+}
+
+/// All findings about a file alone, without flags and variables, by line.
+pub fn check(path: &Path) -> Result<Vec<Finding>, ConfigError> {
+    Ok(Settings::build(&Flags::default(), &Environment::default(), &read(path)?).1)
+}
+
+/// The effective configuration of these flags, this environment and the file that they name.
+pub fn load(flags: &Flags, environment: &Environment) -> Result<Loaded, ConfigError> {
+    let path = Settings::build(flags, environment, "").0.config_file.value;
+    load_text(flags, environment, &path.as_deref().map(read).transpose()?.unwrap_or_default())
+}
+
+/// The effective configuration of these flags, this environment and the text of the file that they name.
+pub fn load_text(flags: &Flags, environment: &Environment, text: &str) -> Result<Loaded, ConfigError> {
+    let (settings, findings) = Settings::build(flags, environment, text);
+    if findings.iter().any(|finding| finding.severity == Severity::Error) {
+        return Err(ConfigError::Rejected(settings.config_file.value, findings));
+    }
+    Ok(Loaded { settings, findings })
+}
+
+fn read(path: &Path) -> Result<String, ConfigError> {
+    let read = || {
+        let mut bytes = Vec::new();
+        fs::File::open(path)?.take(MAX_FILE + 1).read_to_end(&mut bytes)?;
+        text_of(bytes)
+    };
+    read().map_err(|source| ConfigError::Unreadable(path.to_owned(), source))
+}
+
+/// The text of a file that was read up to one byte beyond [`MAX_FILE`].
+pub fn text_of(bytes: Vec<u8>) -> io::Result<String> {
+    if u64::try_from(bytes.len()).is_ok_and(|length| length > MAX_FILE) {
+        return Err(io::Error::new(io::ErrorKind::FileTooLarge, "it is larger than 1 MiB"));
+    }
+    String::from_utf8(bytes).map_err(|_| io::Error::new(io::ErrorKind::InvalidData, "it is not UTF-8 text"))
+}
