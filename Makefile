@@ -180,14 +180,13 @@ test-arm64: setup ## run the core's tests and the programs for arm64, by qemu's 
 	@status=0; tests/tools/arm64.sh tests/arm64.sh $(PROFILE) $(CARGO) || status=$$?; \
 	if ((status == 77)); then echo "== arm64: skipped, for the reason above"; else exit $$status; fi
 
-# Releases up to 54a2131 have a second program, linkwise-cluster, beside linkwise.
 .PHONY: test-upgrade
 test-upgrade: setup ## an upgrade from an older commit and the way back under claims (OLDER=COMMIT; not part of test)
 	@[[ -n "$(OLDER)" ]] || { echo "test-upgrade: from which commit? OLDER=COMMIT"; exit 1; }
 	@older=target/older/$$(git rev-parse --short=12 "$(OLDER)^{commit}"); \
 	[[ -d $$older ]] || { mkdir -p $$older.new && git archive "$(OLDER)" | tar -x -C $$older.new && mv $$older.new $$older; }; \
-	$(CARGO) build --locked --workspace --bins --manifest-path $$older/Cargo.toml --target-dir $$older/target; \
-	LINKWISE_OLDER=$$PWD/$$older/target/debug/linkwise $(CARGO) test --locked --test all -- --ignored cluster::older
+	$(CARGO) build --locked --bin linkwise --manifest-path $$older/Cargo.toml --target-dir $$older/target; \
+	LINKWISE_OLDER=$$PWD/$$older/target/debug/linkwise $(CARGO) test --locked --test all -- --ignored cluster::older upgrade::
 
 .PHONY: gpu-kit
 gpu-kit: setup ## a folder, target/gpu-kit, whose run.sh tries linkwise on a machine with a GPU and writes a report

@@ -67,9 +67,9 @@ async fn look(args: &WaitArgs) -> Result<Vec<String>, String> {
     }
     let stock = match resources.is_empty() {
         true => BTreeMap::new(),
-        false => pod_resources::stock(&args.pod_resources_socket).await.ok_or_else(|| {
-            format!("the kubelet does not answer on {} (Kubernetes 1.23 or newer)", args.pod_resources_socket.display())
-        })?,
+        false => pod_resources::stock(&args.pod_resources_socket)
+            .await
+            .ok_or_else(|| format!("the kubelet does not answer on {}", args.pod_resources_socket.display()))?,
     };
     let mut missing = None;
     for resource in resources {

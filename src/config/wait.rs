@@ -16,7 +16,7 @@ pub struct WaitArgs {
     /// The kubelet's registration socket; linkwise's own sockets are beside it
     #[arg(long, value_name = "PATH", env = "KUBELET_SOCKET", default_value = KUBELET_SOCKET)]
     pub kubelet_socket: PathBuf,
-    /// The kubelet's PodResources socket (Kubernetes 1.23 or newer)
+    /// The kubelet's PodResources socket
     #[arg(long, value_name = "PATH", env = "LINKWISE_POD_RESOURCES_SOCKET", default_value = POD_RESOURCES_SOCKET)]
     pub pod_resources_socket: PathBuf,
     /// The folder in which the kubelet finds DRA drivers

@@ -332,7 +332,7 @@ mod tests {
         };
         let observed = Event::Observed(Box::new(machines::load("dgx1-v100").unwrap().observed));
         let state = NodeState::default().apply(observed, Duration::ZERO).0;
-        let (snapshot, files) = (watch::Sender::new(Arc::new(state)), watch::Sender::new(Some(Right::new(()))));
+        let (snapshot, files) = (watch::Sender::new(Arc::new(state)), watch::Sender::new(Some(Right::default())));
         let mut cdi = sync.cdi();
         let (metrics, readiness) =
             (cdi::CdiMetrics::register(&mut Registry::default()), Readiness::new(Idle::Waiting(String::new())));

@@ -309,16 +309,16 @@ mod tests {
         let path = features.join("gfd");
         let (file, metrics) = (LabelsFile::new(&path), LabelMetrics::default());
         let writer =
-            FileWriter { file, interval: Interval::Infinite, metrics, files: watch::channel(Some(Right::new(()))).1 };
+            FileWriter { file, interval: Interval::Infinite, metrics, files: watch::channel(Some(Right::default())).1 };
         let labels = Arc::new(BTreeMap::from([("nvidia.com/gpu.count".to_owned(), "8".to_owned())]));
         let mut backoff = Backoff::new(PAUSES.0, PAUSES.1);
-        assert_eq!(writer.write((Arc::clone(&labels), Right::new(())), &mut backoff).await.unwrap(), Some(PAUSES.0));
+        assert_eq!(writer.write((Arc::clone(&labels), Right::default()), &mut backoff).await.unwrap(), Some(PAUSES.0));
         assert_eq!(
-            writer.write((Arc::clone(&labels), Right::new(())), &mut backoff).await.unwrap(),
+            writer.write((Arc::clone(&labels), Right::default()), &mut backoff).await.unwrap(),
             Some(2 * PAUSES.0)
         );
         std::fs::remove_file(&features).unwrap();
-        assert_eq!(writer.write((labels, Right::new(())), &mut backoff).await.unwrap(), None);
+        assert_eq!(writer.write((labels, Right::default()), &mut backoff).await.unwrap(), None);
         assert_eq!(std::fs::read_to_string(path).unwrap(), "nvidia.com/gpu.count=8\n");
     }
 
@@ -332,7 +332,7 @@ mod tests {
             file: LabelsFile::new(&path),
             interval,
             metrics: LabelMetrics::default(),
-            files: watch::channel(Some(Right::new(()))).1,
+            files: watch::channel(Some(Right::default())).1,
         };
         let task = tokio::spawn(writer.run(labels));
         for _ in 0..2 {

@@ -116,7 +116,7 @@ impl Life {
             if settings.use_node_feature_api.value {
                 tracing::warn!(%file, "no access to the API server: the labels go to the file that NFD reads");
             }
-            let writer = FileWriter { file, interval, metrics, files: watch::channel(Some(Right::new(()))).1 };
+            let writer = FileWriter { file, interval, metrics, files: watch::channel(Some(Right::default())).1 };
             tasks.spawn(writer.run(labels).map(|end| ("labels' file", end)));
         }
         Ok(Self { tasks, shutdown })

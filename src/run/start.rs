@@ -23,7 +23,7 @@ use linkwise_host::cdi::CdiMetrics;
 use linkwise_host::hwloc;
 use linkwise_host::mps::Layout;
 use linkwise_kubelet::device_plugin as kubelet;
-use linkwise_kubelet::dra::{CdiLink, Handover};
+use linkwise_kubelet::dra::CdiLink;
 use linkwise_node::admin::health;
 use linkwise_node::keeper::{self, DraWaitSettings, HealthSettings};
 use linkwise_node::node::{Node, NodeSettings};
@@ -51,7 +51,7 @@ pub(super) async fn serve(args: &RunArgs, last_signals: &mut LastSignals) -> Res
 
     let dra_wait = dra_wait(args, dra.can_serve() && api.is_some());
     let mut node = start_node(args, &settings, (state_dir.clone(), dra_wait), &injection).await?;
-    let (turn, handed_over) = position.spawn_in(&mut node);
+    let handed_over = position.spawn_in(&mut node);
     let (driver, release, mig) = start_driver(&node, args, &settings);
     let cdi = spawn_cdi_sync(&mut node, injection.sync);
     labels::spawn_in(&mut node, &settings, args);
@@ -67,7 +67,7 @@ pub(super) async fn serve(args: &RunArgs, last_signals: &mut LastSignals) -> Res
             cdi,
             mig: Some(mig),
             mps: Some(mps::spawn_orders(&mut node, &layout)),
-            handover: Handover { turn, held: node.claims_held.clone() },
+            handover: node.handover(),
             listed_within: args.nvml.dra_grace_ms.map(Duration::from_millis),
         };
         dra::spawn_in(&mut node, given, api.as_ref().filter(|_| dra.has_api_server()));

@@ -3,7 +3,7 @@
 
 use serde_json::json;
 
-use crate::chart::helm::{Helm, object, set};
+use crate::chart::helm::{Helm, object};
 
 const PLUGIN: &str = "nvdp-nvidia-device-plugin";
 
@@ -14,20 +14,26 @@ fn pods_surge_where_two_fit_on_a_node() {
     let surge = json!({"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}});
     let rolling = json!({"type": "RollingUpdate"});
     let own = json!({"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 2}});
-    for (values, version, expected) in [
-        (&[][..], "1.36.0", &surge),
-        (&[], "1.22.0-gke.1", &surge),
-        // An older API server drops maxSurge, and refuses a maxUnavailable of 0 without it.
-        (&[], "1.21.14", &rolling),
-        (&["updateStrategy=null"], "1.36.0", &surge),
-        (&["devicePlugin.enableHostNetwork=true"], "1.36.0", &rolling),
-        (&["updateStrategy.type=OnDelete"], "1.36.0", &json!({"type": "OnDelete"})),
-        (&["updateStrategy.rollingUpdate.maxUnavailable=2"], "1.36.0", &own),
+    for (values, expected) in [
+        (&[][..], &surge),
+        (&["updateStrategy=null"], &surge),
+        (&["devicePlugin.enableHostNetwork=true"], &rolling),
+        (&["updateStrategy.type=OnDelete"], &json!({"type": "OnDelete"})),
+        (&["updateStrategy.rollingUpdate.maxUnavailable=2"], &own),
     ] {
-        let args = [set(values), vec!["--kube-version", version]].concat();
-        let objects = helm.template(&args).unwrap();
-        assert_eq!(object(&objects, "DaemonSet", PLUGIN)["spec"]["updateStrategy"], *expected, "{values:?} {version}");
+        let objects = helm.objects(values);
+        assert_eq!(object(&objects, "DaemonSet", PLUGIN)["spec"]["updateStrategy"], *expected, "{values:?}");
     }
+}
+
+/// Older kubelets cannot call a plugin.
+#[test]
+#[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
+fn cluster_before_1_26_is_refused() {
+    let helm = Helm::found();
+    assert!(helm.template(&["--kube-version", "1.26.0-gke.1"]).is_ok());
+    let refusal = helm.template(&["--kube-version", "1.25.16"]).unwrap_err();
+    assert!(refusal.contains("1.26.0"), "{refusal}");
 }
 
 #[test]

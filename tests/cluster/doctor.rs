@@ -179,6 +179,18 @@ async fn resource_of_both_doors_and_remembered_plugin_are_named() {
 }
 
 #[tokio::test]
+async fn kubelet_before_1_26_is_named() {
+    let (cluster, folder) = (Cluster::start().await, tempfile::tempdir().unwrap());
+    for (version, is_old) in [("v1.25.16-gke.1", true), ("v1.26.0", false), ("v1.36.2+k3s1", false), ("x", false)] {
+        let node = json!({"status": {"nodeInfo": {"kubeletVersion": version}}});
+        cluster.server.put("kubelet", &crate::cluster::support::node_key("n"), node);
+        let found = findings(&cluster, folder.path(), "kubelet", "none").await;
+        let is_named = found.iter().any(|(status, what)| status == "failed" && what.contains("Kubernetes 1.26"));
+        assert_eq!(is_named, is_old, "{version}: {found:#?}");
+    }
+}
+
+#[tokio::test]
 async fn each_check_is_documented() {
     let (cluster, folder) = (Cluster::start().await, tempfile::tempdir().unwrap());
     let report = report(&mut program(&cluster, folder.path(), "all")).await;

@@ -17,7 +17,7 @@ mod fleet;
 mod gpu_cluster;
 mod node;
 mod node_feature;
-mod older;
+pub mod older;
 mod prometheus;
 mod slices;
 mod support;

@@ -1,7 +1,7 @@
 //! An upgrade from an older release and the way back, with claims that outlive each change. The older program is the one
 //! that LINKWISE_OLDER names: `make test-upgrade OLDER=COMMIT` builds it.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::Duration;
 
 use linkwise_api_server_box::ResourceType;
@@ -19,7 +19,7 @@ use crate::run::node::{Process, until};
 const TIMES: usize = 3;
 
 #[allow(clippy::disallowed_methods, reason = "the environment names the older program")]
-fn older_program() -> PathBuf {
+pub fn older_program() -> PathBuf {
     std::env::var_os("LINKWISE_OLDER").expect("LINKWISE_OLDER names a program: make test-upgrade").into()
 }
 
@@ -31,9 +31,6 @@ fn as_older(command: &Command) -> Command {
     for (name, value) in command.get_envs() {
         older.env(name, value.unwrap());
     }
-    // Releases up to 54a2131 want a certificate of the system's beside the API server's.
-    let account = command.get_envs().find(|(name, _)| *name == "LINKWISE_SERVICE_ACCOUNT_DIR");
-    older.env("SSL_CERT_FILE", Path::new(account.unwrap().1.unwrap()).join("ca.crt"));
     older.stdin(std::process::Stdio::null()).stdout(std::process::Stdio::null()).kill_on_drop(true);
     older
 }

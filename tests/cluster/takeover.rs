@@ -229,7 +229,7 @@ async fn takeover_without_a_driver_fails_no_claim() {
 
 /// Kills either side at a step of a takeover, again and again on one node; the one that is left has all claims.
 #[tokio::test]
-#[ignore = "two minutes: make test-long"]
+#[ignore = "a quarter of a minute: make test-long"]
 async fn kill_at_any_step_leaves_one_that_prepares_claims() {
     let mut world = World::of_mig(KUBELETS[0], Duration::from_millis(5)).await;
     world.is_patient = true;
@@ -239,16 +239,13 @@ async fn kill_at_any_step_leaves_one_that_prepares_claims() {
     let (end, specs) = (CancellationToken::new(), world.node.specs());
     let mut load = world.load(&end);
     let steps = [
-        (true, "Agreeing"),
         (true, "Draining"),
         (true, "Yielding"),
         (true, "Ending"),
-        (true, "Ended"),
         (false, "Joining"),
         (false, "Receiving"),
         (false, "Starting"),
         (false, "Waiting"),
-        (false, "Settling"),
     ];
     let mut late = 0;
     let cases = steps.into_iter().flat_map(|step| [(step, true), (step, false)]);
@@ -274,7 +271,7 @@ async fn kill_at_any_step_leaves_one_that_prepares_claims() {
         .await;
         assert!(load.try_join_next().is_none(), "{step} {owner_dies}");
     }
-    assert!(late <= 10, "{late} of 20 kills came too late");
+    assert!(late <= 7, "{late} of 14 kills came too late");
     end.cancel();
     load.join_all().await;
     let node = &world.node;

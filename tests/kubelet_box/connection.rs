@@ -5,9 +5,7 @@ use std::os::unix::net::UnixListener;
 use std::time::Duration;
 
 use linkwise_kubelet_api::v1beta1 as wire;
-use linkwise_kubelet_box::{
-    AdmissionError, Admitted, BoxError, Connections, Fault, Harm, Lag, Load, Options, Place, Pod, Restart, Violation,
-};
+use linkwise_kubelet_box::{AdmissionError, Admitted, BoxError, Connections, Fault, Load, Options, Pod, Restart};
 use tonic::Code;
 
 use crate::kubelet_box::plugin::{GPU, Plugin, register, send};
@@ -144,22 +142,6 @@ async fn old_stream_ended_first_keeps_registration() {
     drop(old);
     let state = kubelet.wait(|s| s.resources[GPU].healthy.len() == 3).await.unwrap();
     assert!(state.resources[GPU].connected && state.resources[GPU].open_streams == 1);
-}
-
-#[tokio::test]
-async fn invalid_ids_are_violations() {
-    let (_dir, kubelet, plugin) = node("a b", usual, |_| {}).await;
-    let got = kubelet.admit(&Pod::single("pod", GPU, 2), None).await.unwrap();
-    assert_eq!(kubelet.violations(), []);
-    let held = got.grant("main", GPU).unwrap().allocation.devices[0].clone();
-    let long = "x".repeat(64);
-    plugin.list(&format!("b {long}"));
-    let state = kubelet.wait(|s| s.resources[GPU].numa.len() == 1).await.unwrap();
-    assert_eq!(state.resources[GPU].healthy, ids("b"));
-    let place = Place { pod: "pod".to_owned(), container: "main".to_owned(), resource: GPU.to_owned() };
-    let too_long = Violation { resource: GPU.to_owned(), id: long, harm: Harm::IdTooLong };
-    let vanished = Violation { resource: GPU.to_owned(), id: held, harm: Harm::VanishedWhileHeld(place) };
-    assert_eq!(kubelet.violations(), [too_long, vanished]);
 }
 
 #[tokio::test]
@@ -319,22 +301,6 @@ async fn allocate_on_replaced_connection_is_answered() {
     admitted.unwrap();
     assert_eq!((kubelet.gaps(GPU).len(), old.seen().allocate.len()), (1, 1));
     kubelet.admit(&Pod::single("next", GPU, 1), None).await.unwrap();
-}
-
-#[tokio::test]
-async fn registration_during_disconnect_may_be_lost() {
-    // Long enough for a busy machine: the new plugin's list has to come before the disconnect.
-    let disconnect = std::time::Duration::from_secs(3);
-    let slow = |options: &mut Options| options.lag = Lag { disconnect, ..Lag::default() };
-    let (dir, kubelet, old) = node("a b", slow, |_| {}).await;
-    old.end_streams();
-    old.streams_gone().await;
-    let new = Plugin::serve(dir.path(), "new.sock", "a b c");
-    new.register().await.unwrap();
-    kubelet.wait(|s| s.resources[GPU].healthy.len() == 3).await.unwrap();
-    let state = kubelet.wait(|s| s.resources[GPU].unhealthy.len() == 3).await.unwrap();
-    assert_eq!((state.resources[GPU].open_streams, state.resources[GPU].connected), (1, false));
-    assert!(kubelet.admit(&Pod::single("pod", GPU, 1), None).await.is_err());
 }
 
 #[tokio::test]

@@ -36,7 +36,6 @@ mod lock;
 mod memory;
 mod mig;
 mod mps;
-mod newer;
 pub mod node;
 mod oddities;
 mod operator;

@@ -301,11 +301,6 @@ impl Process {
         self.log.borrow().lines.clone()
     }
 
-    /// Returns true once it has ended, or ends.
-    pub fn has_ended(&self) -> bool {
-        self.log.borrow().ended
-    }
-
     /// Waits until it ends by itself: how, and what it said last to people.
     pub async fn ended(&mut self) -> (ExitStatus, Vec<String>) {
         let status = timeout(LIMIT, self.child.wait()).await.expect("it ends in time").unwrap();

@@ -73,13 +73,6 @@ impl Predecessor {
         let _ = self.server.await;
         std::fs::remove_file(&self.socket).unwrap();
     }
-
-    /// Whether it lives: its process serves, and its socket is there.
-    pub async fn lives(&self) -> bool {
-        let Ok(channel) = connect(&self.socket).await else { return false };
-        let mut client = wire::device_plugin_client::DevicePluginClient::new(channel);
-        client.get_device_plugin_options(wire::Empty {}).await.is_ok() && !self.server.is_finished()
-    }
 }
 
 struct Service(Arc<watch::Sender<Vec<String>>>);

@@ -3,7 +3,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use linkwise_kubelet_box::{Allocation, KubeletBox, Pod, Restart, State};
+use linkwise_kubelet_box::{Allocation, KubeletBox, Pod, Restart};
 
 use crate::run::handover::allocation;
 use crate::run::node::{GPU, Setup, registered, uuid};
@@ -105,31 +105,4 @@ async fn swap_with_nvidia_plugin_keeps_slots() {
     let file = setup.at("config.yaml");
     std::fs::write(&file, SHARED).unwrap();
     swapped(setup.arg("--config-file").arg(file), ids(Some(2))).await;
-}
-
-#[tokio::test]
-async fn nvidia_plugin_beside_us_does_no_harm() {
-    let setup = Setup::on("dgx1-v100");
-    let kubelet = setup.kubelet();
-    let before = Predecessor::start(&folder(&setup), GPU, ids(None)).await;
-    registered(&kubelet, 1, 8).await;
-    let mut pods = Pods::new();
-    pods.insert("first", allocation(&kubelet, "first", GPU, 2).await);
-    // A rolling update that starts the new one first: the kubelet turns to it, and the old one lives on.
-    let node = setup.start().await;
-    // The list is linkwise's: it names NUMA nodes.
-    let ours =
-        |state: &State| state.resources[GPU].registrations == 2 && state.resources[GPU].numa[&uuid(1, 0)].len() == 1;
-    kubelet.wait(ours).await.unwrap();
-    node.ready(200, "ready").await;
-    assert!(before.lives().await, "its socket and its process are its own");
-    untouched(&kubelet, &pods).await;
-    pods.insert("between", allocation(&kubelet, "between", GPU, 2).await);
-    untouched(&kubelet, &pods).await;
-    // The old one ends. In a kubelet up to 1.36 its stream's end would take the new one's connection along.
-    before.end().await;
-    node.ready(200, "ready").await;
-    pods.insert("after", allocation(&kubelet, "after", GPU, 4).await);
-    untouched(&kubelet, &pods).await;
-    assert!(kubelet.gaps(GPU).is_empty(), "{:?}", kubelet.gaps(GPU));
 }

@@ -1,12 +1,10 @@
-//! Two linkwise on one node: one serves, the other stands by and takes over; and the death of either at each step.
+//! Two linkwise on one node: the death of either at each step of a takeover, and a pod that has handed over.
 
 use std::path::PathBuf;
 
-use linkwise_kubelet_box::{Connections, KubeletBox, Options, Pod};
+use linkwise_kubelet_box::{Connections, Fault, KubeletBox, Options, Pod};
 
 use super::node::{GPU, LIMIT, Process, Setup, registered, until};
-
-const KUBELETS: [Connections; 3] = [Connections::ByEndpoint, Connections::ByResource, Connections::BySocket];
 
 pub(super) fn kubelet(setup: &Setup, connections: Connections) -> KubeletBox {
     let mut options = Options::new(setup.kubelet_socket.parent().unwrap());
@@ -43,8 +41,7 @@ pub(super) async fn owner(setup: &Setup, connections: Connections) -> (Process, 
     (owner, kubelet)
 }
 
-/// Waits until the sockets of one process lie beside the kubelet's, and the kubelet has its stream: one up to 1.24 gives
-/// out devices before it opens that.
+/// Waits until the sockets of one process lie beside the kubelet's, and the kubelet has its stream.
 async fn only_sockets_of(setup: &Setup, kubelet: &KubeletBox) {
     // One that serves has one name, or two after a takeover.
     until(async || {
@@ -59,50 +56,8 @@ pub(super) async fn admits(kubelet: &KubeletBox, pod: &str) {
     kubelet.remove_pod(pod);
 }
 
-#[tokio::test]
-async fn takeover_has_no_gap_on_any_kubelet() {
-    for connections in KUBELETS {
-        let setup = machine();
-        let (owner, kubelet) = owner(&setup, connections).await;
-        let held = kubelet.admit(&Pod::single("held", GPU, 2), None).await.unwrap();
-        let standby = of_pod(&setup, "second", &[]);
-        standby.said("another linkwise serves this node: standing by").await;
-        let load = async {
-            for number in 0.. {
-                admits(&kubelet, &format!("pod {number}")).await;
-                tokio::task::yield_now().await;
-            }
-        };
-        tokio::select! {
-            () = load => {}
-            () = async {
-                stage(&standby, "Owning").await;
-                owner.said("another linkwise has taken over this node").await;
-            } => {}
-        }
-        assert!(kubelet.gaps(GPU).is_empty(), "{:?} {connections:?}", kubelet.gaps(GPU));
-        admits(&kubelet, "after").await;
-        assert_eq!(kubelet.violations(), []);
-        only_sockets_of(&setup, &kubelet).await;
-        drop(held);
-        // The first one idles until it is told to end, which changes nothing.
-        owner.signal("TERM");
-        let (status, _) = { owner }.ended().await;
-        assert!(status.success() && kubelet.gaps(GPU).is_empty());
-        admits(&kubelet, "last").await;
-    }
-}
-
 async fn death_at_any_step(connections: Connections) {
-    for (of_owner, step) in [
-        (true, "Yielding"),
-        (true, "Ending"),
-        (true, "Ended"),
-        (false, "Asking"),
-        (false, "Starting"),
-        (false, "Waiting"),
-        (false, "Settling"),
-    ] {
+    for (of_owner, step) in [(true, "Yielding"), (true, "Ending"), (false, "Starting"), (false, "Waiting")] {
         for owner_dies in [true, false] {
             let setup = machine();
             let (owner, kubelet) = owner(&setup, connections).await;
@@ -111,14 +66,10 @@ async fn death_at_any_step(connections: Connections) {
             let (victim, left) = if owner_dies { (owner, standby) } else { (standby, owner) };
             victim.signal("KILL");
             // Nothing tells when the kubelet has noticed: it serves for good when pods are admitted by the survivor.
-            // A standby that dies as it asks may not have been heard: then the owner has nothing to log.
-            if owner_dies || step != "Asking" {
-                // On kubelets up to 1.24 the last steps take no time: the kill may come when the takeover is over.
-                let is_fast = connections == Connections::ByEndpoint;
-                let ends = |stage: &str| stage == "Owning" || is_fast && stage == "Retired";
-                if left.logged(|line| line["stage"].as_str().is_some_and(ends)).await["stage"] == "Retired" {
-                    continue;
-                }
+            // The last step takes some milliseconds: under load, the kill may come when the takeover is over.
+            let ends = |line: &serde_json::Value| line["stage"] == "Owning" || line["stage"] == "Retired";
+            if left.logged(ends).await["stage"] == "Retired" {
+                continue;
             }
             let (mut victim, what) = (victim, format!("{connections:?} {step} {owner_dies}"));
             victim.ended().await;
@@ -139,18 +90,32 @@ async fn death_at_any_step(connections: Connections) {
 }
 
 #[tokio::test]
-async fn death_at_any_step_leaves_one_that_serves_up_to_1_24() {
-    death_at_any_step(Connections::ByEndpoint).await;
-}
-
-#[tokio::test]
-async fn death_at_any_step_leaves_one_that_serves_from_1_25() {
+async fn death_at_any_step_leaves_one_that_serves_up_to_1_36() {
     death_at_any_step(Connections::ByResource).await;
 }
 
 #[tokio::test]
 async fn death_at_any_step_leaves_one_that_serves_from_1_37() {
     death_at_any_step(Connections::BySocket).await;
+}
+
+/// The kubelet opens no stream to the new one, which gives up after half a minute.
+#[tokio::test]
+#[ignore = "half a minute: make test-long"]
+async fn update_that_cannot_serve_hands_back() {
+    let setup = machine();
+    let (owner, kubelet) = owner(&setup, Connections::ByResource).await;
+    kubelet.set_fault(Fault::AnswerWithoutDial);
+    let standby = of_pod(&setup, "second", &[]);
+    let line = standby.said("could not take over this node").await;
+    assert!(line["why"].as_str().unwrap().contains("ListAndWatch"), "{line}");
+    owner.said("another linkwise could not take over this node").await;
+    kubelet.set_fault(Fault::None);
+    admits(&kubelet, "pod").await;
+    assert!(kubelet.gaps(GPU).is_empty() && kubelet.violations().is_empty(), "{:?}", kubelet.gaps(GPU));
+    // It tries again, and can.
+    standby.said("took over this node").await;
+    admits(&kubelet, "after").await;
 }
 
 #[tokio::test]
@@ -174,7 +139,7 @@ async fn pod_that_handed_over_never_takes_over_again() {
     // It is unready, and writes nothing.
     let up = again.logged(|line| line["message"] == "linkwise is up").await;
     let address: std::net::SocketAddr = up["metrics"].as_str().unwrap().parse().unwrap();
-    again.logged(|line| line["input"] == "Able").await;
+    again.logged(|line| line["input"] == "Sees(true)").await;
     let answer = super::node::get(address, "/readyz").await;
     assert!(answer.status == 503 && answer.body.contains("another linkwise serves this node"), "{answer:?}");
     assert_eq!(super::node::get(address, "/livez").await.status, 200);

@@ -22,8 +22,8 @@ pub const GPUS: [(&str, &str, &str); 4] = [
     ("GPU-d", "0000:c1:00.0", ""),
 ];
 
-/// The kinds of kubelets: from 1.25 to 1.36, from 1.37, up to 1.24.
-pub const KUBELETS: [Connections; 3] = [Connections::ByResource, Connections::BySocket, Connections::ByEndpoint];
+/// The kinds of kubelets: up to 1.36, from 1.37.
+pub const KUBELETS: [Connections; 2] = [Connections::ByResource, Connections::BySocket];
 
 /// A node with a kubelet.
 pub struct World {

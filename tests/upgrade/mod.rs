@@ -9,7 +9,7 @@
     reason = "what a helper cannot do fails the test"
 )]
 
-mod daemon_set;
+mod driverless;
 mod fleet;
 use crate::run::node;
 mod others;

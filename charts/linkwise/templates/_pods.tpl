@@ -53,12 +53,11 @@ tolerations:
 {{- end -}}
 
 {{/* How the plugin's pods are replaced: a new one takes over from the old one beside it. Not on the host's network, where the
-     port cannot be bound twice, and not before Kubernetes 1.22, which has no maxSurge of a DaemonSet. */}}
+     port cannot be bound twice. */}}
 {{- define "linkwise.updateStrategy" -}}
 {{- $strategy := .Values.updateStrategy | default dict | deepCopy -}}
 {{- $strategy = merge $strategy (dict "type" "RollingUpdate") -}}
-{{- $surges := and (not (.Values.devicePlugin).enableHostNetwork) (semverCompare ">=1.22-0" .Capabilities.KubeVersion.Version) -}}
-{{- if and (eq $strategy.type "RollingUpdate") (not $strategy.rollingUpdate) $surges -}}
+{{- if and (eq $strategy.type "RollingUpdate") (not $strategy.rollingUpdate) (not (.Values.devicePlugin).enableHostNetwork) -}}
 {{- $strategy = merge (dict "rollingUpdate" (dict "maxSurge" 1 "maxUnavailable" 0)) $strategy -}}
 {{- end -}}
 {{ toYaml $strategy }}

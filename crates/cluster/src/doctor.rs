@@ -50,6 +50,8 @@ pub struct ClusterFacts {
     pub features: NodeFeatures,
     /// The facts about DRA; `None` if no GPU goes through it.
     pub dra: Option<DraFound>,
+    /// The version of its kubelet; `None` if it cannot be seen.
+    pub kubelet: Option<String>,
     /// The rights that events about pods lack; `None` if events are off.
     pub events: Option<MissingRights>,
 }
@@ -105,7 +107,10 @@ pub async fn facts(access: Access, questions: ClusterQuestions) -> ClusterFacts 
     let server = &mut ApiServer::new(access, Pace::DEFAULT, ApiMetrics::default());
     let dra = if dra { Some(of_dra(server, &node).await) } else { None };
     let events = if events { Some(missing_rights(server).await) } else { None };
-    ClusterFacts { features: node_features(server, node).await, dra, events }
+    let get = |client| async { Api::<Node>::all(client).get(&node).await };
+    let status = server.call("nodes", "get", get).await.ok().and_then(|found| found.status);
+    let kubelet = status.and_then(|status| status.node_info).map(|info| info.kubelet_version);
+    ClusterFacts { features: node_features(server, node).await, dra, kubelet, events }
 }
 
 /// The rights for events that this account lacks in all namespaces. Every authenticated account may ask for its rights.

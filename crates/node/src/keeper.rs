@@ -260,13 +260,13 @@ mod tests {
         let mut keeper = Keeper { retry: Duration::from_millis(1), ..Keeper::of(settings.state_dir.clone()) };
         let (records, shutdown) = (watch::Sender::new(Some(record(1))), CancellationToken::new());
         let mut followed = records.subscribe();
-        keeper.write(&mut followed, Right::new(())).await;
+        keeper.write(&mut followed, Right::default()).await;
         assert!(!keeper.failed);
         // There is a file in the folder's place: nothing can be written, not even by root.
         fs::rename(&dir, &aside).unwrap();
         fs::write(&dir, "a file").unwrap();
         records.send_replace(Some(record(2)));
-        keeper.write(&mut followed, Right::new(())).await;
+        keeper.write(&mut followed, Right::default()).await;
         assert!(keeper.failed);
         // There is room again, and no further change.
         fs::remove_file(&dir).unwrap();
@@ -276,7 +276,7 @@ mod tests {
             kept(&keeper, &record(2)).await;
             shutdown.cancel();
         };
-        tokio::join!(keeper.clone().follow(followed, watch::channel(Some(Right::new(()))).1, shutdown.clone()), ends);
+        tokio::join!(keeper.clone().follow(followed, watch::channel(Some(Right::default())).1, shutdown.clone()), ends);
     }
 
     #[tokio::test]
@@ -287,7 +287,7 @@ mod tests {
         let (followed, shutdown) = (records.subscribe(), CancellationToken::new());
         shutdown.cancel();
         records.send_replace(Some(record(7)));
-        keeper.clone().follow(followed, watch::channel(Some(Right::new(()))).1, shutdown).await;
+        keeper.clone().follow(followed, watch::channel(Some(Right::default())).1, shutdown).await;
         assert_eq!(keeper.read().await, Some(record(7)));
     }
 

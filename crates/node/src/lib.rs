@@ -5,7 +5,6 @@
 //! operators' socket. Nothing here reads options.
 
 pub mod admin;
-pub mod duty;
 pub mod keeper;
 pub mod metrics;
 pub mod node;

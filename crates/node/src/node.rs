@@ -4,7 +4,7 @@
 //! `run` feeds it from the driver, `demo` from a script. It owns every task of the node; one that ends unexpectedly
 //! ends the node.
 
-mod duties;
+pub(crate) mod succession;
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -20,7 +20,7 @@ use tokio::task::{JoinError, JoinSet};
 use tokio::time::{Instant, sleep, timeout};
 use tokio_util::sync::CancellationToken;
 
-use super::duty::{Duty, Memory, Running};
+use self::succession::{Memory, Order, Running};
 use super::keeper::{HealthSettings, Keeper};
 use super::observe::{self, GpuFailures, Reported};
 use super::page::Pages;
@@ -39,8 +39,8 @@ use linkwise_system::right::Right;
 
 /// The most events that may be queued: a storm of XIDs waits at its sender, not in memory.
 const EVENTS: usize = 256;
-/// The most duties that may be queued; the takeover waits for room.
-const DUTIES: usize = 8;
+/// The most orders that may be queued; the takeover waits for room.
+const ORDERS: usize = 8;
 /// The most occurrences that may be queued for the log; the metrics count further ones, which are not logged.
 const OCCURRENCES: usize = 1024;
 /// The longest time for the tasks to end; the whole process has a second, and the plugins half of one.
@@ -71,11 +71,13 @@ pub struct Node {
     /// The events that came while another process served this node.
     memory: Option<Memory>,
     published: bool,
-    pub(crate) duties: Queue<Duty>,
+    pub(crate) orders: Queue<Order>,
     /// The right to write the node's files, while this process has it.
     pub(crate) files: watch::Sender<Option<Right>>,
-    /// True while this process may have calls or writes for claims under way; the DRA plugin says so.
-    pub claims_held: watch::Sender<bool>,
+    /// The right to touch the node's claims, while this process has it.
+    pub(crate) claims: watch::Sender<Option<Right>>,
+    /// True while this process's DRA plugin has its sockets.
+    pub(crate) offers_dra: watch::Sender<bool>,
     /// The last scan of the node.
     pub(crate) observed: watch::Sender<Option<Arc<NodeObservation>>>,
     /// The part of other processes of linkwise on the node; the takeover says so.
@@ -177,9 +179,10 @@ impl Node {
             state,
             memory: None,
             published: false,
-            duties: mpsc::channel(DUTIES),
-            files: watch::Sender::new(Some(Right::new(()))),
-            claims_held: watch::Sender::default(),
+            orders: mpsc::channel(ORDERS),
+            files: watch::Sender::new(Some(Right::default())),
+            claims: watch::Sender::new(Some(Right::default())),
+            offers_dra: watch::Sender::new(true),
             observed: watch::Sender::default(),
             others: watch::Sender::default(),
             renew: watch::Sender::default(),
@@ -205,8 +208,7 @@ impl Node {
             tasks: JoinSet::new(),
             shutdown: CancellationToken::new(),
         };
-        let answers = node.answers();
-        let readiness = node.readiness.clone();
+        let (answers, readiness) = (node.answers(), node.readiness.clone());
         node.spawn("metrics and probes", async move {
             let admin = match admin {
                 Some(admin) => admin,
@@ -279,12 +281,12 @@ impl Node {
                 () = self.shutdown.cancelled() => break Ok(()),
                 Some(event) = self.state.next(&mut self.events.1) => {
                     // A state that was to be made anew before this event came would lose it.
-                    while let Ok(duty) = self.duties.1.try_recv() {
-                        self.perform(duty);
+                    while let Ok(order) = self.orders.1.try_recv() {
+                        self.perform(order);
                     }
                     self.apply(event);
                 }
-                Some(duty) = self.duties.1.recv() => self.perform(duty),
+                Some(order) = self.orders.1.recv() => self.perform(order),
                 Ok(()) = holders.changed() => {
                     let now = holders.borrow_and_update().clone();
                     self.holders_changed(now);
@@ -634,13 +636,13 @@ mod tests {
             let mut node = Node::start(settings(folder.path())).await.unwrap();
             node.stand_by();
             node.apply(observed());
-            let (duties, events, snapshot) = (node.duties.0.clone(), node.events(), node.snapshot());
-            duties.send(Duty::Adopt(None, None)).await.unwrap();
+            let (orders, events, snapshot) = (node.orders.0.clone(), node.events(), node.snapshot());
+            orders.send(Order::Adopt(None, None)).await.unwrap();
             let claim = ClaimName { uid: "1".to_owned(), ..ClaimName::default() };
             let prepared = PreparedClaim { claim, ..PreparedClaim::default() };
             events.send(Event::Prepared(vec![prepared])).await.unwrap();
             let both_are_taken = async {
-                while duties.capacity() < DUTIES || events.capacity() < EVENTS {
+                while orders.capacity() < ORDERS || events.capacity() < EVENTS {
                     tokio::task::yield_now().await;
                 }
             };

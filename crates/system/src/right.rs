@@ -3,51 +3,43 @@
 
 use std::sync::Arc;
 
-use tokio_util::sync::{CancellationToken, DropGuard, WaitForCancellationFutureOwned};
+use tokio_util::sync::{CancellationToken, DropGuard};
 
-/// A clone of a right, with the value that has to live as long as the right.
-#[derive(Debug)]
-pub struct Right<T = ()>(Arc<Inner<T>>);
+/// A clone of a right.
+#[derive(Clone, Debug)]
+pub struct Right(Arc<DropGuard>);
 
-/// The value is dropped before the end is told: fields are dropped in this order.
-#[derive(Debug)]
-struct Inner<T> {
-    _value: T,
-    end: DropGuard,
-}
-
-impl<T> Clone for Right<T> {
-    fn clone(&self) -> Self {
-        Self(Arc::clone(&self.0))
-    }
-}
-
-impl<T> Right<T> {
+impl Default for Right {
     /// A right that has one clone.
-    pub fn new(value: T) -> Self {
-        Self(Arc::new(Inner { _value: value, end: CancellationToken::new().drop_guard() }))
+    fn default() -> Self {
+        Self(Arc::new(CancellationToken::new().drop_guard()))
+    }
+}
+
+impl Right {
+    /// The token that is cancelled when every clone is dropped. The token itself does not keep the right.
+    pub fn end(&self) -> CancellationToken {
+        self.0.token().clone()
     }
 
-    /// Completes when every clone is dropped. The future itself does not keep the right.
-    pub fn ended(&self) -> WaitForCancellationFutureOwned {
-        self.0.end.token().clone().cancelled_owned()
+    /// Returns true if these are clones of one right.
+    pub fn is(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use futures_util::FutureExt;
 
-    #[tokio::test]
-    async fn right_ends_with_its_last_clone_and_after_its_value() {
-        let value = Arc::new(());
-        let right = Right::new(Arc::clone(&value));
-        let (other, mut ended) = (right.clone(), Box::pin(right.ended()));
+    #[test]
+    fn right_ends_with_its_last_clone() {
+        let right = Right::default();
+        let (other, end) = (right.clone(), right.end());
+        assert!(other.is(&right) && !other.is(&Right::default()));
         drop(right);
-        assert!((&mut ended).now_or_never().is_none());
+        assert!(!end.is_cancelled());
         drop(other);
-        assert_eq!(Arc::strong_count(&value), 1);
-        ended.await;
+        assert!(end.is_cancelled());
     }
 }

@@ -3,10 +3,9 @@
 //! Owns a folder's `kubelet.sock`, the connections to the plugins that register there, and the books of the devices
 //! that each container holds. Used by the `demo` command and by integration tests, so that a plugin that works here
 //! works with a kubelet. The semantics were read in the source of 1.33; they are the same up to 1.36 except where a
-//! file says so. Kubelets from 1.37 on tell a resource's connections apart, and those up to 1.24 dial a plugin after
-//! Register has been answered; the box can behave like those too, see [`Connections`]. The box knows the wire types of
-//! `linkwise_kubelet_api` and nothing else of linkwise: with
-//! linkwise's own types, it would agree with linkwise's mistakes.
+//! file says so. Kubelets from 1.37 on tell a resource's connections apart; the box can behave like those too, see
+//! [`Connections`]. The box knows the wire types of `linkwise_kubelet_api` and nothing else of linkwise: with linkwise's
+//! own types, it would agree with linkwise's mistakes.
 //!
 //! The DRA manager's half is separate, in [`dra`]: in a kubelet, too, claims and the devices of plugins have nothing to
 //! do with each other.
@@ -16,7 +15,6 @@
 
 mod admission;
 mod affinity;
-mod daemon_set;
 mod devices;
 pub mod dra;
 mod endpoint;
@@ -42,7 +40,6 @@ use std::time::Duration;
 
 use linkwise_kubelet_api::v1beta1 as wire;
 
-pub use daemon_set::{DaemonOrders, DaemonPod, rolling_update};
 pub use errors::{AdmissionError, BoxError, CallError, WaitError};
 pub use linkwise_kubelet_api::v1beta1::{DeviceSpec, Mount};
 pub use load::{Load, Tally};
@@ -76,22 +73,15 @@ pub struct Options {
     pub topology_manager: TopologyManager,
     /// The socket on which PodResources is served, in a folder of its own (none).
     pub pod_resources: Option<PathBuf>,
-    /// The rule by which the kubelet tells a resource's connections apart (that of kubelets from 1.25 to 1.36).
+    /// The rule by which the kubelet tells a resource's connections apart (that of kubelets up to 1.36).
     pub connections: Connections,
-    /// The delay between the end of a stream and the kubelet's reaction (no time).
-    pub lag: Lag,
 }
 
 /// The rule by which a kubelet tells the connections to a resource's plugins apart, and so chooses the connection that
 /// it closes when a stream ends.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Connections {
-    /// The rule up to 1.24, each registration for itself: Register answers first and dials then, takes the options from
-    /// the request and asks for none. The new endpoint replaces the one before it, and the end of a stream makes the
-    /// devices unhealthy only where its endpoint is still the resource's (`Register`, `addEndpoint`, `runEndpoint` in
-    /// pkg/kubelet/cm/devicemanager/manager.go).
-    ByEndpoint,
-    /// The rule from 1.25 to 1.36, by the resource alone: the end of any stream closes the connection that was registered last
+    /// The rule up to 1.36, by the resource alone: the end of any stream closes the connection that was registered last
     /// and makes the devices unhealthy. A registration that came before that end is lost; a registration that comes
     /// while the kubelet handles the end may be lost. The connection that a registration replaced is not closed, and a
     /// call on it goes on.
@@ -101,15 +91,6 @@ pub enum Connections {
     /// the devices stay as they are while another socket is connected. A socket that is connected cannot be registered
     /// again: the attempt is refused, and the end of its stream goes unnoticed from then on.
     BySocket,
-}
-
-/// The delays of a busy kubelet between two steps. A delay of zero only lets other tasks run.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Lag {
-    /// The delay from the end of a stream until the kubelet looks up the connection to close.
-    pub look_up: Duration,
-    /// The delay from the close of that connection until the devices are unhealthy.
-    pub disconnect: Duration,
 }
 
 impl Options {
@@ -129,7 +110,6 @@ impl Options {
             topology_manager: TopologyManager::default(),
             pod_resources: None,
             connections: Connections::default(),
-            lag: Lag::default(),
         }
     }
 }

@@ -17,7 +17,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use tokio::sync::watch;
-use tokio::task::JoinSet;
+use tokio::task::{JoinSet, yield_now};
 use tokio::time::{Instant, sleep, timeout};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
@@ -29,8 +29,7 @@ use super::errors::{BoxError, DialError};
 use super::gaps::Gaps;
 use super::rng::Rng;
 use super::state::State;
-use super::{Connections, Fault, Lag, Options};
-use linkwise_kubelet_api::v1beta1 as wire;
+use super::{Fault, Options};
 
 /// The time that `stop` waits for the tasks that it has cancelled.
 pub(super) const STOP_TIMEOUT: Duration = Duration::from_secs(5);
@@ -147,36 +146,6 @@ impl Life {
         }
     }
 
-    /// `addEndpoint`, and then `runEndpoint`, up to 1.24: dials a plugin, makes it the resource's endpoint, and follows its
-    /// stream to the end. A plugin that cannot be dialled changes nothing.
-    pub(super) async fn add_endpoint(
-        self: Arc<Self>,
-        resource: String,
-        endpoint: String,
-        options: wire::DevicePluginOptions,
-    ) {
-        let path = self.core.options.dir.join(endpoint);
-        let id = self.core.change(Book::next);
-        let closed = self.end.child_token();
-        let dialled = Plugin::dial(&path, &self.core.options, self.connections.clone(), closed).await;
-        let Ok(plugin) = dialled else { return };
-        lock(&self.plugins).insert(id, plugin.clone());
-        self.core.change(|book| book.register_endpoint(&resource, id, options));
-        self.settle_gap(&resource);
-        tokio::select! {
-            biased;
-            () = self.end.cancelled() => return,
-            () = plugin.closed() => {}
-            () = self.receive(&resource, id, &plugin) => {}
-        }
-        let since = Instant::now();
-        lock(&self.plugins).remove(&id);
-        plugin.close();
-        let Lag { look_up, disconnect } = self.core.options.lag;
-        self.linger(look_up + disconnect).await;
-        self.stopped(&resource, Some(id), since, |book| book.endpoint_ended(&resource, id));
-    }
-
     /// `runClient`: follows one stream to its end, then closes the connection that a lookup finds.
     async fn follow(self: Arc<Self>, resource: String, client: Client, plugin: Plugin) {
         tokio::select! {
@@ -187,27 +156,15 @@ impl Life {
         }
         drop(plugin);
         let since = Instant::now();
-        let Lag { look_up, disconnect } = self.core.options.lag;
-        self.linger(look_up).await;
+        // Every other task may go first, as a kubelet's goroutines may.
+        yield_now().await;
         let Some(found) = self.core.read(|book| book.client(&resource, &client.socket)) else {
             return self.core.change(|book| book.stream_ended(client.id));
         };
-        self.linger(Duration::ZERO).await;
+        yield_now().await;
         self.close(&resource, &found);
-        self.linger(disconnect).await;
+        yield_now().await;
         self.disconnected(&resource, &found, Some(client.id), since);
-    }
-
-    /// Lets every other task go first, as a kubelet's goroutines may.
-    async fn linger(&self, lag: Duration) {
-        if lag.is_zero() {
-            return tokio::task::yield_now().await;
-        }
-        tokio::select! {
-            biased;
-            () = self.end.cancelled() => {}
-            () = sleep(lag) => {}
-        }
     }
 
     async fn receive(&self, resource: &str, id: ClientId, plugin: &Plugin) {
@@ -234,21 +191,10 @@ impl Life {
     /// then.
     fn disconnected(self: &Arc<Self>, resource: &str, client: &Client, ended: Option<ClientId>, since: Instant) {
         let pick = |count: usize| lock(&self.core.rng).below(count);
-        self.stopped(resource, ended, since, |book| book.plugin_disconnected(resource, &client.socket, pick));
-    }
-
-    /// Stops an endpoint in the books, whose stream has ended, if this is what `stop` does; begins a gap.
-    fn stopped(
-        self: &Arc<Self>,
-        resource: &str,
-        ended: Option<ClientId>,
-        since: Instant,
-        stop: impl FnOnce(&mut Book) -> Option<StopStamp>,
-    ) {
         let stamp = self.core.change(|book| {
             ended.into_iter().for_each(|ended| book.stream_ended(ended));
             let was_usable = book.is_usable(resource);
-            let stamp = stop(book)?;
+            let stamp = book.plugin_disconnected(resource, &client.socket, pick)?;
             if was_usable {
                 lock(&self.core.gaps).begin(resource, since);
             }
@@ -269,11 +215,6 @@ impl Life {
 
     /// Closes the connection of a resource that was registered last, without a cause. Returns false if there was none.
     pub(super) fn disconnect(self: &Arc<Self>, resource: &str) -> bool {
-        if self.core.options.connections == Connections::ByEndpoint {
-            let current = self.core.read(|book| book.endpoint(resource)).filter(|endpoint| endpoint.stopped.is_none());
-            let plugin = current.and_then(|endpoint| endpoint.client).and_then(|client| self.plugin(client));
-            return plugin.inspect(Plugin::close).is_some();
-        }
         let Some(client) = self.core.read(|book| book.last_client(resource)) else { return false };
         self.close(resource, &client);
         self.disconnected(resource, &client, None, Instant::now());

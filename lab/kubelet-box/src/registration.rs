@@ -16,10 +16,10 @@ use tokio_stream::wrappers::UnixListenerStream;
 use tonic::service::Routes;
 use tonic::{Request, Response, Status};
 
+use super::Fault;
 use super::errors::{BoxError, chain};
 use super::life::{Core, Life};
 use super::names;
-use super::{Connections, Fault};
 use linkwise_kubelet_api::v1beta1 as wire;
 use wire::registration_server::{Registration, RegistrationServer};
 
@@ -133,7 +133,7 @@ impl Service {
     /// Makes the checks of a kubelet, then dials. As in a kubelet, a caller that goes away does not stop the dial,
     /// which runs in a task of its own. Refusals have the code Unknown, as Go's plain errors do.
     async fn accept(&self, request: wire::RegisterRequest) -> Result<(), Status> {
-        let wire::RegisterRequest { version, endpoint, resource_name: resource, options } = request;
+        let wire::RegisterRequest { version, endpoint, resource_name: resource, .. } = request;
         if version != wire::VERSION {
             return Err(Status::unknown(format!("version {version:?} is not supported, {:?} is", wire::VERSION)));
         }
@@ -144,11 +144,6 @@ impl Service {
             return Err(Status::unknown(format!("endpoint {endpoint:?} is not a file name")));
         }
         let life = Arc::clone(&self.life);
-        if life.core.options.connections == Connections::ByEndpoint {
-            let endless = Arc::clone(&life).add_endpoint(resource, endpoint, options.unwrap_or_default());
-            life.spawn(endless);
-            return Ok(());
-        }
         let (answer, answered) = oneshot::channel();
         self.life.spawn(async move {
             tokio::select! {

@@ -24,6 +24,9 @@ use linkwise_kubelet::device_plugin::{self as kubelet, ProbeError};
 /// The longest time for an answer of a listener.
 const ANSWER: Duration = Duration::from_secs(2);
 
+/// The oldest kubelet that can call a plugin of ours, as its major and minor version.
+const OLDEST: (u32, u32) = (1, 26);
+
 /// The first part of the names of NVIDIA's own device plugin's sockets: nvidia-gpu.sock, nvidia-mig-1g.10gb.sock.
 const NVIDIA: &str = "nvidia-";
 /// The first part of the names of our sockets. `RESOURCE-NUMBER.sock` follows, with `_` for the resource's `/`.
@@ -66,6 +69,24 @@ pub(super) async fn check(found: &mut Findings, socket: &Path, resources: &Path,
         ),
     }
     plugins(found, sockets).await;
+}
+
+/// Names a kubelet that is too old.
+pub(super) fn version(found: &mut Findings, version: Option<&str>) {
+    found.check = "kubelet";
+    let mut parts = version.unwrap_or_default().trim_start_matches('v').split('.').map(str::parse::<u32>);
+    if let Some(version) = version
+        && let (Some(Ok(major)), Some(Ok(minor))) = (parts.next(), parts.next())
+        && (major, minor) < OLDEST
+    {
+        let (major, minor) = OLDEST;
+        found.failed(
+            format!("the kubelet is {}, which cannot call linkwise", excerpt(version)),
+            &format!(
+                "linkwise needs Kubernetes {major}.{minor} or newer: keep the NVIDIA plugin on this node until then"
+            ),
+        );
+    }
 }
 
 /// The sockets in the folder except the kubelet's, after a check that the folder can be written to.

@@ -113,7 +113,10 @@ pub async fn doctor(args: &DoctorArgs) -> Result<ExitCode> {
         None => None,
     };
     let (features, slices, rights) = match facts {
-        Some(Ok(ClusterFacts { features, dra, events })) => (Some(features), dra, events),
+        Some(Ok(ClusterFacts { features, dra, kubelet, events })) => {
+            kubelet::version(found, kubelet.as_deref());
+            (Some(features), dra, events)
+        }
         Some(Err(why)) => (Some(Err(why.clone())), None, Some(Err(why))),
         None => (None, None, None),
     };

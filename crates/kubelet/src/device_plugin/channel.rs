@@ -1,14 +1,17 @@
-//! gRPC over one connection to another process's Unix socket.
+//! gRPC over one connection to another process's Unix socket, and the question whether a device plugin answers there.
 //!
-//! Used by `register`, `pod_resources` and `probe`, each of which has its own deadline.
+//! `register` and `pod_resources` have deadlines of their own.
 
 use std::io;
 use std::path::Path;
+use std::time::Duration;
 
 use hyper_util::rt::TokioIo;
 use thiserror::Error;
 use tonic::transport::{Channel, Endpoint};
 
+use linkwise_kubelet_api::v1beta1 as wire;
+use linkwise_kubelet_api::v1beta1::device_plugin_client::DevicePluginClient;
 use linkwise_system::uds::{self, Peer};
 
 /// The cause of a missing connection.
@@ -46,4 +49,46 @@ pub(super) async fn connect(socket: &Path) -> Result<(Channel, Peer), ConnectErr
     let channel = Endpoint::from_static("http://localhost").connect_with_connector(connector).await;
     let channel = channel.map_err(|source| ConnectError::Handshake { path: path(), source })?;
     Ok((channel, peer))
+}
+
+/// The cause where no device plugin was found on a socket.
+#[derive(Debug, Error)]
+pub enum ProbeError {
+    /// No process accepts; refused where the process that made the socket has ended.
+    #[error("cannot connect")]
+    Connect(#[source] io::Error),
+    /// A process accepts, and speaks no gRPC or not the device plugin API.
+    #[error("it accepts, and is no device plugin")]
+    Stranger,
+    /// A process listens and does not answer, or its backlog is full.
+    #[error("a process listens, and does not answer within {0:?}")]
+    Silent(Duration),
+}
+
+impl ProbeError {
+    /// Returns true if the process that made the socket has ended.
+    pub fn is_dead(&self) -> bool {
+        matches!(self, Self::Connect(error) if error.kind() == io::ErrorKind::ConnectionRefused)
+    }
+}
+
+/// Asks for the plugin's options, which changes nothing. ListAndWatch would: plugins feed one stream only.
+///
+/// # Errors
+///
+/// See [`ProbeError`].
+pub async fn probe(socket: &Path, limit: Duration) -> Result<(), ProbeError> {
+    let ask = async {
+        let (channel, _) = connect(socket).await.map_err(|error| match error {
+            // EAGAIN of connect(2): the backlog is full.
+            ConnectError::Socket { source, .. } if source.kind() == io::ErrorKind::WouldBlock => {
+                ProbeError::Silent(limit)
+            }
+            ConnectError::Socket { source, .. } => ProbeError::Connect(source),
+            ConnectError::Handshake { .. } => ProbeError::Stranger,
+        })?;
+        let answer = DevicePluginClient::new(channel).get_device_plugin_options(wire::Empty {}).await;
+        answer.map(|_| ()).map_err(|_| ProbeError::Stranger)
+    };
+    tokio::time::timeout(limit, ask).await.unwrap_or(Err(ProbeError::Silent(limit)))
 }

@@ -33,7 +33,7 @@ pub enum CheckpointError {
         /// The cause.
         source: io::Error,
     },
-    /// The file has another form than that of kubelets from 1.20 on.
+    /// The file has another form than that of kubelets from 1.26 on.
     #[error("{} is no checkpoint of the kubelet's device manager", path.display())]
     Form {
         /// The file.

@@ -13,15 +13,14 @@ use tokio_util::sync::CancellationToken;
 
 use super::handshake::{DevicePluginHandshake, Input, Limits, OwnAction, OwnInput};
 use super::session::PluginSession;
-use super::{Occurrence, Phase, Report, Settings, Sources, detach, pod_resources, register};
+use super::{Occurrence, Phase, Report, Settings, Sources, pod_resources, register};
 use crate::registration::{self, BindError, Executor, Held, Life, Registrant, RegistrationMachine, Watching, random};
 use linkwise_core::errors::chain;
 use linkwise_core::state::{NodeState, ResourceName};
 use linkwise_system::uds::FileId;
 
-/// The longest time that connections may take to close when a session ends. No call takes longer. Kubelets up to 1.36
-/// do not close the connection of a plugin that another one has replaced, and this process may have to serve again
-/// soon.
+/// The longest time that connections stay open when a session ends. No call takes longer. Kubelets up to 1.36 do not
+/// close the connection of a plugin that another one has replaced, and this process may have to serve again soon.
 const CLOSE_TIMEOUT: Duration = Duration::from_millis(50);
 
 /// The plugin of one resource.
@@ -129,7 +128,7 @@ impl Registrant for DevicePlugin {
                 }
             },
             OwnAction::Detach => Box::pin(async move {
-                let answer = detach::detach(&settings, &resource, random()).await;
+                let answer = register::detach(&settings, &resource, random()).await;
                 Input::Own(OwnInput::Detached(answer.map_err(|error| chain(&error))))
             }),
             OwnAction::Ask => {

@@ -26,8 +26,6 @@ pub(super) struct Service {
     pub report: Report,
     /// The process that listens on kubelet.sock, once known.
     pub kubelet: Arc<OnceLock<Peer>>,
-    /// True once the kubelet has asked for the options.
-    pub asked: watch::Sender<bool>,
     /// The number of ListAndWatch streams that the kubelet holds.
     pub streams: watch::Sender<usize>,
     /// The devices that the kubelet has offered in this session.
@@ -77,11 +75,8 @@ impl DevicePlugin for Service {
 
     async fn get_device_plugin_options(
         &self,
-        request: Request<wire::Empty>,
+        _: Request<wire::Empty>,
     ) -> Result<Response<wire::DevicePluginOptions>, Status> {
-        if self.is_kubelet(&request) {
-            self.asked.send_replace(true);
-        }
         Ok(Response::new(convert::options()))
     }
 
@@ -113,7 +108,6 @@ impl DevicePlugin for Service {
         &self,
         request: Request<wire::PreferredAllocationRequest>,
     ) -> Result<Response<wire::PreferredAllocationResponse>, Status> {
-        self.settings.calls.pass().await;
         let snapshot = self.snapshot();
         let containers = request.into_inner().container_requests.into_iter();
         let answers = containers.map(|container| {
@@ -135,7 +129,6 @@ impl DevicePlugin for Service {
         &self,
         request: Request<wire::AllocateRequest>,
     ) -> Result<Response<wire::AllocateResponse>, Status> {
-        self.settings.calls.pass().await;
         let snapshot = self.snapshot();
         let mut container_responses = Vec::new();
         for container in request.into_inner().container_requests {

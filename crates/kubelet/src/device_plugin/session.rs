@@ -87,7 +87,6 @@ pub(super) struct PluginSession {
     /// asked.
     predecessors: Vec<PathBuf>,
     servers: Servers,
-    asked: watch::Receiver<bool>,
     streams: watch::Receiver<usize>,
 }
 
@@ -107,9 +106,8 @@ impl PluginSession {
         let bound = bind(&path, &settings.callers, is_any_of_ours)?;
 
         let life = Arc::clone(&report);
-        let mut servers = Servers::new(Arc::new(move |event| life(Occurrence::Life(event))));
+        let mut servers = Servers::lingering(Arc::new(move |event| life(Occurrence::Life(event))));
         let kubelet = Arc::new(OnceLock::new());
-        let (asked_sender, asked) = watch::channel(false);
         let (streams_sender, streams) = watch::channel(0);
         let service = Service {
             resource,
@@ -117,13 +115,12 @@ impl PluginSession {
             snapshot,
             report,
             kubelet: Arc::clone(&kubelet),
-            asked: asked_sender,
             streams: streams_sender,
             narrowing: Mutex::default(),
             end: servers.end_of_streams(),
         };
         servers.serve(bound, watch::Sender::default(), Routes::new(DevicePluginServer::new(service)));
-        Ok(Self { name, kubelet, predecessors, servers, asked, streams })
+        Ok(Self { name, kubelet, predecessors, servers, streams })
     }
 
     /// Gives our socket a second name, with this random number in it; returns that name. Removes the sockets of plugins
@@ -157,8 +154,6 @@ impl Session for PluginSession {
         tokio::select! {
             biased;
             ended = self.servers.next() => ended.map_or(Input::Closed, Input::ServerEnded),
-            // The kubelet asks before it opens a stream.
-            Ok(()) = self.asked.changed() => Input::Own(OwnInput::Asked),
             Ok(()) = self.streams.changed() => Input::Own(OwnInput::Streams(*self.streams.borrow_and_update())),
         }
     }

@@ -15,7 +15,7 @@ use super::api::{CdiLink, MpsLink};
 use super::claim_manager::ClaimManager;
 use super::handshake::{DraHandshake, Input, OwnInput};
 use super::session::PluginSession;
-use super::turn::{Claims, ClaimsTurn};
+use super::turn::{Claims, ClaimsLock};
 use super::{Observer, Occurrence, Phase, Settings};
 use crate::registration::{BindError, Executor, Held, Life, Limits, Registrant, RegistrationMachine, Watching, random};
 use linkwise_core::state::NodeState;
@@ -33,21 +33,23 @@ pub(super) struct Registering {
     pub snapshot: watch::Receiver<Arc<NodeState>>,
     pub observer: Observer,
     pub phase: watch::Sender<Phase>,
-    pub turn: watch::Receiver<ClaimsTurn>,
+    /// True while the plugin has its sockets.
+    pub offers: watch::Receiver<bool>,
+    pub turn: watch::Receiver<Option<ClaimsLock>>,
 }
 
 impl Registering {
     /// Lives until `shutdown`.
     pub async fn run(self, shutdown: &CancellationToken) {
         loop {
-            let mut turn = self.turn.clone();
-            let begins = async { turn.wait_for(|turn| *turn != ClaimsTurn::Away).await.is_ok() };
+            let mut offers = self.offers.clone();
+            let begins = async { offers.wait_for(|offers| *offers).await.is_ok() };
             if shutdown.run_until_cancelled(begins).await != Some(true) {
                 return;
             }
             let end = shutdown.child_token();
             let leaves = async {
-                if turn.wait_for(|turn| *turn == ClaimsTurn::Away).await.is_ok() {
+                if offers.wait_for(|offers| !*offers).await.is_ok() {
                     end.cancel();
                 }
                 std::future::pending::<()>().await;
@@ -61,7 +63,7 @@ impl Registering {
     }
 
     async fn live(&self, end: &CancellationToken) {
-        let Self { settings, claims, snapshot, observer, phase, turn } = self;
+        let Self { settings, claims, snapshot, observer, phase, turn, .. } = self;
         let limits = Limits { close: CLOSE_TIMEOUT, longest_pause: settings.longest_pause };
         let handshake = DraHandshake::new(settings.offer_timeout);
         let machine = RegistrationMachine::new(limits, Phase::WaitingForGpus, handshake, random());
@@ -72,7 +74,7 @@ impl Registering {
             tokio::select! {
                 () = opened => {}
                 // The calls wait: another process has written the specs and has the claims.
-                Ok(_) = turn.wait_for(|turn| *turn == ClaimsTurn::Waits) => {}
+                Ok(_) = turn.wait_for(Option::is_none) => {}
             }
         });
         let registrant = DraPlugin {

@@ -46,7 +46,7 @@ pub use claim_json::{NoClaim, parse_claim};
 pub use linkwise_nvml::supervisor::{MigDone, MigRequest};
 pub use metrics::PluginMetrics;
 pub use session::is_registration_socket;
-pub use turn::{ClaimsLock, ClaimsTurn, Handover};
+pub use turn::{ClaimsLock, Handover};
 
 /// The plugin's settings.
 #[derive(Clone, Debug)]
@@ -62,8 +62,6 @@ pub struct Settings {
     pub plugins: PathBuf,
     /// The folder of checkpoints, kept across restarts: one file for each claim.
     pub checkpoints: PathBuf,
-    /// The file of the lock on the claims of this node.
-    pub lock: PathBuf,
     /// The folder of CDI specs: each claim gets a file there.
     pub cdi_folder: PathBuf,
     /// The kernel's name for this boot; where it is unknown, every claim is read again.
@@ -124,7 +122,6 @@ impl Settings {
             pool: pool.into(),
             registry: kubelet.join("plugins_registry"),
             plugins: kubelet.join("plugins"),
-            lock: checkpoints.with_extension("lock"),
             checkpoints,
             cdi_folder: PathBuf::from("/var/run/cdi"),
             boot: None,
@@ -273,14 +270,6 @@ pub enum PluginError {
         /// The operating system's error.
         source: std::io::Error,
     },
-    /// The lock on the claims of this node cannot be had. Without it another process might prepare claims too.
-    #[error("cannot use the lock on claims, {}", path.display())]
-    Lock {
-        /// The lock's file.
-        path: PathBuf,
-        /// The operating system's error.
-        source: std::io::Error,
-    },
 }
 
 /// The DRA plugin of this node. Clones share what they report.
@@ -306,7 +295,7 @@ impl Plugin {
         self.prepared.subscribe()
     }
 
-    /// Follows the lock on the node's claims: what is written for them keeps a clone until it is written.
+    /// Follows the right to touch the node's claims: what is written for them keeps a clone until it is written.
     pub fn lock(&self) -> watch::Receiver<Option<ClaimsLock>> {
         self.lock.subscribe()
     }
@@ -317,7 +306,7 @@ impl Plugin {
     }
 
     /// Serves until `shutdown`, whenever it is this process's turn; then ends its connections, removes its sockets and
-    /// returns. Claims stay prepared. While the lock or the folder of checkpoints cannot be used, no claim is prepared.
+    /// returns. Claims stay prepared. While the folder of checkpoints cannot be used, no claim is prepared.
     pub async fn run(
         self,
         snapshot: watch::Receiver<Arc<NodeState>>,
@@ -326,16 +315,17 @@ impl Plugin {
         shutdown: CancellationToken,
     ) {
         let Self { settings, observer, phase, prepared, lock } = self;
-        let (claims, turn) = (Claims::new(Arc::clone(&settings)), handover.turn.clone());
+        let (claims, Handover { offers, claims: turn }) = (Claims::new(Arc::clone(&settings)), handover);
         let registers = life::Registering {
             settings: Arc::clone(&settings),
             claims: claims.clone(),
             snapshot: snapshot.clone(),
             observer: Arc::clone(&observer),
             phase,
-            turn,
+            offers,
+            turn: turn.clone(),
         };
-        let holder = Holder { settings, observer, snapshot, queries, claims, prepared, lock, handover };
+        let holder = Holder { settings, observer, snapshot, queries, claims, prepared, lock, turn };
         tokio::select! {
             biased;
             () = registers.run(&shutdown) => {}

@@ -1,4 +1,4 @@
-//! The lock: a file in the state folder with flock(2). Its content names the owner.
+//! The lock of the state folder, and the owner that its file names.
 //!
 //! A lock belongs to the open file, and several processes may have that file. After one process has passed it to
 //! another, the lock is held until both have closed it. The lock ends by closing alone.
@@ -7,15 +7,22 @@ use std::fs::{DirBuilder, File, OpenOptions, TryLockError};
 use std::io::{self, Read, Seek, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
+use tokio::task::{JoinHandle, spawn_blocking};
+use tokio::time::timeout;
+
+use super::VERSION;
 
 const FILE: &str = "owner.lock";
 /// The longest content that is read, in bytes.
 const LONGEST: u64 = 1 << 16;
 /// The number of pods that handed over and are remembered.
 const RETIRED: usize = 16;
+/// The longest time that a process waits for the disk to give the lock, before it does something else.
+const LIMIT: Duration = Duration::from_secs(2);
 
 /// The owner of the lock, and the pods that handed it over: a line for people, which keeps a pod from taking over
 /// twice.
@@ -30,9 +37,17 @@ pub struct Owner {
 }
 
 impl Owner {
+    /// Reads the owner in the file. A file that cannot be read, or was cut off, names none.
+    fn at(folder: &Path) -> Self {
+        let mut text = String::new();
+        let file = File::open(folder.join(FILE));
+        let read = file.and_then(|file| file.take(LONGEST).read_to_string(&mut text));
+        read.ok().and_then(|_| serde_json::from_str(&text).ok()).unwrap_or_default()
+    }
+
     /// The content that the next owner writes.
     #[must_use]
-    pub fn succeeded_by(mut self, pod: &str, version: &str) -> Self {
+    fn succeeded_by(mut self, pod: &str, version: &str) -> Self {
         if self.pod != pod {
             self.retired.retain(|retired| *retired != self.pod && *retired != pod);
             self.retired.extend(Some(self.pod).filter(|pod| !pod.is_empty()));
@@ -45,7 +60,7 @@ impl Owner {
 
     /// Returns true if this pod has handed over: a process of it that starts again does not take over from a living
     /// one.
-    pub fn is_retired(&self, pod: &str) -> bool {
+    fn is_retired(&self, pod: &str) -> bool {
         !pod.is_empty() && self.retired.iter().any(|retired| retired == pod)
     }
 }
@@ -75,20 +90,7 @@ impl Lock {
         Self(file.into())
     }
 
-    /// Reads the owner in the file. A file that cannot be read, or was cut off, names none.
-    pub fn owner(folder: &Path) -> Owner {
-        let mut text = String::new();
-        let file = File::open(folder.join(FILE));
-        let read = file.and_then(|file| file.take(LONGEST).read_to_string(&mut text));
-        read.ok().and_then(|_| serde_json::from_str(&text).ok()).unwrap_or_default()
-    }
-
-    /// Writes the owner into the file.
-    ///
-    /// # Errors
-    ///
-    /// The operating system's.
-    pub fn write(&mut self, owner: &Owner) -> io::Result<()> {
+    fn write(&mut self, owner: &Owner) -> io::Result<()> {
         let mut text = serde_json::to_vec(owner)?;
         text.push(b'\n');
         self.0.rewind()?;
@@ -100,6 +102,58 @@ impl Lock {
 impl AsFd for Lock {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.0.as_fd()
+    }
+}
+
+/// The state folder, and the process that shares it with others.
+#[derive(Debug)]
+pub struct Place {
+    pub folder: PathBuf,
+    /// The UID of this process's pod.
+    pub pod: String,
+    /// The owner that the lock's file named last.
+    owner: Owner,
+    limit: Duration,
+    /// The attempt that is under way: it keeps a thread for as long as the disk does not answer, so there is one.
+    attempt: Option<JoinHandle<io::Result<(Option<Lock>, Owner)>>>,
+}
+
+impl Place {
+    pub fn new(folder: PathBuf, pod: &str) -> Self {
+        Self { folder, pod: pod.to_owned(), owner: Owner::default(), limit: LIMIT, attempt: None }
+    }
+
+    /// Tries to take the lock, or waits for the attempt that is under way. `None`: the disk has not answered in time; the
+    /// attempt goes on, and the next call has its result. `Ok(None)`: another process holds the lock. Cancel-safe.
+    pub async fn try_take(&mut self) -> Option<io::Result<Option<Lock>>> {
+        let folder = &self.folder;
+        let attempt = self.attempt.get_or_insert_with(|| {
+            let folder = folder.clone();
+            spawn_blocking(move || Ok((Lock::try_take(&folder)?, Owner::at(&folder))))
+        });
+        let ended = timeout(self.limit, attempt).await.ok()?;
+        self.attempt = None;
+        Some(ended.unwrap_or_else(|error| Err(io::Error::other(error))).map(|(lock, owner)| {
+            self.owner = owner;
+            lock
+        }))
+    }
+
+    /// Returns true if this process takes over from the owner: a pod that has handed over does not.
+    pub fn takes_over(&self) -> bool {
+        let takes_over = !self.owner.is_retired(&self.pod);
+        let Owner { pod, version, .. } = &self.owner;
+        tracing::info!(pod, version, takes_over, "another linkwise serves this node: standing by");
+        takes_over
+    }
+
+    /// Writes this process beside the lock. Without that line, a pod that handed over may take over once more.
+    pub fn write_owner(&mut self, lock: &mut Lock) {
+        let owner = std::mem::take(&mut self.owner).succeeded_by(&self.pod, VERSION);
+        if let Err(error) = lock.write(&owner) {
+            tracing::warn!(folder = %self.folder.display(), %error, "cannot write who serves this node");
+        }
+        self.owner = owner;
     }
 }
 
@@ -115,7 +169,7 @@ mod tests {
         assert!(Lock::try_take(&folder).unwrap().is_none());
         let owner = Owner::default().succeeded_by("pod", "1");
         lock.write(&owner).unwrap();
-        assert_eq!(Lock::owner(&folder), owner);
+        assert_eq!(Owner::at(&folder), owner);
         let passed = Lock::passed(lock.as_fd().try_clone_to_owned().unwrap());
         drop(lock);
         assert!(Lock::try_take(&folder).unwrap().is_none(), "the other process holds it still");
@@ -143,8 +197,32 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         for text in ["", "{", "[]", "{\"pod\": 1}"] {
             std::fs::write(folder.path().join(FILE), text).unwrap();
-            assert_eq!(Lock::owner(folder.path()), Owner::default(), "{text}");
+            assert_eq!(Owner::at(folder.path()), Owner::default(), "{text}");
             assert!(Lock::try_take(folder.path()).unwrap().is_some());
         }
+    }
+
+    #[tokio::test]
+    async fn hung_disk_has_one_attempt_whose_result_counts() {
+        let folder = tempfile::tempdir().unwrap();
+        let lock = Lock::try_take(folder.path()).unwrap();
+        let mut place = Place { limit: Duration::from_millis(5), ..Place::new(folder.path().to_owned(), "pod") };
+        let (hung, disk) = std::sync::mpsc::channel::<()>();
+        let at = folder.path().to_owned();
+        let attempt = spawn_blocking(move || {
+            let _ = disk.recv();
+            Ok((Lock::try_take(&at)?, Owner::at(&at)))
+        });
+        let id = attempt.id();
+        place.attempt = Some(attempt);
+        for _ in 0..20 {
+            assert!(place.try_take().await.is_none());
+            assert_eq!(place.attempt.as_ref().unwrap().id(), id);
+        }
+        drop((lock, hung));
+        place.limit = LIMIT;
+        let taken = place.try_take().await.unwrap().unwrap();
+        assert!(taken.is_some() && place.attempt.is_none());
+        assert!(place.try_take().await.unwrap().unwrap().is_none(), "it is taken");
     }
 }

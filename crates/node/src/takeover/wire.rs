@@ -1,8 +1,7 @@
 //! The words of a takeover: a JSON object a line, over a Unix socket that root and our own user may use. The lock
 //! travels with the word that hands it over.
 //!
-//! Both sides may be older or newer: keys that a version does not know are skipped, and a word that it does not know is
-//! answered with `unknown`, which itself is never answered.
+//! Both sides may be older or newer: keys and words that a version does not know are skipped.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -24,28 +23,17 @@ const LONGEST: usize = 2 << 20;
 #[serde(tag = "word", rename_all = "kebab-case")]
 pub enum Word {
     /// A standby that could serve asks to take over.
-    TakeOver {
-        #[serde(default)]
-        version: String,
-        #[serde(default)]
-        pod: String,
-        /// True if the standby registers its DRA plugin before it takes the record.
-        #[serde(default)]
-        joins: bool,
-    },
-    /// A standby that sees no GPU asks for the place of an owner that has no driver either. An owner of an older
-    /// version does not know this word, and keeps its place.
-    TakePlace {
-        #[serde(default)]
-        version: String,
-        #[serde(default)]
-        pod: String,
-    },
+    TakeOver(Asks),
+    /// A standby that sees no GPU asks for the place of an owner that has no driver either.
+    TakePlace(Asks),
     /// The owner will hand over as soon as the standby's DRA plugin is registered.
     Agreed,
+    /// The owner keeps its place, because it has the driver. Version 0.1.0 also says `refused`, for now.
+    #[serde(alias = "refused")]
+    KeepPlace,
     /// The kubelet calls the standby's DRA plugin.
     Joined,
-    /// The owner's answer: its record of the GPUs. The lock comes with it; the owner writes no file from now on.
+    /// The owner's record of the GPUs. The lock comes with it; the owner writes no file from now on.
     Record {
         /// The health record, of this version or another; null without one.
         #[serde(default)]
@@ -57,37 +45,27 @@ pub enum Word {
         #[serde(default)]
         away: bool,
     },
-    /// The owner refuses, for now.
-    Refused {
-        /// The cause, for the log.
-        #[serde(default)]
-        why: String,
-    },
-    /// The owner keeps its place: it has the driver.
-    KeepPlace,
-    /// Every plugin of the standby is registered: the owner may end its own.
+    /// Every plugin of the standby is registered: the owner may end its own. The owner hangs up when they have ended.
     Serving,
-    /// The owner's plugins have ended.
-    Ended,
-    /// The standby has all it needs: the owner may let go.
-    Done,
-    /// The standby gives up: the owner goes on.
-    Failed {
-        /// The cause, for the log.
-        #[serde(default)]
-        why: String,
-    },
     /// The owner takes back what it gave: the standby stops.
-    Back {
-        /// The cause, for the log.
-        #[serde(default)]
-        why: String,
-    },
-    /// The other side's last word is not known here.
-    Unknown,
+    Back,
+    /// The plugins of an owner of version 0.1.0 have ended. It lets go when it hears [`Self::Done`].
+    Ended,
+    Done,
     /// A word that is not known here.
     #[serde(other, skip_serializing)]
     Other,
+}
+
+/// The standby that asks.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Asks {
+    pub version: String,
+    /// The UID of its pod.
+    pub pod: String,
+    /// True. An owner of version 0.1.0 then waits for [`Word::Joined`].
+    pub joins: bool,
 }
 
 #[derive(Debug)]
@@ -121,18 +99,15 @@ impl Connection {
         Ok(())
     }
 
-    /// The next word, and the lock that came with it. Cancel-safe. A word that is not known here is answered, and not
-    /// returned. Fails with `UnexpectedEof` if the other process has closed or ended, with `InvalidData` for a line
-    /// that is no word, or too long.
+    /// The next word that is known here, and the lock that came with it. Cancel-safe. Fails with `UnexpectedEof` if the
+    /// other process has closed or ended, with `InvalidData` for a line that is no word, or too long.
     pub async fn next(&mut self) -> io::Result<(Word, Option<OwnedFd>)> {
         loop {
             while let Some(end) = self.buffer.iter().position(|byte| *byte == b'\n') {
                 let line: Vec<u8> = self.buffer.drain(..=end).collect();
                 let word = serde_json::from_slice(&line);
                 match word.map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))? {
-                    Word::Unknown => {}
-                    // Lost where the socket is full: it is for people who debug.
-                    Word::Other => drop(send(&self.stream, b"{\"word\":\"unknown\"}\n", None)),
+                    Word::Other => {}
                     word => return Ok((word, self.passed.take())),
                 }
             }
@@ -176,7 +151,7 @@ fn receive(stream: &UnixStream, buffer: &mut Vec<u8>, passed: &mut Option<OwnedF
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::takeover::Lock;
+    use crate::takeover::lock::Lock;
     use std::os::fd::AsFd;
 
     fn pair() -> (Connection, Connection) {
@@ -203,19 +178,44 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn unknown_word_is_answered_and_skipped() {
+    async fn unknown_words_and_keys_are_skipped() {
         let (mut older, newer) = pair();
-        for line in
-            ["{\"word\":\"dance\",\"how\":[1]}\n", "{\"word\":\"unknown\"}\n", "{\"word\":\"take-over\",\"x\":1}\n"]
-        {
+        for line in ["{\"word\":\"dance\",\"how\":[1]}\n", "{\"word\":\"take-over\",\"x\":1}\n"] {
             send(&newer.stream, line.as_bytes(), None).unwrap();
         }
         let (word, _) = older.next().await.unwrap();
-        assert_eq!(word, Word::TakeOver { version: String::new(), pod: String::new(), joins: false });
-        let mut answer = Vec::new();
-        newer.stream.readable().await.unwrap();
-        receive(&newer.stream, &mut answer, &mut None).unwrap();
-        assert_eq!(answer, b"{\"word\":\"unknown\"}\n");
+        assert_eq!(word, Word::TakeOver(Asks::default()));
+    }
+
+    /// What version 0.1.0 says and hears.
+    #[test]
+    fn words_are_those_of_0_1_0() {
+        let asks = Asks { version: "0.1.0".to_owned(), pod: "a".to_owned(), joins: true };
+        let record = Word::Record { record: serde_json::Value::Null, seen: serde_json::Value::Null, away: false };
+        for (text, word) in [
+            (r#"{"word":"take-over","version":"0.1.0","pod":"a","joins":true}"#, Word::TakeOver(asks.clone())),
+            (r#"{"word":"take-place","version":"0.1.0","pod":"a","joins":true}"#, Word::TakePlace(asks)),
+            (r#"{"word":"agreed"}"#, Word::Agreed),
+            (r#"{"word":"keep-place"}"#, Word::KeepPlace),
+            (r#"{"word":"joined"}"#, Word::Joined),
+            (r#"{"word":"record","record":null,"away":false}"#, record),
+            (r#"{"word":"serving"}"#, Word::Serving),
+            (r#"{"word":"back"}"#, Word::Back),
+            (r#"{"word":"done"}"#, Word::Done),
+        ] {
+            assert_eq!(serde_json::to_string(&word).unwrap(), text);
+            assert_eq!(serde_json::from_str::<Word>(text).unwrap(), word);
+        }
+        for (text, word) in [
+            (r#"{"word":"refused","why":"a moment ago"}"#, Word::KeepPlace),
+            (r#"{"word":"back","why":"no answer in time"}"#, Word::Back),
+            (r#"{"word":"ended"}"#, Word::Ended),
+            (r#"{"word":"failed","why":"x"}"#, Word::Other),
+            (r#"{"word":"stand-by"}"#, Word::Other),
+            (r#"{"word":"unknown"}"#, Word::Other),
+        ] {
+            assert_eq!(serde_json::from_str::<Word>(text).unwrap(), word);
+        }
     }
 
     #[tokio::test]

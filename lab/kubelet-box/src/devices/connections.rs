@@ -3,7 +3,7 @@
 //! The steps are those of a kubelet's registration server and of its device manager. There is one method for each time
 //! that one of them holds its lock, so that anything that can come between two steps in a kubelet can come between two
 //! methods here. Read in pkg/kubelet/cm/devicemanager (`manager.go`, `plugin/v1beta1/handler.go`, `client.go`) of
-//! 1.36.2 and of the development branch after it; for kubelets up to 1.24, `manager.go` of 1.20.
+//! 1.36.2 and of the development branch after it.
 
 use std::collections::BTreeMap;
 
@@ -100,24 +100,6 @@ impl Book {
         entry.seen.registrations += 1;
         entry.seen.removed = false;
         Ok(())
-    }
-
-    /// `registerEndpoint`, up to 1.24: calls go to this plugin from now on, with the options of its request.
-    pub(crate) fn register_endpoint(&mut self, resource: &str, client: ClientId, options: wire::DevicePluginOptions) {
-        let entry = self.resource(resource);
-        entry.endpoint = Some(Endpoint { client: Some(client), options, stopped: None });
-        entry.seen.registrations += 1;
-        entry.seen.removed = false;
-    }
-
-    /// The end of `runEndpoint`, up to 1.24: stops the endpoint if it is still the resource's. The stamp is for
-    /// [`Book::expire`].
-    pub(crate) fn endpoint_ended(&mut self, resource: &str, client: ClientId) -> Option<StopStamp> {
-        let stamp = self.next();
-        let Resource { endpoint, seen, .. } = self.resources.get_mut(resource)?;
-        endpoint.as_mut().filter(|endpoint| endpoint.client == Some(client))?.stopped = Some(stamp);
-        seen.unhealthy.append(&mut seen.healthy);
-        Some(stamp)
     }
 
     /// Forgets a stream of the resource that has ended.

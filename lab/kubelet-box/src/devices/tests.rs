@@ -132,20 +132,6 @@ fn held_id_may_become_unhealthy_not_vanish() {
 }
 
 #[test]
-fn stream_end_stops_endpoint_then_resource() {
-    let (mut book, client) = connected("a b!");
-    hold(&mut book, "pod", "a");
-    let (closed, stamp) = disconnect(&mut book, "gpu.sock", Some(client)).unwrap();
-    assert_eq!(closed, client);
-    let stamp = stamp.unwrap();
-    assert_eq!((gpu(&book).connected, gpu(&book).healthy, gpu(&book).unhealthy), (false, ids(""), ids("a b")));
-    book.expire(GPU, stamp);
-    let after = gpu(&book);
-    assert_eq!((after.removed, after.unhealthy.len(), after.in_use()), (true, 0, ids("a")));
-    assert_eq!(after.registrations, 1);
-}
-
-#[test]
 fn grace_period_ends_no_newer_registration() {
     let (mut book, _) = connected("a");
     let old = stop(&mut book);
@@ -157,18 +143,6 @@ fn grace_period_ends_no_newer_registration() {
     assert!(!gpu(&book).removed, "a later stop has its own grace period");
     book.expire(GPU, new);
     assert!(gpu(&book).removed);
-}
-
-#[test]
-fn current_connection_is_kept_by_resource() {
-    let (mut book, old) = connected("a");
-    let new = connect(&mut book);
-    assert!(gpu(&book).connected && gpu(&book).open_streams == 2);
-    assert_eq!(disconnect(&mut book, "gpu.sock", Some(old)).map(|(client, _)| client), Some(new));
-    assert_eq!((gpu(&book).connected, gpu(&book).healthy), (false, ids("")), "the new one pays for the old one");
-    book.list(GPU, advertised("b"));
-    assert!(disconnect(&mut book, "gpu.sock", Some(new)).is_none());
-    assert_eq!((gpu(&book).open_streams, gpu(&book).healthy), (0, ids("b")), "and stops nothing when it ends");
 }
 
 #[test]
@@ -209,31 +183,11 @@ fn by_socket(sockets: &[&str]) -> (Book, Vec<ClientId>) {
 }
 
 #[test]
-fn by_socket_old_end_leaves_new_connection() {
-    let (mut book, clients) = by_socket(&["old.sock", "new.sock"]);
-    assert_eq!(book.endpoint(GPU).unwrap().client, Some(clients[1]), "calls go to the new one at once");
-    assert_eq!(disconnect(&mut book, "old.sock", Some(clients[0])), Some((clients[0], None)));
-    assert!(gpu(&book).connected && gpu(&book).healthy == ids("a b") && book.is_usable(GPU));
-    assert!(disconnect(&mut book, "new.sock", Some(clients[1])).unwrap().1.is_some());
-    assert_eq!((gpu(&book).connected, gpu(&book).healthy, book.is_usable(GPU)), (false, ids(""), false));
-}
-
-#[test]
 fn by_socket_new_end_gives_calls_back_to_old() {
     let (mut book, clients) = by_socket(&["old.sock", "new.sock"]);
     assert_eq!(disconnect(&mut book, "new.sock", Some(clients[1])), Some((clients[1], None)));
     assert_eq!(book.endpoint(GPU).unwrap().client, Some(clients[0]));
     assert!(gpu(&book).connected && gpu(&book).healthy == ids("a b"));
-}
-
-#[test]
-fn by_socket_connected_socket_is_refused_for_good() {
-    let (mut book, clients) = by_socket(&["gpu.sock"]);
-    assert_eq!(connect_at(&mut book, "gpu.sock"), None);
-    assert_eq!(disconnect(&mut book, "gpu.sock", Some(clients[0])), None, "the end goes unnoticed");
-    assert_eq!(gpu(&book).healthy, ids("a b"));
-    assert_eq!(connect_at(&mut book, "gpu.sock"), None);
-    assert!(connect_at(&mut book, "new.sock").is_some());
 }
 
 #[test]

@@ -134,7 +134,6 @@ fn each_step_of_the_demo_is_shown_without_reload() {
 
 #[test]
 #[cfg_attr(not(has_chromium), ignore = "no chromium here: make tools brings it")]
-#[cfg_attr(not(has_chromium), ignore = "no chromium here: make tools brings it")]
 fn page_looks_right_at_each_size_and_colour() {
     let (mut browser, mut demo) = open("dgx-h100", (1400, 900));
     let mut books = Books::default();

@@ -25,10 +25,6 @@ enum Own {
     BindsBeside,
     /// The other plugin ends: its socket at once, its stream after so many milliseconds.
     PredecessorEnds(u64),
-    /// Another kubelet starts: of 1.24 or older, or a newer one.
-    KubeletOf {
-        is_older: bool,
-    },
     DetachEnds(bool),
     /// Another plugin registers after us, and ends.
     SuccessorEnds,
@@ -76,8 +72,6 @@ struct Kubelet {
     /// Whether the other plugin's end may end our session: it was not there any more when our socket was bound, or the
     /// kubelet did not forget the name.
     kept: bool,
-    /// Kubelets up to 1.24: they ask for no options, and the end of a stream ends its own client only.
-    is_older: bool,
     /// Kubelets up to 1.36: whether a client of ours is under the resource's name, which the end of any stream ends.
     named: bool,
     /// True from the end of that client to the next Register: no stream opens for it.
@@ -175,7 +169,6 @@ impl Neighbour for Kubelet {
             OwnAction::Ask => assert!(!std::mem::replace(&mut kubelet.asking, true), "asks twice at once"),
             OwnAction::Detach => {
                 assert!(!kubelet.detaching && kubelet.books.registered, "detaches too early");
-                assert!(!kubelet.is_older, "the socket that refuses everything takes our place");
                 kubelet.detaching = true;
             }
             OwnAction::ReportDetached(result) => kubelet.kept |= result.is_err(),
@@ -233,17 +226,8 @@ impl Neighbour for Kubelet {
                     world.feed(Input::Registered(not_today(ok)));
                 }
             }
-            Own::KubeletOf { is_older } => {
-                kubelet.is_older = is_older;
-                world.happens(Happening::KubeletNew);
-            }
             Own::StreamOpens if kubelet.disconnected => {}
-            Own::StreamOpens => {
-                if !kubelet.is_older && world.socket.is_some_and(|socket| !socket.ended) {
-                    own_input(world, OwnInput::Asked);
-                }
-                streams(world, |open| open + 1);
-            }
+            Own::StreamOpens => streams(world, |open| open + 1),
             Own::StreamEnds => streams(world, |open| open.saturating_sub(1)),
             Own::AskEnds(listing) => {
                 if std::mem::take(&mut kubelet.asking) && world.socket.is_some() {
@@ -277,7 +261,7 @@ impl Neighbour for Kubelet {
         let kubelet = &mut world.neighbour;
         if kubelet.predecessor.streams && kubelet.predecessor.stream_ends.is_some_and(|end| end <= now) {
             kubelet.predecessor = Predecessor::default();
-            if !kubelet.is_older && std::mem::take(&mut kubelet.named) {
+            if std::mem::take(&mut kubelet.named) {
                 assert!(!serving || kubelet.kept, "did not outlast the plugin before us");
                 kubelet.disconnected = true;
                 streams(world, |_| 0);
@@ -305,7 +289,6 @@ impl Neighbour for Kubelet {
             3 => Just(Own::BindsBeside),
             3 => (0_u64..900).prop_map(Own::PredecessorEnds),
             3 => prop::bool::weighted(0.8).prop_map(Own::DetachEnds),
-            1 => any::<bool>().prop_map(|is_older| Own::KubeletOf { is_older }),
             1 => Just(Own::SuccessorEnds),
             6 => prop::bool::weighted(0.8).prop_map(Own::RegisterEnds),
             6 => Just(Own::StreamOpens),

@@ -1,5 +1,5 @@
-//! The memory of a standby, from which it makes the node's state anew when it becomes the owner; and the duties by
-//! which the takeover reaches the node.
+//! The node's side of a takeover: the work that a standby leaves to the serving linkwise, the memory from which it makes
+//! the node's state anew when it becomes the owner, and the orders by which the takeover reaches the node.
 //!
 //! The state of a standby is its own: the owner's orders meanwhile (an operator who clears a GPU) are not in it. So the
 //! owner's record comes first in the new state, as at any start, and the standby's own observations follow.
@@ -7,11 +7,18 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
+use tokio::sync::watch;
 use tokio::time::Instant;
 
+use super::Node;
+use crate::readiness::Part;
 use linkwise_core::state::{Event, HealthRecord};
 use linkwise_core::topology::{GpuUuid, NodeObservation};
+use linkwise_kubelet::dra::Handover;
+use linkwise_system::right::Right;
 
+/// The phase of a linkwise beside another one.
+const STANDING_BY: &str = "standing by: another linkwise serves this node";
 /// The longest time that an error reported by the driver takes to get from one process to the record of another.
 const RECENT: Duration = Duration::from_secs(10);
 /// The place of a scan among the events of a start: after the plan, before what is said of its GPUs.
@@ -21,7 +28,7 @@ const MOST: usize = 256;
 
 /// An order of the takeover to the node.
 #[derive(Debug)]
-pub enum Duty {
+pub enum Order {
     /// Make the state anew, from this record and from the remembered events. A process that has seen no GPU offers
     /// those that the owner saw last.
     Adopt(Option<Box<HealthRecord>>, Option<Box<NodeObservation>>),
@@ -31,7 +38,7 @@ pub enum Duty {
     Renew,
 }
 
-/// The progress of the last [`Duty::Plugins`].
+/// The progress of the last [`Order::Plugins`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Running {
     /// Set if plugins are to run.
@@ -99,6 +106,72 @@ impl Memory {
             last.insert(OBSERVED, Event::Observed(passed));
         }
         last.into_values().chain(self.quarantined.values().chain(errors).cloned()).collect()
+    }
+}
+
+impl Node {
+    /// Makes this a standby, because another process serves this node: no plugin registers and no file is written,
+    /// until a [`Order`] asks for it.
+    pub fn stand_by(&mut self) {
+        self.remember();
+        self.files.send_replace(None);
+        self.claims.send_replace(None);
+        self.offers_dra.send_replace(false);
+        self.running.send_modify(|running| running.wanted = false);
+        self.metrics.placements().stand_by(true);
+        self.readiness.add(Part::Owner, STANDING_BY);
+    }
+
+    /// Keeps what is observed from now on, so that the state can be made anew when this process becomes the owner.
+    pub fn remember(&mut self) {
+        self.memory = Some(Memory::default());
+    }
+
+    /// Follows whether this process writes the node's files. Each write keeps the right until it has ended.
+    pub fn files(&self) -> watch::Receiver<Option<Right>> {
+        self.files.subscribe()
+    }
+
+    /// Follows the duties of this process's DRA plugin.
+    pub fn handover(&self) -> Handover {
+        Handover { offers: self.offers_dra.subscribe(), claims: self.claims.subscribe() }
+    }
+
+    pub(super) fn perform(&mut self, order: Order) {
+        match order {
+            Order::Adopt(record, seen) => self.adopt(record, seen),
+            Order::Plugins(wanted) => {
+                self.running.send_modify(|running| running.wanted = wanted);
+                self.metrics.placements().stand_by(!wanted);
+                if !wanted {
+                    self.readiness.add(Part::Owner, STANDING_BY);
+                }
+                self.match_plugins();
+            }
+            Order::Renew => self.renew.send_modify(|times| *times = times.wrapping_add(1)),
+        }
+    }
+
+    /// Makes the state anew, as a start would, without repeating work that takes time.
+    fn adopt(&mut self, record: Option<Box<HealthRecord>>, passed: Option<Box<NodeObservation>>) {
+        let inherits = passed.is_some();
+        let seen = self.memory.as_ref().map(|memory| memory.replay(passed, Instant::now())).unwrap_or_default();
+        let events: Vec<Event> = record.map(Event::Restored).into_iter().chain(seen).collect();
+        if inherits {
+            // Claims go on from this snapshot, as where this process has seen the GPUs while it stood by.
+            self.state.current = self.fresh.clone().awaiting_a_scan_alone();
+            for event in events.clone() {
+                drop(self.state.apply(event));
+            }
+        }
+        let fresh = self.fresh.clone().with_tables_of(&self.state.current);
+        self.state.current = if inherits { fresh.awaiting_no_poll() } else { fresh };
+        self.published = false;
+        for event in events {
+            self.apply(event);
+        }
+        // The first list waits for the holders: the kubelet is asked at once.
+        self.begun_anew.notify_one();
     }
 }
 

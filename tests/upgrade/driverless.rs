@@ -1,0 +1,88 @@
+//! Upgrades of nodes that cannot see their GPUs. A DaemonSet's controller waits for a new pod while the old one is ready
+//! (pkg/controller/daemon/update.go): one such node would stop the upgrade of all.
+
+use crate::upgrade::fleet::{GPUS, KUBELETS, Running, World};
+use crate::upgrade::node::{GPU, Setup, machine, registered};
+
+fn setup() -> Setup {
+    let mut setup = Setup::with(&machine(&GPUS));
+    for (option, milliseconds) in [("poll", 20), ("pause", 10), ("grace", 100)] {
+        setup = setup.arg(format!("--nvml-{option}-ms={milliseconds}"));
+    }
+    GPUS.iter().for_each(|(_, pci, _)| setup.on_bus(pci));
+    setup
+}
+
+/// A node whose pod serves its GPUs.
+async fn serving(setup: Setup) -> (World, Running) {
+    let world = World::of(setup, KUBELETS[0]);
+    let running = world.start("pod-1").await;
+    registered(&world.kubelet, 1, GPUS.len()).await;
+    running.ready().await;
+    (world, running)
+}
+
+/// The driver fails, as long as new processes ask it.
+fn breaks(setup: &Setup) {
+    setup.tell("init 9");
+    setup.tell("fail * nvmlDeviceGetCount_v2 9");
+}
+
+fn mends(setup: &Setup) {
+    setup.tell("init 0");
+    setup.tell("unfail * nvmlDeviceGetCount_v2");
+}
+
+/// Devices that were offered are offered still, with no gap, and the new pod takes the driver up when it is there again.
+async fn goes_on(world: World, old: Running, mend: impl AsyncFnOnce(&World, &Running)) {
+    let new = world.replace(old, "pod-2").await;
+    let state = world.kubelet.state();
+    assert_eq!(state.resources[GPU].healthy.len(), GPUS.len(), "{state:#?}");
+    mend(&world, &new).await;
+    new.process.said("NVML available").await;
+    new.ready().await;
+    assert_eq!((world.kubelet.gaps(GPU), world.kubelet.violations()), (vec![], vec![]));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn node_without_a_driver_stops_no_rollout() {
+    let (world, old) = serving(setup()).await;
+    breaks(&world.setup);
+    old.process.said("NVML unavailable for longer than the grace period").await;
+    goes_on(world, old, async |world, _| mends(&world.setup)).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn node_with_a_released_driver_stops_no_rollout() {
+    let (world, old) = serving(setup()).await;
+    old.process.signal("USR1");
+    old.process.said("an operator releases the driver").await;
+    goes_on(world, old, async |_, new| new.process.signal("USR2")).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn owner_with_its_driver_keeps_its_node() {
+    let (world, old) = serving(setup()).await;
+    // A process that has begun has the driver; the next one does not get it.
+    world.setup.tell("init 9");
+    let mut new = world.start("pod-2").await;
+    new.process.said("has the driver, and keeps its place").await;
+    let (status, last) = new.process.ended().await;
+    assert!(!status.success(), "its container is made anew: {last:?}");
+    assert!(old.is_ready().await);
+    assert_eq!((world.kubelet.gaps(GPU), world.kubelet.violations()), (vec![], vec![]));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn withheld_gpus_stay_so_after_their_place_was_taken() {
+    let (world, old) = serving(setup().arg("--on-nvml-loss=unhealthy")).await;
+    breaks(&world.setup);
+    world.kubelet.wait(|state| state.resources[GPU].healthy.is_empty()).await.unwrap();
+    let new = world.replace(old, "pod-2").await;
+    let state = world.kubelet.state();
+    assert_eq!((state.resources[GPU].healthy.len(), state.resources[GPU].unhealthy.len()), (0, GPUS.len()));
+    // The next one finds an owner that has never seen the GPUs itself.
+    let _newest = world.replace(new, "pod-3").await;
+    mends(&world.setup);
+    world.kubelet.wait(|state| state.resources[GPU].healthy.len() == GPUS.len()).await.unwrap();
+}
