@@ -11,8 +11,8 @@ use linkwise_core::allocation::DeviceId;
 use linkwise_core::claims::ClaimName;
 use linkwise_core::publish::placement::{Allocation, Placements, Shortfall};
 use linkwise_core::state::{
-    ClaimedDevice, ContainerHoldings, ContainerName, Door, DraGpus, Event, HealthRecord, Holdings, NAMES_KEPT,
-    NodeState, PreparedClaim, ResourceName, ResourcePlan,
+    ClaimedDevice, ContainerHoldings, ContainerName, DraGpus, Event, HealthRecord, Holdings, NAMES_KEPT, NodeState,
+    PreparedClaim, ResourceName, ResourcePlan,
 };
 use linkwise_core::topology::{GpuUuid, MigObservation, NodeTopology};
 use linkwise_host::machines;
@@ -71,7 +71,7 @@ fn claimed(name: &str, device: &str) -> ClaimedDevice {
 }
 
 fn of(allocations: &[Allocation], pod: &str) -> Allocation {
-    allocations.iter().find(|allocation| allocation.holder.pod == pod).unwrap().clone()
+    allocations.iter().find(|allocation| allocation.pod == pod).unwrap().clone()
 }
 
 #[test]
@@ -134,9 +134,9 @@ fn each_container_has_its_own_allocation() {
     let containers = [(name(&long, "main"), a), (name(&long, "sidecar"), b)];
     let state = after(&node, Event::Holders(Some(listed::<String>(containers))));
     let shown = Placements::of(&state).allocations;
-    let named: Vec<_> = shown.iter().map(|one| (one.holder.container.as_str(), one.gpus.len())).collect();
-    assert_eq!((named, shown[0].holder.pod.len()), (vec![("main", 2), ("sidecar", 2)], 253));
-    assert!(shown.iter().all(|one| one.door == Door::Plugin && one.resource == "nvidia.com/gpu"));
+    let named: Vec<_> = shown.iter().map(|one| (one.container.as_str(), one.gpus.len())).collect();
+    assert_eq!((named, shown[0].pod.len()), (vec![("main", 2), ("sidecar", 2)], 253));
+    assert!(shown.iter().all(|one| one.door == "plugin" && one.resource == "nvidia.com/gpu"));
 }
 
 #[test]
@@ -174,7 +174,7 @@ fn claims_of_one_container_count_together() {
     }
     let shown = Placements::of(&after(&node, Event::Holders(Some(holdings))));
     let first = of(&shown.allocations, "first");
-    assert_eq!((first.door, first.resource.as_str(), first.gpus.len()), (Door::Dra, "gpu.nvidia.com", 2));
+    assert_eq!((&*first.door, first.resource.as_str(), first.gpus.len()), ("dra", "gpu.nvidia.com", 2));
     assert!(first.collective.is_some() && first.gpus == of(&shown.allocations, "second").gpus);
     assert_eq!(shown.free.values().sum::<usize>(), 6);
 }

@@ -5,26 +5,29 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
-use serde::de::DeserializeOwned;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::time::timeout;
 
-use super::print;
-use crate::config::{AdminArgs, AdminOrder};
-use linkwise_node::admin::State;
+use super::{print, top};
+use crate::config::{AdminArgs, AdminOrder, Format};
+use linkwise_core::publish::view::NodeView;
+use linkwise_core::quote::one_line;
 use linkwise_system::uds;
 
 /// The longest time for an answer: the order to release the driver waits 10 s for a process to end.
 const ANSWER: Duration = Duration::from_secs(20);
 /// The longest time for the state: linkwise answers from memory; if it ends, that is noticed sooner.
-pub(super) const LOOK: Duration = Duration::from_secs(5);
+const LOOK: Duration = Duration::from_secs(5);
 /// The longest answer that is read, in bytes: the state of a node with many GPUs has some 100 KB.
 const LONGEST: u64 = 16 << 20;
 
 /// Runs the command.
 pub async fn admin(args: &AdminArgs) -> Result<()> {
     let line = match &args.order {
-        AdminOrder::State => "GET /state".to_owned(),
+        AdminOrder::State { format: Format::Text } => {
+            return Ok(print(&top::state_text(&args.socket).await?)?);
+        }
+        AdminOrder::State { format: Format::Json } => "GET /state".to_owned(),
         AdminOrder::Release => "POST /driver/release".to_owned(),
         AdminOrder::Resume => "POST /driver/resume".to_owned(),
         AdminOrder::Clear { gpu } => format!("POST /gpus/{gpu}/clear"),
@@ -35,7 +38,21 @@ pub async fn admin(args: &AdminArgs) -> Result<()> {
             words += &format!("another process has GPUs open: {process}\n");
         }
     }
-    Ok(print(&words)?)
+    Ok(print(&escaped(&words))?)
+}
+
+/// Text or JSON in which JSON's escapes stand for the characters that a terminal obeys or does not show.
+fn escaped(words: &str) -> String {
+    let mut text = String::with_capacity(words.len());
+    for char in words.chars() {
+        let is_shown = if char.is_ascii() { !char.is_ascii_control() } else { char.escape_debug().len() == 1 };
+        if is_shown || char == '\n' {
+            text.push(char);
+        } else {
+            text.extend(char.encode_utf16(&mut [0; 2]).iter().map(|unit| format!("\\u{unit:04x}")));
+        }
+    }
+    text
 }
 
 /// The processes that have GPUs open, with their names, as far as this one can see them.
@@ -60,13 +77,9 @@ fn gpu_users(procfs: &Path) -> Vec<String> {
 }
 
 /// The state of the linkwise on this host.
-pub(super) async fn state(socket: &Path) -> Result<State> {
-    read_state(socket, &order(socket, "GET /state", LOOK).await?)
-}
-
-/// The state, or a part of it, in an answer to `GET /state`.
-pub(super) fn read_state<T: DeserializeOwned>(socket: &Path, answer: &str) -> Result<T> {
-    serde_json::from_str(answer).with_context(|| format!("what answers on {} is no linkwise", socket.display()))
+pub(super) async fn state(socket: &Path) -> Result<NodeView> {
+    let answer = order(socket, "GET /state", LOOK).await?;
+    serde_json::from_str(&answer).with_context(|| format!("what answers on {} is no linkwise", socket.display()))
 }
 
 /// The body of the answer to an order.
@@ -79,7 +92,7 @@ pub(super) async fn order(socket: &Path, line: &str, limit: Duration) -> Result<
     let status = head.split(' ').nth(1).unwrap_or_default();
     ensure!(head.starts_with("HTTP/1."), "what answers on {at} is no linkwise");
     if status != "200" {
-        bail!("{}", body.trim_end());
+        bail!("{}", one_line(body));
     }
     Ok(body.to_owned())
 }

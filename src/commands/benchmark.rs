@@ -12,9 +12,9 @@ use serde::Serialize;
 use super::{admin, find_gpu, open, print};
 use crate::config::{ExpectArgs, Format, PodArgs, VerifyArgs};
 use linkwise_core::benchmark::{Comparison, Expectation, MODEL, NcclReport, Row, Verdict, gb_per_s};
+use linkwise_core::publish::placement::Allocation;
 use linkwise_core::state::GpuSelector;
 use linkwise_core::topology::{GpuUuid, NodeTopology, PciAddress};
-use linkwise_node::admin::AllocationState;
 
 /// The longest text of nccl-tests that is read, in bytes: a log of NCCL with all ranks of a large job.
 const MOST_TEXT: u64 = 64 << 20;
@@ -153,18 +153,18 @@ async fn named(
     let Some(allocations) = &state.allocations else {
         bail!("linkwise does not know yet which pods have which GPUs");
     };
-    let is_its = |held: &&AllocationState| {
+    let is_its = |held: &&Allocation| {
         held.namespace == name.namespace
             && held.pod == name.pod
             && name.container.as_ref().is_none_or(|container| held.container == *container)
     };
-    let uuids: BTreeSet<&String> = allocations.iter().filter(is_its).flat_map(|held| &held.gpus).collect();
+    let uuids: BTreeSet<&GpuUuid> = allocations.iter().filter(is_its).flat_map(|held| &held.gpus).collect();
     ensure!(!uuids.is_empty(), "{name} has no GPU on this node");
     let mut with_mig = topology.mig_devices().iter().filter_map(|mig| topology.gpus().get(mig.parent));
-    if let Some(gpu) = with_mig.find(|gpu| uuids.contains(&gpu.uuid.to_string())) {
+    if let Some(gpu) = with_mig.find(|gpu| uuids.contains(&gpu.uuid)) {
         bail!("{name} has MIG devices of GPU {}, for which there is no model", gpu.index);
     }
-    uuids.into_iter().map(|uuid| Ok(GpuSelector::Uuid(uuid.parse()?))).collect::<Result<_>>().map(Some)
+    Ok(Some(uuids.into_iter().cloned().map(GpuSelector::Uuid).collect()))
 }
 
 /// The places of the GPUs that a person named.

@@ -14,7 +14,6 @@ mod doctor;
 mod documents;
 mod dra;
 mod labels;
-mod since;
 mod snapshot;
 mod top;
 mod topology;

@@ -32,7 +32,7 @@ pub async fn topology(args: &TopologyArgs) -> Result<()> {
     print(&match args.format {
         TopologyFormat::Text => text(&machine, allocated.as_ref()),
         TopologyFormat::Json | TopologyFormat::Nccl if allocated.is_some() => {
-            bail!("--allocated is for text, svg and dot")
+            bail!("--allocated is for text and svg")
         }
         TopologyFormat::Json => {
             let warnings = warnings.iter().map(ToString::to_string).collect();
@@ -40,9 +40,6 @@ pub async fn topology(args: &TopologyArgs) -> Result<()> {
         }
         TopologyFormat::Svg => {
             picture::svg(&Picture::new((&machine.title, &machine.observed), &topology, allocated.as_ref()))
-        }
-        TopologyFormat::Dot => {
-            picture::dot(&Picture::new((&machine.title, &machine.observed), &topology, allocated.as_ref()))
         }
         TopologyFormat::Nccl => machines::nccl_topology_file(&machine.observed),
     })?;
@@ -91,7 +88,7 @@ fn rows<T>(size: usize, value: impl Fn(usize, usize) -> T) -> Vec<Vec<T>> {
 /// The machine for people: title, tree, matrix, warnings; `allocated` are places of GPUs that are held.
 pub(super) fn text(machine: &Machine, allocated: Option<&BTreeSet<usize>>) -> String {
     let (topology, warnings) = NodeTopology::assemble(&machine.observed);
-    let mut text = format!("{}\n\n", machine.title);
+    let mut text = format!("{}\n\n", picture::shown(&machine.title));
     let held = |gpu: &Gpu| allocated.zip(topology.position(&gpu.uuid)).is_some_and(|(held, gpu)| held.contains(&gpu));
     let note = |gpu: &Gpu| if held(gpu) { "allocated".to_owned() } else { String::new() };
     text += &picture::tree(&machine.observed, &topology, note);
@@ -99,7 +96,7 @@ pub(super) fn text(machine: &Machine, allocated: Option<&BTreeSet<usize>>) -> St
     text += &picture::matrix(&topology, &machine.observed.host);
     for warning in warnings {
         // Writing to a String cannot fail.
-        let _ = write!(text, "\nwarning: {warning}");
+        let _ = write!(text, "\nwarning: {}", picture::shown(&warning.to_string()));
     }
     if !text.ends_with('\n') {
         text.push('\n');

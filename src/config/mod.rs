@@ -21,7 +21,6 @@ mod rails;
 mod removed;
 pub mod settings;
 mod subcommands;
-mod top;
 mod wait;
 mod watch;
 mod xids;
@@ -29,7 +28,7 @@ mod xids;
 use std::ffi::OsString;
 use std::path::PathBuf;
 
-use clap::builder::{FalseyValueParser, PossibleValuesParser, TypedValueParser};
+use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args, Parser, ValueEnum};
 use linkwise_system::log::LogFormat;
 
@@ -37,7 +36,7 @@ use linkwise_core::allocation::AllocationPolicy;
 use linkwise_core::state::GpuSelector;
 use linkwise_core::words::Words;
 
-pub use admin::{AdminArgs, AdminOrder};
+pub use admin::{AdminArgs, AdminOrder, TopArgs};
 pub use api_server::ApiServerArgs;
 pub use benchmark::{ExpectArgs, PodArgs, VerifyArgs};
 pub use check::{ConfigArgs, ConfigCheckArgs, ConfigCommand, ConfigShowArgs};
@@ -53,7 +52,6 @@ pub use nvml::NvmlArgs;
 pub use rails::Rails;
 pub use settings::{Environment, Flags, Interval, Settings};
 pub use subcommands::Command;
-pub use top::TopArgs;
 pub use wait::WaitArgs;
 pub use watch::FileWatch;
 pub use xids::XidArgs;
@@ -114,14 +112,6 @@ pub struct LogArgs {
     /// Form of the log lines
     #[arg(long, value_name = "FORMAT", env = "LINKWISE_LOG_FORMAT", default_value = "text", value_parser = word::<LogFormat>())]
     pub log_format: LogFormat,
-}
-
-/// The choice of colours in the output.
-#[derive(Clone, Copy, Debug, Args)]
-pub struct ColorArgs {
-    /// No colours, also on a terminal
-    #[arg(long, env = "NO_COLOR", action = clap::ArgAction::SetTrue, value_parser = FalseyValueParser::new())]
-    pub no_color: bool,
 }
 
 /// `linkwise run`.
@@ -197,8 +187,6 @@ pub enum TopologyFormat {
     Json,
     /// A picture, for a browser.
     Svg,
-    /// A picture, for Graphviz.
-    Dot,
     /// A topology file, for NCCL's NCCL_TOPO_FILE.
     Nccl,
 }
@@ -212,7 +200,7 @@ pub struct TopologyArgs {
     /// List the built-in machines, one per line, with the name first
     #[arg(long, conflicts_with = "node")]
     pub list: bool,
-    /// Text for people, JSON for scripts, a picture (svg for a browser, dot for Graphviz), or a topology file for NCCL
+    /// Text for people, JSON for scripts, a picture (svg, for a browser), or a topology file for NCCL
     #[arg(long, default_value = "text")]
     pub format: TopologyFormat,
     /// GPUs in use, as indices or UUIDs with commas: pictures colour them, the text marks them; not for json and nccl

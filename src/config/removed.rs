@@ -1,5 +1,5 @@
-//! Names of earlier versions that are gone: commands, flags, variables and keys of the file. Each that is still set is
-//! refused by its name, with what to do instead.
+//! Names of earlier versions that are gone: commands, flags, values of flags, variables and keys of the file. Each that is
+//! still set is refused by its name, with what to do instead.
 
 use clap::Error;
 use clap::error::{ContextKind, ContextValue};
@@ -52,6 +52,9 @@ const REMOVED: &[(&[&str], &str)] = &[
         "no process stands by for a crash; leave it out, and take the container that has it out of the pod",
     ),
     (&["LINKWISE_AGENT_PROGRAM"], "one program does it all; leave it out"),
+    (&["--format dot"], "there is no output for Graphviz; use --format svg, a picture"),
+    (&["--format json"], "linkwise top prints text; use linkwise admin state, which prints JSON"),
+    (&["--no-color"], "linkwise top has no colours; leave it out"),
 ];
 
 /// What to do instead of something that is gone, in words; `None` for any other name.
@@ -68,13 +71,16 @@ pub fn variables() -> impl Iterator<Item = &'static str> {
 
 /// The error of a command line with a word that is gone, in place of clap's: one line.
 pub fn explained(error: Error) -> Error {
-    let words =
-        [ContextKind::InvalidSubcommand, ContextKind::InvalidArg].into_iter().filter_map(|kind| error.get(kind));
-    let refusals = words.filter_map(|word| match word {
-        ContextValue::String(word) => Some(format!("{}: {}", excerpt(word), refusal(word)?)),
+    let text = |kind| match error.get(kind) {
+        Some(ContextValue::String(text)) => Some(text.as_str()),
         _ => None,
-    });
-    match refusals.collect::<Vec<_>>().first() {
+    };
+    // Beside a value that is none, clap names the flag with its placeholder: `--format <FORMAT>`.
+    let flag = text(ContextKind::InvalidArg).and_then(|flag| flag.split(' ').next());
+    let value = flag.zip(text(ContextKind::InvalidValue)).map(|(flag, value)| format!("{flag} {value}"));
+    let words = [text(ContextKind::InvalidSubcommand), value.as_deref(), flag].into_iter().flatten();
+    let line = words.filter_map(|word| Some(format!("{}: {}", excerpt(word), refusal(word)?))).next();
+    match line {
         Some(line) => Error::raw(error.kind(), format!("{line}\n")),
         None => error,
     }

@@ -75,7 +75,7 @@ subcommands! {
     "claim" => Claim(Box<ClaimArgs>), "Print a manifest that asks for GPUs through DRA";
     "admin" => Admin(AdminArgs),
         "Print the state of the linkwise on this host, or order: release the driver, clear a GPU's health";
-    "top" => Top(TopArgs), "Watch this node: who holds which GPUs, how good they are, what a request would get now";
+    "top" => Top(TopArgs), "Print this node's state again and again: who holds which GPUs, how good they are";
     "wait" => Wait(WaitArgs), "Wait until linkwise serves this node's kubelet, and print what it serves";
     "mps-control-daemon" => MpsControlDaemon(Box<MpsControlDaemonArgs>),
         "Run the control daemons of the GPUs that are shared by MPS (see docs/mps.md)";

@@ -20,8 +20,10 @@ use linkwise_kubelet::device_plugin::{Life, Occurrence, Phase, PluginMetrics};
 use linkwise_kubelet::dra;
 use linkwise_node::metrics::Metrics;
 use linkwise_node::observe::GpuFailures;
+use linkwise_node::readiness::Readiness;
 use linkwise_node::takeover::TakeoverMetrics;
-use linkwise_nvml::supervisor::DriverMetrics;
+use linkwise_node::views::Views;
+use linkwise_nvml::supervisor::{DriverMetrics, Idle};
 use linkwise_system::grpc::Rpc;
 
 fn node() -> NodeState {
@@ -39,7 +41,11 @@ fn node() -> NodeState {
 
 fn metrics() -> (Metrics, watch::Sender<Arc<NodeState>>) {
     let (sender, snapshot) = watch::channel(Arc::new(node()));
-    (Metrics::new("1.2.3", snapshot), sender)
+    (Metrics::new("1.2.3", views(snapshot)), sender)
+}
+
+fn views(snapshot: watch::Receiver<Arc<NodeState>>) -> Views {
+    Views::new(snapshot, Readiness::new(Idle::Waiting(String::new())))
 }
 
 /// Metrics and their series in alphabetical order: the library writes the series in a random one.
@@ -177,20 +183,22 @@ fn ended_pod_has_no_series() {
 
 #[test]
 fn hidden_pods_keep_apart_and_the_operator_sees_them() {
-    let (metrics, sender) = metrics();
-    let reader = metrics.placements();
-    sender.send_replace(Arc::new(placed()));
+    let (_sender, snapshot) = watch::channel(Arc::new(placed()));
+    let views = views(snapshot);
+    let metrics = Metrics::new("1.2.3", views.clone());
     assert!(metrics.encode().unwrap().contains("pod=\"notebook\""));
-    reader.hide_pods();
+    views.hide_pods();
     let text = metrics.encode().unwrap();
     assert!(!text.contains("notebook") && !text.contains("train"), "{text}");
     // `printf ml/notebook | sha256sum`
     assert!(text.contains("namespace=\"ml\",pod=\"pod-99bac2e8ffcd\",container=\"main\""), "{text}");
     assert_eq!(text.lines().filter(|line| line.starts_with("linkwise_allocation_info{")).count(), 3);
-    let named: Vec<_> = reader.named().1.allocations.iter().map(|one| one.holder.pod.clone()).collect();
-    assert!(named.contains(&"notebook".to_owned()), "{named:?}");
-    // Computed once for a snapshot.
-    assert!(Arc::ptr_eq(&reader.shown().1, &reader.shown().1) && Arc::ptr_eq(&reader.named().1, &reader.named().1));
+    let named = views.for_operator();
+    assert!(named.held().iter().any(|held| held.pod == "notebook"), "{named:?}");
+    views.stand_by(true);
+    let text = metrics.encode().unwrap();
+    assert!(!text.contains("linkwise_allocation_info{") && !text.contains("linkwise_gpus_by_availability{"), "{text}");
+    assert_eq!(text.matches("linkwise_gpu_healthy{").count(), 8, "{text}");
 }
 
 #[test]

@@ -90,7 +90,8 @@ mod tests {
     use std::fs;
     use std::os::unix::net::UnixStream;
 
-    use linkwise_node::admin::{Outcome, State};
+    use linkwise_core::publish::view::NodeView;
+    use linkwise_node::admin::Outcome;
     use tokio::time::timeout;
 
     #[tokio::test]
@@ -100,7 +101,7 @@ mod tests {
         fs::write(&run, "no folder").unwrap();
         assert!(matches!(bind_admin(&path), Err(LocalError::Bind(..))));
         let orders = Orders {
-            state: Arc::new(State::default),
+            state: Arc::new(NodeView::default),
             carry_out: Arc::new(|_| Box::pin(async { Outcome::Done(String::new()) })),
         };
         let mut served = Box::pin(serve_operators(path.clone(), None, orders));

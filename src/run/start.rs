@@ -215,11 +215,11 @@ async fn start_node(
     .await?;
     tracing::info!(version = env!("CARGO_PKG_VERSION"), metrics = %node.metrics_address(), "linkwise is up");
     if settings.hide_pod_names.value {
-        node.metrics().placements().hide_pods();
+        node.views.hide_pods();
     }
     settings.metrics_hosts.value.iter().chain(&args.node_name).for_each(|name| node.hosts.add(name));
     if let Some(name) = &args.node_name {
-        node.pages.named(name.clone());
+        node.views.named(name.clone());
     }
     Ok(node)
 }
@@ -233,7 +233,7 @@ fn start_driver(
 ) -> (supervisor::Driver, Release, mpsc::Sender<MigRequest>) {
     let metrics = node.metrics().register(DriverMetrics::register);
     let release = Release::new(metrics.clone(), gate(settings, "linkwise-run"));
-    node.pages.follow_release(release.follow());
+    node.views.follow_release(release.follow());
     let beside = (metrics, node.readiness.idle().clone(), release.clone());
     let (mig, orders) = mpsc::channel(supervisor::MIG_REQUESTS);
     let driver = driver_of(&args.nvml, &args.host, settings, node.events(), beside);

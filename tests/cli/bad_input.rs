@@ -128,6 +128,15 @@ fn removed_names_are_refused_with_what_to_do() {
             "error: --dra-groups: removed: groups of 2, 4 and 8 GPUs are published; leave it out",
         ),
         (&["simulate"], "error: simulate: removed: use the program linkwise-lab"),
+        (
+            &["topology", "--format", "dot"],
+            "error: --format dot: removed: there is no output for Graphviz; use --format svg",
+        ),
+        (
+            &["top", "--format=json"],
+            "error: --format json: removed: linkwise top prints text; use linkwise admin state",
+        ),
+        (&["top", "--no-color"], "error: --no-color: removed: linkwise top has no colours; leave it out"),
     ] {
         let (code, words) = refusal(args);
         assert_eq!((code, words.lines().count()), (Some(2), 1), "{words}");

@@ -61,7 +61,7 @@ fn every_command_has_page_and_completions() {
     // The process that `linkwise run` starts is nobody's to call.
     assert!(texts.iter().all(|text| !text.contains("nvml-agent") && !text.contains("agent-program")));
     let page = fs::read_to_string(pages.join("linkwise-top.1")).unwrap();
-    for words in [".TH linkwise-top 1", "\\-\\-interval", "LINKWISE_ADMIN_SOCKET", "Ctrl\\-Z"] {
+    for words in [".TH linkwise-top 1", "\\-\\-interval", "LINKWISE_ADMIN_SOCKET", "\\-\\-once"] {
         assert!(page.contains(words), "{words}:\n{page}");
     }
 }
@@ -96,7 +96,7 @@ fn bash_completes_commands_flags_and_machines() {
         (&["linkwise", "topo"][..], &["topology"][..]),
         (&["linkwise", "admin", "re"], &["release", "resume"]),
         (&["linkwise", "top", "--onc"], &["--once"]),
-        (&["linkwise", "top", "--format", ""], &["text", "json"]),
+        (&["linkwise", "allocate", "--format", ""], &["text", "json"]),
         (&["linkwise", "snapshot", "--node", "dgx-a"], &["dgx-a100"]),
         (&["linkwise", "topology", "--node", "power"], &["power9-v100"]),
     ] {

@@ -1,5 +1,5 @@
 //! The commands that read and print, as a person or a script runs them: `topology`, `allocate`, `demo`, `config`,
-//! `top`.
+//! `top`, `admin state`.
 
 #![allow(
     clippy::unwrap_used,
@@ -17,14 +17,16 @@ mod documents;
 mod dra_switch;
 mod golden;
 mod progress;
-mod pty;
 mod top;
 mod topology;
 
 use std::ffi::OsStr;
+use std::fs::File;
+use std::io::Read;
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, Stdio};
 
+use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
 use serde_json::Value;
 
 /// Built-in machines of eight GPUs whose output is kept in golden files.
@@ -53,4 +55,41 @@ fn text(command: &mut Command) -> String {
 
 fn json(args: &[&str]) -> Value {
     serde_json::from_str(&text(&mut linkwise(args))).unwrap()
+}
+
+/// A program whose output is a terminal, until this is dropped.
+struct OnTerminal {
+    child: Child,
+    /// Our side of the terminal.
+    ours: File,
+    /// What the program wrote so far.
+    written: String,
+}
+
+impl OnTerminal {
+    fn start(command: &mut Command) -> Self {
+        let ours = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY).unwrap();
+        grantpt(&ours).unwrap();
+        unlockpt(&ours).unwrap();
+        let name = ptsname(&ours, Vec::new()).unwrap().into_string().unwrap();
+        let theirs = File::options().read(true).write(true).open(name).unwrap();
+        let child = command.stdout(theirs.try_clone().unwrap()).stderr(theirs).spawn().unwrap();
+        Self { child, ours: ours.into(), written: String::new() }
+    }
+
+    /// Waits until this is so of what was written.
+    fn wait(&mut self, is: impl Fn(&str) -> bool) {
+        while !is(&self.written) {
+            let mut bytes = [0; 4096];
+            let read = self.ours.read(&mut bytes).unwrap_or_else(|error| panic!("{error}: {}", self.written));
+            self.written += &String::from_utf8_lossy(&bytes[..read]);
+        }
+    }
+}
+
+impl Drop for OnTerminal {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
 }

@@ -2,8 +2,7 @@
 
 use std::os::unix::net::UnixListener;
 
-use crate::cli::linkwise;
-use crate::cli::pty::Terminal;
+use crate::cli::{OnTerminal, linkwise};
 
 #[test]
 fn doctor_says_what_it_waits_for() {
@@ -14,10 +13,10 @@ fn doctor_says_what_it_waits_for() {
     let mut doctor = linkwise(&["doctor", "--timeout", "3600", "--admin-socket"]);
     doctor.arg(at("admin.sock")).arg("--root").arg(folder.path()).arg("--sysfs").arg(at("sys"));
     doctor.arg("--nvml-library").arg(at("none.so")).arg("--kubelet-socket").arg(at("kubelet.sock"));
-    // Wide and tall: the report neither wraps nor scrolls.
-    let mut terminal = Terminal::start(&doctor, 400, 200);
-    terminal.wait_for("checking the GPUs' health, ");
+    let mut terminal = OnTerminal::start(&mut doctor);
+    terminal.wait(|written| written.contains("\rchecking the GPUs' health, "));
     drop(silent);
-    terminal.wait("report", |screen| !screen.text().contains("checking") && screen.text().contains("failed"));
+    // The line is cleared before the report.
+    terminal.wait(|written| written.split("\r\x1b[K").nth(1).is_some_and(|report| report.contains("failed")));
     terminal.child.wait().unwrap();
 }

@@ -1,17 +1,16 @@
-//! `linkwise top` on a terminal and on a pipe, beside an admin socket that answers what the test wants.
+//! `linkwise top` and `linkwise admin state`, beside an admin socket that answers what the test wants.
 
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixListener;
 use std::path::PathBuf;
-use std::process::{Command, Stdio};
+use std::process::Command;
 use std::sync::{Arc, Mutex};
 
 use serde_json::{Value, json};
 
 use crate::cli::golden::holds;
-use crate::cli::pty::Terminal;
-use crate::cli::{linkwise, text};
+use crate::cli::{OnTerminal, linkwise, text};
 
 /// A linkwise that answers `GET /state`.
 pub(super) struct Neighbour {
@@ -52,13 +51,9 @@ impl Neighbour {
         neighbour
     }
 
-    fn top(&self, args: &[&str]) -> Command {
-        self.top_every("1", args)
-    }
-
-    fn top_every(&self, seconds: &str, args: &[&str]) -> Command {
-        let mut command = linkwise(&["top", "--interval", seconds]);
-        command.arg("--socket").arg(self.socket()).args(args);
+    fn ask(&self, args: &[&str]) -> Command {
+        let mut command = linkwise(args);
+        command.env("LINKWISE_ADMIN_SOCKET", self.socket());
         command
     }
 }
@@ -121,96 +116,37 @@ fn ageless(text: &str) -> String {
 #[test]
 fn piped_text_is_printed_once_and_plain() {
     let neighbour = Neighbour::started(state());
-    let shown = text(&mut neighbour.top(&[]));
+    let shown = text(&mut neighbour.ask(&["top"]));
     assert!(!shown.contains('\x1b'), "{shown:?}");
     holds("top", &ageless(&shown));
+    let once = text(&mut neighbour.ask(&["admin", "state", "--format", "text"]));
+    assert_eq!(ageless(&once), ageless(&shown));
 }
 
 #[test]
-fn screen_follows_the_state_until_q() {
-    let neighbour = Neighbour::started(state());
-    let mut terminal = Terminal::start(&neighbour.top(&[]), 80, 40);
-    terminal.wait_for("q ends");
-    for words in ["team-a/train-0", "unhealthy", "XID 79", "GPU 3,6", "66 %", "nothing", "no room on the disk"] {
-        assert!(terminal.screen.text().contains(words), "{words}:\n{}", terminal.screen.text());
-    }
-    assert!(terminal.screen.colors > 0);
-    neighbour.state.lock().unwrap()["allocations"][0]["pod"] = json!("later");
-    terminal.wait_for("team-a/later");
-    // The terminal may have got a part of the new screen only.
-    terminal.wait("screen without the old pod", |screen| !screen.text().contains("train-0"));
-    terminal.press("q");
-    assert!(terminal.ends().success());
-}
-
-#[test]
-fn narrow_and_resized_screens_are_cut() {
-    let mut state = state();
-    state["allocations"][0]["pod"] = json!("漢字".repeat(40));
-    state["allocations"][1]["pod"] = json!("p".repeat(253));
-    let neighbour = Neighbour::started(state);
-    // It draws once, and again for each size: nothing is under way for another size.
-    let mut terminal = Terminal::start(&neighbour.top_every("3600", &[]), 80, 40);
-    terminal.wait("whole screen", |screen| screen.drawn == 1);
-    for (number, (columns, rows)) in [(40, 40), (20, 5), (1, 1), (200, 50), (79, 40), (41, 12)].into_iter().enumerate()
-    {
-        terminal.resize(columns, rows);
-        // The screen itself fails where a line wraps.
-        terminal.wait("screen of this size", |screen| screen.drawn == number + 2);
-        assert!(columns == 200 || terminal.screen.text().contains('…'), "{}", terminal.screen.text());
-        assert!(terminal.screen.text().lines().last().is_some_and(|line| !line.is_empty()));
-    }
-    terminal.press("\x03");
-    assert!(terminal.ends().success());
-}
-
-#[test]
-fn long_state_scrolls() {
-    let neighbour = Neighbour::started(state());
-    let mut terminal = Terminal::start(&neighbour.top(&[]), 80, 8);
-    terminal.wait_for("0 lines above");
-    assert!(!terminal.screen.text().contains("warning"));
-    terminal.press("\x1b[F");
-    terminal.wait_for("warning");
-    terminal.wait_for(" 0 below");
-    terminal.press("g");
-    terminal.wait_for("linkwise 1.2.3");
-    terminal.press("j");
-    terminal.wait_for("1 lines above");
-    terminal.press("q");
-    assert!(terminal.ends().success());
-}
-
-#[test]
-fn linkwise_that_is_away_is_named_and_awaited() {
+fn terminal_is_cleared_and_written_again_and_again() {
     let neighbour = Neighbour::new(state());
-    let mut terminal = Terminal::start(&neighbour.top(&[]), 100, 40);
-    terminal.wait_for("linkwise does not answer");
+    let mut terminal = OnTerminal::start(&mut neighbour.ask(&["top", "--interval", "1"]));
+    terminal.wait(|written| written.contains("\x1b[H\x1b[Jlinkwise does not answer, trying again: "));
     neighbour.listens();
-    terminal.wait_for("team-a/train-0");
-    assert!(!terminal.screen.text().contains("does not answer"));
-    fs::remove_file(neighbour.socket()).unwrap();
-    terminal.wait_for("trying again; this is");
-    assert!(terminal.screen.text().contains("team-a/train-0"), "the last state stays");
-    fs::write(neighbour.socket(), "no socket").unwrap();
-    neighbour.listens();
-    terminal.wait("answer", |screen| !screen.text().contains("does not answer"));
-    // Ended by a signal, it leaves the terminal as it was, too.
-    let pid = rustix::process::Pid::from_child(&terminal.child);
-    rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
-    assert!(terminal.ends().success());
+    terminal.wait(|written| written.contains("\x1b[H\x1b[Jlinkwise 1.2.3") && written.contains("team-a/train-0"));
+    neighbour.state.lock().unwrap()["allocations"][0]["pod"] = json!("later");
+    terminal.wait(|written| written.contains("team-a/later"));
+    // It leaves the terminal as it is: a signal ends it.
+    assert!(terminal.child.try_wait().unwrap().is_none());
+    let mut once = OnTerminal::start(&mut neighbour.ask(&["top", "--once"]));
+    once.wait(|written| written.contains("warning: "));
+    assert!(once.child.wait().unwrap().success() && !once.written.contains('\x1b'), "{:?}", once.written);
 }
 
 #[test]
-fn stopped_top_gives_the_terminal_back_meanwhile() {
-    let neighbour = Neighbour::started(state());
-    let mut terminal = Terminal::start(&neighbour.top(&[]), 80, 40);
-    terminal.wait_for("q ends");
-    // The kernel stops no process that no shell could let go on; it takes the terminal again.
-    terminal.press("\x1a");
-    terminal.wait("second start", |screen| screen.entered == 2);
-    terminal.press("q");
-    assert!(terminal.ends().success());
+fn linkwise_that_is_away_fails_once() {
+    let neighbour = Neighbour::new(state());
+    for args in [&["top"][..], &["top", "--once"], &["admin", "state", "--format", "text"]] {
+        let output = neighbour.ask(args).output().unwrap();
+        let error = String::from_utf8(output.stderr).unwrap();
+        assert!(!output.status.success() && error.contains("admin.sock") && output.stdout.is_empty(), "{error}");
+    }
 }
 
 #[test]
@@ -218,34 +154,28 @@ fn hostile_names_are_escaped() {
     let mut state = state();
     let hostile = "\u{1b}[2J\u{1b}]0;title\u{7}\r\n\u{9b}31m\u{202e}x";
     state["allocations"][0]["pod"] = json!(hostile);
+    state["allocations"][0]["gone"] = json!([hostile]);
     state["gpus"][0]["model"] = json!(hostile);
+    state["gpus"][0]["waits_for"] = json!(hostile);
+    state["gpus"][7]["reasons"][0]["reason"] = json!(hostile);
     state["parts"]["CDI sync"]["trouble"] = json!(hostile);
-    state["warnings"] = json!([hostile]);
-    state["version"] = json!(hostile);
+    state["parts"][hostile] = json!({"phase": hostile});
+    for list in ["warnings", "problems", "unready"] {
+        state[list] = json!([hostile]);
+    }
+    state["choices"] = json!([{"resource": hostile, "gpus": [hostile], "why": hostile}]);
+    for word in ["version", "node", "idle"] {
+        state[word] = json!(hostile);
+    }
     let neighbour = Neighbour::started(state);
-    let mut terminal = Terminal::start(&neighbour.top(&[]), 200, 40);
-    terminal.wait_for("warning: \\u{1b}[2J\\u{1b}]0;title\\u{7} \\u{9b}31m\\u{202e}x");
-    terminal.press("q");
-    assert!(terminal.ends().success());
-    for args in [&[][..], &["--format=json", "--once"]] {
-        let shown = text(&mut neighbour.top(args));
-        assert!(shown.chars().all(|char| char == '\n' || !char.is_control()), "{shown:?}");
+    let escaped = "\\u{1b}[2J\\u{1b}]0;title\\u{7} \\u{9b}31m\\u{202e}x";
+    let shown = text(&mut neighbour.ask(&["top"]));
+    assert_eq!(shown.matches(escaped).count(), 19, "{shown}");
+    let json = text(&mut neighbour.ask(&["admin", "state"]));
+    for shown in [&shown, &json] {
+        assert!(shown.chars().all(|char| char == '\n' || char != '\u{202e}' && !char.is_control()), "{shown:?}");
     }
-    let object: Value = serde_json::from_str(&text(&mut neighbour.top(&["--format=json", "--once"]))).unwrap();
-    assert_eq!(object["state"]["version"], hostile);
-}
-
-#[test]
-fn colours_are_off_by_no_color() {
-    let neighbour = Neighbour::started(state());
-    for (flag, variable) in [(Some("--no-color"), ""), (None, "1")] {
-        let mut top = neighbour.top(flag.as_slice());
-        let mut terminal = Terminal::start(top.env("NO_COLOR", variable), 80, 40);
-        terminal.wait_for("q ends");
-        assert_eq!(terminal.screen.colors, 0);
-        terminal.press("q");
-        assert!(terminal.ends().success());
-    }
+    assert_eq!(serde_json::from_str::<Value>(&json).unwrap()["version"], hostile);
 }
 
 #[test]
@@ -253,32 +183,10 @@ fn state_of_another_version_is_shown() {
     let mut old = gpu(0, &json!([]));
     old.as_object_mut().unwrap().remove("availability");
     let neighbour = Neighbour::started(json!({"version": "0.1.0", "gpus": [old], "new": {}}));
-    let shown = text(&mut neighbour.top(&[]));
+    let shown = text(&mut neighbour.ask(&["top"]));
     assert!(shown.contains("healthy  unknown"), "{shown}");
     *neighbour.state.lock().unwrap() = json!([1]);
-    let output = neighbour.top(&[]).output().unwrap();
+    let output = neighbour.ask(&["top"]).output().unwrap();
     let error = String::from_utf8(output.stderr).unwrap();
     assert!(!output.status.success() && error.contains("is no linkwise"), "{error}");
-}
-
-#[test]
-fn json_is_one_object_for_each_look() {
-    let neighbour = Neighbour::started(state());
-    let mut child = neighbour.top(&["--format=json"]).stdout(Stdio::piped()).spawn().unwrap();
-    let mut lines = BufReader::new(child.stdout.take().unwrap()).lines().map(Result::unwrap);
-    let mut object = || serde_json::from_str::<Value>(&lines.next().unwrap()).unwrap();
-    let first = object();
-    assert_eq!(first["state"], state());
-    assert!(first["time"].as_u64().is_some_and(|time| time > 1_700_000_000));
-    assert_eq!(object()["state"], state());
-    fs::remove_file(neighbour.socket()).unwrap();
-    while object()["error"].as_str().is_none_or(|error| !error.contains("admin.sock")) {}
-    // Nobody reads any more.
-    drop(lines);
-    assert!(child.wait().unwrap().success());
-    let output = neighbour.top(&["--format=json", "--once"]).output().unwrap();
-    assert!(!output.status.success() && output.stdout.is_empty(), "{output:?}");
-    neighbour.listens();
-    let one = text(&mut neighbour.top(&["--format=json", "--once"]));
-    assert_eq!(one.lines().count(), 1, "{one}");
 }

@@ -8,6 +8,7 @@ use std::time::Duration;
 use linkwise_core::allocation::DeviceId;
 use linkwise_core::claims::ClaimName;
 use linkwise_core::publish::placement::{Outlook, Placements};
+use linkwise_core::publish::view::{Process, Sums, view};
 use linkwise_core::state::{
     Availability, ClaimedDevice, Door, DraGpus, Effect, Event, GpuSelector, Health, Holdings, MigStrategy, NodeState,
     PreparedClaim, ResourceDevice, ResourceName, ResourcePlan, SharedDevices, SharedResource, Sharing, SharingKind,
@@ -56,8 +57,9 @@ type Figures = (Vec<(GpuUuid, Availability)>, BTreeMap<Availability, usize>, usi
 
 fn figures(state: &NodeState) -> Figures {
     let gpus = state.gpus().iter().map(|status| (status.gpu.uuid.clone(), status.availability)).collect();
-    let shown = Placements::of(state);
-    (gpus, shown.gpus, shown.free.values().sum(), shown.outlook)
+    let placements = Placements::of(state);
+    let Sums { gpus: counts, free, .. } = view(state, &placements, Process::default()).sums;
+    (gpus, counts, free.values().sum(), placements.outlook)
 }
 
 impl World {

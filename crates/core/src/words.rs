@@ -13,6 +13,21 @@ pub fn count(number: usize, one: &str) -> String {
     format!("{number} {one}{}", if number == 1 { "" } else { "s" })
 }
 
+/// MB/s as GB/s with one decimal, cut off: `370.8`.
+pub fn gigabytes(megabytes: u64) -> String {
+    format!("{}.{}", megabytes / 1000, megabytes % 1000 / 100)
+}
+
+/// Writes sorted numbers as `0-3, 6`: runs of three and more are joined.
+pub fn ranges(numbers: &[u32]) -> String {
+    let runs = numbers.chunk_by(|a, b| a.checked_add(1) == Some(*b));
+    let run = |run: &[u32]| match run {
+        [first, _, .., last] => format!("{first}-{last}"),
+        few => few.iter().map(ToString::to_string).collect::<Vec<_>>().join(", "),
+    };
+    runs.map(run).collect::<Vec<_>>().join(", ")
+}
+
 /// An enum whose values each have one word.
 pub trait Words: Copy + PartialEq + 'static {
     /// Each word and its value, in the order in which people list them.
@@ -67,6 +82,13 @@ mod tests {
         for (word, value) in T::WORDS {
             assert_eq!(serde_json::to_value(value).unwrap(), *word);
         }
+    }
+
+    #[test]
+    fn runs_of_numbers_are_abbreviated() {
+        assert_eq!(ranges(&[]), "");
+        assert_eq!(ranges(&[0, 1, 2, 3, 6, 8, 9]), "0-3, 6, 8, 9");
+        assert_eq!(ranges(&[u32::MAX]), "4294967295");
     }
 
     #[test]

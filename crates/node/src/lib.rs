@@ -1,8 +1,8 @@
 //! The node: the one loop that writes the state, its duties, and what shows the state to people and scrapers.
 //!
 //! `node` has the loop and the plugins; `takeover` decides which of several linkwise serves a node; `readiness` gathers
-//! what is ready; `state_loop` is for programs without a kubelet; `admin` and `page` answer over the port and the
-//! operators' socket. Nothing here reads options.
+//! what is ready; `state_loop` is for programs without a kubelet; `views` makes what people see of the node, which
+//! `page` and `metrics` print; `admin` answers over the port and the operators' socket. Nothing here reads options.
 
 pub mod admin;
 pub mod keeper;
@@ -14,3 +14,4 @@ pub mod page;
 pub mod readiness;
 pub mod state_loop;
 pub mod takeover;
+pub mod views;

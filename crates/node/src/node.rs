@@ -23,13 +23,14 @@ use tokio_util::sync::CancellationToken;
 use self::succession::{Memory, Order, Running};
 use super::keeper::{HealthSettings, Keeper};
 use super::observe::{self, GpuFailures, Reported};
-use super::page::Pages;
 use super::readiness::{Part, Readiness};
 use super::state_loop::StateWriter;
-use crate::admin::{Admin, Answers, Choice, Hosts, PORT_PAUSES};
+use super::views::Views;
+use crate::admin::{Admin, Answers, Hosts, PORT_PAUSES};
 use crate::metrics::{self, Metrics};
 use linkwise_core::allocation::AllocationReport;
 use linkwise_core::once::Once;
+use linkwise_core::publish::view::ChoiceView;
 use linkwise_core::state::{Door, Effect, Event, Health, HealthRecord, NodeState, NumaHints, ResourceName};
 use linkwise_core::topology::{GpuUuid, NodeObservation};
 use linkwise_kubelet::device_plugin::pod_resources::{self, Holders};
@@ -99,8 +100,8 @@ pub struct Node {
     /// The readiness of the node's parts.
     pub readiness: Readiness,
     last_report: watch::Sender<Option<Arc<AllocationReport>>>,
-    /// The node's page.
-    pub pages: Pages,
+    /// The node's views.
+    pub views: Views,
     /// The names by which the HTTP endpoints may be called.
     pub hosts: Hosts,
     metrics: Metrics,
@@ -165,8 +166,8 @@ impl Node {
         let readiness = Readiness::new(Idle::Waiting(NOT_SEEN.to_owned()));
         let keeper = Keeper::of(settings.health.state_dir.clone());
         let kept = keeper.read().await;
-        let metrics = Metrics::new(env!("CARGO_PKG_VERSION"), state.snapshot());
-        let pages = Pages::new(metrics.placements().clone(), readiness.clone());
+        let views = Views::new(state.snapshot(), readiness.clone());
+        let metrics = Metrics::new(env!("CARGO_PKG_VERSION"), views.clone());
         let address = settings.metrics_address;
         let admin = match Admin::bind(address) {
             Err(error) if error.kind() == io::ErrorKind::AddrInUse => None,
@@ -198,7 +199,7 @@ impl Node {
             begun_anew: Arc::default(),
             readiness,
             last_report: watch::Sender::default(),
-            pages,
+            views,
             hosts: Hosts::of_this_pod(),
             plugin_metrics: metrics.register(PluginMetrics::register),
             gpu_failures: metrics.register(GpuFailures::register),
@@ -311,14 +312,14 @@ impl Node {
 
     fn show_choice(&self, resource: &ResourceName, occurrence: &Occurrence) {
         let Occurrence::Chosen { report, narrowed, .. } = occurrence else { return };
-        let (at, report) = (self.state.clock.now().as_secs(), Arc::clone(report));
-        self.pages.chosen(Choice { at, resource: resource.to_string(), report, narrowed: *narrowed });
+        let at = self.state.clock.now().as_secs();
+        self.views.chosen(ChoiceView::of(at, resource, report, *narrowed));
     }
 
     /// Applies an event to the state and carries out its effects.
     pub fn apply(&mut self, event: Event) {
         if let Event::Observed(observed) = &event {
-            self.pages.observed(observed);
+            self.views.observed(observed);
             self.observed.send_replace(Some(Arc::new((**observed).clone())));
         }
         let is_given = matches!(event, Event::Allocated { .. } | Event::Prepared(_));
@@ -494,13 +495,13 @@ impl Node {
     }
 
     fn answers(&self) -> Answers {
-        let (metrics, readiness, pages) = (self.metrics.clone(), self.readiness.clone(), self.pages.clone());
+        let (metrics, readiness, views) = (self.metrics.clone(), self.readiness.clone(), self.views.clone());
         Answers {
             metrics: Arc::new(move || metrics.encode().ok()),
             metrics_type: metrics::CONTENT_TYPE,
             ready: Arc::new(move || readiness.summary()),
             hosts: self.hosts.clone(),
-            page: Some(Arc::new(move || pages.page())),
+            page: Some(Arc::new(move || views.page())),
         }
     }
 }

@@ -11,7 +11,7 @@ use tokio::sync::mpsc::{self, error::TrySendError};
 use tokio::sync::watch;
 
 use super::node::Node;
-use crate::admin::{Order, Orders, Outcome, State};
+use crate::admin::{Order, Orders, Outcome};
 use crate::readiness::{Part, Readiness};
 use linkwise_core::state::{Event, NodeState};
 use linkwise_core::topology::GpuUuid;
@@ -23,13 +23,9 @@ const LETTING_GO: Duration = Duration::from_secs(10);
 /// The functions of the admin socket on this node.
 pub fn orders(node: &Node, release: &Release) -> Orders {
     let (snapshot, events) = (node.snapshot(), node.events());
-    let (readiness, release) = (node.readiness.clone(), release.clone());
-    let (placements, is_released) = (node.metrics().placements().clone(), release.clone());
+    let (views, release) = (node.views.clone(), release.clone());
     Orders {
-        state: Arc::new(move || {
-            let (snapshot, placements) = placements.named();
-            State::of(&snapshot, &placements, &readiness, is_released.is_wished())
-        }),
+        state: Arc::new(move || views.for_operator()),
         carry_out: Arc::new(move |order| {
             let (snapshot, events, release) = (Arc::clone(&snapshot.borrow()), events.clone(), release.clone());
             Box::pin(async move {
@@ -100,7 +96,7 @@ mod tests {
     use super::*;
     use crate::keeper::HealthSettings;
     use crate::node::NodeSettings;
-    use linkwise_core::publish::placement::Placements;
+    use crate::views::Views;
     use linkwise_core::state::{NumaHints, ResourceName, UnhealthyReason};
     use linkwise_kubelet::device_plugin::Phase;
     use linkwise_nvml::supervisor::{DriverMetrics, Idle};
@@ -142,7 +138,9 @@ mod tests {
         let held = [(ResourceName::gpu(), linkwise_core::allocation::DeviceId::from("GPU-gone".to_owned()))];
         let (snapshot, _) =
             snapshot().apply(Event::Holders(Some(held.into_iter().collect())), Duration::from_secs(1_700_000_000));
-        let shown = serde_json::to_value(State::of(&snapshot, &Placements::of(&snapshot), &readiness, true)).unwrap();
+        let views = Views::new(watch::channel(Arc::new(snapshot)).1, readiness);
+        views.follow_release(watch::channel(true).1);
+        let shown = serde_json::to_value(views.for_operator()).unwrap();
         let way_out = UnhealthyReason::Xid { code: 79, instance: None }.ends_with();
         assert_eq!(
             shown["resources"],
@@ -164,7 +162,7 @@ mod tests {
             gpus[3],
             serde_json::json!({
                 "uuid": "GPU-00000001-0000-4000-8000-000000000003", "index": 3, "pci": "0000:0b:00.0",
-                "model": "Tesla V100-SXM2-32GB", "healthy": false, "availability": "unhealthy",
+                "model": "Tesla V100-SXM2-32GB", "numa": 0, "rail": 1, "healthy": false, "availability": "unhealthy",
                 "reasons": [{"reason": "XID 79", "kind": "xid", "since": 1_700_000_000, "ends_with": way_out}],
             })
         );

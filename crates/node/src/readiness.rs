@@ -3,15 +3,14 @@
 //! Written by the owner of each part: the plugins' observer, CDI sync. Read by /readyz and `linkwise admin state`. The
 //! module decides only the summary.
 
-use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
 
+use linkwise_core::publish::view::PartState;
 use linkwise_core::state::ResourceName;
 use linkwise_kubelet::device_plugin::Phase;
 use linkwise_kubelet::dra;
@@ -56,25 +55,6 @@ impl fmt::Display for Part {
             Self::DraSlices => f.write_str("DRA slices"),
             Self::Plugin(resource) => resource.fmt(f),
         }
-    }
-}
-
-/// One part of the node; some parts are plugins of resources.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(default)]
-pub struct PartState {
-    /// The phase of the part, in words.
-    pub phase: Cow<'static, str>,
-    /// Set if the part is ready.
-    pub ready: bool,
-    /// The last fault, until the part is ready.
-    pub trouble: Option<String>,
-}
-
-impl fmt::Display for PartState {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.phase)?;
-        self.trouble.iter().try_for_each(|trouble| write!(f, "; {trouble}"))
     }
 }
 

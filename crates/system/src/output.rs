@@ -1,4 +1,5 @@
-//! Standard output, where a closed pipe is no error; and the files that a person names, among them standard input.
+//! Standard output, where a closed pipe is no error; tables in it; and the files that a person names, among them standard
+//! input.
 
 use std::fmt::Display;
 use std::fs::File;
@@ -22,6 +23,20 @@ pub fn complain<T: Display>(program: &str, lines: impl IntoIterator<Item = T>) {
     for line in lines {
         let _ = writeln!(errors, "{program}: {line:#}");
     }
+}
+
+/// Pads columns to their widest cell, with two blanks between them.
+pub fn table(rows: &[Vec<String>]) -> String {
+    let columns = rows.iter().map(Vec::len).max().unwrap_or(0);
+    let width = |column: usize| rows.iter().filter_map(|row| row.get(column)).map(|cell| cell.chars().count()).max();
+    let widths: Vec<usize> = (0..columns).map(|column| width(column).unwrap_or(0)).collect();
+    let line = |row: &Vec<String>| {
+        // A format's own width is limited to 65,535, and a cell may come from a file.
+        let pad = |cell: &String, width: &usize| " ".repeat(width.saturating_sub(cell.chars().count()));
+        let cells = row.iter().zip(&widths).map(|(cell, width)| format!("{cell}{}", pad(cell, width)));
+        cells.collect::<Vec<_>>().join("  ").trim_end().to_owned() + "\n"
+    };
+    rows.iter().map(line).collect()
 }
 
 /// A file that a person named, or standard input.

@@ -11,8 +11,6 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
-use rustix::termios::tcgetwinsize;
-
 /// The time after which the line appears.
 const AFTER: Duration = Duration::from_secs(1);
 
@@ -21,6 +19,9 @@ const AGAIN: Duration = Duration::from_millis(250);
 
 /// The width of the bar, in characters.
 const BAR: usize = 30;
+
+/// The most characters of the line: one that wraps would not be cleared, and the cursor needs one column.
+const MAX_LINE: usize = 79;
 
 /// Work in progress; it ends when this is dropped.
 pub struct Progress {
@@ -80,9 +81,7 @@ impl Drop for Progress {
 fn draw(seen: &Seen, ended: &Receiver<()>) {
     let mut pause = AFTER;
     while ended.recv_timeout(pause) == Err(RecvTimeoutError::Timeout) {
-        // The cursor needs one column: a line that wraps would not be cleared.
-        let columns = tcgetwinsize(stderr()).map_or(0, |size| usize::from(size.ws_col).saturating_sub(1));
-        let line: String = seen.to_string().chars().take(columns).collect();
+        let line: String = seen.to_string().chars().take(MAX_LINE).collect();
         // If the line cannot be written, the work goes on.
         let _ = write!(stderr().lock(), "\r{line}\x1b[K");
         pause = AGAIN;

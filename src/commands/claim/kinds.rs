@@ -22,8 +22,8 @@ use linkwise_core::publish::dra::exact::{ExactClaim, GroupAttribute, NVLINK_DOMA
 use linkwise_core::publish::dra::{GpuLayout, GroupSize};
 use linkwise_core::quote::excerpt;
 use linkwise_core::topology::NodeTopology;
+use linkwise_core::words::ranges;
 use linkwise_host::machines;
-use linkwise_host::picture::ranges;
 use linkwise_system::block_on;
 use linkwise_system::output::{complain, open};
 

@@ -13,7 +13,7 @@ use serde::Deserialize;
 use super::driver::Nvml;
 use super::{Findings, Node, Status, blocking, name};
 use crate::commands::admin;
-use crate::commands::since::{lasting, now};
+use crate::commands::top::{lasting, now};
 use crate::config::DoctorArgs;
 use linkwise_core::state::{Event, HealthPoll, HealthRecord, NodeState, Timestamp, UnhealthyReason};
 use linkwise_core::topology::{GpuObservation, GpuUuid, HostObservation, NodeObservation, ProbeFailure};

@@ -1,14 +1,17 @@
 //! [`Placements`]: the holders of GPUs, the quality of their sets, and the sets that requests would get now.
 //!
-//! The metrics, the node's page and the admin socket show it for a snapshot. Pure; it decides nothing. A set's quality
-//! is its collective over the best collective of that many GPUs on this machine. Both are given in MB/s, and the reader
-//! divides. One GPU has no links to compare and no collective.
+//! The costly part of [`NodeView`](super::view::NodeView), and the source of [`PodEvent`](super::PodEvent). Pure; it
+//! decides nothing. A set's quality is its collective over the best collective of that many GPUs on this machine. Both
+//! are given in MB/s, and the reader divides. One GPU has no links to compare and no collective.
 
 use crate::prelude::*;
+use alloc::borrow::Cow;
 use alloc::collections::{BTreeMap, BTreeSet};
 
+use serde::{Deserialize, Serialize};
+
 use crate::allocation::{AllocationTables, GpuSet};
-use crate::state::{Availability, ContainerName, Door, FreeThen, NodeState, gpu_of};
+use crate::state::{ContainerName, Door, FreeThen, NodeState, gpu_behind, gpu_of};
 use crate::topology::{GpuUuid, NumaNodeId};
 
 /// The placements on a node, and the ones that are possible.
@@ -21,21 +24,26 @@ pub struct Placements {
     /// The number of GPUs that requests can have whole now, by NUMA node (`None` if unknown), 0 included. Empty if the
     /// holders are unknown.
     pub free: BTreeMap<Option<NumaNodeId>, usize>,
-    /// The number of GPUs of each availability, 0 included; together all of [`NodeState::gpus`].
-    pub gpus: BTreeMap<Availability, usize>,
 }
 
 /// The GPUs of one container, of one resource or one DRA driver.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
 pub struct Allocation {
-    /// The container.
-    pub holder: ContainerName,
+    /// The pod's namespace.
+    pub namespace: String,
+    /// The pod.
+    pub pod: String,
+    /// The container in it.
+    pub container: String,
     /// The resource, or the DRA driver.
     pub resource: String,
-    /// The API through which the container got them: [`Door::Plugin`] or [`Door::Dra`].
-    pub door: Door,
+    /// The API through which the container got them: `plugin` or `dra`.
+    pub door: Cow<'static, str>,
     /// The GPUs that it has as a whole, as slots or as MIG devices, in the order of their PCI addresses.
     pub gpus: Vec<GpuUuid>,
+    /// The UUIDs of the GPUs that it holds and that this machine does not show any more.
+    pub gone: BTreeSet<String>,
     /// The ring bandwidth of these GPUs by NCCL's model, MB/s. `None` for fewer than two GPUs, with a MIG device among
     /// them, and if the container holds something that this node does not know.
     pub collective: Option<u64>,
@@ -50,8 +58,22 @@ pub struct Allocation {
     pub why: Vec<Shortfall>,
 }
 
+impl Allocation {
+    /// The names of the container.
+    pub fn holder(&self) -> ContainerName {
+        let (namespace, pod, container) = (self.namespace.clone(), self.pod.clone(), self.container.clone());
+        ContainerName { namespace, pod, container }
+    }
+
+    /// The UUIDs of all its GPUs; those that this machine does not show any more are last.
+    pub fn all_gpus(&self) -> impl Iterator<Item = &str> {
+        self.gpus.iter().map(GpuUuid::as_str).chain(self.gone.iter().map(String::as_str))
+    }
+}
+
 /// The reason why a container has less than the best.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum Shortfall {
     /// The kubelet left fewer GPUs to choose from than were free (`docs/topology-manager.md`).
     Narrowed,
@@ -61,6 +83,9 @@ pub enum Shortfall {
     Fragmented,
     /// Unhealthy GPUs were among the better ones.
     Sick,
+    /// A reason that only another version knows.
+    #[serde(other)]
+    Unknown,
 }
 
 impl Shortfall {
@@ -71,12 +96,14 @@ impl Shortfall {
             Self::Scheduler => "scheduler",
             Self::Fragmented => "fragmented",
             Self::Sick => "sick",
+            Self::Unknown => "unknown",
         }
     }
 }
 
 /// The set that a request for a number of GPUs would get now.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
 pub struct Outlook {
     /// The number of GPUs.
     pub size: usize,
@@ -101,7 +128,6 @@ impl Placements {
             allocations: reader.allocations(&mut best),
             outlook: reader.outlook(free.as_deref().unwrap_or_default(), &mut best),
             free: free.map(|free| reader.by_numa_node(&free)).unwrap_or_default(),
-            gpus: reader.by_availability(),
         }
     }
 
@@ -144,6 +170,8 @@ struct Reader<'a> {
 #[derive(Default)]
 struct Held {
     places: GpuSet,
+    /// The UUIDs of the GPUs that this machine does not show any more.
+    gone: BTreeSet<String>,
     /// True if all of it is GPUs of this node, or slots of them.
     is_whole: bool,
     /// The best that was free when it was given.
@@ -153,31 +181,34 @@ struct Held {
 impl Reader<'_> {
     fn allocations(&self, best: &mut Best) -> Vec<Allocation> {
         let mut allocations = Vec::new();
+        let (topology, offered) = (self.state.topology(), self.state.offers().resources());
         for (holder, holdings) in self.state.ledger().by_container() {
             for (resource, ids) in &holdings.devices {
-                let hardware: Vec<_> = ids.iter().map(|id| gpu_of(self.state.topology(), id)).collect();
+                let hardware: Vec<_> = ids.iter().map(|id| gpu_of(topology, id)).collect();
+                let unknown = ids.iter().filter(|id| offered.contains_key(resource) && gpu_of(topology, id).is_none());
                 let held = Held {
                     places: hardware.iter().flatten().map(|(place, _)| *place).collect(),
+                    gone: unknown.filter_map(|id| gpu_behind(topology, id)).collect(),
                     is_whole: hardware.iter().all(|known| known.is_some_and(|(_, whole)| whole)),
                     then: self.state.ledger().free_at_allocate(resource, ids),
                 };
-                allocations.extend(self.allocation(holder, resource.as_str(), Door::Plugin, &held, best));
+                allocations.extend(self.allocation(holder, resource.as_str(), Door::Plugin, held, best));
             }
             let drivers: BTreeSet<&str> = holdings.claims.iter().map(|claimed| claimed.driver.as_str()).collect();
             for driver in drivers {
                 let devices = || holdings.claims.iter().filter(|claimed| claimed.driver == driver);
                 let ledger = self.state.ledger();
-                let hardware: Vec<_> =
-                    devices().flat_map(|device| ledger.gpus_of_claimed(self.state.topology(), device)).collect();
+                let hardware: Vec<_> = devices().flat_map(|device| ledger.gpus_of_claimed(topology, device)).collect();
                 let claims: BTreeSet<&str> = devices().map(|device| device.claim.as_str()).collect();
                 // Several claims were given one by one, so no single admission covers them.
                 let one = devices().next().filter(|_| claims.len() == 1);
                 let held = Held {
                     places: hardware.iter().map(|(place, _)| *place).collect(),
+                    gone: BTreeSet::new(),
                     is_whole: hardware.iter().all(|(_, whole)| *whole),
                     then: one.and_then(|device| ledger.free_at_prepare(device)),
                 };
-                allocations.extend(self.allocation(holder, driver, Door::Dra, &held, best));
+                allocations.extend(self.allocation(holder, driver, Door::Dra, held, best));
             }
         }
         allocations
@@ -189,21 +220,25 @@ impl Reader<'_> {
         holder: &ContainerName,
         resource: &str,
         door: Door,
-        held: &Held,
+        held: Held,
         best: &mut Best,
     ) -> Option<Allocation> {
-        if held.places.is_empty() {
+        if held.places.is_empty() && held.gone.is_empty() {
             return None;
         }
         let collective = if held.is_whole { self.tables.collective(held.places) } else { None };
         let best = collective.and_then(|_| self.best(held.places.len(), best));
         let then = held.then.filter(|_| collective.is_some());
         let why = collective.zip(best).zip(then);
+        let ContainerName { namespace, pod, container } = holder.clone();
         Some(Allocation {
-            holder: holder.clone(),
+            namespace,
+            pod,
+            container,
             resource: resource.to_owned(),
-            door,
+            door: door.label().into(),
             gpus: self.uuids(held.places),
+            gone: held.gone,
             collective,
             nvls: collective.and_then(|_| self.state.topology().nvls(held.places.places())),
             best,
@@ -243,14 +278,6 @@ impl Reader<'_> {
             *nodes.entry(gpu.numa).or_default() += usize::from(free.contains(place));
         }
         nodes
-    }
-
-    fn by_availability(&self) -> BTreeMap<Availability, usize> {
-        let mut gpus: BTreeMap<_, usize> = Availability::ALL.map(|availability| (availability, 0)).into();
-        for status in self.state.gpus() {
-            *gpus.entry(status.availability).or_default() += 1;
-        }
-        gpus
     }
 
     fn uuids(&self, set: GpuSet) -> Vec<GpuUuid> {

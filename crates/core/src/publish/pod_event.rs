@@ -7,6 +7,7 @@ use alloc::collections::BTreeMap;
 use super::placement::{Allocation, Placements, Shortfall};
 use crate::prelude::*;
 use crate::state::{ContainerHoldings, ContainerName, DRA_DRIVER};
+use crate::words::gigabytes;
 
 /// An event about a pod.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -39,13 +40,13 @@ impl PodEvent {
     ) -> Vec<Self> {
         let mut worst: BTreeMap<(&str, &str), Judged<'_>> = BTreeMap::new();
         for judged in placements.allocations.iter().filter_map(Judged::of).filter(|judged| judged.is_below(below)) {
-            let holder = &judged.allocation.holder;
-            let known = worst.entry((&holder.namespace, &holder.pod)).or_insert(judged);
+            let Allocation { namespace, pod, .. } = judged.allocation;
+            let known = worst.entry((namespace, pod)).or_insert(judged);
             if judged.is_worse_than(known) {
                 *known = judged;
             }
         }
-        let event = |judged: Judged<'_>| judged.event(by_container.get(&judged.allocation.holder)?);
+        let event = |judged: Judged<'_>| judged.event(by_container.get(&judged.allocation.holder())?);
         worst.into_values().filter_map(event).collect()
     }
 }
@@ -75,28 +76,22 @@ impl<'a> Judged<'a> {
     }
 
     fn event(self, holdings: &ContainerHoldings) -> Option<PodEvent> {
-        let Allocation { holder, gpus, why, .. } = self.allocation;
+        let Allocation { namespace, pod, container, gpus, why, .. } = self.allocation;
         let (count, has, best) = (gpus.len(), gigabytes(self.collective), gigabytes(self.best));
         let mut note = format!(
-            "The {count} GPUs of container {} reach {has} GB/s together, and {count} GPUs of this node can reach \
-             {best}.",
-            holder.container
+            "The {count} GPUs of container {container} reach {has} GB/s together, and {count} GPUs of this node can reach \
+             {best}."
         );
         for sentence in sentences(why) {
             note.push(' ');
             note.push_str(sentence);
         }
-        let (namespace, pod) = (holder.namespace.clone(), holder.pod.clone());
+        let (namespace, pod) = (namespace.clone(), pod.clone());
         let claims = holdings.claims.iter().filter(|claimed| claimed.driver == DRA_DRIVER);
         let (uid, claim) = (holdings.pod_uid.clone(), claims.map(|claimed| claimed.claim.clone()).next());
         let is_known = uid.is_some() || claim.is_some();
         is_known.then_some(PodEvent { namespace, pod, uid, claim, reason: PodEvent::SLOW_GPUS, note })
     }
-}
-
-/// MB/s as GB/s with one decimal, cut off.
-fn gigabytes(megabytes: u64) -> String {
-    format!("{}.{}", megabytes / 1000, megabytes % 1000 / 100)
 }
 
 /// The causes, each with an order.
@@ -105,50 +100,51 @@ fn sentences(why: &[Shortfall]) -> Vec<&'static str> {
         return vec!["Why is not known: the pod may be older than the linkwise that runs now."];
     }
     let sentence = |why: &Shortfall| match why {
-        Shortfall::Narrowed => {
+        Shortfall::Narrowed => Some(
             "Narrowed: the kubelet's Topology Manager left only some of the free GPUs to choose from; \
-             linkwise.numaHints says what it may look at."
-        }
-        Shortfall::Scheduler => {
+             linkwise.numaHints says what it may look at.",
+        ),
+        Shortfall::Scheduler => Some(
             "Scheduler: the claim was given these while better ones were free; a claim as 'linkwise claim' makes it \
-             asks for GPUs that belong together."
-        }
-        Shortfall::Fragmented => {
+             asks for GPUs that belong together.",
+        ),
+        Shortfall::Fragmented => Some(
             "Fragmented: other pods have the better ones; recreate this pod when they have ended, and give nodes jobs \
-             of like sizes."
-        }
+             of like sizes.",
+        ),
         Shortfall::Sick => {
-            "Sick: unhealthy GPUs are among the better ones; 'linkwise doctor' on the node says what ends that."
+            Some("Sick: unhealthy GPUs are among the better ones; 'linkwise doctor' on the node says what ends that.")
         }
+        Shortfall::Unknown => None,
     };
-    why.iter().map(sentence).collect()
+    why.iter().filter_map(sentence).collect()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::state::{ClaimedDevice, Door};
+    use crate::state::ClaimedDevice;
 
     /// A container `namespace/pod/container` with GPUs of these MB/s.
     fn allocation(holder: &str, collective: Option<u64>, best: Option<u64>, why: &[Shortfall]) -> Allocation {
         let [namespace, pod, container]: [&str; 3] = holder.split('/').collect::<Vec<_>>().try_into().unwrap();
         let own = str::to_owned;
         Allocation {
-            holder: ContainerName { namespace: own(namespace), pod: own(pod), container: own(container) },
+            namespace: own(namespace),
+            pod: own(pod),
+            container: own(container),
             resource: own("nvidia.com/gpu"),
-            door: Door::Plugin,
             gpus: vec!["GPU-a".parse().unwrap(), "GPU-b".parse().unwrap()],
             collective,
-            nvls: None,
             best,
-            best_at_admission: None,
             why: why.to_vec(),
+            ..Allocation::default()
         }
     }
 
     fn events(allocations: Vec<Allocation>, below: u8) -> Vec<PodEvent> {
         let holdings = ContainerHoldings { pod_uid: Some("uid".to_owned()), ..Default::default() };
-        let holders = allocations.iter().map(|it| (it.holder.clone(), holdings.clone())).collect();
+        let holders = allocations.iter().map(|it| (it.holder(), holdings.clone())).collect();
         PodEvent::of(&Placements { allocations, ..Placements::default() }, &holders, below)
     }
 
@@ -156,7 +152,7 @@ mod tests {
     fn pod_without_uid_is_named_by_its_claim_or_waits() {
         let allocations = vec![allocation("a/p/c", Some(1), Some(9), &[])];
         let told = |holdings: ContainerHoldings| {
-            let holders = allocations.iter().map(|it| (it.holder.clone(), holdings.clone())).collect();
+            let holders = allocations.iter().map(|it| (it.holder(), holdings.clone())).collect();
             PodEvent::of(&Placements { allocations: allocations.clone(), ..Placements::default() }, &holders, 75)
         };
         assert_eq!(told(ContainerHoldings::default()), []);

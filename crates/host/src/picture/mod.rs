@@ -1,36 +1,27 @@
-//! The machine as a picture, drawn by `linkwise topology --format svg|dot` and shown on the node's page.
+//! The machine for people: as text by `linkwise topology`, as a picture by its `--format svg` and on the node's page.
 //!
-//! [`Picture`] holds the visible parts, as nested boxes and links without a place; `layout` gives them places for
-//! `svg`, `dot` leaves that to Graphviz. A picture is a function of the machine: no clock, no randomness, the same text
-//! for the same machine. `outline` is the machine as a nested list, from which the tree of `linkwise topology` is drawn
-//! too.
+//! `outline` is the machine as a nested list; `text` prints it. A [`Picture`] is made of it: the visible parts, as nested
+//! boxes and links without a place. `layout` gives them places, `svg` prints them. All are functions of the machine: no
+//! clock, no randomness, the same text for the same machine.
 
-mod dot;
-mod kinds;
 mod layout;
-mod links;
-mod matrix;
+mod looks;
 mod outline;
 mod svg;
 #[cfg(test)]
 mod tests;
 mod text;
-mod tree;
 
 use std::collections::{BTreeMap, BTreeSet};
 
-pub use matrix::matrix;
-pub use tree::{machine_tree, tree};
-
-use kinds::{Kind, LineKind};
 use linkwise_core::topology::{Gpu, NodeObservation, NodeTopology, NumaNodeId, NvLinkRemote, PciAddress};
+use linkwise_core::words::ranges;
+use looks::{Kind, LineKind, clean};
 use outline::{Part, What, outline};
 
-pub use dot::dot;
+pub use looks::harmless;
 pub use svg::{element, svg};
-pub use text::harmless;
-
-use text::clean;
+pub use text::{machine_tree, matrix, shown, tree};
 
 /// The most interfaces that are named in one box.
 const MOST_NAMES: usize = 4;
@@ -417,16 +408,6 @@ fn models(gpus: &[Gpu]) -> Vec<String> {
     let name = |model: Option<&str>| model.map_or("model unknown".to_owned(), clean);
     let lines = models.into_iter().map(|(gpus, model)| format!("GPU {}: {}", ranges(&gpus), name(model)));
     if gpus.is_empty() { vec!["no GPUs".to_owned()] } else { lines.collect() }
-}
-
-/// Writes sorted numbers as `0-3, 6`: runs of three and more are joined.
-pub fn ranges(numbers: &[u32]) -> String {
-    let runs = numbers.chunk_by(|a, b| a.checked_add(1) == Some(*b));
-    let run = |run: &[u32]| match run {
-        [first, _, .., last] => format!("{first}-{last}"),
-        few => few.iter().map(ToString::to_string).collect::<Vec<_>>().join(", "),
-    };
-    runs.map(run).collect::<Vec<_>>().join(", ")
 }
 
 /// An address in the short form: without domain 0.

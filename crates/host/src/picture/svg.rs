@@ -4,9 +4,8 @@ use svg::Document;
 use svg::node::element::{Element, Group, Path, Rectangle, Title};
 use svg::node::{self, Node as _};
 
-use super::kinds::{Kind, LineKind, breadth};
 use super::layout::{Layout, Line, Rect, Shape, Text};
-use super::text::{Style, harmless};
+use super::looks::{Kind, LineKind, Style, breadth, harmless};
 use super::{Holder, Picture};
 
 const SANS: &str = "DejaVu Sans, Verdana, Segoe UI, Helvetica, Arial, sans-serif";
@@ -35,7 +34,7 @@ pub fn svg(picture: &Picture) -> String {
 
 /// The picture as an element of an HTML page, for assistive technology one image with this name. A GPU's group has the
 /// class `gpu`, the text and holder of its [`super::Mark`], and its place as `data-gpu`; a page styles the classes of
-/// `kinds`.
+/// `looks`.
 pub fn element(picture: &Picture, name: &str) -> String {
     let layout = Layout::new(picture);
     let name: String = name.chars().map(harmless).collect();

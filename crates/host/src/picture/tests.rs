@@ -2,10 +2,9 @@
 
 use std::collections::BTreeSet;
 
-use super::kinds::{Kind, LineKind};
+use super::Picture;
 use super::layout::{Layout, Rect, Text};
-use super::text::width;
-use super::{Picture, dot::quote, ranges};
+use super::looks::{Kind, LineKind, width};
 use crate::machines::{self, Machine};
 use linkwise_core::topology::{NodeObservation, NodeTopology, NumaNodeObservation, NvLinkRemote, PciObservation};
 
@@ -177,18 +176,4 @@ fn only_direct_links_are_drawn_from_gpu_to_gpu() {
     };
     assert_eq!(count("dgx1-v100"), (24, BTreeSet::new()));
     assert_eq!(count("dgx-h100"), (0, BTreeSet::from([18])));
-}
-
-#[test]
-fn labels_are_quoted_for_graphviz() {
-    let quoted = |text: &str| quote(&[text.to_owned(), "x".to_owned()]);
-    assert_eq!(quoted(r#""<&>]]>\"#), r#""\"<&amp;>]]>\\\nx""#);
-    assert_eq!(quoted("b\\N&lt;"), r#""b\\N&amp;lt;\nx""#);
-}
-
-#[test]
-fn runs_of_numbers_are_abbreviated() {
-    assert_eq!(ranges(&[]), "");
-    assert_eq!(ranges(&[0, 1, 2, 3, 6, 8, 9]), "0-3, 6, 8, 9");
-    assert_eq!(ranges(&[u32::MAX]), "4294967295");
 }

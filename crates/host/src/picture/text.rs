@@ -1,146 +1,102 @@
-//! Texts in a picture: made harmless, measured, shortened.
-//!
-//! Texts are measured without a font, so that the same machine gives the same picture everywhere: the widths are those
-//! of wide fonts (DejaVu), rounded up, and the font of a viewer is narrower.
+//! The machine as text: the tree of packages, NUMA nodes, host bridges, switches, GPUs and NICs, and the matrix, as
+//! `nvidia-smi topo -m` prints it.
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Style {
-    Title,
-    Subtitle,
-    /// The name of a package or a NUMA node.
-    Heading,
-    /// The text of a bar or a legend.
-    Plain,
-    Gpu,
-    /// A page's text about a GPU.
-    Mark,
-    /// An address, an interface, a list of CPUs.
-    Mono,
-    Count,
+use super::looks::harmless;
+use super::outline::{Part, What, outline};
+use crate::machines::Machine;
+use linkwise_core::topology::{Gpu, HostObservation, NodeObservation, NodeTopology};
+use linkwise_system::output::table;
+
+/// The legend of the symbols; nvidia-smi does not have the last line.
+const LEGEND: &str = "
+  NV#   # NVLinks (behind an NVSwitch: of the narrower port)
+  PIX   one PCIe switch            PXB   several PCIe switches     PHB   one PCI host bridge
+  NODE  one NUMA node              SYS   between NUMA nodes
+";
+
+/// Text of any origin, without what a terminal obeys.
+pub fn shown(text: &str) -> String {
+    text.chars().map(harmless).collect()
 }
 
-impl Style {
-    /// The font's size in pixels.
-    pub fn size(self) -> i64 {
-        match self {
-            Self::Title => 20,
-            Self::Subtitle => 14,
-            Self::Heading => 13,
-            Self::Gpu => 15,
-            Self::Mark => 12,
-            Self::Plain | Self::Mono | Self::Count => 11,
+/// Text for people: a machine's title and tree.
+pub fn machine_tree(machine: &Machine) -> String {
+    let (topology, _) = NodeTopology::assemble(&machine.observed);
+    format!("{}\n\n{}", shown(&machine.title), tree(&machine.observed, &topology, |_| String::new()))
+}
+
+/// Draws the tree; `note` is an addition to a GPU's line, such as the pod that holds it.
+pub fn tree(observed: &NodeObservation, topology: &NodeTopology, note: impl Fn(&Gpu) -> String) -> String {
+    let gpu = |place: usize| {
+        let Some(gpu) = topology.gpus().get(place) else { return String::new() };
+        let words = [Some(format!("GPU {}", gpu.index)), Some(gpu.pci.to_string()), gpu.model.clone(), Some(note(gpu))];
+        words.into_iter().flatten().filter(|word| !word.is_empty()).collect::<Vec<_>>().join("  ")
+    };
+    let mut text = String::new();
+    for part in &outline(observed, topology) {
+        text += &format!("{}\n", shown(&part.label()));
+        draw(part, "", &gpu, &mut text);
+    }
+    text
+}
+
+/// Draws the parts below a part, a line for each with the branches to its left.
+fn draw(above: &Part<'_>, indent: &str, gpu: &impl Fn(usize) -> String, text: &mut String) {
+    // A machine can have dozens of NUMA nodes that only have memory: one line for them all.
+    let is_memory = |part: &&Part<'_>| matches!(part.what, What::Node(Some(_), "")) && part.below.is_empty();
+    let (memory, mut parts): (Vec<_>, Vec<_>) = above.below.iter().partition(is_memory);
+    let mut all_memory = None;
+    match memory.as_slice() {
+        [first, .., last] => {
+            all_memory = Some(format!("{} to {}, {} without CPUs", first.label(), last.label(), memory.len()));
+        }
+        few => parts.extend(few),
+    }
+    let label = |part: &Part<'_>| match (part.what, part.cpus()) {
+        (What::Gpu(place), _) => gpu(place),
+        (_, Some(cpus)) => format!("{}, {cpus}", part.label()),
+        _ => part.label(),
+    };
+    let lines = parts.into_iter().map(|part| (label(part), Some(part))).chain(all_memory.map(|line| (line, None)));
+    let mut lines = lines.peekable();
+    while let Some((line, part)) = lines.next() {
+        let (here, below) = if lines.peek().is_some() { ("├─ ", "│  ") } else { ("└─ ", "   ") };
+        *text += &format!("{indent}{here}{}\n", shown(&line));
+        if let Some(part) = part {
+            draw(part, &format!("{indent}{below}"), gpu, text);
         }
     }
-
-    pub fn is_bold(self) -> bool {
-        matches!(self, Self::Title | Self::Heading | Self::Gpu | Self::Count)
-    }
-
-    /// The height of a line.
-    pub fn line(self) -> i64 {
-        self.size() + 4
-    }
 }
 
-/// The width of a text in pixels, rounded up.
-pub(super) fn width(text: &str, style: Style) -> i64 {
-    let em: i64 = text.chars().map(|letter| em(letter, style)).sum();
-    let em = if style.is_bold() { em * 11 / 10 } else { em };
-    (em * style.size() + 999) / 1000
-}
-
-/// The width of a letter in thousandths of the font's size.
-fn em(letter: char, style: Style) -> i64 {
-    match letter {
-        _ if !letter.is_ascii() && !matches!(letter, '…' | '×' | '·') => 1100,
-        _ if style == Style::Mono => 610,
-        'i' | 'j' | 'l' | 't' | 'f' | 'r' | 'I' | ' ' | '.' | ',' | ':' | ';' | '\'' | '!' | '|' | '(' | ')' | '-'
-        | '/' | '[' | ']' => 420,
-        'm' | 'w' | 'M' | 'W' | '@' | '%' | '…' => 1000,
-        'A'..='Z' | '+' | '=' | '<' | '>' | '~' | '#' | '&' | '×' => 840,
-        _ => 640,
+/// GPUs and NICs against GPUs, with the CPUs, the NUMA node and, where there are rails, the rail of each GPU.
+pub fn matrix(topology: &NodeTopology, host: &HostObservation) -> String {
+    let gpus = topology.gpus();
+    if gpus.is_empty() {
+        return "no GPUs\n".to_owned();
     }
-}
-
-/// Cuts a text to this width, with an ellipsis if it is wider.
-pub(super) fn fit(text: &str, style: Style, room: i64) -> String {
-    if width(text, style) <= room {
-        return text.to_owned();
+    let mut rows = Vec::new();
+    let mut head = vec![String::new()];
+    head.extend(gpus.iter().map(|gpu| format!("GPU{}", gpu.index)));
+    head.extend((0..topology.nics().len()).map(|nic| format!("NIC{nic}")));
+    let has_rails = !topology.rails().is_empty();
+    head.extend(["CPUs", "NUMA", "Rail"].iter().take(if has_rails { 3 } else { 2 }).map(ToString::to_string));
+    rows.push(head);
+    for (a, gpu) in gpus.iter().enumerate() {
+        let mut row = vec![format!("GPU{}", gpu.index)];
+        row.extend((0..gpus.len()).map(|b| topology.symbol(a, b)));
+        row.extend(topology.nics().iter().map(|nic| nic.level.get(a).map_or("", |rank| rank.symbol()).to_owned()));
+        let cpus = host.numa_nodes.iter().find(|node| Some(node.id) == gpu.numa).map(|node| node.cpus.clone());
+        row.push(cpus.filter(|cpus| !cpus.is_empty()).map_or_else(|| "-".to_owned(), |cpus| shown(&cpus)));
+        row.push(gpu.numa.map_or("-".to_owned(), |numa| numa.to_string()));
+        row.extend(has_rails.then(|| gpu.rail.map_or("-".to_owned(), |rail| rail.to_string())));
+        rows.push(row);
     }
-    let mut kept = String::new();
-    for letter in text.chars() {
-        kept.push(letter);
-        if width(&format!("{kept}…"), style) > room {
-            kept.pop();
-            break;
-        }
+    let mut text = table(&rows);
+    for (number, nic) in topology.nics().iter().enumerate() {
+        text += &format!("\n  NIC{number}: {}", shown(&nic.names.join(", ")));
     }
-    kept.trim_end().to_owned() + "…"
-}
-
-/// Splits a text into lines of at most this width.
-pub(super) fn wrap(text: &str, style: Style, room: i64) -> Vec<String> {
-    let mut lines: Vec<String> = Vec::new();
-    for word in text.split_whitespace() {
-        let longer = lines.last().map(|line| format!("{line} {word}")).filter(|line| width(line, style) <= room);
-        match (longer, lines.last_mut()) {
-            (Some(longer), Some(line)) => *line = longer,
-            _ => lines.push(fit(word, style, room)),
-        }
+    if !topology.nics().is_empty() {
+        text.push('\n');
     }
-    lines
-}
-
-/// The most characters that are kept of a text from a file.
-const LONGEST: usize = 240;
-
-/// Returns a character of untrusted text, or its replacement: white space becomes a blank, and characters that XML
-/// forbids or that change the direction of writing are replaced.
-pub fn harmless(letter: char) -> char {
-    match letter {
-        '\t' | '\n' | '\r' => ' ',
-        '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}' | '\u{fffe}' | '\u{ffff}' => {
-            '\u{fffd}'
-        }
-        _ if letter.is_control() => '\u{fffd}',
-        _ => letter,
-    }
-}
-
-/// Returns untrusted text as one [`harmless`] line, cut to `LONGEST`.
-pub fn clean(text: &str) -> String {
-    let mut letters = text.chars().map(harmless);
-    let mut kept: String = letters.by_ref().take(LONGEST).collect();
-    if letters.next().is_some() {
-        kept.push('…');
-    }
-    kept
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn long_text_is_cut_with_ellipsis() {
-        assert_eq!(fit("mlx5_0", Style::Mono, 60), "mlx5_0");
-        let short = fit("a_very_long_interface_name", Style::Mono, 60);
-        assert!(short.ends_with('…') && width(&short, Style::Mono) <= 60, "{short}");
-        assert_eq!(fit("abc", Style::Plain, 0), "…");
-    }
-
-    #[test]
-    fn wrapped_lines_fit_and_keep_each_word() {
-        let text = "one two three four five six seven eight nine ten";
-        let lines = wrap(text, Style::Title, 200);
-        assert!(lines.len() > 2 && lines.iter().all(|line| width(line, Style::Title) <= 200), "{lines:?}");
-        assert_eq!(lines.join(" "), text);
-        assert!(wrap("", Style::Title, 200).is_empty());
-    }
-
-    #[test]
-    fn untrusted_text_is_one_harmless_line() {
-        assert_eq!(clean("a\nb\u{0}c\u{202e}d\u{ffff}"), "a b\u{fffd}c\u{fffd}d\u{fffd}");
-        assert_eq!(clean(&"x".repeat(1000)).chars().count(), 241);
-    }
+    text + LEGEND
 }

@@ -14,7 +14,7 @@ use tonic_health::ServingStatus;
 use tonic_health::server::health_reporter;
 
 use super::connections::{self, Protocol};
-use super::{DEADLINE, PORT_PAUSES, listen};
+use super::{DEADLINE, PORT_PAUSES};
 
 /// The service that NVIDIA's DRA driver has beside the unnamed one (`cmd/gpu-kubelet-plugin/health.go`).
 const LIVENESS: &str = "liveness";
@@ -44,7 +44,7 @@ pub async fn serve(address: SocketAddr) -> anyhow::Result<()> {
 async fn free_port(address: SocketAddr) -> anyhow::Result<TcpListener> {
     let mut backoff = PORT_PAUSES;
     loop {
-        match listen::listen(address) {
+        match connections::listen(address) {
             Err(error) if error.kind() == ErrorKind::AddrInUse => {
                 tracing::warn!(%address, "gRPC health port taken, trying again");
                 sleep(backoff.failed()).await;
@@ -90,7 +90,7 @@ mod tests {
 
     #[tokio::test]
     async fn probes_are_answered_among_strangers_and_from_a_port_that_was_taken() {
-        let other = listen::listen(([127, 0, 0, 1], 0).into()).unwrap();
+        let other = connections::listen(([127, 0, 0, 1], 0).into()).unwrap();
         let address = other.local_addr().unwrap();
         let mut serves = pin!(serve(address));
         assert!(poll!(&mut serves).is_pending(), "it waits for the port");

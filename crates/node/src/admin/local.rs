@@ -19,7 +19,7 @@ use axum::routing::{get, post};
 use thiserror::Error;
 
 use super::connections::{self, Protocol};
-use super::state::State;
+use linkwise_core::publish::view::NodeView;
 use linkwise_core::topology::GpuUuid;
 use linkwise_system::uds::{self, Callers, Listener, SocketFile};
 
@@ -43,8 +43,8 @@ pub type Answer = Pin<Box<dyn Future<Output = Outcome> + Send>>;
 /// The functions that carry the orders out.
 #[derive(Clone)]
 pub struct Orders {
-    /// The current state.
-    pub state: Arc<dyn Fn() -> State + Send + Sync>,
+    /// The view of the node now.
+    pub state: Arc<dyn Fn() -> NodeView + Send + Sync>,
     /// Carries an order out.
     pub carry_out: Arc<dyn Fn(Order) -> Answer + Send + Sync>,
 }
@@ -166,7 +166,7 @@ mod tests {
 
     fn orders() -> Orders {
         Orders {
-            state: Arc::new(State::default),
+            state: Arc::new(NodeView::default),
             carry_out: Arc::new(|order| {
                 Box::pin(async move {
                     match order {

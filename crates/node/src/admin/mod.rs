@@ -7,10 +7,7 @@
 mod connections;
 pub mod health;
 mod hosts;
-mod listen;
 mod local;
-mod page;
-mod state;
 
 use std::io;
 use std::net::SocketAddr;
@@ -27,14 +24,13 @@ use futures_util::future::BoxFuture;
 use tokio::net::TcpListener;
 use tokio::sync::Mutex;
 
+use super::page::Page;
 use connections::Protocol;
 use linkwise_core::backoff::Backoff;
 use linkwise_core::quote::quoted;
 
 pub use hosts::Hosts;
 pub use local::{Answer, Local, LocalError, Order, Orders, Outcome};
-pub use page::{Choice, Page, Slots, View};
-pub use state::{AllocationState, GpuState, OutlookState, ReasonState, ResourceState, State};
 
 /// The pauses between attempts to take a port that another process has.
 pub(crate) const PORT_PAUSES: Backoff = Backoff::new(Duration::from_secs(1), Duration::from_secs(30));
@@ -71,7 +67,7 @@ impl Admin {
     /// Binds the address; port 0 takes a free one, `[::]` serves IPv4 too and stands for 0.0.0.0 if IPv6 is off. Must
     /// be called within a tokio runtime. Fails with `AddrInUse` if the address is in use.
     pub fn bind(address: SocketAddr) -> io::Result<Self> {
-        let listener = listen::listen(address)?;
+        let listener = connections::listen(address)?;
         Ok(Self { address: listener.local_addr()?, listener: Arc::new(listener) })
     }
 

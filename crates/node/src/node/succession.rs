@@ -118,7 +118,7 @@ impl Node {
         self.claims.send_replace(None);
         self.offers_dra.send_replace(false);
         self.running.send_modify(|running| running.wanted = false);
-        self.metrics.placements().stand_by(true);
+        self.views.stand_by(true);
         self.readiness.add(Part::Owner, STANDING_BY);
     }
 
@@ -142,7 +142,7 @@ impl Node {
             Order::Adopt(record, seen) => self.adopt(record, seen),
             Order::Plugins(wanted) => {
                 self.running.send_modify(|running| running.wanted = wanted);
-                self.metrics.placements().stand_by(!wanted);
+                self.views.stand_by(!wanted);
                 if !wanted {
                     self.readiness.add(Part::Owner, STANDING_BY);
                 }

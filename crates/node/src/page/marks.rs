@@ -1,9 +1,10 @@
-//! The holders of GPUs, with letters and colours that a pod keeps while others come and go.
+//! The pods of the page: letters and colours, which a pod keeps while others come and go, and the marks of their GPUs in
+//! the picture.
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::View;
-use crate::admin::state::{AllocationState, GpuState};
+use linkwise_core::publish::placement::Allocation;
+use linkwise_core::publish::view::NodeView;
 use linkwise_core::state::Availability;
 use linkwise_host::picture::{COLOURS, Holder, Mark};
 
@@ -11,15 +12,16 @@ use linkwise_host::picture::{COLOURS, Holder, Mark};
 #[derive(Clone, Debug, Default)]
 pub struct Slots(BTreeMap<PodName, usize>);
 
+/// Namespace and name.
 pub(super) type PodName = (String, String);
 
-pub(super) fn pod_of(allocation: &AllocationState) -> PodName {
+fn pod_of(allocation: &Allocation) -> PodName {
     (allocation.namespace.clone(), allocation.pod.clone())
 }
 
 impl Slots {
     /// Gives new pods their numbers and takes back those of pods that have ended.
-    pub(super) fn follow(&mut self, allocations: &[AllocationState]) {
+    pub(super) fn follow(&mut self, allocations: &[Allocation]) {
         let pods: BTreeSet<PodName> = allocations.iter().map(pod_of).collect();
         self.0.retain(|pod, _| pods.contains(pod));
         for pod in pods {
@@ -30,11 +32,12 @@ impl Slots {
     }
 
     /// The mark of a pod; a pod that holds nothing gets the first mark.
-    pub(super) fn of(&self, pod: &PodName) -> Slot {
+    fn of(&self, pod: &PodName) -> Slot {
         Slot(self.0.get(pod).copied().unwrap_or_default())
     }
 }
 
+/// A pod's number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Slot(usize);
 
@@ -56,50 +59,46 @@ impl Slot {
     }
 }
 
-/// The GPUs of a view by their UUIDs, each with its holders.
-pub(super) struct Gpus<'a> {
-    pub slots: &'a Slots,
-    pub states: BTreeMap<&'a str, &'a GpuState>,
-    /// The pods that hold each GPU.
-    pub pods: BTreeMap<&'a str, BTreeSet<PodName>>,
+/// The pods of a view.
+pub(super) struct Holders<'a> {
+    slots: &'a Slots,
+    /// The pods that hold each GPU, by its UUID.
+    by_gpu: BTreeMap<&'a str, BTreeSet<PodName>>,
 }
 
-impl<'a> Gpus<'a> {
-    pub fn of(view: &'a View, slots: &'a Slots) -> Self {
-        let mut pods: BTreeMap<&str, BTreeSet<PodName>> = BTreeMap::new();
-        for allocation in view.allocations() {
-            for gpu in &allocation.gpus {
-                pods.entry(gpu.as_str()).or_default().insert(pod_of(allocation));
+impl<'a> Holders<'a> {
+    pub fn of(view: &'a NodeView, slots: &'a Slots) -> Self {
+        let mut by_gpu: BTreeMap<&str, BTreeSet<PodName>> = BTreeMap::new();
+        for held in view.held() {
+            for uuid in held.all_gpus() {
+                by_gpu.entry(uuid).or_default().insert(pod_of(held));
             }
         }
-        let states = view.state.gpus.iter().map(|gpu| (gpu.uuid.as_str(), gpu)).collect();
-        Self { slots, states, pods }
+        Self { slots, by_gpu }
     }
 
-    /// NVML's index of a GPU, and true if it is healthy; `None` if the GPU is absent.
-    pub fn index(&self, uuid: &str) -> Option<(u32, bool)> {
-        self.states.get(uuid).map(|gpu| (gpu.index, gpu.healthy))
+    /// The number of pods that hold GPUs.
+    pub fn pods(&self) -> usize {
+        self.slots.0.len()
     }
 
-    /// The holders of a GPU, by their letters.
-    pub fn holders(&self, uuid: &str) -> Vec<(Slot, &PodName)> {
-        let pods = self.pods.get(uuid).into_iter().flatten();
-        let mut holders: Vec<_> = pods.map(|pod| (self.slots.of(pod), pod)).collect();
-        holders.sort();
-        holders
+    pub fn slot(&self, held: &Allocation) -> Slot {
+        self.slots.of(&pod_of(held))
     }
 
-    /// The marks of the picture for each GPU, by its place.
-    pub fn marks(&self, view: &View) -> BTreeMap<usize, Mark> {
-        let gpus = view.topology.gpus().iter().enumerate();
-        gpus.map(|(place, gpu)| (place, self.mark(gpu.uuid.as_str()))).collect()
+    /// The pods of a GPU, by their letters.
+    pub fn of_gpu(&self, uuid: &str) -> Vec<(Slot, &PodName)> {
+        let pods = self.by_gpu.get(uuid).into_iter().flatten();
+        let mut pods: Vec<_> = pods.map(|pod| (self.slots.of(pod), pod)).collect();
+        pods.sort();
+        pods
     }
 
-    fn mark(&self, uuid: &str) -> Mark {
-        let state = self.states.get(uuid);
-        let holders = self.holders(uuid);
-        let (holder, first) = match holders.as_slice() {
-            [] => match state.map(|gpu| gpu.availability) {
+    /// The mark of a GPU in the picture.
+    pub fn mark(&self, view: &NodeView, uuid: &str) -> Mark {
+        let gpu = view.gpu(uuid);
+        let (holder, first) = match self.of_gpu(uuid).as_slice() {
+            [] => match gpu.map(|gpu| gpu.availability) {
                 None => (Holder::Nobody, "not offered".to_owned()),
                 Some(Availability::Held) => (Holder::Several, "held".to_owned()),
                 Some(Availability::Mig) => (Holder::Nobody, "MIG, free".to_owned()),
@@ -113,7 +112,7 @@ impl<'a> Gpus<'a> {
                 (Holder::Several, format!("{} pods: {}", several.len(), letters.join(" ")))
             }
         };
-        let sick = state.filter(|gpu| !gpu.healthy);
+        let sick = gpu.filter(|gpu| !gpu.healthy);
         let reason = sick.map(|gpu| gpu.reasons.first().map_or("unhealthy", |reason| reason.reason.as_str()));
         let is_unheld = holder == Holder::Nobody;
         let mut lines: Vec<String> = if sick.is_some() && is_unheld { Vec::new() } else { vec![first] };
@@ -126,27 +125,12 @@ impl<'a> Gpus<'a> {
 mod tests {
     use super::*;
 
-    fn allocation(pod: &str) -> AllocationState {
-        AllocationState {
-            namespace: "default".to_owned(),
-            pod: pod.to_owned(),
-            container: "main".to_owned(),
-            resource: "nvidia.com/gpu".to_owned(),
-            door: "plugin".into(),
-            gpus: Vec::new(),
-            collective: None,
-            nvls: None,
-            best: None,
-            best_at_admission: None,
-            why: Vec::new(),
-        }
-    }
-
     #[test]
     fn pods_keep_letters_as_others_come_and_go() {
         let mut slots = Slots::default();
         let mut letters = |pods: &[&str]| {
-            let allocations: Vec<_> = pods.iter().map(|pod| allocation(pod)).collect();
+            let named = |pod: &&str| Allocation { pod: (*pod).to_owned(), ..Allocation::default() };
+            let allocations: Vec<_> = pods.iter().map(named).collect();
             slots.follow(&allocations);
             allocations.iter().map(|held| slots.of(&pod_of(held)).letters()).collect::<Vec<_>>().join(" ")
         };

@@ -1,7 +1,10 @@
-//! The kinds of boxes and lines in a picture, and the look of each.
+//! The looks of a picture: the kinds of boxes and lines with their colours and classes, and texts, made harmless,
+//! measured and shortened.
+//!
+//! Texts are measured without a font, so that the same machine gives the same picture everywhere: the widths are those
+//! of wide fonts (DejaVu), rounded up, and the font of a viewer is narrower.
 
 use super::Holder;
-use super::text::Style;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
@@ -139,4 +142,146 @@ impl LineKind {
 /// The width of a line for this number of links.
 pub(super) fn breadth(links: u32) -> i64 {
     i64::from(links).saturating_mul(2).clamp(2, 10)
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Style {
+    Title,
+    Subtitle,
+    /// The name of a package or a NUMA node.
+    Heading,
+    /// The text of a bar or a legend.
+    Plain,
+    Gpu,
+    /// A page's text about a GPU.
+    Mark,
+    /// An address, an interface, a list of CPUs.
+    Mono,
+    Count,
+}
+
+impl Style {
+    /// The font's size in pixels.
+    pub fn size(self) -> i64 {
+        match self {
+            Self::Title => 20,
+            Self::Subtitle => 14,
+            Self::Heading => 13,
+            Self::Gpu => 15,
+            Self::Mark => 12,
+            Self::Plain | Self::Mono | Self::Count => 11,
+        }
+    }
+
+    pub fn is_bold(self) -> bool {
+        matches!(self, Self::Title | Self::Heading | Self::Gpu | Self::Count)
+    }
+
+    /// The height of a line.
+    pub fn line(self) -> i64 {
+        self.size() + 4
+    }
+}
+
+/// The width of a text in pixels, rounded up.
+pub(super) fn width(text: &str, style: Style) -> i64 {
+    let em: i64 = text.chars().map(|letter| em(letter, style)).sum();
+    let em = if style.is_bold() { em * 11 / 10 } else { em };
+    (em * style.size() + 999) / 1000
+}
+
+/// The width of a letter in thousandths of the font's size.
+fn em(letter: char, style: Style) -> i64 {
+    match letter {
+        _ if !letter.is_ascii() && !matches!(letter, '…' | '×' | '·') => 1100,
+        _ if style == Style::Mono => 610,
+        'i' | 'j' | 'l' | 't' | 'f' | 'r' | 'I' | ' ' | '.' | ',' | ':' | ';' | '\'' | '!' | '|' | '(' | ')' | '-'
+        | '/' | '[' | ']' => 420,
+        'm' | 'w' | 'M' | 'W' | '@' | '%' | '…' => 1000,
+        'A'..='Z' | '+' | '=' | '<' | '>' | '~' | '#' | '&' | '×' => 840,
+        _ => 640,
+    }
+}
+
+/// Cuts a text to this width, with an ellipsis if it is wider.
+pub(super) fn fit(text: &str, style: Style, room: i64) -> String {
+    if width(text, style) <= room {
+        return text.to_owned();
+    }
+    let mut kept = String::new();
+    for letter in text.chars() {
+        kept.push(letter);
+        if width(&format!("{kept}…"), style) > room {
+            kept.pop();
+            break;
+        }
+    }
+    kept.trim_end().to_owned() + "…"
+}
+
+/// Splits a text into lines of at most this width.
+pub(super) fn wrap(text: &str, style: Style, room: i64) -> Vec<String> {
+    let mut lines: Vec<String> = Vec::new();
+    for word in text.split_whitespace() {
+        let longer = lines.last().map(|line| format!("{line} {word}")).filter(|line| width(line, style) <= room);
+        match (longer, lines.last_mut()) {
+            (Some(longer), Some(line)) => *line = longer,
+            _ => lines.push(fit(word, style, room)),
+        }
+    }
+    lines
+}
+
+/// The most characters that are kept of a text from a file.
+const LONGEST: usize = 240;
+
+/// Returns a character of untrusted text, or its replacement: white space becomes a blank, and characters that XML
+/// forbids or that change the direction of writing are replaced.
+pub fn harmless(letter: char) -> char {
+    match letter {
+        '\t' | '\n' | '\r' => ' ',
+        '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}' | '\u{fffe}' | '\u{ffff}' => {
+            '\u{fffd}'
+        }
+        _ if letter.is_control() => '\u{fffd}',
+        _ => letter,
+    }
+}
+
+/// Returns untrusted text as one [`harmless`] line, cut to `LONGEST`.
+pub fn clean(text: &str) -> String {
+    let mut letters = text.chars().map(harmless);
+    let mut kept: String = letters.by_ref().take(LONGEST).collect();
+    if letters.next().is_some() {
+        kept.push('…');
+    }
+    kept
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn long_text_is_cut_with_ellipsis() {
+        assert_eq!(fit("mlx5_0", Style::Mono, 60), "mlx5_0");
+        let short = fit("a_very_long_interface_name", Style::Mono, 60);
+        assert!(short.ends_with('…') && width(&short, Style::Mono) <= 60, "{short}");
+        assert_eq!(fit("abc", Style::Plain, 0), "…");
+    }
+
+    #[test]
+    fn wrapped_lines_fit_and_keep_each_word() {
+        let text = "one two three four five six seven eight nine ten";
+        let lines = wrap(text, Style::Title, 200);
+        assert!(lines.len() > 2 && lines.iter().all(|line| width(line, Style::Title) <= 200), "{lines:?}");
+        assert_eq!(lines.join(" "), text);
+        assert!(wrap("", Style::Title, 200).is_empty());
+    }
+
+    #[test]
+    fn untrusted_text_is_one_harmless_line() {
+        assert_eq!(clean("a\nb\u{0}c\u{202e}d\u{ffff}"), "a b\u{fffd}c\u{fffd}d\u{fffd}");
+        assert_eq!(clean(&"x".repeat(1000)).chars().count(), 241);
+    }
 }

@@ -1,0 +1,225 @@
+//! The metrics' registry: the content of /metrics. docs/metrics.md documents each metric; a golden test checks names,
+//! types and help.
+//!
+//! Each module that counts makes its metrics and registers them here; the node passes the registry around. Series
+//! that mirror the node ([`Series`]) print its view at scrape, so that the series of removed items end.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use prometheus_client::collector::Collector;
+use prometheus_client::encoding::text::encode;
+use prometheus_client::encoding::{DescriptorEncoder, EncodeGaugeValue, EncodeLabelSet, EncodeMetric};
+use prometheus_client::metrics::MetricType;
+use prometheus_client::metrics::gauge::ConstGauge;
+use prometheus_client::metrics::info::Info;
+use prometheus_client::registry::Registry;
+
+use super::views::Views;
+use linkwise_core::publish::placement::Allocation;
+use linkwise_core::publish::view::{NodeView, Sums};
+
+/// The content type of [`Metrics::encode`]'s text; as text/plain Prometheus refuses it.
+pub const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+
+/// All metrics of the process.
+#[derive(Clone, Debug)]
+pub struct Metrics(Arc<Mutex<Registry>>);
+
+impl Metrics {
+    /// Metrics of a process of this version, with the series of a node.
+    pub fn new(version: &'static str, views: Views) -> Self {
+        let mut registry = Registry::with_prefix("linkwise");
+        registry.register("build", "The version that runs", Info::new(vec![("version", version)]));
+        registry.register_collector(Box::new(Series(views)));
+        Self(Arc::new(Mutex::new(registry)))
+    }
+
+    /// Registers a module's metrics.
+    pub fn register<T>(&self, register: impl FnOnce(&mut Registry) -> T) -> T {
+        register(&mut self.registry())
+    }
+
+    /// All metrics as OpenMetrics text.
+    pub fn encode(&self) -> Result<String, fmt::Error> {
+        let mut text = String::new();
+        encode(&mut text, &self.registry())?;
+        Ok(text)
+    }
+
+    /// Locks the registry. A panic while a module registers leaves the registry whole.
+    fn registry(&self) -> MutexGuard<'_, Registry> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The series of a node, printed from its view.
+#[derive(Debug)]
+struct Series(Views);
+
+impl Collector for Series {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
+        let view = self.0.for_metrics();
+        gpus(&view, &mut encoder)?;
+        devices(&view, &mut encoder)?;
+        allocations(&view, &mut encoder)?;
+        sums(&view.sums, &mut encoder)
+    }
+}
+
+/// Writes one gauge with all its series.
+fn gauges<L: EncodeLabelSet, V: EncodeGaugeValue>(
+    encoder: &mut DescriptorEncoder<'_>,
+    (name, help): (&str, &str),
+    series: impl IntoIterator<Item = (L, V)>,
+) -> fmt::Result
+where
+    ConstGauge<V>: EncodeMetric,
+{
+    let mut metric = encoder.encode_descriptor(name, help, None, MetricType::Gauge)?;
+    for (labels, value) in series {
+        ConstGauge::new(value).encode(metric.encode_family(&labels)?)?;
+    }
+    Ok(())
+}
+
+/// Writes one gauge without labels.
+fn gauge<V: EncodeGaugeValue>(encoder: &mut DescriptorEncoder<'_>, (name, help): (&str, &str), value: V) -> fmt::Result
+where
+    ConstGauge<V>: EncodeMetric,
+{
+    ConstGauge::new(value).encode(encoder.encode_descriptor(name, help, None, MetricType::Gauge)?)
+}
+
+/// A number of things as a gauge's value.
+fn number(count: usize) -> i64 {
+    i64::try_from(count).unwrap_or(i64::MAX)
+}
+
+#[allow(clippy::cast_precision_loss, reason = "MB/s of GPUs are far below 2^52")]
+fn ratio(part: u64, whole: u64) -> f64 {
+    part as f64 / whole.max(1) as f64
+}
+
+fn gpus(view: &NodeView, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
+    gauge(encoder, ("gpus", "GPUs of the node, healthy or not; 0 on a node without"), number(view.gpus.len()))?;
+
+    let info = view.gpus.iter().map(|gpu| {
+        let labels = [
+            ("uuid", gpu.uuid.clone()),
+            ("index", gpu.index.to_string()),
+            ("pci", gpu.pci.clone()),
+            ("model", gpu.model.clone().unwrap_or_default()),
+            ("numa", gpu.numa.map(|numa| numa.to_string()).unwrap_or_default()),
+        ];
+        (labels, 1)
+    });
+    gauges(encoder, ("gpu", "1 for each GPU; its labels say which it is"), info)?;
+
+    let healthy = view.gpus.iter().map(|gpu| ([("uuid", gpu.uuid.as_str())], i64::from(gpu.healthy)));
+    gauges(encoder, ("gpu_healthy", "1 while the GPU may be given to pods"), healthy)?;
+
+    if !view.sums.doors.is_empty() {
+        let doors = view.sums.doors.iter().map(|(uuid, door)| ([("uuid", uuid.as_str()), ("door", door)], 1));
+        let help = "1 for the API through which the GPU is offered: plugin, dra, or on its way between them";
+        gauges(encoder, ("gpu_door", help), doors)?;
+    }
+
+    // Several reasons of one kind may exist: there is one series for each kind, since the first of them.
+    let mut reasons: BTreeMap<(&str, &str), u64> = BTreeMap::new();
+    for (gpu, reason) in view.gpus.iter().flat_map(|gpu| gpu.reasons.iter().map(move |reason| (gpu, reason))) {
+        let since = reasons.entry((&gpu.uuid, &reason.kind)).or_insert(reason.since);
+        *since = reason.since.min(*since);
+    }
+    let reasons = reasons.into_iter().map(|((uuid, reason), since)| ([("uuid", uuid), ("reason", reason)], since));
+    let help = "Since when (Unix time) a reason stands against the GPU; several may, none while it is healthy";
+    gauges(encoder, ("gpu_unhealthy_since_seconds", help), reasons)
+}
+
+fn devices(view: &NodeView, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
+    let devices = view.sums.devices.iter().flat_map(|(name, devices)| {
+        let counts = [("healthy", devices.healthy), ("unhealthy", devices.unhealthy)];
+        counts.map(|(health, count)| ([("resource", name.as_str()), ("health", health)], number(count)))
+    });
+    gauges(encoder, ("devices", "Devices on the kubelet's list, by resource and health"), devices)?;
+
+    let unhealthy = view.sums.devices.iter().flat_map(|(name, devices)| {
+        let reasons = devices.reasons.iter();
+        reasons.map(move |(reason, count)| ([("resource", name.as_str()), ("reason", reason)], number(*count)))
+    });
+    let help = "Devices on the kubelet's list that are not given out, by resource and reason";
+    gauges(encoder, ("unhealthy_devices", help), unhealthy)?;
+
+    let help = "Odd things about the node; the log names them";
+    gauge(encoder, ("topology_warnings", help), number(view.warnings.len()))
+}
+
+fn labels(held: &Allocation) -> [(&'static str, &str); 4] {
+    let Allocation { namespace, pod, container, resource, .. } = held;
+    [("namespace", namespace), ("pod", pod), ("container", container), ("resource", resource)]
+}
+
+fn allocations(view: &NodeView, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
+    let gpus = view.held().iter().flat_map(|held| {
+        let [namespace, pod, container, resource] = labels(held);
+        let labels = move |uuid| [namespace, pod, container, ("UUID", uuid), resource, ("door", &*held.door)];
+        held.gpus.iter().map(move |gpu| (labels(gpu.as_str()), 1_u64))
+    });
+    let help = "1 for each GPU that a container has, or has slots or MIG devices of";
+    gauges(encoder, ("allocation_info", help), gpus)?;
+
+    let collectives = view.held().iter().filter_map(|held| Some((labels(held), held.collective?)));
+    let help = "The ring bandwidth of the container's GPUs, by NCCL's model";
+    gauges(encoder, ("allocation_collective_megabytes_per_second", help), collectives)?;
+
+    let nvls = view.held().iter().filter_map(|held| Some((labels(held), held.nvls?)));
+    let help = "The bus bandwidth of an all-reduce over them with NVLink SHARP, by NCCL's model; no series without it";
+    gauges(encoder, ("allocation_nvls_megabytes_per_second", help), nvls)?;
+
+    let quality = |of: fn(&Allocation) -> Option<u64>| {
+        view.held().iter().filter_map(move |held| Some((labels(held), ratio(held.collective?, of(held)?))))
+    };
+    let help = "The collective of the container's GPUs over the best of so many GPUs of this machine, 0 to 1";
+    gauges(encoder, ("allocation_quality", help), quality(|held| held.best))?;
+    let help = "The same over the best of so many that were free when they were given; no series where unknown";
+    gauges(encoder, ("allocation_quality_at_admission", help), quality(|held| held.best_at_admission))?;
+
+    let shortfalls = view.held().iter().flat_map(|held| {
+        let [namespace, pod, container, resource] = labels(held);
+        let labels = move |why| [namespace, pod, container, resource, ("why", why)];
+        held.why.iter().map(move |why| (labels(why.label()), 1_u64))
+    });
+    let help = "1 for each reason why the container's GPUs are not the machine's best; no series where unknown";
+    gauges(encoder, ("allocation_shortfall", help), shortfalls)?;
+
+    let free = view.outlook.iter().flatten();
+    let free = free.filter_map(|outlook| Some(([("size", outlook.size.to_string())], outlook.collective?)));
+    let help = "The best collective of so many free GPUs; no series where no request for so many can be met";
+    gauges(encoder, ("free_collective_megabytes_per_second", help), free)
+}
+
+fn sums(sums: &Sums, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
+    let best = sums.best.iter().map(|(size, best)| ([("size", size.to_string())], *best));
+    let help = "The best collective that so many GPUs of this machine have";
+    gauges(encoder, ("best_collective_megabytes_per_second", help), best)?;
+
+    let name = |numa: &Option<_>| numa.map(|numa: linkwise_core::topology::NumaNodeId| numa.to_string());
+    let free = sums.free.iter().map(|(numa, free)| ([("numa", name(numa).unwrap_or_default())], number(*free)));
+    gauges(
+        encoder,
+        ("free_gpus", "GPUs that a request can have whole now, by NUMA node; no series where unknown"),
+        free,
+    )?;
+
+    let gpus = sums.gpus.iter().map(|(availability, gpus)| ([("availability", availability.label())], number(*gpus)));
+    let help = "GPUs by who can have them: held, free, mig, unhealthy, unknown; together all GPUs";
+    gauges(encoder, ("gpus_by_availability", help), gpus)?;
+
+    let help = "How many times better the best free GPUs could be, for the size where that is the most; 1: not at all";
+    let fragmentation = encoder.encode_descriptor("fragmentation", help, None, MetricType::Gauge)?;
+    match sums.fragmentation {
+        Some((best, now)) => ConstGauge::new(ratio(best, now)).encode(fragmentation),
+        None => Ok(()),
+    }
+}

@@ -1,0 +1,245 @@
+//! The node's views: the [`NodeView`] that the admin socket, the page and the metrics print, and the page itself.
+//!
+//! Gathers what the loop knows and the state does not: readiness, the last choices, the node's name. The costly part is
+//! computed once for a snapshot, at the first read; the page is rendered on request, on a thread of its own, at most
+//! four times a second. No admission and no event waits for either.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
+use std::time::Duration;
+
+use futures_util::FutureExt;
+use futures_util::future::BoxFuture;
+use sha2::{Digest, Sha256};
+use tokio::sync::{Mutex as AsyncMutex, watch};
+use tokio::time::Instant;
+
+use super::page::{Page, Slots};
+use super::readiness::{Part, Readiness};
+use linkwise_core::publish::placement::{Allocation, Placements};
+use linkwise_core::publish::view::{ChoiceView, NodeView, Process, Sums, view};
+use linkwise_core::state::NodeState;
+use linkwise_core::topology::NodeObservation;
+
+/// The age up to which a page is reused: it limits the cost of any number of readers.
+const FRESH: Duration = Duration::from_millis(250);
+/// The number of choices that are remembered.
+const CHOICES: usize = 6;
+
+/// The sources of the node's views. Clones share them.
+#[derive(Clone, Debug)]
+pub struct Views {
+    snapshot: watch::Receiver<Arc<NodeState>>,
+    readiness: Readiness,
+    told: Arc<Told>,
+    last: Arc<Mutex<Computed>>,
+    rendered: Arc<AsyncMutex<Rendered>>,
+}
+
+/// The placements that were computed last.
+#[derive(Debug, Default)]
+struct Computed {
+    /// Their snapshot: it keeps its address as long as this reference exists.
+    of: Weak<NodeState>,
+    placements: Arc<Placements>,
+}
+
+/// The facts that the node reports.
+#[derive(Debug, Default)]
+struct Told {
+    choices: Mutex<VecDeque<ChoiceView>>,
+    observed: Mutex<Arc<NodeObservation>>,
+    name: OnceLock<String>,
+    is_released: OnceLock<watch::Receiver<bool>>,
+    hides_pods: AtomicBool,
+    stands_by: AtomicBool,
+}
+
+/// The last page, and the letters of pods on it.
+#[derive(Debug, Default)]
+struct Rendered {
+    slots: Slots,
+    last: Option<(Instant, Arc<Page>)>,
+}
+
+impl Views {
+    /// Views of a node with this state and this readiness.
+    pub fn new(snapshot: watch::Receiver<Arc<NodeState>>, readiness: Readiness) -> Self {
+        let (told, last, rendered) = Default::default();
+        Self { snapshot, readiness, told, last, rendered }
+    }
+
+    /// Records a choice; the oldest is forgotten.
+    pub fn chosen(&self, choice: ChoiceView) {
+        let mut choices = lock(&self.told.choices);
+        choices.truncate(CHOICES - 1);
+        choices.push_front(choice);
+    }
+
+    /// Records a scan of the machine.
+    pub fn observed(&self, observed: &NodeObservation) {
+        *lock(&self.told.observed) = Arc::new(observed.clone());
+    }
+
+    /// Records the node's name; the first one stays.
+    pub fn named(&self, name: String) {
+        let _ = self.told.name.set(name);
+    }
+
+    /// Follows the operator's order to release the driver; only the first channel is followed.
+    pub fn follow_release(&self, is_released: watch::Receiver<bool>) {
+        let _ = self.told.is_released.set(is_released);
+    }
+
+    /// Hides the names of pods on the metrics port from now on.
+    pub fn hide_pods(&self) {
+        self.told.hides_pods.store(true, Ordering::Relaxed);
+    }
+
+    /// Sets whether another linkwise serves this node and has the series of pods: two would count each pod twice.
+    pub fn stand_by(&self, stands_by: bool) {
+        self.told.stands_by.store(stands_by, Ordering::Relaxed);
+    }
+
+    /// The view for an operator of the node.
+    pub fn for_operator(&self) -> NodeView {
+        self.now(false).1
+    }
+
+    /// The view for the metrics.
+    pub(crate) fn for_metrics(&self) -> NodeView {
+        let (_, mut view) = self.now(true);
+        if self.told.stands_by.load(Ordering::Relaxed) {
+            (view.allocations, view.outlook) = (None, None);
+            let Sums { devices, doors, .. } = view.sums;
+            view.sums = Sums { devices, doors, ..Sums::default() };
+        }
+        view
+    }
+
+    /// The page: the last one while it is fresh, otherwise a new one. One page is rendered at a time, even if clients
+    /// come and go.
+    pub fn page(&self) -> BoxFuture<'static, Option<Arc<Page>>> {
+        let views = self.clone();
+        async move {
+            let mut rendered = Arc::clone(&views.rendered).lock_owned().await;
+            if let Some((at, page)) = &rendered.last
+                && at.elapsed() < FRESH
+            {
+                return Some(Arc::clone(page));
+            }
+            // The lock moves into the task: a reader who leaves makes no room for another rendering.
+            let rendering = tokio::task::spawn_blocking(move || {
+                let (snapshot, view) = views.now(true);
+                let observed = Arc::clone(&lock(&views.told.observed));
+                let page = Arc::new(Page::render(&view, (&observed, snapshot.topology()), &mut rendered.slots));
+                rendered.last = Some((Instant::now(), Arc::clone(&page)));
+                page
+            });
+            rendering.await.ok()
+        }
+        .boxed()
+    }
+
+    /// The current snapshot with its view. Any client may read the port: for it, the names of pods can be hidden.
+    fn now(&self, port: bool) -> (Arc<NodeState>, NodeView) {
+        let snapshot = Arc::clone(&self.snapshot.borrow());
+        let mut view = view(&snapshot, &self.placements(&snapshot), self.process());
+        if port && self.told.hides_pods.load(Ordering::Relaxed) {
+            for held in view.allocations.iter_mut().flatten() {
+                held.pod = hidden_name(held);
+            }
+        }
+        (snapshot, view)
+    }
+
+    fn placements(&self, snapshot: &Arc<NodeState>) -> Arc<Placements> {
+        let mut last = lock(&self.last);
+        if Weak::as_ptr(&last.of) != Arc::as_ptr(snapshot) {
+            *last = Computed { of: Arc::downgrade(snapshot), placements: Arc::new(Placements::of(snapshot)) };
+        }
+        Arc::clone(&last.placements)
+    }
+
+    fn process(&self) -> Process {
+        let (mut plugins, mut parts) = (BTreeMap::new(), BTreeMap::new());
+        for (part, state) in self.readiness.all() {
+            match part {
+                Part::Plugin(resource) => drop(plugins.insert(resource, state)),
+                part => drop(parts.insert(part.to_string(), state)),
+            }
+        }
+        Process {
+            version: env!("CARGO_PKG_VERSION").into(),
+            node: self.told.name.get().cloned(),
+            unready: self.readiness.summary().err().unwrap_or_default(),
+            driver_released: self.told.is_released.get().is_some_and(|released| *released.borrow()),
+            idle: self.readiness.idle().borrow().reason().to_owned(),
+            plugins,
+            parts,
+            choices: lock(&self.told.choices).iter().cloned().collect(),
+        }
+    }
+}
+
+/// Another name for a pod, so that its series stay apart and can be joined: `pod-` and 12 hexadecimal digits, the same
+/// for a pod in every process and on every node.
+fn hidden_name(held: &Allocation) -> String {
+    let hash = Sha256::digest(format!("{}/{}", held.namespace, held.pod));
+    let digits: String = hash.iter().take(6).map(|byte| format!("{byte:02x}")).collect();
+    format!("pod-{digits}")
+}
+
+/// Locks the mutex. Only whole values are written under these locks: a panic elsewhere leaves nothing half done.
+fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use linkwise_core::state::Event;
+    use linkwise_nvml::supervisor::Idle;
+
+    /// The views of a DGX-1 without other facts.
+    fn views() -> Views {
+        let observed = linkwise_host::machines::load("dgx1-v100").unwrap().observed;
+        let (state, _) = NodeState::default().apply(Event::Observed(Box::new(observed.clone())), Duration::ZERO);
+        let (_, snapshot) = watch::channel(Arc::new(state));
+        let views = Views::new(snapshot, Readiness::new(Idle::Waiting("no scan yet".to_owned())));
+        views.observed(&observed);
+        views
+    }
+
+    #[tokio::test]
+    async fn readers_at_once_share_pages() {
+        let views = views();
+        let answers = futures_util::future::join_all((0..500).map(|_| views.page())).await;
+        let mut rendered: Vec<*const Page> = answers.iter().flatten().map(Arc::as_ptr).collect();
+        assert_eq!(rendered.len(), 500);
+        rendered.dedup();
+        assert!(rendered.len() < 50, "{} pages", rendered.len());
+        // A reader who leaves does not delay the next.
+        drop(views.page());
+        assert!(views.page().await.is_some());
+    }
+
+    #[test]
+    fn placements_are_computed_once_for_a_snapshot() {
+        let views = views();
+        let snapshot = Arc::clone(&views.snapshot.borrow());
+        let other = Arc::new(NodeState::clone(&snapshot));
+        let first = views.placements(&snapshot);
+        assert!(Arc::ptr_eq(&first, &views.placements(&snapshot)));
+        assert!(!Arc::ptr_eq(&first, &views.placements(&other)));
+    }
+
+    #[test]
+    fn only_the_last_choices_are_kept() {
+        let views = views();
+        (0..100).for_each(|at| views.chosen(ChoiceView { at, ..ChoiceView::default() }));
+        let kept: Vec<u64> = views.for_operator().choices.iter().map(|choice| choice.at).collect();
+        assert_eq!(kept, [99, 98, 97, 96, 95, 94]);
+    }
+}

@@ -1,0 +1,211 @@
+//! `linkwise top`: the state of the linkwise on this host as text, again and again; and that text, which `linkwise admin
+//! state --format text` prints too.
+//!
+//! The text is the [`NodeView`] in tables: the GPUs with their pods, the quality of each pod's set, the result of each
+//! possible request, and the parts that must be ready. All text from outside goes through `one_line`, which escapes what
+//! a terminal obeys.
+
+use std::io::{self, IsTerminal};
+use std::path::Path;
+use std::time::{Duration, SystemTime};
+
+use anyhow::Result;
+use tokio::time::sleep;
+
+use super::{admin, print};
+use crate::config::TopArgs;
+use linkwise_core::publish::view::{GpuView, NodeView, ReasonView, percent};
+use linkwise_core::quote::one_line;
+use linkwise_core::state::{Availability, Timestamp};
+use linkwise_core::topology::GpuUuid;
+use linkwise_system::output::table;
+
+/// Moves to the first column of the first line, and clears all that a terminal shows.
+const CLEAR: &str = "\x1b[H\x1b[J";
+
+/// Runs the command: until a signal ends it, or once.
+pub async fn top(args: &TopArgs) -> Result<()> {
+    if args.once || !io::stdout().is_terminal() {
+        return Ok(print(&state_text(&args.socket).await?)?);
+    }
+    loop {
+        let text = state_text(&args.socket).await;
+        let away = |error| format!("linkwise does not answer, trying again: {}\n", one_line(&format!("{error:#}")));
+        print(&format!("{CLEAR}{}", text.unwrap_or_else(away)))?;
+        sleep(Duration::from_secs(args.interval.into())).await;
+    }
+}
+
+/// The state of the linkwise that serves this socket, for people.
+pub(super) async fn state_text(socket: &Path) -> Result<String> {
+    Ok(text(&admin::state(socket).await?, now()))
+}
+
+/// The present time, as `run` counts it.
+pub(super) fn now() -> Timestamp {
+    SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default()
+}
+
+/// The duration, as `3 h`; `None` if it began just now, or later by a clock that was set back.
+pub(super) fn lasting(since: u64, now: Timestamp) -> Option<String> {
+    match now.as_secs().saturating_sub(since) {
+        0 => None,
+        seconds @ 1..=119 => Some(format!("{seconds} s")),
+        seconds @ 120..=7199 => Some(format!("{} min", seconds / 60)),
+        seconds @ 7200..=172_799 => Some(format!("{} h", seconds / 3600)),
+        seconds => Some(format!("{} days", seconds / 86_400)),
+    }
+}
+
+fn text(view: &NodeView, now: Timestamp) -> String {
+    let parts = [head(view), gpus(view, now), pods(view), outlook(view), parts(view), remarks(view)];
+    parts.into_iter().filter(|part| !part.is_empty()).collect::<Vec<_>>().join("\n")
+}
+
+/// A table without its empty columns; nothing without rows.
+fn shown<const N: usize>(titles: [&str; N], rows: impl Iterator<Item = [String; N]>) -> String {
+    let rows: Vec<[String; N]> = rows.collect();
+    let kept: Vec<usize> =
+        (0..N).filter(|at| rows.iter().any(|row| row.get(*at).is_some_and(|cell| !cell.is_empty()))).collect();
+    let titles = titles.map(str::to_owned);
+    let line = |row: &[String; N]| kept.iter().filter_map(|at| row.get(*at)).map(|cell| one_line(cell)).collect();
+    if rows.is_empty() {
+        String::new()
+    } else {
+        table(&std::iter::once(&titles).chain(&rows).map(line).collect::<Vec<_>>())
+    }
+}
+
+fn head(view: &NodeView) -> String {
+    let healthy = view.gpus.iter().filter(|gpu| gpu.healthy).count();
+    let mut head = format!("linkwise {}", one_line(&view.version));
+    if let Some(node) = &view.node {
+        head += &format!(" on {}", one_line(node));
+    }
+    head += &format!(": {} GPUs, {healthy} healthy", view.gpus.len());
+    if view.allocations.is_some() {
+        head += &format!(", {} held", view.gpus.iter().filter(|gpu| gpu.availability == Availability::Held).count());
+    }
+    head.push('\n');
+    for line in &view.unready {
+        head += &format!("not ready: {}\n", one_line(line));
+    }
+    if view.driver_released {
+        head += "an operator released the driver: GPUs are not watched until linkwise admin resume\n";
+    }
+    if let Some(idle) = &view.idle {
+        head += &format!("nothing is offered: {}\n", one_line(idle));
+    }
+    head
+}
+
+fn gpus(view: &NodeView, now: Timestamp) -> String {
+    let titles = ["GPU", "MODEL", "DOOR", "HEALTH", "HELD BY", "OF BEST"];
+    let rows = view.gpus.iter().map(|gpu| {
+        let held = || view.held().iter().filter(|held| held.gpus.iter().any(|uuid| uuid.as_str() == gpu.uuid));
+        let pods: Vec<String> = held().map(|held| format!("{}/{}", held.namespace, held.pod)).collect();
+        let held_by = match (pods.as_slice(), gpu.availability) {
+            ([], Availability::Held) => "no listed pod".to_owned(),
+            ([], Availability::Free) => "free".to_owned(),
+            ([], Availability::Mig) => "free, MIG".to_owned(),
+            ([], Availability::Unhealthy) => "-".to_owned(),
+            ([], Availability::Unknown) => "unknown".to_owned(),
+            (pods, _) => pods.join(", "),
+        };
+        let health = match (gpu.healthy, gpu.reasons.as_slice()) {
+            (true, []) => "healthy",
+            (true, _) => "partly",
+            (false, _) => "unhealthy",
+        };
+        [
+            gpu.index.to_string(),
+            gpu.model.clone().unwrap_or_default(),
+            gpu.door.as_deref().unwrap_or_default().to_owned(),
+            health.to_owned(),
+            held_by,
+            share(held().filter_map(|held| percent(held.collective, held.best)).min()),
+        ]
+    });
+    let waits = |gpu: &GpuView| Some(format!("GPU {} waits for {}\n", gpu.index, one_line(gpu.waits_for.as_ref()?)));
+    let reasons = |gpu: &GpuView| {
+        let reason = |reason: &ReasonView| {
+            let time = lasting(reason.since, now).map(|time| format!(", for {time}")).unwrap_or_default();
+            let (why, until) = (one_line(&reason.reason), one_line(&reason.ends_with));
+            format!("GPU {}: {why}{time}; until: {until}\n", gpu.index)
+        };
+        gpu.reasons.iter().map(reason).chain(waits(gpu)).collect::<String>()
+    };
+    shown(titles, rows) + &view.gpus.iter().map(reasons).collect::<String>()
+}
+
+fn pods(view: &NodeView) -> String {
+    let titles = ["POD", "CONTAINER", "RESOURCE", "GPUS", "GONE", "MB/s", "OF BEST", "WHEN GIVEN", "WHY"];
+    let rows = view.held().iter().map(|held| {
+        [
+            format!("{}/{}", held.namespace, held.pod),
+            held.container.clone(),
+            held.resource.clone(),
+            indices(view, &held.gpus),
+            held.gone.iter().cloned().collect::<Vec<_>>().join(", "),
+            number(held.collective),
+            share(percent(held.collective, held.best)),
+            share(percent(held.collective, held.best_at_admission)),
+            held.why.iter().map(|why| why.label()).collect::<Vec<_>>().join(", "),
+        ]
+    });
+    shown(titles, rows)
+}
+
+fn outlook(view: &NodeView) -> String {
+    let rows = view.outlook.iter().flatten().map(|outlook| {
+        let (gpus, of_best) = match outlook.gpus.as_slice() {
+            [] => ("nothing".to_owned(), None),
+            gpus => (format!("GPU {}", indices(view, gpus)), percent(outlook.collective, outlook.best)),
+        };
+        [outlook.size.to_string(), gpus, number(outlook.collective), share(of_best)]
+    });
+    shown(["A REQUEST FOR", "WOULD GET NOW", "MB/s", "OF BEST"], rows)
+}
+
+fn parts(view: &NodeView) -> String {
+    let resources = view.resources.iter().map(|(name, resource)| {
+        let devices = match (resource.healthy, resource.unhealthy) {
+            (healthy, 0) => format!("{healthy} healthy"),
+            (healthy, unhealthy) => format!("{healthy} healthy, {unhealthy} unhealthy"),
+        };
+        [name.clone(), resource.phase.to_string(), devices, resource.trouble.clone().unwrap_or_default()]
+    });
+    let parts = view.parts.iter().map(|(name, part)| {
+        [name.clone(), part.phase.to_string(), String::new(), part.trouble.clone().unwrap_or_default()]
+    });
+    shown(["PART", "STATE", "DEVICES", "TROUBLE"], resources.chain(parts))
+}
+
+/// The last choices, what the configuration asks for in vain, and the warnings.
+fn remarks(view: &NodeView) -> String {
+    let choices = view.choices.iter().map(|choice| {
+        let gpus = choice.gpus.iter().map(|uuid| index(view, uuid)).collect::<Vec<_>>().join(",");
+        let (resource, why) = (one_line(&choice.resource), one_line(&choice.why));
+        format!("chosen: {} of {} {resource}: GPU {gpus}. {why}\n", choice.size, choice.candidates)
+    });
+    let problems = view.problems.iter().map(|problem| format!("cannot be offered: {}\n", one_line(problem)));
+    let warnings = view.warnings.iter().map(|warning| format!("warning: {}\n", one_line(warning)));
+    choices.chain(problems).chain(warnings).collect()
+}
+
+/// A GPU by NVML's index, one that is gone by its UUID.
+fn index(view: &NodeView, uuid: &str) -> String {
+    view.gpu(uuid).map_or_else(|| one_line(uuid), |gpu| gpu.index.to_string())
+}
+
+fn indices(view: &NodeView, uuids: &[GpuUuid]) -> String {
+    uuids.iter().map(|uuid| index(view, uuid.as_str())).collect::<Vec<_>>().join(",")
+}
+
+fn number(value: Option<u64>) -> String {
+    value.map(|value| value.to_string()).unwrap_or_default()
+}
+
+fn share(percent: Option<u64>) -> String {
+    percent.map(|percent| format!("{percent} %")).unwrap_or_default()
+}
