@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 
 use linkwise_core::claims::{AllocatedDevice, Allocation, Claim, ClaimName, ClaimStatus, DeviceAllocation};
 use linkwise_core::publish::injection::{CdiOptions, InjectionOptions};
-use linkwise_core::state::{DraGpus, Event, Holdings, NodeState, NumaHints, ResourcePlan};
+use linkwise_core::state::{Door, Event, Holdings, NodeState, NumaHints, ResourcePlan};
 use linkwise_kubelet::dra::{CdiDevices, ClaimQuery, Handover, Plugin, Settings};
 use linkwise_kubelet_box::dra::{ClaimRef, DraKubelet, DraOptions, PodClaims};
 use serde_json::json;
@@ -115,7 +115,7 @@ fn cdi_devices(state: &NodeState) -> CdiDevices {
 
 fn state() -> NodeState {
     let observed = linkwise_host::machines::load("dgx-h100").unwrap().observed;
-    let plan = ResourcePlan { dra: DraGpus::All, ..ResourcePlan::default() };
+    let plan = ResourcePlan { door: Door::Dra, ..ResourcePlan::default() };
     let unheld = || Event::Holders(Some(Holdings::default()));
     let events = [Event::Planned(Box::new(plan)), Event::Observed(Box::new(observed)), unheld(), unheld()];
     events.into_iter().fold(NodeState::new(NumaHints::default()), |state, event| state.apply(event, Duration::ZERO).0)

@@ -222,7 +222,7 @@ fn dra_has_the_least_rights_and_its_own_node() {
     let role = of("clusterrole");
     let rules = list(&role, "/rules").into_iter().map(|rule| (rule["resources"][0].clone(), rule["verbs"].clone()));
     let expected = serde_json::json!([
-        ["resourceclaims", ["get", "list"]],
+        ["resourceclaims", ["get"]],
         ["resourceslices", ["get", "list", "watch", "create", "update", "delete"]],
         ["nodes", ["get"]],
     ]);

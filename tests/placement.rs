@@ -11,7 +11,7 @@ use linkwise_core::allocation::DeviceId;
 use linkwise_core::claims::ClaimName;
 use linkwise_core::publish::placement::{Allocation, Placements, Shortfall};
 use linkwise_core::state::{
-    ClaimedDevice, ContainerHoldings, ContainerName, DraGpus, Event, HealthRecord, Holdings, NAMES_KEPT, NodeState,
+    ClaimedDevice, ContainerHoldings, ContainerName, Door, Event, HealthRecord, Holdings, NAMES_KEPT, NodeState,
     PreparedClaim, ResourceName, ResourcePlan,
 };
 use linkwise_core::topology::{GpuUuid, MigObservation, NodeTopology};
@@ -162,7 +162,7 @@ fn device_held_twice_is_shown_twice_and_free_once() {
 
 #[test]
 fn claims_of_one_container_count_together() {
-    let plan = ResourcePlan { dra: DraGpus::All, ..ResourcePlan::default() };
+    let plan = ResourcePlan { door: Door::Dra, ..ResourcePlan::default() };
     let unheld = || Event::Holders(Some(Holdings::default()));
     let events = [Event::Planned(Box::new(plan)), observed("dgx1-v100"), unheld(), unheld()];
     let node = events.into_iter().fold(NodeState::default(), |node, event| node.apply(event, NOW).0);
@@ -336,7 +336,7 @@ fn admissions_are_no_more_than_devices() {
 
 #[test]
 fn claim_is_compared_with_what_was_free_when_prepared() {
-    let plan = ResourcePlan { dra: DraGpus::All, ..ResourcePlan::default() };
+    let plan = ResourcePlan { door: Door::Dra, ..ResourcePlan::default() };
     let empty = || Event::Holders(Some(Holdings::default()));
     let events = [Event::Planned(Box::new(plan)), observed("dgx1-v100"), empty(), empty()];
     let node = events.into_iter().fold(NodeState::default(), |node, event| node.apply(event, NOW).0);

@@ -9,7 +9,7 @@ use crate::config::settings::load;
 use crate::config::{DraArgs, Environment};
 use linkwise_core::publish::dra::slice::{Pool, SliceSpec};
 use linkwise_core::publish::dra::{DraFacts, GpuLayout, devices, mig_counters, offered};
-use linkwise_core::state::{DRA_DRIVER, DraGpus, DriverVersions, dra_shares};
+use linkwise_core::state::{DRA_DRIVER, Door, DriverVersions, ResourcePlan, dra_shares};
 use linkwise_core::topology::NodeTopology;
 use linkwise_system::output::{complain, print};
 
@@ -31,16 +31,13 @@ struct Metadata {
     name: String,
 }
 
-/// Prints the slices. Problems with the devices go to standard error. If the settings offer no GPU through DRA, all
-/// GPUs that they offer are printed.
+/// Prints the slices with all GPUs that the settings offer, through whichever door. Problems with the devices go to
+/// standard error.
 pub async fn dra(args: &DraArgs) -> Result<()> {
     let settings = load(&args.flags, &Environment::read())?.settings;
     let machine = machine(&args.node).await?;
     let (topology, _) = NodeTopology::assemble(&machine.observed);
-    let mut plan = settings.plan();
-    if plan.dra == DraGpus::None {
-        plan.dra = DraGpus::All;
-    }
+    let plan = ResourcePlan { door: Door::Dra, ..settings.plan() };
     let versions = DriverVersions::of(&machine.observed);
     let gpus = offered(&topology, &plan);
     let (shares, not_shared) = dra_shares(&topology, &plan);

@@ -126,14 +126,13 @@ fn gpus(view: &NodeView, now: Timestamp) -> String {
             share(held().filter_map(|held| percent(held.collective, held.best)).min()),
         ]
     });
-    let waits = |gpu: &GpuView| Some(format!("GPU {} waits for {}\n", gpu.index, one_line(gpu.waits_for.as_ref()?)));
     let reasons = |gpu: &GpuView| {
         let reason = |reason: &ReasonView| {
             let time = lasting(reason.since, now).map(|time| format!(", for {time}")).unwrap_or_default();
             let (why, until) = (one_line(&reason.reason), one_line(&reason.ends_with));
             format!("GPU {}: {why}{time}; until: {until}\n", gpu.index)
         };
-        gpu.reasons.iter().map(reason).chain(waits(gpu)).collect::<String>()
+        gpu.reasons.iter().map(reason).collect::<String>()
     };
     shown(titles, rows) + &view.gpus.iter().map(reasons).collect::<String>()
 }

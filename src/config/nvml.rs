@@ -26,9 +26,9 @@ pub struct NvmlArgs {
     /// How long polls have to show a GPU as recovered, by default 60000; doubles up to 60 times
     #[arg(long, value_name = "N", hide = true)]
     pub health_hold_ms: Option<u64>,
-    /// How long no slice offers a GPU before it leaves DRA or is shared otherwise, by default 660000
+    /// How long the kubelet's lists may lack a claim that a container has, by default 90000
     #[arg(long, value_name = "N", hide = true)]
-    pub dra_grace_ms: Option<u64>,
+    pub claims_listed_ms: Option<u64>,
     /// The interval of PCI bus scans on a node without GPUs
     #[arg(long, value_name = "N", default_value_t = 10_000, hide = true)]
     pub bus_look_ms: u64,

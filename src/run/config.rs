@@ -15,7 +15,7 @@ use super::dra::start::{Lack, RightsReader};
 use crate::config::settings::{ConfigError, Finding, Loaded, Severity, load_text};
 use crate::config::{ConfigMetrics, Environment, FileWatch, Flags, Settings};
 use linkwise_core::errors::chain;
-use linkwise_core::state::{DraGpus, Event};
+use linkwise_core::state::{Door, Event};
 use linkwise_node::readiness::{Part, Readiness};
 
 /// The pause between two checks of the rights that DRA lacks.
@@ -39,13 +39,13 @@ pub(super) struct Reloader {
     pub settings: Settings,
     pub metrics: ConfigMetrics,
     pub events: mpsc::Sender<Event>,
-    /// The pending request for DRA; `None` if DRA is served already.
-    pub dra: Option<DraWish>,
+    /// The way to the other door; `None` in a program that serves none.
+    pub door: Option<DoorWish>,
 }
 
-/// A wish for DRA in a process that serves none: the node is served anew where the process has the rights for DRA;
-/// otherwise the wish says what is missing.
-pub(super) struct DraWish {
+/// Serves the node anew where its GPUs are to go through the other door. Where the process lacks rights for DRA, the
+/// GPUs stay with the device plugin, and the node is not ready.
+pub(super) struct DoorWish {
     rights: RightsReader,
     readiness: Readiness,
     anew: CancellationToken,
@@ -54,7 +54,7 @@ pub(super) struct DraWish {
     lacks: Vec<Lack>,
 }
 
-impl DraWish {
+impl DoorWish {
     /// No wish yet. `anew` is cancelled where the node is to be served anew, and then `shutdown`.
     pub fn new(
         rights: RightsReader,
@@ -78,9 +78,26 @@ impl DraWish {
         self.lacks = lacks;
     }
 
-    fn none(&mut self) {
+    /// Returns true if the node is served anew through the wanted door. A door that cannot be had is replaced.
+    async fn is_anew(&mut self, wanted: &mut Door, now: Door, reason: &str) -> bool {
+        let lacks = if *wanted == Door::Dra { self.rights.lacks().await } else { Vec::new() };
+        if !lacks.is_empty() {
+            // A right that is lost while DRA is served shows where it is needed.
+            if now == Door::Plugin {
+                self.cannot(lacks);
+                *wanted = now;
+            }
+            return false;
+        }
         self.lacks.clear();
         self.readiness.remove(&Part::Dra);
+        if *wanted == now {
+            return false;
+        }
+        tracing::info!(why = reason, door = wanted.label(), "GPUs are to go through the other door");
+        self.anew.cancel();
+        self.shutdown.cancel();
+        true
     }
 }
 
@@ -93,7 +110,7 @@ impl Reloader {
         let mut text = file.read().await;
         loop {
             self.reload(text, reason).await?;
-            let lacks = self.dra.as_ref().is_some_and(|wish| !wish.lacks.is_empty());
+            let lacks = self.door.as_ref().is_some_and(|wish| !wish.lacks.is_empty());
             let look_again = async { if lacks { sleep(LOOK_AGAIN).await } else { std::future::pending().await } };
             (reason, text) = tokio::select! {
                 text = file.changed() => ("the file changed", text),
@@ -108,27 +125,12 @@ impl Reloader {
         let loaded = reloaded(&self.flags, &self.environment, text, reason);
         self.metrics.config_valid(loaded.is_some());
         let Some(mut loaded) = loaded else { return Ok(()) };
-        if let Some(wish) = &mut self.dra {
-            let lacks = match loaded.settings.dra_gpus.value {
-                DraGpus::None => {
-                    wish.none();
-                    Vec::new()
-                }
-                _ => {
-                    let lacks = wish.rights.lacks().await;
-                    if lacks.is_empty() {
-                        tracing::info!(why = reason, "GPUs are to go through DRA");
-                        wish.anew.cancel();
-                        wish.shutdown.cancel();
-                        return Ok(());
-                    }
-                    lacks
-                }
-            };
-            if !lacks.is_empty() {
-                wish.cannot(lacks);
+        if let Some(wish) = &mut self.door {
+            if wish.is_anew(&mut loaded.settings.dra_gpus.value, self.settings.dra_gpus.value, reason).await {
+                return Ok(());
+            }
+            if !wish.lacks.is_empty() {
                 self.metrics.config_valid(false);
-                loaded.settings.dra_gpus.value = DraGpus::None;
             }
         }
         let changed = loaded.settings.changed(&self.settings);

@@ -1,13 +1,11 @@
 //! DRA in `linkwise run`: the published devices, the plugin that prepares claims, the ledger of prepared claims, and
 //! the readiness of these parts.
 //!
-//! `start` decides which parts a process serves; `leftovers` reports the rest of DRA when DRA is off.
+//! `start` decides what a process does for DRA.
 //!
 //! The pool is made from each snapshot and handed to the writer of slices; the claims that the plugin has prepared go
 //! into the node's state as events. An API server that is away changes nothing for prepared claims.
 
-mod allocations;
-pub(super) mod leftovers;
 pub(super) mod start;
 
 use std::path::{Path, PathBuf};
@@ -16,7 +14,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use futures_util::FutureExt;
-use linkwise_cluster::{AllocationReader, ClaimReader, SliceSettings, SliceWriter, StoredPool};
+use linkwise_cluster::{ClaimReader, SliceSettings, SliceWriter, StoredPool};
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
@@ -36,9 +34,7 @@ use linkwise_core::publish::dra::{
 use linkwise_core::publish::injection::{CdiOptions, HostDevices, InjectionOptions};
 use linkwise_core::state::{DRA_DRIVER, Event, NodeState, PreparedClaim};
 use linkwise_host::cdi;
-use linkwise_kubelet::dra::{
-    self, CdiLink, ClaimQuery, Handover, Life, MigRequest, MpsLink, Occurrence, Phase, PluginMetrics,
-};
+use linkwise_kubelet::dra::{self, CdiLink, Handover, Life, MigRequest, MpsLink, Occurrence, Phase, PluginMetrics};
 use linkwise_node::node::Node;
 use linkwise_node::readiness::{Part, Readiness};
 use linkwise_nvml::supervisor::identity;
@@ -79,11 +75,18 @@ pub(super) struct Given<'a> {
     /// The time for which claims of the last process count as held although the kubelet does not list them; without it,
     /// the plugin's default.
     pub listed_within: Option<Duration>,
+    /// True if the node's GPUs go through DRA. Otherwise the claims that are left are unprepared.
+    pub serves: bool,
+    /// True if the plugin's metrics are shown.
+    pub has_metrics: bool,
 }
 
-/// Starts DRA in a node. Without a client of the API server no slices are written, and no new claim is prepared.
+/// Starts DRA in a node. Without a client of the API server no slices are written, and no new claim is prepared. Where
+/// GPUs go through the device plugin, the parts of DRA do not count for readiness, and the slices are empty while the
+/// kubelet has the plugin registered; otherwise the kubelet deletes them.
 pub(super) fn spawn_in(node: &mut Node, given: Given<'_>, api: Option<&Api>) {
-    let Given { settings, name, sysfs, state_dir, injection, host_devices, cdi, mig, mps, handover, .. } = given;
+    let Given { settings, name, sysfs, state_dir, injection, host_devices, cdi, mig, mps, handover, serves, .. } =
+        given;
     let name = name.unwrap_or_default();
     let empty = Pool::new(name.clone(), Vec::new());
     // Claims get copies of CDI devices, regardless of the device plugin.
@@ -101,45 +104,50 @@ pub(super) fn spawn_in(node: &mut Node, given: Given<'_>, api: Option<&Api>) {
         mig,
         mps,
         makes_mig: settings.dra_dynamic_mig.value,
+        serves,
         has_ledger: true,
         has_api_server: api.is_some(),
         listed_within: given.listed_within.unwrap_or(defaults.listed_within),
         ..defaults
     };
     let (asks, claims) = mpsc::channel(QUERIES);
-    let (observer, occurrences) = observer(node);
+    let (observer, occurrences) = observer(node, given.has_metrics);
     let plugin = dra::Plugin::new(Arc::new(plugin), Arc::clone(&observer));
-    node.readiness.add(Part::DraPlugin, Phase::WaitingForGpus.words());
+    if serves {
+        node.readiness.add(Part::DraPlugin, Phase::WaitingForGpus.words());
+    }
     let (events, snapshot, prepared) = (node.events(), node.snapshot(), plugin.prepared_claims());
     node.spawn("DRA ledger", keep_ledger(prepared, events));
     node.spawn("DRA log", log(occurrences));
     if let Some(api) = api {
-        publish(node, settings, empty, (name, claims), api, &plugin);
+        node.metrics().register(|registry| api.metrics().register_in(registry));
+        let reading = ClaimReader::new(api.server()).run(claims, node.shutdown());
+        node.spawn_until_done("reader of claims", reading.map(Ok));
+        let slices = SliceSettings { node: name };
+        if serves {
+            publish(node, settings, empty, slices, api, &plugin);
+        } else {
+            // The writer ends with the sender.
+            let (pool, wanted) = watch::channel(Some(Arc::new(empty)));
+            let writing =
+                write_slices(api.clone(), slices, (wanted, watch::Sender::default()), &plugin, node.shutdown());
+            node.spawn_until_done("writer of slices", async move {
+                writing.await;
+                drop(pool);
+                Ok(())
+            });
+        }
     }
     let running = plugin.run(snapshot, asks, handover, node.shutdown());
     node.spawn_until_done("DRA plugin", running.map(Ok));
 }
 
-/// Publishes the node's pool, and reads claims for the plugin. `named`: the node, and the plugin's queries.
-fn publish(
-    node: &mut Node,
-    settings: &Settings,
-    empty: Pool,
-    named: (String, mpsc::Receiver<ClaimQuery>),
-    api: &Api,
-    plugin: &dra::Plugin,
-) {
-    let (name, claims) = named;
+/// Publishes the node's pool.
+fn publish(node: &mut Node, settings: &Settings, empty: Pool, slices: SliceSettings, api: &Api, plugin: &dra::Plugin) {
     let metrics = node.metrics().register(SliceMetrics::register);
     let (pool, wanted) = watch::channel(None);
     let (report, stored) = watch::channel(StoredPool::default());
-    node.metrics().register(|registry| api.metrics().register_in(registry));
-    let slices = SliceSettings { node: name };
     let writing = write_slices(api.clone(), slices, (wanted.clone(), report), plugin, node.shutdown());
-    let reading = ClaimReader::new(api.server()).run(claims, node.shutdown());
-    let allocations = AllocationReader::new(api.server(), empty.name.clone());
-    let asking = allocations::follow_claims(allocations, node.snapshot(), node.events());
-    node.spawn("DRA offers", allocations::follow_slices(stored.clone(), node.snapshot(), node.events()));
     let maker = PoolMaker {
         empty,
         evict_from_lost: settings.dra_evict_lost.value,
@@ -153,17 +161,10 @@ fn publish(
     node.spawn("DRA slices", maker.run(node.snapshot(), stored.clone(), pool));
     node.spawn("DRA slices' report", follow_report(wanted, stored, node.readiness.clone(), metrics));
     node.spawn_until_done("writer of slices", writing.map(Ok));
-    node.spawn_until_done("reader of claims", reading.map(Ok));
-    let mut lock = plugin.lock();
-    node.spawn("claims on their way", async move {
-        // Another process answers for the node before.
-        drop(lock.wait_for(Option::is_some).await.context("the DRA plugin is gone")?);
-        asking.await
-    });
 }
 
 /// Writes slices whenever this process has the lock on claims, until `shutdown`: two processes would undo each other's
-/// slices.
+/// slices. No request is made before the kubelet has found the plugin's sockets once.
 fn write_slices(
     api: Api,
     settings: SliceSettings,
@@ -171,8 +172,11 @@ fn write_slices(
     plugin: &dra::Plugin,
     shutdown: CancellationToken,
 ) -> impl Future<Output = ()> + use<> {
-    let (mut lock, phase) = (plugin.lock(), plugin.phase());
+    let (mut lock, mut phase) = (plugin.lock(), plugin.phase());
     async move {
+        if shutdown.run_until_cancelled(phase.wait_for(|phase| *phase >= Phase::Binding)).await.is_none() {
+            return;
+        }
         loop {
             // An error means that the node is ending.
             let held = shutdown.run_until_cancelled(lock.wait_for(Option::is_some)).await;
@@ -419,13 +423,14 @@ impl Grace {
 }
 
 /// Counts the plugin's occurrences, and hands them to the log.
-fn observer(node: &Node) -> (dra::Observer, mpsc::Receiver<Occurrence>) {
+fn observer(node: &Node, has_metrics: bool) -> (dra::Observer, mpsc::Receiver<Occurrence>) {
     /// The most occurrences that may wait for the log; further ones are counted and not logged.
     const OCCURRENCES: usize = 256;
-    let (metrics, readiness) = (node.metrics().register(PluginMetrics::register), node.readiness.clone());
+    let metrics = has_metrics.then(|| node.metrics().register(PluginMetrics::register));
+    let readiness = node.readiness.clone();
     let (log, occurrences) = mpsc::channel(OCCURRENCES);
     let observer = move |occurrence: Occurrence| {
-        metrics.count(&occurrence);
+        metrics.iter().for_each(|metrics| metrics.count(&occurrence));
         match &occurrence {
             Occurrence::Life(Life::Phase(phase)) => {
                 // A kubelet that restarts registers the plugin again by itself.

@@ -11,7 +11,7 @@ use linkwise_cluster::StoredPool;
 use linkwise_core::allocation::DeviceId;
 use linkwise_core::publish::dra::slice::Pool;
 use linkwise_core::state::{
-    ContainerHoldings, ContainerName, DraGpus, Event, Holdings, NodeState, ResourceName, ResourcePlan,
+    ContainerHoldings, ContainerName, Door, Event, Holdings, NodeState, ResourceName, ResourcePlan,
 };
 use linkwise_core::topology::{GpuObservation, HostObservation, NodeObservation};
 use linkwise_host::cdi::CdiMetrics;
@@ -116,7 +116,7 @@ fn everything() -> String {
 /// Each metric of DRA once.
 fn everything_of_dra() -> String {
     let (metrics, sender) = metrics();
-    let all = ResourcePlan { dra: DraGpus::All, ..ResourcePlan::default() };
+    let all = ResourcePlan { door: Door::Dra, ..ResourcePlan::default() };
     let events = [Event::Planned(Box::new(all)), Event::Holders(Some(Default::default()))];
     let holders = Event::Holders(Some(Default::default()));
     let state = events.into_iter().chain([holders]).fold(node(), |state, event| state.apply(event, Duration::ZERO).0);

@@ -37,7 +37,7 @@ use linkwise_host::mps::{
 use linkwise_node::node::task_end;
 use linkwise_system::signals::{LastSignals, listen};
 
-pub(super) use orders::{spawn_orders, withdraw_orders};
+pub(super) use orders::spawn_orders;
 pub(super) use plugin::follow_daemons;
 
 /// The longest times for the daemon's work. `quit` gives the servers a second; the next half is the daemon's own.
@@ -97,7 +97,7 @@ async fn serve(args: &MpsControlDaemonArgs) -> Result<()> {
     let SeenGpus { release, mut snapshots, events, .. } = seen;
     let config_metrics = ConfigMetrics::default();
     let (flags, settings) = (args.flags.clone(), loaded.settings);
-    let reloader = config::Reloader { flags, environment, settings, metrics: config_metrics, events, dra: None };
+    let reloader = config::Reloader { flags, environment, settings, metrics: config_metrics, events, door: None };
     tasks.spawn(reloader.run(hangup).map(|end| ("configuration", end)));
 
     let programs = Programs { control: "nvidia-cuda-mps-control".into(), smi: "nvidia-smi".into() };

@@ -83,9 +83,10 @@ pub async fn start_with_dra(folder: &Path, name: &str, metrics_address: SocketAd
         mps: None,
         handover: Handover::alone(),
         listed_within: None,
+        serves: true,
+        has_metrics: true,
     };
     dra::spawn_in(&mut node, given, Some(api));
-    let planned = Event::Planned(Box::new(settings.plan()));
-    node.events().send(planned).await.context("the node takes no events")?;
+    node.apply(Event::Planned(Box::new(settings.plan())));
     Ok(node)
 }

@@ -4,28 +4,28 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Result, bail};
 use tokio::signal::unix::{Signal, SignalKind};
 use tokio::sync::{mpsc, watch};
 use tokio_util::sync::CancellationToken;
 
 use super::api::Api;
 use super::cdi_sync::{self, CdiSync, Prepared};
-use super::config::{self, DraWish, Reloader};
+use super::config::{self, DoorWish, Reloader};
 use super::dra::{self, start::RightsReader, start::Start};
 use super::driver::{driver_of, gate};
 use super::operators::{answer_probes, bind_admin, serve_operators};
 use super::{events, labels, mps};
 use crate::config::settings::load;
 use crate::config::{ConfigMetrics, Environment, RunArgs, Settings};
-use linkwise_core::state::{DRA_OFF_GRACE, DraGpus, Event, XidPolicy};
+use linkwise_core::state::{Door, Event, XidPolicy};
 use linkwise_host::cdi::CdiMetrics;
 use linkwise_host::hwloc;
 use linkwise_host::mps::Layout;
 use linkwise_kubelet::device_plugin as kubelet;
 use linkwise_kubelet::dra::CdiLink;
 use linkwise_node::admin::health;
-use linkwise_node::keeper::{self, DraWaitSettings, HealthSettings};
+use linkwise_node::keeper::{self, HealthSettings};
 use linkwise_node::node::{Node, NodeSettings};
 use linkwise_node::operator;
 use linkwise_node::takeover::Position;
@@ -35,7 +35,7 @@ use linkwise_system::signals::{LastSignals, listen};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum End {
     Ended,
-    /// The process serves anew, with DRA.
+    /// The process serves anew, through the other door.
     Anew,
     /// Another process has taken over, and a signal has come.
     HandedOver,
@@ -47,40 +47,38 @@ pub(super) async fn serve(args: &RunArgs, last_signals: &mut LastSignals) -> Res
     let position = Position::at(state_dir.as_deref(), &args.pod_uid).await;
     let admin_path = settings.admin_socket.value.clone();
     let admin = admin_path.as_deref().map(bind_admin).transpose()?.flatten();
-    let injection = cdi_sync::prepare(&settings, &args.host.sysfs, dra.has_cdi())?;
+    let injection = cdi_sync::prepare(&settings, &args.host.sysfs, dra.has_cdi)?;
 
-    let dra_wait = dra_wait(args, dra.can_serve() && api.is_some());
-    let mut node = start_node(args, &settings, (state_dir.clone(), dra_wait), &injection).await?;
+    let mut node = start_node(args, &settings, state_dir.clone(), &injection).await?;
     let handed_over = position.spawn_in(&mut node);
     let (driver, release, mig) = start_driver(&node, args, &settings);
     let cdi = spawn_cdi_sync(&mut node, injection.sync);
     labels::spawn_in(&mut node, &settings, args);
     let layout = Layout::new(&args.mps.container_root);
-    if dra.has_plugin() {
+    // Without a folder for their checkpoints there are no claims.
+    if let Some(state_dir) = state_dir {
         let given = dra::Given {
             settings: &settings,
             name: args.node_name.clone(),
             sysfs: &args.host.sysfs,
-            state_dir: state_dir.unwrap_or_default(),
+            state_dir,
             injection: injection.options,
             host_devices: injection.host_devices,
             cdi,
             mig: Some(mig),
             mps: Some(mps::spawn_orders(&mut node, &layout)),
             handover: node.handover(),
-            listed_within: args.nvml.dra_grace_ms.map(Duration::from_millis),
+            listed_within: args.nvml.claims_listed_ms.map(Duration::from_millis),
+            serves: dra.serves,
+            // Nodes that never had claims have no series of DRA.
+            has_metrics: dra.serves || dra.has_claims,
         };
-        dra::spawn_in(&mut node, given, api.as_ref().filter(|_| dra.has_api_server()));
-    } else {
-        node.spawn("MPS orders", mps::withdraw_orders(layout.clone(), node.files()));
+        dra::spawn_in(&mut node, given, api.as_ref().filter(|_| dra.has_api_server));
     }
-    node.readiness.dra_is_off(settings.dra_gpus.value == DraGpus::None);
-    let leftovers = dra::leftovers::follow(node.snapshot(), node.readiness.clone(), dra.has_sockets());
-    node.spawn("leftovers of DRA", leftovers);
     events::spawn_in(&mut node, &settings, args.node_name.as_deref(), api.as_ref());
-    // This comes before the first GPU is discovered: the plan decides to which resources it belongs.
-    let planned = Event::Planned(Box::new(settings.plan()));
-    node.events().send(planned).await.context("the node takes no events")?;
+    // Before the first GPU is discovered, and before a takeover makes the state anew: the plan has the node's door, and
+    // the resources.
+    node.apply(Event::Planned(Box::new(settings.plan())));
     let away = driver.away.subscribe();
     node.spawn("NVML driver", driver.run());
     node.spawn("release", operator::show_driver(release.follow(), away, node.readiness.clone()));
@@ -157,9 +155,9 @@ impl Wanted {
         refuse_wsl(args, &settings)?;
         let state_dir = args.state_dir.clone().or_else(|| keeper::beside(&settings.kubelet_socket.value));
         let rights = RightsReader::new(&settings, args.node_name.as_deref(), &args.api);
-        let dra = dra::start::start(&settings, state_dir.as_deref(), &rights).await;
-        if !dra.lacks.is_empty() {
-            settings.dra_gpus.value = DraGpus::None;
+        let dra = dra::start::start(settings.dra_gpus.value, state_dir.as_deref(), &rights).await;
+        if !dra.serves {
+            settings.dra_gpus.value = Door::Plugin;
         }
         for (variable, passed_over) in args.xids.passed_over() {
             tracing::warn!(variable, passed_over, "not an XID number: ignored");
@@ -179,31 +177,26 @@ fn refuse_wsl(args: &RunArgs, settings: &Settings) -> Result<()> {
     Ok(())
 }
 
-/// The wait of GPUs that leave DRA, or are to be shared otherwise. Where no new claim is prepared, nobody waits for the
-/// API server.
-fn dra_wait(args: &RunArgs, prepares: bool) -> DraWaitSettings {
-    let grace = args.nvml.dra_grace_ms.map(Duration::from_millis);
-    DraWaitSettings { grace: grace.or((!prepares).then_some(DRA_OFF_GRACE)), asks_api_server: prepares }
-}
-
 /// Starts the node, which serves /metrics and HTTP probes from now on.
 async fn start_node(
     args: &RunArgs,
     settings: &Settings,
-    (state_dir, dra_wait): (Option<PathBuf>, DraWaitSettings),
+    state_dir: Option<PathBuf>,
     injection: &Prepared,
 ) -> Result<Node> {
     let kubelet = kubelet::Settings {
         injection: injection.options.clone(),
         host_devices: injection.host_devices.clone(),
-        pod_resources_socket: Some(settings.pod_resources_socket.value.clone()),
+        // A pod that does not have the socket's folder never gets it.
+        pod_resources_socket: Some(settings.pod_resources_socket.value.clone())
+            .filter(|socket| socket.parent().is_some_and(Path::is_dir)),
         ..kubelet::Settings::new(settings.kubelet_socket.value.clone())
     };
     let health = HealthSettings {
         xids: XidPolicy { overrides: settings.xids.value.clone(), ..args.xids.policy() },
         hold: args.nvml.health_hold_ms.map(Duration::from_millis),
-        dra_wait,
         await_first_poll: true,
+        await_claims: state_dir.is_some(),
         state_dir,
     };
     let node = Node::start(NodeSettings {
@@ -253,7 +246,7 @@ fn spawn_cdi_sync(node: &mut Node, sync: Option<CdiSync>) -> CdiLink {
     cdi
 }
 
-/// Follows the configuration. The token is cancelled if the node is to be served anew, with DRA.
+/// Follows the configuration. The token is cancelled if the node is to be served anew, through the other door.
 fn follow_configuration(
     node: &mut Node,
     args: &RunArgs,
@@ -262,15 +255,12 @@ fn follow_configuration(
     hangup: Signal,
 ) -> CancellationToken {
     let anew = CancellationToken::new();
-    let dra = (!start.can_serve()).then(|| {
-        let mut wish = DraWish::new(rights, node.readiness.clone(), anew.clone(), node.shutdown());
-        if !start.lacks.is_empty() {
-            wish.cannot(start.lacks);
-        }
-        wish
-    });
+    let mut wish = DoorWish::new(rights, node.readiness.clone(), anew.clone(), node.shutdown());
+    if !start.lacks.is_empty() {
+        wish.cannot(start.lacks);
+    }
     let (metrics, events) = (node.metrics().register(ConfigMetrics::register), node.events());
-    let reloader = Reloader { flags: args.flags.clone(), environment, settings, metrics, events, dra };
+    let reloader = Reloader { flags: args.flags.clone(), environment, settings, metrics, events, door: Some(wish) };
     node.spawn("configuration", reloader.run(hangup));
     anew
 }

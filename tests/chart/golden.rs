@@ -110,7 +110,7 @@ fn programs_are_switched_on_and_off() {
         &["dra.enabled=true"],
         &[
             "dra.enabled=true",
-            "dra.gpus={0,1}",
+            "dra.gpus=none",
             "dra.evictLost=true",
             "dra.dynamicMig=true",
             "dra.migRights=true",

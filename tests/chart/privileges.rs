@@ -127,7 +127,7 @@ fn rights_are_those_that_the_programs_need() {
     let pods = json!({"apiGroups": [""], "resources": ["pods"], "verbs": ["get"]});
     let slices = ["get", "list", "watch", "create", "update", "delete"];
     let dra = [
-        json!({"apiGroups": ["resource.k8s.io"], "resources": ["resourceclaims"], "verbs": ["get", "list"]}),
+        json!({"apiGroups": ["resource.k8s.io"], "resources": ["resourceclaims"], "verbs": ["get"]}),
         json!({"apiGroups": ["resource.k8s.io"], "resources": ["resourceslices"], "verbs": slices}),
         json!({"apiGroups": [""], "resources": ["nodes"], "verbs": ["get"]}),
     ];

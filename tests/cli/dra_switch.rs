@@ -71,21 +71,22 @@ fn events_without_an_api_server_are_not_written() {
 }
 
 #[test]
-fn change_to_dra_serves_anew_in_the_same_process() {
+fn change_of_door_serves_anew_in_the_same_process() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("config.yaml");
     fs::write(&file, NO_DRA).unwrap();
     let mut process = Running::start(&mut run(&folder));
     process.says("linkwise is up");
     fs::write(&file, DRA).unwrap();
-    process.says("GPUs are to go through DRA");
+    process.says("GPUs are to go through the other door");
     process.says("linkwise is up");
     // The writer of slices is there now, and finds no server.
     process.says("follow the ResourceSlices");
     assert!(process.0.try_wait().unwrap().is_none());
-    // Back again: what is left of DRA is served until it is gone, without another start.
+    // Back again, and anew.
     fs::write(&file, NO_DRA).unwrap();
-    process.says("configuration applied");
+    process.says("GPUs are to go through the other door");
+    process.says("linkwise is up");
     assert!(process.0.try_wait().unwrap().is_none());
 }
 
@@ -99,7 +100,7 @@ fn sigterm_during_the_change_to_dra_ends_the_process() {
         let mut process = Running::start(&mut run(&folder));
         process.says("linkwise is up");
         fs::write(&file, DRA).unwrap();
-        process.says("GPUs are to go through DRA");
+        process.says("GPUs are to go through the other door");
         (0..spins).for_each(|_| std::hint::spin_loop());
         let id = rustix::process::Pid::from_child(&process.0);
         rustix::process::kill_process(id, rustix::process::Signal::TERM).unwrap();

@@ -156,7 +156,6 @@ fn hostile_names_are_escaped() {
     state["allocations"][0]["pod"] = json!(hostile);
     state["allocations"][0]["gone"] = json!([hostile]);
     state["gpus"][0]["model"] = json!(hostile);
-    state["gpus"][0]["waits_for"] = json!(hostile);
     state["gpus"][7]["reasons"][0]["reason"] = json!(hostile);
     state["parts"]["CDI sync"]["trouble"] = json!(hostile);
     state["parts"][hostile] = json!({"phase": hostile});

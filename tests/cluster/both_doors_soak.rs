@@ -1,5 +1,5 @@
-//! A whole node with both doors open: pods of the device plugin and pods with claims come and go while the configuration
-//! moves GPUs between the doors, linkwise is killed, also in the middle of that and of a Prepare, the kubelet restarts,
+//! A whole node that changes its door: pods of the device plugin and pods with claims come and go while the configuration
+//! changes the door, linkwise is killed, also in the middle of that and of a Prepare, the kubelet restarts,
 //! and the API server goes away. No GPU is with two pods, none is lost, and no file is left. The books are the test's.
 //! SOAK_SEED runs one seed instead of two, SOAK_ROUNDS another number of rounds.
 
@@ -44,7 +44,7 @@ struct Soak {
     /// The claims of those that have one, and of those that could not be prepared.
     claims: BTreeMap<String, ClaimRef>,
     made: u32,
-    through_dra: BTreeSet<u32>,
+    is_dra: bool,
     away: bool,
     done: Done,
 }
@@ -56,8 +56,7 @@ fn gpu_of(name: &str) -> u32 {
 
 fn command(node: &Node) -> Command {
     let mut command = node.program();
-    // A GPU leaves DRA soon.
-    command.args(["--dra-grace-ms", "300"]);
+    command.args(["--claims-listed-ms", "300"]);
     command
 }
 
@@ -65,20 +64,19 @@ impl Soak {
     async fn start(seed: u64) -> Self {
         let node = Node::start().await;
         let process = command(&node).spawn().unwrap();
-        let mut soak = Self {
+        let soak = Self {
             node,
             process,
             random: Random::new(seed),
             books: BTreeMap::new(),
             claims: BTreeMap::new(),
             made: 0,
-            through_dra: (0..GPUS).collect(),
+            is_dra: true,
             away: false,
             done: Done::default(),
         };
         soak.node.publishes(8).await;
         soak.is_registered().await;
-        soak.move_gpus();
         soak
     }
 
@@ -88,7 +86,7 @@ impl Soak {
             4..8 => self.start_claim_pod().await,
             8..11 => self.stop_pod().await,
             11..14 => {
-                self.move_gpus();
+                self.change_door();
                 if self.random.one_in(2) {
                     tokio::time::sleep(self.random.milliseconds(0..1500)).await;
                     self.kill().await;
@@ -115,16 +113,16 @@ impl Soak {
         assert!(self.process.try_wait().unwrap().is_none(), "the process has ended");
     }
 
-    /// Another set of GPUs goes through DRA, from now on.
-    fn move_gpus(&mut self) {
-        self.through_dra = (0..GPUS).filter(|_| self.random.one_in(2)).collect();
-        // With none, and none left behind, a linkwise that starts registers no DRA driver.
-        if self.through_dra.is_empty() {
-            self.through_dra.extend([0]);
-        }
-        let gpus: Vec<String> = self.through_dra.iter().map(u32::to_string).collect();
-        self.node.configure(&format!("[{}]", gpus.join(", ")));
+    /// GPUs go through the other door, from now on.
+    fn change_door(&mut self) {
+        self.is_dra = !self.is_dra;
+        self.node.configure(if self.is_dra { "all" } else { "none" });
         self.done.moves += 1;
+    }
+
+    /// Returns true if the kubelet finds the DRA plugin: with the device plugin's door, only while claims are left.
+    fn has_dra_plugin(&self) -> bool {
+        self.is_dra || !self.node.checkpoints().is_empty()
     }
 
     async fn kill(&mut self) {
@@ -176,6 +174,9 @@ impl Soak {
     /// The scheduler gives a claim one or two GPUs of the slices as they are, in one of four cases any GPU: it read them
     /// some moments ago. The pod starts, or its claim is refused and it is deleted.
     async fn start_claim_pod(&mut self) {
+        if !self.has_dra_plugin() {
+            return;
+        }
         let taken: BTreeSet<u32> =
             self.claims.keys().filter_map(|pod| self.books.get(pod)).flatten().copied().collect();
         let listed: Vec<u32> = if self.random.one_in(4) {
@@ -258,6 +259,10 @@ impl Soak {
         if self.away {
             self.come_back().await;
         }
+        if !self.has_dra_plugin() {
+            // As the kubelet does 30 s after a driver has gone.
+            self.node.cluster.server.wipe_slices("n", None);
+        }
         let held: BTreeSet<u32> = self.books.values().flatten().copied().collect();
         let by_dra: BTreeSet<u32> = self
             .books
@@ -269,10 +274,8 @@ impl Soak {
             let published: BTreeSet<u32> = self.node.untainted().iter().map(|device| gpu_of(device)).collect();
             let healthy: BTreeSet<u32> = self.node.healthy(GPU).iter().map(|id| gpu_of(id)).collect();
             let are_free = |gpus: &BTreeSet<u32>| gpus.difference(&held).copied().collect::<BTreeSet<u32>>();
-            let wanted = |is_dra: bool| {
-                (0..GPUS).filter(|gpu| self.through_dra.contains(gpu) == is_dra).collect::<BTreeSet<u32>>()
-            };
-            // A GPU that a claim has stays in the slices until it ends, tainted where it leaves.
+            let wanted = |is_dra: bool| (0..GPUS).filter(|_| self.is_dra == is_dra).collect::<BTreeSet<u32>>();
+            // A GPU that a claim has stays in the slices until it ends.
             are_free(&published) == are_free(&wanted(true))
                 && are_free(&healthy) == are_free(&wanted(false))
                 && published.is_disjoint(&healthy)

@@ -1,7 +1,7 @@
 //! The reader of claims: what an answer of the API server becomes, and how long a query may take.
 
 use linkwise_api_server_box::{Answer, Fault, ResourceType};
-use linkwise_cluster::{AllocationReader, ClaimReader};
+use linkwise_cluster::ClaimReader;
 use linkwise_core::claims::Claim;
 use linkwise_kubelet::dra::{ClaimQuery, ClaimQueryError};
 use serde_json::json;
@@ -147,34 +147,4 @@ async fn rotated_token_is_used_for_the_next_claim() {
     reading.cluster.server.accept_tokens(&["second"]);
     assert!(reading.read("one").await.is_ok());
     reading.running.end().await;
-}
-
-#[tokio::test]
-async fn allocations_of_a_pool_are_listed() {
-    let cluster = Cluster::start().await;
-    let mut reader = AllocationReader::new(cluster.client(PACE), "n/gpu".to_owned());
-    assert_eq!(reader.read().await, Ok([].into()));
-    let result = |pool: &str, device: &str, admin: bool| json!({"request": "a", "driver": "gpu.nvidia.com", "pool": pool, "device": device, "adminAccess": admin});
-    for (name, results) in [
-        ("none", json!(null)),
-        ("ours", json!([result("n/gpu", "gpu-0", false), result("n/gpu", "gpu-3", false)])),
-        ("elsewhere", json!([result("m/gpu", "gpu-0", false)])),
-        ("looks", json!([result("n/gpu", "gpu-5", true)])),
-    ] {
-        let status =
-            if results.is_null() { json!({}) } else { json!({"allocation": {"devices": {"results": results}}}) };
-        let key = ResourceType::RESOURCE_CLAIMS.key(Some("ns"), name);
-        cluster.server.put("kube-scheduler", &key, json!({"spec": {"devices": {"requests": []}}, "status": status}));
-    }
-    let expected = [("ns/ours".to_owned(), ["gpu-0".to_owned(), "gpu-3".to_owned()].into())];
-    assert_eq!(reader.read().await, Ok(expected.into()), "not even reserved for a pod");
-    for number in 0..1_200 {
-        let key = ResourceType::RESOURCE_CLAIMS.key(Some("a"), &format!("other-{number}"));
-        cluster.server.put("kubectl", &key, json!({"spec": {"devices": {"requests": []}}}));
-    }
-    let before = cluster.count("GET", "resourceclaims");
-    assert_eq!(reader.read().await.map(|claims| claims.len()), Ok(1));
-    assert_eq!(cluster.count("GET", "resourceclaims"), before + 3, "500 at a time");
-    cluster.server.forbid(&[("list", "resourceclaims")]);
-    assert!(reader.read().await.is_err());
 }

@@ -176,7 +176,8 @@ fn spawn(node: &Node, pod: u32) -> Process {
     let mut command = dra_mig::program(node);
     command.env("FAKE_NVML_MACHINE", node.at("machine.json")).env("MPS_ROOT", "/host/mps");
     command.arg("--mps-container-root").arg(node.at("mps"));
-    for (option, milliseconds) in [("nvml-poll", 100), ("nvml-pause", 50), ("health-hold", 100), ("dra-grace", 300)] {
+    for (option, milliseconds) in [("nvml-poll", 100), ("nvml-pause", 50), ("health-hold", 100), ("claims-listed", 300)]
+    {
         command.arg(format!("--{option}-ms={milliseconds}"));
     }
     command.env("LINKWISE_POD_UID", format!("pod-{pod}")).env("LINKWISE_LOG_FORMAT", "json");

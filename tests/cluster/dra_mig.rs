@@ -200,7 +200,7 @@ async fn mig_device_of_a_claim_is_the_plugins_after_dra() {
     process.kill().await.unwrap();
     control.send("fail 0 nvmlComputeInstanceDestroy 4").unwrap();
     let mut command = program(&node);
-    command.env("LINKWISE_DRA_DYNAMIC_MIG", "false").env("MIG_STRATEGY", "mixed").args(["--dra-grace-ms", "300"]);
+    command.env("LINKWISE_DRA_DYNAMIC_MIG", "false").env("MIG_STRATEGY", "mixed").args(["--claims-listed-ms", "300"]);
     for (variable, name) in
         [("LINKWISE_DRA_REGISTRY_DIR", "reg"), ("LINKWISE_DRA_PLUGINS_DIR", "plugins"), ("LINKWISE_CDI_DIR", "cdi")]
     {

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use linkwise_api_server_box::{Answer, Fault, Key, ResourceType};
 use linkwise_kubelet_box::dra::{ClaimRef, DraKubelet, DraOptions, PodClaims};
-use linkwise_kubelet_box::{KubeletBox, Options, Place, runtime};
+use linkwise_kubelet_box::{KubeletBox, Options, Pod, runtime};
 use serde_json::{Value, json};
 use tokio::process::{Child, Command};
 
@@ -80,7 +80,7 @@ impl Node {
         self.program().spawn().unwrap()
     }
 
-    /// Other GPUs go through DRA from now on: `all`, or a list.
+    /// GPUs go through DRA from now on, or not: `all` or `none`.
     pub fn configure(&self, gpus: &str) {
         fs::write(self.at("config.yaml"), format!("version: v1\nlinkwise: {{dra: {{gpus: {gpus}}}}}\n")).unwrap();
     }
@@ -236,60 +236,74 @@ async fn prepared_claims_outlive_api_server_kubelet_and_agent() {
 }
 
 #[tokio::test]
-async fn gpus_of_the_device_plugin_are_not_published() {
+async fn held_gpus_change_doors_when_their_holders_end() {
     let node = Node::start().await;
-    node.configure("[1, 2]");
-    let _process = node.run();
-    node.publishes(2).await;
-    assert_eq!(node.devices(), ["gpu-1", "gpu-2"]);
-    let gpus = within(
-        node.kubelet.wait(|state| state.resources.get("nvidia.com/gpu").is_some_and(|it| it.healthy.len() == 6)),
-    );
-    gpus.await.unwrap();
+    node.configure("none");
+    let mut process = node.run();
+    let plugins = || node.healthy("nvidia.com/gpu").len();
+    until(|| plugins() == 8).await;
+    let pod = |name: &str| Pod::single(name, "nvidia.com/gpu", 1);
+    node.kubelet.admit(&pod("q"), None).await.unwrap();
+    // The file changes: the same process goes on, through the other door.
+    node.configure("all");
+    node.publishes(7).await;
     node.is_registered(1).await;
-    // A pod has one of the others.
-    let place = Place { pod: "q".to_owned(), container: "main".to_owned(), resource: "nvidia.com/gpu".to_owned() };
-    node.kubelet.hold(place, ["GPU-00000001-0000-4000-8000-000000000005".to_owned()]);
-    let claim = node.claim("held", &["gpu-5"]);
-    let pod = PodClaims::single("p", claim, DRIVER);
-    let refusal = within(async {
-        loop {
-            let refusal = node.dra.start_pod(&pod).await.unwrap_err().to_string();
-            // The kubelet may list the pod a moment later.
-            if refusal.contains("is held by a pod") {
-                break refusal;
-            }
-        }
-    });
-    assert!(refusal.await.contains("gpu-5"));
-    // A claim whose allocation was late takes back a GPU that nobody has.
-    let claim = node.claim("late", &["gpu-0"]);
+    let held = || node.kubelet.state().resources["nvidia.com/gpu"].unhealthy.clone();
+    assert_eq!((plugins(), held().len()), (0, 1), "the kubelet goes on looking it up");
+    let gpu = held().first().unwrap().chars().last().unwrap();
+    let claim = node.claim("held", &[&format!("gpu-{gpu}")]);
+    let refusal = node.dra.start_pod(&PodClaims::single("p", claim, DRIVER)).await.unwrap_err().to_string();
+    assert!(refusal.contains("is held by a pod, as nvidia.com/gpu"), "{refusal}");
+    assert!(node.kubelet.remove_pod("q"));
+    node.publishes(8).await;
+    let free = if gpu == '0' { 1 } else { 0 };
+    let claim = node.claim("free", &[&format!("gpu-{free}")]);
     assert_eq!(node.start_pod("r", &claim).await.len(), 1);
-    let lacks = |gpu: &str| !node.healthy("nvidia.com/gpu").iter().any(|id| id.ends_with(gpu));
-    assert!(lacks("0000") && !lacks("0004"), "{:?}", node.healthy("nvidia.com/gpu"));
-    // More of them while it runs; those that pods of the plugin have would wait.
-    node.configure("[1, 2, 3]");
-    until(|| node.untainted() == ["gpu-1", "gpu-2", "gpu-3"]).await;
+    node.configure("none");
+    until(|| plugins() == 7).await;
+    assert!(
+        node.untainted().is_empty() && !node.healthy("nvidia.com/gpu").iter().any(|id| id.ends_with(&free.to_string()))
+    );
+    // Allocated before, prepared after: it stays pending, and is told why.
+    let claim = node.claim("late", &["gpu-7"]);
+    let refusal = node.dra.start_pod(&PodClaims::single("s", claim, DRIVER)).await.unwrap_err().to_string();
+    assert!(refusal.contains("this node's GPUs go through the device plugin"), "{refusal}");
+    within(node.dra.stop_pod("r")).await.unwrap();
+    until(|| plugins() == 8).await;
+    assert!(process.try_wait().unwrap().is_none());
+    assert_eq!(node.kubelet.violations(), []);
 }
 
+/// Pods of the device plugin have ended, and the kubelet's checkpoint still names them: the kubelet takes them out when
+/// a plugin sends it a list.
 #[tokio::test]
-async fn gpu_with_a_written_allocation_stays_in_dra() {
+async fn ended_pods_keep_no_gpu_from_dra_in_a_takeover() {
     let node = Node::start().await;
-    let mut command = node.program();
-    command.args(["--dra-grace-ms", "300"]);
-    let _process = command.spawn().unwrap();
+    node.configure("none");
+    let start = |pod: &str, gpus: &str| {
+        let mut command = node.program();
+        command.env("LINKWISE_POD_UID", pod).env("LINKWISE_DRA_GPUS", gpus);
+        command.env("LINKWISE_ADMIN_SOCKET", node.at(&format!("{pod}.sock"))).spawn().unwrap()
+    };
+    let mut before = start("before", "none");
+    until(|| node.healthy("nvidia.com/gpu").len() == 8).await;
+    for pod in ["a", "b"] {
+        node.kubelet.admit(&Pod::single(pod, "nvidia.com/gpu", 4), None).await.unwrap();
+    }
+    for pod in ["a", "b"] {
+        assert!(node.kubelet.remove_pod(pod));
+    }
+    let file = fs::read_to_string(node.at("k/kubelet_internal_checkpoint")).unwrap();
+    assert_eq!(file.matches("PodUID").count(), 2, "{file}");
+    let _after = start("after", "all");
+    // The process before goes on meanwhile, as a pod does until the next one is ready.
     node.publishes(8).await;
+    until(|| node.untainted().len() == 8).await;
     node.is_registered(1).await;
-    // The kubelet mounts the pod's volumes before it has the claim prepared.
-    let claim = node.claim("slow", &["gpu-0"]);
-    node.configure("[7]");
-    let plugins = || node.healthy("nvidia.com/gpu");
-    until(|| plugins().len() >= 6).await;
-    assert!(plugins().len() == 6 && !plugins().iter().any(|id| id.ends_with("0000")), "{:?}", plugins());
-    assert_eq!(node.start_pod("p", &claim).await, ["/dev/nvidia0"]);
-    within(node.dra.stop_pod("p")).await.unwrap();
-    node.cluster.server.remove(&ResourceType::RESOURCE_CLAIMS.key(Some("default"), "slow"));
-    until(|| plugins().len() == 7).await;
+    let claim = node.claim("one", &["gpu-0"]);
+    assert_eq!(node.start_pod("p", &claim).await.len(), 1);
+    assert!(before.try_wait().unwrap().is_none());
+    assert_eq!(node.kubelet.violations(), []);
 }
 
 #[tokio::test]

@@ -6,6 +6,7 @@ use std::time::Duration;
 use linkwise_api_server_box::{Answer, Fault, ResourceType};
 use linkwise_cluster::{EventWriter, Pace};
 use linkwise_core::publish::PodEvent;
+use linkwise_kubelet_box::dra::DraOptions;
 use linkwise_kubelet_box::{Place, Pod};
 use serde_json::{Value, json};
 use tokio::sync::watch;
@@ -229,7 +230,7 @@ fn holds(node: &Node, name: &str, gpus: &[u8]) {
 
 #[tokio::test]
 async fn node_tells_the_pod_whose_gpus_have_no_nvlink() {
-    let node = Node::start().await;
+    let node = Node::start_with(|options| options.writes_checkpoint = false, DraOptions::new("").reconcile).await;
     node.configure("none");
     // One pair with two NVLinks, and one with none.
     holds(&node, "good", &[0, 3]);
@@ -251,7 +252,7 @@ async fn node_tells_the_pod_whose_gpus_have_no_nvlink() {
 
 #[tokio::test]
 async fn node_tells_why_the_better_gpus_were_not_given() {
-    let node = Node::start().await;
+    let node = Node::start_with(|options| options.writes_checkpoint = false, DraOptions::new("").reconcile).await;
     node.configure("none");
     // All that has an NVLink to what is left.
     for gpu in [0, 2, 3, 4, 5, 7] {

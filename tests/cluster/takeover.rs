@@ -49,10 +49,10 @@ pub struct Tally {
 }
 
 impl World {
-    /// Four GPUs for claims, four for the device plugin.
+    /// Whole GPUs.
     pub async fn of_gpus(connections: Connections, reconcile: Duration) -> Self {
         let node = Node::start_with(|options| options.connections = connections, reconcile).await;
-        node.configure("[4, 5, 6, 7]");
+        node.configure("all");
         let sets = vec![vec!["gpu-4"], vec!["gpu-5", "gpu-6"], vec!["gpu-7"]];
         Self { node: Arc::new(node), command: Node::program, sets, is_patient: false, claims: Arc::default() }
     }

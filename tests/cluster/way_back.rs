@@ -161,7 +161,7 @@ impl Switched {
         }
         command.envs(setting.env.iter().copied()).env("LINKWISE_POD_UID", format!("pod-{}", self.starts));
         command.env("LINKWISE_ADMIN_SOCKET", node.at(&format!("admin-{}.sock", self.starts)));
-        command.env("LINKWISE_LOG_FORMAT", "json").args(["--dra-grace-ms", "300"]);
+        command.env("LINKWISE_LOG_FORMAT", "json").args(["--claims-listed-ms", "300"]);
         command.stderr(fs::File::create(&log).unwrap());
         Running { child: command.spawn().unwrap(), log }
     }
@@ -183,7 +183,7 @@ impl Switched {
         };
         self.running = Some(next);
         self.setting = setting;
-        if !setting.sockets {
+        if !setting.sockets || !setting.dra && self.claims.is_empty() {
             // As the kubelet does 30 s after a driver has gone.
             self.node.cluster.server.wipe_slices("n", None);
         }
@@ -209,11 +209,10 @@ impl Switched {
     /// holder through the other door.
     async fn serves(&mut self) {
         self.running().ready().await;
-        let dra: BTreeSet<u32> = self.setting.dra.iter().copied().collect();
         let held: BTreeSet<u32> = self.books.values().flatten().copied().collect();
         let claimed: BTreeSet<u32> = self.claims.keys().flat_map(|pod| self.books[pod].clone()).collect();
         let free = (0..GPUS).filter(|gpu| !held.contains(gpu));
-        let (through_dra, plugin): (BTreeSet<u32>, BTreeSet<u32>) = free.partition(|gpu| dra.contains(gpu));
+        let (through_dra, plugin): (BTreeSet<u32>, BTreeSet<u32>) = free.partition(|_| self.setting.dra);
         let serves = || {
             let (by_plugin, by_dra) = self.offered();
             assert!(by_plugin.is_disjoint(&claimed), "a GPU of a claim is given twice: {by_plugin:?}");
@@ -240,8 +239,7 @@ impl Switched {
     async fn admits(&mut self, keep: bool) {
         let held: BTreeSet<u32> = self.books.values().flatten().copied().collect();
         let free: BTreeSet<u32> = (0..GPUS).filter(|gpu| !held.contains(gpu)).collect();
-        let dra: BTreeSet<u32> = self.setting.dra.iter().copied().filter(|gpu| free.contains(gpu)).collect();
-        if free.iter().any(|gpu| !self.setting.dra.contains(gpu)) {
+        if !self.setting.dra && !free.is_empty() {
             let pod = format!("plugin-{}", self.starts);
             let admitted = within(self.node.kubelet.admit(&Pod::single(&pod, GPU, 1), None)).await.unwrap();
             let ids = &admitted.grant(admitted.containers.keys().next().unwrap(), GPU).unwrap().allocation.devices;
@@ -254,7 +252,7 @@ impl Switched {
                 self.node.kubelet.remove_pod(&pod);
             }
         }
-        if let Some(gpu) = dra.first() {
+        if let Some(gpu) = free.first().filter(|_| self.setting.dra) {
             let pod = format!("claim-{}", self.starts);
             self.node.is_registered(1).await;
             let claim = self.node.claim(&pod, &[&format!("gpu-{gpu}")]);
@@ -355,11 +353,11 @@ async fn claims_that_are_left_are_said() {
     node.serves().await;
     node.admits(true).await;
     node.switch(PLUGIN, Change::Reinstalled).await;
-    let said =
-        |words: &str| words.contains("ready; left of DRA: waiting for claims to end; GPUs: 1, claims: default/claim-1");
+    let said = |words: &str| words.contains("the holders' ends; GPUs: 1, of the claim default/claim-1");
     within(async { while !said(&node.running().ready().await) {} }).await;
-    until(|| node.running().lines().contains("DRA is off: these claims keep their GPUs")).await;
-    assert!(node.running().ready().await.contains("without DRA's folders"), "and what to do");
+    let lines = || node.running().lines();
+    until(|| lines().contains("GPUs are held through the other door") && lines().contains("without DRA's folders"))
+        .await;
     node.end_holders().await;
     node.serves().await;
     within(async { while !node.running().ready().await.trim_end().ends_with("ready") {} }).await;
@@ -384,7 +382,7 @@ async fn gpus_stay_with_the_plugin_where_dra_lacks_rights() {
             let config = node.node.at("config-by-file.yaml");
             fs::write(&config, by_file("none")).unwrap();
             node.running().ready().await;
-            fs::write(&config, by_file("[3]")).unwrap();
+            fs::write(&config, by_file("all")).unwrap();
             node.running().is_unready(&lacks).await;
             node.is_alive();
         }
@@ -423,17 +421,15 @@ async fn broken_files_keep_no_setting_from_serving() {
     }
 }
 
-/// Without checkpoints no claim is prepared; the device plugin serves, and DRA when the folder is one again.
+/// Without checkpoints no claim is prepared, and DRA serves when the folder is one again.
 #[tokio::test]
 async fn file_in_the_place_of_checkpoints_costs_dra_alone() {
-    let some = SETTINGS.into_iter().find(|setting| setting.name == "dra-some").unwrap();
-    let mut node = Switched::new(some).await;
+    let mut node = Switched::new(DRA).await;
     let claims = node.node.at("k/linkwise/claims");
     fs::create_dir_all(claims.parent().unwrap()).unwrap();
     fs::write(&claims, "").unwrap();
-    node.running = Some(node.spawn(some));
+    node.running = Some(node.spawn(DRA));
     node.running().is_unready(&["DRA plugin", "cannot keep checkpoints of claims"]).await;
-    until(|| node.node.healthy(GPU).len() == 6).await;
     node.is_alive();
     fs::remove_file(&claims).unwrap();
     node.serves().await;

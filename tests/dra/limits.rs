@@ -7,7 +7,7 @@ use linkwise_core::publish::dra::slice::Pool;
 use linkwise_core::publish::dra::{
     DraFacts, DraSettings, GpuLayout, SliceDevice, device_name, devices, hardware_of, offered,
 };
-use linkwise_core::state::{DraGpus, DriverVersions, ResourcePlan, UnhealthyReason};
+use linkwise_core::state::{Door, DriverVersions, ResourcePlan, UnhealthyReason};
 use linkwise_core::topology::{
     AddressingMode, CudaVersion, FabricObservation, MigDeviceObservation, MigEngines, MigObservation, MigPlacement,
     NodeObservation, NodeTopology,
@@ -21,7 +21,7 @@ use crate::random_node;
 /// What a machine publishes; with reasons all of it is sick.
 pub fn published(observed: &NodeObservation, reasons: &[UnhealthyReason]) -> Vec<SliceDevice> {
     let (topology, _) = NodeTopology::assemble(observed);
-    let gpus = offered(&topology, &ResourcePlan { dra: DraGpus::All, ..ResourcePlan::default() });
+    let gpus = offered(&topology, &ResourcePlan { door: Door::Dra, ..ResourcePlan::default() });
     let layout = GpuLayout::of(&AllocationTables::new(topology.clone().into()), gpus);
     let versions = DriverVersions::of(observed);
     let mut facts = DraFacts::of_machine(&topology, &versions, gpus, &layout);

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use linkwise_core::allocation::AllocationTables;
 use linkwise_core::publish::dra::{DraFacts, GpuLayout, SliceDevice, devices, mig_counters, offered};
-use linkwise_core::state::{DraGpus, DriverVersions, ResourcePlan, UnhealthyReason};
+use linkwise_core::state::{Door, DriverVersions, ResourcePlan, UnhealthyReason};
 use linkwise_core::topology::{
     MigDeviceObservation, MigEngines, MigExtension, MigPlacement, NodeObservation, NodeTopology, hardware_of,
 };
@@ -47,7 +47,7 @@ pub fn published(
     change: impl FnOnce(&mut DraFacts<'_>),
 ) -> (BTreeMap<String, SliceDevice>, BTreeMap<String, String>) {
     let (topology, _) = NodeTopology::assemble(observed);
-    let gpus = offered(&topology, &ResourcePlan { dra: DraGpus::All, ..ResourcePlan::default() });
+    let gpus = offered(&topology, &ResourcePlan { door: Door::Dra, ..ResourcePlan::default() });
     let layout = GpuLayout::of(&AllocationTables::new(topology.clone().into()), gpus);
     let versions = DriverVersions::of(observed);
     let mut facts = DraFacts::of_machine(&topology, &versions, gpus, &layout);

@@ -6,7 +6,7 @@ use std::process::Command;
 use linkwise_core::allocation::AllocationTables;
 use linkwise_core::publish::dra::slice::Pool;
 use linkwise_core::publish::dra::{Capacity, DraFacts, GpuLayout, SliceDevice, devices, offered};
-use linkwise_core::state::{DraGpus, DriverVersions, GpuShares, ResourcePlan};
+use linkwise_core::state::{Door, DriverVersions, GpuShares, ResourcePlan};
 use linkwise_core::topology::{GpuUuid, NodeObservation, NodeTopology};
 use linkwise_host::machines;
 
@@ -17,7 +17,7 @@ use super::limits::rich;
 /// What a machine publishes whose GPUs with these indices are shared.
 pub fn published(observed: &NodeObservation, shared: &[u32], shares: GpuShares) -> Vec<SliceDevice> {
     let (topology, _) = NodeTopology::assemble(observed);
-    let gpus = offered(&topology, &ResourcePlan { dra: DraGpus::All, ..ResourcePlan::default() });
+    let gpus = offered(&topology, &ResourcePlan { door: Door::Dra, ..ResourcePlan::default() });
     let is_shared = |index: u32| shared.contains(&index);
     let map: BTreeMap<GpuUuid, GpuShares> =
         topology.gpus().iter().filter(|gpu| is_shared(gpu.index)).map(|gpu| (gpu.uuid.clone(), shares)).collect();
@@ -114,11 +114,10 @@ fn rows_for_sharing_choose_the_gpus_of_dra() {
     };
     let all = config("", "timeSlicing", "replicas: 2");
     assert_eq!((shared_names(&all.0).len(), all.1.as_str()), (8, ""));
-    let some = ", dra: {gpus: [2, 3, 5]}";
+    let some = ", filter: {exclude: [0, 1, 4, 6, 7]}";
     let (first, said) = config(some, "timeSlicing", "replicas: 2, devices: 2");
     assert_eq!((shared_names(&first), said.as_str()), (vec!["gpu-2", "gpu-3"], ""));
-    // A list may name GPUs of the device plugin too.
-    let (listed, said) = config(some, "timeSlicing", "replicas: 2, devices: [0, 3]");
+    let (listed, said) = config(some, "timeSlicing", "replicas: 2, devices: [3]");
     assert_eq!((shared_names(&listed), said.as_str()), (vec!["gpu-3"], ""));
     let (none, said) = config(some, "timeSlicing", "replicas: 2, devices: 4");
     assert_eq!(shared_names(&none), [""; 0]);

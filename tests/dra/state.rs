@@ -4,7 +4,7 @@ use linkwise_core::publish::dra::{
     DraFacts, DraSettings, LayoutCache, SliceDevice, Taint, TaintEffect, devices, offered_now,
 };
 use linkwise_core::state::{
-    ClaimedDevice, DRA_GRACE, Door, DraGpus, Event, Holdings, MigInstance, NodeState, NumaHints, PreparedClaim,
+    ClaimedDevice, Door, Event, Filter, GpuSelector, Holdings, MigInstance, NodeState, NumaHints, PreparedClaim,
     ResourcePlan, Timestamp,
 };
 use linkwise_core::topology::NodeObservation;
@@ -25,7 +25,7 @@ impl Node {
         let state = NodeState::new(NumaHints::Node);
         let mut node = Self { state, layouts: LayoutCache::default(), settings: DraSettings::default() };
         node.apply(Event::Observed(Box::new(observed)));
-        node.apply(Event::Planned(Box::new(ResourcePlan { dra: DraGpus::All, ..ResourcePlan::default() })));
+        node.apply(Event::Planned(Box::new(ResourcePlan { door: Door::Dra, ..ResourcePlan::default() })));
         for _ in 0..3 {
             node.apply(Event::Holders(Some(Holdings::default())));
         }
@@ -96,7 +96,8 @@ fn lost_gpu_stays_for_its_claim_and_may_evict_it() {
     let mut observed = dgx();
     let mut node = Node::new(observed.clone());
     let before = node.devices().into_iter().find(|device| device.name == "gpu-3").unwrap();
-    node.claims("gpu-3");
+    let (gpus, devices) = ([observed.gpus[3].uuid.clone()].into(), ["gpu-3".to_owned()].into());
+    node.apply(Event::Prepared(vec![PreparedClaim { gpus, devices, ..PreparedClaim::default() }]));
     observed.gpus.remove(3);
     node.apply(Event::Observed(Box::new(observed)));
     let lost = |effect| Some(taint("gpu.nvidia.com/gpu-lost", "", effect));
@@ -105,7 +106,7 @@ fn lost_gpu_stays_for_its_claim_and_may_evict_it() {
     assert_eq!((&after.name, &after.attributes["uuid"]), (&before.name, &before.attributes["uuid"]));
     node.settings.evict_from_lost = true;
     assert_eq!(node.taints("gpu-3"), lost(TaintEffect::NoExecute));
-    node.apply(Event::Holders(Some(Holdings::default())));
+    node.apply(Event::Prepared(Vec::new()));
     assert_eq!((node.devices().len(), node.taints("gpu-3")), (7, None), "without a claim it is withdrawn");
 }
 
@@ -160,14 +161,13 @@ fn fault_of_an_instance_taints_its_mig_device_alone() {
 }
 
 #[test]
-fn gpu_that_leaves_dra_is_tainted_until_it_has_left() {
+fn gpu_that_a_filter_leaves_out_is_tainted_while_a_claim_has_it() {
     let mut node = Node::new(dgx());
     node.claims("gpu-0");
-    let plan = ResourcePlan { dra: DraGpus::None, ..ResourcePlan::default() };
-    node.apply(Event::Planned(Box::new(plan)));
-    let leaves = taint("linkwise.dev/unhealthy", "withdrawn", TaintEffect::NoSchedule);
-    assert!(node.devices().iter().all(|device| device.taints == leaves));
-    assert_eq!(node.devices().len(), 8);
+    let filter = Filter { exclude: [0, 1].map(GpuSelector::Index).into(), ..Filter::default() };
+    node.apply(Event::Planned(Box::new(ResourcePlan { filter, door: Door::Dra, ..ResourcePlan::default() })));
+    assert_eq!(node.taints("gpu-0"), Some(taint("linkwise.dev/unhealthy", "withdrawn", TaintEffect::NoSchedule)));
+    assert_eq!((node.devices().len(), node.taints("gpu-1")), (7, None));
 }
 
 /// A claim that was prepared while sets of GPUs were devices has one until its pod ends.
@@ -190,8 +190,8 @@ fn gpus_of_a_claimed_set_stay_with_dra_unpublished() {
         assert!(!names.iter().any(|name| ["gpu-4", "gpu-7"].contains(&name.as_str())), "{names:?}");
         node.apply(Event::Planned(Box::default()));
         let lists = [listed.clone(), listed].map(|listed| Event::Holders(Some(listed)));
-        let left = lists.into_iter().fold(node.state, |state, event| state.apply(event, NOW + DRA_GRACE).0);
-        let with_dra = left.topology().gpus().iter().filter(|gpu| left.door(&gpu.uuid).is_some_and(Door::is_dra));
+        let left = lists.into_iter().fold(node.state, |state, event| state.apply(event, NOW).0);
+        let with_dra = left.topology().gpus().iter().filter(|gpu| left.is_with_dra(&gpu.uuid));
         assert_eq!(with_dra.map(|gpu| gpu.uuid.clone()).collect::<Vec<_>>(), gpus);
     }
 }

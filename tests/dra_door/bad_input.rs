@@ -3,11 +3,11 @@
 use std::fs;
 use std::time::Duration;
 
-use linkwise_core::state::{ClaimedDevice, DraGpus, Event, GpuSelector, Holdings, NodeState};
+use linkwise_core::state::{ClaimedDevice, Event, Holdings, NodeState};
 use linkwise_kubelet::dra::{Life, Occurrence};
 use linkwise_kubelet_box::dra::DraError;
 
-use super::node::{Answer, LIMIT, Node, claim, configured, connected, end, name, refusal, start, state};
+use super::node::{Answer, LIMIT, Node, claim, configured, connected, end, name, refusal, start};
 
 #[tokio::test]
 async fn claim_that_cannot_be_prepared_is_named_and_leaves_nothing() {
@@ -53,17 +53,6 @@ async fn claim_that_cannot_be_prepared_is_named_and_leaves_nothing() {
         );
     }
     assert!(kubelet.state().claims["good"].prepared);
-}
-
-#[tokio::test]
-async fn gpu_of_the_device_plugin_is_not_prepared() {
-    let mut node = Node::new();
-    node.state.send_replace(state("dgx1-v100", DraGpus::Some(vec![GpuSelector::Index(1)])).into());
-    node.start();
-    let kubelet = node.kubelet().await;
-    let error = refusal(&kubelet, &node.claim("a", &[("gpus", "gpu-0")])).await;
-    assert!(error.contains("belongs to the device plugin on this node, not to DRA"), "{error}");
-    start(&kubelet, &node.claim("b", &[("gpus", "gpu-1")])).await.unwrap();
 }
 
 #[tokio::test]

@@ -3,11 +3,11 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use linkwise_core::state::{DraGpus, Event, GpuSelector};
+use linkwise_core::state::{Event, Filter, GpuSelector, ResourcePlan};
 use linkwise_kubelet::dra::Occurrence;
 use linkwise_kubelet_box::dra::{DraKubelet, DraState};
 
-use super::node::{DRIVER, Node, POOL, connected, start, state};
+use super::node::{DRIVER, Node, POOL, connected, observed_state, start};
 
 const HEALTHY: i32 = 1;
 const UNHEALTHY: i32 = 2;
@@ -69,10 +69,11 @@ async fn health_is_sent_again_before_it_is_stale() {
 }
 
 #[tokio::test]
-async fn gpus_of_the_device_plugin_are_not_listed_and_gone_ones_are() {
+async fn filtered_gpus_are_not_listed_and_gone_ones_are() {
     let mut node = Node::new();
-    let some = || DraGpus::Some(vec![GpuSelector::Index(0), GpuSelector::Index(1)]);
-    node.state.send_replace(Arc::new(state("dgx1-v100", some())));
+    let filter = Filter { exclude: (2..8).map(GpuSelector::Index).collect(), ..Filter::default() };
+    let plan = ResourcePlan { filter, ..ResourcePlan::default() };
+    node.state.send_replace(Arc::new(observed_state("dgx1-v100", plan, |_| {})));
     node.start();
     let kubelet = node.kubelet().await;
     kubelet.wait(|state| state.drivers[DRIVER].health.len() == 2).await.unwrap();

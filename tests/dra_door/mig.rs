@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use linkwise_core::claims::{MigOrder, MigOrderError, MigTask};
-use linkwise_core::state::{DraGpus, Event, HealthPoll, NodeState, Reach};
+use linkwise_core::state::{Event, HealthPoll, NodeState, Reach};
 use linkwise_core::topology::{GpuUuid, MigDeviceObservation, MigPlacement, MigSlot};
 use linkwise_host::machines;
 use linkwise_kubelet::dra::{MigDone, MigRequest, Occurrence};
@@ -143,7 +143,7 @@ fn instance(uuid: &str, slot: MigSlot) -> MigDeviceObservation {
 /// A node with such a driver, its plugin not started.
 fn node() -> (Node, Shared) {
     let mut node = Node::new();
-    node.state.send_replace(Arc::new(state(MACHINE, DraGpus::All)));
+    node.state.send_replace(Arc::new(state(MACHINE)));
     node.settings.makes_mig = true;
     let (mig, mut requests) = mpsc::channel::<MigRequest>(16);
     node.settings.mig = Some(mig);
@@ -674,7 +674,7 @@ async fn device_of_a_claim_that_cannot_be_destroyed_is_left_behind_when_dra_is_o
     };
     apply(Event::Planned(Box::default()));
     apply(Event::Holders(Some(Default::default())));
-    node.settings.has_api_server = false;
+    (node.settings.has_api_server, node.settings.serves) = (false, false);
     set(&driver, Mood::InUse);
     node.start();
     node.wait(|seen| matches!(seen, Occurrence::LeftBehind { what, .. } if what.contains(DEVICE))).await;

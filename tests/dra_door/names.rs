@@ -5,7 +5,7 @@ use std::fs;
 use std::sync::Arc;
 
 use linkwise_core::publish::injection::HostDevices;
-use linkwise_core::state::{DraGpus, NodeState};
+use linkwise_core::state::{NodeState, ResourcePlan};
 use linkwise_kubelet_box::dra::DraKubelet;
 use serde::Deserialize;
 use serde_json::json;
@@ -14,7 +14,7 @@ use super::node::{KIND, LIMIT, Node, connected, end, name, observed_state, refus
 
 /// The machine after a reboot: GPUs 0 and 1 have exchanged their minor numbers.
 fn with_moved_minors() -> NodeState {
-    observed_state("dgx1-v100", DraGpus::All, |observed| {
+    observed_state("dgx1-v100", ResourcePlan::default(), |observed| {
         let [first, second, ..] = &mut observed.gpus[..] else { panic!("it has eight") };
         std::mem::swap(&mut first.minor, &mut second.minor);
     })
@@ -125,7 +125,7 @@ async fn claim_of_the_version_before_goes_on() {
     let got = start_container(&kubelet, &name("a")).await.unwrap();
     assert_eq!((got.gpus(), got.env.get("LINKWISE_NICS")), (vec!["/dev/nvidia0".to_owned()], None), "options of now");
     // The GPU has its minor number after the reboot too.
-    let same = state("dgx1-v100", DraGpus::All);
+    let same = state("dgx1-v100");
     reboot(&mut node, &kubelet, same, "the next boot").await;
     assert_eq!(start_container(&kubelet, &name("a")).await.unwrap().gpus(), ["/dev/nvidia0"]);
     end(&kubelet, &name("a")).await;
@@ -140,7 +140,7 @@ async fn name_of_the_version_before_gives_no_second_gpu() {
         let why = refusal(&kubelet, &name("a")).await;
         assert!(why.contains(&node.gpu(1)) && why.contains("delete its pods"), "{why}");
         assert_eq!(node.checkpoints(), ["a.json"]);
-        reboot(&mut node, &kubelet, state("dgx1-v100", DraGpus::All), &format!("{boot} but one")).await;
+        reboot(&mut node, &kubelet, state("dgx1-v100"), &format!("{boot} but one")).await;
         assert_eq!(start_container(&kubelet, &name("a")).await.unwrap().gpus(), ["/dev/nvidia0"]);
     }
     end(&kubelet, &name("a")).await;

@@ -11,7 +11,7 @@ use linkwise_core::claims::{
 };
 use linkwise_core::publish::RdmaNodes;
 use linkwise_core::publish::injection::{CdiOptions, ChosenDevice, HostDevices, InjectionOptions};
-use linkwise_core::state::{DraGpus, Event, Holdings, NodeState, NumaHints, ResourcePlan};
+use linkwise_core::state::{Door, Event, Holdings, NodeState, NumaHints, ResourcePlan};
 use linkwise_core::topology::NodeObservation;
 use linkwise_kubelet::dra::{CdiDevices, ClaimQuery, ClaimQueryError, Handover, Occurrence, Plugin, Settings};
 use linkwise_kubelet_box::dra::{ClaimRef, DraError, DraKubelet, DraOptions, PodClaims};
@@ -61,16 +61,16 @@ pub struct Node {
     pub running: Option<(JoinHandle<()>, CancellationToken)>,
 }
 
-/// A state of a built-in machine whose GPUs are given to DRA so.
-pub fn state(machine: &str, dra: DraGpus) -> NodeState {
-    observed_state(machine, dra, |_| {})
+/// A state of a built-in machine whose GPUs go through DRA.
+pub fn state(machine: &str) -> NodeState {
+    observed_state(machine, ResourcePlan::default(), |_| {})
 }
 
-/// The same, with a change to what is observed.
-pub fn observed_state(machine: &str, dra: DraGpus, change: impl FnOnce(&mut NodeObservation)) -> NodeState {
+/// The same, with other parts of the plan, and a change to what is observed.
+pub fn observed_state(machine: &str, plan: ResourcePlan, change: impl FnOnce(&mut NodeObservation)) -> NodeState {
     let mut observed = linkwise_host::machines::load(machine).unwrap().observed;
     change(&mut observed);
-    let plan = ResourcePlan { dra, ..ResourcePlan::default() };
+    let plan = ResourcePlan { door: Door::Dra, ..plan };
     // No pod holds any GPU: then they go to DRA.
     let unheld = || Event::Holders(Some(Holdings::default()));
     let events = [Event::Planned(Box::new(plan)), Event::Observed(Box::new(observed)), unheld(), unheld()];
@@ -96,7 +96,7 @@ impl Node {
         (settings.host_devices, settings.cdi) = (host_devices, cdi_devices.subscribe());
         settings.listed_within = Duration::ZERO;
         settings.longest_pause = Duration::from_millis(64);
-        let state = watch::Sender::new(Arc::new(state("dgx1-v100", DraGpus::All)));
+        let state = watch::Sender::new(Arc::new(state("dgx1-v100")));
         let node = Self {
             _folder: folder,
             settings,

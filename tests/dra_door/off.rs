@@ -1,13 +1,12 @@
-//! Claims that are left when DRA is off: no GPU is to go through it any more, and the kubelet's list alone says when a
-//! claim is over.
+//! Claims that are left when the node's door is the device plugin: the kubelet's list alone says when a claim is over.
 
 use std::sync::Arc;
 use std::time::Duration;
 
-use linkwise_core::state::{ClaimedDevice, DraGpus, Event, Holdings, NodeState, ResourcePlan};
+use linkwise_core::state::{ClaimedDevice, Door, Event, Holdings, NodeState, ResourcePlan};
 use linkwise_kubelet::dra::Occurrence;
 
-use super::node::{DRIVER, LIMIT, Node, POOL, end, start};
+use super::node::{DRIVER, LIMIT, Node, POOL, end, refusal, start};
 
 /// The kubelet lists these claims, each with GPU 0.
 fn listed(node: &Node, claims: &[&str]) {
@@ -27,9 +26,10 @@ fn apply(node: &Node, event: Event) {
     node.state.send_replace(Arc::new(before.apply(event, Duration::from_secs(1)).0));
 }
 
-/// The configuration names no GPU for DRA from now on.
-fn switch_off(node: &Node) {
-    apply(node, Event::Planned(Box::new(ResourcePlan { dra: DraGpus::None, ..ResourcePlan::default() })));
+/// The next plugin is that of a process with this door.
+fn change_door(node: &mut Node, door: Door) {
+    node.settings.serves = door == Door::Dra;
+    apply(node, Event::Planned(Box::new(ResourcePlan { door, ..ResourcePlan::default() })));
 }
 
 fn is_swept(seen: &Occurrence) -> bool {
@@ -51,7 +51,7 @@ async fn off_with(api_server: bool) -> Node {
     listed(&node, &["a"]);
     node.stop().await;
     node.settings.has_api_server = api_server;
-    switch_off(&node);
+    change_door(&mut node, Door::Plugin);
     node
 }
 
@@ -95,8 +95,23 @@ async fn kubelet_unprepares_claims_that_are_left() {
     let kubelet = node.kubelet().await;
     let claim = super::node::name("a");
     start(&kubelet, &claim).await.unwrap();
+    // One that was allocated and not prepared when the door changed.
+    let reads = node.reads("late");
+    let late = refusal(&kubelet, &node.claim("late", &[("gpus", "gpu-1")])).await;
+    assert!(late.contains("this node's GPUs go through the device plugin (linkwise.dra.gpus: none)"), "{late}");
+    assert_eq!((node.checkpoints().len(), node.reads("late")), (1, reads));
     end(&kubelet, &claim).await;
     assert!(node.checkpoints().is_empty() && node.claim_specs().is_empty());
+}
+
+#[tokio::test]
+async fn kubelet_finds_no_plugin_without_claims() {
+    let mut node = Node::new();
+    change_door(&mut node, Door::Plugin);
+    node.start();
+    node.wait(|seen| matches!(seen, Occurrence::Held { claims: 0, .. })).await;
+    assert_eq!(std::fs::read_dir(&node.settings.registry).unwrap().count(), 0);
+    assert!(!node.settings.checkpoints.exists(), "no folder is made");
 }
 
 #[tokio::test]
@@ -114,7 +129,8 @@ async fn spec_that_cannot_be_removed_is_left_behind() {
     assert!(node.checkpoints().is_empty(), "it holds its GPU no more");
     // DRA on again: nothing of it stands in the way of another claim.
     node.stop().await;
-    apply(&node, Event::Planned(Box::new(ResourcePlan { dra: DraGpus::All, ..ResourcePlan::default() })));
+    change_door(&mut node, Door::Dra);
+    (0..2).for_each(|_| listed(&node, &[]));
     node.start();
     let kubelet = node.kubelet().await;
     let claim = node.claim("b", &[("gpus", "gpu-0")]);

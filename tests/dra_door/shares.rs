@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use linkwise_core::claims::{Claim, ClaimName};
 use linkwise_core::state::{
-    DraGpus, Event, Holdings, NodeState, NumaHints, ResourceName, ResourcePlan, SharedResource, Sharing, SharingKind,
+    Door, Event, Holdings, NodeState, NumaHints, ResourceName, ResourcePlan, SharedResource, Sharing, SharingKind,
 };
 use linkwise_kubelet::dra::Occurrence;
 
@@ -17,7 +17,7 @@ fn shared() -> Node {
     let observed = linkwise_host::machines::load("dgx1-v100").unwrap().observed;
     let rows = vec![SharedResource::new(ResourceName::gpu(), 2)];
     let sharing = Some(Sharing::new(SharingKind::TimeSlicing, rows));
-    let plan = ResourcePlan { dra: DraGpus::All, sharing, ..ResourcePlan::default() };
+    let plan = ResourcePlan { door: Door::Dra, sharing, ..ResourcePlan::default() };
     let unheld = || Event::Holders(Some(Holdings::default()));
     let events = [Event::Planned(Box::new(plan)), Event::Observed(Box::new(observed)), unheld(), unheld()];
     let state = events

@@ -5,7 +5,7 @@ use std::fs;
 use std::sync::Arc;
 use std::time::Duration;
 
-use linkwise_core::state::{ClaimedDevice, DraGpus, Event, Holdings, NodeState, NumaHints};
+use linkwise_core::state::{ClaimedDevice, Event, Holdings, NodeState, NumaHints};
 use linkwise_kubelet::dra::Occurrence;
 use linkwise_kubelet_box::dra::DraKubelet;
 use serde_json::{Value, json};
@@ -191,7 +191,7 @@ async fn claims_are_unprepared_without_gpus() {
     // The driver comes, and with it the pod that the kubelet has tried to start ever since.
     let waiting = pod(&claim);
     let (started, ()) = tokio::join!(tokio::time::timeout(LIMIT, kubelet.start_pod_at_last(&waiting)), async {
-        node.state.send_replace(Arc::new(state("dgx1-v100", DraGpus::All)));
+        node.state.send_replace(Arc::new(state("dgx1-v100")));
         node.scan();
     });
     let got = super::node::resolve(&kubelet, &started.unwrap()["main"]).unwrap();

@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use linkwise_core::allocation::AllocationTables;
 use linkwise_core::publish::dra::slice::Pool;
 use linkwise_core::publish::dra::{DraFacts, GpuLayout, devices, mig_counters, offered};
-use linkwise_core::state::{DraGpus, DriverVersions, ResourcePlan};
+use linkwise_core::state::{Door, DriverVersions, ResourcePlan};
 use linkwise_core::topology::{MigEngines, MigObservation, MigPlacement, MigProfileObservation, NodeTopology};
 use linkwise_host::machines;
 use linkwise_scheduler_box::{Cluster, Failure};
@@ -168,7 +168,7 @@ fn mig_everywhere_is_within_the_limits() {
             gpu.memory_mib = Some(143_771);
         }
         let (topology, _) = NodeTopology::assemble(&observed);
-        let gpus = offered(&topology, &ResourcePlan { dra: DraGpus::All, ..ResourcePlan::default() });
+        let gpus = offered(&topology, &ResourcePlan { door: Door::Dra, ..ResourcePlan::default() });
         let layout = GpuLayout::of(&AllocationTables::new(topology.clone().into()), gpus);
         let versions = DriverVersions::of(&observed);
         let mut facts = DraFacts::of_machine(&topology, &versions, gpus, &layout);

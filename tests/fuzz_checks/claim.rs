@@ -12,7 +12,7 @@ use linkwise_core::claims::{
 use linkwise_core::publish::RdmaNodes;
 use linkwise_core::publish::injection::{CdiOptions, HostDevices, InjectionOptions};
 use linkwise_core::state::{
-    DeviceSelector, DraGpus, Event, Holdings, NodeState, NumaHints, ResourceName, ResourcePlan, SharedDevices,
+    DeviceSelector, Door, Event, Holdings, NodeState, NumaHints, ResourceName, ResourcePlan, SharedDevices,
     SharedResource, Sharing, SharingKind,
 };
 use linkwise_kubelet::dra::{parse_checkpoint, parse_claim};
@@ -38,7 +38,7 @@ static STATE: LazyLock<NodeState> = LazyLock::new(|| {
     let devices = SharedDevices::List(vec![DeviceSelector::Index(7)]);
     let row = SharedResource { devices, ..SharedResource::new(ResourceName::gpu(), 4) };
     let sharing = Some(Sharing::new(SharingKind::TimeSlicing, vec![row]));
-    let plan = ResourcePlan { dra: DraGpus::All, sharing, ..ResourcePlan::default() };
+    let plan = ResourcePlan { door: Door::Dra, sharing, ..ResourcePlan::default() };
     let unheld = || Event::Holders(Some(Holdings::default()));
     let events = [Event::Planned(Box::new(plan)), Event::Observed(Box::new(observed)), unheld(), unheld()];
     events.into_iter().fold(NodeState::new(NumaHints::default()), |state, event| state.apply(event, Duration::ZERO).0)

@@ -25,9 +25,9 @@ pub struct Setting {
     pub env: &'static [(&'static str, &'static str)],
     /// Its configuration file.
     pub file: Option<&'static str>,
-    /// The GPUs of eight that go through DRA.
-    pub dra: &'static [u32],
-    /// Devices of the device plugin for each of the other GPUs.
+    /// Its GPUs go through DRA.
+    pub dra: bool,
+    /// Devices of the device plugin for each GPU.
     pub slots: usize,
 }
 
@@ -42,7 +42,7 @@ pub const PLUGIN: Setting = Setting {
     sockets: false,
     env: &[],
     file: None,
-    dra: &[],
+    dra: false,
     slots: 1,
 };
 
@@ -56,28 +56,20 @@ pub const DRA: Setting = Setting {
     node_name: true,
     sockets: true,
     env: &[("LINKWISE_DRA_GPUS", "all")],
-    dra: &[0, 1, 2, 3, 4, 5, 6, 7],
+    dra: true,
     ..PLUGIN
 };
 
-/// All of them. The first two of DRA have its rights; the third too, and no GPU of DRA: the documented way back.
-pub const SETTINGS: [Setting; 8] = [
+/// All of them. The second of DRA has its rights and no GPU of DRA: the documented way back.
+pub const SETTINGS: [Setting; 7] = [
     PLUGIN,
     DRA,
-    Setting {
-        name: "dra-some",
-        values: &["dra.enabled=true", "dra.gpus={0,1}"],
-        overlay: None,
-        env: &[("LINKWISE_DRA_GPUS", "0,1")],
-        dra: &[0, 1],
-        ..DRA
-    },
     Setting {
         name: "dra-none",
         values: &["dra.enabled=true", "dra.gpus=none"],
         overlay: None,
         env: &[("LINKWISE_DRA_GPUS", "none")],
-        dra: &[],
+        dra: false,
         ..DRA
     },
     Setting {

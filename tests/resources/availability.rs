@@ -10,8 +10,8 @@ use linkwise_core::claims::ClaimName;
 use linkwise_core::publish::placement::{Outlook, Placements};
 use linkwise_core::publish::view::{Process, Sums, view};
 use linkwise_core::state::{
-    Availability, ClaimedDevice, Door, DraGpus, Effect, Event, GpuSelector, Health, Holdings, MigStrategy, NodeState,
-    PreparedClaim, ResourceDevice, ResourceName, ResourcePlan, SharedDevices, SharedResource, Sharing, SharingKind,
+    Availability, ClaimedDevice, Door, Effect, Event, Health, Holdings, MigStrategy, NodeState, PreparedClaim,
+    ResourceDevice, ResourceName, ResourcePlan, SharedDevices, SharedResource, Sharing, SharingKind,
 };
 use linkwise_core::topology::{GpuUuid, NodeObservation};
 use linkwise_host::machines;
@@ -245,16 +245,15 @@ fn shared(replicas: u32) -> ResourcePlan {
     ResourcePlan { sharing: Some(sharing), ..ResourcePlan::default() }
 }
 
-/// Whole GPUs, slots, MIG devices, and GPUs of which half are DRA's.
+/// Whole GPUs, slots, MIG devices, and GPUs of DRA.
 fn worlds() -> [World; 4] {
     let dgx = || DGX.clone();
-    let dra = DraGpus::Some([0, 2].map(GpuSelector::Index).into());
     let mig = ResourcePlan { mig_strategy: MigStrategy::Mixed, ..ResourcePlan::default() };
     [
         World::new(dgx(), ResourcePlan::default()),
         World::new(dgx(), shared(3)),
         World::new(super::mixed(), mig),
-        World::new(dgx(), ResourcePlan { dra, ..ResourcePlan::default() }),
+        World::new(dgx(), ResourcePlan { door: Door::Dra, ..ResourcePlan::default() }),
     ]
 }
 

@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use linkwise_core::claims::ClaimName;
 use linkwise_core::state::{
-    DRA_GRACE, DraGpus, Effect, Event, GpuShares, GpuSharing, Health, HealthRecord, Holdings, NodeState, PlanProblem,
-    PreparedClaim, ResourceName, ResourcePlan, SharedDevices, SharedResource, Sharing, SharingKind,
+    Door, Effect, Event, GpuShares, GpuSharing, Health, HealthRecord, Holdings, NodeState, PlanProblem, PreparedClaim,
+    ResourceName, ResourcePlan, SharedDevices, SharedResource, Sharing, SharingKind,
 };
 use linkwise_core::topology::{GpuUuid, MigObservation, NodeObservation};
 
@@ -26,7 +26,7 @@ fn uuid(at: usize) -> GpuUuid {
 fn plan(shares: u32) -> ResourcePlan {
     let row = SharedResource::new(ResourceName::gpu(), shares);
     let sharing = (shares > 0).then(|| Sharing::new(SharingKind::TimeSlicing, vec![row]));
-    ResourcePlan { dra: DraGpus::All, sharing, ..ResourcePlan::default() }
+    ResourcePlan { door: Door::Dra, sharing, ..ResourcePlan::default() }
 }
 
 fn in_shares(shares: u32) -> Option<GpuShares> {
@@ -45,14 +45,13 @@ fn prepared(at: usize) -> Event {
 
 struct World {
     state: NodeState,
-    now: Duration,
     problems: Vec<PlanProblem>,
 }
 
 impl World {
     /// A node whose GPUs have gone to DRA.
     fn new(plan: ResourcePlan) -> Self {
-        let mut world = Self { state: NodeState::default(), now: NOON, problems: Vec::new() };
+        let mut world = Self { state: NodeState::default(), problems: Vec::new() };
         world.tell(Event::Planned(Box::new(plan)));
         world.tell(Event::Observed(Box::new(seen())));
         world.list();
@@ -61,23 +60,16 @@ impl World {
     }
 
     fn tell(&mut self, event: Event) {
-        let (state, effects) = std::mem::take(&mut self.state).apply(event, self.now);
+        let (state, effects) = std::mem::take(&mut self.state).apply(event, NOON);
         self.state = state;
         self.problems.extend(effects.into_iter().filter_map(|effect| match effect {
             Effect::PlanProblem(problem) => Some(problem),
             _ => None,
         }));
-        let deadline = self.state.next_deadline();
-        assert!(deadline.is_none_or(|deadline| deadline > self.now), "{deadline:?} has passed at {:?}", self.now);
     }
 
     fn list(&mut self) {
         self.tell(Event::Holders(Some(Holdings::default())));
-    }
-
-    fn pass(&mut self, time: Duration) {
-        self.now += time;
-        self.tell(Event::Tick);
     }
 
     /// How a GPU is shared, how it is to be, and whether it takes new claims.
@@ -100,22 +92,13 @@ fn gpu_comes_to_dra_as_the_plan_shares_it() {
 }
 
 #[test]
-fn change_waits_for_grace_and_for_claims() {
+fn change_waits_for_claims_alone() {
     for (before, after) in [(0, 4), (4, 0), (4, 2)] {
         let (was, is) = (in_shares(before), in_shares(after));
         let mut world = World::new(plan(before));
         world.tell(prepared(0));
         world.tell(Event::Planned(Box::new(plan(after))));
-        for at in [0, 1] {
-            assert_eq!(world.sharing(at), (was, is, false), "{before} {after}");
-        }
-        assert_eq!(world.state.next_deadline(), Some(NOON + DRA_GRACE));
-        world.pass(DRA_GRACE / 2);
-        assert_eq!(world.sharing(1), (was, is, false), "a claim may be on its way");
-        world.pass(DRA_GRACE / 2);
-        assert_eq!((world.sharing(0), world.sharing(1)), ((was, is, false), (is, is, true)));
-        world.pass(DRA_GRACE * 10);
-        assert_eq!(world.sharing(0), (was, is, false), "a claim has it");
+        assert_eq!((world.sharing(0), world.sharing(1)), ((was, is, false), (is, is, true)), "{before} {after}");
         assert!(world.state.offers().awaits_holders());
         world.tell(Event::Prepared(Vec::new()));
         assert_eq!(world.sharing(0), (is, is, true));
@@ -123,26 +106,21 @@ fn change_waits_for_grace_and_for_claims() {
 }
 
 #[test]
-fn change_waits_for_the_api_server() {
+fn change_waits_until_claims_are_known() {
     let mut world = World::new(plan(4));
-    world.state = std::mem::take(&mut world.state).asking_for_allocations();
     world.tell(Event::Planned(Box::new(plan(0))));
-    world.pass(DRA_GRACE * 2);
-    assert_eq!(world.sharing(0), (in_shares(4), None, false), "slices may offer its shares");
-    world.tell(Event::SlicesStored(BTreeSet::new()));
-    world.pass(DRA_GRACE);
-    let claims = [("default/a".to_owned(), ["gpu-0".to_owned()].into())].into();
-    world.tell(Event::Allocations { gpus: world.state.awaiting_allocations(), claims });
-    assert_eq!(world.sharing(0), (in_shares(4), None, false), "a claim has a share allocated");
-    assert_eq!(world.sharing(1), (None, None, true));
+    assert_eq!(world.sharing(0), (in_shares(4), None, false), "no checkpoint has been read");
+    world.tell(Event::Prepared(Vec::new()));
+    assert_eq!(world.sharing(0), (None, None, true));
 }
 
 #[test]
 fn change_that_is_taken_back_changes_nothing() {
     let mut world = World::new(plan(4));
+    world.tell(prepared(0));
     world.tell(Event::Planned(Box::new(plan(0))));
     world.tell(Event::Planned(Box::new(plan(4))));
-    assert_eq!((world.sharing(0), world.state.next_deadline()), ((in_shares(4), in_shares(4), true), None));
+    assert_eq!(world.sharing(0), (in_shares(4), in_shares(4), true));
 }
 
 #[test]
@@ -153,7 +131,7 @@ fn restart_keeps_what_is_published() {
     let text = serde_json::to_string(&record).unwrap();
     assert_eq!(serde_json::from_str::<HealthRecord>(&text).unwrap(), record);
     for (shares, now) in [(4, 4), (0, 4), (2, 4)] {
-        let mut next = World { state: NodeState::default(), now: NOON, problems: Vec::new() };
+        let mut next = World { state: NodeState::default(), problems: Vec::new() };
         next.tell(Event::Restored(Box::new(record.clone())));
         next.tell(prepared(0));
         next.tell(Event::Planned(Box::new(plan(shares))));
@@ -163,7 +141,7 @@ fn restart_keeps_what_is_published() {
     }
     // A record of before GPUs were shared.
     let old = HealthRecord { dra_shares: [].into(), ..record };
-    let mut next = World { state: NodeState::default(), now: NOON, problems: Vec::new() };
+    let mut next = World { state: NodeState::default(), problems: Vec::new() };
     next.tell(Event::Restored(Box::new(old)));
     next.tell(Event::Planned(Box::new(plan(4))));
     next.tell(Event::Observed(Box::new(seen())));
@@ -187,7 +165,7 @@ fn what_dra_does_not_share_is_told() {
     assert_eq!(words(too_many), [expected]);
     let mut observed = seen();
     observed.gpus[0].mig = Some(MigObservation { enabled: true, devices: Vec::new(), profiles: Vec::new() });
-    let mut world = World { state: NodeState::default(), now: NOON, problems: Vec::new() };
+    let mut world = World { state: NodeState::default(), problems: Vec::new() };
     world.tell(Event::Planned(Box::new(plan(4))));
     world.tell(Event::Observed(Box::new(observed)));
     let said = world.problems[0].to_string();

@@ -70,7 +70,7 @@ fn checkpoint(setup: &Setup, ids: &[&str]) {
 #[tokio::test]
 async fn device_of_an_init_container_stays_listed_until_its_pod_ends() {
     let setup = quick();
-    let kubelet = setup.kubelet();
+    let kubelet = setup.kubelet_with(|options| options.writes_checkpoint = false);
     checkpoint(&setup, &["GPU-gone"]);
     let node = setup.start().await;
     let gone = BTreeSet::from(["GPU-gone".to_owned()]);
@@ -83,7 +83,7 @@ async fn device_of_an_init_container_stays_listed_until_its_pod_ends() {
 #[tokio::test]
 async fn unreadable_checkpoint_is_logged_and_hinders_nothing() {
     let setup = quick();
-    let kubelet = setup.kubelet();
+    let kubelet = setup.kubelet_with(|options| options.writes_checkpoint = false);
     std::fs::write(setup.kubelet_socket.with_file_name("kubelet_internal_checkpoint"), "{").unwrap();
     let node = setup.start().await;
     kubelet.wait(|state| state.resources[GPU].healthy.len() == 8).await.unwrap();

@@ -38,7 +38,11 @@
 {{- end -}}
 
 {{- if and (.Values.dra).enabled (not .Values.dra.gpus) (not $config.name) (not $map) -}}
-{{- fail "\ndra.enabled: dra.gpus names no GPU, and there is no configuration file that could." -}}
+{{- fail "\ndra.enabled: dra.gpus is empty, and there is no configuration file that could say all." -}}
+{{- end -}}
+
+{{- if not (has ((.Values.dra).gpus | default "" | toString) (list "" "all" "none")) -}}
+{{- fail "\ndra.gpus: expected all, none, or nothing. Lists of GPUs are not taken any more, because a node's GPUs all go through one API: leave dra.gpus empty, and give the nodes that are to use DRA a configuration with linkwise.dra.gpus: all (docs/migrating-to-dra.md)." -}}
 {{- end -}}
 
 {{- $dra := .Values.dra | default dict -}}

@@ -1,26 +1,22 @@
-//! [`ClaimReader`]: reads ResourceClaims for the DRA plugin, which prepares their devices; and [`AllocationReader`]:
-//! reads which claims have devices of a pool allocated.
+//! [`ClaimReader`]: reads ResourceClaims for the DRA plugin, which prepares their devices.
 //!
-//! These are the only readers of claims. Each query of the plugin is a GET, with up to two retries if it fails for a
+//! The only reader of claims. Each query of the plugin is a GET, with up to two retries if it fails for a
 //! passing reason. Its deadline leaves the kubelet, which waits for 45 s, time to try again. Queries do not wait for
 //! each other.
 
-use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use futures_util::StreamExt;
 use futures_util::stream::FuturesUnordered;
 use kube::Api;
-use kube::api::{ApiResource, DynamicObject, ListParams};
+use kube::api::{ApiResource, DynamicObject};
 use linkwise_core::claims::Claim;
-use linkwise_core::state::DRA_DRIVER;
 use linkwise_kubelet::dra::{ClaimQuery, ClaimQueryError, parse_claim};
 use tokio::sync::mpsc;
 use tokio::time::{Instant, timeout_at};
 use tokio_util::sync::CancellationToken;
 
 use crate::error::ApiError;
-use crate::error::Attempts;
 use crate::server::{ApiServer, named, resource};
 
 /// The kind, in metrics.
@@ -140,67 +136,4 @@ fn claims() -> ApiResource {
 fn parsed(object: &DynamicObject) -> Result<Claim, ApiError> {
     let text = serde_json::to_vec(object).map_err(|error| ApiError::Malformed(error.to_string()))?;
     parse_claim(&text).map_err(|error| ApiError::Malformed(error.to_string()))
-}
-
-/// The most claims of one answer to a list.
-const PAGE: u32 = 500;
-
-/// The devices of a pool that claims have, by the claim's `namespace/name`.
-pub type Allocated = BTreeMap<String, BTreeSet<String>>;
-
-/// Reads which claims have devices of a pool allocated. The API selects claims by no field of their allocation, so it
-/// lists the claims of the cluster: only where a GPU is about to leave DRA.
-pub struct AllocationReader {
-    server: ApiServer,
-    attempts: Attempts,
-    pool: String,
-}
-
-impl AllocationReader {
-    /// Makes no request yet.
-    pub fn new(server: ApiServer, pool: String) -> Self {
-        let attempts = Attempts::of("list the ResourceClaims", server.pace());
-        Self { server, attempts, pool }
-    }
-
-    /// Lists the claims once.
-    ///
-    /// # Errors
-    ///
-    /// The pause before the next attempt; the cause is logged.
-    pub async fn read(&mut self) -> Result<Allocated, Duration> {
-        let read = self.list().await;
-        match read {
-            Ok(allocated) => {
-                self.attempts.succeeded();
-                Ok(allocated)
-            }
-            Err(error) => Err(self.attempts.failed(&error)),
-        }
-    }
-
-    async fn list(&mut self) -> Result<Allocated, ApiError> {
-        let (mut allocated, mut token) = (Allocated::new(), None);
-        loop {
-            let params = ListParams { limit: Some(PAGE), continue_token: token, ..ListParams::default() };
-            let list = |client| async move { Api::<DynamicObject>::all_with(client, &claims()).list(&params).await };
-            let page = self.server.call(OBJECT, "list", list).await?;
-            for object in &page.items {
-                let claim = parsed(object)?;
-                let results = claim.status.allocation.iter().flat_map(|allocation| &allocation.devices.results);
-                let ours = results.filter(|result| {
-                    let is_admin = result.admin_access == Some(true);
-                    !is_admin && result.driver == DRA_DRIVER && result.pool == self.pool
-                });
-                let devices: BTreeSet<String> = ours.map(|result| result.device.clone()).collect();
-                if !devices.is_empty() {
-                    allocated.insert(claim.metadata.to_string(), devices);
-                }
-            }
-            token = page.metadata.continue_.filter(|token| !token.is_empty());
-            if token.is_none() {
-                return Ok(allocated);
-            }
-        }
-    }
 }

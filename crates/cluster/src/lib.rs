@@ -19,7 +19,7 @@ pub use crate::follower::{NodeFollower, NodeLabels};
 pub use crate::server::{Access, AccessError};
 pub use crate::slices::StoredPool;
 pub use crate::slices::stored::all_slices;
-pub use claims::{AllocationReader, ClaimReader};
+pub use claims::ClaimReader;
 pub use error::ApiError;
 pub use events::EventWriter;
 pub use node_feature::{NodeFeatureMetrics, NodeFeatureSettings, NodeFeatureWriter};

@@ -19,7 +19,7 @@
 mod plan;
 pub(crate) mod stored;
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -39,7 +39,7 @@ use linkwise_core::publish::dra::ServerVersion;
 use linkwise_core::publish::dra::slice::Pool;
 use linkwise_core::state::DRA_DRIVER;
 use linkwise_kubelet::dra::Phase;
-use plan::{Memory, Plan, Write, drops_counters, drops_sharing, generation, offered, plan};
+use plan::{Memory, Plan, Write, drops_counters, drops_sharing, generation, plan};
 use stored::Stored;
 use stored::{OBJECT, Slices, list, listed, resource, value};
 
@@ -382,7 +382,6 @@ impl SliceWriter {
             generation: found.slices.values().map(generation).max().unwrap_or(0),
             is_read: found.is_known && self.version_read.is_some(),
             drops_taints: !self.keeps_taints(),
-            offered: found.is_known.then(|| found.slices.values().flat_map(offered).collect()),
             awaits_kubelet: !self.is_registered(),
             ..self.known.clone()
         };
@@ -425,8 +424,6 @@ pub struct StoredPool {
     /// Set if the server drops `allowMultipleAllocations` (its gate DRAConsumableCapacity is off): then one claim has
     /// the whole device.
     pub drops_sharing: bool,
-    /// The devices that the stored slices offer to new claims, by name; `None` before the slices were listed.
-    pub offered: Option<BTreeSet<String>>,
     /// Set while nothing is written because the kubelet has not registered the DRA plugin.
     pub awaits_kubelet: bool,
     /// The reason why the slices are not current, if it is known.

@@ -43,21 +43,12 @@ pub struct HealthSettings {
     pub xids: XidPolicy,
     /// The first hold time; without it, the state's default.
     pub hold: Option<Duration>,
-    /// The wait of GPUs that leave DRA, or are to be shared otherwise.
-    pub dra_wait: DraWaitSettings,
     /// Set if GPUs are polled, so that the first device list waits for the first poll.
     pub await_first_poll: bool,
+    /// Set if the prepared claims come as an event, so that the first device list waits for them.
+    pub await_claims: bool,
     /// The record's folder; without one, nothing is kept.
     pub state_dir: Option<PathBuf>,
-}
-
-/// The settings of the wait of GPUs that leave DRA, or are to be shared otherwise.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct DraWaitSettings {
-    /// The time for which no slice offers the GPU; without it, the state's default.
-    pub grace: Option<Duration>,
-    /// True if the API server is asked which devices its slices offer, and which claims have the GPU allocated.
-    pub asks_api_server: bool,
 }
 
 /// Reads and writes the record.

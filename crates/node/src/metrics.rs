@@ -122,7 +122,7 @@ fn gpus(view: &NodeView, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
 
     if !view.sums.doors.is_empty() {
         let doors = view.sums.doors.iter().map(|(uuid, door)| ([("uuid", uuid.as_str()), ("door", door)], 1));
-        let help = "1 for the API through which the GPU is offered: plugin, dra, or on its way between them";
+        let help = "1 for the API through which the GPU is offered: plugin or dra; none if a filter leaves it out";
         gauges(encoder, ("gpu_door", help), doors)?;
     }
 

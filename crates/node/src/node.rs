@@ -31,7 +31,7 @@ use crate::metrics::{self, Metrics};
 use linkwise_core::allocation::AllocationReport;
 use linkwise_core::once::Once;
 use linkwise_core::publish::view::ChoiceView;
-use linkwise_core::state::{Door, Effect, Event, Health, HealthRecord, NodeState, NumaHints, ResourceName};
+use linkwise_core::state::{Effect, Event, Health, HealthRecord, Holdings, NodeState, NumaHints, ResourceName};
 use linkwise_core::topology::{GpuUuid, NodeObservation};
 use linkwise_kubelet::device_plugin::pod_resources::{self, Holders};
 use linkwise_kubelet::device_plugin::{self as kubelet, Life, Occurrence, Phase, Plugin, PluginMetrics, Sources};
@@ -94,6 +94,8 @@ pub struct Node {
     holders: watch::Sender<Holders>,
     follows_holders: bool,
     checkpoint_trouble: Once<String>,
+    /// The holders through the other door that were logged.
+    held_reported: Once<String>,
     /// Set while the state waits for an answer about holders.
     asks_often: watch::Sender<bool>,
     begun_anew: Arc<Notify>,
@@ -143,26 +145,32 @@ fn plugin_task(resource: &ResourceName) -> String {
     format!("plugin of {resource}")
 }
 
+/// The state before the first event, by what can be known of the node.
+fn first_state(settings: &NodeSettings) -> NodeState {
+    let (health, has_lists) = (&settings.health, settings.kubelet.pod_resources_socket.is_some());
+    let mut state = NodeState::new(settings.numa_hints).with_xids(health.xids.clone());
+    if let Some(hold) = health.hold {
+        state = state.with_hold(hold);
+    }
+    if !has_lists {
+        state = state.without_lists();
+    }
+    if health.await_claims {
+        state = state.awaiting_the_claims(true);
+    }
+    if health.await_first_poll {
+        state = state.awaiting_the_first_poll();
+        if has_lists {
+            state = state.awaiting_the_holders();
+        }
+    }
+    state
+}
+
 impl Node {
     /// Binds the endpoints and starts to serve them; no GPU is offered before the first event.
     pub async fn start(settings: NodeSettings) -> Result<Self> {
-        let mut state = NodeState::new(settings.numa_hints).with_xids(settings.health.xids.clone());
-        if let Some(hold) = settings.health.hold {
-            state = state.with_hold(hold);
-        }
-        if let Some(grace) = settings.health.dra_wait.grace {
-            state = state.with_dra_grace(grace);
-        }
-        if settings.health.dra_wait.asks_api_server {
-            state = state.asking_for_allocations();
-        }
-        if settings.health.await_first_poll {
-            state = state.awaiting_the_first_poll();
-            if settings.kubelet.pod_resources_socket.is_some() {
-                state = state.awaiting_the_holders();
-            }
-        }
-        let state = StateWriter::new(state);
+        let state = StateWriter::new(first_state(&settings));
         let readiness = Readiness::new(Idle::Waiting(NOT_SEEN.to_owned()));
         let keeper = Keeper::of(settings.health.state_dir.clone());
         let kept = keeper.read().await;
@@ -195,6 +203,7 @@ impl Node {
             holders: watch::Sender::default(),
             follows_holders: false,
             checkpoint_trouble: Once::new(),
+            held_reported: Once::new(),
             asks_often: watch::Sender::default(),
             begun_anew: Arc::default(),
             readiness,
@@ -335,7 +344,7 @@ impl Node {
         if !self.state.current.topology().gpus().is_empty() {
             self.follow_holders();
         }
-        let mut doors: BTreeMap<&str, Vec<GpuUuid>> = BTreeMap::new();
+        let mut doors: BTreeMap<bool, Vec<GpuUuid>> = BTreeMap::new();
         for effect in effects {
             match effect {
                 Effect::Publish => self.published(),
@@ -373,13 +382,12 @@ impl Node {
                          listed as unhealthy until they have ended"
                     );
                 }
-                Effect::DoorChanged(gpu, door) => {
-                    doors.entry(door.map_or("none", Door::label)).or_default().push(gpu);
-                }
+                Effect::DoorChanged(gpu, is_with_dra) => doors.entry(is_with_dra).or_default().push(gpu),
             }
         }
-        for (door, gpus) in doors {
-            tracing::info!(door, gpus = observe::some(&gpus), "GPUs change between device plugin and DRA");
+        for (is_with_dra, gpus) in doors {
+            let what = if is_with_dra { "DRA has GPUs" } else { "DRA has GPUs no longer" };
+            tracing::info!(gpus = observe::some(&gpus), "{what}");
         }
     }
 
@@ -387,6 +395,7 @@ impl Node {
     fn published(&mut self) {
         self.published = true;
         self.match_plugins();
+        observe::held(&self.state.current, &self.readiness, &mut self.held_reported);
     }
 
     /// Starts and ends plugins, so that each resource has one. A resource that comes back while its plugin is ending
@@ -448,7 +457,9 @@ impl Node {
         for cause in self.checkpoint_trouble.replace(holders.without_init_containers) {
             tracing::warn!(cause, "devices of init containers are unknown: the kubelet's checkpoint cannot be read");
         }
-        self.apply(Event::Holders(holders.held));
+        // A list from before the last one has ended may lack a pod to which that one gives a GPU.
+        let is_early = self.readiness.all().contains_key(&Part::Predecessor);
+        self.apply(Event::Holders(holders.held.map(|held| Holdings { is_early, ..held })));
     }
 
     /// Returns true if the task that ended was a plugin of a withdrawn resource; then it is forgotten.
@@ -678,7 +689,8 @@ mod tests {
         kubelet.wait(|state| state.resources["nvidia.com/gpu"].registrations == 2).await.unwrap();
         node.show(NodeState::default());
         assert!(withdraws(&mut node).await && node.plugins.is_empty() && !connected(&node));
-        let left: Vec<_> = std::fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+        let left = std::fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().file_name());
+        let left: Vec<_> = left.filter(|name| name != "kubelet_internal_checkpoint").collect();
         assert_eq!(left, ["kubelet.sock"]);
         kubelet.wait(|state| state.resources["nvidia.com/gpu"].open_streams == 0).await.unwrap();
         // The end of any other task is unexpected.

@@ -1,15 +1,16 @@
 //! The occurrences of plugins and the health of GPUs, for the log and the metrics.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::registry::Registry;
 
+use crate::readiness::{Part, Readiness};
 use linkwise_core::allocation::FallbackReason;
 use linkwise_core::once::Once;
-use linkwise_core::state::{Health, ResourceName};
+use linkwise_core::state::{Health, NodeState, ResourceName, UnhealthyReason};
 use linkwise_core::topology::{GpuUuid, MigUuid};
 use linkwise_kubelet::device_plugin::{Life, Occurrence, Phase};
 use linkwise_system::grpc::{Refusal, Rpc};
@@ -45,6 +46,31 @@ pub fn some<T: fmt::Display>(ids: &[T]) -> String {
     match ids.len().saturating_sub(NAMED) {
         0 => named,
         more => format!("{named} and {more} more"),
+    }
+}
+
+/// Shows the GPUs that are held through the other door than the node's, and logs each holder once.
+pub fn held(state: &NodeState, readiness: &Readiness, reported: &mut Once<String>) {
+    let held = state.held_through_other_door();
+    if held.is_empty() {
+        readiness.remove(&Part::Held);
+        reported.clear();
+        return;
+    }
+    let holder = |reason: &UnhealthyReason| match reason {
+        UnhealthyReason::Claimed { claim, .. } => Some(format!("the claim {claim}")),
+        UnhealthyReason::HeldElsewhere { resource, id } => Some(format!("a pod with {resource} {id}")),
+        _ => None,
+    };
+    let holders: BTreeSet<String> = held.values().filter_map(|reason| holder(reason)).collect();
+    let (gpus, holders) = (held.len(), Vec::from_iter(holders));
+    let phase = if holders.is_empty() { "waiting for the kubelet's lists" } else { "waiting for the holders' ends" };
+    let of = if holders.is_empty() { String::new() } else { format!(", of {}", some(&holders)) };
+    readiness.note(Part::Held, phase, format!("GPUs: {gpus}{of}"));
+    let news = reported.replace(holders);
+    if !news.is_empty() {
+        let (door, holders) = (state.offers().plan().door.label(), some(&news));
+        tracing::info!(gpus, door, holders, "GPUs are held through the other door, and offered when their holders end");
     }
 }
 

@@ -31,8 +31,8 @@ pub enum Part {
     Dra,
     /// The driver, while an operator has released it.
     Driver,
-    /// GPUs that DRA still has after it was switched off.
-    DraLeftovers,
+    /// GPUs that are held through the other door.
+    Held,
     /// The DRA plugin.
     DraPlugin,
     /// The slices published through DRA.
@@ -50,7 +50,7 @@ impl fmt::Display for Part {
             Self::CdiSync => f.write_str("CDI sync"),
             Self::Driver => f.write_str("driver"),
             Self::Dra => f.write_str("DRA"),
-            Self::DraLeftovers => f.write_str("left of DRA"),
+            Self::Held => f.write_str("held through the other door"),
             Self::DraPlugin => f.write_str("DRA plugin"),
             Self::DraSlices => f.write_str("DRA slices"),
             Self::Plugin(resource) => resource.fmt(f),
@@ -63,7 +63,6 @@ impl fmt::Display for Part {
 pub struct Readiness {
     parts: Arc<Mutex<BTreeMap<Part, PartState>>>,
     idle: watch::Sender<Idle>,
-    dra_is_off: Arc<AtomicBool>,
     driver_is_away: Arc<AtomicBool>,
     /// The failure of the last takeover.
     takeover_failed: Arc<Mutex<Option<String>>>,
@@ -73,13 +72,8 @@ pub struct Readiness {
 impl Readiness {
     /// Starts without parts, with this reason.
     pub fn new(idle: Idle) -> Self {
-        let (parts, dra_is_off, driver_is_away, takeover_failed, news) = Default::default();
-        Self { parts, idle: watch::Sender::new(idle), dra_is_off, driver_is_away, takeover_failed, news }
-    }
-
-    /// Sets that no GPU is to go through DRA: then its parts do not keep the node from being ready.
-    pub fn dra_is_off(&self, is_off: bool) {
-        self.dra_is_off.store(is_off, Ordering::Relaxed);
+        let (parts, driver_is_away, takeover_failed, news) = Default::default();
+        Self { parts, idle: watch::Sender::new(idle), driver_is_away, takeover_failed, news }
     }
 
     /// Sets that NVML has been unavailable for the grace period.
@@ -147,7 +141,7 @@ impl Readiness {
         let parts = self.parts();
         let plugins = || parts.iter().filter(|(part, _)| matches!(part, Part::Plugin(_))).map(|(_, state)| state);
         let serves = |state: &PartState| state.ready && !(alone && state.phase == Phase::Beside.words());
-        let has_dra = parts.contains_key(&Part::DraPlugin) || parts.contains_key(&Part::DraLeftovers);
+        let has_dra = parts.contains_key(&Part::DraPlugin) || parts.contains_key(&Part::Held);
         // A process that may not look at the GPUs serves them only if it has seen them before.
         let has_dra = has_dra && !parts.contains_key(&Part::Driver);
         let is_idle = matches!(&*self.idle.borrow(), Idle::NoGpu(_)) || has_dra;
@@ -186,8 +180,7 @@ impl Readiness {
     /// The answer of /readyz: `Ok` with a short text, or a line for each part that is not ready.
     pub fn summary(&self) -> Result<String, Vec<String>> {
         let parts = self.parts();
-        let is_off = self.dra_is_off.load(Ordering::Relaxed);
-        let has_dra = parts.contains_key(&Part::DraLeftovers) || !is_off && parts.contains_key(&Part::DraPlugin);
+        let has_dra = parts.contains_key(&Part::Held) || parts.contains_key(&Part::DraPlugin);
         if let Some(state) = parts.get(&Part::Owner) {
             let failed = self.takeover_failed.lock().unwrap_or_else(PoisonError::into_inner).clone();
             return Err([format!("{}: {state}", Part::Owner)].into_iter().chain(failed).collect());
@@ -199,13 +192,12 @@ impl Readiness {
                 Idle::Waiting(_) => {}
             }
         }
-        let counts = |part: &Part| !(is_off && matches!(part, Part::DraPlugin | Part::DraSlices));
-        let unready = parts.iter().filter(|(part, state)| !state.ready && counts(part));
+        let unready = parts.iter().filter(|(_, state)| !state.ready);
         let unready: Vec<String> = unready.map(|(part, state)| format!("{part}: {state}")).collect();
         if !unready.is_empty() {
             return Err(unready);
         }
-        let notes = [Part::Driver, Part::DraLeftovers].into_iter().filter_map(|part| {
+        let notes = [Part::Driver, Part::Held].into_iter().filter_map(|part| {
             let state = parts.get(&part)?;
             Some(format!("; {part}: {state}"))
         });
@@ -285,23 +277,13 @@ mod tests {
     }
 
     #[test]
-    fn dra_that_is_off_keeps_the_node_from_nothing() {
+    fn held_gpus_keep_the_node_from_nothing() {
         let readiness = Readiness::new(Idle::Waiting("no scan yet".to_owned()));
-        readiness.dra_is_off(true);
-        readiness.add(Part::DraPlugin, "waiting");
-        readiness.add(Part::DraSlices, "being written");
-        assert_eq!(readiness.summary(), Err(vec!["no scan yet".to_owned()]), "its GPUs are not seen yet");
-        readiness.note(Part::DraLeftovers, "waiting for claims to end", "default/a has 8 GPUs".to_owned());
-        let words = "ready; left of DRA: waiting for claims to end; default/a has 8 GPUs";
+        assert!(!readiness.has_plugins(true));
+        readiness.note(Part::Held, "waiting for their ends", "GPUs: 8, claim default/a".to_owned());
+        let words = "ready; held through the other door: waiting for their ends; GPUs: 8, claim default/a";
         assert_eq!(readiness.summary(), Ok(words.to_owned()));
-        assert!(readiness.has_plugins(true), "a takeover does not wait for claims");
-        readiness.remove(&Part::DraLeftovers);
-        let plugin = Part::Plugin(ResourceName::gpu());
-        readiness.add(plugin.clone(), "waiting");
-        readiness.enter(&plugin, "serving", true);
-        assert_eq!(readiness.summary(), Ok("ready".to_owned()));
-        readiness.dra_is_off(false);
-        assert!(readiness.summary().is_err());
+        assert!(readiness.has_plugins(true), "a takeover does not wait for holders");
     }
 
     #[test]

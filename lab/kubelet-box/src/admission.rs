@@ -90,7 +90,10 @@ impl Turn<'_> {
     async fn allocate(&self) -> Result<AdmittedContainer, AdmissionError> {
         let core = &self.life.core;
         let mut granted = AdmittedContainer { hint: self.hint, ..AdmittedContainer::default() };
-        let still_running = core.change(|book| book.take_still_running(self.pod, &self.container.name));
+        let still_running = core.change(|book| {
+            book.update_allocated();
+            book.take_still_running(self.pod, &self.container.name)
+        });
         for (resource, requested) in shuffled(core, self.container.requests.clone()) {
             let grant = match check(core, self.place(&resource), requested, still_running)? {
                 Found::Held(allocation) => Grant { allocation, asked: None, reused: true },

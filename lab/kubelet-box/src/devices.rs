@@ -7,6 +7,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use serde_json::{Value, json};
+
 use super::Connections;
 use super::pod::{Allocation, Place};
 use super::selection::{Ids, Pool};
@@ -62,6 +64,12 @@ pub(super) struct Book {
     resources: BTreeMap<String, Resource>,
     /// The devices that containers hold. The checkpoint file keeps them across a restart.
     pub(super) held: BTreeMap<Place, Allocation>,
+    /// The devices of pods that have ended and that the kubelet has not taken from them yet.
+    ended: BTreeMap<Place, Allocation>,
+    /// The devices in the checkpoint file.
+    written: BTreeMap<Place, Allocation>,
+    /// Set while the file is to be written.
+    writes: bool,
     /// The CPUs that containers hold; kept across a restart too.
     pub(super) cpus: CpuBook,
     /// Containers that ran when the kubelet started: (pod, container).
@@ -95,6 +103,7 @@ impl Book {
             let ResourceState { registrations, calls, .. } = entry.seen;
             let seen = ResourceState { removed: true, registrations, calls, ..ResourceState::default() };
             *entry = Resource { seen, ..Resource::default() };
+            self.writes = true;
         }
     }
 
@@ -131,6 +140,7 @@ impl Book {
             found.extend(self.resources.get(resource).into_iter().flat_map(|entry| vanished(entry, place, allocation)));
         }
         self.report(found);
+        self.writes = true;
     }
 
     fn report(&mut self, found: Vec<Violation>) {
@@ -205,15 +215,50 @@ impl Book {
         let entry = self.resources.get(&place.resource);
         let found = entry.map(|entry| vanished(entry, &place, &allocation).collect()).unwrap_or_default();
         self.report(found);
+        self.ended.remove(&place);
         self.held.insert(place, allocation);
+        self.writes = true;
     }
 
     /// Takes everything from a pod; returns true if the pod held anything.
     pub(super) fn remove_pod(&mut self, pod: &str) -> bool {
         self.still_running.retain(|(name, _)| name != pod);
-        let before = self.held.len();
-        self.held.retain(|place, _| place.pod != pod);
-        self.cpus.held.remove(pod).is_some() || self.held.len() < before
+        let held = std::mem::take(&mut self.held).into_iter();
+        let (ended, held): (BTreeMap<_, _>, BTreeMap<_, _>) = held.partition(|(place, _)| place.pod == pod);
+        let held_any = !ended.is_empty();
+        self.held = held;
+        self.ended.extend(ended);
+        self.cpus.held.remove(pod).is_some() || held_any
+    }
+
+    /// `UpdateAllocatedDevices` of the device manager: takes the devices from pods that have ended, in memory alone. It
+    /// runs when a pod with devices is admitted and when PodResources is listed (apis/podresources/server_v1.go).
+    pub(super) fn update_allocated(&mut self) {
+        self.ended.clear();
+    }
+
+    /// The text of the checkpoint file, where it is to be written: at each allocation, at each device list, and when a
+    /// resource is removed (`writeCheckpoint` in pkg/kubelet/cm/devicemanager/manager.go).
+    pub(super) fn checkpoint(&mut self) -> Option<String> {
+        if !std::mem::take(&mut self.writes) {
+            return None;
+        }
+        self.written = self.held.iter().chain(&self.ended).map(|(place, held)| (place.clone(), held.clone())).collect();
+        let entries = self.written.iter().map(|(place, held)| {
+            let numa = self.numa(&place.resource);
+            let mut by_node: BTreeMap<String, Vec<&String>> = BTreeMap::new();
+            for id in &held.devices {
+                let node = numa.and_then(|numa| numa.get(id)?.first()).map_or(-1, |node| *node);
+                by_node.entry(node.to_string()).or_default().push(id);
+            }
+            let (pod, container, resource) = (&place.pod, &place.container, &place.resource);
+            json!({ "PodUID": pod, "ContainerName": container, "ResourceName": resource, "DeviceIDs": by_node, "AllocResp": "" })
+        });
+        let entries: Vec<Value> = entries.collect();
+        let registered = self.resources.iter().filter(|(_, entry)| entry.registered);
+        let registered: BTreeMap<_, _> = registered.map(|(name, entry)| (name, &entry.seen.healthy)).collect();
+        let data = json!({ "PodDeviceEntries": entries, "RegisteredDevices": registered });
+        Some(json!({ "Data": data, "Checksum": 0 }).to_string())
     }
 
     /// The devices and CPUs of a pod, for [`Book::restore_pod`].
@@ -225,6 +270,7 @@ impl Book {
     /// Undoes what an interrupted admission did to the pod.
     pub(super) fn restore_pod(&mut self, pod: &str, (held, cpus): PodBook) {
         self.remove_pod(pod);
+        self.ended.retain(|place, _| place.pod != pod);
         self.held.extend(held);
         self.cpus.held.extend(cpus.map(|cpus| (pod.to_owned(), cpus)));
     }
@@ -245,6 +291,9 @@ impl Book {
     /// stops are returned. `containers_run` is true if the program still runs the containers.
     pub(super) fn started(&mut self, containers_run: bool) -> Vec<(String, StopStamp)> {
         self.seen.running = true;
+        // The file is what it knows, until its list of pods is complete.
+        self.ended = self.written.clone();
+        self.ended.retain(|place, _| !self.held.contains_key(place));
         if containers_run {
             self.still_running = self.held.keys().map(|p| (p.pod.clone(), p.container.clone())).collect();
         }

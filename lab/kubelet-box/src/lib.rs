@@ -10,8 +10,8 @@
 //! The DRA manager's half is separate, in [`dra`]: in a kubelet, too, claims and the devices of plugins have nothing to
 //! do with each other.
 //!
-//! Absent: init containers, the Memory Manager, all parts of PodResources except devices and claims, and the checkpoint
-//! as a file.
+//! Absent: init containers, the Memory Manager, and all parts of PodResources except devices and claims. A kubelet that
+//! starts has its books from memory, not from its checkpoint file.
 
 mod admission;
 mod affinity;
@@ -73,6 +73,8 @@ pub struct Options {
     pub topology_manager: TopologyManager,
     /// The socket on which PodResources is served, in a folder of its own (none).
     pub pod_resources: Option<PathBuf>,
+    /// True if the checkpoint file is written (true). Tests that write one by hand turn it off.
+    pub writes_checkpoint: bool,
     /// The rule by which the kubelet tells a resource's connections apart (that of kubelets up to 1.36).
     pub connections: Connections,
 }
@@ -109,6 +111,7 @@ impl Options {
             wait_timeout: Duration::from_secs(20),
             topology_manager: TopologyManager::default(),
             pod_resources: None,
+            writes_checkpoint: true,
             connections: Connections::default(),
         }
     }

@@ -31,6 +31,9 @@ use super::rng::Rng;
 use super::state::State;
 use super::{Fault, Options};
 
+/// The file of the device manager's books, in the device-plugins folder (`kubeletDeviceManagerCheckpoint`).
+const CHECKPOINT: &str = "kubelet_internal_checkpoint";
+
 /// The time that `stop` waits for the tasks that it has cancelled.
 pub(super) const STOP_TIMEOUT: Duration = Duration::from_secs(5);
 
@@ -74,6 +77,12 @@ impl Core {
     pub(super) fn change<T>(&self, f: impl FnOnce(&mut Book) -> T) -> T {
         let mut book = lock(&self.book);
         let result = f(&mut book);
+        if let Some(text) = book.checkpoint().filter(|_| self.options.writes_checkpoint) {
+            // Under the lock, so that the last state is in the file. A kubelet whose disk fails goes on, too.
+            let path = self.options.dir.join(CHECKPOINT);
+            let draft = path.with_extension("draft");
+            let _ = std::fs::write(&draft, text).and_then(|()| std::fs::rename(&draft, &path));
+        }
         let seen = book.snapshot();
         self.state.send_if_modified(|state| {
             let changed = **state != seen;

@@ -1,8 +1,8 @@
 //! The PodResources service, on a socket of its own if [`super::Options::pod_resources`] names one.
 //!
 //! Started whenever the kubelet starts. The service answers from the books, as a kubelet answers from its device
-//! manager and its DRA manager: the devices that containers hold, the healthy devices, and the claims of containers. It
-//! changes nothing.
+//! manager and its DRA manager: the devices that containers hold, the healthy devices, and the claims of containers. A
+//! list takes the devices from pods that have ended, in the kubelet's memory.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -50,7 +50,10 @@ impl PodResourcesLister for Service {
             wire::PodResources { name: place.pod.clone(), namespace, containers: vec![container] }
         };
         // A pod may be listed several times; its readers collect the devices.
-        let mut pod_resources: Vec<_> = self.core.read(|book| book.held.iter().map(pod).collect());
+        let mut pod_resources: Vec<_> = self.core.change(|book| {
+            book.update_allocated();
+            book.held.iter().map(pod).collect()
+        });
         let claims = lock(&self.core.claims).clone();
         pod_resources.extend(claims.into_iter().flat_map(|claims| claims.0()));
         Ok(Response::new(wire::ListPodResourcesResponse { pod_resources }))

@@ -10,7 +10,7 @@ use crate::config::Settings;
 use linkwise_cluster::doctor::{
     DraFound, ExtendedResourceFound, MissingRights, NodeFeatureFound, NodeFeatures, PodPolicy,
 };
-use linkwise_core::state::{DRA_DRIVER, DraGpus};
+use linkwise_core::state::{DRA_DRIVER, Door};
 
 /// The first part of the names of our registration sockets.
 const OURS: &str = "linkwise-";
@@ -21,17 +21,11 @@ const MANAGER: &str = "linkwise";
 /// Checks the needs of DRA. Reports nothing if no GPU goes through it.
 pub(super) fn check(found: &mut Findings, node: &Node) {
     let Some(settings) = &node.settings else { return };
-    if settings.dra_gpus.value == DraGpus::None {
+    if settings.dra_gpus.value == Door::Plugin {
         return;
     }
     api_server(found, node);
     folders(found, node, settings);
-    if let DraGpus::Some(_) = settings.dra_gpus.value {
-        found.ok(
-            "some GPUs go through the device plugin: pods with nvidia.com/gpu and without a claim get only those, even \
-             while all of them are taken",
-        );
-    }
 }
 
 /// Checks the classes that claims for GPUs name, and the slices at the API server.
@@ -189,11 +183,11 @@ pub(super) fn extended_resource(
                 "{name} is a resource of the device plugin here and of the DeviceClass {DRA_DRIVER}: pods with {name} and \
                  without a claim get devices of the plugin only, also while all of them are taken"
             ),
-            "offer all GPUs of the node through one of the two, or let these pods name a claim (docs/migrating-to-dra.md)",
+            "a device plugin of that name runs on the node: remove it, or set dra.gpus to none (docs/migrating-to-dra.md)",
         ),
         (_, Some(1..)) => {
-            let forgets = "the kubelet forgets a device plugin 5 minutes after its end; linkwise_gpu_door tells whether \
-                           GPUs are still on their way";
+            let forgets = "the kubelet forgets a device plugin 5 minutes after its end; `linkwise admin state` shows pods that \
+                           still hold GPUs through it";
             let remembers = format!("the kubelet still remembers a device plugin of {name}, with no healthy device");
             match policy {
                 Some(policy) if policy.name == "none" => found.ok(format!("{remembers}; pods get GPUs through DRA")),

@@ -27,7 +27,7 @@ use crate::config::{DoctorArgs, Environment, Flags, Format, Settings};
 use driver::Nvml;
 use linkwise_cluster::doctor::{ClusterFacts, ClusterQuestions, facts};
 use linkwise_core::quote::quoted;
-use linkwise_core::state::DraGpus;
+use linkwise_core::state::Door;
 use linkwise_core::topology::{GpuObservation, NodeObservation, NodeTopology};
 use linkwise_host::hwloc::{self, BusGpus, PciBus};
 
@@ -60,7 +60,7 @@ fn cluster_facts(args: &DoctorArgs, settings: Option<&Settings>) -> Option<impl 
     let node = args.node_name.clone().filter(|node| !node.is_empty())?;
     let access = args.api.access().ok()?;
     let events = settings.is_some_and(|settings| settings.events.value);
-    let dra = settings.is_some_and(|settings| settings.dra_gpus.value != DraGpus::None);
+    let dra = settings.is_some_and(|settings| settings.dra_gpus.value == Door::Dra);
     Some(facts(access, ClusterQuestions { node, dra, events }))
 }
 

@@ -21,7 +21,7 @@ use clap::Arg;
 use serde::Serialize;
 use serde_json::{Value as Json, json};
 
-use linkwise_core::state::{DraGpus, Filter, GpuSelector, MigStrategy, NumaHints, ResourcePlan, Sharing, XidClass};
+use linkwise_core::state::{Door, Filter, GpuSelector, MigStrategy, NumaHints, ResourcePlan, Sharing, XidClass};
 use lists::{Reader, from_file, values};
 use source::{Row, Sources};
 use value::{
@@ -345,10 +345,9 @@ settings! {
     /// Serve `linkwise admin` on this Unix socket, for root and linkwise's own user; without it, it is not served
     admin_socket: Option<PathBuf> = None, "linkwise.adminSocket", |value| path(value).map(Some),
         "admin-socket" "PATH" ["LINKWISE_ADMIN_SOCKET"];
-    /// The GPUs offered through DRA and not through the device plugin: none, all, or a list of indices, UUIDs, PCI
-    /// addresses and models
-    dra_gpus: DraGpus = DraGpus::None, "linkwise.dra.gpus" at once, value::dra_gpus,
-        "dra-gpus" "LIST" ["LINKWISE_DRA_GPUS"];
+    /// Offer the GPUs through the device plugin (none) or through DRA (all)
+    dra_gpus: Door = Door::Plugin, "linkwise.dra.gpus" at once, value::dra_gpus,
+        "dra-gpus" "GPUS" ["LINKWISE_DRA_GPUS"];
     /// Evict pods from a GPU that is lost: its taint has the effect NoExecute
     dra_evict_lost: bool = false, "linkwise.dra.evictLost", boolean,
         "dra-evict-lost" "BOOL" ["LINKWISE_DRA_EVICT_LOST"];
@@ -390,7 +389,7 @@ impl Settings {
             gpu_names: self.resources.value.gpus.clone(),
             mig_names: self.resources.value.mig.clone(),
             sharing: self.sharing.value.clone(),
-            dra: self.dra_gpus.value.clone(),
+            door: self.dra_gpus.value,
             filter: Filter { exclude: self.exclude.value.clone(), exclude_displays: self.exclude_displays.value },
             shared_policy: (shared_policy.origin != Origin::Default).then(|| shared_policy.value.into()),
         }

@@ -6,8 +6,7 @@ use super::value::{DiscoveryStrategy, SharedPolicy};
 use super::{Origin, Settings};
 use linkwise_core::quote::{excerpt, quoted};
 use linkwise_core::state::{
-    DeviceSelector, DraGpus, GpuSelector, MigStrategy, Pattern, ResourceName, SharedDevices, SharedResource,
-    SharingKind,
+    DeviceSelector, GpuSelector, MigStrategy, Pattern, ResourceName, SharedDevices, SharedResource, SharingKind,
 };
 
 /// The values of --cdi-disable-hooks: all hooks, or those of NVIDIA's names that linkwise's CDI specs may have.
@@ -42,7 +41,6 @@ pub(super) fn check(settings: &Settings, lists: &Lists, findings: &mut Vec<Findi
             findings.push(mig.error("name", problem));
         }
     }
-    dra_gpus(settings, &lists.exclude, findings);
     if lists.sharing.as_ref().is_some_and(|sharing| sharing.kind == SharingKind::Mps) {
         for item in lists.shared.iter().filter(|item| is_mig(&item.value.name)) {
             let problem = format!("MPS cannot share MIG devices: {}", item.value.name);
@@ -141,23 +139,6 @@ fn devices_taken(lists: &Lists, earlier: &[Item<SharedResource>], shared: &Item<
         }
     }
     findings
-}
-
-/// Reports GPUs that are listed twice for DRA, or are excluded too.
-fn dra_gpus(settings: &Settings, excluded: &[Item<GpuSelector>], findings: &mut Vec<Finding>) {
-    let DraGpus::Some(gpus) = &settings.dra_gpus.value else { return };
-    for (number, gpu) in gpus.iter().enumerate() {
-        let name = excerpt(&gpu.to_string());
-        let again = gpus.iter().take(number).any(|earlier| earlier == gpu);
-        let again = again.then(|| format!("{name} is listed twice"));
-        let excluded = excluded.iter().find(|excluded| excluded.value == *gpu);
-        let excluded = excluded.map(|excluded| {
-            format!("{name} is offered through DRA, but left out by linkwise.filter.exclude in line {}", excluded.line)
-        });
-        let origin = settings.dra_gpus.origin;
-        let problem = again.or(excluded);
-        findings.extend(problem.map(|problem| origin.finding("linkwise.dra.gpus", Severity::Error, problem)));
-    }
 }
 
 /// Refuses kinds of GPUs that NVML does not list, by name: a node that offers nothing would be harder to understand.

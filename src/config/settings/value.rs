@@ -12,7 +12,7 @@ use serde::{Serialize, Serializer};
 use super::file::{Entry, Node};
 use linkwise_core::allocation::AllocationPolicy;
 use linkwise_core::quote::{excerpt, quoted};
-use linkwise_core::state::{DeviceSelector, DraGpus, GpuSelector, ResourceName, ResourceNameError, SharedDevices};
+use linkwise_core::state::{DeviceSelector, Door, GpuSelector, ResourceName, ResourceNameError, SharedDevices};
 use linkwise_core::words;
 use linkwise_core::words::Words;
 
@@ -171,19 +171,17 @@ pub(super) fn gpu_selector(value: &Value) -> Result<GpuSelector, String> {
     value.or_refused(selector, "an index, a UUID, a PCI address or a model")
 }
 
-/// `none`, `all`, or GPUs.
-pub(super) fn dra_gpus(value: &Value) -> Result<DraGpus, String> {
+/// `none` or `all`. Lists of GPUs were taken once.
+pub(super) fn dra_gpus(value: &Value) -> Result<Door, String> {
     match value.text().map(str::trim) {
-        Some("none") => return Ok(DraGpus::None),
-        Some("all") => return Ok(DraGpus::All),
-        _ => {}
+        Some("none" | "") => Ok(Door::Plugin),
+        Some("all") => Ok(Door::Dra),
+        _ => Err(format!(
+            "{}. Lists of GPUs are not taken any more, because a node's GPUs all go through one API: give the nodes that \
+             are to use DRA a configuration with all (docs/migrating-to-dra.md)",
+            value.refused("none or all")
+        )),
     }
-    let expected = "none, all, or a list of indices, UUIDs, PCI addresses and models";
-    let gpus = value.items(expected, |item| match item.text().map(str::trim) {
-        Some(word @ ("none" | "all")) => Err(format!("{word} cannot be one of several: expected {expected}")),
-        _ => gpu_selector(item),
-    })?;
-    Ok(if gpus.is_empty() { DraGpus::None } else { DraGpus::Some(gpus) })
 }
 
 /// IMEX channels: none, or channel 0, the only one that the NVIDIA plugin allows.
@@ -357,7 +355,7 @@ words! {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use linkwise_core::state::{MigStrategy, NumaHints, Pattern};
+    use linkwise_core::state::{MigStrategy, NumaHints};
 
     fn node(value: Value) -> Node {
         Node { line: 1, value }
@@ -413,19 +411,18 @@ mod tests {
     }
 
     #[test]
-    fn gpus_of_dra_are_none_all_or_a_list() {
+    fn gpus_of_dra_are_none_or_all() {
         let read = |text| dra_gpus(&word(text));
-        assert_eq!((read("none"), read(" all "), read("")), (Ok(DraGpus::None), Ok(DraGpus::All), Ok(DraGpus::None)));
-        let mixed = vec![GpuSelector::Index(0), GpuSelector::Model(Pattern::new("*H100*"))];
-        assert_eq!(read("0, *H100*"), Ok(DraGpus::Some(mixed.clone())));
+        assert_eq!((read("none"), read(" all "), read("")), (Ok(Door::Plugin), Ok(Door::Dra), Ok(Door::Plugin)));
         let list = Value::List(vec![node(Value::Whole(0)), node(Value::Text("*H100*".into()))]);
-        assert_eq!(dra_gpus(&list), Ok(DraGpus::Some(mixed)));
-        assert_eq!(dra_gpus(&Value::Whole(3)), Ok(DraGpus::Some(vec![GpuSelector::Index(3)])));
-        for wrong in ["0,,1", "all,0", "0,none"] {
-            assert!(read(wrong).is_err(), "{wrong}");
+        let words = ["0, *H100*", "all,0", "GPU-1"].map(word);
+        for value in words.into_iter().chain([list, Value::Whole(3), Value::Bool(true)]) {
+            let problem = dra_gpus(&value).unwrap_err();
+            assert!(
+                problem.starts_with("expected none or all, found ") && problem.contains("configuration with all"),
+                "{problem}"
+            );
         }
-        assert!(dra_gpus(&Value::Bool(true)).is_err());
-        assert!(dra_gpus(&Value::List(vec![node(Value::Whole(-1))])).is_err());
     }
 
     #[test]

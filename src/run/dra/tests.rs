@@ -6,7 +6,7 @@ use super::*;
 use linkwise_core::allocation::DeviceId;
 use linkwise_core::claims::ClaimName;
 use linkwise_core::publish::dra::SliceDevice;
-use linkwise_core::state::{DraGpus, Holdings, ResourceName, ResourcePlan, Timestamp};
+use linkwise_core::state::{Door, Holdings, ResourceName, ResourcePlan, Timestamp};
 use linkwise_core::topology::{GpuUuid, NodeObservation};
 use linkwise_host::machines;
 
@@ -33,7 +33,7 @@ impl World {
             last: None,
         };
         let mut world = Self { state: NodeState::default(), maker, prepared };
-        world.apply(Event::Planned(Box::new(ResourcePlan { dra: DraGpus::All, ..ResourcePlan::default() })));
+        world.apply(Event::Planned(Box::new(ResourcePlan { door: Door::Dra, ..ResourcePlan::default() })));
         world.listed(&[]);
         assert!(world.pool().is_none(), "nothing was seen");
         world.see(gpus);

@@ -13,13 +13,11 @@ use tokio::sync::watch;
 use tokio::task::spawn_blocking;
 
 use linkwise_core::claims::MpsOrder;
-use linkwise_core::errors::chain;
 use linkwise_core::once::Once;
-use linkwise_core::state::{Door, NodeState, ResourceName};
+use linkwise_core::state::{NodeState, ResourceName};
 use linkwise_host::mps::{Layout, Limits, Orders, exclusive_gpus, keeps_own_shm, shm_of_ready};
 use linkwise_kubelet::dra::{MpsLink, MpsOrders, MpsServed};
 use linkwise_node::node::Node;
-use linkwise_system::right::Right;
 
 /// The time from one reading of the markers to the next: while a claim may wait for one, and while all daemons serve.
 const POLL: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(1));
@@ -72,23 +70,6 @@ async fn follow_orders(
     }
 }
 
-/// Withdraws the orders of an earlier process with DRA, once this process writes the node's files (`files`). Without
-/// DRA all GPUs are the device plugin's. Never ends: a task that ends would end the node.
-pub(in crate::run) async fn withdraw_orders(layout: Layout, mut files: watch::Receiver<Option<Right>>) -> Result<()> {
-    let right = files.wait_for(Option::is_some).await.map(|right| right.clone());
-    if let Ok(right) = right {
-        let done = spawn_blocking(move || {
-            let _right = right;
-            Orders::default().write(&layout)
-        });
-        let done = done.await;
-        if let Err(error) = done.context("removing the MPS orders panicked")? {
-            tracing::warn!(error = chain(&error), "the MPS orders of claims that are gone cannot be removed");
-        }
-    }
-    std::future::pending().await
-}
-
 /// The claims that have had daemons last. Another claim gets a daemon of the same name when that of the last one has
 /// ended, and with it what the last left in shared memory.
 #[derive(Debug, Default)]
@@ -130,7 +111,7 @@ fn carry_out(layout: &Layout, snapshot: &NodeState, wanted: MpsOrders, turns: &m
         daemons.extend(others.collect::<Vec<_>>());
     }
     let waits = turns.take_out(&mut daemons, claims, |name| keeps_own_shm(layout, name));
-    let is_dra = |gpu: &linkwise_core::topology::GpuUuid| snapshot.door(gpu).is_some_and(Door::is_dra);
+    let is_dra = |gpu: &linkwise_core::topology::GpuUuid| snapshot.is_with_dra(gpu);
     let gpus: BTreeSet<_> = snapshot.topology().gpus().iter().map(|gpu| gpu.uuid.clone()).filter(is_dra).collect();
     let orders = Orders { gpus, daemons };
     let written = orders.write(layout);

@@ -228,12 +228,6 @@ pub(super) fn generation(slice: &Value) -> u64 {
     slice["spec"]["pool"]["generation"].as_u64().unwrap_or(0)
 }
 
-/// The names of a slice's devices that new claims can get: those without taints.
-pub(super) fn offered(slice: &Value) -> impl Iterator<Item = String> {
-    let is_free = |device: &&Value| device["taints"].as_array().is_none_or(Vec::is_empty);
-    devices(slice).iter().filter(is_free).filter_map(|device| device["name"].as_str().map(str::to_owned))
-}
-
 fn devices(slice: &Value) -> &[Value] {
     slice["spec"]["devices"].as_array().map_or(&[], Vec::as_slice)
 }

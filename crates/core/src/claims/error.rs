@@ -95,8 +95,7 @@ pub enum ClaimError {
 /// The reason why a claim cannot have a device. Its text goes on after the device's name.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum DeviceRefusal {
-    /// The GPU is not offered through DRA, or not yet. The door through which it is offered; `None` if a filter leaves
-    /// it out.
+    /// DRA does not offer the GPU, or not yet. The GPU's door; `None` if a filter leaves it out.
     #[error(" {}", not_dra(*.0))]
     NotDra(Option<Door>),
     /// The driver cannot reach it, by the driver's or the kernel's report.
@@ -124,8 +123,11 @@ pub enum DeviceRefusal {
 
 fn not_dra(door: Option<Door>) -> &'static str {
     match door {
-        Some(Door::ToDra) => "still belongs to the device plugin on this node: it comes to DRA when no pod holds it",
-        Some(_) => "belongs to the device plugin on this node, not to DRA",
+        Some(Door::Dra) => "is not offered yet: the kubelet has to list its holders twice",
+        Some(Door::Plugin) => {
+            "belongs to the device plugin: this node's GPUs do not go through DRA any more. Delete the pod and its claim, \
+             or set dra.gpus to all again"
+        }
         None => "is not offered on this node: a filter leaves it out",
     }
 }

@@ -13,7 +13,7 @@ use super::node::Node;
 use super::prepared::{Prepared, PreparedDevice, claim_device};
 use super::share;
 use crate::publish::injection::ChosenDevice;
-use crate::state::{ClaimName, DRA_DRIVER};
+use crate::state::{ClaimName, DRA_DRIVER, Door};
 use crate::topology::{Gpu, MigSlot, NodeTopology};
 
 /// The most devices of a claim, of all drivers (`AllocationResultsMaxSize` of resource.k8s.io).
@@ -64,7 +64,7 @@ pub fn plan<'a>(
     let mut prepared: Vec<PreparedDevice> = Vec::new();
     let mut by_mps: Vec<Asked<'_>> = Vec::new();
     for result in ours {
-        let (hardware, made) = hardware(result, node, others.clone())?;
+        let (hardware, made) = hardware(result, asked, node, others.clone())?;
         let kind = if hardware.mig.is_some() || made.is_some() { Kind::Mig } else { Kind::Gpu };
         let config = configs.mps(&result.request, &result.device, kind)?;
         let request = base(&result.request);
@@ -126,11 +126,12 @@ pub fn plan<'a>(
 /// the claim.
 fn hardware<'a, 'b>(
     result: &AllocatedDevice,
+    asked: &ClaimName,
     node: Node<'a>,
     records: impl Iterator<Item = (&'b ClaimName, &'b Prepared)> + Clone,
 ) -> Result<(ChosenDevice<'a>, Option<MigSlot>), ClaimError> {
     if let Some(OnDemand { gpu, slot, made }) = on_demand(result, node, records)? {
-        usable(result, gpu, node)?;
+        usable(result, gpu, asked, node)?;
         return Ok((ChosenDevice { gpu, mig: made }, Some(slot)));
     }
     of_this_pool(result, node)?;
@@ -140,7 +141,7 @@ fn hardware<'a, 'b>(
         let known = if known.is_empty() { "none".to_owned() } else { known.join(", ") };
         ClaimError::UnknownDevice(result.device.clone(), known)
     })?;
-    usable(result, hardware.gpu, node)?;
+    usable(result, hardware.gpu, asked, node)?;
     Ok((hardware, None))
 }
 
@@ -149,15 +150,17 @@ fn of_this_pool(result: &AllocatedDevice, node: Node<'_>) -> Result<(), ClaimErr
     if pool == ours { Ok(()) } else { Err(ClaimError::OtherPool { device, pool, ours }) }
 }
 
-/// Checks that containers can have a GPU of an allocated device, or a part of it.
-fn usable(result: &AllocatedDevice, gpu: &Gpu, node: Node<'_>) -> Result<(), ClaimError> {
+/// Checks that containers can have a GPU of an allocated device, or a part of it. A claim whose checkpoint has the GPU
+/// keeps it, though the node's door is the device plugin by now.
+fn usable(result: &AllocatedDevice, gpu: &Gpu, asked: &ClaimName, node: Node<'_>) -> Result<(), ClaimError> {
     of_this_pool(result, node)?;
     let refused = |why| Err(ClaimError::of_device(&result.device, &gpu.uuid, why));
-    let door = node.state.door(&gpu.uuid);
-    // A claim whose allocation was long on its way takes a GPU back that nobody holds: from the moment at which the
-    // ledger has the claim, the device plugin gives the GPU to no pod.
-    if !door.is_some_and(|door| door.is_dra() || node.state.ledger().is_known()) {
-        return refused(DeviceRefusal::NotDra(door));
+    let (door, ledger) = (node.state.door(&gpu.uuid), node.state.ledger());
+    let is_own = ledger.prepared(&asked.uid).is_some_and(|own| own.gpus.contains(&gpu.uuid));
+    if !is_own && !(door == Some(Door::Dra) && node.state.is_with_dra(&gpu.uuid)) {
+        let holder =
+            ledger.holder_beside(node.state.topology(), &gpu.uuid, node.pool).filter(|_| door == Some(Door::Dra));
+        return refused(holder.map_or(DeviceRefusal::NotDra(door), DeviceRefusal::Held));
     }
     let lost = node.state.hardware().standing(&gpu.uuid).map(|(reason, _)| reason).find(|reason| reason.is_loss());
     lost.map_or(Ok(()), |reason| refused(DeviceRefusal::Lost(reason.clone())))

@@ -149,7 +149,7 @@ impl Placements {
 
 /// The reasons why a collective is below the machine's best.
 fn shortfalls(door: Door, collective: u64, best: u64, then: FreeThen) -> Vec<Shortfall> {
-    let chosen = if door.is_dra() { Shortfall::Scheduler } else { Shortfall::Narrowed };
+    let chosen = if door == Door::Dra { Shortfall::Scheduler } else { Shortfall::Narrowed };
     let steps = [
         (collective < then.free, chosen),
         (then.free < then.healthy, Shortfall::Fragmented),

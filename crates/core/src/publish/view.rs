@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 
 use super::placement::{Allocation, Outlook, Placements};
 use crate::allocation::{AllocationReport, FallbackReason, Value};
-use crate::state::{Availability, Door, DraWait, GpuStatus, NodeState, Resource, ResourceName};
+use crate::state::{Availability, Door, GpuStatus, NodeState, Resource, ResourceName};
 use crate::topology::{GpuUuid, NumaNodeId};
 use crate::words::{gigabytes, ranges};
 
@@ -133,15 +133,10 @@ pub struct GpuView {
     pub numa: Option<u32>,
     /// Its rail.
     pub rail: Option<u32>,
-    /// The API through which the GPU is offered, on a node with DRA: `plugin`, `to-dra`, `dra`, `from-dra`.
+    /// The API through which the node's GPUs are offered, on a node with DRA: `plugin` or `dra`. A GPU that is held
+    /// through the other one is unhealthy, and its reason names the holder.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub door: Option<Word>,
-    /// The reason why a GPU that goes to DRA, leaves it or is to be shared otherwise has not changed yet.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub waits_for: Option<String>,
-    /// The end of that wait at the latest, in seconds since 1970, if the time is known.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub waits_until: Option<u64>,
     /// Set if the GPU may be allocated.
     pub healthy: bool,
     /// The availability of the GPU now: `held`, `free`, `mig`, `unhealthy`, `unknown`.
@@ -205,9 +200,7 @@ pub struct Process {
 
 /// Computes the view of a snapshot and of the process that has it.
 pub fn view(state: &NodeState, placements: &Placements, process: Process) -> NodeView {
-    let waits = state.dra_waits();
-    let gpus: Vec<GpuView> =
-        state.gpus().iter().map(|status| GpuView::of(state, status, waits.get(&status.gpu.uuid))).collect();
+    let gpus: Vec<GpuView> = state.gpus().iter().map(|status| GpuView::of(state, status)).collect();
     let offered = state.offers().resources();
     let resource = |(name, part): (ResourceName, PartState)| {
         let (healthy, unhealthy) = offered.get(&name).map(Resource::counts).unwrap_or_default();
@@ -268,7 +261,7 @@ impl Sums {
 }
 
 impl GpuView {
-    fn of(state: &NodeState, status: &GpuStatus<'_>, wait: Option<&DraWait>) -> Self {
+    fn of(state: &NodeState, status: &GpuStatus<'_>) -> Self {
         let GpuStatus { gpu, is_healthy, reasons, availability } = status;
         Self {
             uuid: gpu.uuid.to_string(),
@@ -278,8 +271,6 @@ impl GpuView {
             numa: gpu.numa.map(|numa| numa.0),
             rail: gpu.rail,
             door: state.door(&gpu.uuid).filter(|_| state.has_dra()).map(Door::label).map(Into::into),
-            waits_for: wait.map(ToString::to_string),
-            waits_until: wait.and_then(DraWait::until).map(|until| until.as_secs()),
             healthy: *is_healthy,
             availability: *availability,
             reasons: reasons

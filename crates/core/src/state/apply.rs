@@ -3,7 +3,6 @@
 use crate::prelude::*;
 use alloc::sync::Arc;
 
-use super::allocations;
 use super::device::Timestamp;
 use super::event::{Effect, Event};
 use super::free_at_admission;
@@ -11,8 +10,6 @@ use super::health::GpuHealth;
 use super::node_state::NodeState;
 use super::offers::Offers;
 use super::reason::UnhealthyReason;
-use super::wait::Wait;
-use crate::topology::GpuUuid;
 
 impl NodeState {
     /// Makes the next state from an event, and the effects that the node's loop has to carry out.
@@ -23,7 +20,7 @@ impl NodeState {
         let mut effects = Vec::new();
         // `remake`: the resources have to be made again. `publish`: the lists changed by more than a device's health.
         let (mut remake, mut publish) = (false, false);
-        let is_new_list = matches!(event, Event::Holders(_));
+        let is_new_list = matches!(&event, Event::Holders(Some(holdings)) if !holdings.is_early);
         let hardware = Arc::make_mut(&mut self.hardware);
         match event {
             Event::Observed(observed) => {
@@ -68,18 +65,7 @@ impl NodeState {
                 if ledger.admissions.prepare(at_prepare) {
                     effects.push(Effect::Keep);
                 }
-                publish = ledger.prepare(claims);
-            }
-            Event::SlicesStored(offered) => {
-                let known = Arc::make_mut(&mut self.ledger).allocations.offered.replace(offered);
-                publish = known != self.ledger.allocations.offered;
-            }
-            Event::Allocations { gpus, claims } => {
-                let waits = |gpu: &GpuUuid| self.offers.wait_of(gpu).is_some_and(Wait::is_over);
-                let gpus = gpus.into_iter().filter(waits).collect();
-                let written = allocations::by_gpu(hardware.topology(), &gpus, &claims);
-                publish = core::mem::replace(&mut Arc::make_mut(&mut self.ledger).allocations.written, written)
-                    != self.ledger.allocations.written;
+                publish = ledger.prepare(claims) | self.opening.claims_known();
             }
             Event::NumaHints(hints) => {
                 Arc::make_mut(&mut self.offers).set_numa_hints(hints, hardware);
@@ -126,21 +112,12 @@ impl NodeState {
         let (uncounted_changed, uncounted) = hardware.report_uncounted();
         effects.extend(uncounted);
         let keep = hardware.keep();
-        self.forget_allocations();
         publish |= changed | uncounted_changed | self.note_held();
         if publish && self.opening.is_open() {
             effects.push(Effect::Publish);
         }
         effects.extend(keep);
         (self, effects)
-    }
-
-    /// Forgets the API server's answers about GPUs that have changed, or whose wait began anew.
-    fn forget_allocations(&mut self) {
-        let stays = |gpu: &GpuUuid| self.offers.wait_of(gpu).is_some_and(Wait::is_over);
-        if self.ledger.allocations.written.keys().any(|gpu| !stays(gpu)) {
-            Arc::make_mut(&mut self.ledger).allocations.written.retain(|gpu, _| stays(gpu));
-        }
     }
 
     /// Follows which GPUs are held, after any event. Returns true if that changed.

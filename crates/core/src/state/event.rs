@@ -7,7 +7,6 @@ use crate::allocation::DeviceId;
 use crate::topology::{GpuUuid, MigUuid, NodeObservation, TopologyWarning};
 
 use super::device::Health;
-use super::door::Door;
 use super::holdings::Holdings;
 use super::mig_instance::MigInstance;
 use super::mps_share::MpsShare;
@@ -69,15 +68,6 @@ pub enum Event {
     },
     /// All claims that our DRA plugin has prepared or is about to prepare.
     Prepared(Vec<PreparedClaim>),
-    /// The devices that the API server's slices of this node offer to new claims, by name.
-    SlicesStored(BTreeSet<String>),
-    /// The answer of the API server about GPUs that are to change ([`super::NodeState::awaiting_allocations`]).
-    Allocations {
-        /// The GPUs about which it was asked.
-        gpus: BTreeSet<GpuUuid>,
-        /// The devices of this node's pool that claims have allocated, by the claim's `namespace/name`.
-        claims: BTreeMap<String, BTreeSet<String>>,
-    },
     /// The identity of this boot and of this load of the driver. It comes before the first scan, and before each scan
     /// by another agent.
     Identified(NodeIdentity),
@@ -130,8 +120,8 @@ pub enum Effect {
     /// Tell people that pods hold devices of a resource that are not offered, or are no longer offered. They are on its
     /// list now.
     HeldUnoffered(ResourceName, Vec<DeviceId>),
-    /// Tell people that the door of a GPU changed, or is about to.
-    DoorChanged(GpuUuid, Option<Door>),
+    /// Tell people that DRA has a GPU from now on (true), or no longer (false).
+    DoorChanged(GpuUuid, bool),
     /// Tell people of an oddity of the node, once.
     Warn(TopologyWarning),
     /// Tell people of a part of the plan that this node cannot offer, once.

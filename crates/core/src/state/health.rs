@@ -522,6 +522,7 @@ impl Standing {
             | UnhealthyReason::Gone
             | UnhealthyReason::HeldElsewhere { .. }
             | UnhealthyReason::Claimed { .. }
+            | UnhealthyReason::HoldersUnknown
             | UnhealthyReason::Withdrawn
             | UnhealthyReason::MpsNotReady => Proof::Silence,
         }

@@ -23,6 +23,8 @@ pub struct Holdings {
     /// The part of `containers` and `claims` that each running container has. It is shown to people and decides
     /// nothing.
     pub by_container: BTreeMap<ContainerName, ContainerHoldings>,
+    /// True if another process of linkwise may still give devices to pods: such a list lets DRA have no GPU.
+    pub is_early: bool,
 }
 
 /// A container, by the names under which the kubelet lists it.

@@ -10,7 +10,6 @@ use alloc::collections::{BTreeMap, BTreeSet};
 
 use super::ResourceName;
 use super::admissions::Admissions;
-use super::allocations::Allocations;
 use super::availability::Held;
 use super::device::{Device, Timestamp};
 use super::holdings::{ClaimedDevice, ContainerHoldings, ContainerName, Holdings, ResourceDevice};
@@ -43,8 +42,10 @@ pub struct Ledger {
     answered: Option<Timestamp>,
     /// The GPUs that were free when these were given.
     pub(super) admissions: Admissions,
-    /// The API server's facts about claims that are not prepared.
-    pub(super) allocations: Allocations,
+    /// True once the prepared claims are known.
+    has_read_claims: bool,
+    /// True if there is no socket on which the kubelet could be asked.
+    pub(super) has_no_lists: bool,
 }
 
 /// The time that containers are shown as holders after the kubelet's last answer: longer than a kubelet takes to
@@ -160,12 +161,16 @@ impl Ledger {
     /// Takes over the claims that our DRA plugin has prepared. Returns true if anything changed.
     pub(super) fn prepare(&mut self, claims: Vec<PreparedClaim>) -> bool {
         let claims: BTreeMap<_, _> = claims.into_iter().map(|claim| (claim.claim.uid.clone(), claim)).collect();
+        self.has_read_claims = true;
         core::mem::replace(&mut self.prepared, claims) != self.prepared
     }
 
-    /// The hardware that our DRA plugin has prepared for a claim, by its UID. The plugin first notes a claim here. It
-    /// answers the kubelet once a snapshot has the claim and the GPU's door is still DRA: from then on the GPU cannot
-    /// leave DRA.
+    /// Returns true if it is known which claims have hardware.
+    pub(super) fn knows_claims(&self) -> bool {
+        self.has_read_claims && (self.is_current || self.has_no_lists)
+    }
+
+    /// The hardware that our DRA plugin has prepared for a claim, by its UID.
     pub fn prepared(&self, uid: &str) -> Option<&PreparedClaim> {
         self.prepared.get(uid)
     }
@@ -211,23 +216,18 @@ impl Ledger {
         self.claimed_on(topology, gpu).next().is_some() || self.has_prepared_on(gpu)
     }
 
-    /// Returns true if our DRA plugin has prepared any claim, or is about to.
-    pub(super) fn has_prepared(&self) -> bool {
-        !self.prepared.is_empty()
-    }
-
     /// Returns true if our DRA plugin has prepared a claim with this GPU, or is about to.
     pub(super) fn has_prepared_on(&self, gpu: &GpuUuid) -> bool {
         self.prepared.values().any(|prepared| prepared.gpus.contains(gpu))
     }
 
-    /// The claims that have this GPU or a part of it, as `namespace/name`: from the kubelet's list, from our DRA plugin,
-    /// and by their allocation.
+    /// The claims that have this GPU or a part of it, as `namespace/name`: from the kubelet's list and from our DRA
+    /// plugin.
     pub fn claims_on(&self, topology: &NodeTopology, gpu: &GpuUuid) -> BTreeSet<String> {
         let listed = self.claimed_on(topology, gpu).map(|claimed| claimed.claim.clone());
         let prepared = self.prepared.values().filter(|prepared| prepared.gpus.contains(gpu));
         let prepared = prepared.map(|prepared| prepared.claim.to_string());
-        listed.chain(prepared).chain(self.allocations.of(gpu).cloned()).collect()
+        listed.chain(prepared).collect()
     }
 
     /// Returns true if a claim has a device of the pool: a GPU, or one MIG device of it.
@@ -402,11 +402,6 @@ fn claimed_hardware<'a>(topology: &'a NodeTopology, claimed: &'a ClaimedDevice) 
         return known;
     }
     named_hardware(topology, &claimed.device).into_iter().collect()
-}
-
-/// The place of the GPU behind the name of a device of DRA.
-pub(super) fn place_of_device(topology: &NodeTopology, name: &str) -> Option<usize> {
-    named_hardware(topology, name).map(|(place, _)| place)
 }
 
 fn named_hardware<'a>(topology: &'a NodeTopology, name: &str) -> Option<(usize, Part<'a>)> {

@@ -10,11 +10,9 @@
 //! [`crate::allocation`] decides which set of GPUs is best.
 
 mod admissions;
-mod allocations;
 mod apply;
 mod availability;
 mod device;
-mod door;
 mod doors;
 mod event;
 mod free_at_admission;
@@ -39,13 +37,11 @@ mod record;
 mod resource_name;
 mod resources;
 mod shares;
-mod wait;
 mod xid;
 mod xid_log;
 
 pub use availability::Availability;
 pub use device::{Device, Health, Timestamp};
-pub use door::{DRA_GRACE, DRA_OFF_GRACE, Door, DraWait};
 pub use event::{Effect, Event};
 pub use gpu_shares::{GpuShares, GpuSharing};
 pub use hardware::{DriverVersions, Hardware};
@@ -58,7 +54,7 @@ pub use node_state::{AllocateError, GpuStatus, NodeState};
 pub use numa_hints::NumaHints;
 pub use offers::{Offers, Resource};
 pub use plan::{
-    DeviceSelector, DeviceSelectorError, DraGpus, Filter, GpuSelector, MOST_SLOTS, MigStrategy, NamePattern, Pattern,
+    DeviceSelector, DeviceSelectorError, Door, Filter, GpuSelector, MOST_SLOTS, MigStrategy, NamePattern, Pattern,
     ResourcePlan, SharedDevices, SharedResource, Sharing, SharingKind,
 };
 pub use poll::{FabricHealth, HealthPoll, Reach, RecoveryAction, RowRemapping};

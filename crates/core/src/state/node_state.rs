@@ -1,13 +1,12 @@
 //! [`NodeState`]: one whole state of the node, and its readers.
 
 use crate::prelude::*;
-use alloc::collections::{BTreeMap, BTreeSet};
+use alloc::collections::BTreeMap;
 use alloc::sync::Arc;
 use core::time::Duration;
 
 use super::availability::{self, Availability, Held};
 use super::device::{Device, Health, Timestamp};
-use super::door::{Door, DraWait};
 use super::gpu_shares::GpuSharing;
 use super::hardware::Hardware;
 use super::ledger::Ledger;
@@ -15,10 +14,10 @@ use super::mps_share::MpsShare;
 use super::numa_hints::NumaHints;
 use super::offers::Offers;
 use super::opening::Opening;
+use super::plan::Door;
 use super::reason::UnhealthyReason;
 use super::record::HealthRecord;
 use super::resource_name::ResourceName;
-use super::wait::Wait;
 use super::xid::XidPolicy;
 use crate::allocation::{
     AllocationReport, AllocationRequest, AllocationTables, DeviceId, GpuSet, PreferredAllocation, preferred_allocation,
@@ -89,24 +88,11 @@ impl NodeState {
         self
     }
 
-    /// Sets another time than [`DRA_GRACE`](super::DRA_GRACE).
-    #[must_use]
-    pub fn with_dra_grace(mut self, grace: Duration) -> Self {
-        Arc::make_mut(&mut self.offers).doors.grace = grace;
-        self
-    }
-
-    /// Lets GPUs that leave DRA, or are to be shared otherwise, wait for the API server's answers:
-    /// [`Event::SlicesStored`](super::Event::SlicesStored) and [`Event::Allocations`](super::Event::Allocations).
-    #[must_use]
-    pub fn asking_for_allocations(mut self) -> Self {
-        Arc::make_mut(&mut self.ledger).allocations.are_read = true;
-        self
-    }
-
-    /// Takes the graph and the tables of `other`. The next scan makes them again only if the graph differs.
+    /// Takes the graph and the tables of `other`, and the plan, which decides about the doors of the graph's GPUs. The
+    /// next scan makes graph and tables again only if the graph differs.
     #[must_use]
     pub fn with_tables_of(mut self, other: &Self) -> Self {
+        Arc::make_mut(&mut self.offers).want(other.offers.plan().clone(), &self.hardware);
         Arc::make_mut(&mut self.hardware).adopt_tables(&other.hardware);
         self
     }
@@ -141,6 +127,22 @@ impl NodeState {
         self
     }
 
+    /// Publishes nothing until the first [`Event::Prepared`](super::Event::Prepared): a claim that the process before
+    /// prepared keeps its GPU from the device plugin. `awaits` false: nothing is awaited, because another process has
+    /// the claims. The wait ends as that for the first poll does.
+    #[must_use]
+    pub fn awaiting_the_claims(mut self, awaits: bool) -> Self {
+        self.opening.await_claims(awaits);
+        self
+    }
+
+    /// Waits for no list of holders: there is no socket on which the kubelet could be asked. Our own claims decide.
+    #[must_use]
+    pub fn without_lists(mut self) -> Self {
+        Arc::make_mut(&mut self.ledger).has_no_lists = true;
+        self
+    }
+
     /// The GPUs: graph, facts, health.
     pub fn hardware(&self) -> &Hardware {
         &self.hardware
@@ -166,9 +168,17 @@ impl NodeState {
         self.hardware.tables()
     }
 
-    /// The door of a GPU: the API through which it is offered; `None` if it is not offered.
+    /// The door of a GPU; `None` if a filter leaves the GPU out, or it is gone.
     pub fn door(&self, gpu: &GpuUuid) -> Option<Door> {
-        self.offers.door(&self.hardware, gpu)
+        let topology = self.topology();
+        let gpu = topology.gpus().get(topology.position(gpu)?)?;
+        let plan = self.offers.plan();
+        plan.filter.offers(gpu).then_some(plan.door)
+    }
+
+    /// Returns true if DRA offers a GPU, or its claims hold it.
+    pub fn is_with_dra(&self, gpu: &GpuUuid) -> bool {
+        self.offers.doors.has(gpu)
     }
 
     /// The sharing of a GPU through DRA.
@@ -176,75 +186,32 @@ impl NodeState {
         self.offers.shares.of(gpu)
     }
 
-    /// Returns true if this node uses DRA: GPUs are offered through it, or will be.
+    /// Returns true if this node uses DRA: its door is DRA, or claims hold GPUs.
     pub fn has_dra(&self) -> bool {
-        !self.offers.doors.gpus().is_empty() || self.offers.doors.awaits_gpus()
+        self.offers.plan().door == Door::Dra || !self.offers.doors.gpus().is_empty()
     }
 
-    /// The GPUs that leave DRA, each with the claims that have it.
-    pub fn leaving_dra(&self) -> BTreeMap<GpuUuid, BTreeSet<String>> {
-        let leaves = |gpu: &GpuUuid| matches!(self.door(gpu), Some(Door::FromDra(..)));
-        let gpus = self.offers.doors.gpus().into_iter().filter(leaves);
-        let claims = |gpu: GpuUuid| (self.ledger.claims_on(self.topology(), &gpu), gpu);
-        gpus.map(claims).map(|(claims, gpu)| (gpu, claims)).collect()
-    }
-
-    /// The GPUs that are to go to DRA, to leave it or to be shared otherwise there, each with the reason why it has not
-    /// changed.
-    pub fn dra_waits(&self) -> BTreeMap<GpuUuid, DraWait> {
-        let why = |(gpu, wait): (GpuUuid, Wait)| {
-            let claims = self.ledger.claims_on(self.topology(), &gpu);
-            let why = match wait.until {
-                _ if !claims.is_empty() => DraWait::Held(claims),
-                None => DraWait::Slices,
-                Some(until) if !wait.is_over() => DraWait::Claims(until),
-                Some(_) if !self.ledger.is_known() => DraWait::Holders,
-                Some(_) => DraWait::ApiServer,
-            };
-            (gpu, why)
-        };
-        let to_dra = self.offers.doors.awaited().map(|gpu| (gpu.clone(), self.wait_to_dra(gpu)));
-        self.offers.waits().map(why).chain(to_dra).collect()
-    }
-
-    fn wait_to_dra(&self, gpu: &GpuUuid) -> DraWait {
-        let ledger = &self.ledger;
-        match ledger.plugin_holder(self.topology(), gpu) {
-            _ if !ledger.is_known() => DraWait::Holders,
-            Some(device) if ledger.holdings().containers.contains(device) => DraWait::Pod(device.clone()),
-            Some(device) => DraWait::Checkpoint(device.clone()),
-            None if ledger.has_foreign_claim(self.topology(), gpu) => {
-                DraWait::Held(ledger.claims_on(self.topology(), gpu))
-            }
-            None => DraWait::Holders,
-        }
-    }
-
-    /// The devices that the API server's slices offer to new claims, by name, as far as this state knows.
-    pub fn offered_by_slices(&self) -> Option<&BTreeSet<String>> {
-        self.ledger.allocations.offered.as_ref()
-    }
-
-    /// The GPUs about which the API server is to be asked now: which claims have them allocated. No further allocation
-    /// comes, and no claim holds them.
-    pub fn awaiting_allocations(&self) -> BTreeSet<GpuUuid> {
-        let waits = self.offers.waits().filter(|(gpu, wait)| {
-            wait.is_over()
-                && !self.ledger.has_claim_on(self.topology(), gpu)
-                && !self.ledger.allocations.has_no_claim_on(gpu)
+    /// The GPUs that are held through the other door, or may be: the node's own door does not offer them until their
+    /// holders end. Each has its first reason.
+    pub fn held_through_other_door(&self) -> BTreeMap<&GpuUuid, &UnhealthyReason> {
+        let of_claims = self.offers.through_dra().iter().filter(|_| self.offers.plan().door == Door::Plugin);
+        let held = self.offers.withheld().iter().chain(of_claims).filter_map(|device| match &device.health {
+            Health::Unhealthy { reason, .. } => Some((&device.gpu.uuid, reason)),
+            Health::Healthy => None,
         });
-        waits.map(|(gpu, _)| gpu).collect()
+        held.collect()
     }
 
-    /// Returns true if the next two lists of holders may let a GPU go to DRA. A GPU that a pod has through the device
+    /// Returns true if the next two lists of holders may let DRA offer a GPU. A GPU that a pod has through the device
     /// plugin may take days.
     pub fn may_soon_offer_through_dra(&self) -> bool {
-        self.offers.doors.awaits_gpus() && (!self.ledger.is_known() || self.offers.doors.awaits_unheld_gpus())
+        self.offers.doors.settles(&self.hardware, &self.ledger)
     }
 
-    /// Returns true if any GPU is offered, through either door.
+    /// Returns true if this process serves any GPU, though pods or claims may hold all of them.
     pub fn offers_any(&self) -> bool {
-        !self.offers.resources().is_empty() || !self.offers.doors.gpus().is_empty()
+        let Offers { doors, .. } = &*self.offers;
+        !self.offers.resources().is_empty() || !doors.gpus().is_empty() || doors.waiting().next().is_some()
     }
 
     /// The record for our next process. [`Effect::Keep`](super::Effect::Keep) reports each change.
@@ -253,7 +220,7 @@ impl NodeState {
         HealthRecord {
             admissions,
             claim_admissions,
-            dra: self.offers.doors.gpus(),
+            dra: self.offers.doors.gpus().clone(),
             dra_shares: self.offers.shares.record(),
             ..self.hardware.record()
         }
@@ -264,9 +231,10 @@ impl NodeState {
         &self.offers.mps.shares
     }
 
-    /// The GPUs that have devices on the kubelet's lists or are offered through DRA, by PCI address and UUID.
+    /// The GPUs that have devices on the kubelet's lists or for DRA, by PCI address and UUID.
     pub fn gpus(&self) -> Vec<GpuStatus<'_>> {
-        let by_gpu = availability::by_gpu(self.offers.devices().chain(self.offers.through_dra()));
+        let of_dra = self.offers.through_dra().iter().chain(self.offers.withheld());
+        let by_gpu = availability::by_gpu(self.offers.devices().chain(of_dra));
         by_gpu.iter().filter_map(|devices| self.status(devices)).collect()
     }
 
@@ -312,8 +280,7 @@ impl NodeState {
     /// The next moment at which time alone changes something; [`Event::Tick`](super::Event::Tick) is due then. Health
     /// is not included: a hold time passes with polls and ends with one.
     pub fn next_deadline(&self) -> Option<Timestamp> {
-        let doors = self.offers.deadline();
-        self.opening.deadline().into_iter().chain(self.hardware.xid_log.deadline()).chain(doors).min()
+        self.opening.deadline().into_iter().chain(self.hardware.xid_log.deadline()).min()
     }
 
     /// Chooses the best devices of a resource for a request, and reports why: whole GPUs as such, slots and MIG devices

@@ -11,21 +11,19 @@ use alloc::sync::Arc;
 
 use super::ResourceName;
 use super::device::{Device, Health, Timestamp};
-use super::door::Door;
 use super::doors::{Doors, Facts};
 use super::event::Effect;
 use super::gpu_shares::GpuShares;
 use super::hardware::Hardware;
 use super::holdings::ResourceDevice;
-use super::ledger::{Ledger, gpu_behind, place, split_slot};
+use super::ledger::{Ledger, place, split_slot};
 use super::mps::Mps;
 use super::numa_hints::NumaHints;
-use super::plan::{DraGpus, MOST_SLOTS, ResourcePlan};
+use super::plan::{Door, MOST_SLOTS, ResourcePlan};
 use super::problem::PlanProblem;
 use super::reason::UnhealthyReason;
 use super::resources::Resources;
 use super::shares::Shares;
-use super::wait::Wait;
 use crate::allocation::{AllocationPolicy, DeviceId, Units};
 use crate::topology::{Gpu, GpuUuid, NodeTopology};
 
@@ -43,6 +41,8 @@ pub struct Offers {
     /// The sharing of the GPUs of DRA.
     pub(super) shares: Shares,
     resources: BTreeMap<ResourceName, Resource>,
+    /// With the door DRA, the names that the device plugin would offer.
+    names: BTreeSet<ResourceName>,
 }
 
 /// One resource.
@@ -186,34 +186,14 @@ impl Offers {
         through_plugin.chain(self.doors.devices.iter().map(move |device| (device, is_gone(device))))
     }
 
-    /// The door of a GPU; `None` if the GPU is not offered.
-    pub(super) fn door(&self, hardware: &Hardware, gpu: &GpuUuid) -> Option<Door> {
-        self.doors.of(&self.plan, hardware, gpu)
-    }
-
     /// Takes over what the last process offered through DRA.
     pub(super) fn restore(&mut self, dra: &BTreeSet<GpuUuid>, shares: &BTreeMap<GpuUuid, GpuShares>) {
         self.doors.restore(dra);
         self.shares.restore(dra, shares);
     }
 
-    /// The time at which a door, or the sharing of a GPU through DRA, changes without any other event.
-    pub(super) fn deadline(&self) -> Option<Timestamp> {
-        self.doors.deadline.into_iter().chain(self.shares.deadline).min()
-    }
-
-    /// The wait of a GPU that leaves DRA, or is to be shared otherwise.
-    pub(super) fn wait_of(&self, gpu: &GpuUuid) -> Option<Wait> {
-        self.doors.wait_of(gpu).or_else(|| self.shares.wait_of(gpu))
-    }
-
-    /// The GPUs of DRA that are to change, each with its wait.
-    pub(super) fn waits(&self) -> impl Iterator<Item = (GpuUuid, Wait)> {
-        self.doors.gpus().into_iter().filter_map(|gpu| self.wait_of(&gpu).map(|wait| (gpu, wait)))
-    }
-
-    /// Changes doors as plan, ledger and time allow, and shares the GPUs of DRA. Returns the effects to report; `None`
-    /// if nothing changed and the resources can stay.
+    /// Gives GPUs to DRA and takes them back, and shares the GPUs of DRA. Returns the effects to report; `None` if
+    /// nothing changed and the resources can stay.
     pub(super) fn turn_doors(
         self: &mut Arc<Self>,
         hardware: &Hardware,
@@ -221,29 +201,15 @@ impl Offers {
         is_new_list: bool,
         now: Timestamp,
     ) -> Option<Vec<Effect>> {
-        let ids = self.resources.values().flat_map(|resource| resource.devices.keys().chain(resource.orphans.keys()));
-        let behind = |id| gpu_behind(hardware.topology(), id)?.parse().ok();
-        // Only if it matters: most nodes do not use DRA.
-        let has_dra = self.plan.dra != DraGpus::None || ledger.has_prepared();
-        let listed = if has_dra { ids.filter_map(behind).collect() } else { BTreeSet::new() };
-        let facts = Facts { plan: &self.plan, hardware, ledger, listed, is_new_list };
-        let doors = self.doors.next(&facts, now);
+        let doors = self.doors.next(Facts { plan: &self.plan, hardware, ledger, is_new_list });
         let gpus = doors.as_ref().unwrap_or(&self.doors).gpus();
-        let shares = self.shares.next(gpus.iter(), &self.plan, hardware.topology(), ledger, (self.doors.grace, now));
+        let shares = self.shares.next(gpus.iter(), &self.plan, hardware.topology(), ledger, now);
         if doors.is_none() && shares.is_none() {
             return None;
         }
         let doors = doors.unwrap_or_else(|| self.doors.clone());
-        let concerned: BTreeSet<GpuUuid> = self.doors.concerned().chain(doors.concerned()).cloned().collect();
-        let changes = concerned.into_iter().filter_map(|gpu| {
-            let [before, door] = [&self.doors, &doors].map(|doors| doors.of(&self.plan, hardware, &gpu));
-            // `before` is computed with the new plan. A GPU that starts or stops its way to DRA with this plan has the
-            // same door in both.
-            let [was, is] = [&self.doors, &doors].map(|doors| doors.concerned().any(|known| *known == gpu));
-            let is_news = before != door || was != is;
-            is_news.then_some(Effect::DoorChanged(gpu, door))
-        });
-        let effects = changes.collect();
+        let changed = self.doors.gpus().symmetric_difference(doors.gpus());
+        let effects = changed.map(|gpu| Effect::DoorChanged(gpu.clone(), doors.has(gpu))).collect();
         let offers = Arc::make_mut(self);
         offers.doors = doors;
         if let Some(shares) = shares {
@@ -252,10 +218,15 @@ impl Offers {
         Some(effects)
     }
 
-    /// The devices that are offered through DRA: whole GPUs, and MIG devices of GPUs in MIG mode. A device of a GPU
-    /// that is gone stays while a claim may have it.
+    /// The devices that are offered through DRA, or that its claims hold: whole GPUs, and MIG devices of GPUs in MIG
+    /// mode. A device of a GPU that is gone stays while a claim may have it.
     pub fn through_dra(&self) -> &[Device] {
         &self.doors.devices
+    }
+
+    /// The devices that are to be offered through DRA and that a pod may hold through the device plugin.
+    pub fn withheld(&self) -> &[Device] {
+        &self.doors.withheld
     }
 
     /// Returns true if there is such a device and it is healthy.
@@ -268,7 +239,7 @@ impl Offers {
     pub fn awaits_holders(&self) -> bool {
         let orphans = self.resources.values().any(|resource| !resource.orphans.is_empty());
         orphans
-            || self.doors.awaits_holders()
+            || self.doors.waiting().next().is_some()
             || self.shares.awaits_holders()
             || self.devices().any(|device| match &device.health {
                 Health::Unhealthy { reason, .. } => {
@@ -301,7 +272,7 @@ impl Offers {
     pub(super) fn make(&mut self, hardware: &Hardware, ledger: &Ledger, now: Timestamp) -> Vec<Effect> {
         let topology = hardware.topology();
         let doors = &self.doors;
-        let is_dra = |gpu: &Gpu| doors.has(&gpu.uuid) || doors.awaits(&gpu.uuid);
+        let is_dra = |gpu: &Gpu| doors.has(&gpu.uuid);
         let mut made = Resources::make(topology, &self.wanted, self.numa_hints, is_dra);
         if self.wanted == self.plan || made.withheld.is_empty() {
             self.plan = Arc::clone(&self.wanted);
@@ -314,6 +285,13 @@ impl Offers {
             made.problems = problems;
         }
         made.problems.extend(super::shares::wanted(topology, &self.plan).1);
+        self.names = match self.plan.door {
+            Door::Plugin => BTreeSet::new(),
+            Door::Dra => {
+                let plan = ResourcePlan { door: Door::Plugin, ..(*self.plan).clone() };
+                Resources::make(topology, &plan, self.numa_hints, |_| false).devices.into_keys().collect()
+            }
+        };
         let news = made.problems.iter().filter(|problem| !self.problems.contains(problem));
         let mut effects: Vec<Effect> = news.cloned().map(Effect::PlanProblem).collect();
         self.problems = made.problems;
@@ -389,10 +367,14 @@ impl Offers {
 
     /// Adds ids that pods hold of our resources to their lists if they are missing, because the hardware went or the
     /// plan changed while no process of ours ran. If the hardware is there, the device keeps its NUMA nodes: a kubelet
-    /// that starts aligns its pods by them. No resource is made for such ids alone: no list of ours lacks them, and the
-    /// name may belong to another plugin by now.
+    /// that starts aligns its pods by them. A resource is made for such ids alone where the door is DRA, and the device
+    /// plugin would have the name: the kubelet goes on looking the ids up. It also takes pods that have ended out of its
+    /// checkpoint only when a plugin sends it a list. Other names may belong to another plugin.
     fn adopt(&mut self, hardware: &Hardware, ledger: &Ledger, now: Timestamp) -> Vec<Effect> {
         let topology = hardware.topology();
+        for name in ledger.devices().map(|(name, _)| name).filter(|name| self.names.contains(name)) {
+            self.resources.entry(name.clone()).or_default();
+        }
         let mut effects = Vec::new();
         for (name, resource) in &mut self.resources {
             let most = usize::try_from(MOST_SLOTS).unwrap_or(usize::MAX);
@@ -422,6 +404,7 @@ impl Offers {
                 effects.push(Effect::HeldUnoffered(name.clone(), adopted));
             }
         }
+        self.forget_empty();
         effects
     }
 
@@ -465,15 +448,13 @@ impl Offers {
                 }
             }
         }
-        let through_dra = self.doors.changed_health(hardware, ledger, &self.shares);
-        let any = !changed.is_empty() || !through_dra.is_empty();
+        let doors = self.doors.refreshed((&self.plan, hardware, ledger, &self.shares));
+        let any = !changed.is_empty() || doors.is_some();
         if any {
             // Copied only now: a published part is copied before it changes, and most polls change nothing.
             let offers = Arc::make_mut(self);
-            for (place, health) in through_dra {
-                if let Some(device) = offers.doors.devices.get_mut(place) {
-                    device.health = health;
-                }
+            if let Some(doors) = doors {
+                offers.doors = doors;
             }
             for ((name, id), health) in changed {
                 let resource = offers.resources.get_mut(&name);

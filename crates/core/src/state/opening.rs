@@ -1,7 +1,8 @@
 //! [`Opening`]: decides when the kubelet may get the first list.
 //!
-//! A plugin that starts knows neither health nor holders. If polls and PodResources can tell, the first list waits for
-//! them. Then it offers no GPU that has failed meanwhile, and lacks no id that a pod holds.
+//! A plugin that starts knows neither health nor holders. If polls, PodResources and the checkpoints of claims can tell,
+//! the first list waits for them. Then it offers no GPU that has failed meanwhile or that a claim has, and lacks no id
+//! that a pod holds.
 
 use super::device::Timestamp;
 
@@ -15,6 +16,7 @@ pub(super) struct Opening {
     needs_scan: bool,
     needs_poll: bool,
     needs_holders: bool,
+    needs_claims: bool,
     /// The time of the node's scan.
     scanned: Option<Timestamp>,
 }
@@ -32,7 +34,13 @@ impl Opening {
 
     /// Lets the list wait for the scan alone.
     pub fn await_scan_alone(&mut self) {
-        (self.needs_poll, self.needs_holders) = (false, false);
+        (self.needs_poll, self.needs_holders, self.needs_claims) = (false, false, false);
+    }
+
+    /// Lets the list wait for the scan and the prepared claims, or for no claims.
+    pub fn await_claims(&mut self, awaits: bool) {
+        self.needs_scan |= awaits;
+        self.needs_claims = awaits;
     }
 
     /// Lets the list wait for the scan and the first list of holders.
@@ -42,7 +50,7 @@ impl Opening {
 
     /// Returns true if the list may be published.
     pub fn is_open(self) -> bool {
-        !(self.needs_scan || self.needs_poll || self.needs_holders)
+        !(self.needs_scan || self.needs_poll || self.needs_holders || self.needs_claims)
     }
 
     /// Notes a scan of the node. Without GPUs there is nothing to poll and nothing that a pod holds.
@@ -50,6 +58,7 @@ impl Opening {
         if self.needs_scan {
             self.needs_poll &= has_gpus;
             self.needs_holders &= has_gpus;
+            self.needs_claims &= has_gpus;
             (self.needs_scan, self.scanned) = (false, Some(now));
         }
     }
@@ -63,6 +72,11 @@ impl Opening {
     /// Notes that the kubelet listed the holders, or cannot be asked. Returns true if this opened the list.
     pub fn holders_known(&mut self) -> bool {
         self.change(Self { needs_holders: false, ..*self })
+    }
+
+    /// Notes that the prepared claims are known. Returns true if this opened the list.
+    pub fn claims_known(&mut self) -> bool {
+        self.change(Self { needs_claims: false, ..*self })
     }
 
     /// Opens the list if the wait has lasted too long, and returns true then. A clock that went back ends the wait too.
@@ -105,6 +119,7 @@ mod tests {
         let mut opening = Opening::default();
         opening.await_poll();
         opening.await_holders();
+        opening.await_claims(true);
         opening.scanned(false, Timestamp::ZERO);
         assert!(opening.is_open());
     }
@@ -116,7 +131,8 @@ mod tests {
         opening.await_holders();
         assert!(!opening.tick(LONGEST), "the wait begins with the scan");
         opening.scanned(true, LONGEST);
-        assert!(!opening.polled() && !opening.is_open(), "the holders are missing");
+        opening.await_claims(true);
+        assert!(!opening.polled() && !opening.holders_known() && !opening.is_open(), "the claims are missing");
         assert!(!opening.tick(LONGEST) && opening.tick(LONGEST * 2) && opening.is_open());
     }
 }

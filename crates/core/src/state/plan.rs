@@ -32,13 +32,18 @@ pub struct ResourcePlan {
     pub sharing: Option<Sharing>,
     /// The GPUs that are not offered.
     pub filter: Filter,
-    /// The GPUs, of the others, that are offered through DRA and not through the device plugin.
-    pub dra: DraGpus,
+    /// The API through which the others are offered.
+    pub door: Door,
     /// The allocation policy for slots and MIG devices; `None` means distributed. Whole GPUs always use best-effort.
     pub shared_policy: Option<AllocationPolicy>,
 }
 
 impl ResourcePlan {
+    /// Returns true if the plan offers a GPU through DRA.
+    pub(crate) fn offers_through_dra(&self, gpu: &Gpu) -> bool {
+        self.door == Door::Dra && self.filter.offers(gpu)
+    }
+
     /// The resource that a whole GPU belongs to, before it is shared.
     pub(crate) fn name_of_gpu(&self, gpu: &Gpu) -> ResourceName {
         first_match(&self.gpu_names, gpu.model.as_deref().unwrap_or_default()).unwrap_or_else(ResourceName::gpu)
@@ -299,35 +304,24 @@ impl Filter {
     }
 }
 
-/// The GPUs that are offered through DRA.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub enum DraGpus {
-    /// None of them.
+/// The API through which a node's GPUs are offered. It is written as `linkwise.dra.gpus` has it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub enum Door {
+    /// The device plugin.
     #[default]
-    None,
-    /// All of them.
-    All,
-    /// These GPUs.
-    Some(Vec<GpuSelector>),
+    #[serde(rename = "none")]
+    Plugin,
+    /// Dynamic Resource Allocation.
+    #[serde(rename = "all")]
+    Dra,
 }
 
-impl DraGpus {
-    /// Returns true if this GPU is among them.
-    pub fn include(&self, gpu: &Gpu) -> bool {
+impl Door {
+    /// The word for metrics and messages.
+    pub fn label(self) -> &'static str {
         match self {
-            Self::None => false,
-            Self::All => true,
-            Self::Some(selectors) => selectors.iter().any(|selector| selector.is(gpu)),
-        }
-    }
-}
-
-impl Serialize for DraGpus {
-    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        match self {
-            Self::None => serializer.serialize_str("none"),
-            Self::All => serializer.serialize_str("all"),
-            Self::Some(selectors) => serializer.collect_seq(selectors),
+            Self::Plugin => "plugin",
+            Self::Dra => "dra",
         }
     }
 }

@@ -107,6 +107,9 @@ pub enum UnhealthyReason {
         /// The device's name in the DRA driver's pool.
         device: String,
     },
+    /// The kubelet has not listed twice yet who holds it, and DRA waits for that.
+    #[error("the kubelet has not listed its holders twice yet")]
+    HoldersUnknown,
     /// It is there, but no longer offered as this resource.
     #[error("it is no longer offered as this resource")]
     Withdrawn,
@@ -173,6 +176,7 @@ impl UnhealthyReason {
             Self::Gone => ("gone", "the GPU in its place again"),
             Self::HeldElsewhere { .. } => ("held_elsewhere", "the pod's end"),
             Self::Claimed { .. } => ("claimed", "the claim's end"),
+            Self::HoldersUnknown => ("holders_unknown", "two answers of PodResources in a row"),
             Self::Withdrawn => ("withdrawn", "a plan that offers it so"),
             Self::MpsNotReady => ("mps_not_ready", "the daemon serving, with the limits that the plan asks for"),
         }

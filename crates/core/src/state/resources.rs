@@ -10,7 +10,7 @@ use super::device::Device;
 use super::mps;
 use super::numa_hints::NumaHints;
 use super::plan::{
-    DeviceSelector, MOST_SLOTS, MigStrategy, ResourcePlan, SharedDevices, SharedResource, Sharing, SharingKind,
+    DeviceSelector, Door, MOST_SLOTS, MigStrategy, ResourcePlan, SharedDevices, SharedResource, Sharing, SharingKind,
     is_display_adapter,
 };
 use super::problem::PlanProblem;
@@ -27,7 +27,7 @@ pub struct Resources {
     pub withheld: BTreeSet<ResourceName>,
     /// The reasons, and other messages for the operator.
     pub problems: Vec<PlanProblem>,
-    /// The GPUs that DRA has or is to have: a row of the plan may name these too.
+    /// The GPUs of DRA: a row of the plan may name these too.
     of_dra: Vec<Gpu>,
 }
 
@@ -91,7 +91,7 @@ impl Resources {
                 self.problems.push(PlanProblem::Display(gpu.pci, gpu.uuid.clone()));
                 continue;
             }
-            if plan.dra.include(gpu) || is_dra(gpu) {
+            if plan.door == Door::Dra || is_dra(gpu) {
                 self.of_dra.push(gpu.clone());
                 continue;
             }

@@ -1,9 +1,9 @@
 //! [`Shares`]: the GPUs of DRA that several claims may have at once, by the plan's rows for sharing.
 //!
-//! A part of [`super::offers`], beside [`super::doors`]. A GPU keeps its form while claims may have it: the scheduler
+//! A part of [`super::offers`], beside [`super::doors`]. A GPU keeps its form while claims have it: the scheduler
 //! counts a device for one claim and a device for several in ways that do not fit each other. When the plan changes,
-//! the GPU takes no new claim. It gets its new form when no claim holds it and none can be on its way
-//! ([`super::wait`]).
+//! the GPU takes no new claim. It gets its new form when no claim is prepared or listed on it. A claim of the old form
+//! that comes later is refused when it is prepared, if it would share what is not shared any more.
 
 use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
@@ -14,23 +14,20 @@ use super::ledger::Ledger;
 use super::plan::{MigStrategy, ResourcePlan, SharedDevices, SharedResource, SharingKind};
 use super::problem::PlanProblem;
 use super::resource_name::ResourceName;
-use super::wait::Wait;
 use crate::topology::{Gpu, GpuUuid, NodeTopology, PciAddress};
 
 /// The sharing of the GPUs of DRA.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Shares {
     gpus: BTreeMap<GpuUuid, Form>,
-    /// The end of the first grace period that still runs.
-    pub deadline: Option<Timestamp>,
 }
 
 /// The form of a GPU: shared or not, now and next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Form {
     now: Option<GpuShares>,
-    /// The other form that is wanted, and the wait for it.
-    next: Option<(Option<GpuShares>, Wait)>,
+    /// The other form that is wanted, and the time since which it waits for claims to end.
+    next: Option<(Option<GpuShares>, Timestamp)>,
 }
 
 impl Shares {
@@ -44,12 +41,7 @@ impl Shares {
 
     /// The time since which a GPU takes no new claim because its form is to change.
     pub fn changing_since(&self, gpu: &GpuUuid) -> Option<Timestamp> {
-        self.wait_of(gpu).map(|wait| wait.since)
-    }
-
-    /// The wait of a GPU whose form is to change.
-    pub fn wait_of(&self, gpu: &GpuUuid) -> Option<Wait> {
-        self.gpus.get(gpu)?.next.map(|(_, wait)| wait)
+        self.gpus.get(gpu)?.next.map(|(_, since)| since)
     }
 
     /// Returns true if a new list of holders could let a GPU change.
@@ -77,34 +69,30 @@ impl Shares {
         plan: &ResourcePlan,
         topology: &NodeTopology,
         ledger: &Ledger,
-        (grace, now): (Timestamp, Timestamp),
+        now: Timestamp,
     ) -> Option<Self> {
         let (wanted, _) = wanted(topology, plan);
-        let is_of_dra = |gpu: &GpuUuid| {
+        let is_offered = |gpu: &GpuUuid| {
             let there = topology.position(gpu).and_then(|place| topology.gpus().get(place));
-            there.is_some_and(|gpu| plan.filter.offers(gpu) && plan.dra.include(gpu))
+            there.is_some_and(|gpu| plan.offers_through_dra(gpu))
         };
-        let (mut next, mut deadlines) = (Self::default(), Vec::new());
+        let mut next = Self::default();
         for gpu in gpus {
             let wants = wanted.get(gpu).copied();
             let form = match self.gpus.get(gpu) {
                 None => Form { now: wants, next: None },
-                // A GPU that is gone, or leaves DRA, keeps its form.
-                Some(form) if form.now == wants || !is_of_dra(gpu) => Form { next: None, ..*form },
+                // A GPU that is gone, or not offered any more, keeps its form.
+                Some(form) if form.now == wants || !is_offered(gpu) => Form { next: None, ..*form },
+                Some(_) if ledger.knows_claims() && !ledger.has_claim_on(topology, gpu) => {
+                    Form { now: wants, next: None }
+                }
                 Some(form) => {
-                    let before = form.next.map(|(_, wait)| wait);
-                    let wait = Wait::next(before, (topology, gpu), ledger, grace, now);
-                    deadlines.extend(wait.deadline());
-                    if wait.ends((topology, gpu), ledger) {
-                        Form { now: wants, next: None }
-                    } else {
-                        Form { now: form.now, next: Some((wants, wait)) }
-                    }
+                    let since = form.next.map_or(now, |(_, since)| since.min(now));
+                    Form { now: form.now, next: Some((wants, since)) }
                 }
             };
             next.gpus.insert(gpu.clone(), form);
         }
-        next.deadline = deadlines.into_iter().min();
         (next != *self).then_some(next)
     }
 }
@@ -114,7 +102,7 @@ impl Shares {
 pub fn wanted(topology: &NodeTopology, plan: &ResourcePlan) -> (BTreeMap<GpuUuid, GpuShares>, Vec<PlanProblem>) {
     let (mut shared, mut problems) = (BTreeMap::new(), Vec::new());
     let Some(sharing) = &plan.sharing else { return (shared, problems) };
-    let of_dra = || topology.gpus().iter().filter(|gpu| plan.filter.offers(gpu) && plan.dra.include(gpu));
+    let of_dra = || topology.gpus().iter().filter(|gpu| plan.offers_through_dra(gpu));
     for row in &sharing.resources {
         let resource = row.name.clone();
         let in_mig_mode = addresses(of_dra().filter(|gpu| gpu.mig_enabled && has_mig(topology, plan, gpu, &resource)));

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use linkwise_core::allocation::{AllocationRequest, DeviceId};
 use linkwise_core::state::{
-    DeviceSelector, DraGpus, Event, Filter, GpuSelector, MigStrategy, NamePattern, NodeState, Pattern, ResourceName,
+    DeviceSelector, Door, Event, Filter, GpuSelector, MigStrategy, NamePattern, NodeState, Pattern, ResourceName,
     ResourcePlan, SharedDevices, SharedResource, Sharing, SharingKind,
 };
 use linkwise_core::topology::{MigDeviceObservation, MigExtension, MigObservation, NodeObservation, NodeTopology};
@@ -98,7 +98,7 @@ fn plan() -> impl Strategy<Value = ResourcePlan> {
     let patterns = || vec(pattern(), 0..3);
     (strategy, patterns(), patterns(), option::of(sharing), vec(exclude, 0..2), any::<bool>()).prop_map(
         |(mig_strategy, gpu_names, mig_names, sharing, exclude, exclude_displays)| ResourcePlan {
-            dra: DraGpus::None,
+            door: Door::Plugin,
             mig_strategy,
             gpu_names,
             mig_names,

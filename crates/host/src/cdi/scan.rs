@@ -152,7 +152,8 @@ impl Scanner {
     /// started again under the old name would get another container's device.
     fn devices(&self, snapshot: &NodeState, warnings: &mut Vec<Warning>) -> Vec<DeviceEntry> {
         let topology = snapshot.topology();
-        let offered = || snapshot.offers().devices().chain(snapshot.offers().through_dra());
+        let offers = snapshot.offers();
+        let offered = || offers.devices().chain(offers.through_dra()).chain(offers.withheld());
         let gpus: BTreeMap<(PciAddress, &GpuUuid), &Gpu> =
             offered().map(|device| ((device.gpu.pci, &device.gpu.uuid), &device.gpu)).collect();
         let gpus = gpus.into_values().map(|gpu| (gpu, None, topology.position(&gpu.uuid).is_some()));

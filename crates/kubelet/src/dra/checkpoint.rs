@@ -144,6 +144,12 @@ pub(super) fn is_uid(text: &str) -> bool {
         && bytes.iter().all(|b| b.is_ascii_alphanumeric() || matches!(b, b'-' | b'_' | b'.'))
 }
 
+/// Returns true if a folder has a checkpoint, or a file that may be one. It reads the folder.
+pub fn has_any(folder: &Path) -> bool {
+    let mut files = fs::read_dir(folder).into_iter().flatten().flatten();
+    files.any(|file| file.path().extension().is_some_and(|end| end == "json"))
+}
+
 /// The folder of checkpoints.
 #[derive(Debug)]
 pub(super) struct CheckpointFolder {
@@ -151,10 +157,12 @@ pub(super) struct CheckpointFolder {
 }
 
 impl CheckpointFolder {
-    /// Opens a folder. One that is missing has no files.
-    pub fn open(folder: &Path) -> io::Result<Opened> {
-        // Where it cannot be made, the first write tries again.
-        let _ = fs::create_dir_all(folder);
+    /// Opens a folder. One that is missing has no files; it is made if `makes` is true, or by the first write.
+    pub fn open(folder: &Path, makes: bool) -> io::Result<Opened> {
+        if makes {
+            // Where it cannot be made, the first write tries again.
+            let _ = fs::create_dir_all(folder);
+        }
         let (mut found, mut foreign) = (Vec::new(), Vec::new());
         let entries = match fs::read_dir(folder) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => None,

@@ -35,14 +35,11 @@ use linkwise_core::claims::{Claim, ClaimError, ClaimName, DeviceRefusal, Node, P
 use linkwise_core::errors::chain;
 use linkwise_core::publish::injection::HostDevices;
 use linkwise_core::quote::quoted;
-use linkwise_core::state::{self, DraGpus, NodeState, PreparedClaim, ResourceName};
+use linkwise_core::state::{NodeState, PreparedClaim, ResourceName};
 use linkwise_system::files;
 
 /// The longest time that the node's state may take to enter a claim: it never waits for a disk or for NVML.
 const LEDGER_TIMEOUT: Duration = Duration::from_secs(5);
-
-/// The longest time that a GPU may take to come back to DRA: three lists of the kubelet, which come within 4 s.
-const TAKE_BACK_TIMEOUT: Duration = Duration::from_secs(15);
 
 /// The time that a claim waits for the turn of one in its way: a sweep or an Unprepare writes and removes a few files. Without
 /// a limit two claims in each other's way would wait for ever.
@@ -89,6 +86,11 @@ pub(super) struct ClaimManager {
 pub(super) enum PrepareError {
     #[error("{} is no UID of a claim", quoted(.0))]
     NoUid(String),
+    #[error(
+        "this node's GPUs go through the device plugin (linkwise.dra.gpus: none), and the claim was not prepared before: \
+         delete the pod and its claim, or set dra.gpus to all"
+    )]
+    NotServed,
     #[error("cannot read the claim {claim}")]
     Query { claim: String, source: ClaimQueryError },
     #[error(transparent)]
@@ -142,11 +144,11 @@ impl ClaimManager {
         ledger: watch::Sender<Option<Vec<PreparedClaim>>>,
         lock: ClaimsLock,
     ) -> Result<Self, PluginError> {
-        let folder = settings.checkpoints.clone();
+        let (folder, serves) = (settings.checkpoints.clone(), settings.serves);
         let held = lock.clone();
         let opened = files::blocking(move || {
             let _held = held;
-            CheckpointFolder::open(&folder)
+            CheckpointFolder::open(&folder, serves)
         });
         let opened = opened.await;
         let unusable = |source| PluginError::Checkpoints { folder: settings.checkpoints.clone(), source };
@@ -181,11 +183,10 @@ impl ClaimManager {
         self.checkpoints().into_iter().map(|checkpoint| checkpoint.prepared).collect()
     }
 
-    /// Returns true if no GPU is to go through DRA. Then a claim is over as soon as the kubelet lists it no more, and
-    /// what stands against undoing it does not keep its GPUs from the device plugin.
+    /// Returns true if the node's door is the device plugin. Then a claim is over as soon as the kubelet lists it no
+    /// more, and what stands against undoing it does not keep its GPUs from the device plugin.
     pub fn is_off(&self) -> bool {
-        let state = self.snapshot.borrow();
-        !state.topology().gpus().is_empty() && state.offers().plan().dra == DraGpus::None
+        !self.settings.serves
     }
 
     /// Returns true if any claim is prepared or being prepared.
@@ -290,6 +291,9 @@ impl ClaimManager {
             self.undo(uid, &turn).await?;
         }
         let before = self.checkpoint(uid);
+        if self.is_off() && before.is_none() {
+            return Err(PrepareError::NotServed);
+        }
         if let Some(checkpoint) = &before
             && checkpoint.is_completed_in(self.settings.boot.as_deref())
             && self.is_intact(checkpoint, &turn).await
@@ -329,30 +333,22 @@ impl ClaimManager {
         Ok((carried_out?, false))
     }
 
-    /// Waits until the node's ledger has a claim that [`Self::reserve`] entered, and DRA has its GPUs: from then on they
-    /// stay there. A GPU that left DRA before comes back, unless a pod has it.
+    /// Waits until the node's ledger has a claim that [`Self::reserve`] entered: from then on its GPUs stay with DRA.
     async fn confirm(&self, checkpoint: &Checkpoint) -> Result<(), PrepareError> {
-        let devices = &checkpoint.prepared.devices;
-        let is_dra = |state: &NodeState, gpu| state.door(gpu).is_some_and(state::Door::is_dra);
-        let holder = |state: &NodeState, gpu| state.ledger().holder_beside(state.topology(), gpu, &self.settings.pool);
         if self.settings.has_ledger {
             let (ours, mut snapshot) = (checkpoint.for_ledger(), self.snapshot.clone());
             let known = snapshot.wait_for(|state| state.ledger().prepared(&checkpoint.claim.uid) == Some(&ours));
             if !matches!(timeout(LEDGER_TIMEOUT, known).await, Ok(Ok(_))) {
                 return Err(PrepareError::NoLedger);
             }
-            let settled = snapshot.wait_for(|state| {
-                let mut missing = devices.iter().filter(|device| !is_dra(state, &device.gpu));
-                missing.all(|device| device.admin || holder(state, &device.gpu).is_some())
-            });
-            // An error means that the time is over, or the node is ending.
-            let _ = timeout(TAKE_BACK_TIMEOUT, settled).await;
         }
         let state = Arc::clone(&self.snapshot.borrow());
-        let Some(device) = devices.iter().find(|device| !is_dra(&state, &device.gpu)) else { return Ok(()) };
-        let why = DeviceRefusal::NotDra(state.door(&device.gpu));
-        let why = holder(&state, &device.gpu).map_or(why, DeviceRefusal::Held);
-        Err(ClaimError::of_device(&device.device, &device.gpu, why).into())
+        let holder = |gpu| state.ledger().holder_beside(state.topology(), gpu, &self.settings.pool);
+        let mut taken = checkpoint.prepared.devices.iter().filter(|device| !device.admin);
+        let held = taken.find_map(|device| Some((device, holder(&device.gpu)?)));
+        held.map_or(Ok(()), |(device, holder)| {
+            Err(ClaimError::of_device(&device.device, &device.gpu, DeviceRefusal::Held(holder)).into())
+        })
     }
 
     /// Reads the claim, plans it, and enters it as prepared. The devices of claims that are gone are taken from them

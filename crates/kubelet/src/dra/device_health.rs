@@ -16,7 +16,7 @@ use tonic::{Request, Response, Status};
 use super::claim_manager::ClaimManager;
 use super::{Observer, Occurrence, Settings};
 use linkwise_core::claims::devices;
-use linkwise_core::state::{self, Health, MigInstance, NodeState, UnhealthyReason};
+use linkwise_core::state::{Door, Health, MigInstance, NodeState, UnhealthyReason};
 use linkwise_core::topology::{Gpu, is_set};
 use linkwise_kubelet_api::dra_health::v1::dra_resource_health_server::DraResourceHealth as DraResourceHealthV1;
 use linkwise_kubelet_api::dra_health::v1alpha1 as wire;
@@ -53,9 +53,8 @@ fn report(state: &NodeState, manager: Option<&ClaimManager>) -> BTreeMap<String,
         let gone = (wire::HealthStatus::Unhealthy, UnhealthyReason::Gone.to_string());
         reports.insert(device.device, gone);
     }
-    // One that leaves DRA is reported as long as claims have it.
-    let dra = &state.offers().plan().dra;
-    let is_dra = |gpu: &Gpu| dra.include(gpu) || state.door(&gpu.uuid).is_some_and(state::Door::is_dra);
+    // A GPU is reported as long as claims have it.
+    let is_dra = |gpu: &Gpu| state.door(&gpu.uuid) == Some(Door::Dra) || state.is_with_dra(&gpu.uuid);
     for (name, device) in devices(state.topology()).into_iter().filter(|(_, device)| is_dra(device.gpu)) {
         let instance = device
             .mig

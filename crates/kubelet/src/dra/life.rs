@@ -16,15 +16,21 @@ use super::claim_manager::ClaimManager;
 use super::handshake::{DraHandshake, Input, OwnInput};
 use super::session::PluginSession;
 use super::turn::{Claims, ClaimsLock};
-use super::{Observer, Occurrence, Phase, Settings};
+use super::{Observer, Occurrence, Phase, Settings, checkpoint};
 use crate::registration::{BindError, Executor, Held, Life, Limits, Registrant, RegistrationMachine, Watching, random};
 use linkwise_core::state::NodeState;
+use linkwise_system::files;
 
 /// The longest time that connections may take to close when a session ends; a shutdown has one second in all.
 const CLOSE_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// The time between two searches for claims that are over while DRA is off: the kubelet's list alone tells.
 const OFF_SWEEP: Duration = Duration::from_secs(2);
+
+/// The fate of pods whose claims are left, where the kubelet cannot reach a DRA plugin.
+const NOT_UNPREPARED: &str = ": without DRA's folders the kubelet cannot unprepare the claims that are left. Their pods stay \
+                              in Terminating until they are deleted with --force, or DRA's folders are mounted again \
+                              (dra.gpus: none is enough)";
 
 /// The plugin's life with the kubelet, whenever it is this process's turn.
 pub(super) struct Registering {
@@ -68,15 +74,19 @@ impl Registering {
         let handshake = DraHandshake::new(settings.offer_timeout);
         let machine = RegistrationMachine::new(limits, Phase::WaitingForGpus, handshake, random());
         let watching = Watching { folder: settings.registry.clone(), poll: settings.poll, inotify: settings.inotify };
-        let opened = opened(snapshot.clone(), settings.cdi.clone(), claims.clone());
-        let mut turn = turn.clone();
-        let ready: Held<()> = Box::pin(async move {
-            tokio::select! {
-                () = opened => {}
-                // The calls wait: another process has written the specs and has the claims.
-                Ok(_) = turn.wait_for(Option::is_none) => {}
-            }
-        });
+        let ready: Held<()> = if settings.serves {
+            let opened = opened(snapshot.clone(), settings.cdi.clone(), claims.clone());
+            let mut turn = turn.clone();
+            Box::pin(async move {
+                tokio::select! {
+                    () = opened => {}
+                    // The calls wait: another process has written the specs and has the claims.
+                    Ok(_) = turn.wait_for(Option::is_none) => {}
+                }
+            })
+        } else {
+            Box::pin(has_claims(Arc::clone(settings), claims.clone(), turn.clone()))
+        };
         let registrant = DraPlugin {
             settings: Arc::clone(settings),
             claims: claims.clone(),
@@ -164,7 +174,8 @@ impl Registrant for DraPlugin {
 
     fn kubelet(&self) -> Result<(), String> {
         let folder = &self.settings.registry;
-        if folder.is_dir() { Ok(()) } else { Err(format!("there is no folder {}", folder.display())) }
+        let end = if self.settings.serves { "" } else { NOT_UNPREPARED };
+        if folder.is_dir() { Ok(()) } else { Err(format!("there is no folder {}{end}", folder.display())) }
     }
 
     fn bind(&self, random: u64) -> Held<Result<((), PluginSession), BindError>> {
@@ -202,5 +213,26 @@ async fn opened(mut snapshot: watch::Receiver<Arc<NodeState>>, mut cdi: CdiLink,
     let seen = snapshot.wait_for(|state| !state.topology().gpus().is_empty()).await.is_ok();
     if !seen || cdi.wait_for(Option::is_some).await.is_err() {
         std::future::pending::<()>().await;
+    }
+}
+
+/// Completes when there are claims that the kubelet may unprepare, though the node's door is the device plugin.
+async fn has_claims(settings: Arc<Settings>, claims: Claims, mut turn: watch::Receiver<Option<ClaimsLock>>) {
+    let mut manager = claims.follow();
+    loop {
+        let waits = turn.borrow_and_update().is_none();
+        let has_some = manager.borrow_and_update().as_ref().is_some_and(|manager| manager.has_checkpoints());
+        // Another process has the claims: the disk alone tells of them.
+        let folder = settings.checkpoints.clone();
+        let on_disk = async { files::blocking(move || Ok(checkpoint::has_any(&folder))).await.unwrap_or_default() };
+        if has_some || waits && on_disk.await {
+            return;
+        }
+        tokio::select! {
+            Ok(()) = turn.changed() => {}
+            Ok(()) = manager.changed() => {}
+            // The node is ending.
+            else => std::future::pending().await,
+        }
     }
 }

@@ -41,7 +41,7 @@ use turn::{Claims, Holder};
 
 pub use crate::registration::Life;
 pub use api::{CdiDevices, CdiLink, ClaimQuery, ClaimQueryError, MpsLink, MpsOrders, MpsServed};
-pub use checkpoint::{Checkpoint, parse as parse_checkpoint};
+pub use checkpoint::{Checkpoint, has_any as has_checkpoints, parse as parse_checkpoint};
 pub use claim_json::{NoClaim, parse_claim};
 pub use linkwise_nvml::supervisor::{MigDone, MigRequest};
 pub use metrics::PluginMetrics;
@@ -86,6 +86,9 @@ pub struct Settings {
     pub claim_timeout: Duration,
     /// The longest time that a claim waits until a scan has found its devices.
     pub specs_timeout: Duration,
+    /// True if the node's door is DRA. Otherwise claims that are prepared are prepared again and unprepared, no other is
+    /// prepared, and the kubelet finds sockets only while there are such claims.
+    pub serves: bool,
     /// True if the node enters the claims that the plugin has prepared into the node's ledger: then a claim is
     /// prepared only when the ledger has it and its GPUs are still DRA's.
     pub has_ledger: bool,
@@ -135,6 +138,7 @@ impl Settings {
             callers: Callers::default(),
             claim_timeout: Duration::from_secs(15),
             specs_timeout: Duration::from_secs(15),
+            serves: true,
             has_ledger: false,
             has_api_server: true,
             prepare_timeout: Duration::from_secs(40),

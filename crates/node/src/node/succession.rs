@@ -88,8 +88,6 @@ impl Memory {
             | Event::Prepared(_)
             | Event::Cleared(..)
             | Event::Restored(_)
-            | Event::SlicesStored(_)
-            | Event::Allocations { .. }
             | Event::Tick => return,
         };
         self.last.insert(place, event.clone());
@@ -114,6 +112,8 @@ impl Node {
     /// until a [`Order`] asks for it.
     pub fn stand_by(&mut self) {
         self.remember();
+        // The claims are the other's, and come with the takeover.
+        self.state.current = std::mem::take(&mut self.state.current).awaiting_the_claims(false);
         self.files.send_replace(None);
         self.claims.send_replace(None);
         self.offers_dra.send_replace(false);

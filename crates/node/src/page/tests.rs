@@ -47,6 +47,7 @@ fn shown(pods: [&str; 2], reason: &str) -> Shown {
         index: gpu.index,
         pci: gpu.pci.to_string(),
         model: gpu.model.clone(),
+        door: None,
         healthy: at != 5,
         availability: match at {
             0..=3 => Availability::Held,

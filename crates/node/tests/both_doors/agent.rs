@@ -10,20 +10,16 @@ use linkwise_core::claims::{
     Prepared, plan,
 };
 use linkwise_core::publish::injection::{CdiOptions, HostDevices, InjectionOptions};
-use linkwise_core::state::{Door, Effect, Event, Health, HealthRecord, Holdings, NodeState, NumaHints};
-use linkwise_core::topology::GpuUuid;
+use linkwise_core::state::{Effect, Event, Health, HealthRecord, Holdings, NodeState, NumaHints};
 use linkwise_kubelet::dra::Checkpoint;
 
 use super::{DRIVER, POOL};
 
 /// How long after a claim was entered or prepared the kubelet's lists have it (`listed_within` of `dra::Settings`).
-const LISTED_WITHIN: Duration = Duration::from_secs(90);
+pub const LISTED_WITHIN: Duration = Duration::from_secs(90);
 
 /// How long an answer of PodResources takes at most: its deadline, and that of the kubelet's checkpoint.
 pub const LATEST_LIST: Duration = Duration::from_secs(4);
-
-/// How long a claim waits for a GPU that comes back to DRA (`TAKE_BACK_TIMEOUT`).
-const TAKE_BACK: Duration = Duration::from_secs(15);
 
 /// What a process leaves to the next.
 #[derive(Clone, Debug, Default)]
@@ -67,8 +63,7 @@ fn name(uid: &str) -> ClaimName {
 enum Work {
     Read,
     Reserve(Claim),
-    /// Until when it waits for GPUs, and whether any was not DRA's when it was reserved.
-    Confirm(Checkpoint, Duration, bool),
+    Confirm(Checkpoint),
     Start(Checkpoint),
     Complete(Checkpoint),
     Remove,
@@ -109,18 +104,14 @@ pub struct Agent {
     pub is_informed: bool,
     /// Healthy devices of DRA, once more for each snapshot.
     pub published: Vec<Vec<String>>,
-    /// What the API server's slices offer, as the writer of slices saw it last.
-    pub told: Option<Vec<String>>,
-    /// What the API server has answered about claims, on its way.
-    answer: Option<Event>,
-    /// Claims that have taken GPUs back.
-    pub taken_back: u32,
+    /// Whether it prepares claims that have no checkpoint.
+    serves: bool,
 }
 
 impl Agent {
     /// Starts with what the last process left. `events` come in the order given.
-    pub fn start(disk: &Disk, events: Vec<Event>, now: Duration) -> Self {
-        let state = NodeState::new(NumaHints::default()).awaiting_the_holders().asking_for_allocations();
+    pub fn start(disk: &Disk, events: Vec<Event>, serves: bool, now: Duration) -> Self {
+        let state = NodeState::new(NumaHints::default()).awaiting_the_holders().awaiting_the_claims(true);
         let door: BTreeMap<_, _> =
             disk.claims.iter().map(|(uid, record)| (uid.clone(), (record.clone(), now))).collect();
         let mut agent = Self {
@@ -136,9 +127,7 @@ impl Agent {
             pause: Duration::ZERO,
             is_informed: false,
             published: Vec::new(),
-            told: None,
-            answer: None,
-            taken_back: 0,
+            serves,
         };
         agent.apply(Event::Restored(Box::new(disk.record.clone())), now);
         agent
@@ -178,30 +167,6 @@ impl Agent {
         self.next_list = now + self.pause;
         self.is_informed |= held.is_some();
         self.apply(Event::Holders(held), now);
-    }
-
-    /// The writer of slices sees what is stored.
-    pub fn stored(&mut self, slice: &Vec<String>) {
-        if self.told.as_ref() != Some(slice) {
-            self.told = Some(slice.clone());
-            self.events.push_back(Event::SlicesStored(slice.iter().cloned().collect()));
-        }
-    }
-
-    /// Asks for claims where the state wants to know of them. The answer comes later.
-    pub fn ask_for_claims(&mut self, cluster: &Cluster) {
-        let gpus: BTreeSet<GpuUuid> = self.snapshot.awaiting_allocations();
-        if self.answer.is_none() && !cluster.is_away && !gpus.is_empty() {
-            let claims =
-                cluster.claims.iter().map(|(uid, of)| (format!("default/{uid}"), of.iter().cloned().collect()));
-            self.answer = Some(Event::Allocations { gpus, claims: claims.collect() });
-        }
-    }
-
-    pub fn answer_claims(&mut self, now: Duration) {
-        if let Some(answer) = self.answer.take() {
-            self.apply(answer, now);
-        }
     }
 
     fn publish(&mut self) {
@@ -264,6 +229,7 @@ impl Agent {
                 Some(record) if record.is_completed_in(Some("boot")) => {
                     return Some((uid, Answer::Prepared(record.prepared.clone())));
                 }
+                None if !self.serves => return Some((uid, Answer::Refused)),
                 _ if cluster.is_away => return Some((uid, Answer::Refused)),
                 before => match cluster.read(&uid) {
                     Some(claim) => Work::Reserve(claim),
@@ -276,31 +242,23 @@ impl Agent {
                 },
             },
             Work::Reserve(claim) => match self.reserve(&uid, &claim, cluster, disk, now) {
-                Some(record) => {
-                    let comes_back = !record.prepared.devices.iter().all(|device| self.is_dra(&device.gpu));
-                    Work::Confirm(record, now + TAKE_BACK, comes_back)
-                }
+                Some(record) => Work::Confirm(record),
                 None => return Some((uid, Answer::Refused)),
             },
-            Work::Confirm(record, until, comes_back) => {
-                let mut missing = record.prepared.devices.iter().filter(|device| !self.is_dra(&device.gpu)).peekable();
+            Work::Confirm(record) if self.snapshot.ledger().prepared(&uid) != Some(&record.for_ledger()) => {
+                Work::Confirm(record)
+            }
+            Work::Confirm(record) => {
                 let (ledger, topology) = (self.snapshot.ledger(), self.snapshot.topology());
-                if ledger.prepared(&uid) != Some(&record.for_ledger()) {
-                    Work::Confirm(record, until, comes_back)
-                } else if missing.peek().is_none() {
-                    self.taken_back += u32::from(comes_back);
-                    Work::Start(record)
-                } else if now < until
-                    && missing.any(|device| ledger.holder_beside(topology, &device.gpu, POOL).is_none())
-                {
-                    Work::Confirm(record, until, comes_back)
-                } else {
+                let holder = |gpu| ledger.holder_beside(topology, gpu, POOL);
+                if record.prepared.devices.iter().any(|device| holder(&device.gpu).is_some()) {
                     match before {
                         Some(before) => self.put(&uid, Some(before), now),
                         None => self.undo(&uid, disk, now),
                     }
                     return Some((uid, Answer::Refused));
                 }
+                Work::Start(record)
             }
             Work::Start(record) => {
                 disk.claims.insert(uid.clone(), record.clone());
@@ -323,10 +281,6 @@ impl Agent {
         };
         self.tasks.push(Task { uid, work: next, before });
         None
-    }
-
-    fn is_dra(&self, gpu: &GpuUuid) -> bool {
-        self.snapshot.door(gpu).is_some_and(Door::is_dra)
     }
 
     fn reserve(

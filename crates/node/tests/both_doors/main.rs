@@ -1,7 +1,6 @@
 //! Both doors of one node, a million random steps: pods start and end through the device plugin and through claims while
-//! GPUs change between the doors, go and come back, and processes die. No GPU is with two pods, and none is lost. No GPU
-//! is given away under a claim that has it allocated, or will: an allocation may be written 600 s after the scheduler's
-//! choice. A claim that comes later still takes a free GPU back.
+//! processes die and others with the other door follow, and GPUs go and come back. No GPU is with two pods, and none is
+//! lost.
 //!
 //! The state, its ledger and doors and `claims::plan` are the real ones. The kubelet, the scheduler, the API server and
 //! the disk are models, and what containers have is kept in books of this test's own ([`books`]). What the models rely
@@ -31,7 +30,7 @@ use std::thread;
 use std::time::Duration;
 
 use linkwise_core::allocation::DeviceId;
-use linkwise_core::state::{Event, Health};
+use linkwise_core::state::{Door, Event, Health};
 use linkwise_core::topology::NodeObservation;
 use linkwise_host::machines;
 
@@ -51,11 +50,6 @@ const STEPS: u32 = 2_000;
 /// Slices that a scheduler may still read.
 const OLDEST_SLICE: usize = 6;
 
-/// How old a slice is at most that a scheduler chooses from, and how long after that it writes the allocation at most:
-/// volumes may take 600 s.
-const STALE: Duration = Duration::from_secs(30);
-const LATEST_ALLOCATION: Duration = Duration::from_secs(600);
-
 /// Two whole GPUs, and two in MIG mode.
 static MACHINE: LazyLock<NodeObservation> = LazyLock::new(|| {
     let mixed = concat!(env!("CARGO_MANIFEST_DIR"), "/../../lab/fake-nvml/machines/four-gpus-mig.yaml");
@@ -63,14 +57,6 @@ static MACHINE: LazyLock<NodeObservation> = LazyLock::new(|| {
     seen.gpus[1].mig = seen.gpus[0].mig.clone();
     seen
 });
-
-/// A claim for which the scheduler has chosen devices, and whose allocation is not written.
-#[derive(Clone, Debug)]
-struct Pending {
-    devices: Vec<String>,
-    /// When it is written at the latest.
-    until: Duration,
-}
 
 /// A pod with a claim.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -90,21 +76,17 @@ struct World {
     agent: Option<Agent>,
     disk: Disk,
     cluster: Cluster,
-    /// The API server's slices of some moments, each with the time at which it was stored and the agent that wants it.
-    slices: VecDeque<(Duration, u32, Vec<String>)>,
+    /// The API server's slices of some moments, each with the agent that wants it.
+    slices: VecDeque<(u32, Vec<String>)>,
     /// What the agent wants stored.
     unstored: Option<Vec<String>>,
     /// The number of agents so far.
     agents: u32,
-    /// Claims on their way.
-    pending: BTreeMap<String, Pending>,
-    /// The agents whose slices the scheduler chose from in time, by claim.
-    chosen: BTreeMap<String, u32>,
     /// The pods of claims, by the claim's UID.
     claims: BTreeMap<String, PodState>,
     books: Books,
     made: u32,
-    done: [u32; 10],
+    done: [u32; 9],
     history: Option<Vec<String>>,
 }
 
@@ -115,7 +97,7 @@ impl World {
         let mut world = Self {
             random: Random::new(seed),
             now: Duration::from_secs(1_000_000),
-            wish: Wish { dra: [false; GPUS as usize], by_mig: true, shared: false, left_out: None },
+            wish: Wish { door: Door::Plugin, by_mig: true, shared: false, left_out: None },
             gpus: [(true, false), (true, false), (true, true), (true, true)],
             kubelet: Kubelet { runs: true, ..Kubelet::default() },
             agent: None,
@@ -124,12 +106,10 @@ impl World {
             slices: VecDeque::new(),
             unstored: None,
             agents: 0,
-            pending: BTreeMap::new(),
-            chosen: BTreeMap::new(),
             claims: BTreeMap::new(),
             books: Books::default(),
             made: 0,
-            done: [0; 10],
+            done: [0; 9],
             history: is_traced.then(Vec::new),
         };
         world.start_agent();
@@ -163,7 +143,7 @@ impl World {
         // It may make other resources of the GPUs: what the last one granted is in the books by then.
         self.kubelet.pods.values_mut().for_each(|pod| pod.granted = None);
         let mut events = vec![self.planned(), self.observed()];
-        let mut agent = Agent::start(&self.disk, Vec::new(), self.now);
+        let mut agent = Agent::start(&self.disk, Vec::new(), self.wish.door == Door::Dra, self.now);
         let at = usize::try_from(self.random.within(0..3)).unwrap();
         events.insert(at, agent.claims());
         agent.events = events.into();
@@ -174,7 +154,6 @@ impl World {
     }
 
     fn kill_agent(&mut self) {
-        self.done[9] += self.agent.as_ref().map_or(0, |agent| agent.taken_back);
         self.agent = None;
         self.kubelet.healthy.clear();
     }
@@ -190,15 +169,14 @@ impl World {
         }
         if let Some(slice) = self.unstored.take() {
             match self.slices.back_mut() {
-                Some((_, by, last)) if *last == slice => *by = self.agents,
-                _ => self.slices.push_back((self.now, self.agents, slice)),
+                Some((by, last)) if *last == slice => *by = self.agents,
+                _ => self.slices.push_back((self.agents, slice)),
             }
         }
         while self.slices.len() > OLDEST_SLICE {
             self.slices.pop_front();
         }
-        let Some((_, by, last)) = self.slices.back() else { return Ok(()) };
-        agent.stored(last);
+        let Some((by, last)) = self.slices.back() else { return Ok(()) };
         // What an agent offered whose record never came to the disk, the next one does not know.
         if *by != self.agents {
             return Ok(());
@@ -244,22 +222,15 @@ impl World {
             self.drain();
             let booked = self.kubelet.pods.values().filter_map(|pod| Some(pod.granted? + BOOKED_WITHIN)).min();
             let deadline = self.agent.as_ref().map(Agent::deadline);
-            let written = self.pending.values().map(|pending| pending.until).min();
-            let next = booked.into_iter().chain(deadline).chain(written).min();
+            let next = booked.into_iter().chain(deadline).min();
             let next = next.map_or(end, |next| next.clamp(self.now, end));
             self.now = next;
-            let due = self.pending.iter().find(|(_, pending)| pending.until <= self.now).map(|(uid, _)| uid.clone());
-            if let Some(uid) = due {
-                self.write_allocation(&uid);
-            }
             for pod in self.kubelet.pods.values_mut() {
                 pod.granted = pod.granted.filter(|granted| *granted + BOOKED_WITHIN > self.now);
             }
             if let Some(agent) = &mut self.agent {
                 agent.apply(Event::Tick, self.now);
                 let is_late = agent.asked.as_ref().is_some_and(|(_, asked)| *asked + LATEST_LIST <= self.now);
-                agent.ask_for_claims(&self.cluster);
-                agent.answer_claims(self.now);
                 if is_late {
                     self.answer_list();
                 }
@@ -292,7 +263,6 @@ impl World {
             self.done[0] += 1;
             return Ok(());
         }
-        self.is_nobodys(&ids)?;
         self.made += 1;
         let (pod, by_init) = (format!("p{}", self.made), self.random.one_in(8));
         self.note(|| format!("{pod} is granted {ids:?}"));
@@ -304,30 +274,13 @@ impl World {
         Ok(())
     }
 
-    /// No claim has devices of these ids allocated, or will have.
-    fn is_nobodys(&self, ids: &[String]) -> Checked {
-        let on_their_way = self.pending.iter().map(|(uid, pending)| (uid, &pending.devices));
-        let waiting = |uid: &&String| self.claims.get(*uid) == Some(&PodState::Waiting);
-        let written = self.cluster.claims.iter().filter(|(uid, _)| waiting(uid));
-        for (uid, devices) in on_their_way.chain(written).filter(|(uid, _)| self.chosen.get(*uid) == Some(&self.agents))
-        {
-            let has = |id: &String| devices.iter().any(|device| Part::of_device(device).overlaps(Part::of_id(id).0));
-            if let Some(id) = ids.iter().find(|id| has(id)) {
-                return Err(format!("{id} is given away under {uid}, which has {devices:?}"));
-            }
-        }
-        Ok(())
-    }
-
-    /// The scheduler chooses devices of slices of some moments ago that no claim has: of older ones too late.
+    /// The scheduler allocates devices of the slices, or of those of some moments ago, that no claim has.
     fn schedule(&mut self) {
         let Some(at) = self.pick(self.slices.len()).filter(|_| !self.cluster.is_away) else { return };
         let at = if self.random.one_in(4) { at } else { self.slices.len() - 1 };
-        let is_in_time = self.slices.get(at + 1).is_none_or(|(replaced, ..)| self.now < *replaced + STALE);
-        let pending = self.pending.values().flat_map(|pending| &pending.devices);
-        let taken: BTreeSet<&String> = self.cluster.claims.values().flatten().chain(pending).collect();
+        let taken: BTreeSet<&String> = self.cluster.claims.values().flatten().collect();
         let mut free: Vec<String> =
-            self.slices[at].2.iter().filter(|device| !taken.contains(device)).cloned().collect();
+            self.slices[at].1.iter().filter(|device| !taken.contains(device)).cloned().collect();
         let mut devices = Vec::new();
         for _ in 0..1 + self.random.within(0..2) {
             if let Some(at) = self.pick(free.len()) {
@@ -337,30 +290,11 @@ impl World {
         if !devices.is_empty() {
             self.made += 1;
             let uid = format!("c{}", self.made);
-            self.note(|| format!("{uid} is to have {devices:?}, in time: {is_in_time}"));
-            if is_in_time && self.slices[at].1 == self.agents {
-                self.chosen.insert(uid.clone(), self.agents);
-            }
-            let is_late = self.random.one_in(2);
-            let late = if is_late { self.random.milliseconds(1..600_000) } else { Duration::ZERO };
-            let until = self.now + late.min(LATEST_ALLOCATION);
-            self.pending.insert(uid.clone(), Pending { devices, until });
-            if !is_late {
-                self.write_allocation(&uid);
-            }
+            self.note(|| format!("{uid} is allocated {devices:?}"));
+            self.cluster.claims.insert(uid.clone(), devices);
+            self.claims.insert(uid, PodState::Waiting);
+            self.done[7] += 1;
         }
-    }
-
-    /// The scheduler writes an allocation, or gives up where the API server is away.
-    fn write_allocation(&mut self, uid: &str) {
-        let Some(Pending { devices, .. }) = self.pending.remove(uid) else { return };
-        if self.cluster.is_away {
-            return;
-        }
-        self.note(|| format!("{uid} is allocated {devices:?}"));
-        self.cluster.claims.insert(uid.to_owned(), devices);
-        self.claims.insert(uid.to_owned(), PodState::Waiting);
-        self.done[7] += 1;
     }
 
     fn advance(&mut self) -> Checked {
@@ -439,11 +373,6 @@ impl World {
     }
 
     fn change_wish(&mut self) {
-        for gpu in &mut self.wish.dra {
-            if self.random.one_in(2) {
-                *gpu = self.random.one_in(2);
-            }
-        }
         match self.random.within(0..6) {
             0 => self.wish.by_mig = !self.wish.by_mig,
             1 => self.wish.shared = !self.wish.shared,
@@ -487,22 +416,6 @@ impl World {
             0..2 => self.change_wish(),
             2..8 => self.change_gpu(),
             8..9 => self.cluster.is_away = true,
-            346..348 => {
-                if let Some(agent) = &mut self.agent {
-                    agent.ask_for_claims(&self.cluster);
-                }
-            }
-            348..350 => {
-                if let Some(agent) = &mut self.agent {
-                    agent.answer_claims(self.now);
-                }
-            }
-            350..351 => {
-                if let Some(uid) = self.pending.keys().next().cloned() {
-                    self.write_allocation(&uid);
-                    self.done[8] += 1;
-                }
-            }
             9..15 => self.cluster.is_away = false,
             15..17 if self.agent.is_some() => {
                 self.note(|| "the agent dies".to_owned());
@@ -510,8 +423,12 @@ impl World {
                 self.drain();
                 self.kill_agent();
                 if self.random.one_in(3) {
-                    // The next one begins at once, with other GPUs for DRA.
-                    self.wish.dra = self.wish.dra.map(|_| self.random.one_in(2));
+                    self.wish.door = if self.wish.door == Door::Dra { Door::Plugin } else { Door::Dra };
+                    let door = self.wish.door;
+                    self.note(|| format!("the next has the door {door:?}"));
+                    self.done[8] += 1;
+                }
+                if self.random.one_in(2) {
                     self.start_agent();
                 }
             }
@@ -577,7 +494,7 @@ impl World {
                     self.cluster.claims.remove(&uid);
                 }
             }
-            351..354 => {
+            346..354 => {
                 let ended = |world: &Self, uid: &str, state| {
                     state == PodState::Ended && world.agent.as_ref().is_some_and(|agent| !agent.works_on(uid))
                 };
@@ -632,8 +549,8 @@ fn history(seed: u64, steps: u32, is_traced: bool) -> (World, Checked) {
 }
 
 /// Plays histories, and panics with the first that went wrong; what they had in them.
-fn played(seeds: impl Iterator<Item = u64>) -> [u32; 10] {
-    let mut done = [0; 10];
+fn played(seeds: impl Iterator<Item = u64>) -> [u32; 9] {
+    let mut done = [0; 9];
     for seed in seeds {
         let (world, outcome) = history(seed, STEPS, false);
         if outcome.is_err() {
@@ -646,7 +563,7 @@ fn played(seeds: impl Iterator<Item = u64>) -> [u32; 10] {
     done
 }
 
-fn add(all: &mut [u32; 10], more: [u32; 10]) {
+fn add(all: &mut [u32; 9], more: [u32; 9]) {
     all.iter_mut().zip(more).for_each(|(all, more)| *all += more);
 }
 
@@ -656,16 +573,16 @@ fn no_gpu_is_twice_or_lost_in_a_million_steps() {
     let done = thread::scope(|scope| {
         let each = |core| scope.spawn(move || played((0..HISTORIES).skip(core).step_by(cores)));
         let threads: Vec<_> = (0..cores).map(each).collect();
-        threads.into_iter().fold([0; 10], |mut all, thread| {
+        threads.into_iter().fold([0; 9], |mut all, thread| {
             add(&mut all, thread.join().unwrap());
             all
         })
     });
-    let [refused, granted, not_prepared, prepared, plans, deaths, kubelets, scheduled, late, taken_back] = done;
+    let [refused, granted, not_prepared, prepared, plans, deaths, kubelets, scheduled, doors] = done;
     println!(
         "{granted} pods of the device plugin ({refused} refused), {prepared} of {scheduled} claims prepared ({not_prepared} \
-         refusals, {late} late, {taken_back} took a GPU back), {plans} plans, {deaths} deaths of the agent, {kubelets} \
-         restarts of the kubelet"
+         refusals), {plans} plans, {deaths} deaths of the agent, {doors} changes of doors, {kubelets} restarts of the \
+         kubelet"
     );
     assert!(done.iter().all(|times| *times > 50), "{done:?}");
 }

@@ -3,8 +3,9 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use linkwise_core::state::{DRA_GRACE, Door};
+use linkwise_core::state::Door;
 
+use super::agent::LISTED_WITHIN;
 use super::books::{GPUS, Part};
 use super::kubelet::BOOKED_WITHIN;
 use super::{Checked, PodState, World, healthy};
@@ -28,7 +29,6 @@ impl World {
             self.end_claim(uid);
         }
         self.cluster.claims.clear();
-        self.pending.clear();
         loop {
             self.pass(Duration::from_millis(100))?;
             self.drain();
@@ -41,7 +41,7 @@ impl World {
             }
         }
         for _ in 0..3 {
-            self.pass(DRA_GRACE)?;
+            self.pass(LISTED_WITHIN * 2)?;
             let agent = self.agent.as_mut().unwrap();
             agent.sweep(&self.cluster, &mut self.disk, self.now);
         }
@@ -49,9 +49,9 @@ impl World {
         let agent = self.agent.as_ref().unwrap();
         let (wish, gpus) = (self.wish, self.gpus);
         let is_out = |gpu: u8| wish.left_out == Some(gpu);
-        let goes = |gpu: u8| wish.dra[usize::from(gpu)];
-        let parts = |by_dra: bool| -> BTreeSet<Part> {
-            let gpus_of_door = (0..GPUS).filter(|gpu| !is_out(*gpu) && goes(*gpu) == by_dra);
+        let parts = |door: Door| -> BTreeSet<Part> {
+            let (gpus_of_door, by_dra) =
+                ((0..GPUS).filter(|gpu| !is_out(*gpu) && wish.door == door), door == Door::Dra);
             gpus_of_door
                 .flat_map(|gpu| Part::all_of(gpu, gpus[usize::from(gpu)].1 && (by_dra || wish.by_mig)))
                 .collect()
@@ -59,17 +59,16 @@ impl World {
         let dra: BTreeSet<Part> =
             self.slices.back().into_iter().flat_map(|(.., it)| it).map(|it| Part::of_device(it)).collect();
         let plugin: BTreeSet<Part> = healthy(agent).map(|(id, _)| Part::of_id(&id).0).collect();
-        if dra != parts(true) || plugin != parts(false) {
+        if dra != parts(Door::Dra) || plugin != parts(Door::Plugin) {
             return Err(format!("left alone, the doors offer {plugin:?} and {dra:?}; {wish:?}"));
         }
         for gpu in 0..GPUS {
             let uuid = Part { gpu, mig: None }.uuid().parse().unwrap();
-            let wanted = (!is_out(gpu)).then_some(if goes(gpu) { Door::Dra } else { Door::Plugin });
+            let wanted = (!is_out(gpu)).then_some(wish.door);
             if agent.snapshot.door(&uuid) != wanted {
                 return Err(format!("the door of GPU {gpu} is {:?}", agent.snapshot.door(&uuid)));
             }
         }
-        self.done[9] += agent.taken_back;
         if self.disk.claims.is_empty() { Ok(()) } else { Err(format!("left on the disk: {:?}", self.disk.claims)) }
     }
 }

@@ -1,16 +1,15 @@
-//! What an operator wants of the node, and may change at any time.
+//! What an operator wants of the node, and may change at any time; the door only with another process.
 
 use linkwise_core::state::{
-    DraGpus, Filter, GpuSelector, MigStrategy, ResourcePlan, SharedDevices, SharedResource, Sharing, SharingKind,
+    Door, Filter, GpuSelector, MigStrategy, ResourcePlan, SharedDevices, SharedResource, Sharing, SharingKind,
 };
 
-use super::books::{GPUS, Part};
+use super::books::Part;
 
 /// What an operator wants.
 #[derive(Clone, Copy, Debug)]
 pub struct Wish {
-    /// The GPUs of DRA.
-    pub dra: [bool; GPUS as usize],
+    pub door: Door,
     pub by_mig: bool,
     pub shared: bool,
     pub left_out: Option<u8>,
@@ -19,7 +18,6 @@ pub struct Wish {
 impl Wish {
     pub fn plan(self) -> ResourcePlan {
         let selector = |gpu: u8| GpuSelector::Uuid(Part { gpu, mig: None }.uuid().parse().unwrap());
-        let dra = (0..GPUS).filter(|gpu| self.dra[usize::from(*gpu)]).map(selector).collect();
         let whole = SharedResource {
             name: "nvidia.com/gpu".parse().unwrap(),
             rename: None,
@@ -27,7 +25,7 @@ impl Wish {
             replicas: 2,
         };
         ResourcePlan {
-            dra: DraGpus::Some(dra),
+            door: self.door,
             mig_strategy: if self.by_mig { MigStrategy::Mixed } else { MigStrategy::None },
             sharing: self.shared.then(|| Sharing::new(SharingKind::TimeSlicing, vec![whole])),
             filter: Filter { exclude: self.left_out.map(selector).into_iter().collect(), exclude_displays: false },

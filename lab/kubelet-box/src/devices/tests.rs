@@ -85,6 +85,34 @@ fn available_is_healthy_and_not_held() {
     assert_eq!(book.pool(GPU).unwrap().available, ids("a b d"));
 }
 
+/// The pods in the checkpoint's text, where the file is written now.
+fn written(book: &mut Book) -> Option<Vec<String>> {
+    let text: Value = serde_json::from_str(&book.checkpoint()?).unwrap();
+    let entries = text["Data"]["PodDeviceEntries"].as_array().unwrap();
+    Some(entries.iter().map(|entry| entry["PodUID"].as_str().unwrap().to_owned()).collect())
+}
+
+#[test]
+fn checkpoint_keeps_ended_pods_until_a_list() {
+    let (mut book, _) = connected("a b c");
+    hold(&mut book, "one", "a");
+    hold(&mut book, "two", "b");
+    assert_eq!(written(&mut book).unwrap(), ["one", "two"]);
+    book.remove_pod("one");
+    assert_eq!(written(&mut book), None, "a pod's end writes nothing");
+    book.list(GPU, advertised("a b c"));
+    assert_eq!(written(&mut book).unwrap(), ["one", "two"], "nobody has asked for the holders");
+    book.update_allocated();
+    assert_eq!(written(&mut book), None, "the holders are asked for: memory changes, the file does not");
+    book.list(GPU, advertised("a b c"));
+    assert_eq!(written(&mut book).unwrap(), ["two"]);
+    let stamp = stop(&mut book);
+    book.remove_pod("two");
+    book.update_allocated();
+    book.expire(GPU, stamp);
+    assert_eq!(written(&mut book).unwrap(), [""; 0], "five minutes after the plugin's end");
+}
+
 #[test]
 fn resource_without_list_has_no_pool() {
     let mut book = Book::default();

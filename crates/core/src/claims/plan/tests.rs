@@ -8,7 +8,7 @@ use crate::claims::{
 };
 use crate::publish::RdmaNodes;
 use crate::publish::injection::{CdiOptions, HostDevices, InjectionOptions};
-use crate::state::{DraGpus, Event, Filter, GpuSelector, Holdings, NodeState, NumaHints, ResourcePlan};
+use crate::state::{Door, Event, Filter, GpuSelector, Holdings, NodeState, NumaHints, PreparedClaim, ResourcePlan};
 use crate::topology::{GpuObservation, GpuUuid, NodeObservation};
 use core::time::Duration;
 
@@ -17,13 +17,13 @@ mod shares;
 
 const DRIVER: &str = "gpu.nvidia.com";
 
-/// Two GPUs, minors 0 and 1, offered through DRA as `dra` selects.
-fn state(dra: DraGpus) -> NodeState {
-    state_with(dra, &serde_json::json!({}))
+/// Two GPUs, minors 0 and 1, offered through a door.
+fn state(door: Door) -> NodeState {
+    state_with(door, &serde_json::json!({}))
 }
 
 /// The same state with more fields of the first GPU.
-fn state_with(dra: DraGpus, first: &serde_json::Value) -> NodeState {
+fn state_with(door: Door, first: &serde_json::Value) -> NodeState {
     // As in a node file, a missing field is unknown.
     let gpu = |index: u32| -> GpuObservation {
         let (uuid, pci) = (format!("GPU-{index}"), format!("0000:0{}:00.0", index + 1));
@@ -33,7 +33,7 @@ fn state_with(dra: DraGpus, first: &serde_json::Value) -> NodeState {
         serde_json::from_value(gpu).unwrap()
     };
     let observed = NodeObservation { gpus: vec![gpu(0), gpu(1)], ..NodeObservation::default() };
-    let planned = Event::Planned(Box::new(ResourcePlan { dra, ..ResourcePlan::default() }));
+    let planned = Event::Planned(Box::new(ResourcePlan { door, ..ResourcePlan::default() }));
     // No pod holds any of them, so they go to DRA.
     let unheld = || Event::Holders(Some(Holdings::default()));
     let events = [planned, Event::Observed(Box::new(observed)), unheld(), unheld()];
@@ -90,7 +90,7 @@ fn planned_on(
 }
 
 fn planned(claim: &Claim) -> Result<Prepared, String> {
-    planned_on(&state(DraGpus::All), &HostDevices::default(), claim, &claim.metadata.uid, &[])
+    planned_on(&state(Door::Dra), &HostDevices::default(), claim, &claim.metadata.uid, &[])
 }
 
 /// The content of a claim's CDI devices.
@@ -111,7 +111,7 @@ fn devices_have_the_cdi_name_of_their_base_request() {
     let got: Vec<_> = prepared.devices.iter().map(|device| (&*device.request, &*device.device, &device.cdi)).collect();
     let cdi = |request: &str| vec![format!("linkwise.dev/claim=u-{request}")];
     assert_eq!(got, [("gpus", "gpu-1", &cdi("gpus")), ("one", "gpu-0", &cdi("one"))]);
-    let contents = contents(&state(DraGpus::All), &HostDevices::default(), &prepared);
+    let contents = contents(&state(Door::Dra), &HostDevices::default(), &prepared);
     let of = |request: &str| contents[request].devices.iter().map(|of| (&*of.name, &*of.nodes[0])).collect::<Vec<_>>();
     assert_eq!((of("gpus"), of("one")), (vec![("v/gpu=GPU-1", "/dev/nvidia1")], vec![("v/gpu=GPU-0", "/dev/nvidia0")]));
     assert_eq!(contents["one"].own, Edits::default());
@@ -122,8 +122,8 @@ fn extras_come_once_with_each_request() {
     let rdma = RdmaNodes::default();
     let host = HostDevices { cdi_devices: vec!["v/gds=all".to_owned()], rdma: Some(rdma), ..HostDevices::default() };
     let claim = claim("u", &[("a", "gpu-0"), ("a", "gpu-1")]);
-    let prepared = planned_on(&state(DraGpus::All), &host, &claim, "u", &[]).unwrap();
-    let contents = contents(&state(DraGpus::All), &host, &prepared);
+    let prepared = planned_on(&state(Door::Dra), &host, &claim, "u", &[]).unwrap();
+    let contents = contents(&state(Door::Dra), &host, &prepared);
     let names: Vec<_> = contents["a"].devices.iter().map(|device| device.name.as_str()).collect();
     assert_eq!(names, ["v/gpu=GPU-0", "v/gpu=GPU-1", "v/gds=all"]);
     assert_eq!(contents["a"].own.env.keys().collect::<Vec<_>>(), ["LINKWISE_NICS"]);
@@ -163,7 +163,7 @@ fn claim_unfit_for_the_node_is_refused_by_name() {
     ] {
         assert_eq!(planned(&claim).unwrap_err(), complaint);
     }
-    let of = |claim: &Claim| planned_on(&state(DraGpus::All), &HostDevices::default(), claim, "u", &[]).unwrap_err();
+    let of = |claim: &Claim| planned_on(&state(Door::Dra), &HostDevices::default(), claim, "u", &[]).unwrap_err();
     let mut reborn = good();
     reborn.metadata.uid = "v".to_owned();
     assert_eq!(of(&reborn), "the claim ml/claim-u has the UID 'v', not 'u'");
@@ -198,7 +198,7 @@ fn gpu_that_a_pod_holds_otherwise_is_refused() {
     };
     let of_claim = |pool| Holdings { claims: [claimed(pool)].into(), ..Holdings::default() };
     let refused = |holdings: Holdings, claim: &Claim| {
-        let state = state(DraGpus::All).apply(Event::Holders(Some(holdings)), Duration::ZERO).0;
+        let state = state(Door::Dra).apply(Event::Holders(Some(holdings)), Duration::ZERO).0;
         planned_on(&state, &HostDevices::default(), claim, "u", &[]).map(drop)
     };
     let mut look = claim("u", &[("a", "gpu-0")]);
@@ -217,46 +217,42 @@ fn gpu_that_a_pod_holds_otherwise_is_refused() {
 }
 
 #[test]
-fn gpu_of_the_device_plugin_is_planned_only_if_nobody_holds_it() {
-    let one = || state(DraGpus::Some(vec![GpuSelector::Index(1)]));
-    let gpu = |state: &NodeState| {
-        planned_on(state, &HostDevices::default(), &claim("u", &[("a", "gpu-0")]), "u", &[]).map(drop)
+fn gpu_of_the_other_door_is_planned_for_its_claim_alone() {
+    let gpu = |state: &NodeState, uid: &str| {
+        planned_on(state, &HostDevices::default(), &claim(uid, &[("a", "gpu-0")]), uid, &[]).map(drop)
     };
-    assert_eq!(gpu(&one()), Ok(()), "its allocation was late: the claim takes it back");
-    let (unknown, _) = one().apply(Event::Holders(None), Duration::ZERO);
-    let complaint = "device gpu-0 (GPU-0) belongs to the device plugin on this node, not to DRA";
-    assert_eq!(gpu(&unknown), Err(complaint.to_owned()));
+    let apply = |state: NodeState, event: Event| state.apply(event, Duration::ZERO).0;
+    let own = PreparedClaim { claim: name("u"), gpus: ["GPU-0".parse().unwrap()].into(), ..PreparedClaim::default() };
+    let off = apply(state(Door::Plugin), Event::Prepared(vec![own]));
+    assert_eq!(gpu(&off, "u"), Ok(()), "its checkpoint has the GPU");
+    let complaint = "device gpu-0 (GPU-0) belongs to the device plugin: ";
+    assert!(gpu(&off, "late").unwrap_err().starts_with(complaint));
     let held = [(crate::state::ResourceName::gpu(), crate::allocation::DeviceId::from("GPU-0".to_owned()))];
-    let events = [
-        Event::Planned(Box::default()),
-        Event::Holders(Some(held.iter().cloned().collect())),
-        Event::Planned(Box::new(ResourcePlan { dra: DraGpus::All, ..ResourcePlan::default() })),
-        Event::Holders(Some(held.iter().cloned().collect())),
-    ];
-    let moving = events.into_iter().fold(state(DraGpus::None), |state, event| state.apply(event, Duration::ZERO).0);
+    let held = Event::Holders(Some(held.into_iter().collect()));
+    let on = Event::Planned(Box::new(ResourcePlan { door: Door::Dra, ..ResourcePlan::default() }));
+    let moving = [held.clone(), on, held].into_iter().fold(state(Door::Plugin), apply);
     let complaint = "device gpu-0 (GPU-0) is held by a pod, as nvidia.com/gpu 'GPU-0'";
-    assert_eq!(gpu(&moving), Err(complaint.to_owned()));
-    let (moving, _) = moving.apply(Event::Holders(None), Duration::ZERO);
-    let complaint = "still belongs to the device plugin on this node: it comes to DRA when no pod holds it";
-    assert!(gpu(&moving).unwrap_err().ends_with(complaint));
+    assert_eq!(gpu(&moving, "u"), Err(complaint.to_owned()));
+    let moving = apply(moving, Event::Holders(Some(Holdings::default())));
+    assert!(gpu(&moving, "u").unwrap_err().ends_with("is not offered yet: the kubelet has to list its holders twice"));
+    assert_eq!(gpu(&apply(moving, Event::Holders(Some(Holdings::default()))), "u"), Ok(()));
     let filter = Filter { exclude: vec![GpuSelector::Index(0)], ..Filter::default() };
-    let filtered = Event::Planned(Box::new(ResourcePlan { filter, ..ResourcePlan::default() }));
-    let (filtered, _) = state(DraGpus::None).apply(filtered, Duration::ZERO);
+    let filtered = Event::Planned(Box::new(ResourcePlan { filter, door: Door::Dra, ..ResourcePlan::default() }));
     let complaint = "is not offered on this node: a filter leaves it out";
-    assert!(gpu(&filtered).unwrap_err().ends_with(complaint));
+    assert!(gpu(&apply(state(Door::Dra), filtered), "u").unwrap_err().ends_with(complaint));
 }
 
 #[test]
 fn only_an_administrator_gets_another_claims_gpu() {
     let mut claim = claim("u", &[("a", "gpu-0")]);
     let other = [(name("other"), planned(&claim).unwrap())];
-    let plan = |claim: &Claim| planned_on(&state(DraGpus::All), &HostDevices::default(), claim, "u", &other);
+    let plan = |claim: &Claim| planned_on(&state(Door::Dra), &HostDevices::default(), claim, "u", &other);
     let complaint = "device gpu-0 (GPU-0) is prepared for the claim ml/claim-other (UID other)";
     assert_eq!(plan(&claim).unwrap_err(), complaint);
     claim.status.allocation.as_mut().unwrap().devices.results[0].admin_access = Some(true);
     assert!(plan(&claim).unwrap().devices[0].admin);
     let itself = [(name("u"), other[0].1.clone())];
-    assert!(planned_on(&state(DraGpus::All), &HostDevices::default(), &claim, "u", &itself).is_ok());
+    assert!(planned_on(&state(Door::Dra), &HostDevices::default(), &claim, "u", &itself).is_ok());
 }
 
 #[test]
@@ -285,7 +281,7 @@ fn mig_devices_of_a_gpu_are_prepared_apart() {
             "placement": {"start": number, "size": 1}, "capabilities": {"gpu_instance": 1, "compute_instance": 2}})
     };
     let mig = serde_json::json!({"memory_mib": 81920, "mig": {"enabled": true, "devices": [device(0), device(1)]}});
-    let state = state_with(DraGpus::All, &mig);
+    let state = state_with(Door::Dra, &mig);
     let plan = |claim: &Claim, uid: &str, others: &[(ClaimName, Prepared)]| {
         planned_on(&state, &HostDevices::default(), claim, uid, others)
     };
@@ -318,7 +314,7 @@ fn lost_gpu_is_refused_and_a_sick_one_is_not() {
     let claim = claim("u", &[("a", "gpu-0")]);
     let gpu: GpuUuid = "GPU-0".parse().unwrap();
     let plan = |event: Event| {
-        let (state, _) = state(DraGpus::All).apply(event, Duration::ZERO);
+        let (state, _) = state(Door::Dra).apply(event, Duration::ZERO);
         planned_on(&state, &HostDevices::default(), &claim, "u", &[]).map(drop)
     };
     assert_eq!(plan(Event::Xid { gpu: gpu.clone(), code: 48, instance: None }), Ok(()));

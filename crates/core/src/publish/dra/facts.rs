@@ -67,10 +67,10 @@ impl Default for DraSettings {
     }
 }
 
-/// The GPUs that a plan offers through DRA, by their places.
+/// The GPUs that a plan offers, by their places.
 pub fn offered(topology: &NodeTopology, plan: &ResourcePlan) -> GpuSet {
     let gpus = topology.gpus().iter().enumerate();
-    gpus.filter(|(_, gpu)| plan.filter.offers(gpu) && plan.dra.include(gpu)).map(|(place, _)| place).collect()
+    gpus.filter(|(_, gpu)| plan.filter.offers(gpu)).map(|(place, _)| place).collect()
 }
 
 /// The GPUs that a snapshot offers through DRA to one claim at a time, by their places. [`DraFacts::of_state`] takes
@@ -152,7 +152,7 @@ impl<'a> DraFacts<'a> {
             state.ledger().is_claimed(topology, name, &device.gpu.uuid, mig).then(|| name.clone())
         }));
         let gpus = topology.gpus().iter().enumerate().filter(|(_, gpu)| gpu.mig_enabled);
-        let gpus = gpus.filter(|(_, gpu)| state.door(&gpu.uuid).is_some_and(Door::is_dra));
+        let gpus = gpus.filter(|(_, gpu)| state.is_with_dra(&gpu.uuid));
         let mig_gpus = gpus.map(|(place, gpu)| mig_gpu(place, gpu, mig_gpu_reasons(state, gpu))).collect();
         let made = state.ledger().made_mig().cloned().collect();
         let versions = state.hardware().versions();
@@ -175,7 +175,7 @@ fn mig_gpu_reasons(state: &NodeState, gpu: &Gpu) -> Vec<UnhealthyReason> {
     {
         reasons.push(reason);
     }
-    if matches!(state.door(&gpu.uuid), Some(Door::FromDra(..))) {
+    if state.door(&gpu.uuid) != Some(Door::Dra) {
         reasons.push(UnhealthyReason::Withdrawn);
     }
     reasons
@@ -201,10 +201,6 @@ fn reasons(state: &NodeState, device: &Device) -> Vec<UnhealthyReason> {
         && !reasons.iter().any(|known| known.is(reason))
     {
         reasons.push(reason.clone());
-    }
-    let is_there = state.topology().position(&device.gpu.uuid).is_some();
-    if is_there && matches!(state.door(&device.gpu.uuid), Some(Door::FromDra(..))) {
-        reasons.push(UnhealthyReason::Withdrawn);
     }
     reasons
 }

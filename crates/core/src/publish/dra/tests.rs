@@ -2,9 +2,7 @@
 
 use super::*;
 use crate::allocation::{AllocationTables, GpuSet};
-use crate::state::{
-    DraGpus, DriverVersions, Filter, GpuSelector, GpuShares, GpuSharing, ResourcePlan, UnhealthyReason,
-};
+use crate::state::{Door, DriverVersions, Filter, GpuSelector, GpuShares, GpuSharing, ResourcePlan, UnhealthyReason};
 use crate::topology::{GpuObservation, NodeObservation, NodeTopology};
 use alloc::sync::Arc;
 
@@ -40,7 +38,7 @@ fn published(topology: &NodeTopology, plan: &ResourcePlan) -> (Vec<SliceDevice>,
 }
 
 fn all() -> ResourcePlan {
-    ResourcePlan { dra: DraGpus::All, ..ResourcePlan::default() }
+    ResourcePlan { door: Door::Dra, ..ResourcePlan::default() }
 }
 
 fn text(device: &SliceDevice, key: &str) -> Option<String> {
@@ -89,19 +87,18 @@ fn only_gpus_of_the_plan_are_published() {
         names.sort_unstable();
         names
     };
-    assert_eq!(names(&ResourcePlan::default()), [""; 0]);
     assert_eq!(names(&all()), ["gpu-0", "gpu-1", "gpu-2", "gpu-3"]);
-    let some = DraGpus::Some(Vec::from([GpuSelector::Index(1), GpuSelector::Index(2)]));
-    let filter = Filter { exclude: Vec::from([GpuSelector::Index(2)]), ..Filter::default() };
-    assert_eq!(names(&ResourcePlan { dra: some, filter, ..ResourcePlan::default() }), ["gpu-1"]);
+    let filter = Filter { exclude: [0, 2, 3].map(GpuSelector::Index).into(), ..Filter::default() };
+    assert_eq!(names(&ResourcePlan { filter, ..all() }), ["gpu-1"]);
 }
 
 #[test]
 fn groups_are_of_the_published_gpus_alone() {
     let topology = chain();
     let domains = |gpus: &[u32]| -> Vec<Option<String>> {
-        let some = DraGpus::Some(gpus.iter().map(|index| GpuSelector::Index(*index)).collect());
-        let mut devices = published(&topology, &ResourcePlan { dra: some, ..ResourcePlan::default() }).0;
+        let exclude = (0..4).filter(|index| !gpus.contains(index)).map(GpuSelector::Index).collect();
+        let plan = ResourcePlan { filter: Filter { exclude, ..Filter::default() }, ..all() };
+        let mut devices = published(&topology, &plan).0;
         devices.sort_by(|a, b| a.name.cmp(&b.name));
         devices.iter().map(|device| text(device, "linkwise.dev/nvlinkDomain")).collect()
     };

@@ -13,7 +13,7 @@ fn mps(fields: &str) -> String {
 fn with(first: serde_json::Value) -> NodeState {
     let mut fields = serde_json::json!({"memory_mib": 81_920});
     fields.as_object_mut().unwrap().extend(first.as_object().unwrap().clone());
-    state_with(DraGpus::All, &fields)
+    state_with(Door::Dra, &fields)
 }
 
 fn plan_on(state: &NodeState, claim: Claim, configs: &[(&[&str], &str)]) -> Result<Prepared, String> {

@@ -6,12 +6,12 @@ use crate::state::{DeviceSelector, SharedDevices, SharedResource, Sharing, Shari
 
 /// Two GPUs of 80 GiB, the first in `shares` shares.
 pub(super) fn shared(shares: u32, one_each: bool) -> NodeState {
-    let state = state_with(DraGpus::None, &serde_json::json!({"memory_mib": 81_920}));
+    let state = state_with(Door::Plugin, &serde_json::json!({"memory_mib": 81_920}));
     let devices = SharedDevices::List(vec![DeviceSelector::Index(0)]);
     let row = SharedResource { devices, ..SharedResource::new(crate::state::ResourceName::gpu(), shares) };
     let mut sharing = Sharing::new(SharingKind::TimeSlicing, vec![row]);
     sharing.fail_requests_greater_than_one = one_each;
-    let plan = ResourcePlan { dra: DraGpus::All, sharing: Some(sharing), ..ResourcePlan::default() };
+    let plan = ResourcePlan { door: Door::Dra, sharing: Some(sharing), ..ResourcePlan::default() };
     let unheld = || Event::Holders(Some(Holdings::default()));
     let events = [Event::Planned(Box::new(plan)), unheld(), unheld(), unheld()];
     events.into_iter().fold(state, |state, event| state.apply(event, Duration::ZERO).0)
@@ -117,7 +117,7 @@ fn share_and_exclusive_claim_exclude_each_other() {
 #[test]
 fn share_that_cannot_be_is_refused_by_name() {
     let refused = |state: &NodeState, claim: Claim| in_turn(state, &[claim]).remove(0).unwrap_err();
-    let not_shared = state_with(DraGpus::All, &serde_json::json!({"memory_mib": 81_920}));
+    let not_shared = state_with(Door::Dra, &serde_json::json!({"memory_mib": 81_920}));
     let why = refused(&not_shared, share("u", "s1", "1", "1Gi"));
     let words = "the allocation has the share ID 's1', but the GPU is one claim's: it is not shared on this node";
     assert_eq!(why, format!("device gpu-0 (GPU-0): {words}"));
