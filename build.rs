@@ -37,7 +37,6 @@ fn may_mount(options: &[&str]) -> bool {
     tried.is_ok_and(|status| status.success())
 }
 
-#[expect(clippy::print_stdout, reason = "cargo reads it")]
 fn main() {
     println!("cargo::rerun-if-changed=build.rs");
     let programs = PROGRAMS.iter().map(|(cfg, names)| (*cfg, names.iter().any(|name| is_there(name))));

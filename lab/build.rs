@@ -5,7 +5,6 @@
 use std::path::Path;
 
 #[expect(clippy::disallowed_methods, reason = "a build script has no configuration")]
-#[expect(clippy::print_stdout, reason = "cargo reads it")]
 fn main() {
     println!("cargo::rerun-if-changed=build.rs");
     println!("cargo::rustc-check-cfg=cfg(has_chromium)");

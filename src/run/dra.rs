@@ -8,7 +8,7 @@
 
 pub(super) mod start;
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -37,7 +37,7 @@ use linkwise_host::cdi;
 use linkwise_kubelet::dra::{self, CdiLink, Handover, Life, MigRequest, MpsLink, Occurrence, Phase, PluginMetrics};
 use linkwise_node::node::Node;
 use linkwise_node::readiness::{Part, Readiness};
-use linkwise_nvml::supervisor::identity;
+use linkwise_nvml::supervisor::boot;
 use linkwise_system::grpc::Refusal;
 use linkwise_system::uds::Peer;
 use linkwise_system::{metrics::new, send_if_new};
@@ -60,7 +60,6 @@ pub(super) struct Given<'a> {
     pub settings: &'a Settings,
     /// The node's name; it names the node's pool of devices.
     pub name: Option<String>,
-    pub sysfs: &'a Path,
     pub state_dir: PathBuf,
     pub injection: InjectionOptions,
     pub host_devices: watch::Receiver<Arc<HostDevices>>,
@@ -85,8 +84,7 @@ pub(super) struct Given<'a> {
 /// GPUs go through the device plugin, the parts of DRA do not count for readiness, and the slices are empty while the
 /// kubelet has the plugin registered; otherwise the kubelet deletes them.
 pub(super) fn spawn_in(node: &mut Node, given: Given<'_>, api: Option<&Api>) {
-    let Given { settings, name, sysfs, state_dir, injection, host_devices, cdi, mig, mps, handover, serves, .. } =
-        given;
+    let Given { settings, name, state_dir, injection, host_devices, cdi, mig, mps, handover, serves, .. } = given;
     let name = name.unwrap_or_default();
     let empty = Pool::new(name.clone(), Vec::new());
     // Claims get copies of CDI devices, regardless of the device plugin.
@@ -97,7 +95,7 @@ pub(super) fn spawn_in(node: &mut Node, given: Given<'_>, api: Option<&Api>) {
         registry: settings.dra_registry_dir.value.clone(),
         plugins: settings.dra_plugins_dir.value.clone(),
         cdi_folder: settings.cdi_dir.value.clone(),
-        boot: identity(sysfs).boot,
+        boot: boot(),
         injection,
         host_devices,
         cdi,

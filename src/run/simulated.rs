@@ -74,7 +74,6 @@ pub async fn start_with_dra(folder: &Path, name: &str, metrics_address: SocketAd
     let given = dra::Given {
         settings: &settings,
         name: Some(name.to_owned()),
-        sysfs: &host,
         state_dir: at(SimulatedFolders::STATE),
         injection: injection.options,
         host_devices: injection.host_devices,

@@ -60,7 +60,6 @@ pub(super) async fn serve(args: &RunArgs, last_signals: &mut LastSignals) -> Res
         let given = dra::Given {
             settings: &settings,
             name: args.node_name.clone(),
-            sysfs: &args.host.sysfs,
             state_dir,
             injection: injection.options,
             host_devices: injection.host_devices,

@@ -38,7 +38,7 @@ fn dra_needs_the_plugin_and_gpus() {
     refused(&helm, &["dra.enabled=true", "devicePlugin.enabled=false"], &["dra.enabled", "devicePlugin.enabled"]);
     refused(&helm, &["dra.enabled=true", "dra.gpus="], &["dra.gpus", "configuration file"]);
     assert!(helm.template(&set(&["dra.enabled=true", "dra.gpus=", "config.name=external"])).is_ok());
-    for list in ["dra.gpus={0,1}", "dra.gpus=0", "dra.gpus=*H100*"] {
+    for list in ["dra.gpus={0,1}", "dra.gpus=1", "dra.gpus=*H100*"] {
         refused(&helm, &["dra.enabled=true", list], &["dra.gpus: expected all, none", "linkwise.dra.gpus: all"]);
     }
     refused(&helm, &["dra.mps=true"], &["dra.mps", "set dra.enabled"]);

@@ -20,17 +20,6 @@ async fn nonsense_from_a_child_ends_it() {
 }
 
 #[tokio::test]
-async fn ending_a_child_is_its_own_doing_even_while_a_call_hangs() {
-    let machine = machine();
-    let mut agent = machine.agent();
-    ready(&mut agent).await;
-    machine.tell("hang nvmlDeviceGetTemperature");
-    machine.tell("hang nvmlEventSetWait_v2");
-    let status = timeout(LIMIT, agent.end()).await.unwrap().unwrap();
-    assert!(status.success(), "{status}");
-}
-
-#[tokio::test]
 async fn dropping_the_agent_ends_the_child() {
     // One that is stopped too, which does not see that its parent is gone.
     for stopped in [false, true] {

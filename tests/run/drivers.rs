@@ -1,13 +1,13 @@
 //! The driver is unloaded, replaced or loaded again while linkwise runs; its library is replaced on disk; NVML is
 //! unavailable for long.
 
-use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
 
 use linkwise_kubelet_box::Pod;
 use serde_json::Value;
 
-use crate::run::node::{GPU, Node, Setup, machine, registered, signal, until, uuid};
+use crate::run::node::{GPU, Node, Setup, registered, signal, until, uuid};
 
 const STARTS: &str = "linkwise_nvml_agent_starts_total";
 const UP: &str = "linkwise_nvml_agent_up";
@@ -101,7 +101,7 @@ async fn unloaded_driver_with_gpus_on_bus_ends_no_node() {
     let setup = quick();
     setup.all_on_bus();
     let (node, kubelet) = setup.serve(8).await;
-    // The first agent ends in order: the parent dismisses it because its driver has gone.
+    // The first agent is killed: its driver has gone.
     node.setup.tell("init 9");
     std::fs::remove_file(node.setup.at("sys/module/nvidia/version")).unwrap();
     node.process.said("NVML_ERROR_DRIVER_NOT_LOADED (9)").await;
@@ -207,171 +207,63 @@ async fn on_nvml_loss_unhealthy_withholds_every_gpu() {
     kubelet.admit(&Pod::single("all", GPU, 8), None).await.unwrap();
 }
 
-#[tokio::test]
-async fn replaced_library_is_loaded_without_a_gap() {
-    let mut setup = quick();
-    let (real, library) = (setup.library.clone(), setup.at("libnvidia-ml.so.1"));
+/// The library of the setup as a file that can be replaced, and the real one.
+fn replaceable(setup: &mut Setup) -> (PathBuf, PathBuf) {
+    let library = setup.at("libnvidia-ml.so.1");
+    let real = std::mem::replace(&mut setup.library, library.clone());
     std::fs::copy(&real, &library).unwrap();
-    setup.library.clone_from(&library);
+    (real, library)
+}
+
+#[tokio::test]
+async fn replaced_library_is_loaded_by_the_next_agent() {
+    let mut setup = quick();
+    let (real, library) = replaceable(&mut setup);
     let (node, kubelet) = setup.serve(8).await;
-    let replace = |with: &dyn Fn(&std::path::Path)| {
+    let replace = |with: &dyn Fn(&Path)| {
         let new = node.setup.at("new.so");
         with(&new);
         std::fs::rename(&new, &library).unwrap();
     };
-    let first = node.agent(&[]).await;
-    // Half a library: the process that has the old one works on.
+    // Half a library: the agent works on with the one that it has loaded.
     replace(&|new| std::fs::write(new, b"\x7fELF").unwrap());
-    let line = node.process.said("standby NVML agent failed").await;
-    assert!(line["cause"].as_str().unwrap().starts_with("dlopen: cannot load "), "{line}");
-    // Tried again, ever more rarely.
-    let pauses = next_pauses(&node, "standby NVML agent failed", 0, 3).await;
-    assert_eq!(pauses, ["10ms", "20ms", "40ms"]);
-    assert!(node.agent_ids().contains(&first));
+    node.setup.tell("calls nvmlDeviceGetTemperature 16");
     node.setup.tell("xid 1 79");
     kubelet.wait(|state| state.resources[GPU].unhealthy.contains(&uuid(1, 1))).await.unwrap();
+    node.metric(STARTS, 1).await;
+    // The next agents cannot load it, and pods are admitted.
+    signal("KILL", node.agent(&[]).await);
+    node.process.said("dlopen: cannot load ").await;
+    let known = pauses(&node, "NVML unavailable").len();
+    node.metric("linkwise_nvml_away", 1).await;
+    kubelet.admit(&Pod::single("meanwhile", GPU, 4), None).await.unwrap();
+    assert!(known > 0);
     // The whole one.
     replace(&|new| assert!(std::fs::copy(&real, new).unwrap() > 0));
-    until(async || if node.agent_ids().contains(&first) { Err("the first one lives") } else { Ok(()) }).await;
     node.metric(UP, 1).await;
     until(async || node.setup.try_tell("xid 2 79")).await;
     kubelet.wait(|state| state.resources[GPU].unhealthy.contains(&uuid(1, 2))).await.unwrap();
 }
 
+/// What happens while no agent listens is found by polls.
 #[tokio::test]
-async fn library_replaced_during_a_start_is_loaded() {
-    let mut setup = quick();
-    let (real, library) = (setup.library.clone(), setup.at("libnvidia-ml.so.1"));
-    std::fs::copy(&real, &library).unwrap();
-    setup.library.clone_from(&library);
-    setup.tell("hang nvmlInit_v2");
-    let node = setup.start().await;
-    let first = node.agent(&[]).await;
-    let control = node.setup.at(&format!("control.{first}"));
-    until(async || UnixStream::connect(&control).map(drop)).await;
-    // It has loaded the old one, and has not seen the GPUs yet.
-    let new = node.setup.at("new.so");
-    std::fs::copy(&real, &new).unwrap();
-    std::fs::rename(&new, &library).unwrap();
-    node.setup.tell("unhang nvmlInit_v2");
-    node.process.said("the file of NVML's library changed").await;
-    until(async || if node.agent_ids().contains(&first) { Err("the first one lives") } else { Ok(()) }).await;
-    node.metric(UP, 1).await;
-}
-
-#[tokio::test]
-async fn library_below_a_root_is_known_from_the_last_agent() {
-    let mut setup = quick();
-    let root = setup.at("root");
-    let real = std::mem::replace(&mut setup.library, root);
-    let library = setup.at("root/usr/lib64/libnvidia-ml.so.1");
-    std::fs::create_dir_all(library.parent().unwrap()).unwrap();
-    std::fs::copy(&real, &library).unwrap();
-    let (node, _kubelet) = setup.serve(8).await;
+async fn first_poll_finds_what_happened_between_two_agents() {
+    let setup = quick();
+    setup.tell("recovery * 0");
+    let (node, kubelet) = setup.serve(8).await;
     let first = node.agent(&[]).await;
     node.setup.tell("hang nvmlInit_v2");
     signal("KILL", first);
     let second = node.agent(&[first]).await;
     let control = node.setup.at(&format!("control.{second}"));
     until(async || UnixStream::connect(&control).map(drop)).await;
-    let new = node.setup.at("new.so");
-    std::fs::copy(&real, &new).unwrap();
-    std::fs::rename(&new, &library).unwrap();
-    node.setup.tell("unhang nvmlInit_v2");
-    node.process.said("the file of NVML's library changed").await;
-    until(async || if node.agent_ids().contains(&second) { Err("the second one lives") } else { Ok(()) }).await;
-    node.metric(UP, 1).await;
-}
-
-#[tokio::test]
-async fn a_gpu_that_waits_for_its_trial_holds_up_no_new_library() {
-    let mut setup = quick().arg("--nvml-trial-ms=3600000");
-    let (real, library) = (setup.library.clone(), setup.at("libnvidia-ml.so.1"));
-    std::fs::copy(&real, &library).unwrap();
-    setup.library.clone_from(&library);
-    let (node, _kubelet) = setup.serve(8).await;
-    node.setup.tell("crash 5 nvmlDeviceGetTemperature");
-    node.process.logged(|line| line["message"].to_string().contains("GPU quarantined")).await;
-    let first = node.agent(&[]).await;
-    let new = node.setup.at("new.so");
-    std::fs::copy(&real, &new).unwrap();
-    std::fs::rename(&new, &library).unwrap();
-    until(async || if node.agent_ids().contains(&first) { Err("the first one lives") } else { Ok(()) }).await;
-    node.metric(UP, 1).await;
-}
-
-/// So many events do not fit into a socket that is not read (Linux counts a few hundred bytes for each message, against
-/// 208 KiB): most of them still wait in the library, and one in the thread that sends them.
-const TOO_MANY: u32 = 1000;
-
-#[tokio::test]
-async fn events_before_a_standby_listens_are_not_lost() {
-    heard_from_the_first(0).await;
-}
-
-#[tokio::test]
-async fn events_of_a_blocked_agent_arrive_at_its_dismissal() {
-    heard_from_the_first(TOO_MANY).await;
-}
-
-/// Which of two agents with messages is read first is chance, at each read. `before`: so many other events come first.
-async fn heard_from_the_first(before: u32) {
-    // Few calls: the messages of the second agent have to fit into its socket while the parent is stopped.
-    let mut setup = Setup::with(&machine(&[("GPU-a", "0000:01:00.0", ""), ("GPU-b", "0000:41:00.0", "")]));
-    setup = setup.arg("--nvml-poll-ms=200").arg("--nvml-pause-ms=10");
-    let (real, library) = (setup.library.clone(), setup.at("libnvidia-ml.so.1"));
-    std::fs::copy(&real, &library).unwrap();
-    setup.library.clone_from(&library);
-    let (node, _kubelet) = setup.serve(2).await;
-    for xid in [46, 48, 62, 64, 79, 95] {
-        let first = node.agent(&[]).await;
-        node.setup.tell("hang nvmlInit_v2");
-        let new = node.setup.at("new.so");
-        std::fs::copy(&real, &new).unwrap();
-        std::fs::rename(&new, &library).unwrap();
-        let second = node.agent(&[first]).await;
-        let control = node.setup.at(&format!("control.{second}"));
-        until(async || UnixStream::connect(&control).map(drop)).await;
-        node.process.signal("STOP");
-        // The second agent waits for no events yet, and the first one is not read.
-        if before > 0 {
-            node.setup.tell(&format!("storm 0 31 {before}"));
-        }
-        node.setup.tell(&format!("xid 0 {xid}"));
-        node.setup.tell("unhang nvmlInit_v2");
-        // More rounds than the second one goes before it says that it has seen the GPUs; the first one may be going
-        // none.
-        let mut second_one = UnixStream::connect(&control).unwrap();
-        writeln!(second_one, "calls nvmlDeviceGetTemperature 5").unwrap();
-        let mut done = String::new();
-        BufReader::new(second_one).read_line(&mut done).unwrap();
-        assert_eq!(done, "ok\n");
-        node.process.signal("CONT");
-        let series = format!("linkwise_xid_errors_total{{uuid=\"GPU-a\",xid=\"{xid}\"}}");
-        until(async || if node.get("/metrics").await.body.contains(&series) { Ok(()) } else { Err(xid) }).await;
-        until(async || if node.agent_ids() == [second] { Ok(()) } else { Err(node.agent_ids()) }).await;
-        node.metric(UP, 1).await;
+    for command in ["recovery 4 1", "rows 5 false true", "lost 6"] {
+        node.setup.tell(command);
     }
-}
-
-#[tokio::test]
-async fn standby_that_cannot_count_gpus_stays_standby() {
-    let mut setup = quick();
-    let (real, library) = (setup.library.clone(), setup.at("libnvidia-ml.so.1"));
-    std::fs::copy(&real, &library).unwrap();
-    setup.library.clone_from(&library);
-    let (node, kubelet) = setup.serve(8).await;
-    let first = node.agent(&[]).await;
-    node.setup.tell("fail * nvmlDeviceGetCount_v2 999");
-    let new = node.setup.at("new.so");
-    std::fs::copy(&real, &new).unwrap();
-    std::fs::rename(&new, &library).unwrap();
-    node.process.said("it cannot count the GPUs").await;
-    assert!(node.agent_ids().contains(&first));
-    node.setup.tell("xid 1 79");
-    kubelet.wait(|state| state.resources[GPU].unhealthy.contains(&uuid(1, 1))).await.unwrap();
-    node.setup.tell("unfail * nvmlDeviceGetCount_v2");
-    until(async || if node.agent_ids().contains(&first) { Err("the first one lives") } else { Ok(()) }).await;
+    kubelet.admit(&Pod::single("meanwhile", GPU, 8), None).await.unwrap();
+    node.setup.tell("unhang nvmlInit_v2");
+    let found = [4, 5, 6].map(|gpu| uuid(1, gpu)).into();
+    kubelet.wait(|state| state.resources[GPU].unhealthy == found).await.unwrap();
 }
 
 #[tokio::test]
@@ -388,41 +280,4 @@ async fn library_without_its_driver_gets_a_new_agent() {
         node.metric(UP, 1).await;
         registered(&kubelet, 1, 8).await;
     }
-}
-
-#[tokio::test]
-async fn xid_of_a_new_agent_does_not_wait_for_a_stuck_old_one() {
-    let mut setup = quick();
-    let (real, library) = (setup.library.clone(), setup.at("libnvidia-ml.so.1"));
-    std::fs::copy(&real, &library).unwrap();
-    setup.library.clone_from(&library);
-    let (node, _kubelet) = setup.serve(8).await;
-    // The next agents wait in nvmlInit until the test lets each go on.
-    node.setup.tell("hang nvmlInit_v2");
-    let mut known = Vec::new();
-    // The stuck one is killed after a while: on a slow machine that may come first, and a second try shows it.
-    for xid in 100..105 {
-        let old = node.agent(&known).await;
-        known.push(old);
-        let new = node.setup.at("new.so");
-        std::fs::copy(&real, &new).unwrap();
-        std::fs::rename(&new, &library).unwrap();
-        let next = node.agent(&known).await;
-        let control = node.setup.at(&format!("control.{next}"));
-        until(async || UnixStream::connect(&control).map(drop)).await;
-        signal("STOP", old);
-        let series = format!("linkwise_xid_errors_total{{uuid=\"{}\",xid=\"{xid}\"}}", uuid(1, 0));
-        for command in ["unhang nvmlInit_v2", "calls nvmlDeviceGetTemperature 16", &format!("xid 0 {xid}")] {
-            let mut control = UnixStream::connect(&control).unwrap();
-            writeln!(control, "{command}").unwrap();
-            let mut done = String::new();
-            BufReader::new(control).read_line(&mut done).unwrap();
-            assert_eq!(done, "ok\n", "{command}");
-        }
-        until(async || if node.get("/metrics").await.body.contains(&series) { Ok(()) } else { Err(xid) }).await;
-        if node.agent_ids().contains(&old) {
-            return;
-        }
-    }
-    panic!("each XID came after the end of the old agent");
 }

@@ -7,6 +7,9 @@ use linkwise_kubelet_box::KubeletBox;
 
 use crate::run::node::{GPU, Node, Setup, registered, signal, until, uuid};
 
+const UP: &str = "linkwise_nvml_agent_up";
+const UNHEARD: &str = "linkwise_nvml_unheard_gpus";
+
 /// A machine whose driver has a word for what to do, looked at often, with a short hold.
 fn quick() -> Setup {
     without_trials().arg("--nvml-trial-ms=50")
@@ -134,28 +137,46 @@ async fn gpu_that_crashed_agents_returns_once_it_does_not() {
     assert_eq!(kubelet.violations(), []);
 }
 
+/// One lost GPU ends the wait for all: the next agent registers the others, and the one after it all.
 #[tokio::test]
 async fn lost_gpu_leaves_the_others_events() {
-    const UNHEARD: &str = "linkwise_nvml_unheard_gpus";
     let setup = without_trials();
     setup.tell("loss-ends-waits");
     let (node, kubelet) = setup.serve(8).await;
-    node.metric(UNHEARD, 0).await;
+    let first = node.agent(&[]).await;
     node.setup.tell("lost 2");
-    node.metric(UNHEARD, 1).await;
+    node.process.said("NVML agent replaced").await;
+    let second = node.agent(&[first]).await;
+    node.metric(UP, 1).await;
     node.setup.tell("recovery 4 1");
     node.setup.tell("xid 4 79");
     node.metric(&format!("linkwise_xid_errors_total{{uuid=\"{}\",xid=\"79\"}}", uuid(1, 4)), 1).await;
     unhealthy(&kubelet, &[2, 4]).await;
+    node.metric("linkwise_nvml_event_failures_total", 1).await;
     node.setup.tell("recovery 4 0");
     node.setup.tell("back 2");
+    node.agent(&[first, second]).await;
     registered(&kubelet, 1, 8).await;
     node.metric(UNHEARD, 0).await;
-    node.metric("linkwise_nvml_agent_starts_total", 1).await;
-    // The wait, and the GPU that the new set leaves out.
-    node.metric("linkwise_nvml_event_failures_total", 2).await;
     node.setup.tell("xid 2 79");
     reason(&node, 2, "XID 79").await;
+}
+
+#[tokio::test]
+async fn unregistered_gpus_are_heard_by_a_later_agent() {
+    for (call, which, unheard) in
+        [("nvmlDeviceRegisterEvents", "1", 1), ("nvmlDeviceRegisterEvents", "*", 8), ("nvmlEventSetCreate", "*", 8)]
+    {
+        let setup = quick();
+        setup.tell(&format!("fail {which} {call} 999"));
+        let (node, kubelet) = setup.serve(8).await;
+        node.process.said(&format!("the events of {unheard} GPU(s) do not come")).await;
+        until(async || node.setup.try_tell(&format!("unfail {which} {call}"))).await;
+        node.metric(UNHEARD, 0).await;
+        until(async || node.setup.try_tell("xid 1 79")).await;
+        reason(&node, 1, "XID 79").await;
+        assert_eq!(kubelet.violations(), []);
+    }
 }
 
 #[tokio::test]

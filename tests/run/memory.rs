@@ -1,9 +1,6 @@
 //! The memory of the process that calls NVML: a library that maps much and uses little is no trouble, one that leaks
 //! costs its process, and one that needs more than it may have is named with the setting.
 
-use std::fs::OpenOptions;
-use std::io::Write;
-
 use linkwise_kubelet_box::{KubeletBox, Pod};
 use serde_json::Value;
 use tokio::time::timeout;
@@ -80,26 +77,6 @@ async fn leak_during_initialisation_keeps_node_waiting() {
     node.setup.tell("unhang nvmlInit_v2");
     node.setup.tell("leak 0");
     registered(&kubelet, 1, 8).await;
-    heals(&node, &kubelet).await;
-}
-
-#[tokio::test]
-async fn leaking_standby_costs_itself_only() {
-    let setup = tight();
-    setup.all_on_bus();
-    let (node, kubelet) = setup.serve(8).await;
-    let active = node.agent(&[]).await;
-    // For the processes to come only.
-    let mut journal = OpenOptions::new().append(true).open(node.setup.at("control.journal")).unwrap();
-    journal.write_all(b"leak 40\nhang nvmlInit_v2\n").unwrap();
-    node.setup.on_bus("0000:8b:00.0");
-    let in_vain = |line: &Value| {
-        let cause = line["cause"].as_str().unwrap_or_default();
-        line["message"].to_string().contains("standby NVML agent failed") && cause.contains("--nvml-memory-mib")
-    };
-    node.process.logged(in_vain).await;
-    assert!(node.agent_ids().contains(&active), "the active agent works on");
-    node.metric(UP, 1).await;
     heals(&node, &kubelet).await;
 }
 

@@ -27,7 +27,7 @@ async fn a_gpu_that_comes_is_offered_and_its_events_are_heard() {
     let first = node.agent(&[]).await;
     node.setup.tell("add 7");
     registered(&kubelet, 1, 8).await;
-    // Its events need a process of their own, which takes over while the first one still listens.
+    // Its events need an agent that registers it.
     node.agent(&[first]).await;
     until(async || node.setup.try_tell("xid 7 79")).await;
     kubelet.wait(|state| state.resources[GPU].unhealthy == BTreeSet::from([uuid(1, 7)])).await.unwrap();
@@ -204,7 +204,9 @@ async fn hung_driver_version_delays_nothing() {
     assert!(until(driver).await.is_null());
     let hung = node.setup.at("hung");
     std::fs::rename(module.join("version"), &hung).unwrap();
-    std::fs::write(module.join("version"), "580.95.05\n").unwrap();
+    // In one step: a reader sees no half of it.
+    std::fs::write(node.setup.at("version"), "580.95.05\n").unwrap();
+    std::fs::rename(node.setup.at("version"), module.join("version")).unwrap();
     // Who waits gets nothing to read.
     drop(std::fs::OpenOptions::new().write(true).open(&hung).unwrap());
     let load = std::os::unix::fs::MetadataExt::ino(&std::fs::metadata(&module).unwrap());

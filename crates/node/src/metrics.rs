@@ -2,7 +2,7 @@
 //! types and help.
 //!
 //! Each module that counts makes its metrics and registers them here; the node passes the registry around. Series
-//! that mirror the node ([`Series`]) print its view at scrape, so that the series of removed items end.
+//! that mirror the node (`Series`) print its view at scrape, so that the series of removed items end.
 
 use std::collections::BTreeMap;
 use std::fmt;

@@ -10,10 +10,9 @@ use std::io::{self, ErrorKind, Write};
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use nvml_wrapper::Nvml;
 use nvml_wrapper::error::NvmlError;
@@ -37,12 +36,6 @@ pub const INIT: &str = "nvmlInit_v2";
 /// The names of the driver's library: the first as drivers install it, the second as development packages do.
 const LIBRARIES: [&str; 2] = ["libnvidia-ml.so.1", "libnvidia-ml.so"];
 
-/// The time after which a wait for events has found none. A pending event ends the wait at once, but the thread that waits
-/// may not run for as long on a busy node: with 20 ms events were lost beside fifteen busy threads for a core.
-const SETTLED: Duration = Duration::from_millis(100);
-/// The time that the process waits for the parent to take the last events. The parent reads for longer (`child`).
-const HEARING_OUT: Duration = Duration::from_secs(1);
-
 /// The reason why the agent ended.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs, reason = "the messages say it")]
@@ -58,24 +51,14 @@ pub enum AgentError {
 }
 
 /// The connection to the parent, for all threads.
-pub struct Parent {
-    stream: Mutex<UnixStream>,
-    /// Set once the parent has asked this process to end: then it takes events only.
-    dismissed: AtomicBool,
-}
+pub struct Parent(Mutex<UnixStream>);
 
 impl Parent {
-    /// Sends a whole message. If the parent does not take it, the parent is gone, and this process ends. Once the
-    /// parent has asked this process to end, only events are sent, and a call with any other message never returns.
+    /// Sends a whole message. If the parent does not take it, the parent is gone, and this process ends.
     pub fn send(&self, message: &FromAgent) {
-        let event =
-            matches!(message, FromAgent::Xid { .. } | FromAgent::DoubleBitEcc { .. } | FromAgent::Failed { .. });
-        while !event && self.dismissed.load(Ordering::Acquire) {
-            thread::park();
-        }
         let line = encode(message).unwrap_or_else(|error| give_up("cannot send to the parent", &error));
         // A thread that panicked while writing has left half a line. The parent will refuse it.
-        let mut stream = self.stream.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut stream = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         match stream.write_all(&line) {
             Ok(()) => {}
             // The parent is gone: this is the usual end of the process.
@@ -104,18 +87,12 @@ pub fn main(command: &str) -> Result<(), AgentError> {
     let command: AgentCommand = serde_json::from_str(command).map_err(AgentError::Argument)?;
     let socket = inherited_socket().map_err(AgentError::Socket)?;
     let reading = socket.try_clone().map_err(AgentError::Socket)?;
-    let parent = Arc::new(Parent { stream: Mutex::new(socket), dismissed: AtomicBool::new(false) });
-    let waiting: Arc<Waiting> = Arc::default();
+    let parent = Arc::new(Parent(Mutex::new(socket)));
     let (ask, asked) = mpsc::channel();
     let wish = ask.clone();
-    let listening = {
-        let (parent, waiting) = (Arc::clone(&parent), Arc::clone(&waiting));
-        move || {
-            listen(reading, &ask);
-            parent.dismissed.store(true, Ordering::Release);
-            hear_out(&waiting);
-            raw::exit_now(0)
-        }
+    let listening = move || {
+        listen(reading, &ask);
+        raw::exit_now(0)
     };
     thread::Builder::new().name("parent".into()).spawn(listening).map_err(AgentError::Thread)?;
 
@@ -137,8 +114,8 @@ pub fn main(command: &str) -> Result<(), AgentError> {
     drop(turn);
     let AgentCommand { procfs, poll, skip, gate, .. } = command;
     // This comes before the scan, so that no event falls between the scan and the registration.
-    let ends = (Arc::clone(&parent), Arc::clone(&waiting));
-    let listener = Listener::new(nvml, &calls, Arc::clone(&listed.gpus), poll, ends);
+    let waiting: Arc<Waiting> = Arc::default();
+    let listener = Listener::new(nvml, &calls, Arc::clone(&listed.gpus), Arc::clone(&parent), Arc::clone(&waiting));
     let mut watch = Watch {
         nvml,
         library,
@@ -183,14 +160,6 @@ fn listen(socket: UnixStream, ask: &mpsc::Sender<ToAgent>) {
     }
 }
 
-/// Returns when the thread that waits for events has reported the pending events and waits for more.
-fn hear_out(waiting: &Waiting) {
-    let began = Instant::now();
-    while waiting.hears() && waiting.lasts() < SETTLED && began.elapsed() < HEARING_OUT {
-        thread::park_timeout(SETTLED / 4);
-    }
-}
-
 /// Comes to the driver through the node's gate, and waits for the turn to initialise NVML. On nodes with MIG, programs
 /// that began and ended NVML at the same moment have hung the driver (NVIDIA/k8s-device-plugin#466).
 fn enter(command: &AgentCommand) -> Result<(Option<Use>, Option<File>), CallError> {
@@ -200,7 +169,7 @@ fn enter(command: &AgentCommand) -> Result<(Option<Use>, Option<File>), CallErro
 }
 
 /// Loads the library that the operator chose. Without one, loads the first that works of those in the driver's root and
-/// on the dynamic linker's path. Each agent searches the root anew: the driver may be installed late.
+/// on the dynamic linker's path. Each agent searches the root again: the driver may be installed late.
 fn load(command: &AgentCommand, calls: &Calls) -> Result<(PathBuf, Nvml), CallError> {
     let candidates = match &command.library {
         Some(root) if root.is_dir() => vec![library::under(root).unwrap_or_else(|usual| usual)],

@@ -23,7 +23,7 @@ use linkwise_core::topology::GpuUuid;
 /// Makes calls about one GPU, or about none.
 #[derive(Clone)]
 pub struct Calls {
-    parent: Option<Arc<Parent>>,
+    parent: Arc<Parent>,
     gpu: Option<CalledGpu>,
     record: Option<Arc<File>>,
 }
@@ -38,18 +38,12 @@ impl Calls {
                 None
             }
         };
-        Self { parent: Some(parent), gpu: None, record: record.and_then(open) }
-    }
-
-    /// Calls that are not reported: those of the thread that waits for events.
-    pub fn unreported() -> Self {
-        Self { parent: None, gpu: None, record: None }
+        Self { parent, gpu: None, record: record.and_then(open) }
     }
 
     /// Calls about a GPU.
     pub fn about(&self, place: Place, uuid: Option<GpuUuid>) -> Self {
-        let (parent, record) = (self.parent.clone(), self.record.clone());
-        Self { parent, gpu: Some(CalledGpu { place, uuid }), record }
+        Self { gpu: Some(CalledGpu { place, uuid }), ..self.clone() }
     }
 
     /// Reports one of nvml-wrapper's calls and makes it.
@@ -82,8 +76,7 @@ impl Calls {
 
     /// Reports the next calls, which all have the same name.
     pub fn report(&self, call: &str) {
-        let Some(parent) = &self.parent else { return };
         let called = Called { call: call.to_owned(), gpu: self.gpu.clone() };
-        parent.send(&FromAgent::Calling(called));
+        self.parent.send(&FromAgent::Calling(called));
     }
 }

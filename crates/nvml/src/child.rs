@@ -25,7 +25,7 @@ use super::memory::MemoryWatch;
 use super::protocol::{Called, FromAgent, Incoming, Place, ProtocolError, ToAgent, encode};
 use super::watchdog::{Limits, Watchdog};
 
-/// The time that a child has to end after its socket was closed.
+/// The time that a child has to end after it was killed or has closed its socket.
 const LAST_MOMENTS: Duration = Duration::from_secs(2);
 
 /// The least number of bytes to read at once.
@@ -125,7 +125,7 @@ pub enum AgentEnded {
     Memory(u64, u64),
     #[error("the NVML agent has been stopped (a signal, a debugger) for {0:?} and was killed")]
     Stopped(Duration),
-    #[error("the NVML agent said what is no message")]
+    #[error("the NVML agent sent an invalid message")]
     Protocol(#[source] ProtocolError),
     #[error("cannot hear the NVML agent")]
     Io(#[source] io::Error),
@@ -257,18 +257,9 @@ impl Agent {
         self.wire.stream.write_all(&line).await
     }
 
-    /// Asks the agent to end, by closing our half of the socket. [`Agent::next`] still returns the messages sent
-    /// before, and then the agent's end.
-    pub async fn dismiss(&mut self) -> io::Result<()> {
-        self.wire.stream.shutdown().await
-    }
-
-    /// Ends the agent: asks it to end by closing the socket, and kills it if that does not help. Returns its status
-    /// unless it was killed.
-    pub async fn end(mut self) -> Option<ExitStatus> {
-        // The process is killed when it is dropped, unless it has ended.
-        let _ = self.dismiss().await;
-        timeout(LAST_MOMENTS, self.wire.process.wait()).await.ok()?.ok()
+    /// Kills the process and waits for its end, but not for a process that hangs in the kernel.
+    pub async fn end(self) {
+        let _ = timeout(LAST_MOMENTS, self.gone()).await;
     }
 
     /// Kills the process and waits until it has ended, however long that takes.

@@ -178,10 +178,10 @@ impl Watch {
 
     fn tell(&self, gpus: BTreeMap<GpuUuid, HealthPoll>) {
         let waiting_ms = u64::try_from(self.waiting.lasts().as_millis()).unwrap_or(u64::MAX);
-        let (missing, unheard) = (self.missing.clone(), self.waiting.unheard());
-        let subjects: BTreeSet<String> = unheard.into_iter().map(|failure| failure.subject).collect();
-        // Without a set no GPU is registered.
-        let unheard = if subjects.contains("driver") { self.at_start.len() } else { subjects.len() };
+        let missing = self.missing.clone();
+        let subjects: BTreeSet<String> = self.unheard().into_iter().map(|failure| failure.subject).collect();
+        // Without a set, or a wait that works, no GPU is heard.
+        let unheard = if subjects.contains("driver") { self.gpus.len() } else { subjects.len() };
         let unheard = u32::try_from(unheard).unwrap_or(u32::MAX);
         self.parent.send(&FromAgent::Polled { gpus, missing, unheard, waiting_ms });
     }
@@ -204,11 +204,7 @@ impl Watch {
         let (polls, facts) = self.poll();
         self.seen.learn(facts);
         let mut failures = listed.failures;
-        failures.extend(self.waiting.unheard());
-        for gpu in self.gpus.iter().filter(|gpu| !self.at_start.contains(&gpu.uuid)) {
-            let late = "it came after the agent's start: no events until the agent starts again";
-            failures.push(CallFailure::new(gpu.pci.to_string(), CallError::unreadable(REGISTER, late)));
-        }
+        failures.extend(self.unheard());
         let (nvml, calls) = (self.nvml, &self.calls);
         let scan = NodeScan {
             driver: calls.ask("nvmlSystemGetDriverVersion", || nvml.sys_driver_version()),
@@ -221,6 +217,15 @@ impl Watch {
             mig_orders: 0,
         };
         (polls, FromAgent::Ready(Box::new(scan)))
+    }
+
+    /// The failures because of which events do not come: of the driver, or of GPUs.
+    fn unheard(&self) -> Vec<CallFailure> {
+        let late = self.gpus.iter().filter(|gpu| !self.at_start.contains(&gpu.uuid)).map(|gpu| {
+            let late = "it came after the agent's start: no events until the agent starts again";
+            CallFailure::new(gpu.pci.to_string(), CallError::unreadable(REGISTER, late))
+        });
+        self.waiting.unheard().into_iter().chain(late).collect()
     }
 
     /// Ends the process: only a new one can reach the present driver.

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::time::Duration;
 
-use tokio::time::{Instant, timeout, timeout_at};
+use tokio::time::{Instant, timeout_at};
 
 use super::Findings;
 use crate::config::HostArgs;
@@ -60,8 +60,7 @@ pub(super) async fn ask(host: &HostArgs, limit: Duration) -> Nvml {
             // The first poll follows at once.
             Ok(FromAgent::Polled { gpus: polls, .. }) => {
                 if let Some(scan) = scanned {
-                    // The way in which the agent ends does not change the answer; dropping it kills the process.
-                    let _ = timeout(limit, agent.end()).await;
+                    agent.end().await;
                     return answers(scan, polls);
                 }
             }

@@ -79,7 +79,7 @@ pub struct AllocationRequest {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum AllocationPolicy {
-    /// The best set of whole GPUs, by the order of [`super::Value`].
+    /// The best set of whole GPUs, by the order of `Value`.
     #[default]
     BestEffort,
     /// Units of distinct GPUs first, the least used GPUs first; among equals the best set of GPUs.

@@ -157,7 +157,7 @@ fn usable(result: &AllocatedDevice, gpu: &Gpu, asked: &ClaimName, node: Node<'_>
     let refused = |why| Err(ClaimError::of_device(&result.device, &gpu.uuid, why));
     let (door, ledger) = (node.state.door(&gpu.uuid), node.state.ledger());
     let is_own = ledger.prepared(&asked.uid).is_some_and(|own| own.gpus.contains(&gpu.uuid));
-    if !is_own && !(door == Some(Door::Dra) && node.state.is_with_dra(&gpu.uuid)) {
+    if !(is_own || door == Some(Door::Dra) && node.state.is_with_dra(&gpu.uuid)) {
         let holder =
             ledger.holder_beside(node.state.topology(), &gpu.uuid, node.pool).filter(|_| door == Some(Door::Dra));
         return refused(holder.map_or(DeviceRefusal::NotDra(door), DeviceRefusal::Held));

@@ -109,7 +109,7 @@ impl Memory {
 
 impl Node {
     /// Makes this a standby, because another process serves this node: no plugin registers and no file is written,
-    /// until a [`Order`] asks for it.
+    /// until an order asks for it.
     pub fn stand_by(&mut self) {
         self.remember();
         // The claims are the other's, and come with the takeover.

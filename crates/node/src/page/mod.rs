@@ -2,8 +2,8 @@
 //!
 //! A function of its arguments: the same view gives the same page. `views` makes the views, and renders pages apart from
 //! admissions. The page is one document without parts from elsewhere: it contains its one style sheet and its one
-//! script, and with the header [`security_policy`] a browser loads nothing else. The template engine passes each value
-//! through [`Escaper`].
+//! script, and with the header `security_policy` a browser loads nothing else. The template engine passes each value
+//! through `Escaper`.
 
 mod marks;
 #[cfg(test)]

@@ -105,6 +105,9 @@ impl AsFd for Lock {
     }
 }
 
+/// The lock, if this process got it, and its owner otherwise.
+type Attempt = io::Result<(Option<Lock>, Owner)>;
+
 /// The state folder, and the process that shares it with others.
 #[derive(Debug)]
 pub struct Place {
@@ -115,7 +118,7 @@ pub struct Place {
     owner: Owner,
     limit: Duration,
     /// The attempt that is under way: it keeps a thread for as long as the disk does not answer, so there is one.
-    attempt: Option<JoinHandle<io::Result<(Option<Lock>, Owner)>>>,
+    attempt: Option<JoinHandle<Attempt>>,
 }
 
 impl Place {

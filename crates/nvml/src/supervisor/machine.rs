@@ -1,37 +1,29 @@
-//! The driver's state machine: decides which NVML agents run, and turns their messages into actions.
+//! The driver's state machine: decides which NVML agent runs, and turns its messages into actions.
 //!
 //! Pure: no I/O but log lines, no clock, no task. `mod.rs` is its one caller: it reports inputs and carries out
-//! actions. One agent is active at a time. A standby is started beside it if a new agent is needed while the active one
-//! still works (a GPU has come, the library file changed, a quarantined GPU is to be tried). The standby takes over
-//! once it has scanned the GPUs: so no event falls between the two agents, no event of the new one waits for the end of
-//! the old one, and a standby that fails costs nothing. The tests beside this file check the invariants with random
-//! sequences of inputs.
+//! actions. One agent runs at a time. If another one is needed (the driver was replaced, a GPU has come, a GPU is out of
+//! reach, a quarantined GPU is to be tried), the running one is killed, and the next one starts when its process has
+//! ended. Meanwhile the node is as last seen; the first scan and the first poll of the new agent find what has changed.
+//! The tests beside this file check the invariants with random sequences of inputs.
 
-mod failure;
-mod io;
-
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::time::Duration;
 
-use super::Idle;
-use failure::{NO_GPUS, Reached};
-
-use super::agents::{ActiveAgent, AgentId, Agents, RestartReason, StandbyAgent};
+use super::failure::{AgentEnd, NO_GPUS, Outage, Reached, without_nvml};
 use super::host_probe::HostFingerprint;
-use super::lost::LostGpus;
-use super::outage::NvmlOutage;
-use super::quarantine::{Quarantine, Verdict};
-use super::scan::Scan;
-use crate::HANDLE;
-use crate::protocol::{FromAgent, Missing, Place};
+use super::quarantine::{Quarantine, Renewal, Verdict};
+use super::view::{HostScan, View};
+use super::{Idle, NOT_SEEN, Others, Settings};
+use crate::protocol::{FromAgent, Place};
 use crate::scan::{CallFailure, NodeScan, known};
 use linkwise_core::backoff::Backoff;
 use linkwise_core::once::Once;
-use linkwise_core::state::{Event, HealthPoll, MigInstance, Reach};
-use linkwise_core::topology::{GpuUuid, PciAddress};
+use linkwise_core::state::{Event, MigInstance};
+use linkwise_core::topology::{GpuUuid, NodeObservation, PciAddress};
 
-pub(super) use io::{Action, Input};
-pub use io::{Others, Settings};
+/// The number of unended processes at which no agent is started: more processes do not help a driver in which processes
+/// hang.
+const MAX_UNENDED: usize = 2;
 
 /// The longest pause before an agent is started again, as a multiple of the first.
 const LONGEST: u32 = 60;
@@ -39,24 +31,71 @@ const LONGEST: u32 = 60;
 /// The time that a start and a poll wait for short files; facts that come later count later.
 const FILES: Duration = Duration::from_millis(500);
 
-/// The reason why nothing is offered before an agent has seen the GPUs.
-pub const NOT_SEEN: &str = "the GPUs have not been discovered yet";
-
-/// The reason if the driver was released before an agent has seen them.
+/// The reason if the driver was released before an agent has seen the GPUs.
 const RELEASED: &str = "an operator released the driver before the GPUs were discovered: `linkwise admin resume`";
 
-/// The state while no agent is active.
+/// Names one agent, in the order of their starts.
+pub(super) type AgentId = u64;
+
+#[derive(Debug)]
+pub(super) enum Input {
+    Message(AgentId, FromAgent),
+    /// No more messages come from an agent, or none could be started.
+    Ended(AgentId, AgentEnd),
+    /// An agent's process has ended.
+    Reaped(AgentId),
+    /// An operator released the driver, or resumed it.
+    Released(bool),
+    /// The host was probed; `None` if the probe broke off.
+    Probed(Option<HostFingerprint>),
+    /// The host was scanned; `None` if the scan broke off.
+    HostScanned(Option<HostScan>),
+    /// The part of other processes of linkwise changed.
+    Others(Others),
+    /// The time of [`DriverMachine::wake`] has come.
+    Tick,
+}
+
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Action {
+    /// Start an agent that skips these GPUs. With a trial it may hang at once, and has the short limit.
+    Start {
+        id: AgentId,
+        skip: Vec<Place>,
+        is_trial: bool,
+    },
+    /// Ask an agent for a full scan.
+    Rescan(AgentId),
+    /// Kill an agent, and report when its process has ended.
+    Kill(AgentId),
+    Probe,
+    ScanHost,
+    Publish(Box<NodeObservation>),
+    Emit(Event),
+    /// Report the reason why no GPU is offered.
+    Idle(Idle),
+    /// Count an agent's end, by its cause.
+    CountEnd(&'static str),
+    /// Report the number of GPUs whose events do not come.
+    Unheard(u32),
+    /// Count a failure to receive the driver's events.
+    CountFailure,
+    /// End the process, with this cause.
+    Fail(String),
+}
+
 #[derive(Debug)]
 enum Stage {
-    /// A pause until the next start.
+    /// A pause until the next start: after a failure, or because the last agent was killed for the next one.
     Pausing {
         until: Duration,
+        has_failed: bool,
     },
     /// The host is probed before the start, which comes at `until` at the latest.
     Probing {
         until: Duration,
     },
-    Running,
+    Running(RunningAgent),
     /// The host has no GPU for linkwise: the time of the next look at the bus.
     Idle {
         look_at: Duration,
@@ -64,11 +103,15 @@ enum Stage {
     Failed,
 }
 
-/// The polls of the GPUs that wait for the probe of the PCI bus and for the scan that names the GPUs.
 #[derive(Debug)]
-struct PendingPolls {
-    polls: BTreeMap<GpuUuid, HealthPoll>,
-    until: Duration,
+struct RunningAgent {
+    id: AgentId,
+    began: Duration,
+    skipped: Vec<Place>,
+    /// Set once the agent has scanned the GPUs.
+    ready: bool,
+    /// Set once the agent has polled them.
+    polled: bool,
 }
 
 /// The state of the driver's side of the node.
@@ -76,26 +119,27 @@ struct PendingPolls {
 pub(super) struct DriverMachine {
     settings: Settings,
     stage: Stage,
-    agents: Agents,
+    last_id: AgentId,
+    /// The agents whose processes have not ended: a process that hangs in the kernel does not even die of SIGKILL.
+    processes: BTreeSet<AgentId>,
+    /// The moment until which a start waits for them.
+    awaited_until: Duration,
     released: bool,
     others: Others,
     backoff: Backoff,
+    /// Set once an agent has initialised NVML: this container can open the driver.
+    initialised: bool,
+    outage: Outage,
+    quarantine: Quarantine,
+    renewal: Renewal,
+    view: View,
+    /// The host before the agent's start, or at the latest probe.
+    host: Option<HostFingerprint>,
+    /// The begin of the running probe of the host.
+    probe: Option<Duration>,
     library: Once<String>,
     /// The reason why NVML is unavailable, as last logged.
     unavailable: Once<String>,
-    /// Set once an agent has initialised NVML: this container can open the driver.
-    initialised: bool,
-    outage: NvmlOutage,
-    quarantine: Quarantine,
-    scan: Scan,
-    polls: Option<PendingPolls>,
-    lost: LostGpus,
-    /// GPUs that NVML has listed since linkwise started.
-    once_listed: BTreeSet<PciAddress>,
-    /// The begin of the running probe of the host, and whether it began before the active agent.
-    probe: Option<(Duration, bool)>,
-    /// GPUs that the kernel has listed on the bus since linkwise started.
-    once_on_bus: BTreeSet<PciAddress>,
     held_by_others: Once<(PciAddress, String)>,
     stuck: Once<()>,
     actions: Vec<Action>,
@@ -103,24 +147,23 @@ pub(super) struct DriverMachine {
 
 impl DriverMachine {
     pub fn new(settings: Settings) -> Self {
-        let backoff = Backoff::new(settings.pause, settings.pause.saturating_mul(LONGEST));
         Self {
-            stage: Stage::Pausing { until: Duration::ZERO },
-            agents: Agents::default(),
+            stage: Stage::Pausing { until: Duration::ZERO, has_failed: false },
+            last_id: 0,
+            processes: BTreeSet::new(),
+            awaited_until: Duration::ZERO,
             released: false,
             others: Others::None,
-            backoff,
+            backoff: Backoff::new(settings.pause, settings.pause.saturating_mul(LONGEST)),
+            initialised: false,
+            outage: Outage::default(),
+            quarantine: Quarantine::new(settings.trial),
+            renewal: Renewal::new(settings.trial),
+            view: View::new(settings.poll),
+            host: None,
+            probe: None,
             library: Once::new(),
             unavailable: Once::new(),
-            initialised: false,
-            outage: NvmlOutage::new(settings.grace),
-            quarantine: Quarantine::new(settings.trial),
-            scan: Scan::new(settings.poll),
-            polls: None,
-            lost: LostGpus::new(settings.trial),
-            once_listed: BTreeSet::new(),
-            probe: None,
-            once_on_bus: BTreeSet::new(),
             held_by_others: Once::new(),
             stuck: Once::new(),
             actions: Vec::new(),
@@ -128,14 +171,19 @@ impl DriverMachine {
         }
     }
 
-    /// Returns true if an agent answers.
-    pub fn is_up(&self) -> bool {
-        self.answering().is_some()
+    /// The agent that answers, if one does.
+    pub fn answering(&self) -> Option<AgentId> {
+        self.running().filter(|agent| agent.ready).map(|agent| agent.id)
     }
 
-    /// The agent that answers, which gets the orders.
-    pub fn answering(&self) -> Option<AgentId> {
-        self.agents.active.as_ref().filter(|active| active.ready).map(|active| active.id)
+    /// Returns true while an agent starts, and none has failed since the last one that answered.
+    pub fn is_starting(&self) -> bool {
+        match &self.stage {
+            Stage::Pausing { has_failed, .. } => !has_failed && !self.released,
+            Stage::Probing { .. } => true,
+            Stage::Running(agent) => !agent.ready,
+            Stage::Idle { .. } | Stage::Failed => false,
+        }
     }
 
     /// Returns true if NVML has been unavailable for the grace period.
@@ -143,20 +191,19 @@ impl DriverMachine {
         self.outage.is_reported()
     }
 
-    /// The number of killed processes that have not ended.
-    pub fn unreaped(&self) -> usize {
-        self.agents.unreaped()
+    /// The number of processes that are to end and have not ended.
+    pub fn unended(&self) -> usize {
+        self.processes.len() - usize::from(self.running().is_some_and(|agent| self.processes.contains(&agent.id)))
     }
 
     /// The moment of the next [`Input::Tick`]; `None`: only another input can change anything.
     pub fn wake(&self) -> Option<Duration> {
         let due = [
             self.stage_due(),
-            self.agents.next_kill().map(|(at, _)| at),
-            self.standby_due().map(|(at, _)| at),
+            self.replacement_due().map(|(at, _)| at),
             self.outage.due(),
-            self.scan.due(),
-            self.polls_due(),
+            self.view.due(),
+            self.view.polls_due(),
             self.repeat_due(),
         ];
         due.into_iter().flatten().min()
@@ -167,10 +214,10 @@ impl DriverMachine {
         match input {
             Input::Message(id, message) => self.message(id, message, now),
             Input::Ended(id, end) => self.ended(id, end, now),
-            Input::Reaped(id) => self.agents.reaped(id),
+            Input::Reaped(id) => drop(self.processes.remove(&id)),
             Input::Released(released) => self.release(released, now),
             Input::Probed(host) => self.probed(host, now),
-            Input::HostScanned(host) => self.scan.take_host(host, now),
+            Input::HostScanned(host) => self.view.take_host(host, now),
             Input::Others(others) => self.take_others(others, now),
             Input::Tick => {}
         }
@@ -178,12 +225,8 @@ impl DriverMachine {
         std::mem::take(&mut self.actions)
     }
 
-    fn take_others(&mut self, others: Others, now: Duration) {
-        self.others = others;
-        if let Others::HandedOver { away } = others {
-            let grace = if away { Duration::ZERO } else { self.settings.grace };
-            self.outage.inherit("it did for the linkwise before this one".to_owned(), now + grace);
-        }
+    fn running(&self) -> Option<&RunningAgent> {
+        if let Stage::Running(agent) = &self.stage { Some(agent) } else { None }
     }
 
     fn act(&mut self, action: Action) {
@@ -194,35 +237,39 @@ impl DriverMachine {
         self.act(Action::Emit(event));
     }
 
+    fn take_others(&mut self, others: Others, now: Duration) {
+        self.others = others;
+        if let Others::HandedOver { away } = others {
+            let grace = if away { Duration::ZERO } else { self.settings.grace };
+            self.outage.inherit("it did for the linkwise before this one".to_owned(), now + grace);
+        }
+    }
+
     fn timers(&mut self, now: Duration) {
         let is_due = |due: Option<Duration>| due.is_some_and(|at| at <= now);
-        while let Some((_, id)) = self.agents.next_kill().filter(|(at, _)| *at <= now) {
-            self.kill(id);
-        }
-        if !self.agents.is_stuck() {
+        if self.has_room() {
             self.stuck.clear();
         } else if self.stuck.is_news(()) {
             tracing::error!(
-                agents = self.agents.unreaped(),
+                agents = self.unended(),
                 "killed NVML agents do not end (stuck in the kernel): none is started before one of them has ended"
             );
         }
-        if is_due(self.scan.due()) {
+        if is_due(self.view.due()) {
             self.publish(now);
         }
-        if is_due(self.polls_due())
-            && let Some(PendingPolls { polls, .. }) = self.polls.take()
-        {
-            self.emit(Event::Polled(polls));
+        if is_due(self.view.polls_due()) {
+            self.actions.extend(self.view.take_polls().map(Action::Emit));
         }
         if is_due(self.repeat_due())
-            && let Some(active) = &self.agents.active
+            && let Some(id) = self.answering()
         {
-            self.scan.repeat_at = None;
-            self.actions.push(Action::Rescan(active.id));
+            self.view.repeat_at = None;
+            self.act(Action::Rescan(id));
         }
-        if let Some((_, reason)) = self.standby_due().filter(|(at, _)| *at <= now) {
-            self.start_standby(reason, now);
+        if let Some((_, why)) = self.replacement_due().filter(|(at, _)| *at <= now) {
+            tracing::info!(reason = why, "NVML agent replaced");
+            self.replace("replaced", why, now);
         }
         if let Some(cause) = self.outage.report(now) {
             let (grace, unhealthy) = (self.settings.grace, self.settings.unhealthy_when_away);
@@ -235,173 +282,77 @@ impl DriverMachine {
         if is_due(self.stage_due()) {
             match self.stage {
                 Stage::Pausing { .. } => {
+                    self.host = None;
                     // A probe that hangs is not awaited again.
-                    let since = self.probe.map_or(now, |(since, _)| since);
-                    self.stage = Stage::Probing { until: now.max(since + FILES) };
+                    self.stage = Stage::Probing { until: now.max(self.probe.unwrap_or(now) + FILES) };
                     self.probe(now);
                 }
-                Stage::Probing { .. } => self.start(None, now),
+                Stage::Probing { .. } => self.start(now),
                 Stage::Idle { .. } => self.probe(now),
-                Stage::Running | Stage::Failed => {}
+                Stage::Running(_) | Stage::Failed => {}
             }
         }
+    }
+
+    fn has_room(&self) -> bool {
+        self.unended() <= MAX_UNENDED
     }
 
     fn stage_due(&self) -> Option<Duration> {
         match self.stage {
-            Stage::Pausing { until } => (!self.released && self.agents.has_room()).then_some(until),
+            Stage::Pausing { until, .. } => {
+                let until = if self.unended() == 0 { until } else { until.max(self.awaited_until) };
+                (!self.released && self.has_room()).then_some(until)
+            }
             Stage::Probing { until } => Some(until),
             Stage::Idle { look_at } => self.probe.is_none().then_some(look_at),
-            Stage::Running | Stage::Failed => None,
+            Stage::Running(_) | Stage::Failed => None,
         }
-    }
-
-    /// The moment at which a standby is to be started, and the reason.
-    fn standby_due(&self) -> Option<(Duration, RestartReason)> {
-        let active = self.agents.active.as_ref().filter(|active| active.ready)?;
-        if self.agents.standby.is_some() || !self.agents.has_room() {
-            return None;
-        }
-        let renewal = active.renewal.as_ref().map(|(at, why)| (*at, RestartReason::Renewal(why.clone())));
-        let trial = self.quarantine.next_trial().map(|(at, place)| (at, RestartReason::Trial(place)));
-        let lost = self.lost.next().map(|(at, why)| (at, RestartReason::Lost(why.to_owned())));
-        [renewal, trial, lost].into_iter().flatten().min_by_key(|(at, _)| *at)
-    }
-
-    fn polls_due(&self) -> Option<Duration> {
-        let pending = self.polls.as_ref()?;
-        (!self.scan.delays(pending.polls.keys())).then_some(pending.until)
     }
 
     fn repeat_due(&self) -> Option<Duration> {
-        self.scan.repeat_at.filter(|_| self.is_up())
+        self.view.repeat_at.filter(|_| self.answering().is_some())
     }
 
-    fn probe(&mut self, now: Duration) {
-        if self.probe.is_none() {
-            self.probe = Some((now, false));
-            let active = self.agents.active.as_ref().map(|active| active.id);
-            self.act(Action::Probe(active));
-        }
+    /// The moment at which the running agent is to be replaced, and the reason. While another process hangs, a GPU may
+    /// hang the next one too, and the node would be without an agent.
+    fn replacement_due(&self) -> Option<(Duration, String)> {
+        self.running().filter(|agent| agent.polled && self.unended() == 0)?;
+        let trial = self.quarantine.next_trial();
+        let trial =
+            trial.map(|(at, place)| (at, format!("trial of the quarantined GPU {} of {}", place.index, place.of)));
+        let renewal = self.renewal.next().map(|(at, why)| (at, why.to_owned()));
+        [trial, renewal].into_iter().flatten().min_by_key(|(at, _)| *at)
     }
 
-    fn probed(&mut self, host: Option<HostFingerprint>, now: Duration) {
-        let stale = self.probe.take().is_some_and(|(_, stale)| stale);
-        if let Some(host) = &host {
-            for (gpu, driver) in self.held_by_others.replace(host.foreign()) {
-                tracing::info!(%gpu, driver, "GPU is bound to another kernel driver and not served");
-            }
-        }
-        match (&self.stage, host) {
-            (Stage::Probing { .. }, host) => self.start(host, now),
-            (Stage::Idle { .. }, host) => match host.and_then(|host| host.gpus().first().copied()) {
-                Some(first) => {
-                    tracing::info!(gpu = %first, "NVIDIA GPU appeared on the PCI bus");
-                    let reason = format!("GPU {first} appeared on the PCI bus, and has not been scanned yet");
-                    self.act(Action::Idle(Idle::Waiting(reason)));
-                    self.restart_at_once(now);
-                }
-                None => self.stage = Stage::Idle { look_at: now + self.settings.bus_look },
-            },
-            (Stage::Running, Some(host)) if !stale => {
-                self.polled_on_bus(&host, now);
-                self.compare(host, now);
-            }
-            _ => {}
-        }
+    /// Kills the running agent: the next one starts once its process has ended.
+    fn replace(&mut self, end: &'static str, why: String, now: Duration) {
+        self.kill(end, now);
+        self.outage.begin(why, now + self.settings.grace);
+        self.start_at_once(now);
     }
 
-    /// Adds to the waiting polls whether each GPU is on the PCI bus.
-    fn polled_on_bus(&mut self, host: &HostFingerprint, now: Duration) {
-        let Some(bus) = &host.bus else { return };
-        self.once_on_bus.extend(bus.keys());
-        let Some(pending) = &mut self.polls else { return };
-        pending.until = now;
-        for gpu in self.scan.nvml.iter().flat_map(|scan| &scan.gpus) {
-            // A GPU that was never on the bus has not fallen off it: under WSL, or with a /sys that is not the host's,
-            // the bus shows no GPU although all of them work.
-            if let Some(poll) = pending.polls.get_mut(&gpu.uuid).filter(|_| self.once_on_bus.contains(&gpu.pci)) {
-                poll.on_bus = Some(bus.contains_key(&gpu.pci));
-            }
-        }
-    }
-
-    /// Compares the host with that of the active agent, and asks for another agent if it requires one.
-    fn compare(&mut self, host: HostFingerprint, now: Duration) {
-        let Some(active) = &mut self.agents.active else { return };
-        let Some(before) = active.host.replace(host.clone()) else {
-            return self.emit(Event::Identified(host.identity));
-        };
-        if before.identity.driver != host.identity.driver {
-            let name = |host: HostFingerprint| host.identity.driver.unwrap_or_else(|| "none".to_owned());
-            let cause = format!("the driver was {}, and is {}", name(before), name(host));
-            self.retire_all("replaced", now);
-            tracing::warn!(cause, "NVML agent replaced");
-            self.outage.begin(cause, now);
-            return self.restart_at_once(now);
-        }
-        if host.has_other_library(&before) {
-            active.renew("the file of NVML's library changed".to_owned(), now);
-        }
-        if host.has_other_bus(&before) {
-            active.renew("the PCI bus has other GPUs than before".to_owned(), now);
-        }
-    }
-
-    fn start(&mut self, host: Option<HostFingerprint>, now: Duration) {
-        // A probe that still runs is older than the agent.
-        self.probe = self.probe.map(|(since, _)| (since, true));
-        let (id, skipped) = (self.agents.next_id(), self.quarantine.skip(None));
-        self.act(Action::Start(id, skipped.clone()));
-        self.lost.asked(now);
-        self.agents.active = Some(self.active(id, skipped, host, now));
-        self.stage = Stage::Running;
-    }
-
-    fn active(&self, id: AgentId, skipped: Vec<Place>, host: Option<HostFingerprint>, began: Duration) -> ActiveAgent {
-        let backoff = Backoff::new(self.settings.pause, self.settings.pause.saturating_mul(LONGEST));
-        let listens_to = BTreeSet::new();
-        ActiveAgent { id, began, skipped, ready: false, listens_to, host, renewal: None, backoff }
-    }
-
-    fn start_standby(&mut self, reason: RestartReason, now: Duration) {
-        let trial = match &reason {
-            RestartReason::Trial(place) => Some(*place),
-            RestartReason::Renewal(_) | RestartReason::Lost(_) => None,
-        };
-        tracing::info!(%reason, "standby NVML agent started");
-        let (id, skipped) = (self.agents.next_id(), self.quarantine.skip(trial));
-        self.act(Action::Start(id, skipped.clone()));
-        self.lost.asked(now);
-        self.agents.standby = Some(StandbyAgent { id, skipped, reason });
-    }
-
-    /// Starts the next agent without a pause, after the last one ended for a new reason.
-    fn restart_at_once(&mut self, now: Duration) {
-        self.backoff.reset();
-        self.stage = Stage::Pausing { until: now };
-    }
-
-    fn retire(&mut self, id: AgentId, now: Duration) {
-        self.agents.retire(id, now);
-        self.act(Action::Dismiss(id));
-    }
-
-    /// Asks the active agent and the standby to end.
-    fn retire_all(&mut self, cause: &'static str, now: Duration) {
-        let active = self.agents.active.take().map(|active| active.id);
-        let standby = self.agents.standby.take().map(|standby| standby.id);
-        if active.is_some() {
-            self.act(Action::CountEnd(cause));
-        }
-        for id in [active, standby].into_iter().flatten() {
-            self.retire(id, now);
-        }
-    }
-
-    fn kill(&mut self, id: AgentId) {
-        self.agents.kill(id);
+    fn kill(&mut self, end: &'static str, now: Duration) {
+        let Some(id) = self.running().map(|agent| agent.id) else { return };
+        self.act(Action::CountEnd(end));
         self.act(Action::Kill(id));
+        self.awaited_until = now + self.settings.pause;
+    }
+
+    /// Starts the next agent without a pause, because there is a new reason.
+    fn start_at_once(&mut self, now: Duration) {
+        self.backoff.reset();
+        self.stage = Stage::Pausing { until: now, has_failed: false };
+    }
+
+    fn start(&mut self, now: Duration) {
+        let (skipped, trial) = self.quarantine.start(now);
+        self.renewal.started(now);
+        self.last_id += 1;
+        let id = self.last_id;
+        self.processes.insert(id);
+        self.act(Action::Start { id, skip: skipped.clone(), is_trial: trial.is_some() });
+        self.stage = Stage::Running(RunningAgent { id, began: now, skipped, ready: false, polled: false });
     }
 
     fn release(&mut self, released: bool, now: Duration) {
@@ -411,92 +362,182 @@ impl DriverMachine {
             let reason = if released { RELEASED } else { NOT_SEEN };
             self.act(Action::Idle(Idle::Waiting(reason.to_owned())));
         }
-        if !released {
-            return;
-        }
         match self.stage {
-            Stage::Running => {
-                self.retire_all("released", now);
-                self.outage.begin("an operator released the driver".to_owned(), now);
-                self.restart_at_once(now);
+            Stage::Running(_) if released => {
+                self.replace("released", "an operator released the driver".to_owned(), now)
             }
-            Stage::Pausing { .. } | Stage::Probing { .. } => self.restart_at_once(now),
-            Stage::Idle { .. } | Stage::Failed => {}
+            Stage::Pausing { .. } | Stage::Probing { .. } if released => self.start_at_once(now),
+            _ => {}
+        }
+    }
+
+    fn ended(&mut self, id: AgentId, end: AgentEnd, now: Duration) {
+        let Some(agent) = self.running().filter(|agent| agent.id == id) else { return };
+        let (began, reached) = (agent.began, if agent.ready { Reached::Gpus } else { end.reached });
+        self.awaited_until = now + self.settings.pause;
+        self.actions.extend(end.cause.map(Action::CountEnd));
+        if let Some(gpu) = end.blamed {
+            self.quarantine.blame(&gpu, end.why.clone(), now);
+        }
+        self.without_agent(began, reached, end.why, now);
+    }
+
+    /// Kills the running agent, which is of no use.
+    fn useless(&mut self, reached: Reached, cause: &str, now: Duration) {
+        let Some(began) = self.running().map(|agent| agent.began) else { return };
+        self.kill("replaced", now);
+        self.without_agent(began, reached, cause.to_owned(), now);
+    }
+
+    /// Decides what follows from the failure of an agent for the node, and pauses.
+    fn without_agent(&mut self, began: Duration, reached: Reached, cause: String, now: Duration) {
+        let pause = self.backoff.failed_after(now.saturating_sub(began));
+        self.initialised |= matches!(reached, Reached::Nvml | Reached::Gpus);
+        if self.outage.has_worked() {
+            self.outage.begin(cause.clone(), now + self.settings.grace);
+        } else if self.initialised && cause != NO_GPUS {
+            // This container can open the driver: the quarantine has to find the GPU behind the failure, and another
+            // container would fail in the same way.
+            let reason = format!("NVML is initialised, but no agent has seen the GPUs: {cause}");
+            self.act(Action::Idle(Idle::Waiting(reason)));
+        } else {
+            match without_nvml(reached, &cause, self.host.as_ref(), self.settings.fail_on_init_error, self.others) {
+                Ok(idle @ Idle::Waiting(_)) => self.act(Action::Idle(idle)),
+                Ok(Idle::NoGpu(reason)) => {
+                    tracing::info!(reason, "no NVIDIA GPU on this node: idle until one appears");
+                    self.act(Action::Idle(Idle::NoGpu(reason)));
+                    self.stage = Stage::Idle { look_at: now + self.settings.bus_look };
+                    return;
+                }
+                Err(cause) => {
+                    self.stage = Stage::Failed;
+                    return self.act(Action::Fail(cause));
+                }
+            }
+        }
+        // Without a driver this goes on for ever: there is one line for each cause, and the metric counts the starts.
+        if !self.unavailable.replace([cause.clone()]).is_empty() || reached == Reached::Gpus {
+            tracing::warn!(cause, again_in = ?pause, "NVML unavailable");
+        } else {
+            tracing::debug!(cause, again_in = ?pause, "NVML unavailable");
+        }
+        self.stage = Stage::Pausing { until: now + pause, has_failed: true };
+    }
+
+    fn probe(&mut self, now: Duration) {
+        if self.probe.is_none() {
+            self.probe = Some(now);
+            self.act(Action::Probe);
+        }
+    }
+
+    fn probed(&mut self, host: Option<HostFingerprint>, now: Duration) {
+        let is_late = self.probe.take().is_some_and(|began| now > began + FILES);
+        if let Some(host) = &host {
+            for (gpu, driver) in self.held_by_others.replace(host.foreign()) {
+                tracing::info!(%gpu, driver, "GPU is bound to another kernel driver and not served");
+            }
+        }
+        match (&self.stage, host) {
+            (Stage::Probing { .. }, host) => {
+                self.host = host;
+                self.start(now);
+            }
+            (Stage::Idle { .. }, host) => match host.and_then(|host| host.gpus().first().copied()) {
+                Some(first) => {
+                    tracing::info!(gpu = %first, "NVIDIA GPU appeared on the PCI bus");
+                    let reason = format!("GPU {first} appeared on the PCI bus, and has not been scanned yet");
+                    self.act(Action::Idle(Idle::Waiting(reason)));
+                    self.start_at_once(now);
+                }
+                None => self.stage = Stage::Idle { look_at: now + self.settings.bus_look },
+            },
+            // A read that hung may have ended with nothing: later probes are not compared with it.
+            (Stage::Running(_), Some(_)) if is_late && self.host.is_none() => {}
+            (Stage::Running(_), Some(host)) => {
+                self.view.take_bus(host.bus.as_ref(), now);
+                self.compare(host, now);
+            }
+            _ => {}
+        }
+    }
+
+    /// Compares the host with that of the running agent, and asks for another agent if it requires one.
+    fn compare(&mut self, host: HostFingerprint, now: Duration) {
+        let Some(before) = self.host.replace(host.clone()) else {
+            return self.emit(Event::Identified(host.identity));
+        };
+        if before.identity.driver != host.identity.driver {
+            let name = |host: HostFingerprint| host.identity.driver.unwrap_or_else(|| "none".to_owned());
+            let cause = format!("the driver was {}, and is {}", name(before), name(host));
+            tracing::warn!(cause, "NVML agent replaced");
+            self.replace("replaced", cause, now);
+        } else if host.has_other_bus(&before) {
+            self.renewal.at_once("the PCI bus has other GPUs than before".to_owned(), now);
         }
     }
 
     fn message(&mut self, id: AgentId, message: FromAgent, now: Duration) {
-        let is_active = self.agents.active.as_ref().is_some_and(|active| active.id == id);
+        let is_running = self.running().is_some_and(|agent| agent.id == id);
         match message {
-            // These count from any agent: one that was asked to end still reports its last events.
+            // These count from any agent: a killed one may have sent them before.
             FromAgent::Xid { gpu, code, gpu_instance, compute_instance } => {
                 let instance = gpu_instance.map(|gpu_instance| MigInstance { gpu_instance, compute_instance });
                 self.event(&gpu.clone(), Event::Xid { gpu, code, instance }, now);
             }
             FromAgent::DoubleBitEcc { gpu } => self.event(&gpu.clone(), Event::DoubleBitEcc(gpu), now),
-            FromAgent::Ready(scan) if is_active => self.scanned(*scan, now),
-            FromAgent::Polled { gpus, missing, unheard, .. } if is_active => self.polled(gpus, &missing, unheard, now),
-            FromAgent::Failed(CallFailure { subject, error, .. }) if is_active => {
+            FromAgent::Ready(scan) if is_running => self.scanned(*scan, now),
+            FromAgent::Polled { gpus, missing, unheard, .. } => {
+                let Stage::Running(agent) = &mut self.stage else { return };
+                if agent.id != id {
+                    return;
+                }
+                agent.polled = true;
+                // A probe of the bus that hangs is not awaited again.
+                let until = self.probe.unwrap_or(now) + FILES;
+                let (before, lost) = self.view.polled(gpus, &missing, &agent.skipped, self.host.as_ref(), until);
+                self.act(Action::Unheard(unheard));
+                self.actions.extend(before.map(Action::Emit));
+                self.renewal.polled(lost, unheard, now);
+                self.probe(now);
+            }
+            FromAgent::Failed(CallFailure { subject, error, .. }) if is_running => {
                 self.act(Action::CountFailure);
                 tracing::warn!(subject, call = %error.call, error = error.reason.to_string(), "NVML call failed");
             }
-            FromAgent::Ready(scan) => {
-                if let Some(standby) = self.agents.standby.take_if(|standby| standby.id == id) {
-                    self.standby_ready(standby, *scan, now);
-                }
-            }
-            // Messages of a standby or a retired agent are ignored; the reason for leaving also comes with the agent's
-            // end.
+            // The executor reads the reason for leaving, and the results of orders.
             _ => {}
         }
     }
 
     fn event(&mut self, gpu: &GpuUuid, event: Event, now: Duration) {
-        if self.scan.is_published(gpu) {
+        if self.view.is_published(gpu) {
             self.emit(event);
-        } else if self.scan.hold(event) {
+        } else if self.view.hold(event) {
             self.publish(now);
         }
     }
 
-    fn standby_ready(&mut self, standby: StandbyAgent, scan: NodeScan, now: Duration) {
-        // A standby that cannot even count the GPUs sees less than the working agent.
-        if scan.count.is_none() {
-            self.act(Action::CountEnd("replaced"));
-            self.retire(standby.id, now);
-            self.standby_failed(standby.reason, "it cannot count the GPUs".to_owned(), now);
-        } else if let Some(old) = self.agents.active.take() {
-            self.agents.active = Some(self.active(standby.id, standby.skipped, old.host, old.began));
-            self.act(Action::CountEnd("replaced"));
-            self.retire(old.id, now);
-            self.scanned(scan, now);
-        }
-    }
-
-    /// Records a scan by the active agent: the first when it is ready, and one after each change.
+    /// Records a scan by the running agent: the first when it is ready, and one after each change.
     fn scanned(&mut self, scan: NodeScan, now: Duration) {
-        let Some(active) = &mut self.agents.active else { return };
-        // The identity is unknown if the host was not probed in time; then the next probe has it.
-        let identity = active.host.as_ref().map(|host| host.identity.clone());
-        let gpus: BTreeSet<GpuUuid> = scan.gpus.iter().map(|gpu| gpu.uuid.clone()).collect();
-        if !active.ready {
-            let none_on_bus = active.host.as_ref().is_some_and(|host| host.gpus().is_empty());
+        let Stage::Running(agent) = &mut self.stage else { return };
+        if !agent.ready {
+            let none_on_bus = self.host.as_ref().is_some_and(|host| host.gpus().is_empty());
             // A Tegra's own GPU counts, but cannot be served.
-            let has_none = scan.count == Some(0) || active.host.as_ref().is_some_and(|host| host.is_tegra);
-            let is_useless = gpus.is_empty() && has_none && active.skipped.is_empty() && none_on_bus;
-            if is_useless && !self.scan.was_published() {
+            let has_none = scan.count == Some(0) || self.host.as_ref().is_some_and(|host| host.is_tegra);
+            let is_useless = scan.gpus.is_empty() && has_none && agent.skipped.is_empty() && none_on_bus;
+            if is_useless && !self.view.was_published() {
                 // The agent has no GPU to follow, and would poll for ever.
                 return self.useless(Reached::NoDriver, NO_GPUS, now);
             }
-            let Some(verdict) = self.quarantine.agent_lives(&active.skipped, gpus.len(), scan.count) else {
+            let Some(verdict) = self.quarantine.agent_lives(&agent.skipped, scan.gpus.len(), scan.count) else {
                 return self.useless(Reached::Nvml, "agents end whichever GPU they skip", now);
             };
-            active.ready = true;
-            active.listens_to.clone_from(&gpus);
-            self.scan.force = true;
+            agent.ready = true;
+            self.view.force = true;
             let version = |answer| known(answer).map_or("unknown", String::as_str);
             let (driver, nvml) = (version(&scan.driver), version(&scan.library));
-            tracing::info!(gpus = gpus.len(), driver, nvml, "NVML available");
+            tracing::info!(gpus = scan.gpus.len(), driver, nvml, "NVML available");
             for path in self.library.replace([scan.path.clone()]) {
                 tracing::info!(path, "NVML library loaded");
             }
@@ -504,11 +545,11 @@ impl DriverMachine {
                 self.emit(Event::DriverBack);
             }
             self.report(verdict);
-        } else if let Some(new) = gpus.difference(&active.listens_to).next() {
-            active.renew(format!("GPU {new} appeared, and its events are not heard"), now);
         }
-        self.actions.extend(identity.map(|identity| Action::Emit(Event::Identified(identity))));
-        if gpus.is_empty() {
+        // The identity is unknown if the host was not probed in time; then the next probe has it.
+        let identity = self.host.as_ref().map(|host| Event::Identified(host.identity.clone()));
+        self.actions.extend(identity.map(Action::Emit));
+        if scan.gpus.is_empty() {
             let reason = match scan.count {
                 Some(0) => NO_GPUS.to_owned(),
                 Some(count) => format!("NVML counts {count} GPU(s), and none of them can be identified"),
@@ -516,17 +557,13 @@ impl DriverMachine {
             };
             self.act(Action::Idle(Idle::Waiting(reason)));
         }
-        // A scan of the host that runs already has taken too long, or belongs to an unpublished scan.
-        let host_until = if self.scan.host_runs { now } else { now + self.settings.call / 3 };
-        self.once_listed.extend(scan.gpus.iter().map(|gpu| gpu.pci));
-        self.scan.take(scan, host_until);
-        if !std::mem::replace(&mut self.scan.host_runs, true) {
+        if self.view.take(scan, now, now + self.settings.call / 3) {
             self.act(Action::ScanHost);
         }
     }
 
     fn publish(&mut self, now: Duration) {
-        let (node, events) = self.scan.publish(now);
+        let (node, events) = self.view.publish(now);
         self.actions.extend(node.map(|node| Action::Publish(Box::new(node))));
         self.actions.extend(events.into_iter().map(Action::Emit));
     }
@@ -534,7 +571,7 @@ impl DriverMachine {
     /// Reports the newly quarantined GPUs, and those that are quarantined no longer.
     fn report(&mut self, verdict: Verdict) {
         // A GPU that was never scanned was never offered: it only gets a line in the log.
-        let scanned = |place| self.scan.nvml.as_ref()?.at(place).map(|gpu| gpu.uuid.clone());
+        let scanned = |place| self.view.nvml.as_ref()?.at(place).map(|gpu| gpu.uuid.clone());
         let name = |place| {
             let uuid = scanned(place).or_else(|| self.quarantine.name(place).cloned());
             uuid.map_or_else(String::new, |uuid| uuid.to_string())
@@ -550,55 +587,6 @@ impl DriverMachine {
             events.extend(scanned(place).map(Event::ReleasedFromQuarantine));
         }
         self.actions.extend(events.into_iter().map(Action::Emit));
-    }
-
-    fn polled(&mut self, mut polls: BTreeMap<GpuUuid, HealthPoll>, missing: &[Missing], unheard: u32, now: Duration) {
-        self.act(Action::Unheard(unheard));
-        let unpolled = self.unpolled(&polls, missing);
-        self.lost.polled(self.out_of_reach(&polls, &unpolled), now);
-        polls.extend(unpolled);
-        if let Some(before) = self.polls.take().filter(|before| !self.scan.delays(before.polls.keys())) {
-            self.emit(Event::Polled(before.polls));
-        }
-        // A probe of the bus that hangs is not awaited again.
-        let since = self.probe.map_or(now, |(since, _)| since);
-        self.polls = Some(PendingPolls { polls, until: since + FILES });
-        self.probe(now);
-    }
-
-    /// A GPU that answers no call of this process, with the reason: one that is lost or refused until a reset, one that
-    /// cannot be identified, or one on the bus that NVML has listed before and does not list.
-    fn out_of_reach(
-        &self,
-        polled: &BTreeMap<GpuUuid, HealthPoll>,
-        unpolled: &BTreeMap<GpuUuid, HealthPoll>,
-    ) -> Option<String> {
-        let silent = |poll: &HealthPoll| matches!(poll.reach, Reach::Lost { .. } | Reach::ResetRequired { .. });
-        let lost = polled.iter().find(|(_, poll)| silent(poll)).or_else(|| unpolled.iter().next());
-        let lost = lost.map(|(gpu, _)| gpu.to_string()).or_else(|| {
-            let on_bus = self.agents.active.as_ref()?.host.as_ref()?.gpus();
-            let listed =
-                |pci: &PciAddress| self.scan.nvml.iter().flat_map(|scan| &scan.gpus).any(|gpu| gpu.pci == *pci);
-            let unlisted = on_bus.into_iter().find(|pci| self.once_listed.contains(pci) && !listed(pci))?;
-            Some(unlisted.to_string())
-        })?;
-        Some(format!("GPU {lost} is out of reach, and may be back for a new process"))
-    }
-
-    /// Polls for the GPUs that NVML counts and that were not asked, except the skipped ones.
-    fn unpolled(&self, polled: &BTreeMap<GpuUuid, HealthPoll>, missing: &[Missing]) -> BTreeMap<GpuUuid, HealthPoll> {
-        let Some(scan) = &self.scan.nvml else { return BTreeMap::new() };
-        let skipped = self.agents.active.as_ref().map_or(&[][..], |active| &active.skipped);
-        let unlisted = || Reach::Failed { call: HANDLE.to_owned(), error: "NVML does not list it".to_owned() };
-        let unpolled = scan.gpus.iter().filter(|gpu| !polled.contains_key(&gpu.uuid));
-        let polls = unpolled.filter_map(|gpu| {
-            let place = Place { index: gpu.index, of: scan.count.unwrap_or(0) };
-            let of_it = missing.iter().find(|missing| missing.place.is_none_or(|of| of == place));
-            let reach = of_it.map_or_else(unlisted, |missing| missing.reach.clone());
-            let poll = HealthPoll { reach, ..HealthPoll::default() };
-            (!skipped.contains(&place)).then(|| (gpu.uuid.clone(), poll))
-        });
-        polls.collect()
     }
 }
 

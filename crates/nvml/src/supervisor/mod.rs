@@ -1,27 +1,25 @@
 //! Carries out the actions of `machine`: starts and ends NVML agents, reads their messages and the host's files, and
 //! keeps the time.
 //!
-//! Called by `src/run` and `src/commands`. Each agent has a task from its start until its process has ended, and each read of
-//! the host is a task too; all of them report to one loop. Nothing is decided here.
+//! Called by `src/run` and `src/commands`. Each agent has a task from its start until its process has ended, and each
+//! read of the host is a task too; all of them report to one loop. Nothing is decided here.
 
-mod agents;
+mod failure;
 mod host_probe;
-mod lost;
 mod machine;
 mod metrics;
-mod outage;
 mod quarantine;
 mod release;
-mod scan;
+mod view;
 
 use std::collections::{BTreeMap, VecDeque};
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, bail};
 use futures_util::future::OptionFuture;
-use tokio::sync::{Semaphore, mpsc, oneshot, watch};
+use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::{JoinSet, spawn_blocking};
 use tokio::time::Instant;
 
@@ -29,24 +27,65 @@ use crate::child::{Agent, AgentCommand, AgentEnded};
 use crate::protocol::{Called, FromAgent, Place, ToAgent};
 use crate::scan::NodeScan;
 use crate::{CallError, Fault};
-use agents::{AgentEnd, AgentId, OVER_MEMORY};
+use failure::{AgentEnd, Reached};
 use host_probe::HostProbe;
-pub use host_probe::{has_no_gpu, identity};
+pub use host_probe::{boot, has_no_gpu, identity};
 use linkwise_core::claims::{MigOrder, MigOrderError};
 use linkwise_core::state::Event;
 use linkwise_core::topology::MigUuid;
 use linkwise_host::hwloc;
 use linkwise_system::clock::at;
-use machine::{Action, DriverMachine, Input};
-pub use machine::{NOT_SEEN, Others, Settings};
+use machine::{Action, AgentId, DriverMachine, Input};
 pub use metrics::DriverMetrics;
 pub use release::Release;
 
 /// The most inputs in the loop's queue; a task that reports one more waits.
 const INPUTS: usize = 64;
 
+/// The most requests that may wait for an agent. One that takes none for so long hangs in a call, and is killed.
+const REQUESTS: usize = 64;
+
 /// The most orders about MIG devices that may wait for an agent. The DRA plugin waits for each of them.
 pub const MIG_REQUESTS: usize = 64;
+
+/// The reason why nothing is offered before an agent has seen the GPUs.
+pub const NOT_SEEN: &str = "the GPUs have not been discovered yet";
+
+/// The options for the driver; see `config::NvmlArgs`.
+#[derive(Clone, Debug)]
+pub struct Settings {
+    /// Set if GPUs are unhealthy while NVML is unavailable.
+    pub unhealthy_when_away: bool,
+    /// `--fail-on-init-error`.
+    pub fail_on_init_error: Option<bool>,
+    /// The first pause before an agent is started again.
+    pub pause: Duration,
+    /// The time for which NVML may be unavailable before that is an outage.
+    pub grace: Duration,
+    /// The time until a quarantined GPU is tried first.
+    pub trial: Duration,
+    /// The time from one look at the PCI bus to the next on a node without GPUs.
+    pub bus_look: Duration,
+    /// The time from one poll of an agent to the next.
+    pub poll: Duration,
+    /// The longest time for one NVML call.
+    pub call: Duration,
+}
+
+/// The part of other processes of linkwise on the node, for a process whose NVML cannot be initialised.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Others {
+    /// They need nothing of this process: a failure may end it.
+    #[default]
+    None,
+    /// One of them may hand over the node: no failure ends this process.
+    MayHandOver,
+    /// One of them has handed over the GPUs that it saw, as if an agent of this process had seen them.
+    HandedOver {
+        /// True if NVML had been unavailable there for the grace period.
+        away: bool,
+    },
+}
 
 /// The reason why a node offers no GPU.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -84,7 +123,7 @@ pub struct MigDone {
     /// The devices that were made or listed.
     pub devices: Vec<MigUuid>,
     /// Its number. An observation may be published after the answer and still be older: one that knows of this order has
-    /// as many [`NodeObservation::mig_orders`].
+    /// as many `NodeObservation::mig_orders`.
     pub number: u64,
 }
 
@@ -116,8 +155,7 @@ impl Driver {
     /// Runs for ever; fails if NVML cannot be initialised and only another container can repair that.
     pub async fn run(self) -> Result<()> {
         let (report, inputs) = mpsc::channel(INPUTS);
-        let (left, for_next) = mpsc::channel(MIG_REQUESTS);
-        let probe = HostProbe::new(self.sysfs.clone(), self.command.library.clone());
+        let probe = HostProbe::new(self.sysfs.clone());
         let life = Life {
             machine: DriverMachine::new(self.settings.clone()),
             driver: self,
@@ -126,26 +164,17 @@ impl Driver {
             tasks: JoinSet::new(),
             probe: Arc::new(Mutex::new(probe)),
             report,
-            left,
-            mig_turn: Arc::new(Semaphore::new(1)),
-            mig_done: Arc::default(),
+            order: None,
+            orders_done: 0,
         };
-        life.live(inputs, for_next).await
+        life.live(inputs).await
     }
 }
 
-#[derive(Clone, Copy, Debug, Default)]
-struct Orders {
-    /// The number of full scans to ask for in all.
-    scans: u64,
-    dismiss: bool,
-    kill: bool,
-}
-
+/// A running agent, or one whose process has not ended.
 struct Handle {
-    orders: watch::Sender<Orders>,
-    process: Option<u32>,
-    mig: mpsc::Sender<MigRequest>,
+    /// The requests to the agent; `None` once it is to be killed.
+    requests: Option<mpsc::Sender<ToAgent>>,
 }
 
 /// The state machine, and the tasks and processes that carry out its actions.
@@ -157,17 +186,14 @@ struct Life {
     tasks: JoinSet<()>,
     probe: Arc<Mutex<HostProbe>>,
     report: mpsc::Sender<Input>,
-    /// Orders about MIG that an agent has left to the next one.
-    left: mpsc::Sender<MigRequest>,
-    /// Held for one order about MIG at a time: the next follows when the agent has answered, or when its process has
-    /// ended, so that no call of an ending agent comes after it.
-    mig_turn: Arc<Semaphore>,
+    /// The order about MIG that an agent has, and the channel of its answer. One at a time.
+    order: Option<(AgentId, MigAnswer)>,
     /// The number of orders about MIG that agents have answered.
-    mig_done: Arc<AtomicU64>,
+    orders_done: u64,
 }
 
 impl Life {
-    async fn live(mut self, mut inputs: mpsc::Receiver<Input>, mut for_next: mpsc::Receiver<MigRequest>) -> Result<()> {
+    async fn live(mut self, mut inputs: mpsc::Receiver<Input>) -> Result<()> {
         self.tasks.spawn(self.driver.release.clone().follow_node());
         let mut released = self.driver.release.follow();
         let (mut mig, mut others) = (self.driver.mig.take(), self.driver.others.clone());
@@ -175,6 +201,9 @@ impl Life {
         let mut next = VecDeque::from(first);
         next.push_back(Input::Tick);
         loop {
+            // An order waits for the one before it, and for an agent that starts.
+            let takes_orders = self.order.is_none() && !self.machine.is_starting();
+            let mig = mig.as_mut().filter(|_| takes_orders);
             let input = match next.pop_front() {
                 Some(input) => input,
                 None => tokio::select! {
@@ -184,11 +213,7 @@ impl Life {
                     }
                     Ok(()) = others.changed() => Input::Others(*others.borrow_and_update()),
                     input = inputs.recv() => input.context("nothing reports to the NVML driver's loop")?,
-                    Some(request) = for_next.recv() => {
-                        self.pass_on(request);
-                        continue;
-                    }
-                    Some(Some(request)) = OptionFuture::from(mig.as_mut().map(mpsc::Receiver::recv)) => {
+                    Some(Some(request)) = OptionFuture::from(mig.map(mpsc::Receiver::recv)) => {
                         self.pass_on(request);
                         continue;
                     }
@@ -199,37 +224,66 @@ impl Life {
                     () = at(self.machine.wake().map(|wake| self.begin + wake)) => Input::Tick,
                 },
             };
-            // An agent found the order first.
-            if matches!(&input, Input::Ended(_, end) if end.released) && !self.driver.release.is_wished() {
-                self.driver.release.see(true);
-                next.extend([Input::Released(true), input]);
-                continue;
-            }
-            if let Input::Reaped(id) = &input {
-                self.agents.remove(id);
-            }
+            let Some(input) = self.received(input, &mut next) else { continue };
             for action in self.machine.step(input, self.begin.elapsed()) {
                 self.perform(action, &mut next).await?;
             }
             self.driver.release.set_held(!self.agents.is_empty());
             let metrics = &self.driver.metrics;
-            metrics.agent_up.set(self.machine.is_up().into());
-            metrics.agents_stuck.set(self.machine.unreaped().try_into().unwrap_or(i64::MAX));
+            metrics.agent_up.set(self.machine.answering().is_some().into());
+            metrics.agents_stuck.set(self.machine.unended().try_into().unwrap_or(i64::MAX));
             metrics.nvml_away.set(self.machine.is_outage().into());
             self.driver.away.send_if_modified(|away| std::mem::replace(away, self.machine.is_outage()) != *away);
         }
     }
 
+    /// Takes from an input what concerns orders and processes; returns the input for the state machine.
+    fn received(&mut self, input: Input, next: &mut VecDeque<Input>) -> Option<Input> {
+        match input {
+            Input::Message(id, FromAgent::MigDone(result)) => {
+                self.orders_done += 1;
+                let number = self.orders_done;
+                self.answer(id, result.map(|devices| MigDone { devices, number }));
+                None
+            }
+            Input::Message(id, FromAgent::Ready(mut scan)) => {
+                // An agent does one thing after the other: the scan is younger than the orders that were answered.
+                scan.mig_orders = self.orders_done;
+                Some(Input::Message(id, FromAgent::Ready(scan)))
+            }
+            // An agent found the order first.
+            Input::Ended(_, ref end) if end.reached == Reached::Released && !self.driver.release.is_wished() => {
+                self.driver.release.see(true);
+                next.extend([Input::Released(true), input]);
+                None
+            }
+            Input::Ended(id, ref end) => {
+                self.answer(id, Err(MigOrderError { why: end.why.clone(), may_exist: true }));
+                Some(input)
+            }
+            Input::Reaped(id) => {
+                self.agents.remove(&id);
+                Some(input)
+            }
+            other => Some(other),
+        }
+    }
+
     async fn perform(&mut self, action: Action, next: &mut VecDeque<Input>) -> Result<()> {
         match action {
-            Action::Start(id, skip) => next.extend(self.start(id, skip)),
-            Action::Rescan(id) => self.order(id, |orders| orders.scans += 1),
-            Action::Dismiss(id) => self.order(id, |orders| orders.dismiss = true),
-            Action::Kill(id) => self.order(id, |orders| orders.kill = true),
-            Action::Probe(agent) => {
-                let process = agent.and_then(|agent| self.agents.get(&agent)?.process);
+            Action::Start { id, skip, is_trial } => next.extend(self.start(id, skip, is_trial)),
+            Action::Rescan(id) => self.request(id, ToAgent::Observe),
+            Action::Kill(id) => {
+                if let Some(agent) = self.agents.get_mut(&id) {
+                    agent.requests = None;
+                }
+                // A scan of the next agent shows what the order has left.
+                let why = "the NVML agent was killed before it answered".to_owned();
+                self.answer(id, Err(MigOrderError { why, may_exist: true }));
+            }
+            Action::Probe => {
                 let probe = Arc::clone(&self.probe);
-                let look = move || probe.lock().unwrap_or_else(PoisonError::into_inner).look(process);
+                let look = move || probe.lock().unwrap_or_else(PoisonError::into_inner).look();
                 self.read(look, Input::Probed);
             }
             Action::ScanHost => {
@@ -258,46 +312,58 @@ impl Life {
     }
 
     /// Starts an agent; if that fails, returns the inputs for the state machine.
-    fn start(&mut self, id: AgentId, skip: Vec<Place>) -> Vec<Input> {
+    fn start(&mut self, id: AgentId, skip: Vec<Place>, is_trial: bool) -> Vec<Input> {
         // This comes before the check: an order to release that comes later finds the driver held.
         self.driver.release.set_held(true);
-        let not_started = |why| Input::Ended(id, AgentEnd::not_started(why));
+        let not_started = |why| [Input::Ended(id, AgentEnd::not_started(why)), Input::Reaped(id)];
         if self.driver.release.is_wished() {
-            return vec![Input::Released(true), not_started("the driver is released".to_owned())];
+            let released = not_started("the driver is released".to_owned());
+            return [Input::Released(true)].into_iter().chain(released).collect();
         }
         self.driver.metrics.agent_starts.inc();
-        match Agent::spawn(&AgentCommand { skip, ..self.driver.command.clone() }) {
+        let mut command = AgentCommand { skip, ..self.driver.command.clone() };
+        if is_trial {
+            command.limits.start = command.limits.call;
+        }
+        match Agent::spawn(&command) {
             Ok(agent) => {
-                let (orders, follow) = watch::channel(Orders::default());
-                let (order, requests) = mpsc::channel(MIG_REQUESTS);
-                self.agents.insert(id, Handle { orders, process: agent.id(), mig: order });
-                let (turn, done) = (Arc::clone(&self.mig_turn), Arc::clone(&self.mig_done));
-                let mig = MigOrders { requests, left: self.left.clone(), turn, done };
-                self.tasks.spawn(live(id, agent, follow, mig, self.report.clone()));
+                let (requests, asked) = mpsc::channel(REQUESTS);
+                self.agents.insert(id, Handle { requests: Some(requests) });
+                self.tasks.spawn(live(id, agent, asked, self.report.clone()));
                 Vec::new()
             }
             // The system lacks processes or memory: this will pass.
-            Err(error) => vec![not_started(format!("{:#}", anyhow!(error)))],
+            Err(error) => not_started(format!("{:#}", anyhow!(error))).into(),
         }
     }
 
-    fn order(&self, id: AgentId, order: impl FnOnce(&mut Orders)) {
-        if let Some(agent) = self.agents.get(&id) {
-            agent.orders.send_modify(order);
-        }
+    fn request(&self, id: AgentId, request: ToAgent) {
+        // The task of an agent that has ended takes none, and that is reported next.
+        let _ = self.agents.get(&id).and_then(|agent| agent.requests.as_ref()?.try_send(request).ok());
     }
 
     /// Passes an order about a MIG device to the agent that answers; without such an agent the order fails at once.
-    fn pass_on(&self, request: MigRequest) {
-        let (refused, why) = match self.machine.answering().and_then(|id| self.agents.get(&id)) {
-            Some(agent) => match agent.mig.try_send(request) {
-                Ok(()) => return,
-                Err(error) => (error.into_inner(), "the NVML agent is ending, or has too many orders"),
-            },
-            None => (request, "NVML unavailable"),
-        };
-        // The caller may have gone.
-        let _ = refused.answer.send(Err(MigOrderError { why: why.to_owned(), may_exist: false }));
+    fn pass_on(&mut self, MigRequest { order, answer }: MigRequest) {
+        // An order is not begun if its caller has gone.
+        if answer.is_closed() {
+            return;
+        }
+        match self.machine.answering() {
+            Some(id) => {
+                self.order = Some((id, answer));
+                self.request(id, ToAgent::Mig(order));
+            }
+            // The caller may have gone.
+            None => drop(answer.send(Err(MigOrderError { why: "NVML unavailable".to_owned(), may_exist: false }))),
+        }
+    }
+
+    /// Answers the order that this agent has, if it has one.
+    fn answer(&mut self, id: AgentId, result: Result<MigDone, MigOrderError>) {
+        if let Some((_, answer)) = self.order.take_if(|(agent, _)| *agent == id) {
+            // The caller may have gone.
+            let _ = answer.send(result);
+        }
     }
 
     /// Reads files on a thread of its own: they may hang.
@@ -311,120 +377,44 @@ impl Life {
     }
 }
 
-/// The orders about MIG of one agent.
-struct MigOrders {
-    requests: mpsc::Receiver<MigRequest>,
-    /// Takes those that the agent has not begun.
-    left: mpsc::Sender<MigRequest>,
-    turn: Arc<Semaphore>,
-    done: Arc<AtomicU64>,
-}
-
-impl MigOrders {
-    /// Leaves the order that waits for its turn, and those behind it, to the next agent.
-    async fn leave(&mut self, waiting: Option<MigRequest>) {
-        self.requests.close();
-        // The receiver ends only with the process.
-        if let Some(request) = waiting {
-            let _ = self.left.send(request).await;
-        }
-        while let Some(request) = self.requests.recv().await {
-            let _ = self.left.send(request).await;
-        }
-    }
-}
-
-/// Runs one agent, until its process has ended.
-async fn live(
-    id: AgentId,
-    mut agent: Agent,
-    mut orders: watch::Receiver<Orders>,
-    mut mig: MigOrders,
-    report: mpsc::Sender<Input>,
-) {
-    // Reports fail only if the loop has ended, and this task with it; answers fail only if the caller has gone.
-    let (mut wanted, mut done, mut leaving) = (Orders::default(), Orders::default(), None);
-    let (mut waiting, mut asked, mut own_turn): (Option<MigRequest>, Option<MigAnswer>, _) = (None, None, None);
-    // The orders that were answered when the agent said something last. It does one thing after the other: a scan is
-    // younger than the message before it, and may be older than an order that another agent ended meanwhile.
-    let mut known = mig.done.load(Ordering::Relaxed);
+/// Runs one agent, until its process has ended. An agent whose requests end is killed.
+async fn live(id: AgentId, mut agent: Agent, mut requests: mpsc::Receiver<ToAgent>, report: mpsc::Sender<Input>) {
+    // Reports fail only if the loop has ended, and this task with it.
+    let mut leaving = None;
     loop {
-        // An agent that is to end first ends the order about MIG that it has begun: the limit of a call holds for it, and
-        // nobody else would know what is there of the device.
-        if asked.is_none() {
-            if wanted.kill {
-                break;
-            }
-            // An agent that takes no requests has ended, and that is reported next.
-            if wanted.dismiss && !done.dismiss {
-                mig.leave(waiting.take()).await;
-                let _ = agent.dismiss().await;
-            } else if wanted.scans > done.scans && !wanted.dismiss {
-                let _ = agent.request(ToAgent::Observe).await;
-            }
-            done = wanted;
-        }
         tokio::select! {
             message = agent.next() => match message {
                 Ok(FromAgent::Leaving(error)) => leaving = Some(error),
-                Ok(FromAgent::MigDone(result)) => {
-                    own_turn = None;
-                    known = mig.done.fetch_add(1, Ordering::Relaxed).saturating_add(1);
-                    let result = result.map(|devices| MigDone { devices, number: known });
-                    drop(asked.take().map(|answer| answer.send(result)));
-                }
-                Ok(FromAgent::Ready(mut scan)) => {
-                    scan.mig_orders = std::mem::replace(&mut known, mig.done.load(Ordering::Relaxed));
-                    let is_old = scan.mig_orders < known;
-                    drop(report.send(Input::Message(id, FromAgent::Ready(scan))).await);
-                    if is_old {
-                        let _ = agent.request(ToAgent::Observe).await;
-                    }
-                }
-                Ok(message) => {
-                    known = mig.done.load(Ordering::Relaxed);
-                    drop(report.send(Input::Message(id, message)).await);
-                }
+                Ok(message) => drop(report.send(Input::Message(id, message)).await),
                 Err(ended) => {
-                    let end = agent_end(&ended, &agent, leaving);
-                    // The agent may have ended in the middle of the order.
-                    let failed = MigOrderError { why: end.why.clone(), may_exist: true };
-                    drop(asked.take().map(|answer| answer.send(Err(failed))));
-                    drop(report.send(Input::Ended(id, end)).await);
+                    drop(report.send(Input::Ended(id, agent_end(&ended, &agent, leaving))).await);
                     break;
                 }
             },
-            Some(request) = mig.requests.recv(), if waiting.is_none() => waiting = Some(request),
-            Ok(permit) = Arc::clone(&mig.turn).acquire_owned(), if waiting.is_some() && own_turn.is_none() => {
-                // An order is not begun if its caller has gone.
-                if let Some(MigRequest { order, answer }) = waiting.take().filter(|request| !request.answer.is_closed()) {
-                    // An agent that takes no requests has ended, and that is reported next.
-                    let _ = agent.request(ToAgent::Mig(order)).await;
-                    (asked, own_turn) = (Some(answer), Some(permit));
-                }
-            }
-            _ = orders.changed() => wanted = *orders.borrow_and_update(),
+            request = requests.recv() => match request {
+                // An agent that takes no requests has ended, and that is reported next.
+                Some(request) => drop(agent.request(request).await),
+                None => break,
+            },
         }
     }
-    mig.leave(waiting).await;
     agent.gone().await;
-    drop(own_turn);
     let _ = report.send(Input::Reaped(id)).await;
 }
 
 /// The end of an agent, for people and for the quarantine. The error with which it left explains more than its exit
-/// code.
+/// code. A library that crashes, hangs or leaks exists, and so may a driver.
 fn agent_end(ended: &AgentEnded, agent: &Agent, leaving: Option<CallError>) -> AgentEnd {
     let (cause, during) = cause(ended, agent.open());
-    AgentEnd {
-        cause: Some(cause),
-        released: leaving.as_ref().is_some_and(|error| error.fault() == Fault::Released),
-        initialised: leaving.is_none() && agent.has_initialised(),
-        no_driver: leaving.as_ref().is_some_and(|error| error.fault().is_no_driver()),
-        why: leaving.map_or_else(|| agent.account(ended), |error| error.to_string()),
-        blamed: during.and_then(|called| called.gpu.clone()),
-        reaped: agent.id().is_none(),
-    }
+    let reached = match leaving.as_ref().map(CallError::fault) {
+        Some(Fault::Released) => Reached::Released,
+        Some(fault) if fault.is_no_driver() => Reached::NoDriver,
+        None if agent.has_initialised() => Reached::Nvml,
+        None if matches!(ended, AgentEnded::Memory(..)) => Reached::OverMemory,
+        _ => Reached::Failure,
+    };
+    let why = leaving.map_or_else(|| agent.account(ended), |error| error.to_string());
+    AgentEnd { cause: Some(cause), why, blamed: during.and_then(|called| called.gpu.clone()), reached }
 }
 
 /// The cause of an agent's end, as the metric's label value, and the blamed call. `open` is the last call that it
@@ -433,7 +423,7 @@ fn cause<'a>(ended: &'a AgentEnded, open: Option<&'a Called>) -> (&'static str, 
     match ended {
         AgentEnded::Hung(called, _) => ("hung", Some(called)),
         AgentEnded::Deaf(_) => ("hung", None),
-        AgentEnded::Memory(..) => (OVER_MEMORY, None),
+        AgentEnded::Memory(..) => ("memory", None),
         ended if ended.is_crash() => ("crashed", open),
         AgentEnded::Late(_) | AgentEnded::Stopped(_) | AgentEnded::Silent => ("silent", None),
         AgentEnded::Exited(_) | AgentEnded::Protocol(_) | AgentEnded::Io(_) => ("exited", None),

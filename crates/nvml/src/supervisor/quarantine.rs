@@ -1,4 +1,5 @@
-//! Decides which GPUs the agents must not touch. Pure; moments are arguments.
+//! Decides which GPUs the agents must not touch, and when a new agent may see more of a GPU. Pure; moments are
+//! arguments.
 //!
 //! Called by `machine`. A GPU is blamed when an NVML call about it hangs or crashes an agent. After two strikes within
 //! an hour the next agents skip the GPU. It counts as quarantined only once an agent that skipped it has seen other
@@ -82,12 +83,6 @@ impl Quarantine {
         }
     }
 
-    /// The GPUs that an agent must not touch, without the one that it is to try.
-    pub fn skip(&self, trial: Option<Place>) -> Vec<Place> {
-        let skipped = self.gpus.iter().filter(|(_, blamed)| blamed.skipped.is_some());
-        skipped.map(|(place, _)| *place).filter(|place| Some(*place) != trial).collect()
-    }
-
     /// The UUID of the GPU at a place, if NVML named it before the GPU ended an agent.
     pub fn name(&self, place: Place) -> Option<&GpuUuid> {
         self.gpus.get(&place)?.uuid.as_ref()
@@ -101,12 +96,15 @@ impl Quarantine {
         self.gpus.iter().filter_map(quarantined).min()
     }
 
-    /// Puts a trial off that failed, possibly by no fault of the GPU: the next one follows after the same pause, which
-    /// is returned.
-    pub fn put_off(&mut self, place: Place, now: Duration) -> Duration {
-        let Some(Blamed { skipped: Some(skipped), .. }) = self.gpus.get_mut(&place) else { return Duration::ZERO };
-        skipped.try_at = now + skipped.pause;
-        skipped.pause
+    /// The GPUs that an agent which starts now must not touch, and the one that it tries. A trial that proves nothing
+    /// is repeated after the same pause.
+    pub fn start(&mut self, now: Duration) -> (Vec<Place>, Option<Place>) {
+        let trial = self.next_trial().filter(|(at, _)| *at <= now).map(|(_, place)| place);
+        if let Some(Blamed { skipped: Some(skipped), .. }) = trial.and_then(|place| self.gpus.get_mut(&place)) {
+            skipped.try_at = now + skipped.pause;
+        }
+        let skipped = self.gpus.iter().filter(|(_, blamed)| blamed.skipped.is_some()).map(|(place, _)| *place);
+        (skipped.filter(|place| Some(*place) != trial).collect(), trial)
     }
 
     /// Records that an agent which skipped these GPUs saw `others`, of `count` GPUs. Returns `None` if it saw no GPU:
@@ -141,6 +139,65 @@ impl Quarantine {
     }
 }
 
+/// The next agent that may see more than the present one: the library may answer GPU_IS_LOST for a GPU as long as a
+/// process lives, even after the GPU was reset, a process keeps the count of GPUs with which it started, and events
+/// come only for GPUs that were registered then. New agents follow ever more rarely while that does not help.
+#[derive(Debug)]
+pub(super) struct Renewal {
+    backoff: Backoff,
+    /// A change of the host that requires a new agent at once, and the moment since when.
+    changed: Option<(Duration, String)>,
+    /// The moment of the next new agent for GPUs that the present one does not reach or hear, and the reason.
+    next: Option<(Duration, String)>,
+    /// The number of GPUs whose events did not come at the agent's last poll; the most before its first.
+    unheard: u32,
+}
+
+impl Renewal {
+    /// Starts with every GPU in reach. The first new agent for a GPU out of reach follows after `first`; each next
+    /// pause is twice as long.
+    pub fn new(first: Duration) -> Self {
+        Self {
+            backoff: Backoff::new(first, first.saturating_mul(LONGEST)),
+            changed: None,
+            next: None,
+            unheard: u32::MAX,
+        }
+    }
+
+    /// Asks for a new agent at once.
+    pub fn at_once(&mut self, why: String, now: Duration) {
+        self.changed = Some((now, why));
+    }
+
+    /// Records a poll: one of the GPUs out of reach, if there is any, and the number of GPUs whose events do not come.
+    /// If that grew while the agent ran, the next one starts at once.
+    pub fn polled(&mut self, lost: Option<String>, unheard: u32, now: Duration) {
+        let is_worse = unheard > std::mem::replace(&mut self.unheard, unheard);
+        let lost = lost.map(|gpu| format!("GPU {gpu} is out of reach, and may be back for a new process"));
+        let unheard = (unheard > 0).then(|| format!("the events of {unheard} GPU(s) do not come"));
+        match (lost.or(unheard), self.next.take()) {
+            (Some(why), _) if is_worse => self.next = Some((now, why)),
+            (Some(why), None) => self.next = Some((now + self.backoff.failed(), why)),
+            (Some(why), Some((at, _))) => self.next = Some((at, why)),
+            (None, _) => self.backoff.reset(),
+        }
+    }
+
+    /// The next new agent: its moment, and the reason.
+    pub fn next(&self) -> Option<(Duration, &str)> {
+        self.changed.as_ref().or(self.next.as_ref()).map(|(at, why)| (*at, why.as_str()))
+    }
+
+    /// Records that an agent starts now.
+    pub fn started(&mut self, now: Duration) {
+        (self.changed, self.unheard) = (None, u32::MAX);
+        if let Some((at, _)) = &mut self.next {
+            *at = now + self.backoff.failed();
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -156,11 +213,16 @@ mod tests {
         CalledGpu { place: place(index), uuid: None }
     }
 
+    /// The GPUs that an agent must not touch before any trial.
+    fn skipped(quarantine: &mut Quarantine) -> Vec<Place> {
+        quarantine.start(Duration::ZERO).0
+    }
+
     fn out(quarantine: &mut Quarantine, index: u32, now: Duration) -> Vec<Place> {
         quarantine.blame(&gpu(index), "first".into(), now);
-        assert!(!quarantine.skip(None).contains(&place(index)), "once is an accident");
+        assert!(!skipped(quarantine).contains(&place(index)), "once is an accident");
         quarantine.blame(&gpu(index), "second".into(), now);
-        quarantine.skip(None)
+        skipped(quarantine)
     }
 
     #[test]
@@ -176,28 +238,29 @@ mod tests {
         // The GPU ends a trial: the pause doubles, up to an hour.
         let mut pauses = Vec::new();
         for _ in 0..7 {
-            assert_eq!(quarantine.skip(Some(place(3))), []);
+            let at = quarantine.next_trial().unwrap().0;
+            assert_eq!(quarantine.start(at), (vec![], Some(place(3))));
             quarantine.blame(&gpu(3), "again".into(), now);
             pauses.push(quarantine.next_trial().unwrap().0.saturating_sub(now).as_secs() / 60);
         }
         assert_eq!(pauses, [2, 4, 8, 16, 32, 60, 60]);
         // A trial that proves nothing is repeated after the same pause, and an agent that sees no GPU proves nothing.
         let later = now + MINUTE * 90;
-        assert_eq!(quarantine.put_off(place(3), later), MINUTE * 60);
+        assert_eq!(quarantine.start(later).1, Some(place(3)));
         assert_eq!(quarantine.next_trial(), Some((later + MINUTE * 60, place(3))));
         assert_eq!(
-            (quarantine.agent_lives(&[], 0, None), quarantine.skip(None)),
+            (quarantine.agent_lives(&[], 0, None), skipped(&mut quarantine)),
             (Some(Verdict::default()), vec![place(3)])
         );
         // However late it ends an agent again, the GPU is still skipped.
         quarantine.blame(&gpu(3), "at last".into(), later + WINDOW * 2);
-        assert_eq!(quarantine.skip(None), [place(3)]);
+        assert_eq!(skipped(&mut quarantine), [place(3)]);
         // The GPU passes a trial.
         let verdict = quarantine.agent_lives(&[], 8, Some(8)).unwrap();
-        assert_eq!((verdict.released, quarantine.skip(None)), (vec![place(3)], vec![]));
+        assert_eq!((verdict.released, skipped(&mut quarantine)), (vec![place(3)], vec![]));
         // After that, one more strike is enough.
         quarantine.blame(&gpu(3), "once more".into(), later + WINDOW * 3);
-        assert_eq!(quarantine.skip(None), [place(3)]);
+        assert_eq!(skipped(&mut quarantine), [place(3)]);
     }
 
     #[test]
@@ -216,9 +279,9 @@ mod tests {
         let (mut quarantine, now) = (Quarantine::new(MINUTE), START);
         quarantine.blame(&gpu(1), String::new(), now);
         quarantine.blame(&gpu(1), String::new(), now + WINDOW + MINUTE);
-        assert_eq!(quarantine.skip(None), []);
+        assert_eq!(skipped(&mut quarantine), []);
         quarantine.blame(&gpu(1), String::new(), now + WINDOW + MINUTE * 2);
-        assert_eq!(quarantine.skip(None), [place(1)]);
+        assert_eq!(skipped(&mut quarantine), [place(1)]);
     }
 
     #[test]
@@ -228,7 +291,34 @@ mod tests {
         let both = out(&mut quarantine, 1, now);
         assert_eq!((skip.len(), both.len()), (1, 2));
         assert_eq!(quarantine.agent_lives(&both, 0, Some(8)), None);
-        assert_eq!((quarantine.skip(None), quarantine.next_trial()), (vec![], None));
+        assert_eq!((skipped(&mut quarantine), quarantine.next_trial()), (vec![], None));
+    }
+
+    #[test]
+    fn unheard_gpus_get_a_new_agent_at_once_and_then_ever_more_rarely() {
+        let (mut renewal, mut now) = (Renewal::new(MINUTE), START);
+        let next = |renewal: &Renewal, now| renewal.next().map(|(at, _)| at.saturating_sub(now).as_secs() / 60);
+        // A GPU whose registration failed at the start.
+        renewal.polled(None, 1, now);
+        assert_eq!(next(&renewal, now), Some(1));
+        // Another one while the agent runs.
+        renewal.polled(None, 2, now);
+        assert_eq!(next(&renewal, now), Some(0));
+        for pause in [2, 4, 8, 16, 32, 60, 60] {
+            renewal.started(now);
+            renewal.polled(None, 2, now);
+            assert_eq!(next(&renewal, now), Some(pause));
+            now += MINUTE * 60;
+        }
+        // A GPU that is lost as well does not hurry, nor do events that come again.
+        renewal.started(now);
+        renewal.polled(Some("GPU-a".to_owned()), 1, now);
+        renewal.polled(Some("GPU-a".to_owned()), 1, now);
+        assert_eq!(next(&renewal, now), Some(60));
+        renewal.polled(None, 0, now);
+        assert_eq!(next(&renewal, now), None);
+        renewal.polled(Some("GPU-a".to_owned()), 0, now);
+        assert_eq!(next(&renewal, now), Some(1));
     }
 
     #[test]
@@ -237,10 +327,10 @@ mod tests {
         let skip = out(&mut quarantine, 3, now);
         quarantine.agent_lives(&skip, 7, Some(8)).unwrap();
         let verdict = quarantine.agent_lives(&skip, 7, Some(7)).unwrap();
-        assert_eq!((verdict.released, quarantine.skip(None)), (vec![place(3)], vec![]));
+        assert_eq!((verdict.released, skipped(&mut quarantine)), (vec![place(3)], vec![]));
         // The strikes of an index do not count against the next GPU with that index.
         quarantine.agent_lives(&[], 8, Some(8)).unwrap();
         quarantine.blame(&gpu(3), String::new(), now);
-        assert_eq!(quarantine.skip(None), []);
+        assert_eq!(skipped(&mut quarantine), []);
     }
 }

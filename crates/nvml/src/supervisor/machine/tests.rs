@@ -9,11 +9,13 @@ mod cases;
 use proptest::prelude::*;
 use proptest::test_runner::Config;
 
-use super::super::agents::{AgentEnd, OVER_MEMORY};
+use std::collections::BTreeMap;
+
 use super::super::host_probe::HostProbe;
 use super::*;
 use crate::protocol::CalledGpu;
 use crate::scan::GpuScan;
+use linkwise_core::state::{HealthPoll, Reach};
 
 const PAUSE: Duration = Duration::from_secs(1);
 const GRACE: Duration = Duration::from_secs(60);
@@ -73,19 +75,15 @@ enum Bus {
 #[derive(Debug, Default)]
 struct Process {
     ready: bool,
-    /// Set once it was asked to end.
-    dismissed: bool,
-    killed: bool,
-    /// Set once it sends no more messages.
-    silent: bool,
+    /// The time since when it sends no more messages: it was killed, or hangs.
+    silent: Option<Duration>,
     /// The GPUs that it has listed.
     gpus: u32,
 }
 
 impl Process {
-    /// Returns true if the state machine relies on it.
     fn serves(&self) -> bool {
-        !self.dismissed && !self.killed && !self.silent
+        self.silent.is_none()
     }
 }
 
@@ -175,26 +173,22 @@ impl World {
 
     fn perform(&mut self, action: Action) {
         match action {
-            Action::Start(id, _) => {
+            Action::Start { id, .. } => {
                 assert!(!self.released, "an agent is started while the driver is released");
-                let serving = self.serving();
-                assert!(serving < 2, "more than an active agent and a standby");
-                assert!(serving > 0 || self.now >= self.not_before, "no pause after a failure");
-                let ending = self.processes.len() - serving;
+                assert_eq!(self.serving(), 0, "two agents at once");
+                assert!(self.now >= self.not_before, "no pause after a failure");
+                let ending = self.processes.len();
                 assert!(ending <= 2, "an agent is started though {ending} processes do not end");
+                let waited = |process: &Process| process.silent.is_some_and(|since| self.now >= since + PAUSE);
+                assert!(self.processes.values().all(waited), "the end of the agent before is not awaited");
                 assert!(self.processes.insert(id, Process::default()).is_none(), "a name is used twice");
             }
             Action::Rescan(id) => assert!(self.processes[&id].serves(), "a scan is asked of an agent that is gone"),
-            Action::Dismiss(id) => {
-                let process = self.processes.get_mut(&id).expect("only what lives can be asked to end");
-                assert!(!std::mem::replace(&mut process.dismissed, true), "asked to end twice");
-            }
             Action::Kill(id) => {
-                if let Some(process) = self.processes.get_mut(&id) {
-                    (process.killed, process.silent) = (true, true);
-                }
+                let process = self.processes.get_mut(&id).expect("only what lives can be killed");
+                assert_eq!(process.silent.replace(self.now), None, "killed twice");
             }
-            Action::Probe(_) => assert!(!std::mem::replace(&mut self.probing, true), "two probes at once"),
+            Action::Probe => assert!(!std::mem::replace(&mut self.probing, true), "two probes at once"),
             Action::ScanHost => assert!(!std::mem::replace(&mut self.scanning, true), "two scans at once"),
             Action::Publish(node) => self.published.extend(node.gpus.into_iter().map(|gpu| gpu.uuid)),
             Action::Emit(Event::Xid { gpu, code, .. }) => {
@@ -221,13 +215,12 @@ impl World {
 
     fn check(&mut self) {
         let is_up = self.processes.values().any(|process| process.ready && process.serves());
-        assert_eq!(self.machine.is_up(), is_up, "{:?}", self.processes);
+        assert_eq!(self.machine.answering().is_some(), is_up, "{:?}", self.processes);
         assert!(!self.released || self.serving() == 0, "an agent works while the driver is released");
         self.has_worked |= is_up;
         self.down_since = if is_up { None } else { self.down_since.or(self.has_worked.then_some(self.now)) };
         assert_eq!(self.machine.is_outage(), self.away, "an outage and the reports of it differ");
-        let killed = self.processes.values().filter(|process| process.killed).count();
-        assert_eq!(self.machine.unreaped(), killed);
+        assert_eq!(self.machine.unended(), self.processes.len() - self.serving());
         // Every event is emitted once, in the order of its GPU; the last ones may wait for the scan that names the GPU.
         for (gpu, emitted) in &self.emitted {
             assert!(self.sent[gpu].starts_with(emitted), "{gpu}: sent {:?}, emitted {emitted:?}", self.sent[gpu]);
@@ -241,41 +234,24 @@ impl World {
     }
 
     fn speaks(&self, number: usize) -> Option<AgentId> {
-        self.chosen(number, |process| !process.silent)
+        self.chosen(number, Process::serves)
     }
 
-    fn ends(&mut self, id: AgentId, blamed: Option<u32>, initialised: bool, reaped: bool) {
+    /// The agent ends, or hangs and is killed: then its process stays.
+    fn ends(&mut self, id: AgentId, blamed: Option<u32>, reached: Reached, hangs: bool) {
         let blamed = blamed.map(|index| CalledGpu { place: Place { index, of: 4 }, uuid: None });
-        let no_driver = !initialised;
-        let why = "it ended".to_owned();
-        self.ends_so(
-            id,
-            AgentEnd { cause: Some("crashed"), why, blamed, released: false, initialised, no_driver, reaped },
-        );
-    }
-
-    fn ends_so(&mut self, id: AgentId, end: AgentEnd) {
-        let reaped = end.reaped;
-        let process = self.processes.get_mut(&id).unwrap();
-        // The failure of the last agent requires a pause.
-        let last = process.serves() && self.serving() == 1;
-        let process = self.processes.get_mut(&id).unwrap();
-        (process.silent, process.killed) = (true, !reaped);
-        if last {
-            self.not_before = self.now + PAUSE;
-        }
-        self.absent = end.no_driver;
-        if reaped {
+        self.absent = reached == Reached::NoDriver;
+        self.not_before = self.now + PAUSE;
+        self.processes.get_mut(&id).unwrap().silent = Some(self.now);
+        self.tell(Input::Ended(id, AgentEnd { cause: Some("crashed"), why: "it ended".to_owned(), blamed, reached }));
+        if !hangs {
             self.processes.remove(&id);
-        }
-        self.tell(Input::Ended(id, end));
-        if reaped {
             self.tell(Input::Reaped(id));
         }
     }
 
     fn bus(&mut self, bus: Bus) -> HostFingerprint {
-        let mut host = HostProbe::new("/nonexistent".into(), None).look(None);
+        let mut host = HostProbe::new("/nonexistent".into()).look();
         let gpus = |driver: Option<&str>| {
             let gpu = |number| (format!("0000:0{number}:00.0").parse().unwrap(), driver.map(str::to_owned));
             Some((0..4).map(gpu).collect())
@@ -315,12 +291,12 @@ impl World {
                 self.ready(id, gpus);
             }
             Happening::CannotCount(number) => {
-                let Some(id) = self.chosen(number, |process| !process.silent && !process.ready) else { return };
+                let Some(id) = self.chosen(number, |process| process.serves() && !process.ready) else { return };
                 self.processes.get_mut(&id).unwrap().ready = true;
                 self.tell(Input::Message(id, FromAgent::Ready(Box::new(scan(None)))));
             }
             Happening::Polls(number, lost) => {
-                let Some(id) = self.chosen(number, |process| !process.silent && process.ready) else { return };
+                let Some(id) = self.chosen(number, |process| process.serves() && process.ready) else { return };
                 let reach = |gpu| match lost {
                     Some(lost) if gpu == lost => Reach::Lost { call: String::new() },
                     _ => Reach::Answers,
@@ -331,7 +307,7 @@ impl World {
                 self.tell(Input::Message(id, polled));
             }
             Happening::Xid(number, gpu) => {
-                let Some(id) = self.chosen(number, |it| !it.silent && it.ready && it.gpus > 0) else { return };
+                let Some(id) = self.chosen(number, |it| it.serves() && it.ready && it.gpus > 0) else { return };
                 let gpu = uuid(gpu % self.processes[&id].gpus);
                 let code = self.events;
                 self.events += 1;
@@ -341,28 +317,27 @@ impl World {
             }
             Happening::Crashes(number, gpu) => {
                 if let Some(id) = self.speaks(number) {
-                    self.ends(id, Some(gpu), true, true);
+                    self.ends(id, Some(gpu), Reached::Nvml, false);
                 }
             }
             Happening::Hangs(number) => {
                 if let Some(id) = self.speaks(number) {
-                    self.ends(id, None, true, false);
+                    self.ends(id, None, Reached::Nvml, true);
                 }
             }
             Happening::Leaves(number) => {
                 if let Some(id) = self.speaks(number) {
-                    self.ends(id, None, false, true);
+                    self.ends(id, None, Reached::NoDriver, false);
                 }
             }
             Happening::Fails(number, memory) => {
                 if let Some(id) = self.speaks(number) {
-                    let end = AgentEnd::not_started("it failed".to_owned());
-                    let cause = Some(if memory { OVER_MEMORY } else { "crashed" });
-                    self.ends_so(id, AgentEnd { cause, reaped: !memory, ..end });
+                    let reached = if memory { Reached::OverMemory } else { Reached::Failure };
+                    self.ends(id, None, reached, memory);
                 }
             }
             Happening::ProcessEnds(number) => {
-                let Some(id) = self.chosen(number, |process| process.killed) else { return };
+                let Some(id) = self.chosen(number, |process| !process.serves()) else { return };
                 self.processes.remove(&id);
                 self.tell(Input::Reaped(id));
             }
@@ -396,15 +371,11 @@ impl World {
 
     fn ready(&mut self, id: AgentId, gpus: u32) {
         self.absent = gpus == 0;
-        if self.processes[&id].serves() {
-            self.listed = (0..gpus).map(uuid).collect();
-        }
-        if self.processes[&id].serves() && self.serving() == 1 {
-            // The agent may turn out to be of no use, which counts as a failure.
-            self.not_before = self.now + PAUSE;
-        }
+        self.listed = (0..gpus).map(uuid).collect();
+        // The agent may turn out to be of no use, which counts as a failure.
+        self.not_before = self.now + PAUSE;
         self.tell(Input::Message(id, FromAgent::Ready(Box::new(scan(Some(gpus))))));
-        if self.machine.is_up() {
+        if self.machine.answering().is_some() {
             self.not_before = Duration::ZERO;
         }
     }
@@ -416,7 +387,7 @@ impl World {
         while self.now < end && !self.failed {
             for id in self.processes.keys().copied().collect::<Vec<_>>() {
                 let process = &self.processes[&id];
-                if process.killed || process.dismissed {
+                if !process.serves() {
                     self.processes.remove(&id);
                     self.tell(Input::Reaped(id));
                 } else if !process.ready {
@@ -481,7 +452,7 @@ proptest! {
             world.happens(happening);
         }
         world.recovers();
-        prop_assert!(world.failed || world.machine.is_up(), "no agent works");
+        prop_assert!(world.failed || world.machine.answering().is_some(), "no agent works");
         prop_assert!(!world.away && (world.failed || world.emitted == world.sent), "{:?} {:?}", world.emitted, world.sent);
     }
 }
@@ -494,31 +465,46 @@ fn working() -> World {
     {
         world.happens(happening);
     }
-    assert!(world.machine.is_up() && world.published.len() == 4);
+    assert!(world.machine.answering().is_some() && world.published.len() == 4);
     world
 }
 
+impl World {
+    /// Every process that is to end has ended, and the next agent has seen the GPUs.
+    fn settles(&mut self, gpus: u32) {
+        while let Some(ending) = self.chosen(0, |process| !process.serves()) {
+            self.processes.remove(&ending);
+            self.tell(Input::Reaped(ending));
+        }
+        self.happens(Happening::Passes(0));
+        self.happens(Happening::Probed(Bus::Gpus));
+        if self.machine.answering().is_none() {
+            self.happens(Happening::Ready(0, gpus));
+        }
+        self.happens(Happening::HostScanned(true));
+    }
+
+    fn newest(&self) -> AgentId {
+        *self.processes.keys().last().unwrap()
+    }
+}
+
 #[test]
-fn event_of_a_new_agent_does_not_wait_for_the_end_of_the_old_one() {
+fn agent_is_replaced_once_its_process_has_ended() {
     let mut world = working();
     world.happens(Happening::Polls(0, None));
     let mut other = world.bus(Bus::Gpus);
     other.bus = Some(BTreeMap::new());
     world.probing = false;
     world.tell(Input::Probed(Some(other)));
-    assert_eq!(world.serving(), 2, "a standby is started");
-    world.happens(Happening::Ready(1, 4));
-    assert_eq!((world.serving(), world.processes.len()), (1, 2), "the old process has not ended");
-    world.happens(Happening::HostScanned(true));
-    // The old agent never ends: neither agent delays the other's events.
-    for agent in [1, 0, 1] {
-        world.happens(Happening::Xid(agent, 0));
-    }
-    assert_eq!(world.emitted, world.sent);
-    world.happens(Happening::Passes(10_000));
-    assert_eq!(world.machine.unreaped(), 1, "it was killed");
-    world.happens(Happening::Xid(0, 0));
-    assert_eq!(world.emitted[&uuid(0)].len(), 4);
+    assert_eq!((world.serving(), world.processes.len()), (0, 1), "the first agent was killed");
+    assert!(world.machine.is_starting(), "orders wait");
+    world.happens(Happening::ProcessEnds(0));
+    world.happens(Happening::Passes(0));
+    world.happens(Happening::Probed(Bus::Gpus));
+    assert_eq!((world.serving(), world.newest()), (1, 2));
+    world.happens(Happening::Ready(0, 4));
+    assert!(!world.machine.is_starting() && world.machine.answering() == Some(2));
 }
 
 #[test]
@@ -528,22 +514,15 @@ fn lost_gpu_is_asked_for_by_new_processes_ever_more_rarely() {
     let begin = world.now;
     let passes = |world: &mut World, lost| {
         world.happens(Happening::Passes(10_000));
-        for _ in 0..world.processes.len() {
-            world.happens(Happening::Ready(world.processes.len() - 1, 4));
-        }
-        while let Some(retired) = world.chosen(0, |process| process.dismissed || process.killed) {
-            world.processes.remove(&retired);
-            world.tell(Input::Reaped(retired));
-        }
+        world.settles(4);
         world.happens(Happening::Polls(0, lost));
         world.happens(Happening::Probed(Bus::Gpus));
     };
     while world.now < begin + Duration::from_secs(9 * 3600) {
         passes(&mut world, Some(3));
-        let last = *world.processes.keys().last().unwrap();
-        if last != agents {
+        if world.newest() != agents {
             let minutes = world.now.saturating_sub(begin).as_secs() / 60;
-            (agents, asked) = (last, [asked, vec![minutes]].concat());
+            (agents, asked) = (world.newest(), [asked, vec![minutes]].concat());
         }
     }
     let pauses: Vec<u64> = asked.windows(2).map(|two| two[1] - two[0]).collect();
@@ -553,30 +532,27 @@ fn lost_gpu_is_asked_for_by_new_processes_ever_more_rarely() {
     for _ in 0..400 {
         passes(&mut world, None);
     }
-    assert_eq!(*world.processes.keys().last().unwrap(), agents);
+    assert_eq!(world.newest(), agents);
     for _ in 0..9 {
         passes(&mut world, Some(3));
     }
-    assert_eq!(*world.processes.keys().last().unwrap(), agents + 1);
+    assert_eq!(world.newest(), agents + 1);
 }
 
 #[test]
-fn gpu_that_is_on_the_bus_and_no_longer_listed_is_asked_for_by_a_new_process() {
+fn gpu_on_the_bus_that_nvml_no_longer_lists_gets_a_new_agent() {
     let mut world = working();
-    // An agent is killed; the next one counts one GPU less, although all are on the bus.
+    // An agent crashes; the next one counts one GPU less, although all are on the bus.
     world.happens(Happening::Crashes(0, 0));
     world.happens(Happening::Passes(2000));
-    world.happens(Happening::Probed(Bus::Gpus));
-    world.happens(Happening::Passes(0));
-    world.happens(Happening::Ready(0, 3));
-    world.happens(Happening::HostScanned(true));
-    for _ in 0..7 {
+    world.settles(3);
+    for _ in 0..6 {
         world.happens(Happening::Polls(0, None));
         world.happens(Happening::Probed(Bus::Gpus));
         assert_eq!(world.serving(), 1);
         world.happens(Happening::Passes(10_000));
     }
-    assert_eq!(world.serving(), 2, "it may be back for a new process");
+    assert_eq!(world.serving(), 0, "it was killed: the GPU may be back for a new process");
 }
 
 #[test]
@@ -588,12 +564,34 @@ fn killed_agents_that_do_not_end_hold_up_the_next_start() {
         world.happens(Happening::Probed(Bus::Gpus));
         world.happens(Happening::Ready(0, 4));
     }
-    assert_eq!((world.machine.unreaped(), world.serving()), (3, 0));
+    assert_eq!((world.machine.unended(), world.serving()), (3, 0));
     world.happens(Happening::Passes(3_600_000));
     assert_eq!(world.serving(), 0);
     world.happens(Happening::ProcessEnds(0));
     world.happens(Happening::Probed(Bus::Gpus));
     assert_eq!(world.serving(), 1);
+}
+
+/// A GPU in which processes hang would hang each agent that tries it, and in the end the node would have none.
+#[test]
+fn agent_is_not_replaced_while_another_one_hangs() {
+    let mut world = working();
+    for _ in 0..2 {
+        let id = world.speaks(0).unwrap();
+        world.ends(id, Some(3), Reached::Nvml, true);
+        world.happens(Happening::Passes(60_000));
+        world.happens(Happening::Probed(Bus::Gpus));
+        world.happens(Happening::Ready(0, 4));
+    }
+    world.happens(Happening::Polls(0, None));
+    let works = world.machine.answering();
+    assert!(works.is_some() && world.machine.unended() == 2);
+    world.happens(Happening::Passes(3 * 3_600_000));
+    assert_eq!(world.machine.answering(), works, "no trial yet");
+    world.happens(Happening::ProcessEnds(0));
+    assert_eq!(world.machine.answering(), works, "one still hangs");
+    world.happens(Happening::ProcessEnds(0));
+    assert_eq!((world.machine.answering(), world.serving()), (None, 0), "the GPU is tried");
 }
 
 #[test]

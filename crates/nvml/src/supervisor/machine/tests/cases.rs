@@ -40,10 +40,10 @@ fn becomes(case: Case, bus: Option<Bus>, fail_on_init_error: Option<bool>, other
     let id = *world.processes.keys().next().expect("an agent is started");
     let end = AgentEnd::not_started("it failed".to_owned());
     let input = match case {
-        Case::NoDriver => Input::Ended(id, AgentEnd { no_driver: true, ..end }),
+        Case::NoDriver => Input::Ended(id, AgentEnd { reached: Reached::NoDriver, ..end }),
         Case::ListsNone => Input::Message(id, FromAgent::Ready(Box::new(scan(Some(0))))),
         Case::Failure => Input::Ended(id, AgentEnd { cause: Some("crashed"), ..end }),
-        Case::OverMemory => Input::Ended(id, AgentEnd { cause: Some(OVER_MEMORY), ..end }),
+        Case::OverMemory => Input::Ended(id, AgentEnd { reached: Reached::OverMemory, ..end }),
     };
     let actions = world.machine.step(input, world.now);
     let said = actions.into_iter().filter_map(|action| match action {

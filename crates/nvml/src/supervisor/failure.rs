@@ -1,0 +1,157 @@
+//! The ends of agents, and what the node does without NVML. Pure; moments are arguments.
+//!
+//! Called by `machine`. [`Outage`] counts the time without a working agent, so that a pause, a hanging start and a
+//! released driver count alike. [`without_nvml`] decides where NVML never answered.
+
+use std::time::Duration;
+
+use super::host_probe::HostFingerprint;
+use super::{Idle, Others};
+use crate::protocol::CalledGpu;
+
+/// The cause if NVML works and there is no GPU.
+pub(super) const NO_GPUS: &str = "NVML lists no GPU on this node";
+
+/// The end of an agent.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct AgentEnd {
+    /// The metric's label value; `None` if no process was started.
+    pub cause: Option<&'static str>,
+    /// The reason in words, for people.
+    pub why: String,
+    /// The GPU whose call hung or crashed it.
+    pub blamed: Option<CalledGpu>,
+    pub reached: Reached,
+}
+
+impl AgentEnd {
+    /// The end of an agent without a process.
+    pub fn not_started(why: String) -> Self {
+        Self { cause: None, why, blamed: None, reached: Reached::Failure }
+    }
+}
+
+/// The progress of an agent at its end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Reached {
+    /// The agent found that an operator has released the driver.
+    Released,
+    /// No library loads, or NVML finds no driver, or it lists no GPU.
+    NoDriver,
+    /// NVML was not initialised: its library, or a driver, exists and failed.
+    Failure,
+    /// NVML was not initialised, since the library needed more memory than it may have.
+    OverMemory,
+    /// NVML was initialised: a later call ended the agent, possibly a call about one GPU.
+    Nvml,
+    /// The agent scanned the GPUs.
+    Gpus,
+}
+
+/// The time without a working agent.
+#[derive(Debug, Default)]
+pub(super) enum Outage {
+    /// No agent has worked yet: no GPU can be lost.
+    #[default]
+    Never,
+    Up,
+    Down {
+        cause: String,
+        report_at: Duration,
+    },
+    Reported,
+}
+
+impl Outage {
+    /// Returns true if an agent has ever scanned the GPUs: then there are some, and linkwise waits for a driver that is
+    /// gone.
+    pub fn has_worked(&self) -> bool {
+        !matches!(self, Self::Never)
+    }
+
+    /// Returns true if the outage was reported, and lasts.
+    pub fn is_reported(&self) -> bool {
+        matches!(self, Self::Reported)
+    }
+
+    /// Begins the time without a working agent, or gives it another cause. Before the first agent it is none.
+    pub fn begin(&mut self, why: String, until: Duration) {
+        match self {
+            Self::Up => *self = Self::Down { cause: why, report_at: until },
+            Self::Down { cause, .. } => *cause = why,
+            Self::Never | Self::Reported => {}
+        }
+    }
+
+    /// Takes over the outage of another process, whose agent has worked. It is to be reported at a time.
+    pub fn inherit(&mut self, cause: String, report_at: Duration) {
+        if matches!(self, Self::Never) {
+            *self = Self::Down { cause, report_at };
+        }
+    }
+
+    /// Records that an agent works. Returns true if that ends a reported outage.
+    pub fn end(&mut self) -> bool {
+        matches!(std::mem::replace(self, Self::Up), Self::Reported)
+    }
+
+    /// The moment at which the outage is to be reported.
+    pub fn due(&self) -> Option<Duration> {
+        match self {
+            Self::Down { report_at, .. } => Some(*report_at),
+            Self::Never | Self::Up | Self::Reported => None,
+        }
+    }
+
+    /// Returns the cause of the outage, once, when the grace period is over.
+    pub fn report(&mut self, now: Duration) -> Option<String> {
+        self.due().filter(|at| *at <= now)?;
+        match std::mem::replace(self, Self::Reported) {
+            Self::Down { cause, .. } => Some(cause),
+            Self::Never | Self::Up | Self::Reported => None,
+        }
+    }
+}
+
+/// Decides what to do if NVML never answered: as the option says, or else by the GPUs on the PCI bus. An error ends
+/// the process, so that its container is made again: a container gets its libraries and device nodes when it is made.
+/// The tests beside `machine` have all cases as a table.
+pub(super) fn without_nvml(
+    reached: Reached,
+    cause: &str,
+    host: Option<&HostFingerprint>,
+    must_work: Option<bool>,
+    others: Others,
+) -> Result<Idle, String> {
+    let unavailable = format!("NVML cannot be initialised: {cause}");
+    if must_work == Some(true) && cause != NO_GPUS {
+        return if others == Others::None { Err(unavailable) } else { Ok(Idle::Waiting(unavailable)) };
+    }
+    let Some(host) = host else {
+        // It is unknown if there is a GPU: this is no reason to end, and none to rest.
+        let reason = format!("NVML cannot be initialised, and the PCI bus does not answer: {cause}");
+        return Ok(Idle::Waiting(reason));
+    };
+    let gpus = host.gpus();
+    if let Some(first) = gpus.first() {
+        // A library that needs more memory would need it in another container too.
+        if must_work == Some(false) || reached == Reached::OverMemory || others != Others::None {
+            return Ok(Idle::Waiting(unavailable));
+        }
+        let number = gpus.len();
+        return Err(format!("{number} NVIDIA GPU(s) on the PCI bus ({first} ...), but {unavailable}"));
+    }
+    if reached != Reached::NoDriver && !host.is_tegra {
+        // GPUs need not be on this bus (a simulated NVML, a /sys that is not the host's), and all of them may have
+        // fallen off it: a library that exists and fails does not prove that there are none.
+        let unknown = "no NVIDIA GPU on the PCI bus; whether there is one is unknown until NVML answers";
+        return Ok(Idle::Waiting(format!("{unavailable} ({unknown})")));
+    }
+    let foreign: Vec<String> =
+        host.foreign().into_iter().map(|(pci, driver)| format!("{pci} is bound to {driver}")).collect();
+    let foreign =
+        if foreign.is_empty() { String::new() } else { format!(" for NVIDIA's driver ({})", foreign.join(", ")) };
+    let tegra =
+        if host.is_tegra { "; this is a Tegra, whose integrated GPU needs the NVIDIA device plugin" } else { "" };
+    Ok(Idle::NoGpu(format!("no NVIDIA GPU on the PCI bus{foreign}, and none by NVML: {cause}{tegra}")))
+}
