@@ -1,7 +1,8 @@
 //! A configuration that turns DRA or events on while `linkwise run` runs, and the names by which the program is started.
 
 use std::fs;
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::TcpStream;
 use std::os::unix::fs::symlink;
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc;
@@ -38,26 +39,53 @@ const NO_DRA: &str = "version: v1\n";
 const EVENTS: &str = "version: v1\nlinkwise: {events: {write: true}}\n";
 const DRA: &str = "version: v1\nlinkwise: {dra: {gpus: all}}\n";
 
-/// A process and the lines of its log.
-struct Running(Child, std::io::Lines<BufReader<std::process::ChildStderr>>);
+/// The longest life of a process: its log ends then, and a line that does not come fails the test.
+const LIMIT: Duration = Duration::from_secs(60);
+
+/// A process, the lines of its log, and what keeps it alive.
+struct Running {
+    process: Child,
+    log: std::io::Lines<BufReader<std::process::ChildStderr>>,
+    _lives: mpsc::Sender<()>,
+}
 
 impl Running {
     fn start(command: &mut Command) -> Self {
         let mut process = command.spawn().unwrap();
         let log = BufReader::new(process.stderr.take().unwrap()).lines();
-        Self(process, log)
+        let id = rustix::process::Pid::from_child(&process);
+        let (lives, late) = mpsc::channel::<()>();
+        std::thread::spawn(move || {
+            if late.recv_timeout(LIMIT) == Err(mpsc::RecvTimeoutError::Timeout) {
+                let _ = rustix::process::kill_process(id, rustix::process::Signal::KILL);
+            }
+        });
+        Self { process, log, _lives: lives }
     }
 
-    fn says(&mut self, words: &str) {
-        let found = self.1.by_ref().map(Result::unwrap).any(|line| line.contains(words));
-        assert!(found, "no line with '{words}'");
+    /// The next line with these words.
+    fn says(&mut self, words: &str) -> String {
+        let found = self.log.by_ref().map(Result::unwrap).find(|line| line.contains(words));
+        found.unwrap_or_else(|| panic!("no line with '{words}'"))
+    }
+
+    /// Waits until it serves, and returns true if its metrics are those of a node that serves DRA.
+    fn serves_dra(&mut self) -> bool {
+        let line = self.says("linkwise is up");
+        let (_, address) = line.split_once("metrics=").unwrap();
+        let mut stream = TcpStream::connect(address.trim()).unwrap();
+        stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n").unwrap();
+        let mut metrics = String::new();
+        stream.read_to_string(&mut metrics).unwrap();
+        assert!(metrics.contains("linkwise_takeovers"), "{metrics}");
+        metrics.contains("linkwise_dra_")
     }
 }
 
 impl Drop for Running {
     fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
+        let _ = self.process.kill();
+        let _ = self.process.wait();
     }
 }
 
@@ -65,9 +93,9 @@ impl Drop for Running {
 fn events_without_an_api_server_are_not_written() {
     let folder = tempfile::tempdir().unwrap();
     fs::write(folder.path().join("config.yaml"), EVENTS).unwrap();
-    let mut process = Running::start(run(&folder).env_remove("KUBERNETES_SERVICE_HOST"));
-    process.says("linkwise is up");
-    process.says("events need the API server: none are written");
+    let mut running = Running::start(run(&folder).env_remove("KUBERNETES_SERVICE_HOST"));
+    running.says("linkwise is up");
+    running.says("events need the API server: none are written");
 }
 
 #[test]
@@ -75,19 +103,17 @@ fn change_of_door_serves_anew_in_the_same_process() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("config.yaml");
     fs::write(&file, NO_DRA).unwrap();
-    let mut process = Running::start(&mut run(&folder));
-    process.says("linkwise is up");
+    let mut running = Running::start(&mut run(&folder));
+    assert!(!running.serves_dra());
     fs::write(&file, DRA).unwrap();
-    process.says("GPUs are to go through the other door");
-    process.says("linkwise is up");
-    // The writer of slices is there now, and finds no server.
-    process.says("follow the ResourceSlices");
-    assert!(process.0.try_wait().unwrap().is_none());
+    running.says("GPUs are to go through the other door");
+    assert!(running.serves_dra());
+    assert!(running.process.try_wait().unwrap().is_none());
     // Back again, and anew.
     fs::write(&file, NO_DRA).unwrap();
-    process.says("GPUs are to go through the other door");
-    process.says("linkwise is up");
-    assert!(process.0.try_wait().unwrap().is_none());
+    running.says("GPUs are to go through the other door");
+    assert!(!running.serves_dra());
+    assert!(running.process.try_wait().unwrap().is_none());
 }
 
 #[test]
@@ -97,22 +123,16 @@ fn sigterm_during_the_change_to_dra_ends_the_process() {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("config.yaml");
         fs::write(&file, NO_DRA).unwrap();
-        let mut process = Running::start(&mut run(&folder));
-        process.says("linkwise is up");
+        let mut running = Running::start(&mut run(&folder));
+        running.says("linkwise is up");
         fs::write(&file, DRA).unwrap();
-        process.says("GPUs are to go through the other door");
+        running.says("GPUs are to go through the other door");
         (0..spins).for_each(|_| std::hint::spin_loop());
-        let id = rustix::process::Pid::from_child(&process.0);
+        let id = rustix::process::Pid::from_child(&running.process);
         rustix::process::kill_process(id, rustix::process::Signal::TERM).unwrap();
-        let (_in_time, late) = mpsc::channel::<()>();
-        std::thread::spawn(move || {
-            if late.recv_timeout(Duration::from_secs(20)) == Err(mpsc::RecvTimeoutError::Timeout) {
-                let _ = rustix::process::kill_process(id, rustix::process::Signal::KILL);
-            }
-        });
         // The log ends with the process.
-        assert!(process.1.by_ref().map(Result::unwrap).count() < 100);
-        assert!(process.0.wait().unwrap().success(), "{spins}");
+        assert!(running.log.by_ref().map(Result::unwrap).count() < 100);
+        assert!(running.process.wait().unwrap().success(), "{spins}");
     }
 }
 
@@ -121,9 +141,9 @@ fn change_to_dra_without_an_api_server_is_refused() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("config.yaml");
     fs::write(&file, NO_DRA).unwrap();
-    let mut process = Running::start(run(&folder).env_remove("KUBERNETES_SERVICE_HOST"));
-    process.says("linkwise is up");
+    let mut running = Running::start(run(&folder).env_remove("KUBERNETES_SERVICE_HOST"));
+    running.says("linkwise is up");
     fs::write(&file, DRA).unwrap();
-    process.says("GPUs cannot go through DRA, they stay with the device plugin");
-    assert!(process.0.try_wait().unwrap().is_none());
+    running.says("GPUs cannot go through DRA, they stay with the device plugin");
+    assert!(running.process.try_wait().unwrap().is_none());
 }

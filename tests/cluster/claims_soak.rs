@@ -1,6 +1,6 @@
 //! A ledger for claims: pods of the device plugin and pods with claims of GPUs, MIG devices, shares and MPS come and go
-//! while linkwise is rolled out and killed, the kubelet and the node restart, GPUs are lost and heal, change their door, and
-//! the API server goes away. No hardware is with two pods, no claim waits for longer than there is a cause, without a
+//! while linkwise is rolled out and killed, the kubelet and the node restart, GPUs are lost and heal, the node changes its
+//! door, and the API server goes away. No hardware is with two pods, no claim waits for longer than there is a cause, without a
 //! cause no call of the kubelet fails, and nothing is left behind. The books are the soak's own.
 //! `make soak-claims`; SOAK_SEED takes another seed. With 0 seconds there is one pass with each fault.
 
@@ -33,7 +33,7 @@ const GPU: &str = "nvidia.com/gpu";
 const GPUS: u32 = 8;
 /// In MIG mode, its devices made for claims.
 const MIG: u32 = 0;
-/// Offered to claims in shares.
+/// Offered in shares: to claims, and to pods of the plugin.
 const SHARED: u32 = 3;
 /// Workers that start pods with claims, and pods of the plugin.
 const CLAIMS: u32 = 4;
@@ -58,7 +58,7 @@ enum Fault {
     NodeRestarts,
     GpuLost,
     ApiServerAway,
-    GpusMove,
+    DoorChanges,
     MpsKilled,
 }
 
@@ -73,8 +73,8 @@ impl Fault {
         Self::GpuLost,
         Self::GpuLost,
         Self::ApiServerAway,
-        Self::GpusMove,
-        Self::GpusMove,
+        Self::DoorChanges,
+        Self::DoorChanges,
         Self::MpsKilled,
     ];
 
@@ -86,7 +86,7 @@ impl Fault {
             Self::NodeRestarts => "reboots",
             Self::GpuLost => "GPUs lost and healed",
             Self::ApiServerAway => "outages of the API server",
-            Self::GpusMove => "changes of doors",
+            Self::DoorChanges => "changes of doors",
             Self::MpsKilled => "kills of the MPS process",
         }
     }
@@ -99,18 +99,25 @@ struct World {
     scheduled: Mutex<Books>,
     running: Mutex<Books>,
     is_away: AtomicBool,
+    /// The node's door is DRA; otherwise it is the device plugin.
+    is_dra: AtomicBool,
     turns: watch::Sender<Turns>,
     ledger: Ledger,
 }
 
-/// The number at the end of an id of the device plugin.
+/// The GPU of an id of the device plugin, of a slot too.
 fn gpu_of(id: &str) -> u32 {
-    id.rsplit('-').next().unwrap().parse().unwrap()
+    let gpu = id.split("::").next().unwrap();
+    gpu.rsplit('-').next().unwrap().parse().unwrap()
 }
 
 impl World {
     fn is_away(&self) -> bool {
         self.is_away.load(Ordering::SeqCst)
+    }
+
+    fn is_dra(&self) -> bool {
+        self.is_dra.load(Ordering::SeqCst)
     }
 
     fn turns(&self) -> Turns {
@@ -166,7 +173,6 @@ struct Soak {
     address: SocketAddr,
     daemons: Option<Daemons>,
     pods: u32,
-    through_dra: BTreeSet<u32>,
     control: fake_nvml::Control,
     /// GPU 0 without instances.
     layout: String,
@@ -185,19 +191,25 @@ fn spawn(node: &Node, pod: u32) -> Process {
     Process::of(command)
 }
 
+/// Where the process has served probes, at each start.
+fn ups(process: &Process) -> Vec<SocketAddr> {
+    let parsed = |line: String| serde_json::from_str::<Value>(&line).ok();
+    let up = |line: Value| (line["message"] == "linkwise is up").then(|| line["metrics"].as_str()?.parse().ok())?;
+    process.lines().into_iter().filter_map(parsed).filter_map(up).collect()
+}
+
 async fn address(process: &Process) -> SocketAddr {
     let up = process.logged(|line| line["message"] == "linkwise is up").await;
     up["metrics"].as_str().unwrap().parse().unwrap()
 }
 
-/// The doors of the GPUs, written whole.
-fn configure(node: &Node, through_dra: &BTreeSet<u32>) {
+/// The node's door, written whole.
+fn configure(node: &Node, is_dra: bool) {
     let shared = format!("{{name: {GPU}, devices: [\"{SHARED}\"], replicas: {SHARES}}}");
-    let gpus: Vec<String> = through_dra.iter().map(u32::to_string).collect();
+    let gpus = if is_dra { "all" } else { "none" };
     let text = format!(
         "version: v1\nsharing: {{timeSlicing: {{resources: [{shared}]}}}}\n\
-         linkwise: {{naming: true, dra: {{gpus: [{}]}}}}\n",
-        gpus.join(", ")
+         linkwise: {{naming: true, dra: {{gpus: {gpus}}}}}\n"
     );
     let draft = node.at("config.draft");
     fs::write(&draft, text).unwrap();
@@ -234,36 +246,32 @@ impl Soak {
         let layout = machine(&node);
         // Drivers of today have a recovery action.
         control.send("recovery * 0").unwrap();
-        let through_dra = BTreeSet::from([MIG, 1, 2, SHARED, 4]);
-        configure(&node, &through_dra);
+        configure(&node, true);
         let daemons = Some(dra_mps::daemons(&node));
         let process = spawn(&node, 0);
         let address = address(&process).await;
         let (scheduled, running, is_away, turns) = Default::default();
-        let world = Arc::new(World { node, scheduled, running, is_away, turns, ledger: Ledger::new() });
+        let is_dra = AtomicBool::new(true);
+        let world = Arc::new(World { node, scheduled, running, is_away, is_dra, turns, ledger: Ledger::new() });
         let random = Random::new(seed);
-        let soak = Self { world, random, process, address, daemons, pods: 0, through_dra, control, layout };
+        let soak = Self { world, random, process, address, daemons, pods: 0, control, layout };
         takeover::ready(soak.address).await;
         soak.is_whole("the start").await;
         soak
     }
 
-    /// Each GPU is offered through its door, as far as pods do not keep it from changing.
+    /// Each GPU is offered through the node's door, as far as pods do not keep it from changing.
     async fn is_whole(&self, when: &str) {
-        let node = &self.world.node;
+        let (node, is_dra) = (&self.world.node, self.world.is_dra());
         self.world
             .within(HEAL, when, || {
                 let offered = node.untainted();
                 let device = |gpu: u32| if gpu == MIG { format!("gpu-{MIG}-mig-") } else { format!("gpu-{gpu}") };
                 let is_offered = |gpu: u32| offered.iter().any(|name| name.starts_with(&device(gpu)));
                 let healthy: BTreeSet<u32> = node.healthy(GPU).iter().map(|id| gpu_of(id)).collect();
-                let wrong = |gpu: &u32| {
-                    let through_dra = self.through_dra.contains(gpu);
-                    is_offered(*gpu) != through_dra || healthy.contains(gpu) == through_dra
-                };
+                let wrong = |gpu: &u32| is_offered(*gpu) != is_dra || healthy.contains(gpu) == is_dra;
                 let wrong: Vec<u32> = (0..GPUS).filter(wrong).collect();
-                let why =
-                    || format!("GPUs {wrong:?} are not offered as {:?}: {offered:?}, {healthy:?}", self.through_dra);
+                let why = || format!("GPUs {wrong:?} are not offered, DRA {is_dra}: {offered:?}, {healthy:?}");
                 (!wrong.is_empty()).then(why)
             })
             .await;
@@ -386,9 +394,15 @@ impl Soak {
         world.is_away.store(false, Ordering::SeqCst);
     }
 
-    fn change_doors(&mut self) {
-        self.through_dra = (0..GPUS).filter(|gpu| *gpu == MIG || *gpu == SHARED || self.random.one_in(2)).collect();
-        configure(&self.world.node, &self.through_dra);
+    /// The process serves the node anew, through the other door.
+    async fn change_door(&mut self) {
+        let is_dra = !self.world.is_dra();
+        let before = ups(&self.process).len();
+        self.world.is_dra.store(is_dra, Ordering::SeqCst);
+        configure(&self.world.node, is_dra);
+        let process = &self.process;
+        let again = async || ups(process).split_off(before).pop().ok_or("it does not serve anew");
+        self.address = until(again).await;
     }
 
     async fn round(&mut self, fault: Fault) {
@@ -406,7 +420,7 @@ impl Soak {
             Fault::NodeRestarts => self.reboot().await,
             Fault::GpuLost => self.lose().await,
             Fault::ApiServerAway => self.outage().await,
-            Fault::GpusMove => self.change_doors(),
+            Fault::DoorChanges => self.change_door().await,
             Fault::MpsKilled => {
                 self.end_daemons().await;
                 self.daemons = Some(dra_mps::daemons(&world.node));

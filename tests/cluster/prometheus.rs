@@ -1,6 +1,6 @@
-//! A real Prometheus (`make tools` brings Debian's) scrapes a node with both doors open, under load: every series of
-//! docs/metrics.md is there as documented, the recording rules evaluate, and every query of the dashboards has an
-//! answer.
+//! A real Prometheus (`make tools` brings Debian's) scrapes a node that goes from DRA to the device plugin, under load,
+//! while a claim keeps its GPUs: every series of docs/metrics.md is there as documented, the recording rules evaluate,
+//! and every query of the dashboards has an answer.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
@@ -208,30 +208,63 @@ fn drawn(header: &[&str], mut rows: Vec<Vec<String>>) -> String {
     rows.iter().map(line).collect()
 }
 
-#[tokio::test(flavor = "multi_thread")]
-#[ignore = "its load needs GPUs behind both APIs on one node, which no node has any more: it is to become two loads"]
-async fn prometheus_has_each_series_and_each_panel_an_answer() {
-    let program = program();
-    let node = Node::start().await;
-    // No two of the device plugin's GPUs have the two NVLinks between them that others have.
-    node.configure("[2, 3, 4, 5]");
+/// Returns true for what only a node whose GPUs go through DRA has: its series, and those of two free GPUs.
+fn is_of_dra(text: &str) -> bool {
+    ["linkwise_dra_", "linkwise_cdi_", "linkwise_free_collective"].iter().any(|name| text.contains(name))
+}
+
+/// `linkwise run`, and a Prometheus that scrapes it.
+async fn scraped(node: &Node, program: &Path) -> (Child, Prometheus) {
     let mut command = node.program();
     command.args(["--log-format", "json", "--nvml-poll-ms=20"]).env("FAKE_NVML_CONTROL", node.at("nvml"));
     let mut process = command.stderr(Stdio::piped()).spawn().unwrap();
     let address = logged(&mut process, "linkwise is up", "metrics").await;
-    let prometheus = Prometheus::start(&program, &address).await;
-    node.publishes(4).await;
+    let prometheus = Prometheus::start(program, &address).await;
+    (process, prometheus)
+}
+
+/// Each series is there, with the labels that docs/metrics.md gives it.
+async fn has_documented(prometheus: &Prometheus, documented: &[(String, String, BTreeSet<String>)]) {
+    prometheus.have(documented.iter().map(|(_, series, _)| series.clone())).await;
+    for (_, series, labels) in documented {
+        let there: BTreeSet<String> =
+            prometheus.query(series).await.into_iter().flat_map(|(of, _)| of.into_keys()).collect();
+        assert!(labels.is_subset(&there), "{series}: {labels:?} documented, {there:?} there");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+#[cfg_attr(not(has_prometheus), ignore = "no prometheus here: make tools brings it")]
+async fn prometheus_has_each_series_and_each_panel_an_answer() {
+    let program = program();
+    let node = Node::start().await;
+    let is_here = |name: &str| NOT_HERE.iter().all(|(metric, _)| *metric != name);
+    let (here, not_here): (Vec<_>, Vec<_>) = documented().into_iter().partition(|(name, ..)| is_here(name));
+    let (of_dra, here): (Vec<_>, Vec<_>) = here.into_iter().partition(|(name, ..)| is_of_dra(name));
+    let [fleet, of_node] = ["fleet", "node"].map(|name| panels(&format!("manifests/monitoring/grafana/{name}.json")));
+    let (panels_of_dra, panels): (Vec<_>, Vec<_>) =
+        fleet.iter().chain(&of_node).map(|(_, expr)| expr.clone()).partition(|expr| is_of_dra(expr));
+
+    let (mut before, prometheus) = scraped(&node, &program).await;
+    node.publishes(8).await;
     node.is_registered(1).await;
+    // No two of the GPUs that it leaves have the two NVLinks between them that others have.
+    let claim = node.claim("trained", &["gpu-2", "gpu-3", "gpu-4", "gpu-5"]);
+    node.start_pod("trained", &claim).await;
+    has_documented(&prometheus, &of_dra).await;
+    prometheus.have(panels_of_dra).await;
+    before.kill().await.unwrap();
+
+    node.configure("none");
+    let (_process, prometheus) = scraped(&node, &program).await;
     until(|| node.healthy(GPU).len() == 4).await;
 
-    // The load: a GPU fails, NVML crashes, a claim of the scheduler's choice, jobs that come and go, one that stays.
+    // The load: a GPU fails, NVML crashes, jobs that come and go, one that stays.
     prometheus.has("linkwise_gpu_healthy == 1").await;
     Control::new(node.at("nvml")).send("xid 7 79").unwrap();
     prometheus.has("linkwise_unhealthy_devices{reason=\"xid\"} == 1").await;
     Control::new(node.at("nvml")).send("crash").unwrap();
     prometheus.has("linkwise_nvml_agent_ends_total{cause=\"crashed\"}").await;
-    let claim = node.claim("trained", &["gpu-2", "gpu-4"]);
-    node.start_pod("trained", &claim).await;
     let busy = "histogram_quantile(0.5, sum by (le) (rate(linkwise_choice_duration_seconds_bucket[30s])))";
     within(async {
         for job in 0.. {
@@ -248,16 +281,9 @@ async fn prometheus_has_each_series_and_each_panel_an_answer() {
 
     prometheus.has("linkwise_allocation_quality == 0.5").await;
     prometheus.has("linkwise:allocation_below_best:since_seconds").await;
-    let is_here = |name: &str| NOT_HERE.iter().all(|(metric, _)| *metric != name);
-    let (here, not_here): (Vec<_>, Vec<_>) = documented().into_iter().partition(|(name, ..)| is_here(name));
-    prometheus.have(here.iter().map(|(_, series, _)| series.clone())).await;
+    has_documented(&prometheus, &here).await;
     for (name, series, _) in not_here {
         assert!(prometheus.query(&series).await.is_empty(), "{name} is here: take it out of NOT_HERE");
-    }
-    for (_, series, labels) in here {
-        let there: BTreeSet<String> =
-            prometheus.query(&series).await.into_iter().flat_map(|(of, _)| of.into_keys()).collect();
-        assert!(labels.is_subset(&there), "{series}: {labels:?} documented, {there:?} there");
     }
 
     let rules = prometheus.get("rules").await;
@@ -268,8 +294,7 @@ async fn prometheus_has_each_series_and_each_panel_an_answer() {
         list(&rules, "groups").flat_map(|group| list(group, "rules")).filter(|rule| rule["type"] == "recording");
     prometheus.have(recorded.map(|rule| rule["name"].as_str().unwrap().to_owned())).await;
 
-    let [fleet, of_node] = ["fleet", "node"].map(|name| panels(&format!("manifests/monitoring/grafana/{name}.json")));
-    prometheus.have(fleet.iter().chain(&of_node).map(|(_, expr)| expr.clone())).await;
+    prometheus.have(panels).await;
     let below = queries(&fleet, "Jobs that got less than they could");
     let rows = prometheus.has(&below[0]).await.into_iter().map(|(labels, quality)| {
         let of = |label: &str| labels.get(label).cloned().unwrap_or_default();

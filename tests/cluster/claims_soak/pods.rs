@@ -132,7 +132,16 @@ pub async fn with_claims(world: &World, number: u32, mut random: Random) {
 /// A pod with a claim, from its start to its end.
 async fn one(world: &World, kind: Kind, name: &str, scheduled: &Scheduled, random: &mut Random) {
     let (mut turns, losses) = (world.turns.subscribe(), world.turns().mig_losses);
-    let (mut hardware, mut began) = start(world, kind, name, scheduled).await;
+    let key = ResourceType::RESOURCE_CLAIMS.key(Some("default"), name);
+    let Some((mut hardware, mut began)) = start(world, kind, name, scheduled, true).await else {
+        // Its user gives it up. The kubelet may know no driver to unprepare it.
+        if world.node.dra.stop_pod(name).await.is_err() {
+            world.node.dra.delete_by_force(name);
+        }
+        world.node.cluster.server.remove(&key);
+        world.scheduled.lock().unwrap().leave(name);
+        return world.ledger.count("claims that the door left unprepared");
+    };
     let end = tokio::time::Instant::now() + random.milliseconds(5..400);
     while !world.has_failed() && tokio::time::timeout_at(end, turns.changed()).await.is_ok() {
         let now = *turns.borrow_and_update();
@@ -141,13 +150,13 @@ async fn one(world: &World, kind: Kind, name: &str, scheduled: &Scheduled, rando
         }
         // A kubelet that starts has every claim prepared again.
         let before = (hardware, began);
-        (hardware, began) = start(world, kind, name, scheduled).await;
+        let Some(again) = start(world, kind, name, scheduled, false).await else { return };
+        (hardware, began) = again;
         if began.boots == before.1.boots && hardware != before.0 && !world.has_failed() {
             world.ledger.error(format!("{name} runs with {:?} and was given {hardware:?}", before.0));
         }
     }
     world.running.lock().unwrap().leave(name);
-    let key = ResourceType::RESOURCE_CLAIMS.key(Some("default"), name);
     if random.one_in(2) {
         world.node.cluster.server.remove(&key);
     }
@@ -165,8 +174,15 @@ async fn one(world: &World, kind: Kind, name: &str, scheduled: &Scheduled, rando
     world.ledger.count(kind.name());
 }
 
-/// Has a pod's claim prepared, as often as it takes, and enters what its container has. Returns that, and since when.
-async fn start(world: &World, kind: Kind, name: &str, scheduled: &Scheduled) -> (Vec<String>, Turns) {
+/// Has a pod's claim prepared, as often as it takes, and enters what its container has. Returns that, and since when;
+/// `None` if the claim is new, and is not prepared because the node's door is the device plugin now.
+async fn start(
+    world: &World,
+    kind: Kind,
+    name: &str,
+    scheduled: &Scheduled,
+    is_new: bool,
+) -> Option<(Vec<String>, Turns)> {
     let pod = PodClaims::single(name, scheduled.claim.clone(), DRIVER);
     let (began, calm) = (Instant::now(), world.ledger.causes.calm());
     while !world.has_failed() {
@@ -178,13 +194,14 @@ async fn start(world: &World, kind: Kind, name: &str, scheduled: &Scheduled) -> 
                 let hardware = world.node.hardware(&containers["main"]);
                 world.ledger.took(calm, began.elapsed());
                 enter(world, kind, name, scheduled, &hardware);
-                return (hardware, turns);
+                return Some((hardware, turns));
             }
+            Err(_) if is_new && !world.is_dra() => return None,
             Err(error) => world.ledger.failed(&format!("{name} ({:?})", scheduled.pieces), began, before, &error),
         }
         tokio::time::sleep(std::time::Duration::from_millis(50)).await;
     }
-    (Vec::new(), world.turns())
+    Some((Vec::new(), world.turns()))
 }
 
 fn enter(world: &World, kind: Kind, name: &str, scheduled: &Scheduled, hardware: &[String]) {
@@ -234,7 +251,8 @@ async fn admit(world: &World, pod: &Pod, began: Instant, before: Option<super::C
         Ok(_) if boots != world.turns().boots => false,
         Ok(admitted) => {
             let devices = &admitted.grant("main", GPU).expect("it asked for GPUs").allocation.devices;
-            let pieces = devices.iter().map(|id| Piece::Whole(gpu_of(id))).collect();
+            let piece = |id: &_| if gpu_of(id) == SHARED { Piece::Shares(SHARED, 1) } else { Piece::Whole(gpu_of(id)) };
+            let pieces = devices.iter().map(|id| piece(id)).collect();
             if let Err(twice) = world.running.lock().unwrap().enter(&pod.name, pieces) {
                 world.ledger.error(twice);
             }
