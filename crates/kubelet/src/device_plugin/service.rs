@@ -1,5 +1,6 @@
 //! The five RPCs of one resource.
 
+use std::collections::BTreeSet;
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Instant;
@@ -80,7 +81,9 @@ impl DevicePlugin for Service {
         Ok(Response::new(convert::options()))
     }
 
-    /// The whole list at once, then again whenever it differs from the last one sent.
+    /// The whole list at once, then again whenever it differs from the last one sent, and when the kubelet's checkpoint
+    /// alone has a holder: it keeps pods that have ended until the next list (`writeCheckpoint` in
+    /// pkg/kubelet/cm/devicemanager/manager.go).
     async fn list_and_watch(
         &self,
         request: Request<wire::Empty>,
@@ -92,10 +95,18 @@ impl DevicePlugin for Service {
             let resource = resource.clone();
             async move {
                 loop {
-                    let list = convert::device_list(&snapshot.borrow_and_update(), &resource);
-                    if last.as_ref() != Some(&list) {
-                        last = Some(list.clone());
-                        return Some((Ok(list), (snapshot, last, open)));
+                    let (list, unlisted) = {
+                        let state = snapshot.borrow_and_update();
+                        let unlisted = state.ledger().holdings().init_containers.iter();
+                        let unlisted = unlisted.filter(|(of, _)| *of == resource).cloned();
+                        (convert::device_list(&state, &resource), unlisted.collect::<BTreeSet<_>>())
+                    };
+                    match &mut last {
+                        Some((sent, known)) if *sent == list && unlisted.is_subset(known) => *known = unlisted,
+                        _ => {
+                            last = Some((list.clone(), unlisted));
+                            return Some((Ok(list), (snapshot, last, open)));
+                        }
                     }
                     snapshot.changed().await.ok()?;
                 }
