@@ -6,6 +6,7 @@
 //! plugin's `handshake` (docs/life-cycle.md); what a container gets is `publish::injection`'s. The path of an admission
 //! reads one snapshot: no NVML, no lock that a probe holds, no disk.
 
+mod calls;
 mod channel;
 mod checkpoint;
 mod convert;
@@ -31,6 +32,7 @@ use linkwise_core::state::{NodeState, ResourceName};
 use linkwise_system::uds::Callers;
 
 pub use crate::registration::Life;
+pub use calls::HeldCalls;
 pub use channel::{ConnectError, ProbeError, probe};
 pub use life::{NoFolder, Plugin};
 pub use metrics::PluginMetrics;
@@ -48,6 +50,8 @@ pub struct Settings {
     pub pod_resources_socket: Option<PathBuf>,
     /// The users that may call our sockets.
     pub callers: Callers,
+    /// The kubelet's calls, which are held while another plugin ends.
+    pub calls: HeldCalls,
     /// The kubelet's time to answer Register. The kubelet dials back meanwhile, for up to 10 s.
     pub register_timeout: Duration,
     /// The kubelet's time to open ListAndWatch after Register.
@@ -72,6 +76,7 @@ impl Settings {
             host_devices: watch::channel(Arc::default()).1,
             pod_resources_socket: None,
             callers: Callers::default(),
+            calls: HeldCalls::default(),
             register_timeout: Duration::from_secs(15),
             stream_timeout: Duration::from_secs(10),
             confirm_timeout: Duration::from_secs(10),

@@ -119,6 +119,7 @@ impl DevicePlugin for Service {
         &self,
         request: Request<wire::PreferredAllocationRequest>,
     ) -> Result<Response<wire::PreferredAllocationResponse>, Status> {
+        self.settings.calls.pass().await;
         let snapshot = self.snapshot();
         let containers = request.into_inner().container_requests.into_iter();
         let answers = containers.map(|container| {
@@ -140,6 +141,7 @@ impl DevicePlugin for Service {
         &self,
         request: Request<wire::AllocateRequest>,
     ) -> Result<Response<wire::AllocateResponse>, Status> {
+        self.settings.calls.pass().await;
         let snapshot = self.snapshot();
         let mut container_responses = Vec::new();
         for container in request.into_inner().container_requests {

@@ -106,7 +106,7 @@ impl PluginSession {
         let bound = bind(&path, &settings.callers, is_any_of_ours)?;
 
         let life = Arc::clone(&report);
-        let mut servers = Servers::lingering(Arc::new(move |event| life(Occurrence::Life(event))));
+        let mut servers = Servers::new(Arc::new(move |event| life(Occurrence::Life(event))));
         let kubelet = Arc::new(OnceLock::new());
         let (streams_sender, streams) = watch::channel(0);
         let service = Service {

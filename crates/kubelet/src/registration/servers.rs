@@ -89,8 +89,6 @@ pub struct Servers {
     /// Other names of the first socket.
     alias: Option<SocketFile>,
     servers: FuturesUnordered<Held<Result<(), tonic::transport::Error>>>,
-    /// True if calls are answered after the end, until the connections are closed or cut.
-    lingers: bool,
     end: CancellationToken,
     cut: CancellationToken,
     _guards: [DropGuard; 2],
@@ -99,20 +97,13 @@ pub struct Servers {
 impl Servers {
     /// No server yet. The report receives refused connections and RPCs that ended.
     pub fn new<P: 'static>(report: Report<Life<P>>) -> Self {
-        Self { lingers: false, ..Self::lingering(report) }
-    }
-
-    /// The same for a plugin that answers calls after the end of its streams. When a plugin ends, kubelets from 1.37
-    /// turn to any other socket of the resource, for a moment also to one that is ending. They reject a pod whose call
-    /// is cut.
-    pub fn lingering<P: 'static>(report: Report<Life<P>>) -> Self {
         let (refused, ended) = (Arc::clone(&report), report);
         let refused: Report<Refusal> = Arc::new(move |refusal| refused(Life::Refused(refusal)));
         let ended: Report<Rpc> = Arc::new(move |rpc| ended(Life::Rpc(rpc)));
         let (end, cut) = (CancellationToken::new(), CancellationToken::new());
         let _guards = [end.clone().drop_guard(), cut.clone().drop_guard()];
         let (sockets, alias, servers) = (Vec::new(), None, FuturesUnordered::new());
-        Self { refused, ended, sockets, alias, servers, lingers: true, end, cut, _guards }
+        Self { refused, ended, sockets, alias, servers, end, cut, _guards }
     }
 
     /// The token that ends open streams: tonic's graceful shutdown waits for them.
@@ -127,19 +118,11 @@ impl Servers {
             let ended = Arc::clone(&ended);
             service_fn(move |request| observed(service.clone(), request, Arc::clone(&ended)))
         });
-        let (mut count, lingers) = (open.subscribe(), self.lingers);
-        let (end, cut) = (self.end.clone(), self.cut.clone());
-        let over = async move {
-            end.cancelled().await;
-            if lingers {
-                drop(cut.run_until_cancelled(count.wait_for(|open| *open == 0)).await);
-            }
-        };
         let connections = accepted(listener, self.cut.clone(), open, Arc::clone(&self.refused));
         let server = tonic::transport::Server::builder()
             .layer(layer)
             .add_routes(routes)
-            .serve_with_incoming_shutdown(connections, over);
+            .serve_with_incoming_shutdown(connections, self.end.clone().cancelled_owned());
         self.sockets.push(socket);
         self.servers.push(Box::pin(server));
     }
@@ -156,8 +139,7 @@ impl Servers {
         !self.sockets.is_empty() && self.sockets.iter().all(SocketFile::is_in_place)
     }
 
-    /// Removes the sockets and ends the streams; unless it lingers, also accepts no more connections and asks the open
-    /// ones to close.
+    /// Removes the sockets, ends the streams, accepts no more connections and asks the open ones to close.
     pub fn end(&mut self) {
         self.sockets.clear();
         self.alias = None;

@@ -4,17 +4,22 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::watch;
-use tokio::time::{Instant, sleep_until};
+use tokio::time::{Instant, sleep_until, timeout};
 use tokio_util::sync::CancellationToken;
 
 use crate::node::succession::Running;
 use crate::readiness::Readiness;
 use crate::takeover::machine::{Input, Stage, TakeoverMachine};
 use linkwise_core::state::NodeState;
+use linkwise_kubelet::device_plugin::HeldCalls;
 use linkwise_nvml::supervisor::Idle;
 
 /// The time for which a new owner may register its plugins once more.
 const SETTLED: Duration = Duration::from_secs(3);
+/// The time for which a standby that serves waits for a call of the kubelet to hold, before it makes the owner end.
+const QUIET: Duration = Duration::from_millis(200);
+/// The longest time for which calls are held; the end of the owner's plugins takes some milliseconds.
+const HELD: Duration = Duration::from_millis(500);
 
 /// The facts on which the conditions of the stages depend.
 #[derive(Clone)]
@@ -22,6 +27,7 @@ pub struct Facts {
     pub snapshot: watch::Receiver<Arc<NodeState>>,
     pub readiness: Readiness,
     pub running: watch::Receiver<Running>,
+    pub calls: HeldCalls,
 }
 
 impl Facts {
@@ -61,6 +67,10 @@ impl Facts {
                     is_empty_handed && readiness.sees_nothing() || readiness.has_plugins(false) && has_each(readiness)
                 })
                 .await;
+                // While this process holds a call, the kubelet makes no other call, and so none to the plugin that is
+                // about to end.
+                self.calls.hold(HELD);
+                let _ = timeout(QUIET, self.calls.any()).await;
                 true
             }
             Stage::Draining => {

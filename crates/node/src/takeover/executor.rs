@@ -45,6 +45,8 @@ const LOOK: Duration = Duration::from_millis(20);
 const LOOK_SELDOM: Duration = Duration::from_secs(1);
 /// The attempts to take the lock when the owner's connection has ended: its end may free the lock a moment later.
 const LOOKS_AT_END: usize = 50;
+/// The time from the end of the owner's plugins until the kubelet has noticed it.
+const SEEN_TO_END: Duration = Duration::from_millis(50);
 /// The longest time for the other process to take a message.
 const SAY_TIMEOUT: Duration = Duration::from_secs(1);
 
@@ -122,6 +124,7 @@ impl Position {
                 snapshot: node.snapshot(),
                 readiness: node.readiness.clone(),
                 running: node.running.subscribe(),
+                calls: node.kubelet.calls.clone(),
             },
             records: node.records.subscribe(),
             observed: node.observed.subscribe(),
@@ -392,6 +395,9 @@ impl Takeover {
     }
 
     async fn feed(&mut self, input: Input) -> Result<()> {
+        if matches!(input, Input::Lost | Input::Refused) {
+            self.facts.calls.release(SEEN_TO_END);
+        }
         let before = self.machine.stage();
         let actions = self.machine.step(input, self.begin.elapsed());
         let (stage, duties) = (self.machine.stage(), self.machine.duties());
