@@ -56,19 +56,31 @@ impl HostProbe {
         Self { sysfs, bus: PciBus::default() }
     }
 
-    /// Reads the host.
-    pub fn look(&mut self) -> HostFingerprint {
-        let is_tegra = is_tegra(&self.sysfs);
-        HostFingerprint { bus: self.bus.gpus(&self.sysfs), identity: identity(&self.sysfs), is_tegra }
+    /// Reads the host; `None` if a read ended with nothing, as one that hung may.
+    pub fn look(&mut self) -> Option<HostFingerprint> {
+        let version = version(&self.sysfs);
+        if version.as_ref().is_some_and(String::is_empty) {
+            return None;
+        }
+        let identity = identity_with(&self.sysfs, version);
+        Some(HostFingerprint { bus: self.bus.gpus(&self.sysfs), identity, is_tegra: is_tegra(&self.sysfs) })
     }
 }
 
 /// The ids of this boot and of this load of the driver: sysfs gives each folder it makes a new inode number. (The
 /// folder's times change when a process first reads it.) It reads files, which may hang.
 pub fn identity(sysfs: &Path) -> NodeIdentity {
-    let module = sysfs.join("module/nvidia");
-    let driver = std::fs::metadata(&module).ok().map(|folder| {
-        let version = line(&module.join("version")).unwrap_or_else(|| "unknown version".to_owned());
+    identity_with(sysfs, version(sysfs))
+}
+
+/// The version of the driver that the kernel has loaded.
+fn version(sysfs: &Path) -> Option<String> {
+    line(&sysfs.join("module/nvidia/version"))
+}
+
+fn identity_with(sysfs: &Path, version: Option<String>) -> NodeIdentity {
+    let driver = std::fs::metadata(sysfs.join("module/nvidia")).ok().map(|folder| {
+        let version = version.unwrap_or_else(|| "unknown version".to_owned());
         format!("{version}, load {}", folder.ino())
     });
     NodeIdentity { boot: boot(), driver }
@@ -83,7 +95,7 @@ pub fn boot() -> Option<String> {
 /// hang.
 pub fn has_no_gpu(sysfs: &Path) -> bool {
     let host = HostProbe::new(sysfs.to_owned()).look();
-    host.bus.is_some() && host.gpus().is_empty()
+    host.is_some_and(|host| host.bus.is_some() && host.gpus().is_empty())
 }
 
 fn line(path: &Path) -> Option<String> {

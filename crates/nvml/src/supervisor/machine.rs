@@ -432,7 +432,7 @@ impl DriverMachine {
     }
 
     fn probed(&mut self, host: Option<HostFingerprint>, now: Duration) {
-        let is_late = self.probe.take().is_some_and(|began| now > began + FILES);
+        self.probe = None;
         if let Some(host) = &host {
             for (gpu, driver) in self.held_by_others.replace(host.foreign()) {
                 tracing::info!(%gpu, driver, "GPU is bound to another kernel driver and not served");
@@ -452,8 +452,6 @@ impl DriverMachine {
                 }
                 None => self.stage = Stage::Idle { look_at: now + self.settings.bus_look },
             },
-            // A read that hung may have ended with nothing: later probes are not compared with it.
-            (Stage::Running(_), Some(_)) if is_late && self.host.is_none() => {}
             (Stage::Running(_), Some(host)) => {
                 self.view.take_bus(host.bus.as_ref(), now);
                 self.compare(host, now);

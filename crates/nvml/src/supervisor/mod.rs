@@ -284,7 +284,7 @@ impl Life {
             Action::Probe => {
                 let probe = Arc::clone(&self.probe);
                 let look = move || probe.lock().unwrap_or_else(PoisonError::into_inner).look();
-                self.read(look, Input::Probed);
+                self.read(look, |host| Input::Probed(host.flatten()));
             }
             Action::ScanHost => {
                 let sysfs = self.driver.sysfs.clone();

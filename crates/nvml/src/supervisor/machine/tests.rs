@@ -251,7 +251,7 @@ impl World {
     }
 
     fn bus(&mut self, bus: Bus) -> HostFingerprint {
-        let mut host = HostProbe::new("/nonexistent".into()).look();
+        let mut host = HostProbe::new("/nonexistent".into()).look().unwrap();
         let gpus = |driver: Option<&str>| {
             let gpu = |number| (format!("0000:0{number}:00.0").parse().unwrap(), driver.map(str::to_owned));
             Some((0..4).map(gpu).collect())
