@@ -18,10 +18,10 @@ use std::time::{Duration, Instant};
 use linkwise_core::claims::{AllocatedDevice, Allocation, Claim, ClaimName, ClaimStatus, DeviceAllocation};
 use linkwise_core::publish::injection::{CdiOptions, InjectionOptions};
 use linkwise_core::state::{Door, Event, Holdings, NodeState, NumaHints, ResourcePlan};
-use linkwise_kubelet::dra::{CdiDevices, ClaimQuery, Handover, Plugin, Settings};
+use linkwise_kubelet::dra::{CdiDevices, Handover, Plugin, Settings};
 use linkwise_kubelet_box::dra::{ClaimRef, DraKubelet, DraOptions, PodClaims};
 use serde_json::json;
-use tokio::sync::{mpsc, watch};
+use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
 /// Claims after the warm-up.
@@ -56,19 +56,17 @@ async fn measure(folder: &Path) -> [Vec<Duration>; 3] {
         cdi: watch::channel(Some(Arc::new(cdi_devices(&state)))).1,
         boot: Some("this".to_owned()),
         injection: InjectionOptions { cdi: Some(cdi), ..InjectionOptions::default() },
+        read_claim: Some(Arc::new(|asked: ClaimName| {
+            let asked = ClaimName { uid: asked.name.clone(), ..asked };
+            Box::pin(std::future::ready(Ok(claim(asked))))
+        })),
         ..Settings::new(DRIVER, "pool", at("claims"))
     };
     let kubelet = DraKubelet::start(DraOptions::new(at("r"))).unwrap();
-    let (claims, queries) = mpsc::channel(16);
-    tokio::spawn(cluster(queries));
     let (_state, snapshot) = watch::channel(Arc::new(state));
     let end = CancellationToken::new();
-    let plugin = tokio::spawn(Plugin::new(Arc::new(settings), Arc::new(|_| ())).run(
-        snapshot,
-        claims,
-        Handover::alone(),
-        end.clone(),
-    ));
+    let plugin =
+        tokio::spawn(Plugin::new(Arc::new(settings), Arc::new(|_| ())).run(snapshot, Handover::alone(), end.clone()));
     let is_connected = |state: &linkwise_kubelet_box::dra::DraState| {
         state.drivers.get(DRIVER).is_some_and(|driver| driver.connected > 0)
     };
@@ -121,21 +119,17 @@ fn state() -> NodeState {
     events.into_iter().fold(NodeState::new(NumaHints::default()), |state, event| state.apply(event, Duration::ZERO).0)
 }
 
-/// Answers for every claim at once: the first four GPUs.
-async fn cluster(mut queries: mpsc::Receiver<ClaimQuery>) {
-    while let Some(ClaimQuery { namespace, name, answer }) = queries.recv().await {
-        let result = |minor: u32| AllocatedDevice {
-            request: "gpus".to_owned(),
-            driver: DRIVER.to_owned(),
-            pool: "pool".to_owned(),
-            device: format!("gpu-{minor}"),
-            ..AllocatedDevice::default()
-        };
-        let devices = DeviceAllocation { results: (0..4).map(result).collect(), config: Vec::new() };
-        let metadata = ClaimName { namespace, uid: name.clone(), name };
-        let claim = Claim { metadata, status: ClaimStatus { allocation: Some(Allocation { devices }) } };
-        let _ = answer.send(Ok(claim));
-    }
+/// The cluster's claim of this name: the first four GPUs.
+fn claim(metadata: ClaimName) -> Claim {
+    let result = |minor: u32| AllocatedDevice {
+        request: "gpus".to_owned(),
+        driver: DRIVER.to_owned(),
+        pool: "pool".to_owned(),
+        device: format!("gpu-{minor}"),
+        ..AllocatedDevice::default()
+    };
+    let devices = DeviceAllocation { results: (0..4).map(result).collect(), config: Vec::new() };
+    Claim { metadata, status: ClaimStatus { allocation: Some(Allocation { devices }) } }
 }
 
 fn percentile(times: &mut [Duration], percent: usize) -> Duration {

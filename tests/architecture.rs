@@ -18,7 +18,7 @@ const EDGES: [(&str, &[&str]); 14] = [
     ("crates/nvml", &["core", "host", "system"]),
     ("crates/kubelet-api", &[]),
     ("crates/kubelet", &["core", "kubelet-api", "nvml", "system"]),
-    ("crates/cluster", &["core", "kubelet", "system"]),
+    ("crates/cluster", &["core", "system"]),
     ("crates/node", &["core", "host", "kubelet", "nvml", "system"]),
     (".", &["cluster", "core", "host", "kubelet", "node", "nvml", "system"]),
     ("lab/kubelet-box", &["kubelet-api"]),

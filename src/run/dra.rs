@@ -34,7 +34,9 @@ use linkwise_core::publish::dra::{
 use linkwise_core::publish::injection::{CdiOptions, HostDevices, InjectionOptions};
 use linkwise_core::state::{DRA_DRIVER, Event, NodeState, PreparedClaim};
 use linkwise_host::cdi;
-use linkwise_kubelet::dra::{self, CdiLink, Handover, Life, MigRequest, MpsLink, Occurrence, Phase, PluginMetrics};
+use linkwise_kubelet::dra::{
+    self, CdiLink, Handover, Life, MigRequest, MpsLink, Occurrence, Phase, PluginMetrics, ReadClaim,
+};
 use linkwise_node::node::Node;
 use linkwise_node::readiness::{Part, Readiness};
 use linkwise_nvml::supervisor::boot;
@@ -44,9 +46,6 @@ use linkwise_system::{metrics::new, send_if_new};
 
 /// The folder of checkpoints in the state folder.
 const CLAIMS: &str = "claims";
-
-/// The most queries for claims that may wait. The plugin waits for each of them.
-const QUERIES: usize = 16;
 
 /// The time for which slices may differ from the wanted ones before the node is not ready: an API server that restarts,
 /// or asks for a pause, is not a fault of this node.
@@ -104,11 +103,10 @@ pub(super) fn spawn_in(node: &mut Node, given: Given<'_>, api: Option<&Api>) {
         makes_mig: settings.dra_dynamic_mig.value,
         serves,
         has_ledger: true,
-        has_api_server: api.is_some(),
+        read_claim: api.map(read_claim),
         listed_within: given.listed_within.unwrap_or(defaults.listed_within),
         ..defaults
     };
-    let (asks, claims) = mpsc::channel(QUERIES);
     let (observer, occurrences) = observer(node, given.has_metrics);
     let plugin = dra::Plugin::new(Arc::new(plugin), Arc::clone(&observer));
     if serves {
@@ -119,8 +117,6 @@ pub(super) fn spawn_in(node: &mut Node, given: Given<'_>, api: Option<&Api>) {
     node.spawn("DRA log", log(occurrences));
     if let Some(api) = api {
         node.metrics().register(|registry| api.metrics().register_in(registry));
-        let reading = ClaimReader::new(api.server()).run(claims, node.shutdown());
-        node.spawn_until_done("reader of claims", reading.map(Ok));
         let slices = SliceSettings { node: name };
         if serves {
             publish(node, settings, empty, slices, api, &plugin);
@@ -136,8 +132,17 @@ pub(super) fn spawn_in(node: &mut Node, given: Given<'_>, api: Option<&Api>) {
             });
         }
     }
-    let running = plugin.run(snapshot, asks, handover, node.shutdown());
+    let running = plugin.run(snapshot, handover, node.shutdown());
     node.spawn_until_done("DRA plugin", running.map(Ok));
+}
+
+/// Reads claims for the plugin.
+fn read_claim(api: &Api) -> ReadClaim {
+    let reader = Arc::new(ClaimReader::new(api.server()));
+    Arc::new(move |claim| {
+        let reader = Arc::clone(&reader);
+        async move { reader.read(&claim).await }.boxed()
+    })
 }
 
 /// Publishes the node's pool.
@@ -179,8 +184,19 @@ fn write_slices(
             // An error means that the node is ending.
             let held = shutdown.run_until_cancelled(lock.wait_for(Option::is_some)).await;
             let Some(Ok(held)) = held.map(|held| held.map(|held| held.clone())) else { return };
-            let writer = SliceWriter::new(api.server(), settings.clone(), phase.clone());
+            let registered = watch::Sender::new(false);
+            let writer = SliceWriter::new(api.server(), settings.clone(), registered.subscribe());
+            let follows = async {
+                loop {
+                    send_if_new(&registered, *phase.borrow_and_update() == Phase::Registered);
+                    if phase.changed().await.is_err() {
+                        // The node is ending.
+                        std::future::pending::<()>().await;
+                    }
+                }
+            };
             tokio::select! {
+                () = follows => {}
                 () = writer.run(api.server(), wanted.clone(), report.clone(), shutdown.clone()) => return,
                 _ = lock.wait_for(Option::is_none) => {}
             }

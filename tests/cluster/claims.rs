@@ -1,18 +1,15 @@
-//! The reader of claims: what an answer of the API server becomes, and how long a query may take.
+//! The reader of claims: what an answer of the API server becomes, and how long a read may take.
 
 use linkwise_api_server_box::{Answer, Fault, ResourceType};
 use linkwise_cluster::ClaimReader;
-use linkwise_core::claims::Claim;
-use linkwise_kubelet::dra::{ClaimQuery, ClaimQueryError};
+use linkwise_core::claims::{Claim, ClaimName, ReadClaimError};
 use serde_json::json;
-use tokio::sync::{mpsc, oneshot};
 
-use crate::cluster::support::{Cluster, PACE, Running, within};
+use crate::cluster::support::{Cluster, PACE, within};
 
 struct Reading {
     cluster: Cluster,
-    queries: mpsc::Sender<ClaimQuery>,
-    running: Running,
+    reader: ClaimReader,
 }
 
 async fn reading() -> Reading {
@@ -20,22 +17,14 @@ async fn reading() -> Reading {
     let key = ResourceType::RESOURCE_CLAIMS.key(Some("ns"), "one");
     let requests = json!([{"name": "gpu", "exactly": {"deviceClassName": "gpu.nvidia.com"}}]);
     cluster.server.put("kubectl", &key, json!({"spec": {"devices": {"requests": requests}}}));
-    let (queries, received) = mpsc::channel(4);
     let reader = ClaimReader::new(cluster.client(PACE));
-    let running = Running::of(|shutdown| reader.run(received, shutdown));
-    Reading { cluster, queries, running }
+    Reading { cluster, reader }
 }
 
 impl Reading {
-    async fn ask(&self, name: &str) -> oneshot::Receiver<Result<Claim, ClaimQueryError>> {
-        let (answer, answered) = oneshot::channel();
-        let query = ClaimQuery { namespace: "ns".to_owned(), name: name.to_owned(), answer };
-        self.queries.send(query).await.unwrap();
-        answered
-    }
-
-    async fn read(&self, name: &str) -> Result<Claim, ClaimQueryError> {
-        within(self.ask(name).await).await.unwrap()
+    async fn read(&self, name: &str) -> Result<Claim, ReadClaimError> {
+        let claim = ClaimName { namespace: "ns".to_owned(), name: name.to_owned(), ..ClaimName::default() };
+        within(self.reader.read(&claim)).await
     }
 
     fn gets(&self) -> usize {
@@ -49,9 +38,8 @@ async fn claim_is_one_get() {
     let claim = reading.read("one").await.unwrap();
     assert_eq!((claim.metadata.to_string(), claim.status.allocation), ("ns/one".to_owned(), None));
     assert_eq!(reading.gets(), 1);
-    assert_eq!(reading.read("two").await, Err(ClaimQueryError::NotFound));
+    assert_eq!(reading.read("two").await, Err(ReadClaimError::NotFound));
     assert_eq!(reading.gets(), 2, "what is not there is not asked for again");
-    reading.running.end().await;
 }
 
 #[tokio::test]
@@ -63,10 +51,9 @@ async fn passing_errors_are_tried_again_twice() {
         assert!(reading.read("one").await.is_ok(), "{code}");
         assert_eq!(reading.gets(), 3);
         reading.cluster.server.fail(refusal(3));
-        let Err(ClaimQueryError::Failed(why)) = reading.read("one").await else { panic!("{code}") };
+        let Err(ReadClaimError::Failed(why)) = reading.read("one").await else { panic!("{code}") };
         assert!(why.contains(&code.to_string()) && why.contains("busy"), "{why}");
         assert_eq!(reading.gets(), 6);
-        reading.running.end().await;
     }
 }
 
@@ -81,13 +68,12 @@ async fn refusal_and_lies_are_told_at_once() {
     ] {
         let before = reading.gets();
         reading.cluster.server.fail(Fault::of("GET", "resourceclaims", 1, answer));
-        let Err(ClaimQueryError::Failed(why)) = reading.read("one").await else { panic!("{word}") };
+        let Err(ReadClaimError::Failed(why)) = reading.read("one").await else { panic!("{word}") };
         assert!(why.contains(word), "{why}");
         assert_eq!(reading.gets(), before + 1);
     }
-    let Err(ClaimQueryError::Failed(why)) = reading.read("../secrets/x").await else { panic!("a path is no name") };
+    let Err(ReadClaimError::Failed(why)) = reading.read("../secrets/x").await else { panic!("a path is no name") };
     assert!(why.contains("'../secrets/x' is no name"), "{why}");
-    reading.running.end().await;
 }
 
 #[tokio::test]
@@ -108,13 +94,12 @@ async fn unknown_path_is_no_missing_claim() {
     ] {
         let before = reading.gets();
         reading.cluster.server.fail(Fault::of("GET", "resourceclaims", 1, answer));
-        let Err(ClaimQueryError::Failed(why)) = reading.read("one").await else { panic!("{word}") };
+        let Err(ReadClaimError::Failed(why)) = reading.read("one").await else { panic!("{word}") };
         assert!(why.contains(word) && why.contains("no resource.k8s.io/v1?"), "{why}");
         assert_eq!(reading.gets(), before + 1);
     }
     reading.cluster.server.fail(Fault::of("GET", "resourceclaims", 1, of("resourceclaims", "one")));
-    assert_eq!(reading.read("one").await, Err(ClaimQueryError::NotFound));
-    reading.running.end().await;
+    assert_eq!(reading.read("one").await, Err(ReadClaimError::NotFound));
 }
 
 #[tokio::test]
@@ -124,19 +109,25 @@ async fn connection_that_hangs_costs_one_attempt() {
     assert!(reading.read("one").await.is_ok());
     assert_eq!(reading.gets(), 2);
     assert_eq!(reading.cluster.metrics.requests("resourceclaims", "get", "timeout"), 1);
-    reading.running.end().await;
 }
 
 #[tokio::test]
 async fn slow_claim_holds_up_no_other() {
     let reading = reading().await;
     reading.cluster.server.fail(Fault::of("GET", "resourceclaims/slow", usize::MAX, Answer::Silence));
-    let slow = reading.ask("slow").await;
+    tokio::select! {
+        biased;
+        slow = reading.read("slow") => panic!("{slow:?}"),
+        one = async {
+            // Once the slow one has been asked.
+            while reading.gets() == 0 {
+                tokio::task::yield_now().await;
+            }
+            reading.read("one").await
+        } => assert!(one.is_ok()),
+    }
+    // The slow one's reader gave up.
     assert!(reading.read("one").await.is_ok());
-    // Its asker gives up.
-    drop(slow);
-    assert!(reading.read("one").await.is_ok());
-    reading.running.end().await;
 }
 
 #[tokio::test]
@@ -146,5 +137,4 @@ async fn rotated_token_is_used_for_the_next_claim() {
     reading.cluster.write_token("second");
     reading.cluster.server.accept_tokens(&["second"]);
     assert!(reading.read("one").await.is_ok());
-    reading.running.end().await;
 }

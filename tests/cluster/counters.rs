@@ -8,7 +8,6 @@ use linkwise_cluster::StoredPool;
 use linkwise_cluster::{Pace, SliceSettings, SliceWriter};
 use linkwise_core::publish::dra::slice::Pool;
 use linkwise_core::publish::dra::{Counter, CounterConsumption, CounterSet, ServerVersion, SliceDevice};
-use linkwise_kubelet::dra::Phase;
 use serde_json::{Value, json};
 use tokio::sync::watch;
 
@@ -26,7 +25,7 @@ fn write(cluster: &Cluster, pace: Pace) -> Writing {
     let (pool, wanted) = watch::channel(None);
     let (report, stored) = watch::channel(StoredPool::default());
     let settings = SliceSettings { node: "n".to_owned() };
-    let writer = SliceWriter::new(cluster.client(pace), settings, watch::channel(Phase::Registered).1);
+    let writer = SliceWriter::new(cluster.client(pace), settings, watch::channel(true).1);
     let follow = cluster.client(pace);
     let running = Running::of(|shutdown| writer.run(follow, wanted, report, shutdown));
     Writing { pool, stored, running }

@@ -8,7 +8,6 @@ use linkwise_cluster::StoredPool;
 use linkwise_cluster::{Pace, SliceSettings, SliceWriter};
 use linkwise_core::publish::dra::slice::Pool;
 use linkwise_core::publish::dra::{Attribute, SliceDevice, Taint, TaintEffect};
-use linkwise_kubelet::dra::Phase;
 use serde_json::{Value, json};
 use tokio::sync::watch;
 
@@ -22,8 +21,8 @@ const PATIENT: Pace = Pace { repair: Duration::from_secs(3600), longest: Duratio
 struct Writing {
     pool: watch::Sender<Option<Arc<Pool>>>,
     stored: watch::Receiver<StoredPool>,
-    /// The phase of the DRA plugin.
-    plugin: watch::Sender<Phase>,
+    /// True while the kubelet has the DRA plugin registered.
+    registered: watch::Sender<bool>,
     running: Running,
 }
 
@@ -31,11 +30,11 @@ fn write(cluster: &Cluster, pace: Pace) -> Writing {
     let (pool, wanted) = watch::channel(None);
     let (report, stored) = watch::channel(StoredPool::default());
     let settings = SliceSettings { node: "n".to_owned() };
-    let plugin = watch::Sender::new(Phase::Registered);
-    let writer = SliceWriter::new(cluster.client(pace), settings, plugin.subscribe());
+    let registered = watch::Sender::new(true);
+    let writer = SliceWriter::new(cluster.client(pace), settings, registered.subscribe());
     let follow = cluster.client(pace);
     let running = Running::of(|shutdown| writer.run(follow, wanted, report, shutdown));
-    Writing { pool, stored, plugin, running }
+    Writing { pool, stored, registered, running }
 }
 
 async fn started() -> Cluster {
@@ -469,24 +468,24 @@ async fn node_that_may_not_be_read_costs_only_the_owner() {
 async fn slices_of_a_plugin_that_is_not_registered_stay_deleted() {
     let cluster = started().await;
     let mut writing = write(&cluster, PACE);
-    writing.plugin.send_replace(Phase::Offered);
+    writing.registered.send_replace(false);
     writing.want(pool(devices(2)));
     writing.reports(|stored| stored.is_read && stored.awaits_kubelet).await;
     assert_eq!(writes(&cluster), 0);
-    writing.plugin.send_replace(Phase::Registered);
+    writing.registered.send_replace(true);
     writing.reports(|stored| stored.is_current).await;
     // The kubelet is away: what is there stays, also where it differs.
-    writing.plugin.send_replace(Phase::Disconnected);
+    writing.registered.send_replace(false);
     let before = writes(&cluster);
     writing.want(pool(devices(1)));
     writing.reports(|stored| !stored.is_current && stored.slices == 1).await;
     // The plugin was away for 30 s.
     cluster.server.wipe_slices("n", Some(DRIVER));
     writing.reports(|stored| stored.slices == 0).await;
-    writing.plugin.send_replace(Phase::Offered);
+    writing.registered.send_replace(false);
     writing.reports(|stored| stored.awaits_kubelet).await;
     assert_eq!(writes(&cluster), before);
-    writing.plugin.send_replace(Phase::Registered);
+    writing.registered.send_replace(true);
     writing.reports(|stored| stored.is_current && stored.slices == 1).await;
     writing.running.end().await;
 }

@@ -674,7 +674,7 @@ async fn device_of_a_claim_that_cannot_be_destroyed_is_left_behind_when_dra_is_o
     };
     apply(Event::Planned(Box::default()));
     apply(Event::Holders(Some(Default::default())));
-    (node.settings.has_api_server, node.settings.serves) = (false, false);
+    (node.settings.read_claim, node.settings.serves) = (None, false);
     set(&driver, Mood::InUse);
     node.start();
     node.wait(|seen| matches!(seen, Occurrence::LeftBehind { what, .. } if what.contains(DEVICE))).await;

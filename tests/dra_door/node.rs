@@ -8,16 +8,17 @@ use std::time::Duration;
 
 use linkwise_core::claims::{
     AllocatedConfig, AllocatedDevice, Allocation, Claim, ClaimName, ClaimStatus, DeviceAllocation, OpaqueConfig,
+    ReadClaimError,
 };
 use linkwise_core::publish::RdmaNodes;
 use linkwise_core::publish::injection::{CdiOptions, ChosenDevice, HostDevices, InjectionOptions};
 use linkwise_core::state::{Door, Event, Holdings, NodeState, NumaHints, ResourcePlan};
 use linkwise_core::topology::NodeObservation;
-use linkwise_kubelet::dra::{CdiDevices, ClaimQuery, ClaimQueryError, Handover, Occurrence, Plugin, Settings};
+use linkwise_kubelet::dra::{CdiDevices, Handover, Occurrence, Plugin, ReadClaim, Settings};
 use linkwise_kubelet_box::dra::{ClaimRef, DraError, DraKubelet, DraOptions, PodClaims};
 use linkwise_kubelet_box::runtime::{self, ContainerEdits};
 use tempfile::TempDir;
-use tokio::sync::{mpsc, watch};
+use tokio::sync::watch;
 use tokio::task::JoinHandle;
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
@@ -44,8 +45,6 @@ pub enum Answer {
 pub struct Cluster {
     pub claims: BTreeMap<(String, String), Answer>,
     pub reads: BTreeMap<String, u64>,
-    /// Questions without an answer, held so that they stay unanswered.
-    held: Vec<ClaimQuery>,
 }
 
 /// A node before and while its plugin runs.
@@ -95,6 +94,8 @@ impl Node {
         settings.injection = InjectionOptions { cdi: Some(cdi), ..InjectionOptions::default() };
         (settings.host_devices, settings.cdi) = (host_devices, cdi_devices.subscribe());
         settings.listed_within = Duration::ZERO;
+        let cluster = Arc::default();
+        settings.read_claim = Some(read_claim(&cluster));
         settings.longest_pause = Duration::from_millis(64);
         let state = watch::Sender::new(Arc::new(state("dgx1-v100")));
         let node = Self {
@@ -103,7 +104,7 @@ impl Node {
             state,
             host,
             cdi: cdi_devices,
-            cluster: Arc::default(),
+            cluster,
             seen: watch::Sender::default(),
             running: None,
         };
@@ -126,13 +127,11 @@ impl Node {
 
     /// Starts the plugin.
     pub fn start(&mut self) {
-        let (claims, queries) = mpsc::channel(16);
-        tokio::spawn(answer(Arc::clone(&self.cluster), queries));
         let seen = self.seen.clone();
         let observer = Arc::new(move |occurrence| seen.send_modify(|all| all.push(occurrence)));
         let plugin = Plugin::new(Arc::new(self.settings.clone()), observer);
         let end = CancellationToken::new();
-        let task = tokio::spawn(plugin.run(self.state.subscribe(), claims, Handover::alone(), end.clone()));
+        let task = tokio::spawn(plugin.run(self.state.subscribe(), Handover::alone(), end.clone()));
         self.running = Some((task, end));
     }
 
@@ -345,19 +344,17 @@ pub async fn end(kubelet: &DraKubelet, claim: &ClaimName) {
     kubelet.stop_pod(&pod(claim).pod).await.unwrap();
 }
 
-async fn answer(cluster: Arc<Mutex<Cluster>>, mut queries: mpsc::Receiver<ClaimQuery>) {
-    while let Some(query) = queries.recv().await {
+pub fn read_claim(cluster: &Arc<Mutex<Cluster>>) -> ReadClaim {
+    let cluster = Arc::clone(cluster);
+    Arc::new(move |claim: ClaimName| {
         let mut cluster = cluster.lock().unwrap();
-        *cluster.reads.entry(query.name.clone()).or_default() += 1;
-        let answer = match cluster.claims.get(&(query.namespace.clone(), query.name.clone())) {
-            None => Err(ClaimQueryError::NotFound),
+        *cluster.reads.entry(claim.name.clone()).or_default() += 1;
+        let answer = match cluster.claims.get(&(claim.namespace, claim.name)) {
+            None => Err(ReadClaimError::NotFound),
             Some(Answer::Claim(claim)) => Ok(claim.clone()),
-            Some(Answer::Failed) => Err(ClaimQueryError::Failed("connection refused".to_owned())),
-            Some(Answer::Silent) => {
-                cluster.held.push(query);
-                continue;
-            }
+            Some(Answer::Failed) => Err(ReadClaimError::Failed("connection refused".to_owned())),
+            Some(Answer::Silent) => return Box::pin(std::future::pending()),
         };
-        let _ = query.answer.send(answer);
-    }
+        Box::pin(std::future::ready(answer))
+    })
 }

@@ -6,7 +6,7 @@ use std::time::Duration;
 use linkwise_core::state::{ClaimedDevice, Door, Event, Holdings, NodeState, ResourcePlan};
 use linkwise_kubelet::dra::Occurrence;
 
-use super::node::{DRIVER, LIMIT, Node, POOL, end, refusal, start};
+use super::node::{DRIVER, LIMIT, Node, POOL, end, read_claim, refusal, start};
 
 /// The kubelet lists these claims, each with GPU 0.
 fn listed(node: &Node, claims: &[&str]) {
@@ -50,7 +50,9 @@ async fn off_with(api_server: bool) -> Node {
     assert_eq!((node.checkpoints().len(), node.claim_specs().len()), (1, 1));
     listed(&node, &["a"]);
     node.stop().await;
-    node.settings.has_api_server = api_server;
+    if !api_server {
+        node.settings.read_claim = None;
+    }
     change_door(&mut node, Door::Plugin);
     node
 }
@@ -130,6 +132,7 @@ async fn spec_that_cannot_be_removed_is_left_behind() {
     // DRA on again: nothing of it stands in the way of another claim.
     node.stop().await;
     change_door(&mut node, Door::Dra);
+    node.settings.read_claim = Some(read_claim(&node.cluster));
     (0..2).for_each(|_| listed(&node, &[]));
     node.start();
     let kubelet = node.kubelet().await;

@@ -15,7 +15,7 @@ use linkwise_core::state::{
     DeviceSelector, Door, Event, Holdings, NodeState, NumaHints, ResourceName, ResourcePlan, SharedDevices,
     SharedResource, Sharing, SharingKind,
 };
-use linkwise_kubelet::dra::{parse_checkpoint, parse_claim};
+use linkwise_kubelet::dra::parse_checkpoint;
 
 use super::bytes::Bytes;
 use super::machine::is_one_line;
@@ -47,7 +47,7 @@ static STATE: LazyLock<NodeState> = LazyLock::new(|| {
 /// A claim as the API server answers with it, in JSON; bytes that do not begin like an object are numbers that make one.
 pub fn claim(bytes: &[u8]) {
     let mut claim = match bytes.first() {
-        Some(b'{') => match parse_claim(bytes) {
+        Some(b'{') => match Claim::from_json(bytes) {
             Ok(claim) => claim,
             Err(error) => return is_one_line(&error.to_string()),
         },

@@ -1,20 +1,16 @@
 //! [`ClaimReader`]: reads ResourceClaims for the DRA plugin, which prepares their devices.
 //!
-//! The only reader of claims. Each query of the plugin is a GET, with up to two retries if it fails for a
-//! passing reason. Its deadline leaves the kubelet, which waits for 45 s, time to try again. Queries do not wait for
-//! each other.
+//! The only reader of claims. Each read is a GET, with up to two retries if it fails for a passing reason. Its deadline
+//! leaves the kubelet, which waits for 45 s, time to try again. Reads do not wait for each other.
 
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use futures_util::StreamExt;
-use futures_util::stream::FuturesUnordered;
 use kube::Api;
 use kube::api::{ApiResource, DynamicObject};
-use linkwise_core::claims::Claim;
-use linkwise_kubelet::dra::{ClaimQuery, ClaimQueryError, parse_claim};
-use tokio::sync::mpsc;
+use linkwise_core::claims::{Claim, ClaimName, ReadClaimError};
+use tokio::sync::Semaphore;
 use tokio::time::{Instant, timeout_at};
-use tokio_util::sync::CancellationToken;
 
 use crate::error::ApiError;
 use crate::server::{ApiServer, named, resource};
@@ -22,7 +18,7 @@ use crate::server::{ApiServer, named, resource};
 /// The kind, in metrics.
 const OBJECT: &str = "resourceclaims";
 
-/// The longest time for one query, with all its attempts.
+/// The longest time for one read, with all its attempts.
 const DEADLINE: Duration = Duration::from_secs(10);
 
 /// The longest time for one GET: a connection that hangs leaves time for another.
@@ -34,60 +30,45 @@ const RETRIES: u32 = 2;
 /// The pause before the first retry; before the second it is twice as long.
 const PAUSE: Duration = Duration::from_millis(200);
 
-/// The most queries at a time. A node starts few pods at once.
+/// The most reads at a time. A node starts few pods at once.
 const AT_ONCE: usize = 16;
 
 /// Reads claims.
 pub struct ClaimReader {
-    server: ApiServer,
+    server: Mutex<ApiServer>,
+    at_once: Semaphore,
 }
 
 impl ClaimReader {
     /// Makes no request yet.
     pub fn new(server: ApiServer) -> Self {
-        Self { server: server.within(ATTEMPT) }
+        Self { server: Mutex::new(server.within(ATTEMPT)), at_once: Semaphore::new(AT_ONCE) }
     }
 
-    /// Answers queries until `shutdown`, or until the channel is closed.
-    pub async fn run(mut self, mut queries: mpsc::Receiver<ClaimQuery>, shutdown: CancellationToken) {
-        let work = async {
-            let mut running = FuturesUnordered::new();
-            loop {
-                tokio::select! {
-                    query = queries.recv(), if running.len() < AT_ONCE => match query {
-                        Some(query) => running.push(answer(self.server.clone(), query)),
-                        None => break,
-                    },
-                    // The returned client works, or is empty after an error that a new client may not have.
-                    Some(server) = running.next() => self.server = server,
-                }
+    /// Reads a claim by its namespace and name. The caller logs the errors.
+    ///
+    /// # Errors
+    ///
+    /// There is no such claim, or the API server does not give it.
+    pub async fn read(&self, claim: &ClaimName) -> Result<Claim, ReadClaimError> {
+        let _one = self.at_once.acquire().await;
+        let mut server = self.server().clone();
+        let read = read(&mut server, &claim.namespace, &claim.name).await;
+        // It works, or is empty after an error that a new client may not have.
+        *self.server() = server;
+        read.map_err(|error| match error.code() {
+            Some(404) if error.is_missing(OBJECT, &claim.name) => ReadClaimError::NotFound,
+            // This 404 says nothing about the claim, which may be prepared here.
+            Some(404) => {
+                ReadClaimError::Failed(format!("{error} (no resource.k8s.io/v1? Kubernetes 1.34 or newer has it)"))
             }
-            while running.next().await.is_some() {}
-        };
-        shutdown.run_until_cancelled(work).await;
+            _ => ReadClaimError::Failed(error.to_string()),
+        })
     }
-}
 
-/// Answers one query. The caller logs the errors.
-async fn answer(mut server: ApiServer, query: ClaimQuery) -> ApiServer {
-    let ClaimQuery { namespace, name, mut answer } = query;
-    let outcome = tokio::select! {
-        result = read(&mut server, &namespace, &name) => Some(result),
-        // The caller has gone.
-        () = answer.closed() => None,
-    };
-    let Some(result) = outcome else { return server };
-    let result = result.map_err(|error| match error.code() {
-        Some(404) if error.is_missing(OBJECT, &name) => ClaimQueryError::NotFound,
-        // This 404 says nothing about the claim, which may be prepared here.
-        Some(404) => {
-            ClaimQueryError::Failed(format!("{error} (no resource.k8s.io/v1? Kubernetes 1.34 or newer has it)"))
-        }
-        _ => ClaimQueryError::Failed(error.to_string()),
-    });
-    // The caller may have gone.
-    let _ = answer.send(result);
-    server
+    fn server(&self) -> MutexGuard<'_, ApiServer> {
+        self.server.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 async fn read(server: &mut ApiServer, namespace: &str, name: &str) -> Result<Claim, ApiError> {
@@ -135,5 +116,5 @@ fn claims() -> ApiResource {
 
 fn parsed(object: &DynamicObject) -> Result<Claim, ApiError> {
     let text = serde_json::to_vec(object).map_err(|error| ApiError::Malformed(error.to_string()))?;
-    parse_claim(&text).map_err(|error| ApiError::Malformed(error.to_string()))
+    Claim::from_json(&text).map_err(|error| ApiError::Malformed(error.to_string()))
 }

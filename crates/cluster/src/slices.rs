@@ -38,7 +38,6 @@ use linkwise_core::backoff::Backoff;
 use linkwise_core::publish::dra::ServerVersion;
 use linkwise_core::publish::dra::slice::Pool;
 use linkwise_core::state::DRA_DRIVER;
-use linkwise_kubelet::dra::Phase;
 use plan::{Memory, Plan, Write, drops_counters, drops_sharing, generation, plan};
 use stored::Stored;
 use stored::{OBJECT, Slices, list, listed, resource, value};
@@ -78,8 +77,8 @@ impl SliceSettings {
 pub struct SliceWriter {
     server: ApiServer,
     settings: SliceSettings,
-    /// The phase of the DRA plugin's life with the kubelet.
-    plugin: watch::Receiver<Phase>,
+    /// True while the kubelet has the DRA plugin registered.
+    registered: watch::Receiver<bool>,
     attempts: Attempts,
     memory: Memory,
     /// The Node's UID; the outer `None` means that it was not read yet, the inner one that the server does not show it.
@@ -99,14 +98,15 @@ pub struct SliceWriter {
 }
 
 impl SliceWriter {
-    /// Makes no request yet.
-    pub fn new(server: ApiServer, settings: SliceSettings, plugin: watch::Receiver<Phase>) -> Self {
+    /// Makes no request yet. `registered` is true while the kubelet has the DRA plugin registered: otherwise it deletes
+    /// the slices.
+    pub fn new(server: ApiServer, settings: SliceSettings, registered: watch::Receiver<bool>) -> Self {
         let pace = *server.pace();
         let attempts = Attempts::of("write the ResourceSlices", &pace);
         Self {
             server,
             settings,
-            plugin,
+            registered,
             attempts,
             memory: Memory::default(),
             owner: None,
@@ -146,10 +146,10 @@ impl SliceWriter {
         pool: &mut watch::Receiver<Option<Arc<Pool>>>,
         report: &watch::Sender<StoredPool>,
     ) {
-        let (mut changes, mut plugin) = (stored.subscribe(), self.plugin.clone());
+        let (mut changes, mut registered) = (stored.subscribe(), self.registered.clone());
         loop {
             changes.borrow_and_update();
-            plugin.borrow_and_update();
+            registered.borrow_and_update();
             if let Err(error) = self.write(pool, stored, report).await {
                 let pause = self.attempts.failed(&error);
                 self.known.trouble = Some(error.to_string());
@@ -163,7 +163,7 @@ impl SliceWriter {
                 // The channel lives as long as this task.
                 _ = changes.changed() => {}
                 // A plugin that has ended changes nothing any more.
-                Ok(()) = plugin.changed() => {}
+                Ok(()) = registered.changed() => {}
             }
         }
     }
@@ -224,7 +224,7 @@ impl SliceWriter {
     }
 
     fn is_registered(&self) -> bool {
-        *self.plugin.borrow() == Phase::Registered
+        *self.registered.borrow()
     }
 
     /// Records that the pool is stored.

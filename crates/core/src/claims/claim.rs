@@ -4,7 +4,9 @@ use crate::prelude::*;
 use alloc::collections::BTreeMap;
 
 use serde::{Deserialize, Deserializer};
+use thiserror::Error;
 
+use crate::quote::one_line;
 use crate::state::{ClaimName, DRA_DRIVER};
 use crate::topology::is_mig;
 
@@ -120,15 +122,36 @@ fn as_text<'de, D: Deserializer<'de>>(deserializer: D) -> Result<String, D::Erro
     serde_json::Value::deserialize(deserializer).map(|value| value.to_string())
 }
 
+/// The API server's answer is no claim.
+#[derive(Debug, Error)]
+#[error("the API server's answer is no ResourceClaim: {}", one_line(.0))]
+pub struct NoClaim(String);
+
 impl Claim {
-    /// Reads a `ResourceClaim` (`resource.k8s.io/v1`). Fields that linkwise does not use are skipped.
+    /// Reads a `ResourceClaim` (`resource.k8s.io/v1`) from its JSON. Fields that linkwise does not use are skipped. The
+    /// caller bounds the length.
     ///
     /// # Errors
     ///
-    /// The text is no JSON, or a field has another type.
-    pub fn from_json(text: &[u8]) -> Result<Self, serde_json::Error> {
-        serde_json::from_slice(text)
+    /// The text is no JSON, a field has another type, or the claim has no UID.
+    pub fn from_json(text: &[u8]) -> Result<Self, NoClaim> {
+        let claim: Self = serde_json::from_slice(text).map_err(|error| NoClaim(error.to_string()))?;
+        if claim.metadata.uid.is_empty() {
+            return Err(NoClaim("it has no UID".to_owned()));
+        }
+        Ok(claim)
     }
+}
+
+/// The reason why a claim could not be read.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+pub enum ReadClaimError {
+    /// There is no such claim.
+    #[error("there is no such claim")]
+    NotFound,
+    /// The API server could not be asked, or refused.
+    #[error("{0}")]
+    Failed(String),
 }
 
 /// The claim that has a device; shown as `namespace/name (UID ...)`.
@@ -138,5 +161,45 @@ pub struct Holder(pub ClaimName);
 impl core::fmt::Display for Holder {
     fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
         write!(f, "{}/{} (UID {})", self.0.namespace, self.0.name, self.0.uid)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn claim_is_read_from_its_json() {
+        let text = r#"{"apiVersion":"resource.k8s.io/v1","kind":"ResourceClaim",
+            "metadata":{"namespace":"ml","name":"train","uid":"u1","labels":{"a":"b"}},
+            "spec":{"devices":{"requests":[]}},
+            "status":{"reservedFor":[{"resource":"pods","name":"p","uid":"x"}],"allocation":{
+              "nodeSelector":{"nodeSelectorTerms":[]},
+              "devices":{
+                "results":[{"request":"gpus/quad","driver":"gpu.nvidia.com","pool":"n/gpu","device":"gpu-0",
+                            "adminAccess":true,"shareID":"s1","tolerations":[]}],
+                "config":[{"source":"FromClass","requests":null,"opaque":{"driver":"gpu.nvidia.com",
+                           "parameters":{"apiVersion":"resource.nvidia.com/v1beta1","kind":"GpuConfig"}}}]}}}}"#;
+        let claim = Claim::from_json(text.as_bytes()).unwrap();
+        let devices = claim.status.allocation.unwrap().devices;
+        assert_eq!((claim.metadata.name.as_str(), claim.metadata.uid.as_str()), ("train", "u1"));
+        let device = &devices.results[0];
+        assert_eq!((device.request.as_str(), device.share_id.as_deref()), ("gpus/quad", Some("s1")));
+        assert_eq!(device.admin_access, Some(true));
+        let opaque = devices.config[0].opaque.as_ref().unwrap();
+        assert!(opaque.parameters.contains(r#""kind":"GpuConfig""#), "{}", opaque.parameters);
+        let bare = Claim::from_json(br#"{"metadata":{"uid":"u"},"status":{}}"#).unwrap();
+        assert_eq!(bare.status.allocation, None);
+    }
+
+    #[test]
+    fn answer_that_is_no_claim_is_refused() {
+        let deep = format!("{{\"metadata\":{}", "[".repeat(100_000));
+        for text in
+            ["", "null", "[]", "{}", r#"{"metadata":{"uid":7}}"#, r#"{"metadata":{"uid":"u"},"status":3}"#, &deep]
+        {
+            let error = Claim::from_json(text.as_bytes()).unwrap_err().to_string();
+            assert!(error.starts_with("the API server's answer is no ResourceClaim"), "{error}");
+        }
     }
 }

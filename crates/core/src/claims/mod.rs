@@ -17,7 +17,8 @@ mod share;
 
 pub use crate::state::ClaimName;
 pub use claim::{
-    AllocatedConfig, AllocatedDevice, Allocation, Claim, ClaimStatus, DeviceAllocation, Holder, OpaqueConfig,
+    AllocatedConfig, AllocatedDevice, Allocation, Claim, ClaimStatus, DeviceAllocation, Holder, NoClaim, OpaqueConfig,
+    ReadClaimError,
 };
 pub use config::ConfigError;
 pub use containers::{Edits, NodeDevice, RequestEdits, containers};

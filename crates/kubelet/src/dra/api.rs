@@ -1,16 +1,17 @@
 //! What DRA needs of others: of the API server slices written and claims read, of the driver MIG devices made, of
 //! another process MPS control daemons run.
 //!
-//! Each need is a channel, whose other end the program gives to what serves it.
+//! Each need is a channel, whose other end the program gives to what serves it, or a function.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
+use futures_util::future::BoxFuture;
 use serde_json::{Map, Value};
-use tokio::sync::{oneshot, watch};
+use tokio::sync::watch;
 
 use super::turn::ClaimsLock;
-use linkwise_core::claims::{Claim, MpsOrder};
+use linkwise_core::claims::{Claim, ClaimName, MpsOrder, ReadClaimError};
 use linkwise_core::publish::MpsShm;
 use linkwise_core::state::ResourceName;
 use linkwise_core::topology::GpuUuid;
@@ -64,24 +65,5 @@ pub struct MpsServed {
     pub exclusive: BTreeSet<GpuUuid>,
 }
 
-/// A claim to be read.
-#[derive(Debug)]
-pub struct ClaimQuery {
-    /// Its namespace.
-    pub namespace: String,
-    /// Its name.
-    pub name: String,
-    /// Where the answer goes.
-    pub answer: oneshot::Sender<Result<Claim, ClaimQueryError>>,
-}
-
-/// Why a claim could not be read.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum ClaimQueryError {
-    /// There is no such claim.
-    #[error("there is no such claim")]
-    NotFound,
-    /// The API server could not be asked, or refused.
-    #[error("{0}")]
-    Failed(String),
-}
+/// Reads a claim from the API server, by its namespace and name.
+pub type ReadClaim = Arc<dyn Fn(ClaimName) -> BoxFuture<'static, Result<Claim, ReadClaimError>> + Send + Sync>;

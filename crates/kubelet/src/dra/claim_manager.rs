@@ -22,7 +22,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use futures_util::future::{Either, select};
-use tokio::sync::{OnceCell, OwnedMutexGuard, mpsc, oneshot, watch};
+use tokio::sync::{OnceCell, OwnedMutexGuard, watch};
 use tokio::time::{Instant, timeout};
 use tokio_util::sync::CancellationToken;
 
@@ -30,8 +30,10 @@ use super::checkpoint::{Checkpoint, CheckpointFolder, Found, Unreadable, is_uid}
 use super::mig::MigError;
 use super::mps::MpsError;
 use super::turn::ClaimsLock;
-use super::{ClaimQuery, ClaimQueryError, Observer, Occurrence, PluginError, Settings, claim_specs};
-use linkwise_core::claims::{Claim, ClaimError, ClaimName, DeviceRefusal, Node, Prepared, PreparedDevice, plan};
+use super::{Observer, Occurrence, PluginError, Settings, claim_specs};
+use linkwise_core::claims::{
+    Claim, ClaimError, ClaimName, DeviceRefusal, Node, Prepared, PreparedDevice, ReadClaimError, plan,
+};
 use linkwise_core::errors::chain;
 use linkwise_core::publish::injection::HostDevices;
 use linkwise_core::quote::quoted;
@@ -69,7 +71,6 @@ pub(super) struct ClaimManager {
     store: Arc<CheckpointFolder>,
     observer: Observer,
     pub(super) snapshot: watch::Receiver<Arc<NodeState>>,
-    claims: mpsc::Sender<ClaimQuery>,
     slots: Mutex<BTreeMap<String, Slot>>,
     /// A count that changes with the prepared claims.
     held: watch::Sender<u64>,
@@ -92,7 +93,7 @@ pub(super) enum PrepareError {
     )]
     NotServed,
     #[error("cannot read the claim {claim}")]
-    Query { claim: String, source: ClaimQueryError },
+    Query { claim: String, source: ReadClaimError },
     #[error(transparent)]
     Claim(#[from] ClaimError),
     #[error("cannot write the checkpoint of the claim")]
@@ -140,7 +141,6 @@ impl ClaimManager {
         settings: Arc<Settings>,
         observer: Observer,
         snapshot: watch::Receiver<Arc<NodeState>>,
-        claims: mpsc::Sender<ClaimQuery>,
         ledger: watch::Sender<Option<Vec<PreparedClaim>>>,
         lock: ClaimsLock,
     ) -> Result<Self, PluginError> {
@@ -168,7 +168,7 @@ impl ClaimManager {
         let slots = Mutex::new(found.into_iter().map(slot).collect());
         let held = watch::Sender::default();
         let (store, is_mig_known) = (Arc::new(store), OnceCell::new());
-        let manager = Self { settings, store, observer, snapshot, claims, slots, held, ledger, lock, is_mig_known };
+        let manager = Self { settings, store, observer, snapshot, slots, held, ledger, lock, is_mig_known };
         manager.changed();
         Ok(manager)
     }
@@ -355,7 +355,7 @@ impl ClaimManager {
     /// first.
     async fn reserve(&self, asked: &ClaimName) -> Result<Checkpoint, PrepareError> {
         let named = || format!("{}/{}", asked.namespace, asked.name);
-        let claim = self.query(asked).await;
+        let claim = self.read_claim(asked).await;
         let claim = claim.map_err(|source| PrepareError::Query { claim: named(), source })?;
         if claim.asks_for_mig() {
             self.await_mig().await;
@@ -538,12 +538,12 @@ impl ClaimManager {
     /// Asks whether the cluster has no such claim any more, or its devices have been taken from it, and no container of
     /// this node has them. Where DRA is off and the API server cannot be asked, the containers alone count.
     async fn is_gone(&self, checkpoint: &Checkpoint) -> bool {
-        if self.is_off() && !self.settings.has_api_server {
+        if self.is_off() && self.settings.read_claim.is_none() {
             return self.is_long_unlisted(&checkpoint.claim.uid, self.is_unused(checkpoint));
         }
-        let is_over = match self.query(&checkpoint.claim).await {
-            Err(ClaimQueryError::NotFound) => true,
-            Err(ClaimQueryError::Failed(_)) => false,
+        let is_over = match self.read_claim(&checkpoint.claim).await {
+            Err(ReadClaimError::NotFound) => true,
+            Err(ReadClaimError::Failed(_)) => false,
             Ok(found) if found.metadata.uid != checkpoint.claim.uid => true,
             // Its pod has ended, and the kubelet should have unprepared it. One that was reinstalled does not.
             Ok(found) => !self.is_allocated(&found, checkpoint),
@@ -585,19 +585,14 @@ impl ClaimManager {
         ours.any(|result| checkpoint.prepared.devices.iter().any(|device| device.device == result.device))
     }
 
-    async fn query(&self, claim: &ClaimName) -> Result<Claim, ClaimQueryError> {
-        let failed = |why: String| Err(ClaimQueryError::Failed(why));
-        let (answer, answered) = oneshot::channel();
-        let query = ClaimQuery { namespace: claim.namespace.clone(), name: claim.name.clone(), answer };
-        let asked = async {
-            match self.claims.send(query).await {
-                Ok(()) => answered.await.unwrap_or_else(|_| failed("the client of the API server gave up".to_owned())),
-                Err(_) => failed("the client of the API server has ended".to_owned()),
-            }
+    async fn read_claim(&self, claim: &ClaimName) -> Result<Claim, ReadClaimError> {
+        let failed = |why: String| Err(ReadClaimError::Failed(why));
+        let Some(read) = &self.settings.read_claim else {
+            return failed("linkwise has no client of the API server".to_owned());
         };
         let limit = self.settings.claim_timeout;
         let late = || failed(format!("the API server did not answer within {limit:?}"));
-        timeout(limit, asked).await.unwrap_or_else(|_| late())
+        timeout(limit, read(claim.clone())).await.unwrap_or_else(|_| late())
     }
 
     fn slots(&self) -> MutexGuard<'_, BTreeMap<String, Slot>> {
@@ -688,6 +683,6 @@ impl Slot {
 impl PrepareError {
     /// Returns true if the claim that was prepared under this UID no longer exists.
     fn is_gone(&self) -> bool {
-        matches!(self, Self::Query { source: ClaimQueryError::NotFound, .. } | Self::Claim(ClaimError::OtherUid { .. }))
+        matches!(self, Self::Query { source: ReadClaimError::NotFound, .. } | Self::Claim(ClaimError::OtherUid { .. }))
     }
 }

@@ -12,7 +12,6 @@
 
 mod api;
 mod checkpoint;
-mod claim_json;
 mod claim_manager;
 mod claim_specs;
 mod device_health;
@@ -40,16 +39,15 @@ use linkwise_system::uds::Callers;
 use turn::{Claims, Holder};
 
 pub use crate::registration::Life;
-pub use api::{CdiDevices, CdiLink, ClaimQuery, ClaimQueryError, MpsLink, MpsOrders, MpsServed};
+pub use api::{CdiDevices, CdiLink, MpsLink, MpsOrders, MpsServed, ReadClaim};
 pub use checkpoint::{Checkpoint, has_any as has_checkpoints, parse as parse_checkpoint};
-pub use claim_json::{NoClaim, parse_claim};
 pub use linkwise_nvml::supervisor::{MigDone, MigRequest};
 pub use metrics::PluginMetrics;
 pub use session::is_registration_socket;
 pub use turn::{ClaimsLock, Handover};
 
 /// The plugin's settings.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct Settings {
     /// The DRA driver's name, such as `gpu.nvidia.com`.
     pub driver: String,
@@ -92,9 +90,9 @@ pub struct Settings {
     /// True if the node enters the claims that the plugin has prepared into the node's ledger: then a claim is
     /// prepared only when the ledger has it and its GPUs are still DRA's.
     pub has_ledger: bool,
-    /// True if the API server can be asked for claims. Otherwise no claim is prepared, and the kubelet's lists alone
-    /// say which claims are over.
-    pub has_api_server: bool,
+    /// Reads claims from the API server. `None`: no claim is prepared, and the kubelet's lists alone say which claims
+    /// are over.
+    pub read_claim: Option<ReadClaim>,
     /// The longest time that the preparation of one claim may take, disks included. The kubelet waits for 45 s.
     pub prepare_timeout: Duration,
     /// The time after which the kubelet's lists of holders have a claim if a container does: after it was prepared, or
@@ -140,7 +138,7 @@ impl Settings {
             specs_timeout: Duration::from_secs(15),
             serves: true,
             has_ledger: false,
-            has_api_server: true,
+            read_claim: None,
             prepare_timeout: Duration::from_secs(40),
             listed_within: Duration::from_secs(90),
             heartbeat: Duration::from_secs(15),
@@ -311,13 +309,7 @@ impl Plugin {
 
     /// Serves until `shutdown`, whenever it is this process's turn; then ends its connections, removes its sockets and
     /// returns. Claims stay prepared. While the folder of checkpoints cannot be used, no claim is prepared.
-    pub async fn run(
-        self,
-        snapshot: watch::Receiver<Arc<NodeState>>,
-        queries: mpsc::Sender<ClaimQuery>,
-        handover: Handover,
-        shutdown: CancellationToken,
-    ) {
+    pub async fn run(self, snapshot: watch::Receiver<Arc<NodeState>>, handover: Handover, shutdown: CancellationToken) {
         let Self { settings, observer, phase, prepared, lock } = self;
         let (claims, Handover { offers, claims: turn }) = (Claims::new(Arc::clone(&settings)), handover);
         let registers = life::Registering {
@@ -329,7 +321,7 @@ impl Plugin {
             offers,
             turn: turn.clone(),
         };
-        let holder = Holder { settings, observer, snapshot, queries, claims, prepared, lock, turn };
+        let holder = Holder { settings, observer, snapshot, claims, prepared, lock, turn };
         tokio::select! {
             biased;
             () = registers.run(&shutdown) => {}

@@ -7,13 +7,13 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::sync::{mpsc, watch};
+use tokio::sync::watch;
 use tokio::time::{sleep, timeout};
 use tokio_util::sync::CancellationToken;
 
 use super::claim_manager::ClaimManager;
 use super::life::{renew_specs, sweep};
-use super::{ClaimQuery, Life, Observer, Occurrence, PluginError, Settings};
+use super::{Life, Observer, Occurrence, PluginError, Settings};
 use linkwise_core::errors::chain;
 use linkwise_core::state::{NodeState, PreparedClaim};
 use linkwise_system::right::Right;
@@ -80,7 +80,6 @@ pub(super) struct Holder {
     pub settings: Arc<Settings>,
     pub observer: Observer,
     pub snapshot: watch::Receiver<Arc<NodeState>>,
-    pub queries: mpsc::Sender<ClaimQuery>,
     pub claims: Claims,
     pub prepared: watch::Sender<Option<Vec<PreparedClaim>>>,
     pub lock: watch::Sender<Option<ClaimsLock>>,
@@ -121,8 +120,7 @@ impl Holder {
     /// Reads the checkpoints.
     async fn open(&self, right: Right) -> Result<ClaimManager, PluginError> {
         let (settings, observer) = (Arc::clone(&self.settings), Arc::clone(&self.observer));
-        let (snapshot, queries) = (self.snapshot.clone(), self.queries.clone());
-        ClaimManager::open(settings, observer, snapshot, queries, self.prepared.clone(), right).await
+        ClaimManager::open(settings, observer, self.snapshot.clone(), self.prepared.clone(), right).await
     }
 
     /// Answers calls and sweeps the claims until another process is to have them; then ends what has begun.
