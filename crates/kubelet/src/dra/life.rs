@@ -1,5 +1,4 @@
-//! The DRA plugin as the executor of its life sees it: the kubelet's folder, the occurrences; and beside that life the
-//! sweeps of the claims.
+//! The DRA plugin as the executor of its life sees it: the kubelet's folder, the occurrences.
 //!
 //! All the plugin's work is done in the task of [`super::Plugin::run`], which the node owns.
 
@@ -7,12 +6,10 @@ use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::Duration;
 
-use futures_util::future::OptionFuture;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
-use super::api::{CdiLink, MpsLink};
-use super::claim_manager::ClaimManager;
+use super::api::CdiLink;
 use super::handshake::{DraHandshake, Input, OwnInput};
 use super::session::PluginSession;
 use super::turn::{Claims, ClaimsLock};
@@ -23,9 +20,6 @@ use linkwise_system::files;
 
 /// The longest time that connections may take to close when a session ends; a shutdown has one second in all.
 const CLOSE_TIMEOUT: Duration = Duration::from_millis(500);
-
-/// The time between two searches for claims that are over while DRA is off: the kubelet's list alone tells.
-const OFF_SWEEP: Duration = Duration::from_secs(2);
 
 /// The fate of pods whose claims are left, where the kubelet cannot reach a DRA plugin.
 const NOT_UNPREPARED: &str = ": without DRA's folders the kubelet cannot unprepare the claims that are left. Their pods stay \
@@ -95,62 +89,6 @@ impl Registering {
             ready: Some(ready),
         };
         Executor::new(registrant, machine, phase.clone(), watching).live(end).await;
-    }
-}
-
-/// Writes the claims' CDI specs each time that the node's CDI devices change: a driver was updated, a device node came
-/// late, an operator removed files; and when a control daemon of an older release goes. For ever.
-pub(super) async fn renew_specs(settings: &Settings, manager: &ClaimManager) {
-    let (mut cdi, mut host) = (settings.cdi.clone(), settings.host_devices.clone());
-    loop {
-        let common_shm = settings.mps.as_ref().map(MpsLink::with_common_shm).unwrap_or_default();
-        if cdi.borrow_and_update().is_some() {
-            host.mark_unchanged();
-            manager.renew_specs().await;
-        }
-        let daemons = OptionFuture::from(settings.mps.as_ref().map(|mps| mps.common_shm_changes(&common_shm)));
-        tokio::select! {
-            Ok(()) = cdi.changed() => {}
-            Ok(()) = host.changed() => {}
-            Some(()) = daemons => {}
-            // The node is ending.
-            else => std::future::pending().await,
-        }
-    }
-}
-
-/// Sweeps the claims until `stop`. A claim that is being undone then is undone.
-pub(super) async fn sweep(
-    settings: &Settings,
-    manager: &ClaimManager,
-    mut snapshot: watch::Receiver<Arc<NodeState>>,
-    stop: &CancellationToken,
-) {
-    // Lists tell of the claims of the last process from then on.
-    let mut pause = settings.listed_within.min(settings.sweep);
-    loop {
-        let is_seen = |state: &NodeState| !state.topology().gpus().is_empty();
-        let (was_known, was_seen) = {
-            let state = snapshot.borrow();
-            (state.ledger().is_known(), is_seen(&state))
-        };
-        manager.sweep(stop).await;
-        // A sweep without the kubelet's list undoes nothing, one without the driver destroys no MIG device: the next
-        // follows when there is one.
-        let known = async {
-            let news = |state: &Arc<NodeState>| !was_known && state.ledger().is_known() || !was_seen && is_seen(state);
-            if snapshot.wait_for(news).await.is_err() {
-                // The node is ending.
-                std::future::pending::<()>().await;
-            }
-        };
-        // The end of a claim may reach nobody while DRA is off.
-        let limit = if manager.is_off() && manager.has_checkpoints() { pause.min(OFF_SWEEP) } else { pause };
-        match stop.run_until_cancelled(tokio::time::timeout(limit, known)).await {
-            None => return,
-            Some(Err(_)) if limit == pause => pause = settings.sweep,
-            Some(_) => {}
-        }
     }
 }
 

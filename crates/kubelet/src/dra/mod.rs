@@ -2,10 +2,9 @@
 //!
 //! Owns two sockets: the registration socket, which the kubelet finds in `plugins_registry`, and the one with the
 //! services DRAPlugin and DRAResourceHealth; further the checkpoints of prepared claims. The node makes a [`Plugin`]
-//! and owns the task that runs it; this module starts no task. Wire types stop at `registration.rs`, `service.rs` and
+//! and owns the task that runs it; this module starts no task. Wire types stop at `session.rs`, `service.rs` and
 //! `device_health.rs`. The life with the kubelet is `registration`'s, with this plugin's `handshake`. The core
-//! (`claims`) decides which devices a claim gets. `claim_manager` carries that out, with `mig` for MIG devices that are
-//! made for a claim and `mps` for MPS control daemons; `checkpoint` keeps it.
+//! (`claims`) decides which devices a claim gets. `claim_manager` carries that out, and `checkpoint` keeps it.
 //!
 //! `api` has the channels to the rest of the program. The API server is asked once for a claim, when the claim is
 //! prepared for the first time, and never when it is unprepared.
@@ -13,14 +12,10 @@
 mod api;
 mod checkpoint;
 mod claim_manager;
-mod claim_specs;
 mod device_health;
 mod handshake;
 mod life;
 mod metrics;
-mod mig;
-mod mps;
-mod registration;
 mod service;
 mod session;
 mod turn;

@@ -9,20 +9,23 @@ use std::sync::Arc;
 
 use tokio::sync::{mpsc, watch};
 use tonic::service::Routes;
+use tonic::{Request, Response, Status};
 
 use super::device_health::HealthService;
 use super::handshake::{DraHandshake, Input, OwnInput};
-use super::registration::RegistrationService;
 use super::service::Service;
 use super::turn::Claims;
 use super::{Observer, Occurrence, Settings};
 use crate::registration::{BindError, Servers, Session, bind, is_number};
 use linkwise_core::names::shortened;
+use linkwise_core::quote::one_line;
 use linkwise_core::state::NodeState;
 use linkwise_kubelet_api::dra::v1::dra_plugin_server::DraPluginServer;
 use linkwise_kubelet_api::dra_health::v1::dra_resource_health_server::DraResourceHealthServer as HealthV1;
 use linkwise_kubelet_api::dra_health::v1alpha1::dra_resource_health_server::DraResourceHealthServer as HealthV1Alpha1;
-use linkwise_kubelet_api::pluginregistration::registration_server::RegistrationServer;
+use linkwise_kubelet_api::pluginregistration as wire;
+use linkwise_kubelet_api::pluginregistration::registration_server::{Registration, RegistrationServer};
+use linkwise_kubelet_api::{dra, dra_health};
 use linkwise_system::uds::LONGEST_PATH;
 
 /// The first part of the names of our sockets; eight hexadecimal digits follow.
@@ -33,6 +36,8 @@ const REGISTRATION: &str = "-reg.sock";
 const KUBELETS_REGISTRY: &str = "/var/lib/kubelet/plugins_registry";
 /// See [`KUBELETS_REGISTRY`].
 const KUBELETS_PLUGINS: &str = "/var/lib/kubelet/plugins";
+/// The services of linkwise. The kubelet calls DRAPlugin and the newest health service that it knows.
+const SERVICES: [&str; 3] = [dra::v1::SERVICE, dra_health::v1::SERVICE, dra_health::v1alpha1::SERVICE];
 /// Verdicts of the kubelet that may wait.
 const VERDICTS: usize = 16;
 
@@ -138,6 +143,40 @@ impl Session for PluginSession {
                 Input::Own(OwnInput::Connections(*self.connections.borrow_and_update()))
             }
         }
+    }
+}
+
+/// The service Registration: tells the kubelet the plugin's name and services, and hears whether the kubelet registered
+/// the plugin. It answers from memory: the kubelet waits for 1 s.
+struct RegistrationService {
+    /// The DRA driver's name.
+    driver: String,
+    /// The path of the socket with our services.
+    endpoint: String,
+    /// The receiver of the kubelet's verdicts.
+    verdicts: mpsc::Sender<Result<(), String>>,
+}
+
+#[tonic::async_trait]
+impl Registration for RegistrationService {
+    async fn get_info(&self, _: Request<wire::InfoRequest>) -> Result<Response<wire::PluginInfo>, Status> {
+        Ok(Response::new(wire::PluginInfo {
+            r#type: wire::DRA_PLUGIN.to_owned(),
+            name: self.driver.clone(),
+            endpoint: self.endpoint.clone(),
+            supported_versions: SERVICES.map(str::to_owned).to_vec(),
+        }))
+    }
+
+    async fn notify_registration_status(
+        &self,
+        request: Request<wire::RegistrationStatus>,
+    ) -> Result<Response<wire::RegistrationStatusResponse>, Status> {
+        let wire::RegistrationStatus { plugin_registered, error } = request.into_inner();
+        let verdict = if plugin_registered { Ok(()) } else { Err(one_line(&error)) };
+        // Full: the same verdict is waiting already. An error in answer would make the kubelet drop the plugin.
+        let _ = self.verdicts.try_send(verdict);
+        Ok(Response::new(wire::RegistrationStatusResponse {}))
     }
 }
 

@@ -11,8 +11,7 @@ use tokio::sync::watch;
 use tokio::time::{sleep, timeout};
 use tokio_util::sync::CancellationToken;
 
-use super::claim_manager::ClaimManager;
-use super::life::{renew_specs, sweep};
+use super::claim_manager::{ClaimManager, keep_specs, keep_sweeping};
 use super::{Life, Observer, Occurrence, PluginError, Settings};
 use linkwise_core::errors::chain;
 use linkwise_core::state::{NodeState, PreparedClaim};
@@ -129,8 +128,8 @@ impl Holder {
         self.claims.manager.send_replace(Some(Arc::clone(&manager)));
         let stop = CancellationToken::new();
         let (settings, snapshot) = (Arc::clone(&self.settings), self.snapshot.clone());
-        let sweeps = sweep(&settings, &manager, snapshot, &stop);
-        let renewals = stop.run_until_cancelled(renew_specs(&settings, &manager));
+        let sweeps = keep_sweeping(&settings, &manager, snapshot, &stop);
+        let renewals = stop.run_until_cancelled(keep_specs(&settings, &manager));
         let turn = async {
             self.withdrawn(&right).await;
             stop.cancel();

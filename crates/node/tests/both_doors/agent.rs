@@ -1,6 +1,6 @@
 //! One process of linkwise: the state with its one writer, the snapshot that the doors read, and the DRA plugin's steps
 //! between which it may die. State, ledger, doors and `claims::plan` are the real ones; the order of steps is that of
-//! `crates/kubelet/src/dra/claim_manager.rs`.
+//! `crates/kubelet/src/dra/claim_manager`.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;

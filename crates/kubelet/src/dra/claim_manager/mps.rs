@@ -1,6 +1,6 @@
 //! MPS control daemons for claims: ordered by what is prepared, and waited for before a claim counts as prepared.
 //!
-//! Called by `claim_manager`, at the claim's turn. What is ordered follows from the checkpoints alone, so that a
+//! Called at the claim's turn. What is ordered follows from the checkpoints alone, so that a
 //! process that was killed leaves nothing to undo: the next one orders what its checkpoints have. An order is there
 //! before the claim's checkpoint and goes after it. A process of its own carries it out (docs/mps.md).
 
@@ -8,10 +8,10 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use tokio::time::timeout;
 
-use super::api::{MpsLink, MpsOrders, MpsServed};
-use super::checkpoint::Checkpoint;
-use super::claim_manager::ClaimManager;
-use super::turn::ClaimsLock;
+use super::ClaimManager;
+use crate::dra::api::{MpsLink, MpsOrders, MpsServed};
+use crate::dra::checkpoint::Checkpoint;
+use crate::dra::turn::ClaimsLock;
 use linkwise_core::claims::{MpsOrder, PreparedDevice};
 use linkwise_core::publish::MpsShm;
 use linkwise_core::state::ResourceName;

@@ -1,6 +1,6 @@
 //! MIG devices made for a claim when it is prepared, and destroyed when it is unprepared.
 //!
-//! Called by `claim_manager`, at the claim's turn. Who made a GPU instance is known by the checkpoints alone. The order
+//! Called at the claim's turn. Who made a GPU instance is known by the checkpoints alone. The order
 //! of steps: checkpoint Started with GPU, profile and place, written while nothing is in that place; the order to make
 //! it; the device is in a scan; checkpoint Completed with its UUID. So an instance in a place that a Started checkpoint
 //! of this boot names was made by the process that wrote it, and by nobody between these two steps but an administrator
@@ -12,9 +12,10 @@ use std::sync::Arc;
 use tokio::sync::oneshot;
 use tokio::time::timeout;
 
-use super::checkpoint::Checkpoint;
-use super::claim_manager::{ClaimManager, PrepareError};
-use super::{MigDone, MigRequest};
+use super::ClaimManager;
+use super::prepare::PrepareError;
+use crate::dra::checkpoint::Checkpoint;
+use crate::dra::{MigDone, MigRequest};
 use linkwise_core::claims::{MigOrder, MigOrderError, MigTask, PreparedDevice};
 use linkwise_core::state::NodeState;
 use linkwise_core::topology::{MigDevice, MigSlot, MigUuid};

@@ -1,0 +1,296 @@
+//! Prepares a claim: reads it, lets the core decide, and carries that out in steps each of which is safe to die in.
+
+use std::collections::BTreeSet;
+use std::pin::pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures_util::future::{Either, select};
+use tokio::time::{Instant, timeout};
+
+use super::mig::MigError;
+use super::mps::MpsError;
+use super::undo::UnprepareError;
+use super::{ClaimManager, Slot, Turn, specs};
+use crate::dra::checkpoint::{Checkpoint, is_uid};
+use crate::dra::{Occurrence, Settings};
+use linkwise_core::claims::{
+    Claim, ClaimError, ClaimName, DeviceRefusal, Node, Prepared, PreparedDevice, ReadClaimError, plan,
+};
+use linkwise_core::errors::chain;
+use linkwise_core::publish::injection::HostDevices;
+use linkwise_core::quote::quoted;
+use linkwise_core::state::{ClaimedDevice, NodeState, ResourceName};
+use linkwise_system::files;
+
+/// The longest time that the node's state may take to enter a claim: it never waits for a disk or for NVML.
+const LEDGER_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// The cause of a claim that was not prepared.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum PrepareError {
+    #[error("{} is no UID of a claim", quoted(.0))]
+    NoUid(String),
+    #[error(
+        "this node's GPUs go through the device plugin (linkwise.dra.gpus: none), and the claim was not prepared before: \
+         delete the pod and its claim, or set dra.gpus to all"
+    )]
+    NotServed,
+    #[error("cannot read the claim {claim}")]
+    Query { claim: String, source: ReadClaimError },
+    #[error(transparent)]
+    Claim(#[from] ClaimError),
+    #[error("cannot write the checkpoint of the claim")]
+    Checkpoint { source: std::io::Error },
+    #[error("cannot write the CDI spec of the claim")]
+    Spec { source: std::io::Error },
+    #[error(transparent)]
+    Mig(#[from] MigError),
+    #[error(transparent)]
+    Mps(#[from] MpsError),
+    #[error("no scan of the host has found {0} yet, which the claim's CDI spec needs")]
+    NoDevices(String),
+    #[error("linkwise is ending, or did not enter the claim into its ledger within {LEDGER_TIMEOUT:?}")]
+    NoLedger,
+    #[error("what an earlier attempt has left of the claim is still there")]
+    Left(#[from] UnprepareError),
+    #[error("the claim was not prepared within {0:?}")]
+    Late(Duration),
+    #[error("the claim's checkpoint cannot be read, and is kept: {0}")]
+    Unreadable(String),
+    #[error(
+        "{device} may be another claim's: the checkpoint of the claim with the UID {uid} cannot be read ({why}), and {held}"
+    )]
+    Doubtful { device: String, uid: String, why: String, held: String },
+}
+
+impl ClaimManager {
+    /// Prepares a claim; the error is the text for the kubelet.
+    pub async fn prepare(&self, asked: ClaimName) -> Result<Prepared, String> {
+        let (start, limit) = (Instant::now(), self.settings.prepare_timeout);
+        let work = timeout(limit, self.try_prepare(&asked)).await;
+        let result = work.unwrap_or(Err(PrepareError::Late(limit)));
+        self.tidy();
+        let repeated = result.as_ref().is_ok_and(|(_, repeated)| *repeated);
+        let result = result.map(|(prepared, _)| prepared).map_err(|error| chain(&error));
+        let names = Prepared::names;
+        let outcome = result.as_ref().map(names).map_err(Clone::clone);
+        let elapsed = start.elapsed();
+        (self.observer)(Occurrence::Prepared { claim: asked, result: outcome, repeated, elapsed });
+        result
+    }
+
+    async fn try_prepare(&self, asked: &ClaimName) -> Result<(Prepared, bool), PrepareError> {
+        let uid = &asked.uid;
+        if !is_uid(uid) {
+            return Err(PrepareError::NoUid(uid.clone()));
+        }
+        let turn = self.turn(uid).await;
+        // The kubelet names the claim. Where nothing can be read of it, not even by a later version, it is prepared anew.
+        if let Some(unreadable) = self.read_again(uid, &turn).await.filter(|unreadable| !unreadable.is_torn) {
+            return Err(PrepareError::Unreadable(unreadable.why));
+        }
+        if self.checkpoint(uid).is_some_and(|checkpoint| checkpoint.is_half_made(self.settings.boot.as_deref())) {
+            self.undo(uid, &turn).await?;
+        }
+        let before = self.checkpoint(uid);
+        if self.is_off() && before.is_none() {
+            return Err(PrepareError::NotServed);
+        }
+        if let Some(checkpoint) = &before
+            && checkpoint.is_completed_in(self.settings.boot.as_deref())
+            && self.is_intact(checkpoint, &turn).await
+        {
+            self.await_mps(checkpoint).await?;
+            return Ok((checkpoint.prepared.clone(), true));
+        }
+        let checkpoint = match self.reserve(asked).await {
+            Ok(checkpoint) => checkpoint,
+            Err(error) => {
+                if before.is_some_and(|before| error.is_gone() && self.is_unused(&before)) {
+                    // Where that fails, it stays prepared, and the next sweep tries again.
+                    let _ = self.undo(uid, &turn).await;
+                }
+                return Err(error);
+            }
+        };
+        let carried_out = match self.confirm(&checkpoint).await {
+            Ok(()) => self.carry_out(checkpoint, &turn).await,
+            Err(error) => {
+                self.forget_unmade(uid);
+                Err(error)
+            }
+        };
+        if carried_out.is_err() {
+            match before {
+                // What is still there of its MIG devices has to be known.
+                Some(_) if self.destroy_unmade(uid).await.is_err() => {}
+                // A pod may run with it. The checkpoint too: what one names as begun is destroyed at the next start.
+                Some(before) => {
+                    let _ = self.write(&before, None, &turn).await;
+                    self.put(uid, Some(before));
+                }
+                None => drop(self.undo(uid, &turn).await),
+            }
+        }
+        Ok((carried_out?, false))
+    }
+
+    /// Waits until the node's ledger has a claim that [`Self::reserve`] entered: from then on its GPUs stay with DRA.
+    async fn confirm(&self, checkpoint: &Checkpoint) -> Result<(), PrepareError> {
+        if self.settings.has_ledger {
+            let (ours, mut snapshot) = (checkpoint.for_ledger(), self.snapshot.clone());
+            let known = snapshot.wait_for(|state| state.ledger().prepared(&checkpoint.claim.uid) == Some(&ours));
+            if !matches!(timeout(LEDGER_TIMEOUT, known).await, Ok(Ok(_))) {
+                return Err(PrepareError::NoLedger);
+            }
+        }
+        let state = Arc::clone(&self.snapshot.borrow());
+        let holder = |gpu| state.ledger().holder_beside(state.topology(), gpu, &self.settings.pool);
+        let mut taken = checkpoint.prepared.devices.iter().filter(|device| !device.admin);
+        let held = taken.find_map(|device| Some((device, holder(&device.gpu)?)));
+        held.map_or(Ok(()), |(device, holder)| {
+            Err(ClaimError::of_device(&device.device, &device.gpu, DeviceRefusal::Held(holder)).into())
+        })
+    }
+
+    /// Reads the claim, plans it, and enters it as prepared. The devices of claims that are gone are taken from them
+    /// first.
+    async fn reserve(&self, asked: &ClaimName) -> Result<Checkpoint, PrepareError> {
+        let named = || format!("{}/{}", asked.namespace, asked.name);
+        let claim = self.read_claim(asked).await;
+        let claim = claim.map_err(|source| PrepareError::Query { claim: named(), source })?;
+        if claim.asks_for_mig() {
+            self.await_mig().await;
+        }
+        let before = self.checkpoint(&asked.uid);
+        loop {
+            let taken = match self.plan(asked, &claim) {
+                Ok(checkpoint) => {
+                    let doubt = self.doubt(&checkpoint);
+                    if doubt.is_some() {
+                        // As it was: nothing is done yet.
+                        self.put(&asked.uid, before);
+                    }
+                    return doubt.map_or(Ok(checkpoint), Err);
+                }
+                Err(error) => error,
+            };
+            let mut any_gone = false;
+            for holder in taken.holders() {
+                any_gone |= self.release_gone(&holder.0).await;
+            }
+            if !any_gone {
+                return Err(taken.into());
+            }
+        }
+    }
+
+    fn plan(&self, asked: &ClaimName, claim: &Claim) -> Result<Checkpoint, ClaimError> {
+        let (state, host) = (self.snapshot.borrow().clone(), self.settings.host_devices.borrow().clone());
+        let common_shm = self.with_common_shm();
+        let (settings, node) = (&self.settings, self.node(&state, &host, &common_shm));
+        let mut slots = self.slots();
+        // No container of another boot runs, and what was GPU 0 then may be GPU 1 now.
+        let others = slots.values().filter_map(Slot::known);
+        let others = others.filter(|checkpoint| !checkpoint.is_of_another_boot(settings.boot.as_deref()));
+        let others = others.map(|checkpoint| (&checkpoint.claim, &checkpoint.prepared));
+        let mut prepared = plan(claim, asked, node, others)?;
+        let before = slots.get(&asked.uid).and_then(|slot| slot.checkpoint.as_ref());
+        if let Some(before) = before {
+            let kind = settings.injection.cdi.as_ref().map_or("", |cdi| cdi.kind.as_str());
+            prepared.keep_names(&before.prepared, kind).map_err(ClaimError::OldNames)?;
+        }
+        let checkpoint = Checkpoint::started(settings.boot.clone(), asked.clone(), prepared).after(before);
+        slots.entry(asked.uid.clone()).or_default().set(Some(checkpoint.clone()));
+        drop(slots);
+        self.changed();
+        Ok(checkpoint)
+    }
+
+    /// The facts that a plan is made from.
+    pub(super) fn node<'a>(
+        &'a self,
+        state: &'a NodeState,
+        host: &'a HostDevices,
+        common_shm: &'a BTreeSet<ResourceName>,
+    ) -> Node<'a> {
+        let Settings { pool, injection, makes_mig, .. } = &*self.settings;
+        Node { pool, state, injection, host, makes_mig: *makes_mig, common_shm }
+    }
+
+    /// Prepares a claim as its checkpoint says. Two things last longer than a process and are undone by the next one: the
+    /// MIG devices and the MPS control daemon of a claim that asks for any. For such a claim alone there is a
+    /// checkpoint from the beginning on. Of any other nothing is done before its last step but its CDI spec, and one
+    /// without a checkpoint is removed.
+    async fn carry_out(&self, checkpoint: Checkpoint, turn: &Turn) -> Result<Prepared, PrepareError> {
+        let uid = checkpoint.claim.uid.clone();
+        let asks_others =
+            checkpoint.prepared.mps.is_some() || checkpoint.prepared.devices.iter().any(PreparedDevice::is_unmade);
+        if asks_others && let Err(error) = self.write(&checkpoint, None, turn).await {
+            self.forget_unmade(&uid);
+            return Err(error);
+        }
+        let mps = pin!(self.await_mps(&checkpoint));
+        let devices = pin!(self.make_mig(checkpoint.clone()));
+        let checkpoint = match select(devices, mps).await {
+            Either::Left((devices, mps)) => {
+                let checkpoint = devices?;
+                mps.await?;
+                checkpoint
+            }
+            // Not dropped: an order to the driver that is under way has to be known.
+            Either::Right((mps, devices)) => {
+                let devices = devices.await;
+                mps?;
+                devices?
+            }
+        };
+        let spec = self.await_spec(&checkpoint).await?;
+        let checkpoint = checkpoint.completed();
+        self.write(&checkpoint, Some(spec), turn).await?;
+        self.put(&uid, Some(checkpoint.clone()));
+        Ok(checkpoint.prepared)
+    }
+
+    /// Writes the spec of a claim, if it is given, and then its checkpoint.
+    async fn write(&self, checkpoint: &Checkpoint, spec: Option<String>, turn: &Turn) -> Result<(), PrepareError> {
+        let (store, checkpoint, held) = (Arc::clone(&self.store), checkpoint.clone(), Arc::clone(turn));
+        let folder = self.settings.cdi_folder.clone();
+        let written = files::blocking(move || {
+            let _held = held;
+            let spec = spec.map_or(Ok(()), |text| specs::write(&folder, &checkpoint.claim.uid, &text));
+            Ok(match spec {
+                Ok(()) => store.write(&checkpoint).map_err(|source| PrepareError::Checkpoint { source }),
+                Err(source) => Err(PrepareError::Spec { source }),
+            })
+        });
+        written.await.map_err(|source| PrepareError::Checkpoint { source })?
+    }
+
+    /// The reason why a device of a claim may be another claim's of which nothing can be read: the kubelet lists it, or
+    /// cannot be asked.
+    pub(super) fn doubt(&self, checkpoint: &Checkpoint) -> Option<PrepareError> {
+        let (uid, why) = {
+            let slots = self.slots();
+            let (uid, slot) = slots.iter().find(|(_, slot)| slot.is_blind())?;
+            (uid.clone(), slot.unreadable.as_ref()?.why.clone())
+        };
+        let devices = &checkpoint.prepared.devices;
+        if !self.is_known() {
+            let (device, held) = (devices.first()?.device.clone(), "the kubelet cannot be asked".to_owned());
+            return Some(PrepareError::Doubtful { device, uid, why, held });
+        }
+        let has = |held: &ClaimedDevice| devices.iter().any(|device| !device.admin && device.device == held.device);
+        let listed = self.unaccounted().find(has)?;
+        let held = format!("the kubelet lists it with the claim {}", listed.claim);
+        Some(PrepareError::Doubtful { device: listed.device, uid, why, held })
+    }
+}
+
+impl PrepareError {
+    /// Returns true if the claim that was prepared under this UID no longer exists.
+    fn is_gone(&self) -> bool {
+        matches!(self, Self::Query { source: ReadClaimError::NotFound, .. } | Self::Claim(ClaimError::OtherUid { .. }))
+    }
+}

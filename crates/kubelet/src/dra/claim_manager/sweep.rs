@@ -1,0 +1,207 @@
+//! Sweeps: undoes claims that are over and that the kubelet never unprepared, and restores CDI specs that are missing.
+//!
+//! A checkpoint that cannot be read (a disk that fails, a later version's file, a file torn by a crash of the machine)
+//! stays until the kubelet unprepares its claim, or the claim is over by the cluster and the kubelet's list. It holds the
+//! GPUs, MIG devices and MPS control daemons that can be read in it. Where nothing can be read, the kubelet's list says
+//! which devices its claim has.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::watch;
+use tokio::time::{Instant, timeout};
+use tokio_util::sync::CancellationToken;
+
+use super::{ClaimManager, Slot, specs};
+use crate::dra::checkpoint::Checkpoint;
+use crate::dra::{Occurrence, Settings};
+use linkwise_core::claims::{Claim, ClaimName, ReadClaimError};
+use linkwise_core::errors::chain;
+use linkwise_core::state::{ClaimedDevice, NodeState};
+use linkwise_system::files;
+
+/// The time that a claim waits for the turn of one in its way: a sweep or an Unprepare writes and removes a few files.
+/// Without a limit two claims in each other's way would wait for ever.
+const TURN_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// The time between two searches for claims that are over while DRA is off: the kubelet's list alone tells.
+const OFF_SWEEP: Duration = Duration::from_secs(2);
+
+/// Sweeps the claims until `stop`. A claim that is being undone then is undone.
+pub(in crate::dra) async fn keep_sweeping(
+    settings: &Settings,
+    manager: &ClaimManager,
+    mut snapshot: watch::Receiver<Arc<NodeState>>,
+    stop: &CancellationToken,
+) {
+    // Lists tell of the claims of the last process from then on.
+    let mut pause = settings.listed_within.min(settings.sweep);
+    loop {
+        let is_seen = |state: &NodeState| !state.topology().gpus().is_empty();
+        let (was_known, was_seen) = {
+            let state = snapshot.borrow();
+            (state.ledger().is_known(), is_seen(&state))
+        };
+        manager.sweep(stop).await;
+        // A sweep without the kubelet's list undoes nothing, one without the driver destroys no MIG device: the next
+        // follows when there is one.
+        let known = async {
+            let news = |state: &Arc<NodeState>| !was_known && state.ledger().is_known() || !was_seen && is_seen(state);
+            if snapshot.wait_for(news).await.is_err() {
+                // The node is ending.
+                std::future::pending::<()>().await;
+            }
+        };
+        // The end of a claim may reach nobody while DRA is off.
+        let limit = if manager.is_off() && manager.has_checkpoints() { pause.min(OFF_SWEEP) } else { pause };
+        match stop.run_until_cancelled(tokio::time::timeout(limit, known)).await {
+            None => return,
+            Some(Err(_)) if limit == pause => pause = settings.sweep,
+            Some(_) => {}
+        }
+    }
+}
+
+impl ClaimManager {
+    /// Undoes claims that are gone, and restores CDI specs of claims that are missing.
+    async fn sweep(&self, stop: &CancellationToken) {
+        self.sweep_unreadable().await;
+        if self.checkpoints().iter().any(Checkpoint::has_mig)
+            && stop.run_until_cancelled(self.await_mig()).await.is_none()
+        {
+            return;
+        }
+        for checkpoint in self.checkpoints() {
+            let uid = checkpoint.claim.uid.clone();
+            // The API server is asked before it is this claim's turn: the kubelet must not wait for that. A UID that is
+            // gone does not come back.
+            let Some(is_gone) = stop.run_until_cancelled(self.is_gone(&checkpoint)).await else { return };
+            let Some(turn) = stop.run_until_cancelled(self.turn(&uid)).await else { return };
+            if self.checkpoint(&uid).as_ref() != Some(&checkpoint) {
+                continue;
+            }
+            if is_gone {
+                let result = self.undo_in_time(&uid, &turn).await.map_err(|error| chain(&error));
+                (self.observer)(Occurrence::Swept { claim: checkpoint.claim, result });
+            } else if checkpoint.is_half_made(self.settings.boot.as_deref()) {
+                // The kubelet was told nothing, and asks again, if at all.
+                let result = self.undo_in_time(&uid, &turn).await.map_err(|error| chain(&error));
+                (self.observer)(Occurrence::HalfMade { claim: checkpoint.claim, result });
+            } else if checkpoint.is_completed_in(self.settings.boot.as_deref()) {
+                self.renew_spec(&checkpoint, &turn).await;
+            }
+        }
+        let folder = self.settings.cdi_folder.clone();
+        for uid in files::blocking(move || Ok(specs::claims(&folder))).await.unwrap_or_default() {
+            if let Some(turn) = self.idle_turn(&uid)
+                && !self.slots().get(&uid).is_some_and(Slot::is_held)
+            {
+                let _ = self.undo(&uid, &turn).await;
+            }
+        }
+        self.tidy();
+    }
+
+    /// Undoes a claim if it is gone; returns true once it is out of the way.
+    pub(super) async fn release_gone(&self, holder: &ClaimName) -> bool {
+        let Ok(turn) = timeout(TURN_TIMEOUT, self.turn(&holder.uid)).await else { return false };
+        match self.checkpoint(&holder.uid) {
+            Some(checkpoint) if self.is_gone(&checkpoint).await => {
+                self.undo_in_time(&checkpoint.claim.uid, &turn).await.is_ok_and(|()| {
+                    (self.observer)(Occurrence::Swept { claim: checkpoint.claim, result: Ok(()) });
+                    true
+                })
+            }
+            Some(_) => false,
+            // One that cannot be read is the sweeps'.
+            None => self.known(&holder.uid).is_none(),
+        }
+    }
+
+    /// Asks whether the cluster has no such claim any more, or its devices have been taken from it, and no container of
+    /// this node has them. Where DRA is off and the API server cannot be asked, the containers alone count.
+    async fn is_gone(&self, checkpoint: &Checkpoint) -> bool {
+        if self.is_off() && self.settings.read_claim.is_none() {
+            return self.is_long_unlisted(&checkpoint.claim.uid, self.is_unused(checkpoint));
+        }
+        let is_over = match self.read_claim(&checkpoint.claim).await {
+            Err(ReadClaimError::NotFound) => true,
+            Err(ReadClaimError::Failed(_)) => false,
+            Ok(found) if found.metadata.uid != checkpoint.claim.uid => true,
+            // Its pod has ended, and the kubelet should have unprepared it. One that was reinstalled does not.
+            Ok(found) => !self.is_allocated(&found, checkpoint),
+        };
+        is_over && self.is_unused(checkpoint)
+    }
+
+    /// Returns true if the kubelet could be asked, and listed no container with a checkpoint's devices, each time that
+    /// a sweep looked for as long as its lists may be late: a kubelet that starts lists no pod at first.
+    fn is_long_unlisted(&self, uid: &str, is_unused: bool) -> bool {
+        let now = Instant::now();
+        let mut slots = self.slots();
+        let Some(slot) = slots.get_mut(uid) else { return false };
+        slot.unlisted = is_unused.then(|| slot.unlisted.unwrap_or(now));
+        slot.unlisted.is_some_and(|since| now.saturating_duration_since(since) >= self.settings.listed_within)
+    }
+
+    /// Returns true if the kubelet lists no container with a checkpoint's devices. While it cannot be asked, there may
+    /// be one, and where it was asked before the claim was prepared: a claim that was deleted by force is gone before
+    /// its pod is.
+    pub(super) fn is_unused(&self, checkpoint: &Checkpoint) -> bool {
+        let state = self.snapshot.borrow().clone();
+        let named = checkpoint.claim.to_string();
+        let since = self.slots().get(&checkpoint.claim.uid).and_then(|slot| slot.since);
+        let mut listed = state.ledger().claimed_lately();
+        state.ledger().is_known()
+            && since.is_none_or(|since| since.elapsed() >= self.settings.listed_within)
+            && !listed.any(|held| {
+                let has = |device: &str| checkpoint.prepared.devices.iter().any(|prepared| prepared.device == device);
+                held.claim == named && held.driver == self.settings.driver && has(&held.device)
+            })
+    }
+
+    /// Returns true if any of a checkpoint's devices is still the claim's.
+    fn is_allocated(&self, claim: &Claim, checkpoint: &Checkpoint) -> bool {
+        let results = claim.status.allocation.iter().flat_map(|allocation| &allocation.devices.results);
+        let mut ours =
+            results.filter(|result| result.driver == self.settings.driver && result.pool == self.settings.pool);
+        ours.any(|result| checkpoint.prepared.devices.iter().any(|device| device.device == result.device))
+    }
+
+    /// Reads unreadable checkpoints again. Undoes those of claims that are over: the cluster and the kubelet have no such
+    /// claim, or, where the claim's name cannot be read, the kubelet has listed no claim but those with checkpoints for
+    /// as long as its lists may be late.
+    async fn sweep_unreadable(&self) {
+        let unreadable = |slot: &Slot| slot.unreadable.is_some();
+        let uids: Vec<String> =
+            self.slots().iter().filter(|(_, slot)| unreadable(slot)).map(|(uid, _)| uid.clone()).collect();
+        for uid in uids {
+            let is_over = match self.known(&uid) {
+                Some(parts) => self.is_gone(&parts).await,
+                None => self.is_long_unlisted(&uid, self.is_known() && self.unaccounted().next().is_none()),
+            };
+            let turn = self.turn(&uid).await;
+            if self.read_again(&uid, &turn).await.is_some() && is_over {
+                let claim = self
+                    .known(&uid)
+                    .map_or_else(|| ClaimName { uid: uid.clone(), ..ClaimName::default() }, |known| known.claim);
+                let result = self.undo_in_time(&uid, &turn).await.map_err(|error| chain(&error));
+                (self.observer)(Occurrence::Swept { claim, result });
+            }
+        }
+    }
+
+    /// The devices of this driver's claims in the kubelet's lists whose claim has no checkpoint that can be read.
+    pub(super) fn unaccounted(&self) -> impl Iterator<Item = ClaimedDevice> {
+        let known: Vec<String> =
+            self.slots().values().filter_map(Slot::known).map(|checkpoint| checkpoint.claim.to_string()).collect();
+        let state = self.snapshot.borrow().clone();
+        let listed: Vec<ClaimedDevice> = state.ledger().claimed_lately().cloned().collect();
+        let driver = self.settings.driver.clone();
+        listed.into_iter().filter(move |held| held.driver == driver && !known.contains(&held.claim))
+    }
+
+    pub(super) fn is_known(&self) -> bool {
+        self.snapshot.borrow().ledger().is_known()
+    }
+}
