@@ -1,10 +1,12 @@
-//! [`Device`] and [`Health`].
+//! [`Device`], [`Health`] and [`NumaHints`]: a device as the kubelet's list has it. A kubelet with a Topology Manager
+//! aligns pods by the NUMA nodes of devices before it asks us.
 
 use crate::prelude::*;
+use alloc::collections::BTreeSet;
 use core::time::Duration;
 
-use super::mig_instance::MigInstance;
-use super::numa_hints::NumaHints;
+use serde::{Deserialize, Serialize};
+
 use super::reason::UnhealthyReason;
 use crate::allocation::DeviceId;
 use crate::topology::{Gpu, MigDevice, NodeTopology, NumaNodeId};
@@ -13,6 +15,15 @@ use crate::topology::{Gpu, MigDevice, NodeTopology, NumaNodeId};
 /// a monotonic clock measures since. Moments of one process are therefore in order, and durations between them are
 /// true.
 pub type Timestamp = Duration;
+
+/// One MIG instance of a GPU.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct MigInstance {
+    /// The GPU instance.
+    pub gpu_instance: u32,
+    /// The compute instance in it, if one is named.
+    pub compute_instance: Option<u32>,
+}
 
 /// One device on the kubelet's list: a whole GPU, a MIG device of one, or a slot on either.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -80,6 +91,37 @@ impl Health {
             (Self::Healthy, Self::Healthy) => true,
             (Self::Unhealthy { reason, .. }, Self::Unhealthy { reason: other, .. }) => reason.is(other),
             _ => false,
+        }
+    }
+}
+
+/// The NUMA nodes that devices report to the kubelet. docs/topology-manager.md tells when to use which.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum NumaHints {
+    /// The GPU's own node, if it has CPUs.
+    #[default]
+    Node,
+    /// Every node with CPUs of the GPU's package; if the package is unknown, the GPU's own node.
+    Package,
+    /// No node: the Topology Manager ignores our devices.
+    Off,
+}
+
+impl NumaHints {
+    /// The nodes that a GPU's device reports, in order. Nodes without CPUs are left out: a machine may have dozens, and
+    /// every one doubles the combinations that the kubelet tries.
+    pub fn nodes(self, topology: &NodeTopology, gpu: &Gpu) -> Vec<NumaNodeId> {
+        let own = gpu.cpu_node;
+        match self {
+            Self::Off => Vec::new(),
+            Self::Node => own.into_iter().collect(),
+            Self::Package => {
+                let nodes = topology.cpu_nodes().iter();
+                let near = nodes.filter(|(_, package)| package.is_some() && **package == gpu.package);
+                let near: BTreeSet<NumaNodeId> = near.map(|(id, _)| *id).chain(own).collect();
+                near.into_iter().collect()
+            }
         }
     }
 }

@@ -15,10 +15,9 @@
 use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
 
-use super::device::{Device, Health};
+use super::device::{Device, Health, NumaHints};
 use super::hardware::Hardware;
 use super::ledger::Ledger;
-use super::numa_hints::NumaHints;
 use super::plan::{Door, ResourcePlan};
 use super::reason::UnhealthyReason;
 use super::shares::Shares;

@@ -6,14 +6,11 @@ use alloc::collections::{BTreeMap, BTreeSet};
 use crate::allocation::DeviceId;
 use crate::topology::{GpuUuid, MigUuid, NodeObservation, TopologyWarning};
 
-use super::device::Health;
-use super::holdings::Holdings;
-use super::mig_instance::MigInstance;
-use super::mps_share::MpsShare;
-use super::numa_hints::NumaHints;
+use super::device::{Health, MigInstance, NumaHints};
+use super::holdings::{Holdings, PreparedClaim};
+use super::mps::MpsShare;
 use super::plan::ResourcePlan;
 use super::poll::{HealthPoll, RecoveryAction};
-use super::prepared_claim::PreparedClaim;
 use super::problem::PlanProblem;
 use super::reason::UnhealthyReason;
 use super::record::{HealthRecord, NodeIdentity};

@@ -7,10 +7,9 @@ use alloc::collections::{BTreeMap, BTreeSet};
 
 use super::device::{Device, Health};
 use super::hardware::Hardware;
-use super::holdings::ResourceDevice;
+use super::holdings::{PreparedClaim, ResourceDevice};
 use super::ledger::{Ledger, gpu_of};
 use super::offers::Offers;
-use super::prepared_claim::PreparedClaim;
 use super::record::FreeThen;
 use super::resource_name::ResourceName;
 use crate::allocation::{DeviceId, GpuSet};

@@ -10,10 +10,9 @@ use alloc::collections::{BTreeMap, BTreeSet};
 use alloc::sync::Arc;
 use core::time::Duration;
 
-use super::device::{Device, Health, Timestamp};
+use super::device::{Device, Health, MigInstance, Timestamp};
 use super::event::Effect;
 use super::health::{self, GpuHealth};
-use super::mig_instance::MigInstance;
 use super::poll::{FabricHealth, HealthPoll, Reach, RecoveryAction};
 use super::reason::UnhealthyReason;
 use super::record::{HealthRecord, NodeIdentity};

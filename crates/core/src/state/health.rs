@@ -10,8 +10,7 @@ use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
 use core::time::Duration;
 
-use super::device::{Health, Timestamp};
-use super::mig_instance::MigInstance;
+use super::device::{Health, MigInstance, Timestamp};
 use super::poll::{FabricHealth, HealthPoll, Reach, RecoveryAction};
 use super::reason::UnhealthyReason;
 use super::record::{Accepted, GpuRecord, KeptReason, LastSeen};

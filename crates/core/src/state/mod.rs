@@ -16,21 +16,16 @@ mod device;
 mod doors;
 mod event;
 mod free_at_admission;
-mod gpu_shares;
 mod hardware;
 mod health;
 mod holdings;
 mod ledger;
-mod mig_instance;
 mod mps;
-mod mps_share;
 mod node_state;
-mod numa_hints;
 mod offers;
 mod opening;
 mod plan;
 mod poll;
-mod prepared_claim;
 mod problem;
 mod reason;
 mod record;
@@ -41,29 +36,27 @@ mod xid;
 mod xid_log;
 
 pub use availability::Availability;
-pub use device::{Device, Health, Timestamp};
+pub use device::{Device, Health, MigInstance, NumaHints, Timestamp};
 pub use event::{Effect, Event};
-pub use gpu_shares::{GpuShares, GpuSharing};
 pub use hardware::{DriverVersions, Hardware};
-pub use holdings::{ClaimedDevice, ContainerHoldings, ContainerName, Holdings, ResourceDevice};
+pub use holdings::{
+    ClaimName, ClaimedDevice, ContainerHoldings, ContainerName, Holdings, PreparedClaim, ResourceDevice,
+};
 pub use ledger::{DRA_DRIVER, Ledger, NAMES_KEPT, gpu_behind, gpu_of};
-pub use mig_instance::MigInstance;
 pub(crate) use mps::VOLTA;
-pub use mps_share::{MpsGpu, MpsShare};
+pub use mps::{MpsGpu, MpsShare};
 pub use node_state::{AllocateError, GpuStatus, NodeState};
-pub use numa_hints::NumaHints;
 pub use offers::{Offers, Resource};
 pub use plan::{
     DeviceSelector, DeviceSelectorError, Door, Filter, GpuSelector, MOST_SLOTS, MigStrategy, NamePattern, Pattern,
     ResourcePlan, SharedDevices, SharedResource, Sharing, SharingKind,
 };
 pub use poll::{FabricHealth, HealthPoll, Reach, RecoveryAction, RowRemapping};
-pub use prepared_claim::{ClaimName, PreparedClaim};
 pub use problem::PlanProblem;
 pub use reason::UnhealthyReason;
 pub use record::{Accepted, AdmissionRecord, FreeThen, GpuRecord, HealthRecord, KeptReason, LastSeen, NodeIdentity};
 pub use resource_name::{ResourceName, ResourceNameError};
-pub use shares::wanted as dra_shares;
+pub use shares::{GpuShares, GpuSharing, wanted as dra_shares};
 pub use xid::{XidClass, XidPolicy, XidSet};
 
 #[cfg(test)]

@@ -1,18 +1,17 @@
 //! Resources that are shared by MPS: the GPUs of each, the limits of MPS, and slots that are offered only while their
 //! control daemon is ready.
 //!
-//! A part of [`super::Offers`]. The node reports the daemons that are ready as an event. The daemons' own process
-//! also reads [`super::NodeState::mps_shares`], so that both sides have the same shares.
+//! A part of [`super::Offers`]. The node orders the daemons of [`super::NodeState::mps_shares`], and reports those that
+//! are ready as an event.
 
 use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
 
 use super::ResourceName;
 use super::device::{Device, Timestamp};
-use super::mps_share::MpsShare;
 use super::problem::PlanProblem;
 use crate::allocation::DeviceId;
-use crate::topology::{ComputeCapability, Gpu};
+use crate::topology::{ComputeCapability, Gpu, GpuUuid};
 
 /// The oldest GPUs that MPS works on (man nvidia-cuda-mps-control, driver 580: "SM 3.5 or higher").
 const FIRST: ComputeCapability = ComputeCapability { major: 3, minor: 5 };
@@ -94,4 +93,53 @@ pub(super) fn refusal<'a>(
     let most = |gpu: &Gpu| if gpu.facts.compute_capability.is_none_or(|seen| seen >= VOLTA) { since } else { before };
     let (gpu, most) = gpus.map(|gpu| (gpu.pci, most(gpu))).find(|(_, most)| replicas > *most)?;
     Some(PlanProblem::MpsTooManyClients { resource: resource.clone(), gpu, replicas, most })
+}
+
+/// The GPUs of a resource that is shared by MPS.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MpsShare {
+    /// The number of slots of each GPU, at least 2.
+    pub replicas: u32,
+    /// Its GPUs, by index; at least one.
+    pub gpus: Vec<MpsGpu>,
+    /// True if these are all GPUs of the node.
+    pub whole_node: bool,
+}
+
+/// A GPU that is shared by MPS.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MpsGpu {
+    /// NVML's UUID.
+    pub uuid: GpuUuid,
+    /// NVML's index, which is the GPU's place in the order of PCI addresses.
+    pub index: u32,
+    /// Its memory in MiB, if NVML reports it.
+    pub memory_mib: Option<u64>,
+}
+
+impl MpsShare {
+    /// Makes the share of these devices; `None` if none is shared.
+    pub(super) fn of(devices: &BTreeMap<DeviceId, Device>, gpus_of_node: usize) -> Option<Self> {
+        let slots = || devices.values().filter_map(|device| Some((&device.gpu, device.slot?)));
+        let replicas = slots().map(|(_, slot)| slot).max()?.saturating_add(1);
+        let gpu = |gpu: &Gpu| MpsGpu { uuid: gpu.uuid.clone(), index: gpu.index, memory_mib: gpu.facts.memory_mib };
+        let gpus: BTreeMap<(u32, &GpuUuid), MpsGpu> =
+            slots().map(|(shared, _)| ((shared.index, &shared.uuid), gpu(shared))).collect();
+        let gpus: Vec<MpsGpu> = gpus.into_values().collect();
+        Some(Self { replicas, whole_node: gpus.len() == gpus_of_node, gpus })
+    }
+
+    /// The share without these GPUs; `None` if none is left.
+    pub fn without(&self, gpus: &BTreeSet<GpuUuid>) -> Option<Self> {
+        let left: Vec<MpsGpu> = self.gpus.iter().filter(|gpu| !gpus.contains(&gpu.uuid)).cloned().collect();
+        let whole_node = self.whole_node && left.len() == self.gpus.len();
+        (!left.is_empty()).then_some(Self { replicas: self.replicas, gpus: left, whole_node })
+    }
+
+    /// Returns true if a daemon that is ready for this share is ready for the other too. A GPU that is gone makes no
+    /// difference.
+    pub(super) fn covers(&self, other: &Self) -> bool {
+        let has = |gpu: &MpsGpu| self.gpus.iter().any(|own| own.uuid == gpu.uuid && own.memory_mib == gpu.memory_mib);
+        self.replicas == other.replicas && other.gpus.iter().all(has)
+    }
 }

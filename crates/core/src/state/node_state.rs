@@ -6,18 +6,17 @@ use alloc::sync::Arc;
 use core::time::Duration;
 
 use super::availability::{self, Availability, Held};
-use super::device::{Device, Health, Timestamp};
-use super::gpu_shares::GpuSharing;
+use super::device::{Device, Health, NumaHints, Timestamp};
 use super::hardware::Hardware;
 use super::ledger::Ledger;
-use super::mps_share::MpsShare;
-use super::numa_hints::NumaHints;
+use super::mps::MpsShare;
 use super::offers::Offers;
 use super::opening::Opening;
 use super::plan::Door;
 use super::reason::UnhealthyReason;
 use super::record::HealthRecord;
 use super::resource_name::ResourceName;
+use super::shares::GpuSharing;
 use super::xid::XidPolicy;
 use crate::allocation::{
     AllocationReport, AllocationRequest, AllocationTables, DeviceId, GpuSet, PreferredAllocation, preferred_allocation,

@@ -10,20 +10,18 @@ use alloc::collections::{BTreeMap, BTreeSet};
 use alloc::sync::Arc;
 
 use super::ResourceName;
-use super::device::{Device, Health, Timestamp};
+use super::device::{Device, Health, NumaHints, Timestamp};
 use super::doors::{Doors, Facts};
 use super::event::Effect;
-use super::gpu_shares::GpuShares;
 use super::hardware::Hardware;
 use super::holdings::ResourceDevice;
 use super::ledger::{Ledger, place, split_slot};
 use super::mps::Mps;
-use super::numa_hints::NumaHints;
 use super::plan::{Door, MOST_SLOTS, ResourcePlan};
 use super::problem::PlanProblem;
 use super::reason::UnhealthyReason;
 use super::resources::Resources;
-use super::shares::Shares;
+use super::shares::{GpuShares, Shares};
 use crate::allocation::{AllocationPolicy, DeviceId, Units};
 use crate::topology::{Gpu, GpuUuid, NodeTopology};
 

@@ -5,7 +5,7 @@ use crate::prelude::*;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-use super::mig_instance::MigInstance;
+use super::device::MigInstance;
 use super::poll::RecoveryAction;
 
 /// The cause of a device's ill health. docs/health.md tells where each comes from and how it ends.

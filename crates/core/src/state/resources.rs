@@ -6,9 +6,8 @@
 use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
 
-use super::device::Device;
+use super::device::{Device, NumaHints};
 use super::mps;
-use super::numa_hints::NumaHints;
 use super::plan::{
     DeviceSelector, Door, MOST_SLOTS, MigStrategy, ResourcePlan, SharedDevices, SharedResource, Sharing, SharingKind,
     is_display_adapter,
