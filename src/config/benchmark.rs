@@ -6,7 +6,8 @@ use std::path::PathBuf;
 
 use clap::Args;
 
-use super::{Format, NodeArgs, list};
+use super::machine::gpu;
+use super::{Format, NodeArgs};
 use linkwise_core::quote::quoted;
 use linkwise_core::state::GpuSelector;
 
@@ -17,7 +18,7 @@ pub struct ExpectArgs {
     #[command(flatten)]
     pub node: NodeArgs,
     /// The GPUs, as indices or UUIDs with commas; by default all
-    #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = list::gpu)]
+    #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = gpu)]
     pub gpus: Option<Vec<GpuSelector>>,
     /// The GPUs by a pod that has them.
     #[command(flatten)]
@@ -37,7 +38,7 @@ pub struct VerifyArgs {
     pub node: NodeArgs,
     /// The GPUs of the run, as indices or UUIDs with commas; by default those that the text lists by their PCI
     /// addresses, or all of a machine that has as many
-    #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = list::gpu)]
+    #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = gpu)]
     pub gpus: Option<Vec<GpuSelector>>,
     /// The GPUs by a pod that has them.
     #[command(flatten)]

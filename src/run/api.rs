@@ -1,6 +1,18 @@
-//! The API server as the parts of `linkwise run` share it: one access, one set of metrics.
+//! The API server: as the parts of `linkwise run` share it, by one access and one set of metrics, and as `linkwise
+//! labels` publishes its labels there, as a NodeFeature object.
 
-use linkwise_cluster::{Access, ApiMetrics, ApiServer, Pace};
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::time::Duration;
+
+use anyhow::{Result, bail};
+use linkwise_cluster::{
+    Access, ApiMetrics, ApiServer, NodeFeatureMetrics, NodeFeatureSettings, NodeFeatureWriter, Pace,
+};
+use tokio_util::sync::CancellationToken;
+
+use super::labels::LabelsWatch;
+use crate::config::{Interval, LabelsArgs};
 
 /// The way to the API server.
 #[derive(Clone, Debug)]
@@ -23,5 +35,50 @@ impl Api {
     /// A client of its own for one part of the program.
     pub fn server(&self) -> ApiServer {
         ApiServer::new(self.access.clone(), Pace::DEFAULT, self.metrics.clone())
+    }
+}
+
+/// The shortest time between two checks of the object: shorter intervals are valid, and would keep the API server busy.
+const SHORTEST: Duration = Duration::from_secs(10);
+
+#[derive(Clone)]
+pub(super) struct Publisher {
+    access: Access,
+    node: Option<String>,
+    namespace: String,
+    pod: Option<String>,
+    /// GPU Feature Discovery's object is replaced once by a process, also where a new configuration begins anew.
+    replaced: Arc<AtomicBool>,
+}
+
+impl Publisher {
+    /// The publisher of a process; `None` without an API server.
+    pub fn new(args: &LabelsArgs) -> Option<Self> {
+        let access = args.api.server.access().ok()?;
+        let (node, namespace) = (args.api.node_name.clone(), args.api.namespace.clone());
+        let pod = args.api.pod_name.clone().filter(|pod| !pod.is_empty());
+        Some(Self { access, node, namespace, pod, replaced: Arc::default() })
+    }
+
+    /// Publishes labels, and compares them with what was published at each interval, until the token is cancelled or the
+    /// channel is closed.
+    pub async fn publish(self, labels: LabelsWatch, interval: Interval, shutdown: CancellationToken) -> Result<()> {
+        let Some(node) = self.node.filter(|node| !node.is_empty()) else {
+            bail!("--node-name (NODE_NAME) must not be empty: it names the NodeFeature object")
+        };
+        let pace = Pace { reassert: reassert(interval), ..Pace::DEFAULT };
+        // No port serves these here.
+        let server = ApiServer::new(self.access, pace, ApiMetrics::default());
+        let settings = NodeFeatureSettings { node, namespace: self.namespace, pod: self.pod, replaced: self.replaced };
+        NodeFeatureWriter::new(server, settings, NodeFeatureMetrics::default()).run(labels, shutdown).await;
+        Ok(())
+    }
+}
+
+/// The time for which the object is left alone, by the interval that is configured.
+fn reassert(interval: Interval) -> Duration {
+    match interval {
+        Interval::Every(time) => time.max(SHORTEST),
+        Interval::Infinite => Duration::MAX,
     }
 }

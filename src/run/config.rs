@@ -1,11 +1,12 @@
 //! The configuration while linkwise runs: reloads it when the file changes or at SIGHUP, and applies the changes.
 //!
-//! A task of `run` and of `mps-control-daemon`. The task turns a valid change into events of the node; an invalid one
-//! changes nothing.
+//! A task of `run`, which turns a valid change into events of the node; an invalid one changes nothing.
 
 use std::time::Duration;
 
 use anyhow::{Context, Result};
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::registry::Registry;
 use tokio::signal::unix::Signal;
 use tokio::sync::mpsc;
 use tokio::time::sleep;
@@ -13,13 +14,36 @@ use tokio_util::sync::CancellationToken;
 
 use super::dra::start::{Lack, RightsReader};
 use crate::config::settings::{ConfigError, Finding, Loaded, Severity, load_text};
-use crate::config::{ConfigMetrics, Environment, FileWatch, Flags, Settings};
+use crate::config::{Environment, FileWatch, Flags, Settings};
 use linkwise_core::errors::chain;
 use linkwise_core::state::{Door, Event};
 use linkwise_node::readiness::{Part, Readiness};
+use linkwise_system::metrics::new;
 
 /// The pause between two checks of the rights that DRA lacks.
 const LOOK_AGAIN: Duration = Duration::from_secs(10);
+
+/// A metric that tells if the last configuration read is in use.
+#[derive(Clone, Debug, Default)]
+pub struct ConfigMetrics {
+    valid: Gauge,
+}
+
+impl ConfigMetrics {
+    /// Makes and registers the metric. A process starts with a valid configuration.
+    pub fn register(registry: &mut Registry) -> Self {
+        let help = "1 while the configuration that was read last is the one that counts, 0 while it was refused and an \
+                    older one counts";
+        let valid: Gauge = new(registry, "config_valid", help);
+        valid.set(1);
+        Self { valid }
+    }
+
+    /// Records that the configuration was read again.
+    pub fn config_valid(&self, valid: bool) {
+        self.valid.set(i64::from(valid));
+    }
+}
 
 pub(super) fn log(findings: &[Finding]) {
     for Finding { line, key, severity, problem } in findings {
@@ -39,8 +63,8 @@ pub(super) struct Reloader {
     pub settings: Settings,
     pub metrics: ConfigMetrics,
     pub events: mpsc::Sender<Event>,
-    /// The way to the other door; `None` in a program that serves none.
-    pub door: Option<DoorWish>,
+    /// The way to the other door.
+    pub door: DoorWish,
 }
 
 /// Serves the node anew where its GPUs are to go through the other door. Where the process lacks rights for DRA, the
@@ -110,7 +134,7 @@ impl Reloader {
         let mut text = file.read().await;
         loop {
             self.reload(text, reason).await?;
-            let lacks = self.door.as_ref().is_some_and(|wish| !wish.lacks.is_empty());
+            let lacks = !self.door.lacks.is_empty();
             let look_again = async { if lacks { sleep(LOOK_AGAIN).await } else { std::future::pending().await } };
             (reason, text) = tokio::select! {
                 text = file.changed() => ("the file changed", text),
@@ -125,13 +149,11 @@ impl Reloader {
         let loaded = reloaded(&self.flags, &self.environment, text, reason);
         self.metrics.config_valid(loaded.is_some());
         let Some(mut loaded) = loaded else { return Ok(()) };
-        if let Some(wish) = &mut self.door {
-            if wish.is_anew(&mut loaded.settings.dra_gpus.value, self.settings.dra_gpus.value, reason).await {
-                return Ok(());
-            }
-            if !wish.lacks.is_empty() {
-                self.metrics.config_valid(false);
-            }
+        if self.door.is_anew(&mut loaded.settings.dra_gpus.value, self.settings.dra_gpus.value, reason).await {
+            return Ok(());
+        }
+        if !self.door.lacks.is_empty() {
+            self.metrics.config_valid(false);
         }
         let changed = loaded.settings.changed(&self.settings);
         if changed.is_empty() {

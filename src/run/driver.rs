@@ -1,26 +1,17 @@
 //! The supervisor of the NVML agent, with the options' values.
 
 use std::path::Path;
-use std::sync::Arc;
 use std::time::Duration;
 
-use anyhow::{Context, Result};
-use futures_util::FutureExt;
-use linkwise_node::state_loop::{StateWriter, keep_state};
-use prometheus_client::registry::Registry;
 use tokio::sync::{mpsc, watch};
-use tokio::task::JoinSet;
 
 use crate::config::settings::{OnNvmlLoss, load_text};
 use crate::config::{Environment, Flags, HostArgs, NvmlArgs, Settings};
-use linkwise_core::state::{Event, NodeState};
+use linkwise_core::state::Event;
 use linkwise_nvml::Limits;
 use linkwise_nvml::child::AgentCommand;
 use linkwise_nvml::gate::Gate;
 use linkwise_nvml::supervisor::{self, Driver, DriverMetrics, Idle, Release};
-
-/// The most events that may wait.
-const EVENTS: usize = 256;
 
 /// The task that follows the driver, with the options' values. `beside` holds its metrics, the reason why the node is
 /// idle, and the operator's order to release the driver.
@@ -59,40 +50,6 @@ pub(super) fn driver_of(
         others: watch::channel(supervisor::Others::None).1,
         away: watch::Sender::default(),
     }
-}
-
-/// The GPUs as a program without a kubelet sees them.
-pub(super) struct SeenGpus {
-    /// The operator's order to release the driver.
-    pub release: Release,
-    pub snapshots: watch::Receiver<Arc<NodeState>>,
-    /// Tells why there are no GPUs.
-    pub idle: watch::Receiver<Idle>,
-    /// The queue of further events.
-    pub events: mpsc::Sender<Event>,
-}
-
-/// Starts the driver and the state's loop of a program without a kubelet, which has this name at the node's gate.
-pub(super) fn watch_gpus(
-    tasks: &mut JoinSet<(&'static str, Result<()>)>,
-    nvml: &NvmlArgs,
-    host: &HostArgs,
-    settings: &Settings,
-    program: &str,
-) -> Result<SeenGpus> {
-    let (events, happened) = mpsc::channel(EVENTS);
-    events.try_send(Event::Planned(Box::new(settings.plan()))).context("no task takes events")?;
-    // These metrics are not served on any port.
-    let metrics = DriverMetrics::register(&mut Registry::default());
-    let (idle, why) = watch::channel(Idle::Waiting(String::new()));
-    let state = StateWriter::new(NodeState::default());
-    let snapshots = state.snapshot();
-    let release = Release::new(metrics.clone(), gate(settings, program));
-    let beside = (metrics, idle, release.clone());
-    let driver = driver_of(nvml, host, settings, events.clone(), beside);
-    tasks.spawn(driver.run().map(|end| ("NVML driver", end)));
-    tasks.spawn(keep_state(state, happened).map(|end| ("state", end)));
-    Ok(SeenGpus { release, snapshots, idle: why, events })
 }
 
 pub(super) fn limits_of(nvml: &NvmlArgs) -> Limits {

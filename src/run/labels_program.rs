@@ -9,33 +9,38 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, ensure};
 use futures_util::FutureExt;
+use prometheus_client::registry::Registry;
 use tokio::signal::unix::SignalKind;
-use tokio::sync::watch;
+use tokio::sync::{mpsc, watch};
 use tokio::task::{JoinSet, spawn_blocking};
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 
+use super::api::Publisher;
 use super::config::{self, ConfigFile};
-use super::driver::{SeenGpus, agent_of, gate, limits_of, watch_gpus};
+use super::driver::{agent_of, driver_of, gate, limits_of};
 use super::labels::{FileWriter, LabelSource, report, settings_of};
-use super::node_feature::Publisher;
 use crate::config::settings::{Loaded, load, load_text};
 use crate::config::{Environment, LabelsArgs, Settings};
 use linkwise_core::once::Once;
 use linkwise_core::publish::labels::{LabelFacts, labels as labels_of};
-use linkwise_core::state::DriverVersions;
+use linkwise_core::state::{DriverVersions, Event, NodeState};
 use linkwise_core::topology::{NodeObservation, NodeTopology};
 use linkwise_host::hwloc;
 use linkwise_host::labels::{LabelMetrics, LabelsFile, host};
 use linkwise_node::node::task_end;
+use linkwise_node::state_loop::{StateWriter, keep_state};
 use linkwise_nvml::CallError;
 use linkwise_nvml::child::AgentCommand;
-use linkwise_nvml::supervisor::{has_no_gpu, scan};
+use linkwise_nvml::supervisor::{DriverMetrics, Idle, Release, has_no_gpu, scan};
 use linkwise_system::right::Right;
 use linkwise_system::signals::{LastSignals, listen};
 
 /// The program's name at the node's gate to the driver.
 const PROGRAM: &str = "gpu-feature-discovery";
+
+/// The most events that may wait.
+const EVENTS: usize = 256;
 
 /// The longest time for the host's files before one-off labels.
 const FILES: Duration = Duration::from_secs(5);
@@ -102,7 +107,17 @@ struct Life {
 impl Life {
     fn start(args: &LabelsArgs, settings: &Settings, publisher: Option<&Publisher>) -> Result<Self> {
         let (mut tasks, shutdown, metrics) = (JoinSet::new(), CancellationToken::new(), LabelMetrics::default());
-        let SeenGpus { snapshots, idle, .. } = watch_gpus(&mut tasks, &args.nvml, &args.node.host, settings, PROGRAM)?;
+        let (events, happened) = mpsc::channel(EVENTS);
+        events.try_send(Event::Planned(Box::new(settings.plan()))).context("no task takes events")?;
+        // These metrics are not served on any port.
+        let driver_metrics = DriverMetrics::register(&mut Registry::default());
+        let (idle_now, idle) = watch::channel(Idle::Waiting(String::new()));
+        let state = StateWriter::new(NodeState::default());
+        let snapshots = state.snapshot();
+        let release = Release::new(driver_metrics.clone(), gate(settings, PROGRAM));
+        let driver = driver_of(&args.nvml, &args.node.host, settings, events, (driver_metrics, idle_now, release));
+        tasks.spawn(driver.run().map(|end| ("NVML driver", end)));
+        tasks.spawn(keep_state(state, happened).map(|end| ("state", end)));
         let (sender, labels) = watch::channel(None);
         let (node, sysfs) = (args.api.node_name.as_deref(), &args.node.host.sysfs);
         let source = LabelSource::of(settings, (node, sysfs), (snapshots, idle), metrics.clone());

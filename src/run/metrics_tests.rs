@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use tokio::sync::watch;
 
+use super::config::ConfigMetrics;
 use super::dra::SliceMetrics;
-use crate::config::ConfigMetrics;
 use linkwise_cluster::StoredPool;
 use linkwise_core::allocation::DeviceId;
 use linkwise_core::publish::dra::slice::Pool;

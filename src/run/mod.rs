@@ -16,7 +16,6 @@ mod labels_program;
 #[cfg(test)]
 mod metrics_tests;
 mod mps;
-mod node_feature;
 mod operators;
 mod simulated;
 mod start;

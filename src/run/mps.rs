@@ -2,43 +2,38 @@
 //! GPUs of claims that ask for it. A process of its own, in a container with the privileges that MPS needs; the plugin
 //! has none.
 //!
-//! The process reads the plugin's configuration and observes the GPUs as the plugin does, and makes the same state of
-//! them, which it offers to no kubelet. `daemons` serves the daemons that follow from the state; `init` is the
-//! container's first process; `plugin` is the other side, in `linkwise run`.
+//! The process follows the file in which the plugin orders them, and reads neither a configuration nor NVML. `daemons`
+//! serves the daemons that are ordered; `orders` is the other side, in `linkwise run`.
 
 mod daemons;
-mod init;
 mod orders;
-mod plugin;
 
 use std::collections::BTreeMap;
 use std::fs::{self, File, TryLockError};
+use std::future::pending;
 use std::path::Path;
-use std::process::ExitCode;
-use std::sync::Arc;
+use std::pin::pin;
+use std::process::{Command, ExitCode};
 use std::time::Duration;
 
-use anyhow::{Context, Result, anyhow, bail, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use futures_util::FutureExt;
+use prometheus_client::registry::Registry;
+use rustix::process::{Pid, Signal, WaitOptions, getpid, kill_process, set_child_subreaper, wait};
 use tokio::signal::unix::SignalKind;
-use tokio::task::JoinSet;
 
-use super::config;
-use super::driver::{SeenGpus, watch_gpus};
-use crate::config::settings::load;
-use crate::config::{ConfigMetrics, Environment, MpsCommand, MpsControlDaemonArgs};
+use super::driver::gate;
+use crate::config::settings::load_text;
+use crate::config::{Environment, INIT_FLAG, MpsCommand, MpsControlDaemonArgs, command_line};
 use daemons::Daemons;
 use linkwise_core::errors::chain;
 use linkwise_core::once::Once;
-use linkwise_core::state::{MpsShare, NodeState, ResourceName};
-use linkwise_host::mps::{
-    Layout, LayoutError, Limits, Orders, Pace, Programs, Settings, Shm, mount_shm, prepare_orders,
-};
-use linkwise_node::node::task_end;
+use linkwise_core::state::ResourceName;
+use linkwise_host::mps::{Layout, Limits, Orders, Pace, Programs, Settings, Shm, mount_shm, prepare_orders};
+use linkwise_nvml::supervisor::{DriverMetrics, Release};
 use linkwise_system::signals::{LastSignals, listen};
 
-pub(super) use orders::spawn_orders;
-pub(super) use plugin::follow_daemons;
+pub(super) use orders::spawn_in;
 
 /// The longest times for the daemon's work. `quit` gives the servers a second; the next half is the daemon's own.
 const PACE: Pace = Pace {
@@ -49,13 +44,13 @@ const PACE: Pace = Pace {
     pauses: (Duration::from_secs(1), Duration::from_secs(60)),
 };
 
-/// The time from one reading of the orders for claims to the next: a small file.
+/// The time from one reading of the orders to the next: a small file.
 const ORDERS_POLL: Duration = Duration::from_millis(500);
 
 /// Runs the control daemons until told to end; as the first process of a container, in a child process.
 pub fn mps_control_daemon(args: &MpsControlDaemonArgs) -> Result<ExitCode> {
-    if args.command.is_none() && (args.init || init::is_first_process()) {
-        return linkwise_system::block_on(init::run());
+    if args.command.is_none() && (args.init || is_first_process()) {
+        return linkwise_system::block_on(as_first_process());
     }
     let _log = super::start_log(&args.log)?;
     linkwise_system::block_on(async {
@@ -76,67 +71,48 @@ pub fn mps_control_daemon(args: &MpsControlDaemonArgs) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// The limits that resources shared by MPS require: the same for the plugin and for the daemons.
-fn wanted(
-    layout: &Layout,
-    shares: &BTreeMap<ResourceName, MpsShare>,
-) -> BTreeMap<ResourceName, Result<Limits, LayoutError>> {
-    let limits = |(name, share)| layout.check(name).map(|()| Limits::of(share));
-    shares.iter().map(|(name, share)| (name.clone(), limits((name, share)))).collect()
-}
-
 async fn serve(args: &MpsControlDaemonArgs) -> Result<()> {
-    let (mut last_signals, hangup) = (LastSignals::listen()?, listen(SignalKind::hangup(), "SIGHUP")?);
-    let environment = Environment::read();
-    let loaded = load(&args.flags, &environment)?;
-    config::log(&loaded.findings);
+    let mut last_signals = LastSignals::listen()?;
     let layout = Layout::new(&args.root.container_root);
     let _lock = lock(&layout)?;
-    let mut tasks = JoinSet::new();
-    let seen = watch_gpus(&mut tasks, &args.nvml, &args.host, &loaded.settings, "mps-control-daemon")?;
-    let SeenGpus { release, mut snapshots, events, .. } = seen;
-    let config_metrics = ConfigMetrics::default();
-    let (flags, settings) = (args.flags.clone(), loaded.settings);
-    let reloader = config::Reloader { flags, environment, settings, metrics: config_metrics, events, door: None };
-    tasks.spawn(reloader.run(hangup).map(|end| ("configuration", end)));
-
+    // The plugin reads the configuration file.
+    let settings = load_text(&args.flags, &Environment::read(), "")?.settings;
+    let gate = gate(&settings, "mps-control-daemon");
+    let daemons_gate = gate.as_ref().map(|gate| gate.of("mps-daemons"));
+    // These metrics are not served on any port.
+    let release = Release::new(DriverMetrics::register(&mut Registry::default()), gate);
     let programs = Programs { control: "nvidia-cuda-mps-control".into(), smi: "nvidia-smi".into() };
     let settings = Settings { layout: layout.clone(), programs, selinuxfs: "/sys/fs/selinux".into(), pace: PACE };
     if let Err(error) = prepare_orders(&settings) {
-        tracing::warn!(error = chain(&error), "claims may not get MPS: linkwise may not write its orders");
+        tracing::warn!(error = chain(&error), "MPS may not work: linkwise may not write its orders");
     }
-    let mut daemons = Daemons::new(settings, release.gate().map(|gate| gate.of("mps-daemons")));
+    let mut daemons = Daemons::new(settings, daemons_gate);
     let mut released = release.follow();
+    let mut followed = pin!(release.follow_node().then(|()| pending::<()>()));
     let mut demand = Demand::default();
     let mut poll = tokio::time::interval(ORDERS_POLL);
     let ended = loop {
         tokio::select! {
             Ok(()) = released.changed() => {}
-            Ok(()) = snapshots.changed() => demand.saw(Arc::clone(&snapshots.borrow_and_update())),
-            _ = poll.tick() => if !demand.follow_orders(&layout).await? { continue },
+            _ = poll.tick() => if !demand.follow(&layout).await? { continue },
             ended = daemons.next() => if let Err(error) = ended { break Err(error) },
-            Some(task) = tasks.join_next() => {
-                break task_end(task).and_then(|name| Err(anyhow!("the task '{name}' ended")));
-            }
+            () = &mut followed => {}
             signal = last_signals.come() => { tracing::info!(signal, "ending"); break Ok(()) }
         }
         if *released.borrow_and_update() {
             daemons.release();
-        } else if let Some(wanted) = demand.wanted(&layout) {
+        } else if let Some(wanted) = demand.wanted() {
             daemons.want(wanted).await;
         }
     };
     daemons.end().await?;
-    tasks.shutdown().await;
     ended
 }
 
-/// The state of the node and the orders for claims, from which the daemons follow.
+/// The orders of the plugin.
 #[derive(Default)]
 struct Demand {
-    /// The node; `None` before its GPUs were seen.
-    state: Option<Arc<NodeState>>,
-    /// The orders; `None` before they were read.
+    /// `None` before they were read.
     orders: Option<Orders>,
     refused: Once<String>,
     unreadable: Once<String>,
@@ -144,20 +120,14 @@ struct Demand {
 }
 
 impl Demand {
-    fn saw(&mut self, state: Arc<NodeState>) {
-        if self.state.is_some() || !state.topology().gpus().is_empty() {
-            self.state = Some(state);
-        }
-    }
-
-    /// Reads the orders for claims; returns true if they changed. While they cannot be read, the last ones stay.
-    async fn follow_orders(&mut self, layout: &Layout) -> Result<bool> {
+    /// Reads the orders; returns true if they changed. While they cannot be read, the last ones stay.
+    async fn follow(&mut self, layout: &Layout) -> Result<bool> {
         let layout = layout.clone();
         let read = tokio::task::spawn_blocking(move || Orders::read(&layout)).await;
         let read = read.context("reading the MPS orders panicked")?;
         let unreadable = read.as_ref().err().map(|error| chain(error));
         for error in self.unreadable.replace(unreadable) {
-            tracing::error!(error, "MPS orders of claims unreadable, keeping the last ones");
+            tracing::error!(error, "MPS orders unreadable, keeping the last ones");
         }
         let orders = read.ok().or_else(|| self.orders.is_none().then(Orders::default));
         let changes = orders.is_some() && orders != self.orders;
@@ -165,21 +135,12 @@ impl Demand {
         Ok(changes)
     }
 
-    /// The daemons to serve now, with their limits: resources, and the GPUs of claims. `None` before the GPUs were seen
-    /// and the orders read.
-    fn wanted(&mut self, layout: &Layout) -> Option<BTreeMap<ResourceName, Limits>> {
-        let (orders, state) = self.orders.as_ref().zip(self.state.as_ref())?;
-        let (mut served, mut refused) = (BTreeMap::new(), Vec::new());
-        // Only the plugin knows which GPUs have changed to DRA.
-        let shares = state.mps_shares().iter();
-        let shares = shares.filter_map(|(name, share)| Some((name.clone(), share.without(&orders.gpus)?))).collect();
-        for (resource, limits) in wanted(layout, &shares) {
-            match limits {
-                Ok(limits) => drop(served.insert(resource, limits)),
-                Err(error) => refused.push(error.to_string()),
-            }
-        }
-        for (daemon, limits) in orders.limits() {
+    /// The daemons to serve now, with their limits: resources, and the GPUs of claims. `None` before the orders were
+    /// read.
+    fn wanted(&mut self) -> Option<BTreeMap<ResourceName, Limits>> {
+        let orders = self.orders.as_ref()?;
+        let (mut served, mut refused) = (orders.resources.clone(), Vec::new());
+        for (daemon, limits) in orders.of_claims() {
             let sharing = served.iter().find(|(_, of)| of.gpus().any(|gpu| limits.gpus().any(|own| own == gpu)));
             match sharing {
                 Some((resource, _)) => refused.push(format!("{daemon}: {resource} shares its GPU by MPS")),
@@ -190,7 +151,7 @@ impl Demand {
             tracing::error!("{error}");
         }
         if !self.idle.replace(served.is_empty().then_some(())).is_empty() {
-            tracing::info!("no resource of this node is shared by MPS, waiting");
+            tracing::info!("linkwise orders no MPS daemon on this node, waiting");
         }
         Some(served)
     }
@@ -212,4 +173,51 @@ fn lock(layout: &Layout) -> Result<File> {
         Err(TryLockError::WouldBlock) => bail!("another linkwise mps-control-daemon serves {}", root.display()),
         Err(TryLockError::Error(error)) => Err(error).with_context(|| format!("cannot lock {}", path.display())),
     }
+}
+
+/// Returns true if this is the first process of its container.
+fn is_first_process() -> bool {
+    getpid().is_init()
+}
+
+/// Runs this program again as a child, passes signals on to it, and ends with its exit code. Reaps every process that
+/// lost its parent: servers that outlive their control daemon. The daemons' process is another one, because waiting for
+/// any child would take the exit status of children that it waits for itself.
+async fn as_first_process() -> Result<ExitCode> {
+    let mut child_ended = listen(SignalKind::child(), "SIGCHLD")?;
+    let mut terminate = listen(SignalKind::terminate(), "SIGTERM")?;
+    let mut interrupt = listen(SignalKind::interrupt(), "SIGINT")?;
+    let mut quit = listen(SignalKind::quit(), "SIGQUIT")?;
+    let mut hangup = listen(SignalKind::hangup(), "SIGHUP")?;
+    // The first process gets the orphans anyway; any other process has to ask for them.
+    set_child_subreaper(Some(getpid())).context("cannot become the parent of orphans")?;
+    let words = command_line().skip(1).filter(|word| word != INIT_FLAG);
+    let child = Command::new("/proc/self/exe").args(words).spawn().context("cannot start linkwise as a child")?;
+    let child = Pid::from_child(&child);
+    loop {
+        let signal = tokio::select! {
+            _ = child_ended.recv() => match reap(child)? {
+                Some(code) => return Ok(code),
+                None => continue,
+            },
+            _ = terminate.recv() => Signal::TERM,
+            _ = interrupt.recv() => Signal::INT,
+            _ = quit.recv() => Signal::QUIT,
+            _ = hangup.recv() => Signal::HUP,
+        };
+        kill_process(child, signal).context("cannot pass a signal on")?;
+    }
+}
+
+/// Reaps all processes that have ended; returns the exit code of `child` if it is among them.
+fn reap(child: Pid) -> Result<Option<ExitCode>> {
+    while let Some((process, status)) = wait(WaitOptions::NOHANG).context("cannot wait for child processes")? {
+        if process == child {
+            // Shells use this code for a child that a signal ended.
+            let code = status.exit_status().or_else(|| Some(128 + status.terminating_signal()?));
+            let code = code.and_then(|code| u8::try_from(code).ok());
+            return Ok(Some(code.map_or(ExitCode::FAILURE, ExitCode::from)));
+        }
+    }
+    Ok(None)
 }

@@ -11,13 +11,14 @@ use tokio_util::sync::CancellationToken;
 
 use super::api::Api;
 use super::cdi_sync::{self, CdiSync, Prepared};
+use super::config::ConfigMetrics;
 use super::config::{self, DoorWish, Reloader};
 use super::dra::{self, start::RightsReader, start::Start};
 use super::driver::{driver_of, gate};
 use super::operators::{answer_probes, bind_admin, serve_operators};
 use super::{events, labels, mps};
 use crate::config::settings::load;
-use crate::config::{ConfigMetrics, Environment, RunArgs, Settings};
+use crate::config::{Environment, RunArgs, Settings};
 use linkwise_core::state::{Door, Event, XidPolicy};
 use linkwise_host::cdi::CdiMetrics;
 use linkwise_host::hwloc;
@@ -54,7 +55,7 @@ pub(super) async fn serve(args: &RunArgs, last_signals: &mut LastSignals) -> Res
     let (driver, release, mig) = start_driver(&node, args, &settings);
     let cdi = spawn_cdi_sync(&mut node, injection.sync);
     labels::spawn_in(&mut node, &settings, args);
-    let layout = Layout::new(&args.mps.container_root);
+    let mps = mps::spawn_in(&mut node, Layout::new(&args.mps.container_root), state_dir.is_some());
     // Without a folder for their checkpoints there are no claims.
     if let Some(state_dir) = state_dir {
         let given = dra::Given {
@@ -65,7 +66,7 @@ pub(super) async fn serve(args: &RunArgs, last_signals: &mut LastSignals) -> Res
             host_devices: injection.host_devices,
             cdi,
             mig: Some(mig),
-            mps: Some(mps::spawn_orders(&mut node, &layout)),
+            mps: Some(mps),
             handover: node.handover(),
             listed_within: args.nvml.claims_listed_ms.map(Duration::from_millis),
             serves: dra.serves,
@@ -81,8 +82,6 @@ pub(super) async fn serve(args: &RunArgs, last_signals: &mut LastSignals) -> Res
     let away = driver.away.subscribe();
     node.spawn("NVML driver", driver.run());
     node.spawn("release", operator::show_driver(release.follow(), away, node.readiness.clone()));
-    let idle = node.readiness.idle().clone();
-    node.spawn("MPS daemons' watch", mps::follow_daemons(layout, node.snapshot(), node.events(), idle));
     let anew = follow_configuration(&mut node, args, (settings, environment), (rights, dra), hangup);
     if let Some(path) = admin_path {
         let orders = operator::orders(&node, &release);
@@ -259,7 +258,7 @@ fn follow_configuration(
         wish.cannot(start.lacks);
     }
     let (metrics, events) = (node.metrics().register(ConfigMetrics::register), node.events());
-    let reloader = Reloader { flags: args.flags.clone(), environment, settings, metrics, events, door: Some(wish) };
+    let reloader = Reloader { flags: args.flags.clone(), environment, settings, metrics, events, door: wish };
     node.spawn("configuration", reloader.run(hangup));
     anew
 }

@@ -151,30 +151,31 @@ fn container<'a>(objects: &'a [Value], set: &str, name: &str) -> &'a Value {
 #[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
 fn programs_get_nvidias_variables() {
     let helm = Helm::found();
-    let table: [(&str, &str, &str, bool, bool); 15] = [
-        // value, variable, its value, for gpu-feature-discovery too, for the MPS daemon too
-        ("migStrategy=single", "MIG_STRATEGY", "single", true, true),
-        ("migStrategy=mixed", "NVIDIA_MIG_MONITOR_DEVICES", "all", true, true),
-        ("failOnInitError=false", "FAIL_ON_INIT_ERROR", "false", true, false),
-        ("compatWithCPUManager=false", "PASS_DEVICE_SPECS", "false", false, false),
-        ("deviceListStrategy=cdi-cri", "DEVICE_LIST_STRATEGY", "cdi-cri", false, false),
-        ("deviceIDStrategy=index", "DEVICE_ID_STRATEGY", "index", false, false),
-        ("nvidiaDriverRoot=/driver", "NVIDIA_DRIVER_ROOT", "/driver", false, false),
-        ("nvidiaDevRoot=/dev-root", "NVIDIA_DEV_ROOT", "/dev-root", false, false),
-        ("gdrcopyEnabled=true", "GDRCOPY_ENABLED", "true", false, false),
-        ("gdsEnabled=false", "GDS_ENABLED", "false", false, false),
-        ("mofedEnabled=true", "MOFED_ENABLED", "true", false, false),
-        ("deviceDiscoveryStrategy=auto", "DEVICE_DISCOVERY_STRATEGY", "auto", true, false),
-        ("cdi.nvidiaHookPath=/hook", "NVIDIA_CDI_HOOK_PATH", "/hook", false, false),
-        ("mps.root=/mps-root", "MPS_ROOT", "/mps-root", false, false),
-        ("config.name=external", "CONFIG_FILE", "/config/config.yaml", true, true),
+    let table: [(&str, &str, &str, bool); 15] = [
+        // value, variable, its value, for gpu-feature-discovery too
+        ("migStrategy=single", "MIG_STRATEGY", "single", true),
+        ("migStrategy=mixed", "NVIDIA_MIG_MONITOR_DEVICES", "all", true),
+        ("failOnInitError=false", "FAIL_ON_INIT_ERROR", "false", true),
+        ("compatWithCPUManager=false", "PASS_DEVICE_SPECS", "false", false),
+        ("deviceListStrategy=cdi-cri", "DEVICE_LIST_STRATEGY", "cdi-cri", false),
+        ("deviceIDStrategy=index", "DEVICE_ID_STRATEGY", "index", false),
+        ("nvidiaDriverRoot=/driver", "NVIDIA_DRIVER_ROOT", "/driver", false),
+        ("nvidiaDevRoot=/dev-root", "NVIDIA_DEV_ROOT", "/dev-root", false),
+        ("gdrcopyEnabled=true", "GDRCOPY_ENABLED", "true", false),
+        ("gdsEnabled=false", "GDS_ENABLED", "false", false),
+        ("mofedEnabled=true", "MOFED_ENABLED", "true", false),
+        ("deviceDiscoveryStrategy=auto", "DEVICE_DISCOVERY_STRATEGY", "auto", true),
+        ("cdi.nvidiaHookPath=/hook", "NVIDIA_CDI_HOOK_PATH", "/hook", false),
+        ("mps.root=/mps-root", "MPS_ROOT", "/mps-root", false),
+        ("config.name=external", "CONFIG_FILE", "/config/config.yaml", true),
     ];
-    for (value, variable, expected, discovery, daemon) in table {
+    for (value, variable, expected, discovery) in table {
         let objects = helm.objects(&["gfd.enabled=true", value]);
         for (set, name, wanted) in [
             (PLUGIN, "nvidia-device-plugin-ctr", true),
             (GFD, "gpu-feature-discovery-ctr", discovery),
-            (MPS, "mps-control-daemon-ctr", daemon),
+            // It follows the plugin's orders alone.
+            (MPS, "mps-control-daemon-ctr", false),
         ] {
             let found = variables(container(&objects, set, name)).get(variable).copied();
             assert_eq!(found, wanted.then_some(expected), "{value}: {variable} of {name}");

@@ -85,7 +85,7 @@ fn given_security_context_replaces_ours() {
     for container in ["gpu-feature-discovery-ctr", "gpu-feature-discovery-sidecar"] {
         assert_eq!(of(container), json!({"runAsUser": 0}), "{container}");
     }
-    for container in ["nvidia-device-plugin-init", "gpu-feature-discovery-init", "mps-control-daemon-sidecar"] {
+    for container in ["nvidia-device-plugin-init", "gpu-feature-discovery-init"] {
         assert_eq!(of(container)["capabilities"], json!({"drop": ["ALL"]}), "{container}");
     }
 }
@@ -96,7 +96,7 @@ const TOKEN: &str = "/var/run/secrets/kubernetes.io/serviceaccount";
 #[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
 fn token_is_mounted_only_where_the_api_is_called() {
     let helm = Helm::found();
-    let managers = ["nvidia-device-plugin", "gpu-feature-discovery", "mps-control-daemon"];
+    let managers = ["nvidia-device-plugin", "gpu-feature-discovery"];
     let managers = managers.iter().flat_map(|name| [format!("{name}-init"), format!("{name}-sidecar")]);
     let managers: BTreeSet<String> = managers.chain(["gpu-feature-discovery-ctr".to_owned()]).collect();
     for (values, expected) in [

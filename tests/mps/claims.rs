@@ -1,6 +1,6 @@
-//! Control daemons for GPUs of claims, which the DRA plugin orders by a file under the MPS root.
+//! Control daemons for GPUs of claims, which the plugin orders by a file under the MPS root.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::os::unix::fs::MetadataExt;
 
@@ -8,13 +8,11 @@ use linkwise_core::claims::{MpsOrder, MpsOrderGpu};
 use linkwise_core::publish::MpsShm;
 use linkwise_core::state::ResourceName;
 use linkwise_core::topology::GpuUuid;
-use linkwise_host::mps::{Limits, Marker, NotReady, Orders, exclusive_gpus, readiness, shm_of_ready};
+use linkwise_host::mps::{Limits, Marker, Orders, exclusive_gpus, readiness, shm_of_ready};
 use tokio::time::timeout;
 
-use crate::mps::command::{Daemon, MACHINE, configure, sharing, wanted};
+use crate::mps::command::{Daemon, MACHINE, wanted};
 use crate::mps::node::{LIMIT, Node, kill, runs, until};
-
-const NOTHING: &str = "version: v1\n";
 
 /// The GPUs of the machine, by index.
 fn gpu(index: usize) -> GpuUuid {
@@ -29,7 +27,8 @@ fn order(gpus: &[usize], thread_percentage: u32, exclusive: bool) -> MpsOrder {
 /// Writes what the plugin would: the GPUs that DRA has, and the daemons for claims.
 fn put(node: &Node, dra: &[usize], orders: &[MpsOrder]) -> Vec<ResourceName> {
     let daemons = orders.iter().map(|order| (order.name().unwrap(), order.clone())).collect();
-    Orders { gpus: dra.iter().map(|index| gpu(*index)).collect(), daemons }.write(node.layout()).unwrap();
+    let gpus = dra.iter().map(|index| gpu(*index)).collect();
+    Orders { gpus, daemons, ..Orders::default() }.write(node.layout()).unwrap();
     orders.iter().map(|order| order.name().unwrap()).collect()
 }
 
@@ -47,7 +46,7 @@ async fn daemon_of_claims_serves_while_it_is_ordered() {
     let node = Node::new();
     let (whole, part) = (order(&[1, 4], 30, true), order(&[6], 50, false));
     let names = put(&node, &[1, 4, 6], &[whole.clone(), part.clone()]);
-    let mut daemon = Daemon::with(&node, NOTHING);
+    let mut daemon = Daemon::start(&node);
     until(|| ready(&node, &whole).is_ok() && ready(&node, &part).is_ok()).await;
     assert_eq!((node.kept(&names[0], "threads"), node.kept(&names[1], "threads")), ("30.0".into(), "50.0".into()));
     assert_eq!((node.kept(&names[0], "memory-1"), node.kept(&names[1], "memory-0")), ("2048".into(), "".into()));
@@ -64,7 +63,7 @@ async fn daemon_of_claims_serves_while_it_is_ordered() {
     assert_eq!((node.pid(&names[0]), ready(&node, &whole)), (first, Ok(())));
     assert!(ready(&node, &part).unwrap_err().contains("does not serve"));
     put(&node, &[], &[]);
-    daemon.logged("no resource of this node is shared by MPS, waiting").await;
+    daemon.logged("linkwise orders no MPS daemon on this node, waiting").await;
     until(|| !runs(first) && node.exclusive().is_empty()).await;
     assert_eq!(node.modes("DEFAULT").len(), 3);
     assert!(!file(&node).exists());
@@ -76,7 +75,7 @@ async fn orders_that_are_wrong_change_nothing() {
     let node = Node::new();
     let good = order(&[1], 30, true);
     let [name] = &put(&node, &[1], std::slice::from_ref(&good))[..] else { panic!() };
-    let mut daemon = Daemon::with(&node, NOTHING);
+    let mut daemon = Daemon::start(&node);
     until(|| ready(&node, &good).is_ok()).await;
     let (pid, text) = (node.pid(name), fs::read_to_string(file(&node)).unwrap());
     let one = gpu(1).to_string();
@@ -94,7 +93,7 @@ async fn orders_that_are_wrong_change_nothing() {
     ] {
         assert_ne!(wrong, text, "{words}");
         fs::write(file(&node), wrong).unwrap();
-        let line = daemon.logged("MPS orders of claims unreadable, keeping the last ones").await;
+        let line = daemon.logged("MPS orders unreadable, keeping the last ones").await;
         assert!(line.contains(words), "{words}: {line}");
         assert_eq!((node.pid(name), ready(&node, &good)), (pid, Ok(())));
     }
@@ -105,24 +104,19 @@ async fn orders_that_are_wrong_change_nothing() {
 
 #[tokio::test]
 #[cfg_attr(not(may_mount), ignore = "no right to mount here (root, CAP_SYS_ADMIN)")]
-async fn gpus_of_dra_leave_the_resources_daemon() {
-    let (node, all) = (Node::new(), ResourceName::gpu());
-    let mut daemon = Daemon::with(&node, &sharing("nvidia.com/gpu", 4));
-    daemon.logged("limits confirmed").await;
-    assert_eq!(readiness(node.layout(), &all, &wanted(4)), Ok(()));
-    // GPU 0 changes hands: the resource has the others, as the plugin's own snapshot has it.
-    let own = order(&[0], 100, true);
-    put(&node, &[0], std::slice::from_ref(&own));
-    let shown = format!("CUDA_VISIBLE_DEVICES={}", gpu(1));
-    until(|| ready(&node, &own).is_ok() && node.kept(&all, "environment").contains(&shown)).await;
-    let other = || readiness(node.layout(), &all, &wanted(4)) == Err(NotReady::OtherLimits);
-    until(other).await;
-    // An order for a GPU that the resource still has is not carried out.
-    put(&node, &[0], &[order(&[0, 5], 100, true)]);
+async fn claims_gpu_that_a_resource_shares_gets_no_daemon() {
+    let (node, all, own) = (Node::new(), ResourceName::gpu(), order(&[0, 5], 100, true));
+    let resources: BTreeMap<ResourceName, Limits> = [(all.clone(), wanted(4))].into();
+    let daemons = [(own.name().unwrap(), own.clone())].into();
+    Orders { daemons, resources, ..Orders::default() }.write(node.layout()).unwrap();
+    let mut daemon = Daemon::start(&node);
     let line = daemon.logged("nvidia.com/gpu shares its GPU by MPS").await;
     assert!(line.contains(&format!("dra.linkwise.dev/{}", gpu(0))), "{line}");
-    put(&node, &[], &[]);
     until(|| readiness(node.layout(), &all, &wanted(4)).is_ok()).await;
+    assert!(ready(&node, &own).is_err());
+    // The resource is gone: the claim gets its daemon.
+    put(&node, &[0, 5], std::slice::from_ref(&own));
+    until(|| ready(&node, &own).is_ok()).await;
 }
 
 #[tokio::test]
@@ -131,7 +125,7 @@ async fn killed_process_leaves_nothing_that_the_next_does_not_end() {
     let node = Node::new();
     let (gone, stays) = (order(&[1], 30, true), order(&[2], 30, true));
     let names = put(&node, &[1, 2], &[gone.clone(), stays.clone()]);
-    let mut daemon = Daemon::with(&node, NOTHING);
+    let mut daemon = Daemon::start(&node);
     until(|| ready(&node, &gone).is_ok() && ready(&node, &stays).is_ok()).await;
     kill(daemon.child.id().unwrap());
     timeout(LIMIT, daemon.child.wait()).await.unwrap().unwrap();
@@ -140,7 +134,7 @@ async fn killed_process_leaves_nothing_that_the_next_does_not_end() {
     put(&node, &[1, 2], std::slice::from_ref(&stays));
     assert_eq!(node.exclusive().len(), 2);
     let orphan = node.pid(&names[1]);
-    let _daemon = Daemon::with(&node, NOTHING);
+    let _daemon = Daemon::start(&node);
     until(|| ready(&node, &stays).is_ok() && !runs(orphan)).await;
     assert_eq!((node.modes("DEFAULT"), node.exclusive()), (vec![gpu(1).to_string()], vec![gpu(2).to_string()]));
 }
@@ -156,7 +150,7 @@ async fn claims_have_shared_memory_of_their_own() {
     let node = Node::new();
     let (one, other) = (order(&[1], 30, true), order(&[2], 30, true));
     let names = put(&node, &[1, 2], &[one.clone(), other.clone()]);
-    let mut daemon = Daemon::with(&node, NOTHING);
+    let mut daemon = Daemon::start(&node);
     until(|| ready(&node, &one).is_ok() && ready(&node, &other).is_ok()).await;
     assert_eq!(shm_of_ready(node.layout(), &names[0], &Limits::of_order(&one)), Ok(MpsShm::Own));
     let (first, second) = (shm(&node, &names[0]), shm(&node, &names[1]));
@@ -173,7 +167,7 @@ async fn claims_have_shared_memory_of_their_own() {
     timeout(LIMIT, daemon.child.wait()).await.unwrap().unwrap();
     // One claim ends meanwhile.
     put(&node, &[1, 2], std::slice::from_ref(&one));
-    let _daemon = Daemon::with(&node, NOTHING);
+    let _daemon = Daemon::start(&node);
     until(|| ready(&node, &one).is_ok() && !left(&names[1]).exists()).await;
     assert_eq!((shm(&node, &names[0]), left(&names[0]).exists()), (first, true));
     // The next claim gets another one, and finds nothing of the last.
@@ -190,7 +184,7 @@ async fn claims_have_shared_memory_of_their_own() {
 async fn shared_memory_that_the_host_would_not_see_is_refused() {
     let (node, own) = (Node::new(), order(&[1], 30, true));
     put(&node, &[1], std::slice::from_ref(&own));
-    let mut daemon = Daemon::in_a_container_without_propagation(&node, NOTHING);
+    let mut daemon = Daemon::in_a_container_without_propagation(&node);
     let line = daemon.logged("MPS daemon failed").await;
     assert!(line.contains("needs mountPropagation: Bidirectional"), "{line}");
     let why = || ready(&node, &own).unwrap_err();
@@ -216,9 +210,9 @@ async fn daemon_of_an_older_release_has_the_shared_memory_of_all() {
 #[test]
 fn orders_without_an_mps_root_are_an_error() {
     let node = Node::new();
-    configure(&node, NOTHING);
     let nowhere = linkwise_host::mps::Layout::new(node.layout().root().join("nowhere"));
-    let orders = Orders { gpus: [gpu(0)].into(), ..Orders::default() };
+    let resources: BTreeMap<ResourceName, Limits> = [(ResourceName::gpu(), wanted(4))].into();
+    let orders = Orders { gpus: [gpu(0)].into(), resources, ..Orders::default() };
     assert_eq!(orders.write(&nowhere).unwrap_err().to_string(), "the MPS root is not mounted");
     // Nothing to order takes none.
     Orders::default().write(&nowhere).unwrap();

@@ -1,11 +1,11 @@
 //! `linkwise mps-control-daemon` as a real process.
 
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Output, Stdio};
 
 use linkwise_core::state::{MpsGpu, MpsShare, ResourceName};
-use linkwise_host::mps::{Limits, Marker, readiness};
+use linkwise_host::mps::{Limits, Marker, Orders, readiness};
 use tokio::io::{AsyncBufReadExt, BufReader, Lines};
 use tokio::process::{Child, ChildStderr, Command};
 use tokio::time::timeout;
@@ -15,27 +15,18 @@ use crate::mps::node::{LIMIT, Node, kill, pid_in, runs, until, waiting};
 /// A built-in machine of 8 GPUs of 80 GiB.
 pub const MACHINE: &str = "dgx-h100";
 
-/// A configuration of the NVIDIA plugin's form.
-pub fn sharing(name: &str, replicas: u32) -> String {
-    format!("version: v1\nsharing:\n  mps:\n    resources:\n    - name: {name}\n      replicas: {replicas}\n")
-}
-
-/// Replaces the configuration in one step.
-pub fn configure(node: &Node, text: &str) -> PathBuf {
-    let (file, new) = (node.layout().root().join("config.yaml"), node.layout().root().join("config.new"));
-    fs::write(&new, text).unwrap();
-    fs::rename(new, &file).unwrap();
-    file
+/// Orders `nvidia.com/gpu` in so many replicas, as the plugin does; `None` orders nothing.
+pub fn order(node: &Node, replicas: Option<u32>) {
+    let resources = replicas.map(|replicas| (ResourceName::gpu(), wanted(replicas))).into_iter().collect();
+    Orders { resources, ..Orders::default() }.write(node.layout()).unwrap();
 }
 
 fn command(node: &Node, args: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_linkwise"));
-    let file = format!("{}/crates/host/src/machines/{MACHINE}.yaml", env!("CARGO_MANIFEST_DIR"));
     let path = format!("{}:/usr/bin:/bin", node.bin().display());
     command.args(["mps-control-daemon", "--mps-container-root"]).arg(node.layout().root()).args(args);
-    command.env("LINKWISE_NVML_LIBRARY", fake_nvml::library_path()).env("FAKE_NVML_MACHINE", file);
-    command.env_remove("FAKE_NVML_CONTROL").env_remove("LINKWISE_LOG").env_remove("CONFIG_FILE");
-    command.arg("--sysfs").arg(node.layout().root()).env("HWLOC_SYNTHETIC", "pack:2 numa:1 pu:2");
+    // As under the GPU operator, which gives it a file that only the plugin reads.
+    command.env_remove("LINKWISE_LOG").env("CONFIG_FILE", "/nowhere");
     command.env("PATH", path).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped()).kill_on_drop(true);
     command
 }
@@ -47,18 +38,19 @@ pub struct Daemon {
 }
 
 impl Daemon {
-    fn start(node: &Node) -> Self {
-        Self::with(node, &sharing("nvidia.com/gpu", 10))
+    /// Starts it with an order for ten replicas.
+    fn start_shared(node: &Node) -> Self {
+        order(node, Some(10));
+        Self::start(node)
     }
 
-    pub fn with(node: &Node, config: &str) -> Self {
-        Self::with_args(node, config, &[])
+    pub fn start(node: &Node) -> Self {
+        Self::with_args(node, &[])
     }
 
     /// The host does not see what it mounts.
-    pub fn in_a_container_without_propagation(node: &Node, config: &str) -> Self {
-        let file = configure(node, config);
-        let linkwise = command(node, &["--config-file", file.to_str().unwrap()]);
+    pub fn in_a_container_without_propagation(node: &Node) -> Self {
+        let linkwise = command(node, &[]);
         let linkwise = linkwise.as_std();
         let mut unshare = Command::new("unshare");
         unshare.args(["--mount", "--propagation", "private"]).arg(linkwise.get_program()).args(linkwise.get_args());
@@ -74,10 +66,8 @@ impl Daemon {
         Self { child, log }
     }
 
-    fn with_args(node: &Node, config: &str, args: &[&str]) -> Self {
-        let file = configure(node, config);
-        let args = [args, &["--config-file", file.to_str().unwrap()]].concat();
-        let mut child = command(node, &args).spawn().unwrap();
+    fn with_args(node: &Node, args: &[&str]) -> Self {
+        let mut child = command(node, args).spawn().unwrap();
         let log = BufReader::new(child.stderr.take().unwrap()).lines();
         Self { child, log }
     }
@@ -119,7 +109,7 @@ pub fn wanted(replicas: u32) -> Limits {
 #[tokio::test]
 async fn sigterm_ends_daemons_in_order() {
     let (node, gpu) = (Node::new(), ResourceName::gpu());
-    let mut daemon = Daemon::start(&node);
+    let mut daemon = Daemon::start_shared(&node);
     let line = daemon.logged("limits confirmed").await;
     assert!(line.contains("resource=nvidia.com/gpu") && line.contains("threads=10"), "{line}");
     assert_eq!(readiness(node.layout(), &gpu, &wanted(10)), Ok(()));
@@ -135,28 +125,18 @@ async fn sigterm_ends_daemons_in_order() {
 #[tokio::test]
 async fn only_changed_limits_restart_a_daemon() {
     let (node, gpu) = (Node::new(), ResourceName::gpu());
-    let mut daemon = Daemon::start(&node);
+    let mut daemon = Daemon::start_shared(&node);
     daemon.logged("limits confirmed").await;
     let before = node.pid(&gpu);
-    daemon.signal("-HUP");
-    daemon.logged("configuration reloaded, unchanged").await;
-    // A change that MPS does not depend on.
-    configure(&node, &(sharing("nvidia.com/gpu", 10) + "linkwise: {numaHints: off}\n"));
-    daemon.logged("configuration applied").await;
-    assert_eq!((node.pid(&gpu), readiness(node.layout(), &gpu, &wanted(10))), (before, Ok(())));
-    configure(&node, &sharing("nvidia.com/gpu", 4));
+    order(&node, Some(4));
     daemon.logged("MPS daemon ended").await;
     let line = daemon.logged("limits confirmed").await;
     assert!(line.contains("threads=25"), "{line}");
     assert_ne!(node.pid(&gpu), before);
     assert_eq!(readiness(node.layout(), &gpu, &wanted(4)), Ok(()));
     assert!(waiting(readiness(node.layout(), &gpu, &wanted(10))).contains("other limits"));
-    // A file that is wrong changes nothing; one that shares nothing ends the daemon.
     let serving = node.pid(&gpu);
-    configure(&node, &sharing("nvidia.com/gpu", 1));
-    daemon.logged("configuration rejected, keeping the previous one").await;
-    assert!(runs(serving));
-    configure(&node, "version: v1\n");
+    order(&node, None);
     daemon.logged("MPS daemon ended").await;
     until(|| !runs(serving)).await;
 }
@@ -164,7 +144,7 @@ async fn only_changed_limits_restart_a_daemon() {
 #[tokio::test]
 async fn marker_of_a_killed_daemon_is_stale() {
     let (node, gpu) = (Node::new(), ResourceName::gpu());
-    let mut daemon = Daemon::start(&node);
+    let mut daemon = Daemon::start_shared(&node);
     daemon.logged("limits confirmed").await;
     let orphan = node.pid(&gpu);
     let text = fs::read_to_string(node.layout().marker(&gpu)).unwrap();
@@ -174,7 +154,7 @@ async fn marker_of_a_killed_daemon_is_stale() {
     assert!(waiting(readiness(node.layout(), &gpu, &wanted(10))).contains("is gone and left"));
     // The control daemon lives on, where its process group was not ended with the container, and gives way.
     assert!(runs(orphan));
-    let mut next = Daemon::start(&node);
+    let mut next = Daemon::start_shared(&node);
     next.logged("limits confirmed").await;
     until(|| !runs(orphan)).await;
     assert_eq!(readiness(node.layout(), &gpu, &wanted(10)), Ok(()));
@@ -193,10 +173,10 @@ fn gpus() -> Vec<String> {
 async fn mps_removed_while_failing_restores_compute_mode() {
     let node = Node::new();
     node.misbehave("refuse-memory");
-    let mut daemon = Daemon::start(&node);
+    let mut daemon = Daemon::start_shared(&node);
     daemon.logged("MPS daemon failed").await;
     assert_eq!(node.exclusive(), gpus());
-    configure(&node, "version: v1\n");
+    order(&node, None);
     daemon.logged("MPS daemon ended").await;
     assert_eq!((node.modes("DEFAULT"), node.exclusive()), (gpus(), vec![]));
 }
@@ -204,19 +184,20 @@ async fn mps_removed_while_failing_restores_compute_mode() {
 #[tokio::test]
 async fn mps_removed_after_a_kill_restores_compute_mode() {
     let node = Node::new();
-    let mut daemon = Daemon::start(&node);
+    let mut daemon = Daemon::start_shared(&node);
     daemon.logged("limits confirmed").await;
     kill(daemon.child.id().unwrap());
     timeout(LIMIT, daemon.child.wait()).await.unwrap().unwrap();
     assert_eq!((node.modes("DEFAULT"), node.exclusive()), (vec![], gpus()));
     // GPUs that are still shared stay exclusive.
-    let mut daemon = Daemon::start(&node);
+    let mut daemon = Daemon::start_shared(&node);
     daemon.logged("limits confirmed").await;
     assert_eq!((node.modes("DEFAULT"), node.exclusive()), (vec![], gpus()));
     kill(daemon.child.id().unwrap());
     timeout(LIMIT, daemon.child.wait()).await.unwrap().unwrap();
-    let mut daemon = Daemon::with(&node, "version: v1\n");
-    daemon.logged("no resource of this node is shared by MPS").await;
+    order(&node, None);
+    let mut daemon = Daemon::start(&node);
+    daemon.logged("linkwise orders no MPS daemon on this node").await;
     until(|| node.exclusive().is_empty()).await;
     assert_eq!(node.modes("DEFAULT"), gpus());
 }
@@ -231,7 +212,8 @@ fn children(parent: u32) -> Vec<String> {
 #[tokio::test]
 async fn first_process_reaps_orphaned_mps_servers() {
     let (node, gpu) = (Node::new(), ResourceName::gpu());
-    let mut daemon = Daemon::with_args(&node, &sharing("nvidia.com/gpu", 10), &["--init"]);
+    order(&node, Some(10));
+    let mut daemon = Daemon::with_args(&node, &["--init"]);
     let init = daemon.child.id().unwrap();
     for _ in 0..2 {
         daemon.logged("limits confirmed").await;
@@ -250,17 +232,25 @@ async fn first_process_reaps_orphaned_mps_servers() {
     assert!(!runs(control));
 }
 
+/// Locks the MPS root as another process of daemons does.
+fn lock(node: &Node) -> fs::File {
+    let file = fs::File::create(node.layout().lock()).unwrap();
+    file.lock().unwrap();
+    file
+}
+
 #[tokio::test]
 async fn first_process_ends_with_its_childs_exit_code() {
     let node = Node::new();
-    let error = refused(&node, &["--init", "--config-file", "/nowhere"]).await;
-    assert_eq!(error.matches("/nowhere").count(), 1, "reported once: {error}");
+    let _daemon = lock(&node);
+    let error = refused(&node, &["--init"]).await;
+    assert_eq!(error.matches("another linkwise mps-control-daemon serves").count(), 1, "reported once: {error}");
 }
 
 #[tokio::test]
 async fn second_process_on_an_mps_root_is_refused() {
     let (node, gpu) = (Node::new(), ResourceName::gpu());
-    let mut daemon = Daemon::start(&node);
+    let mut daemon = Daemon::start_shared(&node);
     daemon.logged("limits confirmed").await;
     let said = refused(&node, &[]).await;
     assert!(said.contains("another linkwise mps-control-daemon serves"), "{said}");
@@ -268,27 +258,7 @@ async fn second_process_on_an_mps_root_is_refused() {
 }
 
 #[tokio::test]
-async fn unsupported_sharing_is_named() {
-    let node = Node::new();
-    let mut daemon = Daemon::with(&node, &sharing("nvidia.com/gpu", 49));
-    let line = daemon.logged("49 replicas").await;
-    assert!(line.contains("the MPS server of GPU 0000:1b:00.0 takes 48 clients at most"), "{line}");
-    daemon.logged("no resource of this node is shared by MPS, waiting").await;
-    let long = ["a".repeat(60), "b".repeat(40)].join(".");
-    let naming = format!(
-        "linkwise: {{naming: true}}\nresources:\n  gpus: [{{pattern: '*', name: {long}/gpu}}]\n{}",
-        sharing(&format!("{long}/gpu"), 2)
-    );
-    configure(&node, &naming);
-    daemon.logged("longer than a socket's path may be").await;
-}
-
-#[tokio::test]
 async fn start_without_a_usable_root_fails() {
-    let node = Node::new();
-    let file = configure(&node, &sharing("nvidia.com/gpu", 1));
-    let said = refused(&node, &["--config-file", file.to_str().unwrap()]).await;
-    assert!(said.contains("config.yaml: line 6: sharing.mps.resources[0].replicas"), "{said}");
     for (root, why) in
         [("/nowhere", "no folder /nowhere"), ("/proc/self", "cannot write to the MPS root: /proc/self/.lock")]
     {

@@ -32,7 +32,6 @@ fn replicas(count: u32) -> String {
 /// The folders that both processes have.
 struct Shared {
     folder: PathBuf,
-    library: PathBuf,
     machine: PathBuf,
     kubelet_socket: PathBuf,
 }
@@ -40,8 +39,7 @@ struct Shared {
 impl Shared {
     /// Prepares a machine whose folder has the configuration, the MPS root, and the driver's programs.
     fn prepare(setup: Setup, machine: PathBuf, config: &str) -> (Self, Setup) {
-        let (library, kubelet_socket) = (setup.library.clone(), setup.kubelet_socket.clone());
-        let shared = Self { folder: setup.at("mps"), library, machine, kubelet_socket };
+        let shared = Self { folder: setup.at("mps"), machine, kubelet_socket: setup.kubelet_socket.clone() };
         fs::create_dir_all(shared.root()).unwrap();
         fs::create_dir(shared.bin()).unwrap();
         for program in ["nvidia-cuda-mps-control", "nvidia-smi"] {
@@ -86,11 +84,8 @@ impl Shared {
         }
         let mut command = Command::new(link);
         command.env_clear().env("PATH", format!("{}:/usr/bin:/bin", self.bin().display()));
-        command.env("FAKE_NVML_CONTROL", self.folder.join("control"));
-        command.env("FAKE_NVML_MACHINE", &self.machine).env("HWLOC_SYNTHETIC", "pack:2 numa:1 pu:2");
         command.args(["--log-format", "json", "--mps-container-root"]).arg(self.root());
-        command.arg("--config-file").arg(self.config()).arg("--nvml-library").arg(&self.library);
-        command.arg("--sysfs").arg(&self.folder).arg("--kubelet-socket").arg(&self.kubelet_socket);
+        command.arg("--config-file").arg(self.config()).arg("--kubelet-socket").arg(&self.kubelet_socket);
         command.stdin(Stdio::null()).stdout(Stdio::null()).kill_on_drop(true);
         Process::of(command)
     }
@@ -101,11 +96,10 @@ impl Shared {
         fs::read_to_string(path).unwrap().trim().parse().unwrap()
     }
 
-    /// Other GPUs, for both processes: their NVML agents start again.
+    /// Other GPUs: the NVML agent starts again.
     fn replace_gpus(&self, node: &Node, gpus: &[(&str, &str, &str)]) {
         write(&self.machine, &machine(gpus));
         node.setup.tell("crash");
-        fake_nvml::Control::new(self.folder.join("control")).send("crash").unwrap();
     }
 
     fn refuse_start(&self, refuse: bool) {
@@ -298,34 +292,36 @@ async fn new_replicas_are_offered_with_their_limits() {
 #[tokio::test]
 async fn mps_daemon_survives_a_lost_gpu_and_takes_a_new_one() {
     let (shared, daemons, node, kubelet) = serve(Shared::two(&replicas(3)), 6).await;
-    let control = shared.control();
+    let (control, orders) = (shared.control(), shared.root().join(".dra/orders.json"));
     shared.replace_gpus(&node, &GPUS[..1]);
     slots(&kubelet, 3, 3).await;
-    daemons.said("NVML unavailable").await;
     until(async || {
-        let seen = |line: &&String| line.contains("NVML available");
-        let looks = daemons.lines().iter().filter(seen).count();
-        if looks == 2 { Ok(()) } else { Err(looks) }
+        let text = fs::read_to_string(&orders).unwrap();
+        if text.contains("GPU-b") { Err(text) } else { Ok(()) }
     })
     .await;
     assert_eq!(shared.control(), control, "its clients on the GPU that stays work on");
     shared.replace_gpus(&node, &GPUS);
     slots(&kubelet, 9, 0).await;
     assert_ne!(shared.control(), control);
-    assert_eq!(kubelet.violations(), []);
+    let starts = daemons.lines().iter().filter(|line| line.contains("limits confirmed")).count();
+    assert_eq!((starts, kubelet.violations()), (2, vec![]), "the GPU that left ended no daemon");
 }
 
 #[tokio::test]
-async fn unsupported_mps_sharing_is_named_by_both() {
+async fn unsupported_mps_sharing_is_named() {
     let (shared, setup) = Shared::two(&replicas(49));
-    let daemons = shared.daemons();
+    let _daemons = shared.daemons();
     let node = setup.start().await;
     let words =
         "is to be shared by MPS with 49 replicas, but the MPS server of GPU 0000:01:00.0 takes 48 clients at most";
-    daemons.said(words).await;
     node.process.said(words).await;
     // One number less can be had.
     let kubelet = node.setup.kubelet();
     write(&shared.config(), &replicas(48));
     registered(&kubelet, 1, 96).await;
+    let long = ["a".repeat(60), "b".repeat(40)].join(".");
+    let naming = format!("linkwise: {{naming: true}}\nresources:\n  gpus: [{{pattern: '*', name: {long}/gpu}}]\n");
+    write(&shared.config(), &(naming + &replicas(2).replace(GPU, &format!("{long}/gpu"))));
+    node.process.said("longer than a socket's path may be").await;
 }

@@ -1,72 +1,138 @@
-//! The plugin's side of MPS for claims: hands the DRA plugin's orders to the daemons' process, and reports the daemons
-//! that serve.
+//! The plugin's side of MPS: orders the control daemons of resources and of claims, and reports those that serve.
 //!
-//! The task writes one small file in a folder that it shares with that process, reads markers there, and starts no
-//! program.
+//! One task writes one small file in a folder that it shares with the daemons' process, reads markers there, and starts
+//! no program. Admissions never wait for it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use tokio::sync::watch;
+use tokio::sync::{mpsc, watch};
 use tokio::task::spawn_blocking;
 
 use linkwise_core::claims::MpsOrder;
 use linkwise_core::once::Once;
-use linkwise_core::state::{NodeState, ResourceName};
-use linkwise_host::mps::{Layout, Limits, Orders, exclusive_gpus, keeps_own_shm, shm_of_ready};
+use linkwise_core::state::{Event, MpsShare, NodeState, ResourceName};
+use linkwise_host::mps::{Layout, Limits, NotReady, Orders, exclusive_gpus, keeps_own_shm, readiness, shm_of_ready};
 use linkwise_kubelet::dra::{MpsLink, MpsOrders, MpsServed};
 use linkwise_node::node::Node;
+use linkwise_nvml::supervisor::Idle;
+use linkwise_system::right::Right;
 
-/// The time from one reading of the markers to the next: while a claim may wait for one, and while all daemons serve.
-const POLL: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(1));
+/// The time from one reading of the markers to the next: a lock that ends makes no event in a folder.
+const POLL: Duration = Duration::from_secs(1);
 
-/// Starts the task that carries orders out; the way to order control daemons.
-pub(in crate::run) fn spawn_orders(node: &mut Node, layout: &Layout) -> MpsLink {
-    let ((orders, ordered), (served, serving)) = (watch::channel(None), watch::channel(None));
-    node.spawn("MPS orders", follow_orders(layout.clone(), node.snapshot(), ordered, served));
+/// The same while a claim may wait for a marker.
+const CLAIM_POLL: Duration = Duration::from_millis(200);
+
+/// Starts the task; returns the way to order control daemons for claims. `has_claims` is false on a node that can have
+/// none.
+pub(in crate::run) fn spawn_in(node: &mut Node, layout: Layout, has_claims: bool) -> MpsLink {
+    let first = (!has_claims).then(MpsOrders::default);
+    let ((orders, ordered), (served, serving)) = (watch::channel(first), watch::channel(None));
+    let plugin = Plugin {
+        layout,
+        snapshots: node.snapshot(),
+        files: node.files(),
+        events: node.events(),
+        idle: node.readiness.idle().clone(),
+        orders: ordered,
+        served,
+    };
+    node.spawn("MPS", plugin.run());
     MpsLink { orders, served: serving }
 }
 
-/// Carries orders out as long as snapshots come.
-async fn follow_orders(
+/// The inputs and outputs of the task.
+struct Plugin {
     layout: Layout,
-    mut snapshots: watch::Receiver<Arc<NodeState>>,
-    mut orders: watch::Receiver<Option<MpsOrders>>,
+    snapshots: watch::Receiver<Arc<NodeState>>,
+    /// The right to write the file, while this process serves the node.
+    files: watch::Receiver<Option<Right>>,
+    events: mpsc::Sender<Event>,
+    /// Gets the reason why no GPU is offered, for /readyz.
+    idle: watch::Sender<Idle>,
+    orders: watch::Receiver<Option<MpsOrders>>,
     served: watch::Sender<Option<MpsServed>>,
-) -> Result<()> {
-    let (mut troubles, mut waiting, mut last) = (Once::new(), Once::new(), Turns::default());
-    loop {
-        let snapshot = Arc::clone(&snapshots.borrow_and_update());
-        let wanted = orders.borrow_and_update().clone();
-        // Before the checkpoints are read and the GPUs are seen, the file of the last process stays.
-        let wanted = wanted.filter(|_| !snapshot.topology().gpus().is_empty());
-        let mut pause = None;
-        if let Some(wanted) = wanted {
-            let (layout, mut turns) = (layout.clone(), std::mem::take(&mut last));
+}
+
+/// What one look found.
+struct Look {
+    /// The resources that are shared by MPS.
+    resources: BTreeMap<ResourceName, Result<(), NotReady>>,
+    /// The control daemons of claims; `None` where their orders are unknown.
+    claims: Option<MpsServed>,
+    /// The reason why no control daemon gets an order.
+    trouble: Option<String>,
+}
+
+impl Plugin {
+    /// Writes orders and reports what serves, as long as snapshots come.
+    async fn run(mut self) -> Result<()> {
+        let (mut troubles, mut resources, mut claims) = (Once::new(), Once::new(), Once::new());
+        let (mut ready, mut last) = (BTreeMap::new(), Turns::default());
+        loop {
+            let snapshot = Arc::clone(&self.snapshots.borrow_and_update());
+            let right = self.files.borrow_and_update().clone();
+            let orders = self.orders.borrow_and_update().clone();
+            let (layout, current, mut turns) = (self.layout.clone(), Arc::clone(&snapshot), std::mem::take(&mut last));
             // A file system that hangs must not hold a thread that admissions need.
-            let done = spawn_blocking(move || (carry_out(&layout, &snapshot, wanted, &mut turns), turns)).await;
-            let (done, turns) = done.context("writing the MPS orders panicked")?;
+            let looked = spawn_blocking(move || (look(&layout, &current, orders, right, &mut turns), turns)).await;
+            let (look, turns) = looked.context("writing the MPS orders panicked")?;
             last = turns;
-            for trouble in troubles.replace(done.trouble.iter().filter(|_| !done.daemons.is_empty()).cloned()) {
-                tracing::warn!(trouble, "no MPS for claims");
+            for trouble in troubles.replace(look.trouble) {
+                tracing::warn!(trouble, "MPS daemons not ordered");
             }
-            let not_ready = done.daemons.iter().filter_map(|(name, state)| Some((name.clone(), state.clone().err()?)));
-            for (daemon, why) in waiting.replace(not_ready) {
-                tracing::info!(%daemon, why, "MPS daemon of claims not ready");
+            for (resource, readiness) in resources.replace(look.resources.clone()) {
+                self.log_resource(&resource, readiness);
             }
-            let is_settled = done.daemons.values().all(Result::is_ok) && done.exclusive.is_empty();
-            if !done.daemons.is_empty() || !done.exclusive.is_empty() {
-                pause = Some(if is_settled { POLL.1 } else { POLL.0 });
+            self.report(&snapshot, &look.resources, &mut ready).await?;
+            let mut pause = (!look.resources.is_empty()).then_some(POLL);
+            if let Some(done) = look.claims {
+                let not_ready = done.daemons.iter().filter_map(|(name, state)| Some((name, state.as_ref().err()?)));
+                for (daemon, why) in claims.replace(not_ready.map(|(name, why)| (name.clone(), why.clone()))) {
+                    tracing::info!(%daemon, why, "MPS daemon of claims not ready");
+                }
+                let is_settled = done.daemons.values().all(Result::is_ok) && done.exclusive.is_empty();
+                if !done.daemons.is_empty() || !done.exclusive.is_empty() {
+                    pause = Some(if is_settled { POLL } else { CLAIM_POLL });
+                }
+                self.served.send_replace(Some(done));
             }
-            served.send_replace(Some(done));
+            tokio::select! {
+                changed = self.snapshots.changed() => if changed.is_err() { return Ok(()) },
+                changed = self.orders.changed() => if changed.is_err() { return Ok(()) },
+                changed = self.files.changed() => if changed.is_err() { return Ok(()) },
+                () = tokio::time::sleep(pause.unwrap_or_default()), if pause.is_some() => {}
+            }
         }
-        tokio::select! {
-            changed = snapshots.changed() => if changed.is_err() { return Ok(()) },
-            changed = orders.changed() => if changed.is_err() { return Ok(()) },
-            () = tokio::time::sleep(pause.unwrap_or_default()), if pause.is_some() => {}
+    }
+
+    fn log_resource(&self, resource: &ResourceName, readiness: Result<(), NotReady>) {
+        let Err(why) = readiness else {
+            tracing::info!(%resource, "MPS daemon ready, offering the resource");
+            return;
+        };
+        let why = why.to_string();
+        tracing::warn!(%resource, why, "MPS daemon not ready, not offering the resource");
+        self.idle.send_replace(Idle::Waiting(format!("{resource}: its MPS control daemon is not ready: {why}")));
+    }
+
+    /// Reports the resources whose control daemon is ready, where they changed.
+    async fn report(
+        &self,
+        snapshot: &NodeState,
+        looked: &BTreeMap<ResourceName, Result<(), NotReady>>,
+        ready: &mut BTreeMap<ResourceName, MpsShare>,
+    ) -> Result<()> {
+        let mut shares = snapshot.mps_shares().clone();
+        shares.retain(|resource, _| looked.get(resource) == Some(&Ok(())));
+        if shares != *ready {
+            ready.clone_from(&shares);
+            self.events.send(Event::MpsReady(shares)).await.context("no task takes events any more")?;
         }
+        Ok(())
     }
 }
 
@@ -103,36 +169,102 @@ impl Turns {
     }
 }
 
-fn carry_out(layout: &Layout, snapshot: &NodeState, wanted: MpsOrders, turns: &mut Turns) -> MpsServed {
-    let MpsOrders { revision, mut daemons, claims, keeps_others, lock: _lock } = wanted;
-    if keeps_others {
-        let before = Orders::read(layout).unwrap_or_default().daemons.into_iter();
-        let others = before.filter(|(_, order)| !daemons.values().any(|wanted| wanted.overlaps(order)));
+/// Writes the orders, if this process may, and looks which daemons serve.
+fn look(
+    layout: &Layout,
+    snapshot: &NodeState,
+    orders: Option<MpsOrders>,
+    right: Option<Right>,
+    turns: &mut Turns,
+) -> Look {
+    // Before the GPUs are seen, the file of the last process stays.
+    if snapshot.topology().gpus().is_empty() {
+        return Look { resources: BTreeMap::new(), claims: None, trouble: None };
+    }
+    let mut resources = BTreeMap::new();
+    let limits = |(name, share): (&ResourceName, &MpsShare)| match layout.check(name) {
+        Ok(()) => Some((name.clone(), Limits::of(share))),
+        Err(error) => {
+            resources.insert(name.clone(), Err(error.into()));
+            None
+        }
+    };
+    let shared: BTreeMap<ResourceName, Limits> = snapshot.mps_shares().iter().filter_map(limits).collect();
+    let before = || Orders::read(layout).unwrap_or_default().daemons;
+    let is_known = orders.is_some();
+    let MpsOrders { revision, mut daemons, claims, keeps_others, lock: _lock } = orders.unwrap_or_default();
+    if keeps_others || !is_known {
+        let others = before().into_iter().filter(|(_, order)| !daemons.values().any(|wanted| wanted.overlaps(order)));
         daemons.extend(others.collect::<Vec<_>>());
     }
-    let waits = turns.take_out(&mut daemons, claims, |name| keeps_own_shm(layout, name));
+    let waits =
+        if is_known { turns.take_out(&mut daemons, claims, |name| keeps_own_shm(layout, name)) } else { Vec::new() };
     let is_dra = |gpu: &linkwise_core::topology::GpuUuid| snapshot.is_with_dra(gpu);
     let gpus: BTreeSet<_> = snapshot.topology().gpus().iter().map(|gpu| gpu.uuid.clone()).filter(is_dra).collect();
-    let orders = Orders { gpus, daemons };
-    let written = orders.write(layout);
+    let orders = Orders { gpus, daemons, resources: shared };
+    let written = right.map_or(Ok(()), |_right| orders.write(layout));
     let trouble = written.err().map(|error| {
         format!("cannot write orders for MPS control daemons to {}: {error}", layout.orders_folder().display())
     });
+    resources.extend(orders.resources.iter().map(|(name, limits)| (name.clone(), readiness(layout, name, limits))));
     let ready = |(name, limits): (ResourceName, Limits)| {
         let ready = shm_of_ready(layout, &name, &limits).map_err(|why| why.to_string());
         (name, ready)
     };
     let waits =
         waits.into_iter().map(|name| (name, Err("the daemon of the claim before has not ended yet".to_owned())));
-    let daemons: BTreeMap<_, _> = orders.limits().into_iter().map(ready).chain(waits).collect();
+    let daemons: BTreeMap<_, _> = orders.of_claims().map(ready).chain(waits).collect();
     // This is read after the markers: a daemon that serves has its GPUs on record.
     let exclusive = exclusive_gpus(layout).unwrap_or_default().intersection(&orders.gpus).cloned().collect();
-    MpsServed { revision, trouble, daemons, exclusive }
+    let trouble_of_claims = trouble.clone();
+    let is_asked = !daemons.is_empty() || !orders.resources.is_empty();
+    let claims = is_known.then_some(MpsServed { revision, trouble: trouble_of_claims, daemons, exclusive });
+    Look { resources, claims, trouble: trouble.filter(|_| is_asked) }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use linkwise_core::claims::MpsOrderGpu;
+    use linkwise_core::state::{ResourcePlan, SharedResource, Sharing, SharingKind};
+    use linkwise_host::machines;
+
+    #[test]
+    fn only_the_serving_process_writes_orders() {
+        let folder = tempfile::tempdir().unwrap();
+        let layout = Layout::new(folder.path());
+        let shared = SharedResource::new(ResourceName::gpu(), 4);
+        let plan = ResourcePlan { sharing: Some(Sharing::new(SharingKind::Mps, vec![shared])), ..Default::default() };
+        let machine = machines::load("dgx1-v100").unwrap().observed;
+        let mut state = NodeState::default();
+        let look = |state: &NodeState, orders: Option<MpsOrders>, right: Option<Right>| {
+            look(&layout, state, orders, right, &mut Turns::default()).trouble
+        };
+        let written = || Orders::read(&layout).unwrap();
+        // The GPUs are unknown: the orders of the last process stay.
+        let gpus = vec![MpsOrderGpu { gpu: machine.gpus[0].uuid.clone(), mib: None }];
+        let of_claim = MpsOrder { gpus, thread_percentage: 50, exclusive: true };
+        let before = Orders { daemons: [(of_claim.name().unwrap(), of_claim)].into(), ..Orders::default() };
+        before.write(&layout).unwrap();
+        for event in [Event::Planned(Box::new(plan)), Event::Observed(Box::new(machine))] {
+            assert_eq!(look(&state, Some(MpsOrders::default()), Some(Right::default())), None);
+            assert_eq!(written(), before);
+            state = state.apply(event, Duration::ZERO).0;
+        }
+        // A standby writes nothing.
+        assert_eq!(look(&state, Some(MpsOrders::default()), None), None);
+        assert_eq!(written(), before);
+        // The orders of claims stay until their checkpoints are read.
+        assert_eq!(look(&state, None, Some(Right::default())), None);
+        assert_eq!((written().daemons, written().resources.len()), (before.daemons.clone(), 1));
+        assert_eq!(look(&state, Some(MpsOrders::default()), Some(Right::default())), None);
+        let limits = written().resources.remove(&ResourceName::gpu()).unwrap();
+        assert_eq!((limits.thread_percentage, limits.memory.len(), written().daemons.len()), (25, 8, 0));
+        // Without an MPS root the cause is told.
+        let nowhere = Layout::new(folder.path().join("nowhere"));
+        let told = super::look(&nowhere, &state, None, Some(Right::default()), &mut Turns::default()).trouble.unwrap();
+        assert!(told.ends_with("the MPS root is not mounted"), "{told}");
+    }
 
     fn name(text: &str) -> ResourceName {
         format!("dra.linkwise.dev/{text}").parse().unwrap()

@@ -2,7 +2,7 @@
 //!
 //! An adapter with two sides that meet in the MPS root, a folder of the host that both have mounted. `supervise` keeps
 //! one nvidia-cuda-mps-control running for each resource, and for GPUs of claims, as [`Orders`] tell it (`linkwise
-//! mps-control-daemon`, which has the privileges for this). [`readiness`] is the plugin's side, which starts no process
+//! mps-control-daemon`, which has the privileges for this and reads no configuration). [`readiness`] is the plugin's side, which starts no process
 //! and asks no driver. `publish::injection` decides what a container gets. docs/mps.md describes the whole. Called by
 //! the program; this module never spawns a task, and never touches a GPU that its resources do not name.
 

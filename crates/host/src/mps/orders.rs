@@ -1,9 +1,9 @@
-//! Orders: the control daemons that the DRA plugin wants for prepared claims, in one file under the MPS root.
+//! Orders: the control daemons that the plugin wants for shared resources and for prepared claims, in one file under
+//! the MPS root.
 //!
-//! The plugin (`linkwise run`) derives the file from the claims' checkpoints and writes it; `linkwise
-//! mps-control-daemon` follows it. The file also names the GPUs that DRA has, which no resource of the device plugin
-//! shares any more: only the plugin knows when a GPU has changed its door. The file is written whole, and its earlier
-//! content does not count: the next plugin corrects everything that a killed one left behind.
+//! The plugin (`linkwise run`) derives the file from its configuration, its GPUs and the claims' checkpoints, and writes
+//! it; `linkwise mps-control-daemon` follows it and needs neither. The file is written whole, and its earlier content
+//! does not count: the next plugin corrects everything that a killed one left behind.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -29,10 +29,13 @@ const LONGEST: u64 = 256 << 10;
 /// The content of the file.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Orders {
-    /// The GPUs that DRA has.
+    /// The GPUs that DRA has. Only a `mps-control-daemon` that observes the GPUs itself, of an earlier version, reads
+    /// them.
     pub gpus: BTreeSet<GpuUuid>,
     /// The control daemons for claims, by their names under the MPS root.
     pub daemons: BTreeMap<ResourceName, MpsOrder>,
+    /// The limits of the resources that are shared by MPS.
+    pub resources: BTreeMap<ResourceName, Limits>,
 }
 
 #[derive(Serialize, Deserialize)]
@@ -41,6 +44,8 @@ struct File {
     version: u32,
     gpus: BTreeSet<GpuUuid>,
     daemons: Vec<MpsOrder>,
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    resources: BTreeMap<ResourceName, Limits>,
 }
 
 impl Orders {
@@ -55,7 +60,8 @@ impl Orders {
             return Err(io::Error::new(io::ErrorKind::NotFound, "the MPS root is not mounted"));
         }
         let daemons = self.daemons.values().cloned().collect();
-        let file = File { version: VERSION, gpus: self.gpus.clone(), daemons };
+        let (gpus, resources) = (self.gpus.clone(), self.resources.clone());
+        let file = File { version: VERSION, gpus, daemons, resources };
         files::write_if_changed(&path, &serde_json::to_vec_pretty(&file)?, 0o600).map(drop)
     }
 
@@ -67,11 +73,17 @@ impl Orders {
             bytes => bytes?,
         };
         let invalid = |why: &str| io::Error::new(io::ErrorKind::InvalidData, why.to_owned());
-        let File { version, gpus, daemons } = serde_json::from_slice(&bytes)?;
+        let File { version, gpus, daemons, resources } = serde_json::from_slice(&bytes)?;
         if version != VERSION {
             return Err(invalid(&format!("its version is {version}; this linkwise reads {VERSION}")));
         }
-        let mut orders = Self { gpus, ..Self::default() };
+        for (name, limits) in &resources {
+            layout.check(name).map_err(|error| invalid(&error.to_string()))?;
+            if limits.memory.is_empty() {
+                return Err(invalid(&format!("the order for {name} names no GPU")));
+            }
+        }
+        let mut orders = Self { gpus, resources, ..Self::default() };
         for order in daemons {
             let percent = order.thread_percentage;
             if !(1..=100).contains(&percent) {
@@ -92,9 +104,9 @@ impl Orders {
         Ok(orders)
     }
 
-    /// The limits of the daemons.
-    pub fn limits(&self) -> BTreeMap<ResourceName, Limits> {
-        self.daemons.iter().map(|(name, order)| (name.clone(), Limits::of_order(order))).collect()
+    /// The limits of the control daemons for claims.
+    pub fn of_claims(&self) -> impl Iterator<Item = (ResourceName, Limits)> {
+        self.daemons.iter().map(|(name, order)| (name.clone(), Limits::of_order(order)))
     }
 }
 

@@ -98,8 +98,8 @@ impl Release {
         }
     }
 
-    /// Follows the order that stands on this node, for ever.
-    pub(super) async fn follow_node(self) {
+    /// Follows the order that stands on this node, for ever; ends at once without a gate.
+    pub async fn follow_node(self) {
         let Some(gate) = self.gate.clone() else { return };
         let made = gate.clone();
         if let Ok(Err(error)) = spawn_blocking(move || made.prepare()).await {

@@ -1,0 +1,182 @@
+//! The options of the commands about a machine: `topology`, `allocate`, `snapshot`.
+
+use std::path::PathBuf;
+use std::str::FromStr;
+
+use clap::{Args, ValueEnum};
+use thiserror::Error;
+
+use super::{Format, word};
+use linkwise_core::allocation::AllocationPolicy;
+use linkwise_core::quote::quoted;
+use linkwise_core::state::GpuSelector;
+
+/// The default of [`HostArgs::nvml_memory_mib`]. Two agents that leak, one of which is to take over, fit with linkwise
+/// itself into 128 MiB, the container's limit in manifests and chart (docs/nvml.md has the sum).
+const AGENT_MEMORY_MIB: u64 = 48;
+
+/// The most that [`HostArgs::nvml_memory_mib`] can be, 1 TiB: no bound.
+const MOST_AGENT_MEMORY_MIB: u64 = 1 << 20;
+
+/// The driver and the host.
+#[derive(Clone, Debug, Args)]
+pub struct HostArgs {
+    /// The driver's NVML library, instead of libnvidia-ml.so.1 on the library path; or the root folder of a driver's
+    /// installation, which is searched at the usual places each time the library is loaded
+    #[arg(long, value_name = "PATH", env = "LINKWISE_NVML_LIBRARY")]
+    pub nvml_library: Option<PathBuf>,
+    /// How much memory that the kernel cannot take back the process that calls NVML may have, in MiB: with more it is
+    /// killed and replaced
+    #[arg(
+        long,
+        value_name = "N",
+        env = "LINKWISE_NVML_MEMORY_MIB",
+        default_value_t = AGENT_MEMORY_MIB,
+        value_parser = clap::value_parser!(u64).range(1..=MOST_AGENT_MEMORY_MIB)
+    )]
+    pub nvml_memory_mib: u64,
+    /// A file that gets a line for each call of NVML, for a report of a machine
+    #[arg(long, value_name = "FILE", env = "LINKWISE_NVML_CALLS", hide = true)]
+    pub nvml_calls: Option<PathBuf>,
+    /// The host's /sys
+    #[arg(long, value_name = "PATH", env = "LINKWISE_SYSFS", default_value = "/sys")]
+    pub sysfs: PathBuf,
+    /// The kernel's /proc; its driver/nvidia-caps has the numbers of MIG devices' nodes
+    #[arg(long, value_name = "PATH", env = "LINKWISE_PROCFS", default_value = "/proc", hide = true)]
+    pub procfs: PathBuf,
+}
+
+/// The machine of a command.
+#[derive(Clone, Debug, Args)]
+pub struct NodeArgs {
+    /// The machine: a built-in name (see `linkwise topology --list`), a node file (`linkwise snapshot` writes one), an
+    /// NCCL topology dump (NCCL_TOPO_DUMP_FILE) or a hwloc XML; by default this machine
+    #[arg(long, value_name = "NAME|FILE")]
+    pub node: Option<String>,
+    /// Take the host around the GPUs from a hwloc XML (lstopo host.xml) instead
+    #[arg(long = "host", value_name = "FILE")]
+    pub host_xml: Option<String>,
+    /// The driver and the host, used without --node.
+    #[command(flatten)]
+    pub host: HostArgs,
+}
+
+/// The form in which a machine is shown.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum TopologyFormat {
+    /// For people: tree and matrix.
+    Text,
+    /// For scripts.
+    Json,
+    /// A picture, for a browser.
+    Svg,
+    /// A topology file, for NCCL's NCCL_TOPO_FILE.
+    Nccl,
+}
+
+/// `linkwise topology`.
+#[derive(Clone, Debug, Args)]
+pub struct TopologyArgs {
+    /// The machine.
+    #[command(flatten)]
+    pub node: NodeArgs,
+    /// List the built-in machines, one per line, with the name first
+    #[arg(long, conflicts_with = "node")]
+    pub list: bool,
+    /// Text for people, JSON for scripts, a picture (svg, for a browser), or a topology file for NCCL
+    #[arg(long, default_value = "text")]
+    pub format: TopologyFormat,
+    /// GPUs in use, as indices or UUIDs with commas: pictures colour them, the text marks them; not for json and nccl
+    #[arg(long, value_name = "LIST", value_delimiter = ',', conflicts_with = "list", value_parser = gpu)]
+    pub allocated: Option<Vec<GpuSelector>>,
+}
+
+/// `linkwise allocate`.
+#[derive(Clone, Debug, Args)]
+pub struct AllocateArgs {
+    /// The machine.
+    #[command(flatten)]
+    pub node: NodeArgs,
+    /// How many GPUs; with --replicas, how many slots
+    #[arg(long, value_name = "N")]
+    pub size: usize,
+    /// The available GPUs, as indices or UUIDs with commas; by default all. With --replicas, slots as INDEX::SLOT or
+    /// UUID::SLOT, or GPUs with all their slots
+    #[arg(long, value_name = "LIST", value_delimiter = ',')]
+    pub available: Option<Vec<UnitName>>,
+    /// The GPUs that must be in the answer, as indices or UUIDs with commas; with --replicas, slots
+    #[arg(long, value_name = "LIST", value_delimiter = ',')]
+    pub must_include: Vec<UnitName>,
+    /// Share each GPU: choose among N slots of each (time-slicing, MPS), numbered from 0
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
+    pub replicas: Option<u16>,
+    /// The allocation policy: best-effort takes the best set (default), distributed the slots of the least used GPUs
+    /// (default with --replicas), packed those of the most used GPU. Of whole GPUs all three choose the best set
+    #[arg(long, value_name = "POLICY", value_parser = word::<AllocationPolicy>())]
+    pub policy: Option<AllocationPolicy>,
+    /// Explain the choice: its values beside the runner-up's and the idle machine's best set, the GPUs that stay free
+    /// and the best sets among those, the nearest NICs
+    #[arg(long)]
+    pub explain: bool,
+    /// Text for people or JSON for scripts
+    #[arg(long, default_value = "text")]
+    pub format: Format,
+}
+
+/// `linkwise snapshot`.
+#[derive(Clone, Debug, Args)]
+pub struct SnapshotArgs {
+    /// The machine; with --node FILE, another format is converted into a node file.
+    #[command(flatten)]
+    pub node: NodeArgs,
+    /// Write to this file instead of standard output, in one step
+    #[arg(long, short, value_name = "FILE")]
+    pub output: Option<PathBuf>,
+    /// Replace the file if there is one
+    #[arg(long, requires = "output")]
+    pub force: bool,
+    /// The machine's name; by default the host's name
+    #[arg(long, value_name = "NAME")]
+    pub name: Option<String>,
+    /// Replace what identifies this machine by made-up values: the UUIDs of GPUs and of the NVLink fabric, the host's
+    /// name. PCI addresses, models and NIC names stay
+    #[arg(long)]
+    pub redact: bool,
+}
+
+/// A GPU, or one slot of a shared GPU: `0`, `0::3`, `GPU-...`, `GPU-...::3`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct UnitName {
+    /// The GPU.
+    pub gpu: GpuSelector,
+    /// The slot, from 0; `None`: the whole GPU.
+    pub slot: Option<usize>,
+}
+
+/// The reason why a text does not name a GPU.
+#[derive(Debug, Error)]
+#[error("{} is neither a GPU index nor a GPU UUID", quoted(.0))]
+pub struct GpuNameError(String);
+
+/// One GPU by index, UUID or PCI address.
+pub(super) fn gpu(text: &str) -> Result<GpuSelector, GpuNameError> {
+    match GpuSelector::from(text.trim()) {
+        // A UUID that does not begin with GPU-: node files may have such.
+        GpuSelector::Model(_) => {
+            text.trim().parse().map(GpuSelector::Uuid).map_err(|_| GpuNameError(text.trim().to_owned()))
+        }
+        gpu => Ok(gpu),
+    }
+}
+
+impl FromStr for UnitName {
+    type Err = GpuNameError;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let slot = text.rsplit_once("::").and_then(|(gpu, slot)| Some((gpu, slot.trim().parse().ok()?)));
+        match slot {
+            Some((text, slot)) => Ok(Self { gpu: gpu(text)?, slot: Some(slot) }),
+            None => Ok(Self { gpu: gpu(text)?, slot: None }),
+        }
+    }
+}
