@@ -1,7 +1,6 @@
 //! The tests of the program and its neighbours, in one binary: each binary links the program anew.
 //!
-//! README.md says what each module holds. What needs programs built before, or minutes, is a target of its own: `image`
-//! and `soak`.
+//! README.md says what each module holds. What needs programs built before is a target of its own: `image`.
 
 #![allow(
     clippy::unwrap_used,
@@ -41,8 +40,6 @@ mod oracle;
 mod pictures;
 mod placement;
 mod rails;
-#[path = "soak/random.rs"]
-mod random;
 #[allow(dead_code, reason = "each module needs a part")]
 mod random_node;
 mod raw_dumps;
@@ -52,6 +49,7 @@ mod run;
 mod shared_oracle;
 mod sheets;
 mod snapshot;
+mod soak;
 mod topology_golden;
 mod topology_machines;
 mod topology_rules;

@@ -2,16 +2,13 @@
 
 #![allow(clippy::expect_used, clippy::unwrap_used, clippy::panic, reason = "a test may panic")]
 
-mod both_doors_soak;
 mod claims;
-mod claims_soak;
 mod config_manager;
 mod counters;
 mod doctor;
-mod dra_mig;
-mod dra_mps;
-mod dra_node;
-mod dra_soak;
+pub mod dra_mig;
+pub mod dra_mps;
+pub mod dra_node;
 mod events;
 mod fleet;
 mod gpu_cluster;
@@ -21,6 +18,6 @@ pub mod older;
 mod prometheus;
 mod slices;
 mod support;
-mod takeover;
+pub mod takeover;
 mod way_back;
 mod whole_node;

@@ -17,14 +17,12 @@ use tokio_util::sync::CancellationToken;
 
 use super::dra_mig;
 use super::dra_node::{DRIVER, Node};
-use crate::run::node::{Process, get, until};
-use crate::run::takeover::stage;
+use crate::run::node::{DGX1_V100, KUBELETS, Process, get, put_on_bus, until};
+use crate::upgrade::fleet::stage;
 
 /// Takeovers where every run has them, and in the long test.
 const FEW: usize = 3;
 const MANY: usize = 100;
-
-const KUBELETS: [Connections; 2] = [Connections::ByResource, Connections::BySocket];
 
 /// A kubelet's pace.
 const RECONCILE: Duration = Duration::from_secs(1);
@@ -184,21 +182,12 @@ fn quick(node: &Node) -> Command {
     command
 }
 
-/// Puts the GPUs of the machine on the PCI bus: a process that cannot ask the driver knows that there are some.
-fn put_on_bus(node: &Node) {
-    for bus in ["06", "07", "0a", "0b", "85", "86", "89", "8a"] {
-        let device = node.at("sys/bus/pci/devices").join(format!("0000:{bus}:00.0"));
-        std::fs::create_dir_all(&device).unwrap();
-        std::fs::write(device.join("vendor"), "0x10de\n").unwrap();
-        std::fs::write(device.join("class"), "0x030200\n").unwrap();
-    }
-}
-
 /// The new process prepares claims of GPUs that only the old one has seen.
 #[tokio::test]
 async fn takeover_without_a_driver_fails_no_claim() {
     let world = World { command: quick, ..World::of_gpus(KUBELETS[0], RECONCILE).await };
-    put_on_bus(&world.node);
+    // A process that cannot ask the driver knows that there are some.
+    DGX1_V100.iter().for_each(|pci| put_on_bus(&world.node.at("sys/bus"), pci));
     let (mut old, address) = world.start("pod-0").await;
     ready(address).await;
     world.node.is_registered(1).await;

@@ -5,7 +5,7 @@
 
 mod admission;
 mod connection;
-mod plugin;
+pub mod plugin;
 mod topology;
 
 use std::collections::BTreeSet;

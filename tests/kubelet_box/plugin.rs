@@ -1,6 +1,7 @@
 //! The smallest plugin: it says what a test tells it to say, and remembers what it was asked.
-//! Owned by these tests; it uses the wire types only, so that it cannot agree with linkwise's mistakes.
+//! It uses the wire types only, so that it cannot agree with linkwise's mistakes.
 
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::pin::Pin;
 use std::sync::{Arc, Mutex};
@@ -68,6 +69,10 @@ impl Drop for Plugin {
     }
 }
 
+fn healthy(id: &String) -> wire::Device {
+    wire::Device { id: id.clone(), health: wire::HEALTHY.into(), topology: None }
+}
+
 /// `"a b! c:0 d:0,1"`: ids, `!` for unhealthy, NUMA nodes after a colon.
 pub fn devices(list: &str) -> Vec<wire::Device> {
     let device = |word: &str| {
@@ -83,8 +88,17 @@ pub fn devices(list: &str) -> Vec<wire::Device> {
 impl Plugin {
     /// Serves a plugin with these devices on `<dir>/<endpoint>`.
     pub fn serve(dir: &Path, endpoint: &str, list: &str) -> Self {
+        Self::serve_devices(dir, endpoint, devices(list))
+    }
+
+    /// The same with ids that may hold colons; all are healthy.
+    pub fn serve_each(dir: &Path, endpoint: &str, ids: &[String]) -> Self {
+        Self::serve_devices(dir, endpoint, ids.iter().map(healthy).collect())
+    }
+
+    fn serve_devices(dir: &Path, endpoint: &str, devices: Vec<wire::Device>) -> Self {
         let shared = Arc::new(Shared {
-            devices: watch::Sender::new(Some(devices(list))),
+            devices: watch::Sender::new(Some(devices)),
             script: Mutex::default(),
             seen: Mutex::default(),
             called: Notify::new(),
@@ -129,6 +143,13 @@ impl Plugin {
     /// Ends all streams; the server goes on.
     pub fn end_streams(&self) {
         self.shared.devices.send_replace(None);
+    }
+
+    /// Stops the server, and ends all streams.
+    pub async fn end(mut self) {
+        self.server.abort();
+        self.end_streams();
+        let _ = (&mut self.server).await;
     }
 
     /// Waits until the kubelet follows no stream of this plugin.
@@ -248,8 +269,11 @@ impl wire::device_plugin_server::DevicePlugin for Service {
         if let Some(id) = script.allocate_fails.filter(|id| ids.contains(id)) {
             return Err(Status::failed_precondition(format!("{id} is out of order")));
         }
+        // A slot is its GPU, once.
+        let gpus: BTreeSet<&str> = ids.iter().filter_map(|id| id.split("::").next()).collect();
+        let visible = gpus.into_iter().collect::<Vec<_>>().join(",");
         let response = wire::ContainerAllocateResponse {
-            envs: [("IDS".to_owned(), ids.join(","))].into(),
+            envs: [("NVIDIA_VISIBLE_DEVICES".to_owned(), visible)].into(),
             mounts: vec![wire::Mount { container_path: "/m".into(), host_path: "/h".into(), read_only: true }],
             devices: vec![wire::DeviceSpec {
                 container_path: "/dev/x".into(),

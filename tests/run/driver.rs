@@ -56,16 +56,6 @@ async fn an_xid_of_a_programs_making_is_counted_and_changes_nothing() {
     unhealthy(&kubelet, &[7]).await;
 }
 
-#[tokio::test]
-async fn a_gpu_that_is_lost_is_taken_out() {
-    let (node, kubelet) = Setup::on("dgx1-v100").arg("--nvml-poll-ms=50").serve(8).await;
-    // Seen at the next poll of the GPUs.
-    node.setup.tell("lost 3");
-    unhealthy(&kubelet, &[3]).await;
-    node.metric("linkwise_devices{resource=\"nvidia.com/gpu\",health=\"healthy\"}", 7).await;
-    assert_eq!(admit(&kubelet, "seven", 7).await.unwrap().len(), 7);
-}
-
 /// The child is gone; admissions go on, a new child comes, and what was known stays known.
 async fn survives(node: &Node, kubelet: &KubeletBox, first: u32) {
     assert_eq!(admit(kubelet, "meanwhile", 2).await.unwrap().len(), 2);
@@ -77,19 +67,6 @@ async fn survives(node: &Node, kubelet: &KubeletBox, first: u32) {
     unhealthy(kubelet, &[1, 7]).await;
     assert_eq!(kubelet.state().resources[GPU].registrations, 1, "the kubelet noticed nothing");
     assert_eq!(kubelet.violations(), []);
-}
-
-#[tokio::test]
-async fn a_killed_nvml_process_is_replaced_and_nobody_notices() {
-    let (node, kubelet) = Setup::on("dgx1-v100").serve(8).await;
-    node.setup.tell("xid 1 79");
-    unhealthy(&kubelet, &[1]).await;
-    let first = node.agent(&[]).await;
-    node.metric(STARTS, 1).await;
-    signal("KILL", first);
-    node.process.said("SIGKILL").await;
-    node.metric(UP, 0).await;
-    survives(&node, &kubelet, first).await;
 }
 
 #[tokio::test]
@@ -106,28 +83,6 @@ async fn the_nvml_process_starts_again_after_the_binary_was_replaced() {
     let first = node.agent(&[]).await;
     signal("KILL", first);
     survives(&node, &kubelet, first).await;
-}
-
-#[tokio::test]
-async fn a_library_that_crashes_costs_its_process_only() {
-    let (node, kubelet) = Setup::on("dgx1-v100").serve(8).await;
-    node.setup.tell("xid 1 79");
-    unhealthy(&kubelet, &[1]).await;
-    let first = node.agent(&[]).await;
-    node.setup.tell("crash");
-    node.process.said("SIGABRT").await;
-    survives(&node, &kubelet, first).await;
-}
-
-#[tokio::test]
-async fn admissions_do_not_wait_for_a_library_that_hangs() {
-    let (node, kubelet) = Setup::on("dgx1-v100").serve(8).await;
-    node.setup.tell("hang nvmlDeviceGetTemperature");
-    node.setup.tell("hang nvmlEventSetWait_v2");
-    for (pod, size) in [("a", 4), ("b", 2), ("c", 2)] {
-        assert_eq!(admit(&kubelet, pod, size).await.unwrap().len(), usize::try_from(size).unwrap());
-    }
-    assert!(node.agent(&[]).await > 0);
 }
 
 #[tokio::test]

@@ -125,18 +125,6 @@ async fn recovery_action_and_links_end_with_their_cause() {
     registered(&kubelet, 1, 8).await;
 }
 
-#[tokio::test]
-async fn gpu_that_crashed_agents_returns_once_it_does_not() {
-    let (node, kubelet) = quick().serve(8).await;
-    node.setup.tell("crash 5 nvmlDeviceGetTemperature");
-    unhealthy(&kubelet, &[5]).await;
-    reason(&node, 5, "quarantined").await;
-    // The journal is what the next process begins with.
-    until(async || node.setup.try_tell("uncrash 5 nvmlDeviceGetTemperature")).await;
-    registered(&kubelet, 1, 8).await;
-    assert_eq!(kubelet.violations(), []);
-}
-
 /// One lost GPU ends the wait for all: the next agent registers the others, and the one after it all.
 #[tokio::test]
 async fn lost_gpu_leaves_the_others_events() {

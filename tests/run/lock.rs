@@ -6,10 +6,8 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use linkwise_kubelet_box::{Connections, Pod};
-
-use super::node::{GPU, Process, Setup, get, registered, until};
-use super::takeover::{kubelet, machine, of_pod, stage};
+use super::node::{GPU, KUBELETS, Process, Setup, get, machine, registered, until};
+use crate::upgrade::fleet::{GPUS, World, stage};
 
 /// The longest owner that is read: a pipe that gives so much has answered.
 const LONGEST: usize = 1 << 16;
@@ -43,38 +41,39 @@ async fn is_unready(process: &Process) {
 
 #[tokio::test]
 async fn hung_disk_is_waited_for_and_makes_no_second_owner() {
-    let setup = machine();
-    let pipe = hang(&state_folder(&setup));
-    let kubelet = kubelet(&setup, Connections::ByResource);
-    let first = of_pod(&setup, "first", &[]);
+    let world = World::new(KUBELETS[0]);
+    let pipe = hang(&state_folder(&world.setup));
+    let kubelet = &world.kubelet;
+    let first = world.spawn("first");
     first.said("the state folder does not answer").await;
     is_unready(&first).await;
     assert!(!kubelet.state().resources.contains_key(GPU), "serves, and another might");
     answer(&pipe);
     stage(&first, "Owning").await;
-    registered(&kubelet, 1, 8).await;
+    registered(kubelet, 1, GPUS.len()).await;
     // The next one learns as late that the lock is held, and takes over.
-    let second = of_pod(&setup, "second", &[]);
+    let second = world.spawn("second");
     second.said("the state folder does not answer").await;
     is_unready(&second).await;
     answer(&pipe);
     second.said("another linkwise serves this node: standing by").await;
     answer(&pipe);
     first.said("another linkwise has taken over this node").await;
-    kubelet.admit(&Pod::single("after", GPU, 1), None).await.unwrap();
+    world.admit("after").await.unwrap();
 }
 
 #[tokio::test]
 async fn owner_that_could_have_no_lock_takes_it_later() {
-    let setup = machine();
+    let setup = Setup::with(&machine(&GPUS));
     let folder = state_folder(&setup);
     // No folder can be made here.
     std::fs::create_dir_all(folder.parent().unwrap()).unwrap();
     File::create(&folder).unwrap();
-    let kubelet = kubelet(&setup, Connections::ByResource);
-    let first = of_pod(&setup, "first", &[]);
+    let world = World::of(setup, KUBELETS[0]);
+    let kubelet = &world.kubelet;
+    let first = world.spawn("first");
     first.said("no lock can be had").await;
-    registered(&kubelet, 1, 8).await;
+    registered(kubelet, 1, GPUS.len()).await;
     // Now it can, and another process has the lock.
     let other = folder.with_file_name("other");
     std::fs::create_dir(&other).unwrap();
@@ -87,8 +86,8 @@ async fn owner_that_could_have_no_lock_takes_it_later() {
     kubelet.wait(|state| state.resources[GPU].open_streams == 0).await.unwrap();
     // The other one ends.
     drop(lock);
-    registered(&kubelet, 2, 8).await;
-    let second = of_pod(&setup, "second", &[]);
+    registered(kubelet, 2, GPUS.len()).await;
+    let second = world.spawn("second");
     first.said("another linkwise has taken over this node").await;
     drop(second);
 }

@@ -8,7 +8,7 @@ use std::process::{ExitStatus, Stdio};
 use std::time::Duration;
 
 use fake_nvml::Control;
-use linkwise_kubelet_box::{KubeletBox, Options, ResourceState};
+use linkwise_kubelet_box::{Connections, KubeletBox, Options, ResourceState};
 use serde_json::Value;
 use tempfile::TempDir;
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
@@ -24,6 +24,21 @@ pub const LIMIT: Duration = Duration::from_secs(60);
 
 /// How often a state is polled that makes no event.
 const ASK_AGAIN: Duration = Duration::from_millis(10);
+
+/// The kinds of kubelets: up to 1.36, from 1.37.
+pub const KUBELETS: [Connections; 2] = [Connections::ByResource, Connections::BySocket];
+
+/// The GPUs of dgx1-v100 on the PCI bus.
+pub const DGX1_V100: [&str; 8] = [
+    "0000:06:00.0",
+    "0000:07:00.0",
+    "0000:0a:00.0",
+    "0000:0b:00.0",
+    "0000:85:00.0",
+    "0000:86:00.0",
+    "0000:89:00.0",
+    "0000:8a:00.0",
+];
 
 /// A machine before linkwise starts on it.
 pub struct Setup {
@@ -105,21 +120,12 @@ impl Setup {
 
     /// A GPU on the PCI bus, as the kernel lists it.
     pub fn on_bus(&self, pci: &str) {
-        self.on_bus_at("sys/bus", pci);
-    }
-
-    fn on_bus_at(&self, bus: &str, pci: &str) {
-        let device = self.at(bus).join("pci/devices").join(pci);
-        std::fs::create_dir_all(&device).unwrap();
-        std::fs::write(device.join("vendor"), "0x10de\n").unwrap();
-        std::fs::write(device.join("class"), "0x030200\n").unwrap();
+        put_on_bus(&self.at("sys/bus"), pci);
     }
 
     /// All GPUs of dgx1-v100 on the PCI bus: one that is missing there is unhealthy.
     pub fn all_on_bus(&self) {
-        for bus in ["06", "07", "0a", "0b", "85", "86", "89", "8a"] {
-            self.on_bus_at("bus", &format!("0000:{bus}:00.0"));
-        }
+        DGX1_V100.iter().for_each(|pci| put_on_bus(&self.at("bus"), pci));
         // In one step: a reader sees none of them or all.
         std::fs::create_dir_all(self.at("sys")).unwrap();
         std::fs::rename(self.at("bus"), self.at("sys/bus")).unwrap();
@@ -253,6 +259,14 @@ pub async fn registered(kubelet: &KubeletBox, times: u64, gpus: usize) -> Resour
     kubelet.wait(|state| wanted(&state.resources[GPU])).await.unwrap().resources[GPU].clone()
 }
 
+/// Puts a GPU in a folder like /sys/bus.
+pub fn put_on_bus(bus: &Path, pci: &str) {
+    let device = bus.join("pci/devices").join(pci);
+    std::fs::create_dir_all(&device).unwrap();
+    std::fs::write(device.join("vendor"), "0x10de\n").unwrap();
+    std::fs::write(device.join("class"), "0x030200\n").unwrap();
+}
+
 #[derive(Default)]
 struct Log {
     lines: Vec<String>,
@@ -357,8 +371,13 @@ pub struct Answer {
     pub body: String,
 }
 
-/// The text of `GET path` at an address.
+/// The text of `GET path` at an address that answers.
 pub async fn get(address: SocketAddr, path: &str) -> Answer {
+    try_get(address, path).await.unwrap()
+}
+
+/// The text of `GET path` at an address.
+pub async fn try_get(address: SocketAddr, path: &str) -> std::io::Result<Answer> {
     let exchange = async {
         let mut stream = TcpStream::connect(address).await?;
         let request = format!("GET {path} HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n\r\n");
@@ -367,10 +386,10 @@ pub async fn get(address: SocketAddr, path: &str) -> Answer {
         stream.read_to_string(&mut text).await?;
         std::io::Result::Ok(text)
     };
-    let text = timeout(LIMIT, exchange).await.expect("an answer in time").unwrap();
-    let (head, body) = text.split_once("\r\n\r\n").unwrap();
+    let text = timeout(LIMIT, exchange).await.expect("an answer in time")?;
+    let (head, body) = text.split_once("\r\n\r\n").ok_or(std::io::ErrorKind::UnexpectedEof)?;
     let status = head.split(' ').nth(1).unwrap().parse().unwrap();
-    Answer { status, head: head.to_ascii_lowercase(), body: body.to_owned() }
+    Ok(Answer { status, head: head.to_ascii_lowercase(), body: body.to_owned() })
 }
 
 impl Node {

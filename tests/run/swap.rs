@@ -48,7 +48,7 @@ async fn untouched(kubelet: &KubeletBox, pods: &Pods) {
 async fn swapped(setup: Setup, ids: Vec<String>) {
     let kubelet = setup.kubelet();
     let (folder, all) = (folder(&setup), ids.len());
-    let before = Predecessor::start(&folder, GPU, ids.clone()).await;
+    let before = Predecessor::start(&folder, &ids).await;
     registered(&kubelet, 1, all).await;
     let mut pods = Pods::new();
     pods.insert("first", allocation(&kubelet, "first", GPU, 2).await);
@@ -86,7 +86,7 @@ async fn swapped(setup: Setup, ids: Vec<String>) {
     assert!(process.ended().await.0.success());
     kubelet.wait(|state| state.resources[GPU].open_streams == 0).await.unwrap();
     assert!(node.setup.sockets().is_empty());
-    let after = Predecessor::start(&folder, GPU, ids).await;
+    let after = Predecessor::start(&folder, &ids).await;
     registered(&kubelet, 4, all).await;
     untouched(&kubelet, &pods).await;
     pods.insert("fifth", allocation(&kubelet, "fifth", GPU, 1).await);

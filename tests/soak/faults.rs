@@ -1,14 +1,12 @@
-//! The faults: what each does, when it has been noticed, what ends it.
+//! The faults: what each hits, how it begins and is noticed, what ends it.
 
-use std::time::Instant;
+use linkwise_api_server_box::{Answer, Fault as Refused};
+use linkwise_kubelet_box::Fault as BoxFault;
 
-use linkwise_kubelet_box::{Fault as BoxFault, Restart, State};
-use tokio::task::JoinSet;
-
-use crate::RECOVERY;
-use crate::node::{GPU, signal, until};
-use crate::random::Random;
-use crate::world::{GPUS, World, uuid};
+use super::ledger::SHARES;
+use super::world::{GPUS, Hits, MIG, SHARED, Soak};
+use crate::cluster::dra_mps;
+use crate::run::node::{GPU, signal};
 
 /// How a temperature is asked for: the call that every round makes of every GPU.
 const CALL: &str = "nvmlDeviceGetTemperature";
@@ -17,7 +15,10 @@ const LINKS: u32 = 12;
 
 /// One kind of fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Fault {
+pub enum Fault {
+    Rollout,
+    Kill,
+    ProcessStopped,
     KubeletRestarts,
     NodeRestarts,
     KubeletGone,
@@ -26,133 +27,149 @@ enum Fault {
     RegisterRefused,
     RegisterHangs,
     NobodyDialsBack,
-    PluginStopped,
-    PluginKilled,
-    ChildKilled,
-    ChildStopped,
+    DoorChanges,
+    SharingChanges,
+    ApiServerAway,
+    ApiServerRefuses,
+    SlicesWiped,
+    MpsKilled,
+    AgentKilled,
+    AgentStopped,
     CallHangs,
     CallHoldsTheLock,
     CallCrashes,
     InitFails,
+    DriverReleased,
     GpuLost,
+    GpuRemoved,
+    LinksDown,
     XidStorm,
     XidUntilRecovery,
     XidUntilCleared,
-    LinksDown,
-    GpuRemoved,
-    MigChanged,
-    GpusShared,
-    DriverReleased,
 }
 
 use Fault::{
-    CallCrashes, CallHangs, CallHoldsTheLock, ChildKilled, ChildStopped, DriverReleased, GpuLost, GpuRemoved,
-    GpusShared, InitFails, KubeletGone, KubeletRestarts, LinksDown, MigChanged, NobodyDialsBack, NodeRestarts,
-    PluginKilled, PluginStopped, RegisterHangs, RegisterRefused, SocketDeleted, StreamCut, XidStorm, XidUntilCleared,
-    XidUntilRecovery,
+    AgentKilled, AgentStopped, ApiServerAway, ApiServerRefuses, CallCrashes, CallHangs, CallHoldsTheLock, DoorChanges,
+    DriverReleased, GpuLost, GpuRemoved, InitFails, Kill, KubeletGone, KubeletRestarts, LinksDown, MpsKilled,
+    NobodyDialsBack, NodeRestarts, ProcessStopped, RegisterHangs, RegisterRefused, Rollout, SharingChanges,
+    SlicesWiped, SocketDeleted, StreamCut, XidStorm, XidUntilCleared, XidUntilRecovery,
 };
 
-/// Those that keep kubelet and plugin from each other.
-const BETWEEN: [Fault; 10] = [
-    KubeletRestarts,
-    NodeRestarts,
-    KubeletGone,
-    SocketDeleted,
-    StreamCut,
-    RegisterRefused,
-    RegisterHangs,
-    NobodyDialsBack,
-    PluginStopped,
-    PluginKilled,
-];
-/// Those that no admission may notice.
-const BEHIND: [Fault; 15] = [
-    ChildKilled,
-    ChildStopped,
-    CallHangs,
-    CallHoldsTheLock,
-    CallCrashes,
-    InitFails,
-    GpuLost,
-    XidStorm,
-    XidUntilRecovery,
-    XidUntilCleared,
-    LinksDown,
-    GpuRemoved,
-    MigChanged,
-    GpusShared,
-    DriverReleased,
-];
+/// The faults between a kubelet and the device plugin.
+const BETWEEN: [Fault; 5] = [SocketDeleted, StreamCut, RegisterRefused, RegisterHangs, NobodyDialsBack];
 
 impl Fault {
-    fn name(self) -> &'static str {
+    /// Rollouts and changes of doors are many.
+    pub const ALL: [Self; 34] = [
+        Rollout,
+        Rollout,
+        Rollout,
+        Kill,
+        ProcessStopped,
+        KubeletRestarts,
+        NodeRestarts,
+        KubeletGone,
+        SocketDeleted,
+        StreamCut,
+        RegisterRefused,
+        RegisterHangs,
+        NobodyDialsBack,
+        DoorChanges,
+        DoorChanges,
+        DoorChanges,
+        SharingChanges,
+        ApiServerAway,
+        ApiServerRefuses,
+        SlicesWiped,
+        MpsKilled,
+        AgentKilled,
+        AgentStopped,
+        CallHangs,
+        CallHoldsTheLock,
+        CallCrashes,
+        InitFails,
+        DriverReleased,
+        GpuLost,
+        GpuRemoved,
+        LinksDown,
+        XidStorm,
+        XidUntilRecovery,
+        XidUntilCleared,
+    ];
+
+    /// The calls of the kubelet that may fail meanwhile.
+    pub fn hits(self) -> Hits {
         match self {
-            KubeletRestarts => "kubelet restarts",
-            NodeRestarts => "kubelet restarts, no container left",
-            KubeletGone => "kubelet gone for a while",
-            SocketDeleted => "our socket deleted",
-            StreamCut => "stream cut",
-            RegisterRefused => "Register refused",
-            RegisterHangs => "Register hangs",
-            NobodyDialsBack => "Register answers, nobody dials back",
-            PluginStopped => "plugin SIGSTOP, SIGCONT",
-            PluginKilled => "plugin kill -9, started again",
-            ChildKilled => "NVML child SIGKILL",
-            ChildStopped => "NVML child SIGSTOP",
-            CallHangs => "an NVML call hangs",
-            CallHoldsTheLock => "an NVML call hangs with the lock",
-            CallCrashes => "an NVML call crashes for one GPU",
-            InitFails => "nvmlInit fails for a while",
-            GpuLost => "GPU lost, and back",
-            XidStorm => "application XIDs, 5,000 at once",
-            XidUntilRecovery => "fatal XID, ended by the recovery action",
-            XidUntilCleared => "fatal XID, ended by an operator's clear",
-            LinksDown => "NVLinks down, and up",
-            GpuRemoved => "GPU removed, and added",
-            MigChanged => "MIG layout changed, and back",
-            GpusShared => "time-slicing on, and off",
-            DriverReleased => "driver released, and resumed",
+            Rollout | SlicesWiped | SharingChanges => Hits::Nothing,
+            Kill | ProcessStopped | KubeletRestarts | NodeRestarts | KubeletGone | DoorChanges => Hits::All,
+            between if BETWEEN.contains(&between) => Hits::All,
+            _ => Hits::Claims,
         }
     }
 
-    fn is_between(self) -> bool {
-        BETWEEN.contains(&self)
+    /// True if it can come at this door.
+    pub fn fits(self, is_dra: bool) -> bool {
+        match self {
+            SharingChanges => !is_dra,
+            ApiServerAway | ApiServerRefuses | SlicesWiped | MpsKilled => is_dra,
+            between => !(is_dra && BETWEEN.contains(&between)),
+        }
     }
 
-    /// Whether it is over only when it is ended; the others are over as soon as they have happened.
-    fn lasts(self) -> bool {
-        let moments =
-            [KubeletRestarts, NodeRestarts, SocketDeleted, StreamCut, PluginKilled, ChildKilled, ChildStopped];
-        !moments.contains(&self) && self != XidStorm
+    /// The faults that may come while this one lasts.
+    pub fn beside(self) -> &'static [Self] {
+        match self {
+            DoorChanges => &[Kill, KubeletRestarts],
+            GpuLost => &[Rollout, Kill, KubeletRestarts, NodeRestarts],
+            ApiServerAway | CallHangs | CallHoldsTheLock | CallCrashes | InitFails | GpuRemoved | LinksDown
+            | XidUntilRecovery => {
+                &[Kill, ProcessStopped, KubeletRestarts, NodeRestarts, KubeletGone, StreamCut, RegisterHangs]
+            }
+            _ => &[],
+        }
+    }
+
+    /// True if it makes one GPU ill.
+    pub fn is_of_a_gpu(self) -> bool {
+        [CallCrashes, GpuLost, GpuRemoved, LinksDown, XidUntilRecovery, XidUntilCleared].contains(&self)
     }
 
     /// Lets it happen. Alone, it is waited for until it was noticed; beside another one it lasts as long as chance says.
     /// A kubelet that the end of an older stream made forget its connection, as kubelets up to 1.36 do, cannot cut it.
-    async fn begin(self, world: &mut World, gpu: u32, alone: bool) {
-        let (id, kubelet) = (uuid(gpu), std::sync::Arc::clone(&world.kubelet));
-        let registrations = world.state().resources[GPU].registrations;
+    pub async fn begin(self, soak: &mut Soak, gpu: u32, alone: bool) {
+        let world = std::sync::Arc::clone(&soak.world);
+        let (kubelet, server) = (&world.node.kubelet, &world.node.cluster.server);
+        let registrations = kubelet.state().resources[GPU].registrations;
+        let registered = async || {
+            kubelet.wait(|state| state.resources[GPU].registrations > registrations).await.unwrap();
+        };
         match self {
-            KubeletRestarts => kubelet.restart(Restart::Kubelet).await.unwrap(),
-            NodeRestarts => kubelet.restart(Restart::Node).await.unwrap(),
-            KubeletGone => kubelet.stop().await.unwrap(),
+            Rollout => soak.rollout().await,
+            Kill => soak.kill().await,
+            ProcessStopped => soak.process.signal("STOP"),
+            KubeletRestarts => {
+                soak.stop_kubelet().await;
+                soak.start_kubelet();
+            }
+            NodeRestarts => soak.reboot().await,
+            KubeletGone => soak.stop_kubelet().await,
             SocketDeleted => {
-                for socket in world.node.setup.sockets() {
+                for socket in soak.sockets() {
                     // The plugin may take it away at this very moment.
                     let _ = std::fs::remove_file(socket);
                 }
                 if alone {
-                    kubelet.wait(|state| state.resources[GPU].registrations > registrations).await.unwrap();
+                    registered().await;
                 }
             }
             StreamCut => {
                 if kubelet.disconnect(GPU) && alone {
-                    kubelet.wait(|state| state.resources[GPU].registrations > registrations).await.unwrap();
+                    registered().await;
                 }
             }
             RegisterRefused => {
-                let refused = world.state().refused;
-                let message = "not now".to_owned();
-                kubelet.set_fault(BoxFault::Refuse { code: tonic::Code::Unavailable, message });
+                let refused = kubelet.state().refused;
+                kubelet.set_fault(BoxFault::Refuse { code: tonic::Code::Unavailable, message: "not now".to_owned() });
                 if kubelet.disconnect(GPU) && alone {
                     kubelet.wait(|state| state.refused > refused).await.unwrap();
                 }
@@ -167,205 +184,173 @@ impl Fault {
                 kubelet.set_fault(BoxFault::AnswerWithoutDial);
                 kubelet.disconnect(GPU);
             }
-            PluginStopped => world.node.process.signal("STOP"),
-            PluginKilled => world.replace().await,
-            ChildKilled | ChildStopped => {
-                let child = world.child();
-                if let Some(child) = child {
-                    // It may have ended by itself where another fault is at work.
-                    let word = if self == ChildKilled { "KILL" } else { "STOP" };
-                    let _ = std::panic::catch_unwind(|| signal(word, child));
-                }
-                if alone {
-                    gone(world, child).await;
+            DoorChanges => world.change_door(),
+            SharingChanges => {
+                world.share(false);
+                let whole = |id: &String| super::world::gpu_of(id) == SHARED && !id.contains("::");
+                kubelet.wait(|state| state.resources[GPU].healthy.iter().any(whole)).await.unwrap();
+            }
+            ApiServerAway => {
+                world.set_away(true);
+                server.go_away().await;
+            }
+            ApiServerRefuses => {
+                for (method, path) in [("GET", "resourceclaims"), ("PUT", "resourceslices"), ("POST", "resourceslices")]
+                {
+                    let code = soak.random.of(&[409, 429, 500, 503]);
+                    server.fail(Refused::of(method, path, 1, Answer::Refusal(code, "not now", None)));
                 }
             }
+            SlicesWiped => server.wipe_slices("n", None),
+            MpsKilled => {
+                soak.end_daemons().await;
+                soak.daemons = Some(dra_mps::daemons(&world.node));
+            }
+            AgentKilled | AgentStopped => {
+                let agent = soak.agent();
+                if let Some(agent) = agent {
+                    // It may have ended by itself where another fault is at work.
+                    let word = if self == AgentKilled { "KILL" } else { "STOP" };
+                    let _ = std::panic::catch_unwind(|| signal(word, agent));
+                }
+                soak.gone(agent).await;
+            }
             CallHangs | CallHoldsTheLock => {
-                let child = world.child();
+                let agent = soak.agent();
                 let word = if self == CallHangs { "hang" } else { "hold" };
                 world.tell(&format!("{word} {gpu} {CALL}")).await;
                 if alone {
-                    gone(world, child).await;
+                    soak.gone(agent).await;
                 }
             }
             CallCrashes => world.tell(&format!("crash {gpu} {CALL}")).await,
             InitFails => {
                 world.tell("init 9").await;
-                if let Some(child) = world.child() {
-                    let _ = std::panic::catch_unwind(|| signal("KILL", child));
-                    gone(world, Some(child)).await;
+                let agent = soak.agent();
+                if let Some(agent) = agent {
+                    let _ = std::panic::catch_unwind(|| signal("KILL", agent));
+                }
+                soak.gone(agent).await;
+            }
+            DriverReleased => world.admin(&["release"]).await,
+            GpuLost => world.tell(&format!("lost {gpu}")).await,
+            GpuRemoved => world.tell(&format!("remove {gpu}")).await,
+            LinksDown => {
+                for link in 0..LINKS {
+                    world.tell(&format!("link {gpu} {link} down")).await;
                 }
             }
-            GpuLost => world.tell(&format!("lost {gpu}")).await,
             XidStorm => {
-                let series = format!("linkwise_xid_errors_total{{uuid=\"{id}\",xid=\"31\"}}");
-                let before = if alone { world.metric(&series).await.unwrap_or(0) } else { 0 };
+                let series = format!("linkwise_xid_errors_total{{uuid=\"{}\",xid=\"31\"}}", world.uuid(gpu));
+                let before = soak.metric(&series).await.unwrap_or(0);
                 world.tell(&format!("storm {gpu} 31 5000")).await;
-                if alone {
-                    until(async || {
-                        let now = world.metric(&series).await.unwrap_or(0);
-                        if now == before + 5000 { Ok(()) } else { Err((before, now)) }
-                    })
-                    .await;
-                }
+                soak.metric_is(&series, |value| value == Some(before + 5000)).await;
             }
             XidUntilRecovery | XidUntilCleared => {
                 world.tell(&format!("xid {gpu} 79")).await;
                 world.tell(&format!("recovery {gpu} 1")).await;
                 if alone {
                     // The recovery action alone makes it ill as well.
-                    world.stands(gpu, "xid").await;
+                    soak.stands(gpu, "xid").await;
                 }
             }
-            LinksDown => {
-                for link in 0..LINKS {
-                    world.tell(&format!("link {gpu} {link} down")).await;
-                }
-            }
-            GpuRemoved => world.tell(&format!("remove {gpu}")).await,
-            MigChanged => world.tell(&format!("mig {gpu} {}", layout(gpu))).await,
-            GpusShared => world.share(true),
-            DriverReleased => world.admin(&["release"]).await,
         }
-        let hits_one_gpu = [CallCrashes, GpuLost, XidUntilRecovery, XidUntilCleared, LinksDown, GpuRemoved, MigChanged];
-        if alone && hits_one_gpu.contains(&self) {
-            world.ill(gpu).await;
+        if alone && self.is_of_a_gpu() {
+            world.is_offered(gpu, false).await;
         }
     }
 
     /// Ends what does not end by itself.
-    async fn end(self, world: &mut World, gpu: u32) {
+    pub async fn end(self, soak: &mut Soak, gpu: u32) {
+        let world = std::sync::Arc::clone(&soak.world);
+        let kubelet = &world.node.kubelet;
         match self {
-            KubeletGone => world.kubelet.start_again(Restart::Kubelet).unwrap(),
-            RegisterRefused | RegisterHangs | NobodyDialsBack => world.kubelet.set_fault(BoxFault::None),
-            PluginStopped => world.node.process.signal("CONT"),
+            KubeletGone => soak.start_kubelet(),
+            RegisterRefused | RegisterHangs | NobodyDialsBack => kubelet.set_fault(BoxFault::None),
+            ProcessStopped => soak.process.signal("CONT"),
+            SharingChanges => {
+                world.share(true);
+                let slots = |healthy: &std::collections::BTreeSet<String>| {
+                    u32::try_from(healthy.iter().filter(|id| id.contains("::")).count()) == Ok(SHARES)
+                };
+                kubelet.wait(|state| slots(&state.resources[GPU].healthy)).await.unwrap();
+            }
+            ApiServerAway => {
+                world.node.cluster.server.come_back().await;
+                world.set_away(false);
+            }
             CallHangs => world.tell(&format!("unhang {gpu} {CALL}")).await,
             CallHoldsTheLock => world.tell(&format!("unhold {gpu} {CALL}")).await,
             CallCrashes => world.tell(&format!("uncrash {gpu} {CALL}")).await,
             InitFails => world.tell("init 0").await,
-            GpuLost => world.tell(&format!("back {gpu}")).await,
-            XidUntilRecovery => world.tell(&format!("recovery {gpu} 0")).await,
-            XidUntilCleared => {
-                // An operator vouches for what was told. What the driver says for the first time afterwards is news.
-                world.stands(gpu, "recovery_action").await;
-                world.admin(&["clear", &uuid(gpu)]).await;
-                // By the operator's word: what the driver says of it has not changed yet.
-                world.well(gpu).await;
-                world.tell(&format!("recovery {gpu} 0")).await;
+            DriverReleased => world.admin(&["resume"]).await,
+            GpuLost => {
+                if gpu == MIG {
+                    world.tell(&format!("mig {MIG} {}", soak.layout)).await;
+                    world.turn(|turns| turns.mig_losses += 1);
+                }
+                world.tell(&format!("back {gpu}")).await;
             }
+            GpuRemoved => world.tell(&format!("add {gpu}")).await,
             LinksDown => {
                 for link in 0..LINKS {
                     world.tell(&format!("link {gpu} {link} up")).await;
                 }
             }
-            GpuRemoved => world.tell(&format!("add {gpu}")).await,
-            MigChanged => world.tell(&format!("mig {gpu} {{enabled: false}}")).await,
-            GpusShared => {
-                // A change that nobody has seen yet would be seen after `World::whole` finds the node as it was.
-                let all = usize::try_from(GPUS * 2).unwrap();
-                let shared = |state: &State| state.resources[GPU].healthy.iter().filter(|id| id.contains("::")).count();
-                world.kubelet.wait(|state| shared(state) == all).await.unwrap();
-                world.share(false);
+            XidUntilRecovery => world.tell(&format!("recovery {gpu} 0")).await,
+            XidUntilCleared => {
+                // An operator vouches for what was told. What the driver says for the first time afterwards is news.
+                soak.stands(gpu, "recovery_action").await;
+                world.admin(&["clear", &world.uuid(gpu)]).await;
+                // By the operator's word: what the driver says of it has not changed yet.
+                world.is_offered(gpu, true).await;
+                world.tell(&format!("recovery {gpu} 0")).await;
             }
-            DriverReleased => world.admin(&["resume"]).await,
-            KubeletRestarts | NodeRestarts | SocketDeleted | StreamCut | PluginKilled | ChildKilled | ChildStopped
-            | XidStorm => {}
+            _ => {}
         }
     }
 }
 
-/// Waits until a child is no more.
-async fn gone(world: &World, child: Option<u32>) {
-    let lives = || child.is_some_and(|child| world.node.agent_ids().contains(&child));
-    until(async || if lives() { Err(child) } else { Ok(()) }).await;
-}
-
-/// Two devices of three slices each, as an A100 40 GB makes them.
-fn layout(gpu: u32) -> String {
-    let device = |number: u32| {
-        format!(
-            "{{index: {number}, uuid: MIG-0000000{gpu}-0000-4000-8000-00000000000{number}, gpu_instance: {}, \
-             compute_instance: 0, gpu_slices: 3, compute_slices: 3, memory_mib: 19968}}",
-            number + 1
-        )
-    };
-    format!("{{enabled: true, devices: [{}, {}]}}", device(0), device(1))
-}
-
-/// One fault, or two, from the beginning to the node's recovery. Says whether the next one may come.
-pub async fn round(world: &mut World, random: &mut Random) -> bool {
-    let all: Vec<Fault> = BETWEEN.into_iter().chain(BEHIND).collect();
-    let faults = if random.one_in(4) { vec![random.of(&BEHIND), random.of(&BETWEEN)] } else { vec![random.of(&all)] };
-    let (gpu, alone) = (random.within(0..GPUS), faults.len() == 1);
-    let names: Vec<&str> = faults.iter().map(|fault| fault.name()).collect();
-    world.ledger.round(format!("{} (GPU {gpu})", names.join(" and ")));
-    world.disturbance.set(faults.iter().any(|fault| fault.is_between()));
-    world.sharing.set(faults.contains(&GpusShared));
-    // Where GPUs begin to be shared each waits for the pods that hold it; a kubelet that loses its stream calls all ill.
-    // Of two at once, the one between the kubelet and the plugin may be noticed as late as in the next round.
-    let late = std::mem::replace(&mut world.two_before, !alone);
-    let of_one = !late && !faults.iter().any(|fault| fault.is_between() || *fault == GpusShared);
-    let others = world.others(gpu);
-    let mut watch = JoinSet::new();
-    if of_one {
-        watch.spawn_local(others);
-    }
-    let mut over = Instant::now();
-    for fault in &faults {
-        world.ledger.injected(fault.name());
-        fault.begin(world, gpu, alone).await;
-    }
-    if faults.iter().any(|fault| fault.lasts()) {
-        tokio::time::sleep(random.milliseconds(0..1_000)).await;
+impl Soak {
+    /// One fault, or two, from the beginning to the node's recovery.
+    pub async fn round(&mut self, faults: &[Fault]) {
+        let world = std::sync::Arc::clone(&self.world);
+        let alone = faults.len() == 1;
+        // The GPU in MIG mode has no links, and claims have parts of it: it is lost only.
+        let gpu =
+            if faults.contains(&GpuLost) { self.random.within(0..GPUS) } else { self.random.within(MIG + 1..GPUS) };
+        world.ledger.tell(&format!("{faults:?} (GPU {gpu})"));
+        let hits = faults.iter().map(|fault| fault.hits()).max().unwrap_or(Hits::Nothing);
+        if hits >= Hits::Claims {
+            world.ledger.claims.begin();
+        }
+        if hits == Hits::All {
+            world.ledger.pods.begin();
+        }
+        // No other GPU is withdrawn. Of two at once, the second one may be noticed as late as in the next round.
+        let is_of_one = alone && !self.two_before && faults[0].is_of_a_gpu();
+        self.two_before = !alone;
+        let watch = is_of_one.then(|| self.watch([Some(gpu), self.last]));
+        self.last = Some(gpu);
+        for fault in faults {
+            fault.begin(self, gpu, alone).await;
+        }
+        tokio::time::sleep(self.random.milliseconds(0..1_000)).await;
         // What was last, first: who is stopped or away cannot be told anything.
         for fault in faults.iter().rev() {
-            over = Instant::now();
-            fault.end(world, gpu).await;
+            fault.end(self, gpu).await;
+        }
+        let recovered = self.is_whole().await;
+        drop(watch);
+        for fault in faults {
+            let name = format!("{}{fault:?}", if alone { "" } else { "beside another: " });
+            world.ledger.count(&name);
+            world.ledger.took(&name, recovered);
+        }
+        world.ledger.claims.end();
+        world.ledger.pods.end();
+        for violation in world.node.kubelet.violations() {
+            world.ledger.error(format!("{violation:?}"));
         }
     }
-    let recovered = world.whole(over, RECOVERY).await;
-    world.disturbance.set(false);
-    world.sharing.set(false);
-    if let Some(other) = watch.try_join_next() {
-        print_log(world);
-        world.ledger.error(other.unwrap());
-        return false;
-    }
-    drop(watch);
-    match recovered {
-        Ok(after) => {
-            for fault in &faults {
-                world.ledger.recovered(fault.name(), alone.then_some(after));
-            }
-            if !alone {
-                world.ledger.injected(TWO);
-                world.ledger.recovered(TWO, Some(after));
-            }
-        }
-        Err(missing) => {
-            print_log(world);
-            world.ledger.error(format!("not over within {RECOVERY:?}: {missing}"));
-            return false;
-        }
-    }
-    for violation in world.kubelet.violations() {
-        world.ledger.error(format!("{violation:?}"));
-    }
-    if !world.ledger.errors().is_empty() {
-        print_log(world);
-        return false;
-    }
-    // A moment in which nothing happens: for what comes late.
-    tokio::time::sleep(random.milliseconds(0..300)).await;
-    true
 }
-
-/// What the process said last of other things than pods.
-fn print_log(world: &World) {
-    let of_pods = |line: &String| line.contains("\"preferred\"") || line.contains("\"allocated\"");
-    let lines: Vec<String> = world.node.process.lines().into_iter().filter(|line| !of_pods(line)).collect();
-    println!("the last lines of the log:\n{}", lines[lines.len().saturating_sub(30)..].join("\n"));
-}
-
-/// How two at once are called.
-const TWO: &str = "(two of these at once)";

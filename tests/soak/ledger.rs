@@ -1,141 +1,213 @@
-//! What was done and what came of it, in numbers.
+//! Who has which hardware, and what goes on meanwhile, by the soak's own rules: nothing here is linkwise's.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::fmt;
+use std::sync::Mutex;
+use std::time::{Duration, Instant};
 
-use crate::world::Measured;
+use tokio_util::sync::CancellationToken;
 
-/// The books; clones share them.
-#[derive(Clone, Default)]
-pub struct Ledger(Arc<Mutex<Books>>);
+use super::STUCK;
 
-#[derive(Default)]
-struct Books {
-    faults: BTreeMap<&'static str, Row>,
-    admissions: BTreeMap<Outcome, u64>,
-    slowest: Duration,
-    lines: usize,
-    starts: u64,
-    errors: Vec<String>,
-    /// The faults of this round.
-    round: String,
-}
+/// Shares of a GPU that is shared.
+pub const SHARES: u32 = 4;
 
-#[derive(Default)]
-struct Row {
-    injected: u64,
-    recovered: u64,
-    times: Vec<Duration>,
-}
-
-/// What became of an admission.
+/// A part of the hardware.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Outcome {
-    /// The pod got what it asked for.
-    Answered,
-    /// The connection between kubelet and plugin, or one of the two, was being broken meanwhile.
-    Interrupted,
-    /// A GPU that was chosen failed at that moment.
-    Overtaken,
-    /// The kubelet saw that too few devices are free, and asked nobody.
-    Full,
-    /// It should have been answered.
-    Failed,
+pub enum Piece {
+    Whole(u32),
+    /// Memory slices of a GPU in MIG mode, a bit each.
+    Slices(u32, u8),
+    /// A MIG device, by the minor number of its GPU instance's capability.
+    Instance(u32, u32),
+    Shares(u32, u32),
 }
+
+impl Piece {
+    pub fn gpu(self) -> u32 {
+        let (Self::Whole(gpu) | Self::Slices(gpu, _) | Self::Instance(gpu, _) | Self::Shares(gpu, _)) = self;
+        gpu
+    }
+
+    fn clashes(self, other: Self) -> bool {
+        self.gpu() == other.gpu()
+            && match (self, other) {
+                (Self::Slices(_, one), Self::Slices(_, two)) => one & two != 0,
+                (Self::Instance(_, one), Self::Instance(_, two)) => one == two,
+                (Self::Shares(..), Self::Shares(..)) => false,
+                _ => true,
+            }
+    }
+}
+
+/// The pieces of each pod.
+#[derive(Debug, Default)]
+pub struct Books(BTreeMap<String, Vec<Piece>>);
+
+impl Books {
+    /// The pod that has what these pieces need.
+    fn holder(&self, pieces: &[Piece]) -> Option<&str> {
+        let clashes = |held: &Piece| pieces.iter().any(|piece| piece.clashes(*held));
+        let by_piece = self.0.iter().find(|(_, held)| held.iter().any(clashes));
+        let shares = |pieces: &[Piece], gpu| -> u32 {
+            let of_gpu = |piece: &Piece| {
+                if let Piece::Shares(of, shares) = piece
+                    && *of == gpu
+                {
+                    *shares
+                } else {
+                    0
+                }
+            };
+            pieces.iter().map(of_gpu).sum()
+        };
+        let by_share = pieces.iter().map(|piece| piece.gpu()).find_map(|gpu| {
+            let taken: u32 = self.0.values().map(|held| shares(held, gpu)).sum();
+            let is_full = taken + shares(pieces, gpu) > SHARES && shares(pieces, gpu) > 0;
+            self.0.iter().find(|(_, held)| is_full && shares(held, gpu) > 0)
+        });
+        by_piece.or(by_share).map(|(pod, _)| pod.as_str())
+    }
+
+    pub fn are_free(&self, pieces: &[Piece]) -> bool {
+        self.holder(pieces).is_none()
+    }
+
+    /// Enters what a pod has, in place of what it had; the error says which pod has it already.
+    pub fn enter(&mut self, pod: &str, pieces: Vec<Piece>) -> Result<(), String> {
+        self.leave(pod);
+        if let Some(other) = self.holder(&pieces) {
+            return Err(format!("{pieces:?} of {other}, {:?}, went to {pod} too", self.0[other]));
+        }
+        self.0.insert(pod.to_owned(), pieces);
+        Ok(())
+    }
+
+    pub fn leave(&mut self, pod: &str) {
+        self.0.remove(pod);
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+}
+
+/// What keeps pods from their hardware at a moment: whether anything does, how often it did, since when nothing does.
+#[derive(Debug)]
+pub struct Causes {
+    now: Mutex<(bool, u64, Instant)>,
+    /// So long after the last cause no call of the kubelet fails any more.
+    settled: Duration,
+}
+
+/// A moment without a cause: how many there were, and the time since the last.
+#[derive(Clone, Copy, Debug)]
+pub struct Calm {
+    causes: u64,
+    since: Duration,
+}
+
+impl Causes {
+    fn new(settled: Duration) -> Self {
+        Self { now: Mutex::new((false, 0, Instant::now())), settled }
+    }
+
+    pub fn begin(&self) {
+        let mut now = self.now.lock().unwrap();
+        (now.0, now.1) = (true, now.1 + 1);
+    }
+
+    pub fn end(&self) {
+        let mut now = self.now.lock().unwrap();
+        if now.0 {
+            (now.0, now.2) = (false, Instant::now());
+        }
+    }
+
+    pub fn calm(&self) -> Option<Calm> {
+        let now = self.now.lock().unwrap();
+        (!now.0).then(|| Calm { causes: now.1, since: now.2.elapsed() })
+    }
+}
+
+/// The numbers of the soak, and what was wrong.
+pub struct Ledger {
+    /// What keeps claims from being prepared and unprepared, and pods of the device plugin from being admitted.
+    pub claims: Causes,
+    pub pods: Causes,
+    counts: Mutex<BTreeMap<String, u64>>,
+    longest: Mutex<BTreeMap<String, Duration>>,
+    began: Instant,
+    story: Mutex<Vec<String>>,
+    errors: Mutex<Vec<String>>,
+    /// Cancelled when the load ends: at the soak's end, or at an error.
+    pub over: CancellationToken,
+}
+
+/// How long a claim takes to settle after a cause: the kubelet's and our own pauses; and a pod of the device plugin.
+pub const SETTLED: Duration = Duration::from_secs(5);
+const PODS_SETTLED: Duration = Duration::from_secs(1);
 
 impl Ledger {
-    fn books<T>(&self, what: impl FnOnce(&mut Books) -> T) -> T {
-        what(&mut self.0.lock().unwrap())
+    pub fn new() -> Self {
+        let (counts, longest, story, errors, over) = Default::default();
+        let (claims, pods) = (Causes::new(SETTLED), Causes::new(PODS_SETTLED));
+        Self { claims, pods, counts, longest, began: Instant::now(), story, errors, over }
     }
 
-    pub fn injected(&self, fault: &'static str) {
-        self.books(|books| books.faults.entry(fault).or_default().injected += 1);
+    pub fn count(&self, what: &str) {
+        *self.counts.lock().unwrap().entry(what.to_owned()).or_default() += 1;
     }
 
-    /// `after` is how long the node took to be whole again; none where another fault came with it.
-    pub fn recovered(&self, fault: &'static str, after: Option<Duration>) {
-        self.books(|books| {
-            let row = books.faults.entry(fault).or_default();
-            row.recovered += 1;
-            row.times.extend(after);
-        });
+    /// Notes how long something took; the longest counts.
+    pub fn took(&self, what: &str, time: Duration) {
+        let mut longest = self.longest.lock().unwrap();
+        let longest = longest.entry(what.to_owned()).or_default();
+        *longest = time.max(*longest);
     }
 
-    /// `took` is how long an admission took that nobody disturbed.
-    pub fn admission(&self, outcome: Outcome, took: Option<Duration>) {
-        self.books(|books| {
-            *books.admissions.entry(outcome).or_default() += 1;
-            if outcome == Outcome::Answered {
-                books.slowest = books.slowest.max(took.unwrap_or_default());
-            }
-        });
+    /// Adds an event to the history that an error prints.
+    pub fn tell(&self, what: &str) {
+        self.story.lock().unwrap().push(format!("{:.1} s: {what}", self.began.elapsed().as_secs_f64()));
     }
 
-    /// A process of ours was started.
-    pub fn started(&self) {
-        self.books(|books| books.starts += 1);
+    pub fn story(&self) -> String {
+        self.story.lock().unwrap().join("\n")
     }
 
-    /// A process of ours has logged so many lines in all.
-    pub fn logged(&self, lines: usize) {
-        self.books(|books| books.lines += lines);
-    }
-
-    /// A round begins, with these faults.
-    pub fn round(&self, faults: String) {
-        self.books(|books| books.round = faults);
+    pub fn counted(&self, what: &str) -> u64 {
+        self.counts.lock().unwrap().get(what).copied().unwrap_or(0)
     }
 
     pub fn error(&self, error: String) {
-        self.books(|books| {
-            let error = format!("during {}: {error}", books.round);
-            println!("error: {error}");
-            books.errors.push(error);
-        });
+        self.tell("an error");
+        self.errors.lock().unwrap().push(error);
+        self.over.cancel();
     }
 
     pub fn errors(&self) -> Vec<String> {
-        self.books(|books| books.errors.clone())
+        self.errors.lock().unwrap().clone()
     }
 
-    pub fn print(&self, elapsed: Duration, measured: Option<(&Measured, &Measured)>) {
-        self.books(|books| books.print(elapsed, measured));
+    /// Judges a call that failed: it may while there is a cause, and for a while after it.
+    pub fn failed(&self, causes: &Causes, what: &str, began: Instant, before: Option<Calm>, error: &dyn fmt::Display) {
+        let Some(now) = causes.calm() else { return };
+        let without_a_cause = before.is_some_and(|before| before.causes == now.causes && before.since > causes.settled);
+        if without_a_cause {
+            self.error(format!("{what} failed without a cause: {error}"));
+        } else if now.since.min(began.elapsed()) > STUCK {
+            self.error(format!("{what} is stuck for {:?}: {error}", began.elapsed()));
+        }
     }
-}
 
-impl Books {
-    fn print(&mut self, elapsed: Duration, measured: Option<(&Measured, &Measured)>) {
-        println!("\n{:<44}{:>9}{:>10}{:>12}{:>12}", "fault", "injected", "recovered", "median", "worst");
-        let (mut injected, mut recovered) = (0, 0);
-        for (fault, row) in &mut self.faults {
-            row.times.sort_unstable();
-            let at =
-                |index: usize| row.times.get(index).map_or("-".to_owned(), |time| format!("{} ms", time.as_millis()));
-            let (median, worst) = (at(row.times.len() / 2), at(row.times.len().wrapping_sub(1)));
-            println!("{fault:<44}{:>9}{:>10}{median:>12}{worst:>12}", row.injected, row.recovered);
-            injected += row.injected;
-            recovered += row.recovered;
-        }
-        println!("{:<44}{injected:>9}{recovered:>10}", "in all");
-        let count = |outcome| self.admissions.get(&outcome).copied().unwrap_or(0);
-        println!(
-            "\nadmissions: {} answered (slowest undisturbed {:?}), {} interrupted, {} overtaken by a GPU's failure, {} with too few free, {} failed",
-            count(Outcome::Answered),
-            self.slowest,
-            count(Outcome::Interrupted),
-            count(Outcome::Overtaken),
-            count(Outcome::Full),
-            count(Outcome::Failed),
-        );
-        println!("log: {} lines of {} starts in {} s", self.lines, self.starts, elapsed.as_secs());
-        let Some((start, end)) = measured else { return };
-        for (name, start, end) in [("plugin", start.plugin, end.plugin), ("NVML child", start.child, end.child)] {
-            println!(
-                "{name:<11} resident {} KiB, then {} KiB; open files {}, then {}; threads {}, then {}",
-                start.resident, end.resident, start.files, end.files, start.threads, end.threads
-            );
-        }
-        println!("(at the end, the plugin runs for {} s)", end.age.as_secs());
+    /// The numbers, a line each.
+    pub fn summary(&self) -> String {
+        let longest = self.longest.lock().unwrap();
+        let lines = self.counts.lock().unwrap();
+        let lines = lines.iter().map(|(what, times)| match longest.get(what) {
+            Some(time) => format!("{times:>8} {what}, at most {} ms\n", time.as_millis()),
+            None => format!("{times:>8} {what}\n"),
+        });
+        lines.collect()
     }
 }

@@ -1,186 +1,328 @@
-//! Pods that come and go, whatever happens. Judges each admission with books of its own.
+//! Pods that come and go: of the device plugin, and with claims of whole GPUs, MIG devices, shares and MPS. A scheduler of
+//! the soak's own allocates what the slices offer and no other claim has; now and then what they offered long ago.
 
-use std::collections::{BTreeMap, BTreeSet};
-use std::sync::{Arc, Mutex};
+use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
-use linkwise_kubelet_box::{AdmissionError, Admitted, KubeletBox, Pod};
-use tokio::task::JoinSet;
-use tokio::time::timeout;
-use tokio_util::sync::CancellationToken;
+use linkwise_api_server_box::ResourceType;
+use linkwise_kubelet_box::dra::{ClaimRef, PodClaims};
+use linkwise_kubelet_box::{AdmissionError, Admitted, Pod};
+use serde_json::{Value, json};
 
-use crate::ledger::{Ledger, Outcome};
-use crate::node::GPU;
-use crate::random::Random;
-use crate::world::{Disturbance, World};
+use super::ledger::Piece;
+use super::random::Random;
+use super::world::{GPUS, MIG, SHARED, Turns, World, gpu_of};
+use crate::cluster::dra_mps;
+use crate::cluster::dra_node::DRIVER;
+use crate::run::node::GPU;
 
-/// Pods that come and go at a time.
-const WORKERS: u32 = 3;
-/// So long after a refused order the kubelet has to know why.
+/// The name of the pods of the device plugin in the ledger.
+pub const PODS: &str = "pods of the device plugin";
+/// So long after an order that names a GPU was refused, the kubelet knows why.
 const NEWS: Duration = Duration::from_secs(5);
-/// What resources of MIG devices are called.
-const MIG: &str = "nvidia.com/mig-";
+/// Before a call that failed is made again.
+const AGAIN: Duration = Duration::from_millis(50);
 
-/// The pods.
-pub struct Load {
-    workers: JoinSet<()>,
-    over: CancellationToken,
+/// A claim of one kind.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    Gpus,
+    Mig,
+    Shares,
+    Mps,
 }
 
-/// Who has what, by resource and device: kept beside the kubelet's books.
-type Held = Arc<Mutex<BTreeMap<(String, String), String>>>;
+impl Kind {
+    pub const ALL: [Self; 4] = [Self::Gpus, Self::Mig, Self::Shares, Self::Mps];
 
-#[derive(Clone)]
-struct Worker {
-    kubelet: Arc<KubeletBox>,
-    disturbance: Disturbance,
-    sharing: Disturbance,
-    ledger: Ledger,
-    held: Held,
-}
-
-impl Load {
-    pub fn start(world: &World, seed: u64) -> Self {
-        let worker = Worker {
-            kubelet: Arc::clone(&world.kubelet),
-            disturbance: world.disturbance.clone(),
-            sharing: world.sharing.clone(),
-            ledger: world.ledger.clone(),
-            held: Held::default(),
-        };
-        let (mut workers, over) = (JoinSet::new(), CancellationToken::new());
-        for number in 0..WORKERS {
-            let (worker, over) = (worker.clone(), over.clone());
-            let random = Random::new(seed ^ (u64::from(number + 1) << 32));
-            workers.spawn(async move { worker.work(number, random, &over).await });
-        }
-        Self { workers, over }
-    }
-
-    pub async fn end(mut self) {
-        self.over.cancel();
-        while let Some(worker) = self.workers.join_next().await {
-            worker.unwrap();
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Gpus => "claims of whole GPUs",
+            Self::Mig => "claims of MIG devices",
+            Self::Shares => "claims of shares",
+            Self::Mps => "claims by MPS",
         }
     }
 }
 
-impl Worker {
-    async fn work(&self, number: u32, mut random: Random, over: &CancellationToken) {
-        let mut round = 0;
-        while !over.is_cancelled() {
-            round += 1;
-            let name = format!("pod-{number}-{round}");
-            let pod = self.pod(&name, &mut random);
-            self.admit(&pod).await;
-            tokio::time::sleep(random.milliseconds(0..100)).await;
-            // First here: the next one who gets a device may be asked for it at once.
-            self.held.lock().unwrap().retain(|_, holder| *holder != name);
-            self.kubelet.remove_pod(&name);
-            tokio::time::sleep(random.milliseconds(1..30)).await;
-        }
-    }
+/// The memory slices that a device of GPU 0 takes, and not that of the one profile of which there is one only.
+fn slices(device: &str) -> Option<u8> {
+    let mut words = device.rsplit('-');
+    let (start, profile) = (words.next()?.parse::<u32>().ok()?, words.next()?);
+    let size = match profile {
+        "19" => 1,
+        "14" | "15" => 2,
+        "5" | "9" => 4,
+        "0" => 8,
+        _ => return None,
+    };
+    u8::try_from(((1_u32 << size) - 1) << start).ok()
+}
 
-    /// One container or two, of GPUs, or of MIG devices while there are any.
-    fn pod(&self, name: &str, random: &mut Random) -> Pod {
-        let state = self.kubelet.state();
-        let mig = state.resources.iter().find(|(name, state)| name.starts_with(MIG) && !state.healthy.is_empty());
-        match mig {
-            Some((resource, _)) if random.one_in(3) => Pod::single(name, resource, 1),
-            _ if random.one_in(4) => {
-                let pod = Pod::new(name).with_container("first", [(GPU, random.within(1..3))]);
-                pod.with_container("second", [(GPU, random.within(1..3))])
+/// What a container has, by its device nodes.
+fn pieces(kind: Kind, hardware: &[String], shares: u32) -> Vec<Piece> {
+    let gpus = hardware.iter().filter_map(|node| node.strip_prefix("/dev/nvidia")?.parse::<u32>().ok());
+    let caps = hardware.iter().filter_map(|node| node.strip_prefix("/dev/nvidia-caps/nvidia-cap")?.parse().ok());
+    match kind {
+        Kind::Gpus | Kind::Mps => gpus.map(Piece::Whole).collect(),
+        Kind::Shares => gpus.map(|gpu| Piece::Shares(gpu, shares)).collect(),
+        // The capability of the GPU instance comes before that of its compute instance.
+        Kind::Mig => gpus.zip(caps.min()).map(|(gpu, cap)| Piece::Instance(gpu, cap)).collect(),
+    }
+}
+
+/// A claim that the scheduler allocated.
+struct Scheduled {
+    name: String,
+    kind: Kind,
+    claim: ClaimRef,
+    pieces: Vec<Piece>,
+    shares: u32,
+    /// By slices that may be old: the node may refuse it for good.
+    is_stale: bool,
+}
+
+/// Allocates devices to a new claim; `None` where there are none, or nobody can write the claim.
+fn schedule(world: &World, kind: Kind, name: String, random: &mut Random) -> Option<Scheduled> {
+    let mut books = world.scheduled.lock().unwrap();
+    if world.is_away() {
+        return None;
+    }
+    let offered = world.node.untainted();
+    let is_stale = kind == Kind::Gpus && random.one_in(8);
+    let gpus = offered.iter().filter_map(|device| device.strip_prefix("gpu-")?.parse::<u32>().ok());
+    let gpus: Vec<u32> = if is_stale { (MIG + 1..GPUS).collect() } else { gpus.collect() };
+    let is_free = |gpu: &u32| *gpu != SHARED && books.are_free(&[Piece::Whole(*gpu)]);
+    let mut free: Vec<u32> = gpus.into_iter().filter(is_free).collect();
+    let mut take = |from: &mut Vec<u32>| {
+        let at = random.within(0..u32::try_from(from.len()).ok().filter(|count| *count > 0)?);
+        Some(from.swap_remove(usize::try_from(at).unwrap()))
+    };
+    let (pieces, results, mps, shares) = match kind {
+        Kind::Gpus | Kind::Mps => {
+            let mut chosen = vec![take(&mut free)?];
+            if free.len() > 1 {
+                chosen.extend(take(&mut free));
             }
-            _ => Pod::single(name, GPU, random.within(1..5)),
+            let results: Vec<Value> = chosen.iter().map(|gpu| dra_mps::whole(&format!("gpu-{gpu}"))).collect();
+            let mps = (kind == Kind::Mps).then(|| json!({"defaultActiveThreadPercentage": 50}));
+            (chosen.into_iter().map(Piece::Whole).collect(), results, mps, 0)
+        }
+        Kind::Shares => {
+            let device = format!("gpu-{SHARED}");
+            let shares = random.within(1..3);
+            let pieces = vec![Piece::Shares(SHARED, shares)];
+            (offered.contains(&device) && books.are_free(&pieces)).then_some(())?;
+            let result = dra_mps::share(&device, &name, &shares.to_string(), "1Gi");
+            (pieces, vec![result], random.one_in(2).then(|| json!({})), shares)
+        }
+        Kind::Mig => {
+            let of_gpu = offered.iter().filter(|device| device.starts_with(&format!("gpu-{MIG}-mig-")));
+            let fits = |slices: u8| books.are_free(&[Piece::Slices(MIG, slices)]);
+            let free: Vec<(&String, u8)> =
+                of_gpu.filter_map(|device| Some((device, slices(device).filter(|slices| fits(*slices))?))).collect();
+            (!free.is_empty()).then_some(())?;
+            let (device, slices) = random.of(&free);
+            (vec![Piece::Slices(MIG, slices)], vec![dra_mps::whole(device)], None, 0)
+        }
+    };
+    books.enter(&name, pieces.clone()).unwrap();
+    let claim = dra_mps::claim(&world.node, &name, &results, mps);
+    Some(Scheduled { name, kind, claim, pieces, shares, is_stale })
+}
+
+/// Starts pods one after another until the load is over.
+pub async fn with_claims(world: &World, number: u32, mut random: Random) {
+    let mut made = 0;
+    while !world.ledger.over.is_cancelled() {
+        made += 1;
+        let (name, kind) = (format!("claim-{number}-{made}"), random.of(&Kind::ALL));
+        if let Some(scheduled) = schedule(world, kind, name, &mut random) {
+            one(world, &scheduled, &mut random).await;
+        }
+        tokio::time::sleep(random.milliseconds(5..40)).await;
+    }
+}
+
+/// A pod with a claim, from its start to its end.
+async fn one(world: &World, scheduled: &Scheduled, random: &mut Random) {
+    let Scheduled { name, kind, .. } = scheduled;
+    let (mut turns, losses) = (world.subscribe(), world.turns().mig_losses);
+    let key = ResourceType::RESOURCE_CLAIMS.key(Some("default"), name);
+    let Some((mut hardware, mut began)) = start(world, scheduled, true).await else {
+        // Its user gives it up. The kubelet may know no driver to unprepare it.
+        if world.node.dra.stop_pod(name).await.is_err() {
+            world.node.dra.delete_by_force(name);
+        }
+        world.node.cluster.server.remove(&key);
+        world.scheduled.lock().unwrap().leave(name);
+        return world.ledger.count("claims that the node left unprepared");
+    };
+    let end = tokio::time::Instant::now() + random.milliseconds(5..400);
+    while !world.has_failed() && tokio::time::timeout_at(end, turns.changed()).await.is_ok() {
+        let now = *turns.borrow_and_update();
+        if now.mig_losses != losses && *kind == Kind::Mig {
+            break;
+        }
+        // A kubelet that starts has every claim prepared again.
+        let before = (hardware, began);
+        let Some(again) = start(world, scheduled, false).await else { return };
+        (hardware, began) = again;
+        if began.boots == before.1.boots && hardware != before.0 && !world.has_failed() {
+            world.ledger.error(format!("{name} runs with {:?} and was given {hardware:?}", before.0));
         }
     }
+    world.running.lock().unwrap().leave(name);
+    if random.one_in(2) {
+        world.node.cluster.server.remove(&key);
+    }
+    let began = Instant::now();
+    while !world.has_failed() {
+        let before = world.ledger.claims.calm();
+        let Err(error) = world.node.dra.stop_pod(name).await else { break };
+        world.ledger.failed(&world.ledger.claims, &format!("the end of {name} ({kind:?})"), began, before, &error);
+        tokio::time::sleep(AGAIN).await;
+    }
+    world.node.cluster.server.remove(&key);
+    world.scheduled.lock().unwrap().leave(name);
+    world.ledger.count(kind.name());
+}
 
-    async fn admit(&self, pod: &Pod) {
-        let (before, sharing) = (self.moment(pod), self.sharing.calm());
-        let begin = Instant::now();
-        let result = self.kubelet.admit(pod, None).await;
-        let took = begin.elapsed();
-        let disturbed = before.is_none() || before != self.moment(pod);
-        let outcome = match result {
-            Ok(admitted) => self.answered(pod, &admitted),
-            Err(_) if disturbed => Outcome::Interrupted,
-            Err(AdmissionError::NoHealthyDevices { .. }) if sharing.is_none() || sharing != self.sharing.calm() => {
-                Outcome::Full
+/// Has a pod's claim prepared, as often as it takes, and enters what its container has. Returns that, and since when;
+/// `None` if the claim is new, and the node refuses it for good.
+async fn start(world: &World, scheduled: &Scheduled, is_new: bool) -> Option<(Vec<String>, Turns)> {
+    let Scheduled { name, kind, pieces, is_stale, .. } = scheduled;
+    let pod = PodClaims::single(name, scheduled.claim.clone(), DRIVER);
+    let began = Instant::now();
+    while !world.has_failed() {
+        let (before, turns) = (world.ledger.claims.calm(), world.turns());
+        match world.node.dra.start_pod(&pod).await {
+            // A reboot may have come before the runtime reads the specs.
+            Ok(_) if turns.boots != world.turns().boots => continue,
+            Ok(containers) => {
+                let hardware = world.node.hardware(&containers["main"]);
+                if before.zip(world.ledger.claims.calm()).is_some() {
+                    world.ledger.took(kind.name(), began.elapsed());
+                }
+                enter(world, scheduled, &hardware);
+                return Some((hardware, turns));
             }
-            Err(error) => self.judge(pod, error).await,
-        };
-        self.ledger.admission(outcome, (!disturbed).then_some(took));
+            Err(_) if is_new && (*is_stale || !world.is_dra()) => return None,
+            Err(error) => {
+                world.ledger.failed(&world.ledger.claims, &format!("{name} ({pieces:?})"), began, before, &error);
+            }
+        }
+        tokio::time::sleep(AGAIN).await;
     }
+    Some((Vec::new(), world.turns()))
+}
 
-    /// What has to stay as it is for an admission not to be disturbed; `None` where it is disturbed now.
-    fn moment(&self, pod: &Pod) -> Option<(u64, Vec<u64>)> {
-        let calm = self.disturbance.calm()?;
-        let state = self.kubelet.state();
-        let names = pod.containers.iter().flat_map(|container| container.requests.keys());
-        let registrations = names.map(|name| {
-            let resource = &state.resources[name];
-            resource.connected.then_some(resource.registrations)
-        });
-        Some((calm, registrations.collect::<Option<Vec<u64>>>()?))
+fn enter(world: &World, scheduled: &Scheduled, hardware: &[String]) {
+    let Scheduled { name, kind, pieces: allocated, shares, .. } = scheduled;
+    let has = pieces(*kind, hardware, *shares);
+    let gpus = |pieces: &[Piece]| pieces.iter().map(|piece| piece.gpu()).collect::<BTreeSet<u32>>();
+    if gpus(&has) != gpus(allocated) || has.len() != allocated.len() {
+        world.ledger.error(format!("{name} was allocated {allocated:?} and has {hardware:?}"));
     }
+    if let Err(twice) = world.running.lock().unwrap().enter(name, has) {
+        world.ledger.error(twice);
+    }
+}
 
-    fn answered(&self, pod: &Pod, admitted: &Admitted) -> Outcome {
-        let mut wrong = Vec::new();
-        for container in &pod.containers {
-            for (resource, count) in &container.requests {
-                let Some(grant) = admitted.grant(&container.name, resource) else {
-                    wrong.push(format!("{}: nothing of {resource}", pod.name));
-                    continue;
-                };
-                let allocation = &grant.allocation;
-                if u32::try_from(allocation.devices.len()) != Ok(*count) {
-                    wrong.push(format!("{}: {count} of {resource} asked for, got {:?}", pod.name, allocation.devices));
-                }
-                let uuid = |id: &String| id.split("::").next().unwrap_or_default().to_owned();
-                let expected: BTreeSet<String> = allocation.devices.iter().map(uuid).collect();
-                let visible = allocation.envs.get("NVIDIA_VISIBLE_DEVICES").cloned().unwrap_or_default();
-                if visible.split(',').map(str::to_owned).collect::<BTreeSet<_>>() != expected {
-                    wrong.push(format!("{}: holds {:?} and sees {visible}", pod.name, allocation.devices));
-                }
-                for id in &allocation.devices {
-                    let key = (resource.clone(), id.clone());
-                    if let Some(other) = self.held.lock().unwrap().insert(key, pod.name.clone()) {
-                        wrong.push(format!("{id} of {resource} is {other}'s and was handed out to {}", pod.name));
+/// Starts pods of the device plugin one after another until the load is over; some have two containers.
+pub async fn of_the_plugin(world: &World, number: u32, mut random: Random) {
+    let mut made = 0;
+    while !world.ledger.over.is_cancelled() {
+        made += 1;
+        let mut pod = Pod::single(format!("pod-{number}-{made}"), GPU, random.within(1..4));
+        if random.one_in(4) {
+            pod = pod.with_container("second", [(GPU, random.within(1..3))]);
+        }
+        let mut turns = world.subscribe();
+        let mut boots = world.turns().boots;
+        if admit(world, &pod, Instant::now(), false).await {
+            let end = tokio::time::Instant::now() + random.milliseconds(5..300);
+            while !world.has_failed() && tokio::time::timeout_at(end, turns.changed()).await.is_ok() {
+                let now = turns.borrow_and_update().boots;
+                if std::mem::replace(&mut boots, now) != now {
+                    let began = Instant::now();
+                    while !world.has_failed() && !admit(world, &pod, began, true).await {
+                        tokio::time::sleep(AGAIN).await;
                     }
                 }
             }
+            world.ledger.count(PODS);
         }
-        let outcome = if wrong.is_empty() { Outcome::Answered } else { Outcome::Failed };
-        wrong.into_iter().for_each(|wrong| self.ledger.error(wrong));
-        outcome
+        world.running.lock().unwrap().leave(&pod.name);
+        world.node.kubelet.remove_pod(&pod.name);
+        tokio::time::sleep(random.milliseconds(5..40)).await;
     }
+}
 
-    /// An admission that failed though nobody disturbed it.
-    async fn judge(&self, pod: &Pod, error: AdmissionError) -> Outcome {
-        match &error {
-            // The kubelet's own books: it asked nobody. That devices do not stay ill is `World::whole`'s to see.
-            AdmissionError::Insufficient { .. } => return Outcome::Full,
-            AdmissionError::Unregistered(place) | AdmissionError::NoHealthyDevices(place)
-                if place.resource.starts_with(MIG) =>
-            {
-                return Outcome::Full;
+/// Admits a pod, and enters what it has. False if it is refused.
+async fn admit(world: &World, pod: &Pod, began: Instant, again: bool) -> bool {
+    let (before, boots, asked) = (world.ledger.pods.calm(), world.turns().boots, Instant::now());
+    let is_idle = || world.is_dra() || world.is_sharing() || world.ledger.pods.calm().is_none();
+    let was_idle = is_idle();
+    match world.node.kubelet.admit(pod, None).await {
+        Ok(_) if boots != world.turns().boots => false,
+        Ok(admitted) => {
+            if before.zip(world.ledger.pods.calm()).is_some() {
+                world.ledger.took(PODS, asked.elapsed());
             }
-            // The device that the refusal names failed after the kubelet's last list: then the next list says so.
-            AdmissionError::Allocate { place, devices, .. } => {
-                let words = error.status().map(|status| status.message().to_owned()).unwrap_or_default();
-                let named: Vec<&String> = devices.iter().filter(|id| words.contains(&format!("'{id}'"))).collect();
-                let ill = |id: &String, state: &linkwise_kubelet_box::State| {
-                    !state.resources[&place.resource].healthy.contains(id)
-                };
-                let news = self.kubelet.wait(|state| named.iter().any(|id| ill(id, state)));
-                if matches!(timeout(NEWS, news).await, Ok(Ok(_))) {
-                    return Outcome::Overtaken;
-                }
+            if let Err(wrong) = has_what_it_asked(pod, &admitted).and_then(|pieces| {
+                let mut running = world.running.lock().unwrap();
+                running.enter(&pod.name, pieces)
+            }) {
+                world.ledger.error(wrong);
             }
-            _ => {}
+            true
         }
-        let status = error.status().map(|status| status.to_string()).unwrap_or_default();
-        self.ledger.error(format!("{} was not admitted: {error} {status}", pod.name));
-        Outcome::Failed
+        // Other pods have the rest.
+        Err(AdmissionError::Insufficient { .. }) if !again => false,
+        // DRA has all.
+        Err(AdmissionError::NoHealthyDevices(_) | AdmissionError::Unregistered(_)) if was_idle || is_idle() => false,
+        Err(error) if is_overtaken(world, &error).await => {
+            world.ledger.count("pods whose GPU failed on its way");
+            false
+        }
+        Err(error) => {
+            let status = error.status().map(ToString::to_string).unwrap_or_default();
+            let error = format!("{error} {status}");
+            world.ledger.failed(&world.ledger.pods, &pod.name, began, before, &error);
+            world.ledger.count("pods that were refused");
+            false
+        }
     }
+}
+
+/// The pieces that a pod's containers have; the error says which has another number than it asked for, or sees others.
+fn has_what_it_asked(pod: &Pod, admitted: &Admitted) -> Result<Vec<Piece>, String> {
+    let mut pieces = Vec::new();
+    for container in &pod.containers {
+        let allocation = &admitted.grant(&container.name, GPU).ok_or("a container has nothing")?.allocation;
+        let ids = &allocation.devices;
+        let visible = allocation.envs.get("NVIDIA_VISIBLE_DEVICES").map(String::as_str).unwrap_or_default();
+        let of_ids = ids.iter().map(|id| id.split("::").next().unwrap_or_default()).collect::<BTreeSet<&str>>();
+        if u32::try_from(ids.len()) != Ok(container.requests[GPU])
+            || visible.split(',').collect::<BTreeSet<_>>() != of_ids
+        {
+            return Err(format!("{} asked for {:?}, holds {ids:?} and sees {visible}", pod.name, container.requests));
+        }
+        let piece =
+            |id: &String| if id.contains("::") { Piece::Shares(gpu_of(id), 1) } else { Piece::Whole(gpu_of(id)) };
+        pieces.extend(ids.iter().map(piece));
+    }
+    Ok(pieces)
+}
+
+/// True if the device that a refusal names failed after the kubelet's last list: then the next list says so.
+async fn is_overtaken(world: &World, error: &AdmissionError) -> bool {
+    let AdmissionError::Allocate { devices, .. } = error else { return false };
+    let words = error.status().map(|status| status.message().to_owned()).unwrap_or_default();
+    let named: Vec<&String> = devices.iter().filter(|id| words.contains(&format!("'{id}'"))).collect();
+    let is_ill =
+        |state: &linkwise_kubelet_box::State| named.iter().any(|id| !state.resources[GPU].healthy.contains(*id));
+    let news = tokio::time::timeout(NEWS, world.node.kubelet.wait(is_ill)).await;
+    matches!(news, Ok(Ok(_)))
 }

@@ -1,272 +1,505 @@
-//! The node, the kubelet and the machine; what is done to them, and when they are whole.
+//! The node, and what everybody knows of it; what is done to it, and when it is whole.
 
 use std::collections::BTreeSet;
-use std::path::PathBuf;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::fs;
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use linkwise_kubelet_box::{KubeletBox, Options, State};
+use linkwise_kubelet_box::dra::DraOptions;
+use linkwise_kubelet_box::{Connections, Restart};
+use serde_json::{Value, json};
 use tokio::process::Command;
-use tokio::time::timeout;
+use tokio::sync::watch;
+use tokio::task::JoinSet;
 
-use crate::ledger::Ledger;
-use crate::node::{GPU, LIMIT, Node, Setup, until};
-use crate::process::Footprint;
+use super::RECOVERY;
+use super::ledger::{Books, Ledger, SETTLED, SHARES};
+use super::random::Random;
+use crate::cluster::dra_mps::{self, Daemons};
+use crate::cluster::dra_node::{DRIVER, Node};
+use crate::cluster::{dra_mig, takeover};
+use crate::run::node::{GPU, LIMIT, Process, children, put_on_bus, try_get, until};
 
-/// GPUs of the machine.
 pub const GPUS: u32 = 8;
+/// The GPU in MIG mode, its devices made for claims.
+pub const MIG: u32 = 0;
+/// The GPU that is offered in shares: to claims, and to pods of the plugin.
+pub const SHARED: u32 = 3;
 /// How often something is looked at that cannot tell by itself.
 const LOOK: Duration = Duration::from_millis(10);
-/// What the configuration file says while GPUs are not shared.
-const WHOLE: &str = "version: v1\nflags: {migStrategy: mixed}\n";
-/// And while they are.
-const SHARED: &str = "sharing: {timeSlicing: {resources: [{name: nvidia.com/gpu, replicas: 2}]}}\n";
+/// What is open at the end may be this much more than at the start.
+const MORE_FILES: usize = 16;
+/// And each process may hold this much more, in KiB.
+const MORE_MEMORY: u64 = 16 * 1024;
 
-/// Whether kubelet and plugin are being kept from each other, and how often that has changed. Clones share it.
-#[derive(Clone, Default)]
-pub struct Disturbance(Arc<AtomicU64>);
-
-impl Disturbance {
-    /// Even numbers are calm.
-    pub fn calm(&self) -> Option<u64> {
-        let changes = self.0.load(Ordering::SeqCst);
-        changes.is_multiple_of(2).then_some(changes)
-    }
-
-    pub fn set(&self, disturbed: bool) {
-        if self.calm().is_some() == disturbed {
-            self.0.fetch_add(1, Ordering::SeqCst);
-        }
-    }
+/// How often containers' hardware may have changed under them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Turns {
+    pub kubelets: u64,
+    pub boots: u64,
+    /// The GPU in MIG mode was lost, and what it had with it.
+    pub mig_losses: u64,
 }
 
-/// Both processes at one moment.
-#[derive(Debug)]
-pub struct Measured {
-    pub plugin: Footprint,
-    pub child: Footprint,
-    /// How long the plugin runs.
-    pub age: Duration,
+/// The calls of the kubelet that may fail.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Hits {
+    Nothing,
+    Claims,
+    All,
 }
 
-impl Measured {
-    pub fn files(&self) -> usize {
-        self.plugin.files + self.child.files
-    }
-}
-
-/// Everything.
+/// The node, as the load sees it.
 pub struct World {
     pub node: Node,
-    pub kubelet: Arc<KubeletBox>,
-    pub disturbance: Disturbance,
-    /// Whether sharing is being changed: what pods hold under the other name has to be let go of before a device is healthy.
-    pub sharing: Disturbance,
+    control: fake_nvml::Control,
+    /// What claims are allocated, and what containers have.
+    pub scheduled: Mutex<Books>,
+    pub running: Mutex<Books>,
+    is_away: AtomicBool,
+    /// The node's door is DRA; otherwise it is the device plugin.
+    is_dra: AtomicBool,
+    /// The shares of a GPU are being changed: what pods have under the other name keeps it.
+    is_sharing: AtomicBool,
+    turns: watch::Sender<Turns>,
     pub ledger: Ledger,
-    /// The GPU of the last round.
-    last: Option<u32>,
-    /// The round before had two faults at once.
-    pub two_before: bool,
-    began: Instant,
 }
 
-/// The id of a GPU.
-pub fn uuid(gpu: u32) -> String {
-    crate::node::uuid(5, gpu)
+/// The GPU of an id of the device plugin, of a slot too.
+pub fn gpu_of(id: &str) -> u32 {
+    let gpu = id.split("::").next().unwrap();
+    gpu.rsplit('-').next().unwrap().parse().unwrap()
 }
 
 impl World {
-    pub async fn start(seed: u64) -> Self {
-        let mut setup = Setup::on("dgx-a100");
-        // Everything happens about a hundred times as fast as on a node.
-        for (option, milliseconds) in [
-            ("nvml-poll", 100),
-            ("nvml-call", 1_000),
-            ("nvml-start", 10_000),
-            ("nvml-pause", 50),
-            ("nvml-grace", 500),
-            ("nvml-trial", 100),
-            ("health-hold", 100),
-        ] {
-            setup = setup.arg(format!("--{option}-ms={milliseconds}"));
-        }
-        let (admin, config) = (setup.at("admin/admin.sock"), setup.at("config.yaml"));
-        std::fs::write(&config, WHOLE).unwrap();
-        // Where the plugin is started while NVML cannot be: a node whose driver comes late.
-        let setup = setup.arg("--fail-on-init-error=false");
-        let setup = setup.arg("--admin-socket").arg(admin).arg("--config-file").arg(config);
-        for bus in ["07", "0f", "47", "4e", "87", "90", "b7", "bd"] {
-            setup.on_bus(&format!("0000:{bus}:00.0"));
-        }
-        // Drivers of today have a recovery action.
-        setup.tell("recovery * 0");
-        // And these GPUs have MIG.
-        setup.tell("mig * {enabled: false}");
-        let mut options = Options::new(setup.kubelet_socket.parent().unwrap());
-        options.seed = seed;
-        options.dial_retry = LOOK;
-        options.wait_timeout = LIMIT;
-        options.pod_resources = Some(setup.pod_resources());
-        let kubelet = Arc::new(KubeletBox::start(options).unwrap());
-        let node = setup.start().await;
-        let ledger = Ledger::default();
-        ledger.started();
-        Self {
-            node,
-            kubelet,
-            disturbance: Disturbance::default(),
-            sharing: Disturbance::default(),
-            ledger,
-            last: None,
-            two_before: false,
-            began: Instant::now(),
-        }
+    pub fn is_away(&self) -> bool {
+        self.is_away.load(Ordering::SeqCst)
     }
 
-    pub fn state(&self) -> Arc<State> {
-        self.kubelet.state()
+    /// The API server goes away, or comes back. No claim is written meanwhile.
+    pub fn set_away(&self, is_away: bool) {
+        let _nobody_schedules = self.scheduled.lock().unwrap();
+        self.is_away.store(is_away, Ordering::SeqCst);
     }
 
-    /// Tells the library what happens; one that cannot be heard now is told again.
+    pub fn is_dra(&self) -> bool {
+        self.is_dra.load(Ordering::SeqCst)
+    }
+
+    pub fn is_sharing(&self) -> bool {
+        self.is_sharing.load(Ordering::SeqCst)
+    }
+
+    pub fn turns(&self) -> Turns {
+        *self.turns.borrow()
+    }
+
+    pub fn turn(&self, change: impl FnOnce(&mut Turns)) {
+        self.turns.send_modify(change);
+    }
+
+    pub fn subscribe(&self) -> watch::Receiver<Turns> {
+        self.turns.subscribe()
+    }
+
+    pub fn has_failed(&self) -> bool {
+        !self.ledger.errors().is_empty()
+    }
+
+    pub fn uuid(&self, gpu: u32) -> String {
+        crate::run::node::uuid(5, gpu)
+    }
+
+    /// Writes the configuration whole: the node's door, and whether a GPU is shared.
+    fn configure(&self) {
+        let shared = format!("{{name: {GPU}, devices: [\"{SHARED}\"], replicas: {SHARES}}}");
+        let sharing = format!("sharing: {{timeSlicing: {{resources: [{shared}]}}}}\n");
+        let sharing = if self.is_sharing() { "" } else { &sharing };
+        let gpus = if self.is_dra() { "all" } else { "none" };
+        let text = format!("version: v1\n{sharing}linkwise: {{naming: true, dra: {{gpus: {gpus}}}}}\n");
+        let draft = self.node.at("config.draft");
+        fs::write(&draft, text).unwrap();
+        fs::rename(draft, self.node.at("config.yaml")).unwrap();
+    }
+
+    /// The process serves the node anew, through the other door.
+    pub fn change_door(&self) {
+        self.is_dra.store(!self.is_dra(), Ordering::SeqCst);
+        self.configure();
+    }
+
+    /// The shared GPU is shared no more, or again.
+    pub fn share(&self, is_shared: bool) {
+        self.is_sharing.store(!is_shared, Ordering::SeqCst);
+        self.configure();
+    }
+
+    /// Tells the driver what happens; one that cannot be heard now is told again.
     pub async fn tell(&self, command: &str) {
-        let control = fake_nvml::Control::new(self.node.setup.at("control"));
-        let begin = Instant::now();
-        loop {
-            // A child that is stopped answers when it is killed.
-            let (control, command) = (control.clone(), command.to_owned());
-            let told = tokio::task::spawn_blocking(move || control.send(&command)).await.unwrap();
-            match told {
-                Ok(()) => return,
-                Err(error) => assert!(begin.elapsed() < LIMIT, "{error}"),
-            }
-            tokio::time::sleep(LOOK).await;
-        }
+        until(async || {
+            // An agent that is stopped answers when it is killed.
+            let (control, command) = (self.control.clone(), command.to_owned());
+            tokio::task::spawn_blocking(move || control.send(&command)).await.unwrap()
+        })
+        .await;
     }
 
     /// `linkwise admin`, until it succeeds.
     pub async fn admin(&self, order: &[&str]) {
-        let begin = Instant::now();
-        loop {
-            let mut command = Command::new(&self.node.setup.program);
-            command.arg("admin").arg("--socket").arg(self.node.setup.at("admin/admin.sock")).args(order);
+        until(async || {
+            let mut command = Command::new(env!("CARGO_BIN_EXE_linkwise"));
+            command.env_clear().args(["admin", "--socket"]).arg(self.node.at("admin.sock")).args(order);
             let output = command.output().await.unwrap();
-            if output.status.success() {
-                return;
+            if output.status.success() { Ok(()) } else { Err(output) }
+        })
+        .await;
+    }
+
+    /// The GPUs that one door offers.
+    fn offered(&self, by_dra: bool) -> BTreeSet<u32> {
+        if by_dra {
+            let gpu = |name: &String| name.split('-').nth(1).and_then(|gpu| gpu.parse().ok());
+            return self.node.untainted().iter().filter_map(gpu).collect();
+        }
+        self.node.healthy(GPU).iter().map(|id| gpu_of(id)).collect()
+    }
+
+    /// Waits until a GPU is offered through the node's door, or is not.
+    pub async fn is_offered(&self, gpu: u32, wanted: bool) {
+        until(async || {
+            let offered = self.offered(self.is_dra());
+            if offered.contains(&gpu) == wanted { Ok(()) } else { Err((gpu, offered)) }
+        })
+        .await;
+    }
+}
+
+/// A process at one moment: resident memory in KiB, and open files.
+type Footprint = (u64, usize);
+
+/// `None` where it is gone.
+fn footprint(process: u32) -> Option<Footprint> {
+    let status = fs::read_to_string(format!("/proc/{process}/status")).ok()?;
+    let resident = status.lines().find_map(|line| line.strip_prefix("VmRSS:"))?.trim().trim_end_matches(" kB");
+    Some((resident.parse().ok()?, fs::read_dir(format!("/proc/{process}/fd")).ok()?.count()))
+}
+
+/// Drives the faults.
+pub struct Soak {
+    pub world: Arc<World>,
+    pub random: Random,
+    pub process: Process,
+    pub daemons: Option<Daemons>,
+    pods: u32,
+    /// GPU 0 without instances.
+    pub layout: String,
+    /// The GPU of the last round, and whether it had two faults.
+    pub last: Option<u32>,
+    pub two_before: bool,
+}
+
+/// The machine: a DGX A100 whose GPU 0 makes MIG devices. Returns GPU 0's layout without instances.
+fn machine(node: &Node) -> String {
+    let read = |name: &str| -> Value {
+        let file = Path::new(env!("CARGO_MANIFEST_DIR")).join(name);
+        serde_saphyr::from_str(&fs::read_to_string(file).unwrap()).unwrap()
+    };
+    let mut machine = read("crates/host/src/machines/dgx-a100.yaml");
+    let mig = read("lab/fake-nvml/machines/mig-on-demand.yaml")["observed"]["gpus"][0].clone();
+    let gpus = machine["observed"]["gpus"].as_array_mut().unwrap();
+    for field in ["mig", "memory_mib", "model", "nvlinks"] {
+        gpus[0][field] = mig[field].clone();
+    }
+    gpus.iter().for_each(|gpu| put_on_bus(&node.at("sys/bus"), gpu["pci"].as_str().unwrap()));
+    fs::write(node.at("machine.json"), machine.to_string()).unwrap();
+    mig["mig"].to_string()
+}
+
+fn spawn(node: &Node, pod: u32) -> Process {
+    let mut command = dra_mig::program(node);
+    command.env("FAKE_NVML_MACHINE", node.at("machine.json")).env("MPS_ROOT", "/host/mps");
+    command.arg("--mps-container-root").arg(node.at("mps")).arg("--fail-on-init-error=false");
+    // Everything happens about a hundred times as fast as on a node.
+    for (option, milliseconds) in [
+        ("nvml-poll", 100),
+        ("nvml-call", 1_000),
+        ("nvml-start", 10_000),
+        ("nvml-pause", 50),
+        ("nvml-grace", 500),
+        ("nvml-trial", 100),
+        ("health-hold", 100),
+        ("claims-listed", 300),
+    ] {
+        command.arg(format!("--{option}-ms={milliseconds}"));
+    }
+    command.env("LINKWISE_POD_UID", format!("pod-{pod}")).env("LINKWISE_LOG_FORMAT", "json");
+    Process::of(command)
+}
+
+/// Where the process has served probes last.
+fn address(process: &Process) -> Option<SocketAddr> {
+    let parsed = |line: String| serde_json::from_str::<Value>(&line).ok();
+    let up = |line: Value| (line["message"] == "linkwise is up").then(|| line["metrics"].as_str()?.parse().ok())?;
+    process.lines().into_iter().rev().filter_map(parsed).find_map(up)
+}
+
+async fn up(process: &Process) -> SocketAddr {
+    until(async || address(process).ok_or("it is not up")).await
+}
+
+/// Everything that says in which boot it was written says another one.
+fn of_another_boot(value: &mut Value) {
+    match value {
+        Value::Object(fields) => {
+            for (name, value) in fields {
+                if name == "boot" && value.is_string() {
+                    *value = json!("00000000-0000-4000-8000-000000000000");
+                }
+                of_another_boot(value);
             }
-            assert!(begin.elapsed() < LIMIT, "{output:?}");
-            tokio::time::sleep(LOOK).await;
+        }
+        Value::Array(values) => values.iter_mut().for_each(of_another_boot),
+        _ => {}
+    }
+}
+
+impl Soak {
+    pub async fn start(connections: Connections, seed: u64) -> Self {
+        let node = Node::start_with(
+            |options| {
+                (options.seed, options.connections) = (seed, connections);
+                (options.dial_retry, options.wait_timeout) = (LOOK, LIMIT);
+            },
+            DraOptions::new("").reconcile,
+        )
+        .await;
+        let control = dra_mig::prepare(&node);
+        dra_mps::prepare(&node);
+        let layout = machine(&node);
+        // Drivers of today have a recovery action.
+        control.send("recovery * 0").unwrap();
+        let daemons = Some(dra_mps::daemons(&node));
+        let (scheduled, running, is_away, is_sharing, turns) = Default::default();
+        let (is_dra, ledger) = (AtomicBool::new(true), Ledger::new());
+        let world = World { node, control, scheduled, running, is_away, is_dra, is_sharing, turns, ledger };
+        world.configure();
+        let process = spawn(&world.node, 0);
+        let (world, random) = (Arc::new(world), Random::new(seed));
+        let mut soak = Self { world, random, process, daemons, pods: 0, layout, last: None, two_before: false };
+        soak.is_whole().await;
+        soak
+    }
+
+    pub async fn rollout(&mut self) {
+        self.pods += 1;
+        let next = spawn(&self.world.node, self.pods);
+        takeover::ready(up(&next).await).await;
+        self.process.signal("TERM");
+        let (status, last) = self.process.ended().await;
+        if !status.success() {
+            self.world.ledger.error(format!("the process before ended with {status}: {last:?}"));
+        }
+        self.process = next;
+    }
+
+    /// Ends the process and its agents at once, as the end of a container does.
+    async fn end_container(&mut self) {
+        let agents = children(self.process.id());
+        self.process.signal("KILL");
+        for agent in agents {
+            // It may see the end of its parent first.
+            let _ = std::process::Command::new("kill").args(["-KILL", &agent.to_string()]).output();
+        }
+        self.process.ended().await;
+        let control = &self.world.control;
+        until(async || if control.is_heard() { Err("an agent lives") } else { Ok(()) }).await;
+    }
+
+    /// Kills the MPS process, and waits for its end: the next one would find the lock taken.
+    pub async fn end_daemons(&mut self) {
+        if let Some(mut daemons) = self.daemons.take() {
+            daemons.process.kill().await.unwrap();
         }
     }
 
-    /// Another configuration, whole or not at all.
-    pub fn share(&self, shared: bool) {
-        let file: PathBuf = self.node.setup.at("config.yaml");
-        let new = file.with_extension("new");
-        std::fs::write(&new, format!("{WHOLE}{}", if shared { SHARED } else { "" })).unwrap();
-        std::fs::rename(new, file).unwrap();
+    /// Kills the process, and starts its container again; now and then it dies again on its way.
+    pub async fn kill(&mut self) {
+        loop {
+            self.end_container().await;
+            self.process = spawn(&self.world.node, self.pods);
+            if self.random.one_in(2) {
+                break;
+            }
+            tokio::time::sleep(self.random.milliseconds(0..300)).await;
+        }
+        up(&self.process).await;
+    }
+
+    pub async fn stop_kubelet(&self) {
+        self.world.node.kubelet.stop().await.unwrap();
+        self.world.node.dra.stop().await;
+    }
+
+    pub fn start_kubelet(&self) {
+        let node = &self.world.node;
+        node.kubelet.start_again(Restart::Kubelet).unwrap();
+        node.dra.start_again().unwrap();
+        // Its start deletes the slices of its node.
+        node.cluster.server.wipe_slices("n", None);
+        self.world.turn(|turns| turns.kubelets += 1);
+    }
+
+    /// No process is left, nor what is in memory: MIG devices, CDI specs. Files say that they are of another boot.
+    pub async fn reboot(&mut self) {
+        let world = Arc::clone(&self.world);
+        let World { node, .. } = &*world;
+        self.stop_kubelet().await;
+        // No container runs. What was started before runs no more, whenever its starter hears of that.
+        *world.running.lock().unwrap() = Books::default();
+        world.turn(|turns| turns.boots += 1);
+        self.end_container().await;
+        self.end_daemons().await;
+        world.tell(&format!("mig {MIG} {}", self.layout)).await;
+        for file in fs::read_dir(node.at("cdi")).unwrap() {
+            fs::remove_file(file.unwrap().path()).unwrap();
+        }
+        let claims = fs::read_dir(node.at("k/linkwise/claims")).into_iter().flatten().map(|file| file.unwrap().path());
+        for file in claims.chain([node.at("k/linkwise/linkwise_health.json")]) {
+            let text = fs::read_to_string(&file).unwrap_or_default();
+            if let Ok(mut value) = serde_json::from_str::<Value>(&text) {
+                of_another_boot(&mut value);
+                fs::write(&file, value.to_string()).unwrap();
+            }
+        }
+        node.cluster.server.wipe_slices("n", None);
+        node.kubelet.start_again(Restart::Node).unwrap();
+        node.dra.start_again().unwrap();
+        self.daemons = Some(dra_mps::daemons(node));
+        self.process = spawn(node, self.pods);
+        up(&self.process).await;
+    }
+
+    /// Rollouts while nothing else happens: then no call fails.
+    pub async fn calm(&mut self) {
+        tokio::time::sleep(SETTLED).await;
+        for _ in 0..3 {
+            self.world.ledger.count("rollouts while nothing else happens");
+            self.rollout().await;
+        }
+    }
+
+    /// Our sockets in the kubelet's folder.
+    pub fn sockets(&self) -> Vec<PathBuf> {
+        let files = fs::read_dir(self.world.node.at("k")).unwrap().map(|file| file.unwrap().path());
+        let is_ours = |path: &PathBuf| {
+            let name = path.file_name().unwrap().to_string_lossy();
+            name.starts_with("linkwise-") && name.ends_with(".sock")
+        };
+        files.filter(is_ours).collect()
     }
 
     /// The process that speaks to NVML, where there is one.
-    pub fn child(&self) -> Option<u32> {
-        self.node.agent_ids().first().copied()
+    pub fn agent(&self) -> Option<u32> {
+        children(self.process.id()).first().copied()
     }
 
-    /// Kills the plugin and starts it again, as a kubelet does with its container: nothing in a container outlives its first
-    /// process, a child that hangs in the library neither.
-    pub async fn replace(&mut self) {
-        let children = self.node.agent_ids();
-        self.node.process.signal("KILL");
-        for child in children.into_iter().filter(|child| Footprint::of(*child).is_some()) {
-            // It may see the end of its parent first.
-            let _ = std::process::Command::new("kill").args(["-KILL", &child.to_string()]).output();
-        }
-        self.node.process.ended().await;
-        self.ledger.logged(self.node.process.lines().len());
-        self.node.process = self.node.setup.spawn();
-        self.ledger.started();
-        self.began = Instant::now();
-        let up = self.node.process.logged(|line| line["message"] == "linkwise is up").await;
-        self.node.address = up["metrics"].as_str().unwrap().parse().unwrap();
+    /// Waits until an agent is no more.
+    pub async fn gone(&self, agent: Option<u32>) {
+        let lives = || agent.is_some_and(|agent| children(self.process.id()).contains(&agent));
+        until(async || if lives() { Err(agent) } else { Ok(()) }).await;
+    }
+
+    /// The text of `GET path`; none while nobody answers.
+    async fn get(&self, path: &str) -> Option<crate::run::node::Answer> {
+        try_get(address(&self.process)?, path).await.ok()
     }
 
     /// A series' value; `None` where there is no such series.
     pub async fn metric(&self, series: &str) -> Option<u64> {
-        let text = self.node.get("/metrics").await.body;
+        let text = self.get("/metrics").await?.body;
         text.lines().find_map(|line| line.strip_prefix(series)?.strip_prefix(' ')?.parse().ok())
+    }
+
+    pub async fn metric_is(&self, series: &str, is: impl Fn(Option<u64>) -> bool) {
+        until(async || match self.metric(series).await {
+            value if is(value) => Ok(()),
+            value => Err((series.to_owned(), value)),
+        })
+        .await;
     }
 
     /// Waits until a reason stands against this GPU.
     pub async fn stands(&self, gpu: u32, reason: &str) {
-        let series = format!("linkwise_gpu_unhealthy_since_seconds{{uuid=\"{}\",reason=\"{reason}\"}}", uuid(gpu));
-        until(async || self.metric(&series).await.ok_or_else(|| format!("{reason} does not stand"))).await;
+        let uuid = self.world.uuid(gpu);
+        let series = format!("linkwise_gpu_unhealthy_since_seconds{{uuid=\"{uuid}\",reason=\"{reason}\"}}");
+        self.metric_is(&series, |value| value.is_some()).await;
     }
 
-    /// Waits until this GPU is not given out.
-    pub async fn ill(&self, gpu: u32) {
-        let id = uuid(gpu);
-        let ill = self.kubelet.wait(|state| !state.resources[GPU].healthy.contains(&id)).await;
-        ill.expect("the kubelet is told of the GPU's failure");
-    }
-
-    /// Waits until this GPU is given out.
-    pub async fn well(&self, gpu: u32) {
-        let id = uuid(gpu);
-        let well = self.kubelet.wait(|state| state.resources[GPU].healthy.contains(&id)).await;
-        well.expect("the kubelet is told that the GPU is well");
-    }
-
-    /// Ends with what is wrong as soon as the kubelet is told that a GPU is ill that nothing has happened to. What happened in the
-    /// round before may be told late.
-    pub fn others(&mut self, gpu: u32) -> impl Future<Output = String> + use<> {
-        let kubelet = Arc::clone(&self.kubelet);
-        let last = self.last.replace(gpu);
-        async move {
-            let hurt = |other: &u32| *other == gpu || Some(*other) == last;
-            let unhurt: Vec<String> = (0..GPUS).filter(|other| !hurt(other)).map(uuid).collect();
-            let ill = |state: &State| unhurt.iter().find(|id| state.resources[GPU].unhealthy.contains(*id)).cloned();
-            loop {
-                // A wait that ends for its time begins again.
-                if let Ok(state) = kubelet.wait(|state| ill(state).is_some()).await {
-                    return format!("{:?} is ill, and something happened to {} only", ill(&state), uuid(gpu));
-                }
-            }
-        }
-    }
-
-    /// Waits until the node is as it was: how long that was after `since`, or what was missing in the end.
-    pub async fn whole(&mut self, since: Instant, limit: Duration) -> Result<Duration, String> {
-        let mut missing = String::new();
-        let waiting = async {
-            loop {
-                match self.missing().await {
-                    None => return,
-                    Some(what) => missing = what,
+    /// Looks, until it is dropped, that no other GPU is withdrawn than those that something happened to.
+    pub fn watch(&self, hurt: [Option<u32>; 2]) -> JoinSet<()> {
+        let (world, mut task) = (Arc::clone(&self.world), JoinSet::new());
+        task.spawn(async move {
+            while !world.has_failed() {
+                let offered = world.offered(world.is_dra());
+                if let Some(other) = (0..GPUS).find(|gpu| !hurt.contains(&Some(*gpu)) && !offered.contains(gpu)) {
+                    world.ledger.error(format!("GPU {other} is withdrawn, and something happened to {hurt:?} only"));
                 }
                 tokio::time::sleep(LOOK).await;
             }
-        };
-        let result = timeout(limit, waiting).await;
-        result.map(|()| since.elapsed()).map_err(|_| missing)
+        });
+        task
     }
 
-    /// What is not as it was.
+    /// Waits until the node is as it was: each GPU is offered, through the node's door alone. Returns how long it took.
+    pub async fn is_whole(&mut self) -> Duration {
+        let begin = Instant::now();
+        while let Some(missing) = self.missing().await {
+            if self.world.has_failed() {
+                break;
+            }
+            if begin.elapsed() > RECOVERY {
+                self.world.ledger.error(format!("not whole after {RECOVERY:?}: {missing}\n{}", self.last_lines()));
+            }
+            tokio::time::sleep(LOOK).await;
+        }
+        begin.elapsed()
+    }
+
+    fn last_lines(&self) -> String {
+        let lines = self.process.lines();
+        lines[lines.len().saturating_sub(30)..].join("\n")
+    }
+
     async fn missing(&mut self) -> Option<String> {
-        if let Some(status) = self.node.process.child.try_wait().unwrap() {
+        let (world, is_dra) = (&self.world, self.world.is_dra());
+        if let Some(status) = self.process.child.try_wait().unwrap() {
             return Some(format!("the process has ended: {status}"));
         }
-        let state = self.state();
-        let all: BTreeSet<String> = (0..GPUS).map(uuid).collect();
-        let gpu = &state.resources[GPU];
-        if !(gpu.connected && gpu.open_streams == 1) {
-            return Some(format!("{GPU} is not connected, with {} streams", gpu.open_streams));
+        let (kubelet, drivers) = (world.node.kubelet.state(), world.node.dra.state().drivers);
+        let has_driver = drivers.get(DRIVER).is_some_and(|driver| driver.connected == 1);
+        if !is_dra && !has_driver {
+            // As the kubelet does 30 s after a driver has gone.
+            world.node.cluster.server.wipe_slices("n", None);
         }
-        if gpu.healthy != all {
-            return Some(format!("healthy are {:?}", gpu.healthy));
+        let (dra, plugin) = (world.offered(true), world.offered(false));
+        let (all, none) = ((0..GPUS).collect(), BTreeSet::new());
+        if (&dra, &plugin) != if is_dra { (&all, &none) } else { (&none, &all) } {
+            return Some(format!("DRA offers {dra:?}, the device plugin {plugin:?}, the door is DRA: {is_dra}"));
         }
-        let ready = self.node.get("/readyz").await;
-        if ready.status != 200 {
-            return Some(format!("not ready: {}", ready.body.trim()));
+        // After a takeover there may be two.
+        let streams = (kubelet.resources[GPU].connected, kubelet.resources[GPU].open_streams);
+        if !is_dra && !matches!(streams, (true, 1 | 2)) {
+            return Some(format!("{GPU} is connected, and has streams: {streams:?}"));
+        }
+        if is_dra && !has_driver {
+            return Some(format!("the driver is not connected: {drivers:?}"));
+        }
+        match self.get("/readyz").await {
+            Some(answer) if answer.status == 200 => {}
+            answer => return Some(format!("not ready: {answer:?}")),
         }
         for (series, wanted) in
             [("linkwise_nvml_agent_up", 1), ("linkwise_nvml_away", 0), ("linkwise_driver_released", 0)]
@@ -279,28 +512,47 @@ impl World {
         None
     }
 
-    pub fn measure(&self) -> Measured {
-        let child = self.child().and_then(Footprint::of).expect("a child runs");
-        Measured { plugin: Footprint::of(self.node.process.id()).unwrap(), child, age: self.began.elapsed() }
+    /// What the process and its agents hold.
+    pub fn measure(&self) -> Vec<Footprint> {
+        [vec![self.process.id()], children(self.process.id())].concat().into_iter().filter_map(footprint).collect()
     }
 
-    /// Ends the plugin, and looks at what it leaves.
+    /// All pods have ended: nothing of them is left, and the process holds no more than at the start.
+    pub async fn is_empty(&mut self, specs: &[String], before: &[Footprint]) {
+        if !self.world.is_dra() {
+            self.world.change_door();
+        }
+        self.is_whole().await;
+        let now = self.measure();
+        println!("memory in KiB, and open files: {before:?}, then {now:?}");
+        let World { node, scheduled, running, ledger, .. } = &*self.world;
+        assert!(scheduled.lock().unwrap().is_empty() && running.lock().unwrap().is_empty());
+        let holds_more =
+            |(before, now): (&Footprint, &Footprint)| now.0 > before.0 + MORE_MEMORY || now.1 > before.1 + MORE_FILES;
+        if before.len() != now.len() || before.iter().zip(&now).any(holds_more) {
+            ledger.error(format!("the processes hold {now:?}, and held {before:?}"));
+        }
+        // Files of a daemon that was killed do not count.
+        let lives = |folder: &PathBuf| {
+            let pid = fs::read_to_string(folder.join("pipe/nvidia-cuda-mps-control.pid")).unwrap_or_default();
+            !pid.is_empty() && Path::new("/proc").join(pid.trim()).exists()
+        };
+        until(async || {
+            let started: Vec<PathBuf> = dra_mps::folders(node).into_iter().filter(lives).collect();
+            let left = (node.checkpoints(), dra_mig::instances(node), started, node.specs());
+            if left == (vec![], 0, vec![], specs.to_vec()) { Ok(()) } else { Err(left) }
+        })
+        .await;
+    }
+
+    /// Ends the process, and looks at what it leaves.
     pub async fn end(mut self) {
-        for violation in self.kubelet.violations() {
-            self.ledger.error(format!("{violation:?}"));
-        }
-        let children = self.node.agent_ids();
-        self.node.process.signal("TERM");
-        let (status, words) = self.node.process.ended().await;
-        if !status.success() {
-            self.ledger.error(format!("SIGTERM ended it with {status}: {words:?}"));
-        }
-        for socket in self.node.setup.sockets() {
-            self.ledger.error(format!("{} was left behind", socket.display()));
-        }
-        for child in children.into_iter().filter(|child| Footprint::of(*child).is_some()) {
-            self.ledger.error(format!("the NVML child {child} was left behind"));
-        }
-        self.kubelet.stop().await.unwrap();
+        let agents = children(self.process.id());
+        self.process.signal("TERM");
+        let (status, words) = self.process.ended().await;
+        assert!(status.success(), "{status}: {words:?}");
+        assert_eq!(self.sockets(), Vec::<PathBuf>::new());
+        let left: Vec<Footprint> = agents.into_iter().filter_map(footprint).collect();
+        assert!(left.is_empty(), "an agent was left behind");
     }
 }

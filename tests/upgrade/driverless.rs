@@ -1,8 +1,8 @@
 //! Upgrades of nodes that cannot see their GPUs. A DaemonSet's controller waits for a new pod while the old one is ready
 //! (pkg/controller/daemon/update.go): one such node would stop the upgrade of all.
 
-use crate::upgrade::fleet::{GPUS, KUBELETS, Running, World};
-use crate::upgrade::node::{GPU, Setup, machine, registered};
+use crate::upgrade::fleet::{GPUS, Running, World};
+use crate::upgrade::node::{GPU, KUBELETS, Setup, machine};
 
 fn setup() -> Setup {
     let mut setup = Setup::with(&machine(&GPUS));
@@ -16,9 +16,7 @@ fn setup() -> Setup {
 /// A node whose pod serves its GPUs.
 async fn serving(setup: Setup) -> (World, Running) {
     let world = World::of(setup, KUBELETS[0]);
-    let running = world.start("pod-1").await;
-    registered(&world.kubelet, 1, GPUS.len()).await;
-    running.ready().await;
+    let running = world.owner().await;
     (world, running)
 }
 

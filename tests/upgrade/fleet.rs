@@ -7,12 +7,10 @@ use std::num::NonZeroU32;
 use std::sync::Arc;
 
 use linkwise_kubelet_box::{AdmissionError, Admitted, Connections, KubeletBox, Load, Pod, Tally};
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::TcpStream;
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
-use super::node::{GPU, Process, Setup, machine, until};
+use super::node::{GPU, Process, Setup, machine, registered, try_get, until};
 
 /// The GPUs of the node.
 pub const GPUS: [(&str, &str, &str); 4] = [
@@ -21,9 +19,6 @@ pub const GPUS: [(&str, &str, &str); 4] = [
     ("GPU-c", "0000:81:00.0", ""),
     ("GPU-d", "0000:c1:00.0", ""),
 ];
-
-/// The kinds of kubelets: up to 1.36, from 1.37.
-pub const KUBELETS: [Connections; 2] = [Connections::ByResource, Connections::BySocket];
 
 /// A node with a kubelet.
 pub struct World {
@@ -43,12 +38,31 @@ impl World {
     }
 
     /// Starts linkwise as the pod with this UID.
-    pub async fn start(&self, uid: &str) -> Running {
+    pub fn spawn(&self, uid: &str) -> Process {
         let mut command = self.setup.command();
         command.env("LINKWISE_POD_UID", uid).env("LINKWISE_LOG", "linkwise=debug");
-        let process = Process::of(command);
-        let up = process.logged(|line| line["message"] == "linkwise is up").await;
-        Running { process, address: up["metrics"].as_str().unwrap().parse().unwrap() }
+        Process::of(command)
+    }
+
+    /// The same, up.
+    pub async fn start(&self, uid: &str) -> Running {
+        Running::of(self.spawn(uid)).await
+    }
+
+    /// The pod that serves a node without another.
+    pub async fn owner(&self) -> Running {
+        let owner = self.start("first").await;
+        registered(&self.kubelet, 1, GPUS.len()).await;
+        owner.ready().await;
+        owner.settled().await;
+        owner
+    }
+
+    /// Admits a pod of one GPU, and ends it.
+    pub async fn admit(&self, pod: &str) -> Result<(), AdmissionError> {
+        let admitted = self.kubelet.admit(&Pod::single(pod, GPU, 1), None).await;
+        self.kubelet.remove_pod(pod);
+        admitted.map(drop)
     }
 
     /// What a rollout does to a node: a new pod, and the end of the old one as soon as it is ready.
@@ -93,6 +107,11 @@ fn alone(kubelet: &KubeletBox, pod: &Pod, admitted: &Admitted) {
     }
 }
 
+/// Waits until a process is or was at a stage of a takeover.
+pub async fn stage(process: &Process, stage: &str) {
+    process.logged(|line| line["message"] == "takeover" && line["stage"] == stage).await;
+}
+
 /// A load that is under way.
 pub struct Loading {
     end: CancellationToken,
@@ -113,31 +132,24 @@ pub struct Running {
 }
 
 impl Running {
+    pub async fn of(process: Process) -> Self {
+        let up = process.logged(|line| line["message"] == "linkwise is up").await;
+        Self { process, address: up["metrics"].as_str().unwrap().parse().unwrap() }
+    }
+
     /// Waits until it would be called ready.
     pub async fn ready(&self) {
-        until(async || match self.readyz().await {
-            Ok(text) if text.starts_with("HTTP/1.1 200") => Ok(()),
-            other => Err(other),
-        })
-        .await;
+        until(async || if self.is_ready().await { Ok(()) } else { Err("it is not ready") }).await;
     }
 
     /// Returns true if the kubelet's probe of it would succeed now.
     pub async fn is_ready(&self) -> bool {
-        self.readyz().await.is_ok_and(|text| text.starts_with("HTTP/1.1 200"))
+        try_get(self.address, "/readyz").await.is_ok_and(|answer| answer.status == 200)
     }
 
     /// Waits until no other plugin is beside it, as far as the kubelet goes.
     pub async fn settled(&self) {
         self.process.logged(|line| line["message"] == "kubelet" && line["phase"] == "serving").await;
-    }
-
-    async fn readyz(&self) -> std::io::Result<String> {
-        let mut stream = TcpStream::connect(self.address).await?;
-        stream.write_all(b"GET /readyz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n").await?;
-        let mut text = String::new();
-        stream.read_to_string(&mut text).await?;
-        Ok(text)
     }
 
     /// Ends it as a kubelet does.

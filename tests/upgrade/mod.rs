@@ -9,8 +9,9 @@
     reason = "what a helper cannot do fails the test"
 )]
 
+mod deaths;
 mod driverless;
-mod fleet;
+pub mod fleet;
 use crate::run::node;
 mod others;
 use crate::run::predecessor;

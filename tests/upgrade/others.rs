@@ -2,8 +2,8 @@
 
 use linkwise_kubelet_box::Connections;
 
-use crate::upgrade::fleet::{GPUS, KUBELETS, World};
-use crate::upgrade::node::{GPU, registered};
+use crate::upgrade::fleet::{GPUS, World};
+use crate::upgrade::node::{GPU, KUBELETS, registered};
 use crate::upgrade::predecessor::Predecessor;
 
 /// The pod of another plugin is replaced by ours, in a rollout that starts ours first.
@@ -11,7 +11,7 @@ async fn replaced(connections: Connections, socket: &str) {
     let world = World::new(connections);
     let folder = world.setup.kubelet_socket.parent().unwrap();
     let ids = GPUS.map(|(id, ..)| id.to_owned()).to_vec();
-    let other = Predecessor::start_at(folder, socket, GPU, ids).await;
+    let other = Predecessor::start_at(folder, socket, &ids).await;
     registered(&world.kubelet, 1, GPUS.len()).await;
     let load = world.load(50);
     world.kubelet.wait(|state| state.resources[GPU].calls.allocate > 5).await.unwrap();

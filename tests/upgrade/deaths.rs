@@ -1,0 +1,105 @@
+//! The death of either of two linkwise at each step of a takeover, an update that cannot serve, and a pod that has handed
+//! over. The model has every step (`crates/node/src/takeover/machine/tests.rs`); here are those that the kubelet sees.
+
+use linkwise_kubelet_box::{Connections, Fault};
+
+use crate::upgrade::fleet::{Running, World, stage};
+use crate::upgrade::node::{GPU, KUBELETS, get, until};
+
+/// Waits until the sockets of one process lie beside the kubelet's, and the kubelet has its stream.
+async fn has_only_sockets_of_one(world: &World) {
+    // One that serves has one name, or two after a takeover.
+    until(async || {
+        let (sockets, connected) = (world.setup.sockets(), world.kubelet.state().resources[GPU].connected);
+        if (1..=2).contains(&sockets.len()) && connected { Ok(()) } else { Err((sockets, connected)) }
+    })
+    .await;
+}
+
+async fn death_at_any_step(connections: Connections) {
+    for (of_owner, step) in [(true, "Yielding"), (true, "Ending"), (false, "Starting"), (false, "Waiting")] {
+        for owner_dies in [true, false] {
+            let world = World::new(connections);
+            let owner = world.owner().await.process;
+            let standby = world.spawn("second");
+            stage(if of_owner { &owner } else { &standby }, step).await;
+            let (mut victim, left) = if owner_dies { (owner, standby) } else { (standby, owner) };
+            victim.signal("KILL");
+            // The last step takes some milliseconds: under load, the kill may come when the takeover is over.
+            let ends = |line: &serde_json::Value| line["stage"] == "Owning" || line["stage"] == "Retired";
+            if left.logged(ends).await["stage"] == "Retired" {
+                continue;
+            }
+            victim.ended().await;
+            // Nothing tells when the kubelet has noticed: it serves for good when pods are admitted by the survivor.
+            until(async || world.admit("pod").await).await;
+            has_only_sockets_of_one(&world).await;
+            // And the next one takes over from the one that is left.
+            let next = world.spawn("third");
+            next.said("took over this node").await;
+            world.admit("after").await.unwrap();
+            assert_eq!(world.kubelet.violations(), [], "{connections:?} {step} {owner_dies}");
+        }
+    }
+}
+
+#[tokio::test]
+async fn death_at_any_step_leaves_one_that_serves_up_to_1_36() {
+    death_at_any_step(KUBELETS[0]).await;
+}
+
+#[tokio::test]
+async fn death_at_any_step_leaves_one_that_serves_from_1_37() {
+    death_at_any_step(KUBELETS[1]).await;
+}
+
+/// The kubelet opens no stream to the new one, which gives up after half a minute.
+#[tokio::test]
+#[ignore = "half a minute: make test-long"]
+async fn update_that_cannot_serve_hands_back() {
+    let world = World::new(KUBELETS[0]);
+    let owner = world.owner().await.process;
+    world.kubelet.set_fault(Fault::AnswerWithoutDial);
+    let standby = world.spawn("second");
+    let line = standby.said("could not take over this node").await;
+    assert!(line["why"].as_str().unwrap().contains("ListAndWatch"), "{line}");
+    owner.said("another linkwise could not take over this node").await;
+    world.kubelet.set_fault(Fault::None);
+    world.admit("pod").await.unwrap();
+    assert_eq!((world.kubelet.gaps(GPU), world.kubelet.violations()), (vec![], vec![]));
+    // It tries again, and can.
+    standby.said("took over this node").await;
+    world.admit("after").await.unwrap();
+}
+
+#[tokio::test]
+async fn pod_that_handed_over_never_takes_over_again() {
+    let world = World::new(KUBELETS[0]);
+    let mut owner = world.owner().await.process;
+    let next = world.spawn("second");
+    owner.said("another linkwise has taken over this node").await;
+    owner.signal("KILL");
+    owner.ended().await;
+    stage(&next, "Owning").await;
+    next.logged(|line| line["phase"] == "serving").await;
+    // Its container is started again.
+    let record = world.setup.kubelet_socket.with_file_name("linkwise").join("linkwise_health.json");
+    let before = until(async || std::fs::metadata(&record).and_then(|found| found.modified())).await;
+    let sockets = world.setup.sockets();
+    let again = world.spawn("first");
+    let line = again.said("another linkwise serves this node: standing by").await;
+    assert_eq!((&line["takes_over"], &line["pod"]), (&false.into(), &"second".into()));
+    world.admit("pod").await.unwrap();
+    // It is unready, and writes nothing.
+    let Running { process: again, address } = Running::of(again).await;
+    again.logged(|line| line["input"] == "Sees(true)").await;
+    let answer = get(address, "/readyz").await;
+    assert!(answer.status == 503 && answer.body.contains("another linkwise serves this node"), "{answer:?}");
+    assert_eq!(get(address, "/livez").await.status, 200);
+    assert_eq!(std::fs::metadata(&record).unwrap().modified().unwrap(), before);
+    assert_eq!(world.setup.sockets(), sockets);
+    // It serves where nobody else does.
+    next.signal("KILL");
+    stage(&again, "Owning").await;
+    crate::upgrade::node::registered(&world.kubelet, 3, crate::upgrade::fleet::GPUS.len()).await;
+}
