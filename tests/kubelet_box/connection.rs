@@ -5,7 +5,7 @@ use std::os::unix::net::UnixListener;
 use std::time::Duration;
 
 use linkwise_kubelet_api::v1beta1 as wire;
-use linkwise_kubelet_box::{AdmissionError, Admitted, BoxError, Connections, Fault, Load, Options, Pod, Restart};
+use linkwise_kubelet_box::{BoxError, Connections, Options, Pod, Restart};
 use tonic::Code;
 
 use crate::kubelet_box::plugin::{GPU, Plugin, register, send};
@@ -168,85 +168,6 @@ async fn resource_not_back_after_restart_is_removed() {
     kubelet.wait(|s| s.resources[GPU].removed).await.unwrap();
 }
 
-#[tokio::test]
-async fn stop_ends_everything_and_is_idempotent() {
-    let (_dir, kubelet, plugin) = node("a", usual, |_| {}).await;
-    kubelet.stop().await.unwrap();
-    kubelet.stop().await.unwrap();
-    plugin.streams_gone().await;
-    assert!(!kubelet.state().running && !kubelet.state().resources[GPU].connected);
-    assert_eq!(plugin.register().await.unwrap_err().code(), Code::Unavailable);
-    let error = kubelet.admit(&Pod::single("pod", GPU, 1), None).await.unwrap_err();
-    assert_eq!(error.to_string(), "pod pod: the kubelet is not running");
-}
-
-#[tokio::test]
-async fn dropped_box_ends_its_streams() {
-    let (_dir, kubelet, plugin) = node("a", usual, |_| {}).await;
-    drop(kubelet);
-    plugin.streams_gone().await;
-}
-
-#[tokio::test]
-async fn register_faults_can_be_injected() {
-    let (dir, kubelet) = kubelet(usual);
-    let plugin = Plugin::serve(dir.path(), "gpu.sock", "a");
-    kubelet.set_fault(Fault::Refuse { code: Code::ResourceExhausted, message: "not today".into() });
-    let refused = plugin.register().await.unwrap_err();
-    assert_eq!((refused.code(), refused.message()), (Code::ResourceExhausted, "not today"));
-    kubelet.set_fault(Fault::AnswerWithoutDial);
-    plugin.register().await.unwrap();
-    assert!(kubelet.state().resources.is_empty() && plugin.seen().authorities.is_empty());
-    kubelet.set_fault(Fault::Hang);
-    let (hung, ()) = tokio::join!(plugin.register(), async {
-        kubelet.wait(|s| s.registering == 1).await.unwrap();
-        kubelet.set_fault(Fault::None);
-    });
-    assert_eq!(hung.unwrap_err().code(), Code::Unavailable);
-    plugin.register().await.unwrap();
-    kubelet.wait(|s| s.resources[GPU].connected).await.unwrap();
-}
-
-#[tokio::test]
-async fn stop_ends_a_hung_register() {
-    let (_dir, kubelet, plugin) = node("a", usual, |_| {}).await;
-    kubelet.set_fault(Fault::Hang);
-    let stop = async {
-        kubelet.wait(|s| s.registering == 1).await.unwrap();
-        kubelet.stop().await.unwrap();
-    };
-    let (status, ()) = tokio::join!(plugin.register(), stop);
-    assert_eq!(status.unwrap_err().code(), Code::Unavailable);
-}
-
-#[tokio::test]
-async fn stop_ends_a_dial() {
-    let (dir, kubelet) = kubelet(|options| options.dial_timeout = Duration::from_secs(60));
-    let dialling = register(dir.path(), "missing.sock", GPU);
-    let stop = async {
-        kubelet.wait(|s| s.registering == 1).await.unwrap();
-        kubelet.stop().await.unwrap();
-    };
-    let (status, ()) = tokio::join!(dialling, stop);
-    assert_eq!(status.unwrap_err().code(), Code::Unavailable);
-}
-
-#[tokio::test]
-async fn connection_can_be_dropped() {
-    let (_dir, kubelet, plugin) = node("a", usual, |_| {}).await;
-    assert!(kubelet.disconnect(GPU) && !kubelet.disconnect(GPU));
-    plugin.streams_gone().await;
-    let state = kubelet.wait(|s| s.resources[GPU].open_streams == 0).await.unwrap();
-    assert_eq!((state.resources[GPU].connected, &state.resources[GPU].unhealthy), (false, &ids("a")));
-}
-
-#[tokio::test]
-async fn timed_out_wait_names_last_state() {
-    let (_dir, kubelet) = kubelet(|options| options.wait_timeout = SOON);
-    let error = kubelet.wait(|s| s.resources[GPU].connected).await.unwrap_err();
-    assert!(error.last.running && error.to_string().contains("running: true"), "{error}");
-}
-
 /// A kubelet from 1.37 on.
 fn newer(options: &mut Options) {
     options.connections = Connections::BySocket;
@@ -301,33 +222,4 @@ async fn allocate_on_replaced_connection_is_answered() {
     admitted.unwrap();
     assert_eq!((kubelet.gaps(GPU).len(), old.seen().allocate.len()), (1, 1));
     kubelet.admit(&Pod::single("next", GPU, 1), None).await.unwrap();
-}
-
-#[tokio::test]
-async fn load_counts_rejections_and_gap_is_recorded() {
-    let (_dir, kubelet, plugin) = node("a b c d", usual, |_| {}).await;
-    let per_second = std::num::NonZeroU32::new(1000).unwrap();
-    let load = Load { resource: GPU.to_owned(), per_second, sizes: 1..=2, held: 3, seed: 1 };
-    let (all, mut sizes) = (kubelet.state().resources[GPU].healthy.clone(), std::collections::BTreeSet::new());
-    let rejected = tokio::sync::Notify::new();
-    let script = async {
-        kubelet.wait(|s| s.resources[GPU].calls.allocate > 20).await.unwrap();
-        plugin.end_streams();
-        rejected.notified().await;
-        kubelet.wait(|s| s.resources[GPU].open_streams == 0).await.unwrap();
-        plugin.list("a b c d");
-        plugin.register().await.unwrap();
-        let before = kubelet.state().resources[GPU].calls.allocate;
-        kubelet.wait(|s| s.resources[GPU].calls.allocate > before + 20).await.unwrap();
-    };
-    let see = |_: &Pod, outcome: Result<&Admitted, &AdmissionError>| {
-        let Ok(admitted) = outcome else { return rejected.notify_one() };
-        let allocation = &admitted.grant("main", GPU).unwrap().allocation;
-        assert!(kubelet.state().resources[GPU].in_use().len() <= 3);
-        assert!(allocation.devices.iter().all(|id| all.contains(id)));
-        sizes.insert(allocation.devices.len());
-    };
-    let tally = kubelet.load(&load, script, see).await;
-    assert!(tally.admitted > 40 && sizes.len() == 2 && !tally.rejected.is_empty(), "{tally:?}");
-    assert_eq!((kubelet.gaps(GPU).len(), kubelet.state().resources[GPU].in_use().len()), (1, 0));
 }

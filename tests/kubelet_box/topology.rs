@@ -3,18 +3,17 @@
 use std::collections::BTreeSet;
 
 use linkwise_kubelet_box::{
-    AdmissionError, Admitted, BoxError, KubeletBox, NumaNode, Options, Place, Pod, Policy, Restart, Scope,
-    TopologyHint, TopologyManager, UnsupportedMachine,
+    AdmissionError, Admitted, BoxError, KubeletBox, Options, Place, Pod, Policy, Restart, Scope, TopologyHint,
+    TopologyManager, UnsupportedMachine,
 };
 use tempfile::TempDir;
 
 use crate::kubelet_box::plugin::{GPU, Plugin};
 use crate::kubelet_box::{ids, node};
 
-/// A machine with two nodes of four CPUs and two devices each.
+/// A machine with two nodes of two devices each.
 async fn two_nodes(policy: Policy, scope: Scope) -> (TempDir, KubeletBox, Plugin) {
-    let numa_nodes = (0..2).map(|id| NumaNode { id: i64::from(id), cpus: (4 * id..4 * id + 4).collect() }).collect();
-    let manager = TopologyManager { policy, scope, numa_nodes, static_cpus: true };
+    let manager = TopologyManager { policy, scope, numa_nodes: vec![0, 1] };
     let settings = |options: &mut Options| options.topology_manager = manager;
     node("a:0 b:0 c:1 d:1", settings, |plugin| plugin.advise("b d")).await
 }
@@ -88,34 +87,13 @@ async fn scope_pod_keeps_containers_together() {
 }
 
 #[tokio::test]
-async fn cpus_and_devices_share_a_node() {
-    let (_dir, kubelet, _plugin) = two_nodes(Policy::SingleNumaNode, Scope::Container).await;
-    kubelet.admit(&Pod::new("cpus").with_container("main", [] as [(&str, u32); 0]).with_cpus(2), None).await.unwrap();
-    assert_eq!(kubelet.state().cpus["cpus"]["main"], [0, 1].into());
-    let admitted = kubelet.admit(&Pod::single("both", GPU, 1).with_cpus(3), None).await.unwrap();
-    assert_eq!((got(&admitted, "main"), &admitted.containers["main"].cpus), (ids("d"), &[4, 5, 6].into()));
-    let said = refusal(kubelet.admit(&Pod::single("late", GPU, 1).with_cpus(3), None).await.unwrap_err());
-    assert!(said.contains("3 cpu would fit 1 NUMA node, but what is free needs {0,1}"), "{said}");
-    assert!(kubelet.remove_pod("cpus") && !kubelet.remove_pod("cpus"));
-    kubelet.admit(&Pod::single("late", GPU, 1).with_cpus(3), None).await.unwrap();
-}
-
-#[tokio::test]
-async fn cpu_shortage_without_policy_has_own_error() {
-    let (_dir, kubelet, _plugin) = two_nodes(Policy::None, Scope::Container).await;
-    let error = kubelet.admit(&Pod::single("pod", GPU, 1).with_cpus(9), None).await.unwrap_err();
-    assert!(matches!(error, AdmissionError::Insufficient { requested: 9, available: 8, .. }), "{error}");
-    assert_eq!(kubelet.state().resources[GPU].free(), ids("a b c d"), "rejected as a whole");
-}
-
-#[tokio::test]
 async fn running_pod_keeps_alignment_after_restart() {
     let (_dir, kubelet, _plugin) = two_nodes(Policy::SingleNumaNode, Scope::Pod).await;
-    let pod = Pod::single("pod", GPU, 2).with_cpus(3);
+    let pod = Pod::single("pod", GPU, 2);
     let before = kubelet.admit(&pod, None).await.unwrap();
     kubelet.restart(Restart::Kubelet).await.unwrap();
     let after = kubelet.admit(&pod, None).await.unwrap();
-    assert_eq!((got(&after, "main"), &after.containers["main"].cpus), (got(&before, "main"), &[0, 1, 2].into()));
+    assert_eq!(got(&after, "main"), got(&before, "main"));
 }
 
 #[tokio::test]
@@ -123,7 +101,7 @@ async fn too_many_numa_nodes_stop_the_kubelet() {
     let dir = tempfile::tempdir().unwrap();
     let mut options = Options::new(dir.path());
     options.topology_manager.policy = Policy::BestEffort;
-    options.topology_manager.numa_nodes = (0..9).map(|id| NumaNode { id, cpus: BTreeSet::new() }).collect();
+    options.topology_manager.numa_nodes = (0..9).collect();
     let error = KubeletBox::start(options.clone()).unwrap_err();
     let expected = UnsupportedMachine::TooManyNodes(Policy::BestEffort, 9);
     assert!(matches!(&error, BoxError::Unsupported(found) if *found == expected), "{error}");

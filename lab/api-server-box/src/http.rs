@@ -151,13 +151,6 @@ async fn answer(request: hyper::Request<Incoming>, shared: &Arc<Shared>) -> Resp
             let force = parameter("force") == Some("true");
             shared.store().apply(&manager, &target.key(name), &sent, force)
         }
-        ("PATCH", Some(name)) if kind_of_body == "application/merge-patch+json" => {
-            shared.store().merge(&manager, &target.key(name), &sent, target.status)
-        }
-        ("DELETE", None) => {
-            shared.store().remove_selected(&target.resource, target.namespace.as_deref(), &selected);
-            Ok(json!({"apiVersion": "v1", "kind": "Status", "status": "Success", "metadata": {}}))
-        }
         ("DELETE", Some(name)) => shared.store().delete(&target.key(name), &sent),
         _ => Err(Refusal::new(405, "MethodNotAllowed", format!("no {method} of {}", head.uri.path()))),
     };
@@ -195,8 +188,7 @@ fn verb(method: &str, names_one: bool, watches: bool) -> &'static str {
         ("POST", _) => "create",
         ("PUT", _) => "update",
         ("PATCH", _) => "patch",
-        ("DELETE", true) => "delete",
-        _ => "deletecollection",
+        _ => "delete",
     }
 }
 

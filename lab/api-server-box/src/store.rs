@@ -223,16 +223,6 @@ impl Store {
         Ok(self.put(manager, key, object))
     }
 
-    /// Merges a patch (RFC 7386) into an object, or into its status alone.
-    pub fn merge(&mut self, manager: &str, key: &Key, patch: &Value, of_status: bool) -> Result<Value, Refusal> {
-        let mut object = self.get(key).ok_or_else(|| Refusal::not_found(key))?.clone();
-        merge(&mut object, patch);
-        match of_status {
-            true => self.replace_status(manager, key, &object),
-            false => self.replace(manager, key, object),
-        }
-    }
-
     /// The object that a client wants to change, if it has not changed since the client read it.
     fn seen(&self, key: &Key, sent: &Value) -> Result<&Value, Refusal> {
         let live = self.get(key).ok_or_else(|| Refusal::not_found(key))?;
@@ -348,23 +338,4 @@ fn named(mut object: Value, key: &Key) -> Value {
         object["metadata"]["namespace"] = json!(namespace);
     }
     object
-}
-
-/// RFC 7386.
-fn merge(value: &mut Value, patch: &Value) {
-    let Value::Object(patch) = patch else {
-        *value = patch.clone();
-        return;
-    };
-    if !value.is_object() {
-        *value = json!({});
-    }
-    for (key, part) in patch {
-        match part {
-            Value::Null => {
-                value.as_object_mut().and_then(|map| map.remove(key));
-            }
-            part => merge(&mut value[key.as_str()], part),
-        }
-    }
 }

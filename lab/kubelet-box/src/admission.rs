@@ -3,7 +3,6 @@
 //! Called by `KubeletBox` only, one pod at a time. The module holds no lock across a call, and every call has a
 //! deadline. The checks come in the order of the device manager, read at 1.33.
 
-use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use super::affinity::Affinity;
@@ -13,7 +12,7 @@ use super::life::{Core, Life, lock};
 use super::pod::{Admitted, AdmittedContainer, Allocation, Asked, Container, Grant, Place, Pod};
 use super::selection::{Plan, Pool, Question, plan};
 use super::state::Calls;
-use super::topology_manager::{CPU, Policy, Scope, TopologyHint};
+use super::topology_manager::{Policy, Scope, TopologyHint};
 
 /// Admits the pod and starts its containers. A rejected pod holds nothing afterwards. If the kubelet ends during an
 /// admission, the pod holds what it held before.
@@ -102,26 +101,12 @@ impl Turn<'_> {
             };
             granted.resources.insert(resource, grant);
         }
-        granted.cpus = self.cpus()?;
         Ok(granted)
     }
 
     fn place(&self, resource: &str) -> Box<Place> {
         let (pod, container) = (self.pod.to_owned(), self.container.name.clone());
         Box::new(Place { pod, container, resource: resource.to_owned() })
-    }
-
-    /// Gives exclusive CPUs to a container that asks for some. As in a kubelet, this comes after the devices.
-    fn cpus(&self) -> Result<BTreeSet<u32>, AdmissionError> {
-        let (core, requested) = (&self.life.core, self.container.cpus);
-        let manager = &core.options.topology_manager;
-        if requested == 0 || !manager.static_cpus {
-            return Ok(BTreeSet::new());
-        }
-        let mask = self.hint.and_then(|hint| hint.mask);
-        let count = usize::try_from(requested).unwrap_or(usize::MAX);
-        let taken = core.change(|book| book.cpus.take(manager, (self.pod, &self.container.name), count, mask));
-        taken.map_err(|available| AdmissionError::Insufficient { place: self.place(CPU), requested, available })
     }
 
     /// Allocates devices of one resource out of a pool.

@@ -1,5 +1,5 @@
 //! Asks every hint provider about a container or a pod and lets the Topology Manager decide. This module connects the
-//! books of devices and CPUs with the pure `topology_manager`.
+//! books of devices with the pure `topology_manager`.
 //!
 //! Called by `admission` where the policy is not none. Reads the books, changes nothing.
 
@@ -40,9 +40,7 @@ impl Affinity<'_> {
             *requested.entry(resource).or_default() += whole(*count);
         }
         requested.retain(|resource, _| self.book.is_known(resource));
-        let devices = requested.into_iter().map(|(resource, count)| self.of_devices(resource, count));
-        let cpus = self.containers.iter().map(|container| (container.name.as_str(), whole(container.cpus)));
-        devices.chain(self.book.cpus.hints(self.manager, self.pod, &cpus.collect::<Vec<_>>())).collect()
+        requested.into_iter().map(|(resource, count)| self.of_devices(resource, count)).collect()
     }
 
     fn of_devices(&self, resource: &str, requested: usize) -> ResourceHints {
@@ -61,7 +59,7 @@ impl Affinity<'_> {
             held => held != requested,
         };
         let available = if held.is_empty() { free } else { held };
-        let hints = device_hints(self.manager, resource, requested, &Units { all, available, reusable: Vec::new() });
+        let hints = device_hints(self.manager, resource, requested, &Units { all, available });
         match hints.hints {
             Some(_) if impossible => ResourceHints { hints: Some(Vec::new()), ..hints },
             _ => hints,

@@ -13,7 +13,6 @@ use super::Connections;
 use super::pod::{Allocation, Place};
 use super::selection::{Ids, Pool};
 use super::state::{Calls, Harm, ResourceState, State, Violation};
-use super::topology_manager::CpuBook;
 use linkwise_kubelet_api::v1beta1 as wire;
 
 mod connections;
@@ -29,8 +28,8 @@ pub(super) type ClientId = u64;
 /// The identity of one stop of one endpoint: a late grace period must not end anything newer.
 pub(super) type StopStamp = u64;
 
-/// The devices and CPUs that one pod holds.
-type PodBook = (BTreeMap<Place, Allocation>, Option<BTreeMap<String, BTreeSet<u32>>>);
+/// The devices that one pod holds.
+type PodBook = BTreeMap<Place, Allocation>;
 
 /// Longest device id that the API allows.
 const ID_MAX: usize = 63;
@@ -59,7 +58,7 @@ struct Resource {
 /// All the books.
 #[derive(Debug, Default)]
 pub(super) struct Book {
-    /// The visible state; `snapshot` fills in resources and CPUs.
+    /// The visible state; `snapshot` fills in resources.
     pub(super) seen: State,
     resources: BTreeMap<String, Resource>,
     /// The devices that containers hold. The checkpoint file keeps them across a restart.
@@ -70,8 +69,6 @@ pub(super) struct Book {
     written: BTreeMap<Place, Allocation>,
     /// Set while the file is to be written.
     writes: bool,
-    /// The CPUs that containers hold; kept across a restart too.
-    pub(super) cpus: CpuBook,
     /// Containers that ran when the kubelet started: (pod, container).
     still_running: BTreeSet<(String, String)>,
     /// The connections of each resource, connecting ones included.
@@ -228,7 +225,7 @@ impl Book {
         let held_any = !ended.is_empty();
         self.held = held;
         self.ended.extend(ended);
-        self.cpus.held.remove(pod).is_some() || held_any
+        held_any
     }
 
     /// `UpdateAllocatedDevices` of the device manager: takes the devices from pods that have ended, in memory alone. It
@@ -261,18 +258,17 @@ impl Book {
         Some(json!({ "Data": data, "Checksum": 0 }).to_string())
     }
 
-    /// The devices and CPUs of a pod, for [`Book::restore_pod`].
+    /// The devices of a pod, for [`Book::restore_pod`].
     pub(super) fn pod(&self, pod: &str) -> PodBook {
         let held = self.held.iter().filter(|(place, _)| place.pod == pod);
-        (held.map(|(place, held)| (place.clone(), held.clone())).collect(), self.cpus.held.get(pod).cloned())
+        held.map(|(place, held)| (place.clone(), held.clone())).collect()
     }
 
     /// Undoes what an interrupted admission did to the pod.
-    pub(super) fn restore_pod(&mut self, pod: &str, (held, cpus): PodBook) {
+    pub(super) fn restore_pod(&mut self, pod: &str, held: PodBook) {
         self.remove_pod(pod);
         self.ended.retain(|place, _| place.pod != pod);
         self.held.extend(held);
-        self.cpus.held.extend(cpus.map(|cpus| (pod.to_owned(), cpus)));
     }
 
     /// Drops everything that is not in the checkpoint: the kubelet's process has ended.

@@ -109,8 +109,7 @@ pub enum AdmissionError {
     /// The container holds another number of devices than it asks for.
     #[error("{0}: asks for {1} but holds {2}")]
     RequestChanged(Box<Place>, u32, usize),
-    /// Too few devices are healthy and free; or too few CPUs (resource `cpu`) for a container that asks for exclusive
-    /// ones.
+    /// Too few devices are healthy and free.
     #[error("{place}: requested {requested}, available {available}")]
     Insufficient {
         /// The pod.

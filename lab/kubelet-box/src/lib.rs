@@ -47,7 +47,7 @@ pub use names::is_extended_resource;
 pub use pod::{Admitted, AdmittedContainer, Allocation, Asked, Container, Grant, Place, Pod};
 pub use state::{Calls, Harm, ResourceState, Resources, State, Violation};
 pub use topology_manager::{
-    NumaMask, NumaNode, Policy, Refusal, ResourceHints, Scope, TopologyHint, TopologyManager, UnsupportedMachine,
+    NumaMask, Policy, Refusal, ResourceHints, Scope, TopologyHint, TopologyManager, UnsupportedMachine,
 };
 
 use life::{Core, Life, lock};

@@ -3,7 +3,7 @@
 //! Made by callers of [`super::KubeletBox`] and by `admission`. Resource names and device ids are plain strings here,
 //! because a kubelet knows no more about them. No behaviour.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::fmt;
 
 use super::topology_manager::TopologyHint;
@@ -25,8 +25,6 @@ pub struct Container {
     pub name: String,
     /// The number of requested devices by resource name.
     pub requests: BTreeMap<String, u32>,
-    /// The number of requested exclusive CPUs: a container of a Guaranteed pod can ask for whole CPUs. 0 for any other.
-    pub cpus: u32,
 }
 
 impl Pod {
@@ -48,16 +46,7 @@ impl Pod {
         requests: impl IntoIterator<Item = (R, u32)>,
     ) -> Self {
         let requests = requests.into_iter().map(|(resource, count)| (resource.into(), count)).collect();
-        self.containers.push(Container { name: name.into(), requests, cpus: 0 });
-        self
-    }
-
-    /// The same pod; its last container requests `count` exclusive CPUs.
-    #[must_use]
-    pub fn with_cpus(mut self, count: u32) -> Self {
-        if let Some(container) = self.containers.last_mut() {
-            container.cpus = count;
-        }
+        self.containers.push(Container { name: name.into(), requests });
         self
     }
 }
@@ -109,8 +98,6 @@ pub struct Admitted {
 pub struct AdmittedContainer {
     /// The devices by resource name.
     pub resources: BTreeMap<String, Grant>,
-    /// The exclusive CPUs of the container.
-    pub cpus: BTreeSet<u32>,
     /// The Topology Manager's decision for the container; `None` under policy none.
     pub hint: Option<TopologyHint>,
 }

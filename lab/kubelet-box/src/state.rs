@@ -20,8 +20,6 @@ pub struct State {
     pub refused: u64,
     /// Every resource that was ever registered.
     pub resources: Resources,
-    /// The exclusive CPUs by pod name and container name; empty without a static CPU manager.
-    pub cpus: BTreeMap<String, BTreeMap<String, BTreeSet<u32>>>,
     /// The acts of plugins that can harm a kubelet, in order.
     pub violations: Vec<Violation>,
 }

@@ -26,7 +26,7 @@ use linkwise_core::topology::{HostObservation, NodeTopology};
 use linkwise_host::machines::{self, Machine};
 use linkwise_host::picture::machine_tree;
 use linkwise_kubelet::device_plugin;
-use linkwise_kubelet_box::{BoxError, KubeletBox, NumaNode, Options, Policy, TopologyManager};
+use linkwise_kubelet_box::{BoxError, KubeletBox, Options, Policy, TopologyManager};
 use linkwise_node::keeper::HealthSettings;
 use linkwise_node::node::{Node, NodeSettings};
 use linkwise_system::block_on;
@@ -131,12 +131,8 @@ fn start_kubelet(args: &DemoArgs, host: &HostObservation, folder: &Path, out: Pr
     let mut options = Options::new(folder);
     // The socket has a folder of its own: a kubelet that starts removes every socket beside kubelet.sock.
     options.pod_resources = Some(folder.join(POD_RESOURCES));
-    options.topology_manager = TopologyManager {
-        policy: args.topology_manager_policy,
-        scope: args.scope,
-        numa_nodes: numa_nodes(host),
-        static_cpus: false,
-    };
+    options.topology_manager =
+        TopologyManager { policy: args.topology_manager_policy, scope: args.scope, numa_nodes: numa_nodes(host) };
     let TopologyManager { policy, scope, .. } = options.topology_manager;
     if policy != Policy::None {
         out(&format!("The kubelet's Topology Manager: policy {policy}, scope {scope}.\n"))?;
@@ -153,11 +149,10 @@ fn start_kubelet(args: &DemoArgs, host: &HostObservation, folder: &Path, out: Pr
 }
 
 /// The NUMA nodes as a kubelet counts them: memory-only ones too, and node 0 if the host names none.
-pub fn numa_nodes(host: &HostObservation) -> Vec<NumaNode> {
-    let node = |(id, cpus): (u32, &str)| NumaNode { id: i64::from(id), cpus: machines::cpus(cpus).unwrap_or_default() };
+pub fn numa_nodes(host: &HostObservation) -> Vec<i64> {
     match host.numa_nodes.as_slice() {
-        [] => vec![node((0, ""))],
-        nodes => nodes.iter().map(|numa| node((numa.id.0, &numa.cpus))).collect(),
+        [] => vec![0],
+        nodes => nodes.iter().map(|numa| i64::from(numa.id.0)).collect(),
     }
 }
 
@@ -166,15 +161,4 @@ async fn hold(address: std::net::SocketAddr, out: Print<'_>) -> Result<()> {
     out(&format!("\nServing until interrupted (Ctrl-C): http://{address}/ (the page), /metrics /livez /readyz\n"))?;
     LastSignals::listen()?.come().await;
     Ok(())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn host_without_numa_nodes_has_node_0() {
-        let nodes = numa_nodes(&HostObservation::default());
-        assert_eq!(nodes, [NumaNode { id: 0, cpus: [].into() }]);
-    }
 }

@@ -9,7 +9,6 @@
 )]
 
 mod demo;
-mod demo_cli;
 mod demo_dra;
 mod numa_hints;
 #[allow(dead_code, reason = "other tests judge more by it")]

@@ -43,7 +43,7 @@ async fn on<T>(
     let folder = tempfile::tempdir().unwrap();
     let mut options = Options::new(folder.path());
     let numa_nodes = numa_nodes(&seen.host);
-    options.topology_manager = TopologyManager { policy, scope: Scope::Container, numa_nodes, static_cpus: true };
+    options.topology_manager = TopologyManager { policy, scope: Scope::Container, numa_nodes };
     let kubelet = KubeletBox::start(options).unwrap();
     let settings = NodeSettings {
         kubelet: Settings::new(folder.path().join(Options::SOCKET)),
@@ -86,7 +86,7 @@ async fn with_several_nodes_to_a_package_four_gpus_fit_one_only_where_they_claim
             let expected: BTreeSet<BTreeSet<i64>> =
                 claimed.into_iter().map(|nodes| nodes.into_iter().collect()).collect();
             assert_eq!(numa.into_values().collect::<BTreeSet<_>>(), expected, "{hints:?}");
-            let pod = Pod::single("pod", GPU, 4).with_cpus(8);
+            let pod = Pod::single("pod", GPU, 4);
             assert_eq!(kubelet.admit(&pod, None).await.is_ok(), admitted, "{hints:?}");
         })
         .await;

@@ -82,7 +82,7 @@ async fn column(machine: &Machine, engine: &Engine, policy: Policy) -> Result<Co
     let folder = tempfile::tempdir().unwrap();
     let mut options = Options::new(folder.path());
     let numa_nodes = numa_nodes(&machine.observed.host);
-    options.topology_manager = TopologyManager { policy, scope: Scope::Container, numa_nodes, static_cpus: false };
+    options.topology_manager = TopologyManager { policy, scope: Scope::Container, numa_nodes };
     let kubelet = match KubeletBox::start(options) {
         Ok(kubelet) => kubelet,
         Err(BoxError::Unsupported(why)) => return Err(why.to_string()),

@@ -264,10 +264,6 @@ fn claim_is_checked_and_its_status_apart() {
     let mut other = stored.clone();
     other["status"]["allocation"]["devices"]["results"][0]["device"] = json!("gpu-1");
     refused(store.replace_status("scheduler", &key, &other).unwrap_err(), "status.allocation");
-    let patch = json!({"status": {"reservedFor": [{"resource": "pods", "name": "p", "uid": "u"}]}});
-    let reserved = store.merge("scheduler", &key, &patch, true).unwrap();
-    assert_eq!(reserved["status"]["allocation"], stored["status"]["allocation"]);
-    assert_eq!(reserved["status"]["reservedFor"][0]["name"], "p");
 }
 
 /// A device in four shares, with changed policies.

@@ -1,4 +1,3 @@
 //! The API server in a box, as its clients see it.
 
 mod policies;
-mod slices;

@@ -69,12 +69,6 @@ exports! {
         put_text(uuid, length, &gpu(&state.machine, at)?.uuid)
     }
 
-    fn nvmlDeviceGetIndex(device: nvmlDevice_t, index: *mut c_uint) {
-        let (state, at) = enter_gpu("nvmlDeviceGetIndex", device)?;
-        let present = state.present().iter().position(|gpu| *gpu == at);
-        put(index, present.ok_or(INVALID)? as c_uint)
-    }
-
     fn nvmlDeviceGetName(device: nvmlDevice_t, name: *mut c_char, length: c_uint) {
         let (state, at) = enter_gpu("nvmlDeviceGetName", device)?;
         put_text(name, length, gpu(&state.machine, at)?.model.as_deref().ok_or(UNSUPPORTED)?)

@@ -64,16 +64,6 @@ exports! {
         put(active, is_up(&state, at, number)?.into())
     }
 
-    fn nvmlDeviceGetNvLinkCapability(
-        device: nvmlDevice_t,
-        number: c_uint,
-        _capability: nvmlNvLinkCapability_t,
-        result: *mut c_uint,
-    ) {
-        let (state, at) = enter_gpu("nvmlDeviceGetNvLinkCapability", device)?;
-        put(result, is_up(&state, at, number)?.into())
-    }
-
     fn nvmlDeviceGetNvLinkRemotePciInfo_v2(device: nvmlDevice_t, number: c_uint, pci: *mut nvmlPciInfo_t) {
         let (state, at) = enter_gpu("nvmlDeviceGetNvLinkRemotePciInfo_v2", device)?;
         let remote = match link(&state, at, number)?.0 {

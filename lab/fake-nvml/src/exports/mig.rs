@@ -98,15 +98,6 @@ exports! {
         put(mig_device, if found { state::mig_handle(at, index) } else { return Err(NOT_FOUND) })
     }
 
-    fn nvmlDeviceGetDeviceHandleFromMigDeviceHandle(mig_device: nvmlDevice_t, device: *mut nvmlDevice_t) {
-        let (_state, at, _) = enter_mig("nvmlDeviceGetDeviceHandleFromMigDeviceHandle", mig_device)?;
-        put(device, state::handle(at))
-    }
-
-    fn nvmlDeviceIsMigDeviceHandle(device: nvmlDevice_t, is_mig: *mut c_uint) {
-        put(is_mig, state::mig_position(device).is_some().into())
-    }
-
     fn nvmlDeviceGetGpuInstanceId(mig_device: nvmlDevice_t, id: *mut c_uint) {
         let (state, at, index) = enter_mig("nvmlDeviceGetGpuInstanceId", mig_device)?;
         put(id, mig(&state, at)?.device(index).ok_or(NOT_FOUND)?.gpu_instance)

@@ -1,6 +1,6 @@
 //! Init, shutdown, versions, and the lookups of a GPU.
 
-use std::ffi::{CStr, c_char, c_int, c_uint};
+use std::ffi::{c_char, c_int, c_uint};
 
 use nvml_wrapper_sys::bindings::*;
 
@@ -50,20 +50,6 @@ exports! {
     fn nvmlDeviceGetHandleByIndex_v2(index: c_uint, device: *mut nvmlDevice_t) {
         let find = |state: &state::State| state.present().get(index as usize).copied().ok_or(INVALID);
         let state = enter_with("nvmlDeviceGetHandleByIndex_v2", |state| Ok(vec![find(state)?]))?;
-        put(device, state::handle(find(&state)?))
-    }
-
-    fn nvmlDeviceGetHandleByUUID(uuid: *const c_char, device: *mut nvmlDevice_t) {
-        if uuid.is_null() {
-            return Err(INVALID);
-        }
-        // SAFETY: not null, and the caller promises a C string.
-        let uuid = unsafe { CStr::from_ptr(uuid) }.to_str().map_err(|_| INVALID)?;
-        let find = |state: &state::State| {
-            let found = state.machine.gpus.iter().position(|gpu| gpu.uuid == uuid);
-            found.ok_or(nvmlReturn_enum_NVML_ERROR_NOT_FOUND)
-        };
-        let state = enter_with("nvmlDeviceGetHandleByUUID", |state| Ok(vec![find(state)?]))?;
         put(device, state::handle(find(&state)?))
     }
 }

@@ -9,7 +9,7 @@ impl Book {
     /// The visible state of the books.
     pub(crate) fn snapshot(&self) -> State {
         let resources = self.resources.iter().map(|(name, entry)| (name.clone(), self.seen(name, entry))).collect();
-        State { resources: Resources(resources), cpus: self.cpus.held.clone(), ..self.seen.clone() }
+        State { resources: Resources(resources), ..self.seen.clone() }
     }
 
     fn seen(&self, name: &str, entry: &Resource) -> ResourceState {

@@ -174,24 +174,6 @@ fn grace_period_ends_no_newer_registration() {
 }
 
 #[test]
-fn restart_keeps_allocations_only() {
-    let (mut book, _) = connected("a b");
-    hold(&mut book, "pod", "a");
-    book.ended();
-    assert!(!book.snapshot().running && book.endpoint(GPU).is_none());
-    let stamps = book.started(true);
-    let after = gpu(&book);
-    assert_eq!((after.connected, after.healthy.len(), after.in_use()), (false, 0, ids("a")));
-    assert!(book.take_still_running("pod", "main") && !book.take_still_running("pod", "main"));
-    assert_eq!(book.pool(GPU).unwrap().available, ids(""), "registered, with nothing healthy");
-    book.expire(GPU, stamps[0].1);
-    assert!(gpu(&book).removed && book.pool(GPU).is_none());
-    book.ended();
-    assert_eq!(book.started(false), [], "a removed resource is not in the checkpoint");
-    assert!(!book.take_still_running("pod", "main"));
-}
-
-#[test]
 fn failed_registration_forgets_the_previous_one() {
     let (mut book, old) = connected("a");
     book.register_client(GPU, "new.sock");

@@ -1,12 +1,9 @@
 //! The hints of one resource: every set of NUMA nodes that has enough of it, and the preferred ones among them.
 //!
-//! Called by `admission`. Pure. One rule serves devices and CPUs; both are units that sit on NUMA nodes.
+//! Called by `admission`. Pure.
 
+use super::TopologyManager;
 use super::mask::NumaMask;
-use super::{NumaNode, TopologyManager};
-
-/// The name under which the CPU manager hints.
-pub(crate) const CPU: &str = "cpu";
 
 /// A set of NUMA nodes from which a request could be met.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -27,7 +24,7 @@ impl TopologyHint {
 /// The hints of one resource for one request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ResourceHints {
-    /// The resource's name; `cpu` for CPUs.
+    /// The resource's name.
     pub resource: String,
     /// The number of requested units.
     pub requested: usize,
@@ -44,8 +41,6 @@ pub(crate) struct Units {
     pub(crate) all: Vec<NumaMask>,
     /// The healthy and free ones.
     pub(crate) available: Vec<NumaMask>,
-    /// The units that the pod holds already. They have to be part of the result.
-    pub(crate) reusable: Vec<NumaMask>,
 }
 
 /// The device manager's hints for a request: none if no device names a NUMA node.
@@ -55,32 +50,15 @@ pub(crate) fn device_hints(
     requested: usize,
     devices: &Units,
 ) -> ResourceHints {
-    let topology_aware = devices.all.iter().any(|device| *device != NumaMask::default());
-    resource_hints(resource, manager.nodes(), requested, topology_aware.then_some(devices))
-}
-
-/// The static CPU manager's hints: only nodes that have CPUs.
-pub(crate) fn cpu_hints(manager: &TopologyManager, requested: usize, cpus: &Units) -> ResourceHints {
-    let with_cpus = manager.numa_nodes.iter().filter(|node| !node.cpus.is_empty());
-    let nodes = NumaMask::new(with_cpus.map(|node: &NumaNode| node.id));
-    resource_hints(CPU, nodes, requested, Some(cpus))
-}
-
-fn resource_hints(resource: &str, nodes: NumaMask, requested: usize, units: Option<&Units>) -> ResourceHints {
+    let (nodes, units) = (manager.nodes(), devices);
     let mut fewest = nodes.count();
-    let hints = units.map(|units| {
+    let hints = units.all.iter().any(|device| *device != NumaMask::default()).then(|| {
         let masks = nodes.within();
-        let enough = |mask: &&NumaMask| units.all.iter().filter(|unit| mask.meets(**unit)).count() >= requested;
-        fewest = masks.iter().filter(enough).map(|mask| mask.count()).min().map_or(fewest, |least| least.min(fewest));
-        let fits = masks.into_iter().filter(|mask| fits(*mask, requested, units));
+        let among = |units: &[NumaMask], mask: NumaMask| units.iter().filter(|unit| mask.meets(**unit)).count();
+        let enough = masks.iter().filter(|mask| among(&units.all, **mask) >= requested);
+        fewest = enough.map(|mask| mask.count()).min().map_or(fewest, |least| least.min(fewest));
+        let fits = masks.into_iter().filter(|mask| among(&units.available, *mask) >= requested);
         fits.map(|mask| TopologyHint { mask: Some(mask), preferred: mask.count() == fewest }).collect()
     });
     ResourceHints { resource: resource.to_owned(), requested, hints, fewest }
-}
-
-/// Returns true if the mask holds all units that have to be used again, and enough together with the available ones.
-fn fits(mask: NumaMask, requested: usize, units: &Units) -> bool {
-    let placed: Vec<&NumaMask> = units.reusable.iter().filter(|unit| **unit != NumaMask::default()).collect();
-    let available = units.available.iter().filter(|unit| mask.meets(**unit)).count();
-    placed.iter().all(|unit| mask.meets(**unit)) && placed.len() + available >= requested
 }

@@ -2,14 +2,13 @@
 //!
 //! `hints` gives the preferences of each resource, `merge` decides on one mask or refuses, `refusal` explains; all are
 //! pure. `admission` calls them through [`super::devices::Book`], and hands the mask to `selection`. The scopes and the
-//! hints were read in the kubelet's source of 1.32 (pkg/kubelet/cm/topologymanager, devicemanager/topology_hints.go,
-//! cpumanager/policy_static.go). The merge was read there and in the development branch after 1.36, which scores equal
+//! hints were read in the kubelet's source of 1.32 (pkg/kubelet/cm/topologymanager, devicemanager/topology_hints.go).
+//! The merge was read there and in the development branch after 1.36, which scores equal
 //! masks if an alpha option asks for it and is the same otherwise.
 //!
-//! Absent: policy options (`prefer-closest-numa-nodes`, `max-allowable-numa-nodes`), the Memory Manager, init
-//! containers and so devices that a container hands on to the next, and CPUs reserved for the system.
+//! Absent: policy options (`prefer-closest-numa-nodes`, `max-allowable-numa-nodes`), the CPU Manager, the
+//! Memory Manager, and init containers and so devices that a container hands on to the next.
 
-mod cpus;
 mod hints;
 mod mask;
 mod merge;
@@ -17,15 +16,13 @@ mod refusal;
 #[cfg(test)]
 mod tests;
 
-use std::collections::BTreeSet;
 use std::fmt;
 
 pub use hints::{ResourceHints, TopologyHint};
 pub use mask::NumaMask;
 pub use refusal::Refusal;
 
-pub(super) use cpus::CpuBook;
-pub(super) use hints::{CPU, Units, cpu_hints, device_hints};
+pub(super) use hints::{Units, device_hints};
 pub(super) use merge::settle;
 
 /// The strictness of the Topology Manager: the kubelet's `--topology-manager-policy`.
@@ -72,15 +69,6 @@ impl fmt::Display for Scope {
     }
 }
 
-/// A NUMA node as the kubelet sees it.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct NumaNode {
-    /// The kernel's number.
-    pub id: i64,
-    /// Its CPUs; none for a node that is memory only.
-    pub cpus: BTreeSet<u32>,
-}
-
 /// The Topology Manager's settings and its machine.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TopologyManager {
@@ -88,17 +76,14 @@ pub struct TopologyManager {
     pub policy: Policy,
     /// The unit of alignment.
     pub scope: Scope,
-    /// The machine's NUMA nodes, memory-only ones included, as a kubelet counts them.
-    pub numa_nodes: Vec<NumaNode>,
-    /// The static CPU manager: containers that request whole CPUs get exclusive ones.
-    pub static_cpus: bool,
+    /// The kernel's numbers of the machine's NUMA nodes, memory-only ones included, as a kubelet counts them.
+    pub numa_nodes: Vec<i64>,
 }
 
 impl Default for TopologyManager {
-    /// A kubelet's own settings on a machine with one NUMA node: policy none, scope container, no CPU manager.
+    /// A kubelet's own settings on a machine with one NUMA node: policy none, scope container.
     fn default() -> Self {
-        let numa_nodes = vec![NumaNode { id: 0, cpus: BTreeSet::new() }];
-        Self { policy: Policy::None, scope: Scope::Container, numa_nodes, static_cpus: false }
+        Self { policy: Policy::None, scope: Scope::Container, numa_nodes: vec![0] }
     }
 }
 
@@ -130,14 +115,14 @@ impl TopologyManager {
         if found > Self::MAX_NODES {
             return Err(UnsupportedMachine::TooManyNodes(policy, found));
         }
-        match self.numa_nodes.iter().find(|node| !(0..NumaMask::BITS).contains(&node.id)) {
-            Some(node) => Err(UnsupportedMachine::NodeNumber(policy, node.id)),
+        match self.numa_nodes.iter().find(|node| !(0..NumaMask::BITS).contains(*node)) {
+            Some(node) => Err(UnsupportedMachine::NodeNumber(policy, *node)),
             None => Ok(()),
         }
     }
 
     /// All NUMA nodes.
     pub(super) fn nodes(&self) -> NumaMask {
-        NumaMask::new(self.numa_nodes.iter().map(|node| node.id))
+        NumaMask::new(self.numa_nodes.iter().copied())
     }
 }

@@ -2,12 +2,10 @@
 //! hand, in kubernetes 1.32 under pkg/kubelet/cm; the rows of `policy.go` also hold in the development branch after
 //! 1.36.
 
-use std::collections::BTreeSet;
-
 use super::*;
 
 /// One case. A resource is `"2 of 0 0* 1"`: the number of requested units, then each unit by its NUMA nodes: `0+1` is
-/// on two, `-` on none, `*` is not available, `!` is held by the pod and has to be used again.
+/// on two, `-` on none, `*` is not available.
 struct Row {
     source: &'static str,
     policy: Policy,
@@ -51,10 +49,6 @@ const ROWS: &[Row] = &[
     // If no device has nodes, the resource has no preference.
     Row { source: NO_TOPOLOGY, policy: R, nodes: &[0, 1], resources: &["2 of - -"], settled: "{0,1} preferred admitted" },
     Row { source: NO_TOPOLOGY, policy: S, nodes: &[0, 1], resources: &["2 of - -"], settled: "any preferred admitted" },
-    // A unit that has to be used again has to be in the mask, and counts.
-    Row { source: DEVICES, policy: B, nodes: &[0, 1], resources: &["2 of 0 0 1! 1"], settled: "{1} preferred admitted" },
-    Row { source: DEVICES, policy: R, nodes: &[0, 1], resources: &["2 of 0! 0* 1 1"], settled: "{0,1} refused" },
-    Row { source: DEVICES, policy: B, nodes: &[0, 1], resources: &["2 of -! 0* 0 1 1"], settled: "{1} preferred admitted" },
     // Nodes need not begin at 0 nor follow each other.
     Row { source: DEVICES, policy: S, nodes: &[0, 8], resources: &["2 of 0* 0 8 8"], settled: "{8} preferred admitted" },
     // A request for zero units accepts any one node.
@@ -103,27 +97,24 @@ const ROWS: &[Row] = &[
 ];
 
 fn manager(policy: Policy, nodes: &[i64]) -> TopologyManager {
-    let numa_nodes = nodes.iter().map(|&id| NumaNode { id, cpus: BTreeSet::new() }).collect();
-    TopologyManager { policy, numa_nodes, ..TopologyManager::default() }
+    TopologyManager { policy, numa_nodes: nodes.to_vec(), ..TopologyManager::default() }
 }
 
 fn hints(manager: &TopologyManager, text: &str) -> ResourceHints {
     let (requested, words) = text.split_once(" of ").unwrap();
     let mut units = Units::default();
     for word in words.split_whitespace() {
-        let nodes = word.trim_end_matches(['*', '!']);
+        let nodes = word.trim_end_matches('*');
         let mask = NumaMask::new(nodes.split('+').filter(|node| *node != "-").map(|node| node.parse().unwrap()));
         units.all.push(mask);
-        match word.chars().last().unwrap() {
-            '*' => {}
-            '!' => units.reusable.push(mask),
-            _ => units.available.push(mask),
+        if !word.ends_with('*') {
+            units.available.push(mask);
         }
     }
     let requested = requested.parse().unwrap();
     let hints = device_hints(manager, "r", requested, &units);
     // A provider with too few devices fails before it checks masks: GetTopologyHints.
-    let too_few = units.available.len() + units.reusable.len() < requested;
+    let too_few = units.available.len() < requested;
     ResourceHints { hints: hints.hints.map(|hints| if too_few { Vec::new() } else { hints }), ..hints }
 }
 
@@ -156,34 +147,6 @@ fn smallest_fitting_masks_are_preferred() {
     assert_eq!(list("1 of 0 1* 2"), "{0}* {2}* {0,1} {0,2} {1,2} {0,1,2}");
     assert_eq!(list("2 of 0 1 2"), "{0,1}* {0,2}* {1,2}* {0,1,2}");
     assert_eq!(list("3 of 0 1 2*"), "");
-}
-
-#[test]
-fn cpus_hint_over_nodes_with_cpus_only() {
-    let node = |id, cpus: std::ops::Range<u32>| NumaNode { id, cpus: cpus.collect() };
-    let numa_nodes = vec![node(0, 0..4), node(1, 4..8), node(2, 0..0)];
-    let manager =
-        TopologyManager { policy: Policy::Restricted, numa_nodes, static_cpus: true, ..TopologyManager::default() };
-    let mut book = CpuBook::default();
-    let masks = |book: &CpuBook, wanted: &[(&str, usize)]| {
-        let hints = book.hints(&manager, "pod", wanted).unwrap().hints.unwrap();
-        let text = |hint: &TopologyHint| format!("{}{}", hint.mask.unwrap(), if hint.preferred { "*" } else { "" });
-        hints.iter().map(text).collect::<Vec<_>>().join(" ")
-    };
-    assert_eq!(masks(&book, &[("a", 3)]), "{0}* {1}* {0,1}");
-    assert_eq!(masks(&book, &[("a", 5)]), "{0,1}*");
-    assert_eq!(masks(&book, &[("a", 9)]), "");
-    assert_eq!(book.hints(&manager, "pod", &[("a", 0)]), None);
-    let one = NumaMask::new([1]);
-    assert_eq!(book.take(&manager, ("pod", "a"), 3, Some(one)), Ok((4..7).collect()));
-    assert_eq!(masks(&book, &[("b", 3)]), "{0}* {0,1}");
-    assert_eq!(masks(&book, &[("a", 3)]), "{1}* {0,1}", "what a container has, it keeps");
-    assert_eq!(masks(&book, &[("a", 2)]), "", "a request that changed");
-    assert_eq!(masks(&book, &[("a", 3), ("b", 2)]), "{0,1}*", "5 would fit no node; the pod's own 3 count");
-    assert_eq!(book.take(&manager, ("pod", "b"), 3, Some(one)), Ok([7, 0, 1].into()), "the mask first, then the rest");
-    assert_eq!(book.take(&manager, ("pod", "c"), 3, None), Err(2));
-    book.held.remove("pod");
-    assert_eq!(book.take(&manager, ("pod", "c"), 8, None), Ok((0..8).collect()));
 }
 
 #[test]
