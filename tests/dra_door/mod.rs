@@ -15,5 +15,4 @@ mod node;
 mod off;
 mod prepare;
 mod shares;
-mod storm;
 mod unreadable;

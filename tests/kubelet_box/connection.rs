@@ -111,15 +111,6 @@ async fn stream_end_removes_devices_then_resource() {
 }
 
 #[tokio::test]
-async fn stopped_endpoint_is_unhealthy_for_grace_period() {
-    let (_dir, kubelet, plugin) = node("a b!", usual, |_| {}).await;
-    plugin.end_streams();
-    let state = kubelet.wait(|s| s.resources[GPU].unhealthy.len() == 2).await.unwrap();
-    assert_eq!((state.resources[GPU].connected, state.resources[GPU].removed), (false, false));
-    assert_eq!(state.resources[GPU].healthy, ids(""));
-}
-
-#[tokio::test]
 async fn old_streams_end_loses_new_registration() {
     let (dir, kubelet, old) = node("a b", usual, |_| {}).await;
     let new = Plugin::serve(dir.path(), "new.sock", "a b c");

@@ -3,8 +3,7 @@
 use std::collections::BTreeSet;
 
 use linkwise_kubelet_box::{
-    AdmissionError, Admitted, BoxError, KubeletBox, Options, Place, Pod, Policy, Restart, Scope, TopologyHint,
-    TopologyManager, UnsupportedMachine,
+    AdmissionError, Admitted, KubeletBox, Options, Pod, Policy, Scope, TopologyHint, TopologyManager,
 };
 use tempfile::TempDir;
 
@@ -40,37 +39,6 @@ async fn policy_offers_one_numa_node() {
 }
 
 #[tokio::test]
-async fn exact_fit_is_allocated_without_question() {
-    let (_dir, kubelet, plugin) = two_nodes(Policy::Restricted, Scope::Container).await;
-    for (pod, devices) in [("first", "a b"), ("second", "c d")] {
-        let admitted = kubelet.admit(&Pod::single(pod, GPU, 2), None).await.unwrap();
-        assert_eq!(got(&admitted, "main"), ids(devices));
-    }
-    assert_eq!(plugin.seen().preferred.len(), 0);
-}
-
-#[tokio::test]
-async fn only_strict_policies_refuse_two_nodes() {
-    for (policy, admits) in
-        [(Policy::None, true), (Policy::BestEffort, true), (Policy::Restricted, false), (Policy::SingleNumaNode, false)]
-    {
-        let (_dir, kubelet, _plugin) = two_nodes(policy, Scope::Container).await;
-        for (pod, device) in [("x", "a"), ("y", "c")] {
-            let place = Place { pod: pod.into(), container: "main".into(), resource: GPU.into() };
-            kubelet.hold(place, [device.to_owned()]);
-        }
-        match kubelet.admit(&Pod::single("pod", GPU, 2), None).await {
-            Ok(admitted) => assert!(admits && got(&admitted, "main") == ids("b d"), "{policy}"),
-            Err(error) => {
-                let said = refusal(error);
-                assert!(!admits && said.contains("but what is free needs {0,1}"), "{policy}: {said}");
-                assert_eq!(kubelet.state().resources[GPU].free(), ids("b d"));
-            }
-        }
-    }
-}
-
-#[tokio::test]
 async fn scope_pod_keeps_containers_together() {
     let pod = Pod::new("pod").with_container("one", [(GPU, 1)]).with_container("two", [(GPU, 2)]);
     let (_dir, kubelet, _plugin) = two_nodes(Policy::Restricted, Scope::Container).await;
@@ -84,27 +52,4 @@ async fn scope_pod_keeps_containers_together() {
     let admitted = kubelet.admit(&pair, None).await.unwrap();
     assert_eq!(&got(&admitted, "one") | &got(&admitted, "two"), ids("a b"));
     assert_eq!(admitted.containers["one"].hint, admitted.containers["two"].hint);
-}
-
-#[tokio::test]
-async fn running_pod_keeps_alignment_after_restart() {
-    let (_dir, kubelet, _plugin) = two_nodes(Policy::SingleNumaNode, Scope::Pod).await;
-    let pod = Pod::single("pod", GPU, 2);
-    let before = kubelet.admit(&pod, None).await.unwrap();
-    kubelet.restart(Restart::Kubelet).await.unwrap();
-    let after = kubelet.admit(&pod, None).await.unwrap();
-    assert_eq!(got(&after, "main"), got(&before, "main"));
-}
-
-#[tokio::test]
-async fn too_many_numa_nodes_stop_the_kubelet() {
-    let dir = tempfile::tempdir().unwrap();
-    let mut options = Options::new(dir.path());
-    options.topology_manager.policy = Policy::BestEffort;
-    options.topology_manager.numa_nodes = (0..9).collect();
-    let error = KubeletBox::start(options.clone()).unwrap_err();
-    let expected = UnsupportedMachine::TooManyNodes(Policy::BestEffort, 9);
-    assert!(matches!(&error, BoxError::Unsupported(found) if *found == expected), "{error}");
-    options.topology_manager.policy = Policy::None;
-    KubeletBox::start(options).unwrap();
 }

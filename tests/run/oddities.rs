@@ -5,32 +5,6 @@ use linkwise_kubelet_box::Pod;
 use crate::run::node::{GPU, Setup, machine, registered, uuid};
 
 #[tokio::test]
-async fn half_failing_gpu_affects_no_other() {
-    let faults = [
-        "1:nvmlDeviceGetName:999",
-        "1:nvmlDeviceGetMemoryInfo_v2:999",
-        "1:nvmlDeviceGetNvLinkState:999",
-        "1:nvmlDeviceGetTopologyCommonAncestor:999",
-        "1:nvmlDeviceRegisterEvents:999",
-        "2:nvmlDeviceGetUUID:999",
-        "3:nvmlDeviceGetPciInfo_v3:999",
-    ];
-    let (node, kubelet) = Setup::on("dgx1-v100").env("FAKE_NVML_FAIL", &faults.join(",")).serve(6).await;
-    let healthy = kubelet.state().resources[GPU].healthy.clone();
-    let expected = [0, 1, 4, 5, 6, 7].map(|index| uuid(1, index));
-    assert_eq!(healthy.iter().collect::<Vec<_>>(), expected.iter().collect::<Vec<_>>());
-    for call in ["nvmlDeviceGetName", "nvmlDeviceGetUUID", "nvmlDeviceGetPciInfo_v3"] {
-        let line = node.process.logged(|line| line.to_string().contains(call)).await;
-        assert_eq!(line["level"], "WARN");
-    }
-    let admitted = kubelet.admit(&Pod::single("pod", GPU, 6), None).await.unwrap();
-    assert_eq!(admitted.grant("main", GPU).unwrap().allocation.devices.len(), 6);
-    // Events of the GPUs that answer still arrive.
-    node.setup.tell("xid 4 79");
-    kubelet.wait(|state| state.resources[GPU].unhealthy.contains(&uuid(1, 4))).await.unwrap();
-}
-
-#[tokio::test]
 async fn gpu_lost_at_start_is_not_offered() {
     let setup = Setup::on("dgx1-v100");
     setup.tell("lost 6");

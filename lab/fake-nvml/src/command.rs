@@ -162,26 +162,3 @@ fn link_state(word: &str) -> Result<Option<u32>, String> {
 fn number<T: FromStr>(word: &str) -> Result<T, String> {
     word.parse().map_err(|_| format!("'{word}' is no number here"))
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn reads_commands_and_refuses_others() {
-        let xid: Command = "xid 1 79 2".parse().unwrap();
-        assert_eq!(xid, Command::Gpu(Selector("1".into()), Act::Xid(79, [Some(2), None], 1)));
-        assert!(!xid.is_kept());
-        assert!("lost 1".parse::<Command>().unwrap().is_kept());
-        assert_eq!("crash".parse(), Ok(Command::CrashNow));
-        assert!("crash 0 nvmlDeviceGetName".parse::<Command>().unwrap().is_kept());
-        let layout = "mig 0 {enabled: true, devices: [{index: 0, uuid: MIG-1, gpu_instance: 1, compute_instance: 0, \
-                      gpu_slices: 1, compute_slices: 1, memory_mib: 4864}]}";
-        let Ok(Command::Gpu(_, Act::Mig(mig))) = layout.parse() else { panic!("{layout}") };
-        assert_eq!((mig.enabled, mig.instance(1)), (true, mig.device(0)));
-        assert!(!"storm 0 31 1000".parse::<Command>().unwrap().is_kept());
-        for line in ["link 0 1 sideways", "", "xid", "xid 0 many", "explode", "mig 0", "mig 0 off"] {
-            assert!(line.parse::<Command>().is_err(), "{line}");
-        }
-    }
-}

@@ -308,36 +308,3 @@ fn descend<'a>(devices: &'a [Device], pci: Pci, steps: &mut Vec<&'a Device>) -> 
         found
     })
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn walks_the_tree_for_common_ancestors() {
-        let machine = Machine::parse(include_str!("../machines/four-gpus.yaml")).unwrap();
-        let level = |a, b| machine.common_ancestor(a, b).unwrap();
-        assert_eq!(level(0, 1), Level::Single);
-        assert_eq!(level(0, 2), Level::Multiple);
-        assert_eq!(level(2, 0), Level::Multiple);
-        assert_eq!(level(1, 3), Level::System);
-        assert_eq!(machine.position("2"), Some(2));
-        assert_eq!(machine.position("GPU-00000000-0000-0000-0000-000000000003"), Some(3));
-    }
-
-    #[test]
-    fn tells_host_bridges_and_nodes_apart_and_knows_what_it_cannot_know() {
-        let gpus: String = (0..4).map(|i| format!("  - {{index: {i}, uuid: G{i}, pci: '0000:0{i}:00.0'}}\n")).collect();
-        let port = |i: u32| format!("{{kind: root-port, devices: [{{kind: gpu, pci: '0000:0{i}:00.0'}}]}}");
-        let host = format!(
-            "  host:\n    host_bridges:\n    - {{numa: 1, devices: [{}, {}]}}\n    - {{numa: 1, devices: [{}]}}\n",
-            port(0),
-            port(1),
-            port(2)
-        );
-        let machine = Machine::parse(&format!("observed:\n  gpus:\n{gpus}{host}")).unwrap();
-        assert_eq!(machine.common_ancestor(0, 1), Some(Level::HostBridge));
-        assert_eq!(machine.common_ancestor(0, 2), Some(Level::Node));
-        assert_eq!(machine.common_ancestor(0, 3), None);
-    }
-}

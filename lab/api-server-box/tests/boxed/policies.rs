@@ -92,27 +92,6 @@ async fn expressions_that_are_none_are_refused() {
 }
 
 #[tokio::test]
-async fn what_is_not_modelled_is_refused() {
-    for (field, value) in [
-        ("patchType", json!("ApplyConfiguration")),
-        ("matchPolicy", json!("Exact")),
-        ("failurePolicy", json!("Perhaps")),
-    ] {
-        let mut policy = policy(&[], &[LABEL]);
-        match field {
-            "patchType" => policy["spec"]["mutations"][0][field] = value,
-            field => policy["spec"][field] = value,
-        }
-        let refused = store(&server().await, policy).expect_err(field);
-        assert!(message(&refused).contains("not modelled"), "{refused}");
-    }
-    let server = server().await;
-    let binding = json!({"spec": {"policyName": "p", "paramRef": {"name": "x", "parameterNotFoundAction": "Allow"}}});
-    let key = ResourceType::MUTATING_ADMISSION_POLICY_BINDINGS.key(None, "b");
-    assert!(message(&server.create("kubectl", &key, binding).unwrap_err()).contains("not modelled"));
-}
-
-#[tokio::test]
 async fn patch_changes_pod() {
     let pod = admitted(policy(&["object.spec.containers.size() == 1"], &[LABEL])).await.unwrap();
     assert_eq!(pod["metadata"]["labels"], json!({"a": "b"}));

@@ -66,25 +66,6 @@ fn gpu(book: &Book) -> ResourceState {
     book.snapshot().resources[GPU].clone()
 }
 
-#[test]
-fn list_replaces_the_previous_one() {
-    let (mut book, _) = connected("a b c!");
-    assert_eq!((gpu(&book).healthy, gpu(&book).unhealthy), (ids("a b"), ids("c")));
-    book.list(GPU, advertised("b! d"));
-    assert_eq!((gpu(&book).healthy, gpu(&book).unhealthy), (ids("d"), ids("b")));
-    assert_eq!(book.snapshot().violations, []);
-}
-
-#[test]
-fn available_is_healthy_and_not_held() {
-    let (mut book, _) = connected("a b c! d");
-    hold(&mut book, "pod", "a");
-    assert_eq!(book.pool(GPU).unwrap().available, ids("b d"));
-    assert_eq!(gpu(&book).free(), ids("b d"));
-    assert!(book.remove_pod("pod") && !book.remove_pod("pod"));
-    assert_eq!(book.pool(GPU).unwrap().available, ids("a b d"));
-}
-
 /// The pods in the checkpoint's text, where the file is written now.
 fn written(book: &mut Book) -> Option<Vec<String>> {
     let text: Value = serde_json::from_str(&book.checkpoint()?).unwrap();

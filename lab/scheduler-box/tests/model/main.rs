@@ -1,4 +1,4 @@
-//! The model of the scheduler's allocator, rule by rule, and against an enumeration of all possible allocations.
+//! The model of the scheduler's allocator, rule by rule.
 //!
 //! The expected results follow from the API's types (`staging/src/k8s.io/api/resource/v1/types.go`) and the allocator
 //! (`staging/src/k8s.io/dynamic-resource-allocation/structured/internal/incubating`) of Kubernetes 1.36.
@@ -6,7 +6,6 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test may panic")]
 
 mod choice;
-mod enumeration;
 mod pools;
 mod selectors;
 mod sharing;

@@ -146,12 +146,3 @@ fn exclusive_and_shared_exclude_each_other() {
     now_shared.occupy(&was_exclusive.allocations[0]).unwrap();
     now_shared.allocate("n", &[part(1, json!({}))]).unwrap_err();
 }
-
-#[test]
-fn counters_beside_shares_are_not_modelled() {
-    let mut device = shared("a");
-    device["consumesCounters"] = json!([{"counterSet": "s", "counters": {"c": {"value": "1"}}}]);
-    let mut one = slice("a", json!([device]));
-    one["spec"]["sharedCounters"] = json!([{"name": "s", "counters": {"c": {"value": "1"}}}]);
-    assert!(matches!(allocate(&[one], &part(1, json!({}))), Err(Failure::NotModelled(_))));
-}
