@@ -144,6 +144,11 @@ pub async fn with_claims(world: &World, number: u32, mut random: Random) {
     }
 }
 
+/// How long a pod runs. Some outlast the lists of holders after a change of doors.
+fn lasts(random: &mut Random) -> Duration {
+    if random.one_in(6) { random.milliseconds(1_000..4_000) } else { random.milliseconds(5..300) }
+}
+
 /// A pod with a claim, from its start to its end.
 async fn one(world: &World, scheduled: &Scheduled, random: &mut Random) {
     let Scheduled { name, kind, .. } = scheduled;
@@ -158,7 +163,7 @@ async fn one(world: &World, scheduled: &Scheduled, random: &mut Random) {
         world.scheduled.lock().unwrap().leave(name);
         return world.ledger.count("claims that the node left unprepared");
     };
-    let end = tokio::time::Instant::now() + random.milliseconds(5..400);
+    let end = tokio::time::Instant::now() + lasts(random);
     while !world.has_failed() && tokio::time::timeout_at(end, turns.changed()).await.is_ok() {
         let now = *turns.borrow_and_update();
         if now.mig_losses != losses && *kind == Kind::Mig {
@@ -241,7 +246,7 @@ pub async fn of_the_plugin(world: &World, number: u32, mut random: Random) {
         let mut turns = world.subscribe();
         let mut boots = world.turns().boots;
         if admit(world, &pod, Instant::now(), false).await {
-            let end = tokio::time::Instant::now() + random.milliseconds(5..300);
+            let end = tokio::time::Instant::now() + lasts(&mut random);
             while !world.has_failed() && tokio::time::timeout_at(end, turns.changed()).await.is_ok() {
                 let now = turns.borrow_and_update().boots;
                 if std::mem::replace(&mut boots, now) != now {
