@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 use linkwise_core::claims::{AllocatedDevice, Allocation, Claim, ClaimName, ClaimStatus, DeviceAllocation};
 use linkwise_core::publish::injection::{CdiOptions, InjectionOptions};
 use linkwise_core::state::{Door, Event, Holdings, NodeState, NumaHints, ResourcePlan};
-use linkwise_kubelet::dra::{CdiDevices, Handover, Plugin, Settings};
+use linkwise_kubelet::dra::{Book, BookEntry, CdiDevices, Handover, Plugin, Settings};
 use linkwise_kubelet_box::dra::{ClaimRef, DraKubelet, DraOptions, PodClaims};
 use serde_json::json;
 use tokio::sync::watch;
@@ -63,10 +63,25 @@ async fn measure(folder: &Path) -> [Vec<Duration>; 3] {
         ..Settings::new(DRIVER, "pool", at("claims"))
     };
     let kubelet = DraKubelet::start(DraOptions::new(at("r"))).unwrap();
-    let (_state, snapshot) = watch::channel(Arc::new(state));
+    let (shown, snapshot) = watch::channel(Arc::new(state));
+    let (book, mut entries) = Book::new();
+    tokio::spawn(async move {
+        while let Some(BookEntry { plan, answer, .. }) = entries.recv().await {
+            let planned = plan(&shown.borrow());
+            let prepared = planned.map(|(event, prepared)| {
+                shown.send_modify(|now| *now = Arc::new(NodeState::clone(now).apply(event, Duration::ZERO).0));
+                prepared
+            });
+            let _ = answer.send(prepared);
+        }
+    });
     let end = CancellationToken::new();
-    let plugin =
-        tokio::spawn(Plugin::new(Arc::new(settings), Arc::new(|_| ())).run(snapshot, Handover::alone(), end.clone()));
+    let plugin = tokio::spawn(Plugin::new(Arc::new(settings), Arc::new(|_| ())).run(
+        snapshot,
+        book,
+        Handover::alone(),
+        end.clone(),
+    ));
     let is_connected = |state: &linkwise_kubelet_box::dra::DraState| {
         state.drivers.get(DRIVER).is_some_and(|driver| driver.connected > 0)
     };

@@ -12,7 +12,7 @@ use linkwise_core::claims::ClaimName;
 use linkwise_core::publish::placement::{Allocation, Placements, Shortfall};
 use linkwise_core::state::{
     ClaimedDevice, ContainerHoldings, ContainerName, Door, Event, HealthRecord, Holdings, NAMES_KEPT, NodeState,
-    PreparedClaim, ResourceName, ResourcePlan,
+    Prepared, PreparedClaim, PreparedDevice, ResourceName, ResourcePlan,
 };
 use linkwise_core::topology::{GpuUuid, MigObservation, NodeTopology};
 use linkwise_host::machines;
@@ -340,11 +340,12 @@ fn claim_is_compared_with_what_was_free_when_prepared() {
     let empty = || Event::Holders(Some(Holdings::default()));
     let events = [Event::Planned(Box::new(plan)), observed("dgx1-v100"), empty(), empty()];
     let node = events.into_iter().fold(NodeState::default(), |node, event| node.apply(event, NOW).0);
+    let device =
+        |place: usize| PreparedDevice::whole(&format!("gpu-{place}"), node.topology().gpus()[place].uuid.clone());
     let claim = |name: &str, places: &[usize]| PreparedClaim {
         claim: ClaimName { namespace: "ml".into(), name: name.into(), uid: format!("uid-{name}") },
-        gpus: places.iter().map(|place| node.topology().gpus()[*place].uuid.clone()).collect(),
-        devices: places.iter().map(|place| format!("gpu-{place}")).collect(),
-        made: BTreeSet::new(),
+        prepared: Prepared { devices: places.iter().map(|place| device(*place)).collect(), mps: None },
+        is_of_another_boot: false,
     };
     let list = |state: &NodeState, claims: &[(&str, &[usize])]| {
         let mut holdings = Holdings::default();

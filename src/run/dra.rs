@@ -1,10 +1,9 @@
-//! DRA in `linkwise run`: the published devices, the plugin that prepares claims, the ledger of prepared claims, and
-//! the readiness of these parts.
+//! DRA in `linkwise run`: the published devices, the plugin that prepares claims, and the readiness of these parts.
 //!
 //! `start` decides what a process does for DRA.
 //!
-//! The pool is made from each snapshot and handed to the writer of slices; the claims that the plugin has prepared go
-//! into the node's state as events. An API server that is away changes nothing for prepared claims.
+//! The pool is made from each snapshot and handed to the writer of slices; the plugin enters claims into the node's
+//! ledger. An API server that is away changes nothing for prepared claims.
 
 pub(super) mod start;
 
@@ -32,7 +31,7 @@ use linkwise_core::publish::dra::{
     DraFacts, DraProblem, DraSettings, LayoutCache, ServerVersion, devices, mig_counters, offered_now,
 };
 use linkwise_core::publish::injection::{CdiOptions, HostDevices, InjectionOptions};
-use linkwise_core::state::{DRA_DRIVER, Event, NodeState, PreparedClaim};
+use linkwise_core::state::{DRA_DRIVER, NodeState};
 use linkwise_host::cdi;
 use linkwise_kubelet::dra::{
     self, CdiLink, Handover, Life, MigRequest, MpsLink, Occurrence, Phase, PluginMetrics, ReadClaim,
@@ -102,7 +101,6 @@ pub(super) fn spawn_in(node: &mut Node, given: Given<'_>, api: Option<&Api>) {
         mps,
         makes_mig: settings.dra_dynamic_mig.value,
         serves,
-        has_ledger: true,
         read_claim: api.map(read_claim),
         listed_within: given.listed_within.unwrap_or(defaults.listed_within),
         ..defaults
@@ -112,8 +110,6 @@ pub(super) fn spawn_in(node: &mut Node, given: Given<'_>, api: Option<&Api>) {
     if serves {
         node.readiness.add(Part::DraPlugin, Phase::WaitingForGpus.words());
     }
-    let (events, snapshot, prepared) = (node.events(), node.snapshot(), plugin.prepared_claims());
-    node.spawn("DRA ledger", keep_ledger(prepared, events));
     node.spawn("DRA log", log(occurrences));
     if let Some(api) = api {
         node.metrics().register(|registry| api.metrics().register_in(registry));
@@ -132,7 +128,7 @@ pub(super) fn spawn_in(node: &mut Node, given: Given<'_>, api: Option<&Api>) {
             });
         }
     }
-    let running = plugin.run(snapshot, handover, node.shutdown());
+    let running = plugin.run(node.snapshot(), node.book(), handover, node.shutdown());
     node.spawn_until_done("DRA plugin", running.map(Ok));
 }
 
@@ -157,7 +153,6 @@ fn publish(node: &mut Node, settings: &Settings, empty: Pool, slices: SliceSetti
         dynamic_mig: settings.dra_dynamic_mig.value,
         layouts: LayoutCache::default(),
         reported: Once::new(),
-        prepared: plugin.prepared_claims(),
         last: None,
     };
     node.readiness.add(Part::DraSlices, "waiting for GPUs");
@@ -205,20 +200,6 @@ fn write_slices(
     }
 }
 
-/// Enters the claims that the plugin has prepared into the node's ledger, once they are known.
-async fn keep_ledger(
-    mut claims: watch::Receiver<Option<Vec<PreparedClaim>>>,
-    events: mpsc::Sender<Event>,
-) -> Result<()> {
-    loop {
-        let prepared = claims.borrow_and_update().clone();
-        if let Some(prepared) = prepared {
-            events.send(Event::Prepared(prepared)).await.context("the node takes no events")?;
-        }
-        claims.changed().await.context("the DRA plugin is gone")?;
-    }
-}
-
 struct PoolMaker {
     empty: Pool,
     evict_from_lost: bool,
@@ -226,8 +207,6 @@ struct PoolMaker {
     dynamic_mig: bool,
     layouts: LayoutCache,
     reported: Once<DraProblem>,
-    /// The claims of this node, while this process knows them.
-    prepared: watch::Receiver<Option<Vec<PreparedClaim>>>,
     last: Option<Arc<Pool>>,
 }
 
@@ -254,9 +233,7 @@ impl PoolMaker {
         mut stored: watch::Receiver<StoredPool>,
         pool: watch::Sender<Option<Arc<Pool>>>,
     ) -> Result<()> {
-        let mut prepared = self.prepared.clone();
         loop {
-            prepared.mark_unchanged();
             let state = Arc::clone(&snapshot.borrow_and_update());
             let server = Server::of(&stored.borrow_and_update());
             // The first layout of a topology costs some hundred choices.
@@ -272,7 +249,6 @@ impl PoolMaker {
             send_if_new(&pool, self.last.clone());
             tokio::select! {
                 changed = snapshot.changed() => changed.context("the node's state is gone")?,
-                changed = prepared.changed() => changed.context("the DRA plugin is gone")?,
                 changed = stored.wait_for(|stored| Server::of(stored) != server) => {
                     drop(changed.context("the API server's client is gone")?);
                 }
@@ -282,20 +258,11 @@ impl PoolMaker {
 
     /// Makes the pool anew. There is none before the first GPU is seen, nor before the lists of holders that may let
     /// the first GPUs go to DRA: an empty pool would be written, and again with GPUs a moment later. Nor is there one
-    /// before the server's slices and release are read: MIG devices to be made would go and come back. Nor before the
-    /// ledger has the claims of the checkpoints: devices of theirs would be published as if nothing had them.
+    /// before the server's slices and release are read: MIG devices to be made would go and come back. Nor while the
+    /// ledger lacks the claims of the checkpoints: devices of theirs would be published as if nothing had them.
     fn make(&mut self, state: &NodeState, server: Server) -> Vec<DraProblem> {
-        let knows_claims = match &*self.prepared.borrow() {
-            None => {
-                self.last = None;
-                false
-            }
-            Some(claims) => {
-                let is_entered = |claim: &PreparedClaim| state.ledger().prepared(&claim.claim.uid) == Some(claim);
-                self.last.is_some() || claims.iter().all(is_entered)
-            }
-        };
-        if !knows_claims {
+        if !state.ledger().has_all_claims() {
+            self.last = None;
             return Vec::new();
         }
         let through_dra = state.offers().through_dra();

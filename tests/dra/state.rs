@@ -4,10 +4,10 @@ use linkwise_core::publish::dra::{
     DraFacts, DraSettings, LayoutCache, SliceDevice, Taint, TaintEffect, devices, offered_now,
 };
 use linkwise_core::state::{
-    ClaimedDevice, Door, Event, Filter, GpuSelector, Holdings, MigInstance, NodeState, NumaHints, PreparedClaim,
-    ResourcePlan, Timestamp,
+    ClaimedDevice, Door, Event, Filter, GpuSelector, Holdings, MigInstance, NodeState, NumaHints, Prepared,
+    PreparedClaim, PreparedDevice, ResourcePlan, Timestamp,
 };
-use linkwise_core::topology::NodeObservation;
+use linkwise_core::topology::{GpuUuid, NodeObservation};
 use linkwise_host::machines;
 
 const NOW: Timestamp = Timestamp::from_secs(1_000);
@@ -91,13 +91,18 @@ fn sick_gpu_is_left_out_where_taints_are_dropped() {
     assert_eq!(node.devices().len(), 8);
 }
 
+/// A claim that is prepared with these GPUs, under these names.
+fn prepared<const N: usize>(devices: [(&str, GpuUuid); N]) -> PreparedClaim {
+    let devices = devices.map(|(name, gpu)| PreparedDevice::whole(name, gpu)).into();
+    PreparedClaim { prepared: Prepared { devices, mps: None }, ..PreparedClaim::default() }
+}
+
 #[test]
 fn lost_gpu_stays_for_its_claim_and_may_evict_it() {
     let mut observed = dgx();
     let mut node = Node::new(observed.clone());
     let before = node.devices().into_iter().find(|device| device.name == "gpu-3").unwrap();
-    let (gpus, devices) = ([observed.gpus[3].uuid.clone()].into(), ["gpu-3".to_owned()].into());
-    node.apply(Event::Prepared(vec![PreparedClaim { gpus, devices, ..PreparedClaim::default() }]));
+    node.apply(Event::Prepared(vec![prepared([("gpu-3", observed.gpus[3].uuid.clone())])]));
     observed.gpus.remove(3);
     node.apply(Event::Observed(Box::new(observed)));
     let lost = |effect| Some(taint("gpu.nvidia.com/gpu-lost", "", effect));
@@ -134,8 +139,7 @@ fn sick_mig_device_beside_a_claimed_one_is_left_out() {
         node.devices().into_iter().map(|device| device.name).filter(|name| name.starts_with("gpu-0")).collect()
     };
     assert_eq!(of_gpu(&mut node), [""; 0]);
-    let (gpus, devices) = ([gpu].into(), [ONE.to_owned()].into());
-    node.apply(Event::Prepared(vec![PreparedClaim { gpus, devices, ..PreparedClaim::default() }]));
+    node.apply(Event::Prepared(vec![prepared([(ONE, gpu)])]));
     assert_eq!(of_gpu(&mut node), [ONE], "before the kubelet lists it");
     node.apply(Event::Prepared(Vec::new()));
     node.claims(ONE);
@@ -175,7 +179,7 @@ fn gpu_that_a_filter_leaves_out_is_tainted_while_a_claim_has_it() {
 fn gpus_of_a_claimed_set_stay_with_dra_unpublished() {
     let observed = dgx();
     let (gpus, set) = ([4, 7].map(|gpu: usize| observed.gpus[gpu].uuid.clone()), "gpus-2-4-7");
-    let prepared = PreparedClaim { gpus: gpus.clone().into(), devices: [set.to_owned()].into(), ..Default::default() };
+    let prepared = prepared(gpus.clone().map(|gpu| (set, gpu)));
     let (claim, driver, cdi_names) = ("default/a".to_owned(), DRIVER.to_owned(), gpus.iter().map(ToString::to_string));
     let listed =
         ClaimedDevice { claim, driver, device: set.to_owned(), cdi_names: cdi_names.collect(), ..Default::default() };

@@ -11,9 +11,9 @@ use linkwise_core::state::{Event, HealthPoll, NodeState, Reach};
 use linkwise_core::topology::{GpuUuid, MigDeviceObservation, MigPlacement, MigSlot};
 use linkwise_host::machines;
 use linkwise_kubelet::dra::{MigDone, MigRequest, Occurrence};
-use tokio::sync::{mpsc, watch};
+use tokio::sync::mpsc;
 
-use super::node::{Answer, KIND, Node, end, name, pod, refusal, start, state, until};
+use super::node::{Answer, KIND, Node, States, end, name, pod, refusal, start, state, until};
 
 /// GPU 0 in MIG mode, without instances.
 const MACHINE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/lab/fake-nvml/machines/mig-on-demand.yaml");
@@ -60,7 +60,7 @@ struct Driver {
     done: u64,
     /// Orders that are never answered.
     held: Vec<MigRequest>,
-    state: watch::Sender<Arc<linkwise_core::state::NodeState>>,
+    state: States,
 }
 
 type Shared = Arc<Mutex<Driver>>;

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::fs;
+use std::ops::Deref;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -14,11 +15,11 @@ use linkwise_core::publish::RdmaNodes;
 use linkwise_core::publish::injection::{CdiOptions, ChosenDevice, HostDevices, InjectionOptions};
 use linkwise_core::state::{Door, Event, Holdings, NodeState, NumaHints, ResourcePlan};
 use linkwise_core::topology::NodeObservation;
-use linkwise_kubelet::dra::{CdiDevices, Handover, Occurrence, Plugin, ReadClaim, Settings};
+use linkwise_kubelet::dra::{Book, BookEntry, CdiDevices, Handover, Occurrence, Plugin, ReadClaim, Settings};
 use linkwise_kubelet_box::dra::{ClaimRef, DraError, DraKubelet, DraOptions, PodClaims};
 use linkwise_kubelet_box::runtime::{self, ContainerEdits};
 use tempfile::TempDir;
-use tokio::sync::watch;
+use tokio::sync::{OwnedMutexGuard, mpsc, watch};
 use tokio::task::JoinHandle;
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
@@ -51,13 +52,56 @@ pub struct Cluster {
 pub struct Node {
     _folder: TempDir,
     pub settings: Settings,
-    pub state: watch::Sender<Arc<NodeState>>,
+    pub state: States,
     pub host: watch::Sender<Arc<HostDevices>>,
     /// The node's CDI devices.
     pub cdi: watch::Sender<Option<Arc<CdiDevices>>>,
     pub cluster: Arc<Mutex<Cluster>>,
     pub seen: watch::Sender<Vec<Occurrence>>,
     pub running: Option<(JoinHandle<()>, CancellationToken)>,
+}
+
+/// The node's state. Its one writer enters claims; the tests change the rest.
+#[derive(Clone)]
+pub struct States(watch::Sender<Arc<NodeState>>, Arc<tokio::sync::Mutex<()>>);
+
+impl Deref for States {
+    type Target = watch::Sender<Arc<NodeState>>;
+
+    fn deref(&self) -> &Self::Target {
+        &self.0
+    }
+}
+
+impl States {
+    /// Another state, with the claims of the last one, which is returned.
+    pub fn send_replace(&self, state: Arc<NodeState>) -> Arc<NodeState> {
+        let mut last = state;
+        self.0.send_modify(|now| {
+            let claims = Event::Prepared(now.ledger().claims_with("", None));
+            let next = NodeState::clone(&last).apply(claims, Duration::ZERO).0;
+            last = std::mem::replace(now, Arc::new(next));
+        });
+        last
+    }
+
+    /// Keeps the node's loop from entering claims, until it is dropped.
+    pub async fn busy(&self) -> OwnedMutexGuard<()> {
+        Arc::clone(&self.1).lock_owned().await
+    }
+
+    /// The node's loop, as far as claims need it.
+    async fn write(self, mut entries: mpsc::Receiver<BookEntry>) {
+        while let Some(BookEntry { plan, answer, .. }) = entries.recv().await {
+            let _idle = self.busy().await;
+            let planned = plan(&self.borrow());
+            let planned = planned.map(|(event, prepared)| {
+                self.0.send_modify(|now| *now = Arc::new(NodeState::clone(now).apply(event, Duration::ZERO).0));
+                prepared
+            });
+            let _ = answer.send(planned);
+        }
+    }
 }
 
 /// A state of a built-in machine whose GPUs go through DRA.
@@ -97,7 +141,7 @@ impl Node {
         let cluster = Arc::default();
         settings.read_claim = Some(read_claim(&cluster));
         settings.longest_pause = Duration::from_millis(64);
-        let state = watch::Sender::new(Arc::new(state("dgx1-v100")));
+        let state = States(watch::Sender::new(Arc::new(state("dgx1-v100"))), Arc::default());
         let node = Self {
             _folder: folder,
             settings,
@@ -131,7 +175,9 @@ impl Node {
         let observer = Arc::new(move |occurrence| seen.send_modify(|all| all.push(occurrence)));
         let plugin = Plugin::new(Arc::new(self.settings.clone()), observer);
         let end = CancellationToken::new();
-        let task = tokio::spawn(plugin.run(self.state.subscribe(), Handover::alone(), end.clone()));
+        let (book, entries) = Book::new();
+        tokio::spawn(self.state.clone().write(entries));
+        let task = tokio::spawn(plugin.run(self.state.subscribe(), book, Handover::alone(), end.clone()));
         self.running = Some((task, end));
     }
 

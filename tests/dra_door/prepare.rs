@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
+use std::time::Duration;
 
 use linkwise_core::publish::RdmaNodes;
 use linkwise_core::publish::injection::HostDevices;
@@ -10,7 +11,7 @@ use linkwise_kubelet_box::dra::{ClaimUse, DraKubelet, PodClaim, PodClaims};
 
 use super::node::{
     Answer, DRIVER, LIMIT, Node, connected, end, hardware, name, pod, reference, refusal, resolve, start,
-    start_container,
+    start_container, until,
 };
 
 #[tokio::test]
@@ -263,4 +264,20 @@ async fn silent_api_server_holds_up_its_claim_alone() {
     tokio::time::timeout(LIMIT, asked).await.unwrap();
     assert_eq!(start(&kubelet, &fast).await.unwrap(), [node.gpu(1)]);
     waits.abort();
+}
+
+#[tokio::test]
+async fn entry_of_a_prepare_that_was_given_up_is_in_no_claims_way() {
+    let mut node = Node::new();
+    node.settings.prepare_timeout = Duration::from_secs(3);
+    node.start();
+    let kubelet = node.kubelet().await;
+    let [given_up, next] = ["a", "b"].map(|uid| node.claim(uid, &[("gpus", "gpu-0")]));
+    let busy = node.state.busy().await;
+    let why = refusal(&kubelet, &given_up).await;
+    assert!(why.contains("was not prepared within"), "{why}");
+    drop(busy);
+    until(|| node.state.borrow().ledger().prepared("a").is_some()).await;
+    assert_eq!(start(&kubelet, &next).await.unwrap(), [node.gpu(0)]);
+    assert!(node.state.borrow().ledger().prepared("a").is_none());
 }

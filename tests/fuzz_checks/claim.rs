@@ -12,8 +12,8 @@ use linkwise_core::claims::{
 use linkwise_core::publish::RdmaNodes;
 use linkwise_core::publish::injection::{CdiOptions, HostDevices, InjectionOptions};
 use linkwise_core::state::{
-    DeviceSelector, Door, Event, Holdings, NodeState, NumaHints, ResourceName, ResourcePlan, SharedDevices,
-    SharedResource, Sharing, SharingKind,
+    DeviceSelector, Door, Event, Holdings, NodeState, NumaHints, PreparedClaim, ResourceName, ResourcePlan,
+    SharedDevices, SharedResource, Sharing, SharingKind,
 };
 use linkwise_kubelet::dra::parse_checkpoint;
 
@@ -78,15 +78,21 @@ fn planned(claim: &Claim, asked: &ClaimName, others: &[(ClaimName, Prepared)]) -
     // Each request has an edit: the variable of `--expose-nics`.
     let host = HostDevices { rdma: Some(RdmaNodes::default()), ..HostDevices::default() };
     let common_shm = BTreeSet::new();
+    let entry = |(claim, prepared): &(ClaimName, Prepared)| PreparedClaim {
+        claim: claim.clone(),
+        prepared: prepared.clone(),
+        is_of_another_boot: false,
+    };
+    let state = STATE.clone().apply(Event::Prepared(others.iter().map(entry).collect()), Duration::ZERO).0;
     let node = Node {
         pool: POOL,
-        state: &STATE,
+        state: &state,
         injection: &injection,
         host: &host,
         makes_mig: true,
         common_shm: &common_shm,
     };
-    plan(claim, asked, node, others.iter().map(|(name, prepared)| (name, prepared)))
+    plan(claim, asked, node)
 }
 
 /// What is prepared are the devices that were allocated, each with its CDI name, and none for two containers.
@@ -206,10 +212,9 @@ pub fn checkpoint(bytes: &[u8]) {
     };
     let text = record.text().expect("it can be written");
     assert_eq!(parse_checkpoint(&text, UID).as_ref(), Ok(&record), "read back as another checkpoint");
-    let (ledger, devices) = (record.for_ledger(), &record.prepared.devices);
-    assert_eq!(ledger.claim.uid, UID);
-    assert_eq!(ledger.gpus.is_empty(), devices.iter().all(|device| device.admin));
-    assert!(ledger.gpus.iter().all(|gpu| devices.iter().any(|device| device.gpu == *gpu)));
+    let (entry, devices) = (record.entry(None), &record.prepared.devices);
+    assert_eq!(entry.claim.uid, UID);
+    assert_eq!(entry.gpus().count(), devices.iter().filter(|device| !device.admin).count());
     assert!(!record.is_completed_in(None) && !record.is_of_another_boot(None), "a boot that is not known");
     let boot = record.boot.as_deref();
     assert!(!record.is_of_another_boot(boot), "its own boot");

@@ -10,8 +10,9 @@ use linkwise_core::claims::ClaimName;
 use linkwise_core::publish::placement::{Outlook, Placements};
 use linkwise_core::publish::view::{Process, Sums, view};
 use linkwise_core::state::{
-    Availability, ClaimedDevice, Door, Effect, Event, Health, Holdings, MigStrategy, NodeState, PreparedClaim,
-    ResourceDevice, ResourceName, ResourcePlan, SharedDevices, SharedResource, Sharing, SharingKind,
+    Availability, ClaimedDevice, Door, Effect, Event, Health, Holdings, MigStrategy, NodeState, Prepared,
+    PreparedClaim, PreparedDevice, ResourceDevice, ResourceName, ResourcePlan, SharedDevices, SharedResource, Sharing,
+    SharingKind,
 };
 use linkwise_core::topology::{GpuUuid, NodeObservation};
 use linkwise_host::machines;
@@ -145,8 +146,8 @@ impl World {
     fn prepare(&mut self) {
         let prepared = self.claims.iter().map(|(name, gpu)| PreparedClaim {
             claim: ClaimName { namespace: "ml".to_owned(), name: name.clone(), uid: name.clone() },
-            gpus: [gpu.clone()].into(),
-            ..PreparedClaim::default()
+            prepared: Prepared { devices: vec![PreparedDevice::whole("gpu", gpu.clone())], mps: None },
+            is_of_another_boot: false,
         });
         let prepared = prepared.collect();
         self.apply(Event::Prepared(prepared));

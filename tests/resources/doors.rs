@@ -9,7 +9,7 @@ use linkwise_core::allocation::DeviceId;
 use linkwise_core::claims::ClaimName;
 use linkwise_core::state::{
     Availability, ClaimedDevice, Door, Effect, Event, Filter, GpuSelector, Health, HealthRecord, Holdings, NodeState,
-    PreparedClaim, ResourceDevice, ResourceName, ResourcePlan, UnhealthyReason,
+    Prepared, PreparedClaim, PreparedDevice, ResourceDevice, ResourceName, ResourcePlan, UnhealthyReason,
 };
 use linkwise_core::topology::{GpuUuid, NodeObservation};
 use proptest::collection::vec;
@@ -64,8 +64,8 @@ fn prepared(gpus: &[usize]) -> Event {
 
 fn claim(at: usize) -> PreparedClaim {
     let claim = ClaimName { namespace: "default".into(), name: format!("claim-{at}"), uid: format!("uid-{at}") };
-    let (gpus, devices) = (BTreeSet::from([uuid(at)]), BTreeSet::from([format!("gpu-{at}")]));
-    PreparedClaim { claim, gpus, devices, made: BTreeSet::new() }
+    let devices = vec![PreparedDevice::whole(&format!("gpu-{at}"), uuid(at))];
+    PreparedClaim { claim, prepared: Prepared { devices, mps: None }, is_of_another_boot: false }
 }
 
 struct World {
@@ -304,7 +304,8 @@ fn gpu_that_a_filter_leaves_out_stays_for_its_claim() {
 
 #[test]
 fn claim_with_admin_access_keeps_no_gpu() {
-    let look = PreparedClaim { claim: claim(0).claim, ..PreparedClaim::default() };
+    let mut look = claim(0);
+    look.prepared.devices[0].admin = true;
     let world =
         World::of([Event::Prepared(vec![look, claim(1)]), planned(Door::Plugin), observed(), listed(&[], &[0, 1])]);
     assert_eq!([0, 1].map(|at| world.allocates(at)), [true, false]);

@@ -1,12 +1,11 @@
 //! GPUs that several claims share through DRA: what the plan makes of them, and when that changes.
 
-use std::collections::BTreeSet;
 use std::time::Duration;
 
 use linkwise_core::claims::ClaimName;
 use linkwise_core::state::{
-    Door, Effect, Event, GpuShares, GpuSharing, Health, HealthRecord, Holdings, NodeState, PlanProblem, PreparedClaim,
-    ResourceName, ResourcePlan, SharedDevices, SharedResource, Sharing, SharingKind,
+    Door, Effect, Event, GpuShares, GpuSharing, Health, HealthRecord, Holdings, NodeState, PlanProblem, Prepared,
+    PreparedClaim, PreparedDevice, ResourceName, ResourcePlan, SharedDevices, SharedResource, Sharing, SharingKind,
 };
 use linkwise_core::topology::{GpuUuid, MigObservation, NodeObservation};
 
@@ -35,12 +34,8 @@ fn in_shares(shares: u32) -> Option<GpuShares> {
 
 fn prepared(at: usize) -> Event {
     let claim = ClaimName { namespace: "default".into(), name: "a".into(), uid: "u".into() };
-    Event::Prepared(vec![PreparedClaim {
-        claim,
-        gpus: [uuid(at)].into(),
-        devices: [format!("gpu-{at}")].into(),
-        made: BTreeSet::new(),
-    }])
+    let devices = vec![PreparedDevice::whole(&format!("gpu-{at}"), uuid(at))];
+    Event::Prepared(vec![PreparedClaim { claim, prepared: Prepared { devices, mps: None }, is_of_another_boot: false }])
 }
 
 struct World {

@@ -35,6 +35,7 @@ use linkwise_core::state::{Effect, Event, Health, HealthRecord, Holdings, NodeSt
 use linkwise_core::topology::{GpuUuid, NodeObservation};
 use linkwise_kubelet::device_plugin::pod_resources::{self, Holders};
 use linkwise_kubelet::device_plugin::{self as kubelet, Life, Occurrence, Phase, Plugin, PluginMetrics, Sources};
+use linkwise_kubelet::dra::{Book, BookEntry};
 use linkwise_nvml::supervisor::{Idle, NOT_SEEN, Others};
 use linkwise_system::right::Right;
 
@@ -88,6 +89,10 @@ pub struct Node {
     pub(crate) running: watch::Sender<Running>,
     pub(crate) records: watch::Sender<Option<HealthRecord>>,
     events: Queue<Event>,
+    /// The claims that are to be entered into the state's ledger.
+    book: (Book, mpsc::Receiver<BookEntry>),
+    /// Those that wait.
+    entries: Vec<BookEntry>,
     occurrences: Queue<(ResourceName, Occurrence)>,
     /// The tokens that end the running plugins; those that are ending are included.
     plugins: BTreeMap<ResourceName, CancellationToken>,
@@ -198,6 +203,8 @@ impl Node {
             running: watch::Sender::new(Running { wanted: true, plugins: 0 }),
             records: watch::Sender::new(None),
             events: mpsc::channel(EVENTS),
+            book: Book::new(),
+            entries: Vec::new(),
             occurrences: mpsc::channel(OCCURRENCES),
             plugins: BTreeMap::new(),
             holders: watch::Sender::default(),
@@ -238,6 +245,11 @@ impl Node {
     /// The queue of events.
     pub fn events(&self) -> mpsc::Sender<Event> {
         self.events.0.clone()
+    }
+
+    /// The way to the ledger of claims.
+    pub fn book(&self) -> Book {
+        self.book.0.clone()
     }
 
     /// The metrics.
@@ -287,6 +299,7 @@ impl Node {
         let mut reported = Reported::default();
         let mut holders = self.holders.subscribe();
         let ended = loop {
+            self.enter();
             tokio::select! {
                 () = self.shutdown.cancelled() => break Ok(()),
                 Some(event) = self.state.next(&mut self.events.1) => {
@@ -296,6 +309,7 @@ impl Node {
                     }
                     self.apply(event);
                 }
+                Some(entry) = self.book.1.recv() => self.entries.push(entry),
                 Some(order) = self.orders.1.recv() => self.perform(order),
                 Ok(()) = holders.changed() => {
                     let now = holders.borrow_and_update().clone();
@@ -388,6 +402,25 @@ impl Node {
         for (is_with_dra, gpus) in doors {
             let what = if is_with_dra { "DRA has GPUs" } else { "DRA has GPUs no longer" };
             tracing::info!(gpus = observe::some(&gpus), "{what}");
+        }
+    }
+
+    /// Makes the entries into the ledger by the state as it is: plans, applies and answers. Those that give hardware wait
+    /// until the state is open.
+    fn enter(&mut self) {
+        for entry in std::mem::take(&mut self.entries) {
+            if entry.answer.is_closed() {
+                // Nobody waits for it any more.
+            } else if entry.gives && !self.state.current.is_open() {
+                self.entries.push(entry);
+            } else {
+                let planned = (entry.plan)(&self.state.current).map(|(event, prepared)| {
+                    self.apply(event);
+                    prepared
+                });
+                // One who gave up the wait just now asks again, or a sweep ends the claim.
+                let _ = entry.answer.send(planned);
+            }
         }
     }
 
@@ -518,183 +551,4 @@ impl Node {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use linkwise_core::claims::ClaimName;
-    use linkwise_core::state::PreparedClaim;
-
-    /// Waits until /readyz gives the wanted answer.
-    async fn ready(node: &Node, wanted: impl Fn(Result<String, Vec<String>>) -> bool) {
-        let ready = node.answers().ready;
-        let waits = async {
-            while !wanted(ready()) {
-                tokio::task::yield_now().await;
-            }
-        };
-        timeout(Duration::from_secs(20), waits).await.unwrap_or_else(|_| panic!("{:?}", ready()));
-    }
-
-    impl Node {
-        /// Publishes another state.
-        fn show(&mut self, state: NodeState) {
-            self.state.current = state;
-            self.state.publish();
-            self.published();
-        }
-    }
-
-    fn observed() -> Event {
-        Event::Observed(Box::new(linkwise_host::machines::load("dgx1-v100").unwrap().observed))
-    }
-
-    fn settings(folder: &std::path::Path) -> NodeSettings {
-        NodeSettings {
-            kubelet: kubelet::Settings::new(folder.join("kubelet.sock")),
-            metrics_address: "127.0.0.1:0".parse().unwrap(),
-            numa_hints: NumaHints::default(),
-            health: HealthSettings::default(),
-        }
-    }
-
-    /// Waits for the task that ends next; returns true if that was the withdrawal of a resource.
-    async fn withdraws(node: &mut Node) -> bool {
-        let ended = timeout(Duration::from_secs(20), node.tasks.join_next()).await.unwrap();
-        let (name, result) = ended.unwrap().unwrap();
-        result.unwrap();
-        node.withdrawn(&name)
-    }
-
-    #[tokio::test]
-    async fn unexpected_task_end_ends_the_node() {
-        let folder = tempfile::tempdir().unwrap();
-        type Task = std::pin::Pin<Box<dyn Future<Output = Result<()>> + Send>>;
-        let tasks: [(Task, &str); 3] = [
-            (Box::pin(async { Ok(()) }), "the task 'task' ended"),
-            (Box::pin(async { Err(anyhow!("no room")) }), "the task 'task' failed: no room"),
-            (Box::pin(async { panic!("at the disco") }), "a task panicked"),
-        ];
-        for (task, cause) in tasks {
-            let mut node = Node::start(settings(folder.path())).await.unwrap();
-            let shutdown = node.shutdown();
-            node.spawn("task", task);
-            let ended = timeout(Duration::from_secs(20), node.serve()).await.unwrap();
-            let words = format!("{:#}", ended.unwrap_err());
-            assert!(words.starts_with(cause), "{words}");
-            assert!(shutdown.is_cancelled(), "the other tasks are asked to end");
-        }
-        let node = Node::start(settings(folder.path())).await.unwrap();
-        node.shutdown().cancel();
-        node.serve().await.unwrap();
-    }
-
-    #[tokio::test]
-    async fn no_plugin_before_the_holders_were_asked() {
-        let folder = tempfile::tempdir().unwrap();
-        let mut settings = settings(folder.path());
-        settings.kubelet.pod_resources_socket = Some(folder.path().join("pod-resources.sock"));
-        settings.health.await_first_poll = true;
-        let mut node = Node::start(settings).await.unwrap();
-        let observed = linkwise_host::machines::load("dgx1-v100").unwrap().observed;
-        let first = observed.gpus[0].uuid.clone();
-        node.apply(Event::Observed(Box::new(observed)));
-        assert!(node.follows_holders, "it asks what it waits for");
-        node.apply(Event::Polled([(first, Default::default())].into()));
-        assert!(node.plugins.is_empty());
-        node.apply(Event::Holders(None));
-        assert_eq!(node.plugins.len(), 1);
-    }
-
-    #[tokio::test]
-    async fn no_plugin_before_the_first_poll() {
-        let folder = tempfile::tempdir().unwrap();
-        let health = HealthSettings { await_first_poll: true, ..HealthSettings::default() };
-        let mut node = Node::start(NodeSettings { health, ..settings(folder.path()) }).await.unwrap();
-        let observed = linkwise_host::machines::load("dgx1-v100").unwrap().observed;
-        let gpu = observed.gpus[0].uuid.clone();
-        node.apply(Event::Observed(Box::new(observed)));
-        assert!(node.plugins.is_empty());
-        node.apply(Event::Polled([(gpu, linkwise_core::state::HealthPoll::default())].into()));
-        assert!(node.plugins.contains_key(&ResourceName::gpu()));
-    }
-
-    #[tokio::test]
-    async fn readyz_names_cdi_specs_until_they_are_written() {
-        let folder = tempfile::tempdir().unwrap();
-        let mut node = Node::start(settings(folder.path())).await.unwrap();
-        let written = watch::Sender::new(false);
-        node.hold_plugins_until(written.subscribe(), "waiting for CDI specs");
-        node.apply(observed());
-        let readyz = node.answers().ready;
-        assert_eq!(readyz(), Err(vec!["nvidia.com/gpu: waiting for CDI specs".to_owned()]));
-        written.send_replace(true);
-        ready(&node, |answer| answer.unwrap_err()[0].contains("waiting for kubelet.sock; there is no")).await;
-    }
-
-    #[tokio::test]
-    async fn trouble_of_a_withdrawn_plugin_is_forgotten() {
-        let folder = tempfile::tempdir().unwrap();
-        let mut node = Node::start(settings(folder.path())).await.unwrap();
-        node.apply(observed());
-        ready(&node, |answer| answer.unwrap_err()[0].contains("there is no")).await;
-        node.show(NodeState::default());
-        assert!(withdraws(&mut node).await && node.readiness.all().is_empty());
-    }
-
-    #[tokio::test]
-    async fn new_owner_keeps_claims_that_are_told_right_after_the_order_to_adopt() {
-        let folder = tempfile::tempdir().unwrap();
-        // The loop takes the one or the other by chance.
-        for _ in 0..20 {
-            let mut node = Node::start(settings(folder.path())).await.unwrap();
-            node.stand_by();
-            node.apply(observed());
-            let (orders, events, snapshot) = (node.orders.0.clone(), node.events(), node.snapshot());
-            orders.send(Order::Adopt(None, None)).await.unwrap();
-            let claim = ClaimName { uid: "1".to_owned(), ..ClaimName::default() };
-            let prepared = PreparedClaim { claim, ..PreparedClaim::default() };
-            events.send(Event::Prepared(vec![prepared])).await.unwrap();
-            let both_are_taken = async {
-                while orders.capacity() < ORDERS || events.capacity() < EVENTS {
-                    tokio::task::yield_now().await;
-                }
-            };
-            tokio::select! {
-                ended = node.serve() => panic!("{ended:?}"),
-                () = both_are_taken => {}
-            }
-            assert!(snapshot.borrow().ledger().prepared("1").is_some());
-        }
-    }
-
-    #[tokio::test]
-    async fn withdrawn_resource_gets_a_new_plugin_when_back() {
-        let folder = tempfile::tempdir().unwrap();
-        let kubelet =
-            linkwise_kubelet_box::KubeletBox::start(linkwise_kubelet_box::Options::new(folder.path())).unwrap();
-        let mut node = Node::start(settings(folder.path())).await.unwrap();
-        node.apply(observed());
-        let offering = node.state.current.clone();
-        let serving = |answer| answer == Ok("ready".to_owned());
-        ready(&node, serving).await;
-        let connected = |node: &Node| node.metrics.encode().unwrap().contains("linkwise_kubelet_connected{");
-        assert!(connected(&node));
-        // Nothing of the resource is left: the session closes and nothing else ends.
-        node.show(NodeState::default());
-        ready(&node, |answer| answer.unwrap_err()[0].contains("not been discovered")).await;
-        // The resource comes back before its plugin has ended: the next plugin waits for that.
-        node.show(offering.clone());
-        assert_eq!(node.plugins.len(), 1);
-        assert!(withdraws(&mut node).await);
-        ready(&node, serving).await;
-        kubelet.wait(|state| state.resources["nvidia.com/gpu"].registrations == 2).await.unwrap();
-        node.show(NodeState::default());
-        assert!(withdraws(&mut node).await && node.plugins.is_empty() && !connected(&node));
-        let left = std::fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().file_name());
-        let left: Vec<_> = left.filter(|name| name != "kubelet_internal_checkpoint").collect();
-        assert_eq!(left, ["kubelet.sock"]);
-        kubelet.wait(|state| state.resources["nvidia.com/gpu"].open_streams == 0).await.unwrap();
-        // The end of any other task is unexpected.
-        node.tasks.spawn(async { ("task".to_owned(), Ok(())) });
-        assert!(!withdraws(&mut node).await);
-    }
-}
+mod tests;

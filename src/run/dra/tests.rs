@@ -1,12 +1,10 @@
 //! The conditions for making a pool, and the time for which the node is ready although its slices are not current.
 
-use std::collections::BTreeSet;
-
 use super::*;
 use linkwise_core::allocation::DeviceId;
-use linkwise_core::claims::ClaimName;
+use linkwise_core::claims::{ClaimName, Prepared, PreparedDevice};
 use linkwise_core::publish::dra::SliceDevice;
-use linkwise_core::state::{Door, Holdings, ResourceName, ResourcePlan, Timestamp};
+use linkwise_core::state::{Door, Event, Holdings, PreparedClaim, ResourceName, ResourcePlan, Timestamp};
 use linkwise_core::topology::{GpuUuid, NodeObservation};
 use linkwise_host::machines;
 
@@ -16,23 +14,21 @@ const SERVER: Server = Server { drops_taints: false, drops_counters: false, is_r
 struct World {
     state: NodeState,
     maker: PoolMaker,
-    prepared: watch::Sender<Option<Vec<PreparedClaim>>>,
 }
 
 impl World {
     /// A node with this number of GPUs, all of which are to go to DRA. The kubelet's first list came before NVML's.
     fn new(gpus: usize) -> Self {
-        let prepared = watch::Sender::new(Some(Vec::new()));
         let maker = PoolMaker {
             empty: Pool::new("n", Vec::new()),
             evict_from_lost: false,
             dynamic_mig: false,
             layouts: LayoutCache::default(),
             reported: Once::new(),
-            prepared: prepared.subscribe(),
             last: None,
         };
-        let mut world = Self { state: NodeState::default(), maker, prepared };
+        let mut world = Self { state: NodeState::default(), maker };
+        world.apply(Event::Prepared(Vec::new()));
         world.apply(Event::Planned(Box::new(ResourcePlan { door: Door::Dra, ..ResourcePlan::default() })));
         world.listed(&[]);
         assert!(world.pool().is_none(), "nothing was seen");
@@ -71,9 +67,11 @@ fn observed(gpus: usize) -> NodeObservation {
 fn claim_of_first() -> PreparedClaim {
     PreparedClaim {
         claim: ClaimName { namespace: "default".into(), name: "a".into(), uid: "1".into() },
-        gpus: BTreeSet::from([observed(1).gpus[0].uuid.clone()]),
-        devices: BTreeSet::from(["gpu-0".to_owned()]),
-        made: BTreeSet::new(),
+        prepared: Prepared {
+            devices: vec![PreparedDevice::whole("gpu-0", observed(1).gpus[0].uuid.clone())],
+            mps: None,
+        },
+        is_of_another_boot: false,
     }
 }
 
@@ -81,17 +79,10 @@ fn claim_of_first() -> PreparedClaim {
 fn nothing_is_published_before_the_ledger_has_the_checkpoints() {
     let mut world = World::new(2);
     (0..2).for_each(|_| world.listed(&[]));
-    world.prepared.send_replace(None);
-    assert!(world.pool().is_none(), "they are not read");
-    world.prepared.send_replace(Some(vec![claim_of_first()]));
-    assert!(world.pool().is_none(), "the claim is not entered");
+    world.apply(Event::ClaimsHandedOver);
+    assert!(world.pool().is_none(), "another process has the claims");
     world.apply(Event::Prepared(vec![claim_of_first()]));
     assert_eq!(world.pool().unwrap().len(), 2);
-    // A claim that is prepared now takes nothing away that was published.
-    world.prepared.send_replace(Some(Vec::new()));
-    assert!(world.pool().is_some());
-    world.prepared.send_replace(None);
-    assert!(world.pool().is_none(), "another process has the claims");
 }
 
 #[test]

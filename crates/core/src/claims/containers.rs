@@ -7,11 +7,10 @@ use crate::prelude::*;
 use alloc::collections::BTreeMap;
 
 use super::error::{ClaimError, DeviceRefusal};
-use super::mps::ClientLimits;
 use super::node::Node;
-use super::prepared::Prepared;
 use crate::publish::injection::{ChosenDevice, DeviceNode, Granted, Injection, InjectionOptions, Mount};
 use crate::publish::{MpsClient, MpsShm};
+use crate::state::{ClientLimits, Prepared};
 
 /// What a container gets that uses one request of a claim.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

@@ -8,8 +8,6 @@ use thiserror::Error;
 use super::claim::AllocatedDevice;
 use super::error::{ClaimError, DeviceRefusal};
 use super::node::Node;
-use super::prepared::Prepared;
-use crate::state::ClaimName;
 use crate::topology::{Gpu, GpuUuid, MigDevice, MigSlot, MigUuid, possible_mig};
 
 /// An order to the driver about the instances of one GPU, which the agent carries out.
@@ -58,13 +56,8 @@ pub(super) struct OnDemand<'a> {
 }
 
 /// The MIG device behind an allocated device, if it is made for the claim; `None` for one that an administrator made,
-/// and for any other device. `records` are all claims that are prepared here: a MIG device that none of them had made
-/// is an administrator's.
-pub(super) fn on_demand<'a, 'b>(
-    result: &AllocatedDevice,
-    node: Node<'a>,
-    records: impl Iterator<Item = (&'b ClaimName, &'b Prepared)> + Clone,
-) -> Result<Option<OnDemand<'a>>, ClaimError> {
+/// and for any other device. A MIG device that no claim in the ledger had made is an administrator's.
+pub(super) fn on_demand<'a>(result: &AllocatedDevice, node: Node<'a>) -> Result<Option<OnDemand<'a>>, ClaimError> {
     let topology = node.state.topology();
     let Some(possible) = possible_mig(topology).into_iter().find(|possible| possible.name == result.device) else {
         return Ok(None);
@@ -72,7 +65,7 @@ pub(super) fn on_demand<'a, 'b>(
     let Some(gpu) = topology.gpus().get(possible.gpu) else { return Ok(None) };
     let is_ours = |mig: &MigDevice| {
         let slot = mig.profile_id.zip(mig.placement).map(|(profile_id, placement)| MigSlot { profile_id, placement });
-        let mut devices = records.clone().flat_map(|(_, prepared)| &prepared.devices);
+        let mut devices = node.state.ledger().claims().flat_map(|(_, prepared)| &prepared.devices);
         devices.any(|device| device.gpu == gpu.uuid && device.made.is_some() && device.made == slot)
     };
     let mut made = None;

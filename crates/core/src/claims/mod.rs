@@ -12,10 +12,12 @@ mod mig;
 mod mps;
 mod node;
 mod plan;
-mod prepared;
 mod share;
 
-pub use crate::state::ClaimName;
+pub use crate::state::{
+    CLAIM_KIND, CLAIMS_DOMAIN, ClaimMps, ClaimName, ClientLimits, MpsOrder, MpsOrderGpu, Prepared, PreparedDevice,
+    Share, claim_device,
+};
 pub use claim::{
     AllocatedConfig, AllocatedDevice, Allocation, Claim, ClaimStatus, DeviceAllocation, Holder, NoClaim, OpaqueConfig,
     ReadClaimError,
@@ -25,8 +27,7 @@ pub use containers::{Edits, NodeDevice, RequestEdits, containers};
 pub use device::{devices, hardware_of};
 pub use error::{ClaimError, DeviceRefusal};
 pub use mig::{MigOrder, MigOrderError, MigTask};
-pub use mps::{CLAIMS_DOMAIN, ClaimMps, ClientLimits, MpsOrder, MpsOrderGpu, MpsRefusal};
+pub use mps::MpsRefusal;
 pub use node::Node;
 pub use plan::plan;
-pub use prepared::{CLAIM_KIND, Prepared, PreparedDevice, claim_device};
-pub use share::{Share, ShareError};
+pub use share::ShareError;

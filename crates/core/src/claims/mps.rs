@@ -9,86 +9,14 @@ use crate::prelude::*;
 use alloc::collections::BTreeMap;
 use core::fmt;
 
-use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 use super::claim::Holder;
-use super::share::Share;
 use crate::quote::quoted;
-use crate::state::{ClaimName, GpuShares, ResourceName, VOLTA};
+use crate::state::{ClaimMps, ClaimName, ClientLimits, GpuShares, MpsOrder, MpsOrderGpu, Share, VOLTA};
 use crate::topology::{ComputeCapability, Gpu, GpuUuid};
 
-/// The domain in the names of claims' control daemons under the MPS root.
-pub const CLAIMS_DOMAIN: &str = "dra.linkwise.dev";
-
 const MIB: u64 = 1 << 20;
-
-/// A control daemon for GPUs of claims.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase")]
-pub struct MpsOrder {
-    /// Its GPUs, in the order in which the daemon numbers them; at least one.
-    pub gpus: Vec<MpsOrderGpu>,
-    /// The part of a GPU's threads that a client may have, in percent: 1 to 100.
-    pub thread_percentage: u32,
-    /// True if the GPUs belong to one claim and refuse processes that are no clients.
-    pub exclusive: bool,
-}
-
-/// A GPU of a control daemon.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase")]
-pub struct MpsOrderGpu {
-    /// The GPU.
-    pub gpu: GpuUuid,
-    /// The memory of it that a client may have, in MiB; `None` means no limit.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub mib: Option<u64>,
-}
-
-impl MpsOrder {
-    /// The name of the daemon's folder under the MPS root, made from its first GPU: a GPU belongs to one daemon. `None`
-    /// if it has no GPU, or one whose UUID cannot be part of such a name.
-    pub fn name(&self) -> Option<ResourceName> {
-        format!("{CLAIMS_DOMAIN}/{}", self.gpus.first()?.gpu).parse().ok()
-    }
-
-    /// Returns true if both need the same GPU.
-    pub fn overlaps(&self, other: &Self) -> bool {
-        self.gpus.iter().any(|own| other.gpus.iter().any(|theirs| own.gpu == theirs.gpu))
-    }
-}
-
-/// The MPS of a claim.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase")]
-pub struct ClaimMps {
-    /// Its control daemon.
-    pub order: MpsOrder,
-    /// The requests whose containers are clients, with their limits if these are lower than the daemon's.
-    pub clients: BTreeMap<String, ClientLimits>,
-}
-
-/// Limits in the environment of clients.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase")]
-pub struct ClientLimits {
-    /// The part of a GPU's threads, in percent.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub thread_percentage: Option<u32>,
-    /// The memory of the daemon's only GPU, in MiB.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub mib: Option<u64>,
-}
-
-impl ClientLimits {
-    /// The variables that the CUDA driver reads.
-    pub(super) fn variables(self) -> impl Iterator<Item = (String, String)> {
-        let threads = self.thread_percentage.map(|percent| ("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", percent.to_string()));
-        let memory = self.mib.map(|mib| ("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", format!("0={mib}M")));
-        threads.into_iter().chain(memory).map(|(name, value)| (name.to_owned(), value))
-    }
-}
 
 /// `mpsConfig` of a configuration.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

@@ -10,10 +10,9 @@ use super::error::{ClaimError, DeviceRefusal};
 use super::mig::{OnDemand, on_demand};
 use super::mps::{self, Asked};
 use super::node::Node;
-use super::prepared::{Prepared, PreparedDevice, claim_device};
 use super::share;
 use crate::publish::injection::ChosenDevice;
-use crate::state::{ClaimName, DRA_DRIVER, Door};
+use crate::state::{ClaimName, DRA_DRIVER, Door, Prepared, PreparedDevice, claim_device};
 use crate::topology::{Gpu, MigSlot, NodeTopology};
 
 /// The most devices of a claim, of all drivers (`AllocationResultsMaxSize` of resource.k8s.io).
@@ -22,7 +21,8 @@ const MOST_DEVICES: usize = 32;
 /// The most configurations of a claim that has devices: its own and its classes' (twice `DeviceConfigMaxSize`).
 const MOST_CONFIGS: usize = 64;
 
-/// Plans the preparation of a claim. `others` are the claims that are prepared here or are being prepared.
+/// Plans the preparation of a claim by the state of its node. The state has one writer, which enters the result into the
+/// ledger before any other plan: so nothing is given twice.
 ///
 /// A GPU that the driver has lost, or that is gone, is refused: its container could not start, and the error says why.
 /// A GPU that is sick otherwise is not refused. Its taint is in our slices, so the scheduler allocated it either
@@ -33,12 +33,7 @@ const MOST_CONFIGS: usize = 64;
 /// # Errors
 ///
 /// The first thing that is wrong. Nothing is prepared then.
-pub fn plan<'a>(
-    claim: &Claim,
-    asked: &ClaimName,
-    node: Node<'_>,
-    others: impl Iterator<Item = (&'a ClaimName, &'a Prepared)> + Clone,
-) -> Result<Prepared, ClaimError> {
+pub fn plan(claim: &Claim, asked: &ClaimName, node: Node<'_>) -> Result<Prepared, ClaimError> {
     let full = |name: &ClaimName| format!("{}/{}", name.namespace, name.name);
     if full(&claim.metadata) != full(asked) {
         return Err(ClaimError::OtherClaim { asked: full(asked), found: full(&claim.metadata) });
@@ -61,10 +56,11 @@ pub fn plan<'a>(
         return Err(ClaimError::NoDevices(full(asked)));
     }
     let configs = Configs::read(configs)?;
+    let others = || node.state.ledger().claims().filter(|(name, _)| name.uid != asked.uid);
     let mut prepared: Vec<PreparedDevice> = Vec::new();
     let mut by_mps: Vec<Asked<'_>> = Vec::new();
     for result in ours {
-        let (hardware, made) = hardware(result, asked, node, others.clone())?;
+        let (hardware, made) = hardware(result, asked, node)?;
         let kind = if hardware.mig.is_some() || made.is_some() { Kind::Mig } else { Kind::Gpu };
         let config = configs.mps(&result.request, &result.device, kind)?;
         let request = base(&result.request);
@@ -77,20 +73,19 @@ pub fn plan<'a>(
         let device = PreparedDevice {
             request: request.to_owned(),
             pool: result.pool.clone(),
-            device: result.device.clone(),
             share_id: result.share_id.clone(),
             share,
             admin,
-            gpu: hardware.gpu.uuid.clone(),
             mig: hardware.mig.map(|mig| mig.uuid.clone()),
             made,
             cdi: vec![claim_device(&asked.uid, request)],
+            ..PreparedDevice::whole(&result.device, hardware.gpu.uuid.clone())
         };
         if let Some(other) = prepared.iter().find(|other| device.excludes(other)) {
             return Err(ClaimError::Repeated(device.device, other.device.clone()));
         }
         let holds = |other: &Prepared| other.devices.iter().any(|held| device.excludes(held));
-        let holders = others.clone().filter(|(name, _)| name.uid != asked.uid);
+        let holders = others();
         if let Some((holder, _)) = holders.clone().find(|(_, other)| holds(other)) {
             return Err(refused(DeviceRefusal::Taken(Box::new(Holder(holder.clone())))));
         }
@@ -111,10 +106,13 @@ pub fn plan<'a>(
         }
         prepared.push(device);
     }
-    let beside = others.filter(|(name, _)| name.uid != asked.uid);
-    let mps = mps::plan(&by_mps, beside.filter_map(|(name, other)| Some((name, other.mps.as_ref()?))));
+    let mps = mps::plan(&by_mps, others().filter_map(|(name, other)| Some((name, other.mps.as_ref()?))));
     let mps = mps.map_err(|(of, why)| ClaimError::of_device(&of.device, &of.gpu.uuid, DeviceRefusal::Mps(why)))?;
-    let prepared = Prepared { devices: prepared, mps };
+    let mut prepared = Prepared { devices: prepared, mps };
+    if let Some(before) = node.state.ledger().prepared(&asked.uid) {
+        let kind = node.injection.cdi.as_ref().map_or("", |cdi| cdi.kind.as_str());
+        prepared.keep_names(&before.prepared, kind).map_err(ClaimError::OldNames)?;
+    }
     // MIG devices that are still to be made have no nodes yet.
     if !prepared.devices.iter().any(PreparedDevice::is_unmade) {
         containers(&prepared, node)?;
@@ -124,13 +122,12 @@ pub fn plan<'a>(
 
 /// The hardware of an allocated device, if containers can have it, and the GPU instance where its MIG device is made for
 /// the claim.
-fn hardware<'a, 'b>(
+fn hardware<'a>(
     result: &AllocatedDevice,
     asked: &ClaimName,
     node: Node<'a>,
-    records: impl Iterator<Item = (&'b ClaimName, &'b Prepared)> + Clone,
 ) -> Result<(ChosenDevice<'a>, Option<MigSlot>), ClaimError> {
-    if let Some(OnDemand { gpu, slot, made }) = on_demand(result, node, records)? {
+    if let Some(OnDemand { gpu, slot, made }) = on_demand(result, node)? {
         usable(result, gpu, asked, node)?;
         return Ok((ChosenDevice { gpu, mig: made }, Some(slot)));
     }
@@ -156,7 +153,7 @@ fn usable(result: &AllocatedDevice, gpu: &Gpu, asked: &ClaimName, node: Node<'_>
     of_this_pool(result, node)?;
     let refused = |why| Err(ClaimError::of_device(&result.device, &gpu.uuid, why));
     let (door, ledger) = (node.state.door(&gpu.uuid), node.state.ledger());
-    let is_own = ledger.prepared(&asked.uid).is_some_and(|own| own.gpus.contains(&gpu.uuid));
+    let is_own = ledger.prepared(&asked.uid).is_some_and(|own| own.has(&gpu.uuid));
     if !(is_own || door == Some(Door::Dra) && node.state.is_with_dra(&gpu.uuid)) {
         let holder =
             ledger.holder_beside(node.state.topology(), &gpu.uuid, node.pool).filter(|_| door == Some(Door::Dra));

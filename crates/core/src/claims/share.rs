@@ -3,23 +3,12 @@
 
 use crate::prelude::*;
 
-use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 use super::claim::{AllocatedDevice, Holder};
 use crate::quantity;
 use crate::quote::quoted;
-use crate::state::{ClaimName, GpuShares};
-
-/// The part that a claim takes of a GPU.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase")]
-pub struct Share {
-    /// The number of its shares, at least 1.
-    pub shares: u64,
-    /// The bytes of its memory; 0 if the device has no such capacity.
-    pub memory: u64,
-}
+use crate::state::{ClaimName, GpuShares, Share};
 
 /// The reason why a claim cannot have a share of a GPU.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]

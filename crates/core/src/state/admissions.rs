@@ -8,7 +8,8 @@
 use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
 
-use super::holdings::{Holdings, PreparedClaim};
+use super::holdings::Holdings;
+use super::prepared_claim::PreparedClaim;
 use super::record::{AdmissionRecord, FreeThen};
 use super::resource_name::ResourceName;
 use crate::allocation::DeviceId;

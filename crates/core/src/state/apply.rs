@@ -67,6 +67,7 @@ impl NodeState {
                 }
                 publish = ledger.prepare(claims) | self.opening.claims_known();
             }
+            Event::ClaimsHandedOver => publish = Arc::make_mut(&mut self.ledger).hand_over_claims(),
             Event::NumaHints(hints) => {
                 Arc::make_mut(&mut self.offers).set_numa_hints(hints, hardware);
                 publish = true;

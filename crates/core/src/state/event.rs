@@ -7,10 +7,11 @@ use crate::allocation::DeviceId;
 use crate::topology::{GpuUuid, MigUuid, NodeObservation, TopologyWarning};
 
 use super::device::{Health, MigInstance, NumaHints};
-use super::holdings::{Holdings, PreparedClaim};
+use super::holdings::Holdings;
 use super::mps::MpsShare;
 use super::plan::ResourcePlan;
 use super::poll::{HealthPoll, RecoveryAction};
+use super::prepared_claim::PreparedClaim;
 use super::problem::PlanProblem;
 use super::reason::UnhealthyReason;
 use super::record::{HealthRecord, NodeIdentity};
@@ -65,6 +66,8 @@ pub enum Event {
     },
     /// All claims that our DRA plugin has prepared or is about to prepare.
     Prepared(Vec<PreparedClaim>),
+    /// Another process prepares the claims of this node from now on.
+    ClaimsHandedOver,
     /// The identity of this boot and of this load of the driver. It comes before the first scan, and before each scan
     /// by another agent.
     Identified(NodeIdentity),

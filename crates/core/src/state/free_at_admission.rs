@@ -7,9 +7,10 @@ use alloc::collections::{BTreeMap, BTreeSet};
 
 use super::device::{Device, Health};
 use super::hardware::Hardware;
-use super::holdings::{PreparedClaim, ResourceDevice};
+use super::holdings::ResourceDevice;
 use super::ledger::{Ledger, gpu_of};
 use super::offers::Offers;
+use super::prepared_claim::PreparedClaim;
 use super::record::FreeThen;
 use super::resource_name::ResourceName;
 use crate::allocation::{DeviceId, GpuSet};
@@ -64,7 +65,7 @@ pub(super) fn at_prepare(
     let held = ledger.held(topology, |resource, id| offers.gpu_of(resource, id)).filter(|_| ledger.is_known());
     let mut occupied: Option<GpuSet> = held.map(|held| held.iter().filter_map(|gpu| topology.position(gpu)).collect());
     let mut at_prepare = |prepared: &PreparedClaim| {
-        let given: GpuSet = prepared.gpus.iter().filter_map(|gpu| topology.position(gpu)).collect();
+        let given: GpuSet = prepared.gpus().filter_map(|gpu| topology.position(gpu)).collect();
         let name = prepared.claim.to_string();
         let is_new = ledger.prepared(&prepared.claim.uid).is_none();
         let is_listed = ledger.holdings().claims.iter().any(|claimed| claimed.claim == name);

@@ -12,7 +12,8 @@ use super::ResourceName;
 use super::admissions::Admissions;
 use super::availability::Held;
 use super::device::{Device, Timestamp};
-use super::holdings::{ClaimedDevice, ContainerHoldings, ContainerName, Holdings, PreparedClaim, ResourceDevice};
+use super::holdings::{ClaimedDevice, ContainerHoldings, ContainerName, Holdings, ResourceDevice};
+use super::prepared_claim::{ClaimName, Prepared, PreparedClaim};
 use super::reason::UnhealthyReason;
 use super::record::FreeThen;
 use crate::allocation::DeviceId;
@@ -128,7 +129,7 @@ impl Ledger {
             let gpu = name.parse().ok()?;
             (!self.only_looks(claimed, &gpu)).then_some(gpu)
         });
-        let prepared = self.prepared.values().flat_map(|claim| &claim.gpus).cloned();
+        let prepared = self.prepared.values().flat_map(PreparedClaim::gpus).cloned();
         Some(by_id.chain(by_claim).chain(by_name).chain(prepared).collect())
     }
 
@@ -160,8 +161,31 @@ impl Ledger {
     /// Takes over the claims that our DRA plugin has prepared. Returns true if anything changed.
     pub(super) fn prepare(&mut self, claims: Vec<PreparedClaim>) -> bool {
         let claims: BTreeMap<_, _> = claims.into_iter().map(|claim| (claim.claim.uid.clone(), claim)).collect();
-        self.has_read_claims = true;
-        core::mem::replace(&mut self.prepared, claims) != self.prepared
+        let is_news = !core::mem::replace(&mut self.has_read_claims, true);
+        core::mem::replace(&mut self.prepared, claims) != self.prepared || is_news
+    }
+
+    /// Notes that another process prepares claims from now on. Returns true if this one did.
+    pub(super) fn hand_over_claims(&mut self) -> bool {
+        core::mem::take(&mut self.has_read_claims)
+    }
+
+    /// Returns true if the ledger has all claims that are prepared here: the checkpoints were read, and no other process
+    /// prepares claims.
+    pub fn has_all_claims(&self) -> bool {
+        self.has_read_claims
+    }
+
+    /// The claims that our DRA plugin has prepared in this boot, or is about to.
+    pub fn claims(&self) -> impl Iterator<Item = (&ClaimName, &Prepared)> + Clone {
+        let of_this_boot = self.prepared.values().filter(|claim| !claim.is_of_another_boot);
+        of_this_boot.map(|claim| (&claim.claim, &claim.prepared))
+    }
+
+    /// All claims that our DRA plugin has prepared, with another entry for one of them; `None`: it is over.
+    pub fn claims_with(&self, uid: &str, entry: Option<PreparedClaim>) -> Vec<PreparedClaim> {
+        let others = self.prepared.iter().filter(|(other, _)| *other != uid);
+        others.map(|(_, claim)| claim.clone()).chain(entry).collect()
     }
 
     /// Returns true if it is known which claims have hardware.
@@ -175,14 +199,13 @@ impl Ledger {
     }
 
     /// The names of the MIG devices that our DRA plugin makes for claims, has made, or has not destroyed yet.
-    pub fn made_mig(&self) -> impl Iterator<Item = &String> {
-        self.prepared.values().flat_map(|claim| &claim.made)
+    pub fn made_mig(&self) -> impl Iterator<Item = &str> {
+        self.prepared.values().flat_map(PreparedClaim::made)
     }
 
     /// Whether a claim has this GPU by a device that is a set of GPUs ([`is_set`]).
     pub fn is_in_set(&self, topology: &NodeTopology, gpu: &GpuUuid) -> bool {
-        let prepared =
-            |claim: &PreparedClaim| claim.gpus.contains(gpu) && claim.devices.iter().any(|name| is_set(name));
+        let prepared = |claim: &PreparedClaim| claim.has(gpu) && claim.names().any(is_set);
         self.claimed_on(topology, gpu).any(|claimed| is_set(&claimed.device)) || self.prepared.values().any(prepared)
     }
 
@@ -217,14 +240,14 @@ impl Ledger {
 
     /// Returns true if our DRA plugin has prepared a claim with this GPU, or is about to.
     pub(super) fn has_prepared_on(&self, gpu: &GpuUuid) -> bool {
-        self.prepared.values().any(|prepared| prepared.gpus.contains(gpu))
+        self.prepared.values().any(|prepared| prepared.has(gpu))
     }
 
     /// The claims that have this GPU or a part of it, as `namespace/name`: from the kubelet's list and from our DRA
     /// plugin.
     pub fn claims_on(&self, topology: &NodeTopology, gpu: &GpuUuid) -> BTreeSet<String> {
         let listed = self.claimed_on(topology, gpu).map(|claimed| claimed.claim.clone());
-        let prepared = self.prepared.values().filter(|prepared| prepared.gpus.contains(gpu));
+        let prepared = self.prepared.values().filter(|prepared| prepared.has(gpu));
         let prepared = prepared.map(|prepared| prepared.claim.to_string());
         listed.chain(prepared).collect()
     }
@@ -237,7 +260,7 @@ impl Ledger {
             let parts = claimed_hardware(topology, claimed);
             !parts.iter().any(|(at, part)| Some(*at) == place && is_apart(*part))
         };
-        let prepared = |claim: &PreparedClaim| claim.gpus.contains(gpu) && claim.devices.contains(name);
+        let prepared = |claim: &PreparedClaim| claim.has(gpu) && claim.names().any(|own| own == name);
         self.claimed_on(topology, gpu).any(listed) || self.prepared.values().any(prepared)
     }
 
@@ -255,7 +278,7 @@ impl Ledger {
     /// has prepared the claim without this GPU.
     fn only_looks(&self, claimed: &ClaimedDevice, gpu: &GpuUuid) -> bool {
         let mut prepared = self.prepared_as(claimed).peekable();
-        prepared.peek().is_some() && prepared.all(|prepared| !prepared.gpus.contains(gpu))
+        prepared.peek().is_some() && prepared.all(|prepared| !prepared.has(gpu))
     }
 
     /// The claims that our DRA plugin has prepared under the name of a listed claim.
@@ -342,7 +365,7 @@ impl Ledger {
         }
         for prepared in self.prepared.values() {
             let claim = prepared.claim.to_string();
-            for gpu in &prepared.gpus {
+            for gpu in prepared.gpus() {
                 let reason = UnhealthyReason::Claimed { claim: claim.clone(), device: gpu.to_string() };
                 let holder = Holder { key: None, part: Part::Whole, is_slot: false, since: known_since, reason };
                 holders.entry(gpu.as_str()).or_default().push(holder);

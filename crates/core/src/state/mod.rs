@@ -26,6 +26,7 @@ mod offers;
 mod opening;
 mod plan;
 mod poll;
+mod prepared_claim;
 mod problem;
 mod reason;
 mod record;
@@ -39,9 +40,7 @@ pub use availability::Availability;
 pub use device::{Device, Health, MigInstance, NumaHints, Timestamp};
 pub use event::{Effect, Event};
 pub use hardware::{DriverVersions, Hardware};
-pub use holdings::{
-    ClaimName, ClaimedDevice, ContainerHoldings, ContainerName, Holdings, PreparedClaim, ResourceDevice,
-};
+pub use holdings::{ClaimedDevice, ContainerHoldings, ContainerName, Holdings, ResourceDevice};
 pub use ledger::{DRA_DRIVER, Ledger, NAMES_KEPT, gpu_behind, gpu_of};
 pub(crate) use mps::VOLTA;
 pub use mps::{MpsGpu, MpsShare};
@@ -52,6 +51,10 @@ pub use plan::{
     ResourcePlan, SharedDevices, SharedResource, Sharing, SharingKind,
 };
 pub use poll::{FabricHealth, HealthPoll, Reach, RecoveryAction, RowRemapping};
+pub use prepared_claim::{
+    CLAIM_KIND, CLAIMS_DOMAIN, ClaimMps, ClaimName, ClientLimits, MpsOrder, MpsOrderGpu, Prepared, PreparedClaim,
+    PreparedDevice, Share, claim_device,
+};
 pub use problem::PlanProblem;
 pub use reason::UnhealthyReason;
 pub use record::{Accepted, AdmissionRecord, FreeThen, GpuRecord, HealthRecord, KeptReason, LastSeen, NodeIdentity};

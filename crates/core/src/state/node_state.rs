@@ -142,6 +142,11 @@ impl NodeState {
         self
     }
 
+    /// Returns true if the state is published: whatever the first list waits for is known, such as the holders.
+    pub fn is_open(&self) -> bool {
+        self.opening.is_open()
+    }
+
     /// The GPUs: graph, facts, health.
     pub fn hardware(&self) -> &Hardware {
         &self.hardware

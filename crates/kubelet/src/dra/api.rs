@@ -1,5 +1,5 @@
-//! What DRA needs of others: of the API server slices written and claims read, of the driver MIG devices made, of
-//! another process MPS control daemons run.
+//! What DRA needs of others: of the node's loop claims entered into the ledger, of the API server slices written and
+//! claims read, of the driver MIG devices made, of another process MPS control daemons run.
 //!
 //! Each need is a channel, whose other end the program gives to what serves it, or a function.
 
@@ -8,12 +8,12 @@ use std::sync::Arc;
 
 use futures_util::future::BoxFuture;
 use serde_json::{Map, Value};
-use tokio::sync::watch;
+use tokio::sync::{mpsc, oneshot, watch};
 
 use super::turn::ClaimsLock;
-use linkwise_core::claims::{Claim, ClaimName, MpsOrder, ReadClaimError};
+use linkwise_core::claims::{Claim, ClaimError, ClaimName, MpsOrder, Prepared, ReadClaimError};
 use linkwise_core::publish::MpsShm;
-use linkwise_core::state::ResourceName;
+use linkwise_core::state::{Event, NodeState, ResourceName};
 use linkwise_core::topology::GpuUuid;
 
 /// The CDI devices of this node: what claims get copies of.
@@ -63,6 +63,55 @@ pub struct MpsServed {
     pub daemons: BTreeMap<ResourceName, Result<MpsShm, String>>,
     /// GPUs of DRA that are in the compute mode EXCLUSIVE_PROCESS for a control daemon, whosever.
     pub exclusive: BTreeSet<GpuUuid>,
+}
+
+/// The entries into a ledger that may wait: a node starts few pods at once.
+const ENTRIES: usize = 16;
+
+/// A plan by the state as it is: the event that enters the claim, and the hardware that the claim gets.
+type Plan = Box<dyn FnOnce(&NodeState) -> Result<(Event, Prepared), ClaimError> + Send>;
+
+/// An entry into the node's ledger, the book of claims. The state's one writer makes the plan, applies its event before
+/// anything else and then answers: so no hardware is given twice.
+pub struct BookEntry {
+    /// True if the plan waits until the state is open: it gives hardware, and needs to know the holders.
+    pub gives: bool,
+    /// Called with the state.
+    pub plan: Plan,
+    /// The receiver of what the claim gets, or why it gets nothing.
+    pub answer: oneshot::Sender<Result<Prepared, ClaimError>>,
+}
+
+/// The way to the state's writer.
+#[derive(Clone, Debug)]
+pub struct Book(mpsc::Sender<BookEntry>);
+
+impl Book {
+    /// The way, and its end at the writer.
+    pub fn new() -> (Self, mpsc::Receiver<BookEntry>) {
+        let (entries, written) = mpsc::channel(ENTRIES);
+        (Self(entries), written)
+    }
+
+    /// Waits until hardware is given by the state that is open, or refused; `None` if the node is ending. The entry may be
+    /// made though its caller gives up the wait.
+    pub async fn give(
+        &self,
+        plan: impl FnOnce(&NodeState) -> Result<(Event, Prepared), ClaimError> + Send + 'static,
+    ) -> Option<Result<Prepared, ClaimError>> {
+        self.enter(true, Box::new(plan)).await
+    }
+
+    /// Applies an event, made by the state as it is.
+    pub async fn change(&self, event: impl FnOnce(&NodeState) -> Event + Send + 'static) {
+        self.enter(false, Box::new(|state| Ok((event(state), Prepared::default())))).await;
+    }
+
+    async fn enter(&self, gives: bool, plan: Plan) -> Option<Result<Prepared, ClaimError>> {
+        let (answer, answered) = oneshot::channel();
+        self.0.send(BookEntry { gives, plan, answer }).await.ok()?;
+        answered.await.ok()
+    }
 }
 
 /// Reads a claim from the API server, by its namespace and name.

@@ -107,15 +107,10 @@ impl Checkpoint {
         self.prepared.devices.iter().any(|device| device.mig.is_some() || device.made.is_some())
     }
 
-    /// The claim's entry in the node's ledger. Devices with admin access are left out: other claims may have them too.
-    pub fn for_ledger(&self) -> PreparedClaim {
-        let taken = || self.prepared.devices.iter().filter(|device| !device.admin);
-        PreparedClaim {
-            claim: self.claim.clone(),
-            gpus: taken().map(|device| device.gpu.clone()).collect(),
-            devices: taken().map(|device| device.device.clone()).collect(),
-            made: taken().filter(|device| device.made.is_some()).map(|device| device.device.clone()).collect(),
-        }
+    /// The claim's entry in the node's ledger.
+    pub fn entry(&self, boot: Option<&str>) -> PreparedClaim {
+        let is_of_another_boot = self.is_of_another_boot(boot);
+        PreparedClaim { claim: self.claim.clone(), prepared: self.prepared.clone(), is_of_another_boot }
     }
 
     /// Returns true if MIG devices were being made for the claim, in this boot, that the checkpoint does not have.

@@ -6,14 +6,12 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use futures_util::future::OptionFuture;
 use futures_util::stream::{self, Stream, StreamExt};
 use tokio::sync::watch;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tonic::{Request, Response, Status};
 
-use super::claim_manager::ClaimManager;
 use super::{Observer, Occurrence, Settings};
 use linkwise_core::claims::devices;
 use linkwise_core::state::{Door, Health, MigInstance, NodeState, UnhealthyReason};
@@ -29,8 +27,6 @@ const LONGEST_MESSAGE: usize = 1024;
 #[derive(Clone)]
 pub(super) struct HealthService {
     pub settings: Arc<Settings>,
-    /// The claim manager, while this process has one.
-    pub claims: watch::Receiver<Option<Arc<ClaimManager>>>,
     pub snapshot: watch::Receiver<Arc<NodeState>>,
     pub observer: Observer,
     /// The number of open streams.
@@ -44,14 +40,14 @@ type Report = (wire::HealthStatus, String);
 
 /// The health of each device that is offered through DRA, and of those that claims hold though they are gone, by name.
 /// A set of GPUs has no health of its own and is left out.
-fn report(state: &NodeState, manager: Option<&ClaimManager>) -> BTreeMap<String, Report> {
+fn report(state: &NodeState) -> BTreeMap<String, Report> {
     let hardware = state.hardware();
     let mut reports = BTreeMap::new();
-    let held = manager.into_iter().flat_map(ClaimManager::prepared).flat_map(|prepared| prepared.devices);
+    let held = state.ledger().claims().flat_map(|(_, prepared)| &prepared.devices);
     for device in held.filter(|device| !is_set(&device.device)) {
         // Still here: overwritten below.
         let gone = (wire::HealthStatus::Unhealthy, UnhealthyReason::Gone.to_string());
-        reports.insert(device.device, gone);
+        reports.insert(device.device.clone(), gone);
     }
     // A GPU is reported as long as claims have it.
     let is_dra = |gpu: &Gpu| state.door(&gpu.uuid) == Some(Door::Dra) || state.is_with_dra(&gpu.uuid);
@@ -86,12 +82,8 @@ impl Following {
     /// The next list. `None`: the node is ending.
     async fn next(mut self) -> Option<(wire::NodeWatchResourcesResponse, Self)> {
         loop {
-            let manager = self.service.claims.borrow_and_update().clone();
-            let mut held = manager.as_ref().map(|manager| manager.held());
             let state = self.service.snapshot.borrow_and_update().clone();
-            let reports = report(&state, manager.as_deref());
-            // It is handed over when nothing has it any more.
-            drop(manager);
+            let reports = report(&state);
             if self.sent.as_ref() != Some(&reports) || Instant::now() >= self.due {
                 let list = message(&self.service.settings.pool, &reports);
                 (self.sent, self.due) = (Some(reports), Instant::now() + self.service.settings.heartbeat);
@@ -99,8 +91,6 @@ impl Following {
             }
             tokio::select! {
                 changed = self.service.snapshot.changed() => changed.ok()?,
-                changed = self.service.claims.changed() => changed.ok()?,
-                Some(_) = OptionFuture::from(held.as_mut().map(watch::Receiver::changed)) => {}
                 () = tokio::time::sleep_until(self.due) => {}
             }
         }

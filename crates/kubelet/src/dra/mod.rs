@@ -29,12 +29,12 @@ use tokio_util::sync::CancellationToken;
 
 use linkwise_core::claims::ClaimName;
 use linkwise_core::publish::injection::{HostDevices, InjectionOptions};
-use linkwise_core::state::{NodeState, PreparedClaim};
+use linkwise_core::state::NodeState;
 use linkwise_system::uds::Callers;
 use turn::{Claims, Holder};
 
 pub use crate::registration::Life;
-pub use api::{CdiDevices, CdiLink, MpsLink, MpsOrders, MpsServed, ReadClaim};
+pub use api::{Book, BookEntry, CdiDevices, CdiLink, MpsLink, MpsOrders, MpsServed, ReadClaim};
 pub use checkpoint::{Checkpoint, has_any as has_checkpoints, parse as parse_checkpoint};
 pub use linkwise_nvml::supervisor::{MigDone, MigRequest};
 pub use metrics::PluginMetrics;
@@ -82,9 +82,6 @@ pub struct Settings {
     /// True if the node's door is DRA. Otherwise claims that are prepared are prepared again and unprepared, no other is
     /// prepared, and the kubelet finds sockets only while there are such claims.
     pub serves: bool,
-    /// True if the node enters the claims that the plugin has prepared into the node's ledger: then a claim is
-    /// prepared only when the ledger has it and its GPUs are still DRA's.
-    pub has_ledger: bool,
     /// Reads claims from the API server. `None`: no claim is prepared, and the kubelet's lists alone say which claims
     /// are over.
     pub read_claim: Option<ReadClaim>,
@@ -132,7 +129,6 @@ impl Settings {
             claim_timeout: Duration::from_secs(15),
             specs_timeout: Duration::from_secs(15),
             serves: true,
-            has_ledger: false,
             read_claim: None,
             prepare_timeout: Duration::from_secs(40),
             listed_within: Duration::from_secs(90),
@@ -275,21 +271,13 @@ pub struct Plugin {
     settings: Arc<Settings>,
     observer: Observer,
     phase: watch::Sender<Phase>,
-    prepared: watch::Sender<Option<Vec<PreparedClaim>>>,
     lock: watch::Sender<Option<ClaimsLock>>,
 }
 
 impl Plugin {
     /// A plugin that does nothing until [`Self::run`].
     pub fn new(settings: Arc<Settings>, observer: Observer) -> Self {
-        let (phase, prepared) = (watch::Sender::new(Phase::WaitingForGpus), watch::Sender::default());
-        Self { settings, observer, phase, prepared, lock: watch::Sender::new(None) }
-    }
-
-    /// Follows the claims that are prepared or being prepared, for the node's ledger. `None` while this process does not
-    /// know them: before it has read the checkpoints, and while another process has the claims.
-    pub fn prepared_claims(&self) -> watch::Receiver<Option<Vec<PreparedClaim>>> {
-        self.prepared.subscribe()
+        Self { settings, observer, phase: watch::Sender::new(Phase::WaitingForGpus), lock: watch::Sender::new(None) }
     }
 
     /// Follows the right to touch the node's claims: what is written for them keeps a clone until it is written.
@@ -304,8 +292,14 @@ impl Plugin {
 
     /// Serves until `shutdown`, whenever it is this process's turn; then ends its connections, removes its sockets and
     /// returns. Claims stay prepared. While the folder of checkpoints cannot be used, no claim is prepared.
-    pub async fn run(self, snapshot: watch::Receiver<Arc<NodeState>>, handover: Handover, shutdown: CancellationToken) {
-        let Self { settings, observer, phase, prepared, lock } = self;
+    pub async fn run(
+        self,
+        snapshot: watch::Receiver<Arc<NodeState>>,
+        book: Book,
+        handover: Handover,
+        shutdown: CancellationToken,
+    ) {
+        let Self { settings, observer, phase, lock } = self;
         let (claims, Handover { offers, claims: turn }) = (Claims::new(Arc::clone(&settings)), handover);
         let registers = life::Registering {
             settings: Arc::clone(&settings),
@@ -316,7 +310,7 @@ impl Plugin {
             offers,
             turn: turn.clone(),
         };
-        let holder = Holder { settings, observer, snapshot, claims, prepared, lock, turn };
+        let holder = Holder { settings, observer, snapshot, book, claims, lock, turn };
         tokio::select! {
             biased;
             () = registers.run(&shutdown) => {}

@@ -99,7 +99,6 @@ impl PluginSession {
         let mut servers = Servers::new(Arc::new(move |event| life(Occurrence::Life(event))));
         let health = HealthService {
             settings: Arc::clone(&settings),
-            claims: claims.follow(),
             snapshot,
             observer,
             streams: watch::Sender::default(),

@@ -11,10 +11,11 @@ use tokio::sync::watch;
 use tokio::time::{sleep, timeout};
 use tokio_util::sync::CancellationToken;
 
+use super::api::Book;
 use super::claim_manager::{ClaimManager, keep_specs, keep_sweeping};
 use super::{Life, Observer, Occurrence, PluginError, Settings};
 use linkwise_core::errors::chain;
-use linkwise_core::state::{NodeState, PreparedClaim};
+use linkwise_core::state::{Event, NodeState};
 use linkwise_system::right::Right;
 
 /// The time between two attempts to use a folder of checkpoints that cannot be used.
@@ -79,8 +80,8 @@ pub(super) struct Holder {
     pub settings: Arc<Settings>,
     pub observer: Observer,
     pub snapshot: watch::Receiver<Arc<NodeState>>,
+    pub book: Book,
     pub claims: Claims,
-    pub prepared: watch::Sender<Option<Vec<PreparedClaim>>>,
     pub lock: watch::Sender<Option<ClaimsLock>>,
     pub turn: watch::Receiver<Option<Right>>,
 }
@@ -95,7 +96,10 @@ impl Holder {
             let Some(right) = right else { return std::future::pending().await };
             let opened = tokio::select! {
                 opened = self.open(right.clone()) => opened,
-                () = self.withdrawn(&right) => continue,
+                () = self.withdrawn(&right) => {
+                    self.book.change(|_| Event::ClaimsHandedOver).await;
+                    continue;
+                }
             };
             match opened {
                 Ok(manager) => self.hold(Arc::new(manager), right).await,
@@ -119,7 +123,7 @@ impl Holder {
     /// Reads the checkpoints.
     async fn open(&self, right: Right) -> Result<ClaimManager, PluginError> {
         let (settings, observer) = (Arc::clone(&self.settings), Arc::clone(&self.observer));
-        ClaimManager::open(settings, observer, self.snapshot.clone(), self.prepared.clone(), right).await
+        ClaimManager::open(settings, observer, self.snapshot.clone(), self.book.clone(), right).await
     }
 
     /// Answers calls and sweeps the claims until another process is to have them; then ends what has begun.
@@ -138,9 +142,9 @@ impl Holder {
         };
         tokio::join!(sweeps, renewals, turn);
         self.claims.manager.send_replace(None);
-        self.prepared.send_replace(None);
         let end = right.end();
         drop((manager, right));
         end.cancelled().await;
+        self.book.change(|_| Event::ClaimsHandedOver).await;
     }
 }

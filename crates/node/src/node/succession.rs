@@ -86,6 +86,7 @@ impl Memory {
             | Event::Allocated { .. }
             | Event::Holders(_)
             | Event::Prepared(_)
+            | Event::ClaimsHandedOver
             | Event::Cleared(..)
             | Event::Restored(_)
             | Event::Tick => return,
@@ -156,7 +157,10 @@ impl Node {
     fn adopt(&mut self, record: Option<Box<HealthRecord>>, passed: Option<Box<NodeObservation>>) {
         let inherits = passed.is_some();
         let seen = self.memory.as_ref().map(|memory| memory.replay(passed, Instant::now())).unwrap_or_default();
-        let events: Vec<Event> = record.map(Event::Restored).into_iter().chain(seen).collect();
+        let ledger = self.state.current.ledger();
+        // The book of claims stays, where this process has it.
+        let claims = ledger.has_all_claims().then(|| Event::Prepared(ledger.claims_with("", None)));
+        let events: Vec<Event> = record.map(Event::Restored).into_iter().chain(seen).chain(claims).collect();
         if inherits {
             // Claims go on from this snapshot, as where this process has seen the GPUs while it stood by.
             self.state.current = self.fresh.clone().awaiting_a_scan_alone();

@@ -63,7 +63,6 @@ fn name(uid: &str) -> ClaimName {
 enum Work {
     Read,
     Reserve(Claim),
-    Confirm(Checkpoint),
     Start(Checkpoint),
     Complete(Checkpoint),
     Remove,
@@ -183,21 +182,17 @@ impl Agent {
         self.published.push(named.collect());
     }
 
-    fn changed(&mut self) {
-        let prepared = self.door.values().map(|(record, _)| record.for_ledger()).collect();
-        self.events.push_back(Event::Prepared(prepared));
-    }
-
     fn put(&mut self, uid: &str, record: Option<Checkpoint>, now: Duration) {
+        let entry = record.as_ref().map(|record| record.entry(Some("boot")));
         match record {
             Some(record) => drop(self.door.insert(uid.to_owned(), (record, now))),
             None => drop(self.door.remove(uid)),
         }
-        self.changed();
+        self.apply(Event::Prepared(self.state.ledger().claims_with(uid, entry)), now);
     }
 
     pub fn claims(&self) -> Event {
-        Event::Prepared(self.door.values().map(|(record, _)| record.for_ledger()).collect())
+        Event::Prepared(self.door.values().map(|(record, _)| record.entry(Some("boot"))).collect())
     }
 
     pub fn works_on(&self, uid: &str) -> bool {
@@ -223,6 +218,10 @@ impl Agent {
         disk: &mut Disk,
         now: Duration,
     ) -> Option<(String, Answer)> {
+        if !self.state.ledger().has_all_claims() {
+            // Calls wait until the checkpoints are entered.
+            return None;
+        }
         let Task { uid, work, before } = self.tasks.swap_remove(at);
         let next = match work {
             Work::Read => match &before {
@@ -241,25 +240,12 @@ impl Agent {
                     }
                 },
             },
+            // Hardware is given once the holders are known.
+            Work::Reserve(claim) if !self.state.is_open() => Work::Reserve(claim),
             Work::Reserve(claim) => match self.reserve(&uid, &claim, cluster, disk, now) {
-                Some(record) => Work::Confirm(record),
+                Some(record) => Work::Start(record),
                 None => return Some((uid, Answer::Refused)),
             },
-            Work::Confirm(record) if self.snapshot.ledger().prepared(&uid) != Some(&record.for_ledger()) => {
-                Work::Confirm(record)
-            }
-            Work::Confirm(record) => {
-                let (ledger, topology) = (self.snapshot.ledger(), self.snapshot.topology());
-                let holder = |gpu| ledger.holder_beside(topology, gpu, POOL);
-                if record.prepared.devices.iter().any(|device| holder(&device.gpu).is_some()) {
-                    match before {
-                        Some(before) => self.put(&uid, Some(before), now),
-                        None => self.undo(&uid, disk, now),
-                    }
-                    return Some((uid, Answer::Refused));
-                }
-                Work::Start(record)
-            }
             Work::Start(record) => {
                 disk.claims.insert(uid.clone(), record.clone());
                 Work::Complete(record)
@@ -296,14 +282,13 @@ impl Agent {
         loop {
             let node = Node {
                 pool: POOL,
-                state: &self.snapshot,
+                state: &self.state,
                 injection: &injection,
                 host: &HostDevices::default(),
                 makes_mig: false,
                 common_shm: &BTreeSet::new(),
             };
-            let others = self.door.values().map(|(record, _)| (&record.claim, &record.prepared));
-            match plan(claim, &name(uid), node, others) {
+            match plan(claim, &name(uid), node) {
                 Ok(prepared) => {
                     let record = Checkpoint::started(Some("boot".to_owned()), name(uid), prepared);
                     self.put(uid, Some(record.clone()), now);
@@ -323,6 +308,9 @@ impl Agent {
 
     /// Looks whether a claim is gone.
     pub fn sweep(&mut self, cluster: &Cluster, disk: &mut Disk, now: Duration) {
+        if !self.state.ledger().has_all_claims() {
+            return;
+        }
         let gone = |uid: &&String| !self.works_on(uid) && cluster.has_no(uid) && self.is_unused(uid, now);
         if let Some(uid) = self.door.keys().find(gone).cloned() {
             self.undo(&uid, disk, now);

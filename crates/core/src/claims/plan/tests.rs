@@ -84,9 +84,14 @@ fn planned_on(
     others: &[(ClaimName, Prepared)],
 ) -> Result<Prepared, String> {
     let options = options();
+    let entry = |(claim, prepared): &(ClaimName, Prepared)| PreparedClaim {
+        claim: claim.clone(),
+        prepared: prepared.clone(),
+        is_of_another_boot: false,
+    };
+    let state = &state.clone().apply(Event::Prepared(others.iter().map(entry).collect()), Duration::ZERO).0;
     let node = Node { pool: "pool", state, injection: &options, host, makes_mig: false, common_shm: &BTreeSet::new() };
-    let others = others.iter().map(|(name, prepared)| (name, prepared));
-    plan(claim, &name(uid), node, others).map_err(|error| error.to_string())
+    plan(claim, &name(uid), node).map_err(|error| error.to_string())
 }
 
 fn planned(claim: &Claim) -> Result<Prepared, String> {
@@ -222,7 +227,9 @@ fn gpu_of_the_other_door_is_planned_for_its_claim_alone() {
         planned_on(state, &HostDevices::default(), &claim(uid, &[("a", "gpu-0")]), uid, &[]).map(drop)
     };
     let apply = |state: NodeState, event: Event| state.apply(event, Duration::ZERO).0;
-    let own = PreparedClaim { claim: name("u"), gpus: ["GPU-0".parse().unwrap()].into(), ..PreparedClaim::default() };
+    let devices = vec![PreparedDevice::whole("gpu-0", "GPU-0".parse().unwrap())];
+    let own = Prepared { devices, ..Prepared::default() };
+    let own = PreparedClaim { claim: name("u"), prepared: own, ..PreparedClaim::default() };
     let off = apply(state(Door::Plugin), Event::Prepared(vec![own]));
     assert_eq!(gpu(&off, "u"), Ok(()), "its checkpoint has the GPU");
     let complaint = "device gpu-0 (GPU-0) belongs to the device plugin: ";

@@ -154,7 +154,7 @@ impl<'a> DraFacts<'a> {
         let gpus = topology.gpus().iter().enumerate().filter(|(_, gpu)| gpu.mig_enabled);
         let gpus = gpus.filter(|(_, gpu)| state.is_with_dra(&gpu.uuid));
         let mig_gpus = gpus.map(|(place, gpu)| mig_gpu(place, gpu, mig_gpu_reasons(state, gpu))).collect();
-        let made = state.ledger().made_mig().cloned().collect();
+        let made = state.ledger().made_mig().map(str::to_owned).collect();
         let versions = state.hardware().versions();
         Self { devices, topology, versions, layout, held, mig_gpus, made, settings }
     }

@@ -64,7 +64,7 @@ impl ClaimManager {
                         .skip(begun)
                         .filter(|device| device.is_unmade())
                         .for_each(forget);
-                    self.put(&uid, Some(ordered));
+                    self.put(&uid, Some(ordered)).await;
                     return Err(error.into());
                 }
             }
@@ -89,15 +89,15 @@ impl ClaimManager {
     /// Destroys the MIG devices of a claim that its checkpoint does not have.
     pub(super) async fn destroy_unmade(&self, uid: &str) -> Result<(), MigError> {
         self.destroy(uid, PreparedDevice::is_unmade).await?;
-        self.forget_unmade(uid);
+        self.forget_unmade(uid).await;
         Ok(())
     }
 
     /// Takes the MIG devices out of a checkpoint that were never ordered.
-    pub(super) fn forget_unmade(&self, uid: &str) {
+    pub(super) async fn forget_unmade(&self, uid: &str) {
         let Some(mut checkpoint) = self.checkpoint(uid) else { return };
         checkpoint.prepared.devices.iter_mut().filter(|device| device.is_unmade()).for_each(forget);
-        self.put(uid, Some(checkpoint));
+        self.put(uid, Some(checkpoint)).await;
     }
 
     async fn destroy(&self, uid: &str, which: impl Fn(&PreparedDevice) -> bool) -> Result<(), MigError> {

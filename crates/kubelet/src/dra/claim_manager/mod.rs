@@ -1,13 +1,11 @@
-//! Prepares and unprepares claims: reads the claim, lets the core decide, and carries it out in steps each of which is
-//! safe to die in.
+//! Prepares and unprepares claims in steps each of which is safe to die in: reads the claim, has the node's loop plan it
+//! and enter it into the ledger, and carries that out.
 //!
-//! Called by `service` for the kubelet and by `life` for claims that are gone. Prepared claims are kept in memory and
-//! in checkpoints. Each claim is worked on by one caller at a time. Claims hardly wait for each other, and no lock is
-//! held during a wait for a disk or the API server. A claim counts as prepared before anything is done for it, and
-//! until all is undone, so that no other claim gets its GPUs.
-//!
-//! A claim leaves the manager three times: for itself (the API server), for its place in the node's ledger, and for
-//! MIG devices and an MPS control daemon, if it asks for any. Nothing is polled.
+//! Called by `service` for the kubelet and by `turn` for claims that are gone. The ledger in the node's state says what
+//! each claim has: from before anything is done for it until all is undone, so that no other claim gets its GPUs. The
+//! manager keeps its files, which make the ledger again at the next start. Each claim is worked on by one caller at a
+//! time. Claims hardly wait for each other, and no lock is held during a wait for a disk or the API server. Nothing is
+//! polled.
 //!
 //! The answer names a CDI device for each request of the claim. The kubelet keeps every name that it was given for a
 //! claim over its restarts and reboots, and hands on old and new ones together; so the names never change, and their
@@ -26,11 +24,12 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tokio::sync::{OnceCell, OwnedMutexGuard, watch};
 use tokio::time::{Instant, timeout};
 
+use super::api::Book;
 use super::checkpoint::{Checkpoint, CheckpointFolder, Found, Unreadable};
 use super::turn::ClaimsLock;
 use super::{Observer, Occurrence, PluginError, Settings};
-use linkwise_core::claims::{Claim, ClaimName, Prepared, ReadClaimError};
-use linkwise_core::state::{NodeState, PreparedClaim};
+use linkwise_core::claims::{Claim, ClaimName, ReadClaimError};
+use linkwise_core::state::{Event, NodeState};
 use linkwise_system::files;
 
 pub(super) use specs::keep_specs;
@@ -48,7 +47,7 @@ struct Slot {
     unreadable: Option<Unreadable>,
     /// The time at which the checkpoint was put in.
     since: Option<Instant>,
-    /// The time at which undoing the claim was tried first while DRA was off.
+    /// The time at which undoing the claim was tried first.
     undoing: Option<Instant>,
     /// The time since which sweeps have found the claim in no list of the kubelet, while only these count.
     unlisted: Option<Instant>,
@@ -60,11 +59,9 @@ pub(super) struct ClaimManager {
     store: Arc<CheckpointFolder>,
     observer: Observer,
     snapshot: watch::Receiver<Arc<NodeState>>,
+    /// The node's ledger.
+    book: Book,
     slots: Mutex<BTreeMap<String, Slot>>,
-    /// A count that changes with the prepared claims.
-    held: watch::Sender<u64>,
-    /// The prepared claims, for the node's ledger.
-    ledger: watch::Sender<Option<Vec<PreparedClaim>>>,
     /// The lock on claims, kept by each turn.
     lock: ClaimsLock,
     /// Set once the snapshot has the MIG devices that the process before left.
@@ -77,7 +74,7 @@ impl ClaimManager {
         settings: Arc<Settings>,
         observer: Observer,
         snapshot: watch::Receiver<Arc<NodeState>>,
-        ledger: watch::Sender<Option<Vec<PreparedClaim>>>,
+        book: Book,
         lock: ClaimsLock,
     ) -> Result<Self, PluginError> {
         let (folder, serves) = (settings.checkpoints.clone(), settings.serves);
@@ -101,22 +98,14 @@ impl ClaimManager {
             }
             (uid, Slot { checkpoint, unreadable, since, ..Slot::default() })
         };
-        let slots = Mutex::new(found.into_iter().map(slot).collect());
-        let held = watch::Sender::default();
-        let (store, is_mig_known) = (Arc::new(store), OnceCell::new());
-        let manager = Self { settings, store, observer, snapshot, slots, held, ledger, lock, is_mig_known };
+        let slots: BTreeMap<_, _> = found.into_iter().map(slot).collect();
+        let known = slots.values().filter_map(Slot::known);
+        let entries = known.map(|checkpoint| checkpoint.entry(settings.boot.as_deref())).collect();
+        book.change(|_| Event::Prepared(entries)).await;
+        let (store, slots, is_mig_known) = (Arc::new(store), Mutex::new(slots), OnceCell::new());
+        let manager = Self { settings, store, observer, snapshot, book, slots, lock, is_mig_known };
         manager.changed();
         Ok(manager)
-    }
-
-    /// Follows the prepared claims.
-    pub fn held(&self) -> watch::Receiver<u64> {
-        self.held.subscribe()
-    }
-
-    /// Everything that is prepared, or being prepared.
-    pub fn prepared(&self) -> Vec<Prepared> {
-        self.checkpoints().into_iter().map(|checkpoint| checkpoint.prepared).collect()
     }
 
     /// Returns true if the node's door is the device plugin. Then a claim is over as soon as the kubelet lists it no
@@ -150,7 +139,7 @@ impl ClaimManager {
         });
         match read.await {
             Ok(Ok(checkpoint)) => {
-                self.put(uid, Some(checkpoint));
+                self.put(uid, Some(checkpoint)).await;
                 None
             }
             Ok(Err(unreadable)) => Some(*unreadable),
@@ -176,7 +165,15 @@ impl ClaimManager {
         self.slots().get(uid)?.known().cloned()
     }
 
-    fn put(&self, uid: &str, checkpoint: Option<Checkpoint>) {
+    /// Enters what a claim has from now on into the ledger; `None`: it is over.
+    async fn put(&self, uid: &str, checkpoint: Option<Checkpoint>) {
+        let entry = checkpoint.as_ref().map(|checkpoint| checkpoint.entry(self.settings.boot.as_deref()));
+        let named = uid.to_owned();
+        self.book.change(move |state| Event::Prepared(state.ledger().claims_with(&named, entry))).await;
+        self.set(uid, checkpoint);
+    }
+
+    fn set(&self, uid: &str, checkpoint: Option<Checkpoint>) {
         self.slots().entry(uid.to_owned()).or_default().set(checkpoint);
         self.changed();
     }
@@ -197,28 +194,16 @@ impl ClaimManager {
         self.slots().retain(|_, slot| slot.is_held() || Arc::strong_count(&slot.turn) > 1);
     }
 
+    /// Orders the MPS control daemons, and reports the number of claims.
     fn changed(&self) {
-        let (claims, devices) = {
-            let slots = self.slots();
-            let checkpoints = || slots.values().filter_map(Slot::known);
-            (checkpoints().count(), checkpoints().map(|checkpoint| checkpoint.prepared.names().len()).sum())
-        };
-        let prepared = self.slots().values().filter_map(Slot::known).map(Checkpoint::for_ledger).collect();
+        let slots = self.slots();
+        let known = || slots.values().filter_map(Slot::known);
         if let Some(mps) = &self.settings.mps {
-            let boot = self.settings.boot.as_deref();
-            let slots = self.slots();
-            let is_blind = slots.values().any(Slot::is_blind);
-            let known = slots.values().filter_map(Slot::known).filter(|r| !r.is_of_another_boot(boot));
-            mps.order(known, is_blind, &self.lock);
+            let of_this_boot = |checkpoint: &&Checkpoint| !checkpoint.is_of_another_boot(self.settings.boot.as_deref());
+            mps.order(known().filter(of_this_boot), slots.values().any(Slot::is_blind), &self.lock);
         }
-        let prepared = Some(prepared);
-        self.ledger.send_if_modified(|before| {
-            let is_news = *before != prepared;
-            *before = prepared;
-            is_news
-        });
+        let (claims, devices) = (known().count(), known().map(|known| known.prepared.names().len()).sum());
         (self.observer)(Occurrence::Held { claims, devices });
-        self.held.send_modify(|change| *change = change.wrapping_add(1));
     }
 }
 

@@ -11,20 +11,15 @@ use tokio::time::{Instant, timeout};
 use super::mig::MigError;
 use super::mps::MpsError;
 use super::undo::UnprepareError;
-use super::{ClaimManager, Slot, Turn, specs};
+use super::{ClaimManager, Turn, specs};
 use crate::dra::checkpoint::{Checkpoint, is_uid};
 use crate::dra::{Occurrence, Settings};
-use linkwise_core::claims::{
-    Claim, ClaimError, ClaimName, DeviceRefusal, Node, Prepared, PreparedDevice, ReadClaimError, plan,
-};
+use linkwise_core::claims::{Claim, ClaimError, ClaimName, Node, Prepared, PreparedDevice, ReadClaimError, plan};
 use linkwise_core::errors::chain;
 use linkwise_core::publish::injection::HostDevices;
 use linkwise_core::quote::quoted;
-use linkwise_core::state::{ClaimedDevice, NodeState, ResourceName};
+use linkwise_core::state::{ClaimedDevice, Event, NodeState, PreparedClaim, ResourceName};
 use linkwise_system::files;
-
-/// The longest time that the node's state may take to enter a claim: it never waits for a disk or for NVML.
-const LEDGER_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The cause of a claim that was not prepared.
 #[derive(Debug, thiserror::Error)]
@@ -50,8 +45,8 @@ pub(super) enum PrepareError {
     Mps(#[from] MpsError),
     #[error("no scan of the host has found {0} yet, which the claim's CDI spec needs")]
     NoDevices(String),
-    #[error("linkwise is ending, or did not enter the claim into its ledger within {LEDGER_TIMEOUT:?}")]
-    NoLedger,
+    #[error("linkwise is ending")]
+    Ending,
     #[error("what an earlier attempt has left of the claim is still there")]
     Left(#[from] UnprepareError),
     #[error("the claim was not prepared within {0:?}")]
@@ -114,13 +109,7 @@ impl ClaimManager {
                 return Err(error);
             }
         };
-        let carried_out = match self.confirm(&checkpoint).await {
-            Ok(()) => self.carry_out(checkpoint, &turn).await,
-            Err(error) => {
-                self.forget_unmade(uid);
-                Err(error)
-            }
-        };
+        let carried_out = self.carry_out(checkpoint, &turn).await;
         if carried_out.is_err() {
             match before {
                 // What is still there of its MIG devices has to be known.
@@ -128,7 +117,7 @@ impl ClaimManager {
                 // A pod may run with it. The checkpoint too: what one names as begun is destroyed at the next start.
                 Some(before) => {
                     let _ = self.write(&before, None, &turn).await;
-                    self.put(uid, Some(before));
+                    self.put(uid, Some(before)).await;
                 }
                 None => drop(self.undo(uid, &turn).await),
             }
@@ -136,45 +125,28 @@ impl ClaimManager {
         Ok((carried_out?, false))
     }
 
-    /// Waits until the node's ledger has a claim that [`Self::reserve`] entered: from then on its GPUs stay with DRA.
-    async fn confirm(&self, checkpoint: &Checkpoint) -> Result<(), PrepareError> {
-        if self.settings.has_ledger {
-            let (ours, mut snapshot) = (checkpoint.for_ledger(), self.snapshot.clone());
-            let known = snapshot.wait_for(|state| state.ledger().prepared(&checkpoint.claim.uid) == Some(&ours));
-            if !matches!(timeout(LEDGER_TIMEOUT, known).await, Ok(Ok(_))) {
-                return Err(PrepareError::NoLedger);
-            }
-        }
-        let state = Arc::clone(&self.snapshot.borrow());
-        let holder = |gpu| state.ledger().holder_beside(state.topology(), gpu, &self.settings.pool);
-        let mut taken = checkpoint.prepared.devices.iter().filter(|device| !device.admin);
-        let held = taken.find_map(|device| Some((device, holder(&device.gpu)?)));
-        held.map_or(Ok(()), |(device, holder)| {
-            Err(ClaimError::of_device(&device.device, &device.gpu, DeviceRefusal::Held(holder)).into())
-        })
-    }
-
-    /// Reads the claim, plans it, and enters it as prepared. The devices of claims that are gone are taken from them
-    /// first.
+    /// Reads the claim, and has it planned and entered into the ledger. The devices of claims that are gone are taken from
+    /// them first.
     async fn reserve(&self, asked: &ClaimName) -> Result<Checkpoint, PrepareError> {
-        let named = || format!("{}/{}", asked.namespace, asked.name);
         let claim = self.read_claim(asked).await;
-        let claim = claim.map_err(|source| PrepareError::Query { claim: named(), source })?;
+        let claim = claim.map_err(|source| PrepareError::Query { claim: asked.to_string(), source })?;
         if claim.asks_for_mig() {
             self.await_mig().await;
         }
-        let before = self.checkpoint(&asked.uid);
+        let (claim, before) = (Arc::new(claim), self.checkpoint(&asked.uid));
         loop {
-            let taken = match self.plan(asked, &claim) {
-                Ok(checkpoint) => {
-                    let doubt = self.doubt(&checkpoint);
-                    if doubt.is_some() {
-                        // As it was: nothing is done yet.
-                        self.put(&asked.uid, before);
-                    }
-                    return doubt.map_or(Ok(checkpoint), Err);
+            let prepared = self.plan(asked, Arc::clone(&claim)).await.ok_or(PrepareError::Ending)?;
+            let taken = match prepared {
+                Ok(prepared) => {
+                    let checkpoint = Checkpoint::started(self.settings.boot.clone(), asked.clone(), prepared);
+                    let checkpoint = checkpoint.after(before.as_ref());
+                    self.set(&asked.uid, Some(checkpoint.clone()));
+                    let Some(doubt) = self.doubt(&checkpoint) else { return Ok(checkpoint) };
+                    // As it was: nothing is done yet.
+                    self.put(&asked.uid, before).await;
+                    return Err(doubt);
                 }
-                Err(error) => error,
+                Err(taken) => taken,
             };
             let mut any_gone = false;
             for holder in taken.holders() {
@@ -186,37 +158,16 @@ impl ClaimManager {
         }
     }
 
-    fn plan(&self, asked: &ClaimName, claim: &Claim) -> Result<Checkpoint, ClaimError> {
-        let (state, host) = (self.snapshot.borrow().clone(), self.settings.host_devices.borrow().clone());
-        let common_shm = self.with_common_shm();
-        let (settings, node) = (&self.settings, self.node(&state, &host, &common_shm));
-        let mut slots = self.slots();
-        // No container of another boot runs, and what was GPU 0 then may be GPU 1 now.
-        let others = slots.values().filter_map(Slot::known);
-        let others = others.filter(|checkpoint| !checkpoint.is_of_another_boot(settings.boot.as_deref()));
-        let others = others.map(|checkpoint| (&checkpoint.claim, &checkpoint.prepared));
-        let mut prepared = plan(claim, asked, node, others)?;
-        let before = slots.get(&asked.uid).and_then(|slot| slot.checkpoint.as_ref());
-        if let Some(before) = before {
-            let kind = settings.injection.cdi.as_ref().map_or("", |cdi| cdi.kind.as_str());
-            prepared.keep_names(&before.prepared, kind).map_err(ClaimError::OldNames)?;
-        }
-        let checkpoint = Checkpoint::started(settings.boot.clone(), asked.clone(), prepared).after(before);
-        slots.entry(asked.uid.clone()).or_default().set(Some(checkpoint.clone()));
-        drop(slots);
-        self.changed();
-        Ok(checkpoint)
-    }
-
-    /// The facts that a plan is made from.
-    pub(super) fn node<'a>(
-        &'a self,
-        state: &'a NodeState,
-        host: &'a HostDevices,
-        common_shm: &'a BTreeSet<ResourceName>,
-    ) -> Node<'a> {
-        let Settings { pool, injection, makes_mig, .. } = &*self.settings;
-        Node { pool, state, injection, host, makes_mig: *makes_mig, common_shm }
+    /// Has the node's loop plan a claim, by the state as it is then, and enter it; `None` if the node is ending.
+    async fn plan(&self, asked: &ClaimName, claim: Arc<Claim>) -> Option<Result<Prepared, ClaimError>> {
+        let (settings, host) = (Arc::clone(&self.settings), self.settings.host_devices.borrow().clone());
+        let (common_shm, asked) = (self.with_common_shm(), asked.clone());
+        let planned = self.book.give(move |state| {
+            let prepared = plan(&claim, &asked, facts(&settings, state, &host, &common_shm))?;
+            let entry = PreparedClaim { claim: asked.clone(), prepared: prepared.clone(), is_of_another_boot: false };
+            Ok((Event::Prepared(state.ledger().claims_with(&asked.uid, Some(entry))), prepared))
+        });
+        planned.await
     }
 
     /// Prepares a claim as its checkpoint says. Two things last longer than a process and are undone by the next one: the
@@ -228,7 +179,7 @@ impl ClaimManager {
         let asks_others =
             checkpoint.prepared.mps.is_some() || checkpoint.prepared.devices.iter().any(PreparedDevice::is_unmade);
         if asks_others && let Err(error) = self.write(&checkpoint, None, turn).await {
-            self.forget_unmade(&uid);
+            self.forget_unmade(&uid).await;
             return Err(error);
         }
         let mps = pin!(self.await_mps(&checkpoint));
@@ -249,7 +200,7 @@ impl ClaimManager {
         let spec = self.await_spec(&checkpoint).await?;
         let checkpoint = checkpoint.completed();
         self.write(&checkpoint, Some(spec), turn).await?;
-        self.put(&uid, Some(checkpoint.clone()));
+        self.put(&uid, Some(checkpoint.clone())).await;
         Ok(checkpoint.prepared)
     }
 
@@ -293,4 +244,15 @@ impl PrepareError {
     fn is_gone(&self) -> bool {
         matches!(self, Self::Query { source: ReadClaimError::NotFound, .. } | Self::Claim(ClaimError::OtherUid { .. }))
     }
+}
+
+/// The facts that a plan is made from.
+pub(super) fn facts<'a>(
+    settings: &'a Settings,
+    state: &'a NodeState,
+    host: &'a HostDevices,
+    common_shm: &'a BTreeSet<ResourceName>,
+) -> Node<'a> {
+    let Settings { pool, injection, makes_mig, .. } = settings;
+    Node { pool, state, injection, host, makes_mig: *makes_mig, common_shm }
 }

@@ -15,7 +15,7 @@ use futures_util::future::{OptionFuture, join_all};
 use serde_json::{Map, Value, json};
 use tokio::time::timeout;
 
-use super::prepare::PrepareError;
+use super::prepare::{PrepareError, facts};
 use super::{ClaimManager, Turn};
 use crate::dra::Settings;
 use crate::dra::api::{CdiDevices, MpsLink};
@@ -70,7 +70,7 @@ impl ClaimManager {
     fn spec(&self, checkpoint: &Checkpoint) -> Result<Result<String, Option<Vec<String>>>, ClaimError> {
         let (state, host) = (self.snapshot.borrow().clone(), self.settings.host_devices.borrow().clone());
         let common_shm = self.with_common_shm();
-        let requests = containers(&checkpoint.prepared, self.node(&state, &host, &common_shm))?;
+        let requests = containers(&checkpoint.prepared, facts(&self.settings, &state, &host, &common_shm))?;
         let Some(devices) = self.settings.cdi.borrow().clone() else { return Ok(Err(None)) };
         Ok(text(&checkpoint.claim.uid, &requests, &devices).map_err(Some))
     }

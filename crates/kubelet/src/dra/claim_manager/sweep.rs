@@ -92,7 +92,9 @@ impl ClaimManager {
             }
         }
         let folder = self.settings.cdi_folder.clone();
-        for uid in files::blocking(move || Ok(specs::claims(&folder))).await.unwrap_or_default() {
+        let with_spec = files::blocking(move || Ok(specs::claims(&folder))).await.unwrap_or_default();
+        let state = Arc::clone(&self.snapshot.borrow());
+        for uid in with_spec.into_iter().chain(state.ledger().claims().map(|(claim, _)| claim.uid.clone())) {
             if let Some(turn) = self.idle_turn(&uid)
                 && !self.slots().get(&uid).is_some_and(Slot::is_held)
             {
@@ -113,8 +115,8 @@ impl ClaimManager {
                 })
             }
             Some(_) => false,
-            // One that cannot be read is the sweeps'.
-            None => self.known(&holder.uid).is_none(),
+            // One that cannot be read is the sweeps'. One that only the ledger has was given up before anything was done.
+            None => self.known(&holder.uid).is_none() && self.undo_in_time(&holder.uid, &turn).await.is_ok(),
         }
     }
 

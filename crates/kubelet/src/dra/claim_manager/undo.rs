@@ -6,7 +6,7 @@ use std::time::Duration;
 use tokio::time::{Instant, timeout};
 
 use super::mig::MigError;
-use super::{ClaimManager, Slot, Turn};
+use super::{ClaimManager, Turn};
 use crate::dra::Occurrence;
 use crate::dra::checkpoint::is_uid;
 use linkwise_core::claims::ClaimName;
@@ -68,39 +68,8 @@ impl ClaimManager {
     /// Undoes all steps for a claim: the MIG devices that were made for it, its spec, its checkpoint, its entry. While
     /// DRA is off, a step that cannot be undone for some time is left out.
     pub(super) async fn undo(&self, uid: &str, turn: &Turn) -> Result<(), UnprepareError> {
-        let is_off = self.is_off();
-        let gives_up = {
-            let (mut slots, now, limit) = (self.slots(), Instant::now(), self.settings.listed_within);
-            let is_late = |slot: &mut Slot| {
-                let since = slot.undoing.filter(|_| is_off);
-                slot.undoing = is_off.then(|| since.unwrap_or(now));
-                since.is_some_and(|since| now.saturating_duration_since(since) >= limit)
-            };
-            is_off & slots.get_mut(uid).is_none_or(is_late)
-        };
-        let destroyed = self.destroy_mig(uid).await.map_err(UnprepareError::from);
-        self.or_left_behind(uid, destroyed, gives_up)?;
-        let removed = self.remove_spec(uid, turn).await.map_err(|source| UnprepareError::Spec { source });
-        self.or_left_behind(uid, removed, gives_up)?;
-        let (store, named, held) = (Arc::clone(&self.store), uid.to_owned(), Arc::clone(turn));
-        let removed = files::blocking(move || {
-            let _held = held;
-            store.remove(&named)
-        });
-        let removed = removed.await.map_err(|source| UnprepareError::Checkpoint { source });
-        self.or_left_behind(uid, removed, gives_up)?;
-        self.put(uid, None);
-        Ok(())
-    }
-
-    /// Reports the part of a claim that is left behind, where this process gives up.
-    fn or_left_behind(
-        &self,
-        uid: &str,
-        result: Result<(), UnprepareError>,
-        gives_up: bool,
-    ) -> Result<(), UnprepareError> {
-        match result {
+        let gives_up = self.gives_up(uid);
+        let done = |result: Result<(), UnprepareError>| match result {
             Err(error) if gives_up => {
                 if let Some(checkpoint) = self.checkpoint(uid) {
                     let what = chain(&error);
@@ -109,6 +78,23 @@ impl ClaimManager {
                 Ok(())
             }
             result => result,
-        }
+        };
+        done(self.destroy_mig(uid).await.map_err(UnprepareError::from))?;
+        done(self.remove_spec(uid, turn).await.map_err(|source| UnprepareError::Spec { source }))?;
+        let (store, named, held) = (Arc::clone(&self.store), uid.to_owned(), Arc::clone(turn));
+        let removed = files::blocking(move || {
+            let _held = held;
+            store.remove(&named)
+        });
+        done(removed.await.map_err(|source| UnprepareError::Checkpoint { source }))?;
+        self.put(uid, None).await;
+        Ok(())
+    }
+
+    /// Returns true if DRA is off, and undoing the claim was tried first some time ago.
+    fn gives_up(&self, uid: &str) -> bool {
+        let mut slots = self.slots();
+        let first = slots.get_mut(uid).map(|slot| *slot.undoing.get_or_insert_with(Instant::now));
+        self.is_off() && first.is_none_or(|first| first.elapsed() >= self.settings.listed_within)
     }
 }

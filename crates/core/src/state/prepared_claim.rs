@@ -1,0 +1,269 @@
+//! [`PreparedClaim`]: a claim with hardware of this node, as the ledger has it; its devices and MPS as its checkpoint
+//! keeps them.
+//!
+//! Fields that a later version adds to a checkpoint are ignored: the version before has to read it after a rollback.
+
+use crate::prelude::*;
+use alloc::collections::BTreeMap;
+use core::fmt;
+
+use serde::{Deserialize, Serialize};
+
+use super::resource_name::ResourceName;
+use crate::topology::{GpuUuid, MigSlot, MigUuid};
+
+/// The CDI kind of claims. A device of it is what a container gets that uses one request of one claim.
+pub const CLAIM_KIND: &str = "linkwise.dev/claim";
+
+/// The domain in the names of claims' control daemons under the MPS root.
+pub const CLAIMS_DOMAIN: &str = "dra.linkwise.dev";
+
+/// A claim as the kubelet names it.
+#[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(default)]
+pub struct ClaimName {
+    /// Its namespace.
+    pub namespace: String,
+    /// Its name.
+    pub name: String,
+    /// Its UID: another claim of the same name has another.
+    pub uid: String,
+}
+
+impl fmt::Display for ClaimName {
+    /// Writes `namespace/name`.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}/{}", self.namespace, self.name)
+    }
+}
+
+/// A claim that our DRA plugin has prepared or is about to. The ledger has it before the kubelet lists it, and until all
+/// of it is undone.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct PreparedClaim {
+    /// The claim.
+    pub claim: ClaimName,
+    /// Its hardware.
+    pub prepared: Prepared,
+    /// True if it was prepared in another boot of the node. No container of then runs, and its GPUs may have other names
+    /// by now: other claims may get them.
+    pub is_of_another_boot: bool,
+}
+
+impl PreparedClaim {
+    /// The devices that no other claim may have. Those with admin access are left out.
+    fn taken(&self) -> impl Iterator<Item = &PreparedDevice> {
+        self.prepared.devices.iter().filter(|device| !device.admin)
+    }
+
+    /// The GPUs that it has as a whole or in part; one of which it has several parts comes several times.
+    pub fn gpus(&self) -> impl Iterator<Item = &GpuUuid> {
+        self.taken().map(|device| &device.gpu)
+    }
+
+    /// Returns true if it has a GPU as a whole or in part.
+    pub fn has(&self, gpu: &GpuUuid) -> bool {
+        self.gpus().any(|own| own == gpu)
+    }
+
+    /// The names of its devices.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.taken().map(|device| device.device.as_str())
+    }
+
+    /// The names of its MIG devices that are made for it.
+    pub fn made(&self) -> impl Iterator<Item = &str> {
+        self.taken().filter(|device| device.made.is_some()).map(|device| device.device.as_str())
+    }
+}
+
+/// The hardware that a claim is prepared with. The checkpoint has it as JSON. What containers get follows from it and
+/// from the node as it is (`claims::containers`).
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Prepared {
+    /// Its devices, in the order of the allocation.
+    pub devices: Vec<PreparedDevice>,
+    /// Its MPS control daemon, if it asks for one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mps: Option<ClaimMps>,
+}
+
+/// One device of a claim that is prepared.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct PreparedDevice {
+    /// The request that it is for, without its alternative.
+    pub request: String,
+    /// The pool.
+    pub pool: String,
+    /// Its name in the pool. Several have one name if it is a set of GPUs ([`crate::topology::is_set`]).
+    pub device: String,
+    /// The ID of its share, if several claims have the device.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub share_id: Option<String>,
+    /// The part that the share takes.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub share: Option<Share>,
+    /// True if it is for an administrator, while other claims may have it.
+    #[serde(default)]
+    pub admin: bool,
+    /// The GPU, by UUID: its name may differ after a reboot.
+    pub gpu: GpuUuid,
+    /// The MIG device, where it is not the whole GPU.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mig: Option<MigUuid>,
+    /// The GPU instance, if the MIG device is made for the claim and destroyed after it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub made: Option<MigSlot>,
+    /// The full names of its CDI devices, `vendor/class=name`: that of its request ([`claim_device`]). A claim that was
+    /// prepared before linkwise named claims has those of its GPUs, by UUID.
+    pub cdi: Vec<String>,
+}
+
+impl Prepared {
+    /// The names of its devices in the pool: that of a set of GPUs once.
+    pub fn names(&self) -> Vec<String> {
+        let mut names: Vec<String> = self.devices.iter().map(|device| device.device.clone()).collect();
+        names.dedup();
+        names
+    }
+
+    /// Takes over the names of the claim's last preparation that are not of [`CLAIM_KIND`]: the kubelet keeps all names
+    /// that it was ever given for a claim, and hands them on with the new ones. `kind` is that of GPUs.
+    ///
+    /// # Errors
+    ///
+    /// The names of GPUs that the claim does not have any more: its containers would get them beside its own.
+    pub fn keep_names(&mut self, before: &Self, kind: &str) -> Result<(), Vec<String>> {
+        let given = before.devices.iter().flat_map(|device| &device.cdi);
+        let given: Vec<String> = given.filter(|name| !name.starts_with(CLAIM_KIND)).cloned().collect();
+        let is_own = |id: &str| {
+            self.devices.iter().any(|device| device.mig.as_ref().map_or(device.gpu.as_str(), MigUuid::as_str) == id)
+        };
+        let is_foreign = |name: &&String| name.split_once('=').is_some_and(|(of, id)| of == kind && !is_own(id));
+        let foreign: Vec<String> = given.iter().filter(is_foreign).cloned().collect();
+        if !foreign.is_empty() {
+            return Err(foreign);
+        }
+        if let Some(first) = self.devices.first_mut() {
+            first.cdi.extend(given);
+        }
+        Ok(())
+    }
+}
+
+impl PreparedDevice {
+    /// A whole GPU under this name, for nobody yet.
+    pub fn whole(device: &str, gpu: GpuUuid) -> Self {
+        let (request, pool, cdi) = (String::new(), String::new(), Vec::new());
+        let device = device.to_owned();
+        Self { request, pool, device, share_id: None, share: None, admin: false, gpu, mig: None, made: None, cdi }
+    }
+
+    /// Returns true for a MIG device that is still to be made.
+    pub fn is_unmade(&self) -> bool {
+        self.made.is_some() && self.mig.is_none()
+    }
+
+    /// Returns true if both have the same hardware: the same device, or a GPU and a part of it.
+    pub fn overlaps(&self, other: &Self) -> bool {
+        let apart = match (self.made, other.made) {
+            (Some(own), Some(theirs)) => !own.placement.overlaps(theirs.placement),
+            // A MIG device is never made in the place of an existing one.
+            (Some(_), None) => other.mig.is_some(),
+            (None, Some(_)) => self.mig.is_some(),
+            (None, None) => self.mig.is_some() && other.mig.is_some() && self.mig != other.mig,
+        };
+        self.gpu == other.gpu && !apart
+    }
+
+    /// Returns true if it keeps the other from having the same hardware. Shares with IDs of their own do not.
+    pub(crate) fn excludes(&self, other: &Self) -> bool {
+        let shares = self.share_id.is_some() && other.share_id.is_some() && self.share_id != other.share_id;
+        !self.admin && !other.admin && self.overlaps(other) && !shares
+    }
+}
+
+/// The full name of the CDI device of a claim's request. It stays the same whatever hardware the claim has: the kubelet
+/// keeps it over its restarts and reboots.
+pub fn claim_device(uid: &str, request: &str) -> String {
+    format!("{CLAIM_KIND}={uid}-{request}")
+}
+
+/// The part that a claim takes of a GPU.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Share {
+    /// The number of its shares, at least 1.
+    pub shares: u64,
+    /// The bytes of its memory; 0 if the device has no such capacity.
+    pub memory: u64,
+}
+
+/// A control daemon for GPUs of claims.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct MpsOrder {
+    /// Its GPUs, in the order in which the daemon numbers them; at least one.
+    pub gpus: Vec<MpsOrderGpu>,
+    /// The part of a GPU's threads that a client may have, in percent: 1 to 100.
+    pub thread_percentage: u32,
+    /// True if the GPUs belong to one claim and refuse processes that are no clients.
+    pub exclusive: bool,
+}
+
+/// A GPU of a control daemon.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct MpsOrderGpu {
+    /// The GPU.
+    pub gpu: GpuUuid,
+    /// The memory of it that a client may have, in MiB; `None` means no limit.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mib: Option<u64>,
+}
+
+impl MpsOrder {
+    /// The name of the daemon's folder under the MPS root, made from its first GPU: a GPU belongs to one daemon. `None`
+    /// if it has no GPU, or one whose UUID cannot be part of such a name.
+    pub fn name(&self) -> Option<ResourceName> {
+        format!("{CLAIMS_DOMAIN}/{}", self.gpus.first()?.gpu).parse().ok()
+    }
+
+    /// Returns true if both need the same GPU.
+    pub fn overlaps(&self, other: &Self) -> bool {
+        self.gpus.iter().any(|own| other.gpus.iter().any(|theirs| own.gpu == theirs.gpu))
+    }
+}
+
+/// The MPS of a claim.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct ClaimMps {
+    /// Its control daemon.
+    pub order: MpsOrder,
+    /// The requests whose containers are clients, with their limits if these are lower than the daemon's.
+    pub clients: BTreeMap<String, ClientLimits>,
+}
+
+/// Limits in the environment of clients.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct ClientLimits {
+    /// The part of a GPU's threads, in percent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub thread_percentage: Option<u32>,
+    /// The memory of the daemon's only GPU, in MiB.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mib: Option<u64>,
+}
+
+impl ClientLimits {
+    /// The variables that the CUDA driver reads.
+    pub(crate) fn variables(self) -> impl Iterator<Item = (String, String)> {
+        let threads = self.thread_percentage.map(|percent| ("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", percent.to_string()));
+        let memory = self.mib.map(|mib| ("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", format!("0={mib}M")));
+        threads.into_iter().chain(memory).map(|(name, value)| (name.to_owned(), value))
+    }
+}

@@ -1,0 +1,215 @@
+//! The node's loop: its tasks, its plugins, the first list, and the ledger of claims.
+
+use super::*;
+use linkwise_core::claims::{ClaimError, ClaimName, Prepared};
+use linkwise_core::state::PreparedClaim;
+
+/// Waits until /readyz gives the wanted answer.
+async fn ready(node: &Node, wanted: impl Fn(Result<String, Vec<String>>) -> bool) {
+    let ready = node.answers().ready;
+    let waits = async {
+        while !wanted(ready()) {
+            tokio::task::yield_now().await;
+        }
+    };
+    timeout(Duration::from_secs(20), waits).await.unwrap_or_else(|_| panic!("{:?}", ready()));
+}
+
+impl Node {
+    /// Publishes another state.
+    fn show(&mut self, state: NodeState) {
+        self.state.current = state;
+        self.state.publish();
+        self.published();
+    }
+}
+
+fn observed() -> Event {
+    Event::Observed(Box::new(linkwise_host::machines::load("dgx1-v100").unwrap().observed))
+}
+
+fn settings(folder: &std::path::Path) -> NodeSettings {
+    NodeSettings {
+        kubelet: kubelet::Settings::new(folder.join("kubelet.sock")),
+        metrics_address: "127.0.0.1:0".parse().unwrap(),
+        numa_hints: NumaHints::default(),
+        health: HealthSettings::default(),
+    }
+}
+
+/// Waits for the task that ends next; returns true if that was the withdrawal of a resource.
+async fn withdraws(node: &mut Node) -> bool {
+    let ended = timeout(Duration::from_secs(20), node.tasks.join_next()).await.unwrap();
+    let (name, result) = ended.unwrap().unwrap();
+    result.unwrap();
+    node.withdrawn(&name)
+}
+
+#[tokio::test]
+async fn unexpected_task_end_ends_the_node() {
+    let folder = tempfile::tempdir().unwrap();
+    type Task = std::pin::Pin<Box<dyn Future<Output = Result<()>> + Send>>;
+    let tasks: [(Task, &str); 3] = [
+        (Box::pin(async { Ok(()) }), "the task 'task' ended"),
+        (Box::pin(async { Err(anyhow!("no room")) }), "the task 'task' failed: no room"),
+        (Box::pin(async { panic!("at the disco") }), "a task panicked"),
+    ];
+    for (task, cause) in tasks {
+        let mut node = Node::start(settings(folder.path())).await.unwrap();
+        let shutdown = node.shutdown();
+        node.spawn("task", task);
+        let ended = timeout(Duration::from_secs(20), node.serve()).await.unwrap();
+        let words = format!("{:#}", ended.unwrap_err());
+        assert!(words.starts_with(cause), "{words}");
+        assert!(shutdown.is_cancelled(), "the other tasks are asked to end");
+    }
+    let node = Node::start(settings(folder.path())).await.unwrap();
+    node.shutdown().cancel();
+    node.serve().await.unwrap();
+}
+
+#[tokio::test]
+async fn no_plugin_before_the_holders_were_asked() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut settings = settings(folder.path());
+    settings.kubelet.pod_resources_socket = Some(folder.path().join("pod-resources.sock"));
+    settings.health.await_first_poll = true;
+    let mut node = Node::start(settings).await.unwrap();
+    let observed = linkwise_host::machines::load("dgx1-v100").unwrap().observed;
+    let first = observed.gpus[0].uuid.clone();
+    node.apply(Event::Observed(Box::new(observed)));
+    assert!(node.follows_holders, "it asks what it waits for");
+    node.apply(Event::Polled([(first, Default::default())].into()));
+    assert!(node.plugins.is_empty());
+    node.apply(Event::Holders(None));
+    assert_eq!(node.plugins.len(), 1);
+}
+
+#[tokio::test]
+async fn no_plugin_before_the_first_poll() {
+    let folder = tempfile::tempdir().unwrap();
+    let health = HealthSettings { await_first_poll: true, ..HealthSettings::default() };
+    let mut node = Node::start(NodeSettings { health, ..settings(folder.path()) }).await.unwrap();
+    let observed = linkwise_host::machines::load("dgx1-v100").unwrap().observed;
+    let gpu = observed.gpus[0].uuid.clone();
+    node.apply(Event::Observed(Box::new(observed)));
+    assert!(node.plugins.is_empty());
+    node.apply(Event::Polled([(gpu, linkwise_core::state::HealthPoll::default())].into()));
+    assert!(node.plugins.contains_key(&ResourceName::gpu()));
+}
+
+#[tokio::test]
+async fn readyz_names_cdi_specs_until_they_are_written() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut node = Node::start(settings(folder.path())).await.unwrap();
+    let written = watch::Sender::new(false);
+    node.hold_plugins_until(written.subscribe(), "waiting for CDI specs");
+    node.apply(observed());
+    let readyz = node.answers().ready;
+    assert_eq!(readyz(), Err(vec!["nvidia.com/gpu: waiting for CDI specs".to_owned()]));
+    written.send_replace(true);
+    ready(&node, |answer| answer.unwrap_err()[0].contains("waiting for kubelet.sock; there is no")).await;
+}
+
+#[tokio::test]
+async fn trouble_of_a_withdrawn_plugin_is_forgotten() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut node = Node::start(settings(folder.path())).await.unwrap();
+    node.apply(observed());
+    ready(&node, |answer| answer.unwrap_err()[0].contains("there is no")).await;
+    node.show(NodeState::default());
+    assert!(withdraws(&mut node).await && node.readiness.all().is_empty());
+}
+
+#[tokio::test]
+async fn new_owner_keeps_claims_that_are_told_right_after_the_order_to_adopt() {
+    let folder = tempfile::tempdir().unwrap();
+    // The loop takes the one or the other by chance.
+    for _ in 0..20 {
+        let mut node = Node::start(settings(folder.path())).await.unwrap();
+        node.stand_by();
+        node.apply(observed());
+        let (orders, book, snapshot) = (node.orders.0.clone(), node.book(), node.snapshot());
+        orders.send(Order::Adopt(None, None)).await.unwrap();
+        let claim = ClaimName { uid: "1".to_owned(), ..ClaimName::default() };
+        let prepared = PreparedClaim { claim, ..PreparedClaim::default() };
+        let both_are_taken = async {
+            book.change(|_| Event::Prepared(vec![prepared])).await;
+            while orders.capacity() < ORDERS {
+                tokio::task::yield_now().await;
+            }
+        };
+        tokio::select! {
+            ended = node.serve() => panic!("{ended:?}"),
+            () = both_are_taken => {}
+        }
+        assert!(snapshot.borrow().ledger().prepared("1").is_some());
+    }
+}
+
+#[tokio::test]
+async fn withdrawn_resource_gets_a_new_plugin_when_back() {
+    let folder = tempfile::tempdir().unwrap();
+    let kubelet = linkwise_kubelet_box::KubeletBox::start(linkwise_kubelet_box::Options::new(folder.path())).unwrap();
+    let mut node = Node::start(settings(folder.path())).await.unwrap();
+    node.apply(observed());
+    let offering = node.state.current.clone();
+    let serving = |answer| answer == Ok("ready".to_owned());
+    ready(&node, serving).await;
+    let connected = |node: &Node| node.metrics.encode().unwrap().contains("linkwise_kubelet_connected{");
+    assert!(connected(&node));
+    // Nothing of the resource is left: the session closes and nothing else ends.
+    node.show(NodeState::default());
+    ready(&node, |answer| answer.unwrap_err()[0].contains("not been discovered")).await;
+    // The resource comes back before its plugin has ended: the next plugin waits for that.
+    node.show(offering.clone());
+    assert_eq!(node.plugins.len(), 1);
+    assert!(withdraws(&mut node).await);
+    ready(&node, serving).await;
+    kubelet.wait(|state| state.resources["nvidia.com/gpu"].registrations == 2).await.unwrap();
+    node.show(NodeState::default());
+    assert!(withdraws(&mut node).await && node.plugins.is_empty() && !connected(&node));
+    let left = std::fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().file_name());
+    let left: Vec<_> = left.filter(|name| name != "kubelet_internal_checkpoint").collect();
+    assert_eq!(left, ["kubelet.sock"]);
+    kubelet.wait(|state| state.resources["nvidia.com/gpu"].open_streams == 0).await.unwrap();
+    // The end of any other task is unexpected.
+    node.tasks.spawn(async { ("task".to_owned(), Ok(())) });
+    assert!(!withdraws(&mut node).await);
+}
+
+#[tokio::test]
+async fn one_of_two_claims_that_ask_together_gets_hardware_once_the_state_is_open() {
+    let folder = tempfile::tempdir().unwrap();
+    let health = HealthSettings { await_first_poll: true, ..HealthSettings::default() };
+    let mut node = Node::start(NodeSettings { health, ..settings(folder.path()) }).await.unwrap();
+    node.apply(observed());
+    let gpu = node.state.current.topology().gpus()[0].uuid.clone();
+    let (book, events) = (node.book(), node.events());
+    let takes = |uid: &'static str| {
+        book.give(move |state| match state.ledger().claims().next() {
+            Some((holder, _)) => Err(ClaimError::NotAllocated(holder.uid.clone())),
+            None => {
+                let claim = ClaimName { uid: uid.to_owned(), ..ClaimName::default() };
+                let entry = PreparedClaim { claim, ..PreparedClaim::default() };
+                Ok((Event::Prepared(state.ledger().claims_with(uid, Some(entry))), Prepared::default()))
+            }
+        })
+    };
+    let polls = async {
+        let made = |state: &NodeState| state.ledger().claims().next().map(|(claim, _)| claim.uid.clone());
+        let (seen, see) = tokio::sync::oneshot::channel();
+        book.change(move |state| {
+            drop(seen.send(made(state)));
+            Event::Tick
+        })
+        .await;
+        assert_eq!(see.await, Ok(None), "the first list waits for a poll");
+        events.send(Event::Polled([(gpu, Default::default())].into())).await.unwrap();
+    };
+    let answers = tokio::select! {
+        ended = node.serve() => panic!("{ended:?}"),
+        (first, second, ()) = async { tokio::join!(takes("1"), takes("2"), polls) } => (first, second),
+    };
+    assert_eq!(answers, (Some(Ok(Prepared::default())), Some(Err(ClaimError::NotAllocated("1".to_owned())))));
+}
