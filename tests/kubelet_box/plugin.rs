@@ -69,8 +69,8 @@ impl Drop for Plugin {
     }
 }
 
-fn healthy(id: &String) -> wire::Device {
-    wire::Device { id: id.clone(), health: wire::HEALTHY.into(), topology: None }
+fn healthy(id: &str) -> wire::Device {
+    wire::Device { id: id.into(), health: wire::HEALTHY.into(), topology: None }
 }
 
 /// `"a b! c:0 d:0,1"`: ids, `!` for unhealthy, NUMA nodes after a colon.
@@ -93,7 +93,7 @@ impl Plugin {
 
     /// The same with ids that may hold colons; all are healthy.
     pub fn serve_each(dir: &Path, endpoint: &str, ids: &[String]) -> Self {
-        Self::serve_devices(dir, endpoint, ids.iter().map(healthy).collect())
+        Self::serve_devices(dir, endpoint, ids.iter().map(|id| healthy(id)).collect())
     }
 
     fn serve_devices(dir: &Path, endpoint: &str, devices: Vec<wire::Device>) -> Self {
