@@ -89,7 +89,9 @@ fn planned_on(
         prepared: prepared.clone(),
         is_of_another_boot: false,
     };
-    let state = &state.clone().apply(Event::Prepared(others.iter().map(entry).collect()), Duration::ZERO).0;
+    // None keep those that the state has.
+    let entered = (!others.is_empty()).then(|| Event::Prepared(others.iter().map(entry).collect()));
+    let state = &entered.into_iter().fold(state.clone(), |state, event| state.apply(event, Duration::ZERO).0);
     let node = Node { pool: "pool", state, injection: &options, host, makes_mig: false, common_shm: &BTreeSet::new() };
     plan(claim, &name(uid), node).map_err(|error| error.to_string())
 }
