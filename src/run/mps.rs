@@ -72,7 +72,9 @@ pub fn mps_control_daemon(args: &MpsControlDaemonArgs) -> Result<ExitCode> {
 }
 
 async fn serve(args: &MpsControlDaemonArgs) -> Result<()> {
-    let mut last_signals = LastSignals::listen()?;
+    // The config-manager of NVIDIA's chart and of the GPU operator sends SIGHUP after a change of the configuration. Its
+    // default action would end the daemons, and their clients' work.
+    let (mut last_signals, mut hangup) = (LastSignals::listen()?, listen(SignalKind::hangup(), "SIGHUP")?);
     let layout = Layout::new(&args.root.container_root);
     let _lock = lock(&layout)?;
     // The plugin reads the configuration file.
@@ -95,6 +97,7 @@ async fn serve(args: &MpsControlDaemonArgs) -> Result<()> {
         tokio::select! {
             Ok(()) = released.changed() => {}
             _ = poll.tick() => if !demand.follow(&layout).await? { continue },
+            _ = hangup.recv() => if !demand.follow(&layout).await? { continue },
             ended = daemons.next() => if let Err(error) = ended { break Err(error) },
             () = &mut followed => {}
             signal = last_signals.come() => { tracing::info!(signal, "ending"); break Ok(()) }

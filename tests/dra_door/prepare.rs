@@ -281,3 +281,22 @@ async fn entry_of_a_prepare_that_was_given_up_is_in_no_claims_way() {
     assert_eq!(start(&kubelet, &next).await.unwrap(), [node.gpu(0)]);
     assert!(node.state.borrow().ledger().prepared("a").is_none());
 }
+
+#[tokio::test]
+async fn sweep_takes_a_given_up_prepare_out_of_the_ledger() {
+    let mut node = Node::new();
+    node.settings.prepare_timeout = Duration::from_secs(3);
+    node.settings.sweep = Duration::from_millis(50);
+    node.start();
+    let kubelet = node.kubelet().await;
+    let given_up = node.claim("a", &[("gpus", "gpu-0")]);
+    let busy = node.state.busy().await;
+    let why = refusal(&kubelet, &given_up).await;
+    assert!(why.contains("was not prepared within"), "{why}");
+    let mut state = node.state.subscribe();
+    drop(busy);
+    for is_there in [true, false] {
+        let wait = state.wait_for(|state| state.ledger().prepared("a").is_some() == is_there);
+        tokio::time::timeout(LIMIT, wait).await.unwrap().unwrap();
+    }
+}

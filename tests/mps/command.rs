@@ -128,6 +128,9 @@ async fn only_changed_limits_restart_a_daemon() {
     let mut daemon = Daemon::start_shared(&node);
     daemon.logged("limits confirmed").await;
     let before = node.pid(&gpu);
+    // As config-manager does, whatever has changed: the daemon lives on, and carries out the next order.
+    daemon.signal("-HUP");
+    order(&node, Some(10));
     order(&node, Some(4));
     daemon.logged("MPS daemon ended").await;
     let line = daemon.logged("limits confirmed").await;

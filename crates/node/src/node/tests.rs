@@ -148,6 +148,23 @@ async fn new_owner_keeps_claims_that_are_told_right_after_the_order_to_adopt() {
 }
 
 #[tokio::test]
+async fn state_made_again_keeps_the_book_of_claims() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut node = Node::start(settings(folder.path())).await.unwrap();
+    node.stand_by();
+    node.apply(observed());
+    let claim = ClaimName { uid: "1".to_owned(), ..ClaimName::default() };
+    node.apply(Event::Prepared(vec![PreparedClaim { claim, ..PreparedClaim::default() }]));
+    node.perform(Order::Adopt(None, None));
+    let ledger = node.state.current.ledger();
+    assert!(ledger.prepared("1").is_some() && ledger.has_all_claims());
+    // A process that has handed them over does not take them for its own.
+    node.apply(Event::ClaimsHandedOver);
+    node.perform(Order::Adopt(None, None));
+    assert!(!node.state.current.ledger().has_all_claims());
+}
+
+#[tokio::test]
 async fn withdrawn_resource_gets_a_new_plugin_when_back() {
     let folder = tempfile::tempdir().unwrap();
     let kubelet = linkwise_kubelet_box::KubeletBox::start(linkwise_kubelet_box::Options::new(folder.path())).unwrap();
