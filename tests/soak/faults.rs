@@ -247,8 +247,9 @@ impl Fault {
                 soak.metric_is(&series, |value| value == Some(before + 5000)).await;
             }
             XidUntilRecovery | XidUntilCleared => {
-                world.tell(&format!("xid {gpu} 79")).await;
+                // A driver tells both at once. The other way round, none for the hold time would end the XID.
                 world.tell(&format!("recovery {gpu} 1")).await;
+                world.tell(&format!("xid {gpu} 79")).await;
                 if alone {
                     // The recovery action alone makes it ill as well.
                     soak.stands(gpu, "xid").await;
