@@ -340,6 +340,20 @@ async fn half_made_device_is_destroyed_at_the_next_start() {
     }
 }
 
+/// Its pod may run: then it was prepared before a reboot.
+#[tokio::test]
+async fn claim_whose_preparation_began_is_prepared_when_dra_is_off() {
+    let (mut node, driver) = node();
+    killed_in(&mut node, &driver, Mood::HangsAfter).await;
+    node.settings.serves = false;
+    node.start();
+    let kubelet = node.kubelet().await;
+    let devices = start(&kubelet, &name("a")).await.unwrap();
+    assert_eq!(devices, instances(&driver).iter().map(|uuid| format!("{KIND}={uuid}")).collect::<Vec<_>>());
+    end(&kubelet, &name("a")).await;
+    assert_eq!((instances(&driver).len(), node.checkpoints().len()), (0, 0));
+}
+
 #[tokio::test]
 async fn killed_while_it_is_destroyed_is_destroyed() {
     for mood in [Mood::HangsBefore, Mood::HangsAfter, Mood::HangsSeen] {

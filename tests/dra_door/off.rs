@@ -6,7 +6,7 @@ use std::time::Duration;
 use linkwise_core::state::{ClaimedDevice, Door, Event, Holdings, NodeState, ResourcePlan};
 use linkwise_kubelet::dra::Occurrence;
 
-use super::node::{DRIVER, LIMIT, Node, POOL, end, read_claim, refusal, start};
+use super::node::{DRIVER, LIMIT, Node, POOL, end, read_claim, refusal, start, until};
 
 /// The kubelet lists these claims, each with GPU 0.
 fn listed(node: &Node, claims: &[&str]) {
@@ -107,9 +107,27 @@ async fn kubelet_unprepares_claims_that_are_left() {
 }
 
 #[tokio::test]
+async fn kubelet_finds_the_plugin_while_it_lists_a_claim() {
+    let mut node = off().await;
+    // The answer that the claim is unprepared did not reach the kubelet.
+    std::fs::remove_file(node.checkpoint("a")).unwrap();
+    node.start();
+    let kubelet = node.kubelet().await;
+    end(&kubelet, &super::node::name("a")).await;
+    kubelet.stop().await;
+    node.stop().await;
+    assert!(node.settings.checkpoints.is_dir());
+    (0..2).for_each(|_| listed(&node, &[]));
+    node.start();
+    until(|| !node.settings.checkpoints.exists()).await;
+}
+
+#[tokio::test]
 async fn kubelet_finds_no_plugin_without_claims() {
     let mut node = Node::new();
     change_door(&mut node, Door::Plugin);
+    // Of another driver with our name.
+    listed(&node, &["a"]);
     node.start();
     node.wait(|seen| matches!(seen, Occurrence::Held { claims: 0, .. })).await;
     assert_eq!(std::fs::read_dir(&node.settings.registry).unwrap().count(), 0);

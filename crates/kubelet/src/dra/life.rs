@@ -3,10 +3,12 @@
 //! All the plugin's work is done in the task of [`super::Plugin::run`], which the node owns.
 
 use std::convert::Infallible;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::watch;
+use tokio::time::sleep;
 use tokio_util::sync::CancellationToken;
 
 use super::api::CdiLink;
@@ -79,7 +81,7 @@ impl Registering {
                 }
             })
         } else {
-            Box::pin(has_claims(Arc::clone(settings), claims.clone(), turn.clone()))
+            Box::pin(has_claims(Arc::clone(settings), snapshot.clone(), claims.clone(), turn.clone()))
         };
         let registrant = DraPlugin {
             settings: Arc::clone(settings),
@@ -154,21 +156,44 @@ async fn opened(mut snapshot: watch::Receiver<Arc<NodeState>>, mut cdi: CdiLink,
     }
 }
 
-/// Completes when there are claims that the kubelet may unprepare, though the node's door is the device plugin.
-async fn has_claims(settings: Arc<Settings>, claims: Claims, mut turn: watch::Receiver<Option<ClaimsLock>>) {
-    let mut manager = claims.follow();
+/// Completes when there are claims that the kubelet may unprepare, though the node's door is the device plugin: they have
+/// checkpoints, or the kubelet lists them, since the answer that one is unprepared did not reach it. Without a plugin
+/// such a claim would keep its pod and its GPUs for ever. The folder of checkpoints, which goes when the kubelet has
+/// listed no claim for some time, says that they are ours: another driver may have our name.
+async fn has_claims(
+    settings: Arc<Settings>,
+    mut snapshot: watch::Receiver<Arc<NodeState>>,
+    claims: Claims,
+    mut turn: watch::Receiver<Option<ClaimsLock>>,
+) {
+    let (mut manager, mut known) = (claims.follow(), snapshot.clone());
+    let on_disk = |test: fn(&Path) -> bool| {
+        let folder = settings.checkpoints.clone();
+        async move { files::blocking(move || Ok(test(&folder))).await.unwrap_or_default() }
+    };
+    let lists =
+        |state: &Arc<NodeState>| state.ledger().claimed_lately().any(|claimed| claimed.driver == settings.driver);
     loop {
         let waits = turn.borrow_and_update().is_none();
         let has_some = manager.borrow_and_update().as_ref().is_some_and(|manager| manager.has_checkpoints());
         // Another process has the claims: the disk alone tells of them.
-        let folder = settings.checkpoints.clone();
-        let on_disk = async { files::blocking(move || Ok(checkpoint::has_any(&folder))).await.unwrap_or_default() };
-        if has_some || waits && on_disk.await {
+        if has_some || waits && on_disk(checkpoint::has_any).await {
             return;
         }
+        let are_ours = on_disk(Path::is_dir).await;
+        let unlisted = async {
+            sleep(settings.listed_within).await;
+            known.wait_for(|state| state.ledger().is_known()).await.is_ok()
+        };
+        let listed = async { snapshot.wait_for(lists).await.is_ok() };
         tokio::select! {
+            biased;
             Ok(()) = turn.changed() => {}
             Ok(()) = manager.changed() => {}
+            true = listed, if are_ours => return,
+            true = unlisted, if are_ours && !waits => {
+                on_disk(|folder| std::fs::remove_dir(folder).is_ok()).await;
+            }
             // The node is ending.
             else => std::future::pending().await,
         }

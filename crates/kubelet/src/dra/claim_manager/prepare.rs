@@ -10,7 +10,6 @@ use tokio::time::{Instant, timeout};
 
 use super::mig::MigError;
 use super::mps::MpsError;
-use super::undo::UnprepareError;
 use super::{ClaimManager, Turn, specs};
 use crate::dra::checkpoint::{Checkpoint, is_uid};
 use crate::dra::{Occurrence, Settings};
@@ -48,7 +47,7 @@ pub(super) enum PrepareError {
     #[error("linkwise is ending")]
     Ending,
     #[error("what an earlier attempt has left of the claim is still there")]
-    Left(#[from] UnprepareError),
+    Left(#[source] MigError),
     #[error("the claim was not prepared within {0:?}")]
     Late(Duration),
     #[error("the claim's checkpoint cannot be read, and is kept: {0}")]
@@ -86,7 +85,8 @@ impl ClaimManager {
             return Err(PrepareError::Unreadable(unreadable.why));
         }
         if self.checkpoint(uid).is_some_and(|checkpoint| checkpoint.is_half_made(self.settings.boot.as_deref())) {
-            self.undo(uid, &turn).await?;
+            // The claim keeps its entry: at a door that has changed since, this node would offer its GPUs, and refuse it.
+            self.destroy_unmade(uid).await.map_err(PrepareError::Left)?;
         }
         let before = self.checkpoint(uid);
         if self.is_off() && before.is_none() {

@@ -83,8 +83,8 @@ impl ClaimManager {
             if is_gone {
                 let result = self.undo_in_time(&uid, &turn).await.map_err(|error| chain(&error));
                 (self.observer)(Occurrence::Swept { claim: checkpoint.claim, result });
-            } else if checkpoint.is_half_made(self.settings.boot.as_deref()) {
-                // The kubelet was told nothing, and asks again, if at all.
+            } else if checkpoint.is_half_made(self.settings.boot.as_deref()) && !self.is_off() {
+                // The kubelet was told nothing, and asks again, if at all. Where DRA is off, it would be refused then.
                 let result = self.undo_in_time(&uid, &turn).await.map_err(|error| chain(&error));
                 (self.observer)(Occurrence::HalfMade { claim: checkpoint.claim, result });
             } else if checkpoint.is_completed_in(self.settings.boot.as_deref()) {
