@@ -115,7 +115,8 @@ impl World {
 
     /// Writes the configuration whole: the node's door, and whether a GPU is shared.
     fn configure(&self) {
-        let shared = format!("{{name: {GPU}, devices: [\"{SHARED}\"], replicas: {SHARES}}}");
+        // By its UUID: an index is another GPU's while one before it is gone.
+        let shared = format!("{{name: {GPU}, devices: [{}], replicas: {SHARES}}}", self.uuid(SHARED));
         let sharing = format!("sharing: {{timeSlicing: {{resources: [{shared}]}}}}\n");
         let sharing = if self.is_sharing() { "" } else { &sharing };
         let gpus = if self.is_dra() { "all" } else { "none" };
