@@ -18,8 +18,11 @@ use std::time::{Duration, Instant};
 use linkwise_core::claims::{AllocatedDevice, Allocation, Claim, ClaimName, ClaimStatus, DeviceAllocation};
 use linkwise_core::publish::injection::{CdiOptions, InjectionOptions};
 use linkwise_core::state::{Door, Event, Holdings, NodeState, NumaHints, ResourcePlan};
-use linkwise_kubelet::dra::{Book, BookEntry, CdiDevices, Handover, Plugin, Settings};
+use linkwise_kubelet::dra::{Book, BookEntry, CdiDevices, Handover, Plugin, PluginMetrics, Settings};
+use linkwise_kubelet::readiness::Readiness;
 use linkwise_kubelet_box::dra::{ClaimRef, DraKubelet, DraOptions, PodClaims};
+use linkwise_nvml::supervisor::Idle;
+use prometheus_client::registry::Registry;
 use serde_json::json;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
@@ -76,12 +79,10 @@ async fn measure(folder: &Path) -> [Vec<Duration>; 3] {
         }
     });
     let end = CancellationToken::new();
-    let plugin = tokio::spawn(Plugin::new(Arc::new(settings), Arc::new(|_| ())).run(
-        snapshot,
-        book,
-        Handover::alone(),
-        end.clone(),
-    ));
+    let (metrics, readiness) =
+        (PluginMetrics::register(&mut Registry::default()), Readiness::new(Idle::Waiting(String::new())));
+    let plugin = Plugin::new(Arc::new(settings), metrics, readiness);
+    let plugin = tokio::spawn(plugin.run(snapshot, book, Handover::alone(), end.clone()));
     let is_connected = |state: &linkwise_kubelet_box::dra::DraState| {
         state.drivers.get(DRIVER).is_some_and(|driver| driver.connected > 0)
     };

@@ -33,14 +33,10 @@ use linkwise_core::publish::dra::{
 use linkwise_core::publish::injection::{CdiOptions, HostDevices, InjectionOptions};
 use linkwise_core::state::{DRA_DRIVER, NodeState};
 use linkwise_host::cdi;
-use linkwise_kubelet::dra::{
-    self, CdiLink, Handover, Life, MigRequest, MpsLink, Occurrence, Phase, PluginMetrics, ReadClaim,
-};
+use linkwise_kubelet::dra::{self, CdiLink, Handover, MigRequest, MpsLink, Phase, PluginMetrics, ReadClaim};
 use linkwise_node::node::Node;
 use linkwise_node::readiness::{Part, Readiness};
 use linkwise_nvml::supervisor::boot;
-use linkwise_system::grpc::Refusal;
-use linkwise_system::uds::Peer;
 use linkwise_system::{metrics::new, send_if_new};
 
 /// The folder of checkpoints in the state folder.
@@ -49,9 +45,6 @@ const CLAIMS: &str = "claims";
 /// The time for which slices may differ from the wanted ones before the node is not ready: an API server that restarts,
 /// or asks for a pause, is not a fault of this node.
 const GRACE: Duration = Duration::from_secs(60);
-
-/// The most lines about sockets and callers that are remembered; further ones are not logged.
-const MOST_LINES: usize = 64;
 
 /// The connections from the rest of the program to DRA.
 pub(super) struct Given<'a> {
@@ -105,12 +98,15 @@ pub(super) fn spawn_in(node: &mut Node, given: Given<'_>, api: Option<&Api>) {
         listed_within: given.listed_within.unwrap_or(defaults.listed_within),
         ..defaults
     };
-    let (observer, occurrences) = observer(node, given.has_metrics);
-    let plugin = dra::Plugin::new(Arc::new(plugin), Arc::clone(&observer));
+    // Nodes that never had claims show no series of them.
+    let metrics = match given.has_metrics {
+        true => node.metrics().register(PluginMetrics::register),
+        false => PluginMetrics::register(&mut Registry::default()),
+    };
+    let plugin = dra::Plugin::new(Arc::new(plugin), metrics, node.readiness.clone());
     if serves {
         node.readiness.add(Part::DraPlugin, Phase::WaitingForGpus.words());
     }
-    node.spawn("DRA log", log(occurrences));
     if let Some(api) = api {
         node.metrics().register(|registry| api.metrics().register_in(registry));
         let slices = SliceSettings { node: name };
@@ -400,104 +396,6 @@ impl Grace {
         }
         self.was_current = is_current;
         self.until.filter(|until| now < *until)
-    }
-}
-
-/// Counts the plugin's occurrences, and hands them to the log.
-fn observer(node: &Node, has_metrics: bool) -> (dra::Observer, mpsc::Receiver<Occurrence>) {
-    /// The most occurrences that may wait for the log; further ones are counted and not logged.
-    const OCCURRENCES: usize = 256;
-    let metrics = has_metrics.then(|| node.metrics().register(PluginMetrics::register));
-    let readiness = node.readiness.clone();
-    let (log, occurrences) = mpsc::channel(OCCURRENCES);
-    let observer = move |occurrence: Occurrence| {
-        metrics.iter().for_each(|metrics| metrics.count(&occurrence));
-        match &occurrence {
-            Occurrence::Life(Life::Phase(phase)) => {
-                // A kubelet that restarts registers the plugin again by itself.
-                let ready = matches!(phase, Phase::Accepted | Phase::Registered | Phase::Disconnected);
-                readiness.enter(&Part::DraPlugin, phase.words(), ready);
-            }
-            Occurrence::Life(Life::Waiting(why) | Life::Ended(why) | Life::Registered(Err(why))) => {
-                readiness.trouble(&Part::DraPlugin, why.clone());
-            }
-            _ => {}
-        }
-        // The queue is full: the log is too slow.
-        let _ = log.try_send(occurrence);
-    };
-    (Arc::new(observer), occurrences)
-}
-
-/// Logs the plugin's occurrences: a trouble once until the plugin is registered again.
-async fn log(mut occurrences: mpsc::Receiver<Occurrence>) -> Result<()> {
-    let mut known = Once::with_bound(MOST_LINES);
-    while let Some(occurrence) = occurrences.recv().await {
-        log_one(&mut known, &occurrence);
-    }
-    Ok(())
-}
-
-fn log_one(known: &mut Once<String>, occurrence: &Occurrence) {
-    match occurrence {
-        Occurrence::Life(Life::Registered(Ok(()))) => {
-            known.clear();
-            tracing::info!("DRA plugin registered");
-        }
-        Occurrence::Life(Life::Registered(Err(error))) if known.is_news(format!("refused: {error}")) => {
-            tracing::warn!(error, "the kubelet refuses the DRA plugin");
-        }
-        Occurrence::Life(Life::Waiting(why)) if known.is_news(format!("waiting: {why}")) => {
-            tracing::warn!(why, "DRA: waiting for the kubelet");
-        }
-        Occurrence::Life(Life::Ended(why)) if known.is_news(format!("ended: {why}")) => {
-            tracing::warn!(why, "DRA: the session with the kubelet ended");
-        }
-        Occurrence::Life(Life::Refused(Refusal::NotAccepted(error)))
-            if known.is_news(format!("not accepted: {error}")) =>
-        {
-            tracing::warn!(error, "DRA: a connection could not be accepted");
-        }
-        Occurrence::Life(Life::Refused(Refusal::Caller(Peer { uid, pid })))
-            if known.is_news(format!("refused: {uid}")) =>
-        {
-            tracing::warn!(uid, pid, "DRA: refused a caller; root and linkwise's own user may call");
-        }
-        Occurrence::Prepared { claim, result: Ok(devices), repeated, elapsed } => {
-            let (uid, devices) = (&claim.uid, devices.join(","));
-            tracing::info!(%claim, uid, devices, repeated, ?elapsed, "claim prepared");
-        }
-        Occurrence::Prepared { claim, result: Err(error), .. } => {
-            tracing::warn!(%claim, uid = claim.uid, error, "claim not prepared");
-        }
-        Occurrence::Unprepared { claim, result: Ok(()), repeated: true, elapsed } => {
-            tracing::debug!(%claim, uid = claim.uid, ?elapsed, "claim unprepared: nothing of it was here");
-        }
-        Occurrence::Unprepared { claim, result: Ok(()), elapsed, .. } => {
-            tracing::info!(%claim, uid = claim.uid, ?elapsed, "claim unprepared");
-        }
-        Occurrence::Unprepared { claim, result: Err(error), .. } => {
-            tracing::warn!(%claim, uid = claim.uid, error, "claim not unprepared");
-        }
-        Occurrence::Swept { claim, result: Ok(()) } => {
-            tracing::info!(%claim, uid = claim.uid, "claim unprepared: it no longer exists");
-        }
-        Occurrence::Swept { claim, result: Err(error) } => {
-            tracing::warn!(%claim, uid = claim.uid, error, "a claim that no longer exists cannot be unprepared");
-        }
-        Occurrence::HalfMade { claim, result: Ok(()) } => {
-            tracing::info!(%claim, uid = claim.uid, "MIG devices destroyed of a claim that an earlier process did not prepare to its end");
-        }
-        Occurrence::HalfMade { claim, result: Err(error) } => {
-            tracing::warn!(%claim, uid = claim.uid, error, "half made MIG devices of a claim cannot be destroyed");
-        }
-        Occurrence::LeftBehind { claim, what } => {
-            tracing::warn!(%claim, uid = claim.uid, what, "DRA is off: a claim that is over leaves something behind");
-        }
-        Occurrence::CheckpointUnreadable { path, why } => {
-            tracing::warn!(path = %path.display(), why, "checkpoint of a claim unreadable, keeping it");
-        }
-        _ => tracing::debug!(?occurrence, "DRA"),
     }
 }
 

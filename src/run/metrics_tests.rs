@@ -16,7 +16,7 @@ use linkwise_core::state::{
 use linkwise_core::topology::{GpuObservation, HostObservation, NodeObservation};
 use linkwise_host::cdi::CdiMetrics;
 use linkwise_host::labels::LabelMetrics;
-use linkwise_kubelet::device_plugin::{Life, Occurrence, Phase, PluginMetrics};
+use linkwise_kubelet::device_plugin::{Life, Phase, PluginMetrics};
 use linkwise_kubelet::dra;
 use linkwise_node::metrics::Metrics;
 use linkwise_node::observe::GpuFailures;
@@ -64,8 +64,8 @@ fn sorted(text: &str) -> String {
 }
 
 /// An RPC that ended.
-fn rpc(method: &str, code: &'static str, elapsed: Duration) -> Occurrence {
-    Occurrence::Life(Life::Rpc(Rpc { method: method.to_owned(), code: code.to_owned(), elapsed }))
+fn rpc(method: &str, code: &'static str, elapsed: Duration) -> Life<Phase> {
+    Life::Rpc(Rpc { method: method.to_owned(), code: code.to_owned(), elapsed })
 }
 
 /// Each metric once.
@@ -74,10 +74,10 @@ fn everything() -> String {
     let resource = ResourceName::gpu();
     let plugins = metrics.register(PluginMetrics::register);
     plugins.offered(&resource);
-    let count = |occurrence| plugins.count(&resource, &occurrence);
-    count(Occurrence::Life(Life::Registered(Ok(()))));
-    count(Occurrence::Life(Life::Phase(Phase::Serving)));
-    count(Occurrence::Allocated(Ok(Vec::new())));
+    let count = |event| plugins.life(&resource, &event);
+    count(Life::Registered(Ok(())));
+    count(Life::Phase(Phase::Serving));
+    plugins.allocated(&resource, true);
     count(rpc("Allocate", "OK", Duration::from_micros(300)));
     count(rpc("ListAndWatch", "CANCELLED", Duration::from_secs(9)));
     count(rpc("Anything", "UNIMPLEMENTED", Duration::from_micros(1)));
@@ -88,7 +88,7 @@ fn everything() -> String {
         &request,
         linkwise_core::allocation::AllocationPolicy::BestEffort,
     );
-    count(Occurrence::Chosen { report: Arc::new(report), elapsed: Duration::from_micros(3), narrowed: true });
+    plugins.chosen(&resource, &report, Duration::from_micros(3), true);
     metrics.register(GpuFailures::register).count(&"GPU-b".parse().unwrap(), "xid");
     let labels = metrics.register(LabelMetrics::register);
     labels.made(31, 1);
@@ -125,7 +125,7 @@ fn everything_of_dra() -> String {
     let stored = StoredPool { is_current: true, slices: 1, generation: 3, ..StoredPool::default() };
     slices.set(Some(&Pool::new("n", Vec::new())), &stored);
     let plugin = metrics.register(dra::PluginMetrics::register);
-    plugin.count(&dra::Occurrence::Held { claims: 2, devices: 5 });
+    plugin.held(2, 5);
     sorted(&metrics.encode().unwrap())
 }
 
@@ -217,7 +217,7 @@ fn unbounded_labels_share_a_series() {
     for number in 0..10_000 {
         driver.xid(&gpu, number);
         // A caller may disconnect before it learns that there is no such method.
-        plugins.count(&resource, &rpc(&format!("Method{number}"), "CANCELLED", Duration::ZERO));
+        plugins.life(&resource, &rpc(&format!("Method{number}"), "CANCELLED", Duration::ZERO));
     }
     let text = metrics.encode().unwrap();
     let series = |of: &str| text.lines().filter(|line| line.starts_with(of)).collect::<Vec<_>>();

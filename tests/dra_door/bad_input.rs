@@ -4,7 +4,6 @@ use std::fs;
 use std::time::Duration;
 
 use linkwise_core::state::{ClaimedDevice, Event, Holdings, NodeState};
-use linkwise_kubelet::dra::{Life, Occurrence};
 use linkwise_kubelet_box::dra::DraError;
 
 use super::node::{Answer, LIMIT, Node, claim, configured, connected, end, name, refusal, start};
@@ -76,7 +75,7 @@ async fn gpu_of_a_claim_that_is_gone_is_taken_from_it() {
     node.delete("a");
     assert_eq!(start(&kubelet, &second).await.unwrap(), [node.gpu(0)]);
     assert_eq!(node.checkpoints(), ["b.json"]);
-    node.wait(|seen| matches!(seen, Occurrence::Swept { claim, result: Ok(()) } if claim.uid == "a")).await;
+    node.log.has(&["claim unprepared: it no longer exists", "uid=\"a\""]).await;
 }
 
 #[tokio::test]
@@ -129,18 +128,12 @@ async fn bad_checkpoints_stay_and_hinder_nothing() {
     connected(&kubelet).await;
     node.set("good", Answer::Failed);
     assert_eq!(start(&kubelet, &good).await.unwrap(), first);
-    let told: Vec<String> = node
-        .seen
-        .borrow()
-        .iter()
-        .filter_map(|seen| match seen {
-            Occurrence::CheckpointUnreadable { path, why } => {
-                let name = path.file_name().unwrap().to_str().unwrap();
-                Some(format!("{name} {}", why.split(':').next().unwrap()))
-            }
-            _ => None,
-        })
-        .collect();
+    let told = |line: &String| {
+        let (path, why) =
+            line.split_once("checkpoint of a claim unreadable, keeping it path=")?.1.split_once(" why=\"")?;
+        Some(format!("{} {}", path.rsplit('/').next()?, why.trim_end().trim_end_matches('"').split(':').next()?))
+    };
+    let told: Vec<String> = node.log.lines.borrow().iter().filter_map(told).collect();
     assert_eq!(
         told,
         [
@@ -182,10 +175,7 @@ async fn checkpoints_that_cannot_be_written_are_the_claims_error() {
     fs::remove_dir_all(&folder).unwrap();
     fs::write(&folder, "").unwrap();
     node.start();
-    node.wait(
-        |seen| matches!(seen, Occurrence::Life(Life::Ended(why)) if why.starts_with("cannot keep checkpoints of claims in ")),
-    )
-    .await;
+    node.log.has(&["the session with the kubelet ended", "why=\"cannot keep checkpoints of claims in "]).await;
 }
 
 #[tokio::test]

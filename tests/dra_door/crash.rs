@@ -8,7 +8,6 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use linkwise_core::state::{ClaimedDevice, Event, Holdings, NodeState};
-use linkwise_kubelet::dra::Occurrence;
 
 use super::node::{Answer, DRIVER, LIMIT, Node, connected, end, refusal, start};
 
@@ -283,7 +282,7 @@ async fn plugin_killed_before_its_last_step_leaves_nothing() {
     node.scan_nothing();
     let claim = node.claim("a", &[("gpus", "gpu-0")]);
     let (started, ()) = tokio::join!(tokio::time::timeout(LIMIT, start(&kubelet, &claim)), async {
-        node.wait(|seen| matches!(seen, Occurrence::Held { claims: 1, .. })).await;
+        node.holds(1).await;
         node.running.as_ref().unwrap().0.abort();
     });
     assert!(started.unwrap().is_err());

@@ -4,7 +4,6 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use linkwise_core::state::{Event, Filter, GpuSelector, ResourcePlan};
-use linkwise_kubelet::dra::Occurrence;
 use linkwise_kubelet_box::dra::{DraKubelet, DraState};
 
 use super::node::{DRIVER, Node, POOL, connected, observed_state, start};
@@ -24,7 +23,7 @@ async fn health_of_every_device_follows_its_gpu() {
     let kubelet = node.kubelet().await;
     kubelet.wait(|state| of(state, "gpu-7") == Some((HEALTHY, ""))).await.unwrap();
     assert_eq!(kubelet.state().drivers[DRIVER].health.len(), 8);
-    node.wait(|seen| matches!(seen, Occurrence::HealthStreams(1))).await;
+    node.counts("dra_health_streams", 1).await;
     let current = node.state.borrow().clone();
     let sick = current.topology().gpus().iter().find(|gpu| gpu.facts.minor == Some(3)).unwrap().uuid.clone();
     let (sick, _) = NodeStateExt::apply(&current, Event::Xid { gpu: sick, code: 79, instance: None });
@@ -34,7 +33,7 @@ async fn health_of_every_device_follows_its_gpu() {
     node.state.send_replace(current);
     kubelet.wait(|state| of(state, "gpu-3") == Some((HEALTHY, ""))).await.unwrap();
     kubelet.stop().await;
-    node.wait(|seen| matches!(seen, Occurrence::HealthStreams(0))).await;
+    node.counts("dra_health_streams", 0).await;
 }
 
 /// One event, at no particular time.

@@ -3,7 +3,7 @@
 
 use std::path::Path;
 
-use linkwise_kubelet::dra::{Life, Occurrence, Phase};
+use linkwise_kubelet::dra::Phase;
 use linkwise_kubelet_box::dra::authority;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixStream;
@@ -73,7 +73,7 @@ async fn get_info(socket: &Path, authority: &str) -> (u8, u32) {
 async fn authority_of_grpc_go_needs_the_at_sign_of_our_name() {
     let mut node = Node::new();
     node.start();
-    node.wait(|seen| matches!(seen, Occurrence::Life(Life::Phase(Phase::Offered)))).await;
+    node.was(Phase::Offered).await;
     let [name] = names(&node.settings.registry).try_into().unwrap();
     let socket = node.settings.registry.join(&name);
     let encoded = authority(socket.to_str().unwrap());

@@ -6,19 +6,14 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use linkwise_core::state::{NodeState, NumaHints};
-use linkwise_kubelet::dra::{Life, Occurrence, Phase};
+use linkwise_kubelet::dra::Phase;
 use linkwise_kubelet_box::dra::{DraKubelet, DraState};
-use linkwise_system::grpc::Refusal;
 use linkwise_system::uds::Callers;
 
 use super::node::{DRIVER, Node, connected, end, names, start};
 
 fn registrations(state: &DraState) -> u64 {
     state.drivers.get(DRIVER).map_or(0, |driver| driver.registrations)
-}
-
-fn in_phase(phase: Phase) -> impl Fn(&Occurrence) -> bool {
-    move |seen| matches!(seen, Occurrence::Life(Life::Phase(now)) if *now == phase)
 }
 
 #[tokio::test]
@@ -28,7 +23,7 @@ async fn plugin_registers_once_gpus_and_a_scan_are_there() {
     node.cdi.send_replace(None);
     node.start();
     let kubelet = DraKubelet::start(node.kubelet_options()).unwrap();
-    node.wait(in_phase(Phase::WaitingForGpus)).await;
+    node.was(Phase::WaitingForGpus).await;
     assert_eq!(names(&node.settings.registry), [""; 0]);
     node.state.send_replace(state);
     // The plugin's task has its turns; without a scan it has nothing to do.
@@ -38,7 +33,7 @@ async fn plugin_registers_once_gpus_and_a_scan_are_there() {
     assert_eq!(names(&node.settings.registry), [""; 0]);
     node.scan();
     connected(&kubelet).await;
-    node.wait(in_phase(Phase::Registered)).await;
+    node.was(Phase::Registered).await;
     node.stop().await;
     let left: Vec<_> =
         [&node.settings.registry, &node.settings.plugins.join(DRIVER)].into_iter().flat_map(|f| names(f)).collect();
@@ -54,7 +49,7 @@ async fn kubelet_that_restarts_registers_the_plugin_again() {
     let claim = node.claim("a", &[("gpus", "gpu-0")]);
     let devices = start(&kubelet, &claim).await.unwrap();
     kubelet.stop().await;
-    node.wait(in_phase(Phase::Disconnected)).await;
+    node.was(Phase::Disconnected).await;
     kubelet.start_again().unwrap();
     assert!(!kubelet.state().claims["a"].prepared);
     connected(&kubelet).await;
@@ -83,7 +78,7 @@ async fn folder_that_comes_later_is_found() {
     fs::remove_dir(&node.settings.registry).unwrap();
     node.settings.poll = std::time::Duration::from_millis(5);
     node.start();
-    node.wait(|seen| matches!(seen, Occurrence::Life(Life::Waiting(why)) if why.contains("there is no folder"))).await;
+    node.log.has(&["waiting for the kubelet", "there is no folder"]).await;
     node.kubelet().await;
 }
 
@@ -94,10 +89,10 @@ async fn refused_registration_is_told_and_tried_again() {
     let kubelet = DraKubelet::start(node.kubelet_options()).unwrap();
     kubelet.refuse(Some("no\nplugins today"));
     node.start();
-    node.wait(|seen| matches!(seen, Occurrence::Life(Life::Registered(Err(why))) if why == "no plugins today")).await;
+    node.log.has(&["not registered", "error=\"no plugins today\""]).await;
     kubelet.refuse(None);
     connected(&kubelet).await;
-    node.wait(in_phase(Phase::Registered)).await;
+    node.was(Phase::Registered).await;
 }
 
 #[tokio::test]
@@ -111,7 +106,7 @@ async fn only_sockets_of_dead_predecessors_are_removed() {
     let _alive = UnixListener::bind(at("linkwise-00000002@gpu.nvidia.com-reg.sock")).unwrap();
     drop(UnixListener::bind(at("gpu.nvidia.com-reg.sock")).unwrap());
     node.start();
-    node.wait(in_phase(Phase::Offered)).await;
+    node.was(Phase::Offered).await;
     assert!(dead.iter().all(|path| !path.exists()));
     let kept = names(&node.settings.registry);
     assert_eq!(kept.len(), 3, "{kept:?}");
@@ -125,7 +120,7 @@ async fn callers_that_may_not_call_are_refused() {
     node.settings.callers = Callers::only(u32::MAX);
     node.start();
     let kubelet = DraKubelet::start(node.kubelet_options()).unwrap();
-    node.wait(|seen| matches!(seen, Occurrence::Life(Life::Refused(Refusal::Caller(_))))).await;
+    node.log.has(&["refused a caller"]).await;
     assert_eq!(registrations(&kubelet.state()), 0);
 }
 
@@ -152,11 +147,8 @@ async fn new_sockets_come_where_the_kubelet_stays_away() {
     let mut node = Node::new();
     node.settings.offer_timeout = std::time::Duration::from_millis(20);
     node.start();
-    node.wait(
-        |seen| matches!(seen, Occurrence::Life(Life::Waiting(why)) if why.contains("has not registered the plugin")),
-    )
-    .await;
-    node.wait(in_phase(Phase::Ending)).await;
+    node.log.has(&["waiting for the kubelet", "has not registered the plugin"]).await;
+    node.was(Phase::Ending).await;
     // However often: a kubelet that comes gets the plugin that is there.
     node.kubelet().await;
 }

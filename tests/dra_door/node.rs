@@ -15,14 +15,19 @@ use linkwise_core::publish::RdmaNodes;
 use linkwise_core::publish::injection::{CdiOptions, ChosenDevice, HostDevices, InjectionOptions};
 use linkwise_core::state::{Door, Event, Holdings, NodeState, NumaHints, ResourcePlan};
 use linkwise_core::topology::NodeObservation;
-use linkwise_kubelet::dra::{Book, BookEntry, CdiDevices, Handover, Occurrence, Plugin, ReadClaim, Settings};
+use linkwise_kubelet::dra::{Book, BookEntry, CdiDevices, Handover, Phase, Plugin, PluginMetrics, ReadClaim, Settings};
+use linkwise_kubelet::readiness::Readiness;
 use linkwise_kubelet_box::dra::{ClaimRef, DraError, DraKubelet, DraOptions, PodClaims};
 use linkwise_kubelet_box::runtime::{self, ContainerEdits};
+use linkwise_nvml::supervisor::Idle;
+use prometheus_client::registry::Registry;
 use tempfile::TempDir;
 use tokio::sync::{OwnedMutexGuard, mpsc, watch};
 use tokio::task::JoinHandle;
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
+
+use crate::run::log::Log;
 
 pub const DRIVER: &str = "gpu.nvidia.com";
 pub const POOL: &str = "node/gpu";
@@ -57,7 +62,9 @@ pub struct Node {
     /// The node's CDI devices.
     pub cdi: watch::Sender<Option<Arc<CdiDevices>>>,
     pub cluster: Arc<Mutex<Cluster>>,
-    pub seen: watch::Sender<Vec<Occurrence>>,
+    pub log: Log,
+    metrics: PluginMetrics,
+    registry: Registry,
     pub running: Option<(JoinHandle<()>, CancellationToken)>,
 }
 
@@ -142,6 +149,7 @@ impl Node {
         settings.read_claim = Some(read_claim(&cluster));
         settings.longest_pause = Duration::from_millis(64);
         let state = States(watch::Sender::new(Arc::new(state("dgx1-v100"))), Arc::default());
+        let mut registry = Registry::default();
         let node = Self {
             _folder: folder,
             settings,
@@ -149,7 +157,9 @@ impl Node {
             host,
             cdi: cdi_devices,
             cluster,
-            seen: watch::Sender::default(),
+            log: Log::start(),
+            metrics: PluginMetrics::register(&mut registry),
+            registry,
             running: None,
         };
         node.scan();
@@ -171,9 +181,8 @@ impl Node {
 
     /// Starts the plugin.
     pub fn start(&mut self) {
-        let seen = self.seen.clone();
-        let observer = Arc::new(move |occurrence| seen.send_modify(|all| all.push(occurrence)));
-        let plugin = Plugin::new(Arc::new(self.settings.clone()), observer);
+        let readiness = Readiness::new(Idle::Waiting(String::new()));
+        let plugin = Plugin::new(Arc::new(self.settings.clone()), self.metrics.clone(), readiness);
         let end = CancellationToken::new();
         let (book, entries) = Book::new();
         tokio::spawn(self.state.clone().write(entries));
@@ -212,12 +221,25 @@ impl Node {
         DraOptions { back_off: Duration::from_millis(10), ..DraOptions::new(&self.settings.registry) }
     }
 
-    /// Waits for an occurrence.
-    pub async fn wait(&self, wanted: impl Fn(&Occurrence) -> bool) {
-        let mut seen = self.seen.subscribe();
-        let found = timeout(LIMIT, seen.wait_for(|all| all.iter().any(&wanted))).await;
-        let found = found.map(|found| drop(found.unwrap()));
-        found.unwrap_or_else(|_| panic!("only this was seen: {:#?}", self.seen.borrow()));
+    /// Waits until the plugin was in a phase.
+    pub async fn was(&self, phase: Phase) {
+        self.log.has(&[&format!("phase={:?}", phase.words())]).await;
+    }
+
+    /// Waits until a metric of the plugin has this value.
+    pub async fn counts(&self, metric: &str, value: u64) {
+        let line = format!("{metric} {value}\n");
+        until(|| {
+            let mut text = String::new();
+            prometheus_client::encoding::text::encode(&mut text, &self.registry).unwrap();
+            text.contains(&line)
+        })
+        .await;
+    }
+
+    /// Waits until so many claims are prepared, or are being prepared.
+    pub async fn holds(&self, claims: u64) {
+        self.counts("dra_prepared_claims", claims).await;
     }
 
     /// A claim of the cluster, allocated on this node: a request and a device each.

@@ -4,7 +4,6 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use linkwise_core::state::{ClaimedDevice, Door, Event, Holdings, NodeState, ResourcePlan};
-use linkwise_kubelet::dra::Occurrence;
 
 use super::node::{DRIVER, LIMIT, Node, POOL, end, read_claim, refusal, start, until};
 
@@ -32,9 +31,7 @@ fn change_door(node: &mut Node, door: Door) {
     apply(node, Event::Planned(Box::new(ResourcePlan { door, ..ResourcePlan::default() })));
 }
 
-fn is_swept(seen: &Occurrence) -> bool {
-    matches!(seen, Occurrence::Swept { result: Ok(()), .. })
-}
+const SWEPT: &str = "claim unprepared: it no longer exists";
 
 /// A node whose claim `a` is prepared, and which was switched off while no plugin ran.
 async fn off() -> Node {
@@ -62,7 +59,7 @@ async fn unlisted_claim_stays_while_the_api_server_has_it() {
     let mut node = off_with(true).await;
     let reads = node.reads("a");
     node.start();
-    node.wait(|seen| matches!(seen, Occurrence::Held { claims: 1, .. })).await;
+    node.holds(1).await;
     listed(&node, &[]);
     listed(&node, &[]);
     // A kubelet that starts lists nothing, and never an init container that has ended: the cluster has the last word.
@@ -80,12 +77,12 @@ async fn claim_is_over_when_the_kubelet_lists_it_no_more() {
     let mut node = off().await;
     let reads = node.reads("a");
     node.start();
-    node.wait(|seen| matches!(seen, Occurrence::Held { claims: 1, .. })).await;
+    node.holds(1).await;
     // One list without it may be older than the claim.
     listed(&node, &[]);
     assert_eq!(node.checkpoints().len(), 1);
     listed(&node, &[]);
-    node.wait(is_swept).await;
+    node.log.has(&[SWEPT]).await;
     assert_eq!((node.checkpoints().len(), node.claim_specs().len()), (0, 0));
     assert_eq!(node.reads("a"), reads, "nobody asks the API server, which still has the claim");
 }
@@ -129,7 +126,7 @@ async fn kubelet_finds_no_plugin_without_claims() {
     // Of another driver with our name.
     listed(&node, &["a"]);
     node.start();
-    node.wait(|seen| matches!(seen, Occurrence::Held { claims: 0, .. })).await;
+    node.holds(0).await;
     assert_eq!(std::fs::read_dir(&node.settings.registry).unwrap().count(), 0);
     assert!(!node.settings.checkpoints.exists(), "no folder is made");
 }
@@ -143,9 +140,9 @@ async fn spec_that_cannot_be_removed_is_left_behind() {
     node.start();
     listed(&node, &[]);
     listed(&node, &[]);
-    node.wait(|seen| matches!(seen, Occurrence::LeftBehind { what, .. } if what.contains("CDI spec"))).await;
-    node.wait(is_swept).await;
-    node.wait(|seen| matches!(seen, Occurrence::Held { claims: 0, .. })).await;
+    node.log.has(&["a claim that is over leaves something behind", "CDI spec"]).await;
+    node.log.has(&[SWEPT]).await;
+    node.holds(0).await;
     assert!(node.checkpoints().is_empty(), "it holds its GPU no more");
     // DRA on again: nothing of it stands in the way of another claim.
     node.stop().await;

@@ -6,7 +6,6 @@ use std::time::Duration;
 
 use linkwise_core::publish::RdmaNodes;
 use linkwise_core::publish::injection::HostDevices;
-use linkwise_kubelet::dra::Occurrence;
 use linkwise_kubelet_box::dra::{ClaimUse, DraKubelet, PodClaim, PodClaims};
 
 use super::node::{
@@ -32,7 +31,8 @@ async fn claim_gets_its_gpus_by_its_own_cdi_name() {
     assert_eq!(mode & 0o777, 0o600);
     end(&kubelet, &claim).await;
     assert_eq!((node.checkpoints(), node.claim_specs()), (vec![], vec![]));
-    node.wait(|seen| matches!(seen, Occurrence::Held { claims: 0, devices: 0 })).await;
+    node.holds(0).await;
+    node.counts("dra_prepared_devices", 0).await;
 }
 
 #[tokio::test]
@@ -108,8 +108,8 @@ async fn repeated_prepare_needs_no_api_server() {
     node.start();
     connected(&kubelet).await;
     assert_eq!(start(&kubelet, &claim).await.unwrap(), first);
-    let repeated = |seen: &Occurrence| matches!(seen, Occurrence::Prepared { repeated: true, .. });
-    assert_eq!(node.seen.borrow().iter().filter(|seen| repeated(seen)).count(), 2);
+    let repeated = |line: &&String| line.contains("claim prepared") && line.contains("repeated=true");
+    assert_eq!(node.log.lines.borrow().iter().filter(repeated).count(), 2);
 }
 
 #[tokio::test]
@@ -221,13 +221,8 @@ async fn unprepare_asks_nobody_and_knows_no_unknown_claim() {
     assert!(refusal(&kubelet, &unknown).await.contains("there is no such claim"));
     end(&kubelet, &unknown).await;
     // The log tells the two apart.
-    for (uid, nothing_left) in [("a", false), ("never", true)] {
-        let undone = |seen: &Occurrence| match seen {
-            Occurrence::Unprepared { claim, repeated, .. } => claim.uid == uid && *repeated == nothing_left,
-            _ => false,
-        };
-        node.wait(undone).await;
-    }
+    node.log.has(&["claim unprepared claim=", "uid=\"a\""]).await;
+    node.log.has(&["claim unprepared: nothing of it was here", "uid=\"never\""]).await;
 }
 
 #[tokio::test]

@@ -6,15 +6,12 @@ use std::path::{Path, PathBuf};
 use std::process::Stdio;
 
 use hyper_util::rt::TokioIo;
-use linkwise_core::state::ResourceName;
-use linkwise_kubelet::device_plugin::{Life, Occurrence, Phase, Plugin, Settings};
+use linkwise_kubelet::device_plugin::{Phase, Settings};
 use linkwise_kubelet_api::v1beta1 as wire;
 use linkwise_kubelet_box::{Fault, KubeletBox, Options, Pod};
-use linkwise_system::grpc::Refusal;
-use linkwise_system::uds::{Callers, Peer};
+use linkwise_system::uds::Callers;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixStream;
-use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
@@ -22,7 +19,7 @@ use tonic::Code;
 use tonic::transport::{Channel, Endpoint};
 use wire::device_plugin_client::DevicePluginClient;
 
-use crate::run::kubelet::sources;
+use crate::run::kubelet::plugin;
 use crate::run::node::{GPU, LIMIT, Setup, registered};
 
 pub async fn client(path: PathBuf) -> Result<DevicePluginClient<Channel>, tonic::transport::Error> {
@@ -41,20 +38,13 @@ async fn caller_with_other_uid_is_refused() {
     // A uid that no process has: not even the test may call.
     let callers = Callers::only(4_000_000_000);
     let settings = Settings { callers, ..Settings::new(folder.path().join("kubelet.sock")) };
-    let (refusals, mut refused) = mpsc::channel(64);
-    let sources = sources(move |occurrence| {
-        if let Occurrence::Life(Life::Refused(Refusal::Caller(Peer { uid, pid }))) = occurrence {
-            let _ = refusals.try_send((uid, pid));
-        }
-    });
-    let plugin = Plugin::new(ResourceName::gpu(), settings.into(), sources);
+    let (plugin, log) = plugin(settings);
     let phase = plugin.phase();
     let shutdown = CancellationToken::new();
     let running = tokio::spawn(plugin.run(shutdown.clone()));
     // The kubelet dials back and is us.
-    let (uid, pid) = timeout(LIMIT, refused.recv()).await.unwrap().unwrap();
     let us = std::os::unix::fs::MetadataExt::uid(&std::fs::metadata(folder.path()).unwrap());
-    assert_eq!((uid, pid), (us, i32::try_from(std::process::id()).ok()));
+    log.has(&["refused a caller", &format!("uid={us} pid={}", std::process::id())]).await;
     assert!(*phase.borrow() != Phase::Serving);
     assert_eq!(kubelet.state().resources[GPU].calls.list_and_watch, 0);
     shutdown.cancel();

@@ -107,7 +107,7 @@ async fn stream_cut_at_any_byte_leads_to_registration() {
         longest_pause: Duration::from_millis(64),
         ..Settings::new(socket)
     };
-    let (plugin, _ended) = plugin(settings);
+    let (plugin, _log) = plugin(settings);
     let mut phase = plugin.phase();
     let shutdown = CancellationToken::new();
     let running = tokio::spawn(plugin.run(shutdown.clone()));

@@ -6,13 +6,17 @@ use std::time::Duration;
 
 use linkwise_core::state::{Event, NodeState, ResourceName};
 use linkwise_host::machines;
-use linkwise_kubelet::device_plugin::{Life, Occurrence, Phase, Plugin, Settings, Sources};
+use linkwise_kubelet::device_plugin::{Phase, Plugin, PluginMetrics, Settings, Sources};
+use linkwise_kubelet::readiness::Readiness;
 use linkwise_kubelet_box::{Fault, KubeletBox, Pod, Restart};
+use linkwise_nvml::supervisor::Idle;
+use prometheus_client::registry::Registry;
 use tokio::sync::{mpsc, watch};
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 use tonic::Code;
 
+use crate::run::log::Log;
 use crate::run::node::{GPU, LIMIT, Node, Setup, registered};
 
 const CONNECTED: &str = "linkwise_kubelet_connected{resource=\"nvidia.com/gpu\"}";
@@ -137,16 +141,13 @@ async fn failed_bind_names_folder_and_is_retried() {
     assert_eq!((node.get("/livez").await.status, kubelet.state().resources.len()), (200, 0));
 
     // Again and again, whatever the cause.
-    let (plugin, mut ended) = plugin(Settings {
+    let (plugin, log) = plugin(Settings {
         longest_pause: Duration::from_millis(64),
         ..Settings::new(node.setup.kubelet_socket.clone())
     });
     let shutdown = CancellationToken::new();
     let running = tokio::spawn(plugin.run(shutdown.clone()));
-    for _ in 0..3 {
-        let why = timeout(LIMIT, ended.recv()).await.unwrap().unwrap();
-        assert!(why.starts_with(&cause), "{why}");
-    }
+    log.has_times(3, &[&format!("\"{cause}")]).await;
     shutdown.cancel();
     timeout(LIMIT, running).await.unwrap().unwrap().unwrap();
 }
@@ -191,19 +192,11 @@ async fn unanswered_register_is_retried_and_counted() {
         longest_pause: Duration::from_millis(64),
         ..Settings::new(folder.path().join("kubelet.sock"))
     };
-    let (failures, mut failed) = mpsc::channel(64);
-    let sources = sources(move |occurrence| {
-        if let Occurrence::Life(Life::Registered(Err(why))) = occurrence {
-            let _ = failures.try_send(why);
-        }
-    });
-    let plugin = Plugin::new(ResourceName::gpu(), Arc::new(settings), sources);
+    let (plugin, log) = plugin(settings);
     let shutdown = CancellationToken::new();
     let running = tokio::spawn(plugin.run(shutdown.clone()));
-    for _ in 0..3 {
-        let why = timeout(LIMIT, failed.recv()).await.unwrap().unwrap();
-        assert_eq!(why, "the kubelet did not answer Register within 50ms");
-    }
+    log.has(&["not registered", "error=\"the kubelet did not answer Register within 50ms\""]).await;
+    log.has_times(2, &["again", "Registered(Err(\"the kubelet did not answer Register within 50ms\"))"]).await;
     shutdown.cancel();
     timeout(LIMIT, running).await.unwrap().unwrap().unwrap();
 }
@@ -221,7 +214,7 @@ async fn replaced_kubelet_folder_is_followed() {
     std::os::unix::fs::symlink("first", at("k")).unwrap();
     // A plugin that polls every hour depends on inotify in the second folder.
     let poll = Duration::from_secs(3600);
-    let (plugin, _ended) = plugin(Settings { poll, ..Settings::new(at("k/kubelet.sock")) });
+    let (plugin, _log) = plugin(Settings { poll, ..Settings::new(at("k/kubelet.sock")) });
     let mut phase = plugin.phase();
     let shutdown = CancellationToken::new();
     let running = tokio::spawn(plugin.run(shutdown.clone()));
@@ -245,29 +238,21 @@ async fn dropped_stream_leads_to_registration() {
     node.process.said("ListAndWatch stream is gone").await;
 }
 
-/// A machine of eight GPUs for a plugin of its own, and a function that receives its occurrences.
-pub fn sources(observe: impl Fn(Occurrence) + Send + Sync + 'static) -> Sources {
+/// A plugin of its own on a machine of eight GPUs, and its log.
+pub fn plugin(settings: Settings) -> (Plugin, Log) {
     let machine = machines::load("dgx1-v100").unwrap();
     let (snapshot, _) = NodeState::default().apply(Event::Observed(Box::new(machine.observed)), Duration::ZERO);
     let sender = watch::Sender::new(Arc::new(snapshot));
-    let snapshot = sender.subscribe();
-    let observer: linkwise_kubelet::device_plugin::Observer = Arc::new(move |_, occurrence| {
+    let sources = Sources {
+        snapshot: sender.subscribe(),
+        metrics: PluginMetrics::register(&mut Registry::default()),
+        readiness: Readiness::new(Idle::Waiting(String::new())),
+        events: mpsc::channel(1).0,
         // Lists end with their sender: it lives as long as the plugin.
-        let _ = &sender;
-        observe(occurrence);
-    });
-    Sources { snapshot, observer, renew: watch::channel(0).1 }
-}
-
-/// A plugin of its own, and why its sessions ended.
-pub fn plugin(settings: Settings) -> (Plugin, mpsc::Receiver<String>) {
-    let (ends, ended) = mpsc::channel(64);
-    let sources = sources(move |occurrence| {
-        if let Occurrence::Life(Life::Ended(why)) = occurrence {
-            let _ = ends.try_send(why);
-        }
-    });
-    (Plugin::new(ResourceName::gpu(), Arc::new(settings), sources), ended)
+        chosen: Arc::new(move |_, _, _| drop(sender.subscribe())),
+        renew: watch::channel(0).1,
+    };
+    (Plugin::new(ResourceName::gpu(), Arc::new(settings), sources), Log::start())
 }
 
 #[tokio::test]
@@ -277,15 +262,12 @@ async fn returning_kubelet_ends_the_pause() {
     // A kubelet that ended leaves its socket behind.
     drop(std::os::unix::net::UnixListener::bind(&socket).unwrap());
     let longest_pause = Duration::from_secs(64 * 3600);
-    let (plugin, mut ended) = plugin(Settings { longest_pause, ..Settings::new(socket) });
+    let (plugin, log) = plugin(Settings { longest_pause, ..Settings::new(socket) });
     let mut phase = plugin.phase();
     let shutdown = CancellationToken::new();
     let running = tokio::spawn(plugin.run(shutdown.clone()));
     // The retry that comes at once has failed too: the next pause is half an hour at least.
-    for _ in 0..2 {
-        let why = timeout(LIMIT, ended.recv()).await.unwrap().unwrap();
-        assert!(why.contains("the registration failed: cannot connect"), "{why}");
-    }
+    log.has_times(2, &["nded", "the registration failed: cannot connect"]).await;
     timeout(LIMIT, phase.wait_for(|phase| *phase == Phase::Pausing)).await.unwrap().unwrap();
     let mut options = linkwise_kubelet_box::Options::new(folder.path());
     (options.dial_retry, options.wait_timeout) = (Duration::from_millis(10), LIMIT);
@@ -308,14 +290,11 @@ async fn missing_dial_back_is_retried() {
         longest_pause: Duration::from_millis(64),
         ..Settings::new(folder.path().join("kubelet.sock"))
     };
-    let (plugin, mut ended) = plugin(settings);
+    let (plugin, log) = plugin(settings);
     let mut phase = plugin.phase();
     let shutdown = CancellationToken::new();
     let running = tokio::spawn(plugin.run(shutdown.clone()));
-    for _ in 0..3 {
-        let why = timeout(LIMIT, ended.recv()).await.unwrap().unwrap();
-        assert_eq!(why, "the kubelet did not open ListAndWatch within 50ms of the registration");
-    }
+    log.has_times(3, &["nded", "the kubelet did not open ListAndWatch within 50ms of the registration"]).await;
     kubelet.set_fault(Fault::None);
     registered(&kubelet, 1, 8).await;
     timeout(LIMIT, phase.wait_for(|phase| *phase == Phase::Serving)).await.unwrap().unwrap();

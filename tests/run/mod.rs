@@ -32,6 +32,7 @@ mod kubelet;
 mod labels;
 mod live;
 mod lock;
+pub mod log;
 mod memory;
 mod mig;
 mod mps;

@@ -45,7 +45,7 @@ async fn stream_confirms_without_pod_resources() {
         let dir = at(&format!("k-{socket}"));
         let kubelet = KubeletBox::start(Options::new(&dir)).unwrap();
         let settings = Settings { pod_resources_socket: Some(at(socket)), ..Settings::new(dir.join("kubelet.sock")) };
-        let (plugin, _ended) = plugin(settings);
+        let (plugin, _log) = plugin(settings);
         let mut phase = plugin.phase();
         let shutdown = CancellationToken::new();
         let running = tokio::spawn(plugin.run(shutdown.clone()));

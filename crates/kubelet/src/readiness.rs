@@ -1,6 +1,6 @@
 //! The parts of the node that are ready, and the reasons why others are not.
 //!
-//! Written by the owner of each part: the plugins' observer, CDI sync. Read by /readyz and `linkwise admin state`. The
+//! Written by the owner of each part: the plugins, CDI sync. Read by /readyz and `linkwise admin state`. The
 //! module decides only the summary.
 
 use std::collections::BTreeMap;
@@ -12,9 +12,12 @@ use tokio::sync::watch;
 
 use linkwise_core::publish::view::PartState;
 use linkwise_core::state::ResourceName;
-use linkwise_kubelet::device_plugin::Phase;
-use linkwise_kubelet::dra;
 use linkwise_nvml::supervisor::{Idle, NOT_SEEN};
+
+/// The phase of a device plugin while an earlier plugin exists that might still end.
+pub(crate) const BESIDE: &str = "serving beside the plugin before us";
+/// The phase of a DRA plugin that the kubelet calls.
+pub(crate) const REGISTERED: &str = "registered";
 
 /// A part that can be ready or not.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -140,7 +143,7 @@ impl Readiness {
     pub fn has_plugins(&self, alone: bool) -> bool {
         let parts = self.parts();
         let plugins = || parts.iter().filter(|(part, _)| matches!(part, Part::Plugin(_))).map(|(_, state)| state);
-        let serves = |state: &PartState| state.ready && !(alone && state.phase == Phase::Beside.words());
+        let serves = |state: &PartState| state.ready && !(alone && state.phase == BESIDE);
         let has_dra = parts.contains_key(&Part::DraPlugin) || parts.contains_key(&Part::Held);
         // A process that may not look at the GPUs serves them only if it has seen them before.
         let has_dra = has_dra && !parts.contains_key(&Part::Driver);
@@ -169,7 +172,7 @@ impl Readiness {
 
     /// Returns true if the kubelet calls this process's DRA plugin, or this process has none.
     pub fn is_dra_called(&self) -> bool {
-        self.parts().get(&Part::DraPlugin).is_none_or(|state| state.phase == dra::Phase::Registered.words())
+        self.parts().get(&Part::DraPlugin).is_none_or(|state| state.phase == REGISTERED)
     }
 
     /// Every part.

@@ -11,7 +11,8 @@ pub mod node;
 pub mod observe;
 pub mod operator;
 pub mod page;
-pub mod readiness;
 pub mod state_loop;
 pub mod takeover;
 pub mod views;
+
+pub use linkwise_kubelet::readiness;

@@ -22,7 +22,7 @@ use tokio_util::sync::CancellationToken;
 
 use self::succession::{Memory, Order, Running};
 use super::keeper::{HealthSettings, Keeper};
-use super::observe::{self, GpuFailures, Reported};
+use super::observe::{self, GpuFailures};
 use super::readiness::{Part, Readiness};
 use super::state_loop::StateWriter;
 use super::views::Views;
@@ -34,7 +34,7 @@ use linkwise_core::publish::view::ChoiceView;
 use linkwise_core::state::{Effect, Event, Health, HealthRecord, Holdings, NodeState, NumaHints, ResourceName};
 use linkwise_core::topology::{GpuUuid, NodeObservation};
 use linkwise_kubelet::device_plugin::pod_resources::{self, Holders};
-use linkwise_kubelet::device_plugin::{self as kubelet, Life, Occurrence, Phase, Plugin, PluginMetrics, Sources};
+use linkwise_kubelet::device_plugin::{self as kubelet, Phase, Plugin, PluginMetrics, Sources};
 use linkwise_kubelet::dra::{Book, BookEntry};
 use linkwise_nvml::supervisor::{Idle, NOT_SEEN, Others};
 use linkwise_system::right::Right;
@@ -43,8 +43,6 @@ use linkwise_system::right::Right;
 const EVENTS: usize = 256;
 /// The most orders that may be queued; the takeover waits for room.
 const ORDERS: usize = 8;
-/// The most occurrences that may be queued for the log; the metrics count further ones, which are not logged.
-const OCCURRENCES: usize = 1024;
 /// The longest time for the tasks to end; the whole process has a second, and the plugins half of one.
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_millis(750);
 
@@ -93,7 +91,6 @@ pub struct Node {
     book: (Book, mpsc::Receiver<BookEntry>),
     /// Those that wait.
     entries: Vec<BookEntry>,
-    occurrences: Queue<(ResourceName, Occurrence)>,
     /// The tokens that end the running plugins; those that are ending are included.
     plugins: BTreeMap<ResourceName, CancellationToken>,
     holders: watch::Sender<Holders>,
@@ -205,7 +202,6 @@ impl Node {
             events: mpsc::channel(EVENTS),
             book: Book::new(),
             entries: Vec::new(),
-            occurrences: mpsc::channel(OCCURRENCES),
             plugins: BTreeMap::new(),
             holders: watch::Sender::default(),
             follows_holders: false,
@@ -296,7 +292,6 @@ impl Node {
 
     /// Serves until the shutdown, or until a task ends unexpectedly.
     pub async fn serve(mut self) -> Result<()> {
-        let mut reported = Reported::default();
         let mut holders = self.holders.subscribe();
         let ended = loop {
             self.enter();
@@ -315,10 +310,6 @@ impl Node {
                     let now = holders.borrow_and_update().clone();
                     self.holders_changed(now);
                 }
-                Some((resource, occurrence)) = self.occurrences.1.recv() => {
-                    reported.log(&resource, &occurrence);
-                    self.show_choice(&resource, &occurrence);
-                }
                 Some(task) = self.tasks.join_next() => match task_end(task) {
                     Ok(_) if self.shutdown.is_cancelled() => break Ok(()),
                     Ok(name) if self.withdrawn(&name) => {}
@@ -331,12 +322,6 @@ impl Node {
         // The end of the process ends a task that hangs in the kernel.
         let _ = timeout(SHUTDOWN_TIMEOUT, async { while self.tasks.join_next().await.is_some() {} }).await;
         ended
-    }
-
-    fn show_choice(&self, resource: &ResourceName, occurrence: &Occurrence) {
-        let Occurrence::Chosen { report, narrowed, .. } = occurrence else { return };
-        let at = self.state.clock.now().as_secs();
-        self.views.chosen(ChoiceView::of(at, resource, report, *narrowed));
     }
 
     /// Applies an event to the state and carries out its effects.
@@ -455,8 +440,14 @@ impl Node {
 
     fn start_plugin(&mut self, resource: ResourceName) {
         self.plugin_metrics.offered(&resource);
-        let (snapshot, renew) = (self.state.snapshot(), self.renew.subscribe());
-        let sources = Sources { snapshot, observer: self.observer(), renew };
+        let sources = Sources {
+            snapshot: self.state.snapshot(),
+            metrics: self.plugin_metrics.clone(),
+            readiness: self.readiness.clone(),
+            events: self.events(),
+            chosen: self.chosen(),
+            renew: self.renew.subscribe(),
+        };
         let plugin = Plugin::new(resource.clone(), Arc::clone(&self.kubelet), sources);
         let (end, gate) = (self.shutdown.child_token(), self.gate.clone());
         let waits = gate.as_ref().filter(|(ready, _)| !*ready.borrow());
@@ -510,31 +501,12 @@ impl Node {
         true
     }
 
-    /// Counts at once, which never waits. The log may wait, and gets a copy through a queue.
-    fn observer(&self) -> kubelet::Observer {
-        let (metrics, log) = (self.plugin_metrics.clone(), self.occurrences.0.clone());
-        let (last_report, readiness) = (self.last_report.clone(), self.readiness.clone());
-        let events = self.events();
-        Arc::new(move |resource, occurrence| {
-            if let Occurrence::Given { devices, offered } = occurrence {
-                // The queue is full: the devices that were free then stay unknown.
-                let _ = events.try_send(Event::Allocated { resource: resource.clone(), devices, offered });
-                return;
-            }
-            metrics.count(resource, &occurrence);
-            match &occurrence {
-                Occurrence::Chosen { report, .. } => drop(last_report.send_replace(Some(Arc::clone(report)))),
-                // None of these happens during an admission.
-                Occurrence::Life(Life::Waiting(why) | Life::Ended(why)) => {
-                    readiness.trouble(&Part::Plugin(resource.clone()), why.clone());
-                }
-                Occurrence::Life(Life::Phase(phase)) => {
-                    readiness.enter(&Part::Plugin(resource.clone()), phase.words(), phase.is_serving());
-                }
-                _ => {}
-            }
-            // The queue is full: requests come faster than the log is written.
-            let _ = log.try_send((resource.clone(), occurrence));
+    /// Shows each choice.
+    fn chosen(&self) -> kubelet::Chosen {
+        let (last_report, views, clock) = (self.last_report.clone(), self.views.clone(), self.state.clock);
+        Arc::new(move |resource, report, narrowed| {
+            last_report.send_replace(Some(Arc::clone(report)));
+            views.chosen(ChoiceView::of(clock.now().as_secs(), resource, report, narrowed));
         })
     }
 

@@ -1,6 +1,6 @@
-//! The occurrences of plugins and the health of GPUs, for the log and the metrics.
+//! The health of GPUs and their holders through the other door, for the log and the metrics.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::fmt;
 
 use prometheus_client::metrics::counter::Counter;
@@ -8,17 +8,10 @@ use prometheus_client::metrics::family::Family;
 use prometheus_client::registry::Registry;
 
 use crate::readiness::{Part, Readiness};
-use linkwise_core::allocation::FallbackReason;
 use linkwise_core::once::Once;
-use linkwise_core::state::{Health, NodeState, ResourceName, UnhealthyReason};
+use linkwise_core::state::{Health, NodeState, UnhealthyReason};
 use linkwise_core::topology::{GpuUuid, MigUuid};
-use linkwise_kubelet::device_plugin::{Life, Occurrence, Phase};
-use linkwise_system::grpc::{Refusal, Rpc};
 use linkwise_system::metrics::new;
-use linkwise_system::uds::Peer;
-
-/// The most troubles of a resource, and the most refused users, that are remembered; further ones are not logged.
-const MOST: usize = 64;
 
 /// Counts GPUs that became unhealthy.
 #[derive(Clone, Debug)]
@@ -83,104 +76,5 @@ pub fn health(gpu: &GpuUuid, mig: Option<&MigUuid>, health: &Health) {
             let (since, ends_with) = (since.as_secs(), reason.ends_with());
             tracing::warn!(%gpu, mig, %reason, since, ends_with, "the {device} is unhealthy");
         }
-    }
-}
-
-/// The facts that the log has already: each is logged once, and its repetitions are counted.
-#[derive(Debug)]
-pub struct Reported {
-    fallbacks: Once<FallbackReason>,
-    /// The troubles of each resource since it last served.
-    troubles: BTreeMap<ResourceName, Once<String>>,
-    refused: Once<u32>,
-}
-
-impl Default for Reported {
-    fn default() -> Self {
-        Self { fallbacks: Once::new(), troubles: BTreeMap::new(), refused: Once::with_bound(MOST) }
-    }
-}
-
-impl Reported {
-    /// Returns true if this is new since the resource last served.
-    fn is_news(&mut self, resource: &ResourceName, kind: &str, why: &str) -> bool {
-        let troubles = self.troubles.entry(resource.clone()).or_insert_with(|| Once::with_bound(MOST));
-        troubles.is_news(format!("{kind}: {why}"))
-    }
-
-    /// Logs an occurrence; one that was logged already goes to debug level.
-    pub fn log(&mut self, resource: &ResourceName, occurrence: &Occurrence) {
-        match occurrence {
-            Occurrence::Life(Life::Phase(Phase::Serving)) => {
-                let repeated = self.troubles.remove(resource).map_or(0, |mut troubles| troubles.clear());
-                tracing::info!(%resource, phase = Phase::Serving.words(), repeated, "kubelet");
-            }
-            Occurrence::Life(Life::Phase(phase)) => tracing::debug!(%resource, phase = phase.words(), "kubelet"),
-            Occurrence::Detached(Ok(())) => {
-                tracing::info!(%resource, "serving beside the plugin before us, whose end will change nothing");
-            }
-            Occurrence::Detached(Err(error)) => {
-                tracing::warn!(%resource, error, "the end of the plugin before us may cost another registration");
-            }
-            Occurrence::Life(Life::Waiting(why)) if self.is_news(resource, "waiting", why) => {
-                tracing::warn!(%resource, why, "waiting for the kubelet");
-            }
-            Occurrence::Life(Life::Registered(Ok(()))) if self.is_news(resource, "registered", "") => {
-                tracing::info!(%resource, "registered");
-            }
-            Occurrence::Life(Life::Registered(Err(error))) if self.is_news(resource, "not registered", error) => {
-                tracing::warn!(%resource, error, "not registered");
-            }
-            Occurrence::Life(Life::Ended(why)) if self.is_news(resource, "ended", why) => {
-                tracing::warn!(%resource, why, "the session with the kubelet ended");
-            }
-            Occurrence::Life(Life::Refused(Refusal::NotAccepted(error)))
-                if self.is_news(resource, "not accepted", error) =>
-            {
-                tracing::warn!(%resource, error, "a connection could not be accepted");
-            }
-            Occurrence::Life(Life::Refused(Refusal::Caller(Peer { uid, pid }))) if self.refused.is_news(*uid) => {
-                tracing::warn!(%resource, uid, pid, "refused a caller; root and linkwise's own user may call");
-            }
-            Occurrence::Life(Life::Rpc(Rpc { method, code, elapsed })) => {
-                tracing::debug!(%resource, method, code, ?elapsed, "rpc");
-            }
-            Occurrence::Life(again) => tracing::debug!(%resource, ?again, "again"),
-            Occurrence::Chosen { report, elapsed, narrowed } => match report.fallback {
-                Some(reason) if self.fallbacks.is_news(reason) => {
-                    let what = "preferred in sorted order; further ones are counted, not logged";
-                    tracing::warn!(%resource, %report, "{what}");
-                }
-                Some(_) => tracing::debug!(%resource, %report, "preferred in sorted order"),
-                None => tracing::info!(%resource, %report, ?elapsed, narrowed, "preferred"),
-            },
-            // The line above it has the devices.
-            Occurrence::Given { .. } => {}
-            Occurrence::Allocated(Ok(devices)) => tracing::info!(%resource, devices = devices.join(","), "allocated"),
-            Occurrence::Allocated(Err(refusal)) => tracing::warn!(%resource, refusal, "refused to allocate"),
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn troubles_are_news_again_once_it_has_served() {
-        let (mut reported, gpu) = (Reported::default(), ResourceName::gpu());
-        assert!(reported.is_news(&gpu, "ended", "a") && reported.is_news(&gpu, "waiting", "a"));
-        assert!(!reported.is_news(&gpu, "ended", "a"));
-        reported.log(&gpu, &Occurrence::Life(Life::Phase(Phase::Serving)));
-        assert!(reported.is_news(&gpu, "ended", "a"));
-    }
-
-    #[test]
-    fn strangers_fill_neither_log_nor_memory() {
-        let (mut reported, gpu) = (Reported::default(), ResourceName::gpu());
-        let logged = (0..10_000).filter(|uid| reported.refused.is_news(*uid)).count();
-        assert_eq!(logged, MOST);
-        let logged = (0..10_000).filter(|number| reported.is_news(&gpu, "ended", &number.to_string())).count();
-        assert_eq!(logged, MOST);
     }
 }

@@ -95,9 +95,18 @@ impl LifePhase for Phase {
     const BINDING: Self = Self::Binding;
     const ENDING: Self = Self::Ending;
     const PAUSING: Self = Self::Pausing;
+    const SERVING: Self = Self::Serving;
 
     fn is_open(self) -> bool {
         (Self::Registering..=Self::Serving).contains(&self)
+    }
+
+    fn is_ready(self) -> bool {
+        self.is_serving()
+    }
+
+    fn words(self) -> &'static str {
+        Self::words(self)
     }
 }
 

@@ -1,5 +1,5 @@
 //! The device plugin of one resource, as the executor of its life sees it: the kubelet's socket, the calls to the
-//! kubelet, the occurrences.
+//! kubelet, what is told of them.
 //!
 //! All its work is done in the task of [`Plugin::run`], which the node owns.
 
@@ -13,7 +13,8 @@ use tokio_util::sync::CancellationToken;
 
 use super::handshake::{DevicePluginHandshake, Input, Limits, OwnAction, OwnInput};
 use super::session::PluginSession;
-use super::{Occurrence, Phase, Report, Settings, Sources, pod_resources, register};
+use super::told::Told;
+use super::{Phase, Settings, Sources, pod_resources, register};
 use crate::registration::{self, BindError, Executor, Held, Life, Registrant, RegistrationMachine, Watching, random};
 use linkwise_core::errors::chain;
 use linkwise_core::state::{NodeState, ResourceName};
@@ -61,12 +62,11 @@ impl Plugin {
             confirm: settings.confirm_timeout,
         });
         let machine = RegistrationMachine::new(limits, Phase::WaitingForKubelet, handshake, random());
-        let Sources { snapshot, observer, renew } = sources;
-        let named = resource.clone();
-        let report: Report = Arc::new(move |occurrence| observer(&named, occurrence));
+        let Sources { snapshot, renew, metrics, readiness, events, chosen } = sources;
+        let told = Arc::new(Told::new(resource.clone(), (metrics, readiness), (events, chosen)));
         let watching = Watching { folder, poll: settings.poll, inotify: settings.inotify };
         let folder = watching.folder.clone();
-        let registrant = DevicePlugin { resource, settings, snapshot, report, renew, folder };
+        let registrant = DevicePlugin { resource, settings, snapshot, told, renew, folder };
         Executor::new(registrant, machine, phase, watching).live(&shutdown).await;
         Ok(())
     }
@@ -77,7 +77,7 @@ struct DevicePlugin {
     resource: ResourceName,
     settings: Arc<Settings>,
     snapshot: watch::Receiver<Arc<NodeState>>,
-    report: Report,
+    told: Arc<Told>,
     renew: watch::Receiver<u64>,
     folder: PathBuf,
 }
@@ -99,7 +99,7 @@ impl Registrant for DevicePlugin {
     type Session = PluginSession;
 
     fn report(&self, event: Life<Phase>) {
-        (self.report)(Occurrence::Life(event));
+        self.told.life(&event);
     }
 
     fn kubelet(&self) -> Result<FileId, String> {
@@ -109,9 +109,9 @@ impl Registrant for DevicePlugin {
 
     fn bind(&self, random: u64) -> Held<Result<(bool, PluginSession), BindError>> {
         let (resource, settings) = (self.resource.clone(), Arc::clone(&self.settings));
-        let (snapshot, report) = (self.snapshot.clone(), Arc::clone(&self.report));
+        let (snapshot, told) = (self.snapshot.clone(), Arc::clone(&self.told));
         Box::pin(async move {
-            let mut session = PluginSession::begin(resource, settings, snapshot, report, random)?;
+            let mut session = PluginSession::begin(resource, settings, snapshot, told, random)?;
             Ok((session.has_predecessor(), session))
         })
     }
@@ -139,7 +139,14 @@ impl Registrant for DevicePlugin {
                 })
             }
             OwnAction::ReportDetached(result) => {
-                (self.report)(Occurrence::Detached(result));
+                match result {
+                    Ok(()) => {
+                        tracing::info!(%resource, "serving beside the plugin before us, whose end will change nothing");
+                    }
+                    Err(error) => {
+                        tracing::warn!(%resource, error, "the end of the plugin before us may cost another registration");
+                    }
+                }
                 return None;
             }
         })

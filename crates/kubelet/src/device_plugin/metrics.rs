@@ -1,6 +1,8 @@
 //! Metrics of the device plugins: choices, allocations, RPCs, registrations.
 //!
-//! The node registers them and counts each [`Occurrence`]. docs/metrics.md documents them.
+//! The node registers them, the plugins count. docs/metrics.md documents them.
+
+use std::time::Duration;
 
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
@@ -8,7 +10,9 @@ use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::{Registry, Unit};
 
-use super::{Life, Occurrence};
+use super::Phase;
+use crate::registration::Life;
+use linkwise_core::allocation::AllocationReport;
 use linkwise_core::state::ResourceName;
 use linkwise_system::grpc::{Refusal, Rpc};
 use linkwise_system::metrics::new;
@@ -98,44 +102,43 @@ impl PluginMetrics {
         self.connected.remove(&of(resource));
     }
 
-    /// Counts an occurrence. On the path of an admission: nothing here waits.
-    pub fn count(&self, resource: &ResourceName, occurrence: &Occurrence) {
-        let outcome = |family: &Counters<2>, outcome| {
-            family.get_or_create(&with(resource, "outcome", outcome)).inc();
-        };
-        match occurrence {
-            Occurrence::Life(Life::Phase(phase)) => {
-                self.connected.get_or_create(&of(resource)).set(i64::from(phase.is_serving()));
+    fn outcome(family: &Counters<2>, resource: &ResourceName, outcome: &str) {
+        family.get_or_create(&with(resource, "outcome", outcome)).inc();
+    }
+
+    /// Counts what happens between a plugin and the kubelet.
+    pub fn life(&self, resource: &ResourceName, event: &Life<Phase>) {
+        match event {
+            Life::Phase(phase) => drop(self.connected.get_or_create(&of(resource)).set(phase.is_serving().into())),
+            Life::Registered(result) => {
+                Self::outcome(&self.registrations, resource, if result.is_ok() { "ok" } else { "failed" });
             }
-            Occurrence::Life(Life::Registered(result)) => {
-                outcome(&self.registrations, if result.is_ok() { "ok" } else { "failed" });
-            }
-            Occurrence::Allocated(result) => outcome(&self.allocations, if result.is_ok() { "ok" } else { "refused" }),
-            Occurrence::Life(Life::Refused(Refusal::Caller(_))) => {
-                self.refused.get_or_create(&of(resource)).inc();
-            }
-            Occurrence::Life(Life::Rpc(rpc)) => self.rpc(resource, rpc),
-            Occurrence::Chosen { report, elapsed, narrowed } => {
-                outcome(
-                    &self.choices,
-                    match report.fallback {
-                        Some(_) => "fallback",
-                        None if report.exact => "exact",
-                        None => "best_found",
-                    },
-                );
-                if let Some(reason) = report.fallback {
-                    self.fallbacks.get_or_create(&with(resource, "reason", reason.label())).inc();
-                }
-                if *narrowed {
-                    self.narrowed.get_or_create(&of(resource)).inc();
-                }
-                self.choice_seconds.get_or_create(&of(resource)).observe(elapsed.as_secs_f64());
-            }
-            Occurrence::Life(Life::Waiting(_) | Life::Ended(_) | Life::Refused(_))
-            | Occurrence::Detached(_)
-            | Occurrence::Given { .. } => {}
+            Life::Refused(Refusal::Caller(_)) => drop(self.refused.get_or_create(&of(resource)).inc()),
+            Life::Rpc(rpc) => self.rpc(resource, rpc),
+            Life::Waiting(_) | Life::Ended(_) | Life::Refused(_) => {}
         }
+    }
+
+    /// Counts an answer to Allocate.
+    pub fn allocated(&self, resource: &ResourceName, is_ok: bool) {
+        Self::outcome(&self.allocations, resource, if is_ok { "ok" } else { "refused" });
+    }
+
+    /// Counts an answer to GetPreferredAllocation. On the path of an admission: nothing here waits.
+    pub fn chosen(&self, resource: &ResourceName, report: &AllocationReport, elapsed: Duration, narrowed: bool) {
+        let outcome = match report.fallback {
+            Some(_) => "fallback",
+            None if report.exact => "exact",
+            None => "best_found",
+        };
+        Self::outcome(&self.choices, resource, outcome);
+        if let Some(reason) = report.fallback {
+            self.fallbacks.get_or_create(&with(resource, "reason", reason.label())).inc();
+        }
+        if narrowed {
+            self.narrowed.get_or_create(&of(resource)).inc();
+        }
+        self.choice_seconds.get_or_create(&of(resource)).observe(elapsed.as_secs_f64());
     }
 
     /// The length of a stream says nothing of speed and is not observed.

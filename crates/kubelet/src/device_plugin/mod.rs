@@ -18,19 +18,20 @@ pub mod pod_resources;
 mod register;
 mod service;
 mod session;
+mod told;
 
-use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::sync::watch;
+use tokio::sync::{mpsc, watch};
 
-use linkwise_core::allocation::{AllocationReport, DeviceId};
+use linkwise_core::allocation::AllocationReport;
 use linkwise_core::publish::injection::{HostDevices, InjectionOptions};
-use linkwise_core::state::{NodeState, ResourceName};
+use linkwise_core::state::{Event, NodeState, ResourceName};
 use linkwise_system::uds::Callers;
 
+use crate::readiness::{BESIDE, Readiness};
 pub use crate::registration::Life;
 pub use calls::HeldCalls;
 pub use channel::{ConnectError, ProbeError, probe};
@@ -128,47 +129,13 @@ impl Phase {
             Self::WaitingForStream => "registered, waiting for the kubelet's ListAndWatch",
             Self::Confirming => "registered, waiting for PodResources to list our devices",
             Self::Detaching => "registered, detaching from the plugin before us",
-            Self::Beside => "serving beside the plugin before us",
+            Self::Beside => BESIDE,
             Self::Serving => "serving",
             Self::Ending => "ending the session, waiting for its connections to close",
             Self::Pausing => "pausing before the next attempt",
         }
     }
 }
-
-/// An occurrence in a plugin, for the log and the metrics.
-#[derive(Clone, Debug)]
-pub enum Occurrence {
-    /// Its life with the kubelet went on.
-    Life(Life<Phase>),
-    /// Another plugin of the resource was here before us: whether its end will leave our registration alone, or why it
-    /// may not.
-    Detached(Result<(), String>),
-    /// GetPreferredAllocation was answered.
-    Chosen {
-        /// The reasons for these devices.
-        report: Arc<AllocationReport>,
-        /// The time of the choice alone.
-        elapsed: Duration,
-        /// True if the kubelet held back devices that are healthy and free, or had taken some already.
-        narrowed: bool,
-    },
-    /// Allocate was answered, `Err` with the refusal.
-    Allocated(Result<Vec<String>, String>),
-    /// The same for the node's state, where it was not refused.
-    Given {
-        /// The devices.
-        devices: BTreeSet<DeviceId>,
-        /// The devices from which the kubelet let us choose; empty where the kubelet did not ask.
-        offered: Vec<DeviceId>,
-    },
-}
-
-/// Receives occurrences. Called on the path of an admission: it must not block.
-pub type Observer = Arc<dyn Fn(&ResourceName, Occurrence) + Send + Sync>;
-
-/// Receives the occurrences of one resource.
-type Report = Arc<dyn Fn(Occurrence) + Send + Sync>;
 
 impl Settings {
     /// The places where the kubelet lists the holders of devices; `None` without a PodResources socket.
@@ -179,13 +146,23 @@ impl Settings {
     }
 }
 
+/// Receives the report of a choice, and whether the kubelet held back devices that are healthy and free, or had taken some
+/// already. Called on the path of an admission: it must not block.
+pub type Chosen = Arc<dyn Fn(&ResourceName, &Arc<AllocationReport>, bool) + Send + Sync>;
+
 /// The inputs and outputs that all plugins of a node share.
 #[derive(Clone)]
 pub struct Sources {
     /// The current snapshot.
     pub snapshot: watch::Receiver<Arc<NodeState>>,
-    /// The receiver of occurrences.
-    pub observer: Observer,
+    /// The metrics of all plugins.
+    pub metrics: PluginMetrics,
+    /// The readiness of the node's parts.
+    pub readiness: Readiness,
+    /// Receives the allocations.
+    pub events: mpsc::Sender<Event>,
+    /// Receives the choices.
+    pub chosen: Chosen,
     /// The number of plugins that registered after ours and ended: after each, plugins register again.
     pub renew: watch::Receiver<u64>,
 }

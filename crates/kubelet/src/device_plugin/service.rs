@@ -11,7 +11,8 @@ use tokio_util::sync::CancellationToken;
 use tonic::{Request, Response, Status};
 
 use super::narrowing::Narrowing;
-use super::{Occurrence, Report, Settings, convert};
+use super::told::Told;
+use super::{Settings, convert};
 use linkwise_core::publish::injection::{ChosenDevice, Granted, Injection, InjectionError};
 use linkwise_core::publish::{MpsClient, MpsShm};
 use linkwise_core::state::{Device, NodeState, ResourceName};
@@ -24,7 +25,7 @@ pub(super) struct Service {
     pub resource: ResourceName,
     pub settings: Arc<Settings>,
     pub snapshot: watch::Receiver<Arc<NodeState>>,
-    pub report: Report,
+    pub told: Arc<Told>,
     /// The process that listens on kubelet.sock, once known.
     pub kubelet: Arc<OnceLock<Peer>>,
     /// The number of ListAndWatch streams that the kubelet holds.
@@ -131,7 +132,7 @@ impl DevicePlugin for Service {
             let narrowed = narrowing.narrowed(&question, |id| snapshot.offers().is_healthy(&self.resource, id));
             narrowing.answered(question.available);
             drop(narrowing);
-            (self.report)(Occurrence::Chosen { report: Arc::new(report), elapsed, narrowed });
+            self.told.chosen(report, elapsed, narrowed);
             convert::preferred(answer)
         });
         Ok(Response::new(wire::PreferredAllocationResponse { container_responses: answers.collect() }))
@@ -152,12 +153,7 @@ impl DevicePlugin for Service {
                 let injection = self.injection(&snapshot, &devices);
                 injection.map(convert::container).map_err(|error| convert::no_injection(&error))
             });
-            let allocated = ids.iter().map(|id| id.as_str().to_owned()).collect();
-            let outcome = answer.as_ref().map(|_| allocated).map_err(|refusal| refusal.message().to_owned());
-            (self.report)(Occurrence::Allocated(outcome));
-            if answer.is_ok() {
-                (self.report)(Occurrence::Given { devices: ids.into_iter().collect(), offered });
-            }
+            self.told.allocated(ids, offered, answer.as_ref().err());
             container_responses.push(answer?);
         }
         Ok(Response::new(wire::AllocateResponse { container_responses }))

@@ -10,9 +10,10 @@ use std::sync::{Arc, Mutex, OnceLock};
 use tokio::sync::watch;
 use tonic::service::Routes;
 
+use super::Settings;
 use super::handshake::{DevicePluginHandshake, Input, OwnInput};
 use super::service::Service;
-use super::{Occurrence, Report, Settings};
+use super::told::Told;
 use crate::registration::{BindError, Servers, Session, bind, folder_of, is_number};
 use linkwise_core::names::shortened;
 use linkwise_core::state::{NodeState, ResourceName};
@@ -96,7 +97,7 @@ impl PluginSession {
         resource: ResourceName,
         settings: Arc<Settings>,
         snapshot: watch::Receiver<Arc<NodeState>>,
-        report: Report,
+        told: Arc<Told>,
         random: u64,
     ) -> Result<Self, BindError> {
         let folder = folder_of(&settings.kubelet_socket);
@@ -105,15 +106,15 @@ impl PluginSession {
         let (path, name) = socket_path(&settings, &resource, random);
         let bound = bind(&path, &settings.callers, is_any_of_ours)?;
 
-        let life = Arc::clone(&report);
-        let mut servers = Servers::new(Arc::new(move |event| life(Occurrence::Life(event))));
+        let life = Arc::clone(&told);
+        let mut servers = Servers::new(Arc::new(move |event| life.life(&event)));
         let kubelet = Arc::new(OnceLock::new());
         let (streams_sender, streams) = watch::channel(0);
         let service = Service {
             resource,
             settings: Arc::clone(&settings),
             snapshot,
-            report,
+            told,
             kubelet: Arc::clone(&kubelet),
             streams: streams_sender,
             narrowing: Mutex::default(),

@@ -12,7 +12,6 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::Occurrence;
 use linkwise_core::claims::{ClaimName, Prepared, PreparedDevice};
 use linkwise_core::quote::{one_line, quoted};
 use linkwise_core::state::PreparedClaim;
@@ -72,8 +71,8 @@ pub(super) struct Unreadable {
 /// A file in the folder.
 pub(super) type Found = Result<Checkpoint, Box<Unreadable>>;
 
-/// A folder, its files of claims by UID, and the files in it that are none.
-type Opened = (CheckpointFolder, Vec<(String, Found)>, Vec<Occurrence>);
+/// A folder, its files of claims by UID, and the files in it whose names are not those of checkpoints.
+type Opened = (CheckpointFolder, Vec<(String, Found)>, Vec<PathBuf>);
 
 impl Checkpoint {
     /// A checkpoint of a preparation that begins.
@@ -183,8 +182,7 @@ impl CheckpointFolder {
             } else if let Some(uid) = name.strip_suffix(".json").filter(|uid| is_uid(uid)) {
                 found.push((uid.to_owned(), read(&path, uid)));
             } else if !name.ends_with(&format!(".json{ASIDE}")) {
-                let why = "its name is not that of a checkpoint".to_owned();
-                foreign.push(Occurrence::CheckpointUnreadable { path, why });
+                foreign.push(path);
             }
         }
         Ok((Self { folder: folder.to_owned() }, found, foreign))

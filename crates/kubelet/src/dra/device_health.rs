@@ -12,7 +12,7 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tonic::{Request, Response, Status};
 
-use super::{Observer, Occurrence, Settings};
+use super::{PluginMetrics, Settings};
 use linkwise_core::claims::devices;
 use linkwise_core::state::{Door, Health, MigInstance, NodeState, UnhealthyReason};
 use linkwise_core::topology::{Gpu, is_set};
@@ -28,7 +28,7 @@ const LONGEST_MESSAGE: usize = 1024;
 pub(super) struct HealthService {
     pub settings: Arc<Settings>,
     pub snapshot: watch::Receiver<Arc<NodeState>>,
-    pub observer: Observer,
+    pub metrics: PluginMetrics,
     /// The number of open streams.
     pub streams: watch::Sender<usize>,
     /// Ends the open streams: tonic's graceful shutdown waits for them.
@@ -118,7 +118,7 @@ impl HealthService {
         let following = Following {
             sent: None,
             due: Instant::now(),
-            _open: OpenStream::new(self.streams.clone(), Arc::clone(&self.observer)),
+            _open: OpenStream::new(self.streams.clone(), self.metrics.clone()),
             service: self.clone(),
         };
         let lists = stream::unfold(following, |following| async move {
@@ -156,12 +156,12 @@ impl DraResourceHealthV1 for HealthService {
 /// Counts one open stream for as long as it lives, however it ends.
 struct OpenStream {
     streams: watch::Sender<usize>,
-    observer: Observer,
+    metrics: PluginMetrics,
 }
 
 impl OpenStream {
-    fn new(streams: watch::Sender<usize>, observer: Observer) -> Self {
-        let this = Self { streams, observer };
+    fn new(streams: watch::Sender<usize>, metrics: PluginMetrics) -> Self {
+        let this = Self { streams, metrics };
         this.change(|open| open.saturating_add(1));
         this
     }
@@ -172,7 +172,7 @@ impl OpenStream {
             *open = change(*open);
             now = *open;
         });
-        (self.observer)(Occurrence::HealthStreams(now));
+        self.metrics.health_streams(now);
     }
 }
 

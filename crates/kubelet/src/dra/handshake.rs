@@ -33,9 +33,19 @@ impl LifePhase for Phase {
     const BINDING: Self = Self::Binding;
     const ENDING: Self = Self::Ending;
     const PAUSING: Self = Self::Pausing;
+    const SERVING: Self = Self::Registered;
 
     fn is_open(self) -> bool {
         (Self::Offered..=Self::Disconnected).contains(&self)
+    }
+
+    fn is_ready(self) -> bool {
+        // A kubelet that restarts registers the plugin again by itself.
+        matches!(self, Self::Accepted | Self::Registered | Self::Disconnected)
+    }
+
+    fn words(self) -> &'static str {
+        Self::words(self)
     }
 }
 

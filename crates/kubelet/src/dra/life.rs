@@ -1,4 +1,4 @@
-//! The DRA plugin as the executor of its life sees it: the kubelet's folder, the occurrences.
+//! The DRA plugin as the executor of its life sees it: the kubelet's folder, what is told of it.
 //!
 //! All the plugin's work is done in the task of [`super::Plugin::run`], which the node owns.
 
@@ -15,7 +15,7 @@ use super::api::CdiLink;
 use super::handshake::{DraHandshake, Input, OwnInput};
 use super::session::PluginSession;
 use super::turn::{Claims, ClaimsLock};
-use super::{Observer, Occurrence, Phase, Settings, checkpoint};
+use super::{Phase, Settings, Told, checkpoint};
 use crate::registration::{BindError, Executor, Held, Life, Limits, Registrant, RegistrationMachine, Watching, random};
 use linkwise_core::state::NodeState;
 use linkwise_system::files;
@@ -33,7 +33,7 @@ pub(super) struct Registering {
     pub settings: Arc<Settings>,
     pub claims: Claims,
     pub snapshot: watch::Receiver<Arc<NodeState>>,
-    pub observer: Observer,
+    pub told: Told,
     pub phase: watch::Sender<Phase>,
     /// True while the plugin has its sockets.
     pub offers: watch::Receiver<bool>,
@@ -65,7 +65,7 @@ impl Registering {
     }
 
     async fn live(&self, end: &CancellationToken) {
-        let Self { settings, claims, snapshot, observer, phase, turn, .. } = self;
+        let Self { settings, claims, snapshot, told, phase, turn, .. } = self;
         let limits = Limits { close: CLOSE_TIMEOUT, longest_pause: settings.longest_pause };
         let handshake = DraHandshake::new(settings.offer_timeout);
         let machine = RegistrationMachine::new(limits, Phase::WaitingForGpus, handshake, random());
@@ -87,7 +87,7 @@ impl Registering {
             settings: Arc::clone(settings),
             claims: claims.clone(),
             snapshot: snapshot.clone(),
-            observer: Arc::clone(observer),
+            told: told.clone(),
             ready: Some(ready),
         };
         Executor::new(registrant, machine, phase.clone(), watching).live(end).await;
@@ -99,7 +99,7 @@ struct DraPlugin {
     settings: Arc<Settings>,
     claims: Claims,
     snapshot: watch::Receiver<Arc<NodeState>>,
-    observer: Observer,
+    told: Told,
     /// Completes when the sockets may be bound; `None` after that.
     ready: Option<Held<()>>,
 }
@@ -109,7 +109,7 @@ impl Registrant for DraPlugin {
     type Session = PluginSession;
 
     fn report(&self, event: Life<Phase>) {
-        (self.observer)(Occurrence::Life(event));
+        self.told.life(&event);
     }
 
     fn kubelet(&self) -> Result<(), String> {
@@ -120,8 +120,8 @@ impl Registrant for DraPlugin {
 
     fn bind(&self, random: u64) -> Held<Result<((), PluginSession), BindError>> {
         let (settings, claims) = (Arc::clone(&self.settings), self.claims.clone());
-        let (snapshot, observer) = (self.snapshot.clone(), Arc::clone(&self.observer));
-        Box::pin(async move { Ok(((), PluginSession::begin(settings, claims, snapshot, observer, random)?)) })
+        let (snapshot, told) = (self.snapshot.clone(), self.told.clone());
+        Box::pin(async move { Ok(((), PluginSession::begin(settings, claims, snapshot, told, random)?)) })
     }
 
     fn perform(&self, action: Infallible, _: &mut PluginSession) -> Option<Held<Input>> {

@@ -1,6 +1,6 @@
 //! Metrics of the DRA plugin: requests, prepared claims, registration, health streams.
 //!
-//! The node registers them and counts each [`Occurrence`]. docs/metrics.md documents them.
+//! The node registers them, the plugin counts. docs/metrics.md documents them.
 
 use std::time::Duration;
 
@@ -10,7 +10,8 @@ use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::{Registry, Unit};
 
-use super::{Life, Occurrence, Phase};
+use super::Phase;
+use crate::registration::Life;
 use linkwise_system::grpc::Refusal;
 use linkwise_system::metrics::new;
 
@@ -65,35 +66,48 @@ impl PluginMetrics {
         this
     }
 
-    /// Counts an occurrence. While the kubelet waits: nothing here waits.
-    pub fn count(&self, occurrence: &Occurrence) {
-        let gauge = |gauge: &Gauge, value: usize| {
-            gauge.set(i64::try_from(value).unwrap_or(i64::MAX));
-        };
-        match occurrence {
-            Occurrence::Life(Life::Phase(phase)) => {
+    /// Counts what happens between the plugin and the kubelet.
+    pub(super) fn life(&self, event: &Life<Phase>) {
+        match event {
+            Life::Phase(phase) => {
                 self.registered.set(i64::from(matches!(phase, Phase::Accepted | Phase::Registered)));
             }
-            Occurrence::Prepared { result: Ok(_), repeated, elapsed, .. } => {
-                self.request("prepare", if *repeated { "repeated" } else { "ok" }, Some(*elapsed));
-            }
-            Occurrence::Prepared { elapsed, .. } => self.request("prepare", "failed", Some(*elapsed)),
-            Occurrence::Unprepared { result, elapsed, .. } => {
-                self.request("unprepare", if result.is_ok() { "ok" } else { "failed" }, Some(*elapsed));
-            }
-            Occurrence::Swept { result, .. } | Occurrence::HalfMade { result, .. } => {
-                self.request("sweep", if result.is_ok() { "ok" } else { "failed" }, None);
-            }
-            Occurrence::Held { claims, devices } => {
-                gauge(&self.claims, *claims);
-                gauge(&self.devices, *devices);
-            }
-            Occurrence::HealthStreams(open) => gauge(&self.streams, *open),
-            Occurrence::Life(Life::Refused(Refusal::Caller(_))) => {
-                self.refused.inc();
-            }
-            Occurrence::Life(_) | Occurrence::LeftBehind { .. } | Occurrence::CheckpointUnreadable { .. } => {}
+            Life::Refused(Refusal::Caller(_)) => drop(self.refused.inc()),
+            _ => {}
         }
+    }
+
+    /// Counts a claim that was prepared, or could not be; `repeated`, if the answer came from the checkpoint.
+    pub(super) fn prepared(&self, is_ok: bool, repeated: bool, elapsed: Duration) {
+        let result = if !is_ok {
+            "failed"
+        } else if repeated {
+            "repeated"
+        } else {
+            "ok"
+        };
+        self.request("prepare", result, Some(elapsed));
+    }
+
+    /// Counts a claim that was unprepared, or could not be.
+    pub(super) fn unprepared(&self, is_ok: bool, elapsed: Duration) {
+        self.request("unprepare", if is_ok { "ok" } else { "failed" }, Some(elapsed));
+    }
+
+    /// Counts a claim that is over and was undone, or could not be.
+    pub(super) fn swept(&self, is_ok: bool) {
+        self.request("sweep", if is_ok { "ok" } else { "failed" }, None);
+    }
+
+    /// Shows the number of prepared claims, and of their devices.
+    pub fn held(&self, claims: usize, devices: usize) {
+        self.claims.set(number(claims));
+        self.devices.set(number(devices));
+    }
+
+    /// Shows the number of health streams that the kubelet has open.
+    pub(super) fn health_streams(&self, open: usize) {
+        self.streams.set(number(open));
     }
 
     fn request(&self, method: &'static str, result: &'static str, elapsed: Option<Duration>) {
@@ -102,4 +116,8 @@ impl PluginMetrics {
             self.seconds.get_or_create(&[("method", method)]).observe(elapsed.as_secs_f64());
         }
     }
+}
+
+fn number(count: usize) -> i64 {
+    i64::try_from(count).unwrap_or(i64::MAX)
 }

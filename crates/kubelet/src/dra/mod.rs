@@ -27,13 +27,13 @@ use std::time::Duration;
 use tokio::sync::{mpsc, watch};
 use tokio_util::sync::CancellationToken;
 
-use linkwise_core::claims::ClaimName;
+use crate::readiness::{Part, REGISTERED, Readiness};
+use crate::registration::{Journal, Life};
 use linkwise_core::publish::injection::{HostDevices, InjectionOptions};
 use linkwise_core::state::NodeState;
 use linkwise_system::uds::Callers;
 use turn::{Claims, Holder};
 
-pub use crate::registration::Life;
 pub use api::{Book, BookEntry, CdiDevices, CdiLink, MpsLink, MpsOrders, MpsServed, ReadClaim};
 pub use checkpoint::{Checkpoint, has_any as has_checkpoints, parse as parse_checkpoint};
 pub use linkwise_nvml::supervisor::{MigDone, MigRequest};
@@ -174,83 +174,13 @@ impl Phase {
             Self::Binding => "binding our sockets",
             Self::Offered => "waiting for the kubelet to register the plugin",
             Self::Accepted => "registered, waiting for the kubelet to connect",
-            Self::Registered => "registered",
+            Self::Registered => REGISTERED,
             Self::Disconnected => "registered, and the kubelet is away",
             Self::Ending => "ending the session, waiting for its connections to close",
             Self::Pausing => "pausing before the next attempt",
         }
     }
 }
-
-/// An occurrence in the plugin, for the log and the metrics.
-#[derive(Clone, Debug)]
-pub enum Occurrence {
-    /// Its life with the kubelet went on.
-    Life(Life<Phase>),
-    /// A claim was prepared, or could not be.
-    Prepared {
-        /// The claim.
-        claim: ClaimName,
-        /// Its devices by name; `Err` with what the kubelet was told.
-        result: Result<Vec<String>, String>,
-        /// True if the answer came from the checkpoint, without the API server.
-        repeated: bool,
-        /// The time that it took.
-        elapsed: Duration,
-    },
-    /// A claim was unprepared, or could not be.
-    Unprepared {
-        /// The claim.
-        claim: ClaimName,
-        /// `Err` with what the kubelet was told.
-        result: Result<(), String>,
-        /// True if nothing of the claim was left here: the kubelet asks again while another driver of its pod fails.
-        repeated: bool,
-        /// The time that it took.
-        elapsed: Duration,
-    },
-    /// A prepared claim no longer exists in the cluster, and was unprepared; `Err` where that failed.
-    Swept {
-        /// The claim.
-        claim: ClaimName,
-        /// The cause where it failed.
-        result: Result<(), String>,
-    },
-    /// A process before this one was killed while it made MIG devices for a claim; what it left was destroyed, or `Err`
-    /// where that failed.
-    HalfMade {
-        /// The claim.
-        claim: ClaimName,
-        /// The cause where it failed.
-        result: Result<(), String>,
-    },
-    /// A claim is over while DRA is off, and something of it stays on this node.
-    LeftBehind {
-        /// The claim.
-        claim: ClaimName,
-        /// The part of the claim that stays, and why.
-        what: String,
-    },
-    /// A file in the folder of checkpoints is no checkpoint, or cannot be read: it stays.
-    CheckpointUnreadable {
-        /// The file.
-        path: PathBuf,
-        /// The cause.
-        why: String,
-    },
-    /// The number of prepared claims and devices now.
-    Held {
-        /// Claims.
-        claims: usize,
-        /// Their devices.
-        devices: usize,
-    },
-    /// The number of health streams that the kubelet has open now.
-    HealthStreams(usize),
-}
-
-/// Receives occurrences. Called while the kubelet waits: it must not block.
-pub type Observer = Arc<dyn Fn(Occurrence) + Send + Sync>;
 
 /// The cause where the plugin cannot run.
 #[derive(Debug, thiserror::Error)]
@@ -265,19 +195,35 @@ pub enum PluginError {
     },
 }
 
+/// Those who are told what happens in the plugin: the log, the metrics, /readyz.
+#[derive(Clone)]
+struct Told {
+    metrics: PluginMetrics,
+    journal: Arc<Journal>,
+}
+
+impl Told {
+    /// Tells what happened between the plugin and the kubelet.
+    fn life(&self, event: &Life<Phase>) {
+        self.metrics.life(event);
+        self.journal.note(event);
+    }
+}
+
 /// The DRA plugin of this node. Clones share what they report.
 #[derive(Clone)]
 pub struct Plugin {
     settings: Arc<Settings>,
-    observer: Observer,
+    told: Told,
     phase: watch::Sender<Phase>,
     lock: watch::Sender<Option<ClaimsLock>>,
 }
 
 impl Plugin {
     /// A plugin that does nothing until [`Self::run`].
-    pub fn new(settings: Arc<Settings>, observer: Observer) -> Self {
-        Self { settings, observer, phase: watch::Sender::new(Phase::WaitingForGpus), lock: watch::Sender::new(None) }
+    pub fn new(settings: Arc<Settings>, metrics: PluginMetrics, readiness: Readiness) -> Self {
+        let told = Told { metrics, journal: Arc::new(Journal::new(Part::DraPlugin, readiness)) };
+        Self { settings, told, phase: watch::Sender::new(Phase::WaitingForGpus), lock: watch::Sender::new(None) }
     }
 
     /// Follows the right to touch the node's claims: what is written for them keeps a clone until it is written.
@@ -299,18 +245,18 @@ impl Plugin {
         handover: Handover,
         shutdown: CancellationToken,
     ) {
-        let Self { settings, observer, phase, lock } = self;
+        let Self { settings, told, phase, lock } = self;
         let (claims, Handover { offers, claims: turn }) = (Claims::new(Arc::clone(&settings)), handover);
         let registers = life::Registering {
             settings: Arc::clone(&settings),
             claims: claims.clone(),
             snapshot: snapshot.clone(),
-            observer: Arc::clone(&observer),
+            told: told.clone(),
             phase,
             offers,
             turn: turn.clone(),
         };
-        let holder = Holder { settings, observer, snapshot, book, claims, lock, turn };
+        let holder = Holder { settings, told, snapshot, book, claims, lock, turn };
         tokio::select! {
             biased;
             () = registers.run(&shutdown) => {}

@@ -15,7 +15,7 @@ use super::device_health::HealthService;
 use super::handshake::{DraHandshake, Input, OwnInput};
 use super::service::Service;
 use super::turn::Claims;
-use super::{Observer, Occurrence, Settings};
+use super::{Settings, Told};
 use crate::registration::{BindError, Servers, Session, bind, is_number};
 use linkwise_core::names::shortened;
 use linkwise_core::quote::one_line;
@@ -84,7 +84,7 @@ impl PluginSession {
         settings: Arc<Settings>,
         claims: Claims,
         snapshot: watch::Receiver<Arc<NodeState>>,
-        observer: Observer,
+        told: Told,
         random: u64,
     ) -> Result<Self, BindError> {
         let number = u32::try_from(random & 0xFFFF_FFFF).unwrap_or_default();
@@ -95,12 +95,12 @@ impl PluginSession {
         let endpoint = folder.join(format!("{PREFIX}{number:08x}.sock"));
         let bound = bind(&endpoint, &settings.callers, |name| is_ours(name, |rest| rest == ".sock"))?;
 
-        let life = Arc::clone(&observer);
-        let mut servers = Servers::new(Arc::new(move |event| life(Occurrence::Life(event))));
+        let metrics = told.metrics.clone();
+        let mut servers = Servers::new(Arc::new(move |event| told.life(&event)));
         let health = HealthService {
             settings: Arc::clone(&settings),
             snapshot,
-            observer,
+            metrics,
             streams: watch::Sender::default(),
             end: servers.end_of_streams(),
         };

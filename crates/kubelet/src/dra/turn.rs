@@ -13,7 +13,8 @@ use tokio_util::sync::CancellationToken;
 
 use super::api::Book;
 use super::claim_manager::{ClaimManager, keep_specs, keep_sweeping};
-use super::{Life, Observer, Occurrence, PluginError, Settings};
+use super::{PluginError, Settings, Told};
+use crate::registration::Life;
 use linkwise_core::errors::chain;
 use linkwise_core::state::{Event, NodeState};
 use linkwise_system::right::Right;
@@ -78,7 +79,7 @@ impl Claims {
 /// The inputs and outputs of the manager.
 pub(super) struct Holder {
     pub settings: Arc<Settings>,
-    pub observer: Observer,
+    pub told: Told,
     pub snapshot: watch::Receiver<Arc<NodeState>>,
     pub book: Book,
     pub claims: Claims,
@@ -104,7 +105,7 @@ impl Holder {
             match opened {
                 Ok(manager) => self.hold(Arc::new(manager), right).await,
                 Err(error) => {
-                    (self.observer)(Occurrence::Life(Life::Ended(chain(&error))));
+                    self.told.life(&Life::Ended(chain(&error)));
                     let _ = timeout(FAULT_PAUSE, self.withdrawn(&right)).await;
                 }
             }
@@ -122,8 +123,8 @@ impl Holder {
 
     /// Reads the checkpoints.
     async fn open(&self, right: Right) -> Result<ClaimManager, PluginError> {
-        let (settings, observer) = (Arc::clone(&self.settings), Arc::clone(&self.observer));
-        ClaimManager::open(settings, observer, self.snapshot.clone(), self.book.clone(), right).await
+        let (settings, metrics) = (Arc::clone(&self.settings), self.told.metrics.clone());
+        ClaimManager::open(settings, metrics, self.snapshot.clone(), self.book.clone(), right).await
     }
 
     /// Answers calls and sweeps the claims until another process is to have them; then ends what has begun.

@@ -25,9 +25,17 @@ pub trait LifePhase: Copy + PartialEq + Debug + Send + Sync + 'static {
     const ENDING: Self;
     /// A session ended or could not begin; the next attempt follows after a pause.
     const PAUSING: Self;
+    /// The registration stands.
+    const SERVING: Self;
 
     /// Returns true while a session is open: the sockets are bound, and the session is not ending.
     fn is_open(self) -> bool;
+
+    /// Returns true if the plugin is ready.
+    fn is_ready(self) -> bool;
+
+    /// The phase in words, for /readyz and the log.
+    fn words(self) -> &'static str;
 }
 
 /// The part of a plugin's life that another plugin does not have: from bound sockets to a registration that stands.

@@ -6,11 +6,13 @@
 //! (docs/life-cycle.md).
 
 mod executor;
+mod journal;
 mod machine;
 mod servers;
 #[cfg(test)]
 pub mod worlds;
 
 pub use executor::{Executor, Life, Registrant, Session, Watching, random};
+pub use journal::Journal;
 pub use machine::{Action, ActionOf, Attempts, Handshake, Input, LifePhase, Limits, RegistrationMachine};
 pub use servers::{BindError, Held, Servers, bind, folder_of, is_number, listen};

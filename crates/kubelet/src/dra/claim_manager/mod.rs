@@ -19,6 +19,7 @@ mod sweep;
 mod undo;
 
 use std::collections::BTreeMap;
+use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tokio::sync::{OnceCell, OwnedMutexGuard, watch};
@@ -27,7 +28,7 @@ use tokio::time::{Instant, timeout};
 use super::api::Book;
 use super::checkpoint::{Checkpoint, CheckpointFolder, Found, Unreadable};
 use super::turn::ClaimsLock;
-use super::{Observer, Occurrence, PluginError, Settings};
+use super::{PluginError, PluginMetrics, Settings};
 use linkwise_core::claims::{Claim, ClaimName, ReadClaimError};
 use linkwise_core::state::{Event, NodeState};
 use linkwise_system::files;
@@ -57,7 +58,7 @@ struct Slot {
 pub(super) struct ClaimManager {
     settings: Arc<Settings>,
     store: Arc<CheckpointFolder>,
-    observer: Observer,
+    metrics: PluginMetrics,
     snapshot: watch::Receiver<Arc<NodeState>>,
     /// The node's ledger.
     book: Book,
@@ -72,7 +73,7 @@ impl ClaimManager {
     /// A manager with the claims that the checkpoints have.
     pub async fn open(
         settings: Arc<Settings>,
-        observer: Observer,
+        metrics: PluginMetrics,
         snapshot: watch::Receiver<Arc<NodeState>>,
         book: Book,
         lock: ClaimsLock,
@@ -86,24 +87,25 @@ impl ClaimManager {
         let opened = opened.await;
         let unusable = |source| PluginError::Checkpoints { folder: settings.checkpoints.clone(), source };
         let (store, found, foreign) = opened.map_err(unusable)?;
-        foreign.into_iter().for_each(|foreign| observer(foreign));
+        let unreadable = |path: &Path, why: &str| {
+            tracing::warn!(path = %path.display(), why, "checkpoint of a claim unreadable, keeping it");
+        };
+        foreign.iter().for_each(|path| unreadable(path, "its name is not that of a checkpoint"));
         let since = Some(Instant::now());
         let slot = |(uid, found): (String, Found)| {
-            let (checkpoint, unreadable) = match found {
+            let (checkpoint, fault) = match found {
                 Ok(checkpoint) => (Some(checkpoint), None),
-                Err(unreadable) => (None, Some(*unreadable)),
+                Err(fault) => (None, Some(*fault)),
             };
-            if let Some(Unreadable { why, .. }) = &unreadable {
-                observer(Occurrence::CheckpointUnreadable { path: store.path(&uid), why: why.clone() });
-            }
-            (uid, Slot { checkpoint, unreadable, since, ..Slot::default() })
+            fault.iter().for_each(|fault| unreadable(&store.path(&uid), &fault.why));
+            (uid, Slot { checkpoint, unreadable: fault, since, ..Slot::default() })
         };
         let slots: BTreeMap<_, _> = found.into_iter().map(slot).collect();
         let known = slots.values().filter_map(Slot::known);
         let entries = known.map(|checkpoint| checkpoint.entry(settings.boot.as_deref())).collect();
         book.change(|_| Event::Prepared(entries)).await;
         let (store, slots, is_mig_known) = (Arc::new(store), Mutex::new(slots), OnceCell::new());
-        let manager = Self { settings, store, observer, snapshot, book, slots, lock, is_mig_known };
+        let manager = Self { settings, store, metrics, snapshot, book, slots, lock, is_mig_known };
         manager.changed();
         Ok(manager)
     }
@@ -203,7 +205,7 @@ impl ClaimManager {
             mps.order(known().filter(of_this_boot), slots.values().any(Slot::is_blind), &self.lock);
         }
         let (claims, devices) = (known().count(), known().map(|known| known.prepared.names().len()).sum());
-        (self.observer)(Occurrence::Held { claims, devices });
+        self.metrics.held(claims, devices);
     }
 }
 

@@ -11,8 +11,8 @@ use tokio::time::{Instant, timeout};
 use super::mig::MigError;
 use super::mps::MpsError;
 use super::{ClaimManager, Turn, specs};
+use crate::dra::Settings;
 use crate::dra::checkpoint::{Checkpoint, is_uid};
-use crate::dra::{Occurrence, Settings};
 use linkwise_core::claims::{Claim, ClaimError, ClaimName, Node, Prepared, PreparedDevice, ReadClaimError, plan};
 use linkwise_core::errors::chain;
 use linkwise_core::publish::injection::HostDevices;
@@ -67,10 +67,15 @@ impl ClaimManager {
         self.tidy();
         let repeated = result.as_ref().is_ok_and(|(_, repeated)| *repeated);
         let result = result.map(|(prepared, _)| prepared).map_err(|error| chain(&error));
-        let names = Prepared::names;
-        let outcome = result.as_ref().map(names).map_err(Clone::clone);
-        let elapsed = start.elapsed();
-        (self.observer)(Occurrence::Prepared { claim: asked, result: outcome, repeated, elapsed });
+        let (elapsed, uid) = (start.elapsed(), &asked.uid);
+        self.metrics.prepared(result.is_ok(), repeated, elapsed);
+        match &result {
+            Ok(prepared) => {
+                let devices = prepared.names().join(",");
+                tracing::info!(claim = %asked, uid, devices, repeated, ?elapsed, "claim prepared");
+            }
+            Err(error) => tracing::warn!(claim = %asked, uid, error, "claim not prepared"),
+        }
         result
     }
 

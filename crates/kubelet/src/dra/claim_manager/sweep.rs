@@ -12,9 +12,9 @@ use tokio::sync::watch;
 use tokio::time::{Instant, timeout};
 use tokio_util::sync::CancellationToken;
 
-use super::{ClaimManager, Slot, specs};
+use super::{ClaimManager, Slot, Turn, specs};
+use crate::dra::Settings;
 use crate::dra::checkpoint::Checkpoint;
-use crate::dra::{Occurrence, Settings};
 use linkwise_core::claims::{Claim, ClaimName, ReadClaimError};
 use linkwise_core::errors::chain;
 use linkwise_core::state::{ClaimedDevice, NodeState};
@@ -81,12 +81,20 @@ impl ClaimManager {
                 continue;
             }
             if is_gone {
-                let result = self.undo_in_time(&uid, &turn).await.map_err(|error| chain(&error));
-                (self.observer)(Occurrence::Swept { claim: checkpoint.claim, result });
+                self.sweep_one(&checkpoint.claim, &turn).await;
             } else if checkpoint.is_half_made(self.settings.boot.as_deref()) && !self.is_off() {
                 // The kubelet was told nothing, and asks again, if at all. Where DRA is off, it would be refused then.
-                let result = self.undo_in_time(&uid, &turn).await.map_err(|error| chain(&error));
-                (self.observer)(Occurrence::HalfMade { claim: checkpoint.claim, result });
+                let (result, claim) = (self.undo_in_time(&uid, &turn).await, &checkpoint.claim);
+                self.metrics.swept(result.is_ok());
+                match result {
+                    Ok(()) => {
+                        tracing::info!(%claim, uid, "MIG devices destroyed of a claim that an earlier process did not prepare to its end")
+                    }
+                    Err(error) => {
+                        let error = chain(&error);
+                        tracing::warn!(%claim, uid, error, "half made MIG devices of a claim cannot be destroyed");
+                    }
+                }
             } else if checkpoint.is_completed_in(self.settings.boot.as_deref()) {
                 self.renew_spec(&checkpoint, &turn).await;
             }
@@ -104,16 +112,25 @@ impl ClaimManager {
         self.tidy();
     }
 
+    /// Undoes a claim that no longer exists; returns true once it is done.
+    async fn sweep_one(&self, claim: &ClaimName, turn: &Turn) -> bool {
+        let (result, uid) = (self.undo_in_time(&claim.uid, turn).await, &claim.uid);
+        self.metrics.swept(result.is_ok());
+        match &result {
+            Ok(()) => tracing::info!(%claim, uid, "claim unprepared: it no longer exists"),
+            Err(error) => {
+                let error = chain(error);
+                tracing::warn!(%claim, uid, error, "a claim that no longer exists cannot be unprepared");
+            }
+        }
+        result.is_ok()
+    }
+
     /// Undoes a claim if it is gone; returns true once it is out of the way.
     pub(super) async fn release_gone(&self, holder: &ClaimName) -> bool {
         let Ok(turn) = timeout(TURN_TIMEOUT, self.turn(&holder.uid)).await else { return false };
         match self.checkpoint(&holder.uid) {
-            Some(checkpoint) if self.is_gone(&checkpoint).await => {
-                self.undo_in_time(&checkpoint.claim.uid, &turn).await.is_ok_and(|()| {
-                    (self.observer)(Occurrence::Swept { claim: checkpoint.claim, result: Ok(()) });
-                    true
-                })
-            }
+            Some(checkpoint) if self.is_gone(&checkpoint).await => self.sweep_one(&checkpoint.claim, &turn).await,
             Some(_) => false,
             // One that cannot be read is the sweeps'. One that only the ledger has was given up before anything was done.
             None => self.known(&holder.uid).is_none() && self.undo_in_time(&holder.uid, &turn).await.is_ok(),
@@ -187,8 +204,7 @@ impl ClaimManager {
                 let claim = self
                     .known(&uid)
                     .map_or_else(|| ClaimName { uid: uid.clone(), ..ClaimName::default() }, |known| known.claim);
-                let result = self.undo_in_time(&uid, &turn).await.map_err(|error| chain(&error));
-                (self.observer)(Occurrence::Swept { claim, result });
+                self.sweep_one(&claim, &turn).await;
             }
         }
     }

@@ -7,8 +7,7 @@ use tokio::time::{Instant, timeout};
 
 use super::mig::MigError;
 use super::{ClaimManager, Turn};
-use crate::dra::Occurrence;
-use crate::dra::checkpoint::is_uid;
+use crate::dra::checkpoint::{Checkpoint, is_uid};
 use linkwise_core::claims::ClaimName;
 use linkwise_core::errors::chain;
 use linkwise_system::files;
@@ -53,8 +52,16 @@ impl ClaimManager {
         let result = timeout(limit, work).await.unwrap_or(Err(UnprepareError::Late(limit)));
         self.tidy();
         let result = result.map_err(|error| chain(&error));
-        let elapsed = start.elapsed();
-        (self.observer)(Occurrence::Unprepared { claim: asked, result: result.clone(), repeated, elapsed });
+        let (elapsed, uid) = (start.elapsed(), &asked.uid);
+        self.metrics.unprepared(result.is_ok(), elapsed);
+        match &result {
+            // The kubelet asks again while another driver of its pod fails.
+            Ok(()) if repeated => {
+                tracing::debug!(claim = %asked, uid, ?elapsed, "claim unprepared: nothing of it was here");
+            }
+            Ok(()) => tracing::info!(claim = %asked, uid, ?elapsed, "claim unprepared"),
+            Err(error) => tracing::warn!(claim = %asked, uid, error, "claim not unprepared"),
+        }
         result
     }
 
@@ -71,9 +78,9 @@ impl ClaimManager {
         let gives_up = self.gives_up(uid);
         let done = |result: Result<(), UnprepareError>| match result {
             Err(error) if gives_up => {
-                if let Some(checkpoint) = self.checkpoint(uid) {
+                if let Some(Checkpoint { claim, .. }) = self.checkpoint(uid) {
                     let what = chain(&error);
-                    (self.observer)(Occurrence::LeftBehind { claim: checkpoint.claim, what });
+                    tracing::warn!(%claim, uid, what, "DRA is off: a claim that is over leaves something behind");
                 }
                 Ok(())
             }

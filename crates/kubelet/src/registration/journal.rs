@@ -1,0 +1,111 @@
+//! The log of a plugin's life with the kubelet, and the plugin's part in the node's readiness.
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use super::executor::Life;
+use super::machine::LifePhase;
+use crate::readiness::{Part, Readiness};
+use linkwise_core::once::Once;
+use linkwise_system::grpc::{Refusal, Rpc};
+use linkwise_system::uds::Peer;
+
+/// The most troubles, and the most refused users, that are remembered; further ones are not logged.
+const MOST: usize = 64;
+
+/// Logs what happens to a plugin: a trouble once until the plugin serves again, a refused user once.
+pub struct Journal {
+    plugin: Part,
+    readiness: Readiness,
+    /// The troubles since the plugin last served, and the users that were refused.
+    told: Mutex<(Once<String>, Once<u32>)>,
+}
+
+impl Journal {
+    /// The journal of a plugin.
+    pub fn new(plugin: Part, readiness: Readiness) -> Self {
+        Self { plugin, readiness, told: Mutex::new((Once::with_bound(MOST), Once::with_bound(MOST))) }
+    }
+
+    fn told(&self) -> MutexGuard<'_, (Once<String>, Once<u32>)> {
+        // Only whole facts are ever put in or taken out.
+        self.told.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Returns true for the first trouble of its words since the plugin last served, and for a user's first refusal.
+    fn is_news<P: LifePhase>(&self, event: &Life<P>) -> bool {
+        let mut told = self.told();
+        match event {
+            Life::Refused(Refusal::Caller(Peer { uid, .. })) => told.1.is_news(*uid),
+            trouble => told.0.is_news(format!("{trouble:?}")),
+        }
+    }
+
+    /// Logs what happened, and shows the plugin's phase and troubles.
+    pub fn note<P: LifePhase>(&self, event: &Life<P>) {
+        let plugin = &self.plugin;
+        if let Life::Waiting(why) | Life::Ended(why) | Life::Registered(Err(why)) = event {
+            self.readiness.trouble(plugin, why.clone());
+        }
+        match event {
+            Life::Phase(phase) => self.entered(*phase),
+            Life::Rpc(Rpc { method, code, elapsed }) => tracing::debug!(%plugin, method, code, ?elapsed, "rpc"),
+            _ if !self.is_news(event) => tracing::debug!(%plugin, ?event, "again"),
+            Life::Waiting(why) => tracing::warn!(%plugin, why, "waiting for the kubelet"),
+            Life::Registered(Ok(())) => tracing::info!(%plugin, "registered"),
+            Life::Registered(Err(error)) => tracing::warn!(%plugin, error, "not registered"),
+            Life::Ended(why) => tracing::warn!(%plugin, why, "the session with the kubelet ended"),
+            Life::Refused(Refusal::NotAccepted(error)) => {
+                tracing::warn!(%plugin, error, "a connection could not be accepted");
+            }
+            Life::Refused(Refusal::Caller(Peer { uid, pid })) => {
+                tracing::warn!(%plugin, uid, pid, "refused a caller; root and linkwise's own user may call");
+            }
+        }
+    }
+
+    fn entered<P: LifePhase>(&self, now: P) {
+        let (plugin, phase) = (&self.plugin, now.words());
+        self.readiness.enter(plugin, phase, now.is_ready());
+        if now == P::SERVING {
+            let repeated = self.told().0.clear();
+            tracing::info!(%plugin, phase, repeated, "kubelet");
+        } else {
+            tracing::debug!(%plugin, phase, "kubelet");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device_plugin::Phase;
+    use linkwise_core::state::ResourceName;
+    use linkwise_nvml::supervisor::Idle;
+
+    fn journal() -> Journal {
+        Journal::new(Part::Plugin(ResourceName::gpu()), Readiness::new(Idle::Waiting(String::new())))
+    }
+
+    fn ended(why: String) -> Life<Phase> {
+        Life::Ended(why)
+    }
+
+    #[test]
+    fn troubles_are_news_again_once_it_has_served() {
+        let (journal, why) = (journal(), || "a".to_owned());
+        assert!(journal.is_news(&ended(why())) && journal.is_news(&Life::<Phase>::Waiting(why())));
+        assert!(!journal.is_news(&ended(why())));
+        journal.note(&Life::Phase(Phase::Serving));
+        assert!(journal.is_news(&ended(why())));
+    }
+
+    #[test]
+    fn strangers_fill_neither_log_nor_memory() {
+        let journal = journal();
+        let refused = |uid| Life::<Phase>::Refused(Refusal::Caller(Peer { uid, pid: None }));
+        let logged = (0..10_000).filter(|uid| journal.is_news(&refused(*uid))).count();
+        assert_eq!(logged, MOST);
+        let logged = (0..10_000).filter(|number: &u32| journal.is_news(&ended(number.to_string()))).count();
+        assert_eq!(logged, MOST);
+    }
+}

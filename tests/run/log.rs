@@ -1,0 +1,52 @@
+//! The log of what a test runs in its own thread.
+
+use std::io;
+
+use tokio::sync::watch;
+use tokio::time::timeout;
+use tracing::subscriber::DefaultGuard;
+
+use crate::run::node::LIMIT;
+
+/// The lines of the log, of all levels, until it is dropped.
+pub struct Log {
+    pub lines: watch::Sender<Vec<String>>,
+    _guard: DefaultGuard,
+}
+
+struct Lines(watch::Sender<Vec<String>>);
+
+impl io::Write for Lines {
+    fn write(&mut self, line: &[u8]) -> io::Result<usize> {
+        self.0.send_modify(|lines| lines.push(String::from_utf8_lossy(line).into_owned()));
+        Ok(line.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+impl Log {
+    pub fn start() -> Self {
+        let lines = watch::Sender::new(Vec::new());
+        let writer = lines.clone();
+        let plain = tracing_subscriber::fmt().with_ansi(false).with_target(false).without_time();
+        let plain = plain.with_max_level(tracing::Level::TRACE).with_writer(move || Lines(writer.clone())).finish();
+        Self { lines, _guard: tracing::subscriber::set_default(plain) }
+    }
+
+    /// Waits for a line with all of this in it.
+    pub async fn has(&self, words: &[&str]) {
+        self.has_times(1, words).await;
+    }
+
+    /// Waits for so many lines with all of this in each.
+    pub async fn has_times(&self, times: usize, words: &[&str]) {
+        let is_it = |line: &&String| words.iter().all(|word| line.contains(word));
+        let mut lines = self.lines.subscribe();
+        let found = timeout(LIMIT, lines.wait_for(|lines| lines.iter().filter(is_it).count() >= times)).await;
+        let found = found.map(|found| drop(found.unwrap()));
+        found.unwrap_or_else(|_| panic!("{words:?} is not {times} times in {:#?}", self.lines.borrow()));
+    }
+}
