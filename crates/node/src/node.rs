@@ -335,10 +335,9 @@ impl Node {
             memory.remember(&event, Instant::now());
         }
         let effects = self.state.apply(event);
-        let awaits_listing = self.state.current.ledger().awaits_listing();
-        let awaits = awaits_listing || self.state.current.offers().awaits_holders();
-        // GPUs given just now are listed soon, even if other answers have been awaited for long.
-        let asks_anew = is_given && awaits_listing;
+        let awaits = self.state.current.ledger().awaits_listing() || self.state.current.offers().awaits_holders();
+        // What was given or taken back just now is listed soon, even if other answers have been awaited for long.
+        let asks_anew = is_given && awaits;
         self.asks_often.send_if_modified(|often| std::mem::replace(often, awaits) != awaits || asks_anew);
         if !self.state.current.topology().gpus().is_empty() {
             self.follow_holders();

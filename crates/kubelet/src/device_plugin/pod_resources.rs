@@ -32,6 +32,8 @@ const LONGEST: usize = 16 << 20;
 /// The least time between two questions for the holders while an answer is awaited: a container whose Allocate was
 /// answered before the first of two questions is in the answer to the second (`state::doors`).
 const ASK_OFTEN: Duration = Duration::from_secs(1);
+/// The most while an answer is awaited: a GPU that a pod has left is offered some seconds after the pod's end.
+const ASK_AWAITED: Duration = Duration::from_secs(10);
 /// The same while no answer is awaited.
 const ASK_BETWEEN: Duration = Duration::from_secs(30);
 
@@ -177,8 +179,8 @@ async fn holders_after(sources: &HolderSources, containers: &mut ListedContainer
 
 /// Polls the holders until `shutdown`.
 ///
-/// The pauses are a second at first, and grow as long as the kubelet answers. A message of `often` (the state waits for
-/// an answer) begins them anew; who reads the answer changes nothing. Two questions are at least a second apart. A
+/// The pauses are a second at first, and grow as long as the kubelet gives the same answer. A message of `often` (the state
+/// waits for an answer) begins them anew; who reads the answer changes nothing. Two questions are at least a second apart. A
 /// state that was made anew (`begun_anew`) has seen no answer, and gets one at once.
 ///
 /// A failure means "not known" until the next answer. Every answer is published, also one like the last: an orphan
@@ -190,15 +192,15 @@ pub async fn follow_holders(
     begun_anew: Arc<Notify>,
     shutdown: CancellationToken,
 ) {
-    let mut pauses = Backoff::new(ASK_OFTEN, ASK_BETWEEN);
+    let mut pauses = Backoff::new(ASK_OFTEN, ASK_AWAITED);
     let mut containers = ListedContainers::default();
     let follow = async {
         loop {
             let soonest = Instant::now() + ASK_OFTEN;
             let now = holders_after(sources, &mut containers).await;
-            let is_known = now.held.is_some();
-            holders_now.send_replace(now);
-            let pause = pause(*often.borrow_and_update(), is_known, &mut pauses);
+            let (is_known, last) = (now.held.is_some(), holders_now.send_replace(now));
+            let is_news = holders_now.borrow().held != last.held;
+            let pause = pause(*often.borrow_and_update(), is_known, is_news, &mut pauses);
             let due = async {
                 // A channel that is closed means that the node is ending.
                 let begins_anew = tokio::time::timeout(pause, often.changed()).await.is_ok();
@@ -218,7 +220,11 @@ pub async fn follow_holders(
 }
 
 /// The pause before the next question.
-fn pause(is_awaited: bool, is_known: bool, pauses: &mut Backoff) -> Duration {
+fn pause(is_awaited: bool, is_known: bool, is_news: bool, pauses: &mut Backoff) -> Duration {
+    if is_news {
+        // What one list lacks is free by the second.
+        pauses.reset();
+    }
     match (is_awaited, is_known) {
         // A pod may hold a device for days: an answer a second would be many.
         (true, true) => pauses.failed(),
@@ -330,9 +336,12 @@ mod tests {
 
     #[test]
     fn restarting_kubelet_is_asked_every_second_and_a_known_one_more_rarely() {
-        let mut pauses = Backoff::new(ASK_OFTEN, ASK_BETWEEN);
-        let mut after = |is_awaited, is_known| pause(is_awaited, is_known, &mut pauses).as_secs();
-        assert_eq!([true; 4].map(|known| after(true, known)), [1, 2, 4, 8]);
+        let mut pauses = Backoff::new(ASK_OFTEN, ASK_AWAITED);
+        assert_eq!([false; 2].map(|news| pause(true, true, news, &mut pauses).as_secs()), [1, 2]);
+        assert_eq!([true, false].map(|news| pause(true, true, news, &mut pauses).as_secs()), [1, 2], "a pod has ended");
+        pauses.reset();
+        let mut after = |is_awaited, is_known| pause(is_awaited, is_known, false, &mut pauses).as_secs();
+        assert_eq!([true; 6].map(|known| after(true, known)), [1, 2, 4, 8, 10, 10]);
         assert_eq!([false; 4].map(|known| after(true, known)), [1; 4]);
         assert_eq!([true; 2].map(|known| after(true, known)), [1, 2], "two lists soon after it is back");
         assert_eq!((after(false, true), after(false, false)), (30, 30));

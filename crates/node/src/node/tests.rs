@@ -2,7 +2,7 @@
 
 use super::*;
 use linkwise_core::claims::{ClaimError, ClaimName, Prepared};
-use linkwise_core::state::PreparedClaim;
+use linkwise_core::state::{ClaimedDevice, DRA_DRIVER, PreparedClaim};
 
 /// Waits until /readyz gives the wanted answer.
 async fn ready(node: &Node, wanted: impl Fn(Result<String, Vec<String>>) -> bool) {
@@ -145,6 +145,28 @@ async fn new_owner_keeps_claims_that_are_told_right_after_the_order_to_adopt() {
         }
         assert!(snapshot.borrow().ledger().prepared("1").is_some());
     }
+}
+
+#[tokio::test]
+async fn kubelet_is_asked_soon_after_a_claim_ends_that_held_a_gpu_of_the_other_door() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut node = Node::start(settings(folder.path())).await.unwrap();
+    node.apply(observed());
+    let claimed = ClaimedDevice {
+        claim: "ml/a".to_owned(),
+        driver: DRA_DRIVER.to_owned(),
+        pool: "n".to_owned(),
+        device: "gpu-0".to_owned(),
+        cdi_names: Vec::new(),
+    };
+    node.apply(Event::Holders(Some(Holdings { claims: [claimed].into(), ..Holdings::default() })));
+    assert!(node.state.current.offers().awaits_holders());
+    let mut asked = node.asks_often.subscribe();
+    node.apply(Event::Prepared(Vec::new()));
+    assert!(asked.has_changed().unwrap());
+    asked.mark_unchanged();
+    node.apply(observed());
+    assert!(!asked.has_changed().unwrap());
 }
 
 #[tokio::test]
