@@ -4,11 +4,16 @@ use std::io;
 
 use tokio::sync::watch;
 use tokio::time::timeout;
+use tracing::Level;
 use tracing::subscriber::DefaultGuard;
+use tracing_subscriber::Layer;
+use tracing_subscriber::filter::Targets;
+use tracing_subscriber::layer::SubscriberExt;
+use tracing_subscriber::util::SubscriberInitExt;
 
 use crate::run::node::LIMIT;
 
-/// The lines of the log, of all levels, until it is dropped.
+/// Our own lines of the log, of all levels, until it is dropped.
 pub struct Log {
     pub lines: watch::Sender<Vec<String>>,
     _guard: DefaultGuard,
@@ -31,9 +36,11 @@ impl Log {
     pub fn start() -> Self {
         let lines = watch::Sender::new(Vec::new());
         let writer = lines.clone();
-        let plain = tracing_subscriber::fmt().with_ansi(false).with_target(false).without_time();
-        let plain = plain.with_max_level(tracing::Level::TRACE).with_writer(move || Lines(writer.clone())).finish();
-        Self { lines, _guard: tracing::subscriber::set_default(plain) }
+        let plain = tracing_subscriber::fmt::layer().with_ansi(false).with_target(false).without_time();
+        let plain = plain.with_writer(move || Lines(writer.clone()));
+        // The lines of the libraries are many.
+        let ours = Targets::new().with_target("linkwise", Level::DEBUG);
+        Self { lines, _guard: tracing_subscriber::registry().with(plain.with_filter(ours)).set_default() }
     }
 
     /// Waits for a line with all of this in it.
