@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use linkwise_core::state::{ClaimedDevice, Door, Event, Holdings, NodeState, ResourcePlan};
+use linkwise_kubelet::dra::Phase;
 
 use super::node::{DRIVER, LIMIT, Node, POOL, end, read_claim, refusal, start, until};
 
@@ -126,7 +127,13 @@ async fn kubelet_finds_no_plugin_without_claims() {
     // Of another driver with our name.
     listed(&node, &["a"]);
     node.start();
-    node.holds(0).await;
+    node.was(Phase::WaitingForGpus).await;
+    // The plugin's task has its turns, on the disk too.
+    for _ in 0..200 {
+        tokio::task::spawn_blocking(|| ()).await.unwrap();
+    }
+    let binds = |line: &String| line.contains(Phase::Binding.words());
+    assert!(!node.log.lines.borrow().iter().any(binds));
     assert_eq!(std::fs::read_dir(&node.settings.registry).unwrap().count(), 0);
     assert!(!node.settings.checkpoints.exists(), "no folder is made");
 }
