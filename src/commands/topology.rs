@@ -31,9 +31,7 @@ pub async fn topology(args: &TopologyArgs) -> Result<()> {
     };
     print(&match args.format {
         TopologyFormat::Text => text(&machine, allocated.as_ref()),
-        TopologyFormat::Json | TopologyFormat::Nccl if allocated.is_some() => {
-            bail!("--allocated is for text and svg")
-        }
+        TopologyFormat::Json if allocated.is_some() => bail!("--allocated is for text and svg"),
         TopologyFormat::Json => {
             let warnings = warnings.iter().map(ToString::to_string).collect();
             serde_json::to_string_pretty(&TopologyJson::new(&topology, warnings))? + "\n"
@@ -41,7 +39,6 @@ pub async fn topology(args: &TopologyArgs) -> Result<()> {
         TopologyFormat::Svg => {
             picture::svg(&Picture::new((&machine.title, &machine.observed), &topology, allocated.as_ref()))
         }
-        TopologyFormat::Nccl => machines::nccl_topology_file(&machine.observed),
     })?;
     Ok(())
 }

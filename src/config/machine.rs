@@ -70,8 +70,6 @@ pub enum TopologyFormat {
     Json,
     /// A picture, for a browser.
     Svg,
-    /// A topology file, for NCCL's NCCL_TOPO_FILE.
-    Nccl,
 }
 
 /// `linkwise topology`.
@@ -83,10 +81,10 @@ pub struct TopologyArgs {
     /// List the built-in machines, one per line, with the name first
     #[arg(long, conflicts_with = "node")]
     pub list: bool,
-    /// Text for people, JSON for scripts, a picture (svg, for a browser), or a topology file for NCCL
+    /// Text for people, JSON for scripts, or a picture (svg, for a browser)
     #[arg(long, default_value = "text")]
     pub format: TopologyFormat,
-    /// GPUs in use, as indices or UUIDs with commas: pictures colour them, the text marks them; not for json and nccl
+    /// GPUs in use, as indices or UUIDs with commas: pictures colour them, the text marks them; not for json
     #[arg(long, value_name = "LIST", value_delimiter = ',', conflicts_with = "list", value_parser = gpu)]
     pub allocated: Option<Vec<GpuSelector>>,
 }

@@ -27,7 +27,7 @@ const REMOVED: &[(&[&str], &str)] = &[
             "LINKWISE_NCCL_TOPOLOGY_DIR",
             "linkwise.ncclTopologyDir",
         ],
-        "leave it out; linkwise topology --format nccl prints the file, and a pod mounts it and sets NCCL_TOPO_FILE",
+        "linkwise writes no topology file, NCCL reads the node itself; leave it out",
     ),
     (
         &["--traces-endpoint", "LINKWISE_TRACES_ENDPOINT", "linkwise.traces"],

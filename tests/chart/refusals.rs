@@ -95,7 +95,7 @@ fn removed_values_are_refused_with_what_to_use() {
         ("config.map.a=linkwise: {allowedUids: [1]}", ["linkwise.allowedUids:", "root and", "Leave it out"]),
         (
             "config.map.a=linkwise: {expose: {ncclTopology: false}}",
-            ["linkwise.expose.ncclTopology:", "--format nccl", "Leave"],
+            ["linkwise.expose.ncclTopology:", "NCCL reads the node", "Leave"],
         ),
     ] {
         refused(&helm, &[value], &words);

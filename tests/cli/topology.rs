@@ -105,18 +105,6 @@ fn node_file_equals_built_in_name() {
 }
 
 #[test]
-fn nccl_topology_file_reads_back_to_machine() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("dgx-h100.xml");
-    std::fs::write(&path, text(&mut linkwise(&["topology", "--node", "dgx-h100", "--format", "nccl"]))).unwrap();
-    let [machine, file] =
-        ["dgx-h100", path.to_str().unwrap()].map(|node| json(&["topology", "--node", node, "--format", "json"]));
-    for key in ["nvlink_mbps", "nvswitch_plane", "pcie_mbps"] {
-        assert_eq!(file[key], machine[key], "{key}");
-    }
-}
-
-#[test]
 fn live_machine_combines_nvml_and_hwloc() {
     let mut command = linkwise(&["topology", "--format", "json"]);
     this_is(&mut command, "dgx1-v100");

@@ -110,8 +110,8 @@
   (list "dra.driverName" "the DRA driver is gpu.nvidia.com. Leave it out, and use gpu.nvidia.com in classes and claims.")
   (list "policies" "flags.plugin.sharedDevicesAllocationPolicy holds for all resources. Leave policies out.")
   (list "allowedUids" "root and linkwise's own user may call its sockets. Leave it out.")
-  (list "expose.ncclTopology" "a pod mounts what linkwise topology --format nccl prints. Leave it out.")
-  (list "ncclTopologyDir" "a pod mounts what linkwise topology --format nccl prints. Leave it out.")
+  (list "expose.ncclTopology" "linkwise writes no topology file; NCCL reads the node itself. Leave it out.")
+  (list "ncclTopologyDir" "linkwise writes no topology file; NCCL reads the node itself. Leave it out.")
 -}}
 {{- $at := $read.linkwise | default dict -}}
 {{- $keys := splitList "." (first $gone) -}}

@@ -9,14 +9,12 @@ mod load;
 mod nccl;
 mod xml;
 
-use std::collections::BTreeSet;
 use std::io;
 
 use serde::{Deserialize, Serialize};
 
 use linkwise_core::topology::{GpuObservation, GpuUuid, NodeObservation, PciAddress};
 pub use load::{MachineFileError, VERSION, host_xml, load, of_bytes};
-pub use nccl::topology_file as nccl_topology_file;
 pub use xml::XmlError;
 
 /// The largest node file that is read, in bytes.
@@ -133,20 +131,6 @@ fn unnamed_gpu(index: u32, pci: PciAddress) -> GpuObservation {
     GpuObservation::new(index, GpuUuid::made_up(pci), pci)
 }
 
-/// The CPUs of a kernel list such as `0-15,32-47`; `None` if the text is no such list, or names a CPU beyond 65535.
-pub fn cpus(list: &str) -> Option<BTreeSet<u32>> {
-    let mut cpus = BTreeSet::new();
-    for range in list.split(',').filter(|range| !range.is_empty()) {
-        let (first, last) = range.split_once('-').unwrap_or((range, range));
-        let (first, last): (u16, u16) = (first.trim().parse().ok()?, last.trim().parse().ok()?);
-        if first > last {
-            return None;
-        }
-        cpus.extend((first..=last).map(u32::from));
-    }
-    Some(cpus)
-}
-
 /// The kernel's list (`0-15,32-47`) of a mask: hexadecimal parts of 32 bits, the highest first, as the kernel
 /// (`0000ffff,0000ffff`) or hwloc (`0x0000ffff,,0x0`) writes them. `None` if the text is not a mask, or has more CPUs
 /// than any machine.
@@ -260,15 +244,6 @@ mod tests {
             machine.observed.gpus.clear();
             let text = machine.to_yaml().unwrap();
             assert_eq!(Machine::parse(&text).unwrap(), machine, "{text}");
-        }
-    }
-
-    #[test]
-    fn kernel_lists_name_cpus() {
-        assert_eq!(cpus("0-2,8, 10-11"), Some([0, 1, 2, 8, 10, 11].into()));
-        assert_eq!(cpus(""), Some(BTreeSet::new()));
-        for list in ["x", "2-1", "0-4294967295", "1-2-3"] {
-            assert_eq!(cpus(list), None, "{list}");
         }
     }
 

@@ -3,14 +3,13 @@
 //! Owns the meaning of its elements and attributes (source: NCCL's src/graph/xml.cc and topo.cc), and the facts that a
 //! dump lacks: host bridges, packages, UUIDs. Topology files that clouds ship are such dumps made by hand: they leave
 //! out `gpu` and `net`, and then the PCI class decides. An oddity becomes a warning (a [`ProbeFailure`]) that names the
-//! line; only a text that is not a dump at all is an error. `write` makes such a file. Called by `machines`.
+//! line; only a text that is not a dump at all is an error. Called by `machines`.
 //!
 //! [`ProbeFailure`]: linkwise_core::topology::ProbeFailure
 
 mod pci;
 #[cfg(test)]
 mod tests;
-mod write;
 
 use std::collections::BTreeSet;
 
@@ -21,8 +20,6 @@ use linkwise_core::topology::{
     ComputeCapability, CpuObservation, GpuObservation, Guid, HostObservation, NicKind, NicObservation, NodeObservation,
     NumaNodeId, NumaNodeObservation, NvLinkObservation, NvLinkRemote, PciAddress, PcieLink,
 };
-
-pub use write::topology_file;
 
 /// The version of the format (NCCL's `NCCL_TOPO_XML_VERSION`).
 const VERSION: &str = "1";
