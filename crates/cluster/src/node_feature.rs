@@ -72,15 +72,6 @@ impl NodeFeatureMetrics {
     }
 }
 
-/// The result for the object.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Outcome {
-    /// The object has the labels.
-    Written,
-    /// The object belongs to another program.
-    LeftAlone,
-}
-
 /// Writes one NodeFeature.
 pub struct NodeFeatureWriter {
     server: ApiServer,
@@ -116,10 +107,10 @@ impl NodeFeatureWriter {
             let pause = match wanted {
                 None => Duration::MAX,
                 Some(wanted) => match self.write(&wanted).await {
-                    Ok(outcome) => {
+                    Ok(is_written) => {
                         self.attempts.succeeded();
                         let pace = self.server.pace();
-                        shortened(if outcome == Outcome::Written { pace.reassert } else { pace.longest })
+                        shortened(if is_written { pace.reassert } else { pace.longest })
                     }
                     Err(error) => {
                         // The pause is kept even if the labels change meanwhile: the server may have asked for it.
@@ -134,8 +125,9 @@ impl NodeFeatureWriter {
         }
     }
 
-    /// Compares the object with the labels, and writes it if it differs.
-    async fn write(&mut self, labels: &Arc<Labels>) -> Result<Outcome, ApiError> {
+    /// Compares the object with the labels, and writes it if it differs. Returns false if the object belongs to another
+    /// program.
+    async fn write(&mut self, labels: &Arc<Labels>) -> Result<bool, ApiError> {
         let owner = match &self.owner {
             Some(owner) => owner.clone(),
             None => self.owner.insert(daemon_set(&mut self.server, &self.settings).await?).clone(),
@@ -148,7 +140,7 @@ impl NodeFeatureWriter {
             Standing::Same => {}
             Standing::Foreign(managers) => {
                 self.report(managers);
-                return Ok(Outcome::LeftAlone);
+                return Ok(false);
             }
             Standing::Replaceable => {
                 self.replace(found.as_ref(), &wanted).await?;
@@ -164,7 +156,7 @@ impl NodeFeatureWriter {
         }
         self.reported = None;
         self.written = Some(Arc::clone(labels));
-        Ok(Outcome::Written)
+        Ok(true)
     }
 
     /// Deletes the object if it has not changed since, so that nothing of it stays, and makes a new one.

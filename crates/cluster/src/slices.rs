@@ -38,9 +38,10 @@ use linkwise_core::backoff::Backoff;
 use linkwise_core::publish::dra::ServerVersion;
 use linkwise_core::publish::dra::slice::Pool;
 use linkwise_core::state::DRA_DRIVER;
+use linkwise_system::send_if_new;
 use plan::{Memory, Plan, Write, drops_counters, drops_sharing, generation, plan};
 use stored::Stored;
-use stored::{OBJECT, Slices, list, listed, resource, value};
+use stored::{OBJECT, Slices, list, resource, value};
 
 /// The name of linkwise as a field manager at the API server.
 const MANAGER: &str = "linkwise";
@@ -313,7 +314,7 @@ impl SliceWriter {
                 if matches!(error.code(), Some(404 | 409 | 410))
                     && let Ok((slices, _)) = list(&mut self.server, &self.settings).await
                 {
-                    listed(stored, slices);
+                    stored.send_modify(|stored| _ = stored.listed(slices));
                 }
                 Err(error)
             }
@@ -386,11 +387,7 @@ impl SliceWriter {
             ..self.known.clone()
         };
         drop(found);
-        report.send_if_modified(|before| {
-            let changed = *before != now;
-            *before = now;
-            changed
-        });
+        send_if_new(report, now);
     }
 }
 

@@ -4,14 +4,15 @@
 //! Called by the agent, its supervisor and the MPS daemons' process. Facts are files and locks on files; the kernel ends
 //! a lock with its process, however that ends, and only then. The files may hang: async callers use a thread.
 
-use std::fs::{self, DirBuilder, File, OpenOptions, TryLockError};
-use std::io::{self, ErrorKind};
-use std::os::unix::fs::DirBuilderExt;
+use std::fs::{self, File, OpenOptions, TryLockError};
+use std::io;
 use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
+
+use linkwise_system::files;
 
 /// The call that [`CallError`](crate::CallError) names for an agent that ends because the driver is released.
 pub const RELEASED: &str = "linkwise admin release";
@@ -87,10 +88,7 @@ impl Gate {
             return Ok(());
         };
         for folder in [linkwise, &self.folder] {
-            match DirBuilder::new().mode(0o700).create(folder) {
-                Err(error) if error.kind() != ErrorKind::AlreadyExists => return Err(error),
-                _ => {}
-            }
+            files::make_private(folder)?;
         }
         self.open(&format!("{USED_BY}{}", self.user)).map(drop)
     }
@@ -114,10 +112,7 @@ impl Gate {
                 written => written.map(|()| true),
             };
         }
-        match fs::remove_file(path) {
-            Err(error) if error.kind() != ErrorKind::NotFound => Err(error),
-            _ => Ok(true),
-        }
+        files::remove_for_this_boot(&path).map(|_| true)
     }
 
     /// Begins to use the driver.

@@ -22,6 +22,24 @@ pub fn same(one: &Device<'_>, two: &Device<'_>) -> bool {
     unsafe { one.handle() == two.handle() }
 }
 
+/// A structure of NVML's of which all-zero bits are a value: numbers, unions of numbers, and pointers.
+trait Zeroed: Copy {}
+
+impl Zeroed for sys::nvmlFieldValue_t {}
+impl Zeroed for sys::nvmlGpuFabricInfo_v3_t {}
+impl Zeroed for sys::nvmlGpuFabricInfo_t {}
+impl Zeroed for sys::nvmlGpuInstanceInfo_t {}
+impl Zeroed for sys::nvmlComputeInstanceProfileInfo_t {}
+impl Zeroed for sys::nvmlGpuInstanceProfileInfo_t {}
+impl Zeroed for sys::nvmlEventData_t {}
+
+/// Such a structure, all zero, for a call to fill.
+fn zeroed<T: Zeroed>() -> T {
+    // JUSTIFICATION: the bindings have no `Default`, and their fields are many.
+    // SAFETY: all-zero bits are a value of each type that is `Zeroed`, all of which are in this file.
+    unsafe { std::mem::zeroed() }
+}
+
 /// A call that writes one answer about a GPU or MIG device.
 type Getter<T> = unsafe extern "C" fn(sys::nvmlDevice_t, *mut T) -> sys::nvmlReturn_t;
 
@@ -43,11 +61,9 @@ pub fn nvlink_states(device: &Device<'_>, links: u32) -> Answer<Vec<Answer<u32>>
     let field = |link| sys::nvmlFieldValue_t {
         fieldId: sys::field_id::NVML_FI_DEV_NVLINK_GET_STATE,
         scopeId: link,
-        timestamp: 0,
-        latencyUsec: 0,
         valueType: sys::nvmlValueType_enum_NVML_VALUE_TYPE_UNSIGNED_INT,
         nvmlReturn: sys::nvmlReturn_enum_NVML_ERROR_UNKNOWN,
-        value: sys::nvmlValue_t { ullVal: 0 },
+        ..zeroed()
     };
     let mut fields: Vec<sys::nvmlFieldValue_t> = (0..links).map(field).collect();
     let count = fields.len().try_into().unwrap_or(0);
@@ -182,15 +198,7 @@ pub fn fabric(device: &Device<'_>) -> Answer<Fabric> {
         return first_fabric(device);
     }
     // Version 2 suffices, and it is the head of version 3, which is what the bindings call V.
-    let info = sys::nvmlGpuFabricInfo_v3_t {
-        version: VERSION_2,
-        clusterUuid: [0; 16],
-        status: 0,
-        cliqueId: 0,
-        state: 0,
-        healthMask: 0,
-        healthSummary: 0,
-    };
+    let info = sys::nvmlGpuFabricInfo_v3_t { version: VERSION_2, ..zeroed() };
     // The answer is as large as the version word says, and larger.
     let info = get("nvmlDeviceGetGpuFabricInfoV", call, device, info)?;
     Ok(info.map(|info| Fabric {
@@ -202,8 +210,8 @@ pub fn fabric(device: &Device<'_>) -> Answer<Fabric> {
 }
 
 fn first_fabric(device: &Device<'_>) -> Answer<Fabric> {
-    let info = sys::nvmlGpuFabricInfo_t { clusterUuid: [0; 16], status: 0, cliqueId: 0, state: 0 };
-    let info = get("nvmlDeviceGetGpuFabricInfo", &device.nvml().lib().nvmlDeviceGetGpuFabricInfo, device, info)?;
+    let call = &device.nvml().lib().nvmlDeviceGetGpuFabricInfo;
+    let info = get::<sys::nvmlGpuFabricInfo_t, _>("nvmlDeviceGetGpuFabricInfo", call, device, zeroed())?;
     Ok(info.map(|info| Fabric {
         cluster: info.clusterUuid,
         clique: info.cliqueId,
@@ -288,8 +296,7 @@ impl<'a, 'nvml> GpuInstanceHandle<'a, 'nvml> {
     /// Its profile and its place.
     pub fn info(&self) -> Answer<GpuInstance> {
         let Ok(call) = &self.device.nvml().lib().nvmlGpuInstanceGetInfo else { return Ok(None) };
-        let placement = sys::nvmlGpuInstancePlacement_t { start: 0, size: 0 };
-        let mut info = sys::nvmlGpuInstanceInfo_t { device: std::ptr::null_mut(), id: 0, profileId: 0, placement };
+        let mut info: sys::nvmlGpuInstanceInfo_t = zeroed();
         // JUSTIFICATION: nvml-wrapper does not have this call.
         // SAFETY: NVML gave the handle, and `info` is the structure this call fills.
         let code = unsafe { call(self.handle, &mut info) };
@@ -303,17 +310,7 @@ impl<'a, 'nvml> GpuInstanceHandle<'a, 'nvml> {
     /// compute slices. The only engine profile is the shared one.
     pub fn compute_profile(&self, number: u32) -> Answer<(u32, u32)> {
         let Ok(call) = &self.device.nvml().lib().nvmlGpuInstanceGetComputeInstanceProfileInfo else { return Ok(None) };
-        let mut info = sys::nvmlComputeInstanceProfileInfo_t {
-            id: 0,
-            sliceCount: 0,
-            instanceCount: 0,
-            multiprocessorCount: 0,
-            sharedCopyEngineCount: 0,
-            sharedDecoderCount: 0,
-            sharedEncoderCount: 0,
-            sharedJpegCount: 0,
-            sharedOfaCount: 0,
-        };
+        let mut info: sys::nvmlComputeInstanceProfileInfo_t = zeroed();
         let engines = sys::NVML_COMPUTE_INSTANCE_ENGINE_PROFILE_SHARED;
         // JUSTIFICATION: nvml-wrapper does not have this call.
         // SAFETY: NVML gave the handle, and `info` is the structure this call fills.
@@ -355,19 +352,7 @@ impl<'a, 'nvml> GpuInstanceHandle<'a, 'nvml> {
 /// A profile of GPU instances, by its number (`NVML_GPU_INSTANCE_PROFILE_*`).
 pub fn profile(device: &Device<'_>, number: u32) -> Answer<sys::nvmlGpuInstanceProfileInfo_t> {
     let Ok(call) = &device.nvml().lib().nvmlDeviceGetGpuInstanceProfileInfo else { return Ok(None) };
-    let mut info = sys::nvmlGpuInstanceProfileInfo_t {
-        id: 0,
-        isP2pSupported: 0,
-        sliceCount: 0,
-        instanceCount: 0,
-        multiprocessorCount: 0,
-        copyEngineCount: 0,
-        decoderCount: 0,
-        encoderCount: 0,
-        jpegCount: 0,
-        ofaCount: 0,
-        memorySizeMB: 0,
-    };
+    let mut info: sys::nvmlGpuInstanceProfileInfo_t = zeroed();
     // JUSTIFICATION: nvml-wrapper does not have this call.
     // SAFETY: the handle is live, and `info` is the structure this call fills.
     let code = unsafe { call(device.handle(), number, &mut info) };
@@ -446,13 +431,7 @@ impl<'nvml> EventSet<'nvml> {
             return Err(CallError::unreadable(CALL, "the library does not have this call"));
         };
         let milliseconds = u32::try_from(timeout.as_millis()).unwrap_or(u32::MAX);
-        let mut data = sys::nvmlEventData_t {
-            device: std::ptr::null_mut(),
-            eventType: 0,
-            eventData: 0,
-            gpuInstanceId: NO_INSTANCE,
-            computeInstanceId: NO_INSTANCE,
-        };
+        let mut data = sys::nvmlEventData_t { gpuInstanceId: NO_INSTANCE, computeInstanceId: NO_INSTANCE, ..zeroed() };
         // JUSTIFICATION: nvml-wrapper drops the instance ids.
         // SAFETY: the set is live, and `data` is the structure this call fills.
         let code = unsafe { call(self.set, &mut data, milliseconds) };

@@ -1,12 +1,12 @@
 //! Files that are written whole or not at all, and small files that are read with a bound.
 //!
-//! This module writes all of linkwise's files: CDI specs, NCCL's topology file, the health record, MPS markers,
+//! This module writes all of linkwise's files: CDI specs, the health record, MPS markers,
 //! snapshots. Its functions block: callers in async code use a blocking task, such as that of [`blocking()`]. It logs
 //! nothing.
 
-use std::fs::{self, DirEntry, File, Permissions};
+use std::fs::{self, DirBuilder, DirEntry, File, Permissions};
 use std::io::{self, Read, Write};
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
 use std::path::Path;
 use std::time::Duration;
 
@@ -88,6 +88,14 @@ pub fn prepare_folder(folder: &Path) -> io::Result<()> {
         }
     }
     draft(&folder.join("x"), 0o600).map(drop)
+}
+
+/// Makes a folder for this user alone if it is missing. Fails with `NotFound` if the folder above is missing.
+pub fn make_private(folder: &Path) -> io::Result<()> {
+    match DirBuilder::new().mode(0o700).create(folder) {
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(()),
+        made => made,
+    }
 }
 
 /// Reads a file of at most `limit` bytes. Fails with `FileTooLarge` for a longer file.

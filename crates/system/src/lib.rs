@@ -36,3 +36,21 @@ pub fn send_if_new<T: PartialEq>(channel: &watch::Sender<T>, value: T) {
         is_new
     });
 }
+
+/// Counts one of something for as long as it lives, however it ends.
+#[derive(Debug)]
+pub struct Counted(watch::Sender<usize>);
+
+impl Counted {
+    /// Adds one to the count.
+    pub fn new(count: &watch::Sender<usize>) -> Self {
+        count.send_modify(|count| *count = count.saturating_add(1));
+        Self(count.clone())
+    }
+}
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        self.0.send_modify(|count| *count = count.saturating_sub(1));
+    }
+}

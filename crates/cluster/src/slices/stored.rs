@@ -133,13 +133,6 @@ pub(crate) fn value(object: &DynamicObject) -> Result<Value, ApiError> {
     serde_json::to_value(object).map_err(|error| ApiError::Malformed(error.to_string()))
 }
 
-/// Stores a list. The writer is notified of each list, even an equal one: the server may have another release.
-pub(super) fn listed(stored: &watch::Sender<Stored>, slices: BTreeMap<String, Value>) {
-    stored.send_modify(|stored| {
-        stored.listed(slices);
-    });
-}
-
 /// The slices, and the channel on which they are published.
 pub(super) struct Slices {
     pub settings: SliceSettings,
@@ -156,7 +149,8 @@ impl Followed for Slices {
 
     async fn list(&mut self, server: &mut ApiServer) -> Result<String, ApiError> {
         let (slices, version) = list(server, &self.settings).await?;
-        listed(&self.stored, slices);
+        // The writer is notified of each list, even an equal one: the server may have another release.
+        self.stored.send_modify(|stored| _ = stored.listed(slices));
         Ok(version)
     }
 

@@ -11,7 +11,7 @@
 //! count, even after a reboot of the node. A process id would not do: the plugin is in another container, with other
 //! process ids.
 
-use std::fs::{self, File, TryLockError};
+use std::fs::{File, TryLockError};
 use std::io::{self, ErrorKind, Read, Write};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -86,7 +86,7 @@ async fn one_daemon(
 ) -> Result<(), MpsError> {
     let path = settings.layout.marker(resource);
     let cannot_write = |source| MpsError::Write(path.clone(), source);
-    Marker::clear(&path).map_err(cannot_write)?;
+    files::remove_for_this_boot(&path).map_err(cannot_write)?;
     let control = Control::of(settings, resource, limits)?;
     if let Err(error) = label(&settings.layout.pipe(resource), &settings.selinuxfs) {
         report(DaemonEvent::NotLabelled(error));
@@ -154,20 +154,12 @@ impl Marker {
         let file = files::place(file, path)?;
         Ok(Self { path: path.to_owned(), _file: file })
     }
-
-    /// Removes the marker of an earlier process.
-    pub fn clear(path: &Path) -> io::Result<()> {
-        match fs::remove_file(path) {
-            Err(error) if error.kind() != ErrorKind::NotFound => Err(error),
-            _ => Ok(()),
-        }
-    }
 }
 
 impl Drop for Marker {
     fn drop(&mut self) {
         // If this fails, the lock still ends, and the marker is stale.
-        let _ = Self::clear(&self.path);
+        let _ = files::remove_for_this_boot(&self.path);
     }
 }
 

@@ -10,6 +10,8 @@ use std::time::Duration;
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep_until};
 
+use linkwise_system::Counted;
+
 /// The switch that holds calls. Clones share it.
 #[derive(Clone, Debug, Default)]
 pub struct HeldCalls {
@@ -41,7 +43,7 @@ impl HeldCalls {
         if held.borrow().is_none_or(|until| until <= Instant::now()) {
             return;
         }
-        let _waiting = Waiting::new(&self.waiting);
+        let _waiting = Counted::new(&self.waiting);
         loop {
             let Some(until) = *held.borrow_and_update() else { return };
             tokio::select! {
@@ -49,22 +51,6 @@ impl HeldCalls {
                 changed = held.changed() => if changed.is_err() { return },
             }
         }
-    }
-}
-
-/// A call that waits. It is counted also if its caller goes away.
-struct Waiting<'a>(&'a watch::Sender<usize>);
-
-impl<'a> Waiting<'a> {
-    fn new(count: &'a watch::Sender<usize>) -> Self {
-        count.send_modify(|count| *count = count.saturating_add(1));
-        Self(count)
-    }
-}
-
-impl Drop for Waiting<'_> {
-    fn drop(&mut self) {
-        self.0.send_modify(|count| *count = count.saturating_sub(1));
     }
 }
 

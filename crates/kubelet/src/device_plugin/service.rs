@@ -18,6 +18,7 @@ use linkwise_core::publish::{MpsClient, MpsShm};
 use linkwise_core::state::{Device, NodeState, ResourceName};
 use linkwise_kubelet_api::v1beta1 as wire;
 use linkwise_kubelet_api::v1beta1::device_plugin_server::DevicePlugin;
+use linkwise_system::Counted;
 use linkwise_system::uds::Peer;
 
 /// The service of one resource for one session with the kubelet.
@@ -90,7 +91,7 @@ impl DevicePlugin for Service {
         request: Request<wire::Empty>,
     ) -> Result<Response<Self::ListAndWatchStream>, Status> {
         let resource = self.resource.clone();
-        let open = self.is_kubelet(&request).then(|| OpenStream::new(self.streams.clone()));
+        let open = self.is_kubelet(&request).then(|| Counted::new(&self.streams));
         let state = (self.snapshot.clone(), None, open);
         let lists = stream::unfold(state, move |(mut snapshot, mut last, open)| {
             let resource = resource.clone();
@@ -164,21 +165,5 @@ impl DevicePlugin for Service {
         _: Request<wire::PreStartContainerRequest>,
     ) -> Result<Response<wire::PreStartContainerResponse>, Status> {
         Ok(Response::new(wire::PreStartContainerResponse {}))
-    }
-}
-
-/// Counts one open stream for as long as it lives, however it ends.
-struct OpenStream(watch::Sender<usize>);
-
-impl OpenStream {
-    fn new(streams: watch::Sender<usize>) -> Self {
-        streams.send_modify(|open| *open += 1);
-        Self(streams)
-    }
-}
-
-impl Drop for OpenStream {
-    fn drop(&mut self) {
-        self.0.send_modify(|open| *open = open.saturating_sub(1));
     }
 }

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use futures_util::stream::{self, Stream, StreamExt};
+use prometheus_client::metrics::gauge::Gauge;
 use tokio::sync::watch;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
@@ -29,8 +30,6 @@ pub(super) struct HealthService {
     pub settings: Arc<Settings>,
     pub snapshot: watch::Receiver<Arc<NodeState>>,
     pub metrics: PluginMetrics,
-    /// The number of open streams.
-    pub streams: watch::Sender<usize>,
     /// Ends the open streams: tonic's graceful shutdown waits for them.
     pub end: CancellationToken,
 }
@@ -118,7 +117,7 @@ impl HealthService {
         let following = Following {
             sent: None,
             due: Instant::now(),
-            _open: OpenStream::new(self.streams.clone(), self.metrics.clone()),
+            _open: OpenStream::new(self.metrics.streams.clone()),
             service: self.clone(),
         };
         let lists = stream::unfold(following, |following| async move {
@@ -154,30 +153,17 @@ impl DraResourceHealthV1 for HealthService {
 }
 
 /// Counts one open stream for as long as it lives, however it ends.
-struct OpenStream {
-    streams: watch::Sender<usize>,
-    metrics: PluginMetrics,
-}
+struct OpenStream(Gauge);
 
 impl OpenStream {
-    fn new(streams: watch::Sender<usize>, metrics: PluginMetrics) -> Self {
-        let this = Self { streams, metrics };
-        this.change(|open| open.saturating_add(1));
-        this
-    }
-
-    fn change(&self, change: impl Fn(usize) -> usize) {
-        let mut now = 0;
-        self.streams.send_modify(|open| {
-            *open = change(*open);
-            now = *open;
-        });
-        self.metrics.health_streams(now);
+    fn new(streams: Gauge) -> Self {
+        streams.inc();
+        Self(streams)
     }
 }
 
 impl Drop for OpenStream {
     fn drop(&mut self) {
-        self.change(|open| open.saturating_sub(1));
+        self.0.dec();
     }
 }

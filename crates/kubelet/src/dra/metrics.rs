@@ -29,7 +29,8 @@ pub struct PluginMetrics {
     claims: Gauge,
     devices: Gauge,
     registered: Gauge,
-    streams: Gauge,
+    /// The health streams that the kubelet has open.
+    pub(super) streams: Gauge,
     refused: Counter,
 }
 
@@ -103,11 +104,6 @@ impl PluginMetrics {
     pub fn held(&self, claims: usize, devices: usize) {
         self.claims.set(number(claims));
         self.devices.set(number(devices));
-    }
-
-    /// Shows the number of health streams that the kubelet has open.
-    pub(super) fn health_streams(&self, open: usize) {
-        self.streams.set(number(open));
     }
 
     fn request(&self, method: &'static str, result: &'static str, elapsed: Option<Duration>) {

@@ -97,13 +97,8 @@ impl PluginSession {
 
         let metrics = told.metrics.clone();
         let mut servers = Servers::new(Arc::new(move |event| told.life(&event)));
-        let health = HealthService {
-            settings: Arc::clone(&settings),
-            snapshot,
-            metrics,
-            streams: watch::Sender::default(),
-            end: servers.end_of_streams(),
-        };
+        let health =
+            HealthService { settings: Arc::clone(&settings), snapshot, metrics, end: servers.end_of_streams() };
         let routes = Routes::new(DraPluginServer::new(Service(claims)))
             .add_service(HealthV1::new(health.clone()))
             .add_service(HealthV1Alpha1::new(health));

@@ -3,9 +3,7 @@
 //! Owns the socket and the routes; the node passes in the functions that carry the orders out, and owns the task.
 //! The metrics port never serves these routes.
 
-use std::fs::{self, DirBuilder};
 use std::io::{self, ErrorKind};
-use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::pin::Pin;
 use std::sync::Arc;
@@ -21,6 +19,7 @@ use thiserror::Error;
 use super::connections::{self, Protocol};
 use linkwise_core::publish::view::NodeView;
 use linkwise_core::topology::GpuUuid;
+use linkwise_system::files;
 use linkwise_system::uds::{self, Callers, Listener, SocketFile};
 
 /// The longest time for one connection; an order to release the driver takes up to 10 s of it.
@@ -83,18 +82,12 @@ impl Local {
     pub fn bind(path: &Path, callers: Callers) -> Result<Self, LocalError> {
         let failed = |source| LocalError::Bind(path.to_owned(), source);
         if uds::is_dead(path) {
-            match fs::remove_file(path) {
-                Err(error) if error.kind() != ErrorKind::NotFound => return Err(failed(error)),
-                _ => {}
-            }
+            files::remove_for_this_boot(path).map_err(failed)?;
         } else if uds::FileId::of_socket(path).is_some() {
             return Err(LocalError::Taken(path.to_owned()));
         }
         if let Some(folder) = path.parent().filter(|folder| !folder.as_os_str().is_empty() && !folder.exists()) {
-            match DirBuilder::new().mode(0o700).create(folder) {
-                Err(error) if error.kind() != ErrorKind::AlreadyExists => return Err(failed(error)),
-                _ => {}
-            }
+            files::make_private(folder).map_err(failed)?;
         }
         let (file, listener) = uds::listen(path, callers).map_err(|error| match error.kind() {
             ErrorKind::AlreadyExists if uds::FileId::of_socket(path).is_some() => LocalError::Taken(path.to_owned()),
@@ -159,6 +152,7 @@ async fn carried_out(orders: Orders, order: Order) -> Response {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::fs;
     use std::os::unix::fs::MetadataExt;
     use std::sync::Barrier;
     use tokio::io::{AsyncReadExt, AsyncWriteExt};

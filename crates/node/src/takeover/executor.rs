@@ -35,6 +35,7 @@ use linkwise_core::state::HealthRecord;
 use linkwise_core::topology::NodeObservation;
 use linkwise_nvml::supervisor::Others;
 use linkwise_system::clock::at;
+use linkwise_system::files;
 use linkwise_system::metrics::new;
 use linkwise_system::right::Right;
 use linkwise_system::uds::{self, Callers, Listener};
@@ -567,10 +568,7 @@ impl Takeover {
             self.facts.readiness.remove(&Part::Owner);
         }
         let path = self.place.folder.join(SOCKET);
-        let listening = match std::fs::remove_file(&path) {
-            Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
-            _ => uds::listen(&path, Callers::default()),
-        };
+        let listening = files::remove_for_this_boot(&path).and_then(|_| uds::listen(&path, Callers::default()));
         match listening {
             Ok((file, listener)) => {
                 // The next owner binds the path while this process may be ending.

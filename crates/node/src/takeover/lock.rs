@@ -3,10 +3,10 @@
 //! A lock belongs to the open file, and several processes may have that file. After one process has passed it to
 //! another, the lock is held until both have closed it. The lock ends by closing alone.
 
-use std::fs::{DirBuilder, File, OpenOptions, TryLockError};
+use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{self, Read, Seek, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -15,6 +15,7 @@ use tokio::task::{JoinHandle, spawn_blocking};
 use tokio::time::timeout;
 
 use super::VERSION;
+use linkwise_system::files;
 
 const FILE: &str = "owner.lock";
 /// The longest content that is read, in bytes.
@@ -73,10 +74,7 @@ impl Lock {
     /// Takes the lock of a state folder; makes the folder where it is missing. `None`: another process holds it. Fails
     /// with `NotFound` if the folder above is missing. It may block as long as the disk does.
     pub fn try_take(folder: &Path) -> io::Result<Option<Self>> {
-        match DirBuilder::new().mode(0o700).create(folder) {
-            Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
-            Ok(()) | Err(_) => {}
-        }
+        files::make_private(folder)?;
         let mut options = OpenOptions::new();
         let file = options.read(true).write(true).create(true).truncate(false).mode(0o600).open(folder.join(FILE))?;
         match file.try_lock() {

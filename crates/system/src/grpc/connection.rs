@@ -17,6 +17,7 @@ use tokio_util::sync::{CancellationToken, WaitForCancellationFutureOwned};
 use tonic::transport::server::Connected;
 
 use super::{Refusal, Report};
+use crate::Counted;
 use crate::uds::{Caller, Listener, Peer};
 use linkwise_core::errors::chain;
 
@@ -39,7 +40,7 @@ pub fn accepted(
                     // Each connection has a token of its own, so that connections do not contend for one lock at each
                     // read.
                     let broken = Box::pin(cut.child_token().cancelled_owned());
-                    let connection = Connection { stream, peer, cut: broken, open: Open::Not(open.clone()) };
+                    let connection = Connection { stream, peer, cut: broken, open: open.clone(), counted: None };
                     return Some((Ok(connection), (listener, cut, open, report)));
                 }
                 Ok(Caller { peer, .. }) => report(Refusal::Caller(peer)),
@@ -57,30 +58,9 @@ pub struct Connection {
     stream: UnixStream,
     peer: Peer,
     cut: Pin<Box<WaitForCancellationFutureOwned>>,
-    open: Open,
-}
-
-/// Counts a connection from its first bytes to its end.
-enum Open {
-    Not(watch::Sender<usize>),
-    Counted(watch::Sender<usize>),
-}
-
-impl Open {
-    fn count(&mut self) {
-        if let Self::Not(count) = self {
-            count.send_modify(|open| *open += 1);
-            *self = Self::Counted(count.clone());
-        }
-    }
-}
-
-impl Drop for Open {
-    fn drop(&mut self) {
-        if let Self::Counted(count) = self {
-            count.send_modify(|open| *open = open.saturating_sub(1));
-        }
-    }
+    open: watch::Sender<usize>,
+    /// Set from the first bytes on.
+    counted: Option<Counted>,
 }
 
 impl Connection {
@@ -102,16 +82,12 @@ impl Connected for Connection {
 
 impl AsyncRead for Connection {
     fn poll_read(mut self: Pin<&mut Self>, context: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
-        let before = buf.filled().len();
-        match Pin::new(&mut self.stream).poll_read(context, buf) {
-            Poll::Pending => self.is_cut(context),
-            ready => {
-                if buf.filled().len() > before {
-                    self.open.count();
-                }
-                ready
-            }
+        let (before, this) = (buf.filled().len(), &mut *self);
+        let read = Pin::new(&mut this.stream).poll_read(context, buf);
+        if buf.filled().len() > before {
+            this.counted.get_or_insert_with(|| Counted::new(&this.open));
         }
+        if read.is_pending() { this.is_cut(context) } else { read }
     }
 }
 
