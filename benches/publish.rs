@@ -17,14 +17,12 @@
 mod large_node;
 
 use std::hint::black_box;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use linkwise_core::allocation::{AllocationTables, GpuSet};
 use linkwise_core::publish::dra::slice::Pool;
-use linkwise_core::publish::dra::{DraFacts, GpuLayout, SliceDevice, devices};
-use linkwise_core::state::DriverVersions;
-use linkwise_core::topology::{NodeObservation, NodeTopology};
+use linkwise_core::publish::dra::{DraFacts, DraSettings, GpuLayout, SliceDevice, devices, offered_now};
+use linkwise_core::state::{Door, NodeState, ResourcePlan};
+use linkwise_core::topology::NodeObservation;
 use linkwise_host::machines;
 
 /// Each figure is the median of so many: the machine is not ours alone.
@@ -41,12 +39,11 @@ fn main() {
 }
 
 fn table(machine: &str, observed: &NodeObservation) {
-    let topology = Arc::new(NodeTopology::assemble(observed).0);
-    let tables = AllocationTables::new(Arc::clone(&topology));
-    let versions = DriverVersions::of(observed);
-    let gpus: GpuSet = (0..topology.gpus().len()).collect();
-    let (layout, grouped) = timed(|| GpuLayout::of(&tables, gpus));
-    let (published, made) = timed(|| devices(&DraFacts::of_machine(&topology, &versions, gpus, &layout)).0);
+    let state = NodeState::of_machine(observed.clone(), ResourcePlan { door: Door::Dra, ..ResourcePlan::default() });
+    let gpus = offered_now(&state);
+    let (layout, grouped) = timed(|| GpuLayout::of(state.tables(), gpus));
+    let facts = || DraFacts::of_state(&state, &layout, DraSettings::default());
+    let (published, made) = timed(|| devices(&facts()).0);
     println!("{machine:<28}{:>5}{grouped:>12.0?}{made:>12.0?}{:>9.1}", gpus.len(), bytes(published));
 }
 

@@ -16,7 +16,7 @@ mod documented;
 pub mod exact;
 mod fleet;
 mod golden;
-mod limits;
+pub mod limits;
 mod mig;
 mod order;
 mod shares;

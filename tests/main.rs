@@ -24,7 +24,6 @@ mod examples;
 mod fuzz_checks;
 mod fuzz_regressions;
 mod gpu_kit;
-mod groups;
 mod kubelet_box;
 mod labels;
 #[allow(dead_code, reason = "each module needs a part")]

@@ -17,7 +17,7 @@ use linkwise_system::uds;
 /// The longest time for an answer: the order to release the driver waits 10 s for a process to end.
 const ANSWER: Duration = Duration::from_secs(20);
 /// The longest time for the state: linkwise answers from memory; if it ends, that is noticed sooner.
-const LOOK: Duration = Duration::from_secs(5);
+pub(super) const LOOK: Duration = Duration::from_secs(5);
 /// The longest answer that is read, in bytes: the state of a node with many GPUs has some 100 KB.
 const LONGEST: u64 = 16 << 20;
 
@@ -77,13 +77,13 @@ fn gpu_users(procfs: &Path) -> Vec<String> {
 }
 
 /// The state of the linkwise on this host.
-pub(super) async fn state(socket: &Path) -> Result<NodeView> {
-    let answer = order(socket, "GET /state", LOOK).await?;
+pub(super) async fn state(socket: &Path, limit: Duration) -> Result<NodeView> {
+    let answer = order(socket, "GET /state", limit).await?;
     serde_json::from_str(&answer).with_context(|| format!("what answers on {} is no linkwise", socket.display()))
 }
 
 /// The body of the answer to an order.
-pub(super) async fn order(socket: &Path, line: &str, limit: Duration) -> Result<String> {
+async fn order(socket: &Path, line: &str, limit: Duration) -> Result<String> {
     let at = socket.display();
     let answer = timeout(limit, ask(socket, line)).await;
     let text = answer.with_context(|| format!("no answer on {at} within {limit:?}"))?;

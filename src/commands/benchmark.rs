@@ -149,14 +149,13 @@ async fn named(
     gpus: Option<&[GpuSelector]>,
 ) -> Result<Option<Vec<GpuSelector>>> {
     let Some(name) = &pod.pod else { return Ok(gpus.map(<[GpuSelector]>::to_vec)) };
-    let state = admin::state(&pod.socket).await?;
+    let state = admin::state(&pod.socket, admin::LOOK).await?;
     let Some(allocations) = &state.allocations else {
         bail!("linkwise does not know yet which pods have which GPUs");
     };
     let is_its = |held: &&Allocation| {
-        held.namespace == name.namespace
-            && held.pod == name.pod
-            && name.container.as_ref().is_none_or(|container| held.container == *container)
+        let pod = format!("{}/{}", held.namespace, held.pod);
+        *name == pod || *name == format!("{pod}/{}", held.container)
     };
     let uuids: BTreeSet<&GpuUuid> = allocations.iter().filter(is_its).flat_map(|held| &held.gpus).collect();
     ensure!(!uuids.is_empty(), "{name} has no GPU on this node");

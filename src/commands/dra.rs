@@ -8,10 +8,10 @@ use super::machine;
 use crate::config::settings::load;
 use crate::config::{DraArgs, Environment};
 use linkwise_core::publish::dra::slice::{Pool, SliceSpec};
-use linkwise_core::publish::dra::{DraFacts, GpuLayout, devices, mig_counters, offered};
-use linkwise_core::state::{DRA_DRIVER, Door, DriverVersions, ResourcePlan, dra_shares};
-use linkwise_core::topology::NodeTopology;
+use linkwise_core::publish::dra::{DraFacts, DraSettings, GpuLayout, devices, mig_counters, offered_now};
+use linkwise_core::state::{DRA_DRIVER, Door, NodeState, ResourcePlan};
 use linkwise_system::output::{complain, print};
+use linkwise_system::progress::Progress;
 
 /// The longest name of an object.
 const MOST_NAME: usize = 253;
@@ -36,19 +36,14 @@ struct Metadata {
 pub async fn dra(args: &DraArgs) -> Result<()> {
     let settings = load(&args.flags, &Environment::read())?.settings;
     let machine = machine(&args.node).await?;
-    let (topology, _) = NodeTopology::assemble(&machine.observed);
-    let plan = ResourcePlan { door: Door::Dra, ..settings.plan() };
-    let versions = DriverVersions::of(&machine.observed);
-    let gpus = offered(&topology, &plan);
-    let (shares, not_shared) = dra_shares(&topology, &plan);
-    let is_whole = |place: &usize| topology.gpus().get(*place).is_some_and(|gpu| !shares.contains_key(&gpu.uuid));
-    let tables = super::tables(topology.clone());
-    let whole = gpus.places().filter(is_whole).collect();
-    let layout = GpuLayout::of(&tables, whole);
-    let mut facts = DraFacts::of_machine(&topology, &versions, gpus, &layout).shared(&shares);
-    facts.settings.dynamic_mig = settings.dra_dynamic_mig.value;
+    let progress = Progress::start("comparing the sets of this machine's GPUs");
+    let state = NodeState::of_machine(machine.observed, ResourcePlan { door: Door::Dra, ..settings.plan() });
+    let layout = GpuLayout::of(state.tables(), offered_now(&state));
+    let dynamic_mig = settings.dra_dynamic_mig.value;
+    let facts = DraFacts::of_state(&state, &layout, DraSettings { dynamic_mig, ..DraSettings::default() });
     let (devices, problems) = devices(&facts);
-    complain("linkwise", not_shared);
+    drop(progress);
+    complain("linkwise", state.offers().problems());
     complain("linkwise", problems);
     let pool = Pool { counters: mig_counters(&facts), ..Pool::new(&args.node_name, devices) };
     let slices = (0..).zip(pool.slices(1)).map(|(number, spec)| ResourceSlice {

@@ -38,7 +38,7 @@ pub async fn top(args: &TopArgs) -> Result<()> {
 
 /// The state of the linkwise that serves this socket, for people.
 pub(super) async fn state_text(socket: &Path) -> Result<String> {
-    Ok(text(&admin::state(socket).await?, now()))
+    Ok(text(&admin::state(socket, admin::LOOK).await?, now()))
 }
 
 /// The present time, as `run` counts it.
@@ -149,7 +149,7 @@ fn pods(view: &NodeView) -> String {
             number(held.collective),
             share(percent(held.collective, held.best)),
             share(percent(held.collective, held.best_at_admission)),
-            held.why.iter().map(|why| why.label()).collect::<Vec<_>>().join(", "),
+            held.why.iter().map(|why| why.to_string()).collect::<Vec<_>>().join(", "),
         ]
     });
     shown(titles, rows)

@@ -1,7 +1,6 @@
 //! The options of `linkwise expect` and `linkwise verify`.
 
 use std::convert::Infallible;
-use std::fmt;
 use std::path::PathBuf;
 
 use clap::Args;
@@ -56,7 +55,7 @@ pub struct VerifyArgs {
 pub struct PodArgs {
     /// The GPUs of a pod of this node, of all its containers or of one
     #[arg(long, value_name = "NAMESPACE/POD[/CONTAINER]", conflicts_with = "gpus", value_parser = pod)]
-    pub pod: Option<PodName>,
+    pub pod: Option<String>,
     /// The admin socket of the running linkwise (its --admin-socket), which knows the pods
     #[arg(long, value_name = "PATH", env = "LINKWISE_ADMIN_SOCKET", default_value = "/run/linkwise/admin.sock")]
     // An empty variable is no error of a command that needs no socket.
@@ -64,33 +63,11 @@ pub struct PodArgs {
     pub socket: PathBuf,
 }
 
-/// A pod, or one of its containers.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct PodName {
-    /// Its namespace.
-    pub namespace: String,
-    /// Its name.
-    pub pod: String,
-    /// The container; `None`: all of them.
-    pub container: Option<String>,
-}
-
-impl fmt::Display for PodName {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}/{}", self.namespace, self.pod)?;
-        self.container.as_ref().map_or(Ok(()), |container| write!(f, "/{container}"))
+/// Takes `NAMESPACE/POD` and `NAMESPACE/POD/CONTAINER`.
+fn pod(text: &str) -> Result<String, String> {
+    let parts: Vec<&str> = text.split('/').collect();
+    match parts.contains(&"") || !(2..=3).contains(&parts.len()) {
+        true => Err(format!("{} is not NAMESPACE/POD or NAMESPACE/POD/CONTAINER", quoted(text))),
+        false => Ok(text.to_owned()),
     }
-}
-
-/// Reads `NAMESPACE/POD` or `NAMESPACE/POD/CONTAINER`.
-fn pod(text: &str) -> Result<PodName, String> {
-    let mut parts = text.split('/');
-    let named = (parts.next(), parts.next(), parts.next(), parts.next());
-    let (Some(namespace), Some(pod), container, None) = named else {
-        return Err(format!("{} is not NAMESPACE/POD or NAMESPACE/POD/CONTAINER", quoted(text)));
-    };
-    if [Some(namespace), Some(pod), container].contains(&Some("")) {
-        return Err(format!("{} has an empty name", quoted(text)));
-    }
-    Ok(PodName { namespace: namespace.to_owned(), pod: pod.to_owned(), container: container.map(str::to_owned) })
 }

@@ -59,7 +59,7 @@ fn pods_without_such_gpus_are_named() {
         ("team-a/one", "name two or more"),
         ("one", "'one' is not NAMESPACE/POD or NAMESPACE/POD/CONTAINER"),
         ("a/b/c/d", "'a/b/c/d' is not NAMESPACE/POD"),
-        ("team-a//main", "'team-a//main' has an empty name"),
+        ("team-a//main", "'team-a//main' is not NAMESPACE/POD"),
     ] {
         let (text, is_done) = said(&neighbour, &["expect", "--node", "dgx-h100", "--pod", pod]);
         assert!(!is_done && text.contains(why), "{pod}: {text}");

@@ -2,15 +2,14 @@
 
 use std::collections::BTreeSet;
 
-use linkwise_core::allocation::AllocationTables;
 use linkwise_core::publish::dra::slice::Pool;
 use linkwise_core::publish::dra::{
-    DraFacts, DraSettings, GpuLayout, SliceDevice, device_name, devices, hardware_of, offered,
+    DraFacts, DraSettings, GpuLayout, SliceDevice, device_name, devices, hardware_of, offered_now,
 };
-use linkwise_core::state::{Door, DriverVersions, ResourcePlan, UnhealthyReason};
+use linkwise_core::state::{Door, NodeState, ResourcePlan, UnhealthyReason};
 use linkwise_core::topology::{
     AddressingMode, CudaVersion, FabricObservation, MigDeviceObservation, MigEngines, MigObservation, MigPlacement,
-    NodeObservation, NodeTopology,
+    NodeObservation,
 };
 use linkwise_host::machines;
 use proptest::prelude::*;
@@ -18,19 +17,23 @@ use proptest::prelude::*;
 use super::checker::check;
 use crate::random_node;
 
+/// A machine on which nothing is held, its GPUs through DRA, and their layout.
+pub fn idle(observed: &NodeObservation, plan: ResourcePlan) -> (NodeState, GpuLayout) {
+    let state = NodeState::of_machine(observed.clone(), ResourcePlan { door: Door::Dra, ..plan });
+    let layout = GpuLayout::of(state.tables(), offered_now(&state));
+    (state, layout)
+}
+
 /// What a machine publishes; with reasons all of it is sick.
 pub fn published(observed: &NodeObservation, reasons: &[UnhealthyReason]) -> Vec<SliceDevice> {
-    let (topology, _) = NodeTopology::assemble(observed);
-    let gpus = offered(&topology, &ResourcePlan { door: Door::Dra, ..ResourcePlan::default() });
-    let layout = GpuLayout::of(&AllocationTables::new(topology.clone().into()), gpus);
-    let versions = DriverVersions::of(observed);
-    let mut facts = DraFacts::of_machine(&topology, &versions, gpus, &layout);
-    facts.settings = DraSettings { evict_from_lost: true, ..DraSettings::default() };
+    let (state, layout) = idle(observed, ResourcePlan::default());
+    let settings = DraSettings { evict_from_lost: true, ..DraSettings::default() };
+    let mut facts = DraFacts::of_state(&state, &layout, settings);
     facts.devices.iter_mut().for_each(|device| device.reasons = reasons.to_vec());
     let (devices, _) = devices(&facts);
     for device in &devices {
-        let (gpu, mig) = hardware_of(&topology, &device.name).unwrap();
-        assert_eq!(device_name(&topology, gpu, mig).as_ref(), Some(&device.name));
+        let (gpu, mig) = hardware_of(state.topology(), &device.name).unwrap();
+        assert_eq!(device_name(state.topology(), gpu, mig).as_ref(), Some(&device.name));
     }
     devices
 }

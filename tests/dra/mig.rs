@@ -2,13 +2,14 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use linkwise_core::allocation::AllocationTables;
-use linkwise_core::publish::dra::{DraFacts, GpuLayout, SliceDevice, devices, mig_counters, offered};
-use linkwise_core::state::{Door, DriverVersions, ResourcePlan, UnhealthyReason};
+use linkwise_core::publish::dra::{DraFacts, DraSettings, SliceDevice, devices, mig_counters};
+use linkwise_core::state::{ResourcePlan, UnhealthyReason};
 use linkwise_core::topology::{
     MigDeviceObservation, MigEngines, MigExtension, MigPlacement, NodeObservation, NodeTopology, hardware_of,
 };
 use linkwise_host::machines;
+
+use super::limits::idle;
 
 /// GPU 0 in MIG mode without instances, GPU 1 whole.
 const MACHINE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/lab/fake-nvml/machines/mig-on-demand.yaml");
@@ -46,12 +47,9 @@ pub fn published(
     observed: &NodeObservation,
     change: impl FnOnce(&mut DraFacts<'_>),
 ) -> (BTreeMap<String, SliceDevice>, BTreeMap<String, String>) {
-    let (topology, _) = NodeTopology::assemble(observed);
-    let gpus = offered(&topology, &ResourcePlan { door: Door::Dra, ..ResourcePlan::default() });
-    let layout = GpuLayout::of(&AllocationTables::new(topology.clone().into()), gpus);
-    let versions = DriverVersions::of(observed);
-    let mut facts = DraFacts::of_machine(&topology, &versions, gpus, &layout);
-    facts.settings.dynamic_mig = true;
+    let (state, layout) = idle(observed, ResourcePlan::default());
+    let settings = DraSettings { dynamic_mig: true, ..DraSettings::default() };
+    let mut facts = DraFacts::of_state(&state, &layout, settings);
     change(&mut facts);
     let (devices, problems) = devices(&facts);
     assert_eq!(problems, []);

@@ -1,30 +1,28 @@
 //! GPUs that several claims share, as they are published.
 
-use std::collections::BTreeMap;
 use std::process::Command;
 
-use linkwise_core::allocation::AllocationTables;
 use linkwise_core::publish::dra::slice::Pool;
-use linkwise_core::publish::dra::{Capacity, DraFacts, GpuLayout, SliceDevice, devices, offered};
-use linkwise_core::state::{Door, DriverVersions, GpuShares, ResourcePlan};
-use linkwise_core::topology::{GpuUuid, NodeObservation, NodeTopology};
+use linkwise_core::publish::dra::{Capacity, DraFacts, DraSettings, SliceDevice, devices};
+use linkwise_core::state::{
+    DeviceSelector, GpuShares, ResourceName, ResourcePlan, SharedDevices, SharedResource, Sharing, SharingKind,
+};
+use linkwise_core::topology::NodeObservation;
 use linkwise_host::machines;
 
 use super::checker::check;
 use super::golden::{holds, linkwise};
-use super::limits::rich;
+use super::limits::{idle, rich};
 
 /// What a machine publishes whose GPUs with these indices are shared.
 pub fn published(observed: &NodeObservation, shared: &[u32], shares: GpuShares) -> Vec<SliceDevice> {
-    let (topology, _) = NodeTopology::assemble(observed);
-    let gpus = offered(&topology, &ResourcePlan { door: Door::Dra, ..ResourcePlan::default() });
-    let is_shared = |index: u32| shared.contains(&index);
-    let map: BTreeMap<GpuUuid, GpuShares> =
-        topology.gpus().iter().filter(|gpu| is_shared(gpu.index)).map(|gpu| (gpu.uuid.clone(), shares)).collect();
-    let whole = gpus.places().filter(|place| !is_shared(topology.gpus()[*place].index)).collect();
-    let layout = GpuLayout::of(&AllocationTables::new(topology.clone().into()), whole);
-    let versions = DriverVersions::of(observed);
-    devices(&DraFacts::of_machine(&topology, &versions, gpus, &layout).shared(&map)).0
+    let devices_shared = SharedDevices::List(shared.iter().copied().map(DeviceSelector::Index).collect());
+    let row = SharedResource { devices: devices_shared, ..SharedResource::new(ResourceName::gpu(), shares.shares) };
+    let fail_requests_greater_than_one = shares.one_each;
+    let sharing = Sharing { fail_requests_greater_than_one, ..Sharing::new(SharingKind::TimeSlicing, vec![row]) };
+    let sharing = Some(sharing).filter(|_| !shared.is_empty());
+    let (state, layout) = idle(observed, ResourcePlan { sharing, ..ResourcePlan::default() });
+    devices(&DraFacts::of_state(&state, &layout, DraSettings::default())).0
 }
 
 fn in_shares(shares: u32) -> GpuShares {

@@ -4,16 +4,16 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use linkwise_core::allocation::AllocationTables;
 use linkwise_core::publish::dra::slice::Pool;
-use linkwise_core::publish::dra::{DraFacts, GpuLayout, devices, mig_counters, offered};
-use linkwise_core::state::{Door, DriverVersions, ResourcePlan};
-use linkwise_core::topology::{MigEngines, MigObservation, MigPlacement, MigProfileObservation, NodeTopology};
+use linkwise_core::publish::dra::{DraFacts, DraSettings, devices, mig_counters};
+use linkwise_core::state::ResourcePlan;
+use linkwise_core::topology::{MigEngines, MigObservation, MigPlacement, MigProfileObservation};
 use linkwise_host::machines;
 use linkwise_scheduler_box::{Cluster, Failure};
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
+use crate::dra::limits::idle;
 use crate::dra_model::published::{DRIVER, accepted, claim, printed};
 
 const MACHINE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/lab/fake-nvml/machines/mig-on-demand.yaml");
@@ -167,12 +167,9 @@ fn mig_everywhere_is_within_the_limits() {
             gpu.mig = Some(everything());
             gpu.memory_mib = Some(143_771);
         }
-        let (topology, _) = NodeTopology::assemble(&observed);
-        let gpus = offered(&topology, &ResourcePlan { door: Door::Dra, ..ResourcePlan::default() });
-        let layout = GpuLayout::of(&AllocationTables::new(topology.clone().into()), gpus);
-        let versions = DriverVersions::of(&observed);
-        let mut facts = DraFacts::of_machine(&topology, &versions, gpus, &layout);
-        facts.settings.dynamic_mig = true;
+        let (state, layout) = idle(&observed, ResourcePlan::default());
+        let settings = DraSettings { dynamic_mig: true, ..DraSettings::default() };
+        let facts = DraFacts::of_state(&state, &layout, settings);
         let ((devices, problems), counters) = (devices(&facts), mig_counters(&facts));
         assert_eq!((devices.len(), problems), (43 * observed.gpus.len(), Vec::new()), "{}", machine.name);
         let pool = Pool { counters, ..Pool::new("node", devices) };

@@ -223,10 +223,15 @@ fn gpu_waits_for_claims_of_another_driver() {
     assert_eq!(world.through_dra(), [0, 1, 2]);
 }
 
+/// The record of a node of which nothing is known.
+fn no_record() -> HealthRecord {
+    NodeState::default().record()
+}
+
 #[test]
 fn claims_keep_their_gpus_from_the_device_plugin() {
     // The record of the last process has the GPUs of DRA; the kubelet's list is late, as it may be.
-    let record = Event::Restored(Box::new(HealthRecord { dra: [0, 1, 2].map(uuid).into(), ..HealthRecord::default() }));
+    let record = Event::Restored(Box::new(HealthRecord { dra: [0, 1, 2].map(uuid).into(), ..no_record() }));
     let mut world = World::of([record, prepared(&[0]), planned(Door::Plugin), observed(), listed(&[], &[1])]);
     assert_eq!([0, 1, 2].map(|at| world.allocates(at)), [false, false, true]);
     assert!(world.through_dra().is_empty() && world.state.is_with_dra(&uuid(0)));
@@ -244,7 +249,7 @@ fn claims_keep_their_gpus_from_the_device_plugin() {
 
 #[test]
 fn first_list_waits_for_the_claims() {
-    let fresh = || NodeState::default().awaiting_the_claims(true);
+    let fresh = || NodeState::default().awaiting(|first| (first.scan, first.claims) = (true, true));
     let publishes = |state: NodeState, event: Event| {
         let (state, effects) = state.apply(event, NOON);
         (state, effects.contains(&Effect::Publish))
@@ -252,12 +257,12 @@ fn first_list_waits_for_the_claims() {
     let (state, published) = publishes(fresh(), observed());
     assert!(!published, "a claim may have any GPU");
     assert!(publishes(state, prepared(&[0])).1);
-    assert!(publishes(fresh().awaiting_the_claims(false), observed()).1, "a standby's are another's");
+    assert!(publishes(fresh().awaiting(|first| first.claims = false), observed()).1, "a standby's are another's");
 }
 
 #[test]
 fn restart_goes_on_from_the_record() {
-    let record = HealthRecord { dra: [uuid(0)].into(), ..HealthRecord::default() };
+    let record = HealthRecord { dra: [uuid(0)].into(), ..no_record() };
     let mut world = World::of([Event::Restored(Box::new(record)), planned(Door::Dra), observed()]);
     assert_eq!(world.through_dra(), [0], "before anybody lists holders");
     world.tell(listed(&[0], &[]));
@@ -387,7 +392,7 @@ impl Truth {
                 return;
             }
             Step::Restart { door, loses_record } => {
-                let record = if *loses_record { HealthRecord::default() } else { self.record.clone() };
+                let record = if *loses_record { no_record() } else { self.record.clone() };
                 (world.state, self.door) = (NodeState::default(), *door);
                 // Nothing is published before the checkpoints were read and the kubelet was asked.
                 let events = [Event::Restored(Box::new(record)), self.prepared(), planned(*door), observed()];

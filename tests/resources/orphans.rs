@@ -173,7 +173,7 @@ fn absurd_holder_list_is_bounded() {
 
 #[test]
 fn the_first_list_has_what_pods_hold() {
-    let start = || NodeState::default().awaiting_the_first_poll().awaiting_the_holders();
+    let start = || NodeState::default().awaiting(|first| (first.scan, first.poll, first.holders) = (true, true, true));
     let polled = || Event::Polled([(uuid(0).parse().unwrap(), HealthPoll::default())].into());
     let publishes = |events: Vec<Event>| {
         let mut state = start();

@@ -1,12 +1,15 @@
-//! The words that name an enum's values in configuration files and on the command line; counted things in words.
+//! The words that name an enum's values in configuration files and on the command line; counted things in words; and the
+//! types whose serialised form is the text that they show.
 //!
-//! `config` makes its parsers and error texts from them. A value is serialised as its word.
+//! `config` makes its parsers and error texts from the words. A value is serialised as its word.
 
 use crate::prelude::*;
 pub use serde::{Serialize, Serializer};
 
-use crate::allocation::AllocationPolicy;
-use crate::state::{MigStrategy, NumaHints, XidClass};
+use crate::allocation::{AllocationPolicy, Value};
+use crate::publish::placement::Shortfall;
+use crate::state::{Availability, MigStrategy, NumaHints, ResourceName, XidClass};
+use crate::topology::{AddressingMode, Guid, PciAddress, Uuid};
 
 /// `1 GPU`, `4 GPUs`.
 pub fn count(number: usize, one: &str) -> String {
@@ -62,6 +65,42 @@ macro_rules! words {
         }
     };
 }
+
+/// Shows values as they are serialised.
+macro_rules! shown_as_serialised {
+    ($($type:ty),+) => { $(
+        impl core::fmt::Display for $type {
+            fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+                self.serialize(f)
+            }
+        }
+    )+ };
+}
+
+shown_as_serialised!(Availability, AddressingMode, Shortfall, Value);
+
+/// Serialises a type as the text that it shows, and reads it back as `FromStr` does.
+macro_rules! serialised_as_text {
+    ($type:ty $(, $($generics:tt)+)?) => {
+        impl$(<$($generics)+>)? serde::Serialize for $type {
+            fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+                serializer.collect_str(self)
+            }
+        }
+
+        impl<'de, $($($generics)+)?> serde::Deserialize<'de> for $type {
+            fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+                let text = <String as serde::Deserialize>::deserialize(deserializer)?;
+                text.parse().map_err(serde::de::Error::custom)
+            }
+        }
+    };
+}
+
+serialised_as_text!(PciAddress);
+serialised_as_text!(Uuid<OF_MIG_DEVICE>, const OF_MIG_DEVICE: bool);
+serialised_as_text!(Guid);
+serialised_as_text!(ResourceName);
 
 words!(MigStrategy { None = "none", Single = "single", Mixed = "mixed" });
 words!(NumaHints { Node = "node", Package = "package", Off = "off" });

@@ -5,7 +5,6 @@
 
 use std::fs;
 use std::io;
-use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -213,10 +212,7 @@ pub fn parse(text: &[u8]) -> Result<HealthRecord, serde_json::Error> {
 }
 
 fn write(folder: &Path, record: &HealthRecord) -> anyhow::Result<()> {
-    match fs::DirBuilder::new().mode(0o700).create(folder) {
-        Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error.into()),
-        Ok(()) | Err(_) => {}
-    }
+    files::make_private(folder)?;
     let mut text = serde_json::to_vec_pretty(record)?;
     text.push(b'\n');
     Ok(files::write(&folder.join(FILE), &text, 0o600)?)
@@ -230,7 +226,8 @@ mod tests {
     /// A record of one GPU whose hold time was doubled `flaps` times.
     fn record(flaps: u32) -> HealthRecord {
         let gpu = GpuRecord { flaps: Some(flaps), ..GpuRecord::default() };
-        HealthRecord { gpus: [("GPU-1".parse().unwrap(), gpu)].into(), ..HealthRecord::default() }
+        let (version, gpus) = (HealthRecord::VERSION, [("GPU-1".parse().unwrap(), gpu)].into());
+        HealthRecord { version, gpus, ..HealthRecord::default() }
     }
 
     /// Waits until the file on the disk is this record.

@@ -185,11 +185,10 @@ fn allocations(view: &NodeView, encoder: &mut DescriptorEncoder<'_>) -> fmt::Res
     let help = "The same over the best of so many that were free when they were given; no series where unknown";
     gauges(encoder, ("allocation_quality_at_admission", help), quality(|held| held.best_at_admission))?;
 
-    let shortfalls = view.held().iter().flat_map(|held| {
-        let [namespace, pod, container, resource] = labels(held);
-        let labels = move |why| [namespace, pod, container, resource, ("why", why)];
-        held.why.iter().map(move |why| (labels(why.label()), 1_u64))
-    });
+    let shortfalls = view
+        .held()
+        .iter()
+        .flat_map(|held| held.why.iter().map(move |why| ((labels(held), [("why", why.to_string())]), 1_u64)));
     let help = "1 for each reason why the container's GPUs are not the machine's best; no series where unknown";
     gauges(encoder, ("allocation_shortfall", help), shortfalls)?;
 
@@ -212,7 +211,8 @@ fn sums(sums: &Sums, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
         free,
     )?;
 
-    let gpus = sums.gpus.iter().map(|(availability, gpus)| ([("availability", availability.label())], number(*gpus)));
+    let gpus =
+        sums.gpus.iter().map(|(availability, gpus)| ([("availability", availability.to_string())], number(*gpus)));
     let help = "GPUs by who can have them: held, free, mig, unhealthy, unknown; together all GPUs";
     gauges(encoder, ("gpus_by_availability", help), gpus)?;
 

@@ -157,16 +157,11 @@ fn first_state(settings: &NodeSettings) -> NodeState {
     if !has_lists {
         state = state.without_lists();
     }
-    if health.await_claims {
-        state = state.awaiting_the_claims(true);
-    }
-    if health.await_first_poll {
-        state = state.awaiting_the_first_poll();
-        if has_lists {
-            state = state.awaiting_the_holders();
-        }
-    }
-    state
+    state.awaiting(|first| {
+        (first.poll, first.claims) = (health.await_first_poll, health.await_claims);
+        first.holders = first.poll && has_lists;
+        first.scan = first.poll || first.claims;
+    })
 }
 
 impl Node {
@@ -361,8 +356,8 @@ impl Node {
                 Effect::NotCounted(gpu, reason) => {
                     tracing::warn!(%gpu, %reason, "health checks are disabled: the GPU stays healthy");
                 }
-                Effect::XidIgnored { gpu, code, times } => {
-                    tracing::info!(%gpu, xid = code, times, "an XID that is no fault of the GPU; it stays as it is");
+                Effect::XidIgnored { gpu, code } => {
+                    tracing::info!(%gpu, xid = code, "an XID that is no fault of the GPU; it stays as it is");
                 }
                 Effect::Keep => drop(self.records.send_replace(Some(self.state.current.record()))),
                 Effect::RecordIgnored(version) => {

@@ -8,81 +8,44 @@ use std::io::ErrorKind;
 use std::path::Path;
 use std::time::Duration;
 
-use serde::Deserialize;
-
 use super::driver::Nvml;
 use super::{Findings, Node, Status, blocking, name};
 use crate::commands::admin;
 use crate::commands::top::{lasting, now};
 use crate::config::DoctorArgs;
+use linkwise_core::publish::view::{GpuView, NodeView, ReasonView};
 use linkwise_core::state::{Event, HealthPoll, HealthRecord, NodeState, Timestamp, UnhealthyReason};
 use linkwise_core::topology::{GpuObservation, GpuUuid, HostObservation, NodeObservation, ProbeFailure};
 use linkwise_node::keeper::{self, Kept};
 use linkwise_nvml::{COUNT, CallError, CallFailure, Fault, REGISTER};
 
-/// The part of the answer to `GET /state` that the doctor uses.
-#[derive(Debug, Deserialize)]
-struct State {
-    driver_released: bool,
-    gpus: Vec<GpuState>,
-}
+/// A reason for which a GPU is unhealthy. The flag is set if NVML reports it now, but the running linkwise has no reason
+/// against the GPU.
+type Reason = (ReasonView, bool);
 
-#[derive(Debug, Deserialize)]
-struct GpuState {
-    uuid: GpuUuid,
-    reasons: Vec<Reason>,
-}
-
-/// One reason for which a GPU is unhealthy.
-#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
-pub(super) struct Reason {
-    reason: String,
-    /// The kind of reason, as `UnhealthyReason::label` names it.
-    kind: String,
-    /// The begin of the reason, in seconds since 1970.
-    since: u64,
-    ends_with: String,
-    /// Set if NVML reports it now, but the running linkwise has no reason against the GPU.
-    #[serde(skip)]
-    cleared: bool,
-}
-
-impl Reason {
-    fn new(reason: &UnhealthyReason, since: Timestamp) -> Self {
-        Self {
-            reason: reason.to_string(),
-            kind: reason.label().to_owned(),
-            since: since.as_secs(),
-            ends_with: reason.ends_with().to_owned(),
-            cleared: false,
-        }
+/// Adds a finding about the GPU of this name.
+fn add_reason(found: &mut Findings, (reason, cleared): &Reason, gpu: &str, now: Timestamp) {
+    let ReasonView { reason, kind, since, ends_with } = reason;
+    let lasting = lasting(*since, now).map(|time| format!(", for {time}")).unwrap_or_default();
+    let what = format!("{gpu}: {reason}{lasting}");
+    if *cleared {
+        let what = format!("{what}; linkwise has no reason against the GPU, and offers it");
+        let advice =
+            "an operator cleared it (linkwise admin clear), or linkwise has not polled since: it polls every 10 s";
+        return found.each(Status::Warning, reason, what, advice);
     }
-
-    /// Adds a finding about the GPU of this name.
-    pub fn add_to(&self, found: &mut Findings, gpu: &str, now: Timestamp) {
-        let Self { reason, ends_with, .. } = self;
-        let lasting = lasting(self.since, now).map(|time| format!(", for {time}")).unwrap_or_default();
-        let what = format!("{gpu}: {reason}{lasting}");
-        if self.cleared {
-            let what = format!("{what}; linkwise has no reason against the GPU, and offers it");
-            let advice =
-                "an operator cleared it (linkwise admin clear), or linkwise has not polled since: it polls every 10 s";
-            return found.each(Status::Warning, reason, what, advice);
-        }
-        let clear =
-            if ends_with.contains("`clear`") { " (linkwise admin clear UUID, once it is repaired)" } else { "" };
-        let advice = format!("out of service until: {ends_with}{clear}; see docs/health.md");
-        // A GPU that still joins its fabric needs no operator.
-        let late = self.kind == UnhealthyReason::FabricJoining.label();
-        let status = if late { Status::Warning } else { Status::Failed };
-        found.each(status, reason, what, &advice);
-    }
+    let clear = if ends_with.contains("`clear`") { " (linkwise admin clear UUID, once it is repaired)" } else { "" };
+    let advice = format!("out of service until: {ends_with}{clear}; see docs/health.md");
+    // A GPU that still joins its fabric needs no operator.
+    let late = *kind == UnhealthyReason::FabricJoining.label();
+    let status = if late { Status::Warning } else { Status::Failed };
+    found.each(status, reason, what, &advice);
 }
 
 /// The GPUs' history, from the running linkwise or from the record of an earlier one.
 #[derive(Debug, Default)]
 pub(super) struct History {
-    running: Option<State>,
+    running: Option<NodeView>,
     kept: Option<Kept>,
 }
 
@@ -168,14 +131,15 @@ impl History {
         let judged = events.into_iter().fold(NodeState::default(), |state, event| state.apply(event, now).0);
         let mut all: BTreeMap<GpuUuid, Vec<Reason>> = BTreeMap::new();
         for gpu in known {
-            let own = judged.hardware().standing(&gpu).map(|(reason, since)| Reason::new(reason, since)).collect();
-            all.insert(gpu, own);
+            let own = judged.hardware().standing(&gpu).map(|(reason, since)| (ReasonView::of(reason, since), false));
+            all.insert(gpu.clone(), own.collect());
         }
-        for GpuState { uuid, reasons } in self.running.into_iter().flat_map(|state| state.gpus) {
+        for GpuView { uuid, reasons, .. } in self.running.into_iter().flat_map(|state| state.gpus) {
+            let Ok(uuid) = uuid.parse() else { continue };
             let now = all.entry(uuid).or_default();
-            now.retain(|own| !reasons.iter().any(|held| held.kind == own.kind));
-            now.iter_mut().for_each(|own| own.cleared = reasons.is_empty());
-            now.splice(0..0, reasons);
+            now.retain(|(own, _)| !reasons.iter().any(|held| held.kind == own.kind));
+            now.iter_mut().for_each(|(_, cleared)| *cleared = reasons.is_empty());
+            now.splice(0..0, reasons.into_iter().map(|reason| (reason, false)));
         }
         all.retain(|_, reasons| !reasons.is_empty());
         all
@@ -183,22 +147,13 @@ impl History {
 }
 
 /// The state of the running linkwise; `None` if none answers.
-async fn state(socket: &Path, limit: Duration) -> anyhow::Result<Option<State>> {
-    let answer = match admin::order(socket, "GET /state", limit).await {
-        Ok(answer) => answer,
-        Err(error) => {
-            let kind = error.downcast_ref::<std::io::Error>().map(std::io::Error::kind);
-            return match kind {
-                Some(ErrorKind::NotFound | ErrorKind::ConnectionRefused) => Ok(None),
-                _ => Err(error),
-            };
-        }
-    };
-    let state = serde_json::from_str(&answer);
-    let state = state.map_err(|error| {
-        anyhow::Error::from(error).context(format!("what answers on {} is no state of linkwise", socket.display()))
-    });
-    Ok(Some(state?))
+async fn state(socket: &Path, limit: Duration) -> anyhow::Result<Option<NodeView>> {
+    let state = admin::state(socket, limit).await;
+    let kind = |error: &anyhow::Error| Some(error.downcast_ref::<std::io::Error>()?.kind());
+    match state {
+        Err(error) if matches!(kind(&error), Some(ErrorKind::NotFound | ErrorKind::ConnectionRefused)) => Ok(None),
+        state => state.map(Some),
+    }
 }
 
 /// The failed calls about a GPU, with the remedies.
@@ -235,7 +190,7 @@ pub(super) async fn check_gpus(found: &mut Findings, node: &Node, host: HostObse
     let Nvml::Answers { gpus, failures, polls, .. } = &node.nvml else {
         found.skipped("NVML does not answer: no GPU can be asked", None);
         for (gpu, reasons) in history.reasons(&NodeObservation::default(), &Default::default(), now) {
-            reasons.iter().for_each(|reason| reason.add_to(found, &format!("GPU {gpu}"), now));
+            reasons.iter().for_each(|reason| add_reason(found, reason, &format!("GPU {gpu}"), now));
         }
         return;
     };
@@ -254,7 +209,7 @@ pub(super) async fn check_gpus(found: &mut Findings, node: &Node, host: HostObse
             let whole = format!("{}: {what}", name(gpu));
             found.each(Status::Warning, what, whole, advice);
         }
-        reasons.iter().for_each(|reason| reason.add_to(found, &name(gpu), now));
+        reasons.iter().for_each(|reason| add_reason(found, reason, &name(gpu), now));
         if !asked {
             let what = "the process that asked NVML ended before it said how the GPU is";
             let advice = "run this again; where it stays so, dmesg (NVRM, Xid) may say why";
@@ -262,7 +217,9 @@ pub(super) async fn check_gpus(found: &mut Findings, node: &Node, host: HostObse
         }
     }
     for (gpu, reasons) in unhealthy {
-        reasons.iter().for_each(|reason| reason.add_to(found, &format!("GPU {gpu}, which NVML does not list"), now));
+        reasons
+            .iter()
+            .for_each(|reason| add_reason(found, reason, &format!("GPU {gpu}, which NVML does not list"), now));
     }
     // A GPU that could not even be identified cannot be offered.
     let listed = |failure: &CallFailure| gpus.iter().any(|gpu| failure.subject == gpu.pci.to_string());

@@ -153,7 +153,7 @@ async fn foreign_admin_socket_warns_without_delay() {
             let _ = std::io::Write::write_all(&mut &stream, b"HTTP/1.1 200 OK\r\n\r\nhello\n");
         }
     });
-    found(&look(&setup, &[]).await, "gpus", "warning", "is no state of linkwise");
+    found(&look(&setup, &[]).await, "gpus", "warning", "is no linkwise");
     speaking.join().unwrap();
 }
 

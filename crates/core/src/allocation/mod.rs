@@ -26,7 +26,7 @@ pub use choose::preferred_allocation;
 pub use report::{
     AllocationReport, ChosenGpu, Explanation, FallbackReason, NearestNics, Offer, RunnerUp, Value, Values,
 };
-pub use set::{GpuSet, Groups};
+pub use set::GpuSet;
 pub(crate) use set::{components, subsets};
 pub use shared::{Units, preferred_units};
 pub use tables::AllocationTables;

@@ -51,13 +51,6 @@ impl Value {
     ];
 }
 
-impl fmt::Display for Value {
-    /// Writes the serialised name.
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.serialize(f)
-    }
-}
-
 /// The values of a set, in the order of comparison; more is better.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 pub struct Values {

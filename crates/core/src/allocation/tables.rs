@@ -55,6 +55,13 @@ pub(super) struct SetTables {
     room: Vec<(u8, i64)>,
 }
 
+/// The tables of a node without GPUs.
+impl Default for AllocationTables {
+    fn default() -> Self {
+        Self::new(Arc::default())
+    }
+}
+
 impl AllocationTables {
     /// The most GPUs for which every set has a row and every choice is exact.
     pub const EXACT_GPUS: usize = 16;

@@ -252,10 +252,10 @@ impl Comparison {
             set.map(|(name, value)| format!("{name}={value}"))
         };
         let p2p = || setting(&["NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL"]);
-        if report.transports.shm > 0 {
+        if report.shm > 0 {
             causes.push(Cause::SharedMemory(p2p()));
         }
-        if self.verdict != Verdict::Below || report.transports.shm > 0 {
+        if self.verdict != Verdict::Below || report.shm > 0 {
             return causes;
         }
         let pairs = || places.iter().flat_map(|a| places.iter().filter(move |b| *b > a).map(move |b| (*a, *b)));

@@ -17,7 +17,7 @@ use crate::allocation::AllocationTables;
 use crate::topology::{ComputeCapability, Gpu, NodeObservation, NodeTopology, NvLinkObservation, NvLinkRemote};
 
 pub use comparison::{Cause, Comparison, MatchError, Verdict};
-pub use report::{NcclReport, RankDevice, ReportError, Row, Run, Transports, gb_per_s};
+pub use report::{NcclReport, RankDevice, ReportError, Row, Run, gb_per_s};
 
 /// The source of the model.
 pub const MODEL: &str = "NCCL v2.30.7-1 (src/graph/topo.h, src/graph/tuning.cc), docs/bandwidth.md";

@@ -93,8 +93,6 @@ impl Row {
 pub struct RankDevice {
     /// The host's name.
     pub host: Option<String>,
-    /// CUDA's number of the GPU.
-    pub device: u32,
     /// The PCI domain and device number, which old versions do not print.
     pub slot: Option<(u32, u8)>,
     /// The PCI bus.
@@ -111,17 +109,6 @@ impl RankDevice {
     }
 }
 
-/// The connections in NCCL's log, by transport.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Transports {
-    /// From GPU to GPU, over NVLink or PCIe.
-    pub p2p: u64,
-    /// Through the host's memory.
-    pub shm: u64,
-    /// Through a NIC.
-    pub net: u64,
-}
-
 /// The all-reduces of a text.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct NcclReport {
@@ -129,12 +116,10 @@ pub struct NcclReport {
     pub rows: Vec<Row>,
     /// The devices by rank; empty if the text lists none.
     pub devices: BTreeMap<u32, RankDevice>,
-    /// The connections.
-    pub transports: Transports,
+    /// The connections through the host's memory that NCCL's log names.
+    pub shm: u64,
     /// The variables of NCCL that the text names, with their values.
     pub settings: BTreeMap<String, String>,
-    /// The channels of NVLink SHARP, if NCCL's log counts them.
-    pub nvls_channels: Option<u32>,
     /// Lines that begin as a row and are none, because they are cut, mixed or contradict themselves.
     pub unreadable: usize,
 }
@@ -262,18 +247,12 @@ impl Reader {
         Ok(())
     }
 
-    /// Reads what NCCL's log and a command line say: settings, transports, channels.
+    /// Reads what NCCL's log and a command line say: settings, and connections through the host's memory.
     fn log(&mut self, words: &[&str]) {
         for (place, word) in words.iter().enumerate() {
             let next = |steps: usize| words.get(place + steps).copied().unwrap_or_default();
             match *word {
-                "via" if next(1).starts_with("P2P/") => self.report.transports.p2p += 1,
-                "via" if next(1).starts_with("SHM/") => self.report.transports.shm += 1,
-                "via" if next(1).starts_with("NET/") => self.report.transports.net += 1,
-                "nvls" if next(1).starts_with("channels") => {
-                    let channels = place.checked_sub(1).and_then(|before| words.get(before)?.parse().ok());
-                    self.report.nvls_channels = self.report.nvls_channels.max(channels);
-                }
+                "via" if next(1).starts_with("SHM/") => self.report.shm += 1,
                 name if name.starts_with("NCCL_") => {
                     let said = (next(1), next(2), next(3), next(4)) == ("set", "by", "environment", "to");
                     match name.split_once('=') {
@@ -300,7 +279,7 @@ fn rank_device(words: &[&str]) -> Option<(u32, RankDevice)> {
     let rank = words.get(at + 1)?.parse().ok()?;
     let rest = words.get(at + 2..)?;
     let at = rest.iter().position(|word| *word == "device")?;
-    let device = rest.get(at + 1)?.parse().ok()?;
+    rest.get(at + 1)?.parse::<u32>().ok()?;
     let address = rest.get(at + 2)?.strip_prefix('[')?.strip_suffix(']')?;
     let host = at.checked_sub(2).filter(|on| rest.get(*on) == Some(&"on")).and_then(|on| rest.get(on + 1));
     let hex = |text: &str| u32::from_str_radix(text.strip_prefix("0x").unwrap_or(text), 16).ok();
@@ -315,7 +294,7 @@ fn rank_device(words: &[&str]) -> Option<(u32, RankDevice)> {
         _ => (None, None),
     };
     let model = rest.get(at + 3..).filter(|words| !words.is_empty()).map(|words| excerpt(&words.join(" ")));
-    Some((rank, RankDevice { host: host.map(|host| excerpt(host)), device, slot, bus, model }))
+    Some((rank, RankDevice { host: host.map(|host| excerpt(host)), slot, bus, model }))
 }
 
 /// Reads a row; `None` for a line that is none, `Some(None)` for one that cannot be read.
@@ -491,7 +470,7 @@ mod tests {
     }
 
     #[test]
-    fn log_of_nccl_gives_settings_and_transports() {
+    fn log_of_nccl_gives_settings_and_connections_through_memory() {
         let text = format!(
             "node:1:2 [0] NCCL INFO NCCL_P2P_LEVEL set by environment to LOC\nmpirun -x NCCL_ALGO=Ring \\\n\
              node:1:2 [0] NCCL INFO Channel 00 : 1[2a000] -> 0[27000] via SHM/direct/direct\n\
@@ -499,10 +478,9 @@ mod tests {
              node:1:2 [0] NCCL INFO 24 coll channels, 16 nvls channels, 32 p2p channels\n{NEW}"
         );
         let report = NcclReport::read(&text).unwrap();
-        assert_eq!(report.transports, Transports { p2p: 1, shm: 1, net: 0 });
+        assert_eq!(report.shm, 1);
         assert_eq!(report.settings["NCCL_P2P_LEVEL"], "LOC");
         assert_eq!(report.settings["NCCL_ALGO"], "Ring");
-        assert_eq!(report.nvls_channels, Some(16));
     }
 
     #[test]

@@ -8,7 +8,7 @@ use alloc::collections::BTreeMap;
 
 use super::error::{ClaimError, DeviceRefusal};
 use super::node::Node;
-use crate::publish::injection::{ChosenDevice, DeviceNode, Granted, Injection, InjectionOptions, Mount};
+use crate::publish::injection::{ChosenDevice, Granted, Injection, InjectionOptions};
 use crate::publish::{MpsClient, MpsShm};
 use crate::state::{ClientLimits, Prepared};
 
@@ -18,8 +18,8 @@ pub struct RequestEdits {
     /// The CDI devices of the node of which it gets the edits: the GPUs of the request, in the order of the allocation,
     /// and those that come with every GPU.
     pub devices: Vec<NodeDevice>,
-    /// The edits beside them.
-    pub own: Edits,
+    /// What containers get beside them: environment, device nodes and mounts.
+    pub own: Injection,
 }
 
 /// A CDI device of the node.
@@ -29,23 +29,6 @@ pub struct NodeDevice {
     pub name: String,
     /// The device nodes in a container that its edits need to have by the snapshot: edits without them are older.
     pub nodes: Vec<String>,
-}
-
-/// The edits that containers get beside their GPUs.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Edits {
-    /// Environment.
-    pub env: BTreeMap<String, String>,
-    /// Device nodes.
-    pub device_nodes: Vec<DeviceNode>,
-    /// Bind mounts.
-    pub mounts: Vec<Mount>,
-}
-
-impl From<Injection> for Edits {
-    fn from(injection: Injection) -> Self {
-        Self { env: injection.env, device_nodes: injection.device_nodes, mounts: injection.mounts }
-    }
 }
 
 /// The content of each request's CDI device, for a claim whose MIG devices are all made.
@@ -91,7 +74,7 @@ pub fn containers(prepared: &Prepared, node: Node<'_>) -> Result<BTreeMap<String
         });
         let mut injection = options.inject(&Granted { topology, devices: chosen, mps }, node.host)?;
         injection.env.extend(limits.copied().into_iter().flat_map(ClientLimits::variables));
-        requests.insert(request.to_owned(), RequestEdits { devices, own: injection.into() });
+        requests.insert(request.to_owned(), RequestEdits { devices, own: injection });
     }
     Ok(requests)
 }

@@ -23,7 +23,7 @@ pub use claim::{
     ReadClaimError,
 };
 pub use config::ConfigError;
-pub use containers::{Edits, NodeDevice, RequestEdits, containers};
+pub use containers::{NodeDevice, RequestEdits, containers};
 pub use device::{devices, hardware_of};
 pub use error::{ClaimError, DeviceRefusal};
 pub use mig::{MigOrder, MigOrderError, MigTask};

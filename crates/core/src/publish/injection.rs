@@ -12,7 +12,6 @@
 use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
 
-use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 use crate::names::shortened;
@@ -133,8 +132,7 @@ pub struct Injection {
 }
 
 /// A device node, by its absolute paths.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DeviceNode {
     /// The path on the host.
     pub host: String,
@@ -143,8 +141,7 @@ pub struct DeviceNode {
 }
 
 /// A bind mount, by its absolute paths.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase", deny_unknown_fields)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Mount {
     /// The path on the host.
     pub host: String,

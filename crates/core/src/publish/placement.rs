@@ -88,19 +88,6 @@ pub enum Shortfall {
     Unknown,
 }
 
-impl Shortfall {
-    /// The word for metrics and scripts.
-    pub fn label(self) -> &'static str {
-        match self {
-            Self::Narrowed => "narrowed",
-            Self::Scheduler => "scheduler",
-            Self::Fragmented => "fragmented",
-            Self::Sick => "sick",
-            Self::Unknown => "unknown",
-        }
-    }
-}
-
 /// The set that a request for a number of GPUs would get now.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]

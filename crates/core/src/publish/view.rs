@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 
 use super::placement::{Allocation, Outlook, Placements};
 use crate::allocation::{AllocationReport, FallbackReason, Value};
-use crate::state::{Availability, Door, GpuStatus, NodeState, Resource, ResourceName};
+use crate::state::{Availability, Door, GpuStatus, NodeState, Resource, ResourceName, Timestamp, UnhealthyReason};
 use crate::topology::{GpuUuid, NumaNodeId};
 use crate::words::{gigabytes, ranges};
 
@@ -273,15 +273,19 @@ impl GpuView {
             door: state.door(&gpu.uuid).filter(|_| state.has_dra()).map(Door::label).map(Into::into),
             healthy: *is_healthy,
             availability: *availability,
-            reasons: reasons
-                .iter()
-                .map(|(reason, since)| ReasonView {
-                    reason: reason.to_string(),
-                    kind: reason.label().into(),
-                    since: since.as_secs(),
-                    ends_with: reason.ends_with().into(),
-                })
-                .collect(),
+            reasons: reasons.iter().map(|(reason, since)| ReasonView::of(reason, *since)).collect(),
+        }
+    }
+}
+
+impl ReasonView {
+    /// Describes a reason that has stood since this time.
+    pub fn of(reason: &UnhealthyReason, since: Timestamp) -> Self {
+        Self {
+            reason: reason.to_string(),
+            kind: reason.label().into(),
+            since: since.as_secs(),
+            ends_with: reason.ends_with().into(),
         }
     }
 }
@@ -388,12 +392,10 @@ mod tests {
     fn view_of_another_version_is_read() {
         let json = r#"{"new": {}, "version": "9", "gpus": [{"uuid": "GPU-a", "availability": "lent"}],
             "allocations": [{"pod": "p", "gpus": ["GPU-a"], "why": ["sick", "jealous"]}]}"#;
+        use crate::publish::placement::Shortfall;
         let view: NodeView = serde_json::from_str(json).unwrap();
         assert_eq!(view.gpu("GPU-a").unwrap().availability, Availability::Unknown);
         let [held] = view.held() else { panic!("{view:?}") };
-        assert_eq!(
-            (held.pod.as_str(), held.why.iter().map(|why| why.label()).collect()),
-            ("p", vec!["sick", "unknown"])
-        );
+        assert_eq!((held.pod.as_str(), held.why.clone()), ("p", vec![Shortfall::Sick, Shortfall::Unknown]));
     }
 }

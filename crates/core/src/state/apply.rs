@@ -96,7 +96,6 @@ impl NodeState {
             }
             Event::Tick => {}
         }
-        effects.extend(hardware.xid_log.report(now));
         if remake {
             effects.extend(Arc::make_mut(&mut self.offers).make(hardware, &self.ledger, now));
         }

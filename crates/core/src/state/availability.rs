@@ -38,17 +38,6 @@ impl Availability {
     /// All values, in the order in which they are shown.
     pub const ALL: [Self; 5] = [Self::Held, Self::Free, Self::Mig, Self::Unhealthy, Self::Unknown];
 
-    /// The word for metrics and scripts.
-    pub fn label(self) -> &'static str {
-        match self {
-            Self::Held => "held",
-            Self::Free => "free",
-            Self::Mig => "mig",
-            Self::Unhealthy => "unhealthy",
-            Self::Unknown => "unknown",
-        }
-    }
-
     /// The availability of a GPU, by its devices.
     pub(super) fn of(gpu: &GpuUuid, devices: &[&Device], topology: &NodeTopology, held: &Held) -> Self {
         let healthy = || devices.iter().filter(|device| device.health == Health::Healthy);

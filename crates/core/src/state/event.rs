@@ -97,8 +97,6 @@ pub enum Effect {
         gpu: GpuUuid,
         /// The number.
         code: u64,
-        /// The number of times it came. The first one is reported at once, then those of a minute together.
-        times: u64,
     },
     /// Write [`super::NodeState::record`] to the place where the next process will read it.
     Keep,

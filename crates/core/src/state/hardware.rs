@@ -17,16 +17,20 @@ use super::poll::{FabricHealth, HealthPoll, Reach, RecoveryAction};
 use super::reason::UnhealthyReason;
 use super::record::{HealthRecord, NodeIdentity};
 use super::xid::{DOUBLE_BIT_ECC, XidPolicy, XidSet};
-use super::xid_log::XidLog;
-use crate::allocation::{AllocationTables, Groups};
+use crate::allocation::AllocationTables;
 use crate::once::Once;
 use crate::topology::{
     CudaVersion, GpuUuid, HostObservation, MigUuid, NodeObservation, NodeTopology, NvLinkRemote, PciAddress,
     PciObservation, TopologyWarning,
 };
 
+/// The time for which one line stands for all XIDs of its kind that change nothing.
+const XID_PERIOD: Duration = Duration::from_secs(60);
+/// The most kinds of such XIDs that have lines at a time. Only the metrics count further ones.
+const MOST_XIDS: usize = 1024;
+
 /// The GPUs of the node.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct Hardware {
     tables: Arc<AllocationTables>,
     warnings: Vec<TopologyWarning>,
@@ -36,8 +40,8 @@ pub struct Hardware {
     identity: NodeIdentity,
     /// The operator's classes of XIDs.
     pub(super) xids: XidPolicy,
-    /// The first hold time; see [`super::health`].
-    pub(super) hold: Duration,
+    /// The first hold time, if it is not [`health::HOLD_TIME`]; see [`super::health`].
+    pub(super) hold: Option<Duration>,
     /// The health of every GPU that was ever scanned, or that the record names.
     health: BTreeMap<GpuUuid, GpuHealth>,
     /// The address of each GPU at its last scan.
@@ -45,8 +49,8 @@ pub struct Hardware {
     /// The health that was last reported, by GPU and MIG device.
     reported: BTreeMap<(GpuUuid, Option<MigUuid>), Health>,
     unknown_actions: Once<(GpuUuid, RecoveryAction)>,
-    /// The log of XIDs that change nothing.
-    pub(super) xid_log: XidLog,
+    /// The XIDs that changed nothing, with the time of their last line in the log.
+    ignored_xids: BTreeMap<(GpuUuid, u64), Timestamp>,
     /// The standing reasons that do not count, by their labels.
     uncounted: BTreeSet<(GpuUuid, &'static str)>,
     /// The record that the node was last asked to keep.
@@ -69,27 +73,6 @@ impl DriverVersions {
     }
 }
 
-impl Default for Hardware {
-    fn default() -> Self {
-        Self {
-            tables: Arc::new(AllocationTables::new(Arc::default())),
-            warnings: Vec::new(),
-            versions: DriverVersions::default(),
-            mig_orders: 0,
-            identity: NodeIdentity::default(),
-            xids: XidPolicy::default(),
-            hold: health::HOLD_TIME,
-            health: BTreeMap::new(),
-            addresses: BTreeMap::new(),
-            reported: BTreeMap::new(),
-            unknown_actions: Once::new(),
-            uncounted: BTreeSet::new(),
-            xid_log: XidLog::default(),
-            kept: HealthRecord::default(),
-        }
-    }
-}
-
 impl Hardware {
     /// The graph.
     pub fn topology(&self) -> &Arc<NodeTopology> {
@@ -109,11 +92,6 @@ impl Hardware {
     /// The versions that NVML reports.
     pub fn versions(&self) -> &DriverVersions {
         &self.versions
-    }
-
-    /// Finds the named groups of the graph. Every call costs a choice for each group.
-    pub fn groups(&self) -> Groups {
-        Groups::of(&self.tables)
     }
 
     /// The health of a GPU, or with `instance` of a MIG device on it; `None` if it was never scanned.
@@ -204,10 +182,24 @@ impl Hardware {
         now: Timestamp,
     ) -> Option<Effect> {
         if !self.xids.class(code).fails() {
-            return self.xid_log.record(gpu, code, now);
+            return self.is_worth_a_line((gpu.clone(), code), now).then_some(Effect::XidIgnored { gpu, code });
         }
         self.change(&gpu, |health| health.fail(UnhealthyReason::Xid { code, instance }, now));
         None
+    }
+
+    /// Returns true if an XID that changes nothing is logged: a storm of its kind has a line a minute.
+    fn is_worth_a_line(&mut self, xid: (GpuUuid, u64), now: Timestamp) -> bool {
+        // A clock that went back ends the minute too.
+        let is_recent = |since: &Timestamp| now >= *since && now.saturating_sub(*since) < XID_PERIOD;
+        if self.ignored_xids.len() >= MOST_XIDS {
+            self.ignored_xids.retain(|_, since| is_recent(since));
+        }
+        let is_quiet = self.ignored_xids.get(&xid).map_or(self.ignored_xids.len() >= MOST_XIDS, is_recent);
+        if !is_quiet {
+            self.ignored_xids.insert(xid, now);
+        }
+        !is_quiet
     }
 
     /// Takes over the driver's event of an uncorrectable error.
@@ -239,9 +231,10 @@ impl Hardware {
         let node_wide = self.hits_all(polls);
         let unreachable: BTreeSet<GpuUuid> =
             self.health.keys().filter(|gpu| self.is_unreachable(gpu, polls.get(gpu))).cloned().collect();
+        let hold = self.hold.unwrap_or(health::HOLD_TIME);
         for (gpu, poll) in polls {
             if let Some(health) = self.health.get_mut(gpu) {
-                health.poll(poll, &unreachable, node_wide, self.hold, now);
+                health.poll(poll, &unreachable, node_wide, hold, now);
             }
         }
         let unknown = polls.iter().filter_map(|(gpu, poll)| match poll.recovery_action {

@@ -34,7 +34,6 @@ mod resource_name;
 mod resources;
 mod shares;
 mod xid;
-mod xid_log;
 
 pub use availability::Availability;
 pub use device::{Device, Health, MigInstance, NumaHints, Timestamp};
@@ -46,6 +45,7 @@ pub(crate) use mps::VOLTA;
 pub use mps::{MpsGpu, MpsShare};
 pub use node_state::{AllocateError, GpuStatus, NodeState};
 pub use offers::{Offers, Resource};
+pub use opening::Opening;
 pub use plan::{
     DeviceSelector, DeviceSelectorError, Door, Filter, GpuSelector, MOST_SLOTS, MigStrategy, NamePattern, Pattern,
     ResourcePlan, SharedDevices, SharedResource, Sharing, SharingKind,
@@ -59,7 +59,7 @@ pub use problem::PlanProblem;
 pub use reason::UnhealthyReason;
 pub use record::{Accepted, AdmissionRecord, FreeThen, GpuRecord, HealthRecord, KeptReason, LastSeen, NodeIdentity};
 pub use resource_name::{ResourceName, ResourceNameError};
-pub use shares::{GpuShares, GpuSharing, wanted as dra_shares};
+pub use shares::{GpuShares, GpuSharing};
 pub use xid::{XidClass, XidPolicy, XidSet};
 
 #[cfg(test)]

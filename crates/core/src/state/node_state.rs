@@ -7,12 +7,13 @@ use core::time::Duration;
 
 use super::availability::{self, Availability, Held};
 use super::device::{Device, Health, NumaHints, Timestamp};
+use super::event::Event;
 use super::hardware::Hardware;
 use super::ledger::Ledger;
 use super::mps::MpsShare;
 use super::offers::Offers;
 use super::opening::Opening;
-use super::plan::Door;
+use super::plan::{Door, ResourcePlan};
 use super::reason::UnhealthyReason;
 use super::record::HealthRecord;
 use super::resource_name::ResourceName;
@@ -22,7 +23,7 @@ use crate::allocation::{
     AllocationReport, AllocationRequest, AllocationTables, DeviceId, GpuSet, PreferredAllocation, preferred_allocation,
     preferred_units,
 };
-use crate::topology::{Gpu, GpuUuid, NodeTopology};
+use crate::topology::{Gpu, GpuUuid, NodeObservation, NodeTopology};
 
 /// One whole state of the node. It is cheap to clone: the clones share its parts until one changes.
 #[derive(Clone, Debug, Default)]
@@ -73,6 +74,12 @@ impl NodeState {
         Self { offers: Arc::new(Offers::new(numa_hints)), ..Self::default() }
     }
 
+    /// The state of a machine of which no GPU is held or unhealthy.
+    pub fn of_machine(observed: NodeObservation, plan: ResourcePlan) -> Self {
+        let events = [Event::Planned(Box::new(plan)), Event::Observed(Box::new(observed))];
+        events.into_iter().fold(Self::default().without_lists(), |state, event| state.apply(event, Timestamp::ZERO).0)
+    }
+
     /// Sets the operator's classes of XIDs.
     #[must_use]
     pub fn with_xids(mut self, xids: XidPolicy) -> Self {
@@ -83,7 +90,7 @@ impl NodeState {
     /// Sets another first hold time than 60 s. The longest hold time is sixty times the first.
     #[must_use]
     pub fn with_hold(mut self, hold: Duration) -> Self {
-        Arc::make_mut(&mut self.hardware).hold = hold;
+        Arc::make_mut(&mut self.hardware).hold = Some(hold);
         self
     }
 
@@ -96,42 +103,10 @@ impl NodeState {
         self
     }
 
-    /// Publishes nothing until the snapshot is complete: a scan of the node and a first
-    /// [`Event::Polled`](super::Event::Polled) of its GPUs. [`Self::next_deadline`] ends the wait if these do not come.
+    /// Changes what the first list waits for. [`Self::next_deadline`] ends the wait if it does not come.
     #[must_use]
-    pub fn awaiting_the_first_poll(mut self) -> Self {
-        self.opening.await_poll();
-        self
-    }
-
-    /// Publishes as soon as there is a scan of the node.
-    #[must_use]
-    pub fn awaiting_a_scan_alone(mut self) -> Self {
-        self.opening.await_scan_alone();
-        self
-    }
-
-    /// Does not wait for a first poll: the GPUs are those that another process has seen.
-    #[must_use]
-    pub fn awaiting_no_poll(mut self) -> Self {
-        self.opening.await_no_poll();
-        self
-    }
-
-    /// Publishes nothing until the first [`Event::Holders`](super::Event::Holders), even if that says that the kubelet
-    /// cannot be asked. The first list then has the ids that pods hold. The wait ends as that for the first poll does.
-    #[must_use]
-    pub fn awaiting_the_holders(mut self) -> Self {
-        self.opening.await_holders();
-        self
-    }
-
-    /// Publishes nothing until the first [`Event::Prepared`](super::Event::Prepared): a claim that the process before
-    /// prepared keeps its GPU from the device plugin. `awaits` false: nothing is awaited, because another process has
-    /// the claims. The wait ends as that for the first poll does.
-    #[must_use]
-    pub fn awaiting_the_claims(mut self, awaits: bool) -> Self {
-        self.opening.await_claims(awaits);
+    pub fn awaiting(mut self, change: impl FnOnce(&mut Opening)) -> Self {
+        change(&mut self.opening);
         self
     }
 
@@ -284,7 +259,7 @@ impl NodeState {
     /// The next moment at which time alone changes something; [`Event::Tick`](super::Event::Tick) is due then. Health
     /// is not included: a hold time passes with polls and ends with one.
     pub fn next_deadline(&self) -> Option<Timestamp> {
-        self.opening.deadline().into_iter().chain(self.hardware.xid_log.deadline()).min()
+        self.opening.deadline()
     }
 
     /// Chooses the best devices of a resource for a request, and reports why: whole GPUs as such, slots and MIG devices

@@ -30,47 +30,32 @@ impl NodeIdentity {
 }
 
 /// The record of the whole node.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
 pub struct HealthRecord {
-    /// The form of the record.
+    /// The form of the record; 0 in a record that nobody wrote.
     pub version: u32,
     /// The boot and the driver of that time.
-    #[serde(default)]
     pub identity: NodeIdentity,
     /// The GPUs' records.
-    #[serde(default)]
     pub gpus: BTreeMap<GpuUuid, GpuRecord>,
     /// The GPUs that are offered through DRA.
-    #[serde(default, skip_serializing_if = "BTreeSet::is_empty")]
+    #[serde(skip_serializing_if = "BTreeSet::is_empty")]
     pub dra: BTreeSet<GpuUuid>,
     /// Those of them that several claims share.
-    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub dra_shares: BTreeMap<GpuUuid, GpuShares>,
     /// The best that was free when the device plugin gave devices.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[serde(skip_serializing_if = "Vec::is_empty")]
     pub admissions: Vec<AdmissionRecord>,
     /// The best that was free when claims were prepared, by their UIDs.
-    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub claim_admissions: BTreeMap<String, FreeThen>,
 }
 
 impl HealthRecord {
     /// The form that this version writes and reads.
     pub const VERSION: u32 = 1;
-}
-
-impl Default for HealthRecord {
-    fn default() -> Self {
-        Self {
-            version: Self::VERSION,
-            identity: NodeIdentity::default(),
-            gpus: BTreeMap::new(),
-            dra: BTreeSet::new(),
-            dra_shares: BTreeMap::new(),
-            admissions: Vec::new(),
-            claim_admissions: BTreeMap::new(),
-        }
-    }
 }
 
 /// The record of one GPU.

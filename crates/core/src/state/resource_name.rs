@@ -4,15 +4,13 @@ use crate::prelude::*;
 use core::fmt;
 use core::str::FromStr;
 
-use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 use crate::quote::quoted;
 use crate::topology::MigProfile;
 
 /// The name of an extended resource, `domain/name`, that every kubelet takes.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-#[serde(try_from = "String")]
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ResourceName(String);
 
 /// The error for a text that is no resource name.
@@ -93,14 +91,6 @@ impl FromStr for ResourceName {
             None => Ok(Self(text.to_owned())),
             Some(why) => Err(ResourceNameError { text: text.to_owned(), why }),
         }
-    }
-}
-
-impl TryFrom<String> for ResourceName {
-    type Error = ResourceNameError;
-
-    fn try_from(text: String) -> Result<Self, Self::Error> {
-        text.parse()
     }
 }
 

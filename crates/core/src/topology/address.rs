@@ -15,8 +15,7 @@ use crate::quote::quoted;
 /// A PCI function's address, `domain:bus:device.function`, domain included.
 ///
 /// Ordered as written; ties between sets are broken in this order.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-#[serde(try_from = "String", into = "String")]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct PciAddress {
     domain: u32,
     bus: u8,
@@ -94,23 +93,8 @@ impl FromStr for PciAddress {
     }
 }
 
-impl TryFrom<String> for PciAddress {
-    type Error = PciAddressError;
-
-    fn try_from(text: String) -> Result<Self, Self::Error> {
-        text.parse()
-    }
-}
-
-impl From<PciAddress> for String {
-    fn from(address: PciAddress) -> Self {
-        address.to_string()
-    }
-}
-
 /// A UUID as NVML prints it, which is also a device id for the kubelet. Cheap to clone.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-#[serde(try_from = "String", into = "String")]
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Uuid<const OF_MIG_DEVICE: bool>(Arc<str>);
 
 /// A GPU's UUID, `GPU-...`.
@@ -137,6 +121,12 @@ impl GpuUuid {
     pub fn made_up(pci: PciAddress) -> Self {
         let PciAddress { domain, bus, device, function } = pci;
         Self(format!("GPU-00000000-0000-0000-000{function:x}-{domain:08x}{bus:02x}{device:02x}").into())
+    }
+}
+
+impl Default for GpuUuid {
+    fn default() -> Self {
+        Self::made_up(PciAddress::default())
     }
 }
 
@@ -181,20 +171,6 @@ impl<const OF_MIG_DEVICE: bool> FromStr for Uuid<OF_MIG_DEVICE> {
     }
 }
 
-impl<const OF_MIG_DEVICE: bool> TryFrom<String> for Uuid<OF_MIG_DEVICE> {
-    type Error = UuidError;
-
-    fn try_from(text: String) -> Result<Self, Self::Error> {
-        text.parse()
-    }
-}
-
-impl<const OF_MIG_DEVICE: bool> From<Uuid<OF_MIG_DEVICE>> for String {
-    fn from(uuid: Uuid<OF_MIG_DEVICE>) -> Self {
-        uuid.0.as_ref().to_owned()
-    }
-}
-
 /// A NUMA node's number as the kernel gives it; the kernel's -1 is `None`, never 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
@@ -218,8 +194,7 @@ impl fmt::Display for PackageId {
 }
 
 /// A GUID of a card or a port. It is never zero, which stands for an unknown one.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-#[serde(try_from = "String", into = "String")]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Guid(u64);
 
 /// The error for a text that is no GUID.
@@ -260,20 +235,6 @@ impl FromStr for Guid {
         let is_whole = groups.len() == 4 && groups.iter().all(is_group);
         let number = is_whole.then(|| u64::from_str_radix(&groups.concat(), 16).ok()).flatten();
         number.and_then(Self::new).ok_or_else(|| GuidError { text: text.to_owned() })
-    }
-}
-
-impl TryFrom<String> for Guid {
-    type Error = GuidError;
-
-    fn try_from(text: String) -> Result<Self, Self::Error> {
-        text.parse()
-    }
-}
-
-impl From<Guid> for String {
-    fn from(guid: Guid) -> Self {
-        guid.to_string()
     }
 }
 

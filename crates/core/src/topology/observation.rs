@@ -49,7 +49,7 @@ pub struct CudaVersion {
 }
 
 /// One GPU as NVML describes it.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct GpuObservation {
     /// NVML's index, which nvidia-smi prints.
@@ -111,27 +111,7 @@ pub struct GpuObservation {
 impl GpuObservation {
     /// A GPU of which nothing but its place is known.
     pub fn new(index: u32, uuid: GpuUuid, pci: PciAddress) -> Self {
-        Self {
-            index,
-            uuid,
-            pci,
-            model: None,
-            minor: None,
-            compute_capability: None,
-            brand: None,
-            architecture: None,
-            addressing_mode: None,
-            memory_mib: None,
-            numa: None,
-            pcie: None,
-            nvlinks: None,
-            c2c: None,
-            display: None,
-            mig: None,
-            fabric: None,
-            common_ancestors: BTreeMap::new(),
-            p2p_refused: BTreeMap::new(),
-        }
+        Self { index, uuid, pci, ..Self::default() }
     }
 }
 
@@ -156,15 +136,6 @@ impl AddressingMode {
             1 => Some(Self::Hmm),
             2 => Some(Self::Ats),
             _ => None,
-        }
-    }
-
-    /// The mode as NVIDIA's DRA driver publishes it.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::None => "None",
-            Self::Hmm => "HMM",
-            Self::Ats => "ATS",
         }
     }
 }

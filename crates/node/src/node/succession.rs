@@ -12,7 +12,7 @@ use tokio::time::Instant;
 
 use super::Node;
 use crate::readiness::Part;
-use linkwise_core::state::{Event, HealthRecord};
+use linkwise_core::state::{Event, HealthRecord, Opening};
 use linkwise_core::topology::{GpuUuid, NodeObservation};
 use linkwise_kubelet::dra::Handover;
 use linkwise_system::right::Right;
@@ -114,7 +114,7 @@ impl Node {
     pub fn stand_by(&mut self) {
         self.remember();
         // The claims are the other's, and come with the takeover.
-        self.state.current = std::mem::take(&mut self.state.current).awaiting_the_claims(false);
+        self.state.current = std::mem::take(&mut self.state.current).awaiting(|first| first.claims = false);
         self.files.send_replace(None);
         self.claims.send_replace(None);
         self.offers_dra.send_replace(false);
@@ -163,13 +163,14 @@ impl Node {
         let events: Vec<Event> = record.map(Event::Restored).into_iter().chain(seen).chain(claims).collect();
         if inherits {
             // Claims go on from this snapshot, as where this process has seen the GPUs while it stood by.
-            self.state.current = self.fresh.clone().awaiting_a_scan_alone();
+            let alone = |first: &mut Opening| (first.poll, first.holders, first.claims) = (false, false, false);
+            self.state.current = self.fresh.clone().awaiting(alone);
             for event in events.clone() {
                 drop(self.state.apply(event));
             }
         }
         let fresh = self.fresh.clone().with_tables_of(&self.state.current);
-        self.state.current = if inherits { fresh.awaiting_no_poll() } else { fresh };
+        self.state.current = if inherits { fresh.awaiting(|first| first.poll = false) } else { fresh };
         self.published = false;
         for event in events {
             self.apply(event);

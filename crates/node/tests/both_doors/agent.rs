@@ -110,7 +110,8 @@ pub struct Agent {
 impl Agent {
     /// Starts with what the last process left. `events` come in the order given.
     pub fn start(disk: &Disk, events: Vec<Event>, serves: bool, now: Duration) -> Self {
-        let state = NodeState::new(NumaHints::default()).awaiting_the_holders().awaiting_the_claims(true);
+        let state = NodeState::new(NumaHints::default())
+            .awaiting(|first| (first.scan, first.holders, first.claims) = (true, true, true));
         let door: BTreeMap<_, _> =
             disk.claims.iter().map(|(uid, record)| (uid.clone(), (record.clone(), now))).collect();
         let mut agent = Self {

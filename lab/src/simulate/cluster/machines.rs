@@ -6,9 +6,8 @@ use std::sync::Arc;
 use anyhow::{Context, Result, ensure};
 use linkwise_core::allocation::{AllocationTables, GpuSet};
 use linkwise_core::publish::dra::slice::Pool;
-use linkwise_core::publish::dra::{DraFacts, GpuLayout, SliceDevice, devices};
-use linkwise_core::state::DriverVersions;
-use linkwise_core::topology::NodeTopology;
+use linkwise_core::publish::dra::{DraFacts, DraSettings, GpuLayout, SliceDevice, devices, offered_now};
+use linkwise_core::state::{Door, NodeState, ResourcePlan};
 use linkwise_host::machines;
 use serde_json::Value;
 
@@ -19,7 +18,7 @@ use linkwise_cluster::published;
 pub(super) struct Machine {
     /// The name from the command line.
     pub name: String,
-    pub tables: AllocationTables,
+    pub tables: Arc<AllocationTables>,
     /// The GPUs that are published as whole GPUs: GPUs in MIG mode are not.
     pub whole: GpuSet,
     /// The GPU of each device, by its name.
@@ -30,19 +29,16 @@ pub(super) struct Machine {
 impl Machine {
     pub fn load(name: &str) -> Result<Self> {
         let observed = machines::load(name)?.observed;
-        let (topology, _) = NodeTopology::assemble(&observed);
-        let topology = Arc::new(topology);
-        let tables = AllocationTables::new(Arc::clone(&topology));
-        let all = (0..topology.gpus().len()).collect();
-        let versions = DriverVersions::of(&observed);
-        let layout = GpuLayout::of(&tables, all);
-        let facts = DraFacts::of_machine(&topology, &versions, all, &layout);
+        let state = NodeState::of_machine(observed, ResourcePlan { door: Door::Dra, ..ResourcePlan::default() });
+        let layout = GpuLayout::of(state.tables(), offered_now(&state));
+        let facts = DraFacts::of_state(&state, &layout, DraSettings::default());
         let whole = facts.devices.iter().filter(|device| device.mig.is_none());
         let gpus_of: BTreeMap<String, GpuSet> =
             whole.filter_map(|device| Some((device.name.clone()?, GpuSet::of(device.place?)))).collect();
         ensure!(!gpus_of.is_empty(), "machine '{name}' has no whole GPU");
         let whole = gpus_of.values().fold(GpuSet::default(), |all, gpu| all.union(*gpu));
         let (published, _) = devices(&facts);
+        let tables = Arc::clone(state.tables());
         Ok(Self { name: name.to_owned(), tables, whole, gpus_of, published })
     }
 

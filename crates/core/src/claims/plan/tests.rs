@@ -3,11 +3,9 @@
 use super::*;
 use alloc::collections::{BTreeMap, BTreeSet};
 
-use crate::claims::{
-    AllocatedConfig, Allocation, ClaimStatus, DeviceAllocation, Edits, MpsOrder, OpaqueConfig, RequestEdits,
-};
+use crate::claims::{AllocatedConfig, Allocation, ClaimStatus, DeviceAllocation, MpsOrder, OpaqueConfig, RequestEdits};
 use crate::publish::RdmaNodes;
-use crate::publish::injection::{CdiOptions, HostDevices, InjectionOptions};
+use crate::publish::injection::{CdiOptions, HostDevices, Injection, InjectionOptions};
 use crate::state::{Door, Event, Filter, GpuSelector, Holdings, NodeState, NumaHints, PreparedClaim, ResourcePlan};
 use crate::topology::{GpuObservation, GpuUuid, NodeObservation};
 use core::time::Duration;
@@ -121,7 +119,7 @@ fn devices_have_the_cdi_name_of_their_base_request() {
     let contents = contents(&state(Door::Dra), &HostDevices::default(), &prepared);
     let of = |request: &str| contents[request].devices.iter().map(|of| (&*of.name, &*of.nodes[0])).collect::<Vec<_>>();
     assert_eq!((of("gpus"), of("one")), (vec![("v/gpu=GPU-1", "/dev/nvidia1")], vec![("v/gpu=GPU-0", "/dev/nvidia0")]));
-    assert_eq!(contents["one"].own, Edits::default());
+    assert_eq!(contents["one"].own, Injection::default());
 }
 
 #[test]

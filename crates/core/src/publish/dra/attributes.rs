@@ -173,7 +173,7 @@ impl Draft<'_> {
         self.version("cudaComputeCapability", gpu.facts.compute_capability.map(String::from));
         self.version("driverVersion", versions.driver.as_ref());
         self.version("cudaDriverVersion", versions.cuda.map(|cuda| format!("{}.{}", cuda.major, cuda.minor)));
-        self.text("addressingMode", Some(gpu.facts.addressing_mode.map_or("", |mode| mode.name())));
+        self.text("addressingMode", Some(&gpu.facts.addressing_mode.map_or(String::new(), |mode| mode.to_string())));
         self.text(&format!("{STANDARD}/pcieRoot"), gpu.pcie_root.as_ref());
         self.text(&format!("{STANDARD}/pciBusID"), Some(gpu.pci).filter(|pci| pci.domain() <= MOST_DOMAIN));
         // The node that NICs or CPUs are on too: for a GPU with memory of its own, the node with CPUs beside it.

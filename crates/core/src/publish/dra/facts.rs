@@ -6,10 +6,8 @@ use alloc::collections::{BTreeMap, BTreeSet};
 
 use super::layout::GpuLayout;
 use crate::allocation::GpuSet;
-use crate::state::{
-    DRA_DRIVER, Device, Door, DriverVersions, GpuShares, GpuSharing, Health, NodeState, ResourcePlan, UnhealthyReason,
-};
-use crate::topology::{Gpu, GpuUuid, MigDevice, NodeTopology, device_names};
+use crate::state::{DRA_DRIVER, Device, Door, DriverVersions, GpuSharing, Health, NodeState, UnhealthyReason};
+use crate::topology::{Gpu, MigDevice, NodeTopology, device_names};
 
 /// The facts from which the devices of a node are made.
 #[derive(Clone, Debug)]
@@ -67,12 +65,6 @@ impl Default for DraSettings {
     }
 }
 
-/// The GPUs that a plan offers, by their places.
-pub fn offered(topology: &NodeTopology, plan: &ResourcePlan) -> GpuSet {
-    let gpus = topology.gpus().iter().enumerate();
-    gpus.filter(|(_, gpu)| plan.filter.offers(gpu)).map(|(place, _)| place).collect()
-}
-
 /// The GPUs that a snapshot offers through DRA to one claim at a time, by their places. [`DraFacts::of_state`] takes
 /// their layout.
 pub fn offered_now(state: &NodeState) -> GpuSet {
@@ -82,44 +74,6 @@ pub fn offered_now(state: &NodeState) -> GpuSet {
 }
 
 impl<'a> DraFacts<'a> {
-    /// The facts of a machine whose health and claims are unknown.
-    pub fn of_machine(
-        topology: &'a NodeTopology,
-        versions: &'a DriverVersions,
-        gpus: GpuSet,
-        layout: &'a GpuLayout,
-    ) -> Self {
-        let mut names = device_names(topology);
-        let whole = gpus.places().filter_map(|place| Some((place, topology.gpus().get(place)?)));
-        let mut devices: Vec<DraDevice<'_>> = Vec::new();
-        for (place, gpu) in whole {
-            let mig =
-                topology.mig_devices().iter().enumerate().filter(|(_, mig)| mig.parent == place && gpu.mig_enabled);
-            let mig = mig.map(|(at, mig)| (Some(at), Some(mig)));
-            let own = (!gpu.mig_enabled).then_some((None, None));
-            for (at, mig) in own.into_iter().chain(mig) {
-                let name = names.remove(&(place, at));
-                let (sharing, reasons) = (GpuSharing::default(), Vec::new());
-                devices.push(DraDevice { name, gpu, place: Some(place), mig, sharing, reasons });
-            }
-        }
-        let in_mig_mode = gpus.places().filter_map(|place| Some((place, topology.gpus().get(place)?)));
-        let in_mig_mode = in_mig_mode.filter(|(_, gpu)| gpu.mig_enabled);
-        let mig_gpus = in_mig_mode.map(|(place, gpu)| mig_gpu(place, gpu, Vec::new())).collect();
-        let (held, made, settings) = (BTreeSet::new(), BTreeSet::new(), DraSettings::default());
-        Self { topology, versions, layout, devices, held, mig_gpus, made, settings }
-    }
-
-    /// Shares these GPUs; they must not be in `layout`.
-    #[must_use]
-    pub fn shared(mut self, shares: &BTreeMap<GpuUuid, GpuShares>) -> Self {
-        for device in self.devices.iter_mut().filter(|device| device.mig.is_none()) {
-            let shares = shares.get(&device.gpu.uuid).copied();
-            device.sharing = GpuSharing { now: shares, next: shares };
-        }
-        self
-    }
-
     /// The facts of a snapshot. `layout` is that of [`offered_now`]. The devices that our DRA plugin has prepared are
     /// held before the kubelet lists them.
     pub fn of_state(state: &'a NodeState, layout: &'a GpuLayout, settings: DraSettings) -> Self {

@@ -24,7 +24,7 @@ use attributes::Draft;
 
 pub use crate::topology::{device_name, hardware_of};
 pub use dynamic_mig::counters as mig_counters;
-pub use facts::{DraDevice, DraFacts, DraSettings, ServerVersion, offered, offered_now};
+pub use facts::{DraDevice, DraFacts, DraSettings, ServerVersion, offered_now};
 pub use families::{Family, Group, GroupSize};
 pub use layout::{GpuLayout, LayoutCache};
 pub use slice::{

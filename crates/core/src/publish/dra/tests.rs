@@ -2,12 +2,12 @@
 
 use super::*;
 use crate::allocation::{AllocationTables, GpuSet};
-use crate::state::{Door, DriverVersions, Filter, GpuSelector, GpuShares, GpuSharing, ResourcePlan, UnhealthyReason};
+use crate::state::{Door, Filter, GpuSelector, GpuShares, GpuSharing, NodeState, ResourcePlan, UnhealthyReason};
 use crate::topology::{GpuObservation, NodeObservation, NodeTopology};
 use alloc::sync::Arc;
 
 /// Four V100, each connected with the next by one NVLink.
-fn chain() -> NodeTopology {
+fn chain() -> NodeObservation {
     let gpu = |number: u32| {
         let links: Vec<String> = [number.checked_sub(1), Some(number + 1).filter(|next| *next < 4)]
             .into_iter()
@@ -25,16 +25,19 @@ fn chain() -> NodeTopology {
     node(&(0..4).map(gpu).collect::<Vec<_>>().join(", "))
 }
 
-fn node(gpus: &str) -> NodeTopology {
+fn node(gpus: &str) -> NodeObservation {
     let gpus: Vec<GpuObservation> = serde_json::from_str(&format!("[{gpus}]")).unwrap();
-    NodeTopology::assemble(&NodeObservation { gpus, ..NodeObservation::default() }).0
+    NodeObservation { gpus, driver_version: Some("580.95.05".to_owned()), ..NodeObservation::default() }
 }
 
-fn published(topology: &NodeTopology, plan: &ResourcePlan) -> (Vec<SliceDevice>, Vec<DraProblem>) {
-    let gpus = offered(topology, plan);
-    let layout = GpuLayout::of(&AllocationTables::new(Arc::new(topology.clone())), gpus);
-    let versions = DriverVersions { driver: Some("580.95.05".to_owned()), cuda: None };
-    devices(&DraFacts::of_machine(topology, &versions, gpus, &layout))
+fn graph(observed: &NodeObservation) -> NodeTopology {
+    NodeTopology::assemble(observed).0
+}
+
+fn published(observed: &NodeObservation, plan: &ResourcePlan) -> (Vec<SliceDevice>, Vec<DraProblem>) {
+    let state = NodeState::of_machine(observed.clone(), plan.clone());
+    let layout = GpuLayout::of(state.tables(), offered_now(&state));
+    devices(&DraFacts::of_state(&state, &layout, DraSettings::default()))
 }
 
 fn all() -> ResourcePlan {
@@ -51,8 +54,8 @@ fn text(device: &SliceDevice, key: &str) -> Option<String> {
 
 #[test]
 fn unknown_facts_have_no_attribute() {
-    let topology = node("{\"index\": 0, \"uuid\": \"GPU-0\", \"pci\": \"10000:01:00.0\"}");
-    let (devices, problems) = published(&topology, &all());
+    let observed = node("{\"index\": 0, \"uuid\": \"GPU-0\", \"pci\": \"10000:01:00.0\"}");
+    let (devices, problems) = published(&observed, &all());
     assert_eq!((devices.len(), problems.len(), devices[0].name.as_str()), (1, 0, "gpu-pci-10000-01-00-0"));
     let keys: Vec<&str> = devices[0].attributes.keys().map(String::as_str).collect();
     assert_eq!(keys, ["addressingMode", "driverVersion", "linkwise.dev/order", "type", "uuid"]);
@@ -62,10 +65,10 @@ fn unknown_facts_have_no_attribute() {
 #[test]
 fn value_that_does_not_fit_is_left_out_and_named() {
     let model = "x".repeat(65);
-    let topology = node(&format!(
+    let observed = node(&format!(
         "{{\"index\": 0, \"uuid\": \"GPU-0\", \"pci\": \"0000:01:00.0\", \"minor\": 3, \"model\": \"{model}\"}}"
     ));
-    let (devices, problems) = published(&topology, &all());
+    let (devices, problems) = published(&observed, &all());
     assert_eq!(text(&devices[0], "productName"), None);
     let [problem] = problems.as_slice() else { panic!("{problems:?}") };
     assert!(problem.to_string().starts_with("attribute productName of gpu-3 left out: "), "{problem}");
@@ -81,9 +84,9 @@ fn device_without_a_name_of_its_own_is_reported() {
 
 #[test]
 fn only_gpus_of_the_plan_are_published() {
-    let topology = chain();
+    let observed = chain();
     let names = |plan: &ResourcePlan| -> Vec<String> {
-        let mut names: Vec<String> = published(&topology, plan).0.into_iter().map(|device| device.name).collect();
+        let mut names: Vec<String> = published(&observed, plan).0.into_iter().map(|device| device.name).collect();
         names.sort_unstable();
         names
     };
@@ -94,11 +97,11 @@ fn only_gpus_of_the_plan_are_published() {
 
 #[test]
 fn groups_are_of_the_published_gpus_alone() {
-    let topology = chain();
+    let observed = chain();
     let domains = |gpus: &[u32]| -> Vec<Option<String>> {
         let exclude = (0..4).filter(|index| !gpus.contains(index)).map(GpuSelector::Index).collect();
         let plan = ResourcePlan { filter: Filter { exclude, ..Filter::default() }, ..all() };
-        let mut devices = published(&topology, &plan).0;
+        let mut devices = published(&observed, &plan).0;
         devices.sort_by(|a, b| a.name.cmp(&b.name));
         devices.iter().map(|device| text(device, "linkwise.dev/nvlinkDomain")).collect()
     };
@@ -108,9 +111,9 @@ fn groups_are_of_the_published_gpus_alone() {
 }
 
 /// The families of a machine's GPUs, and their groups as bits.
-fn families(topology: NodeTopology, sizes: &[usize]) -> Vec<(String, Vec<u64>)> {
-    let gpus = (0..topology.gpus().len()).collect();
-    let layout = GpuLayout::of(&AllocationTables::new(Arc::new(topology)), gpus);
+fn families(observed: &NodeObservation, sizes: &[usize]) -> Vec<(String, Vec<u64>)> {
+    let gpus = (0..observed.gpus.len()).collect();
+    let layout = GpuLayout::of(&AllocationTables::new(Arc::new(graph(observed))), gpus);
     let bits = |family: &Family| family.groups.iter().map(|group| group.gpus.0).collect();
     let meant = layout.families.iter().filter(|family| sizes.contains(&family.size));
     meant.map(|family| (family.name.clone(), bits(family))).collect()
@@ -120,7 +123,7 @@ fn families(topology: NodeTopology, sizes: &[usize]) -> Vec<(String, Vec<u64>)> 
 fn tiers_are_split_into_families_of_disjoint_groups() {
     let pairs = [("pair1a", Vec::from([0b0011, 0b1100])), ("pair1b", Vec::from([0b0110]))];
     let expected: Vec<_> = pairs.into_iter().map(|(name, groups)| (name.to_owned(), groups)).collect();
-    assert_eq!(families(chain(), &[2]), expected, "of the others any are as good");
+    assert_eq!(families(&chain(), &[2]), expected, "of the others any are as good");
 }
 
 #[test]
@@ -128,18 +131,15 @@ fn gpus_that_are_alike_are_one_group() {
     let gpu = |n: u32| format!("{{\"index\": {n}, \"uuid\": \"GPU-{n}\", \"pci\": \"0000:0{n}:00.0\"}}");
     let alike = || node(&(0..5).map(gpu).collect::<Vec<_>>().join(", "));
     let one = |name: &str| (name.to_owned(), Vec::from([0b11111]));
-    assert_eq!(families(alike(), &[2, 4]), [one("pair1a"), one("quad1a")]);
-    assert_eq!(families(alike(), &[8]), [], "no eight GPUs are there");
+    assert_eq!(families(&alike(), &[2, 4]), [one("pair1a"), one("quad1a")]);
+    assert_eq!(families(&alike(), &[8]), [], "no eight GPUs are there");
 }
 
 #[test]
 fn sick_gpu_takes_its_sets_out_of_the_groups() {
-    let (topology, plan) = (chain(), all());
-    let gpus = offered(&topology, &plan);
-    let tables = AllocationTables::new(Arc::new(topology.clone()));
-    let layout = GpuLayout::of(&tables, gpus);
-    let versions = DriverVersions { driver: None, cuda: None };
-    let mut facts = DraFacts::of_machine(&topology, &versions, gpus, &layout);
+    let state = NodeState::of_machine(chain(), all());
+    let layout = GpuLayout::of(state.tables(), offered_now(&state));
+    let mut facts = DraFacts::of_state(&state, &layout, DraSettings::default());
     let groups = |facts: &DraFacts<'_>, attribute: &str| -> Vec<Option<String>> {
         let mut devices = devices(facts).0;
         devices.sort_by(|a, b| a.name.cmp(&b.name));
@@ -155,11 +155,9 @@ fn sick_gpu_takes_its_sets_out_of_the_groups() {
 
 #[test]
 fn sick_shared_gpu_is_left_out_without_taints() {
-    let (topology, plan) = (chain(), all());
-    let gpus = offered(&topology, &plan);
-    let layout = GpuLayout::of(&AllocationTables::new(Arc::new(topology.clone())), gpus);
-    let versions = DriverVersions { driver: None, cuda: None };
-    let mut facts = DraFacts::of_machine(&topology, &versions, gpus, &layout);
+    let state = NodeState::of_machine(chain(), all());
+    let layout = GpuLayout::of(state.tables(), offered_now(&state));
+    let mut facts = DraFacts::of_state(&state, &layout, DraSettings::default());
     facts.settings.taints_survive = false;
     facts.held.insert("gpu-0".to_owned());
     let sick = |device: &&mut DraDevice<'_>| device.name.as_deref() == Some("gpu-0");
@@ -175,7 +173,7 @@ fn sick_shared_gpu_is_left_out_without_taints() {
 
 #[test]
 fn layout_is_kept_for_the_same_tables_and_gpus() {
-    let tables = Arc::new(AllocationTables::new(Arc::new(chain())));
+    let tables = Arc::new(AllocationTables::new(Arc::new(graph(&chain()))));
     let mut cache = LayoutCache::default();
     let whole = cache.layout(&tables, (0..4).collect());
     assert!(Arc::ptr_eq(&whole, &cache.layout(&tables, (0..4).collect())));
@@ -189,7 +187,7 @@ fn layout_is_kept_for_the_same_tables_and_gpus() {
 fn group_keeps_its_name_when_its_first_gpu_is_lost() {
     let gpu = |n: u32| format!("{{\"index\": {n}, \"uuid\": \"GPU-{n}\", \"pci\": \"0000:0{n}:00.0\"}}");
     let alike = node(&(0..5).map(gpu).collect::<Vec<_>>().join(", "));
-    let tables = |places: &[usize]| Arc::new(AllocationTables::new(Arc::new(alike.restricted(places))));
+    let tables = |places: &[usize]| Arc::new(AllocationTables::new(Arc::new(graph(&alike).restricted(places))));
     let mut cache = LayoutCache::default();
     let whole = cache.layout(&tables(&[0, 1, 2, 3, 4]), (0..5).collect());
     let fewer = cache.layout(&tables(&[1, 2, 3, 4]), (0..4).collect());
@@ -200,7 +198,7 @@ fn group_keeps_its_name_when_its_first_gpu_is_lost() {
 
 #[test]
 fn lost_gpu_leaves_the_groups_of_others_as_they_were() {
-    let tables = |places: &[usize]| Arc::new(AllocationTables::new(Arc::new(chain().restricted(places))));
+    let tables = |places: &[usize]| Arc::new(AllocationTables::new(Arc::new(graph(&chain()).restricted(places))));
     let mut cache = LayoutCache::default();
     let whole = cache.layout(&tables(&[0, 1, 2, 3]), (0..4).collect());
     let without_first = cache.layout(&tables(&[1, 2, 3]), (0..3).collect());

@@ -20,8 +20,8 @@ use super::{ClaimManager, Turn};
 use crate::dra::Settings;
 use crate::dra::api::{CdiDevices, MpsLink};
 use crate::dra::checkpoint::{Checkpoint, is_uid};
-use linkwise_core::claims::{CLAIM_KIND, ClaimError, Edits, NodeDevice, RequestEdits, claim_device, containers};
-use linkwise_core::publish::injection::{DeviceNode, Mount};
+use linkwise_core::claims::{CLAIM_KIND, ClaimError, NodeDevice, RequestEdits, claim_device, containers};
+use linkwise_core::publish::injection::{DeviceNode, Injection, Mount};
 use linkwise_system::files;
 
 /// The mode of a spec, which every user may read: runtimes run as other users.
@@ -200,7 +200,7 @@ fn append(edits: &mut Map<String, Value>, more: &Map<String, Value>) {
     }
 }
 
-fn own_edits(edits: &Edits) -> Map<String, Value> {
+fn own_edits(edits: &Injection) -> Map<String, Value> {
     let env = edits.env.iter().map(|(name, value)| Value::String(format!("{name}={value}")));
     let mut own = Map::new();
     let mut add = |key: &str, values: Vec<Value>| {
