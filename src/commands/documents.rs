@@ -6,9 +6,9 @@
 
 use std::fs;
 
-use crate::config::{CompletionsArgs, MACHINE_NAMES, ManArgs, Shell, completable, documented};
+use crate::config::{CompletionsArgs, MACHINE_NAMES, ManArgs, completable, documented};
 use anyhow::{Context, Result};
-use clap_complete::aot;
+use clap_complete::aot::Shell;
 use clap_mangen::Man;
 use linkwise_host::machines;
 use linkwise_system::output::print;
@@ -22,23 +22,18 @@ pub fn completions(args: &CompletionsArgs) -> Result<()> {
 }
 
 fn text(shell: Shell, machines: &str) -> String {
-    let generator = match shell {
-        Shell::Bash => aot::Shell::Bash,
-        Shell::Zsh => aot::Shell::Zsh,
-        Shell::Fish => aot::Shell::Fish,
-    };
     let mut bytes = Vec::new();
-    clap_complete::generate(generator, &mut completable(), NAME, &mut bytes);
+    clap_complete::generate(shell, &mut completable(), NAME, &mut bytes);
     let text = String::from_utf8_lossy(&bytes);
     // A machine is a built-in name or a file, which is not a fixed list of values. bash looks for files by itself if no
     // name fits.
     match shell {
-        Shell::Bash => text.replace(MACHINE_NAMES, machines),
         Shell::Zsh => text.replace(
             &format!("({MACHINE_NAMES})"),
             &format!("{{_alternative \"machines:machine:({machines})\" \"files:file:_files\"}}"),
         ),
         Shell::Fish => text.replace(&format!("-r -f -a \"{MACHINE_NAMES}\\t''\""), &format!("-r -F -a \"{machines}\"")),
+        _ => text.replace(MACHINE_NAMES, machines),
     }
 }
 

@@ -6,10 +6,12 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use anyhow::{Context, Result, anyhow, bail};
 use clap::{Args, ValueEnum};
-use thiserror::Error;
 
+use super::settings::go_boolean;
 use super::{ApiServerArgs, LogArgs};
+use linkwise_core::quote::quoted;
 
 /// Signals by the names that people use; the numbers are Linux's.
 const SIGNALS: [(&str, i32); 6] = [("HUP", 1), ("INT", 2), ("QUIT", 3), ("USR1", 10), ("USR2", 12), ("TERM", 15)];
@@ -98,20 +100,13 @@ pub struct ConfigManagerSettings {
     /// The link to the selected configuration.
     pub destination: PathBuf,
     /// The configuration of a node without the label.
-    pub defaults: ConfigDefaults,
+    pub default: Option<String>,
+    /// The ways to another one: the first one that exists counts.
+    pub fallbacks: Vec<Fallback>,
     /// The process to signal and the signal's number; `None` if there is none to signal.
     pub signal: Option<(String, i32)>,
     /// The time that a oneshot waits for the API server if a configuration is in place.
     pub keep_after: Duration,
-}
-
-/// The configuration of a node without the label.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct ConfigDefaults {
-    /// This configuration.
-    pub name: Option<String>,
-    /// The fallbacks without a name: the first one that exists counts.
-    pub fallbacks: Vec<Fallback>,
 }
 
 /// A way to a configuration for a node without the label and without a default.
@@ -125,26 +120,12 @@ pub enum Fallback {
     Empty,
 }
 
-/// The reason why the options cannot be used.
-#[derive(Debug, Error, PartialEq, Eq)]
-pub enum ConfigManagerError {
-    /// A required option is missing.
-    #[error("{0} ({1}) must not be empty")]
-    Missing(&'static str, &'static str),
-    /// The text is not a fallback strategy.
-    #[error("--fallback-strategies (FALLBACK_STRATEGIES): '{0}' is not one of named, single, empty")]
-    Fallback(String),
-    /// The text is not a signal.
-    #[error("--signal (SIGNAL): '{0}' is neither the number of a signal nor a name such as SIGHUP")]
-    Signal(String),
-}
-
 impl ConfigManagerArgs {
     /// The options, checked. Fails at the first option that is missing or wrong. The signal and the process are read
     /// only if a signal is to be sent.
-    pub fn settings(&self) -> Result<ConfigManagerSettings, ConfigManagerError> {
+    pub fn settings(&self) -> Result<ConfigManagerSettings> {
         let given = |text: &str, flag, variable| match text.trim() {
-            "" => Err(ConfigManagerError::Missing(flag, variable)),
+            "" => bail!("{flag} ({variable}) must not be empty"),
             text => Ok(text.to_owned()),
         };
         let fallbacks = self.fallback_strategies.iter().map(|word| word.trim()).filter(|word| !word.is_empty());
@@ -155,10 +136,8 @@ impl ConfigManagerArgs {
             label: given(&self.node_label, "--node-label", "NODE_LABEL")?,
             source: given(&self.config_file_srcdir, "--config-file-srcdir", "CONFIG_FILE_SRCDIR")?.into(),
             destination: given(&self.config_file_dst, "--config-file-dst", "CONFIG_FILE_DST")?.into(),
-            defaults: ConfigDefaults {
-                name: (!name.is_empty()).then(|| name.to_owned()),
-                fallbacks: fallbacks.map(fallback).collect::<Result<_, _>>()?,
-            },
+            default: (!name.is_empty()).then(|| name.to_owned()),
+            fallbacks: fallbacks.map(fallback).collect::<Result<_, _>>()?,
             signal: match self.send_signal {
                 true => Some((
                     given(&self.process_to_signal, "--process-to-signal", "PROCESS_TO_SIGNAL")?,
@@ -171,29 +150,29 @@ impl ConfigManagerArgs {
     }
 }
 
-fn fallback(word: &str) -> Result<Fallback, ConfigManagerError> {
-    Fallback::from_str(word, false).map_err(|_| ConfigManagerError::Fallback(word.to_owned()))
+fn fallback(word: &str) -> Result<Fallback> {
+    let option = "--fallback-strategies (FALLBACK_STRATEGIES)";
+    Fallback::from_str(word, false)
+        .map_err(|_| anyhow!("{option}: {} is not one of named, single, empty", quoted(word)))
 }
 
 /// The number of a signal; an empty text stands for SIGHUP.
-fn signal(text: &str) -> Result<i32, ConfigManagerError> {
+fn signal(text: &str) -> Result<i32> {
     let name = text.strip_prefix("SIG").unwrap_or(text);
     let named = SIGNALS.iter().find(|(known, _)| *known == name).map(|(_, number)| *number);
     match text {
         "" => Ok(1),
-        text => named
-            .or_else(|| text.parse().ok().filter(|number| (1..=31).contains(number)))
-            .ok_or_else(|| ConfigManagerError::Signal(text.to_owned())),
+        text => named.or_else(|| text.parse().ok().filter(|number| (1..=31).contains(number))).with_context(|| {
+            let what = "neither the number of a signal nor a name such as SIGHUP";
+            format!("--signal (SIGNAL): {} is {what}", quoted(text))
+        }),
     }
 }
 
 /// A boolean as NVIDIA's programs read it; an empty variable is false.
-fn boolean(text: &str) -> Result<bool, String> {
-    match text {
-        "1" | "t" | "T" | "true" | "TRUE" | "True" => Ok(true),
-        "" | "0" | "f" | "F" | "false" | "FALSE" | "False" => Ok(false),
-        other => Err(format!("'{other}' is neither true nor false")),
-    }
+fn boolean(text: &str) -> std::result::Result<bool, String> {
+    let read = if text.is_empty() { Some(false) } else { go_boolean(text) };
+    read.ok_or_else(|| format!("{} is neither true nor false", quoted(text)))
 }
 
 #[cfg(test)]
@@ -204,7 +183,7 @@ mod tests {
 
     const NEEDED: &str = "--node-name n --config-file-srcdir /s --config-file-dst /d/c";
 
-    fn settings(line: &str) -> Result<ConfigManagerSettings, ConfigManagerError> {
+    fn settings(line: &str) -> Result<ConfigManagerSettings> {
         let words = ["linkwise", "config-manager"].into_iter().chain(line.split(' ').filter(|word| !word.is_empty()));
         match Cli::try_parse_from(words.map(|word| word.replace('_', " "))).unwrap().command {
             Command::ConfigManager(args) => args.settings(),
@@ -217,7 +196,7 @@ mod tests {
         let read = settings(NEEDED).unwrap();
         assert_eq!(read.label, "nvidia.com/device-plugin.config");
         assert_eq!(read.signal, Some(("nvidia-device-plugin".to_owned(), 1)));
-        assert_eq!((read.oneshot, read.defaults), (false, ConfigDefaults::default()));
+        assert_eq!((read.oneshot, read.default, read.fallbacks), (false, None, vec![]));
     }
 
     #[test]
@@ -227,7 +206,7 @@ mod tests {
              --fallback-strategies= --kubeconfig="
         );
         let read = settings(&init).unwrap();
-        assert_eq!((read.oneshot, read.signal, read.defaults), (true, None, ConfigDefaults::default()));
+        assert_eq!((read.oneshot, read.signal, read.default, read.fallbacks), (true, None, None, vec![]));
         assert_eq!(settings(&format!("{NEEDED} --signal=")).unwrap().signal.unwrap().1, 1);
         assert_eq!(settings(&format!("{NEEDED} --send-signal=")).unwrap().signal, None);
     }
@@ -257,9 +236,9 @@ mod tests {
     #[test]
     fn lists_and_names_are_read() {
         let read = settings(&format!("{NEEDED} --fallback-strategies named,_single,empty --signal SIGUSR1")).unwrap();
-        assert_eq!(read.defaults.fallbacks, [Fallback::Named, Fallback::Single, Fallback::Empty]);
+        assert_eq!(read.fallbacks, [Fallback::Named, Fallback::Single, Fallback::Empty]);
         assert_eq!(read.signal.unwrap().1, 10);
         let read = settings(&format!("{NEEDED} --default-config a --signal 31")).unwrap();
-        assert_eq!((read.defaults.name, read.signal.unwrap().1), (Some("a".to_owned()), 31));
+        assert_eq!((read.default, read.signal.unwrap().1), (Some("a".to_owned()), 31));
     }
 }

@@ -4,7 +4,8 @@
 use std::path::PathBuf;
 
 use clap::builder::{PossibleValuesParser, Resettable};
-use clap::{Args, Command, CommandFactory, ValueEnum};
+use clap::{Args, Command, CommandFactory};
+use clap_complete::aot::Shell;
 
 use super::Cli;
 
@@ -15,20 +16,6 @@ pub struct CompletionsArgs {
     /// The shell
     #[arg(value_name = "SHELL")]
     pub shell: Shell,
-}
-
-/// A shell that completes command lines.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum Shell {
-    /// GNU Bash.
-    #[value(help = None)]
-    Bash,
-    /// The Z shell.
-    #[value(help = None)]
-    Zsh,
-    /// fish.
-    #[value(help = None)]
-    Fish,
 }
 
 /// `linkwise man`.

@@ -27,8 +27,8 @@ use linkwise_system::log::LogFormat;
 use linkwise_core::words::Words;
 
 pub use benchmark::{ExpectArgs, PodArgs, VerifyArgs};
-pub use config_manager::{ConfigDefaults, ConfigManagerArgs, ConfigManagerError, ConfigManagerSettings, Fallback};
-pub use documents::{CompletionsArgs, MACHINE_NAMES, ManArgs, Shell, completable, documented};
+pub use config_manager::{ConfigManagerArgs, ConfigManagerSettings, Fallback};
+pub use documents::{CompletionsArgs, MACHINE_NAMES, ManArgs, completable, documented};
 pub use dra::{ClaimArgs, ClaimKind, DraArgs, FleetArgs, ManifestFormat, Near};
 pub use labels::{ApiArgs, LabelsArgs};
 pub use machine::{AllocateArgs, HostArgs, NodeArgs, SnapshotArgs, TopologyArgs, TopologyFormat, UnitName};

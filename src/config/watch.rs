@@ -3,7 +3,6 @@
 //! Called by `run`, which owns the task that waits here. A ConfigMap's files are links into a folder that Kubernetes
 //! replaces as a whole; so the file's folder is watched, and the texts are compared.
 
-use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -22,57 +21,65 @@ const SETTLE: Duration = Duration::from_millis(100);
 
 /// A file and the text that was returned last.
 pub struct FileWatch {
-    path: PathBuf,
+    /// The file and its folder; `None`: an empty text that never changes.
+    file: Option<(PathBuf, FolderWatch)>,
     /// The text; `None` before the first reading, and if the file could not be read.
     text: Option<String>,
-    folder: FolderWatch,
 }
 
 impl FileWatch {
     /// Watches a file from now on. inotify is an optimisation: if it is unavailable, polling remains.
-    pub fn of(path: &Path) -> Self {
-        let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
-        Self { path: path.to_owned(), text: None, folder: FolderWatch::of(folder) }
+    pub fn of(path: Option<&Path>) -> Self {
+        let file = path.map(|path| {
+            let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+            (path.to_owned(), FolderWatch::of(folder))
+        });
+        Self { file, text: None }
     }
 
     /// Reads the file at once.
     pub async fn read(&mut self) -> Result<String, ConfigError> {
-        let text = text(&self.path).await;
+        let Some((path, _)) = &self.file else { return Ok(String::new()) };
+        let text = text(path).await;
         self.returned(text)
     }
 
     /// Waits until the file has another text than the one returned last, or becomes unreadable, and returns that text.
     pub async fn changed(&mut self) -> Result<String, ConfigError> {
         loop {
-            let now = text(&self.path).await;
+            let Some((path, folder)) = &mut self.file else { return std::future::pending().await };
+            let now = text(path).await;
             if now.as_ref().ok() != self.text.as_ref() {
                 tokio::time::sleep(SETTLE).await;
-                if now.as_ref().ok() == text(&self.path).await.as_ref().ok() {
+                if now.as_ref().ok() == text(path).await.as_ref().ok() {
                     return self.returned(now);
                 }
                 continue;
             }
-            let _ = tokio::time::timeout(POLL, self.folder.changed()).await;
+            let _ = tokio::time::timeout(POLL, folder.changed()).await;
         }
     }
 
-    fn returned(&mut self, text: io::Result<String>) -> Result<String, ConfigError> {
+    fn returned(&mut self, text: Result<String, ConfigError>) -> Result<String, ConfigError> {
         self.text = text.as_ref().ok().cloned();
-        text.map_err(|source| ConfigError::Unreadable(self.path.clone(), source))
+        text
     }
 }
 
 /// Reads the file up to its limit. While the file system hangs, only the caller waits.
-async fn text(path: &Path) -> io::Result<String> {
-    let mut bytes = Vec::new();
-    tokio::fs::File::open(path).await?.take(MAX_FILE + 1).read_to_end(&mut bytes).await?;
-    text_of(bytes)
+async fn text(path: &Path) -> Result<String, ConfigError> {
+    let read = async {
+        let mut bytes = Vec::new();
+        tokio::fs::File::open(path).await?.take(MAX_FILE + 1).read_to_end(&mut bytes).await?;
+        text_of(bytes)
+    };
+    read.await.map_err(|source| ConfigError::Unreadable(path.to_owned(), source))
 }
 
 #[cfg(test)]
 mod tests {
-    use std::fs;
     use std::os::unix::fs::symlink;
+    use std::{fs, io};
 
     use super::*;
 
@@ -86,7 +93,7 @@ mod tests {
         }
         symlink("v1", at("..data")).unwrap();
         symlink("..data/config", at("config")).unwrap();
-        let mut watch = FileWatch::of(&at("config"));
+        let mut watch = FileWatch::of(Some(&at("config")));
         assert_eq!(watch.read().await.unwrap(), "a: 1\n");
         symlink("v2", at("..data_tmp")).unwrap();
         fs::rename(at("..data_tmp"), at("..data")).unwrap();
@@ -100,7 +107,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("config");
         fs::write(&path, "#".repeat(1 << 20)).unwrap();
-        let mut watch = FileWatch::of(&path);
+        let mut watch = FileWatch::of(Some(&path));
         assert!(watch.read().await.is_ok());
         fs::write(&path, "#".repeat((1 << 20) + 1)).unwrap();
         let ConfigError::Unreadable(_, source) = watch.changed().await.unwrap_err() else { panic!() };
@@ -118,7 +125,7 @@ mod tests {
         std::thread::spawn(move || {
             let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
             runtime.block_on(async {
-                let mut watch = FileWatch::of(&path);
+                let mut watch = FileWatch::of(Some(&path));
                 tokio::select! {
                     biased;
                     _ = watch.changed() => {}

@@ -23,26 +23,13 @@ use linkwise_system::metrics::new;
 /// The pause between two checks of the rights that DRA lacks.
 const LOOK_AGAIN: Duration = Duration::from_secs(10);
 
-/// A metric that tells if the last configuration read is in use.
-#[derive(Clone, Debug, Default)]
-pub struct ConfigMetrics {
-    valid: Gauge,
-}
-
-impl ConfigMetrics {
-    /// Makes and registers the metric. A process starts with a valid configuration.
-    pub fn register(registry: &mut Registry) -> Self {
-        let help = "1 while the configuration that was read last is the one that counts, 0 while it was refused and an \
-                    older one counts";
-        let valid: Gauge = new(registry, "config_valid", help);
-        valid.set(1);
-        Self { valid }
-    }
-
-    /// Records that the configuration was read again.
-    pub fn config_valid(&self, valid: bool) {
-        self.valid.set(i64::from(valid));
-    }
+/// Makes and registers the metric that tells if the last configuration read is in use. A process starts with a valid one.
+pub(super) fn valid_metric(registry: &mut Registry) -> Gauge {
+    let help = "1 while the configuration that was read last is the one that counts, 0 while it was refused and an older \
+                one counts";
+    let valid: Gauge = new(registry, "config_valid", help);
+    valid.set(1);
+    valid
 }
 
 pub(super) fn log(findings: &[Finding]) {
@@ -61,7 +48,7 @@ pub(super) struct Reloader {
     pub flags: Flags,
     pub environment: Environment,
     pub settings: Settings,
-    pub metrics: ConfigMetrics,
+    pub valid: Gauge,
     pub events: mpsc::Sender<Event>,
     /// The way to the other door.
     pub door: DoorWish,
@@ -128,7 +115,7 @@ impl DoorWish {
 impl Reloader {
     /// Runs for ever. Each `hangup` requests a reload.
     pub async fn run(mut self, mut hangup: Signal) -> Result<()> {
-        let mut file = ConfigFile::of(&self.settings);
+        let mut file = FileWatch::of(self.settings.config_file.value.as_deref());
         // The file may have changed since it was loaded for the start.
         let mut reason = "start";
         let mut text = file.read().await;
@@ -147,13 +134,13 @@ impl Reloader {
     /// Applies a text: a valid one takes effect, any other changes nothing.
     async fn reload(&mut self, text: Result<String, ConfigError>, reason: &str) -> Result<()> {
         let loaded = reloaded(&self.flags, &self.environment, text, reason);
-        self.metrics.config_valid(loaded.is_some());
+        self.valid.set(loaded.is_some().into());
         let Some(mut loaded) = loaded else { return Ok(()) };
         if self.door.is_anew(&mut loaded.settings.dra_gpus.value, self.settings.dra_gpus.value, reason).await {
             return Ok(());
         }
         if !self.door.lacks.is_empty() {
-            self.metrics.config_valid(false);
+            self.valid.set(0);
         }
         let changed = loaded.settings.changed(&self.settings);
         if changed.is_empty() {
@@ -194,29 +181,6 @@ pub(super) fn reloaded(
         tracing::error!(why, error = chain(error), "configuration rejected, keeping the previous one");
     };
     text.and_then(|text| load_text(flags, environment, &text)).inspect_err(rejected).ok()
-}
-
-/// The configuration file, followed; without one, an empty text that never changes.
-pub(super) struct ConfigFile(Option<FileWatch>);
-
-impl ConfigFile {
-    pub fn of(settings: &Settings) -> Self {
-        Self(settings.config_file.value.as_deref().map(FileWatch::of))
-    }
-
-    pub async fn read(&mut self) -> Result<String, ConfigError> {
-        match &mut self.0 {
-            Some(file) => file.read().await,
-            None => Ok(String::new()),
-        }
-    }
-
-    pub async fn changed(&mut self) -> Result<String, ConfigError> {
-        match &mut self.0 {
-            Some(file) => file.changed().await,
-            None => std::future::pending().await,
-        }
-    }
 }
 
 /// The events that follow at once from a change of the settings.

@@ -17,11 +17,11 @@ use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 
 use super::api::Publisher;
-use super::config::{self, ConfigFile};
+use super::config;
 use super::driver::{agent_of, driver_of, gate, limits_of};
 use super::labels::{FileWriter, LabelSource, report, settings_of};
 use crate::config::settings::{Loaded, load, load_text};
-use crate::config::{Environment, LabelsArgs, Settings};
+use crate::config::{Environment, FileWatch, LabelsArgs, Settings};
 use linkwise_core::once::Once;
 use linkwise_core::publish::labels::{LabelFacts, labels as labels_of};
 use linkwise_core::state::{DriverVersions, Event, NodeState};
@@ -66,7 +66,7 @@ async fn program(args: &LabelsArgs, publisher: Option<&Publisher>) -> Result<()>
         anyhow::bail!("{signal} before the labels were written");
     }
     // The file may have changed since it was loaded; changes from now on are followed.
-    let mut file = ConfigFile::of(&settings);
+    let mut file = FileWatch::of(settings.config_file.value.as_deref());
     let latest = file.read().await.and_then(|text| load_text(&args.flags, &environment, &text));
     settings = latest.map_or(settings, |loaded| loaded.settings);
     loop {

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use tokio::sync::watch;
 
-use super::config::ConfigMetrics;
+use super::config::valid_metric;
 use super::dra::SliceMetrics;
 use linkwise_cluster::StoredPool;
 use linkwise_core::allocation::DeviceId;
@@ -108,7 +108,7 @@ fn everything() -> String {
     let cdi = metrics.register(CdiMetrics::register);
     cdi.cdi_written(true);
     cdi.cdi_written(false);
-    metrics.register(ConfigMetrics::register);
+    metrics.register(valid_metric);
     drop(metrics.register(TakeoverMetrics::register));
     sorted(&metrics.encode().unwrap())
 }

@@ -11,8 +11,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::api::Api;
 use super::cdi_sync::{self, CdiSync, Prepared};
-use super::config::ConfigMetrics;
-use super::config::{self, DoorWish, Reloader};
+use super::config::{self, DoorWish, Reloader, valid_metric};
 use super::dra::{self, start::RightsReader, start::Start};
 use super::driver::{driver_of, gate};
 use super::operators::{answer_probes, bind_admin, serve_operators};
@@ -257,8 +256,8 @@ fn follow_configuration(
     if !start.lacks.is_empty() {
         wish.cannot(start.lacks);
     }
-    let (metrics, events) = (node.metrics().register(ConfigMetrics::register), node.events());
-    let reloader = Reloader { flags: args.flags.clone(), environment, settings, metrics, events, door: wish };
+    let (valid, events) = (node.metrics().register(valid_metric), node.events());
+    let reloader = Reloader { flags: args.flags.clone(), environment, settings, valid, events, door: wish };
     node.spawn("configuration", reloader.run(hangup));
     anew
 }

@@ -5,9 +5,9 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::{fs, io};
 
-use thiserror::Error;
+use anyhow::{Result, bail, ensure};
 
-use crate::config::{ConfigDefaults, Fallback};
+use crate::config::Fallback;
 use linkwise_core::quote::quoted;
 use linkwise_system::files;
 
@@ -22,38 +22,26 @@ pub(super) struct Choice {
     pub why: &'static str,
 }
 
-#[derive(Clone, Debug, Error, PartialEq, Eq)]
-pub(super) enum NoChoice {
-    #[error("the folder has no configuration")]
-    NoneThere,
-    #[error("the node's label names {}, and there is only {there}", quoted(.name))]
-    Label { name: String, there: String },
-    #[error("--default-config (DEFAULT_CONFIG) names {}, and there is only {there}", quoted(.name))]
-    Default { name: String, there: String },
-    #[error("the node has no such label, there is no default, and no fallback fits; there is {there}")]
-    NoDefault { there: String },
-}
-
 /// Chooses a configuration. An empty label counts as no label.
 pub(super) fn choose(
     label: Option<&str>,
     names: &BTreeSet<String>,
-    defaults: &ConfigDefaults,
-) -> Result<Choice, NoChoice> {
-    if names.is_empty() {
-        return Err(NoChoice::NoneThere);
-    }
+    default: Option<&str>,
+    fallbacks: &[Fallback],
+) -> Result<Choice> {
+    ensure!(!names.is_empty(), "the folder has no configuration");
     let there = || names.iter().map(|name| quoted(name)).collect::<Vec<_>>().join(", ");
     let chosen = |name: &str, why| Ok(Choice { name: Some(name.to_owned()), why });
     if let Some(name) = label.filter(|name| !name.is_empty()) {
-        let missing = || NoChoice::Label { name: name.to_owned(), there: there() };
-        return if names.contains(name) { chosen(name, "the node's label") } else { Err(missing()) };
+        ensure!(names.contains(name), "the node's label names {}, and there is only {}", quoted(name), there());
+        return chosen(name, "the node's label");
     }
-    if let Some(name) = &defaults.name {
-        let missing = || NoChoice::Default { name: name.clone(), there: there() };
-        return if names.contains(name) { chosen(name, "the default") } else { Err(missing()) };
+    if let Some(name) = default {
+        let option = "--default-config (DEFAULT_CONFIG)";
+        ensure!(names.contains(name), "{option} names {}, and there is only {}", quoted(name), there());
+        return chosen(name, "the default");
     }
-    for fallback in &defaults.fallbacks {
+    for fallback in fallbacks {
         match (fallback, names.first()) {
             (Fallback::Named, _) if names.contains(NAMED) => return chosen(NAMED, "the fallback 'named'"),
             (Fallback::Single, Some(only)) if names.len() == 1 => return chosen(only, "the fallback 'single'"),
@@ -61,7 +49,7 @@ pub(super) fn choose(
             _ => {}
         }
     }
-    Err(NoChoice::NoDefault { there: there() })
+    bail!("the node has no such label, there is no default, and no fallback fits; there is {}", there())
 }
 
 /// The target of the link for an empty configuration.
@@ -102,8 +90,7 @@ mod tests {
 
     fn chosen(label: Option<&str>, names: &str, default: &str, fallbacks: &[Fallback]) -> Result<String, String> {
         let names = names.split(' ').filter(|name| !name.is_empty()).map(str::to_owned).collect();
-        let name = (!default.is_empty()).then(|| default.to_owned());
-        choose(label, &names, &ConfigDefaults { name, fallbacks: fallbacks.to_vec() })
+        choose(label, &names, Some(default).filter(|name| !name.is_empty()), fallbacks)
             .map(|choice| choice.name.unwrap_or_else(|| "(empty)".to_owned()))
             .map_err(|error| error.to_string())
     }

@@ -21,15 +21,13 @@ use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
 use rustix::process::{Pid, Signal, getpid, kill_process};
-use thiserror::Error;
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
 use crate::config::{ConfigManagerArgs, ConfigManagerSettings};
-use choose::{NoChoice, choose};
+use choose::choose;
 use linkwise_cluster::{ApiMetrics, ApiServer, NodeFollower, NodeLabels, Pace};
-use linkwise_core::errors::chain;
 use linkwise_core::once::Once;
 use linkwise_node::admin::{Admin, Answers, Hosts};
 use linkwise_node::metrics::CONTENT_TYPE;
@@ -42,18 +40,6 @@ const POLL: Duration = Duration::from_secs(10);
 
 /// The folder of the processes that may be signalled.
 const PROCFS: &str = "/proc";
-
-#[derive(Debug, Error)]
-enum SelectError {
-    #[error("the cluster has no node {0}")]
-    NoNode(String),
-    #[error("cannot list the configurations in {0}")]
-    Folder(String, #[source] std::io::Error),
-    #[error(transparent)]
-    NoChoice(#[from] NoChoice),
-    #[error("cannot link {0}")]
-    Link(String, #[source] std::io::Error),
-}
 
 #[derive(Clone, Debug)]
 struct Metrics {
@@ -179,7 +165,7 @@ impl Manager {
         let known = known.context("the node is no longer followed")?.clone().unwrap_or(NodeLabels::Absent);
         match self.select(&known) {
             Err(error) if !self.settings.destination.exists() => {
-                bail!("no configuration selected by {}: {}", self.settings.label, chain(&error))
+                bail!("no configuration selected by {}: {error:#}", self.settings.label)
             }
             selected => self.report(selected),
         }
@@ -187,14 +173,16 @@ impl Manager {
     }
 
     /// Selects the configuration of these labels, and signals its reader if the configuration changed.
-    fn select(&mut self, labels: &NodeLabels) -> Result<(), SelectError> {
-        let NodeLabels::Of(labels) = labels else { return Err(SelectError::NoNode(self.settings.node.clone())) };
-        let (source, destination) = (&self.settings.source, &self.settings.destination);
-        let names = choose::names(source).map_err(|error| SelectError::Folder(source.display().to_string(), error))?;
-        let label = labels.get(&self.settings.label).map(String::as_str);
-        let choice = choose(label, &names, &self.settings.defaults)?;
+    fn select(&mut self, labels: &NodeLabels) -> Result<()> {
+        let settings = &self.settings;
+        let NodeLabels::Of(labels) = labels else { bail!("the cluster has no node {}", settings.node) };
+        let (source, destination) = (&settings.source, &settings.destination);
+        let names =
+            choose::names(source).with_context(|| format!("cannot list the configurations in {}", source.display()))?;
+        let label = labels.get(&settings.label).map(String::as_str);
+        let choice = choose(label, &names, settings.default.as_deref(), &settings.fallbacks)?;
         let changed = choose::link(source, choice.name.as_deref(), destination)
-            .map_err(|error| SelectError::Link(destination.display().to_string(), error))?;
+            .with_context(|| format!("cannot link {}", destination.display()))?;
         if changed || self.selected.as_ref() != Some(&choice.name) {
             let (configuration, why) = (choice.name.as_deref().unwrap_or("(empty)"), choice.why);
             tracing::info!(configuration, why, changed, "configuration selected");
@@ -235,8 +223,8 @@ impl Manager {
         }
     }
 
-    fn report(&mut self, selected: Result<(), SelectError>) {
-        let problem = selected.err().map(|error| chain(&error));
+    fn report(&mut self, selected: Result<()>) {
+        let problem = selected.err().map(|error| format!("{error:#}"));
         self.metrics.selected.set(i64::from(problem.is_none()));
         for error in self.problems.replace(problem.clone()) {
             let label = &self.settings.label;

@@ -32,6 +32,7 @@ pub use file::{Finding, Severity};
 pub use lists::Resources;
 pub use source::{ConfigError, Environment, Flags, Loaded, check, load, load_text};
 pub(in crate::config) use source::{MAX_FILE, text_of};
+pub(in crate::config) use value::go_boolean;
 pub use value::{DeviceIdStrategy, DeviceListStrategy, DiscoveryStrategy, Interval, OnNvmlLoss, SharedPolicy};
 
 /// The usual path of the kubelet's registration socket.

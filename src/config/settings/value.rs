@@ -78,18 +78,23 @@ impl Value {
     }
 }
 
-/// True or false; as a text, the words of Go's strconv.ParseBool, by which the NVIDIA plugin reads the same variables.
+/// True or false; as a text, by [`go_boolean`].
 pub(super) fn boolean(value: &Value) -> Result<bool, String> {
     let read = match value {
         Value::Bool(value) => Some(*value),
-        Value::Word(word) => match word.as_str() {
-            "1" | "t" | "T" | "true" | "TRUE" | "True" => Some(true),
-            "0" | "f" | "F" | "false" | "FALSE" | "False" => Some(false),
-            _ => None,
-        },
+        Value::Word(word) => go_boolean(word),
         _ => None,
     };
     value.or_refused(read, "true or false")
+}
+
+/// The words of Go's strconv.ParseBool, by which NVIDIA's programs read the same variables.
+pub fn go_boolean(word: &str) -> Option<bool> {
+    match word {
+        "1" | "t" | "T" | "true" | "TRUE" | "True" => Some(true),
+        "0" | "f" | "F" | "false" | "FALSE" | "False" => Some(false),
+        _ => None,
+    }
 }
 
 /// One of an enum's words.
