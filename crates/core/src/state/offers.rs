@@ -239,7 +239,7 @@ impl Offers {
         orphans
             || self.doors.waiting().next().is_some()
             || self.shares.awaits_holders()
-            || self.devices().any(|device| match &device.health {
+            || self.devices().chain(&self.doors.devices).any(|device| match &device.health {
                 Health::Unhealthy { reason, .. } => {
                     matches!(reason, UnhealthyReason::HeldElsewhere { .. } | UnhealthyReason::Claimed { .. })
                 }

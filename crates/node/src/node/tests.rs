@@ -2,7 +2,7 @@
 
 use super::*;
 use linkwise_core::claims::{ClaimError, ClaimName, Prepared};
-use linkwise_core::state::{ClaimedDevice, DRA_DRIVER, PreparedClaim};
+use linkwise_core::state::{ClaimedDevice, DRA_DRIVER, HealthRecord, PreparedClaim};
 
 /// Waits until /readyz gives the wanted answer.
 async fn ready(node: &Node, wanted: impl Fn(Result<String, Vec<String>>) -> bool) {
@@ -26,6 +26,17 @@ impl Node {
 
 fn observed() -> Event {
     Event::Observed(Box::new(linkwise_host::machines::load("dgx1-v100").unwrap().observed))
+}
+
+/// A claim for GPU 0, as the kubelet lists it.
+fn claimed() -> ClaimedDevice {
+    ClaimedDevice {
+        claim: "ml/a".to_owned(),
+        driver: DRA_DRIVER.to_owned(),
+        pool: "n".to_owned(),
+        device: "gpu-0".to_owned(),
+        cdi_names: Vec::new(),
+    }
 }
 
 fn settings(folder: &std::path::Path) -> NodeSettings {
@@ -152,14 +163,7 @@ async fn kubelet_is_asked_soon_after_a_claim_ends_that_held_a_gpu_of_the_other_d
     let folder = tempfile::tempdir().unwrap();
     let mut node = Node::start(settings(folder.path())).await.unwrap();
     node.apply(observed());
-    let claimed = ClaimedDevice {
-        claim: "ml/a".to_owned(),
-        driver: DRA_DRIVER.to_owned(),
-        pool: "n".to_owned(),
-        device: "gpu-0".to_owned(),
-        cdi_names: Vec::new(),
-    };
-    node.apply(Event::Holders(Some(Holdings { claims: [claimed].into(), ..Holdings::default() })));
+    node.apply(Event::Holders(Some(Holdings { claims: [claimed()].into(), ..Holdings::default() })));
     assert!(node.state.current.offers().awaits_holders());
     let mut asked = node.asks_often.subscribe();
     node.apply(Event::Prepared(Vec::new()));
@@ -167,6 +171,29 @@ async fn kubelet_is_asked_soon_after_a_claim_ends_that_held_a_gpu_of_the_other_d
     asked.mark_unchanged();
     node.apply(observed());
     assert!(!asked.has_changed().unwrap());
+}
+
+/// The kubelet goes on listing a claim for a while after its Unprepare.
+#[tokio::test]
+async fn kubelet_is_asked_soon_after_a_claim_of_ours_ends_under_the_device_plugin() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut node = Node::start(settings(folder.path())).await.unwrap();
+    let gpu = linkwise_host::machines::load("dgx1-v100").unwrap().observed.gpus[0].uuid.clone();
+    let device = serde_json::json!({"request": "gpus", "pool": "n", "device": "gpu-0", "gpu": gpu, "cdi": []});
+    let prepared = serde_json::from_value(serde_json::json!({"devices": [device]})).unwrap();
+    let claim = ClaimName { namespace: "ml".to_owned(), name: "a".to_owned(), uid: "1".to_owned() };
+    // The process before offered it through DRA.
+    let record = HealthRecord { dra: [gpu.clone()].into(), ..node.state.current.record() };
+    node.apply(Event::Restored(Box::new(record)));
+    node.apply(Event::Prepared(vec![PreparedClaim { claim, prepared, ..PreparedClaim::default() }]));
+    node.apply(observed());
+    node.apply(Event::Holders(Some(Holdings { claims: [claimed()].into(), ..Holdings::default() })));
+    assert!(node.state.current.is_with_dra(&gpu) && node.state.current.offers().awaits_holders());
+    let mut asked = node.asks_often.subscribe();
+    node.apply(Event::Prepared(Vec::new()));
+    assert!(node.state.current.is_with_dra(&gpu) && asked.has_changed().unwrap() && *asked.borrow_and_update());
+    node.apply(Event::Holders(Some(Holdings::default())));
+    assert!(!node.state.current.is_with_dra(&gpu) && !*asked.borrow_and_update());
 }
 
 #[tokio::test]
