@@ -167,7 +167,7 @@ test-image: setup tools ## the image in a box: what the Dockerfile packs, run as
 
 .PHONY: test-long
 test-long: setup ## what takes minutes: the same faults hundreds of times, random input anew (not part of test)
-	$(CARGO) test --locked --workspace -- --ignored --skip upgrade_and_way_back --skip soak::
+	$(CARGO) test --locked --test all -- --ignored $$(grep -A3 -rh 'make test-long"\]' tests | grep -oP 'async fn \K\w+')
 	$(MAKE) test PROPTEST_RNG_SEED=$$(od -An -N4 -tu4 /dev/urandom | tr -d ' ')
 
 .PHONY: build-arm64
