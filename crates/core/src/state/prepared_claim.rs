@@ -10,7 +10,7 @@ use core::fmt;
 use serde::{Deserialize, Serialize};
 
 use super::resource_name::ResourceName;
-use crate::topology::{GpuUuid, MigSlot, MigUuid};
+use crate::topology::{GpuUuid, MigSlot, MigUuid, is_mig};
 
 /// The CDI kind of claims. A device of it is what a container gets that uses one request of one claim.
 pub const CLAIM_KIND: &str = "linkwise.dev/claim";
@@ -175,7 +175,9 @@ impl PreparedDevice {
             (None, Some(_)) => self.mig.is_some(),
             (None, None) => self.mig.is_some() && other.mig.is_some() && self.mig != other.mig,
         };
-        self.gpu == other.gpu && !apart
+        // A MIG device that was destroyed before it was ready takes no place: its claim is prepared anew.
+        let is_nothing = |device: &Self| device.mig.is_none() && device.made.is_none() && is_mig(&device.device);
+        self.gpu == other.gpu && !apart && !is_nothing(self) && !is_nothing(other)
     }
 
     /// Returns true if it keeps the other from having the same hardware. Shares with IDs of their own do not.

@@ -278,6 +278,10 @@ fn whole_gpu_and_its_part_overlap() {
     };
     let (whole, one, other) = (device(None), device(Some("MIG-1")), device(Some("MIG-2")));
     assert!(whole.overlaps(&one) && one.overlaps(&whole) && one.overlaps(&one) && !one.overlaps(&other));
+    // Two claims that were half made when the process before was killed do not wait for each other.
+    let half = |device: &str| PreparedDevice { device: device.to_owned(), mig: None, ..one.clone() };
+    let (half_one, half_other) = (half("gpu-0-mig-2g20gb-14-2"), half("gpu-0-mig-2g20gb-14-4"));
+    assert!(!half_one.overlaps(&half_other) && !one.overlaps(&half_other) && !half_one.overlaps(&whole));
 }
 
 #[test]
