@@ -1,8 +1,7 @@
 //! Files that are written whole or not at all, and small files that are read with a bound.
 //!
-//! This module writes all of linkwise's files: CDI specs, the health record, MPS markers,
-//! snapshots. Its functions block: callers in async code use a blocking task, such as that of [`blocking()`]. It logs
-//! nothing.
+//! This module writes all of linkwise's files: CDI specs, the health record, MPS markers, snapshots. Its functions block:
+//! callers in async code use a blocking task, such as that of [`blocking()`]. It logs nothing.
 
 use std::fs::{self, DirBuilder, DirEntry, File, Permissions};
 use std::io::{self, Read, Write};
