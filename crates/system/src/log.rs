@@ -8,12 +8,13 @@ use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
 use std::thread;
 use std::time::Duration;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use tracing_subscriber::Layer as _;
-use tracing_subscriber::filter::Targets;
+use tracing_subscriber::filter::{LevelFilter, Targets};
 use tracing_subscriber::layer::SubscriberExt as _;
 use tracing_subscriber::util::SubscriberInitExt as _;
 
+use linkwise_core::quote::quoted;
 use linkwise_core::words;
 
 /// The most lines that may be queued; further ones are lost.
@@ -48,6 +49,7 @@ words!(LogFormat { Text = "text", Json = "json" });
 
 /// Sets up the log, on standard error. The crate `quiet` says nothing, unless the filter names it.
 pub fn log_to_stderr(filter: &str, quiet: &str, format: LogFormat) -> Result<Log> {
+    check(filter)?;
     let all = format!("{quiet}=off,{filter}");
     let filter: Targets = all.parse().with_context(|| format!("'{filter}' is not a log filter"))?;
     let (lines, waiting) = sync_channel(LINES);
@@ -62,6 +64,20 @@ pub fn log_to_stderr(filter: &str, quiet: &str, format: LogFormat) -> Result<Log
     let set = tracing_subscriber::registry().with(filter).with(log).try_init();
     set.map_err(|error| anyhow::anyhow!("cannot set up the log: {error}"))?;
     Ok(Log(lines))
+}
+
+/// Refuses the words that a filter takes for the names of targets that nothing has, and then shows no line at all.
+fn check(filter: &str) -> Result<()> {
+    let is_level = |word: &str| word.parse::<LevelFilter>().is_ok();
+    for item in filter.split(',').map(str::trim).filter(|item| !item.is_empty()) {
+        let is_valid = match item.split_once('=') {
+            Some((target, level)) => !target.is_empty() && !level.is_empty() && is_level(level),
+            None => is_level(item) || item.starts_with("linkwise"),
+        };
+        let item = quoted(item);
+        ensure!(is_valid, "{item} is not a level (off, error, warn, info, debug, trace) and not a TARGET=LEVEL");
+    }
+    Ok(())
 }
 
 /// Writes until the last sender is dropped. A line that cannot be written is lost: there is no other place to report
@@ -96,5 +112,20 @@ impl Write for Lines {
 
     fn flush(&mut self) -> io::Result<()> {
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn filter_without_a_level_is_refused() {
+        for filter in ["", "info", "WARN", "off", "debug,h2=warn", "linkwise_nvml", "linkwise_nvml=trace", " info ,"] {
+            assert!(check(filter).is_ok(), "{filter}");
+        }
+        for filter in ["warning", "verbose", "inf", "trace5", "=", "=info", "h2=", "h2=loud", "info,verbose"] {
+            assert!(check(filter).unwrap_err().to_string().contains("is not a level"), "{filter}");
+        }
     }
 }
