@@ -7,7 +7,7 @@ use std::net::{IpAddr, Ipv6Addr};
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// The file in which the kubelet writes the cluster's domain and the pod's namespace.
+/// The file in which the kubelet writes the cluster's domain.
 const RESOLV_CONF: &str = "/etc/resolv.conf";
 /// The domain of most clusters.
 const CLUSTER_DOMAIN: &str = "cluster.local";
@@ -17,8 +17,8 @@ const CLUSTER_DOMAIN: &str = "cluster.local";
 #[derive(Clone, Debug, Default)]
 pub struct Hosts {
     names: Arc<Mutex<BTreeSet<String>>>,
-    /// The pod's namespace and the cluster's domain, as the resolver has them.
-    searched: Option<(String, String)>,
+    /// The cluster's domain, as the resolver has it.
+    domain: Option<String>,
 }
 
 impl Hosts {
@@ -31,8 +31,7 @@ impl Hosts {
         let searches = text.lines().filter_map(|line| line.trim_start().strip_prefix("search "));
         let mut domains = searches.flat_map(str::split_whitespace);
         let found = domains.find_map(|domain| domain.trim_end_matches('.').split_once(".svc."));
-        let searched = found.map(|(namespace, domain)| (namespace.to_lowercase(), domain.to_lowercase()));
-        Self { names: Arc::default(), searched }
+        Self { names: Arc::default(), domain: found.map(|(_, domain)| domain.to_lowercase()) }
     }
 
     /// Adds a name: the node's, or one that the operator gives.
@@ -57,14 +56,12 @@ impl Hosts {
             || self.names.lock().unwrap_or_else(PoisonError::into_inner).contains(&name)
     }
 
-    /// A Service is called by names of the cluster's DNS alone: NAME.NAMESPACE could be anybody's in the world, and
-    /// counts for the pod's own namespace, in which its Services are.
+    /// A Service is called by names of the cluster's DNS alone: NAME.NAMESPACE could be anybody's in the world, where a
+    /// namespace is called as a top-level domain is.
     fn is_service(&self, name: &str) -> bool {
-        let own = self.searched.as_ref().map(|(namespace, _)| namespace.as_str());
-        let domain = self.searched.as_ref().map_or(CLUSTER_DOMAIN, |(_, domain)| domain.as_str());
+        let domain = self.domain.as_deref().unwrap_or(CLUSTER_DOMAIN);
         let mut parts = name.splitn(4, '.');
         match (parts.next(), parts.next(), parts.next(), parts.next()) {
-            (Some(_), Some(namespace), None, None) => own == Some(namespace),
             (Some(_), Some(_), Some("svc"), rest) => rest.is_none_or(|rest| rest == domain || rest == CLUSTER_DOMAIN),
             _ => false,
         }
@@ -88,7 +85,6 @@ mod tests {
             "LOCALHOST",
             "node-1.example.com:9400",
             "node-1.example.com.",
-            "linkwise.gpu:9400",
             "linkwise.any.svc",
             "linkwise.gpu.svc.k8s.corp:9400",
             "linkwise.gpu.svc.cluster.local.",
@@ -98,6 +94,7 @@ mod tests {
         for strange in [
             "evil.example",
             "gpu.evil",
+            "linkwise.gpu:9400",
             "linkwise.gpu.svc.evil.example",
             "linkwise.gpu.evil",
             "localhost.evil.example",
