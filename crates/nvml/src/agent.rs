@@ -187,7 +187,14 @@ fn load(command: &AgentCommand, calls: &Calls) -> Result<(PathBuf, Nvml), CallEr
             Err(error) => return Err(error),
         }
     }
-    Err(missing.unwrap_or_else(|| CallError::unreadable(LOAD, "no library to load")))
+    let missing = missing.unwrap_or_else(|| CallError::unreadable(LOAD, "no library to load"));
+    Err(match command.driver_root.as_deref().filter(|_| command.library.is_none()) {
+        Some(root) => {
+            let (why, root) = (&missing.reason, root.display());
+            CallError::unreadable(LOAD, format_args!("{why}; none below the driver's root {root} either"))
+        }
+        None => missing,
+    })
 }
 
 fn init(library: &Path, calls: &Calls) -> Result<Nvml, CallError> {

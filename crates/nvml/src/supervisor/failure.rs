@@ -7,10 +7,15 @@ use std::time::Duration;
 
 use super::host_probe::HostFingerprint;
 use super::{Idle, Others};
+use crate::call::LOAD;
 use crate::protocol::CalledGpu;
 
 /// The cause if NVML works and there is no GPU.
 pub(super) const NO_GPUS: &str = "NVML lists no GPU on this node";
+
+/// The remedy where no library loads.
+const NO_LIBRARY: &str = "; run this container with the NVIDIA container runtime (runtimeClassName: nvidia, \
+                          NVIDIA_VISIBLE_DEVICES=all), or name the driver's root with --nvml-library";
 
 /// The end of an agent.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -139,7 +144,8 @@ pub(super) fn without_nvml(
             return Ok(Idle::Waiting(unavailable));
         }
         let number = gpus.len();
-        return Err(format!("{number} NVIDIA GPU(s) on the PCI bus ({first} ...), but {unavailable}"));
+        let remedy = if cause.starts_with(LOAD) { NO_LIBRARY } else { "" };
+        return Err(format!("{number} NVIDIA GPU(s) on the PCI bus ({first} ...), but {unavailable}{remedy}"));
     }
     if reached != Reached::NoDriver && !host.is_tegra {
         // GPUs need not be on this bus (a simulated NVML, a /sys that is not the host's), and all of them may have

@@ -137,12 +137,27 @@ pub(super) struct DriverMachine {
     host: Option<HostFingerprint>,
     /// The begin of the running probe of the host.
     probe: Option<Duration>,
+    /// The moment at which this process ends, and the reason: NVML lists none of the GPUs on the PCI bus.
+    lists_none: Option<(Duration, String)>,
+    /// An agent has listed GPUs, of this process or of the one before it.
+    has_listed: bool,
     library: Once<String>,
     /// The reason why NVML is unavailable, as last logged.
     unavailable: Once<String>,
     held_by_others: Once<(PciAddress, String)>,
     stuck: Once<()>,
     actions: Vec<Action>,
+}
+
+/// The remedy where NVML lists none of the GPUs on the bus.
+const NOT_LISTED: &str = ": the driver could not start them (dmesg, NVRM), or this container was made without them \
+                          (NVIDIA_VISIBLE_DEVICES, /dev/nvidia*) and has to be made again";
+
+/// The first addresses, and the number of further ones.
+fn listed(gpus: &[PciAddress]) -> String {
+    let named: Vec<String> = gpus.iter().take(4).map(PciAddress::to_string).collect();
+    let more = gpus.len().saturating_sub(named.len());
+    if more == 0 { named.join(", ") } else { format!("{} and {more} more", named.join(", ")) }
 }
 
 impl DriverMachine {
@@ -162,6 +177,8 @@ impl DriverMachine {
             view: View::new(settings.poll),
             host: None,
             probe: None,
+            lists_none: None,
+            has_listed: false,
             library: Once::new(),
             unavailable: Once::new(),
             held_by_others: Once::new(),
@@ -205,6 +222,7 @@ impl DriverMachine {
             self.view.due(),
             self.view.polls_due(),
             self.repeat_due(),
+            self.lists_none.as_ref().map(|(at, _)| *at),
         ];
         due.into_iter().flatten().min()
     }
@@ -240,6 +258,7 @@ impl DriverMachine {
     fn take_others(&mut self, others: Others, now: Duration) {
         self.others = others;
         if let Others::HandedOver { away } = others {
+            self.has_listed = true;
             let grace = if away { Duration::ZERO } else { self.settings.grace };
             self.outage.inherit("it did for the linkwise before this one".to_owned(), now + grace);
         }
@@ -278,6 +297,17 @@ impl DriverMachine {
             if unhealthy {
                 self.emit(Event::DriverAway(cause));
             }
+        }
+        // A container gets its libraries and device nodes when it is made: another one may see the GPUs.
+        if let Some((_, why)) = self.lists_none.take_if(|(at, _)| *at <= now)
+            && self.others == Others::None
+            && !self.has_listed
+            && self.answering().is_some()
+            && self.settings.fail_on_init_error != Some(false)
+        {
+            self.kill("replaced", now);
+            self.stage = Stage::Failed;
+            return self.act(Action::Fail(why));
         }
         if is_due(self.stage_due()) {
             match self.stage {
@@ -547,8 +577,22 @@ impl DriverMachine {
         // The identity is unknown if the host was not probed in time; then the next probe has it.
         let identity = self.host.as_ref().map(|host| Event::Identified(host.identity.clone()));
         self.actions.extend(identity.map(Action::Emit));
+        self.has_listed |= !scan.gpus.is_empty();
         if scan.gpus.is_empty() {
+            let on_bus = self.host.as_ref().map(HostFingerprint::gpus).unwrap_or_default();
             let reason = match scan.count {
+                Some(0) if !on_bus.is_empty() => {
+                    let why = format!("{NO_GPUS}, but the PCI bus has {}{NOT_LISTED}", listed(&on_bus));
+                    if !self.has_listed {
+                        let grace = self.settings.grace;
+                        let limit = if self.settings.fail_on_init_error == Some(true) { Duration::ZERO } else { grace };
+                        self.lists_none.get_or_insert((now + limit, why.clone()));
+                    }
+                    for cause in self.unavailable.replace([why.clone()]) {
+                        tracing::warn!(cause, "NVML unavailable");
+                    }
+                    why
+                }
                 Some(0) => NO_GPUS.to_owned(),
                 Some(count) => format!("NVML counts {count} GPU(s), and none of them can be identified"),
                 None => "NVML cannot count the GPUs".to_owned(),

@@ -109,6 +109,8 @@ struct World {
     /// The time since when no agent is ready, after one was.
     down_since: Option<Duration>,
     has_worked: bool,
+    /// An agent has listed GPUs, of this process or of the one before it.
+    has_listed: bool,
     away: bool,
     failed: bool,
     may_end: bool,
@@ -148,6 +150,7 @@ impl World {
             events: 0,
             down_since: None,
             has_worked: false,
+            has_listed: false,
             away: false,
             failed: false,
             may_end: true,
@@ -204,7 +207,8 @@ impl World {
                 assert!(std::mem::replace(&mut self.away, false), "the end of an outage that was not reported");
             }
             Action::Fail(cause) => {
-                assert!(!self.has_worked, "a node that has worked is ended: {cause}");
+                assert!(!self.has_listed, "a node that has worked is ended: {cause}");
+                assert!(!self.has_worked || cause.contains("lists no GPU"), "an agent works, and it ends: {cause}");
                 assert!(self.may_end, "a process that another linkwise waits for is ended: {cause}");
                 self.failed = true;
             }
@@ -343,6 +347,7 @@ impl World {
             }
             Happening::Others(others) => {
                 self.may_end = others == Others::None;
+                self.has_listed |= matches!(others, Others::HandedOver { .. });
                 if let Others::HandedOver { away } = others
                     && !std::mem::replace(&mut self.has_worked, true)
                 {
@@ -372,6 +377,7 @@ impl World {
     fn ready(&mut self, id: AgentId, gpus: u32) {
         self.absent = gpus == 0;
         self.listed = (0..gpus).map(uuid).collect();
+        self.has_listed |= gpus > 0;
         // The agent may turn out to be of no use, which counts as a failure.
         self.not_before = self.now + PAUSE;
         self.tell(Input::Message(id, FromAgent::Ready(Box::new(scan(Some(gpus))))));

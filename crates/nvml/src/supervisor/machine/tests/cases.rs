@@ -69,7 +69,7 @@ fn failure_of_a_library_that_is_there_is_no_absence_of_gpus() {
         (Case::NoDriver, Some(true), [E, E, E, E, E]),
         (Case::ListsNone, None, [W, I, I, I, W]),
         (Case::ListsNone, Some(false), [W, I, I, I, W]),
-        (Case::ListsNone, Some(true), [W, I, I, I, W]),
+        (Case::ListsNone, Some(true), [E, I, I, I, W]),
         (Case::Failure, None, [E, W, W, W, W]),
         (Case::Failure, Some(false), [W, W, W, W, W]),
         (Case::Failure, Some(true), [E, E, E, E, E]),
