@@ -96,11 +96,14 @@ fn names_are_nvidias_and_follow_the_overrides() {
             ("Role", "-gpu-feature-discovery"),
             ("RoleBinding", "-gpu-feature-discovery"),
             ("ServiceAccount", "-service-account"),
+            ("ValidatingAdmissionPolicy", "-gpu-feature-discovery"),
+            ("ValidatingAdmissionPolicyBinding", "-gpu-feature-discovery"),
         ];
         let expected = expected.map(|(kind, suffix)| (kind.to_owned(), format!("{prefix}{suffix}")));
         assert_eq!(names, BTreeSet::from(expected), "{values:?}");
         for object in &objects {
-            let cluster = object["kind"].as_str().unwrap().starts_with("Cluster");
+            let kind = object["kind"].as_str().unwrap();
+            let cluster = kind.starts_with("Cluster") || kind.starts_with("Validating");
             let expected = if cluster { Value::Null } else { namespace.into() };
             assert_eq!(object["metadata"]["namespace"], expected, "{values:?}: {}", object["kind"]);
         }

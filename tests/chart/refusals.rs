@@ -33,6 +33,15 @@ fn unknown_values_are_refused_by_name() {
 
 #[test]
 #[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
+fn configuration_that_is_none_is_refused() {
+    let helm = Helm::found();
+    refused(&helm, &["config.default=mine"], &["config.default: mine", "config.map", "config.name"]);
+    let whole = "config.map.any=apiVersion: v1\nkind: ConfigMap\ndata: {any: x}\n";
+    refused(&helm, &[whole, "config.default=any"], &["config.map.any is a whole ConfigMap"]);
+}
+
+#[test]
+#[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
 fn dra_needs_the_plugin_and_gpus() {
     let helm = Helm::found();
     refused(&helm, &["dra.enabled=true", "devicePlugin.enabled=false"], &["dra.enabled", "devicePlugin.enabled"]);

@@ -10,6 +10,7 @@
 )]
 
 mod forms;
+mod limits;
 mod policy;
 mod right;
 pub mod several;
@@ -40,12 +41,20 @@ fn read(path: &str) -> Value {
     serde_saphyr::from_str(&text).unwrap_or_else(|error| panic!("{path}: {error}"))
 }
 
+/// The objects of a file of the repository.
+fn documents(path: &str) -> Vec<Value> {
+    let text = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(path));
+    let text = text.unwrap_or_else(|error| panic!("{path}: {error}"));
+    let read = |text: &str| serde_saphyr::from_str(text).unwrap_or_else(|error| panic!("{path}: {error}"));
+    text.split("\n---\n").map(read).collect()
+}
+
 /// The objects of the files that a kustomization names.
 fn resources(folder: &str) -> Vec<Value> {
     let kustomization = read(&format!("{folder}/kustomization.yaml"));
     let files = kustomization["resources"].as_array().unwrap().iter();
-    let read = files.map(|file| read(&format!("{folder}/{}", file.as_str().unwrap())));
-    read.flat_map(|object| object["items"].as_array().cloned().unwrap_or_else(|| vec![object])).collect()
+    let objects = files.flat_map(|file| documents(&format!("{folder}/{}", file.as_str().unwrap())));
+    objects.flat_map(|object| object["items"].as_array().cloned().unwrap_or_else(|| vec![object])).collect()
 }
 
 /// An API server with both policies, and the namespaces.
@@ -61,6 +70,9 @@ async fn server_with(change: impl Fn(&mut Value)) -> ApiServerBox {
         ResourceType::RESOURCE_CLAIM_TEMPLATES,
         ResourceType::MUTATING_ADMISSION_POLICIES,
         ResourceType::MUTATING_ADMISSION_POLICY_BINDINGS,
+        ResourceType::VALIDATING_ADMISSION_POLICIES,
+        ResourceType::VALIDATING_ADMISSION_POLICY_BINDINGS,
+        ResourceType::LIMIT_RANGES,
     ];
     let server = ApiServerBox::start(&types).await;
     let mut policies: Vec<Value> =

@@ -10,7 +10,7 @@ use crate::unchanged_pods::resources;
 fn policies_fail_open_and_whole() {
     for folder in ["unchanged-pods", "several-claims"] {
         let objects = resources(&format!("manifests/dra/{folder}"));
-        let [policy, binding] = objects.as_slice() else { panic!("{objects:?}") };
+        let [policy, binding, ..] = objects.as_slice() else { panic!("{objects:?}") };
         assert_eq!(policy["spec"]["failurePolicy"], "Ignore", "{folder}");
         assert_eq!(policy["spec"]["mutations"].as_array().unwrap().len(), 1, "{folder}");
         assert_eq!(binding["spec"]["policyName"], policy["metadata"]["name"], "{folder}");

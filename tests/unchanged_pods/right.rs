@@ -14,7 +14,8 @@ pub fn changed(before: &Value, after: &Value, lists: bool) -> Vec<usize> {
     let containers = |pod: &Value| pod["spec"]["containers"].as_array().unwrap().clone();
     let list = |value: &Value| value.as_array().cloned().unwrap_or_default();
     let (old, new) = (containers(before), containers(after));
-    let with_gpus = (0..old.len()).filter(|place| old[*place]["resources"]["limits"].get(GPUS).is_some());
+    let gpus = |place: &usize| old[*place]["resources"]["limits"].get(GPUS);
+    let with_gpus = (0..old.len()).filter(|place| gpus(place).is_some_and(|count| count != "0"));
     let places: Vec<usize> = with_gpus.collect();
     // The pod's claims: those it had, then one for each of these containers.
     let (had, has) = (list(&before["spec"]["resourceClaims"]), list(&after["spec"]["resourceClaims"]));
@@ -30,23 +31,19 @@ pub fn changed(before: &Value, after: &Value, lists: bool) -> Vec<usize> {
         let name = claim["name"].clone();
         assert_eq!(*claim, json!({"name": name, "resourceClaimTemplateName": template}));
         assert_eq!(has.iter().filter(|other| other["name"] == name).count(), 1, "a name twice: {after}");
-        // The container: the same without the resource, and with the claim.
+        // The container: the same with the claim, and 0 of the resource, so that no LimitRange gives it a default.
         let container = &mut expected["spec"]["containers"][*place]["resources"];
         let mut claims = list(&container["claims"]);
         claims.push(json!({ "name": name }));
         container["claims"] = Value::from(claims);
         for kind in ["limits", "requests"] {
-            let kept = container[kind].as_object_mut().unwrap();
-            assert!(kept.remove(GPUS).is_some());
-            if kept.is_empty() {
-                container.as_object_mut().unwrap().remove(kind);
-            }
+            assert!(container[kind].as_object_mut().unwrap().insert(GPUS.to_owned(), json!("0")).is_some());
         }
     }
     assert_eq!(*after, expected);
     for container in new.iter().chain(list(&after["spec"]["initContainers"]).iter()) {
         for kind in ["limits", "requests"] {
-            assert!(container["resources"][kind].get(GPUS).is_none(), "half: {after}");
+            assert!(container["resources"][kind].get(GPUS).is_none_or(|count| count == "0"), "half: {after}");
         }
     }
     places

@@ -89,6 +89,9 @@
 {{- with $read.Error -}}
 {{- fail (printf "\nconfig.map.%s is no YAML mapping: %s" $name .) -}}
 {{- end -}}
+{{- if and (hasKey $read "kind") (hasKey $read "data") -}}
+{{- fail (printf "\nconfig.map.%s is a whole ConfigMap; give the text below one of its data keys." $name) -}}
+{{- end -}}
 {{- range $key := list "flags" "sharing" "linkwise" -}}
 {{- with get $read $key -}}
 {{- if not (kindIs "map" .) -}}
@@ -126,6 +129,22 @@
 {{- end -}}
 {{- if and $dra.enabled .dynamicMig (not $dra.migRights) (not $given.privileged) -}}
 {{- fail (printf "\nconfig.map.%s: linkwise.dra.dynamicMig: making MIG devices takes SYS_ADMIN and the driver's capability mig/config. Set dra.migRights=true to give them to the plugin (docs/mig.md)." $name) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- if and $config.default (not $map) (not $config.name) -}}
+{{- fail (printf "\nconfig.default: %s is to be a file of a ConfigMap, and there is none: give the files in config.map, or the ConfigMap's name in config.name." $config.default) -}}
+{{- end -}}
+
+{{- $exact := ($dra.claimTemplates).exact | default "" -}}
+{{- range $namespace := ($dra.claimTemplates).namespaces -}}
+{{- with lookup "resource.k8s.io/v1" "ResourceClaimTemplate" $namespace "linkwise-gpus-2" -}}
+{{- $first := .spec.spec.devices.requests | default list | first | default dict -}}
+{{- $was := get (.metadata.labels | default dict) "linkwise.dev/exact" | default (ternary "" "other" (hasKey $first "firstAvailable")) -}}
+{{- $own := eq (get (.metadata.annotations | default dict) "meta.helm.sh/release-name") $.Release.Name -}}
+{{- if and $own (ne $was $exact) (not (and (eq $was "other") $exact)) -}}
+{{- fail (printf "\ndra.claimTemplates.exact: the API server changes no ResourceClaimTemplate. Delete those of namespace %s, and upgrade again; pods that are being created meanwhile wait for them:\n\n  kubectl delete resourceclaimtemplates -n %s -l app.kubernetes.io/instance=%s" $namespace $namespace $.Release.Name) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}

@@ -11,10 +11,11 @@
 //!
 //! Features that are not modelled are refused by name when the policy or the binding is stored: apply configurations,
 //! `Object` literals (an API server of 1.36.2 panics on a list of them), selections of parameters by name or of another
-//! namespace. Objects of other kinds are never changed.
+//! namespace. Objects of other kinds are never changed. After each policy LimitRanger gives defaults again (`limits`).
 
 mod check;
 mod expressions;
+pub(super) mod limits;
 mod patch;
 pub(super) mod validating;
 
@@ -271,7 +272,7 @@ pub(super) fn mutate(store: &Store, key: &Key, object: &mut Value) -> Result<(),
                 Refusal::new(422, "Invalid", message)
             };
             let ignores = policy.failure_policy == FailurePolicy::Ignore;
-            match parameters(store, key, &policy, &bound) {
+            match parameters(store, key, policy.param_kind.as_ref(), bound.param_ref.as_ref()) {
                 Ok(parameters) => {
                     for params in parameters {
                         let of = params.as_ref().map(|params| text(&params["metadata"]["name"]).to_owned());
@@ -279,7 +280,9 @@ pub(super) fn mutate(store: &Store, key: &Key, object: &mut Value) -> Result<(),
                         if again && !invoked.contains(&invocation) {
                             continue;
                         }
-                        match invoke(&policy, object, params.as_ref()) {
+                        let invoked_now = invoke(&policy, object, params.as_ref());
+                        limits::complete(store, key, object);
+                        match invoked_now {
                             Err(Failed::Policy(why)) if !ignores => return Err(denied(why)),
                             Err(Failed::Server(refusal)) => return Err(refusal),
                             Ok(true) => drop(invoked.insert(invocation)),
@@ -354,10 +357,10 @@ fn invoke(policy: &PolicySpec, object: &mut Value, params: Option<&Value>) -> Re
 fn parameters(
     store: &Store,
     key: &Key,
-    policy: &PolicySpec,
-    binding: &BindingSpec,
+    kind: Option<&ParamKind>,
+    wanted: Option<&ParamRef>,
 ) -> Result<Vec<Option<Value>>, String> {
-    let (Some(kind), Some(wanted)) = (&policy.param_kind, &binding.param_ref) else { return Ok(vec![None]) };
+    let (Some(kind), Some(wanted)) = (kind, wanted) else { return Ok(vec![None]) };
     let resource = store.resource_of_kind(&kind.api_version, &kind.kind);
     let resource = resource.ok_or_else(|| format!("failed to configure binding: paramKind {} not known", kind.kind))?;
     let all = store.list(resource, key.namespace.as_deref());

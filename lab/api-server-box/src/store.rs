@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use serde_json::{Value, json};
 
-use crate::admission;
+use crate::admission::{self, validating::Asked};
 use crate::apply;
 use crate::refusal::Refusal;
 use crate::resource::{self, Gates};
@@ -33,6 +33,8 @@ impl ResourceType {
     pub const PODS: Self = Self::of("v1", "pods", "Pod", true);
     /// Namespaces.
     pub const NAMESPACES: Self = Self::of("v1", "namespaces", "Namespace", false);
+    /// Limits and defaults for the pods of a namespace.
+    pub const LIMIT_RANGES: Self = Self::of("v1", "limitranges", "LimitRange", true);
     /// Events.
     pub const EVENTS: Self = Self::of("events.k8s.io/v1", "events", "Event", true);
     /// Policies that change objects which clients create.
@@ -201,7 +203,12 @@ impl Store {
         if key.resource == ResourceType::PODS {
             object = named(object, &key);
             resource::pod::complete(&mut object)?;
+            admission::limits::complete(self, &key, &mut object);
             admission::mutate(self, &key, &mut object)?;
+            admission::limits::check(self, &key, &object)?;
+            let nobody = Value::Null;
+            let asked = Asked { operation: "CREATE", user: &nobody, key: &key, object: &object };
+            admission::validating::admit(self, &asked)?;
         }
         resource::admit(self.gates, &key, None, &mut object, &self.now())?;
         Ok(self.put(manager, &key, object))

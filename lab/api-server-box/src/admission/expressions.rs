@@ -32,12 +32,9 @@ impl Scope {
     }
 
     /// The scope of the conditions of a validating policy; `variables` and the validations have `variables` too.
-    pub fn validations(has_variables: bool) -> Self {
-        let variables = has_variables.then_some("variables");
-        Self {
-            variables: ["object", "oldObject", "request"].into_iter().chain(variables).collect(),
-            has_patches: false,
-        }
+    pub fn validations(has_params: bool, has_variables: bool) -> Self {
+        let more = has_variables.then_some("variables").into_iter().chain(has_params.then_some("params"));
+        Self { variables: ["object", "oldObject", "request"].into_iter().chain(more).collect(), has_patches: false }
     }
 
     /// The scope of variables.

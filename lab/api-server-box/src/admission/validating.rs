@@ -2,8 +2,8 @@
 //!
 //! The rules are those of Kubernetes 1.36 (`apiserver/pkg/admission/plugin/policy/validating`, `dispatcher.go` and
 //! `validator.go`): a policy applies where each of its conditions is true, and denies the request where one of its
-//! validations is not true. An error denies the request. Parameters, `failurePolicy: Ignore`, actions other than
-//! `Deny`, and requests that patch an object are not modelled: they are refused.
+//! validations is not true, with any of its parameters. An error denies the request. `failurePolicy: Ignore`, actions other
+//! than `Deny`, and requests that patch an object are not modelled: they are refused.
 
 use std::collections::BTreeMap;
 
@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 
 use super::check::Wanted;
 use super::expressions::{self, Scope};
-use super::{Named, Resources, spec, text};
+use super::{Named, ParamKind, ParamRef, Resources, spec, text};
 use crate::refusal::Refusal;
 use crate::store::{Key, ResourceType, Store};
 
@@ -21,6 +21,7 @@ use crate::store::{Key, ResourceType, Store};
 struct PolicySpec {
     #[serde(rename = "failurePolicy")]
     _failure_policy: Fail,
+    param_kind: Option<ParamKind>,
     match_constraints: Resources,
     #[serde(default)]
     match_conditions: Vec<Named>,
@@ -48,6 +49,9 @@ pub(super) struct BindingSpec {
     policy_name: String,
     #[serde(rename = "validationActions")]
     _validation_actions: Vec<Action>,
+    param_ref: Option<ParamRef>,
+    #[serde(default)]
+    match_resources: Resources,
 }
 
 #[derive(Debug, Deserialize)]
@@ -69,7 +73,8 @@ pub(crate) struct Asked<'a> {
 /// Checks a policy that a client stores.
 pub(super) fn check(key: &Key, object: &Value) -> Result<(), Refusal> {
     let policy: PolicySpec = spec(key, object)?;
-    let (plain, with_variables) = (Scope::validations(false), Scope::validations(true));
+    let has_params = policy.param_kind.is_some();
+    let (plain, with_variables) = (Scope::validations(has_params, false), Scope::validations(has_params, true));
     let conditions =
         policy.match_conditions.iter().map(|one| ("matchConditions", &one.expression, &plain, Wanted::Bool));
     let variables = policy.variables.iter().map(|one| ("variables", &one.expression, &with_variables, Wanted::Any));
@@ -95,7 +100,16 @@ pub(crate) fn admit(store: &Store, asked: &Asked<'_>) -> Result<(), Refusal> {
         if asked.operation == "PATCH" {
             return Err(Refusal::bad_request("a patch of an object with a validating policy: not modelled"));
         }
-        evaluate(&policy, store, asked).map_err(|why| {
+        let namespace = asked.key.namespace.as_deref();
+        let namespace = namespace.and_then(|name| store.get(&ResourceType::NAMESPACES.key(None, name)));
+        let unlabelled = json!({});
+        if !bound.match_resources.selects(namespace.unwrap_or(&unlabelled), asked.object) {
+            continue;
+        }
+        let parameters = super::parameters(store, asked.key, policy.param_kind.as_ref(), bound.param_ref.as_ref());
+        let evaluated = parameters
+            .and_then(|all| all.iter().try_for_each(|params| evaluate(&policy, store, asked, params.as_ref())));
+        evaluated.map_err(|why| {
             let name = text(&binding["metadata"]["name"]);
             let denied =
                 format!("ValidatingAdmissionPolicy '{}' with binding '{name}' denied request", bound.policy_name);
@@ -106,10 +120,11 @@ pub(crate) fn admit(store: &Store, asked: &Asked<'_>) -> Result<(), Refusal> {
     Ok(())
 }
 
-fn evaluate(policy: &PolicySpec, store: &Store, asked: &Asked<'_>) -> Result<(), String> {
+fn evaluate(policy: &PolicySpec, store: &Store, asked: &Asked<'_>, params: Option<&Value>) -> Result<(), String> {
     let old = store.get(asked.key).cloned().unwrap_or_default();
     let request = json!({"operation": asked.operation, "name": asked.key.name, "userInfo": asked.user});
-    let inputs = [("object", asked.object), ("oldObject", &old), ("request", &request)];
+    let mut inputs = vec![("object", asked.object), ("oldObject", &old), ("request", &request)];
+    inputs.extend(params.map(|params| ("params", params)));
     let of = |expression: &str, variables: &BTreeMap<String, expressions::Variable>| {
         let value = expressions::evaluate(expression, &inputs, variables);
         value.map_err(|why| format!("expression '{expression}' resulted in error: {why}"))

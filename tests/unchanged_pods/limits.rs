@@ -1,0 +1,98 @@
+//! Namespaces with a LimitRange: a pod gets as many GPUs as it would get without the policy, as claims or as the
+//! resource, and is refused where it would be refused.
+
+use linkwise_api_server_box::{ApiServerBox, ResourceType};
+use serde_json::{Value, json};
+
+use crate::unchanged_pods::{GPUS, OFF, ON, created, server};
+
+/// Makes this the one LimitRange of both namespaces.
+fn put_range(server: &ApiServerBox, item: &Value) {
+    for namespace in [ON, OFF] {
+        let key = ResourceType::LIMIT_RANGES.key(Some(namespace), "range");
+        server.put("kubectl", &key, json!({"spec": {"limits": [item]}}));
+    }
+}
+
+/// A pod with containers of so many GPUs; `None` is one that asks for none.
+fn pod(gpus: &[Option<u32>]) -> Value {
+    let container = |(at, gpus): (usize, &Option<u32>)| {
+        let resources = gpus.map_or(json!({}), |gpus| json!({"limits": {GPUS: gpus.to_string()}}));
+        json!({"name": format!("c{at}"), "image": "i", "resources": resources})
+    };
+    let containers: Vec<Value> = gpus.iter().enumerate().map(container).collect();
+    json!({"metadata": {"name": "pod"}, "spec": {"containers": containers}})
+}
+
+/// The GPUs of a stored pod: those of its claims, by their templates' names, and those of its limits.
+fn gpus(pod: &Value) -> (u32, u32) {
+    let claims = pod["spec"]["resourceClaims"].as_array().into_iter().flatten();
+    let of_claim = |claim: &Value| -> u32 {
+        let name = claim["resourceClaimTemplateName"].as_str().unwrap();
+        name.strip_prefix("linkwise-gpus-").unwrap().trim_end_matches("-any").parse().unwrap()
+    };
+    let limit = |container: &Value| -> u32 {
+        container["resources"]["limits"][GPUS].as_str().map_or(0, |limit| limit.parse().unwrap())
+    };
+    (claims.map(of_claim).sum(), pod["spec"]["containers"].as_array().unwrap().iter().map(limit).sum())
+}
+
+#[tokio::test]
+async fn limit_range_gives_no_pod_more_gpus_than_without() {
+    let server = server().await;
+    let of_container = |more: Value| {
+        let mut item = json!({"type": "Container"});
+        item.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        item
+    };
+    let amount = |gpus: &str| json!({GPUS: gpus});
+    let ranges = [
+        json!({"type": "Container", "default": {"cpu": "1"}}),
+        of_container(json!({"max": amount("8")})),
+        of_container(json!({"max": amount("2")})),
+        of_container(json!({"max": amount("2"), "default": amount("0")})),
+        of_container(json!({"max": amount("8"), "default": amount("0")})),
+        of_container(json!({"default": amount("0")})),
+        of_container(json!({"default": amount("1")})),
+        json!({"type": "Pod", "max": amount("4")}),
+    ];
+    let pods = [
+        vec![Some(1)],
+        vec![Some(2)],
+        vec![Some(4)],
+        vec![Some(8)],
+        vec![Some(2), Some(2)],
+        vec![Some(4), Some(4)],
+        vec![Some(4), None],
+        vec![None, Some(2)],
+        vec![None],
+    ];
+    let mut claimed = 0;
+    for range in &ranges {
+        put_range(&server, range);
+        for asked in &pods {
+            let (without, with) = (created(&server, OFF, &pod(asked)), created(&server, ON, &pod(asked)));
+            let (without, with) = match (without, with) {
+                (Ok(without), Ok(with)) => (gpus(&without), gpus(&with)),
+                (Err(_), Err(_)) => continue,
+                other => panic!("{range} {asked:?}: refused on one side: {other:?}"),
+            };
+            assert_eq!(with.0 + with.1, without.1, "{range} {asked:?}: claims {}, limits {}", with.0, with.1);
+            assert!(with.0 == 0 || with.1 == 0, "{range} {asked:?}: through both APIs: {with:?}");
+            claimed += u32::from(with.0 > 0);
+        }
+    }
+    assert!(claimed > 20, "{claimed}");
+}
+
+/// A minimum refuses what the policy changes: the page says so.
+#[tokio::test]
+async fn pod_is_refused_with_the_name_of_the_range() {
+    let server = server().await;
+    put_range(&server, &json!({"type": "Container", "max": {GPUS: "2"}, "default": {GPUS: "0"}}));
+    let refused = created(&server, ON, &pod(&[Some(8)])).unwrap_err();
+    assert!(refused.contains("the LimitRange 'range' allows fewer nvidia.com/gpu than the pod asks for"), "{refused}");
+    put_range(&server, &json!({"type": "Container", "min": {GPUS: "1"}}));
+    let refused = created(&server, ON, &pod(&[Some(2)])).unwrap_err();
+    assert!(refused.contains("minimum nvidia.com/gpu usage per Container is 1, but request is 0"), "{refused}");
+}
