@@ -11,10 +11,11 @@ use serde::Serialize;
 
 use super::{admin, find_gpu, open, print};
 use crate::config::{ExpectArgs, Format, PodArgs, VerifyArgs};
-use linkwise_core::benchmark::{Comparison, Expectation, MODEL, NcclReport, Row, Verdict, gb_per_s};
+use linkwise_core::benchmark::{Comparison, Expectation, MODEL, NcclReport, Row, Verdict, gb_per_s, odd_among};
 use linkwise_core::publish::placement::Allocation;
 use linkwise_core::state::GpuSelector;
 use linkwise_core::topology::{GpuUuid, NodeTopology, PciAddress};
+use linkwise_host::picture::shown;
 
 /// The longest text of nccl-tests that is read, in bytes: a log of NCCL with all ranks of a large job.
 const MOST_TEXT: u64 = 64 << 20;
@@ -35,6 +36,8 @@ struct Expected {
     bus: Option<u64>,
     #[serde(flatten)]
     expectation: Expectation,
+    /// The GPUs that differ from the others of their model, in words.
+    odd: Vec<String>,
     model: &'static str,
 }
 
@@ -58,24 +61,30 @@ struct Verified {
 /// Prints the expectation.
 pub async fn expect(args: &ExpectArgs) -> Result<()> {
     let machine = super::machine(&args.node).await?;
-    let (topology, _) = NodeTopology::assemble(&machine.observed);
+    let (topology, warnings) = NodeTopology::assemble(&machine.observed);
     let named = named(&topology, &args.pod, args.gpus.as_deref()).await?;
     let places = places(&topology, named.as_deref())?.unwrap_or_else(|| (0..topology.gpus().len()).collect());
     ensure!(places.len() > 1, "an all-reduce of one GPU has no bandwidth: name two or more");
     let expectation = Expectation::of(&topology, &places);
+    let knows_nvlinks = topology.restricted(&places).knows_nvlinks();
     let gpus = places.iter().filter_map(|place| topology.gpus().get(*place));
     let gpus = gpus.map(|gpu| Named { index: gpu.index, uuid: gpu.uuid.clone(), pci: gpu.pci });
-    let expected = Expected { gpus: gpus.collect(), bus: expectation.bandwidth(), expectation, model: MODEL };
+    let odd: Vec<String> = odd_among(&warnings, &topology, &places).map(|odd| shown(&odd)).collect();
+    let expected = Expected { gpus: gpus.collect(), bus: expectation.bandwidth(), expectation, odd, model: MODEL };
     print(&match args.format {
         Format::Json => serde_json::to_string(&expected)? + "\n",
         Format::Text => {
             let indices: Vec<String> = expected.gpus.iter().map(|gpu| gpu.index.to_string()).collect();
             let known = |bandwidth: Option<u64>| bandwidth.map_or("unknown".to_owned(), gb_per_s);
             format!(
-                "GPU {}\nrings         {}\nNVLink SHARP  {}\nmodel: {MODEL}\n{}\n",
+                "GPU {}\nrings         {}\nNVLink SHARP  {}\n{}model: {MODEL}\n{}\n",
                 indices.join(", "),
                 known(expectation.ring),
-                expectation.nvls.map_or("none".to_owned(), gb_per_s),
+                match (expectation.nvls, knows_nvlinks) {
+                    (None, false) => "unknown".to_owned(),
+                    (nvls, _) => nvls.map_or("none".to_owned(), gb_per_s),
+                },
+                expected.odd.iter().map(|odd| format!("note: {odd}\n")).collect::<String>(),
                 match expectation.calibration {
                     Some(calibration) => format!("compared with published results: {}", calibration.name()),
                     None => "not compared with any published result".to_owned(),
@@ -115,7 +124,7 @@ pub async fn verify(args: &VerifyArgs) -> Result<ExitCode> {
         Format::Text => words(&comparison, report.unreadable),
     })?;
     Ok(match comparison.verdict {
-        Verdict::Below | Verdict::Above => ExitCode::FAILURE,
+        Verdict::WrongValues | Verdict::Below | Verdict::Above => ExitCode::FAILURE,
         _ => ExitCode::SUCCESS,
     })
 }
@@ -126,6 +135,7 @@ fn words(comparison: &Comparison, unreadable: usize) -> String {
     let expected = whole.map_or("an unknown bandwidth".to_owned(), gb_per_s);
     let share = percent.map(|percent| format!(" ({percent} %)")).unwrap_or_default();
     let (begins, ends) = match verdict {
+        Verdict::WrongValues => ("wrong values", ""),
         Verdict::AsExpected => ("as expected", ""),
         Verdict::Below => ("below", ""),
         Verdict::Above => ("above", ": the model is of other GPUs"),

@@ -109,6 +109,7 @@ fn gpus(view: &NodeView, now: Timestamp) -> String {
             ([], Availability::Free) => "free".to_owned(),
             ([], Availability::Mig) => "free, MIG".to_owned(),
             ([], Availability::Unhealthy) => "-".to_owned(),
+            ([], Availability::Withheld) => "not offered".to_owned(),
             ([], Availability::Unknown) => "unknown".to_owned(),
             (pods, _) => pods.join(", "),
         };

@@ -29,8 +29,8 @@ pub struct ExpectArgs {
 
 /// `linkwise verify`.
 #[derive(Clone, Debug, Args)]
-#[command(after_help = "Exits with 0 if the bandwidth is as expected, or no claim is made; with 1 if it is not, or \
-                        cannot be read; with 2 if the command line is wrong.")]
+#[command(after_help = "Exits with 0 if the bandwidth is as expected, or no claim is made; with 1 if it is not, if \
+                        nccl-tests counted wrong values, or if the text cannot be read; with 2 if the command line is wrong.")]
 pub struct VerifyArgs {
     /// The machine; in a container it has the container's GPUs only.
     #[command(flatten)]

@@ -106,7 +106,7 @@ pub struct AllocateArgs {
     #[arg(long, value_name = "LIST", value_delimiter = ',')]
     pub must_include: Vec<UnitName>,
     /// Share each GPU: choose among N slots of each (time-slicing, MPS), numbered from 0
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=16_384))]
     pub replicas: Option<u16>,
     /// The allocation policy: best-effort takes the best set (default), distributed the slots of the least used GPUs
     /// (default with --replicas), packed those of the most used GPU. Of whole GPUs all three choose the best set

@@ -18,10 +18,11 @@ pub mod settings;
 mod subcommands;
 mod watch;
 
+use std::collections::BTreeSet;
 use std::ffi::OsString;
 
 use clap::builder::{PossibleValuesParser, TypedValueParser};
-use clap::{Args, Parser, ValueEnum};
+use clap::{Args, CommandFactory, Parser, ValueEnum};
 use linkwise_system::log::LogFormat;
 
 use linkwise_core::words::Words;
@@ -99,6 +100,18 @@ impl Cli {
     }
 }
 
+/// The variables with linkwise's prefix that nothing reads: they are probably misspelt.
+pub fn unknown_variables() -> Vec<String> {
+    fn variables(command: &clap::Command, all: &mut BTreeSet<String>) {
+        let names = command.get_arguments().filter_map(|arg| arg.get_env());
+        all.extend(names.map(|name| name.to_string_lossy().into_owned()));
+        command.get_subcommands().for_each(|below| variables(below, all));
+    }
+    let mut known = BTreeSet::new();
+    variables(&Cli::command(), &mut known);
+    Environment::unknown(&known)
+}
+
 /// Returns argv, the program first and then the subcommand, even if the program's name stands for it.
 pub fn command_line() -> impl Iterator<Item = OsString> {
     #[expect(clippy::disallowed_methods, reason = "this is the door that the ban points to")]
@@ -109,7 +122,6 @@ pub fn command_line() -> impl Iterator<Item = OsString> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use clap::CommandFactory;
     use linkwise_core::state::GpuSelector;
 
     #[test]

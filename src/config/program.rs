@@ -77,6 +77,11 @@ fn dra_driver_flags(words: &[OsString], variable: impl Fn(&str) -> Option<String
     let dynamic_mig = gates.split(',').filter_map(|gate| gate.trim().strip_prefix("DynamicMIG=")).next_back();
     // A negative port is none, there.
     let health = given("HEALTHCHECK_PORT").filter(|port| !port.starts_with('-'));
+    // There only numbers are XIDs; here `all` and 0 would turn every check off.
+    let is_xid = |item: &&str| item.parse::<u64>().is_ok_and(|xid| xid > 0);
+    let ignored = given("ADDITIONAL_XIDS_TO_IGNORE")
+        .map(|list| list.split(',').map(str::trim).filter(is_xid).collect::<Vec<_>>().join(","));
+    let ignored = ignored.filter(|list| !list.is_empty());
     let flags = [
         ("dra-gpus", "LINKWISE_DRA_GPUS", Some("all".to_owned())),
         ("dra-registry-dir", "LINKWISE_DRA_REGISTRY_DIR", given("KUBELET_REGISTRAR_DIRECTORY_PATH")),
@@ -87,7 +92,7 @@ fn dra_driver_flags(words: &[OsString], variable: impl Fn(&str) -> Option<String
         ("metrics-address", "LINKWISE_METRICS_ADDRESS", metrics),
         ("admin-socket", "LINKWISE_ADMIN_SOCKET", Some(ADMIN_SOCKET.to_owned())),
         ("dra-dynamic-mig", "LINKWISE_DRA_DYNAMIC_MIG", dynamic_mig.map(str::to_lowercase)),
-        ("disable-healthchecks", "DP_DISABLE_HEALTHCHECKS", given("ADDITIONAL_XIDS_TO_IGNORE")),
+        ("disable-healthchecks", "DP_DISABLE_HEALTHCHECKS", ignored),
         ("healthcheck-port", "LINKWISE_HEALTHCHECK_PORT", health),
     ];
     let is_said = |flag: &str| {
@@ -219,6 +224,7 @@ mod tests {
             ("gpu-kubelet-plugin --v 4", [("HTTP_ENDPOINT", "")]),
             ("gpu-kubelet-plugin", [("FEATURE_GATES", "DynamicMIGs=true")]),
             ("gpu-kubelet-plugin", [("LINKWISE_DRA_GPUS", "")]),
+            ("gpu-kubelet-plugin", [("ADDITIONAL_XIDS_TO_IGNORE", "all, 0,xids")]),
         ] {
             assert_eq!(words(line, &variables), alone, "{line}");
         }

@@ -17,7 +17,7 @@ use super::driver::{driver_of, gate};
 use super::operators::{answer_probes, bind_admin, serve_operators};
 use super::{events, labels, mps};
 use crate::config::settings::load;
-use crate::config::{Environment, RunArgs, Settings};
+use crate::config::{Environment, RunArgs, Settings, unknown_variables};
 use linkwise_core::state::{Door, Event, XidPolicy};
 use linkwise_host::cdi::CdiMetrics;
 use linkwise_host::hwloc;
@@ -155,6 +155,9 @@ impl Wanted {
         let dra = dra::start::start(settings.dra_gpus.value, state_dir.as_deref(), &rights).await;
         if !dra.serves {
             settings.dra_gpus.value = Door::Plugin;
+        }
+        for variable in unknown_variables() {
+            tracing::warn!(variable, "unknown variable: ignored; see linkwise run --help");
         }
         for (variable, passed_over) in args.xids.passed_over() {
             tracing::warn!(variable, passed_over, "not an XID number: ignored");

@@ -34,7 +34,8 @@ fn json_answer_has_all_fields() {
         for gpu in answer["devices"].as_array().unwrap() {
             assert!(gpu["index"].is_u64() && gpu["uuid"].is_string() && gpu["pci"].is_string(), "{gpu}");
         }
-        let values = ["collective", "remaining", "pairs", "closeness", "room", "remaining_closeness", "nics"];
+        let values =
+            ["collective", "remaining", "pairs", "closeness", "room", "remaining_closeness", "nics", "remaining_pairs"];
         for place in [&answer["values"], &answer["runner_up"]["values"]] {
             assert_eq!(place.as_object().unwrap().len(), values.len());
             assert!(values.iter().all(|value| place[value].is_i64()), "{place}");

@@ -12,6 +12,7 @@
 mod allocate;
 mod bad_input;
 mod benchmark;
+mod cases;
 mod config;
 mod documents;
 mod dra_switch;

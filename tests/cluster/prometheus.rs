@@ -20,10 +20,11 @@ use crate::cluster::support::{until, within};
 const GPU: &str = "nvidia.com/gpu";
 
 /// What docs/metrics.md documents and this node does not have, and why.
-const NOT_HERE: [(&str, &str); 4] = [
+const NOT_HERE: [(&str, &str); 5] = [
     ("linkwise_preferred_allocation_fallbacks", "no request names an unknown device"),
     ("linkwise_label_writes", "no labels are written"),
-    ("linkwise_trace_spans", "no collector is named"),
+    ("linkwise_gpu_odd", "the GPUs are alike"),
+    ("linkwise_plan_problems", "the node offers all that is asked"),
     ("linkwise_allocation_nvls_megabytes_per_second", "the machine has no NVSwitches"),
 ];
 

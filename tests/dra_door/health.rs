@@ -36,6 +36,33 @@ async fn health_of_every_device_follows_its_gpu() {
     node.counts("dra_health_streams", 0).await;
 }
 
+/// The kubelet knows the devices of a claim by their first CDI names, and takes equal ones for one device.
+#[tokio::test]
+async fn sick_gpu_of_a_claim_is_told_in_the_pods_status() {
+    let node = Node::running();
+    let kubelet = node.kubelet().await;
+    let gpus = ["gpu-0", "gpu-1", "gpu-2", "gpu-3"];
+    start(&kubelet, &node.claim("a", &gpus.map(|gpu| ("gpus", gpu)))).await.unwrap();
+    let current = node.state.borrow().clone();
+    let sick = current.topology().gpus().iter().find(|gpu| gpu.facts.minor == Some(2)).unwrap().uuid.clone();
+    let (sick, _) = NodeStateExt::apply(&current, Event::Xid { gpu: sick, code: 79, instance: None });
+    node.state.send_replace(Arc::new(sick));
+    kubelet.wait(|state| of(state, "gpu-2") == Some((UNHEALTHY, "XID 79"))).await.unwrap();
+    let state = kubelet.state();
+    let told =
+        state.claims["a"].resource_ids.iter().map(|(id, (_, device))| (id.as_str(), of(&state, device).unwrap()));
+    let well = (HEALTHY, "");
+    assert_eq!(
+        told.collect::<Vec<_>>(),
+        [
+            ("linkwise.dev/device=a-gpus-gpu-0", well),
+            ("linkwise.dev/device=a-gpus-gpu-1", well),
+            ("linkwise.dev/device=a-gpus-gpu-2", (UNHEALTHY, "XID 79")),
+            ("linkwise.dev/device=a-gpus-gpu-3", well),
+        ]
+    );
+}
+
 /// One event, at no particular time.
 struct NodeStateExt;
 
@@ -85,6 +112,6 @@ async fn filtered_gpus_are_not_listed_and_gone_ones_are() {
     observed.gpus.retain(|gpu| gpu.index != 0);
     let (gone, _) = NodeStateExt::apply(&state, Event::Observed(Box::new(observed)));
     node.state.send_replace(Arc::new(gone));
-    let told = Some((UNHEALTHY, "the GPU is gone from the node"));
+    let told = Some((UNHEALTHY, "the device is gone from the node"));
     kubelet.wait(|state| of(state, &device) == told).await.unwrap();
 }

@@ -59,7 +59,7 @@ async fn reboot_that_moves_minors_gives_the_claim_no_second_gpu() {
     let got = start_container(&kubelet, &claim).await.unwrap();
     assert_ne!(node.gpu(0), before);
     assert_eq!((super::node::hardware(&got), got.gpus()), (vec![node.gpu(0)], vec!["/dev/nvidia0".to_owned()]));
-    assert_eq!(kubelet.state().claims["a"].cdi.len(), 2, "the kubelet has both answers");
+    assert_eq!(kubelet.state().claims["a"].cdi.len(), 4, "the kubelet has both answers");
 }
 
 #[tokio::test]
@@ -86,7 +86,7 @@ async fn options_and_drivers_that_change_reach_prepared_claims() {
         }
     };
     let got = tokio::time::timeout(LIMIT, follows).await.unwrap();
-    assert_eq!((got.env.len(), super::node::hardware(&got)), (1, vec![node.gpu(0)]));
+    assert_eq!((got.env.len(), super::node::hardware(&got)), (2, vec![node.gpu(0)]), "the driver's and the device's");
     // And with one: nothing of before is left.
     kubelet.restart().await.unwrap();
     connected(&kubelet).await;
@@ -185,5 +185,5 @@ async fn version_before_reads_checkpoints_of_this_one() {
     start(&kubelet, &node.claim("a", &[("gpus", "gpu-0")])).await.unwrap();
     let before: Before = serde_json::from_slice(&fs::read(node.checkpoint("a")).unwrap()).unwrap();
     assert_eq!((before.version, before.progress.as_str()), (1, "Completed"));
-    assert_eq!(before.prepared.devices[0].cdi, ["linkwise.dev/claim=a-gpus"]);
+    assert_eq!(before.prepared.devices[0].cdi, ["linkwise.dev/device=a-gpus-gpu-0", "linkwise.dev/claim=a-gpus"]);
 }

@@ -24,13 +24,16 @@ async fn claim_gets_its_gpus_by_its_own_cdi_name() {
         (got.gpus(), got.env["NVIDIA_VISIBLE_DEVICES"].as_str()),
         (vec![3, 0].into_iter().map(|minor| format!("/dev/nvidia{minor}")).collect(), "void")
     );
-    assert_eq!(kubelet.state().claims["a"].cdi, ["linkwise.dev/claim=a-gpus", "linkwise.dev/claim=a-gpus"]);
+    let own = |gpu: &str| [format!("linkwise.dev/device=a-gpus-{gpu}"), "linkwise.dev/claim=a-gpus".to_owned()];
+    assert_eq!(kubelet.state().claims["a"].cdi, [own("gpu-3"), own("gpu-0")].concat());
+    assert_eq!(super::node::names(&node.settings.cdi_folder).iter().filter(|name| name.contains("-a.")).count(), 2);
     let specs = vec!["linkwise.dev-claim-a.json".to_owned()];
     assert_eq!((node.claim_specs(), node.checkpoints()), (specs, vec!["a.json".to_owned()]));
     let mode = std::os::unix::fs::PermissionsExt::mode(&std::fs::metadata(node.checkpoint("a")).unwrap().permissions());
     assert_eq!(mode & 0o777, 0o600);
     end(&kubelet, &claim).await;
     assert_eq!((node.checkpoints(), node.claim_specs()), (vec![], vec![]));
+    assert!(!super::node::names(&node.settings.cdi_folder).iter().any(|name| name.contains("-a.")));
     node.holds(0).await;
     node.counts("dra_prepared_devices", 0).await;
 }
@@ -112,6 +115,23 @@ async fn repeated_prepare_needs_no_api_server() {
     assert_eq!(node.log.lines.borrow().iter().filter(repeated).count(), 2);
 }
 
+/// A kubelet that lost its state has unprepared nothing, and the cluster gave the claim another GPU meanwhile.
+#[tokio::test]
+async fn claim_that_got_another_gpu_is_prepared_anew() {
+    let node = Node::running();
+    let kubelet = node.kubelet().await;
+    let claim = node.claim("a", &[("gpus", "gpu-0")]);
+    assert_eq!(start(&kubelet, &claim).await.unwrap(), [node.gpu(0)]);
+    kubelet.lose_state();
+    node.claim("a", &[("gpus", "gpu-5")]);
+    assert_eq!(start(&kubelet, &claim).await.unwrap(), [node.gpu(5)]);
+    node.holds(1).await;
+    // Where the API server has no answer, the checkpoint has.
+    node.set("a", Answer::Failed);
+    kubelet.lose_state();
+    assert_eq!(start(&kubelet, &claim).await.unwrap(), [node.gpu(5)]);
+}
+
 #[tokio::test]
 async fn reboot_reads_the_claim_again() {
     let mut node = Node::new().with_nics();
@@ -185,7 +205,7 @@ async fn one_claim_asked_for_twice_at_once_is_prepared_once() {
     let claim = node.claim("a", &[("gpus", "gpu-0")]);
     let (first, second) = tokio::join!(start(&one, &claim), start(&other, &claim));
     assert_eq!(first.unwrap(), second.unwrap());
-    assert_eq!(node.reads("a"), 1);
+    assert_eq!(node.reads("a"), 2, "the second looks whether it has other devices by now");
 }
 
 #[tokio::test]

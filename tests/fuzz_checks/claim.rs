@@ -117,8 +117,9 @@ fn fits(claim: &Claim, prepared: &Prepared) {
     for (at, device) in prepared.devices.iter().enumerate() {
         assert!(device.pool == POOL && known.contains(&device.device), "{device:?} is no device of this node");
         assert!(!device.request.contains('/'), "{device:?} names an alternative");
-        let name = format!("linkwise.dev/claim={}-{}", claim.metadata.uid, device.request);
-        assert_eq!(device.cdi, [name], "{device:?}");
+        let name = format!("{}-{}", claim.metadata.uid, device.request);
+        let names = [format!("linkwise.dev/device={name}-{}", device.device), format!("linkwise.dev/claim={name}")];
+        assert_eq!(device.cdi, names, "{device:?}");
         let before = prepared.devices.iter().take(at).filter(|other| !other.admin && !device.admin);
         let before = before.filter(|other| other.share.is_none() || other.share_id == device.share_id);
         assert!(before.into_iter().all(|other| !device.overlaps(other)), "{device:?} twice");

@@ -55,7 +55,7 @@ impl<'a> Oracle<'a> {
     pub fn choose(&self, available: Set, must_include: Set, size: u32) -> Option<Expected> {
         let sets = subsets(available | must_include)
             .filter(|set| set.count_ones() == size && set & must_include == must_include);
-        // The whole order as one key: the seven values, then the smaller list of addresses.
+        // The whole order as one key: the eight values, then the smaller list of addresses.
         let key = |set: Set, values: &Values| {
             let mut names: Vec<_> =
                 places(set).map(|gpu| &self.node.gpus()[gpu]).map(|gpu| (gpu.pci, &gpu.uuid)).collect();
@@ -89,6 +89,7 @@ impl<'a> Oracle<'a> {
             room: self.room(left),
             remaining_closeness: self.remaining_closeness(left),
             nics: self.nics(set),
+            remaining_pairs: pairs(left).map(|(a, b)| u64::from(self.node.bandwidth(a, b))).sum(),
         }
     }
 
@@ -222,7 +223,8 @@ impl<'a> Oracle<'a> {
         best
     }
 
-    /// The rates of the distinct NICs nearest to the members, 10 Gbit/s where unknown.
+    /// The rates of the distinct NICs nearest to the members, 10 Gbit/s where unknown: at one distance a slower one does
+    /// not count.
     fn nics(&self, set: Set) -> u64 {
         let level = |nic: usize, gpu: usize| self.node.nics()[nic].level[gpu].number();
         let all = 0..self.node.nics().len();
@@ -230,14 +232,17 @@ impl<'a> Oracle<'a> {
         for gpu in places(set) {
             let least = all.clone().map(|nic| level(nic, gpu)).min();
             let near = least.filter(|least| *least <= 2);
-            distinct.extend(all.clone().filter(|nic| near == Some(level(*nic, gpu))));
+            let near: Vec<usize> = all.clone().filter(|nic| near == Some(level(*nic, gpu))).collect();
+            let rate = |nic: &usize| self.node.nics()[*nic].mbps;
+            let slower = |nic: &usize| rate(nic).is_some_and(|own| near.iter().any(|other| rate(other) > Some(own)));
+            distinct.extend(near.iter().copied().filter(|nic| !slower(nic)));
         }
         distinct.into_iter().map(|nic: usize| u64::from(self.node.nics()[nic].mbps.unwrap_or(10_000))).sum()
     }
 }
 
 /// The order of the values.
-const ORDER: [Value; 7] = [
+const ORDER: [Value; 8] = [
     Value::Collective,
     Value::Remaining,
     Value::Pairs,
@@ -245,9 +250,10 @@ const ORDER: [Value; 7] = [
     Value::Room,
     Value::RemainingCloseness,
     Value::Nics,
+    Value::RemainingPairs,
 ];
 
-fn numbers(values: &Values) -> [i128; 7] {
+fn numbers(values: &Values) -> [i128; 8] {
     [
         values.collective.into(),
         values.remaining.into(),
@@ -256,6 +262,7 @@ fn numbers(values: &Values) -> [i128; 7] {
         values.room.into(),
         values.remaining_closeness.into(),
         values.nics.into(),
+        values.remaining_pairs.into(),
     ]
 }
 

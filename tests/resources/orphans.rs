@@ -91,7 +91,7 @@ fn held_id_survives_restart_until_pod_ends() {
     assert_eq!(effects, [told, Effect::Publish]);
     assert!(snapshot.offers().awaits_holders());
     let refused = snapshot.allocate(&gpu(), &[id(uuid(3))]).unwrap_err().to_string();
-    assert!(refused.contains("is unhealthy: the GPU is gone from the node"), "{refused}");
+    assert!(refused.contains("is unhealthy: the device is gone from the node"), "{refused}");
     let (snapshot, effects) = snapshot.apply(held(&[&uuid(3)]), LATER);
     assert_eq!(effects, [], "the same again is no news");
     // Nobody says so any more: it stays. The first answer without it may be older than what it holds.

@@ -74,34 +74,25 @@ fn impossible_plan_is_withheld_and_named() {
             0,
         ),
         (
-            slicing(vec![slices("nvidia.com/gpu", 2), slices("nvidia.com/gpu", 3)]),
-            "nvidia.com/gpu is listed twice under sharing; it is not offered",
-            13,
-        ),
-        (
             slicing(vec![slices("nvidia.com/gpu", 1)]),
             "nvidia.com/gpu: replicas is 1, at least 2 are needed; it is not offered",
             13,
         ),
         (
             slicing(vec![slices("nvidia.com/mig-1g.10gb", u32::MAX)]),
-            "nvidia.com/mig-1g.10gb would have 34359738360 slots, at most 16384 are possible; it is not offered",
-            6,
+            "nvidia.com/mig-1g.10gb would have 34359738360 slots, at most 16384 are possible; each device has 2048",
+            16_390,
         ),
         (
             slicing(vec![devices(SharedDevices::Count(2))]),
-            "nvidia.com/gpu: 2 of its devices are to be shared, the node has 1; it is not offered",
-            13,
+            "nvidia.com/gpu: 2 of its devices are to be shared, the node has 1; these are shared",
+            15,
         ),
-        (
-            slicing(vec![devices(list("1"))]),
-            "nvidia.com/gpu has no device 1 that could be shared; it is not offered",
-            13,
-        ),
+        (slicing(vec![devices(list("1"))]), "nvidia.com/gpu has no device 1 that could be shared; the others are", 14),
         (
             slicing(vec![devices(list(GONE))]),
-            "nvidia.com/gpu has no device GPU-99999999-0000-4000-8000-000000000000 that could be shared; it is not offered",
-            13,
+            "nvidia.com/gpu has no device GPU-99999999-0000-4000-8000-000000000000 that could be shared; the others are",
+            14,
         ),
         (
             with(&on_mig, vec![slices("nvidia.com/mig-3g.40gb", 2)], SharingKind::Mps),
@@ -136,10 +127,11 @@ fn impossible_plan_is_withheld_and_named() {
                     rename_by_default: true,
                     ..Sharing::new(SharingKind::TimeSlicing, vec![slices(&long, 2)])
                 }),
+                gpu_names: vec![NamePattern { pattern: Pattern::new("*"), name: resource(&long) }],
                 ..ResourcePlan::default()
             },
             &*format!("'{long}.shared' is not a resource name that kubelets accept; it is not offered"),
-            4,
+            0,
         ),
     ];
     for (plan, words, devices) in cases {

@@ -35,9 +35,28 @@ async fn a_gpu_on_the_bus_that_nvml_does_not_list_is_not_ready() {
     let setup = Setup::with(BARE);
     setup.on_bus("0000:3b:00.0");
     let node = setup.start().await;
-    node.ready(503, "NVML lists no GPU on this node").await;
+    node.ready(503, "NVML lists no GPU on this node, but the PCI bus has 0000:3b:00.0: the driver could not").await;
     node.metric("linkwise_idle", 0).await;
     node.metric("linkwise_nvml_agent_up", 1).await;
+}
+
+/// Another container may see the GPU.
+#[tokio::test]
+async fn gpu_on_the_bus_that_nvml_never_lists_ends_the_process() {
+    for option in ["--nvml-grace-ms=300", "--fail-on-init-error=true"] {
+        let setup = Setup::with(BARE).arg(option);
+        setup.on_bus("0000:3b:00.0");
+        let mut node = setup.start().await;
+        let (status, words) = node.process.ended().await;
+        let last = words.last().unwrap();
+        assert_eq!(status.code(), Some(1), "{last}");
+        assert!(last.contains("but the PCI bus has 0000:3b:00.0") && last.contains("has to be made again"), "{last}");
+    }
+    let setup = Setup::with(BARE).arg("--nvml-grace-ms=10").arg("--fail-on-init-error=false").arg(SOON);
+    setup.on_bus("0000:3b:00.0");
+    let node = setup.start().await;
+    node.ready(503, "NVML lists no GPU on this node").await;
+    node.process.said("NVML unavailable").await;
 }
 
 #[tokio::test]

@@ -112,5 +112,5 @@ async fn kubelet_socket_without_folder_is_refused() {
 #[tokio::test]
 async fn invalid_log_filter_is_named() {
     let words = refused(Setup::on("dgx1-v100").arg("--log").arg("linkwise=loud").spawn()).await;
-    assert!(words.contains("'linkwise=loud' is not a log filter"), "{words}");
+    assert!(words.contains("'linkwise=loud' is not a level (off, error, warn, info, debug, trace)"), "{words}");
 }

@@ -110,6 +110,7 @@ words!(XidClass {
     Application = "application",
     ResetGpu = "reset-gpu",
     RebootNode = "reboot-node",
+    RecoveryAction = "recovery-action",
 });
 
 #[cfg(test)]

@@ -36,6 +36,8 @@ pub enum Part {
     Driver,
     /// GPUs that are held through the other door.
     Held,
+    /// The parts of the configuration that this node cannot offer.
+    Plan,
     /// The DRA plugin.
     DraPlugin,
     /// The slices published through DRA.
@@ -54,6 +56,7 @@ impl fmt::Display for Part {
             Self::Driver => f.write_str("driver"),
             Self::Dra => f.write_str("DRA"),
             Self::Held => f.write_str("held through the other door"),
+            Self::Plan => f.write_str("configuration"),
             Self::DraPlugin => f.write_str("DRA plugin"),
             Self::DraSlices => f.write_str("DRA slices"),
             Self::Plugin(resource) => resource.fmt(f),
@@ -109,6 +112,17 @@ impl Readiness {
     pub fn note(&self, part: Part, phase: &'static str, words: String) {
         self.parts().insert(part, PartState { phase: phase.into(), ready: true, trouble: Some(words) });
         self.news.send_replace(());
+    }
+
+    /// Adds a part that is not ready, with the reason.
+    pub fn refuse(&self, part: Part, phase: &'static str, why: String) {
+        self.parts().insert(part, PartState { phase: phase.into(), ready: false, trouble: Some(why) });
+        self.news.send_replace(());
+    }
+
+    /// The reason why this node offers nothing although it has GPUs, if its configuration is the reason.
+    pub fn offers_nothing(&self) -> Option<String> {
+        self.parts().get(&Part::Plan).filter(|state| !state.ready).map(ToString::to_string)
     }
 
     /// Removes a part; later reports from it change nothing.
@@ -191,7 +205,9 @@ impl Readiness {
         if !parts.keys().any(|part| matches!(part, Part::Plugin(_))) {
             match &*self.idle.borrow() {
                 Idle::NoGpu(reason) => return Ok(reason.clone()),
-                Idle::Waiting(reason) if !has_dra => return Err(vec![reason.clone()]),
+                Idle::Waiting(reason) if !has_dra && parts.get(&Part::Plan).is_none_or(|plan| plan.ready) => {
+                    return Err(vec![reason.clone()]);
+                }
                 Idle::Waiting(_) => {}
             }
         }
@@ -200,7 +216,7 @@ impl Readiness {
         if !unready.is_empty() {
             return Err(unready);
         }
-        let notes = [Part::Driver, Part::Held].into_iter().filter_map(|part| {
+        let notes = [Part::Driver, Part::Held, Part::Plan].into_iter().filter_map(|part| {
             let state = parts.get(&part)?;
             Some(format!("; {part}: {state}"))
         });

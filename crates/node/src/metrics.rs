@@ -151,6 +151,15 @@ fn devices(view: &NodeView, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result 
     let help = "Devices on the kubelet's list that are not given out, by resource and reason";
     gauges(encoder, ("unhealthy_devices", help), unhealthy)?;
 
+    let odd = view.sums.odd.iter().map(|(uuid, what)| ([("uuid", uuid.as_str()), ("what", what)], 1));
+    gauges(encoder, ("gpu_odd", "1 for each way in which one GPU differs from all others of its model"), odd)?;
+
+    let problems = view.sums.problems.iter();
+    let problems = problems
+        .map(|((resource, reason), count)| ([("resource", resource.as_str()), ("reason", reason)], number(*count)));
+    let help = "Parts of the configuration that this node cannot offer, by resource (empty: not one alone) and reason";
+    gauges(encoder, ("plan_problems", help), problems)?;
+
     let help = "Odd things about the node; the log names them";
     gauge(encoder, ("topology_warnings", help), number(view.warnings.len()))
 }
@@ -213,7 +222,7 @@ fn sums(sums: &Sums, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
 
     let gpus =
         sums.gpus.iter().map(|(availability, gpus)| ([("availability", availability.to_string())], number(*gpus)));
-    let help = "GPUs by who can have them: held, free, mig, unhealthy, unknown; together all GPUs";
+    let help = "GPUs by who can have them: held, free, mig, unhealthy, withheld, unknown; together all GPUs";
     gauges(encoder, ("gpus_by_availability", help), gpus)?;
 
     let help = "How many times better the best free GPUs could be, for the size where that is the most; 1: not at all";

@@ -378,6 +378,7 @@ impl Node {
                 Effect::DoorChanged(gpu, is_with_dra) => doors.entry(is_with_dra).or_default().push(gpu),
             }
         }
+        observe::plan(&self.state.current, &self.readiness);
         for (is_with_dra, gpus) in doors {
             let what = if is_with_dra { "DRA has GPUs" } else { "DRA has GPUs no longer" };
             tracing::info!(gpus = observe::some(&gpus), "{what}");

@@ -9,7 +9,7 @@ use prometheus_client::registry::Registry;
 
 use crate::readiness::{Part, Readiness};
 use linkwise_core::once::Once;
-use linkwise_core::state::{Health, NodeState, UnhealthyReason};
+use linkwise_core::state::{Door, Health, NodeState, UnhealthyReason};
 use linkwise_core::topology::{GpuUuid, MigUuid};
 use linkwise_system::metrics::new;
 
@@ -64,6 +64,22 @@ pub fn held(state: &NodeState, readiness: &Readiness, reported: &mut Once<String
     if !news.is_empty() {
         let (door, holders) = (state.offers().plan().door.label(), some(&news));
         tracing::info!(gpus, door, holders, "GPUs are held through the other door, and offered when their holders end");
+    }
+}
+
+/// Shows the parts of the configuration that this node cannot offer. While something else is offered the node is ready.
+pub fn plan(state: &NodeState, readiness: &Readiness) {
+    let problems = state.offers().problems().iter().filter(|problem| problem.is_fault());
+    let problems: Vec<String> = problems.map(ToString::to_string).collect();
+    let has_gpus = !state.topology().gpus().is_empty();
+    match (state.offers_any(), problems.is_empty()) {
+        _ if !has_gpus => readiness.remove(&Part::Plan),
+        (true, true) => readiness.remove(&Part::Plan),
+        (true, false) => readiness.note(Part::Plan, "offered in part", problems.join("; ")),
+        // What waits for an MPS daemon, or for rights to DRA, is told by these.
+        _ if !state.mps_shares().is_empty() || state.offers().plan().door == Door::Dra => readiness.remove(&Part::Plan),
+        (false, false) => readiness.refuse(Part::Plan, "nothing can be offered", problems.join("; ")),
+        (false, true) => readiness.refuse(Part::Plan, "nothing is offered", "every GPU is left out".to_owned()),
     }
 }
 

@@ -175,7 +175,7 @@ impl Views {
             node: self.told.name.get().cloned(),
             unready: self.readiness.summary().err().unwrap_or_default(),
             driver_released: self.told.is_released.get().is_some_and(|released| *released.borrow()),
-            idle: self.readiness.idle().borrow().reason().to_owned(),
+            idle: self.readiness.offers_nothing().unwrap_or_else(|| self.readiness.idle().borrow().reason().to_owned()),
             plugins,
             parts,
             choices: lock(&self.told.choices).iter().cloned().collect(),

@@ -86,7 +86,10 @@ pub(super) async fn play(args: &KitArgs, report: &Report) -> Result<()> {
     let text = fs::read_to_string(&spec).context("the claim has no CDI spec")?;
     report.write("cdi-claim.json", &text)?;
     runtime::container(&at("cdi"), &names).map_err(|why| anyhow!("a runtime refuses the CDI devices: {why}"))?;
-    let cdi = names.first().and_then(|full| Some(full.split_once('=')?.1)).context("Prepare names no CDI device")?;
+    let cdi = names
+        .iter()
+        .find_map(|full| full.strip_prefix("linkwise.dev/claim="))
+        .context("Prepare names no CDI device")?;
     let edits = Edits::of(&text, cdi)?;
     let (nodes, mounts, variables) = (edits.nodes.keys(), edits.mounts.len(), edits.env.len());
     report.note(true, &format!("DRA: its CDI spec has {nodes:?}, {mounts} mounts, {variables} variables"))?;

@@ -133,6 +133,19 @@ impl Node {
         }
         let known: Vec<&str> = keys().chain(COMPOUND).collect();
         Keys { known: &known, findings: &mut findings }.check(&mut root, "", "");
+        if let Value::Map(entries) = &root.value
+            && !entries.is_empty()
+            && entries.iter().all(|entry| !known.iter().any(|key| key.split('.').next() == Some(&entry.key)))
+        {
+            let problem = "no key in this file is one of a configuration; of a ConfigMap, give the text below one of its \
+                           data keys";
+            findings.push(Finding {
+                line: None,
+                key: String::new(),
+                severity: Severity::Error,
+                problem: problem.to_owned(),
+            });
+        }
         if let Some(node) = root.get("version")
             && !matches!(&node.value, Value::Text(version) if version == VERSION || version.is_empty())
         {

@@ -13,11 +13,9 @@ use super::value::{self, Value, boolean, choice, gpu_selector, resource_name, wh
 use super::{Origin, Setting};
 use linkwise_core::quote::excerpt;
 use linkwise_core::state::{
-    GpuSelector, NamePattern, Pattern, ResourceName, SharedDevices, SharedResource, Sharing, SharingKind, XidClass,
+    GpuSelector, MAX_MPS_CLIENTS, MAX_SLOTS, NamePattern, Pattern, ResourceName, SharedDevices, SharedResource,
+    Sharing, SharingKind, XidClass,
 };
-
-/// The most replicas of one device: the choice was measured with as many slots. The NVIDIA plugin has no limit.
-const MAX_REPLICAS: u32 = 1024;
 
 /// The note on settings that need `linkwise.naming`.
 const NAMING_OFF: &str =
@@ -204,7 +202,7 @@ impl Reader<'_> {
         }
         let mut resources: Vec<Item<SharedResource>> = Vec::new();
         for item in mappings(list, &format!("{}.resources", whole.key)) {
-            let Some(value) = self.shared(&item, sharing.rename_by_default) else { continue };
+            let Some(value) = self.shared(kind, &item, sharing.rename_by_default) else { continue };
             let earlier = resources.iter_mut().find(|earlier| !self.naming && earlier.value.name == value.name);
             if let Some(earlier) = earlier {
                 let problem =
@@ -220,11 +218,18 @@ impl Reader<'_> {
     }
 
     /// One resource in its effective form, in which `rename` may be the default name.
-    fn shared(&mut self, item: &Item<&Node>, rename_by_default: bool) -> Option<SharedResource> {
+    fn shared(&mut self, kind: SharingKind, item: &Item<&Node>, rename_by_default: bool) -> Option<SharedResource> {
         let name = self.required(item, "name", resource_name);
         let rename = self.optional(item, "rename", resource_name);
         let devices = self.optional(item, "devices", value::devices);
-        let replicas = self.required(item, "replicas", |value| whole(value, 2, MAX_REPLICAS));
+        let replicas = self.required(
+            item,
+            "replicas",
+            match kind {
+                SharingKind::TimeSlicing => |value| whole(value, 2, MAX_SLOTS),
+                SharingKind::Mps => |value| whole(value, 2, MAX_MPS_CLIENTS),
+            },
+        );
         let (name, mut rename, mut devices) = (name?, rename?, devices?.unwrap_or_default());
         let by_default = match rename_by_default.then(|| format!("{name}.shared").parse::<ResourceName>()) {
             Some(Err(error)) if rename.is_none() || !self.naming => {

@@ -24,6 +24,7 @@ pub(super) fn check(settings: &Settings, lists: &Lists, findings: &mut Vec<Findi
     for (number, shared) in lists.shared.iter().enumerate() {
         let earlier = lists.shared.get(..number).unwrap_or_default();
         findings.extend(name_taken(lists, earlier, shared));
+        findings.extend(mps_replicas(lists, earlier, shared));
         findings.extend(devices_taken(lists, earlier, shared));
     }
     for patterns in [&lists.gpus, &lists.mig] {
@@ -101,6 +102,18 @@ fn name_taken(lists: &Lists, earlier: &[Item<SharedResource>], shared: &Item<Sha
     let renamed = || if *name == resource.name { None } else { by_pattern().or_else(built_in) };
     let by = by_shared.or_else(renamed)?;
     Some(shared.error("rename", format!("the name {name} is taken by {by}")))
+}
+
+/// The error that rows under one name differ in replicas, and MPS has one number of clients for each name.
+fn mps_replicas(lists: &Lists, earlier: &[Item<SharedResource>], shared: &Item<SharedResource>) -> Option<Finding> {
+    let is_mps = lists.sharing.as_ref().is_some_and(|sharing| sharing.kind == SharingKind::Mps);
+    let name = offered_as(&shared.value);
+    let other = earlier
+        .iter()
+        .filter(|_| is_mps)
+        .find(|other| offered_as(&other.value) == name && other.value.replicas != shared.value.replicas)?;
+    let problem = format!("MPS: {name} has {} replicas in line {}", other.value.replicas, other.line);
+    Some(shared.error("replicas", problem))
 }
 
 /// The errors that devices are shared twice, or are excluded.

@@ -4,7 +4,7 @@
 //! The flags are not derived as other commands' options are: a setting's flag, default and check come from its one row
 //! in the table, and the parsed value has to remember its origin.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::io::{self, Read as _};
 use std::path::{Path, PathBuf};
@@ -136,6 +136,9 @@ impl Args for Flags {
     }
 }
 
+/// The prefix of linkwise's own variables.
+const PREFIX: &str = "LINKWISE_";
+
 /// The settings' variables and their texts, read once at the start.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Environment(BTreeMap<String, String>);
@@ -156,6 +159,20 @@ impl Environment {
 
     fn get(&self, variable: &str) -> Option<&str> {
         self.0.get(variable).map(String::as_str)
+    }
+
+    /// The variables of this process with linkwise's prefix that no setting and no command reads. `known` are those of
+    /// the commands. The kubelet sets others with that prefix for a Service called linkwise.
+    pub fn unknown(known: &BTreeSet<String>) -> Vec<String> {
+        #[expect(clippy::disallowed_methods, reason = "this is the door that the ban points to")]
+        let set = std::env::vars_os().filter_map(|(name, _)| name.into_string().ok());
+        let of_service = |name: &str| name.contains("_SERVICE_") || name.contains("_PORT");
+        let is_known = |name: &str| {
+            known.contains(name)
+                || super::VARIABLES.iter().copied().flatten().any(|other| *other == name)
+                || removed::variables().any(|other| other == name)
+        };
+        set.filter(|name| name.starts_with(PREFIX) && !of_service(name) && !is_known(name)).collect()
     }
 
     /// An error for each variable of an earlier version that is set.

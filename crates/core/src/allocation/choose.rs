@@ -102,7 +102,10 @@ impl Question {
         };
         let is_better = |one: (u64, GpuSet), other: (u64, GpuSet)| {
             let in_nics = || sets.nics(one.1).cmp(&sets.nics(other.1));
-            one.0.cmp(&other.0).then_with(in_nics).then_with(|| one.1.by_list(other.1)).is_gt()
+            let pairs = |chosen: GpuSet| sets.pairs(self.available.without(chosen));
+            let in_pairs = || pairs(one.1).cmp(&pairs(other.1));
+            let in_order = || one.1.by_list(other.1);
+            one.0.cmp(&other.0).then_with(in_nics).then_with(in_pairs).then_with(in_order).is_gt()
         };
         let mut candidates = subsets(self.free, self.need()).map(candidate);
         // `Question::new` made sure that there is a set. An empty set would mean a mistake there.

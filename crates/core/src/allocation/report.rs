@@ -34,13 +34,15 @@ pub enum Value {
     RemainingCloseness,
     /// The rates of the nearest NICs, Mbit/s.
     Nics,
+    /// The sum of the bandwidths of the pairs of free GPUs, MB/s: an odd GPU goes to a request for one.
+    RemainingPairs,
     /// The sorted list of PCI addresses.
     PciAddresses,
 }
 
 impl Value {
     /// The values that are numbers, in the order of comparison.
-    pub const NUMBERS: [Self; 7] = [
+    pub const NUMBERS: [Self; 8] = [
         Self::Collective,
         Self::Remaining,
         Self::Pairs,
@@ -48,6 +50,7 @@ impl Value {
         Self::Room,
         Self::RemainingCloseness,
         Self::Nics,
+        Self::RemainingPairs,
     ];
 }
 
@@ -68,6 +71,8 @@ pub struct Values {
     pub remaining_closeness: i64,
     /// Mbit/s.
     pub nics: u64,
+    /// MB/s.
+    pub remaining_pairs: u64,
 }
 
 impl Values {
@@ -82,6 +87,7 @@ impl Values {
             Value::Room => plain(self.room),
             Value::RemainingCloseness => self.remaining_closeness,
             Value::Nics => plain(self.nics),
+            Value::RemainingPairs => plain(self.remaining_pairs),
             Value::PciAddresses => 0,
         }
     }

@@ -1,4 +1,4 @@
-//! The choice on a machine of more than 16 GPUs: by the same eight values, within a limited number of sets.
+//! The choice on a machine of more than 16 GPUs: by the same nine values, within a limited number of sets.
 //!
 //! Three steps keep it exact. First, only the widest clusters that hold the request stay, by the first value. Second,
 //! among GPUs that differ in nothing but their address the first ones are taken, so a set is a count for each class.

@@ -178,6 +178,11 @@ impl SetTables {
         at(&self.nics, chosen)
     }
 
+    /// The sum of the bandwidths of a set's pairs, MB/s.
+    pub fn pairs(&self, set: GpuSet) -> u64 {
+        row(&self.pairs, at(&self.chosen, set) >> 16 & u64::from(u16::MAX)).0
+    }
+
     /// The values of a chosen set and of the GPUs that stay free.
     pub fn values(&self, chosen: GpuSet, remains: GpuSet) -> Values {
         let all = self.rank(chosen, remains);
@@ -192,6 +197,7 @@ impl SetTables {
             room: u64::from(room),
             remaining_closeness,
             nics: self.nics(chosen),
+            remaining_pairs: self.pairs(remains),
         }
     }
 }

@@ -193,6 +193,7 @@ impl Tree {
             room: u64::from(remaining::room(&self.packages, remains)),
             remaining_closeness: minus(self.ranks.matched(remains), remains.len() as u64 / 2),
             nics: GpuSet(nics).places().filter_map(|nic| self.nic_rates.get(nic)).sum(),
+            remaining_pairs: self.bandwidths.pairs(remains),
         }
     }
 

@@ -1,6 +1,7 @@
 //! [`Comparison`]: a measured all-reduce beside the machine that it ran on, and the likeliest cause of a difference.
 
 use crate::prelude::*;
+use alloc::collections::BTreeSet;
 
 use serde::Serialize;
 
@@ -24,6 +25,8 @@ const LONG_ENOUGH: u64 = 4_000_000;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Verdict {
+    /// The run computed wrong values, whatever its bandwidth.
+    WrongValues,
     /// At least nine tenths of the expectation.
     AsExpected,
     /// Less.
@@ -54,6 +57,14 @@ pub enum Cause {
     /// P2P that the driver refuses.
     #[error("{0}")]
     P2pRefused(String),
+    /// Wrong values.
+    #[error(
+        "{0} wrong values: data is corrupted on the way; drain the node, run dcgmi diag -r 3, look for XIDs in the log"
+    )]
+    WrongValues(u64),
+    /// One GPU that differs from the others of its model, or unknown NVLinks.
+    #[error("{0}")]
+    Odd(String),
     /// Traffic through the host's memory, by NCCL's log.
     #[error("by NCCL's log the GPUs talk through the host's memory (SHM){}", set(.0))]
     SharedMemory(Option<String>),
@@ -110,7 +121,8 @@ pub enum MatchError {
     #[error("an all-reduce of one GPU has no bandwidth")]
     OneGpu,
     /// The GPUs of the run are not known.
-    #[error("the text does not say which {ranks} of the machine's {gpus} GPUs it measured: name them with --gpus")]
+    #[error("the text does not say which of the machine's {gpus} GPUs it measured{}: name them with --gpus",
+        if *ranks == 0 { String::new() } else { format!(", with {ranks} ranks") })]
     Unplaced {
         /// The ranks that the text lists; 0 if it lists none.
         ranks: usize,
@@ -165,7 +177,7 @@ pub(super) fn places(report: &NcclReport, topology: &NodeTopology) -> Result<Vec
         let place = fitting.next().map(|(place, _)| place);
         place.filter(|_| fitting.next().is_none())
     });
-    let by_address: Option<alloc::collections::BTreeSet<usize>> = by_address.collect();
+    let by_address: Option<BTreeSet<usize>> = by_address.collect();
     match by_address.filter(|places| places.len() == ranks && ranks > 0) {
         Some(places) => Ok(places.into_iter().collect()),
         None if ranks == gpus.len() || report.devices.is_empty() && report.is_of(gpus.len()) => {
@@ -200,16 +212,18 @@ impl Comparison {
         let (up, _) = NodeTopology::assemble(&with_links_up(machine));
         let uuids = places.iter().filter_map(|place| topology.gpus().get(*place));
         let up_places: Vec<usize> = uuids.filter_map(|gpu| up.position(&gpu.uuid)).collect();
+        // Links that are down are a fault of such a machine, not another kind.
+        let healthy = Expectation::of(&up, &up_places);
         // The model says nothing of several hosts, not even a share.
-        let whole = Expectation::of(&up, &up_places).bandwidth().max(expectation.bandwidth());
-        let whole = whole.filter(|_| hosts == 1);
+        let whole = healthy.bandwidth().max(expectation.bandwidth()).filter(|_| hosts == 1);
         let measured = best.best().bus;
         let percent = whole.filter(|whole| *whole > 0).map(|whole| measured.saturating_mul(100) / whole);
         let largest = report.rows.iter().max_by_key(|row| row.bytes).map_or(0, |row| row.best().nanoseconds);
         let verdict = match percent {
+            _ if report.wrong > 0 => Verdict::WrongValues,
             _ if hosts > 1 => Verdict::SeveralHosts,
             None => Verdict::NotCalibrated,
-            Some(_) if expectation.calibration.is_none() => Verdict::NotCalibrated,
+            Some(_) if healthy.calibration.is_none() => Verdict::NotCalibrated,
             Some(MOST_PERCENT..) => Verdict::Above,
             Some(EXPECTED_PERCENT..) => Verdict::AsExpected,
             Some(_) if largest < LONG_ENOUGH => Verdict::TooSmall,
@@ -217,7 +231,12 @@ impl Comparison {
         };
         let mut comparison = Self { expectation, whole, best, percent, verdict, causes: Vec::new() };
         comparison.causes = comparison.causes(report, &topology, &warnings, &places);
-        comparison.causes.splice(0..0, links_down(machine, &topology, &places));
+        let down = links_down(machine, &topology, &places);
+        if down.is_empty() {
+            comparison.causes.splice(0..0, odd_among(&warnings, &topology, &places).map(Cause::Odd));
+        }
+        comparison.causes.splice(0..0, down);
+        comparison.causes.splice(0..0, (report.wrong > 0).then_some(Cause::WrongValues(report.wrong)));
         Ok(comparison)
     }
 
@@ -280,6 +299,22 @@ impl Comparison {
         }
         causes
     }
+}
+
+/// The warnings that one GPU of a set is the odd one of its model, or that its NVLinks are unknown.
+pub fn odd_among<'w>(
+    warnings: &'w [TopologyWarning],
+    topology: &NodeTopology,
+    places: &[usize],
+) -> impl Iterator<Item = String> + use<'w> {
+    let gpus = places.iter().filter_map(|place| topology.gpus().get(*place));
+    let addresses: BTreeSet<PciAddress> = gpus.map(|gpu| gpu.pci).collect();
+    let concerns = move |warning: &&TopologyWarning| match warning {
+        TopologyWarning::OddGpu { pci, .. } => addresses.contains(pci),
+        TopologyWarning::NvLinksUnknown(gpus) => gpus.iter().any(|pci| addresses.contains(pci)),
+        _ => false,
+    };
+    warnings.iter().filter(concerns).map(ToString::to_string)
 }
 
 /// The GPUs of a set that have fewer NVLinks up than they could.

@@ -16,7 +16,7 @@ use serde::Serialize;
 use crate::allocation::AllocationTables;
 use crate::topology::{ComputeCapability, Gpu, NodeObservation, NodeTopology, NvLinkObservation, NvLinkRemote};
 
-pub use comparison::{Cause, Comparison, MatchError, Verdict};
+pub use comparison::{Cause, Comparison, MatchError, Verdict, odd_among};
 pub use report::{NcclReport, RankDevice, ReportError, Row, Run, gb_per_s};
 
 /// The source of the model.
@@ -54,7 +54,8 @@ impl Calibration {
 /// The bus bandwidths that a set of GPUs should reach in a large all-reduce.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Expectation {
-    /// Rings, MB/s. `None` for fewer than two GPUs, and for large parts of a mesh of NVLinks.
+    /// Rings, MB/s. `None` for fewer than two GPUs, for large parts of a mesh of NVLinks, and if the NVLinks of a GPU
+    /// are unknown.
     pub ring: Option<u64>,
     /// NVLink SHARP, MB/s; `None` where NCCL has none.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -68,6 +69,9 @@ impl Expectation {
     pub fn of(topology: &NodeTopology, places: &[usize]) -> Self {
         let set = topology.restricted(places);
         let all = 0..set.gpus().len();
+        if !set.knows_nvlinks() {
+            return Self { ring: None, nvls: None, calibration: None };
+        }
         let (nvls, calibration) = (set.nvls(all.clone()), calibration(&set));
         let ring = AllocationTables::new(Arc::new(set)).collective(all.collect());
         Self { ring, nvls, calibration }
@@ -106,7 +110,7 @@ fn calibration(set: &NodeTopology) -> Option<Calibration> {
 }
 
 /// The machine with each NVLink up that is known to lead somewhere. Behind NVSwitches each GPU gets as many links as
-/// the GPU of its model that has most.
+/// the GPU of its model that has most, also a GPU that has none.
 fn with_links_up(machine: &NodeObservation) -> NodeObservation {
     let mut machine = machine.clone();
     for group in machine.gpus.iter_mut().flat_map(|gpu| gpu.nvlinks.iter_mut().flatten()) {
@@ -126,9 +130,17 @@ fn with_links_up(machine: &NodeObservation) -> NodeObservation {
         let groups = gpu.nvlinks.iter().flatten().filter(|group| group.active);
         let used: BTreeSet<u32> = groups.flat_map(|group| group.links.iter().copied()).collect();
         let more = (0..).filter(|link| !used.contains(link)).take(most.saturating_sub(*links));
-        let groups = gpu.nvlinks.iter_mut().flatten();
-        if let Some(switch) = groups.filter(|group| is_switch(&&**group)).last() {
-            switch.links.extend(more);
+        let Some(groups) = &mut gpu.nvlinks else { continue };
+        match groups.iter_mut().filter(|group| is_switch(&&**group)).last() {
+            Some(switch) => switch.links.extend(more),
+            None if most > 0 => {
+                groups.push(NvLinkObservation {
+                    links: more.collect(),
+                    remote: NvLinkRemote::Switch(None),
+                    active: true,
+                });
+            }
+            None => {}
         }
     }
     machine

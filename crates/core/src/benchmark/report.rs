@@ -65,6 +65,8 @@ pub struct Run {
     pub algorithm: u64,
     /// The bus bandwidth, MB/s.
     pub bus: u64,
+    /// The wrong values that the check counted; 0 also where it was off, and for versions that print a tolerance.
+    pub wrong: u64,
 }
 
 /// The measurements of one size.
@@ -120,6 +122,8 @@ pub struct NcclReport {
     pub shm: u64,
     /// The variables of NCCL that the text names, with their values.
     pub settings: BTreeMap<String, String>,
+    /// The wrong values of all sizes, by the summary or by the rows.
+    pub wrong: u64,
     /// Lines that begin as a row and are none, because they are cut, mixed or contradict themselves.
     pub unreadable: usize,
 }
@@ -136,6 +140,9 @@ pub enum ReportError {
     /// Tables of other programs only.
     #[error("no all-reduce: the tables are of {0}; run all_reduce_perf")]
     OtherProgram(String),
+    /// One rank, whose rows have no bus bandwidth.
+    #[error("an all-reduce of one GPU has no bandwidth")]
+    OneGpu,
     /// Two runs with different ranks.
     #[error("runs over {0} and over {1} GPUs: give one of them alone")]
     SeveralRuns(usize, usize),
@@ -170,6 +177,7 @@ impl NcclReport {
         }
         match reader.report.rows.is_empty() {
             false => Ok(reader.report),
+            true if reader.devices.len() == 1 => Err(ReportError::OneGpu),
             true if reader.report.unreadable > 0 => Err(ReportError::Unreadable(reader.report.unreadable)),
             true if reader.others.is_empty() => Err(ReportError::NoTable),
             true => Err(ReportError::OtherProgram(reader.others.into_iter().collect::<Vec<_>>().join(", "))),
@@ -209,6 +217,9 @@ impl Reader {
             self.devices.clear();
         }
         self.log(&words);
+        if let ["Out", "of", "bounds", "values", ":", wrong, ..] = words.get(1..).unwrap_or_default() {
+            self.report.wrong = self.report.wrong.max(wrong.parse().unwrap_or(0));
+        }
         if let Some((rank, device)) = rank_device(&words) {
             if self.devices.len() < MOST_RANKS {
                 self.devices.insert(rank, device);
@@ -243,6 +254,9 @@ impl Reader {
         if self.report.devices.is_empty() {
             self.report.devices.clone_from(&self.devices);
         }
+        let runs = [Some(read.row.out_of_place), read.row.in_place];
+        let wrong = runs.iter().flatten().map(|run| run.wrong).fold(0, u64::saturating_add);
+        self.report.wrong = self.report.wrong.max(wrong);
         self.report.rows.push(read.row);
         Ok(())
     }
@@ -322,7 +336,7 @@ fn measurements(words: &[&str], bytes: u64) -> Option<(bool, Run, Option<Run>)> 
     let root = words.first().filter(|word| is_whole(word) && decimal(2) && decimal(3));
     let words = words.get(usize::from(root.is_some())..)?;
     let run = |words: &[&str]| match *words {
-        [time, algorithm, bus, ..] => Run::new(bytes, time, algorithm, bus),
+        [time, algorithm, bus, ref errors @ ..] => Run::new(bytes, time, algorithm, bus, errors.first()),
         _ => None,
     };
     let out_of_place = run(words)?;
@@ -337,8 +351,10 @@ fn measurements(words: &[&str], bytes: u64) -> Option<(bool, Run, Option<Run>)> 
 }
 
 impl Run {
-    fn new(bytes: u64, time: &str, algorithm: &str, bus: &str) -> Option<Self> {
-        let run = Self { nanoseconds: thousandths(time)?, algorithm: bandwidth(algorithm)?, bus: bandwidth(bus)? };
+    fn new(bytes: u64, time: &str, algorithm: &str, bus: &str, errors: Option<&&str>) -> Option<Self> {
+        let wrong = errors.and_then(|errors| errors.parse().ok()).unwrap_or(0);
+        let nanoseconds = thousandths(time).filter(|time| *time > 0)?;
+        let run = Self { nanoseconds, algorithm: bandwidth(algorithm)?, bus: bandwidth(bus)?, wrong };
         // MB/s times ns are thousandths of a byte.
         let carried = u128::from(run.algorithm) * u128::from(run.nanoseconds);
         let agrees = run.algorithm < COMPARABLE || agree(carried, u128::from(bytes) * 1_000);

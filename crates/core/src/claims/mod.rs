@@ -15,8 +15,8 @@ mod plan;
 mod share;
 
 pub use crate::state::{
-    CLAIM_KIND, CLAIMS_DOMAIN, ClaimMps, ClaimName, ClientLimits, MpsOrder, MpsOrderGpu, Prepared, PreparedDevice,
-    Share, claim_device,
+    CLAIM_KIND, CLAIMS_DOMAIN, ClaimMps, ClaimName, ClientLimits, DEVICE_KIND, MpsOrder, MpsOrderGpu, Prepared,
+    PreparedDevice, Share, claim_device, claim_member,
 };
 pub use claim::{
     AllocatedConfig, AllocatedDevice, Allocation, Claim, ClaimStatus, DeviceAllocation, Holder, NoClaim, OpaqueConfig,

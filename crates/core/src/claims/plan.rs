@@ -12,7 +12,7 @@ use super::mps::{self, Asked};
 use super::node::Node;
 use super::share;
 use crate::publish::injection::ChosenDevice;
-use crate::state::{ClaimName, DRA_DRIVER, Door, Prepared, PreparedDevice, claim_device};
+use crate::state::{ClaimName, DRA_DRIVER, Door, Prepared, PreparedDevice, claim_device, claim_member};
 use crate::topology::{Gpu, MigSlot, NodeTopology};
 
 /// The most devices of a claim, of all drivers (`AllocationResultsMaxSize` of resource.k8s.io).
@@ -78,7 +78,7 @@ pub fn plan(claim: &Claim, asked: &ClaimName, node: Node<'_>) -> Result<Prepared
             admin,
             mig: hardware.mig.map(|mig| mig.uuid.clone()),
             made,
-            cdi: vec![claim_device(&asked.uid, request)],
+            cdi: vec![claim_member(&asked.uid, request, &result.device), claim_device(&asked.uid, request)],
             ..PreparedDevice::whole(&result.device, hardware.gpu.uuid.clone())
         };
         if let Some(other) = prepared.iter().find(|other| device.excludes(other)) {

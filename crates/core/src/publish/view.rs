@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 use super::placement::{Allocation, Outlook, Placements};
 use crate::allocation::{AllocationReport, FallbackReason, Value};
 use crate::state::{Availability, Door, GpuStatus, NodeState, Resource, ResourceName, Timestamp, UnhealthyReason};
-use crate::topology::{GpuUuid, NumaNodeId};
+use crate::topology::{GpuUuid, NumaNodeId, TopologyWarning};
 use crate::words::{gigabytes, ranges};
 
 /// A word of a closed list, or of another version.
@@ -71,6 +71,10 @@ pub struct Sums {
     pub free: BTreeMap<Option<NumaNodeId>, usize>,
     /// As [`Placements::fragmentation`].
     pub fragmentation: Option<(u64, u64)>,
+    /// The parts of the configuration that this node cannot offer, by resource (empty if it is none alone) and reason.
+    pub problems: BTreeMap<(String, &'static str), usize>,
+    /// The GPUs that differ from the others of their model, by UUID and difference.
+    pub odd: Vec<(String, &'static str)>,
 }
 
 /// The devices of one resource.
@@ -249,7 +253,18 @@ impl Sums {
         let through_doors = state.topology().gpus().iter().filter(|_| state.has_dra());
         let door = |uuid: &GpuUuid| state.door(uuid).map_or("none", Door::label);
         let count = |availability| gpus.iter().filter(|gpu| gpu.availability == availability).count();
+        let mut problems: BTreeMap<(String, &'static str), usize> = BTreeMap::new();
+        for problem in state.offers().problems().iter().filter(|problem| problem.is_fault()) {
+            let resource = problem.resource().map(ToString::to_string).unwrap_or_default();
+            *problems.entry((resource, problem.label())).or_default() += 1;
+        }
+        let odd = state.hardware().warnings().iter().filter_map(|warning| match warning {
+            TopologyWarning::OddGpu { uuid, oddity, .. } => Some((uuid.to_string(), oddity.label())),
+            _ => None,
+        });
         Self {
+            problems,
+            odd: odd.collect(),
             devices: resources.map(|(name, resource)| (name.to_string(), devices(resource))).collect(),
             doors: through_doors.map(|gpu| (gpu.uuid.to_string(), door(&gpu.uuid))).collect(),
             gpus: Availability::ALL.map(|availability| (availability, count(availability))).into(),
@@ -332,6 +347,7 @@ fn subject(value: Value) -> Option<&'static str> {
         Value::Room => Some("whole groups that still fit a package"),
         Value::RemainingCloseness => Some("closeness of what stays free"),
         Value::Nics => Some("network cards nearby"),
+        Value::RemainingPairs => Some("bandwidth between what stays free"),
         Value::PciAddresses => None,
     }
 }

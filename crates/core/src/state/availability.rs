@@ -10,7 +10,7 @@ use alloc::collections::{BTreeMap, BTreeSet};
 use serde::{Deserialize, Serialize};
 
 use super::device::{Device, Health};
-use crate::topology::{GpuUuid, NodeTopology};
+use crate::topology::{Gpu, GpuUuid, NodeTopology};
 
 /// The GPUs of which a pod has any part, through either door; `None` until the kubelet has listed the holders.
 pub(super) type Held = Option<BTreeSet<GpuUuid>>;
@@ -28,6 +28,8 @@ pub enum Availability {
     /// No pod holds any part of it, and no request can get one: the GPU is unhealthy, or offered otherwise. An
     /// unhealthy GPU also has this value until the kubelet has listed the holders.
     Unhealthy,
+    /// No pod holds any part of it, and the configuration has no devices of it that this node could offer.
+    Withheld,
     /// The GPU is healthy, and the kubelet has not listed the holders yet.
     #[default]
     #[serde(other)]
@@ -36,7 +38,7 @@ pub enum Availability {
 
 impl Availability {
     /// All values, in the order in which they are shown.
-    pub const ALL: [Self; 5] = [Self::Held, Self::Free, Self::Mig, Self::Unhealthy, Self::Unknown];
+    pub const ALL: [Self; 6] = [Self::Held, Self::Free, Self::Mig, Self::Unhealthy, Self::Withheld, Self::Unknown];
 
     /// The availability of a GPU, by its devices.
     pub(super) fn of(gpu: &GpuUuid, devices: &[&Device], topology: &NodeTopology, held: &Held) -> Self {
@@ -45,6 +47,7 @@ impl Availability {
         let part = healthy().any(|device| device.mig.is_some());
         match held {
             Some(held) if held.contains(gpu) => Self::Held,
+            _ if devices.is_empty() => Self::Withheld,
             None if whole || part => Self::Unknown,
             // A GPU that is not in the graph has no place in a set of GPUs.
             Some(_) if whole && topology.position(gpu).is_some() => Self::Free,
@@ -54,11 +57,18 @@ impl Availability {
     }
 }
 
-/// Groups the devices by GPU, in the order of PCI addresses and UUIDs.
-pub(super) fn by_gpu<'a>(devices: impl Iterator<Item = &'a Device>) -> Vec<Vec<&'a Device>> {
-    let mut gpus: BTreeMap<_, Vec<&Device>> = BTreeMap::new();
-    for device in devices {
-        gpus.entry((device.gpu.pci, &device.gpu.uuid)).or_default().push(device);
+/// Groups the devices by GPU, in the order of PCI addresses and UUIDs. `gpus` are listed with or without devices.
+pub(super) fn by_gpu<'a>(
+    gpus: impl Iterator<Item = &'a Gpu>,
+    devices: impl Iterator<Item = &'a Device>,
+) -> Vec<(&'a Gpu, Vec<&'a Device>)> {
+    let mut all: BTreeMap<_, (&Gpu, Vec<&Device>)> = BTreeMap::new();
+    let key = |gpu: &'a Gpu| (gpu.pci, &gpu.uuid);
+    for gpu in gpus {
+        all.insert(key(gpu), (gpu, Vec::new()));
     }
-    gpus.into_values().collect()
+    for device in devices {
+        all.entry(key(&device.gpu)).or_insert((&device.gpu, Vec::new())).1.push(device);
+    }
+    all.into_values().collect()
 }

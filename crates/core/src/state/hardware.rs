@@ -16,7 +16,7 @@ use super::health::{self, GpuHealth};
 use super::poll::{FabricHealth, HealthPoll, Reach, RecoveryAction};
 use super::reason::UnhealthyReason;
 use super::record::{HealthRecord, NodeIdentity};
-use super::xid::{DOUBLE_BIT_ECC, XidPolicy, XidSet};
+use super::xid::{DOUBLE_BIT_ECC, XidClass, XidPolicy, XidSet};
 use crate::allocation::AllocationTables;
 use crate::once::Once;
 use crate::topology::{
@@ -181,7 +181,9 @@ impl Hardware {
         instance: Option<MigInstance>,
         now: Timestamp,
     ) -> Option<Effect> {
-        if !self.xids.class(code).fails() {
+        let class = self.xids.class(code);
+        let has_action = || self.health.get(&gpu).is_some_and(GpuHealth::has_recovery_action);
+        if !class.fails() || class == XidClass::RecoveryAction && has_action() {
             return self.is_worth_a_line((gpu.clone(), code), now).then_some(Effect::XidIgnored { gpu, code });
         }
         self.change(&gpu, |health| health.fail(UnhealthyReason::Xid { code, instance }, now));

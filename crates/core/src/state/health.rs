@@ -188,6 +188,11 @@ impl GpuHealth {
         self.seen.off_bus |= off_bus;
     }
 
+    /// Returns true if the driver answered the last poll with a recovery action, none included.
+    pub fn has_recovery_action(&self) -> bool {
+        self.seen.action.is_some()
+    }
+
     /// Begins a reason.
     pub fn fail(&mut self, reason: UnhealthyReason, now: Timestamp) {
         if self.falls(&reason) {

@@ -42,18 +42,18 @@ pub use hardware::{DriverVersions, Hardware};
 pub use holdings::{ClaimedDevice, ContainerHoldings, ContainerName, Holdings, ResourceDevice};
 pub use ledger::{DRA_DRIVER, Ledger, NAMES_KEPT, gpu_behind, gpu_of};
 pub(crate) use mps::VOLTA;
-pub use mps::{MpsGpu, MpsShare};
+pub use mps::{MAX_MPS_CLIENTS, MpsGpu, MpsShare};
 pub use node_state::{AllocateError, GpuStatus, NodeState};
 pub use offers::{Offers, Resource};
 pub use opening::Opening;
 pub use plan::{
-    DeviceSelector, DeviceSelectorError, Door, Filter, GpuSelector, MOST_SLOTS, MigStrategy, NamePattern, Pattern,
+    DeviceSelector, DeviceSelectorError, Door, Filter, GpuSelector, MAX_SLOTS, MigStrategy, NamePattern, Pattern,
     ResourcePlan, SharedDevices, SharedResource, Sharing, SharingKind,
 };
 pub use poll::{FabricHealth, HealthPoll, Reach, RecoveryAction, RowRemapping};
 pub use prepared_claim::{
-    CLAIM_KIND, CLAIMS_DOMAIN, ClaimMps, ClaimName, ClientLimits, MpsOrder, MpsOrderGpu, Prepared, PreparedClaim,
-    PreparedDevice, Share, claim_device,
+    CLAIM_KIND, CLAIMS_DOMAIN, ClaimMps, ClaimName, ClientLimits, DEVICE_KIND, MpsOrder, MpsOrderGpu, Prepared,
+    PreparedClaim, PreparedDevice, Share, claim_device, claim_member,
 };
 pub use problem::PlanProblem;
 pub use reason::UnhealthyReason;

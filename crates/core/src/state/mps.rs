@@ -16,10 +16,13 @@ use crate::topology::{ComputeCapability, Gpu, GpuUuid};
 /// The oldest GPUs that MPS works on (man nvidia-cuda-mps-control, driver 580: "SM 3.5 or higher").
 const FIRST: ComputeCapability = ComputeCapability { major: 3, minor: 5 };
 
-/// The most clients of an MPS server for each GPU: since Volta, and before (man nvidia-cuda-mps-control, driver 580:
+/// The most clients of an MPS server for each GPU since Volta, and so the most replicas that any node can have.
+pub const MAX_MPS_CLIENTS: u32 = 48;
+
+/// The same, with that of older GPUs (man nvidia-cuda-mps-control, driver 580:
 /// "SM 7.0 has a limit of 48", "SM 3.5 through SM 6.0 the limit is 16"). The NVIDIA plugin counts Volta among the older
 /// GPUs.
-const MOST_CLIENTS: (u32, u32) = (48, 16);
+const MOST_CLIENTS: (u32, u32) = (MAX_MPS_CLIENTS, 16);
 
 /// The compute capability of Volta.
 pub(crate) const VOLTA: ComputeCapability = ComputeCapability { major: 7, minor: 0 };

@@ -36,12 +36,13 @@ pub struct NodeState {
     pub(super) held: Arc<Held>,
 }
 
-/// A GPU that is offered, with its health and availability.
+/// A GPU of the node, with its health and availability.
 #[derive(Clone, Debug)]
 pub struct GpuStatus<'a> {
     /// The GPU.
     pub gpu: &'a Gpu,
-    /// True if any of its devices may be given out: slots and MIG devices make several, and the healthiest counts.
+    /// True if any of its devices may be given out: slots and MIG devices make several, and the healthiest counts. A GPU
+    /// without devices is healthy if no reason stands against it.
     pub is_healthy: bool,
     /// The standing reasons of the GPU or its MIG devices, in the order in which they began, each with its beginning.
     /// Then the other reasons that keep its devices from being given out, such as a pod that holds them under another
@@ -210,19 +211,27 @@ impl NodeState {
         &self.offers.mps.shares
     }
 
-    /// The GPUs that have devices on the kubelet's lists or for DRA, by PCI address and UUID.
+    /// The GPUs that the plan does not leave out, and those that have devices on the kubelet's lists or for DRA, by PCI
+    /// address and UUID.
     pub fn gpus(&self) -> Vec<GpuStatus<'_>> {
+        let plan = self.offers.plan();
+        let present = self.topology().gpus().iter().filter(|gpu| plan.filter.offers(gpu));
         let of_dra = self.offers.through_dra().iter().chain(self.offers.withheld());
-        let by_gpu = availability::by_gpu(self.offers.devices().chain(of_dra));
-        by_gpu.iter().filter_map(|devices| self.status(devices)).collect()
+        let by_gpu = availability::by_gpu(present, self.offers.devices().chain(of_dra));
+        by_gpu.iter().map(|(gpu, devices)| self.status(gpu, devices)).collect()
     }
 
-    /// The status of the GPU that has these devices.
-    fn status<'a>(&'a self, devices: &[&'a Device]) -> Option<GpuStatus<'a>> {
-        let gpu = &devices.first()?.gpu;
+    /// The status of the GPU that has these devices. A MIG device that is gone is no fault of a GPU that is there.
+    fn status<'a>(&'a self, gpu: &'a Gpu, devices: &[&'a Device]) -> GpuStatus<'a> {
         let mut reasons: Vec<_> = self.hardware.standing(&gpu.uuid).collect();
-        let mut is_healthy = false;
-        for device in devices {
+        let is_there = self.topology().position(&gpu.uuid).is_some();
+        let counts = |device: &&Device| {
+            let is_gone = matches!(&device.health, Health::Unhealthy { reason: UnhealthyReason::Gone, .. });
+            !(is_there && is_gone && device.mig.is_some())
+        };
+        let devices: Vec<&Device> = devices.iter().copied().filter(counts).collect();
+        let mut is_healthy = reasons.is_empty() && devices.is_empty();
+        for device in &devices {
             match &device.health {
                 Health::Healthy => is_healthy = true,
                 Health::Unhealthy { reason, since } if !reasons.iter().any(|(known, _)| known.is(reason)) => {
@@ -231,8 +240,8 @@ impl NodeState {
                 Health::Unhealthy { .. } => {}
             }
         }
-        let availability = Availability::of(&gpu.uuid, devices, self.topology(), &self.held);
-        Some(GpuStatus { gpu, is_healthy, reasons, availability })
+        let availability = Availability::of(&gpu.uuid, &devices, self.topology(), &self.held);
+        GpuStatus { gpu, is_healthy, reasons, availability }
     }
 
     /// Returns true if the kubelet has listed the holders.

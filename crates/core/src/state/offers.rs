@@ -17,7 +17,7 @@ use super::hardware::Hardware;
 use super::holdings::ResourceDevice;
 use super::ledger::{Ledger, place, split_slot};
 use super::mps::Mps;
-use super::plan::{Door, MOST_SLOTS, ResourcePlan};
+use super::plan::{Door, MAX_SLOTS, ResourcePlan};
 use super::problem::PlanProblem;
 use super::reason::UnhealthyReason;
 use super::resources::Resources;
@@ -375,7 +375,7 @@ impl Offers {
         }
         let mut effects = Vec::new();
         for (name, resource) in &mut self.resources {
-            let most = usize::try_from(MOST_SLOTS).unwrap_or(usize::MAX);
+            let most = usize::try_from(MAX_SLOTS).unwrap_or(usize::MAX);
             let mut room = most.saturating_sub(resource.len());
             let mut adopted = Vec::new();
             for (_, id) in ledger.devices().filter(|(of, _)| of == name) {

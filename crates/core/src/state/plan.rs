@@ -16,7 +16,7 @@ use crate::topology::{Gpu, GpuUuid, MigDevice, MigProfile, PciAddress};
 
 /// The most slots of one resource. The kubelet accepts a list of at most 4 MiB (gRPC's default), and a device on it
 /// takes 63 characters of id and some dozens of health and NUMA nodes.
-pub const MOST_SLOTS: u64 = 1 << 14;
+pub const MAX_SLOTS: u32 = 1 << 14;
 
 /// The resources to make of the GPUs. The default offers every GPU without an active display, whole, as
 /// `nvidia.com/gpu`.

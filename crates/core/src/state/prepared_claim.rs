@@ -15,6 +15,9 @@ use crate::topology::{GpuUuid, MigSlot, MigUuid, is_mig};
 /// The CDI kind of claims. A device of it is what a container gets that uses one request of one claim.
 pub const CLAIM_KIND: &str = "linkwise.dev/claim";
 
+/// The kind of CDI devices that name one device of a claim, and give a container nothing.
+pub const DEVICE_KIND: &str = "linkwise.dev/device";
+
 /// The domain in the names of claims' control daemons under the MPS root.
 pub const CLAIMS_DOMAIN: &str = "dra.linkwise.dev";
 
@@ -116,7 +119,8 @@ pub struct PreparedDevice {
     /// The GPU instance, if the MIG device is made for the claim and destroyed after it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub made: Option<MigSlot>,
-    /// The full names of its CDI devices, `vendor/class=name`: that of its request ([`claim_device`]). A claim that was
+    /// The full names of its CDI devices, `vendor/class=name`: its own ([`claim_member`]), and that of its
+    /// request ([`claim_device`]). A claim that was
     /// prepared before linkwise named claims has those of its GPUs, by UUID.
     pub cdi: Vec<String>,
 }
@@ -129,7 +133,7 @@ impl Prepared {
         names
     }
 
-    /// Takes over the names of the claim's last preparation that are not of [`CLAIM_KIND`]: the kubelet keeps all names
+    /// Takes over the names of the claim's last preparation that are not of our own kinds: the kubelet keeps all names
     /// that it was ever given for a claim, and hands them on with the new ones. `kind` is that of GPUs.
     ///
     /// # Errors
@@ -137,7 +141,8 @@ impl Prepared {
     /// The names of GPUs that the claim does not have any more: its containers would get them beside its own.
     pub fn keep_names(&mut self, before: &Self, kind: &str) -> Result<(), Vec<String>> {
         let given = before.devices.iter().flat_map(|device| &device.cdi);
-        let given: Vec<String> = given.filter(|name| !name.starts_with(CLAIM_KIND)).cloned().collect();
+        let given = given.filter(|name| ![CLAIM_KIND, DEVICE_KIND].iter().any(|own| name.starts_with(own)));
+        let given: Vec<String> = given.cloned().collect();
         let is_own = |id: &str| {
             self.devices.iter().any(|device| device.mig.as_ref().map_or(device.gpu.as_str(), MigUuid::as_str) == id)
         };
@@ -191,6 +196,13 @@ impl PreparedDevice {
 /// keeps it over its restarts and reboots.
 pub fn claim_device(uid: &str, request: &str) -> String {
     format!("{CLAIM_KIND}={uid}-{request}")
+}
+
+/// The full name of the CDI device of one device in a claim's request. By the first name of each device the kubelet tells
+/// the devices of a claim apart in the status of a pod, and takes those of one name for one device
+/// (pkg/kubelet/cm/dra/manager.go of Kubernetes 1.36).
+pub fn claim_member(uid: &str, request: &str, device: &str) -> String {
+    format!("{DEVICE_KIND}={uid}-{request}-{device}")
 }
 
 /// The part that a claim takes of a GPU.

@@ -3,7 +3,7 @@
 use crate::prelude::*;
 use thiserror::Error;
 
-use super::plan::{DeviceSelector, MOST_SLOTS};
+use super::plan::{DeviceSelector, MAX_SLOTS};
 use super::resource_name::ResourceName;
 use crate::allocation::DeviceId;
 use crate::topology::{GpuUuid, PciAddress};
@@ -26,20 +26,17 @@ pub enum PlanProblem {
     /// Strategy single, and there are MIG devices of several profiles.
     #[error("MIG strategy single: the MIG devices differ ({}); none is offered", by_profile(.0))]
     MixedProfiles(Vec<(String, Vec<PciAddress>)>),
-    /// The plan shares the resource twice.
-    #[error("{0} is listed twice under sharing; it is not offered")]
-    SharedTwice(ResourceName),
     /// Sharing needs at least two slots.
     #[error("{0}: replicas is {1}, at least 2 are needed; it is not offered")]
     TooFewReplicas(ResourceName, u32),
-    /// More slots than the kubelet's API carries.
-    #[error("{0} would have {1} slots, at most {MOST_SLOTS} are possible; it is not offered")]
-    TooManySlots(ResourceName, u64),
+    /// More slots than the kubelet's API carries; the last number is what each device gets.
+    #[error("{0} would have {1} slots, at most {MAX_SLOTS} are possible; each device has {2}")]
+    TooManySlots(ResourceName, u64, u32),
     /// The plan shares more devices than the node has.
-    #[error("{0}: {1} of its devices are to be shared, the node has {2}; it is not offered")]
+    #[error("{0}: {1} of its devices are to be shared, the node has {2}; these are shared")]
     TooFewDevices(ResourceName, u32, usize),
     /// The plan shares a device that the resource does not have.
-    #[error("{0} has no device {1} that could be shared; it is not offered")]
+    #[error("{0} has no device {1} that could be shared; the others are")]
     NoSuchDevice(ResourceName, DeviceSelector),
     /// MPS does not work on GPUs in MIG mode.
     #[error("{0} is to be shared by MPS, but GPUs {gpus} are in MIG mode; it is not offered", gpus = list(.1))]
@@ -94,6 +91,45 @@ pub enum PlanProblem {
     /// A new plan has problems that the plan in effect does not have.
     #[error("this node cannot offer what the new configuration asks for; the previous plan stays until it can")]
     OldPlanStays,
+}
+
+impl PlanProblem {
+    /// The resource that is concerned, if it is one.
+    pub fn resource(&self) -> Option<&ResourceName> {
+        self.words().0
+    }
+
+    /// The problem as a metric's label.
+    pub fn label(&self) -> &'static str {
+        self.words().1
+    }
+
+    fn words(&self) -> (Option<&ResourceName>, &'static str) {
+        match self {
+            Self::DisplayAdapter(..) | Self::Display(..) => (None, "display"),
+            Self::NoMigDevice(_) => (None, "no_mig_device"),
+            Self::MixedModes(..) => (None, "mixed_mig_modes"),
+            Self::MixedProfiles(_) => (None, "mixed_mig_profiles"),
+            Self::TooFewReplicas(of, _) => (Some(of), "too_few_replicas"),
+            Self::TooManySlots(of, ..) => (Some(of), "too_many_slots"),
+            Self::TooFewDevices(of, ..) | Self::DraTooFewDevices(of, ..) => (Some(of), "too_few_devices"),
+            Self::NoSuchDevice(of, _) => (Some(of), "no_such_device"),
+            Self::MpsOnMig(of, _) => (Some(of), "mps_on_mig"),
+            Self::MpsTooOld(of, _) => (Some(of), "mps_too_old"),
+            Self::MpsTooManyClients { resource, .. } => (Some(resource), "mps_too_many_clients"),
+            Self::NameTaken(of, _) => (Some(of), "name_taken"),
+            Self::NoName(_) => (None, "no_name"),
+            Self::LongId(of, _) => (Some(of), "long_id"),
+            Self::DraMigNotShared(of, _) => (Some(of), "dra_mig_not_shared"),
+            Self::DraNotByMps(of, _) => (Some(of), "dra_not_by_mps"),
+            Self::OldPlanStays => (None, "old_plan_stays"),
+        }
+    }
+
+    /// Returns true if it is a fault: a display that the plan leaves out is not.
+    pub fn is_fault(&self) -> bool {
+        !matches!(self, Self::DisplayAdapter(..) | Self::Display(..))
+    }
 }
 
 fn by_profile(profiles: &[(String, Vec<PciAddress>)]) -> String {

@@ -88,8 +88,8 @@ pub enum UnhealthyReason {
     /// The kernel does not list it on the PCI bus.
     #[error("the GPU is not on the PCI bus")]
     OffBus,
-    /// It is no longer there.
-    #[error("the GPU is gone from the node")]
+    /// The GPU or MIG device is no longer there.
+    #[error("the device is gone from the node")]
     Gone,
     /// A pod holds its hardware under another name.
     #[error("a pod holds it as '{id}' of {resource}")]
@@ -173,7 +173,7 @@ impl UnhealthyReason {
             Self::Quarantined { .. } => ("left_out", HARMLESS),
             Self::DriverAway { .. } => ("driver_away", "NVML answering again"),
             Self::OffBus => ("off_bus", "the GPU on the PCI bus again, for the hold time"),
-            Self::Gone => ("gone", "the GPU in its place again"),
+            Self::Gone => ("gone", "the device in its place again"),
             Self::HeldElsewhere { .. } => ("held_elsewhere", "the pod's end"),
             Self::Claimed { .. } => ("claimed", "the claim's end"),
             Self::HoldersUnknown => ("holders_unknown", "two answers of PodResources in a row"),

@@ -9,7 +9,7 @@ use alloc::collections::{BTreeMap, BTreeSet};
 use super::device::{Device, NumaHints};
 use super::mps;
 use super::plan::{
-    DeviceSelector, Door, MOST_SLOTS, MigStrategy, ResourcePlan, SharedDevices, SharedResource, Sharing, SharingKind,
+    DeviceSelector, Door, MAX_SLOTS, MigStrategy, ResourcePlan, SharedDevices, SharedResource, Sharing, SharingKind,
     is_display_adapter,
 };
 use super::problem::PlanProblem;
@@ -37,6 +37,17 @@ struct Piece<'a> {
     mig: Option<&'a MigDevice>,
 }
 
+/// The devices of one row of the plan's sharing.
+struct Shared<'a, 'p> {
+    /// The name under which they are offered.
+    name: ResourceName,
+    /// The resource to which they belong.
+    of: &'p ResourceName,
+    /// The slots of each device.
+    replicas: u32,
+    pieces: Vec<Piece<'a>>,
+}
+
 /// A resource before it is shared.
 type Pieces<'a> = BTreeMap<ResourceName, Vec<Piece<'a>>>;
 
@@ -57,10 +68,10 @@ impl Resources {
             let devices = pieces.iter().map(|piece| piece.device(topology, hints, None));
             made.devices.entry(name).or_default().extend(devices);
         }
-        for (name, resource, pieces) in shared {
+        for Shared { name, replicas, pieces, .. } in shared {
             let devices = made.devices.entry(name).or_default();
             for piece in pieces {
-                devices.extend((0..resource.replicas).map(|slot| piece.device(topology, hints, Some(slot))));
+                devices.extend((0..replicas).map(|slot| piece.device(topology, hints, Some(slot))));
             }
         }
         made.devices.retain(|_, devices| !devices.is_empty());
@@ -136,55 +147,54 @@ impl Resources {
         self.withheld.extend(names.iter().cloned());
     }
 
-    /// Moves the shared devices from their resources to the names under which they are offered.
-    fn share<'a, 'p>(
-        &mut self,
-        sharing: &'p Sharing,
-        pieces: &mut Pieces<'a>,
-    ) -> Vec<(ResourceName, &'p SharedResource, Vec<Piece<'a>>)> {
+    /// Moves the shared devices from their resources to the names under which they are offered. A row that cannot be
+    /// offered takes its own devices with it, and no other.
+    fn share<'a, 'p>(&mut self, sharing: &'p Sharing, pieces: &mut Pieces<'a>) -> Vec<Shared<'a, 'p>> {
         let names: BTreeSet<ResourceName> = pieces.keys().cloned().collect();
-        let (mut shared, mut seen, mut taken) = (Vec::new(), BTreeSet::new(), BTreeSet::new());
+        let mut shared: Vec<Shared<'a, 'p>> = Vec::new();
         for resource in &sharing.resources {
-            let twice = !seen.insert(&resource.name);
-            let name = match offered_as(sharing, resource) {
-                Ok(name) => name,
+            // A node without such devices needs no message: one file serves many nodes.
+            let Some(all) = pieces.get_mut(&resource.name) else { continue };
+            let (chosen, rest) = chosen(resource, all, &self.of_dra, &mut self.problems);
+            *all = rest;
+            let name = offered_as(sharing, resource);
+            let made = name.clone().and_then(|name| {
+                let mut others = shared.iter().filter(|other| other.name == name);
+                let clashes = |other: &Shared<'_, '_>| {
+                    *other.of != resource.name
+                        || sharing.kind == SharingKind::Mps && other.replicas != resource.replicas
+                };
+                if name != resource.name && names.contains(&name) || others.any(clashes) {
+                    return Err(PlanProblem::NameTaken(resource.name.clone(), name));
+                }
+                check(sharing.kind, resource, &chosen)?;
+                let listed = shared.iter().filter(|other| other.name == name);
+                let listed = listed.map(|other| slots(other.replicas, &other.pieces)).sum::<u64>();
+                let wanted = slots(resource.replicas, &chosen);
+                let mut replicas = resource.replicas;
+                let most = u64::from(MAX_SLOTS);
+                if listed.saturating_add(wanted) > most {
+                    let room = most.saturating_sub(listed) / u64::try_from(chosen.len()).unwrap_or(u64::MAX).max(1);
+                    replicas = u32::try_from(room).unwrap_or(replicas).min(replicas);
+                    self.problems.push(PlanProblem::TooManySlots(name.clone(), wanted, replicas));
+                }
+                Ok(Shared { name, of: &resource.name, replicas, pieces: chosen })
+            });
+            match made {
+                Ok(made) => shared.push(made),
                 Err(problem) => {
-                    self.refuse(pieces, &resource.name, problem);
-                    continue;
-                }
-            };
-            let of = resource.name.clone();
-            let clash = name != of && (names.contains(&name) || taken.contains(&name));
-            let checked = if twice {
-                Err(PlanProblem::SharedTwice(of))
-            } else {
-                match pieces.get(&of) {
-                    // A node without such devices needs no message: one file serves many nodes.
-                    None => continue,
-                    Some(_) if clash => Err(PlanProblem::NameTaken(of, name.clone())),
-                    Some(all) => chosen(sharing.kind, resource, all, &self.of_dra),
-                }
-            };
-            match checked {
-                Ok((chosen, rest)) => {
-                    taken.insert(name.clone());
-                    pieces.insert(resource.name.clone(), rest);
-                    shared.push((name, resource, chosen));
-                }
-                Err(problem) => {
-                    shared.retain(|(_, other, _)| other.name != resource.name);
-                    self.withheld.insert(name);
-                    self.refuse(pieces, &resource.name, problem);
+                    self.problems.push(problem);
+                    self.withheld.insert(name.unwrap_or_else(|_| resource.name.clone()));
                 }
             }
         }
         shared
     }
+}
 
-    fn refuse(&mut self, pieces: &mut Pieces<'_>, resource: &ResourceName, problem: PlanProblem) {
-        self.problems.push(problem);
-        self.withhold(pieces, &BTreeSet::from([resource.clone()]));
-    }
+/// The slots of some devices.
+fn slots(replicas: u32, pieces: &[Piece<'_>]) -> u64 {
+    u64::from(replicas).saturating_mul(u64::try_from(pieces.len()).unwrap_or(u64::MAX))
 }
 
 /// The name under which the shared devices of a resource are offered.
@@ -199,47 +209,50 @@ fn offered_as(sharing: &Sharing, resource: &SharedResource) -> Result<ResourceNa
     }
 }
 
-/// Divides the pieces of a resource into shared and unshared ones. `of_dra` are GPUs that are not among the pieces and
-/// may be named.
+/// Divides the pieces of a resource into shared and unshared ones. What the plan names and the node does not have is a
+/// problem, and the rest is shared all the same. `of_dra` are GPUs that are not among the pieces and may be named.
 fn chosen<'a>(
-    kind: SharingKind,
     resource: &SharedResource,
     all: &[Piece<'a>],
     of_dra: &[Gpu],
-) -> Result<(Vec<Piece<'a>>, Vec<Piece<'a>>), PlanProblem> {
-    let (of, replicas) = (resource.name.clone(), resource.replicas);
-    if replicas < 2 {
-        return Err(PlanProblem::TooFewReplicas(of, replicas));
-    }
-    let (chosen, rest): (Vec<Piece<'a>>, Vec<Piece<'a>>) = match &resource.devices {
+    problems: &mut Vec<PlanProblem>,
+) -> (Vec<Piece<'a>>, Vec<Piece<'a>>) {
+    let of = || resource.name.clone();
+    match &resource.devices {
         SharedDevices::All => (all.to_vec(), Vec::new()),
-        SharedDevices::Count(count) => match usize::try_from(*count).ok().and_then(|count| all.split_at_checked(count))
-        {
-            Some((chosen, rest)) => (chosen.to_vec(), rest.to_vec()),
-            None => return Err(PlanProblem::TooFewDevices(of, *count, all.len())),
-        },
+        SharedDevices::Count(count) => {
+            let wanted = usize::try_from(*count).unwrap_or(usize::MAX);
+            if wanted > all.len() {
+                problems.push(PlanProblem::TooFewDevices(of(), *count, all.len()));
+            }
+            let (chosen, rest) = all.split_at(wanted.min(all.len()));
+            (chosen.to_vec(), rest.to_vec())
+        }
         SharedDevices::List(list) => {
             let is_there = |device: &DeviceSelector| {
                 all.iter().any(|piece| device.is(piece.gpu, piece.mig)) || of_dra.iter().any(|gpu| device.is(gpu, None))
             };
-            if let Some(device) = list.iter().find(|device| !is_there(device)) {
-                return Err(PlanProblem::NoSuchDevice(of, device.clone()));
-            }
+            let absent = list.iter().filter(|device| !is_there(device));
+            problems.extend(absent.map(|device| PlanProblem::NoSuchDevice(of(), device.clone())));
             all.iter().partition(|piece| list.iter().any(|device| device.is(piece.gpu, piece.mig)))
         }
-    };
+    }
+}
+
+/// Checks that these devices of a resource can be shared.
+fn check(kind: SharingKind, resource: &SharedResource, chosen: &[Piece<'_>]) -> Result<(), PlanProblem> {
+    let (of, replicas) = (resource.name.clone(), resource.replicas);
+    if replicas < 2 {
+        return Err(PlanProblem::TooFewReplicas(of, replicas));
+    }
     if kind == SharingKind::Mps
         && let Some(refusal) = mps::refusal(&of, replicas, chosen.iter().map(|piece| piece.gpu))
     {
         return Err(refusal);
     }
-    let slots = u64::from(replicas).saturating_mul(u64::try_from(chosen.len()).unwrap_or(u64::MAX));
-    if slots > MOST_SLOTS {
-        return Err(PlanProblem::TooManySlots(of, slots));
-    }
     let last = |piece: &Piece<'_>| Device::id_of(piece.gpu, piece.mig, Some(replicas.saturating_sub(1)));
     match chosen.iter().map(last).find(|id| id.as_str().len() > GpuUuid::MAX) {
         Some(id) => Err(PlanProblem::LongId(of, id)),
-        None => Ok((chosen, rest)),
+        None => Ok(()),
     }
 }

@@ -19,6 +19,9 @@ pub enum XidClass {
     ResetGpu,
     /// The GPU is at fault and the node has to be rebooted.
     RebootNode,
+    /// The driver's recovery action decides, in the poll that each XID triggers. Of a driver that has none, the GPU is at
+    /// fault and has to be reset.
+    RecoveryAction,
     /// Nothing is at fault; the XID informs.
     Ignore,
 }
@@ -30,25 +33,32 @@ const APPLICATION: [u64; 51] = [
 ];
 
 /// The XIDs that only inform.
-const IGNORED: [u64; 18] = [14, 37, 38, 44, 63, 66, 67, 92, 93, 106, 107, 121, 137, 141, 152, 153, 154, 157];
+const IGNORED: [u64; 26] = [
+    14, 37, 38, 44, 63, 66, 67, 92, 93, 106, 107, 121, 137, 141, 152, 153, 154, 157, 160, 161, 162, 163, 164, 165, 166,
+    170,
+];
+
+/// The XIDs whose remedy the number alone does not tell: by their subcodes, which NVML's event does not have, or by
+/// whether the application uses unified memory; or the catalog has none.
+const BY_RECOVERY_ACTION: [u64; 12] = [144, 145, 146, 147, 148, 149, 150, 155, 159, 167, 168, 169];
 
 impl XidClass {
-    /// Looks a number up in the table of docs/health.md, which also has sources: NVIDIA's XID catalog as
-    /// NVIDIA's NVSentinel maps it, and before it the list of k8s-device-plugin 0.17's health check. What pods survive
-    /// there they survive here. If the catalog's workflow needs the text of the message, which NVML does not give, the
-    /// class is that of its gravest outcome. A number that is not in the table fails the GPU, as in NVIDIA's plugin.
+    /// Looks a number up in the table of docs/health.md, which also has sources: NVIDIA's XID catalog, through 170, and
+    /// before it the list of k8s-device-plugin 0.17's health check. What pods survive there they survive here. If the
+    /// catalog's workflow needs the text of the message, which NVML does not give, the recovery action decides. A number that is not in the table fails the GPU, as in NVIDIA's plugin.
     pub fn of(code: u64) -> Self {
         match code {
             79 | 151 => Self::RebootNode,
             _ if APPLICATION.contains(&code) => Self::Application,
             _ if IGNORED.contains(&code) => Self::Ignore,
+            _ if BY_RECOVERY_ACTION.contains(&code) => Self::RecoveryAction,
             _ => Self::ResetGpu,
         }
     }
 
-    /// Returns true if it takes the GPU out of service.
+    /// Returns true if it takes the GPU out of service, where no recovery action says otherwise.
     pub fn fails(self) -> bool {
-        matches!(self, Self::ResetGpu | Self::RebootNode)
+        matches!(self, Self::ResetGpu | Self::RebootNode | Self::RecoveryAction)
     }
 }
 
@@ -117,7 +127,7 @@ impl XidPolicy {
         }
         let class = XidClass::of(code);
         if self.enabled.contains(code) {
-            return if class.fails() { class } else { XidClass::ResetGpu };
+            return if class == XidClass::RebootNode { class } else { XidClass::ResetGpu };
         }
         if self.disabled.contains(code) && class != XidClass::Application { XidClass::Ignore } else { class }
     }

@@ -27,7 +27,7 @@ pub use mig::{
 pub use node::{Gpu, Nic, NodeTopology};
 pub use observation::{
     AddressingMode, ComputeCapability, CpuObservation, CudaVersion, DisplayClass, FabricObservation, GpuObservation,
-    HostBridgeObservation, HostObservation, NicKind, NicObservation, NodeObservation, NumaNodeObservation,
-    NvLinkObservation, NvLinkRemote, PciKind, PciObservation, PcieLink, ProbeFailure, thousandths,
+    HostBridgeObservation, HostObservation, MAX_CPUS, NicKind, NicObservation, NodeObservation, NumaNodeObservation,
+    NvLinkObservation, NvLinkRemote, PciKind, PciObservation, PcieLink, ProbeFailure, is_cpu_list, thousandths,
 };
-pub use warning::{P2pRefusal, TopologyWarning};
+pub use warning::{Oddity, P2pRefusal, TopologyWarning};

@@ -62,6 +62,9 @@ pub struct Gpu {
     pub nvswitch_plane: Option<u32>,
     /// The place of its nearest RDMA NIC among those of the machine's GPUs, from 0.
     pub rail: Option<u32>,
+    /// True if NVML or the file says which NVLinks it has.
+    #[serde(skip)]
+    pub nvlinks_known: bool,
     /// The bandwidth of that port, MB/s; 0 without one.
     #[serde(skip)]
     pub nvswitch_port: u32,
@@ -140,6 +143,7 @@ impl NodeTopology {
             package: place.package,
             nvswitch_plane: port.map(|(plane, _)| plane),
             rail,
+            nvlinks_known: gpu.nvlinks.is_some(),
             nvswitch_port: port.map_or(0, |(_, carries)| carries),
             facts: Arc::new(facts(gpu)),
             pcie_root: tree.root(*place),
@@ -167,6 +171,8 @@ impl NodeTopology {
             }
         }
         warnings.extend(warning::p2p_refused(&topology, &seen));
+        let in_tree = |place: usize| places.get(place).is_some_and(|place: &Place| place.function.is_some());
+        warnings.extend(warning::odd_gpus(&topology, &seen, in_tree));
         (topology.named(), warnings)
     }
 
@@ -232,6 +238,11 @@ impl NodeTopology {
         if gpus.iter().all(fits) { super::bandwidth::nvls(lowest, port, gpus.len()) } else { None }
     }
 
+    /// Returns true if the NVLinks of all GPUs are known. A GPU without peers needs none.
+    pub fn knows_nvlinks(&self) -> bool {
+        self.gpus.len() < 2 || self.gpus.iter().all(|gpu| gpu.nvlinks_known)
+    }
+
     /// The MIG devices of all GPUs in MIG mode, by the places of their GPUs and then by index.
     pub fn mig_devices(&self) -> &[MigDevice] {
         &self.mig_devices
@@ -248,12 +259,14 @@ impl NodeTopology {
         &self.nics
     }
 
-    /// The NICs nearest to a GPU, as places in [`Self::nics`]: all of the smallest rank, if that is PHB or closer.
+    /// The NICs nearest to a GPU, as places in [`Self::nics`]: those of the smallest rank, if that is PHB or closer, and
+    /// of these the fastest ones and those of unknown rate.
     pub fn nearest_nics(&self, gpu: usize) -> Vec<usize> {
         let rank = |nic: &Nic| nic.level.get(gpu).copied().unwrap_or(Rank::FARTHEST);
         let nearest = self.nics.iter().map(rank).min().filter(|rank| *rank <= Rank::HOST_BRIDGE);
-        let nics = self.nics.iter().enumerate().filter(|(_, nic)| Some(rank(nic)) == nearest);
-        nics.map(|(place, _)| place).collect()
+        let nics = || self.nics.iter().enumerate().filter(|(_, nic)| Some(rank(nic)) == nearest);
+        let fastest = nics().filter_map(|(_, nic)| nic.mbps).max();
+        nics().filter(|(_, nic)| nic.mbps.is_none() || nic.mbps == fastest).map(|(place, _)| place).collect()
     }
 
     /// The NUMA nodes that have CPUs, with their package. A kubelet is told of these only.

@@ -4,9 +4,10 @@
 //! bandwidth) is kept here, and unknown stays `None`.
 
 use crate::prelude::*;
-use alloc::collections::BTreeMap;
+use alloc::collections::{BTreeMap, BTreeSet};
 
-use serde::{Deserialize, Serialize};
+use serde::de::Error;
+use serde::{Deserialize, Deserializer, Serialize};
 
 use super::address::Guid;
 use super::address::{GpuUuid, NumaNodeId, PackageId, PciAddress};
@@ -19,7 +20,8 @@ use crate::quote::quoted;
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct NodeObservation {
-    /// The GPUs, in NVML's order.
+    /// The GPUs, in NVML's order; each has an index of its own.
+    #[serde(deserialize_with = "gpus")]
     pub gpus: Vec<GpuObservation>,
     /// The host around them; empty if nothing of it could be read.
     #[serde(default)]
@@ -36,6 +38,16 @@ pub struct NodeObservation {
     /// The number of orders about MIG that the driver had answered before this was observed, since linkwise started.
     #[serde(skip)]
     pub mig_orders: u64,
+}
+
+/// Reads GPUs. Commands and requests name them by their indices.
+fn gpus<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<GpuObservation>, D::Error> {
+    let gpus = Vec::<GpuObservation>::deserialize(from)?;
+    let mut indices = BTreeSet::new();
+    match gpus.iter().find(|gpu| !indices.insert(gpu.index)) {
+        Some(gpu) => Err(D::Error::custom(format!("two GPUs have the index {}", gpu.index))),
+        None => Ok(gpus),
+    }
 }
 
 /// A CUDA version.
@@ -176,12 +188,31 @@ impl From<ComputeCapability> for String {
 #[serde(deny_unknown_fields)]
 pub struct PcieLink {
     /// Megatransfers a second and lane: 2500, 5000, 8000, 16000, 32000, 64000 for Gen1 to Gen6.
+    #[serde(deserialize_with = "at_most::<{ PcieLink::MAX_MTS }, _>")]
     pub mts: u32,
     /// Lanes.
+    #[serde(deserialize_with = "at_most::<{ PcieLink::MAX_WIDTH }, _>")]
     pub width: u32,
 }
 
+/// Reads a number that has a limit.
+fn at_most<'de, const MAX: u32, D: Deserializer<'de>>(from: D) -> Result<u32, D::Error> {
+    let number = u32::deserialize(from)?;
+    if number <= MAX { Ok(number) } else { Err(D::Error::custom(format!("{number} is more than {MAX}"))) }
+}
+
 impl PcieLink {
+    /// The rate of Gen7.
+    pub const MAX_MTS: u32 = 128_000;
+
+    /// The most lanes that PCI Express defines.
+    pub const MAX_WIDTH: u32 = 32;
+
+    /// Makes a link; `None` for one that PCI Express does not have.
+    pub fn new(mts: u32, width: u32) -> Option<Self> {
+        (mts <= Self::MAX_MTS && width <= Self::MAX_WIDTH).then_some(Self { mts, width })
+    }
+
     /// Reads the rate in the kernel's words: "16.0 GT/s PCIe", on older kernels "8 GT/s".
     pub fn megatransfers(words: &str) -> Option<u32> {
         let (number, unit) = words.split_once(' ')?;
@@ -280,8 +311,35 @@ pub struct NumaNodeObservation {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub package: Option<PackageId>,
     /// Its CPUs as a kernel list (`0-15,32-47`); empty for a memory-only node.
-    #[serde(default, skip_serializing_if = "String::is_empty")]
+    #[serde(default, skip_serializing_if = "String::is_empty", deserialize_with = "cpus")]
     pub cpus: String,
+}
+
+/// The most CPUs of a machine: `NR_CPUS` of the largest kernels (`CONFIG_MAXSMP`).
+pub const MAX_CPUS: u32 = 8_192;
+
+/// Returns true for a kernel list of CPUs: numbers and ranges, ascending.
+pub fn is_cpu_list(list: &str) -> bool {
+    let mut next = 0;
+    let mut follows = |range: &str| {
+        let (first, last) = range.split_once('-').unwrap_or((range, range));
+        let (Ok(first), Ok(last)) = (first.parse::<u32>(), last.parse::<u32>()) else { return false };
+        let follows = (next..=last).contains(&first) && last < MAX_CPUS;
+        next = last.saturating_add(1);
+        follows
+    };
+    list.is_empty() || list.split(',').all(&mut follows)
+}
+
+fn cpus<'de, D: Deserializer<'de>>(from: D) -> Result<String, D::Error> {
+    let list = String::deserialize(from)?;
+    match is_cpu_list(&list) {
+        true => Ok(list),
+        false => Err(D::Error::custom(format!(
+            "{} is not a list of CPUs below {MAX_CPUS} (expected ascending numbers, such as 0-15,32-47)",
+            quoted(&list)
+        ))),
+    }
 }
 
 /// A PCI host bridge (root complex) and its devices.
@@ -390,8 +448,8 @@ pub struct NicObservation {
     pub name: String,
     /// RDMA or plain network.
     pub kind: NicKind,
-    /// The link's rate in Mbit/s.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    /// The link's rate in Mbit/s; `None` also while the link is down.
+    #[serde(default, skip_serializing_if = "Option::is_none", deserialize_with = "rate")]
     pub mbps: Option<u32>,
     /// The GUID of an RDMA device's card, the same for all its functions (`sys_image_guid`).
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -401,11 +459,29 @@ pub struct NicObservation {
     pub port_guids: Vec<Guid>,
 }
 
+fn rate<'de, D: Deserializer<'de>>(from: D) -> Result<Option<u32>, D::Error> {
+    at_most::<{ NicObservation::MAX_MBPS }, _>(from).map(Some)
+}
+
 impl NicObservation {
+    /// The highest rate that is believed, Mbit/s: far above the 800 Gbit/s of today's fastest port.
+    pub const MAX_MBPS: u32 = 10_000_000;
+
     /// Makes an interface of which nothing else is known.
     pub const fn new(name: String, kind: NicKind) -> Self {
         Self { name, kind, mbps: None, system_guid: None, port_guids: Vec::new() }
     }
+
+    /// Leaves out IP over InfiniBand: a network device that runs over the RDMA device of the same PCI function is no
+    /// other interface. `class` is base class and subclass of the function.
+    pub fn without_ipoib(class: u16, mut nics: Vec<Self>) -> Vec<Self> {
+        let has_rdma = nics.iter().any(|nic| nic.kind == NicKind::Rdma);
+        nics.retain(|nic| nic.kind == NicKind::Rdma || class != Self::INFINIBAND || !has_rdma);
+        nics
+    }
+
+    /// The PCI class of an InfiniBand controller.
+    const INFINIBAND: u16 = 0x0207;
 }
 
 /// The two kinds of network interface.

@@ -269,7 +269,10 @@ impl<'a> PciTree<'a> {
         }
         let port = function.parent.and_then(|parent| self.functions.get(parent)).filter(|port| faces_down(port.kind));
         let ends = [Some(function), port].into_iter().flatten();
-        let known = ends.filter_map(|end| end.link.and_then(bandwidth::pcie)).min();
+        // No switch above GPUs has one lane: a virtual one may claim any rate of it.
+        let is_switch = matches!(function.kind, PciKind::Switch | PciKind::UpstreamPort);
+        let links = ends.filter_map(|end| end.link).filter(|link| !is_switch || link.width > 1);
+        let known = links.filter_map(bandwidth::pcie).min();
         Some(known.unwrap_or(bandwidth::UNKNOWN_HOP))
     }
 }

@@ -8,8 +8,8 @@
 //!   image GUID (`net.asic` in src/graph/topo.cc), or else by the PCI device.
 //! - GPUs that are equally near to several NICs are spread over them (`ncclTopoGetLocalNetType`).
 //!
-//! NICs that serve no GPU (storage, management) have no rail. Rates and the state of links do not count: a rail stays
-//! while a link is down.
+//! NICs that serve no GPU (storage, management) have no rail. Of equally near NICs the fastest count. The rate of a NIC
+//! whose link is down is unknown, and it counts too: a rail stays while a link is down.
 
 use crate::prelude::*;
 use alloc::collections::BTreeMap;
@@ -63,7 +63,9 @@ impl<'a> Cards<'a> {
         let rank = |nic: &Nic| nic.level.get(gpu).copied().unwrap_or(Rank::FARTHEST);
         let distance = |nic: &Nic| (rank(nic), nic.port_guids.is_empty());
         let nearest = self.nics.iter().map(|nic| distance(nic)).min().filter(|(rank, _)| *rank <= Rank::HOST_BRIDGE);
-        let nics = self.nics.iter().filter(|nic| Some(distance(nic)) == nearest);
+        let nics = || self.nics.iter().filter(|nic| Some(distance(nic)) == nearest);
+        let fastest = nics().filter_map(|nic| nic.mbps).max();
+        let nics = nics().filter(|nic| nic.mbps.is_none() || nic.mbps == fastest);
         let mut cards: Vec<usize> = nics.filter_map(|nic| self.places.get(&Card::of(nic)).copied()).collect();
         cards.sort_unstable();
         cards.dedup();

@@ -120,9 +120,145 @@ pub enum TopologyWarning {
         /// The pairs.
         pairs: Vec<(PciAddress, PciAddress)>,
     },
+    /// A machine of which the NVLinks of some GPUs are unknown.
+    #[error("GPUs {}: their NVLinks are unknown, and taken as none: bandwidths are those of PCIe", listed(.0))]
+    NvLinksUnknown(Vec<PciAddress>),
+    /// One GPU that differs from all others of its model.
+    #[error("GPU {pci} is the odd one of {of} GPUs of its model: {oddity}")]
+    OddGpu {
+        /// The GPU.
+        pci: PciAddress,
+        /// Its UUID.
+        uuid: GpuUuid,
+        /// The GPUs of its model, itself included.
+        of: usize,
+        /// The difference.
+        oddity: Oddity,
+    },
     /// Two functions of the host's PCI tree at one address.
     #[error("the host's PCI tree lists {0} twice; the first place is used")]
     DuplicateFunction(PciAddress),
+}
+
+/// The difference between one GPU and all others of its model. Sets with the GPU are slower, so a request for one GPU
+/// takes it first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+pub enum Oddity {
+    /// NVLinks that are up.
+    #[error("{own} of its NVLinks are up, of each other GPU {others}; sets without it have the full bandwidth")]
+    NvLinks {
+        /// Its own.
+        own: u32,
+        /// Those of each other GPU.
+        others: u32,
+    },
+    /// Lanes of the PCIe link.
+    #[error("its PCIe link has {own} lanes, that of each other GPU {others}; sets without it have the full bandwidth")]
+    PcieWidth {
+        /// Its own.
+        own: u32,
+        /// Those of each other GPU.
+        others: u32,
+    },
+    /// The rate of the PCIe link, MT/s and lane.
+    #[error(
+        "its PCIe link can do {own} MT/s, that of each other GPU {others}; sets without it have the full bandwidth"
+    )]
+    PcieRate {
+        /// Its own.
+        own: u32,
+        /// Those of each other GPU.
+        others: u32,
+    },
+    /// The driver refuses P2P between it and every other GPU.
+    #[error("the driver refuses P2P between it and every other GPU; sets without it have P2P")]
+    NoP2p,
+    /// No RDMA NIC is as near as its host bridge, and each other GPU has one.
+    #[error("no RDMA NIC is at its host bridge; its traffic to other hosts goes through the processor")]
+    NoNic,
+}
+
+impl Oddity {
+    /// The difference as a metric's label.
+    pub fn label(self) -> &'static str {
+        match self {
+            Self::NvLinks { .. } => "nvlinks",
+            Self::PcieWidth { .. } => "pcie_width",
+            Self::PcieRate { .. } => "pcie_rate",
+            Self::NoP2p => "p2p",
+            Self::NoNic => "nic",
+        }
+    }
+}
+
+/// The fewest GPUs of a model among which one is odd: of two, none is.
+const MIN_EQUALS: usize = 3;
+
+/// Finds the GPUs of unknown NVLinks, and for each kind of difference the one GPU that differs from all others of its
+/// model.
+pub(super) fn odd_gpus(
+    topology: &NodeTopology,
+    seen: &[&GpuObservation],
+    in_tree: impl Fn(usize) -> bool,
+) -> Vec<TopologyWarning> {
+    let mut warnings = Vec::new();
+    if !topology.knows_nvlinks() {
+        let unknown = topology.gpus().iter().filter(|gpu| !gpu.nvlinks_known);
+        warnings.push(TopologyWarning::NvLinksUnknown(unknown.map(|gpu| gpu.pci).collect()));
+    }
+    let mut models: BTreeMap<&str, Vec<usize>> = BTreeMap::new();
+    for (place, gpu) in seen.iter().enumerate() {
+        models.entry(gpu.model.as_deref().unwrap_or_default()).or_default().push(place);
+    }
+    models.remove("");
+    let observed = |place: usize| seen.get(place).copied();
+    let nvlinks = |place: usize| {
+        let up = observed(place)?.nvlinks.as_ref()?.iter().filter(|group| group.active);
+        u32::try_from(up.map(|group| group.links.len()).sum::<usize>()).ok()
+    };
+    let is_refused = |a: usize, b: usize| {
+        let (one, two) = (observed(a)?, observed(b)?);
+        Some(one.p2p_refused.contains_key(&two.index) || two.p2p_refused.contains_key(&one.index))
+    };
+    for places in models.into_values().filter(|places| places.len() >= MIN_EQUALS) {
+        let has_p2p = |place: usize| {
+            let mut others = places.iter().filter(|other| **other != place);
+            Some(u32::from(!others.all(|other| is_refused(place, *other) == Some(true))))
+        };
+        let has_nic = |place: usize| {
+            let gpu = topology.gpus().get(place).filter(|_| in_tree(place))?;
+            Some(u32::from(gpu.rail.is_some()))
+        };
+        let odd = [
+            odd_one(&places, nvlinks).map(|(place, own, others)| (place, Oddity::NvLinks { own, others })),
+            odd_one(&places, |place| Some(observed(place)?.pcie?.width))
+                .map(|(place, own, others)| (place, Oddity::PcieWidth { own, others })),
+            odd_one(&places, |place| Some(observed(place)?.pcie?.mts))
+                .map(|(place, own, others)| (place, Oddity::PcieRate { own, others })),
+            odd_one(&places, has_p2p).map(|(place, ..)| (place, Oddity::NoP2p)),
+            odd_one(&places, has_nic).map(|(place, ..)| (place, Oddity::NoNic)),
+        ];
+        warnings.extend(odd.into_iter().flatten().filter_map(|(place, oddity)| {
+            let GpuObservation { pci, uuid, .. } = observed(place)?;
+            Some(TopologyWarning::OddGpu { pci: *pci, uuid: uuid.clone(), of: places.len(), oddity })
+        }));
+    }
+    warnings
+}
+
+/// The one place whose value is below that of all other places, which have one value; with both values. `None` also if a
+/// value is unknown.
+fn odd_one(places: &[usize], value: impl Fn(usize) -> Option<u32>) -> Option<(usize, u32, u32)> {
+    let values: Vec<(usize, u32)> = places.iter().map(|place| Some((*place, value(*place)?))).collect::<Option<_>>()?;
+    let (place, own) = values.iter().min_by_key(|(_, value)| *value)?;
+    let mut others = values.iter().filter(|(other, _)| other != place).map(|(_, value)| *value);
+    let first = others.next()?;
+    (*own < first && others.all(|value| value == first)).then_some((*place, *own, first))
+}
+
+/// Addresses with commas between them.
+fn listed(gpus: &[PciAddress]) -> String {
+    gpus.iter().map(PciAddress::to_string).collect::<Vec<_>>().join(", ")
 }
 
 /// The pairs in words: all GPUs of a node may be refused.

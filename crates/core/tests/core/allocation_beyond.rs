@@ -167,9 +167,11 @@ fn choice(tables: &AllocationTables, available: impl IntoIterator<Item = usize>,
 fn single_of_twenty_comes_from_used_switch() {
     let tables = tables(&large_node::twenty());
     assert_eq!(choice(&tables, (0..20).filter(|gpu| *gpu != 5), 1), (vec![4], true));
-    assert_eq!(choice(&tables, 2..20, 4), (vec![4, 5, 6, 7], true));
-    // Eight GPUs of the first package leave a switch and a package, as many as its own eight would.
-    assert_eq!(choice(&tables, 0..20, 8), ((0..8).collect(), true));
+    // Any whole switch would do. One of the second package leaves the most pairs within a package.
+    assert_eq!(choice(&tables, 2..20, 4), (vec![12, 13, 14, 15], true));
+    // Eight GPUs of the first package leave a switch and a package, as many as the second's own eight would. These leave
+    // one package whole, with more pairs in it.
+    assert_eq!(choice(&tables, 0..20, 8), ((12..20).collect(), true));
 }
 
 #[test]

@@ -563,7 +563,7 @@ fn what_is_gone_leaves_once_nobody_holds_it() {
         Event::Holders(Some(held.into_iter().collect()))
     };
     world.tell(look([1])).tell(Event::Holders(None)).tell(Event::Holders(None));
-    assert_eq!((listed(&world), world.reason().as_str()), (2, "the GPU is gone from the node"));
+    assert_eq!((listed(&world), world.reason().as_str()), (2, "the device is gone from the node"));
     // The first answer may be older than the last pod, and an answer after a silence may be from another kubelet.
     world.tell(held(&[])).tell(held(&[0])).tell(held(&[1])).tell(Event::Holders(None)).tell(held(&[1]));
     assert_eq!(listed(&world), 2);

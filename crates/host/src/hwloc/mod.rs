@@ -18,7 +18,7 @@ use hwlocality::topology::builder::{BuildFlags, TypeFilter};
 
 use linkwise_core::topology::{
     CpuObservation, DisplayClass, Guid, HostBridgeObservation, HostObservation, NicKind, NicObservation, NumaNodeId,
-    NumaNodeObservation, PackageId, PciAddress, PciKind, PciObservation, ProbeFailure,
+    NumaNodeObservation, PackageId, PciAddress, PciKind, PciObservation, ProbeFailure, is_cpu_list,
 };
 use sysfs::Sysfs;
 
@@ -67,7 +67,11 @@ fn numa_node(node: &TopologyObject) -> Option<NumaNodeObservation> {
     Some(NumaNodeObservation {
         id: NumaNodeId(u32::try_from(node.os_index()?).ok()?),
         package: package(node),
-        cpus: node.cpuset().map(|cpus| Bitmap::from(cpus.clone_target()).to_string()).unwrap_or_default(),
+        cpus: node
+            .cpuset()
+            .map(|cpus| Bitmap::from(cpus.clone_target()).to_string())
+            .filter(|cpus| is_cpu_list(cpus))
+            .unwrap_or_default(),
     })
 }
 
@@ -146,7 +150,8 @@ impl Walk<'_> {
             ObjectAttributes::PCIDevice(pci) => match pci.class_id() >> 8 {
                 DISPLAY if pci.vendor_id() == NVIDIA => Some(self.function(pci, PciKind::Gpu)),
                 NETWORK if !address(pci).is_some_and(|pci| self.sysfs.is_virtual_function(pci)) => {
-                    let nics: Vec<_> = object.io_children().filter_map(|nic| self.nic(nic)).collect();
+                    let nics = object.io_children().filter_map(|nic| self.nic(nic)).collect();
+                    let nics = NicObservation::without_ipoib(pci.class_id(), nics);
                     (!nics.is_empty()).then(|| PciObservation { nics, ..self.function(pci, PciKind::Nic) })
                 }
                 _ => None,

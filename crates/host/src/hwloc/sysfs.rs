@@ -94,7 +94,7 @@ impl Sysfs {
     pub fn link(&self, pci: PciAddress) -> Option<PcieLink> {
         let mts = PcieLink::megatransfers(&self.pci(pci, "max_link_speed")?)?;
         let width = self.pci(pci, "max_link_width")?.parse().ok()?;
-        Some(PcieLink { mts, width })
+        PcieLink::new(mts, width)
     }
 
     /// A function's NUMA node; the kernel's -1 counts as unknown.
@@ -117,10 +117,15 @@ impl Sysfs {
         self.0.join(format!("bus/pci/devices/{pci}/physfn")).exists()
     }
 
-    /// The summed rates of an RDMA device's ports, Mbit/s.
+    /// The summed rates of an RDMA device's ports whose links are up, Mbit/s; unknown if none is.
     pub fn rdma_rate(&self, name: &str) -> Option<u32> {
         let ports = fs::read_dir(self.0.join(format!("class/infiniband/{name}/ports"))).ok()?;
         let rate = |port: PathBuf| {
+            // "4: ACTIVE"; a link that is down has the rate of its slowest form.
+            let state = fs::read_to_string(port.join("state")).ok();
+            if state.is_some_and(|state| !state.contains("ACTIVE")) {
+                return None;
+            }
             // The file has "200 Gb/sec (4X HDR)" or "2.5 Gb/sec (1X SDR)": the number is in Gbit/s.
             let text = fs::read_to_string(port.join("rate")).ok()?;
             thousandths(text.split_whitespace().next()?)

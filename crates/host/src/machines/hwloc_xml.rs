@@ -118,7 +118,8 @@ fn device(object: Element<'_>, port: PciKind, depth: usize, version: u32, notes:
         }
         "PCIDev" if is_gpu(object) => (PciKind::Gpu, Vec::new(), Vec::new()),
         "PCIDev" if class(object).starts_with(NETWORK) => {
-            (PciKind::Nic, objects(object).filter_map(|device| nic(device, version)).collect(), Vec::new())
+            let nics = objects(object).filter_map(|device| nic(device, version)).collect();
+            (PciKind::Nic, NicObservation::without_ipoib(class_number(object).unwrap_or(0), nics), Vec::new())
         }
         _ => return None,
     };
@@ -129,8 +130,7 @@ fn device(object: Element<'_>, port: PciKind, depth: usize, version: u32, notes:
     if pci.is_none() {
         notes.add(object, "without a PCI address");
     }
-    let number = class(object).get(..4).and_then(|class| u16::from_str_radix(class, 16).ok());
-    let class = number.filter(|_| port == PciKind::Gpu).and_then(DisplayClass::new);
+    let class = class_number(object).filter(|_| port == PciKind::Gpu).and_then(DisplayClass::new);
     Some(PciObservation { class, nics, devices, ..PciObservation::new(pci, port) })
 }
 
@@ -246,6 +246,11 @@ fn address(function: Element<'_>) -> Option<PciAddress> {
 /// Class, vendor and device, subsystem, revision: `0302 [10de:1db8] [10de:131d] a1`.
 fn class(function: Element<'_>) -> &str {
     function.attribute("pci_type").unwrap_or_default()
+}
+
+/// Base class and subclass.
+fn class_number(function: Element<'_>) -> Option<u16> {
+    u16::from_str_radix(class(function).get(..4)?, 16).ok()
 }
 
 fn is_gpu(function: Element<'_>) -> bool {

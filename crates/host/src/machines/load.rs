@@ -130,11 +130,20 @@ pub(super) fn to_yaml(machine: &Machine) -> Result<String, MachineFileError> {
 }
 
 /// Reads YAML with serde-saphyr's limits on nodes, depth and the multiplication of aliases, so that a small hostile
-/// file stays small.
+/// file stays small. An error names the key and the line.
 fn yaml<T: serde::de::DeserializeOwned>(text: &str) -> Result<T, MachineFileError> {
     let options = serde_saphyr::options! { with_snippet: false };
-    serde_saphyr::from_str_with_options(text, options)
-        .map_err(|error| MachineFileError::Yaml(one_line(&error.render_with_formatter(&UserMessageFormatter))))
+    let mut key = String::new();
+    let read = serde_saphyr::with_deserializer_from_str_with_options(text, options, |file| {
+        serde_path_to_error::deserialize(file).map_err(|error| {
+            key = format!("{}: ", error.path());
+            error.into_inner()
+        })
+    });
+    read.map_err(|error| {
+        let key = if key.starts_with('.') { "" } else { key.as_str() };
+        MachineFileError::Yaml(one_line(&format!("{key}{}", error.render_with_formatter(&UserMessageFormatter))))
+    })
 }
 
 #[cfg(test)]

@@ -13,7 +13,7 @@ use std::io;
 
 use serde::{Deserialize, Serialize};
 
-use linkwise_core::topology::{GpuObservation, GpuUuid, NodeObservation, PciAddress};
+use linkwise_core::topology::{GpuObservation, GpuUuid, MAX_CPUS, NodeObservation, PciAddress};
 pub use load::{MachineFileError, VERSION, host_xml, load, of_bytes};
 pub use xml::XmlError;
 
@@ -24,9 +24,6 @@ pub const MAX_FILE_BYTES: u64 = 64 << 20;
 macro_rules! built_in {
     ($($name:literal),+ $(,)?) => { [$(($name, include_str!(concat!($name, ".yaml")))),+] };
 }
-
-/// The most CPUs of a machine; a kernel is built for at most 8192.
-const MAX_CPUS: u32 = 1 << 16;
 
 /// The machines that are built in: name and text.
 const BUILT_IN: [(&str, &str); 15] = built_in![

@@ -4,6 +4,7 @@
 use super::looks::harmless;
 use super::outline::{Part, What, outline};
 use crate::machines::Machine;
+use linkwise_core::quote::excerpt;
 use linkwise_core::topology::{Gpu, HostObservation, NodeObservation, NodeTopology};
 use linkwise_system::output::table;
 
@@ -86,7 +87,7 @@ pub fn matrix(topology: &NodeTopology, host: &HostObservation) -> String {
         row.extend((0..gpus.len()).map(|b| topology.symbol(a, b)));
         row.extend(topology.nics().iter().map(|nic| nic.level.get(a).map_or("", |rank| rank.symbol()).to_owned()));
         let cpus = host.numa_nodes.iter().find(|node| Some(node.id) == gpu.numa).map(|node| node.cpus.clone());
-        row.push(cpus.filter(|cpus| !cpus.is_empty()).map_or_else(|| "-".to_owned(), |cpus| shown(&cpus)));
+        row.push(cpus.filter(|cpus| !cpus.is_empty()).map_or_else(|| "-".to_owned(), |cpus| excerpt(&cpus)));
         row.push(gpu.numa.map_or("-".to_owned(), |numa| numa.to_string()));
         row.extend(has_rails.then(|| gpu.rail.map_or("-".to_owned(), |rail| rail.to_string())));
         rows.push(row);

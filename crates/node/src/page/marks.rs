@@ -99,7 +99,7 @@ impl<'a> Holders<'a> {
         let gpu = view.gpu(uuid);
         let (holder, first) = match self.of_gpu(uuid).as_slice() {
             [] => match gpu.map(|gpu| gpu.availability) {
-                None => (Holder::Nobody, "not offered".to_owned()),
+                None | Some(Availability::Withheld) => (Holder::Nobody, "not offered".to_owned()),
                 Some(Availability::Held) => (Holder::Several, "held".to_owned()),
                 Some(Availability::Mig) => (Holder::Nobody, "MIG, free".to_owned()),
                 Some(Availability::Unknown) => (Holder::Nobody, "holder unknown".to_owned()),

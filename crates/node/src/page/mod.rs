@@ -264,6 +264,7 @@ impl<'a> Document<'a> {
             _ if !pods.is_empty() => pods.join(", "),
             Availability::Held => "no listed pod".to_owned(),
             Availability::Unknown => "unknown".to_owned(),
+            Availability::Withheld => "not offered".to_owned(),
             Availability::Free | Availability::Mig | Availability::Unhealthy => "–".to_owned(),
         }
     }

@@ -188,9 +188,15 @@ impl Books {
             prepared: info.prepared,
             calls: info.calls,
             cdi: info.devices.values().flatten().flat_map(|device| device.cdi_device_ids.iter().cloned()).collect(),
+            resource_ids: info.devices.values().flatten().rev().filter_map(resource_id).collect(),
         };
         self.0.iter().map(|(uid, info)| (uid.clone(), seen(info))).collect()
     }
+}
+
+/// The id of a device in the status of pods, with its pool and name.
+fn resource_id(device: &wire::Device) -> Option<(String, (String, String))> {
+    Some((device.cdi_device_ids.first()?.clone(), (device.pool_name.clone(), device.device_name.clone())))
 }
 
 fn cdi(name: &str) -> podresources::CdiDevice {

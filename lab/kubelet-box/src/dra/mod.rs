@@ -325,6 +325,12 @@ impl DraKubelet {
         Lister(Arc::new(move || lock(&core.books).listed()))
     }
 
+    /// Loses its state of claims, as where somebody deletes `dra_manager_state` and the kubelet restarts: nothing is
+    /// unprepared. Its connections stay.
+    pub fn lose_state(&self) {
+        self.core.change(|books| *books = Books::default());
+    }
+
     /// Counts no claim as prepared any more, as after a restart, and keeps its connections.
     pub fn forget_prepared(&self) {
         self.core.change(|books| books.restarted());

@@ -64,4 +64,7 @@ pub struct ClaimState {
     pub calls: u64,
     /// The CDI devices in the answers of its drivers.
     pub cdi: Vec<String>,
+    /// Pool and device of each id in `allocatedResourcesStatus` of its pods. The id is a device's first CDI name, and a
+    /// device whose id is another's is left out (`pkg/kubelet/cm/dra/manager.go`, `UpdateAllocatedResourcesStatus`, of 1.36).
+    pub resource_ids: BTreeMap<String, (String, String)>,
 }

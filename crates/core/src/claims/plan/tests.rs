@@ -114,8 +114,10 @@ fn devices_have_the_cdi_name_of_their_base_request() {
     assert!(prepared.unwrap_err().contains("shares hardware"));
     let prepared = planned(&claim("u", &[("gpus/pair", "gpu-1"), ("one", "gpu-0")])).unwrap();
     let got: Vec<_> = prepared.devices.iter().map(|device| (&*device.request, &*device.device, &device.cdi)).collect();
-    let cdi = |request: &str| vec![format!("linkwise.dev/claim=u-{request}")];
-    assert_eq!(got, [("gpus", "gpu-1", &cdi("gpus")), ("one", "gpu-0", &cdi("one"))]);
+    let cdi = |device: &str, request: &str| {
+        vec![format!("linkwise.dev/device=u-{request}-{device}"), format!("linkwise.dev/claim=u-{request}")]
+    };
+    assert_eq!(got, [("gpus", "gpu-1", &cdi("gpu-1", "gpus")), ("one", "gpu-0", &cdi("gpu-0", "one"))]);
     let contents = contents(&state(Door::Dra), &HostDevices::default(), &prepared);
     let of = |request: &str| contents[request].devices.iter().map(|of| (&*of.name, &*of.nodes[0])).collect::<Vec<_>>();
     assert_eq!((of("gpus"), of("one")), (vec![("v/gpu=GPU-1", "/dev/nvidia1")], vec![("v/gpu=GPU-0", "/dev/nvidia0")]));

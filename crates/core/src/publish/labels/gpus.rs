@@ -6,7 +6,7 @@
 use crate::prelude::*;
 use alloc::collections::BTreeMap;
 
-use super::{LabelProblem, Labels, Shared, sanitised};
+use super::{LabelProblem, Labels, MOST, Shared, sanitised};
 use crate::state::ResourcePlan;
 use crate::topology::{ComputeCapability, DisplayClass, Gpu, NodeTopology};
 
@@ -44,9 +44,14 @@ impl<'a> Model<'a> {
     }
 }
 
-/// The product's name as a value, with the suffix `end`; `None` for an unknown model.
+/// The product's name as a value, with the suffix `end`; `None` for an unknown model. The end of a long name is cut off,
+/// so that the suffix, by which schedulers tell MIG devices from GPUs, stays.
 pub(super) fn product(model: Option<&str>, end: &str) -> Option<String> {
-    Some(format!("{}{end}", sanitised(model?)))
+    let name = sanitised(model?);
+    let kept = name.get(..MOST.saturating_sub(end.len())).unwrap_or(&name);
+    let is_cut = kept.len() < name.len();
+    let kept = if is_cut { kept.trim_end_matches(|c: char| !c.is_ascii_alphanumeric()) } else { kept };
+    Some(format!("{kept}{end}"))
 }
 
 pub(super) fn labels(topology: &NodeTopology, plan: &ResourcePlan, labels: &mut Labels) {

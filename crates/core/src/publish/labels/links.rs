@@ -20,16 +20,22 @@ pub(super) fn labels(topology: &NodeTopology, settings: &LabelSettings, labels: 
         labels.put_known("nvidia.com/gpu.clique", clique.clone());
     }
     let Some(own) = &settings.own_fabric else { return labels.problems.push(LabelProblem::NoNodeName) };
-    let (link, size) = island(topology);
     let models: BTreeSet<_> = topology.gpus().iter().map(|gpu| gpu.model.as_deref()).collect();
+    let mut unknown = Vec::new();
     let mut put = |name: &str, value: String| labels.put(format!("{LINKWISE}/{name}"), value);
     put("nvlink-fabric", clique.filter(|clique| super::is_value(clique)).unwrap_or_else(|| own.clone()));
-    put("gpu.link", link.to_owned());
-    put("gpu.island-size", size.to_string());
+    if topology.knows_nvlinks() {
+        let (link, size) = island(topology);
+        put("gpu.link", link.to_owned());
+        put("gpu.island-size", size.to_string());
+    } else {
+        unknown.push(LabelProblem::NvLinksUnknown);
+    }
     put("gpu.per-numa", per_numa(topology).to_string());
     put("gpu.models", models.len().to_string());
     put("gpu.rails", topology.rails().len().to_string());
     put("gpu.per-rail", topology.gpus_per_rail().to_string());
+    labels.problems.extend(unknown);
 }
 
 /// The NVLink clique that the GPUs have joined, as `<cluster's UUID>.<clique>`.

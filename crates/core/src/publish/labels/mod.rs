@@ -105,6 +105,9 @@ pub enum LabelProblem {
     /// The GPUs' models differ, and a label has room for one.
     #[error("the labels of nvidia.com/gpu are those of {chosen}: the GPUs are of {1} models", chosen = quoted(.0))]
     SeveralModels(String, usize),
+    /// The NVLinks of a GPU are unknown.
+    #[error("linkwise.dev/gpu.link and linkwise.dev/gpu.island-size left out: the NVLinks of a GPU are unknown")]
+    NvLinksUnknown,
     /// The node's own NVLink fabric has no name.
     #[error("the labels of linkwise.dev are left out: the node's name is unknown (NODE_NAME is not set)")]
     NoNodeName,

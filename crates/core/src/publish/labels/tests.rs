@@ -34,6 +34,7 @@ fn node(gpus: &[Value], plan: ResourcePlan) -> NodeState {
         about.insert("uuid".into(), json!(format!("GPU-{index}")));
         about.insert("pci".into(), json!(format!("0000:{:02x}:00.0", index + 1)));
         about.entry("model").or_insert(json!("MOCKMODEL"));
+        about.entry("nvlinks").or_insert(json!([]));
         let devices = about.get_mut("mig").and_then(|mig| mig.get_mut("devices")?.as_array_mut());
         for (at, device) in devices.into_iter().flatten().enumerate() {
             device["uuid"] = json!(format!("MIG-{index}-{at}"));
@@ -264,7 +265,7 @@ fn mps_with_mig_is_not_capable() {
 #[test]
 fn value_that_nfd_would_drop_is_left_out() {
     let mut gpu = full();
-    gpu["model"] = json!(format!("NVIDIA {}", "X".repeat(60)));
+    gpu["model"] = json!("_NVIDIA X");
     let state = node(&[gpu], ResourcePlan::default());
     let (labels, problems) = of(&state, &LabelSettings { own_fabric: Some("x".into()), ..Default::default() });
     assert!(!labels.contains_key("nvidia.com/gpu.product") && labels.contains_key("nvidia.com/gpu.count"));
@@ -273,15 +274,44 @@ fn value_that_nfd_would_drop_is_left_out() {
         "{problems:?}"
     );
     assert!(
-        problems[0].to_string().starts_with("label nvidia.com/gpu.product left out: 'NVIDIA-XXX"),
+        problems[0].to_string().starts_with("label nvidia.com/gpu.product left out: '_NVIDIA-X'"),
         "{}",
         problems[0]
     );
-    // A product that is too long removes the shorter one of the whole GPU.
-    let mut gpu = mig(&[(1, 1, 100)]);
-    gpu["model"] = json!("X".repeat(60));
-    let (labels, _) = of(&node(&[gpu], plan(MigStrategy::Single, None)), &LabelSettings::default());
-    assert!(!labels.contains_key("nvidia.com/gpu.product"));
+}
+
+#[test]
+fn long_product_is_cut_and_keeps_its_suffix() {
+    for (model, whole, in_mig) in [
+        ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", "-Edition", "-Workstation-Ed-MIG-1g.100gb"),
+        ("NVIDIA X-Blackwell Max-Q Workstation Edition of the year with- a name", "-year-with", "-th-MIG-1g.100gb"),
+    ] {
+        let product = |mut gpu: Value, strategy| {
+            gpu["model"] = json!(model);
+            labels_of(&[gpu], plan(strategy, None))["nvidia.com/gpu.product"].clone()
+        };
+        let (gpu, device) = (product(full(), MigStrategy::None), product(mig(&[(1, 1, 100)]), MigStrategy::Single));
+        assert!(gpu.len() <= 63 && gpu.ends_with(whole), "{gpu}");
+        assert!(device.len() <= 63 && device.ends_with(in_mig), "{device}");
+    }
+}
+
+#[test]
+fn unknown_nvlinks_cost_the_labels_of_links() {
+    let settings = LabelSettings { own_fabric: Some("x".into()), ..Default::default() };
+    let unknown = |gpu: Value| {
+        let mut gpu = gpu;
+        gpu["nvlinks"] = Value::Null;
+        gpu
+    };
+    let of_gpus = |gpus: &[Value]| of(&node(gpus, ResourcePlan::default()), &settings);
+    let (labels, problems) = of_gpus(&[full(), unknown(full())]);
+    assert!(!labels.contains_key("linkwise.dev/gpu.link") && !labels.contains_key("linkwise.dev/gpu.island-size"));
+    assert!(labels.contains_key("linkwise.dev/nvlink-fabric"));
+    assert_eq!(problems, [LabelProblem::NvLinksUnknown]);
+    // One GPU has no links that could matter.
+    let (labels, problems) = of_gpus(&[unknown(full())]);
+    assert_eq!((&*labels["linkwise.dev/gpu.link"], problems), ("single", vec![]));
 }
 
 #[test]

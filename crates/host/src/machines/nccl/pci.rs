@@ -25,13 +25,8 @@ pub(super) fn below_cpu<'d>(
             let device = observe(element, found)?;
             Some(HostBridgeObservation { numa, package: None, root: None, devices: vec![device] })
         }
-        // A NIC without a PCI function: NCCL puts it below its first CPU, wherever the NIC is.
-        "nic" => {
-            let nics = nccl::interfaces(element, None, &mut found.notes);
-            let device = PciObservation { nics, ..PciObservation::new(None, PciKind::Nic) };
-            (!device.nics.is_empty())
-                .then(|| HostBridgeObservation { devices: vec![device], ..HostBridgeObservation::default() })
-        }
+        // NCCL has these for virtual interfaces, such as bridges and tunnels, which are at no place.
+        "nic" => found.notes.none(element, "a NIC without a PCI function is virtual; left out"),
         _ => found.notes.none(element, "not expected below <cpu>; left out"),
     }
 }
@@ -45,6 +40,9 @@ fn observe<'d>(element: Element<'d>, found: &mut Found<'d>) -> Option<PciObserva
         match name(child) {
             "pci" => devices.extend(observe(child, found)),
             "gpu" if gpu.is_none() => gpu = Some(child),
+            "gpu" if child.has_attribute("mlopart") => {
+                found.notes.add(child, "a part of a GPU that is divided by MLOPart; the parts are taken as one GPU");
+            }
             "nic" => nics.extend(nccl::interfaces(child, Some(element), &mut found.notes)),
             // This is a shortcut between switches, which changes no level.
             "pcilink" => {}
@@ -129,5 +127,10 @@ fn link(element: Element<'_>, notes: &mut Notes) -> Option<PcieLink> {
         mts
     });
     let width = notes.number(element, "link_width").filter(|width| *width > 0);
-    Some(PcieLink { mts: mts?, width: width? })
+    let (mts, width) = (mts?, width?);
+    let link = PcieLink::new(mts, width);
+    if link.is_none() {
+        notes.add(element, format!("{mts} MT/s x{width} is no PCIe link; taken as unknown"));
+    }
+    link
 }

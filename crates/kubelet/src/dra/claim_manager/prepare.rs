@@ -10,15 +10,22 @@ use tokio::time::{Instant, timeout};
 
 use super::mig::MigError;
 use super::mps::MpsError;
-use super::{ClaimManager, Turn, specs};
+use super::specs::{self, Specs};
+use super::undo::UnprepareError;
+use super::{ClaimManager, Turn};
 use crate::dra::Settings;
 use crate::dra::checkpoint::{Checkpoint, is_uid};
-use linkwise_core::claims::{Claim, ClaimError, ClaimName, Node, Prepared, PreparedDevice, ReadClaimError, plan};
+use linkwise_core::claims::{
+    AllocatedDevice, Claim, ClaimError, ClaimName, Node, Prepared, PreparedDevice, ReadClaimError, plan,
+};
 use linkwise_core::errors::chain;
 use linkwise_core::publish::injection::HostDevices;
 use linkwise_core::quote::quoted;
 use linkwise_core::state::{ClaimedDevice, Event, NodeState, PreparedClaim, ResourceName};
 use linkwise_system::files;
+
+/// The time for which a repeated Prepare waits for the API server: it has an answer without it.
+const RECHECK_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The cause of a claim that was not prepared.
 #[derive(Debug, thiserror::Error)]
@@ -44,6 +51,8 @@ pub(super) enum PrepareError {
     Mps(#[from] MpsError),
     #[error("no scan of the host has found {0} yet, which the claim's CDI spec needs")]
     NoDevices(String),
+    #[error("cannot undo the claim's last preparation, with devices that the cluster has taken from it")]
+    Reallocated(#[source] Box<UnprepareError>),
     #[error("linkwise is ending")]
     Ending,
     #[error("what an earlier attempt has left of the claim is still there")]
@@ -93,7 +102,13 @@ impl ClaimManager {
             // The claim keeps its entry: at a door that has changed since, this node would offer its GPUs, and refuse it.
             self.destroy_unmade(uid).await.map_err(PrepareError::Left)?;
         }
-        let before = self.checkpoint(uid);
+        let mut before = self.checkpoint(uid);
+        if let Some(checkpoint) = &before
+            && self.has_other_devices_now(checkpoint).await
+        {
+            self.undo(uid, &turn).await.map_err(|source| PrepareError::Reallocated(Box::new(source)))?;
+            before = None;
+        }
         if self.is_off() && before.is_none() {
             return Err(PrepareError::NotServed);
         }
@@ -128,6 +143,19 @@ impl ClaimManager {
             }
         }
         Ok((carried_out?, false))
+    }
+
+    /// Asks whether the cluster has given other devices to a prepared claim. It takes devices from a claim only when no pod
+    /// uses it any more: a kubelet that lost its state has not unprepared it. Without an answer the checkpoint holds.
+    async fn has_other_devices_now(&self, checkpoint: &Checkpoint) -> bool {
+        let read = timeout(RECHECK_TIMEOUT, self.read_claim(&checkpoint.claim)).await;
+        let Ok(Ok(found)) = read else { return false };
+        let results = found.status.allocation.iter().flat_map(|allocation| &allocation.devices.results);
+        let is_ours =
+            |result: &&AllocatedDevice| result.driver == self.settings.driver && result.pool == self.settings.pool;
+        let now: BTreeSet<_> = results.filter(is_ours).map(|result| (&result.device, &result.share_id)).collect();
+        let before = checkpoint.prepared.devices.iter().map(|device| (&device.device, &device.share_id));
+        found.metadata.uid == checkpoint.claim.uid && !now.is_empty() && now != before.collect()
     }
 
     /// Reads the claim, and has it planned and entered into the ledger. The devices of claims that are gone are taken from
@@ -209,14 +237,14 @@ impl ClaimManager {
         Ok(checkpoint.prepared)
     }
 
-    /// Writes the spec of a claim, if it is given, and then its checkpoint.
-    async fn write(&self, checkpoint: &Checkpoint, spec: Option<String>, turn: &Turn) -> Result<(), PrepareError> {
+    /// Writes the specs of a claim, if they are given, and then its checkpoint.
+    async fn write(&self, checkpoint: &Checkpoint, specs: Option<Specs>, turn: &Turn) -> Result<(), PrepareError> {
         let (store, checkpoint, held) = (Arc::clone(&self.store), checkpoint.clone(), Arc::clone(turn));
         let folder = self.settings.cdi_folder.clone();
         let written = files::blocking(move || {
             let _held = held;
-            let spec = spec.map_or(Ok(()), |text| specs::write(&folder, &checkpoint.claim.uid, &text));
-            Ok(match spec {
+            let written = specs.map_or(Ok(()), |specs| specs::write(&folder, &checkpoint.claim.uid, &specs));
+            Ok(match written {
                 Ok(()) => store.write(&checkpoint).map_err(|source| PrepareError::Checkpoint { source }),
                 Err(source) => Err(PrepareError::Spec { source }),
             })

@@ -1,11 +1,12 @@
-//! The CDI specs of claims: a file for each claim, with a device for each of its requests.
+//! The CDI specs of claims: a file for each claim, with a device for each of its requests; and a second file, with a
+//! device for each of the claim's own, which only has a name.
 //!
 //! A device has everything that a container of its request gets: the edits of its GPUs and of all that comes with them,
 //! copied from the node's CDI devices, and the claim's own. So a name means this claim's part of the node for as long as
 //! the claim lives, whatever the GPUs are called meanwhile. The specs are made from the present state, and renewed when
 //! it changes.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -20,7 +21,9 @@ use super::{ClaimManager, Turn};
 use crate::dra::Settings;
 use crate::dra::api::{CdiDevices, MpsLink};
 use crate::dra::checkpoint::{Checkpoint, is_uid};
-use linkwise_core::claims::{CLAIM_KIND, ClaimError, NodeDevice, RequestEdits, claim_device, containers};
+use linkwise_core::claims::{
+    CLAIM_KIND, ClaimError, DEVICE_KIND, NodeDevice, Prepared, RequestEdits, claim_device, containers,
+};
 use linkwise_core::publish::injection::{DeviceNode, Injection, Mount};
 use linkwise_system::files;
 
@@ -67,17 +70,18 @@ impl ClaimManager {
 
     /// The text of a claim's CDI spec by the present state. Fails with the missing names if the last scan of the host is
     /// older than that, and with `None` before the first one.
-    fn spec(&self, checkpoint: &Checkpoint) -> Result<Result<String, Option<Vec<String>>>, ClaimError> {
+    fn spec(&self, checkpoint: &Checkpoint) -> Result<Result<Specs, Option<Vec<String>>>, ClaimError> {
         let (state, host) = (self.snapshot.borrow().clone(), self.settings.host_devices.borrow().clone());
         let common_shm = self.with_common_shm();
         let requests = containers(&checkpoint.prepared, facts(&self.settings, &state, &host, &common_shm))?;
         let Some(devices) = self.settings.cdi.borrow().clone() else { return Ok(Err(None)) };
-        Ok(text(&checkpoint.claim.uid, &requests, &devices).map_err(Some))
+        let claim = text(&checkpoint.claim.uid, &requests, &devices);
+        Ok(claim.map(|claim| Specs { claim, devices: devices_text(&checkpoint.prepared) }).map_err(Some))
     }
 
     /// The text of a claim's CDI spec. Waits until a scan of the host has found the claim's devices as they are: that
     /// follows a change of the snapshot, such as a MIG device just made.
-    pub(super) async fn await_spec(&self, checkpoint: &Checkpoint) -> Result<String, PrepareError> {
+    pub(super) async fn await_spec(&self, checkpoint: &Checkpoint) -> Result<Specs, PrepareError> {
         let (mut cdi, mut last) = (self.settings.cdi.clone(), None);
         let found = async {
             loop {
@@ -92,7 +96,7 @@ impl ClaimManager {
                 }
             }
         };
-        let found: Result<Result<String, ClaimError>, _> = timeout(self.settings.specs_timeout, found).await;
+        let found: Result<Result<Specs, ClaimError>, _> = timeout(self.settings.specs_timeout, found).await;
         match found {
             Ok(text) => Ok(text?),
             Err(_) => Err(PrepareError::NoDevices(last.map_or("any device".to_owned(), |names| names.join(", ")))),
@@ -137,11 +141,11 @@ impl ClaimManager {
         files::blocking(move || Ok(exists(&folder, &uid))).await.unwrap_or_default()
     }
 
-    async fn write_spec(&self, uid: &str, text: String, turn: &Turn) -> std::io::Result<()> {
+    async fn write_spec(&self, uid: &str, specs: Specs, turn: &Turn) -> std::io::Result<()> {
         let (folder, uid, held) = (self.settings.cdi_folder.clone(), uid.to_owned(), Arc::clone(turn));
         let written = files::blocking(move || {
             let _held = held;
-            write(&folder, &uid, &text)
+            write(&folder, &uid, &specs)
         });
         written.await
     }
@@ -154,6 +158,26 @@ impl ClaimManager {
         });
         removed.await
     }
+}
+
+/// The texts of a claim's specs.
+pub(super) struct Specs {
+    claim: String,
+    /// Empty for a claim that was prepared before its devices had names of their own.
+    devices: String,
+}
+
+/// Makes the text of the spec that names a claim's devices. A CDI device has to have an edit: this one is in the claim's
+/// spec too.
+fn devices_text(prepared: &Prepared) -> String {
+    let names = prepared.devices.iter().flat_map(|device| &device.cdi);
+    let own: BTreeSet<&str> = names.filter_map(|name| name.strip_prefix(DEVICE_KIND)?.strip_prefix('=')).collect();
+    if own.is_empty() {
+        return String::new();
+    }
+    let device = |name: &str| json!({ "name": name, "containerEdits": { "env": ["NVIDIA_VISIBLE_DEVICES=void"] } });
+    let devices = Value::Array(own.into_iter().map(device).collect());
+    format!("{{\"cdiVersion\":\"0.5.0\",\"kind\":\"{DEVICE_KIND}\",\"devices\":{devices}}}\n")
 }
 
 /// Makes the text of a claim's spec, or returns the names of the devices that the node does not have, or not yet with
@@ -214,38 +238,45 @@ fn own_edits(edits: &Injection) -> Map<String, Value> {
     own
 }
 
-/// Writes the spec of a claim, if the file is not as it should be. Does not wait for the disk: after a crash of the
+/// Writes the specs of a claim, if the files are not as they should be. Does not wait for the disk: after a crash of the
 /// machine every claim is prepared anew, and its spec compared again.
-pub(super) fn write(folder: &Path, uid: &str, text: &str) -> io::Result<()> {
-    let path = path(folder, uid);
-    if fs::read(&path).is_ok_and(|there| there == text.as_bytes()) {
-        return Ok(());
+pub(super) fn write(folder: &Path, uid: &str, specs: &Specs) -> io::Result<()> {
+    for (kind, text) in [(DEVICE_KIND, &specs.devices), (CLAIM_KIND, &specs.claim)] {
+        let path = path(folder, kind, uid);
+        if !text.is_empty() && !fs::read(&path).is_ok_and(|there| there == text.as_bytes()) {
+            fs::create_dir_all(folder)?;
+            files::write_for_this_boot(&path, text.as_bytes(), MODE)?;
+        }
     }
-    fs::create_dir_all(folder)?;
-    files::write_for_this_boot(&path, text.as_bytes(), MODE)
+    Ok(())
 }
 
 /// Returns true if a claim has a spec.
 fn exists(folder: &Path, uid: &str) -> bool {
-    path(folder, uid).is_file()
+    path(folder, CLAIM_KIND, uid).is_file()
 }
 
-/// Removes the spec of a claim, if it has one.
+/// Removes the specs of a claim, if it has any.
 fn remove(folder: &Path, uid: &str) -> io::Result<()> {
-    files::remove_for_this_boot(&path(folder, uid)).map(drop)
+    let removed = |kind| files::remove_for_this_boot(&path(folder, kind, uid)).map(drop);
+    removed(CLAIM_KIND).and(removed(DEVICE_KIND))
 }
 
 /// The UIDs of claims that have a spec in the folder.
 pub(super) fn claims(folder: &Path) -> Vec<String> {
-    let prefix = file_name(CLAIM_KIND) + "-";
+    let prefixes = [CLAIM_KIND, DEVICE_KIND].map(|kind| file_name(kind) + "-");
+    let uid_of = |name: &str| {
+        let mut uids = prefixes.iter().filter_map(|prefix| name.strip_prefix(prefix)?.strip_suffix(".json"));
+        uids.next().map(ToOwned::to_owned)
+    };
     let entries = fs::read_dir(folder).into_iter().flatten().filter_map(Result::ok);
     let names = entries.filter_map(|entry| entry.file_name().into_string().ok());
-    let uids = names.filter_map(|name| Some(name.strip_prefix(&prefix)?.strip_suffix(".json")?.to_owned()));
-    uids.filter(|uid| is_uid(uid)).collect()
+    let uids: BTreeSet<String> = names.filter_map(|name| uid_of(&name)).filter(|uid| is_uid(uid)).collect();
+    uids.into_iter().collect()
 }
 
-fn path(folder: &Path, uid: &str) -> PathBuf {
-    folder.join(format!("{}-{uid}.json", file_name(CLAIM_KIND)))
+fn path(folder: &Path, kind: &str, uid: &str) -> PathBuf {
+    folder.join(format!("{}-{uid}.json", file_name(kind)))
 }
 
 fn file_name(kind: &str) -> String {

@@ -102,7 +102,15 @@ impl ClaimManager {
         let folder = self.settings.cdi_folder.clone();
         let with_spec = files::blocking(move || Ok(specs::claims(&folder))).await.unwrap_or_default();
         let state = Arc::clone(&self.snapshot.borrow());
-        for uid in with_spec.into_iter().chain(state.ledger().claims().map(|(claim, _)| claim.uid.clone())) {
+        // A spec without a checkpoint may be that of a running container: of another state folder of this boot. The
+        // kubelet's list names the claims that containers have.
+        let is_used = |uid: &String| {
+            let mut names = state.ledger().claimed_lately().flat_map(|held| &held.cdi_names);
+            !state.ledger().is_known()
+                || names.any(|name| name.strip_prefix(uid.as_str()).is_some_and(|rest| rest.starts_with('-')))
+        };
+        let with_spec = with_spec.into_iter().filter(|uid| !is_used(uid));
+        for uid in with_spec.chain(state.ledger().claims().map(|(claim, _)| claim.uid.clone())) {
             if let Some(turn) = self.idle_turn(&uid)
                 && !self.slots().get(&uid).is_some_and(Slot::is_held)
             {

@@ -68,7 +68,7 @@ fn claims_share_a_gpu_up_to_its_capacity() {
     let planned = planned_on(&state, &HostDevices::default(), &claims[0], "u", &[]).unwrap();
     let device = &planned.devices[0];
     assert_eq!((device.share_id.as_deref(), device.share), (Some("1"), Some(Share { shares: 2, memory: 40 << 30 })));
-    assert_eq!(device.cdi, ["linkwise.dev/claim=u-a"]);
+    assert_eq!(device.cdi, ["linkwise.dev/device=u-a-gpu-0", "linkwise.dev/claim=u-a"]);
     // Unchanged: the checkpoint of a claim without a share has no field of shares.
     let text = serde_json::to_string(&planned).unwrap();
     assert_eq!(serde_json::from_str::<Prepared>(&text).unwrap(), planned);

@@ -1,0 +1,312 @@
+//! Inputs that strangers gave, each with its right answer: machines, configurations and measurements that an earlier
+//! version took for something else.
+
+use std::fs;
+use std::path::PathBuf;
+
+use serde_json::json;
+use tempfile::TempDir;
+
+use super::linkwise;
+
+/// A folder of files.
+struct Files(TempDir);
+
+impl Files {
+    fn new() -> Self {
+        Self(tempfile::tempdir().unwrap())
+    }
+
+    fn put(&self, name: &str, text: &str) -> String {
+        let path: PathBuf = self.0.path().join(name);
+        fs::write(&path, text).unwrap();
+        path.into_os_string().into_string().unwrap()
+    }
+}
+
+/// Runs a command; returns its exit status and all that it said.
+fn said(args: &[&str]) -> (i32, String) {
+    let output = linkwise(args).output().unwrap();
+    let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
+    (output.status.code().unwrap(), text(output.stdout) + &text(output.stderr))
+}
+
+/// A node file of these GPUs below one host bridge each.
+fn machine(gpus: &[serde_json::Value]) -> String {
+    let gpu = |(index, about): (usize, &serde_json::Value)| {
+        let mut gpu = json!({"index": index, "uuid": format!("GPU-00000000-0000-4000-8000-00000000000{index}"),
+            "pci": format!("0000:0{}:00.0", index + 1), "numa": 0});
+        gpu.as_object_mut().unwrap().extend(about.as_object().unwrap().clone());
+        gpu
+    };
+    let all: Vec<_> = gpus.iter().enumerate().map(gpu).collect();
+    let bridges: Vec<_> =
+        all.iter().map(|gpu| json!({"numa": 0, "devices": [{"kind": "gpu", "pci": gpu["pci"]}]})).collect();
+    json!({"version": 1, "name": "node", "observed": {"gpus": all, "host": {
+        "numa_nodes": [{"id": 0, "package": 0, "cpus": "0-15"}], "host_bridges": bridges}}})
+    .to_string()
+}
+
+/// A GPU behind an NVSwitch, with so many links.
+fn switched(links: u32) -> serde_json::Value {
+    let groups = if links == 0 {
+        json!([])
+    } else {
+        json!([{"links": (0..links).collect::<Vec<_>>(), "remote": {"switch": null}}])
+    };
+    json!({"model": "NVIDIA B200", "compute_capability": "10.0", "pcie": {"mts": 32000, "width": 16}, "nvlinks": groups})
+}
+
+const HEAD: &str = "# nThread 1 nGpus 2 minBytes 8589934592 maxBytes 8589934592\n";
+
+#[test]
+fn wrong_values_fail_a_run_of_any_bandwidth() {
+    let files = Files::new();
+    let rows = "8589934592 2147483648 float sum -1 23166.0 370.80 370.80 50 23166.0 370.80 370.80 50\n";
+    let run = files.put("run.txt", &format!("{HEAD}{rows}# Out of bounds values : 50 FAILED\n"));
+    let (status, text) = said(&["verify", "--node", "dgx-h100", "--gpus", "0,1", &run]);
+    assert!(status == 1 && text.starts_with("wrong values: ") && text.contains("\n  100 wrong values: "), "{text}");
+    // The rows alone say it, and so does the summary; a version that prints a tolerance has none.
+    let run = files.put("rows.txt", &format!("{HEAD}{rows}"));
+    assert!(said(&["verify", "--node", "dgx-h100", "--gpus", "0,1", &run]).1.contains("  100 wrong values: "));
+    let summary = rows.replace(" 50", " N/A") + "# Out of bounds values : 50 FAILED\n";
+    let run = files.put("summary.txt", &format!("{HEAD}{summary}"));
+    assert!(said(&["verify", "--node", "dgx-h100", "--gpus", "0,1", &run]).1.contains("  50 wrong values: "));
+    let run = files.put("old.txt", &format!("{HEAD}{}", rows.replace(" 50", " 5e-07")));
+    assert_eq!(said(&["verify", "--node", "dgx-h100", "--gpus", "0,1", &run]).0, 0);
+}
+
+#[test]
+fn row_without_time_and_run_of_one_rank_are_no_measurement() {
+    let files = Files::new();
+    let zero =
+        files.put("zero.txt", &format!("{HEAD}8589934592 2147483648 float sum -1 0.0 0.00 0.00 0 0.0 0.00 0.00 0\n"));
+    let (status, text) = said(&["verify", "--node", "dgx-h100", "--gpus", "0,1", &zero]);
+    assert!(status == 1 && text.contains("no readable row"), "{text}");
+    let one = "#  Rank  0 Group  0 Pid    127 on node device  0 [0x07] NVIDIA A100-SXM4-40GB\n";
+    let row = "8589934592 2147483648 float sum -1 3500.0 2454.27 0.00 0 0.05 171798.00 0.00 0\n";
+    let (status, text) = said(&["verify", "--node", "dgx-h100", &files.put("one.txt", &format!("{HEAD}{one}{row}"))]);
+    assert!(status == 1 && text.contains("an all-reduce of one GPU has no bandwidth"), "{text}");
+}
+
+#[test]
+fn unknown_nvlinks_are_not_taken_as_none() {
+    let files = Files::new();
+    let cloud = files.put(
+        "cloud.xml",
+        r#"<system version="1"><cpu numaid="0" affinity="ff" arch="x86_64" vendor="GenuineIntel" familyid="6" modelid="143">
+            <pci busid="0001:00:00.0" class="0x030200" link_speed="32.0 GT/s PCIe" link_width="16"/>
+            <pci busid="0002:00:00.0" class="0x030200" link_speed="32.0 GT/s PCIe" link_width="16"/></cpu></system>"#,
+    );
+    let (status, text) = said(&["expect", "--node", &cloud]);
+    assert!(
+        status == 0 && text.contains("rings         unknown\nNVLink SHARP  unknown\nnote: GPUs 0001:00:00.0, "),
+        "{text}"
+    );
+    let (_, text) = said(&["labels", "--node", &cloud]);
+    assert!(!text.contains("gpu.link=") && !text.contains("island-size=") && text.contains("gpu.rails=0"), "{text}");
+    assert!(
+        said(&["topology", "--node", &cloud])
+            .1
+            .contains("warning: GPUs 0001:00:00.0, 0002:00:00.0: their NVLinks are unknown")
+    );
+}
+
+#[test]
+fn odd_gpu_is_named_and_goes_to_one_first() {
+    let files = Files::new();
+    let odd = files.put("odd.yaml", &machine(&[switched(18), switched(0), switched(18), switched(18)]));
+    let words = "GPU 0000:02:00.0 is the odd one of 4 GPUs of its model: 0 of its NVLinks are up, of each other GPU 18";
+    assert!(said(&["topology", "--node", &odd]).1.contains(&format!("warning: {words}")));
+    let (_, text) = said(&["expect", "--node", &odd]);
+    assert!(text.contains(&format!("note: {words}")), "{text}");
+    assert!(said(&["allocate", "--size", "1", "--node", &odd]).1.starts_with("GPU 1  "));
+    assert!(said(&["allocate", "--size", "3", "--node", &odd]).1.contains("GPU 0,2,3 (3 of 4)"));
+    // What the GPU costs is a fault of the machine, not its kind.
+    let run = files.put("run.txt", &format!("{HEAD}8589934592 2147483648 float sum -1 268435.0 32.00 48.00 0\n"));
+    let (status, text) = said(&["verify", "--node", &odd, "--gpus", "0,1,2,3", &run]);
+    assert!(
+        status == 1 && text.starts_with("below: 48.00 GB/s of ") && text.contains("18 of its 18 NVLinks are down"),
+        "{text}"
+    );
+    // Any other difference, by one GPU of three.
+    for (key, value, words) in [
+        ("pcie", json!({"mts": 32000, "width": 8}), "its PCIe link has 8 lanes, that of each other GPU 16"),
+        ("pcie", json!({"mts": 16000, "width": 16}), "its PCIe link can do 16000 MT/s, that of each other GPU 32000"),
+        (
+            "p2p_refused",
+            json!({"0": "chipset", "1": "chipset"}),
+            "the driver refuses P2P between it and every other GPU",
+        ),
+    ] {
+        let mut last = switched(18);
+        last[key] = value;
+        let odd = files.put("other.yaml", &machine(&[switched(18), switched(18), last]));
+        let (_, text) = said(&["topology", "--node", &odd]);
+        assert!(
+            text.contains(&format!("warning: GPU 0000:03:00.0 is the odd one of 3 GPUs of its model: {words}")),
+            "{text}"
+        );
+    }
+    // Of two GPUs none is odd, and two of four are a kind of machine.
+    for gpus in [vec![switched(18), switched(0)], vec![switched(18), switched(18), switched(12), switched(12)]] {
+        assert!(!said(&["topology", "--node", &files.put("even.yaml", &machine(&gpus))]).1.contains("odd one"));
+    }
+}
+
+#[test]
+fn nearest_nic_is_the_fastest_of_the_nearest() {
+    let files = Files::new();
+    let nics = |other: &str| {
+        format!(
+            "version: 1\nname: nics\nobserved:\n  gpus: [{{index: 0, uuid: GPU-0, pci: \"0000:05:00.0\", nvlinks: []}}]\n  \
+             host:\n    host_bridges:\n      - devices:\n          - kind: switch\n            devices:\n              \
+             - {{pci: \"0000:03:00.0\", kind: nic, nics: [{{name: mlx5_0, kind: rdma{other}}}]}}\n              \
+             - {{pci: \"0000:04:00.0\", kind: nic, nics: [{{name: mlx5_1, kind: rdma, mbps: 400000}}]}}\n              \
+             - {{pci: \"0000:05:00.0\", kind: gpu}}\n"
+        )
+    };
+    let nearest =
+        |text: &str| said(&["allocate", "--size", "1", "--explain", "--node", &files.put("nics.yaml", text)]).1;
+    assert!(nearest(&nics(", mbps: 25000")).contains("nearest NIC mlx5_1 (PIX)"));
+    assert!(
+        nearest(&nics("")).contains("nearest NIC mlx5_0, mlx5_1 (PIX)"),
+        "a NIC whose link is down keeps its place"
+    );
+}
+
+#[test]
+fn virtual_interfaces_are_no_nics_of_a_machine() {
+    let files = Files::new();
+    let cpu = |id: u32| {
+        format!(
+            r#"<cpu numaid="{id}" affinity="ff" arch="x86_64"><pci busid="0000:0{}:00.0" class="0x030000"><gpu dev="{id}" sm="89"/></pci>
+            <nic><net name="tunl0" dev="0" speed="10000" port="0" guid="0x0"/></nic></cpu>"#,
+            id + 1
+        )
+    };
+    let dump = files.put("virtual.xml", &format!("<system version=\"1\">{}{}</system>", cpu(0), cpu(1)));
+    let (_, text) = said(&["topology", "--node", &dump]);
+    assert!(
+        !text.contains("tunl0") && text.contains("a NIC without a PCI function is virtual; left out (1 more like it)"),
+        "{text}"
+    );
+    // IP over InfiniBand is no second interface.
+    let host = files.put(
+        "ipoib.xml",
+        r#"<topology version="2.0"><object type="Machine" os_index="0"><object type="Bridge" bridge_type="0-1" depth="0">
+            <object type="PCIDev" pci_busid="0000:3e:00.0" pci_type="0207 [15b3:1021] [15b3:1113] 00">
+             <object type="OSDev" name="ibp62s0" osdev_type="2"/><object type="OSDev" name="ibp62s0" osdev_type="3"/></object>
+            <object type="PCIDev" pci_busid="0000:3f:00.0" pci_type="0302 [10de:2941] [10de:2046] a1"/>
+            </object></object></topology>"#,
+    );
+    let (_, text) = said(&["topology", "--node", &host]);
+    assert!(text.contains("NIC 0000:3e:00.0  ibp62s0\n") && text.contains("  NIC0: ibp62s0\n"), "{text}");
+}
+
+#[test]
+fn virtual_switch_of_one_lane_is_unknown() {
+    let branch = |domain: u32, dev: u32| {
+        format!(
+            r#"<pci busid="000{domain}:01:00.0" class="0x060400" link_speed="16.0 GT/s PCIe" link_width="1">
+            <pci busid="000{domain}:04:00.0" class="0x060400" link_speed="64.0 GT/s PCIe" link_width="16">
+            <pci busid="000{domain}:06:00.0" class="0x030200" link_speed="64.0 GT/s PCIe" link_width="16"><gpu dev="{dev}" sm="103"/></pci>
+            </pci></pci>"#
+        )
+    };
+    let dump = format!(
+        "<system version=\"1\"><cpu numaid=\"0\" affinity=\"ff\" arch=\"arm64\">{}{}</cpu></system>",
+        branch(8, 0),
+        branch(9, 1)
+    );
+    let (_, text) = said(&["expect", "--node", &Files::new().put("gb300.xml", &dump)]);
+    assert!(text.contains("rings         12.00 GB/s"), "{text}");
+}
+
+#[test]
+fn numbers_of_a_file_are_bounded_and_named_by_key() {
+    let files = Files::new();
+    let node = |gpu: &str, cpus: &str| {
+        format!(
+            "version: 1\nname: two\nobserved:\n  gpus:\n    - {{index: 0, uuid: GPU-0, pci: \"0000:01:00.0\"}}\n    - {{{gpu}}}\n  \
+             host:\n    numa_nodes: [{{id: 0, cpus: \"{cpus}\"}}]\n"
+        )
+    };
+    let second = |more: &str| format!("index: 1, uuid: GPU-1, pci: \"0000:02:00.0\"{more}");
+    for (text, words) in [
+        (node("index: 0, uuid: GPU-1, pci: \"0000:02:00.0\"", "0-7"), "observed.gpus: two GPUs have the index 0"),
+        (node(&second(", numa: -1"), "0-7"), "observed.gpus[1].numa: "),
+        (
+            node(&second(", pcie: {mts: 32000, width: 4294967295}"), "0-7"),
+            "observed.gpus[1].pcie.width: 4294967295 is more than 32",
+        ),
+        (
+            node(&second(", pcie: {mts: 4000000000, width: 16}"), "0-7"),
+            "observed.gpus[1].pcie.mts: 4000000000 is more than 128000",
+        ),
+        (node(&second(""), "47-0,x"), "observed.host.numa_nodes[0].cpus: '47-0,x' is not a list of CPUs below 8192"),
+        (node(&second(""), "0-99999999999999999999"), "is not a list of CPUs below 8192"),
+        (node(&second(""), "0,1,1"), "is not a list of CPUs below 8192"),
+    ] {
+        let (status, said) = said(&["topology", "--node", &files.put("odd.yaml", &text)]);
+        assert!(status == 1 && said.contains(words) && said.contains(" line "), "{said}");
+    }
+    // A dump says the same as a warning, and a long list of CPUs is cut.
+    let mask = ["55555555"; 255].join(",");
+    let dump = |mask: &str| {
+        format!(
+            "<system version=\"1\"><cpu numaid=\"0\" affinity=\"{mask}\" arch=\"x86_64\"><pci busid=\"0000:01:00.0\" \
+             class=\"0x030200\" link_speed=\"999999.0 GT/s PCIe\" link_width=\"16\"><gpu dev=\"0\" sm=\"89\"/></pci></cpu></system>"
+        )
+    };
+    let (status, text) = said(&["topology", "--node", &files.put("long.xml", &dump(&mask))]);
+    assert!(status == 0 && text.contains("GPU0  X     0,2,4,") && text.contains(" ...  0"), "{text}");
+    assert!(text.contains("999999000 MT/s x16 is no PCIe link; taken as unknown"), "{text}");
+    let (_, text) = said(&["topology", "--node", &files.put("longer.xml", &dump(&["55555555"; 1000].join(",")))]);
+    assert!(text.contains("is no CPU mask; its CPUs are unknown"), "{text}");
+}
+
+#[test]
+fn gpu_divided_by_mlopart_is_told_as_one() {
+    let dump = r#"<system version="1"><cpu numaid="0" affinity="ff" arch="arm64"><pci busid="0002:81:00.0" class="0x030200">
+        <gpu dev="0" sm="107" mlopart="0"/><gpu dev="0" sm="107" mlopart="1"/></pci></cpu></system>"#;
+    let (_, text) = said(&["topology", "--node", &Files::new().put("parts.xml", dump)]);
+    assert!(text.contains("a part of a GPU that is divided by MLOPart; the parts are taken as one GPU"), "{text}");
+}
+
+#[test]
+fn configuration_with_no_known_key_is_refused() {
+    let files = Files::new();
+    let whole = "apiVersion: v1\nkind: ConfigMap\nmetadata: {name: slicing}\ndata:\n  any: |-\n    version: v1\n";
+    let (status, text) = said(&["config", "show", "--config-file", &files.put("map.yaml", whole)]);
+    assert!(status == 1 && text.contains("no key in this file is one of a configuration"), "{text}");
+    // One unknown key beside known ones is a warning, as before.
+    let one = files.put("one.yaml", "version: v1\nflags: {renameByDefault: true}\n");
+    assert_eq!(said(&["config", "show", "--config-file", &one]).0, 0);
+}
+
+#[test]
+fn replicas_are_taken_up_to_what_a_list_and_mps_can_hold() {
+    let files = Files::new();
+    let check = |kind: &str, replicas: u32| {
+        let text = format!(
+            "version: v1\nsharing: {{{kind}: {{resources: [{{name: nvidia.com/gpu, replicas: {replicas}}}]}}}}\n"
+        );
+        said(&["config", "check", &files.put("sharing.yaml", &text)])
+    };
+    assert_eq!((check("timeSlicing", 16_384).0, check("mps", 48).0), (0, 0));
+    assert!(check("timeSlicing", 16_385).1.contains("expected a whole number from 2 to 16384"));
+    assert!(check("mps", 49).1.contains("expected a whole number from 2 to 48"));
+    let rows = |replicas: u32| {
+        format!(
+            "linkwise: {{naming: true}}\nsharing: {{mps: {{resources: [{{name: gpu, devices: [0], replicas: 2}}, \
+             {{name: gpu, devices: [1], replicas: {replicas}}}]}}}}\n"
+        )
+    };
+    assert_eq!(said(&["config", "check", &files.put("rows.yaml", &rows(2))]).0, 0);
+    assert!(
+        said(&["config", "check", &files.put("rows.yaml", &rows(3))])
+            .1
+            .contains("MPS: nvidia.com/gpu has 2 replicas in line 2")
+    );
+}
