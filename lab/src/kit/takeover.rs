@@ -77,12 +77,12 @@ async fn cause(
         caused += 1;
         fault.cause().await?;
         let seen = timeout(fault::NOTICED, async {
-            while counted().await? == known {
+            // A process that starts or ends may not answer now; that says nothing about the XID.
+            while counted().await.ok().is_none_or(|now| now == known) {
                 sleep(Duration::from_millis(20)).await;
             }
-            anyhow::Ok(())
         });
-        unseen += usize::from(!matches!(seen.await, Ok(Ok(()))));
+        unseen += usize::from(seen.await.is_err());
         sleep(APART).await;
     }
     let [of_first, of_second] = counted().await?;
