@@ -222,7 +222,7 @@ impl DriverMachine {
             self.view.due(),
             self.view.polls_due(),
             self.repeat_due(),
-            self.lists_none.as_ref().map(|(at, _)| *at),
+            self.lists_none_due(),
         ];
         due.into_iter().flatten().min()
     }
@@ -241,6 +241,16 @@ impl DriverMachine {
         }
         self.timers(now);
         std::mem::take(&mut self.actions)
+    }
+
+    /// The moment at which this process ends because NVML lists none of the GPUs on the bus. It does not end while another
+    /// linkwise waits for it, or the driver is released.
+    fn lists_none_due(&self) -> Option<Duration> {
+        let may_end = !self.has_listed
+            && self.others == Others::None
+            && self.answering().is_some()
+            && self.settings.fail_on_init_error != Some(false);
+        self.lists_none.as_ref().filter(|_| may_end).map(|(at, _)| *at)
     }
 
     fn running(&self) -> Option<&RunningAgent> {
@@ -299,11 +309,8 @@ impl DriverMachine {
             }
         }
         // A container gets its libraries and device nodes when it is made: another one may see the GPUs.
-        if let Some((_, why)) = self.lists_none.take_if(|(at, _)| *at <= now)
-            && self.others == Others::None
-            && !self.has_listed
-            && self.answering().is_some()
-            && self.settings.fail_on_init_error != Some(false)
+        if is_due(self.lists_none_due())
+            && let Some((_, why)) = self.lists_none.take()
         {
             self.kill("replaced", now);
             self.stage = Stage::Failed;

@@ -87,6 +87,21 @@ fn failure_of_a_library_that_is_there_is_no_absence_of_gpus() {
     }
 }
 
+/// A process that stands by goes on, and ends as soon as no other one could hand over to it.
+#[test]
+fn process_that_stands_by_ends_for_unlisted_gpus_later() {
+    let mut world = World::new(None);
+    world.happens(Happening::Others(Others::MayHandOver));
+    world.happens(Happening::Passes(0));
+    world.happens(Happening::Probed(Bus::Gpus));
+    world.happens(Happening::Ready(0, 0));
+    let ends = |actions: Vec<Action>| actions.iter().any(|action| matches!(action, Action::Fail(_)));
+    let late = world.now + GRACE;
+    assert!(!ends(world.machine.step(Input::Tick, late)));
+    assert!(world.machine.wake().is_none_or(|wake| wake > late), "it does not spin");
+    assert!(ends(world.machine.step(Input::Others(Others::None), late)));
+}
+
 #[test]
 fn tegra_idles_whatever_its_library_does() {
     let end = || AgentEnd { cause: Some("crashed"), ..AgentEnd::not_started("it crashed".to_owned()) };
