@@ -3,6 +3,7 @@
 
 use std::collections::BTreeSet;
 
+use linkwise_api_server_box::{ApiServerBox, ResourceType};
 use serde_json::{Value, json};
 
 use crate::chart::helm::{Helm, POD, containers, daemon_sets, list};
@@ -146,5 +147,50 @@ fn rights_are_those_that_the_programs_need() {
             let rules: Vec<&Value> = roles.flat_map(|role| list(role, "/rules")).collect();
             assert_eq!(rules, expected, "{values:?}: {kind}");
         }
+    }
+}
+
+/// RBAC cannot name the node of a token.
+#[tokio::test]
+#[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
+async fn gpu_feature_discovery_labels_its_own_node_only() {
+    let types = [
+        ResourceType::NODE_FEATURES,
+        ResourceType::VALIDATING_ADMISSION_POLICIES,
+        ResourceType::VALIDATING_ADMISSION_POLICY_BINDINGS,
+    ];
+    let server = ApiServerBox::start(&types).await;
+    let objects = Helm::found().objects(&["gfd.enabled=true"]);
+    for resource in &types[1..] {
+        let object = objects.iter().find(|object| object["kind"] == resource.kind).unwrap();
+        let key = resource.key(None, object["metadata"]["name"].as_str().unwrap());
+        server.create("helm", &key, object.clone()).unwrap();
+    }
+    let account = objects.iter().find(|object| object["kind"] == "ServiceAccount").unwrap();
+    let name = |of: &str| account["metadata"][of].as_str().unwrap();
+    let username = format!("system:serviceaccount:{}:{}", name("namespace"), name("name"));
+    let extra = json!({"authentication.kubernetes.io/node-name": ["n"]});
+    server.name_user("ours", json!({"username": username, "extra": extra}));
+    server.name_user("old", json!({"username": username, "extra": {}}));
+    server.name_user("other", json!({"username": "nfd", "extra": extra}));
+    for (token, object, node, why) in [
+        ("ours", "nvidia-features-for-n", "n", None),
+        ("ours", "nvidia-features-for-m", "m", Some("may not write the NodeFeature 'nvidia-features-for-m'")),
+        ("ours", "nvidia-features-for-n", "m", Some("may not label node 'm'")),
+        ("old", "nvidia-features-for-n", "n", Some("the token names no node")),
+        ("other", "nvidia-features-for-m", "m", None),
+    ] {
+        let key = ResourceType::NODE_FEATURES.key(Some("gpu"), object);
+        let labels = json!({"nfd.node.kubernetes.io/node-name": node});
+        let made = server.create_as(
+            token,
+            &key,
+            json!({"metadata": {"name": object, "labels": labels}, "spec": {"labels": {}}}),
+        );
+        server.remove(&key);
+        let said = made.err().map(|status| status["message"].as_str().unwrap().to_owned());
+        let is_as_told =
+            said.as_deref().zip(why).map_or(said.is_none() && why.is_none(), |(said, why)| said.contains(why));
+        assert!(is_as_told, "{token} {object} {node}: {said:?}");
     }
 }

@@ -55,6 +55,8 @@ async fn limit_range_gives_no_pod_more_gpus_than_without() {
         of_container(json!({"default": amount("0")})),
         of_container(json!({"default": amount("1")})),
         json!({"type": "Pod", "max": amount("4")}),
+        of_container(json!({"max": amount("1k"), "default": amount("0")})),
+        of_container(json!({"max": amount("100"), "default": amount("0")})),
     ];
     let pods = [
         vec![Some(1)],
@@ -92,6 +94,10 @@ async fn pod_is_refused_with_the_name_of_the_range() {
     put_range(&server, &json!({"type": "Container", "max": {GPUS: "2"}, "default": {GPUS: "0"}}));
     let refused = created(&server, ON, &pod(&[Some(8)])).unwrap_err();
     assert!(refused.contains("the LimitRange 'range' allows fewer nvidia.com/gpu than the pod asks for"), "{refused}");
+    // A claim of the user's own that only has such a name.
+    let mut own = pod(&[None]);
+    own["spec"]["resourceClaims"] = json!([{"name": "linkwise-gpus-own", "resourceClaimTemplateName": "mine"}]);
+    assert!(created(&server, ON, &own).is_ok());
     put_range(&server, &json!({"type": "Container", "min": {GPUS: "1"}}));
     let refused = created(&server, ON, &pod(&[Some(2)])).unwrap_err();
     assert!(refused.contains("minimum nvidia.com/gpu usage per Container is 1, but request is 0"), "{refused}");
