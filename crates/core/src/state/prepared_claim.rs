@@ -120,8 +120,7 @@ pub struct PreparedDevice {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub made: Option<MigSlot>,
     /// The full names of its CDI devices, `vendor/class=name`: its own ([`claim_member`]), and that of its
-    /// request ([`claim_device`]). A claim that was
-    /// prepared before linkwise named claims has those of its GPUs, by UUID.
+    /// request ([`claim_device`]). A claim that was prepared before linkwise named claims has those of its GPUs, by UUID.
     pub cdi: Vec<String>,
 }
 

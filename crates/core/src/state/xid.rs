@@ -45,7 +45,8 @@ const BY_RECOVERY_ACTION: [u64; 12] = [144, 145, 146, 147, 148, 149, 150, 155, 1
 impl XidClass {
     /// Looks a number up in the table of docs/health.md, which also has sources: NVIDIA's XID catalog, through 170, and
     /// before it the list of k8s-device-plugin 0.17's health check. What pods survive there they survive here. If the
-    /// catalog's workflow needs the text of the message, which NVML does not give, the recovery action decides. A number that is not in the table fails the GPU, as in NVIDIA's plugin.
+    /// catalog's workflow needs the text of the message, which NVML does not give, the recovery action decides. A number
+    /// that is not in the table fails the GPU, as in NVIDIA's plugin.
     pub fn of(code: u64) -> Self {
         match code {
             79 | 151 => Self::RebootNode,

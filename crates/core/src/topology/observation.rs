@@ -472,6 +472,11 @@ impl NicObservation {
         Self { name, kind, mbps: None, system_guid: None, port_guids: Vec::new() }
     }
 
+    /// A rate that a link can have; `None` for 0 and for what a driver gives in place of an unknown one.
+    pub fn rate(mbps: u32) -> Option<u32> {
+        (1..=Self::MAX_MBPS).contains(&mbps).then_some(mbps)
+    }
+
     /// Leaves out IP over InfiniBand: a network device that runs over the RDMA device of the same PCI function is no
     /// other interface. `class` is base class and subclass of the function.
     pub fn without_ipoib(class: u16, mut nics: Vec<Self>) -> Vec<Self> {

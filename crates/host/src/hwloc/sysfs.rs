@@ -6,7 +6,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use super::{DISPLAY, NVIDIA};
-use linkwise_core::topology::{NumaNodeId, PciAddress, PcieLink, thousandths};
+use linkwise_core::topology::{NicObservation, NumaNodeId, PciAddress, PcieLink, thousandths};
 
 pub(super) struct Sysfs(pub PathBuf);
 
@@ -131,12 +131,12 @@ impl Sysfs {
             thousandths(text.split_whitespace().next()?)
         };
         let rates: Vec<u32> = ports.flatten().filter_map(|port| rate(port.path())).collect();
-        rates.iter().copied().reduce(u32::saturating_add)
+        rates.iter().copied().reduce(u32::saturating_add).and_then(NicObservation::rate)
     }
 
     /// A network device's rate, Mbit/s; unknown (-1, or an error) while its link is down.
     pub fn network_rate(&self, name: &str) -> Option<u32> {
-        self.read(&format!("class/net/{name}/speed"))?.parse().ok().filter(|mbps| *mbps > 0)
+        self.read(&format!("class/net/{name}/speed"))?.parse().ok().and_then(NicObservation::rate)
     }
 
     fn pci(&self, pci: PciAddress, file: &str) -> Option<String> {
@@ -151,6 +151,17 @@ impl Sysfs {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn rate_that_no_link_has_is_unknown() {
+        let sysfs = tempfile::tempdir().unwrap();
+        let file = sysfs.path().join("class/net/eth0/speed");
+        fs::create_dir_all(file.parent().unwrap()).unwrap();
+        for (speed, rate) in [("100000\n", Some(100_000)), ("-1\n", None), ("0\n", None), ("4294967295\n", None)] {
+            fs::write(&file, speed).unwrap();
+            assert_eq!(Sysfs(sysfs.path().to_owned()).network_rate("eth0"), rate, "{speed}");
+        }
+    }
 
     #[test]
     fn gpu_of_another_driver_is_held_by_others_and_an_unbound_one_is_not() {

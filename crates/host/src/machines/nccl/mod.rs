@@ -287,7 +287,7 @@ fn interfaces(nic: Element<'_>, function: Option<Element<'_>>, notes: &mut Notes
             || system_guid.is_some()
             || RDMA_NAMES.iter().any(|rdma| name.starts_with(rdma));
         let kind = if rdma { NicKind::Rdma } else { NicKind::Ethernet };
-        let mbps = notes.number(net, "speed").filter(|mbps| *mbps > 0);
+        let mbps = notes.number(net, "speed").and_then(NicObservation::rate);
         interfaces.push(NicObservation { mbps, system_guid, ..NicObservation::new(excerpt(name), kind) });
     }
     interfaces
