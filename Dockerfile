@@ -5,7 +5,7 @@
 # For linux/amd64 and linux/arm64: no step knows for which. Each stage runs on its platform, emulated where it is not the
 # machine's: `make install` runs the program that was built.
 
-FROM docker.io/library/rust:1-bookworm AS build
+FROM docker.io/library/rust:1.95.0-bookworm AS build
 RUN apt-get update \
  && apt-get install -y --no-install-recommends libhwloc-dev libudev-dev pkg-config \
  && rm -rf /var/lib/apt/lists/*

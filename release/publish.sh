@@ -19,8 +19,9 @@ case ${1:-} in
   version) echo "$version" ;;
   push-image)
     mkdir -p "$files"
-    docker buildx build --platform "$2" --build-arg VERSION="$version" --push -t "$registry/linkwise:v$version" \
-      --metadata-file target/image.json .
+    # The image's own SBOM has Debian's packages, and its provenance the digests of the base images.
+    docker buildx build --platform "$2" --build-arg VERSION="$version" --sbom=true --provenance=mode=max --push \
+      -t "$registry/linkwise:v$version" --metadata-file target/image.json .
     jq -r '."containerimage.digest"' target/image.json >"$files/image.digest"
     ;;
   push-chart)

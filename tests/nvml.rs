@@ -337,6 +337,11 @@ async fn a_round_says_how_each_gpu_is() {
     polled(&mut agent, 0, |poll| poll.fabric == Some(FabricHealth::Joining)).await;
     machine.tell("fabric 0 3 999");
     polled(&mut agent, 0, |poll| poll.fabric == Some(FabricHealth::Failed { status: 999 })).await;
+    // Joined, with bandwidth in full (2) and without route recovery (2), but by an unhealthy route (1).
+    for (mask, health) in [(0b01_1010, FabricHealth::Failed { status: 0 }), (0b10_1010, FabricHealth::Joined)] {
+        machine.tell(&format!("fabric 0 3 0 {mask}"));
+        polled(&mut agent, 0, |poll| poll.fabric == Some(health)).await;
+    }
     // No NVSwitch was detected.
     machine.tell("fabric 0 0 0");
     polled(&mut agent, 0, |poll| poll.fabric == Some(FabricHealth::Unused)).await;

@@ -257,9 +257,13 @@ fn workflows_and_scripts_of_a_release_are_sound() {
     run(Command::new(&shellcheck).arg("-x").args(&scripts).current_dir(repository(""))).unwrap();
     let workflows = fs::read_dir(repository(".github/workflows")).unwrap().map(|entry| entry.unwrap().path());
     let workflows: Vec<PathBuf> = workflows.collect();
-    // Whoever can move a tag of an action could change a release.
+    // Whoever can move a tag of an action could change a release. One toolchain builds its programs and its image.
+    let dockerfile = dockerfile::text();
+    let rust = toolchain(&dockerfile).next().expect("the Dockerfile names a Rust");
+    assert_eq!(rust.split('.').count(), 3, "a tag that moves: {rust}");
     for path in &workflows {
         let text = fs::read_to_string(path).unwrap();
+        toolchain(&text).for_each(|other| assert_eq!(other, rust, "{}", path.display()));
         let uses = text.lines().filter_map(|line| line.trim().trim_start_matches("- ").strip_prefix("uses: "));
         for action in uses {
             let commit = action.split_once('@').unwrap().1.split(' ').next().unwrap();
@@ -267,6 +271,11 @@ fn workflows_and_scripts_of_a_release_are_sound() {
         }
     }
     run(Command::new(tool("actionlint")).arg("-shellcheck").arg(shellcheck).args(&workflows)).unwrap();
+}
+
+/// The versions of Rust whose image a text names.
+fn toolchain(text: &str) -> impl Iterator<Item = &str> {
+    text.split("docker.io/library/rust:").skip(1).filter_map(|rest| rest.split('-').next())
 }
 
 /// Sources and place of a COPY out of the repository.

@@ -20,8 +20,10 @@ report=$(cd "$report" && pwd)
 exec > >(tee "$report/summary.txt") 2>&1
 library=${LINKWISE_NVML_LIBRARY:-}
 if [[ -z $library ]]; then
-  for folder in $(ldconfig -p 2>/dev/null | awk '/libnvidia-ml\.so\.1/ {print $NF}' | xargs -r -n1 dirname) \
-    /usr/lib/x86_64-linux-gnu /usr/lib64 /usr/lib /usr/local/nvidia/lib64 /run/nvidia/driver/usr/lib/x86_64-linux-gnu; do
+  folders=$(ldconfig -p 2>/dev/null | awk '/libnvidia-ml\.so\.1/ {print $NF}' | xargs -r -n1 dirname)
+  folders+=" /usr/lib/x86_64-linux-gnu /usr/lib64 /usr/lib /usr/local/nvidia/lib64"
+  folders+=" /run/nvidia/driver/usr/lib/x86_64-linux-gnu"
+  for folder in ${LINKWISE_KIT_FOLDERS:-$folders}; do
     if [[ -e $folder/libnvidia-ml.so.1 ]]; then
       library=$folder/libnvidia-ml.so.1
       break

@@ -199,6 +199,10 @@ fn refuse(args: &ClaimArgs) -> Result<()> {
         ensure!(args.near.is_none() || args.exact, "{name} with --near: no group is named, except with --exact");
         ensure!(args.mig.is_none() && !is_shared(args), "{name}: only claims of whole GPUs name groups");
     }
+    ensure!(
+        args.fleet.cluster.is_none() || !args.node.iter().any(|node| node == "-"),
+        "--node - with --cluster: name a file"
+    );
     if args.rails.is_some() {
         ensure!(args.fleet.cluster.is_none(), "--cluster with --rails: no group is named");
         ensure!(args.node.len() < 2, "--rails: one --node at most");
@@ -257,7 +261,9 @@ fn groups(gpus: u8, node: Option<&str>, strict: bool) -> Result<Vec<String>> {
     let mut groups = if node.is_none() && !strict { usual_groups(gpus) } else { any_groups(gpus) };
     if let Some(node) = node.filter(|_| gpus > 1) {
         let (topology, _) = NodeTopology::assemble(&machines::load(node)?.observed);
-        let all = (0..topology.gpus().len()).collect();
+        let count = topology.gpus().len();
+        ensure!(usize::from(gpus) <= count, kinds::too_few(gpus, count));
+        let all = (0..count).collect();
         let layout = GpuLayout::of(&super::tables(topology), all);
         let is_there = |name: &String| match name.as_str() {
             NVLINK_DOMAIN => !layout.nvlink_domains.is_empty(),

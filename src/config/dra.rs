@@ -135,7 +135,7 @@ fn mig_profile(text: &str) -> Result<MigProfile, String> {
     text.parse().map_err(|error: MigProfileError| error.to_string())
 }
 
-fn node_name(text: &str) -> Result<String, String> {
+pub(super) fn node_name(text: &str) -> Result<String, String> {
     let fits = text.len() <= MOST_NAME && text.split('.').all(is_label);
     fits.then(|| text.to_owned()).ok_or_else(|| {
         format!("expected a DNS subdomain: lower-case letters, digits, '-' and '.', at most {MOST_NAME} of them")

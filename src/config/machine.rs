@@ -50,7 +50,7 @@ pub struct HostArgs {
 #[derive(Clone, Debug, Args)]
 pub struct NodeArgs {
     /// The machine: a built-in name (see `linkwise topology --list`), a node file (`linkwise snapshot` writes one), an
-    /// NCCL topology dump (NCCL_TOPO_DUMP_FILE) or a hwloc XML; by default this machine
+    /// NCCL topology dump (NCCL_TOPO_DUMP_FILE) or a hwloc XML, - being standard input; by default this machine
     #[arg(long, value_name = "NAME|FILE")]
     pub node: Option<String>,
     /// Take the host around the GPUs from a hwloc XML (lstopo host.xml) instead

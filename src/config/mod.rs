@@ -100,7 +100,8 @@ impl Cli {
     }
 }
 
-/// The variables with linkwise's prefix that nothing reads: they are probably misspelt.
+/// The variables with linkwise's prefix that nothing reads: they are probably misspelt. Under the name of NVIDIA's DRA
+/// driver also those of its variables that ask for what linkwise does otherwise.
 pub fn unknown_variables() -> Vec<String> {
     fn variables(command: &clap::Command, all: &mut BTreeSet<String>) {
         let names = command.get_arguments().filter_map(|arg| arg.get_env());
@@ -109,7 +110,10 @@ pub fn unknown_variables() -> Vec<String> {
     }
     let mut known = BTreeSet::new();
     variables(&Cli::command(), &mut known);
-    Environment::unknown(&known)
+    #[expect(clippy::disallowed_methods, reason = "this is the door that the ban points to")]
+    let (program, variable) = (std::env::args_os().next(), |name: &str| std::env::var(name).ok());
+    let unread = program::unread(&program.unwrap_or_default(), variable);
+    Environment::unknown(&known).into_iter().chain(unread).collect()
 }
 
 /// Returns argv, the program first and then the subcommand, even if the program's name stands for it.

@@ -1,7 +1,7 @@
 //! The program's name: under the name of one of the NVIDIA plugin's commands, which have no subcommands, linkwise runs
 //! the matching subcommand.
 
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::path::Path;
 
 use clap::{Arg, Args, Subcommand};
@@ -101,6 +101,20 @@ fn dra_driver_flags(words: &[OsString], variable: impl Fn(&str) -> Option<String
     };
     let wanted = flags.into_iter().filter(|(flag, ours, _)| given(ours).is_none() && !is_said(flag));
     wanted.filter_map(|(flag, _, value)| Some(format!("--{flag}={}", value?))).collect()
+}
+
+/// What the variables of NVIDIA's DRA driver ask for under its name, and nothing here gives: a number of shares, and
+/// feature gates. DynamicMIG is read, and health is always watched.
+pub(super) fn unread(program: &OsStr, variable: impl Fn(&str) -> Option<String>) -> Vec<String> {
+    if Path::new(program).file_name().is_none_or(|name| name != DRA_DRIVER) {
+        return Vec::new();
+    }
+    let shares = variable("CONSUMABLE_SHARES").filter(|shares| !shares.is_empty());
+    let gates = variable("FEATURE_GATES").unwrap_or_default();
+    let on = gates.split(',').filter_map(|gate| gate.trim().strip_suffix("=true"));
+    let on = on.filter(|gate| !["DynamicMIG", "NVMLDeviceHealthCheck"].contains(gate));
+    let gates = on.map(|gate| format!("FEATURE_GATES={gate}"));
+    shares.map(|_| "CONSUMABLE_SHARES".to_owned()).into_iter().chain(gates).collect()
 }
 
 /// The words without klog's `-v LEVEL` (`-v=LEVEL`, `--v LEVEL`): --log has the level.
@@ -237,6 +251,12 @@ mod tests {
             let words = words("gpu-kubelet-plugin", &[(variable, value)]);
             assert!(words.split(' ').any(|word| word == flag), "{words}");
         }
+        let unread = |program: &str| {
+            let gates = "DynamicMIG=true,MPSSupport=true,NVMLDeviceHealthCheck=true,PassthroughSupport=false";
+            super::unread(program.as_ref(), |name| Some(if name == "FEATURE_GATES" { gates } else { "4" }.to_owned()))
+        };
+        assert_eq!(unread("/usr/bin/gpu-kubelet-plugin"), ["CONSUMABLE_SHARES", "FEATURE_GATES=MPSSupport"]);
+        assert_eq!(unread("linkwise"), Vec::<String>::new());
         // linkwise's own variables and flags win, and a subcommand is one.
         let ours =
             [("LINKWISE_DRA_GPUS", "0,1"), ("KUBELET_SOCKET", "/k/kubelet.sock"), ("LINKWISE_ADMIN_SOCKET", "/a")];

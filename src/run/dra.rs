@@ -73,8 +73,8 @@ pub(super) struct Given<'a> {
 
 /// Starts DRA in a node. Without a client of the API server no slices are written, and no new claim is prepared. Where
 /// GPUs go through the device plugin, the parts of DRA do not count for readiness, and the slices are empty while the
-/// kubelet has the plugin registered; otherwise the kubelet deletes them.
-pub(super) fn spawn_in(node: &mut Node, given: Given<'_>, api: Option<&Api>) {
+/// kubelet has the plugin registered; otherwise the kubelet deletes them. Returns the plugin, to ask whether it answers.
+pub(super) fn spawn_in(node: &mut Node, given: Given<'_>, api: Option<&Api>) -> dra::Plugin {
     let Given { settings, name, state_dir, injection, host_devices, cdi, mig, mps, handover, serves, .. } = given;
     let name = name.unwrap_or_default();
     let empty = Pool::new(name.clone(), Vec::new());
@@ -124,8 +124,9 @@ pub(super) fn spawn_in(node: &mut Node, given: Given<'_>, api: Option<&Api>) {
             });
         }
     }
-    let running = plugin.run(node.snapshot(), node.book(), handover, node.shutdown());
+    let running = plugin.clone().run(node.snapshot(), node.book(), handover, node.shutdown());
     node.spawn_until_done("DRA plugin", running.map(Ok));
+    plugin
 }
 
 /// Reads claims for the plugin.

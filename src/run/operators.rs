@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Result;
+use futures_util::FutureExt;
 
 use linkwise_core::errors::chain;
 use linkwise_core::once::Once;
@@ -72,7 +73,7 @@ pub(super) async fn answer_probes(
     };
     let health = async {
         if let Some(port) = health {
-            let _ = health::serve(health::address(port)).await;
+            let _ = health::serve(health::address(port), Arc::new(|| std::future::ready(true).boxed())).await;
         }
         std::future::pending::<()>().await;
     };

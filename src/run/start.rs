@@ -1,10 +1,12 @@
 //! Builds the node of `linkwise run` and starts its tasks, each as soon as its inputs exist.
 
+use std::future::ready;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Result, bail};
+use futures_util::FutureExt;
 use tokio::signal::unix::{Signal, SignalKind};
 use tokio::sync::{mpsc, watch};
 use tokio_util::sync::CancellationToken;
@@ -55,6 +57,7 @@ pub(super) async fn serve(args: &RunArgs, last_signals: &mut LastSignals) -> Res
     let cdi = spawn_cdi_sync(&mut node, injection.sync);
     labels::spawn_in(&mut node, &settings, args);
     let mps = mps::spawn_in(&mut node, Layout::new(&args.mps.container_root), state_dir.is_some());
+    let mut alive: health::Alive = Arc::new(|| ready(true).boxed());
     // Without a folder for their checkpoints there are no claims.
     if let Some(state_dir) = state_dir {
         let given = dra::Given {
@@ -72,7 +75,8 @@ pub(super) async fn serve(args: &RunArgs, last_signals: &mut LastSignals) -> Res
             // Nodes that never had claims have no series of DRA.
             has_metrics: dra.serves || dra.has_claims,
         };
-        dra::spawn_in(&mut node, given, api.as_ref().filter(|_| dra.has_api_server));
+        let plugin = dra::spawn_in(&mut node, given, api.as_ref().filter(|_| dra.has_api_server));
+        alive = Arc::new(move || plugin.answers().boxed());
     }
     events::spawn_in(&mut node, &settings, args.node_name.as_deref(), api.as_ref());
     // Before the first GPU is discovered, and before a takeover makes the state anew: the plan has the node's door, and
@@ -88,7 +92,7 @@ pub(super) async fn serve(args: &RunArgs, last_signals: &mut LastSignals) -> Res
     }
     node.spawn("signals", orders.follow(release, node.shutdown()));
     if let Some(port) = args.healthcheck_port {
-        node.spawn("gRPC health", health::serve(health::address(port)));
+        node.spawn("gRPC health", health::serve(health::address(port), alive));
     }
 
     let (metrics, address, hosts) = (node.metrics().clone(), node.metrics_address(), node.hosts.clone());
@@ -157,7 +161,7 @@ impl Wanted {
             settings.dra_gpus.value = Door::Plugin;
         }
         for variable in unknown_variables() {
-            tracing::warn!(variable, "unknown variable: ignored; see linkwise run --help");
+            tracing::warn!(variable, "variable ignored: linkwise does not read it; see linkwise run --help");
         }
         for (variable, passed_over) in args.xids.passed_over() {
             tracing::warn!(variable, passed_over, "not an XID number: ignored");

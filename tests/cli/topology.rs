@@ -1,6 +1,8 @@
 //! `linkwise topology`: names, fields, shapes.
 
+use std::fs::File;
 use std::io::{BufRead, BufReader, Read};
+use std::path::Path;
 use std::process::Stdio;
 
 use linkwise_host::machines;
@@ -156,4 +158,12 @@ fn closed_pipe_is_no_error() {
     let output = linkwise(&["topology", "--node", "dgx-h100"]).stdout(writer).stderr(Stdio::piped()).spawn().unwrap();
     let output = output.wait_with_output().unwrap();
     assert!(output.status.success() && output.stderr.is_empty(), "{output:?}");
+}
+
+#[test]
+fn machine_is_read_from_standard_input() {
+    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("crates/host/src/machines/dgx-h100.yaml");
+    let mut command = linkwise(&["topology", "--node", "-", "--format", "json"]);
+    let read: Value = serde_json::from_str(&text(command.stdin(File::open(file).unwrap()))).unwrap();
+    assert_eq!(read, json(&["topology", "--node", "dgx-h100", "--format", "json"]));
 }

@@ -179,9 +179,14 @@ impl Node {
 
     /// The device nodes of GPUs and MIG devices that a runtime gives a container for these CDI devices.
     pub fn hardware(&self, cdi: &[String]) -> Vec<String> {
-        let edits = runtime::container(&self.at("cdi"), cdi).unwrap();
+        self.resolved(cdi).unwrap()
+    }
+
+    /// The same, or the text with which the runtime refuses the container.
+    pub fn resolved(&self, cdi: &[String]) -> Result<Vec<String>, String> {
+        let edits = runtime::container(&self.at("cdi"), cdi)?;
         let mig = edits.nodes.iter().filter(|node| node.starts_with("/dev/nvidia-caps/")).cloned();
-        edits.gpus().into_iter().chain(mig).collect()
+        Ok(edits.gpus().into_iter().chain(mig).collect())
     }
 }
 

@@ -74,6 +74,31 @@ async fn hung_daemon_is_withdrawn_and_replaced() {
 }
 
 #[tokio::test]
+async fn limit_that_a_client_has_changed_is_set_again() {
+    let node = Node::new();
+    let mut gpu = node.supervise(shared("nvidia.com/gpu", [0, 1], 2));
+    gpu.serving().await;
+    let state = node.layout().pipe(&gpu.name).join("state");
+    for (what, set, other) in [("threads", "50.0", "100.0"), ("memory-0", "20480", "40960"), ("memory-1", "20480", "1")]
+    {
+        fs::write(state.join(what), other).unwrap();
+        until(|| node.kept(&gpu.name, what) == set).await;
+        assert_eq!(gpu.readiness(), Ok(()), "{what}");
+    }
+    // A limit that cannot be set again is withdrawn.
+    node.misbehave("refuse-memory");
+    fs::write(state.join("memory-1"), "1").unwrap();
+    assert!(
+        gpu.failure()
+            .await
+            .ends_with("'get_default_device_pinned_mem_limit 1' answered '1M', not 20480M: the limit does not hold")
+    );
+    node.behave("refuse-memory");
+    gpu.serving().await;
+    gpu.end().await;
+}
+
+#[tokio::test]
 async fn daemon_without_its_limits_never_serves() {
     for (how, why) in [
         ("refuse-memory", "'get_default_device_pinned_mem_limit 0' answered '0M', not 20480M: the limit does not hold"),

@@ -8,6 +8,7 @@
     reason = "what a helper cannot do fails the test"
 )]
 
+mod agreement;
 mod availability;
 mod conflicts;
 mod doors;

@@ -176,6 +176,7 @@ async fn invalid_strategies_are_refused_by_name() {
         ("--device-id-strategy=name", "invalid value 'name' for '--device-id-strategy"),
         ("--nvidia-driver-root=run/driver", "expected an absolute path"),
         ("--nvidia-cdi-hook-path=nvidia-cdi-hook", "expected an absolute path"),
+        ("--cdi-annotation-prefix=cdi.k8s.io", "expected a DNS name and a slash, such as cdi.k8s.io/"),
     ] {
         let (status, words) = Setup::with(&machine(&TWO)).arg(arg).spawn().ended().await;
         assert_eq!(status.code(), Some(2), "{words:?}");

@@ -22,6 +22,8 @@ pub const PODS: &str = "pods of the device plugin";
 const NEWS: Duration = Duration::from_secs(5);
 /// Before a call that failed is made again.
 const AGAIN: Duration = Duration::from_millis(50);
+/// Between two starts of a container.
+const RESTARTS: Duration = Duration::from_millis(100);
 
 /// A claim of one kind.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -164,7 +166,11 @@ async fn one(world: &World, scheduled: &Scheduled, random: &mut Random) {
         return world.ledger.count("claims that the node left unprepared");
     };
     let end = tokio::time::Instant::now() + lasts(random);
-    while !world.has_failed() && tokio::time::timeout_at(end, turns.changed()).await.is_ok() {
+    while !world.has_failed() && tokio::time::Instant::now() < end {
+        if tokio::time::timeout(RESTARTS, turns.changed()).await.is_err() {
+            restart(world, scheduled, &hardware, (began, losses));
+            continue;
+        }
         let now = *turns.borrow_and_update();
         if now.mig_losses != losses && *kind == Kind::Mig {
             break;
@@ -220,6 +226,23 @@ async fn start(world: &World, scheduled: &Scheduled, is_new: bool) -> Option<(Ve
         tokio::time::sleep(AGAIN).await;
     }
     Some((Vec::new(), world.turns()))
+}
+
+/// Starts a pod's container again, as the kubelet does by itself where one ends: the names that it has noted resolve to
+/// the same hardware, whatever linkwise does meanwhile. Nothing runs after a reboot, or after the loss of its MIG device.
+fn restart(world: &World, scheduled: &Scheduled, hardware: &[String], (began, losses): (Turns, u64)) {
+    let Scheduled { name, kind, claim, .. } = scheduled;
+    let Ok(names) = world.node.dra.restarted_containers(&PodClaims::single(name, claim.clone(), DRIVER)) else {
+        return;
+    };
+    let resolved = world.node.resolved(&names["main"]);
+    let now = world.turns();
+    if now.boots == began.boots && (now.mig_losses == losses || *kind != Kind::Mig) {
+        world.ledger.count("containers that started again");
+        if resolved.as_deref() != Ok(hardware) {
+            world.ledger.error(format!("{name} had {hardware:?}, and its container starts again with {resolved:?}"));
+        }
+    }
 }
 
 fn enter(world: &World, scheduled: &Scheduled, hardware: &[String]) {

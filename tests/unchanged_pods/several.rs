@@ -141,6 +141,25 @@ async fn empty_name_of_another_template_is_none() {
 }
 
 /// The pods of a group find the claim that they share by the name of its template.
+/// They cost the API server nothing, however many templates there are, and are let in while it starts.
+#[tokio::test]
+async fn pods_without_claims_and_gpus_are_none_of_the_policies() {
+    let server = server().await;
+    for number in 0..200 {
+        let metadata = json!({"name": format!("t{number}"), "annotations": {"linkwise.dev/further-claims": "any"}});
+        put_template(&server, ON, json!({"metadata": metadata, "spec": {"spec": {"devices": {}}}}));
+    }
+    server.set_starting(true);
+    let plain = json!({"spec": {"containers": [{"name": "c", "image": "i"}]}});
+    created(&server, ON, &plain).unwrap();
+    assert_eq!(server.patches(), 0);
+    let refused = created(&server, ON, &pod(&["t0", "t1"])).unwrap_err();
+    assert!(refused.contains("There can be a delay"), "{refused}");
+    server.set_starting(false);
+    created(&server, ON, &pod(&["t0", "t1"])).unwrap();
+    assert!(server.patches() > 0);
+}
+
 #[tokio::test]
 async fn claims_of_a_group_stay() {
     let server = server().await;

@@ -69,8 +69,7 @@ pub fn held(state: &NodeState, readiness: &Readiness, reported: &mut Once<String
 
 /// Shows the parts of the configuration that this node cannot offer. While something else is offered the node is ready.
 pub fn plan(state: &NodeState, readiness: &Readiness) {
-    let problems = state.offers().problems().iter().filter(|problem| problem.is_fault());
-    let problems: Vec<String> = problems.map(ToString::to_string).collect();
+    let problems: Vec<String> = state.offers().faults().map(ToString::to_string).collect();
     let has_gpus = !state.topology().gpus().is_empty();
     match (state.offers_any(), problems.is_empty()) {
         _ if !has_gpus => readiness.remove(&Part::Plan),

@@ -167,7 +167,9 @@ fn recovery_action(gpu: &Gpu<'_>) -> Result<u32, NvmlError> {
 /// The health of the GPU's fabric registration; `None` if NVML reports a state that is newer than this version.
 fn joined(fabric: Fabric) -> Option<FabricHealth> {
     match (fabric.state, fabric.status) {
-        (sys::NVML_GPU_FABRIC_STATE_COMPLETED, sys::nvmlReturn_enum_NVML_SUCCESS) => Some(FabricHealth::Joined),
+        (sys::NVML_GPU_FABRIC_STATE_COMPLETED, sys::nvmlReturn_enum_NVML_SUCCESS) if !fabric.bad_route => {
+            Some(FabricHealth::Joined)
+        }
         (sys::NVML_GPU_FABRIC_STATE_COMPLETED, status) => Some(FabricHealth::Failed { status }),
         (sys::NVML_GPU_FABRIC_STATE_NOT_STARTED | sys::NVML_GPU_FABRIC_STATE_IN_PROGRESS, _) => {
             Some(FabricHealth::Joining)
@@ -210,7 +212,7 @@ mod tests {
 
     #[test]
     fn each_state_of_a_fabric_is_told_apart() {
-        let fabric = |state, status| joined(Fabric { cluster: [0; 16], clique: 0, state, status });
+        let fabric = |state, status| joined(Fabric { cluster: [0; 16], clique: 0, state, status, bad_route: false });
         let states = [(0, 0), (1, 0), (2, 0), (3, 0), (3, 999), (77, 0)].map(|(state, status)| fabric(state, status));
         use FabricHealth::{Failed, Joined, Joining, Unused};
         assert_eq!(

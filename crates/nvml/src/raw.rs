@@ -187,6 +187,8 @@ pub struct Fabric {
     pub state: u32,
     /// The `nvmlReturn_t` of the registration.
     pub status: u32,
+    /// Set if the driver says that a route to the fabric is unhealthy.
+    pub bad_route: bool,
 }
 
 /// The fabric registration, by the versioned call if the library has it, otherwise by the first one.
@@ -206,7 +208,16 @@ pub fn fabric(device: &Device<'_>) -> Answer<Fabric> {
         clique: info.cliqueId,
         state: info.state.into(),
         status: info.status,
+        bad_route: bad_route(info.healthMask),
     }))
+}
+
+/// Returns true if a fabric's health mask has an unhealthy route (nvml.h, `NVML_GPU_FABRIC_HEALTH_MASK_*`). The driver
+/// repairs the route itself, or needs an operator.
+fn bad_route(mask: u32) -> bool {
+    let route = mask >> sys::NVML_GPU_FABRIC_HEALTH_MASK_SHIFT_ROUTE_UNHEALTHY;
+    route & sys::NVML_GPU_FABRIC_HEALTH_MASK_WIDTH_ROUTE_UNHEALTHY
+        == sys::NVML_GPU_FABRIC_HEALTH_MASK_ROUTE_UNHEALTHY_TRUE
 }
 
 fn first_fabric(device: &Device<'_>) -> Answer<Fabric> {
@@ -217,6 +228,7 @@ fn first_fabric(device: &Device<'_>) -> Answer<Fabric> {
         clique: info.cliqueId,
         state: info.state.into(),
         status: info.status,
+        bad_route: false,
     }))
 }
 

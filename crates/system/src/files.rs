@@ -99,8 +99,13 @@ pub fn make_private(folder: &Path) -> io::Result<()> {
 
 /// Reads a file of at most `limit` bytes. Fails with `FileTooLarge` for a longer file.
 pub fn read(path: &Path, limit: u64) -> io::Result<Vec<u8>> {
+    read_all(File::open(path)?, limit)
+}
+
+/// Reads all of a file or a stream, as [`read`] does.
+pub fn read_all(from: impl Read, limit: u64) -> io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
-    let length = File::open(path)?.take(limit.saturating_add(1)).read_to_end(&mut bytes)?;
+    let length = from.take(limit.saturating_add(1)).read_to_end(&mut bytes)?;
     if u64::try_from(length).is_ok_and(|length| length <= limit) {
         return Ok(bytes);
     }

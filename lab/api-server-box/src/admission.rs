@@ -6,7 +6,8 @@
 //! each object that its `paramRef` finds. The mutations of a policy are JSON patches, evaluated in order. An error
 //! refuses the request; with `failurePolicy: Ignore` an error ends the failed part only, and earlier mutations stay.
 //! A policy with `reinvocationPolicy: IfNeeded` is evaluated once more if an object was changed, with the parameters with
-//! which its conditions held before (`mutating/dispatcher.go`, `reinvocationcontext.go`). Bindings go by name here; the real
+//! which its conditions held before (`mutating/dispatcher.go`, `reinvocationcontext.go`). While the server starts, a policy
+//! whose conditions hold refuses the request, whatever its failure policy: the schemas of patches are not there yet. Bindings go by name here; the real
 //! server's order is that of a Go map, so any.
 //!
 //! Features that are not modelled are refused by name when the policy or the binding is stored: apply configurations,
@@ -254,7 +255,7 @@ pub(super) fn mutate(store: &Store, key: &Key, object: &mut Value) -> Result<(),
     // The bindings and parameters that are evaluated again.
     let mut invoked = BTreeSet::new();
     loop {
-        let before = object.clone();
+        let (before, mut patched) = (object.clone(), false);
         for binding in &bindings {
             let binding_name = text(&binding["metadata"]["name"]);
             let bound: BindingSpec = spec(key, binding)?;
@@ -280,12 +281,15 @@ pub(super) fn mutate(store: &Store, key: &Key, object: &mut Value) -> Result<(),
                         if again && !invoked.contains(&invocation) {
                             continue;
                         }
-                        let invoked_now = invoke(&policy, object, params.as_ref());
+                        let invoked_now = invoke(store, &policy, object, params.as_ref());
                         limits::complete(store, key, object);
                         match invoked_now {
                             Err(Failed::Policy(why)) if !ignores => return Err(denied(why)),
                             Err(Failed::Server(refusal)) => return Err(refusal),
-                            Ok(true) => drop(invoked.insert(invocation)),
+                            Ok(true) => {
+                                patched = true;
+                                invoked.insert(invocation);
+                            }
                             Err(Failed::Policy(_)) | Ok(false) => {}
                         }
                     }
@@ -294,7 +298,8 @@ pub(super) fn mutate(store: &Store, key: &Key, object: &mut Value) -> Result<(),
                 Err(why) => return Err(denied(why)),
             }
         }
-        if again || *object == before {
+        // A patch that changes nothing counts as a change (`versionedAttributes.Dirty`).
+        if again || (*object == before && !patched) {
             return Ok(());
         }
         again = true;
@@ -311,7 +316,7 @@ enum Failed {
 
 /// Evaluates a policy with one parameter, and returns true if its conditions hold. Changes by the mutations before a
 /// failing one stay.
-fn invoke(policy: &PolicySpec, object: &mut Value, params: Option<&Value>) -> Result<bool, Failed> {
+fn invoke(store: &Store, policy: &PolicySpec, object: &mut Value, params: Option<&Value>) -> Result<bool, Failed> {
     let failed =
         |expression: &str, why: String| Failed::Policy(format!("expression '{expression}' resulted in error: {why}"));
     fn inputs<'a>(object: &'a Value, params: Option<&'a Value>) -> Vec<(&'static str, &'a Value)> {
@@ -333,7 +338,13 @@ fn invoke(policy: &PolicySpec, object: &mut Value, params: Option<&Value>) -> Re
     if let Some(error) = error.take() {
         return Err(error);
     }
+    if store.starts {
+        let message = "Resource kind /v1, Kind=Pod not found. There can be a delay between when CustomResourceDefinitions are \
+                       created and when they are available.";
+        return Err(Failed::Server(Refusal::new(503, "ServiceUnavailable", message)));
+    }
     for Mutation { patch_type: PatchType::JsonPatch, json_patch: Expression { expression } } in &policy.mutations {
+        store.patches.set(store.patches.get() + 1);
         let mut variables = BTreeMap::new();
         for one in &policy.variables {
             // An error counts only when an expression reads the variable.

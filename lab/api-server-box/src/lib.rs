@@ -236,6 +236,16 @@ impl ApiServerBox {
         self.shared.store().gates = gates;
     }
 
+    /// Sets whether the server is starting: then no policy can patch an object.
+    pub fn set_starting(&self, starts: bool) {
+        self.shared.store().starts = starts;
+    }
+
+    /// The number of patches that policies have evaluated.
+    pub fn patches(&self) -> usize {
+        self.shared.store().patches.get()
+    }
+
     /// Sets the `gitVersion` of `/version`, such as `v1.37.0`; with an empty text the server has no such path.
     pub fn set_version(&self, version: &str) {
         version.clone_into(&mut self.shared.version.lock().expect("no thread panics in here"));

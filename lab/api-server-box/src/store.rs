@@ -1,5 +1,6 @@
 //! The objects, their versions and their changes.
 
+use std::cell::Cell;
 use std::collections::BTreeMap;
 
 use serde_json::{Value, json};
@@ -136,12 +137,16 @@ pub(super) struct Store {
     expired: u64,
     /// The gates: they decide which fields of slices are dropped.
     pub gates: Gates,
+    /// Set while the server starts.
+    pub starts: bool,
+    /// The number of patches that policies have evaluated.
+    pub patches: Cell<usize>,
 }
 
 impl Store {
     pub fn new(types: &[ResourceType]) -> Self {
-        let gates = Gates::default();
-        Self { types: types.to_vec(), objects: BTreeMap::new(), changes: Vec::new(), version: 1, expired: 0, gates }
+        let (objects, changes, gates, patches) = Default::default();
+        Self { types: types.to_vec(), objects, changes, version: 1, expired: 0, gates, starts: false, patches }
     }
 
     /// A kind by its path.

@@ -64,8 +64,8 @@ pub enum Act {
     Link(u32, Option<u32>),
     /// The same state of all links from and to a GPU.
     Links(Option<u32>),
-    /// The fabric's state and status.
-    Fabric(u32, u32),
+    /// The fabric's state, status and health mask.
+    Fabric(u32, u32, u32),
 }
 
 impl Command {
@@ -125,7 +125,10 @@ impl FromStr for Command {
             ["link", which, link, to] => gpu(which, Act::Link(number(link)?, link_state(to)?)),
             ["links", which, to] => gpu(which, Act::Links(link_state(to)?)),
             ["link-fields", to @ ("yes" | "no")] => Self::LinkFields(to == "yes"),
-            ["fabric", which, state, status] => gpu(which, Act::Fabric(number(state)?, number(status)?)),
+            ["fabric", which, state, status] => gpu(which, Act::Fabric(number(state)?, number(status)?, 0)),
+            ["fabric", which, state, status, mask] => {
+                gpu(which, Act::Fabric(number(state)?, number(status)?, number(mask)?))
+            }
             ["fail", which, function, code] => fault(which, function, Some(Fault::Code(number(code)?))),
             ["hang", function] => fault("*", function, Some(Fault::Hang)),
             ["hang", which, function] => fault(which, function, Some(Fault::Hang)),

@@ -37,7 +37,7 @@
 //! | `link GPU LINK STATE` | an NVLink's state: `up`, `down`, `sleep`, or `absent`: NVML does not know it |
 //! | `links GPU STATE` | the same of all NVLinks that end at the GPU, at both ends |
 //! | `link-fields no`, `link-fields yes` | an older driver: the state of a link is no field, as for each GPU before Hopper |
-//! | `fabric GPU STATE STATUS` | the fabric's state and status, NVML's numbers |
+//! | `fabric GPU STATE STATUS [MASK]` | the fabric's state, status and health mask, NVML's numbers |
 //! | `remove GPU`, `add GPU` | the GPU is not counted any more, or is again |
 //! | `driver VERSION` | the driver's version |
 //! | `storm GPU CODE N` | N XID events at once |

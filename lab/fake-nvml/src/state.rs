@@ -55,8 +55,8 @@ pub struct State {
     pub links: BTreeMap<(usize, u32), Option<u32>>,
     /// Set if the driver has no field with the state of a link.
     pub without_link_fields: bool,
-    /// The fabric's state and status, by GPU.
-    pub fabrics: BTreeMap<usize, (u32, u32)>,
+    /// The fabric's state, status and health mask, by GPU.
+    pub fabrics: BTreeMap<usize, (u32, u32, u32)>,
     pub driver: Option<String>,
     absent: BTreeSet<usize>,
     /// Set while a call holds the library's lock.
@@ -265,7 +265,7 @@ impl State {
                     self.links.insert(link, *state);
                 }
             }
-            Act::Fabric(joining, status) => drop(self.fabrics.insert(gpu, (*joining, *status))),
+            Act::Fabric(joining, status, mask) => drop(self.fabrics.insert(gpu, (*joining, *status, *mask))),
         }
         Ok(())
     }

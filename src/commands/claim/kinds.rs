@@ -89,10 +89,20 @@ pub(super) fn tier(name: &str) -> u64 {
     digits.parse().unwrap_or(1).max(1)
 }
 
+/// The refusal of a claim for more GPUs than the largest of the named machines has.
+pub(super) fn too_few(gpus: u8, most: usize) -> String {
+    format!("--gpus {gpus} with --node: the machine has {most} GPUs, and a claim has its GPUs on one machine")
+}
+
 /// The kinds of the fleet that the options name, for claims of so many GPUs; none if they name none.
 pub(super) fn of_fleet(gpus: u8, nodes: &[String], fleet: &FleetArgs) -> Result<Vec<Kind>> {
     let slices = match fleet.cluster.as_deref() {
-        None => return nodes.iter().map(|node| machine(node, gpus)).collect(),
+        None => {
+            let kinds = nodes.iter().map(|node| machine(node, gpus)).collect::<Result<Vec<_>>>()?;
+            let most = kinds.iter().map(|kind| kind.gpus).max();
+            ensure!(most.is_none_or(|most| usize::from(gpus) <= most), too_few(gpus, most.unwrap_or_default()));
+            return Ok(kinds);
+        }
         Some("") => {
             let slices = block_on(async { Ok(all_slices(fleet.api.access()?).await?) });
             slices.context("cannot read the ResourceSlices of the cluster")?

@@ -25,7 +25,8 @@ use linkwise_core::state::{Door, Filter, GpuSelector, MigStrategy, NumaHints, Re
 use lists::{Reader, from_file, values};
 use source::{Row, Sources};
 use value::{
-    absolute, address, boolean, choice, choices, imex_channels, interval, path, path_or_empty, text, texts, whole,
+    absolute, address, annotation_prefix, boolean, choice, choices, imex_channels, interval, path, path_or_empty,
+    texts, whole,
 };
 
 pub use file::{Finding, Severity};
@@ -268,7 +269,8 @@ settings! {
     device_id_strategy: DeviceIdStrategy = DeviceIdStrategy::Uuid, "flags.plugin.deviceIDStrategy", choice,
         "device-id-strategy" "STRATEGY" ["DEVICE_ID_STRATEGY"];
     /// The prefix of the keys of CDI annotations
-    cdi_annotation_prefix: String = "cdi.k8s.io/".to_owned(), "flags.plugin.cdiAnnotationPrefix", text,
+    cdi_annotation_prefix: String = "cdi.k8s.io/".to_owned(), "flags.plugin.cdiAnnotationPrefix",
+        annotation_prefix,
         "cdi-annotation-prefix" "PREFIX" ["CDI_ANNOTATION_PREFIX"];
     /// The path of nvidia-cdi-hook (or nvidia-ctk) on the host, for the hooks of CDI specs. Without it:
     /// /usr/bin/nvidia-cdi-hook if the driver root has it, else no hooks

@@ -6,7 +6,8 @@ use super::value::{DiscoveryStrategy, SharedPolicy};
 use super::{Origin, Settings};
 use linkwise_core::quote::{excerpt, quoted};
 use linkwise_core::state::{
-    DeviceSelector, GpuSelector, MigStrategy, Pattern, ResourceName, SharedDevices, SharedResource, SharingKind,
+    DeviceSelector, GpuSelector, MigStrategy, NamePattern, Pattern, ResourceName, SharedDevices, SharedResource,
+    SharingKind,
 };
 
 /// The values of --cdi-disable-hooks: all hooks, or those of NVIDIA's names that linkwise's CDI specs may have.
@@ -23,6 +24,7 @@ const CDI_HOOKS: [&str; 6] = [
 pub(super) fn check(settings: &Settings, lists: &Lists, findings: &mut Vec<Finding>) {
     for (number, shared) in lists.shared.iter().enumerate() {
         let earlier = lists.shared.get(..number).unwrap_or_default();
+        findings.extend(offered_nowhere(settings, lists, shared));
         findings.extend(name_taken(lists, earlier, shared));
         findings.extend(mps_replicas(lists, earlier, shared));
         findings.extend(devices_taken(lists, earlier, shared));
@@ -78,12 +80,46 @@ fn exclusions(excluded: &[Item<GpuSelector>], findings: &mut Vec<Finding>) {
     }
 }
 
+/// The beginning of the default names of MIG devices.
+const MIG: &str = "nvidia.com/mig-";
+
 fn is_mig(name: &ResourceName) -> bool {
-    name.as_str().starts_with("nvidia.com/mig-")
+    name.as_str().starts_with(MIG)
 }
 
 fn offered_as(resource: &SharedResource) -> &ResourceName {
     resource.rename.as_ref().unwrap_or(&resource.name)
+}
+
+/// The warnings that no GPU and no MIG device can have the name of a shared resource, or one that it lists: no node
+/// offers that. A strategy that is in no source may come from another one.
+fn offered_nowhere(settings: &Settings, lists: &Lists, shared: &Item<SharedResource>) -> Vec<Finding> {
+    let (name, strategy) = (&shared.value.name, &settings.mig_strategy);
+    let named = |patterns: &[Item<NamePattern>]| patterns.iter().any(|pattern| pattern.value.name == *name);
+    let may_be = |one| strategy.value == one || strategy.origin == Origin::Default;
+    // A pattern may take all devices that had the default name.
+    let all = |patterns: &[Item<NamePattern>]| {
+        patterns.iter().any(|pattern| pattern.value.pattern.covers(&Pattern::new("*")))
+    };
+    let is_gpu = |patterns| *name == ResourceName::gpu() && !all(patterns);
+    let profile = name.as_str().strip_prefix(MIG).map(|profile| profile.replacen("gb.", "gb+", 1));
+    let is_free = |profile: String| !lists.mig.iter().any(|pattern| pattern.value.pattern.matches(&profile));
+    let of_gpus = named(&lists.gpus) || is_gpu(&lists.gpus);
+    let is_mps = lists.sharing.as_ref().is_some_and(|sharing| sharing.kind == SharingKind::Mps);
+    let of_mig = (may_be(MigStrategy::Mixed) && profile.is_some_and(is_free))
+        || (may_be(MigStrategy::Single) && is_gpu(&lists.mig))
+        || (strategy.value != MigStrategy::None || strategy.origin == Origin::Default) && named(&lists.mig);
+    let of_mig = of_mig && !is_mps;
+    let warning =
+        |key: &str, problem| Finding::at(shared.line, format!("{}.{key}", shared.key), Severity::Warning, problem);
+    if !of_gpus && !of_mig {
+        let problem = format!("no GPU and no MIG device is called {name}: see flags.migStrategy and resources");
+        return vec![warning("name", problem)];
+    }
+    let SharedDevices::List(listed) = &shared.value.devices else { return Vec::new() };
+    let wrong = listed.iter().filter(|device| if device.is_mig() { !of_mig } else { !of_gpus });
+    let kind = if of_gpus { "whole GPUs" } else { "MIG devices" };
+    wrong.map(|device| warning("devices", format!("{name} has {kind} only, and {device} is none"))).collect()
 }
 
 /// The error that a shared resource's name belongs to another resource.

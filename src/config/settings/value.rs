@@ -10,6 +10,7 @@ use std::time::Duration;
 use serde::{Serialize, Serializer};
 
 use super::file::{Entry, Node};
+use crate::config::dra::node_name;
 use linkwise_core::allocation::AllocationPolicy;
 use linkwise_core::quote::{excerpt, quoted};
 use linkwise_core::state::{DeviceSelector, Door, GpuSelector, ResourceName, ResourceNameError, SharedDevices};
@@ -122,15 +123,16 @@ fn expected<T: Words>() -> String {
     words.split_last().map(|(last, rest)| format!("{} or {last}", rest.join(", "))).unwrap_or_default()
 }
 
-/// Any text.
-pub(super) fn text(value: &Value) -> Result<String, String> {
-    value.or_refused(value.text().map(str::to_owned), "a text")
-}
-
 /// A list of texts that are not empty.
 pub(super) fn texts(value: &Value) -> Result<Vec<String>, String> {
-    let name = |item: &Value| item.or_refused(text(item).ok().filter(|text| !text.is_empty()), "a name");
+    let name = |item: &Value| item.or_refused(item.text().filter(|text| !text.is_empty()).map(str::to_owned), "a name");
     value.items("a list of texts", name)
+}
+
+/// The prefix of an annotation's key: a DNS subdomain and a slash.
+pub(super) fn annotation_prefix(value: &Value) -> Result<String, String> {
+    let is_one = |text: &&str| text.strip_suffix('/').is_some_and(|domain| node_name(domain).is_ok());
+    value.or_refused(value.text().filter(is_one).map(str::to_owned), "a DNS name and a slash, such as cdi.k8s.io/")
 }
 
 /// A path.

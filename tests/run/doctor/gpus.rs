@@ -165,3 +165,16 @@ async fn released_driver_warns() {
     assert_eq!(run(command).await.0, Some(0));
     found(&look(&node.setup, &[]).await, "gpus", "warning", "has released the driver");
 }
+
+#[tokio::test]
+async fn plan_that_cannot_be_met_is_named() {
+    let (setup, kubelet) = well("dgx1-v100");
+    let (file, socket) = (setup.at("config.yaml"), setup.admin_socket());
+    let shared = "sharing: {timeSlicing: {resources: [{name: nvidia.com/gpu, replicas: 2, devices: 9}]}}";
+    fs::write(&file, format!("version: v1\nlinkwise: {{naming: true}}\n{shared}\n")).unwrap();
+    let node = setup.arg("--config-file").arg(file).arg("--admin-socket").arg(socket).start().await;
+    registered(&kubelet, 1, 16).await;
+    let report = look(&node.setup, &[]).await;
+    found(&report, "gpus", "warning", "9 of its devices are to be shared, the node has 8");
+    advised(&report, "9 of its devices", "change the configuration");
+}

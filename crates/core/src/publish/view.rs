@@ -225,7 +225,7 @@ pub fn view(state: &NodeState, placements: &Placements, process: Process) -> Nod
         allocations: is_known.then(|| placements.allocations.clone()),
         outlook: is_known.then(|| placements.outlook.clone()),
         choices: process.choices,
-        problems: state.offers().problems().iter().map(ToString::to_string).collect(),
+        problems: state.offers().faults().map(ToString::to_string).collect(),
         warnings: state.hardware().warnings().iter().map(ToString::to_string).collect(),
         sums,
     }
@@ -254,7 +254,7 @@ impl Sums {
         let door = |uuid: &GpuUuid| state.door(uuid).map_or("none", Door::label);
         let count = |availability| gpus.iter().filter(|gpu| gpu.availability == availability).count();
         let mut problems: BTreeMap<(String, &'static str), usize> = BTreeMap::new();
-        for problem in state.offers().problems().iter().filter(|problem| problem.is_fault()) {
+        for problem in state.offers().faults() {
             let resource = problem.resource().map(ToString::to_string).unwrap_or_default();
             *problems.entry((resource, problem.label())).or_default() += 1;
         }

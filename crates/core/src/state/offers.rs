@@ -154,6 +154,11 @@ impl Offers {
         &self.problems
     }
 
+    /// The problems that are faults.
+    pub fn faults(&self) -> impl Iterator<Item = &PlanProblem> {
+        self.problems.iter().filter(|problem| problem.is_fault())
+    }
+
     /// The resources by name.
     pub fn resources(&self) -> &BTreeMap<ResourceName, Resource> {
         &self.resources

@@ -228,6 +228,15 @@ pub struct DeviceSelectorError {
 }
 
 impl DeviceSelector {
+    /// Returns true if it can name a MIG device only.
+    pub fn is_mig(&self) -> bool {
+        match self {
+            Self::Index(_) => false,
+            Self::MigIndex(..) => true,
+            Self::Uuid(uuid) => uuid.starts_with("MIG-"),
+        }
+    }
+
     /// Returns true if it names this device: the MIG device if there is one, otherwise the whole GPU.
     pub fn is(&self, gpu: &Gpu, mig: Option<&MigDevice>) -> bool {
         match (self, mig) {

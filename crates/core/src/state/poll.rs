@@ -134,9 +134,9 @@ pub enum FabricHealth {
     Joined,
     /// It has not begun, or is still joining.
     Joining,
-    /// It could not join.
+    /// It could not join, or has joined by a route that is unhealthy.
     Failed {
-        /// The nvmlReturn_t of the fabric's status.
+        /// The nvmlReturn_t of the fabric's status; `NVML_SUCCESS`, 0, where a route is unhealthy.
         status: u32,
     },
 }

@@ -127,7 +127,7 @@ impl PlanProblem {
     }
 
     /// Returns true if it is a fault: a display that the plan leaves out is not.
-    pub fn is_fault(&self) -> bool {
+    pub(super) fn is_fault(&self) -> bool {
         !matches!(self, Self::DisplayAdapter(..) | Self::Display(..))
     }
 }

@@ -67,10 +67,10 @@ pub enum UnhealthyReason {
     /// It has not joined its NVLink fabric yet.
     #[error("still joining the NVLink fabric")]
     FabricJoining,
-    /// It could not join its NVLink fabric.
-    #[error("not joined to the NVLink fabric: status {status}")]
+    /// It could not join its NVLink fabric, or has joined it by an unhealthy route.
+    #[error("{}", fabric(*status))]
     FabricFailed {
-        /// The nvmlReturn_t of the fabric's status.
+        /// The nvmlReturn_t of the fabric's status, 0 where a route is unhealthy.
         status: u32,
     },
     /// NVML calls about it hung or crashed agents. For now no agent calls NVML about it.
@@ -128,6 +128,13 @@ fn of(instance: Option<MigInstance>) -> String {
     }
 }
 
+fn fabric(status: u32) -> String {
+    match status {
+        0 => "an unhealthy route to the NVLink fabric".to_owned(),
+        status => format!("not joined to the NVLink fabric: status {status}"),
+    }
+}
+
 fn list(links: &[u32]) -> String {
     let numbers: Vec<String> = links.iter().map(ToString::to_string).collect();
     numbers.join(",")
@@ -169,7 +176,9 @@ impl UnhealthyReason {
             Self::CallFailed { .. } => ("call_failed", "the call passing for the hold time"),
             Self::LinksDown { .. } => ("links_down", "the links active for the hold time, or `clear`"),
             Self::FabricJoining => ("fabric_joining", "the GPU joined to its fabric"),
-            Self::FabricFailed { .. } => ("fabric_failed", "the GPU joined to its fabric for the hold time"),
+            Self::FabricFailed { .. } => {
+                ("fabric_failed", "the GPU joined to its fabric by healthy routes for the hold time")
+            }
             Self::Quarantined { .. } => ("left_out", HARMLESS),
             Self::DriverAway { .. } => ("driver_away", "NVML answering again"),
             Self::OffBus => ("off_bus", "the GPU on the PCI bus again, for the hold time"),

@@ -16,8 +16,8 @@ use linkwise_core::quote::{excerpt, one_line};
 use linkwise_core::topology::HostObservation;
 use linkwise_system::files;
 
-/// Loads a built-in machine by its name, or else the file at that path: a node file, an NCCL topology dump or a hwloc
-/// XML.
+/// Loads a built-in machine by its name, or else the file at that path, `-` being standard input: a node file, an NCCL
+/// topology dump or a hwloc XML.
 pub fn load(name_or_path: &str) -> Result<Machine, MachineError> {
     match BUILT_IN.iter().find(|(name, _)| *name == name_or_path) {
         Some((_, text)) => node_file(name_or_path, text),
@@ -53,6 +53,8 @@ pub fn of_bytes(path: &str, bytes: Vec<u8>) -> Result<Machine, MachineError> {
 }
 
 const HWLOC_ROOT: &str = "topology";
+/// The path that stands for standard input, which is read once.
+const STDIN: &str = "-";
 
 fn text(path: &str, bytes: Vec<u8>) -> Result<String, MachineError> {
     let wrong = |error: FromUtf8Error| MachineError::NotText(path.to_owned(), error.utf8_error().valid_up_to());
@@ -82,7 +84,11 @@ fn stem(path: &str) -> String {
 
 fn bytes_of(name_or_path: &str) -> Result<Vec<u8>, MachineError> {
     let path = name_or_path.to_owned();
-    files::read(Path::new(name_or_path), MAX_FILE_BYTES).map_err(|error| match error.kind() {
+    let read = match name_or_path {
+        STDIN => files::read_all(io::stdin().lock(), MAX_FILE_BYTES),
+        _ => files::read(Path::new(name_or_path), MAX_FILE_BYTES),
+    };
+    read.map_err(|error| match error.kind() {
         io::ErrorKind::NotFound if looks_like_a_name(name_or_path) => MachineError::Unknown(path),
         io::ErrorKind::FileTooLarge => MachineError::TooLarge(path),
         _ => MachineError::Read(path, error),
@@ -179,6 +185,7 @@ mod tests {
         for (text, words) in [
             (&b"<graphs version=\"1\"/>"[..], "NCCL_TOPO_DUMP_FILE"),
             (b"<nvidia_smi_log/>", "<nvidia_smi_log>"),
+            (b"<system version=\"2\">\n<cpu><pci><gpu gcn=\"gfx942\"/></pci></cpu></system>", "line 2: a dump of RCCL"),
             (b"<system version=\"1\"\n", "line 2"),
             (b"<system version=\"1\">\n<cpu>\n", "line 3"),
             (b"<system version=\"2\"/>", "version '2'"),

@@ -25,6 +25,7 @@ use super::control::{Control, ControlError, ProgramError, is_memory, is_percenta
 use super::layout::Layout;
 use super::limits::Limits;
 use super::orders::exclusive_gpus;
+use linkwise_core::errors::chain;
 use linkwise_core::topology::GpuUuid;
 
 /// The command of a probe: every driver that supports MPS limits answers it, and it changes nothing.
@@ -111,6 +112,7 @@ pub struct Daemon {
     child: Child,
     group: Option<Pid>,
     control: Control,
+    limits: Vec<Limit>,
     pace: Pace,
 }
 
@@ -122,23 +124,28 @@ impl Daemon {
         command.stdin(Stdio::null()).process_group(0).kill_on_drop(true);
         let child = command.spawn().map_err(MpsError::Spawn)?;
         let group = child.id().and_then(|id| Pid::from_raw(i32::try_from(id).ok()?));
-        let mut daemon = Self { child, group, control, pace };
+        let mut daemon = Self { child, group, control, limits: each(limits), pace };
         tokio::select! {
             status = daemon.child.wait() => return Err(status.map_or_else(MpsError::Spawn, MpsError::Ended)),
-            confirmed = configure(&daemon.control, limits, pace.start) => confirmed?,
+            confirmed = configure(&daemon.control, &daemon.limits, pace.start) => confirmed?,
         }
         Ok(daemon)
     }
 
-    /// Waits until the daemon fails, and returns the reason. Cancel safe.
+    /// Waits until the daemon fails, and returns the reason. Each probe confirms the limit of the threads, and that of
+    /// one GPU's memory in turn. Cancel safe.
     pub async fn watch(&mut self) -> MpsError {
         let probes = async {
-            loop {
+            for limit in self.limits.iter().cycle() {
                 sleep(self.pace.probe).await;
-                if let Err(error) = self.control.ask(PROBE).await {
-                    return error.into();
+                let threads = self.limits.last().filter(|_| matches!(limit, Limit::Memory(..)));
+                for limit in threads.into_iter().chain([limit]) {
+                    if let Err(error) = hold(&self.control, *limit).await {
+                        return error.into();
+                    }
                 }
             }
+            std::future::pending().await
         };
         tokio::select! {
             status = self.child.wait() => status.map_or_else(MpsError::Spawn, MpsError::Ended),
@@ -168,7 +175,7 @@ impl Drop for Daemon {
 }
 
 /// Sets the limits of a daemon that has just been started, and reads them back.
-async fn configure(control: &Control, limits: &Limits, start: Duration) -> Result<(), MpsError> {
+async fn configure(control: &Control, limits: &[Limit], start: Duration) -> Result<(), MpsError> {
     let began = Instant::now();
     while let Err(error) = control.ask(PROBE).await {
         if began.elapsed() >= start {
@@ -176,16 +183,59 @@ async fn configure(control: &Control, limits: &Limits, start: Duration) -> Resul
         }
         sleep(PROBE_AGAIN).await;
     }
-    for one in &limits.memory {
-        let Some(mib) = one.mib else { continue };
-        control.ask(&format!("set_default_device_pinned_mem_limit {} {mib}M", one.device)).await?;
-        let back = format!("get_default_device_pinned_mem_limit {}", one.device);
-        control.confirm(&back, format!("{mib}M"), |answer| is_memory(answer, mib)).await?;
+    for limit in limits {
+        set_limit(control, *limit).await?;
     }
-    let percent = limits.thread_percentage;
-    control.ask(&format!("set_default_active_thread_percentage {percent}")).await?;
-    control.confirm(PROBE, format!("{percent}.0"), |answer| is_percentage(answer, percent)).await?;
     Ok(())
+}
+
+/// One limit of a daemon.
+#[derive(Clone, Copy, Debug)]
+enum Limit {
+    /// Of the threads, in percent.
+    Threads(u32),
+    /// Of the memory of the GPU with this number, in MiB.
+    Memory(u32, u64),
+}
+
+/// The limits of a daemon; that of the threads comes last.
+fn each(limits: &Limits) -> Vec<Limit> {
+    let memory = limits.memory.iter().filter_map(|one| Some(Limit::Memory(one.device, one.mib?)));
+    memory.chain([Limit::Threads(limits.thread_percentage)]).collect()
+}
+
+async fn set_limit(control: &Control, limit: Limit) -> Result<(), ControlError> {
+    let set = match limit {
+        Limit::Threads(percent) => format!("set_default_active_thread_percentage {percent}"),
+        Limit::Memory(device, mib) => format!("set_default_device_pinned_mem_limit {device} {mib}M"),
+    };
+    control.ask(&set).await?;
+    confirm(control, limit).await
+}
+
+async fn confirm(control: &Control, limit: Limit) -> Result<(), ControlError> {
+    match limit {
+        Limit::Threads(percent) => {
+            control.confirm(PROBE, format!("{percent}.0"), |answer| is_percentage(answer, percent)).await
+        }
+        Limit::Memory(device, mib) => {
+            let get = format!("get_default_device_pinned_mem_limit {device}");
+            control.confirm(&get, format!("{mib}M"), |answer| is_memory(answer, mib)).await
+        }
+    }
+}
+
+/// Confirms a limit, and sets it again where a client has changed it: each client that runs as root may. Fails if it
+/// does not hold then.
+async fn hold(control: &Control, limit: Limit) -> Result<(), ControlError> {
+    match confirm(control, limit).await {
+        Err(error @ ControlError::NotHeld(..)) => {
+            let why = chain(&error);
+            tracing::warn!(why, "MPS limit changed by a client, set again; clients started meanwhile keep the other");
+            set_limit(control, limit).await
+        }
+        confirmed => confirmed,
+    }
 }
 
 /// Ends a daemon that outlived the process which started it, so that ours can take its place.

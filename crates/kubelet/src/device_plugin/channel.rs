@@ -36,7 +36,7 @@ pub enum ConnectError {
 }
 
 /// Connects to a socket; returns the channel, which has this one connection, and which process listens.
-pub(super) async fn connect(socket: &Path) -> Result<(Channel, Peer), ConnectError> {
+pub(crate) async fn connect(socket: &Path) -> Result<(Channel, Peer), ConnectError> {
     let path = || socket.display().to_string();
     let connected = uds::connect(socket).await;
     let (stream, peer) = connected.map_err(|source| ConnectError::Socket { path: path(), source })?;

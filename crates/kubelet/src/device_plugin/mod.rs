@@ -34,6 +34,7 @@ use linkwise_system::uds::Callers;
 use crate::readiness::{BESIDE, Readiness};
 pub use crate::registration::Life;
 pub use calls::HeldCalls;
+pub(crate) use channel::connect;
 pub use channel::{ConnectError, ProbeError, probe};
 pub use life::{NoFolder, Plugin};
 pub use metrics::PluginMetrics;

@@ -25,12 +25,16 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::{mpsc, watch};
+use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 
+use crate::device_plugin::connect;
 use crate::readiness::{Part, REGISTERED, Readiness};
 use crate::registration::{Journal, Life};
 use linkwise_core::publish::injection::{HostDevices, InjectionOptions};
 use linkwise_core::state::NodeState;
+use linkwise_kubelet_api::pluginregistration::InfoRequest;
+use linkwise_kubelet_api::pluginregistration::registration_client::RegistrationClient;
 use linkwise_system::uds::Callers;
 use turn::{Claims, Holder};
 
@@ -40,6 +44,9 @@ pub use linkwise_nvml::supervisor::{MigDone, MigRequest};
 pub use metrics::PluginMetrics;
 pub use session::is_registration_socket;
 pub use turn::{ClaimsLock, Handover};
+
+/// The time in which our own socket answers: the kubelet's probe waits for its timeout of 1 s or more.
+const ANSWER_TIMEOUT: Duration = Duration::from_millis(900);
 
 /// The plugin's settings.
 #[derive(Clone)]
@@ -200,6 +207,8 @@ pub enum PluginError {
 struct Told {
     metrics: PluginMetrics,
     journal: Arc<Journal>,
+    /// The registration socket, while it is served.
+    socket: watch::Sender<Option<PathBuf>>,
 }
 
 impl Told {
@@ -222,7 +231,8 @@ pub struct Plugin {
 impl Plugin {
     /// A plugin that does nothing until [`Self::run`].
     pub fn new(settings: Arc<Settings>, metrics: PluginMetrics, readiness: Readiness) -> Self {
-        let told = Told { metrics, journal: Arc::new(Journal::new(Part::DraPlugin, readiness)) };
+        let journal = Arc::new(Journal::new(Part::DraPlugin, readiness));
+        let told = Told { metrics, journal, socket: watch::Sender::default() };
         Self { settings, told, phase: watch::Sender::new(Phase::WaitingForGpus), lock: watch::Sender::new(None) }
     }
 
@@ -234,6 +244,20 @@ impl Plugin {
     /// Follows the phase.
     pub fn phase(&self) -> watch::Receiver<Phase> {
         self.phase.subscribe()
+    }
+
+    /// Asks for the plugin's info on its own registration socket, as the kubelet does; returns false where no answer
+    /// comes in time. Connections to the services are the kubelet's alone. True while no socket is served.
+    pub fn answers(&self) -> impl Future<Output = bool> + use<> {
+        let socket = self.told.socket.borrow().clone();
+        async move {
+            let Some(socket) = socket else { return true };
+            let info = async {
+                let (channel, _) = connect(&socket).await.ok()?;
+                RegistrationClient::new(channel).get_info(InfoRequest {}).await.ok()
+            };
+            timeout(ANSWER_TIMEOUT, info).await.is_ok_and(|answer| answer.is_some())
+        }
     }
 
     /// Serves until `shutdown`, whenever it is this process's turn; then ends its connections, removes its sockets and

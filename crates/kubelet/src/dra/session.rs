@@ -76,6 +76,14 @@ pub(super) struct PluginSession {
     servers: Servers,
     verdicts: mpsc::Receiver<Result<(), String>>,
     connections: watch::Receiver<usize>,
+    /// The registration socket's path, as long as the session lives.
+    socket: watch::Sender<Option<PathBuf>>,
+}
+
+impl Drop for PluginSession {
+    fn drop(&mut self) {
+        self.socket.send_replace(None);
+    }
 }
 
 impl PluginSession {
@@ -95,7 +103,7 @@ impl PluginSession {
         let endpoint = folder.join(format!("{PREFIX}{number:08x}.sock"));
         let bound = bind(&endpoint, &settings.callers, |name| is_ours(name, |rest| rest == ".sock"))?;
 
-        let metrics = told.metrics.clone();
+        let (metrics, socket) = (told.metrics.clone(), told.socket.clone());
         let mut servers = Servers::new(Arc::new(move |event| told.life(&event)));
         let health =
             HealthService { settings: Arc::clone(&settings), snapshot, metrics, end: servers.end_of_streams() };
@@ -115,7 +123,8 @@ impl PluginSession {
         let path = settings.registry.join(registration_name(&settings.registry, &settings.driver, number));
         let bound = bind(&path, &settings.callers, is_registration_socket)?;
         servers.serve(bound, watch::Sender::default(), Routes::new(RegistrationServer::new(registration)));
-        Ok(Self { servers, verdicts, connections })
+        socket.send_replace(Some(path));
+        Ok(Self { servers, verdicts, connections, socket })
     }
 }
 

@@ -1,17 +1,21 @@
 //! gRPC's health service (`grpc.health.v1.Health`) on a port of its own, for the kubelet's gRPC probes: the GPU
 //! Operator has them for a DRA driver, by the service `liveness`.
 //!
-//! It says what `/livez` does, that the process answers, and takes no orders.
+//! It serves while the process answers on its own sockets, and takes no orders.
 
 use std::io::ErrorKind;
 use std::net::{Ipv6Addr, SocketAddr};
 use std::sync::Arc;
 
+use futures_util::future::BoxFuture;
+use futures_util::stream::Empty;
 use tokio::net::TcpListener;
 use tokio::time::sleep;
 use tonic::service::Routes;
+use tonic::{Request, Response, Status};
 use tonic_health::ServingStatus;
-use tonic_health::server::health_reporter;
+use tonic_health::pb::health_server::{Health, HealthServer};
+use tonic_health::pb::{HealthCheckRequest, HealthCheckResponse};
 
 use super::connections::{self, Protocol};
 use super::{DEADLINE, PORT_PAUSES};
@@ -21,17 +25,38 @@ const LIVENESS: &str = "liveness";
 /// The longest request, in bytes: the name of a service.
 const MAX_REQUEST: usize = 4 << 10;
 
+/// Asks whether the process answers on its own sockets; it is asked anew for each probe.
+pub type Alive = Arc<dyn Fn() -> BoxFuture<'static, bool> + Send + Sync>;
+
+struct Probed(Alive);
+
+#[tonic::async_trait]
+impl Health for Probed {
+    type WatchStream = Empty<Result<HealthCheckResponse, Status>>;
+
+    async fn check(&self, request: Request<HealthCheckRequest>) -> Result<Response<HealthCheckResponse>, Status> {
+        if !["", LIVENESS].contains(&request.get_ref().service.as_str()) {
+            return Err(Status::not_found("no such service"));
+        }
+        let status = if (self.0)().await { ServingStatus::Serving } else { ServingStatus::NotServing };
+        Ok(Response::new(HealthCheckResponse { status: status as i32 }))
+    }
+
+    async fn watch(&self, _: Request<HealthCheckRequest>) -> Result<Response<Self::WatchStream>, Status> {
+        Err(Status::unimplemented("probes check"))
+    }
+}
+
 /// All addresses, with this port.
 pub fn address(port: u16) -> SocketAddr {
     (Ipv6Addr::UNSPECIFIED, port).into()
 }
 
 /// Serves for ever, from the moment at which the port is free.
-pub async fn serve(address: SocketAddr) -> anyhow::Result<()> {
+pub async fn serve(address: SocketAddr, alive: Alive) -> anyhow::Result<()> {
     let listener = Arc::new(free_port(address).await?);
     tracing::info!(address = %listener.local_addr()?, "gRPC health service");
-    let (reporter, service) = health_reporter();
-    reporter.set_service_status(LIVENESS, ServingStatus::Serving).await;
+    let service = HealthServer::new(Probed(alive));
     let routes = Routes::new(service.max_decoding_message_size(MAX_REQUEST)).into_axum_router();
     let accept = || {
         let (listener, routes) = (Arc::clone(&listener), routes.clone());
@@ -59,14 +84,14 @@ async fn free_port(address: SocketAddr) -> anyhow::Result<TcpListener> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use futures_util::poll;
+    use futures_util::{FutureExt, poll};
     use std::pin::pin;
+    use std::sync::atomic::{AtomicBool, Ordering};
     use tokio::io::AsyncWriteExt;
     use tokio::net::TcpStream;
     use tokio::time::timeout;
     use tonic::Code;
     use tonic::transport::Endpoint;
-    use tonic_health::pb::HealthCheckRequest;
     use tonic_health::pb::health_client::HealthClient;
 
     /// Strangers who hold connections open, beyond the most that are served at once.
@@ -80,19 +105,19 @@ mod tests {
         client.check(request).await.map(|answer| answer.into_inner().status).map_err(|status| status.code())
     }
 
-    /// A watch that stays open.
-    async fn watch(address: SocketAddr) -> impl Sized {
-        let channel = Endpoint::from_shared(format!("http://{address}")).unwrap();
-        let mut client = HealthClient::new(channel.connect().await.unwrap());
-        let statuses = client.watch(HealthCheckRequest::default()).await.unwrap();
-        (client, statuses)
+    /// An HTTP/2 connection that stays open.
+    async fn held(address: SocketAddr) -> impl Sized {
+        Endpoint::from_shared(format!("http://{address}")).unwrap().connect().await.unwrap()
     }
 
     #[tokio::test]
     async fn probes_are_answered_among_strangers_and_from_a_port_that_was_taken() {
         let other = connections::listen(([127, 0, 0, 1], 0).into()).unwrap();
         let address = other.local_addr().unwrap();
-        let mut serves = pin!(serve(address));
+        let answers = Arc::new(AtomicBool::new(true));
+        let asked = Arc::clone(&answers);
+        let alive: Alive = Arc::new(move || std::future::ready(asked.load(Ordering::Relaxed)).boxed());
+        let mut serves = pin!(serve(address, alive));
         assert!(poll!(&mut serves).is_pending(), "it waits for the port");
         drop(other);
         let client = async {
@@ -103,14 +128,17 @@ mod tests {
             for service in ["", LIVENESS] {
                 assert_eq!(probe(address, service).await, Ok(serving), "{service}");
             }
+            answers.store(false, Ordering::Relaxed);
+            assert_eq!(probe(address, LIVENESS).await, Ok(ServingStatus::NotServing as i32));
+            answers.store(true, Ordering::Relaxed);
             assert_eq!(probe(address, "readiness").await, Err(Code::NotFound));
             // More than a name of a service is not read.
             assert_eq!(probe(address, &"x".repeat(MAX_REQUEST)).await, Err(Code::OutOfRange));
-            let (mut strangers, mut watches) = (Vec::new(), Vec::new());
+            let (mut strangers, mut speakers) = (Vec::new(), Vec::new());
             for at in 0..STRANGERS {
-                // Some say nothing, others speak HTTP/1, or follow the service for ever.
+                // Some say nothing, others speak HTTP/1, or HTTP/2 without a request.
                 match at % 3 {
-                    0 => watches.push(watch(address).await),
+                    0 => speakers.push(held(address).await),
                     kind => {
                         let mut stranger = TcpStream::connect(address).await.unwrap();
                         if kind == 1 {

@@ -203,6 +203,30 @@ async fn policy_is_evaluated_again_where_it_asks_for_it() {
 }
 
 #[tokio::test]
+async fn patch_without_a_change_counts_as_one() {
+    for (reinvocation, condition, patches) in [("Never", "true", 1), ("IfNeeded", "true", 2), ("IfNeeded", "false", 0)]
+    {
+        let (server, mut policy) = (server().await, policy(&[condition], &["[]"]));
+        policy["spec"]["reinvocationPolicy"] = json!(reinvocation);
+        store(&server, policy).unwrap();
+        create(&server).unwrap();
+        assert_eq!(server.patches(), patches, "{reinvocation}, {condition}");
+    }
+}
+
+#[tokio::test]
+async fn starting_server_refuses_what_a_policy_would_patch() {
+    for (condition, refused) in [("true", true), ("false", false)] {
+        let (server, mut policy) = (server().await, policy(&[condition], &["[]"]));
+        policy["spec"]["failurePolicy"] = json!("Ignore");
+        store(&server, policy).unwrap();
+        server.set_starting(true);
+        let code = create(&server).err().map(|status| status["code"].clone());
+        assert_eq!(code, refused.then(|| json!(503)), "{condition}");
+    }
+}
+
+#[tokio::test]
 async fn selectors_decide_which_pods() {
     for (labels, pod_labels, changed) in [
         (json!({"on": "yes"}), json!({}), true),

@@ -44,7 +44,7 @@ fn is_up(state: &State, at: usize, number: c_uint) -> Answer<bool> {
 /// succeeds with the state NOT_SUPPORTED, as 580.159.04 answered on an H200 without NVLinks; before Hopper the call itself
 /// fails with that code.
 fn fabric(state: &State, at: usize) -> Answer<nvmlGpuFabricInfo_t> {
-    let ordered = state.fabrics.get(&at).copied();
+    let ordered = state.fabrics.get(&at).map(|(joined, status, _)| (*joined, *status));
     let Some(fabric) = state.machine.gpus.get(at).and_then(|gpu| gpu.fabric.as_ref()) else {
         if !is_from_hopper_on(state, at) {
             return Err(UNSUPPORTED);
@@ -95,11 +95,12 @@ exports! {
 
     fn nvmlDeviceGetGpuFabricInfoV(device: nvmlDevice_t, info: *mut nvmlGpuFabricInfoV_t) {
         let (state, at) = enter_gpu("nvmlDeviceGetGpuFabricInfoV", device)?;
+        let healthMask = state.fabrics.get(&at).map_or(0, |(.., mask)| *mask);
         let nvmlGpuFabricInfo_t { clusterUuid, status, cliqueId, state } = fabric(&state, at)?;
         let known = [(size_of::<nvmlGpuFabricInfo_v2_t>(), 2), (size_of::<nvmlGpuFabricInfo_v3_t>(), 3)];
         let version = version(info, &known)?;
         // Version 3 begins as version 2 does.
         let info = info.cast();
-        put(info, nvmlGpuFabricInfo_v2_t { version, clusterUuid, status, cliqueId, state, healthMask: 0 })
+        put(info, nvmlGpuFabricInfo_v2_t { version, clusterUuid, status, cliqueId, state, healthMask })
     }
 }

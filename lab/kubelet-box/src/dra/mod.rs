@@ -285,6 +285,16 @@ impl DraKubelet {
         })
     }
 
+    /// The CDI devices with which the containers of a running pod start again: what the kubelet has noted, without a call
+    /// (`GetResources` in pkg/kubelet/cm/dra/manager.go). The runtime looks for their specs then.
+    ///
+    /// # Errors
+    ///
+    /// The kubelet knows no such claim.
+    pub fn restarted_containers(&self, pod: &PodClaims) -> Result<BTreeMap<String, Vec<String>>, DraError> {
+        self.core.change(|books| books.cdi_devices(pod))
+    }
+
     /// [`DraKubelet::start_pod`] until it succeeds, with a kubelet's pauses between attempts.
     pub async fn start_pod_at_last(&self, pod: &PodClaims) -> BTreeMap<String, Vec<String>> {
         loop {

@@ -39,6 +39,10 @@ struct Found<'d> {
 /// Reads a dump by its root element; `title` becomes the machine's title.
 pub(super) fn parse(title: &str, system: Element<'_>) -> Result<Machine, XmlError> {
     xml::check(system, &LIMITS)?;
+    // RCCL's dumps have NCCL's elements, and these (rccl/src/graph/xml.cc).
+    if let Some(of_amd) = system.descendants().find(|it| it.has_tag_name("xgmi") || it.attribute("gcn").is_some()) {
+        return Err(XmlError::at(of_amd, "a dump of RCCL: linkwise knows no AMD GPUs"));
+    }
     let mut found = Found { notes: Notes::new("NCCL dump"), gpus: Vec::new(), unnamed_nics: false };
     match system.attribute("version") {
         Some(VERSION) => {}
