@@ -1,6 +1,7 @@
-//! Slots: 1024 on 16 GPUs, any size, all policies; the worst named. Asked as GetPreferredAllocation asks, of a snapshot.
+//! Slots: 64 on each GPU, and as many as a resource can have, any size, all policies; the worst named. Asked as
+//! GetPreferredAllocation asks, of a snapshot.
 //!
-//! Prints a table beside its budget (1 ms); it judges nothing. `cargo bench --bench slots`.
+//! Prints a table beside its budget (1 ms for 1024 slots on 16 GPUs); it judges nothing. `cargo bench --bench slots`.
 
 #![allow(clippy::unwrap_used, clippy::print_stdout, reason = "a benchmark prints, and ends where it cannot go on")]
 
@@ -13,8 +14,10 @@ use linkwise_core::state::{
 };
 use linkwise_host::machines;
 
-/// Slots on each GPU.
+/// Slots on each GPU, within the budget.
 const REPLICAS: u32 = 64;
+/// The most slots of a resource.
+const MOST: u32 = 16_384;
 /// Each request is asked this often and its median counts.
 const ROUNDS: usize = 9;
 
@@ -25,9 +28,12 @@ fn main() {
         if observed.gpus.len() < 8 {
             continue;
         }
+        let most = MOST / u32::try_from(observed.gpus.len()).unwrap();
         let (seen, _) = NodeState::default().apply(Event::Observed(Box::new(observed)), Timestamp::ZERO);
-        for policy in [AllocationPolicy::Distributed, AllocationPolicy::Packed] {
-            let shared = vec![SharedResource::new(ResourceName::gpu(), REPLICAS)];
+        let policies = [AllocationPolicy::Distributed, AllocationPolicy::Packed];
+        for (replicas, policy) in [REPLICAS, most].into_iter().flat_map(|replicas| policies.map(|one| (replicas, one)))
+        {
+            let shared = vec![SharedResource::new(ResourceName::gpu(), replicas)];
             let plan = ResourcePlan {
                 sharing: Some(Sharing::new(SharingKind::TimeSlicing, shared)),
                 filter: Filter::default(),
@@ -47,7 +53,7 @@ fn row(machine: &str, snapshot: &NodeState, policy: AllocationPolicy) {
         snapshot.offers().of(&resource).filter(|(_, device)| device.slot.is_some()).map(|(id, _)| id.clone()).collect();
     let request = |size: usize| AllocationRequest { available: all.clone(), must_include: Vec::new(), size };
     let mut times = Vec::new();
-    for size in (1..=all.len()).filter(|size| *size <= 32 || size % 37 == 0 || *size == all.len()) {
+    for size in (1..=all.len()).filter(|size| *size <= 32 || size % (all.len() / 27) == 0 || *size == all.len()) {
         let request = request(size);
         let mut rounds: Vec<Duration> = Vec::new();
         for _ in 0..ROUNDS {

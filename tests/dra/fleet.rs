@@ -205,7 +205,7 @@ fn strict_claim_for_a_fleet_takes_groups_only() {
     let names: Vec<String> = alternatives(&found).into_iter().map(|of| of.0).collect();
     assert!(!names.is_empty() && !names.contains(&"any".to_owned()), "{names:?}");
     let error = claim(&[&["--gpus", "9"], &nodes[..]].concat()).unwrap_err();
-    assert!(error.contains("no machine of this fleet has a group of 9 GPUs"), "{error}");
+    assert!(error.contains("--gpus 9 with --node: the machine has 8 GPUs"), "{error}");
 }
 
 #[test]

@@ -112,6 +112,10 @@ fn offered_nowhere(settings: &Settings, lists: &Lists, shared: &Item<SharedResou
     let of_mig = of_mig && !is_mps;
     let warning =
         |key: &str, problem| Finding::at(shared.line, format!("{}.{key}", shared.key), Severity::Warning, problem);
+    if is_mps && is_mig(name) {
+        // An error already.
+        return Vec::new();
+    }
     if !of_gpus && !of_mig {
         let problem = format!("no GPU and no MIG device is called {name}: see flags.migStrategy and resources");
         return vec![warning("name", problem)];
