@@ -3,19 +3,18 @@
 use std::fs;
 use std::time::Duration;
 
-use linkwise_core::state::{ClaimedDevice, Event, Holdings, NodeState};
 use linkwise_kubelet_box::dra::DraError;
 
-use super::node::{Answer, LIMIT, Node, claim, configured, connected, end, name, refusal, start};
+use super::node::{
+    Answer, LIMIT, Node, claim, configured, end, is_refused, name, refusal, restarted, start, start_at_last, until,
+};
 
 #[tokio::test]
 async fn claim_that_cannot_be_prepared_is_named_and_leaves_nothing() {
     let mut node = Node::new();
     node.settings.claim_timeout = Duration::from_millis(50);
-    node.start();
-    let kubelet = node.kubelet().await;
-    let good = node.claim("good", &[("gpus", "gpu-7")]);
-    start(&kubelet, &good).await.unwrap();
+    let kubelet = node.serve().await;
+    node.given(&kubelet, "good", &[("gpus", "gpu-7")]).await;
     let of = |uid: &str| claim(uid, &[("gpus", "gpu-0")]);
     let mut pending = of("b");
     pending.status.allocation = None;
@@ -42,8 +41,7 @@ async fn claim_that_cannot_be_prepared_is_named_and_leaves_nothing() {
         ("../x", Answer::Failed, "'../x' is no UID of a claim"),
     ] {
         let named = node.set(uid, answer);
-        let error = refusal(&kubelet, &named).await;
-        assert!(error.contains(complaint), "{error}");
+        is_refused(&kubelet, &named, &[complaint]).await;
         end(&kubelet, &named).await;
         assert_eq!(
             (node.checkpoints(), node.claim_specs()),
@@ -56,20 +54,17 @@ async fn claim_that_cannot_be_prepared_is_named_and_leaves_nothing() {
 
 #[tokio::test]
 async fn second_claim_for_a_gpu_waits_for_the_first() {
-    let node = Node::running();
-    let kubelet = node.kubelet().await;
+    let (node, kubelet) = Node::serving().await;
     let (first, second) = (node.claim("a", &[("gpus", "gpu-0")]), node.claim("b", &[("gpus", "gpu-0")]));
     start(&kubelet, &first).await.unwrap();
-    let error = refusal(&kubelet, &second).await;
-    assert!(error.contains("is prepared for the claim ml/claim-a (UID a)"), "{error}");
+    is_refused(&kubelet, &second, &["is prepared for the claim ml/claim-a (UID a)"]).await;
     end(&kubelet, &first).await;
     assert_eq!(start(&kubelet, &second).await.unwrap(), [node.gpu(0)]);
 }
 
 #[tokio::test]
 async fn gpu_of_a_claim_that_is_gone_is_taken_from_it() {
-    let node = Node::running();
-    let kubelet = node.kubelet().await;
+    let (node, kubelet) = Node::serving().await;
     let (first, second) = (node.claim("a", &[("gpus", "gpu-0")]), node.claim("b", &[("gpus", "gpu-0")]));
     start(&kubelet, &first).await.unwrap();
     node.delete("a");
@@ -80,26 +75,16 @@ async fn gpu_of_a_claim_that_is_gone_is_taken_from_it() {
 
 #[tokio::test]
 async fn gpu_of_a_claim_without_allocation_is_taken_from_it() {
-    let node = Node::running();
-    let kubelet = node.kubelet().await;
+    let (node, kubelet) = Node::serving().await;
     let (first, second) = (node.claim("a", &[("gpus", "gpu-0")]), node.claim("b", &[("gpus", "gpu-0")]));
     start(&kubelet, &first).await.unwrap();
     // Allocated anew, elsewhere; but a container here still has the GPU.
     let mut moved = claim("a", &[("gpus", "gpu-0")]);
     moved.status.allocation.as_mut().unwrap().devices.results[0].pool = "other/gpu".to_owned();
     node.set("a", Answer::Claim(moved));
-    let held = ClaimedDevice {
-        claim: "ml/claim-a".to_owned(),
-        driver: super::node::DRIVER.to_owned(),
-        pool: super::node::POOL.to_owned(),
-        device: "gpu-0".to_owned(),
-        cdi_names: Vec::new(),
-    };
     let free = node.state.borrow().clone();
-    let holdings = Holdings { claims: [held].into(), ..Holdings::default() };
-    let (with_pod, _) = NodeState::clone(&free).apply(Event::Holders(Some(holdings)), Duration::from_secs(1));
-    node.state.send_replace(with_pod.into());
-    assert!(refusal(&kubelet, &second).await.contains("is prepared for the claim ml/claim-a"));
+    node.listed(&["a"]);
+    is_refused(&kubelet, &second, &["is prepared for the claim ml/claim-a"]).await;
     node.state.send_replace(free);
     assert_eq!(start(&kubelet, &second).await.unwrap(), [node.gpu(0)]);
     assert_eq!(node.checkpoints(), ["b.json"]);
@@ -107,13 +92,11 @@ async fn gpu_of_a_claim_without_allocation_is_taken_from_it() {
 
 #[tokio::test]
 async fn bad_checkpoints_stay_and_hinder_nothing() {
-    let mut node = Node::running();
-    let kubelet = node.kubelet().await;
+    let (mut node, kubelet) = Node::serving().await;
     let good = node.claim("good", &[("gpus", "gpu-0")]);
     let first = start(&kubelet, &good).await.unwrap();
-    kubelet.stop().await;
-    node.stop().await;
-    let text = fs::read_to_string(node.checkpoint("good")).unwrap();
+    node.halt(&kubelet).await;
+    let text = node.kept("good");
     fs::write(node.checkpoint("half"), text.as_bytes().split_at(text.len() / 2).0).unwrap();
     fs::write(node.checkpoint("newer"), text.replace("\"version\": 1", "\"version\": 7")).unwrap();
     fs::write(node.checkpoint("long"), " ".repeat((1 << 20) + 1)).unwrap();
@@ -123,9 +106,7 @@ async fn bad_checkpoints_stay_and_hinder_nothing() {
     fs::write(node.settings.checkpoints.join(".linkwise-draft"), "{").unwrap();
     // Later than any list of the kubelet.
     node.settings.listed_within = LIMIT;
-    node.start();
-    kubelet.start_again().unwrap();
-    connected(&kubelet).await;
+    node.serve_again(&kubelet).await;
     node.set("good", Answer::Failed);
     assert_eq!(start(&kubelet, &good).await.unwrap(), first);
     let told = |line: &String| {
@@ -156,8 +137,7 @@ async fn bad_checkpoints_stay_and_hinder_nothing() {
 
 #[tokio::test]
 async fn checkpoints_that_cannot_be_written_are_the_claims_error() {
-    let mut node = Node::running();
-    let kubelet = node.kubelet().await;
+    let (mut node, kubelet) = Node::serving().await;
     // As a full disk: no file can be made in the folder.
     let folder = node.settings.checkpoints.clone();
     fs::remove_dir_all(&folder).unwrap();
@@ -182,8 +162,7 @@ async fn checkpoints_that_cannot_be_written_are_the_claims_error() {
 async fn checkpoint_folder_that_cannot_be_made_ends_no_plugin() {
     let mut node = Node::new();
     node.settings.checkpoints = "/proc/self/linkwise/claims".into();
-    node.start();
-    let kubelet = node.kubelet().await;
+    let kubelet = node.serve().await;
     let claim = node.claim("a", &[("gpus", "gpu-0")]);
     let error = refusal(&kubelet, &claim).await;
     assert!(error.starts_with("cannot write the checkpoint of the claim: "), "{error}");
@@ -192,10 +171,8 @@ async fn checkpoint_folder_that_cannot_be_made_ends_no_plugin() {
 
 #[tokio::test]
 async fn broken_cdi_folder_holds_up_no_unprepare() {
-    let node = Node::running();
-    let kubelet = node.kubelet().await;
-    let claim = node.claim("a", &[("gpus", "gpu-0")]);
-    start(&kubelet, &claim).await.unwrap();
+    let (node, kubelet) = Node::serving().await;
+    let claim = node.given(&kubelet, "a", &[("gpus", "gpu-0")]).await;
     fs::remove_dir_all(&node.settings.cdi_folder).unwrap();
     fs::write(&node.settings.cdi_folder, "").unwrap();
     end(&kubelet, &claim).await;
@@ -204,8 +181,8 @@ async fn broken_cdi_folder_holds_up_no_unprepare() {
 
 #[tokio::test]
 async fn cdi_folder_that_cannot_be_written_is_the_claims_error() {
-    let node = Node::running().with_nics();
-    let kubelet = node.kubelet().await;
+    let mut node = Node::new().with_nics();
+    let kubelet = node.serve().await;
     let claim = node.claim("a", &[("gpus", "gpu-0")]);
     let folder = &node.settings.cdi_folder;
     fs::remove_dir_all(folder).unwrap();
@@ -223,8 +200,7 @@ async fn cdi_folder_that_cannot_be_written_is_the_claims_error() {
 async fn devices_that_no_scan_finds_are_waited_for_and_then_named() {
     let mut node = Node::new();
     node.settings.specs_timeout = Duration::from_millis(50);
-    node.start();
-    let kubelet = node.kubelet().await;
+    let kubelet = node.serve().await;
     node.scan_nothing();
     let claim = node.claim("a", &[("gpus", "gpu-0")]);
     let error = refusal(&kubelet, &claim).await;
@@ -234,8 +210,7 @@ async fn devices_that_no_scan_finds_are_waited_for_and_then_named() {
     assert_eq!(start(&kubelet, &claim).await.unwrap(), [node.gpu(0)]);
     // Of a claim that was prepared, too, before its container would fail.
     node.scan_nothing();
-    kubelet.restart().await.unwrap();
-    connected(&kubelet).await;
+    restarted(&kubelet).await;
     let error = refusal(&kubelet, &name("a")).await;
     assert!(error.starts_with("no scan of the host has found "), "{error}");
     assert_eq!(node.checkpoints(), ["a.json"], "its pod may run");
@@ -246,20 +221,16 @@ async fn claim_waits_for_the_scan_that_has_its_device() {
     let mut node = Node::new();
     // The kubelet's time, not the scan's, ends a claim that misses it.
     node.settings.specs_timeout = LIMIT;
-    node.start();
-    let kubelet = node.kubelet().await;
+    let kubelet = node.serve().await;
     node.scan_nothing();
     let claim = node.claim("a", &[("gpus", "gpu-0")]);
     let scans = async {
-        while node.reads("a") == 0 {
-            tokio::task::yield_now().await;
-        }
+        until(|| node.reads("a") > 0).await;
         // Not yet with this GPU in it: the claim waits on.
         node.scan_nothing();
         node.scan();
     };
-    let (started, scanned) = tokio::join!(start(&kubelet, &claim), tokio::time::timeout(LIMIT, scans));
-    scanned.unwrap();
+    let (started, ()) = tokio::join!(start(&kubelet, &claim), scans);
     assert_eq!(started.unwrap(), [node.gpu(0)]);
 }
 
@@ -267,26 +238,18 @@ async fn claim_waits_for_the_scan_that_has_its_device() {
 async fn preparation_that_takes_too_long_ends_before_the_kubelet_does() {
     let mut node = Node::new();
     (node.settings.claim_timeout, node.settings.prepare_timeout) = (LIMIT, Duration::from_millis(50));
-    node.start();
-    let kubelet = node.kubelet().await;
+    let kubelet = node.serve().await;
     let claim = node.set("a", Answer::Silent);
     assert_eq!(refusal(&kubelet, &claim).await, "the claim was not prepared within 50ms");
     node.claim("a", &[("gpus", "gpu-0")]);
     node.settings.prepare_timeout = LIMIT;
     node.kill_and_start().await;
-    let again = async {
-        // The connection may still be the old one's.
-        while start(&kubelet, &claim).await.is_err() {
-            tokio::task::yield_now().await;
-        }
-    };
-    tokio::time::timeout(LIMIT, again).await.unwrap();
+    start_at_last(&kubelet, &claim).await;
 }
 
 #[tokio::test]
 async fn claim_that_cannot_be_unprepared_keeps_its_gpu() {
-    let node = Node::running();
-    let kubelet = node.kubelet().await;
+    let (node, kubelet) = Node::serving().await;
     let (claim, other) = (node.claim("a", &[("gpus", "gpu-0")]), node.claim("b", &[("gpus", "gpu-0")]));
     start(&kubelet, &claim).await.unwrap();
     // As a disk that has become read-only: the file cannot be removed.
@@ -298,7 +261,7 @@ async fn claim_that_cannot_be_unprepared_keeps_its_gpu() {
         other => panic!("{other:?}"),
     };
     assert!(error.starts_with("cannot remove the checkpoint of the claim: "), "{error}");
-    assert!(refusal(&kubelet, &other).await.contains("is prepared for the claim ml/claim-a"));
+    is_refused(&kubelet, &other, &["is prepared for the claim ml/claim-a"]).await;
     fs::remove_dir(&path).unwrap();
     end(&kubelet, &claim).await;
     start(&kubelet, &other).await.unwrap();

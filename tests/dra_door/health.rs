@@ -6,7 +6,7 @@ use std::time::Duration;
 use linkwise_core::state::{Event, Filter, GpuSelector, ResourcePlan};
 use linkwise_kubelet_box::dra::{DraKubelet, DraState};
 
-use super::node::{DRIVER, Node, POOL, connected, observed_state, start};
+use super::node::{DRIVER, Node, POOL, connected, observed_state};
 
 const HEALTHY: i32 = 1;
 const UNHEALTHY: i32 = 2;
@@ -19,15 +19,12 @@ fn of<'a>(state: &'a DraState, device: &str) -> Option<(i32, &'a str)> {
 
 #[tokio::test]
 async fn health_of_every_device_follows_its_gpu() {
-    let node = Node::running();
-    let kubelet = node.kubelet().await;
+    let (node, kubelet) = Node::serving().await;
     kubelet.wait(|state| of(state, "gpu-7") == Some((HEALTHY, ""))).await.unwrap();
     assert_eq!(kubelet.state().drivers[DRIVER].health.len(), 8);
     node.counts("dra_health_streams", 1).await;
     let current = node.state.borrow().clone();
-    let sick = current.topology().gpus().iter().find(|gpu| gpu.facts.minor == Some(3)).unwrap().uuid.clone();
-    let (sick, _) = NodeStateExt::apply(&current, Event::Xid { gpu: sick, code: 79, instance: None });
-    node.state.send_replace(Arc::new(sick));
+    node.apply(Event::Xid { gpu: node.uuid(3), code: 79, instance: None });
     kubelet.wait(|state| of(state, "gpu-3") == Some((UNHEALTHY, "XID 79"))).await.unwrap();
     assert_eq!(of(&kubelet.state(), "gpu-2"), Some((HEALTHY, "")));
     node.state.send_replace(current);
@@ -39,14 +36,10 @@ async fn health_of_every_device_follows_its_gpu() {
 /// The kubelet knows the devices of a claim by their first CDI names, and takes equal ones for one device.
 #[tokio::test]
 async fn sick_gpu_of_a_claim_is_told_in_the_pods_status() {
-    let node = Node::running();
-    let kubelet = node.kubelet().await;
+    let (node, kubelet) = Node::serving().await;
     let gpus = ["gpu-0", "gpu-1", "gpu-2", "gpu-3"];
-    start(&kubelet, &node.claim("a", &gpus.map(|gpu| ("gpus", gpu)))).await.unwrap();
-    let current = node.state.borrow().clone();
-    let sick = current.topology().gpus().iter().find(|gpu| gpu.facts.minor == Some(2)).unwrap().uuid.clone();
-    let (sick, _) = NodeStateExt::apply(&current, Event::Xid { gpu: sick, code: 79, instance: None });
-    node.state.send_replace(Arc::new(sick));
+    node.given(&kubelet, "a", &gpus.map(|gpu| ("gpus", gpu))).await;
+    node.apply(Event::Xid { gpu: node.uuid(2), code: 79, instance: None });
     kubelet.wait(|state| of(state, "gpu-2") == Some((UNHEALTHY, "XID 79"))).await.unwrap();
     let state = kubelet.state();
     let told =
@@ -63,21 +56,10 @@ async fn sick_gpu_of_a_claim_is_told_in_the_pods_status() {
     );
 }
 
-/// One event, at no particular time.
-struct NodeStateExt;
-
-impl NodeStateExt {
-    fn apply(
-        state: &linkwise_core::state::NodeState,
-        event: Event,
-    ) -> (linkwise_core::state::NodeState, Vec<linkwise_core::state::Effect>) {
-        state.clone().apply(event, Duration::from_secs(1))
-    }
-}
-
 #[tokio::test]
 async fn kubelet_that_reads_v1_gets_the_same_health() {
-    let node = Node::running();
+    let mut node = Node::new();
+    node.start();
     let mut options = node.kubelet_options();
     options.advertised_health = true;
     let kubelet = DraKubelet::start(options).unwrap();
@@ -89,8 +71,7 @@ async fn kubelet_that_reads_v1_gets_the_same_health() {
 async fn health_is_sent_again_before_it_is_stale() {
     let mut node = Node::new();
     node.settings.heartbeat = Duration::from_millis(1);
-    node.start();
-    let kubelet = node.kubelet().await;
+    let kubelet = node.serve().await;
     kubelet.wait(|state| state.drivers[DRIVER].health_lists > 3).await.unwrap();
 }
 
@@ -100,18 +81,16 @@ async fn filtered_gpus_are_not_listed_and_gone_ones_are() {
     let filter = Filter { exclude: (2..8).map(GpuSelector::Index).collect(), ..Filter::default() };
     let plan = ResourcePlan { filter, ..ResourcePlan::default() };
     node.state.send_replace(Arc::new(observed_state("dgx1-v100", plan, |_| {})));
-    node.start();
-    let kubelet = node.kubelet().await;
+    let kubelet = node.serve().await;
     kubelet.wait(|state| state.drivers[DRIVER].health.len() == 2).await.unwrap();
     let state = node.state.borrow().clone();
     let device = state.topology().gpus().iter().find(|gpu| gpu.index == 0).unwrap().facts.minor.unwrap();
     let device = format!("gpu-{device}");
-    start(&kubelet, &node.claim("a", &[("gpus", &device)])).await.unwrap();
+    node.given(&kubelet, "a", &[("gpus", &device)]).await;
     // Its GPU falls off the bus.
     let mut observed = linkwise_host::machines::load("dgx1-v100").unwrap().observed;
     observed.gpus.retain(|gpu| gpu.index != 0);
-    let (gone, _) = NodeStateExt::apply(&state, Event::Observed(Box::new(observed)));
-    node.state.send_replace(Arc::new(gone));
+    node.apply(Event::Observed(Box::new(observed)));
     let told = Some((UNHEALTHY, "the device is gone from the node"));
     kubelet.wait(|state| of(state, &device) == told).await.unwrap();
 }

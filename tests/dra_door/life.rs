@@ -10,7 +10,7 @@ use linkwise_kubelet::dra::Phase;
 use linkwise_kubelet_box::dra::{DraKubelet, DraState};
 use linkwise_system::uds::Callers;
 
-use super::node::{DRIVER, Node, connected, end, names, start};
+use super::node::{DRIVER, Node, connected, end, names, start, turns};
 
 fn registrations(state: &DraState) -> u64 {
     state.drivers.get(DRIVER).map_or(0, |driver| driver.registrations)
@@ -27,9 +27,7 @@ async fn plugin_registers_once_gpus_and_a_scan_are_there() {
     assert_eq!(names(&node.settings.registry), [""; 0]);
     node.state.send_replace(state);
     // The plugin's task has its turns; without a scan it has nothing to do.
-    for _ in 0..1000 {
-        tokio::task::yield_now().await;
-    }
+    turns(1000).await;
     assert_eq!(names(&node.settings.registry), [""; 0]);
     node.scan();
     connected(&kubelet).await;
@@ -43,8 +41,7 @@ async fn plugin_registers_once_gpus_and_a_scan_are_there() {
 
 #[tokio::test]
 async fn kubelet_that_restarts_registers_the_plugin_again() {
-    let node = Node::running();
-    let kubelet = node.kubelet().await;
+    let (node, kubelet) = Node::serving().await;
     let sockets = names(&node.settings.registry);
     let claim = node.claim("a", &[("gpus", "gpu-0")]);
     let devices = start(&kubelet, &claim).await.unwrap();
@@ -60,8 +57,7 @@ async fn kubelet_that_restarts_registers_the_plugin_again() {
 
 #[tokio::test]
 async fn deleted_sockets_are_made_anew() {
-    let node = Node::running();
-    let kubelet = node.kubelet().await;
+    let (node, kubelet) = Node::serving().await;
     for (number, folder) in [&node.settings.registry, &node.settings.plugins.join(DRIVER)].into_iter().enumerate() {
         let [name] = names(folder).try_into().unwrap();
         fs::remove_file(folder.join(name)).unwrap();
@@ -69,7 +65,7 @@ async fn deleted_sockets_are_made_anew() {
         let again = |state: &DraState| registrations(state) == wanted && state.drivers[DRIVER].connected == 1;
         kubelet.wait(again).await.unwrap();
     }
-    start(&kubelet, &node.claim("a", &[("gpus", "gpu-0")])).await.unwrap();
+    node.given(&kubelet, "a", &[("gpus", "gpu-0")]).await;
 }
 
 #[tokio::test]
@@ -84,8 +80,7 @@ async fn folder_that_comes_later_is_found() {
 
 #[tokio::test]
 async fn refused_registration_is_told_and_tried_again() {
-    let node = Node::new();
-    let mut node = node;
+    let mut node = Node::new();
     let kubelet = DraKubelet::start(node.kubelet_options()).unwrap();
     kubelet.refuse(Some("no\nplugins today"));
     node.start();
@@ -126,7 +121,8 @@ async fn callers_that_may_not_call_are_refused() {
 
 #[tokio::test]
 async fn kubelet_deletes_slices_of_a_driver_that_stays_away() {
-    let mut node = Node::running();
+    let mut node = Node::new();
+    node.start();
     let mut options = node.kubelet_options();
     options.wipe_after = std::time::Duration::from_millis(1);
     let (wiped, mut wipes) = tokio::sync::mpsc::channel(64);

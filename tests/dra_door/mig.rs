@@ -6,14 +6,17 @@ use std::fs;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use linkwise_core::claims::{MigOrder, MigOrderError, MigTask};
+use linkwise_core::claims::{ClaimName, MigOrder, MigOrderError, MigTask};
 use linkwise_core::state::{Event, HealthPoll, NodeState, Reach};
-use linkwise_core::topology::{GpuUuid, MigDeviceObservation, MigPlacement, MigSlot};
+use linkwise_core::topology::{
+    GpuUuid, MigCapabilities, MigDeviceObservation, MigExtension, MigPlacement, MigSlot, MigUuid,
+};
 use linkwise_host::machines;
 use linkwise_kubelet::dra::{MigDone, MigRequest};
+use linkwise_kubelet_box::dra::DraKubelet;
 use tokio::sync::mpsc;
 
-use super::node::{Answer, KIND, Node, States, end, name, pod, refusal, start, state, until};
+use super::node::{Answer, KIND, Node, States, end, is_refused, name, pod, restarted, start, state, until};
 
 /// GPU 0 in MIG mode, without instances.
 const MACHINE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/lab/fake-nvml/machines/mig-on-demand.yaml");
@@ -66,7 +69,7 @@ struct Driver {
 type Shared = Arc<Mutex<Driver>>;
 
 impl Driver {
-    fn obey(&mut self, order: &MigOrder) -> Result<Vec<linkwise_core::topology::MigUuid>, MigOrderError> {
+    fn obey(&mut self, order: &MigOrder) -> Result<Vec<MigUuid>, MigOrderError> {
         let failed = |why: &str, may_exist| Err(MigOrderError { why: why.to_owned(), may_exist });
         match &order.task {
             MigTask::List => Ok(self.instances.iter().map(|instance| instance.uuid.clone()).collect()),
@@ -110,7 +113,7 @@ impl Driver {
         let mut observed = machines::load(MACHINE).unwrap().observed;
         observed.gpus[0].mig.as_mut().unwrap().devices = self.instances.clone();
         observed.mig_orders = self.done;
-        let before = linkwise_core::state::NodeState::clone(&self.state.borrow());
+        let before = NodeState::clone(&self.state.borrow());
         let after = before.apply(Event::Observed(Box::new(observed)), Duration::from_secs(1)).0;
         self.state.send_replace(Arc::new(after));
     }
@@ -131,9 +134,9 @@ fn instance(uuid: &str, slot: MigSlot) -> MigDeviceObservation {
         memory_mib: kind.memory_mib,
         profile_id: Some(slot.profile_id),
         placement: Some(slot.placement),
-        extension: Some(linkwise_core::topology::MigExtension::of_profile(kind.number)),
+        extension: Some(MigExtension::of_profile(kind.number)),
         engines: Some(kind.engines),
-        capabilities: Some(linkwise_core::topology::MigCapabilities {
+        capabilities: Some(MigCapabilities {
             gpu_instance: 10 + slot.placement.start,
             compute_instance: 20 + slot.placement.start,
         }),
@@ -147,15 +150,8 @@ fn node() -> (Node, Shared) {
     node.settings.makes_mig = true;
     let (mig, mut requests) = mpsc::channel::<MigRequest>(16);
     node.settings.mig = Some(mig);
-    let driver = Driver {
-        instances: Vec::new(),
-        orders: Vec::new(),
-        mood: Mood::Obeys,
-        made: 0,
-        done: 0,
-        held: Vec::new(),
-        state: node.state.clone(),
-    };
+    let (instances, orders, held) = Default::default();
+    let driver = Driver { instances, orders, mood: Mood::Obeys, made: 0, done: 0, held, state: node.state.clone() };
     let driver = Arc::new(Mutex::new(driver));
     let (shared, cdi, snapshot) = (Arc::clone(&driver), node.cdi.clone(), node.state.subscribe());
     tokio::spawn(async move {
@@ -193,6 +189,41 @@ fn node() -> (Node, Shared) {
     (node, driver)
 }
 
+/// A node whose claim `a` has [`DEVICE`], its driver and its kubelet.
+struct Prepared {
+    node: Node,
+    driver: Shared,
+    kubelet: DraKubelet,
+    claim: ClaimName,
+}
+
+async fn prepared() -> Prepared {
+    let (mut node, driver) = node();
+    let kubelet = node.serve().await;
+    let claim = node.claim("a", &[("gpus", DEVICE)]);
+    assert_eq!(start(&kubelet, &claim).await.unwrap(), [format!("{KIND}=MIG-made-1")]);
+    Prepared { node, driver, kubelet, claim }
+}
+
+/// The driver has these instances from now on, and a scan finds them.
+fn finds(driver: &Shared, instances: Vec<MigDeviceObservation>) {
+    let mut driver = driver.lock().unwrap();
+    driver.instances = instances;
+    driver.scan();
+}
+
+/// The driver answers again, and none of the orders before.
+fn obeys(driver: &Shared) {
+    let mut driver = driver.lock().unwrap();
+    driver.mood = Mood::Obeys;
+    driver.held.clear();
+}
+
+/// Checks that nothing is left of any claim.
+fn is_over(node: &Node, driver: &Shared) {
+    assert_eq!((instances(driver).len(), node.checkpoints().len()), (0, 0));
+}
+
 fn instances(driver: &Shared) -> Vec<String> {
     driver.lock().unwrap().instances.iter().map(|instance| instance.uuid.to_string()).collect()
 }
@@ -210,8 +241,7 @@ fn set(driver: &Shared, mood: Mood) {
 /// A pod of the claim is started, and the plugin killed in the middle of the order.
 async fn killed_in(node: &mut Node, driver: &Shared, mood: Mood) {
     set(driver, mood);
-    node.start();
-    let kubelet = node.kubelet().await;
+    let kubelet = node.serve().await;
     node.claim("a", &[("gpus", DEVICE)]);
     let starting = tokio::spawn({
         let claim = pod(&name("a"));
@@ -224,23 +254,21 @@ async fn killed_in(node: &mut Node, driver: &Shared, mood: Mood) {
     node.kill().await;
     starting.abort();
     let _ = starting.await;
-    set(driver, Mood::Obeys);
-    driver.lock().unwrap().held.clear();
+    obeys(driver);
 }
 
 #[tokio::test]
 async fn mig_device_is_made_and_destroyed() {
     let (mut node, driver) = node();
-    node.start();
-    let kubelet = node.kubelet().await;
+    let kubelet = node.serve().await;
     let claim = node.claim("a", &[("gpus", DEVICE), ("gpus", OTHER)]);
     let devices = start(&kubelet, &claim).await.unwrap();
     assert_eq!(devices, [format!("{KIND}=MIG-made-1"), format!("{KIND}=MIG-made-2")]);
     assert_eq!(instances(&driver), ["MIG-made-1", "MIG-made-2"]);
-    let text = fs::read_to_string(node.checkpoint("a")).unwrap();
+    let text = node.kept("a");
     assert!(text.contains("\"Completed\"") && text.contains("\"profileId\": 14"), "{text}");
     end(&kubelet, &claim).await;
-    assert_eq!((instances(&driver).len(), node.checkpoints().len()), (0, 0));
+    is_over(&node, &driver);
     let uuid = |number| Some(format!("MIG-made-{number}").parse().unwrap());
     let expected =
         [MigTask::Make(SLOT), MigTask::Make(APART), MigTask::Destroy(SLOT, uuid(1)), MigTask::Destroy(APART, uuid(2))];
@@ -251,7 +279,7 @@ async fn mig_device_is_made_and_destroyed() {
 async fn checkpoint_precedes_the_order() {
     let (mut node, driver) = node();
     killed_in(&mut node, &driver, Mood::HangsBefore).await;
-    let text = fs::read_to_string(node.checkpoint("a")).unwrap();
+    let text = node.kept("a");
     assert!(text.contains("\"Started\"") && text.contains("\"made\""), "{text}");
 }
 
@@ -259,13 +287,10 @@ async fn checkpoint_precedes_the_order() {
 async fn refused_placement_is_the_claims_error() {
     let (mut node, driver) = node();
     set(&driver, Mood::Refuses);
-    node.start();
-    let kubelet = node.kubelet().await;
+    let kubelet = node.serve().await;
     let claim = node.claim("a", &[("gpus", DEVICE)]);
-    let error = refusal(&kubelet, &claim).await;
-    for part in [DEVICE, "profile 14, memory slices from 2", "NVML_ERROR_INSUFFICIENT_RESOURCES (23)"] {
-        assert!(error.contains(part), "{error}");
-    }
+    let parts = [DEVICE, "profile 14, memory slices from 2", "NVML_ERROR_INSUFFICIENT_RESOURCES (23)"];
+    is_refused(&kubelet, &claim, &parts).await;
     assert_eq!((node.checkpoints().len(), instances(&driver).len()), (0, 0));
     // What was not made is not destroyed: it may be somebody else's.
     assert!(orders(&driver).iter().all(|task| *task == MigTask::Make(SLOT)), "{:?}", orders(&driver));
@@ -278,36 +303,28 @@ async fn first_of_two_goes_when_the_second_is_refused() {
     let (mut node, driver) = node();
     // An instance that no scan has found yet is in the way of the second.
     let hidden = instance("MIG-hidden", APART);
-    node.start();
-    let kubelet = node.kubelet().await;
-    let before = node.claim("before", &[("gpus", DEVICE)]);
-    start(&kubelet, &before).await.unwrap();
+    let kubelet = node.serve().await;
+    let before = node.given(&kubelet, "before", &[("gpus", DEVICE)]).await;
     end(&kubelet, &before).await;
     driver.lock().unwrap().instances.push(hidden);
     let claim = node.claim("a", &[("gpus", DEVICE), ("gpus", OTHER)]);
-    let error = refusal(&kubelet, &claim).await;
-    assert!(error.contains(OTHER) && error.contains("INSUFFICIENT_RESOURCES"), "{error}");
+    is_refused(&kubelet, &claim, &[OTHER, "INSUFFICIENT_RESOURCES"]).await;
     assert_eq!((instances(&driver), node.checkpoints().len()), (vec!["MIG-hidden".to_owned()], 0));
 }
 
 #[tokio::test]
 async fn device_in_use_stays_until_unprepare_succeeds() {
-    let (mut node, driver) = node();
-    node.start();
-    let kubelet = node.kubelet().await;
-    let claim = node.claim("a", &[("gpus", DEVICE)]);
-    start(&kubelet, &claim).await.unwrap();
+    let Prepared { node, driver, kubelet, claim } = prepared().await;
     set(&driver, Mood::InUse);
     let error = format!("{:?}", kubelet.stop_pod(&pod(&claim).pod).await.unwrap_err());
     assert!(error.contains(DEVICE) && error.contains("NVML_ERROR_IN_USE (19)"), "{error}");
     assert_eq!((instances(&driver).len(), node.checkpoints().len()), (1, 1));
     // Nobody else gets it meanwhile.
     let other = node.claim("b", &[("gpus", "gpu-0-mig-1g10gb-19-3")]);
-    let error = refusal(&kubelet, &other).await;
-    assert!(error.contains("is prepared for the claim ml/claim-a"), "{error}");
+    is_refused(&kubelet, &other, &["is prepared for the claim ml/claim-a"]).await;
     set(&driver, Mood::Obeys);
     end(&kubelet, &claim).await;
-    assert_eq!((instances(&driver).len(), node.checkpoints().len()), (0, 0));
+    is_over(&node, &driver);
 }
 
 #[tokio::test]
@@ -315,15 +332,14 @@ async fn killed_while_it_is_made_is_made_once() {
     for mood in [Mood::HangsBefore, Mood::HangsAfter, Mood::HangsSeen] {
         let (mut node, driver) = node();
         killed_in(&mut node, &driver, mood).await;
-        node.start();
-        let kubelet = node.kubelet().await;
+        let kubelet = node.serve().await;
         let claim = name("a");
         let devices = start(&kubelet, &claim).await.unwrap();
         let made = instances(&driver);
         assert_eq!(devices, [format!("{KIND}={}", made[0])], "{mood:?}");
         assert_eq!(made.len(), 1, "{mood:?}");
         end(&kubelet, &claim).await;
-        assert_eq!((instances(&driver).len(), node.checkpoints().len()), (0, 0), "{mood:?}");
+        is_over(&node, &driver);
     }
 }
 
@@ -346,22 +362,17 @@ async fn claim_whose_preparation_began_is_prepared_when_dra_is_off() {
     let (mut node, driver) = node();
     killed_in(&mut node, &driver, Mood::HangsAfter).await;
     node.settings.serves = false;
-    node.start();
-    let kubelet = node.kubelet().await;
+    let kubelet = node.serve().await;
     let devices = start(&kubelet, &name("a")).await.unwrap();
     assert_eq!(devices, instances(&driver).iter().map(|uuid| format!("{KIND}={uuid}")).collect::<Vec<_>>());
     end(&kubelet, &name("a")).await;
-    assert_eq!((instances(&driver).len(), node.checkpoints().len()), (0, 0));
+    is_over(&node, &driver);
 }
 
 #[tokio::test]
 async fn killed_while_it_is_destroyed_is_destroyed() {
     for mood in [Mood::HangsBefore, Mood::HangsAfter, Mood::HangsSeen] {
-        let (mut node, driver) = node();
-        node.start();
-        let kubelet = node.kubelet().await;
-        let claim = node.claim("a", &[("gpus", DEVICE)]);
-        start(&kubelet, &claim).await.unwrap();
+        let Prepared { mut node, driver, kubelet, claim } = prepared().await;
         set(&driver, mood);
         let ending = tokio::spawn(async move {
             let _ = kubelet.stop_pod(&pod(&name("a")).pod).await;
@@ -371,26 +382,22 @@ async fn killed_while_it_is_destroyed_is_destroyed() {
         node.kill().await;
         ending.abort();
         let _ = ending.await;
-        set(&driver, Mood::Obeys);
-        driver.lock().unwrap().held.clear();
-        node.start();
-        let kubelet = node.kubelet().await;
+        obeys(&driver);
+        let kubelet = node.serve().await;
         // It learns of the claim by starting its pod; whether that works is all the same.
         let _ = kubelet.start_pod(&pod(&claim)).await;
         end(&kubelet, &claim).await;
-        assert_eq!((instances(&driver).len(), node.checkpoints().len()), (0, 0), "{mood:?}");
+        is_over(&node, &driver);
     }
 }
 
 #[tokio::test]
 async fn agent_that_dies_in_the_order_leaves_nothing() {
     let (mut node, driver) = node();
-    node.start();
-    let kubelet = node.kubelet().await;
+    let kubelet = node.serve().await;
     let claim = node.claim("a", &[("gpus", DEVICE)]);
     set(&driver, Mood::Dies);
-    let error = refusal(&kubelet, &claim).await;
-    assert!(error.contains("ended before it answered"), "{error}");
+    is_refused(&kubelet, &claim, &["ended before it answered"]).await;
     // The order to destroy it was lost too: it is repeated before anything else is tried.
     set(&driver, Mood::Obeys);
     let devices = start(&kubelet, &claim).await.unwrap();
@@ -400,44 +407,28 @@ async fn agent_that_dies_in_the_order_leaves_nothing() {
 
 #[tokio::test]
 async fn device_is_made_anew_after_a_reboot() {
-    let (mut node, driver) = node();
-    node.start();
-    let kubelet = node.kubelet().await;
-    let claim = node.claim("a", &[("gpus", DEVICE)]);
-    start(&kubelet, &claim).await.unwrap();
-    kubelet.stop().await;
-    node.kill().await;
+    let Prepared { mut node, driver, kubelet, claim } = prepared().await;
+    node.crash(&kubelet).await;
     // Instances do not outlive it.
-    driver.lock().unwrap().instances.clear();
-    driver.lock().unwrap().scan();
+    finds(&driver, Vec::new());
     node.settings.boot = Some("the next boot".to_owned());
-    node.start();
-    let kubelet = node.kubelet().await;
+    let kubelet = node.serve().await;
     assert_eq!(start(&kubelet, &claim).await.unwrap(), [format!("{KIND}=MIG-made-2")]);
     end(&kubelet, &claim).await;
-    assert_eq!((instances(&driver).len(), node.checkpoints().len()), (0, 0));
+    is_over(&node, &driver);
 }
 
 #[tokio::test]
 async fn refused_after_a_reboot_leaves_nothing_begun() {
-    let (mut node, driver) = node();
-    node.start();
-    let kubelet = node.kubelet().await;
-    let claim = node.claim("a", &[("gpus", DEVICE)]);
-    start(&kubelet, &claim).await.unwrap();
-    kubelet.stop().await;
-    node.kill().await;
-    driver.lock().unwrap().instances.clear();
-    driver.lock().unwrap().scan();
+    let Prepared { mut node, driver, kubelet, claim } = prepared().await;
+    node.crash(&kubelet).await;
+    finds(&driver, Vec::new());
     node.settings.boot = Some("the next boot".to_owned());
     set(&driver, Mood::Refuses);
-    node.start();
-    let kubelet = node.kubelet().await;
-    assert!(refusal(&kubelet, &claim).await.contains("NVML_ERROR_INSUFFICIENT_RESOURCES"));
-    kubelet.stop().await;
-    node.kill().await;
-    driver.lock().unwrap().instances = vec![instance("MIG-of-an-administrator", SLOT)];
-    driver.lock().unwrap().scan();
+    let kubelet = node.serve().await;
+    is_refused(&kubelet, &claim, &["NVML_ERROR_INSUFFICIENT_RESOURCES"]).await;
+    node.crash(&kubelet).await;
+    finds(&driver, vec![instance("MIG-of-an-administrator", SLOT)]);
     node.delete("a");
     node.settings.sweep = Duration::from_millis(1);
     node.start();
@@ -447,33 +438,21 @@ async fn refused_after_a_reboot_leaves_nothing_begun() {
 
 #[tokio::test]
 async fn device_of_a_lost_gpu_is_unprepared() {
-    let (mut node, driver) = node();
-    node.start();
-    let kubelet = node.kubelet().await;
-    let claim = node.claim("a", &[("gpus", DEVICE)]);
-    start(&kubelet, &claim).await.unwrap();
+    let Prepared { node, driver, kubelet, claim } = prepared().await;
     set(&driver, Mood::Keeps);
     let gpu = node.state.borrow().topology().gpus()[0].uuid.clone();
     let lost = HealthPoll { reach: Reach::Lost { call: "nvmlDeviceGetUUID".to_owned() }, ..HealthPoll::default() };
-    let before = NodeState::clone(&node.state.borrow());
-    let sick = before.apply(Event::Polled([(gpu, lost)].into()), Duration::from_secs(1)).0;
-    node.state.send_replace(Arc::new(sick));
+    node.apply(Event::Polled([(gpu, lost)].into()));
     end(&kubelet, &claim).await;
     assert_eq!((instances(&driver).len(), node.checkpoints().len()), (1, 0));
 }
 
 #[tokio::test]
 async fn device_of_another_boot_is_not_destroyed() {
-    let (mut node, driver) = node();
-    node.start();
-    let kubelet = node.kubelet().await;
-    let claim = node.claim("a", &[("gpus", DEVICE)]);
-    start(&kubelet, &claim).await.unwrap();
-    kubelet.stop().await;
-    node.kill().await;
+    let Prepared { mut node, driver, kubelet, .. } = prepared().await;
+    node.crash(&kubelet).await;
     // An administrator made the same after the reboot, and a driver may give it the same name.
-    driver.lock().unwrap().instances = vec![instance("MIG-made-1", SLOT)];
-    driver.lock().unwrap().scan();
+    finds(&driver, vec![instance("MIG-made-1", SLOT)]);
     node.settings.boot = Some("the next boot".to_owned());
     node.delete("a");
     node.settings.sweep = Duration::from_millis(1);
@@ -485,18 +464,15 @@ async fn device_of_another_boot_is_not_destroyed() {
 #[tokio::test]
 async fn device_of_an_administrator_is_left_alone() {
     let (mut node, driver) = node();
-    driver.lock().unwrap().instances = vec![instance("MIG-of-admin", SLOT)];
-    driver.lock().unwrap().scan();
+    finds(&driver, vec![instance("MIG-of-admin", SLOT)]);
     node.scan();
-    node.start();
-    let kubelet = node.kubelet().await;
+    let kubelet = node.serve().await;
     // It is a device as ever.
     let claim = node.claim("a", &[("gpus", DEVICE)]);
     assert_eq!(start(&kubelet, &claim).await.unwrap(), [format!("{KIND}=MIG-of-admin")]);
     // And none is made over it.
     let over = node.claim("b", &[("gpus", "gpu-0-mig-3g40gb-9-0")]);
-    let error = refusal(&kubelet, &over).await;
-    assert!(error.contains("MIG-of-admin is in its place"), "{error}");
+    is_refused(&kubelet, &over, &["MIG-of-admin is in its place"]).await;
     end(&kubelet, &claim).await;
     assert_eq!((instances(&driver), orders(&driver)), (vec!["MIG-of-admin".to_owned()], Vec::new()));
 }
@@ -505,37 +481,28 @@ async fn device_of_an_administrator_is_left_alone() {
 async fn device_made_anew_gives_its_claim_nothing_of_the_old() {
     let (mut node, driver) = node();
     let make = |uuid: &str, node: &Node| {
-        driver.lock().unwrap().instances = vec![instance(uuid, SLOT)];
-        driver.lock().unwrap().scan();
+        finds(&driver, vec![instance(uuid, SLOT)]);
         node.scan();
     };
     make("MIG-of-admin", &node);
-    node.start();
-    let kubelet = node.kubelet().await;
+    let kubelet = node.serve().await;
     let claim = node.claim("a", &[("gpus", DEVICE)]);
     assert_eq!(start(&kubelet, &claim).await.unwrap(), [format!("{KIND}=MIG-of-admin")]);
     // Destroyed under the claim, which the driver allows while no process uses it. Its nodes may be another device's.
-    driver.lock().unwrap().instances.clear();
-    driver.lock().unwrap().scan();
+    finds(&driver, Vec::new());
     node.scan();
     until(|| node.claim_specs().is_empty()).await;
     make("MIG-made-again", &node);
-    kubelet.restart().await.unwrap();
-    super::node::connected(&kubelet).await;
+    restarted(&kubelet).await;
     assert_eq!(start(&kubelet, &claim).await.unwrap(), [format!("{KIND}=MIG-made-again")]);
 }
 
 #[tokio::test]
 async fn device_made_after_the_last_scan_keeps_its_spec() {
-    let (mut node, driver) = node();
-    node.start();
-    let kubelet = node.kubelet().await;
-    let (claim, whole) = (node.claim("a", &[("gpus", DEVICE)]), node.claim("b", &[("gpus", "gpu-1")]));
-    start(&kubelet, &claim).await.unwrap();
-    let of_claim = node.claim_specs();
+    let Prepared { mut node, driver, kubelet, claim } = prepared().await;
+    let (of_claim, whole) = (node.claim_specs(), node.claim("b", &[("gpus", "gpu-1")]));
     start(&kubelet, &whole).await.unwrap();
-    kubelet.stop().await;
-    node.kill().await;
+    node.crash(&kubelet).await;
     // The process that takes over scanned the GPUs before the claim's device was made.
     let made = std::mem::take(&mut driver.lock().unwrap().instances);
     driver.lock().unwrap().scan();
@@ -551,8 +518,7 @@ async fn device_made_after_the_last_scan_keeps_its_spec() {
         until(|| node.claim_specs().contains(&other)).await;
     }
     assert!(node.claim_specs().contains(&of_claim[0]), "{:?}", node.claim_specs());
-    set(&driver, Mood::Obeys);
-    driver.lock().unwrap().held.clear();
+    obeys(&driver);
     let kubelet = node.kubelet().await;
     assert_eq!(start(&kubelet, &claim).await.unwrap(), [format!("{KIND}=MIG-made-1")]);
     end(&kubelet, &claim).await;
@@ -565,57 +531,40 @@ async fn device_destroyed_after_the_last_scan_hinders_no_claim() {
     for there in [SLOT, MigSlot { profile_id: 19, placement: MigPlacement { start: 2, size: 1 } }] {
         let (mut node, driver) = node();
         // The process before destroyed it, and the last scan is older than that.
-        driver.lock().unwrap().instances = vec![instance("MIG-of-an-ended-claim", there)];
-        driver.lock().unwrap().scan();
+        finds(&driver, vec![instance("MIG-of-an-ended-claim", there)]);
         driver.lock().unwrap().instances.clear();
         node.scan();
         let claim = node.claim("a", &[("gpus", DEVICE)]);
-        node.start();
-        let kubelet = node.kubelet().await;
+        let kubelet = node.serve().await;
         assert_eq!(start(&kubelet, &claim).await.unwrap(), [format!("{KIND}=MIG-made-1")]);
     }
 }
 
 #[tokio::test]
 async fn device_of_an_unreadable_checkpoint_stays_until_unprepare() {
-    let (mut node, driver) = node();
-    node.start();
-    let kubelet = node.kubelet().await;
-    let claim = node.claim("a", &[("gpus", DEVICE)]);
-    start(&kubelet, &claim).await.unwrap();
-    kubelet.stop().await;
-    node.stop().await;
-    let text = fs::read_to_string(node.checkpoint("a")).unwrap();
-    fs::write(node.checkpoint("a"), text.replace("\"version\": 1", "\"version\": 7")).unwrap();
+    let Prepared { mut node, driver, kubelet, claim } = prepared().await;
+    node.halt(&kubelet).await;
+    node.rewrite("a", |text| text.replace("\"version\": 1", "\"version\": 7"));
     node.settings.sweep = Duration::from_millis(1);
-    node.start();
-    kubelet.start_again().unwrap();
-    super::node::connected(&kubelet).await;
-    let error = refusal(&kubelet, &node.claim("b", &[("gpus", DEVICE)])).await;
-    assert!(error.contains("is prepared for the claim ml/claim-a"), "{error}");
+    node.serve_again(&kubelet).await;
+    is_refused(&kubelet, &node.claim("b", &[("gpus", DEVICE)]), &["is prepared for the claim ml/claim-a"]).await;
     let reads = node.reads("a");
     until(|| node.reads("a") > reads + 2).await;
     assert_eq!((instances(&driver).len(), node.checkpoints()), (1, vec!["a.json".to_owned()]));
     end(&kubelet, &claim).await;
-    assert_eq!((instances(&driver).len(), node.checkpoints().len()), (0, 0));
+    is_over(&node, &driver);
 }
 
 #[tokio::test]
 async fn claim_over_another_claims_device_is_refused() {
-    let (mut node, driver) = node();
-    node.start();
-    let kubelet = node.kubelet().await;
-    let claim = node.claim("a", &[("gpus", DEVICE)]);
-    start(&kubelet, &claim).await.unwrap();
+    let Prepared { node, driver, kubelet, .. } = prepared().await;
     for device in [DEVICE, "gpu-0-mig-1g20gb-15-2", "gpu-0-mig-7g80gb-0-0"] {
         let over = node.claim("b", &[("gpus", device)]);
-        let error = refusal(&kubelet, &over).await;
-        assert!(error.contains("is prepared for the claim ml/claim-a"), "{device}: {error}");
+        is_refused(&kubelet, &over, &["is prepared for the claim ml/claim-a"]).await;
     }
     // Within a claim too.
     let both = node.claim("c", &[("gpus", OTHER), ("gpus", "gpu-0-mig-1g10gb-me-20-0")]);
-    let error = refusal(&kubelet, &both).await;
-    assert!(error.contains("shares hardware with another device of the same claim"), "{error}");
+    is_refused(&kubelet, &both, &["shares hardware with another device of the same claim"]).await;
     assert_eq!(instances(&driver).len(), 1);
 }
 
@@ -623,71 +572,48 @@ async fn claim_over_another_claims_device_is_refused() {
 async fn nothing_is_made_where_the_setting_is_off() {
     let (mut node, driver) = node();
     node.settings.makes_mig = false;
-    node.start();
-    let kubelet = node.kubelet().await;
+    let kubelet = node.serve().await;
     let claim = node.claim("a", &[("gpus", DEVICE)]);
-    let error = refusal(&kubelet, &claim).await;
-    assert!(error.contains("there is no device"), "{error}");
+    is_refused(&kubelet, &claim, &["there is no device"]).await;
     assert_eq!(orders(&driver), []);
 }
 
 #[tokio::test]
 async fn setting_off_destroys_what_was_made() {
-    let (mut node, driver) = node();
-    node.start();
-    let kubelet = node.kubelet().await;
-    let claim = node.claim("a", &[("gpus", DEVICE)]);
-    let devices = start(&kubelet, &claim).await.unwrap();
-    kubelet.stop().await;
-    node.stop().await;
+    let Prepared { mut node, driver, kubelet, claim } = prepared().await;
+    node.halt(&kubelet).await;
     node.settings.makes_mig = false;
-    node.start();
-    let kubelet = node.kubelet().await;
-    assert_eq!(start(&kubelet, &claim).await.unwrap(), devices);
+    let kubelet = node.serve().await;
+    assert_eq!(start(&kubelet, &claim).await.unwrap(), [format!("{KIND}=MIG-made-1")]);
     end(&kubelet, &claim).await;
-    assert_eq!((instances(&driver).len(), node.checkpoints().len()), (0, 0));
+    is_over(&node, &driver);
 }
 
 #[tokio::test]
 async fn unknown_boot_makes_nothing() {
     let (mut node, driver) = node();
     node.settings.boot = None;
-    node.start();
-    let kubelet = node.kubelet().await;
+    let kubelet = node.serve().await;
     let claim = node.claim("a", &[("gpus", DEVICE)]);
-    let error = refusal(&kubelet, &claim).await;
-    assert!(error.contains("name of this boot"), "{error}");
+    is_refused(&kubelet, &claim, &["name of this boot"]).await;
     assert_eq!((orders(&driver).len(), node.checkpoints().len()), (0, 0));
 }
 
 #[tokio::test]
 async fn order_names_the_gpu_and_the_place() {
-    let (mut node, driver) = node();
-    node.start();
-    let kubelet = node.kubelet().await;
-    let claim = node.claim("a", &[("gpus", DEVICE)]);
-    start(&kubelet, &claim).await.unwrap();
+    let prepared = prepared().await;
     let gpu: GpuUuid = "GPU-00000000-0000-0000-0000-000000000000".parse().unwrap();
     let order = |task| MigOrder { gpu: gpu.clone(), task };
-    assert_eq!(driver.lock().unwrap().orders, [order(MigTask::List), order(MigTask::Make(SLOT))]);
+    assert_eq!(prepared.driver.lock().unwrap().orders, [order(MigTask::List), order(MigTask::Make(SLOT))]);
 }
 
 /// In a pod without the rights for MIG the driver refuses every order.
 #[tokio::test]
 async fn device_of_a_claim_that_cannot_be_destroyed_is_left_behind_when_dra_is_off() {
-    let (mut node, driver) = node();
-    node.start();
-    let kubelet = node.kubelet().await;
-    let claim = node.claim("a", &[("gpus", DEVICE)]);
-    start(&kubelet, &claim).await.unwrap();
-    kubelet.stop().await;
-    node.stop().await;
-    let apply = |event: Event| {
-        let before = NodeState::clone(&node.state.borrow());
-        node.state.send_replace(Arc::new(before.apply(event, Duration::from_secs(2)).0));
-    };
-    apply(Event::Planned(Box::default()));
-    apply(Event::Holders(Some(Default::default())));
+    let Prepared { mut node, driver, kubelet, .. } = prepared().await;
+    node.halt(&kubelet).await;
+    node.apply(Event::Planned(Box::default()));
+    node.listed(&[]);
     (node.settings.read_claim, node.settings.serves) = (None, false);
     set(&driver, Mood::InUse);
     node.start();

@@ -1,7 +1,6 @@
 //! Claims that ask for MPS, and a process of daemons that is a table.
 
 use std::collections::BTreeMap;
-use std::fs;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -12,7 +11,11 @@ use linkwise_core::topology::GpuUuid;
 use linkwise_kubelet::dra::{MpsLink, MpsOrders, MpsServed};
 use tokio::sync::watch;
 
-use super::node::{Answer, LIMIT, Node, claim, configured, end, hardware, refusal, start, start_container};
+use super::crash::{Left, STATES, WHOLE, leave};
+use super::node::{
+    Answer, LIMIT, Node, claim, configured, end, hardware, is_refused, killed_once, name, restarted, start,
+    start_at_last, start_container, until,
+};
 
 /// How the process of daemons behaves.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -100,15 +103,10 @@ fn by_mps(node: &Node, uid: &str, devices: &[(&str, &str)]) -> ClaimName {
     node.set(uid, Answer::Claim(configured(claim(uid, devices), MPS)))
 }
 
-fn uuid(node: &Node, minor: u32) -> GpuUuid {
-    node.gpu(minor).split_once('=').unwrap().1.parse().unwrap()
-}
-
 #[tokio::test]
 async fn daemon_is_ordered_with_a_claim_and_withdrawn_with_it() {
     let (mut node, daemons) = node();
-    node.start();
-    let kubelet = node.kubelet().await;
+    let kubelet = node.serve().await;
     daemons.wait(BTreeMap::is_empty).await;
     let asks = by_mps(&node, "a", &[("gpus", "gpu-0"), ("gpus", "gpu-5")]);
     let got = start_container(&kubelet, &asks).await.unwrap();
@@ -116,11 +114,11 @@ async fn daemon_is_ordered_with_a_claim_and_withdrawn_with_it() {
     assert!(got.env.contains_key("CUDA_MPS_PIPE_DIRECTORY"), "{got:?}");
     let wanted = daemons.wanted();
     let [(name, order)] = &wanted.iter().collect::<Vec<_>>()[..] else { panic!("{wanted:?}") };
-    assert_eq!(name.as_str(), format!("dra.linkwise.dev/{}", uuid(&node, 0)));
+    assert_eq!(name.as_str(), format!("dra.linkwise.dev/{}", node.uuid(0)));
     let gpus: Vec<&GpuUuid> = order.gpus.iter().map(|gpu| &gpu.gpu).collect();
-    assert_eq!((gpus, order.exclusive), (vec![&uuid(&node, 0), &uuid(&node, 5)], true));
+    assert_eq!((gpus, order.exclusive), (vec![&node.uuid(0), &node.uuid(5)], true));
     // A claim without MPS orders nothing.
-    start(&kubelet, &node.claim("b", &[("gpus", "gpu-1")])).await.unwrap();
+    node.given(&kubelet, "b", &[("gpus", "gpu-1")]).await;
     assert_eq!(daemons.wanted(), wanted);
     end(&kubelet, &asks).await;
     assert!(daemons.wanted().is_empty());
@@ -133,8 +131,7 @@ async fn daemon_is_ordered_with_a_claim_and_withdrawn_with_it() {
 #[tokio::test]
 async fn claim_without_a_daemon_is_refused_until_there_is_one() {
     let (mut node, daemons) = node();
-    node.start();
-    let kubelet = node.kubelet().await;
+    let kubelet = node.serve().await;
     let asks = by_mps(&node, "a", &[("gpus", "gpu-0")]);
     for (mood, words) in [
         (Mood::Away, "is not ready: the MPS daemon does not serve it; `linkwise mps-control-daemon` has to run"),
@@ -144,21 +141,18 @@ async fn claim_without_a_daemon_is_refused_until_there_is_one() {
         ),
     ] {
         daemons.mood.send_replace(mood);
-        let why = refusal(&kubelet, &asks).await;
-        assert!(why.contains(words), "{why}");
+        is_refused(&kubelet, &asks, &[words]).await;
         assert_eq!((node.checkpoints(), node.claim_specs()), (vec![], vec![]));
         assert!(daemons.wanted().is_empty(), "nothing is left of it");
     }
     // Others do not wait for it.
-    start(&kubelet, &node.claim("b", &[("gpus", "gpu-1")])).await.unwrap();
+    node.given(&kubelet, "b", &[("gpus", "gpu-1")]).await;
     daemons.mood.send_replace(Mood::Serves);
     assert_eq!(start(&kubelet, &asks).await.unwrap(), [node.gpu(0)]);
     // One that was prepared, and whose daemon has died since, is not answered from the checkpoint.
     daemons.mood.send_replace(Mood::Away);
-    kubelet.restart().await.unwrap();
-    super::node::connected(&kubelet).await;
-    let why = refusal(&kubelet, &asks).await;
-    assert!(why.contains("is not ready"), "{why}");
+    restarted(&kubelet).await;
+    is_refused(&kubelet, &asks, &["is not ready"]).await;
     assert_eq!(node.checkpoints(), ["a.json", "b.json"], "its containers may run");
     assert_eq!(daemons.wanted().len(), 1);
 }
@@ -166,12 +160,11 @@ async fn claim_without_a_daemon_is_refused_until_there_is_one() {
 #[tokio::test]
 async fn containers_have_the_shared_memory_of_their_daemon() {
     let (mut node, daemons) = node();
-    node.start();
-    let kubelet = node.kubelet().await;
+    let kubelet = node.serve().await;
     daemons.mood.send_replace(Mood::IsOld);
     let asks = by_mps(&node, "a", &[("gpus", "gpu-0")]);
     let shm = async || start_container(&kubelet, &asks).await.unwrap().mounts["/dev/shm"].clone();
-    let own = format!("/dra.linkwise.dev/{}/shm", uuid(&node, 0));
+    let own = format!("/dra.linkwise.dev/{}/shm", node.uuid(0));
     assert!(!shm().await.ends_with(&own), "the daemon of an older release has that of all");
     let renewed = async |is_own: bool| {
         while shm().await.ends_with(&own) != is_own {
@@ -189,13 +182,12 @@ async fn containers_have_the_shared_memory_of_their_daemon() {
 #[tokio::test]
 async fn gpu_that_is_exclusive_for_others_is_not_given_out() {
     let (mut node, daemons) = node();
-    node.start();
-    let kubelet = node.kubelet().await;
-    daemons.left.lock().unwrap().push(uuid(&node, 0));
+    let kubelet = node.serve().await;
+    daemons.left.lock().unwrap().push(node.uuid(0));
     // Look again.
     daemons.mood.send_replace(Mood::Serves);
     let plain = node.claim("a", &[("gpus", "gpu-0")]);
-    let words = format!("device gpu-0 ({}) is in the compute mode EXCLUSIVE_PROCESS", uuid(&node, 0));
+    let words = format!("device gpu-0 ({}) is in the compute mode EXCLUSIVE_PROCESS", node.uuid(0));
     // The first look may come after the claim.
     let refused = async {
         loop {
@@ -214,43 +206,16 @@ async fn gpu_that_is_exclusive_for_others_is_not_given_out() {
     start(&kubelet, &asks).await.unwrap();
     daemons.left.lock().unwrap().clear();
     daemons.mood.send_replace(Mood::Serves);
-    let given = async {
-        while start(&kubelet, &plain).await.is_err() {
-            tokio::task::yield_now().await;
-        }
-    };
-    tokio::time::timeout(LIMIT, given).await.unwrap();
+    start_at_last(&kubelet, &plain).await;
 }
 
-/// What a killed plugin leaves: how far the checkpoint is and of which boot, and whether the claim's spec is there.
-const STATES: [(Option<&str>, &str, bool); 6] = [
-    (None, "this boot", false),
-    (None, "this boot", true),
-    (Some("Started"), "this boot", false),
-    (Some("Completed"), "this boot", true),
-    (Some("Completed"), "another boot", false),
-    (Some("Started"), "another boot", true),
-];
-
 /// A node whose plugin was killed so. What it had ordered is the last that its neighbour saw.
-async fn killed((progress, boot, spec): (Option<&str>, &str, bool)) -> (Node, Daemons) {
+async fn killed(left: Left) -> (Node, Daemons) {
     let (mut node, daemons) = node();
-    node.start();
-    let kubelet = node.kubelet().await;
+    let kubelet = node.serve().await;
     start(&kubelet, &by_mps(&node, "a", &[("gpus", "gpu-0")])).await.unwrap();
-    kubelet.stop().await;
-    node.kill().await;
-    let path = node.checkpoint("a");
-    match progress {
-        None => fs::remove_file(&path).unwrap(),
-        Some(progress) => {
-            let text = fs::read_to_string(&path).unwrap().replace("\"Completed\"", &format!("{progress:?}"));
-            fs::write(&path, text.replace("this boot", boot)).unwrap();
-        }
-    }
-    if !spec {
-        fs::remove_file(node.settings.cdi_folder.join("linkwise.dev-claim-a.json")).unwrap();
-    }
+    node.crash(&kubelet).await;
+    leave(&node, left);
     (node, daemons)
 }
 
@@ -260,12 +225,12 @@ async fn orders_of_a_new_process_follow_its_checkpoints() {
         let (mut node, daemons) = killed(left).await;
         node.start();
         // No container of another boot runs.
-        let count = usize::from(left.0.is_some() && left.1 == "this boot");
+        let count = usize::from(left.checkpoint.is_some() && left.boot == "this boot");
         daemons.wait(|wanted| wanted.len() == count).await;
         let kubelet = node.kubelet().await;
-        assert_eq!(start(&kubelet, &super::node::name("a")).await.unwrap(), [node.gpu(0)], "{left:?}");
+        assert_eq!(start(&kubelet, &name("a")).await.unwrap(), [node.gpu(0)], "{left:?}");
         assert_eq!((daemons.wanted().len(), node.claim_specs().len()), (1, 1), "{left:?}");
-        end(&kubelet, &super::node::name("a")).await;
+        end(&kubelet, &name("a")).await;
         assert_eq!((daemons.wanted().len(), node.claim_specs().len()), (0, 0), "{left:?}");
     }
 }
@@ -273,9 +238,8 @@ async fn orders_of_a_new_process_follow_its_checkpoints() {
 #[tokio::test]
 async fn orders_of_an_unreadable_checkpoint_stay() {
     for (from, to, is_seen) in [("\"version\": 1", "\"version\": 7", true), ("\"version\": 1", "", false)] {
-        let (mut node, daemons) = killed((Some("Completed"), "this boot", true)).await;
-        let text = fs::read_to_string(node.checkpoint("a")).unwrap().replace(from, to);
-        fs::write(node.checkpoint("a"), text).unwrap();
+        let (mut node, daemons) = killed(WHOLE).await;
+        node.rewrite("a", |text| text.replace(from, to));
         node.settings.listed_within = LIMIT;
         node.start();
         node.log.has(&["checkpoint of a claim unreadable, keeping it"]).await;
@@ -288,14 +252,13 @@ async fn orders_of_an_unreadable_checkpoint_stay() {
         let kubelet = node.kubelet().await;
         if !is_seen {
             // Torn: the kubelet's word is enough.
-            assert_eq!(start(&kubelet, &super::node::name("a")).await.unwrap(), [node.gpu(0)]);
+            assert_eq!(start(&kubelet, &name("a")).await.unwrap(), [node.gpu(0)]);
             let now = daemons.orders.borrow().clone().unwrap();
             assert_eq!((now.daemons.len(), now.keeps_others), (1, false));
         } else {
-            let why = refusal(&kubelet, &super::node::name("a")).await;
-            assert!(why.contains("cannot be read, and is kept"), "{why}");
+            is_refused(&kubelet, &name("a"), &["cannot be read, and is kept"]).await;
         }
-        end(&kubelet, &super::node::name("a")).await;
+        end(&kubelet, &name("a")).await;
         assert!(daemons.wanted().is_empty() && node.checkpoints().is_empty());
     }
 }
@@ -308,12 +271,7 @@ async fn orders_of_a_claim_that_is_gone_are_withdrawn() {
         node.settings.sweep = Duration::from_millis(1);
         node.start();
         daemons.wait(BTreeMap::is_empty).await;
-        let swept = async {
-            while node.checkpoints().len() + node.claim_specs().len() > 0 {
-                tokio::task::yield_now().await;
-            }
-        };
-        tokio::time::timeout(LIMIT, swept).await.unwrap_or_else(|_| panic!("{left:?}"));
+        until(|| node.left() == (0, 0)).await;
         assert!(daemons.wanted().is_empty(), "{left:?}");
     }
 }
@@ -323,29 +281,13 @@ async fn plugin_killed_while_it_waits_keeps_the_order() {
     let (mut node, daemons) = node();
     daemons.mood.send_replace(Mood::Away);
     (node.settings.mps_timeout, node.settings.prepare_timeout) = (LIMIT, LIMIT);
-    node.start();
-    let kubelet = node.kubelet().await;
+    let kubelet = node.serve().await;
     let asks = by_mps(&node, "a", &[("gpus", "gpu-0")]);
-    let (started, ()) = tokio::join!(tokio::time::timeout(LIMIT, start(&kubelet, &asks)), async {
-        let begun = async {
-            while node.checkpoints().is_empty() {
-                tokio::task::yield_now().await;
-            }
-        };
-        tokio::time::timeout(LIMIT, begun).await.unwrap();
-        node.running.as_ref().unwrap().0.abort();
-    });
-    assert!(started.unwrap().is_err());
+    killed_once(&node, &kubelet, &asks, || !node.checkpoints().is_empty()).await;
     node.kill_and_start().await;
     daemons.wait(|wanted| wanted.len() == 1).await;
     daemons.mood.send_replace(Mood::Serves);
-    let again = async {
-        // The connection may still be the old one's.
-        while start(&kubelet, &asks).await.is_err() {
-            tokio::task::yield_now().await;
-        }
-    };
-    tokio::time::timeout(LIMIT, again).await.unwrap();
+    start_at_last(&kubelet, &asks).await;
     end(&kubelet, &asks).await;
     assert!(daemons.wanted().is_empty() && node.checkpoints().is_empty());
 }

@@ -10,7 +10,7 @@ use linkwise_kubelet_box::dra::DraKubelet;
 use serde::Deserialize;
 use serde_json::json;
 
-use super::node::{KIND, LIMIT, Node, connected, end, name, observed_state, refusal, start, start_container, state};
+use super::node::{KIND, LIMIT, Node, end, is_refused, name, observed_state, restarted, start, start_container, state};
 
 /// The machine after a reboot: GPUs 0 and 1 have exchanged their minor numbers.
 fn with_moved_minors() -> NodeState {
@@ -22,8 +22,7 @@ fn with_moved_minors() -> NodeState {
 
 /// The node reboots: its memory, with the CDI specs, is gone, and the kubelet has its checkpoint.
 async fn reboot(node: &mut Node, kubelet: &DraKubelet, after: NodeState, boot: &str) {
-    kubelet.stop().await;
-    node.stop().await;
+    node.halt(kubelet).await;
     // A file that the plugin was writing goes with its folder.
     fs::rename(&node.settings.cdi_folder, node.settings.cdi_folder.with_extension(boot)).unwrap();
     fs::create_dir(&node.settings.cdi_folder).unwrap();
@@ -31,9 +30,7 @@ async fn reboot(node: &mut Node, kubelet: &DraKubelet, after: NodeState, boot: &
     node.state.send_replace(Arc::new(after));
     node.scan();
     write_gpu_spec(node);
-    node.start();
-    kubelet.start_again().unwrap();
-    connected(kubelet).await;
+    node.serve_again(kubelet).await;
 }
 
 /// The spec of all GPUs, as the agent's other task writes it: names of before an upgrade are in it.
@@ -49,8 +46,7 @@ fn write_gpu_spec(node: &Node) {
 
 #[tokio::test]
 async fn reboot_that_moves_minors_gives_the_claim_no_second_gpu() {
-    let mut node = Node::running();
-    let kubelet = node.kubelet().await;
+    let (mut node, kubelet) = Node::serving().await;
     let claim = node.claim("a", &[("gpus", "gpu-0")]);
     let before = node.gpu(0);
     assert_eq!(start(&kubelet, &claim).await.unwrap(), std::slice::from_ref(&before));
@@ -64,8 +60,8 @@ async fn reboot_that_moves_minors_gives_the_claim_no_second_gpu() {
 
 #[tokio::test]
 async fn options_and_drivers_that_change_reach_prepared_claims() {
-    let mut node = Node::running().with_nics();
-    let kubelet = node.kubelet().await;
+    let mut node = Node::new().with_nics();
+    let kubelet = node.serve().await;
     let claim = node.claim("a", &[("gpus", "gpu-0")]);
     assert!(start_container(&kubelet, &claim).await.unwrap().env.contains_key("LINKWISE_NICS"));
     node.stop().await;
@@ -88,8 +84,7 @@ async fn options_and_drivers_that_change_reach_prepared_claims() {
     let got = tokio::time::timeout(LIMIT, follows).await.unwrap();
     assert_eq!((got.env.len(), super::node::hardware(&got)), (2, vec![node.gpu(0)]), "the driver's and the device's");
     // And with one: nothing of before is left.
-    kubelet.restart().await.unwrap();
-    connected(&kubelet).await;
+    restarted(&kubelet).await;
     assert_eq!(start_container(&kubelet, &claim).await.unwrap(), got);
 }
 
@@ -97,8 +92,7 @@ async fn options_and_drivers_that_change_reach_prepared_claims() {
 async fn upgraded() -> (Node, DraKubelet) {
     let mut node = Node::new();
     write_gpu_spec(&node);
-    let gpu = node.gpu(0);
-    let uuid = gpu.split_once('=').unwrap().1;
+    let (gpu, uuid) = (node.gpu(0), node.uuid(0));
     let checkpoint = json!({"version": 1, "progress": "Completed", "boot": "this boot",
         "claim": {"namespace": "ml", "name": "claim-a", "uid": "a"},
         "prepared": {"devices": [{"request": "gpus", "pool": "node/gpu", "device": "gpu-0", "admin": false,
@@ -110,8 +104,7 @@ async fn upgraded() -> (Node, DraKubelet) {
         {"name": "a-gpus", "containerEdits": {"env": ["LINKWISE_NICS=mlx5_0"]}}]});
     fs::write(node.settings.cdi_folder.join("linkwise.dev-claim-a.json"), own.to_string()).unwrap();
     node.claim("a", &[("gpus", "gpu-0")]);
-    node.start();
-    let kubelet = node.kubelet().await;
+    let kubelet = node.serve().await;
     assert_eq!(start(&kubelet, &name("a")).await.unwrap(), [node.gpu(0)]);
     assert!(kubelet.state().claims["a"].cdi.contains(&node.gpu(0)), "as the version before answered");
     (node, kubelet)
@@ -120,8 +113,7 @@ async fn upgraded() -> (Node, DraKubelet) {
 #[tokio::test]
 async fn claim_of_the_version_before_goes_on() {
     let (mut node, kubelet) = upgraded().await;
-    kubelet.restart().await.unwrap();
-    connected(&kubelet).await;
+    restarted(&kubelet).await;
     let got = start_container(&kubelet, &name("a")).await.unwrap();
     assert_eq!((got.gpus(), got.env.get("LINKWISE_NICS")), (vec!["/dev/nvidia0".to_owned()], None), "options of now");
     // The GPU has its minor number after the reboot too.
@@ -137,8 +129,7 @@ async fn name_of_the_version_before_gives_no_second_gpu() {
     let (mut node, kubelet) = upgraded().await;
     for boot in ["the next boot", "the one after"] {
         reboot(&mut node, &kubelet, with_moved_minors(), boot).await;
-        let why = refusal(&kubelet, &name("a")).await;
-        assert!(why.contains(&node.gpu(1)) && why.contains("delete its pods"), "{why}");
+        is_refused(&kubelet, &name("a"), &[&node.gpu(1), "delete its pods"]).await;
         assert_eq!(node.checkpoints(), ["a.json"]);
         reboot(&mut node, &kubelet, state("dgx1-v100"), &format!("{boot} but one")).await;
         assert_eq!(start_container(&kubelet, &name("a")).await.unwrap().gpus(), ["/dev/nvidia0"]);
@@ -180,9 +171,9 @@ struct DeviceBefore {
 
 #[tokio::test]
 async fn version_before_reads_checkpoints_of_this_one() {
-    let node = Node::running().with_nics();
-    let kubelet = node.kubelet().await;
-    start(&kubelet, &node.claim("a", &[("gpus", "gpu-0")])).await.unwrap();
+    let mut node = Node::new().with_nics();
+    let kubelet = node.serve().await;
+    node.given(&kubelet, "a", &[("gpus", "gpu-0")]).await;
     let before: Before = serde_json::from_slice(&fs::read(node.checkpoint("a")).unwrap()).unwrap();
     assert_eq!((before.version, before.progress.as_str()), (1, "Completed"));
     assert_eq!(before.prepared.devices[0].cdi, ["linkwise.dev/device=a-gpus-gpu-0", "linkwise.dev/claim=a-gpus"]);

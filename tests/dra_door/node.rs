@@ -13,8 +13,8 @@ use linkwise_core::claims::{
 };
 use linkwise_core::publish::RdmaNodes;
 use linkwise_core::publish::injection::{CdiOptions, ChosenDevice, HostDevices, InjectionOptions};
-use linkwise_core::state::{Door, Event, Holdings, NodeState, NumaHints, ResourcePlan};
-use linkwise_core::topology::NodeObservation;
+use linkwise_core::state::{ClaimedDevice, Door, Event, Holdings, NodeState, NumaHints, ResourcePlan};
+use linkwise_core::topology::{GpuUuid, NodeObservation};
 use linkwise_kubelet::dra::{Book, BookEntry, CdiDevices, Handover, Phase, Plugin, PluginMetrics, ReadClaim, Settings};
 use linkwise_kubelet::readiness::Readiness;
 use linkwise_kubelet_box::dra::{ClaimRef, DraError, DraKubelet, DraOptions, PodClaims};
@@ -166,11 +166,11 @@ impl Node {
         node
     }
 
-    /// The same, with its plugin running.
-    pub fn running() -> Self {
+    /// The same, with its plugin running, and a kubelet.
+    pub async fn serving() -> (Self, DraKubelet) {
         let mut node = Self::new();
-        node.start();
-        node
+        let kubelet = node.serve().await;
+        (node, kubelet)
     }
 
     /// Every claim has an edit of its own: the variable of `--expose-nics`.
@@ -210,6 +210,31 @@ impl Node {
         self.start();
     }
 
+    /// Ends a kubelet, and then the plugin as SIGTERM does.
+    pub async fn halt(&mut self, kubelet: &DraKubelet) {
+        kubelet.stop().await;
+        self.stop().await;
+    }
+
+    /// Ends a kubelet, and then the plugin wherever it is.
+    pub async fn crash(&mut self, kubelet: &DraKubelet) {
+        kubelet.stop().await;
+        self.kill().await;
+    }
+
+    /// Starts the plugin, and a new kubelet.
+    pub async fn serve(&mut self) -> DraKubelet {
+        self.start();
+        self.kubelet().await
+    }
+
+    /// Starts the plugin, and a kubelet that was stopped.
+    pub async fn serve_again(&mut self, kubelet: &DraKubelet) {
+        self.start();
+        kubelet.start_again().unwrap();
+        connected(kubelet).await;
+    }
+
     /// A kubelet, with the plugin registered.
     pub async fn kubelet(&self) -> DraKubelet {
         let kubelet = DraKubelet::start(self.kubelet_options()).unwrap();
@@ -226,15 +251,16 @@ impl Node {
         self.log.has(&[&format!("phase={:?}", phase.words())]).await;
     }
 
+    /// Returns true if a metric of the plugin has this value.
+    pub fn shows(&self, metric: &str, value: u64) -> bool {
+        let mut text = String::new();
+        prometheus_client::encoding::text::encode(&mut text, &self.registry).unwrap();
+        text.contains(&format!("{metric} {value}\n"))
+    }
+
     /// Waits until a metric of the plugin has this value.
     pub async fn counts(&self, metric: &str, value: u64) {
-        let line = format!("{metric} {value}\n");
-        until(|| {
-            let mut text = String::new();
-            prometheus_client::encoding::text::encode(&mut text, &self.registry).unwrap();
-            text.contains(&line)
-        })
-        .await;
+        until(|| self.shows(metric, value)).await;
     }
 
     /// Waits until so many claims are prepared, or are being prepared.
@@ -245,6 +271,13 @@ impl Node {
     /// A claim of the cluster, allocated on this node: a request and a device each.
     pub fn claim(&self, uid: &str, devices: &[(&str, &str)]) -> ClaimName {
         self.set(uid, Answer::Claim(claim(uid, devices)))
+    }
+
+    /// The same, with its pod started.
+    pub async fn given(&self, kubelet: &DraKubelet, uid: &str, devices: &[(&str, &str)]) -> ClaimName {
+        let claim = self.claim(uid, devices);
+        start(kubelet, &claim).await.unwrap();
+        claim
     }
 
     /// How the cluster answers for a claim.
@@ -263,6 +296,35 @@ impl Node {
     /// How often the claim was read.
     pub fn reads(&self, uid: &str) -> u64 {
         self.cluster.lock().unwrap().reads.get(&name(uid).name).copied().unwrap_or_default()
+    }
+
+    /// Tells the node's state what happens.
+    pub fn apply(&self, event: Event) {
+        let before = NodeState::clone(&self.state.borrow());
+        self.state.send_replace(Arc::new(before.apply(event, Duration::from_secs(1)).0));
+    }
+
+    /// The kubelet lists these claims, each with GPU 0.
+    pub fn listed(&self, claims: &[&str]) {
+        let claimed = |uid: &&str| ClaimedDevice {
+            claim: format!("ml/claim-{uid}"),
+            driver: DRIVER.to_owned(),
+            pool: POOL.to_owned(),
+            device: "gpu-0".to_owned(),
+            cdi_names: Vec::new(),
+        };
+        let holdings = Holdings { claims: claims.iter().map(claimed).collect(), ..Holdings::default() };
+        self.apply(Event::Holders(Some(holdings)));
+    }
+
+    /// The kubelet lists no claim, twice: the first list may be older than a claim.
+    pub fn nothing_listed(&self) {
+        (0..2).for_each(|_| self.listed(&[]));
+    }
+
+    /// The kubelet cannot be asked.
+    pub fn unlisted(&self) {
+        self.apply(Event::Holders(None));
     }
 
     /// Scans the host, as the agent's other task does after each snapshot.
@@ -286,15 +348,39 @@ impl Node {
         names(&self.settings.checkpoints)
     }
 
+    /// The numbers of checkpoints and of claims' specs.
+    pub fn left(&self) -> (usize, usize) {
+        (self.checkpoints().len(), self.claim_specs().len())
+    }
+
     pub fn checkpoint(&self, uid: &str) -> PathBuf {
         self.settings.checkpoints.join(format!("{uid}.json"))
     }
 
+    /// The text of a claim's checkpoint.
+    pub fn kept(&self, uid: &str) -> String {
+        fs::read_to_string(self.checkpoint(uid)).unwrap()
+    }
+
+    /// Writes another text into a claim's checkpoint.
+    pub fn rewrite(&self, uid: &str, change: impl FnOnce(String) -> String) {
+        fs::write(self.checkpoint(uid), change(self.kept(uid))).unwrap();
+    }
+
+    /// Takes the CDI spec of the claim `a` away.
+    pub fn remove_spec(&self) {
+        fs::remove_file(self.settings.cdi_folder.join("linkwise.dev-claim-a.json")).unwrap();
+    }
+
+    /// A GPU, by its minor number.
+    pub fn uuid(&self, minor: u32) -> GpuUuid {
+        let state = self.state.borrow().clone();
+        state.topology().gpus().iter().find(|gpu| gpu.facts.minor == Some(minor)).unwrap().uuid.clone()
+    }
+
     /// What a container has of a GPU, by its minor number: its CDI name.
     pub fn gpu(&self, minor: u32) -> String {
-        let state = self.state.borrow().clone();
-        let gpu = state.topology().gpus().iter().find(|gpu| gpu.facts.minor == Some(minor)).unwrap().uuid.clone();
-        format!("{KIND}={gpu}")
+        format!("{KIND}={}", self.uuid(minor))
     }
 }
 
@@ -304,6 +390,42 @@ pub async fn connected(kubelet: &DraKubelet) {
         state.drivers.get(DRIVER).is_some_and(|driver| driver.connected > 0)
     };
     kubelet.wait(connected).await.unwrap();
+}
+
+/// Restarts the kubelet, and waits until it has the plugin again.
+pub async fn restarted(kubelet: &DraKubelet) {
+    kubelet.restart().await.unwrap();
+    connected(kubelet).await;
+}
+
+/// Starts the pod of a claim as often as it takes: the connection may still be that of a plugin that was killed.
+pub async fn start_at_last(kubelet: &DraKubelet, claim: &ClaimName) -> Vec<String> {
+    let starting = async {
+        loop {
+            if let Ok(devices) = start(kubelet, claim).await {
+                return devices;
+            }
+            tokio::task::yield_now().await;
+        }
+    };
+    timeout(LIMIT, starting).await.unwrap()
+}
+
+/// Starts the pod of a claim, which does not end well: the plugin is killed once something holds.
+pub async fn killed_once(node: &Node, kubelet: &DraKubelet, claim: &ClaimName, holds: impl Fn() -> bool) {
+    let killed = async {
+        until(holds).await;
+        node.running.as_ref().unwrap().0.abort();
+    };
+    let (started, ()) = tokio::join!(timeout(LIMIT, start(kubelet, claim)), killed);
+    assert!(started.unwrap().is_err());
+}
+
+/// Lets the plugin's task have so many turns.
+pub async fn turns(count: usize) {
+    for _ in 0..count {
+        tokio::task::yield_now().await;
+    }
 }
 
 /// Waits until something holds; nothing here is waited for but the plugin's own work.
@@ -405,6 +527,12 @@ pub async fn refusal(kubelet: &DraKubelet, claim: &ClaimName) -> String {
         Err(DraError::Claim { error, .. }) => error,
         other => panic!("{other:?}"),
     }
+}
+
+/// Checks that the pod of a claim does not start, and that the plugin's text has each of these parts.
+pub async fn is_refused(kubelet: &DraKubelet, claim: &ClaimName, parts: &[&str]) {
+    let error = refusal(kubelet, claim).await;
+    assert!(parts.iter().all(|part| error.contains(part)), "{parts:?} in {error}");
 }
 
 /// Ends the pod of a claim.

@@ -4,19 +4,19 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
+use linkwise_core::claims::ClaimName;
 use linkwise_core::publish::RdmaNodes;
 use linkwise_core::publish::injection::HostDevices;
-use linkwise_kubelet_box::dra::{ClaimUse, DraKubelet, PodClaim, PodClaims};
+use linkwise_kubelet_box::dra::{ClaimUse, PodClaim, PodClaims};
 
 use super::node::{
-    Answer, DRIVER, LIMIT, Node, connected, end, hardware, name, pod, reference, refusal, resolve, start,
+    Answer, DRIVER, LIMIT, Node, connected, end, hardware, is_refused, name, pod, reference, resolve, restarted, start,
     start_container, until,
 };
 
 #[tokio::test]
 async fn claim_gets_its_gpus_by_its_own_cdi_name() {
-    let node = Node::running();
-    let kubelet = node.kubelet().await;
+    let (node, kubelet) = Node::serving().await;
     let claim = node.claim("a", &[("gpus", "gpu-3"), ("gpus", "gpu-0")]);
     let got = start_container(&kubelet, &claim).await.unwrap();
     assert_eq!(hardware(&got), [node.gpu(3), node.gpu(0)]);
@@ -40,8 +40,7 @@ async fn claim_gets_its_gpus_by_its_own_cdi_name() {
 
 #[tokio::test]
 async fn subrequests_and_requests_go_to_their_containers() {
-    let node = Node::running();
-    let kubelet = node.kubelet().await;
+    let (node, kubelet) = Node::serving().await;
     let claim = node.claim("a", &[("gpus/quad", "gpu-0"), ("gpus/quad", "gpu-1"), ("one", "gpu-2")]);
     let uses = |request: &str| vec![ClaimUse { claim: "gpus".to_owned(), request: Some(request.to_owned()) }];
     let mut pod = pod(&claim);
@@ -54,22 +53,24 @@ async fn subrequests_and_requests_go_to_their_containers() {
     assert_eq!(got("side"), [node.gpu(2)]);
 }
 
-fn of_pod(claim: &linkwise_core::claims::ClaimName) -> PodClaim {
-    let drivers = BTreeSet::from([DRIVER.to_owned()]);
-    PodClaim { name: claim.uid.clone(), claim: reference(claim), drivers }
+/// A pod with these claims, and without containers.
+fn of_claims(claims: &[ClaimName]) -> PodClaims {
+    let of_pod = |claim: &ClaimName| {
+        let drivers = BTreeSet::from([DRIVER.to_owned()]);
+        PodClaim { name: claim.uid.clone(), claim: reference(claim), drivers }
+    };
+    PodClaims { pod: "p".to_owned(), claims: claims.iter().map(of_pod).collect(), containers: BTreeMap::new() }
 }
 
 #[tokio::test]
 async fn two_claims_that_race_for_a_set_do_not_share_it() {
-    let node = Node::running();
-    let kubelet = node.kubelet().await;
+    let (node, kubelet) = Node::serving().await;
     // In one call, so that both are read and planned at once; the sets have one GPU in common.
     let claims = [
         node.claim("a", &[("gpus", "gpu-0"), ("gpus", "gpu-1")]),
         node.claim("b", &[("gpus", "gpu-1"), ("gpus", "gpu-2")]),
     ];
-    let pod =
-        PodClaims { pod: "p".to_owned(), claims: claims.iter().map(of_pod).collect(), containers: BTreeMap::new() };
+    let pod = of_claims(&claims);
     let error = kubelet.start_pod(&pod).await.unwrap_err().to_string();
     assert!(error.contains("device gpu-1") && error.contains("is prepared for the claim ml/claim-"), "{error}");
     assert_eq!(node.checkpoints().len(), 1);
@@ -77,11 +78,9 @@ async fn two_claims_that_race_for_a_set_do_not_share_it() {
 
 #[tokio::test]
 async fn one_error_in_a_batch_leaves_the_other_claims() {
-    let node = Node::running();
-    let kubelet = node.kubelet().await;
+    let (node, kubelet) = Node::serving().await;
     let claims = [node.claim("a", &[("gpus", "gpu-0")]), node.claim("b", &[("gpus", "gpu-99")])];
-    let pod =
-        PodClaims { pod: "p".to_owned(), claims: claims.iter().map(of_pod).collect(), containers: BTreeMap::new() };
+    let pod = of_claims(&claims);
     let error = kubelet.start_pod(&pod).await.unwrap_err().to_string();
     assert!(error.contains("claim b: there is no device 'gpu-99' on this node"), "{error}");
     // The first is prepared; the second has no checkpoint. The kubelet asks for both again.
@@ -97,14 +96,12 @@ async fn one_error_in_a_batch_leaves_the_other_claims() {
 
 #[tokio::test]
 async fn repeated_prepare_needs_no_api_server() {
-    let mut node = Node::running();
-    let kubelet = node.kubelet().await;
+    let (mut node, kubelet) = Node::serving().await;
     let claim = node.claim("a", &[("gpus", "gpu-0")]);
     let first = start(&kubelet, &claim).await.unwrap();
     node.set("a", Answer::Failed);
     // The kubelet restarts, then the plugin does, then both.
-    kubelet.restart().await.unwrap();
-    connected(&kubelet).await;
+    restarted(&kubelet).await;
     assert_eq!(start(&kubelet, &claim).await.unwrap(), first);
     node.stop().await;
     kubelet.restart().await.unwrap();
@@ -118,8 +115,7 @@ async fn repeated_prepare_needs_no_api_server() {
 /// A kubelet that lost its state has unprepared nothing, and the cluster gave the claim another GPU meanwhile.
 #[tokio::test]
 async fn claim_that_got_another_gpu_is_prepared_anew() {
-    let node = Node::running();
-    let kubelet = node.kubelet().await;
+    let (node, kubelet) = Node::serving().await;
     let claim = node.claim("a", &[("gpus", "gpu-0")]);
     assert_eq!(start(&kubelet, &claim).await.unwrap(), [node.gpu(0)]);
     kubelet.lose_state();
@@ -135,35 +131,36 @@ async fn claim_that_got_another_gpu_is_prepared_anew() {
 #[tokio::test]
 async fn reboot_reads_the_claim_again() {
     let mut node = Node::new().with_nics();
-    node.start();
-    let kubelet = node.kubelet().await;
+    let kubelet = node.serve().await;
     let claim = node.claim("a", &[("gpus", "gpu-0")]);
     let first = start(&kubelet, &claim).await.unwrap();
     assert_eq!(first, [node.gpu(0)]);
-    kubelet.stop().await;
-    node.stop().await;
+    node.halt(&kubelet).await;
     // /var/run/cdi is in memory.
     std::fs::remove_dir_all(&node.settings.cdi_folder).unwrap();
     std::fs::create_dir(&node.settings.cdi_folder).unwrap();
     node.settings.boot = Some("the next boot".to_owned());
-    node.start();
-    kubelet.start_again().unwrap();
-    connected(&kubelet).await;
+    node.serve_again(&kubelet).await;
     let reads = node.reads("a");
     assert_eq!(start(&kubelet, &claim).await.unwrap(), first);
     assert!(node.reads("a") > reads, "whatever the sweep read before");
     assert_eq!(node.claim_specs(), ["linkwise.dev-claim-a.json"]);
 }
 
+/// The CDI spec of the claim `a`.
+fn spec(node: &Node) -> serde_json::Value {
+    let path = node.settings.cdi_folder.join("linkwise.dev-claim-a.json");
+    serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap()
+}
+
 #[tokio::test]
 async fn claim_with_edits_has_a_spec_of_its_own() {
-    let node = Node::running().with_nics();
-    let kubelet = node.kubelet().await;
+    let mut node = Node::new().with_nics();
+    let kubelet = node.serve().await;
     let claim = node.claim("a", &[("gpus/quad", "gpu-0"), ("gpus/quad", "gpu-1")]);
     let got = start_container(&kubelet, &claim).await.unwrap();
     assert_eq!((hardware(&got), got.env.get("LINKWISE_NICS")), (vec![node.gpu(0), node.gpu(1)], Some(&String::new())));
-    let path = node.settings.cdi_folder.join("linkwise.dev-claim-a.json");
-    let spec: serde_json::Value = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
+    let spec = spec(&node);
     assert_eq!(spec["kind"], "linkwise.dev/claim");
     assert_eq!(spec["devices"][0]["name"], "a-gpus");
     assert_eq!(spec["devices"][0]["containerEdits"]["env"], serde_json::json!(["LINKWISE_NICS="]));
@@ -179,11 +176,9 @@ async fn nearest_nics_are_in_the_claims_spec() {
         common: vec!["/dev/infiniband/rdma_cm".to_owned()],
     };
     node.host.send_replace(Arc::new(HostDevices { rdma: Some(rdma), ..HostDevices::default() }));
-    node.start();
-    let kubelet = node.kubelet().await;
-    start(&kubelet, &node.claim("a", &[("near", "gpu-0"), ("far", "gpu-7")])).await.unwrap();
-    let path = node.settings.cdi_folder.join("linkwise.dev-claim-a.json");
-    let spec: serde_json::Value = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
+    let kubelet = node.serve().await;
+    node.given(&kubelet, "a", &[("near", "gpu-0"), ("far", "gpu-7")]).await;
+    let spec = spec(&node);
     let device = |name: &str| {
         let of_name = spec["devices"].as_array().unwrap().iter().find(|device| device["name"] == name);
         of_name.unwrap()["containerEdits"].clone()
@@ -200,8 +195,8 @@ async fn nearest_nics_are_in_the_claims_spec() {
 
 #[tokio::test]
 async fn one_claim_asked_for_twice_at_once_is_prepared_once() {
-    let node = Node::running();
-    let (one, other) = (node.kubelet().await, node.kubelet().await);
+    let (node, one) = Node::serving().await;
+    let other = node.kubelet().await;
     let claim = node.claim("a", &[("gpus", "gpu-0")]);
     let (first, second) = tokio::join!(start(&one, &claim), start(&other, &claim));
     assert_eq!(first.unwrap(), second.unwrap());
@@ -210,12 +205,10 @@ async fn one_claim_asked_for_twice_at_once_is_prepared_once() {
 
 #[tokio::test]
 async fn same_name_with_another_uid_waits_for_the_old() {
-    let node = Node::running();
-    let kubelet = node.kubelet().await;
-    let old = node.claim("a", &[("gpus", "gpu-0")]);
-    start(&kubelet, &old).await.unwrap();
+    let (node, kubelet) = Node::serving().await;
+    let old = node.given(&kubelet, "a", &[("gpus", "gpu-0")]).await;
     // Deleted and made again under its name, with the same GPU.
-    let new = linkwise_core::claims::ClaimName { uid: "a2".to_owned(), ..old.clone() };
+    let new = ClaimName { uid: "a2".to_owned(), ..old.clone() };
     let mut claim = super::node::claim("a", &[("gpus", "gpu-0")]);
     claim.metadata.uid = "a2".to_owned();
     node.set("a", Answer::Claim(claim));
@@ -228,17 +221,15 @@ async fn same_name_with_another_uid_waits_for_the_old() {
 
 #[tokio::test]
 async fn unprepare_asks_nobody_and_knows_no_unknown_claim() {
-    let node = Node::running();
-    let kubelet = node.kubelet().await;
-    let claim = node.claim("a", &[("gpus", "gpu-0")]);
-    start(&kubelet, &claim).await.unwrap();
+    let (node, kubelet) = Node::serving().await;
+    let claim = node.given(&kubelet, "a", &[("gpus", "gpu-0")]).await;
     node.delete("a");
     let reads = node.reads("a");
     end(&kubelet, &claim).await;
     assert_eq!((node.reads("a"), node.checkpoints()), (reads, vec![]));
     // One that was never prepared: its pod is ended after a refusal.
     let unknown = name("never");
-    assert!(refusal(&kubelet, &unknown).await.contains("there is no such claim"));
+    is_refused(&kubelet, &unknown, &["there is no such claim"]).await;
     end(&kubelet, &unknown).await;
     // The log tells the two apart.
     node.log.has(&["claim unprepared claim=", "uid=\"a\""]).await;
@@ -247,8 +238,7 @@ async fn unprepare_asks_nobody_and_knows_no_unknown_claim() {
 
 #[tokio::test]
 async fn claim_shared_by_pods_is_unprepared_with_the_last() {
-    let node = Node::running();
-    let kubelet = node.kubelet().await;
+    let (node, kubelet) = Node::serving().await;
     let claim = node.claim("a", &[("gpus", "gpu-0")]);
     let other = PodClaims { pod: "other".to_owned(), ..pod(&claim) };
     start(&kubelet, &claim).await.unwrap();
@@ -264,19 +254,12 @@ async fn claim_shared_by_pods_is_unprepared_with_the_last() {
 async fn silent_api_server_holds_up_its_claim_alone() {
     let mut node = Node::new();
     node.settings.claim_timeout = LIMIT;
-    node.start();
-    let kubelet = node.kubelet().await;
+    let kubelet = node.serve().await;
     let (slow, fast) = (node.set("slow", Answer::Silent), node.claim("fast", &[("gpus", "gpu-1")]));
     // Two kubelets, as the box starts its pods one after another.
-    let other = DraKubelet::start(node.kubelet_options()).unwrap();
-    connected(&other).await;
+    let other = node.kubelet().await;
     let waits = tokio::spawn(async move { start(&other, &slow).await });
-    let asked = async {
-        while node.reads("slow") == 0 {
-            tokio::task::yield_now().await;
-        }
-    };
-    tokio::time::timeout(LIMIT, asked).await.unwrap();
+    until(|| node.reads("slow") > 0).await;
     assert_eq!(start(&kubelet, &fast).await.unwrap(), [node.gpu(1)]);
     waits.abort();
 }
@@ -285,12 +268,10 @@ async fn silent_api_server_holds_up_its_claim_alone() {
 async fn entry_of_a_prepare_that_was_given_up_is_in_no_claims_way() {
     let mut node = Node::new();
     node.settings.prepare_timeout = Duration::from_secs(3);
-    node.start();
-    let kubelet = node.kubelet().await;
+    let kubelet = node.serve().await;
     let [given_up, next] = ["a", "b"].map(|uid| node.claim(uid, &[("gpus", "gpu-0")]));
     let busy = node.state.busy().await;
-    let why = refusal(&kubelet, &given_up).await;
-    assert!(why.contains("was not prepared within"), "{why}");
+    is_refused(&kubelet, &given_up, &["was not prepared within"]).await;
     drop(busy);
     until(|| node.state.borrow().ledger().prepared("a").is_some()).await;
     assert_eq!(start(&kubelet, &next).await.unwrap(), [node.gpu(0)]);
@@ -302,12 +283,10 @@ async fn sweep_takes_a_given_up_prepare_out_of_the_ledger() {
     let mut node = Node::new();
     node.settings.prepare_timeout = Duration::from_secs(3);
     node.settings.sweep = Duration::from_millis(50);
-    node.start();
-    let kubelet = node.kubelet().await;
+    let kubelet = node.serve().await;
     let given_up = node.claim("a", &[("gpus", "gpu-0")]);
     let busy = node.state.busy().await;
-    let why = refusal(&kubelet, &given_up).await;
-    assert!(why.contains("was not prepared within"), "{why}");
+    is_refused(&kubelet, &given_up, &["was not prepared within"]).await;
     let mut state = node.state.subscribe();
     drop(busy);
     for is_there in [true, false] {

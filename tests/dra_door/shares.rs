@@ -1,31 +1,22 @@
 //! Claims that share a GPU: as many as it has shares, whatever dies in between.
 
-use std::fs;
 use std::sync::Arc;
-use std::time::Duration;
 
 use linkwise_core::claims::{Claim, ClaimName};
-use linkwise_core::state::{
-    Door, Event, Holdings, NodeState, NumaHints, ResourceName, ResourcePlan, SharedResource, Sharing, SharingKind,
-};
+use linkwise_core::state::{ResourceName, ResourcePlan, SharedResource, Sharing, SharingKind};
+use linkwise_kubelet_box::dra::DraKubelet;
 
-use super::node::{Answer, Node, end, refusal, start};
+use super::node::{Answer, Node, end, observed_state, refusal, start};
 
 /// A DGX-1 whose GPUs of 16 GiB are in two shares each.
-fn shared() -> Node {
-    let observed = linkwise_host::machines::load("dgx1-v100").unwrap().observed;
+async fn shared() -> (Node, DraKubelet) {
     let rows = vec![SharedResource::new(ResourceName::gpu(), 2)];
     let sharing = Some(Sharing::new(SharingKind::TimeSlicing, rows));
-    let plan = ResourcePlan { door: Door::Dra, sharing, ..ResourcePlan::default() };
-    let unheld = || Event::Holders(Some(Holdings::default()));
-    let events = [Event::Planned(Box::new(plan)), Event::Observed(Box::new(observed)), unheld(), unheld()];
-    let state = events
-        .into_iter()
-        .fold(NodeState::new(NumaHints::default()), |state, event| state.apply(event, Duration::ZERO).0);
+    let plan = ResourcePlan { sharing, ..ResourcePlan::default() };
     let mut node = Node::new();
-    node.state.send_replace(Arc::new(state));
-    node.start();
-    node
+    node.state.send_replace(Arc::new(observed_state("dgx1-v100", plan, |_| {})));
+    let kubelet = node.serve().await;
+    (node, kubelet)
 }
 
 /// A claim of the cluster for a share of the first GPU.
@@ -40,8 +31,7 @@ fn share(node: &Node, uid: &str, shares: &str) -> ClaimName {
 
 #[tokio::test]
 async fn two_claims_share_a_gpu_and_the_third_waits() {
-    let mut node = shared();
-    let kubelet = node.kubelet().await;
+    let (mut node, kubelet) = shared().await;
     let [a, b, c] = ["a", "b", "c"].map(|uid| share(&node, uid, "1"));
     for claim in [&a, &b] {
         assert_eq!(start(&kubelet, claim).await.unwrap(), [node.gpu(0)]);
@@ -65,17 +55,12 @@ async fn two_claims_share_a_gpu_and_the_third_waits() {
 
 #[tokio::test]
 async fn killed_prepare_keeps_its_share() {
-    let mut node = shared();
-    let kubelet = node.kubelet().await;
+    let (mut node, kubelet) = shared().await;
     let [a, b] = ["a", "b"].map(|uid| share(&node, uid, "2"));
     start(&kubelet, &a).await.unwrap();
-    kubelet.stop().await;
-    node.kill().await;
-    let path = node.checkpoint("a");
-    let text = fs::read_to_string(&path).unwrap();
-    fs::write(&path, text.replace("\"Completed\"", "\"Started\"")).unwrap();
-    node.start();
-    let kubelet = node.kubelet().await;
+    node.crash(&kubelet).await;
+    node.rewrite("a", |text| text.replace("\"Completed\"", "\"Started\""));
+    let kubelet = node.serve().await;
     assert!(refusal(&kubelet, &b).await.ends_with("and 2 are with the claim ml/claim-a (UID a)"));
     assert_eq!(start(&kubelet, &a).await.unwrap(), [node.gpu(0)]);
     end(&kubelet, &a).await;
@@ -84,8 +69,7 @@ async fn killed_prepare_keeps_its_share() {
 
 #[tokio::test]
 async fn shares_of_claims_that_are_gone_are_free() {
-    let node = shared();
-    let kubelet = node.kubelet().await;
+    let (node, kubelet) = shared().await;
     let [a, b, c] = ["a", "b", "c"].map(|uid| share(&node, uid, "1"));
     for claim in [&a, &b] {
         start(&kubelet, claim).await.unwrap();

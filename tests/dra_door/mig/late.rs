@@ -6,22 +6,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use linkwise_core::claims::{MigOrder, MigTask};
 
-use super::super::node::{KIND, connected, end, start, until};
-use super::{DEVICE, Mood, SLOT, instance, node, set};
-
-async fn a_while() {
-    for _ in 0..1000 {
-        tokio::task::yield_now().await;
-    }
-}
+use super::super::node::{KIND, connected, end, start, turns, until};
+use super::{DEVICE, Mood, Prepared, SLOT, instance, prepared, set};
 
 #[tokio::test]
 async fn scan_from_before_an_order_says_nothing_of_it() {
-    let (mut node, driver) = node();
-    node.start();
-    let kubelet = node.kubelet().await;
-    let claim = node.claim("a", &[("gpus", DEVICE)]);
-    start(&kubelet, &claim).await.unwrap();
+    let Prepared { mut node, driver, kubelet, claim } = prepared().await;
     node.stop().await;
     // The next process has seen the GPU before the device was made.
     {
@@ -38,7 +28,7 @@ async fn scan_from_before_an_order_says_nothing_of_it() {
     let scans = async {
         let is_destroy = |order: &MigOrder| matches!(order.task, MigTask::Destroy(..));
         until(|| driver.lock().unwrap().orders.iter().any(is_destroy)).await;
-        a_while().await;
+        turns(1000).await;
         // One from before the order, and one from after it.
         for (instances, done) in [(vec![instance("MIG-made-1", SLOT)], 0), (Vec::new(), u64::MAX)] {
             is_seen.store(done > 0, Ordering::Relaxed);
@@ -47,7 +37,7 @@ async fn scan_from_before_an_order_says_nothing_of_it() {
                 (driver.instances, driver.done) = (instances, done);
                 driver.scan();
             }
-            a_while().await;
+            turns(1000).await;
         }
     };
     let ending = async {
@@ -59,11 +49,8 @@ async fn scan_from_before_an_order_says_nothing_of_it() {
 
 #[tokio::test]
 async fn claim_that_is_being_undone_is_waited_for() {
-    let (mut node, driver) = node();
-    node.start();
-    let kubelet = node.kubelet().await;
-    let (first, second) = (node.claim("a", &[("gpus", DEVICE)]), node.claim("b", &[("gpus", DEVICE)]));
-    start(&kubelet, &first).await.unwrap();
+    let Prepared { node, driver, kubelet, claim: first } = prepared().await;
+    let second = node.claim("b", &[("gpus", DEVICE)]);
     set(&driver, Mood::HangsBefore);
     let next = async {
         until(|| !driver.lock().unwrap().held.is_empty()).await;
@@ -71,9 +58,7 @@ async fn claim_that_is_being_undone_is_waited_for() {
         let destroyed = async {
             until(|| node.reads("b") > 0).await;
             // A refusal would be on its way by now.
-            for _ in 0..100 {
-                tokio::task::yield_now().await;
-            }
+            turns(100).await;
             let mut driver = driver.lock().unwrap();
             let request = driver.held.pop().unwrap();
             let _ = request.answer.send(driver.carry_out(&request.order));
