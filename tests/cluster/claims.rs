@@ -30,6 +30,20 @@ impl Reading {
     fn gets(&self) -> usize {
         self.cluster.count("GET", "resourceclaims")
     }
+
+    /// The next GETs are answered so.
+    fn fail(&self, times: usize, answer: Answer) {
+        self.cluster.server.fail(Fault::of("GET", "resourceclaims", times, answer));
+    }
+
+    /// Why the claim cannot be read with this answer, for which the server is asked once.
+    async fn refusal(&self, answer: Answer) -> String {
+        let before = self.gets();
+        self.fail(1, answer);
+        let Err(ReadClaimError::Failed(why)) = self.read("one").await else { panic!("it is read") };
+        assert_eq!(self.gets(), before + 1, "{why}");
+        why
+    }
 }
 
 #[tokio::test]
@@ -46,11 +60,10 @@ async fn claim_is_one_get() {
 async fn passing_errors_are_tried_again_twice() {
     for code in [429, 500, 503] {
         let reading = reading().await;
-        let refusal = |times| Fault::of("GET", "resourceclaims", times, Answer::Refusal(code, "busy", None));
-        reading.cluster.server.fail(refusal(2));
+        reading.fail(2, Answer::Refusal(code, "busy", None));
         assert!(reading.read("one").await.is_ok(), "{code}");
         assert_eq!(reading.gets(), 3);
-        reading.cluster.server.fail(refusal(3));
+        reading.fail(3, Answer::Refusal(code, "busy", None));
         let Err(ReadClaimError::Failed(why)) = reading.read("one").await else { panic!("{code}") };
         assert!(why.contains(&code.to_string()) && why.contains("busy"), "{why}");
         assert_eq!(reading.gets(), 6);
@@ -66,11 +79,8 @@ async fn refusal_and_lies_are_told_at_once() {
         (Answer::Text("{\"metadata\": {\"name\": \"one\"}, \"status\": 3}".to_owned()), "cannot be read"),
         (Answer::Endless, "too long"),
     ] {
-        let before = reading.gets();
-        reading.cluster.server.fail(Fault::of("GET", "resourceclaims", 1, answer));
-        let Err(ReadClaimError::Failed(why)) = reading.read("one").await else { panic!("{word}") };
+        let why = reading.refusal(answer).await;
         assert!(why.contains(word), "{why}");
-        assert_eq!(reading.gets(), before + 1);
     }
     let Err(ReadClaimError::Failed(why)) = reading.read("../secrets/x").await else { panic!("a path is no name") };
     assert!(why.contains("'../secrets/x' is no name"), "{why}");
@@ -92,20 +102,17 @@ async fn unknown_path_is_no_missing_claim() {
         (of("namespaces", "one"), "not found"),
         (of("resourceclaims", "another"), "not found"),
     ] {
-        let before = reading.gets();
-        reading.cluster.server.fail(Fault::of("GET", "resourceclaims", 1, answer));
-        let Err(ReadClaimError::Failed(why)) = reading.read("one").await else { panic!("{word}") };
+        let why = reading.refusal(answer).await;
         assert!(why.contains(word) && why.contains("no resource.k8s.io/v1?"), "{why}");
-        assert_eq!(reading.gets(), before + 1);
     }
-    reading.cluster.server.fail(Fault::of("GET", "resourceclaims", 1, of("resourceclaims", "one")));
+    reading.fail(1, of("resourceclaims", "one"));
     assert_eq!(reading.read("one").await, Err(ReadClaimError::NotFound));
 }
 
 #[tokio::test]
 async fn connection_that_hangs_costs_one_attempt() {
     let reading = reading().await;
-    reading.cluster.server.fail(Fault::of("GET", "resourceclaims", 1, Answer::Silence));
+    reading.fail(1, Answer::Silence);
     assert!(reading.read("one").await.is_ok());
     assert_eq!(reading.gets(), 2);
     assert_eq!(reading.cluster.metrics.requests("resourceclaims", "get", "timeout"), 1);

@@ -4,38 +4,15 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use linkwise_api_server_box::{Answer, Fault, Gates, ResourceType};
-use linkwise_cluster::StoredPool;
-use linkwise_cluster::{Pace, SliceSettings, SliceWriter};
+use linkwise_cluster::Pace;
 use linkwise_core::publish::dra::slice::Pool;
 use linkwise_core::publish::dra::{Counter, CounterConsumption, CounterSet, ServerVersion, SliceDevice};
-use serde_json::{Value, json};
-use tokio::sync::watch;
+use serde_json::Value;
 
-use crate::cluster::support::{Cluster, PACE, Running, until};
+use crate::cluster::slices::{write, writing};
+use crate::cluster::support::{Cluster, PACE, until};
 
 const NO_COUNTERS: Gates = Gates { partitionable_devices: false, ..Gates::OFF };
-
-struct Writing {
-    pool: watch::Sender<Option<Arc<Pool>>>,
-    stored: watch::Receiver<StoredPool>,
-    running: Running,
-}
-
-fn write(cluster: &Cluster, pace: Pace) -> Writing {
-    let (pool, wanted) = watch::channel(None);
-    let (report, stored) = watch::channel(StoredPool::default());
-    let settings = SliceSettings { node: "n".to_owned() };
-    let writer = SliceWriter::new(cluster.client(pace), settings, watch::channel(true).1);
-    let follow = cluster.client(pace);
-    let running = Running::of(|shutdown| writer.run(follow, wanted, report, shutdown));
-    Writing { pool, stored, running }
-}
-
-async fn started() -> Cluster {
-    let cluster = Cluster::start().await;
-    cluster.label_node("n", json!({}));
-    cluster
-}
 
 /// So many devices over one counter, or without.
 fn pool(count: usize, counted: bool) -> Arc<Pool> {
@@ -50,21 +27,6 @@ fn pool(count: usize, counted: bool) -> Arc<Pool> {
     let sets = counted.then(|| CounterSet { name: "gpu-0".to_owned(), counters: counters(count.to_string()) });
     let devices = (0..count).map(device).collect();
     Arc::new(Pool { counters: sets.into_iter().collect(), ..Pool::new("n", devices) })
-}
-
-impl Writing {
-    fn want(&self, pool: &Arc<Pool>) {
-        self.pool.send_replace(Some(Arc::clone(pool)));
-    }
-
-    async fn reports(&mut self, is: impl Fn(&StoredPool) -> bool) -> StoredPool {
-        let waits = tokio::time::timeout(Duration::from_secs(60), self.stored.wait_for(is)).await;
-        waits.unwrap_or_else(|_| panic!("it is reported in time")).unwrap().clone()
-    }
-}
-
-fn slices(cluster: &Cluster) -> Vec<Value> {
-    cluster.server.objects(&ResourceType::RESOURCE_SLICES)
 }
 
 /// Whether the pool is complete as a scheduler sees it: all slices of the newest generation are there.
@@ -93,75 +55,71 @@ fn order(cluster: &Cluster) -> Vec<String> {
 
 #[tokio::test]
 async fn counters_are_written_before_devices() {
-    let cluster = started().await;
-    let mut writing = write(&cluster, Pace { write: Duration::from_millis(50), ..PACE });
+    let (cluster, mut writing) = writing(Pace { write: Duration::from_millis(50), ..PACE }).await;
     let found = writing.reports(|stored| stored.is_read).await;
     assert_eq!(found.version, ServerVersion::parse("1.36.2"));
     let wanted = pool(70, true);
     for round in 0..3 {
-        writing.want(&wanted);
+        writing.want(Arc::clone(&wanted));
         let report = writing.reports(|stored| stored.is_current).await;
         assert_eq!(report.slices, 3, "{round}");
-        let written = slices(&cluster);
+        let written = cluster.slices();
         let created = |slice: &Value| slice["metadata"]["resourceVersion"].as_str().unwrap().parse::<u64>().unwrap();
         assert!(written[0]["spec"]["sharedCounters"].is_array() && written[0]["spec"].get("devices").is_none());
         assert!(created(&written[0]) < created(&written[1]) && created(&written[1]) < created(&written[2]));
         // A kubelet that restarts.
         cluster.server.wipe_slices("n", None);
-        until(|| slices(&cluster).len() == 3).await;
+        until(|| cluster.slices().len() == 3).await;
     }
     assert_eq!(order(&cluster)[..3], ["POST", "POST", "POST"]);
-    writing.running.end().await;
 }
 
 #[tokio::test]
 async fn dropped_counters_stop_the_pool() {
-    let cluster = started().await;
+    let cluster = Cluster::of_node().await;
     cluster.server.set_gates(NO_COUNTERS);
     let mut writing = write(&cluster, PACE);
-    writing.want(&pool(70, true));
+    writing.want(pool(70, true));
     let report = writing.reports(|stored| stored.drops_counters).await;
     assert!(!report.is_current);
-    assert_eq!((slices(&cluster).len(), offered(&slices(&cluster))), (1, 0), "the slice of counters, which has none");
+    assert_eq!((cluster.slices().len(), offered(&cluster.slices())), (1, 0), "the slice of counters, which has none");
     // Whatever else happens, it is not tried again.
     cluster.server.expire_watches();
     let lists = cluster.count("GET", "resourceslices");
     until(|| cluster.count("GET", "resourceslices") > lists).await;
     assert_eq!(order(&cluster), ["POST"]);
-    writing.want(&pool(70, false));
+    writing.want(pool(70, false));
     writing.reports(|stored| stored.is_current).await;
-    assert_eq!(offered(&slices(&cluster)), 70);
-    writing.running.end().await;
+    assert_eq!(offered(&cluster.slices()), 70);
 }
 
 #[tokio::test]
 async fn counters_dropped_later_offer_nothing_twice() {
     // The slices are one with counters and three with devices.
     for lost in [0, 3] {
-        let cluster = started().await;
-        let mut writing = write(&cluster, PACE);
-        writing.want(&pool(130, true));
+        let (cluster, mut writing) = writing(PACE).await;
+        writing.want(pool(130, true));
         writing.reports(|stored| stored.is_current).await;
-        assert_eq!(offered(&slices(&cluster)), 130);
+        assert_eq!(offered(&cluster.slices()), 130);
         // The gate goes with an upgrade; slices keep what they have, and a new one loses it.
         cluster.server.set_gates(NO_COUNTERS);
-        let name = slices(&cluster)[lost]["metadata"]["name"].as_str().unwrap().to_owned();
+        let name = cluster.slices()[lost]["metadata"]["name"].as_str().unwrap().to_owned();
         cluster.server.remove(&ResourceType::RESOURCE_SLICES.key(None, &name));
         let report = writing.reports(|stored| stored.drops_counters).await;
         assert!(!report.is_current);
-        assert!(!is_complete(&slices(&cluster)), "devices without their counters are in no complete pool: {lost}");
+        assert!(!is_complete(&cluster.slices()), "devices without their counters are in no complete pool: {lost}");
         let writes = order(&cluster);
         assert_eq!(writes[4], if lost == 0 { "POST" } else { "PUT" }, "the counters first");
-        writing.want(&pool(130, false));
+        writing.want(pool(130, false));
         writing.reports(|stored| stored.is_current).await;
-        assert_eq!((offered(&slices(&cluster)), slices(&cluster).len()), (130, 3));
+        assert_eq!((offered(&cluster.slices()), cluster.slices().len()), (130, 3));
         writing.running.end().await;
     }
 }
 
 #[tokio::test]
 async fn release_is_read_again_with_the_slices() {
-    let cluster = started().await;
+    let cluster = Cluster::of_node().await;
     cluster.server.set_version("v1.35.6");
     let mut writing = write(&cluster, PACE);
     writing.reports(|stored| stored.version == ServerVersion::parse("1.35.6")).await;
@@ -170,15 +128,13 @@ async fn release_is_read_again_with_the_slices() {
         cluster.server.expire_watches();
         writing.reports(|stored| stored.version == ServerVersion::parse(text) && stored.is_read).await;
     }
-    writing.running.end().await;
 }
 
 #[tokio::test]
 async fn release_that_cannot_be_read_yet_holds_the_report() {
-    let cluster = started().await;
+    let cluster = Cluster::of_node().await;
     cluster.server.fail(Fault::of("GET", "/version", 2, Answer::Refusal(503, "starting", None)));
     let mut writing = write(&cluster, PACE);
     let report = writing.reports(|stored| stored.is_read).await;
     assert_eq!(report.version, ServerVersion::parse("1.36.2"));
-    writing.running.end().await;
 }

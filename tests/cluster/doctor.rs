@@ -1,22 +1,53 @@
 //! `linkwise doctor` with an API server: objects that another program left, and what DRA lacks there.
 
-use std::path::{Path, PathBuf};
 use std::process::Stdio;
 
 use linkwise_api_server_box::{Answer, Fault, ResourceType};
 use serde_json::{Value, json};
+use tempfile::TempDir;
 use tokio::process::Command;
 
-use crate::cluster::support::{Cluster, within};
+use crate::cluster::support::{Cluster, node_key, within};
 
-/// What the doctor reports about labels, as status and text, in a folder that is a host without anything.
-async fn labels(cluster: &Cluster, root: &Path) -> Vec<(String, String)> {
-    findings(cluster, root, "labels", "none").await
+/// A cluster, and a folder that is a host without anything.
+struct Host {
+    cluster: Cluster,
+    root: TempDir,
 }
 
-/// What a check reports, where these GPUs go through DRA.
-async fn findings(cluster: &Cluster, root: &Path, check: &str, gpus: &str) -> Vec<(String, String)> {
-    of_check(&report(&mut program(cluster, root, gpus)).await, check)
+impl Host {
+    async fn new() -> Self {
+        Self { cluster: Cluster::start().await, root: tempfile::tempdir().unwrap() }
+    }
+
+    /// The doctor, where these GPUs go through DRA.
+    fn program(&self, gpus: &str) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_linkwise"));
+        let root = self.root.path();
+        command.env_clear().env("NODE_NAME", "n").env("LINKWISE_DRA_GPUS", gpus).envs(self.cluster.variables());
+        command.env("LINKWISE_SYSFS", root.join("sys")).env("HWLOC_SYNTHETIC", "pack:1 numa:1 pu:1");
+        command.env("LINKWISE_NVML_LIBRARY", root.join("none.so"));
+        command.args(["doctor", "--format", "json", "--root"]).arg(root);
+        command.arg("--kubelet-socket").arg(root.join("kubelet.sock"));
+        command.stdin(Stdio::null()).kill_on_drop(true);
+        command
+    }
+
+    /// What a check reports, as status and text.
+    async fn findings(&self, check: &str, gpus: &str) -> Vec<(String, String)> {
+        of_check(&report(&mut self.program(gpus)).await, check)
+    }
+
+    /// What the doctor reports about labels.
+    async fn labels(&self) -> Vec<(String, String)> {
+        self.findings("labels", "none").await
+    }
+
+    /// Checks that a check reports this, where all GPUs go through DRA.
+    async fn finds(&self, check: &str, status: &str, part: &str) {
+        let found = self.findings(check, "all").await;
+        assert!(found.iter().any(|(of, what)| of == status && what.contains(part)), "{part}: {found:#?}");
+    }
 }
 
 /// What a report has of a check.
@@ -24,18 +55,6 @@ fn of_check(report: &Value, check: &str) -> Vec<(String, String)> {
     let findings = report["findings"].as_array().unwrap().iter().filter(|finding| finding["check"] == check);
     let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
     findings.map(|it| (text(&it["status"]), format!("{} -> {}", text(&it["what"]), text(&it["advice"])))).collect()
-}
-
-/// The doctor in a folder that is a host without anything.
-fn program(cluster: &Cluster, root: &Path, gpus: &str) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_linkwise"));
-    command.env_clear().env("NODE_NAME", "n").env("LINKWISE_DRA_GPUS", gpus).envs(cluster.variables());
-    command.env("LINKWISE_SYSFS", root.join("sys")).env("HWLOC_SYNTHETIC", "pack:1 numa:1 pu:1");
-    command.env("LINKWISE_NVML_LIBRARY", root.join("none.so"));
-    command.args(["doctor", "--format", "json", "--root"]).arg(root);
-    command.arg("--kubelet-socket").arg(root.join("kubelet.sock"));
-    command.stdin(Stdio::null()).kill_on_drop(true);
-    command
 }
 
 /// The whole report.
@@ -51,13 +70,12 @@ fn put(cluster: &Cluster, manager: &str, namespace: &str, name: &str) {
 
 #[tokio::test]
 async fn node_features_that_another_program_left_are_named() {
-    let (cluster, folder) = (Cluster::start().await, tempfile::tempdir().unwrap());
-    let root: PathBuf = folder.path().to_owned();
-    assert_eq!(labels(&cluster, &root).await, []);
-    put(&cluster, "linkwise", "gpu", "nvidia-features-for-n");
-    put(&cluster, "gpu-feature-discovery", "gpu-operator", "nvidia-features-for-n");
-    put(&cluster, "gpu-feature-discovery", "gpu-operator", "nvidia-features-for-m");
-    let found = labels(&cluster, &root).await;
+    let host = Host::new().await;
+    assert_eq!(host.labels().await, []);
+    put(&host.cluster, "linkwise", "gpu", "nvidia-features-for-n");
+    put(&host.cluster, "gpu-feature-discovery", "gpu-operator", "nvidia-features-for-n");
+    put(&host.cluster, "gpu-feature-discovery", "gpu-operator", "nvidia-features-for-m");
+    let found = host.labels().await;
     let [(ok, ours), (warning, left)] = found.as_slice() else { panic!("{found:?}") };
     assert_eq!((ok.as_str(), ours.as_str()), ("ok", "NodeFeature gpu/nvidia-features-for-n is linkwise's -> "));
     assert_eq!(warning, "warning");
@@ -69,96 +87,89 @@ async fn node_features_that_another_program_left_are_named() {
 
 #[tokio::test]
 async fn node_features_that_cannot_be_listed_are_no_failure() {
-    let (cluster, folder) = (Cluster::start().await, tempfile::tempdir().unwrap());
+    let host = Host::new().await;
     let forbidden = Answer::Refusal(403, "nodefeatures is forbidden", None);
-    cluster.server.fail(Fault::of("GET", "nodefeatures", usize::MAX, forbidden));
-    let found = labels(&cluster, folder.path()).await;
+    host.cluster.server.fail(Fault::of("GET", "nodefeatures", usize::MAX, forbidden));
+    let found = host.labels().await;
     let [(skipped, why)] = found.as_slice() else { panic!("{found:?}") };
     assert!(skipped == "skipped" && why.contains("forbidden") && why.contains("kubectl get nodefeatures"), "{why}");
     // A pod without a token: `linkwise` says so too, and asks nobody.
-    std::fs::remove_file(cluster.folder().join("token")).unwrap();
-    let before = cluster.server.requests().len();
-    let found = labels(&cluster, folder.path()).await;
+    std::fs::remove_file(host.cluster.folder().join("token")).unwrap();
+    let before = host.cluster.server.requests().len();
+    let found = host.labels().await;
     assert!(found.iter().any(|(status, why)| status == "skipped" && why.contains("token")), "{found:?}");
-    assert_eq!(cluster.server.requests().len(), before);
+    assert_eq!(host.cluster.server.requests().len(), before);
 }
 
 #[tokio::test]
 async fn missing_class_and_foreign_slices_of_dra_are_named() {
-    let (cluster, folder) = (Cluster::start().await, tempfile::tempdir().unwrap());
-    let root: PathBuf = folder.path().to_owned();
-    let has = |found: &[(String, String)], status: &str, part: &str| {
-        assert!(found.iter().any(|(of, what)| of == status && what.contains(part)), "{part}: {found:#?}");
-    };
-    assert_eq!(findings(&cluster, &root, "DRA", "none").await, []);
-    let asked_before = cluster.server.requests().len();
-    let found = findings(&cluster, &root, "DRA", "all").await;
-    has(&found, "warning", "no DeviceClass gpu.nvidia.com");
-    has(&found, "failed", "no ResourceSlice of gpu.nvidia.com");
+    let host = Host::new().await;
+    assert_eq!(host.findings("DRA", "none").await, []);
+    let asked_before = host.cluster.server.requests().len();
+    host.finds("DRA", "warning", "no DeviceClass gpu.nvidia.com").await;
+    host.finds("DRA", "failed", "no ResourceSlice of gpu.nvidia.com").await;
     let expression = "device.driver == 'gpu.nvidia.com'";
     let class = json!({"spec": {"selectors": [{"cel": {"expression": expression}}]}});
-    cluster.server.put("kubectl", &ResourceType::DEVICE_CLASSES.key(None, "gpu.nvidia.com"), class);
+    host.cluster.server.put("kubectl", &ResourceType::DEVICE_CLASSES.key(None, "gpu.nvidia.com"), class);
     for (name, manager, node) in [("ours", "linkwise", "n"), ("theirs", "gpu-kubelet-plugin", "n"), ("far", "x", "m")] {
         let pool = json!({"name": name, "generation": 1, "resourceSliceCount": 1});
         let spec = json!({"driver": "gpu.nvidia.com", "nodeName": node, "pool": pool, "devices": []});
-        cluster.server.put(manager, &ResourceType::RESOURCE_SLICES.key(None, name), json!({ "spec": spec }));
+        host.cluster.server.put(manager, &ResourceType::RESOURCE_SLICES.key(None, name), json!({ "spec": spec }));
     }
-    let found = findings(&cluster, &root, "DRA", "all").await;
-    has(&found, "ok", "there is a DeviceClass gpu.nvidia.com");
-    has(&found, "ok", "ResourceSlice ours is linkwise's");
-    has(&found, "failed", "ResourceSlice theirs was written by 'gpu-kubelet-plugin'");
+    host.finds("DRA", "ok", "there is a DeviceClass gpu.nvidia.com").await;
+    host.finds("DRA", "ok", "ResourceSlice ours is linkwise's").await;
+    host.finds("DRA", "failed", "ResourceSlice theirs was written by 'gpu-kubelet-plugin'").await;
+    let found = host.findings("DRA", "all").await;
     assert!(!found.iter().any(|(_, what)| what.contains("far")), "{found:?}");
     // What the roles of overlay and chart allow.
     let lists_classes = |path: &str| path.split('?').next().unwrap().ends_with("/deviceclasses");
-    assert!(!cluster.server.requests()[asked_before..].iter().any(|request| lists_classes(&request.uri)));
+    assert!(!host.cluster.server.requests()[asked_before..].iter().any(|request| lists_classes(&request.uri)));
     let forbidden = Answer::Refusal(403, "deviceclasses is forbidden", None);
-    cluster.server.fail(Fault::of("GET", "deviceclasses", 1, forbidden));
-    has(&findings(&cluster, &root, "DRA", "all").await, "skipped", "deviceclasses is forbidden");
+    host.cluster.server.fail(Fault::of("GET", "deviceclasses", 1, forbidden));
+    host.finds("DRA", "skipped", "deviceclasses is forbidden").await;
 }
 
 #[tokio::test]
 async fn policy_for_unchanged_pods_is_looked_for() {
-    let (cluster, folder) = (Cluster::start().await, tempfile::tempdir().unwrap());
-    let found = async |status: &str, part: &str| {
-        let found = findings(&cluster, folder.path(), "DRA", "all").await;
-        assert!(found.iter().any(|(of, what)| of == status && what.contains(part)), "{part}: {found:#?}");
-    };
+    let host = Host::new().await;
     let kind = "mutatingadmissionpolicies";
     for (code, message, part) in [
         (404, "the server could not find the requested resource", "has no MutatingAdmissionPolicies"),
         (403, "mutatingadmissionpolicies is forbidden", "could not be read"),
     ] {
-        cluster.server.fail(Fault::of("GET", kind, 1, Answer::Refusal(code, message, None)));
-        found("skipped", part).await;
+        host.cluster.server.fail(Fault::of("GET", kind, 1, Answer::Refusal(code, message, None)));
+        host.finds("DRA", "skipped", part).await;
     }
-    found("skipped", "there is no MutatingAdmissionPolicy linkwise-unchanged-pods").await;
+    host.finds("DRA", "skipped", "there is no MutatingAdmissionPolicy linkwise-unchanged-pods").await;
     let name = "linkwise-unchanged-pods";
-    cluster.server.put("kubectl", &ResourceType::MUTATING_ADMISSION_POLICIES.key(None, name), json!({}));
-    found("warning", "linkwise-unchanged-pods has no binding").await;
-    cluster.server.put("kubectl", &ResourceType::MUTATING_ADMISSION_POLICY_BINDINGS.key(None, name), json!({}));
-    found("ok", "linkwise-unchanged-pods makes claims of nvidia.com/gpu: N").await;
+    host.cluster.server.put("kubectl", &ResourceType::MUTATING_ADMISSION_POLICIES.key(None, name), json!({}));
+    host.finds("DRA", "warning", "linkwise-unchanged-pods has no binding").await;
+    host.cluster.server.put("kubectl", &ResourceType::MUTATING_ADMISSION_POLICY_BINDINGS.key(None, name), json!({}));
+    host.finds("DRA", "ok", "linkwise-unchanged-pods makes claims of nvidia.com/gpu: N").await;
     // What the roles of overlay and chart allow: these two, by their name.
-    let requests = cluster.server.requests();
+    let requests = host.cluster.server.requests();
     let others = requests.iter().filter(|it| it.uri.contains(kind) && !it.uri.contains(name));
     assert_eq!(others.count(), 0, "{requests:?}");
 }
 
 #[tokio::test]
 async fn resource_of_both_doors_and_remembered_plugin_are_named() {
-    let (cluster, folder) = (Cluster::start().await, tempfile::tempdir().unwrap());
-    let root: PathBuf = folder.path().to_owned();
+    let host = Host::new().await;
     let class = json!({"spec": {"extendedResourceName": "nvidia.com/gpu"}});
-    cluster.server.put("kubectl", &ResourceType::DEVICE_CLASSES.key(None, "gpu.nvidia.com"), class);
-    std::fs::create_dir_all(root.join("var/lib/kubelet")).unwrap();
+    host.cluster.server.put("kubectl", &ResourceType::DEVICE_CLASSES.key(None, "gpu.nvidia.com"), class);
+    std::fs::create_dir_all(host.root.path().join("var/lib/kubelet")).unwrap();
     let policy = |name: &str| {
-        std::fs::write(root.join("var/lib/kubelet/config.yaml"), format!("topologyManagerPolicy: {name}\n")).unwrap();
+        std::fs::write(
+            host.root.path().join("var/lib/kubelet/config.yaml"),
+            format!("topologyManagerPolicy: {name}\n"),
+        )
+        .unwrap();
     };
     policy("single-numa-node");
     let says = async |allocatable: Value, capacity: Value, status: &str, part: &str| {
         let node = json!({"status": {"allocatable": allocatable, "capacity": capacity}});
-        cluster.server.put("kubelet", &crate::cluster::support::node_key("n"), node);
-        let found = findings(&cluster, &root, "DRA", "all").await;
-        assert!(found.iter().any(|(of, what)| of == status && what.contains(part)), "{part}: {found:#?}");
+        host.cluster.server.put("kubelet", &node_key("n"), node);
+        host.finds("DRA", status, part).await;
     };
     let gpus = |count: &str| json!({"nvidia.com/gpu": count});
     says(
@@ -174,17 +185,17 @@ async fn resource_of_both_doors_and_remembered_plugin_are_named() {
     says(gpus("0"), gpus("0"), "ok", "through the DeviceClass gpu.nvidia.com").await;
     says(json!({}), json!({}), "ok", "through the DeviceClass gpu.nvidia.com").await;
     let forbidden = Answer::Refusal(403, "nodes is forbidden", None);
-    cluster.server.fail(Fault::of("GET", "/nodes/n", 1, forbidden));
+    host.cluster.server.fail(Fault::of("GET", "/nodes/n", 1, forbidden));
     says(json!({}), json!({}), "skipped", "nodes is forbidden").await;
 }
 
 #[tokio::test]
 async fn kubelet_before_1_26_is_named() {
-    let (cluster, folder) = (Cluster::start().await, tempfile::tempdir().unwrap());
+    let host = Host::new().await;
     for (version, is_old) in [("v1.25.16-gke.1", true), ("v1.26.0", false), ("v1.36.2+k3s1", false), ("x", false)] {
         let node = json!({"status": {"nodeInfo": {"kubeletVersion": version}}});
-        cluster.server.put("kubelet", &crate::cluster::support::node_key("n"), node);
-        let found = findings(&cluster, folder.path(), "kubelet", "none").await;
+        host.cluster.server.put("kubelet", &node_key("n"), node);
+        let found = host.findings("kubelet", "none").await;
         let is_named = found.iter().any(|(status, what)| status == "failed" && what.contains("Kubernetes 1.26"));
         assert_eq!(is_named, is_old, "{version}: {found:#?}");
     }
@@ -192,8 +203,8 @@ async fn kubelet_before_1_26_is_named() {
 
 #[tokio::test]
 async fn each_check_is_documented() {
-    let (cluster, folder) = (Cluster::start().await, tempfile::tempdir().unwrap());
-    let report = report(&mut program(&cluster, folder.path(), "all")).await;
+    let host = Host::new().await;
+    let report = report(&mut host.program("all")).await;
     let documented = include_str!("../../docs/operations.md");
     let checks = report["findings"].as_array().unwrap().iter().map(|finding| finding["check"].as_str().unwrap());
     let checks: std::collections::BTreeSet<&str> = checks.collect();
@@ -205,25 +216,25 @@ async fn each_check_is_documented() {
 
 #[tokio::test]
 async fn missing_right_to_write_events_is_named() {
-    let (cluster, folder) = (Cluster::start().await, tempfile::tempdir().unwrap());
+    let host = Host::new().await;
     let found = async || {
-        let mut program = program(&cluster, folder.path(), "none");
+        let mut program = host.program("none");
         of_check(&report(program.env("LINKWISE_EVENTS", "true")).await, "events")
     };
     // Whose configuration asks for none hears nothing of them.
-    assert_eq!(findings(&cluster, folder.path(), "events", "none").await, []);
-    assert_eq!(cluster.count("POST", "selfsubjectaccessreviews"), 0);
+    assert_eq!(host.findings("events", "none").await, []);
+    assert_eq!(host.cluster.count("POST", "selfsubjectaccessreviews"), 0);
     assert_eq!(found().await, [("ok".to_owned(), "linkwise may write events about pods -> ".to_owned())]);
-    cluster.server.forbid(&[("create", "events")]);
+    host.cluster.server.forbid(&[("create", "events")]);
     let missing = found().await;
     let [(warning, what)] = missing.as_slice() else { panic!("{missing:?}") };
     let words = "no right to create events: no pod";
     assert!(warning == "warning" && what.contains(words) && what.contains("overlays/events"), "{what}");
-    cluster.server.fail(Fault::of("POST", "selfsubjectaccessreviews", 1, Answer::Refusal(500, "broken", None)));
+    host.cluster.server.fail(Fault::of("POST", "selfsubjectaccessreviews", 1, Answer::Refusal(500, "broken", None)));
     let skipped = found().await;
     assert!(skipped[0].0 == "skipped" && skipped[0].1.contains("kubectl auth can-i create events"), "{skipped:?}");
     // A pod without a token.
-    std::fs::remove_file(cluster.folder().join("token")).unwrap();
+    std::fs::remove_file(host.cluster.folder().join("token")).unwrap();
     let none = found().await;
     assert!(none[0].0 == "skipped" && none[0].1.contains("token"), "{none:?}");
 }

@@ -9,6 +9,7 @@ use linkwise_core::publish::PodEvent;
 use linkwise_kubelet_box::dra::DraOptions;
 use linkwise_kubelet_box::{Place, Pod};
 use serde_json::{Value, json};
+use tokio::process::Child;
 use tokio::sync::watch;
 
 use crate::cluster::dra_node::Node;
@@ -63,27 +64,21 @@ impl Writing {
         self.cluster.server.objects(&ResourceType::EVENTS)
     }
 
-    /// The pods that have events, in order.
-    fn told(&self) -> Vec<String> {
-        let mut told: Vec<String> = self.events().iter().map(about).collect();
-        told.sort();
-        told
-    }
-
     /// Waits until exactly these pods have events.
     async fn tells(&self, pods: &[&str]) {
-        let types = ResourceType::EVENTS;
-        let all = |events: &[Value]| {
-            let mut told: Vec<String> = events.iter().map(about).collect();
-            told.sort();
-            told == pods
-        };
-        within(self.cluster.server.wait_for_objects(&types, all)).await;
+        within(self.cluster.server.wait_for_objects(&ResourceType::EVENTS, |events| told(events) == pods)).await;
     }
 
     fn outcomes(&self, outcome: &'static str) -> u64 {
         self.cluster.metrics.requests("events", "create", outcome)
     }
+}
+
+/// The pods that have events, in order.
+fn told(events: &[Value]) -> Vec<String> {
+    let mut told: Vec<String> = events.iter().map(about).collect();
+    told.sort();
+    told
 }
 
 /// The pod that an event is about.
@@ -133,7 +128,6 @@ async fn pod_with_a_claim_gets_its_uid_from_there() {
     writing.cluster.server.forbid(&[("get", "resourceclaims")]);
     writing.due.send_replace(Arc::new(vec![by_claim("b/p"), event("b/q")]));
     writing.tells(&["a/train-0", "b/q"]).await;
-    writing.running.end().await;
 }
 
 #[tokio::test]
@@ -142,7 +136,7 @@ async fn missing_right_is_waited_for() {
     writing.cluster.server.forbid(&[("create", "events")]);
     writing.due(&["a/p"]);
     until(|| writing.outcomes("forbidden") > 2).await;
-    assert_eq!(writing.told(), [""; 0]);
+    assert!(writing.events().is_empty());
     writing.cluster.server.forbid(&[]);
     writing.tells(&["a/p"]).await;
     writing.running.end().await;
@@ -156,7 +150,6 @@ async fn refused_namespace_holds_up_no_other() {
     writing.cluster.server.fail(Fault::of("POST", "/namespaces/ends/", usize::MAX, refusal));
     writing.due(&["ends/p", "ends/q", "a/p", "z/p"]);
     writing.tells(&["a/p", "z/p"]).await;
-    writing.running.end().await;
 }
 
 #[tokio::test]
@@ -182,7 +175,7 @@ async fn slow_server_costs_a_deadline_and_no_event() {
     writing.cluster.server.fail(Fault::of("POST", "/events", 1, Answer::Lost));
     writing.due(&["a/p"]);
     until(|| writing.outcomes("conflict") == 1).await;
-    assert_eq!((writing.outcomes("timeout"), writing.told()), (2, vec!["a/p".to_owned()]));
+    assert_eq!((writing.outcomes("timeout"), told(&writing.events())), (2, vec!["a/p".to_owned()]));
     writing.running.end().await;
 }
 
@@ -228,18 +221,33 @@ fn holds(node: &Node, name: &str, gpus: &[u8]) {
     node.kubelet.hold(place, gpus.iter().map(|gpu| id(*gpu)));
 }
 
-#[tokio::test]
-async fn node_tells_the_pod_whose_gpus_have_no_nvlink() {
+/// A node whose GPUs go through the device plugin, and whose kubelet's checkpoint the test writes.
+async fn node() -> Node {
     let node = Node::start_with(|options| options.writes_checkpoint = false, DraOptions::new("").reconcile).await;
     node.configure("none");
+    node
+}
+
+fn run(node: &Node) -> Child {
+    node.program().env("LINKWISE_EVENTS", "true").spawn().unwrap()
+}
+
+/// The first event of a node, which is the only one.
+async fn first_event(node: &Node) -> Value {
+    within(node.cluster.server.wait_for_objects(&ResourceType::EVENTS, |events| !events.is_empty())).await;
+    let [event] = node.cluster.server.objects(&ResourceType::EVENTS).try_into().unwrap();
+    event
+}
+
+#[tokio::test]
+async fn node_tells_the_pod_whose_gpus_have_no_nvlink() {
+    let node = node().await;
     // One pair with two NVLinks, and one with none.
     holds(&node, "good", &[0, 3]);
     holds(&node, "poor", &[1, 6]);
     checkpoint(&node, &[("good", &[0, 3]), ("poor", &[1, 6])]);
-    let mut running = node.program().env("LINKWISE_EVENTS", "true").spawn().unwrap();
-    let events = ResourceType::EVENTS;
-    within(node.cluster.server.wait_for_objects(&events, |events| !events.is_empty())).await;
-    let [event] = node.cluster.server.objects(&events).try_into().unwrap();
+    let _running = run(&node);
+    let event = first_event(&node).await;
     assert_eq!((about(&event).as_str(), &event["reportingInstance"]), ("default/poor", &json!("n")));
     assert_eq!(event["regarding"]["uid"], "uid-of-poor");
     let note = event["note"].as_str().unwrap();
@@ -247,25 +255,20 @@ async fn node_tells_the_pod_whose_gpus_have_no_nvlink() {
     assert!(note.starts_with(measured), "{note}");
     assert_eq!(node.cluster.count("GET", "/pods"), 0, "no pod is read");
     assert_eq!(node.healthy(GPU).len(), 8);
-    running.kill().await.unwrap();
 }
 
 #[tokio::test]
 async fn node_tells_why_the_better_gpus_were_not_given() {
-    let node = Node::start_with(|options| options.writes_checkpoint = false, DraOptions::new("").reconcile).await;
-    node.configure("none");
+    let node = node().await;
     // All that has an NVLink to what is left.
     for gpu in [0, 2, 3, 4, 5, 7] {
         holds(&node, &format!("other-{gpu}"), &[gpu]);
     }
-    let mut running = node.program().env("LINKWISE_EVENTS", "true").spawn().unwrap();
+    let _running = run(&node);
     until(|| node.healthy(GPU).len() == 8).await;
     node.kubelet.admit(&Pod::single("late", GPU, 2), None).await.unwrap();
     checkpoint(&node, &[("late", &[1, 6])]);
-    let events = ResourceType::EVENTS;
-    within(node.cluster.server.wait_for_objects(&events, |events| !events.is_empty())).await;
-    let [event] = node.cluster.server.objects(&events).try_into().unwrap();
+    let event = first_event(&node).await;
     let note = event["note"].as_str().unwrap();
     assert!(about(&event) == "default/late" && note.contains(" Fragmented: other pods have the better ones"), "{note}");
-    running.kill().await.unwrap();
 }

@@ -1,6 +1,5 @@
 //! The follower of a node: what it publishes, and what it survives.
 
-use std::collections::BTreeMap;
 use std::time::Duration;
 
 use linkwise_api_server_box::{Answer, Fault};
@@ -8,40 +7,78 @@ use linkwise_cluster::{NodeFollower, NodeLabels, Pace};
 use serde_json::json;
 use tokio::sync::watch;
 
-use crate::cluster::support::{Cluster, PACE, Running, node_key, within};
+use crate::cluster::support::{Cluster, PACE, Running, node_key, until, within};
 
-type Published = watch::Receiver<Option<NodeLabels>>;
+/// A follower of the node `n`.
+struct Following {
+    cluster: Cluster,
+    labels: watch::Receiver<Option<NodeLabels>>,
+    running: Running,
+}
 
-fn follow(cluster: &Cluster, pace: Pace) -> (Published, Running) {
+/// A cluster whose node `n` has the label `a` with the value 1.
+async fn labelled() -> Cluster {
+    let cluster = Cluster::start().await;
+    cluster.label_node("n", json!({"a": "1"}));
+    cluster
+}
+
+fn follow(cluster: Cluster, pace: Pace) -> Following {
     let (sender, labels) = watch::channel(None);
     let follower = NodeFollower::new(cluster.client(pace), "n".to_owned());
-    (labels, Running::of(|shutdown| follower.run(sender, shutdown)))
+    Following { cluster, labels, running: Running::of(|shutdown| follower.run(sender, shutdown)) }
+}
+
+/// A follower that has read the node, and watches it.
+async fn watching(pace: Pace) -> Following {
+    let mut following = follow(labelled().await, pace);
+    following.has("1").await;
+    following.cluster.server.wait_for_watches(1).await;
+    following
 }
 
 fn of<const N: usize>(labels: [(&str, &str); N]) -> NodeLabels {
     NodeLabels::Of(labels.map(|(key, value)| (key.to_owned(), value.to_owned())).into())
 }
 
-async fn published(labels: &mut Published, expected: &NodeLabels) {
-    within(labels.wait_for(|now| now.as_ref() == Some(expected))).await.unwrap();
+impl Following {
+    /// Waits until these labels are published.
+    async fn publishes(&mut self, expected: NodeLabels) {
+        within(self.labels.wait_for(|now| now.as_ref() == Some(&expected))).await.unwrap();
+    }
+
+    /// Waits until the label `a` has this value, and there is no other.
+    async fn has(&mut self, value: &str) {
+        self.publishes(of([("a", value)])).await;
+    }
+
+    /// Gives the label `a` the value 2, which is published.
+    async fn follows(&mut self) {
+        self.cluster.label_node("n", json!({"a": "2"}));
+        self.has("2").await;
+    }
+
+    fn requests(&self, verb: &'static str, outcome: &'static str) -> u64 {
+        self.cluster.metrics.requests("nodes", verb, outcome)
+    }
 }
 
 #[tokio::test]
 async fn labels_follow_the_node() {
-    let cluster = Cluster::start().await;
-    cluster.label_node("n", json!({"a": "1"}));
+    let cluster = labelled().await;
     cluster.label_node("other", json!({"a": "9"}));
-    let (mut labels, running) = follow(&cluster, PACE);
-    published(&mut labels, &of([("a", "1")])).await;
-    cluster.server.wait_for_watches(1).await;
-    cluster.label_node("n", json!({"a": "2", "b": "1"}));
-    published(&mut labels, &of([("a", "2"), ("b", "1")])).await;
-    cluster.server.remove(&node_key("n"));
-    published(&mut labels, &NodeLabels::Absent).await;
-    cluster.label_node("n", json!({}));
-    published(&mut labels, &NodeLabels::Of(BTreeMap::new())).await;
-    assert_eq!((cluster.count("GET", "watch"), cluster.server.requests().len()), (1, 2), "one list, one watch");
-    running.end().await;
+    let mut following = follow(cluster, PACE);
+    following.has("1").await;
+    following.cluster.server.wait_for_watches(1).await;
+    following.cluster.label_node("n", json!({"a": "2", "b": "1"}));
+    following.publishes(of([("a", "2"), ("b", "1")])).await;
+    following.cluster.server.remove(&node_key("n"));
+    following.publishes(NodeLabels::Absent).await;
+    following.cluster.label_node("n", json!({}));
+    following.publishes(of([])).await;
+    let requests = following.cluster.server.requests().len();
+    assert_eq!((following.cluster.count("GET", "watch"), requests), (1, 2), "one list, one watch");
+    following.running.end().await;
 }
 
 #[tokio::test]
@@ -59,13 +96,12 @@ async fn label_is_read_after_each_fault_of_a_list() {
         (Answer::Endless, "malformed"),
         (Answer::Silence, "timeout"),
     ] {
-        let cluster = Cluster::start().await;
-        cluster.label_node("n", json!({"a": "1"}));
+        let cluster = labelled().await;
         cluster.server.fail(Fault::of("GET", "nodes?", 2, answer));
-        let (mut labels, running) = follow(&cluster, quick);
-        published(&mut labels, &of([("a", "1")])).await;
-        assert_eq!(cluster.metrics.requests("nodes", "list", outcome), 2, "{outcome}");
-        running.end().await;
+        let mut following = follow(cluster, quick);
+        following.has("1").await;
+        assert_eq!(following.requests("list", outcome), 2, "{outcome}");
+        following.running.end().await;
     }
 }
 
@@ -79,107 +115,75 @@ async fn node_is_read_anew_after_each_fault_of_a_watch() {
         (Answer::Text("{\"type\": \"ADDED\", \"object\": {\"metadata\": {\"name\": \"x\"}}}\n".to_owned()), "ok"),
         (Answer::Endless, "malformed"),
     ] {
-        let cluster = Cluster::start().await;
-        cluster.label_node("n", json!({"a": "1"}));
+        let cluster = labelled().await;
         cluster.server.fail(Fault::of("GET", "watch=true", 2, answer));
-        let (mut labels, running) = follow(&cluster, PACE);
-        within(cluster.server.wait_for_watches(1)).await;
-        cluster.label_node("n", json!({"a": "2"}));
-        published(&mut labels, &of([("a", "2")])).await;
-        assert!(cluster.metrics.requests("nodes", "watch", outcome) >= 2, "{outcome}");
-        running.end().await;
+        let mut following = follow(cluster, PACE);
+        within(following.cluster.server.wait_for_watches(1)).await;
+        following.follows().await;
+        assert!(following.requests("watch", outcome) >= 2, "{outcome}");
+        following.running.end().await;
     }
 }
 
 #[tokio::test]
 async fn expired_watch_misses_nothing() {
-    let cluster = Cluster::start().await;
-    cluster.label_node("n", json!({"a": "1"}));
-    let (mut labels, running) = follow(&cluster, PACE);
-    published(&mut labels, &of([("a", "1")])).await;
-    cluster.server.wait_for_watches(1).await;
-    cluster.server.expire_watches();
-    cluster.label_node("n", json!({"a": "2"}));
-    cluster.server.expire_watches();
-    published(&mut labels, &of([("a", "2")])).await;
-    running.end().await;
+    let mut following = watching(PACE).await;
+    following.cluster.server.expire_watches();
+    following.cluster.label_node("n", json!({"a": "2"}));
+    following.cluster.server.expire_watches();
+    following.has("2").await;
 }
 
 #[tokio::test]
 async fn watch_that_ends_in_its_time_is_continued() {
-    let cluster = Cluster::start().await;
-    cluster.label_node("n", json!({"a": "1"}));
-    let (mut labels, running) = follow(&cluster, Pace { watch: Duration::from_secs(1), ..PACE });
-    published(&mut labels, &of([("a", "1")])).await;
-    let watches = |requests: &Vec<_>| {
-        let watch = |request: &&linkwise_api_server_box::Request| request.uri.contains("watch=true");
-        requests.iter().filter(watch).count() >= 3
-    };
-    within(cluster.server.wait_for_requests(watches)).await;
-    cluster.label_node("n", json!({"a": "2"}));
-    published(&mut labels, &of([("a", "2")])).await;
-    assert_eq!(cluster.metrics.requests("nodes", "list", "ok"), 1, "it is not read anew");
-    running.end().await;
+    let mut following = watching(Pace { watch: Duration::from_secs(1), ..PACE }).await;
+    until(|| following.cluster.count("GET", "watch=true") >= 3).await;
+    following.follows().await;
+    assert_eq!(following.requests("list", "ok"), 1, "it is not read anew");
 }
 
 #[tokio::test]
 async fn rotated_token_is_read_when_the_old_one_is_refused() {
-    let cluster = Cluster::start().await;
-    cluster.label_node("n", json!({"a": "1"}));
-    let (mut labels, running) = follow(&cluster, PACE);
-    published(&mut labels, &of([("a", "1")])).await;
-    cluster.server.wait_for_watches(1).await;
-    cluster.write_token("second");
-    cluster.server.accept_tokens(&["second"]);
+    let mut following = watching(PACE).await;
+    following.cluster.write_token("second");
+    following.cluster.server.accept_tokens(&["second"]);
     // The watch that is open would stay so.
-    cluster.server.go_away().await;
-    cluster.label_node("n", json!({"a": "2"}));
-    cluster.server.come_back().await;
-    published(&mut labels, &of([("a", "2")])).await;
-    assert_eq!(cluster.server.requests().last().unwrap().token.as_deref(), Some("second"));
-    running.end().await;
+    following.cluster.server.go_away().await;
+    following.cluster.label_node("n", json!({"a": "2"}));
+    following.cluster.server.come_back().await;
+    following.has("2").await;
+    assert_eq!(following.cluster.server.requests().last().unwrap().token.as_deref(), Some("second"));
 }
 
 #[tokio::test]
 async fn wrong_token_is_read_again_until_it_is_right() {
-    let cluster = Cluster::start().await;
-    cluster.label_node("n", json!({"a": "1"}));
+    let cluster = labelled().await;
     cluster.write_token("wrong");
-    let (mut labels, running) = follow(&cluster, PACE);
-    let refused = |requests: &Vec<_>| requests.len() >= 3;
-    within(cluster.server.wait_for_requests(refused)).await;
-    assert_eq!(*labels.borrow(), None);
-    cluster.write_token("first");
-    published(&mut labels, &of([("a", "1")])).await;
-    assert!(cluster.metrics.requests("nodes", "list", "unauthorized") >= 3);
-    running.end().await;
+    let mut following = follow(cluster, PACE);
+    until(|| following.cluster.server.requests().len() >= 3).await;
+    assert_eq!(*following.labels.borrow(), None);
+    following.cluster.write_token("first");
+    following.has("1").await;
+    assert!(following.requests("list", "unauthorized") >= 3);
 }
 
 #[tokio::test]
 async fn labels_stay_while_the_server_is_away_and_follow_after() {
-    let cluster = Cluster::start().await;
-    cluster.label_node("n", json!({"a": "1"}));
-    let (mut labels, running) = follow(&cluster, PACE);
-    published(&mut labels, &of([("a", "1")])).await;
-    cluster.server.wait_for_watches(1).await;
-    cluster.server.go_away().await;
-    crate::cluster::support::until(|| cluster.metrics.requests("nodes", "list", "unreachable") >= 5).await;
-    assert_eq!(*labels.borrow_and_update(), Some(of([("a", "1")])));
-    cluster.label_node("n", json!({"a": "2"}));
-    cluster.server.come_back().await;
-    published(&mut labels, &of([("a", "2")])).await;
-    running.end().await;
+    let mut following = watching(PACE).await;
+    following.cluster.server.go_away().await;
+    until(|| following.requests("list", "unreachable") >= 5).await;
+    assert_eq!(*following.labels.borrow_and_update(), Some(of([("a", "1")])));
+    following.cluster.label_node("n", json!({"a": "2"}));
+    following.cluster.server.come_back().await;
+    following.has("2").await;
 }
 
 #[tokio::test]
 async fn credentials_that_come_late_are_used() {
-    let cluster = Cluster::start().await;
-    cluster.label_node("n", json!({"a": "1"}));
-    let token = cluster.folder().join("token");
-    std::fs::remove_file(&token).unwrap();
-    let (mut labels, running) = follow(&cluster, PACE);
-    crate::cluster::support::until(|| cluster.metrics.requests("nodes", "list", "no_access") >= 2).await;
-    cluster.write_token("first");
-    published(&mut labels, &of([("a", "1")])).await;
-    running.end().await;
+    let cluster = labelled().await;
+    std::fs::remove_file(cluster.folder().join("token")).unwrap();
+    let mut following = follow(cluster, PACE);
+    until(|| following.requests("list", "no_access") >= 2).await;
+    following.cluster.write_token("first");
+    following.has("1").await;
 }

@@ -13,13 +13,13 @@ use tokio::sync::watch;
 
 use crate::cluster::support::{Cluster, PACE, Running, until, within};
 
-type Labels = Arc<BTreeMap<String, String>>;
+type Labels = BTreeMap<String, String>;
 
 /// GPU Feature Discovery's name among managers.
 const GFD: &str = "gpu-feature-discovery";
 
 struct Writing {
-    labels: watch::Sender<Option<Labels>>,
+    labels: watch::Sender<Option<Arc<Labels>>>,
     metrics: NodeFeatureMetrics,
     running: Running,
 }
@@ -38,8 +38,18 @@ fn write_again(cluster: &Cluster, pace: Pace, pod: Option<&str>, replaced: Arc<A
     Writing { labels, metrics, running: Running::of(|shutdown| writer.run(follow, shutdown)) }
 }
 
-fn of<const N: usize>(labels: [(&str, &str); N]) -> Labels {
-    Arc::new(labels.map(|(key, value)| (key.to_owned(), value.to_owned())).into())
+impl Writing {
+    /// Says what the labels are.
+    fn want(&self, labels: &[(&str, &str)]) {
+        let labels: Labels = labels.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect();
+        self.labels.send_replace(Some(Arc::new(labels)));
+    }
+
+    /// The same, and waits until exactly these are the object's.
+    async fn write(&self, cluster: &Cluster, labels: &[(&str, &str)]) {
+        self.want(labels);
+        written(cluster, labels).await;
+    }
 }
 
 fn key() -> Key {
@@ -47,7 +57,8 @@ fn key() -> Key {
 }
 
 /// Waits until the object's labels are exactly these.
-async fn written(cluster: &Cluster, labels: Value) {
+async fn written(cluster: &Cluster, labels: &[(&str, &str)]) {
+    let labels: Value = labels.iter().map(|(key, value)| ((*key).to_owned(), json!(value))).collect();
     within(cluster.server.wait_for_object(&key(), |object| object.is_some_and(|it| it["spec"]["labels"] == labels)))
         .await;
 }
@@ -76,16 +87,14 @@ fn of_gfd() -> Value {
 async fn object_follows_the_labels() {
     let cluster = Cluster::start().await;
     let writing = write(&cluster, PACE, None);
-    writing.labels.send_replace(Some(of([("a", "1"), ("b", "")])));
-    written(&cluster, json!({"a": "1", "b": ""})).await;
+    writing.write(&cluster, &[("a", "1"), ("b", "")]).await;
     let object = cluster.server.object(&key()).unwrap();
     let expected = json!({"nfd.node.kubernetes.io/node-name": "n", "app.kubernetes.io/managed-by": "linkwise"});
     assert_eq!(object["metadata"]["labels"], expected);
     assert_eq!(object["spec"]["features"], json!({"flags": {}, "attributes": {}, "instances": {}}));
     assert_eq!(object["metadata"]["ownerReferences"], Value::Null);
     assert_eq!(managers(&cluster), ["linkwise"]);
-    writing.labels.send_replace(Some(of([("a", "2")])));
-    written(&cluster, json!({"a": "2"})).await;
+    writing.write(&cluster, &[("a", "2")]).await;
     writing.running.end().await;
     assert!(cluster.server.object(&key()).is_some(), "it stays at the end");
 }
@@ -95,7 +104,7 @@ async fn same_labels_are_no_write_also_after_a_restart() {
     let cluster = Cluster::start().await;
     for _ in 0..2 {
         let writing = write(&cluster, Pace { reassert: Duration::from_millis(20), ..PACE }, None);
-        writing.labels.send_replace(Some(of([("a", "1")])));
+        writing.want(&[("a", "1")]);
         let before = cluster.count("GET", "nodefeatures");
         until(|| cluster.count("GET", "nodefeatures") > before + 3).await;
         writing.running.end().await;
@@ -107,13 +116,11 @@ async fn same_labels_are_no_write_also_after_a_restart() {
 async fn object_that_was_removed_or_edited_is_put_right() {
     let cluster = Cluster::start().await;
     let writing = write(&cluster, Pace { reassert: Duration::from_millis(20), ..PACE }, None);
-    writing.labels.send_replace(Some(of([("a", "1")])));
-    written(&cluster, json!({"a": "1"})).await;
+    writing.write(&cluster, &[("a", "1")]).await;
     cluster.server.remove(&key());
-    written(&cluster, json!({"a": "1"})).await;
+    written(&cluster, &[("a", "1")]).await;
     cluster.server.edit("kubectl-edit", &key(), |object| object["spec"]["labels"]["a"] = json!("9"));
-    written(&cluster, json!({"a": "1"})).await;
-    writing.running.end().await;
+    written(&cluster, &[("a", "1")]).await;
 }
 
 #[tokio::test]
@@ -121,21 +128,18 @@ async fn object_of_gfd_is_replaced_once_whole() {
     let cluster = Cluster::start().await;
     cluster.server.put(GFD, &key(), of_gfd());
     let writing = write(&cluster, PACE, None);
-    writing.labels.send_replace(Some(of([("nvidia.com/gpu.count", "8")])));
-    written(&cluster, json!({"nvidia.com/gpu.count": "8"})).await;
+    writing.write(&cluster, &[("nvidia.com/gpu.count", "8")]).await;
     let object = cluster.server.object(&key()).unwrap();
     assert_eq!(object["metadata"]["ownerReferences"], Value::Null, "no pod owns it any more");
     assert_eq!(managers(&cluster), ["linkwise"]);
-    writing.labels.send_replace(Some(of([("nvidia.com/gpu.count", "7")])));
-    written(&cluster, json!({"nvidia.com/gpu.count": "7"})).await;
+    writing.write(&cluster, &[("nvidia.com/gpu.count", "7")]).await;
     assert_eq!(cluster.count("DELETE", "nodefeatures"), 1);
     // Its program still runs, and writes again: a second writer, with which this one does not quarrel.
     cluster.server.put(GFD, &key(), of_gfd());
-    writing.labels.send_replace(Some(of([("nvidia.com/gpu.count", "6")])));
+    writing.want(&[("nvidia.com/gpu.count", "6")]);
     until(|| writing.metrics.is_foreign()).await;
     assert_eq!(cluster.server.object(&key()).unwrap()["spec"]["labels"], of_gfd()["spec"]["labels"]);
     assert_eq!(cluster.count("DELETE", "nodefeatures"), 1);
-    writing.running.end().await;
 }
 
 #[tokio::test]
@@ -147,9 +151,9 @@ async fn object_of_gfd_is_replaced_once_by_a_process() {
         cluster.server.put(GFD, &key(), of_gfd());
         let first = !replaced.load(Relaxed);
         let writing = write_again(&cluster, PACE, None, Arc::clone(&replaced));
-        writing.labels.send_replace(Some(of([("a", "1")])));
+        writing.want(&[("a", "1")]);
         if first {
-            written(&cluster, json!({"a": "1"})).await;
+            written(&cluster, &[("a", "1")]).await;
         } else {
             until(|| writing.metrics.is_foreign()).await;
         }
@@ -164,10 +168,8 @@ async fn object_that_changes_before_its_deletion_is_read_anew() {
     cluster.server.put(GFD, &key(), of_gfd());
     cluster.server.fail(Fault::of("DELETE", "nodefeatures", 1, Answer::Refusal(409, "a precondition fails", None)));
     let writing = write(&cluster, PACE, None);
-    writing.labels.send_replace(Some(of([("a", "1")])));
-    written(&cluster, json!({"a": "1"})).await;
+    writing.write(&cluster, &[("a", "1")]).await;
     assert_eq!(cluster.metrics.requests("nodefeatures", "delete", "conflict"), 1);
-    writing.running.end().await;
 }
 
 #[tokio::test]
@@ -176,14 +178,14 @@ async fn object_of_another_manager_is_left_alone_until_it_is_gone() {
     let theirs = json!({"spec": {"labels": {"theirs": "1"}}});
     cluster.server.put("kubectl", &key(), theirs.clone());
     let writing = write(&cluster, PACE, None);
-    writing.labels.send_replace(Some(of([("a", "1")])));
+    writing.want(&[("a", "1")]);
     until(|| writing.metrics.is_foreign()).await;
-    writing.labels.send_replace(Some(of([("a", "2")])));
+    writing.want(&[("a", "2")]);
     let before = cluster.count("GET", "nodefeatures");
     until(|| cluster.count("GET", "nodefeatures") > before + 2).await;
     assert_eq!(cluster.server.object(&key()).unwrap()["spec"], theirs["spec"]);
     cluster.server.remove(&key());
-    written(&cluster, json!({"a": "2"})).await;
+    written(&cluster, &[("a", "2")]).await;
     until(|| !writing.metrics.is_foreign()).await;
     writing.running.end().await;
 }
@@ -198,25 +200,20 @@ async fn rights_of_nvidias_role_are_enough() {
     }
     cluster.server.put(GFD, &key(), of_gfd());
     let writing = write(&cluster, PACE, None);
-    writing.labels.send_replace(Some(of([("nvidia.com/gpu.count", "8")])));
-    written(&cluster, json!({"nvidia.com/gpu.count": "8"})).await;
+    writing.write(&cluster, &[("nvidia.com/gpu.count", "8")]).await;
     assert_eq!(cluster.server.object(&key()).unwrap()["metadata"]["ownerReferences"], Value::Null);
     // GPU Feature Discovery stays a manager of what the update did not change; that is no second writer.
-    writing.labels.send_replace(Some(of([("nvidia.com/gpu.count", "7")])));
-    written(&cluster, json!({"nvidia.com/gpu.count": "7"})).await;
+    writing.write(&cluster, &[("nvidia.com/gpu.count", "7")]).await;
     cluster.server.remove(&key());
-    writing.labels.send_replace(Some(of([("a", "1")])));
-    written(&cluster, json!({"a": "1"})).await;
+    writing.write(&cluster, &[("a", "1")]).await;
     assert_eq!((cluster.count("DELETE", ""), cluster.count("PATCH", "")), (1, 0), "neither is tried again");
     writing.running.end().await;
     cluster.server.remove(&key());
     let writing = write(&cluster, PACE, None);
     for label in ["1", "2"] {
-        writing.labels.send_replace(Some(of([("b", label)])));
-        written(&cluster, json!({"b": label})).await;
+        writing.write(&cluster, &[("b", label)]).await;
     }
     assert_eq!(cluster.count("PATCH", ""), 1);
-    writing.running.end().await;
 }
 
 #[tokio::test]
@@ -225,15 +222,12 @@ async fn labels_of_an_update_go_once_patches_are_allowed() {
     let forbidden = || Answer::Refusal(403, "nodefeatures is forbidden", None);
     cluster.server.fail(Fault::of("PATCH", "nodefeatures", 1, forbidden()));
     let writing = write(&cluster, PACE, None);
-    writing.labels.send_replace(Some(of([("a", "1"), ("b", "1")])));
-    written(&cluster, json!({"a": "1", "b": "1"})).await;
+    writing.write(&cluster, &[("a", "1"), ("b", "1")]).await;
     writing.running.end().await;
     assert_eq!((cluster.count("POST", ""), cluster.count("PATCH", "")), (1, 1), "created, not applied");
     // The fields of a creation are no apply's: one alone would leave `b`.
     let writing = write(&cluster, PACE, None);
-    writing.labels.send_replace(Some(of([("a", "2")])));
-    written(&cluster, json!({"a": "2"})).await;
-    writing.running.end().await;
+    writing.write(&cluster, &[("a", "2")]).await;
 }
 
 #[tokio::test]
@@ -244,9 +238,7 @@ async fn one_refused_patch_is_no_verdict_for_good() {
     cluster.server.fail(Fault::of("PATCH", "nodefeatures", 1, forbidden()));
     cluster.server.fail(Fault::of("POST", "nodefeatures", usize::MAX, forbidden()));
     let writing = write(&cluster, PACE, None);
-    writing.labels.send_replace(Some(of([("a", "1")])));
-    written(&cluster, json!({"a": "1"})).await;
-    writing.running.end().await;
+    writing.write(&cluster, &[("a", "1")]).await;
 }
 
 #[tokio::test]
@@ -259,13 +251,12 @@ async fn daemon_set_of_the_pod_owns_the_object() {
     let pod = json!({"metadata": {"ownerReferences": [in_pod]}});
     cluster.server.put("kubelet", &ResourceType::PODS.key(Some("gpu"), "p"), pod);
     let writing = write(&cluster, PACE, Some("p"));
-    writing.labels.send_replace(Some(of([("a", "1")])));
-    written(&cluster, json!({"a": "1"})).await;
+    writing.write(&cluster, &[("a", "1")]).await;
     assert_eq!(cluster.server.object(&key()).unwrap()["metadata"]["ownerReferences"], json!([owner]));
     writing.running.end().await;
     // Started again, it finds the object as wanted.
     let writing = write(&cluster, PACE, Some("p"));
-    writing.labels.send_replace(Some(of([("a", "1")])));
+    writing.want(&[("a", "1")]);
     let before = cluster.count("GET", "nodefeatures");
     until(|| cluster.count("GET", "nodefeatures") > before).await;
     writing.running.end().await;
@@ -278,10 +269,8 @@ async fn pod_that_may_not_be_read_costs_only_the_owner() {
     cluster.server.fail(Fault::of("GET", "pods/p", 1, Answer::Refusal(500, "internal error", None)));
     cluster.server.fail(Fault::of("GET", "pods/p", 1, Answer::Refusal(403, "pods is forbidden", None)));
     let writing = write(&cluster, PACE, Some("p"));
-    writing.labels.send_replace(Some(of([("a", "1")])));
-    written(&cluster, json!({"a": "1"})).await;
+    writing.write(&cluster, &[("a", "1")]).await;
     assert_eq!(cluster.count("GET", "pods/p"), 2);
-    writing.running.end().await;
 }
 
 #[tokio::test]
@@ -298,8 +287,7 @@ async fn each_fault_of_a_write_is_survived() {
         let cluster = Cluster::start().await;
         cluster.server.fail(Fault::of("PATCH", "nodefeatures", 2, answer));
         let writing = write(&cluster, Pace { request: Duration::from_secs(2), ..PACE }, None);
-        writing.labels.send_replace(Some(of([("a", "1")])));
-        written(&cluster, json!({"a": "1"})).await;
+        writing.write(&cluster, &[("a", "1")]).await;
         assert_eq!(cluster.metrics.requests("nodefeatures", "apply", outcome), 2, "{outcome}");
         writing.running.end().await;
     }
@@ -309,16 +297,15 @@ async fn each_fault_of_a_write_is_survived() {
 async fn last_labels_are_written_after_the_server_was_away() {
     let cluster = Cluster::start().await;
     let writing = write(&cluster, PACE, None);
-    writing.labels.send_replace(Some(of([("a", "1")])));
-    written(&cluster, json!({"a": "1"})).await;
+    writing.write(&cluster, &[("a", "1")]).await;
     cluster.server.go_away().await;
     for label in ["2", "3"] {
-        writing.labels.send_replace(Some(of([("a", label)])));
+        writing.want(&[("a", label)]);
         let before = cluster.metrics.requests("nodefeatures", "get", "unreachable");
         until(|| cluster.metrics.requests("nodefeatures", "get", "unreachable") > before + 2).await;
     }
     cluster.server.come_back().await;
-    written(&cluster, json!({"a": "3"})).await;
+    written(&cluster, &[("a", "3")]).await;
     assert_eq!(cluster.count("PATCH", ""), 2, "what was never true for the server is never written");
     writing.running.end().await;
 }
@@ -327,12 +314,9 @@ async fn last_labels_are_written_after_the_server_was_away() {
 async fn rotated_token_is_used_for_the_next_write() {
     let cluster = Cluster::start().await;
     let writing = write(&cluster, PACE, None);
-    writing.labels.send_replace(Some(of([("a", "1")])));
-    written(&cluster, json!({"a": "1"})).await;
+    writing.write(&cluster, &[("a", "1")]).await;
     cluster.write_token("second");
     cluster.server.accept_tokens(&["second"]);
-    writing.labels.send_replace(Some(of([("a", "2")])));
-    written(&cluster, json!({"a": "2"})).await;
+    writing.write(&cluster, &[("a", "2")]).await;
     assert_eq!(cluster.metrics.requests("nodefeatures", "get", "unauthorized"), 1);
-    writing.running.end().await;
 }

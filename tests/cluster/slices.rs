@@ -18,15 +18,15 @@ const DRIVER: &str = "gpu.nvidia.com";
 /// A fight with another writer pauses repairs for longer than a test lasts.
 const PATIENT: Pace = Pace { repair: Duration::from_secs(3600), longest: Duration::from_secs(3600), ..PACE };
 
-struct Writing {
+pub struct Writing {
     pool: watch::Sender<Option<Arc<Pool>>>,
     stored: watch::Receiver<StoredPool>,
     /// True while the kubelet has the DRA plugin registered.
     registered: watch::Sender<bool>,
-    running: Running,
+    pub running: Running,
 }
 
-fn write(cluster: &Cluster, pace: Pace) -> Writing {
+pub fn write(cluster: &Cluster, pace: Pace) -> Writing {
     let (pool, wanted) = watch::channel(None);
     let (report, stored) = watch::channel(StoredPool::default());
     let settings = SliceSettings { node: "n".to_owned() };
@@ -37,10 +37,11 @@ fn write(cluster: &Cluster, pace: Pace) -> Writing {
     Writing { pool, stored, registered, running }
 }
 
-async fn started() -> Cluster {
-    let cluster = Cluster::start().await;
-    cluster.label_node("n", json!({}));
-    cluster
+/// A writer on a cluster that has nothing but its node.
+pub async fn writing(pace: Pace) -> (Cluster, Writing) {
+    let cluster = Cluster::of_node().await;
+    let writing = write(&cluster, pace);
+    (cluster, writing)
 }
 
 fn devices(count: usize) -> Vec<SliceDevice> {
@@ -71,12 +72,12 @@ fn round(count: usize, round: i64) -> Arc<Pool> {
 }
 
 impl Writing {
-    fn want(&self, pool: Arc<Pool>) {
+    pub fn want(&self, pool: Arc<Pool>) {
         self.pool.send_replace(Some(pool));
     }
 
     /// Waits until the report is so.
-    async fn reports(&mut self, is: impl Fn(&StoredPool) -> bool) -> StoredPool {
+    pub async fn reports(&mut self, is: impl Fn(&StoredPool) -> bool) -> StoredPool {
         let waits = tokio::time::timeout(Duration::from_secs(60), self.stored.wait_for(is)).await;
         waits.unwrap_or_else(|_| panic!("it is reported in time")).unwrap().clone()
     }
@@ -87,10 +88,9 @@ impl Writing {
         let round = pool.devices.first().map(|device| json!(device.attributes.get("round")));
         self.want(pool);
         until(|| {
-            let slices = slices(cluster);
-            let devices =
-                slices.iter().flat_map(|slice| slice["spec"]["devices"].as_array().cloned().unwrap_or_default());
-            let devices: Vec<Value> = devices.collect();
+            let slices = cluster.slices();
+            let devices: Vec<&Value> =
+                slices.iter().filter_map(|it| it["spec"]["devices"].as_array()).flatten().collect();
             devices.iter().map(|device| &device["name"]).eq(&names)
                 && devices.first().is_none_or(|device| Some(&device["attributes"]["round"]) == round.as_ref())
         })
@@ -99,20 +99,15 @@ impl Writing {
     }
 }
 
-fn slices(cluster: &Cluster) -> Vec<Value> {
-    cluster.server.objects(&ResourceType::RESOURCE_SLICES)
-}
-
 fn writes(cluster: &Cluster) -> usize {
     ["POST", "PUT", "DELETE", "PATCH"].iter().map(|method| cluster.count(method, "")).sum()
 }
 
 #[tokio::test]
 async fn slices_follow_the_pool() {
-    let cluster = started().await;
-    let mut writing = write(&cluster, PACE);
+    let (cluster, mut writing) = writing(PACE).await;
     writing.store(&cluster, pool(devices(2))).await;
-    let stored = slices(&cluster);
+    let stored = cluster.slices();
     let node = &cluster.server.object(&ResourceType::NODES.key(None, "n")).unwrap()["metadata"]["uid"];
     let owner = json!([{"apiVersion": "v1", "kind": "Node", "name": "n", "uid": node, "controller": true}]);
     assert_eq!(stored[0]["metadata"]["ownerReferences"], owner);
@@ -120,21 +115,21 @@ async fn slices_follow_the_pool() {
     let name = stored[0]["metadata"]["name"].as_str().unwrap();
     assert!(name.starts_with("00000-gpu.nvidia.com-n-"), "{name}");
     writing.store(&cluster, pool(devices(1))).await;
-    assert_eq!(slices(&cluster)[0]["spec"]["pool"]["generation"], 1, "one slice changed");
+    assert_eq!(cluster.slices()[0]["spec"]["pool"]["generation"], 1, "one slice changed");
     writing.store(&cluster, pool(devices(130))).await;
-    let generations: Vec<Value> = slices(&cluster).iter().map(|it| it["spec"]["pool"]["generation"].clone()).collect();
+    let generations: Vec<Value> = cluster.slices().iter().map(|it| it["spec"]["pool"]["generation"].clone()).collect();
     assert_eq!(generations, [json!(2), json!(2), json!(2)]);
     writing.store(&cluster, pool(Vec::new())).await;
-    assert_eq!(slices(&cluster).len(), 1, "a driver without devices shows that it works");
+    assert_eq!(cluster.slices().len(), 1, "a driver without devices shows that it works");
     let report = writing.stored.borrow().clone();
     assert_eq!((report.slices, report.generation, report.trouble), (1, 3, None));
     writing.running.end().await;
-    assert_eq!((slices(&cluster).len(), cluster.count("GET", "nodes/n")), (1, 2), "they stay at the end");
+    assert_eq!((cluster.slices().len(), cluster.count("GET", "nodes/n")), (1, 2), "they stay at the end");
 }
 
 #[tokio::test]
 async fn nothing_is_written_without_a_pool_or_a_change() {
-    let cluster = started().await;
+    let cluster = Cluster::of_node().await;
     for start in 0..3 {
         // Watches end at once: the slices are listed again and again.
         let mut writing = write(&cluster, Pace { watch: Duration::ZERO, ..PACE });
@@ -151,8 +146,7 @@ async fn nothing_is_written_without_a_pool_or_a_change() {
 
 #[tokio::test]
 async fn wiped_slices_are_back() {
-    let cluster = started().await;
-    let mut writing = write(&cluster, PACE);
+    let (cluster, mut writing) = writing(PACE).await;
     writing.store(&cluster, pool(devices(130))).await;
     // As a kubelet does when it starts, and when no driver of the name was connected for 30 s.
     for wipe in [0, 1] {
@@ -160,7 +154,7 @@ async fn wiped_slices_are_back() {
             0 => cluster.server.wipe_slices("n", None),
             _ => cluster.server.wipe_slices("n", Some(DRIVER)),
         }
-        until(|| slices(&cluster).len() == 3).await;
+        until(|| cluster.slices().len() == 3).await;
         writing.reports(|stored| stored.is_current).await;
     }
     // The Node was deleted and made anew: its slices went with it, and belong to the new one.
@@ -168,41 +162,30 @@ async fn wiped_slices_are_back() {
     cluster.label_node("n", json!({}));
     cluster.server.wipe_slices("n", None);
     let uid = cluster.server.object(&ResourceType::NODES.key(None, "n")).unwrap()["metadata"]["uid"].clone();
-    until(|| slices(&cluster).len() == 3).await;
-    assert!(slices(&cluster).iter().all(|slice| slice["metadata"]["ownerReferences"][0]["uid"] == uid));
-    writing.running.end().await;
+    until(|| cluster.slices().len() == 3).await;
+    assert!(cluster.slices().iter().all(|slice| slice["metadata"]["ownerReferences"][0]["uid"] == uid));
 }
 
 #[tokio::test]
 async fn foreign_changes_are_repaired() {
-    let cluster = started().await;
-    let mut writing = write(&cluster, PACE);
+    let (cluster, mut writing) = writing(PACE).await;
     writing.store(&cluster, pool(devices(2))).await;
-    let name = slices(&cluster)[0]["metadata"]["name"].as_str().unwrap().to_owned();
+    let name = cluster.slices()[0]["metadata"]["name"].as_str().unwrap().to_owned();
     let key = ResourceType::RESOURCE_SLICES.key(None, &name);
-    let good = slices(&cluster)[0]["spec"]["devices"].clone();
+    let good = cluster.slices()[0]["spec"]["devices"].clone();
     cluster.server.edit("kubectl", &key, |slice| slice["spec"]["devices"][0]["name"] = json!("mine"));
-    until(|| slices(&cluster)[0]["spec"]["devices"] == good).await;
+    until(|| cluster.slices()[0]["spec"]["devices"] == good).await;
     // A slice of NVIDIA's driver, which was here before.
     let pool = json!({"name": "n", "generation": 4, "resourceSliceCount": 1});
     let theirs = ResourceType::RESOURCE_SLICES.key(None, "n-gpu.nvidia.com-x1");
     let spec = json!({"driver": DRIVER, "nodeName": "n", "pool": pool, "devices": [{"name": "gpu-0"}]});
     cluster.server.put("nvidia", &theirs, json!({ "spec": spec }));
     until(|| cluster.server.object(&theirs).is_none()).await;
-    // Other nodes' and other drivers' stay.
-    for (name, node, driver) in [("a", "m", DRIVER), ("b", "n", "dra.net")] {
-        let pool = json!({"name": node, "generation": 1, "resourceSliceCount": 1});
-        let spec = json!({"driver": driver, "nodeName": node, "pool": pool, "devices": []});
-        cluster.server.put("other", &ResourceType::RESOURCE_SLICES.key(None, name), json!({ "spec": spec }));
-    }
-    writing.store(&cluster, round(2, 1)).await;
-    assert_eq!(slices(&cluster).len(), 3);
-    writing.running.end().await;
 }
 
 #[tokio::test]
 async fn slices_of_other_nodes_are_left_alone() {
-    let cluster = started().await;
+    let cluster = Cluster::of_node().await;
     cluster.server.ignore_field_selectors();
     let others = [("a", "m", DRIVER), ("b", "n", "dra.net")].map(|(name, node, driver)| {
         let pool = json!({"name": "n/gpu", "generation": 7, "resourceSliceCount": 1});
@@ -215,7 +198,7 @@ async fn slices_of_other_nodes_are_left_alone() {
     // Listed;
     writing.want(pool(devices(2)));
     assert_eq!(writing.reports(|stored| stored.is_current).await.slices, 1);
-    let stored = slices(&cluster);
+    let stored = cluster.slices();
     let mut names = stored.iter().filter_map(|slice| slice["metadata"]["name"].as_str());
     let ours = ResourceType::RESOURCE_SLICES.key(None, names.find(|name| name.starts_with("00000-")).unwrap());
     // watched, with an event of ours after theirs;
@@ -231,36 +214,32 @@ async fn slices_of_other_nodes_are_left_alone() {
     until(|| has(3)).await;
     let report = writing.reports(|stored| stored.is_current).await;
     assert_eq!((report.slices, report.generation), (1, 1));
-    assert_eq!((slices(&cluster).len(), cluster.count("DELETE", "")), (3, 0));
-    writing.running.end().await;
+    assert_eq!((cluster.slices().len(), cluster.count("DELETE", "")), (3, 0));
 }
 
 #[tokio::test]
 async fn kubelet_restarts_are_no_fight() {
-    let cluster = started().await;
-    let mut writing = write(&cluster, PATIENT);
+    let (cluster, mut writing) = writing(PATIENT).await;
     for (count, stored) in [(2, 1), (130, 3)] {
         writing.store(&cluster, pool(devices(count))).await;
         for _ in 0..12 {
             cluster.server.wipe_slices("n", None);
-            until(|| slices(&cluster).len() == stored).await;
+            until(|| cluster.slices().len() == stored).await;
             writing.reports(|stored| stored.is_current).await;
         }
     }
-    writing.running.end().await;
 }
 
 #[tokio::test]
 async fn fight_pauses_repairs_until_the_pool_changes() {
-    let cluster = started().await;
-    let mut writing = write(&cluster, Pace { watch: Duration::ZERO, ..PATIENT });
+    let (cluster, mut writing) = writing(Pace { watch: Duration::ZERO, ..PATIENT }).await;
     writing.store(&cluster, pool(devices(2))).await;
-    let key = ResourceType::RESOURCE_SLICES.key(None, slices(&cluster)[0]["metadata"]["name"].as_str().unwrap());
-    let good = slices(&cluster)[0]["spec"]["devices"].clone();
+    let key = ResourceType::RESOURCE_SLICES.key(None, cluster.slices()[0]["metadata"]["name"].as_str().unwrap());
+    let good = cluster.slices()[0]["spec"]["devices"].clone();
     let edit = || cluster.server.edit("other", &key, |slice| slice["spec"]["devices"][0]["name"] = json!("theirs"));
     for _ in 0..3 {
         edit();
-        until(|| slices(&cluster)[0]["spec"]["devices"] == good).await;
+        until(|| cluster.slices()[0]["spec"]["devices"] == good).await;
         writing.reports(|stored| stored.is_current).await;
     }
     let before = writes(&cluster);
@@ -270,15 +249,14 @@ async fn fight_pauses_repairs_until_the_pool_changes() {
     until(|| cluster.count("GET", "resourceslices") > gets + 1).await;
     assert_eq!(writes(&cluster), before, "the fourth repair in a row waits");
     writing.store(&cluster, tainted(2, 1)).await;
-    assert_eq!(slices(&cluster)[0]["spec"]["devices"][1]["taints"][0]["value"], "79");
+    assert_eq!(cluster.slices()[0]["spec"]["devices"][1]["taints"][0]["value"], "79");
     assert_eq!(writes(&cluster), before + 1);
     writing.running.end().await;
 }
 
 #[tokio::test]
 async fn pool_that_changes_before_the_write_is_written() {
-    let cluster = started().await;
-    let mut writing = write(&cluster, Pace { write: Duration::from_secs(1), ..PACE });
+    let (cluster, mut writing) = writing(Pace { write: Duration::from_secs(1), ..PACE }).await;
     writing.store(&cluster, round(2, 0)).await;
     writing.want(round(2, 1));
     // The writer has it, and rests.
@@ -286,20 +264,17 @@ async fn pool_that_changes_before_the_write_is_written() {
     writing.want(round(2, 2));
     writing.store(&cluster, round(2, 3)).await;
     assert_eq!(writes(&cluster), 2, "the first pool and the last");
-    writing.running.end().await;
 }
 
 #[tokio::test]
 async fn write_whose_answer_is_lost_leaves_no_trouble() {
-    let cluster = started().await;
-    let mut writing = write(&cluster, Pace { request: Duration::from_secs(1), ..PACE });
+    let (cluster, mut writing) = writing(Pace { request: Duration::from_secs(1), ..PACE }).await;
     writing.store(&cluster, round(2, 1)).await;
     cluster.server.fail(Fault::of("PUT", "resourceslices", 1, Answer::Lost));
     writing.want(round(2, 2));
     writing.reports(|stored| stored.trouble.is_some()).await;
     writing.reports(|stored| stored.is_current && stored.trouble.is_none()).await;
     assert_eq!(cluster.count("PUT", "resourceslices"), 1, "it is not written again");
-    writing.running.end().await;
 }
 
 #[tokio::test]
@@ -315,7 +290,7 @@ async fn each_fault_of_a_write_is_survived() {
         (Answer::Text("{}".to_owned()), "ok"),
         (Answer::Silence, "timeout"),
     ] {
-        let cluster = started().await;
+        let cluster = Cluster::of_node().await;
         let pace = Pace { request: Duration::from_secs(2), ..PACE };
         let mut writing = write(&cluster, pace);
         for (method, verb, round_now) in [("POST", "create", 1), ("PUT", "update", 2)] {
@@ -331,7 +306,7 @@ async fn each_fault_of_a_write_is_survived() {
 
 #[tokio::test]
 async fn faults_of_reading_are_survived() {
-    let cluster = started().await;
+    let cluster = Cluster::of_node().await;
     for answer in [
         Answer::Refusal(403, "no right", None),
         Answer::Refusal(410, "expired", None),
@@ -353,8 +328,7 @@ async fn faults_of_reading_are_survived() {
 
 #[tokio::test]
 async fn server_that_was_away_gets_the_last_pool() {
-    let cluster = started().await;
-    let mut writing = write(&cluster, PACE);
+    let (cluster, mut writing) = writing(PACE).await;
     writing.store(&cluster, round(2, 1)).await;
     cluster.server.go_away().await;
     for turn in [2, 3] {
@@ -370,7 +344,7 @@ async fn server_that_was_away_gets_the_last_pool() {
 
 #[tokio::test]
 async fn dropped_taints_are_reported_and_not_written_again() {
-    let cluster = started().await;
+    let cluster = Cluster::of_node().await;
     cluster.server.set_gates(Gates::OFF);
     let mut writing = write(&cluster, Pace { watch: Duration::ZERO, ..PACE });
     writing.store(&cluster, pool(devices(2))).await;
@@ -381,13 +355,11 @@ async fn dropped_taints_are_reported_and_not_written_again() {
     let (before, lists) = (writes(&cluster), cluster.count("GET", "resourceslices"));
     until(|| cluster.count("GET", "resourceslices") > lists + 3).await;
     assert_eq!(writes(&cluster), before);
-    writing.running.end().await;
 }
 
 #[tokio::test]
 async fn dropped_sharing_is_reported_and_not_written_again() {
-    let cluster = started().await;
-    let mut writing = write(&cluster, Pace { watch: Duration::ZERO, ..PACE });
+    let (cluster, mut writing) = writing(Pace { watch: Duration::ZERO, ..PACE }).await;
     let mut wanted = Pool::clone(&pool(devices(2)));
     wanted.devices[1].allow_multiple_allocations = true;
     writing.store(&cluster, Arc::new(wanted.clone())).await;
@@ -396,17 +368,15 @@ async fn dropped_sharing_is_reported_and_not_written_again() {
     cluster.server.wipe_slices("n", None);
     let report = writing.reports(|stored| stored.drops_sharing && stored.is_current).await;
     assert!(!report.drops_taints, "{report:?}");
-    assert!(!slices(&cluster)[0].to_string().contains("allowMultipleAllocations"));
+    assert!(!cluster.slices()[0].to_string().contains("allowMultipleAllocations"));
     let (before, lists) = (writes(&cluster), cluster.count("GET", "resourceslices"));
     until(|| cluster.count("GET", "resourceslices") > lists + 3).await;
     assert_eq!(writes(&cluster), before);
-    writing.running.end().await;
 }
 
 #[tokio::test]
 async fn taint_that_one_slice_drops_is_reported() {
-    let cluster = started().await;
-    let mut writing = write(&cluster, PACE);
+    let (cluster, mut writing) = writing(PACE).await;
     let mut wanted = Pool::clone(&tainted(130, 129));
     writing.store(&cluster, Arc::new(wanted.clone())).await;
     // The last slice keeps the taint that it had before, and the first one loses its own.
@@ -416,30 +386,26 @@ async fn taint_that_one_slice_drops_is_reported() {
     writing.want(Arc::new(wanted));
     let report = writing.reports(|stored| stored.drops_taints).await;
     assert!(report.is_current, "{report:?}");
-    let taints: Vec<usize> = slices(&cluster).iter().map(|slice| slice.to_string().matches("xid").count()).collect();
+    let taints: Vec<usize> = cluster.slices().iter().map(|slice| slice.to_string().matches("xid").count()).collect();
     assert_eq!(taints, [0, 0, 1]);
-    writing.running.end().await;
 }
 
 #[tokio::test]
 async fn taint_that_stays_keeps_its_time() {
-    let cluster = started().await;
-    let mut writing = write(&cluster, PACE);
+    let (cluster, mut writing) = writing(PACE).await;
     writing.store(&cluster, tainted(2, 1)).await;
-    let time = |cluster: &Cluster| slices(cluster)[0]["spec"]["devices"][1]["taints"][0]["timeAdded"].clone();
+    let time = |cluster: &Cluster| cluster.slices()[0]["spec"]["devices"][1]["taints"][0]["timeAdded"].clone();
     let before = time(&cluster);
     assert!(before.is_string(), "{before}");
     let mut next = Pool::clone(&tainted(2, 1));
     next.devices[0].attributes.insert("round".into(), Attribute::Int(1));
     writing.store(&cluster, Arc::new(next)).await;
     assert_eq!(time(&cluster), before);
-    writing.running.end().await;
 }
 
 #[tokio::test]
 async fn storm_of_changes_is_one_write_a_second_at_most() {
-    let cluster = started().await;
-    let mut writing = write(&cluster, Pace { write: Duration::from_secs(1), ..PACE });
+    let (cluster, mut writing) = writing(Pace { write: Duration::from_secs(1), ..PACE }).await;
     writing.store(&cluster, round(2, -1)).await;
     let (began, before) = (Instant::now(), writes(&cluster));
     for change in 0..1000 {
@@ -451,23 +417,20 @@ async fn storm_of_changes_is_one_write_a_second_at_most() {
     // Each begins a second after the one before, the first one second after the slice was created.
     let most = usize::try_from(began.elapsed().as_secs()).unwrap() + 1;
     assert!((1..=most).contains(&written), "{written} of at most {most}");
-    writing.running.end().await;
 }
 
 #[tokio::test]
 async fn node_that_may_not_be_read_costs_only_the_owner() {
-    let cluster = started().await;
+    let cluster = Cluster::of_node().await;
     cluster.server.fail(Fault::of("GET", "nodes/n", usize::MAX, Answer::Refusal(403, "nodes is forbidden", None)));
     let mut writing = write(&cluster, PACE);
     writing.store(&cluster, round(2, 1)).await;
-    assert_eq!(slices(&cluster)[0]["metadata"]["ownerReferences"], Value::Null);
-    writing.running.end().await;
+    assert_eq!(cluster.slices()[0]["metadata"]["ownerReferences"], Value::Null);
 }
 
 #[tokio::test]
 async fn slices_of_a_plugin_that_is_not_registered_stay_deleted() {
-    let cluster = started().await;
-    let mut writing = write(&cluster, PACE);
+    let (cluster, mut writing) = writing(PACE).await;
     writing.registered.send_replace(false);
     writing.want(pool(devices(2)));
     writing.reports(|stored| stored.is_read && stored.awaits_kubelet).await;
@@ -493,20 +456,19 @@ async fn slices_of_a_plugin_that_is_not_registered_stay_deleted() {
 #[tokio::test]
 async fn release_that_drops_taints_is_known_before_the_first_write() {
     for (release, drops) in [("v1.34.9", true), ("v1.35.6", true), ("v1.36.0", false), ("", false)] {
-        let cluster = started().await;
+        let cluster = Cluster::of_node().await;
         cluster.server.set_version(release);
         let mut writing = write(&cluster, PACE);
         let report = writing.reports(|stored| stored.is_read).await;
         assert_eq!((report.drops_taints, writes(&cluster)), (drops, 0), "{release}");
         // The node's part waits for this report before it makes the first pool.
         writing.store(&cluster, pool(devices(1))).await;
-        writing.running.end().await;
     }
 }
 
 /// Puts the overlay's policy in force, and returns a cluster whose token is that of linkwise's pod on the node `n`.
 async fn with_policy() -> Cluster {
-    let cluster = started().await;
+    let cluster = Cluster::of_node().await;
     for (resource, file) in [
         (ResourceType::VALIDATING_ADMISSION_POLICIES, "admissionpolicy"),
         (ResourceType::VALIDATING_ADMISSION_POLICY_BINDINGS, "admissionpolicybinding"),
@@ -544,11 +506,10 @@ async fn policy_lets_linkwise_write_its_own_pool_only() {
     for count in [2, 130, 0] {
         writing.store(&cluster, pool(devices(count))).await;
     }
-    assert!(slices(&cluster).iter().all(|slice| slice["spec"]["pool"]["name"] == "n/gpu"));
+    assert!(cluster.slices().iter().all(|slice| slice["spec"]["pool"]["name"] == "n/gpu"));
     let mut wanted = Pool::clone(&pool(devices(1)));
     wanted.name = "victim/gpu".to_owned();
     writing.want(Arc::new(wanted));
     let report = writing.reports(|stored| stored.trouble.is_some()).await;
     assert!(report.trouble.unwrap().contains("may not write slices of the pool"), "over HTTP too");
-    writing.running.end().await;
 }

@@ -1,14 +1,16 @@
 //! What the tests share: credentials for the server in the box, quick pauses, states to wait for.
 
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::process::Stdio;
 use std::time::Duration;
 
 use linkwise_api_server_box::{ApiServerBox, Key, ResourceType};
 use linkwise_cluster::{Access, ApiMetrics, ApiServer, Pace};
 use serde_json::{Value, json};
 use tempfile::TempDir;
+use tokio::process::Command;
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
@@ -54,6 +56,18 @@ impl Cluster {
         fs::write(cluster.folder().join("ca.crt"), cluster.server.ca()).unwrap();
         cluster.write_token("first");
         cluster
+    }
+
+    /// The same, with the node `n`.
+    pub async fn of_node() -> Self {
+        let cluster = Self::start().await;
+        cluster.label_node("n", json!({}));
+        cluster
+    }
+
+    /// The ResourceSlices.
+    pub fn slices(&self) -> Vec<Value> {
+        self.server.objects(&ResourceType::RESOURCE_SLICES)
     }
 
     /// The ServiceAccount's folder.
@@ -104,7 +118,7 @@ pub fn node_key(name: &str) -> Key {
     ResourceType::NODES.key(None, name)
 }
 
-/// A task that ends with the test.
+/// A task that runs to the end of the test, or until it is ended.
 pub struct Running {
     shutdown: CancellationToken,
     task: JoinHandle<()>,
@@ -118,10 +132,28 @@ impl Running {
     }
 
     /// Ends it in order.
-    pub async fn end(self) {
+    pub async fn end(mut self) {
         self.shutdown.cancel();
-        within(self.task).await.unwrap();
+        within(&mut self.task).await.unwrap();
     }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        let is_early = self.task.is_finished() && !self.shutdown.is_cancelled();
+        assert!(!is_early || std::thread::panicking(), "the task ended before the test");
+    }
+}
+
+/// A program on a node with eight simulated V100: its variables are those of a pod of the node `n`.
+pub fn on_dgx1(cluster: &Cluster, program: impl AsRef<OsStr>, sysfs: &Path) -> Command {
+    let machine = Path::new(env!("CARGO_MANIFEST_DIR")).join("crates/host/src/machines/dgx1-v100.yaml");
+    let mut command = Command::new(program);
+    command.env_clear().envs(cluster.variables()).env("NODE_NAME", "n").env("LINKWISE_SYSFS", sysfs);
+    command.env("FAKE_NVML_MACHINE", machine).env("HWLOC_SYNTHETIC", "pack:2 numa:1 pu:2");
+    command.env("LINKWISE_NVML_LIBRARY", fake_nvml::library_path());
+    command.stdin(Stdio::null()).stdout(Stdio::null()).kill_on_drop(true);
+    command
 }
 
 /// A future that has to be done in time.
