@@ -9,9 +9,10 @@ use std::process::{ExitStatus, Stdio};
 use linkwise_api_server_box::{Answer, Fault};
 use serde_json::json;
 use tokio::io::{AsyncBufReadExt, BufReader, Lines};
-use tokio::process::{Child, ChildStderr, ChildStdout, Command};
+use tokio::process::{Child, ChildStdout, Command};
 
 use crate::cluster::support::{Cluster, config_map, until, within};
+use crate::run::node::{Process, get};
 
 /// The label, as by default.
 const LABEL: &str = "nvidia.com/device-plugin.config";
@@ -20,13 +21,6 @@ const LABEL: &str = "nvidia.com/device-plugin.config";
 struct Node {
     cluster: Cluster,
     folder: tempfile::TempDir,
-}
-
-/// config-manager, with what it has logged.
-struct Process {
-    child: Child,
-    lines: Lines<BufReader<ChildStderr>>,
-    log: Vec<String>,
 }
 
 impl Node {
@@ -79,45 +73,29 @@ impl Node {
             command.env(name, value);
         }
         command.envs(variables.iter().copied()).args(["--api-pause-ms", "5", "--keep-after-ms", "200"]);
-        let mut child = command.stderr(Stdio::piped()).kill_on_drop(true).spawn().unwrap();
-        let lines = BufReader::new(child.stderr.take().unwrap()).lines();
-        Process { child, lines, log: Vec::new() }
+        command.kill_on_drop(true);
+        Process::of(command)
+    }
+
+    /// Waits until the process with these variables ends, with all of its log.
+    async fn ends(&self, variables: &[(&str, &str)]) -> (ExitStatus, String) {
+        let (status, log) = self.run(variables).ended().await;
+        (status, log.join("\n"))
     }
 }
 
-impl Process {
-    /// Waits for a line of the log with this text in it.
-    async fn logs(&mut self, text: &str) -> String {
-        let find = async {
-            loop {
-                let line = self.lines.next_line().await.unwrap();
-                let Some(line) = line else { panic!("it ended without '{text}': {:#?}", self.log) };
-                self.log.push(line.clone());
-                if line.contains(text) {
-                    return line;
-                }
-            }
-        };
-        within(find).await
-    }
+/// Waits for a line of the log with this text in it.
+async fn logs(process: &Process, text: &str) -> String {
+    let line = process.logged(|line| line.as_str().is_some_and(|line| line.contains(text))).await;
+    line.as_str().unwrap().to_owned()
+}
 
-    /// Waits for the end, with all of the log.
-    async fn ends(mut self) -> (ExitStatus, String) {
-        let status = within(self.child.wait()).await.unwrap();
-        while let Some(line) = within(self.lines.next_line()).await.unwrap() {
-            self.log.push(line);
-        }
-        (status, self.log.join("\n"))
-    }
-
-    /// Ends it as the kubelet does.
-    async fn terminate(self) -> String {
-        let pid = rustix::process::Pid::from_raw(self.child.id().unwrap().try_into().unwrap()).unwrap();
-        rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
-        let (status, log) = self.ends().await;
-        assert!(status.success(), "{status}: {log}");
-        log
-    }
+/// Ends a process as the kubelet does; returns its log.
+async fn terminate(mut process: Process) -> String {
+    process.signal("TERM");
+    let (status, log) = process.ended().await;
+    assert!(status.success(), "{status}: {log:?}");
+    log.join("\n")
 }
 
 /// A process that prints a line for each SIGUSR1. (A shell cannot trap a signal that its parent ignores, as `nohup` has it
@@ -150,18 +128,18 @@ async fn sidecar_follows_the_label_and_signals() {
     node.label("a");
     let name = format!("neighbour-of-{}", std::process::id());
     let mut neighbour = Neighbour::start(&name).await;
-    let mut process = node.run(&[("SEND_SIGNAL", "true"), ("SIGNAL", "10"), ("PROCESS_TO_SIGNAL", &name)]);
+    let process = node.run(&[("SEND_SIGNAL", "true"), ("SIGNAL", "10"), ("PROCESS_TO_SIGNAL", &name)]);
     node.reads("a: 1").await;
     neighbour.is_signalled().await;
     node.label("b");
     node.reads("b: 1").await;
     neighbour.is_signalled().await;
-    process.logs("configuration=\"b\"").await;
-    process.logs("signal sent").await;
+    logs(&process, "configuration=\"b\"").await;
+    logs(&process, "signal sent").await;
     // A ConfigMap that changes is read through the link, without a signal.
     fs::write(node.at("available-configs/b"), "b: 2").unwrap();
     node.reads("b: 2").await;
-    let log = process.terminate().await;
+    let log = terminate(process).await;
     assert!(log.contains("ending"), "{log}");
     assert_eq!(log.matches("signal sent").count(), 2, "{log}");
     assert!(node.destination().is_symlink());
@@ -171,20 +149,20 @@ async fn sidecar_follows_the_label_and_signals() {
 async fn unknown_label_is_reported_once_and_the_last_one_stays() {
     let node = Node::start(&[("a", "a: 1"), ("b", "b: 1")]).await;
     node.label("a");
-    let mut process = node.run(&[]);
+    let process = node.run(&[]);
     node.reads("a: 1").await;
     node.label("missing");
-    let line = process.logs("no configuration selected, keeping the last one").await;
+    let line = logs(&process, "no configuration selected, keeping the last one").await;
     assert!(line.contains("the node's label names 'missing', and there is only 'a', 'b'"), "{line}");
     assert_eq!(node.text().as_deref(), Some("a: 1"));
     // Added to the ConfigMap, it is selected without a change of the label.
     fs::write(node.at("available-configs/missing"), "m: 1").unwrap();
     node.reads("m: 1").await;
     fs::remove_file(node.at("available-configs/missing")).unwrap();
-    process.logs("there is only 'a', 'b'").await;
+    until(|| process.lines().iter().filter(|line| line.contains("there is only 'a', 'b'")).count() == 2).await;
     node.label("b");
     node.reads("b: 1").await;
-    let log = process.terminate().await;
+    let log = terminate(process).await;
     assert_eq!(log.matches("keeping the last one").count(), 2, "{log}");
 }
 
@@ -199,7 +177,7 @@ async fn node_without_the_label_gets_default_or_fallback() {
         let node = Node::start(files).await;
         node.cluster.label_node("n", json!({}));
         let variables = [("ONESHOT", "true"), ("DEFAULT_CONFIG", default), ("FALLBACK_STRATEGIES", fallbacks)];
-        let (status, log) = node.run(&variables).ends().await;
+        let (status, log) = node.ends(&variables).await;
         assert!(status.success(), "{log}");
         assert_eq!(node.text().as_deref(), Some(expected), "{log}");
     }
@@ -209,12 +187,12 @@ async fn node_without_the_label_gets_default_or_fallback() {
 async fn oneshot_without_a_configuration_fails_with_the_reason() {
     let node = Node::start(&[("a", "a: 1"), ("b", "b: 1")]).await;
     node.label("missing");
-    let (status, log) = node.run(&[("ONESHOT", "true")]).ends().await;
+    let (status, log) = node.ends(&[("ONESHOT", "true")]).await;
     assert_eq!((status.code(), status.signal()), (Some(1), None));
     assert!(log.contains("the node's label names 'missing', and there is only 'a', 'b'"), "{log}");
     assert_eq!(node.text(), None);
     node.cluster.label_node("n", json!({}));
-    let (status, log) = node.run(&[("ONESHOT", "true")]).ends().await;
+    let (status, log) = node.ends(&[("ONESHOT", "true")]).await;
     assert!(!status.success() && log.contains("no fallback fits; there is 'a', 'b'"), "{log}");
 }
 
@@ -223,11 +201,11 @@ async fn oneshot_keeps_what_is_in_place_where_it_cannot_select() {
     let node = Node::start(&[("a", "a: 1")]).await;
     fs::write(node.destination(), "kept: 1").unwrap();
     node.label("missing");
-    let (status, log) = node.run(&[("ONESHOT", "true")]).ends().await;
+    let (status, log) = node.ends(&[("ONESHOT", "true")]).await;
     assert!(status.success() && log.contains("keeping the last one"), "{log}");
     let gone = Answer::Refusal(503, "not ready", None);
     node.cluster.server.fail(Fault::of("GET", "", usize::MAX, gone));
-    let (status, log) = node.run(&[("ONESHOT", "true")]).ends().await;
+    let (status, log) = node.ends(&[("ONESHOT", "true")]).await;
     assert!(status.success() && log.contains("node not read in time, keeping the configuration in place"), "{log}");
     assert_eq!(node.text().as_deref(), Some("kept: 1"));
 }
@@ -236,16 +214,16 @@ async fn oneshot_keeps_what_is_in_place_where_it_cannot_select() {
 async fn server_that_is_away_is_logged_once_and_asked_again() {
     let node = Node::start(&[("a", "a: 1"), ("b", "b: 1")]).await;
     node.label("a");
-    let mut process = node.run(&[]);
+    let process = node.run(&[]);
     node.reads("a: 1").await;
     node.cluster.server.wait_for_watches(1).await;
     node.cluster.server.go_away().await;
-    process.logs("API server request failed, trying again").await;
+    logs(&process, "API server request failed, trying again").await;
     node.label("b");
     node.cluster.server.come_back().await;
-    process.logs("API server answers again").await;
+    logs(&process, "API server answers again").await;
     node.reads("b: 1").await;
-    let log = process.terminate().await;
+    let log = terminate(process).await;
     assert_eq!(log.matches("unreachable").count(), 1, "{log}");
 }
 
@@ -255,11 +233,11 @@ async fn forbidden_watch_is_named_in_the_log() {
     node.label("a");
     let forbidden = Answer::Refusal(403, "nodes is forbidden: User \"x\" cannot list resource \"nodes\"", None);
     node.cluster.server.fail(Fault::of("GET", "nodes?", 3, forbidden));
-    let mut process = node.run(&[]);
-    let line = process.logs("API server request failed, trying again").await;
+    let process = node.run(&[]);
+    let line = logs(&process, "API server request failed, trying again").await;
     assert!(line.contains("403") && line.contains("cannot list resource"), "{line}");
     node.reads("a: 1").await;
-    let log = process.terminate().await;
+    let log = terminate(process).await;
     assert_eq!(log.matches("API server request failed").count(), 1, "{log}");
 }
 
@@ -267,10 +245,10 @@ async fn forbidden_watch_is_named_in_the_log() {
 async fn missing_neighbour_is_reported_and_the_configuration_stays() {
     let node = Node::start(&[("a", "a: 1")]).await;
     node.label("a");
-    let mut process = node.run(&[("SEND_SIGNAL", "true"), ("PROCESS_TO_SIGNAL", "no-such-neighbour")]);
-    process.logs("no such process to signal").await;
+    let process = node.run(&[("SEND_SIGNAL", "true"), ("PROCESS_TO_SIGNAL", "no-such-neighbour")]);
+    logs(&process, "no such process to signal").await;
     assert_eq!(node.text().as_deref(), Some("a: 1"));
-    process.terminate().await;
+    terminate(process).await;
 }
 
 #[tokio::test]
@@ -292,7 +270,7 @@ async fn kubeconfig_is_used_where_one_is_given() {
     .unwrap();
     let variables =
         [("ONESHOT", "true"), ("KUBECONFIG", kubeconfig.to_str().unwrap()), ("KUBERNETES_SERVICE_HOST", "")];
-    let (status, log) = node.run(&variables).ends().await;
+    let (status, log) = node.ends(&variables).await;
     assert!(status.success() && node.text().as_deref() == Some("a: 1"), "{log}");
 }
 
@@ -304,7 +282,7 @@ async fn missing_option_or_access_is_named() {
         ("CONFIG_FILE_DST", "--config-file-dst (CONFIG_FILE_DST) must not be empty"),
         ("KUBERNETES_SERVICE_HOST", "KUBERNETES_SERVICE_HOST is not set"),
     ] {
-        let (status, log) = node.run(&[(variable, "")]).ends().await;
+        let (status, log) = node.ends(&[(variable, "")]).await;
         assert!(status.code() == Some(1) && log.contains(problem), "{variable}: {log}");
     }
 }
@@ -313,25 +291,17 @@ async fn missing_option_or_access_is_named() {
 async fn probes_and_metrics_show_what_is_selected() {
     let node = Node::start(&[("a", "a: 1")]).await;
     node.label("a");
-    let mut process = node.run(&[("LINKWISE_CONFIG_MANAGER_METRICS_ADDRESS", "127.0.0.1:0")]);
-    let line = process.logs("config-manager is up").await;
-    let address = line.rsplit_once("metrics=").unwrap().1.to_owned();
+    let process = node.run(&[("LINKWISE_CONFIG_MANAGER_METRICS_ADDRESS", "127.0.0.1:0")]);
+    let line = logs(&process, "config-manager is up").await;
+    let address = line.rsplit_once("metrics=").unwrap().1.parse().unwrap();
     node.reads("a: 1").await;
-    process.logs("configuration selected").await;
-    let page = async |path: &str| {
-        use tokio::io::{AsyncReadExt, AsyncWriteExt};
-        let mut stream = tokio::net::TcpStream::connect(&address).await.unwrap();
-        stream.write_all(format!("GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n").as_bytes()).await.unwrap();
-        let mut answer = String::new();
-        within(stream.read_to_string(&mut answer)).await.unwrap();
-        answer
-    };
-    while !page("/readyz").await.contains("200 OK") {}
-    let metrics = page("/metrics").await;
+    logs(&process, "configuration selected").await;
+    while get(address, "/readyz").await.status != 200 {}
+    let metrics = get(address, "/metrics").await.body;
     for series in
         ["linkwise_config_selected 1", "linkwise_api_requests_total{object=\"nodes\",verb=\"list\",outcome=\"ok\"} 1"]
     {
         assert!(metrics.contains(series), "{metrics}");
     }
-    process.terminate().await;
+    terminate(process).await;
 }

@@ -3,10 +3,8 @@
 use std::fmt::Write as _;
 use std::fs;
 use std::path::Path;
-use std::time::Duration;
 
 use fake_nvml::Control;
-use linkwise_api_server_box::ResourceType;
 use linkwise_kubelet_box::dra::PodClaims;
 use tokio::process::{Child, Command};
 
@@ -50,10 +48,17 @@ pub fn program(node: &Node) -> Command {
     command
 }
 
-async fn run(node: &Node) -> Child {
+/// Starts a process, which publishes all devices; waits until the kubelet has registered it, as so many before.
+async fn run(node: &Node, registrations: u64) -> Child {
     let process = program(node).spawn().unwrap();
     node.publishes(DEVICES).await;
+    node.is_registered(registrations).await;
     process
+}
+
+/// Checks that neither an instance nor a checkpoint is left.
+fn is_over(node: &Node) {
+    assert_eq!((instances(node), node.checkpoints().len()), (0, 0));
 }
 
 /// The GPU's instances, as the driver keeps them: the layout that it wrote last.
@@ -66,15 +71,13 @@ pub fn instances(node: &Node) -> usize {
 }
 
 fn slices(node: &Node) -> Vec<serde_json::Value> {
-    let slices = node.cluster.server.objects(&ResourceType::RESOURCE_SLICES);
-    slices.into_iter().map(|slice| slice["spec"].clone()).collect()
+    node.cluster.slices().into_iter().map(|slice| slice["spec"].clone()).collect()
 }
 
 #[tokio::test]
 async fn mig_device_is_made_for_a_claim_and_destroyed() {
     let (node, _control) = node().await;
-    let mut process = run(&node).await;
-    node.is_registered(1).await;
+    let mut process = run(&node, 1).await;
     let before = slices(&node);
     let claim = node.claim("one", &[DEVICE]);
     let cdi = node.start_pod("p", &claim).await;
@@ -82,12 +85,11 @@ async fn mig_device_is_made_for_a_claim_and_destroyed() {
     assert_eq!(instances(&node), 1);
     // A kill changes nothing for the claim, and nothing of it is published otherwise than before.
     process.kill().await.unwrap();
-    let mut process = run(&node).await;
-    node.is_registered(2).await;
+    let mut process = run(&node, 2).await;
     assert_eq!(node.start_pod("p", &claim).await, cdi);
     assert_eq!((slices(&node), instances(&node)), (before.clone(), 1));
     within(node.dra.stop_pod("p")).await.unwrap();
-    assert_eq!((instances(&node), node.checkpoints().len()), (0, 0));
+    is_over(&node);
     assert!(!node.specs().iter().any(|name| name.contains("-claim-")), "{:?}", node.specs());
     assert_eq!(slices(&node), before);
     assert!(process.try_wait().unwrap().is_none());
@@ -96,15 +98,14 @@ async fn mig_device_is_made_for_a_claim_and_destroyed() {
 #[tokio::test]
 async fn placement_that_the_driver_refuses_is_told() {
     let (node, control) = node().await;
-    let _process = run(&node).await;
-    node.is_registered(1).await;
+    let _process = run(&node, 1).await;
     control.send("fail 0 nvmlDeviceCreateGpuInstanceWithPlacement 4").unwrap();
     let claim = node.claim("one", &[DEVICE]);
-    let refusal = node.dra.start_pod(&PodClaims::single("p", claim.clone(), DRIVER)).await.unwrap_err().to_string();
+    let refusal = node.refusal("p", &claim).await;
     for part in [DEVICE, "profile 14, memory slices from 2", "NVML_ERROR_NO_PERMISSION (4)"] {
         assert!(refusal.contains(part), "{refusal}");
     }
-    assert_eq!((instances(&node), node.checkpoints().len()), (0, 0));
+    is_over(&node);
     control.send("unfail 0 nvmlDeviceCreateGpuInstanceWithPlacement").unwrap();
     assert_eq!(node.start_pod("p", &claim).await.len(), 3);
 }
@@ -115,19 +116,18 @@ async fn order_that_hangs_costs_the_agent_and_leaves_nothing() {
     let mut command = program(&node);
     command.args(["--nvml-call-ms=1000", "--nvml-pause-ms=10"]);
     let _process = command.spawn().unwrap();
-    node.publishes(DEVICES).await;
-    node.is_registered(1).await;
+    node.serves(DEVICES).await;
     // The GPU instance is made, and the compute instance never.
     control.send("hang 0 nvmlGpuInstanceCreateComputeInstance").unwrap();
     let claim = node.claim("one", &[DEVICE]);
-    let refusal = node.dra.start_pod(&PodClaims::single("p", claim.clone(), DRIVER)).await.unwrap_err().to_string();
+    let refusal = node.refusal("p", &claim).await;
     assert!(refusal.contains("nvmlGpuInstanceCreateComputeInstance of GPU-"), "{refusal}");
     assert!(refusal.contains("did not return within 1s"), "{refusal}");
     control.send("unhang 0 nvmlGpuInstanceCreateComputeInstance").unwrap();
     assert_eq!(node.start_pod("p", &claim).await.len(), 3);
     assert_eq!(instances(&node), 1);
     within(node.dra.stop_pod("p")).await.unwrap();
-    assert_eq!((instances(&node), node.checkpoints().len()), (0, 0));
+    is_over(&node);
 }
 
 /// An order that comes between two agents waits for the next one.
@@ -143,8 +143,7 @@ async fn order_waits_for_the_agent_that_replaces_another() {
     };
     driver("580.95.05");
     let process = Process::of(command);
-    node.publishes(DEVICES).await;
-    node.is_registered(1).await;
+    node.serves(DEVICES).await;
     control.send("hang nvmlInit_v2").unwrap();
     driver("590.44.01");
     process.said("the driver was 580.95.05").await;
@@ -160,39 +159,28 @@ async fn order_waits_for_the_agent_that_replaces_another() {
 #[tokio::test]
 async fn killed_in_the_order_is_undone_by_the_next_process() {
     let (node, control) = node().await;
-    let mut process = run(&node).await;
-    node.is_registered(1).await;
+    let mut process = run(&node, 1).await;
     control.send("hang 0 nvmlGpuInstanceCreateComputeInstance").unwrap();
     let claim = node.claim("one", &[DEVICE]);
-    let pod = PodClaims::single("p", claim, DRIVER);
+    let pod = PodClaims::single("p", claim.clone(), DRIVER);
     let killed = async {
         until(|| instances(&node) == 1).await;
         process.kill().await.unwrap();
     };
     let (started, ()) = tokio::join!(node.dra.start_pod(&pod), killed);
     started.unwrap_err();
-    assert_eq!((instances(&node), node.checkpoints()), (1, vec![format!("{}.json", pod_uid(&pod))]));
+    assert_eq!((instances(&node), node.checkpoints()), (1, vec![format!("{}.json", claim.uid)]));
     control.send("unhang 0 nvmlGpuInstanceCreateComputeInstance").unwrap();
     // No kubelet asks: it is the start that undoes it.
-    let _process = run(&node).await;
-    within(async {
-        while instances(&node) + node.checkpoints().len() > 0 {
-            tokio::time::sleep(Duration::from_millis(20)).await;
-        }
-    })
-    .await;
-}
-
-fn pod_uid(pod: &PodClaims) -> String {
-    pod.claims[0].claim.uid.clone()
+    let _process = run(&node, 1).await;
+    until(|| instances(&node) + node.checkpoints().len() == 0).await;
 }
 
 /// The pod of before made a MIG device; this one has MIG mixed, and none of the rights to destroy it.
 #[tokio::test]
 async fn mig_device_of_a_claim_is_the_plugins_after_dra() {
     let (node, control) = node().await;
-    let mut process = run(&node).await;
-    node.is_registered(1).await;
+    let mut process = run(&node, 1).await;
     let claim = node.claim("one", &[DEVICE]);
     node.start_pod("p", &claim).await;
     process.kill().await.unwrap();

@@ -6,12 +6,12 @@ use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 
-use linkwise_api_server_box::{Key, ResourceType};
 use linkwise_host::mps::{Layout, unmount_own_shms};
 use linkwise_kubelet_box::dra::{ClaimRef, PodClaims};
 use serde_json::{Value, json};
 use tokio::process::{Child, Command};
 
+pub use crate::cluster::dra_node::result as whole;
 use crate::cluster::dra_node::{DRIVER, Node};
 use crate::cluster::support::{until, within};
 use crate::mps::node::SharedFolder;
@@ -75,25 +75,12 @@ impl Drop for Daemons {
 
 /// A claim that the scheduler has allocated these results to, with NVIDIA's configuration for MPS.
 pub fn claim(node: &Node, name: &str, results: &[Value], mps: Option<Value>) -> ClaimRef {
-    let key: Key = ResourceType::RESOURCE_CLAIMS.key(Some("default"), name);
     let config = mps.map(|mps| {
         let parameters = json!({"apiVersion": "resource.nvidia.com/v1beta1", "kind": "GpuConfig",
             "sharing": {"strategy": "MPS", "mpsConfig": mps}});
         json!({"source": "FromClaim", "opaque": {"driver": DRIVER, "parameters": parameters}})
     });
-    let requests = json!([{"name": "gpus", "exactly": {"deviceClassName": "gpu.nvidia.com"}}]);
-    let config: Vec<Value> = config.into_iter().collect();
-    let claim = json!({
-        "spec": {"devices": {"requests": requests}},
-        "status": {"allocation": {"devices": {"results": results, "config": config}}},
-    });
-    node.cluster.server.put("kube-scheduler", &key, claim);
-    let uid = node.cluster.server.object(&key).unwrap()["metadata"]["uid"].as_str().unwrap().to_owned();
-    ClaimRef { namespace: "default".into(), name: name.into(), uid }
-}
-
-pub fn whole(device: &str) -> Value {
-    json!({"request": "gpus", "driver": DRIVER, "pool": "n/gpu", "device": device})
+    node.claim_of(name, results, config.as_slice())
 }
 
 pub fn share(device: &str, id: &str, shares: &str, memory: &str) -> Value {
@@ -126,18 +113,12 @@ fn edits(node: &Node, claim: &ClaimRef) -> Value {
     serde_json::from_str::<Value>(&spec).unwrap()["devices"][0]["containerEdits"].clone()
 }
 
-fn refusal(error: linkwise_kubelet_box::dra::DraError) -> String {
-    error.to_string()
-}
-
 #[tokio::test]
 #[cfg_attr(not(may_mount), ignore = "no right to mount here (root, CAP_SYS_ADMIN)")]
 async fn claim_has_its_own_control_daemon_until_its_end() {
     let node = node().await;
-    let mut plugin = run(&node);
-    let mut privileged = daemons(&node);
-    node.publishes(8).await;
-    node.is_registered(1).await;
+    let (mut plugin, mut privileged) = (run(&node), daemons(&node));
+    node.serves(8).await;
     let limits = json!({"defaultActiveThreadPercentage": 30, "defaultPinnedDeviceMemoryLimit": "4Gi"});
     let two = claim(&node, "two", &[whole("gpu-0"), whole("gpu-3")], Some(limits));
     let cdi = node.start_pod("p", &two).await;
@@ -186,10 +167,8 @@ async fn claim_has_its_own_control_daemon_until_its_end() {
 #[cfg_attr(not(may_mount), ignore = "no right to mount here (root, CAP_SYS_ADMIN)")]
 async fn next_claim_of_the_same_gpu_finds_nothing_in_shared_memory() {
     let node = node().await;
-    let _plugin = run(&node);
-    let _privileged = daemons(&node);
-    node.publishes(8).await;
-    node.is_registered(1).await;
+    let _processes = (run(&node), daemons(&node));
+    node.serves(8).await;
     let mut left = None;
     for pod in ["one", "two", "three"] {
         let claim = claim(&node, pod, &[whole("gpu-2")], Some(json!({})));
@@ -210,10 +189,8 @@ async fn claims_share_a_gpu_through_one_control_daemon() {
     let node = node().await;
     let sharing = "sharing: {timeSlicing: {resources: [{name: nvidia.com/gpu, replicas: 4}]}}";
     fs::write(node.at("config.yaml"), format!("version: v1\n{sharing}\nlinkwise: {{dra: {{gpus: all}}}}\n")).unwrap();
-    let _plugin = run(&node);
-    let _privileged = daemons(&node);
-    node.publishes(8).await;
-    node.is_registered(1).await;
+    let _processes = (run(&node), daemons(&node));
+    node.serves(8).await;
     let half = claim(&node, "half", &[share("gpu-1", "a", "2", "8Gi")], Some(json!({})));
     let less = json!({"defaultActiveThreadPercentage": 10, "defaultPinnedDeviceMemoryLimit": "1500M"});
     let quarter = claim(&node, "quarter", &[share("gpu-1", "b", "1", "4Gi")], Some(less));
@@ -249,11 +226,9 @@ async fn mps_of_claims_without_an_mps_root_is_refused() {
     let node = node().await;
     let mut command = node.program();
     let _plugin = command.arg("--mps-container-root").arg(node.at("nowhere")).spawn().unwrap();
-    node.publishes(8).await;
-    node.is_registered(1).await;
+    node.serves(8).await;
     let asks = claim(&node, "asks", &[whole("gpu-0")], Some(json!({})));
-    let pod = PodClaims::single("p", asks, DRIVER);
-    let why = refusal(within(node.dra.start_pod(&pod)).await.unwrap_err());
+    let why = node.refusal("p", &asks).await;
     for part in ["this node does not have for claims", "the MPS root is not mounted", "overlay dra-mps", "docs/mps.md"]
     {
         assert!(why.contains(part), "{why}");

@@ -2,18 +2,17 @@
 
 use std::collections::BTreeSet;
 use std::fs;
-use std::path::{Path, PathBuf};
-use std::process::Stdio;
+use std::path::PathBuf;
 use std::sync::OnceLock;
 use std::time::Duration;
 
-use linkwise_api_server_box::{Answer, Fault, Key, ResourceType};
+use linkwise_api_server_box::{Key, ResourceType};
 use linkwise_kubelet_box::dra::{ClaimRef, DraKubelet, DraOptions, PodClaims};
 use linkwise_kubelet_box::{KubeletBox, Options, Pod, runtime};
 use serde_json::{Value, json};
 use tokio::process::{Child, Command};
 
-use crate::cluster::support::{Cluster, until, within};
+use crate::cluster::support::{Cluster, on_dgx1, until, within};
 use crate::mps::node::SharedFolder;
 
 pub const DRIVER: &str = "gpu.nvidia.com";
@@ -35,8 +34,7 @@ impl Node {
 
     /// The same with another kubelet, whose DRA manager looks for plugins this often.
     pub async fn start_with(change: impl FnOnce(&mut Options), reconcile: Duration) -> Self {
-        let (cluster, folder) = (Cluster::start().await, tempfile::tempdir().unwrap());
-        cluster.label_node("n", json!({}));
+        let (cluster, folder) = (Cluster::of_node().await, tempfile::tempdir().unwrap());
         let at = |name: &str| folder.path().join(name);
         for name in ["sys", "k", "reg", "plugins", "cdi"] {
             fs::create_dir(at(name)).unwrap();
@@ -57,27 +55,31 @@ impl Node {
     }
 
     pub fn program(&self) -> Command {
-        let machine = Path::new(env!("CARGO_MANIFEST_DIR")).join("crates/host/src/machines/dgx1-v100.yaml");
-        let mut command = Command::new(env!("CARGO_BIN_EXE_linkwise"));
-        command
-            .arg("run")
-            .env_clear()
-            .envs(self.cluster.variables())
-            .env("NODE_NAME", "n")
-            .env("LINKWISE_SYSFS", self.at("sys"));
-        command.env("FAKE_NVML_MACHINE", machine).env("HWLOC_SYNTHETIC", "pack:2 numa:1 pu:2");
-        command.env("LINKWISE_NVML_LIBRARY", fake_nvml::library_path());
-        command.env("CONFIG_FILE", self.at("config.yaml")).env("KUBELET_SOCKET", self.at("k/kubelet.sock"));
+        let mut command = on_dgx1(&self.cluster, env!("CARGO_BIN_EXE_linkwise"), &self.at("sys"));
+        command.arg("run").env("CONFIG_FILE", self.at("config.yaml")).env("KUBELET_SOCKET", self.at("k/kubelet.sock"));
         command.env("LINKWISE_POD_RESOURCES_SOCKET", self.at("pod-resources/kubelet.sock"));
         command.env("LINKWISE_DRA_PLUGINS_DIR", self.at("plugins")).env("LINKWISE_DRA_REGISTRY_DIR", self.at("reg"));
         command.env("LINKWISE_CDI_DIR", self.at("cdi")).env("LINKWISE_METRICS_ADDRESS", "127.0.0.1:0");
         command.env("LINKWISE_ADMIN_SOCKET", self.at("admin.sock"));
-        command.stdin(Stdio::null()).stdout(Stdio::null()).kill_on_drop(true);
         command
     }
 
     pub fn run(&self) -> Child {
         self.program().spawn().unwrap()
+    }
+
+    /// Waits until a process has published so many devices, and the kubelet has registered its plugin.
+    pub async fn serves(&self, devices: usize) {
+        self.publishes(devices).await;
+        self.is_registered(1).await;
+    }
+
+    /// A node, and a process that serves its eight GPUs.
+    async fn serving() -> (Self, Child) {
+        let node = Self::start().await;
+        let process = node.run();
+        node.serves(8).await;
+        (node, process)
     }
 
     /// GPUs go through DRA from now on, or not: `all` or `none`.
@@ -100,7 +102,7 @@ impl Node {
     }
 
     fn devices_where(&self, wanted: impl Fn(&Value) -> bool) -> Vec<String> {
-        let slices = self.cluster.server.objects(&ResourceType::RESOURCE_SLICES);
+        let slices = self.cluster.slices();
         let devices = slices.iter().flat_map(|slice| slice["spec"]["devices"].as_array().cloned().unwrap_or_default());
         let wanted = devices.filter(wanted);
         let mut names: Vec<String> = wanted.map(|device| device["name"].as_str().unwrap().to_owned()).collect();
@@ -124,14 +126,17 @@ impl Node {
 
     /// Creates a claim that the scheduler has allocated these devices to.
     pub fn claim(&self, name: &str, devices: &[&str]) -> ClaimRef {
+        self.claim_of(name, &devices.iter().map(|device| result(device)).collect::<Vec<_>>(), &[])
+    }
+
+    /// Creates a claim with these results of an allocation, and its configuration.
+    pub fn claim_of(&self, name: &str, results: &[Value], config: &[Value]) -> ClaimRef {
         let key: Key = ResourceType::RESOURCE_CLAIMS.key(Some("default"), name);
-        let result = |device: &&str| json!({"request": "gpus", "driver": DRIVER, "pool": "n/gpu", "device": device});
-        let results: Vec<Value> = devices.iter().map(result).collect();
-        let requests = json!([{"name": "gpus", "exactly":
-            {"deviceClassName": "gpu.nvidia.com", "allocationMode": "ExactCount", "count": devices.len()}}]);
+        let requests =
+            json!([{"name": "gpus", "exactly": {"deviceClassName": "gpu.nvidia.com", "count": results.len()}}]);
         let claim = json!({
             "spec": {"devices": {"requests": requests}},
-            "status": {"allocation": {"devices": {"results": results}}},
+            "status": {"allocation": {"devices": {"results": results, "config": config}}},
         });
         self.cluster.server.put("kube-scheduler", &key, claim);
         let uid = self.cluster.server.object(&key).unwrap()["metadata"]["uid"].as_str().unwrap().to_owned();
@@ -152,24 +157,29 @@ impl Node {
         .await
     }
 
-    /// The names of the checkpoints' files.
-    pub fn checkpoints(&self) -> Vec<String> {
-        let files = fs::read_dir(self.at("k/linkwise/claims")).into_iter().flatten();
+    /// Why a pod with a claim does not start.
+    pub async fn refusal(&self, pod: &str, claim: &ClaimRef) -> String {
+        let started = within(self.dra.start_pod(&PodClaims::single(pod, claim.clone(), DRIVER))).await;
+        started.unwrap_err().to_string()
+    }
+
+    /// The names of files in a folder, sorted. Drafts that a killed process left are none: they go with a later start.
+    fn names(&self, folder: &str) -> Vec<String> {
+        let files = fs::read_dir(self.at(folder)).into_iter().flatten();
         let mut names: Vec<String> = files.map(|file| file.unwrap().file_name().into_string().unwrap()).collect();
-        // A draft that a killed process left goes with the next start.
-        names.retain(|name| name.ends_with(".json"));
+        names.retain(|name| !name.starts_with('.'));
         names.sort();
         names
     }
 
+    /// The names of the checkpoints' files.
+    pub fn checkpoints(&self) -> Vec<String> {
+        self.names("k/linkwise/claims")
+    }
+
     /// The names of the CDI specs.
     pub fn specs(&self) -> Vec<String> {
-        let files = fs::read_dir(self.at("cdi")).unwrap();
-        let mut names: Vec<String> = files.map(|file| file.unwrap().file_name().into_string().unwrap()).collect();
-        // A draft that a killed process left goes with a start a minute later.
-        names.retain(|name| !name.starts_with('.'));
-        names.sort();
-        names
+        self.names("cdi")
     }
 
     /// Those of claims.
@@ -190,22 +200,9 @@ impl Node {
     }
 }
 
-#[tokio::test]
-async fn claim_becomes_cdi_devices() {
-    let node = Node::start().await;
-    let mut process = node.run();
-    node.publishes(8).await;
-    node.is_registered(1).await;
-    let claim = node.claim("two", &["gpu-0", "gpu-3"]);
-    let cdi = node.start_pod("p", &claim).await;
-    assert_eq!(cdi, ["/dev/nvidia0", "/dev/nvidia3"]);
-    // Another claim for one of them is refused, and says which has it.
-    let other = node.claim("other", &["gpu-3"]);
-    let refusal = node.dra.start_pod(&PodClaims::single("q", other, DRIVER)).await.unwrap_err().to_string();
-    assert!(refusal.contains("default/two") && refusal.contains("gpu-3"), "{refusal}");
-    within(node.dra.stop_pod("p")).await.unwrap();
-    within(node.dra.stop_pod("q")).await.unwrap();
-    assert!(process.try_wait().unwrap().is_none());
+/// A result of an allocation: a device of this node.
+pub fn result(device: &str) -> Value {
+    json!({"request": "gpus", "driver": DRIVER, "pool": "n/gpu", "device": device})
 }
 
 #[tokio::test]
@@ -221,10 +218,7 @@ async fn node_that_the_kubelet_refuses_publishes_nothing() {
 
 #[tokio::test]
 async fn prepared_claims_outlive_api_server_kubelet_and_agent() {
-    let node = Node::start().await;
-    let mut first = node.run();
-    node.publishes(8).await;
-    node.is_registered(1).await;
+    let (node, mut first) = Node::serving().await;
     let claim = node.claim("one", &["gpu-5"]);
     let cdi = node.start_pod("p", &claim).await;
     node.cluster.server.go_away().await;
@@ -257,7 +251,7 @@ async fn held_gpus_change_doors_when_their_holders_end() {
     assert_eq!((plugins(), held().len()), (0, 1), "the kubelet goes on looking it up");
     let gpu = held().first().unwrap().chars().last().unwrap();
     let claim = node.claim("held", &[&format!("gpu-{gpu}")]);
-    let refusal = node.dra.start_pod(&PodClaims::single("p", claim, DRIVER)).await.unwrap_err().to_string();
+    let refusal = node.refusal("p", &claim).await;
     assert!(refusal.contains("is held by a pod, as nvidia.com/gpu"), "{refusal}");
     assert!(node.kubelet.remove_pod("q"));
     node.publishes(8).await;
@@ -271,7 +265,7 @@ async fn held_gpus_change_doors_when_their_holders_end() {
     );
     // Allocated before, prepared after: it stays pending, and is told why.
     let claim = node.claim("late", &["gpu-7"]);
-    let refusal = node.dra.start_pod(&PodClaims::single("s", claim, DRIVER)).await.unwrap_err().to_string();
+    let refusal = node.refusal("s", &claim).await;
     assert!(refusal.contains("this node's GPUs go through the device plugin"), "{refusal}");
     within(node.dra.stop_pod("r")).await.unwrap();
     until(|| plugins() == 8).await;
@@ -309,24 +303,4 @@ async fn ended_pods_keep_no_gpu_from_dra_in_a_takeover() {
     assert_eq!(node.start_pod("p", &claim).await.len(), 1);
     assert!(before.try_wait().unwrap().is_none());
     assert_eq!(node.kubelet.violations(), []);
-}
-
-#[tokio::test]
-async fn api_server_that_lies_costs_only_the_claim() {
-    let node = Node::start().await;
-    let _process = node.run();
-    node.publishes(8).await;
-    node.is_registered(1).await;
-    let (good, bad) = (node.claim("good", &["gpu-0"]), node.claim("bad", &["gpu-1"]));
-    let lies = [
-        Answer::Text("{\"metadata\": {\"name\": 3}}".to_owned()),
-        Answer::Text(json!({"metadata": {"namespace": "default", "name": "bad", "uid": "other"}}).to_string()),
-        Answer::Refusal(403, "no right to read claims", None),
-    ];
-    for lie in lies {
-        node.cluster.server.fail(Fault::of("GET", "resourceclaims/bad", 1, lie));
-        assert!(node.dra.start_pod(&PodClaims::single("bad", bad.clone(), DRIVER)).await.is_err());
-    }
-    assert_eq!(node.start_pod("good", &good).await.len(), 1);
-    assert_eq!(node.start_pod("bad", &bad).await.len(), 1);
 }

@@ -3,101 +3,84 @@
 
 use std::fs;
 use std::os::unix::fs::symlink;
-use std::path::PathBuf;
 use std::process::Stdio;
 
-use linkwise_kubelet_box::dra::PodClaims;
 use serde_json::Value;
-use tokio::process::{Child, Command};
+use tokio::process::Command;
 use tonic::transport::Endpoint;
 use tonic_health::pb::HealthCheckRequest;
 use tonic_health::pb::health_client::HealthClient;
 
-use super::dra_node::{DRIVER, Node};
+use super::dra_node::Node;
 use crate::cluster::support::{until, within};
+use crate::run::node::Process;
 
-/// A process of the DaemonSet's container, and where it logs.
-struct Driver {
-    child: Child,
-    log: PathBuf,
+/// Starts the program of the DaemonSet's container. The token of the API server is there as in any pod.
+fn start(node: &Node) -> Process {
+    let program = node.at("gpu-kubelet-plugin");
+    let _ = symlink(env!("CARGO_BIN_EXE_linkwise"), &program);
+    // The driver, and where its programs find the machine: these stand for the host.
+    let host = node.program();
+    let of_host = ["FAKE_NVML_MACHINE", "HWLOC_SYNTHETIC", "LINKWISE_NVML_LIBRARY", "LINKWISE_SYSFS", "NODE_NAME"];
+    let mut command = Command::new(&program);
+    command.env_clear().arg("-v").arg("4").envs(node.cluster.variables());
+    for (name, value) in host.as_std().get_envs().filter(|(name, _)| of_host.iter().any(|known| name == known)) {
+        command.env(name, value.unwrap());
+    }
+    command.env("HTTP_ENDPOINT", ":0").env("METRICS_PATH", "/metrics").env("LOG_VERBOSITY", "4");
+    command.env("NVIDIA_VISIBLE_DEVICES", "void").env("NVIDIA_MIG_CONFIG_DEVICES", "all").env("NAMESPACE", "gpu");
+    command.env("CDI_ROOT", node.at("cdi")).env("HOST_ROOT", "/").env("HEALTHCHECK_PORT", "0");
+    command.env("KUBELET_REGISTRAR_DIRECTORY_PATH", node.at("reg"));
+    command.env("KUBELET_PLUGINS_DIRECTORY_PATH", node.at("plugins"));
+    // Of the test alone: the log is read, and the machine has one /run.
+    command.env("LINKWISE_LOG_FORMAT", "json").env("LINKWISE_ADMIN_SOCKET", node.at("admin.sock"));
+    command.stdin(Stdio::null()).stdout(Stdio::null()).kill_on_drop(true);
+    Process::of(command)
 }
 
-impl Driver {
-    /// Starts the container's program. The token of the API server is there as in any pod.
-    fn start(node: &Node, number: u32) -> Self {
-        let program = node.at("gpu-kubelet-plugin");
-        let _ = symlink(env!("CARGO_BIN_EXE_linkwise"), &program);
-        let log = node.at(&format!("log-{number}"));
-        // The driver, and where its programs find the machine: these stand for the host.
-        let host = node.program();
-        let of_host = ["FAKE_NVML_MACHINE", "HWLOC_SYNTHETIC", "LINKWISE_NVML_LIBRARY", "LINKWISE_SYSFS", "NODE_NAME"];
-        let mut command = Command::new(&program);
-        command.env_clear().arg("-v").arg("4").envs(node.cluster.variables());
-        for (name, value) in host.as_std().get_envs().filter(|(name, _)| of_host.iter().any(|known| name == known)) {
-            command.env(name, value.unwrap());
-        }
-        command.env("HTTP_ENDPOINT", ":0").env("METRICS_PATH", "/metrics").env("LOG_VERBOSITY", "4");
-        command.env("NVIDIA_VISIBLE_DEVICES", "void").env("NVIDIA_MIG_CONFIG_DEVICES", "all").env("NAMESPACE", "gpu");
-        command.env("CDI_ROOT", node.at("cdi")).env("HOST_ROOT", "/").env("HEALTHCHECK_PORT", "0");
-        command.env("KUBELET_REGISTRAR_DIRECTORY_PATH", node.at("reg"));
-        command.env("KUBELET_PLUGINS_DIRECTORY_PATH", node.at("plugins"));
-        // Of the test alone: the log is read, and the machine has one /run.
-        command.env("LINKWISE_LOG_FORMAT", "json").env("LINKWISE_ADMIN_SOCKET", node.at("admin.sock"));
-        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(fs::File::create(&log).unwrap()).kill_on_drop(true);
-        Self { child: command.spawn().unwrap(), log }
-    }
+/// The pods that have GPUs.
+fn holders(node: &Node) -> Vec<String> {
+    let socket = node.at("admin.sock");
+    let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_linkwise"));
+    let output = command.env_clear().args(["admin", "--socket"]).arg(socket).arg("state").output().unwrap();
+    let state: Value = serde_json::from_slice(&output.stdout).unwrap_or_default();
+    let allocations = state["allocations"].as_array().cloned().unwrap_or_default();
+    allocations.iter().map(|held| held["pod"].as_str().unwrap().to_owned()).collect()
+}
 
-    /// The pods that have GPUs.
-    fn holders(&self) -> Vec<String> {
-        let socket = self.log.with_file_name("admin.sock");
-        let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_linkwise"));
-        let output = command.env_clear().args(["admin", "--socket"]).arg(socket).arg("state").output().unwrap();
-        let state: Value = serde_json::from_slice(&output.stdout).unwrap_or_default();
-        let allocations = state["allocations"].as_array().cloned().unwrap_or_default();
-        allocations.iter().map(|held| held["pod"].as_str().unwrap().to_owned()).collect()
-    }
-
-    /// The health of a service, as the kubelet's probe asks for it.
-    async fn health(&self, service: &str) -> Result<i32, tonic::Code> {
-        let mut port = None;
-        until(|| {
-            let lines = fs::read_to_string(&self.log).unwrap_or_default();
-            let lines = lines.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
-            let mut own = lines.filter(|line| line["message"] == "gRPC health service");
-            port = own.find_map(|line| Some(line["address"].as_str()?.rsplit_once(':')?.1.to_owned()));
-            port.is_some()
-        })
-        .await;
-        let channel = Endpoint::from_shared(format!("http://127.0.0.1:{}", port.unwrap())).unwrap();
-        let mut client = HealthClient::new(channel.connect().await.unwrap());
-        let answer = client.check(HealthCheckRequest { service: service.to_owned() }).await;
-        answer.map(|answer| answer.into_inner().status).map_err(|status| status.code())
-    }
+/// The health of a service, as the kubelet's probe asks for it.
+async fn health(driver: &Process, service: &str) -> Result<i32, tonic::Code> {
+    let line = driver.logged(|line| line["message"] == "gRPC health service").await;
+    let (_, port) = line["address"].as_str().unwrap().rsplit_once(':').unwrap();
+    let channel = Endpoint::from_shared(format!("http://127.0.0.1:{port}")).unwrap();
+    let mut client = HealthClient::new(channel.connect().await.unwrap());
+    let answer = client.check(HealthCheckRequest { service: service.to_owned() }).await;
+    answer.map(|answer| answer.into_inner().status).map_err(|status| status.code())
 }
 
 #[tokio::test]
 async fn gpu_cluster_runs_linkwise_as_its_dra_driver() {
     let node = Node::start().await;
-    let mut driver = Driver::start(&node, 1);
+    let mut driver = start(&node);
     node.is_registered(1).await;
     node.publishes(8).await;
-    assert_eq!(within(driver.health("liveness")).await, Ok(1));
-    assert_eq!(within(driver.health("readiness")).await, Err(tonic::Code::NotFound));
+    assert_eq!(within(health(&driver, "liveness")).await, Ok(1));
+    assert_eq!(within(health(&driver, "readiness")).await, Err(tonic::Code::NotFound));
     let claim = node.claim("c", &["gpu-0", "gpu-3"]);
     let nodes = node.start_pod("p", &claim).await;
     assert_eq!(nodes, ["/dev/nvidia0", "/dev/nvidia3"]);
     // The kubelet's PodResources were found below the host's root.
-    until(|| driver.holders().contains(&"p".to_owned())).await;
+    until(|| holders(&node).contains(&"p".to_owned())).await;
 
     // The container starts again: what it must know is on the node, in the driver's own folder.
     driver.child.kill().await.unwrap();
     let kept = || fs::read_dir(node.at("plugins/linkwise/claims")).unwrap().count();
     assert_eq!(kept(), 1);
-    let _driver = Driver::start(&node, 2);
+    let _driver = start(&node);
     node.is_registered(2).await;
-    let taken = PodClaims::single("q", node.claim("taken", &["gpu-3"]), DRIVER);
-    let refused = within(node.dra.start_pod(&taken)).await.unwrap_err();
-    assert!(format!("{refused:?}").contains("gpu-3"), "{refused:?}");
+    // Another claim for one of them is refused, and says which has it.
+    let refused = node.refusal("q", &node.claim("taken", &["gpu-3"])).await;
+    assert!(refused.contains("default/c") && refused.contains("gpu-3"), "{refused}");
     within(node.dra.stop_pod("p")).await.unwrap();
     until(|| kept() == 0).await;
 }

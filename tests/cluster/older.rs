@@ -13,7 +13,7 @@ use super::dra_mig;
 use super::dra_node::Node;
 use super::takeover::{World, ready};
 use crate::cluster::support::within;
-use crate::run::node::{Process, until};
+use crate::run::node::Process;
 
 /// There and back, this often.
 const TIMES: usize = 3;
@@ -59,15 +59,14 @@ async fn change(world: &World, mut running: Process, change: Change, uid: &str) 
     if let Change::Restarted | Change::Killed = change {
         running.signal(if matches!(change, Change::Killed) { "KILL" } else { "TERM" });
         running.ended().await;
-        let (next, address) = world.start(uid).await;
-        ready(address).await;
-        return next;
     }
     let (next, address) = world.start(uid).await;
     ready(address).await;
-    running.signal("TERM");
-    let (status, last) = running.ended().await;
-    assert!(status.success(), "{uid}: {status}: {last:?}");
+    if let Change::Surged = change {
+        running.signal("TERM");
+        let (status, last) = running.ended().await;
+        assert!(status.success(), "{uid}: {status}: {last:?}");
+    }
     next
 }
 
@@ -75,9 +74,7 @@ async fn change(world: &World, mut running: Process, change: Change, uid: &str) 
 async fn there_and_back(mut world: World, programs: [fn(&Node) -> Command; 2], kept: &'static str, how: Change) {
     world.is_patient = true;
     world.command = programs[0];
-    let (mut running, address) = world.start("pod-0").await;
-    ready(address).await;
-    world.node.is_registered(1).await;
+    let mut running = world.first().await;
     let end = CancellationToken::new();
     let mut load = world.load(&end);
     for time in 1..=2 * TIMES {
@@ -86,12 +83,7 @@ async fn there_and_back(mut world: World, programs: [fn(&Node) -> Command; 2], k
         let given = node.start_pod(&pod, &claim).await;
         world.command = programs[time % 2];
         running = change(&world, running, how, &format!("pod-{time}")).await;
-        let before = world.done();
-        until(async || match world.done() {
-            claims if claims >= before + 2 * world.sets.len() => Ok(()),
-            claims => Err(format!("{how:?} {time}: {claims} claims, {before} before the change")),
-        })
-        .await;
+        world.goes_on(&format!("{how:?} {time}")).await;
         assert!(load.try_join_next().is_none(), "{how:?} {time}");
         // The kubelet asks again, as after its own restart: the pod has what it had.
         assert_eq!(node.start_pod(&pod, &claim).await, given, "{how:?} {time}");
@@ -105,12 +97,7 @@ async fn there_and_back(mut world: World, programs: [fn(&Node) -> Command; 2], k
     }
     end.cancel();
     load.join_all().await;
-    let node = &world.node;
-    until(async || match (dra_mig::instances(node), node.checkpoints(), node.claim_specs()) {
-        (0, checkpoints, specs) if checkpoints.is_empty() && specs.is_empty() => Ok(()),
-        left => Err(format!("{how:?}: {left:?}")),
-    })
-    .await;
+    world.is_over().await;
 }
 
 #[tokio::test]

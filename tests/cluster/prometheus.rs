@@ -10,12 +10,13 @@ use std::process::Stdio;
 use fake_nvml::Control;
 use linkwise_kubelet_box::Pod;
 use serde_json::Value;
-use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
-use tokio::process::{Child, Command};
+use tokio::process::Command;
 
 use super::dra_node::Node;
 use crate::cluster::support::{until, within};
+use crate::run::node::Process;
 
 const GPU: &str = "nvidia.com/gpu";
 
@@ -45,29 +46,12 @@ fn program() -> PathBuf {
     if brought.exists() { brought } else { "prometheus".into() }
 }
 
-/// Waits for a JSON line on standard error that has this field and message; the rest is read and dropped.
-async fn logged(child: &mut Child, message: &str, field: &str) -> String {
-    let mut lines = BufReader::new(child.stderr.take().unwrap()).lines();
-    let found = within(async {
-        while let Some(line) = lines.next_line().await.unwrap() {
-            let line: Value = serde_json::from_str(&line).unwrap_or_default();
-            if line["message"] == message || line["msg"] == message {
-                return line[field].as_str().unwrap().to_owned();
-            }
-        }
-        panic!("it ends before it says {message:?}");
-    });
-    let found = found.await;
-    tokio::spawn(async move { while let Ok(Some(_)) = lines.next_line().await {} });
-    found
-}
-
 /// Labels and values.
 type Samples = Vec<(BTreeMap<String, String>, f64)>;
 
 struct Prometheus {
     address: SocketAddr,
-    _process: Child,
+    _process: Process,
     _folder: tempfile::TempDir,
 }
 
@@ -92,9 +76,10 @@ impl Prometheus {
         let mut command = Command::new(program);
         command.arg("--config.file").arg(at("prometheus.yaml")).arg("--storage.tsdb.path").arg(at("data"));
         command.args(["--web.listen-address=127.0.0.1:0", "--log.format=json"]);
-        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped()).kill_on_drop(true);
-        let mut process = command.spawn().unwrap();
-        let address = logged(&mut process, "Listening on", "address").await.parse().unwrap();
+        command.stdin(Stdio::null()).stdout(Stdio::null()).kill_on_drop(true);
+        let process = Process::of(command);
+        let listens = process.logged(|line| line["msg"] == "Listening on").await;
+        let address = listens["address"].as_str().unwrap().parse().unwrap();
         Self { address, _process: process, _folder: folder }
     }
 
@@ -192,8 +177,7 @@ fn panels(dashboard: &str) -> Vec<(String, String)> {
 
 /// The queries of one panel.
 fn queries(panels: &[(String, String)], title: &str) -> Vec<String> {
-    let found = panels.iter().filter(|(of, _)| of == title).map(|(_, expr)| expr.clone());
-    found.collect()
+    panels.iter().filter(|(of, _)| of == title).map(|(_, expr)| expr.clone()).collect()
 }
 
 /// Rows as text, columns aligned.
@@ -215,12 +199,12 @@ fn is_of_dra(text: &str) -> bool {
 }
 
 /// `linkwise run`, and a Prometheus that scrapes it.
-async fn scraped(node: &Node, program: &Path) -> (Child, Prometheus) {
+async fn scraped(node: &Node, program: &Path) -> (Process, Prometheus) {
     let mut command = node.program();
     command.args(["--log-format", "json", "--nvml-poll-ms=20"]).env("FAKE_NVML_CONTROL", node.at("nvml"));
-    let mut process = command.stderr(Stdio::piped()).spawn().unwrap();
-    let address = logged(&mut process, "linkwise is up", "metrics").await;
-    let prometheus = Prometheus::start(program, &address).await;
+    let process = Process::of(command);
+    let up = process.logged(|line| line["message"] == "linkwise is up").await;
+    let prometheus = Prometheus::start(program, up["metrics"].as_str().unwrap()).await;
     (process, prometheus)
 }
 
@@ -247,14 +231,13 @@ async fn prometheus_has_each_series_and_each_panel_an_answer() {
         fleet.iter().chain(&of_node).map(|(_, expr)| expr.clone()).partition(|expr| is_of_dra(expr));
 
     let (mut before, prometheus) = scraped(&node, &program).await;
-    node.publishes(8).await;
-    node.is_registered(1).await;
+    node.serves(8).await;
     // No two of the GPUs that it leaves have the two NVLinks between them that others have.
     let claim = node.claim("trained", &["gpu-2", "gpu-3", "gpu-4", "gpu-5"]);
     node.start_pod("trained", &claim).await;
     has_documented(&prometheus, &of_dra).await;
     prometheus.have(panels_of_dra).await;
-    before.kill().await.unwrap();
+    before.child.kill().await.unwrap();
 
     node.configure("none");
     let (_process, prometheus) = scraped(&node, &program).await;

@@ -49,18 +49,26 @@ pub struct Tally {
 impl World {
     /// Whole GPUs.
     pub async fn of_gpus(connections: Connections, reconcile: Duration) -> Self {
-        let node = Node::start_with(|options| options.connections = connections, reconcile).await;
-        node.configure("all");
         let sets = vec![vec!["gpu-4"], vec!["gpu-5", "gpu-6"], vec!["gpu-7"]];
-        Self { node: Arc::new(node), command: Node::program, sets, is_patient: false, claims: Arc::default() }
+        Self::of(connections, reconcile, Node::program, sets).await
+    }
+
+    async fn of(
+        connections: Connections,
+        reconcile: Duration,
+        command: fn(&Node) -> Command,
+        sets: Vec<Vec<&'static str>>,
+    ) -> Self {
+        let node = Node::start_with(|options| options.connections = connections, reconcile).await;
+        Self { node: Arc::new(node), command, sets, is_patient: false, claims: Arc::default() }
     }
 
     /// A GPU, and one on which MIG devices are made.
     pub async fn of_mig(connections: Connections, reconcile: Duration) -> Self {
-        let node = Node::start_with(|options| options.connections = connections, reconcile).await;
-        dra_mig::prepare(&node);
         let sets = vec![vec!["gpu-1"], vec![dra_mig::DEVICE], vec![dra_mig::OTHER]];
-        Self { node: Arc::new(node), command: dra_mig::program, sets, is_patient: false, claims: Arc::default() }
+        let world = Self::of(connections, reconcile, dra_mig::program, sets).await;
+        dra_mig::prepare(&world.node);
+        world
     }
 
     pub async fn start(&self, uid: &str) -> (Process, SocketAddr) {
@@ -70,6 +78,34 @@ impl World {
         let up = process.logged(|line| line["message"] == "linkwise is up").await;
         let address = up["metrics"].as_str().unwrap().parse().unwrap();
         (process, address)
+    }
+
+    /// The first process, which serves.
+    pub async fn first(&self) -> Process {
+        let (process, address) = self.start("pod-0").await;
+        ready(address).await;
+        self.node.is_registered(1).await;
+        process
+    }
+
+    /// Waits until claims of each set came and went from now on.
+    pub async fn goes_on(&self, when: &str) {
+        let before = self.done();
+        until(async || match self.done() {
+            claims if claims >= before + 2 * self.sets.len() => Ok(()),
+            claims => Err(format!("{when}: {claims} claims, {before} before")),
+        })
+        .await;
+    }
+
+    /// Waits until nothing of a claim is left.
+    pub async fn is_over(&self) {
+        let node = &self.node;
+        until(async || match (dra_mig::instances(node), node.checkpoints(), node.claim_specs()) {
+            (0, checkpoints, specs) if checkpoints.is_empty() && specs.is_empty() => Ok(()),
+            left => Err(left),
+        })
+        .await;
     }
 
     /// The number of claims that came and went.
@@ -137,9 +173,7 @@ async fn one_claim(node: &Node, pod: &str, devices: &[&str], is_patient: bool) -
 
 /// Takeovers in a row; `left` counts what claims leave behind.
 async fn rollouts(world: World, times: usize, left: fn(&Node) -> usize) {
-    let (mut running, address) = world.start("pod-0").await;
-    ready(address).await;
-    world.node.is_registered(1).await;
+    let mut running = world.first().await;
     let (end, specs) = (CancellationToken::new(), world.node.specs());
     let mut load = world.load(&end);
     for time in 1..=times {
@@ -188,9 +222,7 @@ async fn takeover_without_a_driver_fails_no_claim() {
     let world = World { command: quick, ..World::of_gpus(KUBELETS[0], RECONCILE).await };
     // A process that cannot ask the driver knows that there are some.
     DGX1_V100.iter().for_each(|pci| put_on_bus(&world.node.at("sys/bus"), pci));
-    let (mut old, address) = world.start("pod-0").await;
-    ready(address).await;
-    world.node.is_registered(1).await;
+    let mut old = world.first().await;
     let end = CancellationToken::new();
     let mut load = world.load(&end);
     for order in ["init 9", "fail * nvmlDeviceGetCount_v2 9"] {
@@ -205,12 +237,7 @@ async fn takeover_without_a_driver_fails_no_claim() {
     new.said("took over this node").await;
     old.signal("TERM");
     old.ended().await;
-    let before = world.done();
-    until(async || match world.done() {
-        claims if claims >= before + 2 * world.sets.len() => Ok(()),
-        claims => Err(format!("{claims} after {before}")),
-    })
-    .await;
+    world.goes_on("after the takeover").await;
     end.cancel();
     load.join_all().await;
     assert_eq!(world.node.checkpoints(), Vec::<String>::new());
@@ -222,9 +249,7 @@ async fn takeover_without_a_driver_fails_no_claim() {
 async fn kill_at_any_step_leaves_one_that_prepares_claims() {
     let mut world = World::of_mig(KUBELETS[0], Duration::from_millis(5)).await;
     world.is_patient = true;
-    let (mut running, address) = world.start("pod-0").await;
-    ready(address).await;
-    world.node.is_registered(1).await;
+    let mut running = world.first().await;
     let (end, specs) = (CancellationToken::new(), world.node.specs());
     let mut load = world.load(&end);
     let steps = [
@@ -252,23 +277,14 @@ async fn kill_at_any_step_leaves_one_that_prepares_claims() {
         } else {
             running = left;
         }
-        let before = world.done();
-        until(async || match world.done() {
-            claims if claims >= before + 2 * world.sets.len() => Ok(()),
-            claims => Err(format!("{step} {owner_dies}: {claims} after {before}")),
-        })
-        .await;
+        world.goes_on(step).await;
         assert!(load.try_join_next().is_none(), "{step} {owner_dies}");
     }
     assert!(late <= 7, "{late} of 14 kills came too late");
     end.cancel();
     load.join_all().await;
-    let node = &world.node;
-    until(async || match (dra_mig::instances(node), node.checkpoints(), node.specs()) {
-        (0, checkpoints, now) if checkpoints.is_empty() && now == specs => Ok(()),
-        left => Err(left),
-    })
-    .await;
+    world.is_over().await;
+    assert_eq!(world.node.specs(), specs);
 }
 
 #[tokio::test]

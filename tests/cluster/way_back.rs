@@ -5,22 +5,19 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
-use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Duration;
 
 use linkwise_api_server_box::ResourceType;
 use linkwise_kubelet_box::Pod;
 use linkwise_kubelet_box::dra::ClaimRef;
-use serde_json::Value;
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::TcpStream;
-use tokio::process::Child;
 use tokio::sync::Semaphore;
 use tokio::task::JoinSet;
 
 use super::dra_node::Node;
 use crate::cluster::support::{until, within};
 use crate::node_settings::{DRA, PLUGIN, SETTINGS, Setting};
+use crate::run::node::{Answer, Process, get};
 
 const GPU: &str = "nvidia.com/gpu";
 const GPUS: u32 = 8;
@@ -36,78 +33,41 @@ enum Change {
     Surged,
 }
 
-/// A process, and where it logs.
-struct Running {
-    child: Child,
-    log: PathBuf,
+/// Waits until /readyz of a process answers so; returns its words.
+async fn readyz(process: &Process, is_so: impl Fn(&Answer) -> bool) -> String {
+    let up = process.logged(|line| line["message"] == "linkwise is up").await;
+    let address = up["metrics"].as_str().unwrap().parse().unwrap();
+    within(async {
+        loop {
+            let answer = get(address, "/readyz").await;
+            if is_so(&answer) {
+                return answer.body;
+            }
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    })
+    .await
 }
 
-impl Running {
-    fn lines(&self) -> String {
-        fs::read_to_string(&self.log).unwrap_or_default()
-    }
+async fn ready(process: &Process) -> String {
+    readyz(process, |answer| answer.status == 200).await
+}
 
-    /// Where it serves probes.
-    async fn address(&self) -> String {
-        let mut address = None;
-        until(|| {
-            let up =
-                |line: &str| serde_json::from_str::<Value>(line).ok().filter(|it| it["message"] == "linkwise is up");
-            let lines = self.lines();
-            address = lines.lines().find_map(up).and_then(|line| Some(line["metrics"].as_str()?.to_owned()));
-            address.is_some() || lines.contains("linkwise: ")
-        })
-        .await;
-        address.unwrap_or_else(|| panic!("it ended:\n{}", self.lines()))
-    }
+/// Waits until /readyz is 503 with these words.
+async fn is_unready(process: &Process, words: &[&str]) {
+    readyz(process, |answer| answer.status == 503 && words.iter().all(|word| answer.body.contains(word))).await;
+}
 
-    async fn readyz(&self) -> String {
-        let mut stream = TcpStream::connect(self.address().await).await.unwrap();
-        stream.write_all(b"GET /readyz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n").await.unwrap();
-        let mut answer = String::new();
-        stream.read_to_string(&mut answer).await.unwrap();
-        answer
-    }
-
-    /// Waits until /readyz is 200; returns its words.
-    async fn ready(&self) -> String {
-        within(async {
-            loop {
-                let answer = self.readyz().await;
-                if answer.starts_with("HTTP/1.1 200") {
-                    return answer;
-                }
-                tokio::time::sleep(std::time::Duration::from_millis(20)).await;
-            }
-        })
-        .await
-    }
-
-    /// Waits until /readyz is 503 with these words.
-    async fn is_unready(&self, words: &[&str]) {
-        let mut answer = String::new();
-        let unready = async {
-            while !(answer.starts_with("HTTP/1.1 503") && words.iter().all(|word| answer.contains(word))) {
-                answer = self.readyz().await;
-                tokio::time::sleep(std::time::Duration::from_millis(20)).await;
-            }
-        };
-        let comes = tokio::time::timeout(std::time::Duration::from_secs(60), unready).await;
-        assert!(comes.is_ok(), "{words:?} are not in {answer}");
-    }
-
-    async fn end(mut self) {
-        let term = format!("kill -TERM {}", self.child.id().unwrap());
-        assert!(std::process::Command::new("sh").args(["-c", &term]).status().unwrap().success());
-        let status = within(self.child.wait()).await.unwrap();
-        assert!(status.success(), "{status}:\n{}", self.lines());
-    }
+async fn end(mut process: Process) {
+    process.signal("TERM");
+    let (status, _) = process.ended().await;
+    assert!(status.success(), "{status}");
 }
 
 /// A node that is switched, and its books.
 struct Switched {
     node: Node,
-    running: Option<Running>,
+    running: Option<Process>,
     setting: Setting,
     starts: u32,
     /// The GPUs of pods that run, by pod; and their claims.
@@ -138,11 +98,11 @@ impl Switched {
     }
 
     /// The process of a pod with this setting.
-    fn spawn(&mut self, setting: Setting) -> Running {
+    fn spawn(&mut self, setting: Setting) -> Process {
         self.starts += 1;
         let node = &self.node;
         let mut command = node.program();
-        let (missing, log) = (node.at("not-mounted"), node.at(&format!("log-{}", self.starts)));
+        let missing = node.at("not-mounted");
         let place = |given: bool, name: &str| if given { node.at(name) } else { missing.join(name) };
         command.env("LINKWISE_CDI_DIR", place(setting.cdi, "cdi"));
         command.env("LINKWISE_DRA_PLUGINS_DIR", place(setting.sockets, "plugins"));
@@ -162,8 +122,7 @@ impl Switched {
         command.envs(setting.env.iter().copied()).env("LINKWISE_POD_UID", format!("pod-{}", self.starts));
         command.env("LINKWISE_ADMIN_SOCKET", node.at(&format!("admin-{}.sock", self.starts)));
         command.env("LINKWISE_LOG_FORMAT", "json").args(["--claims-listed-ms", "300"]);
-        command.stderr(fs::File::create(&log).unwrap());
-        Running { child: command.spawn().unwrap(), log }
+        Process::of(command)
     }
 
     /// Switches the node to a setting.
@@ -171,13 +130,13 @@ impl Switched {
         let before = self.running.take().unwrap();
         let next = match change {
             Change::Reinstalled => {
-                before.end().await;
+                end(before).await;
                 self.spawn(setting)
             }
             Change::Surged => {
                 let next = self.spawn(setting);
-                next.ready().await;
-                before.end().await;
+                ready(&next).await;
+                end(before).await;
                 next
             }
         };
@@ -189,14 +148,13 @@ impl Switched {
         }
     }
 
-    fn running(&self) -> &Running {
+    fn running(&self) -> &Process {
         self.running.as_ref().unwrap()
     }
 
     fn is_alive(&mut self) {
-        let running = self.running.as_mut().unwrap();
-        let ended = running.child.try_wait().unwrap();
-        assert!(ended.is_none(), "it ended: {ended:?}\n{}", running.lines());
+        let ended = self.running.as_mut().unwrap().child.try_wait().unwrap();
+        assert!(ended.is_none(), "it ended: {ended:?}");
     }
 
     /// The GPUs that the kubelet may give by the device plugin, and those that the scheduler may give by DRA.
@@ -208,7 +166,7 @@ impl Switched {
     /// Waits until the process is ready and offers what its setting says of the GPUs that nobody holds, and no GPU of a
     /// holder through the other door.
     async fn serves(&mut self) {
-        self.running().ready().await;
+        ready(self.running()).await;
         let held: BTreeSet<u32> = self.books.values().flatten().copied().collect();
         let claimed: BTreeSet<u32> = self.claims.keys().flat_map(|pod| self.books[pod].clone()).collect();
         let free = (0..GPUS).filter(|gpu| !held.contains(gpu));
@@ -222,12 +180,7 @@ impl Switched {
             let ids = self.node.healthy(GPU).into_iter().filter(|id| plugin.contains(&gpu_of(id))).count();
             ids == plugin.len() * self.setting.slots && by_dra.is_superset(&through_dra)
         };
-        within(async {
-            while !serves() {
-                tokio::time::sleep(std::time::Duration::from_millis(10)).await;
-            }
-        })
-        .await;
+        until(serves).await;
         if self.books.is_empty() {
             until(|| self.offered() == (plugin.clone(), through_dra.clone())).await;
         }
@@ -354,13 +307,12 @@ async fn claims_that_are_left_are_said() {
     node.admits(true).await;
     node.switch(PLUGIN, Change::Reinstalled).await;
     let said = |words: &str| words.contains("the holders' ends; GPUs: 1, of the claim default/claim-1");
-    within(async { while !said(&node.running().ready().await) {} }).await;
-    let lines = || node.running().lines();
-    until(|| lines().contains("GPUs are held through the other door") && lines().contains("without DRA's folders"))
-        .await;
+    readyz(node.running(), |answer| answer.status == 200 && said(&answer.body)).await;
+    node.running().said("GPUs are held through the other door").await;
+    node.running().said("without DRA's folders").await;
     node.end_holders().await;
     node.serves().await;
-    within(async { while !node.running().ready().await.trim_end().ends_with("ready") {} }).await;
+    readyz(node.running(), |answer| answer.status == 200 && answer.body.trim_end().ends_with("ready")).await;
 }
 
 /// A configuration may name GPUs for DRA in a pod that has none of its rights.
@@ -374,16 +326,16 @@ async fn gpus_stay_with_the_plugin_where_dra_lacks_rights() {
     ] {
         let mut node = Switched::start(setting).await;
         let lacks = ["GPUs stay with the device plugin", "set NODE_NAME", "token", "DRA needs CDI"];
-        node.running().is_unready(&lacks).await;
+        is_unready(node.running(), &lacks).await;
         until(|| node.node.healthy(GPU).len() == 8).await;
         node.admits(false).await;
         node.is_alive();
         if setting.file.is_some() {
             let config = node.node.at("config-by-file.yaml");
             fs::write(&config, by_file("none")).unwrap();
-            node.running().ready().await;
+            ready(node.running()).await;
             fs::write(&config, by_file("all")).unwrap();
-            node.running().is_unready(&lacks).await;
+            is_unready(node.running(), &lacks).await;
             node.is_alive();
         }
         // With the rights it is as it should be.
@@ -429,7 +381,7 @@ async fn file_in_the_place_of_checkpoints_costs_dra_alone() {
     fs::create_dir_all(claims.parent().unwrap()).unwrap();
     fs::write(&claims, "").unwrap();
     node.running = Some(node.spawn(DRA));
-    node.running().is_unready(&["DRA plugin", "cannot keep checkpoints of claims"]).await;
+    is_unready(node.running(), &["DRA plugin", "cannot keep checkpoints of claims"]).await;
     node.is_alive();
     fs::remove_file(&claims).unwrap();
     node.serves().await;

@@ -3,16 +3,16 @@
 
 use std::fs;
 use std::os::unix::fs::symlink;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::Stdio;
 
 use linkwise_api_server_box::{Key, ResourceType};
 use linkwise_kubelet_box::{KubeletBox, Options, Pod, ResourceState};
 use serde_json::{Value, json};
-use tokio::io::{AsyncBufReadExt, BufReader};
 use tokio::process::{Child, Command};
 
-use crate::cluster::support::{Cluster, config_map, within};
+use crate::cluster::support::{Cluster, config_map, on_dgx1, within};
+use crate::run::node::Process;
 
 const GPU: &str = "nvidia.com/gpu";
 const LABEL: &str = "nvidia.com/device-plugin.config";
@@ -44,17 +44,8 @@ impl Node {
 
     /// A program of the image, with what its container would have.
     fn program(&self, name: &str) -> Command {
-        let machine = Path::new(env!("CARGO_MANIFEST_DIR")).join("crates/host/src/machines/dgx1-v100.yaml");
-        let mut command = Command::new(self.at(name));
-        command
-            .env_clear()
-            .envs(self.cluster.variables())
-            .env("NODE_NAME", "n")
-            .env("NAMESPACE", "gpu")
-            .env("LINKWISE_SYSFS", self.at("sys"));
-        command.env("FAKE_NVML_MACHINE", machine).env("HWLOC_SYNTHETIC", "pack:2 numa:1 pu:2");
-        command.env("LINKWISE_NVML_LIBRARY", fake_nvml::library_path());
-        command.stdin(Stdio::null()).stdout(Stdio::null()).kill_on_drop(true);
+        let mut command = on_dgx1(&self.cluster, self.at(name), &self.at("sys"));
+        command.env("NAMESPACE", "gpu");
         command
     }
 
@@ -135,9 +126,8 @@ async fn node_feature_stays_while_nvml_crashes_at_start() {
     let ended = within(labels().arg("--oneshot").output()).await.unwrap();
     let words = String::from_utf8_lossy(&ended.stderr).into_owned();
     assert!(!ended.status.success() && words.contains("the NVML library crashed in nvmlInit_v2"), "{words}");
-    let mut process = labels().spawn().unwrap();
-    let mut lines = BufReader::new(process.stderr.take().unwrap()).lines();
-    while !within(lines.next_line()).await.unwrap().unwrap().contains("the labels stay as they are") {}
+    let process = Process::of(labels());
+    process.said("the labels stay as they are").await;
     assert_eq!(node.cluster.server.object(&key).unwrap(), before);
 }
 
