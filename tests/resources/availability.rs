@@ -11,20 +11,13 @@ use linkwise_core::publish::placement::{Outlook, Placements};
 use linkwise_core::publish::view::{Process, Sums, view};
 use linkwise_core::state::{
     Availability, ClaimedDevice, Door, Effect, Event, Health, Holdings, MigStrategy, NodeState, Prepared,
-    PreparedClaim, PreparedDevice, ResourceDevice, ResourceName, ResourcePlan, SharedDevices, SharedResource, Sharing,
-    SharingKind,
+    PreparedClaim, PreparedDevice, ResourceDevice, ResourceName, ResourcePlan,
 };
 use linkwise_core::topology::{GpuUuid, NodeObservation};
-use linkwise_host::machines;
 use proptest::collection::vec;
 use proptest::prelude::*;
 
-/// Four GPUs: the histories look often.
-static DGX: LazyLock<NodeObservation> = LazyLock::new(|| {
-    let mut seen = machines::load("dgx1-v100").unwrap().observed;
-    seen.gpus.truncate(4);
-    seen
-});
+use crate::resources::{dgx, mig, mixed, planned, seen, sliced};
 
 /// An admission that so many lists in a row lack has ended.
 const LISTS: u8 = 2;
@@ -69,8 +62,8 @@ impl World {
         let now = Duration::from_secs(1_000);
         let (pods, claims, given, list) = Default::default();
         let mut world = Self { machine, plan, state, published, now, pods, claims, given, list };
-        world.apply(Event::Planned(Box::new(world.plan.clone())));
-        world.apply(Event::Observed(Box::new(world.machine.clone())));
+        world.apply(planned(&world.plan));
+        world.apply(seen(world.machine.clone()));
         world
     }
 
@@ -158,15 +151,14 @@ impl World {
         let record = self.state.record();
         self.state = NodeState::default();
         self.list = None;
-        self.given = record.admissions.iter().fold(Vec::new(), |mut all: Vec<Given>, kept| {
+        let given = record.admissions.iter().map(|kept| {
             let (resource, ids) = (kept.resource.parse().unwrap(), kept.devices.iter().map(|id| id.clone().into()));
-            let given = Given { resource, ids: ids.collect(), is_listed: false, missed: 0 };
-            all.push(given);
-            all
+            Given { resource, ids: ids.collect(), is_listed: false, missed: 0 }
         });
-        self.apply(Event::Planned(Box::new(self.plan.clone())));
+        self.given = given.collect();
+        self.apply(planned(&self.plan));
         self.apply(Event::Restored(Box::new(record)));
-        self.apply(Event::Observed(Box::new(self.machine.clone())));
+        self.apply(seen(self.machine.clone()));
         self.prepare();
     }
 
@@ -184,9 +176,9 @@ impl World {
             14 => {
                 let mut without = self.machine.clone();
                 without.gpus.retain(|seen| seen.uuid != gpu);
-                self.apply(Event::Observed(Box::new(without)));
+                self.apply(seen(without));
             }
-            15 => self.apply(Event::Observed(Box::new(self.machine.clone()))),
+            15 => self.apply(seen(self.machine.clone())),
             16 | 17 if self.state.door(&gpu) == Some(Door::Dra) && !self.claims.values().any(|held| *held == gpu) => {
                 self.claims.insert(format!("claim-{pick}"), gpu);
                 self.prepare();
@@ -237,24 +229,14 @@ impl World {
     }
 }
 
-fn shared(replicas: u32) -> ResourcePlan {
-    let name = ResourceName::gpu();
-    let resource = SharedResource { name, rename: None, devices: SharedDevices::All, replicas };
-    let kind = SharingKind::TimeSlicing;
-    let (rename_by_default, fail_requests_greater_than_one, resources) = (false, false, vec![resource]);
-    let sharing = Sharing { kind, rename_by_default, fail_requests_greater_than_one, resources };
-    ResourcePlan { sharing: Some(sharing), ..ResourcePlan::default() }
-}
-
 /// Whole GPUs, slots, MIG devices, and GPUs of DRA.
 fn worlds() -> [World; 4] {
-    let dgx = || DGX.clone();
-    let mig = ResourcePlan { mig_strategy: MigStrategy::Mixed, ..ResourcePlan::default() };
+    static DGX: LazyLock<NodeObservation> = LazyLock::new(|| dgx(4));
     [
-        World::new(dgx(), ResourcePlan::default()),
-        World::new(dgx(), shared(3)),
-        World::new(super::mixed(), mig),
-        World::new(dgx(), ResourcePlan { door: Door::Dra, ..ResourcePlan::default() }),
+        World::new(DGX.clone(), ResourcePlan::default()),
+        World::new(DGX.clone(), sliced(3)),
+        World::new(mixed(), mig(MigStrategy::Mixed)),
+        World::new(DGX.clone(), ResourcePlan { door: Door::Dra, ..ResourcePlan::default() }),
     ]
 }
 

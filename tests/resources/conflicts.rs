@@ -1,41 +1,15 @@
 //! Hardware that pods hold under other names: what of it may be given out.
 
-use std::time::Duration;
-
 use linkwise_core::allocation::DeviceId;
 use linkwise_core::state::{
-    ClaimedDevice, Effect, Event, Health, Holdings, MigStrategy, NamePattern, NodeState, Pattern, ResourceName,
-    ResourcePlan, SharedResource, Sharing, SharingKind, UnhealthyReason,
+    ClaimedDevice, Effect, Event, Health, Holdings, MigStrategy, NodeState, ResourceName, ResourcePlan, UnhealthyReason,
 };
 
-use crate::resources::{mixed, resource};
-
-const NOW: Duration = Duration::from_secs(1_000_000);
-const LATER: Duration = Duration::from_secs(1_000_060);
+use crate::resources::{LATER, after, mig, mixed, nobody, planned, renamed, resource, sliced, with};
 
 fn held(devices: &[(&str, &str)]) -> Event {
     let devices = devices.iter().map(|(name, id)| (resource(name), DeviceId::from((*id).to_owned())));
     Event::Holders(Some(devices.collect()))
-}
-
-fn planned(plan: &ResourcePlan) -> Event {
-    Event::Planned(Box::new(plan.clone()))
-}
-
-fn with(plan: &ResourcePlan) -> NodeState {
-    let (snapshot, _) = NodeState::default().apply(planned(plan), NOW);
-    snapshot.apply(Event::Observed(Box::new(mixed())), NOW).0
-}
-
-fn renamed() -> ResourcePlan {
-    let name = NamePattern { pattern: Pattern::new("*"), name: resource("nvidia.com/a100") };
-    ResourcePlan { gpu_names: vec![name], ..ResourcePlan::default() }
-}
-
-fn sliced() -> ResourcePlan {
-    let shared = SharedResource::new(ResourceName::gpu(), 2);
-    let sharing = Some(Sharing::new(SharingKind::TimeSlicing, vec![shared]));
-    ResourcePlan { sharing, ..ResourcePlan::default() }
 }
 
 /// The ids of a resource that are not given out because of a holder.
@@ -53,23 +27,21 @@ fn hardware_held_under_other_name_is_not_offered() {
     let gpu = |at: usize| gpus[at].as_str();
     let mig = mixed().gpus[1].mig.as_ref().unwrap().devices[0].uuid.to_string();
     let slot = format!("{}::1", gpu(0));
-    let (whole, of_mig) = (ResourcePlan::default(), MigStrategy::Mixed);
-    let divided = ResourcePlan { mig_strategy: of_mig, ..ResourcePlan::default() };
+    let (whole, divided) = (ResourcePlan::default(), self::mig(MigStrategy::Mixed));
     let slots = [format!("{}::0", gpu(0)), slot.clone()];
     let slots = [slots[0].as_str(), slots[1].as_str()];
     let none: &[&str] = &[];
     for (what, plan, (of, id), offered, expected) in [
         ("its own name", &whole, ("nvidia.com/gpu", gpu(0)), "nvidia.com/gpu", none),
         ("a new name", &renamed(), ("nvidia.com/gpu", gpu(0)), "nvidia.com/a100", &[gpu(0)]),
-        ("whole, then in slots", &sliced(), ("nvidia.com/gpu", gpu(0)), "nvidia.com/gpu", &slots),
+        ("whole, then in slots", &sliced(2), ("nvidia.com/gpu", gpu(0)), "nvidia.com/gpu", &slots),
         ("a slot, then whole", &whole, ("nvidia.com/gpu", slot.as_str()), "nvidia.com/gpu", &[gpu(0)]),
-        ("a slot, then slots of another name", &sliced(), ("a.b/c", slot.as_str()), "nvidia.com/gpu", none),
+        ("a slot, then slots of another name", &sliced(2), ("a.b/c", slot.as_str()), "nvidia.com/gpu", none),
         ("a MIG device by another name", &divided, ("a.b/c", mig.as_str()), "nvidia.com/mig-1g.10gb", &[mig.as_str()]),
         ("a MIG device, then its GPU", &whole, ("a.b/c", mig.as_str()), "nvidia.com/gpu", &[gpu(1)]),
         ("something of another vendor", &whole, ("a.b/nic", "nic0"), "nvidia.com/gpu", none),
     ] {
-        let snapshot = with(plan);
-        let (snapshot, effects) = snapshot.apply(held(&[(of, id)]), LATER);
+        let (snapshot, effects) = with(plan, mixed()).apply(held(&[(of, id)]), LATER);
         assert_eq!(hindered(&snapshot, offered), expected, "{what}");
         let told = effects.iter().filter(|effect| matches!(effect, Effect::HeldElsewhere { .. })).count();
         assert_eq!(told, usize::from(!expected.is_empty()), "{what}: once for a GPU and a resource");
@@ -77,9 +49,9 @@ fn hardware_held_under_other_name_is_not_offered() {
         let refused = snapshot
             .allocate(&resource(offered), &[DeviceId::from(expected.first().map_or("none", |id| id).to_owned())]);
         assert!(refused.is_err(), "{what}");
-        let (ended, _) = snapshot.clone().apply(held(&[]), LATER);
+        let ended = after(snapshot.clone(), [nobody()]);
         assert_eq!(hindered(&ended, offered), none, "{what}: the pod has ended");
-        let (unknown, _) = snapshot.apply(Event::Holders(None), LATER);
+        let unknown = after(snapshot, [Event::Holders(None)]);
         assert_eq!(hindered(&unknown, offered), expected, "{what}: the kubelet restarts, the pod runs on");
     }
 }
@@ -87,12 +59,11 @@ fn hardware_held_under_other_name_is_not_offered() {
 /// A pod may have come since the kubelet was asked last: a plan that changes waits for its word.
 #[test]
 fn withdrawn_device_counts_as_held_until_two_lists_lack_it() {
-    let (snapshot, _) = with(&ResourcePlan::default()).apply(held(&[]), NOW);
-    let (snapshot, _) = snapshot.apply(planned(&renamed()), LATER);
+    let snapshot = after(with(&ResourcePlan::default(), mixed()), [nobody(), planned(&renamed())]);
     assert_eq!(hindered(&snapshot, "nvidia.com/a100").len(), 4);
-    let (snapshot, _) = snapshot.apply(held(&[]), LATER);
+    let snapshot = after(snapshot, [nobody()]);
     assert_eq!(hindered(&snapshot, "nvidia.com/a100").len(), 4, "asked before the plan changed");
-    let (snapshot, _) = snapshot.apply(held(&[]), LATER);
+    let snapshot = after(snapshot, [nobody()]);
     assert_eq!(hindered(&snapshot, "nvidia.com/a100"), [] as [&str; 0]);
     assert!(!snapshot.offers().awaits_holders());
 }
@@ -100,7 +71,7 @@ fn withdrawn_device_counts_as_held_until_two_lists_lack_it() {
 /// Without the kubelet's word nothing can be waited for.
 #[test]
 fn unknown_holders_let_a_plan_apply_at_once() {
-    let (snapshot, _) = with(&ResourcePlan::default()).apply(planned(&renamed()), LATER);
+    let snapshot = after(with(&ResourcePlan::default(), mixed()), [planned(&renamed())]);
     assert_eq!(hindered(&snapshot, "nvidia.com/a100"), [] as [&str; 0]);
 }
 
@@ -108,14 +79,11 @@ fn unknown_holders_let_a_plan_apply_at_once() {
 #[test]
 fn holders_count_while_the_kubelet_restarts() {
     let gpu = mixed().gpus[0].uuid.to_string();
-    let (snapshot, _) = with(&ResourcePlan::default()).apply(held(&[("nvidia.com/gpu", &gpu)]), NOW);
-    let (snapshot, _) = snapshot.apply(Event::Holders(None), LATER);
-    let (snapshot, _) = snapshot.apply(planned(&renamed()), LATER);
+    let has = || held(&[("nvidia.com/gpu", &gpu)]);
+    let events = [has(), Event::Holders(None), planned(&renamed())];
+    let snapshot = after(with(&ResourcePlan::default(), mixed()), events);
     assert_eq!(hindered(&snapshot, "nvidia.com/a100").len(), 4, "the one that is held, and those that may be by now");
-    let again = [("nvidia.com/gpu", gpu.as_str())];
-    let (snapshot, _) = snapshot.apply(held(&again), LATER);
-    let (snapshot, _) = snapshot.apply(held(&again), LATER);
-    assert_eq!(hindered(&snapshot, "nvidia.com/a100"), [gpu.as_str()]);
+    assert_eq!(hindered(&after(snapshot, [has(), has()]), "nvidia.com/a100"), [gpu.as_str()]);
 }
 
 /// The kubelet keeps the devices of an init container that has ended until its pod ends.
@@ -124,7 +92,7 @@ fn devices_of_init_containers_are_held_too() {
     let gpu = mixed().gpus[0].uuid.to_string();
     let init_containers = [(ResourceName::gpu(), DeviceId::from(gpu.clone()))].into();
     let holdings = Holdings { init_containers, ..Holdings::default() };
-    let (snapshot, _) = with(&renamed()).apply(Event::Holders(Some(holdings)), LATER);
+    let snapshot = after(with(&renamed(), mixed()), [Event::Holders(Some(holdings))]);
     assert_eq!(hindered(&snapshot, "nvidia.com/a100"), [gpu]);
 }
 
@@ -142,7 +110,6 @@ fn claimed_hardware_is_not_offered() {
     let by_minor = format!("gpu-{}", gpu.minor.unwrap());
     let of_gpu_1 = format!("gpu-{}-mig-1g10gb-19-0", observed.gpus[1].minor.unwrap());
     let all_of_gpu_1 = observed.gpus[1].mig.as_ref().unwrap().devices.len();
-    let plan = ResourcePlan { mig_strategy: MigStrategy::Mixed, ..ResourcePlan::default() };
     for (claim, expected) in [
         (claimed(&by_minor, "claim-1"), 1),
         (claimed("any", gpu.uuid.as_str()), 1),
@@ -152,17 +119,12 @@ fn claimed_hardware_is_not_offered() {
         (ClaimedDevice { driver: "nic.example.com".to_owned(), ..claimed(&by_minor, "nic") }, 0),
     ] {
         let holdings = Holdings { claims: [claim.clone()].into(), ..Holdings::default() };
-        let (snapshot, _) = with(&plan).apply(Event::Holders(Some(holdings)), LATER);
+        let snapshot = after(with(&self::mig(MigStrategy::Mixed), mixed()), [Event::Holders(Some(holdings))]);
         let held = snapshot.offers().devices().filter(|device| {
             matches!(&device.health, Health::Unhealthy { reason: UnhealthyReason::Claimed { .. }, .. })
         });
         assert_eq!(held.count(), expected, "{claim:?}");
         assert_eq!(snapshot.offers().awaits_holders(), expected > 0);
-        let (ended, _) = snapshot.apply(held_by_nobody(), LATER);
-        assert!(!ended.offers().awaits_holders());
+        assert!(!after(snapshot, [nobody()]).offers().awaits_holders());
     }
-}
-
-fn held_by_nobody() -> Event {
-    Event::Holders(Some(Holdings::default()))
 }

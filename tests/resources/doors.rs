@@ -3,7 +3,6 @@
 
 use std::collections::BTreeSet;
 use std::sync::LazyLock;
-use std::time::Duration;
 
 use linkwise_core::allocation::DeviceId;
 use linkwise_core::claims::ClaimName;
@@ -15,20 +14,9 @@ use linkwise_core::topology::{GpuUuid, NodeObservation};
 use proptest::collection::vec;
 use proptest::prelude::*;
 
-use crate::resources::mixed;
+use crate::resources::{NOW, dgx, mixed, nobody, seen};
 
-const NOON: Duration = Duration::from_secs(1_000_000);
-
-/// Three GPUs: the histories below look often.
-static MACHINE: LazyLock<NodeObservation> = LazyLock::new(|| {
-    let mut seen = linkwise_host::machines::load("dgx1-v100").unwrap().observed;
-    seen.gpus.truncate(3);
-    seen
-});
-
-fn seen() -> NodeObservation {
-    MACHINE.clone()
-}
+static MACHINE: LazyLock<NodeObservation> = LazyLock::new(|| dgx(3));
 
 fn uuid(at: usize) -> GpuUuid {
     MACHINE.gpus[at].uuid.clone()
@@ -85,7 +73,7 @@ impl World {
     }
 
     fn tell(&mut self, event: Event) {
-        let (state, effects) = std::mem::take(&mut self.state).apply(event, NOON);
+        let (state, effects) = std::mem::take(&mut self.state).apply(event, NOW);
         self.state = state;
         self.changes.extend(effects.into_iter().filter_map(|effect| match effect {
             Effect::DoorChanged(gpu, is_with_dra) => Some((gpu, is_with_dra)),
@@ -118,7 +106,7 @@ impl World {
 }
 
 fn observed() -> Event {
-    Event::Observed(Box::new(seen()))
+    seen(MACHINE.clone())
 }
 
 fn held_as(at: usize) -> Option<UnhealthyReason> {
@@ -135,7 +123,7 @@ fn gpu_goes_through_dra_after_two_lists_without_holder() {
     );
     for _ in 0..2 {
         assert!(world.through_dra().is_empty() && world.state.offers().awaits_holders());
-        world.tell(listed(&[], &[]));
+        world.tell(nobody());
     }
     assert_eq!((world.through_dra(), world.why(0)), (vec![0, 1, 2], None));
     assert_eq!(world.changes, [0, 1, 2].map(|at| (uuid(at), true)));
@@ -160,11 +148,11 @@ fn gpu_of_a_pod_waits_and_names_the_pod() {
         world.tell(Event::Holders(Some(checkpoint.clone())));
         assert_eq!((world.why(0), world.on_list().len()), (held_as(0), 1));
     }
-    world.tell(listed(&[], &[]));
+    world.tell(nobody());
     world.tell(listed(&[0], &[]));
-    world.tell(listed(&[], &[]));
+    world.tell(nobody());
     assert_eq!(world.through_dra(), [1, 2], "one list in a row is too few");
-    world.tell(listed(&[], &[]));
+    world.tell(nobody());
     assert_eq!((world.through_dra(), world.on_list()), (vec![0, 1, 2], vec![]));
 }
 
@@ -182,12 +170,12 @@ fn nothing_goes_through_dra_while_holders_are_unknown() {
     let mut world = World::of([planned(Door::Dra), observed()]);
     for _ in 0..5 {
         world.tell(Event::Holders(None));
-        world.tell(listed(&[], &[]));
+        world.tell(nobody());
         world.tell(Event::Holders(None));
     }
     assert_eq!((world.through_dra(), world.why(0)), (vec![], Some(UnhealthyReason::HoldersUnknown)));
-    world.tell(listed(&[], &[]));
-    world.tell(listed(&[], &[]));
+    world.tell(nobody());
+    world.tell(nobody());
     world.tell(Event::Holders(None));
     assert_eq!(world.through_dra(), [0, 1, 2], "what went stays");
 }
@@ -195,9 +183,9 @@ fn nothing_goes_through_dra_while_holders_are_unknown() {
 #[test]
 fn lists_beside_another_linkwise_free_nothing() {
     let early = || Event::Holders(Some(Holdings { is_early: true, ..Holdings::default() }));
-    let mut world = World::of([planned(Door::Dra), observed(), early(), early(), early(), listed(&[], &[])]);
+    let mut world = World::of([planned(Door::Dra), observed(), early(), early(), early(), nobody()]);
     assert_eq!(world.through_dra(), [0; 0], "the other one may have given a GPU after each of the first three");
-    world.tell(listed(&[], &[]));
+    world.tell(nobody());
     assert_eq!(world.through_dra(), [0, 1, 2]);
 }
 
@@ -242,7 +230,7 @@ fn claims_keep_their_gpus_from_the_device_plugin() {
     world.tell(prepared(&[]));
     world.tell(listed(&[], &[1]));
     assert_eq!([0, 1, 2].map(|at| world.allocates(at)), [true, false, true], "at once, without any wait");
-    world.tell(listed(&[], &[]));
+    world.tell(nobody());
     assert!(world.allocates(1));
     assert!(world.state.record().dra.is_empty());
 }
@@ -251,7 +239,7 @@ fn claims_keep_their_gpus_from_the_device_plugin() {
 fn first_list_waits_for_the_claims() {
     let fresh = || NodeState::default().awaiting(|first| (first.scan, first.claims) = (true, true));
     let publishes = |state: NodeState, event: Event| {
-        let (state, effects) = state.apply(event, NOON);
+        let (state, effects) = state.apply(event, NOW);
         (state, effects.contains(&Effect::Publish))
     };
     let (state, published) = publishes(fresh(), observed());
@@ -267,14 +255,14 @@ fn restart_goes_on_from_the_record() {
     assert_eq!(world.through_dra(), [0], "before anybody lists holders");
     world.tell(listed(&[0], &[]));
     assert_eq!(world.through_dra(), [0; 0], "another plugin has served the node since");
-    world.tell(listed(&[], &[]));
+    world.tell(nobody());
     assert_eq!(world.through_dra(), [0, 1, 2]);
 }
 
 #[test]
 fn mig_devices_go_with_their_gpu() {
-    let lists = [listed(&[], &[]), listed(&[], &[])];
-    let world = World::of([planned(Door::Dra), Event::Observed(Box::new(mixed()))].into_iter().chain(lists));
+    let lists = [nobody(), nobody()];
+    let world = World::of([planned(Door::Dra), seen(mixed())].into_iter().chain(lists));
     let devices = world.state.offers().through_dra();
     assert_eq!(devices.iter().filter(|device| device.mig.is_none()).count(), 1);
     let mig: usize = mixed().gpus.iter().filter_map(|gpu| Some(gpu.mig.as_ref()?.devices.len())).sum();
@@ -283,10 +271,10 @@ fn mig_devices_go_with_their_gpu() {
 
 #[test]
 fn gpu_that_is_gone_stays_while_a_claim_has_it() {
-    let mut world = World::of([planned(Door::Dra), observed(), listed(&[], &[]), listed(&[], &[]), prepared(&[0])]);
-    let mut fewer = seen();
+    let mut world = World::of([planned(Door::Dra), observed(), nobody(), nobody(), prepared(&[0])]);
+    let mut fewer = MACHINE.clone();
     fewer.gpus.remove(0);
-    world.tell(Event::Observed(Box::new(fewer)));
+    world.tell(seen(fewer));
     let devices = world.state.offers().through_dra();
     let gone = devices.iter().find(|device| device.gpu.uuid == uuid(0)).unwrap();
     assert!(matches!(&gone.health, Health::Unhealthy { reason: UnhealthyReason::Gone, .. }), "{:?}", gone.health);
@@ -298,7 +286,7 @@ fn gpu_that_is_gone_stays_while_a_claim_has_it() {
 
 #[test]
 fn gpu_that_a_filter_leaves_out_stays_for_its_claim() {
-    let mut world = World::of([planned(Door::Dra), observed(), listed(&[], &[]), listed(&[], &[]), prepared(&[0])]);
+    let mut world = World::of([planned(Door::Dra), observed(), nobody(), nobody(), prepared(&[0])]);
     let filter = Filter { exclude: [0, 1].map(GpuSelector::Index).into(), ..Filter::default() };
     world.tell(Event::Planned(Box::new(ResourcePlan { filter, door: Door::Dra, ..ResourcePlan::default() })));
     assert_eq!((world.through_dra(), world.state.offers().through_dra().len()), (vec![2], 2));
@@ -411,7 +399,7 @@ proptest! {
 
     #[test]
     fn no_gpu_is_held_through_two_doors(steps in vec(step(), 1..60)) {
-        let mut world = World::of([planned(Door::Plugin), observed(), listed(&[], &[])]);
+        let mut world = World::of([planned(Door::Plugin), observed(), nobody()]);
         let mut truth = Truth::default();
         for step in &steps {
             truth.follow(&mut world, step);
@@ -420,7 +408,7 @@ proptest! {
         truth.pods.clear();
         truth.claims.clear();
         world.tell(truth.prepared());
-        (0..4).for_each(|_| world.tell(listed(&[], &[])));
+        (0..4).for_each(|_| world.tell(nobody()));
         let all = [0, 1, 2];
         let (dra, plugin) = (world.through_dra(), Vec::from_iter(all.into_iter().filter(|at| world.allocates(*at))));
         let wanted = if truth.door == Door::Dra { (all.to_vec(), vec![]) } else { (vec![], all.to_vec()) };

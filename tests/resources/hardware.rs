@@ -3,16 +3,15 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
+use linkwise_core::allocation::{AllocationRequest, DeviceId};
 use linkwise_core::state::{
-    Effect, Event, Health, HealthPoll, MigInstance, MigStrategy, NodeState, Reach, RecoveryAction, ResourceName,
-    ResourcePlan, UnhealthyReason,
+    DeviceSelector, Effect, Event, Health, HealthPoll, MigInstance, MigStrategy, NodeState, Reach, RecoveryAction,
+    ResourceName, ResourcePlan, SharedDevices, UnhealthyReason,
 };
 use linkwise_core::topology::{CudaVersion, GpuUuid, MigObservation, NodeObservation, NvLinkRemote};
 use linkwise_host::machines;
 
-use crate::resources::{mixed, resource};
-
-const START: Duration = Duration::from_secs(1_000_000);
+use crate::resources::{NOW, mig, mixed, planned, resource, seen, sliced};
 
 /// A machine whose GPUs are polled every ten seconds.
 struct World {
@@ -28,9 +27,9 @@ impl World {
     }
 
     fn planned(observed: NodeObservation, plan: ResourcePlan) -> Self {
-        let mut world = Self { observed, state: NodeState::default(), now: START, effects: Vec::new() };
-        world.apply(Event::Planned(Box::new(plan)));
-        world.apply(Event::Observed(Box::new(world.observed.clone())));
+        let mut world = Self { observed, state: NodeState::default(), now: NOW, effects: Vec::new() };
+        world.apply(planned(&plan));
+        world.apply(seen(world.observed.clone()));
         world
     }
 
@@ -38,6 +37,18 @@ impl World {
         let before = std::mem::take(&mut self.state);
         let (state, effects) = before.apply(event, self.now);
         (self.state, self.effects) = (state, effects);
+    }
+
+    /// A DGX-1.
+    fn dgx() -> Self {
+        Self::new(machines::load("dgx1-v100").unwrap().observed)
+    }
+
+    /// A scan that lacks GPU 0.
+    fn lacks_first(&mut self) {
+        let mut fewer = self.observed.clone();
+        fewer.gpus.remove(0);
+        self.apply(seen(fewer));
     }
 
     fn uuid(&self, gpu: usize) -> GpuUuid {
@@ -86,18 +97,14 @@ fn links_to_a_lost_gpu_fail_that_gpu_alone() {
         world.poll(Some(0), Some(0));
         assert_eq!(world.unhealthy(), [0].into());
         // The agent that scans next does not see it any more.
-        let mut fewer = world.observed.clone();
-        fewer.gpus.remove(0);
-        world.apply(Event::Observed(Box::new(fewer)));
+        world.lacks_first();
         world.poll(Some(0), Some(0));
         assert_eq!(world.unhealthy(), [0].into());
         // The same over a restart of ours, where the GPU is missing from the start.
         let record = Box::new(world.state.hardware().record());
         world.state = NodeState::default();
         world.apply(Event::Restored(record));
-        let mut fewer = world.observed.clone();
-        fewer.gpus.remove(0);
-        world.apply(Event::Observed(Box::new(fewer)));
+        world.lacks_first();
         world.poll(Some(0), Some(0));
         assert_eq!(world.unhealthy(), BTreeSet::new(), "the others are healthy");
     }
@@ -105,11 +112,11 @@ fn links_to_a_lost_gpu_fail_that_gpu_alone() {
 
 #[test]
 fn links_to_a_gpu_in_mig_mode_are_nobodys_fault() {
-    let mut world = World::new(machines::load("dgx1-v100").unwrap().observed);
+    let mut world = World::dgx();
     let mig = |world: &mut World, enabled| {
         let mut observed = world.observed.clone();
         observed.gpus[0].mig = Some(MigObservation { enabled, devices: Vec::new(), profiles: Vec::new() });
-        world.apply(Event::Observed(Box::new(observed)));
+        world.apply(seen(observed));
     };
     mig(&mut world, false);
     world.poll(None, None);
@@ -126,7 +133,7 @@ fn links_to_a_gpu_in_mig_mode_are_nobodys_fault() {
 
 #[test]
 fn link_between_two_reachable_gpus_fails_its_gpu() {
-    let mut world = World::new(machines::load("dgx1-v100").unwrap().observed);
+    let mut world = World::dgx();
     world.poll(None, Some(0));
     let linked: BTreeSet<usize> = (1..8).filter(|gpu| !world.links(*gpu, 0).is_empty()).collect();
     assert!(linked.len() > 2);
@@ -135,7 +142,7 @@ fn link_between_two_reachable_gpus_fails_its_gpu() {
 
 #[test]
 fn neighbours_recover_once_the_far_end_proves_lost() {
-    let mut world = World::new(machines::load("dgx1-v100").unwrap().observed);
+    let mut world = World::dgx();
     world.poll(None, Some(0));
     assert!(world.unhealthy().contains(&1), "nothing is known of GPU 0 yet");
     world.apply(Event::Xid { gpu: world.uuid(0), code: 79, instance: None });
@@ -148,7 +155,7 @@ fn neighbours_recover_once_the_far_end_proves_lost() {
 
 #[test]
 fn unknown_recovery_action_warns_and_fails_no_gpu() {
-    let mut world = World::new(machines::load("dgx1-v100").unwrap().observed);
+    let mut world = World::dgx();
     let (uuid, action) = (world.uuid(3), RecoveryAction::from(12));
     let poll = HealthPoll { reach: Reach::Answers, recovery_action: Some(action), ..HealthPoll::default() };
     let polls = BTreeMap::from([(uuid.clone(), poll)]);
@@ -160,8 +167,7 @@ fn unknown_recovery_action_warns_and_fails_no_gpu() {
 
 #[test]
 fn each_failing_mig_instance_is_reported() {
-    let plan = ResourcePlan { mig_strategy: MigStrategy::Mixed, ..ResourcePlan::default() };
-    let mut world = World::planned(mixed(), plan);
+    let mut world = World::planned(mixed(), mig(MigStrategy::Mixed));
     let gpu = world.uuid(1);
     let name = resource("nvidia.com/mig-1g.10gb");
     let devices: Vec<_> = world.state.offers().of(&name).filter(|(_, device)| device.gpu.uuid == gpu).collect();
@@ -169,7 +175,7 @@ fn each_failing_mig_instance_is_reported() {
     for device in [&first, &second] {
         let instance: Option<MigInstance> = device.instance();
         world.apply(Event::Xid { gpu: gpu.clone(), code: 79, instance });
-        let health = Health::Unhealthy { reason: UnhealthyReason::Xid { code: 79, instance }, since: START };
+        let health = Health::Unhealthy { reason: UnhealthyReason::Xid { code: 79, instance }, since: NOW };
         let mig = device.mig.as_ref().map(|mig| mig.uuid.clone());
         assert!(
             world.effects.contains(&Effect::HealthChanged { gpu: gpu.clone(), mig, health }),
@@ -185,23 +191,21 @@ fn each_failing_mig_instance_is_reported() {
     world.apply(Event::DoubleBitEcc(gpu.clone()));
     let reported: Vec<_> =
         world.effects.iter().filter(|effect| matches!(effect, Effect::HealthChanged { .. })).collect();
-    let health = Health::Unhealthy { reason: UnhealthyReason::DoubleBitEcc, since: START };
+    let health = Health::Unhealthy { reason: UnhealthyReason::DoubleBitEcc, since: NOW };
     assert_eq!(reported, [&Effect::HealthChanged { gpu, mig: None, health }]);
 }
 
 #[test]
 fn shared_gpus_keep_rules_when_one_goes() {
-    use linkwise_core::allocation::{AllocationRequest, DeviceId};
-    use linkwise_core::state::{DeviceSelector, SharedDevices, SharedResource, Sharing, SharingKind};
-    let all = (0..8).map(DeviceSelector::Index).collect();
-    let shared = SharedResource { devices: SharedDevices::List(all), ..SharedResource::new(ResourceName::gpu(), 4) };
-    let mut sharing = Sharing::new(SharingKind::TimeSlicing, vec![shared]);
+    let mut plan = sliced(4);
+    let sharing = plan.sharing.as_mut().unwrap();
     sharing.fail_requests_greater_than_one = true;
-    let mut world = World::new(machines::load("dgx1-v100").unwrap().observed);
-    world.apply(Event::Planned(Box::new(ResourcePlan { sharing: Some(sharing), ..ResourcePlan::default() })));
+    sharing.resources[0].devices = SharedDevices::List((0..8).map(DeviceSelector::Index).collect());
+    let mut world = World::dgx();
+    world.apply(planned(&plan));
     let mut fewer = world.observed.clone();
     fewer.gpus.pop();
-    world.apply(Event::Observed(Box::new(fewer)));
+    world.apply(seen(fewer));
     let healthy: Vec<DeviceId> = {
         let devices = world.state.offers().of(&ResourceName::gpu());
         devices.filter(|(_, device)| device.health == Health::Healthy).map(|(id, _)| id.clone()).collect()
@@ -224,6 +228,6 @@ fn driver_and_cuda_versions_are_those_of_the_last_scan() {
     let mut world = World::new(observed);
     let versions = world.state.hardware().versions();
     assert_eq!((versions.driver.as_deref(), versions.cuda), (Some("580.82.07"), Some(cuda)));
-    world.apply(Event::Observed(Box::new(NodeObservation { driver_version: None, ..mixed() })));
+    world.apply(seen(NodeObservation { driver_version: None, ..mixed() }));
     assert_eq!(world.state.hardware().versions().driver, None);
 }

@@ -15,14 +15,21 @@ mod doors;
 mod hardware;
 mod look;
 mod mps;
-mod node;
 mod orphans;
 mod plans;
 mod shares;
 
-use linkwise_core::state::ResourceName;
+use std::time::Duration;
+
+use linkwise_core::state::{
+    Event, Holdings, MigStrategy, NamePattern, NodeState, Pattern, ResourceName, ResourcePlan, SharedResource, Sharing,
+    SharingKind,
+};
 use linkwise_core::topology::NodeObservation;
 use linkwise_host::machines;
+
+pub const NOW: Duration = Duration::from_secs(1_000_000);
+pub const LATER: Duration = Duration::from_secs(1_000_060);
 
 /// Four A100: whole, seven 1g, a 3g and two halves of a 4g, two 1g (one with media extensions) and a 2g.
 pub const MIXED: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/lab/fake-nvml/machines/four-gpus-mig.yaml");
@@ -32,7 +39,61 @@ pub fn mixed() -> NodeObservation {
     machines::load(MIXED).unwrap().observed
 }
 
+/// The first GPUs of a DGX-1: a few, because histories look often.
+pub fn dgx(gpus: usize) -> NodeObservation {
+    let mut seen = machines::load("dgx1-v100").unwrap().observed;
+    seen.gpus.truncate(gpus);
+    seen
+}
+
 /// A resource by its name.
 pub fn resource(name: &str) -> ResourceName {
     name.parse().unwrap()
+}
+
+/// Whole GPUs, unless a plan names them otherwise.
+pub fn gpu() -> ResourceName {
+    ResourceName::gpu()
+}
+
+pub fn planned(plan: &ResourcePlan) -> Event {
+    Event::Planned(Box::new(plan.clone()))
+}
+
+pub fn seen(node: NodeObservation) -> Event {
+    Event::Observed(Box::new(node))
+}
+
+/// The kubelet lists no holder.
+pub fn nobody() -> Event {
+    Event::Holders(Some(Holdings::default()))
+}
+
+/// The state after these events.
+pub fn after(state: NodeState, events: impl IntoIterator<Item = Event>) -> NodeState {
+    events.into_iter().fold(state, |state, event| state.apply(event, NOW).0)
+}
+
+/// A node that has seen a machine under a plan.
+pub fn with(plan: &ResourcePlan, node: NodeObservation) -> NodeState {
+    after(NodeState::default(), [planned(plan), seen(node)])
+}
+
+pub fn mig(mig_strategy: MigStrategy) -> ResourcePlan {
+    ResourcePlan { mig_strategy, ..ResourcePlan::default() }
+}
+
+pub fn sharing(kind: SharingKind, resources: Vec<SharedResource>) -> ResourcePlan {
+    ResourcePlan { sharing: Some(Sharing::new(kind, resources)), ..ResourcePlan::default() }
+}
+
+/// All whole GPUs in so many time slices.
+pub fn sliced(replicas: u32) -> ResourcePlan {
+    sharing(SharingKind::TimeSlicing, vec![SharedResource::new(gpu(), replicas)])
+}
+
+/// All whole GPUs as `nvidia.com/a100`.
+pub fn renamed() -> ResourcePlan {
+    let name = NamePattern { pattern: Pattern::new("*"), name: resource("nvidia.com/a100") };
+    ResourcePlan { gpu_names: vec![name], ..ResourcePlan::default() }
 }

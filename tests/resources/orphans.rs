@@ -2,25 +2,17 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::LazyLock;
-use std::time::Duration;
 
 use linkwise_core::allocation::DeviceId;
 use linkwise_core::state::{
-    Effect, Event, Health, HealthPoll, Holdings, NamePattern, NodeState, NumaHints, Pattern, Resource, ResourceName,
-    ResourcePlan, SharedResource, Sharing, SharingKind, UnhealthyReason,
+    Effect, Event, Health, HealthPoll, Holdings, NodeState, NumaHints, Resource, ResourceName, ResourcePlan,
+    UnhealthyReason,
 };
 use linkwise_core::topology::NodeObservation;
 use proptest::collection::{btree_set, vec};
 use proptest::prelude::*;
 
-use crate::resources::{mixed, resource};
-
-const NOW: Duration = Duration::from_secs(1_000_000);
-const LATER: Duration = Duration::from_secs(1_000_060);
-
-fn gpu() -> ResourceName {
-    ResourceName::gpu()
-}
+use crate::resources::{LATER, NOW, after, gpu, mixed, nobody, planned, renamed, resource, sliced};
 
 fn id(text: impl Into<String>) -> DeviceId {
     DeviceId::from(text.into())
@@ -45,26 +37,8 @@ fn seen(gpus: impl IntoIterator<Item = usize>) -> Event {
     Event::Observed(Box::new(only(&gpus.into_iter().collect())))
 }
 
-fn planned(plan: ResourcePlan) -> Event {
-    Event::Planned(Box::new(plan))
-}
-
 fn held(ids: &[&str]) -> Event {
     Event::Holders(Some(ids.iter().map(|text| (gpu(), id(*text))).collect()))
-}
-
-fn sliced(replicas: u32) -> ResourcePlan {
-    let shared = SharedResource::new(gpu(), replicas);
-    ResourcePlan { sharing: Some(Sharing::new(SharingKind::TimeSlicing, vec![shared])), ..ResourcePlan::default() }
-}
-
-fn renamed() -> ResourcePlan {
-    let name = NamePattern { pattern: Pattern::new("*"), name: resource("nvidia.com/a100") };
-    ResourcePlan { gpu_names: vec![name], ..ResourcePlan::default() }
-}
-
-fn after(events: impl IntoIterator<Item = Event>) -> NodeState {
-    events.into_iter().fold(NodeState::default(), |state, event| state.apply(event, NOW).0)
 }
 
 /// The whole list of a resource as a kubelet gets it: why each is unhealthy, or that it is not.
@@ -84,7 +58,7 @@ fn list(snapshot: &NodeState, of: &ResourceName) -> BTreeMap<String, Option<Unhe
 
 #[test]
 fn held_id_survives_restart_until_pod_ends() {
-    let (snapshot, effects) = after([seen([0, 1])]).apply(held(&[&uuid(3)]), LATER);
+    let (snapshot, effects) = after(NodeState::default(), [seen([0, 1])]).apply(held(&[&uuid(3)]), LATER);
     assert_eq!(list(&snapshot, &gpu())[&uuid(3)], Some(UnhealthyReason::Gone));
     assert_eq!(snapshot.offers().of(&gpu()).count(), 2, "nothing is made up of it");
     let told = Effect::HeldUnoffered(gpu(), vec![id(uuid(3))]);
@@ -95,18 +69,17 @@ fn held_id_survives_restart_until_pod_ends() {
     let (snapshot, effects) = snapshot.apply(held(&[&uuid(3)]), LATER);
     assert_eq!(effects, [], "the same again is no news");
     // Nobody says so any more: it stays. The first answer without it may be older than what it holds.
-    let (silent, _) = snapshot.clone().apply(Event::Holders(None), LATER);
-    assert_eq!(list(&silent, &gpu()).len(), 3);
-    let (snapshot, _) = snapshot.apply(held(&[]), LATER);
+    assert_eq!(list(&after(snapshot.clone(), [Event::Holders(None)]), &gpu()).len(), 3);
+    let snapshot = after(snapshot, [nobody()]);
     assert_eq!(list(&snapshot, &gpu()).len(), 3);
-    let (snapshot, effects) = snapshot.apply(held(&[]), LATER);
+    let (snapshot, effects) = snapshot.apply(nobody(), LATER);
     assert_eq!((list(&snapshot, &gpu()).len(), effects), (2, vec![Effect::Publish]));
     assert!(!snapshot.offers().awaits_holders());
 }
 
 #[test]
 fn orphan_is_a_device_again_when_back() {
-    let snapshot = after([held(&[&uuid(3)]), seen([0, 1]), seen([0, 1, 3])]);
+    let snapshot = after(NodeState::default(), [held(&[&uuid(3)]), seen([0, 1]), seen([0, 1, 3])]);
     assert_eq!(list(&snapshot, &gpu()), [0, 1, 3].map(|at| (uuid(at), None)).into());
     assert!(!snapshot.offers().awaits_holders());
 }
@@ -115,7 +88,8 @@ fn orphan_is_a_device_again_when_back() {
 fn slots_of_earlier_plan_keep_numa_and_are_not_offered() {
     let slot = |at: usize, slot: u32| format!("{}::{slot}", uuid(at));
     let (first, last, odd) = (slot(0, 3), slot(3, 7), format!("{}::x", uuid(0)));
-    let snapshot = after([planned(sliced(2)), seen([0, 1]), held(&[&slot(0, 1), &first, &last, &odd])]);
+    let snapshot =
+        after(NodeState::default(), [planned(&sliced(2)), seen([0, 1]), held(&[&slot(0, 1), &first, &last, &odd])]);
     let listed = list(&snapshot, &gpu());
     assert_eq!(listed[&slot(0, 1)], None, "what is offered as it was is well");
     assert_eq!(
@@ -128,10 +102,10 @@ fn slots_of_earlier_plan_keep_numa_and_are_not_offered() {
     assert!(place(&first).is_some_and(|nodes| !nodes.is_empty()) && place(&first) == place(&slot(0, 1)));
     assert_eq!((place(&last), place(&odd)), (None, None));
     // The GPU comes back, and is divided otherwise.
-    let (snapshot, _) = snapshot.apply(seen([0, 1, 3]), LATER);
+    let snapshot = after(snapshot, [seen([0, 1, 3])]);
     assert_eq!(list(&snapshot, &gpu())[&last], Some(UnhealthyReason::Withdrawn));
     // The division that it is of comes back.
-    let (snapshot, _) = snapshot.apply(planned(sliced(8)), LATER);
+    let snapshot = after(snapshot, [planned(&sliced(8))]);
     assert_eq!((&list(&snapshot, &gpu())[&first], &list(&snapshot, &gpu())[&last]), (&None, &None));
     assert!(list(&snapshot, &gpu())[&odd].is_some());
 }
@@ -141,22 +115,25 @@ fn slots_of_earlier_plan_keep_numa_and_are_not_offered() {
 fn foreign_id_is_listed_and_foreign_resource_ignored() {
     let nic = (resource("other.vendor/nic"), id("nic0"));
     let holders = BTreeSet::from([(gpu(), id("nvidia0")), nic]);
-    let snapshot = after([seen([0]), Event::Holders(Some(holders.into_iter().collect()))]);
+    let snapshot = after(NodeState::default(), [seen([0]), Event::Holders(Some(holders.into_iter().collect()))]);
     assert_eq!(list(&snapshot, &gpu())["nvidia0"], Some(UnhealthyReason::Gone));
     assert_eq!(snapshot.offers().resources().keys().collect::<Vec<_>>(), [&gpu()]);
 }
 
 #[test]
 fn held_ids_alone_make_no_resource() {
-    for snapshot in [after([held(&[&uuid(0)]), seen([])]), after([planned(renamed()), seen([0]), held(&[&uuid(0)])])] {
+    for snapshot in [
+        after(NodeState::default(), [held(&[&uuid(0)]), seen([])]),
+        after(NodeState::default(), [planned(&renamed()), seen([0]), held(&[&uuid(0)])]),
+    ] {
         assert!(!snapshot.offers().resources().contains_key(&gpu()));
     }
     // Once on a list, they outlast what else was on it.
-    let snapshot = after([seen([0, 1]), held(&[&uuid(3)]), seen([])]);
-    let snapshot = [held(&[&uuid(3)]), held(&[&uuid(3)])].into_iter().fold(snapshot, |it, e| it.apply(e, LATER).0);
+    let held = || held(&[&uuid(3)]);
+    let snapshot = after(NodeState::default(), [seen([0, 1]), held(), seen([]), held(), held()]);
     assert_eq!(list(&snapshot, &gpu()), [(uuid(3), Some(UnhealthyReason::Gone))].into());
     assert!(snapshot.offers().resources().contains_key(&gpu()), "its list is still served");
-    let snapshot = [held(&[]), held(&[])].into_iter().fold(snapshot, |it, e| it.apply(e, LATER).0);
+    let snapshot = after(snapshot, [nobody(), nobody()]);
     assert!(snapshot.offers().resources().is_empty() && !snapshot.offers().awaits_holders());
 }
 
@@ -164,7 +141,8 @@ fn held_ids_alone_make_no_resource() {
 fn absurd_holder_list_is_bounded() {
     let many = (0..40_000).map(|number| (gpu(), id(format!("GPU-{number:06}"))));
     let long = [(gpu(), id("x".repeat(64)))];
-    let (snapshot, _) = after([seen([0, 1])]).apply(Event::Holders(Some(many.chain(long).collect())), LATER);
+    let events = [seen([0, 1]), Event::Holders(Some(many.chain(long).collect()))];
+    let snapshot = after(NodeState::default(), events);
     let listed = list(&snapshot, &gpu());
     assert_eq!(listed.len(), 1 << 14);
     assert!(listed.keys().all(|id| id.len() <= 63));
@@ -191,7 +169,7 @@ fn the_first_list_has_what_pods_hold() {
     assert_eq!(publishes(vec![seen([0]), polled(), Event::Holders(None)]), [false, false, true]);
     assert_eq!(publishes(vec![seen([])]), [true]);
     // A poll that came before the look is none of these GPUs'; a plan and other hints do not open the list.
-    let early = vec![polled(), held(&[]), seen([0]), planned(sliced(2)), Event::NumaHints(NumaHints::Off), polled()];
+    let early = vec![polled(), held(&[]), seen([0]), planned(&sliced(2)), Event::NumaHints(NumaHints::Off), polled()];
     assert_eq!(publishes(early), [false, false, false, false, false, true]);
 }
 
@@ -246,13 +224,13 @@ proptest! {
     #[test]
     fn what_pods_hold_is_on_the_list(steps in vec(step(), 1..40)) {
         let (mut which, mut gpus) = (0, BTreeSet::from([0, 1]));
-        let begin = |which: u8, gpus: &BTreeSet<usize>| after([planned(plan(which)), seen(gpus.iter().copied())]);
+        let begin = |which: u8, gpus: &BTreeSet<usize>| after(NodeState::default(), [planned(&plan(which)), seen(gpus.iter().copied())]);
         let mut snapshot = begin(which, &gpus);
         let mut answers: Vec<BTreeSet<(String, String)>> = Vec::new();
         for step in steps {
             let event = match step {
                 Step::Look(there) => { gpus = there; answers.clear(); seen(gpus.iter().copied()) }
-                Step::Plan(other) => { which = other; answers.clear(); planned(plan(which)) }
+                Step::Plan(other) => { which = other; answers.clear(); planned(&plan(which)) }
                 Step::Silence => { answers.clear(); Event::Holders(None) }
                 Step::Restart => {
                     answers.clear();
@@ -294,9 +272,7 @@ proptest! {
 fn id_held_by_init_container_stays_listed() {
     let init_containers = BTreeSet::from([(gpu(), id(uuid(1)))]);
     let held = || Event::Holders(Some(Holdings { init_containers: init_containers.clone(), ..Holdings::default() }));
-    let snapshot = after([seen([0, 1]), held(), seen([0]), held(), held()]);
+    let snapshot = after(NodeState::default(), [seen([0, 1]), held(), seen([0]), held(), held()]);
     assert_eq!(list(&snapshot, &gpu())[&uuid(1)], Some(UnhealthyReason::Gone));
-    let none = || Event::Holders(Some(Holdings::default()));
-    let snapshot = [none(), none()].into_iter().fold(snapshot, |it, event| it.apply(event, LATER).0);
-    assert_eq!(list(&snapshot, &gpu()).len(), 1);
+    assert_eq!(list(&after(snapshot, [nobody(), nobody()]), &gpu()).len(), 1);
 }

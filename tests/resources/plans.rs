@@ -1,30 +1,15 @@
 //! Plans on a machine, without a node around them: what each asks for that cannot be had, in words, and what then stays.
 
 use std::collections::BTreeSet;
-use std::time::Duration;
 
 use linkwise_core::allocation::{AllocationPolicy, AllocationRequest, DeviceId};
 use linkwise_core::state::{
-    Effect, Event, Filter, Health, Holdings, MigInstance, MigStrategy, NamePattern, NodeState, Pattern, PlanProblem,
+    Effect, Event, Filter, GpuSelector, Health, MigInstance, MigStrategy, NamePattern, NodeState, Pattern, PlanProblem,
     ResourceName, ResourcePlan, SharedDevices, SharedResource, Sharing, SharingKind, UnhealthyReason,
 };
-use linkwise_core::topology::{NodeObservation, NodeTopology};
+use linkwise_core::topology::{NodeObservation, NodeTopology, NumaNodeId};
 
-use crate::resources::{mixed, resource};
-
-const NOW: Duration = Duration::from_secs(1_000_000);
-
-fn gpu() -> ResourceName {
-    ResourceName::gpu()
-}
-
-fn seen(node: NodeObservation) -> Event {
-    Event::Observed(Box::new(node))
-}
-
-fn planned(plan: &ResourcePlan) -> Event {
-    Event::Planned(Box::new(plan.clone()))
-}
+use crate::resources::{NOW, after, gpu, mig, mixed, nobody, planned, renamed, resource, seen, sharing, sliced, with};
 
 /// The problems that people are told of.
 fn told(effects: &[Effect]) -> Vec<String> {
@@ -33,10 +18,6 @@ fn told(effects: &[Effect]) -> Vec<String> {
         _ => None,
     };
     effects.iter().filter_map(problem).collect()
-}
-
-fn sharing(kind: SharingKind, resources: Vec<SharedResource>) -> ResourcePlan {
-    ResourcePlan { sharing: Some(Sharing::new(kind, resources)), ..ResourcePlan::default() }
 }
 
 fn slices(name: &str, replicas: u32) -> SharedResource {
@@ -56,19 +37,16 @@ const GONE: &str = "GPU-99999999-0000-4000-8000-000000000000";
 /// A plan that is there before the first look: what it cannot have is withheld, the rest is offered.
 #[test]
 fn impossible_plan_is_withheld_and_named() {
-    let on_mig = ResourcePlan { mig_strategy: MigStrategy::Mixed, ..ResourcePlan::default() };
-    let with = |plan: &ResourcePlan, shared: Vec<SharedResource>, kind| ResourcePlan {
-        sharing: Some(Sharing::new(kind, shared)),
-        ..plan.clone()
-    };
-    let slicing = |shared| with(&on_mig, shared, SharingKind::TimeSlicing);
+    let on_mig = |kind, shared| ResourcePlan { mig_strategy: MigStrategy::Mixed, ..sharing(kind, shared) };
+    let slicing = |shared| on_mig(SharingKind::TimeSlicing, shared);
+    let by_mps = |shared| on_mig(SharingKind::Mps, shared);
     let devices = |devices| SharedResource { devices, ..slices("nvidia.com/gpu", 2) };
     let list = |text: &str| SharedDevices::List(vec![text.parse().unwrap()]);
     let renamed = |name: &str, to: &str| SharedResource { rename: Some(resource(to)), ..slices(name, 2) };
     let long = format!("{}.com/{}", "x".repeat(40), "y".repeat(60));
     let cases = [
         (
-            ResourcePlan { mig_strategy: MigStrategy::Single, ..ResourcePlan::default() },
+            mig(MigStrategy::Single),
             "MIG strategy single: the MIG devices differ (1g.10gb on 0000:0f:00.0, 0000:4e:00.0; 1g.10gb+me on \
              0000:4e:00.0; 2c.4g.40gb on 0000:47:00.0; 2g.20gb on 0000:4e:00.0; 3g.40gb on 0000:47:00.0); none is offered",
             0,
@@ -95,18 +73,18 @@ fn impossible_plan_is_withheld_and_named() {
             14,
         ),
         (
-            with(&on_mig, vec![slices("nvidia.com/mig-3g.40gb", 2)], SharingKind::Mps),
+            by_mps(vec![slices("nvidia.com/mig-3g.40gb", 2)]),
             "nvidia.com/mig-3g.40gb is to be shared by MPS, but GPUs 0000:47:00.0 are in MIG mode; it is not offered",
             13,
         ),
         (
-            with(&ResourcePlan::default(), vec![slices("nvidia.com/gpu", 2)], SharingKind::Mps),
+            sharing(SharingKind::Mps, vec![slices("nvidia.com/gpu", 2)]),
             "nvidia.com/gpu is to be shared by MPS, but GPUs 0000:0f:00.0, 0000:47:00.0, 0000:4e:00.0 are in MIG mode; \
              it is not offered",
             0,
         ),
         (
-            with(&on_mig, vec![slices("nvidia.com/gpu", 49)], SharingKind::Mps),
+            by_mps(vec![slices("nvidia.com/gpu", 49)]),
             "nvidia.com/gpu is to be shared by MPS with 49 replicas, but the MPS server of GPU 0000:07:00.0 takes 48 \
              clients at most; it is not offered",
             13,
@@ -153,11 +131,10 @@ fn a_slots_id_has_to_fit() {
     let mut node = mixed();
     node.gpus.truncate(1);
     node.gpus[0].uuid = format!("GPU-{}", "x".repeat(56)).parse().unwrap();
-    let plan = |replicas| sharing(SharingKind::TimeSlicing, vec![slices("nvidia.com/gpu", replicas)]);
-    let (snapshot, _) = NodeState::default().apply(seen(node), NOW);
-    let (snapshot, effects) = snapshot.apply(planned(&plan(10)), NOW);
+    let snapshot = after(NodeState::default(), [seen(node)]);
+    let (snapshot, effects) = snapshot.apply(planned(&sliced(10)), NOW);
     assert_eq!((told(&effects), offered(&snapshot)), (vec![], vec![(gpu().to_string(), 10)]));
-    let (_, effects) = snapshot.apply(planned(&plan(11)), NOW);
+    let (_, effects) = snapshot.apply(planned(&sliced(11)), NOW);
     assert!(told(&effects)[0].contains("::10 is longer than 63 characters"), "{effects:?}");
 }
 
@@ -167,9 +144,8 @@ fn gpus_that_offer_nothing_are_named() {
     node.gpus[0].display = Some(true);
     node.gpus[2].mig.as_mut().unwrap().devices.clear();
     let filter = Filter { exclude_displays: true, ..Filter::default() };
-    let plan = ResourcePlan { mig_strategy: MigStrategy::Mixed, filter, ..ResourcePlan::default() };
-    let (snapshot, _) = NodeState::default().apply(planned(&plan), NOW);
-    let (snapshot, effects) = snapshot.apply(seen(node.clone()), NOW);
+    let plan = ResourcePlan { filter, ..mig(MigStrategy::Mixed) };
+    let (snapshot, effects) = after(NodeState::default(), [planned(&plan)]).apply(seen(node.clone()), NOW);
     let words = [
         "GPU 0000:07:00.0 (GPU-00000000-0000-0000-0000-000000000000): it has an active display; it is not offered",
         "GPU 0000:47:00.0: MIG mode is on, but it has no MIG device; it offers nothing",
@@ -181,8 +157,7 @@ fn gpus_that_offer_nothing_are_named() {
     let (_, effects) = snapshot.apply(planned(&plan), NOW);
     assert!(!told(&effects).iter().any(|words| words.contains("display")), "it is offered: {effects:?}");
     node.gpus[0].model = Some("NVIDIA DGX Display".to_owned());
-    let (snapshot, _) = NodeState::default().apply(planned(&plan), NOW);
-    let (_, effects) = snapshot.apply(seen(node), NOW);
+    let (_, effects) = after(NodeState::default(), [planned(&plan)]).apply(seen(node), NOW);
     let adapter = "GPU 0000:07:00.0 (NVIDIA DGX Display): it is a DGX's display adapter; it is not offered";
     assert_eq!(told(&effects), [adapter, words[1]]);
 }
@@ -192,18 +167,81 @@ fn gpus_that_offer_nothing_are_named() {
 fn single_wants_all_gpus_in_one_mode() {
     let mut node = mixed();
     node.gpus.truncate(2);
-    let plan = ResourcePlan { mig_strategy: MigStrategy::Single, ..ResourcePlan::default() };
-    let (snapshot, _) = NodeState::default().apply(planned(&plan), NOW);
+    let snapshot = after(NodeState::default(), [planned(&mig(MigStrategy::Single))]);
     let (snapshot, effects) = snapshot.apply(seen(node), NOW);
     let words = "MIG strategy single: GPUs 0000:0f:00.0 are in MIG mode and 0000:07:00.0 are not; none is offered";
     assert_eq!((told(&effects), offered(&snapshot)), (vec![words.to_owned()], vec![]));
 }
 
+/// All four GPUs cut as the second one is.
+fn alike() -> NodeObservation {
+    let mut alike = mixed();
+    for gpu in [0, 2, 3] {
+        alike.gpus[gpu].mig = alike.gpus[1].mig.clone();
+        for device in &mut alike.gpus[gpu].mig.as_mut().unwrap().devices {
+            device.uuid = format!("{}-{gpu}", device.uuid).parse().unwrap();
+        }
+    }
+    alike
+}
+
+/// Of what was offered, that which is still there stays where one GPU is cut otherwise. Nothing new is added.
+#[test]
+fn single_keeps_devices_when_one_gpu_is_cut_otherwise() {
+    let snapshot = with(&mig(MigStrategy::Single), alike());
+    assert_eq!(offered(&snapshot), [(gpu().to_string(), 28)]);
+    let mut other = alike();
+    other.gpus[3].mig = mixed().gpus[3].mig.clone();
+    let snapshot = after(snapshot, [seen(other)]);
+    assert_eq!((offered(&snapshot), snapshot.offers().of(&gpu()).count()), (vec![(gpu().to_string(), 21)], 28));
+    assert_eq!(offered(&after(snapshot, [seen(alike())])), [(gpu().to_string(), 28)]);
+}
+
+#[test]
+fn mig_devices_have_the_numa_node_of_their_gpu() {
+    let snapshot = with(&mig(MigStrategy::Mixed), mixed());
+    let seventh = resource("nvidia.com/mig-1g.10gb");
+    let nodes = snapshot.offers().of(&seventh).map(|(_, device)| (device.gpu.index, device.numa_nodes.clone()));
+    assert_eq!(nodes.collect::<BTreeSet<_>>(), [(1, vec![NumaNodeId(0)]), (3, vec![NumaNodeId(1)])].into());
+}
+
+#[test]
+fn display_is_offered_and_display_adapter_is_not() {
+    let mut node = mixed();
+    node.gpus[0].display = Some(true);
+    for (model, count) in
+        [("NVIDIA A100", 4), ("DGX Display", 3), ("NVIDIA DGX Display", 3), ("NVIDIA DGX Display 2", 4)]
+    {
+        node.gpus[0].model = Some(model.to_owned());
+        let snapshot = with(&ResourcePlan::default(), node.clone());
+        assert_eq!(offered(&snapshot), [(gpu().to_string(), count)], "{model}");
+        let id = DeviceId::from(&node.gpus[0].uuid);
+        assert_eq!(snapshot.offers().is_healthy(&gpu(), &id), count == 4, "{model}");
+    }
+}
+
+#[test]
+fn some_gpus_are_shared_under_another_name_and_some_left_out() {
+    let mut node = mixed();
+    let devices = vec!["1".parse().unwrap(), node.gpus[2].uuid.as_str().parse().unwrap()];
+    let rename = Some(resource("nvidia.com/half"));
+    let half = SharedResource { rename, devices: SharedDevices::List(devices), ..slices("nvidia.com/gpu", 2) };
+    let exclude = vec![GpuSelector::Pci(node.gpus[3].pci)];
+    let filter = Filter { exclude, exclude_displays: true };
+    let plan = ResourcePlan { filter, ..sharing(SharingKind::TimeSlicing, vec![half]) };
+    let snapshot = with(&plan, node.clone());
+    let half = ("nvidia.com/half".to_owned(), 4);
+    assert_eq!(offered(&snapshot), [(gpu().to_string(), 1), half.clone()]);
+    assert!(snapshot.offers().is_healthy(&gpu(), &DeviceId::from(&node.gpus[0].uuid)));
+    // A display on the GPU that is whole.
+    node.gpus[0].display = Some(true);
+    assert_eq!(offered(&after(snapshot, [seen(node)])), [half]);
+}
+
 #[test]
 fn impossible_new_plan_waits_while_old_one_stays() {
-    let (snapshot, _) = NodeState::default().apply(seen(mixed()), NOW);
-    let wanted = ResourcePlan { mig_strategy: MigStrategy::Single, ..ResourcePlan::default() };
-    let (snapshot, effects) = snapshot.apply(planned(&wanted), NOW);
+    let wanted = mig(MigStrategy::Single);
+    let (snapshot, effects) = after(NodeState::default(), [seen(mixed())]).apply(planned(&wanted), NOW);
     let told = told(&effects);
     assert!(told[0].contains("the MIG devices differ") && told[2].contains("the previous plan stays"), "{told:?}");
     assert_eq!(
@@ -212,14 +250,7 @@ fn impossible_new_plan_waits_while_old_one_stays() {
     );
     assert!(snapshot.offers().problems().contains(&PlanProblem::OldPlanStays));
     // The node becomes what the plan wants.
-    let mut alike = mixed();
-    for gpu in [0, 2, 3] {
-        alike.gpus[gpu].mig = alike.gpus[1].mig.clone();
-        for device in &mut alike.gpus[gpu].mig.as_mut().unwrap().devices {
-            device.uuid = format!("{}-{gpu}", device.uuid).parse().unwrap();
-        }
-    }
-    let (snapshot, _) = snapshot.apply(seen(alike), NOW);
+    let snapshot = after(snapshot, [seen(alike())]);
     assert_eq!((offered(&snapshot), snapshot.offers().plan()), (vec![(gpu().to_string(), 28)], &wanted));
     assert_eq!(snapshot.offers().problems(), []);
 }
@@ -227,18 +258,10 @@ fn impossible_new_plan_waits_while_old_one_stays() {
 #[test]
 fn names_come_from_the_first_pattern_that_matches() {
     let name = |pattern: &str, name: &str| NamePattern { pattern: Pattern::new(pattern), name: resource(name) };
-    let plan = ResourcePlan {
-        mig_strategy: MigStrategy::Mixed,
-        gpu_names: vec![
-            name("H100", "nvidia.com/h100"),
-            name("A100*80GB", "nvidia.com/a100-80"),
-            name("*", "nvidia.com/x"),
-        ],
-        mig_names: vec![name("3g.", "nvidia.com/large")],
-        ..ResourcePlan::default()
-    };
-    let (snapshot, _) = NodeState::default().apply(planned(&plan), NOW);
-    let (snapshot, _) = snapshot.apply(seen(mixed()), NOW);
+    let gpu_names =
+        vec![name("H100", "nvidia.com/h100"), name("A100*80GB", "nvidia.com/a100-80"), name("*", "nvidia.com/x")];
+    let mig_names = vec![name("3g.", "nvidia.com/large")];
+    let snapshot = with(&ResourcePlan { gpu_names, mig_names, ..mig(MigStrategy::Mixed) }, mixed());
     let names: Vec<&str> = snapshot.offers().resources().keys().map(ResourceName::as_str).collect();
     let expected = [
         "nvidia.com/a100-80",
@@ -260,56 +283,47 @@ fn first(snapshot: &NodeState, resource: &ResourceName, size: usize) -> Vec<Stri
 #[test]
 fn policy_counts_the_use_of_other_resources() {
     let one = resource("nvidia.com/mig-1g.10gb");
-    let mut plan = ResourcePlan { mig_strategy: MigStrategy::Mixed, ..ResourcePlan::default() };
-    let (snapshot, _) = NodeState::default().apply(planned(&plan), NOW);
-    let (snapshot, _) = snapshot.apply(seen(mixed()), NOW);
+    let mut plan = mig(MigStrategy::Mixed);
+    let snapshot = with(&plan, mixed());
     let parent = |snapshot: &NodeState| {
         let id = DeviceId::from(first(snapshot, &one, 1).remove(0));
         snapshot.offers().of(&one).find(|(known, _)| **known == id).unwrap().1.gpu.index
     };
     // GPU 1 and GPU 3 have such devices; nothing of GPU 1 is held.
     let other = resource("nvidia.com/mig-2g.20gb");
-    let held = BTreeSet::from([(other.clone(), snapshot.offers().of(&other).next().unwrap().0.clone())]);
-    let (snapshot, effects) = snapshot.apply(Event::Holders(Some(held.clone().into_iter().collect())), NOW);
+    let id = snapshot.offers().of(&other).next().unwrap().0.clone();
+    let held = || Event::Holders(Some([(other.clone(), id.clone())].into_iter().collect()));
+    let (snapshot, effects) = snapshot.apply(held(), NOW);
     assert_eq!((parent(&snapshot), effects), (1, vec![Effect::Publish]));
     plan.shared_policy = Some(AllocationPolicy::Packed);
-    let (snapshot, _) = snapshot.apply(planned(&plan), NOW);
+    let snapshot = after(snapshot, [planned(&plan)]);
     assert_eq!(parent(&snapshot), 3);
-    let (snapshot, effects) = snapshot.apply(Event::Holders(Some(held.into_iter().collect())), NOW);
+    let (snapshot, effects) = snapshot.apply(held(), NOW);
     assert_eq!(effects, [], "the same again");
-    let (snapshot, _) = snapshot.apply(Event::Holders(None), NOW);
+    let snapshot = after(snapshot, [Event::Holders(None)]);
     assert_eq!(parent(&snapshot), 3, "the kubelet restarts, the pod runs on");
 }
 
 #[test]
 fn withdrawn_id_leaves_after_two_lists_without_it() {
-    let (snapshot, _) = NodeState::default().apply(seen(mixed()), NOW);
-    let renamed = ResourcePlan {
-        gpu_names: vec![NamePattern { pattern: Pattern::new("*"), name: resource("nvidia.com/a100") }],
-        ..ResourcePlan::default()
-    };
-    let (snapshot, _) = snapshot.apply(planned(&renamed), NOW);
+    let snapshot = after(NodeState::default(), [seen(mixed()), planned(&renamed())]);
     let left = |snapshot: &NodeState| snapshot.offers().of(&gpu()).count();
     let reason = |snapshot: &NodeState| snapshot.offers().of(&gpu()).next().unwrap().1.health.clone();
     assert_eq!(left(&snapshot), 4);
     assert_eq!(reason(&snapshot), Health::Unhealthy { reason: UnhealthyReason::Withdrawn, since: NOW });
-    let held = BTreeSet::from([(gpu(), snapshot.offers().of(&gpu()).next().unwrap().0.clone())]);
-    for _ in 0..2 {
-        let (snapshot, _) = snapshot.clone().apply(Event::Holders(None), NOW);
-        assert_eq!(left(&snapshot), 4, "nobody knows who holds what");
-    }
-    let (snapshot, _) = snapshot.apply(Event::Holders(Some(held.clone().into_iter().collect())), NOW);
+    let id = snapshot.offers().of(&gpu()).next().unwrap().0.clone();
+    let held = || Event::Holders(Some([(gpu(), id.clone())].into_iter().collect()));
+    let unknown = after(snapshot.clone(), [Event::Holders(None), Event::Holders(None)]);
+    assert_eq!(left(&unknown), 4, "nobody knows who holds what");
+    let snapshot = after(snapshot, [held()]);
     assert_eq!(left(&snapshot), 4, "a pod may just be coming");
-    let (snapshot, effects) = snapshot.apply(Event::Holders(Some(held.into_iter().collect())), NOW);
+    let (snapshot, effects) = snapshot.apply(held(), NOW);
     assert_eq!((left(&snapshot), effects), (1, vec![Effect::Publish]));
-    let (snapshot, _) = snapshot.apply(Event::Holders(Some(Holdings::default())), NOW);
-    let (snapshot, _) = snapshot.apply(Event::Holders(Some(Holdings::default())), NOW);
+    let snapshot = after(snapshot, [nobody(), nobody()]);
     assert_eq!(left(&snapshot), 0);
     assert_eq!(snapshot.offers().resources().len(), 1);
     // Back to the first plan.
-    let (snapshot, _) = snapshot.apply(planned(&ResourcePlan::default()), NOW);
-    let nobody = || Event::Holders(Some(Holdings::default()));
-    let (snapshot, _) = snapshot.apply(nobody(), NOW).0.apply(nobody(), NOW);
+    let snapshot = after(snapshot, [planned(&ResourcePlan::default()), nobody(), nobody()]);
     assert_eq!(offered(&snapshot), [(gpu().to_string(), 4)]);
 }
 
@@ -323,30 +337,27 @@ fn fault_follows_hardware_through_plan_changes() {
             devices.filter(|it| matches!(&it.health, Health::Unhealthy { reason: UnhealthyReason::Xid { .. }, .. }));
         sick.map(|device| (device.gpu.index, device.mig.is_some(), device.slot)).collect::<BTreeSet<_>>()
     };
-    let (snapshot, _) = NodeState::default().apply(seen(mixed()), NOW);
-    let (snapshot, _) = snapshot.apply(xid(), NOW);
+    let snapshot = after(NodeState::default(), [seen(mixed()), xid()]);
     assert_eq!(sick(&snapshot), BTreeSet::from([(1, false, None)]));
     // Its slots, under another name, and its MIG devices are as faulty.
     let slots = SharedResource { rename: Some(resource("a.b/c")), ..slices("nvidia.com/gpu", 2) };
-    let (snapshot, _) = snapshot.apply(planned(&sharing(SharingKind::TimeSlicing, vec![slots])), NOW);
+    let snapshot = after(snapshot, [planned(&sharing(SharingKind::TimeSlicing, vec![slots]))]);
     assert_eq!(sick(&snapshot), BTreeSet::from([(1, false, Some(0)), (1, false, Some(1))]));
     assert_eq!(offered(&snapshot), [("a.b/c".to_owned(), 6)]);
-    let plan = ResourcePlan { mig_strategy: MigStrategy::Mixed, ..ResourcePlan::default() };
-    let (snapshot, _) = snapshot.apply(planned(&plan), NOW);
+    let plan = mig(MigStrategy::Mixed);
+    let snapshot = after(snapshot, [planned(&plan)]);
     assert_eq!(sick(&snapshot), BTreeSet::from([(1, true, None)]));
     let one = resource("nvidia.com/mig-1g.10gb");
     let healthy =
         |snapshot: &NodeState| snapshot.offers().of(&one).filter(|(_, it)| it.health == Health::Healthy).count();
     assert_eq!(healthy(&snapshot), 1);
     // A fault of the time in which a device was not offered.
-    let (snapshot, _) = NodeState::default().apply(planned(&plan), NOW);
-    let (snapshot, _) = snapshot.apply(seen(mixed()), NOW);
-    let (faulty, _) = snapshot.clone().apply(xid(), NOW);
-    let (faulty, _) = faulty.apply(planned(&ResourcePlan::default()), NOW);
+    let snapshot = with(&plan, mixed());
+    let faulty = after(snapshot.clone(), [xid(), planned(&ResourcePlan::default())]);
     assert_eq!(sick(&faulty), BTreeSet::from([(1, false, None)]));
     // A fault of one instance is its device's alone.
     let instance = Some(MigInstance { gpu_instance: 9, compute_instance: Some(0) });
-    let (snapshot, _) = snapshot.apply(Event::Xid { gpu: mixed().gpus[1].uuid.clone(), code: 79, instance }, NOW);
+    let snapshot = after(snapshot, [Event::Xid { gpu: mixed().gpus[1].uuid.clone(), code: 79, instance }]);
     assert_eq!(healthy(&snapshot), 7);
 }
 

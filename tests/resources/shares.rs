@@ -1,31 +1,22 @@
 //! GPUs that several claims share through DRA: what the plan makes of them, and when that changes.
 
-use std::time::Duration;
-
 use linkwise_core::claims::ClaimName;
 use linkwise_core::state::{
-    Door, Effect, Event, GpuShares, GpuSharing, Health, HealthRecord, Holdings, NodeState, PlanProblem, Prepared,
-    PreparedClaim, PreparedDevice, ResourceName, ResourcePlan, SharedDevices, SharedResource, Sharing, SharingKind,
+    Door, Effect, Event, GpuShares, GpuSharing, Health, HealthRecord, NodeState, PlanProblem, Prepared, PreparedClaim,
+    PreparedDevice, ResourcePlan, SharedDevices, SharingKind,
 };
-use linkwise_core::topology::{GpuUuid, MigObservation, NodeObservation};
+use linkwise_core::topology::{GpuUuid, MigObservation};
 
-const NOON: Duration = Duration::from_secs(1_000_000);
-
-fn seen() -> NodeObservation {
-    let mut seen = linkwise_host::machines::load("dgx1-v100").unwrap().observed;
-    seen.gpus.truncate(3);
-    seen
-}
+use crate::resources::{NOW, dgx, nobody, planned, seen, sliced};
 
 fn uuid(at: usize) -> GpuUuid {
-    seen().gpus[at].uuid.clone()
+    dgx(3).gpus[at].uuid.clone()
 }
 
 /// All GPUs behind DRA, in so many shares; 0: one claim's each.
 fn plan(shares: u32) -> ResourcePlan {
-    let row = SharedResource::new(ResourceName::gpu(), shares);
-    let sharing = (shares > 0).then(|| Sharing::new(SharingKind::TimeSlicing, vec![row]));
-    ResourcePlan { door: Door::Dra, sharing, ..ResourcePlan::default() }
+    let plan = if shares > 0 { sliced(shares) } else { ResourcePlan::default() };
+    ResourcePlan { door: Door::Dra, ..plan }
 }
 
 fn in_shares(shares: u32) -> Option<GpuShares> {
@@ -46,25 +37,23 @@ struct World {
 impl World {
     /// A node whose GPUs have gone to DRA.
     fn new(plan: ResourcePlan) -> Self {
+        Self::of([planned(&plan), seen(dgx(3)), nobody(), nobody()])
+    }
+
+    /// A node after these events.
+    fn of(events: impl IntoIterator<Item = Event>) -> Self {
         let mut world = Self { state: NodeState::default(), problems: Vec::new() };
-        world.tell(Event::Planned(Box::new(plan)));
-        world.tell(Event::Observed(Box::new(seen())));
-        world.list();
-        world.list();
+        events.into_iter().for_each(|event| world.tell(event));
         world
     }
 
     fn tell(&mut self, event: Event) {
-        let (state, effects) = std::mem::take(&mut self.state).apply(event, NOON);
+        let (state, effects) = std::mem::take(&mut self.state).apply(event, NOW);
         self.state = state;
         self.problems.extend(effects.into_iter().filter_map(|effect| match effect {
             Effect::PlanProblem(problem) => Some(problem),
             _ => None,
         }));
-    }
-
-    fn list(&mut self) {
-        self.tell(Event::Holders(Some(Holdings::default())));
     }
 
     /// How a GPU is shared, how it is to be, and whether it takes new claims.
@@ -92,7 +81,7 @@ fn change_waits_for_claims_alone() {
         let (was, is) = (in_shares(before), in_shares(after));
         let mut world = World::new(plan(before));
         world.tell(prepared(0));
-        world.tell(Event::Planned(Box::new(plan(after))));
+        world.tell(planned(&plan(after)));
         assert_eq!((world.sharing(0), world.sharing(1)), ((was, is, false), (is, is, true)), "{before} {after}");
         assert!(world.state.offers().awaits_holders());
         world.tell(Event::Prepared(Vec::new()));
@@ -103,7 +92,7 @@ fn change_waits_for_claims_alone() {
 #[test]
 fn change_waits_until_claims_are_known() {
     let mut world = World::new(plan(4));
-    world.tell(Event::Planned(Box::new(plan(0))));
+    world.tell(planned(&plan(0)));
     assert_eq!(world.sharing(0), (in_shares(4), None, false), "no checkpoint has been read");
     world.tell(Event::Prepared(Vec::new()));
     assert_eq!(world.sharing(0), (None, None, true));
@@ -113,8 +102,8 @@ fn change_waits_until_claims_are_known() {
 fn change_that_is_taken_back_changes_nothing() {
     let mut world = World::new(plan(4));
     world.tell(prepared(0));
-    world.tell(Event::Planned(Box::new(plan(0))));
-    world.tell(Event::Planned(Box::new(plan(4))));
+    world.tell(planned(&plan(0)));
+    world.tell(planned(&plan(4)));
     assert_eq!(world.sharing(0), (in_shares(4), in_shares(4), true));
 }
 
@@ -126,20 +115,13 @@ fn restart_keeps_what_is_published() {
     let text = serde_json::to_string(&record).unwrap();
     assert_eq!(serde_json::from_str::<HealthRecord>(&text).unwrap(), record);
     for (shares, now) in [(4, 4), (0, 4), (2, 4)] {
-        let mut next = World { state: NodeState::default(), problems: Vec::new() };
-        next.tell(Event::Restored(Box::new(record.clone())));
-        next.tell(prepared(0));
-        next.tell(Event::Planned(Box::new(plan(shares))));
-        next.tell(Event::Observed(Box::new(seen())));
-        next.list();
+        let restored = Event::Restored(Box::new(record.clone()));
+        let next = World::of([restored, prepared(0), planned(&plan(shares)), seen(dgx(3)), nobody()]);
         assert_eq!(next.sharing(0), (in_shares(now), in_shares(shares), shares == now), "{shares}");
     }
     // A record of before GPUs were shared.
     let old = HealthRecord { dra_shares: [].into(), ..record };
-    let mut next = World { state: NodeState::default(), problems: Vec::new() };
-    next.tell(Event::Restored(Box::new(old)));
-    next.tell(Event::Planned(Box::new(plan(4))));
-    next.tell(Event::Observed(Box::new(seen())));
+    let next = World::of([Event::Restored(Box::new(old)), planned(&plan(4)), seen(dgx(3))]);
     assert_eq!(next.sharing(0), (None, in_shares(4), false));
 }
 
@@ -158,11 +140,9 @@ fn what_dra_does_not_share_is_told() {
     too_many.sharing.as_mut().unwrap().resources[0].devices = SharedDevices::Count(4);
     let expected = "nvidia.com/gpu: 4 of its devices are to be shared, DRA has 3; they are one claim's each";
     assert_eq!(words(too_many), [expected]);
-    let mut observed = seen();
+    let mut observed = dgx(3);
     observed.gpus[0].mig = Some(MigObservation { enabled: true, devices: Vec::new(), profiles: Vec::new() });
-    let mut world = World { state: NodeState::default(), problems: Vec::new() };
-    world.tell(Event::Planned(Box::new(plan(4))));
-    world.tell(Event::Observed(Box::new(observed)));
+    let world = World::of([planned(&plan(4)), seen(observed)]);
     let said = world.problems[0].to_string();
     assert!(said.contains("through DRA only whole GPUs are: the MIG devices of GPUs 0000:"), "{said}");
 }
