@@ -1,5 +1,5 @@
 //! What machines publish through DRA: each built-in one as golden slices, the API's limits by a checker of its own,
-//! and what holds of the order and the groups on any machine.
+//! and what the commands say of claims.
 
 #![allow(
     clippy::unwrap_used,
@@ -9,15 +9,14 @@
     reason = "the helpers of a test may end it"
 )]
 
-mod checker;
+pub mod checker;
 mod claims;
 mod dcgm;
 mod documented;
 pub mod exact;
 mod fleet;
-mod golden;
+pub mod golden;
 pub mod limits;
 mod mig;
-mod order;
 mod shares;
 mod state;

@@ -10,24 +10,21 @@ use linkwise_host::machines;
 use super::golden::linkwise;
 use super::limits::{cut, published, rich};
 
-/// The page, its code blocks without their indentation.
-fn page() -> String {
-    fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/dra.md")).unwrap()
+/// A page of docs/.
+fn page(name: &str) -> String {
+    fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("docs/{name}.md"))).unwrap()
 }
 
 #[test]
 fn documented_claims_are_what_the_command_prints() {
-    let page = page();
-    let printed = linkwise(&["claim", "--gpus", "4"]);
-    let printed: String = printed.lines().map(|line| format!("    {line}\n")).collect();
-    assert!(page.contains(&printed), "docs/dra.md does not have\n{printed}");
-    let sharing = fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/sharing.md")).unwrap();
-    for args in [
-        &["claim", "--shares", "2", "--name", "half-gpu"][..],
-        &["claim", "--memory", "20Gi", "--kind", "template", "--name", "gpu-20gi"],
+    let page = page("dra");
+    for (documentation, args) in [
+        ("dra", &["claim", "--gpus", "4"][..]),
+        ("sharing", &["claim", "--shares", "2", "--name", "half-gpu"]),
+        ("sharing", &["claim", "--memory", "20Gi", "--kind", "template", "--name", "gpu-20gi"]),
     ] {
         let printed: String = linkwise(args).lines().map(|line| format!("    {line}\n")).collect();
-        assert!(sharing.contains(&printed), "docs/sharing.md does not have\n{printed}");
+        assert!(self::page(documentation).contains(&printed), "docs/{documentation}.md does not have\n{printed}");
     }
     for gpus in ["2", "4", "8"] {
         let printed = linkwise(&["claim", "--gpus", gpus]);
@@ -44,7 +41,7 @@ fn documented_groups_are_those_of_a_dgx_1() {
     let groups: BTreeSet<&String> = devices.iter().flat_map(|device| device.attributes.keys()).collect();
     let is_group = |name: &&str| ["pair", "quad", "octet"].iter().any(|word| name.starts_with(word));
     let names = groups.iter().filter_map(|key| key.strip_prefix("linkwise.dev/")).filter(is_group);
-    let page = page();
+    let page = page("dra");
     let rows: Vec<&str> = page.lines().filter(|line| line.starts_with("    ") && line.contains(" A ")).collect();
     let names: Vec<&str> = names.collect();
     assert_eq!(rows.len(), names.len(), "{names:?}");
@@ -76,7 +73,7 @@ fn documented_attributes_are_those_that_are_published() {
             }
         }
     }
-    let page = page();
+    let page = page("dra");
     let is_group = |key: &str| ["pair", "quad", "octet"].iter().any(|word| key.contains(word));
     for key in keys.iter().filter(|key| !is_group(key) && !key.starts_with("memorySlice")) {
         assert!(page.contains(&format!("`{key}`")), "docs/dra.md has no row for {key}");

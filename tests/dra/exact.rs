@@ -1,22 +1,16 @@
 //! `linkwise claim --exact`: which group it names for a machine and for a cluster of slices, and what it says.
 
 use std::io::Write as _;
-use std::process::{Command, Output};
 
 use serde_json::{Value, json};
 
-use super::golden::{holds, linkwise};
-
-fn claim(args: &[&str]) -> Output {
-    Command::new(env!("CARGO_BIN_EXE_linkwise")).env_clear().arg("claim").args(args).output().unwrap()
-}
+use super::fleet::nodes;
+use super::golden::{are_refused, holds, linkwise, run};
 
 /// The attribute of the last constraint, and what goes to standard error.
 fn named(args: &[&str]) -> (Option<String>, String) {
-    let output = claim(&[&["--exact", "--format", "json"], args].concat());
-    let said = String::from_utf8(output.stderr).unwrap();
-    assert!(output.status.success(), "{args:?}: {said}");
-    let claim: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let (printed, said) = run(&[&["claim", "--exact", "--format", "json"], args].concat()).unwrap();
+    let claim: Value = serde_json::from_str(&printed).unwrap();
     let constraints = claim["spec"]["devices"]["constraints"].as_array();
     let last = constraints.and_then(|constraints| constraints.last());
     (last.map(|last| last["matchAttribute"].as_str().unwrap().to_owned()), said)
@@ -63,12 +57,6 @@ fn one_gpu_needs_no_group() {
 
 #[test]
 fn group_is_the_one_that_most_nodes_meet_at_their_best() {
-    let nodes = |kinds: &[(&str, usize)]| -> Vec<Value> {
-        let all = kinds.iter().flat_map(|(machine, count)| {
-            (0..*count).flat_map(move |number| slices(machine, &format!("{machine}-{number}")))
-        });
-        all.collect()
-    };
     for (kinds, size, group) in [
         (&[("dgx1-v100", 2)][..], "4", "quad1a"),
         // Behind NVSwitches all GPUs are alike, and a larger group is free more often.
@@ -115,26 +103,24 @@ fn sick_old_and_incomplete_devices_do_not_count() {
     sick[0]["spec"]["devices"][0]["taints"] = taint;
     let (_, said) = named(&["--gpus", "8", "--near", "nic", &cluster(&file(&whole, false))]);
     assert!(said.contains("room for 1 claim of 8"), "{said}");
-    let refused = |slices: &[Value]| {
-        let output = claim(&["--exact", "--gpus", "8", &cluster(&file(slices, false))]);
-        assert!(!output.status.success());
-        String::from_utf8(output.stderr).unwrap()
+    let refused = |slices: &[Value], words: &str| {
+        are_refused(&["claim", "--exact", "--gpus", "8"], &[(&[&cluster(&file(slices, false))], words)]);
     };
-    assert!(refused(&sick).contains("there is no group of 8 GPUs; 1 node of 7"), "{}", refused(&sick));
+    refused(&sick, "there is no group of 8 GPUs; 1 node of 7");
     // The newer generation is still being written.
     let mut newer = sick[0].clone();
     newer["metadata"]["name"] = json!("newer");
     newer["spec"]["pool"]["generation"] = json!(2);
     newer["spec"]["pool"]["resourceSliceCount"] = json!(2);
-    assert!(refused(&[whole[0].clone(), newer]).contains("no node publishes whole GPUs"));
+    refused(&[whole[0].clone(), newer], "no node publishes whole GPUs");
 }
 
 #[test]
 fn impossible_exact_claims_are_refused_by_name() {
     let other = file(&[json!({"kind": "Pod"})], false);
     let (other, missing) = (cluster(&other), "--cluster=/none/slices.json");
-    for (args, named) in [
-        (&["--exact", "--gpus", "9", "--node", "pcie-8x-pix-pairs"][..], "the machine has 8 GPUs"),
+    let cases: &[(&[&str], &str)] = &[
+        (&["--exact", "--gpus", "9", "--node", "pcie-8x-pix-pairs"], "the machine has 8 GPUs"),
         (&["--exact", "--gpus", "8", "--node", "gb200-nvl72-node"], "the machine has 4 GPUs"),
         (&["--exact", "--gpus", "2", "--strict"], "--strict"),
         (&["--exact", "--mig", "1g.10gb"], "--mig"),
@@ -144,9 +130,6 @@ fn impossible_exact_claims_are_refused_by_name() {
         (&["--exact", "--gpus", "2", "--cluster"], "no API server"),
         (&["--exact", "--gpus", "2", missing], "cannot open /none/slices.json"),
         (&["--exact", "--gpus", "2", &other], "expected ResourceSlices"),
-    ] {
-        let output = claim(args);
-        let error = String::from_utf8(output.stderr).unwrap();
-        assert!(!output.status.success() && output.stdout.is_empty() && error.contains(named), "{args:?}: {error}");
-    }
+    ];
+    are_refused(&["claim"], cases);
 }

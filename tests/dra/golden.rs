@@ -10,13 +10,39 @@ use linkwise_core::topology::{MigDeviceObservation, MigEngines, MigObservation, 
 use linkwise_host::machines;
 
 use super::checker::check;
-use super::limits::published;
+use super::limits::{mig_device, published};
+
+/// Runs the binary: what it prints and what it says beside, or why it fails, with nothing printed.
+pub fn run(args: &[&str]) -> Result<(String, String), String> {
+    let output = Command::new(env!("CARGO_BIN_EXE_linkwise")).env_clear().args(args).output().unwrap();
+    let [printed, said] = [output.stdout, output.stderr].map(|text| String::from_utf8(text).unwrap());
+    if output.status.success() {
+        return Ok((printed, said));
+    }
+    assert_eq!(printed, "", "{args:?}: {said}");
+    Err(said)
+}
 
 /// Runs the binary, which succeeds with nothing on standard error.
 pub fn linkwise(args: &[&str]) -> String {
-    let output = Command::new(env!("CARGO_BIN_EXE_linkwise")).env_clear().args(args).output().unwrap();
-    assert!(output.status.success() && output.stderr.is_empty(), "{output:?}");
-    String::from_utf8(output.stdout).unwrap()
+    let (printed, said) = run(args).unwrap();
+    assert_eq!(said, "", "{args:?}");
+    printed
+}
+
+/// Checks that each command is refused, and by these words.
+pub fn are_refused(command: &[&str], cases: &[(&[&str], &str)]) {
+    for (args, named) in cases {
+        let error = run(&[command, args].concat()).unwrap_err();
+        assert!(error.contains(named), "{args:?}: {error}");
+    }
+}
+
+/// A configuration file with this text.
+pub fn config(text: &str) -> tempfile::TempPath {
+    let file = tempfile::NamedTempFile::new().unwrap().into_temp_path();
+    std::fs::write(&file, text).unwrap();
+    file
 }
 
 pub fn holds(name: &str, text: &str) {
@@ -61,18 +87,11 @@ fn text(devices: &[SliceDevice]) -> String {
 /// The first GPU cut into 1g, 1g and 3g, as on an A100.
 fn with_mig(mut observed: NodeObservation) -> NodeObservation {
     let device = |index: u32, slices: u32, profile_id, start, size| MigDeviceObservation {
-        index,
         uuid: format!("MIG-{index:08}-0000-4000-8000-000000000000").parse().unwrap(),
         gpu_instance: 7 + index,
-        compute_instance: 0,
-        gpu_slices: slices,
-        compute_slices: slices,
         memory_mib: 9_728 * u64::from(size),
-        profile_id: Some(profile_id),
-        placement: Some(MigPlacement { start, size }),
-        extension: None,
         engines: Some(MigEngines { multiprocessors: 14 * slices, copy: slices, ..MigEngines::default() }),
-        capabilities: None,
+        ..mig_device(index, slices, profile_id, MigPlacement { start, size })
     };
     let devices = vec![device(0, 3, 9, 4, 4), device(1, 1, 19, 0, 1), device(2, 1, 19, 1, 1)];
     observed.gpus[0].mig = Some(MigObservation { enabled: true, devices, profiles: Vec::new() });
@@ -127,8 +146,6 @@ fn settings_choose_the_devices_of_the_command() {
         devices.iter().map(|device| device["name"].as_str().unwrap().to_owned()).collect()
     };
     assert_eq!(names(&[]).len(), 8, "through whichever door");
-    let folder = tempfile::tempdir().unwrap();
-    let config = folder.path().join("config.yaml");
-    std::fs::write(&config, "version: v1\nlinkwise: {filter: {exclude: [0, 1, 3, 4, 5, 6, 7]}}\n").unwrap();
+    let config = config("version: v1\nlinkwise: {filter: {exclude: [0, 1, 3, 4, 5, 6, 7]}}\n");
     assert_eq!(names(&["--config-file", config.to_str().unwrap()]), ["gpu-2"]);
 }

@@ -52,22 +52,31 @@ pub fn rich(mut observed: NodeObservation) -> NodeObservation {
     observed
 }
 
+/// A MIG device of an instance that has nothing else, of a profile of so many GPU slices.
+pub fn mig_device(index: u32, slices: u32, profile_id: u32, placement: MigPlacement) -> MigDeviceObservation {
+    MigDeviceObservation {
+        index,
+        uuid: format!("MIG-{index}").parse().unwrap(),
+        gpu_instance: index,
+        compute_instance: 0,
+        gpu_slices: slices,
+        compute_slices: slices,
+        memory_mib: 9_728,
+        profile_id: Some(profile_id),
+        placement: Some(placement),
+        extension: None,
+        engines: Some(MigEngines { multiprocessors: 16, copy: 1, ..MigEngines::default() }),
+        capabilities: None,
+    }
+}
+
 /// All GPUs cut into so many MIG devices, the last with all memory slices.
 pub fn cut(mut observed: NodeObservation, devices: u32) -> NodeObservation {
     for (gpu, number) in observed.gpus.iter_mut().zip(0..) {
-        let device = |index: u32| MigDeviceObservation {
-            index,
-            uuid: format!("MIG-{number}-{index}").parse().unwrap(),
-            gpu_instance: index,
-            compute_instance: 0,
-            gpu_slices: 1,
-            compute_slices: 1,
-            memory_mib: 9_728,
-            profile_id: Some(19),
-            placement: Some(MigPlacement { start: index, size: if index + 1 == devices { 8 } else { 1 } }),
-            extension: None,
-            engines: Some(MigEngines { multiprocessors: 16, copy: 1, ..MigEngines::default() }),
-            capabilities: None,
+        let device = |index: u32| {
+            let place = MigPlacement { start: index, size: if index + 1 == devices { 8 } else { 1 } };
+            let uuid = format!("MIG-{number}-{index}").parse().unwrap();
+            MigDeviceObservation { uuid, ..mig_device(index, 1, 19, place) }
         };
         gpu.mig =
             Some(MigObservation { enabled: true, devices: (0..devices).map(device).collect(), profiles: Vec::new() });

@@ -9,7 +9,7 @@ use linkwise_core::topology::{
 };
 use linkwise_host::machines;
 
-use super::limits::idle;
+use super::limits::{idle, mig_device};
 
 /// GPU 0 in MIG mode without instances, GPU 1 whole.
 const MACHINE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/lab/fake-nvml/machines/mig-on-demand.yaml");
@@ -26,18 +26,11 @@ pub fn with_device() -> NodeObservation {
     let mut observed = observed();
     let engines = MigEngines { multiprocessors: 28, copy: 2, decoder: 1, ..MigEngines::default() };
     observed.gpus[0].mig.as_mut().unwrap().devices.push(MigDeviceObservation {
-        index: 0,
-        uuid: "MIG-1".parse().unwrap(),
         gpu_instance: 3,
-        compute_instance: 0,
-        gpu_slices: 2,
-        compute_slices: 2,
         memory_mib: 19_968,
-        profile_id: Some(14),
-        placement: Some(MigPlacement { start: 2, size: 2 }),
         extension: Some(MigExtension::None),
         engines: Some(engines),
-        capabilities: None,
+        ..mig_device(0, 2, 14, MigPlacement { start: 2, size: 2 })
     });
     observed
 }

@@ -1,7 +1,5 @@
 //! GPUs that several claims share, as they are published.
 
-use std::process::Command;
-
 use linkwise_core::publish::dra::slice::Pool;
 use linkwise_core::publish::dra::{Capacity, DraFacts, DraSettings, SliceDevice, devices};
 use linkwise_core::state::{
@@ -11,7 +9,7 @@ use linkwise_core::topology::NodeObservation;
 use linkwise_host::machines;
 
 use super::checker::check;
-use super::golden::{holds, linkwise};
+use super::golden::{config, holds, linkwise, run};
 use super::limits::{idle, rich};
 
 /// What a machine publishes whose GPUs with these indices are shared.
@@ -77,14 +75,9 @@ fn shared_gpus_follow_the_others_and_are_in_no_group() {
 
 /// Runs the command with a configuration; what it prints, and what it says beside.
 fn with_config(machine: &str, text: &str) -> (serde_json::Value, String) {
-    let folder = tempfile::tempdir().unwrap();
-    let config = folder.path().join("config.yaml");
-    std::fs::write(&config, text).unwrap();
-    let args = ["dra", "--node", machine, "--config-file", config.to_str().unwrap()];
-    let output = Command::new(env!("CARGO_BIN_EXE_linkwise")).env_clear().args(args).output().unwrap();
-    assert!(output.status.success(), "{output:?}");
-    let said = String::from_utf8(output.stderr).unwrap();
-    (serde_json::from_slice(&output.stdout).unwrap(), said)
+    let config = config(text);
+    let (printed, said) = run(&["dra", "--node", machine, "--config-file", config.to_str().unwrap()]).unwrap();
+    (serde_json::from_str(&printed).unwrap(), said)
 }
 
 fn shared_names(list: &serde_json::Value) -> Vec<&str> {
@@ -95,33 +88,31 @@ fn shared_names(list: &serde_json::Value) -> Vec<&str> {
 
 #[test]
 fn command_prints_shared_gpus() {
-    let folder = tempfile::tempdir().unwrap();
-    let config = folder.path().join("config.yaml");
     let row = "{name: nvidia.com/gpu, replicas: 4, devices: 1}";
     let sharing = format!("sharing: {{timeSlicing: {{resources: [{row}]}}}}");
-    std::fs::write(&config, format!("version: v1\nlinkwise: {{naming: true}}\n{sharing}\n")).unwrap();
+    let config = config(&format!("version: v1\nlinkwise: {{naming: true}}\n{sharing}\n"));
     let args = ["--config-file", config.to_str().unwrap(), "--format", "yaml"];
     holds("dra-command-shared", &linkwise(&[&["dra", "--node", "workstation-a6000"][..], &args].concat()));
 }
 
 #[test]
 fn rows_for_sharing_choose_the_gpus_of_dra() {
-    let config = |more: &str, strategy: &str, row: &str| {
+    let of = |more: &str, strategy: &str, row: &str| {
         let sharing = format!("sharing: {{{strategy}: {{resources: [{{name: nvidia.com/gpu, {row}}}]}}}}");
         with_config("dgx-h100", &format!("version: v1\nlinkwise: {{naming: true{more}}}\n{sharing}\n"))
     };
-    let all = config("", "timeSlicing", "replicas: 2");
+    let all = of("", "timeSlicing", "replicas: 2");
     assert_eq!((shared_names(&all.0).len(), all.1.as_str()), (8, ""));
     let some = ", filter: {exclude: [0, 1, 4, 6, 7]}";
-    let (first, said) = config(some, "timeSlicing", "replicas: 2, devices: 2");
+    let (first, said) = of(some, "timeSlicing", "replicas: 2, devices: 2");
     assert_eq!((shared_names(&first), said.as_str()), (vec!["gpu-2", "gpu-3"], ""));
-    let (listed, said) = config(some, "timeSlicing", "replicas: 2, devices: [3]");
+    let (listed, said) = of(some, "timeSlicing", "replicas: 2, devices: [3]");
     assert_eq!((shared_names(&listed), said.as_str()), (vec!["gpu-3"], ""));
-    let (none, said) = config(some, "timeSlicing", "replicas: 2, devices: 4");
+    let (none, said) = of(some, "timeSlicing", "replicas: 2, devices: 4");
     assert_eq!(shared_names(&none), [""; 0]);
     let words = "linkwise: nvidia.com/gpu: 4 of its devices are to be shared, DRA has 3; they are one claim's each\n";
     assert_eq!(said, words);
-    let (none, said) = config(some, "mps", "replicas: 2");
+    let (none, said) = of(some, "mps", "replicas: 2");
     assert_eq!(shared_names(&none), [""; 0]);
     assert!(said.contains("nvidia.com/gpu is to be shared by MPS, for which claims ask themselves"), "{said}");
 }

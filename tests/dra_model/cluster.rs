@@ -5,13 +5,20 @@ use std::collections::BTreeMap;
 use linkwise_scheduler_box::{Cluster, Failure};
 use serde_json::{Value, json};
 
-use crate::dra_model::published::{DRIVER, Node, claim, classes, gpus, node, nodes};
+use crate::dra::golden::holds;
+use crate::dra_model::published::{Node, allocation, claim, classes, gpus, node, nodes};
 use crate::oracle::{Oracle, Set, subsets};
 
 /// A node of a cluster: its machine under another name.
 struct Member<'a> {
     name: String,
     node: &'a Node,
+}
+
+impl Member<'_> {
+    fn allocation(&self, gpus: Set) -> Value {
+        allocation(self.node, &self.name, gpus)
+    }
 }
 
 /// Nodes of a cluster, of these machines.
@@ -31,18 +38,6 @@ fn cluster(members: &[Member<'_>]) -> Cluster {
         })
     });
     Cluster::new(&slices.collect::<Vec<_>>(), &classes(), &[]).unwrap()
-}
-
-/// The allocation of a claim that has these GPUs of a member.
-fn allocation(member: &Member<'_>, gpus: Set) -> Value {
-    let held = (0..member.node.devices.len()).filter(|gpu| gpus & 1 << gpu != 0);
-    let results: Vec<Value> = held
-        .map(|gpu| {
-            let (pool, device) = (format!("{}/gpu", member.name), &member.node.devices[gpu]);
-            json!({"request": "r", "driver": DRIVER, "pool": pool, "device": device})
-        })
-        .collect();
-    json!({"devices": {"results": results}})
 }
 
 /// What claims got of the best that any node could give.
@@ -91,7 +86,7 @@ fn shares(machines: &[&Node], rounds: usize, claims: &BTreeMap<u32, Value>) -> B
         // The fuller, the likelier an end.
         if draws.below(u64::from(all)) < u64::from(busy) && !held.is_empty() {
             let (at, set) = held.swap_remove(draws.below(held.len() as u64) as usize);
-            cluster.release(&allocation(&members[at], set)).unwrap();
+            cluster.release(&members[at].allocation(set)).unwrap();
             free[at] |= set;
             continue;
         }
@@ -169,7 +164,7 @@ fn in_any_state(claims: &dyn Fn(&Node) -> BTreeMap<u32, Value>, of_mesh: u64) {
             let free = [(); 3].map(|()| draws.below(1 << node.gpus()) as Set);
             let mut cluster = empty.clone();
             for (member, free) in members.iter().zip(free) {
-                cluster.occupy(&allocation(member, all & !free)).unwrap();
+                cluster.occupy(&member.allocation(all & !free)).unwrap();
             }
             for (count, claim) in claims.iter().filter(|(count, _)| **count > 1) {
                 let sets = free.iter().flat_map(|free| subsets(*free)).filter(|set| set.count_ones() == *count);
@@ -215,11 +210,7 @@ fn unlike_nodes_are_compared_by_class() {
             }
         }
     }
-    let mut settings = insta::Settings::clone_current();
-    settings.set_snapshot_path("../snapshots");
-    settings.set_prepend_module_to_snapshot(false);
-    settings.set_omit_expression(true);
-    settings.bind(|| insta::assert_snapshot!("dra-unlike-nodes", told));
+    holds("dra-unlike-nodes", &told);
 }
 
 /// A machine with NVSwitches gets a claim that spares it only while no other has a group with enough free GPUs.
@@ -235,7 +226,7 @@ fn spared_machines_come_after_the_groups_of_others() {
     let (mut spared, mut taken) = (0, 0);
     for free in mesh.availabilities().into_iter().filter(|free| free.count_ones() >= 2) {
         let mut cluster = cluster(&members);
-        cluster.occupy(&allocation(&members[1], !free & 0xff)).unwrap();
+        cluster.occupy(&members[1].allocation(!free & 0xff)).unwrap();
         let node = |claim: &Value| cluster.schedule(&names, std::slice::from_ref(claim)).unwrap().node;
         assert_eq!(node(&usual), "node-0");
         let has_group = mesh.chosen(&alone, free, &group).is_some();

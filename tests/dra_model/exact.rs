@@ -2,10 +2,10 @@
 //! the oracle.
 
 use std::collections::BTreeMap;
-use std::process::Command;
 
 use serde_json::Value;
 
+use crate::dra::golden::run;
 use crate::dra_model::alignment::dranet;
 use crate::dra_model::published::{Node, accepted, claim, list, node};
 use crate::oracle::{Oracle, Set, places, subsets};
@@ -15,11 +15,9 @@ const MACHINES: [&str; 4] = ["dgx1-v100", "aws-p5", "nvlink-bridge-pairs", "pcie
 
 /// The exact claim for a machine, the attribute that it names, and what the command says.
 fn exact(machine: &str, count: u32) -> (Value, String, String) {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_linkwise"));
-    command.args(["claim", "--exact", "--format", "json", "--node", machine, "--gpus", &count.to_string()]);
-    let output = command.output().unwrap();
-    assert!(output.status.success(), "{output:?}");
-    let claim = accepted(&serde_json::from_slice(&output.stdout).unwrap(), Some("default"));
+    let args = ["claim", "--exact", "--format", "json", "--node", machine, "--gpus", &count.to_string()];
+    let (printed, said) = run(&args).unwrap();
+    let claim = accepted(&serde_json::from_str(&printed).unwrap(), Some("default"));
     let devices = &claim["spec"]["devices"];
     assert_eq!(devices["requests"][0]["exactly"]["count"], count);
     assert_eq!(
@@ -27,7 +25,7 @@ fn exact(machine: &str, count: u32) -> (Value, String, String) {
         (1, 1)
     );
     let attribute = devices["constraints"][0]["matchAttribute"].as_str().unwrap().to_owned();
-    (claim, attribute, String::from_utf8(output.stderr).unwrap())
+    (claim, attribute, said)
 }
 
 /// The groups that an attribute makes of a node's GPUs.

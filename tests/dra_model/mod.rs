@@ -16,7 +16,6 @@ mod exact;
 mod mig;
 mod order;
 mod published;
-mod sequences;
 mod several;
 mod sharing;
 mod tiers;

@@ -12,7 +12,7 @@ fn first_on_the_bus(free: Set, count: u32) -> Set {
 fn published_order_is_no_worse_than_bus_order() {
     for node in nodes() {
         let (oracle, cluster) = (Oracle::new(&node.topology), node.cluster(&[]));
-        for count in [2, 4].into_iter().filter(|count| *count <= node.gpus()) {
+        for count in [2, 4, 8].into_iter().filter(|count| *count <= node.gpus()) {
             let claim = gpus(count, None);
             let (mut published, mut on_the_bus) = (0, 0);
             for free in node.availabilities() {

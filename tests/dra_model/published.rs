@@ -1,6 +1,5 @@
 //! Built-in machines as nodes of a cluster: their slices, and what GPUs are free.
 
-use std::process::Command;
 use std::sync::Arc;
 
 use linkwise_api_server_box::{Gates, ResourceType, stored};
@@ -9,6 +8,7 @@ use linkwise_host::machines;
 use linkwise_scheduler_box::{Cluster, Failure};
 use serde_json::{Value, json};
 
+use crate::dra::golden::run;
 use crate::oracle::{Set, places};
 
 /// NVIDIA's driver name, which linkwise takes by default.
@@ -56,10 +56,8 @@ pub fn node_with(name: &'static str, options: &[&str]) -> Node {
 
 /// What a command of linkwise prints as JSON.
 pub fn printed(arguments: &[&str]) -> Value {
-    let output = Command::new(env!("CARGO_BIN_EXE_linkwise")).args(arguments).args(["--format", "json"]).output();
-    let output = output.unwrap();
-    assert!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
-    serde_json::from_slice(&output.stdout).unwrap()
+    let (text, _) = run(&[arguments, &["--format", "json"]].concat()).unwrap();
+    serde_json::from_str(&text).unwrap()
 }
 
 /// An object as the API server stores it.
@@ -89,9 +87,13 @@ pub fn claim(arguments: &[&str]) -> Value {
 
 /// A claim for so many GPUs, with this constraint where one is given.
 pub fn gpus(count: u32, attribute: Option<&str>) -> Value {
-    let exactly = json!({"deviceClassName": CLASS, "count": count});
-    let requests = json!([{"name": "gpus", "exactly": exactly}]);
     let constraints: Vec<Value> = attribute.iter().map(|attribute| json!({"matchAttribute": attribute})).collect();
+    exactly(json!({"deviceClassName": CLASS, "count": count}), &constraints)
+}
+
+/// A claim with one request.
+pub fn exactly(request: Value, constraints: &[Value]) -> Value {
+    let requests = json!([{"name": "gpus", "exactly": request}]);
     let object = json!({
         "apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaim", "metadata": {"name": "c"},
         "spec": {"devices": {"requests": requests, "constraints": constraints}},
@@ -113,14 +115,7 @@ impl Node {
     /// The same with these GPUs free and the others in use.
     pub fn occupied(&self, cluster: &Cluster, free: Set) -> Cluster {
         let mut cluster = cluster.clone();
-        let used = (0..self.devices.len()).filter(|gpu| free & 1 << gpu == 0);
-        let results: Vec<Value> = used
-            .map(|gpu| {
-                let (pool, device) = (format!("{}/gpu", self.name), &self.devices[gpu]);
-                json!({"request": "r", "driver": DRIVER, "pool": pool, "device": device})
-            })
-            .collect();
-        cluster.occupy(&json!({"devices": {"results": results}})).unwrap();
+        cluster.occupy(&allocation(self, self.name, !free)).unwrap();
         cluster
     }
 
@@ -169,6 +164,13 @@ impl Node {
         let step = |state: &u64| Some(state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1));
         std::iter::successors(Some(1), step).map(|state| (state >> 24) as Set & every).take(300).collect()
     }
+}
+
+/// The allocation of a claim that has these GPUs of a machine, which has a name of its own in the cluster.
+pub fn allocation(node: &Node, name: &str, gpus: Set) -> Value {
+    let held = (0..node.devices.len()).filter(|gpu| gpus & 1 << gpu != 0);
+    let result = |gpu: usize| json!({"request": "r", "driver": DRIVER, "pool": format!("{name}/gpu"), "device": node.devices[gpu]});
+    json!({"devices": {"results": held.map(result).collect::<Vec<_>>()}})
 }
 
 /// Sets as lists, for messages.

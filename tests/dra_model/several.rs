@@ -1,7 +1,6 @@
 //! Pods with several claims that fit nowhere: what an attempt costs the scheduler, in devices that it looks at.
 
 use std::collections::BTreeMap;
-use std::path::Path;
 
 use linkwise_api_server_box::{ApiServerBox, ResourceType};
 use linkwise_scheduler_box::{Cluster, Failure};
@@ -9,7 +8,7 @@ use serde_json::{Value, json};
 
 use crate::dra_model::published::{accepted, node, printed};
 use crate::unchanged_pods::several::becomes;
-use crate::unchanged_pods::{ON, put_template, server};
+use crate::unchanged_pods::{ON, put_template, read, server};
 
 /// Half a second of kube-scheduler 1.36.2 on 100 nodes: it took 8.2 s for 205,000 devices on each (docs/scale.md).
 const HALF_A_SECOND: u64 = 12_500;
@@ -19,12 +18,7 @@ const MOST: u64 = 20_000_000;
 
 /// The templates of manifests/dra/templates, as lists.
 fn shipped() -> Vec<Value> {
-    let read = |gpus| {
-        let path = format!("manifests/dra/templates/linkwise-gpus-{gpus}.yaml");
-        let text = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(path)).unwrap();
-        serde_saphyr::from_str(&text).unwrap()
-    };
-    [2, 4, 8].map(read).into()
+    [2, 4, 8].map(|gpus| read(&format!("manifests/dra/templates/linkwise-gpus-{gpus}.yaml"))).into()
 }
 
 /// The same with all groups of a machine.

@@ -6,25 +6,23 @@ use linkwise_scheduler_box::{Cluster, Failure};
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
-use crate::dra_model::published::{Node, SHARED, accepted, gpus, node_with};
+use crate::dra::golden::config;
+use crate::dra_model::published::{Node, SHARED, accepted, exactly, gpus, node_with};
 
 /// A DGX H100 with GPUs in shares: the first two in four, or as the row says.
 fn node(row: &str) -> Node {
-    let folder = tempfile::tempdir().unwrap();
-    let config = folder.path().join("config.yaml");
     let sharing = format!("sharing: {{timeSlicing: {{resources: [{{name: nvidia.com/gpu, replicas: 4, {row}}}]}}}}");
-    std::fs::write(&config, format!("version: v1\nlinkwise: {{naming: true}}\n{sharing}\n")).unwrap();
-    node_with("dgx-h100", &["--config-file", config.to_str().unwrap()])
+    configured(&format!("version: v1\nlinkwise: {{naming: true}}\n{sharing}\n"))
+}
+
+/// A DGX H100 with this configuration.
+fn configured(text: &str) -> Node {
+    node_with("dgx-h100", &["--config-file", config(text).to_str().unwrap()])
 }
 
 /// A claim for a part of so many GPUs.
 fn part(count: u32, requests: &Value) -> Value {
-    let exactly = json!({"deviceClassName": SHARED, "count": count, "capacity": {"requests": requests}});
-    let object = json!({
-        "apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaim", "metadata": {"name": "c"},
-        "spec": {"devices": {"requests": [{"name": "gpus", "exactly": exactly}]}},
-    });
-    accepted(&object, Some("default"))
+    exactly(json!({"deviceClassName": SHARED, "count": count, "capacity": {"requests": requests}}), &[])
 }
 
 /// Allocates claims one after another; the first result of each.
@@ -103,12 +101,9 @@ fn odd_capacity_requests_are_rounded_or_refused() {
 
 #[test]
 fn one_slot_for_each_container_is_one_share_for_each_claim() {
-    let folder = tempfile::tempdir().unwrap();
-    let config = folder.path().join("config.yaml");
     let row = "{name: nvidia.com/gpu, replicas: 4}";
     let sharing = format!("sharing: {{timeSlicing: {{failRequestsGreaterThanOne: true, resources: [{row}]}}}}");
-    std::fs::write(&config, format!("version: v1\n{sharing}\n")).unwrap();
-    let node = node_with("dgx-h100", &["--config-file", config.to_str().unwrap()]);
+    let node = configured(&format!("version: v1\n{sharing}\n"));
     let cluster = node.cluster(&[]);
     assert!(cluster.allocate(node.name, &[part(1, &json!({"shares": "2"}))]).is_err());
     assert!(cluster.allocate(node.name, &[part(1, &json!({"shares": "1"}))]).is_ok());

@@ -39,7 +39,8 @@ fn claim_for_two_always_gets_the_best_pair() {
 fn claim_for_four_gets_the_best_four_or_nearly() {
     for node in nodes().filter(|node| node.gpus() >= 4) {
         let of_node = claim(&["--gpus", "4", "--node", node.name]);
-        for ((best, mean), least) in [(rate(&node, 4), (840, 900)), (rate_of(&node, 4, &of_node), (920, 945))] {
+        let least_mean = if node.name == "azure-ndv2-v100" { 950 } else { 945 };
+        for ((best, mean), least) in [(rate(&node, 4), (840, 900)), (rate_of(&node, 4, &of_node), (920, least_mean))] {
             match node.name {
                 "dgx1-v100" | "azure-ndv2-v100" => {
                     assert!(best >= least.0 && mean >= least.1, "{}: {best}, {mean}", node.name);

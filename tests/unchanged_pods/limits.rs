@@ -40,23 +40,18 @@ fn gpus(pod: &Value) -> (u32, u32) {
 #[tokio::test]
 async fn limit_range_gives_no_pod_more_gpus_than_without() {
     let server = server().await;
-    let of_container = |more: Value| {
-        let mut item = json!({"type": "Container"});
-        item.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
-        item
-    };
     let amount = |gpus: &str| json!({GPUS: gpus});
     let ranges = [
         json!({"type": "Container", "default": {"cpu": "1"}}),
-        of_container(json!({"max": amount("8")})),
-        of_container(json!({"max": amount("2")})),
-        of_container(json!({"max": amount("2"), "default": amount("0")})),
-        of_container(json!({"max": amount("8"), "default": amount("0")})),
-        of_container(json!({"default": amount("0")})),
-        of_container(json!({"default": amount("1")})),
+        json!({"type": "Container", "max": amount("8")}),
+        json!({"type": "Container", "max": amount("2")}),
+        json!({"type": "Container", "max": amount("2"), "default": amount("0")}),
+        json!({"type": "Container", "max": amount("8"), "default": amount("0")}),
+        json!({"type": "Container", "default": amount("0")}),
+        json!({"type": "Container", "default": amount("1")}),
         json!({"type": "Pod", "max": amount("4")}),
-        of_container(json!({"max": amount("1k"), "default": amount("0")})),
-        of_container(json!({"max": amount("100"), "default": amount("0")})),
+        json!({"type": "Container", "max": amount("1k"), "default": amount("0")}),
+        json!({"type": "Container", "max": amount("100"), "default": amount("0")}),
     ];
     let pods = [
         vec![Some(1)],

@@ -34,11 +34,10 @@ const UNNAMED: &str = "unnamed";
 /// A namespace with the label alone.
 const EMPTY: &str = "empty";
 
-/// A file of the repository, as YAML.
-fn read(path: &str) -> Value {
-    let text = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(path));
-    let text = text.unwrap_or_else(|error| panic!("{path}: {error}"));
-    serde_saphyr::from_str(&text).unwrap_or_else(|error| panic!("{path}: {error}"))
+/// A file of the repository with one object.
+pub fn read(path: &str) -> Value {
+    let [object] = documents(path).try_into().unwrap_or_else(|all| panic!("{path}: {all:?}"));
+    object
 }
 
 /// The objects of a file of the repository.

@@ -1,8 +1,8 @@
 //! The templates: what `linkwise claim` prints, and what the policy looks for.
 
 use std::path::Path;
-use std::process::Command;
 
+use crate::dra::golden::run;
 use crate::unchanged_pods::resources;
 
 /// helm reads no file outside of a chart.
@@ -32,9 +32,8 @@ fn templates_are_what_the_command_prints() {
         let mut names = Vec::new();
         for size in ["2", "4", "8"] {
             let name = format!("linkwise-gpus-{size}");
-            let mut command = Command::new(env!("CARGO_BIN_EXE_linkwise"));
-            command.args(["claim", "--gpus", size, "--kind", "template", "--name", &name]).args(exact);
-            let printed = String::from_utf8(command.output().unwrap().stdout).unwrap();
+            let command = ["claim", "--gpus", size, "--kind", "template", "--name", &name];
+            let (printed, _) = run(&[&command[..], exact].concat()).unwrap();
             assert_eq!(std::fs::read_to_string(path.join(format!("{name}.yaml"))).unwrap(), printed);
             let further = format!("{name}-any");
             names.extend([exact.is_empty().then_some(further), Some(name)].into_iter().flatten());
