@@ -123,21 +123,12 @@ fn links_to_a_gpu_in_mig_mode_are_nobodys_fault() {
     world.poll(None, Some(0));
     world.poll(None, Some(0));
     let linked: BTreeSet<usize> = (1..8).filter(|gpu| !world.links(*gpu, 0).is_empty()).collect();
-    assert_eq!(world.unhealthy(), linked);
+    assert!(linked.len() > 2 && world.unhealthy() == linked, "{linked:?}: {:?}", world.unhealthy());
     mig(&mut world, true);
     world.poll(None, Some(0));
     assert_eq!(world.unhealthy(), BTreeSet::new());
     world.poll(None, Some(0));
     assert_eq!(world.unhealthy(), BTreeSet::new());
-}
-
-#[test]
-fn link_between_two_reachable_gpus_fails_its_gpu() {
-    let mut world = World::dgx();
-    world.poll(None, Some(0));
-    let linked: BTreeSet<usize> = (1..8).filter(|gpu| !world.links(*gpu, 0).is_empty()).collect();
-    assert!(linked.len() > 2);
-    assert_eq!(world.unhealthy(), linked);
 }
 
 #[test]

@@ -22,8 +22,8 @@ mod shares;
 use std::time::Duration;
 
 use linkwise_core::state::{
-    Event, Holdings, MigStrategy, NamePattern, NodeState, Pattern, ResourceName, ResourcePlan, SharedResource, Sharing,
-    SharingKind,
+    Effect, Event, Holdings, MigStrategy, NamePattern, NodeState, Pattern, ResourceName, ResourcePlan, SharedResource,
+    Sharing, SharingKind,
 };
 use linkwise_core::topology::NodeObservation;
 use linkwise_host::machines;
@@ -77,6 +77,15 @@ pub fn after(state: NodeState, events: impl IntoIterator<Item = Event>) -> NodeS
 /// A node that has seen a machine under a plan.
 pub fn with(plan: &ResourcePlan, node: NodeObservation) -> NodeState {
     after(NodeState::default(), [planned(plan), seen(node)])
+}
+
+/// The problems that people are told of.
+pub fn told(effects: &[Effect]) -> Vec<String> {
+    let problem = |effect: &Effect| match effect {
+        Effect::PlanProblem(problem) => Some(problem.to_string()),
+        _ => None,
+    };
+    effects.iter().filter_map(problem).collect()
 }
 
 pub fn mig(mig_strategy: MigStrategy) -> ResourcePlan {

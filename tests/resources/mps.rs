@@ -10,7 +10,7 @@ use linkwise_core::state::{
 };
 use linkwise_core::topology::{ComputeCapability, NodeObservation};
 
-use crate::resources::{LATER, NOW, after, gpu, mixed, nobody, planned, seen, sharing, sliced, with};
+use crate::resources::{LATER, NOW, after, gpu, mixed, nobody, planned, seen, sharing, told, with};
 
 /// Four GPUs, none in MIG mode.
 fn node() -> NodeObservation {
@@ -125,27 +125,15 @@ fn unshared_gpus_do_not_wait_for_the_daemon() {
 }
 
 #[test]
-fn time_slicing_needs_no_daemon() {
-    let snapshot = with(&sliced(2), node());
-    assert_eq!((listed(&snapshot), snapshot.mps_shares().len()), (BTreeMap::from([("healthy", 8)]), 0));
-}
-
-#[test]
 fn gpus_too_old_for_mps_are_refused() {
     let words = |major, minor, count| {
         let mut node = node();
         node.gpus[2].compute_capability = Some(ComputeCapability { major, minor });
         let planned = after(NodeState::default(), [planned(&replicas(count))]);
         let (snapshot, effects) = planned.apply(seen(node), NOW);
-        assert_eq!(
-            listed(&ready(snapshot)).is_empty(),
-            !effects.iter().all(|it| !matches!(it, Effect::PlanProblem(_)))
-        );
-        let problem = |effect| match effect {
-            Effect::PlanProblem(problem) => Some(problem.to_string()),
-            _ => None,
-        };
-        effects.into_iter().find_map(problem).unwrap_or_default()
+        let told = told(&effects).concat();
+        assert_eq!(listed(&ready(snapshot)).is_empty(), !told.is_empty());
+        told
     };
     assert_eq!(words(3, 5, 16), "");
     assert_eq!(words(7, 0, 48), "");

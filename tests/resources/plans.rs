@@ -9,16 +9,9 @@ use linkwise_core::state::{
 };
 use linkwise_core::topology::{NodeObservation, NodeTopology, NumaNodeId};
 
-use crate::resources::{NOW, after, gpu, mig, mixed, nobody, planned, renamed, resource, seen, sharing, sliced, with};
-
-/// The problems that people are told of.
-fn told(effects: &[Effect]) -> Vec<String> {
-    let problem = |effect: &Effect| match effect {
-        Effect::PlanProblem(problem) => Some(problem.to_string()),
-        _ => None,
-    };
-    effects.iter().filter_map(problem).collect()
-}
+use crate::resources::{
+    NOW, after, gpu, mig, mixed, nobody, planned, renamed, resource, seen, sharing, sliced, told, with,
+};
 
 fn slices(name: &str, replicas: u32) -> SharedResource {
     SharedResource::new(resource(name), replicas)
@@ -221,7 +214,7 @@ fn display_is_offered_and_display_adapter_is_not() {
 }
 
 #[test]
-fn some_gpus_are_shared_under_another_name_and_some_left_out() {
+fn shared_and_filtered_gpus_are_chosen_by_any_name() {
     let mut node = mixed();
     let devices = vec!["1".parse().unwrap(), node.gpus[2].uuid.as_str().parse().unwrap()];
     let rename = Some(resource("nvidia.com/half"));

@@ -3,7 +3,7 @@
 use linkwise_core::claims::ClaimName;
 use linkwise_core::state::{
     Door, Effect, Event, GpuShares, GpuSharing, Health, HealthRecord, NodeState, PlanProblem, Prepared, PreparedClaim,
-    PreparedDevice, ResourcePlan, SharedDevices, SharingKind,
+    PreparedDevice, ResourcePlan,
 };
 use linkwise_core::topology::{GpuUuid, MigObservation};
 
@@ -125,21 +125,9 @@ fn restart_keeps_what_is_published() {
     assert_eq!(next.sharing(0), (None, in_shares(4), false));
 }
 
+/// Rows of MPS and of more GPUs than there are: `dra/shares.rs`.
 #[test]
-fn what_dra_does_not_share_is_told() {
-    let words = |plan: ResourcePlan| -> Vec<String> {
-        let world = World::new(plan);
-        assert_eq!(world.sharing(0).0, None);
-        world.problems.iter().map(ToString::to_string).collect()
-    };
-    let mut by_mps = plan(4);
-    by_mps.sharing.as_mut().unwrap().kind = SharingKind::Mps;
-    let said = words(by_mps);
-    assert!(said[0].starts_with("nvidia.com/gpu is to be shared by MPS, for which claims ask themselves"));
-    let mut too_many = plan(4);
-    too_many.sharing.as_mut().unwrap().resources[0].devices = SharedDevices::Count(4);
-    let expected = "nvidia.com/gpu: 4 of its devices are to be shared, DRA has 3; they are one claim's each";
-    assert_eq!(words(too_many), [expected]);
+fn mig_devices_are_not_shared_through_dra() {
     let mut observed = dgx(3);
     observed.gpus[0].mig = Some(MigObservation { enabled: true, devices: Vec::new(), profiles: Vec::new() });
     let world = World::of([planned(&plan(4)), seen(observed)]);
