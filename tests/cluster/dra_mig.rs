@@ -96,21 +96,6 @@ async fn mig_device_is_made_for_a_claim_and_destroyed() {
 }
 
 #[tokio::test]
-async fn placement_that_the_driver_refuses_is_told() {
-    let (node, control) = node().await;
-    let _process = run(&node, 1).await;
-    control.send("fail 0 nvmlDeviceCreateGpuInstanceWithPlacement 4").unwrap();
-    let claim = node.claim("one", &[DEVICE]);
-    let refusal = node.refusal("p", &claim).await;
-    for part in [DEVICE, "profile 14, memory slices from 2", "NVML_ERROR_NO_PERMISSION (4)"] {
-        assert!(refusal.contains(part), "{refusal}");
-    }
-    is_over(&node);
-    control.send("unfail 0 nvmlDeviceCreateGpuInstanceWithPlacement").unwrap();
-    assert_eq!(node.start_pod("p", &claim).await.len(), 3);
-}
-
-#[tokio::test]
 async fn order_that_hangs_costs_the_agent_and_leaves_nothing() {
     let (node, control) = node().await;
     let mut command = program(&node);

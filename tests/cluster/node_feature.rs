@@ -24,6 +24,13 @@ struct Writing {
     running: Running,
 }
 
+/// A cluster without the object, and a writer.
+async fn started(pace: Pace) -> (Cluster, Writing) {
+    let cluster = Cluster::start().await;
+    let writing = write(&cluster, pace, None);
+    (cluster, writing)
+}
+
 fn write(cluster: &Cluster, pace: Pace, pod: Option<&str>) -> Writing {
     write_again(cluster, pace, pod, Arc::default())
 }
@@ -85,8 +92,7 @@ fn of_gfd() -> Value {
 
 #[tokio::test]
 async fn object_follows_the_labels() {
-    let cluster = Cluster::start().await;
-    let writing = write(&cluster, PACE, None);
+    let (cluster, writing) = started(PACE).await;
     writing.write(&cluster, &[("a", "1"), ("b", "")]).await;
     let object = cluster.server.object(&key()).unwrap();
     let expected = json!({"nfd.node.kubernetes.io/node-name": "n", "app.kubernetes.io/managed-by": "linkwise"});
@@ -114,8 +120,7 @@ async fn same_labels_are_no_write_also_after_a_restart() {
 
 #[tokio::test]
 async fn object_that_was_removed_or_edited_is_put_right() {
-    let cluster = Cluster::start().await;
-    let writing = write(&cluster, Pace { reassert: Duration::from_millis(20), ..PACE }, None);
+    let (cluster, writing) = started(Pace { reassert: Duration::from_millis(20), ..PACE }).await;
     writing.write(&cluster, &[("a", "1")]).await;
     cluster.server.remove(&key());
     written(&cluster, &[("a", "1")]).await;
@@ -295,8 +300,7 @@ async fn each_fault_of_a_write_is_survived() {
 
 #[tokio::test]
 async fn last_labels_are_written_after_the_server_was_away() {
-    let cluster = Cluster::start().await;
-    let writing = write(&cluster, PACE, None);
+    let (cluster, writing) = started(PACE).await;
     writing.write(&cluster, &[("a", "1")]).await;
     cluster.server.go_away().await;
     for label in ["2", "3"] {
@@ -312,8 +316,7 @@ async fn last_labels_are_written_after_the_server_was_away() {
 
 #[tokio::test]
 async fn rotated_token_is_used_for_the_next_write() {
-    let cluster = Cluster::start().await;
-    let writing = write(&cluster, PACE, None);
+    let (cluster, writing) = started(PACE).await;
     writing.write(&cluster, &[("a", "1")]).await;
     cluster.write_token("second");
     cluster.server.accept_tokens(&["second"]);

@@ -103,6 +103,19 @@ fn writes(cluster: &Cluster) -> usize {
     ["POST", "PUT", "DELETE", "PATCH"].iter().map(|method| cluster.count(method, "")).sum()
 }
 
+/// Waits until the slices are listed again, more than so many times.
+async fn lists(cluster: &Cluster, times: usize) {
+    let before = cluster.count("GET", "resourceslices");
+    until(|| cluster.count("GET", "resourceslices") > before + times).await;
+}
+
+/// Checks that what is listed again and again leads to no write.
+async fn writes_nothing(cluster: &Cluster) {
+    let before = writes(cluster);
+    lists(cluster, 3).await;
+    assert_eq!(writes(cluster), before);
+}
+
 #[tokio::test]
 async fn slices_follow_the_pool() {
     let (cluster, mut writing) = writing(PACE).await;
@@ -133,12 +146,10 @@ async fn nothing_is_written_without_a_pool_or_a_change() {
     for start in 0..3 {
         // Watches end at once: the slices are listed again and again.
         let mut writing = write(&cluster, Pace { watch: Duration::ZERO, ..PACE });
-        let lists = cluster.count("GET", "resourceslices");
-        until(|| cluster.count("GET", "resourceslices") > lists + 2).await;
+        lists(&cluster, 2).await;
         assert_eq!(writes(&cluster), usize::from(start > 0), "no pool, no write");
         writing.store(&cluster, tainted(2, 1)).await;
-        let lists = cluster.count("GET", "resourceslices");
-        until(|| cluster.count("GET", "resourceslices") > lists + 4).await;
+        lists(&cluster, 4).await;
         writing.running.end().await;
     }
     assert_eq!(writes(&cluster), 1, "what is stored as wanted is left, after restarts too");
@@ -245,8 +256,7 @@ async fn fight_pauses_repairs_until_the_pool_changes() {
     let before = writes(&cluster);
     edit();
     writing.reports(|stored| !stored.is_current).await;
-    let gets = cluster.count("GET", "resourceslices");
-    until(|| cluster.count("GET", "resourceslices") > gets + 1).await;
+    lists(&cluster, 1).await;
     assert_eq!(writes(&cluster), before, "the fourth repair in a row waits");
     writing.store(&cluster, tainted(2, 1)).await;
     assert_eq!(cluster.slices()[0]["spec"]["devices"][1]["taints"][0]["value"], "79");
@@ -352,9 +362,7 @@ async fn dropped_taints_are_reported_and_not_written_again() {
     writing.want(tainted(2, 1));
     let report = writing.reports(|stored| stored.drops_taints).await;
     assert!(report.is_current, "{report:?}");
-    let (before, lists) = (writes(&cluster), cluster.count("GET", "resourceslices"));
-    until(|| cluster.count("GET", "resourceslices") > lists + 3).await;
-    assert_eq!(writes(&cluster), before);
+    writes_nothing(&cluster).await;
 }
 
 #[tokio::test]
@@ -369,9 +377,7 @@ async fn dropped_sharing_is_reported_and_not_written_again() {
     let report = writing.reports(|stored| stored.drops_sharing && stored.is_current).await;
     assert!(!report.drops_taints, "{report:?}");
     assert!(!cluster.slices()[0].to_string().contains("allowMultipleAllocations"));
-    let (before, lists) = (writes(&cluster), cluster.count("GET", "resourceslices"));
-    until(|| cluster.count("GET", "resourceslices") > lists + 3).await;
-    assert_eq!(writes(&cluster), before);
+    writes_nothing(&cluster).await;
 }
 
 #[tokio::test]

@@ -53,31 +53,9 @@ async fn claim_that_cannot_be_prepared_is_named_and_leaves_nothing() {
 }
 
 #[tokio::test]
-async fn second_claim_for_a_gpu_waits_for_the_first() {
-    let (node, kubelet) = Node::serving().await;
-    let (first, second) = (node.claim("a", &[("gpus", "gpu-0")]), node.claim("b", &[("gpus", "gpu-0")]));
-    start(&kubelet, &first).await.unwrap();
-    is_refused(&kubelet, &second, &["is prepared for the claim ml/claim-a (UID a)"]).await;
-    end(&kubelet, &first).await;
-    assert_eq!(start(&kubelet, &second).await.unwrap(), [node.gpu(0)]);
-}
-
-#[tokio::test]
-async fn gpu_of_a_claim_that_is_gone_is_taken_from_it() {
-    let (node, kubelet) = Node::serving().await;
-    let (first, second) = (node.claim("a", &[("gpus", "gpu-0")]), node.claim("b", &[("gpus", "gpu-0")]));
-    start(&kubelet, &first).await.unwrap();
-    node.delete("a");
-    assert_eq!(start(&kubelet, &second).await.unwrap(), [node.gpu(0)]);
-    assert_eq!(node.checkpoints(), ["b.json"]);
-    node.log.has(&["claim unprepared: it no longer exists", "uid=\"a\""]).await;
-}
-
-#[tokio::test]
 async fn gpu_of_a_claim_without_allocation_is_taken_from_it() {
     let (node, kubelet) = Node::serving().await;
-    let (first, second) = (node.claim("a", &[("gpus", "gpu-0")]), node.claim("b", &[("gpus", "gpu-0")]));
-    start(&kubelet, &first).await.unwrap();
+    let [_, second] = node.rivals(&kubelet).await;
     // Allocated anew, elsewhere; but a container here still has the GPU.
     let mut moved = claim("a", &[("gpus", "gpu-0")]);
     moved.status.allocation.as_mut().unwrap().devices.results[0].pool = "other/gpu".to_owned();
@@ -250,8 +228,7 @@ async fn preparation_that_takes_too_long_ends_before_the_kubelet_does() {
 #[tokio::test]
 async fn claim_that_cannot_be_unprepared_keeps_its_gpu() {
     let (node, kubelet) = Node::serving().await;
-    let (claim, other) = (node.claim("a", &[("gpus", "gpu-0")]), node.claim("b", &[("gpus", "gpu-0")]));
-    start(&kubelet, &claim).await.unwrap();
+    let [claim, other] = node.rivals(&kubelet).await;
     // As a disk that has become read-only: the file cannot be removed.
     let path = node.checkpoint("a");
     fs::remove_file(&path).unwrap();
@@ -261,8 +238,8 @@ async fn claim_that_cannot_be_unprepared_keeps_its_gpu() {
         other => panic!("{other:?}"),
     };
     assert!(error.starts_with("cannot remove the checkpoint of the claim: "), "{error}");
-    is_refused(&kubelet, &other, &["is prepared for the claim ml/claim-a"]).await;
+    is_refused(&kubelet, &other, &["is prepared for the claim ml/claim-a (UID a)"]).await;
     fs::remove_dir(&path).unwrap();
     end(&kubelet, &claim).await;
-    start(&kubelet, &other).await.unwrap();
+    assert_eq!(start(&kubelet, &other).await.unwrap(), [node.gpu(0)]);
 }

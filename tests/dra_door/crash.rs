@@ -137,8 +137,7 @@ async fn list_of_before_a_claim_takes_no_gpu_from_it() {
     let mut node = Node::new();
     node.settings.listed_within = LIMIT;
     let kubelet = node.serve().await;
-    let (first, second) = (node.claim("a", &[("gpus", "gpu-0")]), node.claim("b", &[("gpus", "gpu-0")]));
-    start(&kubelet, &first).await.unwrap();
+    let [_, second] = node.rivals(&kubelet).await;
     // Deleted by force: its pod still runs, and the kubelet was asked before that pod started.
     node.delete("a");
     is_refused(&kubelet, &second, &["is prepared for the claim ml/claim-a"]).await;
@@ -148,8 +147,7 @@ async fn list_of_before_a_claim_takes_no_gpu_from_it() {
 #[tokio::test]
 async fn first_list_of_a_new_kubelet_takes_no_gpu_from_a_claim() {
     let (node, kubelet) = Node::serving().await;
-    let (first, second) = (node.claim("a", &[("gpus", "gpu-0")]), node.claim("b", &[("gpus", "gpu-0")]));
-    start(&kubelet, &first).await.unwrap();
+    let [_, second] = node.rivals(&kubelet).await;
     node.delete("a");
     node.listed(&["a"]);
     for _ in 0..2 {

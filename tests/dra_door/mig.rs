@@ -569,16 +569,6 @@ async fn claim_over_another_claims_device_is_refused() {
 }
 
 #[tokio::test]
-async fn nothing_is_made_where_the_setting_is_off() {
-    let (mut node, driver) = node();
-    node.settings.makes_mig = false;
-    let kubelet = node.serve().await;
-    let claim = node.claim("a", &[("gpus", DEVICE)]);
-    is_refused(&kubelet, &claim, &["there is no device"]).await;
-    assert_eq!(orders(&driver), []);
-}
-
-#[tokio::test]
 async fn setting_off_destroys_what_was_made() {
     let Prepared { mut node, driver, kubelet, claim } = prepared().await;
     node.halt(&kubelet).await;
@@ -590,13 +580,16 @@ async fn setting_off_destroys_what_was_made() {
 }
 
 #[tokio::test]
-async fn unknown_boot_makes_nothing() {
-    let (mut node, driver) = node();
-    node.settings.boot = None;
-    let kubelet = node.serve().await;
-    let claim = node.claim("a", &[("gpus", DEVICE)]);
-    is_refused(&kubelet, &claim, &["name of this boot"]).await;
-    assert_eq!((orders(&driver).len(), node.checkpoints().len()), (0, 0));
+async fn nothing_is_made_without_setting_or_boot_name() {
+    for (makes_mig, boot, words) in
+        [(false, Some("this boot"), "there is no device"), (true, None, "name of this boot")]
+    {
+        let (mut node, driver) = node();
+        (node.settings.makes_mig, node.settings.boot) = (makes_mig, boot.map(str::to_owned));
+        let kubelet = node.serve().await;
+        is_refused(&kubelet, &node.claim("a", &[("gpus", DEVICE)]), &[words]).await;
+        assert_eq!((orders(&driver).len(), node.checkpoints().len()), (0, 0), "{words}");
+    }
 }
 
 #[tokio::test]

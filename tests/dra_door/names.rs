@@ -7,8 +7,7 @@ use std::sync::Arc;
 use linkwise_core::publish::injection::HostDevices;
 use linkwise_core::state::{NodeState, ResourcePlan};
 use linkwise_kubelet_box::dra::DraKubelet;
-use serde::Deserialize;
-use serde_json::json;
+use serde_json::{Value, json};
 
 use super::node::{KIND, LIMIT, Node, end, is_refused, name, observed_state, restarted, start, start_container, state};
 
@@ -88,16 +87,20 @@ async fn options_and_drivers_that_change_reach_prepared_claims() {
     assert_eq!(start_container(&kubelet, &claim).await.unwrap(), got);
 }
 
+/// A checkpoint of the claim `a` with GPU 0, which has these CDI names: what the version before reads.
+fn checkpoint(node: &Node, cdi: &[&str]) -> Value {
+    let device = json!({"request": "gpus", "pool": "node/gpu", "device": "gpu-0", "admin": false,
+        "gpu": node.uuid(0), "cdi": cdi});
+    json!({"version": 1, "progress": "Completed", "boot": "this boot",
+        "claim": {"namespace": "ml", "name": "claim-a", "uid": "a"}, "prepared": {"devices": [device]}})
+}
+
 /// A node whose claim `a` was prepared by the version before, with GPU 0.
 async fn upgraded() -> (Node, DraKubelet) {
     let mut node = Node::new();
     write_gpu_spec(&node);
-    let (gpu, uuid) = (node.gpu(0), node.uuid(0));
-    let checkpoint = json!({"version": 1, "progress": "Completed", "boot": "this boot",
-        "claim": {"namespace": "ml", "name": "claim-a", "uid": "a"},
-        "prepared": {"devices": [{"request": "gpus", "pool": "node/gpu", "device": "gpu-0", "admin": false,
-            "gpu": uuid, "cdi": [gpu, "linkwise.dev/claim=a-gpus"]}],
-            "edits": {"gpus": {"env": {"LINKWISE_NICS": "mlx5_0"}}}}});
+    let mut checkpoint = checkpoint(&node, &[&node.gpu(0), "linkwise.dev/claim=a-gpus"]);
+    checkpoint["prepared"]["edits"] = json!({"gpus": {"env": {"LINKWISE_NICS": "mlx5_0"}}});
     fs::create_dir(&node.settings.checkpoints).unwrap();
     fs::write(node.checkpoint("a"), checkpoint.to_string()).unwrap();
     let own = json!({"cdiVersion": "0.5.0", "kind": "linkwise.dev/claim", "devices": [
@@ -138,43 +141,12 @@ async fn name_of_the_version_before_gives_no_second_gpu() {
     assert_eq!(node.checkpoints(), [""; 0]);
 }
 
-/// A checkpoint as the version before reads it: it refuses any other field, and writes a spec of its own over the
-/// claim's where there are edits.
-#[derive(Deserialize)]
-#[serde(rename_all = "camelCase", deny_unknown_fields)]
-#[allow(dead_code, reason = "the fields are only read")]
-struct Before {
-    version: u32,
-    progress: String,
-    boot: Option<String>,
-    claim: serde_json::Value,
-    prepared: PreparedBefore,
-}
-
-#[derive(Deserialize)]
-#[serde(rename_all = "camelCase", deny_unknown_fields)]
-struct PreparedBefore {
-    devices: Vec<DeviceBefore>,
-}
-
-#[derive(Deserialize)]
-#[serde(rename_all = "camelCase", deny_unknown_fields)]
-#[allow(dead_code, reason = "the fields are only read")]
-struct DeviceBefore {
-    request: String,
-    pool: String,
-    device: String,
-    admin: bool,
-    gpu: String,
-    cdi: Vec<String>,
-}
-
+/// The version before refuses any other field, and writes a spec of its own over the claim's where there are edits.
 #[tokio::test]
 async fn version_before_reads_checkpoints_of_this_one() {
     let mut node = Node::new().with_nics();
     let kubelet = node.serve().await;
     node.given(&kubelet, "a", &[("gpus", "gpu-0")]).await;
-    let before: Before = serde_json::from_slice(&fs::read(node.checkpoint("a")).unwrap()).unwrap();
-    assert_eq!((before.version, before.progress.as_str()), (1, "Completed"));
-    assert_eq!(before.prepared.devices[0].cdi, ["linkwise.dev/device=a-gpus-gpu-0", "linkwise.dev/claim=a-gpus"]);
+    let kept: Value = serde_json::from_str(&node.kept("a")).unwrap();
+    assert_eq!(kept, checkpoint(&node, &["linkwise.dev/device=a-gpus-gpu-0", "linkwise.dev/claim=a-gpus"]));
 }

@@ -280,6 +280,12 @@ impl Node {
         claim
     }
 
+    /// Two claims of GPU 0, `a` and `b`; the first has it.
+    pub async fn rivals(&self, kubelet: &DraKubelet) -> [ClaimName; 2] {
+        let first = self.given(kubelet, "a", &[("gpus", "gpu-0")]).await;
+        [first, self.claim("b", &[("gpus", "gpu-0")])]
+    }
+
     /// How the cluster answers for a claim.
     pub fn set(&self, uid: &str, answer: Answer) -> ClaimName {
         let name = name(uid);
