@@ -24,11 +24,11 @@ use proptest::collection::vec;
 use proptest::prelude::*;
 
 /// A machine ready to choose from.
-fn tables(observed: &NodeObservation) -> AllocationTables {
+pub fn tables(observed: &NodeObservation) -> AllocationTables {
     AllocationTables::new(Arc::new(NodeTopology::assemble(observed).0))
 }
 
-fn built_in(name: &str) -> AllocationTables {
+pub fn built_in(name: &str) -> AllocationTables {
     tables(&machines::load(name).unwrap().observed)
 }
 
@@ -210,18 +210,14 @@ fn choice(machine: &str, available: &[usize], size: usize) -> Vec<u32> {
 }
 
 #[test]
-fn dgx1_gives_four_of_six_on_one_side_of_the_cube() {
-    assert_eq!(choice("dgx1-v100", &[0, 1, 2, 3, 4, 5], 4), [0, 1, 2, 3]);
-}
-
-#[test]
-fn dgx1_prefers_two_links_across_the_sockets_to_one_on_a_switch() {
-    assert_eq!(choice("dgx1-v100", &[0, 1, 4], 2), [0, 4]);
-}
-
-#[test]
-fn dgx_h100_takes_the_two_that_leave_four_together() {
-    assert_eq!(choice("dgx-h100", &[0, 1, 2, 3, 4, 5], 2), [4, 5]);
+fn named_choices_are_made() {
+    for (what, machine, available, chosen) in [
+        ("four of six on one side of the cube", "dgx1-v100", &[0, 1, 2, 3, 4, 5][..], &[0, 1, 2, 3][..]),
+        ("two links across the sockets, not one on a switch", "dgx1-v100", &[0, 1, 4], &[0, 4]),
+        ("the two that leave four together", "dgx-h100", &[0, 1, 2, 3, 4, 5], &[4, 5]),
+    ] {
+        assert_eq!(choice(machine, available, chosen.len()), chosen, "{what}");
+    }
 }
 
 /// Sixteen GPUs: a random graph of NVLinks over the machine's host, some GPUs on no link at all.

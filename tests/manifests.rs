@@ -29,6 +29,16 @@ fn read(path: &Path) -> Value {
     serde_saphyr::from_str(&text).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
 }
 
+/// The DaemonSet of the base.
+fn base() -> Value {
+    read(&manifests().join("base/daemonset.yaml"))
+}
+
+/// An overlay's patch of the DaemonSet.
+fn patch(overlay: &str) -> Value {
+    read(&manifests().join("overlays").join(overlay).join("daemonset.yaml"))
+}
+
 fn overlays() -> Vec<PathBuf> {
     let mut folders: Vec<PathBuf> =
         std::fs::read_dir(manifests().join("overlays")).unwrap().map(|entry| entry.unwrap().path()).collect();
@@ -66,18 +76,15 @@ fn kustomizations_name_files_that_are_there() {
 
 #[test]
 fn overlays_change_what_the_base_has() {
-    let base = read(&manifests().join("base/daemonset.yaml"));
+    let base = base();
     for folder in overlays() {
         let kustomization = read(&folder.join("kustomization.yaml"));
         for patch in list(&kustomization, "/patches") {
             let text = read(&folder.join(patch["path"].as_str().unwrap()));
             // A patch without a target of its own, or of another kind or name, would be refused or lost.
-            for (named, by) in [(&patch["target"]["kind"], "kind"), (&text["kind"], "kind")] {
-                assert_eq!(*named, base[by], "{}", folder.display());
-            }
-            for named in [&patch["target"]["name"], &text["metadata"]["name"]] {
-                assert_eq!(*named, base["metadata"]["name"], "{}", folder.display());
-            }
+            let (kind, name) = (&base["kind"], &base["metadata"]["name"]);
+            assert_eq!((&patch["target"]["kind"], &patch["target"]["name"]), (kind, name), "{}", folder.display());
+            assert_eq!((&text["kind"], &text["metadata"]["name"]), (kind, name), "{}", folder.display());
             // A container of another name would be a second one.
             let containers = format!("{POD}/containers");
             assert!(names(&text, &containers).is_subset(&names(&base, &containers)), "{}", folder.display());
@@ -91,7 +98,7 @@ fn overlays_change_what_the_base_has() {
 /// the other.
 #[test]
 fn pods_are_replaced_without_a_gap() {
-    let base = read(&manifests().join("base/daemonset.yaml"));
+    let base = base();
     let strategy = serde_json::json!({"maxSurge": 1, "maxUnavailable": 0});
     assert_eq!(base["spec"]["updateStrategy"]["rollingUpdate"], strategy);
     assert_eq!(base.pointer(&format!("{POD}/hostNetwork")), None);
@@ -126,7 +133,7 @@ fn holds(folder: &Path, parts: &[&Value]) {
 /// Each pod has SELinux categories of its own unless somebody says otherwise, and files bear those of who made them.
 #[test]
 fn under_selinux_the_next_pod_can_read_what_the_last_one_kept() {
-    let patch = read(&manifests().join("overlays/selinux/daemonset.yaml"));
+    let patch = patch("selinux");
     let options = patch.pointer(&format!("{POD}/containers/0/securityContext/seLinuxOptions")).unwrap();
     assert_eq!(*options, serde_json::json!({"type": "container_device_plugin_t", "level": "s0"}));
 }
@@ -134,7 +141,7 @@ fn under_selinux_the_next_pod_can_read_what_the_last_one_kept() {
 #[test]
 fn openshift_constraints_are_what_the_daemonset_needs() {
     let folder = manifests().join("overlays/openshift");
-    let (base, patch) = (read(&manifests().join("base/daemonset.yaml")), read(&folder.join("daemonset.yaml")));
+    let (base, patch) = (base(), patch("openshift"));
     let [scc, role, binding] = ["scc", "role", "rolebinding"].map(|name| read(&folder.join(format!("{name}.yaml"))));
     let security = |of: &Value, pointer: &str| {
         of.pointer(&format!("{POD}/containers/0/securityContext{pointer}")).cloned().unwrap_or_default()
@@ -166,7 +173,7 @@ fn openshift_constraints_are_what_the_daemonset_needs() {
 /// A runtime that ignores the variable of unprivileged containers gives linkwise itself no GPU without this right.
 #[test]
 fn volume_mounts_come_with_the_right_to_see_gpus() {
-    let patch = read(&manifests().join("overlays/volume-mounts/daemonset.yaml"));
+    let patch = patch("volume-mounts");
     let container = patch.pointer(&format!("{POD}/containers/0")).unwrap();
     assert_eq!(container["env"][0], serde_json::json!({"name": "DEVICE_LIST_STRATEGY", "value": "volume-mounts"}));
     let capabilities = serde_json::json!({"add": ["SYS_ADMIN"], "drop": ["ALL"]});
@@ -176,7 +183,7 @@ fn volume_mounts_come_with_the_right_to_see_gpus() {
 /// What making MIG devices takes of the NVIDIA runtime, and no privilege beside it.
 #[test]
 fn mig_on_demand_comes_with_its_rights_and_no_more() {
-    let patch = read(&manifests().join("overlays/dra-mig/daemonset.yaml"));
+    let patch = patch("dra-mig");
     let container = patch.pointer(&format!("{POD}/containers/0")).unwrap();
     let env = list(container, "/env").into_iter().map(|env| (env["name"].as_str().unwrap(), env["value"].as_str()));
     let expected = ["LINKWISE_DRA_DYNAMIC_MIG", "NVIDIA_MIG_CONFIG_DEVICES", "NVIDIA_MIG_MONITOR_DEVICES"].into_iter();
@@ -198,7 +205,7 @@ fn mps_control_daemon_has_the_hosts_process_ids() {
 /// linkwise writes its orders and nothing else under the MPS root, where the privileged process reads them.
 #[test]
 fn mps_for_claims_lets_linkwise_write_its_orders_only() {
-    let patch = read(&manifests().join("overlays/dra-mps/daemonset.yaml"));
+    let patch = patch("dra-mps");
     let daemon = read(&manifests().join("mps-control-daemon/daemonset.yaml"));
     let host = |of: &Value, mount: &Value| {
         let volumes = list(of, &format!("{POD}/volumes")).into_iter().cloned().collect::<Vec<_>>();
@@ -215,6 +222,14 @@ fn mps_for_claims_lets_linkwise_write_its_orders_only() {
     assert_eq!(linkwise_host::mps::Layout::new("/mps").orders_folder(), Path::new("/mps/.dra"));
 }
 
+/// Checks that the account of the base has a role by this binding; returns its name.
+fn is_bound(binding: &Value, role: &Value) -> String {
+    let account = &read(&manifests().join("base/serviceaccount.yaml"))["metadata"]["name"];
+    let (subject, of_binding) = (&binding["subjects"][0]["name"], &binding["roleRef"]["name"]);
+    assert_eq!((subject, of_binding), (account, &role["metadata"]["name"]));
+    account.as_str().unwrap().to_owned()
+}
+
 /// linkwise reads claims and its Node, and writes the slices of its own node.
 #[test]
 fn dra_has_the_least_rights_and_its_own_node() {
@@ -228,15 +243,10 @@ fn dra_has_the_least_rights_and_its_own_node() {
     ]);
     let rules: Vec<Value> = rules.map(|(resource, verbs)| serde_json::json!([resource, verbs])).collect();
     assert_eq!(Value::from(rules), expected);
-    let (binding, account) = (of("clusterrolebinding"), read(&manifests().join("base/serviceaccount.yaml")));
-    assert_eq!(
-        (&binding["subjects"][0]["name"], &binding["roleRef"]["name"]),
-        (&account["metadata"]["name"], &role["metadata"]["name"])
-    );
+    let account = is_bound(&of("clusterrolebinding"), &role);
     let policy = of("admissionpolicy");
     // Of any namespace: kustomize changes that of the account, and not this text.
-    let name = account["metadata"]["name"].as_str().unwrap();
-    let user = format!("request.userInfo.username.matches('^system:serviceaccount:[^:]+:{name}$')");
+    let user = format!("request.userInfo.username.matches('^system:serviceaccount:[^:]+:{account}$')");
     assert_eq!(policy["spec"]["matchConditions"][0]["expression"], user);
     let rule = &policy["spec"]["matchConstraints"]["resourceRules"][0];
     assert_eq!(
@@ -264,11 +274,7 @@ fn events_have_the_least_rights() {
     let (role, binding) = (of("clusterrole"), of("clusterrolebinding"));
     let events = serde_json::json!({"apiGroups": ["events.k8s.io"], "resources": ["events"], "verbs": ["create"]});
     assert_eq!(list(&role, "/rules"), [&events]);
-    let account = read(&manifests().join("base/serviceaccount.yaml"));
-    assert_eq!(
-        (&binding["subjects"][0]["name"], &binding["roleRef"]["name"]),
-        (&account["metadata"]["name"], &role["metadata"]["name"])
-    );
+    is_bound(&binding, &role);
     assert_eq!(of("daemonset").pointer(&format!("{POD}/automountServiceAccountToken")), Some(&Value::Bool(true)));
 }
 
@@ -277,11 +283,8 @@ fn events_have_the_least_rights() {
 fn plugin_gets_by_each_overlay_what_the_tests_give_it() {
     for setting in SETTINGS {
         let Some(folder) = setting.overlay else { continue };
-        let base = read(&manifests().join("base/daemonset.yaml"));
-        let mut parts = vec![base];
-        if folder != "base" {
-            parts.push(read(&manifests().join(folder).join("daemonset.yaml")));
-        }
+        let overlay = folder.strip_prefix("overlays/").map(patch);
+        let parts: Vec<Value> = [base()].into_iter().chain(overlay).collect();
         // As a strategic merge puts them together: lists by their names.
         let all = |pointer: &str| parts.iter().flat_map(|part| list(part, pointer)).cloned().collect::<Vec<Value>>();
         let of = |key: &str| Value::from(all(&format!("{POD}/containers/0/{key}")));
@@ -305,7 +308,7 @@ fn monitoring_finds_the_pods_and_brings_dashboards() {
     let kinds: BTreeSet<&str> = objects.iter().filter_map(|object| object["kind"].as_str()).collect();
     assert_eq!(kinds, BTreeSet::from(["PodMonitor", "PrometheusRule"]));
     let monitor = objects.iter().find(|object| object["kind"] == "PodMonitor").unwrap();
-    let daemonset = read(&manifests().join("base/daemonset.yaml"));
+    let daemonset = base();
     assert_eq!(monitor["spec"]["selector"]["matchLabels"], daemonset["spec"]["template"]["metadata"]["labels"]);
     let port = &monitor["spec"]["podMetricsEndpoints"][0]["port"];
     let ports = list(&daemonset, &format!("{POD}/containers/0/ports"));

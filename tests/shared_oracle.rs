@@ -9,32 +9,23 @@
     reason = "the helpers of a test may end it, and count a few GPUs"
 )]
 
+use crate::allocation_oracle::{built_in, tables};
 use crate::oracle;
 use crate::random_node;
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::Arc;
 
 use linkwise_core::allocation::{
     AllocationPolicy, AllocationReport, AllocationRequest, AllocationTables, DeviceId, FallbackReason,
-    PreferredAllocation, Units, preferred_allocation, preferred_units,
+    PreferredAllocation, Units, Values, preferred_allocation, preferred_units,
 };
-use linkwise_core::topology::{NodeObservation, NodeTopology};
-use linkwise_host::machines;
+use linkwise_core::topology::Gpu;
 use oracle::{Oracle, Set};
 use proptest::collection::vec;
 use proptest::prelude::*;
 
 const POLICIES: [AllocationPolicy; 3] =
     [AllocationPolicy::BestEffort, AllocationPolicy::Distributed, AllocationPolicy::Packed];
-
-fn tables(observed: &NodeObservation) -> AllocationTables {
-    AllocationTables::new(Arc::new(NodeTopology::assemble(observed).0))
-}
-
-fn built_in(name: &str) -> AllocationTables {
-    tables(&machines::load(name).unwrap().observed)
-}
 
 /// What is on one GPU: `busy` units are held, `must` are demanded, `free` are offered, `others` belong to others.
 #[derive(Clone, Copy, Debug)]
@@ -166,19 +157,12 @@ fn ask(
 fn compare(tables: &AllocationTables, shelves: &[Shelf], turn: usize, size: usize) {
     let oracle = Oracle::new(tables.topology());
     let (units, lists) = stock(tables, shelves, turn);
-    let flat = |backwards: bool| {
-        [0, 1].map(|list: usize| {
-            let mut ids: Vec<DeviceId> = lists[list].concat();
-            if backwards {
-                ids.reverse();
-            }
-            ids
-        })
-    };
+    let flat = || [0, 1].map(|list: usize| lists[list].concat());
+    let backwards = || flat().map(|ids: Vec<DeviceId>| ids.into_iter().rev().collect());
     for policy in POLICIES {
         let question = format!("{policy:?} {size} of {shelves:?} turned {turn}");
-        let (answer, report) = ask(tables, &units, flat(false), size, policy);
-        let again = ask(tables, &units, flat(true), size, policy);
+        let (answer, report) = ask(tables, &units, flat(), size, policy);
+        let again = ask(tables, &units, backwards(), size, policy);
         assert_eq!((&answer, &report), (&again.0, &again.1), "{question}");
         let expected = match policy {
             AllocationPolicy::Packed => packed(&oracle, shelves, size),
@@ -203,9 +187,7 @@ fn compare(tables: &AllocationTables, shelves: &[Shelf], turn: usize, size: usiz
         assert!(report.exact && report.fallback.is_none() && report.policy == policy, "{question}");
         let values = oracle.values(0, behind);
         let ours = report.values.unwrap();
-        let of_set = |values: linkwise_core::allocation::Values| {
-            (values.collective, values.pairs, values.closeness, values.nics)
-        };
+        let of_set = |values: Values| (values.collective, values.pairs, values.closeness, values.nics);
         assert_eq!(of_set(ours), of_set(values), "{question}");
     }
 }
@@ -264,8 +246,8 @@ proptest! {
         let gpus = tables.topology().gpus();
         let available: Vec<_> = gpus.iter().zip(available).filter(|(_, free)| *free).map(|(gpu, _)| gpu).collect();
         let must: Vec<_> = must.iter().filter_map(|place| gpus.get(*place)).collect();
-        let whole = |list: &[&linkwise_core::topology::Gpu]| list.iter().map(|gpu| DeviceId::from(&gpu.uuid)).collect();
-        let slots = |list: &[&linkwise_core::topology::Gpu]| list.iter().map(|gpu| Units::slot(&gpu.uuid, 0)).collect();
+        let whole = |list: &[&Gpu]| list.iter().map(|gpu| DeviceId::from(&gpu.uuid)).collect();
+        let slots = |list: &[&Gpu]| list.iter().map(|gpu| Units::slot(&gpu.uuid, 0)).collect();
         let request = AllocationRequest { available: whole(&available), must_include: whole(&must), size };
         let (expected, why) = preferred_allocation(&tables, &request, AllocationPolicy::BestEffort);
         let units = Units::slots(tables.topology(), 1);

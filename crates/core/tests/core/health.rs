@@ -18,7 +18,7 @@ struct World {
     effects: Vec<Effect>,
 }
 
-fn uuid(gpu: usize) -> GpuUuid {
+pub fn uuid(gpu: usize) -> GpuUuid {
     format!("GPU-{gpu}").parse().unwrap()
 }
 
@@ -26,7 +26,8 @@ fn id(gpu: usize) -> DeviceId {
     DeviceId::from(&uuid(gpu))
 }
 
-fn look(gpus: impl IntoIterator<Item = usize>) -> Event {
+/// A scan that finds these GPUs.
+pub fn look(gpus: impl IntoIterator<Item = usize>) -> Event {
     let gpu = |index: usize| -> GpuObservation {
         // Links 0 to 2 are active, link 3 never was.
         let active = json!({"links": [0, 1, 2], "remote": {"switch": null}});
@@ -40,14 +41,11 @@ fn look(gpus: impl IntoIterator<Item = usize>) -> Event {
 
 /// The poll of a healthy GPU by a modern driver.
 fn well() -> HealthPoll {
-    let links = Some(vec![3]);
-    let rows = Some(RowRemapping::default());
-    let none = Some(RecoveryAction::None);
     HealthPoll {
         reach: Reach::Answers,
-        recovery_action: none,
-        row_remapping: rows,
-        nvlinks_down: links,
+        recovery_action: Some(RecoveryAction::None),
+        row_remapping: Some(RowRemapping::default()),
+        nvlinks_down: Some(vec![3]),
         ..HealthPoll::default()
     }
 }
@@ -91,8 +89,12 @@ impl World {
 
     /// Ten seconds later: GPU 0 has this poll, GPU 1 a healthy one.
     fn poll(&mut self, poll: &HealthPoll) -> &mut Self {
+        self.poll_both(poll, &well())
+    }
+
+    fn poll_both(&mut self, first: &HealthPoll, second: &HealthPoll) -> &mut Self {
         self.now += Duration::from_secs(10);
-        self.tell(Event::Polled(BTreeMap::from([(uuid(0), poll.clone()), (uuid(1), well())])))
+        self.tell(Event::Polled(BTreeMap::from([(uuid(0), first.clone()), (uuid(1), second.clone())])))
     }
 
     fn polls(&mut self, times: usize, poll: &HealthPoll) -> &mut Self {
@@ -300,15 +302,9 @@ fn what_hits_every_gpu_is_no_flap() {
     let mut world = World::new();
     let bad = HealthPoll { reach: failed(), ..well() };
     for _ in 0..4 {
-        for _ in 0..2 {
-            world.now += Duration::from_secs(10);
-            world.tell(Event::Polled(BTreeMap::from([(uuid(0), bad.clone()), (uuid(1), bad.clone())])));
-        }
-        let times = (1..100).find(|_| {
-            world.now += Duration::from_secs(10);
-            world.tell(Event::Polled(BTreeMap::from([(uuid(0), well()), (uuid(1), well())])));
-            world.snapshot.offers().is_healthy(&ResourceName::gpu(), &id(0))
-        });
+        world.poll_both(&bad, &bad).poll_both(&bad, &bad);
+        let is_healthy = |world: &World| world.snapshot.offers().is_healthy(&ResourceName::gpu(), &id(0));
+        let times = (1..100).find(|_| is_healthy(world.poll(&well())));
         assert_eq!(times, Some(7));
     }
 }
@@ -460,7 +456,8 @@ fn record_of_other_version_is_reported_and_ignored() {
 
 #[test]
 fn the_first_list_waits_for_the_first_poll() {
-    let mut world = World::of(NodeState::default().awaiting(|first| (first.scan, first.poll) = (true, true)));
+    let waiting = || NodeState::default().awaiting(|first| (first.scan, first.poll) = (true, true));
+    let mut world = World::of(waiting());
     assert!(!world.effects.contains(&Effect::Publish));
     let deadline = world.snapshot.next_deadline().unwrap();
     world.poll(&acts(RecoveryAction::GpuReset));
@@ -468,15 +465,14 @@ fn the_first_list_waits_for_the_first_poll() {
     assert!(!world.healthy());
     assert_eq!(world.snapshot.next_deadline(), None);
     // Without polls the list is published after the wait. A configuration that changes meanwhile does not open it.
-    let mut world = World::of(NodeState::default().awaiting(|first| (first.scan, first.poll) = (true, true)));
+    let mut world = World::of(waiting());
     world.tell(Event::NumaHints(NumaHints::Package));
     assert!(!world.effects.contains(&Effect::Publish), "no GPU was polled yet");
     world.now = deadline;
     world.tell(Event::Tick);
     assert!(world.effects.contains(&Effect::Publish) && world.healthy());
     // There is no GPU to poll.
-    let (_, effects) =
-        NodeState::default().awaiting(|first| (first.scan, first.poll) = (true, true)).apply(look([]), deadline);
+    let (_, effects) = waiting().apply(look([]), deadline);
     assert_eq!(effects, [Effect::Publish]);
 }
 
@@ -509,22 +505,24 @@ fn xid_storm_is_one_transition_and_few_log_lines() {
     assert!(!world.polls(4, &well()).healthy());
 }
 
+/// A node of which no XID counts but these.
+fn silenced(enabled: XidSet) -> World {
+    let policy = XidPolicy { disabled: XidSet::All, enabled, ..XidPolicy::default() };
+    World::of(NodeState::default().with_xids(policy))
+}
+
 #[test]
 fn an_operator_may_silence_xids() {
-    let policy = XidPolicy { disabled: XidSet::All, ..XidPolicy::default() };
-    let mut world = World::of(NodeState::default().with_xids(policy));
+    let mut world = silenced(XidSet::default());
     assert!(world.tell(xid(79)).tell(Event::DoubleBitEcc(uuid(0))).healthy());
     assert!(!world.tell(xid(200_000)).poll(&HealthPoll { on_bus: Some(false), ..well() }).healthy(), "it is not there");
     // An XID that is enabled by number counts nevertheless.
-    let policy = XidPolicy { disabled: XidSet::All, enabled: XidSet::parse("79").0, ..XidPolicy::default() };
-    let mut world = World::of(NodeState::default().with_xids(policy));
+    let mut world = silenced(XidSet::parse("79").0);
     assert!(!world.tell(xid(79)).healthy());
 }
 
 #[test]
 fn disabled_health_checks_leave_every_gpu_healthy() {
-    let policy = XidPolicy { disabled: XidSet::All, ..XidPolicy::default() };
-    let disabled = || World::of(NodeState::default().with_xids(policy.clone()));
     let lost = Reach::Lost { call: "f".into() };
     for poll in [
         acts(RecoveryAction::GpuReset),
@@ -535,7 +533,7 @@ fn disabled_health_checks_leave_every_gpu_healthy() {
         HealthPoll { fabric: Some(FabricHealth::Failed { status: 999 }), ..well() },
     ] {
         assert!(!World::new().poll(&poll).healthy(), "the control: {poll:?}");
-        let mut world = disabled();
+        let mut world = silenced(XidSet::default());
         world.effects.clear();
         assert!(world.polls(3, &poll).healthy(), "{poll:?}");
         let standing: Vec<_> = world.snapshot.hardware().standing(&uuid(0)).map(|(reason, _)| reason.clone()).collect();
@@ -546,7 +544,7 @@ fn disabled_health_checks_leave_every_gpu_healthy() {
     // A reason from before the checks were disabled.
     let mut before = World::new();
     before.tell(xid(79));
-    let mut world = disabled();
+    let mut world = silenced(XidSet::default());
     world.tell(Event::Restored(Box::new(before.snapshot.hardware().record()))).poll(&well());
     assert!(world.healthy());
     // An order for times without NVML is no health check.

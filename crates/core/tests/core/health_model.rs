@@ -11,27 +11,13 @@ use linkwise_core::state::{
     Event, FabricHealth, Health, HealthPoll, HealthRecord, NodeIdentity, NodeState, Reach, RecoveryAction,
     ResourceName, RowRemapping, Timestamp, UnhealthyReason,
 };
-use linkwise_core::topology::{GpuObservation, GpuUuid, HostObservation, NodeObservation};
 use proptest::prelude::*;
-use serde_json::json;
+
+use crate::health::{look, uuid};
 
 /// Two GPUs with events and one without any, so that nothing hits all of them.
 const GPUS: usize = 3;
 const START: Duration = Duration::from_secs(1_700_000_000);
-
-fn uuid(gpu: usize) -> GpuUuid {
-    format!("GPU-{gpu}").parse().unwrap()
-}
-
-fn look(gpus: impl IntoIterator<Item = usize>) -> Event {
-    let gpu = |index: usize| -> GpuObservation {
-        let links = json!([{"links": [0, 1, 2], "remote": {"switch": null}}]);
-        let (uuid, pci) = (format!("GPU-{index}"), format!("0000:0{index}:00.0"));
-        serde_json::from_value(json!({"index": index, "uuid": uuid, "pci": pci, "nvlinks": links})).unwrap()
-    };
-    let gpus = gpus.into_iter().map(gpu).collect();
-    Event::Observed(Box::new(NodeObservation { gpus, host: HostObservation::default(), ..NodeObservation::default() }))
-}
 
 fn identity(boot: u8, driver: u8) -> NodeIdentity {
     NodeIdentity { boot: Some(boot.to_string()), driver: Some(driver.to_string()) }
@@ -449,18 +435,10 @@ impl World {
     /// A world in which one source has gone silent for good and all else is well. Only that source could end the reasons that
     /// stand then, and an operator's order ends them. Another boot or driver would too.
     fn heals_beside(&mut self, source: Source) {
-        self.step(&Step::DriverBack);
-        self.step(&Step::Look([true; 2]));
-        (0..2).for_each(|gpu| self.step(&Step::TakenBackIn(gpu)));
+        self.calms_down();
         let mut poll = good(self.word);
         source.falls_silent(&mut poll);
-        let polls = |world: &mut Self| {
-            for _ in 0..3600 / 20 + 3 {
-                world.now += Duration::from_secs(20);
-                world.polled(&[poll.clone(), poll.clone()]);
-            }
-        };
-        polls(self);
+        self.polled_long(&poll);
         for gpu in 0..2 {
             for (reason, _) in self.snapshot.hardware().standing(&uuid(gpu)) {
                 // Without a recovery action, a reason that needs a reset may wait for one that shows.
@@ -468,34 +446,40 @@ impl World {
             }
             self.step(&Step::Cleared(gpu));
         }
-        polls(self);
+        self.polled_long(&poll);
+        self.all_are_healthy(&format!("without {source:?}"));
+    }
+
+    /// The driver is back, and all GPUs are there and asked.
+    fn calms_down(&mut self) {
+        self.step(&Step::DriverBack);
+        self.step(&Step::Look([true; 2]));
+        (0..2).for_each(|gpu| self.step(&Step::TakenBackIn(gpu)));
+    }
+
+    /// Polls for the longest hold time, and the three before it begins.
+    fn polled_long(&mut self, poll: &HealthPoll) {
+        for _ in 0..3600 / 20 + 3 {
+            self.now += Duration::from_secs(20);
+            self.polled(&[poll.clone(), poll.clone()]);
+        }
+    }
+
+    fn all_are_healthy(&self, when: &str) {
         for gpu in 0..GPUS {
             let standing: Vec<_> = self.snapshot.hardware().standing(&uuid(gpu)).map(|(reason, _)| reason).collect();
-            assert!(healthy(&self.snapshot, gpu), "GPU {gpu} without {source:?}: {standing:?}");
+            assert!(healthy(&self.snapshot, gpu), "GPU {gpu} {when}: {standing:?}");
         }
     }
 
     /// The benign world: without an operator if the driver has recovery actions, otherwise with one.
     fn heals(&mut self) {
-        self.step(&Step::DriverBack);
-        self.step(&Step::Look([true; 2]));
-        for gpu in 0..2 {
-            self.step(&Step::TakenBackIn(gpu));
-            if !self.word {
-                self.step(&Step::Cleared(gpu));
-            }
+        self.calms_down();
+        if !self.word {
+            (0..2).for_each(|gpu| self.step(&Step::Cleared(gpu)));
         }
-        // The longest hold time, and the three polls before it begins.
-        let polls = 3600 / 20 + 3;
-        for _ in 0..polls {
-            self.now += Duration::from_secs(20);
-            self.polled(&[good(self.word), good(self.word)]);
-        }
-        for gpu in 0..GPUS {
-            let standing: Vec<&UnhealthyReason> =
-                self.snapshot.hardware().standing(&uuid(gpu)).map(|(reason, _)| reason).collect();
-            assert!(healthy(&self.snapshot, gpu), "GPU {gpu} never heals: {standing:?}");
-        }
+        self.polled_long(&good(self.word));
+        self.all_are_healthy("never heals");
     }
 }
 
