@@ -38,11 +38,6 @@ impl Host {
         of_check(&report(&mut self.program(gpus)).await, check)
     }
 
-    /// What the doctor reports about labels.
-    async fn labels(&self) -> Vec<(String, String)> {
-        self.findings("labels", "none").await
-    }
-
     /// Checks that a check reports this, where all GPUs go through DRA.
     async fn finds(&self, check: &str, status: &str, part: &str) {
         let found = self.findings(check, "all").await;
@@ -71,11 +66,11 @@ fn put(cluster: &Cluster, manager: &str, namespace: &str, name: &str) {
 #[tokio::test]
 async fn node_features_that_another_program_left_are_named() {
     let host = Host::new().await;
-    assert_eq!(host.labels().await, []);
+    assert_eq!(host.findings("labels", "none").await, []);
     put(&host.cluster, "linkwise", "gpu", "nvidia-features-for-n");
     put(&host.cluster, "gpu-feature-discovery", "gpu-operator", "nvidia-features-for-n");
     put(&host.cluster, "gpu-feature-discovery", "gpu-operator", "nvidia-features-for-m");
-    let found = host.labels().await;
+    let found = host.findings("labels", "none").await;
     let [(ok, ours), (warning, left)] = found.as_slice() else { panic!("{found:?}") };
     assert_eq!((ok.as_str(), ours.as_str()), ("ok", "NodeFeature gpu/nvidia-features-for-n is linkwise's -> "));
     assert_eq!(warning, "warning");
@@ -90,13 +85,13 @@ async fn node_features_that_cannot_be_listed_are_no_failure() {
     let host = Host::new().await;
     let forbidden = Answer::Refusal(403, "nodefeatures is forbidden", None);
     host.cluster.server.fail(Fault::of("GET", "nodefeatures", usize::MAX, forbidden));
-    let found = host.labels().await;
+    let found = host.findings("labels", "none").await;
     let [(skipped, why)] = found.as_slice() else { panic!("{found:?}") };
     assert!(skipped == "skipped" && why.contains("forbidden") && why.contains("kubectl get nodefeatures"), "{why}");
     // A pod without a token: `linkwise` says so too, and asks nobody.
     std::fs::remove_file(host.cluster.folder().join("token")).unwrap();
     let before = host.cluster.server.requests().len();
-    let found = host.labels().await;
+    let found = host.findings("labels", "none").await;
     assert!(found.iter().any(|(status, why)| status == "skipped" && why.contains("token")), "{found:?}");
     assert_eq!(host.cluster.server.requests().len(), before);
 }

@@ -9,11 +9,11 @@ use std::process::Stdio;
 use linkwise_host::mps::{Layout, unmount_own_shms};
 use linkwise_kubelet_box::dra::{ClaimRef, PodClaims};
 use serde_json::{Value, json};
-use tokio::process::{Child, Command};
+use tokio::process::Child;
 
 pub use crate::cluster::dra_node::result as whole;
 use crate::cluster::dra_node::{DRIVER, Node};
-use crate::cluster::support::{until, within};
+use crate::cluster::support::{like, until, within};
 use crate::mps::node::SharedFolder;
 
 /// A node of 8 V100 with an MPS root and the driver's two programs.
@@ -43,15 +43,10 @@ fn run(node: &Node) -> Child {
 
 /// The privileged process.
 pub fn daemons(node: &Node) -> Daemons {
-    let mut command = node.program();
     let path = format!("{}:/usr/bin:/bin", node.at("bin").display());
     // The same settings; another command.
-    let mut daemon = Command::new(env!("CARGO_BIN_EXE_linkwise"));
-    daemon.args(["mps-control-daemon", "--mps-container-root"]).arg(node.at("mps")).env_clear();
-    for (name, value) in command.as_std_mut().get_envs() {
-        daemon.env(name, value.unwrap());
-    }
-    daemon.env("PATH", path).stdin(Stdio::null()).stdout(Stdio::null()).kill_on_drop(true);
+    let mut daemon = like(&node.program(), env!("CARGO_BIN_EXE_linkwise"));
+    daemon.args(["mps-control-daemon", "--mps-container-root"]).arg(node.at("mps")).env("PATH", path);
     Daemons { process: daemon.spawn().unwrap(), root: node.at("mps") }
 }
 

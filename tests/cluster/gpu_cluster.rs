@@ -3,16 +3,14 @@
 
 use std::fs;
 use std::os::unix::fs::symlink;
-use std::process::Stdio;
 
 use serde_json::Value;
-use tokio::process::Command;
 use tonic::transport::Endpoint;
 use tonic_health::pb::HealthCheckRequest;
 use tonic_health::pb::health_client::HealthClient;
 
 use super::dra_node::Node;
-use crate::cluster::support::{until, within};
+use crate::cluster::support::{on_dgx1, until, within};
 use crate::run::node::Process;
 
 /// Starts the program of the DaemonSet's container. The token of the API server is there as in any pod.
@@ -20,13 +18,8 @@ fn start(node: &Node) -> Process {
     let program = node.at("gpu-kubelet-plugin");
     let _ = symlink(env!("CARGO_BIN_EXE_linkwise"), &program);
     // The driver, and where its programs find the machine: these stand for the host.
-    let host = node.program();
-    let of_host = ["FAKE_NVML_MACHINE", "HWLOC_SYNTHETIC", "LINKWISE_NVML_LIBRARY", "LINKWISE_SYSFS", "NODE_NAME"];
-    let mut command = Command::new(&program);
-    command.env_clear().arg("-v").arg("4").envs(node.cluster.variables());
-    for (name, value) in host.as_std().get_envs().filter(|(name, _)| of_host.iter().any(|known| name == known)) {
-        command.env(name, value.unwrap());
-    }
+    let mut command = on_dgx1(&node.cluster, &program, &node.at("sys"));
+    command.args(["-v", "4"]);
     command.env("HTTP_ENDPOINT", ":0").env("METRICS_PATH", "/metrics").env("LOG_VERBOSITY", "4");
     command.env("NVIDIA_VISIBLE_DEVICES", "void").env("NVIDIA_MIG_CONFIG_DEVICES", "all").env("NAMESPACE", "gpu");
     command.env("CDI_ROOT", node.at("cdi")).env("HOST_ROOT", "/").env("HEALTHCHECK_PORT", "0");
@@ -34,7 +27,6 @@ fn start(node: &Node) -> Process {
     command.env("KUBELET_PLUGINS_DIRECTORY_PATH", node.at("plugins"));
     // Of the test alone: the log is read, and the machine has one /run.
     command.env("LINKWISE_LOG_FORMAT", "json").env("LINKWISE_ADMIN_SOCKET", node.at("admin.sock"));
-    command.stdin(Stdio::null()).stdout(Stdio::null()).kill_on_drop(true);
     Process::of(command)
 }
 

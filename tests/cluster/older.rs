@@ -12,7 +12,7 @@ use tokio_util::sync::CancellationToken;
 use super::dra_mig;
 use super::dra_node::Node;
 use super::takeover::{World, ready};
-use crate::cluster::support::within;
+use crate::cluster::support::{like, within};
 use crate::run::node::Process;
 
 /// There and back, this often.
@@ -25,13 +25,8 @@ pub fn older_program() -> PathBuf {
 
 /// The same settings; the older program.
 fn as_older(command: &Command) -> Command {
-    let command = command.as_std();
-    let mut older = Command::new(older_program());
-    older.args(command.get_args()).env_clear();
-    for (name, value) in command.get_envs() {
-        older.env(name, value.unwrap());
-    }
-    older.stdin(std::process::Stdio::null()).stdout(std::process::Stdio::null()).kill_on_drop(true);
+    let mut older = like(command, older_program());
+    older.args(command.as_std().get_args());
     older
 }
 

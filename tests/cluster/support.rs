@@ -156,6 +156,14 @@ pub fn on_dgx1(cluster: &Cluster, program: impl AsRef<OsStr>, sysfs: &Path) -> C
     command
 }
 
+/// Another program with the same variables.
+pub fn like(command: &Command, program: impl AsRef<OsStr>) -> Command {
+    let mut like = Command::new(program);
+    like.env_clear().envs(command.as_std().get_envs().map(|(name, value)| (name, value.unwrap())));
+    like.stdin(Stdio::null()).stdout(Stdio::null()).kill_on_drop(true);
+    like
+}
+
 /// A future that has to be done in time.
 pub async fn within<T>(future: impl Future<Output = T>) -> T {
     tokio::time::timeout(DEADLINE, future).await.expect("it comes in time")

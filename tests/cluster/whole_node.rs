@@ -100,14 +100,6 @@ fn still_runs(child: &mut Child) -> bool {
 }
 
 #[tokio::test]
-async fn oneshot_labels_end_when_the_object_is_written() {
-    let node = Node::start().await;
-    let status = within(node.program("gpu-feature-discovery").arg("--oneshot").status()).await.unwrap();
-    assert!(status.success(), "{status}");
-    node.is_labelled(json!({"nvidia.com/gpu.count": "8"})).await;
-}
-
-#[tokio::test]
 async fn node_feature_stays_while_nvml_crashes_at_start() {
     let node = Node::start().await;
     // Nothing on the PCI bus, as where NVML is simulated.

@@ -9,7 +9,7 @@ use linkwise_core::state::{NodeState, ResourcePlan};
 use linkwise_kubelet_box::dra::DraKubelet;
 use serde_json::{Value, json};
 
-use super::node::{KIND, LIMIT, Node, end, is_refused, name, observed_state, restarted, start, start_container, state};
+use super::node::{KIND, Node, end, is_refused, name, observed_state, restarted, start, start_container, state, until};
 
 /// The machine after a reboot: GPUs 0 and 1 have exchanged their minor numbers.
 fn with_moved_minors() -> NodeState {
@@ -71,16 +71,9 @@ async fn options_and_drivers_that_change_reach_prepared_claims() {
     node.start();
     // Without a Prepare: its container may restart.
     let names = kubelet.state().claims["a"].cdi.clone();
-    let follows = async {
-        loop {
-            let got = super::node::resolve(&kubelet, &names).unwrap();
-            if got.env.get("DRIVER").is_some_and(|version| version == "next") {
-                return got;
-            }
-            tokio::task::yield_now().await;
-        }
-    };
-    let got = tokio::time::timeout(LIMIT, follows).await.unwrap();
+    let got = || super::node::resolve(&kubelet, &names).unwrap();
+    until(|| got().env.get("DRIVER").is_some_and(|version| version == "next")).await;
+    let got = got();
     assert_eq!((got.env.len(), super::node::hardware(&got)), (2, vec![node.gpu(0)]), "the driver's and the device's");
     // And with one: nothing of before is left.
     restarted(&kubelet).await;
