@@ -16,6 +16,7 @@ use std::process::Command;
 use serde_json::Value;
 
 use crate::commands::kustomize::rendered;
+use crate::dra::golden::{linkwise, run};
 use node_settings::{SETTINGS, given};
 
 use crate::node_settings;
@@ -381,9 +382,8 @@ fn linkwise_takes_the_settings_in_them() {
         for (name, text) in configurations(&folder) {
             let file = temporary.path().join(&name);
             std::fs::write(&file, text).unwrap();
-            let check = Command::new(env!("CARGO_BIN_EXE_linkwise")).args(["config", "check"]).arg(&file).output();
-            let check = check.unwrap();
-            assert!(check.status.success(), "{}: {name}: {}", folder.display(), String::from_utf8_lossy(&check.stdout));
+            let checked = run(&["config", "check", file.to_str().unwrap()]);
+            assert!(checked.is_ok(), "{}: {name}: {checked:?}", folder.display());
             files += 1;
         }
         // The flags and variables of `run`, and the file that they name, come to settings.
@@ -412,9 +412,8 @@ fn variables_are_those_that_linkwise_reads() {
         "NVIDIA_MIG_CONFIG_DEVICES",
         "NVIDIA_MIG_MONITOR_DEVICES",
     ];
-    let help = Command::new(env!("CARGO_BIN_EXE_linkwise")).args(["run", "--help"]).output().unwrap();
     // Lines are broken to the width of a terminal.
-    let help = String::from_utf8(help.stdout).unwrap().split_whitespace().collect::<Vec<_>>().join(" ");
+    let help = linkwise(&["run", "--help"]).split_whitespace().collect::<Vec<_>>().join(" ");
     let mut seen = 0;
     for folder in overlays().into_iter().chain([manifests().join("base")]) {
         let daemonset = read(&folder.join("daemonset.yaml"));

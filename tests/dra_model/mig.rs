@@ -82,13 +82,20 @@ fn instance(allocation: &Value, kind: usize) -> (usize, u32) {
     (kind, rest.split_once('-').unwrap().1.parse().unwrap())
 }
 
-#[test]
-fn two_halves_fit_and_nothing_else() {
-    let (mut cluster, claims) = (cluster(), claims());
-    for _ in 0..2 {
-        let placement = cluster.allocate("node", std::slice::from_ref(&claims[4])).unwrap();
+/// The cluster after claims of these kinds.
+fn given(kinds: &[usize], claims: &[Value]) -> Cluster {
+    let mut cluster = cluster();
+    for kind in kinds {
+        let placement = cluster.allocate("node", std::slice::from_ref(&claims[*kind])).unwrap();
         cluster.occupy(&placement.allocations[0]).unwrap();
     }
+    cluster
+}
+
+#[test]
+fn two_halves_fit_and_nothing_else() {
+    let claims = claims();
+    let cluster = given(&[4, 4], &claims);
     for (claim, kind) in claims.iter().zip(&KINDS) {
         let refused = cluster.allocate("node", std::slice::from_ref(claim));
         assert!(matches!(refused, Err(Failure::Refused(_))), "{}: {refused:?}", kind.name);
@@ -97,11 +104,7 @@ fn two_halves_fit_and_nothing_else() {
 
 #[test]
 fn small_ones_leave_half_the_gpu() {
-    let (mut cluster, claims) = (cluster(), claims());
-    for kind in [0, 0, 0, 5] {
-        let placement = cluster.allocate("node", std::slice::from_ref(&claims[kind])).unwrap();
-        cluster.occupy(&placement.allocations[0]).unwrap();
-    }
+    given(&[0, 0, 0, 5], &claims());
 }
 
 proptest! {

@@ -12,7 +12,7 @@ use linkwise_core::state::{
 };
 use linkwise_core::topology::{GpuUuid, NodeObservation};
 
-use crate::resources::{NOW, dgx, mixed, nobody, seen};
+use crate::resources::{NOW, World, dgx, mixed, nobody, seen};
 
 static MACHINE: LazyLock<NodeObservation> = LazyLock::new(|| dgx(3));
 
@@ -54,31 +54,7 @@ fn claim(at: usize) -> PreparedClaim {
     PreparedClaim { claim, prepared: Prepared { devices, mps: None }, is_of_another_boot: false }
 }
 
-struct World {
-    state: NodeState,
-    changes: Vec<(GpuUuid, bool)>,
-}
-
 impl World {
-    fn of(events: impl IntoIterator<Item = Event>) -> Self {
-        Self::with(NodeState::default(), events)
-    }
-
-    fn with(state: NodeState, events: impl IntoIterator<Item = Event>) -> Self {
-        let mut world = Self { state, changes: Vec::new() };
-        events.into_iter().for_each(|event| world.tell(event));
-        world
-    }
-
-    fn tell(&mut self, event: Event) {
-        let (state, effects) = std::mem::take(&mut self.state).apply(event, NOW);
-        self.state = state;
-        self.changes.extend(effects.into_iter().filter_map(|effect| match effect {
-            Effect::DoorChanged(gpu, is_with_dra) => Some((gpu, is_with_dra)),
-            _ => None,
-        }));
-    }
-
     /// Returns true if the device plugin gives the GPU out.
     fn allocates(&self, at: usize) -> bool {
         self.state.allocate(&ResourceName::gpu(), &[id(at).1]).is_ok()
@@ -124,7 +100,8 @@ fn gpu_goes_through_dra_after_two_lists_without_holder() {
         world.tell(nobody());
     }
     assert_eq!((world.through_dra(), world.why(0)), (vec![0, 1, 2], None));
-    assert_eq!(world.changes, [0, 1, 2].map(|at| (uuid(at), true)));
+    let changed = world.effects.iter().filter(|effect| matches!(effect, Effect::DoorChanged(..))).cloned();
+    assert_eq!(changed.collect::<Vec<_>>(), [0, 1, 2].map(|at| Effect::DoorChanged(uuid(at), true)));
     assert_eq!(world.state.record().dra, [0, 1, 2].map(uuid).into());
     assert!(world.state.offers().resources().is_empty() && !world.state.offers().awaits_holders());
 }

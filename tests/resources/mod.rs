@@ -79,6 +79,30 @@ pub fn with(plan: &ResourcePlan, node: NodeObservation) -> NodeState {
     after(NodeState::default(), [planned(plan), seen(node)])
 }
 
+/// A node, and all that it was to do.
+pub struct World {
+    pub state: NodeState,
+    pub effects: Vec<Effect>,
+}
+
+impl World {
+    pub fn of(events: impl IntoIterator<Item = Event>) -> Self {
+        Self::with(NodeState::default(), events)
+    }
+
+    pub fn with(state: NodeState, events: impl IntoIterator<Item = Event>) -> Self {
+        let mut world = Self { state, effects: Vec::new() };
+        events.into_iter().for_each(|event| world.tell(event));
+        world
+    }
+
+    pub fn tell(&mut self, event: Event) {
+        let (state, effects) = std::mem::take(&mut self.state).apply(event, NOW);
+        self.state = state;
+        self.effects.extend(effects);
+    }
+}
+
 /// The problems that people are told of.
 pub fn told(effects: &[Effect]) -> Vec<String> {
     let problem = |effect: &Effect| match effect {

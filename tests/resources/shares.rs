@@ -2,12 +2,11 @@
 
 use linkwise_core::claims::ClaimName;
 use linkwise_core::state::{
-    Door, Effect, Event, GpuShares, GpuSharing, Health, HealthRecord, NodeState, PlanProblem, Prepared, PreparedClaim,
-    PreparedDevice, ResourcePlan,
+    Door, Event, GpuShares, GpuSharing, Health, HealthRecord, Prepared, PreparedClaim, PreparedDevice, ResourcePlan,
 };
 use linkwise_core::topology::{GpuUuid, MigObservation};
 
-use crate::resources::{NOW, dgx, nobody, planned, seen, sliced};
+use crate::resources::{World, dgx, nobody, planned, seen, sliced, told};
 
 fn uuid(at: usize) -> GpuUuid {
     dgx(3).gpus[at].uuid.clone()
@@ -29,31 +28,10 @@ fn prepared(at: usize) -> Event {
     Event::Prepared(vec![PreparedClaim { claim, prepared: Prepared { devices, mps: None }, is_of_another_boot: false }])
 }
 
-struct World {
-    state: NodeState,
-    problems: Vec<PlanProblem>,
-}
-
 impl World {
     /// A node whose GPUs have gone to DRA.
-    fn new(plan: ResourcePlan) -> Self {
-        Self::of([planned(&plan), seen(dgx(3)), nobody(), nobody()])
-    }
-
-    /// A node after these events.
-    fn of(events: impl IntoIterator<Item = Event>) -> Self {
-        let mut world = Self { state: NodeState::default(), problems: Vec::new() };
-        events.into_iter().for_each(|event| world.tell(event));
-        world
-    }
-
-    fn tell(&mut self, event: Event) {
-        let (state, effects) = std::mem::take(&mut self.state).apply(event, NOW);
-        self.state = state;
-        self.problems.extend(effects.into_iter().filter_map(|effect| match effect {
-            Effect::PlanProblem(problem) => Some(problem),
-            _ => None,
-        }));
+    fn through_dra_by(plan: &ResourcePlan) -> Self {
+        Self::of([planned(plan), seen(dgx(3)), nobody(), nobody()])
     }
 
     /// How a GPU is shared, how it is to be, and whether it takes new claims.
@@ -67,19 +45,19 @@ impl World {
 
 #[test]
 fn gpu_comes_to_dra_as_the_plan_shares_it() {
-    let world = World::new(plan(4));
+    let world = World::through_dra_by(&plan(4));
     assert_eq!(world.sharing(0), (in_shares(4), in_shares(4), true));
-    assert_eq!((World::new(plan(0)).sharing(0), world.problems), ((None, None, true), vec![]));
+    assert_eq!((World::through_dra_by(&plan(0)).sharing(0), told(&world.effects)), ((None, None, true), vec![]));
     let mut one = plan(4);
     one.sharing.as_mut().unwrap().fail_requests_greater_than_one = true;
-    assert_eq!(World::new(one).sharing(0).0, Some(GpuShares { shares: 4, one_each: true }));
+    assert_eq!(World::through_dra_by(&one).sharing(0).0, Some(GpuShares { shares: 4, one_each: true }));
 }
 
 #[test]
 fn change_waits_for_claims_alone() {
     for (before, after) in [(0, 4), (4, 0), (4, 2)] {
         let (was, is) = (in_shares(before), in_shares(after));
-        let mut world = World::new(plan(before));
+        let mut world = World::through_dra_by(&plan(before));
         world.tell(prepared(0));
         world.tell(planned(&plan(after)));
         assert_eq!((world.sharing(0), world.sharing(1)), ((was, is, false), (is, is, true)), "{before} {after}");
@@ -91,7 +69,7 @@ fn change_waits_for_claims_alone() {
 
 #[test]
 fn change_waits_until_claims_are_known() {
-    let mut world = World::new(plan(4));
+    let mut world = World::through_dra_by(&plan(4));
     world.tell(planned(&plan(0)));
     assert_eq!(world.sharing(0), (in_shares(4), None, false), "no checkpoint has been read");
     world.tell(Event::Prepared(Vec::new()));
@@ -100,7 +78,7 @@ fn change_waits_until_claims_are_known() {
 
 #[test]
 fn change_that_is_taken_back_changes_nothing() {
-    let mut world = World::new(plan(4));
+    let mut world = World::through_dra_by(&plan(4));
     world.tell(prepared(0));
     world.tell(planned(&plan(0)));
     world.tell(planned(&plan(4)));
@@ -109,7 +87,7 @@ fn change_that_is_taken_back_changes_nothing() {
 
 #[test]
 fn restart_keeps_what_is_published() {
-    let mut world = World::new(plan(4));
+    let mut world = World::through_dra_by(&plan(4));
     world.tell(prepared(0));
     let record = world.state.record();
     let text = serde_json::to_string(&record).unwrap();
@@ -131,6 +109,6 @@ fn mig_devices_are_not_shared_through_dra() {
     let mut observed = dgx(3);
     observed.gpus[0].mig = Some(MigObservation { enabled: true, devices: Vec::new(), profiles: Vec::new() });
     let world = World::of([planned(&plan(4)), seen(observed)]);
-    let said = world.problems[0].to_string();
+    let said = &told(&world.effects)[0];
     assert!(said.contains("through DRA only whole GPUs are: the MIG devices of GPUs 0000:"), "{said}");
 }

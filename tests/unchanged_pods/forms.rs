@@ -3,7 +3,7 @@
 use insta::assert_snapshot;
 use proptest::prelude::*;
 use proptest::strategy::ValueTree;
-use proptest::test_runner::{Config, TestRunner};
+use proptest::test_runner::TestRunner;
 use serde_json::{Value, json};
 
 use crate::unchanged_pods::{EMPTY, EXACT, GPUS, OFF, ON, UNNAMED, created, read, right, server};
@@ -120,10 +120,7 @@ fn pods() -> impl Strategy<Value = Value> {
 async fn random_pods_are_never_changed_by_half() {
     let server = server().await;
     let (mut changed, mut several, mut same, mut refused, mut exact) = (0, 0, 0, 0, 0);
-    let mut runner = TestRunner::new_with_rng(
-        Config { cases: 500, failure_persistence: None, ..Config::default() },
-        proptest::test_runner::TestRng::deterministic_rng(proptest::test_runner::RngAlgorithm::ChaCha),
-    );
+    let mut runner = TestRunner::deterministic();
     for _ in 0..500 {
         let pod = pods().new_tree(&mut runner).unwrap().current();
         match (created(&server, OFF, &pod), created(&server, ON, &pod)) {
