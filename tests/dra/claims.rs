@@ -125,7 +125,9 @@ fn claims_are_printed_as_documented() {
         holds(&format!("claim-{name}"), &linkwise(&[&["claim"], args].concat()));
     }
     let yaml = linkwise(&["claim", "--gpus", "4", "--kind", "pod"]);
-    assert_eq!(serde_saphyr::from_str::<Value>(&yaml).unwrap(), claim(&["--gpus", "4", "--kind", "pod"]));
+    let json = linkwise(&["claim", "--gpus", "4", "--kind", "pod", "--format", "json"]);
+    let json: Value = serde_json::from_str(&json).unwrap();
+    assert_eq!(serde_saphyr::from_str::<Value>(&yaml).unwrap(), json);
 }
 
 #[test]
