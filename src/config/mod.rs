@@ -108,8 +108,10 @@ pub fn unknown_variables() -> Vec<String> {
         all.extend(names.map(|name| name.to_string_lossy().into_owned()));
         command.get_subcommands().for_each(|below| variables(below, all));
     }
-    let mut known = BTreeSet::new();
-    variables(&Cli::command(), &mut known);
+    let (mut known, mut all) = (BTreeSet::new(), Cli::command());
+    // The arguments of a subcommand are made late otherwise.
+    all.build();
+    variables(&all, &mut known);
     #[expect(clippy::disallowed_methods, reason = "this is the door that the ban points to")]
     let (program, variable) = (std::env::args_os().next(), |name: &str| std::env::var(name).ok());
     let unread = program::unread(&program.unwrap_or_default(), variable);

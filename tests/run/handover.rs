@@ -164,9 +164,13 @@ async fn strategies_alone_and_combined_answer_allocate() {
 #[tokio::test]
 async fn strategies_from_the_environment_apply() {
     let setup = setup(&TWO).env("DEVICE_LIST_STRATEGY", "cdi-cri,envvar").env("DEVICE_ID_STRATEGY", "index");
-    let (_node, kubelet) = setup.serve(2).await;
+    // One that is read by a flag alone, and one that is misspelt.
+    let (node, kubelet) = setup.env("LINKWISE_POD_UID", "u").env("LINKWISE_STATE_DI", "s").serve(2).await;
     let got = lines(&allocation(&kubelet, "pod", GPU, 1).await);
     assert_eq!(got, ["env NVIDIA_VISIBLE_DEVICES=0", "cdi k8s.device-plugin.nvidia.com/gpu=0"]);
+    let ignored: Vec<String> =
+        node.process.lines().into_iter().filter(|line| line.contains("variable ignored")).collect();
+    assert!(ignored.len() == 1 && ignored[0].contains("LINKWISE_STATE_DI\""), "{ignored:?}");
 }
 
 #[tokio::test]
