@@ -5,15 +5,15 @@ use std::collections::BTreeSet;
 use linkwise_core::state::{HealthPoll, Reach};
 use linkwise_core::topology::{GpuObservation, ProbeFailure};
 use linkwise_nvml::CallError;
-use linkwise_nvml::child::Agent;
+use linkwise_nvml::child::{Agent, AgentEnded};
 use linkwise_nvml::protocol::{FromAgent, Missing, Place, ToAgent};
 
 use super::events::heard;
-use super::{Duration, LIMIT, Machine, Path, machine, next, polled, ready, said, timeout, uuid};
+use super::{Duration, LIMIT, Machine, Path, machine, next, polled, ready, said, timeout, up, uuid};
 
 /// A call about a GPU.
-struct Call {
-    name: &'static str,
+pub struct Call {
+    pub name: &'static str,
     /// The facts of a full look that come from it.
     look: &'static [&'static str],
     /// The facts of a round that come from it.
@@ -33,9 +33,10 @@ const fn mig(name: &'static str, silent: &'static [u32]) -> Call {
 }
 
 /// Every call about a GPU but those by which it is known.
-const CALLS: [Call; 28] = [
+pub const CALLS: [Call; 29] = [
     call("nvmlDeviceGetName", &["model"], &[]),
     call("nvmlDeviceGetMinorNumber", &["minor"], &[]),
+    call("nvmlDeviceGetAddressingMode", &["addressing_mode"], &[]),
     call("nvmlDeviceGetCudaComputeCapability", &["compute_capability"], &[]),
     call("nvmlDeviceGetMemoryInfo_v2", &["memory_mib"], &[]),
     call("nvmlDeviceGetMemoryInfo", &["memory_mib"], &[]),
@@ -68,7 +69,7 @@ const CALLS: [Call; 28] = [
 ];
 
 /// The calls by which a GPU is known.
-const IDENTITY: [&str; 3] = ["nvmlDeviceGetHandleByIndex_v2", "nvmlDeviceGetPciInfo_v3", "nvmlDeviceGetUUID"];
+pub const IDENTITY: [&str; 3] = ["nvmlDeviceGetHandleByIndex_v2", "nvmlDeviceGetPciInfo_v3", "nvmlDeviceGetUUID"];
 
 /// The calls that are about no GPU and give a fact.
 const SYSTEM: [&str; 3] = ["nvmlSystemGetDriverVersion", "nvmlSystemGetNVMLVersion", "nvmlSystemGetCudaDriverVersion"];
@@ -241,9 +242,7 @@ async fn missing(agent: &mut Agent, wanted: impl Fn(&[Missing]) -> bool) -> Vec<
 
 #[tokio::test]
 async fn every_call_for_a_name_in_a_round_can_return_each_of_its_codes() {
-    let machine = machine();
-    let mut agent = machine.agent();
-    ready(&mut agent).await;
+    let (machine, mut agent) = up().await;
     for call in ["nvmlDeviceGetHandleByIndex_v2", "nvmlDeviceGetUUID", COUNT] {
         // These mean that the driver has gone, where no GPU is named: the child ends, as another test has it.
         for code in codes().filter(|code| call != COUNT || !matches!(code, 1 | 9 | 18)) {
@@ -271,8 +270,7 @@ async fn every_call_for_a_name_in_a_round_can_return_each_of_its_codes() {
 async fn a_call_about_mig_that_fails_in_a_round_is_no_change() {
     for call in CALLS.iter().filter(|call| call.mig) {
         let machine = machine_for(call);
-        let mut agent = machine.agent();
-        ready(&mut agent).await;
+        let mut agent = machine.scanned().await;
         for code in codes().filter(|code| !call.is_silent(*code)) {
             machine.tell(&format!("fail 2 {} {code}", call.name));
             for _ in 0..2 {
@@ -285,9 +283,7 @@ async fn a_call_about_mig_that_fails_in_a_round_is_no_change() {
 
 #[tokio::test]
 async fn every_code_of_a_wait_for_events_is_survived_and_named() {
-    let machine = machine();
-    let mut agent = machine.agent();
-    ready(&mut agent).await;
+    let (machine, mut agent) = up().await;
     for code in codes() {
         machine.tell(&format!("fail * nvmlEventSetWait_v2 {code}"));
         // TIMEOUT is how NVML says that there was nothing.
@@ -319,6 +315,7 @@ async fn every_code_of_initialisation_and_registration_is_survived_and_named() {
         let FromAgent::Leaving(error) = next(&mut agent).await.unwrap() else { panic!("{code}: it goes on") };
         // A library without its symbol is told apart from one that fails.
         assert!(error == CallError::returned("nvmlInit_v2", code) || matches!(code, 3 | 13), "{code}: {error}");
+        assert!(matches!(next(&mut agent).await, Err(AgentEnded::Exited(status)) if status.code() == Some(1)));
     }
     machine.tell("init 0");
     for call in ["nvmlEventSetCreate", "nvmlDeviceRegisterEvents"] {
@@ -334,8 +331,7 @@ async fn every_code_of_initialisation_and_registration_is_survived_and_named() {
     // One that does not say which events it has is registered for all that count here.
     for code in codes() {
         machine.tell(&format!("fail * nvmlDeviceGetSupportedEventTypes {code}"));
-        let mut agent = machine.agent();
-        ready(&mut agent).await;
+        let mut agent = machine.scanned().await;
         heard(&machine, &mut agent, 3, 79).await;
         machine.tell("unfail * nvmlDeviceGetSupportedEventTypes");
     }

@@ -28,8 +28,7 @@ pub async fn heard(machine: &Machine, agent: &mut Agent, gpu: u32, code: u64) {
 async fn a_lost_gpu_that_ends_the_wait_for_all_costs_its_own_events_only() {
     let machine = machine();
     machine.tell("loss-ends-waits");
-    let mut agent = machine.agent();
-    ready(&mut agent).await;
+    let mut agent = machine.scanned().await;
     machine.tell("lost 2");
     let failed = FromAgent::Failed(CallFailure::new("driver", CallError::returned("nvmlEventSetWait_v2", 15)));
     assert_eq!(said(&mut agent).await.unwrap(), failed);

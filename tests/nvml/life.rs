@@ -23,9 +23,7 @@ async fn nonsense_from_a_child_ends_it() {
 async fn dropping_the_agent_ends_the_child() {
     // One that is stopped too, which does not see that its parent is gone.
     for stopped in [false, true] {
-        let machine = machine();
-        let mut agent = machine.agent();
-        ready(&mut agent).await;
+        let (machine, agent) = up().await;
         if stopped {
             signal("STOP", &agent);
         }
@@ -43,9 +41,7 @@ async fn dropping_the_agent_ends_the_child() {
 
 #[tokio::test]
 async fn a_child_that_ends_before_it_was_heard_is_known_to_have_ended() {
-    let machine = machine();
-    let mut agent = machine.agent();
-    ready(&mut agent).await;
+    let (_machine, mut agent) = up().await;
     signal("STOP", &agent);
     agent.request(ToAgent::Observe).await.unwrap();
     signal("KILL", &agent);
@@ -168,16 +164,6 @@ async fn memory_that_cannot_be_read_holds_nothing_up() {
 }
 
 #[tokio::test]
-async fn a_driver_that_does_not_initialise_is_named() {
-    let machine = machine().with("FAKE_NVML_INIT", "9");
-    let mut agent = machine.agent();
-    let failed = FromAgent::Leaving(CallError::returned("nvmlInit_v2", 9));
-    assert_eq!(next(&mut agent).await.unwrap(), failed);
-    let Err(AgentEnded::Exited(status)) = next(&mut agent).await else { panic!("it goes on") };
-    assert_eq!(status.code(), Some(1));
-}
-
-#[tokio::test]
 async fn the_library_is_found_by_its_usual_names() {
     let folder = tempfile::tempdir().unwrap();
     for names in [&["libnvidia-ml.so"][..], &["libnvidia-ml.so", "libnvidia-ml.so.1"], &["libnvidia-ml.so.1"], &[]] {
@@ -221,9 +207,7 @@ async fn a_program_that_is_not_there_is_named() {
 
 #[tokio::test]
 async fn a_crash_costs_the_child_and_names_the_signal() {
-    let machine = machine();
-    let mut agent = machine.agent();
-    ready(&mut agent).await;
+    let (machine, mut agent) = up().await;
     machine.tell("crash");
     let ended = said(&mut agent).await.unwrap_err();
     assert!(ended.to_string().contains("SIGABRT"), "{ended}");

@@ -88,8 +88,7 @@ async fn placements_that_fail_are_named_and_kept() {
 #[tokio::test]
 async fn instance_is_made_seen_and_destroyed() {
     let machine = empty();
-    let mut agent = machine.agent();
-    ready(&mut agent).await;
+    let mut agent = machine.scanned().await;
     let made = order(&mut agent, MigTask::Make(SLOT)).await.unwrap().remove(0);
     let (gpus, failures) = ready(&mut agent).await;
     let [device] = &mig(&gpus).devices[..] else { panic!("{:?}", mig(&gpus)) };
@@ -118,8 +117,7 @@ async fn refused_make_names_call_and_code() {
         "nvmlDeviceGetMigDeviceHandleByIndex",
     ];
     let machine = empty();
-    let mut agent = machine.agent();
-    ready(&mut agent).await;
+    let mut agent = machine.scanned().await;
     for call in CALLS {
         // NOT_SUPPORTED, NO_PERMISSION, INSUFFICIENT_RESOURCES, INVALID_STATE, and one that nobody knows.
         for code in [3, 4, 23, 29, 77] {
@@ -148,8 +146,7 @@ async fn refused_make_names_call_and_code() {
 #[tokio::test]
 async fn taken_placement_is_refused_and_stays() {
     let machine = empty();
-    let mut agent = machine.agent();
-    ready(&mut agent).await;
+    let mut agent = machine.scanned().await;
     let made = make(&mut agent).await;
     for slot in [SLOT, MigSlot { profile_id: 19, placement: MigPlacement { start: 3, size: 1 } }] {
         let refused = order(&mut agent, MigTask::Make(slot)).await.unwrap_err();
@@ -162,8 +159,7 @@ async fn taken_placement_is_refused_and_stays() {
 #[tokio::test]
 async fn instance_in_use_stays_until_it_is_free() {
     let machine = empty();
-    let mut agent = machine.agent();
-    ready(&mut agent).await;
+    let mut agent = machine.scanned().await;
     let made = make(&mut agent).await;
     for call in ["nvmlComputeInstanceDestroy", "nvmlGpuInstanceDestroy"] {
         machine.tell(&format!("fail 0 {call} 19"));
@@ -181,8 +177,7 @@ async fn instance_in_use_stays_until_it_is_free() {
 #[tokio::test]
 async fn another_instance_in_the_place_is_left_alone() {
     let machine = empty();
-    let mut agent = machine.agent();
-    ready(&mut agent).await;
+    let mut agent = machine.scanned().await;
     let made = make(&mut agent).await;
     let other = MigTask::Destroy(SLOT, Some("MIG-another".parse().unwrap()));
     assert_eq!(order(&mut agent, other).await, Ok(vec![]));
@@ -198,8 +193,7 @@ async fn order_that_hangs_ends_the_agent() {
     for call in ["nvmlDeviceCreateGpuInstanceWithPlacement", "nvmlGpuInstanceCreateComputeInstance"] {
         let mut machine = empty();
         machine.command.limits = SHORT;
-        let mut agent = machine.agent();
-        ready(&mut agent).await;
+        let mut agent = machine.scanned().await;
         machine.tell(&format!("hang 0 {call}"));
         agent.request(ToAgent::Mig(MigOrder { gpu: uuid(0), task: MigTask::Make(SLOT) })).await.unwrap();
         let ended = said(&mut agent).await.unwrap_err();
@@ -207,8 +201,7 @@ async fn order_that_hangs_ends_the_agent() {
         agent.gone().await;
         machine.tell(&format!("unhang 0 {call}"));
         // What it has left is destroyed by its place.
-        let mut agent = machine.agent();
-        ready(&mut agent).await;
+        let mut agent = machine.scanned().await;
         assert_eq!(order(&mut agent, MigTask::Destroy(SLOT, None)).await, Ok(vec![]));
         ready(&mut agent).await;
         assert!(is_empty(&mut agent).await, "{call}");
@@ -258,8 +251,7 @@ async fn order_waits_for_that_of_another_process() {
 #[tokio::test]
 async fn gpu_that_is_gone_took_its_instances_along() {
     let machine = empty();
-    let mut agent = machine.agent();
-    ready(&mut agent).await;
+    let mut agent = machine.scanned().await;
     let made = make(&mut agent).await;
     machine.tell("lost 0");
     let refused = order(&mut agent, MigTask::Make(SLOT)).await.unwrap_err();
@@ -272,8 +264,7 @@ async fn gpu_that_is_gone_took_its_instances_along() {
 async fn without_mig_mode_nothing_is_left_to_destroy() {
     const LIST: &str = "nvmlDeviceGetGpuInstances";
     let machine = empty();
-    let mut agent = machine.agent();
-    ready(&mut agent).await;
+    let mut agent = machine.scanned().await;
     let made = make(&mut agent).await;
     // As NVML answers once MIG mode is off.
     machine.tell(&format!("fail 0 {LIST} 3"));
@@ -284,15 +275,13 @@ async fn without_mig_mode_nothing_is_left_to_destroy() {
 async fn gpu_that_is_not_asked_may_still_have_its_instances() {
     let mut machine = empty();
     let made = {
-        let mut agent = machine.agent();
-        ready(&mut agent).await;
+        let mut agent = machine.scanned().await;
         make(&mut agent).await
     };
     let destroy = || MigTask::Destroy(SLOT, Some(made.clone()));
     let skipped = {
         machine.command.skip = vec![Place { index: 0, of: 2 }];
-        let mut agent = machine.agent();
-        ready(&mut agent).await;
+        let mut agent = machine.scanned().await;
         order(&mut agent, destroy()).await.unwrap_err()
     };
     assert!(skipped.may_exist && skipped.why.contains("NVML may not be asked about GPU-"), "{skipped:?}");
