@@ -2,8 +2,8 @@
 //! processes die and others with the other door follow, and GPUs go and come back. No GPU is with two pods, and none is
 //! lost.
 //!
-//! The state, its ledger and doors and `claims::plan` are the real ones. The kubelet, the scheduler, the API server and
-//! the disk are models, and what containers have is kept in books of this test's own ([`books`]). What the models rely
+//! The state, its ledger and doors and `claims::plan` are the real ones. The kubelet, the scheduler, the API server, which
+//! is always there, and the disk are models, and what containers have is kept in books of this test's own ([`books`]). What the models rely
 //! on: a device that Allocate granted is in the kubelet's books within 0.9 s, what a kubelet that knows its pods does not
 //! list has ended, and a device plugin that starts while the kubelet is away is told the holders before it is asked.
 
@@ -34,7 +34,7 @@ use linkwise_core::state::{Door, Event, Health};
 use linkwise_core::topology::NodeObservation;
 use linkwise_host::machines;
 
-use agent::{Agent, Answer, Cluster, Disk, LATEST_LIST};
+use agent::{Agent, Cluster, Disk, LATEST_LIST};
 use books::{Books, GPUS, Part};
 use kubelet::{BOOKED_WITHIN, Devices, Kubelet};
 use random::Random;
@@ -78,8 +78,6 @@ struct World {
     cluster: Cluster,
     /// The API server's slices of some moments, each with the agent that wants it.
     slices: VecDeque<(u32, Vec<String>)>,
-    /// What the agent wants stored.
-    unstored: Option<Vec<String>>,
     /// The number of agents so far.
     agents: u32,
     /// The pods of claims, by the claim's UID.
@@ -104,7 +102,6 @@ impl World {
             disk: Disk::default(),
             cluster: Cluster::default(),
             slices: VecDeque::new(),
-            unstored: None,
             agents: 0,
             claims: BTreeMap::new(),
             books: Books::default(),
@@ -143,31 +140,17 @@ impl World {
         // It may make other resources of the GPUs: what the last one granted is in the books by then.
         self.kubelet.pods.values_mut().for_each(|pod| pod.granted = None);
         let mut events = vec![self.planned(), self.observed()];
-        let mut agent = Agent::start(&self.disk, Vec::new(), self.wish.door == Door::Dra, self.now);
         let at = usize::try_from(self.random.within(0..3)).unwrap();
-        events.insert(at, agent.claims());
-        agent.events = events.into();
+        events.insert(at, self.disk.claims());
         self.agents += 1;
-        self.unstored = None;
-        self.agent = Some(agent);
+        self.agent = Some(Agent::start(&self.disk, events, self.wish.door == Door::Dra, self.now));
         self.kubelet.healthy.clear();
     }
 
-    fn kill_agent(&mut self) {
-        self.agent = None;
-        self.kubelet.healthy.clear();
-    }
-
-    /// What the agent has published since the last look is stored: nothing is offered through both doors.
+    /// What the agent has published since the last look: nothing is offered through both doors.
     fn look(&mut self) -> Checked {
         let Some(agent) = self.agent.as_mut() else { return Ok(()) };
-        for slice in agent.published.drain(..) {
-            self.unstored = Some(slice);
-        }
-        if self.cluster.is_away {
-            return Ok(());
-        }
-        if let Some(slice) = self.unstored.take() {
+        if let Some(slice) = agent.published.take() {
             match self.slices.back_mut() {
                 Some((by, last)) if *last == slice => *by = self.agents,
                 _ => self.slices.push_back((self.agents, slice)),
@@ -276,9 +259,9 @@ impl World {
 
     /// The scheduler allocates devices of the slices, or of those of some moments ago, that no claim has.
     fn schedule(&mut self) {
-        let Some(at) = self.pick(self.slices.len()).filter(|_| !self.cluster.is_away) else { return };
+        let Some(at) = self.pick(self.slices.len()) else { return };
         let at = if self.random.one_in(4) { at } else { self.slices.len() - 1 };
-        let taken: BTreeSet<&String> = self.cluster.claims.values().flatten().collect();
+        let taken: BTreeSet<&String> = self.cluster.values().flatten().collect();
         let mut free: Vec<String> =
             self.slices[at].1.iter().filter(|device| !taken.contains(device)).cloned().collect();
         let mut devices = Vec::new();
@@ -291,51 +274,47 @@ impl World {
             self.made += 1;
             let uid = format!("c{}", self.made);
             self.note(|| format!("{uid} is allocated {devices:?}"));
-            self.cluster.claims.insert(uid.clone(), devices);
+            self.cluster.insert(uid.clone(), devices);
             self.claims.insert(uid, PodState::Waiting);
             self.done[7] += 1;
         }
     }
 
-    fn advance(&mut self) -> Checked {
+    /// The kubelet has the claim of a pod that waits prepared.
+    fn prepare(&mut self) -> Checked {
+        let Some(uid) = self.pick_claim(|_, _, state| state == PodState::Waiting) else { return Ok(()) };
         let Some(agent) = &mut self.agent else { return Ok(()) };
-        let tasks = u32::try_from(agent.tasks()).unwrap();
-        if tasks == 0 {
+        let Some(prepared) = agent.prepare(&uid, &self.cluster, &mut self.disk, self.now) else {
+            self.done[2] += 1;
+            if self.random.one_in(4) {
+                self.end_claim(uid);
+            }
             return Ok(());
-        }
-        let at = usize::try_from(self.random.within(0..tasks)).unwrap();
-        let Some((uid, answer)) = agent.advance(at, &self.cluster, &mut self.disk, self.now) else { return Ok(()) };
-        self.note(|| format!("{uid}: {answer:?}"));
-        match answer {
-            Answer::Refused => {
-                self.done[2] += 1;
-                if self.claims.get(&uid) == Some(&PodState::Waiting) && self.random.one_in(4) {
-                    self.end_claim(uid);
-                }
-            }
-            Answer::Unprepared => {
-                self.claims.remove(&uid);
-                // Its controller takes the devices back.
-                self.cluster.claims.remove(&uid);
-            }
-            Answer::Prepared(prepared) => {
-                let devices: Vec<String> = prepared.devices.iter().map(|device| device.device.clone()).collect();
-                for device in &prepared.devices {
-                    let uuid = device.mig.as_ref().map_or(device.gpu.as_str(), |mig| mig.as_str());
-                    if Part::of_device(&device.device).uuid() != uuid {
-                        return Err(format!("{uid} gets {uuid} for {}", device.device));
-                    }
-                }
-                // The pod may have been deleted meanwhile.
-                if self.claims.get(&uid) == Some(&PodState::Waiting) {
-                    self.books.take(&uid, devices.iter().map(|device| (Part::of_device(device), false)).collect())?;
-                    self.claims.insert(uid.clone(), PodState::Running);
-                    self.kubelet.claims.insert(uid, devices);
-                    self.done[3] += 1;
-                }
+        };
+        self.note(|| format!("{uid}: {prepared:?}"));
+        for device in &prepared.devices {
+            let uuid = device.mig.as_ref().map_or(device.gpu.as_str(), |mig| mig.as_str());
+            if Part::of_device(&device.device).uuid() != uuid {
+                return Err(format!("{uid} gets {uuid} for {}", device.device));
             }
         }
+        let devices: Vec<String> = prepared.devices.into_iter().map(|device| device.device).collect();
+        self.books.take(&uid, devices.iter().map(|device| (Part::of_device(device), false)).collect())?;
+        self.claims.insert(uid.clone(), PodState::Running);
+        self.kubelet.claims.insert(uid, devices);
+        self.done[3] += 1;
         Ok(())
+    }
+
+    /// The kubelet has the claim of a pod that has ended unprepared; its controller takes the devices back.
+    fn unprepare(&mut self) {
+        if let Some(uid) = self.pick_claim(|_, _, state| state == PodState::Ended)
+            && let Some(agent) = &mut self.agent
+            && agent.unprepare(&uid, &mut self.disk, self.now)
+        {
+            self.claims.remove(&uid);
+            self.cluster.remove(&uid);
+        }
     }
 
     /// A pod with a claim ends; one that waits is deleted.
@@ -351,8 +330,7 @@ impl World {
             self.books.release(&pod);
         }
         // It kills the containers of pods that the API server does not have.
-        let unknown =
-            |world: &Self, uid: &str, state| state == PodState::Running && !world.cluster.claims.contains_key(uid);
+        let unknown = |world: &Self, uid: &str, state| state == PodState::Running && !world.cluster.contains_key(uid);
         while let Some(uid) = self.pick_claim(unknown) {
             self.end_claim(uid);
         }
@@ -412,16 +390,15 @@ impl World {
     }
 
     fn step(&mut self) -> Checked {
-        match self.random.within(0..400) {
+        match self.random.within(0..320) {
             0..2 => self.change_wish(),
             2..8 => self.change_gpu(),
-            8..9 => self.cluster.is_away = true,
-            9..15 => self.cluster.is_away = false,
-            15..17 if self.agent.is_some() => {
+            8..10 if self.agent.is_some() => {
                 self.note(|| "the agent dies".to_owned());
                 self.done[5] += 1;
                 self.drain();
-                self.kill_agent();
+                self.agent = None;
+                self.kubelet.healthy.clear();
                 if self.random.one_in(3) {
                     self.wish.door = if self.wish.door == Door::Dra { Door::Plugin } else { Door::Dra };
                     let door = self.wish.door;
@@ -432,15 +409,15 @@ impl World {
                     self.start_agent();
                 }
             }
-            15..40 if self.agent.is_none() => self.start_agent(),
-            17..19 => {
+            8..30 if self.agent.is_none() => self.start_agent(),
+            10..12 => {
                 self.note(|| "the kubelet restarts".to_owned());
                 self.restart_kubelet();
                 self.kubelet.runs = !self.random.one_in(4);
                 self.done[6] += 1;
             }
-            19..40 => self.kubelet.runs = true,
-            40..75 => {
+            12..30 => self.kubelet.runs = true,
+            30..65 => {
                 if let Some(agent) = &self.agent
                     && self.kubelet.runs
                     && agent.is_informed
@@ -448,74 +425,55 @@ impl World {
                     self.kubelet.follow(&agent.snapshot);
                 }
             }
-            75..95 => self.admit()?,
-            95..98 => {
+            65..85 => self.admit()?,
+            85..88 => {
                 if let Some(pod) = self.pick_pod(|pod| pod.granted.is_some()) {
                     self.kubelet.pods.get_mut(&pod).unwrap().granted = None;
                 }
             }
-            98..155 => {
+            88..145 => {
                 if let Some(pod) = self.pick_pod(|pod| pod.granted.is_none() && !pod.ended) {
                     self.note(|| format!("{pod} ends"));
                     self.books.release(&pod);
                     self.kubelet.pods.get_mut(&pod).unwrap().ended = true;
                 }
             }
-            155..180 => self.ask_for_list(),
-            180..205 => self.answer_list(),
-            205..230 => self.schedule(),
-            230..260 => {
-                let waits = |world: &Self, uid: &str, state| {
-                    state == PodState::Waiting && world.agent.as_ref().is_some_and(|agent| !agent.works_on(uid))
-                };
-                if let Some(uid) = self.pick_claim(waits)
-                    && let Some(agent) = &mut self.agent
-                {
-                    agent.ask(&uid, true);
-                }
-            }
-            260..330 => {
+            145..170 => self.ask_for_list(),
+            170..195 => self.answer_list(),
+            195..220 => self.schedule(),
+            220..250 => {
                 if self.random.one_in(2) {
                     self.drain();
                 }
-                self.advance()?;
+                self.prepare()?;
             }
-            330..338 => {
+            250..258 => {
                 if let Some(uid) = self.pick_claim(|_, _, state| state != PodState::Ended) {
                     self.end_claim(uid);
                 }
             }
             // A claim is deleted once its pod has ended, and by force before.
-            338..346 => {
+            258..266 => {
                 let is_forced = self.random.one_in(8);
                 let gone = |_: &Self, _: &str, state| state == PodState::Ended || is_forced;
                 if let Some(uid) = self.pick_claim(gone) {
                     self.note(|| format!("{uid} is deleted"));
-                    self.cluster.claims.remove(&uid);
+                    self.cluster.remove(&uid);
                 }
             }
-            346..354 => {
-                let ended = |world: &Self, uid: &str, state| {
-                    state == PodState::Ended && world.agent.as_ref().is_some_and(|agent| !agent.works_on(uid))
-                };
-                if let Some(uid) = self.pick_claim(ended)
-                    && let Some(agent) = &mut self.agent
-                {
-                    agent.ask(&uid, false);
-                }
-            }
-            354..357 => {
+            266..274 => self.unprepare(),
+            274..277 => {
                 if let Some(agent) = &mut self.agent {
                     agent.sweep(&self.cluster, &mut self.disk, self.now);
                 }
             }
-            357..364 => self.keep(),
-            364..380 => self.drain(),
+            277..284 => self.keep(),
+            284..300 => self.drain(),
             which => {
                 let milliseconds = match which {
-                    380..388 => 1..2_000,
-                    388..396 => 2_000..20_000,
-                    396..398 => 20_000..100_000,
+                    300..308 => 1..2_000,
+                    308..316 => 2_000..20_000,
+                    316..318 => 20_000..100_000,
                     _ => 100_000..800_000,
                 };
                 let time = self.random.milliseconds(milliseconds);

@@ -14,7 +14,7 @@ impl World {
     /// Everything ends and comes back; then each GPU is offered through the door that the plan names.
     pub fn settle(&mut self) -> Checked {
         self.gpus.iter_mut().for_each(|(is_there, _)| *is_there = true);
-        (self.cluster.is_away, self.kubelet.runs, self.kubelet.is_new) = (false, true, false);
+        (self.kubelet.runs, self.kubelet.is_new) = (true, false);
         if self.agent.is_none() {
             self.start_agent();
         }
@@ -28,17 +28,10 @@ impl World {
         while let Some(uid) = self.pick_claim(|_, _, state| state != PodState::Ended) {
             self.end_claim(uid);
         }
-        self.cluster.claims.clear();
-        loop {
+        self.cluster.clear();
+        while !self.claims.is_empty() {
             self.pass(Duration::from_millis(100))?;
-            self.drain();
-            if self.agent.as_ref().unwrap().tasks() > 0 {
-                self.advance()?;
-            } else if let Some(uid) = self.pick_claim(|_, _, state| state == PodState::Ended) {
-                self.agent.as_mut().unwrap().ask(&uid, false);
-            } else {
-                break;
-            }
+            self.unprepare();
         }
         for _ in 0..3 {
             self.pass(LISTED_WITHIN * 2)?;
