@@ -1,12 +1,6 @@
 //! The choice among whole GPUs against a brute force of its definition.
 
-#![allow(
-    clippy::unwrap_used,
-    clippy::expect_used,
-    clippy::panic,
-    clippy::cast_possible_truncation,
-    reason = "the helpers of a test may end it, and count a few GPUs"
-)]
+#![allow(clippy::cast_possible_truncation, reason = "a few GPUs are counted")]
 
 use crate::oracle;
 use crate::random_node;

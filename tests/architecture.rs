@@ -4,8 +4,6 @@
 //!
 //! It reads the sources line by line, comments and tests (from `#[cfg(test)]` on) left out.
 
-#![allow(clippy::expect_used, reason = "a test may panic")]
-
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};

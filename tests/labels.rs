@@ -1,8 +1,6 @@
 //! The labels of machines: each built-in one under each kind of configuration, values that real nodes publish, and what
 //! holds for any machine.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test may panic")]
-
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::process::Command;

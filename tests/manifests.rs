@@ -1,14 +1,6 @@
 //! The manifests: they parse, what they name is there, and linkwise takes the settings in them. Where kubectl or kustomize is at
 //! hand (`make test` says so where neither is) each is rendered and looked at as the cluster would get it.
 
-#![allow(
-    clippy::unwrap_used,
-    clippy::expect_used,
-    clippy::panic,
-    clippy::indexing_slicing,
-    reason = "what a helper cannot do fails the test"
-)]
-
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::process::Command;

@@ -1,8 +1,6 @@
 //! `linkwise topology --format svg`, through the binary: golden files, well-formed for every built-in machine,
 //! and harmless whatever a machine's texts are.
 
-#![allow(clippy::unwrap_used, reason = "a test may panic")]
-
 use std::fs;
 use std::process::{Command, Output};
 

@@ -1,7 +1,5 @@
 //! Who holds what and how good it is, against a brute force of the collective over all sets.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "the helpers of a test may end it")]
-
 use crate::oracle;
 
 use std::collections::{BTreeMap, BTreeSet};

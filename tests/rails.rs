@@ -1,7 +1,5 @@
 //! The rails of GPUs against a definition of their own, and on machines whose rails their makers' drawings show.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test may panic")]
-
 use std::collections::BTreeSet;
 
 use crate::random_node;

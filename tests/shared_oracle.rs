@@ -1,13 +1,7 @@
 //! Units on GPUs (slots, MIG devices) against a naive reading of the definition: all ways to spread a request over
 //! the GPUs, those struck out that a rule forbids, and the brute force of whole GPUs for what is left.
 
-#![allow(
-    clippy::unwrap_used,
-    clippy::expect_used,
-    clippy::panic,
-    clippy::cast_possible_truncation,
-    reason = "the helpers of a test may end it, and count a few GPUs"
-)]
+#![allow(clippy::cast_possible_truncation, reason = "a few GPUs are counted")]
 
 use crate::allocation_oracle::{built_in, tables};
 use crate::oracle;

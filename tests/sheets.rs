@@ -4,13 +4,7 @@
 //! with a note where they are not. Each is converted to observations and assembled, and the levels of its
 //! GPUs and NICs are compared with its matrix, cell by cell. What differs is in [`DIFFERENCES`], with the reason.
 
-#![allow(
-    clippy::unwrap_used,
-    clippy::expect_used,
-    clippy::panic,
-    clippy::print_stderr,
-    reason = "the helpers of a test may end it, and reports why it checked nothing"
-)]
+#![allow(clippy::print_stderr, reason = "reports why it checked nothing")]
 
 mod convert;
 mod sheet;

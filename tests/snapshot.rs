@@ -1,8 +1,6 @@
 //! `linkwise snapshot` and the files that `--node` and `--host` take, through the real binary over a libnvidia-ml of
 //! our own.
 
-#![allow(clippy::unwrap_used, clippy::panic, reason = "what a helper cannot do fails the test")]
-
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};

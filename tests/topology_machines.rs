@@ -1,8 +1,6 @@
 //! What the built-in machines show that simpler ones do not: NUMA nodes without CPUs, bus ids that repeat
 //! across PCI domains, links of different width, NICs in another order than GPUs.
 
-#![allow(clippy::unwrap_used, reason = "the helpers of a test may end it")]
-
 use linkwise_core::topology::{
     NodeObservation, NodeTopology, NumaNodeId, NvLinkRemote, PackageId, PciAddress, PcieLink,
 };

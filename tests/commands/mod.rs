@@ -1,14 +1,6 @@
 //! Every command that a page tells a person to type is run, rendered, or marked as one that no test here can run. Any other
 //! command fails the tests.
 
-#![allow(
-    clippy::unwrap_used,
-    clippy::expect_used,
-    clippy::panic,
-    clippy::indexing_slicing,
-    reason = "what a helper cannot do fails the test"
-)]
-
 mod cluster;
 pub mod kustomize;
 mod notes;

@@ -2,14 +2,6 @@
 //! own types (`make tools` brings both), and what they name. tests/cluster/prometheus.rs has them on a
 //! real Prometheus.
 
-#![allow(
-    clippy::unwrap_used,
-    clippy::expect_used,
-    clippy::panic,
-    clippy::indexing_slicing,
-    reason = "what a helper cannot do fails the test"
-)]
-
 mod dashboards;
 mod dcgm;
 mod rules;

@@ -5,14 +5,7 @@
 //! without a cause, and nothing is left behind. The ledger is the soak's own: it knows no type of linkwise. `make soak`;
 //! two short runs, one on each kind of kubelet, are in `make test`.
 
-#![allow(
-    clippy::unwrap_used,
-    clippy::expect_used,
-    clippy::panic,
-    clippy::print_stdout,
-    clippy::indexing_slicing,
-    reason = "what a helper cannot do ends the soak, and the numbers are for people"
-)]
+#![allow(clippy::print_stdout, reason = "the numbers are for people")]
 
 mod faults;
 mod ledger;

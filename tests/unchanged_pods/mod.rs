@@ -1,14 +1,6 @@
 //! Pods as they are: what the admission policy of manifests/dra/unchanged-pods makes of pods with `nvidia.com/gpu: N`,
 //! that of manifests/dra/several-claims of pods with several claims, and the templates of manifests/dra/templates.
 
-#![allow(
-    clippy::unwrap_used,
-    clippy::expect_used,
-    clippy::panic,
-    clippy::indexing_slicing,
-    reason = "what a helper cannot do fails the test"
-)]
-
 mod forms;
 mod limits;
 mod policy;
