@@ -1,13 +1,7 @@
 //! The graph of random machines against the rules that define it, each worked out a second time by
 //! walking the observed tree; and every warning with the one line that people see.
 
-#![allow(
-    clippy::unwrap_used,
-    clippy::expect_used,
-    clippy::panic,
-    clippy::cast_possible_truncation,
-    reason = "the helpers of a test may end it, and count a few GPUs"
-)]
+#![allow(clippy::cast_possible_truncation, reason = "a few GPUs are counted")]
 
 use crate::random_node;
 
@@ -446,14 +440,32 @@ fn built_in_machines_assemble_without_warnings() {
 }
 
 #[test]
-fn probe_failure_becomes_warning() {
-    let mut node = dgx1();
-    node.failures.push(ProbeFailure {
-        subject: "GPU 3".to_owned(),
-        call: "nvmlDeviceGetUUID".to_owned(),
-        error: "GPU is lost".to_owned(),
-    });
-    assert_eq!(warnings(&node), ["GPU 3: nvmlDeviceGetUUID: GPU is lost"]);
+fn each_oddity_of_a_dgx1_has_its_warning() {
+    let cases: [(fn(&mut NodeObservation), &str); 3] = [
+        (
+            |node| {
+                let [subject, call, error] = ["GPU 3", "nvmlDeviceGetUUID", "GPU is lost"].map(str::to_owned);
+                node.failures.push(ProbeFailure { subject, call, error });
+            },
+            "GPU 3: nvmlDeviceGetUUID: GPU is lost",
+        ),
+        (
+            |node| {
+                let levels = [(1, TopologyLevel::Internal), (2, TopologyLevel::HostBridge)];
+                node.gpus[0].common_ancestors.extend(levels);
+            },
+            "GPUs 0000:06:00.0 and 0000:0a:00.0: the host's PCI tree says NODE, NVML says PHB; the tree is believed",
+        ),
+        (
+            |node| node.gpus[5].compute_capability = None,
+            "GPU 0000:86:00.0: its compute capability is unknown, each of its NVLinks is taken as 20000 MB/s",
+        ),
+    ];
+    for (spoil, warning) in cases {
+        let mut node = dgx1();
+        spoil(&mut node);
+        assert_eq!(warnings(&node), [warning]);
+    }
 }
 
 #[test]
@@ -524,17 +536,6 @@ fn gpu_missing_from_host_tree_warns() {
         [
             "GPUs 0000:89:00.0 and 0000:8a:00.0: neither the host's PCI tree nor NVML says how far apart they are; taken as SYS"
         ],
-    );
-}
-
-#[test]
-fn level_disagreement_names_both_values() {
-    let mut node = dgx1();
-    node.gpus[0].common_ancestors.insert(1, TopologyLevel::Internal);
-    node.gpus[0].common_ancestors.insert(2, TopologyLevel::HostBridge);
-    assert_eq!(
-        warnings(&node),
-        ["GPUs 0000:06:00.0 and 0000:0a:00.0: the host's PCI tree says NODE, NVML says PHB; the tree is believed"],
     );
 }
 
@@ -640,16 +641,6 @@ fn one_sided_nvlinks_warn_with_both_counts() {
     // A link that is down does not count.
     links(&mut node.gpus[3])[0].active = false;
     assert_eq!(NodeTopology::assemble(&node).0.nvlink(0, 3), 0);
-}
-
-#[test]
-fn nvlinks_of_unknown_generation_warn() {
-    let mut node = dgx1();
-    node.gpus[5].compute_capability = None;
-    assert_eq!(
-        warnings(&node),
-        ["GPU 0000:86:00.0: its compute capability is unknown, each of its NVLinks is taken as 20000 MB/s"],
-    );
 }
 
 #[test]
