@@ -9,10 +9,9 @@ use linkwise_core::publish::MpsShm;
 use linkwise_core::state::ResourceName;
 use linkwise_core::topology::GpuUuid;
 use linkwise_host::mps::{Limits, Marker, Orders, exclusive_gpus, readiness, shm_of_ready};
-use tokio::time::timeout;
 
 use crate::mps::command::{Daemon, MACHINE, wanted};
-use crate::mps::node::{LIMIT, Node, kill, runs, until};
+use crate::mps::node::{Node, kill, runs, until};
 
 /// The GPUs of the machine, by index.
 fn gpu(index: usize) -> GpuUuid {
@@ -127,8 +126,7 @@ async fn killed_process_leaves_nothing_that_the_next_does_not_end() {
     let names = put(&node, &[1, 2], &[gone.clone(), stays.clone()]);
     let mut daemon = Daemon::start(&node);
     until(|| ready(&node, &gone).is_ok() && ready(&node, &stays).is_ok()).await;
-    kill(daemon.child.id().unwrap());
-    timeout(LIMIT, daemon.child.wait()).await.unwrap().unwrap();
+    daemon.kill().await;
     assert!(ready(&node, &stays).unwrap_err().contains("is gone and left"));
     // The claim of the one ends meanwhile. Its GPU, which nothing serves, is still exclusive.
     put(&node, &[1, 2], std::slice::from_ref(&stays));
@@ -163,8 +161,7 @@ async fn claims_have_shared_memory_of_their_own() {
     kill(node.pid(&names[0]));
     until(|| ready(&node, &one).is_err()).await;
     until(|| ready(&node, &one).is_ok()).await;
-    kill(daemon.child.id().unwrap());
-    timeout(LIMIT, daemon.child.wait()).await.unwrap().unwrap();
+    daemon.kill().await;
     // One claim ends meanwhile.
     put(&node, &[1, 2], std::slice::from_ref(&one));
     let _daemon = Daemon::start(&node);

@@ -11,6 +11,7 @@ use tokio::process::{Child, ChildStderr, Command};
 use tokio::time::timeout;
 
 use crate::mps::node::{LIMIT, Node, kill, pid_in, runs, until, waiting};
+use crate::run::node::started_by;
 
 /// A built-in machine of 8 GPUs of 80 GiB.
 pub const MACHINE: &str = "dgx-h100";
@@ -27,7 +28,7 @@ fn command(node: &Node, args: &[&str]) -> Command {
     command.args(["mps-control-daemon", "--mps-container-root"]).arg(node.layout().root()).args(args);
     // As under the GPU operator, which gives it a file that only the plugin reads.
     command.env_remove("LINKWISE_LOG").env("CONFIG_FILE", "/nowhere");
-    command.env("PATH", path).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped()).kill_on_drop(true);
+    command.env("PATH", path).stdin(Stdio::null()).kill_on_drop(true);
     command
 }
 
@@ -50,24 +51,15 @@ impl Daemon {
 
     /// The host does not see what it mounts.
     pub fn in_a_container_without_propagation(node: &Node) -> Self {
-        let linkwise = command(node, &[]);
-        let linkwise = linkwise.as_std();
-        let mut unshare = Command::new("unshare");
-        unshare.args(["--mount", "--propagation", "private"]).arg(linkwise.get_program()).args(linkwise.get_args());
-        for (name, value) in linkwise.get_envs() {
-            match value {
-                Some(value) => unshare.env(name, value),
-                None => unshare.env_remove(name),
-            };
-        }
-        unshare.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped()).kill_on_drop(true);
-        let mut child = unshare.spawn().unwrap();
-        let log = BufReader::new(child.stderr.take().unwrap()).lines();
-        Self { child, log }
+        Self::of(started_by(&["unshare", "--mount", "--propagation", "private"], &command(node, &[])))
     }
 
     fn with_args(node: &Node, args: &[&str]) -> Self {
-        let mut child = command(node, args).spawn().unwrap();
+        Self::of(command(node, args))
+    }
+
+    fn of(mut command: Command) -> Self {
+        let mut child = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
         let log = BufReader::new(child.stderr.take().unwrap()).lines();
         Self { child, log }
     }
@@ -83,6 +75,19 @@ impl Daemon {
             }
         };
         timeout(LIMIT, wait).await.unwrap_or_else(|_| panic!("no log line '{words}'"))
+    }
+
+    /// Kills the process, and waits for its end.
+    pub async fn kill(&mut self) {
+        kill(self.child.id().unwrap());
+        timeout(LIMIT, self.child.wait()).await.unwrap().unwrap();
+    }
+
+    /// Ends it in order.
+    async fn end(&mut self) {
+        self.signal("-TERM");
+        self.logged("MPS daemon ended").await;
+        assert!(timeout(LIMIT, self.child.wait()).await.unwrap().unwrap().success());
     }
 
     fn signal(&self, signal: &str) {
@@ -107,26 +112,13 @@ pub fn wanted(replicas: u32) -> Limits {
 }
 
 #[tokio::test]
-async fn sigterm_ends_daemons_in_order() {
+async fn only_changed_limits_restart_a_daemon() {
     let (node, gpu) = (Node::new(), ResourceName::gpu());
     let mut daemon = Daemon::start_shared(&node);
     let line = daemon.logged("limits confirmed").await;
     assert!(line.contains("resource=nvidia.com/gpu") && line.contains("threads=10"), "{line}");
     assert_eq!(readiness(node.layout(), &gpu, &wanted(10)), Ok(()));
     assert_eq!(node.kept(&gpu, "memory-7"), (wanted(10).memory[7].mib.unwrap()).to_string());
-    let pid = node.pid(&gpu);
-    daemon.signal("-TERM");
-    daemon.logged("MPS daemon ended").await;
-    assert!(timeout(LIMIT, daemon.child.wait()).await.unwrap().unwrap().success());
-    assert!(!runs(pid));
-    assert!(waiting(readiness(node.layout(), &gpu, &wanted(10))).contains("does not serve"));
-}
-
-#[tokio::test]
-async fn only_changed_limits_restart_a_daemon() {
-    let (node, gpu) = (Node::new(), ResourceName::gpu());
-    let mut daemon = Daemon::start_shared(&node);
-    daemon.logged("limits confirmed").await;
     let before = node.pid(&gpu);
     // As config-manager does, whatever has changed: the daemon lives on, and carries out the next order.
     daemon.signal("-HUP");
@@ -142,27 +134,7 @@ async fn only_changed_limits_restart_a_daemon() {
     order(&node, None);
     daemon.logged("MPS daemon ended").await;
     until(|| !runs(serving)).await;
-}
-
-#[tokio::test]
-async fn marker_of_a_killed_daemon_is_stale() {
-    let (node, gpu) = (Node::new(), ResourceName::gpu());
-    let mut daemon = Daemon::start_shared(&node);
-    daemon.logged("limits confirmed").await;
-    let orphan = node.pid(&gpu);
-    let text = fs::read_to_string(node.layout().marker(&gpu)).unwrap();
-    kill(daemon.child.id().unwrap());
-    timeout(LIMIT, daemon.child.wait()).await.unwrap().unwrap();
-    assert_eq!(fs::read_to_string(node.layout().marker(&gpu)).unwrap(), text);
-    assert!(waiting(readiness(node.layout(), &gpu, &wanted(10))).contains("is gone and left"));
-    // The control daemon lives on, where its process group was not ended with the container, and gives way.
-    assert!(runs(orphan));
-    let mut next = Daemon::start_shared(&node);
-    next.logged("limits confirmed").await;
-    until(|| !runs(orphan)).await;
-    assert_eq!(readiness(node.layout(), &gpu, &wanted(10)), Ok(()));
-    next.signal("-TERM");
-    timeout(LIMIT, next.child.wait()).await.unwrap().unwrap();
+    assert!(waiting(readiness(node.layout(), &gpu, &wanted(4))).contains("does not serve"));
 }
 
 /// The GPUs of the machine.
@@ -186,18 +158,23 @@ async fn mps_removed_while_failing_restores_compute_mode() {
 
 #[tokio::test]
 async fn mps_removed_after_a_kill_restores_compute_mode() {
-    let node = Node::new();
+    let (node, gpu) = (Node::new(), ResourceName::gpu());
     let mut daemon = Daemon::start_shared(&node);
     daemon.logged("limits confirmed").await;
-    kill(daemon.child.id().unwrap());
-    timeout(LIMIT, daemon.child.wait()).await.unwrap().unwrap();
+    let (orphan, marker) = (node.pid(&gpu), node.layout().marker(&gpu));
+    let text = fs::read_to_string(&marker).unwrap();
+    daemon.kill().await;
+    // The control daemon lives on, where its process group was not ended with the container, and gives way.
+    assert_eq!((fs::read_to_string(marker).unwrap(), runs(orphan)), (text, true));
+    assert!(waiting(readiness(node.layout(), &gpu, &wanted(10))).contains("is gone and left"));
     assert_eq!((node.modes("DEFAULT"), node.exclusive()), (vec![], gpus()));
     // GPUs that are still shared stay exclusive.
     let mut daemon = Daemon::start_shared(&node);
     daemon.logged("limits confirmed").await;
+    until(|| !runs(orphan)).await;
+    assert_eq!(readiness(node.layout(), &gpu, &wanted(10)), Ok(()));
     assert_eq!((node.modes("DEFAULT"), node.exclusive()), (vec![], gpus()));
-    kill(daemon.child.id().unwrap());
-    timeout(LIMIT, daemon.child.wait()).await.unwrap().unwrap();
+    daemon.kill().await;
     order(&node, None);
     let mut daemon = Daemon::start(&node);
     daemon.logged("linkwise orders no MPS daemon on this node").await;
@@ -229,25 +206,8 @@ async fn first_process_reaps_orphaned_mps_servers() {
     until(|| children(init).len() == 1).await;
     daemon.logged("limits confirmed").await;
     let control = node.pid(&gpu);
-    daemon.signal("-TERM");
-    daemon.logged("MPS daemon ended").await;
-    assert!(timeout(LIMIT, daemon.child.wait()).await.unwrap().unwrap().success());
+    daemon.end().await;
     assert!(!runs(control));
-}
-
-/// Locks the MPS root as another process of daemons does.
-fn lock(node: &Node) -> fs::File {
-    let file = fs::File::create(node.layout().lock()).unwrap();
-    file.lock().unwrap();
-    file
-}
-
-#[tokio::test]
-async fn first_process_ends_with_its_childs_exit_code() {
-    let node = Node::new();
-    let _daemon = lock(&node);
-    let error = refused(&node, &["--init"]).await;
-    assert_eq!(error.matches("another linkwise mps-control-daemon serves").count(), 1, "reported once: {error}");
 }
 
 #[tokio::test]
@@ -255,8 +215,11 @@ async fn second_process_on_an_mps_root_is_refused() {
     let (node, gpu) = (Node::new(), ResourceName::gpu());
     let mut daemon = Daemon::start_shared(&node);
     daemon.logged("limits confirmed").await;
-    let said = refused(&node, &[]).await;
-    assert!(said.contains("another linkwise mps-control-daemon serves"), "{said}");
+    // The first process of a container ends with its child's exit code.
+    for args in [&[][..], &["--init"]] {
+        let said = refused(&node, args).await;
+        assert_eq!(said.matches("another linkwise mps-control-daemon serves").count(), 1, "reported once: {said}");
+    }
     assert_eq!(readiness(node.layout(), &gpu, &wanted(10)), Ok(()));
 }
 

@@ -34,12 +34,8 @@ impl Node {
     pub fn new() -> Self {
         let folder = tempfile::tempdir().unwrap();
         let bin = folder.path().join("bin");
-        fs::create_dir(&bin).unwrap();
+        link_programs(&bin);
         fs::create_dir(folder.path().join("root")).unwrap();
-        for program in ["nvidia-cuda-mps-control", "nvidia-smi"] {
-            let ours = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/mps").join(program);
-            symlink(ours, bin.join(program)).unwrap();
-        }
         let settings = Settings {
             layout: Layout::new(folder.path().join("root")),
             programs: Programs { control: bin.join("nvidia-cuda-mps-control"), smi: bin.join("nvidia-smi") },
@@ -127,13 +123,27 @@ impl Drop for Node {
     /// Ends the control daemons whose supervisor was killed, and what is mounted for them.
     fn drop(&mut self) {
         let _ = unmount_own_shms(self.layout(), |_| false);
-        let Ok(domains) = fs::read_dir(self.layout().root()) else { return };
-        let resources = domains.flatten().filter_map(|domain| fs::read_dir(domain.path()).ok()).flatten().flatten();
-        for resource in resources {
-            let pid = fs::read_to_string(resource.path().join("pipe/nvidia-cuda-mps-control.pid"));
-            if let Ok(group) = pid.map(|pid| format!("-{}", pid.trim())) {
-                let _ = std::process::Command::new("kill").args(["-9", "--", &group]).stderr(Stdio::null()).status();
-            }
+        kill_groups(self.layout().root());
+    }
+}
+
+/// The driver's programs in a folder, those of these tests.
+pub fn link_programs(bin: &Path) {
+    fs::create_dir_all(bin).unwrap();
+    for program in ["nvidia-cuda-mps-control", "nvidia-smi"] {
+        let ours = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/mps").join(program);
+        symlink(ours, bin.join(program)).unwrap();
+    }
+}
+
+/// Ends the control daemons below an MPS root whose supervisor was killed.
+pub fn kill_groups(root: &Path) {
+    let domains = fs::read_dir(root).into_iter().flatten().flatten();
+    let resources = domains.filter_map(|domain| fs::read_dir(domain.path()).ok()).flatten().flatten();
+    for resource in resources {
+        let pid = fs::read_to_string(resource.path().join("pipe/nvidia-cuda-mps-control.pid"));
+        if let Ok(group) = pid.map(|pid| format!("-{}", pid.trim())) {
+            let _ = std::process::Command::new("kill").args(["-9", "--", &group]).stderr(Stdio::null()).status();
         }
     }
 }
