@@ -8,47 +8,44 @@ use std::process::Stdio;
 use hyper_util::rt::TokioIo;
 use linkwise_kubelet::device_plugin::{Phase, Settings};
 use linkwise_kubelet_api::v1beta1 as wire;
-use linkwise_kubelet_box::{Fault, KubeletBox, Options, Pod};
+use linkwise_kubelet_box::{Fault, KubeletBox, Pod};
 use linkwise_system::uds::Callers;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixStream;
 use tokio::task::JoinSet;
 use tokio::time::timeout;
-use tokio_util::sync::CancellationToken;
 use tonic::Code;
 use tonic::transport::{Channel, Endpoint};
 use wire::device_plugin_client::DevicePluginClient;
 
-use crate::run::kubelet::plugin;
-use crate::run::node::{GPU, LIMIT, Setup, registered};
+use crate::run::kubelet::Alone;
+use crate::run::node::{GPU, LIMIT, Setup, kubelet_in, registered, uuid};
 
 pub async fn client(path: PathBuf) -> Result<DevicePluginClient<Channel>, tonic::transport::Error> {
+    Ok(DevicePluginClient::new(channel(path).await?))
+}
+
+pub async fn channel(path: PathBuf) -> Result<Channel, tonic::transport::Error> {
     let connector = tower::service_fn(move |_| {
         let path = path.clone();
         async move { std::io::Result::Ok(TokioIo::new(UnixStream::connect(path).await?)) }
     });
-    let channel = Endpoint::from_static("http://localhost").connect_with_connector(connector).await?;
-    Ok(DevicePluginClient::new(channel))
+    Endpoint::from_static("http://localhost").connect_with_connector(connector).await
 }
 
 #[tokio::test]
 async fn caller_with_other_uid_is_refused() {
     let folder = tempfile::tempdir().unwrap();
-    let kubelet = KubeletBox::start(Options::new(folder.path())).unwrap();
+    let kubelet = kubelet_in(folder.path(), |_| {});
     // A uid that no process has: not even the test may call.
     let callers = Callers::only(4_000_000_000);
-    let settings = Settings { callers, ..Settings::new(folder.path().join("kubelet.sock")) };
-    let (plugin, log) = plugin(settings);
-    let phase = plugin.phase();
-    let shutdown = CancellationToken::new();
-    let running = tokio::spawn(plugin.run(shutdown.clone()));
+    let alone = Alone::start(Settings { callers, ..Settings::new(folder.path().join("kubelet.sock")) });
     // The kubelet dials back and is us.
-    let us = std::os::unix::fs::MetadataExt::uid(&std::fs::metadata(folder.path()).unwrap());
-    log.has(&["refused a caller", &format!("uid={us} pid={}", std::process::id())]).await;
-    assert!(*phase.borrow() != Phase::Serving);
+    let us = std::fs::metadata(folder.path()).unwrap().uid();
+    alone.log.has(&["refused a caller", &format!("uid={us} pid={}", std::process::id())]).await;
+    assert!(*alone.phase.borrow() != Phase::Serving);
     assert_eq!(kubelet.state().resources[GPU].calls.list_and_watch, 0);
-    shutdown.cancel();
-    timeout(LIMIT, running).await.unwrap().unwrap().unwrap();
+    alone.end().await;
 }
 
 /// Not a test: what [`stream_of_another_process_does_not_count`] starts as a process of its own, in a folder with
@@ -94,7 +91,7 @@ async fn stream_of_another_process_does_not_count() {
     node.ready(200, "").await;
     // The session ended for want of the kubelet's stream: the other's was open all the while.
     node.process.said("the kubelet did not open ListAndWatch within").await;
-    assert!(!node.process.lines().iter().any(|line| line.contains("PodResources does not list our devices")));
+    assert_eq!(node.process.count("PodResources does not list our devices"), 0);
     let _ = other.kill().await;
 }
 
@@ -132,8 +129,7 @@ async fn refused_user_is_counted_and_logged_once() {
     node.metric(&refused, 2).await;
     let line = node.process.said("refused a caller").await;
     assert_eq!((line["uid"].as_u64(), line["pid"].as_u64()), (Some(NOBODY.into()), pids[0].map(Into::into)));
-    let named = node.process.lines().into_iter().filter(|line| line.contains("refused a caller"));
-    assert_eq!(named.count(), 1, "further ones are counted");
+    assert_eq!(node.process.count("refused a caller"), 1, "further ones are counted");
 }
 
 /// Everything is as it was: the one registration stands, and pods are admitted.
@@ -232,8 +228,12 @@ async fn many_streams_and_calls_are_all_answered() {
     node.setup.tell("xid 7 79");
     for stream in &mut streams {
         let list = timeout(LIMIT, stream.message()).await.unwrap().unwrap().unwrap();
-        assert_eq!(list.devices.iter().filter(|device| device.health == wire::UNHEALTHY).count(), 1);
+        let sick = list.devices.iter().filter(|device| device.health == wire::UNHEALTHY);
+        assert_eq!((list.devices.len(), sick.map(|device| &*device.id).collect()), (8, vec![&*uuid(1, 7)]));
     }
     let state = kubelet.wait(|state| state.resources[GPU].unhealthy.len() == 1).await.unwrap();
     assert_eq!((state.resources[GPU].registrations, state.resources[GPU].open_streams), (1, 1));
+    drop(streams);
+    let closed = format!("linkwise_rpcs_total{{resource=\"{GPU}\",method=\"ListAndWatch\",code=\"CANCELLED\"}}");
+    node.metric(&closed, 64).await;
 }

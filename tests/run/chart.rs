@@ -2,9 +2,9 @@
 
 use std::os::unix::fs::symlink;
 
-use crate::run::handover::{allocation, cdi_setup, lines};
-use crate::run::mig::{MIXED, listed, minors};
-use crate::run::node::{GPU, Setup};
+use crate::run::handover::{cdi_setup, lines};
+use crate::run::mig::{listed, mixed};
+use crate::run::node::{GPU, Setup, allocation};
 
 /// The binary installed under the NVIDIA plugin's name, without a subcommand.
 fn installed(mut setup: Setup) -> Setup {
@@ -18,10 +18,7 @@ fn installed(mut setup: Setup) -> Setup {
 
 /// GPUs in different MIG layouts, a driver root, a folder for specs, the kernel's list of MIG devices.
 fn machine() -> Setup {
-    let setup = cdi_setup(Setup::with(&std::fs::read_to_string(MIXED).unwrap()));
-    let proc = setup.at("proc");
-    minors(&proc, &linkwise_host::machines::load(MIXED).unwrap().observed);
-    setup.arg("--procfs").arg(proc)
+    cdi_setup(mixed())
 }
 
 const HALF: &str = "nvidia.com/mig-3g.40gb";
@@ -43,9 +40,7 @@ async fn serves(setup: Setup) {
     assert_eq!(got[..6], EXPECTED);
     assert_eq!(kubelet.state().resources[GPU].healthy.len(), 1);
     // Nothing of it is odd.
-    for line in node.process.lines() {
-        assert!(!line.contains("\"message\":\"configuration"), "{line}");
-    }
+    assert_eq!(node.process.count("\"message\":\"configuration"), 0, "{:#?}", node.process.lines());
 }
 
 /// No word on the command line: by which name we are called says what to do.
@@ -103,13 +98,12 @@ async fn nvidia_flags_are_accepted() {
         "--nvidia-cdi-hook-path=/usr/bin/nvidia-cdi-hook",
         "--device-discovery-strategy=nvml",
     ];
-    serves(flags.iter().fold(installed(machine()), |setup, flag| setup.arg(flag))).await;
+    serves(installed(machine()).args(flags)).await;
 }
 
 #[tokio::test]
 async fn unknown_flag_is_refused_by_name() {
-    let mut process = installed(machine()).arg("--mig-stratgey=mixed").spawn();
-    let (status, words) = process.ended().await;
+    let (status, words) = installed(machine()).arg("--mig-stratgey=mixed").spawn().ended().await;
     assert_eq!(status.code(), Some(2), "{words:?}");
     assert!(words.join("\n").contains("a similar argument exists: '--mig-strategy'"), "{words:?}");
 }

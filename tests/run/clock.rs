@@ -1,15 +1,14 @@
 //! A wall clock that jumps, on the whole process: by a library of the tests' own (`clock.c`) between it and the C
 //! library. The kernel's clock must not be moved.
 
-use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
 use linkwise_kubelet_box::Restart;
 use serde_json::Value;
 
-use crate::run::health::{end, file, kept};
-use crate::run::node::{GPU, Node, Setup, registered, until, uuid};
+use crate::run::health::{file, kept};
+use crate::run::node::{GPU, Node, Setup, registered, replace, unhealthy, until, uuid};
 
 /// Twenty years, in seconds.
 const AGES: i64 = 20 * 31_556_952;
@@ -30,9 +29,7 @@ fn movable(setup: Setup) -> Setup {
 
 /// Moves the wall clock to so many seconds from the true one.
 fn jump(setup: &Setup, seconds: i64) {
-    let fresh = setup.at("wall-clock.new");
-    std::fs::write(&fresh, seconds.to_string()).unwrap();
-    std::fs::rename(fresh, offset(setup)).unwrap();
+    replace(&offset(setup), &seconds.to_string());
 }
 
 /// True time, in seconds since the Unix epoch.
@@ -63,9 +60,8 @@ async fn wall_clock_jump_changes_no_state() {
     let setup = Setup::on("dgx1-v100").arg("--nvml-poll-ms=20").arg("--health-hold-ms=3600000");
     let began = now();
     let (node, kubelet) = movable(setup).serve(8).await;
-    let bad = |gpus: &[u32]| gpus.iter().map(|gpu| uuid(1, *gpu)).collect::<BTreeSet<_>>();
     node.setup.tell("fail 2 nvmlDeviceGetTemperature 999");
-    kubelet.wait(|state| state.resources[GPU].unhealthy == bad(&[2])).await.unwrap();
+    unhealthy(&kubelet, &[2]).await;
     // It answers again, and three rounds of eight GPUs show it: the hold of an hour has begun.
     node.setup.tell("unfail 2 nvmlDeviceGetTemperature");
     node.setup.tell("calls nvmlDeviceGetTemperature 24");
@@ -76,12 +72,12 @@ async fn wall_clock_jump_changes_no_state() {
         let years = year_of(&node, xid).await - this_year;
         assert!((years - jumped / (AGES / 20)).abs() <= 1, "{years} years");
         node.setup.tell("calls nvmlDeviceGetTemperature 24");
-        assert_eq!(kubelet.state().resources[GPU].unhealthy, bad(&[2]));
+        assert_eq!(kubelet.state().resources[GPU].unhealthy, [uuid(1, 2)].into());
         node.ready(200, "ready").await;
     }
     assert_eq!(kubelet.state().resources[GPU].registrations, 1);
     node.setup.tell("xid 4 79");
-    kubelet.wait(|state| state.resources[GPU].unhealthy == bad(&[2, 4])).await.unwrap();
+    unhealthy(&kubelet, &[2, 4]).await;
     for (gpu, reason) in [(2, "call_failed"), (4, "xid")] {
         let since = since(&node, gpu, reason).await;
         assert!((began..=now()).contains(&since), "GPU {gpu} since {since}, the test since {began}");
@@ -97,10 +93,10 @@ async fn hold_ends_despite_wall_clock_jumps() {
     let (node, kubelet) = movable(setup).serve(8).await;
     for (gpu, jumped) in [(2, -AGES), (3, -2 * AGES), (6, AGES)] {
         node.setup.tell(&format!("fail {gpu} nvmlDeviceGetTemperature 999"));
-        kubelet.wait(|state| state.resources[GPU].unhealthy.contains(&uuid(1, gpu))).await.unwrap();
+        unhealthy(&kubelet, &[gpu]).await;
         node.setup.tell(&format!("unfail {gpu} nvmlDeviceGetTemperature"));
         jump(&node.setup, jumped);
-        kubelet.wait(|state| state.resources[GPU].unhealthy.is_empty()).await.unwrap();
+        unhealthy(&kubelet, &[]).await;
     }
 }
 
@@ -110,7 +106,7 @@ async fn record_is_read_under_an_earlier_wall_clock() {
     node.setup.tell("xid 2 79");
     kept(&node.setup, &uuid(1, 2)).await;
     let began = since(&node, 2, "xid").await;
-    let setup = end(node).await;
+    let setup = node.end().await;
     // As on a board whose clock has lost its battery. Earlier than 1970 Linux sets no clock (clock_settime(2)).
     let an_hour = 3600;
     jump(&setup, an_hour - i64::try_from(now()).unwrap());
@@ -121,7 +117,7 @@ async fn record_is_read_under_an_earlier_wall_clock() {
     kept(&node.setup, &uuid(1, 3)).await;
     let early = since(&node, 3, "xid").await;
     assert!((3600..7200).contains(&early), "by the clock of the start: {early}");
-    let setup = end(node).await;
+    let setup = node.end().await;
     jump(&setup, AGES);
     let node = setup.start().await;
     registered(&kubelet, 3, 6).await;

@@ -2,70 +2,32 @@
 
 use std::io;
 use std::path::PathBuf;
-use std::pin::Pin;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::task::{Context, Poll};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use hyper_util::rt::TokioIo;
 use linkwise_kubelet::device_plugin::{Phase, Settings};
 use linkwise_kubelet_api::v1beta1 as wire;
-use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::io::AsyncReadExt;
 use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::mpsc;
 use tokio::time::timeout;
 use tokio_stream::wrappers::UnixListenerStream;
-use tokio_util::sync::CancellationToken;
 use tonic::transport::{Endpoint, Server};
 use tonic::{Request, Response, Status};
 use wire::device_plugin_client::DevicePluginClient;
 use wire::registration_server::{Registration, RegistrationServer};
 
-use crate::run::kubelet::plugin;
+use crate::run::kubelet::Alone;
 use crate::run::node::LIMIT;
-
-/// A connection that breaks once so many bytes have been read.
-struct Brittle {
-    stream: UnixStream,
-    left: usize,
-}
-
-impl AsyncRead for Brittle {
-    fn poll_read(mut self: Pin<&mut Self>, context: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
-        if self.left == 0 {
-            return Poll::Ready(Err(io::ErrorKind::ConnectionReset.into()));
-        }
-        let mut bytes = vec![0; self.left.min(buf.remaining())];
-        let mut part = ReadBuf::new(&mut bytes);
-        let read = Pin::new(&mut self.stream).poll_read(context, &mut part);
-        buf.put_slice(part.filled());
-        let count = part.filled().len();
-        self.left -= count;
-        read
-    }
-}
-
-impl AsyncWrite for Brittle {
-    fn poll_write(mut self: Pin<&mut Self>, context: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.stream).poll_write(context, buf)
-    }
-
-    fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_flush(context)
-    }
-
-    fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_shutdown(context)
-    }
-}
 
 /// A kubelet that follows each plugin for `step` bytes more than the one before.
 struct Kubelet {
     folder: PathBuf,
-    step: usize,
-    registrations: Arc<AtomicUsize>,
-    listed: mpsc::Sender<(usize, usize)>,
+    step: u64,
+    registrations: Arc<AtomicU64>,
+    listed: mpsc::Sender<(u64, usize)>,
 }
 
 #[tonic::async_trait]
@@ -75,7 +37,11 @@ impl Registration for Kubelet {
         let (path, left) = (self.folder.join(request.into_inner().endpoint), number * self.step);
         let connector = tower::service_fn(move |_| {
             let path = path.clone();
-            async move { io::Result::Ok(TokioIo::new(Brittle { stream: UnixStream::connect(path).await?, left })) }
+            // It breaks once so many bytes have been read.
+            async move {
+                let (read, write) = UnixStream::connect(path).await?.into_split();
+                io::Result::Ok(TokioIo::new(tokio::io::join(read.take(left), write)))
+            }
         });
         let listed = self.listed.clone();
         tokio::spawn(async move {
@@ -96,7 +62,7 @@ async fn stream_cut_at_any_byte_leads_to_registration() {
     let folder = tempfile::tempdir().unwrap();
     let socket = folder.path().join("kubelet.sock");
     let incoming = UnixListenerStream::new(UnixListener::bind(&socket).unwrap());
-    let registrations = Arc::new(AtomicUsize::new(0));
+    let registrations = Arc::new(AtomicU64::new(0));
     let (listed, mut lists) = mpsc::channel(1);
     // Our settings, headers and the list are some 600 bytes: twenty cuts and more in the midst of them.
     let kubelet = Kubelet { folder: folder.path().into(), step: 25, registrations: registrations.clone(), listed };
@@ -107,15 +73,11 @@ async fn stream_cut_at_any_byte_leads_to_registration() {
         longest_pause: Duration::from_millis(64),
         ..Settings::new(socket)
     };
-    let (plugin, _log) = plugin(settings);
-    let mut phase = plugin.phase();
-    let shutdown = CancellationToken::new();
-    let running = tokio::spawn(plugin.run(shutdown.clone()));
+    let mut alone = Alone::start(settings);
     let (number, devices) = timeout(LIMIT, lists.recv()).await.unwrap().unwrap();
     assert!(number > 10 && devices == 8, "a whole list after {number} registrations");
-    timeout(LIMIT, phase.wait_for(|phase| *phase == Phase::Serving)).await.unwrap().unwrap();
-    shutdown.cancel();
-    timeout(LIMIT, running).await.unwrap().unwrap().unwrap();
+    alone.reaches(Phase::Serving).await;
+    alone.end().await;
     server.abort();
     let left: Vec<_> = std::fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
     assert_eq!(left, ["kubelet.sock"]);

@@ -2,10 +2,10 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use linkwise_kubelet_box::{DeviceSpec, Pod};
+use linkwise_kubelet_box::Pod;
 use serde_json::Value;
 
-use crate::run::node::{GPU, Setup, machine, uuid};
+use crate::run::node::{GPU, Setup, allocation, machine, uuid};
 
 /// What `linkwise allocate` would choose on a built-in machine.
 fn chosen(machine: &str, size: u32, available: &str) -> Vec<String> {
@@ -77,39 +77,6 @@ async fn pods_get_what_the_command_line_says_they_would() {
 async fn container_sees_gpus_in_pci_order() {
     let gpus = [("GPU-c", "0000:01:00.0", ""), ("GPU-a", "0001:00:00.0", ""), ("GPU-b", "0000:f0:00.0", "")];
     let (_node, kubelet) = Setup::with(&machine(&gpus)).serve(3).await;
-    let admitted = kubelet.admit(&Pod::single("pod", GPU, 3), None).await.unwrap();
-    let grant = admitted.grant("main", GPU).unwrap();
-    assert_eq!(grant.allocation.envs["NVIDIA_VISIBLE_DEVICES"], "GPU-c,GPU-b,GPU-a");
-}
-
-#[tokio::test]
-async fn device_nodes_are_passed_where_asked_for() {
-    for option in ["--pass-device-specs", "--pass-device-specs=true"] {
-        let (_node, kubelet) = Setup::on("dgx1-v100").arg(option).serve(8).await;
-        let admitted = kubelet.admit(&Pod::single("pod", GPU, 2), None).await.unwrap();
-        let allocation = &admitted.grant("main", GPU).unwrap().allocation;
-        let specs = &allocation.device_specs;
-        // What every GPU container needs is passed where this host has it.
-        let own: Vec<&DeviceSpec> = specs.iter().take(2).collect();
-        let expected: Vec<DeviceSpec> = allocation
-            .devices
-            .iter()
-            .map(|id| {
-                let path = format!("/dev/nvidia{}", id.chars().last().unwrap());
-                DeviceSpec { container_path: path.clone(), host_path: path, permissions: "rw".into() }
-            })
-            .collect();
-        assert_eq!(own, expected.iter().collect::<Vec<_>>());
-        let control = ["/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools", "/dev/nvidia-modeset"];
-        let control: Vec<&str> = control.into_iter().filter(|path| std::path::Path::new(path).exists()).collect();
-        assert_eq!(specs.iter().skip(2).map(|spec| spec.host_path.as_str()).collect::<Vec<_>>(), control);
-    }
-}
-
-#[tokio::test]
-async fn the_options_can_come_from_the_environment() {
-    let setup = Setup::on("dgx1-v100").env("PASS_DEVICE_SPECS", "true").env("FAIL_ON_INIT_ERROR", "true");
-    let (_node, kubelet) = setup.serve(8).await;
-    let admitted = kubelet.admit(&Pod::single("pod", GPU, 1), None).await.unwrap();
-    assert_eq!(admitted.grant("main", GPU).unwrap().allocation.device_specs[0].host_path, "/dev/nvidia0");
+    let allocation = allocation(&kubelet, "pod", GPU, 3).await;
+    assert_eq!(allocation.envs["NVIDIA_VISIBLE_DEVICES"], "GPU-c,GPU-b,GPU-a");
 }

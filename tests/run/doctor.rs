@@ -12,17 +12,12 @@ use serde_json::Value;
 use tokio::process::Command;
 use tokio::time::timeout;
 
-use crate::run::node::{LIMIT, Setup, machine, registered};
-
-/// The GPUs of dgx1-v100 by address.
-const GPUS: [&str; 8] = ["06", "07", "0a", "0b", "85", "86", "89", "8a"];
+use crate::run::node::{LIMIT, Setup, fifo, machine, registered, started_by};
 
 /// A machine on which nothing is wrong; what is at its paths is what a container sees.
-fn well(name: &str) -> (Setup, KubeletBox) {
-    let setup = Setup::on(name);
-    for bus in GPUS {
-        setup.on_bus(&format!("0000:{bus}:00.0"));
-    }
+fn well() -> (Setup, KubeletBox) {
+    let setup = Setup::on("dgx1-v100");
+    setup.all_on_bus();
     around(setup)
 }
 
@@ -62,24 +57,23 @@ async fn look(setup: &Setup, more: &[&str]) -> Value {
     report
 }
 
-/// There is such a finding.
-fn found(report: &Value, check: &str, status: &str, text: &str) {
+/// How many findings of a check have this status and this text.
+fn count(report: &Value, check: &str, status: &str, text: &str) -> usize {
     let is = |finding: &&Value| {
         let what = finding["what"].as_str().unwrap();
         finding["check"] == check && finding["status"] == status && what.contains(text)
     };
-    let findings = report["findings"].as_array().unwrap();
-    assert!(findings.iter().any(|finding| is(&finding)), "no {status} in {check} with '{text}': {findings:#?}");
+    report["findings"].as_array().unwrap().iter().filter(is).count()
+}
+
+/// There is such a finding.
+fn found(report: &Value, check: &str, status: &str, text: &str) {
+    assert!(count(report, check, status, text) > 0, "no {status} in {check} with '{text}': {report:#}");
 }
 
 /// There is no such finding.
 fn absent(report: &Value, check: &str, status: &str, text: &str) {
-    let is = |finding: &Value| {
-        let what = finding["what"].as_str().unwrap();
-        finding["check"] == check && finding["status"] == status && what.contains(text)
-    };
-    let findings = report["findings"].as_array().unwrap();
-    assert!(!findings.iter().any(is), "{status} in {check} with '{text}': {findings:#?}");
+    assert_eq!(count(report, check, status, text), 0, "{status} in {check} with '{text}': {report:#}");
 }
 
 /// Each finding with this text has this advice.
@@ -105,7 +99,7 @@ fn holds(setup: &Setup, name: &str, text: &str) {
 
 #[tokio::test]
 async fn healthy_report_matches_golden_files() {
-    let (setup, _kubelet) = well("dgx1-v100");
+    let (setup, _kubelet) = well();
     let (code, text) = run(setup.doctor()).await;
     holds(&setup, "doctor-dgx1-v100.txt", &text);
     assert_eq!(code, Some(0), "{text}");
@@ -140,7 +134,7 @@ async fn unavailable_driver_reports_cause_and_remedy() {
         ("15", "NVML_ERROR_GPU_IS_LOST (15)", "reboot"),
         ("999", "NVML_ERROR_UNKNOWN (999)", "dmesg"),
     ] {
-        let (setup, _kubelet) = well("dgx1-v100");
+        let (setup, _kubelet) = well();
         fs::remove_file(setup.at("proc/driver/nvidia/version")).unwrap();
         setup.tell(&format!("init {code}"));
         let report = look(&setup, &[]).await;
@@ -148,7 +142,7 @@ async fn unavailable_driver_reports_cause_and_remedy() {
         remedy(&report, advice);
         found(&report, "gpus", "skipped", "NVML does not answer");
     }
-    let (mut setup, _kubelet) = well("dgx1-v100");
+    let (mut setup, _kubelet) = well();
     setup.tell("init 9");
     remedy(&look(&setup, &[]).await, "cannot reach it");
     setup.library = "/no/such/libnvidia-ml.so.1".into();
@@ -159,7 +153,7 @@ async fn unavailable_driver_reports_cause_and_remedy() {
 
 #[tokio::test]
 async fn hanging_driver_ends_with_timeout() {
-    let (setup, _kubelet) = well("dgx1-v100");
+    let (setup, _kubelet) = well();
     for call in ["nvmlInit_v2", "nvmlDeviceGetName"] {
         setup.tell(&format!("hang {call}"));
         let report = look(&setup, &["--timeout", "1"]).await;
@@ -171,22 +165,16 @@ async fn hanging_driver_ends_with_timeout() {
 
 #[tokio::test]
 async fn hanging_files_end_with_timeout() {
-    let (setup, _kubelet) = well("dgx1-v100");
-    let fifo = |path: &str| {
-        let path = setup.at(path);
-        let _ = fs::remove_file(&path);
-        assert!(std::process::Command::new("mkfifo").arg(&path).status().unwrap().success());
-    };
-    fs::create_dir_all(setup.at("etc/cdi")).unwrap();
-    fifo("etc/cdi/nvidia.yaml");
+    let (setup, _kubelet) = well();
+    fifo(&setup.at("etc/cdi/nvidia.yaml"));
     found(&look(&setup, &["--timeout", "1"]).await, "container runtime", "failed", "no answer within 1s");
-    fifo("sys/bus/pci/devices/0000:06:00.0/vendor");
+    setup.hung_on_bus();
     found(&look(&setup, &["--timeout", "1"]).await, "sysfs", "failed", "no answer within 1s");
 }
 
 #[tokio::test]
 async fn module_and_driver_versions_are_compared() {
-    let (setup, _kubelet) = well("dgx1-v100");
+    let (setup, _kubelet) = well();
     let module = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.1.2  Release Build\n";
     fs::write(setup.at("proc/driver/nvidia/version"), module).unwrap();
     let report = look(&setup, &[]).await;
@@ -195,7 +183,7 @@ async fn module_and_driver_versions_are_compared() {
 
 #[tokio::test]
 async fn missing_or_closed_device_nodes_are_named() {
-    let (setup, _kubelet) = well("dgx1-v100");
+    let (setup, _kubelet) = well();
     for name in ["nvidia3", "nvidia-uvm", "nvidia4", "nvidia5"] {
         fs::remove_file(setup.at("dev").join(name)).unwrap();
     }
@@ -203,19 +191,8 @@ async fn missing_or_closed_device_nodes_are_named() {
     fs::write(setup.at("dev/nvidia4"), "").unwrap();
     // Without a terminal that cannot be opened.
     symlink("/dev/tty", setup.at("dev/nvidia5")).unwrap();
-    let doctor = setup.doctor();
-    let mut command = Command::new("setsid");
-    command
-        .arg("--wait")
-        .arg(doctor.as_std().get_program())
-        .args(doctor.as_std().get_args())
-        .args(["--format", "json"]);
-    for (name, value) in doctor.as_std().get_envs() {
-        match value {
-            Some(value) => command.env(name, value),
-            None => command.env_remove(name),
-        };
-    }
+    let mut command = started_by(&["setsid", "--wait"], &setup.doctor());
+    command.args(["--format", "json"]);
     let (code, text) = run(command).await;
     let report: Value = serde_json::from_str(&text).unwrap();
     assert_eq!(code, Some(1), "{text}");
@@ -229,7 +206,7 @@ async fn missing_or_closed_device_nodes_are_named() {
 
 #[tokio::test]
 async fn gpu_without_minor_number_warns() {
-    let (setup, _kubelet) = well("dgx1-v100");
+    let (setup, _kubelet) = well();
     let setup = setup.env("FAKE_NVML_FAIL", "3:nvmlDeviceGetMinorNumber:3");
     let report = look(&setup, &[]).await;
     found(&report, "device nodes", "ok", "all 8 nodes are there");
@@ -238,7 +215,7 @@ async fn gpu_without_minor_number_warns() {
 
 #[tokio::test]
 async fn gpus_of_kernel_and_nvml_are_compared() {
-    let (setup, _kubelet) = well("dgx1-v100");
+    let (setup, _kubelet) = well();
     for (pci, driver) in [("0000:b0:00.0", Some("nvidia")), ("0000:b1:00.0", Some("vfio-pci")), ("0000:b2:00.0", None)]
     {
         setup.on_bus(pci);
@@ -261,15 +238,9 @@ async fn gpus_of_kernel_and_nvml_are_compared() {
     found(&look(&setup, &[]).await, "driver", "failed", "NVML_ERROR_DRIVER_NOT_LOADED (9)");
 }
 
-/// How many findings of a check have this status.
-fn count(report: &Value, check: &str, status: &str) -> usize {
-    let findings = report["findings"].as_array().unwrap();
-    findings.iter().filter(|finding| finding["check"] == check && finding["status"] == status).count()
-}
-
 #[tokio::test]
 async fn same_finding_on_eight_gpus_is_one_entry() {
-    let (setup, _kubelet) = well("dgx1-v100");
+    let (setup, _kubelet) = well();
     let faults: Vec<String> = (0..8).map(|gpu| format!("{gpu}:nvmlDeviceRegisterEvents:999")).collect();
     let setup = setup.env("FAKE_NVML_FAIL", &faults.join(","));
     for minor in 0..8 {
@@ -283,7 +254,7 @@ async fn same_finding_on_eight_gpus_is_one_entry() {
         ("gpus", "warning", "nvmlDeviceRegisterEvents: NVML_ERROR_UNKNOWN (999) (and 7 like it)"),
     ] {
         found(&report, check, status, text);
-        assert_eq!(count(&report, check, status), 1, "{check}: {report:#}");
+        assert_eq!(count(&report, check, status, ""), 1, "{check}: {report:#}");
     }
     // Two kinds of finding stay two entries, whatever their advice; three or fewer of a kind are listed one by one.
     setup.tell("recovery 0 1");
@@ -295,7 +266,7 @@ async fn same_finding_on_eight_gpus_is_one_entry() {
     found(&report, "gpus", "failed", "the driver asks for: GPU reset");
     found(&report, "gpus", "failed", "a row remapping failed");
     found(&report, "gpus", "failed", "(and 5 like it)");
-    assert_eq!(count(&report, "gpus", "failed"), 3, "{report:#}");
+    assert_eq!(count(&report, "gpus", "failed", ""), 3, "{report:#}");
 }
 
 #[tokio::test]
@@ -312,7 +283,7 @@ async fn topology_warnings_come_with_advice() {
 
 #[tokio::test]
 async fn absent_kubelet_is_reported_by_cause() {
-    let (mut setup, kubelet) = well("dgx1-v100");
+    let (mut setup, kubelet) = well();
     kubelet.stop().await.unwrap();
     found(&look(&setup, &[]).await, "kubelet", "failed", "kubelet.sock: no process listens on it");
     fs::remove_file(&setup.kubelet_socket).unwrap();
@@ -345,7 +316,7 @@ async fn absent_kubelet_is_reported_by_cause() {
 
 #[tokio::test]
 async fn other_plugins_in_kubelet_folder_are_named() {
-    let (setup, kubelet) = well("dgx1-v100");
+    let (setup, kubelet) = well();
     let node = setup.start().await;
     registered(&kubelet, 1, 8).await;
     let setup = &node.setup;
@@ -384,7 +355,7 @@ async fn other_plugins_in_kubelet_folder_are_named() {
 
 #[tokio::test]
 async fn broken_and_duplicate_cdi_specs_are_reported() {
-    let (setup, _kubelet) = well("dgx1-v100");
+    let (setup, _kubelet) = well();
     let spec = "cdiVersion: 0.6.0\nkind: nvidia.com/gpu\ndevices: [{name: '0'}, {name: all}]\ncontainerEdits: {}\n";
     let write = |path: &str, text: &str| {
         fs::create_dir_all(setup.at(path).parent().unwrap()).unwrap();
@@ -455,7 +426,7 @@ async fn topology_manager_findings_advise_numa_hints() {
 async fn gpu_faults_are_reported_by_gpu() {
     let faults =
         "1:nvmlDeviceGetName:999,1:nvmlDeviceRegisterEvents:999,2:nvmlDeviceGetUUID:999,4:nvmlDeviceGetName:16";
-    let (setup, _kubelet) = well("dgx1-v100");
+    let (setup, _kubelet) = well();
     let setup = setup.env("FAKE_NVML_FAIL", faults);
     setup.tell("lost 6");
     let report = look(&setup, &[]).await;
@@ -490,9 +461,9 @@ async fn driver_facts_warn_but_missing_count_fails() {
 
 #[tokio::test]
 async fn hwloc_failure_leaves_other_checks_running() {
-    let (setup, _kubelet) = well("dgx1-v100");
+    let (setup, _kubelet) = well();
     let recorded = setup.at("host.xml");
-    assert!(std::process::Command::new("mkfifo").arg(&recorded).status().unwrap().success());
+    fifo(&recorded);
     let report = look(&setup.host(recorded.to_str().unwrap()), &["--timeout", "1"]).await;
     found(&report, "topology", "failed", "no answer within 1s");
     found(&report, "kubelet", "ok", "kubelet.sock answers");
@@ -501,14 +472,14 @@ async fn hwloc_failure_leaves_other_checks_running() {
 
 #[tokio::test]
 async fn child_that_does_not_end_is_killed() {
-    let (setup, _kubelet) = well("dgx1-v100");
+    let (setup, _kubelet) = well();
     setup.tell("hang nvmlShutdown");
     found(&look(&setup, &["--timeout", "1"]).await, "driver", "ok", "NVML answers");
 }
 
 #[tokio::test]
 async fn pods_too_large_for_policy_are_named() {
-    let (setup, _kubelet) = well("dgx1-v100");
+    let (setup, _kubelet) = well();
     fs::create_dir_all(setup.at("var/lib/kubelet")).unwrap();
     let refused = "a pod of 8 GPUs can never be admitted here: under single-numa-node";
     for (policy, hints, refuses) in [
@@ -529,18 +500,18 @@ async fn pods_too_large_for_policy_are_named() {
 
 #[tokio::test]
 async fn what_dra_lacks_is_named() {
-    let (setup, _kubelet) = well("dgx1-v100");
+    let (setup, _kubelet) = well();
     let command = |env: &[(&str, &str)]| {
         let mut command = setup.doctor();
         command.args(["--format", "json"]).envs(env.iter().copied());
         command
     };
     let look = async |env: &[(&str, &str)]| -> Value { serde_json::from_str(&run(command(env)).await.1).unwrap() };
-    let of_dra = |report: &Value| {
-        let findings = report["findings"].as_array().unwrap().iter();
-        findings.filter(|finding| finding["check"] == "DRA").count()
-    };
-    assert_eq!(of_dra(&look(&[]).await), 0, "no GPU goes through DRA");
+    let report = look(&[]).await;
+    for status in ["ok", "warning", "failed", "skipped"] {
+        // No GPU goes through DRA.
+        absent(&report, "DRA", status, "");
+    }
     let report = look(&[("LINKWISE_DRA_GPUS", "all")]).await;
     found(&report, "DRA", "failed", "no API server");
     found(&report, "DRA", "failed", "plugins_registry");
@@ -566,7 +537,7 @@ async fn what_dra_lacks_is_named() {
 
 #[tokio::test]
 async fn second_writer_of_labels_is_named() {
-    let (setup, _kubelet) = well("dgx1-v100");
+    let (setup, _kubelet) = well();
     absent(&look(&setup, &[]).await, "labels", "skipped", "");
     let folder = setup.at("etc/kubernetes/node-feature-discovery/features.d");
     fs::create_dir_all(&folder).unwrap();

@@ -8,13 +8,12 @@ use std::path::Path;
 use linkwise_kubelet_box::{KubeletBox, Pod};
 
 use crate::run::handover::{cdi_setup, lines};
-use crate::run::mig::{MIXED, listed, minors};
+use crate::run::mig::{listed, mixed, with_minors};
 use crate::run::node::{GPU, Node, Setup, until};
 
 /// Starts linkwise, waits for these numbers of healthy devices by resource, and checks that there is no other resource.
 async fn offers(setup: Setup, wanted: &[(&str, usize)]) -> (Node, KubeletBox) {
-    let kubelet = setup.kubelet();
-    let node = setup.start().await;
+    let (node, kubelet) = setup.start_beside_kubelet().await;
     for (resource, healthy) in wanted {
         listed(&kubelet, resource, *healthy).await;
     }
@@ -128,19 +127,6 @@ fn a100s(memory: u64, layouts: &[&[(u32, u64)]]) -> String {
     text
 }
 
-/// The machine of such a text, with the kernel's list of its MIG devices' nodes.
-fn with_mig(text: &str) -> Setup {
-    let setup = Setup::with(text);
-    let proc = setup.at("proc");
-    let path = setup.at("machine.yaml");
-    minors(&proc, &linkwise_host::machines::load(path.to_str().unwrap()).unwrap().observed);
-    setup.arg("--procfs").arg(proc)
-}
-
-fn mixed() -> Setup {
-    with_mig(&std::fs::read_to_string(MIXED).unwrap())
-}
-
 #[tokio::test]
 async fn without_settings_and_with_all_defaults() {
     let asks = [(GPU, 2), (GPU, 7)];
@@ -157,8 +143,7 @@ async fn without_settings_and_with_all_defaults() {
         "--device-list-strategy=envvar",
         "--device-id-strategy=uuid",
     ];
-    let flags = flags.iter().fold(dgx1(), |setup, flag| setup.arg(flag));
-    assert_eq!(story(flags, &[(GPU, 8)], &asks).await, silent);
+    assert_eq!(story(dgx1().args(flags), &[(GPU, 8)], &asks).await, silent);
     let variables = dgx1()
         .env("MIG_STRATEGY", "none")
         .env("FAIL_ON_INIT_ERROR", "true")
@@ -185,7 +170,7 @@ async fn mig_strategy_none() {
 #[tokio::test]
 async fn mig_strategy_single() {
     let sevenths: &[(u32, u64)] = &[(1, 9728); 7];
-    let setup = with_mig(&a100s(81920, &[sevenths, sevenths])).env("MIG_STRATEGY", "single");
+    let setup = with_minors(Setup::with(&a100s(81920, &[sevenths, sevenths]))).env("MIG_STRATEGY", "single");
     insta::assert_snapshot!(story(setup.arg("--pass-device-specs"), &[(GPU, 14)], &[(GPU, 1), (GPU, 2)]).await);
 }
 
@@ -231,7 +216,7 @@ async fn time_slicing_failing_requests_greater_than_one() {
 async fn time_slicing_of_mig_devices() {
     let layouts: [&[(u32, u64)]; 5] =
         [&[], &[(1, 4864); 7], &[(2, 9984), (2, 9984), (2, 9984), (1, 4864)], &[(3, 20096); 2], &[(7, 40192)]];
-    let setup = file(with_mig(&a100s(40536, &layouts)), "nvidia/time-slicing-mig.yaml");
+    let setup = file(with_minors(Setup::with(&a100s(40536, &layouts))), "nvidia/time-slicing-mig.yaml");
     let wanted = [
         (GPU, 4),
         ("nvidia.com/mig-1g.5gb", 16),
@@ -257,10 +242,7 @@ async fn without_naming_the_file_means_what_nvidias_plugin_reads() {
     let text = std::fs::read_to_string(path).unwrap();
     let without = text.replace("linkwise:\n  naming: true\n", "");
     assert_ne!(text, without);
-    let setup = dgx1();
-    let file = setup.at("config.yaml");
-    std::fs::write(&file, without).unwrap();
-    let (_node, kubelet) = offers(setup.arg("--config-file").arg(file), &[(GPU, 32)]).await;
+    let (_node, kubelet) = offers(dgx1().config(&without), &[(GPU, 32)]).await;
     assert_eq!(kubelet.state().resources.len(), 1);
 }
 

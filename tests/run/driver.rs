@@ -1,28 +1,11 @@
 //! What the driver reports and how it dies: one GPU's trouble is that GPU's, and admissions go on.
 
-use std::collections::BTreeSet;
 use std::path::PathBuf;
 
-use linkwise_kubelet_box::{AdmissionError, KubeletBox, Pod, ResourceState};
-
-use crate::run::node::{GPU, Node, Setup, signal, uuid};
+use crate::run::node::{GPU, Setup, allocation, signal, unhealthy, uuid};
 
 const STARTS: &str = "linkwise_nvml_agent_starts_total";
 const UP: &str = "linkwise_nvml_agent_up";
-
-/// Waits until exactly these GPUs are unhealthy on the stream.
-async fn unhealthy(kubelet: &KubeletBox, gpus: &[u32]) -> ResourceState {
-    let wanted: BTreeSet<String> = gpus.iter().map(|index| uuid(1, *index)).collect();
-    let state = kubelet.wait(|state| state.resources[GPU].unhealthy == wanted).await.unwrap();
-    let state = state.resources[GPU].clone();
-    assert_eq!(state.healthy.len(), 8 - gpus.len(), "{state:?}");
-    state
-}
-
-async fn admit(kubelet: &KubeletBox, pod: &str, size: u32) -> Result<Vec<String>, AdmissionError> {
-    let admitted = kubelet.admit(&Pod::single(pod, GPU, size), None).await?;
-    Ok(admitted.grant("main", GPU).unwrap().allocation.devices.clone())
-}
 
 #[tokio::test]
 async fn an_xid_of_the_gpus_own_takes_that_gpu_and_no_other() {
@@ -34,7 +17,7 @@ async fn an_xid_of_the_gpus_own_takes_that_gpu_and_no_other() {
     node.metric(&format!("linkwise_gpu_healthy{{uuid=\"{}\"}}", uuid(1, 2)), 0).await;
     node.metric("linkwise_devices{resource=\"nvidia.com/gpu\",health=\"unhealthy\"}", 1).await;
     // The rest of the node goes on; the failed one is in no answer.
-    assert!(!admit(&kubelet, "seven", 7).await.unwrap().contains(&uuid(1, 2)));
+    assert!(!allocation(&kubelet, "seven", GPU, 7).await.devices.contains(&uuid(1, 2)));
     // A second GPU, by an ECC error this time; the first stays out.
     node.setup.tell("ecc 5");
     unhealthy(&kubelet, &[2, 5]).await;
@@ -56,19 +39,6 @@ async fn an_xid_of_a_programs_making_is_counted_and_changes_nothing() {
     unhealthy(&kubelet, &[7]).await;
 }
 
-/// The child is gone; admissions go on, a new child comes, and what was known stays known.
-async fn survives(node: &Node, kubelet: &KubeletBox, first: u32) {
-    assert_eq!(admit(kubelet, "meanwhile", 2).await.unwrap().len(), 2);
-    let second = node.agent(&[first]).await;
-    node.metric(STARTS, 2).await;
-    node.metric(UP, 1).await;
-    assert!(second != first);
-    node.setup.tell("xid 7 79");
-    unhealthy(kubelet, &[1, 7]).await;
-    assert_eq!(kubelet.state().resources[GPU].registrations, 1, "the kubelet noticed nothing");
-    assert_eq!(kubelet.violations(), []);
-}
-
 #[tokio::test]
 async fn the_nvml_process_starts_again_after_the_binary_was_replaced() {
     let mut setup = Setup::on("dgx1-v100");
@@ -82,20 +52,15 @@ async fn the_nvml_process_starts_again_after_the_binary_was_replaced() {
     unhealthy(&kubelet, &[1]).await;
     let first = node.agent(&[]).await;
     signal("KILL", first);
-    survives(&node, &kubelet, first).await;
-}
-
-#[tokio::test]
-async fn a_driver_that_comes_late_is_picked_up_in_place() {
-    let setup = Setup::on("dgx1-v100").arg("--fail-on-init-error=false");
-    setup.tell("init 9");
-    setup.all_on_bus();
-    let kubelet = setup.kubelet();
-    let node = setup.start().await;
-    node.ready(503, "NVML_ERROR_DRIVER_NOT_LOADED (9)").await;
-    node.setup.tell("init 0");
-    crate::run::node::registered(&kubelet, 1, 8).await;
-    node.ready(200, "ready").await;
+    // Admissions go on, a new child comes, and what was known stays known.
+    allocation(&kubelet, "meanwhile", GPU, 2).await;
+    node.agent(&[first]).await;
+    node.metric(STARTS, 2).await;
+    node.metric(UP, 1).await;
+    node.setup.tell("xid 7 79");
+    unhealthy(&kubelet, &[1, 7]).await;
+    assert_eq!(kubelet.state().resources[GPU].registrations, 1, "the kubelet noticed nothing");
+    assert_eq!(kubelet.violations(), []);
 }
 
 #[tokio::test]
@@ -131,8 +96,7 @@ async fn library_in_the_driver_root_is_loaded() {
     node.metric(UP, 1).await;
     node.setup.tell("xid 2 79");
     unhealthy(&kubelet, &[2]).await;
-    let lines = node.process.lines();
-    assert_eq!(lines.iter().filter(|line| line.contains("NVML library loaded")).count(), 1);
+    assert_eq!(node.process.count("NVML library loaded"), 1);
 }
 
 #[tokio::test]

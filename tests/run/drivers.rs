@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use linkwise_kubelet_box::Pod;
 use serde_json::Value;
 
-use crate::run::node::{GPU, Node, Setup, registered, signal, until, uuid};
+use crate::run::node::{GPU, Node, Setup, allocation, registered, replace, signal, unhealthy, until, uuid};
 
 const STARTS: &str = "linkwise_nvml_agent_starts_total";
 const UP: &str = "linkwise_nvml_agent_up";
@@ -24,27 +24,37 @@ fn quick() -> Setup {
 
 fn version(setup: &Setup, version: &str) {
     // Whole or not at all, as the kernel's is.
-    let new = setup.at("version");
-    std::fs::write(&new, format!("{version}\n")).unwrap();
-    std::fs::rename(new, setup.at("sys/module/nvidia/version")).unwrap();
+    replace(&setup.at("sys/module/nvidia/version"), &format!("{version}\n"));
 }
 
+/// Another driver, or the same one loaded again.
 #[tokio::test]
-async fn a_driver_that_is_replaced_gets_a_new_process_at_once() {
-    let (node, kubelet) = quick().serve(8).await;
-    let first = node.agent(&[]).await;
-    node.setup.tell("xid 2 79");
-    kubelet.wait(|state| state.resources[GPU].unhealthy.contains(&uuid(1, 2))).await.unwrap();
-    node.setup.tell("driver 590.44.01");
-    version(&node.setup, "590.44.01");
-    let line = node.process.said("the driver was 580.95.05").await;
-    assert!(line["cause"].as_str().unwrap().contains("and is 590.44.01"), "{line}");
-    node.agent(&[first]).await;
-    node.process.logged(|line| line["message"] == "NVML available" && line["driver"] == "590.44.01").await;
-    node.metric(UP, 1).await;
-    // What needed a reset has had one.
-    kubelet.wait(|state| state.resources[GPU].healthy.len() == 8).await.unwrap();
-    assert_eq!(kubelet.state().resources[GPU].registrations, 1);
+async fn loaded_driver_gets_a_new_agent_at_once() {
+    for is_other in [true, false] {
+        let (node, kubelet) = quick().serve(8).await;
+        let first = node.agent(&[]).await;
+        node.setup.tell("xid 2 79");
+        unhealthy(&kubelet, &[2]).await;
+        if is_other {
+            node.setup.tell("driver 590.44.01");
+            version(&node.setup, "590.44.01");
+        } else {
+            let (module, again) = (node.setup.at("sys/module/nvidia"), node.setup.at("again"));
+            std::fs::create_dir(&again).unwrap();
+            std::fs::copy(module.join("version"), again.join("version")).unwrap();
+            std::fs::rename(&module, node.setup.at("old")).unwrap();
+            std::fs::rename(&again, &module).unwrap();
+        }
+        let line = node.process.said("the driver was 580.95.05").await;
+        assert!(!is_other || line["cause"].as_str().unwrap().contains("and is 590.44.01"), "{line}");
+        node.agent(&[first]).await;
+        let driver = if is_other { "590.44.01" } else { "580.95.05" };
+        node.process.logged(|line| line["message"] == "NVML available" && line["driver"] == driver).await;
+        node.metric(UP, 1).await;
+        // What needed a reset has had one.
+        unhealthy(&kubelet, &[]).await;
+        assert_eq!(kubelet.state().resources[GPU].registrations, 1);
+    }
 }
 
 #[tokio::test]
@@ -57,8 +67,7 @@ async fn reloaded_driver_is_awaited_and_pods_are_admitted() {
     node.metric("linkwise_nvml_away", 1).await;
     // Ready is whether the kubelet is served, and it is.
     node.ready(200, "ready").await;
-    let admitted = kubelet.admit(&Pod::single("meanwhile", GPU, 4), None).await.unwrap();
-    assert_eq!(admitted.grant("main", GPU).unwrap().allocation.devices.len(), 4);
+    allocation(&kubelet, "meanwhile", GPU, 4).await;
     version(&node.setup, "580.95.05");
     node.setup.tell("unfail * nvmlDeviceGetCount_v2");
     node.setup.tell("init 0");
@@ -73,63 +82,38 @@ async fn reloaded_driver_is_awaited_and_pods_are_admitted() {
     .await;
 }
 
-/// Nothing is on the PCI bus here: a linkwise that forgot its GPUs would take this for a node without GPUs, and wait
-/// for the bus.
+/// A linkwise that forgot its GPUs would take a node with nothing on the PCI bus for one without GPUs, and wait for the
+/// bus; and with GPUs on the bus it would end.
 #[tokio::test]
 async fn gone_driver_is_awaited_however_the_agent_ended() {
-    for released in [false, true] {
-        let (node, kubelet) = quick().serve(8).await;
-        node.setup.tell("init 9");
-        if released {
+    for (is_released, is_on_bus) in [(false, false), (true, false), (false, true), (true, true)] {
+        let setup = quick();
+        if is_on_bus {
+            setup.all_on_bus();
+        }
+        let (node, kubelet) = setup.serve(8).await;
+        if is_released {
             node.process.signal("USR1");
             node.metric(UP, 0).await;
+        }
+        node.setup.tell("init 9");
+        if is_released {
             node.process.signal("USR2");
         } else {
+            // The agent is killed: its driver has gone.
             std::fs::remove_file(node.setup.at("sys/module/nvidia/version")).unwrap();
         }
-        node.process.said("NVML unavailable").await;
-        version(&node.setup, "580.95.05");
+        node.process.said("NVML_ERROR_DRIVER_NOT_LOADED (9)").await;
+        node.metric("linkwise_nvml_away", 1).await;
+        allocation(&kubelet, "meanwhile", GPU, 4).await;
+        version(&node.setup, "590.44.01");
         node.setup.tell("init 0");
+        node.metric("linkwise_nvml_away", 0).await;
         node.metric(UP, 1).await;
         node.metric("linkwise_idle", 0).await;
-        assert_eq!(kubelet.state().resources[GPU].registrations, 1);
+        let gpus = &kubelet.state().resources[GPU];
+        assert_eq!((gpus.registrations, gpus.healthy.len()), (1, 8));
     }
-}
-
-#[tokio::test]
-async fn unloaded_driver_with_gpus_on_bus_ends_no_node() {
-    let setup = quick();
-    setup.all_on_bus();
-    let (node, kubelet) = setup.serve(8).await;
-    // The first agent is killed: its driver has gone.
-    node.setup.tell("init 9");
-    std::fs::remove_file(node.setup.at("sys/module/nvidia/version")).unwrap();
-    node.process.said("NVML_ERROR_DRIVER_NOT_LOADED (9)").await;
-    node.metric("linkwise_nvml_away", 1).await;
-    kubelet.admit(&Pod::single("meanwhile", GPU, 4), None).await.unwrap();
-    version(&node.setup, "590.44.01");
-    node.setup.tell("init 0");
-    node.metric("linkwise_nvml_away", 0).await;
-    node.metric(UP, 1).await;
-    assert_eq!(kubelet.state().resources[GPU].registrations, 1);
-}
-
-#[tokio::test]
-async fn the_same_driver_loaded_anew_gets_a_new_process_too() {
-    let (node, kubelet) = quick().serve(8).await;
-    let first = node.agent(&[]).await;
-    node.setup.tell("xid 2 79");
-    kubelet.wait(|state| state.resources[GPU].unhealthy.contains(&uuid(1, 2))).await.unwrap();
-    let module = node.setup.at("sys/module/nvidia");
-    let anew = node.setup.at("anew");
-    std::fs::create_dir(&anew).unwrap();
-    std::fs::copy(module.join("version"), anew.join("version")).unwrap();
-    std::fs::rename(&module, node.setup.at("old")).unwrap();
-    std::fs::rename(&anew, &module).unwrap();
-    node.process.said("the driver was 580.95.05").await;
-    node.agent(&[first]).await;
-    node.metric(UP, 1).await;
-    kubelet.wait(|state| state.resources[GPU].healthy.len() == 8).await.unwrap();
 }
 
 /// The pauses that the log has said of such lines.
@@ -153,14 +137,13 @@ async fn next_pauses(node: &Node, message: &str, known: usize, wanted: usize) ->
 #[tokio::test]
 async fn pauses_double_without_nvml_until_another_cause() {
     const NOT: &str = "NVML unavailable";
-    let setup = Setup::on("dgx1-v100").arg("--fail-on-init-error=false").arg("--log=debug");
-    let setup = setup.arg("--nvml-pause-ms=100").arg("--nvml-poll-ms=20");
+    let setup = Setup::on("dgx1-v100").args(["--fail-on-init-error=false", "--log=debug"]);
+    let setup = setup.args(["--nvml-pause-ms=100", "--nvml-poll-ms=20"]);
     setup.all_on_bus();
     std::fs::create_dir_all(setup.at("sys/module/nvidia")).unwrap();
     version(&setup, "580.95.05");
     setup.tell("init 9");
-    let kubelet = setup.kubelet();
-    let node = setup.start().await;
+    let (node, kubelet) = setup.start_beside_kubelet().await;
     assert_eq!(next_pauses(&node, NOT, 0, 3).await, ["100ms", "200ms", "400ms"]);
     // One cause is logged once.
     let told = |line: &&String| line.contains(NOT) && line.contains("WARN");
@@ -185,7 +168,7 @@ async fn a_pause_is_waited_for_and_an_order_ends_it() {
     let (node, kubelet) = Setup::on("dgx1-v100").arg("--nvml-pause-ms=3600000").serve(8).await;
     signal("KILL", node.agent(&[]).await);
     node.process.said("SIGKILL").await;
-    kubelet.admit(&Pod::single("meanwhile", GPU, 4), None).await.unwrap();
+    allocation(&kubelet, "meanwhile", GPU, 4).await;
     node.metric(STARTS, 1).await;
     node.process.signal("USR1");
     node.metric("linkwise_driver_released", 1).await;
@@ -199,12 +182,12 @@ async fn on_nvml_loss_unhealthy_withholds_every_gpu() {
     let (node, kubelet) = quick().arg("--on-nvml-loss=unhealthy").serve(8).await;
     node.setup.tell("init 9");
     node.setup.tell("fail * nvmlDeviceGetCount_v2 9");
-    kubelet.wait(|state| state.resources[GPU].unhealthy.len() == 8).await.unwrap();
+    unhealthy(&kubelet, &[0, 1, 2, 3, 4, 5, 6, 7]).await;
     assert!(kubelet.admit(&Pod::single("none", GPU, 1), None).await.is_err());
     node.setup.tell("unfail * nvmlDeviceGetCount_v2");
     node.setup.tell("init 0");
-    kubelet.wait(|state| state.resources[GPU].healthy.len() == 8).await.unwrap();
-    kubelet.admit(&Pod::single("all", GPU, 8), None).await.unwrap();
+    unhealthy(&kubelet, &[]).await;
+    allocation(&kubelet, "all", GPU, 8).await;
 }
 
 /// The library of the setup as a file that can be replaced, and the real one.
@@ -229,14 +212,14 @@ async fn replaced_library_is_loaded_by_the_next_agent() {
     replace(&|new| std::fs::write(new, b"\x7fELF").unwrap());
     node.setup.tell("calls nvmlDeviceGetTemperature 16");
     node.setup.tell("xid 1 79");
-    kubelet.wait(|state| state.resources[GPU].unhealthy.contains(&uuid(1, 1))).await.unwrap();
+    unhealthy(&kubelet, &[1]).await;
     node.metric(STARTS, 1).await;
     // The next agents cannot load it, and pods are admitted.
     signal("KILL", node.agent(&[]).await);
     node.process.said("dlopen: cannot load ").await;
     let known = pauses(&node, "NVML unavailable").len();
     node.metric("linkwise_nvml_away", 1).await;
-    kubelet.admit(&Pod::single("meanwhile", GPU, 4), None).await.unwrap();
+    allocation(&kubelet, "meanwhile", GPU, 4).await;
     assert!(known > 0);
     // The whole one.
     replace(&|new| assert!(std::fs::copy(&real, new).unwrap() > 0));
@@ -260,10 +243,9 @@ async fn first_poll_finds_what_happened_between_two_agents() {
     for command in ["recovery 4 1", "rows 5 false true", "lost 6"] {
         node.setup.tell(command);
     }
-    kubelet.admit(&Pod::single("meanwhile", GPU, 8), None).await.unwrap();
+    allocation(&kubelet, "meanwhile", GPU, 8).await;
     node.setup.tell("unhang nvmlInit_v2");
-    let found = [4, 5, 6].map(|gpu| uuid(1, gpu)).into();
-    kubelet.wait(|state| state.resources[GPU].unhealthy == found).await.unwrap();
+    unhealthy(&kubelet, &[4, 5, 6]).await;
 }
 
 #[tokio::test]

@@ -5,22 +5,15 @@ use std::path::Path;
 
 use linkwise_kubelet_box::{KubeletBox, Pod};
 
+use crate::nvml::codes::{CALLS, IDENTITY};
+use crate::run::config::hinted;
 use crate::run::mig;
-use crate::run::node::{GPU, Setup, registered, until, uuid};
+use crate::run::node::{GPU, Setup, allocation, registered, replace, unhealthy, until};
 
 /// A machine whose driver has a word for what to do, looked at often, with a hold that is over at once.
 fn quick(setup: Setup) -> Setup {
     setup.tell("recovery * 0");
-    ["--nvml-poll-ms=20", "--health-hold-ms=1", "--pass-device-specs"]
-        .into_iter()
-        .fold(setup, |setup, option| setup.arg(option))
-}
-
-/// Waits until exactly these GPUs are unhealthy.
-async fn unhealthy(kubelet: &KubeletBox, gpus: &[u32]) {
-    let wanted: BTreeSet<String> = gpus.iter().map(|index| uuid(1, *index)).collect();
-    kubelet.wait(|state| state.resources[GPU].unhealthy == wanted).await.unwrap();
-    assert_eq!(kubelet.state().resources[GPU].healthy.len(), 8 - gpus.len());
+    setup.args(["--nvml-poll-ms=20", "--health-hold-ms=1", "--pass-device-specs"])
 }
 
 /// What the kubelet knows of each resource: ids and NUMA nodes.
@@ -29,22 +22,26 @@ fn listed(kubelet: &KubeletBox) -> BTreeMap<String, BTreeMap<String, BTreeSet<i6
 }
 
 #[tokio::test]
-async fn gpu_lost_during_a_scan_is_offered_whole_when_back() {
+async fn gpus_lost_during_a_scan_are_offered_whole_when_back() {
     let (node, kubelet) = quick(Setup::on("dgx1-v100")).serve(8).await;
     node.setup.tell("hang 4 nvmlDeviceGetName");
     node.setup.tell("link 0 0 down");
+    // The scan stands still in the middle: it has had the first GPUs, and not the others.
     node.setup.tell("blocked nvmlDeviceGetName");
+    node.setup.tell("lost 2");
     node.setup.tell("lost 6");
     // What it says of itself fails for longer than it is lost, and each look is as incomplete.
     node.setup.tell("fail 6 nvmlDeviceGetMinorNumber 999");
     node.setup.tell("fail 6 nvmlDeviceGetNvLinkState 999");
     node.setup.tell("unhang 4 nvmlDeviceGetName");
-    unhealthy(&kubelet, &[0, 6]).await;
+    unhealthy(&kubelet, &[0, 2, 6]).await;
+    node.metric("linkwise_gpus", 8).await;
+    node.setup.tell("back 2");
     node.setup.tell("back 6");
     node.setup.tell("link 0 0 up");
     registered(&kubelet, 1, 8).await;
-    let admitted = kubelet.admit(&Pod::single("all", GPU, 8), None).await.unwrap();
-    assert_eq!(admitted.grant("main", GPU).unwrap().allocation.devices.len(), 8);
+    allocation(&kubelet, "all", GPU, 8).await;
+    node.metric("linkwise_nvml_agent_starts_total", 1).await;
 }
 
 #[tokio::test]
@@ -66,7 +63,7 @@ async fn a_fact_that_was_never_said_is_asked_for_until_it_is() {
 #[tokio::test]
 async fn unanswered_mig_mode_offers_no_whole_gpu() {
     const HALF: &str = "nvidia.com/mig-2c.4g.40gb";
-    let setup = quick(Setup::with(&std::fs::read_to_string(mig::MIXED).unwrap())).arg("--mig-strategy=mixed");
+    let setup = quick(mig::four_gpus()).arg("--mig-strategy=mixed");
     let (node, kubelet) = setup.serve(1).await;
     kubelet.wait(|state| state.resources.get(HALF).is_some_and(|half| half.healthy.len() == 2)).await.unwrap();
     for call in ["nvmlDeviceGetMigMode", "nvmlDeviceGetMaxMigDeviceCount", "nvmlDeviceGetAttributes_v2"] {
@@ -88,73 +85,35 @@ async fn failed_host_scan_keeps_the_host_and_is_repeated() {
     let setup = quick(Setup::on("dgx1-v100"));
     let (file, broken) = (setup.at("host.xml"), "<topology");
     let valid = Path::new(env!("CARGO_MANIFEST_DIR")).join("crates/host/src/machines/hwloc_xml/testdata/v2.xml");
-    let host = |text: &str| crate::run::config::write(&file, text);
+    let host = |text: &str| replace(&file, text);
     host(broken);
     let setup = setup.env("HWLOC_COMPONENTS", "xml,stop").host(file.to_str().unwrap());
     let (node, kubelet) = setup.serve(8).await;
     node.process.said("hwloc_topology_load").await;
-    let claims = |claim: bool| {
-        async move |kubelet: &KubeletBox| {
-            kubelet
-                .wait(|state| state.resources[GPU].numa.values().all(|nodes| nodes.is_empty() != claim))
-                .await
-                .unwrap();
-        }
-    };
-    claims(false)(&kubelet).await;
+    hinted(&kubelet, false).await;
     host(&std::fs::read_to_string(valid).unwrap());
-    claims(true)(&kubelet).await;
+    hinted(&kubelet, true).await;
     let before = listed(&kubelet);
     host(broken);
     node.setup.tell("link 0 0 down");
     unhealthy(&kubelet, &[0]).await;
     until(async || {
-        let lines = node.process.lines();
-        let failures = lines.iter().filter(|line| line.contains("hwloc_topology_load")).count();
         // It was looked at once more, in vain.
-        if failures == 2 { Ok(()) } else { Err(lines) }
+        if node.process.count("hwloc_topology_load") == 2 { Ok(()) } else { Err(node.process.lines()) }
     })
     .await;
     assert_eq!(listed(&kubelet), before);
 }
 
-/// Calls whose failure costs nothing that is known; those without which a GPU cannot be reached; those without which it
-/// cannot be identified by a full look.
-const HARMLESS: [&str; 19] = [
-    "nvmlDeviceGetName",
-    "nvmlDeviceGetMinorNumber",
-    "nvmlDeviceGetCudaComputeCapability",
-    "nvmlDeviceGetMemoryInfo_v2",
-    "nvmlDeviceGetMemoryAffinity",
-    "nvmlDeviceGetMaxPcieLinkGeneration",
-    "nvmlDeviceGetMaxPcieLinkWidth",
-    "nvmlDeviceGetC2cModeInfoV",
-    "nvmlDeviceGetDisplayActive",
-    "nvmlDeviceGetMigMode",
-    "nvmlDeviceGetGpuFabricInfoV",
-    "nvmlDeviceGetTopologyCommonAncestor",
-    "nvmlDeviceGetP2PStatus",
-    "nvmlDeviceGetNvLinkState",
-    "nvmlDeviceGetNvLinkRemoteDeviceType",
-    "nvmlDeviceGetNvLinkRemotePciInfo_v2",
-    "nvmlDeviceGetFieldValues",
-    "nvmlDeviceGetRemappedRows",
-    "nvmlDeviceGetTotalEccErrors",
-];
-const NEEDED: [&str; 4] =
-    ["nvmlDeviceGetTemperature", "nvmlDeviceGetHandleByIndex_v2", "nvmlDeviceGetPciInfo_v3", "nvmlDeviceGetUUID"];
-
 #[tokio::test]
 async fn failed_call_costs_its_gpu_and_no_known_fact() {
-    let setup = quick(Setup::on("dgx1-v100"));
-    let file = setup.at("config.yaml");
     let gpus = "  gpus:\n  - {pattern: \"*V100*\", name: gpu}\n  - {pattern: \"*\", name: other}\n";
-    crate::run::config::write(&file, &format!("version: v1\nlinkwise: {{naming: true}}\nresources:\n{gpus}"));
-    let (node, kubelet) = setup.arg("--config-file").arg(&file).serve(8).await;
+    let config = format!("version: v1\nlinkwise: {{naming: true}}\nresources:\n{gpus}");
+    let (node, kubelet) = quick(Setup::on("dgx1-v100")).config(&config).serve(8).await;
     let before = listed(&kubelet);
-    let calls = HARMLESS.map(|call| (call, false)).into_iter().chain(NEEDED.map(|call| (call, true)));
-    for (call, needed) in calls.flat_map(|(call, needed)| [15, 999].map(|code| ((call, code), needed))) {
-        let (call, code) = call;
+    for (call, code) in CALLS.iter().map(|call| call.name).chain(IDENTITY).flat_map(|call| [(call, 15), (call, 999)]) {
+        // Without these a GPU cannot be reached, or identified by a scan.
+        let needed = IDENTITY.contains(&call) || call == "nvmlDeviceGetTemperature";
         node.setup.tell(&format!("fail 2 {call} {code}"));
         // Something else changes, and everything is looked at.
         node.setup.tell("link 0 0 down");
@@ -165,7 +124,6 @@ async fn failed_call_costs_its_gpu_and_no_known_fact() {
         node.setup.tell(&format!("unfail 2 {call}"));
         registered(&kubelet, 1, 8).await;
     }
-    let admitted = kubelet.admit(&Pod::single("all", GPU, 8), None).await.unwrap();
-    assert_eq!(admitted.grant("main", GPU).unwrap().allocation.devices.len(), 8);
+    allocation(&kubelet, "all", GPU, 8).await;
     node.metric("linkwise_nvml_agent_starts_total", 1).await;
 }

@@ -8,10 +8,11 @@
 use std::io::ErrorKind;
 use std::path::PathBuf;
 
-use linkwise_kubelet_box::{KubeletBox, Options, Pod, Restart};
+use linkwise_kubelet_box::{Pod, Restart};
 
-use crate::cdi::root::Root;
-use crate::run::node::{GPU, LIMIT, Setup, machine, registered, until, uuid};
+use crate::run::handover::{cdi_setup, spec_file};
+use crate::run::health::{file, kept};
+use crate::run::node::{GPU, Setup, allocation, kubelet_in, machine, registered, unhealthy, until, uuid};
 
 fn room(process: u32, bytes: &str) {
     // The hard limit stays as it is: only root may raise it again.
@@ -38,33 +39,26 @@ async fn full_disk_delays_only_the_health_record() {
     room(node.process.id(), "0");
     node.setup.tell("xid 2 79");
     node.process.said("cannot write the health record").await;
-    kubelet.wait(|state| state.resources[GPU].unhealthy.contains(&uuid(1, 2))).await.unwrap();
+    unhealthy(&kubelet, &[2]).await;
     // A new kubelet: our socket is made anew meanwhile.
     kubelet.restart(Restart::Kubelet).await.unwrap();
     registered(&kubelet, 2, 7).await;
     kubelet.admit(&Pod::single("meanwhile", GPU, 4), None).await.unwrap();
-    let record = node.setup.at("k/linkwise/linkwise_health.json");
-    let kept = || {
-        let text = std::fs::read_to_string(&record).unwrap_or_default();
-        let record: serde_json::Value = serde_json::from_str(&text).unwrap();
-        record["gpus"][uuid(1, 2)]["reasons"].clone()
-    };
-    assert_eq!(kept(), serde_json::json!([]), "the last record that was written, whole");
+    let text = std::fs::read_to_string(file(&node.setup)).unwrap_or_default();
+    let record: serde_json::Value = serde_json::from_str(&text).unwrap();
+    assert_eq!(record["gpus"][uuid(1, 2)]["reasons"], serde_json::json!([]), "the last one that was written, whole");
     room(node.process.id(), "unlimited");
     // Nothing new happens: it is tried again every 10 s.
-    until(async || if kept() == serde_json::json!([]) { Err("not kept") } else { Ok(()) }).await;
+    kept(&node.setup, &uuid(1, 2)).await;
     node.process.said("health record written again").await;
 }
 
 #[tokio::test]
 async fn full_disk_leaves_last_cdi_spec_whole() {
     let machine = Setup::with(&machine(&[("GPU-a", "0000:01:00.0", ""), ("GPU-b", "0000:41:00.0", "")]));
-    let (root, specs) = (machine.at("driver"), machine.at("cdi"));
-    Root::full(&root);
-    let machine = machine.arg("--driver-root-ctr-path").arg(root).arg("--cdi-dir").arg(specs);
-    let machine = machine.arg("--nvidia-driver-root=/run/driver").arg("--device-list-strategy=cdi-cri");
+    let machine = cdi_setup(machine).arg("--device-list-strategy=cdi-cri");
     let (node, kubelet) = setup(machine).serve(2).await;
-    let spec = node.setup.at("cdi").join("k8s.device-plugin.nvidia.com-gpu.json");
+    let spec = spec_file(&node.setup);
     let whole = std::fs::read_to_string(&spec).unwrap();
     room(node.process.id(), "0");
     // Somebody empties the folder: the next look, within 10 s, finds no room for the spec.
@@ -72,12 +66,10 @@ async fn full_disk_leaves_last_cdi_spec_whole() {
     node.process.said("keeping the previous ones").await;
     // It is tried again every 10 s, each time through another temporary file, and said once.
     node.metric("linkwise_cdi_spec_writes_total{outcome=\"failed\"}", 2).await;
-    let said = node.process.lines().iter().filter(|line| line.contains("keeping the previous ones")).count();
-    assert_eq!(said, 1);
+    assert_eq!(node.process.count("keeping the previous ones"), 1);
     let left: Vec<_> = std::fs::read_dir(node.setup.at("cdi")).unwrap().collect();
     assert!(left.is_empty(), "no half-written spec: {left:?}");
-    let admitted = kubelet.admit(&Pod::single("meanwhile", GPU, 1), None).await.unwrap();
-    assert_eq!(admitted.grant("main", GPU).unwrap().allocation.cdi_names.len(), 1);
+    assert_eq!(allocation(&kubelet, "meanwhile", GPU, 1).await.cdi_names.len(), 1);
     room(node.process.id(), "unlimited");
     until(async || std::fs::read_to_string(&spec).map(|text| assert_eq!(text, whole))).await;
 }
@@ -99,9 +91,7 @@ async fn full_disk_delays_our_socket_and_is_named() {
     assert_eq!((room, full.kind()), (7, ErrorKind::StorageFull), "the folder is one of twelve, and linkwise has four");
     // Room for the kubelet's socket, and not for ours.
     std::fs::remove_file(seen.join("0")).unwrap();
-    let mut options = Options::new(&seen);
-    (options.dial_retry, options.wait_timeout) = (std::time::Duration::from_millis(10), LIMIT);
-    let kubelet = KubeletBox::start(options).unwrap();
+    let kubelet = kubelet_in(&seen, |_| {});
     let line = node.process.said("cannot bind a socket in").await;
     let why = line["why"].as_str().unwrap();
     assert!(why.contains(inside.to_str().unwrap()) && why.contains("No space left on device"), "{line}");

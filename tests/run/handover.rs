@@ -1,17 +1,13 @@
 //! How containers get their GPUs: each way's answer to Allocate, and CDI specs that follow the machine.
 
 use std::fs;
-use std::os::unix::fs::OpenOptionsExt;
 use std::path::PathBuf;
 
-use linkwise_kubelet_box::{Allocation, KubeletBox, Pod};
+use linkwise_kubelet_box::Allocation;
 
 use crate::cdi::root::Root;
 use crate::cdi::schema;
-use crate::run::node::{GPU, Node, Setup, machine, registered, until};
-
-/// Of open(2), on Linux.
-const O_NONBLOCK: i32 = 0o4000;
+use crate::run::node::{GPU, Node, Setup, allocation, fifo, machine, registered, until, writer};
 
 const TWO: [(&str, &str, &str); 2] = [("GPU-a", "0000:01:00.0", ""), ("GPU-b", "0000:41:00.0", "")];
 
@@ -24,13 +20,8 @@ fn setup(gpus: &[(&str, &str, &str)]) -> Setup {
 pub fn cdi_setup(setup: Setup) -> Setup {
     let (root, specs) = (setup.at("driver"), setup.at("cdi"));
     Root::full(&root);
-    setup
-        .arg("--driver-root-ctr-path")
-        .arg(root)
-        .arg("--cdi-dir")
-        .arg(specs)
-        .arg("--nvidia-driver-root=/run/driver")
-        .arg("--nvml-pause-ms=10")
+    let setup = setup.arg("--driver-root-ctr-path").arg(root).arg("--cdi-dir").arg(specs);
+    setup.args(["--nvidia-driver-root=/run/driver", "--nvml-pause-ms=10"])
 }
 
 pub fn spec_file(setup: &Setup) -> PathBuf {
@@ -47,11 +38,6 @@ pub async fn spec_with(node: &Node, wanted: &[&str]) {
     };
     let text = until(ask).await;
     assert_eq!(schema::check(&text), [""; 0], "{text}");
-}
-
-pub async fn allocation(kubelet: &KubeletBox, pod: &str, resource: &str, count: u32) -> Allocation {
-    let admitted = kubelet.admit(&Pod::single(pod, resource, count), None).await.unwrap();
-    admitted.grant("main", resource).unwrap().allocation.clone()
 }
 
 /// An answer, a line for each thing that a container gets.
@@ -147,8 +133,7 @@ async fn strategies_alone_and_combined_answer_allocate() {
         } else {
             setup(&TWO)
         };
-        let setup = args.iter().fold(setup, |setup, arg| setup.arg(arg));
-        let (node, kubelet) = setup.serve(2).await;
+        let (node, kubelet) = setup.args(args).serve(2).await;
         let mut got = lines(&allocation(&kubelet, "pod", GPU, 2).await);
         if own("--driver-root-ctr-path") {
             // Control nodes would be those of the machine that runs the test.
@@ -217,10 +202,8 @@ async fn no_plugin_registers_before_its_cdi_spec_exists() {
     let setup = setup(&TWO).arg("--device-list-strategy=cdi-cri");
     // Who reads it waits until somebody writes to it: a disk that takes its time.
     let slow = spec_file(&setup);
-    fs::create_dir(slow.parent().unwrap()).unwrap();
-    assert!(std::process::Command::new("mkfifo").arg(&slow).status().unwrap().success());
-    let kubelet = setup.kubelet();
-    let node = setup.start().await;
+    fifo(&slow);
+    let (node, kubelet) = setup.start_beside_kubelet().await;
     node.metric("linkwise_gpus", 2).await;
     node.ready(503, "nvidia.com/gpu: waiting for CDI specs").await;
     // Time for whoever does not wait.
@@ -228,10 +211,8 @@ async fn no_plugin_registers_before_its_cdi_spec_exists() {
         node.setup.tell(&format!("xid 0 {}", 200 + code));
         node.metric(&format!("linkwise_xid_errors_total{{uuid=\"GPU-a\",xid=\"{}\"}}", 200 + code), 1).await;
     }
-    let registers = |line: &String| line.contains("\"phase\":\"registering\"");
-    assert!(!node.process.lines().iter().any(registers));
-    // Fails where the other end is closed.
-    drop(fs::OpenOptions::new().write(true).custom_flags(O_NONBLOCK).open(&slow).unwrap());
+    assert_eq!(node.process.count("\"phase\":\"registering\""), 0);
+    drop(writer(&slow).await);
     registered(&kubelet, 1, 1).await;
     spec_with(&node, &["0", "GPU-a", "1", "GPU-b", "all"]).await;
 }
@@ -260,8 +241,7 @@ async fn cdi_folder_lost_later_is_logged_once() {
     node.setup.tell("xid 1 79");
     node.metric("linkwise_cdi_spec_writes_total{outcome=\"failed\"}", 2).await;
     registered(&kubelet, 1, 0).await;
-    let told = |line: &&String| line.contains("keeping the previous ones");
-    assert_eq!(node.process.lines().iter().filter(told).count(), 1);
+    assert_eq!(node.process.count("keeping the previous ones"), 1);
     // It comes back by itself when the folder does.
     fs::remove_file(&folder).unwrap();
     spec_with(&node, &["0", "GPU-a", "1", "GPU-b", "all"]).await;

@@ -1,11 +1,7 @@
 //! GPUs in trouble that come back: each is taken out, the others are not, and all eight are healthy in the end, by
 //! polls alone.
 
-use std::collections::BTreeSet;
-
-use linkwise_kubelet_box::KubeletBox;
-
-use crate::run::node::{GPU, Node, Setup, registered, signal, until, uuid};
+use crate::run::node::{Node, Setup, registered, signal, unhealthy, until, uuid};
 
 const UP: &str = "linkwise_nvml_agent_up";
 const UNHEARD: &str = "linkwise_nvml_unheard_gpus";
@@ -19,15 +15,7 @@ fn quick() -> Setup {
 fn without_trials() -> Setup {
     let setup = Setup::on("dgx1-v100");
     setup.tell("recovery * 0");
-    let options = ["--nvml-poll-ms=20", "--nvml-pause-ms=10", "--health-hold-ms=50"];
-    options.into_iter().fold(setup, |setup, option| setup.arg(option))
-}
-
-/// Waits until exactly these GPUs are unhealthy.
-async fn unhealthy(kubelet: &KubeletBox, gpus: &[u32]) {
-    let wanted: BTreeSet<String> = gpus.iter().map(|index| uuid(1, *index)).collect();
-    kubelet.wait(|state| state.resources[GPU].unhealthy == wanted).await.unwrap();
-    assert_eq!(kubelet.state().resources[GPU].healthy.len(), 8 - gpus.len());
+    setup.args(["--nvml-poll-ms=20", "--nvml-pause-ms=10", "--health-hold-ms=50"])
 }
 
 /// Waits until a GPU is unhealthy for this reason.
@@ -37,15 +25,6 @@ async fn reason(node: &Node, gpu: u32, reason: &str) {
         line["message"] == "the GPU is unhealthy" && line["gpu"] == uuid(1, gpu).as_str() && why.contains(reason)
     };
     node.process.logged(wanted).await;
-}
-
-#[tokio::test]
-async fn a_gpu_that_is_lost_and_back_is_given_out_again() {
-    let (node, kubelet) = quick().serve(8).await;
-    node.setup.tell("lost 3");
-    unhealthy(&kubelet, &[3]).await;
-    node.setup.tell("back 3");
-    registered(&kubelet, 1, 8).await;
 }
 
 #[tokio::test]
@@ -67,29 +46,28 @@ async fn gpu_lost_for_the_life_of_a_process_returns_with_a_new_one() {
     assert_eq!(kubelet.violations(), []);
 }
 
+/// The process that works knows the handles and goes on with them; the next one does not find the GPUs.
 #[tokio::test]
-async fn gpu_unidentified_by_an_agent_is_out_until_found() {
-    let (node, kubelet) = quick().serve(8).await;
-    let first = node.agent(&[]).await;
-    // The process that works knows its handle and goes on with it.
-    node.setup.tell("fail 3 nvmlDeviceGetHandleByIndex_v2 15");
-    signal("KILL", first);
-    unhealthy(&kubelet, &[3]).await;
-    reason(&node, 3, "nvmlDeviceGetHandleByIndex_v2 says that the GPU is lost").await;
-    node.metric("linkwise_gpus", 8).await;
-    node.setup.tell("unfail 3 nvmlDeviceGetHandleByIndex_v2");
-    registered(&kubelet, 1, 8).await;
-}
-
-#[tokio::test]
-async fn uncounted_gpus_are_out_until_counted() {
-    let (node, kubelet) = quick().serve(8).await;
-    node.setup.tell("fail * nvmlDeviceGetCount_v2 999");
-    signal("KILL", node.agent(&[]).await);
-    unhealthy(&kubelet, &[0, 1, 2, 3, 4, 5, 6, 7]).await;
-    reason(&node, 5, "nvmlDeviceGetCount_v2 failed: NVML_ERROR_UNKNOWN (999)").await;
-    node.setup.tell("unfail * nvmlDeviceGetCount_v2");
-    registered(&kubelet, 1, 8).await;
+async fn gpus_that_an_agent_does_not_find_are_out_until_found() {
+    for (which, call, code, gpus, why) in [
+        ("3", "nvmlDeviceGetHandleByIndex_v2", 15, &[3][..], "nvmlDeviceGetHandleByIndex_v2 says that the GPU is lost"),
+        (
+            "*",
+            "nvmlDeviceGetCount_v2",
+            999,
+            &[0, 1, 2, 3, 4, 5, 6, 7],
+            "nvmlDeviceGetCount_v2 failed: NVML_ERROR_UNKNOWN (999)",
+        ),
+    ] {
+        let (node, kubelet) = quick().serve(8).await;
+        node.setup.tell(&format!("fail {which} {call} {code}"));
+        signal("KILL", node.agent(&[]).await);
+        unhealthy(&kubelet, gpus).await;
+        reason(&node, 3, why).await;
+        node.metric("linkwise_gpus", 8).await;
+        node.setup.tell(&format!("unfail {which} {call}"));
+        registered(&kubelet, 1, 8).await;
+    }
 }
 
 #[tokio::test]

@@ -2,10 +2,9 @@
 
 use std::path::PathBuf;
 
-use linkwise_kubelet_box::KubeletBox;
 use serde_json::Value;
 
-use crate::run::node::{GPU, Node, Setup, registered, until, uuid};
+use crate::run::node::{Setup, registered, unhealthy, until, uuid};
 
 pub fn file(setup: &Setup) -> PathBuf {
     setup.at("k/linkwise/linkwise_health.json")
@@ -13,29 +12,13 @@ pub fn file(setup: &Setup) -> PathBuf {
 
 /// Waits until the GPU is in what is kept.
 pub async fn kept(setup: &Setup, gpu: &str) {
-    let mut tries = 0;
-    loop {
+    let ask = async || {
         let text = std::fs::read_to_string(file(setup)).unwrap_or_default();
         let record: Value = serde_json::from_str(&text).unwrap_or_default();
-        if record["gpus"][gpu]["reasons"].as_array().is_some_and(|reasons| !reasons.is_empty()) {
-            return;
-        }
-        tries += 1;
-        assert!(tries < 6000, "{text}");
-        tokio::time::sleep(std::time::Duration::from_millis(10)).await;
-    }
-}
-
-/// Ends the process; the machine stays.
-pub async fn end(mut node: Node) -> Setup {
-    node.process.signal("TERM");
-    assert!(node.process.ended().await.0.success());
-    node.setup
-}
-
-/// Waits for the list after a registration: so many healthy devices.
-async fn lists(kubelet: &KubeletBox, registrations: u64, healthy: usize) {
-    registered(kubelet, registrations, healthy).await;
+        let reasons = record["gpus"][gpu]["reasons"].as_array();
+        if reasons.is_some_and(|reasons| !reasons.is_empty()) { Ok(()) } else { Err(text) }
+    };
+    until(ask).await;
 }
 
 #[tokio::test]
@@ -50,10 +33,10 @@ async fn reset_reason_survives_restarts_until_reboot() {
     node.metric(&format!("linkwise_gpu_failures_total{{uuid=\"{bad}\",reason=\"xid\"}}"), 1).await;
 
     // Started again on the same boot: unhealthy on the first list.
-    let node = end(node).await.start().await;
-    lists(&kubelet, 2, 7).await;
-    assert_eq!(kubelet.state().resources[GPU].unhealthy.iter().collect::<Vec<_>>(), [&bad]);
-    let setup = end(node).await;
+    let node = node.end().await.start().await;
+    registered(&kubelet, 2, 7).await;
+    unhealthy(&kubelet, &[2]).await;
+    let setup = node.end().await;
 
     // After another boot it stands against no GPU.
     let text = std::fs::read_to_string(file(&setup)).unwrap();
@@ -62,8 +45,8 @@ async fn reset_reason_survives_restarts_until_reboot() {
     record["identity"]["boot"] = "another".into();
     std::fs::write(file(&setup), record.to_string()).unwrap();
     let node = setup.start().await;
-    lists(&kubelet, 3, 8).await;
-    end(node).await;
+    registered(&kubelet, 3, 8).await;
+    node.end().await;
 }
 
 #[tokio::test]
@@ -71,7 +54,7 @@ async fn a_kubelet_that_clears_its_folder_leaves_the_record() {
     let (node, kubelet) = Setup::on("dgx1-v100").serve(8).await;
     node.setup.tell("xid 2 79");
     kept(&node.setup, &uuid(1, 2)).await;
-    let setup = end(node).await;
+    let setup = node.end().await;
     // What kubelets do at their start: every file goes but their checkpoint, and folders stay.
     for entry in std::fs::read_dir(setup.at("k")).unwrap().map(Result::unwrap) {
         if !entry.file_type().unwrap().is_dir() && entry.file_name() != "kubelet.sock" {
@@ -79,8 +62,8 @@ async fn a_kubelet_that_clears_its_folder_leaves_the_record() {
         }
     }
     let node = setup.start().await;
-    lists(&kubelet, 2, 7).await;
-    end(node).await;
+    registered(&kubelet, 2, 7).await;
+    node.end().await;
 }
 
 #[tokio::test]
@@ -92,15 +75,15 @@ async fn a_record_that_is_broken_or_new_costs_a_line_in_the_log() {
     let node = setup.start().await;
     let line = node.process.logged(|line| line["message"] == "health record not used").await;
     assert!(line["aside"].as_str().unwrap().ends_with("linkwise_health.json.broken"), "{line}");
-    lists(&kubelet, 1, 8).await;
+    registered(&kubelet, 1, 8).await;
     assert!(file(&node.setup).with_extension("json.broken").exists());
-    let setup = end(node).await;
+    let setup = node.end().await;
     std::fs::write(file(&setup), "{\"version\": 7, \"anything\": []}").unwrap();
     let node = setup.start().await;
     let line = node.process.said("another version of linkwise").await;
     assert_eq!(line["version"], 7);
-    lists(&kubelet, 2, 8).await;
-    end(node).await;
+    registered(&kubelet, 2, 8).await;
+    node.end().await;
 }
 
 #[tokio::test]
@@ -108,16 +91,12 @@ async fn a_record_that_cannot_be_written_is_told_of_once() {
     let (node, kubelet) = Setup::on("dgx1-v100").arg("--state-dir=/dev/null/nowhere").serve(8).await;
     node.setup.tell("xid 2 79");
     node.setup.tell("xid 3 79");
-    lists(&kubelet, 1, 6).await;
+    registered(&kubelet, 1, 6).await;
     let line = node.process.said("cannot write the health record").await;
     assert_eq!(line["file"], "/dev/null/nowhere/linkwise_health.json");
-    let told = || node.process.lines().iter().filter(|line| line.contains("cannot write the health record")).count();
-    assert_eq!(told(), 1);
-    let (mut node, told) = (node, 1);
-    node.process.signal("TERM");
-    assert!(node.process.ended().await.0.success());
-    let lines = node.process.lines();
-    assert_eq!(lines.iter().filter(|line| line.contains("cannot write the health record")).count(), told);
+    let mut node = node;
+    node.process.end().await;
+    assert_eq!(node.process.count("cannot write the health record"), 1);
 }
 
 #[tokio::test]
@@ -132,9 +111,7 @@ async fn disabled_health_checks_leave_gpus_in_service() {
     );
     node.setup.tell("xid 2 79");
     node.setup.tell("xid 3 13");
-    lists(&kubelet, 1, 7).await;
-    let state = kubelet.state();
-    assert_eq!(state.resources[GPU].unhealthy.iter().collect::<Vec<_>>(), [&uuid(1, 3)]);
+    unhealthy(&kubelet, &[3]).await;
     // What polls find is reported and changes nothing.
     node.setup.tell("lost 4");
     let line = node.process.said("health checks are disabled: the GPU stays healthy").await;
@@ -145,5 +122,5 @@ async fn disabled_health_checks_leave_gpus_in_service() {
         if text.contains(&series) { Ok(()) } else { Err(text) }
     })
     .await;
-    assert_eq!(kubelet.state().resources[GPU].unhealthy.len(), 1);
+    unhealthy(&kubelet, &[3]).await;
 }

@@ -4,17 +4,10 @@ use std::collections::BTreeSet;
 
 use linkwise_kubelet_box::Pod;
 
-use crate::run::node::{GPU, Node, Setup, until, uuid};
+use crate::run::node::{GPU, Setup, registered, unhealthy, uuid};
 
 fn quick() -> Setup {
     Setup::on("dgx1-v100").arg("--nvml-poll-ms=20").arg("--nvml-pause-ms=10")
-}
-
-/// Ends the process; the machine stays.
-async fn end(mut node: Node) -> Setup {
-    node.process.signal("TERM");
-    assert!(node.process.ended().await.0.success());
-    node.setup
 }
 
 #[tokio::test]
@@ -23,15 +16,14 @@ async fn held_gpu_lost_during_restart_stays_listed_until_pod_ends() {
     for pod in ["first", "second"] {
         kubelet.admit(&Pod::single(pod, GPU, 4), None).await.unwrap();
     }
-    let setup = end(node).await;
+    let setup = node.end().await;
     // One does not answer any more, the other has been taken out; each is one pod's.
     setup.tell("lost 7");
     setup.tell("remove 0");
     let (lost, removed) = (uuid(1, 7), uuid(1, 0));
     let node = setup.start().await;
-    let both = BTreeSet::from([removed.clone(), lost.clone()]);
-    kubelet.wait(|state| state.resources[GPU].connected && state.resources[GPU].unhealthy == both).await.unwrap();
-    assert_eq!(kubelet.state().resources[GPU].healthy.len(), 6);
+    registered(&kubelet, 2, 6).await;
+    unhealthy(&kubelet, &[0, 7]).await;
     // No list, not the first either, lacked what the kubelet looks up.
     assert_eq!(kubelet.violations(), []);
     node.ready(200, "").await;
@@ -42,14 +34,13 @@ async fn held_gpu_lost_during_restart_stays_listed_until_pod_ends() {
 
     // One is back, and well.
     node.setup.tell("add 0");
-    kubelet.wait(|state| state.resources[GPU].unhealthy == BTreeSet::from([lost.clone()])).await.unwrap();
-    assert_eq!(kubelet.state().resources[GPU].healthy.len(), 7);
+    unhealthy(&kubelet, &[7]).await;
     // The pods of the other have ended: it leaves the list.
     for pod in ["first", "second"] {
         assert!(kubelet.remove_pod(pod));
     }
     kubelet.wait(|state| state.resources[GPU].unhealthy.is_empty()).await.unwrap();
-    until(async || if kubelet.state().resources[GPU].healthy.len() == 7 { Ok(()) } else { Err("not yet") }).await;
+    registered(&kubelet, 1, 7).await;
     assert_eq!(kubelet.violations(), []);
 }
 

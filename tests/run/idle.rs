@@ -11,8 +11,7 @@ const STARTS: &str = "linkwise_nvml_agent_starts_total";
 async fn a_node_without_gpus_stays_up_and_is_as_ready_as_it_will_be() {
     // That NVML has nothing to list is no failure of it.
     let setup = Setup::with(BARE).arg("--fail-on-init-error=true");
-    let kubelet = setup.kubelet();
-    let node = setup.start().await;
+    let (node, kubelet) = setup.start_beside_kubelet().await;
     let answer = node.ready(200, "no NVIDIA GPU on the PCI bus").await;
     assert!(answer.body.contains("NVML lists no GPU on this node"), "{answer:?}");
     assert_eq!(node.get("/livez").await.status, 200);
@@ -60,39 +59,11 @@ async fn gpu_on_the_bus_that_nvml_never_lists_ends_the_process() {
 }
 
 #[tokio::test]
-async fn a_bus_that_does_not_answer_holds_up_no_driver_that_comes() {
-    for option in ["--log=info", "--fail-on-init-error=false"] {
-        let setup = Setup::on("dgx1-v100").arg(option).arg("--nvml-pause-ms=10").arg("--nvml-call-ms=1500");
-        setup.tell("init 9");
-        // A file whose reader waits for ever.
-        let device = setup.at("sys/bus/pci/devices/0000:06:00.0");
-        std::fs::create_dir_all(&device).unwrap();
-        assert!(std::process::Command::new("mkfifo").arg(device.join("vendor")).status().unwrap().success());
-        let kubelet = setup.kubelet();
-        let node = setup.start().await;
-        node.ready(503, "the PCI bus does not answer").await;
-        node.setup.tell("init 0");
-        registered(&kubelet, 1, 8).await;
-    }
+async fn bus_that_does_not_answer_is_no_empty_bus() {
     let setup = Setup::with(BARE);
-    let device = setup.at("sys/bus/pci/devices/0000:06:00.0");
-    std::fs::create_dir_all(&device).unwrap();
-    assert!(std::process::Command::new("mkfifo").arg(device.join("vendor")).status().unwrap().success());
+    setup.hung_on_bus();
     let node = setup.start().await;
     node.ready(503, "NVML lists no GPU on this node").await;
-}
-
-#[tokio::test]
-async fn hung_bus_excuses_no_required_driver() {
-    let setup = Setup::on("dgx1-v100").arg("--fail-on-init-error=true");
-    setup.tell("init 9");
-    let device = setup.at("sys/bus/pci/devices/0000:06:00.0");
-    std::fs::create_dir_all(&device).unwrap();
-    assert!(std::process::Command::new("mkfifo").arg(device.join("vendor")).status().unwrap().success());
-    let mut node = setup.start().await;
-    let (status, words) = node.process.ended().await;
-    assert_eq!(status.code(), Some(1));
-    assert!(words.join("\n").contains("NVML_ERROR_DRIVER_NOT_LOADED (9)"), "{words:?}");
 }
 
 #[tokio::test]
@@ -117,8 +88,7 @@ async fn a_gpu_that_comes_late_is_picked_up_in_place() {
         setup.all_on_bus();
         let (bus, later) = (setup.at("sys/bus"), setup.at("bus"));
         std::fs::rename(&bus, &later).unwrap();
-        let kubelet = setup.kubelet();
-        let node = setup.start().await;
+        let (node, kubelet) = setup.start_beside_kubelet().await;
         node.ready(200, "NVML_ERROR_DRIVER_NOT_LOADED (9)").await;
         node.process.said("no NVIDIA GPU on this node").await;
         node.metric(STARTS, 1).await;
@@ -167,8 +137,7 @@ async fn late_driver_below_a_mounted_root_is_used_in_place() {
     let library = std::mem::replace(&mut setup.library, root);
     let folder = setup.at("driver-root/usr/lib/x86_64-linux-gnu");
     std::fs::create_dir_all(setup.at("driver-root")).unwrap();
-    let kubelet = setup.kubelet();
-    let node = setup.start().await;
+    let (node, kubelet) = setup.start_beside_kubelet().await;
     node.ready(503, "driver-root/usr/lib64/libnvidia-ml.so.1").await;
     std::fs::create_dir_all(&folder).unwrap();
     // As drivers install it: a link to the file that has the version in its name.
@@ -193,13 +162,11 @@ async fn foreign_driver_idles_node_until_gpus_are_back() {
         setup.tell("init 9");
         setup.on_bus(pci);
         let link = bind(&setup, pci, "vfio-pci");
-        let kubelet = setup.kubelet();
-        let node = setup.start().await;
+        let (node, kubelet) = setup.start_beside_kubelet().await;
         node.ready(200, "0000:3b:00.0 is bound to vfio-pci").await;
         node.metric("linkwise_idle", 1).await;
         node.metric(STARTS, 1).await;
-        let held = |line: &&String| line.contains("GPU is bound to another kernel driver");
-        assert_eq!(node.process.lines().iter().filter(held).count(), 1);
+        assert_eq!(node.process.count("GPU is bound to another kernel driver"), 1);
         node.setup.tell("init 0");
         std::fs::remove_file(link).unwrap();
         registered(&kubelet, 1, 1).await;
@@ -217,8 +184,7 @@ async fn gpu_of_another_driver_does_not_disturb_the_others() {
     let line = node.process.logged(|line| line["message"].to_string().contains("another kernel driver")).await;
     assert_eq!((&line["gpu"], &line["driver"]), (&"0000:77:00.0".into(), &"nouveau".into()));
     node.setup.tell("calls nvmlDeviceGetTemperature 24");
-    let held = |line: &&String| line.contains("another kernel driver");
-    assert_eq!(node.process.lines().iter().filter(held).count(), 1);
+    assert_eq!(node.process.count("another kernel driver"), 1);
     assert_eq!(kubelet.state().resources[GPU].healthy.len(), 8);
     node.metric(STARTS, 1).await;
 }

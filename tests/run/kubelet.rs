@@ -12,12 +12,13 @@ use linkwise_kubelet_box::{Fault, KubeletBox, Pod, Restart};
 use linkwise_nvml::supervisor::Idle;
 use prometheus_client::registry::Registry;
 use tokio::sync::{mpsc, watch};
+use tokio::task::JoinHandle;
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 use tonic::Code;
 
 use crate::run::log::Log;
-use crate::run::node::{GPU, LIMIT, Node, Setup, registered};
+use crate::run::node::{GPU, LIMIT, Node, Setup, allocation, kubelet_in, registered};
 
 const CONNECTED: &str = "linkwise_kubelet_connected{resource=\"nvidia.com/gpu\"}";
 
@@ -44,8 +45,7 @@ async fn registered_again(node: &Node, kubelet: &KubeletBox) {
 async fn kubelet_restart_keeps_pods_devices() {
     for after in [Restart::Kubelet, Restart::Node] {
         let (node, kubelet) = Setup::on("dgx1-v100").serve(8).await;
-        let pod = Pod::single("pod", GPU, 4);
-        let held = kubelet.admit(&pod, None).await.unwrap().grant("main", GPU).unwrap().allocation.clone();
+        let held = allocation(&kubelet, "pod", GPU, 4).await;
         let first = socket(&node);
         kubelet.restart(after).await.unwrap();
         registered_again(&node, &kubelet).await;
@@ -53,20 +53,11 @@ async fn kubelet_restart_keeps_pods_devices() {
         let in_use = kubelet.state().resources[GPU].in_use();
         assert_eq!(in_use.into_iter().collect::<Vec<_>>(), held.devices);
         assert_eq!(kubelet.restart_container("pod", "main").await.unwrap()[GPU], held);
-        assert!(kubelet.admit(&pod, None).await.unwrap().grant("main", GPU).unwrap().reused);
+        let again = kubelet.admit(&Pod::single("pod", GPU, 4), None).await.unwrap();
+        assert!(again.grant("main", GPU).unwrap().reused);
         kubelet.admit(&Pod::single("other", GPU, 4), None).await.unwrap();
         assert_eq!(kubelet.state().resources[GPU].free().len(), 0);
     }
-}
-
-#[tokio::test]
-async fn xid_survives_kubelet_restart() {
-    let (node, kubelet) = Setup::on("dgx1-v100").serve(8).await;
-    node.setup.tell("xid 0 79");
-    kubelet.wait(|state| state.resources[GPU].unhealthy.len() == 1).await.unwrap();
-    kubelet.restart(Restart::Kubelet).await.unwrap();
-    let state = registered(&kubelet, 2, 7).await;
-    assert_eq!(state.unhealthy.len(), 1);
 }
 
 #[tokio::test]
@@ -87,8 +78,7 @@ async fn foreign_file_in_our_sockets_place_stays() {
     std::fs::write(&other, "another's").unwrap();
     std::fs::rename(&other, &first).unwrap();
     registered_again(&node, &kubelet).await;
-    node.process.signal("TERM");
-    assert!(node.process.ended().await.0.success());
+    node.process.end().await;
     assert_eq!(std::fs::read_to_string(&first).unwrap(), "another's");
     assert_eq!(node.setup.sockets(), [first]);
 }
@@ -132,8 +122,7 @@ async fn failed_bind_names_folder_and_is_retried() {
     let room = 107 - "/kubelet.sock".len() - setup.at("").to_str().unwrap().len();
     let folder = setup.at(&"f".repeat(room));
     setup.kubelet_socket = folder.join("kubelet.sock");
-    let kubelet = setup.kubelet();
-    let node = setup.start().await;
+    let (node, kubelet) = setup.start_beside_kubelet().await;
     let line = node.process.logged(|line| line["message"] == "the session with the kubelet ended").await;
     let cause = format!("cannot bind a socket in {}", folder.display());
     assert!(line["why"].as_str().unwrap().starts_with(&cause), "{line}");
@@ -141,15 +130,10 @@ async fn failed_bind_names_folder_and_is_retried() {
     assert_eq!((node.get("/livez").await.status, kubelet.state().resources.len()), (200, 0));
 
     // Again and again, whatever the cause.
-    let (plugin, log) = plugin(Settings {
-        longest_pause: Duration::from_millis(64),
-        ..Settings::new(node.setup.kubelet_socket.clone())
-    });
-    let shutdown = CancellationToken::new();
-    let running = tokio::spawn(plugin.run(shutdown.clone()));
-    log.has_times(3, &[&format!("\"{cause}")]).await;
-    shutdown.cancel();
-    timeout(LIMIT, running).await.unwrap().unwrap().unwrap();
+    let socket = node.setup.kubelet_socket.clone();
+    let alone = Alone::start(Settings { longest_pause: Duration::from_millis(64), ..Settings::new(socket) });
+    alone.log.has_times(3, &[&format!("\"{cause}")]).await;
+    alone.end().await;
 }
 
 #[tokio::test]
@@ -183,51 +167,37 @@ async fn hung_then_failed_register_is_retried() {
 #[tokio::test]
 async fn unanswered_register_is_retried_and_counted() {
     let folder = tempfile::tempdir().unwrap();
-    let mut options = linkwise_kubelet_box::Options::new(folder.path());
-    options.dial_retry = Duration::from_millis(10);
-    let kubelet = KubeletBox::start(options).unwrap();
+    let kubelet = kubelet_in(folder.path(), |_| {});
     kubelet.set_fault(Fault::Hang);
     let settings = Settings {
         register_timeout: Duration::from_millis(50),
         longest_pause: Duration::from_millis(64),
         ..Settings::new(folder.path().join("kubelet.sock"))
     };
-    let (plugin, log) = plugin(settings);
-    let shutdown = CancellationToken::new();
-    let running = tokio::spawn(plugin.run(shutdown.clone()));
-    log.has(&["not registered", "error=\"the kubelet did not answer Register within 50ms\""]).await;
-    log.has_times(2, &["again", "Registered(Err(\"the kubelet did not answer Register within 50ms\"))"]).await;
-    shutdown.cancel();
-    timeout(LIMIT, running).await.unwrap().unwrap().unwrap();
+    let alone = Alone::start(settings);
+    alone.log.has(&["not registered", "error=\"the kubelet did not answer Register within 50ms\""]).await;
+    alone.log.has_times(2, &["again", "Registered(Err(\"the kubelet did not answer Register within 50ms\"))"]).await;
+    alone.end().await;
 }
 
 #[tokio::test]
 async fn replaced_kubelet_folder_is_followed() {
     let folder = tempfile::tempdir().unwrap();
     let at = |name: &str| folder.path().join(name);
-    let start = |name: &str| {
-        let mut options = linkwise_kubelet_box::Options::new(at(name));
-        (options.dial_retry, options.wait_timeout) = (Duration::from_millis(10), LIMIT);
-        KubeletBox::start(options).unwrap()
-    };
-    let first = start("first");
+    let first = kubelet_in(at("first"), |_| {});
     std::os::unix::fs::symlink("first", at("k")).unwrap();
     // A plugin that polls every hour depends on inotify in the second folder.
     let poll = Duration::from_secs(3600);
-    let (plugin, _log) = plugin(Settings { poll, ..Settings::new(at("k/kubelet.sock")) });
-    let mut phase = plugin.phase();
-    let shutdown = CancellationToken::new();
-    let running = tokio::spawn(plugin.run(shutdown.clone()));
+    let mut alone = Alone::start(Settings { poll, ..Settings::new(at("k/kubelet.sock")) });
     registered(&first, 1, 8).await;
     std::fs::create_dir(at("second")).unwrap();
     std::os::unix::fs::symlink("second", at("new")).unwrap();
     std::fs::rename(at("new"), at("k")).unwrap();
     first.stop().await.unwrap();
-    timeout(LIMIT, phase.wait_for(|phase| *phase == Phase::WaitingForKubelet)).await.unwrap().unwrap();
-    let second = start("second");
+    alone.reaches(Phase::WaitingForKubelet).await;
+    let second = kubelet_in(at("second"), |_| {});
     registered(&second, 1, 8).await;
-    shutdown.cancel();
-    timeout(LIMIT, running).await.unwrap().unwrap().unwrap();
+    alone.end().await;
 }
 
 #[tokio::test]
@@ -238,8 +208,34 @@ async fn dropped_stream_leads_to_registration() {
     node.process.said("ListAndWatch stream is gone").await;
 }
 
-/// A plugin of its own on a machine of eight GPUs, and its log.
-pub fn plugin(settings: Settings) -> (Plugin, Log) {
+/// A plugin that runs in this process on a machine of eight GPUs, and its log.
+pub struct Alone {
+    pub phase: watch::Receiver<Phase>,
+    pub log: Log,
+    shutdown: CancellationToken,
+    running: JoinHandle<()>,
+}
+
+impl Alone {
+    pub fn start(settings: Settings) -> Self {
+        let (plugin, log) = (plugin(settings), Log::start());
+        let (phase, shutdown) = (plugin.phase(), CancellationToken::new());
+        let ended = shutdown.clone();
+        let running = tokio::spawn(async move { plugin.run(ended).await.unwrap() });
+        Self { phase, log, shutdown, running }
+    }
+
+    pub async fn reaches(&mut self, wanted: Phase) {
+        timeout(LIMIT, self.phase.wait_for(|phase| *phase == wanted)).await.unwrap().unwrap();
+    }
+
+    pub async fn end(self) {
+        self.shutdown.cancel();
+        timeout(LIMIT, self.running).await.unwrap().unwrap();
+    }
+}
+
+fn plugin(settings: Settings) -> Plugin {
     let machine = machines::load("dgx1-v100").unwrap();
     let (snapshot, _) = NodeState::default().apply(Event::Observed(Box::new(machine.observed)), Duration::ZERO);
     let sender = watch::Sender::new(Arc::new(snapshot));
@@ -252,7 +248,7 @@ pub fn plugin(settings: Settings) -> (Plugin, Log) {
         chosen: Arc::new(move |_, _, _| drop(sender.subscribe())),
         renew: watch::channel(0).1,
     };
-    (Plugin::new(ResourceName::gpu(), Arc::new(settings), sources), Log::start())
+    Plugin::new(ResourceName::gpu(), Arc::new(settings), sources)
 }
 
 #[tokio::test]
@@ -262,44 +258,31 @@ async fn returning_kubelet_ends_the_pause() {
     // A kubelet that ended leaves its socket behind.
     drop(std::os::unix::net::UnixListener::bind(&socket).unwrap());
     let longest_pause = Duration::from_secs(64 * 3600);
-    let (plugin, log) = plugin(Settings { longest_pause, ..Settings::new(socket) });
-    let mut phase = plugin.phase();
-    let shutdown = CancellationToken::new();
-    let running = tokio::spawn(plugin.run(shutdown.clone()));
+    let mut alone = Alone::start(Settings { longest_pause, ..Settings::new(socket) });
     // The retry that comes at once has failed too: the next pause is half an hour at least.
-    log.has_times(2, &["nded", "the registration failed: cannot connect"]).await;
-    timeout(LIMIT, phase.wait_for(|phase| *phase == Phase::Pausing)).await.unwrap().unwrap();
-    let mut options = linkwise_kubelet_box::Options::new(folder.path());
-    (options.dial_retry, options.wait_timeout) = (Duration::from_millis(10), LIMIT);
-    let kubelet = KubeletBox::start(options).unwrap();
+    alone.log.has_times(2, &["nded", "the registration failed: cannot connect"]).await;
+    alone.reaches(Phase::Pausing).await;
+    let kubelet = kubelet_in(folder.path(), |_| {});
     registered(&kubelet, 1, 8).await;
-    shutdown.cancel();
-    timeout(LIMIT, running).await.unwrap().unwrap().unwrap();
+    alone.end().await;
 }
 
 #[tokio::test]
 async fn missing_dial_back_is_retried() {
     let folder = tempfile::tempdir().unwrap();
-    let mut options = linkwise_kubelet_box::Options::new(folder.path());
-    (options.dial_retry, options.wait_timeout) = (Duration::from_millis(10), LIMIT);
-    let kubelet = KubeletBox::start(options).unwrap();
+    let kubelet = kubelet_in(folder.path(), |_| {});
     kubelet.set_fault(Fault::AnswerWithoutDial);
-
     let settings = Settings {
         stream_timeout: Duration::from_millis(50),
         longest_pause: Duration::from_millis(64),
         ..Settings::new(folder.path().join("kubelet.sock"))
     };
-    let (plugin, log) = plugin(settings);
-    let mut phase = plugin.phase();
-    let shutdown = CancellationToken::new();
-    let running = tokio::spawn(plugin.run(shutdown.clone()));
-    log.has_times(3, &["nded", "the kubelet did not open ListAndWatch within 50ms of the registration"]).await;
+    let mut alone = Alone::start(settings);
+    alone.log.has_times(3, &["nded", "the kubelet did not open ListAndWatch within 50ms of the registration"]).await;
     kubelet.set_fault(Fault::None);
     registered(&kubelet, 1, 8).await;
-    timeout(LIMIT, phase.wait_for(|phase| *phase == Phase::Serving)).await.unwrap().unwrap();
-    shutdown.cancel();
-    timeout(LIMIT, running).await.unwrap().unwrap().unwrap();
+    alone.reaches(Phase::Serving).await;
+    alone.end().await;
     let left = std::fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().file_name());
     let left: Vec<_> = left.filter(|name| name != "kubelet_internal_checkpoint").collect();
     assert_eq!(left, ["kubelet.sock"]);

@@ -8,14 +8,13 @@ use std::process::Stdio;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use crate::run::handover::allocation;
-use crate::run::mig::MIXED;
-use crate::run::node::{GPU, Setup, until};
+use crate::run::mig::four_gpus;
+use crate::run::node::{GPU, Setup, allocation, replace, until};
 
 const BARE: &str = "version: 1\nname: bare\nobserved: {gpus: []}\n";
 
 /// gpu-feature-discovery on a machine, which writes to [`file`].
-fn discovery(setup: Setup) -> Setup {
+pub fn discovery(setup: Setup) -> Setup {
     let program = setup.at("gpu-feature-discovery");
     symlink(&setup.program, &program).unwrap();
     let to = file(&setup);
@@ -24,7 +23,7 @@ fn discovery(setup: Setup) -> Setup {
     setup
 }
 
-fn file(setup: &Setup) -> PathBuf {
+pub fn file(setup: &Setup) -> PathBuf {
     setup.at("features.d/gfd")
 }
 
@@ -39,7 +38,7 @@ fn read(file: &Path) -> BTreeMap<String, String> {
 }
 
 /// Waits until a label in the file has this value; then all of them.
-async fn has(file: &Path, key: &str, value: &str) -> BTreeMap<String, String> {
+pub async fn has(file: &Path, key: &str, value: &str) -> BTreeMap<String, String> {
     let ask = async || {
         let labels = read(file);
         if labels.get(key).map(String::as_str) == Some(value) { Ok(labels) } else { Err(labels) }
@@ -49,7 +48,7 @@ async fn has(file: &Path, key: &str, value: &str) -> BTreeMap<String, String> {
 
 #[tokio::test]
 async fn labels_file_follows_the_mig_layout() {
-    let setup = discovery(Setup::with(&fs::read_to_string(MIXED).unwrap())).arg("--mig-strategy=mixed");
+    let setup = discovery(four_gpus()).arg("--mig-strategy=mixed");
     let setup = setup.arg("--nvml-poll-ms=50");
     let path = file(&setup);
     let process = setup.spawn();
@@ -132,26 +131,19 @@ async fn labels_file_is_there_throughout_a_restart() {
 
 #[tokio::test]
 async fn sighup_reloads_the_labels_configuration() {
-    let setup = Setup::on("dgx-h100");
-    let config = setup.at("config.yaml");
-    fs::write(&config, "version: v1\n").unwrap();
-    let setup = discovery(setup.arg("--config-file").arg(&config));
-    let path = file(&setup);
+    let setup = discovery(Setup::on("dgx-h100").config("version: v1\n"));
+    let (path, config) = (file(&setup), setup.config_file());
     let process = setup.spawn();
     has(&path, "nvidia.com/gpu.replicas", "1").await;
-    let replace = |text: &str| {
-        fs::write(setup.at("new.yaml"), text).unwrap();
-        fs::rename(setup.at("new.yaml"), &config).unwrap();
-    };
-    replace("version: v1\nsharing: {timeSlicing: {resources: [{name: nvidia.com/gpu, replicas: 3}]}}\n");
+    replace(&config, "version: v1\nsharing: {timeSlicing: {resources: [{name: nvidia.com/gpu, replicas: 3}]}}\n");
     let labels = has(&path, "nvidia.com/gpu.replicas", "3").await;
     assert_eq!(labels["nvidia.com/gpu.product"], "NVIDIA-H100-80GB-HBM3-SHARED");
-    replace("version: v1\nsharing: {timeSlicing: {resources: [{name: nvidia.com/gpu, replicas: -3}]}}\n");
+    replace(&config, "version: v1\nsharing: {timeSlicing: {resources: [{name: nvidia.com/gpu, replicas: -3}]}}\n");
     process.said("configuration rejected, keeping the previous one").await;
     process.signal("HUP");
     process.logged(|line| line["why"] == "SIGHUP" && line["level"] == "ERROR").await;
     // The next valid one applies, by the signal too.
-    replace("version: v1\n");
+    replace(&config, "version: v1\n");
     process.signal("HUP");
     has(&path, "nvidia.com/gpu.replicas", "1").await;
 }

@@ -4,13 +4,12 @@
 
 use std::collections::BTreeSet;
 use std::os::unix::fs::symlink;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use linkwise_kubelet_box::{Allocation, KubeletBox, Pod};
 
-use crate::run::handover::allocation;
-use crate::run::mig::{MIXED, gpu, listed, mig_uuid};
-use crate::run::node::{GPU, Node, Setup, registered};
+use crate::run::mig::{four_gpus, gpu, listed, mig_uuid};
+use crate::run::node::{GPU, Setup, allocation, registered, replace};
 
 const SHARED: &str = "version: v1\nsharing: {timeSlicing: {resources: [{name: nvidia.com/gpu, replicas: 2}]}}\n";
 const WHOLE: &str = "version: v1\n";
@@ -40,9 +39,8 @@ impl ConfigMap {
     }
 }
 
-/// Eight GPUs and a ConfigMap of this text.
-fn setup(text: &str) -> (Setup, ConfigMap) {
-    let setup = Setup::on("dgx1-v100");
+/// A machine with a ConfigMap of this text.
+fn mapped(setup: Setup, text: &str) -> (Setup, ConfigMap) {
     let map = ConfigMap::new(setup.at("config"), text);
     let file = map.0.join("config.yaml");
     (setup.arg("--config-file").arg(file), map)
@@ -70,7 +68,7 @@ fn sees(allocation: &Allocation) -> Vec<&str> {
 
 #[tokio::test]
 async fn sharing_changes_while_pods_keep_their_devices() {
-    let (setup, map) = setup(WHOLE);
+    let (setup, map) = mapped(Setup::on("dgx1-v100"), WHOLE);
     let (node, kubelet) = setup.serve(8).await;
     let whole = allocation(&kubelet, "whole", GPU, 2).await;
     map.swap("..2", SHARED);
@@ -96,29 +94,9 @@ async fn sharing_changes_while_pods_keep_their_devices() {
 }
 
 #[tokio::test]
-async fn rejected_configuration_leaves_the_previous_one_and_pods() {
-    let (setup, map) = setup(SHARED);
-    let (node, kubelet) = setup.serve(16).await;
-    let held = allocation(&kubelet, "pod", GPU, 1).await;
-    map.swap("..2", &SHARED.replace("replicas: 2", "replicas: -2"));
-    node.metric("linkwise_config_valid", 0).await;
-    node.process
-        .logged(|line| line["level"] == "ERROR" && line["key"].as_str().is_some_and(|key| key.ends_with("replicas")))
-        .await;
-    lists(&kubelet, GPU, 16, &[]).await;
-    keeps(&kubelet, "pod", GPU, &held).await;
-    allocation(&kubelet, "another", GPU, 1).await;
-    // The next valid one applies.
-    map.swap("..3", &SHARED.replace("replicas: 2", "replicas: 4"));
-    lists(&kubelet, GPU, 32, &[]).await;
-    keeps(&kubelet, "pod", GPU, &held).await;
-    assert_eq!((kubelet.state().resources[GPU].registrations, kubelet.violations()), (1, vec![]));
-}
-
-#[tokio::test]
 async fn renamed_shared_resource_gets_its_own_plugin() {
     const RENAMED: &str = "nvidia.com/gpu.shared";
-    let (setup, map) = setup(SHARED);
+    let (setup, map) = mapped(Setup::on("dgx1-v100"), SHARED);
     let (node, kubelet) = setup.serve(16).await;
     let held = allocation(&kubelet, "pod", GPU, 1).await;
     map.swap("..2", &SHARED.replace("{timeSlicing: {", "{timeSlicing: {renameByDefault: true, "));
@@ -162,22 +140,10 @@ async fn sighup_applies_a_change_without_notification() {
     assert_eq!((kubelet.state().resources[GPU].registrations, kubelet.violations()), (1, vec![]));
 }
 
-fn replace(file: &Path, text: &str) {
-    let new = file.with_extension("new");
-    std::fs::write(&new, text).unwrap();
-    std::fs::rename(new, file).unwrap();
-}
-
-/// Four GPUs in different MIG layouts, polled all the time.
-async fn mig() -> (Node, KubeletBox) {
-    let setup = Setup::with(&std::fs::read_to_string(MIXED).unwrap()).arg("--nvml-poll-ms=20");
-    setup.env("MIG_STRATEGY", "mixed").serve(1).await
-}
-
 #[tokio::test]
 async fn changed_mig_layout_keeps_the_pods_devices() {
     const SEVENTH: &str = "nvidia.com/mig-1g.10gb";
-    let (node, kubelet) = mig().await;
+    let (node, kubelet) = four_gpus().arg("--nvml-poll-ms=20").env("MIG_STRATEGY", "mixed").serve(1).await;
     listed(&kubelet, SEVENTH, 8).await;
     // One MIG device of GPU 1 and one of GPU 3.
     let held = allocation(&kubelet, "pod", SEVENTH, 2).await;
@@ -204,10 +170,8 @@ async fn changed_mig_layout_keeps_the_pods_devices() {
 
 #[tokio::test]
 async fn changed_mig_strategy_keeps_held_devices_listed() {
-    let setup = Setup::with(&std::fs::read_to_string(MIXED).unwrap());
-    let map = ConfigMap::new(setup.at("config"), "flags: {migStrategy: mixed}\n");
-    let file = map.0.join("config.yaml");
-    let (_node, kubelet) = setup.arg("--config-file").arg(file).serve(1).await;
+    let (setup, map) = mapped(four_gpus(), "flags: {migStrategy: mixed}\n");
+    let (_node, kubelet) = setup.serve(1).await;
     listed(&kubelet, "nvidia.com/mig-3g.40gb", 1).await;
     let held = allocation(&kubelet, "pod", "nvidia.com/mig-3g.40gb", 1).await;
     map.swap("..2", "flags: {migStrategy: none}\n");

@@ -4,9 +4,8 @@
 use std::fs::{File, OpenOptions};
 use std::io::Write;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 
-use super::node::{GPU, KUBELETS, Process, Setup, get, machine, registered, until};
+use super::node::{GPU, KUBELETS, Process, Setup, fifo, get, machine, registered, until};
 use crate::upgrade::fleet::{GPUS, World, stage};
 
 /// The longest owner that is read: a pipe that gives so much has answered.
@@ -18,9 +17,8 @@ fn state_folder(setup: &Setup) -> PathBuf {
 
 /// A file of the lock from which nothing can be read: a pipe.
 fn hang(folder: &Path) -> PathBuf {
-    std::fs::create_dir_all(folder).unwrap();
     let pipe = folder.join("owner.lock");
-    assert!(Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+    fifo(&pipe);
     pipe
 }
 
@@ -30,8 +28,7 @@ fn answer(pipe: &Path) {
 }
 
 async fn is_unready(process: &Process) {
-    let up = process.logged(|line| line["message"] == "linkwise is up").await;
-    let address: std::net::SocketAddr = up["metrics"].as_str().unwrap().parse().unwrap();
+    let address = process.up().await;
     until(async || match get(address, "/readyz").await {
         answer if answer.status == 503 => Ok(()),
         answer => Err(answer),

@@ -1,31 +1,26 @@
 //! The memory of the process that calls NVML: a library that maps much and uses little is no trouble, one that leaks
 //! costs its process, and one that needs more than it may have is named with the setting.
 
-use linkwise_kubelet_box::{KubeletBox, Pod};
+use linkwise_kubelet_box::KubeletBox;
 use serde_json::Value;
 use tokio::time::timeout;
 
-use crate::run::node::{GPU, LIMIT, Node, Setup, registered, until, uuid};
+use crate::run::node::{GPU, LIMIT, Node, Setup, allocation, registered, unhealthy, until};
 
 const UP: &str = "linkwise_nvml_agent_up";
 const OVER_MEMORY: &str = "linkwise_nvml_agent_ends_total{cause=\"memory\"}";
 
 /// A machine on which agents may have little, and follow each other soon.
 fn tight() -> Setup {
-    Setup::on("dgx1-v100").arg("--nvml-poll-ms=20").arg("--nvml-pause-ms=10").arg("--nvml-memory-mib=24")
-}
-
-async fn admit(kubelet: &KubeletBox, pod: impl Into<String>, size: u32) -> Vec<String> {
-    let admitted = kubelet.admit(&Pod::single(pod, GPU, size), None).await.unwrap();
-    admitted.grant("main", GPU).unwrap().allocation.devices.clone()
+    Setup::on("dgx1-v100").args(["--nvml-poll-ms=20", "--nvml-pause-ms=10", "--nvml-memory-mib=24"])
 }
 
 /// An agent works again; no GPU was blamed, and the kubelet noticed nothing.
 async fn heals(node: &Node, kubelet: &KubeletBox) {
     node.metric(UP, 1).await;
     until(async || node.setup.try_tell("xid 7 79")).await;
-    kubelet.wait(|state| state.resources[GPU].unhealthy == [uuid(1, 7)].into()).await.unwrap();
-    assert!(!node.process.lines().iter().any(|line| line.contains("GPU quarantined")));
+    unhealthy(kubelet, &[7]).await;
+    assert_eq!(node.process.count("GPU quarantined"), 0);
     assert_eq!(kubelet.state().resources[GPU].registrations, 1, "the kubelet noticed nothing");
     assert_eq!(kubelet.violations(), []);
 }
@@ -35,31 +30,23 @@ fn is_over_memory(line: &Value) -> bool {
     line["message"] == "NVML unavailable" && cause.contains("more than 24 MiB (--nvml-memory-mib, LINKWISE_NVML_MEM")
 }
 
+/// The library leaks in each process that loads it, also while a call hangs: the calls may hang for 30 s, and the memory
+/// ends the agents long before.
 #[tokio::test]
 async fn leaking_library_costs_its_process_only() {
-    let (node, kubelet) = tight().serve(8).await;
-    node.setup.tell("leak 40");
-    // The library leaks in each process that loads it.
-    for times in 1..=3 {
-        node.metric(OVER_MEMORY, times).await;
-        assert_eq!(admit(&kubelet, format!("pod-{times}"), 1).await.len(), 1);
+    for hung in [None, Some("3 nvmlDeviceGetTemperature")] {
+        let (node, kubelet) = tight().serve(8).await;
+        hung.iter().for_each(|call| node.setup.tell(&format!("hang {call}")));
+        node.setup.tell("leak 40");
+        for times in 1..=3 {
+            node.metric(OVER_MEMORY, times).await;
+            allocation(&kubelet, &format!("pod-{times}"), GPU, 1).await;
+        }
+        node.process.logged(is_over_memory).await;
+        hung.iter().for_each(|call| node.setup.tell(&format!("unhang {call}")));
+        node.setup.tell("leak 0");
+        heals(&node, &kubelet).await;
     }
-    node.process.logged(is_over_memory).await;
-    node.setup.tell("leak 0");
-    heals(&node, &kubelet).await;
-}
-
-#[tokio::test]
-async fn leak_in_a_hanging_call_blames_no_gpu() {
-    // The calls may hang for 30 s: the memory ends the agents long before.
-    let (node, kubelet) = tight().serve(8).await;
-    node.setup.tell("hang 3 nvmlDeviceGetTemperature");
-    node.setup.tell("leak 40");
-    node.metric(OVER_MEMORY, 3).await;
-    assert_eq!(admit(&kubelet, "meanwhile", 4).await.len(), 4);
-    node.setup.tell("unhang 3 nvmlDeviceGetTemperature");
-    node.setup.tell("leak 0");
-    heals(&node, &kubelet).await;
 }
 
 #[tokio::test]
@@ -68,8 +55,7 @@ async fn leak_during_initialisation_keeps_node_waiting() {
     setup.all_on_bus();
     setup.tell("leak 40");
     setup.tell("hang nvmlInit_v2");
-    let kubelet = setup.kubelet();
-    let node = setup.start().await;
+    let (node, kubelet) = setup.start_beside_kubelet().await;
     node.ready(503, "more than 24 MiB (--nvml-memory-mib, LINKWISE_NVML_MEMORY_MIB)").await;
     // Each time a line: no loop in silence.
     node.metric(OVER_MEMORY, 3).await;
@@ -107,12 +93,21 @@ async fn library_with_a_runtime_works_with_every_command() {
         assert!(said.contains(says) && (code == Some(0) || words[0] == "doctor"), "{words:?}: {said}");
     }
     let (node, kubelet) = setup.serve(8).await;
-    assert_eq!(admit(&kubelet, "pod", 4).await.len(), 4);
+    allocation(&kubelet, "pod", GPU, 4).await;
     let agent = node.agent(&[]).await;
     let status = std::fs::read_to_string(format!("/proc/{agent}/status")).unwrap();
     let mapped = status.lines().find_map(|line| line.strip_prefix("VmData:")).unwrap().trim();
     assert!(mapped.trim_end_matches(" kB").parse::<u64>().unwrap() > 1 << 20, "{status}");
     node.metric("linkwise_nvml_agent_starts_total", 1).await;
+}
+
+/// Each command fails on this machine, for this cause.
+pub async fn every_command_fails(setup: &Setup, cause: &str) {
+    for words in TOOLS {
+        let (code, said) = ran(setup.tool(words)).await;
+        assert!(code == Some(1) && said.contains(cause), "{words:?}: {code:?} {said}");
+        assert!(!said.contains("linkwise run idles here"), "{words:?}: {said}");
+    }
 }
 
 #[tokio::test]
@@ -121,11 +116,7 @@ async fn every_command_bounds_its_agent() {
     setup.all_on_bus();
     setup.tell("leak 40");
     setup.tell("hang nvmlInit_v2");
-    for words in TOOLS {
-        let (code, said) = ran(setup.tool(words)).await;
-        assert_eq!(code, Some(1), "{words:?}: {said}");
-        assert!(said.contains("more than 24 MiB (--nvml-memory-mib"), "{words:?}: {said}");
-    }
+    every_command_fails(&setup, "more than 24 MiB (--nvml-memory-mib").await;
     let node = setup.start().await;
     node.ready(503, "more than 24 MiB").await;
 }

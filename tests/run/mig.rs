@@ -4,8 +4,8 @@ use std::fmt::Write as _;
 use std::fs;
 use std::path::Path;
 
-use crate::run::handover::{allocation, cdi_setup, lines, spec_file, spec_with};
-use crate::run::node::{GPU, Node, Setup, until};
+use crate::run::handover::{cdi_setup, lines, spec_file, spec_with};
+use crate::run::node::{GPU, Node, Setup, allocation, until};
 use linkwise_core::topology::NodeObservation;
 use linkwise_host::machines;
 use linkwise_kubelet_box::KubeletBox;
@@ -14,7 +14,7 @@ use linkwise_kubelet_box::KubeletBox;
 pub const MIXED: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/lab/fake-nvml/machines/four-gpus-mig.yaml");
 
 /// The kernel's list of what a machine file says of capabilities, below a /proc of the test's own.
-pub fn minors(proc: &Path, machine: &NodeObservation) {
+fn minors(proc: &Path, machine: &NodeObservation) {
     let mut list = "config 1\nmonitor 2\n".to_owned();
     for gpu in &machine.gpus {
         for device in gpu.mig.iter().flat_map(|mig| &mig.devices) {
@@ -30,12 +30,26 @@ pub fn minors(proc: &Path, machine: &NodeObservation) {
     fs::write(folder.join("mig-minors"), list).unwrap();
 }
 
-/// The machine of [`MIXED`], a driver root, a folder for specs, and the kernel's list.
-fn setup() -> Setup {
-    let setup = cdi_setup(Setup::with(&fs::read_to_string(MIXED).unwrap()));
-    let proc = setup.at("proc");
-    minors(&proc, &machines::load(MIXED).unwrap().observed);
+/// The machine of [`MIXED`].
+pub fn four_gpus() -> Setup {
+    Setup::with(&fs::read_to_string(MIXED).unwrap())
+}
+
+/// A machine of the test's own, with the kernel's list of its MIG devices' nodes.
+pub fn with_minors(setup: Setup) -> Setup {
+    let (proc, machine) = (setup.at("proc"), setup.at("machine.yaml"));
+    minors(&proc, &machines::load(machine.to_str().unwrap()).unwrap().observed);
     setup.arg("--procfs").arg(proc)
+}
+
+/// The machine of [`MIXED`] with that list.
+pub fn mixed() -> Setup {
+    with_minors(four_gpus())
+}
+
+/// The same, with a driver root and a folder for specs, by the strategy `mixed`.
+fn setup() -> Setup {
+    cdi_setup(mixed()).arg("--mig-strategy=mixed")
 }
 
 /// The names of the spec's devices: GPUs by index, UUID; MIG devices by parent and index, UUID; all.
@@ -87,7 +101,7 @@ pub async fn listed(kubelet: &KubeletBox, resource: &str, healthy: usize) {
 
 #[tokio::test]
 async fn the_spec_has_each_mig_device_with_its_nodes() {
-    let setup = setup().arg("--device-list-strategy=cdi-cri").arg("--mig-strategy=mixed");
+    let setup = setup().arg("--device-list-strategy=cdi-cri");
     let (node, kubelet) = setup.serve(1).await;
     listed(&kubelet, "nvidia.com/mig-1g.10gb", 8).await;
     spec(&node, &[0, 1, 2, 3], &ALL).await;
@@ -135,8 +149,7 @@ async fn a_container_gets_its_mig_devices_by_every_way() {
         ),
     ];
     for (args, expected) in ways {
-        let setup = args.iter().fold(setup().arg("--mig-strategy=mixed"), |setup, arg| setup.arg(arg));
-        let (_node, kubelet) = setup.serve(1).await;
+        let (_node, kubelet) = setup().args(args).serve(1).await;
         listed(&kubelet, HALF, 2).await;
         assert_eq!(lines(&allocation(&kubelet, "pod", HALF, 2).await), expected, "{args:?}");
     }
@@ -144,7 +157,7 @@ async fn a_container_gets_its_mig_devices_by_every_way() {
 
 #[tokio::test]
 async fn mig_device_without_capabilities_is_refused_by_name() {
-    let setup = setup().arg("--device-list-strategy=cdi-cri").arg("--mig-strategy=mixed");
+    let setup = setup().arg("--device-list-strategy=cdi-cri");
     let list = setup.at("proc/driver/nvidia-caps/mig-minors");
     let text = fs::read_to_string(&list).unwrap().replace("gpu3/gi3/access 435\n", "");
     fs::write(&list, text).unwrap();
@@ -159,7 +172,7 @@ async fn mig_device_without_capabilities_is_refused_by_name() {
 
 #[tokio::test]
 async fn spec_follows_mig_layout_and_drops_old_devices() {
-    let setup = setup().arg("--device-list-strategy=cdi-cri").arg("--mig-strategy=mixed").arg("--nvml-poll-ms=20");
+    let setup = setup().arg("--device-list-strategy=cdi-cri").arg("--nvml-poll-ms=20");
     let (node, kubelet) = setup.serve(1).await;
     listed(&kubelet, "nvidia.com/mig-3g.40gb", 1).await;
     let held = allocation(&kubelet, "pod", "nvidia.com/mig-3g.40gb", 1).await;

@@ -2,14 +2,6 @@
 //! over real sockets. Every wait is for a state: a list on the stream, a log line, an answer over HTTP; the limits are
 //! there so that a failure ends.
 
-#![allow(
-    clippy::unwrap_used,
-    clippy::expect_used,
-    clippy::panic,
-    clippy::indexing_slicing,
-    reason = "what a helper cannot do fails the test"
-)]
-
 mod callers;
 mod chart;
 mod clock;

@@ -9,10 +9,9 @@ use std::process::Stdio;
 use linkwise_kubelet_box::{KubeletBox, Pod};
 use tokio::process::Command;
 
-use crate::cdi::root::Root;
-use crate::run::config::write;
-use crate::run::handover::lines;
-use crate::run::node::{GPU, Node, Process, Setup, machine, registered, signal, until, uuid};
+use crate::mps::node::{kill_groups, link_programs, pid_in};
+use crate::run::handover::{cdi_setup, lines};
+use crate::run::node::{GPU, Node, Process, Setup, allocation, machine, registered, replace, signal, until, uuid};
 
 /// The example of the NVIDIA plugin's README, which promises 80 of `nvidia.com/gpu` on a node with 8 GPUs.
 const README: &str = "version: v1\nsharing:\n  mps:\n    resources:\n    - name: nvidia.com/gpu\n      replicas: 10\n";
@@ -41,12 +40,8 @@ impl Shared {
     fn prepare(setup: Setup, machine: PathBuf, config: &str) -> (Self, Setup) {
         let shared = Self { folder: setup.at("mps"), machine, kubelet_socket: setup.kubelet_socket.clone() };
         fs::create_dir_all(shared.root()).unwrap();
-        fs::create_dir(shared.bin()).unwrap();
-        for program in ["nvidia-cuda-mps-control", "nvidia-smi"] {
-            let ours = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/mps").join(program);
-            symlink(ours, shared.bin().join(program)).unwrap();
-        }
-        write(&shared.config(), config);
+        link_programs(&shared.bin());
+        replace(&shared.config(), config);
         let setup = setup.arg("--mps-container-root").arg(shared.root()).arg("--config-file").arg(shared.config());
         (shared, setup)
     }
@@ -92,13 +87,12 @@ impl Shared {
 
     /// The control daemon's process.
     fn control(&self) -> u32 {
-        let path = self.root().join(GPU).join("pipe/nvidia-cuda-mps-control.pid");
-        fs::read_to_string(path).unwrap().trim().parse().unwrap()
+        pid_in(&self.root().join(GPU).join("pipe/nvidia-cuda-mps-control.pid"))
     }
 
     /// Other GPUs: the NVML agent starts again.
     fn replace_gpus(&self, node: &Node, gpus: &[(&str, &str, &str)]) {
-        write(&self.machine, &machine(gpus));
+        replace(&self.machine, &machine(gpus));
         node.setup.tell("crash");
     }
 
@@ -111,10 +105,7 @@ impl Shared {
 impl Drop for Shared {
     /// Ends the control daemon whose supervisor was killed.
     fn drop(&mut self) {
-        let pid = fs::read_to_string(self.root().join(GPU).join("pipe/nvidia-cuda-mps-control.pid"));
-        if let Ok(group) = pid.map(|pid| format!("-{}", pid.trim())) {
-            let _ = std::process::Command::new("kill").args(["-9", "--", &group]).stderr(Stdio::null()).status();
-        }
+        kill_groups(&self.root());
     }
 }
 
@@ -134,8 +125,7 @@ async fn slots(kubelet: &KubeletBox, healthy: usize, unhealthy: usize) {
 #[tokio::test]
 async fn nvidia_example_is_offered_once_limits_hold() {
     let (shared, setup) = Shared::dgx(README);
-    let kubelet = setup.kubelet();
-    let node = setup.start().await;
+    let (node, kubelet) = setup.start_beside_kubelet().await;
     node.ready(503, "nvidia.com/gpu: its MPS control daemon is not ready: the MPS daemon does not serve it").await;
     assert_eq!(kubelet.state().resources[GPU].registrations, 0);
     let daemons = shared.daemons();
@@ -144,8 +134,7 @@ async fn nvidia_example_is_offered_once_limits_hold() {
     assert_eq!((line["resource"].as_str(), line["threads"].as_u64()), (Some(GPU), Some(10)));
     node.ready(200, "ready").await;
 
-    let admitted = kubelet.admit(&Pod::single("one", GPU, 1), None).await.unwrap();
-    let allocation = &admitted.grant("main", GPU).unwrap().allocation;
+    let allocation = allocation(&kubelet, "one", GPU, 1).await;
     let gpu = allocation.devices[0].split_once("::").unwrap().0;
     assert!((0..8).any(|index| gpu == uuid(2, index)), "{gpu}");
     let expected = [
@@ -154,7 +143,7 @@ async fn nvidia_example_is_offered_once_limits_hold() {
         "mount /run/nvidia/mps/nvidia.com/gpu/pipe at /mps/nvidia.com/gpu/pipe".to_owned(),
         "mount /run/nvidia/mps/shm at /dev/shm".to_owned(),
     ];
-    assert_eq!(lines(allocation), expected);
+    assert_eq!(lines(&allocation), expected);
     // Two slots of one GPU are not isolated from each other: such a request is refused unless the file allows it.
     let refused = kubelet.admit(&Pod::single("two", GPU, 2), None).await.unwrap_err();
     let words = "2 devices of nvidia.com/gpu are asked for, which is shared: a container may have 1";
@@ -165,29 +154,21 @@ async fn nvidia_example_is_offered_once_limits_hold() {
 #[tokio::test]
 async fn every_strategy_mounts_mps_pipe_and_shared_memory() {
     let mps = [
+        "env CUDA_MPS_PIPE_DIRECTORY=/mps/nvidia.com/gpu.shared/pipe",
         "mount /srv/mps/nvidia.com/gpu.shared/pipe at /mps/nvidia.com/gpu.shared/pipe",
         "mount /srv/mps/shm at /dev/shm",
     ];
     for way in ["envvar", "volume-mounts", "cdi-annotations", "cdi-cri", "cdi-cri,envvar"] {
         let config = README.replace("    resources:", "    renameByDefault: true\n    resources:");
         let (shared, setup) = Shared::two(&config);
-        let (root, specs) = (setup.at("driver"), setup.at("cdi"));
-        Root::full(&root);
-        let setup = setup.arg("--driver-root-ctr-path").arg(root).arg("--cdi-dir").arg(specs);
-        let setup = setup.arg("--mps-root=/srv/mps").arg("--device-list-strategy").arg(way);
+        let setup = cdi_setup(setup).arg("--mps-root=/srv/mps").arg("--device-list-strategy").arg(way);
         let _daemons = shared.daemons();
-        let kubelet = setup.kubelet();
-        let _node = setup.start().await;
+        let (_node, kubelet) = setup.start_beside_kubelet().await;
         let name = "nvidia.com/gpu.shared";
         kubelet.wait(|state| state.resources[name].healthy.len() == 20).await.unwrap();
-        let admitted = kubelet.admit(&Pod::single("pod", name, 1), None).await.unwrap();
-        let got = lines(&admitted.grant("main", name).unwrap().allocation);
-        assert!(
-            got.contains(&"env CUDA_MPS_PIPE_DIRECTORY=/mps/nvidia.com/gpu.shared/pipe".to_owned()),
-            "{way}: {got:?}"
-        );
-        for mount in mps {
-            assert!(got.iter().any(|line| line == mount), "{way}: {got:?}");
+        let got = lines(&allocation(&kubelet, "pod", name, 1).await);
+        for given in mps {
+            assert!(got.iter().any(|line| line == given), "{way}: {got:?}");
         }
         assert_eq!(got.iter().any(|line| line.contains("k8s.device-plugin.nvidia.com/gpu=GPU-")), way.contains("cdi"));
     }
@@ -248,23 +229,20 @@ async fn released_driver_has_no_mps_daemons() {
 
 #[tokio::test]
 async fn plugin_restart_leaves_mps_daemons_alone() {
-    let (shared, _daemons, mut node, kubelet) = serve(Shared::two(&replicas(3)), 6).await;
+    let (shared, _daemons, node, kubelet) = serve(Shared::two(&replicas(3)), 6).await;
     let control = shared.control();
-    node.process.signal("TERM");
-    assert!(node.process.ended().await.0.success());
-    let again = node.setup.spawn();
+    let _again = node.end().await.start().await;
     registered(&kubelet, 2, 6).await;
     assert_eq!(shared.control(), control);
-    drop(again);
 }
 
 #[tokio::test]
 async fn new_replicas_are_offered_with_their_limits() {
-    let (shared, daemons, node, kubelet) = serve(Shared::two(&replicas(2)), 4).await;
+    let (shared, daemons, _node, kubelet) = serve(Shared::two(&replicas(2)), 4).await;
     kubelet.admit(&Pod::single("before", GPU, 1), None).await.unwrap();
     let before = shared.control();
     shared.refuse_start(true);
-    write(&shared.config(), &replicas(5));
+    replace(&shared.config(), &replicas(5));
     daemons.said("its limits changed").await;
     slots(&kubelet, 0, 4).await;
     shared.refuse_start(false);
@@ -273,20 +251,17 @@ async fn new_replicas_are_offered_with_their_limits() {
     daemons.logged(|line| line["message"] == "MPS daemon serving, limits confirmed" && line["threads"] == 20).await;
     // Whole again, once no pod can hold a slot any more.
     assert!(kubelet.remove_pod("before"));
-    write(&shared.config(), "version: v1\n");
+    replace(&shared.config(), "version: v1\n");
     registered(&kubelet, 1, 2).await;
     daemons.said("it is no longer shared by MPS").await;
-    let admitted = kubelet.admit(&Pod::single("whole", GPU, 1), None).await.unwrap();
-    let got = lines(&admitted.grant("main", GPU).unwrap().allocation);
+    let got = lines(&allocation(&kubelet, "whole", GPU, 1).await);
     assert!(got.len() == 1 && got[0].starts_with("env NVIDIA_VISIBLE_DEVICES=GPU-"), "{got:?}");
-    let modes = || async { fs::read_to_string(shared.bin().join("modes")).map_err(|error| error.to_string()) };
     until(async || {
-        let modes = modes().await?;
+        let modes = fs::read_to_string(shared.bin().join("modes")).unwrap_or_default();
         if modes.matches("-c DEFAULT").count() == 4 { Ok(()) } else { Err(modes) }
     })
     .await;
     assert_eq!((kubelet.state().resources[GPU].registrations, kubelet.violations().len()), (1, 0));
-    drop(node);
 }
 
 #[tokio::test]
@@ -304,8 +279,7 @@ async fn mps_daemon_survives_a_lost_gpu_and_takes_a_new_one() {
     shared.replace_gpus(&node, &GPUS);
     slots(&kubelet, 9, 0).await;
     assert_ne!(shared.control(), control);
-    let starts = daemons.lines().iter().filter(|line| line.contains("limits confirmed")).count();
-    assert_eq!((starts, kubelet.violations()), (2, vec![]), "the GPU that left ended no daemon");
+    assert_eq!((daemons.count("limits confirmed"), kubelet.violations()), (2, vec![]), "the GPU that left ended none");
 }
 
 #[tokio::test]
@@ -317,6 +291,6 @@ async fn unsupported_mps_sharing_is_named() {
     registered(&kubelet, 1, 96).await;
     let long = ["a".repeat(60), "b".repeat(40)].join(".");
     let naming = format!("linkwise: {{naming: true}}\nresources:\n  gpus: [{{pattern: '*', name: {long}/gpu}}]\n");
-    write(&shared.config(), &(naming + &replicas(2).replace(GPU, &format!("{long}/gpu"))));
+    replace(&shared.config(), &(naming + &replicas(2).replace(GPU, &format!("{long}/gpu"))));
     node.process.said("longer than a socket's path may be").await;
 }

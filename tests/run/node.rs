@@ -1,14 +1,17 @@
 //! What the tests stand on: a folder with a machine in it, the process on that machine, and ways to
 //! wait for what it does. Knows no test.
 
+use std::collections::BTreeSet;
 use std::ffi::{OsStr, OsString};
+use std::fs::{File, OpenOptions};
 use std::net::SocketAddr;
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{ExitStatus, Stdio};
 use std::time::Duration;
 
 use fake_nvml::Control;
-use linkwise_kubelet_box::{Connections, KubeletBox, Options, ResourceState};
+use linkwise_kubelet_box::{Allocation, Connections, KubeletBox, Options, Pod, ResourceState};
 use serde_json::Value;
 use tempfile::TempDir;
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
@@ -102,6 +105,23 @@ impl Setup {
         self
     }
 
+    pub fn args<I: Into<OsString>>(mut self, args: impl IntoIterator<Item = I>) -> Self {
+        self.args.extend(args.into_iter().map(Into::into));
+        self
+    }
+
+    /// With a configuration file of this text, in a folder of its own.
+    pub fn config(self, text: &str) -> Self {
+        let file = self.config_file();
+        std::fs::create_dir_all(file.parent().unwrap()).unwrap();
+        replace(&file, text);
+        self.arg("--config-file").arg(file)
+    }
+
+    pub fn config_file(&self) -> PathBuf {
+        self.at("config/config.yaml")
+    }
+
     pub fn env(mut self, variable: &'static str, value: &str) -> Self {
         self.environment.push((variable, value.into()));
         self
@@ -131,6 +151,11 @@ impl Setup {
         std::fs::rename(self.at("bus"), self.at("sys/bus")).unwrap();
     }
 
+    /// A GPU on the PCI bus of which a file does not answer.
+    pub fn hung_on_bus(&self) {
+        fifo(&self.at("sys/bus/pci/devices/0000:06:00.0/vendor"));
+    }
+
     /// Tells the library what happens.
     pub fn tell(&self, command: &str) {
         Control::new(self.at("control")).send(command).unwrap();
@@ -148,12 +173,10 @@ impl Setup {
 
     /// A kubelet on this machine, with options of the test's.
     pub fn kubelet_with(&self, change: impl FnOnce(&mut Options)) -> KubeletBox {
-        let mut options = Options::new(self.kubelet_socket.parent().unwrap());
-        options.dial_retry = Duration::from_millis(10);
-        options.wait_timeout = LIMIT;
-        options.pod_resources = Some(self.pod_resources());
-        change(&mut options);
-        KubeletBox::start(options).unwrap()
+        kubelet_in(self.kubelet_socket.parent().unwrap(), |options| {
+            options.pod_resources = Some(self.pod_resources());
+            change(options);
+        })
     }
 
     /// Where a kubelet on this machine serves PodResources.
@@ -226,6 +249,13 @@ impl Setup {
         command
     }
 
+    /// `linkwise admin` on this machine.
+    pub fn admin(&self, order: &[&str]) -> Command {
+        let mut command = Command::new(&self.program);
+        command.args(["admin", "--socket"]).arg(self.admin_socket()).args(order);
+        command
+    }
+
     /// Starts linkwise.
     pub fn spawn(&self) -> Process {
         Process::of(self.command())
@@ -234,20 +264,45 @@ impl Setup {
     /// Starts linkwise and waits until it is up.
     pub async fn start(self) -> Node {
         let process = self.spawn();
-        let up = process.logged(|line| line["message"] == "linkwise is up").await;
-        let address = up["metrics"].as_str().unwrap().parse().unwrap();
+        let address = process.up().await;
         Node { setup: self, process, address }
+    }
+
+    /// Starts a kubelet and linkwise, and waits until linkwise is up.
+    pub async fn start_beside_kubelet(self) -> (Node, KubeletBox) {
+        let kubelet = self.kubelet();
+        (self.start().await, kubelet)
     }
 
     /// Starts linkwise and a kubelet, and waits until all `gpus` are on the kubelet's list and linkwise knows it: the
     /// list can be there before the answer to Register is.
     pub async fn serve(self, gpus: usize) -> (Node, KubeletBox) {
-        let kubelet = self.kubelet();
-        let node = self.start().await;
+        let (node, kubelet) = self.start_beside_kubelet().await;
         registered(&kubelet, 1, gpus).await;
         node.ready(200, "ready").await;
         (node, kubelet)
     }
+}
+
+/// A kubelet with this folder, and with options of the test's.
+pub fn kubelet_in(folder: impl Into<PathBuf>, change: impl FnOnce(&mut Options)) -> KubeletBox {
+    let mut options = Options::new(folder);
+    (options.dial_retry, options.wait_timeout) = (Duration::from_millis(10), LIMIT);
+    change(&mut options);
+    KubeletBox::start(options).unwrap()
+}
+
+/// Waits until exactly these GPUs of a machine of eight, by their index on dgx1-v100, are unhealthy on the kubelet's list.
+pub async fn unhealthy(kubelet: &KubeletBox, gpus: &[u32]) {
+    let wanted: BTreeSet<String> = gpus.iter().map(|index| uuid(1, *index)).collect();
+    let state = kubelet.wait(|state| state.resources[GPU].unhealthy == wanted).await.unwrap();
+    assert_eq!(state.resources[GPU].healthy.len(), 8 - gpus.len(), "{state:?}");
+}
+
+/// Admits a pod of one container, and gives what it gets.
+pub async fn allocation(kubelet: &KubeletBox, pod: &str, resource: &str, count: u32) -> Allocation {
+    let admitted = kubelet.admit(&Pod::single(pod, resource, count), None).await.unwrap();
+    admitted.grant("main", resource).unwrap().allocation.clone()
 }
 
 /// Waits until the kubelet has taken at least this many registrations and lists `gpus` healthy devices.
@@ -259,12 +314,48 @@ pub async fn registered(kubelet: &KubeletBox, times: u64, gpus: usize) -> Resour
     kubelet.wait(|state| wanted(&state.resources[GPU])).await.unwrap().resources[GPU].clone()
 }
 
+/// The same command, started by another program with these words.
+pub fn started_by(words: &[&str], command: &Command) -> Command {
+    let command = command.as_std();
+    let mut starter = Command::new(words[0]);
+    starter.args(&words[1..]).arg(command.get_program()).args(command.get_args());
+    for (name, value) in command.get_envs() {
+        match value {
+            Some(value) => starter.env(name, value),
+            None => starter.env_remove(name),
+        };
+    }
+    starter.stdin(Stdio::null()).kill_on_drop(true);
+    starter
+}
+
 /// Puts a GPU in a folder like /sys/bus.
 pub fn put_on_bus(bus: &Path, pci: &str) {
     let device = bus.join("pci/devices").join(pci);
     std::fs::create_dir_all(&device).unwrap();
     std::fs::write(device.join("vendor"), "0x10de\n").unwrap();
     std::fs::write(device.join("class"), "0x030200\n").unwrap();
+}
+
+/// Replaces a file in one step.
+pub fn replace(file: &Path, text: &str) {
+    let new = file.with_extension("new");
+    std::fs::write(&new, text).unwrap();
+    std::fs::rename(new, file).unwrap();
+}
+
+/// A file whose reader waits for a writer, in the place of another one.
+pub fn fifo(path: &Path) {
+    std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+    let _ = std::fs::remove_file(path);
+    assert!(std::process::Command::new("mkfifo").arg(path).status().unwrap().success());
+}
+
+/// The other end of such a file, once somebody reads it; what is read goes on until it is dropped.
+pub async fn writer(path: &Path) -> File {
+    // Linux opens it, without waiting, where somebody reads.
+    const O_NONBLOCK: i32 = 0o4000;
+    until(async || OpenOptions::new().write(true).custom_flags(O_NONBLOCK).open(path)).await
 }
 
 #[derive(Default)]
@@ -305,9 +396,20 @@ impl Process {
         find(&seen).expect("the line is logged before the process ends")
     }
 
+    /// Waits until it is up, and gives the address at which it serves metrics and probes.
+    pub async fn up(&self) -> SocketAddr {
+        let up = self.logged(|line| line["message"] == "linkwise is up").await;
+        up["metrics"].as_str().unwrap().parse().unwrap()
+    }
+
     /// Waits for a log line with this text somewhere in it.
     pub async fn said(&self, text: &str) -> Value {
         self.logged(|line| line.to_string().contains(text)).await
+    }
+
+    /// The number of lines so far with this text in them.
+    pub fn count(&self, text: &str) -> usize {
+        self.log.borrow().lines.iter().filter(|line| line.contains(text)).count()
     }
 
     /// All lines so far.
@@ -321,6 +423,13 @@ impl Process {
         let mut log = self.log.clone();
         let seen = timeout(LIMIT, log.wait_for(|log| log.ended)).await.expect("its standard error ends").unwrap();
         (status, seen.lines.iter().filter(|line| !line.starts_with('{')).cloned().collect())
+    }
+
+    /// Ends it as a kubelet does.
+    pub async fn end(&mut self) {
+        self.signal("TERM");
+        let (status, last) = self.ended().await;
+        assert!(status.success(), "{status}: {last:?}");
     }
 
     pub fn id(&self) -> u32 {
@@ -343,7 +452,7 @@ impl Drop for Process {
             }
             return;
         }
-        assert!(!lines.iter().any(|line| line.contains("panicked")), "{lines:#?}");
+        assert_eq!(self.count("panicked"), 0, "{lines:#?}");
     }
 }
 
@@ -420,11 +529,15 @@ impl Node {
 
     /// The process that speaks to NVML, once there is one beside those known.
     pub async fn agent(&self, known: &[u32]) -> u32 {
-        until(async || children(self.process.id()).into_iter().find(|child| !known.contains(child)).ok_or(known)).await
+        until(async || self.agent_ids().into_iter().find(|child| !known.contains(child)).ok_or(known)).await
     }
-}
 
-impl Node {
+    /// Ends the process; the machine stays.
+    pub async fn end(mut self) -> Setup {
+        self.process.end().await;
+        self.setup
+    }
+
     /// The processes that speak to NVML.
     pub fn agent_ids(&self) -> Vec<u32> {
         children(self.process.id())

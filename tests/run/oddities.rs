@@ -1,8 +1,6 @@
 //! Machines that are odd: a warning, and a node that keeps working.
 
-use linkwise_kubelet_box::Pod;
-
-use crate::run::node::{GPU, Setup, machine, registered, uuid};
+use crate::run::node::{GPU, Setup, allocation, machine, uuid};
 
 #[tokio::test]
 async fn gpu_lost_at_start_is_not_offered() {
@@ -14,45 +12,33 @@ async fn gpu_lost_at_start_is_not_offered() {
 }
 
 #[tokio::test]
-async fn gpus_with_one_pci_address_are_both_offered() {
-    let gpus = [("GPU-a", "0000:01:00.0", ""), ("GPU-b", "0000:01:00.0", ""), ("GPU-c", "0000:02:00.0", "")];
-    let (node, kubelet) = Setup::with(&machine(&gpus)).serve(3).await;
-    let line = node.process.said("both claim PCI address 0000:01:00.0").await;
-    let message = line["message"].as_str().unwrap();
-    assert!(message.contains("GPU-a") && message.contains("GPU-b"), "{message}");
-    let admitted = kubelet.admit(&Pod::single("pod", GPU, 2), None).await.unwrap();
-    assert_eq!(admitted.grant("main", GPU).unwrap().allocation.devices.len(), 2);
-}
-
-#[tokio::test]
-async fn one_way_nvlinks_are_warned_of() {
+async fn odd_gpus_are_offered_with_a_warning_each() {
     let link = |to: &str| format!(", nvlinks: [{{links: [0, 1], remote: {{gpu: \"{to}\"}}}}]");
     let gpus = [
         ("GPU-a", "0000:01:00.0", link("0000:02:00.0")),
         ("GPU-b", "0000:02:00.0", ", nvlinks: []".to_owned()),
         ("GPU-c", "0000:03:00.0", link("0000:77:00.0")),
         ("GPU-d", "0000:04:00.0", link("0000:04:00.0")),
+        ("GPU-e", "0000:05:00.0", String::new()),
+        ("GPU-f", "0000:05:00.0", String::new()),
+        ("GPU-g", "0000:06:00.0", String::new()),
+        ("GPU-g", "0000:07:00.0", String::new()),
     ];
     let gpus = gpus.each_ref().map(|(uuid, pci, more)| (*uuid, *pci, more.as_str()));
-    let (node, kubelet) = Setup::with(&machine(&gpus)).serve(4).await;
+    // Two of one UUID are one device, two of one address are two.
+    let (node, kubelet) = Setup::with(&machine(&gpus)).serve(7).await;
     for text in [
         "GPUs 0000:01:00.0 and 0000:02:00.0: 2 NVLink(s) seen from one end, 0 from the other",
         "GPU 0000:03:00.0: 2 NVLink(s) lead to 0000:77:00.0",
         "GPU 0000:04:00.0: 2 NVLink(s) lead to itself",
+        "GPUs GPU-e and GPU-f both claim PCI address 0000:05:00.0",
+        "its UUID GPU-g is also that of GPU 0000:06:00.0",
     ] {
         assert_eq!(node.process.said(text).await["level"], "WARN");
     }
-    let admitted = kubelet.admit(&Pod::single("pod", GPU, 3), None).await.unwrap();
-    assert_eq!(admitted.grant("main", GPU).unwrap().allocation.devices.len(), 3);
-}
-
-#[tokio::test]
-async fn gpus_with_one_uuid_are_one_device() {
-    let gpus = [("GPU-a", "0000:01:00.0", ""), ("GPU-a", "0000:02:00.0", ""), ("GPU-b", "0000:03:00.0", "")];
-    let setup = Setup::with(&machine(&gpus));
-    let kubelet = setup.kubelet();
-    let node = setup.start().await;
-    registered(&kubelet, 1, 2).await;
-    node.process.said("its UUID GPU-a is also that of GPU 0000:01:00.0").await;
+    for count in 1..7 {
+        allocation(&kubelet, "pod", GPU, count).await;
+        assert!(kubelet.remove_pod("pod"));
+    }
     assert_eq!(kubelet.violations(), []);
 }

@@ -10,20 +10,18 @@ use serde_json::Value;
 use tokio::process::Command;
 
 use crate::run::memory::ran;
-use crate::run::node::{GPU, Node, Process, Setup, children, registered, signal, until, uuid};
+use crate::run::node::{GPU, Node, Process, Setup, children, registered, signal, unhealthy, until, uuid};
 
 /// A machine whose linkwise has an admin socket.
 fn setup() -> Setup {
     let setup = Setup::on("dgx1-v100");
-    let socket = setup.at("admin/admin.sock");
+    let socket = setup.admin_socket();
     setup.arg("--admin-socket").arg(socket)
 }
 
 /// `linkwise admin` beside it.
 async fn admin(node: &Node, order: &[&str]) -> Output {
-    let mut command = Command::new(&node.setup.program);
-    command.arg("admin").arg("--socket").arg(node.setup.at("admin/admin.sock")).args(order);
-    command.output().await.unwrap()
+    node.setup.admin(order).output().await.unwrap()
 }
 
 async fn ordered(node: &Node, order: &[&str]) -> String {
@@ -38,7 +36,7 @@ async fn state(node: &Node) -> Value {
 
 /// Whether a process has the driver's library loaded.
 fn driver_is_held(node: &Node) -> bool {
-    fake_nvml::Control::new(node.setup.at("control")).is_heard()
+    Control::new(node.setup.at("control")).is_heard()
 }
 
 #[tokio::test]
@@ -46,8 +44,7 @@ async fn taken_metrics_port_is_retried_until_free() {
     let taken = TcpListener::bind("127.0.0.1:0").unwrap();
     let mut setup = setup();
     setup.metrics_address = taken.local_addr().unwrap();
-    let kubelet = setup.kubelet();
-    let node = setup.start().await;
+    let (node, kubelet) = setup.start_beside_kubelet().await;
     let line = node.process.said("metrics port taken").await;
     assert_eq!(line["address"], node.address.to_string());
     registered(&kubelet, 1, 8).await;
@@ -79,13 +76,12 @@ async fn pods_are_admitted_while_driver_is_released() {
     // A second time changes nothing; and no child was started anew.
     ordered(&node, &["release"]).await;
     node.metric("linkwise_nvml_agent_starts_total", 1).await;
-    let told = |line: &&String| line.contains("an operator releases the driver");
-    assert_eq!(node.process.lines().iter().filter(told).count(), 1);
+    assert_eq!(node.process.count("an operator releases the driver"), 1);
     ordered(&node, &["resume"]).await;
     node.metric("linkwise_nvml_agent_up", 1).await;
     node.metric("linkwise_nvml_agent_starts_total", 2).await;
     node.setup.tell("xid 3 79");
-    kubelet.wait(|state| state.resources[GPU].unhealthy.contains(&uuid(1, 3))).await.unwrap();
+    unhealthy(&kubelet, &[3]).await;
     assert_eq!(kubelet.state().resources[GPU].registrations, 1, "the kubelet noticed nothing");
 }
 
@@ -99,8 +95,7 @@ fn discovery(node: &Node) -> Process {
 
 /// Waits until a process has so many lines with these words.
 async fn said(process: &Process, times: usize, words: &str) {
-    let told = || process.lines().iter().filter(|line| line.contains(words)).count();
-    until(async || if told() >= times { Ok(()) } else { Err(words.to_owned()) }).await;
+    until(async || if process.count(words) >= times { Ok(()) } else { Err(words.to_owned()) }).await;
 }
 
 #[tokio::test]
@@ -112,7 +107,7 @@ async fn gpu_is_reset_between_release_and_resume() {
     said(&labels, 1, "NVML available").await;
     node.setup.tell("recovery 3 1");
     node.setup.tell("fall 3");
-    kubelet.wait(|state| state.resources[GPU].unhealthy == [uuid(1, 3)].into()).await.unwrap();
+    unhealthy(&kubelet, &[3]).await;
     assert!(node.setup.try_tell("reset 3").is_err(), "our processes use the GPU");
     let words = ordered(&node, &["release"]).await;
     assert!(words.contains("no process of linkwise on this node holds the driver"), "{words}");
@@ -189,21 +184,19 @@ async fn processes_initialise_nvml_one_after_the_other() {
 }
 
 #[tokio::test]
-async fn a_driver_whose_calls_hang_is_let_go_of_too() {
-    let (node, _kubelet) = setup().serve(8).await;
-    node.setup.tell("hang nvmlDeviceGetTemperature");
-    node.setup.tell("hang nvmlEventSetWait_v2");
-    ordered(&node, &["release"]).await;
-    assert!(!driver_is_held(&node));
-}
-
-#[tokio::test]
-async fn the_answer_waits_for_a_process_that_has_to_be_killed() {
-    let (node, _kubelet) = setup().serve(8).await;
-    signal("STOP", node.agent(&[]).await);
-    assert!(driver_is_held(&node));
-    ordered(&node, &["release"]).await;
-    assert!(!driver_is_held(&node));
+async fn agent_that_does_not_answer_lets_go_of_the_driver() {
+    for is_stopped in [false, true] {
+        let (node, _kubelet) = setup().serve(8).await;
+        if is_stopped {
+            signal("STOP", node.agent(&[]).await);
+        } else {
+            node.setup.tell("hang nvmlDeviceGetTemperature");
+            node.setup.tell("hang nvmlEventSetWait_v2");
+        }
+        assert!(driver_is_held(&node));
+        ordered(&node, &["release"]).await;
+        assert!(!driver_is_held(&node), "the answer waits for its end");
+    }
 }
 
 #[tokio::test]
@@ -218,22 +211,7 @@ async fn driver_released_before_its_answer_ends_no_node() {
     node.setup.tell("unhang nvmlInit_v2");
     let kubelet = node.setup.kubelet();
     ordered(&node, &["resume"]).await;
-    crate::run::node::registered(&kubelet, 1, 8).await;
-}
-
-#[tokio::test]
-async fn driver_resumed_before_its_return_is_awaited() {
-    let setup = setup().arg("--nvml-pause-ms=10");
-    setup.all_on_bus();
-    let (node, kubelet) = setup.serve(8).await;
-    ordered(&node, &["release"]).await;
-    node.setup.tell("init 9");
-    ordered(&node, &["resume"]).await;
-    node.process.said("NVML_ERROR_DRIVER_NOT_LOADED (9)").await;
-    kubelet.admit(&Pod::single("meanwhile", GPU, 2), None).await.unwrap();
-    node.setup.tell("init 0");
-    node.metric("linkwise_nvml_agent_up", 1).await;
-    assert_eq!(kubelet.state().resources[GPU].healthy.len(), 8);
+    registered(&kubelet, 1, 8).await;
 }
 
 #[tokio::test]
@@ -254,13 +232,13 @@ async fn signals_let_go_and_take_up() {
 async fn an_operator_vouches_for_a_gpu() {
     let (node, kubelet) = setup().serve(8).await;
     node.setup.tell("xid 2 79");
-    kubelet.wait(|state| state.resources[GPU].healthy.len() == 7).await.unwrap();
+    unhealthy(&kubelet, &[2]).await;
     let gpu = state(&node).await["gpus"][2].clone();
     let reason = &gpu["reasons"][0];
     assert_eq!((&gpu["uuid"], &reason["reason"]), (&uuid(1, 2).into(), &"XID 79".into()));
     assert!(reason["since"].as_u64().unwrap() > 1_700_000_000 && gpu["healthy"] == false, "{gpu}");
     ordered(&node, &["clear", &uuid(1, 2)]).await;
-    kubelet.wait(|state| state.resources[GPU].healthy.len() == 8).await.unwrap();
+    unhealthy(&kubelet, &[]).await;
     let seen = state(&node).await;
     assert_eq!(seen["gpus"][2]["reasons"], Value::Array(Vec::new()));
     let resource = &seen["resources"][GPU];
@@ -275,7 +253,7 @@ async fn an_operator_vouches_for_a_gpu() {
 async fn what_kept_it_from_serving_is_no_trouble_while_it_serves() {
     let (node, kubelet) = setup().serve(8).await;
     kubelet.restart(Restart::Kubelet).await.unwrap();
-    crate::run::node::registered(&kubelet, 2, 8).await;
+    registered(&kubelet, 2, 8).await;
     node.process.said("the session with the kubelet ended").await;
     node.ready(200, "ready").await;
     let resource = state(&node).await["resources"][GPU].clone();
@@ -309,13 +287,12 @@ async fn a_stranger_on_the_admin_socket_is_no_linkwise() {
 #[tokio::test]
 async fn metrics_port_takes_no_orders_and_socket_is_private() {
     let (mut node, _kubelet) = setup().serve(8).await;
-    let socket = node.setup.at("admin/admin.sock");
+    let socket = node.setup.admin_socket();
     assert_eq!(std::fs::metadata(&socket).unwrap().permissions().mode() & 0o777, 0o600);
     for path in ["/state", "/driver/release", "/driver/resume"] {
         assert_eq!(node.get(path).await.status, 404);
     }
-    node.process.signal("TERM");
-    assert_eq!(node.process.ended().await.0.code(), Some(0));
+    node.process.end().await;
     assert!(!socket.exists());
     let nobody = admin(&node, &["state"]).await;
     let words = String::from_utf8(nobody.stderr).unwrap();

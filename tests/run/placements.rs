@@ -44,10 +44,7 @@ async fn series_come_and_go_with_pods() {
     let text = metrics(&node, |text| gpus(text, "pod=\"last\"") == 1 && !text.contains("pod=\"first\"")).await;
     assert!(!text.contains(&at_admission("last")), "one GPU has no links: {text}");
     // The series of the others stay over a restart, and so does what was free then.
-    let mut node = node;
-    node.process.signal("TERM");
-    assert!(node.process.ended().await.0.success());
-    let node = node.setup.start().await;
+    let node = node.end().await.start().await;
     metrics(&node, |text| best(text, &long) && gpus(text, "pod=\"last\"") == 1).await;
     // A kubelet that is away has said what it said.
     kubelet.stop().await.unwrap();

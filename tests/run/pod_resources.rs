@@ -7,7 +7,7 @@ use linkwise_core::state::{Event, Holdings, NumaHints, ResourceName};
 use linkwise_host::machines;
 use linkwise_kubelet::device_plugin::pod_resources::{self, HolderSources, Holders};
 use linkwise_kubelet::device_plugin::{Phase, Settings};
-use linkwise_kubelet_box::{Fault, KubeletBox, Options, Place, Pod};
+use linkwise_kubelet_box::{Fault, Place, Pod};
 use linkwise_node::keeper::HealthSettings;
 use linkwise_node::node::{Node, NodeSettings};
 use tokio::net::UnixListener;
@@ -15,8 +15,8 @@ use tokio::sync::watch;
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 
-use crate::run::kubelet::plugin;
-use crate::run::node::{GPU, LIMIT, Setup, registered, uuid};
+use crate::run::kubelet::Alone;
+use crate::run::node::{GPU, LIMIT, Setup, kubelet_in, registered, uuid};
 
 #[tokio::test]
 async fn forgotten_registration_is_made_again() {
@@ -43,16 +43,12 @@ async fn stream_confirms_without_pod_resources() {
     let _silent = UnixListener::bind(at("silent")).unwrap();
     for socket in ["missing", "file", "silent"] {
         let dir = at(&format!("k-{socket}"));
-        let kubelet = KubeletBox::start(Options::new(&dir)).unwrap();
+        let kubelet = kubelet_in(&dir, |_| {});
         let settings = Settings { pod_resources_socket: Some(at(socket)), ..Settings::new(dir.join("kubelet.sock")) };
-        let (plugin, _log) = plugin(settings);
-        let mut phase = plugin.phase();
-        let shutdown = CancellationToken::new();
-        let running = tokio::spawn(plugin.run(shutdown.clone()));
-        timeout(LIMIT, phase.wait_for(|phase| *phase == Phase::Serving)).await.unwrap().unwrap();
+        let mut alone = Alone::start(settings);
+        alone.reaches(Phase::Serving).await;
         assert_eq!(kubelet.state().resources[GPU].registrations, 1, "{socket}");
-        shutdown.cancel();
-        timeout(LIMIT, running).await.unwrap().unwrap().unwrap();
+        alone.end().await;
     }
 }
 
@@ -74,9 +70,7 @@ async fn holders_are_known_only_with_pod_resources() {
     let socket = folder.path().join("p/kubelet.sock");
     let sources = HolderSources { socket: socket.clone(), folder: folder.path().join("k") };
     assert_eq!(pod_resources::holders(&sources).await, Holders::default());
-    let mut options = Options::new(folder.path().join("k"));
-    options.pod_resources = Some(socket.clone());
-    let kubelet = KubeletBox::start(options).unwrap();
+    let kubelet = kubelet_in(folder.path().join("k"), |options| options.pod_resources = Some(socket.clone()));
     assert_eq!(pod_resources::holders(&sources).await.held, Some(Holdings::default()));
     let place = |pod: &str, resource: &str| Place {
         pod: pod.to_owned(),
@@ -114,9 +108,7 @@ async fn holders_are_known_only_with_pod_resources() {
 async fn who_holds_what_is_not_known_any_more_when_nobody_answers() {
     let folder = tempfile::tempdir().unwrap();
     let socket = folder.path().join("p/kubelet.sock");
-    let mut options = Options::new(folder.path().join("k"));
-    options.pod_resources = Some(socket.clone());
-    let kubelet = KubeletBox::start(options).unwrap();
+    let kubelet = kubelet_in(folder.path().join("k"), |options| options.pod_resources = Some(socket.clone()));
     let (sender, mut holders) = watch::channel(Holders::default());
     let (often, asked) = watch::channel(false);
     let shutdown = CancellationToken::new();

@@ -1,22 +1,16 @@
 //! GPUs that come and go, links that go down: the list, the choice and the events follow without a restart; files that
 //! hang hold up nothing.
 
-use std::collections::BTreeSet;
-use std::fs::{File, OpenOptions};
 use std::io::Write;
-use std::os::unix::fs::OpenOptionsExt;
-use std::path::Path;
 
-use linkwise_kubelet_box::{KubeletBox, Pod, State};
+use linkwise_kubelet_box::{KubeletBox, State};
 
-use crate::run::node::{GPU, LIMIT, Setup, machine, registered, until, uuid};
+use crate::run::node::{
+    GPU, LIMIT, Setup, allocation, fifo, machine, registered, replace, unhealthy, until, uuid, writer,
+};
 
 fn quick() -> Setup {
-    Setup::on("dgx1-v100").arg("--nvml-poll-ms=20").arg("--nvml-pause-ms=10")
-}
-
-fn fifo(path: &Path) {
-    assert!(std::process::Command::new("mkfifo").arg(path).status().unwrap().success());
+    Setup::on("dgx1-v100").args(["--nvml-poll-ms=20", "--nvml-pause-ms=10"])
 }
 
 #[tokio::test]
@@ -30,11 +24,11 @@ async fn a_gpu_that_comes_is_offered_and_its_events_are_heard() {
     // Its events need an agent that registers it.
     node.agent(&[first]).await;
     until(async || node.setup.try_tell("xid 7 79")).await;
-    kubelet.wait(|state| state.resources[GPU].unhealthy == BTreeSet::from([uuid(1, 7)])).await.unwrap();
+    unhealthy(&kubelet, &[7]).await;
     assert_eq!(kubelet.state().resources[GPU].registrations, 1);
     // And one that goes.
     node.setup.tell("remove 0");
-    kubelet.wait(|state| state.resources[GPU].unhealthy == BTreeSet::from([uuid(1, 0), uuid(1, 7)])).await.unwrap();
+    unhealthy(&kubelet, &[0, 7]).await;
 }
 
 #[tokio::test]
@@ -58,9 +52,8 @@ async fn links_that_go_down_are_gone_from_the_graph() {
     // The other ends still say that they are up: the graph was made anew, and the two sources differ.
     let line = node.process.said("seen from one end, 0 from the other").await;
     assert_eq!(line["level"], "WARN");
-    kubelet.wait(|state| state.resources[GPU].unhealthy == BTreeSet::from([uuid(1, 2)])).await.unwrap();
-    let admitted = kubelet.admit(&Pod::single("seven", GPU, 7), None).await.unwrap();
-    assert_eq!(admitted.grant("main", GPU).unwrap().allocation.devices.len(), 7);
+    unhealthy(&kubelet, &[2]).await;
+    allocation(&kubelet, "seven", GPU, 7).await;
 }
 
 #[tokio::test]
@@ -69,26 +62,9 @@ async fn a_gpu_that_leaves_the_bus_is_seen_without_nvml() {
     setup.all_on_bus();
     let (node, kubelet) = setup.serve(8).await;
     std::fs::remove_dir_all(node.setup.at("sys/bus/pci/devices/0000:8a:00.0")).unwrap();
-    kubelet.wait(|state| state.resources[GPU].unhealthy == BTreeSet::from([uuid(1, 7)])).await.unwrap();
+    unhealthy(&kubelet, &[7]).await;
     let line = node.process.logged(|line| line["message"] == "the GPU is unhealthy").await;
     assert_eq!(line["gpu"], uuid(1, 7).as_str());
-}
-
-#[tokio::test]
-async fn a_gpu_that_is_lost_during_a_full_look_stays_on_the_list() {
-    let (node, kubelet) = quick().serve(8).await;
-    // A look that stands still in the middle: the first GPUs have been looked at, the others have not.
-    node.setup.tell("hang 4 nvmlDeviceGetName");
-    node.setup.tell("link 0 0 down");
-    node.setup.tell("blocked nvmlDeviceGetName");
-    node.setup.tell("lost 2");
-    node.setup.tell("lost 6");
-    node.setup.tell("unhang 4 nvmlDeviceGetName");
-    let lost = BTreeSet::from([uuid(1, 0), uuid(1, 2), uuid(1, 6)]);
-    kubelet.wait(|state| state.resources[GPU].unhealthy == lost).await.unwrap();
-    assert_eq!(kubelet.state().resources[GPU].healthy.len(), 5);
-    node.metric("linkwise_gpus", 8).await;
-    node.metric("linkwise_nvml_agent_starts_total", 1).await;
 }
 
 #[tokio::test]
@@ -98,14 +74,13 @@ async fn files_that_hang_hold_up_neither_rounds_nor_events() {
     let (node, kubelet) = setup.serve(8).await;
     let device = node.setup.at("sys/bus/pci/devices/0000:77:00.0");
     let new = node.setup.at("new");
-    std::fs::create_dir(&new).unwrap();
     fifo(&new.join("vendor"));
     std::fs::rename(&new, &device).unwrap();
     let _silent = writer(&device.join("vendor")).await;
     node.setup.tell("lost 3");
-    kubelet.wait(|state| state.resources[GPU].unhealthy.contains(&uuid(1, 3))).await.unwrap();
+    unhealthy(&kubelet, &[3]).await;
     node.setup.tell("xid 4 79");
-    kubelet.wait(|state| state.resources[GPU].unhealthy.contains(&uuid(1, 4))).await.unwrap();
+    unhealthy(&kubelet, &[3, 4]).await;
 }
 
 /// A machine of two packages with a GPU each, whose host is seen by hwloc alone, in a file of the test's making.
@@ -117,13 +92,6 @@ fn seen_by_hwloc(call_ms: u128) -> Setup {
 }
 
 const HOST: &[u8] = include_bytes!("../../crates/host/src/machines/hwloc_xml/testdata/v2.xml");
-
-/// The other end of a file that somebody reads; what is read goes on until it is dropped.
-async fn writer(path: &Path) -> File {
-    // Linux opens it, without waiting, where somebody reads.
-    const O_NONBLOCK: i32 = 0o4000;
-    until(async || OpenOptions::new().write(true).custom_flags(O_NONBLOCK).open(path)).await
-}
 
 fn numa(kubelet: &KubeletBox) -> Vec<Vec<i64>> {
     kubelet.state().resources[GPU].numa.values().map(|nodes| nodes.iter().copied().collect()).collect()
@@ -170,19 +138,15 @@ async fn an_event_of_a_gpu_that_nobody_knows_yet_is_not_lost() {
     let setup = seen_by_hwloc(LIMIT.as_millis() * 6);
     let xml = setup.at("host.xml");
     fifo(&xml);
-    let kubelet = setup.kubelet();
-    let node = setup.start().await;
+    let (node, kubelet) = setup.start_beside_kubelet().await;
     // NVML was scanned, the host is being scanned, and then both will be published.
     let mut host = writer(&xml).await;
     node.setup.tell("xid 1 79");
     node.setup.tell("calls nvmlDeviceGetTemperature 6");
     host.write_all(HOST).unwrap();
     drop(host);
-    let listed = |state: &State| {
-        let gpus = &state.resources.get(GPU)?.unhealthy;
-        gpus.contains("GPU-b").then_some(())
-    };
-    kubelet.wait(|state| listed(state).is_some()).await.unwrap();
+    let is_listed = |state: &State| state.resources.get(GPU).is_some_and(|gpus| gpus.unhealthy.contains("GPU-b"));
+    kubelet.wait(is_listed).await.unwrap();
     assert_eq!(numa(&kubelet), [[0], [1]]);
 }
 
@@ -190,12 +154,11 @@ async fn an_event_of_a_gpu_that_nobody_knows_yet_is_not_lost() {
 async fn hung_driver_version_delays_nothing() {
     let setup = quick();
     let module = setup.at("sys/module/nvidia");
-    std::fs::create_dir_all(&module).unwrap();
     // A read of it waits for a writer.
     fifo(&module.join("version"));
     let (node, kubelet) = setup.serve(8).await;
     node.setup.tell("xid 4 79");
-    kubelet.wait(|state| state.resources[GPU].unhealthy.contains(&uuid(1, 4))).await.unwrap();
+    unhealthy(&kubelet, &[4]).await;
     let driver = async || {
         let text = std::fs::read_to_string(node.setup.at("k/linkwise/linkwise_health.json")).unwrap_or_default();
         let record: serde_json::Value = serde_json::from_str(&text).unwrap_or_default();
@@ -204,11 +167,9 @@ async fn hung_driver_version_delays_nothing() {
     assert!(until(driver).await.is_null());
     let hung = node.setup.at("hung");
     std::fs::rename(module.join("version"), &hung).unwrap();
-    // In one step: a reader sees no half of it.
-    std::fs::write(node.setup.at("version"), "580.95.05\n").unwrap();
-    std::fs::rename(node.setup.at("version"), module.join("version")).unwrap();
+    replace(&module.join("version"), "580.95.05\n");
     // Who waits gets nothing to read.
-    drop(std::fs::OpenOptions::new().write(true).open(&hung).unwrap());
+    drop(writer(&hung).await);
     let load = std::os::unix::fs::MetadataExt::ino(&std::fs::metadata(&module).unwrap());
     let known = async || match driver().await {
         Ok(name) if name == format!("580.95.05, load {load}") => Ok(()),
@@ -227,11 +188,5 @@ async fn a_bus_that_never_showed_a_gpu_says_nothing_of_its_health() {
     // Two rounds of looks later all are what they were.
     node.setup.tell("calls nvmlDeviceGetTemperature 16");
     assert_eq!(kubelet.state().resources[GPU].healthy.len(), 8);
-    assert!(
-        !node
-            .process
-            .lines()
-            .iter()
-            .any(|line| line.contains("PCI bus any more") || line.contains("not on the PCI bus"))
-    );
+    assert_eq!(node.process.count("PCI bus any more") + node.process.count("not on the PCI bus"), 0);
 }

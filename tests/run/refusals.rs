@@ -1,4 +1,5 @@
-//! What linkwise does not start with: one line that names the cause; or it stays up and says why it has nothing.
+//! What linkwise does not start with: one line that names the cause. NVML that cannot be initialised is in
+//! `unavailable.rs`.
 
 use crate::run::node::{Process, Setup};
 
@@ -9,27 +10,6 @@ async fn refused(mut process: Process) -> String {
     let words: Vec<String> = words.into_iter().filter(|line| !line.starts_with("fake-nvml:")).collect();
     assert!(words.len() == 1 && words[0].starts_with("linkwise: "), "{words:#?}");
     words[0].clone()
-}
-
-/// NVML that cannot be initialised, for each known cause: the setup and what names the cause.
-fn causes() -> [(Setup, &'static str); 3] {
-    let unreadable = Setup::on("dgx1-v100").env("FAKE_NVML_INIT", "9");
-    let mismatch = Setup::on("dgx1-v100").env("FAKE_NVML_INIT", "18");
-    let mut missing = Setup::on("dgx1-v100");
-    missing.library = "/no/such/libnvidia-ml.so.1".into();
-    [
-        (unreadable, "nvmlInit_v2: NVML_ERROR_DRIVER_NOT_LOADED (9)"),
-        (mismatch, "nvmlInit_v2: NVML_ERROR_LIB_RM_VERSION_MISMATCH (18)"),
-        (missing, "cannot load /no/such/libnvidia-ml.so.1"),
-    ]
-}
-
-#[tokio::test]
-async fn missing_nvml_ends_agent_if_configured() {
-    for (setup, cause) in causes() {
-        let words = refused(setup.arg("--fail-on-init-error=true").spawn()).await;
-        assert!(words.contains("NVML cannot be initialised") && words.contains(cause), "{words}");
-    }
 }
 
 #[tokio::test]
@@ -44,21 +24,6 @@ async fn wsl_is_refused_by_name() {
 }
 
 #[tokio::test]
-async fn no_driver_and_no_gpu_on_bus_is_idle() {
-    // A driver that is there and fails is no absence of GPUs: unavailable.rs.
-    let absent = causes().into_iter().filter(|(_, cause)| !cause.contains("MISMATCH"));
-    for (setup, cause) in absent {
-        let kubelet = setup.kubelet();
-        let node = setup.start().await;
-        let answer = node.ready(200, "no NVIDIA GPU on the PCI bus").await;
-        assert!(answer.body.contains(cause), "{answer:?}");
-        assert_eq!(node.get("/livez").await.status, 200);
-        assert!(kubelet.state().resources.is_empty());
-        node.process.logged(|line| line["reason"].as_str().is_some_and(|reason| reason.contains(cause))).await;
-    }
-}
-
-#[tokio::test]
 async fn missing_nvml_is_logged_once() {
     let setup = Setup::on("dgx1-v100").env("FAKE_NVML_INIT", "9").arg("--fail-on-init-error=false");
     setup.on_bus("0000:3b:00.0");
@@ -67,26 +32,6 @@ async fn missing_nvml_is_logged_once() {
     let mut lines = node.process.lines();
     lines.retain(|line| line.contains("NVML_ERROR_DRIVER_NOT_LOADED") && line.starts_with('{'));
     assert_eq!(lines.len(), 1, "{lines:#?}");
-}
-
-#[tokio::test]
-async fn no_nvml_with_gpu_on_bus_ends_agent() {
-    for (setup, cause) in causes() {
-        setup.on_bus("0000:3b:00.0");
-        setup.on_bus("0000:af:00.0");
-        let words = refused(setup.spawn()).await;
-        assert!(words.contains("2 NVIDIA GPU(s) on the PCI bus (0000:3b:00.0 ...)"), "{words}");
-        assert!(words.contains(cause), "{words}");
-    }
-}
-
-#[tokio::test]
-async fn no_nvml_with_gpu_on_bus_idles_if_configured() {
-    for (setup, cause) in causes() {
-        setup.on_bus("0000:3b:00.0");
-        let node = setup.arg("--fail-on-init-error=false").start().await;
-        node.ready(503, cause).await;
-    }
 }
 
 #[tokio::test]

@@ -1,30 +1,19 @@
 //! The plugin's calls, asked by a client of the tests' own: advice never fails, orders are strict.
 
-use hyper_util::rt::TokioIo;
 use linkwise_kubelet_api::v1beta1 as wire;
 use linkwise_kubelet_box::KubeletBox;
-use tokio::net::UnixStream;
-use tokio::time::timeout;
 use tonic::codegen::http::uri::PathAndQuery;
-use tonic::transport::{Channel, Endpoint};
+use tonic::transport::Channel;
 use tonic::{Code, Request};
 use tonic_prost::ProstCodec;
 use wire::device_plugin_client::DevicePluginClient;
 
-use crate::run::node::{GPU, LIMIT, Node, Setup, machine, uuid};
-
-async fn channel(node: &Node) -> Channel {
-    let path = node.setup.sockets().remove(0);
-    let connector = tower::service_fn(move |_| {
-        let path = path.clone();
-        async move { std::io::Result::Ok(TokioIo::new(UnixStream::connect(path).await?)) }
-    });
-    Endpoint::from_static("http://localhost").connect_with_connector(connector).await.unwrap()
-}
+use crate::run::callers::{channel, client};
+use crate::run::node::{GPU, Node, Setup, machine, uuid};
 
 async fn serve(setup: Setup, gpus: usize) -> (Node, KubeletBox, DevicePluginClient<Channel>) {
     let (node, kubelet) = setup.serve(gpus).await;
-    let client = DevicePluginClient::new(channel(&node).await);
+    let client = client(node.setup.sockets().remove(0)).await.unwrap();
     (node, kubelet, client)
 }
 
@@ -106,9 +95,9 @@ async fn preferred_allocation_never_errors() {
     let total = "linkwise_preferred_allocations_total{resource=\"nvidia.com/gpu\",outcome=";
     node.metric(&format!("{total}\"fallback\"}}"), 11).await;
     // Each kind is logged once, however often it comes.
-    let logged = |line: &String| line.contains("preferred in sorted order") && line.contains("WARN");
     node.process.said("in sorted order, size").await;
-    assert_eq!(node.process.lines().iter().filter(|line| logged(line)).count(), 2);
+    let logged = |line: &&String| line.contains("preferred in sorted order") && line.contains("WARN");
+    assert_eq!(node.process.lines().iter().filter(logged).count(), 2);
     // Repetitions of what is known are no fault.
     let answers = preferred(&mut client, vec![question(&["GPU-a", "GPU-b", "GPU-a", "GPU-b"], &["GPU-b"], 2)]).await;
     assert_eq!(answers, [strings(&["GPU-a", "GPU-b"])]);
@@ -162,7 +151,7 @@ async fn impossible_allocate_is_refused_by_name() {
 #[tokio::test]
 async fn unknown_method_is_unimplemented_in_one_series() {
     let (node, _kubelet, _client) = serve(four(), 4).await;
-    let mut client = tonic::client::Grpc::new(channel(&node).await);
+    let mut client = tonic::client::Grpc::new(channel(node.setup.sockets().remove(0)).await.unwrap());
     for path in ["/v1beta1.DevicePlugin/Dance", "/v1beta1.Registration/Register", "/other.Service/Any"] {
         client.ready().await.unwrap();
         let codec = ProstCodec::<wire::Empty, wire::Empty>::default();
@@ -173,32 +162,6 @@ async fn unknown_method_is_unimplemented_in_one_series() {
     node.metric(&unknown, 3).await;
     let text = node.get("/metrics").await.body;
     assert!(!text.contains("Dance") && !text.contains("Any"), "what a caller makes up makes no series: {text}");
-}
-
-#[tokio::test]
-async fn every_stream_gets_list_and_changes() {
-    let (node, _kubelet, client) = serve(Setup::on("dgx1-v100"), 8).await;
-    let mut streams = Vec::new();
-    for _ in 0..64 {
-        let mut stream = client.clone().list_and_watch(wire::Empty {}).await.unwrap().into_inner();
-        let list = timeout(LIMIT, stream.message()).await.unwrap().unwrap().unwrap();
-        assert!(list.devices.len() == 8 && list.devices.iter().all(|device| device.health == "Healthy"));
-        streams.push(stream);
-    }
-    node.setup.tell("xid 5 79");
-    for stream in &mut streams {
-        let list = timeout(LIMIT, stream.message()).await.unwrap().unwrap().unwrap();
-        let sick: Vec<&str> = list
-            .devices
-            .iter()
-            .filter(|device| device.health == "Unhealthy")
-            .map(|device| device.id.as_str())
-            .collect();
-        assert_eq!((list.devices.len(), sick), (8, vec![uuid(1, 5).as_str()]));
-    }
-    drop(streams);
-    let closed = format!("linkwise_rpcs_total{{resource=\"{GPU}\",method=\"ListAndWatch\",code=\"CANCELLED\"}}");
-    node.metric(&closed, 64).await;
 }
 
 #[tokio::test]

@@ -1,16 +1,14 @@
 //! The end of the process, and what an earlier one left behind.
 
-use std::fs::OpenOptions;
 use std::io::Write;
 use std::os::fd::OwnedFd;
-use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 
 use linkwise_kubelet_api::v1beta1::Empty;
 use linkwise_kubelet_box::{Fault, Pod};
 use tokio::time::timeout;
 
-use crate::run::node::{GPU, LIMIT, Setup, registered, signal, until};
+use crate::run::node::{GPU, LIMIT, Setup, fifo, registered, signal, until, writer};
 
 #[tokio::test]
 async fn signal_ends_streams_and_sockets_with_success() {
@@ -42,8 +40,7 @@ async fn hung_kubelet_does_not_delay_shutdown() {
     node.setup.tell("hang nvmlDeviceGetTemperature");
     // A scraper that keeps its connection.
     let _scraper = tokio::net::TcpStream::connect(node.address).await.unwrap();
-    node.process.signal("TERM");
-    assert_eq!(node.process.ended().await.0.code(), Some(0));
+    node.process.end().await;
     assert!(node.setup.sockets().is_empty());
 }
 
@@ -76,31 +73,24 @@ async fn hung_sysfs_file_delays_nothing() {
     setup.on_bus("0000:3b:00.0");
     // Reading it waits for a writer.
     let vendor = setup.at("sys/bus/pci/devices/0000:3b:00.0/vendor");
-    std::fs::remove_file(&vendor).unwrap();
-    assert!(std::process::Command::new("mkfifo").arg(&vendor).status().unwrap().success());
+    fifo(&vendor);
     let mut node = setup.start().await;
-    // Linux opens the other end, without waiting, where there is a reader.
-    const O_NONBLOCK: i32 = 0o4000;
-    let _silent = until(async || OpenOptions::new().write(true).custom_flags(O_NONBLOCK).open(&vendor)).await;
+    let _silent = writer(&vendor).await;
     node.ready(503, "the GPUs have not been discovered yet").await;
-    node.process.signal("TERM");
-    assert_eq!(node.process.ended().await.0.code(), Some(0));
+    node.process.end().await;
 }
 
 #[tokio::test]
 async fn hung_disk_delays_no_admission_and_no_shutdown() {
     let setup = Setup::on("dgx1-v100");
     // Opening it waits for a writer, which never comes: the agent's thread hangs in the kernel to the end.
-    let record = setup.at("k/linkwise/linkwise_health.json");
-    std::fs::create_dir_all(record.parent().unwrap()).unwrap();
-    assert!(std::process::Command::new("mkfifo").arg(&record).status().unwrap().success());
+    fifo(&setup.at("k/linkwise/linkwise_health.json"));
     let (mut node, kubelet) = setup.serve(8).await;
     node.process.said("it cannot be read in time").await;
     node.setup.tell("xid 2 79");
     kubelet.wait(|state| state.resources[GPU].unhealthy.len() == 1).await.unwrap();
     kubelet.admit(&Pod::single("pod", GPU, 4), None).await.unwrap();
-    node.process.signal("TERM");
-    assert_eq!(node.process.ended().await.0.code(), Some(0));
+    node.process.end().await;
     assert!(node.setup.sockets().is_empty());
 }
 

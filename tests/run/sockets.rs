@@ -6,14 +6,13 @@ use std::time::Duration;
 
 use linkwise_kubelet::device_plugin::{Phase, Settings};
 use linkwise_kubelet_api::v1beta1::Empty;
-use linkwise_kubelet_box::{KubeletBox, Options, Restart};
+use linkwise_kubelet_box::Restart;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixStream;
 use tokio::time::timeout;
-use tokio_util::sync::CancellationToken;
 
-use crate::run::kubelet::plugin;
-use crate::run::node::{GPU, LIMIT, Setup, registered, until};
+use crate::run::kubelet::Alone;
+use crate::run::node::{GPU, LIMIT, Setup, kubelet_in, registered, until};
 
 #[tokio::test]
 async fn kubelet_found_after_any_file_at_its_socket() {
@@ -73,7 +72,7 @@ async fn chmod_of_kubelet_sock_ends_no_session() {
     registered(&kubelet, 2, 8).await;
     node.ready(200, "").await;
     node.process.said("our socket is gone").await;
-    assert!(!node.process.lines().iter().any(|line| line.contains("the kubelet restarted")));
+    assert_eq!(node.process.count("the kubelet restarted"), 0);
 }
 
 #[tokio::test]
@@ -81,27 +80,20 @@ async fn polling_suffices_without_inotify() {
     let folder = tempfile::tempdir().unwrap();
     let poll = Duration::from_millis(20);
     let settings = Settings { inotify: false, poll, ..Settings::new(folder.path().join("k/kubelet.sock")) };
-    let (plugin, log) = plugin(settings);
-    let mut phase = plugin.phase();
-    let shutdown = CancellationToken::new();
-    let running = tokio::spawn(plugin.run(shutdown.clone()));
-    let mut serving = async || timeout(LIMIT, phase.wait_for(|phase| *phase == Phase::Serving)).await.unwrap().is_ok();
-    let mut options = Options::new(folder.path().join("k"));
-    (options.dial_retry, options.wait_timeout) = (Duration::from_millis(10), LIMIT);
-    let kubelet = KubeletBox::start(options).unwrap();
-    assert!(serving().await);
+    let mut alone = Alone::start(settings);
+    let kubelet = kubelet_in(folder.path().join("k"), |_| {});
+    alone.reaches(Phase::Serving).await;
     // Only the file shows this one.
     let ours = |entry: &std::path::PathBuf| entry.to_string_lossy().contains("linkwise-");
     let entries = std::fs::read_dir(folder.path().join("k")).unwrap().map(|entry| entry.unwrap().path());
     std::fs::remove_file(entries.into_iter().find(ours).unwrap()).unwrap();
-    log.has(&["the session with the kubelet ended", "why=\"our socket is gone or not ours any more\""]).await;
+    alone.log.has(&["the session with the kubelet ended", "why=\"our socket is gone or not ours any more\""]).await;
     registered(&kubelet, 2, 8).await;
-    assert!(serving().await);
+    alone.reaches(Phase::Serving).await;
     kubelet.restart(Restart::Kubelet).await.unwrap();
     registered(&kubelet, 3, 8).await;
-    assert!(serving().await);
-    shutdown.cancel();
-    timeout(LIMIT, running).await.unwrap().unwrap().unwrap();
+    alone.reaches(Phase::Serving).await;
+    alone.end().await;
 }
 
 #[tokio::test]
@@ -138,7 +130,7 @@ async fn exhausted_descriptors_recover() {
     registered(&kubelet, 2, 8).await;
     node.ready(200, "").await;
     assert_eq!(node.setup.sockets().len(), 1);
-    let said = node.process.lines().iter().filter(|line| line.contains("could not be accepted")).count();
+    let said = node.process.count("could not be accepted");
     assert!(said <= 2, "said once for each time that it served, not once for each caller: {said}");
     // Ten times a second at most, for as long as a test may last: not as often as a processor can.
     let again = node.process.logged(|line| line["phase"] == "serving" && line["repeated"].as_u64() > Some(0)).await;

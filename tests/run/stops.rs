@@ -5,7 +5,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixStream;
 use tokio::time::timeout;
 
-use crate::run::node::{GPU, LIMIT, Setup, registered, signal, uuid};
+use crate::run::node::{GPU, LIMIT, Setup, registered, signal, unhealthy};
 
 #[tokio::test]
 async fn stopped_process_catches_up() {
@@ -35,8 +35,7 @@ async fn stopped_process_catches_up() {
 /// Stops linkwise with its child for so long, as a freezer does; nothing must have happened meanwhile.
 async fn frozen(seconds: f64) {
     let limits = if seconds < 10.0 { ["--nvml-call-ms=500", "--nvml-poll-ms=20"].as_slice() } else { &[] };
-    let setup = limits.iter().fold(Setup::on("dgx1-v100"), |setup, limit| setup.arg(limit));
-    let (node, kubelet) = setup.serve(8).await;
+    let (node, kubelet) = Setup::on("dgx1-v100").args(limits).serve(8).await;
     let agent = node.agent(&[]).await;
     let uptime = || {
         let text = std::fs::read_to_string("/proc/uptime").unwrap();
@@ -54,7 +53,7 @@ async fn frozen(seconds: f64) {
     node.ready(200, "ready").await;
     signal("CONT", agent);
     node.setup.tell("xid 3 79");
-    kubelet.wait(|state| state.resources[GPU].unhealthy.contains(&uuid(1, 3))).await.unwrap();
+    unhealthy(&kubelet, &[3]).await;
     kubelet.admit(&Pod::single("after", GPU, 7), None).await.unwrap();
     assert_eq!(node.agent_ids(), [agent], "{:#?}", node.process.lines());
     let state = kubelet.state();
@@ -130,7 +129,6 @@ async fn unclosed_connection_is_cut_before_registration() {
     let _ = timeout(LIMIT, stuck_one.read_to_end(&mut rest)).await.expect("the old connection is closed");
     // Nor does such a one hold up the end.
     let _stuck = stuck(&node.setup.sockets()[0]).await;
-    node.process.signal("TERM");
-    assert_eq!(node.process.ended().await.0.code(), Some(0));
+    node.process.end().await;
     assert!(node.setup.sockets().is_empty());
 }

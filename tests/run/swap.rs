@@ -5,8 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use linkwise_kubelet_box::{Allocation, KubeletBox, Pod, Restart};
 
-use crate::run::handover::allocation;
-use crate::run::node::{GPU, Setup, registered, uuid};
+use crate::run::node::{GPU, Setup, allocation, registered, uuid};
 use crate::run::predecessor::Predecessor;
 
 const SHARED: &str = "sharing: {timeSlicing: {resources: [{name: nvidia.com/gpu, replicas: 2}]}}\n";
@@ -18,10 +17,6 @@ fn ids(replicas: Option<u32>) -> Vec<String> {
         Some(replicas) => (0..replicas).map(|slot| format!("{}::{slot}", uuid(1, index))).collect(),
     };
     (0..8).flat_map(of).collect()
-}
-
-fn folder(setup: &Setup) -> std::path::PathBuf {
-    setup.kubelet_socket.parent().unwrap().to_owned()
 }
 
 /// Pods that run, each with what it was given.
@@ -47,7 +42,7 @@ async fn untouched(kubelet: &KubeletBox, pods: &Pods) {
 /// Forth and back for devices of these ids.
 async fn swapped(setup: Setup, ids: Vec<String>) {
     let kubelet = setup.kubelet();
-    let (folder, all) = (folder(&setup), ids.len());
+    let (folder, all) = (setup.at("k"), ids.len());
     let before = Predecessor::start(&folder, &ids).await;
     registered(&kubelet, 1, all).await;
     let mut pods = Pods::new();
@@ -81,11 +76,9 @@ async fn swapped(setup: Setup, ids: Vec<String>) {
     pods.insert("fourth", allocation(&kubelet, "fourth", GPU, 1).await);
 
     // And back.
-    let mut process = node.process;
-    process.signal("TERM");
-    assert!(process.ended().await.0.success());
+    let setup = node.end().await;
     kubelet.wait(|state| state.resources[GPU].open_streams == 0).await.unwrap();
-    assert!(node.setup.sockets().is_empty());
+    assert!(setup.sockets().is_empty());
     let after = Predecessor::start(&folder, &ids).await;
     registered(&kubelet, 4, all).await;
     untouched(&kubelet, &pods).await;
@@ -101,8 +94,5 @@ async fn swap_with_nvidia_plugin_keeps_gpus() {
 
 #[tokio::test]
 async fn swap_with_nvidia_plugin_keeps_slots() {
-    let setup = Setup::on("dgx1-v100");
-    let file = setup.at("config.yaml");
-    std::fs::write(&file, SHARED).unwrap();
-    swapped(setup.arg("--config-file").arg(file), ids(Some(2))).await;
+    swapped(Setup::on("dgx1-v100").config(SHARED), ids(Some(2))).await;
 }

@@ -7,8 +7,9 @@ use std::process::Stdio;
 use serde_json::Value;
 use tokio::time::timeout;
 
-use crate::run::memory::{TOOLS, ran};
-use crate::run::node::{LIMIT, Setup, registered, until};
+use crate::run::labels::{discovery, file, has};
+use crate::run::memory::every_command_fails;
+use crate::run::node::{LIMIT, Setup, registered};
 
 /// What becomes of a node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -45,8 +46,7 @@ const FAILURES: [(&str, &str); 9] = [
 
 /// A machine on which NVML fails so.
 fn failing(failure: &str, bus: Bus) -> Setup {
-    let mut setup =
-        Setup::on("dgx1-v100").arg("--nvml-memory-mib=24").arg("--nvml-pause-ms=10").arg("--bus-look-ms=50");
+    let mut setup = Setup::on("dgx1-v100").args(["--nvml-memory-mib=24", "--nvml-pause-ms=10", "--bus-look-ms=50"]);
     setup = setup.arg(if failure.starts_with("leak") { "--nvml-start-ms=60000" } else { "--nvml-start-ms=1000" });
     match failure {
         "absent" => setup.library = "/no/such/libnvidia-ml.so.1".into(),
@@ -65,35 +65,45 @@ fn failing(failure: &str, bus: Bus) -> Setup {
     match bus {
         Bus::Gpus => setup.all_on_bus(),
         Bus::Empty => fs::create_dir_all(setup.at("sys/bus/pci/devices")).unwrap(),
-        Bus::Hangs => {
-            let device = setup.at("sys/bus/pci/devices/0000:06:00.0");
-            fs::create_dir_all(&device).unwrap();
-            // A file whose reader waits for ever.
-            assert!(std::process::Command::new("mkfifo").arg(device.join("vendor")).status().unwrap().success());
-        }
+        Bus::Hangs => setup.hung_on_bus(),
     }
     setup
 }
 
-/// Starts linkwise there, and holds that this becomes of it, with the cause.
-async fn becomes(setup: Setup, cause: &str, expected: Becomes) {
-    let mut node = setup.start().await;
+/// Starts linkwise there, with an option, and holds that this becomes of it, with the cause.
+async fn becomes((failure, cause): (&str, &str), bus: Bus, must_work: Option<bool>, expected: Becomes) {
+    let option = must_work.map(|value| format!("--fail-on-init-error={value}"));
+    let mut node = failing(failure, bus).args(option).start().await;
     match expected {
         Becomes::Ends => {
-            let (status, words) = node.process.ended().await;
-            assert!(status.code() == Some(1) && words.concat().contains(cause), "{status}: {words:?}");
+            let (status, mut words) = node.process.ended().await;
+            words.retain(|line| !line.starts_with("fake-nvml:"));
+            let because = match must_work {
+                None => "8 NVIDIA GPU(s) on the PCI bus (0000:06:00.0 ...), but NVML cannot be initialised: ",
+                Some(_) => "NVML cannot be initialised: ",
+            };
+            let [line] = &words[..] else { panic!("{words:?}") };
+            assert!(line.starts_with(&format!("linkwise: {because}")) && line.contains(cause), "{line}");
+            assert_eq!(status.code(), Some(1), "{line}");
         }
         Becomes::Idle => {
-            node.ready(200, cause).await;
+            let answer = node.ready(200, cause).await;
+            assert!(answer.body.contains("no NVIDIA GPU on the PCI bus"), "{answer:?}");
+            assert_eq!(node.get("/livez").await.status, 200);
             node.metric("linkwise_idle", 1).await;
+            node.process.logged(|line| line["reason"].as_str().is_some_and(|reason| reason.contains(cause))).await;
         }
         Becomes::Waits => {
-            node.ready(503, cause).await;
+            let answer = node.ready(503, cause).await;
+            let is_hung = answer.body.contains("the PCI bus does not answer");
+            assert_eq!(is_hung, matches!(bus, Bus::Hangs), "{answer:?}");
             node.metric("linkwise_idle", 0).await;
             mend(&node.setup);
             // It was tried again, and works once it can.
             if node.setup.library == fake_nvml::library_path() {
-                registered(&node.setup.kubelet(), 1, 8).await;
+                let kubelet = node.setup.kubelet();
+                registered(&kubelet, 1, 8).await;
+                node.ready(200, "").await;
             }
         }
     }
@@ -109,14 +119,21 @@ fn mend(setup: &Setup) {
 #[tokio::test]
 async fn only_a_missing_driver_makes_a_node_without_gpus() {
     use Becomes::{Ends as E, Idle as I, Waits as W};
-    for (failure, cause) in FAILURES {
-        let expected = match failure {
+    const BUSES: [Bus; 3] = [Bus::Gpus, Bus::Empty, Bus::Hangs];
+    for failure in FAILURES {
+        let expected = match failure.0 {
             "absent" | "broken" | "init 9" => [E, I, W],
-            failure if failure.starts_with("leak") => [W, W, W],
+            leak if leak.starts_with("leak") => [W, W, W],
             _ => [E, W, W],
         };
-        for (bus, expected) in [Bus::Gpus, Bus::Empty, Bus::Hangs].into_iter().zip(expected) {
-            becomes(failing(failure, bus), cause, expected).await;
+        for (bus, expected) in BUSES.into_iter().zip(expected) {
+            becomes(failure, bus, None, expected).await;
+        }
+    }
+    // `crates/nvml/src/supervisor/machine/tests/cases.rs` has all failures with these options.
+    for (must_work, expected) in [(true, [E, E, E]), (false, [W, I, W])] {
+        for (bus, expected) in BUSES.into_iter().zip(expected) {
+            becomes(FAILURES[2], bus, Some(must_work), expected).await;
         }
     }
 }
@@ -124,41 +141,27 @@ async fn only_a_missing_driver_makes_a_node_without_gpus() {
 #[tokio::test]
 async fn commands_that_end_name_the_crash_and_fail() {
     let setup = failing("crash nvmlInit_v2", Bus::Empty);
-    for words in TOOLS {
-        let (code, said) = ran(setup.tool(words)).await;
-        assert_eq!(code, Some(1), "{words:?}: {said}");
-        assert!(said.contains("the NVML library crashed in nvmlInit_v2"), "{words:?}: {said}");
-        assert!(!said.contains("linkwise run idles here"), "{words:?}: {said}");
-    }
+    every_command_fails(&setup, "the NVML library crashed in nvmlInit_v2").await;
 }
 
 const GOOD: &str = "nvidia.com/gpu.count=8\n";
 
 /// gpu-feature-discovery on such a machine, with labels of an earlier start.
-fn discovery(setup: Setup) -> Setup {
-    let program = setup.at("gpu-feature-discovery");
-    std::os::unix::fs::symlink(&setup.program, &program).unwrap();
+fn with_labels(setup: Setup) -> Setup {
     fs::create_dir(setup.at("features.d")).unwrap();
-    fs::write(setup.at("features.d/gfd"), GOOD).unwrap();
-    let file = setup.at("features.d/gfd");
-    let mut setup = setup.arg("--use-node-feature-api=false").arg("--no-timestamp").arg("--output-file").arg(file);
-    (setup.program, setup.subcommand) = (program, None);
-    setup
+    fs::write(file(&setup), GOOD).unwrap();
+    discovery(setup).arg("--no-timestamp")
 }
 
 #[tokio::test]
 async fn labels_stay_while_a_library_that_is_there_fails() {
     for (failure, cause) in FAILURES {
         let absent = ["absent", "broken", "init 9"].contains(&failure);
-        let setup = discovery(failing(failure, Bus::Empty));
-        let file = setup.at("features.d/gfd");
+        let setup = with_labels(failing(failure, Bus::Empty));
+        let file = file(&setup);
         let process = setup.spawn();
         if absent {
-            let none = async || {
-                let text = fs::read_to_string(&file).unwrap();
-                if text == "nvidia.com/vgpu.present=false\n" { Ok(()) } else { Err(text) }
-            };
-            until(none).await;
+            assert_eq!(has(&file, "nvidia.com/vgpu.present", "false").await.len(), 1);
             continue;
         }
         let stays = |line: &Value| {
@@ -168,11 +171,7 @@ async fn labels_stay_while_a_library_that_is_there_fails() {
         process.logged(stays).await;
         assert_eq!(fs::read_to_string(&file).unwrap(), GOOD, "{failure}");
         mend(&setup);
-        let made = async || {
-            let text = fs::read_to_string(&file).unwrap();
-            if text.contains("nvidia.com/gpu.product=") { Ok(()) } else { Err(text) }
-        };
-        until(made).await;
+        has(&file, "nvidia.com/gpu.product", "Tesla-V100-SXM2-32GB").await;
     }
 }
 
@@ -182,14 +181,12 @@ async fn one_off_labels_are_written_only_where_gpus_are_known() {
         let absent = ["absent", "broken", "init 9"].contains(&failure);
         for option in [None, Some("false"), Some("true")] {
             for bus in [Bus::Gpus, Bus::Empty] {
-                let mut setup = discovery(failing(failure, bus)).arg("--oneshot");
-                if let Some(option) = option {
-                    setup = setup.arg(format!("--fail-on-init-error={option}"));
-                }
+                let setup = with_labels(failing(failure, bus)).arg("--oneshot");
+                let setup = setup.args(option.map(|option| format!("--fail-on-init-error={option}")));
                 let output = setup.command().stdout(Stdio::piped()).stderr(Stdio::piped()).output();
                 let output = timeout(LIMIT, output).await.expect("it ends in time").unwrap();
                 let words = String::from_utf8(output.stderr).unwrap();
-                let text = fs::read_to_string(setup.at("features.d/gfd")).unwrap();
+                let text = fs::read_to_string(file(&setup)).unwrap();
                 let is_written = absent && matches!(bus, Bus::Empty) && option != Some("true");
                 let expected = if is_written { "nvidia.com/vgpu.present=false\n" } else { GOOD };
                 assert_eq!(text, expected, "{failure} {option:?} {bus:?}: {words}");

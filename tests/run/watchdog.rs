@@ -1,9 +1,9 @@
 //! A library that hangs or crashes, an agent that is stopped or killed, a GPU that ends every agent that queries it:
 //! each costs an agent, the log names call and GPU, and admissions go on.
 
-use linkwise_kubelet_box::{KubeletBox, Pod};
+use linkwise_kubelet_box::KubeletBox;
 
-use crate::run::node::{GPU, LIMIT, Node, Setup, machine, registered, signal, until, uuid};
+use crate::run::node::{GPU, LIMIT, Node, Setup, allocation, machine, registered, signal, unhealthy, until, uuid};
 
 const STARTS: &str = "linkwise_nvml_agent_starts_total";
 const UP: &str = "linkwise_nvml_agent_up";
@@ -26,6 +26,13 @@ fn ends(cause: &str) -> String {
     format!("linkwise_nvml_agent_ends_total{{cause=\"{cause}\"}}")
 }
 
+/// Waits until the GPU of this index is in quarantine; gives the cause.
+async fn quarantined(node: &Node, index: u32) -> String {
+    let line = node.process.said("GPU quarantined").await;
+    assert_eq!((line["gpu"].as_str(), line["index"].as_u64()), (Some(&*uuid(1, index)), Some(index.into())), "{line}");
+    line["cause"].as_str().unwrap().to_owned()
+}
+
 /// The node works as ever: pods are admitted, and what the driver reports of this GPU arrives.
 async fn works(node: &Node, kubelet: &KubeletBox, gpu: u32) {
     node.metric(UP, 1).await;
@@ -37,8 +44,7 @@ async fn works(node: &Node, kubelet: &KubeletBox, gpu: u32) {
     };
     until(heard).await;
     kubelet.wait(|state| state.resources[GPU].unhealthy.contains(&uuid(1, gpu))).await.unwrap();
-    let admitted = kubelet.admit(&Pod::single(format!("pod-{gpu}"), GPU, 1), None).await.unwrap();
-    assert_eq!(admitted.grant("main", GPU).unwrap().allocation.devices.len(), 1);
+    allocation(kubelet, &format!("pod-{gpu}"), GPU, 1).await;
     assert_eq!(kubelet.state().resources[GPU].registrations, 1, "the kubelet noticed nothing");
     assert_eq!(kubelet.violations(), []);
 }
@@ -69,8 +75,7 @@ async fn admissions_are_answered_while_a_call_hangs() {
     // The wait for events hangs with it, so that this call was made when the lock was held.
     node.setup.tell("hang nvmlEventSetWait_v2");
     for pod in ["a", "b", "c", "d"] {
-        let admitted = kubelet.admit(&Pod::single(pod, GPU, 2), None).await.unwrap();
-        assert_eq!(admitted.grant("main", GPU).unwrap().allocation.devices.len(), 2);
+        allocation(&kubelet, pod, GPU, 2).await;
     }
     node.metric(STARTS, 1).await;
     node.metric(UP, 1).await;
@@ -80,13 +85,11 @@ async fn admissions_are_answered_while_a_call_hangs() {
 async fn a_gpu_that_crashes_children_is_left_out_and_taken_back_in() {
     let (node, kubelet) = quick("dgx1-v100").arg("--health-hold-ms=1").serve(8).await;
     node.setup.tell("crash 5 nvmlDeviceGetTemperature");
-    let line = node.process.logged(|line| line["message"].to_string().contains("GPU quarantined")).await;
-    assert_eq!((line["gpu"].as_str(), line["index"].as_u64()), (Some(uuid(1, 5).as_str()), Some(5)));
-    let cause = line["cause"].as_str().unwrap();
+    let cause = quarantined(&node, 5).await;
     assert!(cause.contains("SIGABRT") && cause.contains("nvmlDeviceGetTemperature"), "{cause}");
-    kubelet.wait(|state| state.resources[GPU].unhealthy == [uuid(1, 5)].into()).await.unwrap();
+    unhealthy(&kubelet, &[5]).await;
     // Trials end like this, and no other GPU is blamed.
-    let trials = || node.process.lines().iter().filter(|line| line.contains("trial of the quarantined GPU 5")).count();
+    let trials = || node.process.count("trial of the quarantined GPU 5");
     until(async || if trials() >= 2 { Ok(()) } else { Err(trials()) }).await;
     node.metric("linkwise_gpus", 8).await;
     works(&node, &kubelet, 6).await;
@@ -95,8 +98,7 @@ async fn a_gpu_that_crashes_children_is_left_out_and_taken_back_in() {
     assert_eq!(line["gpu"].as_str(), Some(uuid(1, 5).as_str()));
     kubelet.wait(|state| state.resources[GPU].healthy.contains(&uuid(1, 5))).await.unwrap();
     works(&node, &kubelet, 5).await;
-    let left_out = node.process.lines().iter().filter(|line| line.contains("GPU quarantined")).count();
-    assert_eq!(left_out, 1);
+    assert_eq!(node.process.count("GPU quarantined"), 1);
 }
 
 #[tokio::test]
@@ -104,9 +106,8 @@ async fn gpu_that_hangs_agents_unnamed_is_quarantined() {
     let setup = quick("dgx1-v100");
     setup.all_on_bus();
     setup.tell("hang 2 nvmlDeviceGetHandleByIndex_v2");
-    let kubelet = setup.kubelet();
-    let node = setup.start().await;
-    let line = node.process.logged(|line| line["message"].to_string().contains("GPU quarantined")).await;
+    let (node, kubelet) = setup.start_beside_kubelet().await;
+    let line = node.process.said("GPU quarantined").await;
     assert!(line["cause"].as_str().unwrap().contains("nvmlDeviceGetHandleByIndex_v2 of GPU 2 did not"), "{line}");
     registered(&kubelet, 1, 7).await;
     node.setup.tell("unhang 2 nvmlDeviceGetHandleByIndex_v2");
@@ -119,10 +120,8 @@ async fn gpu_that_crashes_agents_at_start_costs_itself_only() {
         let setup = quick("dgx1-v100").arg(option);
         setup.all_on_bus();
         setup.tell("crash 5 nvmlDeviceGetTemperature");
-        let kubelet = setup.kubelet();
-        let node = setup.start().await;
-        let line = node.process.logged(|line| line["message"].to_string().contains("GPU quarantined")).await;
-        assert_eq!((line["gpu"].as_str(), line["index"].as_u64()), (Some(uuid(1, 5).as_str()), Some(5)), "{line}");
+        let (node, kubelet) = setup.start_beside_kubelet().await;
+        quarantined(&node, 5).await;
         let others = registered(&kubelet, 1, 7).await;
         assert!(!others.healthy.contains(&uuid(1, 5)), "{others:?}");
         works(&node, &kubelet, 6).await;
@@ -140,27 +139,11 @@ async fn node_is_unready_while_every_gpu_ends_agents() {
             setup.all_on_bus();
         }
         setup.tell("crash nvmlDeviceGetTemperature");
-        let kubelet = setup.kubelet();
-        let node = setup.start().await;
+        let (node, kubelet) = setup.start_beside_kubelet().await;
         node.process.said("agents end whichever GPU they skip").await;
         node.ready(503, "NVML is initialised, but no agent has seen the GPUs").await;
         node.setup.tell("uncrash nvmlDeviceGetTemperature");
         registered(&kubelet, 1, gpus).await;
-    }
-}
-
-#[tokio::test]
-async fn broken_initialisation_ends_node_with_its_cause() {
-    let hung = "nvmlInit_v2 did not return within 1s";
-    for (fault, cause) in [("crash", "SIGABRT"), ("hang", hung)] {
-        let setup = Setup::on("dgx1-v100").arg("--nvml-start-ms=1000");
-        setup.all_on_bus();
-        setup.tell(&format!("{fault} nvmlInit_v2"));
-        let (status, words) = setup.spawn().ended().await;
-        let words = words.join("\n");
-        assert_eq!(status.code(), Some(1), "{words}");
-        let known = ["8 NVIDIA GPU(s) on the PCI bus", "NVML cannot be initialised", "nvmlInit_v2", cause];
-        assert!(known.iter().all(|part| words.contains(part)), "{words}");
     }
 }
 
@@ -170,8 +153,8 @@ async fn where_every_gpu_ends_children_none_is_left_out() {
     node.setup.tell("crash nvmlDeviceGetTemperature");
     node.process.said("agents end whichever GPU they skip").await;
     node.metric("linkwise_nvml_away", 1).await;
-    assert!(!node.process.lines().iter().any(|line| line.contains("GPU quarantined")));
-    kubelet.admit(&Pod::single("meanwhile", GPU, 4), None).await.unwrap();
+    assert_eq!(node.process.count("GPU quarantined"), 0);
+    allocation(&kubelet, "meanwhile", GPU, 4).await;
     node.setup.tell("uncrash nvmlDeviceGetTemperature");
     node.metric("linkwise_nvml_away", 0).await;
     works(&node, &kubelet, 0).await;
@@ -190,7 +173,7 @@ async fn stopped_agent_is_replaced_and_no_gpu_is_blamed() {
     }
     node.process.said("has been stopped").await;
     works(&node, &kubelet, 4).await;
-    assert!(!node.process.lines().iter().any(|line| line.contains("GPU quarantined")));
+    assert_eq!(node.process.count("GPU quarantined"), 0);
 }
 
 #[tokio::test]
@@ -211,7 +194,7 @@ async fn agent_killed_anywhere_is_replaced_without_blame() {
     }
     works(&node, &kubelet, 1).await;
     assert_eq!(kubelet.state().resources[GPU].healthy.len(), 7);
-    assert!(!node.process.lines().iter().any(|line| line.contains("GPU quarantined")));
+    assert_eq!(node.process.count("GPU quarantined"), 0);
 }
 
 #[tokio::test]
@@ -228,8 +211,7 @@ async fn a_storm_of_xids_loses_no_change_and_takes_no_memory() {
     node.setup.tell("xid 2 79");
     node.setup.tell("storm 0 31 50000");
     node.setup.tell("xid 3 79");
-    let both = [uuid(1, 2), uuid(1, 3)].into();
-    kubelet.wait(|state| state.resources[GPU].unhealthy == both).await.unwrap();
+    unhealthy(&kubelet, &[2, 3]).await;
     node.metric(&format!("linkwise_xid_errors_total{{uuid=\"{}\",xid=\"31\"}}", uuid(1, 0)), 100_000).await;
     // An event alone takes a hundred bytes: kept, they would take ten times as much.
     assert!(peak() < before + 4 * 1024, "{before} KiB before, {} KiB after", peak());

@@ -133,8 +133,8 @@ pub struct Running {
 
 impl Running {
     pub async fn of(process: Process) -> Self {
-        let up = process.logged(|line| line["message"] == "linkwise is up").await;
-        Self { process, address: up["metrics"].as_str().unwrap().parse().unwrap() }
+        let address = process.up().await;
+        Self { process, address }
     }
 
     /// Waits until it would be called ready.
@@ -154,8 +154,6 @@ impl Running {
 
     /// Ends it as a kubelet does.
     pub async fn end(mut self) {
-        self.process.signal("TERM");
-        let (status, last) = self.process.ended().await;
-        assert!(status.success(), "{status}: {last:?}");
+        self.process.end().await;
     }
 }

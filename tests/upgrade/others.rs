@@ -29,21 +29,15 @@ async fn replaced(connections: Connections, socket: &str) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn nvidia_plugin_is_replaced_up_to_1_36() {
-    replaced(KUBELETS[0], "nvidia-gpu.sock").await;
+async fn nvidia_plugin_is_replaced() {
+    for connections in KUBELETS {
+        replaced(connections, "nvidia-gpu.sock").await;
+    }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn nvidia_plugin_is_replaced_from_1_37() {
-    replaced(KUBELETS[1], "nvidia-gpu.sock").await;
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn older_linkwise_is_replaced_up_to_1_36() {
-    replaced(KUBELETS[0], "linkwise-nvidia.com_gpu-0123abcd.sock").await;
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn older_linkwise_is_replaced_from_1_37() {
-    replaced(KUBELETS[1], "linkwise-nvidia.com_gpu-0123abcd.sock").await;
+async fn older_linkwise_is_replaced() {
+    for connections in KUBELETS {
+        replaced(connections, "linkwise-nvidia.com_gpu-0123abcd.sock").await;
+    }
 }

@@ -4,7 +4,8 @@
 use linkwise_core::state::HealthRecord;
 
 use super::*;
-use crate::run::node::{GPU, Node, until, uuid};
+use crate::run::health::{file, kept};
+use crate::run::node::{GPU, Node, unhealthy, uuid};
 
 /// The findings on one GPU: status, text and advice of each.
 fn findings_on(report: &Value, gpu: &str) -> Vec<(String, String, String)> {
@@ -23,7 +24,7 @@ fn reports(report: &Value, gpu: &str, status: &str, words: &str, advice: &str) {
 
 /// linkwise on a machine on which nothing is wrong, with polls that come often.
 async fn running(admin: bool) -> (Node, KubeletBox) {
-    let (setup, kubelet, ..) = well("dgx1-v100");
+    let (setup, kubelet) = well();
     // The driver reports a recovery action for this one.
     setup.tell("recovery 4 0");
     let socket = setup.admin_socket();
@@ -38,7 +39,7 @@ async fn running(admin: bool) -> (Node, KubeletBox) {
 
 #[tokio::test]
 async fn unhealthy_gpu_reports_reason_and_remedy() {
-    let (setup, _kubelet, ..) = well("dgx1-v100");
+    let (setup, _kubelet) = well();
     setup.tell("recovery 1 1");
     setup.tell("rows 2 false true");
     setup.tell("fail 5 nvmlDeviceGetTemperature 999");
@@ -59,7 +60,7 @@ async fn unhealthy_gpu_reports_reason_and_remedy() {
 async fn fabric_joining_warns_and_fabric_failure_fails() {
     let fabric = ", nvlinks: [], fabric: {cluster: 11111111-2222-3333-4444-555555555555, clique: 0}";
     let gpus = [("GPU-a", "0000:01:00.0", fabric), ("GPU-b", "0000:02:00.0", fabric)];
-    let (setup, _kubelet, ..) = around(Setup::with(&machine(&gpus)));
+    let (setup, _kubelet) = around(Setup::with(&machine(&gpus)));
     setup.tell("fabric 0 3 999");
     setup.tell("fabric 1 2 0");
     let report = look(&setup, &[]).await;
@@ -77,20 +78,18 @@ async fn reasons_of_running_linkwise_are_reported() {
     // The driver reports a recovery action for neither of them, and another process saw the events.
     setup.tell("xid 2 79");
     setup.tell("link 3 0 down");
-    kubelet.wait(|state| state.resources[GPU].unhealthy.len() == 2).await.unwrap();
+    unhealthy(&kubelet, &[2, 3]).await;
     let report = look(setup, &[]).await;
     reports(&report, &uuid(1, 2), "failed", "XID 79", "linkwise admin clear");
     reports(&report, &uuid(1, 3), "failed", "NVLinks down: 0", "the links active");
     // What both NVML and linkwise report is one finding.
     setup.tell("recovery 4 1");
-    kubelet.wait(|state| state.resources[GPU].unhealthy.len() == 3).await.unwrap();
+    unhealthy(&kubelet, &[2, 3, 4]).await;
     let report = look(setup, &[]).await;
     reports(&report, &uuid(1, 4), "failed", "the driver asks for: GPU reset", "recovery action");
     // An operator clears it: linkwise offers it, and the doctor reports that.
-    let mut command = Command::new(&setup.program);
-    command.args(["admin", "--socket"]).arg(setup.admin_socket()).args(["clear", &uuid(1, 4)]);
-    assert_eq!(run(command).await.0, Some(0));
-    kubelet.wait(|state| state.resources[GPU].unhealthy.len() == 2).await.unwrap();
+    assert_eq!(run(setup.admin(&["clear", &uuid(1, 4)])).await.0, Some(0));
+    unhealthy(&kubelet, &[2, 3]).await;
     reports(&look(setup, &[]).await, &uuid(1, 4), "warning", "linkwise has no reason against the GPU", "cleared it");
     // An unavailable driver changes nothing of what linkwise holds.
     setup.tell("init 999");
@@ -102,20 +101,16 @@ async fn reasons_of_running_linkwise_are_reported() {
 
 #[tokio::test]
 async fn health_record_counts_on_same_boot() {
-    let (mut node, kubelet) = running(false).await;
-    let file = node.setup.at("k/linkwise/linkwise_health.json");
+    let (node, _kubelet) = running(false).await;
+    let file = file(&node.setup);
     node.setup.tell("xid 2 79");
-    kubelet.wait(|state| state.resources[GPU].unhealthy.len() == 1).await.unwrap();
-    let read = || serde_json::from_str::<HealthRecord>(&fs::read_to_string(&file).unwrap_or_default()).ok();
-    let kept = || read().filter(|record| record.gpus.values().any(|gpu| !gpu.reasons.is_empty()));
-    let mut record = until(async || kept().ok_or("not kept yet")).await;
+    kept(&node.setup, &uuid(1, 2)).await;
+    let mut record: HealthRecord = serde_json::from_str(&fs::read_to_string(&file).unwrap()).unwrap();
     let report = look(&node.setup, &[]).await;
     found(&report, "gpus", "ok", "linkwise_health.json: its record of this boot");
     reports(&report, &uuid(1, 2), "failed", "XID 79", "linkwise admin clear");
-    node.process.signal("TERM");
-    assert!(node.process.ended().await.0.success());
     // A link that was active while linkwise ran.
-    let setup = &node.setup;
+    let setup = &node.end().await;
     setup.tell("link 3 0 down");
     let report = look(setup, &[]).await;
     reports(&report, &uuid(1, 2), "failed", "XID 79", "linkwise admin clear");
@@ -138,7 +133,7 @@ async fn health_record_counts_on_same_boot() {
 
 #[tokio::test]
 async fn foreign_admin_socket_warns_without_delay() {
-    let (setup, _kubelet, ..) = well("dgx1-v100");
+    let (setup, _kubelet) = well();
     fs::create_dir_all(setup.admin_socket().parent().unwrap()).unwrap();
     let hanging = UnixListener::bind(setup.admin_socket()).unwrap();
     let report = look(&setup, &["--timeout", "1"]).await;
@@ -160,9 +155,7 @@ async fn foreign_admin_socket_warns_without_delay() {
 #[tokio::test]
 async fn released_driver_warns() {
     let (node, _kubelet) = running(true).await;
-    let mut command = Command::new(&node.setup.program);
-    command.args(["admin", "--socket"]).arg(node.setup.admin_socket()).arg("release");
-    assert_eq!(run(command).await.0, Some(0));
+    assert_eq!(run(node.setup.admin(&["release"])).await.0, Some(0));
     found(&look(&node.setup, &[]).await, "gpus", "warning", "has released the driver");
 }
 
