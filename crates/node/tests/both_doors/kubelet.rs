@@ -30,8 +30,8 @@ pub struct Devices {
 #[derive(Debug, Default)]
 pub struct Kubelet {
     pub runs: bool,
-    /// No list since it started.
-    pub is_new: bool,
+    /// Its lists since it started: the first has no pod that runs.
+    pub lists: u32,
     /// The healthy ids by resource, as the device plugin sent them last.
     pub healthy: BTreeMap<String, BTreeSet<String>>,
     pub pods: BTreeMap<String, Devices>,
@@ -64,7 +64,7 @@ impl Kubelet {
             self.pods.iter().filter(|(_, pod)| pod.granted.is_some()).map(|(name, _)| name.clone()).collect();
         self.pods.retain(|_, pod| pod.granted.is_none());
         self.healthy.clear();
-        (self.runs, self.is_new) = (true, true);
+        (self.runs, self.lists) = (true, 0);
         lost
     }
 
@@ -73,7 +73,8 @@ impl Kubelet {
         if !self.runs {
             return None;
         }
-        let is_new = std::mem::take(&mut self.is_new);
+        let is_new = self.lists == 0;
+        self.lists += 1;
         self.pods.retain(|_, pod| !pod.ended);
         let mut holdings = Holdings::default();
         for pod in self.pods.values().filter(|pod| pod.granted.is_none()) {

@@ -3,9 +3,10 @@
 //! lost.
 //!
 //! The state, its ledger and doors and `claims::plan` are the real ones. The kubelet, the scheduler, the API server, which
-//! is always there, and the disk are models, and what containers have is kept in books of this test's own ([`books`]). What the models rely
-//! on: a device that Allocate granted is in the kubelet's books within 0.9 s, what a kubelet that knows its pods does not
-//! list has ended, and a device plugin that starts while the kubelet is away is told the holders before it is asked.
+//! is always there, and the disk are models, and what containers have is kept in books of this test's own ([`books`]).
+//! What the models rely on: a device that Allocate granted is in the kubelet's books within 0.9 s, what a kubelet that
+//! knows its pods does not list has ended, a device plugin that starts while the kubelet is away is told the holders
+//! before it is asked, and a claim is not deleted by force before a kubelet that started has listed its pods.
 
 #![allow(
     clippy::unwrap_used,
@@ -97,7 +98,7 @@ impl World {
             now: Duration::from_secs(1_000_000),
             wish: Wish { door: Door::Plugin, by_mig: true, shared: false, left_out: None },
             gpus: [(true, false), (true, false), (true, true), (true, true)],
-            kubelet: Kubelet { runs: true, ..Kubelet::default() },
+            kubelet: Kubelet { runs: true, lists: 2, ..Kubelet::default() },
             agent: None,
             disk: Disk::default(),
             cluster: Cluster::default(),
@@ -454,7 +455,7 @@ impl World {
             }
             // A claim is deleted once its pod has ended, and by force before.
             258..266 => {
-                let is_forced = self.random.one_in(8);
+                let is_forced = self.random.one_in(8) && self.kubelet.lists > 1;
                 let gone = |_: &Self, _: &str, state| state == PodState::Ended || is_forced;
                 if let Some(uid) = self.pick_claim(gone) {
                     self.note(|| format!("{uid} is deleted"));

@@ -14,7 +14,7 @@ impl World {
     /// Everything ends and comes back; then each GPU is offered through the door that the plan names.
     pub fn settle(&mut self) -> Checked {
         self.gpus.iter_mut().for_each(|(is_there, _)| *is_there = true);
-        (self.kubelet.runs, self.kubelet.is_new) = (true, false);
+        (self.kubelet.runs, self.kubelet.lists) = (true, 1);
         if self.agent.is_none() {
             self.start_agent();
         }
