@@ -22,7 +22,6 @@ use tokio::process::{Child, Command};
 use tokio::time::timeout;
 
 pub mod codes;
-mod events;
 mod life;
 mod mig_orders;
 mod numbers;
@@ -129,6 +128,14 @@ async fn polled(agent: &mut Agent, gpu: u32, wanted: impl Fn(&HealthPoll) -> boo
         }
     };
     timeout(LIMIT, wait).await.expect("such a round comes in time")
+}
+
+/// An XID of this GPU arrives.
+async fn heard(machine: &Machine, agent: &mut Agent, gpu: u32, code: u64) {
+    machine.tell(&format!("xid {gpu} {code}"));
+    let xid = FromAgent::Xid { gpu: uuid(gpu), code, gpu_instance: None, compute_instance: None };
+    let waiting = async { while said(agent).await.unwrap() != xid {} };
+    timeout(LIMIT, waiting).await.expect("it is heard in time");
 }
 
 fn signal(name: &str, agent: &Agent) {
@@ -562,14 +569,6 @@ async fn a_wait_for_events_that_hangs_is_noticed() {
 }
 
 #[tokio::test]
-async fn a_child_that_is_stopped_is_not_taken_for_a_call_that_hangs() {
-    let (_machine, mut agent) = up_with(|command| command.limits = SHORT).await;
-    signal("STOP", &agent);
-    let ended = said(&mut agent).await.unwrap_err();
-    assert!(matches!(ended, AgentEnded::Stopped(_)), "{ended}");
-}
-
-#[tokio::test]
 async fn a_driver_that_goes_ends_the_child_with_its_name() {
     for code in [1, 9, 18] {
         let (machine, mut agent) = up().await;
@@ -616,4 +615,18 @@ async fn links_are_not_missed_while_mig_is_on_and_silence_ends_with_the_mode() {
     let rows = Some(RowRemapping { pending: false, failed: true });
     let after = polled(&mut agent, 0, |poll| poll.row_remapping == rows).await;
     assert_eq!(after.nvlinks_down, Some(vec![2]));
+}
+
+#[tokio::test]
+async fn an_event_is_followed_by_a_round_that_finds_what_it_left() {
+    let mut machine = machine();
+    machine.command.poll = Duration::from_secs(3600);
+    machine.tell("recovery 1 0");
+    let mut agent = machine.agent();
+    polled(&mut agent, 1, |poll| poll.recovery_action == Some(RecoveryAction::None)).await;
+    for action in [1, 2] {
+        machine.tell(&format!("recovery 1 {action}"));
+        machine.tell("storm 1 31 100");
+        polled(&mut agent, 1, |poll| poll.recovery_action == Some(RecoveryAction::from(action))).await;
+    }
 }

@@ -8,8 +8,7 @@ use linkwise_nvml::CallError;
 use linkwise_nvml::child::{Agent, AgentEnded};
 use linkwise_nvml::protocol::{FromAgent, Missing, Place, ToAgent};
 
-use super::events::heard;
-use super::{Duration, LIMIT, Machine, Path, machine, next, polled, ready, said, timeout, up, uuid};
+use super::{Duration, LIMIT, Machine, Path, heard, machine, next, polled, ready, said, timeout, up, uuid};
 
 /// A call about a GPU.
 pub struct Call {

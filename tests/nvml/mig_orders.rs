@@ -30,6 +30,13 @@ async fn order(agent: &mut Agent, task: MigTask) -> Result<Vec<MigUuid>, MigOrde
     }
 }
 
+/// Destroys the instance of [`SLOT`] if it is this one; gives the GPU's MIG devices by the scan that follows.
+async fn destroy(agent: &mut Agent, slot: MigSlot, device: Option<MigUuid>) -> Vec<MigUuid> {
+    assert_eq!(order(agent, MigTask::Destroy(slot, device)).await, Ok(vec![]));
+    let (gpus, _) = ready(agent).await;
+    mig(&gpus).devices.iter().map(|device| device.uuid.clone()).collect()
+}
+
 /// Makes the instance of [`SLOT`], and waits for the scan that follows.
 async fn make(agent: &mut Agent) -> MigUuid {
     let made = order(agent, MigTask::Make(SLOT)).await.unwrap().remove(0);
@@ -47,8 +54,7 @@ async fn is_empty(agent: &mut Agent) -> bool {
     let made = order(agent, MigTask::Make(all)).await;
     ready(agent).await;
     if made.is_ok() {
-        order(agent, MigTask::Destroy(all, None)).await.unwrap();
-        ready(agent).await;
+        destroy(agent, all, None).await;
     }
     made.is_ok()
 }
@@ -99,12 +105,10 @@ async fn instance_is_made_seen_and_destroyed() {
     let mut agent = machine.agent();
     let (gpus, _) = ready(&mut agent).await;
     assert_eq!(mig(&gpus).devices[0].uuid, made);
-    let destroy = || MigTask::Destroy(SLOT, Some(made.clone()));
-    assert_eq!(order(&mut agent, destroy()).await, Ok(vec![]));
-    assert_eq!(mig(&ready(&mut agent).await.0).devices, []);
     // Once more is no error.
-    assert_eq!(order(&mut agent, destroy()).await, Ok(vec![]));
-    ready(&mut agent).await;
+    for _ in 0..2 {
+        assert_eq!(destroy(&mut agent, SLOT, Some(made.clone())).await, []);
+    }
     assert!(is_empty(&mut agent).await);
 }
 
@@ -133,8 +137,7 @@ async fn refused_make_names_call_and_code() {
             assert_eq!(refused.why.contains("the overlay dra-mig"), code == 4, "{call} {code}: {refused}");
             // The last call is needed to destroy, too.
             if call == CALLS[3] {
-                order(&mut agent, MigTask::Destroy(SLOT, None)).await.unwrap();
-                ready(&mut agent).await;
+                destroy(&mut agent, SLOT, None).await;
             } else {
                 assert!(!refused.may_exist, "{call} {code}: {refused}");
             }
@@ -169,8 +172,7 @@ async fn instance_in_use_stays_until_it_is_free() {
         ready(&mut agent).await;
     }
     // Without its compute instance it has no UUID any more, and is known by its place.
-    assert_eq!(order(&mut agent, MigTask::Destroy(SLOT, Some(made))).await, Ok(vec![]));
-    ready(&mut agent).await;
+    destroy(&mut agent, SLOT, Some(made)).await;
     assert!(is_empty(&mut agent).await);
 }
 
@@ -179,13 +181,9 @@ async fn another_instance_in_the_place_is_left_alone() {
     let machine = empty();
     let mut agent = machine.scanned().await;
     let made = make(&mut agent).await;
-    let other = MigTask::Destroy(SLOT, Some("MIG-another".parse().unwrap()));
-    assert_eq!(order(&mut agent, other).await, Ok(vec![]));
-    assert_eq!(mig(&ready(&mut agent).await.0).devices[0].uuid, made);
+    assert_eq!(destroy(&mut agent, SLOT, Some("MIG-another".parse().unwrap())).await, [made.clone()]);
     // Another profile in the place is another instance.
-    let other = MigSlot { profile_id: 15, ..SLOT };
-    assert_eq!(order(&mut agent, MigTask::Destroy(other, None)).await, Ok(vec![]));
-    assert_eq!(mig(&ready(&mut agent).await.0).devices[0].uuid, made);
+    assert_eq!(destroy(&mut agent, MigSlot { profile_id: 15, ..SLOT }, None).await, [made]);
 }
 
 #[tokio::test]
@@ -202,8 +200,7 @@ async fn order_that_hangs_ends_the_agent() {
         machine.tell(&format!("unhang 0 {call}"));
         // What it has left is destroyed by its place.
         let mut agent = machine.scanned().await;
-        assert_eq!(order(&mut agent, MigTask::Destroy(SLOT, None)).await, Ok(vec![]));
-        ready(&mut agent).await;
+        destroy(&mut agent, SLOT, None).await;
         assert!(is_empty(&mut agent).await, "{call}");
     }
 }
@@ -278,16 +275,14 @@ async fn gpu_that_is_not_asked_may_still_have_its_instances() {
         let mut agent = machine.scanned().await;
         make(&mut agent).await
     };
-    let destroy = || MigTask::Destroy(SLOT, Some(made.clone()));
     let skipped = {
         machine.command.skip = vec![Place { index: 0, of: 2 }];
         let mut agent = machine.scanned().await;
-        order(&mut agent, destroy()).await.unwrap_err()
+        order(&mut agent, MigTask::Destroy(SLOT, Some(made.clone()))).await.unwrap_err()
     };
     assert!(skipped.may_exist && skipped.why.contains("NVML may not be asked about GPU-"), "{skipped:?}");
     machine.command.skip.clear();
     let mut agent = machine.agent();
     assert_eq!(mig(&ready(&mut agent).await.0).devices.len(), 1);
-    assert_eq!(order(&mut agent, destroy()).await, Ok(vec![]));
-    assert_eq!(mig(&ready(&mut agent).await.0).devices, []);
+    assert_eq!(destroy(&mut agent, SLOT, Some(made)).await, []);
 }
