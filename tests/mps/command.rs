@@ -145,18 +145,6 @@ fn gpus() -> Vec<String> {
 }
 
 #[tokio::test]
-async fn mps_removed_while_failing_restores_compute_mode() {
-    let node = Node::new();
-    node.misbehave("refuse-memory");
-    let mut daemon = Daemon::start_shared(&node);
-    daemon.logged("MPS daemon failed").await;
-    assert_eq!(node.exclusive(), gpus());
-    order(&node, None);
-    daemon.logged("MPS daemon ended").await;
-    assert_eq!((node.modes("DEFAULT"), node.exclusive()), (gpus(), vec![]));
-}
-
-#[tokio::test]
 async fn mps_removed_after_a_kill_restores_compute_mode() {
     let (node, gpu) = (Node::new(), ResourceName::gpu());
     let mut daemon = Daemon::start_shared(&node);

@@ -105,6 +105,13 @@ impl Node {
         pid_in(&self.layout().pipe(resource).join("nvidia-cuda-mps-control.pid"))
     }
 
+    /// One GPU in two shares, served.
+    pub async fn serving(&self) -> Supervised {
+        let mut gpu = self.supervise(shared("nvidia.com/gpu", [0], 2));
+        gpu.serving().await;
+        gpu
+    }
+
     pub fn supervise(&self, (name, share): (&str, MpsShare)) -> Supervised {
         let (settings, name) = (self.settings.clone(), name.parse::<ResourceName>().unwrap());
         let (limits, shutdown) = (Limits::of(&share), CancellationToken::new());

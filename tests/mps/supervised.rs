@@ -38,8 +38,7 @@ async fn daemon_serves_once_limits_hold_and_ends_in_order() {
 #[tokio::test]
 async fn dead_daemon_is_withdrawn_and_restarted() {
     let node = Node::new();
-    let mut gpu = node.supervise(shared("nvidia.com/gpu", [0], 2));
-    gpu.serving().await;
+    let mut gpu = node.serving().await;
     let (died, server) = (node.pid(&gpu.name), pid_in(&node.layout().pipe(&gpu.name).join("state/server")));
     // The next daemon has to fail before it serves.
     node.misbehave("refuse-start");
@@ -60,8 +59,7 @@ async fn dead_daemon_is_withdrawn_and_restarted() {
 async fn hung_daemon_is_withdrawn_and_replaced() {
     let mut node = Node::new();
     node.settings.pace.answer = Duration::from_millis(500);
-    let mut gpu = node.supervise(shared("nvidia.com/gpu", [0], 2));
-    gpu.serving().await;
+    let mut gpu = node.serving().await;
     let hung = node.pid(&gpu.name);
     node.misbehave("hang");
     while !gpu.failure().await.contains("'get_default_active_thread_percentage': no answer") {}
@@ -159,8 +157,7 @@ async fn each_resource_has_its_own_daemon() {
 async fn daemon_that_does_not_quit_is_killed() {
     let mut node = Node::new();
     node.settings.pace.quit = Duration::from_millis(200);
-    let mut gpu = node.supervise(shared("nvidia.com/gpu", [0], 2));
-    gpu.serving().await;
+    let gpu = node.serving().await;
     node.misbehave("refuse-quit");
     let pid = node.pid(&gpu.name);
     assert_eq!(gpu.end().await, None);
@@ -169,29 +166,23 @@ async fn daemon_that_does_not_quit_is_killed() {
 
 #[tokio::test]
 async fn failed_start_restores_compute_mode_at_shutdown() {
-    for how in ["refuse-memory", "refuse-start"] {
+    for how in ["refuse-memory", "refuse-start", "hang"] {
         let node = Node::new();
         node.misbehave(how);
         let mut gpu = node.supervise(shared("nvidia.com/gpu", [0, 1], 2));
-        gpu.failure().await;
+        if how == "hang" {
+            // The control daemon runs, and does not answer.
+            let pid = node.layout().pipe(&gpu.name).join("nvidia-cuda-mps-control.pid");
+            until(|| pid.exists()).await;
+        } else {
+            gpu.failure().await;
+        }
         assert_eq!(node.exclusive(), ["GPU-0", "GPU-1"], "{how}: also in the pause clients must not find the GPU open");
         // In the pause before the next start, or in that start.
         assert_eq!(gpu.end().await, None);
         assert_eq!(node.modes("DEFAULT"), ["GPU-0", "GPU-1"], "{how}");
         assert_eq!(node.exclusive(), [""; 0], "{how}");
     }
-}
-
-#[tokio::test]
-async fn cancelled_start_restores_compute_mode() {
-    let node = Node::new();
-    node.misbehave("hang");
-    let gpu = node.supervise(shared("nvidia.com/gpu", [0], 2));
-    // The control daemon runs, and does not answer.
-    let pid = node.layout().pipe(&gpu.name).join("nvidia-cuda-mps-control.pid");
-    until(|| pid.exists()).await;
-    assert_eq!((gpu.end().await, node.modes("DEFAULT")), (None, vec!["GPU-0".to_owned()]));
-    assert_eq!(node.exclusive(), [""; 0]);
 }
 
 #[tokio::test]
@@ -209,8 +200,7 @@ async fn partly_set_compute_mode_is_restored() {
 #[tokio::test]
 async fn unrestored_compute_mode_is_reported_and_kept_on_record() {
     let node = Node::new();
-    let mut gpu = node.supervise(shared("nvidia.com/gpu", [0], 2));
-    gpu.serving().await;
+    let gpu = node.serving().await;
     node.misbehave("refuse-mode");
     let error = gpu.end().await.unwrap();
     assert!(error.starts_with("cannot set the compute mode of GPU-0 to DEFAULT"), "{error}");
