@@ -52,6 +52,25 @@ fn listed<I: Into<String>>(containers: impl IntoIterator<Item = (ContainerName, 
     holdings
 }
 
+/// The best collective of so many GPUs of a set.
+fn top(oracle: &Oracle<'_>, of: Set, size: u32) -> Option<u64> {
+    subsets(of).filter(|set| set.count_ones() == size).map(|set| oracle.collective(set)).max()
+}
+
+/// The GPUs of this set of the machine are unhealthy.
+fn sick(state: NodeState, set: Set) -> NodeState {
+    let gpus = uuids(&state, set).into_iter();
+    gpus.fold(state, |state, gpu| after(&state, Event::Xid { gpu, code: 79, instance: None }))
+}
+
+/// A DGX-1 whose GPUs go through DRA, and of which nobody holds anything.
+fn through_dra() -> NodeState {
+    let plan = ResourcePlan { door: Door::Dra, ..ResourcePlan::default() };
+    let unheld = || Event::Holders(Some(Holdings::default()));
+    let events = [Event::Planned(Box::new(plan)), observed("dgx1-v100"), unheld(), unheld()];
+    events.into_iter().fold(NodeState::default(), |node, event| node.apply(event, NOW).0)
+}
+
 fn held(node: &NodeState, sets: &[Set]) -> Event {
     let ids = |set: &Set| uuids(node, *set).iter().map(ToString::to_string).collect();
     let containers = sets.iter().enumerate().map(|(at, set)| (name(&format!("pod-{at}"), "main"), ids(set)));
@@ -79,10 +98,7 @@ fn placements_are_those_of_a_brute_force() {
         let topology = node.topology().clone();
         let oracle = Oracle::new(&topology);
         let all: Set = (1 << topology.gpus().len()) - 1;
-        let top = |of: Set, size: u32| {
-            let sets = subsets(of).filter(|set| set.count_ones() == size);
-            sets.map(|set| oracle.collective(set)).max()
-        };
+        let top = |of, size| top(&oracle, of, size);
         for first in subsets(all).filter(|set| *set != 0) {
             let rest = all & !first;
             // One more of some size beside it, so that what is free takes many forms.
@@ -160,10 +176,7 @@ fn device_held_twice_is_shown_twice_and_free_once() {
 
 #[test]
 fn claims_of_one_container_count_together() {
-    let plan = ResourcePlan { door: Door::Dra, ..ResourcePlan::default() };
-    let unheld = || Event::Holders(Some(Holdings::default()));
-    let events = [Event::Planned(Box::new(plan)), observed("dgx1-v100"), unheld(), unheld()];
-    let node = events.into_iter().fold(NodeState::default(), |node, event| node.apply(event, NOW).0);
+    let node = through_dra();
     assert_eq!(Placements::of(&node).free.values().sum::<usize>(), 8, "GPUs of DRA can be had too");
     let claims = [claimed("one", "gpu-0"), claimed("two", "gpu-1")];
     let mut holdings = Holdings { claims: claims.clone().into(), ..Holdings::default() };
@@ -236,9 +249,7 @@ fn best_at_admission_is_that_of_a_brute_force() {
         let topology = free.topology().clone();
         let oracle = Oracle::new(&topology);
         let all: Set = (1 << topology.gpus().len()) - 1;
-        let top = |of: Set, size: u32| {
-            subsets(of).filter(|set| set.count_ones() == size).map(|set| oracle.collective(set)).max()
-        };
+        let top = |of, size| top(&oracle, of, size);
         for (number, before) in subsets(all).enumerate().filter(|(number, _)| number % 3 == 0) {
             let state = after(&free, held(&free, &[before]));
             let rest: Vec<Set> = subsets(all & !before).filter(|set| set.count_ones() > 1).collect();
@@ -259,14 +270,10 @@ fn best_at_admission_is_that_of_a_brute_force() {
 #[test]
 fn unhealthy_gpus_are_a_reason() {
     let node = unheld("dgx1-v100");
-    let sick = places(0b1101_1110).map(|place| node.topology().gpus()[place].uuid.clone());
-    let sick = sick.fold(node.clone(), |state, gpu| after(&state, Event::Xid { gpu, code: 79, instance: None }));
-    let shown = admitted(&sick, 0b10_0001, 0b10_0001, &[]);
+    let shown = admitted(&sick(node.clone(), 0b1101_1110), 0b10_0001, 0b10_0001, &[]);
     assert_eq!((shown.best_at_admission, shown.why), (shown.collective, vec![Shortfall::Sick]));
     // One that is held besides, with an NVLink to GPU 0.
-    let state = after(&node, held(&node, &[0b100]));
-    let sick = places(0b1101_1010).map(|place| node.topology().gpus()[place].uuid.clone());
-    let state = sick.fold(state, |state, gpu| after(&state, Event::Xid { gpu, code: 79, instance: None }));
+    let state = sick(after(&node, held(&node, &[0b100])), 0b1101_1010);
     let shown = admitted(&state, 0b10_0001, 0b10_0001, &[0b100]);
     assert_eq!(shown.why, [Shortfall::Fragmented, Shortfall::Sick]);
 }
@@ -334,10 +341,7 @@ fn admissions_are_no_more_than_devices() {
 
 #[test]
 fn claim_is_compared_with_what_was_free_when_prepared() {
-    let plan = ResourcePlan { door: Door::Dra, ..ResourcePlan::default() };
-    let empty = || Event::Holders(Some(Holdings::default()));
-    let events = [Event::Planned(Box::new(plan)), observed("dgx1-v100"), empty(), empty()];
-    let node = events.into_iter().fold(NodeState::default(), |node, event| node.apply(event, NOW).0);
+    let node = through_dra();
     let device =
         |place: usize| PreparedDevice::whole(&format!("gpu-{place}"), node.topology().gpus()[place].uuid.clone());
     let claim = |name: &str, places: &[usize]| PreparedClaim {
