@@ -19,7 +19,7 @@ use tonic::transport::{Channel, Endpoint};
 use wire::device_plugin_client::DevicePluginClient;
 
 use crate::run::kubelet::Alone;
-use crate::run::node::{GPU, LIMIT, Setup, kubelet_in, registered, uuid};
+use crate::run::node::{GPU, LIMIT, Setup, kubelet_in, registered, sockets_in, uuid};
 
 pub async fn client(path: PathBuf) -> Result<DevicePluginClient<Channel>, tonic::transport::Error> {
     Ok(DevicePluginClient::new(channel(path).await?))
@@ -53,18 +53,14 @@ async fn caller_with_other_uid_is_refused() {
 #[tokio::test]
 #[ignore = "the other process of another test"]
 async fn the_other_process() {
-    let Some(socket) = own_socket(Path::new("k")) else { return };
-    let mut client = client(socket).await.unwrap();
+    let sockets = sockets_in(Path::new("k"));
+    let Some(socket) = sockets.first() else { return };
+    let mut client = client(socket.clone()).await.unwrap();
     let mut stream = client.list_and_watch(wire::Empty {}).await.unwrap().into_inner();
     while let Ok(Some(list)) = stream.message().await {
         assert_eq!(list.devices.len(), 8);
         std::fs::write("listed", "").unwrap();
     }
-}
-
-fn own_socket(folder: &Path) -> Option<PathBuf> {
-    let entries = std::fs::read_dir(folder).ok()?;
-    entries.flatten().map(|entry| entry.path()).find(|path| path.to_string_lossy().contains("linkwise-"))
 }
 
 #[tokio::test]

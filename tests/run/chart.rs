@@ -100,10 +100,3 @@ async fn nvidia_flags_are_accepted() {
     ];
     serves(installed(machine()).args(flags)).await;
 }
-
-#[tokio::test]
-async fn unknown_flag_is_refused_by_name() {
-    let (status, words) = installed(machine()).arg("--mig-stratgey=mixed").spawn().ended().await;
-    assert_eq!(status.code(), Some(2), "{words:?}");
-    assert!(words.join("\n").contains("a similar argument exists: '--mig-strategy'"), "{words:?}");
-}

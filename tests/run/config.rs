@@ -63,37 +63,28 @@ async fn rejected_file_leaves_the_previous_one() {
 }
 
 #[tokio::test]
-async fn sighup_reloads_the_file() {
-    let (node, _kubelet, _file) = serve("version: v1\n").await;
-    node.process.signal("HUP");
-    let line = node.process.said("configuration reloaded, unchanged").await;
-    assert_eq!(line["why"], "SIGHUP");
-    node.metric(VALID, 1).await;
+async fn sighup_reloads_the_file_and_is_harmless_without_one() {
+    for setup in [Setup::on("dgx1-v100").config("version: v1\n"), Setup::on("dgx1-v100")] {
+        let (node, kubelet) = setup.serve(8).await;
+        node.process.signal("HUP");
+        let line = node.process.said("configuration reloaded, unchanged").await;
+        assert_eq!(line["why"], "SIGHUP");
+        allocation(&kubelet, "after", GPU, 1).await;
+    }
 }
 
 #[tokio::test]
-async fn sighup_without_a_file_is_harmless() {
-    let (node, kubelet) = Setup::on("dgx1-v100").serve(8).await;
-    node.process.signal("HUP");
-    node.process.said("configuration reloaded, unchanged").await;
-    kubelet.admit(&Pod::single("after", GPU, 1), None).await.unwrap();
-}
-
-#[tokio::test]
-async fn unknown_key_is_a_warning_and_the_file_applies() {
-    let (node, kubelet, _file) = serve("flags:\n  migStratgey: none\nlinkwise: {numaHints: off}\n").await;
-    hinted(&kubelet, false).await;
-    let line = node.process.logged(|line| line["key"] == "flags.migStratgey").await;
-    assert_eq!((line["level"].as_str(), line["line"].as_u64()), (Some("WARN"), Some(2)));
-    assert!(line["problem"].as_str().unwrap().contains("did you mean 'migStrategy'?"), "{line}");
-}
-
-#[tokio::test]
-async fn ignored_names_are_logged_with_the_key_that_enables_them() {
-    let text = "resources:\n  gpus:\n  - {pattern: '*', name: v100}\n";
-    let (node, _kubelet, _file) = serve(text).await;
-    let line = node.process.logged(|line| line["key"] == "resources").await;
-    assert!(line["problem"].as_str().unwrap().contains("linkwise: {naming: true}"), "{line}");
+async fn key_without_effect_is_a_warning_and_the_file_applies() {
+    for (text, key, said) in [
+        ("flags:\n  migStratgey: none\n", "flags.migStratgey", "did you mean 'migStrategy'?"),
+        ("resources:\n  gpus:\n  - {pattern: '*', name: v100}\n", "resources", "linkwise: {naming: true}"),
+    ] {
+        let (node, kubelet, _file) = serve(&format!("{text}linkwise: {{numaHints: off}}\n")).await;
+        hinted(&kubelet, false).await;
+        let line = node.process.logged(|line| line["key"] == key).await;
+        assert!(line["level"] == "WARN" && line["problem"].as_str().unwrap().contains(said), "{line}");
+        assert!(key == "resources" || line["line"] == 2, "{line}");
+    }
 }
 
 #[tokio::test]
@@ -128,15 +119,14 @@ async fn invalid_configuration_ends_the_start() {
         )]
     );
 
-    let (status, words) = Setup::on("dgx1-v100").env("DEVICE_DISCOVERY_STRATEGY", "tegra").spawn().ended().await;
-    assert_eq!(status.code(), Some(1));
-    assert!(words[0].contains("DEVICE_DISCOVERY_STRATEGY: linkwise finds GPUs by NVML"), "{words:?}");
-
-    let (status, words) = Setup::on("dgx1-v100").env("DEVICE_LIST_STRATEGY", "cdi").spawn().ended().await;
-    assert_eq!(status.code(), Some(1));
-    let expected =
-        "linkwise: DEVICE_LIST_STRATEGY: expected envvar, volume-mounts, cdi-annotations or cdi-cri, found 'cdi'";
-    assert_eq!(words, [expected]);
+    for (variable, value, said) in [
+        ("DEVICE_DISCOVERY_STRATEGY", "tegra", "linkwise finds GPUs by NVML"),
+        ("DEVICE_LIST_STRATEGY", "cdi", "expected envvar, volume-mounts, cdi-annotations or cdi-cri, found 'cdi'"),
+    ] {
+        let (status, words) = Setup::on("dgx1-v100").env(variable, value).spawn().ended().await;
+        assert_eq!((status.code(), words.len()), (Some(1), 1), "{words:?}");
+        assert!(words[0].starts_with(&format!("linkwise: {variable}: {said}")), "{words:?}");
+    }
 }
 
 #[tokio::test]

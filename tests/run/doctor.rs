@@ -152,24 +152,30 @@ async fn unavailable_driver_reports_cause_and_remedy() {
 }
 
 #[tokio::test]
-async fn hanging_driver_ends_with_timeout() {
+async fn what_hangs_ends_with_timeout_and_hinders_no_other_check() {
     let (setup, _kubelet) = well();
+    let look = async |setup: &Setup| look(setup, &["--timeout", "1"]).await;
     for call in ["nvmlInit_v2", "nvmlDeviceGetName"] {
         setup.tell(&format!("hang {call}"));
-        let report = look(&setup, &["--timeout", "1"]).await;
+        let report = look(&setup).await;
         found(&report, "driver", "failed", "NVML does not answer within 1s");
         found(&report, "sysfs", "ok", "8 NVIDIA GPUs on the PCI bus");
         setup.tell(&format!("unhang {call}"));
     }
-}
-
-#[tokio::test]
-async fn hanging_files_end_with_timeout() {
-    let (setup, _kubelet) = well();
+    // A child that does not end is killed.
+    setup.tell("hang nvmlShutdown");
+    found(&look(&setup).await, "driver", "ok", "NVML answers");
+    let recorded = setup.at("host.xml");
+    fifo(&recorded);
+    let setup = setup.host(recorded.to_str().unwrap());
+    let report = look(&setup).await;
+    found(&report, "topology", "failed", "no answer within 1s");
+    found(&report, "kubelet", "ok", "kubelet.sock answers");
+    found(&report, "container runtime", "skipped", "no CDI spec");
     fifo(&setup.at("etc/cdi/nvidia.yaml"));
-    found(&look(&setup, &["--timeout", "1"]).await, "container runtime", "failed", "no answer within 1s");
+    found(&look(&setup).await, "container runtime", "failed", "no answer within 1s");
     setup.hung_on_bus();
-    found(&look(&setup, &["--timeout", "1"]).await, "sysfs", "failed", "no answer within 1s");
+    found(&look(&setup).await, "sysfs", "failed", "no answer within 1s");
 }
 
 #[tokio::test]
@@ -457,24 +463,6 @@ async fn driver_facts_warn_but_missing_count_fails() {
     }
     let (setup, _kubelet) = around(Setup::with("version: 1\nname: bare\nobserved: {gpus: []}\n"));
     found(&look(&setup, &[]).await, "gpus", "skipped", "NVML lists no GPU");
-}
-
-#[tokio::test]
-async fn hwloc_failure_leaves_other_checks_running() {
-    let (setup, _kubelet) = well();
-    let recorded = setup.at("host.xml");
-    fifo(&recorded);
-    let report = look(&setup.host(recorded.to_str().unwrap()), &["--timeout", "1"]).await;
-    found(&report, "topology", "failed", "no answer within 1s");
-    found(&report, "kubelet", "ok", "kubelet.sock answers");
-    found(&report, "container runtime", "skipped", "no CDI spec");
-}
-
-#[tokio::test]
-async fn child_that_does_not_end_is_killed() {
-    let (setup, _kubelet) = well();
-    setup.tell("hang nvmlShutdown");
-    found(&look(&setup, &["--timeout", "1"]).await, "driver", "ok", "NVML answers");
 }
 
 #[tokio::test]

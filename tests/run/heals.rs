@@ -89,20 +89,6 @@ async fn gpu_unidentified_by_a_scan_is_out_until_identified() {
     }
 }
 
-#[tokio::test]
-async fn recovery_action_and_links_end_with_their_cause() {
-    let (node, kubelet) = quick().serve(8).await;
-    node.setup.tell("recovery 2 1");
-    unhealthy(&kubelet, &[2]).await;
-    node.setup.tell("link 6 1 down");
-    unhealthy(&kubelet, &[2, 6]).await;
-    node.setup.tell("xid 4 79");
-    reason(&node, 4, "XID 79").await;
-    node.setup.tell("recovery 2 0");
-    node.setup.tell("link 6 1 up");
-    registered(&kubelet, 1, 8).await;
-}
-
 /// One lost GPU ends the wait for all: the next agent registers the others, and the one after it all.
 #[tokio::test]
 async fn lost_gpu_leaves_the_others_events() {

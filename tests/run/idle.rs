@@ -29,16 +29,6 @@ async fn idle_node_that_is_a_tegra_is_named() {
     node.ready(200, "this is a Tegra, whose integrated GPU needs the NVIDIA device plugin").await;
 }
 
-#[tokio::test]
-async fn a_gpu_on_the_bus_that_nvml_does_not_list_is_not_ready() {
-    let setup = Setup::with(BARE);
-    setup.on_bus("0000:3b:00.0");
-    let node = setup.start().await;
-    node.ready(503, "NVML lists no GPU on this node, but the PCI bus has 0000:3b:00.0: the driver could not").await;
-    node.metric("linkwise_idle", 0).await;
-    node.metric("linkwise_nvml_agent_up", 1).await;
-}
-
 /// Another container may see the GPU.
 #[tokio::test]
 async fn gpu_on_the_bus_that_nvml_never_lists_ends_the_process() {
@@ -54,7 +44,8 @@ async fn gpu_on_the_bus_that_nvml_never_lists_ends_the_process() {
     let setup = Setup::with(BARE).arg("--nvml-grace-ms=10").arg("--fail-on-init-error=false").arg(SOON);
     setup.on_bus("0000:3b:00.0");
     let node = setup.start().await;
-    node.ready(503, "NVML lists no GPU on this node").await;
+    node.ready(503, "NVML lists no GPU on this node, but the PCI bus has 0000:3b:00.0: the driver could not").await;
+    node.metric("linkwise_idle", 0).await;
     node.process.said("NVML unavailable").await;
 }
 

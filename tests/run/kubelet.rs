@@ -84,21 +84,6 @@ async fn foreign_file_in_our_sockets_place_stays() {
 }
 
 #[tokio::test]
-async fn late_kubelet_is_found() {
-    let setup = Setup::on("dgx1-v100");
-    std::fs::create_dir(setup.at("k")).unwrap();
-    // A file of that name is no kubelet.
-    std::fs::write(&setup.kubelet_socket, "").unwrap();
-    let node = setup.start().await;
-    let path = node.setup.kubelet_socket.display().to_string();
-    node.ready(503, &format!("{path} is not a socket")).await;
-    std::fs::remove_file(&node.setup.kubelet_socket).unwrap();
-    node.ready(503, &format!("there is no {path}")).await;
-    let kubelet = node.setup.kubelet();
-    registered(&kubelet, 1, 8).await;
-}
-
-#[tokio::test]
 async fn late_kubelet_folder_is_found() {
     let node = Setup::on("dgx1-v100").start().await;
     let why = format!("there is no folder {}", node.setup.at("k").display());
@@ -150,18 +135,6 @@ async fn refused_registration_is_retried() {
     registered(&kubelet, 1, 8).await;
     node.metric(&registrations("ok"), 1).await;
     node.ready(200, "").await;
-}
-
-#[tokio::test]
-async fn hung_then_failed_register_is_retried() {
-    let setup = Setup::on("dgx1-v100");
-    let kubelet = setup.kubelet();
-    kubelet.set_fault(Fault::Hang);
-    let node = setup.start().await;
-    kubelet.wait(|state| state.registering == 1).await.unwrap();
-    node.ready(503, "registering").await;
-    kubelet.set_fault(Fault::None);
-    registered(&kubelet, 1, 8).await;
 }
 
 #[tokio::test]

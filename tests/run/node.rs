@@ -11,7 +11,7 @@ use std::process::{ExitStatus, Stdio};
 use std::time::Duration;
 
 use fake_nvml::Control;
-use linkwise_kubelet_box::{Allocation, Connections, KubeletBox, Options, Pod, ResourceState};
+use linkwise_kubelet_box::{Allocation, Connections, KubeletBox, Options, Place, Pod, ResourceState};
 use serde_json::Value;
 use tempfile::TempDir;
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
@@ -122,6 +122,11 @@ impl Setup {
         self.at("config/config.yaml")
     }
 
+    /// With such options as `--nvml-poll-ms`.
+    pub fn nvml_ms(self, options: &[(&str, u32)]) -> Self {
+        self.args(options.iter().map(|(option, milliseconds)| format!("--nvml-{option}-ms={milliseconds}")))
+    }
+
     pub fn env(mut self, variable: &'static str, value: &str) -> Self {
         self.environment.push((variable, value.into()));
         self
@@ -191,11 +196,7 @@ impl Setup {
 
     /// Our sockets in the kubelet's folder.
     pub fn sockets(&self) -> Vec<PathBuf> {
-        let entries = std::fs::read_dir(self.kubelet_socket.parent().unwrap()).into_iter().flatten();
-        let mut paths: Vec<PathBuf> = entries.map(|entry| entry.unwrap().path()).collect();
-        paths.retain(|path| path.file_name().unwrap().to_str().unwrap().starts_with("linkwise-"));
-        paths.sort();
-        paths
+        sockets_in(self.kubelet_socket.parent().unwrap())
     }
 
     /// How linkwise is started on this machine.
@@ -237,15 +238,11 @@ impl Setup {
 
     /// How the doctor looks at this machine; more arguments can follow.
     pub fn doctor(&self) -> Command {
-        let mut command = Command::new(&self.program);
-        command.env_clear();
-        command.arg("doctor").arg("--kubelet-socket").arg(&self.kubelet_socket);
-        command.arg("--nvml-library").arg(&self.library).arg("--sysfs").arg(self.at("sys"));
+        let mut command = self.tool(&["doctor"]);
+        command.arg("--kubelet-socket").arg(&self.kubelet_socket);
         command.arg("--admin-socket").arg(self.admin_socket());
         command.arg("--root").arg(self.folder.path());
         command.arg("--pod-resources-socket").arg(self.pod_resources());
-        command.envs(self.environment.iter().map(|(name, value)| (name, value)));
-        command.stdin(Stdio::null()).kill_on_drop(true);
         command
     }
 
@@ -305,6 +302,12 @@ pub async fn allocation(kubelet: &KubeletBox, pod: &str, resource: &str, count: 
     admitted.grant("main", resource).unwrap().allocation.clone()
 }
 
+/// The container `main` of a pod, with devices of a resource.
+pub fn place(pod: &str, resource: &str) -> Place {
+    let [pod, container, resource] = [pod, "main", resource].map(str::to_owned);
+    Place { pod, container, resource }
+}
+
 /// Waits until the kubelet has taken at least this many registrations and lists `gpus` healthy devices.
 pub async fn registered(kubelet: &KubeletBox, times: u64, gpus: usize) -> ResourceState {
     let wanted = |state: &ResourceState| {
@@ -335,6 +338,15 @@ pub fn put_on_bus(bus: &Path, pci: &str) {
     std::fs::create_dir_all(&device).unwrap();
     std::fs::write(device.join("vendor"), "0x10de\n").unwrap();
     std::fs::write(device.join("class"), "0x030200\n").unwrap();
+}
+
+/// Our sockets in a kubelet's folder.
+pub fn sockets_in(folder: &Path) -> Vec<PathBuf> {
+    let entries = std::fs::read_dir(folder).into_iter().flatten();
+    let mut paths: Vec<PathBuf> = entries.map(|entry| entry.unwrap().path()).collect();
+    paths.retain(|path| path.file_name().unwrap().to_str().unwrap().starts_with("linkwise-"));
+    paths.sort();
+    paths
 }
 
 /// Replaces a file in one step.

@@ -215,20 +215,6 @@ async fn driver_released_before_its_answer_ends_no_node() {
 }
 
 #[tokio::test]
-async fn signals_let_go_and_take_up() {
-    let (node, _kubelet) = Setup::on("dgx1-v100").arg("--nvml-grace-ms=10").serve(8).await;
-    node.process.signal("USR1");
-    node.metric("linkwise_driver_released", 1).await;
-    node.metric("linkwise_nvml_away", 1).await;
-    until(async || if driver_is_held(&node) { Err("the driver is held") } else { Ok(()) }).await;
-    node.process.signal("USR2");
-    node.metric("linkwise_driver_released", 0).await;
-    node.metric("linkwise_nvml_away", 0).await;
-    node.metric("linkwise_nvml_agent_starts_total", 2).await;
-    node.metric("linkwise_nvml_agent_up", 1).await;
-}
-
-#[tokio::test]
 async fn an_operator_vouches_for_a_gpu() {
     let (node, kubelet) = setup().serve(8).await;
     node.setup.tell("xid 2 79");

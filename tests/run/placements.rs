@@ -1,8 +1,8 @@
 //! Who holds what, from the kubelet's word to the metrics: series that come, change and go with pods.
 
-use linkwise_kubelet_box::{Place, Pod};
+use linkwise_kubelet_box::Pod;
 
-use crate::run::node::{GPU, Node, Setup, until, uuid};
+use crate::run::node::{GPU, Node, Setup, place, until, uuid};
 
 /// Waits until the metrics are so; then gives them.
 async fn metrics(node: &Node, wanted: impl Fn(&str) -> bool) -> String {
@@ -56,11 +56,6 @@ async fn series_come_and_go_with_pods() {
 async fn hostile_names_and_lies_break_no_series() {
     let setup = Setup::on("dgx1-v100");
     let kubelet = setup.kubelet();
-    let place = |pod: &str, resource: &str| Place {
-        pod: pod.to_owned(),
-        container: "main".to_owned(),
-        resource: resource.to_owned(),
-    };
     let hostile = "\"} 1\n<script>\\";
     let node = setup.start().await;
     kubelet.hold(place(hostile, GPU), [uuid(1, 0), uuid(1, 1)]);

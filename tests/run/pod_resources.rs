@@ -7,7 +7,7 @@ use linkwise_core::state::{Event, Holdings, NumaHints, ResourceName};
 use linkwise_host::machines;
 use linkwise_kubelet::device_plugin::pod_resources::{self, HolderSources, Holders};
 use linkwise_kubelet::device_plugin::{Phase, Settings};
-use linkwise_kubelet_box::{Fault, Place, Pod};
+use linkwise_kubelet_box::{Fault, Pod};
 use linkwise_node::keeper::HealthSettings;
 use linkwise_node::node::{Node, NodeSettings};
 use tokio::net::UnixListener;
@@ -16,7 +16,7 @@ use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 
 use crate::run::kubelet::Alone;
-use crate::run::node::{GPU, LIMIT, Setup, kubelet_in, registered, uuid};
+use crate::run::node::{GPU, LIMIT, Setup, kubelet_in, place, registered, uuid};
 
 #[tokio::test]
 async fn forgotten_registration_is_made_again() {
@@ -72,11 +72,6 @@ async fn holders_are_known_only_with_pod_resources() {
     assert_eq!(pod_resources::holders(&sources).await, Holders::default());
     let kubelet = kubelet_in(folder.path().join("k"), |options| options.pod_resources = Some(socket.clone()));
     assert_eq!(pod_resources::holders(&sources).await.held, Some(Holdings::default()));
-    let place = |pod: &str, resource: &str| Place {
-        pod: pod.to_owned(),
-        container: "main".to_owned(),
-        resource: resource.to_owned(),
-    };
     kubelet.hold(place("earlier", GPU), [uuid(1, 2), "GPU-gone".to_owned()]);
     kubelet.hold(place("earlier", "other.vendor/nic"), ["nic0".to_owned()]);
     let kubelet_settings =

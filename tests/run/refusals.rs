@@ -35,6 +35,21 @@ async fn missing_nvml_is_logged_once() {
 }
 
 #[tokio::test]
+async fn invalid_option_is_named() {
+    for (arg, code, said) in [
+        ("--device-list-strategy=envvar,cdi", 2, "cdi-annotations or cdi-cri, found 'cdi'"),
+        ("--device-id-strategy=name", 2, "invalid value 'name' for '--device-id-strategy"),
+        ("--nvidia-driver-root=run/driver", 2, "expected an absolute path"),
+        ("--nvidia-cdi-hook-path=nvidia-cdi-hook", 2, "expected an absolute path"),
+        ("--mig-stratgey=mixed", 2, "a similar argument exists: '--mig-strategy'"),
+        ("--log=linkwise=loud", 1, "'linkwise=loud' is not a level (off, error, warn, info, debug, trace)"),
+    ] {
+        let (status, words) = Setup::on("dgx1-v100").arg(arg).spawn().ended().await;
+        assert!(status.code() == Some(code) && words.join("\n").contains(said), "{arg}: {status}: {words:#?}");
+    }
+}
+
+#[tokio::test]
 async fn foreign_metrics_address_is_named() {
     let mut setup = Setup::on("dgx1-v100");
     // Of a block for documentation (RFC 5737): no host has it.
@@ -52,10 +67,4 @@ async fn kubelet_socket_without_folder_is_refused() {
         let words = refused(setup.spawn()).await;
         assert!(words.contains(&format!("'{path}' is not the path of a kubelet socket")), "{words}");
     }
-}
-
-#[tokio::test]
-async fn invalid_log_filter_is_named() {
-    let words = refused(Setup::on("dgx1-v100").arg("--log").arg("linkwise=loud").spawn()).await;
-    assert!(words.contains("'linkwise=loud' is not a level (off, error, warn, info, debug, trace)"), "{words}");
 }

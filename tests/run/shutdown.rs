@@ -104,11 +104,17 @@ async fn only_dead_predecessors_socket_is_removed() {
     assert!(!predecessor.ended().await.0.success());
     let left = setup.sockets();
     assert_eq!(left.len(), 1, "what is killed cannot clean up");
-    let foreign = setup.at("k/linkwise-nvidia.com_gpu-00000000.sock");
-    let _alive = UnixListener::bind(&foreign).unwrap();
+    // One of ours and of another MIG layout that died; one that lives, a stranger's.
+    let at = |name: &str| setup.at(&format!("k/{name}"));
+    let dead = at("linkwise-nvidia.com_mig-3g.20gb-01234567.sock");
+    let foreign = at("linkwise-nvidia.com_gpu-00000000.sock");
+    let others = [at("linkwise-nvidia.com_mig-2g.10gb-01234567.sock"), at("other.sock")];
+    drop([&dead, &others[1]].map(|path| UnixListener::bind(path).unwrap()));
+    let _alive = [&foreign, &others[0]].map(|path| UnixListener::bind(path).unwrap());
     let node = setup.start().await;
     registered(&kubelet, 2, 8).await;
     let sockets = node.setup.sockets();
     // The new socket may have its second name already: to linkwise the foreign one is a predecessor that stays.
     assert!(sockets.contains(&foreign) && !sockets.contains(&left[0]), "{sockets:?}");
+    assert!(!dead.exists() && others.iter().all(|path| path.exists()), "{sockets:?}");
 }

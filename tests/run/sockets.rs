@@ -12,7 +12,7 @@ use tokio::net::UnixStream;
 use tokio::time::timeout;
 
 use crate::run::kubelet::Alone;
-use crate::run::node::{GPU, LIMIT, Setup, kubelet_in, registered, until};
+use crate::run::node::{GPU, LIMIT, Setup, kubelet_in, registered, sockets_in, until};
 
 #[tokio::test]
 async fn kubelet_found_after_any_file_at_its_socket() {
@@ -20,7 +20,11 @@ async fn kubelet_found_after_any_file_at_its_socket() {
     let path = node.setup.kubelet_socket.clone();
     kubelet.stop().await.unwrap();
     node.ready(503, GPU).await;
-    // A directory.
+    // Nothing, a file, a directory.
+    std::fs::remove_file(&path).unwrap();
+    node.ready(503, &format!("there is no {}", path.display())).await;
+    std::fs::write(&path, "").unwrap();
+    node.ready(503, &format!("{} is not a socket", path.display())).await;
     std::fs::remove_file(&path).unwrap();
     std::fs::create_dir(&path).unwrap();
     node.ready(503, &format!("{} is not a socket", path.display())).await;
@@ -45,25 +49,6 @@ async fn kubelet_found_after_any_file_at_its_socket() {
 }
 
 #[tokio::test]
-async fn dead_socket_of_a_resource_that_is_gone_is_removed() {
-    let setup = Setup::on("dgx1-v100");
-    let kubelet = setup.kubelet();
-    let at = |name: &str| setup.kubelet_socket.with_file_name(name);
-    // Of one that was killed under another MIG layout; of one that lives; a stranger's.
-    let [dead, living, other] = [
-        "linkwise-nvidia.com_mig-3g.20gb-01234567.sock",
-        "linkwise-nvidia.com_mig-2g.10gb-01234567.sock",
-        "other.sock",
-    ]
-    .map(at);
-    drop([&dead, &other].map(|path| UnixListener::bind(path).unwrap()));
-    let _living = UnixListener::bind(&living).unwrap();
-    let _node = setup.start().await;
-    registered(&kubelet, 1, 8).await;
-    assert_eq!([dead, living, other].map(|path| path.exists()), [false, true, true]);
-}
-
-#[tokio::test]
 async fn chmod_of_kubelet_sock_ends_no_session() {
     let (node, kubelet) = Setup::on("dgx1-v100").serve(8).await;
     std::fs::set_permissions(&node.setup.kubelet_socket, std::fs::Permissions::from_mode(0o660)).unwrap();
@@ -84,9 +69,7 @@ async fn polling_suffices_without_inotify() {
     let kubelet = kubelet_in(folder.path().join("k"), |_| {});
     alone.reaches(Phase::Serving).await;
     // Only the file shows this one.
-    let ours = |entry: &std::path::PathBuf| entry.to_string_lossy().contains("linkwise-");
-    let entries = std::fs::read_dir(folder.path().join("k")).unwrap().map(|entry| entry.unwrap().path());
-    std::fs::remove_file(entries.into_iter().find(ours).unwrap()).unwrap();
+    std::fs::remove_file(&sockets_in(&folder.path().join("k"))[0]).unwrap();
     alone.log.has(&["the session with the kubelet ended", "why=\"our socket is gone or not ours any more\""]).await;
     registered(&kubelet, 2, 8).await;
     alone.reaches(Phase::Serving).await;

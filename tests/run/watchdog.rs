@@ -9,17 +9,8 @@ const STARTS: &str = "linkwise_nvml_agent_starts_total";
 const UP: &str = "linkwise_nvml_agent_up";
 
 /// A machine on which everything happens soon.
-fn quick(machine: &str) -> Setup {
-    quick_on(Setup::on(machine))
-}
-
-fn quick_on(mut setup: Setup) -> Setup {
-    for (option, milliseconds) in
-        [("poll", 20), ("call", 1_000), ("start", 5_000), ("pause", 2), ("grace", 100), ("trial", 50)]
-    {
-        setup = setup.arg(format!("--nvml-{option}-ms={milliseconds}"));
-    }
-    setup
+fn quick(setup: Setup) -> Setup {
+    setup.nvml_ms(&[("poll", 20), ("call", 1_000), ("start", 5_000), ("pause", 2), ("grace", 100), ("trial", 50)])
 }
 
 fn ends(cause: &str) -> String {
@@ -52,7 +43,7 @@ async fn works(node: &Node, kubelet: &KubeletBox, gpu: u32) {
 #[tokio::test]
 async fn hung_call_costs_its_agent_with_and_without_lock() {
     for fault in ["hang", "hold"] {
-        let (node, kubelet) = quick("dgx1-v100").serve(8).await;
+        let (node, kubelet) = quick(Setup::on("dgx1-v100")).serve(8).await;
         let first = node.agent(&[]).await;
         node.setup.tell(&format!("{fault} 3 nvmlDeviceGetTemperature"));
         let line = node.process.logged(|line| line["message"] == "NVML unavailable").await;
@@ -83,7 +74,7 @@ async fn admissions_are_answered_while_a_call_hangs() {
 
 #[tokio::test]
 async fn a_gpu_that_crashes_children_is_left_out_and_taken_back_in() {
-    let (node, kubelet) = quick("dgx1-v100").arg("--health-hold-ms=1").serve(8).await;
+    let (node, kubelet) = quick(Setup::on("dgx1-v100")).arg("--health-hold-ms=1").serve(8).await;
     node.setup.tell("crash 5 nvmlDeviceGetTemperature");
     let cause = quarantined(&node, 5).await;
     assert!(cause.contains("SIGABRT") && cause.contains("nvmlDeviceGetTemperature"), "{cause}");
@@ -103,7 +94,7 @@ async fn a_gpu_that_crashes_children_is_left_out_and_taken_back_in() {
 
 #[tokio::test]
 async fn gpu_that_hangs_agents_unnamed_is_quarantined() {
-    let setup = quick("dgx1-v100");
+    let setup = quick(Setup::on("dgx1-v100"));
     setup.all_on_bus();
     setup.tell("hang 2 nvmlDeviceGetHandleByIndex_v2");
     let (node, kubelet) = setup.start_beside_kubelet().await;
@@ -117,7 +108,7 @@ async fn gpu_that_hangs_agents_unnamed_is_quarantined() {
 #[tokio::test]
 async fn gpu_that_crashes_agents_at_start_costs_itself_only() {
     for option in ["--log=info", "--fail-on-init-error=true"] {
-        let setup = quick("dgx1-v100").arg(option);
+        let setup = quick(Setup::on("dgx1-v100")).arg(option);
         setup.all_on_bus();
         setup.tell("crash 5 nvmlDeviceGetTemperature");
         let (node, kubelet) = setup.start_beside_kubelet().await;
@@ -133,7 +124,7 @@ async fn gpu_that_crashes_agents_at_start_costs_itself_only() {
 #[tokio::test]
 async fn node_is_unready_while_every_gpu_ends_agents() {
     let one = machine(&[("GPU-a", "0000:06:00.0", "")]);
-    let machines = [(quick_on(Setup::with(&one)), 1), (quick("dgx1-v100").arg("--fail-on-init-error=true"), 8)];
+    let machines = [(quick(Setup::with(&one)), 1), (quick(Setup::on("dgx1-v100")).arg("--fail-on-init-error=true"), 8)];
     for (setup, gpus) in machines {
         if gpus == 8 {
             setup.all_on_bus();
@@ -149,7 +140,7 @@ async fn node_is_unready_while_every_gpu_ends_agents() {
 
 #[tokio::test]
 async fn where_every_gpu_ends_children_none_is_left_out() {
-    let (node, kubelet) = quick("dgx1-v100").serve(8).await;
+    let (node, kubelet) = quick(Setup::on("dgx1-v100")).serve(8).await;
     node.setup.tell("crash nvmlDeviceGetTemperature");
     node.process.said("agents end whichever GPU they skip").await;
     node.metric("linkwise_nvml_away", 1).await;
@@ -162,7 +153,7 @@ async fn where_every_gpu_ends_children_none_is_left_out() {
 
 #[tokio::test]
 async fn stopped_agent_is_replaced_and_no_gpu_is_blamed() {
-    let (node, kubelet) = quick("dgx1-v100").serve(8).await;
+    let (node, kubelet) = quick(Setup::on("dgx1-v100")).serve(8).await;
     let mut known = Vec::new();
     for times in 1..=3 {
         let agent = node.agent(&known).await;
@@ -178,7 +169,7 @@ async fn stopped_agent_is_replaced_and_no_gpu_is_blamed() {
 
 #[tokio::test]
 async fn agent_killed_anywhere_is_replaced_without_blame() {
-    let (node, kubelet) = quick("dgx1-v100").serve(8).await;
+    let (node, kubelet) = quick(Setup::on("dgx1-v100")).serve(8).await;
     let mut known = Vec::new();
     // A fixed sequence of points (a linear congruence), from the first moment to well into the rounds.
     let mut point = 1u32;

@@ -21,7 +21,7 @@ use super::random::Random;
 use crate::cluster::dra_mps::{self, Daemons};
 use crate::cluster::dra_node::{DRIVER, Node};
 use crate::cluster::{dra_mig, takeover};
-use crate::run::node::{GPU, LIMIT, Process, children, put_on_bus, try_get, until};
+use crate::run::node::{GPU, LIMIT, Process, children, put_on_bus, replace, sockets_in, try_get, until};
 
 pub const GPUS: u32 = 8;
 /// The GPU in MIG mode, its devices made for claims.
@@ -121,9 +121,7 @@ impl World {
         let sharing = if self.is_sharing() { "" } else { &sharing };
         let gpus = if self.is_dra() { "all" } else { "none" };
         let text = format!("version: v1\n{sharing}linkwise: {{naming: true, dra: {{gpus: {gpus}}}}}\n");
-        let draft = self.node.at("config.draft");
-        fs::write(&draft, text).unwrap();
-        fs::rename(draft, self.node.at("config.yaml")).unwrap();
+        replace(&self.node.at("config.yaml"), &text);
     }
 
     /// The process serves the node anew, through the other door.
@@ -394,12 +392,7 @@ impl Soak {
 
     /// Our sockets in the kubelet's folder.
     pub fn sockets(&self) -> Vec<PathBuf> {
-        let files = fs::read_dir(self.world.node.at("k")).unwrap().map(|file| file.unwrap().path());
-        let is_ours = |path: &PathBuf| {
-            let name = path.file_name().unwrap().to_string_lossy();
-            name.starts_with("linkwise-") && name.ends_with(".sock")
-        };
-        files.filter(is_ours).collect()
+        sockets_in(&self.world.node.at("k"))
     }
 
     /// The process that speaks to NVML, where there is one.

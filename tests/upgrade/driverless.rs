@@ -5,10 +5,7 @@ use crate::upgrade::fleet::{GPUS, Running, World};
 use crate::upgrade::node::{GPU, KUBELETS, Setup, machine};
 
 fn setup() -> Setup {
-    let mut setup = Setup::with(&machine(&GPUS));
-    for (option, milliseconds) in [("poll", 20), ("pause", 10), ("grace", 100)] {
-        setup = setup.arg(format!("--nvml-{option}-ms={milliseconds}"));
-    }
+    let setup = Setup::with(&machine(&GPUS)).nvml_ms(&[("poll", 20), ("pause", 10), ("grace", 100)]);
     GPUS.iter().for_each(|(_, pci, _)| setup.on_bus(pci));
     setup
 }
