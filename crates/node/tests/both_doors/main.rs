@@ -23,7 +23,6 @@ mod kubelet;
 #[allow(dead_code, reason = "the soak draws more")]
 mod random;
 mod settle;
-mod wish;
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::LazyLock;
@@ -31,7 +30,7 @@ use std::thread;
 use std::time::Duration;
 
 use linkwise_core::allocation::DeviceId;
-use linkwise_core::state::{Door, Event, Health};
+use linkwise_core::state::{Door, Event, Health, MigStrategy, ResourcePlan, SharedResource, Sharing, SharingKind};
 use linkwise_core::topology::NodeObservation;
 use linkwise_host::machines;
 
@@ -39,7 +38,6 @@ use agent::{Agent, Cluster, Disk, LATEST_LIST};
 use books::{Books, GPUS, Part};
 use kubelet::{BOOKED_WITHIN, Devices, Kubelet};
 use random::Random;
-use wish::Wish;
 
 const DRIVER: &str = "gpu.nvidia.com";
 const POOL: &str = "n/gpu";
@@ -70,7 +68,9 @@ enum PodState {
 struct World {
     random: Random,
     now: Duration,
-    wish: Wish,
+    /// What the operator wants: the door, only with another process, and at any time whether GPUs are shared.
+    door: Door,
+    is_shared: bool,
     /// Which GPUs are there, and whether they are in MIG mode.
     gpus: [(bool, bool); GPUS as usize],
     kubelet: Kubelet,
@@ -85,18 +85,21 @@ struct World {
     claims: BTreeMap<String, PodState>,
     books: Books,
     made: u32,
-    done: [u32; 9],
-    history: Option<Vec<String>>,
+    /// How often what happened.
+    done: Done,
+    history: Vec<String>,
 }
 
 type Checked = Result<(), String>;
+type Done = BTreeMap<&'static str, u32>;
 
 impl World {
-    fn new(seed: u64, is_traced: bool) -> Self {
+    fn new(seed: u64) -> Self {
         let mut world = Self {
             random: Random::new(seed),
             now: Duration::from_secs(1_000_000),
-            wish: Wish { door: Door::Plugin, by_mig: true, shared: false, left_out: None },
+            door: Door::Plugin,
+            is_shared: false,
             gpus: [(true, false), (true, false), (true, true), (true, true)],
             kubelet: Kubelet { runs: true, lists: 2, ..Kubelet::default() },
             agent: None,
@@ -107,18 +110,19 @@ impl World {
             claims: BTreeMap::new(),
             books: Books::default(),
             made: 0,
-            done: [0; 9],
-            history: is_traced.then(Vec::new),
+            done: Done::new(),
+            history: Vec::new(),
         };
         world.start_agent();
         world
     }
 
-    fn note(&mut self, what: impl FnOnce() -> String) {
-        let now = self.now.as_millis();
-        if let Some(history) = &mut self.history {
-            history.push(format!("{now} {}", what()));
-        }
+    fn note(&mut self, what: String) {
+        self.history.push(format!("{} {what}", self.now.as_millis()));
+    }
+
+    fn count(&mut self, what: &'static str) {
+        *self.done.entry(what).or_default() += 1;
     }
 
     fn observed(&self) -> Event {
@@ -134,7 +138,10 @@ impl World {
     }
 
     fn planned(&self) -> Event {
-        Event::Planned(Box::new(self.wish.plan()))
+        let whole = SharedResource::new("nvidia.com/gpu".parse().unwrap(), 2);
+        let sharing = self.is_shared.then(|| Sharing::new(SharingKind::TimeSlicing, vec![whole]));
+        let (door, mig_strategy) = (self.door, MigStrategy::Mixed);
+        Event::Planned(Box::new(ResourcePlan { door, mig_strategy, sharing, ..ResourcePlan::default() }))
     }
 
     fn start_agent(&mut self) {
@@ -144,7 +151,7 @@ impl World {
         let at = usize::try_from(self.random.within(0..3)).unwrap();
         events.insert(at, self.disk.claims());
         self.agents += 1;
-        self.agent = Some(Agent::start(&self.disk, events, self.wish.door == Door::Dra, self.now));
+        self.agent = Some(Agent::start(&self.disk, events, self.door == Door::Dra, self.now));
         self.kubelet.healthy.clear();
     }
 
@@ -244,14 +251,14 @@ impl World {
         }
         let asked: Vec<DeviceId> = ids.iter().map(|id| DeviceId::from(id.clone())).collect();
         if agent.snapshot.allocate(&resources[at].parse().unwrap(), &asked).is_err() {
-            self.done[0] += 1;
+            self.count("refused pods");
             return Ok(());
         }
         self.made += 1;
         let (pod, by_init) = (format!("p{}", self.made), self.random.one_in(8));
-        self.note(|| format!("{pod} is granted {ids:?}"));
+        self.note(format!("{pod} is granted {ids:?}"));
         self.books.take(&pod, ids.iter().map(|id| Part::of_id(id)).collect())?;
-        self.done[1] += 1;
+        self.count("pods of the device plugin");
         let resource = resources[at].clone();
         let devices = Devices { resource, ids, by_init, granted: Some(self.now), ended: false };
         self.kubelet.pods.insert(pod, devices);
@@ -274,10 +281,10 @@ impl World {
         if !devices.is_empty() {
             self.made += 1;
             let uid = format!("c{}", self.made);
-            self.note(|| format!("{uid} is allocated {devices:?}"));
+            self.note(format!("{uid} is allocated {devices:?}"));
             self.cluster.insert(uid.clone(), devices);
             self.claims.insert(uid, PodState::Waiting);
-            self.done[7] += 1;
+            self.count("scheduled claims");
         }
     }
 
@@ -286,13 +293,13 @@ impl World {
         let Some(uid) = self.pick_claim(|_, _, state| state == PodState::Waiting) else { return Ok(()) };
         let Some(agent) = &mut self.agent else { return Ok(()) };
         let Some(prepared) = agent.prepare(&uid, &self.cluster, &mut self.disk, self.now) else {
-            self.done[2] += 1;
+            self.count("refused claims");
             if self.random.one_in(4) {
                 self.end_claim(uid);
             }
             return Ok(());
         };
-        self.note(|| format!("{uid}: {prepared:?}"));
+        self.note(format!("{uid}: {prepared:?}"));
         for device in &prepared.devices {
             let uuid = device.mig.as_ref().map_or(device.gpu.as_str(), |mig| mig.as_str());
             if Part::of_device(&device.device).uuid() != uuid {
@@ -303,7 +310,7 @@ impl World {
         self.books.take(&uid, devices.iter().map(|device| (Part::of_device(device), false)).collect())?;
         self.claims.insert(uid.clone(), PodState::Running);
         self.kubelet.claims.insert(uid, devices);
-        self.done[3] += 1;
+        self.count("prepared claims");
         Ok(())
     }
 
@@ -320,7 +327,7 @@ impl World {
 
     /// A pod with a claim ends; one that waits is deleted.
     fn end_claim(&mut self, uid: String) {
-        self.note(|| format!("{uid} ends"));
+        self.note(format!("{uid} ends"));
         self.books.release(&uid);
         self.kubelet.claims.remove(&uid);
         self.claims.insert(uid, PodState::Ended);
@@ -351,16 +358,10 @@ impl World {
         }
     }
 
-    fn change_wish(&mut self) {
-        match self.random.within(0..6) {
-            0 => self.wish.by_mig = !self.wish.by_mig,
-            1 => self.wish.shared = !self.wish.shared,
-            2 => self.wish.left_out = self.random.one_in(2).then(|| self.random.of(&[0, 1, 2, 3])),
-            _ => {}
-        }
-        let wish = self.wish;
-        self.note(|| format!("{wish:?}"));
-        self.done[4] += 1;
+    fn change_plan(&mut self) {
+        self.is_shared = !self.is_shared;
+        self.note(format!("GPUs are shared: {}", self.is_shared));
+        self.count("plans");
         let planned = self.planned();
         if let Some(agent) = &mut self.agent {
             agent.events.push_back(planned);
@@ -381,8 +382,7 @@ impl World {
         } else {
             return;
         }
-        let gpus = self.gpus;
-        self.note(|| format!("GPUs: {gpus:?}"));
+        self.note(format!("GPUs: {:?}", self.gpus));
         let observed = self.observed();
         if let Some(agent) = &mut self.agent {
             agent.events.push_back(observed);
@@ -392,19 +392,18 @@ impl World {
 
     fn step(&mut self) -> Checked {
         match self.random.within(0..320) {
-            0..2 => self.change_wish(),
+            0..2 => self.change_plan(),
             2..8 => self.change_gpu(),
             8..10 if self.agent.is_some() => {
-                self.note(|| "the agent dies".to_owned());
-                self.done[5] += 1;
+                self.note("the agent dies".to_owned());
+                self.count("deaths of the agent");
                 self.drain();
                 self.agent = None;
                 self.kubelet.healthy.clear();
                 if self.random.one_in(3) {
-                    self.wish.door = if self.wish.door == Door::Dra { Door::Plugin } else { Door::Dra };
-                    let door = self.wish.door;
-                    self.note(|| format!("the next has the door {door:?}"));
-                    self.done[8] += 1;
+                    self.door = if self.door == Door::Dra { Door::Plugin } else { Door::Dra };
+                    self.note(format!("the next has the door {:?}", self.door));
+                    self.count("changes of doors");
                 }
                 if self.random.one_in(2) {
                     self.start_agent();
@@ -412,10 +411,10 @@ impl World {
             }
             8..30 if self.agent.is_none() => self.start_agent(),
             10..12 => {
-                self.note(|| "the kubelet restarts".to_owned());
+                self.note("the kubelet restarts".to_owned());
                 self.restart_kubelet();
                 self.kubelet.runs = !self.random.one_in(4);
-                self.done[6] += 1;
+                self.count("restarts of the kubelet");
             }
             12..30 => self.kubelet.runs = true,
             30..65 => {
@@ -434,7 +433,7 @@ impl World {
             }
             88..145 => {
                 if let Some(pod) = self.pick_pod(|pod| pod.granted.is_none() && !pod.ended) {
-                    self.note(|| format!("{pod} ends"));
+                    self.note(format!("{pod} ends"));
                     self.books.release(&pod);
                     self.kubelet.pods.get_mut(&pod).unwrap().ended = true;
                 }
@@ -458,7 +457,7 @@ impl World {
                 let is_forced = self.random.one_in(8) && self.kubelet.lists > 1;
                 let gone = |_: &Self, _: &str, state| state == PodState::Ended || is_forced;
                 if let Some(uid) = self.pick_claim(gone) {
-                    self.note(|| format!("{uid} is deleted"));
+                    self.note(format!("{uid} is deleted"));
                     self.cluster.remove(&uid);
                 }
             }
@@ -500,48 +499,31 @@ fn healthy(agent: &Agent) -> impl Iterator<Item = (String, String)> {
     })
 }
 
-/// One history; the error has what was wrong.
-fn history(seed: u64, steps: u32, is_traced: bool) -> (World, Checked) {
-    let mut world = World::new(seed, is_traced);
-    let outcome = (0..steps).try_for_each(|_| world.step()).and_then(|()| world.settle());
-    (world, outcome)
-}
-
 /// Plays histories, and panics with the first that went wrong; what they had in them.
-fn played(seeds: impl Iterator<Item = u64>) -> [u32; 9] {
-    let mut done = [0; 9];
-    for seed in seeds {
-        let (world, outcome) = history(seed, STEPS, false);
-        if outcome.is_err() {
-            let (world, outcome) = history(seed, STEPS, true);
-            let history = world.history.unwrap_or_default().join("\n");
-            panic!("seed {seed}:\n{history}\n{}", outcome.unwrap_err());
+fn played(seeds: impl Iterator<Item = u64>) -> Vec<Done> {
+    let play = |seed| {
+        let mut world = World::new(seed);
+        let outcome = (0..STEPS).try_for_each(|_| world.step()).and_then(|()| world.settle());
+        if let Err(wrong) = outcome {
+            panic!("seed {seed}:\n{}\n{wrong}", world.history.join("\n"));
         }
-        add(&mut done, world.done);
-    }
-    done
-}
-
-fn add(all: &mut [u32; 9], more: [u32; 9]) {
-    all.iter_mut().zip(more).for_each(|(all, more)| *all += more);
+        world.done
+    };
+    seeds.map(play).collect()
 }
 
 #[test]
 fn no_gpu_is_twice_or_lost_in_a_million_steps() {
     let cores = thread::available_parallelism().unwrap().get();
-    let done = thread::scope(|scope| {
+    let played: Vec<Done> = thread::scope(|scope| {
         let each = |core| scope.spawn(move || played((0..HISTORIES).skip(core).step_by(cores)));
         let threads: Vec<_> = (0..cores).map(each).collect();
-        threads.into_iter().fold([0; 9], |mut all, thread| {
-            add(&mut all, thread.join().unwrap());
-            all
-        })
+        threads.into_iter().flat_map(|thread| thread.join().unwrap()).collect()
     });
-    let [refused, granted, not_prepared, prepared, plans, deaths, kubelets, scheduled, doors] = done;
-    println!(
-        "{granted} pods of the device plugin ({refused} refused), {prepared} of {scheduled} claims prepared ({not_prepared} \
-         refusals), {plans} plans, {deaths} deaths of the agent, {doors} changes of doors, {kubelets} restarts of the \
-         kubelet"
-    );
-    assert!(done.iter().all(|times| *times > 50), "{done:?}");
+    let mut done = Done::new();
+    for (what, times) in played.into_iter().flatten() {
+        *done.entry(what).or_default() += times;
+    }
+    println!("{done:#?}");
+    assert!(done.len() == 9 && done.values().all(|times| *times > 50), "{done:?}");
 }

@@ -40,25 +40,19 @@ impl World {
         }
         self.keep();
         let agent = self.agent.as_ref().unwrap();
-        let (wish, gpus) = (self.wish, self.gpus);
-        let is_out = |gpu: u8| wish.left_out == Some(gpu);
         let parts = |door: Door| -> BTreeSet<Part> {
-            let (gpus_of_door, by_dra) =
-                ((0..GPUS).filter(|gpu| !is_out(*gpu) && wish.door == door), door == Door::Dra);
-            gpus_of_door
-                .flat_map(|gpu| Part::all_of(gpu, gpus[usize::from(gpu)].1 && (by_dra || wish.by_mig)))
-                .collect()
+            let of_door = (0..GPUS).zip(self.gpus).filter(|_| self.door == door);
+            of_door.flat_map(|(gpu, (_, by_mig))| Part::all_of(gpu, by_mig)).collect()
         };
         let dra: BTreeSet<Part> =
             self.slices.back().into_iter().flat_map(|(.., it)| it).map(|it| Part::of_device(it)).collect();
         let plugin: BTreeSet<Part> = healthy(agent).map(|(id, _)| Part::of_id(&id).0).collect();
         if dra != parts(Door::Dra) || plugin != parts(Door::Plugin) {
-            return Err(format!("left alone, the doors offer {plugin:?} and {dra:?}; {wish:?}"));
+            return Err(format!("left alone, the doors offer {plugin:?} and {dra:?}; {:?}", self.door));
         }
         for gpu in 0..GPUS {
             let uuid = Part { gpu, mig: None }.uuid().parse().unwrap();
-            let wanted = (!is_out(gpu)).then_some(wish.door);
-            if agent.snapshot.door(&uuid) != wanted {
+            if agent.snapshot.door(&uuid) != Some(self.door) {
                 return Err(format!("the door of GPU {gpu} is {:?}", agent.snapshot.door(&uuid)));
             }
         }
