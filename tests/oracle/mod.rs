@@ -60,7 +60,7 @@ impl<'a> Oracle<'a> {
             let mut names: Vec<_> =
                 places(set).map(|gpu| &self.node.gpus()[gpu]).map(|gpu| (gpu.pci, &gpu.uuid)).collect();
             names.sort();
-            (numbers(values), Reverse(names))
+            (ORDER.map(|(_, number)| number(values)), Reverse(names))
         };
         let mut ranked: Vec<_> = sets
             .map(|set| (set, self.values(available, set)))
@@ -71,8 +71,7 @@ impl<'a> Oracle<'a> {
         let mut ranked = ranked.into_iter().map(|(_, set, values)| (set, values));
         let (chosen, values) = ranked.next()?;
         let runner_up = ranked.next().map(|(set, second)| {
-            let mut order = ORDER.into_iter().zip(numbers(&values).into_iter().zip(numbers(&second)));
-            let lost_at = order.find(|(_, (ours, theirs))| ours != theirs);
+            let lost_at = ORDER.into_iter().find(|(_, number)| number(&values) != number(&second));
             (set, second, lost_at.map_or(Value::PciAddresses, |(value, _)| value))
         });
         Some(Expected { chosen, values, runner_up, compared })
@@ -102,13 +101,10 @@ impl<'a> Oracle<'a> {
         if set.count_ones() < 2 {
             return 0;
         }
-        if let Some(&known) = self.collectives.borrow().get(&set) {
-            return known;
-        }
-        let cut = self.narrowest_cut(set);
-        let collective = if cut > 0 { cut } else { self.best_ring(set, 0) };
-        self.collectives.borrow_mut().insert(set, collective);
-        collective
+        kept(&self.collectives, set, || match self.narrowest_cut(set) {
+            0 => self.best_ring(set, 0),
+            cut => cut,
+        })
     }
 
     /// The least that NVLink carries between two parts of the set, over all ways to part it.
@@ -156,17 +152,13 @@ impl<'a> Oracle<'a> {
 
     /// The best collective of any `size` GPUs of the machine.
     fn top(&self, size: u32) -> u64 {
-        if let Some(&known) = self.tops.borrow().get(&size) {
-            return known;
-        }
         let machine = (0..self.node.gpus().len()).fold(0, |set, gpu| set | 1 << gpu);
-        let mut top = 0;
-        for set in subsets(machine).filter(|set| set.count_ones() == size) {
-            let cut = self.narrowest_cut(set);
-            top = if cut > 0 { top.max(cut) } else { self.best_ring(set, top) };
-        }
-        self.tops.borrow_mut().insert(size, top);
-        top
+        let sets = subsets(machine).filter(|set| set.count_ones() == size);
+        let best = |top: u64, set| match self.narrowest_cut(set) {
+            0 => self.best_ring(set, top),
+            cut => top.max(cut),
+        };
+        kept(&self.tops, size, || sets.fold(0, best))
     }
 
     /// What the GPUs that stay free still offer.
@@ -180,18 +172,16 @@ impl<'a> Oracle<'a> {
         if left.count_ones() < size {
             return 0;
         }
-        if let Some(&known) = self.packings.borrow().get(&(left, size)) {
-            return known;
-        }
-        let first = lowest(left);
-        let mut best = self.packing(left & !first, size);
-        for group in subsets(left).filter(|group| group & first != 0 && group.count_ones() == size) {
-            // Where the best is nothing, every group offers all of it and none: nothing.
-            let share = (self.collective(group) * 1000).checked_div(self.top(size)).unwrap_or(0);
-            best = best.max(share + self.packing(left & !group, size));
-        }
-        self.packings.borrow_mut().insert((left, size), best);
-        best
+        kept(&self.packings, (left, size), || {
+            let first = lowest(left);
+            let groups = subsets(left).filter(|group| group & first != 0 && group.count_ones() == size);
+            let with = |group: Set| {
+                // Where the best is nothing, every group offers all of it and none: nothing.
+                let share = (self.collective(group) * 1000).checked_div(self.top(size)).unwrap_or(0);
+                share + self.packing(left & !group, size)
+            };
+            groups.map(with).max().unwrap_or(0).max(self.packing(left & !first, size))
+        })
     }
 
     /// Whole groups that still fit a package; a GPU whose package is unknown is in none.
@@ -208,19 +198,13 @@ impl<'a> Oracle<'a> {
         if left.count_ones() < 2 {
             return 0;
         }
-        if let Some(&known) = self.pairings.borrow().get(&left) {
-            return known;
-        }
-        let first = lowest(left).trailing_zeros() as usize;
-        let others = left & !lowest(left);
-        let with = |other: usize| self.remaining_closeness(others & !(1 << other)) - self.rank(first, other);
-        let mut totals: Vec<i64> = places(others).map(with).collect();
-        if left.count_ones() % 2 == 1 {
-            totals.push(self.remaining_closeness(others));
-        }
-        let best = totals.into_iter().max().expect("two GPUs make a pair");
-        self.pairings.borrow_mut().insert(left, best);
-        best
+        kept(&self.pairings, left, || {
+            let first = lowest(left).trailing_zeros() as usize;
+            let others = left & !lowest(left);
+            let with = |other: usize| self.remaining_closeness(others & !(1 << other)) - self.rank(first, other);
+            let without = (left.count_ones() % 2 == 1).then(|| self.remaining_closeness(others));
+            places(others).map(with).chain(without).max().expect("two GPUs make a pair")
+        })
     }
 
     /// The rates of the distinct NICs nearest to the members, 10 Gbit/s where unknown: at one distance a slower one does
@@ -241,29 +225,26 @@ impl<'a> Oracle<'a> {
     }
 }
 
-/// The order of the values.
-const ORDER: [Value; 8] = [
-    Value::Collective,
-    Value::Remaining,
-    Value::Pairs,
-    Value::Closeness,
-    Value::Room,
-    Value::RemainingCloseness,
-    Value::Nics,
-    Value::RemainingPairs,
+/// The order of the values, each as a number.
+const ORDER: [(Value, fn(&Values) -> i128); 8] = [
+    (Value::Collective, |values| values.collective.into()),
+    (Value::Remaining, |values| values.remaining.into()),
+    (Value::Pairs, |values| values.pairs.into()),
+    (Value::Closeness, |values| values.closeness.into()),
+    (Value::Room, |values| values.room.into()),
+    (Value::RemainingCloseness, |values| values.remaining_closeness.into()),
+    (Value::Nics, |values| values.nics.into()),
+    (Value::RemainingPairs, |values| values.remaining_pairs.into()),
 ];
 
-fn numbers(values: &Values) -> [i128; 8] {
-    [
-        values.collective.into(),
-        values.remaining.into(),
-        values.pairs.into(),
-        values.closeness.into(),
-        values.room.into(),
-        values.remaining_closeness.into(),
-        values.nics.into(),
-        values.remaining_pairs.into(),
-    ]
+/// What was worked out for a key before, or is now.
+fn kept<K: Copy + Ord, V: Copy>(known: &RefCell<BTreeMap<K, V>>, key: K, work_out: impl FnOnce() -> V) -> V {
+    let before = known.borrow().get(&key).copied();
+    before.unwrap_or_else(|| {
+        let value = work_out();
+        known.borrow_mut().insert(key, value);
+        value
+    })
 }
 
 /// All subsets, the empty one and the whole included.

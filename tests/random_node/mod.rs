@@ -13,7 +13,6 @@ use proptest::sample::select;
 
 /// A machine of up to `most` GPUs at addresses and with UUIDs of their own, in a tree as buses make
 /// them: a port has one switch below it, or the functions of one board.
-#[allow(dead_code, reason = "not every test wants it")]
 pub fn node(most: usize) -> impl Strategy<Value = NodeObservation> {
     node_between(1, most)
 }
@@ -25,7 +24,6 @@ pub fn node_between(least: usize, most: usize) -> impl Strategy<Value = NodeObse
 }
 
 /// A machine in which nothing needs to make sense.
-#[allow(dead_code, reason = "not every test wants it")]
 pub fn odd_node(most: usize) -> impl Strategy<Value = NodeObservation> {
     let clashes = vec((0..most, 0..most, 0..4_u8), 0..6);
     let parts = (vec(gpu(), 0..=most), host(), nvlinks(most), order(most), order(most), clashes);
