@@ -48,61 +48,41 @@ pub enum Fault {
     XidUntilCleared,
 }
 
-use Fault::{
-    AgentKilled, AgentStopped, ApiServerAway, ApiServerRefuses, CallCrashes, CallHangs, CallHoldsTheLock, DoorChanges,
-    DriverReleased, GpuLost, GpuRemoved, InitFails, Kill, KubeletGone, KubeletRestarts, LinksDown, MpsKilled,
-    NobodyDialsBack, NodeRestarts, ProcessStopped, RegisterHangs, RegisterRefused, Rollout, SharingChanges,
-    SlicesWiped, SocketDeleted, StreamCut, XidStorm, XidUntilCleared, XidUntilRecovery,
-};
+use Fault::*;
 
+/// The faults of one process of ours.
+const OF_A_PROCESS: [Fault; 2] = [Kill, ProcessStopped];
+const OF_THE_KUBELET: [Fault; 3] = [KubeletRestarts, NodeRestarts, KubeletGone];
 /// The faults between a kubelet and the device plugin.
 const BETWEEN: [Fault; 5] = [SocketDeleted, StreamCut, RegisterRefused, RegisterHangs, NobodyDialsBack];
+/// The faults that only DRA notices.
+const OF_CLAIMS: [Fault; 4] = [ApiServerAway, ApiServerRefuses, SlicesWiped, MpsKilled];
+const OF_THE_DRIVER: [Fault; 6] = [AgentKilled, AgentStopped, CallHangs, CallHoldsTheLock, InitFails, DriverReleased];
+/// The faults that make one GPU ill.
+const OF_A_GPU: [Fault; 6] = [CallCrashes, GpuLost, GpuRemoved, LinksDown, XidUntilRecovery, XidUntilCleared];
 
 impl Fault {
-    /// Rollouts and changes of doors are many.
-    pub const ALL: [Self; 34] = [
-        Rollout,
-        Rollout,
-        Rollout,
-        Kill,
-        ProcessStopped,
-        KubeletRestarts,
-        NodeRestarts,
-        KubeletGone,
-        SocketDeleted,
-        StreamCut,
-        RegisterRefused,
-        RegisterHangs,
-        NobodyDialsBack,
-        DoorChanges,
-        DoorChanges,
-        DoorChanges,
-        SharingChanges,
-        ApiServerAway,
-        ApiServerRefuses,
-        SlicesWiped,
-        MpsKilled,
-        AgentKilled,
-        AgentStopped,
-        CallHangs,
-        CallHoldsTheLock,
-        CallCrashes,
-        InitFails,
-        DriverReleased,
-        GpuLost,
-        GpuRemoved,
-        LinksDown,
-        XidStorm,
-        XidUntilRecovery,
-        XidUntilCleared,
-    ];
+    /// Every fault. Rollouts and changes of doors are many.
+    pub fn all() -> Vec<Self> {
+        let ours = [[Rollout; 3].as_slice(), &[DoorChanges; 3], &[SharingChanges, XidStorm], &OF_A_PROCESS].concat();
+        let others = [OF_THE_KUBELET.as_slice(), &BETWEEN, &OF_CLAIMS, &OF_THE_DRIVER, &OF_A_GPU].concat();
+        [ours, others].concat()
+    }
+
+    /// The faults of the short runs.
+    pub fn few() -> Vec<Self> {
+        let processes = [[Rollout; 2].as_slice(), &[Kill; 3], &[KubeletRestarts; 2], &[NodeRestarts]].concat();
+        let cluster = [[ApiServerAway, ApiServerRefuses, SlicesWiped].as_slice(), &[DoorChanges; 3]].concat();
+        let driver = vec![GpuLost, AgentKilled, CallHoldsTheLock, CallCrashes, XidUntilRecovery];
+        [processes, cluster, driver].concat()
+    }
 
     /// The calls of the kubelet that may fail meanwhile.
     pub fn hits(self) -> Hits {
         match self {
             Rollout | SlicesWiped | SharingChanges => Hits::Nothing,
-            Kill | ProcessStopped | KubeletRestarts | NodeRestarts | KubeletGone | DoorChanges => Hits::All,
-            between if BETWEEN.contains(&between) => Hits::All,
+            DoorChanges => Hits::All,
+            _ if [OF_A_PROCESS.as_slice(), &OF_THE_KUBELET, &BETWEEN].concat().contains(&self) => Hits::All,
             _ => Hits::Claims,
         }
     }
@@ -111,8 +91,8 @@ impl Fault {
     pub fn fits(self, is_dra: bool) -> bool {
         match self {
             SharingChanges => !is_dra,
-            ApiServerAway | ApiServerRefuses | SlicesWiped | MpsKilled => is_dra,
-            between => !(is_dra && BETWEEN.contains(&between)),
+            _ if is_dra => !BETWEEN.contains(&self),
+            _ => !OF_CLAIMS.contains(&self),
         }
     }
 
@@ -131,7 +111,7 @@ impl Fault {
 
     /// True if it makes one GPU ill.
     pub fn is_of_a_gpu(self) -> bool {
-        [CallCrashes, GpuLost, GpuRemoved, LinksDown, XidUntilRecovery, XidUntilCleared].contains(&self)
+        OF_A_GPU.contains(&self)
     }
 
     /// Lets it happen. Alone, it is waited for until it was noticed; beside another one it lasts as long as chance says.

@@ -34,29 +34,6 @@ const STUCK: Duration = Duration::from_secs(30);
 /// 10 s for a stream or a confirmation, 6 s of doubled hold and as much between trials of a GPU.
 const RECOVERY: Duration = Duration::from_secs(60);
 
-/// The faults of the short runs.
-const FEW: [Fault; 19] = [
-    Fault::Rollout,
-    Fault::Rollout,
-    Fault::Kill,
-    Fault::Kill,
-    Fault::Kill,
-    Fault::KubeletRestarts,
-    Fault::KubeletRestarts,
-    Fault::NodeRestarts,
-    Fault::ApiServerAway,
-    Fault::ApiServerRefuses,
-    Fault::SlicesWiped,
-    Fault::DoorChanges,
-    Fault::DoorChanges,
-    Fault::DoorChanges,
-    Fault::GpuLost,
-    Fault::AgentKilled,
-    Fault::CallHoldsTheLock,
-    Fault::CallCrashes,
-    Fault::XidUntilRecovery,
-];
-
 #[allow(clippy::disallowed_methods, reason = "make hands these on")]
 fn number(variable: &str) -> Option<u64> {
     let text = std::env::var(variable).ok().filter(|text| !text.is_empty())?;
@@ -121,12 +98,12 @@ async fn soak(connections: Connections, seed: u64, seconds: u64, all: &[Fault]) 
 
 #[tokio::test]
 async fn faults_give_nothing_twice_and_lose_nothing_up_to_1_36() {
-    soak(KUBELETS[0], 1, 0, &FEW).await;
+    soak(KUBELETS[0], 1, 0, &Fault::few()).await;
 }
 
 #[tokio::test]
 async fn faults_give_nothing_twice_and_lose_nothing_from_1_37() {
-    soak(KUBELETS[1], 2, 0, &FEW).await;
+    soak(KUBELETS[1], 2, 0, &Fault::few()).await;
 }
 
 /// It takes minutes, and so is no part of the other tests.
@@ -137,6 +114,6 @@ async fn every_fault_is_survived_on_each_kubelet() {
     let chance = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap().as_nanos();
     let seed = number("SOAK_SEED").unwrap_or(u64::try_from(chance % 1_000_000).unwrap());
     for connections in KUBELETS {
-        soak(connections, seed, seconds / 2, &Fault::ALL).await;
+        soak(connections, seed, seconds / 2, &Fault::all()).await;
     }
 }

@@ -21,7 +21,7 @@ use super::random::Random;
 use crate::cluster::dra_mps::{self, Daemons};
 use crate::cluster::dra_node::{DRIVER, Node};
 use crate::cluster::{dra_mig, takeover};
-use crate::run::node::{GPU, LIMIT, Process, children, put_on_bus, replace, sockets_in, try_get, until};
+use crate::run::node::{GPU, LIMIT, Process, children, kib, put_on_bus, replace, sockets_in, try_get, until};
 
 pub const GPUS: u32 = 8;
 /// The GPU in MIG mode, its devices made for claims.
@@ -181,9 +181,7 @@ type Footprint = (u64, usize);
 
 /// `None` where it is gone.
 fn footprint(process: u32) -> Option<Footprint> {
-    let status = fs::read_to_string(format!("/proc/{process}/status")).ok()?;
-    let resident = status.lines().find_map(|line| line.strip_prefix("VmRSS:"))?.trim().trim_end_matches(" kB");
-    Some((resident.parse().ok()?, fs::read_dir(format!("/proc/{process}/fd")).ok()?.count()))
+    Some((kib(process, "VmRSS")?, fs::read_dir(format!("/proc/{process}/fd")).ok()?.count()))
 }
 
 /// Drives the faults.
