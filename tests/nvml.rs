@@ -419,20 +419,6 @@ async fn ecc_that_is_switched_on_later_is_counted() {
 }
 
 #[tokio::test]
-async fn gpu_in_mig_mode_joins_no_fabric() {
-    let machine = machine();
-    machine.tell("mig 0 {enabled: false}");
-    machine.tell("fabric 0 2 0");
-    let mut agent = machine.agent();
-    polled(&mut agent, 0, |poll| poll.fabric == Some(FabricHealth::Joining)).await;
-    machine.tell("mig 0 {enabled: true}");
-    let poll = polled(&mut agent, 0, |poll| poll.fabric != Some(FabricHealth::Joining)).await;
-    assert_eq!((poll.fabric, poll.nvlinks_down), (Some(FabricHealth::Unused), Some(Vec::new())));
-    machine.tell("mig 0 {enabled: false}");
-    polled(&mut agent, 0, |poll| poll.fabric == Some(FabricHealth::Joining)).await;
-}
-
-#[tokio::test]
 async fn a_round_has_the_drivers_word_and_counters_where_there_are_any() {
     let machine = machine();
     for command in ["recovery 1 0", "rows 1 false false", "uncorrectable 1 0"] {
@@ -595,11 +581,14 @@ async fn a_wait_that_fails_is_told_once_and_tried_again() {
 async fn links_are_not_missed_while_mig_is_on_and_silence_ends_with_the_mode() {
     let machine = machine();
     machine.tell("mig 0 {enabled: false}");
+    machine.tell("fabric 0 2 0");
     let mut agent = machine.agent();
-    let down = polled(&mut agent, 0, |_| true).await;
+    let down = polled(&mut agent, 0, |poll| poll.fabric == Some(FabricHealth::Joining)).await;
     assert_eq!((down.nvlinks_down, down.row_remapping), (Some(vec![2]), None));
     machine.tell("mig 0 {enabled: true}");
-    polled(&mut agent, 0, |poll| poll.nvlinks_down == Some(vec![])).await;
+    // Nor does it join a fabric.
+    let poll = polled(&mut agent, 0, |poll| poll.nvlinks_down == Some(vec![])).await;
+    assert_eq!(poll.fabric, Some(FabricHealth::Unused));
     // One that does not say its mode is in the one it said last.
     machine.tell("fail 0 nvmlDeviceGetMigMode 999");
     for _ in 0..2 {
@@ -614,7 +603,7 @@ async fn links_are_not_missed_while_mig_is_on_and_silence_ends_with_the_mode() {
     machine.tell("mig 0 {enabled: false}");
     let rows = Some(RowRemapping { pending: false, failed: true });
     let after = polled(&mut agent, 0, |poll| poll.row_remapping == rows).await;
-    assert_eq!(after.nvlinks_down, Some(vec![2]));
+    assert_eq!((after.nvlinks_down, after.fabric), (Some(vec![2]), Some(FabricHealth::Joining)));
 }
 
 #[tokio::test]

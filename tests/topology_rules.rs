@@ -420,10 +420,14 @@ fn h100() -> NodeObservation {
     machines::load("dgx-h100").unwrap().observed
 }
 
-/// What people read, each warning once.
+/// The graph, and what people read of it, each warning once.
+fn assembled(node: &NodeObservation) -> (NodeTopology, Vec<String>) {
+    let (topology, warnings) = NodeTopology::assemble(node);
+    (topology, warnings.iter().map(TopologyWarning::to_string).collect())
+}
+
 fn warnings(node: &NodeObservation) -> Vec<String> {
-    let (_, warnings) = NodeTopology::assemble(node);
-    warnings.iter().map(TopologyWarning::to_string).collect()
+    assembled(node).1
 }
 
 fn links(gpu: &mut GpuObservation) -> &mut Vec<NvLinkObservation> {
@@ -472,10 +476,10 @@ fn each_oddity_of_a_dgx1_has_its_warning() {
 fn second_gpu_with_same_uuid_is_dropped() {
     let mut node = h100();
     node.gpus[7].uuid = node.gpus[2].uuid.clone();
-    let (topology, _) = NodeTopology::assemble(&node);
+    let (topology, found) = assembled(&node);
     assert_eq!(topology.gpus().len(), 7);
     assert_eq!(
-        warnings(&node),
+        found,
         [
             "GPU 0000:df:00.0: its UUID GPU-00000002-0000-4000-8000-000000000002 is also that of GPU 0000:52:00.0; it is left out"
         ],

@@ -27,15 +27,11 @@ struct Device {
 }
 
 #[derive(Default, Deserialize)]
-#[serde(deny_unknown_fields, rename_all = "camelCase")]
+#[serde(default, deny_unknown_fields, rename_all = "camelCase")]
 struct Edits {
-    #[serde(default)]
     env: Vec<String>,
-    #[serde(default)]
     device_nodes: Vec<Node>,
-    #[serde(default)]
     mounts: Vec<Mount>,
-    #[serde(default)]
     hooks: Vec<Hook>,
 }
 

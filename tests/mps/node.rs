@@ -16,8 +16,8 @@ use tokio::task::JoinHandle;
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 
-/// After this long, what should have happened will not.
-pub const LIMIT: Duration = Duration::from_secs(60);
+pub use crate::run::node::LIMIT;
+use crate::run::node::signal;
 
 /// How often a state without an event is polled.
 const POLL: Duration = Duration::from_millis(10);
@@ -253,8 +253,7 @@ pub fn runs(pid: u32) -> bool {
 }
 
 pub fn kill(pid: u32) {
-    let status = std::process::Command::new("kill").args(["-9", &pid.to_string()]).status().unwrap();
-    assert!(status.success());
+    signal("KILL", pid);
 }
 
 /// Waits for a state without an event.
