@@ -12,7 +12,7 @@ use serde_json::Value;
 use tokio::process::Command;
 use tokio::time::timeout;
 
-use crate::run::node::{LIMIT, Setup, fifo, machine, registered, started_by};
+use crate::run::node::{LIMIT, Setup, fifo, machine, registered, started_by, stranger};
 
 /// A machine on which nothing is wrong; what is at its paths is what a container sees.
 fn well() -> (Setup, KubeletBox) {
@@ -341,11 +341,8 @@ async fn other_plugins_in_kubelet_folder_are_named() {
     drop(UnixListener::bind(folder.join("linkwise-nvidia.com_gpu-11111111.sock")).unwrap());
     drop(UnixListener::bind(folder.join("dead.sock")).unwrap());
     let _silent = UnixListener::bind(folder.join("silent.sock")).unwrap();
-    let stranger = UnixListener::bind(folder.join("stranger.sock")).unwrap();
-    let answering = std::thread::spawn(move || {
-        let (mut stream, _) = stranger.accept().unwrap();
-        std::io::Write::write_all(&mut stream, b"HTTP/1.1 400 Bad Request\r\n\r\n").unwrap();
-    });
+    let listener = UnixListener::bind(folder.join("stranger.sock")).unwrap();
+    let answering = stranger(listener, 1, b"HTTP/1.1 400 Bad Request\r\n\r\n");
     let report = look(setup, &[]).await;
     answering.join().unwrap();
     found(&report, "plugins", "failed", "the NVIDIA device plugin serves nvidia-gpu.sock");

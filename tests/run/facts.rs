@@ -49,15 +49,10 @@ async fn a_fact_that_was_never_said_is_asked_for_until_it_is() {
     let setup = quick(Setup::on("dgx1-v100"));
     setup.tell("fail 3 nvmlDeviceGetMinorNumber 999");
     let (node, kubelet) = setup.serve(8).await;
-    let pod = |name: &str| Pod::single(name, GPU, 8);
-    assert!(kubelet.admit(&pod("early"), None).await.is_err(), "nobody knows which node GPU 3 has");
+    let pod = Pod::single("pod", GPU, 8);
+    assert!(kubelet.admit(&pod, None).await.is_err(), "nobody knows which node GPU 3 has");
     node.setup.tell("unfail 3 nvmlDeviceGetMinorNumber");
-    let tries = std::sync::atomic::AtomicU32::new(0);
-    let admitted = async || {
-        let number = tries.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
-        kubelet.admit(&pod(&format!("pod-{number}")), None).await.map(drop)
-    };
-    until(admitted).await;
+    until(async || kubelet.admit(&pod, None).await.map(drop)).await;
 }
 
 #[tokio::test]

@@ -12,13 +12,10 @@ use linkwise_kubelet_box::{Pod, Restart};
 
 use crate::run::handover::{cdi_setup, spec_file};
 use crate::run::health::{file, kept};
-use crate::run::node::{GPU, Setup, allocation, kubelet_in, machine, registered, unhealthy, until, uuid};
+use crate::run::node::{GPU, Setup, allocation, kubelet_in, limit, machine, registered, unhealthy, until, uuid};
 
 fn room(process: u32, bytes: &str) {
-    // The hard limit stays as it is: only root may raise it again.
-    let limit = format!("--fsize={bytes}:unlimited");
-    let set = std::process::Command::new("prlimit").args([limit, format!("--pid={process}")]).status();
-    assert!(set.unwrap().success());
+    limit(process, &format!("fsize={bytes}:unlimited"));
 }
 
 /// A machine whose linkwise does not die of the limit's signal: what ignores it hands that on to the program it

@@ -89,11 +89,16 @@ async fn late_kubelet_folder_is_found() {
     let why = format!("there is no folder {}", node.setup.at("k").display());
     let line = node.process.logged(|line| line["message"] == "waiting for the kubelet").await;
     assert_eq!((line["level"].as_str(), line["why"].as_str()), (Some("WARN"), Some(why.as_str())));
-    node.ready(503, &why).await;
+    let answer = node.ready(503, &why).await;
+    assert!(answer.body.contains("nvidia.com/gpu: waiting for kubelet.sock"), "{answer:?}");
+    assert_eq!(node.get("/livez").await.status, 200);
     let kubelet = node.setup.kubelet();
     registered(&kubelet, 1, 8).await;
+    assert_eq!(node.ready(200, "ready").await.body, "ready\n");
     // The folder is made anew, as when an operator cleans up: the new one is followed.
     kubelet.stop().await.unwrap();
+    node.ready(503, GPU).await;
+    assert_eq!(node.get("/livez").await.status, 200);
     std::fs::remove_dir_all(node.setup.at("k")).unwrap();
     node.ready(503, "waiting for kubelet.sock; there is no folder").await;
     let kubelet = node.setup.kubelet();

@@ -5,7 +5,7 @@ use linkwise_kubelet_box::KubeletBox;
 use serde_json::Value;
 use tokio::time::timeout;
 
-use crate::run::node::{GPU, LIMIT, Node, Setup, allocation, registered, unhealthy, until};
+use crate::run::node::{GPU, LIMIT, Node, Setup, allocation, kib, registered, unhealthy, until};
 
 const UP: &str = "linkwise_nvml_agent_up";
 const OVER_MEMORY: &str = "linkwise_nvml_agent_ends_total{cause=\"memory\"}";
@@ -95,9 +95,7 @@ async fn library_with_a_runtime_works_with_every_command() {
     let (node, kubelet) = setup.serve(8).await;
     allocation(&kubelet, "pod", GPU, 4).await;
     let agent = node.agent(&[]).await;
-    let status = std::fs::read_to_string(format!("/proc/{agent}/status")).unwrap();
-    let mapped = status.lines().find_map(|line| line.strip_prefix("VmData:")).unwrap().trim();
-    assert!(mapped.trim_end_matches(" kB").parse::<u64>().unwrap() > 1 << 20, "{status}");
+    assert!(kib(agent, "VmData").unwrap() > 1 << 20);
     node.metric("linkwise_nvml_agent_starts_total", 1).await;
 }
 

@@ -4,10 +4,13 @@
 use std::collections::BTreeSet;
 use std::ffi::{OsStr, OsString};
 use std::fs::{File, OpenOptions};
+use std::io::{BufRead, Write};
 use std::net::SocketAddr;
 use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::process::{ExitStatus, Stdio};
+use std::thread::JoinHandle;
 use std::time::Duration;
 
 use fake_nvml::Control;
@@ -368,6 +371,31 @@ pub async fn writer(path: &Path) -> File {
     // Linux opens it, without waiting, where somebody reads.
     const O_NONBLOCK: i32 = 0o4000;
     until(async || OpenOptions::new().write(true).custom_flags(O_NONBLOCK).open(path)).await
+}
+
+/// Answers as many requests as a stranger's server would, whatever they are.
+pub fn stranger(listener: UnixListener, times: usize, answer: &'static [u8]) -> JoinHandle<()> {
+    std::thread::spawn(move || {
+        for stream in listener.incoming().take(times).map(Result::unwrap) {
+            // All of the head: closing with something unread resets the connection.
+            let mut lines = std::io::BufReader::new(&stream).lines().map_while(Result::ok);
+            let _ = lines.find(String::is_empty);
+            let _ = (&stream).write_all(answer);
+        }
+    })
+}
+
+/// Sets a soft limit of a process: the hard one stays as it is, which only root may raise again.
+pub fn limit(process: u32, limit: &str) {
+    let set = std::process::Command::new("prlimit").args([format!("--{limit}"), format!("--pid={process}")]).status();
+    assert!(set.unwrap().success());
+}
+
+/// A number of KiB in the kernel's word on a process, if it lives.
+pub fn kib(process: u32, name: &str) -> Option<u64> {
+    let status = std::fs::read_to_string(format!("/proc/{process}/status")).ok()?;
+    let value = status.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
+    value.trim().trim_end_matches(" kB").parse().ok()
 }
 
 #[derive(Default)]

@@ -10,7 +10,7 @@ use serde_json::Value;
 use tokio::process::Command;
 
 use crate::run::memory::ran;
-use crate::run::node::{GPU, Node, Process, Setup, children, registered, signal, unhealthy, until, uuid};
+use crate::run::node::{GPU, Node, Process, Setup, children, registered, signal, stranger, unhealthy, until, uuid};
 
 /// A machine whose linkwise has an admin socket.
 fn setup() -> Setup {
@@ -250,18 +250,8 @@ async fn what_kept_it_from_serving_is_no_trouble_while_it_serves() {
 async fn a_stranger_on_the_admin_socket_is_no_linkwise() {
     let folder = tempfile::tempdir().unwrap();
     let socket = folder.path().join("admin.sock");
-    let stranger = std::os::unix::net::UnixListener::bind(&socket).unwrap();
-    let speaking = std::thread::spawn(move || {
-        let (mut stream, _) = stranger.accept().unwrap();
-        // The whole answer: a client that closes with bytes unread resets the connection.
-        let mut asked = Vec::new();
-        while !asked.ends_with(b"\r\n\r\n") {
-            let mut byte = [0];
-            std::io::Read::read_exact(&mut stream, &mut byte).unwrap();
-            asked.extend(byte);
-        }
-        std::io::Write::write_all(&mut stream, b"SSH 200 hello\r\n\r\nwelcome\n").unwrap();
-    });
+    let listener = std::os::unix::net::UnixListener::bind(&socket).unwrap();
+    let speaking = stranger(listener, 1, b"SSH 200 hello\r\n\r\nwelcome\n");
     let mut command = Command::new(env!("CARGO_BIN_EXE_linkwise"));
     let output = command.args(["admin", "--socket"]).arg(&socket).arg("state").output().await.unwrap();
     speaking.join().unwrap();

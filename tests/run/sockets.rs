@@ -12,7 +12,7 @@ use tokio::net::UnixStream;
 use tokio::time::timeout;
 
 use crate::run::kubelet::Alone;
-use crate::run::node::{GPU, LIMIT, Setup, kubelet_in, registered, sockets_in, until};
+use crate::run::node::{GPU, LIMIT, Setup, kubelet_in, limit, registered, sockets_in, until};
 
 #[tokio::test]
 async fn kubelet_found_after_any_file_at_its_socket() {
@@ -122,9 +122,7 @@ async fn exhausted_descriptors_recover() {
 
 /// No further file descriptor for a process, or as many as it had.
 fn descriptors(process: u32, soft: &str) {
-    let limit = format!("--nofile={soft}:");
-    let set = std::process::Command::new("prlimit").args([limit, format!("--pid={process}")]).status();
-    assert!(set.unwrap().success());
+    limit(process, &format!("nofile={soft}:"));
 }
 
 #[tokio::test]

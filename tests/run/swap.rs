@@ -2,13 +2,45 @@
 //! they must go on to mean what they meant.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
 
 use linkwise_kubelet_box::{Allocation, KubeletBox, Pod, Restart};
 
+use crate::kubelet_box::plugin::Plugin;
 use crate::run::node::{GPU, Setup, allocation, registered, uuid};
-use crate::run::predecessor::Predecessor;
 
 const SHARED: &str = "sharing: {timeSlicing: {resources: [{name: nvidia.com/gpu, replicas: 2}]}}\n";
+
+/// Its socket in the kubelet's folder for nvidia.com/gpu.
+const NVIDIA_SOCKET: &str = "nvidia-gpu.sock";
+
+/// A stand-in for the NVIDIA plugin, as far as the kubelet sees it, that is served and registered.
+pub struct Predecessor {
+    socket: PathBuf,
+    plugin: Plugin,
+}
+
+impl Predecessor {
+    /// Removes what an earlier one left, serves, and registers: in this order, as it does.
+    pub async fn start(folder: &Path, ids: &[String]) -> Self {
+        Self::start_at(folder, NVIDIA_SOCKET, ids).await
+    }
+
+    /// The same with a socket of another name: another plugin.
+    pub async fn start_at(folder: &Path, name: &str, ids: &[String]) -> Self {
+        let socket = folder.join(name);
+        let _ = std::fs::remove_file(&socket);
+        let plugin = Plugin::serve_each(folder, name, ids);
+        plugin.register().await.unwrap();
+        Self { socket, plugin }
+    }
+
+    /// Ends as it does: its server stops, its streams end with it, and its socket is removed.
+    pub async fn end(self) {
+        self.plugin.end().await;
+        std::fs::remove_file(&self.socket).unwrap();
+    }
+}
 
 /// The NVIDIA plugin's ids on dgx1-v100: UUIDs, or `UUID::N`.
 fn ids(replicas: Option<u32>) -> Vec<String> {

@@ -3,7 +3,7 @@
 
 use linkwise_kubelet_box::KubeletBox;
 
-use crate::run::node::{GPU, LIMIT, Node, Setup, allocation, machine, registered, signal, unhealthy, until, uuid};
+use crate::run::node::{GPU, LIMIT, Node, Setup, allocation, kib, machine, registered, signal, unhealthy, until, uuid};
 
 const STARTS: &str = "linkwise_nvml_agent_starts_total";
 const UP: &str = "linkwise_nvml_agent_up";
@@ -192,11 +192,7 @@ async fn agent_killed_anywhere_is_replaced_without_blame() {
 async fn a_storm_of_xids_loses_no_change_and_takes_no_memory() {
     // With an operator's limits: an agent that is silent for long on a busy machine is not ended, nor its queue lost.
     let (node, kubelet) = Setup::on("dgx1-v100").serve(8).await;
-    let peak = || {
-        let status = std::fs::read_to_string(format!("/proc/{}/status", node.process.id())).unwrap();
-        let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap().trim();
-        line.trim_end_matches(" kB").parse::<u64>().unwrap()
-    };
+    let peak = || kib(node.process.id(), "VmHWM").unwrap();
     let before = peak();
     node.setup.tell("storm 0 31 50000");
     node.setup.tell("xid 2 79");

@@ -5,6 +5,4 @@ mod deaths;
 mod driverless;
 pub mod fleet;
 use crate::run::node;
-mod others;
-use crate::run::predecessor;
 mod rollout;

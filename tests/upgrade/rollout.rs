@@ -1,12 +1,14 @@
-//! From one linkwise to the next, again and again, and from an older release and back.
+//! From one linkwise to the next, again and again, from an older release and back, and from a plugin that knows no
+//! takeover: the NVIDIA plugin, an older linkwise.
 
 use std::path::PathBuf;
 
 use linkwise_kubelet_box::Connections;
 
 use crate::cluster::older::older_program;
+use crate::run::swap::Predecessor;
 use crate::upgrade::fleet::{GPUS, World};
-use crate::upgrade::node::{GPU, KUBELETS};
+use crate::upgrade::node::{GPU, KUBELETS, registered};
 
 /// Takeovers in a row; every second program is the older one where there is one.
 async fn rollouts(connections: Connections, times: usize, older: Option<PathBuf>) {
@@ -58,5 +60,41 @@ async fn hundred_takeovers_reject_no_pod() {
 async fn upgrade_and_way_back_reject_no_pod() {
     for connections in KUBELETS {
         rollouts(connections, 6, Some(older_program())).await;
+    }
+}
+
+/// The pod of another plugin is replaced by ours, in a rollout that starts ours first.
+async fn replaced(connections: Connections, socket: &str) {
+    let world = World::new(connections);
+    let folder = world.setup.kubelet_socket.parent().unwrap();
+    let ids = GPUS.map(|(id, ..)| id.to_owned()).to_vec();
+    let other = Predecessor::start_at(folder, socket, &ids).await;
+    registered(&world.kubelet, 1, GPUS.len()).await;
+    let load = world.load(50);
+    world.kubelet.wait(|state| state.resources[GPU].calls.allocate > 5).await.unwrap();
+    let ours = world.start("pod-1").await;
+    ours.ready().await;
+    other.end().await;
+    ours.settled().await;
+    let tally = load.end().await;
+    assert!(tally.rejected.is_empty(), "{tally:?}");
+    assert_eq!((world.kubelet.gaps(GPU), world.kubelet.violations()), (vec![], vec![]));
+    // The kubelet knows whom it has: the end is noticed.
+    ours.end().await;
+    let state = world.kubelet.wait(|state| state.resources[GPU].open_streams == 0).await.unwrap();
+    assert!(state.resources[GPU].healthy.is_empty(), "{state:#?}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn nvidia_plugin_is_replaced() {
+    for connections in KUBELETS {
+        replaced(connections, "nvidia-gpu.sock").await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn older_linkwise_is_replaced() {
+    for connections in KUBELETS {
+        replaced(connections, "linkwise-nvidia.com_gpu-0123abcd.sock").await;
     }
 }

@@ -5,7 +5,7 @@ use linkwise_core::state::HealthRecord;
 
 use super::*;
 use crate::run::health::{file, kept};
-use crate::run::node::{GPU, Node, unhealthy, uuid};
+use crate::run::node::{GPU, Node, stranger, unhealthy, uuid};
 
 /// The findings on one GPU: status, text and advice of each.
 fn findings_on(report: &Value, gpu: &str) -> Vec<(String, String, String)> {
@@ -139,15 +139,8 @@ async fn foreign_admin_socket_warns_without_delay() {
     let report = look(&setup, &["--timeout", "1"]).await;
     found(&report, "gpus", "warning", "no answer on");
     reports(&report, &uuid(1, 2), "ok", "Tesla V100", "");
-    let speaking = std::thread::spawn(move || {
-        // The first is the one that gave up.
-        for stream in hanging.incoming().take(2).map(Result::unwrap) {
-            // All of it: closing with something unread resets the connection.
-            let mut lines = std::io::BufRead::lines(std::io::BufReader::new(&stream)).map_while(Result::ok);
-            let _ = lines.find(String::is_empty);
-            let _ = std::io::Write::write_all(&mut &stream, b"HTTP/1.1 200 OK\r\n\r\nhello\n");
-        }
-    });
+    // The first is the one that gave up.
+    let speaking = stranger(hanging, 2, b"HTTP/1.1 200 OK\r\n\r\nhello\n");
     found(&look(&setup, &[]).await, "gpus", "warning", "is no linkwise");
     speaking.join().unwrap();
 }
