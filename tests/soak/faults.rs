@@ -6,7 +6,7 @@ use linkwise_kubelet_box::Fault as BoxFault;
 use super::ledger::SHARES;
 use super::world::{GPUS, Hits, MIG, SHARED, Soak};
 use crate::cluster::dra_mps;
-use crate::run::node::{GPU, signal};
+use crate::run::node::GPU;
 
 /// How a temperature is asked for: the call that every round makes of every GPU.
 const CALL: &str = "nvmlDeviceGetTemperature";
@@ -187,13 +187,7 @@ impl Fault {
                 soak.daemons = Some(dra_mps::daemons(&world.node));
             }
             AgentKilled | AgentStopped => {
-                let agent = soak.agent();
-                if let Some(agent) = agent {
-                    // It may have ended by itself where another fault is at work.
-                    let word = if self == AgentKilled { "KILL" } else { "STOP" };
-                    let _ = std::panic::catch_unwind(|| signal(word, agent));
-                }
-                soak.gone(agent).await;
+                soak.signal_agent(if self == AgentKilled { "KILL" } else { "STOP" }).await;
             }
             CallHangs | CallHoldsTheLock => {
                 let agent = soak.agent();
@@ -206,11 +200,7 @@ impl Fault {
             CallCrashes => world.tell(&format!("crash {gpu} {CALL}")).await,
             InitFails => {
                 world.tell("init 9").await;
-                let agent = soak.agent();
-                if let Some(agent) = agent {
-                    let _ = std::panic::catch_unwind(|| signal("KILL", agent));
-                }
-                soak.gone(agent).await;
+                soak.signal_agent("KILL").await;
             }
             DriverReleased => world.admin(&["release"]).await,
             GpuLost => world.tell(&format!("lost {gpu}")).await,

@@ -21,7 +21,7 @@ use super::random::Random;
 use crate::cluster::dra_mps::{self, Daemons};
 use crate::cluster::dra_node::{DRIVER, Node};
 use crate::cluster::{dra_mig, takeover};
-use crate::run::node::{GPU, LIMIT, Process, children, kib, put_on_bus, replace, sockets_in, try_get, until};
+use crate::run::node::{GPU, LIMIT, Process, children, kib, put_on_bus, replace, signal, sockets_in, try_get, until};
 
 pub const GPUS: u32 = 8;
 /// The GPU in MIG mode, its devices made for claims.
@@ -396,6 +396,13 @@ impl Soak {
     /// The process that speaks to NVML, where there is one.
     pub fn agent(&self) -> Option<u32> {
         children(self.process.id()).first().copied()
+    }
+
+    /// Signals the agent, and waits until it is no more. It may have ended by itself where another fault is at work.
+    pub async fn signal_agent(&self, word: &str) {
+        let agent = self.agent();
+        let _ = std::panic::catch_unwind(|| agent.map(|agent| signal(word, agent)));
+        self.gone(agent).await;
     }
 
     /// Waits until an agent is no more.
