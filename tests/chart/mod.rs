@@ -1,14 +1,6 @@
 //! The chart `charts/linkwise`, rendered by the real helm (`make tools` brings it; without it these tests say that they are
 //! skipped), and the ready examples in `manifests/examples`, read by a schema of our own.
 
-#![allow(
-    clippy::unwrap_used,
-    clippy::expect_used,
-    clippy::panic,
-    clippy::indexing_slicing,
-    reason = "what a helper cannot do fails the test"
-)]
-
 mod clusters;
 mod contract;
 mod documented;

@@ -1,14 +1,6 @@
 //! The commands that read and print, as a person or a script runs them: `topology`, `allocate`, `demo`, `config`,
 //! `top`, `admin state`.
 
-#![allow(
-    clippy::unwrap_used,
-    clippy::expect_used,
-    clippy::panic,
-    clippy::indexing_slicing,
-    reason = "what a helper cannot do fails the test"
-)]
-
 mod allocate;
 mod bad_input;
 mod benchmark;

@@ -1,7 +1,5 @@
 //! The programs and writers that need the API server, against an API server in a box.
 
-#![allow(clippy::expect_used, clippy::unwrap_used, clippy::panic, reason = "a test may panic")]
-
 mod claims;
 mod config_manager;
 mod counters;

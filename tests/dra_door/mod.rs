@@ -1,8 +1,6 @@
 //! The DRA plugin against the kubelet in the box and a cluster that is a table of claims, over real sockets. Every wait
 //! is for a state; deadlines are run out only where a test wants that.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test may panic")]
-
 mod bad_input;
 mod crash;
 mod health;

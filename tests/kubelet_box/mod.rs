@@ -1,8 +1,6 @@
 //! The kubelet in the box against a plugin of our own, over real sockets. Every wait is for a
 //! state; the short durations below are deadlines that a test wants to run out.
 
-#![allow(clippy::unwrap_used, reason = "a test may panic")]
-
 mod admission;
 mod connection;
 pub mod plugin;

@@ -1,13 +1,5 @@
 //! Resources: MIG devices, slots, names and filters, from what the NVML child sees to what the kubelet gets.
 
-#![allow(
-    clippy::unwrap_used,
-    clippy::expect_used,
-    clippy::panic,
-    clippy::indexing_slicing,
-    reason = "what a helper cannot do fails the test"
-)]
-
 mod agreement;
 mod availability;
 mod conflicts;

@@ -41,6 +41,7 @@ async fn invalid_option_is_named() {
         ("--device-id-strategy=name", 2, "invalid value 'name' for '--device-id-strategy"),
         ("--nvidia-driver-root=run/driver", 2, "expected an absolute path"),
         ("--nvidia-cdi-hook-path=nvidia-cdi-hook", 2, "expected an absolute path"),
+        ("--cdi-annotation-prefix=cdi.k8s.io", 2, "expected a DNS name and a slash, such as cdi.k8s.io/"),
         ("--mig-stratgey=mixed", 2, "a similar argument exists: '--mig-strategy'"),
         ("--log=linkwise=loud", 1, "'linkwise=loud' is not a level (off, error, warn, info, debug, trace)"),
     ] {
