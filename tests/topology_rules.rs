@@ -595,8 +595,7 @@ fn numa_disagreement_names_both_values() {
             "GPU 0000:07:00.0: the kernel says NUMA node -1, NVML says 0; the kernel is believed",
         ],
     );
-    let (topology, _) = NodeTopology::assemble(&node);
-    assert_eq!(topology.gpus()[0].numa, None, "-1 is not node 0");
+    assert_eq!(assembled(&node).0.gpus()[0].numa, None, "-1 is not node 0");
 }
 
 #[test]
@@ -660,8 +659,7 @@ fn gpu_without_fabric_warns() {
         warnings(&node),
         [format!("GPU {pci}: behind an NVSwitch but reports no fabric; taken to be in the one its neighbours report")],
     );
-    let (topology, _) = NodeTopology::assemble(&node);
-    assert!(topology.gpus().iter().all(|gpu| gpu.nvswitch_plane == Some(0)));
+    assert!(assembled(&node).0.gpus().iter().all(|gpu| gpu.nvswitch_plane == Some(0)));
 }
 
 #[test]

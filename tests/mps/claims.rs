@@ -11,7 +11,8 @@ use linkwise_core::topology::GpuUuid;
 use linkwise_host::mps::{Limits, Marker, Orders, exclusive_gpus, readiness, shm_of_ready};
 
 use crate::mps::command::{Daemon, MACHINE, wanted};
-use crate::mps::node::{Node, kill, runs, until};
+use crate::mps::node::{Node, runs, until};
+use crate::run::node::signal;
 
 /// The GPUs of the machine, by index.
 fn gpu(index: usize) -> GpuUuid {
@@ -158,7 +159,7 @@ async fn claims_have_shared_memory_of_their_own() {
     let left = |name: &ResourceName| node.layout().own_shm(name).join("left");
     names.iter().for_each(|name| fs::write(left(name), "by a client").unwrap());
     // Containers of a claim find it again after a daemon and after the daemons' process.
-    kill(node.pid(&names[0]));
+    signal("KILL", node.pid(&names[0]));
     until(|| ready(&node, &one).is_err()).await;
     until(|| ready(&node, &one).is_ok()).await;
     daemon.kill().await;

@@ -10,8 +10,8 @@ use tokio::io::{AsyncBufReadExt, BufReader, Lines};
 use tokio::process::{Child, ChildStderr, Command};
 use tokio::time::timeout;
 
-use crate::mps::node::{LIMIT, Node, kill, pid_in, runs, until, waiting};
-use crate::run::node::started_by;
+use crate::mps::node::{Node, pid_in, runs, until, waiting};
+use crate::run::node::{LIMIT, signal, started_by};
 
 /// A built-in machine of 8 GPUs of 80 GiB.
 pub const MACHINE: &str = "dgx-h100";
@@ -79,7 +79,7 @@ impl Daemon {
 
     /// Kills the process, and waits for its end.
     pub async fn kill(&mut self) {
-        kill(self.child.id().unwrap());
+        signal("KILL", self.child.id().unwrap());
         timeout(LIMIT, self.child.wait()).await.unwrap().unwrap();
     }
 
@@ -186,7 +186,7 @@ async fn first_process_reaps_orphaned_mps_servers() {
     for _ in 0..2 {
         daemon.logged("limits confirmed").await;
         let server = pid_in(&node.layout().pipe(&gpu).join("state/server"));
-        kill(node.pid(&gpu));
+        signal("KILL", node.pid(&gpu));
         daemon.logged("MPS daemon failed").await;
         // The server lost its parent, was killed with its group, and left no zombie.
         until(|| !Path::new(&format!("/proc/{server}")).exists()).await;

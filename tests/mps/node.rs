@@ -16,8 +16,7 @@ use tokio::task::JoinHandle;
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 
-pub use crate::run::node::LIMIT;
-use crate::run::node::signal;
+use crate::run::node::LIMIT;
 
 /// How often a state without an event is polled.
 const POLL: Duration = Duration::from_millis(10);
@@ -250,10 +249,6 @@ pub fn pid_in(path: &Path) -> u32 {
 pub fn runs(pid: u32) -> bool {
     let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
     status.lines().any(|line| line.starts_with("State:") && !line.contains('Z'))
-}
-
-pub fn kill(pid: u32) {
-    signal("KILL", pid);
 }
 
 /// Waits for a state without an event.

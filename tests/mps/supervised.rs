@@ -8,7 +8,8 @@ use linkwise_core::topology::GpuUuid;
 use linkwise_host::mps::{DaemonEvent, Limits, Marker, readiness, set_back, set_exclusive};
 use rustix::fs::{XattrFlags, lgetxattr, lsetxattr};
 
-use crate::mps::node::{Node, kill, pid_in, runs, shared, until, waiting, words};
+use crate::mps::node::{Node, pid_in, runs, shared, until, waiting, words};
+use crate::run::node::signal;
 
 #[tokio::test]
 async fn daemon_serves_once_limits_hold_and_ends_in_order() {
@@ -42,7 +43,7 @@ async fn dead_daemon_is_withdrawn_and_restarted() {
     let (died, server) = (node.pid(&gpu.name), pid_in(&node.layout().pipe(&gpu.name).join("state/server")));
     // The next daemon has to fail before it serves.
     node.misbehave("refuse-start");
-    kill(died);
+    signal("KILL", died);
     assert_eq!(gpu.failure().await, "nvidia-cuda-mps-control ended: signal: 9 (SIGKILL)");
     assert!(waiting(gpu.readiness()).contains("does not serve"));
     until(|| !runs(server)).await;
@@ -144,7 +145,7 @@ async fn each_resource_has_its_own_daemon() {
     assert_eq!(node.kept(&large.name, "memory-0"), "20480");
     assert!(node.kept(&large.name, "environment").contains("CUDA_VISIBLE_DEVICES=GPU-5"));
     let untouched = node.pid(&large.name);
-    kill(node.pid(&small.name));
+    signal("KILL", node.pid(&small.name));
     small.failure().await;
     small.serving().await;
     assert_eq!((large.readiness(), node.pid(&large.name)), (Ok(()), untouched));

@@ -16,11 +16,6 @@ fn installed(mut setup: Setup) -> Setup {
     setup
 }
 
-/// GPUs in different MIG layouts, a driver root, a folder for specs, the kernel's list of MIG devices.
-fn machine() -> Setup {
-    cdi_setup(mixed())
-}
-
 const HALF: &str = "nvidia.com/mig-3g.40gb";
 
 /// What a container gets of a MIG device, by all of the ways that are asked for below.
@@ -49,7 +44,7 @@ async fn serves(setup: Setup) {
 /// plugin's own but the container runtime's are last.
 #[tokio::test]
 async fn chart_variables_are_accepted() {
-    let mut setup = installed(machine())
+    let mut setup = installed(cdi_setup(mixed()))
         .env("MPS_ROOT", "/run/nvidia/mps")
         .env("MIG_STRATEGY", "mixed")
         .env("FAIL_ON_INIT_ERROR", "true")
@@ -98,5 +93,5 @@ async fn nvidia_flags_are_accepted() {
         "--nvidia-cdi-hook-path=/usr/bin/nvidia-cdi-hook",
         "--device-discovery-strategy=nvml",
     ];
-    serves(installed(machine()).args(flags)).await;
+    serves(installed(cdi_setup(mixed())).args(flags)).await;
 }

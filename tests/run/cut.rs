@@ -19,7 +19,7 @@ use tonic::{Request, Response, Status};
 use wire::device_plugin_client::DevicePluginClient;
 use wire::registration_server::{Registration, RegistrationServer};
 
-use crate::run::kubelet::Alone;
+use crate::run::kubelet::{Alone, quick};
 use crate::run::node::LIMIT;
 
 /// A kubelet that follows each plugin for `step` bytes more than the one before.
@@ -68,12 +68,8 @@ async fn stream_cut_at_any_byte_leads_to_registration() {
     let kubelet = Kubelet { folder: folder.path().into(), step: 25, registrations: registrations.clone(), listed };
     let server =
         tokio::spawn(Server::builder().add_service(RegistrationServer::new(kubelet)).serve_with_incoming(incoming));
-    let settings = Settings {
-        stream_timeout: Duration::from_millis(200),
-        longest_pause: Duration::from_millis(64),
-        ..Settings::new(socket)
-    };
-    let mut alone = Alone::start(settings);
+    let stream_timeout = Duration::from_millis(200);
+    let mut alone = Alone::start(Settings { stream_timeout, ..quick(socket) });
     let (number, devices) = timeout(LIMIT, lists.recv()).await.unwrap().unwrap();
     assert!(number > 10 && devices == 8, "a whole list after {number} registrations");
     alone.reaches(Phase::Serving).await;

@@ -94,10 +94,6 @@ fn file(setup: Setup, name: &str) -> Setup {
     setup.arg("--config-file").arg(path)
 }
 
-fn dgx1() -> Setup {
-    Setup::on("dgx1-v100")
-}
-
 /// A100s with so much memory, each cut into MIG devices of so many slices and so much memory; whole without any.
 fn a100s(memory: u64, layouts: &[&[(u32, u64)]]) -> String {
     let mut text = "version: 1\nname: test\nobserved:\n  gpus:\n".to_owned();
@@ -130,9 +126,9 @@ fn a100s(memory: u64, layouts: &[&[(u32, u64)]]) -> String {
 #[tokio::test]
 async fn without_settings_and_with_all_defaults() {
     let asks = [(GPU, 2), (GPU, 7)];
-    let silent = story(dgx1(), &[(GPU, 8)], &asks).await;
+    let silent = story(Setup::on("dgx1-v100"), &[(GPU, 8)], &asks).await;
     insta::assert_snapshot!(silent);
-    let said = story(file(dgx1(), "nvidia/flags.yaml"), &[(GPU, 8)], &asks).await;
+    let said = story(file(Setup::on("dgx1-v100"), "nvidia/flags.yaml"), &[(GPU, 8)], &asks).await;
     assert_eq!(said, silent);
     // The README's flags and variables, at their defaults.
     let flags = [
@@ -143,8 +139,8 @@ async fn without_settings_and_with_all_defaults() {
         "--device-list-strategy=envvar",
         "--device-id-strategy=uuid",
     ];
-    assert_eq!(story(dgx1().args(flags), &[(GPU, 8)], &asks).await, silent);
-    let variables = dgx1()
+    assert_eq!(story(Setup::on("dgx1-v100").args(flags), &[(GPU, 8)], &asks).await, silent);
+    let variables = Setup::on("dgx1-v100")
         .env("MIG_STRATEGY", "none")
         .env("FAIL_ON_INIT_ERROR", "true")
         .env("NVIDIA_DRIVER_ROOT", "/")
@@ -195,20 +191,20 @@ async fn mig_strategy_mixed() {
 
 #[tokio::test]
 async fn time_slicing() {
-    let setup = file(dgx1(), "nvidia/time-slicing.yaml");
+    let setup = file(Setup::on("dgx1-v100"), "nvidia/time-slicing.yaml");
     insta::assert_snapshot!(story(setup, &[(GPU, 80)], &[(GPU, 1), (GPU, 2)]).await);
 }
 
 #[tokio::test]
 async fn time_slicing_renamed_by_default() {
     let shared = "nvidia.com/gpu.shared";
-    let setup = file(dgx1(), "nvidia/time-slicing-renamed.yaml").arg("--pass-device-specs");
+    let setup = file(Setup::on("dgx1-v100"), "nvidia/time-slicing-renamed.yaml").arg("--pass-device-specs");
     insta::assert_snapshot!(story(setup, &[(shared, 80)], &[(shared, 1), (shared, 1)]).await);
 }
 
 #[tokio::test]
 async fn time_slicing_failing_requests_greater_than_one() {
-    let setup = file(dgx1(), "nvidia/time-slicing-single.yaml");
+    let setup = file(Setup::on("dgx1-v100"), "nvidia/time-slicing-single.yaml");
     insta::assert_snapshot!(story(setup, &[(GPU, 80)], &[(GPU, 2), (GPU, 1)]).await);
 }
 
@@ -230,7 +226,7 @@ async fn time_slicing_of_mig_devices() {
 
 #[tokio::test]
 async fn naming_shares_some_gpus_under_another_name() {
-    let setup = file(dgx1(), "linkwise/some-shared.yaml");
+    let setup = file(Setup::on("dgx1-v100"), "linkwise/some-shared.yaml");
     let slice = "nvidia.com/gpu.slice";
     let text = story(setup, &[(GPU, 6), (slice, 8)], &[(GPU, 6), (slice, 1), (slice, 2)]).await;
     insta::assert_snapshot!(text);
@@ -242,7 +238,7 @@ async fn without_naming_the_file_means_what_nvidias_plugin_reads() {
     let text = std::fs::read_to_string(path).unwrap();
     let without = text.replace("linkwise:\n  naming: true\n", "");
     assert_ne!(text, without);
-    let (_node, kubelet) = offers(dgx1().config(&without), &[(GPU, 32)]).await;
+    let (_node, kubelet) = offers(Setup::on("dgx1-v100").config(&without), &[(GPU, 32)]).await;
     assert_eq!(kubelet.state().resources.len(), 1);
 }
 
@@ -256,8 +252,8 @@ async fn imex_channels() {
     };
     let mut text = String::new();
     for (name, with) in [("none", true), ("optional", false), ("optional", true), ("required", true)] {
-        let setup =
-            file(cdi_setup(dgx1()), &format!("nvidia/imex-{name}.yaml")).arg("--device-list-strategy=envvar,cdi-cri");
+        let setup = file(cdi_setup(Setup::on("dgx1-v100")), &format!("nvidia/imex-{name}.yaml"))
+            .arg("--device-list-strategy=envvar,cdi-cri");
         let setup = if with { channel(setup) } else { setup };
         let (_node, kubelet) = offers(setup, &[(GPU, 8)]).await;
         write!(
@@ -269,7 +265,7 @@ async fn imex_channels() {
         .unwrap();
     }
     insta::assert_snapshot!(text);
-    let (status, words) = file(cdi_setup(dgx1()), "nvidia/imex-required.yaml").spawn().ended().await;
+    let (status, words) = file(cdi_setup(Setup::on("dgx1-v100")), "nvidia/imex-required.yaml").spawn().ended().await;
     assert_eq!(status.code(), Some(1));
     assert!(words.join("\n").contains("IMEX channel 0 is not there"), "{words:?}");
 }

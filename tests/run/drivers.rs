@@ -2,7 +2,7 @@
 //! unavailable for long.
 
 use std::os::unix::net::UnixStream;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use linkwise_kubelet_box::Pod;
 use serde_json::Value;
@@ -160,18 +160,12 @@ async fn on_nvml_loss_unhealthy_withholds_every_gpu() {
     allocation(&kubelet, "all", GPU, 8).await;
 }
 
-/// The library of the setup as a file that can be replaced, and the real one.
-fn replaceable(setup: &mut Setup) -> (PathBuf, PathBuf) {
-    let library = setup.at("libnvidia-ml.so.1");
-    let real = std::mem::replace(&mut setup.library, library.clone());
-    std::fs::copy(&real, &library).unwrap();
-    (real, library)
-}
-
 #[tokio::test]
 async fn replaced_library_is_loaded_by_the_next_agent() {
     let mut setup = quick();
-    let (real, library) = replaceable(&mut setup);
+    let library = setup.at("libnvidia-ml.so.1");
+    let real = std::mem::replace(&mut setup.library, library.clone());
+    std::fs::copy(&real, &library).unwrap();
     let (node, kubelet) = setup.serve(8).await;
     let replace = |with: &dyn Fn(&Path)| {
         let new = node.setup.at("new.so");

@@ -14,10 +14,6 @@ use crate::run::handover::{cdi_setup, spec_file};
 use crate::run::health::{file, kept};
 use crate::run::node::{GPU, Setup, allocation, kubelet_in, limit, machine, registered, unhealthy, until, uuid};
 
-fn room(process: u32, bytes: &str) {
-    limit(process, &format!("fsize={bytes}:unlimited"));
-}
-
 /// A machine whose linkwise does not die of the limit's signal: what ignores it hands that on to the program it
 /// becomes.
 fn setup(setup: Setup) -> Setup {
@@ -33,7 +29,7 @@ fn by(script: &str, mut setup: Setup) -> Setup {
 #[tokio::test]
 async fn full_disk_delays_only_the_health_record() {
     let (node, kubelet) = setup(Setup::on("dgx1-v100")).serve(8).await;
-    room(node.process.id(), "0");
+    limit(node.process.id(), "fsize=0:unlimited");
     node.setup.tell("xid 2 79");
     node.process.said("cannot write the health record").await;
     unhealthy(&kubelet, &[2]).await;
@@ -44,7 +40,7 @@ async fn full_disk_delays_only_the_health_record() {
     let text = std::fs::read_to_string(file(&node.setup)).unwrap_or_default();
     let record: serde_json::Value = serde_json::from_str(&text).unwrap();
     assert_eq!(record["gpus"][uuid(1, 2)]["reasons"], serde_json::json!([]), "the last one that was written, whole");
-    room(node.process.id(), "unlimited");
+    limit(node.process.id(), "fsize=unlimited:unlimited");
     // Nothing new happens: it is tried again every 10 s.
     kept(&node.setup, &uuid(1, 2)).await;
     node.process.said("health record written again").await;
@@ -57,7 +53,7 @@ async fn full_disk_leaves_last_cdi_spec_whole() {
     let (node, kubelet) = setup(machine).serve(2).await;
     let spec = spec_file(&node.setup);
     let whole = std::fs::read_to_string(&spec).unwrap();
-    room(node.process.id(), "0");
+    limit(node.process.id(), "fsize=0:unlimited");
     // Somebody empties the folder: the next look, within 10 s, finds no room for the spec.
     std::fs::remove_file(&spec).unwrap();
     node.process.said("keeping the previous ones").await;
@@ -67,7 +63,7 @@ async fn full_disk_leaves_last_cdi_spec_whole() {
     let left: Vec<_> = std::fs::read_dir(node.setup.at("cdi")).unwrap().collect();
     assert!(left.is_empty(), "no half-written spec: {left:?}");
     assert_eq!(allocation(&kubelet, "meanwhile", GPU, 1).await.cdi_names.len(), 1);
-    room(node.process.id(), "unlimited");
+    limit(node.process.id(), "fsize=unlimited:unlimited");
     until(async || std::fs::read_to_string(&spec).map(|text| assert_eq!(text, whole))).await;
 }
 

@@ -5,10 +5,7 @@ use std::collections::BTreeSet;
 use linkwise_kubelet_box::Pod;
 
 use crate::run::node::{GPU, Setup, registered, unhealthy, uuid};
-
-fn quick() -> Setup {
-    Setup::on("dgx1-v100").arg("--nvml-poll-ms=20").arg("--nvml-pause-ms=10")
-}
+use crate::run::rediscovery::quick;
 
 #[tokio::test]
 async fn held_gpu_lost_during_restart_stays_listed_until_pod_ends() {

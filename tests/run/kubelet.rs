@@ -121,7 +121,7 @@ async fn failed_bind_names_folder_and_is_retried() {
 
     // Again and again, whatever the cause.
     let socket = node.setup.kubelet_socket.clone();
-    let alone = Alone::start(Settings { longest_pause: Duration::from_millis(64), ..Settings::new(socket) });
+    let alone = Alone::start(quick(socket));
     alone.log.has_times(3, &[&format!("\"{cause}")]).await;
     alone.end().await;
 }
@@ -147,12 +147,8 @@ async fn unanswered_register_is_retried_and_counted() {
     let folder = tempfile::tempdir().unwrap();
     let kubelet = kubelet_in(folder.path(), |_| {});
     kubelet.set_fault(Fault::Hang);
-    let settings = Settings {
-        register_timeout: Duration::from_millis(50),
-        longest_pause: Duration::from_millis(64),
-        ..Settings::new(folder.path().join("kubelet.sock"))
-    };
-    let alone = Alone::start(settings);
+    let register_timeout = Duration::from_millis(50);
+    let alone = Alone::start(Settings { register_timeout, ..quick(folder.path().join("kubelet.sock")) });
     alone.log.has(&["not registered", "error=\"the kubelet did not answer Register within 50ms\""]).await;
     alone.log.has_times(2, &["again", "Registered(Err(\"the kubelet did not answer Register within 50ms\"))"]).await;
     alone.end().await;
@@ -192,6 +188,11 @@ pub struct Alone {
     pub log: Log,
     shutdown: CancellationToken,
     running: JoinHandle<()>,
+}
+
+/// The settings of a plugin that pauses little.
+pub fn quick(socket: PathBuf) -> Settings {
+    Settings { longest_pause: Duration::from_millis(64), ..Settings::new(socket) }
 }
 
 impl Alone {
@@ -250,12 +251,8 @@ async fn missing_dial_back_is_retried() {
     let folder = tempfile::tempdir().unwrap();
     let kubelet = kubelet_in(folder.path(), |_| {});
     kubelet.set_fault(Fault::AnswerWithoutDial);
-    let settings = Settings {
-        stream_timeout: Duration::from_millis(50),
-        longest_pause: Duration::from_millis(64),
-        ..Settings::new(folder.path().join("kubelet.sock"))
-    };
-    let mut alone = Alone::start(settings);
+    let stream_timeout = Duration::from_millis(50);
+    let mut alone = Alone::start(Settings { stream_timeout, ..quick(folder.path().join("kubelet.sock")) });
     alone.log.has_times(3, &["nded", "the kubelet did not open ListAndWatch within 50ms of the registration"]).await;
     kubelet.set_fault(Fault::None);
     registered(&kubelet, 1, 8).await;

@@ -5,7 +5,7 @@ use std::fs::{File, OpenOptions};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-use super::node::{GPU, KUBELETS, Process, Setup, fifo, get, machine, registered, until};
+use super::node::{GPU, KUBELETS, Setup, fifo, machine, ready, registered};
 use crate::upgrade::fleet::{GPUS, World, stage};
 
 /// The longest owner that is read: a pipe that gives so much has answered.
@@ -27,15 +27,6 @@ fn answer(pipe: &Path) {
     OpenOptions::new().read(true).write(true).open(pipe).unwrap().write_all(&[b'-'; LONGEST]).unwrap();
 }
 
-async fn is_unready(process: &Process) {
-    let address = process.up().await;
-    until(async || match get(address, "/readyz").await {
-        answer if answer.status == 503 => Ok(()),
-        answer => Err(answer),
-    })
-    .await;
-}
-
 #[tokio::test]
 async fn hung_disk_is_waited_for_and_makes_no_second_owner() {
     let world = World::new(KUBELETS[0]);
@@ -43,7 +34,7 @@ async fn hung_disk_is_waited_for_and_makes_no_second_owner() {
     let kubelet = &world.kubelet;
     let first = world.spawn("first");
     first.said("the state folder does not answer").await;
-    is_unready(&first).await;
+    ready(first.up().await, 503, "").await;
     assert!(!kubelet.state().resources.contains_key(GPU), "serves, and another might");
     answer(&pipe);
     stage(&first, "Owning").await;
@@ -51,7 +42,7 @@ async fn hung_disk_is_waited_for_and_makes_no_second_owner() {
     // The next one learns as late that the lock is held, and takes over.
     let second = world.spawn("second");
     second.said("the state folder does not answer").await;
-    is_unready(&second).await;
+    ready(second.up().await, 503, "").await;
     answer(&pipe);
     second.said("another linkwise serves this node: standing by").await;
     answer(&pipe);
@@ -79,7 +70,7 @@ async fn owner_that_could_have_no_lock_takes_it_later() {
     std::fs::remove_file(&folder).unwrap();
     std::fs::rename(&other, &folder).unwrap();
     first.said("another linkwise has the lock").await;
-    is_unready(&first).await;
+    ready(first.up().await, 503, "").await;
     kubelet.wait(|state| state.resources[GPU].open_streams == 0).await.unwrap();
     // The other one ends.
     drop(lock);

@@ -73,21 +73,11 @@ async fn spec(node: &Node, gpus: &[u32], migs: &[(u32, u32, u32)]) {
 }
 
 /// All MIG devices of the machine: parent, index, and what its UUID is made of.
-const ALL: [(u32, u32, u32); 13] = [
-    (1, 0, 0x10),
-    (1, 1, 0x11),
-    (1, 2, 0x12),
-    (1, 3, 0x13),
-    (1, 4, 0x14),
-    (1, 5, 0x15),
-    (1, 6, 0x16),
-    (2, 0, 0x20),
-    (2, 1, 0x21),
-    (2, 2, 0x22),
-    (3, 0, 0x30),
-    (3, 1, 0x31),
-    (3, 4, 0x34),
-];
+fn all() -> Vec<(u32, u32, u32)> {
+    let indices: [(u32, &[u32]); 3] = [(1, &[0, 1, 2, 3, 4, 5, 6]), (2, &[0, 1, 2]), (3, &[0, 1, 4])];
+    let of = |(gpu, indices): (u32, &'static [u32])| indices.iter().map(move |index| (gpu, *index, 16 * gpu + index));
+    indices.into_iter().flat_map(of).collect()
+}
 
 /// Waits until the kubelet lists so many healthy devices of a resource.
 pub async fn listed(kubelet: &KubeletBox, resource: &str, healthy: usize) {
@@ -104,7 +94,7 @@ async fn the_spec_has_each_mig_device_with_its_nodes() {
     let setup = setup().arg("--device-list-strategy=cdi-cri");
     let (node, kubelet) = setup.serve(1).await;
     listed(&kubelet, "nvidia.com/mig-1g.10gb", 8).await;
-    spec(&node, &[0, 1, 2, 3], &ALL).await;
+    spec(&node, &[0, 1, 2, 3], &all()).await;
     let text = fs::read_to_string(spec_file(&node.setup)).unwrap();
     let spec: serde_json::Value = serde_json::from_str(&text).unwrap();
     let mut golden = format!("{} {}\n", spec["kind"], spec["cdiVersion"]);
@@ -160,7 +150,7 @@ async fn mig_device_without_capabilities_is_refused_by_name() {
     fs::write(&list, text).unwrap();
     let (node, kubelet) = setup.serve(1).await;
     listed(&kubelet, "nvidia.com/mig-2g.20gb", 1).await;
-    spec(&node, &[0, 1, 2, 3], &ALL[..12]).await;
+    spec(&node, &[0, 1, 2, 3], &all()[..12]).await;
     node.process.said(&format!("no capabilities of {}", mig_uuid(0x34))).await;
     let pod = linkwise_kubelet_box::Pod::single("pod", "nvidia.com/mig-2g.20gb", 1);
     let error = kubelet.admit(&pod, None).await.unwrap_err();
@@ -179,9 +169,8 @@ async fn spec_follows_mig_layout_and_drops_old_devices() {
         "mig 2 {enabled: true, devices: [{index: 0, uuid: MIG-00000099-0000-0000-0000-000000000000, gpu_instance: 1, \
          compute_instance: 0, gpu_slices: 3, compute_slices: 3, memory_mib: 40192, extension: none}]}",
     );
-    let mut now = ALL[..7].to_vec();
-    now.push((2, 0, 0x99));
-    now.extend(&ALL[10..]);
+    let mut now = all();
+    now.splice(7..10, [(2, 0, 0x99)]);
     spec(&node, &[0, 1, 2, 3], &now).await;
     listed(&kubelet, "nvidia.com/mig-3g.40gb", 1).await;
     // The pod that lost its device is still known to hold it.

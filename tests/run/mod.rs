@@ -28,7 +28,6 @@ mod memory;
 mod mig;
 mod mps;
 pub mod node;
-mod oddities;
 mod operator;
 mod placements;
 mod pod_resources;

@@ -541,6 +541,16 @@ pub async fn try_get(address: SocketAddr, path: &str) -> std::io::Result<Answer>
     Ok(Answer { status, head: head.to_ascii_lowercase(), body: body.to_owned() })
 }
 
+/// Waits until /readyz at an address answers so, with this text in it.
+pub async fn ready(address: SocketAddr, status: u16, text: &str) -> Answer {
+    let ask = async || {
+        let answer = get(address, "/readyz").await;
+        let wanted = answer.status == status && answer.body.contains(text);
+        if wanted { Ok(answer) } else { Err(answer) }
+    };
+    until(ask).await
+}
+
 impl Node {
     /// The text of `GET path`.
     pub async fn get(&self, path: &str) -> Answer {
@@ -549,12 +559,7 @@ impl Node {
 
     /// Waits until /readyz answers so, with this text in it.
     pub async fn ready(&self, status: u16, text: &str) -> Answer {
-        let ask = async || {
-            let answer = self.get("/readyz").await;
-            let wanted = answer.status == status && answer.body.contains(text);
-            if wanted { Ok(answer) } else { Err(answer) }
-        };
-        until(ask).await
+        ready(self.address, status, text).await
     }
 
     /// Waits until a series has this value; one that is missing has none.

@@ -9,7 +9,8 @@ use crate::run::node::{
     GPU, LIMIT, Setup, allocation, fifo, machine, registered, replace, unhealthy, until, uuid, writer,
 };
 
-fn quick() -> Setup {
+/// DGX-1 whose NVML is polled often, and whose agents follow each other soon.
+pub fn quick() -> Setup {
     Setup::on("dgx1-v100").args(["--nvml-poll-ms=20", "--nvml-pause-ms=10"])
 }
 

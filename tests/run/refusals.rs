@@ -4,7 +4,7 @@
 use crate::run::node::{Process, Setup};
 
 /// Ends with code 1 and one line for people, which is given.
-async fn refused(mut process: Process) -> String {
+pub async fn refused(mut process: Process) -> String {
     let (status, words) = process.ended().await;
     assert_eq!(status.code(), Some(1), "{words:?}");
     let words: Vec<String> = words.into_iter().filter(|line| !line.starts_with("fake-nvml:")).collect();

@@ -120,11 +120,6 @@ async fn exhausted_descriptors_recover() {
     assert!(again["repeated"].as_u64().unwrap() <= 10 * LIMIT.as_secs(), "{again}");
 }
 
-/// No further file descriptor for a process, or as many as it had.
-fn descriptors(process: u32, soft: &str) {
-    limit(process, &format!("nofile={soft}:"));
-}
-
 #[tokio::test]
 async fn failed_inotify_watch_is_retried() {
     let (node, kubelet) = Setup::on("dgx1-v100").serve(8).await;
@@ -136,14 +131,14 @@ async fn failed_inotify_watch_is_retried() {
         texts.filter(|text| text.contains(&folder)).count()
     };
     assert_eq!(watches(), 1);
-    descriptors(node.process.id(), "3");
+    limit(node.process.id(), "nofile=3:");
     // Another folder, which no watch can be had of, and no socket bound in.
     kubelet.stop().await.unwrap();
     std::fs::rename(node.setup.at("k"), node.setup.at("old")).unwrap();
     kubelet.start_again(Restart::Kubelet).unwrap();
     let line = node.process.logged(|line| line["why"].as_str().is_some_and(|why| why.contains("open files"))).await;
     assert_eq!((line["message"].as_str(), watches()), (Some("the session with the kubelet ended"), 0), "{line}");
-    descriptors(node.process.id(), "1024");
+    limit(node.process.id(), "nofile=1024:");
     registered(&kubelet, 2, 8).await;
     node.ready(200, "").await;
     // At the next look, a second later at most.
@@ -153,14 +148,14 @@ async fn failed_inotify_watch_is_retried() {
 #[tokio::test]
 async fn probe_is_answered_after_descriptor_shortage() {
     let (node, _kubelet) = Setup::on("dgx1-v100").serve(8).await;
-    descriptors(node.process.id(), "3");
+    limit(node.process.id(), "nofile=3:");
     let mut stream = tokio::net::TcpStream::connect(node.address).await.unwrap();
     stream.write_all(b"GET /livez HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n").await.unwrap();
     // Once this caller is refused, the probe was too: one thread accepts both.
     let own = node.setup.sockets().remove(0);
     let caller = UnixStream::connect(&own).await.unwrap();
     node.process.said("a connection could not be accepted").await;
-    descriptors(node.process.id(), "1024");
+    limit(node.process.id(), "nofile=1024:");
     drop(caller);
     let mut answer = String::new();
     timeout(LIMIT, stream.read_to_string(&mut answer)).await.expect("an answer in time").unwrap();

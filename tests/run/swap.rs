@@ -12,7 +12,7 @@ use crate::run::node::{GPU, Setup, allocation, registered, uuid};
 const SHARED: &str = "sharing: {timeSlicing: {resources: [{name: nvidia.com/gpu, replicas: 2}]}}\n";
 
 /// Its socket in the kubelet's folder for nvidia.com/gpu.
-const NVIDIA_SOCKET: &str = "nvidia-gpu.sock";
+pub const NVIDIA_SOCKET: &str = "nvidia-gpu.sock";
 
 /// A stand-in for the NVIDIA plugin, as far as the kubelet sees it, that is served and registered.
 pub struct Predecessor {
@@ -21,13 +21,8 @@ pub struct Predecessor {
 }
 
 impl Predecessor {
-    /// Removes what an earlier one left, serves, and registers: in this order, as it does.
-    pub async fn start(folder: &Path, ids: &[String]) -> Self {
-        Self::start_at(folder, NVIDIA_SOCKET, ids).await
-    }
-
-    /// The same with a socket of another name: another plugin.
-    pub async fn start_at(folder: &Path, name: &str, ids: &[String]) -> Self {
+    /// Removes what an earlier one left at this name, serves, and registers: in this order, as the NVIDIA plugin does.
+    pub async fn start(folder: &Path, name: &str, ids: &[String]) -> Self {
         let socket = folder.join(name);
         let _ = std::fs::remove_file(&socket);
         let plugin = Plugin::serve_each(folder, name, ids);
@@ -75,7 +70,7 @@ async fn untouched(kubelet: &KubeletBox, pods: &Pods) {
 async fn swapped(setup: Setup, ids: Vec<String>) {
     let kubelet = setup.kubelet();
     let (folder, all) = (setup.at("k"), ids.len());
-    let before = Predecessor::start(&folder, &ids).await;
+    let before = Predecessor::start(&folder, NVIDIA_SOCKET, &ids).await;
     registered(&kubelet, 1, all).await;
     let mut pods = Pods::new();
     pods.insert("first", allocation(&kubelet, "first", GPU, 2).await);
@@ -111,7 +106,7 @@ async fn swapped(setup: Setup, ids: Vec<String>) {
     let setup = node.end().await;
     kubelet.wait(|state| state.resources[GPU].open_streams == 0).await.unwrap();
     assert!(setup.sockets().is_empty());
-    let after = Predecessor::start(&folder, &ids).await;
+    let after = Predecessor::start(&folder, NVIDIA_SOCKET, &ids).await;
     registered(&kubelet, 4, all).await;
     untouched(&kubelet, &pods).await;
     pods.insert("fifth", allocation(&kubelet, "fifth", GPU, 1).await);

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use linkwise_kubelet_box::Connections;
 
 use crate::cluster::older::older_program;
-use crate::run::swap::Predecessor;
+use crate::run::swap::{NVIDIA_SOCKET, Predecessor};
 use crate::upgrade::fleet::{GPUS, World};
 use crate::upgrade::node::{GPU, KUBELETS, registered};
 
@@ -68,7 +68,7 @@ async fn replaced(connections: Connections, socket: &str) {
     let world = World::new(connections);
     let folder = world.setup.kubelet_socket.parent().unwrap();
     let ids = GPUS.map(|(id, ..)| id.to_owned()).to_vec();
-    let other = Predecessor::start_at(folder, socket, &ids).await;
+    let other = Predecessor::start(folder, socket, &ids).await;
     registered(&world.kubelet, 1, GPUS.len()).await;
     let load = world.load(50);
     world.kubelet.wait(|state| state.resources[GPU].calls.allocate > 5).await.unwrap();
@@ -88,7 +88,7 @@ async fn replaced(connections: Connections, socket: &str) {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn nvidia_plugin_is_replaced() {
     for connections in KUBELETS {
-        replaced(connections, "nvidia-gpu.sock").await;
+        replaced(connections, NVIDIA_SOCKET).await;
     }
 }
 

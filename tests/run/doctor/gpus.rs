@@ -27,12 +27,9 @@ async fn running(admin: bool) -> (Node, KubeletBox) {
     let (setup, kubelet) = well();
     // The driver reports a recovery action for this one.
     setup.tell("recovery 4 0");
-    let socket = setup.admin_socket();
-    let mut setup = setup.arg("--nvml-poll-ms=20");
-    if admin {
-        setup = setup.arg("--admin-socket").arg(socket);
-    }
-    let node = setup.start().await;
+    let socket = admin.then(|| setup.admin_socket());
+    let socket = socket.iter().flat_map(|socket| ["--admin-socket".into(), socket.clone().into_os_string()]);
+    let node = setup.arg("--nvml-poll-ms=20").args(socket).start().await;
     registered(&kubelet, 1, 8).await;
     (node, kubelet)
 }
