@@ -56,7 +56,7 @@ fn pictures_match_golden_files() {
 
 #[test]
 fn picture_in_docs_matches_command_output() {
-    let drawn = picture(&["--node", "dgx1-v100", "--format", "svg", "--allocated", "0,1,2,3"]);
+    let drawn = picture(&["--node", "dgx1-v100", "--format", "svg"]);
     let kept = fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/docs/images/dgx1-v100.svg")).unwrap();
     assert!(drawn == kept, "docs/images/dgx1-v100.svg is not what docs/pictures.md says it is; make it again");
 }
@@ -112,26 +112,4 @@ fn text_of_a_machine_has_no_escapes_and_any_width() {
     let text = picture(&["--node", file.to_str().unwrap()]);
     assert!(text.chars().all(|char| char == '\n' || char != '\u{202e}' && !char.is_control()), "{text:.2000}");
     assert_eq!(text.matches("\u{fffd}[2J\u{fffd}31m\u{fffd}x").count(), 4, "title, tree twice, matrix");
-}
-
-#[test]
-fn allocated_gpus_are_named_and_coloured() {
-    let uuid = "GPU-00000001-0000-4000-8000-000000000005";
-    let allocated = format!("0,{uuid}");
-    let svg = picture(&["--node", "dgx1-v100", "--format", "svg", "--allocated", &allocated]);
-    assert!(texts(&svg).contains(&"allocated: GPU 0, 5 (2 of 8)".to_owned()), "{svg}");
-    assert_eq!(texts(&svg).iter().filter(|text| *text == "allocated").count(), 2);
-    let text = picture(&["--node", "dgx1-v100", "--allocated", &allocated]);
-    assert_eq!(text.lines().filter(|line| line.ends_with("  allocated")).count(), 2, "{text}");
-
-    for (arguments, refusal) in [
-        (["--format", "svg", "--allocated", "0,8"], "no GPU 8 on this machine (it has 8)"),
-        (["--format", "svg", "--allocated", "GPU-x"], "no GPU GPU-x on this machine (it has 8)"),
-        (["--format", "svg", "--allocated", "?"], "'?' is neither a GPU index nor a GPU UUID"),
-        (["--format", "json", "--allocated", "0"], "--allocated is for text and svg"),
-    ] {
-        let output = run(&[&["--node", "dgx1-v100"], &arguments[..]].concat());
-        let said = String::from_utf8(output.stderr).unwrap();
-        assert!(!output.status.success() && said.contains(refusal) && output.stdout.is_empty(), "{said}");
-    }
 }

@@ -143,7 +143,7 @@ fn newer_snapshot_version_is_refused() {
 }
 
 #[test]
-fn hwloc_xml_serves_as_machine_and_as_host() {
+fn hwloc_xml_serves_as_machine() {
     // In the form that today's lstopo writes.
     let host = root().join("crates/host/src/machines/hwloc_xml/testdata/v3.xml");
     let host = host.to_str().unwrap();
@@ -151,11 +151,6 @@ fn hwloc_xml_serves_as_machine_and_as_host() {
     assert!(text.contains("3 GPUs by a hwloc XML") && text.contains("PIX") && text.contains("mlx5_0"), "{text}");
     let chosen = output(&["allocate", "--node", host, "--size", "2"]);
     assert!(chosen.contains("GPU 0") && chosen.contains("GPU 1"), "{chosen}");
-
-    // The fake's GPUs are elsewhere on the bus: the host side is the file's, the GPUs are not.
-    let with = topology(&["--host", host]);
-    assert!(with.contains("mlx5_0") && !topology(&[]).contains("mlx5_0"), "{with}");
-    assert!(with.contains("0000:18:00.0") && with.contains("not in the host's PCI tree"), "{with}");
 }
 
 #[test]
@@ -178,13 +173,6 @@ fn broken_files_are_refused_with_file_and_cause() {
         let message = refused(&["topology", "--node", &file]);
         assert!(message.contains(name) && message.contains(cause), "{message}");
     }
-    let hosts = [("half-host.xml", "line "), ("half-dump.xml", "line "), ("newer-host.xml", "version '4.0'")];
-    for (name, cause) in hosts {
-        let message = refused(&["topology", "--node", "dgx-h100", "--host", &folder.path(name)]);
-        assert!(message.contains(name) && message.contains(cause), "{message}");
-    }
-    let message = refused(&["topology", "--host", &folder.holding("dump.xml", &dump)]);
-    assert!(message.contains("dump.xml") && message.contains("no hwloc XML"), "{message}");
 }
 
 #[test]

@@ -15,7 +15,7 @@ use serde::{Serialize, Serializer};
 use serde_json::Value;
 
 use crate::config::{ClaimArgs, ClaimKind, FleetArgs, ManifestFormat, Near};
-use linkwise_core::publish::dra::exact::NVLINK_DOMAIN;
+use linkwise_core::publish::dra::exact::{GroupAttribute, NVLINK_DOMAIN};
 use linkwise_core::publish::dra::{GpuLayout, GroupSize};
 use linkwise_core::topology::{MigProfile, NodeTopology};
 use linkwise_host::machines;
@@ -207,19 +207,6 @@ fn refuse(args: &ClaimArgs) -> Result<()> {
         ensure!(args.fleet.cluster.is_none(), "--cluster with --rails: no group is named");
         ensure!(args.node.len() < 2, "--rails: one --node at most");
     }
-    let is_plain = args.near.is_none() && args.rails.is_none() && args.mig.is_none() && !is_shared(args) && !args.exact;
-    let has_order = is_plain && args.gpus > 1;
-    spares(&args.node, &args.fleet, has_order)
-}
-
-/// Refuses `--spare-nvswitch` where it orders nothing. `has_order` tells whether the claim lists alternatives.
-fn spares(nodes: &[String], fleet: &FleetArgs, has_order: bool) -> Result<()> {
-    let is_fleet = fleet.cluster.is_some() || nodes.len() > 1;
-    ensure!(
-        !fleet.spare_nvswitch || (is_fleet && has_order),
-        "--spare-nvswitch orders the alternatives of several GPUs on several machines: it takes --gpus, and --cluster or \
-         --node more than once"
-    );
     Ok(())
 }
 
@@ -263,13 +250,8 @@ fn groups(gpus: u8, node: Option<&str>, strict: bool) -> Result<Vec<String>> {
         let (topology, _) = NodeTopology::assemble(&machines::load(node)?.observed);
         let count = topology.gpus().len();
         ensure!(usize::from(gpus) <= count, kinds::too_few(gpus, count));
-        let all = (0..count).collect();
-        let layout = GpuLayout::of(&super::tables(topology), all);
-        let is_there = |name: &String| match name.as_str() {
-            NVLINK_DOMAIN => !layout.nvlink_domains.is_empty(),
-            _ => layout.families.iter().any(|family| family.name == *name),
-        };
-        groups.retain(is_there);
+        let there = GroupAttribute::all_of(&GpuLayout::of(&super::tables(topology), (0..count).collect()));
+        groups.retain(|name| there.iter().any(|attribute| attribute.name == *name));
         ensure!(
             !(strict && groups.is_empty()),
             "--strict: {node} has no group of {gpus} GPUs, so such a claim would wait for ever"

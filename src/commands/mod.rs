@@ -64,15 +64,10 @@ fn find_gpu<'a>(topology: &'a NodeTopology, name: &GpuSelector) -> Result<(usize
 
 /// The machine of a command's options.
 async fn machine(node: &NodeArgs) -> Result<Machine> {
-    let mut machine = match &node.node {
-        Some(name) => machines::load(name)?,
-        None => this_machine(&node.host).await?,
-    };
-    if let Some(path) = &node.host_xml {
-        machine.observed.host = machines::host_xml(path)?;
-        machine.source.push("the host: hwloc XML".to_owned());
+    match &node.node {
+        Some(name) => Ok(machines::load(name)?),
+        None => this_machine(&node.host).await,
     }
-    Ok(machine)
 }
 
 async fn this_machine(host: &HostArgs) -> Result<Machine> {

@@ -1,12 +1,11 @@
 //! `linkwise topology`: the machine, for people and for scripts.
 
-use std::collections::BTreeSet;
 use std::fmt::Write;
 
-use anyhow::{Result, bail};
+use anyhow::Result;
 use serde::Serialize;
 
-use super::{find_gpu, print};
+use super::print;
 use crate::config::{TopologyArgs, TopologyFormat};
 use linkwise_core::topology::{Gpu, Nic, NodeTopology, Rank};
 use linkwise_host::machines::{self, Machine};
@@ -22,23 +21,13 @@ pub async fn topology(args: &TopologyArgs) -> Result<()> {
     }
     let machine = super::machine(&args.node).await?;
     let (topology, warnings) = NodeTopology::assemble(&machine.observed);
-    let allocated: Option<BTreeSet<usize>> = match &args.allocated {
-        Some(names) => {
-            let places = names.iter().map(|name| Ok(find_gpu(&topology, name)?.0));
-            Some(places.collect::<Result<_>>()?)
-        }
-        None => None,
-    };
     print(&match args.format {
-        TopologyFormat::Text => text(&machine, allocated.as_ref()),
-        TopologyFormat::Json if allocated.is_some() => bail!("--allocated is for text and svg"),
+        TopologyFormat::Text => text(&machine),
         TopologyFormat::Json => {
             let warnings = warnings.iter().map(ToString::to_string).collect();
             serde_json::to_string_pretty(&TopologyJson::new(&topology, warnings))? + "\n"
         }
-        TopologyFormat::Svg => {
-            picture::svg(&Picture::new((&machine.title, &machine.observed), &topology, allocated.as_ref()))
-        }
+        TopologyFormat::Svg => picture::svg(&Picture::new(&machine.title, &machine.observed, &topology)),
     })?;
     Ok(())
 }
@@ -82,15 +71,10 @@ fn rows<T>(size: usize, value: impl Fn(usize, usize) -> T) -> Vec<Vec<T>> {
     (0..size).map(|a| (0..size).map(|b| value(a, b)).collect()).collect()
 }
 
-/// The machine for people: title, tree, matrix, warnings; `allocated` are places of GPUs that are held.
-pub(super) fn text(machine: &Machine, allocated: Option<&BTreeSet<usize>>) -> String {
+/// The machine for people: title, tree, matrix, warnings.
+fn text(machine: &Machine) -> String {
     let (topology, warnings) = NodeTopology::assemble(&machine.observed);
-    let mut text = format!("{}\n\n", picture::shown(&machine.title));
-    let held = |gpu: &Gpu| allocated.zip(topology.position(&gpu.uuid)).is_some_and(|(held, gpu)| held.contains(&gpu));
-    let note = |gpu: &Gpu| if held(gpu) { "allocated".to_owned() } else { String::new() };
-    text += &picture::tree(&machine.observed, &topology, note);
-    text.push('\n');
-    text += &picture::matrix(&topology, &machine.observed.host);
+    let mut text = picture::machine_tree(machine) + "\n" + &picture::matrix(&topology, &machine.observed.host);
     for warning in warnings {
         // Writing to a String cannot fail.
         let _ = write!(text, "\nwarning: {}", picture::shown(&warning.to_string()));

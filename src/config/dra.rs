@@ -86,10 +86,6 @@ pub struct FleetArgs {
     /// resourceslices -o json`; - is standard input)
     #[arg(long, value_name = "FILE", num_args = 0..=1, require_equals = true, default_missing_value = "")]
     pub cluster: Option<String>,
-    /// List the groups of machines with NVSwitches after those of the others: such a claim, of two GPUs say, leaves these
-    /// machines to jobs that fill them, while another has a group free. A machine that is unknown is not spared
-    #[arg(long)]
-    pub spare_nvswitch: bool,
     /// The API server.
     #[command(flatten)]
     pub api: ApiServerArgs,

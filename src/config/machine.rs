@@ -53,9 +53,6 @@ pub struct NodeArgs {
     /// NCCL topology dump (NCCL_TOPO_DUMP_FILE) or a hwloc XML, - being standard input; by default this machine
     #[arg(long, value_name = "NAME|FILE")]
     pub node: Option<String>,
-    /// Take the host around the GPUs from a hwloc XML (lstopo host.xml) instead
-    #[arg(long = "host", value_name = "FILE")]
-    pub host_xml: Option<String>,
     /// The driver and the host, used without --node.
     #[command(flatten)]
     pub host: HostArgs,
@@ -84,9 +81,6 @@ pub struct TopologyArgs {
     /// Text for people, JSON for scripts, or a picture (svg, for a browser)
     #[arg(long, default_value = "text")]
     pub format: TopologyFormat,
-    /// GPUs in use, as indices or UUIDs with commas: pictures colour them, the text marks them; not for json
-    #[arg(long, value_name = "LIST", value_delimiter = ',', conflicts_with = "list", value_parser = gpu)]
-    pub allocated: Option<Vec<GpuSelector>>,
 }
 
 /// `linkwise allocate`.

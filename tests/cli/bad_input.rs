@@ -137,6 +137,9 @@ fn removed_names_are_refused_with_what_to_do() {
             "error: --format json: removed: linkwise top prints text; use linkwise admin state",
         ),
         (&["top", "--no-color"], "error: --no-color: removed: linkwise top has no colours; leave it out"),
+        (&["topology", "--allocated", "0"], "error: --allocated: removed: a picture shows no holders; leave it out"),
+        (&["topology", "--host=host.xml"], "error: --host: removed: a file is a whole machine; use --node"),
+        (&["claim", "--spare-nvswitch"], "error: --spare-nvswitch: removed: a claim lists the best groups first"),
     ] {
         let (code, words) = refusal(args);
         assert_eq!((code, words.lines().count()), (Some(2), 1), "{words}");

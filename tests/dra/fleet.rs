@@ -42,18 +42,15 @@ fn fleet_of_unlike_machines_has_one_order() {
         (&["dgx1-v100", "dgx-h100", "hgx-h200"], "2"),
         (&["nvlink-bridge-pairs", "dgx1-v100", "workstation-a6000", "dgx-a100", "dgx-h100"], "2"),
     ] {
-        for options in [&[][..], &["--spare-nvswitch"]] {
-            let named: Vec<&str> =
-                nodes.iter().flat_map(|node| ["--node", node]).chain(options.iter().copied()).collect();
-            let (claim, said) = claim(&[&["--gpus", size], &named[..]].concat()).unwrap();
-            told += &format!("{size} GPUs, {}\n{said}", named.join(" "));
-            for (name, attribute, selector) in alternatives(&claim) {
-                told += &format!("  {name}: {}", attribute.as_deref().unwrap_or("any"));
-                told += &selector
-                    .map(|selector| format!(", {}", selector.rsplit(".productName ").next().unwrap()))
-                    .unwrap_or_default();
-                told += "\n";
-            }
+        let named: Vec<&str> = nodes.iter().flat_map(|node| ["--node", node]).collect();
+        let (claim, said) = claim(&[&["--gpus", size], &named[..]].concat()).unwrap();
+        told += &format!("{size} GPUs, {}\n{said}", named.join(" "));
+        for (name, attribute, selector) in alternatives(&claim) {
+            told += &format!("  {name}: {}", attribute.as_deref().unwrap_or("any"));
+            told += &selector
+                .map(|selector| format!(", {}", selector.rsplit(".productName ").next().unwrap()))
+                .unwrap_or_default();
+            told += "\n";
         }
     }
     holds("claim-fleet", &told);
@@ -202,12 +199,9 @@ fn impossible_claims_for_a_fleet_are_refused_by_name() {
         (&["--cluster", "--rails", "0"], "--cluster with --rails"),
         (&["--cluster", "--mig", "1g.10gb"], "--cluster: only claims of whole GPUs"),
         (&["--cluster", "--shares", "2"], "--cluster: only claims of whole GPUs"),
-        (&["--spare-nvswitch", "--node", "dgx-a100"], "--spare-nvswitch orders"),
-        (&["--spare-nvswitch", "--exact", "--cluster"], "--spare-nvswitch orders"),
         (&["--node", "dgx-a100", "--node", "none.yaml", "--gpus", "2"], "none.yaml"),
         (&["--node", "dgx-a100", "--node", "dgx-h100", "--rails", "0"], "--rails: one --node"),
         (&["--node", "dgx-a100", "--cluster", "--rails", "0"], "--cluster with --rails"),
-        (&["--node", "dgx-a100", "--node", "dgx1-v100", "--spare-nvswitch"], "of several GPUs"),
         (&["--gpus", "9", "--node", "dgx1-v100", "--node", "dgx-a100", "--strict"], "the machine has 8 GPUs"),
     ];
     are_refused(&["claim"], cases);

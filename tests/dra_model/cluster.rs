@@ -212,27 +212,3 @@ fn unlike_nodes_are_compared_by_class() {
     }
     holds("dra-unlike-nodes", &told);
 }
-
-/// A machine with NVSwitches gets a claim that spares it only while no other has a group with enough free GPUs.
-#[test]
-fn spared_machines_come_after_the_groups_of_others() {
-    let mix = ["dgx-a100", "dgx1-v100"];
-    let [switched, mesh] = mix.map(node);
-    let members = members(&[&switched, &mesh]);
-    let names: Vec<&str> = members.iter().map(|member| member.name.as_str()).collect();
-    let named = ["--gpus", "2", "--node", mix[0], "--node", mix[1]];
-    let (usual, spares) = (claim(&named), claim(&[&named[..], &["--spare-nvswitch"]].concat()));
-    let (alone, group) = (mesh.cluster(&[]), claim(&["--gpus", "2", "--strict", "--node", "dgx1-v100"]));
-    let (mut spared, mut taken) = (0, 0);
-    for free in mesh.availabilities().into_iter().filter(|free| free.count_ones() >= 2) {
-        let mut cluster = cluster(&members);
-        cluster.occupy(&members[1].allocation(!free & 0xff)).unwrap();
-        let node = |claim: &Value| cluster.schedule(&names, std::slice::from_ref(claim)).unwrap().node;
-        assert_eq!(node(&usual), "node-0");
-        let has_group = mesh.chosen(&alone, free, &group).is_some();
-        assert_eq!(node(&spares), if has_group { "node-1" } else { "node-0" }, "{free:b}");
-        spared += u32::from(has_group);
-        taken += u32::from(!has_group);
-    }
-    assert!(spared > 0 && taken > 0, "{spared} {taken}");
-}

@@ -61,9 +61,6 @@ struct Entry {
     attribute: usize,
     /// MB/s; where they are unknown at most [`UNKNOWN`].
     worth: u64,
-    /// The place of its part of the claim: 0 is the first. A machine to be spared comes after the groups of the others,
-    /// and before their GPUs that are in no better group.
-    part: u8,
     /// For each state of the model's kinds, whether it can give such a set.
     serves: Vec<bool>,
 }
@@ -88,7 +85,7 @@ impl<'a> Draft<'a> {
 pub(super) fn devices(gpus: u8, nodes: &[String], fleet: &FleetArgs, strict: bool) -> Result<Devices> {
     let kinds = of_fleet(gpus, nodes, fleet)?;
     let models = models(&kinds, gpus);
-    let entries = entries(gpus, &models, fleet.spare_nvswitch);
+    let entries = entries(gpus, &models);
     let drafts = drafts(&entries, &models, gpus, strict);
     ensure!(
         !strict || gpus == 1 || !drafts.is_empty(),
@@ -106,7 +103,7 @@ pub(super) fn devices(gpus: u8, nodes: &[String], fleet: &FleetArgs, strict: boo
 pub fn fleet_claim(gpus: u8, slices: &[Value], machines: &[String]) -> Result<Value, serde_json::Error> {
     let (kinds, _) = kinds(slices, gpus, machines);
     let models = models(&kinds, gpus);
-    let entries = entries(gpus, &models, false);
+    let entries = entries(gpus, &models);
     let alternatives = alternatives(&drafts(&entries, &models, gpus, false), &entries, &models, gpus);
     serde_json::to_value(in_groups(gpus, &alternatives, false).spec())
 }
@@ -137,7 +134,7 @@ fn model<'a>(product: Option<&'a str>, mut kinds: Vec<&'a Kind>) -> Model<'a> {
 }
 
 /// All entries, by what they are worth.
-fn entries(gpus: u8, models: &[Model<'_>], spare_nvswitch: bool) -> Vec<Entry> {
+fn entries(gpus: u8, models: &[Model<'_>]) -> Vec<Entry> {
     let names = candidates(gpus);
     let mut entries: Vec<Entry> = Vec::new();
     for (number, model) in models.iter().enumerate() {
@@ -158,19 +155,12 @@ fn entries(gpus: u8, models: &[Model<'_>], spare_nvswitch: bool) -> Vec<Entry> {
                     None => serves.extend(kind.any().serves(kind.gpus, gpus.into()).iter().map(|_| false)),
                 }
             }
-            let Some(worth) = worth else { continue };
-            let is_group = worth > loose || model.is_alike();
-            let part = match (spare_nvswitch, model.kinds.iter().any(|kind| kind.is_switched)) {
-                (true, true) => 1,
-                (true, false) if !is_group => 2,
-                _ => 0,
-            };
-            entries.push(Entry { model: number, attribute, worth, part, serves });
+            entries.extend(worth.map(|worth| Entry { model: number, attribute, worth, serves }));
         }
     }
     // Of equal ones that with which a set is found most often comes first, and makes the others superfluous.
     let served = |entry: &Entry| entry.serves.iter().filter(|serves| **serves).count();
-    entries.sort_by_key(|entry| (entry.part, Reverse(entry.worth), Reverse(served(entry))));
+    entries.sort_by_key(|entry| (Reverse(entry.worth), Reverse(served(entry))));
     entries
 }
 
@@ -199,8 +189,7 @@ fn drafts<'a>(entries: &'a [Entry], models: &[Model<'_>], gpus: u8, strict: bool
             continue;
         }
         before.iter_mut().zip(&entry.serves).for_each(|(before, serves)| *before |= serves);
-        let is_alike = |first: &Entry| first.part == entry.part && entry.worth * 100 >= first.worth * ALIKE;
-        if !first.is_some_and(is_alike) {
+        if !first.is_some_and(|first| entry.worth * 100 >= first.worth * ALIKE) {
             class += 1;
             first = Some(entry);
         }

@@ -37,7 +37,7 @@ const LONGEST_FILE: u64 = 256 << 20;
 const MOST_KINDS: usize = 64;
 
 /// Nodes whose GPUs are in the same groups.
-#[derive(Clone)]
+#[derive(Clone, Default)]
 pub(super) struct Kind {
     /// The machine, or the GPUs of the nodes.
     pub title: String,
@@ -58,8 +58,6 @@ pub(super) struct Kind {
     pub is_mixed: bool,
     /// The number of its GPUs.
     pub gpus: usize,
-    /// True if its GPUs are behind NVSwitches; false where slices alone are known.
-    pub is_switched: bool,
 }
 
 impl Kind {
@@ -140,23 +138,17 @@ fn assembled(title: String, topology: NodeTopology, gpus: u8) -> Kind {
     let all: GpuSet = (0..topology.gpus().len()).collect();
     let product = product_of(&topology).map(str::to_owned);
     let is_mixed = topology.gpus().iter().any(|gpu| gpu.model.as_deref() != product.as_deref());
-    let is_switched = !all.is_empty() && topology.gpus().iter().all(|gpu| gpu.nvswitch_plane.is_some());
     let tables = crate::commands::tables(topology);
     let layout = GpuLayout::of(&tables, all);
     let valued = Valued::new(&tables, &layout);
     let best = valued.best_of_all(gpus.into());
     let nodes = vec![title.clone()];
-    let kind = Kind { title, nodes, best, product, is_mixed, is_switched, ..Kind::of(GroupAttribute::all_of(&layout)) };
+    let attributes = GroupAttribute::all_of(&layout);
+    let kind = Kind { title, nodes, attributes, best, product, is_mixed, ..Kind::default() };
     kind.with_claims(layout.order.len(), gpus, Some(&valued))
 }
 
 impl Kind {
-    fn of(attributes: Vec<GroupAttribute>) -> Self {
-        let (nodes, claims, alternatives, product) = Default::default();
-        let (title, best, least, gpus, is_mixed, is_switched) = Default::default();
-        Self { title, nodes, attributes, claims, alternatives, best, least, product, is_mixed, gpus, is_switched }
-    }
-
     fn with_claims(mut self, all: usize, gpus: u8, valued: Option<&Valued<'_>>) -> Self {
         self.gpus = all;
         self.alternatives = any_groups(gpus);
@@ -256,7 +248,9 @@ pub(super) fn kinds(slices: &[Value], gpus: u8, machines: &[String]) -> (Vec<Kin
         let title = format!("{} of {all} {model}", counted(nodes.len(), "node"));
         match known.like(product.as_deref(), all, &attributes, gpus).filter(|_| !is_mixed) {
             Some(known) => Kind { title: format!("{title}, as {}", known.title), nodes, ..known },
-            None => Kind { title, nodes, product, is_mixed, ..Kind::of(attributes) }.with_claims(all, gpus, None),
+            None => {
+                Kind { title, nodes, attributes, product, is_mixed, ..Kind::default() }.with_claims(all, gpus, None)
+            }
         }
     };
     (found.into_iter().map(kind).collect(), left)

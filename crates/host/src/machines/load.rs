@@ -6,14 +6,12 @@ use std::io;
 use std::path::Path;
 use std::string::FromUtf8Error;
 
-use roxmltree::Document;
 use serde::Deserialize;
 use serde_saphyr::UserMessageFormatter;
 
-use super::xml::{self, Element, XmlError};
+use super::xml::{self, XmlError};
 use super::{BUILT_IN, MAX_FILE_BYTES, Machine, MachineError, hwloc_xml, nccl};
 use linkwise_core::quote::{excerpt, one_line};
-use linkwise_core::topology::HostObservation;
 use linkwise_system::files;
 
 /// Loads a built-in machine by its name, or else the file at that path, `-` being standard input: a node file, an NCCL
@@ -25,52 +23,29 @@ pub fn load(name_or_path: &str) -> Result<Machine, MachineError> {
     }
 }
 
-/// Reads the host of the hwloc XML at a path.
-pub fn host_xml(path: &str) -> Result<HostObservation, MachineError> {
-    let text = text(path, bytes_of(path)?)?;
-    let document = is_xml(&text).then(|| xml::document(&text).map_err(broken("XML file", path))).transpose()?;
-    match document.as_ref().map(Document::root_element) {
-        Some(root) if root.has_tag_name(HWLOC_ROOT) => Ok(hwloc(path, root)?.observed.host),
-        _ => Err(MachineError::NotAHost(path.to_owned())),
-    }
-}
-
 /// Reads a file's bytes by their content. `path` is their origin: messages name it, and a dump, which has no name of
 /// its own, is called after its last part. Reads no file.
 pub fn of_bytes(path: &str, bytes: Vec<u8>) -> Result<Machine, MachineError> {
-    let text = text(path, bytes)?;
-    if !is_xml(&text) {
+    let not_text = |error: FromUtf8Error| MachineError::NotText(path.to_owned(), error.utf8_error().valid_up_to());
+    let text = String::from_utf8(bytes).map_err(not_text)?;
+    if !text.trim_start_matches('\u{feff}').trim_start().starts_with('<') {
         return node_file(path, &text);
     }
     let document = xml::document(&text).map_err(broken("XML file", path))?;
     let root = document.root_element();
     match xml::name(root) {
-        HWLOC_ROOT => hwloc(path, root),
+        "topology" => hwloc_xml::parse(&stem(path), root).map_err(broken("hwloc XML", path)),
         "system" => nccl::parse(&stem(path), root).map_err(broken("NCCL topology dump", path)),
         "graphs" => Err(MachineError::NcclGraph(path.to_owned())),
         other => Err(MachineError::UnknownXml(path.to_owned(), excerpt(other))),
     }
 }
 
-const HWLOC_ROOT: &str = "topology";
 /// The path that stands for standard input, which is read once.
 const STDIN: &str = "-";
 
-fn text(path: &str, bytes: Vec<u8>) -> Result<String, MachineError> {
-    let wrong = |error: FromUtf8Error| MachineError::NotText(path.to_owned(), error.utf8_error().valid_up_to());
-    String::from_utf8(bytes).map_err(wrong)
-}
-
-fn is_xml(text: &str) -> bool {
-    text.trim_start_matches('\u{feff}').trim_start().starts_with('<')
-}
-
 fn node_file(path: &str, text: &str) -> Result<Machine, MachineError> {
     Machine::parse(text).map_err(|error| MachineError::Content(path.to_owned(), error))
-}
-
-fn hwloc(path: &str, root: Element<'_>) -> Result<Machine, MachineError> {
-    hwloc_xml::parse(&stem(path), root).map_err(broken("hwloc XML", path))
 }
 
 fn broken(kind: &'static str, path: &str) -> impl FnOnce(XmlError) -> MachineError {
@@ -197,21 +172,6 @@ mod tests {
             let message = read_text(text).unwrap_err();
             assert!(message.contains(words), "{message}");
         }
-    }
-
-    #[test]
-    fn host_is_read_from_hwloc_xml_only() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = |name: &str| folder.path().join(name).to_str().unwrap().to_owned();
-        let cases = [("host.xml", HWLOC), ("dump.xml", "<system version=\"1\"/>"), ("node.yaml", "version: 1")];
-        for (name, text) in cases {
-            std::fs::write(path(name), text).unwrap();
-        }
-        assert_eq!(host_xml(&path("host.xml")).unwrap().numa_nodes.len(), 1);
-        for (name, _) in &cases[1..] {
-            assert!(host_xml(&path(name)).unwrap_err().to_string().contains("is no hwloc XML"), "{name}");
-        }
-        assert!(host_xml("dgx-h100").unwrap_err().to_string().contains("'dgx-h100'"));
     }
 
     fn refusal(text: &str) -> String {

@@ -14,7 +14,7 @@ use std::io;
 use serde::{Deserialize, Serialize};
 
 use linkwise_core::topology::{GpuObservation, GpuUuid, MAX_CPUS, NodeObservation, PciAddress};
-pub use load::{MachineFileError, VERSION, host_xml, load, of_bytes};
+pub use load::{MachineFileError, VERSION, load, of_bytes};
 pub use xml::XmlError;
 
 /// The largest node file that is read, in bytes.
@@ -98,9 +98,6 @@ pub enum MachineError {
     NcclGraph(String),
     #[error("'{0}' is XML with the root <{1}>, neither <system> (an NCCL topology dump) nor <topology> (hwloc)")]
     UnknownXml(String, String),
-    /// The file is a machine, and a host is needed.
-    #[error("'{0}' is no hwloc XML (as lstopo writes it), which is what describes a host")]
-    NotAHost(String),
 }
 
 impl Machine {

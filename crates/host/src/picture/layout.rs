@@ -237,7 +237,7 @@ impl Layout {
         let inner = leaves + leaf_height + PAD + PAD / 2;
         let end = routes.draw(picture, &mut layout, leaves + leaf_height, inner, bottom);
         let end = layout.frames.iter().map(|frame| frame.rect.bottom()).fold(end, i64::max);
-        layout.height = layout.legend(picture, inside, end + PAD * 2) + MARGIN;
+        layout.height = layout.legend(inside, end + PAD * 2) + MARGIN;
         layout
     }
 
@@ -296,31 +296,24 @@ impl Layout {
         y + PAD
     }
 
-    /// Places the legend of colours and lines, in as many rows as it needs; returns its bottom.
-    fn legend(&mut self, picture: &Picture, room: i64, top: i64) -> i64 {
+    /// Places the legend of lines, in as many rows as it needs; returns its bottom.
+    fn legend(&mut self, room: i64, top: i64) -> i64 {
         let lines = [
             (LineKind::Pcie, "PCIe"),
             (LineKind::Near, "NVLinks: the more, the wider (NV2: two links)"),
             (LineKind::Crossing, "NVLinks between packages"),
-            (LineKind::Allocated, "NVLinks of allocated GPUs"),
         ];
         let is_drawn = |kind| self.lines.iter().any(|line| line.kind == kind);
-        let lines = lines.into_iter().filter(|(kind, _)| is_drawn(*kind)).map(|(kind, text)| (Kind::Count(kind), text));
-        let held = picture.allocated.iter().flat_map(|line| [(Kind::Allocated, line.as_str()), (Kind::Gpu, "free")]);
+        let drawn: Vec<(LineKind, &str)> = lines.into_iter().filter(|(kind, _)| is_drawn(*kind)).collect();
         let (mut x, mut y, mut bottom) = (MARGIN, top, top - PAD * 2);
-        for (kind, text) in held.chain(lines).collect::<Vec<_>>() {
-            let text = fit(text, Style::Plain, room - 40);
-            let wide = 34 + width(&text, Style::Plain);
+        for (kind, text) in drawn {
+            let wide = 34 + width(text, Style::Plain);
             if x > MARGIN && x + wide > MARGIN + room {
                 (x, y) = (MARGIN, y + 22);
             }
-            if let Kind::Count(kind) = kind {
-                let (points, count) = (vec![(x, y + 7), (x + 26, y + 7)], if kind == LineKind::Pcie { 1 } else { 2 });
-                self.lines.push(Line { points, kind, count });
-            } else {
-                self.add_shape(Rect { x, y, width: 26, height: 14 }, kind, "");
-            }
-            self.texts.push(Text { text, style: Style::Plain, x: x + 34, y: y + 11, centred: false });
+            let (points, count) = (vec![(x, y + 7), (x + 26, y + 7)], if kind == LineKind::Pcie { 1 } else { 2 });
+            self.lines.push(Line { points, kind, count });
+            self.texts.push(Text { text: text.to_owned(), style: Style::Plain, x: x + 34, y: y + 11, centred: false });
             (x, bottom) = (x + wide + 24, y + 14);
         }
         bottom

@@ -16,7 +16,6 @@ pub(super) enum Kind {
     Switch,
     Port,
     Gpu,
-    Allocated,
     /// A GPU of a page: its holder, and true if it is unhealthy.
     Marked(Holder, bool),
     /// A GPU that NVML does not list.
@@ -35,7 +34,6 @@ pub(super) enum LineKind {
     Near,
     /// NVLinks of GPUs of two packages.
     Crossing,
-    Allocated,
     /// NVLinks of the GPUs of a holder with this colour.
     Held(u8),
 }
@@ -52,7 +50,7 @@ impl Kind {
     }
 
     pub fn is_gpu(self) -> bool {
-        matches!(self, Self::Gpu | Self::Allocated | Self::Marked(..) | Self::Unlisted)
+        matches!(self, Self::Gpu | Self::Marked(..) | Self::Unlisted)
     }
 
     pub fn is_dashed(self) -> bool {
@@ -62,16 +60,13 @@ impl Kind {
     /// Fill and border in a file; a page has its own colours.
     pub fn colours(self) -> (&'static str, &'static str) {
         match self {
-            Self::Marked(Holder::Nobody, _) => Self::Gpu.colours(),
-            Self::Marked(..) => Self::Allocated.colours(),
             Self::Package => ("#f5f5f2", "#4a4a4a"),
             Self::Unknown => ("#fafafa", "#8a8a8a"),
             Self::Node => ("#ffffff", "#9a9a9a"),
             Self::Bridge => ("#dedee2", "#6e6e73"),
             Self::Switch => ("#e4dcf3", "#67558f"),
             Self::Port => ("#efeff2", "#6e6e73"),
-            Self::Gpu => ("#dff0d4", "#3b7d23"),
-            Self::Allocated => ("#ffb454", "#8f3d00"),
+            Self::Gpu | Self::Marked(..) => ("#dff0d4", "#3b7d23"),
             Self::Unlisted => ("#ffffff", "#8a8a8a"),
             Self::Nic => ("#d9e9f8", "#24639c"),
             Self::Plane => ("#cfe6bf", "#3b7d23"),
@@ -87,7 +82,7 @@ impl Kind {
             Self::Node => "numa".to_owned(),
             Self::Bridge | Self::Port => "bridge".to_owned(),
             Self::Switch => "switch".to_owned(),
-            Self::Gpu | Self::Allocated => "gpu free".to_owned(),
+            Self::Gpu => "gpu free".to_owned(),
             Self::Unlisted => "gpu unlisted".to_owned(),
             Self::Nic => "nic".to_owned(),
             Self::Plane => "plane".to_owned(),
@@ -113,7 +108,7 @@ impl Kind {
             Self::Package | Self::Unknown | Self::Bridge | Self::Switch | Self::Port => Style::Plain,
             // These lines are a page's text about a GPU; the address is set like all addresses.
             Self::Marked(..) if line > 1 => Style::Mark,
-            Self::Node | Self::Gpu | Self::Allocated | Self::Marked(..) | Self::Unlisted | Self::Nic => Style::Mono,
+            Self::Node | Self::Gpu | Self::Marked(..) | Self::Unlisted | Self::Nic => Style::Mono,
         }
     }
 }
@@ -123,7 +118,7 @@ impl LineKind {
     pub fn class(self) -> String {
         match self {
             Self::Pcie => "pcie".to_owned(),
-            Self::Near | Self::Allocated => "near".to_owned(),
+            Self::Near => "near".to_owned(),
             Self::Crossing => "crossing".to_owned(),
             Self::Held(colour) => format!("held c{colour}"),
         }
@@ -132,9 +127,8 @@ impl LineKind {
     pub fn colour(self) -> &'static str {
         match self {
             Self::Pcie => "#6e6e73",
-            Self::Near => "#3b7d23",
+            Self::Near | Self::Held(_) => "#3b7d23",
             Self::Crossing => "#0b6e8f",
-            Self::Allocated | Self::Held(_) => "#b34700",
         }
     }
 }

@@ -21,7 +21,7 @@ use outline::{Part, What, outline};
 
 pub use looks::harmless;
 pub use svg::{element, svg};
-pub use text::{machine_tree, matrix, shown, tree};
+pub use text::{machine_tree, matrix, shown};
 
 /// The most interfaces that are named in one box.
 const MOST_NAMES: usize = 4;
@@ -65,8 +65,6 @@ pub struct Picture {
     widest: i64,
     /// The models with their GPUs.
     models: Vec<String>,
-    /// The held GPUs; `None` without --allocated.
-    allocated: Option<String>,
     /// Packages with their content; parts without a known package are last.
     packages: Vec<Block>,
     /// NVLinks from GPU to GPU.
@@ -121,71 +119,38 @@ struct Face {
 }
 
 impl Picture {
-    /// Makes the picture of a machine with its title; `allocated` holds places in the topology's GPUs.
-    pub fn new(
-        (title, observed): (&str, &NodeObservation),
-        topology: &NodeTopology,
-        allocated: Option<&BTreeSet<usize>>,
-    ) -> Self {
-        let picture = Self::sketch(observed, topology, |place| match allocated {
-            Some(allocated) if allocated.contains(&place) => Look::Allocated,
-            _ => Look::Plain,
-        });
+    /// Makes the picture of a machine with its title.
+    pub fn new(title: &str, observed: &NodeObservation, topology: &NodeTopology) -> Self {
         let (title, models) = (Some(clean(title)), models(topology.gpus()));
-        Self { title, models, allocated: allocated.map(|held| allocated_line(topology, held)), ..picture }
+        Self { title, models, ..Self::sketch(observed, topology, |_| None) }
     }
 
     /// Makes the picture for a page: without a title, in the page's own colours, and with a mark for each GPU that has
     /// one, by its place in the topology's GPUs.
     pub fn of_node(observed: &NodeObservation, topology: &NodeTopology, marks: &BTreeMap<usize, Mark>) -> Self {
         let unmarked = Mark::default();
-        let look = |place| Look::Marked(marks.get(&place).unwrap_or(&unmarked));
-        Self { widest: WIDEST_IN_PAGE, ..Self::sketch(observed, topology, look) }
+        let mark = |place| Some(marks.get(&place).unwrap_or(&unmarked));
+        Self { widest: WIDEST_IN_PAGE, ..Self::sketch(observed, topology, mark) }
     }
 
-    fn sketch<'a>(observed: &NodeObservation, topology: &NodeTopology, look: impl Fn(usize) -> Look<'a>) -> Self {
+    fn sketch<'a>(
+        observed: &NodeObservation,
+        topology: &NodeTopology,
+        mark: impl Fn(usize) -> Option<&'a Mark>,
+    ) -> Self {
         let parts = outline(observed, topology);
         let faces = topology.gpus().iter().map(|gpu| Face::new(gpu, observed)).collect();
-        let looks = (0..topology.gpus().len()).map(look).collect();
-        let sketch = Sketch { topology, faces, looks };
+        let marks = (0..topology.gpus().len()).map(mark).collect();
+        let sketch = Sketch { topology, faces, marks };
         let mut packages = sketch.blocks(&parts, None);
         packages.sort_by_key(|package| package.kind == Kind::Unknown);
         Self {
             title: None,
             widest: WIDEST,
             models: Vec::new(),
-            allocated: None,
             links: sketch.links(&packages),
             packages,
             planes: sketch.planes(),
-        }
-    }
-}
-
-/// The look of a GPU.
-#[derive(Clone, Copy)]
-enum Look<'a> {
-    Plain,
-    /// Named by --allocated.
-    Allocated,
-    Marked(&'a Mark),
-}
-
-impl Look<'_> {
-    fn kind(self) -> Kind {
-        match self {
-            Self::Plain => Kind::Gpu,
-            Self::Allocated => Kind::Allocated,
-            Self::Marked(mark) => Kind::Marked(mark.holder, mark.is_sick),
-        }
-    }
-
-    /// The kind of its links, if it differs from that of other links.
-    fn of_links(self) -> Option<LineKind> {
-        match self {
-            Self::Allocated => Some(LineKind::Allocated),
-            Self::Marked(Mark { holder: Holder::One(colour), .. }) => Some(LineKind::Held(*colour)),
-            Self::Plain | Self::Marked(_) => None,
         }
     }
 }
@@ -223,7 +188,8 @@ struct Sketch<'a> {
     topology: &'a NodeTopology,
     /// The faces, in the order of the topology's GPUs.
     faces: Vec<Face>,
-    looks: Vec<Look<'a>>,
+    /// The marks of GPUs in a page, in the same order.
+    marks: Vec<Option<&'a Mark>>,
 }
 
 impl Sketch<'_> {
@@ -293,16 +259,13 @@ impl Sketch<'_> {
         }
         let to_cpu = self.faces.get(place).map_or(0, |face| face.to_cpu);
         lines.extend((to_cpu > 0).then(|| format!("NV{to_cpu} to CPU")));
-        let look = self.look(place);
-        match look {
-            Look::Plain => {}
-            Look::Allocated => lines.push("allocated".to_owned()),
-            Look::Marked(mark) => lines.extend(mark.lines.iter().map(|line| clean(line))),
-        }
+        let mark = self.mark(place);
+        lines.extend(mark.into_iter().flat_map(|mark| &mark.lines).map(|line| clean(line)));
+        let kind = mark.map_or(Kind::Gpu, |mark| Kind::Marked(mark.holder, mark.is_sick));
         let all = 0..self.topology.gpus().len();
         let links: i64 = all.map(|other| i64::from(self.direct_links(place.min(other), place.max(other)) > 0)).sum();
         let ports = links + i64::from(self.plane(place).is_some());
-        Block { kind: look.kind(), lines, tooltip, gpu: Some(place), ports, below }
+        Block { kind, lines, tooltip, gpu: Some(place), ports, below }
     }
 
     /// One box for NICs: their interfaces and the fastest rate.
@@ -333,7 +296,7 @@ impl Sketch<'_> {
         let pairs = all.clone().flat_map(|a| all.clone().map(move |b| (a, b)));
         let link = |(a, b)| {
             let crosses = home(a) != home(b);
-            let kind = match (self.look(a).of_links(), self.look(b).of_links()) {
+            let kind = match (self.held(a), self.held(b)) {
                 (Some(one), Some(other)) if one == other => one,
                 _ if crosses => LineKind::Crossing,
                 _ => LineKind::Near,
@@ -362,7 +325,7 @@ impl Sketch<'_> {
         for (gpu, face) in self.faces.iter().enumerate() {
             let Some(number) = self.plane(gpu) else { continue };
             let (ports, switches) = planes.entry(number).or_default();
-            let kind = self.look(gpu).of_links().unwrap_or(LineKind::Near);
+            let kind = self.held(gpu).unwrap_or(LineKind::Near);
             ports.push(Port { gpu, count: face.to_switches, kind });
             switches.extend(&face.switches);
         }
@@ -379,20 +342,13 @@ impl Sketch<'_> {
         planes.into_iter().map(plane).collect()
     }
 
-    fn look(&self, place: usize) -> Look<'_> {
-        self.looks.get(place).copied().unwrap_or(Look::Plain)
+    fn mark(&self, place: usize) -> Option<&Mark> {
+        *self.marks.get(place)?
     }
-}
 
-/// The legend's line for the GPUs that --allocated names.
-fn allocated_line(topology: &NodeTopology, allocated: &BTreeSet<usize>) -> String {
-    let held = allocated.iter().filter_map(|place| topology.gpus().get(*place));
-    let mut indices: Vec<u32> = held.map(|gpu| gpu.index).collect();
-    indices.sort_unstable();
-    let all = topology.gpus().len();
-    match indices.len() {
-        0 => format!("allocated: none of {all} GPUs"),
-        held => format!("allocated: GPU {} ({held} of {all})", ranges(&indices)),
+    /// The kind of the links of a GPU with one holder.
+    fn held(&self, place: usize) -> Option<LineKind> {
+        if let Holder::One(colour) = self.mark(place)?.holder { Some(LineKind::Held(colour)) } else { None }
     }
 }
 

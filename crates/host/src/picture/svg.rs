@@ -81,7 +81,7 @@ impl Paint {
         let (radius, border_width) = match shape.kind {
             Kind::Package | Kind::Unknown => (10, 2),
             Kind::Node => (8, 1),
-            Kind::Gpu | Kind::Allocated | Kind::Marked(..) | Kind::Plane => (6, 2),
+            Kind::Gpu | Kind::Marked(..) | Kind::Plane => (6, 2),
             _ => (4, 1),
         };
         let Rect { x, y, width, height } = shape.rect;

@@ -27,11 +27,7 @@ fn inside(inner: Rect, outer: Rect) -> bool {
 fn check(machine: &Machine) {
     let name = &machine.name;
     let (topology, _) = NodeTopology::assemble(&machine.observed);
-    let picture = Picture::new(
-        (&machine.title, &machine.observed),
-        &topology,
-        Some(&(0..topology.gpus().len()).step_by(2).collect()),
-    );
+    let picture = Picture::new(&machine.title, &machine.observed, &topology);
     let layout = Layout::new(&picture);
     let page = Rect { x: 0, y: 0, width: layout.width, height: layout.height };
 
@@ -56,10 +52,10 @@ fn check(machine: &Machine) {
             assert!(!overlap(a.rect, b.rect), "{name}: {:?} and {:?}", a.rect, b.rect);
         }
     }
-    for (gpu, held) in topology.gpus().iter().zip([true, false].into_iter().cycle()) {
+    for gpu in topology.gpus() {
         let uuid = gpu.uuid.as_str();
         let drawn: Vec<Kind> = layout.shapes.iter().filter(|s| s.tooltip.contains(uuid)).map(|s| s.kind).collect();
-        assert_eq!(drawn, [if held { Kind::Allocated } else { Kind::Gpu }], "{name}: {uuid}");
+        assert_eq!(drawn, [Kind::Gpu], "{name}: {uuid}");
     }
     let counts = layout.shapes.iter().filter(|shape| matches!(shape.kind, Kind::Count(_))).count();
     let ports = picture.planes.iter().map(|plane| plane.ports.len()).sum::<usize>();
@@ -119,7 +115,7 @@ fn sixteen_gpus_are_drawn_without_overlaps() {
     alone.observed.gpus.iter_mut().for_each(|gpu| gpu.nvlinks = None);
     check(&alone);
     let (topology, _) = NodeTopology::assemble(&machine.observed);
-    let layout = Layout::new(&Picture::new((&machine.title, &machine.observed), &topology, None));
+    let layout = Layout::new(&Picture::new(&machine.title, &machine.observed, &topology));
     assert!(layout.width < 2000, "two rows of packages are narrower: {}", layout.width);
     machine.name = "two planes".to_owned();
     for (number, gpu) in machine.observed.gpus.iter_mut().enumerate() {
@@ -169,7 +165,7 @@ fn only_direct_links_are_drawn_from_gpu_to_gpu() {
     let count = |name: &str| {
         let machine = load(name);
         let (topology, _) = NodeTopology::assemble(&machine.observed);
-        let picture = Picture::new((&machine.title, &machine.observed), &topology, None);
+        let picture = Picture::new(&machine.title, &machine.observed, &topology);
         let ports = picture.planes.iter().flat_map(|plane| &plane.ports);
         let switched: BTreeSet<u32> = ports.map(|port| port.count).collect();
         (picture.links.iter().map(|link| link.count).sum::<u32>(), switched)

@@ -5,7 +5,7 @@ use super::looks::harmless;
 use super::outline::{Part, What, outline};
 use crate::machines::Machine;
 use linkwise_core::quote::excerpt;
-use linkwise_core::topology::{Gpu, HostObservation, NodeObservation, NodeTopology};
+use linkwise_core::topology::{HostObservation, NodeTopology};
 use linkwise_system::output::table;
 
 /// The legend of the symbols; nvidia-smi does not have the last line.
@@ -23,18 +23,13 @@ pub fn shown(text: &str) -> String {
 /// Text for people: a machine's title and tree.
 pub fn machine_tree(machine: &Machine) -> String {
     let (topology, _) = NodeTopology::assemble(&machine.observed);
-    format!("{}\n\n{}", shown(&machine.title), tree(&machine.observed, &topology, |_| String::new()))
-}
-
-/// Draws the tree; `note` is an addition to a GPU's line, such as the pod that holds it.
-pub fn tree(observed: &NodeObservation, topology: &NodeTopology, note: impl Fn(&Gpu) -> String) -> String {
     let gpu = |place: usize| {
         let Some(gpu) = topology.gpus().get(place) else { return String::new() };
-        let words = [Some(format!("GPU {}", gpu.index)), Some(gpu.pci.to_string()), gpu.model.clone(), Some(note(gpu))];
-        words.into_iter().flatten().filter(|word| !word.is_empty()).collect::<Vec<_>>().join("  ")
+        let model = gpu.model.as_deref().filter(|model| !model.is_empty()).map(|model| format!("  {model}"));
+        format!("GPU {}  {}{}", gpu.index, gpu.pci, model.unwrap_or_default())
     };
-    let mut text = String::new();
-    for part in &outline(observed, topology) {
+    let mut text = format!("{}\n\n", shown(&machine.title));
+    for part in &outline(&machine.observed, &topology) {
         text += &format!("{}\n", shown(&part.label()));
         draw(part, "", &gpu, &mut text);
     }
