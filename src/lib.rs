@@ -17,20 +17,15 @@ use config::Command;
 /// Runs a command and reports its error: all of the program.
 pub fn run_command(command: Command) -> ExitCode {
     let result = match command {
+        Command::Verify(args) => return ended(block_on(commands::verify(&args))),
+        Command::Doctor(args) => return ended(block_on(commands::doctor(&args))),
+        Command::MpsControlDaemon(args) => return ended(run::mps_control_daemon(&args)),
         Command::Run(args) => run::run(&args),
         Command::Topology(args) => block_on(commands::topology(&args)),
         Command::Allocate(args) => block_on(commands::allocate(&args)),
         Command::Expect(args) => block_on(commands::expect(&args)),
-        Command::Verify(args) => match block_on(commands::verify(&args)) {
-            Ok(code) => return code,
-            Err(error) => Err(error),
-        },
         Command::Snapshot(args) => block_on(commands::snapshot(&args)),
         Command::Config(args) => commands::config(&args),
-        Command::Doctor(args) => match block_on(commands::doctor(&args)) {
-            Ok(code) => return code,
-            Err(error) => Err(error),
-        },
         Command::Labels(args) if args.node.node.is_some() => block_on(commands::labels(&args)),
         Command::Labels(args) => run::labels(&args),
         Command::Dra(args) => block_on(commands::dra(&args)),
@@ -38,20 +33,18 @@ pub fn run_command(command: Command) -> ExitCode {
         Command::Admin(args) => block_on(commands::admin(&args)),
         Command::Top(args) => block_on(commands::top(&args)),
         Command::Wait(args) => block_on(commands::wait(&args)),
-        Command::MpsControlDaemon(args) => match run::mps_control_daemon(&args) {
-            Ok(code) => return code,
-            Err(error) => Err(error),
-        },
         Command::ConfigManager(args) => commands::config_manager(&args),
         Command::Completions(args) => commands::completions(&args),
         Command::Man(args) => commands::man(&args),
         Command::NvmlAgent(args) => linkwise_nvml::agent::main(&args.command).map_err(Into::into),
     };
-    result.map_or_else(|error| failed(&error), |()| ExitCode::SUCCESS)
+    ended(result.map(|()| ExitCode::SUCCESS))
 }
 
-/// Prints an error with its causes.
-pub fn failed(error: &anyhow::Error) -> ExitCode {
-    complain("linkwise", [error]);
-    ExitCode::FAILURE
+/// The exit code of a command; an error is printed with its causes.
+fn ended(result: anyhow::Result<ExitCode>) -> ExitCode {
+    result.unwrap_or_else(|error| {
+        complain("linkwise", [error]);
+        ExitCode::FAILURE
+    })
 }

@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
 use linkwise_api_server_box::{Answer, Fault, Key, ResourceType};
-use linkwise_cluster::{NodeFeatureMetrics, NodeFeatureSettings, NodeFeatureWriter, Pace};
+use linkwise_cluster::{NodeFeatureSettings, NodeFeatureWriter, Pace};
 use serde_json::{Value, json};
 use tokio::sync::watch;
 
@@ -20,7 +20,6 @@ const GFD: &str = "gpu-feature-discovery";
 
 struct Writing {
     labels: watch::Sender<Option<Arc<Labels>>>,
-    metrics: NodeFeatureMetrics,
     running: Running,
 }
 
@@ -40,9 +39,8 @@ fn write_again(cluster: &Cluster, pace: Pace, pod: Option<&str>, replaced: Arc<A
     let (labels, follow) = watch::channel(None);
     let (node, namespace) = ("n".to_owned(), "gpu".to_owned());
     let settings = NodeFeatureSettings { node, namespace, pod: pod.map(str::to_owned), replaced };
-    let metrics = NodeFeatureMetrics::default();
-    let writer = NodeFeatureWriter::new(cluster.client(pace), settings, metrics.clone());
-    Writing { labels, metrics, running: Running::of(|shutdown| writer.run(follow, shutdown)) }
+    let writer = NodeFeatureWriter::new(cluster.client(pace), settings);
+    Writing { labels, running: Running::of(|shutdown| writer.run(follow, shutdown)) }
 }
 
 impl Writing {
@@ -68,6 +66,12 @@ async fn written(cluster: &Cluster, labels: &[(&str, &str)]) {
     let labels: Value = labels.iter().map(|(key, value)| ((*key).to_owned(), json!(value))).collect();
     within(cluster.server.wait_for_object(&key(), |object| object.is_some_and(|it| it["spec"]["labels"] == labels)))
         .await;
+}
+
+/// Waits until the writer has decided about the object again.
+async fn read_again(cluster: &Cluster) {
+    let before = cluster.count("GET", "nodefeatures");
+    until(|| cluster.count("GET", "nodefeatures") > before + 2).await;
 }
 
 fn managers(cluster: &Cluster) -> Vec<String> {
@@ -142,7 +146,7 @@ async fn object_of_gfd_is_replaced_once_whole() {
     // Its program still runs, and writes again: a second writer, with which this one does not quarrel.
     cluster.server.put(GFD, &key(), of_gfd());
     writing.want(&[("nvidia.com/gpu.count", "6")]);
-    until(|| writing.metrics.is_foreign()).await;
+    read_again(&cluster).await;
     assert_eq!(cluster.server.object(&key()).unwrap()["spec"]["labels"], of_gfd()["spec"]["labels"]);
     assert_eq!(cluster.count("DELETE", "nodefeatures"), 1);
 }
@@ -160,7 +164,7 @@ async fn object_of_gfd_is_replaced_once_by_a_process() {
         if first {
             written(&cluster, &[("a", "1")]).await;
         } else {
-            until(|| writing.metrics.is_foreign()).await;
+            read_again(&cluster).await;
         }
         writing.running.end().await;
     }
@@ -184,14 +188,12 @@ async fn object_of_another_manager_is_left_alone_until_it_is_gone() {
     cluster.server.put("kubectl", &key(), theirs.clone());
     let writing = write(&cluster, PACE, None);
     writing.want(&[("a", "1")]);
-    until(|| writing.metrics.is_foreign()).await;
+    read_again(&cluster).await;
     writing.want(&[("a", "2")]);
-    let before = cluster.count("GET", "nodefeatures");
-    until(|| cluster.count("GET", "nodefeatures") > before + 2).await;
+    read_again(&cluster).await;
     assert_eq!(cluster.server.object(&key()).unwrap()["spec"], theirs["spec"]);
     cluster.server.remove(&key());
     written(&cluster, &[("a", "2")]).await;
-    until(|| !writing.metrics.is_foreign()).await;
     writing.running.end().await;
 }
 

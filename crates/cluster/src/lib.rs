@@ -22,6 +22,6 @@ pub use crate::slices::stored::all_slices;
 pub use claims::ClaimReader;
 pub use error::ApiError;
 pub use events::EventWriter;
-pub use node_feature::{NodeFeatureMetrics, NodeFeatureSettings, NodeFeatureWriter};
+pub use node_feature::{NodeFeatureSettings, NodeFeatureWriter};
 pub use server::{ApiServer, Pace};
 pub use slices::{SliceSettings, SliceWriter, published};

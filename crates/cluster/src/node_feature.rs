@@ -19,8 +19,6 @@ use k8s_openapi::api::core::v1::Pod;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::OwnerReference;
 use kube::Api;
 use kube::api::{ApiResource, DeleteParams, DynamicObject, Patch, PatchParams, PostParams, Preconditions};
-use prometheus_client::metrics::gauge::Gauge;
-use prometheus_client::registry::Registry;
 use serde_json::{Value, json};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
@@ -51,32 +49,10 @@ pub struct NodeFeatureSettings {
     pub replaced: Arc<AtomicBool>,
 }
 
-/// The metric that tells if the object is ours.
-#[derive(Clone, Debug, Default)]
-pub struct NodeFeatureMetrics {
-    foreign: Gauge,
-}
-
-impl NodeFeatureMetrics {
-    /// Makes and registers the metric.
-    pub fn register(registry: &mut Registry) -> Self {
-        let metrics = Self::default();
-        let help = "1 while another program manages this node's NodeFeature object, which is left alone then";
-        registry.register("node_feature_foreign", help, metrics.foreign.clone());
-        metrics
-    }
-
-    /// Returns true if another program manages the object.
-    pub fn is_foreign(&self) -> bool {
-        self.foreign.get() == 1
-    }
-}
-
 /// Writes one NodeFeature.
 pub struct NodeFeatureWriter {
     server: ApiServer,
     settings: NodeFeatureSettings,
-    metrics: NodeFeatureMetrics,
     attempts: Attempts,
     /// Our DaemonSet; the outer `None` means that it was not looked up yet.
     owner: Option<Option<OwnerReference>>,
@@ -90,9 +66,9 @@ pub struct NodeFeatureWriter {
 
 impl NodeFeatureWriter {
     /// Makes no request yet.
-    pub fn new(server: ApiServer, settings: NodeFeatureSettings, metrics: NodeFeatureMetrics) -> Self {
+    pub fn new(server: ApiServer, settings: NodeFeatureSettings) -> Self {
         let attempts = Attempts::of("write the NodeFeature of Node Feature Discovery", server.pace());
-        Self { server, settings, metrics, attempts, owner: None, written: None, by_update: false, reported: None }
+        Self { server, settings, attempts, owner: None, written: None, by_update: false, reported: None }
     }
 
     /// Keeps the object equal to the labels until `shutdown`, or until the channel is closed. Nothing is written while
@@ -135,7 +111,6 @@ impl NodeFeatureWriter {
         let wanted = object(&self.settings, owner, labels);
         let found = self.found().await?;
         let standing = standing(found.as_ref(), &wanted, self.written.as_deref(), self.settings.replaced.load(Relaxed));
-        self.metrics.foreign.set(i64::from(matches!(standing, Standing::Foreign(_))));
         match standing {
             Standing::Same => {}
             Standing::Foreign(managers) => {
