@@ -28,12 +28,10 @@ fn vgpu(devices: &Path) -> Vgpu {
     let mut found = Vgpu::Absent;
     for device in entries.flatten().map(|entry| entry.path()) {
         if fs::read_to_string(device.join("vendor")).is_ok_and(|vendor| vendor.trim() == NVIDIA) {
-            match files::read(&device.join("config"), LONGEST).ok().and_then(|space| guest(&space)) {
-                Some(Guest::Virtual { driver_version, driver_branch }) => {
-                    found = Vgpu::Present { driver_version, driver_branch };
-                }
-                Some(Guest::Physical) => {}
-                None => return Vgpu::Unknown,
+            match files::read(&device.join("config"), LONGEST).map_or(Vgpu::Unknown, |space| guest(&space)) {
+                Vgpu::Absent => {}
+                Vgpu::Unknown => return Vgpu::Unknown,
+                present => found = present,
             }
         }
     }
@@ -41,7 +39,7 @@ fn vgpu(devices: &Path) -> Vgpu {
 }
 
 /// The whole configuration space of a PCI Express device, in bytes.
-pub(super) const LONGEST: u64 = 4096;
+const LONGEST: u64 = 4096;
 
 /// The part that every device has, in bytes. A process without privileges reads 64 bytes of it.
 const WHOLE: usize = 256;
@@ -61,19 +59,10 @@ const VENDOR_SPECIFIC: u8 = 0x09;
 /// The first bytes of a virtual GPU's content.
 const VIRTUAL: &[u8] = b"VF";
 
-/// The kind of an NVIDIA device in this guest.
-#[derive(Debug, PartialEq, Eq)]
-pub(super) enum Guest {
-    /// A whole GPU, or no GPU.
-    Physical,
-    /// A virtual GPU, with its record of the host's driver.
-    Virtual { driver_version: Option<String>, driver_branch: Option<String> },
-}
-
-/// The kind of the device with this configuration space; `None` if only the first part could be read.
-pub(super) fn guest(space: &[u8]) -> Option<Guest> {
-    let space = space.get(..WHOLE)?;
-    Some(match capability(space).and_then(|capability| Some((capability, capability.get(3..5)?))) {
+/// The virtual GPU that the device with this configuration space is; unknown if only the first part could be read.
+fn guest(space: &[u8]) -> Vgpu {
+    let Some(space) = space.get(..WHOLE) else { return Vgpu::Unknown };
+    match capability(space).and_then(|capability| Some((capability, capability.get(3..5)?))) {
         Some((capability, VIRTUAL)) => {
             let driver = host_driver(capability);
             let text = |at: usize| {
@@ -81,10 +70,10 @@ pub(super) fn guest(space: &[u8]) -> Option<Guest> {
                 let end = bytes.iter().position(|byte| *byte == 0).unwrap_or(TEXT);
                 String::from_utf8(bytes.get(..end)?.to_vec()).ok()
             };
-            Guest::Virtual { driver_version: text(2), driver_branch: text(2 + TEXT) }
+            Vgpu::Present { driver_version: text(2), driver_branch: text(2 + TEXT) }
         }
-        _ => Guest::Physical,
-    })
+        _ => Vgpu::Absent,
+    }
 }
 
 fn capability(space: &[u8]) -> Option<&[u8]> {
@@ -148,8 +137,8 @@ mod tests {
         with(&CAPABILITY)
     }
 
-    fn virtual_gpu(version: &str, branch: &str) -> Option<Guest> {
-        Some(Guest::Virtual { driver_version: Some(version.to_owned()), driver_branch: Some(branch.to_owned()) })
+    fn virtual_gpu(version: &str, branch: &str) -> Vgpu {
+        Vgpu::Present { driver_version: Some(version.to_owned()), driver_branch: Some(branch.to_owned()) }
     }
 
     #[test]
@@ -161,23 +150,23 @@ mod tests {
 
     #[test]
     fn space_without_capability_is_physical() {
-        assert_eq!(guest(&[0; 256]), Some(Guest::Physical));
-        assert_eq!(guest(&with(&[0x09, 0x00, 0x1b, b'N', b'V'])), Some(Guest::Physical));
-        assert_eq!(guest(&with(&[0x10, 0x00, 0x02])), Some(Guest::Physical));
-        assert_eq!(guest(&with(&[0x10, 0x80, 0x02])), Some(Guest::Physical), "a list without end");
-        assert_eq!(guest(&[0; 64]), None, "read without privileges");
-        assert_eq!(guest(&[]), None);
+        assert_eq!(guest(&[0; 256]), Vgpu::Absent);
+        assert_eq!(guest(&with(&[0x09, 0x00, 0x1b, b'N', b'V'])), Vgpu::Absent);
+        assert_eq!(guest(&with(&[0x10, 0x00, 0x02])), Vgpu::Absent);
+        assert_eq!(guest(&with(&[0x10, 0x80, 0x02])), Vgpu::Absent, "a list without end");
+        assert_eq!(guest(&[0; 64]), Vgpu::Unknown, "read without privileges");
+        assert_eq!(guest(&[]), Vgpu::Unknown);
     }
 
     #[test]
     fn torn_capability_is_virtual_without_driver() {
-        let nothing = Some(Guest::Virtual { driver_version: None, driver_branch: None });
+        let nothing = Vgpu::Present { driver_version: None, driver_branch: None };
         assert_eq!(guest(&with(&[0x09, 0x00, 0x05, b'V', b'F'])), nothing);
         assert_eq!(guest(&with(&[0x09, 0x00, 0x09, b'V', b'F', 0x01, 0x00, 0x01, 0x00])), nothing, "no length");
         // Spaces of any bytes give a result.
         for seed in 0..=255_u8 {
             let bytes: Vec<u8> = (0..=255_u8).map(|at| at.wrapping_mul(seed).wrapping_add(seed ^ 0x35)).collect();
-            assert!(guest(&bytes).is_some());
+            assert_ne!(guest(&bytes), Vgpu::Unknown);
         }
     }
 
@@ -198,8 +187,7 @@ mod tests {
         device(sysfs.path(), "0000:01:00.0", NVIDIA, &[0; 256]);
         assert_eq!(vgpu(), Vgpu::Absent);
         device(sysfs.path(), "0000:02:00.0", NVIDIA, &space());
-        let (driver_version, driver_branch) = (Some("460.16".to_owned()), Some("r460_00".to_owned()));
-        assert_eq!(vgpu(), Vgpu::Present { driver_version, driver_branch });
+        assert_eq!(vgpu(), virtual_gpu("460.16", "r460_00"));
         // An unprivileged process sees this part only.
         device(sysfs.path(), "0000:01:00.0", NVIDIA, &[0; 64]);
         assert_eq!(vgpu(), Vgpu::Unknown);

@@ -80,17 +80,8 @@ pub const VERSION: u32 = 1;
 
 /// The fault of a node file's text, in one line, with the line of the text if it has one.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum MachineFileError {
-    /// A later linkwise wrote it.
-    #[error("format version {0} is newer than this build reads (version {VERSION})")]
-    Newer(u32),
-    /// A version that never existed.
-    #[error("format version {0} does not exist (this build reads version {VERSION})")]
-    NoSuchVersion(u32),
-    /// Broken YAML, an unknown key, an invalid value.
-    #[error("{0}")]
-    Yaml(String),
-}
+#[error("{0}")]
+pub struct MachineFileError(String);
 
 /// The one key that is read first, so that a newer file is not refused for its new keys.
 #[derive(Deserialize)]
@@ -98,16 +89,21 @@ struct Header {
     version: u32,
 }
 
-pub(super) fn parse(text: &str) -> Result<Machine, MachineFileError> {
-    match yaml::<Header>(text)?.version {
-        VERSION => yaml(text),
-        0 => Err(MachineFileError::NoSuchVersion(0)),
-        later => Err(MachineFileError::Newer(later)),
+impl Machine {
+    /// Reads a machine from the text of a node file.
+    pub fn parse(text: &str) -> Result<Self, MachineFileError> {
+        let problem = match yaml::<Header>(text)?.version {
+            VERSION => return yaml(text),
+            0 => format!("format version 0 does not exist (this build reads version {VERSION})"),
+            later => format!("format version {later} is newer than this build reads (version {VERSION})"),
+        };
+        Err(MachineFileError(problem))
     }
-}
 
-pub(super) fn to_yaml(machine: &Machine) -> Result<String, MachineFileError> {
-    serde_saphyr::to_string(machine).map_err(|error| MachineFileError::Yaml(one_line(&error.to_string())))
+    /// The text of a node file; [`Machine::parse`] reads it back equal.
+    pub fn to_yaml(&self) -> Result<String, MachineFileError> {
+        serde_saphyr::to_string(self).map_err(|error| MachineFileError(one_line(&error.to_string())))
+    }
 }
 
 /// Reads YAML with serde-saphyr's limits on nodes, depth and the multiplication of aliases, so that a small hostile
@@ -123,7 +119,7 @@ fn yaml<T: serde::de::DeserializeOwned>(text: &str) -> Result<T, MachineFileErro
     });
     read.map_err(|error| {
         let key = if key.starts_with('.') { "" } else { key.as_str() };
-        MachineFileError::Yaml(one_line(&format!("{key}{}", error.render_with_formatter(&UserMessageFormatter))))
+        MachineFileError(one_line(&format!("{key}{}", error.render_with_formatter(&UserMessageFormatter))))
     })
 }
 
@@ -175,7 +171,7 @@ mod tests {
     }
 
     fn refusal(text: &str) -> String {
-        let message = parse(text).unwrap_err().to_string();
+        let message = Machine::parse(text).unwrap_err().to_string();
         assert!(!message.contains('\n'), "more than one line: {message}");
         eprintln!("{message}");
         message
@@ -183,7 +179,7 @@ mod tests {
 
     #[test]
     fn machine_without_gpus_parses() {
-        let machine = parse("version: 1\nname: bare\nobserved: {gpus: []}\n").unwrap();
+        let machine = Machine::parse("version: 1\nname: bare\nobserved: {gpus: []}\n").unwrap();
         assert_eq!(machine.name, "bare");
         assert_eq!(machine.observed, NodeObservation::default());
     }

@@ -100,18 +100,6 @@ pub enum MachineError {
     UnknownXml(String, String),
 }
 
-impl Machine {
-    /// Reads a machine from the text of a node file.
-    pub fn parse(text: &str) -> Result<Self, MachineFileError> {
-        load::parse(text)
-    }
-
-    /// The text of a node file; [`Machine::parse`] reads it back equal.
-    pub fn to_yaml(&self) -> Result<String, MachineFileError> {
-        load::to_yaml(self)
-    }
-}
-
 /// The built-in machines, in the order of the list.
 pub fn built_in() -> impl Iterator<Item = BuiltIn> {
     BUILT_IN.iter().map(|&(name, text)| BuiltIn {

@@ -69,25 +69,26 @@ impl Control {
 
     /// The command nvidia-cuda-mps-control for this daemon.
     fn program(&self) -> Command {
-        self.with_environment(Command::new(&self.program))
+        let mut command = Command::new(&self.program);
+        command.envs(self.environment.clone());
+        command
     }
 
     /// The daemon itself. One with a shared memory of its own runs in a mount namespace, which has all else as the
     /// container has it, also later.
     pub(super) fn foreground(&self) -> Command {
-        let Some(shm) = &self.shm else {
-            let mut command = self.program();
-            command.arg("-f");
-            return command;
+        let mut command = match &self.shm {
+            None => Command::new(&self.program),
+            Some(shm) => {
+                let mut command = Command::new("unshare");
+                command
+                    .args(["--mount", "--propagation", "slave", "sh", "-c", IN_NAMESPACE])
+                    .arg(shm)
+                    .arg(&self.program);
+                command
+            }
         };
-        let mut command = Command::new("unshare");
-        command.args(["--mount", "--propagation", "slave", "sh", "-c", IN_NAMESPACE]);
-        command.arg(shm).arg(&self.program).arg("-f");
-        self.with_environment(command)
-    }
-
-    fn with_environment(&self, mut command: Command) -> Command {
-        command.envs(self.environment.iter().map(|(name, value)| (name, value)));
+        command.arg("-f").envs(self.environment.clone());
         command
     }
 

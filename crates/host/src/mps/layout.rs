@@ -25,20 +25,8 @@ pub struct Layout {
 
 /// The reason why a resource can have no folder under an MPS root.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, thiserror::Error)]
-pub enum LayoutError {
-    /// The path of the control daemon's socket is too long for the kernel.
-    #[error(
-        "{0}: the control daemon's socket would be {1}, longer than a socket's path may be \
-         ({LONGEST_SOCKET} bytes)"
-    )]
-    TooLong(ResourceName, PathBuf),
-    /// The resource's folder would be the clients' /dev/shm.
-    #[error(
-        "{0}: a resource of the domain '{MPS_SHM}' cannot be shared by MPS, whose clients have that folder \
-         as /dev/shm"
-    )]
-    Shm(ResourceName),
-}
+#[error("{0}: {1}")]
+pub struct LayoutError(ResourceName, String);
 
 impl Layout {
     /// An MPS root, at its path in this container, or on the host.
@@ -103,14 +91,18 @@ impl Layout {
 
     /// Checks that a resource can have its folder here.
     pub fn check(&self, resource: &ResourceName) -> Result<(), LayoutError> {
-        if Path::new(resource.as_str()).starts_with(MPS_SHM) {
-            return Err(LayoutError::Shm(resource.clone()));
-        }
         let path = self.pipe(resource).join(LONGEST_PIPE);
-        if path.as_os_str().len() > LONGEST_SOCKET {
-            return Err(LayoutError::TooLong(resource.clone(), path));
-        }
-        Ok(())
+        let problem = if Path::new(resource.as_str()).starts_with(MPS_SHM) {
+            format!(
+                "a resource of the domain '{MPS_SHM}' cannot be shared by MPS, whose clients have that folder as /dev/shm"
+            )
+        } else if path.as_os_str().len() > LONGEST_SOCKET {
+            let (path, most) = (path.display(), LONGEST_SOCKET);
+            format!("the control daemon's socket would be {path}, longer than a socket's path may be ({most} bytes)")
+        } else {
+            return Ok(());
+        };
+        Err(LayoutError(resource.clone(), problem))
     }
 }
 

@@ -24,12 +24,8 @@ pub struct Limits {
     #[serde(default = "yes", skip_serializing_if = "is_yes")]
     pub exclusive: bool,
     /// Set if the daemon and its clients have a shared memory of their own: for claims, except by an older release.
-    #[serde(default, skip_serializing_if = "is_no")]
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub own_shm: bool,
-}
-
-fn is_no(flag: &bool) -> bool {
-    !*flag
 }
 
 fn yes() -> bool {
