@@ -4,7 +4,7 @@ use clap::{Args, ValueEnum};
 
 use super::{ApiServerArgs, Flags, NodeArgs, Rails};
 use linkwise_core::quantity;
-use linkwise_core::topology::{MigProfile, MigProfileError};
+use linkwise_core::topology::MigProfile;
 
 /// The longest name of a Kubernetes object, of a node and of a pool (a DNS subdomain).
 const MOST_NAME: usize = 253;
@@ -33,7 +33,7 @@ pub struct ClaimArgs {
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=32))]
     pub gpus: u8,
     /// Ask for MIG devices of this profile, such as 1g.10gb, instead of whole GPUs
-    #[arg(long, value_name = "PROFILE", value_parser = mig_profile)]
+    #[arg(long, value_name = "PROFILE")]
     pub mig: Option<MigProfile>,
     /// Ask for so many shares of a GPU that several claims have (docs/sharing.md); with its memory's part of one share
     /// only, unless --memory says more
@@ -125,10 +125,6 @@ pub enum ClaimKind {
 fn memory(text: &str) -> Result<String, String> {
     let is_some = quantity::parse(text).is_some_and(|bytes| bytes > 0);
     is_some.then(|| text.to_owned()).ok_or_else(|| "expected a quantity above 0, such as 20Gi".to_owned())
-}
-
-fn mig_profile(text: &str) -> Result<MigProfile, String> {
-    text.parse().map_err(|error: MigProfileError| error.to_string())
 }
 
 pub(super) fn node_name(text: &str) -> Result<String, String> {

@@ -165,10 +165,8 @@ impl FromStr for UnitName {
     type Err = GpuNameError;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
-        let slot = text.rsplit_once("::").and_then(|(gpu, slot)| Some((gpu, slot.trim().parse().ok()?)));
-        match slot {
-            Some((text, slot)) => Ok(Self { gpu: gpu(text)?, slot: Some(slot) }),
-            None => Ok(Self { gpu: gpu(text)?, slot: None }),
-        }
+        let slot = text.rsplit_once("::").and_then(|(gpu, slot)| Some((gpu, Some(slot.trim().parse().ok()?))));
+        let (text, slot) = slot.unwrap_or((text, None));
+        Ok(Self { gpu: gpu(text)?, slot })
     }
 }

@@ -83,14 +83,8 @@ pub struct AgentArgs {
 
 /// A parser for the words of an enum.
 fn word<T: Words + Send + Sync>() -> impl TypedValueParser<Value = T> {
-    one_of(T::WORDS)
-}
-
-/// A parser for one of these words.
-fn one_of<T: Copy + Send + Sync + 'static>(words: &'static [(&'static str, T)]) -> impl TypedValueParser<Value = T> {
-    let value = |text: String| words.iter().find(|(word, _)| *word == text).map(|(_, value)| *value);
-    PossibleValuesParser::new(words.iter().map(|(word, _)| *word))
-        .try_map(move |text| value(text).ok_or("unknown word"))
+    PossibleValuesParser::new(T::WORDS.iter().map(|(word, _)| *word))
+        .try_map(|text| T::from_word(&text).ok_or("unknown word"))
 }
 
 impl Cli {

@@ -3,12 +3,13 @@
 //! Called by `run`, which owns the task that waits here. A ConfigMap's files are links into a folder that Kubernetes
 //! replaces as a whole; so the file's folder is watched, and the texts are compared.
 
+use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use tokio::io::AsyncReadExt;
+use tokio::task::spawn_blocking;
 
-use super::settings::{ConfigError, MAX_FILE, text_of};
+use super::settings::{ConfigError, read};
 use linkwise_system::inotify::FolderWatch;
 
 /// The time from one reading of the file to the next without a notification: it may be a link into a folder that is not
@@ -66,20 +67,17 @@ impl FileWatch {
     }
 }
 
-/// Reads the file up to its limit. While the file system hangs, only the caller waits.
+/// Reads the file. While the file system hangs, only the caller waits.
 async fn text(path: &Path) -> Result<String, ConfigError> {
-    let read = async {
-        let mut bytes = Vec::new();
-        tokio::fs::File::open(path).await?.take(MAX_FILE + 1).read_to_end(&mut bytes).await?;
-        text_of(bytes)
-    };
-    read.await.map_err(|source| ConfigError::Unreadable(path.to_owned(), source))
+    let (file, path) = (path.to_owned(), path.to_owned());
+    let text = spawn_blocking(move || read(&file)).await;
+    text.unwrap_or_else(|panic| Err(ConfigError::Unreadable(path, io::Error::other(panic))))
 }
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
     use std::os::unix::fs::symlink;
-    use std::{fs, io};
 
     use super::*;
 

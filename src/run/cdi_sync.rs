@@ -15,10 +15,10 @@ use serde_json::Value;
 use tokio::sync::watch;
 
 use crate::config::Settings;
-use crate::config::settings::{DeviceIdStrategy, DeviceListStrategy};
+use crate::config::settings::DeviceListStrategy;
 use linkwise_core::once::Once;
 use linkwise_core::publish::RdmaNodes;
-use linkwise_core::publish::injection::{CdiOptions, DeviceIds, HostDevices, InjectionOptions};
+use linkwise_core::publish::injection::{CdiOptions, HostDevices, InjectionOptions};
 use linkwise_core::state::NodeState;
 use linkwise_host::cdi;
 use linkwise_host::hwloc;
@@ -106,10 +106,7 @@ pub(super) fn prepare(settings: &Settings, sysfs: &Path, uses_dra: bool) -> Resu
         envvar: wants(DeviceListStrategy::Envvar),
         volume_mounts: wants(DeviceListStrategy::VolumeMounts),
         cdi,
-        ids: match settings.device_id_strategy.value {
-            DeviceIdStrategy::Uuid => DeviceIds::Uuid,
-            DeviceIdStrategy::Index => DeviceIds::Index,
-        },
+        ids: settings.device_id_strategy.value,
         env: extras.iter().map(|(_, variable, _)| ((*variable).to_owned(), "enabled".to_owned())).collect(),
         device_nodes: settings.pass_device_specs.value,
         mps_root: settings.mps_root.value.display().to_string(),
@@ -292,12 +289,10 @@ fn for_claims(specs: &[cdi::Spec]) -> CdiDevices {
     let of_gpus = specs.iter().find(|spec| spec.kind == cdi::kind(cdi::GPU_CLASS));
     let common = of_gpus.filter(|spec| !spec.container_edits.is_empty());
     let common = common.and_then(|spec| serde_json::to_string(&spec.container_edits).ok()).unwrap_or_default();
-    let named = specs.iter().flat_map(|spec| spec.names().zip(&spec.devices));
-    let edits = |(name, device): (String, _)| match serde_json::to_value(device) {
-        Ok(Value::Object(mut device)) => match device.remove("containerEdits") {
-            Some(Value::Object(edits)) => Some((name, edits)),
-            _ => None,
-        },
+    let named =
+        specs.iter().flat_map(|spec| spec.names().zip(spec.devices.iter().map(|device| &device.container_edits)));
+    let edits = |(name, edits): (String, _)| match serde_json::to_value(edits) {
+        Ok(Value::Object(edits)) => Some((name, edits)),
         _ => None,
     };
     CdiDevices { common, devices: named.filter_map(edits).collect::<BTreeMap<_, _>>() }

@@ -21,6 +21,7 @@ use clap::Arg;
 use serde::Serialize;
 use serde_json::{Value as Json, json};
 
+use linkwise_core::publish::injection::DeviceIds;
 use linkwise_core::state::{Door, Filter, GpuSelector, MigStrategy, NumaHints, ResourcePlan, Sharing, XidClass};
 use lists::{Reader, from_file, values};
 use source::{Row, Sources};
@@ -31,10 +32,10 @@ use value::{
 
 pub use file::{Finding, Severity};
 pub use lists::Resources;
+pub(in crate::config) use source::read;
 pub use source::{ConfigError, Environment, Flags, Loaded, check, load, load_text};
-pub(in crate::config) use source::{MAX_FILE, text_of};
 pub(in crate::config) use value::go_boolean;
-pub use value::{DeviceIdStrategy, DeviceListStrategy, DiscoveryStrategy, Interval, OnNvmlLoss, SharedPolicy};
+pub use value::{DeviceListStrategy, DiscoveryStrategy, Interval, OnNvmlLoss, SharedPolicy};
 
 /// The usual path of the kubelet's registration socket.
 pub(super) const KUBELET_SOCKET: &str = "/var/lib/kubelet/device-plugins/kubelet.sock";
@@ -266,7 +267,7 @@ settings! {
         "flags.plugin.deviceListStrategy", choices,
         "device-list-strategy" "LIST" ["DEVICE_LIST_STRATEGY"];
     /// How GPUs are named in that list: uuid or index
-    device_id_strategy: DeviceIdStrategy = DeviceIdStrategy::Uuid, "flags.plugin.deviceIDStrategy", choice,
+    device_id_strategy: DeviceIds = DeviceIds::Uuid, "flags.plugin.deviceIDStrategy", choice,
         "device-id-strategy" "STRATEGY" ["DEVICE_ID_STRATEGY"];
     /// The prefix of the keys of CDI annotations
     cdi_annotation_prefix: String = "cdi.k8s.io/".to_owned(), "flags.plugin.cdiAnnotationPrefix",

@@ -5,8 +5,7 @@
 //! in the table, and the parsed value has to remember its origin.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::fs;
-use std::io::{self, Read as _};
+use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
 
 use clap::{Arg, ArgAction, ArgMatches, Args, Command, Error, FromArgMatches};
@@ -16,9 +15,10 @@ use super::file::{Finding, Node, Severity};
 use super::value::{Read, Value};
 use super::{Origin, Setting, Settings};
 use crate::config::removed;
+use linkwise_system::files;
 
 /// The longest configuration file, in bytes. Kubernetes bounds a ConfigMap to 1 MiB.
-pub const MAX_FILE: u64 = 1 << 20;
+const MAX_FILE: u64 = 1 << 20;
 
 /// A row of the settings' table: a setting's names and its reader.
 pub(super) struct Row<T> {
@@ -240,19 +240,13 @@ pub fn load_text(flags: &Flags, environment: &Environment, text: &str) -> Result
     Ok(Loaded { settings, findings })
 }
 
-fn read(path: &Path) -> Result<String, ConfigError> {
-    let read = || {
-        let mut bytes = Vec::new();
-        fs::File::open(path)?.take(MAX_FILE + 1).read_to_end(&mut bytes)?;
-        text_of(bytes)
-    };
-    read().map_err(|source| ConfigError::Unreadable(path.to_owned(), source))
-}
-
-/// The text of a file that was read up to one byte beyond [`MAX_FILE`].
-pub fn text_of(bytes: Vec<u8>) -> io::Result<String> {
-    if u64::try_from(bytes.len()).is_ok_and(|length| length > MAX_FILE) {
-        return Err(io::Error::new(io::ErrorKind::FileTooLarge, "it is larger than 1 MiB"));
-    }
-    String::from_utf8(bytes).map_err(|_| io::Error::new(io::ErrorKind::InvalidData, "it is not UTF-8 text"))
+/// The text of a configuration file.
+pub fn read(path: &Path) -> Result<String, ConfigError> {
+    let bytes = files::read(path, MAX_FILE).map_err(|error| match error.kind() {
+        ErrorKind::FileTooLarge => io::Error::new(ErrorKind::FileTooLarge, "it is larger than 1 MiB"),
+        _ => error,
+    });
+    let not_text = |_| io::Error::new(ErrorKind::InvalidData, "it is not UTF-8 text");
+    let text = bytes.and_then(|bytes| String::from_utf8(bytes).map_err(not_text));
+    text.map_err(|source| ConfigError::Unreadable(path.to_owned(), source))
 }

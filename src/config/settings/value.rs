@@ -305,16 +305,6 @@ words! {
 }
 
 words! {
-    /// The way in which GPUs are named to the container runtime.
-    pub enum DeviceIdStrategy {
-        /// NVML's UUID.
-        Uuid = "uuid",
-        /// NVML's index.
-        Index = "index",
-    }
-}
-
-words! {
     /// The NVIDIA plugin's source of devices.
     pub enum DiscoveryStrategy {
         /// The first source that is present.

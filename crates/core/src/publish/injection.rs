@@ -71,14 +71,16 @@ pub struct CdiOptions {
     pub cri: bool,
 }
 
-/// The names of devices in environment, mounts and CDI.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
-pub enum DeviceIds {
-    /// The UUID, which is the same after a reboot.
-    #[default]
-    Uuid,
-    /// NVML's index: `0` for a GPU, `0:1` for a MIG device.
-    Index,
+crate::words! {
+    /// The names of devices in environment, mounts and CDI.
+    #[derive(Default)]
+    pub enum DeviceIds {
+        /// The UUID, which is the same after a reboot.
+        #[default]
+        Uuid = "uuid",
+        /// NVML's index: `0` for a GPU, `0:1` for a MIG device.
+        Index = "index",
+    }
 }
 
 /// The host's devices other than GPUs, as last scanned. A module that is loaded later brings its nodes later.
