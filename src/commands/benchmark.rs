@@ -11,27 +11,20 @@ use serde::Serialize;
 
 use super::{admin, find_gpu, open, print};
 use crate::config::{ExpectArgs, Format, PodArgs, VerifyArgs};
+use linkwise_core::allocation::ChosenGpu;
 use linkwise_core::benchmark::{Comparison, Expectation, MODEL, NcclReport, Row, Verdict, gb_per_s, odd_among};
 use linkwise_core::publish::placement::Allocation;
 use linkwise_core::state::GpuSelector;
-use linkwise_core::topology::{GpuUuid, NodeTopology, PciAddress};
+use linkwise_core::topology::{GpuUuid, NodeTopology};
 use linkwise_host::picture::shown;
 
 /// The longest text of nccl-tests that is read, in bytes: a log of NCCL with all ranks of a large job.
 const MOST_TEXT: u64 = 64 << 20;
 
-/// One GPU, as scripts read it.
-#[derive(Serialize)]
-struct Named {
-    index: u32,
-    uuid: GpuUuid,
-    pci: PciAddress,
-}
-
 /// The answer of `expect`, as scripts read it.
 #[derive(Serialize)]
 struct Expected {
-    gpus: Vec<Named>,
+    gpus: Vec<ChosenGpu>,
     /// MB/s, of the faster algorithm.
     bus: Option<u64>,
     #[serde(flatten)]
@@ -67,8 +60,7 @@ pub async fn expect(args: &ExpectArgs) -> Result<()> {
     ensure!(places.len() > 1, "an all-reduce of one GPU has no bandwidth: name two or more");
     let expectation = Expectation::of(&topology, &places);
     let knows_nvlinks = topology.restricted(&places).knows_nvlinks();
-    let gpus = places.iter().filter_map(|place| topology.gpus().get(*place));
-    let gpus = gpus.map(|gpu| Named { index: gpu.index, uuid: gpu.uuid.clone(), pci: gpu.pci });
+    let gpus = places.iter().filter_map(|place| ChosenGpu::at(&topology, *place));
     let odd: Vec<String> = odd_among(&warnings, &topology, &places).map(|odd| shown(&odd)).collect();
     let expected = Expected { gpus: gpus.collect(), bus: expectation.bandwidth(), expectation, odd, model: MODEL };
     print(&match args.format {

@@ -150,7 +150,7 @@ pub fn claim(args: &ClaimArgs) -> Result<()> {
     let devices = match (&args.mig, args.near) {
         (None, None) if args.rails.is_some() => kinds::requests_of(args)?,
         (Some(profile), _) => of_mig(args.gpus, profile),
-        (None, Some(near)) => exact::beside(args.gpus, near, &gpu(args), group.flatten())?,
+        (None, Some(near)) => beside(args.gpus, near, &gpu(args), group.flatten())?,
         (None, None) if args.exact => exact::devices(args.gpus, group.flatten().as_deref()),
         (None, None) if is_shared(args) => {
             let gpus = Asked { count: args.gpus, ..gpu(args) };
@@ -247,7 +247,7 @@ fn any_groups(gpus: u8) -> Vec<String> {
 fn groups(gpus: u8, node: Option<&str>, strict: bool) -> Result<Vec<String>> {
     let mut groups = if node.is_none() && !strict { usual_groups(gpus) } else { any_groups(gpus) };
     if let Some(node) = node.filter(|_| gpus > 1) {
-        let (topology, _) = NodeTopology::assemble(&machines::load(node)?.observed);
+        let topology = topology(node)?;
         let count = topology.gpus().len();
         ensure!(usize::from(gpus) <= count, kinds::too_few(gpus, count));
         let there = GroupAttribute::all_of(&GpuLayout::of(&super::tables(topology), (0..count).collect()));
@@ -258,6 +258,11 @@ fn groups(gpus: u8, node: Option<&str>, strict: bool) -> Result<Vec<String>> {
         );
     }
     Ok(groups)
+}
+
+/// The topology of a built-in machine or a file.
+fn topology(node: &str) -> Result<NodeTopology> {
+    Ok(NodeTopology::assemble(&machines::load(node)?.observed).0)
 }
 
 /// One request: the groups as alternatives, then any GPUs.
@@ -295,8 +300,8 @@ fn is_one_of(products: &BTreeSet<Option<String>>) -> String {
     }
 }
 
-/// Requests for GPUs, each with a device near to it.
-fn beside(gpus: u8, near: Near, of_gpu: &Asked) -> Result<Devices> {
+/// Requests for GPUs, each with a device near to it, and in one group if one is named.
+fn beside(gpus: u8, near: Near, of_gpu: &Asked, group: Option<String>) -> Result<Devices> {
     const MOST: u8 = MOST_DEVICES / 2;
     let (word, what) = match near {
         Near::Nic => ("nic", "a NIC"),
@@ -319,6 +324,8 @@ fn beside(gpus: u8, near: Near, of_gpu: &Asked) -> Result<Devices> {
         devices.requests.extend([request(&gpu, of_gpu.clone()), request(&other, asked_too)]);
         devices.constraints.push(constraint(vec![gpu, other], attribute.to_owned()));
     }
+    let all = || (0..gpus).map(|number| numbered("gpu", number, gpus)).collect();
+    devices.constraints.extend(group.map(|group| constraint(all(), format!("{OURS}/{group}"))));
     Ok(devices)
 }
 

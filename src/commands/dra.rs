@@ -1,5 +1,7 @@
 //! `linkwise dra`: prints the resource slices that a machine would publish.
 
+use std::collections::BTreeMap;
+
 use anyhow::{Result, ensure};
 use serde::Serialize;
 
@@ -22,13 +24,9 @@ const MOST_NAME: usize = 253;
 struct ResourceSlice {
     api_version: &'static str,
     kind: &'static str,
-    metadata: Metadata,
+    /// The name alone.
+    metadata: BTreeMap<&'static str, String>,
     spec: SliceSpec,
-}
-
-#[derive(Debug, Serialize)]
-struct Metadata {
-    name: String,
 }
 
 /// Prints the slices with all GPUs that the settings offer, through whichever door. Problems with the devices go to
@@ -49,11 +47,11 @@ pub async fn dra(args: &DraArgs) -> Result<()> {
     let slices = (0..).zip(pool.slices(1)).map(|(number, spec)| ResourceSlice {
         api_version: "resource.k8s.io/v1",
         kind: "ResourceSlice",
-        metadata: Metadata { name: name(number, &args.node_name) },
+        metadata: [("name", name(number, &args.node_name))].into(),
         spec,
     });
     let slices: Vec<ResourceSlice> = slices.collect();
-    let longest = slices.iter().map(|slice| slice.metadata.name.len()).max().unwrap_or(0);
+    let longest = slices.iter().flat_map(|slice| slice.metadata.values()).map(String::len).max().unwrap_or(0);
     ensure!(longest <= MOST_NAME, "the names of the slices would be {longest} long, with the name of the node");
     Ok(print(&text(&List::new(slices), args.format)?)?)
 }

@@ -5,9 +5,8 @@ use anyhow::Result;
 use super::machine;
 use crate::config::settings::load;
 use crate::config::{Environment, LabelsArgs};
-use linkwise_core::publish::labels::{HostFacts, LabelFacts, LabelSettings, labels as labels_of};
-use linkwise_core::state::DriverVersions;
-use linkwise_core::topology::NodeTopology;
+use crate::run::labels_of;
+use linkwise_core::publish::labels::{HostFacts, LabelSettings};
 use linkwise_host::labels::{own_fabric, text};
 use linkwise_system::output::{complain, print};
 
@@ -16,20 +15,9 @@ use linkwise_system::output::{complain, print};
 pub async fn labels(args: &LabelsArgs) -> Result<()> {
     let settings = load(&args.flags, &Environment::read())?.settings;
     let machine = machine(&args.node).await?;
-    let (topology, _) = NodeTopology::assemble(&machine.observed);
-    let node = args.api.node_name.as_deref().unwrap_or(&machine.name);
-    let facts = LabelFacts {
-        topology: &topology,
-        versions: &DriverVersions::of(&machine.observed),
-        plan: &settings.plan(),
-        host: &HostFacts::default(),
-        settings: &LabelSettings {
-            timestamp: None,
-            clique: settings.gpu_clique_label.value,
-            own_fabric: Some(own_fabric(node)),
-        },
-    };
-    let (labels, problems) = labels_of(facts);
+    let own_fabric = Some(own_fabric(args.api.node_name.as_deref().unwrap_or(&machine.name)));
+    let of_labels = LabelSettings { timestamp: None, clique: settings.gpu_clique_label.value, own_fabric };
+    let (labels, problems) = labels_of(&machine.observed, &settings, &HostFacts::default(), &of_labels);
     complain("linkwise", problems);
     Ok(print(&text(&labels))?)
 }

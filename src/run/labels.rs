@@ -19,7 +19,8 @@ use crate::config::{Interval, RunArgs, Settings};
 use linkwise_core::backoff::Backoff;
 use linkwise_core::once::Once;
 use linkwise_core::publish::labels::{HostFacts, LabelFacts, LabelProblem, LabelSettings, labels};
-use linkwise_core::state::NodeState;
+use linkwise_core::state::{DriverVersions, NodeState};
+use linkwise_core::topology::{NodeObservation, NodeTopology};
 use linkwise_host::labels::{LabelMetrics, LabelsFile, host, own_fabric};
 use linkwise_node::node::Node;
 use linkwise_nvml::supervisor::Idle;
@@ -45,6 +46,18 @@ pub(super) fn settings_of(settings: &Settings, node: Option<&str>) -> LabelSetti
         clique: settings.gpu_clique_label.value,
         own_fabric: node.filter(|node| !node.is_empty()).map(own_fabric),
     }
+}
+
+/// The labels of a machine that was observed once, and the problems with them.
+pub fn labels_of(
+    observed: &NodeObservation,
+    settings: &Settings,
+    host: &HostFacts,
+    of_labels: &LabelSettings,
+) -> (BTreeMap<String, String>, Vec<LabelProblem>) {
+    let (topology, _) = NodeTopology::assemble(observed);
+    let (versions, plan) = (&DriverVersions::of(observed), &settings.plan());
+    labels(LabelFacts { topology: &topology, versions, plan, host, settings: of_labels })
 }
 
 /// The present time, in seconds since 1970.

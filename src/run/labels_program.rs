@@ -19,13 +19,12 @@ use tokio_util::sync::CancellationToken;
 use super::api::Publisher;
 use super::config;
 use super::driver::{agent_of, driver_of, gate, limits_of};
-use super::labels::{FileWriter, LabelSource, report, settings_of};
+use super::labels::{FileWriter, LabelSource, labels_of, report, settings_of};
 use crate::config::settings::{Loaded, load, load_text};
 use crate::config::{Environment, FileWatch, LabelsArgs, Settings};
 use linkwise_core::once::Once;
-use linkwise_core::publish::labels::{LabelFacts, labels as labels_of};
-use linkwise_core::state::{DriverVersions, Event, NodeState};
-use linkwise_core::topology::{NodeObservation, NodeTopology};
+use linkwise_core::state::{Event, NodeState};
+use linkwise_core::topology::NodeObservation;
 use linkwise_host::hwloc;
 use linkwise_host::labels::{LabelMetrics, LabelsFile, host};
 use linkwise_node::node::task_end;
@@ -185,16 +184,10 @@ async fn once(args: &LabelsArgs, settings: &Settings, publisher: Option<&Publish
             NodeObservation::default()
         }
     };
-    let (topology, _) = NodeTopology::assemble(&observed);
     let machine_type_file = settings.gfd_machine_type_file.value.clone();
     let host = spawn_blocking(move || host(&machine_type_file, &sysfs)).await?;
-    let (labels, problems) = labels_of(LabelFacts {
-        topology: &topology,
-        versions: &DriverVersions::of(&observed),
-        plan: &settings.plan(),
-        host: &host,
-        settings: &settings_of(settings, args.api.node_name.as_deref()),
-    });
+    let of_labels = settings_of(settings, args.api.node_name.as_deref());
+    let (labels, problems) = labels_of(&observed, settings, &host, &of_labels);
     report(&mut Once::new(), problems);
     if let Some(publisher) = publisher.filter(|_| settings.use_node_feature_api.value) {
         // The channel is closed: the publisher ends when these labels are published.

@@ -29,10 +29,11 @@ use crate::config::{LogArgs, RunArgs};
 
 pub use api::Api;
 pub use driver::agent_command;
+pub use labels::labels_of;
 pub use labels_program::labels;
 pub use mps::mps_control_daemon;
 pub use simulated::{SimulatedFolders, start_with_dra};
-use start::{End, serve};
+use start::serve;
 
 /// Starts the log. The API server's client logs nothing itself: linkwise logs its failures, once each.
 pub fn start_log(args: &LogArgs) -> Result<Log> {
@@ -45,7 +46,7 @@ pub fn run(args: &RunArgs) -> Result<()> {
     block_on(async {
         // These live over all starts: a signal between two must not be lost.
         let mut last_signals = LastSignals::listen()?;
-        while serve(args, &mut last_signals).await? == End::Anew && !last_signals.have_come() {
+        while serve(args, &mut last_signals).await? && !last_signals.have_come() {
             tracing::info!("starting anew");
         }
         Ok(())

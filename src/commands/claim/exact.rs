@@ -8,10 +8,11 @@ use std::cmp::Reverse;
 use anyhow::{Context, Result};
 use serde_json::Value;
 
-use super::kinds::{BEST, Kind, bandwidth, candidates, counted, kinds, of_fleet};
-use super::{Asked, Devices, GPUS, OURS, asked, constraint, numbered, request};
-use crate::config::{FleetArgs, Near};
+use super::kinds::{BEST, Kind, bandwidth, candidates, kinds, of_fleet};
+use super::{Devices, GPUS, OURS, asked, constraint, request};
+use crate::config::FleetArgs;
 use linkwise_core::publish::dra::exact::{ExactClaim, GroupAttribute};
+use linkwise_core::words::count;
 use linkwise_system::output::complain;
 
 /// The most nodes that a line names.
@@ -42,14 +43,6 @@ pub fn exact_claim(gpus: u8, slices: &[Value]) -> Result<Value, serde_json::Erro
 pub(super) fn devices(gpus: u8, group: Option<&str>) -> Devices {
     let constraints = group.map(|group| constraint(vec!["gpus".to_owned()], format!("{OURS}/{group}")));
     Devices { requests: vec![request("gpus", asked(GPUS, gpus))], constraints: constraints.into_iter().collect() }
-}
-
-/// GPUs with a request each, beside other devices, and in one group if one is named.
-pub(super) fn beside(gpus: u8, near: Near, of_gpu: &Asked, group: Option<String>) -> Result<Devices> {
-    let mut devices = super::beside(gpus, near, of_gpu)?;
-    let requests = || (0..gpus).map(|number| numbered("gpu", number, gpus)).collect();
-    devices.constraints.extend(group.map(|group| constraint(requests(), format!("{OURS}/{group}"))));
-    Ok(devices)
 }
 
 /// The attribute that most nodes meet at their best; of equal ones that with the best promise, then that with which claims
@@ -95,7 +88,7 @@ fn notes(chosen: &str, gpus: u8, kinds: &[Kind]) -> Vec<String> {
     let with = kinds.iter().filter(|kind| kind.claim(chosen).is_some()).map(|kind| kind.nodes.len()).sum::<usize>();
     let mut lines = Vec::new();
     if nodes > 1 {
-        lines.push(format!("{OURS}/{chosen}: {gpus} GPUs of one group on {with} of {}", counted(nodes, "node")));
+        lines.push(format!("{OURS}/{chosen}: {gpus} GPUs of one group on {with} of {}", count(nodes, "node")));
     }
     for kind in kinds {
         let Some(claim) = kind.claim(chosen) else {
@@ -111,8 +104,7 @@ fn notes(chosen: &str, gpus: u8, kinds: &[Kind]) -> Vec<String> {
 
 fn of_kind(kind: &Kind, claim: &ExactClaim, gpus: u8) -> Vec<String> {
     let title = &kind.title;
-    let mut gets =
-        format!("{title}: {OURS}/{} has room for {} of {gpus} GPUs", claim.name, counted(claim.sets, "claim"));
+    let mut gets = format!("{title}: {OURS}/{} has room for {} of {gpus} GPUs", claim.name, count(claim.sets, "claim"));
     if let (Some(promised), Some(best)) = (claim.promised, kind.best) {
         gets += &format!(", {} each or more, where the best {gpus} have {}", bandwidth(promised), bandwidth(best));
     }

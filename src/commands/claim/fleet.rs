@@ -10,10 +10,11 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use anyhow::{Result, ensure};
 use linkwise_core::quote::excerpt;
+use linkwise_core::words::count;
 use linkwise_system::output::complain;
 use serde_json::Value;
 
-use super::kinds::{Kind, bandwidth, candidates, counted, kinds, of_fleet, tier};
+use super::kinds::{Kind, bandwidth, candidates, kinds, of_fleet, tier};
 use super::{Alternative, Devices, MOST_ALTERNATIVES, in_groups};
 use crate::config::FleetArgs;
 
@@ -124,7 +125,7 @@ fn model<'a>(product: Option<&'a str>, mut kinds: Vec<&'a Kind>) -> Model<'a> {
     let nodes: usize = kinds.iter().map(|kind| kind.nodes.len()).sum();
     let title = match kinds.as_slice() {
         [kind] => kind.title.clone(),
-        _ => format!("{} with {}", counted(nodes, "node"), product.map_or_else(|| "GPUs".to_owned(), excerpt)),
+        _ => format!("{} with {}", count(nodes, "node"), product.map_or_else(|| "GPUs".to_owned(), excerpt)),
     };
     kinds.sort_by_key(|kind| (kind.best.is_none(), Reverse(kind.nodes.len())));
     let is_known = kinds.first().is_some_and(|kind| kind.best.is_some());
@@ -319,21 +320,21 @@ fn notes(
     }
     let (mut mixed, mut small, mut further) = (0, 0, 0);
     for kind in kinds {
-        let count = match () {
+        let nodes = match () {
             () if kind.gpus < usize::from(gpus) => &mut small,
             () if kind.is_mixed => &mut mixed,
             () if !models.iter().any(|model| model.product == kind.product.as_deref()) => &mut further,
             () => continue,
         };
-        *count += kind.nodes.len();
+        *nodes += kind.nodes.len();
     }
-    for (count, why) in [
+    for (nodes, why) in [
         (small, "too few GPUs for such a claim"),
         (mixed, "GPUs of several models, and no alternative of their own"),
         (further, "further models of GPU, and no alternative of their own"),
     ] {
-        if count > 0 {
-            lines.push(format!("{} with {why}", counted(count, "node")));
+        if nodes > 0 {
+            lines.push(format!("{} with {why}", count(nodes, "node")));
         }
     }
     lines

@@ -14,7 +14,7 @@ use std::path::Path;
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 
-use super::{Asked, Devices, GPUS, OURS, any_groups, asked, request, selector};
+use super::{Asked, Devices, GPUS, OURS, any_groups, asked, request, selector, topology};
 use crate::config::{ClaimArgs, FleetArgs};
 use linkwise_cluster::all_slices;
 use linkwise_core::allocation::GpuSet;
@@ -22,7 +22,7 @@ use linkwise_core::publish::dra::exact::{ExactClaim, GroupAttribute, NVLINK_DOMA
 use linkwise_core::publish::dra::{GpuLayout, GroupSize};
 use linkwise_core::quote::excerpt;
 use linkwise_core::topology::NodeTopology;
-use linkwise_core::words::ranges;
+use linkwise_core::words::{count, gigabytes, ranges};
 use linkwise_host::machines;
 use linkwise_system::block_on;
 use linkwise_system::output::{complain, open};
@@ -96,7 +96,8 @@ pub(super) fn too_few(gpus: u8, most: usize) -> String {
 pub(super) fn of_fleet(gpus: u8, nodes: &[String], fleet: &FleetArgs) -> Result<Vec<Kind>> {
     let slices = match fleet.cluster.as_deref() {
         None => {
-            let kinds = nodes.iter().map(|node| machine(node, gpus)).collect::<Result<Vec<_>>>()?;
+            let kinds = nodes.iter().map(|node| Ok(assembled(node.to_owned(), topology(node)?, gpus)));
+            let kinds = kinds.collect::<Result<Vec<_>>>()?;
             let most = kinds.iter().map(|kind| kind.gpus).max();
             ensure!(most.is_none_or(|most| usize::from(gpus) <= most), too_few(gpus, most.unwrap_or_default()));
             return Ok(kinds);
@@ -126,12 +127,6 @@ pub(super) fn candidates(gpus: u8) -> Vec<String> {
     let sizes = GroupSize::ALL.into_iter().filter(|size| gpus > 1 && size.gpus() >= usize::from(gpus));
     let largest = (gpus > 1).then(|| NVLINK_DOMAIN.to_owned());
     sizes.flat_map(GroupSize::names).chain(largest).collect()
-}
-
-/// A built-in machine, or a file.
-fn machine(node: &str, gpus: u8) -> Result<Kind> {
-    let (topology, _) = NodeTopology::assemble(&machines::load(node)?.observed);
-    Ok(assembled(node.to_owned(), topology, gpus))
 }
 
 fn assembled(title: String, topology: NodeTopology, gpus: u8) -> Kind {
@@ -177,11 +172,8 @@ struct Known {
 impl Known {
     fn load(nodes: &[String]) -> Self {
         let built_in = machines::built_in().map(|machine| machine.name);
-        let topology = |name: &str| {
-            let (topology, _) = NodeTopology::assemble(&machines::load(name).ok()?.observed);
-            Some((name.to_owned(), topology))
-        };
-        let machines = nodes.iter().map(String::as_str).chain(built_in).filter_map(topology).collect();
+        let named = |name: &str| Some((name.to_owned(), topology(name).ok()?));
+        let machines = nodes.iter().map(String::as_str).chain(built_in).filter_map(named).collect();
         Self { machines, kinds: BTreeMap::new() }
     }
 
@@ -245,7 +237,7 @@ pub(super) fn kinds(slices: &[Value], gpus: u8, machines: &[String]) -> (Vec<Kin
     let mut known = Known::load(machines);
     let kind = |((product, is_mixed, all, attributes), nodes): (Key, Vec<String>)| {
         let model = product.as_deref().map_or_else(|| "GPUs".to_owned(), excerpt);
-        let title = format!("{} of {all} {model}", counted(nodes.len(), "node"));
+        let title = format!("{} of {all} {model}", count(nodes.len(), "node"));
         match known.like(product.as_deref(), all, &attributes, gpus).filter(|_| !is_mixed) {
             Some(known) => Kind { title: format!("{title}, as {}", known.title), nodes, ..known },
             None => {
@@ -288,13 +280,8 @@ fn attributes_of(devices: &[&Value]) -> Vec<GroupAttribute> {
     names.filter_map(attribute).collect()
 }
 
-pub(super) fn counted(count: usize, what: &str) -> String {
-    if count == 1 { format!("1 {what}") } else { format!("{count} {what}s") }
-}
-
 pub(super) fn bandwidth(mbps: u64) -> String {
-    let tenths = mbps % 1000 / 100;
-    if tenths == 0 { format!("{} GB/s", mbps / 1000) } else { format!("{}.{tenths} GB/s", mbps / 1000) }
+    format!("{} GB/s", gigabytes(mbps).trim_end_matches(".0"))
 }
 
 /// The requests of `linkwise claim --rails`.
@@ -305,7 +292,7 @@ pub(super) fn requests_of(args: &ClaimArgs) -> Result<Devices> {
     ensure!(count <= gpus, "{asked}: {count} rails for {gpus} GPUs; add --gpus {count}");
     ensure!(gpus.is_multiple_of(count), "{asked}: {gpus} GPUs are not the same number on each of {count} rails");
     if let Some(node) = args.node.first() {
-        let (topology, _) = NodeTopology::assemble(&machines::load(node)?.observed);
+        let topology = topology(node)?;
         let there = topology.rails();
         let known: Vec<u32> = there.keys().copied().collect();
         let known = if known.is_empty() { "none".to_owned() } else { ranges(&known) };

@@ -3,9 +3,10 @@
 //! linkwise's.
 
 use std::io::ErrorKind;
+use std::path::PathBuf;
 
 use super::kubelet::Policy;
-use super::{Findings, Node, names};
+use super::{Findings, Node, entries, names};
 use crate::config::Settings;
 use linkwise_cluster::doctor::{
     DraFound, ExtendedResourceFound, MissingRights, NodeFeatureFound, NodeFeatures, PodPolicy,
@@ -15,7 +16,7 @@ use linkwise_core::state::{DRA_DRIVER, Door};
 /// The first part of the names of our registration sockets.
 const OURS: &str = "linkwise-";
 
-/// The manager of slices that linkwise wrote.
+/// The manager of objects that linkwise wrote.
 const MANAGER: &str = "linkwise";
 
 /// Checks the needs of DRA. Reports nothing if no GPU goes through it.
@@ -125,15 +126,13 @@ fn folders(found: &mut Findings, node: &Node, settings: &Settings) {
     let mounted = "mount the kubelet's folder at this path (manifests/overlays/dra); with another --root-dir of the kubelet \
                    set --dra-registry-dir and --dra-plugins-dir";
     let registry = node.at(&settings.dra_registry_dir.value.to_string_lossy());
-    match std::fs::read_dir(&registry) {
-        Ok(entries) => {
-            let names = entries.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned());
-            let mut others: Vec<String> =
-                names.filter(|name| name.contains(DRA_DRIVER) && !name.starts_with(OURS)).collect();
-            others.sort();
+    match entries(&registry) {
+        Ok(mut others) => {
+            let name = |path: &PathBuf| path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+            others.retain(|path| name(path).contains(DRA_DRIVER) && !name(path).starts_with(OURS));
             for other in &others {
                 found.failed(
-                    format!("another DRA driver registers as {DRA_DRIVER}: {}", registry.join(other).display()),
+                    format!("another DRA driver registers as {DRA_DRIVER}: {}", other.display()),
                     "two drivers of one name take pods and ResourceSlices from each other: remove NVIDIA's kubelet plugin from \
                      this node (resources.gpus.enabled=false), and its socket",
                 );
@@ -145,12 +144,10 @@ fn folders(found: &mut Findings, node: &Node, settings: &Settings) {
         Err(error) => found.failed(format!("the kubelet's {}: {error}", registry.display()), mounted),
     }
     let plugins = node.at(&settings.dra_plugins_dir.value.to_string_lossy());
-    match std::fs::metadata(&plugins) {
-        Ok(_) => {}
-        Err(error) if error.kind() == ErrorKind::NotFound => {
-            found.failed(format!("the kubelet's {} is not there", plugins.display()), mounted);
-        }
-        Err(error) => found.failed(format!("the kubelet's {}: {error}", plugins.display()), mounted),
+    if let Err(error) = std::fs::metadata(&plugins) {
+        let is_missing = error.kind() == ErrorKind::NotFound;
+        let why = if is_missing { " is not there".to_owned() } else { format!(": {error}") };
+        found.failed(format!("the kubelet's {}{why}", plugins.display()), mounted);
     }
 }
 
@@ -189,24 +186,15 @@ pub(super) fn extended_resource(
             let forgets = "the kubelet forgets a device plugin 5 minutes after its end; `linkwise admin state` shows pods that \
                            still hold GPUs through it";
             let remembers = format!("the kubelet still remembers a device plugin of {name}, with no healthy device");
-            match policy {
-                Some(policy) if policy.name == "none" => found.ok(format!("{remembers}; pods get GPUs through DRA")),
-                Some(policy) => found.warning(
-                    format!(
-                        "{remembers}: with the Topology Manager policy {} ({}) it may reject pods with {name} and without \
-                         a claim (TopologyAffinityError)",
-                        policy.name, policy.source
-                    ),
-                    forgets,
-                ),
-                None => found.warning(
-                    format!(
-                        "{remembers}: with a Topology Manager policy it may reject pods with {name} and without a claim \
-                         (TopologyAffinityError); the policy is not known here"
-                    ),
-                    forgets,
-                ),
-            }
+            let (with, unknown) = match policy {
+                Some(policy) if policy.name == "none" => {
+                    return found.ok(format!("{remembers}; pods get GPUs through DRA"));
+                }
+                Some(Policy { name, source }) => (format!("the Topology Manager policy {name} ({source})"), ""),
+                None => ("a Topology Manager policy".to_owned(), "; the policy is not known here"),
+            };
+            let rejects = format!("it may reject pods with {name} and without a claim (TopologyAffinityError)");
+            found.warning(format!("{remembers}: with {with} {rejects}{unknown}"), forgets);
         }
         _ => found.ok(format!("pods with {name} and without a claim get GPUs of this node through the DeviceClass {DRA_DRIVER}")),
     }
@@ -239,9 +227,6 @@ pub(super) fn event_rights(found: &mut Findings, node: &Node, missing: Option<Mi
     }
 }
 
-/// The manager of objects that linkwise wrote.
-const OUR_MANAGER: &str = "linkwise";
-
 /// Names the objects that GPU Feature Discovery left behind: NFD makes labels of all of them.
 pub(super) fn node_features(found: &mut Findings, node: &Node, features: Option<NodeFeatures>) {
     found.check = "labels";
@@ -249,7 +234,7 @@ pub(super) fn node_features(found: &mut Findings, node: &Node, features: Option<
         Some(Ok(features)) => {
             for NodeFeatureFound { namespace, name, managers } in features {
                 let object = format!("NodeFeature {namespace}/{name}");
-                if managers.iter().any(|manager| manager == OUR_MANAGER) {
+                if managers.iter().any(|manager| manager == MANAGER) {
                     found.ok(format!("{object} is linkwise's"));
                     continue;
                 }

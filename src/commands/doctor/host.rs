@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use serde::Deserialize;
 
 use super::driver::Nvml;
-use super::{Findings, Node, Status};
+use super::{Findings, Node, Status, entries};
 use linkwise_core::quote::{excerpt, one_line};
 use linkwise_core::topology::{NodeObservation, TopologyWarning};
 use linkwise_core::words::count;
@@ -122,8 +122,8 @@ pub(super) fn container_runtime(found: &mut Findings, node: &Node) {
     let mut specs = 0;
     let mut devices: BTreeMap<String, PathBuf> = BTreeMap::new();
     for folder in &folders {
-        let entries = match std::fs::read_dir(folder) {
-            Ok(entries) => entries.flatten(),
+        let paths = match entries(folder) {
+            Ok(paths) => paths,
             Err(error) if error.kind() == ErrorKind::NotFound => continue,
             Err(error) => {
                 found.warning(
@@ -134,9 +134,7 @@ pub(super) fn container_runtime(found: &mut Findings, node: &Node) {
             }
         };
         let is_spec = |path: &PathBuf| path.extension().is_some_and(|kind| kind == "json" || kind == "yaml");
-        let mut paths: Vec<PathBuf> = entries.map(|entry| entry.path()).filter(is_spec).collect();
-        paths.sort();
-        for path in paths {
+        for path in paths.into_iter().filter(is_spec) {
             let text = std::fs::read_to_string(&path).map_err(|error| error.to_string());
             // JSON is YAML.
             let spec = text.and_then(|text| serde_saphyr::from_str::<Spec>(&text).map_err(|error| first_line(&error)));

@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use serde::Deserialize;
 
-use super::{Findings, blocking};
+use super::{Findings, blocking, entries};
 use linkwise_core::errors::chain;
 use linkwise_core::quote::excerpt;
 use linkwise_core::state::NumaHints;
@@ -93,10 +93,7 @@ pub(super) fn version(found: &mut Findings, version: Option<&str>) {
 fn sockets(folder: &Path, kubelet: &Path) -> std::io::Result<Vec<PathBuf>> {
     // The file has no name, so that it causes no event for programs that watch the folder.
     drop(tempfile::tempfile_in(folder)?);
-    let paths = std::fs::read_dir(folder)?.flatten().map(|entry| entry.path()).filter(|path| path != kubelet);
-    let mut sockets: Vec<PathBuf> = paths.filter(|path| is_socket(path)).collect();
-    sockets.sort();
-    Ok(sockets)
+    Ok(entries(folder)?.into_iter().filter(|path| path != kubelet && is_socket(path)).collect())
 }
 
 /// Checks that a process answers; otherwise returns the reason and the remedy.
@@ -216,11 +213,8 @@ pub(super) fn policy(root: &Path) -> Option<Policy> {
     // The files of the folder add to the first, in the order of their names: the last one that names a policy counts.
     let mut files = vec![super::below(root, &file)];
     let folder = flag(&words, "config-dir").map(|folder| super::below(root, &folder));
-    let entries = folder.and_then(|folder| std::fs::read_dir(folder).ok()).into_iter().flatten().flatten();
-    let mut more: Vec<PathBuf> = entries.map(|entry| entry.path()).collect();
-    more.retain(|path| path.extension() == Some(OsStr::new("conf")));
-    more.sort();
-    files.extend(more);
+    let more = folder.and_then(|folder| entries(&folder).ok()).unwrap_or_default();
+    files.extend(more.into_iter().filter(|path| path.extension() == Some(OsStr::new("conf"))));
     let mut policy = None;
     for path in files {
         let Ok(text) = std::fs::read_to_string(&path) else { continue };

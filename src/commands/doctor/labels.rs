@@ -5,12 +5,11 @@
 
 use std::collections::BTreeSet;
 use std::io::ErrorKind;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use jiff::Timestamp;
 
-use super::Findings;
-use super::Node;
+use super::{Findings, Node, entries};
 use linkwise_core::words::count;
 
 /// The file in which gpu-feature-discovery writes its labels by default.
@@ -25,19 +24,17 @@ pub(super) fn check(found: &mut Findings, node: &Node) {
     let configured = node.settings.as_ref().map(|settings| settings.gfd_output_file.value.to_string_lossy());
     let own = node.at(configured.as_deref().filter(|file| !file.is_empty()).unwrap_or(DEFAULT_FILE));
     let Some(folder) = own.parent() else { return };
-    let paths = match std::fs::read_dir(folder) {
-        Ok(entries) => entries.flatten().map(|entry| entry.path()),
+    let paths = match entries(folder) {
+        Ok(paths) => paths,
         Err(error) if error.kind() == ErrorKind::NotFound => return,
         Err(error) => {
             let advice = "run as uid 0 with the folder mounted to look at its files";
             return found.warning(format!("{}: {error}", folder.display()), advice);
         }
     };
-    let mut paths: Vec<PathBuf> = paths.filter(|path| is_read(path)).collect();
-    paths.sort();
     let now = Timestamp::now();
     let mut writers = Vec::new();
-    for path in paths {
+    for path in paths.into_iter().filter(|path| is_read(path)) {
         match std::fs::read(&path) {
             Ok(bytes) => {
                 let text = String::from_utf8_lossy(&bytes);

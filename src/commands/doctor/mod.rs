@@ -55,6 +55,13 @@ fn below(root: &Path, path: &str) -> PathBuf {
     root.join(path.trim_start_matches('/'))
 }
 
+/// The files and folders in a folder, by name.
+fn entries(folder: &Path) -> std::io::Result<Vec<PathBuf>> {
+    let mut paths: Vec<PathBuf> = std::fs::read_dir(folder)?.flatten().map(|entry| entry.path()).collect();
+    paths.sort();
+    Ok(paths)
+}
+
 /// Asks the API server about this node; `None` without the node's name or an API server.
 fn cluster_facts(args: &DoctorArgs, settings: Option<&Settings>) -> Option<impl Future<Output = ClusterFacts> + use<>> {
     let node = args.node_name.clone().filter(|node| !node.is_empty())?;

@@ -106,7 +106,7 @@ pub struct ChosenGpu {
 
 impl ChosenGpu {
     /// The GPU at a place of the topology.
-    pub(super) fn at(topology: &NodeTopology, place: usize) -> Option<Self> {
+    pub fn at(topology: &NodeTopology, place: usize) -> Option<Self> {
         let gpu = topology.gpus().get(place)?;
         Some(Self { index: gpu.index, uuid: gpu.uuid.clone(), pci: gpu.pci })
     }
