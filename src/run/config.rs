@@ -57,25 +57,16 @@ pub(super) struct Reloader {
 /// Serves the node anew where its GPUs are to go through the other door. Where the process lacks rights for DRA, the
 /// GPUs stay with the device plugin, and the node is not ready.
 pub(super) struct DoorWish {
-    rights: RightsReader,
-    readiness: Readiness,
-    anew: CancellationToken,
-    shutdown: CancellationToken,
+    pub rights: RightsReader,
+    pub readiness: Readiness,
+    /// Cancelled where the node is to be served anew, and then `shutdown`.
+    pub anew: CancellationToken,
+    pub shutdown: CancellationToken,
     /// The rights that were missing at the last check.
-    lacks: Vec<Lack>,
+    pub lacks: Vec<Lack>,
 }
 
 impl DoorWish {
-    /// No wish yet. `anew` is cancelled where the node is to be served anew, and then `shutdown`.
-    pub fn new(
-        rights: RightsReader,
-        readiness: Readiness,
-        anew: CancellationToken,
-        shutdown: CancellationToken,
-    ) -> Self {
-        Self { rights, readiness, anew, shutdown, lacks: Vec::new() }
-    }
-
     /// Records that GPUs are to go through DRA and that these rights are missing: the GPUs stay with the device plugin.
     /// Logged once.
     pub fn cannot(&mut self, lacks: Vec<Lack>) {

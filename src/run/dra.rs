@@ -7,7 +7,7 @@
 
 pub(super) mod start;
 
-use std::path::PathBuf;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -18,7 +18,7 @@ use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
-use tokio::sync::{mpsc, watch};
+use tokio::sync::watch;
 use tokio::task::spawn_blocking;
 use tokio::time::{Instant, timeout_at};
 use tokio_util::sync::CancellationToken;
@@ -33,7 +33,7 @@ use linkwise_core::publish::dra::{
 use linkwise_core::publish::injection::{CdiOptions, HostDevices, InjectionOptions};
 use linkwise_core::state::{DRA_DRIVER, NodeState};
 use linkwise_host::cdi;
-use linkwise_kubelet::dra::{self, CdiLink, Handover, MigRequest, MpsLink, Phase, PluginMetrics, ReadClaim};
+use linkwise_kubelet::dra::{self, CdiLink, Handover, Phase, PluginMetrics, ReadClaim};
 use linkwise_node::node::Node;
 use linkwise_node::readiness::{Part, Readiness};
 use linkwise_nvml::supervisor::boot;
@@ -50,56 +50,50 @@ const GRACE: Duration = Duration::from_secs(60);
 pub(super) struct Given<'a> {
     pub settings: &'a Settings,
     /// The node's name; it names the node's pool of devices.
-    pub name: Option<String>,
-    pub state_dir: PathBuf,
-    pub injection: InjectionOptions,
-    pub host_devices: watch::Receiver<Arc<HostDevices>>,
-    /// The node's CDI devices.
-    pub cdi: CdiLink,
-    /// The orders for MIG devices; `None` if there is no driver to make any.
-    pub mig: Option<mpsc::Sender<MigRequest>>,
-    /// The orders for MPS control daemons; `None` if no process could run any.
-    pub mps: Option<MpsLink>,
+    pub name: String,
+    pub plugin: dra::Settings,
     /// The turn of this process among several linkwise.
     pub handover: Handover,
-    /// The time for which claims of the last process count as held although the kubelet does not list them; without it,
-    /// the plugin's default.
-    pub listed_within: Option<Duration>,
-    /// True if the node's GPUs go through DRA. Otherwise the claims that are left are unprepared.
-    pub serves: bool,
     /// True if the plugin's metrics are shown.
     pub has_metrics: bool,
+}
+
+impl<'a> Given<'a> {
+    /// The plugin serves claims without orders for MIG devices and MPS, and its metrics are shown.
+    pub fn new(
+        settings: &'a Settings,
+        name: String,
+        state_dir: &Path,
+        (injection, host_devices): (InjectionOptions, watch::Receiver<Arc<HostDevices>>),
+        cdi: CdiLink,
+        handover: Handover,
+    ) -> Self {
+        // Claims get copies of CDI devices, regardless of the device plugin.
+        let names = CdiOptions { kind: cdi::kind(cdi::GPU_CLASS), annotation_prefix: None, cri: true };
+        let plugin = dra::Settings {
+            registry: settings.dra_registry_dir.value.clone(),
+            plugins: settings.dra_plugins_dir.value.clone(),
+            cdi_folder: settings.cdi_dir.value.clone(),
+            boot: boot(),
+            injection: InjectionOptions { cdi: Some(names), ..injection },
+            host_devices,
+            cdi,
+            makes_mig: settings.dra_dynamic_mig.value,
+            ..dra::Settings::new(DRA_DRIVER, Pool::new(name.clone(), Vec::new()).name, state_dir.join(CLAIMS))
+        };
+        Self { settings, name, plugin, handover, has_metrics: true }
+    }
 }
 
 /// Starts DRA in a node. Without a client of the API server no slices are written, and no new claim is prepared. Where
 /// GPUs go through the device plugin, the parts of DRA do not count for readiness, and the slices are empty while the
 /// kubelet has the plugin registered; otherwise the kubelet deletes them. Returns the plugin, to ask whether it answers.
 pub(super) fn spawn_in(node: &mut Node, given: Given<'_>, api: Option<&Api>) -> dra::Plugin {
-    let Given { settings, name, state_dir, injection, host_devices, cdi, mig, mps, handover, serves, .. } = given;
-    let name = name.unwrap_or_default();
-    let empty = Pool::new(name.clone(), Vec::new());
-    // Claims get copies of CDI devices, regardless of the device plugin.
-    let names = CdiOptions { kind: cdi::kind(cdi::GPU_CLASS), annotation_prefix: None, cri: true };
-    let injection = InjectionOptions { cdi: Some(names), ..injection };
-    let defaults = dra::Settings::new(DRA_DRIVER, empty.name.clone(), state_dir.join(CLAIMS));
-    let plugin = dra::Settings {
-        registry: settings.dra_registry_dir.value.clone(),
-        plugins: settings.dra_plugins_dir.value.clone(),
-        cdi_folder: settings.cdi_dir.value.clone(),
-        boot: boot(),
-        injection,
-        host_devices,
-        cdi,
-        mig,
-        mps,
-        makes_mig: settings.dra_dynamic_mig.value,
-        serves,
-        read_claim: api.map(read_claim),
-        listed_within: given.listed_within.unwrap_or(defaults.listed_within),
-        ..defaults
-    };
+    let Given { settings, name, plugin, handover, has_metrics } = given;
+    let (empty, serves) = (Pool::new(name.clone(), Vec::new()), plugin.serves);
+    let plugin = dra::Settings { read_claim: api.map(read_claim), ..plugin };
     // Nodes that never had claims show no series of them.
-    let metrics = match given.has_metrics {
+    let metrics = match has_metrics {
         true => node.metrics().register(PluginMetrics::register),
         false => PluginMetrics::register(&mut Registry::default()),
     };
@@ -177,7 +171,7 @@ fn write_slices(
             let held = shutdown.run_until_cancelled(lock.wait_for(Option::is_some)).await;
             let Some(Ok(held)) = held.map(|held| held.map(|held| held.clone())) else { return };
             let registered = watch::Sender::new(false);
-            let writer = SliceWriter::new(api.server(), settings.clone(), registered.subscribe());
+            let writer = SliceWriter::new(api.server(), settings.clone(), registered.subscribe(), report.clone());
             let follows = async {
                 loop {
                     send_if_new(&registered, *phase.borrow_and_update() == Phase::Registered);
@@ -189,7 +183,7 @@ fn write_slices(
             };
             tokio::select! {
                 () = follows => {}
-                () = writer.run(api.server(), wanted.clone(), report.clone(), shutdown.clone()) => return,
+                () = writer.run(api.server(), wanted.clone(), shutdown.clone()) => return,
                 _ = lock.wait_for(Option::is_none) => {}
             }
             drop(held);

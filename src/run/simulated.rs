@@ -71,20 +71,8 @@ pub async fn start_with_dra(folder: &Path, name: &str, metrics_address: SocketAd
     let cdi = sync.cdi();
     let metrics = node.metrics().register(CdiMetrics::register);
     node.spawn("CDI sync", sync.run(node.snapshot(), node.files(), metrics, node.readiness.clone()));
-    let given = dra::Given {
-        settings: &settings,
-        name: Some(name.to_owned()),
-        state_dir: at(SimulatedFolders::STATE),
-        injection: injection.options,
-        host_devices: injection.host_devices,
-        cdi,
-        mig: None,
-        mps: None,
-        handover: Handover::alone(),
-        listed_within: None,
-        serves: true,
-        has_metrics: true,
-    };
+    let (state_dir, seen) = (at(SimulatedFolders::STATE), (injection.options, injection.host_devices));
+    let given = dra::Given::new(&settings, name.to_owned(), &state_dir, seen, cdi, Handover::alone());
     dra::spawn_in(&mut node, given, Some(api));
     node.apply(Event::Planned(Box::new(settings.plan())));
     Ok(node)

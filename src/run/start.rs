@@ -34,16 +34,8 @@ use linkwise_node::takeover::Position;
 use linkwise_nvml::supervisor::{self, DriverMetrics, MigRequest, Release};
 use linkwise_system::signals::{LastSignals, listen};
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum End {
-    Ended,
-    /// The process serves anew, through the other door.
-    Anew,
-    /// Another process has taken over, and a signal has come.
-    HandedOver,
-}
-
-pub(super) async fn serve(args: &RunArgs, last_signals: &mut LastSignals) -> Result<End> {
+/// Serves the node. Returns true if it is to be served anew, through the other door.
+pub(super) async fn serve(args: &RunArgs, last_signals: &mut LastSignals) -> Result<bool> {
     let (orders, hangup) = (OrderSignals::listen()?, listen(SignalKind::hangup(), "SIGHUP")?);
     let Wanted { settings, environment, state_dir, rights, dra, api } = Wanted::read(args).await?;
     let position = Position::at(state_dir.as_deref(), &args.pod_uid).await;
@@ -60,21 +52,14 @@ pub(super) async fn serve(args: &RunArgs, last_signals: &mut LastSignals) -> Res
     let mut alive: health::Alive = Arc::new(|| ready(true).boxed());
     // Without a folder for their checkpoints there are no claims.
     if let Some(state_dir) = state_dir {
-        let given = dra::Given {
-            settings: &settings,
-            name: args.node_name.clone(),
-            state_dir,
-            injection: injection.options,
-            host_devices: injection.host_devices,
-            cdi,
-            mig: Some(mig),
-            mps: Some(mps),
-            handover: node.handover(),
-            listed_within: args.nvml.claims_listed_ms.map(Duration::from_millis),
-            serves: dra.serves,
-            // Nodes that never had claims have no series of DRA.
-            has_metrics: dra.serves || dra.has_claims,
-        };
+        let name = args.node_name.clone().unwrap_or_default();
+        let seen = (injection.options, injection.host_devices);
+        let mut given = dra::Given::new(&settings, name, &state_dir, seen, cdi, node.handover());
+        let plugin = &mut given.plugin;
+        (plugin.mig, plugin.mps, plugin.serves) = (Some(mig), Some(mps), dra.serves);
+        plugin.listed_within = args.nvml.claims_listed_ms.map_or(plugin.listed_within, Duration::from_millis);
+        // Nodes that never had claims have no series of DRA.
+        given.has_metrics = dra.serves || dra.has_claims;
         let plugin = dra::spawn_in(&mut node, given, api.as_ref().filter(|_| dra.has_api_server));
         alive = Arc::new(move || plugin.answers().boxed());
     }
@@ -99,9 +84,9 @@ pub(super) async fn serve(args: &RunArgs, last_signals: &mut LastSignals) -> Res
     node.serve().await?;
     if handed_over.is_cancelled() {
         answer_probes(&metrics, (address, hosts), args.healthcheck_port, last_signals).await;
-        return Ok(End::HandedOver);
+        return Ok(false);
     }
-    Ok(if anew.is_cancelled() { End::Anew } else { End::Ended })
+    Ok(anew.is_cancelled())
 }
 
 /// The signals that end this start, or order the driver's release.
@@ -259,7 +244,8 @@ fn follow_configuration(
     hangup: Signal,
 ) -> CancellationToken {
     let anew = CancellationToken::new();
-    let mut wish = DoorWish::new(rights, node.readiness.clone(), anew.clone(), node.shutdown());
+    let (readiness, shutdown) = (node.readiness.clone(), node.shutdown());
+    let mut wish = DoorWish { rights, readiness, anew: anew.clone(), shutdown, lacks: Vec::new() };
     if !start.lacks.is_empty() {
         wish.cannot(start.lacks);
     }

@@ -31,9 +31,9 @@ pub fn write(cluster: &Cluster, pace: Pace) -> Writing {
     let (report, stored) = watch::channel(StoredPool::default());
     let settings = SliceSettings { node: "n".to_owned() };
     let registered = watch::Sender::new(true);
-    let writer = SliceWriter::new(cluster.client(pace), settings, registered.subscribe());
+    let writer = SliceWriter::new(cluster.client(pace), settings, registered.subscribe(), report);
     let follow = cluster.client(pace);
-    let running = Running::of(|shutdown| writer.run(follow, wanted, report, shutdown));
+    let running = Running::of(|shutdown| writer.run(follow, wanted, shutdown));
     Writing { pool, stored, registered, running }
 }
 

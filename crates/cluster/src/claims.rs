@@ -7,7 +7,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use kube::Api;
-use kube::api::{ApiResource, DynamicObject};
+use kube::api::DynamicObject;
 use linkwise_core::claims::{Claim, ClaimName, ReadClaimError};
 use tokio::sync::Semaphore;
 use tokio::time::{Instant, timeout_at};
@@ -103,18 +103,9 @@ fn is_passing(error: &ApiError) -> bool {
 }
 
 async fn get(server: &mut ApiServer, namespace: &str, name: &str) -> Result<Claim, ApiError> {
-    let (namespace, name) = (namespace.to_owned(), name.to_owned());
-    let get =
-        |client| async move { Api::<DynamicObject>::namespaced_with(client, &namespace, &claims()).get(&name).await };
+    let claims = resource("resource.k8s.io", "v1", "ResourceClaim", OBJECT);
+    let get = |client| async { Api::<DynamicObject>::namespaced_with(client, namespace, &claims).get(name).await };
     let object = server.call(OBJECT, "get", get).await?;
-    parsed(&object)
-}
-
-fn claims() -> ApiResource {
-    resource("resource.k8s.io", "v1", "ResourceClaim", OBJECT)
-}
-
-fn parsed(object: &DynamicObject) -> Result<Claim, ApiError> {
-    let text = serde_json::to_vec(object).map_err(|error| ApiError::Malformed(error.to_string()))?;
+    let text = serde_json::to_vec(&object).map_err(|error| ApiError::Malformed(error.to_string()))?;
     Claim::from_json(&text).map_err(|error| ApiError::Malformed(error.to_string()))
 }

@@ -2,11 +2,11 @@
 
 use std::collections::BTreeMap;
 
-use k8s_openapi::api::core::v1::Node;
+use k8s_openapi::api::core::v1::{Node, NodeStatus};
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ManagedFieldsEntry;
 use kube::Api;
-use kube::api::{DynamicObject, ListParams, PostParams};
+use kube::api::{DynamicObject, ListParams, PartialObjectMeta, PostParams};
 use linkwise_core::errors::chain;
 use linkwise_core::state::DRA_DRIVER;
 use serde_json::json;
@@ -105,11 +105,11 @@ pub type MissingRights = Result<Vec<String>, String>;
 pub async fn facts(access: Access, questions: ClusterQuestions) -> ClusterFacts {
     let ClusterQuestions { node, dra, events } = questions;
     let server = &mut ApiServer::new(access, Pace::DEFAULT, ApiMetrics::default());
-    let dra = if dra { Some(of_dra(server, &node).await) } else { None };
-    let events = if events { Some(missing_rights(server).await) } else { None };
     let get = |client| async { Api::<Node>::all(client).get(&node).await };
-    let status = server.call("nodes", "get", get).await.ok().and_then(|found| found.status);
-    let kubelet = status.and_then(|status| status.node_info).map(|info| info.kubelet_version);
+    let status = server.call("nodes", "get", get).await.map(|found| found.status.unwrap_or_default()).map_err(text);
+    let dra = if dra { Some(of_dra(server, &node, &status).await) } else { None };
+    let events = if events { Some(missing_rights(server).await) } else { None };
+    let kubelet = status.ok().and_then(|status| status.node_info).map(|info| info.kubelet_version);
     ClusterFacts { features: node_features(server, node).await, dra, kubelet, events }
 }
 
@@ -132,7 +132,7 @@ async fn missing_rights(server: &mut ApiServer) -> MissingRights {
     Ok(missing)
 }
 
-async fn of_dra(server: &mut ApiServer, node: &str) -> DraFound {
+async fn of_dra(server: &mut ApiServer, node: &str, status: &Result<NodeStatus, String>) -> DraFound {
     let (classes, slices) = ("deviceclasses", "resourceslices");
     let class = resource("resource.k8s.io", "v1", "DeviceClass", classes);
     let get = |client| async move { Api::<DynamicObject>::all_with(client, &class).get_opt(DRA_DRIVER).await };
@@ -140,25 +140,20 @@ async fn of_dra(server: &mut ApiServer, node: &str) -> DraFound {
     let class = found.map_err(text);
     let has_class = class.as_ref().map(Option::is_some).map_err(Clone::clone);
     let mapped = |class: DynamicObject| Some(class.data["spec"]["extendedResourceName"].as_str()?.to_owned());
-    let extended_resource = match class.ok().flatten().and_then(mapped) {
-        Some(name) => extended_resource(server, node, name).await.map(Some),
-        None => Ok(None),
+    let extended_resource = match (class.ok().flatten().and_then(mapped), status) {
+        (Some(name), Ok(status)) => Ok(Some(extended_resource(status, name))),
+        (Some(_), Err(why)) => Err(why.clone()),
+        (None, _) => Ok(None),
     };
     let slice = resource("resource.k8s.io", "v1", "ResourceSlice", slices);
     let params = ListParams::default().fields(&format!("spec.nodeName={node},spec.driver={DRA_DRIVER}"));
     let list = |client| async move { Api::<DynamicObject>::all_with(client, &slice).list_metadata(&params).await };
-    let slices = match server.call(slices, "list", list).await {
-        Ok(listed) => {
-            let found = listed
-                .items
-                .into_iter()
-                .map(|slice| (slice.metadata.name.unwrap_or_default(), managers(slice.metadata.managed_fields)));
-            Ok(found.collect())
-        }
-        Err(error) => Err(text(error)),
+    let listed = server.call(slices, "list", list).await.map_err(text);
+    let written = |slice: PartialObjectMeta<DynamicObject>| {
+        (slice.metadata.name.unwrap_or_default(), managers(slice.metadata.managed_fields))
     };
-    let pod_policy = pod_policy(server).await;
-    DraFound { has_class, slices, pod_policy, extended_resource }
+    let slices = listed.map(|listed| listed.items.into_iter().map(written).collect());
+    DraFound { has_class, slices, pod_policy: pod_policy(server).await, extended_resource }
 }
 
 /// Looks for the policy for unchanged pods, then for its binding.
@@ -184,13 +179,10 @@ async fn pod_policy(server: &mut ApiServer) -> Result<PodPolicy, String> {
 }
 
 /// The number of devices that the Node's status has under a class's extended resource. They belong to a device plugin.
-async fn extended_resource(server: &mut ApiServer, node: &str, name: String) -> Result<ExtendedResourceFound, String> {
-    let get = |client| async move { Api::<Node>::all(client).get(node).await };
-    let found = server.call("nodes", "get", get).await;
-    let status = found.map_err(text)?.status.unwrap_or_default();
-    let counted = |quantities: Option<BTreeMap<String, Quantity>>| quantities?.get(&name)?.0.parse().ok();
-    let (allocatable, capacity) = (counted(status.allocatable), counted(status.capacity));
-    Ok(ExtendedResourceFound { name, allocatable, capacity })
+fn extended_resource(status: &NodeStatus, name: String) -> ExtendedResourceFound {
+    let counted = |quantities: &Option<BTreeMap<String, Quantity>>| quantities.as_ref()?.get(&name)?.0.parse().ok();
+    let (allocatable, capacity) = (counted(&status.allocatable), counted(&status.capacity));
+    ExtendedResourceFound { name, allocatable, capacity }
 }
 
 /// The NodeFeatures of the node in all namespaces; none if the cluster does not have this kind of object.

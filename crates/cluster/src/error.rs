@@ -11,7 +11,6 @@ use std::time::Duration;
 
 use http_body_util::LengthLimitError;
 use kube::core::Status;
-use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::registry::Registry;
@@ -62,7 +61,9 @@ impl ApiError {
             kube::Error::SerdeError(_) | kube::Error::FromUtf8(_) | kube::Error::LinesCodecMaxLineLengthExceeded => {
                 Self::Malformed(sentence(error))
             }
-            _ if is_too_long(error) => Self::Malformed("it is too long".to_owned()),
+            _ if causes(error).any(|cause| cause.is::<LengthLimitError>()) => {
+                Self::Malformed("it is too long".to_owned())
+            }
             _ => Self::Unreachable(sentence(error)),
         }
     }
@@ -132,46 +133,25 @@ impl ApiError {
 }
 
 /// An error and its causes, without text that is repeated.
-fn sentence(error: &dyn Error) -> String {
+pub(crate) fn sentence(error: &kube::Error) -> String {
     let mut text = error.to_string();
-    let mut cause = error.source();
-    while let Some(error) = cause {
-        let next = error.to_string();
-        if !text.contains(&next) {
-            text += &format!(": {next}");
+    for cause in causes(error).skip(1).map(ToString::to_string) {
+        if !text.contains(&cause) {
+            text += &format!(": {cause}");
         }
-        cause = error.source();
     }
     one_line(&text)
 }
 
-fn is_too_long(error: &(dyn Error + 'static)) -> bool {
-    let mut cause = Some(error);
-    while let Some(error) = cause {
-        if error.is::<LengthLimitError>() {
-            return true;
-        }
-        cause = error.source();
-    }
-    false
-}
-
-/// An error of the client, as a sentence.
-pub(crate) fn credentials(error: &kube::Error) -> AccessError {
-    AccessError::Credentials(sentence(error))
-}
-
-#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
-struct PerRequest {
-    object: &'static str,
-    verb: &'static str,
-    outcome: &'static str,
+/// An error, and its causes.
+fn causes(error: &kube::Error) -> impl Iterator<Item = &(dyn Error + 'static)> {
+    std::iter::successors(Some(error as &(dyn Error + 'static)), |error| (*error).source())
 }
 
 /// Counts requests.
 #[derive(Clone, Debug, Default)]
 pub struct ApiMetrics {
-    requests: Family<PerRequest, Counter>,
+    requests: Family<[(&'static str, &'static str); 3], Counter>,
     registered: Arc<AtomicBool>,
 }
 
@@ -193,13 +173,17 @@ impl ApiMetrics {
     }
 
     pub(crate) fn count(&self, object: &'static str, verb: &'static str, outcome: &'static str) {
-        self.requests.get_or_create(&PerRequest { object, verb, outcome }).inc();
+        self.requests.get_or_create(&labels(object, verb, outcome)).inc();
     }
 
     /// The number of requests with this outcome, for tests.
     pub fn requests(&self, object: &'static str, verb: &'static str, outcome: &'static str) -> u64 {
-        self.requests.get_or_create(&PerRequest { object, verb, outcome }).get()
+        self.requests.get_or_create(&labels(object, verb, outcome)).get()
     }
+}
+
+fn labels(object: &'static str, verb: &'static str, outcome: &'static str) -> [(&'static str, &'static str); 3] {
+    [("object", object), ("verb", verb), ("outcome", outcome)]
 }
 
 /// The longest pause that a server may ask for.

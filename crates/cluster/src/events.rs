@@ -114,7 +114,7 @@ impl EventWriter {
     /// Writes an event. Returns false if it exists already, or its pod cannot be named.
     async fn write(&mut self, event: &PodEvent) -> Result<bool, ApiError> {
         let Some(uid) = self.uid(event).await? else { return Ok(false) };
-        let object = typed(object(event, &uid, &self.node, &now()))?;
+        let object = typed(object(event, &uid, &self.node))?;
         let (resource, namespace) = (resource("events.k8s.io", "v1", "Event", EVENTS), event.namespace.clone());
         let create = |client| async move {
             let api = Api::<DynamicObject>::namespaced_with(client, &namespace, &resource);
@@ -145,10 +145,8 @@ impl EventWriter {
             return Ok(None);
         }
         let resource = resource("resource.k8s.io", "v1", "ResourceClaim", CLAIMS);
-        let (namespace, claim) = (namespace.to_owned(), name.to_owned());
-        let get = |client| async move {
-            Api::<DynamicObject>::namespaced_with(client, &namespace, &resource).get(&claim).await
-        };
+        let get =
+            |client| async { Api::<DynamicObject>::namespaced_with(client, namespace, &resource).get(name).await };
         match self.server.call(CLAIMS, "get", get).await {
             Ok(found) => {
                 let users = found.data["status"]["reservedFor"].as_array().cloned().unwrap_or_default();
@@ -165,18 +163,14 @@ fn pod(event: &PodEvent) -> Pod {
     (event.namespace.clone(), event.pod.clone())
 }
 
-fn now() -> Value {
-    serde_json::to_value(MicroTime(Timestamp::now())).unwrap_or_default()
-}
-
 /// The event as an object of the API.
-fn object(event: &PodEvent, uid: &str, node: &str, time: &Value) -> Value {
+fn object(event: &PodEvent, uid: &str, node: &str) -> Value {
     let PodEvent { namespace, pod, reason, note, .. } = event;
     json!({
         "apiVersion": "events.k8s.io/v1",
         "kind": "Event",
         "metadata": {"name": name(pod, uid), "namespace": namespace},
-        "eventTime": time,
+        "eventTime": MicroTime(Timestamp::now()),
         "type": "Warning",
         "reason": reason,
         "action": "Allocate",

@@ -23,7 +23,7 @@ use serde_json::Value;
 use thiserror::Error;
 use tower::{BoxError, ServiceBuilder};
 
-use crate::error::{ApiError, ApiMetrics, credentials};
+use crate::error::{ApiError, ApiMetrics, sentence};
 use linkwise_core::quote::quoted;
 
 /// The longest answer in bytes, a whole watch included: about ten times the largest object that etcd takes.
@@ -156,7 +156,7 @@ pub(crate) fn named(name: &str) -> Result<(), ApiError> {
 
 async fn connect(access: &Access, asked: &Arc<AtomicU64>) -> Result<Client, ApiError> {
     let config = access.config().await?;
-    let wrong = |error: kube::Error| credentials(&error);
+    let wrong = |error: kube::Error| AccessError::Credentials(sentence(&error));
     let connector = config.rustls_https_connector().map_err(wrong)?;
     let executor = hyper_util::rt::TokioExecutor::new();
     let http = hyper_util::client::legacy::Client::builder(executor).build(connector);
@@ -235,7 +235,7 @@ impl Access {
             Self::InCluster { url, service_account } => {
                 let address = url.parse().map_err(|_| AccessError::Address(url.clone()))?;
                 let token = service_account.join("token");
-                readable(&token)?;
+                std::fs::metadata(&token).map_err(|source| AccessError::Token(token.clone(), source))?;
                 let mut config = Config::new(address);
                 // Only the cluster's CA counts, and it is read anew every minute. Without a list, even an empty one,
                 // kube begins with the system's certificates and fails if there are none, as in the image.
@@ -255,10 +255,6 @@ impl Access {
         config.default_retry = false;
         Ok(config)
     }
-}
-
-fn readable(token: &Path) -> Result<(), AccessError> {
-    std::fs::metadata(token).map(drop).map_err(|source| AccessError::Token(token.to_owned(), source))
 }
 
 #[cfg(test)]

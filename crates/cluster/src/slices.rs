@@ -74,12 +74,18 @@ impl SliceSettings {
     }
 }
 
+/// The wanted pool; `None` before the first.
+type Wanted = watch::Receiver<Option<Arc<Pool>>>;
+
 /// Writes the slices of one node.
 pub struct SliceWriter {
     server: ApiServer,
     settings: SliceSettings,
     /// True while the kubelet has the DRA plugin registered.
     registered: watch::Receiver<bool>,
+    /// The slices at the API server, as last seen.
+    stored: watch::Sender<Stored>,
+    report: watch::Sender<StoredPool>,
     attempts: Attempts,
     memory: Memory,
     /// The Node's UID; the outer `None` means that it was not read yet, the inner one that the server does not show it.
@@ -100,14 +106,21 @@ pub struct SliceWriter {
 
 impl SliceWriter {
     /// Makes no request yet. `registered` is true while the kubelet has the DRA plugin registered: otherwise it deletes
-    /// the slices.
-    pub fn new(server: ApiServer, settings: SliceSettings, registered: watch::Receiver<bool>) -> Self {
+    /// the slices. `report` gets the state of the pool.
+    pub fn new(
+        server: ApiServer,
+        settings: SliceSettings,
+        registered: watch::Receiver<bool>,
+        report: watch::Sender<StoredPool>,
+    ) -> Self {
         let pace = *server.pace();
         let attempts = Attempts::of("write the ResourceSlices", &pace);
         Self {
             server,
             settings,
             registered,
+            stored: watch::Sender::default(),
+            report,
             attempts,
             memory: Memory::default(),
             owner: None,
@@ -122,39 +135,27 @@ impl SliceWriter {
 
     /// Keeps the slices equal to the pool until `shutdown`, or until the channel is closed. Nothing is written while
     /// there is no pool. Errors are logged and tried again. `follow` is another client, for the watch.
-    pub async fn run(
-        mut self,
-        follow: ApiServer,
-        mut pool: watch::Receiver<Option<Arc<Pool>>>,
-        report: watch::Sender<StoredPool>,
-        shutdown: CancellationToken,
-    ) {
-        let stored = watch::Sender::new(Stored::default());
-        let followed = Slices { settings: self.settings.clone(), stored: stored.clone() };
+    pub async fn run(mut self, follow: ApiServer, mut pool: Wanted, shutdown: CancellationToken) {
+        let followed = Slices { settings: self.settings.clone(), stored: self.stored.clone() };
         let follower = Follower::new(follow, "follow the ResourceSlices", followed);
         let both = async {
             tokio::select! {
                 () = follower.run() => {}
-                () = self.keep(&stored, &mut pool, &report) => {}
+                () = self.keep(&mut pool) => {}
             }
         };
         shutdown.run_until_cancelled(both).await;
     }
 
-    async fn keep(
-        &mut self,
-        stored: &watch::Sender<Stored>,
-        pool: &mut watch::Receiver<Option<Arc<Pool>>>,
-        report: &watch::Sender<StoredPool>,
-    ) {
-        let (mut changes, mut registered) = (stored.subscribe(), self.registered.clone());
+    async fn keep(&mut self, pool: &mut Wanted) {
+        let (mut changes, mut registered) = (self.stored.subscribe(), self.registered.clone());
         loop {
             changes.borrow_and_update();
             registered.borrow_and_update();
-            if let Err(error) = self.write(pool, stored, report).await {
+            if let Err(error) = self.write(pool).await {
                 let pause = self.attempts.failed(&error);
                 self.known.trouble = Some(error.to_string());
-                self.report(pool.borrow().as_deref(), stored, report);
+                self.report(pool.borrow().as_deref());
                 // The pause is kept even if the pool changes meanwhile: the server may have asked for it.
                 tokio::time::sleep(pause).await;
                 continue;
@@ -170,34 +171,29 @@ impl SliceWriter {
     }
 
     /// Writes the differences. The next call sees any change that happens meanwhile.
-    async fn write(
-        &mut self,
-        pool: &mut watch::Receiver<Option<Arc<Pool>>>,
-        stored: &watch::Sender<Stored>,
-        report: &watch::Sender<StoredPool>,
-    ) -> Result<(), ApiError> {
-        self.read_version(stored).await?;
+    async fn write(&mut self, pool: &mut Wanted) -> Result<(), ApiError> {
+        self.read_version().await?;
         let wanted = pool.borrow_and_update().clone();
         // Without its counters a pool would give memory slices out twice: another pool will come.
         let wanted = wanted.filter(|pool| !self.known.drops_counters || pool.counters.is_empty());
-        let Some(wanted) = wanted.filter(|_| stored.borrow().is_known) else {
-            self.report(pool.borrow().as_deref(), stored, report);
+        let Some(wanted) = wanted.filter(|_| self.stored.borrow().is_known) else {
+            self.report(pool.borrow().as_deref());
             return Ok(());
         };
         if self.owner.is_none() {
             self.owner = Some(self.node_uid().await?);
         }
-        let planned = self.plan(&wanted, stored);
+        let planned = self.plan(&wanted);
         if planned.writes.is_empty() {
-            self.works(wanted, stored, report);
+            self.works(wanted);
             return Ok(());
         }
-        self.report(Some(&wanted), stored, report);
+        self.report(Some(&wanted));
         if !self.is_registered() {
             return Ok(());
         }
         if self.last.as_ref().is_some_and(|last| Arc::ptr_eq(last, &wanted)) {
-            self.pause(pool, stored).await;
+            self.pause(pool).await;
         }
         tokio::time::sleep_until(self.rest).await;
         // A missing slice was deleted by the node's kubelet, or with the Node, which then has another UID.
@@ -206,7 +202,7 @@ impl SliceWriter {
         }
         // Changes during this wait count too.
         let Some(wanted) = pool.borrow_and_update().clone().filter(|_| self.is_registered()) else { return Ok(()) };
-        let planned = self.plan(&wanted, stored);
+        let planned = self.plan(&wanted);
         let requests = planned.writes.len();
         if let Some(generation) = Some(planned.generation).filter(|_| requests > 0) {
             tracing::info!(requests, generation, slices = planned.slices, "writing ResourceSlices");
@@ -214,13 +210,13 @@ impl SliceWriter {
         for write in planned.writes {
             // Each request is counted before its result is known: a server in trouble must not get more requests.
             self.rest = self.rest.max(Instant::now()) + self.server.pace().write;
-            self.request(write, stored).await?;
+            self.request(write).await?;
             if self.known.drops_counters && !wanted.counters.is_empty() {
-                self.report(Some(&wanted), stored, report);
+                self.report(Some(&wanted));
                 return Ok(());
             }
         }
-        self.works(wanted, stored, report);
+        self.works(wanted);
         Ok(())
     }
 
@@ -229,22 +225,22 @@ impl SliceWriter {
     }
 
     /// Records that the pool is stored.
-    fn works(&mut self, pool: Arc<Pool>, stored: &watch::Sender<Stored>, report: &watch::Sender<StoredPool>) {
+    fn works(&mut self, pool: Arc<Pool>) {
         self.attempts.succeeded();
         self.had_slices = true;
         self.known.trouble = None;
-        self.report(Some(&pool), stored, report);
+        self.report(Some(&pool));
         self.last = Some(pool);
     }
 
-    fn plan(&self, wanted: &Pool, stored: &watch::Sender<Stored>) -> Plan {
-        plan(wanted, &stored.borrow().slices, self.owner.as_ref().and_then(Option::as_deref), &self.memory)
+    fn plan(&self, wanted: &Pool) -> Plan {
+        plan(wanted, &self.stored.borrow().slices, self.owner.as_ref().and_then(Option::as_deref), &self.memory)
     }
 
     /// Waits before a repair of slices that another program changes again and again. A change of the pool ends the
     /// wait: a taint of a lost GPU must not wait for a fight with another driver.
-    async fn pause(&mut self, pool: &mut watch::Receiver<Option<Arc<Pool>>>, stored: &watch::Sender<Stored>) {
-        let (pause, is_news) = self.repairs.pause(stored.borrow().disturbances, Instant::now());
+    async fn pause(&mut self, pool: &mut Wanted) {
+        let (pause, is_news) = self.repairs.pause(self.stored.borrow().disturbances, Instant::now());
         if is_news {
             let why = "somebody else changes our ResourceSlices again and again: another DRA driver of this name?";
             tracing::warn!(node = %self.settings.node, driver = %DRA_DRIVER, "{why}");
@@ -255,7 +251,7 @@ impl SliceWriter {
         }
     }
 
-    async fn request(&mut self, write: Write, stored: &watch::Sender<Stored>) -> Result<(), ApiError> {
+    async fn request(&mut self, write: Write) -> Result<(), ApiError> {
         let name = write.name().to_owned();
         let result = match write {
             Write::Delete(name, uid) => {
@@ -301,11 +297,11 @@ impl SliceWriter {
                     );
                     self.known.drops_sharing = true;
                 }
-                stored.send_modify(|stored| stored.written(answer));
+                self.stored.send_modify(|stored| stored.written(answer));
                 Ok(())
             }
             Ok(None) => {
-                stored.send_modify(|stored| stored.removed(&name));
+                self.stored.send_modify(|stored| stored.removed(&name));
                 Ok(())
             }
             Err(error) => {
@@ -314,7 +310,7 @@ impl SliceWriter {
                 if matches!(error.code(), Some(404 | 409 | 410))
                     && let Ok((slices, _)) = list(&mut self.server, &self.settings).await
                 {
-                    stored.send_modify(|stored| _ = stored.listed(slices));
+                    self.stored.send_modify(|stored| _ = stored.listed(slices));
                 }
                 Err(error)
             }
@@ -323,8 +319,8 @@ impl SliceWriter {
 
     /// Reads the server's release: at the start, before anything is written, and when the slices are listed anew. A
     /// server that does not tell it has none.
-    async fn read_version(&mut self, stored: &watch::Sender<Stored>) -> Result<(), ApiError> {
-        let lists = stored.borrow().lists;
+    async fn read_version(&mut self) -> Result<(), ApiError> {
+        let lists = self.stored.borrow().lists;
         let is_read = self.version_read == Some(lists);
         if is_read || lists == 0 {
             return Ok(());
@@ -373,10 +369,10 @@ impl SliceWriter {
     }
 
     /// Reports the current slices.
-    fn report(&self, wanted: Option<&Pool>, stored: &watch::Sender<Stored>, report: &watch::Sender<StoredPool>) {
+    fn report(&self, wanted: Option<&Pool>) {
         // This comes before the next borrow: with two borrows at once, a change between them would deadlock both.
-        let is_wanted = wanted.is_some_and(|wanted| self.plan(wanted, stored).writes.is_empty());
-        let found = stored.borrow();
+        let is_wanted = wanted.is_some_and(|wanted| self.plan(wanted).writes.is_empty());
+        let found = self.stored.borrow();
         let now = StoredPool {
             is_current: found.is_known && is_wanted,
             slices: found.slices.len(),
@@ -387,7 +383,7 @@ impl SliceWriter {
             ..self.known.clone()
         };
         drop(found);
-        send_if_new(report, now);
+        send_if_new(&self.report, now);
     }
 }
 
