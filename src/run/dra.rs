@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use futures_util::FutureExt;
-use linkwise_cluster::{ClaimReader, SliceSettings, SliceWriter, StoredPool};
+use linkwise_cluster::{ClaimReader, SliceWriter, StoredPool};
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
@@ -103,14 +103,12 @@ pub(super) fn spawn_in(node: &mut Node, given: Given<'_>, api: Option<&Api>) -> 
     }
     if let Some(api) = api {
         node.metrics().register(|registry| api.metrics().register_in(registry));
-        let slices = SliceSettings { node: name };
         if serves {
-            publish(node, settings, empty, slices, api, &plugin);
+            publish(node, settings, empty, name, api, &plugin);
         } else {
             // The writer ends with the sender.
             let (pool, wanted) = watch::channel(Some(Arc::new(empty)));
-            let writing =
-                write_slices(api.clone(), slices, (wanted, watch::Sender::default()), &plugin, node.shutdown());
+            let writing = write_slices(api.clone(), name, (wanted, watch::Sender::default()), &plugin, node.shutdown());
             node.spawn_until_done("writer of slices", async move {
                 writing.await;
                 drop(pool);
@@ -133,11 +131,11 @@ fn read_claim(api: &Api) -> ReadClaim {
 }
 
 /// Publishes the node's pool.
-fn publish(node: &mut Node, settings: &Settings, empty: Pool, slices: SliceSettings, api: &Api, plugin: &dra::Plugin) {
+fn publish(node: &mut Node, settings: &Settings, empty: Pool, name: String, api: &Api, plugin: &dra::Plugin) {
     let metrics = node.metrics().register(SliceMetrics::register);
     let (pool, wanted) = watch::channel(None);
     let (report, stored) = watch::channel(StoredPool::default());
-    let writing = write_slices(api.clone(), slices, (wanted.clone(), report), plugin, node.shutdown());
+    let writing = write_slices(api.clone(), name, (wanted.clone(), report), plugin, node.shutdown());
     let maker = PoolMaker {
         empty,
         evict_from_lost: settings.dra_evict_lost.value,
@@ -156,7 +154,7 @@ fn publish(node: &mut Node, settings: &Settings, empty: Pool, slices: SliceSetti
 /// slices. No request is made before the kubelet has found the plugin's sockets once.
 fn write_slices(
     api: Api,
-    settings: SliceSettings,
+    node: String,
     (wanted, report): (watch::Receiver<Option<Arc<Pool>>>, watch::Sender<StoredPool>),
     plugin: &dra::Plugin,
     shutdown: CancellationToken,
@@ -171,7 +169,7 @@ fn write_slices(
             let held = shutdown.run_until_cancelled(lock.wait_for(Option::is_some)).await;
             let Some(Ok(held)) = held.map(|held| held.map(|held| held.clone())) else { return };
             let registered = watch::Sender::new(false);
-            let writer = SliceWriter::new(api.server(), settings.clone(), registered.subscribe(), report.clone());
+            let writer = SliceWriter::new(api.server(), node.clone(), registered.subscribe(), report.clone());
             let follows = async {
                 loop {
                     send_if_new(&registered, *phase.borrow_and_update() == Phase::Registered);

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use linkwise_api_server_box::{Answer, Fault};
-use linkwise_cluster::{NodeFollower, NodeLabels, Pace};
+use linkwise_cluster::{NodeLabels, Pace, follow_node};
 use serde_json::json;
 use tokio::sync::watch;
 
@@ -25,8 +25,9 @@ async fn labelled() -> Cluster {
 
 fn follow(cluster: Cluster, pace: Pace) -> Following {
     let (sender, labels) = watch::channel(None);
-    let follower = NodeFollower::new(cluster.client(pace), "n".to_owned());
-    Following { cluster, labels, running: Running::of(|shutdown| follower.run(sender, shutdown)) }
+    let following = follow_node(cluster.client(pace), "n".to_owned(), sender);
+    let running = Running::of(|shutdown| async move { _ = shutdown.run_until_cancelled(following).await });
+    Following { cluster, labels, running }
 }
 
 /// A follower that has read the node, and watches it.

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use linkwise_api_server_box::{Answer, Fault, Gates, ResourceType};
 use linkwise_cluster::StoredPool;
-use linkwise_cluster::{Pace, SliceSettings, SliceWriter};
+use linkwise_cluster::{Pace, SliceWriter};
 use linkwise_core::publish::dra::slice::Pool;
 use linkwise_core::publish::dra::{Attribute, SliceDevice, Taint, TaintEffect};
 use serde_json::{Value, json};
@@ -29,9 +29,8 @@ pub struct Writing {
 pub fn write(cluster: &Cluster, pace: Pace) -> Writing {
     let (pool, wanted) = watch::channel(None);
     let (report, stored) = watch::channel(StoredPool::default());
-    let settings = SliceSettings { node: "n".to_owned() };
     let registered = watch::Sender::new(true);
-    let writer = SliceWriter::new(cluster.client(pace), settings, registered.subscribe(), report);
+    let writer = SliceWriter::new(cluster.client(pace), "n".to_owned(), registered.subscribe(), report);
     let follow = cluster.client(pace);
     let running = Running::of(|shutdown| writer.run(follow, wanted, shutdown));
     Writing { pool, stored, registered, running }

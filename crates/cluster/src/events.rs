@@ -79,7 +79,8 @@ impl EventWriter {
                 }
                 continue;
             };
-            if let Err(full_in) = self.bucket.look(began.elapsed()) {
+            let now = began.elapsed();
+            if let Err(full_in) = self.bucket.look(now) {
                 if let Ok(Err(_)) = tokio::time::timeout(full_in, due.changed()).await {
                     return;
                 }
@@ -88,7 +89,7 @@ impl EventWriter {
             match self.write(event).await {
                 Ok(is_written) => {
                     if is_written {
-                        self.bucket.take();
+                        self.bucket.take(now);
                     }
                     self.attempts.succeeded();
                     self.told.insert(pod(event));
@@ -200,38 +201,22 @@ const BURST: u32 = 10;
 /// a second together.
 const EACH: Duration = Duration::from_secs(60);
 
-/// A token bucket.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// A token bucket, as the time at which it is full again: each event moves that by [`EACH`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Bucket {
-    left: u32,
-    /// The time at which the last token was added.
-    filled: Duration,
-}
-
-impl Default for Bucket {
-    fn default() -> Self {
-        Self { left: BURST, filled: Duration::ZERO }
-    }
+    full_at: Duration,
 }
 
 impl Bucket {
     /// Allows an event at this time, or returns the time to wait as `Err`.
-    pub fn look(&mut self, now: Duration) -> Result<(), Duration> {
-        while self.left < BURST && now.saturating_sub(self.filled) >= EACH {
-            (self.left, self.filled) = (self.left.saturating_add(1), self.filled.saturating_add(EACH));
-        }
-        if self.left == BURST {
-            self.filled = now;
-        }
-        match self.left {
-            0 => Err(self.filled.saturating_add(EACH).saturating_sub(now)),
-            _ => Ok(()),
-        }
+    pub fn look(&self, now: Duration) -> Result<(), Duration> {
+        let wait = self.full_at.saturating_sub(now).saturating_sub(EACH.saturating_mul(BURST - 1));
+        if wait.is_zero() { Ok(()) } else { Err(wait) }
     }
 
-    /// Takes a token for an event that was written.
-    pub fn take(&mut self) {
-        self.left = self.left.saturating_sub(1);
+    /// Takes a token for an event that was written at this time.
+    pub fn take(&mut self, now: Duration) {
+        self.full_at = self.full_at.max(now).saturating_add(EACH);
     }
 }
 
@@ -254,20 +239,20 @@ mod tests {
         let (mut bucket, mut now) = (Bucket::default(), Duration::from_secs(5000));
         for _ in 0..BURST {
             assert_eq!(bucket.look(now), Ok(()));
-            bucket.take();
+            bucket.take(now);
         }
         assert_eq!(bucket.look(now), Err(EACH));
         now += EACH / 2;
         assert_eq!(bucket.look(now), Err(EACH / 2));
         now += EACH / 2;
         assert_eq!(bucket.look(now), Ok(()));
-        bucket.take();
+        bucket.take(now);
         assert_eq!(bucket.look(now), Err(EACH));
         // Full again, and no fuller.
         now += EACH * BURST * 3;
         for _ in 0..BURST {
             assert_eq!(bucket.look(now), Ok(()));
-            bucket.take();
+            bucket.take(now);
         }
         assert!(bucket.look(now).is_err());
     }

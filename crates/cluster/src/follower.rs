@@ -1,7 +1,7 @@
 //! [`Follower`]: keeps up with objects as they change. It lists them, watches from there, and lists them anew if a
 //! watch breaks. The objects go to a [`Followed`].
 //!
-//! [`NodeFollower`] lists and watches one node by a field selector, its metadata only, and publishes its labels on a
+//! [`follow_node`] lists and watches one node by a field selector, its metadata only, and publishes its labels on a
 //! `watch` channel. It is the only reader of nodes. The last published labels stay while the API server is away.
 
 use std::collections::BTreeMap;
@@ -14,7 +14,6 @@ use kube::api::{ListParams, ObjectMeta, PartialObjectMeta, WatchParams};
 use kube::core::WatchEvent;
 use kube::{Api, Client, Resource};
 use tokio::sync::watch;
-use tokio_util::sync::CancellationToken;
 
 use crate::error::{ApiError, Attempts, shortened};
 use crate::server::ApiServer;
@@ -155,24 +154,9 @@ pub enum NodeLabels {
     Of(BTreeMap<String, String>),
 }
 
-/// Follows one node.
-pub struct NodeFollower {
-    server: ApiServer,
-    node: String,
-}
-
-impl NodeFollower {
-    /// Makes no request yet.
-    pub fn new(server: ApiServer, node: String) -> Self {
-        Self { server, node }
-    }
-
-    /// Publishes the labels until `shutdown`. Errors are logged and tried again.
-    pub async fn run(self, labels: watch::Sender<Option<NodeLabels>>, shutdown: CancellationToken) {
-        let followed = Labels { node: self.node, labels };
-        let follower = Follower::new(self.server, "follow the node", followed);
-        shutdown.run_until_cancelled(follower.run()).await;
-    }
+/// Publishes the labels of a node, for ever. Errors are logged and tried again.
+pub async fn follow_node(server: ApiServer, node: String, labels: watch::Sender<Option<NodeLabels>>) {
+    Follower::new(server, "follow the node", Labels { node, labels }).run().await;
 }
 
 /// The node's labels, and the channel on which they are published.

@@ -15,7 +15,7 @@ mod server;
 mod slices;
 
 pub use crate::error::ApiMetrics;
-pub use crate::follower::{NodeFollower, NodeLabels};
+pub use crate::follower::{NodeLabels, follow_node};
 pub use crate::server::{Access, AccessError};
 pub use crate::slices::StoredPool;
 pub use crate::slices::stored::all_slices;
@@ -24,4 +24,4 @@ pub use error::ApiError;
 pub use events::EventWriter;
 pub use node_feature::{NodeFeatureSettings, NodeFeatureWriter};
 pub use server::{ApiServer, Pace};
-pub use slices::{SliceSettings, SliceWriter, published};
+pub use slices::{SliceWriter, published};

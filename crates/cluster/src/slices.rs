@@ -55,23 +55,15 @@ pub fn published(pool: &Pool) -> Vec<Value> {
     plan.writes.into_iter().filter_map(created).collect()
 }
 
-/// The identity of the slices.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct SliceSettings {
-    /// The node.
-    pub node: String,
+/// The field selector of the slices on a node.
+fn selector(node: &str) -> String {
+    format!("spec.nodeName={node},spec.driver={DRA_DRIVER}")
 }
 
-impl SliceSettings {
-    fn selector(&self) -> String {
-        format!("spec.nodeName={},spec.driver={DRA_DRIVER}", self.node)
-    }
-
-    /// Returns true if a slice is one of these. A server that ignores the selector also sends slices of other nodes,
-    /// which the writer must not delete.
-    fn covers(&self, slice: &Value) -> bool {
-        slice["spec"]["nodeName"] == *self.node && slice["spec"]["driver"] == DRA_DRIVER
-    }
+/// Returns true if a slice is one of these. A server that ignores the selector also sends slices of other nodes, which the
+/// writer must not delete.
+fn is_on(node: &str, slice: &Value) -> bool {
+    slice["spec"]["nodeName"] == *node && slice["spec"]["driver"] == DRA_DRIVER
 }
 
 /// The wanted pool; `None` before the first.
@@ -80,7 +72,7 @@ type Wanted = watch::Receiver<Option<Arc<Pool>>>;
 /// Writes the slices of one node.
 pub struct SliceWriter {
     server: ApiServer,
-    settings: SliceSettings,
+    node: String,
     /// True while the kubelet has the DRA plugin registered.
     registered: watch::Receiver<bool>,
     /// The slices at the API server, as last seen.
@@ -109,7 +101,7 @@ impl SliceWriter {
     /// the slices. `report` gets the state of the pool.
     pub fn new(
         server: ApiServer,
-        settings: SliceSettings,
+        node: String,
         registered: watch::Receiver<bool>,
         report: watch::Sender<StoredPool>,
     ) -> Self {
@@ -117,7 +109,7 @@ impl SliceWriter {
         let attempts = Attempts::of("write the ResourceSlices", &pace);
         Self {
             server,
-            settings,
+            node,
             registered,
             stored: watch::Sender::default(),
             report,
@@ -136,7 +128,7 @@ impl SliceWriter {
     /// Keeps the slices equal to the pool until `shutdown`, or until the channel is closed. Nothing is written while
     /// there is no pool. Errors are logged and tried again. `follow` is another client, for the watch.
     pub async fn run(mut self, follow: ApiServer, mut pool: Wanted, shutdown: CancellationToken) {
-        let followed = Slices { settings: self.settings.clone(), stored: self.stored.clone() };
+        let followed = Slices { node: self.node.clone(), stored: self.stored.clone() };
         let follower = Follower::new(follow, "follow the ResourceSlices", followed);
         let both = async {
             tokio::select! {
@@ -243,7 +235,7 @@ impl SliceWriter {
         let (pause, is_news) = self.repairs.pause(self.stored.borrow().disturbances, Instant::now());
         if is_news {
             let why = "somebody else changes our ResourceSlices again and again: another DRA driver of this name?";
-            tracing::warn!(node = %self.settings.node, driver = %DRA_DRIVER, "{why}");
+            tracing::warn!(node = %self.node, driver = %DRA_DRIVER, "{why}");
         }
         tokio::select! {
             () = tokio::time::sleep(pause) => {}
@@ -276,7 +268,7 @@ impl SliceWriter {
         match result {
             Ok(Some((sent, answer))) => {
                 let answer = value(&answer)?;
-                if answer["metadata"]["name"] != *name || !self.settings.covers(&answer) {
+                if answer["metadata"]["name"] != *name || !is_on(&self.node, &answer) {
                     return Err(ApiError::Malformed("another object than our ResourceSlice came back".to_owned()));
                 }
                 if let Some(drops) = self.memory.written(&sent, &answer) {
@@ -308,7 +300,7 @@ impl SliceWriter {
                 // Another program changed the slices first: the stored slices are listed again. If that fails, the
                 // follower lists them.
                 if matches!(error.code(), Some(404 | 409 | 410))
-                    && let Ok((slices, _)) = list(&mut self.server, &self.settings).await
+                    && let Ok((slices, _)) = list(&mut self.server, &self.node).await
                 {
                     self.stored.send_modify(|stored| _ = stored.listed(slices));
                 }
@@ -346,8 +338,7 @@ impl SliceWriter {
 
     /// The Node's UID; `None` if the server does not show it: then the slices get no owner.
     async fn node_uid(&mut self) -> Result<Option<String>, ApiError> {
-        let node = self.settings.node.clone();
-        let get = |client| async move { Api::<Node>::all(client).get_metadata(&node).await };
+        let get = |client| async { Api::<Node>::all(client).get_metadata(&self.node).await };
         match self.server.call("nodes", "get", get).await {
             Ok(node) => Ok(node.metadata.uid),
             Err(error) if error.code() == Some(403) => {

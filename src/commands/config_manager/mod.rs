@@ -23,11 +23,10 @@ use prometheus_client::registry::Registry;
 use rustix::process::{Pid, Signal, getpid, kill_process};
 use tokio::sync::watch;
 use tokio::task::JoinSet;
-use tokio_util::sync::CancellationToken;
 
 use crate::config::{ConfigManagerArgs, ConfigManagerSettings};
 use choose::choose;
-use linkwise_cluster::{ApiMetrics, ApiServer, NodeFollower, NodeLabels, Pace};
+use linkwise_cluster::{ApiMetrics, ApiServer, NodeLabels, Pace, follow_node};
 use linkwise_core::once::Once;
 use linkwise_node::admin::{Admin, Answers, Hosts};
 use linkwise_node::metrics::CONTENT_TYPE;
@@ -77,7 +76,7 @@ async fn serve(args: &ConfigManagerArgs) -> Result<()> {
     let server = ApiServer::new(access, pace, ApiMetrics::register(&mut registry));
     let (sender, labels) = watch::channel(None);
     let mut tasks = JoinSet::new();
-    tasks.spawn(NodeFollower::new(server, settings.node.clone()).run(sender, CancellationToken::new()));
+    tasks.spawn(follow_node(server, settings.node.clone(), sender));
     let problem = Arc::<Mutex<Option<String>>>::new(Mutex::new(Some("no label read yet".to_owned())));
     if let Some(address) = args.metrics_address {
         let admin =

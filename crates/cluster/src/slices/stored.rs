@@ -11,7 +11,7 @@ use kube::{Api, Client};
 use serde_json::Value;
 use tokio::sync::watch;
 
-use super::{Disturbances, SliceSettings};
+use super::{Disturbances, is_on, selector};
 use crate::error::{ApiError, ApiMetrics};
 use crate::follower::{Events, Followed};
 use crate::server::{self, Access, ApiServer, Pace};
@@ -112,17 +112,14 @@ pub(crate) fn resource() -> ApiResource {
 }
 
 /// Lists our slices. Also returns the version of the list.
-pub(super) async fn list(
-    server: &mut ApiServer,
-    settings: &SliceSettings,
-) -> Result<(BTreeMap<String, Value>, String), ApiError> {
-    let params = ListParams::default().fields(&settings.selector());
+pub(super) async fn list(server: &mut ApiServer, node: &str) -> Result<(BTreeMap<String, Value>, String), ApiError> {
+    let params = ListParams::default().fields(&selector(node));
     let list = |client| async move { Api::<DynamicObject>::all_with(client, &resource()).list(&params).await };
     let list = server.call(OBJECT, "list", list).await?;
     let mut slices = BTreeMap::new();
     for object in list.items {
         let slice = value(&object)?;
-        if settings.covers(&slice) {
+        if is_on(node, &slice) {
             slices.insert(object.metadata.name.unwrap_or_default(), slice);
         }
     }
@@ -135,7 +132,7 @@ pub(crate) fn value(object: &DynamicObject) -> Result<Value, ApiError> {
 
 /// The slices, and the channel on which they are published.
 pub(super) struct Slices {
-    pub settings: SliceSettings,
+    pub node: String,
     pub stored: watch::Sender<Stored>,
 }
 
@@ -144,11 +141,11 @@ impl Followed for Slices {
     type Object = DynamicObject;
 
     fn selector(&self) -> String {
-        self.settings.selector()
+        selector(&self.node)
     }
 
     async fn list(&mut self, server: &mut ApiServer) -> Result<String, ApiError> {
-        let (slices, version) = list(server, &self.settings).await?;
+        let (slices, version) = list(server, &self.node).await?;
         // The writer is notified of each list, even an equal one: the server may have another release.
         self.stored.send_modify(|stored| _ = stored.listed(slices));
         Ok(version)
@@ -160,7 +157,7 @@ impl Followed for Slices {
 
     fn event(&mut self, object: DynamicObject, deleted: bool) -> Result<(), ApiError> {
         let object = value(&object)?;
-        if self.settings.covers(&object) {
+        if is_on(&self.node, &object) {
             self.stored.send_if_modified(|stored| stored.event(object, deleted));
         }
         Ok(())
