@@ -44,19 +44,16 @@ pub async fn dra(args: &DraArgs) -> Result<()> {
     complain("linkwise", state.offers().problems());
     complain("linkwise", problems);
     let pool = Pool { counters: mig_counters(&facts), ..Pool::new(&args.node_name, devices) };
+    // The names begin as Kubernetes' own library for DRA drivers begins them: sorted by name, slices are in their order.
+    let name = |number: usize| format!("{number:05x}-{DRA_DRIVER}-{}-slice", args.node_name);
     let slices = (0..).zip(pool.slices(1)).map(|(number, spec)| ResourceSlice {
         api_version: "resource.k8s.io/v1",
         kind: "ResourceSlice",
-        metadata: [("name", name(number, &args.node_name))].into(),
+        metadata: [("name", name(number))].into(),
         spec,
     });
     let slices: Vec<ResourceSlice> = slices.collect();
     let longest = slices.iter().flat_map(|slice| slice.metadata.values()).map(String::len).max().unwrap_or(0);
     ensure!(longest <= MOST_NAME, "the names of the slices would be {longest} long, with the name of the node");
     Ok(print(&text(&List::new(slices), args.format)?)?)
-}
-
-/// A name that begins as Kubernetes' own library for DRA drivers begins it: sorted by name, slices are in their order.
-fn name(number: usize, node: &str) -> String {
-    format!("{number:05x}-{DRA_DRIVER}-{node}-slice")
 }

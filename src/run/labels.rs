@@ -123,7 +123,8 @@ impl LabelSource {
             tokio::pin!(read_again);
             loop {
                 if let Some((made, problems)) = self.make(&host) {
-                    self.metrics.made(made.len(), problems.iter().filter(|problem| is_dropped(problem)).count());
+                    let dropped = problems.iter().filter(|problem| matches!(problem, LabelProblem::Dropped { .. }));
+                    self.metrics.made(made.len(), dropped.count());
                     report(&mut reported, problems);
                     send_if_new(&labels, Some(Arc::new(made)));
                     unknown.clear();
@@ -165,10 +166,6 @@ impl LabelSource {
         *reading = None;
         facts.ok()
     }
-}
-
-fn is_dropped(problem: &LabelProblem) -> bool {
-    matches!(problem, LabelProblem::Dropped { .. })
 }
 
 /// Logs problems, each once as long as it lasts.

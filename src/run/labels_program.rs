@@ -87,7 +87,8 @@ async fn program(args: &LabelsArgs, publisher: Option<&Publisher>) -> Result<()>
                 break Some(next);
             }
         };
-        life.end().await;
+        life.shutdown.cancel();
+        life.tasks.shutdown().await;
         match next {
             Some(next) => settings = next,
             None => {
@@ -143,11 +144,6 @@ impl Life {
             Some(Err(error)) => error,
             None => anyhow!("there are no tasks"),
         }
-    }
-
-    async fn end(mut self) {
-        self.shutdown.cancel();
-        self.tasks.shutdown().await;
     }
 }
 

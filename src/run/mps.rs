@@ -49,7 +49,7 @@ const ORDERS_POLL: Duration = Duration::from_millis(500);
 
 /// Runs the control daemons until told to end; as the first process of a container, in a child process.
 pub fn mps_control_daemon(args: &MpsControlDaemonArgs) -> Result<ExitCode> {
-    if args.command.is_none() && (args.init || is_first_process()) {
+    if args.command.is_none() && (args.init || getpid().is_init()) {
         return linkwise_system::block_on(as_first_process());
     }
     let _log = super::start_log(&args.log)?;
@@ -176,11 +176,6 @@ fn lock(layout: &Layout) -> Result<File> {
         Err(TryLockError::WouldBlock) => bail!("another linkwise mps-control-daemon serves {}", root.display()),
         Err(TryLockError::Error(error)) => Err(error).with_context(|| format!("cannot lock {}", path.display())),
     }
-}
-
-/// Returns true if this is the first process of its container.
-fn is_first_process() -> bool {
-    getpid().is_init()
 }
 
 /// Runs this program again as a child, passes signals on to it, and ends with its exit code. Reaps every process that

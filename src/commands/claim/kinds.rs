@@ -162,34 +162,30 @@ fn product_of(topology: &NodeTopology) -> Option<&str> {
     topology.gpus().first()?.model.as_deref()
 }
 
-/// The machines of which it is known what their groups carry: those of `--node`, then the built-in ones.
+/// A machine of which it is known what its groups carry.
 struct Known {
-    machines: Vec<(String, NodeTopology)>,
-    /// The kinds so far, by the machine's place.
-    kinds: BTreeMap<usize, Kind>,
+    name: String,
+    topology: NodeTopology,
+    /// Its kind, once it was needed.
+    kind: Option<Kind>,
 }
 
 impl Known {
-    fn load(nodes: &[String]) -> Self {
-        let built_in = machines::built_in().map(|machine| machine.name);
-        let named = |name: &str| Some((name.to_owned(), topology(name).ok()?));
-        let machines = nodes.iter().map(String::as_str).chain(built_in).filter_map(named).collect();
-        Self { machines, kinds: BTreeMap::new() }
-    }
-
-    /// The machine with as many GPUs of this model, in the same groups.
+    /// The machine as a kind, if it has as many GPUs of this model, in the same groups.
     fn like(&mut self, product: Option<&str>, all: usize, attributes: &[GroupAttribute], gpus: u8) -> Option<Kind> {
-        for (at, (name, topology)) in self.machines.iter().enumerate() {
-            if product_of(topology) != product || topology.gpus().len() != all {
-                continue;
-            }
-            let kind = self.kinds.entry(at).or_insert_with(|| assembled(name.clone(), topology.clone(), gpus));
-            if kind.attributes == attributes {
-                return Some(kind.clone());
-            }
+        if product_of(&self.topology) != product || self.topology.gpus().len() != all {
+            return None;
         }
-        None
+        let kind = self.kind.get_or_insert_with(|| assembled(self.name.clone(), self.topology.clone(), gpus));
+        (kind.attributes == attributes).then(|| kind.clone())
     }
+}
+
+/// The known machines: those of `--node`, then the built-in ones.
+fn known(nodes: &[String]) -> Vec<Known> {
+    let built_in = machines::built_in().map(|machine| machine.name);
+    let known = |name: &str| Some(Known { name: name.to_owned(), topology: topology(name).ok()?, kind: None });
+    nodes.iter().map(String::as_str).chain(built_in).filter_map(known).collect()
 }
 
 /// The slices in a file: a list of objects, or one.
@@ -234,11 +230,12 @@ pub(super) fn kinds(slices: &[Value], gpus: u8, machines: &[String]) -> (Vec<Kin
     let left = found.iter().skip(MOST_KINDS).map(|(_, nodes)| nodes.len()).sum();
     found.truncate(MOST_KINDS);
     found.sort_by(|(one, _), (other, _)| one.cmp(other));
-    let mut known = Known::load(machines);
+    let mut known = known(machines);
     let kind = |((product, is_mixed, all, attributes), nodes): (Key, Vec<String>)| {
         let model = product.as_deref().map_or_else(|| "GPUs".to_owned(), excerpt);
         let title = format!("{} of {all} {model}", count(nodes.len(), "node"));
-        match known.like(product.as_deref(), all, &attributes, gpus).filter(|_| !is_mixed) {
+        let mut like = known.iter_mut().filter_map(|known| known.like(product.as_deref(), all, &attributes, gpus));
+        match like.next().filter(|_| !is_mixed) {
             Some(known) => Kind { title: format!("{title}, as {}", known.title), nodes, ..known },
             None => {
                 Kind { title, nodes, attributes, product, is_mixed, ..Kind::default() }.with_claims(all, gpus, None)

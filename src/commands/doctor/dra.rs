@@ -29,9 +29,9 @@ pub(super) fn check(found: &mut Findings, node: &Node) {
     folders(found, node, settings);
 }
 
-/// Checks the classes that claims for GPUs name, and the slices at the API server.
-pub(super) fn slices(found: &mut Findings, facts: Option<DraFound>) {
-    let Some(DraFound { has_class, slices, pod_policy: policy, extended_resource: _ }) = facts else { return };
+/// Checks the classes that claims for GPUs name, and the slices at the API server. `policy` is the Topology Manager's.
+pub(super) fn slices(found: &mut Findings, facts: DraFound, policy: Option<&Policy>) {
+    let DraFound { has_class, slices, pod_policy: changes_pods, extended_resource: resource } = facts;
     found.check = "DRA";
     match has_class {
         Ok(true) => found.ok(format!("there is a DeviceClass {DRA_DRIVER}")),
@@ -72,7 +72,8 @@ pub(super) fn slices(found: &mut Findings, facts: Option<DraFound>) {
             Some("kubectl get resourceslices --field-selector spec.nodeName=NODE"),
         ),
     }
-    pod_policy(found, policy);
+    pod_policy(found, changes_pods);
+    extended_resource(found, resource, policy);
 }
 
 /// Checks that pods with `nvidia.com/gpu: N` can get claims. A node may not read which namespaces have labels and
@@ -155,16 +156,15 @@ fn folders(found: &mut Findings, node: &Node, settings: &Settings) {
 ///
 /// The scheduler uses the device plugin on every node where the kubelet counts a device of it, and a kubelet counts a device
 /// plugin for some minutes after its end.
-pub(super) fn extended_resource(
+fn extended_resource(
     found: &mut Findings,
-    facts: Option<Result<Option<ExtendedResourceFound>, String>>,
+    facts: Result<Option<ExtendedResourceFound>, String>,
     policy: Option<&Policy>,
 ) {
-    found.check = "DRA";
     let resource = match facts {
-        None | Some(Ok(None)) => return,
-        Some(Ok(Some(resource))) => resource,
-        Some(Err(why)) => {
+        Ok(None) => return,
+        Ok(Some(resource)) => resource,
+        Err(why) => {
             return found.skipped(
                 format!(
                     "the Node could not be read, so which door pods with the class's extended resource take: {why}"

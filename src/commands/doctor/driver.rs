@@ -94,6 +94,7 @@ pub(super) fn module_version(path: &Path) -> Option<String> {
 
 pub(super) fn check(found: &mut Findings, nvml: &Nvml, bus: Option<&BusGpus>, module: Option<&str>) {
     found.check = "driver";
+    let others_hold_all = |bus: &BusGpus| held_by_others(bus).count() == bus.len();
     match nvml {
         Nvml::Answers { driver, library, gpus, .. } => {
             let (driver, library) = (driver.as_deref(), library.as_deref());
@@ -120,10 +121,6 @@ pub(super) fn check(found: &mut Findings, nvml: &Nvml, bus: Option<&BusGpus>, mo
              reset the GPU (linkwise admin release, nvidia-smi --gpu-reset, linkwise admin resume) or reboot",
         ),
     }
-}
-
-fn others_hold_all(bus: &BusGpus) -> bool {
-    held_by_others(bus).count() == bus.len()
 }
 
 /// The remedy if an agent ended without an answer.

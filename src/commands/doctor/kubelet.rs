@@ -286,7 +286,11 @@ pub(super) fn topology_manager(
     let unknown = gpus.iter().filter(|gpu| gpu.numa.is_none()).count();
     if unknown == gpus.len() {
         found.ok("no GPU has a NUMA node (-1): the Topology Manager leaves GPUs to linkwise");
-    } else if unknown > 0 && hints != NumaHints::Off {
+    }
+    if hints == NumaHints::Off {
+        return;
+    }
+    if (1..gpus.len()).contains(&unknown) {
         found.warning(
             format!("{unknown} of {} have no NUMA node (-1)", count(gpus.len(), "GPU")),
             "a Topology Manager never calls these aligned, and uses them last: set --numa-hints=off",
@@ -298,16 +302,14 @@ pub(super) fn topology_manager(
     let unlisted: Vec<_> = gpus.iter().filter_map(|gpu| gpu.numa).filter(|id| !listed(*id)).collect();
     let silent =
         gpus.iter().filter(|gpu| gpu.numa.is_some_and(listed) && hints.nodes(topology, gpu).is_empty()).count();
-    if let Some(node) = unlisted.first()
-        && hints != NumaHints::Off
-    {
+    if let Some(node) = unlisted.first() {
         let (some, all) = (unlisted.len(), count(gpus.len(), "GPU"));
         found.warning(
             format!("{some} of {all} are on NUMA nodes that this host does not list (such as {node}), and claim none"),
             "this container or virtual machine sees fewer NUMA nodes than NVML: mount the host's /sys, or set --numa-hints=off",
         );
     }
-    if silent > 0 && hints != NumaHints::Off {
+    if silent > 0 {
         found.warning(
             format!("{silent} of {} are on NUMA nodes without CPUs, and claim none", count(gpus.len(), "GPU")),
             "set --numa-hints=package, or off",

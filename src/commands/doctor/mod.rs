@@ -128,9 +128,9 @@ pub async fn doctor(args: &DoctorArgs) -> Result<ExitCode> {
         None => (None, None, None),
     };
     dra::node_features(found, &node, features);
-    let extended_resource = slices.as_ref().map(|found| found.extended_resource.clone());
-    dra::slices(found, slices);
-    dra::extended_resource(found, extended_resource, policy.as_ref());
+    if let Some(facts) = slices {
+        dra::slices(found, facts, policy.as_ref());
+    }
     dra::event_rights(found, &node, rights);
     if let Some((observed, topology, _)) = &assembled {
         kubelet::topology_manager(found, observed, topology, (args.numa_hints, policy.as_ref()));

@@ -63,7 +63,7 @@ pub(super) fn files(root: &Path, sysfs: &Path, loaded: Option<&str>, found: Opti
     same.extend(version.into_iter().flat_map(|version| firmware(root, sysfs, version)));
     for name in CONFIGURATION {
         let paths = CONFIGURATION_FOLDERS.iter().map(|folder| format!("{folder}/{name}"));
-        same.extend(paths.filter(|path| is_file(&below(root, path))));
+        same.extend(paths.filter(|path| below(root, path).is_file()));
     }
     let mut links = found.map(|found| found.links.values().cloned().collect()).unwrap_or_default();
     same.extend(found.into_iter().flat_map(|found| x_modules(root, found, &mut links)));
@@ -71,7 +71,7 @@ pub(super) fn files(root: &Path, sysfs: &Path, loaded: Option<&str>, found: Opti
     let of_architecture = format!("icd.d/nvidia_icd.{ARCH}.json");
     let vulkan = VULKAN.into_iter().chain([of_architecture.as_str()]).filter_map(|name| {
         // Google's installer puts them into the driver root itself.
-        let host = first(&["/etc", "/usr/local/share", "/usr/share", ""], &format!("vulkan/{name}"), is_file)?;
+        let host = first(&["/etc", "/usr/local/share", "/usr/share", ""], &format!("vulkan/{name}"), Path::is_file)?;
         Some(DriverFile { host, container: format!("/etc/vulkan/{name}") })
     });
     // The driver connects to /var/run. Hosts have it as a link to /run, but not every image does; a host's link with an
@@ -119,7 +119,7 @@ fn x_modules(root: &Path, found: &Found, links: &mut Vec<Link>) -> Vec<String> {
     let folders: Vec<String> = libraries.iter().map(|folder| format!("{folder}/nvidia/xorg")).chain(modules).collect();
     let first = |name: &str| {
         let mut paths = folders.iter().map(|folder| format!("{folder}/{name}"));
-        paths.find(|path| is_file(&below(root, path)))
+        paths.find(|path| below(root, path).is_file())
     };
     let server = "libglxserver_nvidia.so";
     let target = format!("{server}.{}", found.version);
@@ -142,10 +142,6 @@ pub(super) fn entries(folder: &Path) -> Vec<String> {
 /// A path from a root, below another one.
 pub(super) fn below(root: &Path, path: &str) -> PathBuf {
     root.join(path.trim_start_matches('/'))
-}
-
-pub(super) fn is_file(path: &Path) -> bool {
-    fs::metadata(path).is_ok_and(|metadata| metadata.is_file())
 }
 
 fn is_program(path: &Path) -> bool {

@@ -17,7 +17,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
 use super::Link;
-use super::driver::{entries, is_file};
+use super::driver::entries;
 use linkwise_system::files;
 
 /// The folders in which distributions and installers put the driver's 64-bit libraries, relative to the driver root:
@@ -154,7 +154,7 @@ fn read(root: &Path, loaded: Option<&str>) -> Option<Found> {
     for folder in &folders {
         let named = entries(folder).into_iter().filter(is_library);
         // Several folders may be one, and Debian's alternatives are links to the libraries.
-        let files = named.filter_map(|name| folder.join(name).canonicalize().ok()).filter(|path| is_file(path));
+        let files = named.filter_map(|name| folder.join(name).canonicalize().ok()).filter(|path| path.is_file());
         let paths = files.filter_map(|path| path.strip_prefix(&root).ok()?.to_str().map(|path| format!("/{path}")));
         libraries.extend(paths);
     }
@@ -197,7 +197,7 @@ fn links(root: &Path, libraries: &BTreeSet<String>, of_driver: &str) -> BTreeMap
 fn version_in(folders: &[PathBuf], loaded: Option<&str>) -> Option<String> {
     let Some(loaded) = loaded else { return folders.iter().find_map(|folder| newest_in(folder)) };
     let name = format!("{LIBCUDA}{loaded}");
-    folders.iter().any(|folder| is_file(&folder.join(&name))).then(|| loaded.to_owned())
+    folders.iter().any(|folder| folder.join(&name).is_file()).then(|| loaded.to_owned())
 }
 
 /// The version of the libcuda in a folder: the one that `libcuda.so.1` leads to, otherwise the newest.

@@ -107,11 +107,6 @@ fn address(pci: &PCIDeviceAttributes) -> Option<PciAddress> {
     PciAddress::new(u32::from(pci.domain()), pci.bus_id(), pci.bus_device(), pci.function())
 }
 
-/// An address below a host bridge: all of them are below one root bus.
-fn first_address(devices: &[PciObservation]) -> Option<PciAddress> {
-    devices.iter().find_map(|device| device.pci)
-}
-
 struct Walk<'a> {
     sysfs: &'a Sysfs,
     /// Set if there is only one NUMA node: then it is no evidence that a device is on it.
@@ -128,7 +123,8 @@ impl Walk<'_> {
             let first = nodes.iter_set().next()?;
             (nodes.weight() == Some(1)).then_some(NumaNodeId(u32::try_from(usize::from(first)).ok()?))
         });
-        let root = first_address(&devices).and_then(|pci| self.sysfs.pcie_root(pci));
+        // All devices below a host bridge are below one root bus.
+        let root = devices.iter().find_map(|device| device.pci).and_then(|pci| self.sysfs.pcie_root(pci));
         HostBridgeObservation { numa, package: local.and_then(package), root, devices }
     }
 

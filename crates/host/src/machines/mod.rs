@@ -79,7 +79,7 @@ pub struct BuiltIn {
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs, reason = "the messages say it")]
 pub enum MachineError {
-    #[error("no machine is called '{0}' and there is no such file (built-in machines: {names})", names = names())]
+    #[error("no machine is called '{0}' and there is no such file (built-in machines: {names})", names = BUILT_IN.map(|(name, _)| name).join(", "))]
     Unknown(String),
     #[error("cannot read node file '{0}': {1}")]
     Read(String, io::Error),
@@ -131,10 +131,6 @@ fn cpu_list(mask: &str) -> Option<String> {
     }
     let text = |(first, last): &(u32, u32)| if first == last { first.to_string() } else { format!("{first}-{last}") };
     Some(ranges.iter().map(text).collect::<Vec<_>>().join(","))
-}
-
-fn names() -> String {
-    BUILT_IN.map(|(name, _)| name).join(", ")
 }
 
 #[cfg(test)]
