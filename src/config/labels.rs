@@ -51,60 +51,31 @@ pub struct ApiArgs {
 
 #[cfg(test)]
 mod tests {
-    use std::path::PathBuf;
-    use std::time::Duration;
-
     use clap::Parser;
+    use serde_json::{Value, json};
 
-    use crate::config::{Cli, Command, Environment, Interval, Settings, settings};
+    use crate::config::{Cli, Command, Environment, settings};
 
-    /// What the settings say about labels.
-    #[derive(Clone, Debug, PartialEq, Eq)]
-    struct Labels {
-        oneshot: bool,
-        no_timestamp: bool,
-        interval: Interval,
-        output_file: PathBuf,
-        machine_type_file: PathBuf,
-        node_feature_api: bool,
-        file_from_run: bool,
-        clique: bool,
-    }
-
-    impl Labels {
-        fn of(settings: &Settings) -> Self {
-            Self {
-                oneshot: settings.gfd_oneshot.value,
-                no_timestamp: settings.gfd_no_timestamp.value,
-                interval: settings.gfd_sleep_interval.value,
-                output_file: settings.gfd_output_file.value.clone(),
-                machine_type_file: settings.gfd_machine_type_file.value.clone(),
-                node_feature_api: settings.use_node_feature_api.value,
-                file_from_run: settings.write_labels_file.value,
-                clique: settings.gpu_clique_label.value,
-            }
-        }
-    }
-
-    /// The labels' settings from these words of the command line, this environment and this file.
-    fn labels(args: &[&str], environment: &Environment, text: &str) -> Labels {
+    /// The labels' settings from these words of the command line, this environment and this file, by the last part of their
+    /// keys.
+    fn labels(args: &[&str], environment: &Environment, text: &str) -> Value {
         let cli = Cli::try_parse_from(["linkwise", "labels"].iter().chain(args)).unwrap();
         let Command::Labels(args) = cli.command else { panic!("{cli:?}") };
-        Labels::of(&settings::load_text(&args.flags, environment, text).unwrap().settings)
+        let shown = settings::load_text(&args.flags, environment, text).unwrap().settings.shown();
+        let is_of_labels = |key: &str| {
+            ["flags.gfd.", "flags.useNodeFeatureAPI", "linkwise.labels."].iter().any(|part| key.starts_with(part))
+        };
+        let of_labels = shown.into_iter().filter(|shown| is_of_labels(shown.key));
+        of_labels.map(|shown| (shown.key.rsplit('.').next().unwrap().to_owned(), shown.value)).collect()
     }
 
     #[test]
     fn defaults_are_gpu_feature_discoverys() {
-        let expected = Labels {
-            oneshot: false,
-            no_timestamp: false,
-            interval: Interval::Every(Duration::from_secs(60)),
-            output_file: "/etc/kubernetes/node-feature-discovery/features.d/gfd".into(),
-            machine_type_file: "/sys/class/dmi/id/product_name".into(),
-            node_feature_api: true,
-            file_from_run: false,
-            clique: true,
-        };
+        let expected = json!({
+            "oneshot": false, "noTimestamp": false, "sleepInterval": "60s", "useNodeFeatureAPI": true,
+            "outputFile": "/etc/kubernetes/node-feature-discovery/features.d/gfd",
+            "machineTypeFile": "/sys/class/dmi/id/product_name", "writeFile": false, "gpuClique": true,
+        });
         assert_eq!(labels(&[], &Environment::default(), ""), expected);
     }
 
@@ -113,16 +84,10 @@ mod tests {
         let text = "flags:\n  useNodeFeatureAPI: false\n  gfd: {oneshot: true, noTimestamp: true, outputFile: /file, \
                     sleepInterval: 1000000000, machineTypeFile: /type}\n";
         let from_file = labels(&[], &Environment::default(), text);
-        let expected = Labels {
-            oneshot: true,
-            no_timestamp: true,
-            interval: Interval::Every(Duration::from_secs(1)),
-            output_file: "/file".into(),
-            machine_type_file: "/type".into(),
-            node_feature_api: false,
-            file_from_run: false,
-            clique: true,
-        };
+        let mut expected = json!({
+            "oneshot": true, "noTimestamp": true, "sleepInterval": "1s", "useNodeFeatureAPI": false,
+            "outputFile": "/file", "machineTypeFile": "/type", "writeFile": false, "gpuClique": true,
+        });
         assert_eq!(from_file, expected);
         let environment = Environment::of([
             ("GFD_USE_NODE_FEATURE_API", "true"),
@@ -133,31 +98,26 @@ mod tests {
             ("GFD_OUTPUT_FILE", "/variable"),
             ("GFD_MACHINE_TYPE_FILE", "/variables"),
         ]);
-        let from_variables = labels(&[], &environment, text);
-        let expected = Labels {
-            oneshot: false,
-            no_timestamp: false,
-            interval: Interval::Infinite,
-            output_file: "/variable".into(),
-            machine_type_file: "/variables".into(),
-            node_feature_api: true,
-            file_from_run: false,
-            clique: true,
-        };
-        assert_eq!(from_variables, expected);
+        expected = json!({
+            "oneshot": false, "noTimestamp": false, "sleepInterval": "infinite", "useNodeFeatureAPI": true,
+            "outputFile": "/variable", "machineTypeFile": "/variables", "writeFile": false, "gpuClique": true,
+        });
+        assert_eq!(labels(&[], &environment, text), expected);
         let args = ["--oneshot", "--no-timestamp=true", "--sleep-interval=2m", "-o", "/flag"];
-        let from_flags = labels(&args, &environment, text);
-        let interval = Interval::Every(Duration::from_secs(120));
-        let expected = Labels { oneshot: true, no_timestamp: true, interval, output_file: "/flag".into(), ..expected };
-        assert_eq!(from_flags, expected);
+        expected["oneshot"] = json!(true);
+        expected["noTimestamp"] = json!(true);
+        expected["sleepInterval"] = json!("120s");
+        expected["outputFile"] = json!("/flag");
+        assert_eq!(labels(&args, &environment, text), expected);
     }
 
     #[test]
     fn empty_output_file_is_standard_output() {
-        let empty = PathBuf::new();
-        let variable = Environment::of([("GFD_OUTPUT_FILE", "")]);
-        assert_eq!(labels(&["--output="], &Environment::default(), "").output_file, empty);
-        assert_eq!(labels(&[], &variable, "").output_file, empty);
-        assert_eq!(labels(&[], &Environment::default(), "flags: {gfd: {outputFile: ''}}").output_file, empty);
+        let output =
+            |args: &[&str], environment: &Environment, text| labels(args, environment, text)["outputFile"].clone();
+        let (none, empty) = (Environment::default(), Environment::of([("GFD_OUTPUT_FILE", "")]));
+        assert_eq!(output(&["--output="], &none, ""), "");
+        assert_eq!(output(&[], &empty, ""), "");
+        assert_eq!(output(&[], &none, "flags: {gfd: {outputFile: ''}}"), "");
     }
 }
