@@ -151,7 +151,7 @@ async fn released_driver_warns() {
 
 #[tokio::test]
 async fn plan_that_cannot_be_met_is_named() {
-    let (setup, kubelet) = well("dgx1-v100");
+    let (setup, kubelet) = well();
     let (file, socket) = (setup.at("config.yaml"), setup.admin_socket());
     let shared = "sharing: {timeSlicing: {resources: [{name: nvidia.com/gpu, replicas: 2, devices: 9}]}}";
     fs::write(&file, format!("version: v1\nlinkwise: {{naming: true}}\n{shared}\n")).unwrap();
