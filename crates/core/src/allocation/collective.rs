@@ -57,19 +57,23 @@ impl Links {
 
 /// Sums a weight over the pairs of every set.
 pub(super) fn inside(gpus: usize, weight: impl Fn(usize, usize) -> u32) -> Vec<u64> {
-    let mut sums = vec![0; 1 << gpus];
-    for row in 1..sums.len() {
-        let set = GpuSet(row as u64);
+    by_set(gpus, |set, sums| {
         let lowest = set.lowest();
         let rest = set.without(lowest);
         let first = lowest.places().next().unwrap_or(0);
-        let new = rest.places().map(|other| u64::from(weight(first, other))).sum::<u64>();
-        let sum = at(&sums, rest) + new;
-        if let Some(cell) = sums.get_mut(row) {
-            *cell = sum;
-        }
+        at(sums, rest) + rest.places().map(|other| u64::from(weight(first, other))).sum::<u64>()
+    })
+}
+
+/// A table with a row for each set of so many GPUs. A set's value is made of the rows before its own, among which are
+/// those of all its subsets.
+pub(super) fn by_set<T: Default>(gpus: usize, value: impl Fn(GpuSet, &[T]) -> T) -> Vec<T> {
+    let mut rows = Vec::with_capacity(1 << gpus);
+    rows.push(T::default());
+    for row in 1..1_u64 << gpus {
+        rows.push(value(GpuSet(row), &rows));
     }
-    sums
+    rows
 }
 
 /// Reads a set's row of a table; the default where the table has none.

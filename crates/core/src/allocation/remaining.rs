@@ -3,7 +3,7 @@
 use crate::prelude::*;
 use alloc::collections::BTreeMap;
 
-use super::collective::at;
+use super::collective::{at, by_set};
 use super::set::{GpuSet, subsets};
 use crate::topology::{Gpu, NodeTopology};
 
@@ -40,46 +40,34 @@ fn packing(gpus: usize, group: usize, collective: &[u32], top: u32) -> Vec<u32> 
         let thousandths = u64::from(at(collective, set)) * WHOLE / u64::from(top.max(1));
         u32::try_from(thousandths).unwrap_or(0)
     };
-    let mut packed: Vec<u32> = vec![0; 1 << gpus];
-    for row in 1..packed.len() {
-        let set = GpuSet(row as u64);
+    by_set(gpus, |set, packed| {
         // Either some GPU of the set is in no group ...
-        let idle = set.places().map(|place| at(&packed, set.without(GpuSet::of(place))));
+        let idle = set.places().map(|place| at(packed, set.without(GpuSet::of(place))));
         let mut best = idle.max().unwrap_or(0);
         // ... or every GPU is in a group: then the groups divide the set, and one of them has its lowest GPU.
         if set.len().is_multiple_of(group) {
             let lowest = set.lowest();
             for others in subsets(set.without(lowest), group - 1) {
                 let taken = lowest.union(others);
-                best = best.max(value(taken) + at(&packed, set.without(taken)));
+                best = best.max(value(taken) + at(packed, set.without(taken)));
             }
         }
-        if let Some(cell) = packed.get_mut(row) {
-            *cell = best;
-        }
-    }
-    packed
+        best
+    })
 }
 
 /// The smallest total of ranks over a division into pairs, for every set. One GPU of a set of odd size stays alone.
 pub(super) fn closeness_table(topology: &NodeTopology) -> Vec<u8> {
-    let gpus = topology.gpus().len();
-    let mut totals: Vec<u8> = vec![0; 1 << gpus];
-    for row in 1..totals.len() {
-        let set = GpuSet(row as u64);
+    by_set(topology.gpus().len(), |set, totals: &[u8]| {
         let lowest = set.lowest();
         let rest = set.without(lowest);
         let first = lowest.0.trailing_zeros() as usize;
         let paired = rest.places().map(|other| {
-            at(&totals, rest.without(GpuSet::of(other))).saturating_add(topology.rank(first, other).number())
+            at(totals, rest.without(GpuSet::of(other))).saturating_add(topology.rank(first, other).number())
         });
-        let alone = (set.len() % 2 == 1).then(|| at(&totals, rest));
-        let best = paired.chain(alone).min().unwrap_or(0);
-        if let Some(cell) = totals.get_mut(row) {
-            *cell = best;
-        }
-    }
-    totals
+        let alone = (set.len() % 2 == 1).then(|| at(totals, rest));
+        paired.chain(alone).min().unwrap_or(0)
+    })
 }
 
 /// The number of GPUs in whole groups that fit a package, for every set, summed over the group sizes: at most three

@@ -146,6 +146,7 @@ impl SetTables {
         let pairs = pairs.into_iter().zip(distances.into_iter().map(minus)).collect();
         let distances = remaining::closeness_table(topology).into_iter().map(|distance| minus(u64::from(distance)));
         let room = remaining::room_table(topology).into_iter().zip(distances).collect();
+        let near_nics = NearNics::of(topology);
         let (collective, by_collective) = ranked(collective);
         let (remaining, by_remaining) = ranked(remaining);
         let (pairs, by_pairs) = ranked(pairs);
@@ -153,7 +154,7 @@ impl SetTables {
         Self {
             chosen: by_collective.zip(by_pairs).map(|(high, low)| high << 48 | low << 16).collect(),
             remains: by_remaining.zip(by_room).map(|(high, low)| high << 32 | low).collect(),
-            nics: nics_table(topology),
+            nics: (0..1 << gpus).map(|row| near_nics.rate(GpuSet(row))).collect(),
             collective,
             remaining,
             pairs,
@@ -217,41 +218,42 @@ fn ranked<T: Ord + Clone>(values: Vec<T>) -> (Vec<T>, impl Iterator<Item = u64>)
     (distinct, ranks.into_iter())
 }
 
-/// Sums, for every set, the rates of the distinct NICs nearest to its members, Mbit/s.
-fn nics_table(topology: &NodeTopology) -> Vec<u64> {
-    let (nearest, rates) = nearest_nics(topology);
-    let mut near: Vec<u64> = vec![0; 1 << topology.gpus().len()];
-    for row in 1..near.len() {
-        let set = GpuSet(row as u64);
-        let lowest = set.lowest();
-        let own = lowest.places().filter_map(|place| nearest.get(place)).fold(0, |all, own| all | own);
-        let all = own | at(&near, set.without(lowest));
-        if let Some(cell) = near.get_mut(row) {
-            *cell = all;
-        }
-    }
-    near.into_iter().map(|nics| GpuSet(nics).places().filter_map(|nic| rates.get(nic)).sum()).collect()
-}
-
-/// Each GPU's nearest NICs as bits, and the rate of each such NIC.
+/// The NICs nearest to each GPU, as bits, and the rate of each such NIC, Mbit/s.
 ///
 /// The nearest NICs are all those of the smallest rank, if that is PHB or closer. Only NICs that are nearest to some
 /// GPU have a bit. No machine has 65 such NICs; a 65th would count for no GPU.
-pub(super) fn nearest_nics(topology: &NodeTopology) -> (Vec<u64>, Vec<u64>) {
-    let mut bits: BTreeMap<usize, u64> = BTreeMap::new();
-    let mut rates = Vec::new();
-    let mut nearest = Vec::new();
-    for place in 0..topology.gpus().len() {
-        let mut near = 0;
-        for nic in topology.nearest_nics(place) {
-            let bit = *bits.entry(nic).or_insert_with(|| {
-                let mbps = topology.nics().get(nic).and_then(|nic| nic.mbps).unwrap_or(bandwidth::UNKNOWN_NIC);
-                rates.push(u64::from(mbps));
-                GpuSet::of(rates.len() - 1).0
-            });
-            near |= bit;
+#[derive(Clone, Debug, Default)]
+pub(super) struct NearNics {
+    near: Vec<u64>,
+    rates: Vec<u64>,
+}
+
+impl NearNics {
+    pub fn of(topology: &NodeTopology) -> Self {
+        let mut bits: BTreeMap<usize, u64> = BTreeMap::new();
+        let mut nics = Self::default();
+        for place in 0..topology.gpus().len() {
+            let mut near = 0;
+            for nic in topology.nearest_nics(place) {
+                near |= *bits.entry(nic).or_insert_with(|| {
+                    let mbps = topology.nics().get(nic).and_then(|nic| nic.mbps).unwrap_or(bandwidth::UNKNOWN_NIC);
+                    nics.rates.push(u64::from(mbps));
+                    GpuSet::of(nics.rates.len() - 1).0
+                });
+            }
+            nics.near.push(near);
         }
-        nearest.push(near);
+        nics
     }
-    (nearest, rates)
+
+    /// Sums the rates of the distinct NICs nearest to a set's members, Mbit/s.
+    pub fn rate(&self, set: GpuSet) -> u64 {
+        let near = set.places().filter_map(|place| self.near.get(place)).fold(0, |all, own| all | own);
+        GpuSet(near).places().filter_map(|nic| self.rates.get(nic)).sum()
+    }
+
+    /// Returns true if two GPUs have the same nearest NICs.
+    pub fn are_alike(&self, a: usize, b: usize) -> bool {
+        self.near.get(a) == self.near.get(b)
+    }
 }

@@ -12,7 +12,7 @@ use super::collective;
 use super::remaining::{self, GROUPS, WHOLE};
 use super::report::Values;
 use super::set::{GpuSet, components, subsets};
-use super::tables;
+use super::tables::NearNics;
 use crate::topology::{NodeTopology, Rank};
 
 /// The most sets of one size that are all valued to find a machine's best, off the admission path, at a few
@@ -27,8 +27,7 @@ pub(super) struct Tree {
     ranks: Forest,
     nvlinks: Peers,
     packages: Vec<GpuSet>,
-    near_nics: Vec<u64>,
-    nic_rates: Vec<u64>,
+    nics: NearNics,
     tops: [Top; 3],
     /// The value that each GPU of a whole group adds in each cluster of `bandwidths`, by group size.
     shares: Vec<[u64; 3]>,
@@ -146,15 +145,15 @@ impl Tree {
         let ranks = Forest::new(gpus, |a, b| closeness(topology, a, b));
         let exact = bandwidths.peers.is_none() && ranks.peers.is_none() && plain_links(topology);
         let tops = GROUPS.map(|group| if exact { widest(&bandwidths, group) } else { best(topology, group) });
-        let (near_nics, nic_rates) = tables::nearest_nics(topology);
+        let nics = NearNics::of(topology);
         let share = |width: u32, top: Top| u64::from(width) * WHOLE / u64::from(top.mbps.max(1));
         let shares = bandwidths.clusters.iter();
         let shares = shares.map(|cluster| tops.map(|top| share(cluster.width, top) - share(cluster.below, top)));
         let shares = shares.collect();
         let nvlinks = Peers::new(gpus, |a, b| topology.nvlink(a, b));
-        let classes = classes(topology, &near_nics);
+        let classes = classes(topology, &nics);
         let packages = remaining::grouped(topology, |gpu| gpu.package).into_values().collect();
-        Self { bandwidths, ranks, nvlinks, packages, near_nics, nic_rates, tops, shares, classes, exact }
+        Self { bandwidths, ranks, nvlinks, packages, nics, tops, shares, classes, exact }
     }
 
     /// Returns true if the values are exact and not bounds.
@@ -184,7 +183,6 @@ impl Tree {
         let farthest = u64::from(Rank::FARTHEST.number());
         let minus =
             |sum: u64, pairs: u64| i64::try_from(farthest * pairs - sum.min(farthest * pairs)).map_or(0, |sum| -sum);
-        let nics = chosen.places().filter_map(|place| self.near_nics.get(place)).fold(0, |all, own| all | own);
         Values {
             collective: self.collective(chosen),
             remaining: self.remaining(remains),
@@ -192,7 +190,7 @@ impl Tree {
             closeness: minus(self.ranks.pairs(chosen), pairs_of(chosen)),
             room: u64::from(remaining::room(&self.packages, remains)),
             remaining_closeness: minus(self.ranks.matched(remains), remains.len() as u64 / 2),
-            nics: GpuSet(nics).places().filter_map(|nic| self.nic_rates.get(nic)).sum(),
+            nics: self.nics.rate(chosen),
             remaining_pairs: self.bandwidths.pairs(remains),
         }
     }
@@ -300,13 +298,13 @@ pub(super) fn collective_of(topology: &NodeTopology, set: GpuSet) -> u32 {
 
 /// The classes of GPUs that differ in nothing but their address: equal bandwidths and ranks to all others, one
 /// package, the same NICs.
-fn classes(topology: &NodeTopology, near_nics: &[u64]) -> Vec<GpuSet> {
+fn classes(topology: &NodeTopology, nics: &NearNics) -> Vec<GpuSet> {
     let gpus = topology.gpus();
     let alike = |a: usize, b: usize| {
         let package = |place: usize| gpus.get(place).map(|gpu| gpu.package);
         let others = (0..gpus.len()).filter(|other| *other != a && *other != b);
         package(a) == package(b)
-            && near_nics.get(a) == near_nics.get(b)
+            && nics.are_alike(a, b)
             && others.into_iter().all(|other| {
                 topology.bandwidth(a, other) == topology.bandwidth(b, other)
                     && topology.nvlink(a, other) == topology.nvlink(b, other)
