@@ -8,7 +8,7 @@ use std::time::Duration;
 use linkwise_core::allocation::DeviceId;
 use linkwise_core::claims::ClaimName;
 use linkwise_core::publish::placement::{Outlook, Placements};
-use linkwise_core::publish::view::{Process, Sums, view};
+use linkwise_core::publish::view::{NodeView, Sums, view};
 use linkwise_core::state::{
     Availability, ClaimedDevice, Door, Effect, Event, Health, Holdings, MigStrategy, NodeState, Prepared,
     PreparedClaim, PreparedDevice, ResourceDevice, ResourceName, ResourcePlan,
@@ -52,7 +52,7 @@ type Figures = (Vec<(GpuUuid, Availability)>, BTreeMap<Availability, usize>, usi
 fn figures(state: &NodeState) -> Figures {
     let gpus = state.gpus().iter().map(|status| (status.gpu.uuid.clone(), status.availability)).collect();
     let placements = Placements::of(state);
-    let Sums { gpus: counts, free, .. } = view(state, &placements, Process::default()).sums;
+    let Sums { gpus: counts, free, .. } = view(state, &placements, BTreeMap::new(), NodeView::default()).sums;
     (gpus, counts, free.values().sum(), placements.outlook)
 }
 

@@ -18,8 +18,8 @@ use tokio::time::Instant;
 use super::page::{Page, Slots};
 use super::readiness::{Part, Readiness};
 use linkwise_core::publish::placement::{Allocation, Placements};
-use linkwise_core::publish::view::{ChoiceView, NodeView, Process, Sums, view};
-use linkwise_core::state::NodeState;
+use linkwise_core::publish::view::{ChoiceView, NodeView, PartState, Sums, view};
+use linkwise_core::state::{NodeState, ResourceName};
 use linkwise_core::topology::NodeObservation;
 
 /// The age up to which a page is reused: it limits the cost of any number of readers.
@@ -145,7 +145,8 @@ impl Views {
     /// The current snapshot with its view. Any client may read the port: for it, the names of pods can be hidden.
     fn now(&self, port: bool) -> (Arc<NodeState>, NodeView) {
         let snapshot = Arc::clone(&self.snapshot.borrow());
-        let mut view = view(&snapshot, &self.placements(&snapshot), self.process());
+        let (plugins, process) = self.process();
+        let mut view = view(&snapshot, &self.placements(&snapshot), plugins, process);
         if port && self.told.hides_pods.load(Ordering::Relaxed) {
             for held in view.allocations.iter_mut().flatten() {
                 held.pod = hidden_name(held);
@@ -162,7 +163,8 @@ impl Views {
         Arc::clone(&last.placements)
     }
 
-    fn process(&self) -> Process {
+    /// The device plugins, and what else the state does not have.
+    fn process(&self) -> (BTreeMap<ResourceName, PartState>, NodeView) {
         let (mut plugins, mut parts) = (BTreeMap::new(), BTreeMap::new());
         for (part, state) in self.readiness.all() {
             match part {
@@ -170,16 +172,18 @@ impl Views {
                 part => drop(parts.insert(part.to_string(), state)),
             }
         }
-        Process {
+        let idle = self.readiness.offers_nothing();
+        let process = NodeView {
             version: env!("CARGO_PKG_VERSION").into(),
             node: self.told.name.get().cloned(),
             unready: self.readiness.summary().err().unwrap_or_default(),
             driver_released: self.told.is_released.get().is_some_and(|released| *released.borrow()),
-            idle: self.readiness.offers_nothing().unwrap_or_else(|| self.readiness.idle().borrow().reason().to_owned()),
-            plugins,
+            idle: idle.or_else(|| Some(self.readiness.idle().borrow().reason().to_owned())),
             parts,
             choices: lock(&self.told.choices).iter().cloned().collect(),
-        }
+            ..NodeView::default()
+        };
+        (plugins, process)
     }
 }
 

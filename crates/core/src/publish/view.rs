@@ -181,53 +181,33 @@ pub struct ChoiceView {
     pub why: String,
 }
 
-/// The facts of the process, which the state does not have.
-#[derive(Clone, Debug, Default)]
-pub struct Process {
-    /// The running version.
-    pub version: Word,
-    /// The node's name.
-    pub node: Option<String>,
-    /// The lines of /readyz while the node is not ready.
-    pub unready: Vec<String>,
-    /// Set while the driver is released on an operator's order.
-    pub driver_released: bool,
-    /// The reason why the node is idle; it counts while there is no plugin and no DRA.
-    pub idle: String,
-    /// The device plugins.
-    pub plugins: BTreeMap<ResourceName, PartState>,
-    /// The other parts.
-    pub parts: BTreeMap<String, PartState>,
-    /// The last choices, the latest first.
-    pub choices: Vec<ChoiceView>,
-}
-
-/// Computes the view of a snapshot and of the process that has it.
-pub fn view(state: &NodeState, placements: &Placements, process: Process) -> NodeView {
+/// Computes the view of a snapshot and of the process that has it, with its `plugins`. `process` has what the state does
+/// not have: the version, the node's name, what is unready, the other parts and the last choices; and the reason why the
+/// node is idle, which counts while there is no plugin and no DRA.
+pub fn view(
+    state: &NodeState,
+    placements: &Placements,
+    plugins: BTreeMap<ResourceName, PartState>,
+    process: NodeView,
+) -> NodeView {
     let gpus: Vec<GpuView> = state.gpus().iter().map(|status| GpuView::of(state, status)).collect();
     let offered = state.offers().resources();
+    let is_idle = plugins.is_empty() && !state.has_dra();
     let resource = |(name, part): (ResourceName, PartState)| {
         let (healthy, unhealthy) = offered.get(&name).map(Resource::counts).unwrap_or_default();
         (name.to_string(), ResourceView { phase: part.phase, trouble: part.trouble, healthy, unhealthy })
     };
-    let idle = (process.plugins.is_empty() && !state.has_dra()).then_some(process.idle);
     let is_known = gpus.is_empty() || state.knows_holders();
-    let sums = Sums::of(state, placements, &gpus);
     NodeView {
-        version: process.version,
-        node: process.node,
-        unready: process.unready,
-        driver_released: process.driver_released,
-        idle,
-        resources: process.plugins.into_iter().map(resource).collect(),
-        parts: process.parts,
-        gpus,
+        idle: process.idle.filter(|_| is_idle),
+        resources: plugins.into_iter().map(resource).collect(),
         allocations: is_known.then(|| placements.allocations.clone()),
         outlook: is_known.then(|| placements.outlook.clone()),
-        choices: process.choices,
         problems: state.offers().faults().map(ToString::to_string).collect(),
         warnings: state.hardware().warnings().iter().map(ToString::to_string).collect(),
-        sums,
+        sums: Sums::of(state, placements, &gpus),
+        gpus,
+        ..process
     }
 }
 
