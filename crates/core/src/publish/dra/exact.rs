@@ -124,24 +124,9 @@ impl<'a> Valued<'a> {
     }
 }
 
-/// A mean over states.
-#[derive(Clone, Copy, Default)]
-struct Mean {
-    sum: u64,
-    count: u64,
-}
-
-impl Mean {
-    fn add(&mut self, share: Option<u64>) {
-        if let Some(share) = share {
-            self.sum += share;
-            self.count += 1;
-        }
-    }
-
-    fn value(self) -> Option<u64> {
-        self.sum.checked_div(self.count)
-    }
+/// The mean over states.
+fn mean(shares: &[u64]) -> Option<u64> {
+    shares.iter().sum::<u64>().checked_div(shares.len() as u64)
 }
 
 /// A state of the node: its free GPUs, the best collective of them, and the share of it that alternatives get.
@@ -171,13 +156,13 @@ pub fn of(
     };
     let states: Vec<State> = states(all).filter(|free| free.len() >= gpus).map(state).collect();
     let claim = |attribute: &GroupAttribute| {
-        let (mut waits, mut got, mut forgone) = (0, Mean::default(), Mean::default());
+        let (mut waits, mut got, mut forgone) = (0, Vec::new(), Vec::new());
         for state in &states {
             match attribute.chosen(state.free, gpus) {
-                Some(chosen) => got.add(share(chosen, state.best)),
+                Some(chosen) => got.extend(share(chosen, state.best)),
                 None => {
                     waits += 1;
-                    forgone.add(state.alternatives);
+                    forgone.extend(state.alternatives);
                 }
             }
         }
@@ -187,8 +172,8 @@ pub fn of(
             promised: valued.and_then(|valued| promised(attribute, gpus, valued)),
             states: states.len() as u64,
             waits,
-            share: got.value(),
-            forgone: forgone.value(),
+            share: mean(&got),
+            forgone: mean(&forgone),
         }
     };
     attributes.iter().map(claim).filter(|claim| claim.sets > 0).collect()

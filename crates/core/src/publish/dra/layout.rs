@@ -28,17 +28,15 @@ impl GpuLayout {
     /// [`LayoutCache`].
     pub fn of(tables: &AllocationTables, gpus: GpuSet) -> Self {
         let topology = tables.topology();
-        let is_whole = |place: &usize| topology.gpus().get(*place).is_some_and(|gpu| !gpu.mig_enabled);
-        let places: Vec<usize> = gpus.places().filter(is_whole).collect();
-        let nvlink_domains = nvlink_domains(topology, gpus);
+        let places = whole(topology, gpus);
+        let nvlink_domains = nvlink_domains(topology, &places);
         if places.len() == topology.gpus().len() {
             let (order, families) = (order(tables), families::families(tables));
             return Self { order, families, nvlink_domains };
         }
         let some = AllocationTables::new(Arc::new(topology.restricted(&places)));
         let (order, families) = (order(&some), families::families(&some));
-        let back = |set: GpuSet| set.places().filter_map(|place| places.get(place).copied()).collect::<GpuSet>();
-        let group = |group: Group| Group { gpus: back(group.gpus), ..group };
+        let group = |group: Group| Group { gpus: outside(&places, group.gpus), ..group };
         let family = |family: Family| Family { groups: family.groups.into_iter().map(group).collect(), ..family };
         Self {
             order: order.into_iter().filter_map(|place| places.get(place).copied()).collect(),
@@ -94,9 +92,9 @@ impl Known {
         let left: Vec<usize> = now.gpus().iter().map(|gpu| before.position(&gpu.uuid)).collect::<Option<_>>()?;
         let place_now = |place: usize| left.iter().position(|before| *before == place);
         let moved = |set: GpuSet| set.places().filter_map(place_now).collect::<GpuSet>();
-        let whole = gpus.places().filter(|place| now.gpus().get(*place).is_some_and(|gpu| !gpu.mig_enabled));
+        let whole = whole(now, gpus);
         let is_same = before.restricted(&left).without_mig_devices() == now.without_mig_devices();
-        if !is_same || moved(self.layout.order.iter().copied().collect()) != whole.collect() {
+        if !is_same || moved(self.layout.order.iter().copied().collect()) != whole.iter().copied().collect() {
             return None;
         }
         let families = self.layout.families.iter().map(|family| {
@@ -108,23 +106,30 @@ impl Known {
             order: self.layout.order.iter().filter_map(|place| place_now(*place)).collect(),
             families: families.filter(|family| !family.groups.is_empty()).collect(),
             // GPUs may have been connected through the lost one.
-            nvlink_domains: nvlink_domains(now, gpus),
+            nvlink_domains: nvlink_domains(now, &whole),
         })
     }
 }
 
-/// GPUs of these that NVLink connects, over any number of hops; two at least. Those in MIG mode are left out.
-fn nvlink_domains(topology: &NodeTopology, gpus: GpuSet) -> Vec<GpuSet> {
-    let is_whole = |place: &usize| topology.gpus().get(*place).is_some_and(|gpu| !gpu.mig_enabled);
-    let places: Vec<usize> = gpus.places().filter(is_whole).collect();
+/// The places of those of some GPUs that are not in MIG mode.
+fn whole(topology: &NodeTopology, gpus: GpuSet) -> Vec<usize> {
+    gpus.places().filter(|place| topology.gpus().get(*place).is_some_and(|gpu| !gpu.mig_enabled)).collect()
+}
+
+/// A set of positions in `places`, as the set of the places there.
+fn outside(places: &[usize], set: GpuSet) -> GpuSet {
+    set.places().filter_map(|place| places.get(place).copied()).collect()
+}
+
+/// GPUs of these places that NVLink connects, over any number of hops; two at least.
+fn nvlink_domains(topology: &NodeTopology, places: &[usize]) -> Vec<GpuSet> {
     let linked = |a: usize, b: usize| match (places.get(a), places.get(b)) {
         (Some(a), Some(b)) => topology.nvlink(*a, *b) > 0,
         _ => false,
     };
-    let back = |set: GpuSet| set.places().filter_map(|place| places.get(place).copied()).collect::<GpuSet>();
     let mut domains = components(places.len(), linked);
     domains.retain(|domain| domain.len() > 1);
-    domains.into_iter().map(back).collect()
+    domains.into_iter().map(|domain| outside(places, domain)).collect()
 }
 
 /// The sizes of the best sets, the largest first.
@@ -257,17 +262,18 @@ impl Rated {
         Self { order, lacks, total: rates.iter().sum() }
     }
 
+    /// Of two orders the better one has the lower key.
+    fn key(&self) -> (u64, u64) {
+        (self.lacks, u64::MAX - self.total)
+    }
+
     /// Takes the best of the orders near this one, as long as one is better.
     fn improve(&mut self, rating: &Rating, floor: &[u64], near: impl Fn(&[usize]) -> Vec<Vec<usize>>) {
         for _ in 0..MOST_ROUNDS {
             let found = near(&self.order).into_iter().map(|order| Self::new(rating, floor, order));
             // Of equals the first.
-            let better = |best: Option<Self>, next: Self| match best {
-                Some(best) if (best.lacks, u64::MAX - best.total) <= (next.lacks, u64::MAX - next.total) => Some(best),
-                _ => Some(next),
-            };
-            match found.fold(None, better) {
-                Some(best) if (best.lacks, u64::MAX - best.total) < (self.lacks, u64::MAX - self.total) => *self = best,
+            match found.min_by_key(Self::key) {
+                Some(best) if best.key() < self.key() => *self = best,
                 _ => return,
             }
         }
