@@ -9,7 +9,7 @@ use alloc::collections::{BTreeMap, BTreeSet};
 use serde::Serialize;
 
 use crate::quote::excerpt;
-use crate::topology::Gpu;
+use crate::topology::{Gpu, thousandths};
 
 /// The types of nccl-tests (`test_typenames` in its src/common.cu, old names too), with their bytes.
 const TYPES: [(&str, u64); 14] = [
@@ -365,18 +365,6 @@ impl Run {
 /// Returns true if two values are within a fiftieth of the second.
 fn agree(one: u128, other: u128) -> bool {
     one.abs_diff(other).saturating_mul(50) <= other
-}
-
-/// Reads digits with an optional fraction and multiplies the number by a thousand. `None` for signs, exponents, blanks,
-/// and numbers that do not fit.
-pub(super) fn thousandths(text: &str) -> Option<u64> {
-    let (whole, fraction) = text.split_once('.').unwrap_or((text, ""));
-    let all_digits = |text: &str| text.bytes().all(|byte| byte.is_ascii_digit());
-    if whole.is_empty() || !all_digits(whole) || !all_digits(fraction) {
-        return None;
-    }
-    let part = fraction.bytes().chain(*b"000").take(3).fold(0, |sum, digit| sum * 10 + u64::from(digit - b'0'));
-    whole.parse::<u64>().ok()?.checked_mul(1_000)?.checked_add(part)
 }
 
 /// Reads a bandwidth, which nccl-tests print with two decimals: a line that was cut in it has fewer. From 1000 GB/s on

@@ -79,7 +79,7 @@ pub struct AllocatedDevice {
     #[serde(rename = "shareID")]
     pub share_id: Option<String>,
     /// The part that the share takes of the device's capacities, as quantities by name.
-    #[serde(deserialize_with = "map_or_default")]
+    #[serde(deserialize_with = "or_default")]
     pub consumed_capacity: BTreeMap<String, String>,
 }
 
@@ -107,13 +107,8 @@ pub struct OpaqueConfig {
     pub parameters: String,
 }
 
-/// Reads a map; null is an empty one.
-fn map_or_default<'de, D: Deserializer<'de>>(deserializer: D) -> Result<BTreeMap<String, String>, D::Error> {
-    Option::deserialize(deserializer).map(Option::unwrap_or_default)
-}
-
-/// Reads a list; null is an empty one.
-fn or_default<'de, D: Deserializer<'de>, T: Deserialize<'de>>(deserializer: D) -> Result<Vec<T>, D::Error> {
+/// Reads a list or a map; null is an empty one.
+fn or_default<'de, D: Deserializer<'de>, T: Default + Deserialize<'de>>(deserializer: D) -> Result<T, D::Error> {
     Option::deserialize(deserializer).map(Option::unwrap_or_default)
 }
 

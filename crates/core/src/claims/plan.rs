@@ -34,26 +34,26 @@ const MOST_CONFIGS: usize = 64;
 ///
 /// The first thing that is wrong. Nothing is prepared then.
 pub fn plan(claim: &Claim, asked: &ClaimName, node: Node<'_>) -> Result<Prepared, ClaimError> {
-    let full = |name: &ClaimName| format!("{}/{}", name.namespace, name.name);
-    if full(&claim.metadata) != full(asked) {
-        return Err(ClaimError::OtherClaim { asked: full(asked), found: full(&claim.metadata) });
+    let (name, found) = (asked.to_string(), claim.metadata.to_string());
+    if found != name {
+        return Err(ClaimError::OtherClaim { asked: name, found });
     }
     if claim.metadata.uid != asked.uid {
-        let (asked, found, claim) = (asked.uid.clone(), claim.metadata.uid.clone(), full(asked));
+        let (asked, found, claim) = (asked.uid.clone(), claim.metadata.uid.clone(), name);
         return Err(ClaimError::OtherUid { claim, asked, found });
     }
-    let allocation = claim.status.allocation.as_ref().ok_or_else(|| ClaimError::NotAllocated(full(asked)))?;
+    let allocation = claim.status.allocation.as_ref().ok_or_else(|| ClaimError::NotAllocated(name.clone()))?;
     let (results, configs) = (&allocation.devices.results, &allocation.devices.config);
     for (what, count, limit) in
         [("devices", results.len(), MOST_DEVICES), ("configurations", configs.len(), MOST_CONFIGS)]
     {
         if count > limit {
-            return Err(ClaimError::TooMany { claim: full(asked), what, count, limit });
+            return Err(ClaimError::TooMany { claim: name, what, count, limit });
         }
     }
     let ours: Vec<&AllocatedDevice> = results.iter().filter(|result| result.driver == DRA_DRIVER).collect();
     if ours.is_empty() {
-        return Err(ClaimError::NoDevices(full(asked)));
+        return Err(ClaimError::NoDevices(name));
     }
     let configs = Configs::read(configs)?;
     let others = || node.state.ledger().claims().filter(|(name, _)| name.uid != asked.uid);

@@ -90,18 +90,18 @@ impl Admissions {
 
     /// Returns true if a list is awaited that may be the first with some admission.
     pub fn await_list(&self) -> bool {
-        self.all().any(Admission::is_awaited)
+        self.each_given().map(|(.., admission)| admission).chain(self.claims.values()).any(Admission::is_awaited)
     }
 
-    fn all(&self) -> impl Iterator<Item = &Admission> {
-        self.given.values().flat_map(BTreeMap::values).chain(self.claims.values())
+    fn each_given(&self) -> impl Iterator<Item = (&ResourceName, &BTreeSet<DeviceId>, &Admission)> {
+        let given = self.given.iter();
+        given.flat_map(|(resource, given)| given.iter().map(move |(devices, admission)| (resource, devices, admission)))
     }
 
     /// The ids that were given and that no list has had yet.
     pub fn unlisted(&self) -> impl Iterator<Item = (&ResourceName, &DeviceId)> {
-        let given = self.given.iter().flat_map(|(resource, given)| given.iter().map(move |one| (resource, one)));
-        let unlisted = given.filter(|(_, (_, admission))| !admission.is_listed);
-        unlisted.flat_map(|(resource, (devices, _))| devices.iter().map(move |id| (resource, id)))
+        let unlisted = self.each_given().filter(|(.., admission)| !admission.is_listed);
+        unlisted.flat_map(|(resource, devices, _)| devices.iter().map(move |id| (resource, id)))
     }
 
     /// The best that was free when these devices were given together.
@@ -116,13 +116,12 @@ impl Admissions {
 
     /// Writes the record for our next process.
     pub fn record(&self) -> (Vec<AdmissionRecord>, BTreeMap<String, FreeThen>) {
-        let given = self.given.iter().flat_map(|(resource, given)| given.iter().map(move |one| (resource, one)));
-        let record = |(resource, (devices, admission)): (&ResourceName, (&BTreeSet<DeviceId>, &Admission))| {
+        let given = self.each_given().filter_map(|(resource, devices, admission)| {
             let devices = devices.iter().map(ToString::to_string).collect();
             Some(AdmissionRecord { resource: resource.to_string(), devices, then: admission.then? })
-        };
+        });
         let claims = self.claims.iter().filter_map(|(uid, admission)| Some((uid.clone(), admission.then?)));
-        (given.filter_map(record).collect(), claims.collect())
+        (given.collect(), claims.collect())
     }
 
     /// Takes over the record of our last process.

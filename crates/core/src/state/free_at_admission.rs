@@ -16,7 +16,7 @@ use super::resource_name::ResourceName;
 use crate::allocation::{DeviceId, GpuSet};
 
 /// The GPUs of healthy devices that are not MIG devices.
-fn whole<'a>(hardware: &Hardware, devices: impl Iterator<Item = &'a Device>) -> GpuSet {
+pub(super) fn whole<'a>(hardware: &Hardware, devices: impl Iterator<Item = &'a Device>) -> GpuSet {
     let whole = devices.filter(|device| device.mig.is_none() && device.health == Health::Healthy);
     whole.filter_map(|device| hardware.topology().position(&device.gpu.uuid)).collect()
 }

@@ -358,18 +358,14 @@ impl Ledger {
             let holder = Holder { key: Some(key), part, is_slot: slot.is_some(), since, reason };
             holders.entry(gpu).or_default().push(holder);
         }
-        for (claimed, gpu, part) in self.claimed(topology) {
-            let reason = UnhealthyReason::Claimed { claim: claimed.claim.clone(), device: claimed.device.clone() };
+        let claimed = self.claimed(topology);
+        let claimed = claimed.map(|(by, gpu, part)| (&gpu.uuid, part, by.claim.clone(), by.device.clone()));
+        let prepared = self.prepared.values().flat_map(|prepared| prepared.gpus().map(move |gpu| (prepared, gpu)));
+        let prepared = prepared.map(|(by, gpu)| (gpu, Part::Whole, by.claim.to_string(), gpu.to_string()));
+        for (gpu, part, claim, device) in claimed.chain(prepared) {
+            let reason = UnhealthyReason::Claimed { claim, device };
             let holder = Holder { key: None, part, is_slot: false, since: known_since, reason };
-            holders.entry(gpu.uuid.as_str()).or_default().push(holder);
-        }
-        for prepared in self.prepared.values() {
-            let claim = prepared.claim.to_string();
-            for gpu in prepared.gpus() {
-                let reason = UnhealthyReason::Claimed { claim: claim.clone(), device: gpu.to_string() };
-                let holder = Holder { key: None, part: Part::Whole, is_slot: false, since: known_since, reason };
-                holders.entry(gpu.as_str()).or_default().push(holder);
-            }
+            holders.entry(gpu.as_str()).or_default().push(holder);
         }
         let conflicts = devices.filter_map(|(key, device)| {
             let of_gpu = holders.get(device.gpu.uuid.as_str())?;

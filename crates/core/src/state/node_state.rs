@@ -8,6 +8,7 @@ use core::time::Duration;
 use super::availability::{self, Availability, Held};
 use super::device::{Device, Health, NumaHints, Timestamp};
 use super::event::Event;
+use super::free_at_admission::whole;
 use super::hardware::Hardware;
 use super::ledger::Ledger;
 use super::mps::MpsShare;
@@ -253,16 +254,11 @@ impl NodeState {
     /// request gets all of its GPUs from one of these sets. `None` if the holders are unknown.
     pub fn free_gpus(&self) -> Option<Vec<GpuSet>> {
         let held = self.held.as_ref().as_ref()?;
-        let is_free = |device: &&Device| {
-            device.mig.is_none() && device.health == Health::Healthy && !held.contains(&device.gpu.uuid)
-        };
-        let free = |devices: &mut dyn Iterator<Item = &Device>| {
-            let free = devices.filter(is_free).filter_map(|device| self.topology().position(&device.gpu.uuid));
-            free.collect()
-        };
+        let held: GpuSet = held.iter().filter_map(|gpu| self.topology().position(gpu)).collect();
         let resources = self.offers.resources().values();
-        let by_resource = resources.map(|resource| free(&mut resource.devices().values()));
-        Some(by_resource.chain([free(&mut self.offers.through_dra().iter())]).collect())
+        let by_resource = resources.map(|resource| whole(&self.hardware, resource.devices().values()));
+        let of_dra = whole(&self.hardware, self.offers.through_dra().iter());
+        Some(by_resource.chain([of_dra]).map(|free| free.without(held)).collect())
     }
 
     /// The next moment at which time alone changes something; [`Event::Tick`](super::Event::Tick) is due then. Health

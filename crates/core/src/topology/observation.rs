@@ -216,16 +216,20 @@ impl PcieLink {
     /// Reads the rate in the kernel's words: "16.0 GT/s PCIe", on older kernels "8 GT/s".
     pub fn megatransfers(words: &str) -> Option<u32> {
         let (number, unit) = words.split_once(' ')?;
-        unit.starts_with("GT/s").then(|| thousandths(number)).flatten()
+        u32::try_from(thousandths(number).filter(|_| unit.starts_with("GT/s"))?).ok()
     }
 }
 
-/// Reads a decimal number and multiplies it by a thousand; digits beyond the third are dropped.
-pub fn thousandths(number: &str) -> Option<u32> {
-    let (whole, part) = number.split_once('.').unwrap_or((number, ""));
-    let mut digits = part.chars().chain("000".chars()).take(3);
-    let part = digits.try_fold(0, |sum, digit| Some(sum * 10 + digit.to_digit(10)?))?;
-    whole.parse::<u32>().ok()?.checked_mul(1_000)?.checked_add(part)
+/// Reads digits with an optional fraction and multiplies the number by a thousand; digits of the fraction beyond the third
+/// are dropped. `None` for signs, exponents, blanks, and numbers that do not fit.
+pub fn thousandths(text: &str) -> Option<u64> {
+    let (whole, fraction) = text.split_once('.').unwrap_or((text, ""));
+    let all_digits = |text: &str| text.bytes().all(|byte| byte.is_ascii_digit());
+    if whole.is_empty() || !all_digits(whole) || !all_digits(fraction) {
+        return None;
+    }
+    let part = fraction.bytes().chain(*b"000").take(3).fold(0, |sum, digit| sum * 10 + u64::from(digit - b'0'));
+    whole.parse::<u64>().ok()?.checked_mul(1_000)?.checked_add(part)
 }
 
 /// The NVLinks of one GPU that end at one remote and are in one state.
@@ -267,6 +271,14 @@ pub struct FabricObservation {
     pub cluster: String,
     /// The clique; GPUs of one clique reach each other over NVLink.
     pub clique: u32,
+}
+
+impl FabricObservation {
+    /// The fabric of several machines, as `<cluster's UUID>.<clique>`. A machine that is a fabric of its own has none.
+    pub(crate) fn shared(&self) -> Option<String> {
+        let is_shared = self.cluster.contains(|c| c != '0' && c != '-');
+        is_shared.then(|| format!("{}.{}", self.cluster, self.clique))
+    }
 }
 
 /// The host as hwloc and the kernel describe it.

@@ -128,7 +128,7 @@ impl Sysfs {
             }
             // The file has "200 Gb/sec (4X HDR)" or "2.5 Gb/sec (1X SDR)": the number is in Gbit/s.
             let text = fs::read_to_string(port.join("rate")).ok()?;
-            thousandths(text.split_whitespace().next()?)
+            thousandths(text.split_whitespace().next()?)?.try_into().ok()
         };
         let rates: Vec<u32> = ports.flatten().filter_map(|port| rate(port.path())).collect();
         rates.iter().copied().reduce(u32::saturating_add).and_then(NicObservation::rate)

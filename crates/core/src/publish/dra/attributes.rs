@@ -44,11 +44,18 @@ impl Draft<'_> {
     /// Adds a text. One that the API server would refuse is left out.
     fn text(&mut self, name: &str, value: Option<impl ToString>) {
         let Some(value) = value.map(|value| value.to_string()) else { return };
-        if value.len() > MOST_TEXT {
-            let (device, attribute) = (self.device.name.clone(), name.to_owned());
-            self.problems.push(DraProblem::Dropped { device, attribute, value });
-        } else {
-            self.put(name, Attribute::String(value));
+        let fits = value.len() <= MOST_TEXT;
+        self.put_valid(name, value.clone(), fits.then_some(Attribute::String(value)));
+    }
+
+    /// Adds what is valid of a value.
+    fn put_valid(&mut self, name: &str, value: String, valid: Option<Attribute>) {
+        match valid {
+            Some(valid) => self.put(name, valid),
+            None => {
+                let (device, attribute) = (self.device.name.clone(), name.to_owned());
+                self.problems.push(DraProblem::Dropped { device, attribute, value });
+            }
         }
     }
 
@@ -61,13 +68,8 @@ impl Draft<'_> {
     /// Adds a version as NVML or the driver writes it.
     fn version(&mut self, name: &str, value: Option<impl ToString>) {
         let Some(value) = value.map(|value| value.to_string()) else { return };
-        match version(&value) {
-            Some(version) => self.put(name, Attribute::Version(version)),
-            None => {
-                let (device, attribute) = (self.device.name.clone(), name.to_owned());
-                self.problems.push(DraProblem::Dropped { device, attribute, value });
-            }
-        }
+        let version = version(&value).map(Attribute::Version);
+        self.put_valid(name, value, version);
     }
 
     fn put(&mut self, name: &str, value: Attribute) {
@@ -90,7 +92,7 @@ impl Draft<'_> {
             (None, None) => {}
         }
         self.text(&ours("pcieSwitch"), device.place.and_then(|place| shared_switch(topology, place)));
-        self.text(&ours("nvlinkFabric"), gpu.facts.fabric.as_ref().and_then(fabric));
+        self.text(&ours("nvlinkFabric"), gpu.facts.fabric.as_ref().and_then(FabricObservation::shared));
         let nearest = nearest(topology, device.place, |_| true).and_then(|nic| nic.pci);
         self.text(&ours("nearestNic"), nearest);
         self.number(&ours("rail"), gpu.rail);
@@ -130,8 +132,7 @@ impl Draft<'_> {
             self.capacity("ofaEngines", engines.ofa);
         }
         if let Some(placement) = placement {
-            // No GPU has more than eight; a file from outside may have any number.
-            for slice in (placement.start..placement.start.saturating_add(placement.size)).take(8) {
+            for slice in placement.slices() {
                 self.capacity(&format!("memorySlice{slice}"), 1);
             }
         }
@@ -228,12 +229,6 @@ fn nearest(topology: &NodeTopology, place: Option<usize>, is_meant: impl Fn(&Nic
     let rank = |nic: &Nic| nic.level.get(place).copied().unwrap_or(Rank::FARTHEST);
     let near = topology.nics().iter().filter(|nic| is_meant(nic) && rank(nic) <= Rank::HOST_BRIDGE);
     near.min_by_key(|nic| (rank(nic), nic.pci.is_none(), nic.pci, nic.names.first()))
-}
-
-/// The NVLink fabric of several machines that a GPU has joined. A machine that is a fabric of its own has none.
-fn fabric(fabric: &FabricObservation) -> Option<String> {
-    let is_shared = fabric.cluster.contains(|c| c != '0' && c != '-');
-    is_shared.then(|| format!("{}.{}", fabric.cluster, fabric.clique))
 }
 
 /// The architecture of a compute capability, by NVML's names, from NVIDIA's lists of CUDA GPUs

@@ -12,7 +12,7 @@ use alloc::collections::BTreeMap;
 use super::attributes::{Draft, taints};
 use super::{Counter, CounterConsumption, CounterSet, DraDevice, DraFacts, DraProblem, SliceDevice};
 use crate::quantity;
-use crate::topology::{MigDevice, MigEngines, PossibleMig, device_name, possible_mig};
+use crate::topology::{MigDevice, MigEngines, MigPlacement, PossibleMig, device_name, possible_mig};
 
 /// Adds the devices of all GPUs in MIG mode, in the order of [`possible_mig`].
 pub(super) fn add(facts: &DraFacts<'_>, devices: &mut Vec<SliceDevice>, problems: &mut Vec<DraProblem>) {
@@ -68,14 +68,14 @@ pub fn counters(facts: &DraFacts<'_>) -> Vec<CounterSet> {
             }
         }
         for mig in static_devices(facts, gpu) {
-            let slices = mig.placement.map(|placement| (placement.start, placement.size)).unwrap_or_default();
             // Compute instances of one GPU instance share its memory and engines: these count for the first one.
             let is_first = static_devices(facts, gpu)
                 .take_while(|other| other.uuid != mig.uuid)
                 .all(|other| other.gpu_instance != mig.gpu_instance);
             let engines = mig.engines.unwrap_or_default();
             let shared = MigEngines { multiprocessors: engines.multiprocessors, ..MigEngines::default() };
-            let taken = if is_first { amounts(engines, mig.memory_mib, slices) } else { amounts(shared, 0, (0, 0)) };
+            let taken =
+                if is_first { amounts(engines, mig.memory_mib, mig.placement) } else { amounts(shared, 0, None) };
             for (name, amount) in taken {
                 if let Some(total) = left.get_mut(&name) {
                     *total = total.saturating_sub(amount);
@@ -110,11 +110,10 @@ fn static_devices<'a>(facts: &DraFacts<'a>, gpu: &DraDevice<'a>) -> impl Iterato
 
 /// The amounts that a device takes of its GPU's counters, by NVIDIA's names.
 fn consumed(possible: &PossibleMig<'_>) -> BTreeMap<String, u64> {
-    let placement = possible.slot.placement;
-    amounts(possible.kind.engines, possible.kind.memory_mib, (placement.start, placement.size))
+    amounts(possible.kind.engines, possible.kind.memory_mib, Some(possible.slot.placement))
 }
 
-fn amounts(engines: MigEngines, memory_mib: u64, (start, size): (u32, u32)) -> BTreeMap<String, u64> {
+fn amounts(engines: MigEngines, memory_mib: u64, placement: Option<MigPlacement>) -> BTreeMap<String, u64> {
     let MigEngines { multiprocessors, copy, decoder, encoder, jpeg, ofa } = engines;
     let named = [
         ("multiprocessors", multiprocessors),
@@ -125,8 +124,7 @@ fn amounts(engines: MigEngines, memory_mib: u64, (start, size): (u32, u32)) -> B
         ("ofa-engines", ofa),
     ];
     let named = named.map(|(name, amount)| (name.to_owned(), u64::from(amount)));
-    // No GPU has more than eight; a file from outside may have any number.
-    let slices = (start..start.saturating_add(size)).take(8).map(|slice| (format!("{SLICE}{slice}"), 1));
+    let slices = placement.into_iter().flat_map(MigPlacement::slices).map(|slice| (format!("{SLICE}{slice}"), 1));
     let all = named.into_iter().chain([(MEMORY.to_owned(), memory_mib)]).chain(slices);
     all.filter(|(_, amount)| *amount > 0).collect()
 }

@@ -94,7 +94,8 @@ impl<'a> DraFacts<'a> {
                 // Another GPU may have its minor number by now.
                 (None, _) => gone_name(device).filter(|name| !taken.contains(name.as_str())),
             };
-            let (gpu, reasons) = (&device.gpu, reasons(state, device));
+            let concerns = |reason: &UnhealthyReason| reason.concerns(device.instance());
+            let (gpu, reasons) = (&device.gpu, reasons(state, &device.gpu, Some(&device.health), concerns));
             let sharing = if mig.is_none() { state.dra_sharing(&gpu.uuid) } else { GpuSharing::default() };
             Some(DraDevice { name, gpu, place, mig, sharing, reasons })
         });
@@ -107,28 +108,22 @@ impl<'a> DraFacts<'a> {
         }));
         let gpus = topology.gpus().iter().enumerate().filter(|(_, gpu)| gpu.mig_enabled);
         let gpus = gpus.filter(|(_, gpu)| state.is_with_dra(&gpu.uuid));
-        let mig_gpus = gpus.map(|(place, gpu)| mig_gpu(place, gpu, mig_gpu_reasons(state, gpu))).collect();
+        let mig_gpus = gpus.map(|(place, gpu)| {
+            let (place, reasons) = (Some(place), mig_gpu_reasons(state, gpu));
+            DraDevice { name: None, gpu, place, mig: None, sharing: GpuSharing::default(), reasons }
+        });
+        let mig_gpus = mig_gpus.collect();
         let made = state.ledger().made_mig().map(str::to_owned).collect();
         let versions = state.hardware().versions();
         Self { devices, topology, versions, layout, held, mig_gpus, made, settings }
     }
 }
 
-fn mig_gpu(place: usize, gpu: &Gpu, reasons: Vec<UnhealthyReason>) -> DraDevice<'_> {
-    DraDevice { name: None, gpu, place: Some(place), mig: None, sharing: GpuSharing::default(), reasons }
-}
-
 /// The reasons why no MIG device can be made on a GPU: those against the whole GPU.
 fn mig_gpu_reasons(state: &NodeState, gpu: &Gpu) -> Vec<UnhealthyReason> {
     let is_of_instance = |reason: &UnhealthyReason| matches!(reason, UnhealthyReason::Xid { instance: Some(_), .. });
-    let counting = state.hardware().counting(&gpu.uuid);
-    let mut reasons: Vec<_> = counting.filter(|reason| !is_of_instance(reason)).cloned().collect();
-    if let Some(Health::Unhealthy { reason, .. }) = state.hardware().health(&gpu.uuid, None)
-        && !is_of_instance(&reason)
-        && !reasons.iter().any(|known| known.is(&reason))
-    {
-        reasons.push(reason);
-    }
+    let health = state.hardware().health(&gpu.uuid, None);
+    let mut reasons = reasons(state, gpu, health.as_ref(), |reason| !is_of_instance(reason));
     if state.door(&gpu.uuid) != Some(Door::Dra) {
         reasons.push(UnhealthyReason::Withdrawn);
     }
@@ -146,12 +141,17 @@ fn gone_name(device: &Device) -> Option<String> {
     names.into_iter().find(|((_, mig), _)| mig.is_some() == device.mig.is_some()).map(|(_, name)| name)
 }
 
-/// The reasons why a device must not be allocated: its standing reasons, and anything else that keeps it from being
-/// given out.
-fn reasons(state: &NodeState, device: &Device) -> Vec<UnhealthyReason> {
-    let counting = state.hardware().counting(&device.gpu.uuid);
-    let mut reasons: Vec<_> = counting.filter(|reason| reason.concerns(device.instance())).cloned().collect();
-    if let Health::Unhealthy { reason, .. } = &device.health
+/// The reasons that concern what is offered of a GPU: the standing ones, and the one that its health has.
+fn reasons(
+    state: &NodeState,
+    gpu: &Gpu,
+    health: Option<&Health>,
+    concerns: impl Fn(&UnhealthyReason) -> bool,
+) -> Vec<UnhealthyReason> {
+    let counting = state.hardware().counting(&gpu.uuid);
+    let mut reasons: Vec<_> = counting.filter(|reason| concerns(reason)).cloned().collect();
+    if let Some(Health::Unhealthy { reason, .. }) = health
+        && concerns(reason)
         && !reasons.iter().any(|known| known.is(reason))
     {
         reasons.push(reason.clone());

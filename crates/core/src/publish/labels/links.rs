@@ -21,29 +21,24 @@ pub(super) fn labels(topology: &NodeTopology, settings: &LabelSettings, labels: 
     }
     let Some(own) = &settings.own_fabric else { return labels.problems.push(LabelProblem::NoNodeName) };
     let models: BTreeSet<_> = topology.gpus().iter().map(|gpu| gpu.model.as_deref()).collect();
-    let mut unknown = Vec::new();
     let mut put = |name: &str, value: String| labels.put(format!("{LINKWISE}/{name}"), value);
     put("nvlink-fabric", clique.filter(|clique| super::is_value(clique)).unwrap_or_else(|| own.clone()));
     if topology.knows_nvlinks() {
         let (link, size) = island(topology);
         put("gpu.link", link.to_owned());
         put("gpu.island-size", size.to_string());
-    } else {
-        unknown.push(LabelProblem::NvLinksUnknown);
     }
-    put("gpu.per-numa", per_numa(topology).to_string());
+    put("gpu.per-numa", most_alike(topology.gpus().iter().filter_map(|gpu| gpu.cpu_node)).to_string());
     put("gpu.models", models.len().to_string());
     put("gpu.rails", topology.rails().len().to_string());
     put("gpu.per-rail", topology.gpus_per_rail().to_string());
-    labels.problems.extend(unknown);
+    labels.problems.extend((!topology.knows_nvlinks()).then_some(LabelProblem::NvLinksUnknown));
 }
 
 /// The NVLink clique that the GPUs have joined, as `<cluster's UUID>.<clique>`.
 fn clique(topology: &NodeTopology, labels: &mut Labels) -> Option<String> {
-    // All zeros mean that the machine is a fabric of its own.
-    let joined = |fabric: &&FabricObservation| fabric.cluster.contains(|c| c != '0' && c != '-');
-    let fabrics = topology.gpus().iter().filter_map(|gpu| gpu.facts.fabric.as_ref()).filter(joined);
-    let cliques: BTreeSet<String> = fabrics.map(|fabric| format!("{}.{}", fabric.cluster, fabric.clique)).collect();
+    let fabrics = topology.gpus().iter().filter_map(|gpu| gpu.facts.fabric.as_ref());
+    let cliques: BTreeSet<String> = fabrics.filter_map(FabricObservation::shared).collect();
     if cliques.len() > 1 {
         labels.problems.push(LabelProblem::CliquesDiffer(cliques.into_iter().collect()));
         return None;
@@ -55,11 +50,7 @@ fn clique(topology: &NodeTopology, labels: &mut Labels) -> Option<String> {
 fn island(topology: &NodeTopology) -> (&'static str, usize) {
     let gpus = topology.gpus().len();
     let below = |rank: Rank| largest(gpus, |a, b| topology.rank(a, b) <= rank);
-    let mut planes: BTreeMap<u32, usize> = BTreeMap::new();
-    for plane in topology.gpus().iter().filter_map(|gpu| gpu.nvswitch_plane) {
-        *planes.entry(plane).or_default() += 1;
-    }
-    let switched = planes.into_values().max().unwrap_or(0);
+    let switched = most_alike(topology.gpus().iter().filter_map(|gpu| gpu.nvswitch_plane));
     let meshed = largest(gpus, |a, b| topology.nvlink(a, b) > 0);
     match below(Rank::PCIE_SWITCHES) {
         _ if gpus == 1 => ("single", 1),
@@ -93,11 +84,11 @@ fn largest(gpus: usize, linked: impl Fn(usize, usize) -> bool) -> usize {
     best
 }
 
-/// The most GPUs on one NUMA node with CPUs; 0 if none is known.
-fn per_numa(topology: &NodeTopology) -> usize {
-    let mut nodes: BTreeMap<_, usize> = BTreeMap::new();
-    for node in topology.gpus().iter().filter_map(|gpu| gpu.cpu_node) {
-        *nodes.entry(node).or_default() += 1;
+/// The most times that a value occurs; 0 if there is none.
+fn most_alike<T: Ord>(values: impl Iterator<Item = T>) -> usize {
+    let mut counts: BTreeMap<T, usize> = BTreeMap::new();
+    for value in values {
+        *counts.entry(value).or_default() += 1;
     }
-    nodes.into_values().max().unwrap_or(0)
+    counts.into_values().max().unwrap_or(0)
 }
