@@ -26,6 +26,21 @@ pub fn one_line(text: &str) -> String {
     shown(&text.split_whitespace().collect::<Vec<_>>().join(" "), MESSAGE)
 }
 
+/// The error for a text that is not what it should be.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{} {why}", quoted(text))]
+pub struct ParseError {
+    text: String,
+    why: &'static str,
+}
+
+impl ParseError {
+    /// Makes the error. `why` follows the text in quotes: `is not a PCI address`.
+    pub(crate) fn new(text: &str, why: &'static str) -> Self {
+        Self { text: text.to_owned(), why }
+    }
+}
+
 fn shown(text: &str, most: usize) -> String {
     let mut shown = String::new();
     for (number, char) in text.chars().enumerate() {

@@ -6,10 +6,10 @@
 use crate::prelude::*;
 pub use serde::{Serialize, Serializer};
 
-use crate::allocation::{AllocationPolicy, Value};
+use crate::allocation::{AllocationPolicy, DeviceId, FallbackReason, Value};
 use crate::publish::placement::Shortfall;
-use crate::state::{Availability, MigStrategy, NumaHints, ResourceName, XidClass};
-use crate::topology::{AddressingMode, Guid, PciAddress, Uuid};
+use crate::state::{Availability, MigStrategy, NumaHints, Pattern, ResourceName, XidClass};
+use crate::topology::{AddressingMode, Guid, MigProfile, NumaNodeId, PackageId, PciAddress, Uuid};
 
 /// `1 GPU`, `4 GPUs`.
 pub fn count(number: usize, one: &str) -> String {
@@ -21,14 +21,28 @@ pub fn gigabytes(megabytes: u64) -> String {
     format!("{}.{}", megabytes / 1000, megabytes % 1000 / 100)
 }
 
+/// Writes things with commas between them.
+pub fn list<T: ToString>(things: impl IntoIterator<Item = T>) -> String {
+    things.into_iter().map(|thing| thing.to_string()).collect::<Vec<_>>().join(", ")
+}
+
+/// [`list`] of the first `most` things, and the number of further ones.
+pub fn few<T: ToString>(things: &[T], most: usize) -> String {
+    let named = list(things.iter().take(most).map(ToString::to_string));
+    match things.len().saturating_sub(most) {
+        0 => named,
+        more => format!("{named} and {more} more"),
+    }
+}
+
 /// Writes sorted numbers as `0-3, 6`: runs of three and more are joined.
 pub fn ranges(numbers: &[u32]) -> String {
     let runs = numbers.chunk_by(|a, b| a.checked_add(1) == Some(*b));
     let run = |run: &[u32]| match run {
         [first, _, .., last] => format!("{first}-{last}"),
-        few => few.iter().map(ToString::to_string).collect::<Vec<_>>().join(", "),
+        few => list(few),
     };
-    runs.map(run).collect::<Vec<_>>().join(", ")
+    list(runs.map(run))
 }
 
 /// An enum whose values each have one word.
@@ -77,7 +91,8 @@ macro_rules! shown_as_serialised {
     )+ };
 }
 
-shown_as_serialised!(Availability, AddressingMode, Shortfall, Value);
+shown_as_serialised!(Availability, AddressingMode, FallbackReason, Shortfall, Value);
+shown_as_serialised!(DeviceId, NumaNodeId, PackageId, Pattern);
 
 /// Serialises a type as the text that it shows, and reads it back as `FromStr` does.
 macro_rules! serialised_as_text {
@@ -100,6 +115,7 @@ macro_rules! serialised_as_text {
 serialised_as_text!(PciAddress);
 serialised_as_text!(Uuid<OF_MIG_DEVICE>, const OF_MIG_DEVICE: bool);
 serialised_as_text!(Guid);
+serialised_as_text!(MigProfile);
 serialised_as_text!(ResourceName);
 
 words!(MigStrategy { None = "none", Single = "single", Mixed = "mixed" });

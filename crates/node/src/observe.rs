@@ -1,7 +1,6 @@
 //! The health of GPUs and their holders through the other door, for the log and the metrics.
 
 use std::collections::BTreeSet;
-use std::fmt;
 
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
@@ -11,6 +10,7 @@ use crate::readiness::{Part, Readiness};
 use linkwise_core::once::Once;
 use linkwise_core::state::{Door, Health, NodeState, UnhealthyReason};
 use linkwise_core::topology::{GpuUuid, MigUuid};
+use linkwise_core::words::few;
 use linkwise_system::metrics::new;
 
 /// Counts GPUs that became unhealthy.
@@ -33,13 +33,8 @@ impl GpuFailures {
 const NAMED: usize = 8;
 
 /// The first of some ids, for a line of the log.
-pub fn some<T: fmt::Display>(ids: &[T]) -> String {
-    let named: Vec<String> = ids.iter().take(NAMED).map(ToString::to_string).collect();
-    let named = named.join(", ");
-    match ids.len().saturating_sub(NAMED) {
-        0 => named,
-        more => format!("{named} and {more} more"),
-    }
+pub fn some<T: ToString>(ids: &[T]) -> String {
+    few(ids, NAMED)
 }
 
 /// Shows the GPUs that are held through the other door than the node's, and logs each holder once.

@@ -16,7 +16,6 @@ mod tree;
 
 use crate::prelude::*;
 use alloc::sync::Arc;
-use core::fmt;
 
 use serde::Serialize;
 
@@ -55,12 +54,6 @@ impl From<String> for DeviceId {
 impl From<&GpuUuid> for DeviceId {
     fn from(uuid: &GpuUuid) -> Self {
         Self(uuid.text())
-    }
-}
-
-impl fmt::Display for DeviceId {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0)
     }
 }
 

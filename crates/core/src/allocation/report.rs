@@ -133,16 +133,6 @@ pub enum FallbackReason {
     Size,
 }
 
-impl FallbackReason {
-    /// The reason as a metric's label.
-    pub fn label(self) -> &'static str {
-        match self {
-            Self::UnknownDevice => "unknown_device",
-            Self::Size => "size",
-        }
-    }
-}
-
 /// The result of one choice, with its reasons.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct AllocationReport {
@@ -177,7 +167,7 @@ impl fmt::Display for AllocationReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "GPU {} ({} of {})", indices(&self.devices), self.size, self.candidates)?;
         if let Some(reason) = self.fallback {
-            return write!(f, ": in sorted order, {}", reason.label());
+            return write!(f, ": in sorted order, {reason}");
         }
         if let Some(values) = self.values {
             // One GPU has no peers.

@@ -47,8 +47,8 @@ pub use node_state::{AllocateError, GpuStatus, NodeState};
 pub use offers::{Offers, Resource};
 pub use opening::Opening;
 pub use plan::{
-    DeviceSelector, DeviceSelectorError, Door, Filter, GpuSelector, MAX_SLOTS, MigStrategy, NamePattern, Pattern,
-    ResourcePlan, SharedDevices, SharedResource, Sharing, SharingKind,
+    DeviceSelector, Door, Filter, GpuSelector, MAX_SLOTS, MigStrategy, NamePattern, Pattern, ResourcePlan,
+    SharedDevices, SharedResource, Sharing, SharingKind,
 };
 pub use poll::{FabricHealth, HealthPoll, Reach, RecoveryAction, RowRemapping};
 pub use prepared_claim::{

@@ -11,7 +11,7 @@ use serde::{Serialize, Serializer};
 
 use super::resource_name::ResourceName;
 use crate::allocation::AllocationPolicy;
-use crate::quote::quoted;
+use crate::quote::ParseError;
 use crate::topology::{Gpu, GpuUuid, MigDevice, MigProfile, PciAddress};
 
 /// The most slots of one resource. The kubelet accepts a list of at most 4 MiB (gRPC's default), and a device on it
@@ -128,12 +128,6 @@ impl Pattern {
     }
 }
 
-impl fmt::Display for Pattern {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0)
-    }
-}
-
 /// Devices that several containers use at a time.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
@@ -220,13 +214,6 @@ pub enum DeviceSelector {
     Uuid(String),
 }
 
-/// The error for a text that names no device.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{} names no device (expected an index such as 0, a MIG device such as 0:1, or a UUID)", quoted(text))]
-pub struct DeviceSelectorError {
-    text: String,
-}
-
 impl DeviceSelector {
     /// Returns true if it can name a MIG device only.
     pub fn is_mig(&self) -> bool {
@@ -249,8 +236,10 @@ impl DeviceSelector {
     }
 }
 
+const NO_DEVICE: &str = "names no device (expected an index such as 0, a MIG device such as 0:1, or a UUID)";
+
 impl FromStr for DeviceSelector {
-    type Err = DeviceSelectorError;
+    type Err = ParseError;
 
     /// Reads the forms that the NVIDIA plugin takes: an index, `GPU:MIG`, `GPU-<uuid>`, `MIG-<uuid>` and the older
     /// `MIG-GPU-<uuid>/<gi>/<ci>`.
@@ -265,7 +254,7 @@ impl FromStr for DeviceSelector {
         let of_mig = |text: &str| text.strip_prefix("MIG-").is_some_and(|rest| is_uuid(rest) || old(rest));
         let uuid = || (gpu(text) || of_mig(text)).then(|| Self::Uuid(text.to_owned()));
         let named = number(text).map(Self::Index).or_else(|| text.split_once(':').and_then(mig)).or_else(uuid);
-        named.ok_or_else(|| DeviceSelectorError { text: text.to_owned() })
+        named.ok_or_else(|| ParseError::new(text, NO_DEVICE))
     }
 }
 
@@ -432,7 +421,7 @@ mod tests {
             .into_iter()
             .chain(odd.iter().map(String::as_str))
         {
-            assert_eq!(text.parse::<DeviceSelector>(), Err(DeviceSelectorError { text: text.to_owned() }));
+            assert_eq!(text.parse::<DeviceSelector>(), Err(ParseError::new(text, NO_DEVICE)));
         }
     }
 

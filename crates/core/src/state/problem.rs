@@ -7,6 +7,7 @@ use super::plan::{DeviceSelector, MAX_SLOTS};
 use super::resource_name::ResourceName;
 use crate::allocation::DeviceId;
 use crate::topology::{GpuUuid, PciAddress};
+use crate::words::list;
 
 /// The reason why a part of a plan is not offered. The rest of the plan is carried out.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Error)]
@@ -135,8 +136,4 @@ impl PlanProblem {
 fn by_profile(profiles: &[(String, Vec<PciAddress>)]) -> String {
     let each = profiles.iter().map(|(profile, gpus)| format!("{profile} on {}", list(gpus)));
     each.collect::<Vec<_>>().join("; ")
-}
-
-fn list(gpus: &[PciAddress]) -> String {
-    gpus.iter().map(PciAddress::to_string).collect::<Vec<_>>().join(", ")
 }

@@ -10,7 +10,7 @@ use core::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-use crate::quote::quoted;
+use crate::quote::ParseError;
 
 /// A PCI function's address, `domain:bus:device.function`, domain included.
 ///
@@ -21,13 +21,6 @@ pub struct PciAddress {
     bus: u8,
     device: u8,
     function: u8,
-}
-
-/// The error for a text that is no PCI address.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{} is not a PCI address (expected domain:bus:device.function, such as 0000:3b:00.0)", quoted(text))]
-pub struct PciAddressError {
-    text: String,
 }
 
 impl PciAddress {
@@ -66,12 +59,13 @@ impl fmt::Display for PciAddress {
 }
 
 impl FromStr for PciAddress {
-    type Err = PciAddressError;
+    type Err = ParseError;
 
     /// Reads the kernel's form (`0000:3b:00.0`), NVML's (`00000000:3B:00.0`) and the short
     /// one without a domain (`3b:00.0`, domain 0).
     fn from_str(text: &str) -> Result<Self, Self::Err> {
-        let error = || PciAddressError { text: text.to_owned() };
+        const WHY: &str = "is not a PCI address (expected domain:bus:device.function, such as 0000:3b:00.0)";
+        let error = || ParseError::new(text, WHY);
         let hex = |part: &str, most: usize| {
             let digits = (1..=most).contains(&part.len()) && part.bytes().all(|b| b.is_ascii_hexdigit());
             digits.then(|| u32::from_str_radix(part, 16).ok()).flatten()
@@ -103,14 +97,6 @@ pub type GpuUuid = Uuid<false>;
 /// A MIG device's UUID, `MIG-...`. Drivers before R470 write
 /// `MIG-GPU-<the GPU's UUID>/<GPU instance>/<compute instance>`.
 pub type MigUuid = Uuid<true>;
-
-/// The error for a text that is no such UUID.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{} is not a {expected}, {max} at most)", quoted(text), max = GpuUuid::MAX)]
-pub struct UuidError {
-    text: String,
-    expected: &'static str,
-}
 
 impl GpuUuid {
     /// The longest device id that the kubelet's API allows, in characters.
@@ -157,17 +143,16 @@ impl<const OF_MIG_DEVICE: bool> fmt::Display for Uuid<OF_MIG_DEVICE> {
 }
 
 impl<const OF_MIG_DEVICE: bool> FromStr for Uuid<OF_MIG_DEVICE> {
-    type Err = UuidError;
+    type Err = ParseError;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
-        let (rest, separators, expected): (_, &[u8], _) = if OF_MIG_DEVICE {
-            (text.strip_prefix("MIG-"), b"-/", "MIG device's UUID (expected MIG- and letters, digits, '-' and '/'")
-        } else {
-            (Some(text), b"-", "GPU UUID (expected letters, digits and '-'")
-        };
+        const OF_GPU: &str = "is not a GPU UUID (expected letters, digits and '-', 63 at most)";
+        const OF_MIG: &str = "is not a MIG device's UUID (expected MIG- and letters, digits, '-' and '/', 63 at most)";
+        let (rest, separators, why): (_, &[u8], _) =
+            if OF_MIG_DEVICE { (text.strip_prefix("MIG-"), b"-/", OF_MIG) } else { (Some(text), b"-", OF_GPU) };
         let known = |b: u8| b.is_ascii_alphanumeric() || separators.contains(&b);
         let fits = rest.is_some_and(|rest| !rest.is_empty() && rest.bytes().all(known)) && text.len() <= GpuUuid::MAX;
-        if fits { Ok(Self(text.into())) } else { Err(UuidError { text: text.to_owned(), expected }) }
+        if fits { Ok(Self(text.into())) } else { Err(ParseError::new(text, why)) }
     }
 }
 
@@ -176,33 +161,14 @@ impl<const OF_MIG_DEVICE: bool> FromStr for Uuid<OF_MIG_DEVICE> {
 #[serde(transparent)]
 pub struct NumaNodeId(pub u32);
 
-impl fmt::Display for NumaNodeId {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.fmt(f)
-    }
-}
-
 /// A CPU package's (socket's) number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct PackageId(pub u32);
 
-impl fmt::Display for PackageId {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.fmt(f)
-    }
-}
-
 /// A GUID of a card or a port. It is never zero, which stands for an unknown one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Guid(u64);
-
-/// The error for a text that is no GUID.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{} is not a GUID (expected sixteen hexadecimal digits, such as b8ce:f603:00a1:b2c4, not all 0)", quoted(text))]
-pub struct GuidError {
-    text: String,
-}
 
 impl Guid {
     /// Makes a GUID from its number; `None` for 0.
@@ -226,15 +192,16 @@ impl fmt::Display for Guid {
 }
 
 impl FromStr for Guid {
-    type Err = GuidError;
+    type Err = ParseError;
 
     /// Reads the kernel's form.
     fn from_str(text: &str) -> Result<Self, Self::Err> {
+        const WHY: &str = "is not a GUID (expected sixteen hexadecimal digits, such as b8ce:f603:00a1:b2c4, not all 0)";
         let groups: Vec<&str> = text.split(':').collect();
         let is_group = |group: &&str| group.len() == 4 && group.bytes().all(|byte| byte.is_ascii_hexdigit());
         let is_whole = groups.len() == 4 && groups.iter().all(is_group);
         let number = is_whole.then(|| u64::from_str_radix(&groups.concat(), 16).ok()).flatten();
-        number.and_then(Self::new).ok_or_else(|| GuidError { text: text.to_owned() })
+        number.and_then(Self::new).ok_or_else(|| ParseError::new(text, WHY))
     }
 }
 

@@ -15,7 +15,7 @@ use serde::{Deserialize, Serialize};
 use super::address::MigUuid;
 use super::device_names::{device_name, slot_name};
 use super::node::NodeTopology;
-use crate::quote::quoted;
+use crate::quote::ParseError;
 
 /// The MIG facts of one GPU. A GPU or driver without MIG has none.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -119,6 +119,11 @@ impl MigPlacement {
     pub fn overlaps(self, other: Self) -> bool {
         let ends = |placement: Self| placement.start.saturating_add(placement.size);
         self.start < ends(other) && other.start < ends(self)
+    }
+
+    /// The memory slices. No GPU has more than eight; a file from outside may have any number.
+    pub(crate) fn slices(self) -> impl Iterator<Item = u32> {
+        (self.start..self.start.saturating_add(self.size)).take(8)
     }
 }
 
@@ -299,15 +304,8 @@ impl fmt::Display for MigProfile {
     }
 }
 
-/// The error for a text that names no profile.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{} is no MIG profile (expected such as 1g.10gb, 1g.10gb+me or 1c.3g.40gb)", quoted(text))]
-pub struct MigProfileError {
-    text: String,
-}
-
 impl FromStr for MigProfile {
-    type Err = MigProfileError;
+    type Err = ParseError;
 
     /// Reads a profile's name as it is displayed.
     fn from_str(text: &str) -> Result<Self, Self::Err> {
@@ -330,13 +328,8 @@ impl FromStr for MigProfile {
         let is_same = |profile: &Self| profile.to_string() == text;
         let has_slices = |profile: &Self| (1..=profile.gpu_slices).contains(&profile.compute_slices);
         let profile = parts().filter(|profile| is_same(profile) && has_slices(profile));
-        profile.ok_or_else(|| MigProfileError { text: text.to_owned() })
-    }
-}
-
-impl Serialize for MigProfile {
-    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        serializer.collect_str(self)
+        let why = "is no MIG profile (expected such as 1g.10gb, 1g.10gb+me or 1c.3g.40gb)";
+        profile.ok_or_else(|| ParseError::new(text, why))
     }
 }
 

@@ -15,14 +15,12 @@ mod pcie;
 mod rails;
 mod warning;
 
-pub use address::{
-    GpuUuid, Guid, GuidError, MigUuid, NumaNodeId, PackageId, PciAddress, PciAddressError, Uuid, UuidError,
-};
+pub use address::{GpuUuid, Guid, MigUuid, NumaNodeId, PackageId, PciAddress, Uuid};
 pub use device_names::{device_name, device_names, hardware_of, is_mig, is_set};
 pub use level::{LinkMatrix, Rank, TopologyLevel};
 pub use mig::{
     MigCapabilities, MigDevice, MigDeviceObservation, MigEngines, MigExtension, MigObservation, MigPlacement,
-    MigProfile, MigProfileError, MigProfileObservation, MigSlot, PossibleMig, possible_mig,
+    MigProfile, MigProfileObservation, MigSlot, PossibleMig, possible_mig,
 };
 pub use node::{Gpu, Nic, NodeTopology};
 pub use observation::{

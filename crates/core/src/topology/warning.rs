@@ -15,6 +15,7 @@ use super::level::{Rank, TopologyLevel};
 use super::node::NodeTopology;
 use super::observation::{GpuObservation, ProbeFailure};
 use crate::quote::one_line;
+use crate::words::list;
 
 /// Something odd in the observations. The node keeps working. Each warning names the hardware and both values.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
@@ -121,7 +122,7 @@ pub enum TopologyWarning {
         pairs: Vec<(PciAddress, PciAddress)>,
     },
     /// A machine of which the NVLinks of some GPUs are unknown.
-    #[error("GPUs {}: their NVLinks are unknown, and taken as none: bandwidths are those of PCIe", listed(.0))]
+    #[error("GPUs {}: their NVLinks are unknown, and taken as none: bandwidths are those of PCIe", list(.0))]
     NvLinksUnknown(Vec<PciAddress>),
     /// One GPU that differs from all others of its model.
     #[error("GPU {pci} is the odd one of {of} GPUs of its model: {oddity}")]
@@ -256,22 +257,17 @@ fn odd_one(places: &[usize], value: impl Fn(usize) -> Option<u32>) -> Option<(us
     (*own < first && others.all(|value| value == first)).then_some((*place, *own, first))
 }
 
-/// Addresses with commas between them.
-fn listed(gpus: &[PciAddress]) -> String {
-    gpus.iter().map(PciAddress::to_string).collect::<Vec<_>>().join(", ")
-}
-
 /// The pairs in words: all GPUs of a node may be refused.
 fn pairs_of(pairs: &[(PciAddress, PciAddress)]) -> String {
     /// The most pairs that are named.
     const MOST: usize = 4;
-    let named: Vec<String> = pairs.iter().take(MOST).map(|(one, two)| format!("{one} and {two}")).collect();
+    let named = list(pairs.iter().take(MOST).map(|(one, two)| format!("{one} and {two}")));
     let more = match pairs.len().saturating_sub(MOST) {
         0 => String::new(),
         1 => ", and 1 more pair".to_owned(),
         more => format!(", and {more} more pairs"),
     };
-    format!("GPUs {}{more}", named.join(", "))
+    format!("GPUs {named}{more}")
 }
 
 /// Finds the refusals that NCCL would notice, gathered by their reason. A GPU in MIG mode has no P2P, and needs none.

@@ -133,7 +133,7 @@ impl PluginMetrics {
         };
         Self::outcome(&self.choices, resource, outcome);
         if let Some(reason) = report.fallback {
-            self.fallbacks.get_or_create(&with(resource, "reason", reason.label())).inc();
+            self.fallbacks.get_or_create(&with(resource, "reason", &reason.to_string())).inc();
         }
         if narrowed {
             self.narrowed.get_or_create(&of(resource)).inc();

@@ -20,6 +20,7 @@ use linkwise_core::backoff::Backoff;
 use linkwise_core::once::Once;
 use linkwise_core::state::{Event, MigInstance};
 use linkwise_core::topology::{GpuUuid, NodeObservation, PciAddress};
+use linkwise_core::words::few;
 
 /// The number of unended processes at which no agent is started: more processes do not help a driver in which processes
 /// hang.
@@ -152,13 +153,6 @@ pub(super) struct DriverMachine {
 /// The remedy where NVML lists none of the GPUs on the bus.
 const NOT_LISTED: &str = ": the driver could not start them (dmesg, NVRM), or this container was made without them \
                           (NVIDIA_VISIBLE_DEVICES, /dev/nvidia*) and has to be made again";
-
-/// The first addresses, and the number of further ones.
-fn listed(gpus: &[PciAddress]) -> String {
-    let named: Vec<String> = gpus.iter().take(4).map(PciAddress::to_string).collect();
-    let more = gpus.len().saturating_sub(named.len());
-    if more == 0 { named.join(", ") } else { format!("{} and {more} more", named.join(", ")) }
-}
 
 impl DriverMachine {
     pub fn new(settings: Settings) -> Self {
@@ -589,7 +583,7 @@ impl DriverMachine {
             let on_bus = self.host.as_ref().map(HostFingerprint::gpus).unwrap_or_default();
             let reason = match scan.count {
                 Some(0) if !on_bus.is_empty() => {
-                    let why = format!("{NO_GPUS}, but the PCI bus has {}{NOT_LISTED}", listed(&on_bus));
+                    let why = format!("{NO_GPUS}, but the PCI bus has {}{NOT_LISTED}", few(&on_bus, 4));
                     if !self.has_listed {
                         let grace = self.settings.grace;
                         let limit = if self.settings.fail_on_init_error == Some(true) { Duration::ZERO } else { grace };
