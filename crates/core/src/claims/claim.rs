@@ -28,8 +28,12 @@ pub struct Claim {
 impl Claim {
     /// Returns true if a device of ours that was allocated to the claim is a MIG device by its name.
     pub fn asks_for_mig(&self) -> bool {
-        let results = self.status.allocation.iter().flat_map(|allocation| &allocation.devices.results);
-        results.filter(|result| result.driver == DRA_DRIVER).any(|result| is_mig(&result.device))
+        self.allocated().filter(|result| result.driver == DRA_DRIVER).any(|result| is_mig(&result.device))
+    }
+
+    /// The devices that the scheduler allocated to the claim.
+    pub fn allocated(&self) -> impl Iterator<Item = &AllocatedDevice> {
+        self.status.allocation.iter().flat_map(|allocation| &allocation.devices.results)
     }
 }
 

@@ -189,17 +189,12 @@ impl Phase {
     }
 }
 
-/// The cause where the plugin cannot run.
+/// The cause where the plugin cannot run: the folder of checkpoints cannot be made, read or written.
 #[derive(Debug, thiserror::Error)]
-pub enum PluginError {
-    /// The folder of checkpoints cannot be made, read or written.
-    #[error("cannot keep checkpoints of claims in {}", folder.display())]
-    Checkpoints {
-        /// The folder.
-        folder: PathBuf,
-        /// The operating system's error.
-        source: std::io::Error,
-    },
+#[error("cannot keep checkpoints of claims in {}", folder.display())]
+pub struct PluginError {
+    folder: PathBuf,
+    source: std::io::Error,
 }
 
 /// Those who are told what happens in the plugin: the log, the metrics, /readyz.

@@ -97,8 +97,7 @@ impl PluginSession {
     ) -> Result<Self, BindError> {
         let number = u32::try_from(random & 0xFFFF_FFFF).unwrap_or_default();
         let folder = service_folder(&settings.plugins, &settings.driver);
-        let in_folder = |source| BindError::Make { folder: folder.display().to_string(), source };
-        fs::create_dir_all(&folder).map_err(in_folder)?;
+        fs::create_dir_all(&folder).map_err(|source| BindError::new("make the folder", &folder, source))?;
         // Unique to this start: a kubelet that sees a socket come again at a path it knows may miss it.
         let endpoint = folder.join(format!("{PREFIX}{number:08x}.sock"));
         let bound = bind(&endpoint, &settings.callers, |name| is_ours(name, |rest| rest == ".sock"))?;

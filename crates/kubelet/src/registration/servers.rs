@@ -26,31 +26,18 @@ pub type Held<T> = Pin<Box<dyn Future<Output = T> + Send>>;
 
 /// The cause of sockets that could not be bound.
 #[derive(Debug, Error)]
-pub enum BindError {
-    /// The folder of the sockets cannot be made.
-    #[error("cannot make the folder {folder}")]
-    Make {
-        /// The folder.
-        folder: String,
-        /// The operating system's error.
-        source: io::Error,
-    },
-    /// Sockets of processes that ended cannot be removed.
-    #[error("cannot remove dead sockets from {folder}")]
-    Folder {
-        /// The folder.
-        folder: String,
-        /// The operating system's error.
-        source: io::Error,
-    },
-    /// A socket cannot be bound.
-    #[error("cannot bind a socket in {folder}")]
-    Bind {
-        /// The folder.
-        folder: String,
-        /// The operating system's error.
-        source: io::Error,
-    },
+#[error("cannot {what} {folder}")]
+pub struct BindError {
+    what: &'static str,
+    folder: String,
+    source: io::Error,
+}
+
+impl BindError {
+    /// Makes the error of what could not be done with a folder of sockets, such as `make the folder`.
+    pub fn new(what: &'static str, folder: &Path, source: io::Error) -> Self {
+        Self { what, folder: folder.display().to_string(), source }
+    }
 }
 
 /// The folder of a socket.
@@ -65,8 +52,7 @@ pub fn is_number(text: &str) -> bool {
 
 /// Listens at a path.
 pub fn listen(path: &Path, callers: &Callers) -> Result<(SocketFile, Listener), BindError> {
-    let folder = || folder_of(path).display().to_string();
-    uds::listen(path, *callers).map_err(|source| BindError::Bind { folder: folder(), source })
+    uds::listen(path, *callers).map_err(|source| BindError::new("bind a socket in", folder_of(path), source))
 }
 
 /// Removes dead sockets with a plugin's own names beside a path, and listens there.
@@ -76,8 +62,8 @@ pub fn bind(
     is_own: impl Fn(&str) -> bool,
 ) -> Result<(SocketFile, Listener), BindError> {
     let folder = folder_of(path);
-    let at_folder = |source| BindError::Folder { folder: folder.display().to_string(), source };
-    uds::remove_dead(folder, is_own).map_err(at_folder)?;
+    let failed = |source| BindError::new("remove dead sockets from", folder, source);
+    uds::remove_dead(folder, is_own).map_err(failed)?;
     listen(path, callers)
 }
 
