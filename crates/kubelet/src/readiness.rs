@@ -6,13 +6,14 @@
 use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use tokio::sync::watch;
 
 use linkwise_core::publish::view::PartState;
 use linkwise_core::state::ResourceName;
 use linkwise_nvml::supervisor::{Idle, NOT_SEEN};
+use linkwise_system::lock;
 
 /// The phase of a device plugin while an earlier plugin exists that might still end.
 pub(crate) const BESIDE: &str = "serving beside the plugin before us";
@@ -94,7 +95,7 @@ impl Readiness {
 
     /// Shows, while another process serves this node, that this one could not take over; `None` ends that.
     pub fn takeover_failed(&self, how: Option<String>) {
-        *self.takeover_failed.lock().unwrap_or_else(PoisonError::into_inner) = how;
+        *lock(&self.takeover_failed) = how;
     }
 
     /// The reason why the node is idle; it counts while there is no plugin.
@@ -104,36 +105,36 @@ impl Readiness {
 
     /// Adds a part in this phase, not ready.
     pub fn add(&self, part: Part, phase: &'static str) {
-        self.parts().insert(part, PartState { phase: phase.into(), ready: false, trouble: None });
+        lock(&self.parts).insert(part, PartState { phase: phase.into(), ready: false, trouble: None });
         self.news.send_replace(());
     }
 
     /// Adds a part that is ready, and that is shown with these words.
     pub fn note(&self, part: Part, phase: &'static str, words: String) {
-        self.parts().insert(part, PartState { phase: phase.into(), ready: true, trouble: Some(words) });
+        lock(&self.parts).insert(part, PartState { phase: phase.into(), ready: true, trouble: Some(words) });
         self.news.send_replace(());
     }
 
     /// Adds a part that is not ready, with the reason.
     pub fn refuse(&self, part: Part, phase: &'static str, why: String) {
-        self.parts().insert(part, PartState { phase: phase.into(), ready: false, trouble: Some(why) });
+        lock(&self.parts).insert(part, PartState { phase: phase.into(), ready: false, trouble: Some(why) });
         self.news.send_replace(());
     }
 
     /// The reason why this node offers nothing although it has GPUs, if its configuration is the reason.
     pub fn offers_nothing(&self) -> Option<String> {
-        self.parts().get(&Part::Plan).filter(|state| !state.ready).map(ToString::to_string)
+        lock(&self.parts).get(&Part::Plan).filter(|state| !state.ready).map(ToString::to_string)
     }
 
     /// Removes a part; later reports from it change nothing.
     pub fn remove(&self, part: &Part) {
-        self.parts().remove(part);
+        lock(&self.parts).remove(part);
         self.news.send_replace(());
     }
 
     /// Changes the phase of a part; a ready part has no trouble.
     pub fn enter(&self, part: &Part, phase: &'static str, ready: bool) {
-        if let Some(state) = self.parts().get_mut(part) {
+        if let Some(state) = lock(&self.parts).get_mut(part) {
             (state.phase, state.ready) = (phase.into(), ready);
             state.trouble.take_if(|_| ready);
         }
@@ -142,7 +143,7 @@ impl Readiness {
 
     /// Records a fault of a part; its readiness does not change.
     pub fn trouble(&self, part: &Part, why: String) {
-        if let Some(state) = self.parts().get_mut(part) {
+        if let Some(state) = lock(&self.parts).get_mut(part) {
             state.trouble = Some(why);
         }
     }
@@ -155,7 +156,7 @@ impl Readiness {
     /// Returns true if no other process serves this node, and every device plugin of this one is registered; with
     /// `alone`, also if no earlier plugin exists that might still end.
     pub fn has_plugins(&self, alone: bool) -> bool {
-        let parts = self.parts();
+        let parts = lock(&self.parts);
         let plugins = || parts.iter().filter(|(part, _)| matches!(part, Part::Plugin(_))).map(|(_, state)| state);
         let serves = |state: &PartState| state.ready && !(alone && state.phase == BESIDE);
         let has_dra = parts.contains_key(&Part::DraPlugin) || parts.contains_key(&Part::Held);
@@ -167,39 +168,39 @@ impl Readiness {
 
     /// Returns true if this process has a plugin of each of these resources, registered or not.
     pub fn has_plugin_of_each<'a>(&self, mut resources: impl Iterator<Item = &'a ResourceName>) -> bool {
-        let parts = self.parts();
+        let parts = lock(&self.parts);
         resources.all(|resource| parts.contains_key(&Part::Plugin(resource.clone())))
     }
 
     /// Returns true if this process has no plugin because its driver fails or is released.
     pub fn sees_nothing(&self) -> bool {
-        let parts = self.parts();
+        let parts = lock(&self.parts);
         let fails = matches!(&*self.idle.borrow(), Idle::Waiting(reason) if reason != NOT_SEEN);
         (fails || parts.contains_key(&Part::Driver)) && !parts.keys().any(|part| matches!(part, Part::Plugin(_)))
     }
 
     /// Returns true if this process offers nothing, or only what its driver showed before it failed or was released.
     pub fn lacks_driver(&self) -> bool {
-        let is_released = self.parts().contains_key(&Part::Driver);
+        let is_released = lock(&self.parts).contains_key(&Part::Driver);
         is_released || self.is_driver_away() || self.sees_nothing()
     }
 
     /// Returns true if the kubelet calls this process's DRA plugin, or this process has none.
     pub fn is_dra_called(&self) -> bool {
-        self.parts().get(&Part::DraPlugin).is_none_or(|state| state.phase == REGISTERED)
+        lock(&self.parts).get(&Part::DraPlugin).is_none_or(|state| state.phase == REGISTERED)
     }
 
     /// Every part.
     pub fn all(&self) -> BTreeMap<Part, PartState> {
-        self.parts().clone()
+        lock(&self.parts).clone()
     }
 
     /// The answer of /readyz: `Ok` with a short text, or a line for each part that is not ready.
     pub fn summary(&self) -> Result<String, Vec<String>> {
-        let parts = self.parts();
+        let parts = lock(&self.parts);
         let has_dra = parts.contains_key(&Part::Held) || parts.contains_key(&Part::DraPlugin);
         if let Some(state) = parts.get(&Part::Owner) {
-            let failed = self.takeover_failed.lock().unwrap_or_else(PoisonError::into_inner).clone();
+            let failed = lock(&self.takeover_failed).clone();
             return Err([format!("{}: {state}", Part::Owner)].into_iter().chain(failed).collect());
         }
         if !parts.keys().any(|part| matches!(part, Part::Plugin(_))) {
@@ -221,11 +222,6 @@ impl Readiness {
             Some(format!("; {part}: {state}"))
         });
         Ok(format!("ready{}", notes.collect::<String>()))
-    }
-
-    /// Locks the parts. Only whole entries are ever written: a panic elsewhere leaves nothing half done.
-    fn parts(&self) -> MutexGuard<'_, BTreeMap<Part, PartState>> {
-        self.parts.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -18,8 +18,8 @@ use tokio_util::sync::CancellationToken;
 use linkwise_core::errors::chain;
 use linkwise_core::state::{HealthRecord, NodeIdentity, XidPolicy};
 use linkwise_nvml::supervisor::identity;
-use linkwise_system::files;
 use linkwise_system::right::Right;
+use linkwise_system::{files, or_never};
 
 /// The record's file name.
 pub const FILE: &str = "linkwise_health.json";
@@ -113,13 +113,9 @@ impl Keeper {
     ) {
         loop {
             let change = async {
-                let changed = tokio::select! {
-                    changed = records.changed() => changed,
-                    changed = files.changed() => changed,
-                };
-                if changed.is_err() {
-                    // The node has ended; its shutdown follows.
-                    std::future::pending::<()>().await;
+                tokio::select! {
+                    () = or_never(records.changed()) => {}
+                    () = or_never(files.changed()) => {}
                 }
             };
             let due = async {

@@ -6,7 +6,7 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::text::encode;
@@ -19,6 +19,7 @@ use prometheus_client::registry::Registry;
 use super::views::Views;
 use linkwise_core::publish::placement::Allocation;
 use linkwise_core::publish::view::{NodeView, Sums};
+use linkwise_system::lock;
 
 /// The content type of [`Metrics::encode`]'s text; as text/plain Prometheus refuses it.
 pub const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
@@ -38,19 +39,14 @@ impl Metrics {
 
     /// Registers a module's metrics.
     pub fn register<T>(&self, register: impl FnOnce(&mut Registry) -> T) -> T {
-        register(&mut self.registry())
+        register(&mut lock(&self.0))
     }
 
     /// All metrics as OpenMetrics text.
     pub fn encode(&self) -> Result<String, fmt::Error> {
         let mut text = String::new();
-        encode(&mut text, &self.registry())?;
+        encode(&mut text, &lock(&self.0))?;
         Ok(text)
-    }
-
-    /// Locks the registry. A panic while a module registers leaves the registry whole.
-    fn registry(&self) -> MutexGuard<'_, Registry> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -6,7 +6,7 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, Mutex, OnceLock, Weak};
 use std::time::Duration;
 
 use futures_util::FutureExt;
@@ -21,6 +21,7 @@ use linkwise_core::publish::placement::{Allocation, Placements};
 use linkwise_core::publish::view::{ChoiceView, NodeView, PartState, Sums, view};
 use linkwise_core::state::{NodeState, ResourceName};
 use linkwise_core::topology::NodeObservation;
+use linkwise_system::lock;
 
 /// The age up to which a page is reused: it limits the cost of any number of readers.
 const FRESH: Duration = Duration::from_millis(250);
@@ -196,10 +197,6 @@ fn hidden_name(held: &Allocation) -> String {
 }
 
 /// Locks the mutex. Only whole values are written under these locks: a panic elsewhere leaves nothing half done.
-fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

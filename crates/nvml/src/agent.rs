@@ -10,7 +10,7 @@ use std::io::{self, ErrorKind, Write};
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError, mpsc};
+use std::sync::{Arc, Mutex, mpsc};
 use std::thread;
 use std::time::Duration;
 
@@ -26,6 +26,7 @@ use super::protocol::{FromAgent, ToAgent, encode};
 use super::watch::{Fingerprint, Watch};
 use super::{library, probe, raw};
 use linkwise_core::errors::chain;
+use linkwise_system::lock;
 
 /// The time from one poll to the next.
 pub const POLL_INTERVAL: Duration = Duration::from_secs(10);
@@ -58,7 +59,7 @@ impl Parent {
     pub fn send(&self, message: &FromAgent) {
         let line = encode(message).unwrap_or_else(|error| give_up("cannot send to the parent", &error));
         // A thread that panicked while writing has left half a line. The parent will refuse it.
-        let mut stream = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut stream = lock(&self.0);
         match stream.write_all(&line) {
             Ok(()) => {}
             // The parent is gone: this is the usual end of the process.

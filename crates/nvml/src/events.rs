@@ -4,7 +4,7 @@
 //! repeated after a pause; NVML's reference says that one lost GPU ends the wait for all. The polls report the GPUs whose
 //! events do not come, and the parent replaces this process: the next one registers all GPUs again.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
+use std::sync::{Arc, Mutex, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -20,6 +20,7 @@ use super::protocol::{FromAgent, ToAgent};
 use super::raw::{self, Event, EventSet};
 use super::scan::CallFailure;
 use linkwise_core::topology::GpuUuid;
+use linkwise_system::lock;
 
 /// The event types that linkwise registers for.
 const WANTED: u64 = (sys::nvmlEventTypeXidCriticalError | sys::nvmlEventTypeDoubleBitEccError) as u64;
@@ -54,19 +55,19 @@ struct WaitState {
 impl Waiting {
     /// The duration of the current wait.
     pub fn lasts(&self) -> Duration {
-        self.state().since.map_or(Duration::ZERO, |since| since.elapsed())
+        lock(&self.0).since.map_or(Duration::ZERO, |since| since.elapsed())
     }
 
     /// The failures because of which events do not come: of the driver, or of GPUs.
     pub fn unheard(&self) -> Vec<CallFailure> {
-        let state = self.state();
+        let state = lock(&self.0);
         state.unregistered.iter().chain(&state.failing).cloned().collect()
     }
 
     /// Records the begin of a poll, which follows all events so far, and its delay. A long delay shows that this
     /// process was suspended: then the current wait counts from now.
     pub fn round_begins(&self, late: Duration) {
-        let mut state = self.state();
+        let mut state = lock(&self.0);
         state.asked = false;
         if late > LATE && state.since.is_some() {
             state.since = Some(Instant::now());
@@ -75,19 +76,14 @@ impl Waiting {
 
     /// Requests a poll, unless a requested one has not begun.
     fn ask_for_a_round(&self, ask: &mpsc::Sender<ToAgent>) {
-        if !std::mem::replace(&mut self.state().asked, true) {
+        if !std::mem::replace(&mut lock(&self.0).asked, true) {
             // The receiver ends only with the process.
             let _ = ask.send(ToAgent::Poll);
         }
     }
 
     fn set(&self, waits: bool) {
-        self.state().since = waits.then(Instant::now);
-    }
-
-    /// Locks the state. The lock is held for one assignment at a time: a panic leaves nothing half done.
-    fn state(&self) -> MutexGuard<'_, WaitState> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.0).since = waits.then(Instant::now);
     }
 }
 
@@ -147,7 +143,7 @@ impl Listener {
     ) -> Self {
         let mut failures = Vec::new();
         let set = register(nvml, calls, &gpus, &mut failures);
-        waiting.state().unregistered = failures;
+        lock(&waiting.0).unregistered = failures;
         Self { gpus, parent, waiting, set }
     }
 
@@ -166,7 +162,7 @@ impl Listener {
                 Ok(event) => {
                     failures = 0;
                     backoff.reset();
-                    self.waiting.state().failing = None;
+                    lock(&self.waiting.0).failing = None;
                     if let Some(event) = &event {
                         self.parent.send(&message(event, &self.gpus));
                         self.waiting.ask_for_a_round(ask);
@@ -179,7 +175,7 @@ impl Listener {
                     }
                     failures += 1;
                     if failures == FAILURES {
-                        self.waiting.state().failing = Some(CallFailure::new("driver", error));
+                        lock(&self.waiting.0).failing = Some(CallFailure::new("driver", error));
                         self.waiting.ask_for_a_round(ask);
                     }
                     backoff.failed()
@@ -245,7 +241,7 @@ mod tests {
         waiting.round_begins(2 * LATE);
         assert_eq!(waiting.lasts(), Duration::ZERO, "nobody waits");
         let long = Duration::from_secs(5);
-        waiting.state().since = Some(Instant::now().checked_sub(long).unwrap());
+        lock(&waiting.0).since = Some(Instant::now().checked_sub(long).unwrap());
         waiting.round_begins(LATE);
         assert!(waiting.lasts() >= long);
         waiting.round_begins(2 * LATE);

@@ -138,6 +138,18 @@ pub async fn blocking<T: Send + 'static>(work: impl FnOnce() -> io::Result<T> + 
     tokio::task::spawn_blocking(work).await.unwrap_or_else(|error| Err(io::Error::other(error)))
 }
 
+/// As [`blocking`]. What is `held` is dropped when the work is done, also if nobody waits for it any more.
+pub async fn blocking_with<H: Send + 'static, T: Send + 'static>(
+    held: H,
+    work: impl FnOnce() -> io::Result<T> + Send + 'static,
+) -> io::Result<T> {
+    blocking(move || {
+        let _held = held;
+        work()
+    })
+    .await
+}
+
 /// The folder of a path; a bare file name is in the current folder.
 fn folder(path: &Path) -> &Path {
     path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."))

@@ -8,6 +8,7 @@ mod changes;
 
 use std::path::Path;
 
+use crate::or_never;
 use notify::{RecommendedWatcher, RecursiveMode, Watcher};
 use tokio::sync::watch;
 
@@ -54,8 +55,6 @@ impl FolderWatch {
 
     /// Waits for a change since the last call; for ever if the watch is inactive. Cancel-safe.
     pub async fn changed(&mut self) {
-        if self.changes.changed().await.is_err() {
-            std::future::pending::<()>().await;
-        }
+        or_never(self.changes.changed()).await;
     }
 }

@@ -14,6 +14,8 @@ pub mod right;
 pub mod signals;
 pub mod uds;
 
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
 use anyhow::{Context, Result};
 use tokio::sync::watch;
 
@@ -35,6 +37,18 @@ pub fn send_if_new<T: PartialEq>(channel: &watch::Sender<T>, value: T) {
         *last = value;
         is_new
     });
+}
+
+/// Waits for a change that comes through a channel. If the channel's other end is gone, none comes any more.
+pub async fn or_never<T, E>(change: impl Future<Output = Result<T, E>>) {
+    if change.await.is_err() {
+        std::future::pending::<()>().await;
+    }
+}
+
+/// Locks a mutex. Each of ours is locked to put in or take out something whole: a panic elsewhere leaves nothing half done.
+pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Counts one of something for as long as it lives, however it ends.

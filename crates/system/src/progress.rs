@@ -3,11 +3,12 @@
 //! The line goes to standard error, appears after a second, and vanishes when the work is done. It is not shown if
 //! standard error is not a terminal. A thread draws it, so that it also moves while work blocks or computes.
 
+use crate::lock;
 use std::fmt;
 use std::io::{IsTerminal, Write, stderr};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
@@ -59,7 +60,7 @@ impl Progress {
 
     /// Shows that the work goes on with another step.
     pub fn step(&self, what: &str) {
-        *self.seen.what.lock().unwrap_or_else(PoisonError::into_inner) = what.to_owned();
+        *lock(&self.seen.what) = what.to_owned();
     }
 
     /// Records that this number of pieces is done.
@@ -94,7 +95,7 @@ fn draw(seen: &Seen, ended: &Receiver<()>) {
 
 impl fmt::Display for Seen {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let what = self.what.lock().unwrap_or_else(PoisonError::into_inner);
+        let what = lock(&self.what);
         match (self.done.load(Ordering::Relaxed), self.all.load(Ordering::Relaxed)) {
             (_, 0) => write!(f, "{what}, {} s", self.since.elapsed().as_secs()),
             (done, all) => {

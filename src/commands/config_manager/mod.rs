@@ -10,7 +10,7 @@ mod choose;
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use std::{fs, io};
 
@@ -31,6 +31,7 @@ use linkwise_core::once::Once;
 use linkwise_node::admin::{Admin, Answers, Hosts};
 use linkwise_node::metrics::CONTENT_TYPE;
 use linkwise_system::inotify::FolderWatch;
+use linkwise_system::lock;
 use linkwise_system::metrics::new;
 use linkwise_system::signals::LastSignals;
 
@@ -106,7 +107,7 @@ fn answers(registry: Registry, problem: Arc<Mutex<Option<String>>>, hosts: Hosts
         let mut text = String::new();
         encode(&mut text, &registry).ok().map(|()| text)
     };
-    let ready = move || match problem.lock().unwrap_or_else(PoisonError::into_inner).clone() {
+    let ready = move || match lock(&problem).clone() {
         None => Ok("ready".to_owned()),
         Some(problem) => Err(vec![problem]),
     };
@@ -229,7 +230,7 @@ impl Manager {
             let label = &self.settings.label;
             tracing::warn!(label, error, "no configuration selected, keeping the last one");
         }
-        *self.problem.lock().unwrap_or_else(PoisonError::into_inner) = problem;
+        *lock(&self.problem) = problem;
     }
 }
 

@@ -18,6 +18,7 @@ use super::{Phase, Settings, Sources, pod_resources, register};
 use crate::registration::{self, BindError, Executor, Held, Life, Registrant, RegistrationMachine, Watching, random};
 use linkwise_core::errors::chain;
 use linkwise_core::state::{NodeState, ResourceName};
+use linkwise_system::or_never;
 use linkwise_system::uds::FileId;
 
 /// The longest time that connections stay open when a session ends. No call takes longer. Kubelets up to 1.36 do not
@@ -154,9 +155,7 @@ impl Registrant for DevicePlugin {
 
     async fn next(&mut self) -> OwnInput {
         // An error means that the node is ending.
-        if self.renew.changed().await.is_err() {
-            std::future::pending::<()>().await;
-        }
+        or_never(self.renew.changed()).await;
         OwnInput::Renew
     }
 }

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 use std::pin::Pin;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Instant;
 
 use futures_util::stream::{self, Stream, StreamExt};
@@ -19,6 +19,7 @@ use linkwise_core::state::{Device, NodeState, ResourceName};
 use linkwise_kubelet_api::v1beta1 as wire;
 use linkwise_kubelet_api::v1beta1::device_plugin_server::DevicePlugin;
 use linkwise_system::Counted;
+use linkwise_system::lock;
 use linkwise_system::uds::Peer;
 
 /// The service of one resource for one session with the kubelet.
@@ -40,11 +41,6 @@ pub(super) struct Service {
 impl Service {
     fn snapshot(&self) -> Arc<NodeState> {
         Arc::clone(&self.snapshot.borrow())
-    }
-
-    fn narrowing(&self) -> std::sync::MutexGuard<'_, Narrowing> {
-        // Only whole ids are ever put in or taken out.
-        self.narrowing.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Returns true if the caller is the process that listens on kubelet.sock, as far as the kernel tells.
@@ -129,7 +125,7 @@ impl DevicePlugin for Service {
             let start = Instant::now();
             let (answer, report) = snapshot.preferred(&self.resource, &question);
             let elapsed = start.elapsed();
-            let mut narrowing = self.narrowing();
+            let mut narrowing = lock(&self.narrowing);
             let narrowed = narrowing.narrowed(&question, |id| snapshot.offers().is_healthy(&self.resource, id));
             narrowing.answered(question.available);
             drop(narrowing);
@@ -148,7 +144,7 @@ impl DevicePlugin for Service {
         let mut container_responses = Vec::new();
         for container in request.into_inner().container_requests {
             let ids = convert::ids(container.devices_ids);
-            let offered = self.narrowing().allocated(&ids);
+            let offered = lock(&self.narrowing).allocated(&ids);
             let granted = snapshot.allocate(&self.resource, &ids).map_err(|error| convert::refusal(&error));
             let answer = granted.and_then(|devices| {
                 let injection = self.injection(&snapshot, &devices);

@@ -1,6 +1,6 @@
 //! What is told of a resource's plugin: to the log, the metrics, /readyz, the node's state and its views.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use tokio::sync::mpsc;
@@ -12,6 +12,7 @@ use crate::registration::{Journal, Life};
 use linkwise_core::allocation::{AllocationReport, DeviceId, FallbackReason};
 use linkwise_core::once::Once;
 use linkwise_core::state::{Event, ResourceName};
+use linkwise_system::lock;
 
 /// Those who are told.
 pub(super) struct Told {
@@ -46,7 +47,7 @@ impl Told {
         self.metrics.chosen(resource, &report, elapsed, narrowed);
         (self.chosen)(resource, &report, narrowed);
         // Only whole reasons are ever put in.
-        let is_news = |reason| self.fallbacks.lock().unwrap_or_else(PoisonError::into_inner).is_news(reason);
+        let is_news = |reason| lock(&self.fallbacks).is_news(reason);
         match report.fallback {
             Some(reason) if is_news(reason) => {
                 let what = "preferred in sorted order; further ones are counted, not logged";

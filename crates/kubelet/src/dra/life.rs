@@ -18,7 +18,7 @@ use super::turn::{Claims, ClaimsLock};
 use super::{Phase, Settings, Told, checkpoint};
 use crate::registration::{BindError, Executor, Held, Life, Limits, Registrant, RegistrationMachine, Watching, random};
 use linkwise_core::state::NodeState;
-use linkwise_system::files;
+use linkwise_system::{files, or_never};
 
 /// The longest time that connections may take to close when a session ends; a shutdown has one second in all.
 const CLOSE_TIMEOUT: Duration = Duration::from_millis(500);
@@ -149,11 +149,8 @@ async fn opened(mut snapshot: watch::Receiver<Arc<NodeState>>, mut cdi: CdiLink,
     if has_claims {
         return;
     }
-    // An error means that the node is ending.
-    let seen = snapshot.wait_for(|state| !state.topology().gpus().is_empty()).await.is_ok();
-    if !seen || cdi.wait_for(Option::is_some).await.is_err() {
-        std::future::pending::<()>().await;
-    }
+    or_never(snapshot.wait_for(|state| !state.topology().gpus().is_empty())).await;
+    or_never(cdi.wait_for(Option::is_some)).await;
 }
 
 /// Completes when there are claims that the kubelet may unprepare, though the node's door is the device plugin: they have

@@ -17,6 +17,7 @@ use super::{PluginError, Settings, Told};
 use crate::registration::Life;
 use linkwise_core::errors::chain;
 use linkwise_core::state::{Event, NodeState};
+use linkwise_system::or_never;
 use linkwise_system::right::Right;
 
 /// The time between two attempts to use a folder of checkpoints that cannot be used.
@@ -115,10 +116,7 @@ impl Holder {
     /// Waits until a right is taken back. Another one may be there then.
     async fn withdrawn(&self, right: &Right) {
         let is_other = |now: &Option<Right>| now.as_ref().is_none_or(|now| !now.is(right));
-        if self.turn.clone().wait_for(is_other).await.is_err() {
-            // The node is ending.
-            std::future::pending::<()>().await;
-        }
+        or_never(self.turn.clone().wait_for(is_other)).await;
     }
 
     /// Reads the checkpoints.

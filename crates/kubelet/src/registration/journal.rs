@@ -1,12 +1,13 @@
 //! The log of a plugin's life with the kubelet, and the plugin's part in the node's readiness.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::Mutex;
 
 use super::executor::Life;
 use super::machine::LifePhase;
 use crate::readiness::{Part, Readiness};
 use linkwise_core::once::Once;
 use linkwise_system::grpc::{Refusal, Rpc};
+use linkwise_system::lock;
 use linkwise_system::uds::Peer;
 
 /// The most troubles, and the most refused users, that are remembered; further ones are not logged.
@@ -26,14 +27,9 @@ impl Journal {
         Self { plugin, readiness, told: Mutex::new((Once::with_bound(MOST), Once::with_bound(MOST))) }
     }
 
-    fn told(&self) -> MutexGuard<'_, (Once<String>, Once<u32>)> {
-        // Only whole facts are ever put in or taken out.
-        self.told.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Returns true for the first trouble of its words since the plugin last served, and for a user's first refusal.
     fn is_news<P: LifePhase>(&self, event: &Life<P>) -> bool {
-        let mut told = self.told();
+        let mut told = lock(&self.told);
         match event {
             Life::Refused(Refusal::Caller(Peer { uid, .. })) => told.1.is_news(*uid),
             trouble => told.0.is_news(format!("{trouble:?}")),
@@ -67,7 +63,7 @@ impl Journal {
         let (plugin, phase) = (&self.plugin, now.words());
         self.readiness.enter(plugin, phase, now.is_ready());
         if now == P::SERVING {
-            let repeated = self.told().0.clear();
+            let repeated = lock(&self.told).0.clear();
             tracing::info!(%plugin, phase, repeated, "kubelet");
         } else {
             tracing::debug!(%plugin, phase, "kubelet");

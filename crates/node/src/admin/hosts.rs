@@ -1,11 +1,12 @@
 //! The names by which the port may be called: by others it answers nothing, so that no page from elsewhere reads it
 //! through a browser whose DNS was turned to this node.
 
+use linkwise_system::lock;
 use std::collections::BTreeSet;
 use std::fs;
 use std::net::{IpAddr, Ipv6Addr};
 use std::path::Path;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 /// The file in which the kubelet writes the cluster's domain.
 const RESOLV_CONF: &str = "/etc/resolv.conf";
@@ -37,7 +38,7 @@ impl Hosts {
     /// Adds a name: the node's, or one that the operator gives.
     pub fn add(&self, name: &str) {
         let name = name.trim_end_matches('.').to_lowercase();
-        self.names.lock().unwrap_or_else(PoisonError::into_inner).insert(name);
+        lock(&self.names).insert(name);
     }
 
     /// Returns true for the value of a Host header by which this port may be called.
@@ -53,7 +54,7 @@ impl Hosts {
         name == "localhost"
             || name.parse::<IpAddr>().is_ok()
             || self.is_service(&name)
-            || self.names.lock().unwrap_or_else(PoisonError::into_inner).contains(&name)
+            || lock(&self.names).contains(&name)
     }
 
     /// A Service is called by names of the cluster's DNS alone: NAME.NAMESPACE could be anybody's in the world, where a

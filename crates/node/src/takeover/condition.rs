@@ -13,6 +13,7 @@ use crate::takeover::machine::{Input, Stage, TakeoverMachine};
 use linkwise_core::state::NodeState;
 use linkwise_kubelet::device_plugin::HeldCalls;
 use linkwise_nvml::supervisor::Idle;
+use linkwise_system::or_never;
 
 /// The time for which a new owner may register its plugins once more.
 const SETTLED: Duration = Duration::from_secs(3);
@@ -102,13 +103,9 @@ impl Facts {
 async fn until(readiness: &Readiness, is_so: impl Fn(&Readiness) -> bool) {
     let (mut news, mut idle) = (readiness.news(), readiness.idle().subscribe());
     while !is_so(readiness) {
-        let changed = tokio::select! {
-            changed = news.changed() => changed,
-            changed = idle.changed() => changed,
-        };
-        if changed.is_err() {
-            // The node is ending.
-            std::future::pending::<()>().await;
+        tokio::select! {
+            () = or_never(news.changed()) => {}
+            () = or_never(idle.changed()) => {}
         }
     }
 }

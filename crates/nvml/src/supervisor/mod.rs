@@ -14,7 +14,7 @@ mod view;
 
 use std::collections::{BTreeMap, VecDeque};
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, bail};
@@ -35,6 +35,7 @@ use linkwise_core::state::Event;
 use linkwise_core::topology::MigUuid;
 use linkwise_host::hwloc;
 use linkwise_system::clock::at;
+use linkwise_system::lock;
 use machine::{Action, AgentId, DriverMachine, Input};
 pub use metrics::DriverMetrics;
 pub use release::Release;
@@ -283,7 +284,7 @@ impl Life {
             }
             Action::Probe => {
                 let probe = Arc::clone(&self.probe);
-                let look = move || probe.lock().unwrap_or_else(PoisonError::into_inner).look();
+                let look = move || lock(&probe).look();
                 self.read(look, |host| Input::Probed(host.flatten()));
             }
             Action::ScanHost => {

@@ -20,7 +20,7 @@ mod undo;
 
 use std::collections::BTreeMap;
 use std::path::Path;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use tokio::sync::{OnceCell, OwnedMutexGuard, watch};
 use tokio::time::{Instant, timeout};
@@ -29,9 +29,9 @@ use super::api::Book;
 use super::checkpoint::{Checkpoint, CheckpointFolder, Found, Unreadable};
 use super::turn::ClaimsLock;
 use super::{PluginError, PluginMetrics, Settings};
-use linkwise_core::claims::{Claim, ClaimName, ReadClaimError};
+use linkwise_core::claims::{AllocatedDevice, Claim, ClaimName, ReadClaimError};
 use linkwise_core::state::{Event, NodeState};
-use linkwise_system::files;
+use linkwise_system::{files, lock};
 
 pub(super) use specs::keep_specs;
 pub(super) use sweep::keep_sweeping;
@@ -79,13 +79,8 @@ impl ClaimManager {
         lock: ClaimsLock,
     ) -> Result<Self, PluginError> {
         let (folder, serves) = (settings.checkpoints.clone(), settings.serves);
-        let held = lock.clone();
-        let opened = files::blocking(move || {
-            let _held = held;
-            CheckpointFolder::open(&folder, serves)
-        });
-        let opened = opened.await;
-        let unusable = |source| PluginError::Checkpoints { folder: settings.checkpoints.clone(), source };
+        let opened = files::blocking_with(lock.clone(), move || CheckpointFolder::open(&folder, serves)).await;
+        let unusable = |source| PluginError { folder: settings.checkpoints.clone(), source };
         let (store, found, foreign) = opened.map_err(unusable)?;
         let unreadable = |path: &Path, why: &str| {
             tracing::warn!(path = %path.display(), why, "checkpoint of a claim unreadable, keeping it");
@@ -118,7 +113,13 @@ impl ClaimManager {
 
     /// Returns true if any claim is prepared or being prepared.
     pub fn has_checkpoints(&self) -> bool {
-        self.slots().values().any(Slot::is_held)
+        lock(&self.slots).values().any(Slot::is_held)
+    }
+
+    /// The devices of this plugin that are allocated to a claim.
+    fn ours<'a>(&'a self, claim: &'a Claim) -> impl Iterator<Item = &'a AllocatedDevice> {
+        let Settings { driver, pool, .. } = &*self.settings;
+        claim.allocated().filter(move |result| result.driver == *driver && result.pool == *pool)
     }
 
     async fn read_claim(&self, claim: &ClaimName) -> Result<Claim, ReadClaimError> {
@@ -133,13 +134,9 @@ impl ClaimManager {
 
     /// Reads the checkpoint of a claim again if it could not be read; returns it if it still cannot be.
     async fn read_again(&self, uid: &str, turn: &Turn) -> Option<Unreadable> {
-        self.slots().get(uid)?.unreadable.as_ref()?;
-        let (store, named, held) = (Arc::clone(&self.store), uid.to_owned(), Arc::clone(turn));
-        let read = files::blocking(move || {
-            let _held = held;
-            Ok(store.read(&named))
-        });
-        match read.await {
+        lock(&self.slots).get(uid)?.unreadable.as_ref()?;
+        let (store, named) = (Arc::clone(&self.store), uid.to_owned());
+        match files::blocking_with(Arc::clone(turn), move || Ok(store.read(&named))).await {
             Ok(Ok(checkpoint)) => {
                 self.put(uid, Some(checkpoint)).await;
                 None
@@ -149,22 +146,17 @@ impl ClaimManager {
         }
     }
 
-    fn slots(&self) -> MutexGuard<'_, BTreeMap<String, Slot>> {
-        // Only whole checkpoints are ever put in or taken out.
-        self.slots.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     fn checkpoints(&self) -> Vec<Checkpoint> {
-        self.slots().values().filter_map(|slot| slot.checkpoint.clone()).collect()
+        lock(&self.slots).values().filter_map(|slot| slot.checkpoint.clone()).collect()
     }
 
     fn checkpoint(&self, uid: &str) -> Option<Checkpoint> {
-        self.slots().get(uid)?.checkpoint.clone()
+        lock(&self.slots).get(uid)?.checkpoint.clone()
     }
 
     /// The checkpoint of a claim, or what can be read of it.
     fn known(&self, uid: &str) -> Option<Checkpoint> {
-        self.slots().get(uid)?.known().cloned()
+        lock(&self.slots).get(uid)?.known().cloned()
     }
 
     /// Enters what a claim has from now on into the ledger; `None`: it is over.
@@ -176,29 +168,29 @@ impl ClaimManager {
     }
 
     fn set(&self, uid: &str, checkpoint: Option<Checkpoint>) {
-        self.slots().entry(uid.to_owned()).or_default().set(checkpoint);
+        lock(&self.slots).entry(uid.to_owned()).or_default().set(checkpoint);
         self.changed();
     }
 
     async fn turn(&self, uid: &str) -> Turn {
-        let turn = Arc::clone(&self.slots().entry(uid.to_owned()).or_default().turn);
+        let turn = Arc::clone(&lock(&self.slots).entry(uid.to_owned()).or_default().turn);
         Arc::new((turn.lock_owned().await, self.lock.clone()))
     }
 
     /// The turn of a claim that nothing works on.
     fn idle_turn(&self, uid: &str) -> Option<Turn> {
-        let turn = Arc::clone(&self.slots().entry(uid.to_owned()).or_default().turn);
+        let turn = Arc::clone(&lock(&self.slots).entry(uid.to_owned()).or_default().turn);
         turn.try_lock_owned().ok().map(|turn| Arc::new((turn, self.lock.clone())))
     }
 
     /// Forgets claims that are not prepared and that nothing works on.
     fn tidy(&self) {
-        self.slots().retain(|_, slot| slot.is_held() || Arc::strong_count(&slot.turn) > 1);
+        lock(&self.slots).retain(|_, slot| slot.is_held() || Arc::strong_count(&slot.turn) > 1);
     }
 
     /// Orders the MPS control daemons, and reports the number of claims.
     fn changed(&self) {
-        let slots = self.slots();
+        let slots = lock(&self.slots);
         let known = || slots.values().filter_map(Slot::known);
         if let Some(mps) = &self.settings.mps {
             let of_this_boot = |checkpoint: &&Checkpoint| !checkpoint.is_of_another_boot(self.settings.boot.as_deref());

@@ -15,6 +15,7 @@ use crate::dra::turn::ClaimsLock;
 use linkwise_core::claims::{MpsOrder, PreparedDevice};
 use linkwise_core::publish::MpsShm;
 use linkwise_core::state::ResourceName;
+use linkwise_system::or_never;
 
 /// The cause where a claim's GPUs are not shared by MPS, or still are.
 #[derive(Debug, thiserror::Error)]
@@ -76,10 +77,7 @@ impl MpsLink {
 
     /// Waits until other daemons than these have no shared memory of their own.
     pub(super) async fn common_shm_changes(&self, before: &BTreeSet<ResourceName>) {
-        if self.served.clone().wait_for(|served| with_common_shm(served) != *before).await.is_err() {
-            // The node is ending.
-            std::future::pending::<()>().await;
-        }
+        or_never(self.served.clone().wait_for(|served| with_common_shm(served) != *before)).await;
     }
 
     /// Asks for a look at what serves now; the revision that it has.

@@ -15,14 +15,12 @@ use super::undo::UnprepareError;
 use super::{ClaimManager, Turn};
 use crate::dra::Settings;
 use crate::dra::checkpoint::{Checkpoint, is_uid};
-use linkwise_core::claims::{
-    AllocatedDevice, Claim, ClaimError, ClaimName, Node, Prepared, PreparedDevice, ReadClaimError, plan,
-};
+use linkwise_core::claims::{Claim, ClaimError, ClaimName, Node, Prepared, PreparedDevice, ReadClaimError, plan};
 use linkwise_core::errors::chain;
 use linkwise_core::publish::injection::HostDevices;
 use linkwise_core::quote::quoted;
 use linkwise_core::state::{ClaimedDevice, Event, NodeState, PreparedClaim, ResourceName};
-use linkwise_system::files;
+use linkwise_system::{files, lock};
 
 /// The time for which a repeated Prepare waits for the API server: it has an answer without it.
 const RECHECK_TIMEOUT: Duration = Duration::from_secs(1);
@@ -150,10 +148,7 @@ impl ClaimManager {
     async fn has_other_devices_now(&self, checkpoint: &Checkpoint) -> bool {
         let read = timeout(RECHECK_TIMEOUT, self.read_claim(&checkpoint.claim)).await;
         let Ok(Ok(found)) = read else { return false };
-        let results = found.status.allocation.iter().flat_map(|allocation| &allocation.devices.results);
-        let is_ours =
-            |result: &&AllocatedDevice| result.driver == self.settings.driver && result.pool == self.settings.pool;
-        let now: BTreeSet<_> = results.filter(is_ours).map(|result| (&result.device, &result.share_id)).collect();
+        let now: BTreeSet<_> = self.ours(&found).map(|result| (&result.device, &result.share_id)).collect();
         let before = checkpoint.prepared.devices.iter().map(|device| (&device.device, &device.share_id));
         found.metadata.uid == checkpoint.claim.uid && !now.is_empty() && now != before.collect()
     }
@@ -239,10 +234,9 @@ impl ClaimManager {
 
     /// Writes the specs of a claim, if they are given, and then its checkpoint.
     async fn write(&self, checkpoint: &Checkpoint, specs: Option<Specs>, turn: &Turn) -> Result<(), PrepareError> {
-        let (store, checkpoint, held) = (Arc::clone(&self.store), checkpoint.clone(), Arc::clone(turn));
+        let (store, checkpoint) = (Arc::clone(&self.store), checkpoint.clone());
         let folder = self.settings.cdi_folder.clone();
-        let written = files::blocking(move || {
-            let _held = held;
+        let written = files::blocking_with(Arc::clone(turn), move || {
             let written = specs.map_or(Ok(()), |specs| specs::write(&folder, &checkpoint.claim.uid, &specs));
             Ok(match written {
                 Ok(()) => store.write(&checkpoint).map_err(|source| PrepareError::Checkpoint { source }),
@@ -256,7 +250,7 @@ impl ClaimManager {
     /// cannot be asked.
     pub(super) fn doubt(&self, checkpoint: &Checkpoint) -> Option<PrepareError> {
         let (uid, why) = {
-            let slots = self.slots();
+            let slots = lock(&self.slots);
             let (uid, slot) = slots.iter().find(|(_, slot)| slot.is_blind())?;
             (uid.clone(), slot.unreadable.as_ref()?.why.clone())
         };

@@ -25,7 +25,7 @@ use linkwise_core::claims::{
     CLAIM_KIND, ClaimError, DEVICE_KIND, NodeDevice, Prepared, RequestEdits, claim_device, containers,
 };
 use linkwise_core::publish::injection::{DeviceNode, Injection, Mount};
-use linkwise_system::files;
+use linkwise_system::{files, or_never};
 
 /// The mode of a spec, which every user may read: runtimes run as other users.
 const MODE: u32 = 0o644;
@@ -90,10 +90,7 @@ impl ClaimManager {
                     Ok(text) => return Ok(text),
                     Err(missing) => last = missing,
                 }
-                if cdi.changed().await.is_err() {
-                    // The node is ending.
-                    std::future::pending::<()>().await;
-                }
+                or_never(cdi.changed()).await;
             }
         };
         let found: Result<Result<Specs, ClaimError>, _> = timeout(self.settings.specs_timeout, found).await;
@@ -142,21 +139,13 @@ impl ClaimManager {
     }
 
     async fn write_spec(&self, uid: &str, specs: Specs, turn: &Turn) -> std::io::Result<()> {
-        let (folder, uid, held) = (self.settings.cdi_folder.clone(), uid.to_owned(), Arc::clone(turn));
-        let written = files::blocking(move || {
-            let _held = held;
-            write(&folder, &uid, &specs)
-        });
-        written.await
+        let (folder, uid) = (self.settings.cdi_folder.clone(), uid.to_owned());
+        files::blocking_with(Arc::clone(turn), move || write(&folder, &uid, &specs)).await
     }
 
     pub(super) async fn remove_spec(&self, uid: &str, turn: &Turn) -> std::io::Result<()> {
-        let (folder, uid, held) = (self.settings.cdi_folder.clone(), uid.to_owned(), Arc::clone(turn));
-        let removed = files::blocking(move || {
-            let _held = held;
-            remove(&folder, &uid)
-        });
-        removed.await
+        let (folder, uid) = (self.settings.cdi_folder.clone(), uid.to_owned());
+        files::blocking_with(Arc::clone(turn), move || remove(&folder, &uid)).await
     }
 }
 

@@ -18,7 +18,7 @@ use crate::dra::checkpoint::Checkpoint;
 use linkwise_core::claims::{Claim, ClaimName, ReadClaimError};
 use linkwise_core::errors::chain;
 use linkwise_core::state::{ClaimedDevice, NodeState};
-use linkwise_system::files;
+use linkwise_system::{files, lock, or_never};
 
 /// The time that a claim waits for the turn of one in its way: a sweep or an Unprepare writes and removes a few files.
 /// Without a limit two claims in each other's way would wait for ever.
@@ -26,6 +26,15 @@ const TURN_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The time between two searches for claims that are over while DRA is off: the kubelet's list alone tells.
 const OFF_SWEEP: Duration = Duration::from_secs(2);
+
+/// The words of the log for a claim that was undone because it is over, and for one that could not be.
+const GONE: [&str; 2] = ["claim unprepared: it no longer exists", "a claim that no longer exists cannot be unprepared"];
+
+/// The words of the log for a claim of which MIG devices were made before linkwise was killed.
+const HALF_MADE: [&str; 2] = [
+    "MIG devices destroyed of a claim that an earlier process did not prepare to its end",
+    "half made MIG devices of a claim cannot be destroyed",
+];
 
 /// Sweeps the claims until `stop`. A claim that is being undone then is undone.
 pub(in crate::dra) async fn keep_sweeping(
@@ -45,13 +54,8 @@ pub(in crate::dra) async fn keep_sweeping(
         manager.sweep(stop).await;
         // A sweep without the kubelet's list undoes nothing, one without the driver destroys no MIG device: the next
         // follows when there is one.
-        let known = async {
-            let news = |state: &Arc<NodeState>| !was_known && state.ledger().is_known() || !was_seen && is_seen(state);
-            if snapshot.wait_for(news).await.is_err() {
-                // The node is ending.
-                std::future::pending::<()>().await;
-            }
-        };
+        let news = |state: &Arc<NodeState>| !was_known && state.ledger().is_known() || !was_seen && is_seen(state);
+        let known = or_never(snapshot.wait_for(news));
         // The end of a claim may reach nobody while DRA is off.
         let limit = if manager.is_off() && manager.has_checkpoints() { pause.min(OFF_SWEEP) } else { pause };
         match stop.run_until_cancelled(tokio::time::timeout(limit, known)).await {
@@ -81,20 +85,10 @@ impl ClaimManager {
                 continue;
             }
             if is_gone {
-                self.sweep_one(&checkpoint.claim, &turn).await;
+                self.sweep_one(&checkpoint.claim, &turn, GONE).await;
             } else if checkpoint.is_half_made(self.settings.boot.as_deref()) && !self.is_off() {
                 // The kubelet was told nothing, and asks again, if at all. Where DRA is off, it would be refused then.
-                let (result, claim) = (self.undo_in_time(&uid, &turn).await, &checkpoint.claim);
-                self.metrics.swept(result.is_ok());
-                match result {
-                    Ok(()) => {
-                        tracing::info!(%claim, uid, "MIG devices destroyed of a claim that an earlier process did not prepare to its end")
-                    }
-                    Err(error) => {
-                        let error = chain(&error);
-                        tracing::warn!(%claim, uid, error, "half made MIG devices of a claim cannot be destroyed");
-                    }
-                }
+                self.sweep_one(&checkpoint.claim, &turn, HALF_MADE).await;
             } else if checkpoint.is_completed_in(self.settings.boot.as_deref()) {
                 self.renew_spec(&checkpoint, &turn).await;
             }
@@ -112,7 +106,7 @@ impl ClaimManager {
         let with_spec = with_spec.into_iter().filter(|uid| !is_used(uid));
         for uid in with_spec.chain(state.ledger().claims().map(|(claim, _)| claim.uid.clone())) {
             if let Some(turn) = self.idle_turn(&uid)
-                && !self.slots().get(&uid).is_some_and(Slot::is_held)
+                && !lock(&self.slots).get(&uid).is_some_and(Slot::is_held)
             {
                 let _ = self.undo(&uid, &turn).await;
             }
@@ -120,16 +114,13 @@ impl ClaimManager {
         self.tidy();
     }
 
-    /// Undoes a claim that no longer exists; returns true once it is done.
-    async fn sweep_one(&self, claim: &ClaimName, turn: &Turn) -> bool {
+    /// Undoes a claim that needs it; returns true once it is done.
+    async fn sweep_one(&self, claim: &ClaimName, turn: &Turn, [done, failed]: [&str; 2]) -> bool {
         let (result, uid) = (self.undo_in_time(&claim.uid, turn).await, &claim.uid);
         self.metrics.swept(result.is_ok());
         match &result {
-            Ok(()) => tracing::info!(%claim, uid, "claim unprepared: it no longer exists"),
-            Err(error) => {
-                let error = chain(error);
-                tracing::warn!(%claim, uid, error, "a claim that no longer exists cannot be unprepared");
-            }
+            Ok(()) => tracing::info!(%claim, uid, "{done}"),
+            Err(error) => tracing::warn!(%claim, uid, error = chain(error), "{failed}"),
         }
         result.is_ok()
     }
@@ -138,7 +129,7 @@ impl ClaimManager {
     pub(super) async fn release_gone(&self, holder: &ClaimName) -> bool {
         let Ok(turn) = timeout(TURN_TIMEOUT, self.turn(&holder.uid)).await else { return false };
         match self.checkpoint(&holder.uid) {
-            Some(checkpoint) if self.is_gone(&checkpoint).await => self.sweep_one(&checkpoint.claim, &turn).await,
+            Some(checkpoint) if self.is_gone(&checkpoint).await => self.sweep_one(&checkpoint.claim, &turn, GONE).await,
             Some(_) => false,
             // One that cannot be read is the sweeps'. One that only the ledger has was given up before anything was done.
             None => self.known(&holder.uid).is_none() && self.undo_in_time(&holder.uid, &turn).await.is_ok(),
@@ -165,7 +156,7 @@ impl ClaimManager {
     /// a sweep looked for as long as its lists may be late: a kubelet that starts lists no pod at first.
     fn is_long_unlisted(&self, uid: &str, is_unused: bool) -> bool {
         let now = Instant::now();
-        let mut slots = self.slots();
+        let mut slots = lock(&self.slots);
         let Some(slot) = slots.get_mut(uid) else { return false };
         slot.unlisted = is_unused.then(|| slot.unlisted.unwrap_or(now));
         slot.unlisted.is_some_and(|since| now.saturating_duration_since(since) >= self.settings.listed_within)
@@ -177,7 +168,7 @@ impl ClaimManager {
     pub(super) fn is_unused(&self, checkpoint: &Checkpoint) -> bool {
         let state = self.snapshot.borrow().clone();
         let named = checkpoint.claim.to_string();
-        let since = self.slots().get(&checkpoint.claim.uid).and_then(|slot| slot.since);
+        let since = lock(&self.slots).get(&checkpoint.claim.uid).and_then(|slot| slot.since);
         let mut listed = state.ledger().claimed_lately();
         state.ledger().is_known()
             && since.is_none_or(|since| since.elapsed() >= self.settings.listed_within)
@@ -189,10 +180,7 @@ impl ClaimManager {
 
     /// Returns true if any of a checkpoint's devices is still the claim's.
     fn is_allocated(&self, claim: &Claim, checkpoint: &Checkpoint) -> bool {
-        let results = claim.status.allocation.iter().flat_map(|allocation| &allocation.devices.results);
-        let mut ours =
-            results.filter(|result| result.driver == self.settings.driver && result.pool == self.settings.pool);
-        ours.any(|result| checkpoint.prepared.devices.iter().any(|device| device.device == result.device))
+        self.ours(claim).any(|result| checkpoint.prepared.devices.iter().any(|device| device.device == result.device))
     }
 
     /// Reads unreadable checkpoints again. Undoes those of claims that are over: the cluster and the kubelet have no such
@@ -201,7 +189,7 @@ impl ClaimManager {
     async fn sweep_unreadable(&self) {
         let unreadable = |slot: &Slot| slot.unreadable.is_some();
         let uids: Vec<String> =
-            self.slots().iter().filter(|(_, slot)| unreadable(slot)).map(|(uid, _)| uid.clone()).collect();
+            lock(&self.slots).iter().filter(|(_, slot)| unreadable(slot)).map(|(uid, _)| uid.clone()).collect();
         for uid in uids {
             let is_over = match self.known(&uid) {
                 Some(parts) => self.is_gone(&parts).await,
@@ -212,7 +200,7 @@ impl ClaimManager {
                 let claim = self
                     .known(&uid)
                     .map_or_else(|| ClaimName { uid: uid.clone(), ..ClaimName::default() }, |known| known.claim);
-                self.sweep_one(&claim, &turn).await;
+                self.sweep_one(&claim, &turn, GONE).await;
             }
         }
     }
@@ -220,7 +208,7 @@ impl ClaimManager {
     /// The devices of this driver's claims in the kubelet's lists whose claim has no checkpoint that can be read.
     pub(super) fn unaccounted(&self) -> impl Iterator<Item = ClaimedDevice> {
         let known: Vec<String> =
-            self.slots().values().filter_map(Slot::known).map(|checkpoint| checkpoint.claim.to_string()).collect();
+            lock(&self.slots).values().filter_map(Slot::known).map(|checkpoint| checkpoint.claim.to_string()).collect();
         let state = self.snapshot.borrow().clone();
         let listed: Vec<ClaimedDevice> = state.ledger().claimed_lately().cloned().collect();
         let driver = self.settings.driver.clone();

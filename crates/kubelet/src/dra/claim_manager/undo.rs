@@ -10,7 +10,7 @@ use super::{ClaimManager, Turn};
 use crate::dra::checkpoint::{Checkpoint, is_uid};
 use linkwise_core::claims::ClaimName;
 use linkwise_core::errors::chain;
-use linkwise_system::files;
+use linkwise_system::{files, lock};
 
 /// The cause of a claim that was not unprepared.
 #[derive(Debug, thiserror::Error)]
@@ -88,19 +88,16 @@ impl ClaimManager {
         };
         done(self.destroy_mig(uid).await.map_err(UnprepareError::from))?;
         done(self.remove_spec(uid, turn).await.map_err(|source| UnprepareError::Spec { source }))?;
-        let (store, named, held) = (Arc::clone(&self.store), uid.to_owned(), Arc::clone(turn));
-        let removed = files::blocking(move || {
-            let _held = held;
-            store.remove(&named)
-        });
-        done(removed.await.map_err(|source| UnprepareError::Checkpoint { source }))?;
+        let (store, named) = (Arc::clone(&self.store), uid.to_owned());
+        let removed = files::blocking_with(Arc::clone(turn), move || store.remove(&named)).await;
+        done(removed.map_err(|source| UnprepareError::Checkpoint { source }))?;
         self.put(uid, None).await;
         Ok(())
     }
 
     /// Returns true if DRA is off, and undoing the claim was tried first some time ago.
     fn gives_up(&self, uid: &str) -> bool {
-        let mut slots = self.slots();
+        let mut slots = lock(&self.slots);
         let first = slots.get_mut(uid).map(|slot| *slot.undoing.get_or_insert_with(Instant::now));
         self.is_off() && first.is_none_or(|first| first.elapsed() >= self.settings.listed_within)
     }
