@@ -151,7 +151,7 @@ pub async fn blocking_with<H: Send + 'static, T: Send + 'static>(
 }
 
 /// The folder of a path; a bare file name is in the current folder.
-fn folder(path: &Path) -> &Path {
+pub fn folder(path: &Path) -> &Path {
     path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 

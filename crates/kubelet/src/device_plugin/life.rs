@@ -14,10 +14,10 @@ use tokio_util::sync::CancellationToken;
 use super::handshake::{DevicePluginHandshake, Input, Limits, OwnAction, OwnInput};
 use super::session::PluginSession;
 use super::told::Told;
-use super::{Phase, Settings, Sources, pod_resources, register};
+use super::{Phase, Settings, Shared, Sources, pod_resources, register};
 use crate::registration::{self, BindError, Executor, Held, Life, Registrant, RegistrationMachine, Watching, random};
 use linkwise_core::errors::chain;
-use linkwise_core::state::{NodeState, ResourceName};
+use linkwise_core::state::ResourceName;
 use linkwise_system::or_never;
 use linkwise_system::uds::FileId;
 
@@ -67,7 +67,7 @@ impl Plugin {
         let told = Arc::new(Told::new(resource.clone(), (metrics, readiness), (events, chosen)));
         let watching = Watching { folder, poll: settings.poll, inotify: settings.inotify };
         let folder = watching.folder.clone();
-        let registrant = DevicePlugin { resource, settings, snapshot, told, renew, folder };
+        let registrant = DevicePlugin { shared: Shared { resource, settings, snapshot, told }, renew, folder };
         Executor::new(registrant, machine, phase, watching).live(&shutdown).await;
         Ok(())
     }
@@ -75,10 +75,7 @@ impl Plugin {
 
 /// The plugin, and what its calls need.
 struct DevicePlugin {
-    resource: ResourceName,
-    settings: Arc<Settings>,
-    snapshot: watch::Receiver<Arc<NodeState>>,
-    told: Arc<Told>,
+    shared: Shared,
     renew: watch::Receiver<u64>,
     folder: PathBuf,
 }
@@ -86,7 +83,7 @@ struct DevicePlugin {
 impl DevicePlugin {
     /// Registers a session's socket by one of its names.
     fn register(&self, session: &PluginSession, name: String) -> Held<Input> {
-        let (resource, settings) = (self.resource.clone(), Arc::clone(&self.settings));
+        let Shared { resource, settings, .. } = self.shared.clone();
         let kubelet = Arc::clone(&session.kubelet);
         Box::pin(async move {
             let answer = register::register(&settings.kubelet_socket, &name, &resource, &kubelet).await;
@@ -100,25 +97,24 @@ impl Registrant for DevicePlugin {
     type Session = PluginSession;
 
     fn report(&self, event: Life<Phase>) {
-        self.told.life(&event);
+        self.shared.told.life(&event);
     }
 
     fn kubelet(&self) -> Result<FileId, String> {
-        let socket = &self.settings.kubelet_socket;
+        let socket = &self.shared.settings.kubelet_socket;
         FileId::of_socket(socket).ok_or_else(|| absence(&self.folder, socket))
     }
 
     fn bind(&self, random: u64) -> Held<Result<(bool, PluginSession), BindError>> {
-        let (resource, settings) = (self.resource.clone(), Arc::clone(&self.settings));
-        let (snapshot, told) = (self.snapshot.clone(), Arc::clone(&self.told));
+        let shared = self.shared.clone();
         Box::pin(async move {
-            let mut session = PluginSession::begin(resource, settings, snapshot, told, random)?;
+            let mut session = PluginSession::begin(shared, random)?;
             Ok((session.has_predecessor(), session))
         })
     }
 
     fn perform(&self, action: OwnAction, session: &mut PluginSession) -> Option<Held<Input>> {
-        let (resource, settings) = (self.resource.clone(), Arc::clone(&self.settings));
+        let Shared { resource, settings, snapshot, .. } = self.shared.clone();
         Some(match action {
             OwnAction::Register => self.register(session, session.name.clone()),
             OwnAction::Renew => match session.rename(&settings, &resource, random()) {
@@ -132,13 +128,10 @@ impl Registrant for DevicePlugin {
                 let answer = register::detach(&settings, &resource, random()).await;
                 Input::Own(OwnInput::Detached(answer.map_err(|error| chain(&error))))
             }),
-            OwnAction::Ask => {
-                let snapshot = self.snapshot.clone();
-                Box::pin(async move {
-                    let socket = settings.pod_resources_socket.as_deref();
-                    Input::Own(OwnInput::Listed(pod_resources::listing(socket, &snapshot, &resource).await))
-                })
-            }
+            OwnAction::Ask => Box::pin(async move {
+                let socket = settings.pod_resources_socket.as_deref();
+                Input::Own(OwnInput::Listed(pod_resources::listing(socket, &snapshot, &resource).await))
+            }),
             OwnAction::ReportDetached(result) => {
                 match result {
                     Ok(()) => {

@@ -38,6 +38,16 @@ pub(crate) use channel::connect;
 pub use channel::{ConnectError, ProbeError, probe};
 pub use life::{NoFolder, Plugin};
 pub use metrics::PluginMetrics;
+use told::Told;
+
+/// What the parts of a running plugin share.
+#[derive(Clone)]
+struct Shared {
+    resource: ResourceName,
+    settings: Arc<Settings>,
+    snapshot: watch::Receiver<Arc<NodeState>>,
+    told: Arc<Told>,
+}
 
 /// A plugin's settings.
 #[derive(Clone, Debug)]

@@ -11,11 +11,10 @@ use tokio_util::sync::CancellationToken;
 use tonic::{Request, Response, Status};
 
 use super::narrowing::Narrowing;
-use super::told::Told;
-use super::{Settings, convert};
+use super::{Shared, convert};
 use linkwise_core::publish::injection::{ChosenDevice, Granted, Injection, InjectionError};
 use linkwise_core::publish::{MpsClient, MpsShm};
-use linkwise_core::state::{Device, NodeState, ResourceName};
+use linkwise_core::state::{Device, NodeState};
 use linkwise_kubelet_api::v1beta1 as wire;
 use linkwise_kubelet_api::v1beta1::device_plugin_server::DevicePlugin;
 use linkwise_system::Counted;
@@ -24,10 +23,7 @@ use linkwise_system::uds::Peer;
 
 /// The service of one resource for one session with the kubelet.
 pub(super) struct Service {
-    pub resource: ResourceName,
-    pub settings: Arc<Settings>,
-    pub snapshot: watch::Receiver<Arc<NodeState>>,
-    pub told: Arc<Told>,
+    pub shared: Shared,
     /// The process that listens on kubelet.sock, once known.
     pub kubelet: Arc<OnceLock<Peer>>,
     /// The number of ListAndWatch streams that the kubelet holds.
@@ -40,7 +36,7 @@ pub(super) struct Service {
 
 impl Service {
     fn snapshot(&self) -> Arc<NodeState> {
-        Arc::clone(&self.snapshot.borrow())
+        Arc::clone(&self.shared.snapshot.borrow())
     }
 
     /// Returns true if the caller is the process that listens on kubelet.sock, as far as the kernel tells.
@@ -51,18 +47,18 @@ impl Service {
 
     /// The injection into a container that was granted these devices.
     fn injection(&self, snapshot: &NodeState, devices: &[&Device]) -> Result<Injection, InjectionError> {
-        let options = &self.settings.injection;
-        let by_mps = snapshot.mps_shares().contains_key(&self.resource);
+        let options = &self.shared.settings.injection;
+        let by_mps = snapshot.mps_shares().contains_key(&self.shared.resource);
         let by_mps = by_mps && devices.iter().any(|device| device.slot.is_some());
         let granted = Granted {
             topology: snapshot.topology(),
             devices: devices.iter().map(|device| ChosenDevice::from(*device)).collect(),
-            mps: by_mps.then(|| MpsClient::new(&options.mps_root, &self.resource, MpsShm::Common)),
+            mps: by_mps.then(|| MpsClient::new(&options.mps_root, &self.shared.resource, MpsShm::Common)),
         };
-        let host = Arc::clone(&self.settings.host_devices.borrow());
+        let host = Arc::clone(&self.shared.settings.host_devices.borrow());
         let mut injection = options.inject(&granted, &host)?;
         if let Some(cdi) = &options.cdi {
-            cdi.place(&self.resource, &mut injection);
+            cdi.place(&self.shared.resource, &mut injection);
         }
         Ok(injection)
     }
@@ -86,9 +82,9 @@ impl DevicePlugin for Service {
         &self,
         request: Request<wire::Empty>,
     ) -> Result<Response<Self::ListAndWatchStream>, Status> {
-        let resource = self.resource.clone();
+        let resource = self.shared.resource.clone();
         let open = self.is_kubelet(&request).then(|| Counted::new(&self.streams));
-        let state = (self.snapshot.clone(), None, open);
+        let state = (self.shared.snapshot.clone(), None, open);
         let lists = stream::unfold(state, move |(mut snapshot, mut last, open)| {
             let resource = resource.clone();
             async move {
@@ -117,19 +113,19 @@ impl DevicePlugin for Service {
         &self,
         request: Request<wire::PreferredAllocationRequest>,
     ) -> Result<Response<wire::PreferredAllocationResponse>, Status> {
-        self.settings.calls.pass().await;
+        self.shared.settings.calls.pass().await;
         let snapshot = self.snapshot();
         let containers = request.into_inner().container_requests.into_iter();
         let answers = containers.map(|container| {
             let question = convert::request(container);
             let start = Instant::now();
-            let (answer, report) = snapshot.preferred(&self.resource, &question);
+            let (answer, report) = snapshot.preferred(&self.shared.resource, &question);
             let elapsed = start.elapsed();
             let mut narrowing = lock(&self.narrowing);
-            let narrowed = narrowing.narrowed(&question, |id| snapshot.offers().is_healthy(&self.resource, id));
+            let narrowed = narrowing.narrowed(&question, |id| snapshot.offers().is_healthy(&self.shared.resource, id));
             narrowing.answered(question.available);
             drop(narrowing);
-            self.told.chosen(report, elapsed, narrowed);
+            self.shared.told.chosen(report, elapsed, narrowed);
             convert::preferred(answer)
         });
         Ok(Response::new(wire::PreferredAllocationResponse { container_responses: answers.collect() }))
@@ -139,18 +135,18 @@ impl DevicePlugin for Service {
         &self,
         request: Request<wire::AllocateRequest>,
     ) -> Result<Response<wire::AllocateResponse>, Status> {
-        self.settings.calls.pass().await;
+        self.shared.settings.calls.pass().await;
         let snapshot = self.snapshot();
         let mut container_responses = Vec::new();
         for container in request.into_inner().container_requests {
             let ids = convert::ids(container.devices_ids);
             let offered = lock(&self.narrowing).allocated(&ids);
-            let granted = snapshot.allocate(&self.resource, &ids).map_err(|error| convert::refusal(&error));
+            let granted = snapshot.allocate(&self.shared.resource, &ids).map_err(|error| convert::refusal(&error));
             let answer = granted.and_then(|devices| {
                 let injection = self.injection(&snapshot, &devices);
                 injection.map(convert::container).map_err(|error| convert::no_injection(&error))
             });
-            self.told.allocated(ids, offered, answer.as_ref().err());
+            self.shared.told.allocated(ids, offered, answer.as_ref().err());
             container_responses.push(answer?);
         }
         Ok(Response::new(wire::AllocateResponse { container_responses }))

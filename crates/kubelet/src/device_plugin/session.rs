@@ -10,14 +10,14 @@ use std::sync::{Arc, Mutex, OnceLock};
 use tokio::sync::watch;
 use tonic::service::Routes;
 
-use super::Settings;
 use super::handshake::{DevicePluginHandshake, Input, OwnInput};
 use super::service::Service;
-use super::told::Told;
-use crate::registration::{BindError, Servers, Session, bind, folder_of, is_number};
+use super::{Settings, Shared};
+use crate::registration::{BindError, Servers, Session, bind, is_number};
 use linkwise_core::names::shortened;
-use linkwise_core::state::{NodeState, ResourceName};
+use linkwise_core::state::ResourceName;
 use linkwise_kubelet_api::v1beta1::device_plugin_server::DevicePluginServer;
+use linkwise_system::files;
 use linkwise_system::uds::{self, FileId, LONGEST_PATH, Peer};
 
 /// The length of the rest of a socket's name after the name of its resource: a dash, eight hexadecimal digits, `.sock`.
@@ -72,7 +72,7 @@ fn is_alive(path: &Path) -> bool {
 
 /// The path of a socket of ours for this resource, with this random number in its name.
 pub(super) fn socket_path(settings: &Settings, resource: &ResourceName, random: u64) -> (PathBuf, String) {
-    let folder = folder_of(&settings.kubelet_socket);
+    let folder = files::folder(&settings.kubelet_socket);
     // Unique to this start: a kubelet may still hold the connection of an earlier one.
     let name = socket_name(folder, resource, random);
     (folder.join(&name), name)
@@ -93,28 +93,19 @@ pub(super) struct PluginSession {
 
 impl PluginSession {
     /// Removes dead predecessors' sockets, binds a socket with this random number in its name and serves it.
-    pub fn begin(
-        resource: ResourceName,
-        settings: Arc<Settings>,
-        snapshot: watch::Receiver<Arc<NodeState>>,
-        told: Arc<Told>,
-        random: u64,
-    ) -> Result<Self, BindError> {
-        let folder = folder_of(&settings.kubelet_socket);
+    pub fn begin(shared: Shared, random: u64) -> Result<Self, BindError> {
+        let Shared { resource, settings, told: life, .. } = shared.clone();
+        let folder = files::folder(&settings.kubelet_socket);
         let prefix = prefix(folder, &resource);
         let predecessors = living(folder, &resource, &prefix);
         let (path, name) = socket_path(&settings, &resource, random);
         let bound = bind(&path, &settings.callers, is_any_of_ours)?;
 
-        let life = Arc::clone(&told);
         let mut servers = Servers::new(Arc::new(move |event| life.life(&event)));
         let kubelet = Arc::new(OnceLock::new());
         let (streams_sender, streams) = watch::channel(0);
         let service = Service {
-            resource,
-            settings: Arc::clone(&settings),
-            snapshot,
-            told,
+            shared,
             kubelet: Arc::clone(&kubelet),
             streams: streams_sender,
             narrowing: Mutex::default(),
@@ -128,7 +119,7 @@ impl PluginSession {
     /// that have ended.
     pub fn rename(&mut self, settings: &Settings, resource: &ResourceName, random: u64) -> io::Result<String> {
         let (path, name) = socket_path(settings, resource, random);
-        uds::remove_dead(folder_of(&path), is_any_of_ours)?;
+        uds::remove_dead(files::folder(&path), is_any_of_ours)?;
         self.servers.rename(&path)?;
         Ok(name)
     }

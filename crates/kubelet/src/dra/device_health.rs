@@ -3,17 +3,15 @@
 
 use std::collections::BTreeMap;
 use std::pin::Pin;
-use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use futures_util::stream::{self, Stream, StreamExt};
 use prometheus_client::metrics::gauge::Gauge;
-use tokio::sync::watch;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tonic::{Request, Response, Status};
 
-use super::{PluginMetrics, Settings};
+use super::Shared;
 use linkwise_core::claims::devices;
 use linkwise_core::state::{Door, Health, MigInstance, NodeState, UnhealthyReason};
 use linkwise_core::topology::{Gpu, is_set};
@@ -27,9 +25,7 @@ const LONGEST_MESSAGE: usize = 1024;
 /// Both versions of the service, for one session with the kubelet.
 #[derive(Clone)]
 pub(super) struct HealthService {
-    pub settings: Arc<Settings>,
-    pub snapshot: watch::Receiver<Arc<NodeState>>,
-    pub metrics: PluginMetrics,
+    pub shared: Shared,
     /// Ends the open streams: tonic's graceful shutdown waits for them.
     pub end: CancellationToken,
 }
@@ -70,26 +66,30 @@ fn report(state: &NodeState) -> BTreeMap<String, Report> {
 
 /// The state of one stream.
 struct Following {
-    service: HealthService,
+    shared: Shared,
     sent: Option<BTreeMap<String, Report>>,
     /// The time at which the list is sent again though nothing changed.
     due: Instant,
-    _open: OpenStream,
 }
 
 impl Following {
+    /// The number of open streams, with this one for as long as it lives, however it ends.
+    fn streams(&self) -> &Gauge {
+        &self.shared.told.metrics.streams
+    }
+
     /// The next list. `None`: the node is ending.
     async fn next(mut self) -> Option<(wire::NodeWatchResourcesResponse, Self)> {
         loop {
-            let state = self.service.snapshot.borrow_and_update().clone();
+            let state = self.shared.snapshot.borrow_and_update().clone();
             let reports = report(&state);
             if self.sent.as_ref() != Some(&reports) || Instant::now() >= self.due {
-                let list = message(&self.service.settings.pool, &reports);
-                (self.sent, self.due) = (Some(reports), Instant::now() + self.service.settings.heartbeat);
+                let list = message(&self.shared.settings.pool, &reports);
+                (self.sent, self.due) = (Some(reports), Instant::now() + self.shared.settings.heartbeat);
                 return Some((list, self));
             }
             tokio::select! {
-                changed = self.service.snapshot.changed() => changed.ok()?,
+                changed = self.shared.snapshot.changed() => changed.ok()?,
                 () = tokio::time::sleep_until(self.due) => {}
             }
         }
@@ -114,12 +114,8 @@ type Lists = Pin<Box<dyn Stream<Item = Result<wire::NodeWatchResourcesResponse, 
 
 impl HealthService {
     fn watch(&self) -> Lists {
-        let following = Following {
-            sent: None,
-            due: Instant::now(),
-            _open: OpenStream::new(self.metrics.streams.clone()),
-            service: self.clone(),
-        };
+        let following = Following { shared: self.shared.clone(), sent: None, due: Instant::now() };
+        following.streams().inc();
         let lists = stream::unfold(following, |following| async move {
             let (list, following) = following.next().await?;
             Some((Ok(list), following))
@@ -152,18 +148,8 @@ impl DraResourceHealthV1 for HealthService {
     }
 }
 
-/// Counts one open stream for as long as it lives, however it ends.
-struct OpenStream(Gauge);
-
-impl OpenStream {
-    fn new(streams: Gauge) -> Self {
-        streams.inc();
-        Self(streams)
-    }
-}
-
-impl Drop for OpenStream {
+impl Drop for Following {
     fn drop(&mut self) {
-        self.0.dec();
+        self.streams().dec();
     }
 }

@@ -11,11 +11,10 @@ use tokio::sync::watch;
 use tokio::time::sleep;
 use tokio_util::sync::CancellationToken;
 
-use super::api::CdiLink;
 use super::handshake::{DraHandshake, Input, OwnInput};
 use super::session::PluginSession;
-use super::turn::{Claims, ClaimsLock};
-use super::{Phase, Settings, Told, checkpoint};
+use super::turn::ClaimsLock;
+use super::{Phase, Settings, Shared, checkpoint};
 use crate::registration::{BindError, Executor, Held, Life, Limits, Registrant, RegistrationMachine, Watching, random};
 use linkwise_core::state::NodeState;
 use linkwise_system::{files, or_never};
@@ -30,10 +29,7 @@ const NOT_UNPREPARED: &str = ": without DRA's folders the kubelet cannot unprepa
 
 /// The plugin's life with the kubelet, whenever it is this process's turn.
 pub(super) struct Registering {
-    pub settings: Arc<Settings>,
-    pub claims: Claims,
-    pub snapshot: watch::Receiver<Arc<NodeState>>,
-    pub told: Told,
+    pub shared: Shared,
     pub phase: watch::Sender<Phase>,
     /// True while the plugin has its sockets.
     pub offers: watch::Receiver<bool>,
@@ -65,13 +61,14 @@ impl Registering {
     }
 
     async fn live(&self, end: &CancellationToken) {
-        let Self { settings, claims, snapshot, told, phase, turn, .. } = self;
+        let Self { shared, phase, turn, .. } = self;
+        let settings = &shared.settings;
         let limits = Limits { close: CLOSE_TIMEOUT, longest_pause: settings.longest_pause };
         let handshake = DraHandshake::new(settings.offer_timeout);
         let machine = RegistrationMachine::new(limits, Phase::WaitingForGpus, handshake, random());
         let watching = Watching { folder: settings.registry.clone(), poll: settings.poll, inotify: settings.inotify };
         let ready: Held<()> = if settings.serves {
-            let opened = opened(snapshot.clone(), settings.cdi.clone(), claims.clone());
+            let opened = opened(shared.clone());
             let mut turn = turn.clone();
             Box::pin(async move {
                 tokio::select! {
@@ -81,25 +78,16 @@ impl Registering {
                 }
             })
         } else {
-            Box::pin(has_claims(Arc::clone(settings), snapshot.clone(), claims.clone(), turn.clone()))
+            Box::pin(has_claims(shared.clone(), turn.clone()))
         };
-        let registrant = DraPlugin {
-            settings: Arc::clone(settings),
-            claims: claims.clone(),
-            snapshot: snapshot.clone(),
-            told: told.clone(),
-            ready: Some(ready),
-        };
+        let registrant = DraPlugin { shared: shared.clone(), ready: Some(ready) };
         Executor::new(registrant, machine, phase.clone(), watching).live(end).await;
     }
 }
 
 /// The plugin, and what a session needs.
 struct DraPlugin {
-    settings: Arc<Settings>,
-    claims: Claims,
-    snapshot: watch::Receiver<Arc<NodeState>>,
-    told: Told,
+    shared: Shared,
     /// Completes when the sockets may be bound; `None` after that.
     ready: Option<Held<()>>,
 }
@@ -109,19 +97,18 @@ impl Registrant for DraPlugin {
     type Session = PluginSession;
 
     fn report(&self, event: Life<Phase>) {
-        self.told.life(&event);
+        self.shared.told.life(&event);
     }
 
     fn kubelet(&self) -> Result<(), String> {
-        let folder = &self.settings.registry;
-        let end = if self.settings.serves { "" } else { NOT_UNPREPARED };
+        let Settings { registry: folder, serves, .. } = &*self.shared.settings;
+        let end = if *serves { "" } else { NOT_UNPREPARED };
         if folder.is_dir() { Ok(()) } else { Err(format!("there is no folder {}{end}", folder.display())) }
     }
 
     fn bind(&self, random: u64) -> Held<Result<((), PluginSession), BindError>> {
-        let (settings, claims) = (Arc::clone(&self.settings), self.claims.clone());
-        let (snapshot, told) = (self.snapshot.clone(), self.told.clone());
-        Box::pin(async move { Ok(((), PluginSession::begin(settings, claims, snapshot, told, random)?)) })
+        let shared = self.shared.clone();
+        Box::pin(async move { Ok(((), PluginSession::begin(shared, random)?)) })
     }
 
     fn perform(&self, action: Infallible, _: &mut PluginSession) -> Option<Held<Input>> {
@@ -140,8 +127,8 @@ impl Registrant for DraPlugin {
 
 /// Completes when the checkpoints are read and have claims, which are unprepared without GPUs too: after a reboot with a
 /// broken driver their pods end. Without claims, it completes when GPUs have been seen and the host is scanned.
-async fn opened(mut snapshot: watch::Receiver<Arc<NodeState>>, mut cdi: CdiLink, claims: Claims) {
-    let has_claims = match claims.follow().wait_for(Option::is_some).await {
+async fn opened(Shared { settings, mut snapshot, claims, .. }: Shared) {
+    let has_claims = match claims.subscribe().wait_for(Option::is_some).await {
         Ok(manager) => manager.as_ref().is_some_and(|manager| manager.has_checkpoints()),
         // The node is ending.
         Err(_) => false,
@@ -150,20 +137,16 @@ async fn opened(mut snapshot: watch::Receiver<Arc<NodeState>>, mut cdi: CdiLink,
         return;
     }
     or_never(snapshot.wait_for(|state| !state.topology().gpus().is_empty())).await;
-    or_never(cdi.wait_for(Option::is_some)).await;
+    or_never(settings.cdi.clone().wait_for(Option::is_some)).await;
 }
 
 /// Completes when there are claims that the kubelet may unprepare, though the node's door is the device plugin: they have
 /// checkpoints, or the kubelet lists them, since the answer that one is unprepared did not reach it. Without a plugin
 /// such a claim would keep its pod and its GPUs for ever. The folder of checkpoints, which goes when the kubelet has
 /// listed no claim for some time, says that they are ours: another driver may have our name.
-async fn has_claims(
-    settings: Arc<Settings>,
-    mut snapshot: watch::Receiver<Arc<NodeState>>,
-    claims: Claims,
-    mut turn: watch::Receiver<Option<ClaimsLock>>,
-) {
-    let (mut manager, mut known) = (claims.follow(), snapshot.clone());
+async fn has_claims(shared: Shared, mut turn: watch::Receiver<Option<ClaimsLock>>) {
+    let Shared { settings, mut snapshot, claims, .. } = shared;
+    let (mut manager, mut known) = (claims.subscribe(), snapshot.clone());
     let on_disk = |test: fn(&Path) -> bool| {
         let folder = settings.checkpoints.clone();
         async move { files::blocking(move || Ok(test(&folder))).await.unwrap_or_default() }

@@ -31,12 +31,13 @@ use tokio_util::sync::CancellationToken;
 use crate::device_plugin::connect;
 use crate::readiness::{Part, REGISTERED, Readiness};
 use crate::registration::{Journal, Life};
+use claim_manager::ClaimManager;
 use linkwise_core::publish::injection::{HostDevices, InjectionOptions};
 use linkwise_core::state::NodeState;
 use linkwise_kubelet_api::pluginregistration::InfoRequest;
 use linkwise_kubelet_api::pluginregistration::registration_client::RegistrationClient;
 use linkwise_system::uds::Callers;
-use turn::{Claims, Holder};
+use turn::Holder;
 
 pub use api::{Book, BookEntry, CdiDevices, CdiLink, MpsLink, MpsOrders, MpsServed, ReadClaim};
 pub use checkpoint::{Checkpoint, has_any as has_checkpoints, parse as parse_checkpoint};
@@ -214,6 +215,16 @@ impl Told {
     }
 }
 
+/// What the parts of a running plugin share.
+#[derive(Clone)]
+struct Shared {
+    settings: Arc<Settings>,
+    snapshot: watch::Receiver<Arc<NodeState>>,
+    told: Told,
+    /// The claim manager, while this process has the right to touch claims.
+    claims: watch::Sender<Option<Arc<ClaimManager>>>,
+}
+
 /// The DRA plugin of this node. Clones share what they report.
 #[derive(Clone)]
 pub struct Plugin {
@@ -265,17 +276,10 @@ impl Plugin {
         shutdown: CancellationToken,
     ) {
         let Self { settings, told, phase, lock } = self;
-        let (claims, Handover { offers, claims: turn }) = (Claims::new(Arc::clone(&settings)), handover);
-        let registers = life::Registering {
-            settings: Arc::clone(&settings),
-            claims: claims.clone(),
-            snapshot: snapshot.clone(),
-            told: told.clone(),
-            phase,
-            offers,
-            turn: turn.clone(),
-        };
-        let holder = Holder { settings, told, snapshot, book, claims, lock, turn };
+        let Handover { offers, claims: turn } = handover;
+        let shared = Shared { settings, snapshot, told, claims: watch::Sender::new(None) };
+        let registers = life::Registering { shared: shared.clone(), phase, offers, turn: turn.clone() };
+        let holder = Holder { shared, book, lock, turn };
         tokio::select! {
             biased;
             () = registers.run(&shutdown) => {}

@@ -2,23 +2,39 @@
 //! alone: a gRPC error would fail all claims of the request.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use futures_util::future::join_all;
 use tonic::{Request, Response, Status};
 
-use super::turn::Claims;
+use super::Shared;
+use super::claim_manager::ClaimManager;
 use linkwise_core::claims::{ClaimName, PreparedDevice};
 use linkwise_kubelet_api::dra::v1 as wire;
 use linkwise_kubelet_api::dra::v1::dra_plugin_server::DraPlugin;
 
 /// The service for one session with the kubelet.
-pub(super) struct Service(pub Claims);
+pub(super) struct Service(pub Shared);
 
-/// The claims of a request; one that is named twice counts once.
-fn claims(claims: Vec<wire::Claim>) -> Vec<ClaimName> {
-    let named = claims.into_iter().map(|wire::Claim { namespace, uid, name }| ClaimName { namespace, name, uid });
-    let by_uid: BTreeMap<String, ClaimName> = named.map(|claim| (claim.uid.clone(), claim)).collect();
-    by_uid.into_values().collect()
+impl Service {
+    /// Has the manager work on each claim of a request; one that is named twice counts once.
+    async fn each<T, F: Future<Output = Result<T, String>>>(
+        &self,
+        claims: Vec<wire::Claim>,
+        work: impl Fn(Arc<ClaimManager>, ClaimName) -> F,
+    ) -> Vec<(String, Result<T, String>)> {
+        let (manager, work) = (&self.0.manager().await, &work);
+        let named = claims.into_iter().map(|wire::Claim { namespace, uid, name }| ClaimName { namespace, name, uid });
+        let by_uid: BTreeMap<String, ClaimName> = named.map(|claim| (claim.uid.clone(), claim)).collect();
+        let each = by_uid.into_iter().map(|(uid, claim)| async move {
+            let done = match manager {
+                Ok(manager) => work(Arc::clone(manager), claim).await,
+                Err(error) => Err(error.clone()),
+            };
+            (uid, done)
+        });
+        join_all(each).await
+    }
 }
 
 fn device(device: PreparedDevice) -> wire::Device {
@@ -37,13 +53,8 @@ impl DraPlugin for Service {
         &self,
         request: Request<wire::NodePrepareResourcesRequest>,
     ) -> Result<Response<wire::NodePrepareResourcesResponse>, Status> {
-        let manager = &self.0.manager().await;
-        let work = claims(request.into_inner().claims).into_iter().map(|claim| async move {
-            let uid = claim.uid.clone();
-            let prepared = match manager {
-                Ok(manager) => manager.prepare(claim).await,
-                Err(error) => Err(error.clone()),
-            };
+        let prepare = |manager: Arc<ClaimManager>, claim| async move { manager.prepare(claim).await };
+        let claims = self.each(request.into_inner().claims, prepare).await.into_iter().map(|(uid, prepared)| {
             let answer = match prepared {
                 Ok(prepared) => wire::NodePrepareResourceResponse {
                     devices: prepared.devices.into_iter().map(device).collect(),
@@ -53,26 +64,19 @@ impl DraPlugin for Service {
             };
             (uid, answer)
         });
-        let claims = join_all(work).await.into_iter().collect();
-        Ok(Response::new(wire::NodePrepareResourcesResponse { claims }))
+        Ok(Response::new(wire::NodePrepareResourcesResponse { claims: claims.collect() }))
     }
 
     async fn node_unprepare_resources(
         &self,
         request: Request<wire::NodeUnprepareResourcesRequest>,
     ) -> Result<Response<wire::NodeUnprepareResourcesResponse>, Status> {
-        let manager = &self.0.manager().await;
-        let work = claims(request.into_inner().claims).into_iter().map(|claim| async move {
-            let uid = claim.uid.clone();
-            let unprepared = match manager {
-                Ok(manager) => manager.unprepare(claim).await,
-                Err(error) => Err(error.clone()),
-            };
+        let unprepare = |manager: Arc<ClaimManager>, claim| async move { manager.unprepare(claim).await };
+        let claims = self.each(request.into_inner().claims, unprepare).await.into_iter().map(|(uid, unprepared)| {
             let error = unprepared.err().unwrap_or_default();
             (uid, wire::NodeUnprepareResourceResponse { error })
         });
-        let claims = join_all(work).await.into_iter().collect();
-        Ok(Response::new(wire::NodeUnprepareResourcesResponse { claims }))
+        Ok(Response::new(wire::NodeUnprepareResourcesResponse { claims: claims.collect() }))
     }
 }
 

@@ -11,15 +11,13 @@ use tokio::sync::{mpsc, watch};
 use tonic::service::Routes;
 use tonic::{Request, Response, Status};
 
+use super::Shared;
 use super::device_health::HealthService;
 use super::handshake::{DraHandshake, Input, OwnInput};
 use super::service::Service;
-use super::turn::Claims;
-use super::{Settings, Told};
 use crate::registration::{BindError, Servers, Session, bind, is_number};
 use linkwise_core::names::shortened;
 use linkwise_core::quote::one_line;
-use linkwise_core::state::NodeState;
 use linkwise_kubelet_api::dra::v1::dra_plugin_server::DraPluginServer;
 use linkwise_kubelet_api::dra_health::v1::dra_resource_health_server::DraResourceHealthServer as HealthV1;
 use linkwise_kubelet_api::dra_health::v1alpha1::dra_resource_health_server::DraResourceHealthServer as HealthV1Alpha1;
@@ -88,13 +86,8 @@ impl Drop for PluginSession {
 
 impl PluginSession {
     /// Removes dead predecessors' sockets, binds ours with this random number in their names and serves them.
-    pub fn begin(
-        settings: Arc<Settings>,
-        claims: Claims,
-        snapshot: watch::Receiver<Arc<NodeState>>,
-        told: Told,
-        random: u64,
-    ) -> Result<Self, BindError> {
+    pub fn begin(shared: Shared, random: u64) -> Result<Self, BindError> {
+        let Shared { settings, told, .. } = shared.clone();
         let number = u32::try_from(random & 0xFFFF_FFFF).unwrap_or_default();
         let folder = service_folder(&settings.plugins, &settings.driver);
         fs::create_dir_all(&folder).map_err(|source| BindError::new("make the folder", &folder, source))?;
@@ -102,11 +95,10 @@ impl PluginSession {
         let endpoint = folder.join(format!("{PREFIX}{number:08x}.sock"));
         let bound = bind(&endpoint, &settings.callers, |name| is_ours(name, |rest| rest == ".sock"))?;
 
-        let (metrics, socket) = (told.metrics.clone(), told.socket.clone());
+        let socket = told.socket.clone();
         let mut servers = Servers::new(Arc::new(move |event| told.life(&event)));
-        let health =
-            HealthService { settings: Arc::clone(&settings), snapshot, metrics, end: servers.end_of_streams() };
-        let routes = Routes::new(DraPluginServer::new(Service(claims)))
+        let health = HealthService { shared: shared.clone(), end: servers.end_of_streams() };
+        let routes = Routes::new(DraPluginServer::new(Service(shared)))
             .add_service(HealthV1::new(health.clone()))
             .add_service(HealthV1Alpha1::new(health));
         let (open, connections) = watch::channel(0);

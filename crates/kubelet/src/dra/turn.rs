@@ -11,12 +11,12 @@ use tokio::sync::watch;
 use tokio::time::{sleep, timeout};
 use tokio_util::sync::CancellationToken;
 
+use super::Shared;
 use super::api::Book;
 use super::claim_manager::{ClaimManager, keep_specs, keep_sweeping};
-use super::{PluginError, Settings, Told};
 use crate::registration::Life;
 use linkwise_core::errors::chain;
-use linkwise_core::state::{Event, NodeState};
+use linkwise_core::state::Event;
 use linkwise_system::or_never;
 use linkwise_system::right::Right;
 
@@ -46,23 +46,11 @@ impl Handover {
     }
 }
 
-/// The claim manager, while this process has the right to touch claims.
-#[derive(Clone)]
-pub(super) struct Claims {
-    manager: watch::Sender<Option<Arc<ClaimManager>>>,
-    settings: Arc<Settings>,
-}
-
-impl Claims {
-    /// None yet.
-    pub fn new(settings: Arc<Settings>) -> Self {
-        Self { manager: watch::Sender::new(None), settings }
-    }
-
+impl Shared {
     /// Waits for the manager, in the time that a call of the kubelet has; the error is the text for the kubelet. The
     /// claims are not handed over before the manager is dropped.
     pub async fn manager(&self) -> Result<Arc<ClaimManager>, String> {
-        let (mut manager, limit) = (self.follow(), self.settings.prepare_timeout);
+        let (mut manager, limit) = (self.claims.subscribe(), self.settings.prepare_timeout);
         let found = timeout(limit, manager.wait_for(Option::is_some)).await;
         let found = found.ok().and_then(Result::ok).and_then(|manager| manager.clone());
         found.ok_or_else(|| {
@@ -70,20 +58,12 @@ impl Claims {
             format!("this linkwise has not had the claims of this node ({folder}) within {limit:?}")
         })
     }
-
-    /// Follows the manager.
-    pub fn follow(&self) -> watch::Receiver<Option<Arc<ClaimManager>>> {
-        self.manager.subscribe()
-    }
 }
 
 /// The inputs and outputs of the manager.
 pub(super) struct Holder {
-    pub settings: Arc<Settings>,
-    pub told: Told,
-    pub snapshot: watch::Receiver<Arc<NodeState>>,
+    pub shared: Shared,
     pub book: Book,
-    pub claims: Claims,
     pub lock: watch::Sender<Option<ClaimsLock>>,
     pub turn: watch::Receiver<Option<Right>>,
 }
@@ -97,7 +77,7 @@ impl Holder {
             // Without a sender, the node is ending.
             let Some(right) = right else { return std::future::pending().await };
             let opened = tokio::select! {
-                opened = self.open(right.clone()) => opened,
+                opened = ClaimManager::open(&self.shared, self.book.clone(), right.clone()) => opened,
                 () = self.withdrawn(&right) => {
                     self.book.change(|_| Event::ClaimsHandedOver).await;
                     continue;
@@ -106,7 +86,7 @@ impl Holder {
             match opened {
                 Ok(manager) => self.hold(Arc::new(manager), right).await,
                 Err(error) => {
-                    self.told.life(&Life::Ended(chain(&error)));
+                    self.shared.told.life(&Life::Ended(chain(&error)));
                     let _ = timeout(FAULT_PAUSE, self.withdrawn(&right)).await;
                 }
             }
@@ -119,20 +99,13 @@ impl Holder {
         or_never(self.turn.clone().wait_for(is_other)).await;
     }
 
-    /// Reads the checkpoints.
-    async fn open(&self, right: Right) -> Result<ClaimManager, PluginError> {
-        let (settings, metrics) = (Arc::clone(&self.settings), self.told.metrics.clone());
-        ClaimManager::open(settings, metrics, self.snapshot.clone(), self.book.clone(), right).await
-    }
-
     /// Answers calls and sweeps the claims until another process is to have them; then ends what has begun.
     async fn hold(&self, manager: Arc<ClaimManager>, right: Right) {
         self.lock.send_replace(Some(right.clone()));
-        self.claims.manager.send_replace(Some(Arc::clone(&manager)));
+        self.shared.claims.send_replace(Some(Arc::clone(&manager)));
         let stop = CancellationToken::new();
-        let (settings, snapshot) = (Arc::clone(&self.settings), self.snapshot.clone());
-        let sweeps = keep_sweeping(&settings, &manager, snapshot, &stop);
-        let renewals = stop.run_until_cancelled(keep_specs(&settings, &manager));
+        let sweeps = keep_sweeping(&manager, &stop);
+        let renewals = stop.run_until_cancelled(keep_specs(&manager));
         let turn = async {
             self.withdrawn(&right).await;
             stop.cancel();
@@ -140,7 +113,7 @@ impl Holder {
             sleep(LATE_CALLS).await;
         };
         tokio::join!(sweeps, renewals, turn);
-        self.claims.manager.send_replace(None);
+        self.shared.claims.send_replace(None);
         let end = right.end();
         drop((manager, right));
         end.cancelled().await;

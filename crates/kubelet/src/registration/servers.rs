@@ -18,6 +18,7 @@ use tower::service_fn;
 
 use super::executor::Life;
 use linkwise_core::errors::chain;
+use linkwise_system::files::folder;
 use linkwise_system::grpc::{Refusal, Report, Rpc, accepted, observed};
 use linkwise_system::uds::{self, Callers, Listener, SocketFile};
 
@@ -40,11 +41,6 @@ impl BindError {
     }
 }
 
-/// The folder of a socket.
-pub fn folder_of(socket: &Path) -> &Path {
-    socket.parent().unwrap_or(Path::new("."))
-}
-
 /// Returns true for the number in the name of a socket: eight hexadecimal digits.
 pub fn is_number(text: &str) -> bool {
     text.len() == 8 && text.bytes().all(|byte| byte.is_ascii_hexdigit())
@@ -52,7 +48,7 @@ pub fn is_number(text: &str) -> bool {
 
 /// Listens at a path.
 pub fn listen(path: &Path, callers: &Callers) -> Result<(SocketFile, Listener), BindError> {
-    uds::listen(path, *callers).map_err(|source| BindError::new("bind a socket in", folder_of(path), source))
+    uds::listen(path, *callers).map_err(|source| BindError::new("bind a socket in", folder(path), source))
 }
 
 /// Removes dead sockets with a plugin's own names beside a path, and listens there.
@@ -61,7 +57,7 @@ pub fn bind(
     callers: &Callers,
     is_own: impl Fn(&str) -> bool,
 ) -> Result<(SocketFile, Listener), BindError> {
-    let folder = folder_of(path);
+    let folder = folder(path);
     let failed = |source| BindError::new("remove dead sockets from", folder, source);
     uds::remove_dead(folder, is_own).map_err(failed)?;
     listen(path, callers)

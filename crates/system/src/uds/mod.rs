@@ -17,6 +17,7 @@ use std::time::{Duration, SystemTime};
 use socket2::{Domain, SockAddr, Socket, Type};
 use tokio::net::{UnixListener, UnixStream};
 
+use crate::files;
 pub use peer::{Callers, Peer};
 
 /// The longest path of a Unix socket, in bytes: sun_path of unix(7) less its closing zero.
@@ -130,12 +131,11 @@ impl Listener {
 /// Listens at `path`, at which no file may exist. Must be called within a tokio runtime. Fails with `AlreadyExists` if
 /// there is a file of any kind.
 pub fn listen(path: &Path, callers: Callers) -> io::Result<(SocketFile, Listener)> {
-    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
     // The path that is bound may be the shorter one: this refuses a path that no client could connect to.
     SockAddr::unix(path)?;
     // Between bind(2) and listen(2) a socket refuses connections, and `remove_dead` of another process would take it
     // for a dead one. So it gets its name when it listens.
-    let bound = tempfile::Builder::new().prefix(".lw-").make_in(folder, listen_at)?;
+    let bound = tempfile::Builder::new().prefix(".lw-").make_in(files::folder(path), listen_at)?;
     let listener = bound.persist_noclobber(path).map_err(|refused| refused.error)?;
     let file = SocketFile { path: path.to_owned(), id: FileId::of_socket(path) };
     Ok((file, Listener { listener: UnixListener::from_std(listener)?, callers }))

@@ -28,7 +28,7 @@ use tokio::time::{Instant, timeout};
 use super::api::Book;
 use super::checkpoint::{Checkpoint, CheckpointFolder, Found, Unreadable};
 use super::turn::ClaimsLock;
-use super::{PluginError, PluginMetrics, Settings};
+use super::{PluginError, PluginMetrics, Settings, Shared};
 use linkwise_core::claims::{AllocatedDevice, Claim, ClaimName, ReadClaimError};
 use linkwise_core::state::{Event, NodeState};
 use linkwise_system::{files, lock};
@@ -71,13 +71,8 @@ pub(super) struct ClaimManager {
 
 impl ClaimManager {
     /// A manager with the claims that the checkpoints have.
-    pub async fn open(
-        settings: Arc<Settings>,
-        metrics: PluginMetrics,
-        snapshot: watch::Receiver<Arc<NodeState>>,
-        book: Book,
-        lock: ClaimsLock,
-    ) -> Result<Self, PluginError> {
+    pub async fn open(shared: &Shared, book: Book, lock: ClaimsLock) -> Result<Self, PluginError> {
+        let Shared { settings, snapshot, told, .. } = shared.clone();
         let (folder, serves) = (settings.checkpoints.clone(), settings.serves);
         let opened = files::blocking_with(lock.clone(), move || CheckpointFolder::open(&folder, serves)).await;
         let unusable = |source| PluginError { folder: settings.checkpoints.clone(), source };
@@ -100,7 +95,7 @@ impl ClaimManager {
         let entries = known.map(|checkpoint| checkpoint.entry(settings.boot.as_deref())).collect();
         book.change(|_| Event::Prepared(entries)).await;
         let (store, slots, is_mig_known) = (Arc::new(store), Mutex::new(slots), OnceCell::new());
-        let manager = Self { settings, store, metrics, snapshot, book, slots, lock, is_mig_known };
+        let manager = Self { settings, store, metrics: told.metrics, snapshot, book, slots, lock, is_mig_known };
         manager.changed();
         Ok(manager)
     }

@@ -18,7 +18,6 @@ use tokio::time::timeout;
 
 use super::prepare::{PrepareError, facts};
 use super::{ClaimManager, Turn};
-use crate::dra::Settings;
 use crate::dra::api::{CdiDevices, MpsLink};
 use crate::dra::checkpoint::{Checkpoint, is_uid};
 use linkwise_core::claims::{
@@ -32,7 +31,8 @@ const MODE: u32 = 0o644;
 
 /// Writes the claims' CDI specs each time that the node's CDI devices change: a driver was updated, a device node came
 /// late, an operator removed files; and when a control daemon of an older release goes. For ever.
-pub(in crate::dra) async fn keep_specs(settings: &Settings, manager: &ClaimManager) {
+pub(in crate::dra) async fn keep_specs(manager: &ClaimManager) {
+    let settings = &manager.settings;
     let (mut cdi, mut host) = (settings.cdi.clone(), settings.host_devices.clone());
     loop {
         let common_shm = settings.mps.as_ref().map(MpsLink::with_common_shm).unwrap_or_default();

@@ -8,12 +8,10 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::sync::watch;
 use tokio::time::{Instant, timeout};
 use tokio_util::sync::CancellationToken;
 
 use super::{ClaimManager, Slot, Turn, specs};
-use crate::dra::Settings;
 use crate::dra::checkpoint::Checkpoint;
 use linkwise_core::claims::{Claim, ClaimName, ReadClaimError};
 use linkwise_core::errors::chain;
@@ -37,12 +35,8 @@ const HALF_MADE: [&str; 2] = [
 ];
 
 /// Sweeps the claims until `stop`. A claim that is being undone then is undone.
-pub(in crate::dra) async fn keep_sweeping(
-    settings: &Settings,
-    manager: &ClaimManager,
-    mut snapshot: watch::Receiver<Arc<NodeState>>,
-    stop: &CancellationToken,
-) {
+pub(in crate::dra) async fn keep_sweeping(manager: &ClaimManager, stop: &CancellationToken) {
+    let (settings, mut snapshot) = (&manager.settings, manager.snapshot.clone());
     // Lists tell of the claims of the last process from then on.
     let mut pause = settings.listed_within.min(settings.sweep);
     loop {
