@@ -37,7 +37,8 @@ use linkwise_kubelet::dra::{self, CdiLink, Handover, Phase, PluginMetrics, ReadC
 use linkwise_node::node::Node;
 use linkwise_node::readiness::{Part, Readiness};
 use linkwise_nvml::supervisor::boot;
-use linkwise_system::{metrics::new, send_if_new};
+use linkwise_system::metrics::{new, number};
+use linkwise_system::send_if_new;
 
 /// The folder of checkpoints in the state folder.
 const CLAIMS: &str = "claims";
@@ -266,7 +267,7 @@ impl PoolMaker {
             // Without counters the scheduler would give out one memory slice several times.
             dynamic_mig: self.dynamic_mig
                 && !server.drops_counters
-                && server.version.is_none_or(ServerVersion::has_counters),
+                && server.version.is_none_or(ServerVersion::has_taints_and_counters),
         };
         let facts = DraFacts::of_state(state, &layout, settings);
         let (devices, problems) = devices(&facts);
@@ -316,7 +317,6 @@ impl SliceMetrics {
 
     /// Shows the wanted and the stored slices.
     pub fn set(&self, wanted: Option<&Pool>, stored: &StoredPool) {
-        let number = |count: usize| i64::try_from(count).unwrap_or(i64::MAX);
         let wanted = wanted.map_or(0, |pool| number(pool.slices(0).len()));
         for (state, count) in [("wanted", wanted), ("stored", number(stored.slices))] {
             self.slices.get_or_create(&[("state", state)]).set(count);

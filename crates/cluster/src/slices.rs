@@ -356,7 +356,7 @@ impl SliceWriter {
     /// Returns false if the server dropped a taint, or has a release that drops them. Learning it from a taint alone
     /// would offer sick GPUs after each start, until the first answer.
     fn keeps_taints(&self) -> bool {
-        !self.known.drops_taints && self.known.version.is_none_or(ServerVersion::has_taints)
+        !self.known.drops_taints && self.known.version.is_none_or(ServerVersion::has_taints_and_counters)
     }
 
     /// Reports the current slices.

@@ -1,4 +1,4 @@
-//! Names that must fit a length limit, such as those of sockets and annotations.
+//! Names that must fit a length limit, such as those of sockets and annotations; and words of few characters.
 
 use alloc::borrow::ToOwned;
 use alloc::format;
@@ -21,6 +21,15 @@ pub fn shortened(name: &str, longest: usize) -> String {
     }
     let begin = name.get(..kept).unwrap_or_default();
     format!("{begin}-{:016x}", fnv1a(name))
+}
+
+/// Returns true for a word of letters, digits and these other characters, with a letter or digit first and last.
+pub fn is_word(text: &str, others: &[u8]) -> bool {
+    let is_end = |byte: Option<&u8>| byte.is_some_and(u8::is_ascii_alphanumeric);
+    let bytes = text.as_bytes();
+    is_end(bytes.first())
+        && is_end(bytes.last())
+        && bytes.iter().all(|byte| byte.is_ascii_alphanumeric() || others.contains(byte))
 }
 
 /// FNV-1a, 64 bits (<http://www.isthe.com/chongo/tech/comp/fnv/>).

@@ -20,6 +20,7 @@ use super::views::Views;
 use linkwise_core::publish::placement::Allocation;
 use linkwise_core::publish::view::{NodeView, Sums};
 use linkwise_system::lock;
+use linkwise_system::metrics::number;
 
 /// The content type of [`Metrics::encode`]'s text; as text/plain Prometheus refuses it.
 pub const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
@@ -86,11 +87,6 @@ where
     ConstGauge<V>: EncodeMetric,
 {
     ConstGauge::new(value).encode(encoder.encode_descriptor(name, help, None, MetricType::Gauge)?)
-}
-
-/// A number of things as a gauge's value.
-fn number(count: usize) -> i64 {
-    i64::try_from(count).unwrap_or(i64::MAX)
 }
 
 #[allow(clippy::cast_precision_loss, reason = "MB/s of GPUs are far below 2^52")]

@@ -32,11 +32,7 @@ pub fn block_on<T>(future: impl Future<Output = Result<T>>) -> Result<T> {
 
 /// Puts a value into a channel, whose readers wake only if it differs from the last one.
 pub fn send_if_new<T: PartialEq>(channel: &watch::Sender<T>, value: T) {
-    channel.send_if_modified(|last| {
-        let is_new = *last != value;
-        *last = value;
-        is_new
-    });
+    channel.send_if_modified(|last| std::mem::replace(last, value) != *last);
 }
 
 /// Waits for a change that comes through a channel. If the channel's other end is gone, none comes any more.

@@ -6,6 +6,7 @@ use core::str::FromStr;
 
 use thiserror::Error;
 
+use crate::names::is_word;
 use crate::quote::quoted;
 use crate::topology::MigProfile;
 
@@ -56,19 +57,14 @@ impl ResourceName {
 
 /// The first rule of Kubernetes that a text breaks (`IsExtendedResourceName` in pkg/apis/core/v1/helper).
 fn broken_rule(text: &str) -> Option<&'static str> {
-    let alphanumeric = |byte: Option<u8>| byte.is_some_and(|byte| byte.is_ascii_alphanumeric());
-    let edges = |part: &str| alphanumeric(part.bytes().next()) && alphanumeric(part.bytes().last());
-    let label = |label: &str| {
-        let inner = |b: u8| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'-';
-        edges(label) && label.bytes().all(inner)
-    };
+    let label = |label: &str| is_word(label, b"-") && !label.bytes().any(|byte| byte.is_ascii_uppercase());
     let Some((domain, name)) = text.split_once('/') else {
         return Some("expected domain/name, such as nvidia.com/gpu");
     };
     if !domain.split('.').all(label) {
         return Some("before the slash there must be a DNS name in lower case, such as nvidia.com");
     }
-    if !edges(name) || !name.bytes().all(|b| b.is_ascii_alphanumeric() || matches!(b, b'-' | b'_' | b'.')) {
+    if !is_word(name, b"-_.") {
         return Some("a name has letters, digits, '-', '_' and '.' only, with a letter or digit first and last");
     }
     if text.contains("kubernetes.io/") {

@@ -11,6 +11,7 @@ use super::scan::{
     CREATE_SYMLINKS, DISABLE_DEVICE_NODE_MODIFICATION, ENABLE_CUDA_COMPAT, UPDATE_APPLICATION_PROFILE, UPDATE_LDCACHE,
 };
 use super::{ALL, Description, DeviceEntry, GPU_CLASS, kind};
+use linkwise_core::names::is_word;
 use linkwise_core::publish::below;
 
 /// The options of mounts from the driver root: the container cannot change them, and gains no rights by them.
@@ -125,9 +126,7 @@ impl Description {
 
 /// Returns true if the text can be a device's name in CDI. MIG UUIDs of drivers before R470 (`MIG-GPU-.../1/0`) cannot.
 fn is_name(text: &str) -> bool {
-    let edge = |byte: Option<u8>| byte.is_some_and(|byte| byte.is_ascii_alphanumeric());
-    let inner = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'_' | b'-' | b'.' | b':');
-    edge(text.bytes().next()) && edge(text.bytes().last()) && text.bytes().all(inner)
+    is_word(text, b"_-.:")
 }
 
 /// One spec: a kind and its devices. One file.

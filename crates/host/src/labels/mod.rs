@@ -21,7 +21,7 @@ use prometheus_client::registry::Registry;
 use sha2::{Digest, Sha256};
 
 use linkwise_system::files;
-use linkwise_system::metrics::new;
+use linkwise_system::metrics::{new, number};
 
 pub use host::host;
 
@@ -107,8 +107,8 @@ impl LabelMetrics {
 
     /// Records the numbers of labels and of labels left out.
     pub fn made(&self, labels: usize, dropped: usize) {
-        self.labels.set(i64::try_from(labels).unwrap_or(i64::MAX));
-        self.dropped.set(i64::try_from(dropped).unwrap_or(i64::MAX));
+        self.labels.set(number(labels));
+        self.dropped.set(number(dropped));
     }
 
     /// Counts a change of the file, or a failure of one.

@@ -13,6 +13,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use linkwise_core::claims::{ClaimName, Prepared, PreparedDevice};
+use linkwise_core::names::is_word;
 use linkwise_core::quote::{one_line, quoted};
 use linkwise_core::state::PreparedClaim;
 use linkwise_system::files;
@@ -130,12 +131,7 @@ impl Checkpoint {
 
 /// Returns true if a text can be a UID, and so a part of a file's and of a CDI device's name.
 pub(super) fn is_uid(text: &str) -> bool {
-    let ends = |b: Option<&u8>| b.is_some_and(u8::is_ascii_alphanumeric);
-    let bytes = text.as_bytes();
-    bytes.len() <= 128
-        && ends(bytes.first())
-        && ends(bytes.last())
-        && bytes.iter().all(|b| b.is_ascii_alphanumeric() || matches!(b, b'-' | b'_' | b'.'))
+    text.len() <= 128 && is_word(text, b"-_.")
 }
 
 /// Returns true if a folder has a checkpoint, or a file that may be one. It reads the folder.

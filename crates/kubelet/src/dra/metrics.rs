@@ -13,7 +13,7 @@ use prometheus_client::registry::{Registry, Unit};
 use super::Phase;
 use crate::registration::Life;
 use linkwise_system::grpc::Refusal;
-use linkwise_system::metrics::new;
+use linkwise_system::metrics::{new, number};
 
 /// Bounds of the requests' histogram, in seconds: from a checkpoint's answer to the kubelet's limit of 45 s.
 const BUCKETS: [f64; 9] = [256e-6, 1e-3, 4e-3, 16e-3, 64e-3, 256e-3, 1.0, 4.0, 16.0];
@@ -112,8 +112,4 @@ impl PluginMetrics {
             self.seconds.get_or_create(&[("method", method)]).observe(elapsed.as_secs_f64());
         }
     }
-}
-
-fn number(count: usize) -> i64 {
-    i64::try_from(count).unwrap_or(i64::MAX)
 }

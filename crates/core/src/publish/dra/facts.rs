@@ -183,13 +183,8 @@ impl ServerVersion {
         numbers.next().is_none().then_some(version)
     }
 
-    /// Returns true if its API server keeps taints.
-    pub fn has_taints(self) -> bool {
-        self >= TAINTS_AND_COUNTERS
-    }
-
-    /// Whether its API server and scheduler have counters.
-    pub fn has_counters(self) -> bool {
+    /// Returns true if its API server keeps taints, and it and its scheduler have counters.
+    pub fn has_taints_and_counters(self) -> bool {
         self >= TAINTS_AND_COUNTERS
     }
 }

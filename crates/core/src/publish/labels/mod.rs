@@ -16,6 +16,7 @@ mod tests;
 use crate::prelude::*;
 use alloc::collections::BTreeMap;
 
+use crate::names::is_word;
 use crate::quote::quoted;
 use crate::state::{DriverVersions, ResourceName, ResourcePlan, SharingKind};
 use crate::topology::NodeTopology;
@@ -256,7 +257,8 @@ const MOST: usize = 63;
 /// '_' and '.' are removed, and the words that are left are joined by '-'. The length and the first and last characters
 /// are not changed.
 pub fn sanitised(text: &str) -> String {
-    let kept: String = text.chars().filter(|c| is_inner(*c) || c.is_ascii_whitespace()).collect();
+    let is_kept = |c: &char| c.is_ascii_alphanumeric() || c.is_ascii_whitespace() || matches!(c, '-' | '_' | '.');
+    let kept: String = text.chars().filter(is_kept).collect();
     kept.split_ascii_whitespace().collect::<Vec<_>>().join("-")
 }
 
@@ -271,10 +273,5 @@ fn is_key(key: &str) -> bool {
 }
 
 fn is_name(text: &str) -> bool {
-    let is_end = |c: Option<char>| c.is_some_and(|c| c.is_ascii_alphanumeric());
-    text.len() <= MOST && text.chars().all(is_inner) && is_end(text.chars().next()) && is_end(text.chars().last())
-}
-
-fn is_inner(c: char) -> bool {
-    c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.')
+    text.len() <= MOST && is_word(text, b"-_.")
 }
