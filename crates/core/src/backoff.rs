@@ -7,7 +7,7 @@
 use core::time::Duration;
 
 /// Pauses that double from the first to the longest.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Backoff {
     first: Duration,
     longest: Duration,

@@ -196,7 +196,6 @@ fn hidden_name(held: &Allocation) -> String {
     format!("pod-{digits}")
 }
 
-/// Locks the mutex. Only whole values are written under these locks: a panic elsewhere leaves nothing half done.
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -13,9 +13,10 @@ use super::call::{Answer, CallError};
 use super::calls::Calls;
 use super::probe::UUID;
 use super::raw::{self, GpuInstanceHandle};
-use super::scan::{MigDeviceScan, MigInstanceScan, MigScan, known};
+use super::scan::{MigDeviceScan, MigScan, known};
 use linkwise_core::topology::{
-    MigCapabilities, MigDeviceObservation, MigEngines, MigExtension, MigPlacement, MigProfileObservation, MigUuid,
+    MigCapabilities, MigDeviceObservation, MigEngines, MigExtension, MigPlacement, MigProfileObservation, MigSlot,
+    MigUuid,
 };
 
 /// The call that gives a MIG device's handle.
@@ -122,7 +123,7 @@ fn mig_device(
     let handle = calls.raw("nvmlDeviceGetGpuInstanceById", || GpuInstanceHandle::by_id(parent, gpu_instance));
     let info = |handle: GpuInstanceHandle<'_, '_>| calls.raw("nvmlGpuInstanceGetInfo", || handle.info());
     let instance = handle.and_then(|handle| handle.map_or(Ok(None), info)).map(|instance| {
-        instance.map(|raw::GpuInstance { profile_id, start, size, .. }| MigInstanceScan {
+        instance.map(|raw::GpuInstance { profile_id, start, size, .. }| MigSlot {
             profile_id,
             placement: MigPlacement { start, size },
         })
@@ -172,8 +173,8 @@ fn numbers(device: &Device<'_>, calls: &Calls) -> Result<Profiles, CallError> {
 
 /// The extension of a device's profile. NVML reports the driver's id of the GPU instance's profile; the number with
 /// that id decides.
-fn extension(numbers: &Result<Profiles, CallError>, instance: &Answer<MigInstanceScan>) -> Answer<MigExtension> {
-    let Some(MigInstanceScan { profile_id: id, .. }) = instance.clone()? else { return Ok(None) };
+fn extension(numbers: &Result<Profiles, CallError>, instance: &Answer<MigSlot>) -> Answer<MigExtension> {
+    let Some(MigSlot { profile_id: id, .. }) = instance.clone()? else { return Ok(None) };
     let mut known = numbers.as_ref().map_err(Clone::clone)?.iter();
     Ok(known.find(|(_, info)| info.id == id).map(|(number, _)| MigExtension::of_profile(*number)))
 }

@@ -182,11 +182,11 @@ impl Incoming {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::scan::{GpuScan, MigDeviceScan, MigInstanceScan, MigScan, NvLinkScan};
+    use crate::scan::{GpuScan, MigDeviceScan, MigScan, NvLinkScan};
     use linkwise_core::state::{FabricHealth, Reach, RecoveryAction, RowRemapping};
     use linkwise_core::topology::{
         AddressingMode, CudaVersion, FabricObservation, MigEngines, MigExtension, MigPlacement, MigProfileObservation,
-        PcieLink, TopologyLevel,
+        MigSlot, PcieLink, TopologyLevel,
     };
 
     fn every_message() -> Vec<FromAgent> {
@@ -197,7 +197,7 @@ mod tests {
                       memory_mib: 1}";
         let device = MigDeviceScan {
             device: serde_saphyr::from_str(device).unwrap(),
-            instance: Ok(Some(MigInstanceScan { profile_id: 19, placement: MigPlacement { start: 4, size: 1 } })),
+            instance: Ok(Some(MigSlot { profile_id: 19, placement: MigPlacement { start: 4, size: 1 } })),
             extension: Ok(Some(MigExtension::Media)),
             capabilities: Ok(None),
         };

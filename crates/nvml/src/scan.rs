@@ -13,7 +13,7 @@ use super::call::{Answer, CallError};
 use super::protocol::Place;
 use linkwise_core::topology::{
     AddressingMode, ComputeCapability, CudaVersion, FabricObservation, GpuObservation, GpuUuid, HostObservation,
-    MigCapabilities, MigDeviceObservation, MigExtension, MigObservation, MigPlacement, MigProfileObservation,
+    MigCapabilities, MigDeviceObservation, MigExtension, MigObservation, MigProfileObservation, MigSlot,
     NodeObservation, NumaNodeId, NvLinkObservation, NvLinkRemote, P2pRefusal, PciAddress, PcieLink, ProbeFailure,
     TopologyLevel,
 };
@@ -109,19 +109,10 @@ pub struct MigDeviceScan {
     /// The required facts of a MIG device.
     pub device: MigDeviceObservation,
     /// The profile and the place of its GPU instance.
-    pub instance: Answer<MigInstanceScan>,
+    pub instance: Answer<MigSlot>,
     pub extension: Answer<MigExtension>,
     /// Its capabilities; an error stands for the GPU's minor number, by which the kernel lists them.
     pub capabilities: Answer<MigCapabilities>,
-}
-
-/// The GPU instance of a MIG device.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct MigInstanceScan {
-    /// The driver's id of its profile.
-    pub profile_id: u32,
-    pub placement: MigPlacement,
 }
 
 /// A failed call, and its subject.

@@ -30,7 +30,7 @@ const SOON: Duration = Duration::from_millis(20);
 const KUBELET_RESTARTED: &str = "kubelet.sock is gone or new: the kubelet restarted";
 
 /// The deadlines.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Limits {
     /// Register, from the call to its answer.
     pub register: Duration,
@@ -111,7 +111,7 @@ impl LifePhase for Phase {
 }
 
 /// The state of the handshake in one session.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct DevicePluginHandshake {
     limits: Limits,
     /// The time at which PodResources is asked next; while it is asked, `None`.
@@ -134,17 +134,7 @@ pub(super) struct DevicePluginHandshake {
 
 impl DevicePluginHandshake {
     pub fn new(limits: Limits) -> Self {
-        Self {
-            limits,
-            ask: None,
-            asking: false,
-            doubted: false,
-            streams: 0,
-            predecessor: false,
-            must_detach: false,
-            detached: false,
-            renewing: false,
-        }
+        Self { limits, ..Self::default() }
     }
 
     fn enter(&mut self, attempts: &mut Attempts, phase: Phase, until: Option<Duration>) {

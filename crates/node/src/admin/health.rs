@@ -54,14 +54,11 @@ pub fn address(port: u16) -> SocketAddr {
 
 /// Serves for ever, from the moment at which the port is free.
 pub async fn serve(address: SocketAddr, alive: Alive) -> anyhow::Result<()> {
-    let listener = Arc::new(free_port(address).await?);
+    let listener = free_port(address).await?;
     tracing::info!(address = %listener.local_addr()?, "gRPC health service");
     let service = HealthServer::new(Probed(alive));
     let routes = Routes::new(service.max_decoding_message_size(MAX_REQUEST)).into_axum_router();
-    let accept = || {
-        let (listener, routes) = (Arc::clone(&listener), routes.clone());
-        async move { Ok((listener.accept().await?.0, routes)) }
-    };
+    let accept = || async { Ok((listener.accept().await?.0, routes.clone())) };
     connections::serve(Protocol::Http2, DEADLINE, accept).await;
     Ok(())
 }

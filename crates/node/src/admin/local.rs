@@ -72,7 +72,7 @@ pub enum LocalError {
 /// A bound admin socket; its file is removed when this is dropped.
 #[derive(Debug)]
 pub struct Local {
-    listener: Arc<Listener>,
+    listener: Listener,
     _file: SocketFile,
 }
 
@@ -93,18 +93,15 @@ impl Local {
             ErrorKind::AlreadyExists if uds::FileId::of_socket(path).is_some() => LocalError::Taken(path.to_owned()),
             _ => failed(error),
         })?;
-        Ok(Self { listener: Arc::new(listener), _file: file })
+        Ok(Self { listener, _file: file })
     }
 
     /// Serves for ever.
     pub async fn serve(self, orders: Orders) {
         let routes = routes(orders);
-        let accept = || {
-            let (listener, routes) = (Arc::clone(&self.listener), routes.clone());
-            async move {
-                let caller = listener.accept().await?;
-                Ok((caller.stream, if caller.admitted { routes } else { refusal(caller.peer.uid) }))
-            }
+        let accept = || async {
+            let caller = self.listener.accept().await?;
+            Ok((caller.stream, if caller.admitted { routes.clone() } else { refusal(caller.peer.uid) }))
         };
         connections::serve(Protocol::Http1, DEADLINE, accept).await;
     }

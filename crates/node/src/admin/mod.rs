@@ -59,7 +59,7 @@ pub struct Answers {
 /// A bound listener.
 #[derive(Debug)]
 pub struct Admin {
-    listener: Arc<TcpListener>,
+    listener: TcpListener,
     address: SocketAddr,
 }
 
@@ -68,7 +68,7 @@ impl Admin {
     /// be called within a tokio runtime. Fails with `AddrInUse` if the address is in use.
     pub fn bind(address: SocketAddr) -> io::Result<Self> {
         let listener = connections::listen(address)?;
-        Ok(Self { address: listener.local_addr()?, listener: Arc::new(listener) })
+        Ok(Self { address: listener.local_addr()?, listener })
     }
 
     /// The address that was bound.
@@ -85,10 +85,7 @@ impl Admin {
             .route("/readyz", get(ready))
             .layer(from_fn_with_state(answers.hosts.clone(), called_by_name))
             .with_state(Served { answers, encoding: Arc::default() });
-        let accept = || {
-            let (listener, routes) = (Arc::clone(&self.listener), routes.clone());
-            async move { Ok((listener.accept().await?.0, routes)) }
-        };
+        let accept = || async { Ok((self.listener.accept().await?.0, routes.clone())) };
         connections::serve(Protocol::Http1, DEADLINE, accept).await;
     }
 }

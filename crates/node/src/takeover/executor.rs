@@ -113,8 +113,7 @@ impl Position {
             keeper: Keeper::of(Some(place.folder.clone())),
             place,
             lock,
-            is_known: takes_over != Some(None),
-            takes_over: takes_over.flatten() == Some(true),
+            takes_over: takes_over.unwrap_or(Some(false)),
             orders: node.orders.0.clone(),
             dra: node.offers_dra.clone(),
             claims: node.claims.clone(),
@@ -161,10 +160,8 @@ type Guest = Pin<Box<dyn Future<Output = (Connection, Heard)> + Send>>;
 struct Takeover {
     place: Place,
     lock: Option<Lock>,
-    /// True if the disk has told whether there is an owner.
-    is_known: bool,
-    /// True if this process takes over from a living owner.
-    takes_over: bool,
+    /// True if this process takes over from a living owner. `None` while the disk does not tell if there is one.
+    takes_over: Option<bool>,
     machine: TakeoverMachine,
     keeper: Keeper,
     orders: mpsc::Sender<Order>,
@@ -238,7 +235,7 @@ impl Takeover {
         let wake = self.machine.wake().map(|wake| self.begin + wake);
         let look = match stage {
             Stage::StandingBy if self.peer.is_none() => {
-                Some(if self.is_known && !self.takes_over { LOOK_SELDOM } else { LOOK })
+                Some(if self.takes_over == Some(false) { LOOK_SELDOM } else { LOOK })
             }
             Stage::Owning if self.lock.is_none() => Some(LOOK_SELDOM),
             _ => None,
@@ -282,28 +279,30 @@ impl Takeover {
                 return Ok(());
             }
             Some(Ok(Some(lock))) => {
-                (self.lock, self.is_known) = (Some(lock), true);
+                self.lock = Some(lock);
+                self.takes_over.get_or_insert(false);
                 return self.feed(Input::Free).await;
             }
-            Some(Ok(None)) if is_owner || !self.is_known => {
+            Some(Ok(None)) if is_owner || self.takes_over.is_none() => {
                 if is_owner {
                     tracing::warn!("another linkwise has the lock");
                 }
-                (self.is_known, self.takes_over) = (true, self.place.takes_over());
-                self.feed(Input::Held { successor: self.takes_over }).await?;
+                let successor = self.place.takes_over();
+                self.takes_over = Some(successor);
+                self.feed(Input::Held { successor }).await?;
             }
             _ if is_owner => return Ok(()),
             // The disk answers, and cannot have a lock: there is no owner that has it.
-            Some(Err(error)) if !self.is_known => {
+            Some(Err(error)) if self.takes_over.is_none() => {
                 tracing::info!(%error, "no lock can be had: another linkwise would not be noticed");
-                self.is_known = true;
+                self.takes_over = Some(false);
                 return self.feed(Input::Free).await;
             }
             Some(Ok(None)) => {}
             Some(Err(error)) => tracing::debug!(%error, "the lock cannot be tried"),
             None => tracing::debug!("the lock cannot be tried in time"),
         }
-        if self.takes_over
+        if self.takes_over == Some(true)
             && let Ok(Ok((stream, _))) = timeout(LOOK, uds::connect(&self.place.folder.join(SOCKET))).await
         {
             self.peer = Some(Connection::new(stream));

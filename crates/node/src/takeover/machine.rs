@@ -43,9 +43,10 @@ impl Default for Limits {
 }
 
 /// A stage of a process, with the condition for [`Input::Met`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Default)]
 pub enum Stage {
     /// Another process serves; this one waits for its end, or has asked to take over from it.
+    #[default]
     StandingBy,
     /// The owner agreed. Met when the kubelet calls our DRA plugin, or this node has none.
     Joining,
@@ -156,7 +157,7 @@ pub enum Outcome {
 }
 
 /// The state of one process.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct TakeoverMachine {
     limits: Limits,
     stage: Stage,
@@ -183,18 +184,7 @@ impl TakeoverMachine {
 
     /// A process that found the lock held; a `successor` asks the owner, once it could serve.
     pub fn standby(limits: Limits, successor: bool) -> Self {
-        Self {
-            limits,
-            stage: Stage::StandingBy,
-            successor,
-            sees: None,
-            place: false,
-            refused: false,
-            connected: false,
-            asked: false,
-            until: None,
-            pauses: limits.pauses,
-        }
+        Self { limits, successor, pauses: limits.pauses, ..Self::default() }
     }
 
     /// The current stage.

@@ -3,7 +3,7 @@
 use serde_json::{Value, json};
 
 use super::*;
-use linkwise_core::topology::MigEngines;
+use linkwise_core::topology::{MigEngines, MigPlacement};
 
 /// GPU `number` at `index`, which shares a host bridge with each of `others`.
 fn gpu(index: u32, number: u32, others: &[u32]) -> GpuScan {
@@ -12,7 +12,7 @@ fn gpu(index: u32, number: u32, others: &[u32]) -> GpuScan {
                   memory_mib: 1}";
     let device = MigDeviceScan {
         device: serde_saphyr::from_str(device).unwrap(),
-        instance: Ok(Some(MigInstanceScan { profile_id: 19, placement: MigPlacement { start: 0, size: 1 } })),
+        instance: Ok(Some(MigSlot { profile_id: 19, placement: MigPlacement { start: 0, size: 1 } })),
         extension: Ok(Some(MigExtension::Media)),
         capabilities: Ok(Some(MigCapabilities { gpu_instance: 1, compute_instance: 2 })),
     };

@@ -19,7 +19,7 @@ use crate::scan::{CallFailure, NodeScan, known};
 use linkwise_core::backoff::Backoff;
 use linkwise_core::once::Once;
 use linkwise_core::state::{Event, MigInstance};
-use linkwise_core::topology::{GpuUuid, NodeObservation, PciAddress};
+use linkwise_core::topology::{GpuUuid, PciAddress};
 use linkwise_core::words::few;
 
 /// The number of unended processes at which no agent is started: more processes do not help a driver in which processes
@@ -71,7 +71,6 @@ pub(super) enum Action {
     Kill(AgentId),
     Probe,
     ScanHost,
-    Publish(Box<NodeObservation>),
     Emit(Event),
     /// Report the reason why no GPU is offered.
     Idle(Idle),
@@ -607,8 +606,8 @@ impl DriverMachine {
 
     fn publish(&mut self, now: Duration) {
         let (node, events) = self.view.publish(now);
-        self.actions.extend(node.map(|node| Action::Publish(Box::new(node))));
-        self.actions.extend(events.into_iter().map(Action::Emit));
+        let node = node.map(|node| Event::Observed(Box::new(node)));
+        self.actions.extend(node.into_iter().chain(events).map(Action::Emit));
     }
 
     /// Reports the newly quarantined GPUs, and those that are quarantined no longer.

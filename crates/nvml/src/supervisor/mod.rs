@@ -36,6 +36,7 @@ use linkwise_core::topology::MigUuid;
 use linkwise_host::hwloc;
 use linkwise_system::clock::at;
 use linkwise_system::lock;
+use linkwise_system::metrics::number;
 use machine::{Action, AgentId, DriverMachine, Input};
 pub use metrics::DriverMetrics;
 pub use release::Release;
@@ -172,18 +173,13 @@ impl Driver {
     }
 }
 
-/// A running agent, or one whose process has not ended.
-struct Handle {
-    /// The requests to the agent; `None` once it is to be killed.
-    requests: Option<mpsc::Sender<ToAgent>>,
-}
-
 /// The state machine, and the tasks and processes that carry out its actions.
 struct Life {
     driver: Driver,
     machine: DriverMachine,
     begin: Instant,
-    agents: BTreeMap<AgentId, Handle>,
+    /// The agents that run or whose processes have not ended, and the requests to each; `None` once it is to be killed.
+    agents: BTreeMap<AgentId, Option<mpsc::Sender<ToAgent>>>,
     tasks: JoinSet<()>,
     probe: Arc<Mutex<HostProbe>>,
     report: mpsc::Sender<Input>,
@@ -232,7 +228,7 @@ impl Life {
             self.driver.release.set_held(!self.agents.is_empty());
             let metrics = &self.driver.metrics;
             metrics.agent_up.set(self.machine.answering().is_some().into());
-            metrics.agents_stuck.set(self.machine.unended().try_into().unwrap_or(i64::MAX));
+            metrics.agents_stuck.set(number(self.machine.unended()));
             metrics.nvml_away.set(self.machine.is_outage().into());
             self.driver.away.send_if_modified(|away| std::mem::replace(away, self.machine.is_outage()) != *away);
         }
@@ -275,8 +271,8 @@ impl Life {
             Action::Start { id, skip, is_trial } => next.extend(self.start(id, skip, is_trial)),
             Action::Rescan(id) => self.request(id, ToAgent::Observe),
             Action::Kill(id) => {
-                if let Some(agent) = self.agents.get_mut(&id) {
-                    agent.requests = None;
+                if let Some(requests) = self.agents.get_mut(&id) {
+                    *requests = None;
                 }
                 // A scan of the next agent shows what the order has left.
                 let why = "the NVML agent was killed before it answered".to_owned();
@@ -291,8 +287,12 @@ impl Life {
                 let sysfs = self.driver.sysfs.clone();
                 self.read(move || hwloc::observe(&sysfs), Input::HostScanned);
             }
-            Action::Publish(node) => self.emit(Event::Observed(node)).await?,
-            Action::Emit(event) => self.emit(event).await?,
+            Action::Emit(event) => {
+                if let Event::Xid { gpu, code, .. } = &event {
+                    self.driver.metrics.xid(gpu, *code);
+                }
+                self.driver.events.send(event).await.context("the node takes no events")?;
+            }
             Action::Idle(idle) => {
                 self.driver.metrics.idle.set(matches!(idle, Idle::NoGpu(_)).into());
                 self.driver.idle.send_replace(idle);
@@ -303,13 +303,6 @@ impl Life {
             Action::Fail(cause) => bail!(cause),
         }
         Ok(())
-    }
-
-    async fn emit(&self, event: Event) -> Result<()> {
-        if let Event::Xid { gpu, code, .. } = &event {
-            self.driver.metrics.xid(gpu, *code);
-        }
-        self.driver.events.send(event).await.context("the node takes no events")
     }
 
     /// Starts an agent; if that fails, returns the inputs for the state machine.
@@ -329,7 +322,7 @@ impl Life {
         match Agent::spawn(&command) {
             Ok(agent) => {
                 let (requests, asked) = mpsc::channel(REQUESTS);
-                self.agents.insert(id, Handle { requests: Some(requests) });
+                self.agents.insert(id, Some(requests));
                 self.tasks.spawn(live(id, agent, asked, self.report.clone()));
                 Vec::new()
             }
@@ -340,7 +333,7 @@ impl Life {
 
     fn request(&self, id: AgentId, request: ToAgent) {
         // The task of an agent that has ended takes none, and that is reported next.
-        let _ = self.agents.get(&id).and_then(|agent| agent.requests.as_ref()?.try_send(request).ok());
+        let _ = self.agents.get(&id).and_then(|requests| requests.as_ref()?.try_send(request).ok());
     }
 
     /// Passes an order about a MIG device to the agent that answers; without such an agent the order fails at once.

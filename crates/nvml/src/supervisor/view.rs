@@ -29,7 +29,7 @@ pub(super) type HostScan = (HostObservation, Vec<ProbeFailure>);
 type Polls = BTreeMap<GpuUuid, HealthPoll>;
 
 /// The scans and polls, and their unpublished part.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct View {
     /// The latest scan through NVML, completed by those before.
     pub nvml: Option<NodeScan>,
@@ -58,21 +58,7 @@ pub(super) struct View {
 impl View {
     /// Starts without scans. `poll` is the time from one poll to the next.
     pub fn new(poll: Duration) -> Self {
-        Self {
-            nvml: None,
-            host: None,
-            published: None,
-            force: false,
-            pending: None,
-            host_runs: false,
-            held: Vec::new(),
-            polls: None,
-            once_listed: BTreeSet::new(),
-            once_on_bus: BTreeSet::new(),
-            failures: Vec::new(),
-            backoff: Backoff::new(poll, poll.saturating_mul(LONGEST)),
-            repeat_at: None,
-        }
+        Self { backoff: Backoff::new(poll, poll.saturating_mul(LONGEST)), ..Self::default() }
     }
 
     /// Takes a scan through NVML. It waits for the host until `until` at the latest. Returns true if a scan of the host

@@ -193,7 +193,7 @@ impl World {
             }
             Action::Probe => assert!(!std::mem::replace(&mut self.probing, true), "two probes at once"),
             Action::ScanHost => assert!(!std::mem::replace(&mut self.scanning, true), "two scans at once"),
-            Action::Publish(node) => self.published.extend(node.gpus.into_iter().map(|gpu| gpu.uuid)),
+            Action::Emit(Event::Observed(node)) => self.published.extend(node.gpus.into_iter().map(|gpu| gpu.uuid)),
             Action::Emit(Event::Xid { gpu, code, .. }) => {
                 let is_gone = !self.listed.contains(&gpu);
                 assert!(self.published.contains(&gpu) || is_gone, "an event precedes the GPU it is about");
