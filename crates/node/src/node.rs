@@ -31,7 +31,7 @@ use crate::metrics::{self, Metrics};
 use linkwise_core::allocation::AllocationReport;
 use linkwise_core::once::Once;
 use linkwise_core::publish::view::ChoiceView;
-use linkwise_core::state::{Effect, Event, Health, HealthRecord, Holdings, NodeState, NumaHints, ResourceName};
+use linkwise_core::state::{Effect, Event, HealthRecord, Holdings, NodeState, NumaHints, ResourceName};
 use linkwise_core::topology::{GpuUuid, NodeObservation};
 use linkwise_kubelet::device_plugin::pod_resources::{self, Holders};
 use linkwise_kubelet::device_plugin::{self as kubelet, Phase, Plugin, PluginMetrics, Sources};
@@ -344,7 +344,7 @@ impl Node {
                 // The state's writer has logged them.
                 Effect::Warn(_) | Effect::PlanProblem(_) => {}
                 Effect::HealthChanged { gpu, mig, health } => {
-                    if let Health::Unhealthy { reason, .. } = &health {
+                    if let Some(reason) = health.reason() {
                         self.gpu_failures.count(&gpu, reason.label());
                     }
                     observe::health(&gpu, mig.as_ref(), &health);

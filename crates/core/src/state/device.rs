@@ -85,12 +85,19 @@ pub enum Health {
 }
 
 impl Health {
+    /// The reason; `None` if the device is healthy.
+    pub fn reason(&self) -> Option<&UnhealthyReason> {
+        match self {
+            Self::Healthy => None,
+            Self::Unhealthy { reason, .. } => Some(reason),
+        }
+    }
+
     /// Returns true if there is nothing new to tell people: the two differ in details at most.
     pub(super) fn tells_the_same(&self, other: &Self) -> bool {
-        match (self, other) {
-            (Self::Healthy, Self::Healthy) => true,
-            (Self::Unhealthy { reason, .. }, Self::Unhealthy { reason: other, .. }) => reason.is(other),
-            _ => false,
+        match (self.reason(), other.reason()) {
+            (Some(reason), Some(other)) => reason.is(other),
+            (one, other) => one == other,
         }
     }
 }

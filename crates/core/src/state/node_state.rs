@@ -176,11 +176,8 @@ impl NodeState {
     /// holders end. Each has its first reason.
     pub fn held_through_other_door(&self) -> BTreeMap<&GpuUuid, &UnhealthyReason> {
         let of_claims = self.offers.through_dra().iter().filter(|_| self.offers.plan().door == Door::Plugin);
-        let held = self.offers.withheld().iter().chain(of_claims).filter_map(|device| match &device.health {
-            Health::Unhealthy { reason, .. } => Some((&device.gpu.uuid, reason)),
-            Health::Healthy => None,
-        });
-        held.collect()
+        let held = self.offers.withheld().iter().chain(of_claims);
+        held.filter_map(|device| Some((&device.gpu.uuid, device.health.reason()?))).collect()
     }
 
     /// Returns true if the next two lists of holders may let DRA offer a GPU. A GPU that a pod has through the device
@@ -227,7 +224,7 @@ impl NodeState {
         let mut reasons: Vec<_> = self.hardware.standing(&gpu.uuid).collect();
         let is_there = self.topology().position(&gpu.uuid).is_some();
         let counts = |device: &&Device| {
-            let is_gone = matches!(&device.health, Health::Unhealthy { reason: UnhealthyReason::Gone, .. });
+            let is_gone = device.health.reason() == Some(&UnhealthyReason::Gone);
             !(is_there && is_gone && device.mig.is_some())
         };
         let devices: Vec<&Device> = devices.iter().copied().filter(counts).collect();
@@ -297,7 +294,7 @@ impl NodeState {
                     None => AllocateError::Unknown(resource, name),
                 });
             };
-            if let Health::Unhealthy { reason, .. } = &device.health {
+            if let Some(reason) = device.health.reason() {
                 return Err(AllocateError::Unhealthy(resource, name, reason.clone()));
             }
             if taken.insert(id, device).is_some() {

@@ -97,18 +97,15 @@ impl Resource {
     /// The numbers of healthy and unhealthy devices on the list.
     pub fn counts(&self) -> (usize, usize) {
         let healthy = self.devices.values().filter(|device| device.health == Health::Healthy).count();
-        (healthy, self.devices.len() + self.unknown().count() - healthy)
+        (healthy, self.len() - healthy)
     }
 
     /// The number of unhealthy devices on the list for each reason that occurs.
     pub fn unhealthy(&self) -> BTreeMap<&'static str, usize> {
-        let known = self.devices.values().map(|device| device.health.clone());
-        let unhealthy = known.chain(self.unknown().map(|(_, health)| health)).filter_map(|health| match health {
-            Health::Healthy => None,
-            Health::Unhealthy { reason, .. } => Some(reason.label()),
-        });
+        let known = self.devices.values().filter_map(|device| device.health.reason().map(UnhealthyReason::label));
+        let unknown = self.unknown().filter_map(|(_, health)| health.reason().map(UnhealthyReason::label));
         let mut counts = BTreeMap::new();
-        for reason in unhealthy {
+        for reason in known.chain(unknown) {
             let count: &mut usize = counts.entry(reason).or_default();
             *count = count.saturating_add(1);
         }
@@ -134,7 +131,7 @@ impl Resource {
 
     /// The number of ids on the list.
     fn len(&self) -> usize {
-        self.devices.len() + self.orphans.keys().filter(|id| !self.devices.contains_key(*id)).count()
+        self.devices.len() + self.unknown().count()
     }
 }
 
@@ -184,8 +181,7 @@ impl Offers {
         let through_plugin = self.resources.values().flat_map(|resource| {
             resource.devices.iter().map(|(id, device)| (device, resource.orphans.contains_key(id)))
         });
-        let is_gone =
-            |device: &Device| matches!(device.health, Health::Unhealthy { reason: UnhealthyReason::Gone, .. });
+        let is_gone = |device: &Device| device.health.reason() == Some(&UnhealthyReason::Gone);
         through_plugin.chain(self.doors.devices.iter().map(move |device| (device, is_gone(device))))
     }
 
@@ -244,12 +240,11 @@ impl Offers {
         orphans
             || self.doors.waiting().next().is_some()
             || self.shares.awaits_holders()
-            || self.devices().chain(&self.doors.devices).any(|device| match &device.health {
-                Health::Unhealthy { reason, .. } => {
-                    matches!(reason, UnhealthyReason::HeldElsewhere { .. } | UnhealthyReason::Claimed { .. })
-                }
-                Health::Healthy => false,
-            })
+            || self
+                .devices()
+                .chain(&self.doors.devices)
+                .filter_map(|device| device.health.reason())
+                .any(|reason| matches!(reason, UnhealthyReason::HeldElsewhere { .. } | UnhealthyReason::Claimed { .. }))
     }
 
     /// Sets the plan that the operator wants; [`Self::make`] carries it out. Before the first scan it takes effect at
@@ -324,17 +319,20 @@ impl Offers {
     }
 
     /// Replaces the devices by new ones. Ids that are on a list and are not made again become orphans.
-    fn list(&mut self, fresh: BTreeMap<ResourceName, BTreeMap<DeviceId, Device>>, hardware: &Hardware, now: Timestamp) {
+    fn list(
+        &mut self,
+        mut fresh: BTreeMap<ResourceName, BTreeMap<DeviceId, Device>>,
+        hardware: &Hardware,
+        now: Timestamp,
+    ) {
         let mut before = core::mem::take(&mut self.resources);
+        for name in before.keys() {
+            fresh.entry(name.clone()).or_default();
+        }
         for (name, devices) in fresh {
             let known = before.remove(&name).unwrap_or_default();
             let mut resource = Resource { devices, orphans: known.orphans, choice: known.choice };
             resource.orphans.retain(|id, _| !resource.devices.contains_key(id));
-            resource.keep(known.devices, hardware, now);
-            self.resources.insert(name, resource);
-        }
-        for (name, known) in before {
-            let mut resource = Resource { devices: BTreeMap::new(), ..known };
             resource.keep(known.devices, hardware, now);
             self.resources.insert(name, resource);
         }

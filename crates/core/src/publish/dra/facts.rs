@@ -150,7 +150,7 @@ fn reasons(
 ) -> Vec<UnhealthyReason> {
     let counting = state.hardware().counting(&gpu.uuid);
     let mut reasons: Vec<_> = counting.filter(|reason| concerns(reason)).cloned().collect();
-    if let Some(Health::Unhealthy { reason, .. }) = health
+    if let Some(reason) = health.and_then(Health::reason)
         && concerns(reason)
         && !reasons.iter().any(|known| known.is(reason))
     {
