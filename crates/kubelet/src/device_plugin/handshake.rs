@@ -9,7 +9,7 @@
 use std::time::Duration;
 
 use super::Phase;
-use crate::registration::{self, Action, ActionOf, Handshake, LifePhase};
+use crate::registration::{self, Action, Handshake, LifePhase};
 use linkwise_system::uds::FileId;
 
 /// The pause before PodResources is asked again after an answer without our devices.
@@ -83,12 +83,6 @@ pub(super) enum OwnAction {
 pub(super) type Input = registration::Input<DevicePluginHandshake>;
 /// The attempts of the device plugin.
 type Attempts = registration::Attempts<DevicePluginHandshake>;
-/// The actions of a step.
-type Actions = Vec<ActionOf<DevicePluginHandshake>>;
-
-fn own(action: OwnAction) -> Actions {
-    vec![Action::Own(action)]
-}
 
 impl LifePhase for Phase {
     const WAITING_FOR_KUBELET: Self = Self::WaitingForKubelet;
@@ -143,29 +137,31 @@ impl DevicePluginHandshake {
     }
 
     /// Asks PodResources for our devices, unless a question is still open.
-    fn ask(&mut self) -> Actions {
+    fn ask(&mut self, attempts: &mut Attempts) {
         self.ask = None;
-        if std::mem::replace(&mut self.asking, true) { Vec::new() } else { own(OwnAction::Ask) }
+        if !std::mem::replace(&mut self.asking, true) {
+            attempts.act(Action::Own(OwnAction::Ask));
+        }
     }
 
-    fn streams(&mut self, attempts: &mut Attempts, open: usize, now: Duration) -> Actions {
+    fn streams(&mut self, attempts: &mut Attempts, open: usize, now: Duration) {
         let before = std::mem::replace(&mut self.streams, open);
         match attempts.phase() {
             Phase::WaitingForStream if open > 0 => {
                 self.enter(attempts, Phase::Confirming, Some(now + self.limits.confirm));
-                self.ask()
+                self.ask(attempts);
             }
             // There are several once we have registered again. The kubelet ends the last, and the registration with it.
             Phase::Confirming | Phase::Detaching | Phase::Beside | Phase::Serving if open < before => {
-                attempts.end_if_open("the kubelet's ListAndWatch stream is gone", now)
+                attempts.end_if_open("the kubelet's ListAndWatch stream is gone", now);
             }
-            _ => Vec::new(),
+            _ => {}
         }
     }
 
-    fn listed(&mut self, attempts: &mut Attempts, listing: Listing, now: Duration) -> Actions {
+    fn listed(&mut self, attempts: &mut Attempts, listing: Listing, now: Duration) {
         if !std::mem::take(&mut self.asking) {
-            return Vec::new();
+            return;
         }
         let was_doubted = std::mem::replace(&mut self.doubted, listing == Listing::Missing);
         match attempts.phase() {
@@ -175,25 +171,22 @@ impl DevicePluginHandshake {
                 self.enter(attempts, Phase::Confirming, Some(now + self.limits.confirm));
             }
             Phase::Confirming | Phase::Serving => {}
-            _ => return Vec::new(),
+            _ => return,
         }
         self.ask = Some(now + if self.doubted { ASK_AGAIN } else { ASK_BETWEEN });
-        Vec::new()
     }
 
     /// PodResources lists our devices. The plugin before us may still have a stream, whose end must not end our
     /// registration.
-    fn confirmed(&mut self, attempts: &mut Attempts, now: Duration) -> Actions {
+    fn confirmed(&mut self, attempts: &mut Attempts, now: Duration) {
         if std::mem::take(&mut self.must_detach) {
             self.enter(attempts, Phase::Detaching, Some(now + self.limits.register));
-            return own(OwnAction::Detach);
-        }
-        if self.detached {
+            attempts.act(Action::Own(OwnAction::Detach));
+        } else if self.detached {
             self.beside(attempts, now);
         } else {
             self.serve(attempts, now);
         }
-        Vec::new()
     }
 
     fn serve(&mut self, attempts: &mut Attempts, now: Duration) {
@@ -208,24 +201,22 @@ impl DevicePluginHandshake {
     }
 
     /// Registers the same socket again, so that the kubelet notices our end.
-    fn renew(&mut self, attempts: &mut Attempts, now: Duration) -> Actions {
+    fn renew(&mut self, attempts: &mut Attempts, now: Duration) {
         (self.renewing, attempts.until) = (true, Some(now + self.limits.register));
-        let mut actions = own(OwnAction::Renew);
+        attempts.act(Action::Own(OwnAction::Renew));
         if std::mem::take(&mut self.predecessor) {
             let why = format!("it is still there after {LONGEST_BESIDE:?}");
-            actions.extend(own(OwnAction::ReportDetached(Err(why))));
+            attempts.act(Action::Own(OwnAction::ReportDetached(Err(why))));
         }
-        actions
     }
 
     /// A plugin that registered over us has ended: the kubelet may have no client under the name.
-    fn overtaken(&mut self, attempts: &mut Attempts, now: Duration) -> Actions {
+    fn overtaken(&mut self, attempts: &mut Attempts, now: Duration) {
         if attempts.phase() != Phase::Serving {
             return attempts.end_if_open("a plugin registered over ours, and has ended", now);
         }
         self.detached = true;
         self.enter(attempts, Phase::Beside, Some(now + SOON));
-        Vec::new()
     }
 
     fn unanswered(&self) -> Result<(), String> {
@@ -259,80 +250,73 @@ impl Handshake for DevicePluginHandshake {
         }
     }
 
-    fn bound(&mut self, attempts: &mut Attempts, predecessor: bool, now: Duration) -> Actions {
+    fn bound(&mut self, attempts: &mut Attempts, predecessor: bool, now: Duration) {
         attempts.forget_waiting();
         *self = Self { predecessor, must_detach: predecessor, ..Self::new(self.limits) };
         self.enter(attempts, Phase::Registering, Some(now + self.limits.register));
         match attempts.other_kubelet() {
             Some(cause) => attempts.end_if_open(cause, now),
-            None => own(OwnAction::Register),
+            None => attempts.act(Action::Own(OwnAction::Register)),
         }
     }
 
-    fn registered(&mut self, attempts: &mut Attempts, result: Result<(), String>, now: Duration) -> Actions {
+    fn registered(&mut self, attempts: &mut Attempts, result: Result<(), String>, now: Duration) {
         match (attempts.phase(), result) {
             (Phase::Registering, result) => {
-                let mut actions = vec![Action::ReportRegistered(result.clone())];
-                actions.extend(match result {
+                attempts.act(Action::ReportRegistered(result.clone()));
+                match result {
                     Err(why) => attempts.end_if_open(format!("the registration failed: {why}"), now),
                     Ok(()) => {
                         self.enter(attempts, Phase::WaitingForStream, Some(now + self.limits.stream));
-                        self.streams(attempts, self.streams, now)
+                        self.streams(attempts, self.streams, now);
                     }
-                });
-                actions
+                }
             }
             (Phase::Beside, Err(why)) if self.renewing => {
-                attempts.end_if_open(format!("the second registration failed: {why}"), now)
+                attempts.end_if_open(format!("the second registration failed: {why}"), now);
             }
             (Phase::Beside, Ok(())) if self.renewing => {
                 (self.renewing, self.detached) = (false, false);
                 self.serve(attempts, now);
                 // Nobody has asked meanwhile.
-                self.ask()
+                self.ask(attempts);
             }
-            _ => Vec::new(),
+            _ => {}
         }
     }
 
-    fn happened(&mut self, attempts: &mut Attempts, input: OwnInput, now: Duration) -> Actions {
+    fn happened(&mut self, attempts: &mut Attempts, input: OwnInput, now: Duration) {
         match input {
             OwnInput::Detached(result) if attempts.phase() == Phase::Detaching => {
                 self.detached = true;
                 self.beside(attempts, now);
-                own(OwnAction::ReportDetached(result))
+                attempts.act(Action::Own(OwnAction::ReportDetached(result)));
             }
-            OwnInput::Detached(_) => Vec::new(),
+            OwnInput::Detached(_) => {}
             OwnInput::Streams(open) => self.streams(attempts, open, now),
             OwnInput::Listed(listing) => self.listed(attempts, listing, now),
             OwnInput::Renew => self.overtaken(attempts, now),
         }
     }
 
-    fn due(&mut self, attempts: &mut Attempts, now: Duration) -> Actions {
+    fn due(&mut self, attempts: &mut Attempts, now: Duration) {
         let limits = self.limits;
-        match attempts.phase() {
-            Phase::Registering => self.registered(attempts, self.unanswered(), now),
+        let cause = match attempts.phase() {
+            Phase::Registering => return self.registered(attempts, self.unanswered(), now),
             Phase::WaitingForStream => {
-                let cause =
-                    format!("the kubelet did not open ListAndWatch within {:?} of the registration", limits.stream);
-                attempts.end_if_open(cause, now)
+                format!("the kubelet did not open ListAndWatch within {:?} of the registration", limits.stream)
             }
             Phase::Confirming if attempts.is_due(now) => {
                 let after = limits.confirm;
-                let cause =
-                    format!("PodResources does not list our devices, {after:?} after the kubelet opened ListAndWatch");
-                attempts.end_if_open(cause, now)
+                format!("PodResources does not list our devices, {after:?} after the kubelet opened ListAndWatch")
             }
-            Phase::Detaching => {
-                let cause = format!("the kubelet answered no registration within {:?}", limits.register);
-                attempts.end_if_open(cause, now)
-            }
-            Phase::Beside if self.renewing => self.registered(attempts, self.unanswered(), now),
-            Phase::Beside => self.renew(attempts, now),
-            Phase::Confirming | Phase::Serving => self.ask(),
-            Phase::WaitingForKubelet | Phase::Binding | Phase::Ending | Phase::Pausing => Vec::new(),
-        }
+            Phase::Detaching => format!("the kubelet answered no registration within {:?}", limits.register),
+            Phase::Beside if self.renewing => return self.registered(attempts, self.unanswered(), now),
+            Phase::Beside => return self.renew(attempts, now),
+            Phase::Confirming | Phase::Serving => return self.ask(attempts),
+            Phase::WaitingForKubelet | Phase::Binding | Phase::Ending | Phase::Pausing => return,
+        };
+        attempts.end_if_open(cause, now);
     }
 
     fn wake(&self) -> Option<Duration> {

@@ -10,7 +10,7 @@ use std::convert::Infallible;
 use std::time::Duration;
 
 use super::Phase;
-use crate::registration::{self, ActionOf, Handshake, LifePhase};
+use crate::registration::{self, Action, Handshake, LifePhase};
 
 /// An input of the DRA plugin's own.
 #[derive(Clone, Debug)]
@@ -25,8 +25,6 @@ pub(super) enum OwnInput {
 pub(super) type Input = registration::Input<DraHandshake>;
 /// The attempts of the DRA plugin.
 type Attempts = registration::Attempts<DraHandshake>;
-/// The actions of a step.
-type Actions = Vec<ActionOf<DraHandshake>>;
 
 impl LifePhase for Phase {
     const WAITING_FOR_KUBELET: Self = Self::WaitingForKubelet;
@@ -92,14 +90,13 @@ impl Handshake for DraHandshake {
     // The kubelet's registration ends the pauses: one that refuses at once must not make a storm.
     const FIRST_RETRY_KEEPS_GAP: bool = true;
 
-    fn bound(&mut self, attempts: &mut Attempts, (): (), now: Duration) -> Actions {
+    fn bound(&mut self, attempts: &mut Attempts, (): (), now: Duration) {
         self.connections = 0;
         attempts.enter(Phase::Offered, Some(now + self.offer));
-        Vec::new()
     }
 
-    fn registered(&mut self, attempts: &mut Attempts, result: Result<(), String>, now: Duration) -> Actions {
-        let mut actions = vec![registration::Action::ReportRegistered(result.clone())];
+    fn registered(&mut self, attempts: &mut Attempts, result: Result<(), String>, now: Duration) {
+        attempts.act(Action::ReportRegistered(result.clone()));
         match result {
             Ok(()) => {
                 attempts.forget_waiting();
@@ -110,22 +107,20 @@ impl Handshake for DraHandshake {
                 }
             }
             // Other sockets are another plugin to the kubelet: its refusal of this one does not hold for them.
-            Err(why) => actions.extend(attempts.end_if_open(format!("the kubelet refused to register it: {why}"), now)),
+            Err(why) => attempts.end_if_open(format!("the kubelet refused to register it: {why}"), now),
         }
-        actions
     }
 
-    fn happened(&mut self, attempts: &mut Attempts, input: OwnInput, now: Duration) -> Actions {
+    fn happened(&mut self, attempts: &mut Attempts, input: OwnInput, now: Duration) {
         match input {
-            OwnInput::Ready if attempts.phase() == Phase::WaitingForGpus => return attempts.attempt_or_wait(now),
+            OwnInput::Ready if attempts.phase() == Phase::WaitingForGpus => attempts.attempt_or_wait(now),
             OwnInput::Ready => {}
             OwnInput::Connections(open) => self.connections(attempts, open, now),
         }
-        Vec::new()
     }
 
     /// New sockets for a kubelet that is not there, or that missed the file: reported once.
-    fn due(&mut self, attempts: &mut Attempts, now: Duration) -> Actions {
+    fn due(&mut self, attempts: &mut Attempts, now: Duration) {
         let limit = self.offer;
         let why = match attempts.phase() {
             Phase::Offered => format!("the kubelet has not registered the plugin within {limit:?}"),
@@ -133,11 +128,10 @@ impl Handshake for DraHandshake {
             Phase::Disconnected => {
                 format!("the kubelet closed its connection and did not come back within {limit:?}")
             }
-            _ => return Vec::new(),
+            _ => return,
         };
-        let mut actions = attempts.report_waiting(why);
-        actions.push(attempts.end(now));
-        actions
+        attempts.report_waiting(why);
+        attempts.end(now);
     }
 }
 

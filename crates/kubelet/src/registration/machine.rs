@@ -68,21 +68,16 @@ pub trait Handshake: Debug + Sized + Send + 'static {
     fn checked(&mut self, _: &mut Attempts<Self>, _: Self::Others, _now: Duration) {}
 
     /// The sockets are bound and served: enters the first phase of a session.
-    fn bound(&mut self, attempts: &mut Attempts<Self>, bound: Self::Bound, now: Duration) -> Vec<ActionOf<Self>>;
+    fn bound(&mut self, attempts: &mut Attempts<Self>, bound: Self::Bound, now: Duration);
 
     /// The kubelet registered the plugin, or the registration failed. Called while a session is open.
-    fn registered(
-        &mut self,
-        attempts: &mut Attempts<Self>,
-        result: Result<(), String>,
-        now: Duration,
-    ) -> Vec<ActionOf<Self>>;
+    fn registered(&mut self, attempts: &mut Attempts<Self>, result: Result<(), String>, now: Duration);
 
     /// An input of its own, in any phase.
-    fn happened(&mut self, attempts: &mut Attempts<Self>, input: Self::Input, now: Duration) -> Vec<ActionOf<Self>>;
+    fn happened(&mut self, attempts: &mut Attempts<Self>, input: Self::Input, now: Duration);
 
     /// A timer has gone off while a session is open.
-    fn due(&mut self, attempts: &mut Attempts<Self>, now: Duration) -> Vec<ActionOf<Self>>;
+    fn due(&mut self, attempts: &mut Attempts<Self>, now: Duration);
 
     /// The time of a timer of its own, beside the phase's end. Asked while a session is open.
     fn wake(&self) -> Option<Duration> {
@@ -174,6 +169,8 @@ pub struct Attempts<H: Handshake> {
     leaving: bool,
     /// The causes of waiting that were reported.
     waits: Once<String>,
+    /// The actions of the present step, in order.
+    actions: Vec<ActionOf<H>>,
 }
 
 impl<H: Handshake> Attempts<H> {
@@ -193,12 +190,18 @@ impl<H: Handshake> Attempts<H> {
             bound: None,
             leaving: false,
             waits: Once::new(),
+            actions: Vec::new(),
         }
     }
 
     /// The current phase.
     pub fn phase(&self) -> H::Phase {
         self.phase
+    }
+
+    /// Has something done, after what the present step has done before.
+    pub fn act(&mut self, action: ActionOf<H>) {
+        self.actions.push(action);
     }
 
     /// Enters a phase, which ends by itself at a time.
@@ -217,11 +220,11 @@ impl<H: Handshake> Attempts<H> {
     }
 
     /// The next attempt, now or when the gap allows it; or the wait for a kubelet.
-    pub fn attempt_or_wait(&mut self, now: Duration) -> Vec<ActionOf<H>> {
-        self.attempt(true, now)
+    pub fn attempt_or_wait(&mut self, now: Duration) {
+        self.attempt(true, now);
     }
 
-    fn attempt(&mut self, keeps_gap: bool, now: Duration) -> Vec<ActionOf<H>> {
+    fn attempt(&mut self, keeps_gap: bool, now: Duration) {
         let kubelet = match &self.kubelet {
             Ok(kubelet) => kubelet.clone(),
             Err(why) => {
@@ -233,17 +236,16 @@ impl<H: Handshake> Attempts<H> {
         self.attempted = Some(kubelet);
         let gap_ends = self.bound.map(|bound| bound + GAP).filter(|end| keeps_gap && now < *end);
         if gap_ends.is_some() {
-            self.enter(H::Phase::PAUSING, gap_ends);
-            return Vec::new();
+            return self.enter(H::Phase::PAUSING, gap_ends);
         }
         self.bound = Some(now);
         self.enter(H::Phase::BINDING, None);
-        vec![Action::Bind]
+        self.act(Action::Bind);
     }
 
     /// Reports why the plugin is not registered, once.
-    pub fn report_waiting(&mut self, why: String) -> Vec<ActionOf<H>> {
-        self.waits.replace([why]).into_iter().map(Action::ReportWaiting).collect()
+    pub fn report_waiting(&mut self, why: String) {
+        self.actions.extend(self.waits.replace([why]).into_iter().map(Action::ReportWaiting));
     }
 
     /// Forgets what [`Self::report_waiting`] has reported.
@@ -259,20 +261,20 @@ impl<H: Handshake> Attempts<H> {
 
     /// Ends the open session, if there is one, and reports why. The next attempt waits until its connections are
     /// closed.
-    pub fn end_if_open(&mut self, cause: impl Into<String>, now: Duration) -> Vec<ActionOf<H>> {
-        if !self.phase.is_open() {
-            return Vec::new();
+    pub fn end_if_open(&mut self, cause: impl Into<String>, now: Duration) {
+        if self.phase.is_open() {
+            self.act(Action::ReportEnded(cause.into()));
+            self.end(now);
         }
-        vec![Action::ReportEnded(cause.into()), self.end(now)]
     }
 
     /// Ends the open session without a report.
-    pub fn end(&mut self, now: Duration) -> ActionOf<H> {
+    pub fn end(&mut self, now: Duration) {
         self.enter(H::Phase::ENDING, Some(now + self.limits.close));
-        Action::End
+        self.act(Action::End);
     }
 
-    fn checked(&mut self, own: bool, now: Duration) -> Vec<ActionOf<H>> {
+    fn checked(&mut self, own: bool, now: Duration) {
         if self.phase == H::Phase::WAITING_FOR_KUBELET {
             return self.attempt_or_wait(now);
         }
@@ -280,28 +282,28 @@ impl<H: Handshake> Attempts<H> {
             // A kubelet that has ended leaves its socket behind, and the pauses grow; the new one's start anew.
             Some(_) if self.phase == H::Phase::PAUSING => {
                 self.forget_failures();
-                self.attempt_or_wait(now)
+                self.attempt_or_wait(now);
             }
             Some(cause) => self.end_if_open(cause, now),
-            None if own => Vec::new(),
+            None if own => {}
             None => self.end_if_open(H::SOCKETS_GONE, now),
         }
     }
 
-    fn closed(&mut self, now: Duration) -> Vec<ActionOf<H>> {
+    fn closed(&mut self, now: Duration) {
         if self.phase != H::Phase::ENDING {
-            return Vec::new();
+            return;
         }
         if self.leaving {
             (self.over, self.until) = (true, None);
-            return Vec::new();
+        } else {
+            self.pause(now);
         }
-        self.pause(now)
     }
 
     /// After a session: the next attempt, or a pause before it. A random part of the pause, up to a half, is left out,
     /// so that the nodes of a cluster do not retry in step.
-    fn pause(&mut self, now: Duration) -> Vec<ActionOf<H>> {
+    fn pause(&mut self, now: Duration) {
         if self.other_kubelet().is_some() || now.saturating_sub(self.since) >= SETTLED {
             self.forget_failures();
             return self.attempt_or_wait(now);
@@ -312,7 +314,6 @@ impl<H: Handshake> Attempts<H> {
         let full = self.pauses.failed();
         let part = self.random_below_512();
         self.enter(H::Phase::PAUSING, Some(now + full.saturating_sub((full / 1024).saturating_mul(part))));
-        Vec::new()
     }
 
     /// The next number of a linear congruential generator, with the constants of Knuth's MMIX.
@@ -321,15 +322,15 @@ impl<H: Handshake> Attempts<H> {
         u32::try_from(self.random >> 55).unwrap_or(0)
     }
 
-    fn shutdown(&mut self, now: Duration) -> Vec<ActionOf<H>> {
+    fn shutdown(&mut self, now: Duration) {
         self.leaving = true;
         if self.phase == H::Phase::ENDING {
-            return Vec::new();
+            return;
         }
         // A bind in progress is cancelled.
         self.over = !self.phase.is_open();
         self.enter(H::Phase::ENDING, (!self.over).then_some(now + self.limits.close));
-        vec![Action::End]
+        self.act(Action::End);
     }
 }
 
@@ -370,44 +371,42 @@ impl<H: Handshake> RegistrationMachine<H> {
             Input::Checked { kubelet, own, others } => {
                 attempts.kubelet = kubelet;
                 handshake.checked(attempts, others, now);
-                attempts.checked(own, now)
+                attempts.checked(own, now);
             }
-            Input::Bound(_) if attempts.phase != H::Phase::BINDING => Vec::new(),
+            Input::Bound(_) if attempts.phase != H::Phase::BINDING => {}
             Input::Bound(result) => {
                 attempts.since = now;
                 match result {
                     Ok(bound) => handshake.bound(attempts, bound, now),
                     Err(why) => {
-                        let mut actions = vec![Action::ReportEnded(why)];
-                        actions.extend(attempts.pause(now));
-                        actions
+                        attempts.act(Action::ReportEnded(why));
+                        attempts.pause(now);
                     }
                 }
             }
             Input::Registered(result) if attempts.phase.is_open() => handshake.registered(attempts, result, now),
-            Input::Registered(_) => Vec::new(),
+            Input::Registered(_) => {}
             Input::Own(input) => handshake.happened(attempts, input, now),
             Input::ServerEnded(why) => attempts.end_if_open(format!("the server ended: {why}"), now),
             Input::Closed => attempts.closed(now),
             Input::Tick => self.tick(now),
             Input::Shutdown => attempts.shutdown(now),
         }
+        std::mem::take(&mut self.attempts.actions)
     }
 
-    fn tick(&mut self, now: Duration) -> Vec<ActionOf<H>> {
+    fn tick(&mut self, now: Duration) {
         if self.wake().is_none_or(|wake| now < wake) {
-            return Vec::new();
+            return;
         }
         let attempts = &mut self.attempts;
         if attempts.phase.is_open() {
-            self.handshake.due(attempts, now)
+            self.handshake.due(attempts, now);
         } else if attempts.phase == H::Phase::ENDING {
             attempts.until = None;
-            vec![Action::Cut]
+            attempts.act(Action::Cut);
         } else if attempts.phase == H::Phase::PAUSING {
-            attempts.attempt_or_wait(now)
-        } else {
-            Vec::new()
+            attempts.attempt_or_wait(now);
         }
     }
 }

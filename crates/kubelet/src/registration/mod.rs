@@ -14,5 +14,5 @@ pub mod worlds;
 
 pub use executor::{Executor, Life, Registrant, Session, Watching, random};
 pub use journal::Journal;
-pub use machine::{Action, ActionOf, Attempts, Handshake, Input, LifePhase, Limits, RegistrationMachine};
+pub use machine::{Action, Attempts, Handshake, Input, LifePhase, Limits, RegistrationMachine};
 pub use servers::{BindError, Held, Servers, bind, is_number, listen};

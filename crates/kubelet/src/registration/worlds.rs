@@ -10,7 +10,8 @@ use std::time::Duration;
 
 use proptest::prelude::*;
 
-use super::{Action, ActionOf, Handshake, Input, LifePhase, Limits, RegistrationMachine};
+use super::machine::ActionOf;
+use super::{Action, Handshake, Input, LifePhase, Limits, RegistrationMachine};
 
 /// The deadlines of every world.
 pub const LIMITS: Limits = Limits { close: Duration::from_millis(500), longest_pause: Duration::from_secs(16) };

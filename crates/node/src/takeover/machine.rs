@@ -174,6 +174,8 @@ pub struct TakeoverMachine {
     asked: bool,
     until: Option<Duration>,
     pauses: Backoff,
+    /// The actions of the present step, in order.
+    actions: Vec<Action>,
 }
 
 impl TakeoverMachine {
@@ -240,137 +242,128 @@ impl TakeoverMachine {
     /// changes nothing.
     pub fn step(&mut self, input: Input, now: Duration) -> Vec<Action> {
         match (self.stage, input) {
-            (_, Input::Tick) if self.until.is_none_or(|until| now < until) => Vec::new(),
+            (_, Input::Tick) if self.until.is_none_or(|until| now < until) => {}
             (_, Input::Sees(sees)) => {
                 self.sees = Some(sees);
-                self.ask_if_due(now)
+                self.ask_if_due(now);
             }
             (Stage::StandingBy | Stage::Joining | Stage::Receiving, Input::Free) => {
                 // The owner died, and did not give up its place.
                 self.place = false;
-                [vec![Action::Adopt], self.own(Outcome::Succeeded)].concat()
+                self.actions.push(Action::Adopt);
+                self.own(Outcome::Succeeded);
             }
             (Stage::StandingBy, input) => self.standing_by(input, now),
             (Stage::Joining, Input::Met | Input::Tick) => {
                 self.enter(Stage::Receiving, Some(now + self.limits.drain));
-                vec![Action::Say(Said::Joined)]
+                self.say(Said::Joined);
             }
             (Stage::Receiving, Input::Record) => {
                 self.enter(Stage::Starting, Some(now + self.limits.start));
-                vec![Action::Adopt]
+                self.actions.push(Action::Adopt);
             }
             // It was handed nothing.
             (Stage::Joining | Stage::Receiving, Input::Lost) => {
                 self.connected = false;
                 self.enter(Stage::StandingBy, None);
-                Vec::new()
             }
             (Stage::Starting, Input::Met) => {
                 // Without a deadline: the owner's plugins may be ending already.
                 self.enter(Stage::Waiting, None);
-                vec![Action::Say(Said::Serving)]
+                self.say(Said::Serving);
             }
             // The owner has died. This process has the lock, and begins or serves already.
             (Stage::Starting, Input::Lost) => self.own(Outcome::Succeeded),
             (Stage::Waiting, Input::Lost) => self.own(Outcome::TookOver),
             (Stage::Joining | Stage::Receiving | Stage::Starting | Stage::Waiting, Input::Refused | Input::Tick) => {
-                self.fail(now)
+                self.fail(now);
             }
             // It served without the lock.
             (Stage::Owning, Input::Held { successor }) => {
                 self.successor = successor;
-                self.fail(now)
+                self.fail(now);
             }
-            (Stage::Owning, Input::TakeOver) => vec![Action::Say(Said::Agreed)],
-            (Stage::Owning, Input::TheyJoined) => {
-                self.enter(Stage::Draining, None);
-                Vec::new()
-            }
+            (Stage::Owning, Input::TakeOver) => self.say(Said::Agreed),
+            (Stage::Owning, Input::TheyJoined) => self.enter(Stage::Draining, None),
             (Stage::Draining, Input::Met) => {
                 self.enter(Stage::Yielding, Some(now + self.limits.patience));
-                vec![Action::Say(Said::Record)]
+                self.say(Said::Record);
             }
-            (Stage::Yielding, Input::TheyServe) => {
-                // Without a deadline: the standby may be the owner before it could hear of one.
-                self.enter(Stage::Ending, None);
-                Vec::new()
-            }
-            (Stage::Ending, Input::Met) => {
-                self.enter(Stage::Retired, None);
-                vec![Action::End(Outcome::HandedOver)]
-            }
+            // Without a deadline: the standby may be the owner before it could hear of one.
+            (Stage::Yielding, Input::TheyServe) => self.enter(Stage::Ending, None),
+            (Stage::Ending, Input::Met) => self.end(Stage::Retired, Outcome::HandedOver),
             // The standby is gone, or gave up.
-            (Stage::Owning | Stage::Draining, Input::Lost) => {
-                self.enter(Stage::Owning, None);
-                vec![Action::End(Outcome::WentOn)]
-            }
+            (Stage::Owning | Stage::Draining, Input::Lost) => self.end(Stage::Owning, Outcome::WentOn),
             // It may have registered over our plugins.
             (Stage::Yielding | Stage::Ending, Input::Lost | Input::Tick) => {
-                let said = (input == Input::Tick).then_some(Action::Say(Said::Back));
-                self.enter(Stage::Owning, None);
-                said.into_iter().chain([Action::Renew, Action::End(Outcome::WentOn)]).collect()
+                if input == Input::Tick {
+                    self.say(Said::Back);
+                }
+                self.actions.push(Action::Renew);
+                self.end(Stage::Owning, Outcome::WentOn);
             }
-            _ => Vec::new(),
+            _ => {}
         }
+        std::mem::take(&mut self.actions)
     }
 
-    fn standing_by(&mut self, input: Input, now: Duration) -> Vec<Action> {
+    fn standing_by(&mut self, input: Input, now: Duration) {
         match input {
-            Input::Held { successor } => {
-                self.successor = successor;
-                Vec::new()
-            }
+            Input::Held { successor } => self.successor = successor,
             Input::Connected => {
                 self.connected = true;
-                self.ask_if_due(now)
+                self.ask_if_due(now);
             }
-            Input::Lost => {
-                (self.connected, self.asked, self.until) = (false, false, None);
-                Vec::new()
-            }
+            Input::Lost => (self.connected, self.asked, self.until) = (false, false, None),
             Input::Agreed if std::mem::take(&mut self.asked) => {
                 self.enter(Stage::Joining, Some(now + self.limits.join));
-                Vec::new()
             }
             Input::Refused if std::mem::take(&mut self.asked) => {
                 (self.refused, self.until) = (true, Some(now + self.limits.refused));
-                Vec::new()
             }
             Input::Tick => {
                 self.until = None;
-                self.ask_if_due(now)
+                self.ask_if_due(now);
             }
-            _ => Vec::new(),
+            _ => {}
         }
+    }
+
+    fn say(&mut self, said: Said) {
+        self.actions.push(Action::Say(said));
+    }
+
+    /// Ends the takeover, without a deadline for what follows.
+    fn end(&mut self, stage: Stage, outcome: Outcome) {
+        self.enter(stage, None);
+        self.actions.push(Action::End(outcome));
     }
 
     fn enter(&mut self, stage: Stage, until: Option<Duration>) {
         (self.stage, self.until) = (stage, until);
     }
 
-    fn ask_if_due(&mut self, now: Duration) -> Vec<Action> {
-        let Some(sees) = self.sees.filter(|_| self.stage == Stage::StandingBy) else { return Vec::new() };
+    fn ask_if_due(&mut self, now: Duration) {
+        let Some(sees) = self.sees.filter(|_| self.stage == Stage::StandingBy) else { return };
         let pauses = self.until.is_some_and(|until| now < until);
-        if !self.successor || !self.connected || self.asked || pauses {
-            return Vec::new();
+        if self.successor && self.connected && !self.asked && !pauses {
+            (self.asked, self.place) = (true, !sees);
+            self.say(Said::TakeOver);
         }
-        (self.asked, self.place) = (true, !sees);
-        vec![Action::Say(Said::TakeOver)]
     }
 
-    fn own(&mut self, outcome: Outcome) -> Vec<Action> {
+    fn own(&mut self, outcome: Outcome) {
         self.connected = false;
         self.pauses.reset();
-        self.enter(Stage::Owning, None);
-        vec![Action::End(outcome)]
+        self.end(Stage::Owning, outcome);
     }
 
     /// A takeover failed: each further one comes after a longer pause.
-    fn fail(&mut self, now: Duration) -> Vec<Action> {
+    fn fail(&mut self, now: Duration) {
         (self.connected, self.refused) = (false, true);
         let pause = self.pauses.failed();
         self.enter(Stage::StandingBy, Some(now + pause));
-        vec![Action::End(Outcome::Failed)]
+        self.actions.push(Action::End(Outcome::Failed));
     }
 }
 
