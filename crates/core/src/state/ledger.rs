@@ -28,8 +28,8 @@ pub const DRA_DRIVER: &str = "gpu.nvidia.com";
 pub struct Ledger {
     /// The kubelet's last list.
     holdings: Holdings,
-    /// The claims of the list before that.
-    listed_before: BTreeSet<ClaimedDevice>,
+    /// The claims of the list before that; `None` if there was none.
+    listed_before: Option<BTreeSet<ClaimedDevice>>,
     /// The time since which it lists this; `None` if it could never be asked.
     pub(super) known_since: Option<Timestamp>,
     /// True if it could be asked at the last attempt.
@@ -94,8 +94,9 @@ impl Ledger {
             let by_container = core::mem::take(&mut holdings.by_container);
             changed |= by_container != self.by_container;
             self.by_container = by_container;
-            changed |= self.listed_before != self.holdings.claims;
-            self.listed_before.clone_from(&self.holdings.claims);
+            let before = self.known_since.map(|_| self.holdings.claims.clone());
+            changed |= self.listed_before != before;
+            self.listed_before = before;
             if self.known_since.is_none() || holdings != self.holdings {
                 (self.holdings, self.known_since) = (holdings, Some(now));
                 changed = true;
@@ -296,9 +297,16 @@ impl Ledger {
         &self.holdings
     }
 
-    /// The devices of claims in the last two lists. The first list of a kubelet that starts may lack pods that run.
+    /// The devices of claims in the last two lists. The first list of a kubelet that starts may lack pods that run: see
+    /// [`Self::knows_claims`].
     pub fn claimed_lately(&self) -> impl Iterator<Item = &ClaimedDevice> {
-        self.holdings.claims.union(&self.listed_before)
+        self.holdings.claims.iter().chain(self.listed_before.iter().flatten())
+    }
+
+    /// Returns true if the kubelet could be asked at the last attempt, and had answered before: a claim that
+    /// [`Self::claimed_lately`] lacks has no container.
+    pub fn knows_claims(&self) -> bool {
+        self.is_current && self.listed_before.is_some()
     }
 
     /// The ids that are held through the device plugin API.

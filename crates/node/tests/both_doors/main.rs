@@ -5,8 +5,8 @@
 //! The state, its ledger and doors and `claims::plan` are the real ones. The kubelet, the scheduler, the API server, which
 //! is always there, and the disk are models, and what containers have is kept in books of this test's own ([`books`]).
 //! What the models rely on: a device that Allocate granted is in the kubelet's books within 0.9 s, what a kubelet that
-//! knows its pods does not list has ended, a device plugin that starts while the kubelet is away is told the holders
-//! before it is asked, and a claim is not deleted by force before a kubelet that started has listed its pods.
+//! knows its pods does not list has ended, and a device plugin that starts while the kubelet is away is told the holders
+//! before it is asked.
 
 #![allow(
     clippy::unwrap_used,
@@ -453,7 +453,7 @@ impl World {
             }
             // A claim is deleted once its pod has ended, and by force before.
             258..266 => {
-                let is_forced = self.random.one_in(8) && self.kubelet.lists > 1;
+                let is_forced = self.random.one_in(8);
                 let gone = |_: &Self, _: &str, state| state == PodState::Ended || is_forced;
                 if let Some(uid) = self.pick_claim(gone) {
                     self.note(format!("{uid} is deleted"));
