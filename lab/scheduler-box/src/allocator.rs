@@ -10,7 +10,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use serde_json::Value;
 
-use crate::api::{Claim, Mode};
+use crate::api::Claim;
 use crate::devices::{Counter, DeviceName, NodeDevice, NodeDevices, consumed};
 use crate::error::Failure;
 use crate::quantity::Quantity;
@@ -89,11 +89,8 @@ impl<'a> Attempt<'a> {
         claims: &'a [Claim],
     ) -> Result<Self, Failure> {
         let Cluster { classes, used, shares, selectors, steps, .. } = cluster;
-        if let Some(claim) = claims.iter().find(|claim| claim.status.allocation.is_some()) {
-            return Err(Failure::Allocated(claim.name()));
-        }
         let plans = claims.iter().map(|claim| request::plan(claim, classes)).collect::<Result<_, _>>()?;
-        let constraints = claims.iter().map(constraint::of_claim).collect::<Result<_, _>>()?;
+        let constraints = claims.iter().map(constraint::of_claim).collect();
         let mut counters = devices.counters.clone();
         for device in devices.devices.iter().filter(|device| used.contains(&device.name)) {
             change(&mut counters, device, -1)?;
@@ -118,7 +115,6 @@ impl<'a> Attempt<'a> {
 
     /// The allocation of all claims.
     pub fn run(mut self) -> Result<Placement, Failure> {
-        self.choose_all()?;
         if self.search(Place::of(0, 0))? {
             let score = self.score();
             let allocations = (0..self.claims.len()).map(|claim| report::allocation(&self, claim));
@@ -158,33 +154,6 @@ impl<'a> Attempt<'a> {
         score
     }
 
-    /// Resolves requests for all devices, before the search. Only complete and valid pools count.
-    fn choose_all(&mut self) -> Result<(), Failure> {
-        for claim in 0..self.plans.len() {
-            for request in 0..self.plans.get(claim).map_or(0, Vec::len) {
-                for alternative in 0..self.asks(claim, request).len() {
-                    let Some(ask) = self.asks(claim, request).get(alternative) else { continue };
-                    if ask.asked.allocation_mode != Mode::All {
-                        continue;
-                    }
-                    let mut all = Vec::new();
-                    for device in 0..self.devices.devices.len() {
-                        let chosen = Chosen { claim, request, alternative, device };
-                        if self.selects(claim, request, alternative, device)? && self.has_capacity(chosen)? {
-                            all.push(device);
-                        }
-                    }
-                    let all = if self.devices.unread.is_empty() { all } else { Vec::new() };
-                    let plan = self.plans.get_mut(claim).and_then(|plans| plans.get_mut(request));
-                    if let Some(ask) = plan.and_then(|plan| plan.asks.get_mut(alternative)) {
-                        ask.all = all;
-                    }
-                }
-            }
-        }
-        Ok(())
-    }
-
     fn search(&mut self, place: Place) -> Result<bool, Failure> {
         let Some(plans) = self.plans.get(place.claim) else { return Ok(true) };
         let Some(plan) = plans.get(place.request) else { return self.search(Place::of(place.claim + 1, 0)) };
@@ -198,8 +167,7 @@ impl<'a> Attempt<'a> {
             return Ok(false);
         };
         let Some(ask) = plan.asks.get(alternative) else { return Ok(false) };
-        let is_all = ask.asked.allocation_mode == Mode::All;
-        let wanted = if is_all { ask.all.len() } else { ask.asked.count };
+        let wanted = ask.asked.count;
         let others = self.chosen.iter().filter(|chosen| chosen.claim == place.claim).count() - place.done;
         // All devices of a node that has none are not enough: types.go, `DeviceAllocationModeAll`.
         if wanted == 0 || others + wanted > MOST_RESULTS {
@@ -207,12 +175,6 @@ impl<'a> Attempt<'a> {
         }
         if place.done == wanted {
             return self.search(Place::of(place.claim, place.request + 1));
-        }
-        if is_all {
-            return match ask.all.get(place.done).copied() {
-                Some(device) => self.take(place, alternative, device),
-                None => Ok(false),
-            };
         }
         for device in place.next..self.devices.devices.len() {
             if self.take(place, alternative, device)? {
@@ -231,10 +193,10 @@ impl<'a> Attempt<'a> {
         self.steps = (steps, left - 1);
         let chosen = Chosen { claim: place.claim, request: place.request, alternative, device };
         // The check for devices in use is cheap and comes first: the selectors of such a device are not evaluated.
-        if self.is_taken(chosen) || !self.selects(place.claim, place.request, alternative, device)? {
+        if self.is_taken(device) || !self.selects(place.claim, place.request, alternative, device)? {
             return Ok(false);
         }
-        if !self.has_capacity(chosen)? || !self.tolerates(chosen) || !self.consume(device)? {
+        if !self.has_capacity(chosen)? || self.is_tainted(device) || !self.consume(device)? {
             return Ok(false);
         }
         if !self.satisfies(chosen) {
@@ -252,14 +214,11 @@ impl<'a> Attempt<'a> {
         Ok(false)
     }
 
-    /// Returns true if a device is in use. With admin access only the claim's own choices count. If several claims may
-    /// have the device, the choices of this attempt do not count.
-    fn is_taken(&self, wanted: Chosen) -> bool {
-        let same = |chosen: &&Chosen| chosen.device == wanted.device && !self.is_shared(wanted.device);
-        if self.is_admin(wanted) {
-            return self.chosen.iter().filter(same).any(|chosen| chosen.claim == wanted.claim);
-        }
-        self.is_used(wanted.device) || self.chosen.iter().any(|chosen| same(&chosen))
+    /// Returns true if a device is in use. If several claims may have the device, the choices of this attempt do not
+    /// count.
+    fn is_taken(&self, device: usize) -> bool {
+        let is_chosen = self.chosen.iter().any(|chosen| chosen.device == device);
+        self.is_used(device) || (is_chosen && !self.is_shared(device))
     }
 
     /// Returns true if another claim has the device.
@@ -269,10 +228,6 @@ impl<'a> Attempt<'a> {
 
     fn ask(&self, of: Chosen) -> Option<&Ask<'a>> {
         self.asks(of.claim, of.request).get(of.alternative)
-    }
-
-    fn is_admin(&self, of: Chosen) -> bool {
-        self.ask(of).is_some_and(|ask| ask.asked.admin_access == Some(true))
     }
 
     /// Returns true if the class's selectors and the request's select the device; the class's come first.
@@ -306,15 +261,11 @@ impl<'a> Attempt<'a> {
         Ok(selected)
     }
 
-    /// Returns true if the request tolerates the device's taints. Taints with an effect that the scheduler does not
-    /// know, and those with `None`, inform only (`taintPreventsAllocation`).
-    pub fn tolerates(&self, chosen: Chosen) -> bool {
-        let (Some(ask), Some(device)) = (self.ask(chosen), self.devices.devices.get(chosen.device)) else {
-            return false;
-        };
-        let keeps_off = |effect: &str| ["NoSchedule", "NoExecute"].contains(&effect);
-        let mut taints = device.device.taints.iter().filter(|taint| keeps_off(&taint.effect));
-        taints.all(|taint| ask.asked.tolerations.iter().any(|toleration| toleration.tolerates(taint)))
+    /// Returns true if a taint keeps claims off the device. No claim of ours tolerates one. Taints with an effect that the
+    /// scheduler does not know, and those with `None`, inform only (`taintPreventsAllocation`).
+    pub fn is_tainted(&self, device: usize) -> bool {
+        let mut taints = self.devices.devices.get(device).into_iter().flat_map(|device| &device.device.taints);
+        taints.any(|taint| ["NoSchedule", "NoExecute"].contains(&taint.effect.as_str()))
     }
 
     /// Returns true if several claims may have the device.

@@ -36,11 +36,8 @@ pub(crate) fn of_allocation(allocation: &Value) -> Result<Vec<(DeviceName, Optio
     let results = allocation["devices"]["results"].as_array().cloned().unwrap_or_default();
     let mut devices = Vec::new();
     for result in results {
-        let AllocationResult { driver, pool, device, admin_access, share_id, consumed_capacity, .. } =
+        let AllocationResult { driver, pool, device, share_id, consumed_capacity, .. } =
             AllocationResult::deserialize(result).map_err(wrong)?;
-        if admin_access == Some(true) {
-            continue;
-        }
         let name = DeviceName { driver, pool, device };
         let amounts = consumed_capacity.into_iter().map(|(capacity, amount)| {
             let amount = Amount::of(&name.to_string(), &amount)?;
@@ -61,8 +58,6 @@ pub(crate) struct NodeDevice<'a> {
     pub device: &'a Device,
     /// The pool's index in [`NodeDevices::counters`].
     pub pool: usize,
-    /// Set if the device's slice belongs to this node alone.
-    pub is_local: bool,
 }
 
 /// All devices of a node.
@@ -83,13 +78,7 @@ impl<'a> NodeDevices<'a> {
         let mut pools: BTreeMap<(&str, &str), Vec<&Slice>> = BTreeMap::new();
         for slice in slices {
             let spec = &slice.spec;
-            if spec.node_selector.is_some() || spec.per_device_node_selection == Some(true) {
-                return Err(Failure::NotModelled(format!(
-                    "the node selection of ResourceSlice {}",
-                    slice.metadata.name
-                )));
-            }
-            if spec.all_nodes == Some(true) || spec.node_name.as_deref() == Some(node) {
+            if spec.node_name == node {
                 pools.entry((&spec.driver, &spec.pool.name)).or_default().push(slice);
             }
         }
@@ -134,8 +123,8 @@ impl<'a> NodeDevices<'a> {
             }
             // Kubernetes up to 1.37 miscounts these devices.
             if device.allow_multiple_allocations && !device.consumes_counters.is_empty() {
-                let both = format!("allowMultipleAllocations and consumesCounters of {name}/{}", device.name);
-                return Err(Failure::NotModelled(both));
+                let why = "allowMultipleAllocations and consumesCounters are not modelled".to_owned();
+                return Err(Failure::Malformed { name: format!("{name}/{}", device.name), why });
             }
         }
         let place = self.counters.len();
@@ -145,7 +134,6 @@ impl<'a> NodeDevices<'a> {
                 name: DeviceName { driver: driver.to_owned(), pool: pool.to_owned(), device: device.name.clone() },
                 device,
                 pool: place,
-                is_local: slice.spec.node_name.is_some(),
             }));
         }
         Ok(())

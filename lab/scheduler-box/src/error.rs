@@ -32,16 +32,10 @@ pub enum Failure {
         /// The class.
         class: String,
     },
-    /// A claim has devices already.
-    #[error("claim {0} is allocated already")]
-    Allocated(String),
     /// The search was stopped: the real scheduler would have run out of time.
     #[error("node {0}: given up after {1} devices were looked at")]
     TooMuchWork(String, u64),
-    /// The objects use something that this model does not have.
-    #[error("{0} is not modelled")]
-    NotModelled(String),
-    /// An object does not follow the API.
+    /// An object does not follow the API, or uses something that this model does not have.
     #[error("{name}: {why}")]
     Malformed {
         /// Kind and name.

@@ -10,9 +10,6 @@ use serde_json::{Value, json};
 use crate::Cluster;
 use crate::api::DeviceClass;
 
-/// The prefix of the name that each class has besides its own.
-const IMPLICIT: &str = "deviceclass.resource.kubernetes.io/";
-
 impl Cluster {
     /// The claim for a pod: one request for each container and resource. `containers` holds the extended resources of
     /// each container, by name, with their numbers. Resources that no class names are left to device plugins. `None` if
@@ -46,9 +43,6 @@ impl Cluster {
 
     /// The class of a resource: the newest of several; of those created at the same time, the first by name.
     fn class_of(&self, resource: &str) -> Option<&DeviceClass> {
-        if let Some(name) = resource.strip_prefix(IMPLICIT) {
-            return self.classes.iter().find(|class| class.metadata.name == name);
-        }
         let named = self.classes.iter().filter(|class| class.spec.extended_resource.as_deref() == Some(resource));
         named.max_by_key(|class| (&class.metadata.created, Reverse(&class.metadata.name)))
     }

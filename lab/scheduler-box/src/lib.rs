@@ -7,9 +7,9 @@
 //! (`pkg/scheduler/framework/plugins/dynamicresources`).
 //!
 //! The demo and the tests run against it. The model does no I/O, knows nothing of linkwise, and shares no code with it.
-//! Everything that it does not model it refuses by name: devices with both counters and `allowMultipleAllocations`,
-//! node selectors of slices, derived attributes. A list attribute matches another in a constraint if both lists are the
-//! same; the real allocator looks for a common value.
+//! It has what linkwise publishes and asks for. The rest it refuses by name: devices with both counters and
+//! `allowMultipleAllocations`, slices of several nodes, list attributes, and in a claim `allocationMode: All`,
+//! `adminAccess`, tolerations, `distinctAttribute` and configuration.
 
 mod allocator;
 mod api;
@@ -75,7 +75,7 @@ impl Cluster {
             classes: classes.iter().map(api::read).collect::<Result<_, _>>()?,
             used: BTreeSet::new(),
             shares: BTreeMap::new(),
-            selectors: Selectors::new().map_err(Failure::NotModelled)?,
+            selectors: Selectors::new(),
             steps: MOST_STEPS,
         };
         for claim in claims {

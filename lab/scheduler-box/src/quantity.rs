@@ -55,11 +55,6 @@ impl Quantity {
         let number = self.ceil();
         if number.abs() < 1024 { shortest(number, 1000, &DECIMAL[3..]) } else { shortest(number, 1024, &BINARY) }
     }
-
-    /// The quantity as a whole number, if it is one.
-    pub fn whole(self) -> Option<i64> {
-        (self.0 % 1_000_000_000 == 0).then(|| i64::try_from(self.0 / 1_000_000_000).ok()).flatten()
-    }
 }
 
 /// The power of 1024 of a suffix; `None` for those of powers of 1000.
@@ -120,7 +115,6 @@ mod tests {
         {
             assert_eq!(Quantity::of_whole(number).binary(), text);
         }
-        assert_eq!((of("3").and_then(Quantity::whole), of("1m").and_then(Quantity::whole)), (Some(3), None));
         for text in ["", "Gi", "1gi", "1.2.3", "many", "1e3", "99999999999999999999999999999999999999Ei"] {
             assert_eq!(of(text), None, "{text}");
         }

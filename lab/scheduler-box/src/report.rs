@@ -6,27 +6,19 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use serde_json::{Value, json};
 
 use crate::allocator::{Attempt, Chosen, bears_on};
-use crate::api::{AllocationResult, Claim, Mode};
+use crate::api::{AllocationResult, Claim};
 use crate::devices::NodeDevice;
 use crate::error::{Failure, Refusal};
 
-/// A claim's `status.allocation`: results in the order of requests, the configuration of the classes, then that of the
-/// claim, and a node selector if a device belongs to this node alone.
+/// A claim's `status.allocation`: results in the order of requests, and a node selector.
 pub(crate) fn allocation(attempt: &Attempt<'_>, claim: usize) -> Result<Value, Failure> {
-    let chosen: Vec<&Chosen> = attempt.chosen().iter().filter(|chosen| chosen.claim == claim).collect();
-    let (mut results, mut config, mut is_local) = (Vec::new(), Vec::new(), false);
-    let mut asks: Vec<(usize, usize)> = Vec::new();
-    for chosen in chosen {
+    let mut results = Vec::new();
+    for chosen in attempt.chosen().iter().filter(|chosen| chosen.claim == claim) {
         let (Some(ask), Some(device)) =
             (attempt.asks(claim, chosen.request).get(chosen.alternative), attempt.devices.devices.get(chosen.device))
         else {
             continue;
         };
-        is_local |= device.is_local;
-        if !asks.contains(&(chosen.request, chosen.alternative)) {
-            asks.push((chosen.request, chosen.alternative));
-            config.extend(ask.class.spec.config.iter().map(|config| entry(config, "FromClass", &json!([ask.name]))));
-        }
         let (mut share_id, mut consumed_capacity) = (None, BTreeMap::new());
         if device.device.allow_multiple_allocations {
             let name = attempt.claims.get(claim).map(Claim::name).unwrap_or_default();
@@ -39,34 +31,14 @@ pub(crate) fn allocation(attempt: &Attempt<'_>, claim: usize) -> Result<Value, F
             driver: device.name.driver.clone(),
             pool: device.name.pool.clone(),
             device: device.name.device.clone(),
-            admin_access: ask.asked.admin_access,
-            tolerations: ask.asked.tolerations.clone(),
             share_id,
             consumed_capacity,
         });
     }
-    let taken = |requests: &[String]| {
-        let mut got = asks.iter().filter_map(|(request, place)| attempt.asks(claim, *request).get(*place));
-        got.any(|ask| bears_on(requests, ask))
-    };
-    for of_claim in attempt.claims.get(claim).into_iter().flat_map(|claim| &claim.spec.devices.config) {
-        let requests = &of_claim["requests"];
-        let names: Vec<String> =
-            requests.as_array().into_iter().flatten().filter_map(|name| Some(name.as_str()?.to_owned())).collect();
-        if taken(&names) {
-            config.push(entry(of_claim, "FromClaim", requests));
-        }
-    }
-    let mut devices = json!({"results": results});
-    if !config.is_empty() {
-        devices["config"] = Value::Array(config);
-    }
-    let mut allocation = json!({"devices": devices});
-    if is_local {
-        let field = json!({"key": "metadata.name", "operator": "In", "values": [attempt.node]});
-        allocation["nodeSelector"] = json!({"nodeSelectorTerms": [{"matchFields": [field]}]});
-    }
-    Ok(allocation)
+    let field = json!({"key": "metadata.name", "operator": "In", "values": [attempt.node]});
+    Ok(json!({
+        "devices": {"results": results}, "nodeSelector": {"nodeSelectorTerms": [{"matchFields": [field]}]},
+    }))
 }
 
 /// A new ID for a share of a device, derived from the choice. The real scheduler's IDs are random.
@@ -82,17 +54,6 @@ fn new_share(attempt: &Attempt<'_>, device: &NodeDevice<'_>, choice: &str) -> St
         }
     }
     id
-}
-
-fn entry(config: &Value, source: &str, requests: &Value) -> Value {
-    let mut entry = json!({"source": source});
-    if !requests.is_null() {
-        entry["requests"] = requests.clone();
-    }
-    if let Some(opaque) = config.get("opaque") {
-        entry["opaque"] = opaque.clone();
-    }
-    entry
 }
 
 /// The reason why a request cannot be served. Of a list of alternatives, the last one's reason: it asks for least.
@@ -117,22 +78,17 @@ pub(crate) fn refusal(attempt: &mut Attempt<'_>, claim: usize, request: usize) -
             refusal.selected += 1;
             refusal.used += usize::from(attempt.is_used(device));
             let chosen = Chosen { claim, request, alternative, device };
-            refusal.tainted += usize::from(!attempt.tolerates(chosen));
+            refusal.tainted += usize::from(attempt.is_tainted(device));
             // An invalid amount was not reached by the search either.
             refusal.short += usize::from(!attempt.has_capacity(chosen).unwrap_or(true));
         }
     }
     if let Some(ask) = attempt.asks(claim, request).get(alternative) {
         refusal.request.clone_from(&ask.name);
-        refusal.wanted = if ask.asked.allocation_mode == Mode::All { ask.all.len().max(1) } else { ask.asked.count };
+        refusal.wanted = ask.asked.count;
         let constraints = attempt.claims.get(claim).into_iter().flat_map(|claim| &claim.spec.devices.constraints);
         let bearing = constraints.filter(|constraint| bears_on(&constraint.requests, ask));
-        refusal.constraints = bearing
-            .filter_map(|constraint| {
-                let same = constraint.match_attribute.as_ref().map(|name| format!("matchAttribute {name}"));
-                same.or(constraint.distinct_attribute.as_ref().map(|name| format!("distinctAttribute {name}")))
-            })
-            .collect();
+        refusal.constraints = bearing.map(|of| format!("matchAttribute {}", of.match_attribute)).collect();
     }
     refusal
 }

@@ -39,12 +39,7 @@ pub(crate) fn consumed(
     let mut all = Consumed::new();
     for (capacity, of_device) in &device.capacity {
         let request = requests().find(|(asked, _)| *asked == capacity).map(|(_, amount)| amount.as_str());
-        let amount = amount(name, request, of_device)?;
-        if let Some(policy) = &of_device.request_policy
-            && violates(name, amount.quantity, policy)?
-        {
-            return Ok(None);
-        }
+        let Some(amount) = amount(name, request, of_device)? else { return Ok(None) };
         all.insert(capacity.clone(), amount);
     }
     Ok(Some(all))
@@ -67,58 +62,25 @@ pub(crate) fn fits<'a>(
     Ok(true)
 }
 
-/// `calculateConsumedCapacity`.
-fn amount(name: &str, request: Option<&str>, capacity: &Capacity) -> Result<Amount, Failure> {
+/// `calculateConsumedCapacity` and `violatesPolicy`.
+fn amount(name: &str, request: Option<&str>, capacity: &Capacity) -> Result<Option<Amount>, Failure> {
     let policy = capacity.request_policy.as_ref();
     let Some(request) = request else {
-        let default = policy.and_then(|policy| policy.default.as_deref());
-        return Amount::of(name, default.unwrap_or(&capacity.value));
+        return Amount::of(name, policy.map_or(&capacity.value, |policy| &policy.default)).map(Some);
     };
     let asked = Amount::of(name, request)?;
-    let Some(policy) = policy else { return Ok(asked) };
-    if let Some(min) = policy.valid_range.as_ref().and_then(|range| range.min.as_deref()) {
-        let (min, step) = (Amount::of(name, min)?, policy.valid_range.as_ref().and_then(|range| range.step.as_deref()));
-        return match step {
-            _ if asked.quantity < min.quantity => Ok(min),
-            None => Ok(asked),
-            Some(step) => {
-                let (min, step) = (min.quantity.ceil(), step_of(name, step)?);
-                let steps = (asked.quantity.ceil() - min + step - 1) / step;
-                let quantity = Quantity::of_whole(min + step * steps);
-                Ok(Amount { quantity, text: quantity.binary() })
-            }
-        };
-    }
-    for value in &policy.valid_values {
-        let value = Amount::of(name, value)?;
-        if asked.quantity <= value.quantity {
-            return Ok(value);
-        }
-    }
-    Ok(asked)
-}
-
-/// `violatesPolicy`.
-fn violates(name: &str, amount: Quantity, policy: &RequestPolicy) -> Result<bool, Failure> {
-    if let Some(default) = &policy.default
-        && quantity(name, default)? == amount
-    {
-        return Ok(false);
-    }
-    if let Some(range) = &policy.valid_range {
-        if let Some(max) = &range.max
-            && amount > quantity(name, max)?
-        {
-            return Ok(true);
-        }
-        let min = range.min.as_deref().map_or(Ok(Quantity::default()), |min| quantity(name, min))?;
-        return match &range.step {
-            Some(step) => Ok((amount.ceil() - min.ceil()) % step_of(name, step)? != 0),
-            None => Ok(false),
-        };
-    }
-    let values = policy.valid_values.iter().map(|value| quantity(name, value)).collect::<Result<Vec<_>, _>>()?;
-    Ok(!values.is_empty() && !values.contains(&amount))
+    let Some(RequestPolicy { valid_range: range, .. }) = policy else { return Ok(Some(asked)) };
+    let (least, step) = (Amount::of(name, &range.min)?, step_of(name, &range.step)?);
+    let amount = if asked.quantity < least.quantity {
+        least
+    } else {
+        let min = least.quantity.ceil();
+        let steps = (asked.quantity.ceil() - min + step - 1) / step;
+        let quantity = Quantity::of_whole(min + step * steps);
+        Amount { quantity, text: quantity.binary() }
+    };
+    let most = range.max.as_deref().map(|max| quantity(name, max)).transpose()?;
+    Ok(Some(amount).filter(|amount| most.is_none_or(|most| amount.quantity <= most)))
 }
 
 fn step_of(name: &str, step: &str) -> Result<i128, Failure> {

@@ -1,18 +1,15 @@
-//! `matchAttribute` and `distinctAttribute`, checked for each device that is added.
+//! `matchAttribute`, checked for each device that is added.
 //!
-//! k8s@1.36: `matchAttributeConstraint` and `distinctAttributeConstraint`. A missing attribute never matches. Versions
-//! match if their texts are equal.
+//! k8s@1.36: `matchAttributeConstraint`. A missing attribute never matches. Versions match if their texts are equal.
 
 use super::{Ask, Chosen};
 use crate::api::{Attribute, Claim};
 use crate::devices::NodeDevice;
-use crate::error::Failure;
 
 /// A constraint and the devices under it so far.
 pub(super) struct MatchState<'a> {
     requests: &'a [String],
     attribute: &'a str,
-    distinct: bool,
     values: Vec<(Chosen, &'a Attribute)>,
 }
 
@@ -29,17 +26,11 @@ pub(crate) fn bears_on(constraint: &[String], ask: &Ask<'_>) -> bool {
 }
 
 /// A claim's constraints.
-pub(super) fn of_claim(claim: &Claim) -> Result<Vec<MatchState<'_>>, Failure> {
-    let mut states = Vec::new();
-    for constraint in &claim.spec.devices.constraints {
-        let (attribute, distinct) = match (&constraint.match_attribute, &constraint.distinct_attribute) {
-            (Some(attribute), None) => (attribute, false),
-            (None, Some(attribute)) => (attribute, true),
-            _ => return Err(Failure::NotModelled(format!("claim {}: another constraint", claim.name()))),
-        };
-        states.push(MatchState { requests: &constraint.requests, attribute, distinct, values: Vec::new() });
-    }
-    Ok(states)
+pub(super) fn of_claim(claim: &Claim) -> Vec<MatchState<'_>> {
+    let constraints = claim.spec.devices.constraints.iter();
+    let states =
+        constraints.map(|of| MatchState { requests: &of.requests, attribute: &of.match_attribute, values: Vec::new() });
+    states.collect()
 }
 
 impl<'a> MatchState<'a> {
@@ -49,11 +40,7 @@ impl<'a> MatchState<'a> {
             return true;
         }
         let Some(value) = attribute(member.device, self.attribute) else { return false };
-        let fits = if self.distinct {
-            self.values.iter().all(|(_, other)| *other != value)
-        } else {
-            self.values.first().is_none_or(|(_, first)| *first == value)
-        };
+        let fits = self.values.first().is_none_or(|(_, first)| *first == value);
         if fits {
             self.values.push((member.chosen, value));
         }

@@ -19,8 +19,6 @@ pub(crate) struct Ask<'a> {
     pub name: String,
     pub asked: &'a Exactly,
     pub class: &'a DeviceClass,
-    /// The devices of a request with `allocationMode: All`, found before the search.
-    pub all: Vec<usize>,
 }
 
 /// A claim's requests.
@@ -33,7 +31,7 @@ pub(super) fn plan<'a>(claim: &'a Claim, classes: &'a [DeviceClass]) -> Result<V
             request: name.clone(),
             class: asked.device_class_name.clone(),
         })?;
-        Ok(Ask { request, name, asked, class, all: Vec::new() })
+        Ok(Ask { request, name, asked, class })
     };
     let requests = claim.spec.devices.requests.iter().map(|request| {
         let asked = request.exactly.iter().chain(&request.first_available);

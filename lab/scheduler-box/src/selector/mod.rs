@@ -1,12 +1,11 @@
 //! Selectors of devices in CEL, as the API server and the scheduler of Kubernetes evaluate them.
 //!
 //! `device` has `driver`, `attributes` and `capacity` (by domain, then name; a domain that the device does not have is
-//! an empty map) and `allowMultipleAllocations`. Beside CEL's standard library there are its string and list functions,
-//! `cel.bind`, and Kubernetes' `semver` and `quantity`
-//! (`staging/src/k8s.io/dynamic-resource-allocation/cel/compile.go`). Types are not checked before evaluation: an
-//! expression that the real API server would refuse at a claim's creation fails here when it is evaluated.
+//! an empty map) and `allowMultipleAllocations`. There is CEL's standard library, and nothing of what Kubernetes adds to it
+//! (`staging/src/k8s.io/dynamic-resource-allocation/cel/compile.go`): no expression of ours uses that. Types are not
+//! checked before evaluation: an expression that the real API server would refuse at a claim's creation fails here when it
+//! is evaluated.
 
-mod library;
 mod values;
 
 use std::cell::OnceCell;
@@ -39,13 +38,8 @@ impl fmt::Debug for Selectors {
 pub(crate) struct View(OnceCell<Context<'static, 'static>>);
 
 impl Selectors {
-    /// Makes the environment.
-    ///
-    /// # Errors
-    ///
-    /// The CEL library refuses one of our functions under its name.
-    pub fn new() -> Result<Self, String> {
-        Ok(Self { env: Arc::new(library::environment()?), programs: Arc::default() })
+    pub fn new() -> Self {
+        Self { env: Arc::new(Env::stdlib()), programs: Arc::default() }
     }
 
     /// Returns true if an expression selects a device of a driver.

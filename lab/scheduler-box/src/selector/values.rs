@@ -1,26 +1,22 @@
-//! Kubernetes' additions to CEL's values: a device, its domains, versions, quantities.
+//! Kubernetes' additions to CEL's values: a device and its domains. Versions and quantities are there, as values without
+//! content.
 
 use std::any::Any;
-use std::cmp::Ordering;
 use std::collections::HashMap;
 
 use cel::ExecutionError;
-use cel::common::traits::{Comparer, Container, Indexer};
-use cel::common::types::{CelBool, CelInt, CelList, CelMap, CelMapKey, CelString, MAP_TYPE, Type};
+use cel::common::traits::{Container, Indexer};
+use cel::common::types::{CelBool, CelInt, CelMap, CelMapKey, CelString, MAP_TYPE, Type};
 use cel::common::value::{CowVal, StaticVal, Val};
 
 use crate::api::{Attribute, Device};
-use crate::quantity::Quantity;
 
 type Boxed = Box<dyn Val>;
 
 /// The variable `device`.
 pub(super) fn device(driver: &str, device: &Device) -> Boxed {
     let attributes = device.attributes.iter().map(|(name, value)| (name.as_str(), attribute(value)));
-    let capacity = device
-        .capacity
-        .iter()
-        .filter_map(|(name, amount)| Some((name.as_str(), Box::new(Amount(Quantity::parse(&amount.value)?)) as Boxed)));
+    let capacity = device.capacity.keys().map(|name| (name.as_str(), Box::new(CelMap::default()) as Boxed));
     let fields: [(&str, Boxed); 4] = [
         ("driver", text(driver)),
         ("attributes", Box::new(Domains::of(driver, attributes))),
@@ -40,22 +36,11 @@ fn map<'a>(entries: impl Iterator<Item = (&'a str, Boxed)>) -> CelMap<'static> {
 }
 
 fn attribute(value: &Attribute) -> Boxed {
-    fn list<T>(values: &[T], of: impl Fn(&T) -> Boxed) -> Boxed {
-        Box::new(CelList::from(values.iter().map(of).collect::<Vec<_>>()))
-    }
-    let version = |version: &String| match semver::Version::parse(version) {
-        Ok(version) => Box::new(Version(version)) as Boxed,
-        Err(_) => text(version),
-    };
     match value {
         Attribute::Int(value) => Box::new(CelInt::from(*value)),
         Attribute::Bool(value) => Box::new(CelBool::from(*value)),
         Attribute::String(value) => text(value),
-        Attribute::Version(value) => version(value),
-        Attribute::Ints(values) => list(values, |value| Box::new(CelInt::from(*value))),
-        Attribute::Bools(values) => list(values, |value| Box::new(CelBool::from(*value))),
-        Attribute::Strings(values) => list(values, |value| text(value)),
-        Attribute::Versions(values) => list(values, version),
+        Attribute::Version(_) => Box::new(CelMap::default()),
     }
 }
 
@@ -137,66 +122,3 @@ impl Indexer for Domains {
         self.get(domain).map(CowVal::into_owned)
     }
 }
-
-static VERSION: Type = Type::new_unspecified_type("kubernetes.Semver");
-static QUANTITY: Type = Type::new_unspecified_type("kubernetes.Quantity");
-
-/// A semantic version. Build metadata is not compared.
-#[derive(Clone, Debug)]
-pub(super) struct Version(pub semver::Version);
-
-/// A quantity.
-#[derive(Clone, Debug)]
-pub(super) struct Amount(pub Quantity);
-
-/// A type whose values have an order.
-macro_rules! ordered {
-    ($value:ty, $type:ident, $compare:expr) => {
-        impl Val for $value {
-            fn get_type(&self) -> &Type {
-                &$type
-            }
-
-            fn cel_type() -> &'static Type {
-                &$type
-            }
-
-            fn as_comparer(&self) -> Option<&dyn Comparer> {
-                Some(self)
-            }
-
-            fn equals(&self, other: &dyn Val) -> bool {
-                other.downcast_ref::<Self>().is_some_and(|other| self.order(other) == Ordering::Equal)
-            }
-
-            fn clone_as_boxed<'v>(&self) -> Box<dyn Val + 'v> {
-                Box::new(self.clone())
-            }
-
-            fn as_any(&self) -> Option<&dyn Any> {
-                Some(self)
-            }
-        }
-
-        impl StaticVal for $value {}
-
-        impl $value {
-            pub fn order(&self, other: &Self) -> Ordering {
-                $compare(&self.0, &other.0)
-            }
-        }
-
-        impl Comparer for $value {
-            fn compare(&self, other: &dyn Val) -> Result<Ordering, ExecutionError> {
-                let other = other.downcast_ref::<Self>();
-                other.map(|other| self.order(other)).ok_or_else(|| ExecutionError::UnexpectedType {
-                    got: "another type".to_owned(),
-                    want: $type.name().to_owned(),
-                })
-            }
-        }
-    };
-}
-
-ordered!(Version, VERSION, semver::Version::cmp_precedence);
-ordered!(Amount, QUANTITY, Quantity::cmp);

@@ -1,6 +1,6 @@
 //! The slices that are read, and their order.
 
-use serde_json::json;
+use serde_json::{Value, json};
 
 use crate::support::{DRIVER, allocate, claim, classes, cluster, count, devices, plain, slice, with};
 use linkwise_scheduler_box::{Cluster, Failure};
@@ -27,18 +27,14 @@ fn older_generation_is_not_read() {
     devices(&[old, new], &count(2)).unwrap_err();
 }
 
-/// allocator_incubating.go:1065-1068: nothing is allocated from a pool with missing slices; with `allocationMode: All`
-/// the claim waits for all pools of the node.
+/// allocator_incubating.go:1065-1068: nothing is allocated from a pool with missing slices.
 #[test]
 fn incomplete_pool_serves_nothing() {
     let half = with(slice("a", plain(&["half"])), "/pool/resourceSliceCount", json!(2));
     let why = devices(std::slice::from_ref(&half), &count(1)).unwrap_err();
     assert!(why.contains("gpu.example.com/n is incomplete: 1 of 2 slices"), "{why}");
     let whole = with(slice("b", plain(&["whole"])), "/pool/name", json!("o"));
-    assert_eq!(devices(&[half.clone(), whole.clone()], &count(1)).unwrap(), ["whole"]);
-    let all = claim(json!([{"name": "r", "exactly": {"deviceClassName": "all", "allocationMode": "All"}}]), json!([]));
-    assert_eq!(devices(std::slice::from_ref(&whole), &all).unwrap(), ["whole"]);
-    devices(&[half, whole], &all).unwrap_err();
+    assert_eq!(devices(&[half, whole], &count(1)).unwrap(), ["whole"]);
 }
 
 /// pools_incubating.go, buildPool: a pool is invalid if device names repeat, or if a device consumes a counter that no
@@ -52,19 +48,35 @@ fn invalid_pool_serves_nothing() {
     assert!(why.contains("consumes counter gpus/gpu-0, which no slice has"), "{why}");
 }
 
-/// A slice belongs to its node, or to all of them (types.go, ResourceSliceSpec). Other ways to name nodes are not
-/// modelled.
 #[test]
 fn slice_of_another_node_is_not_read() {
     let theirs = with(slice("a", plain(&["theirs"])), "/nodeName", json!("m"));
-    let mut shared = with(slice("b", plain(&["shared"])), "/driver", json!("net.example.com"));
-    (shared["spec"]["nodeName"], shared["spec"]["allNodes"]) = (json!(null), json!(true));
-    let placement = allocate(&[theirs.clone(), shared.clone()], &count(1)).unwrap();
-    assert_eq!(placement.allocations[0]["devices"]["results"][0]["device"], "shared");
-    assert_eq!(placement.allocations[0].get("nodeSelector"), None, "such a device is no node's");
-    devices(&[theirs, shared.clone()], &count(2)).unwrap_err();
-    shared["spec"]["nodeSelector"] = json!({});
-    assert!(matches!(allocate(&[shared], &count(1)), Err(Failure::NotModelled(_))));
+    devices(&[theirs], &count(1)).unwrap_err();
+}
+
+#[test]
+fn what_is_not_modelled_is_refused_by_name() {
+    let request = |more: &str, value: Value| {
+        let mut exactly = json!({"deviceClassName": "all"});
+        exactly[more] = value;
+        claim(json!([{"name": "r", "exactly": exactly}]), json!([]))
+    };
+    let mut configured = count(1);
+    configured["spec"]["devices"]["config"] = json!([{}]);
+    for (claim, name) in [
+        (request("allocationMode", json!("All")), "All"),
+        (request("adminAccess", json!(true)), "adminAccess"),
+        (request("tolerations", json!([])), "tolerations"),
+        (claim(json!([]), json!([{"distinctAttribute": "example.com/group"}])), "distinctAttribute"),
+        (configured, "config"),
+    ] {
+        let failure = allocate(&[slice("a", plain(&["a"]))], &claim).unwrap_err();
+        assert!(matches!(&failure, Failure::Malformed { why, .. } if why.contains(name)), "{name}: {failure}");
+    }
+    let mut shared = slice("a", plain(&["a"]));
+    shared["spec"]["allNodes"] = json!(true);
+    let failure = Cluster::new(&[shared], &classes(), &[]).unwrap_err();
+    assert!(failure.to_string().contains("allNodes"), "{failure}");
 }
 
 /// The API's `status.allocation` (types.go, AllocationResult): driver, pool, device and request of each result, and a
@@ -82,12 +94,11 @@ fn allocation_is_as_the_api_has_it() {
     );
 }
 
-/// Devices of allocated claims are in use, by driver, pool and name; those with admin access are not marked.
+/// Devices of allocated claims are in use, by driver, pool and name.
 #[test]
 fn device_of_another_claim_is_not_given() {
     let slices = [slice("a", plain(&["one", "two", "three"]))];
-    let result = |device: &str, admin: bool| json!({"request": "r", "driver": DRIVER, "pool": "n", "device": device, "adminAccess": admin});
-    let results = json!([result("one", false), result("two", true)]);
+    let results = json!([{"request": "r", "driver": DRIVER, "pool": "n", "device": "one"}]);
     let allocated = json!({"status": {"allocation": {"devices": {"results": results}}}});
     let mut cluster = Cluster::new(&slices, &classes(), &[allocated]).unwrap();
     let placement = cluster.allocate("n", &[count(2)]).unwrap();
@@ -97,9 +108,6 @@ fn device_of_another_claim_is_not_given() {
     assert_eq!((why[0].wanted, why[0].selected, why[0].used), (1, 3, 3), "{}", why[0]);
     cluster.release(&placement.allocations[0]).unwrap();
     cluster.allocate("n", &[count(2)]).unwrap();
-    let mut again = count(1);
-    again["status"] = json!({"allocation": {}});
-    assert!(matches!(cluster.allocate("n", &[again]), Err(Failure::Allocated(_))));
 }
 
 /// The API has no more than 32 results for a claim (types.go, AllocationResultsMaxSize).
