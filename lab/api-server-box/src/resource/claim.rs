@@ -15,14 +15,10 @@ use linkwise_scheduler_box::Quantity;
 const MOST: usize = 32;
 /// `FirstAvailableDeviceRequestMaxSize`.
 const MOST_ALTERNATIVES: usize = 8;
-/// `DeviceTolerationsMaxLength`.
-const MOST_TOLERATIONS: usize = 16;
 /// `CELSelectorExpressionMaxLength`, `OpaqueParametersMaxLength`.
 const LONGEST_TEXT: usize = 10 * 1024;
 /// `ResourceClaimReservedForMaxSize`.
 const MOST_CONSUMERS: usize = 256;
-
-const MODES: [&str; 2] = ["ExactCount", "All"];
 
 pub(super) fn admit(gates: Gates, key: &Key, live: Option<&Value>, object: &mut Value) -> Result<(), Refusal> {
     let before = live.map(|live| &live["spec"]["devices"]["requests"]);
@@ -122,14 +118,12 @@ fn all_requests(requests: &Value) -> impl Iterator<Item = &Value> {
     requests.flat_map(|request| list(&request["firstAvailable"]).iter().chain([&request["exactly"]]))
 }
 
-/// Fills in the defaults of requests: an exact count of 1, tolerations by equality, and quantities as the server writes
+/// Fills in the defaults of requests: an exact count of 1, and quantities as the server writes
 /// them.
 fn fill_in(requests: Option<&mut Value>) {
     each_request(requests, |request| {
-        let mode = request.entry("allocationMode").or_insert_with(|| json!("ExactCount")).clone();
-        if mode == "ExactCount" {
-            request.entry("count").or_insert_with(|| json!(1));
-        }
+        request.entry("allocationMode").or_insert_with(|| json!("ExactCount"));
+        request.entry("count").or_insert_with(|| json!(1));
         let amounts = request.get_mut("capacity").and_then(|capacity| capacity.get_mut("requests"));
         for amount in amounts.and_then(Value::as_object_mut).into_iter().flat_map(Map::values_mut) {
             // A number is a quantity too.
@@ -137,10 +131,6 @@ fn fill_in(requests: Option<&mut Value>) {
             if let Some(form) = Quantity::canonical(&text) {
                 *amount = json!(form);
             }
-        }
-        let tolerations = request.get_mut("tolerations").and_then(Value::as_array_mut).into_iter().flatten();
-        for toleration in tolerations.filter_map(Value::as_object_mut) {
-            toleration.entry("operator").or_insert_with(|| json!("Equal"));
         }
     });
 }
@@ -155,7 +145,7 @@ fn check_spec(checks: &mut Checks, field: &str, spec: &Value) {
         checks.unique_label(&format!("{field}.name"), text(&request["name"]), &mut seen);
         let alternatives = list(&request["firstAvailable"]);
         match (request["exactly"].is_object(), !alternatives.is_empty()) {
-            (true, false) => check_exactly(checks, &format!("{field}.exactly"), &request["exactly"], true),
+            (true, false) => check_exactly(checks, &format!("{field}.exactly"), &request["exactly"]),
             (false, true) => {
                 let field = format!("{field}.firstAvailable");
                 checks.at_most(&field, alternatives.len(), MOST_ALTERNATIVES);
@@ -163,7 +153,7 @@ fn check_spec(checks: &mut Checks, field: &str, spec: &Value) {
                 for (index, alternative) in alternatives.iter().enumerate() {
                     let field = format!("{field}[{index}]");
                     checks.unique_label(&format!("{field}.name"), text(&alternative["name"]), &mut seen);
-                    check_exactly(checks, &field, alternative, false);
+                    check_exactly(checks, &field, alternative);
                 }
             }
             (false, false) => checks.required(field, "exactly one of `exactly` or `firstAvailable` is required"),
@@ -179,55 +169,27 @@ fn check_spec(checks: &mut Checks, field: &str, spec: &Value) {
         for (index, name) in list(&constraint["requests"]).iter().enumerate() {
             check_request(checks, &format!("{field}.requests[{index}]"), text(name), &requests);
         }
-        let attribute = constraint["matchAttribute"].as_str().map(|name| ("matchAttribute", name));
-        match attribute.or(constraint["distinctAttribute"].as_str().map(|name| ("distinctAttribute", name))) {
-            Some((kind, name)) => checks.qualified(&format!("{field}.{kind}"), name, true),
+        match constraint["matchAttribute"].as_str() {
+            Some(name) => checks.qualified(&format!("{field}.matchAttribute"), name, true),
             None => checks.required(field, "exactly one of `matchAttribute`, `distinctAttribute` is required"),
         }
     }
     check_config(checks, &format!("{field}.config"), &devices["config"], Some(&requests));
 }
 
-fn check_exactly(checks: &mut Checks, field: &str, request: &Value, may_be_admin: bool) {
+fn check_exactly(checks: &mut Checks, field: &str, request: &Value) {
     checks.subdomain(&format!("{field}.deviceClassName"), text(&request["deviceClassName"]), 253);
     check_selectors(checks, &format!("{field}.selectors"), &request["selectors"]);
-    let (mode, count) = (text(&request["allocationMode"]), request["count"].as_i64().unwrap_or_default());
-    checks.one_of(format!("{field}.allocationMode"), mode, &MODES);
-    match mode {
-        "ExactCount" if count <= 0 => checks.invalid(format!("{field}.count"), count, "must be greater than zero"),
-        "All" if count != 0 => {
-            checks.invalid(format!("{field}.count"), count, "must not be specified when allocationMode is 'All'");
-        }
-        _ => {}
-    }
-    if !may_be_admin && !request["adminAccess"].is_null() {
-        checks.forbidden(format!("{field}.adminAccess"), "no such field of an alternative");
+    checks.one_of(format!("{field}.allocationMode"), text(&request["allocationMode"]), &["ExactCount"]);
+    let count = request["count"].as_i64().unwrap_or_default();
+    if count <= 0 {
+        checks.invalid(format!("{field}.count"), count, "must be greater than zero");
     }
     for (name, amount) in request["capacity"]["requests"].as_object().into_iter().flatten() {
         let field = format!("{field}.capacity.requests[{name}]");
         checks.qualified(&field, name, false);
         if amount.as_str().and_then(Quantity::canonical).is_none() {
             checks.invalid(field, amount, "quantities must match the regular expression of quantities");
-        }
-    }
-    let tolerations = list(&request["tolerations"]);
-    checks.at_most(format!("{field}.tolerations"), tolerations.len(), MOST_TOLERATIONS);
-    for (index, toleration) in tolerations.iter().enumerate() {
-        let field = format!("{field}.tolerations[{index}]");
-        let (key, operator) = (text(&toleration["key"]), text(&toleration["operator"]));
-        checks.one_of(format!("{field}.operator"), operator, &["Equal", "Exists"]);
-        match operator {
-            "Exists" if !text(&toleration["value"]).is_empty() => {
-                checks.invalid(format!("{field}.value"), text(&toleration["value"]), "must be empty for `Exists`");
-            }
-            "Equal" if key.is_empty() => checks.required(format!("{field}.key"), "must be given for `Equal`"),
-            _ => {}
-        }
-        if !key.is_empty() {
-            checks.label_key(&format!("{field}.key"), key);
-        }
-        if let Some(effect) = toleration["effect"].as_str().filter(|effect| !effect.is_empty()) {
-            checks.one_of(format!("{field}.effect"), effect, &["NoSchedule", "NoExecute"]);
         }
     }
 }

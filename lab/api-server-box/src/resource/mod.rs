@@ -33,20 +33,17 @@ pub struct Gates {
     pub partitionable_devices: bool,
     /// `DRAConsumableCapacity`: `allowMultipleAllocations`, `requestPolicy`; `capacity` of requests.
     pub consumable_capacity: bool,
-    /// `DRAListTypeAttributes`: `ints`, `bools`, `strings`, `versions` of an attribute.
-    pub list_attributes: bool,
 }
 
 impl Default for Gates {
     fn default() -> Self {
-        Self { device_taints: true, partitionable_devices: true, consumable_capacity: true, list_attributes: false }
+        Self { device_taints: true, partitionable_devices: true, consumable_capacity: true }
     }
 }
 
 impl Gates {
     /// The defaults of Kubernetes 1.34 and 1.35: every gate is off.
-    pub const OFF: Self =
-        Self { device_taints: false, partitionable_devices: false, consumable_capacity: false, list_attributes: false };
+    pub const OFF: Self = Self { device_taints: false, partitionable_devices: false, consumable_capacity: false };
 }
 
 /// Checks an object that a client sent, and changes it as the server does before storing it. `now` is the server's

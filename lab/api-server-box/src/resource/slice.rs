@@ -1,4 +1,5 @@
-//! ResourceSlices: gates, defaults, limits.
+//! ResourceSlices: gates, defaults, limits. Fields that linkwise does not send are dropped, as unknown ones are: other ways
+//! to name nodes than by `nodeName`, lists of values, `validValues` of policies.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -13,18 +14,15 @@ use linkwise_scheduler_box::Quantity;
 
 /// Limits of Kubernetes 1.36 (`types.go`): `ResourceSliceMaxDevices`, with taints or counters
 /// `…MaxDevicesWithTaintsOrConsumesCounters`, `…MaxCounterSets`, `…MaxCountersPerCounterSet`,
-/// `…MaxDeviceCounterConsumptionsPerDevice`, `…MaxAttributesAndCapacitiesPerDevice`,
-/// `…MaxAttributeValuesAndCapacitiesPerDevice`, `DeviceTaintsMaxLength`, `DeviceAttributeMaxValueLength`.
+/// `…MaxDeviceCounterConsumptionsPerDevice`, `…MaxAttributesAndCapacitiesPerDevice`, `DeviceTaintsMaxLength`,
+/// `DeviceAttributeMaxValueLength`.
 const MOST_DEVICES: usize = 128;
 const MOST_DEVICES_WITH_TAINTS: usize = 64;
 const MOST_COUNTER_SETS: usize = 8;
 const MOST_COUNTERS: usize = 32;
 const MOST_COUNTER_SETS_OF_A_DEVICE: usize = 2;
 const MOST_ATTRIBUTES: usize = 32;
-const MOST_VALUES: usize = 48;
 const MOST_TAINTS: usize = 16;
-/// `CapacityRequestPolicyDiscreteMaxOptions`.
-const MOST_POLICY_VALUES: usize = 10;
 const LONGEST_VALUE: usize = 64;
 
 const EFFECTS: [&str; 3] = ["NoSchedule", "NoExecute", "None"];
@@ -35,9 +33,6 @@ struct Spec {
     driver: String,
     pool: Pool,
     node_name: Option<String>,
-    node_selector: Option<Value>,
-    all_nodes: Option<bool>,
-    per_device_node_selection: Option<bool>,
     devices: Vec<Device>,
     /// Set if the client sent a list of devices, even an empty one.
     #[serde(skip)]
@@ -62,8 +57,6 @@ struct Device {
     consumes_counters: Vec<Consumption>,
     taints: Vec<Taint>,
     allow_multiple_allocations: Option<bool>,
-    node_name: Option<String>,
-    all_nodes: Option<bool>,
 }
 
 #[derive(Default, Serialize, Deserialize)]
@@ -73,10 +66,6 @@ struct Attribute {
     bool: Option<bool>,
     string: Option<String>,
     version: Option<String>,
-    ints: Option<Vec<i64>>,
-    bools: Option<Vec<bool>>,
-    strings: Option<Vec<String>>,
-    versions: Option<Vec<String>>,
 }
 
 #[derive(Default, Serialize, Deserialize)]
@@ -90,7 +79,6 @@ struct Capacity {
 #[serde(rename_all = "camelCase", default)]
 struct RequestPolicy {
     default: Option<String>,
-    valid_values: Vec<String>,
     valid_range: Option<ValidRange>,
 }
 
@@ -106,7 +94,7 @@ impl RequestPolicy {
     /// All its quantities.
     fn quantities(&mut self) -> impl Iterator<Item = &mut String> {
         let range = self.valid_range.iter_mut().flat_map(|range| [&mut range.min, &mut range.max, &mut range.step]);
-        self.default.iter_mut().chain(&mut self.valid_values).chain(range.flatten())
+        self.default.iter_mut().chain(range.flatten())
     }
 }
 
@@ -141,19 +129,9 @@ struct Taint {
 }
 
 impl Attribute {
-    /// The lengths of its lists.
-    fn lists(&self) -> impl Iterator<Item = usize> {
-        let texts = [&self.strings, &self.versions].map(|list| list.as_ref().map(Vec::len));
-        [self.ints.as_ref().map(Vec::len), self.bools.as_ref().map(Vec::len)].into_iter().chain(texts).flatten()
-    }
-
-    fn values(&self) -> usize {
-        self.lists().sum::<usize>().max(1)
-    }
-
     fn kinds(&self) -> usize {
-        let scalars = [self.int.is_some(), self.bool.is_some(), self.string.is_some(), self.version.is_some()];
-        scalars.into_iter().filter(|is_set| *is_set).count() + self.lists().count()
+        let values = [self.int.is_some(), self.bool.is_some(), self.string.is_some(), self.version.is_some()];
+        values.into_iter().filter(|is_set| *is_set).count()
     }
 }
 
@@ -203,16 +181,6 @@ fn drop_fields(gates: Gates, spec: &mut Spec, before: Option<&Spec>) {
             device.capacity.values_mut().for_each(|capacity| capacity.request_policy = None);
         }
     }
-    let lists = in_use(|device| device.attributes.values().any(has_list));
-    if !gates.list_attributes && !lists {
-        for attribute in spec.devices.iter_mut().flat_map(|device| device.attributes.values_mut()) {
-            (attribute.ints, attribute.bools, attribute.strings, attribute.versions) = (None, None, None, None);
-        }
-    }
-}
-
-fn has_list(attribute: &Attribute) -> bool {
-    attribute.lists().next().is_some()
 }
 
 /// Fills in the times of taints and canonical quantities.
@@ -259,28 +227,17 @@ fn check(checks: &mut Checks, spec: &Spec) {
     if spec.pool.generation < 0 {
         checks.invalid("spec.pool.generation", spec.pool.generation, "must be greater than or equal to zero");
     }
-    let places = [
-        spec.node_name.is_some(),
-        spec.node_selector.is_some(),
-        spec.all_nodes.is_some(),
-        spec.per_device_node_selection.is_some(),
-    ];
-    let fields = "exactly one of `nodeName`, `nodeSelector`, `allNodes`, `perDeviceNodeSelection` is required";
-    match places.into_iter().filter(|is_set| *is_set).count() {
-        0 => checks.required("spec", fields),
-        1 => {}
-        _ => checks.invalid("spec", "{…}", fields),
-    }
-    if let Some(node) = &spec.node_name {
-        checks.subdomain("spec.nodeName", node, 253);
+    match &spec.node_name {
+        None => checks.required(
+            "spec",
+            "exactly one of `nodeName`, `nodeSelector`, `allNodes`, `perDeviceNodeSelection` is required",
+        ),
+        Some(node) => checks.subdomain("spec.nodeName", node, 253),
     }
     if spec.has_devices && !spec.shared_counters.is_empty() {
         checks.invalid("spec", "{…}", "only one of `sharedCounters` or `devices` is allowed");
     }
-    let special = |device: &Device| {
-        let listed = device.attributes.values().any(has_list);
-        !device.taints.is_empty() || !device.consumes_counters.is_empty() || listed
-    };
+    let special = |device: &Device| !device.taints.is_empty() || !device.consumes_counters.is_empty();
     let most = if spec.devices.iter().any(special) { MOST_DEVICES_WITH_TAINTS } else { MOST_DEVICES };
     checks.at_most("spec.devices", spec.devices.len(), most);
     let mut names = BTreeSet::new();
@@ -301,10 +258,6 @@ fn check(checks: &mut Checks, spec: &Spec) {
 fn check_device(checks: &mut Checks, field: &str, device: &Device) {
     let together = device.attributes.len() + device.capacity.len();
     checks.at_most(field, together, MOST_ATTRIBUTES);
-    let values: usize = device.attributes.values().map(Attribute::values).sum();
-    if together <= MOST_ATTRIBUTES {
-        checks.at_most(field, values + device.capacity.len(), MOST_VALUES);
-    }
     for (name, attribute) in &device.attributes {
         let field = format!("{field}.attributes[{name}]");
         checks.qualified(&field, name, false);
@@ -313,10 +266,10 @@ fn check_device(checks: &mut Checks, field: &str, device: &Device) {
             1 => {}
             _ => checks.invalid(&field, "{…}", "exactly one value must be specified"),
         }
-        for text in attribute.string.iter().chain(attribute.strings.iter().flatten()) {
+        if let Some(text) = &attribute.string {
             checks.not_longer(format!("{field}.string"), text, LONGEST_VALUE);
         }
-        for text in attribute.version.iter().chain(attribute.versions.iter().flatten()) {
+        if let Some(text) = &attribute.version {
             checks.not_longer(format!("{field}.version"), text, LONGEST_VALUE);
             if semver::Version::parse(text).is_err() {
                 let why = "must be a string compatible with semver.org spec 2.0.0";
@@ -364,51 +317,22 @@ fn check_device(checks: &mut Checks, field: &str, device: &Device) {
 fn check_policy(checks: &mut Checks, field: &str, capacity: &str, policy: &RequestPolicy) {
     let texts = [Some(capacity), policy.default.as_deref()].into_iter().flatten();
     let range = policy.valid_range.iter().flat_map(|range| [&range.min, &range.max, &range.step]).flatten();
-    for text in texts.chain(policy.valid_values.iter().chain(range).map(String::as_str)) {
+    for text in texts.chain(range.map(String::as_str)) {
         if Quantity::canonical(text).is_none() {
             return check_quantity(checks, field, text);
         }
     }
-    let amount = |text: &str| Quantity::parse(text).unwrap_or_default();
-    let (whole, default) = (amount(capacity), policy.default.as_deref());
-    match (&policy.valid_range, policy.valid_values.as_slice()) {
-        (Some(_), [_, ..]) => checks.forbidden(field, "exactly one policy can be specified"),
-        (None, []) => {}
-        (None, values) => {
-            let Some(default) = default else {
-                return checks.required(format!("{field}.default"), "required when validValues is defined");
-            };
-            let field = format!("{field}.validValues");
-            checks.at_most(&field, values.len(), MOST_POLICY_VALUES);
-            let mut seen = BTreeSet::new();
-            for (index, value) in values.iter().enumerate() {
-                let field = format!("{field}[{index}]");
-                if index > 0 && values.get(index - 1).is_some_and(|before| amount(before) > amount(value)) {
-                    checks.invalid(&field, value, "values must be sorted in ascending order");
-                }
-                if amount(value) > whole {
-                    checks.invalid(&field, value, &format!("option is larger than capacity value: {capacity}"));
-                }
-                if !seen.insert(amount(value)) {
-                    checks.duplicate(&field, value);
-                }
-            }
-            if !seen.contains(&amount(default)) {
-                checks.invalid(&field, default, "default value is not valid according to the requestPolicy");
-            }
-        }
-        (Some(range), []) => {
-            let Some(default) = default else {
-                return checks.required(format!("{field}.default"), "required when validRange is defined");
-            };
-            check_range(checks, &format!("{field}.validRange"), whole, default, range);
-        }
-    }
+    let Some(range) = &policy.valid_range else { return };
+    let Some(default) = policy.default.as_deref() else {
+        return checks.required(format!("{field}.default"), "required when validRange is defined");
+    };
+    check_range(checks, &format!("{field}.validRange"), capacity, default, range);
 }
 
 /// `validateRequestPolicyRange`.
-fn check_range(checks: &mut Checks, field: &str, whole: Quantity, default: &str, range: &ValidRange) {
+fn check_range(checks: &mut Checks, field: &str, capacity: &str, default: &str, range: &ValidRange) {
     let amount = |text: &str| Quantity::parse(text).unwrap_or_default();
+    let whole = amount(capacity);
     let ceil = |text: &str| amount(text).ceil();
     let Some(min) = &range.min else {
         return checks.required(format!("{field}.min"), "required when validRange is defined");
