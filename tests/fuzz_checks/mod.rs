@@ -10,7 +10,6 @@ mod config;
 mod machine;
 mod nccl;
 mod request;
-mod slots;
 
 pub use claim::{checkpoint, claim};
 pub use config::config;
