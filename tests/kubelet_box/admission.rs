@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use linkwise_kubelet_box::{AdmissionError, CallError, DeviceSpec, Grant, Mount, Pod, Restart, TopologyHint};
 use tonic::{Code, Status};
 
-use crate::kubelet_box::plugin::{GPU, Plugin};
+use crate::kubelet_box::plugin::GPU;
 use crate::kubelet_box::{SOON, ids, node, usual};
 
 fn set(list: &[String]) -> BTreeSet<String> {
@@ -31,7 +31,7 @@ async fn pod_gets_devices_and_allocate_answer() {
     assert!(grant.asked.is_none() && !grant.reused, "this plugin offers no advice");
     assert_eq!(kubelet.state().resources[GPU].allocated["pod"]["main"], ids("a b"));
     let calls = kubelet.state().resources[GPU].calls;
-    assert_eq!((calls.list_and_watch, calls.preferred, calls.allocate, calls.pre_start), (1, 0, 1, 0));
+    assert_eq!((calls.list_and_watch, calls.preferred, calls.allocate), (1, 0, 1));
     assert_eq!(plugin.seen().allocate[0].container_requests.len(), 1);
 }
 
@@ -142,29 +142,15 @@ async fn failed_hung_or_empty_allocate_rejects_pod() {
 }
 
 #[tokio::test]
-async fn pre_start_is_called_only_if_required() {
-    let prepare = |plugin: &Plugin| plugin.script(|script| script.options.pre_start_required = true);
-    let (_dir, kubelet, plugin) = node("a b", usual, prepare).await;
-    plugin.script(|script| script.pre_start_fails = Some(Status::internal("not ready")));
-    let error = kubelet.admit(&Pod::single("pod", GPU, 2), None).await.unwrap_err();
-    assert!(matches!(error, AdmissionError::PreStart { .. }), "{error}");
-    assert_eq!(kubelet.state().resources[GPU].in_use(), ids("a b"), "admitted, not started");
-    plugin.script(|script| script.pre_start_fails = None);
-    kubelet.restart_container("pod", "main").await.unwrap();
-    let started = plugin.seen().pre_start;
-    assert_eq!((started.len(), set(&started[1])), (2, ids("a b")));
-}
-
-#[tokio::test]
 async fn container_restart_uses_cached_answer() {
     let (_dir, kubelet, plugin) = node("a b", usual, |_| {}).await;
     let admitted = kubelet.admit(&Pod::single("pod", GPU, 1), None).await.unwrap();
     plugin.list("a! b!");
     kubelet.wait(|s| s.resources[GPU].healthy.is_empty()).await.unwrap();
     let before = kubelet.state().resources[GPU].calls;
-    let again = kubelet.restart_container("pod", "main").await.unwrap();
+    let again = kubelet.restart_container("pod", "main").unwrap();
     assert_eq!((&again[GPU], kubelet.state().resources[GPU].calls), (&grant(&admitted).allocation, before));
-    let error = kubelet.restart_container("pod", "other").await.unwrap_err();
+    let error = kubelet.restart_container("pod", "other").unwrap_err();
     assert!(matches!(error, AdmissionError::NothingHeld(..)), "{error}");
 }
 

@@ -52,7 +52,7 @@ async fn kubelet_restart_keeps_pods_devices() {
         assert!(socket(&node) != first, "a kubelet may still hold the connection behind an old name");
         let in_use = kubelet.state().resources[GPU].in_use();
         assert_eq!(in_use.into_iter().collect::<Vec<_>>(), held.devices);
-        assert_eq!(kubelet.restart_container("pod", "main").await.unwrap()[GPU], held);
+        assert_eq!(kubelet.restart_container("pod", "main").unwrap()[GPU], held);
         let again = kubelet.admit(&Pod::single("pod", GPU, 4), None).await.unwrap();
         assert!(again.grant("main", GPU).unwrap().reused);
         kubelet.admit(&Pod::single("other", GPU, 4), None).await.unwrap();

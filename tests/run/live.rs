@@ -59,7 +59,7 @@ async fn lists(kubelet: &KubeletBox, resource: &str, healthy: usize, unhealthy: 
 
 /// The pod's container is started again, and has what it had.
 async fn keeps(kubelet: &KubeletBox, pod: &str, resource: &str, held: &Allocation) {
-    assert_eq!(&kubelet.restart_container(pod, "main").await.unwrap()[resource], held);
+    assert_eq!(&kubelet.restart_container(pod, "main").unwrap()[resource], held);
 }
 
 fn sees(allocation: &Allocation) -> Vec<&str> {

@@ -60,7 +60,7 @@ async fn untouched(kubelet: &KubeletBox, pods: &Pods) {
             allocation.devices.iter().all(|id| seen.insert(id.clone())),
             "{pod} has what another one has: {pods:?}"
         );
-        assert_eq!(&kubelet.restart_container(pod, "main").await.unwrap()[GPU], allocation, "{pod}");
+        assert_eq!(&kubelet.restart_container(pod, "main").unwrap()[GPU], allocation, "{pod}");
     }
     assert_eq!(held.len(), pods.len());
     assert_eq!(kubelet.violations(), []);

@@ -14,7 +14,7 @@ use super::selection::{Plan, Pool, Question, plan};
 use super::state::Calls;
 use super::topology_manager::{Policy, Scope, TopologyHint};
 
-/// Admits the pod and starts its containers. A rejected pod holds nothing afterwards. If the kubelet ends during an
+/// Admits the pod. A rejected pod holds nothing afterwards. If the kubelet ends during an
 /// admission, the pod holds what it held before.
 pub(super) async fn admit(life: &Arc<Life>, pod: &Pod, hint: Option<TopologyHint>) -> Result<Admitted, AdmissionError> {
     let core = &life.core;
@@ -27,11 +27,7 @@ pub(super) async fn admit(life: &Arc<Life>, pod: &Pod, hint: Option<TopologyHint
             false => drop(book.remove_pod(&pod.name)),
         });
     }
-    let admitted = admitted?;
-    for container in &pod.containers {
-        start(life, &pod.name, &container.name).await?;
-    }
-    Ok(admitted)
+    admitted
 }
 
 /// Allocates for every container in turn. In scope container, a container is settled after those before it have their
@@ -57,24 +53,6 @@ async fn allocate_all(life: &Arc<Life>, pod: &Pod, hint: Option<TopologyHint>) -
         admitted.containers.insert(container.name.clone(), granted);
     }
     Ok(admitted)
-}
-
-/// Starts an admitted container: calls PreStartContainer if the plugin asks for it, and does nothing else.
-pub(super) async fn start(life: &Arc<Life>, pod: &str, container: &str) -> Result<(), AdmissionError> {
-    let core = &life.core;
-    for (resource, held) in core.read(|book| book.container(pod, container)) {
-        let endpoint = core.read(|book| book.endpoint(&resource));
-        if !endpoint.is_some_and(|endpoint| endpoint.options.pre_start_required) {
-            continue;
-        }
-        let place = Place { pod: pod.to_owned(), container: container.to_owned(), resource };
-        let outcome = match reach(life, &place.resource, "PreStartContainer", |calls| &mut calls.pre_start) {
-            Ok(plugin) => plugin.pre_start(shuffled(core, held.devices)).await,
-            Err(stopped) => Err(stopped),
-        };
-        outcome.map_err(|source| AdmissionError::PreStart(place.into(), source))?;
-    }
-    Ok(())
 }
 
 /// The admission of one container.

@@ -133,13 +133,6 @@ impl Plugin {
         Ok(answer.container_responses.into_iter().next().map(allocation))
     }
 
-    /// Calls PreStartContainer.
-    pub(super) async fn pre_start(&self, devices_ids: Vec<String>) -> Result<(), CallError> {
-        let request = wire::PreStartContainerRequest { devices_ids };
-        let call = async { self.client().pre_start_container(request).await };
-        self.bounded("PreStartContainer", self.call_timeout, call).await.map(|_| ())
-    }
-
     fn client(&self) -> wire::device_plugin_client::DevicePluginClient<Channel> {
         self.client.clone()
     }

@@ -138,9 +138,6 @@ pub enum AdmissionError {
     /// Allocate answered without a container.
     #[error("{0}: the plugin's allocation holds no container")]
     EmptyResponse(Box<Place>),
-    /// PreStartContainer failed: the pod stays admitted and holds its devices, the container did not start.
-    #[error("{0}: the container cannot start")]
-    PreStart(Box<Place>, #[source] CallError),
     /// A restart of a container that holds nothing.
     #[error("pod {0}, container {1}: holds no devices")]
     NothingHeld(String, String),
@@ -151,8 +148,7 @@ impl AdmissionError {
     pub fn status(&self) -> Option<&tonic::Status> {
         match self {
             Self::Preferred(_, CallError::Status(_, status))
-            | Self::Allocate { source: CallError::Status(_, status), .. }
-            | Self::PreStart(_, CallError::Status(_, status)) => Some(status),
+            | Self::Allocate { source: CallError::Status(_, status), .. } => Some(status),
             _ => None,
         }
     }

@@ -63,7 +63,7 @@ pub struct Options {
     pub dial_timeout: Duration,
     /// The wait after the first failed dial; each further wait is 1.6 times as long (1 s).
     pub dial_retry: Duration,
-    /// The deadline of each other call (30 s; a kubelet has it for PreStartContainer only).
+    /// The deadline of each other call (30 s; a kubelet has none).
     pub call_timeout: Duration,
     /// The time for which a resource outlives its endpoint (5 min).
     pub grace: Duration,
@@ -212,19 +212,18 @@ impl KubeletBox {
         admission::admit(&life, pod, hint.copied()).await
     }
 
-    /// Starts a container again with the devices of its admission, by resource, from the kubelet's books. The only call
-    /// is PreStartContainer, if the plugin wants it.
-    pub async fn restart_container(
+    /// Starts a container again with the devices of its admission, by resource, from the kubelet's books. No plugin is
+    /// called: linkwise asks for no PreStartContainer.
+    pub fn restart_container(
         &self,
         pod: &str,
         container: &str,
     ) -> Result<BTreeMap<String, Allocation>, AdmissionError> {
-        let life = self.life(pod)?;
+        self.life(pod)?;
         let held = self.core.read(|book| book.container(pod, container));
         if held.is_empty() {
             return Err(AdmissionError::NothingHeld(pod.to_owned(), container.to_owned()));
         }
-        admission::start(&life, pod, container).await?;
         Ok(held)
     }
 

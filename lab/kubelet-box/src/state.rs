@@ -98,8 +98,6 @@ pub struct Calls {
     pub preferred: u64,
     /// Allocate.
     pub allocate: u64,
-    /// PreStartContainer.
-    pub pre_start: u64,
 }
 
 /// An act of a plugin that the API forbids or that can crash a kubelet.

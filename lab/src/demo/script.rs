@@ -100,7 +100,7 @@ impl Script<'_> {
         self.kubelet.restart(Restart::Kubelet).await?;
         let again = move |state: &ResourceState| state.registrations > before && healthy(gpus)(state);
         self.wait("the plugin to register again", again).await?;
-        self.kubelet.restart_container("notebook", CONTAINER).await.context("notebook's container did not restart")?;
+        self.kubelet.restart_container("notebook", CONTAINER).context("notebook's container did not restart")?;
         self.print_line("  linkwise has registered again; notebook's container restarts with the GPU it had.\n")
     }
 
