@@ -14,12 +14,14 @@ use serde_json::Value;
 pub struct ContainerEdits {
     /// The device nodes, by their paths in the container, in the order in which they were added.
     pub nodes: Vec<String>,
+    /// The host's paths of the device nodes, by those in the container.
+    pub hosts: BTreeMap<String, String>,
     /// The environment.
     pub env: BTreeMap<String, String>,
     /// The host's paths, by those in the container.
     pub mounts: BTreeMap<String, String>,
-    /// The number of hooks.
-    pub hooks: usize,
+    /// The targets of the links that hooks make, by the links' paths: `create-symlinks --link TARGET::LINK`.
+    pub links: BTreeMap<String, String>,
 }
 
 impl ContainerEdits {
@@ -42,12 +44,16 @@ impl ContainerEdits {
         for node in entries("deviceNodes") {
             let path = text(&node["path"]);
             self.nodes.retain(|other| *other != path);
+            self.hosts.insert(path.clone(), text(node.get("hostPath").unwrap_or(&node["path"])));
             self.nodes.push(path);
         }
         for mount in entries("mounts") {
             self.mounts.insert(text(&mount["containerPath"]), text(&mount["hostPath"]));
         }
-        self.hooks += entries("hooks").len();
+        let words = entries("hooks").into_iter().flat_map(|hook| hook["args"].as_array().cloned().unwrap_or_default());
+        let links =
+            words.filter_map(|word| word.as_str()?.split_once("::").map(|(to, at)| (at.to_owned(), to.to_owned())));
+        self.links.extend(links);
     }
 }
 

@@ -15,7 +15,7 @@ use serde_json::{Value, json};
 use tokio::process::Command;
 use tokio::time::{sleep, timeout};
 
-use super::container::{Edits, INSIDE};
+use super::container::INSIDE;
 use super::program::Linkwise;
 use super::{KitArgs, LIMIT, Report, fault};
 
@@ -83,19 +83,14 @@ pub(super) async fn play(args: &KitArgs, report: &Report) -> Result<()> {
     let took = begin.elapsed().as_millis();
     report.note(true, &format!("DRA: a claim for {name} ({uuid}) is prepared after {took} ms: {names:?}"))?;
     let spec = at("cdi").join(format!("linkwise.dev-claim-{}.json", claim.uid));
-    let text = fs::read_to_string(&spec).context("the claim has no CDI spec")?;
-    report.write("cdi-claim.json", &text)?;
-    runtime::container(&at("cdi"), &names).map_err(|why| anyhow!("a runtime refuses the CDI devices: {why}"))?;
-    let cdi = names
-        .iter()
-        .find_map(|full| full.strip_prefix("linkwise.dev/claim="))
-        .context("Prepare names no CDI device")?;
-    let edits = Edits::of(&text, cdi)?;
-    let (nodes, mounts, variables) = (edits.nodes.keys(), edits.mounts.len(), edits.env.len());
-    report.note(true, &format!("DRA: its CDI spec has {nodes:?}, {mounts} mounts, {variables} variables"))?;
+    report.write("cdi-claim.json", fs::read(&spec).context("the claim has no CDI spec")?)?;
+    let edits = runtime::container(&at("cdi"), &names);
+    let edits = edits.map_err(|why| anyhow!("a runtime refuses the CDI devices: {why}"))?;
+    let (nodes, mounts, variables) = (edits.hosts.keys(), edits.mounts.len(), edits.env.len());
+    report.note(true, &format!("DRA: its CDI devices have {nodes:?}, {mounts} mounts, {variables} variables"))?;
     let untainted = gpus(&slices).filter(is_untainted).count();
     // Without a command it ends in its container.
-    let is_contained = match tried(args, (&spec, cdi)).await? {
+    let is_contained = match tried(args, (&at("cdi"), &names)).await? {
         Ok(seen) => report.note(true, &format!("DRA: the faulting programs run {seen}")).map(|()| true),
         Err(why) => {
             report.note(false, &format!("DRA: the faulting programs run without a container: {why}")).map(|()| false)
@@ -105,7 +100,7 @@ pub(super) async fn play(args: &KitArgs, report: &Report) -> Result<()> {
         let root = tempfile::tempdir()?;
         let (command, gpu) = match &args.kit {
             Some(kit) if is_contained => {
-                let mut command = container(kit, root.path(), (&spec, cdi))?;
+                let mut command = container(kit, root.path(), (&at("cdi"), &names))?;
                 command.arg("--").args(&fault.words);
                 (command, Some(uuid))
             }
@@ -125,19 +120,19 @@ pub(super) async fn play(args: &KitArgs, report: &Report) -> Result<()> {
     Ok(())
 }
 
-/// This program as `kit-container`, for a device of a claim's CDI spec.
-fn container(kit: &Path, root: &Path, (spec, device): (&Path, &str)) -> Result<Command> {
+/// This program as `kit-container`, for the CDI devices of a claim.
+fn container(kit: &Path, root: &Path, (cdi, names): (&Path, &[String])) -> Result<Command> {
     let mut command = Command::new(std::env::current_exe()?);
-    command.arg("kit-container").arg("--root").arg(root).arg("--spec").arg(spec).arg("--device").arg(device);
-    command.arg("--kit").arg(kit);
+    command.arg("kit-container").arg("--root").arg(root).arg("--cdi").arg(cdi).arg("--kit").arg(kit);
+    command.args(names.iter().flat_map(|name| ["--device", name]));
     Ok(command)
 }
 
-/// Tries to make a container for the device. Returns the line about its content, or the reason why there can be none.
-async fn tried(args: &KitArgs, device: (&Path, &str)) -> Result<Result<String, String>> {
+/// Tries to make a container for the devices. Returns the line about its content, or the reason why there can be none.
+async fn tried(args: &KitArgs, devices: (&Path, &[String])) -> Result<Result<String, String>> {
     let Some(kit) = &args.kit else { return Ok(Err("--kit is missing".to_owned())) };
     let root = tempfile::tempdir()?;
-    let mut command = container(kit, root.path(), device)?;
+    let mut command = container(kit, root.path(), devices)?;
     command.stdin(Stdio::null()).kill_on_drop(true);
     let output = timeout(LIMIT, command.output()).await.context("a container takes too long")??;
     let (out, error) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
