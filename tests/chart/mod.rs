@@ -1,5 +1,5 @@
 //! The chart `charts/linkwise`, rendered by the real helm (`make tools` brings it; without it these tests say that they are
-//! skipped), and the ready examples in `manifests/examples`, read by a schema of our own.
+//! skipped), and the ready examples in `manifests/examples`, read by schemas of our own (`schemas.yaml`).
 
 mod clusters;
 mod contract;
@@ -11,7 +11,6 @@ pub mod helm;
 mod monitoring;
 mod privileges;
 mod refusals;
-mod schema;
 mod settings;
 mod surge;
 mod swap;

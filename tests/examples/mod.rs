@@ -1,7 +1,7 @@
 //! `manifests/examples/claims`: each scheduler's objects, against the schemas that it publishes and the rules that it has
 //! beside them.
 
-mod schema;
+pub mod schema;
 
 use std::fs;
 use std::path::Path;

@@ -1,7 +1,7 @@
 //! Published schemas, reduced to facts: `schemas/*.yaml` have each kind's source, version and licence, and its fields.
 //!
 //! A field's line is its path, where `[]` is an element of a list, and its type: string, integer, boolean, array, object,
-//! map (of strings). After the type: `required` in its object; `in=` its values; `min=` and `max=` of a number, or of a
+//! map (of strings), amount (a string or an integer), amounts (a map of them). After the type: `required` in its object; `in=` its values; `min=` and `max=` of a number, or of a
 //! list's length; `longest=` of a text; `form=` of a name, for the pattern of the schema.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -13,8 +13,11 @@ use serde_json::Value;
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct Schema {
+    #[serde(default)]
     pub source: String,
+    #[serde(default)]
     pub version: String,
+    #[serde(default)]
     pub licence: String,
     pub api_version: String,
     pub kind: String,
@@ -43,6 +46,8 @@ impl Schema {
             "boolean" => value.is_boolean(),
             "array" => value.is_array(),
             "object" => value.is_object(),
+            "amount" => is_amount(value),
+            "amounts" => value.as_object().is_some_and(|map| map.values().all(is_amount)),
             "map" => value.as_object().is_some_and(|map| map.values().all(Value::is_string)),
             other => panic!("{path}: {other}"),
         };
@@ -81,6 +86,10 @@ impl Schema {
             }
         }
     }
+}
+
+fn is_amount(value: &Value) -> bool {
+    value.is_string() || value.is_u64()
 }
 
 fn holds(rule: &str, value: &Value) -> bool {
@@ -131,4 +140,23 @@ pub fn schemas() -> Vec<Schema> {
     let kinds: BTreeSet<(&str, &str)> = schemas.iter().map(|of| (of.api_version.as_str(), of.kind.as_str())).collect();
     assert_eq!(kinds.len(), schemas.len(), "a kind twice");
     schemas
+}
+
+/// The schemas of a text, in which a line `=NAME` stands for an object with the fields of that part.
+pub fn of_parts(text: &str) -> Vec<Schema> {
+    #[derive(Deserialize)]
+    struct Written {
+        parts: BTreeMap<String, BTreeMap<String, String>>,
+        kinds: Vec<Schema>,
+    }
+    let Written { parts, mut kinds } = serde_saphyr::from_str(text).unwrap();
+    let named = |(path, line): (&String, &String)| Some((path.clone(), line.strip_prefix('=')?.to_owned()));
+    for Schema { fields, .. } in &mut kinds {
+        while let Some((path, line)) = fields.iter().find_map(named) {
+            let (part, rules) = line.split_once(' ').unwrap_or((&line, ""));
+            fields.extend(parts[part].iter().map(|(field, line)| (format!("{path}.{field}"), line.clone())));
+            fields.insert(path, format!("object {rules}"));
+        }
+    }
+    kinds
 }
