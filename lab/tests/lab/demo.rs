@@ -11,7 +11,7 @@ use clap::Parser;
 use linkwise_core::topology::{HostObservation, NodeObservation, NumaNodeId, NumaNodeObservation};
 use linkwise_host::machines::{self, Machine};
 use linkwise_kubelet_box::TopologyManager;
-use linkwise_lab::demo::DemoArgs;
+use linkwise_lab::demo::{DemoArgs, demo, play_with_dra};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 const POLICIES: [&str; 4] = ["none", "best-effort", "restricted", "single-numa-node"];
@@ -21,9 +21,9 @@ const AT_ONCE: usize = 2;
 
 /// The options of `linkwise-lab demo`.
 #[derive(Parser)]
-pub struct Options {
+struct Options {
     #[command(flatten)]
-    pub demo: DemoArgs,
+    demo: DemoArgs,
 }
 
 fn args(options: &[&str]) -> DemoArgs {
@@ -31,14 +31,18 @@ fn args(options: &[&str]) -> DemoArgs {
 }
 
 /// What a demo prints.
-async fn played(machine: Machine, options: &[&str]) -> String {
+pub async fn played(machine: Machine, options: &[&str]) -> String {
     let printed = Mutex::new(String::new());
     let say = |text: &str| {
         printed.lock().unwrap().push_str(text);
         Ok(())
     };
     let name = machine.name.clone();
-    let ended = linkwise_lab::demo::demo(&args(options), machine, &say).await;
+    let args = args(options);
+    let ended = match args.dra {
+        true => play_with_dra(&args, machine, &say).await,
+        false => demo(&args, machine, &say).await,
+    };
     let printed = printed.into_inner().unwrap();
     ended.unwrap_or_else(|error| panic!("{name} {options:?}: {error:#}\n{printed}"));
     printed

@@ -1,32 +1,11 @@
 //! `linkwise-lab demo --dra` on every built-in machine.
 
-use std::sync::Mutex;
-
-use clap::Parser as _;
 use futures_util::{StreamExt, stream};
 use linkwise_core::topology::NodeTopology;
 use linkwise_host::machines::{self, Machine};
-use linkwise_lab::demo::{DemoArgs, play_with_dra};
 
-use crate::demo::Options;
+use crate::demo::played;
 use crate::oracle::Oracle;
-
-fn args() -> DemoArgs {
-    Options::try_parse_from(["demo", "--dra"]).unwrap().demo
-}
-
-/// What the demo prints on a machine.
-async fn played(name: &str, machine: Machine) -> String {
-    let printed = Mutex::new(String::new());
-    let out = |text: &str| {
-        printed.lock().unwrap().push_str(text);
-        Ok(())
-    };
-    let ended = play_with_dra(&args(), machine, &out).await;
-    let printed = printed.into_inner().unwrap();
-    ended.unwrap_or_else(|error| panic!("{name}: {error:#}\n{printed}"));
-    printed
-}
 
 /// The sums of the collectives of sets with groups and without, as printed, where a brute force finds each the same.
 fn compared(machine: &Machine, printed: &str) -> (u64, u64) {
@@ -56,7 +35,7 @@ fn compared(machine: &Machine, printed: &str) -> (u64, u64) {
 #[tokio::test]
 async fn unchanged_pods_get_better_sets_on_a_mesh() {
     let machine = machines::load("dgx1-v100").unwrap();
-    let printed = played("dgx1-v100", machine.clone()).await;
+    let printed = played(machine.clone(), &["--dra"]).await;
     assert_eq!(compared(&machine, &printed), (146_000, 72_000), "{printed}");
 }
 
@@ -66,7 +45,7 @@ const AT_ONCE: usize = 5;
 #[tokio::test]
 async fn dra_demo_succeeds_on_each_machine() {
     let load = |name| machines::load(name).unwrap();
-    let demos = machines::built_in().map(|it| async move { (it.name, played(it.name, load(it.name)).await) });
+    let demos = machines::built_in().map(|it| async move { (it.name, played(load(it.name), &["--dra"]).await) });
     let mut demos = stream::iter(demos).buffer_unordered(AT_ONCE);
     let mut count = 0;
     while let Some((machine, printed)) = demos.next().await {
@@ -104,7 +83,7 @@ async fn dra_demo_succeeds_with_few_gpus_or_none() {
     for gpus in [0, 1, 3] {
         let mut machine = machines::load("dgx1-v100").unwrap();
         machine.observed.gpus.truncate(gpus);
-        let printed = played("some GPUs", machine).await;
+        let printed = played(machine, &["--dra"]).await;
         let end = if gpus == 0 { "publishes nothing" } else { "nothing left behind" };
         assert!(printed.contains(end), "{gpus}\n{printed}");
     }

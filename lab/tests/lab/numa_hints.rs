@@ -3,16 +3,19 @@
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 use std::collections::BTreeSet;
+use std::sync::Arc;
 
+use linkwise_core::allocation::AllocationReport;
 use linkwise_core::state::{Event, NumaHints};
 use linkwise_core::topology::{NodeObservation, NumaNodeId, NumaNodeObservation, PackageId};
 use linkwise_host::machines;
 use linkwise_kubelet::device_plugin::Settings;
-use linkwise_kubelet_box::{KubeletBox, Options, Pod, Policy, Scope, TopologyManager};
+use linkwise_kubelet_box::{BoxError, KubeletBox, Options, Pod, Policy, Scope, TopologyManager};
 use linkwise_lab::demo::numa_nodes;
 use linkwise_node::keeper::HealthSettings;
 use linkwise_node::metrics::Metrics;
 use linkwise_node::node::{Node, NodeSettings};
+use tokio::sync::watch;
 
 const GPU: &str = "nvidia.com/gpu";
 
@@ -33,18 +36,21 @@ fn nps4() -> NodeObservation {
     seen
 }
 
-/// Plays `script` on a node with this machine, policy and hints.
-async fn on<T>(
+/// The report of a node's latest choice.
+pub type Report = watch::Receiver<Option<Arc<AllocationReport>>>;
+
+/// Plays `script` on a node with this machine, policy and hints, unless a kubelet would not start with them.
+pub async fn on<T>(
     seen: NodeObservation,
     policy: Policy,
     numa_hints: NumaHints,
-    script: impl AsyncFnOnce(&KubeletBox, &Metrics) -> T,
-) -> T {
+    script: impl AsyncFnOnce(&KubeletBox, &Metrics, &Report) -> T,
+) -> Result<T, BoxError> {
     let folder = tempfile::tempdir().unwrap();
     let mut options = Options::new(folder.path());
     let numa_nodes = numa_nodes(&seen.host);
     options.topology_manager = TopologyManager { policy, scope: Scope::Container, numa_nodes };
-    let kubelet = KubeletBox::start(options).unwrap();
+    let kubelet = KubeletBox::start(options)?;
     let settings = NodeSettings {
         kubelet: Settings::new(folder.path().join(Options::SOCKET)),
         metrics_address: "127.0.0.1:0".parse().unwrap(),
@@ -52,19 +58,20 @@ async fn on<T>(
         health: HealthSettings::default(),
     };
     let node = Node::start(settings).await.unwrap();
-    let (events, shutdown, metrics) = (node.events(), node.shutdown(), node.metrics().clone());
+    let (events, shutdown) = (node.events(), node.shutdown());
+    let (metrics, report) = (node.metrics().clone(), node.last_report());
     let play = async {
         let gpus = seen.gpus.len();
         events.send(Event::Observed(Box::new(seen))).await.unwrap();
         kubelet.wait(|state| state.resources[GPU].healthy.len() == gpus).await.unwrap();
-        let outcome = script(&kubelet, &metrics).await;
+        let outcome = script(&kubelet, &metrics, &report).await;
         shutdown.cancel();
         outcome
     };
     let (served, outcome) = tokio::join!(node.serve(), play);
     served.unwrap();
     kubelet.stop().await.unwrap();
-    outcome
+    Ok(outcome)
 }
 
 fn narrowed(metrics: &Metrics) -> u64 {
@@ -81,7 +88,7 @@ async fn with_several_nodes_to_a_package_four_gpus_fit_one_only_where_they_claim
         (NumaHints::Off, vec![vec![]], true),
     ];
     for (hints, claimed, admitted) in claims {
-        on(nps4(), Policy::SingleNumaNode, hints, async |kubelet, _| {
+        on(nps4(), Policy::SingleNumaNode, hints, async |kubelet, _, _| {
             let numa = kubelet.state().resources[GPU].numa.clone();
             let expected: BTreeSet<BTreeSet<i64>> =
                 claimed.into_iter().map(|nodes| nodes.into_iter().collect()).collect();
@@ -89,7 +96,8 @@ async fn with_several_nodes_to_a_package_four_gpus_fit_one_only_where_they_claim
             let pod = Pod::single("pod", GPU, 4);
             assert_eq!(kubelet.admit(&pod, None).await.is_ok(), admitted, "{hints:?}");
         })
-        .await;
+        .await
+        .unwrap();
     }
 }
 
@@ -101,7 +109,7 @@ async fn requests_are_counted_as_narrowed_where_the_topology_manager_holds_gpus_
         (Policy::BestEffort, NumaHints::Node, 1),
     ] {
         let seen = machines::load("dgx-h100").unwrap().observed;
-        on(seen, policy, hints, async |kubelet, metrics| {
+        on(seen, policy, hints, async |kubelet, metrics, _| {
             // One side fills up, the other is offered, and then the first again: now the second is known to be free.
             for (pod, size) in [("a", 3), ("b", 1), ("c", 2)] {
                 kubelet.admit(&Pod::single(pod, GPU, size), None).await.unwrap();
@@ -111,6 +119,7 @@ async fn requests_are_counted_as_narrowed_where_the_topology_manager_holds_gpus_
             kubelet.admit(&Pod::single("d", GPU, 1), None).await.unwrap();
             assert_eq!(narrowed(metrics), counted, "{policy} {hints:?}");
         })
-        .await;
+        .await
+        .unwrap();
     }
 }

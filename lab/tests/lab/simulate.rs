@@ -48,13 +48,6 @@ fn bad_trace_is_refused_in_one_line() {
 }
 
 #[test]
-fn sample_trace_is_reproducible() {
-    let trace = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/traces/sample.csv");
-    let run = || text(&mut lab(&["simulate", "--node", "dgx1-v100", "--trace", trace, "--policy", "random"]));
-    assert_eq!(run(), run());
-}
-
-#[test]
 fn figures_of_the_sample_trace_are_golden() {
     let trace = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/traces/sample.csv");
     for machine in ["dgx1-v100", "pcie-8x-pix-pairs"] {

@@ -1,20 +1,19 @@
 //! `linkwise-lab simulate --nodes N`, as a person or a script runs it.
 
 use std::collections::BTreeMap;
-use std::process::{Command, Output};
+use std::process::Command;
 
 use serde_json::Value;
 
-fn simulate(args: &[&str]) -> Output {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_linkwise-lab"));
-    command.env_clear().arg("simulate").args(args).output().unwrap()
+use crate::{lab, text};
+
+fn simulate(args: &[&str]) -> Command {
+    lab(&[&["simulate"], args].concat())
 }
 
 /// What it prints; nothing on standard error, which is no terminal.
 fn printed(args: &[&str]) -> String {
-    let output = simulate(args);
-    assert!(output.status.success() && output.stderr.is_empty(), "{output:?}");
-    String::from_utf8(output.stdout).unwrap()
+    text(&mut simulate(args))
 }
 
 /// Compares with tests/snapshots/NAME.snap.
@@ -162,7 +161,7 @@ fn bad_input_is_refused_by_name() {
         (&["--nodes", "2", "--door", "window"], &["'window'", "dra-groups"]),
     ];
     for (args, named) in cases {
-        let output = simulate(args);
+        let output = simulate(args).output().unwrap();
         let error = String::from_utf8(output.stderr).unwrap();
         assert!(!output.status.success() && output.stdout.is_empty(), "{args:?}: {error}");
         assert!(named.iter().all(|name| error.contains(name)), "{args:?} names {named:?}: {error}");
@@ -174,7 +173,7 @@ fn bad_input_is_refused_by_name() {
         (&["--node", "dgx-h100", "--trace", sample, "--format", "choices"], "takes --nodes"),
         (&[], "--trace"),
     ] {
-        let error = String::from_utf8(simulate(args).stderr).unwrap();
+        let error = String::from_utf8(simulate(args).output().unwrap().stderr).unwrap();
         assert!(error.contains(named), "{error}");
     }
 }

@@ -15,16 +15,12 @@ use std::sync::Arc;
 use linkwise_core::allocation::{
     AllocationPolicy, AllocationReport, AllocationRequest, AllocationTables, DeviceId, Value, preferred_allocation,
 };
-use linkwise_core::state::{Event, NumaHints};
+use linkwise_core::state::NumaHints;
 use linkwise_core::topology::NodeTopology;
 use linkwise_host::machines::{self, Machine};
-use linkwise_kubelet::device_plugin::Settings;
-use linkwise_kubelet_box::{
-    AdmissionError, Admitted, BoxError, KubeletBox, Options, Place, Pod, Policy, Scope, TopologyManager,
-};
-use linkwise_lab::demo::numa_nodes;
-use linkwise_node::keeper::HealthSettings;
-use linkwise_node::node::{Node, NodeSettings};
+use linkwise_kubelet_box::{AdmissionError, Admitted, BoxError, Place, Pod, Policy};
+
+use crate::numa_hints::on;
 
 const GPU: &str = "nvidia.com/gpu";
 const POLICIES: [Policy; 4] = [Policy::None, Policy::BestEffort, Policy::Restricted, Policy::SingleNumaNode];
@@ -79,27 +75,9 @@ impl Engine {
 
 /// All answers under one policy.
 async fn column(machine: &Machine, engine: &Engine, policy: Policy) -> Result<Column, String> {
-    let folder = tempfile::tempdir().unwrap();
-    let mut options = Options::new(folder.path());
-    let numa_nodes = numa_nodes(&machine.observed.host);
-    options.topology_manager = TopologyManager { policy, scope: Scope::Container, numa_nodes };
-    let kubelet = match KubeletBox::start(options) {
-        Ok(kubelet) => kubelet,
-        Err(BoxError::Unsupported(why)) => return Err(why.to_string()),
-        Err(error) => panic!("{error}"),
-    };
-    let settings = NodeSettings {
-        kubelet: Settings::new(folder.path().join(Options::SOCKET)),
-        metrics_address: "127.0.0.1:0".parse().unwrap(),
-        numa_hints: NumaHints::Node,
-        health: HealthSettings::default(),
-    };
-    let node = Node::start(settings).await.unwrap();
-    let (events, shutdown, report) = (node.events(), node.shutdown(), node.last_report());
-    let ask = async {
-        events.send(Event::Observed(Box::new(machine.observed.clone()))).await.unwrap();
+    let seen = machine.observed.clone();
+    let answers = on(seen, policy, NumaHints::Node, async |kubelet, _, report| {
         let ids = engine.ids();
-        kubelet.wait(|state| state.resources[GPU].healthy.len() == ids.len()).await.unwrap();
         let mut answers = Vec::new();
         for half_full in [false, true] {
             if half_full {
@@ -114,13 +92,13 @@ async fn column(machine: &Machine, engine: &Engine, policy: Policy) -> Result<Co
                 kubelet.remove_pod("pod");
             }
         }
-        shutdown.cancel();
         answers
-    };
-    let (served, answers) = tokio::join!(node.serve(), ask);
-    served.unwrap();
-    kubelet.stop().await.unwrap();
-    Ok(answers)
+    });
+    match answers.await {
+        Ok(answers) => Ok(answers),
+        Err(BoxError::Unsupported(why)) => Err(why.to_string()),
+        Err(error) => panic!("{error}"),
+    }
 }
 
 fn answer(
