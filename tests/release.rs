@@ -9,19 +9,11 @@ use std::process::{Child, ChildStderr, Command, Output, Stdio};
 
 use tempfile::TempDir;
 
+use crate::chart::helm::{repository, tool};
+
 #[path = "image/dockerfile.rs"]
 #[expect(dead_code, reason = "the image's own tests use the rest")]
 mod dockerfile;
-
-fn repository(path: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join(path)
-}
-
-/// A program of `make tools`, else the one on the PATH.
-fn tool(name: &str) -> PathBuf {
-    let brought = repository("target/tools").join(name);
-    if brought.exists() { brought } else { name.into() }
-}
 
 fn run(command: &mut Command) -> Result<String, String> {
     let Output { status, stdout, stderr } = command.output().unwrap();

@@ -10,6 +10,12 @@ pub fn repository(path: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join(path)
 }
 
+/// A program of `make tools`, else the one on the PATH.
+pub fn tool(name: &str) -> PathBuf {
+    let brought = repository("target/tools").join(name);
+    if brought.exists() { brought } else { name.into() }
+}
+
 /// The release that all tests render; NVIDIA's README calls it so.
 pub const RELEASE: &str = "nvdp";
 
@@ -17,10 +23,8 @@ pub const RELEASE: &str = "nvdp";
 pub struct Helm(PathBuf);
 
 impl Helm {
-    /// The one of `make tools`, else one on the PATH.
     pub fn found() -> Self {
-        let brought = repository("target/tools/helm");
-        Self(if brought.exists() { brought } else { "helm".into() })
+        Self(tool("helm"))
     }
 
     pub fn run(&self, command: &[&str], args: &[&str]) -> Output {

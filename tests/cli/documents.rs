@@ -6,12 +6,11 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
-/// Runs the program; returns what it printed.
+use crate::cli::text;
+
+/// What the program prints.
 fn linkwise(args: &[&str]) -> String {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_linkwise"));
-    let output = command.env_clear().args(args).output().unwrap();
-    assert!(output.status.success() && output.stderr.is_empty(), "{output:?}");
-    String::from_utf8(output.stdout).unwrap()
+    text(&mut super::linkwise(args))
 }
 
 /// The subcommands that a `--help` lists, without `help`.

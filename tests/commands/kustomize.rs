@@ -1,18 +1,19 @@
 //! What kubectl, or kustomize, makes of a folder.
 
 use std::io::ErrorKind;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use serde_json::Value;
 
+use crate::chart::helm::tool;
+
 /// The objects, by what `build.rs` found.
 pub fn rendered(folder: &Path) -> Vec<Value> {
-    let brought = Path::new(env!("CARGO_MANIFEST_DIR")).join("target/tools/kubectl");
-    let ways: [(&Path, &[&str]); 3] =
-        [(&brought, &["kustomize"]), (Path::new("kubectl"), &["kustomize"]), (Path::new("kustomize"), &["build"])];
+    let (kubectl, kustomize) = (tool("kubectl"), PathBuf::from("kustomize"));
+    let ways = [(kubectl, "kustomize"), (kustomize, "build")];
     let mut outputs =
-        ways.iter().filter_map(|(program, args)| match Command::new(program).args(*args).arg(folder).output() {
+        ways.iter().filter_map(|(program, command)| match Command::new(program).arg(command).arg(folder).output() {
             Err(error) if error.kind() == ErrorKind::NotFound => None,
             output => Some(output.unwrap_or_else(|error| panic!("{}: {error}", program.display()))),
         });

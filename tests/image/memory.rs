@@ -1,9 +1,8 @@
 //! A driver's library that maps much or leaks, in a container with the chart's memory limit.
 
-use linkwise_api_server_box::ResourceType;
 use linkwise_kubelet_box::Pod as Workload;
 
-use crate::node::{GPU, NODE, Node, PLUGIN, PLUGIN_CONTAINER, succeeds, until};
+use crate::node::{GPU, Node, PLUGIN, PLUGIN_CONTAINER, succeeds};
 
 const OVER_MEMORY: &str = "linkwise_nvml_agent_ends_total{cause=\"memory\"}";
 
@@ -23,12 +22,7 @@ async fn every_command_reads_a_library_that_maps_a_gibibyte() {
         assert!(succeeds(&printed).contains(said), "{words:?}: {}", printed.out);
     }
     pod.stop().await;
-    let values = ["gfd.enabled=true", "devicePlugin.enabled=false"];
-    let mut labels = node.deploy("nvdp-nvidia-device-plugin-gpu-feature-discovery", &values).await;
-    let key = ResourceType::NODE_FEATURES.key(Some("gpu"), &format!("nvidia-features-for-{NODE}"));
-    let has = || node.server.object(&key).is_some_and(|it| it["spec"]["labels"]["nvidia.com/gpu.count"] == "8");
-    until(&mut labels, "NodeFeature with 8 GPUs", has).await;
-    labels.stop().await;
+    node.discovers().await;
 }
 
 #[tokio::test]

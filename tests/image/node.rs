@@ -233,6 +233,21 @@ impl Node {
         until(pod, &format!("{count} devices in slices"), || self.published().len() == count).await;
     }
 
+    /// Waits until gpu-feature-discovery has said what the node has.
+    pub async fn has_node_feature(&self, pod: &mut Pod) {
+        let key = ResourceType::NODE_FEATURES.key(Some("gpu"), &format!("nvidia-features-for-{NODE}"));
+        let has = || self.server.object(&key).is_some_and(|it| it["spec"]["labels"]["nvidia.com/gpu.count"] == "8");
+        until(pod, "NodeFeature with 8 GPUs", has).await;
+    }
+
+    /// Has the chart's gpu-feature-discovery say what the node has.
+    pub async fn discovers(&self) {
+        let values = ["gfd.enabled=true", "devicePlugin.enabled=false"];
+        let mut pod = self.deploy("nvdp-nvidia-device-plugin-gpu-feature-discovery", &values).await;
+        self.has_node_feature(&mut pod).await;
+        pod.stop().await;
+    }
+
     /// Waits until the kubelet has the DRA driver.
     pub async fn has_driver(&self, pod: &Pod) {
         let has = |state: &linkwise_kubelet_box::dra::DraState| {

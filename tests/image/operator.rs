@@ -6,12 +6,11 @@ use std::io::Write as _;
 use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::Path;
 
-use linkwise_api_server_box::ResourceType;
 use linkwise_kubelet_box::Pod as Workload;
 use serde_json::{Value, json};
 
 use crate::helm::{POD, list, object, repository};
-use crate::node::{GPU, NODE, Node, succeeds, until};
+use crate::node::{GPU, Node, succeeds};
 use crate::pod::Pod;
 use crate::rights::left_out;
 use crate::rootfs::below;
@@ -160,13 +159,6 @@ async fn admits(node: &Node, pod: &Pod, set: &Value) {
     assert_eq!(succeeds(&listed).lines().map(name).collect::<Vec<_>>(), loaded.lines().map(name).collect::<Vec<_>>());
 }
 
-/// Waits until gpu-feature-discovery has said what the node has.
-async fn writes_node_feature(node: &Node, pod: &mut Pod) {
-    let key = ResourceType::NODE_FEATURES.key(Some("gpu"), &format!("nvidia-features-for-{NODE}"));
-    let has = || node.server.object(&key).is_some_and(|it| it["spec"]["labels"]["nvidia.com/gpu.count"] == "8");
-    until(pod, "NodeFeature with 8 GPUs", has).await;
-}
-
 /// A ConfigMap for `devicePlugin.config`.
 fn configs() -> Value {
     let shared = |by: &str, slots: u32| {
@@ -202,7 +194,7 @@ async fn operators_gpu_feature_discovery_writes_its_node_feature() {
     prepare(&node, "host");
     let objects = objects("gfd", false);
     let mut pod = start(&node, &objects, &objects[0]).await;
-    writes_node_feature(&node, &mut pod).await;
+    node.has_node_feature(&mut pod).await;
     pod.stop().await;
 }
 
@@ -298,6 +290,6 @@ async fn own_objects_serve(file: &Path, driver: &str) {
     }
     pod.stop().await;
     let mut pod = start(&node, &objects, set("gpu-feature-discovery")).await;
-    writes_node_feature(&node, &mut pod).await;
+    node.has_node_feature(&mut pod).await;
     pod.stop().await;
 }

@@ -5,7 +5,7 @@ use linkwise_kubelet_box::{Place, Pod as Workload};
 use serde_json::json;
 
 use crate::helm::object;
-use crate::node::{GPU, NODE, Node, PLUGIN, PLUGIN_CONTAINER, succeeds, until};
+use crate::node::{GPU, Node, PLUGIN, PLUGIN_CONTAINER, succeeds, until};
 use crate::pod::Pod;
 
 #[tokio::test]
@@ -48,13 +48,7 @@ async fn dra_publishes_and_prepares() {
 
 #[tokio::test]
 async fn gpu_feature_discovery_writes_its_node_feature() {
-    let node = Node::start("dgx1-v100").await;
-    let values = ["gfd.enabled=true", "devicePlugin.enabled=false"];
-    let mut pod = node.deploy("nvdp-nvidia-device-plugin-gpu-feature-discovery", &values).await;
-    let key = ResourceType::NODE_FEATURES.key(Some("gpu"), &format!("nvidia-features-for-{NODE}"));
-    let has = || node.server.object(&key).is_some_and(|it| it["spec"]["labels"]["nvidia.com/gpu.count"] == "8");
-    until(&mut pod, "NodeFeature with 8 GPUs", has).await;
-    pod.stop().await;
+    Node::start("dgx1-v100").await.discovers().await;
 }
 
 /// Two kinds of nodes: files of one GPU a device, and of four slots a GPU.

@@ -5,7 +5,8 @@ use std::process::Command;
 
 use serde_json::Value;
 
-use crate::monitoring::{list, read, repository};
+use crate::chart::helm::repository;
+use crate::monitoring::{list, read};
 
 const DASHBOARDS: [&str; 2] = ["manifests/monitoring/grafana/fleet.json", "manifests/monitoring/grafana/node.json"];
 

@@ -1,7 +1,8 @@
 //! The query in docs/monitoring.md with DCGM exporter's metrics, under promtool, with the cases in
 //! tests/monitoring/dcgm.yaml.
 
-use crate::monitoring::{list, passes, read, repository, text};
+use crate::chart::helm::repository;
+use crate::monitoring::{list, passes, read, text};
 
 const CASES: &str = "tests/monitoring/dcgm.yaml";
 

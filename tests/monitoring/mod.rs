@@ -6,15 +6,12 @@ mod dashboards;
 mod dcgm;
 mod rules;
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Command;
 
 use serde_json::Value;
 
-/// A file or folder of the repository.
-fn repository(path: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join(path)
-}
+use crate::chart::helm::{repository, tool};
 
 fn text(path: &str) -> String {
     std::fs::read_to_string(repository(path)).unwrap_or_else(|error| panic!("{path}: {error}"))
@@ -31,9 +28,7 @@ fn list<'a>(value: &'a Value, key: &str) -> impl Iterator<Item = &'a Value> {
 
 /// Has promtool check or test a file.
 fn passes(command: &str, file: &Path) {
-    let brought = repository("target/tools/promtool");
-    let promtool = if brought.exists() { brought } else { "promtool".into() };
-    let output = Command::new(promtool).args([command, "rules"]).arg(file).output().unwrap();
+    let output = Command::new(tool("promtool")).args([command, "rules"]).arg(file).output().unwrap();
     let [said, complaints] = [&output.stdout, &output.stderr].map(|text| String::from_utf8_lossy(text));
     assert!(output.status.success(), "promtool {command} rules:\n{said}{complaints}");
 }

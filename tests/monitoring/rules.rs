@@ -4,7 +4,8 @@ use std::collections::BTreeSet;
 
 use serde_json::Value;
 
-use crate::monitoring::{list, passes, read, repository, text};
+use crate::chart::helm::repository;
+use crate::monitoring::{list, passes, read, text};
 
 const RULES: &str = "manifests/monitoring/rules.yaml";
 const CASES: &str = "tests/monitoring/rules.yaml";
