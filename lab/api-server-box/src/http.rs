@@ -30,8 +30,6 @@ struct Target {
     resource: ResourceType,
     namespace: Option<String>,
     name: Option<String>,
-    /// Set if the path names the object's status alone.
-    status: bool,
 }
 
 impl Target {
@@ -145,7 +143,6 @@ async fn answer(request: hyper::Request<Incoming>, shared: &Arc<Shared>) -> Resp
             let name = sent["metadata"]["name"].as_str().unwrap_or_default().to_owned();
             shared.store().create(&manager, &target.key(&name), sent)
         }
-        ("PUT", Some(name)) if target.status => shared.store().replace_status(&manager, &target.key(name), &sent),
         ("PUT", Some(name)) => shared.store().replace(&manager, &target.key(name), sent),
         ("PATCH", Some(name)) if kind_of_body == "application/apply-patch+yaml" => {
             let force = parameter("force") == Some("true");
@@ -222,10 +219,6 @@ fn target(path: &str, shared: &Shared) -> Option<Target> {
         ["apis", group, version, rest @ ..] => (format!("{group}/{version}"), rest),
         _ => return None,
     };
-    let (rest, status) = match rest {
-        [rest @ .., "status"] if rest.len() > 1 => (rest, true),
-        rest => (rest, false),
-    };
     let (namespace, plural, name) = match rest {
         ["namespaces", namespace, plural] => (Some(*namespace), plural, None),
         ["namespaces", namespace, plural, name] => (Some(*namespace), plural, Some(*name)),
@@ -236,7 +229,7 @@ fn target(path: &str, shared: &Shared) -> Option<Target> {
     let resource = shared.store().resource(&api, plural)?.clone();
     let fits = resource.namespaced == namespace.is_some() || (resource.namespaced && name.is_none());
     let own = |text: Option<&str>| text.map(str::to_owned);
-    fits.then(|| Target { resource, namespace: own(namespace), name: own(name), status })
+    fits.then(|| Target { resource, namespace: own(namespace), name: own(name) })
 }
 
 fn list(
