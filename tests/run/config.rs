@@ -54,7 +54,7 @@ async fn rejected_file_leaves_the_previous_one() {
     // It serves as before, and a container that starts again has what it had. A missing file is rejected too.
     let held = allocation(&kubelet, "meanwhile", GPU, 1).await;
     hinted(&kubelet, false).await;
-    assert_eq!(kubelet.restart_container("meanwhile", "main").await.unwrap()[GPU], held);
+    assert_eq!(kubelet.restart_container("meanwhile", "main").unwrap()[GPU], held);
     std::fs::remove_file(&file).unwrap();
     node.process.said("cannot read the configuration file").await;
     replace(&file, "linkwise: {numaHints: node}\n");

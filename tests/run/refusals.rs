@@ -25,7 +25,7 @@ async fn wsl_is_refused_by_name() {
 
 #[tokio::test]
 async fn missing_nvml_is_logged_once() {
-    let setup = Setup::on("dgx1-v100").env("FAKE_NVML_INIT", "9").arg("--fail-on-init-error=false");
+    let setup = Setup::on("dgx1-v100").env("FAKE_NVML_FAIL", "*:nvmlInit_v2:9").arg("--fail-on-init-error=false");
     setup.on_bus("0000:3b:00.0");
     let node = setup.start().await;
     node.metric("linkwise_nvml_agent_starts_total", 3).await;

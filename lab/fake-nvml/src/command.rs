@@ -38,7 +38,6 @@ pub enum Command {
     Runtime,
     Calls(String, u64),
     Blocked(String),
-    Init(u32),
     /// True if the state of a link is a field too.
     LinkFields(bool),
 }
@@ -146,7 +145,8 @@ impl FromStr for Command {
             ["blocked", function] => Self::Blocked(function.to_owned()),
             ["runtime"] => Self::Runtime,
             ["leak", mib] => Self::Leak(number(mib)?),
-            ["init", code] => Self::Init(number(code)?),
+            ["init", "0"] => fault("*", "nvmlInit_v2", None),
+            ["init", code] => fault("*", "nvmlInit_v2", Some(Fault::Code(number(code)?))),
             _ => return Err(format!("'{line}' is no command")),
         })
     }

@@ -9,7 +9,6 @@
 //! | variable | meaning |
 //! | --- | --- |
 //! | `FAKE_NVML_MACHINE` | the machine file; without it nvmlInit fails and says so on stderr |
-//! | `FAKE_NVML_INIT` | the return code of nvmlInit |
 //! | `FAKE_NVML_FAIL` | `gpu:function:code,...`: calls that fail from the start (`*`: every GPU) |
 //! | `FAKE_NVML_CONTROL` | the path of the control socket; each process adds `.` and its id |
 //!
@@ -29,7 +28,7 @@
 //! | `hold GPU FUNCTION`, `unhold GPU FUNCTION` | the same, and every other call waits for it |
 //! | `crash` | the process aborts now |
 //! | `crash [GPU] FUNCTION`, `uncrash [GPU] FUNCTION` | the process aborts in that call |
-//! | `init CODE` | the next nvmlInit answers the code; 0 is success |
+//! | `init CODE` | `fail * nvmlInit_v2 CODE`, which 0 ends |
 //! | `recovery GPU ACTION` | the driver's recovery action, NVML's numbers |
 //! | `mig GPU LAYOUT` | the MIG layout from now on: what a machine file has under `mig`, as YAML on one line |
 //! | `rows GPU PENDING FAILED` | the row remapping, each `true` or `false` |

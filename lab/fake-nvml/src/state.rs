@@ -33,7 +33,6 @@ pub struct State {
     /// The number of nvmlInit calls that are not yet undone.
     pub inits: u32,
     loaded: bool,
-    init_code: u32,
     lost: BTreeSet<usize>,
     /// GPUs that fell off the bus while this process ran.
     fallen: BTreeSet<usize>,
@@ -300,7 +299,6 @@ pub fn apply(command: &Command) -> Result<(), String> {
             }
         }
         Command::LinkFields(there) => state.without_link_fields = !there,
-        Command::Init(code) => state.init_code = *code,
         Command::Leak(mib) => memory::leak(*mib),
         Command::Runtime => memory::start_runtime(),
         Command::LossEndsWaits => state.loss_ends_waits = true,
@@ -334,7 +332,6 @@ pub fn init() -> Answer {
             eprintln!("fake-nvml: {error}");
             nvmlReturn_enum_NVML_ERROR_UNKNOWN
         })?;
-        state.init_code = environment("FAKE_NVML_INIT").and_then(|code| code.parse().ok()).unwrap_or(0);
         state.loaded = true;
         drop(state);
         for fault in environment("FAKE_NVML_FAIL").unwrap_or_default().split(',').filter(|fault| !fault.is_empty()) {
@@ -353,9 +350,6 @@ pub fn init() -> Answer {
             Fault::Crash => std::process::abort(),
             Fault::Hang | Fault::Hold => state = FAKE.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
         }
-    }
-    if state.init_code != 0 {
-        return Err(state.init_code);
     }
     state.inits += 1;
     Ok(())

@@ -17,10 +17,6 @@ exports! {
         state::init()
     }
 
-    fn nvmlInitWithFlags(_flags: c_uint) {
-        state::init()
-    }
-
     fn nvmlShutdown() {
         let mut state = enter("nvmlShutdown")?;
         state.inits -= 1;
@@ -52,25 +48,4 @@ exports! {
         let state = enter_with("nvmlDeviceGetHandleByIndex_v2", |state| Ok(vec![find(state)?]))?;
         put(device, state::handle(find(&state)?))
     }
-}
-
-/// NVML's text for a return code, shortened.
-#[unsafe(no_mangle)]
-pub extern "C" fn nvmlErrorString(code: nvmlReturn_t) -> *const c_char {
-    let text = match code {
-        0 => c"Success",
-        1 => c"Uninitialized",
-        2 => c"Invalid Argument",
-        3 => c"Not Supported",
-        4 => c"Insufficient Permissions",
-        6 => c"Not Found",
-        7 => c"Insufficient Size",
-        9 => c"Driver Not Loaded",
-        10 => c"Timeout",
-        15 => c"GPU is lost",
-        16 => c"GPU requires reset",
-        18 => c"Driver/library version mismatch",
-        _ => c"Unknown Error",
-    };
-    text.as_ptr()
 }
