@@ -298,14 +298,14 @@ impl Ledger {
     }
 
     /// The devices of claims in the last two lists. The first list of a kubelet that starts may lack pods that run: see
-    /// [`Self::knows_claims`].
+    /// [`Self::has_two_lists`].
     pub fn claimed_lately(&self) -> impl Iterator<Item = &ClaimedDevice> {
         self.holdings.claims.iter().chain(self.listed_before.iter().flatten())
     }
 
     /// Returns true if the kubelet could be asked at the last attempt, and had answered before: a claim that
     /// [`Self::claimed_lately`] lacks has no container.
-    pub fn knows_claims(&self) -> bool {
+    pub fn has_two_lists(&self) -> bool {
         self.is_current && self.listed_before.is_some()
     }
 

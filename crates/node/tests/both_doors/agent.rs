@@ -225,6 +225,6 @@ impl Agent {
         let ledger = self.snapshot.ledger();
         let listed = ledger.claimed_lately().any(|held| held.claim == format!("default/{uid}"));
         let is_old = self.entered.get(uid).is_some_and(|since| now >= *since + LISTED_WITHIN);
-        !cluster.contains_key(uid) && ledger.knows_claims() && is_old && !listed
+        !cluster.contains_key(uid) && ledger.has_two_lists() && is_old && !listed
     }
 }
