@@ -25,6 +25,8 @@ pub struct Holdings {
     pub by_container: BTreeMap<ContainerName, ContainerHoldings>,
     /// True if another process of linkwise may still give devices to pods: such a list lets DRA have no GPU.
     pub is_early: bool,
+    /// True if the kubelet may have started since the list before: its first one lacks pods that run.
+    pub is_first: bool,
 }
 
 /// A container, by the names under which the kubelet lists it.

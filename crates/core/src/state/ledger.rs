@@ -28,8 +28,10 @@ pub const DRA_DRIVER: &str = "gpu.nvidia.com";
 pub struct Ledger {
     /// The kubelet's last list.
     holdings: Holdings,
-    /// The claims of the list before that; `None` if there was none.
-    listed_before: Option<BTreeSet<ClaimedDevice>>,
+    /// The claims of the list before that, and of earlier ones where that was a kubelet's first.
+    listed_before: BTreeSet<ClaimedDevice>,
+    /// True unless the last list was a kubelet's first.
+    is_whole: bool,
     /// The time since which it lists this; `None` if it could never be asked.
     pub(super) known_since: Option<Timestamp>,
     /// True if it could be asked at the last attempt.
@@ -94,9 +96,13 @@ impl Ledger {
             let by_container = core::mem::take(&mut holdings.by_container);
             changed |= by_container != self.by_container;
             self.by_container = by_container;
-            let before = self.known_since.map(|_| self.holdings.claims.clone());
-            changed |= self.listed_before != before;
-            self.listed_before = before;
+            let is_whole = !core::mem::take(&mut holdings.is_first);
+            let mut before = self.holdings.claims.clone();
+            if !is_whole {
+                before.append(&mut self.listed_before.clone());
+            }
+            changed |= (&self.listed_before, self.is_whole) != (&before, is_whole);
+            (self.listed_before, self.is_whole) = (before, is_whole);
             if self.known_since.is_none() || holdings != self.holdings {
                 (self.holdings, self.known_since) = (holdings, Some(now));
                 changed = true;
@@ -298,15 +304,15 @@ impl Ledger {
     }
 
     /// The devices of claims in the last two lists. The first list of a kubelet that starts may lack pods that run: see
-    /// [`Self::has_two_lists`].
+    /// [`Self::lists_all`].
     pub fn claimed_lately(&self) -> impl Iterator<Item = &ClaimedDevice> {
-        self.holdings.claims.iter().chain(self.listed_before.iter().flatten())
+        self.holdings.claims.union(&self.listed_before)
     }
 
-    /// Returns true if the kubelet could be asked at the last attempt, and had answered before: a claim that
-    /// [`Self::claimed_lately`] lacks has no container.
-    pub fn has_two_lists(&self) -> bool {
-        self.is_current && self.listed_before.is_some()
+    /// Returns true if the kubelet could be asked at the last attempt, and not for the first time since it started: a
+    /// claim that [`Self::claimed_lately`] lacks has no container.
+    pub fn lists_all(&self) -> bool {
+        self.is_current && self.is_whole
     }
 
     /// The ids that are held through the device plugin API.

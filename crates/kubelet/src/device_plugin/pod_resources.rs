@@ -23,6 +23,7 @@ use linkwise_core::state::{
     ClaimedDevice, ContainerHoldings, ContainerName, Health, Holdings, NodeState, ResourceDevice, ResourceName,
 };
 use linkwise_kubelet_api::podresources as wire;
+use linkwise_system::uds::FileId;
 use wire::pod_resources_lister_client::PodResourcesListerClient;
 
 /// The longest time that one answer may take.
@@ -193,11 +194,18 @@ pub async fn follow_holders(
     shutdown: CancellationToken,
 ) {
     let mut pauses = Backoff::new(ASK_OFTEN, ASK_AWAITED);
-    let mut containers = ListedContainers::default();
+    let (mut containers, mut asked) = (ListedContainers::default(), None);
     let follow = async {
         loop {
             let soonest = Instant::now() + ASK_OFTEN;
-            let now = holders_after(sources, &mut containers).await;
+            // A kubelet makes its socket anew when it starts.
+            let socket = FileId::of_socket(&sources.socket);
+            let mut now = holders_after(sources, &mut containers).await;
+            if let Some(held) = &mut now.held {
+                let is_same = socket.is_some() && socket == FileId::of_socket(&sources.socket);
+                held.is_first = asked != socket || !is_same;
+                asked = socket;
+            }
             let (is_known, last) = (now.held.is_some(), holders_now.send_replace(now));
             let is_news = holders_now.borrow().held != last.held;
             let pause = pause(*often.borrow_and_update(), is_known, is_news, &mut pauses);

@@ -131,6 +131,8 @@ impl Agent {
             (Some(_), false) => longest,
         };
         self.next_list = now + self.pause;
+        // The kubelet may have started just before.
+        let held = held.map(|held| Holdings { is_first: held.is_first || !self.is_informed, ..held });
         self.is_informed |= held.is_some();
         self.apply(Event::Holders(held), now);
     }
@@ -225,6 +227,6 @@ impl Agent {
         let ledger = self.snapshot.ledger();
         let listed = ledger.claimed_lately().any(|held| held.claim == format!("default/{uid}"));
         let is_old = self.entered.get(uid).is_some_and(|since| now >= *since + LISTED_WITHIN);
-        !cluster.contains_key(uid) && ledger.has_two_lists() && is_old && !listed
+        !cluster.contains_key(uid) && ledger.lists_all() && is_old && !listed
     }
 }

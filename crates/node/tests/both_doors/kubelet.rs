@@ -76,7 +76,7 @@ impl Kubelet {
         let is_new = self.lists == 0;
         self.lists += 1;
         self.pods.retain(|_, pod| !pod.ended);
-        let mut holdings = Holdings::default();
+        let mut holdings = Holdings { is_first: is_new, ..Holdings::default() };
         for pod in self.pods.values().filter(|pod| pod.granted.is_none()) {
             let ids = pod.ids.iter().map(|id| (pod.resource.parse().unwrap(), DeviceId::from(id.clone())));
             if pod.by_init || is_new {

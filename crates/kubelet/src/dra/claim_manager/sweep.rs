@@ -43,12 +43,12 @@ pub(in crate::dra) async fn keep_sweeping(manager: &ClaimManager, stop: &Cancell
         let is_seen = |state: &NodeState| !state.topology().gpus().is_empty();
         let (was_known, was_seen) = {
             let state = snapshot.borrow();
-            (state.ledger().has_two_lists(), is_seen(&state))
+            (state.ledger().lists_all(), is_seen(&state))
         };
         manager.sweep(stop).await;
         // A sweep without the kubelet's list undoes nothing, one without the driver destroys no MIG device: the next
         // follows when there is one.
-        let news = |state: &Arc<NodeState>| !was_known && state.ledger().has_two_lists() || !was_seen && is_seen(state);
+        let news = |state: &Arc<NodeState>| !was_known && state.ledger().lists_all() || !was_seen && is_seen(state);
         let known = or_never(snapshot.wait_for(news));
         // The end of a claim may reach nobody while DRA is off.
         let limit = if manager.is_off() && manager.has_checkpoints() { pause.min(OFF_SWEEP) } else { pause };
@@ -94,7 +94,7 @@ impl ClaimManager {
         // kubelet's list names the claims that containers have.
         let is_used = |uid: &String| {
             let mut names = state.ledger().claimed_lately().flat_map(|held| &held.cdi_names);
-            !state.ledger().has_two_lists()
+            !state.ledger().lists_all()
                 || names.any(|name| name.strip_prefix(uid.as_str()).is_some_and(|rest| rest.starts_with('-')))
         };
         let with_spec = with_spec.into_iter().filter(|uid| !is_used(uid));
@@ -156,15 +156,15 @@ impl ClaimManager {
         slot.unlisted.is_some_and(|since| now.saturating_duration_since(since) >= self.settings.listed_within)
     }
 
-    /// Returns true if the kubelet lists no container with a checkpoint's devices. While it cannot be asked, or was asked
-    /// once, there may be one, and where it was asked before the claim was prepared: a claim that was deleted by force is gone before
+    /// Returns true if the kubelet lists no container with a checkpoint's devices. While it cannot be asked, or has
+    /// just started, there may be one, and where it was asked before the claim was prepared: a claim that was deleted by force is gone before
     /// its pod is.
     pub(super) fn is_unused(&self, checkpoint: &Checkpoint) -> bool {
         let state = self.snapshot.borrow().clone();
         let named = checkpoint.claim.to_string();
         let since = lock(&self.slots).get(&checkpoint.claim.uid).and_then(|slot| slot.since);
         let mut listed = state.ledger().claimed_lately();
-        state.ledger().has_two_lists()
+        state.ledger().lists_all()
             && since.is_none_or(|since| since.elapsed() >= self.settings.listed_within)
             && !listed.any(|held| {
                 let has = |device: &str| checkpoint.prepared.devices.iter().any(|prepared| prepared.device == device);
