@@ -182,55 +182,19 @@ impl Incoming {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::scan::{GpuScan, MigDeviceScan, MigScan, NvLinkScan};
+    use crate::scan::tests::{gpu, node};
     use linkwise_core::state::{FabricHealth, Reach, RecoveryAction, RowRemapping};
-    use linkwise_core::topology::{
-        AddressingMode, CudaVersion, FabricObservation, MigEngines, MigExtension, MigPlacement, MigProfileObservation,
-        MigSlot, PcieLink, TopologyLevel,
-    };
 
     fn every_message() -> Vec<FromAgent> {
-        let gpu: GpuUuid = "GPU-1".parse().unwrap();
+        let mut scan = gpu(0, 1, &[2]);
+        let gpu = scan.uuid.clone();
         let failed = CallError::returned("nvmlDeviceGetName", 999);
-        let link = NvLinkScan { active: false, kind: Ok(Some(1)), pci: Err(failed.clone()) };
-        let device = "{index: 3, uuid: MIG-1, gpu_instance: 1, compute_instance: 0, gpu_slices: 1, compute_slices: 1, \
-                      memory_mib: 1}";
-        let device = MigDeviceScan {
-            device: serde_saphyr::from_str(device).unwrap(),
-            instance: Ok(Some(MigSlot { profile_id: 19, placement: MigPlacement { start: 4, size: 1 } })),
-            extension: Ok(Some(MigExtension::Media)),
-            capabilities: Ok(None),
-        };
-        let profile = MigProfileObservation {
-            id: 19,
-            number: 0,
-            gpu_slices: 1,
-            memory_mib: 9728,
-            instances: 7,
-            engines: MigEngines { multiprocessors: 14, ..MigEngines::default() },
-            placements: vec![MigPlacement { start: 6, size: 1 }],
-        };
-        let scan = GpuScan {
-            model: Ok(Some("NVIDIA \"X\"\n".into())),
-            minor: Err(failed.clone()),
-            compute_capability: Ok(Some("9.0".to_owned().try_into().unwrap())),
-            brand: Ok(Some("Nvidia".into())),
-            architecture: Err(failed.clone()),
-            addressing_mode: Ok(Some(AddressingMode::Ats)),
-            memory_mib: Ok(Some(u64::MAX)),
-            pcie: Ok(Some(PcieLink { mts: 16000, width: 16 })),
-            c2c: Err(CallError::unreadable("f", "neither 0 nor 1")),
-            display: Ok(Some(true)),
-            fabric: Ok(Some(FabricObservation { cluster: "0".into(), clique: 1 })),
-            nvlinks: vec![Ok(Some(link)), Ok(None), Err(failed.clone())],
-            mig: Ok(Some(MigScan {
-                enabled: true,
-                devices: Ok(Some([(3, Ok(Some(device)))].into())),
-                profiles: Ok(Some(vec![profile])),
-            })),
-            ancestors: [("GPU-2".parse().unwrap(), Ok(Some(TopologyLevel::HostBridge)))].into(),
-            ..GpuScan::bare(0, gpu.clone(), "0000:3b:00.0".parse().unwrap())
-        };
+        scan.model = Ok(Some("NVIDIA \"X\"\n".into()));
+        scan.minor = Err(failed.clone());
+        scan.memory_mib = Ok(Some(u64::MAX));
+        scan.c2c = Err(CallError::unreadable("f", "neither 0 nor 1"));
+        scan.display = Ok(Some(true));
+        scan.nvlinks.extend([Ok(None), Err(failed.clone())]);
         let poll = HealthPoll {
             reach: Reach::Failed { call: "f".into(), error: "e".into() },
             recovery_action: Some(RecoveryAction::Other(99)),
@@ -243,14 +207,9 @@ mod tests {
         let failure = CallFailure { subject: "GPU 1".into(), part: "NVLink 1, 2".into(), error: failed.clone() };
         vec![
             FromAgent::Ready(Box::new(NodeScan {
-                driver: Ok(Some("580".into())),
                 library: Ok(None),
-                path: "libnvidia-ml.so.1".into(),
-                cuda: Ok(Some(CudaVersion { major: 13, minor: 0 })),
-                count: Some(2),
-                gpus: vec![scan],
                 failures: vec![failure.clone()],
-                mig_orders: 0,
+                ..node(vec![scan])
             })),
             FromAgent::Xid { gpu: gpu.clone(), code: 79, gpu_instance: Some(1), compute_instance: None },
             FromAgent::DoubleBitEcc { gpu: gpu.clone() },

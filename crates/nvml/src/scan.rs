@@ -178,6 +178,21 @@ impl Retained<'_> {
 }
 
 impl NodeScan {
+    /// A scan that lists these GPUs, with a driver of which nothing else is known.
+    #[cfg(test)]
+    pub fn bare(gpus: Vec<GpuScan>) -> Self {
+        Self {
+            driver: Ok(None),
+            library: Ok(None),
+            path: String::new(),
+            cuda: Ok(None),
+            count: u32::try_from(gpus.len()).ok(),
+            gpus,
+            failures: Vec::new(),
+            mig_orders: 0,
+        }
+    }
+
     /// This scan, completed from the one before. Facts whose calls failed stay as they were, and so do whole GPUs that
     /// NVML counts but that were not asked or could not be identified. The errors become [`Self::failures`].
     #[must_use]
@@ -411,4 +426,4 @@ impl MigScan {
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

@@ -177,18 +177,7 @@ mod tests {
         };
         // The GPUs are asked one after the other.
         assert_eq!((handle(&mut watchdog), handle(&mut watchdog)), (LIMITS.start, LIMITS.start));
-        let (gpus, failures) = (Vec::new(), Vec::new());
-        let (driver, library, cuda) = (Ok(None), Ok(None), Ok(None));
-        let ready = FromAgent::Ready(Box::new(NodeScan {
-            driver,
-            library,
-            path: String::new(),
-            cuda,
-            count: Some(0),
-            gpus,
-            failures,
-            mig_orders: 0,
-        }));
+        let ready = FromAgent::Ready(Box::new(NodeScan::bare(Vec::new())));
         assert_eq!(watchdog.heard(&ready, start), None);
         assert_eq!(handle(&mut watchdog), LIMITS.call);
         assert_eq!(watchdog.heard(&polled(0), start), None);

@@ -6,7 +6,7 @@ use super::*;
 use linkwise_core::topology::{MigEngines, MigPlacement};
 
 /// GPU `number` at `index`, which shares a host bridge with each of `others`.
-fn gpu(index: u32, number: u32, others: &[u32]) -> GpuScan {
+pub(crate) fn gpu(index: u32, number: u32, others: &[u32]) -> GpuScan {
     let link = |kind, pci: &str| Ok(Some(NvLinkScan { active: true, kind: Ok(Some(kind)), pci: Ok(pci.parse().ok()) }));
     let device = "{index: 0, uuid: MIG-0, gpu_instance: 1, compute_instance: 0, gpu_slices: 1, compute_slices: 1, \
                   memory_mib: 1}";
@@ -45,16 +45,13 @@ fn uuid(number: u32) -> GpuUuid {
     format!("GPU-{number}").parse().unwrap()
 }
 
-fn node(gpus: Vec<GpuScan>) -> NodeScan {
+pub(crate) fn node(gpus: Vec<GpuScan>) -> NodeScan {
     NodeScan {
         driver: Ok(Some("580.95.05".to_owned())),
         library: Ok(Some("13.580.95.05".to_owned())),
         path: "libnvidia-ml.so.1".to_owned(),
         cuda: Ok(Some(CudaVersion { major: 13, minor: 0 })),
-        count: Some(u32::try_from(gpus.len()).unwrap()),
-        gpus,
-        failures: Vec::new(),
-        mig_orders: 0,
+        ..NodeScan::bare(gpus)
     }
 }
 

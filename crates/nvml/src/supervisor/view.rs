@@ -220,10 +220,7 @@ mod tests {
         {
             let mut scan = View::new(Duration::from_secs(10));
             let failures = codes.iter().map(|code| failure(*code)).collect();
-            let (driver, library, cuda, gpus) = (Ok(None), Ok(None), Ok(None), Vec::new());
-            let path = String::new();
-            let count = Some(0);
-            let of_nvml = NodeScan { driver, library, path, cuda, count, gpus, failures, mig_orders: 0 };
+            let of_nvml = NodeScan { failures, ..NodeScan::bare(Vec::new()) };
             scan.take(of_nvml, Duration::ZERO, Duration::ZERO);
             let of_host = || ProbeFailure { subject: "hwloc".into(), call: "f".into(), error: "e".into() };
             let host = (0..host).map(|_| of_host()).collect();
