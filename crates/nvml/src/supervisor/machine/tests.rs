@@ -128,8 +128,7 @@ fn scan(count: Option<u32>) -> NodeScan {
         ..GpuScan::bare(number, uuid(number), format!("0000:0{number}:00.0").parse().unwrap())
     };
     let gpus = (0..count.unwrap_or(0)).map(gpu).collect();
-    let (driver, library, cuda) = (Ok(None), Ok(None), Ok(None));
-    NodeScan { driver, library, path: String::new(), cuda, count, gpus, failures: Vec::new(), mig_orders: 0 }
+    NodeScan { count, ..NodeScan::bare(gpus) }
 }
 
 impl World {
@@ -496,24 +495,6 @@ impl World {
 }
 
 #[test]
-fn agent_is_replaced_once_its_process_has_ended() {
-    let mut world = working();
-    world.happens(Happening::Polls(0, None));
-    let mut other = world.bus(Bus::Gpus);
-    other.bus = Some(BTreeMap::new());
-    world.probing = false;
-    world.tell(Input::Probed(Some(other)));
-    assert_eq!((world.serving(), world.processes.len()), (0, 1), "the first agent was killed");
-    assert!(world.machine.is_starting(), "orders wait");
-    world.happens(Happening::ProcessEnds(0));
-    world.happens(Happening::Passes(0));
-    world.happens(Happening::Probed(Bus::Gpus));
-    assert_eq!((world.serving(), world.newest()), (1, 2));
-    world.happens(Happening::Ready(0, 4));
-    assert!(!world.machine.is_starting() && world.machine.answering() == Some(2));
-}
-
-#[test]
 fn lost_gpu_is_asked_for_by_new_processes_ever_more_rarely() {
     let mut world = working();
     let (mut asked, mut agents) = (Vec::new(), 1);
@@ -598,25 +579,4 @@ fn agent_is_not_replaced_while_another_one_hangs() {
     assert_eq!(world.machine.answering(), works, "one still hangs");
     world.happens(Happening::ProcessEnds(0));
     assert_eq!((world.machine.answering(), world.serving()), (None, 0), "the GPU is tried");
-}
-
-#[test]
-fn gpus_of_another_driver_end_no_process() {
-    let mut world = World::new(None);
-    world.happens(Happening::Passes(0));
-    world.happens(Happening::Probed(Bus::OtherDriver));
-    world.happens(Happening::Leaves(0));
-    assert!(!world.failed && world.processes.is_empty());
-    // After they are bound again, they are served.
-    world.happens(Happening::Passes(10_000));
-    world.happens(Happening::Probed(Bus::Gpus));
-    world.happens(Happening::Passes(0));
-    world.happens(Happening::Probed(Bus::Gpus));
-    assert_eq!(world.serving(), 1);
-    // GPUs that no driver holds need another container.
-    let mut world = World::new(None);
-    world.happens(Happening::Passes(0));
-    world.happens(Happening::Probed(Bus::Gpus));
-    world.happens(Happening::Leaves(0));
-    assert!(world.failed);
 }
