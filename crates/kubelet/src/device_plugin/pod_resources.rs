@@ -298,12 +298,13 @@ mod tests {
         ids.iter().map(|id| ("nvidia.com/gpu".parse().unwrap(), DeviceId::from((*id).to_owned()))).collect()
     }
 
+    /// A container's devices in the kubelet's checkpoint.
+    fn of(pod: &str, container: &str, ids: &[&str]) -> ContainerDevices {
+        ContainerDevices { container: (pod.to_owned(), container.to_owned()), devices: devices(ids) }
+    }
+
     #[test]
     fn checkpoint_that_outlives_a_pod_holds_nothing() {
-        let of = |pod: &str, container: &str, ids: &[&str]| ContainerDevices {
-            container: (pod.to_owned(), container.to_owned()),
-            devices: devices(ids),
-        };
         // The kubelet writes the file again only with the next allocation or device list.
         let file = [of("a", "main", &["0", "1"]), of("a", "init", &["1", "2"]), of("b", "main", &["3"])];
         let mut containers = ListedContainers::default();
@@ -322,10 +323,6 @@ mod tests {
 
     #[test]
     fn pods_get_their_uids_from_the_checkpoint() {
-        let of = |pod: &str, container: &str, ids: &[&str]| ContainerDevices {
-            container: (pod.to_owned(), container.to_owned()),
-            devices: devices(ids),
-        };
         let mut held = Holdings::default();
         for (pod, container, ids) in [("a", "main", &["0", "1"][..]), ("b", "main", &["2"]), ("c", "side", &["4"])] {
             let name = ContainerName { pod: pod.to_owned(), container: container.to_owned(), ..Default::default() };

@@ -414,27 +414,6 @@ fn phases_from_kubelet_to_serving() {
     assert_eq!(phases, road);
 }
 
-#[test]
-fn never_listed_devices_end_the_session() {
-    let mut world = World::new(1);
-    for happening in [
-        Happening::KubeletNew,
-        Happening::BindEnds(true),
-        Happening::Own(Own::RegisterEnds(true)),
-        Happening::Own(Own::StreamOpens),
-    ] {
-        world.happens(happening);
-    }
-    for round in 0..200 {
-        does(&mut world, Own::AskEnds(Listing::Missing));
-        // An answer to no question counts for nothing.
-        does(&mut world, Own::Spurious(2));
-        assert!(round > 0 || world.phase() == Phase::Confirming);
-        world.happens(Happening::Passes(100));
-    }
-    assert!(world.has_ended_with(NOT_LISTED));
-}
-
 /// A registration can be lost with its stream still open.
 #[test]
 fn unlisted_devices_end_readiness_then_session() {

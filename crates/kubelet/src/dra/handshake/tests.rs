@@ -278,14 +278,6 @@ fn disconnected() -> World {
 }
 
 #[test]
-fn nothing_is_bound_before_gpus_are_seen() {
-    let mut world = new();
-    assert_eq!((world.phase(), world.machine.wake()), (Phase::WaitingForGpus, None));
-    assert_eq!(does(&mut world, Own::Ready), [Action::Bind]);
-    assert_eq!(does(&mut world, Own::Ready), [], "it is binding already");
-}
-
-#[test]
 fn missing_folder_is_waited_for_and_reported_once() {
     let mut world = World::new(0);
     assert_eq!(does(&mut world, Own::Ready), [Action::ReportWaiting("there is none".to_owned())]);
@@ -293,14 +285,6 @@ fn missing_folder_is_waited_for_and_reported_once() {
     assert_eq!((world.phase(), world.done.len()), (Phase::WaitingForKubelet, 1));
     world.happens(Happening::KubeletNew);
     assert!(world.binding);
-}
-
-#[test]
-fn kubelet_that_restarts_registers_the_same_sockets() {
-    let mut world = disconnected();
-    assert_eq!(does(&mut world, Own::Registers(true)), [Action::ReportRegistered(Ok(()))]);
-    does(&mut world, Own::Connects);
-    assert_eq!((world.phase(), world.machine.wake(), world.sockets), (Phase::Registered, None, 1));
 }
 
 #[test]

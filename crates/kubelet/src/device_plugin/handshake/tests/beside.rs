@@ -2,19 +2,19 @@
 
 use super::*;
 
+/// A world in which we have registered beside another plugin, and our devices are listed.
+fn beside() -> World {
+    let mut world = World::new(1);
+    world.happens(Happening::KubeletNew);
+    let road = [Own::BindsBeside, Own::StreamOpens, Own::RegisterEnds(true), Own::AskEnds(Listing::Listed)];
+    road.into_iter().for_each(|own| does(&mut world, own));
+    world
+}
+
 /// Beside another plugin: detached from it before it is called serving, and registered again once its stream has ended.
 #[test]
 fn end_of_the_plugin_before_us_changes_nothing() {
-    let mut world = World::new(1);
-    for happening in [
-        Happening::KubeletNew,
-        Happening::Own(Own::BindsBeside),
-        Happening::Own(Own::StreamOpens),
-        Happening::Own(Own::RegisterEnds(true)),
-        Happening::Own(Own::AskEnds(Listing::Listed)),
-    ] {
-        world.happens(happening);
-    }
+    let mut world = beside();
     assert_eq!(world.phase(), Phase::Detaching, "its end would end us");
     does(&mut world, Own::DetachEnds(true));
     world.happens(Happening::Passes(40_000));
@@ -51,19 +51,10 @@ fn successor_that_ends_is_followed_by_a_registration() {
 /// Where the kubelet did not forget the name, the end of the other plugin costs one session.
 #[test]
 fn failed_detachment_costs_one_session() {
-    let mut world = World::new(1);
-    for happening in [
-        Happening::KubeletNew,
-        Happening::Own(Own::BindsBeside),
-        Happening::Own(Own::StreamOpens),
-        Happening::Own(Own::RegisterEnds(true)),
-        Happening::Own(Own::AskEnds(Listing::Listed)),
-        Happening::Own(Own::DetachEnds(false)),
-        Happening::Own(Own::PredecessorEnds(5)),
-        Happening::Passes(5),
-    ] {
-        world.happens(happening);
-    }
+    let mut world = beside();
+    does(&mut world, Own::DetachEnds(false));
+    does(&mut world, Own::PredecessorEnds(5));
+    world.happens(Happening::Passes(5));
     assert_eq!(world.phase(), Phase::Ending);
     world.benign_until_registered(false, true);
     assert_eq!(world.sockets, 2);
@@ -72,17 +63,8 @@ fn failed_detachment_costs_one_session() {
 /// A kubelet that hangs while it is to forget the name costs one session too: nothing of the hung call is left.
 #[test]
 fn unanswered_detachment_costs_one_session() {
-    let mut world = World::new(1);
-    for happening in [
-        Happening::KubeletNew,
-        Happening::Own(Own::BindsBeside),
-        Happening::Own(Own::StreamOpens),
-        Happening::Own(Own::RegisterEnds(true)),
-        Happening::Own(Own::AskEnds(Listing::Listed)),
-        Happening::Passes(15_000),
-    ] {
-        world.happens(happening);
-    }
+    let mut world = beside();
+    world.happens(Happening::Passes(15_000));
     assert!(world.phase() == Phase::Ending && !world.neighbour.detaching);
     world.benign_until_registered(false, true);
     assert_eq!(world.sockets, 2);
@@ -113,18 +95,9 @@ fn slow_answer_is_waited_for_over_a_second_registration() {
 /// A plugin that lives on beside ours does not keep the kubelet from noticing our end for ever.
 #[test]
 fn plugin_before_us_that_lives_on_is_waited_for_5_min() {
-    let mut world = World::new(1);
-    for happening in [
-        Happening::KubeletNew,
-        Happening::Own(Own::BindsBeside),
-        Happening::Own(Own::StreamOpens),
-        Happening::Own(Own::RegisterEnds(true)),
-        Happening::Own(Own::AskEnds(Listing::Listed)),
-        Happening::Own(Own::DetachEnds(true)),
-        Happening::Passes(299_999),
-    ] {
-        world.happens(happening);
-    }
+    let mut world = beside();
+    does(&mut world, Own::DetachEnds(true));
+    world.happens(Happening::Passes(299_999));
     assert!(world.phase() == Phase::Beside && !world.neighbour.registering);
     world.happens(Happening::Passes(1));
     assert!(world.neighbour.registering, "{:?}", world.phase());
