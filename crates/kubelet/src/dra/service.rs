@@ -86,18 +86,8 @@ mod tests {
 
     #[test]
     fn kubelet_is_told_which_share_a_device_is() {
-        let prepared = PreparedDevice {
-            request: "gpus".to_owned(),
-            pool: "node/gpu".to_owned(),
-            device: "gpu-0".to_owned(),
-            share_id: Some("share".to_owned()),
-            share: None,
-            admin: false,
-            gpu: "GPU-0".parse().unwrap(),
-            mig: None,
-            made: None,
-            cdi: vec!["k/gpu=GPU-0".to_owned()],
-        };
+        let whole = PreparedDevice::whole("gpu-0", "GPU-0".parse().unwrap());
+        let prepared = PreparedDevice { share_id: Some("share".to_owned()), ..whole };
         assert_eq!(device(prepared).share_id.as_deref(), Some("share"));
     }
 }

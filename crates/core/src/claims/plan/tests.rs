@@ -267,16 +267,8 @@ fn only_an_administrator_gets_another_claims_gpu() {
 #[test]
 fn whole_gpu_and_its_part_overlap() {
     let device = |mig: Option<&str>| PreparedDevice {
-        request: "a".to_owned(),
-        pool: "pool".to_owned(),
-        device: "x".to_owned(),
-        share_id: None,
-        share: None,
-        admin: false,
-        gpu: "GPU-0".parse().unwrap(),
         mig: mig.map(|mig| mig.parse().unwrap()),
-        made: None,
-        cdi: Vec::new(),
+        ..PreparedDevice::whole("x", "GPU-0".parse().unwrap())
     };
     let (whole, one, other) = (device(None), device(Some("MIG-1")), device(Some("MIG-2")));
     assert!(whole.overlaps(&one) && one.overlaps(&whole) && one.overlaps(&one) && !one.overlaps(&other));
