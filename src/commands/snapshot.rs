@@ -134,26 +134,13 @@ fn may_write(path: &Path, force: bool) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use linkwise_core::topology::{
-        FabricObservation, MigDeviceObservation, MigObservation, NodeTopology, ProbeFailure,
-    };
+    use linkwise_core::topology::{FabricObservation, MigObservation, NodeTopology, ProbeFailure};
     use linkwise_host::machines;
 
     fn mig_of_one_device() -> MigObservation {
-        let device = MigDeviceObservation {
-            index: 0,
-            uuid: "MIG-5ec7e7".parse().unwrap(),
-            gpu_instance: 1,
-            compute_instance: 0,
-            gpu_slices: 1,
-            compute_slices: 1,
-            memory_mib: 9728,
-            profile_id: None,
-            placement: None,
-            extension: None,
-            engines: None,
-            capabilities: None,
-        };
+        let device = serde_json::json!({"index": 0, "uuid": "MIG-5ec7e7", "gpu_instance": 1, "compute_instance": 0,
+            "gpu_slices": 1, "compute_slices": 1, "memory_mib": 9728});
+        let device = serde_json::from_value(device).unwrap();
         MigObservation { enabled: true, devices: vec![device], profiles: Vec::new() }
     }
 

@@ -44,16 +44,6 @@ fn uuid(index: u8) -> GpuUuid {
 }
 
 #[test]
-fn scan_makes_devices_with_numa_nodes() {
-    let (state, effects) = after([node(&[0, 1, 2])]);
-    assert_eq!(healthy(&state), ["GPU-0", "GPU-1", "GPU-2"]);
-    assert!(effects.contains(&Effect::Publish));
-    let numa: Vec<_> = state.offers().of(&ResourceName::gpu()).map(|(_, device)| device.numa_nodes.clone()).collect();
-    // Node 1 has no CPUs, and no CPUs of node 2 are known.
-    assert_eq!(numa, [vec![NumaNodeId(0)], vec![], vec![]]);
-}
-
-#[test]
 fn numa_hints_are_own_node_package_or_none() {
     let mut observed = NodeObservation::default();
     // Package 0: nodes 0 and 1 with CPUs, node 2 without; package 1: node 3; node 4 of no known package.
@@ -111,15 +101,6 @@ fn event_of_unknown_gpu_changes_nothing() {
 }
 
 #[test]
-fn missing_gpu_stays_listed_and_heals_when_back() {
-    let (state, _) = after([node(&[0, 1]), node(&[0])]);
-    assert_eq!(healthy(&state), ["GPU-0"]);
-    assert_eq!(state.offers().of(&ResourceName::gpu()).count(), 2);
-    let (state, _) = state.apply(node(&[0, 1]), NOON);
-    assert_eq!(healthy(&state), ["GPU-0", "GPU-1"]);
-}
-
-#[test]
 fn new_scan_keeps_health() {
     let (state, _) = after([node(&[0, 1]), Event::Xid { gpu: uuid(0), code: 79, instance: None }, node(&[0, 1])]);
     assert_eq!(healthy(&state), ["GPU-1"]);
@@ -147,16 +128,6 @@ fn warning_is_reported_once() {
     assert!(effects.iter().any(|effect| matches!(effect, Effect::Warn(_))), "the GPU is not in the host's tree");
     let (_, effects) = after([node(&[0]), node(&[0])]);
     assert_eq!(effects, [Effect::Publish]);
-}
-
-#[test]
-fn resource_names_follow_kubernetes() {
-    for name in ["nvidia.com/gpu", "nvidia.com/mig-1g.10gb", "a.b-c/x_Y.z"] {
-        assert!(name.parse::<ResourceName>().is_ok(), "{name}");
-    }
-    for name in ["gpu", "nvidia.com/", "/gpu", "nvidia..com/gpu", "NVIDIA.com/gpu", "nvidia.com/-gpu", "a/b/c"] {
-        assert!(name.parse::<ResourceName>().is_err(), "{name}");
-    }
 }
 
 #[test]

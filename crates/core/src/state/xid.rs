@@ -173,19 +173,10 @@ mod tests {
         let written: BTreeMap<u64, XidClass> = rows.iter().copied().collect();
         assert_eq!(written.len(), rows.len(), "a number twice: {rows:?}");
         assert!(written.len() > 90, "{written:?}");
-        for code in 0..1_000 {
+        for code in (0..1_000).chain([u64::MAX]) {
             let class = written.get(&code).copied().unwrap_or(XidClass::ResetGpu);
             assert_eq!(XidClass::of(code), class, "XID {code}");
         }
-    }
-
-    #[test]
-    fn unknown_numbers_fail_the_gpu() {
-        assert_eq!([1, 42, 555, u64::MAX].map(XidClass::of), [XidClass::ResetGpu; 4]);
-        assert_eq!(
-            [13, 48, 63, 79].map(XidClass::of),
-            [XidClass::Application, XidClass::ResetGpu, XidClass::Ignore, XidClass::RebootNode]
-        );
     }
 
     #[test]

@@ -450,20 +450,9 @@ mod tests {
         memory_mib: u64,
         extension: Option<MigExtension>,
     ) -> MigDeviceObservation {
-        MigDeviceObservation {
-            index: 0,
-            uuid: "MIG-1".parse().unwrap(),
-            gpu_instance: 1,
-            compute_instance: 0,
-            gpu_slices,
-            compute_slices,
-            memory_mib,
-            profile_id: None,
-            placement: None,
-            extension,
-            engines: None,
-            capabilities: None,
-        }
+        let device = serde_json::json!({"index": 0, "uuid": "MIG-1", "gpu_instance": 1, "compute_instance": 0,
+            "gpu_slices": gpu_slices, "compute_slices": compute_slices, "memory_mib": memory_mib});
+        MigDeviceObservation { extension, ..serde_json::from_value(device).unwrap() }
     }
 
     #[test]

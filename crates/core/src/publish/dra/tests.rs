@@ -83,19 +83,6 @@ fn device_without_a_name_of_its_own_is_reported() {
 }
 
 #[test]
-fn only_gpus_of_the_plan_are_published() {
-    let observed = chain();
-    let names = |plan: &ResourcePlan| -> Vec<String> {
-        let mut names: Vec<String> = published(&observed, plan).0.into_iter().map(|device| device.name).collect();
-        names.sort_unstable();
-        names
-    };
-    assert_eq!(names(&all()), ["gpu-0", "gpu-1", "gpu-2", "gpu-3"]);
-    let filter = Filter { exclude: [0, 2, 3].map(GpuSelector::Index).into(), ..Filter::default() };
-    assert_eq!(names(&ResourcePlan { filter, ..all() }), ["gpu-1"]);
-}
-
-#[test]
 fn groups_are_of_the_published_gpus_alone() {
     let observed = chain();
     let domains = |gpus: &[u32]| -> Vec<Option<String>> {
