@@ -312,27 +312,6 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn file_is_written_again_once_its_folder_can_be() {
-        let folder = tempfile::tempdir().unwrap();
-        let features = folder.path().join("features.d");
-        std::fs::write(&features, "a file where a folder should be").unwrap();
-        let path = features.join("gfd");
-        let (file, metrics) = (LabelsFile::new(&path), LabelMetrics::default());
-        let writer =
-            FileWriter { file, interval: Interval::Infinite, metrics, files: watch::channel(Some(Right::default())).1 };
-        let labels = Arc::new(BTreeMap::from([("nvidia.com/gpu.count".to_owned(), "8".to_owned())]));
-        let mut backoff = Backoff::new(PAUSES.0, PAUSES.1);
-        assert_eq!(writer.write((Arc::clone(&labels), Right::default()), &mut backoff).await.unwrap(), Some(PAUSES.0));
-        assert_eq!(
-            writer.write((Arc::clone(&labels), Right::default()), &mut backoff).await.unwrap(),
-            Some(2 * PAUSES.0)
-        );
-        std::fs::remove_file(&features).unwrap();
-        assert_eq!(writer.write((labels, Right::default()), &mut backoff).await.unwrap(), None);
-        assert_eq!(std::fs::read_to_string(path).unwrap(), "nvidia.com/gpu.count=8\n");
-    }
-
-    #[tokio::test]
     async fn removed_file_is_back_at_the_next_comparison() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("gfd");

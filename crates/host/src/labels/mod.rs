@@ -126,28 +126,12 @@ impl LabelMetrics {
 mod tests {
     use super::*;
     use std::fs;
-    use std::os::unix::fs::PermissionsExt;
 
     #[test]
     fn own_fabric_is_the_beginning_of_the_names_sha256() {
         // `printf abc | sha256sum`
         assert_eq!(own_fabric("abc"), "node-ba7816bf8f01cfea");
         assert_ne!(own_fabric("gpu-1"), own_fabric("gpu-2"));
-    }
-
-    #[test]
-    fn file_has_sorted_lines_and_nothing_beside_it() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("features.d/gfd");
-        let file = LabelsFile::new(&path);
-        let labels = [("nvidia.com/gpu.count", "8"), ("linkwise.dev/gpu.link", "nvswitch"), ("nvidia.com/a", "")];
-        let labels = labels.map(|(key, value)| (key.to_owned(), value.to_owned())).into();
-        assert!(file.write(&labels).unwrap());
-        assert!(!file.write(&labels).unwrap(), "it is there already");
-        let written = fs::read_to_string(&path).unwrap();
-        assert_eq!(written, "linkwise.dev/gpu.link=nvswitch\nnvidia.com/a=\nnvidia.com/gpu.count=8\n");
-        assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o644);
-        assert_eq!(fs::read_dir(path.parent().unwrap()).unwrap().count(), 1);
     }
 
     #[test]

@@ -126,7 +126,6 @@ fn yaml<T: serde::de::DeserializeOwned>(text: &str) -> Result<T, MachineFileErro
 #[cfg(test)]
 mod tests {
     use super::*;
-    use linkwise_core::topology::NodeObservation;
 
     /// The result of reading a file with that content.
     fn read_text(text: &[u8]) -> Result<Machine, String> {
@@ -175,13 +174,6 @@ mod tests {
         assert!(!message.contains('\n'), "more than one line: {message}");
         eprintln!("{message}");
         message
-    }
-
-    #[test]
-    fn machine_without_gpus_parses() {
-        let machine = Machine::parse("version: 1\nname: bare\nobserved: {gpus: []}\n").unwrap();
-        assert_eq!(machine.name, "bare");
-        assert_eq!(machine.observed, NodeObservation::default());
     }
 
     #[test]

@@ -39,21 +39,11 @@ fn host_and_gpus_are_read() {
     let cpu = host.cpu.clone().unwrap();
     assert_eq!((cpu.arch.as_str(), cpu.vendor.as_deref()), ("x86_64", Some("GenuineIntel")));
     assert_eq!((cpu.family, cpu.model), (Some(6), Some(85)));
-    let nodes: Vec<_> = host.numa_nodes.iter().map(|node| (node.id.0, node.package, node.cpus.as_str())).collect();
-    assert_eq!(nodes, [(0, Some(PackageId(0)), "0-1"), (1, Some(PackageId(1)), "2-3")]);
     let seen: Vec<_> = gpus.iter().map(|gpu| (gpu.index, gpu.pci.to_string(), gpu.uuid.to_string())).collect();
     let expected = [(0, "0000:04:00.0"), (1, "0000:03:00.0"), (2, "0000:81:00.0")];
     let uuid = |index: u32| format!("GPU-{index}0000000-0000-4000-8000-000000000000");
     assert_eq!(seen, expected.map(|(index, pci)| (index, pci.to_owned(), uuid(index))), "in NVML's order");
     assert!(gpus.iter().all(|gpu| gpu.model.as_deref() == Some("Tesla V100-SXM3-32GB")));
-    let nics = &host.host_bridges[0].devices[0].devices[0].devices[2].devices[0].nics;
-    let guid = |guid: &str| guid.parse().unwrap();
-    let rdma = NicObservation {
-        system_guid: Some(guid("b8ce:f603:00a1:b2c4")),
-        port_guids: vec![guid("b8ce:f603:00a1:b2c5")],
-        ..NicObservation::new("mlx5_0".to_owned(), NicKind::Rdma)
-    };
-    assert_eq!(nics, &[rdma], "eth7 is IP over this InfiniBand");
     let (topology, warnings) =
         NodeTopology::assemble(&NodeObservation { gpus, host, failures, ..NodeObservation::default() });
     // hwloc records no NVLinks, and only the third GPU has no NIC on its side.
