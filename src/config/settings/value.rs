@@ -421,13 +421,4 @@ mod tests {
             );
         }
     }
-
-    #[test]
-    fn name_without_domain_is_in_nvidia_com() {
-        assert_eq!(resource_name(&word("gpu")).unwrap().as_str(), "nvidia.com/gpu");
-        assert_eq!(resource_name(&word("acme.org/a100")).unwrap().as_str(), "acme.org/a100");
-        for bad in ["", "nvidia.com/", "nvidia.com/g pu", "a/b/c"] {
-            assert!(resource_name(&word(bad)).is_err(), "{bad}");
-        }
-    }
 }

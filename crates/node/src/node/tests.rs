@@ -97,32 +97,6 @@ async fn no_plugin_before_the_holders_were_asked() {
 }
 
 #[tokio::test]
-async fn no_plugin_before_the_first_poll() {
-    let folder = tempfile::tempdir().unwrap();
-    let health = HealthSettings { await_first_poll: true, ..HealthSettings::default() };
-    let mut node = Node::start(NodeSettings { health, ..settings(folder.path()) }).await.unwrap();
-    let observed = linkwise_host::machines::load("dgx1-v100").unwrap().observed;
-    let gpu = observed.gpus[0].uuid.clone();
-    node.apply(Event::Observed(Box::new(observed)));
-    assert!(node.plugins.is_empty());
-    node.apply(Event::Polled([(gpu, linkwise_core::state::HealthPoll::default())].into()));
-    assert!(node.plugins.contains_key(&ResourceName::gpu()));
-}
-
-#[tokio::test]
-async fn readyz_names_cdi_specs_until_they_are_written() {
-    let folder = tempfile::tempdir().unwrap();
-    let mut node = Node::start(settings(folder.path())).await.unwrap();
-    let written = watch::Sender::new(false);
-    node.hold_plugins_until(written.subscribe(), "waiting for CDI specs");
-    node.apply(observed());
-    let readyz = node.answers().ready;
-    assert_eq!(readyz(), Err(vec!["nvidia.com/gpu: waiting for CDI specs".to_owned()]));
-    written.send_replace(true);
-    ready(&node, |answer| answer.unwrap_err()[0].contains("waiting for kubelet.sock; there is no")).await;
-}
-
-#[tokio::test]
 async fn trouble_of_a_withdrawn_plugin_is_forgotten() {
     let folder = tempfile::tempdir().unwrap();
     let mut node = Node::start(settings(folder.path())).await.unwrap();
