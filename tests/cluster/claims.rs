@@ -136,12 +136,3 @@ async fn slow_claim_holds_up_no_other() {
     // The slow one's reader gave up.
     assert!(reading.read("one").await.is_ok());
 }
-
-#[tokio::test]
-async fn rotated_token_is_used_for_the_next_claim() {
-    let reading = reading().await;
-    reading.read("one").await.unwrap();
-    reading.cluster.write_token("second");
-    reading.cluster.server.accept_tokens(&["second"]);
-    assert!(reading.read("one").await.is_ok());
-}

@@ -90,17 +90,6 @@ async fn killed_prepare_is_undone_by_unprepare() {
 }
 
 #[tokio::test]
-async fn killed_prepare_of_a_claim_that_is_gone_is_swept() {
-    for left in STATES {
-        let (mut node, _) = killed(left).await;
-        node.delete("a");
-        node.settings.sweep = Duration::from_millis(1);
-        node.start();
-        until(|| node.left() == (0, 0)).await;
-    }
-}
-
-#[tokio::test]
 async fn claim_that_exists_survives_the_sweep() {
     let (mut node, devices) = killed(STATES[5]).await;
     node.settings.sweep = Duration::from_millis(1);

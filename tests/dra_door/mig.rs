@@ -276,14 +276,6 @@ async fn mig_device_is_made_and_destroyed() {
 }
 
 #[tokio::test]
-async fn checkpoint_precedes_the_order() {
-    let (mut node, driver) = node();
-    killed_in(&mut node, &driver, Mood::HangsBefore).await;
-    let text = node.kept("a");
-    assert!(text.contains("\"Started\"") && text.contains("\"made\""), "{text}");
-}
-
-#[tokio::test]
 async fn refused_placement_is_the_claims_error() {
     let (mut node, driver) = node();
     set(&driver, Mood::Refuses);
