@@ -42,6 +42,7 @@ fn now() -> u64 {
 async fn year_of(node: &Node, xid: u64) -> i64 {
     node.setup.tell(&format!("xid 5 {xid}"));
     let line = node.process.logged(|line| line["xid"] == xid).await;
+    assert_eq!(line["gpu"], uuid(1, 5).as_str());
     line["timestamp"].as_str().unwrap().rsplitn(5, '-').last().unwrap().parse().unwrap()
 }
 

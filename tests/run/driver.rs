@@ -27,19 +27,6 @@ async fn an_xid_of_the_gpus_own_takes_that_gpu_and_no_other() {
 }
 
 #[tokio::test]
-async fn an_xid_of_a_programs_making_is_counted_and_changes_nothing() {
-    let (node, kubelet) = Setup::on("dgx1-v100").serve(8).await;
-    node.setup.tell("xid 0 31");
-    node.setup.tell("xid 0 31");
-    let line = node.process.logged(|line| line["xid"] == 31).await;
-    assert_eq!(line["gpu"], uuid(1, 0).as_str());
-    node.metric(&format!("linkwise_xid_errors_total{{uuid=\"{}\",xid=\"31\"}}", uuid(1, 0)), 2).await;
-    // Events come in order: once this one is seen, the earlier ones have had their effect.
-    node.setup.tell("xid 7 79");
-    unhealthy(&kubelet, &[7]).await;
-}
-
-#[tokio::test]
 async fn the_nvml_process_starts_again_after_the_binary_was_replaced() {
     let mut setup = Setup::on("dgx1-v100");
     let binary = setup.program.clone();

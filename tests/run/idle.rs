@@ -50,14 +50,6 @@ async fn gpu_on_the_bus_that_nvml_never_lists_ends_the_process() {
 }
 
 #[tokio::test]
-async fn bus_that_does_not_answer_is_no_empty_bus() {
-    let setup = Setup::with(BARE);
-    setup.hung_on_bus();
-    let node = setup.start().await;
-    node.ready(503, "NVML lists no GPU on this node").await;
-}
-
-#[tokio::test]
 async fn gpu_before_its_driver_is_tried_after_first_pause() {
     let setup = Setup::on("dgx1-v100").arg("--fail-on-init-error=false").arg(SOON);
     setup.tell("init 9");

@@ -245,20 +245,3 @@ async fn returning_kubelet_ends_the_pause() {
     registered(&kubelet, 1, 8).await;
     alone.end().await;
 }
-
-#[tokio::test]
-async fn missing_dial_back_is_retried() {
-    let folder = tempfile::tempdir().unwrap();
-    let kubelet = kubelet_in(folder.path(), |_| {});
-    kubelet.set_fault(Fault::AnswerWithoutDial);
-    let stream_timeout = Duration::from_millis(50);
-    let mut alone = Alone::start(Settings { stream_timeout, ..quick(folder.path().join("kubelet.sock")) });
-    alone.log.has_times(3, &["nded", "the kubelet did not open ListAndWatch within 50ms of the registration"]).await;
-    kubelet.set_fault(Fault::None);
-    registered(&kubelet, 1, 8).await;
-    alone.reaches(Phase::Serving).await;
-    alone.end().await;
-    let left = std::fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().file_name());
-    let left: Vec<_> = left.filter(|name| name != "kubelet_internal_checkpoint").collect();
-    assert_eq!(left, ["kubelet.sock"]);
-}

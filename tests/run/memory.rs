@@ -5,7 +5,7 @@ use linkwise_kubelet_box::KubeletBox;
 use serde_json::Value;
 use tokio::time::timeout;
 
-use crate::run::node::{GPU, LIMIT, Node, Setup, allocation, kib, registered, unhealthy, until};
+use crate::run::node::{GPU, LIMIT, Node, Setup, allocation, kib, unhealthy, until};
 
 const UP: &str = "linkwise_nvml_agent_up";
 const OVER_MEMORY: &str = "linkwise_nvml_agent_ends_total{cause=\"memory\"}";
@@ -47,23 +47,6 @@ async fn leaking_library_costs_its_process_only() {
         node.setup.tell("leak 0");
         heals(&node, &kubelet).await;
     }
-}
-
-#[tokio::test]
-async fn leak_during_initialisation_keeps_node_waiting() {
-    let setup = tight();
-    setup.all_on_bus();
-    setup.tell("leak 40");
-    setup.tell("hang nvmlInit_v2");
-    let (node, kubelet) = setup.start_beside_kubelet().await;
-    node.ready(503, "more than 24 MiB (--nvml-memory-mib, LINKWISE_NVML_MEMORY_MIB)").await;
-    // Each time a line: no loop in silence.
-    node.metric(OVER_MEMORY, 3).await;
-    node.process.logged(is_over_memory).await;
-    node.setup.tell("unhang nvmlInit_v2");
-    node.setup.tell("leak 0");
-    registered(&kubelet, 1, 8).await;
-    heals(&node, &kubelet).await;
 }
 
 /// The commands that start an agent and end.

@@ -5,7 +5,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::process::{Output, Stdio};
 
 use fake_nvml::Control;
-use linkwise_kubelet_box::{Pod, Restart};
+use linkwise_kubelet_box::Pod;
 use serde_json::Value;
 use tokio::process::Command;
 
@@ -233,17 +233,6 @@ async fn an_operator_vouches_for_a_gpu() {
     assert_eq!(refused.status.code(), Some(1));
     let words = String::from_utf8(refused.stderr).unwrap();
     assert_eq!(words, "linkwise: no GPU GPU-nobody on this node\n");
-}
-
-#[tokio::test]
-async fn what_kept_it_from_serving_is_no_trouble_while_it_serves() {
-    let (node, kubelet) = setup().serve(8).await;
-    kubelet.restart(Restart::Kubelet).await.unwrap();
-    registered(&kubelet, 2, 8).await;
-    node.process.said("the session with the kubelet ended").await;
-    node.ready(200, "ready").await;
-    let resource = state(&node).await["resources"][GPU].clone();
-    assert_eq!((&resource["phase"], &resource["trouble"]), (&"serving".into(), &Value::Null), "{resource}");
 }
 
 #[tokio::test]

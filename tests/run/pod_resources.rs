@@ -7,7 +7,7 @@ use linkwise_core::state::{Event, Holdings, NumaHints, ResourceName};
 use linkwise_host::machines;
 use linkwise_kubelet::device_plugin::pod_resources::{self, HolderSources, Holders};
 use linkwise_kubelet::device_plugin::{Phase, Settings};
-use linkwise_kubelet_box::{Fault, Pod};
+use linkwise_kubelet_box::Fault;
 use linkwise_node::keeper::HealthSettings;
 use linkwise_node::node::{Node, NodeSettings};
 use tokio::net::UnixListener;
@@ -137,17 +137,4 @@ async fn readers_of_page_and_metrics_ask_the_kubelet_nothing() {
     }
     let asked = kubelet.lists() - before;
     assert!(asked <= 1, "{asked} questions in {:?}", 2 * QUIET);
-}
-
-#[tokio::test]
-async fn a_registration_is_confirmed_again_while_pods_come_and_go() {
-    let (node, kubelet) = Setup::on("dgx1-v100").serve(8).await;
-    kubelet.admit(&Pod::single("pod", GPU, 8), None).await.unwrap();
-    // Devices in use are listed as much as free ones.
-    node.setup.tell("xid 3 79");
-    kubelet.wait(|state| state.resources[GPU].unhealthy.len() == 1).await.unwrap();
-    kubelet.restart(linkwise_kubelet_box::Restart::Kubelet).await.unwrap();
-    registered(&kubelet, 2, 7).await;
-    node.ready(200, "").await;
-    assert_eq!(kubelet.violations(), []);
 }

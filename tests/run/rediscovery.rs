@@ -3,7 +3,7 @@
 
 use std::io::Write;
 
-use linkwise_kubelet_box::{KubeletBox, State};
+use linkwise_kubelet_box::KubeletBox;
 
 use crate::run::node::{
     GPU, LIMIT, Setup, allocation, fifo, machine, registered, replace, unhealthy, until, uuid, writer,
@@ -132,23 +132,6 @@ async fn events_come_through_while_the_host_is_looked_at() {
     host.write_all(HOST).unwrap();
     drop(host);
     kubelet.wait(|state| state.resources[GPU].unhealthy.contains("GPU-b")).await.unwrap();
-}
-
-#[tokio::test]
-async fn an_event_of_a_gpu_that_nobody_knows_yet_is_not_lost() {
-    let setup = seen_by_hwloc(LIMIT.as_millis() * 6);
-    let xml = setup.at("host.xml");
-    fifo(&xml);
-    let (node, kubelet) = setup.start_beside_kubelet().await;
-    // NVML was scanned, the host is being scanned, and then both will be published.
-    let mut host = writer(&xml).await;
-    node.setup.tell("xid 1 79");
-    node.setup.tell("calls nvmlDeviceGetTemperature 6");
-    host.write_all(HOST).unwrap();
-    drop(host);
-    let is_listed = |state: &State| state.resources.get(GPU).is_some_and(|gpus| gpus.unhealthy.contains("GPU-b"));
-    kubelet.wait(is_listed).await.unwrap();
-    assert_eq!(numa(&kubelet), [[0], [1]]);
 }
 
 #[tokio::test]

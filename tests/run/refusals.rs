@@ -24,17 +24,6 @@ async fn wsl_is_refused_by_name() {
 }
 
 #[tokio::test]
-async fn missing_nvml_is_logged_once() {
-    let setup = Setup::on("dgx1-v100").env("FAKE_NVML_FAIL", "*:nvmlInit_v2:9").arg("--fail-on-init-error=false");
-    setup.on_bus("0000:3b:00.0");
-    let node = setup.start().await;
-    node.metric("linkwise_nvml_agent_starts_total", 3).await;
-    let mut lines = node.process.lines();
-    lines.retain(|line| line.contains("NVML_ERROR_DRIVER_NOT_LOADED") && line.starts_with('{'));
-    assert_eq!(lines.len(), 1, "{lines:#?}");
-}
-
-#[tokio::test]
 async fn invalid_option_is_named() {
     for (arg, code, said) in [
         ("--device-list-strategy=envvar,cdi", 2, "cdi-annotations or cdi-cri, found 'cdi'"),
