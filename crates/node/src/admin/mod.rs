@@ -150,12 +150,33 @@ mod tests {
     /// Clients that hold connections open, of each kind.
     const STRANGERS: usize = 200;
 
+    /// Serves these metrics while it is asked.
+    async fn serve(
+        metrics: impl Fn() -> Option<String> + Send + Sync + 'static,
+        hosts: Hosts,
+        asking: impl AsyncFnOnce(SocketAddr),
+    ) {
+        let admin = Admin::bind("127.0.0.1:0".parse().unwrap()).unwrap();
+        let address = admin.address();
+        let answers = Answers {
+            metrics: Arc::new(metrics),
+            metrics_type: "text/plain",
+            ready: Arc::new(|| Ok("ready".to_owned())),
+            hosts,
+            page: None,
+        };
+        tokio::select! {
+            () = admin.serve(answers) => {}
+            () = asking(address) => {}
+        }
+    }
+
     /// Returns the text that the kubelet's HTTP probe reads, and the time that this took.
-    async fn probe(address: SocketAddr, path: &str) -> (String, Duration) {
+    async fn probe(address: SocketAddr, path: &str, host: &str) -> (String, Duration) {
         let start = Instant::now();
         let ask = async {
             let mut stream = TcpStream::connect(address).await.unwrap();
-            stream.write_all(format!("GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n").as_bytes()).await.unwrap();
+            stream.write_all(format!("GET {path} HTTP/1.1\r\nHost: {host}\r\n\r\n").as_bytes()).await.unwrap();
             let mut answer = String::new();
             stream.read_to_string(&mut answer).await.unwrap();
             answer
@@ -165,16 +186,7 @@ mod tests {
 
     #[tokio::test]
     async fn probes_answer_under_silent_and_pipelining_clients() {
-        let admin = Admin::bind("127.0.0.1:0".parse().unwrap()).unwrap();
-        let address = admin.address();
-        let answers = Answers {
-            metrics: Arc::new(|| Some("x".repeat(100_000))),
-            metrics_type: "text/plain",
-            ready: Arc::new(|| Ok("ready".to_owned())),
-            hosts: Hosts::default(),
-            page: None,
-        };
-        let asking = async {
+        let asking = async |address: SocketAddr| {
             let mut strangers = Vec::new();
             for _ in 0..STRANGERS {
                 let mut silent = TcpStream::connect(address).await.unwrap();
@@ -186,27 +198,22 @@ mod tests {
                 strangers.extend([silent, pipelining]);
             }
             for (path, body) in [("/livez", "alive\n"), ("/readyz", "ready\n"), ("/metrics", "xxx")] {
-                let (answer, took) = probe(address, path).await;
+                let (answer, took) = probe(address, path, "localhost").await;
                 assert!(answer.starts_with("HTTP/1.1 200") && answer.ends_with(body), "{path}: {answer:.200}");
                 println!("{path} answered in {took:?} beside {} connections", strangers.len());
             }
             let mut times = Vec::new();
             for _ in 0..9 {
-                times.push(probe(address, "/livez").await.1);
+                times.push(probe(address, "/livez", "localhost").await.1);
             }
             times.sort_unstable();
             assert!(times[4] < Duration::from_millis(100), "{times:?}");
         };
-        tokio::select! {
-            () = admin.serve(answers) => {}
-            () = asking => {}
-        }
+        serve(|| Some("x".repeat(100_000)), Hosts::default(), asking).await;
     }
 
     #[tokio::test]
     async fn probe_is_answered_while_a_scrape_is_encoded() {
-        let admin = Admin::bind("127.0.0.1:0".parse().unwrap()).unwrap();
-        let address = admin.address();
         let (begun, mut begins) = tokio::sync::mpsc::channel(1);
         let (release, released) = std::sync::mpsc::channel::<()>();
         let released = std::sync::Mutex::new(released);
@@ -215,57 +222,32 @@ mod tests {
             // Without a release the thread goes on in the end, and the probe came too late.
             released.lock().unwrap().recv_timeout(DEADLINE).ok().map(|()| "x".to_owned())
         };
-        let answers = Answers {
-            metrics: Arc::new(encode),
-            metrics_type: "text/plain",
-            ready: Arc::new(|| Ok("ready".to_owned())),
-            hosts: Hosts::default(),
-            page: None,
-        };
-        let asking = async {
-            let scrape = probe(address, "/metrics");
+        let asking = async |address: SocketAddr| {
+            let scrape = probe(address, "/metrics", "localhost");
             let probes = async {
                 begins.recv().await.unwrap();
-                let (answer, _) = probe(address, "/livez").await;
+                let (answer, _) = probe(address, "/livez", "localhost").await;
                 assert!(answer.ends_with("alive\n"), "{answer}");
                 release.send(()).unwrap();
             };
             let ((answer, _), ()) = tokio::join!(scrape, probes);
             assert!(answer.ends_with('x'), "{answer}");
         };
-        tokio::select! {
-            () = admin.serve(answers) => {}
-            () = asking => {}
-        }
+        serve(encode, Hosts::default(), asking).await;
     }
 
     #[tokio::test]
     async fn strange_host_is_misdirected_on_every_path() {
-        let admin = Admin::bind("127.0.0.1:0".parse().unwrap()).unwrap();
-        let (address, hosts) = (admin.address(), Hosts::default());
+        let hosts = Hosts::default();
         hosts.add("node-1");
-        let answers = Answers {
-            metrics: Arc::new(|| Some("x".to_owned())),
-            metrics_type: "text/plain",
-            ready: Arc::new(|| Ok("ready".to_owned())),
-            hosts,
-            page: None,
-        };
-        let asking = async {
+        let asking = async |address: SocketAddr| {
             for path in ["/", "/metrics", "/livez", "/readyz"] {
                 for (host, is_known) in [("evil.example:9400", false), ("node-1:9400", true), ("127.0.0.1", true)] {
-                    let mut stream = TcpStream::connect(address).await.unwrap();
-                    let request = format!("GET {path} HTTP/1.1\r\nHost: {host}\r\n\r\n");
-                    stream.write_all(request.as_bytes()).await.unwrap();
-                    let mut answer = String::new();
-                    stream.read_to_string(&mut answer).await.unwrap();
+                    let (answer, _) = probe(address, path, host).await;
                     assert_eq!(!answer.starts_with("HTTP/1.1 421"), is_known, "{path} {host}: {answer}");
                 }
             }
         };
-        tokio::select! {
-            () = admin.serve(answers) => {}
-            () = asking => {}
-        }
+        serve(|| Some("x".to_owned()), hosts, asking).await;
     }
 }
