@@ -179,12 +179,15 @@ async fn what_hangs_ends_with_timeout_and_hinders_no_other_check() {
 }
 
 #[tokio::test]
-async fn module_and_driver_versions_are_compared() {
+async fn module_of_another_version_and_gpu_without_minor_number_are_named() {
     let (setup, _kubelet) = well();
+    let setup = setup.env("FAKE_NVML_FAIL", "3:nvmlDeviceGetMinorNumber:3");
     let module = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.1.2  Release Build\n";
     fs::write(setup.at("proc/driver/nvidia/version"), module).unwrap();
     let report = look(&setup, &[]).await;
     found(&report, "driver", "failed", "the kernel module is 570.1.2, the driver says 580.95.05");
+    found(&report, "device nodes", "ok", "all 8 nodes are there");
+    found(&report, "device nodes", "warning", "NVML does not report the device nodes of 1 of the GPUs");
 }
 
 #[tokio::test]
@@ -208,15 +211,6 @@ async fn missing_or_closed_device_nodes_are_named() {
     found(&report, "permissions", "failed", "dev/nvidia5: No such device");
     absent(&report, "device nodes", "ok", "nodes are there");
     absent(&report, "permissions", "ok", "can be opened");
-}
-
-#[tokio::test]
-async fn gpu_without_minor_number_warns() {
-    let (setup, _kubelet) = well();
-    let setup = setup.env("FAKE_NVML_FAIL", "3:nvmlDeviceGetMinorNumber:3");
-    let report = look(&setup, &[]).await;
-    found(&report, "device nodes", "ok", "all 8 nodes are there");
-    found(&report, "device nodes", "warning", "NVML does not report the device nodes of 1 of the GPUs");
 }
 
 #[tokio::test]

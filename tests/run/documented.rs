@@ -233,16 +233,6 @@ async fn naming_shares_some_gpus_under_another_name() {
 }
 
 #[tokio::test]
-async fn without_naming_the_file_means_what_nvidias_plugin_reads() {
-    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/configs/linkwise/some-shared.yaml");
-    let text = std::fs::read_to_string(path).unwrap();
-    let without = text.replace("linkwise:\n  naming: true\n", "");
-    assert_ne!(text, without);
-    let (_node, kubelet) = offers(Setup::on("dgx1-v100").config(&without), &[(GPU, 32)]).await;
-    assert_eq!(kubelet.state().resources.len(), 1);
-}
-
-#[tokio::test]
 async fn imex_channels() {
     let channel = |setup: Setup| {
         let folder = setup.at("driver/dev/nvidia-caps-imex-channels");

@@ -140,15 +140,6 @@ fn identity(boot: &str, driver: &str) -> NodeIdentity {
 }
 
 #[test]
-fn recovery_action_none_through_hold_ends_xid() {
-    let mut world = World::new();
-    world.poll(&well()).tell(xid(79));
-    assert_eq!(world.reason(), "XID 79");
-    // The first poll may be older than the XID; the second begins the hold time of 60 s.
-    assert_eq!(world.heals_after(&well(), 20), Some(8));
-}
-
-#[test]
 fn configured_hold_doubles_to_its_sixtyfold() {
     let mut world = World::of(NodeState::default().with_hold(Duration::from_secs(20)));
     // The poll that may be older, the one that begins the hold time, and the hold time: 20 s, 40, 80 ... at most 1200.
