@@ -118,17 +118,6 @@ async fn checkpoints_that_cannot_be_written_are_the_claims_error() {
 }
 
 #[tokio::test]
-async fn checkpoint_folder_that_cannot_be_made_ends_no_plugin() {
-    let mut node = Node::new();
-    node.settings.checkpoints = "/proc/self/linkwise/claims".into();
-    let kubelet = node.serve().await;
-    let claim = node.claim("a", &[("gpus", "gpu-0")]);
-    let error = refusal(&kubelet, &claim).await;
-    assert!(error.starts_with("cannot write the checkpoint of the claim: "), "{error}");
-    end(&kubelet, &claim).await;
-}
-
-#[tokio::test]
 async fn broken_cdi_folder_holds_up_no_unprepare() {
     let (node, kubelet) = Node::serving().await;
     let claim = node.given(&kubelet, "a", &[("gpus", "gpu-0")]).await;

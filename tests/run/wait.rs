@@ -3,7 +3,7 @@
 
 use std::os::unix::net::UnixListener;
 
-use linkwise_kubelet_box::{KubeletBox, Pod};
+use linkwise_kubelet_box::Pod;
 use tokio::process::Command;
 use tokio::time::timeout;
 
@@ -69,15 +69,6 @@ async fn unserved_node_fails_with_its_cause() {
     // What a pod that was killed leaves.
     drop(UnixListener::bind(setup.kubelet_socket.with_file_name("linkwise-nvidia.com_gpu-1.sock")).unwrap());
     fails(&setup, &["linkwise-nvidia.com_gpu-1.sock does not answer"]).await;
-}
-
-#[tokio::test]
-async fn node_without_gpus_is_not_served() {
-    let setup = Setup::with("version: 1\nname: none\nobserved: {gpus: []}\n");
-    let _kubelet: KubeletBox = setup.kubelet();
-    let node = setup.start().await;
-    node.ready(200, "").await;
-    fails(&node.setup, &["linkwise offers nothing here", "no GPU"]).await;
 }
 
 #[tokio::test]

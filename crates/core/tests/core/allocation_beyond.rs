@@ -162,33 +162,27 @@ fn choice(tables: &AllocationTables, available: impl IntoIterator<Item = usize>,
     (report.devices.iter().map(|gpu| gpu.index).collect(), report.exact)
 }
 
-/// Switches 0 and 2 of the first package are unused, as are those of the second; switch 1 is partly used.
 #[test]
-fn single_of_twenty_comes_from_used_switch() {
-    let tables = tables(&large_node::twenty());
-    assert_eq!(choice(&tables, (0..20).filter(|gpu| *gpu != 5), 1), (vec![4], true));
+fn single_comes_from_what_is_used_and_eight_fill_what_is_whole() {
+    // Switches 0 and 2 of the first package are unused, as are those of the second; switch 1 is partly used.
+    let twenty = tables(&large_node::twenty());
+    assert_eq!(choice(&twenty, (0..20).filter(|gpu| *gpu != 5), 1), (vec![4], true));
     // Any whole switch would do. One of the second package leaves the most pairs within a package.
-    assert_eq!(choice(&tables, 2..20, 4), (vec![12, 13, 14, 15], true));
+    assert_eq!(choice(&twenty, 2..20, 4), (vec![12, 13, 14, 15], true));
     // Eight GPUs of the first package leave a switch and a package, as many as the second's own eight would. These leave
     // one package whole, with more pairs in it.
-    assert_eq!(choice(&tables, 0..20, 8), ((12..20).collect(), true));
-}
-
-#[test]
-fn single_of_32_uses_broken_pair_eight_fill_package() {
-    let tables = tables(&large_node::thirty_two());
-    assert_eq!(choice(&tables, (0..32).filter(|gpu| *gpu != 21), 1), (vec![20], true));
-    assert_eq!(choice(&tables, 4..32, 8), ((8..16).collect(), true));
-}
-
-#[test]
-fn single_of_64_uses_broken_plane_eight_fill_plane() {
-    let tables = tables(&large_node::sixty_four());
-    assert_eq!(choice(&tables, (0..64).filter(|gpu| *gpu != 17), 1), (vec![16], true));
-    assert_eq!(choice(&tables, 3..64, 8), ((8..16).collect(), true));
-    assert_eq!(choice(&tables, 0..64, 64).0.len(), 64);
+    assert_eq!(choice(&twenty, 0..20, 8), ((12..20).collect(), true));
+    // A single one uses a broken pair, and eight fill a package.
+    let thirty_two = tables(&large_node::thirty_two());
+    assert_eq!(choice(&thirty_two, (0..32).filter(|gpu| *gpu != 21), 1), (vec![20], true));
+    assert_eq!(choice(&thirty_two, 4..32, 8), ((8..16).collect(), true));
+    // A single one uses a broken plane, and eight fill a plane.
+    let sixty_four = tables(&large_node::sixty_four());
+    assert_eq!(choice(&sixty_four, (0..64).filter(|gpu| *gpu != 17), 1), (vec![16], true));
+    assert_eq!(choice(&sixty_four, 3..64, 8), ((8..16).collect(), true));
+    assert_eq!(choice(&sixty_four, 0..64, 64).0.len(), 64);
     // Two whole planes of one package. There are too many other sets of sixteen to compare them all.
-    let (sixteen, _) = choice(&tables, 0..64, 16);
+    let (sixteen, _) = choice(&sixty_four, 0..64, 16);
     assert!(sixteen == (0..16).collect::<Vec<_>>(), "{sixteen:?}");
 }
 

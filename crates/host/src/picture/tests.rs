@@ -1,7 +1,5 @@
 //! The layout of every built-in machine and of odd ones, checked by its own rectangles.
 
-use std::collections::BTreeSet;
-
 use super::Picture;
 use super::layout::{Layout, Rect, Text};
 use super::looks::{Kind, LineKind, width};
@@ -158,18 +156,4 @@ fn long_names_stay_in_boxes() {
     }
     machine.observed.host.host_bridges.iter_mut().flat_map(|bridge| &mut bridge.devices).for_each(widen);
     check(&machine);
-}
-
-#[test]
-fn only_direct_links_are_drawn_from_gpu_to_gpu() {
-    let count = |name: &str| {
-        let machine = load(name);
-        let (topology, _) = NodeTopology::assemble(&machine.observed);
-        let picture = Picture::new(&machine.title, &machine.observed, &topology);
-        let ports = picture.planes.iter().flat_map(|plane| &plane.ports);
-        let switched: BTreeSet<u32> = ports.map(|port| port.count).collect();
-        (picture.links.iter().map(|link| link.count).sum::<u32>(), switched)
-    };
-    assert_eq!(count("dgx1-v100"), (24, BTreeSet::new()));
-    assert_eq!(count("dgx-h100"), (0, BTreeSet::from([18])));
 }
