@@ -93,13 +93,6 @@ mod tests {
     }
 
     #[test]
-    fn node_without_gpus_opens_with_its_scan() {
-        let mut opening = Opening { scan: true, poll: true, holders: true, claims: true, ..Opening::default() };
-        opening.scanned(false, Timestamp::ZERO);
-        assert!(opening.is_open());
-    }
-
-    #[test]
     fn wait_for_poll_and_holders_ends_in_time() {
         let mut opening = Opening { scan: true, poll: true, holders: true, ..Opening::default() };
         assert!(!opening.tick(LONGEST), "the wait begins with the scan");

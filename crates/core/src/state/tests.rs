@@ -87,26 +87,9 @@ fn gpu_xid_fails_that_gpu_once() {
 }
 
 #[test]
-fn an_application_xid_changes_nothing() {
-    for code in [13, 31, 43, 45, 68, 109] {
-        let (state, effects) = after([node(&[0]), Event::Xid { gpu: uuid(0), code, instance: None }]);
-        assert_eq!((healthy(&state).len(), effects), (1, vec![Effect::XidIgnored { gpu: uuid(0), code }]));
-    }
-}
-
-#[test]
 fn event_of_unknown_gpu_changes_nothing() {
     let (state, effects) = after([node(&[0]), Event::DoubleBitEcc(uuid(9))]);
     assert_eq!((healthy(&state).len(), effects), (1, vec![]));
-}
-
-#[test]
-fn new_scan_keeps_health() {
-    let (state, _) = after([node(&[0, 1]), Event::Xid { gpu: uuid(0), code: 79, instance: None }, node(&[0, 1])]);
-    assert_eq!(healthy(&state), ["GPU-1"]);
-    // All GPUs are gone: the list stays, and every device on it is unhealthy.
-    let (state, _) = state.apply(node(&[]), NOON);
-    assert_eq!((healthy(&state).len(), state.offers().of(&ResourceName::gpu()).count()), (0, 2));
 }
 
 #[test]
