@@ -104,34 +104,3 @@ pub(crate) fn components(gpus: usize, joined: impl Fn(usize, usize) -> bool) -> 
     parts.sort_by_key(|part| part.lowest());
     parts
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn subsets_are_complete_and_unique() {
-        for members in [0_u64, 0b1, 0b1011, 0b1111_1111, 0b1010_0110_0001_1101, 0xFF00_0000_0000_000F] {
-            let of = GpuSet(members);
-            for size in 0..=of.len() + 1 {
-                let mut seen: Vec<u64> = subsets(of, size).map(|set| set.0).collect();
-                let count = seen.len();
-                assert!(seen.iter().all(|set| set & !members == 0 && GpuSet(*set).len() == size));
-                seen.sort_unstable();
-                seen.dedup();
-                let choose = (0..size).fold(1_u128, |n, i| n * (of.len().saturating_sub(i)) as u128 / (i as u128 + 1));
-                assert_eq!((seen.len() as u128, count as u128), (choose, choose), "{members:b} {size}");
-            }
-        }
-        assert_eq!(subsets(GpuSet(u64::MAX), 64).count(), 1);
-        assert_eq!(subsets(GpuSet(u64::MAX), 63).count(), 64);
-    }
-
-    #[test]
-    fn smaller_sorted_list_is_preferred() {
-        let set = |places: &[usize]| places.iter().copied().collect::<GpuSet>();
-        assert_eq!(set(&[0, 7]).by_list(set(&[1, 2])), Ordering::Greater);
-        assert_eq!(set(&[0, 3]).by_list(set(&[0, 2])), Ordering::Less);
-        assert_eq!(set(&[4, 5]).by_list(set(&[4, 5])), Ordering::Equal);
-    }
-}

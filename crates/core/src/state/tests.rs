@@ -82,14 +82,10 @@ fn gpu_xid_fails_that_gpu_once() {
     assert_eq!(effects, [Effect::HealthChanged { gpu: uuid(1), mig: None, health }, Effect::Publish, Effect::Keep]);
     let (state, again) = state.apply(xid(79), NOON);
     assert_eq!(again, [], "the same again is no news");
-    let (_, another) = state.apply(xid(48), NOON);
+    let (state, another) = state.apply(xid(48), NOON);
     assert_eq!(another, [Effect::Keep], "the first reason is the one that people are told");
-}
-
-#[test]
-fn event_of_unknown_gpu_changes_nothing() {
-    let (state, effects) = after([node(&[0]), Event::DoubleBitEcc(uuid(9))]);
-    assert_eq!((healthy(&state).len(), effects), (1, vec![]));
+    let (state, unknown) = state.apply(Event::DoubleBitEcc(uuid(9)), NOON);
+    assert_eq!((healthy(&state), unknown), (vec!["GPU-0"], vec![]), "no GPU of this node");
 }
 
 #[test]

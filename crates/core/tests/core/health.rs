@@ -190,13 +190,6 @@ fn xid_without_recovery_action_stands_until_reset() {
 }
 
 #[test]
-fn another_xid_of_the_kind_begins_anew() {
-    let mut world = World::new();
-    world.tell(xid(79)).polls(6, &well()).tell(xid(79));
-    assert_eq!(world.heals_after(&well(), 30), Some(14), "the hold was broken: 120 s");
-}
-
-#[test]
 fn a_lost_gpu_has_to_answer() {
     let mut world = World::new();
     let silent = HealthPoll { reach: Reach::Unknown, ..well() };
