@@ -87,19 +87,15 @@ async fn library_in_the_driver_root_is_loaded() {
 }
 
 #[tokio::test]
-async fn named_library_wins_over_the_driver_root() {
+async fn broken_library_in_the_driver_root_is_named_unless_another_is_given() {
+    let (setup, library) = with_driver_root();
+    std::fs::write(&library, "no library").unwrap();
+    let (status, words) = setup.arg("--fail-on-init-error=true").spawn().ended().await;
+    assert!(!status.success() && words.concat().contains(library.to_str().unwrap()), "{words:?}");
     let (mut setup, library) = with_driver_root();
     std::fs::write(&library, "no library").unwrap();
     setup.library = fake_nvml::library_path();
     let (node, _kubelet) = setup.serve(8).await;
     let line = node.process.said("NVML library loaded").await;
     assert_eq!(line["path"], fake_nvml::library_path().to_str().unwrap());
-}
-
-#[tokio::test]
-async fn broken_library_in_the_driver_root_is_named() {
-    let (setup, library) = with_driver_root();
-    std::fs::write(&library, "no library").unwrap();
-    let (status, words) = setup.arg("--fail-on-init-error=true").spawn().ended().await;
-    assert!(!status.success() && words.concat().contains(library.to_str().unwrap()), "{words:?}");
 }
