@@ -12,6 +12,7 @@ use linkwise_host::labels::own_fabric;
 use linkwise_host::machines;
 use proptest::prelude::*;
 
+use crate::dra::golden::holds;
 use crate::random_node;
 
 type Map = BTreeMap<String, String>;
@@ -103,10 +104,7 @@ fn built_in_machines_keep_their_labels() {
         ] {
             write!(golden, "\n{case}\n{}", difference(&plain, &of(observed, plan))).unwrap();
         }
-        let mut settings = insta::Settings::clone_current();
-        settings.set_prepend_module_to_snapshot(false);
-        settings.set_omit_expression(true);
-        settings.bind(|| insta::assert_snapshot!(format!("labels-{}", machine.name), golden));
+        holds(&format!("labels-{}", machine.name), &golden);
     }
 }
 

@@ -445,7 +445,8 @@ fn built_in_machines_assemble_without_warnings() {
 
 #[test]
 fn each_oddity_of_a_dgx1_has_its_warning() {
-    let cases: [(fn(&mut NodeObservation), &str); 3] = [
+    type Change = fn(&mut NodeObservation);
+    let cases: [(Change, &str); 3] = [
         (
             |node| {
                 let [subject, call, error] = ["GPU 3", "nvmlDeviceGetUUID", "GPU is lost"].map(str::to_owned);

@@ -218,7 +218,8 @@ fn object_holds(schemas: &[Schema], object: &Value, all: &[Value]) -> Result<(),
                 let named = containers.iter().any(|container| container["name"] == "pytorch");
                 check(named, "the operator looks for a container pytorch")?;
                 let gpus: u64 = containers.into_iter().map(gpus).sum();
-                check(processes.is_null() || *processes == gpus.to_string(), "nprocPerNode is the GPUs")?;
+                let is_gpus = processes.as_str().is_none_or(|text| text.parse() == Ok(gpus));
+                check(is_gpus && !processes.is_number(), "nprocPerNode is the GPUs, as a text")?;
             }
             Ok(())
         }

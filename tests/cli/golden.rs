@@ -2,15 +2,7 @@
 //! `INSTA_UPDATE=always cargo test --test cli` writes.
 
 use crate::cli::{MACHINES, linkwise, text};
-
-/// Compares with tests/snapshots/NAME.snap.
-pub fn holds(name: &str, text: &str) {
-    let mut settings = insta::Settings::clone_current();
-    settings.set_snapshot_path("../snapshots");
-    settings.set_prepend_module_to_snapshot(false);
-    settings.set_omit_expression(true);
-    settings.bind(|| insta::assert_snapshot!(name, text));
-}
+use crate::dra::golden::holds;
 
 /// The text without the duration of the choice, which differs at each run.
 fn timeless(text: &str) -> String {

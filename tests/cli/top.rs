@@ -9,8 +9,8 @@ use std::sync::{Arc, Mutex};
 
 use serde_json::{Value, json};
 
-use crate::cli::golden::holds;
 use crate::cli::{OnTerminal, linkwise, text};
+use crate::dra::golden::holds;
 
 /// A linkwise that answers `GET /state`.
 pub(super) struct Neighbour {

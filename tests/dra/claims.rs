@@ -126,8 +126,7 @@ fn claims_are_printed_as_documented() {
     }
     let yaml = linkwise(&["claim", "--gpus", "4", "--kind", "pod"]);
     let json = linkwise(&["claim", "--gpus", "4", "--kind", "pod", "--format", "json"]);
-    let json: Value = serde_json::from_str(&json).unwrap();
-    assert_eq!(serde_saphyr::from_str::<Value>(&yaml).unwrap(), json);
+    assert_eq!(serde_saphyr::from_str::<Value>(&yaml).unwrap(), serde_json::from_str::<Value>(&json).unwrap());
 }
 
 #[test]

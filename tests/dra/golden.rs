@@ -45,6 +45,7 @@ pub fn config(text: &str) -> tempfile::TempPath {
     file
 }
 
+/// Compares with tests/snapshots/NAME.snap.
 pub fn holds(name: &str, text: &str) {
     let mut settings = insta::Settings::clone_current();
     settings.set_snapshot_path("../snapshots");

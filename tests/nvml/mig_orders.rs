@@ -181,7 +181,7 @@ async fn another_instance_in_the_place_is_left_alone() {
     let machine = empty();
     let mut agent = machine.scanned().await;
     let made = make(&mut agent).await;
-    assert_eq!(destroy(&mut agent, SLOT, Some("MIG-another".parse().unwrap())).await, [made.clone()]);
+    assert_eq!(destroy(&mut agent, SLOT, Some("MIG-another".parse().unwrap())).await, std::slice::from_ref(&made));
     // Another profile in the place is another instance.
     assert_eq!(destroy(&mut agent, MigSlot { profile_id: 15, ..SLOT }, None).await, [made]);
 }

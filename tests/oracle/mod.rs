@@ -225,8 +225,11 @@ impl<'a> Oracle<'a> {
     }
 }
 
-/// The order of the values, each as a number.
-const ORDER: [(Value, fn(&Values) -> i128); 8] = [
+/// A value's name, and the value as a number.
+type Named = (Value, fn(&Values) -> i128);
+
+/// The order of the values.
+const ORDER: [Named; 8] = [
     (Value::Collective, |values| values.collective.into()),
     (Value::Remaining, |values| values.remaining.into()),
     (Value::Pairs, |values| values.pairs.into()),

@@ -103,13 +103,11 @@ fn configurations() -> impl Strategy<Value = Value> {
     let strategy = prop::sample::select(vec!["none", "single", "mixed", "mixed", "double"]);
     let patterns = prop::option::of(prop::sample::select(vec!["*A100*", "NVIDIA A100-SXM4-80GB", "*"]));
     let excluded = prop::collection::vec(0..GPUS, 0..2);
-    let flags = (any::<bool>(), any::<bool>(), prop::option::of(any::<bool>()), prop::bool::weighted(0.3));
+    let flags = (any::<bool>(), any::<bool>(), any::<bool>(), prop::bool::weighted(0.3));
     (prop::collection::vec(rows(), 1..4), kind, strategy, patterns, excluded, flags).prop_map(
         |(rows, kind, strategy, pattern, excluded, (naming, by_default, one_each, slices))| {
-            let mut sharing = json!({"renameByDefault": by_default, "resources": rows});
-            if let Some(one_each) = one_each {
-                sharing["failRequestsGreaterThanOne"] = json!(one_each);
-            }
+            let sharing =
+                json!({"renameByDefault": by_default, "failRequestsGreaterThanOne": one_each, "resources": rows});
             let mut configuration = json!({
                 "version": "v1", "flags": {"migStrategy": strategy}, "sharing": {kind: sharing},
                 "linkwise": {"naming": naming, "filter": {"exclude": excluded}},

@@ -12,6 +12,7 @@ use serde_json::Value;
 use tokio::process::Command;
 use tokio::time::timeout;
 
+use crate::dra::golden;
 use crate::run::node::{LIMIT, Setup, fifo, machine, registered, started_by, stranger};
 
 /// A machine on which nothing is wrong; what is at its paths is what a container sees.
@@ -90,11 +91,7 @@ fn holds(setup: &Setup, name: &str, text: &str) {
     let uid = std::os::unix::fs::MetadataExt::uid(&fs::metadata(setup.at("")).unwrap());
     let root = setup.at("").display().to_string();
     let text = text.replace(root.trim_end_matches('/'), "ROOT").replace(&format!("as uid {uid}"), "as uid N");
-    let mut settings = insta::Settings::clone_current();
-    settings.set_snapshot_path("../snapshots");
-    settings.set_prepend_module_to_snapshot(false);
-    settings.set_omit_expression(true);
-    settings.bind(|| insta::assert_snapshot!(name, text));
+    golden::holds(name, &text);
 }
 
 #[tokio::test]

@@ -358,11 +358,6 @@ impl ApiServerBox {
         self.shared.requests.borrow().clone()
     }
 
-    /// Waits until the requests fulfil `are`.
-    pub async fn wait_for_requests(&self, are: impl FnMut(&Vec<Request>) -> bool) {
-        self.shared.requests.subscribe().wait_for(are).await.expect("the sender lives as long as the server");
-    }
-
     /// Waits until this number of watches is open.
     pub async fn wait_for_watches(&self, count: usize) {
         let mut watches = self.shared.watches.subscribe();

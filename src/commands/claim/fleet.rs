@@ -190,7 +190,7 @@ fn drafts<'a>(entries: &'a [Entry], models: &[Model<'_>], gpus: u8, strict: bool
             continue;
         }
         before.iter_mut().zip(&entry.serves).for_each(|(before, serves)| *before |= serves);
-        if !first.is_some_and(|first| entry.worth * 100 >= first.worth * ALIKE) {
+        if first.is_none_or(|first| entry.worth * 100 < first.worth * ALIKE) {
             class += 1;
             first = Some(entry);
         }
