@@ -1,4 +1,4 @@
-//! `linkwise snapshot` and the files that `--node` and `--host` take, through the real binary over a libnvidia-ml of
+//! `linkwise snapshot` and the files that `--node` takes, through the real binary over a libnvidia-ml of
 //! our own.
 
 use std::fs;

@@ -56,7 +56,7 @@ const REMOVED: &[(&[&str], &str)] = &[
     (&["--format json"], "linkwise top prints text; use linkwise admin state, which prints JSON"),
     (&["--no-color"], "linkwise top has no colours; leave it out"),
     (&["--allocated"], "a picture shows no holders; leave it out, linkwise top and the node's page show them"),
-    (&["--host"], "a file is a whole machine; use --node, and edit the file that linkwise snapshot --node writes"),
+    (&["--host"], "a file is a whole machine; use --node, and edit the file that linkwise snapshot writes"),
     (
         &["--spare-nvswitch"],
         "a claim lists the best groups first; leave it out, and give the machines with NVSwitches a taint to spare them",

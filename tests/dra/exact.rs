@@ -120,8 +120,8 @@ fn impossible_exact_claims_are_refused_by_name() {
     let other = file(&[json!({"kind": "Pod"})], false);
     let (other, missing) = (cluster(&other), "--cluster=/none/slices.json");
     let cases: &[(&[&str], &str)] = &[
-        (&["--exact", "--gpus", "9", "--node", "pcie-8x-pix-pairs"], "the machine has 8 GPUs"),
-        (&["--exact", "--gpus", "8", "--node", "gb200-nvl72-node"], "the machine has 4 GPUs"),
+        (&["--exact", "--gpus", "9", "--node", "pcie-8x-pix-pairs"], "none here has more than 8"),
+        (&["--exact", "--gpus", "8", "--node", "gb200-nvl72-node"], "none here has more than 4"),
         (&["--exact", "--gpus", "2", "--strict"], "--strict"),
         (&["--exact", "--mig", "1g.10gb"], "--mig"),
         (&["--exact", "--shares", "2"], "--shares"),

@@ -89,7 +89,7 @@ pub(super) fn tier(name: &str) -> u64 {
 
 /// The refusal of a claim for more GPUs than the largest of the named machines has.
 pub(super) fn too_few(gpus: u8, most: usize) -> String {
-    format!("--gpus {gpus} with --node: the machine has {most} GPUs, and a claim has its GPUs on one machine")
+    format!("--gpus {gpus} with --node: a claim has its GPUs on one machine, and none here has more than {most}")
 }
 
 /// The kinds of the fleet that the options name, for claims of so many GPUs; none if they name none.

@@ -66,7 +66,7 @@ impl History {
                         "linkwise admin resume opens it again",
                     );
                 }
-                let status = if state.resources.is_empty() { Status::Failed } else { Status::Warning };
+                let status = if state.idle.is_some() { Status::Failed } else { Status::Warning };
                 for problem in &state.problems {
                     let advice = "change the configuration of this node, or the MIG layout of its GPUs";
                     found.add(status, format!("cannot be offered: {problem}"), Some(advice));

@@ -117,7 +117,8 @@ fn offered_nowhere(settings: &Settings, lists: &Lists, shared: &Item<SharedResou
         return Vec::new();
     }
     if !of_gpus && !of_mig {
-        let problem = format!("no GPU and no MIG device is called {name}: see flags.migStrategy and resources");
+        let what = if is_mps { "MPS shares whole GPUs, and none" } else { "no GPU and no MIG device" };
+        let problem = format!("{what} is called {name}: see flags.migStrategy and resources");
         return vec![warning("name", problem)];
     }
     let SharedDevices::List(listed) = &shared.value.devices else { return Vec::new() };

@@ -1,7 +1,7 @@
 //! [`NodeView`]: everything that people see of a node, in one value. The admin socket's JSON, the node's page, `linkwise
 //! top` and the metrics print it, and add nothing.
 //!
-//! [`view`] computes it from a snapshot, the snapshot's [`Placements`] and the facts of the [`Process`]. A command reads
+//! [`view`] computes it from a snapshot, the snapshot's [`Placements`] and the facts of the process. A command reads
 //! the JSON again, which may be that of another version: a missing field gets its default.
 
 use crate::prelude::*;

@@ -199,10 +199,11 @@ pub async fn follow_holders(
         loop {
             let soonest = Instant::now() + ASK_OFTEN;
             // A kubelet makes its socket anew when it starts.
-            let socket = FileId::of_socket(&sources.socket);
+            let id = || FileId::of_socket(&sources.socket.canonicalize().ok()?);
+            let socket = id();
             let mut now = holders_after(sources, &mut containers).await;
             if let Some(held) = &mut now.held {
-                let is_same = socket.is_some() && socket == FileId::of_socket(&sources.socket);
+                let is_same = socket.is_some() && socket == id();
                 held.is_first = asked != socket || !is_same;
                 asked = socket;
             }

@@ -210,6 +210,10 @@ struct Told {
 impl Told {
     /// Tells what happened between the plugin and the kubelet.
     fn life(&self, event: &Life<Phase>) {
+        // The sockets go at once, and the session once its connections have closed.
+        if matches!(event, Life::Phase(Phase::Ending)) {
+            self.socket.send_replace(None);
+        }
         self.metrics.life(event);
         self.journal.note(event);
     }

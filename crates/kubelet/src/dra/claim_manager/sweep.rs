@@ -157,8 +157,8 @@ impl ClaimManager {
     }
 
     /// Returns true if the kubelet lists no container with a checkpoint's devices. While it cannot be asked, or has
-    /// just started, there may be one, and where it was asked before the claim was prepared: a claim that was deleted by force is gone before
-    /// its pod is.
+    /// just started, there may be one, and where it was asked before the claim was prepared: a claim that was deleted by
+    /// force is gone before its pod is.
     pub(super) fn is_unused(&self, checkpoint: &Checkpoint) -> bool {
         let state = self.snapshot.borrow().clone();
         let named = checkpoint.claim.to_string();
