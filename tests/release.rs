@@ -249,7 +249,7 @@ fn workflows_and_scripts_of_a_release_are_sound() {
     run(Command::new(&shellcheck).arg("-x").args(&scripts).current_dir(repository(""))).unwrap();
     let workflows = fs::read_dir(repository(".github/workflows")).unwrap().map(|entry| entry.unwrap().path());
     let workflows: Vec<PathBuf> = workflows.collect();
-    // Whoever can move a tag of an action could change a release. One toolchain builds its programs and its image.
+    // An action is named by its commit, since a tag can be moved. Programs and image are built by the same Rust.
     let dockerfile = dockerfile::text();
     let rust = toolchain(&dockerfile).next().expect("the Dockerfile names a Rust");
     assert_eq!(rust.split('.').count(), 3, "a tag that moves: {rust}");

@@ -15,7 +15,7 @@ mod node_feature;
 pub mod older;
 mod prometheus;
 mod slices;
-mod support;
+pub mod support;
 pub mod takeover;
 mod way_back;
 mod whole_node;

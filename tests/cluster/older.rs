@@ -12,8 +12,8 @@ use tokio_util::sync::CancellationToken;
 use super::dra_mig;
 use super::dra_node::Node;
 use super::takeover::{World, ready};
-use crate::cluster::support::{like, within};
-use crate::run::node::Process;
+use crate::cluster::support::like;
+use crate::run::node::{Process, until};
 
 /// There and back, this often.
 const TIMES: usize = 3;
@@ -83,12 +83,7 @@ async fn there_and_back(mut world: World, programs: [fn(&Node) -> Command; 2], k
         // The kubelet asks again, as after its own restart: the pod has what it had.
         assert_eq!(node.start_pod(&pod, &claim).await, given, "{how:?} {time}");
         node.cluster.server.remove(&ResourceType::RESOURCE_CLAIMS.key(Some("default"), &pod));
-        within(async {
-            while node.dra.stop_pod(&pod).await.is_err() {
-                tokio::time::sleep(Duration::from_millis(20)).await;
-            }
-        })
-        .await;
+        until(async || node.dra.stop_pod(&pod).await).await;
     }
     end.cancel();
     load.join_all().await;

@@ -3,16 +3,15 @@
 //! and token that the chart gives its pod. It becomes ready, serves the GPUs that are free, gives none twice, and has all
 //! of them when the last holder has ended.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fs;
 use std::sync::Arc;
-use std::time::Duration;
 
 use linkwise_api_server_box::ResourceType;
 use linkwise_kubelet_box::Pod;
 use linkwise_kubelet_box::dra::ClaimRef;
 use tokio::sync::Semaphore;
-use tokio::task::JoinSet;
+use tokio::task::{JoinSet, LocalSet};
 
 use super::dra_node::Node;
 use crate::cluster::support::{until, within};
@@ -37,16 +36,11 @@ enum Change {
 async fn readyz(process: &Process, is_so: impl Fn(&Answer) -> bool) -> String {
     let up = process.logged(|line| line["message"] == "linkwise is up").await;
     let address = up["metrics"].as_str().unwrap().parse().unwrap();
-    within(async {
-        loop {
-            let answer = get(address, "/readyz").await;
-            if is_so(&answer) {
-                return answer.body;
-            }
-            tokio::time::sleep(Duration::from_millis(20)).await;
-        }
-    })
-    .await
+    let ask = async || {
+        let answer = get(address, "/readyz").await;
+        if is_so(&answer) { Ok(answer.body) } else { Err(answer.body) }
+    };
+    crate::run::node::until(ask).await
 }
 
 async fn ready(process: &Process) -> String {
@@ -269,18 +263,22 @@ async fn forth_and_back(from: Setting, to: Setting, change: Change, holds: bool)
 /// Every pair of settings, some nodes at a time.
 async fn all_pairs(change: Change, holds: bool) {
     let room = Arc::new(Semaphore::new(AT_ONCE));
-    let mut pairs = JoinSet::new();
+    let (here, mut pairs, mut names) = (LocalSet::new(), JoinSet::new(), HashMap::new());
     for (at, from) in SETTINGS.into_iter().enumerate() {
         for to in SETTINGS.into_iter().skip(at + 1) {
             let room = Arc::clone(&room);
-            pairs.spawn(async move {
+            let pair = async move {
                 let _place = room.acquire_owned().await.unwrap();
-                let pair = tokio::spawn(forth_and_back(from, to, change, holds)).await;
-                pair.err().map(|_| format!("{} to {} and back", from.name, to.name))
-            });
+                forth_and_back(from, to, change, holds).await;
+            };
+            let pair = pairs.spawn_local_on(pair, &here).id();
+            names.insert(pair, format!("{} to {} and back", from.name, to.name));
         }
     }
-    let failed: Vec<String> = pairs.join_all().await.into_iter().flatten().collect();
+    let mut failed = Vec::new();
+    while let Some(ended) = here.run_until(pairs.join_next()).await {
+        failed.extend(ended.err().map(|error| &names[&error.id()]));
+    }
     assert!(failed.is_empty(), "{change:?}, held: {holds}: {failed:#?}");
 }
 

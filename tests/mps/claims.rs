@@ -10,8 +10,9 @@ use linkwise_core::state::ResourceName;
 use linkwise_core::topology::GpuUuid;
 use linkwise_host::mps::{Limits, Marker, Orders, exclusive_gpus, readiness, shm_of_ready};
 
+use crate::cluster::support::until;
 use crate::mps::command::{Daemon, MACHINE, wanted};
-use crate::mps::node::{Node, runs, until};
+use crate::mps::node::{Node, runs};
 use crate::run::node::signal;
 
 /// The GPUs of the machine, by index.

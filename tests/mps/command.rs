@@ -10,7 +10,8 @@ use tokio::io::{AsyncBufReadExt, BufReader, Lines};
 use tokio::process::{Child, ChildStderr, Command};
 use tokio::time::timeout;
 
-use crate::mps::node::{Node, pid_in, runs, until, waiting};
+use crate::cluster::support::until;
+use crate::mps::node::{Node, pid_in, runs, waiting};
 use crate::run::node::{LIMIT, signal, started_by};
 
 /// A built-in machine of 8 GPUs of 80 GiB.

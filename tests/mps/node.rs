@@ -18,9 +18,6 @@ use tokio_util::sync::CancellationToken;
 
 use crate::run::node::LIMIT;
 
-/// How often a state without an event is polled.
-const POLL: Duration = Duration::from_millis(10);
-
 /// A node with the driver's programs and an MPS root.
 pub struct Node {
     // Unmounted before the folder is removed: fields are dropped in this order.
@@ -249,14 +246,4 @@ pub fn pid_in(path: &Path) -> u32 {
 pub fn runs(pid: u32) -> bool {
     let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
     status.lines().any(|line| line.starts_with("State:") && !line.contains('Z'))
-}
-
-/// Waits for a state without an event.
-pub async fn until(mut holds: impl FnMut() -> bool) {
-    let wait = async {
-        while !holds() {
-            tokio::time::sleep(POLL).await;
-        }
-    };
-    timeout(LIMIT, wait).await.expect("the state does not come");
 }

@@ -8,7 +8,8 @@ use linkwise_core::topology::GpuUuid;
 use linkwise_host::mps::{DaemonEvent, Limits, Marker, readiness, set_back, set_exclusive};
 use rustix::fs::{XattrFlags, lgetxattr, lsetxattr};
 
-use crate::mps::node::{Node, pid_in, runs, shared, until, waiting, words};
+use crate::cluster::support::until;
+use crate::mps::node::{Node, pid_in, runs, shared, waiting, words};
 use crate::run::node::signal;
 
 #[tokio::test]
