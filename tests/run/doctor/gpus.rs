@@ -161,3 +161,17 @@ async fn plan_that_cannot_be_met_is_named() {
     found(&report, "gpus", "warning", "9 of its devices are to be shared, the node has 8");
     advised(&report, "9 of its devices", "change the configuration");
 }
+
+#[tokio::test]
+async fn plan_that_dra_meets_in_part_fails_no_node() {
+    let (setup, _kubelet) = well();
+    let (account, socket) = (setup.at("account"), setup.admin_socket());
+    fs::create_dir(&account).unwrap();
+    fs::write(account.join("token"), "token").unwrap();
+    let setup = setup.config("version: v1\nsharing: {mps: {resources: [{name: nvidia.com/gpu, replicas: 2}]}}\n");
+    let setup = setup.env("NODE_NAME", "n").env("KUBERNETES_SERVICE_HOST", "127.0.0.1").arg("--dra-gpus=all");
+    let setup = setup.env("LINKWISE_SERVICE_ACCOUNT_DIR", account.to_str().unwrap());
+    let node = setup.arg("--admin-socket").arg(socket).start().await;
+    node.metric(r#"linkwise_plan_problems{resource="nvidia.com/gpu",reason="dra_not_by_mps"}"#, 1).await;
+    found(&look(&node.setup, &[]).await, "gpus", "warning", "for which claims ask themselves");
+}
