@@ -155,10 +155,14 @@ async fn killed_in_the_order_is_undone_by_the_next_process() {
     let (started, ()) = tokio::join!(node.dra.start_pod(&pod), killed);
     started.unwrap_err();
     assert_eq!((instances(&node), node.checkpoints()), (1, vec![format!("{}.json", claim.uid)]));
+    // An older release gives the names of the checkpoint to the kubelet and writes no spec of devices.
+    let names = format!("linkwise.dev-device-{}.json", claim.uid);
+    assert!(node.specs().contains(&names), "{:?}", node.specs());
     control.send("unhang 0 nvmlGpuInstanceCreateComputeInstance").unwrap();
     // No kubelet asks: it is the start that undoes it.
     let _process = run(&node, 1).await;
     until(|| instances(&node) + node.checkpoints().len() == 0).await;
+    assert!(!node.specs().contains(&names), "{:?}", node.specs());
 }
 
 /// The pod of before made a MIG device; this one has MIG mixed, and none of the rights to destroy it.

@@ -1,6 +1,6 @@
 //! The plugin is killed between each two steps of its work; the next one finishes or undoes it.
 //!
-//! The steps of Prepare: the claim is read; checkpoint Started, if it asks for MIG devices or MPS; the claim's CDI spec;
+//! The steps of Prepare: the claim is read; names and checkpoint Started, if it asks for MIG devices or MPS; CDI spec;
 //! checkpoint Completed; the answer. Of Unprepare: the spec goes; the checkpoint goes.
 
 use std::fs;

@@ -200,13 +200,15 @@ impl ClaimManager {
 
     /// Prepares a claim as its checkpoint says. Two things last longer than a process and are undone by the next one: the
     /// MIG devices and the MPS control daemon of a claim that asks for any. For such a claim alone there is a
-    /// checkpoint from the beginning on. Of any other nothing is done before its last step but its CDI spec, and one
-    /// without a checkpoint is removed.
+    /// checkpoint from the beginning on, and the names that it has resolve from then on: the process after this one may
+    /// give them to the kubelet as they are, if it is of an older release. Of any other claim nothing is done before its
+    /// last step but its CDI spec, and one without a checkpoint is removed.
     async fn carry_out(&self, checkpoint: Checkpoint, turn: &Turn) -> Result<Prepared, PrepareError> {
         let uid = checkpoint.claim.uid.clone();
         let asks_others =
             checkpoint.prepared.mps.is_some() || checkpoint.prepared.devices.iter().any(PreparedDevice::is_unmade);
-        if asks_others && let Err(error) = self.write(&checkpoint, None, turn).await {
+        let names = specs::of_names(&checkpoint.prepared);
+        if asks_others && let Err(error) = self.write(&checkpoint, Some(names), turn).await {
             self.forget_unmade(&uid).await;
             return Err(error);
         }

@@ -149,11 +149,16 @@ impl ClaimManager {
     }
 }
 
-/// The texts of a claim's specs.
+/// The texts of a claim's specs; an empty one is not written.
 pub(super) struct Specs {
     claim: String,
     /// Empty for a claim that was prepared before its devices had names of their own.
     devices: String,
+}
+
+/// The specs as far as they are known before the claim has its hardware: the one of the names.
+pub(super) fn of_names(prepared: &Prepared) -> Specs {
+    Specs { claim: String::new(), devices: devices_text(prepared) }
 }
 
 /// Makes the text of the spec that names a claim's devices. A CDI device has to have an edit: this one is in the claim's
