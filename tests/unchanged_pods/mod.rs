@@ -41,7 +41,7 @@ fn documents(path: &str) -> Vec<Value> {
 }
 
 /// The objects of the files that a kustomization names.
-fn resources(folder: &str) -> Vec<Value> {
+pub fn resources(folder: &str) -> Vec<Value> {
     let kustomization = read(&format!("{folder}/kustomization.yaml"));
     let files = kustomization["resources"].as_array().unwrap().iter();
     let objects = files.flat_map(|file| documents(&format!("{folder}/{}", file.as_str().unwrap())));

@@ -7,12 +7,12 @@
 //! refuses the request; with `failurePolicy: Ignore` an error ends the failed part only, and earlier mutations stay.
 //! A policy with `reinvocationPolicy: IfNeeded` is evaluated once more if an object was changed, with the parameters with
 //! which its conditions held before (`mutating/dispatcher.go`, `reinvocationcontext.go`). While the server starts, a policy
-//! whose conditions hold refuses the request, whatever its failure policy: the schemas of patches are not there yet. Bindings go by name here; the real
-//! server's order is that of a Go map, so any.
+//! whose conditions hold refuses the request, whatever its failure policy: the schemas of patches are not there yet.
+//! Bindings go by name here; the real server's order is that of a Go map, so any.
 //!
 //! Features that are not modelled are refused by name when the policy or the binding is stored: apply configurations,
-//! `Object` literals (an API server of 1.36.2 panics on a list of them), selections of parameters by name or of another
-//! namespace. Objects of other kinds are never changed. After each policy LimitRanger gives defaults again (`limits`).
+//! `Object` literals (an API server of 1.36.2 panics on a list of them), selections of parameters of another namespace.
+//! Objects of other kinds are never changed. After each policy LimitRanger gives defaults again (`limits`).
 
 mod check;
 mod expressions;
@@ -152,12 +152,21 @@ struct BindingSpec {
     match_resources: Resources,
 }
 
-/// The choice of a policy's parameters among the objects of its `paramKind`, in the namespace of the admitted object.
+/// The choice of a policy's parameters among the objects of its `paramKind`, in the namespace of the admitted object: by
+/// name, or by labels.
 #[derive(Debug, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 struct ParamRef {
-    selector: LabelSelector,
+    name: Option<String>,
+    selector: Option<LabelSelector>,
     parameter_not_found_action: NotFound,
+}
+
+impl ParamRef {
+    fn finds(&self, metadata: &Value) -> bool {
+        self.name.as_ref().is_none_or(|name| metadata["name"] == name.as_str())
+            && self.selector.as_ref().is_none_or(|selector| selector.selects(metadata))
+    }
 }
 
 #[derive(Debug, PartialEq, Eq, Deserialize)]
@@ -375,7 +384,7 @@ fn parameters(
     let resource = store.resource_of_kind(&kind.api_version, &kind.kind);
     let resource = resource.ok_or_else(|| format!("failed to configure binding: paramKind {} not known", kind.kind))?;
     let all = store.list(resource, key.namespace.as_deref());
-    let found = all.into_iter().filter(|param| wanted.selector.selects(&param["metadata"]));
+    let found = all.into_iter().filter(|param| wanted.finds(&param["metadata"]));
     let found: Vec<Option<Value>> = found.cloned().map(Some).collect();
     if found.is_empty() && wanted.parameter_not_found_action == NotFound::Deny {
         return Err("no params found for policy binding with `Deny` parameterNotFoundAction".to_owned());

@@ -3,7 +3,7 @@
 use anyhow::{Context, Result};
 use serde_json::{Value, json};
 
-/// The policy, its binding, and the templates.
+/// The policy, its bindings, and the templates.
 const UNCHANGED_PODS: [&str; 5] = [
     include_str!("../../../manifests/dra/unchanged-pods/policy.yaml"),
     include_str!("../../../manifests/dra/unchanged-pods/binding.yaml"),
@@ -15,7 +15,7 @@ const UNCHANGED_PODS: [&str; 5] = [
 /// The manifests by which pods with `nvidia.com/gpu: N` get claims.
 pub(super) fn unchanged_pods() -> Result<Vec<Value>> {
     let mut objects = Vec::new();
-    for text in UNCHANGED_PODS {
+    for text in UNCHANGED_PODS.into_iter().flat_map(|text| text.split("\n---\n")) {
         let object: Value = serde_saphyr::from_str(text).context("a manifest of ours is no YAML")?;
         match object["items"].as_array() {
             Some(items) => objects.extend(items.iter().cloned()),

@@ -187,6 +187,11 @@ async fn policy_is_evaluated_for_each_parameter() {
     let metadata = create(&server).unwrap()["metadata"].clone();
     assert_eq!((&metadata["labels"], &metadata["annotations"]), (&json!({"a": "b"}), &json!({"a": "b"})));
     assert!(metadata["x"].is_null());
+    let spec = json!({"policyName": "p", "paramRef": {"name": "labels", "parameterNotFoundAction": "Deny"}});
+    server.put("kubectl", &ResourceType::MUTATING_ADMISSION_POLICY_BINDINGS.key(None, "b"), json!({"spec": spec}));
+    server.remove(&ResourceType::PODS.key(Some("n"), "pod"));
+    let metadata = create(&server).unwrap()["metadata"].clone();
+    assert_eq!((&metadata["labels"], metadata["annotations"].is_null()), (&json!({"a": "b"}), true));
 }
 
 #[tokio::test]
