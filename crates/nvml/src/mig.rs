@@ -123,9 +123,9 @@ fn mig_device(
     let handle = calls.raw("nvmlDeviceGetGpuInstanceById", || GpuInstanceHandle::by_id(parent, gpu_instance));
     let info = |handle: GpuInstanceHandle<'_, '_>| calls.raw("nvmlGpuInstanceGetInfo", || handle.info());
     let instance = handle.and_then(|handle| handle.map_or(Ok(None), info)).map(|instance| {
-        instance.map(|raw::GpuInstance { profile_id, start, size, .. }| MigSlot {
-            profile_id,
-            placement: MigPlacement { start, size },
+        instance.map(|info| MigSlot {
+            profile_id: info.profileId,
+            placement: MigPlacement { start: info.placement.start, size: info.placement.size },
         })
     });
     Ok(Some(MigDeviceScan {

@@ -8,7 +8,7 @@ use nvml_wrapper_sys::bindings as sys;
 use super::call::{Answer, CallError, Fault};
 use super::mig::{handle, names};
 use super::probe::{Gpu, UUID};
-use super::raw::{self, GpuInstance, GpuInstanceHandle};
+use super::raw::{self, GpuInstanceHandle};
 use linkwise_core::claims::{MigOrder, MigOrderError, MigTask};
 use linkwise_core::topology::{MigSlot, MigUuid};
 
@@ -16,52 +16,33 @@ use linkwise_core::topology::{MigSlot, MigUuid};
 const NO_RIGHTS: &str = ": this container lacks the rights for MIG on demand; the overlay dra-mig and the chart's \
     dra.migRights give them (docs/mig.md)";
 
-/// The reason why an order failed, and whether its instance may exist.
-struct Failure {
-    error: CallError,
-    may_exist: bool,
-}
-
-impl Failure {
-    /// A failure before anything was made.
-    fn before(error: CallError) -> Self {
-        Self { error, may_exist: false }
-    }
-
-    fn after(error: CallError) -> Self {
-        Self { error, may_exist: true }
-    }
+/// The failure of an order by a call, and whether its instance may exist.
+fn failed(error: &CallError, may_exist: bool) -> MigOrderError {
+    let rights = if error.fault() == Fault::NoPermission { NO_RIGHTS } else { "" };
+    MigOrderError { why: format!("{error}{rights}"), may_exist }
 }
 
 /// Carries out an order. `hides_gpus` is true if `gpus` may lack a GPU that is not lost.
 pub fn carry_out(gpus: &[Gpu<'_>], hides_gpus: bool, order: &MigOrder) -> Result<Vec<MigUuid>, MigOrderError> {
     let gpu = gpus.iter().find(|gpu| gpu.uuid == order.gpu);
-    let done = match (&order.task, gpu) {
+    match (&order.task, gpu) {
         (MigTask::Make(_) | MigTask::List, None) => {
             let why = format!("NVML does not list {}", order.gpu);
-            return Err(MigOrderError { why, may_exist: false });
+            Err(MigOrderError { why, may_exist: false })
         }
         (MigTask::Destroy(..), None) if hides_gpus => {
             let why = format!("NVML may not be asked about {}, or does not answer", order.gpu);
-            return Err(MigOrderError { why, may_exist: true });
+            Err(MigOrderError { why, may_exist: true })
         }
         // A vanished GPU took its instances with it.
         (MigTask::Destroy(..), None) => Ok(Vec::new()),
         (MigTask::Make(slot), Some(gpu)) => make(gpu, *slot).map(|made| vec![made]),
-        (MigTask::List, Some(gpu)) => names(&gpu.device, &gpu.calls).map_err(Failure::before),
-        (MigTask::Destroy(slot, device), Some(gpu)) => {
-            let destroyed = destroy(gpu, *slot, device.as_ref());
-            let is_lost = |error: &CallError| error.fault() == Fault::GpuLost;
-            match destroyed {
-                Err(error) if is_lost(&error) => Ok(Vec::new()),
-                other => other.map(|()| Vec::new()).map_err(Failure::after),
-            }
-        }
-    };
-    done.map_err(|Failure { error, may_exist }| {
-        let rights = if error.fault() == Fault::NoPermission { NO_RIGHTS } else { "" };
-        MigOrderError { why: format!("{error}{rights}"), may_exist }
-    })
+        (MigTask::List, Some(gpu)) => names(&gpu.device, &gpu.calls).map_err(|error| failed(&error, false)),
+        (MigTask::Destroy(slot, device), Some(gpu)) => match destroy(gpu, *slot, device.as_ref()) {
+            Err(error) if error.fault() != Fault::GpuLost => Err(failed(&error, true)),
+            Ok(()) | Err(_) => Ok(Vec::new()),
+        },
+    }
 }
 
 /// NVML's answer to an order: without an answer the order cannot go on.
@@ -69,17 +50,14 @@ fn required<T>(call: &'static str, answer: Answer<T>) -> Result<T, CallError> {
     answer?.ok_or_else(|| CallError::returned(call, sys::nvmlReturn_enum_NVML_ERROR_NOT_SUPPORTED))
 }
 
-fn make(gpu: &Gpu<'_>, MigSlot { profile_id, placement }: MigSlot) -> Result<MigUuid, Failure> {
+fn make(gpu: &Gpu<'_>, slot: MigSlot) -> Result<MigUuid, MigOrderError> {
     const CREATE: &str = "nvmlDeviceCreateGpuInstanceWithPlacement";
-    let created = || GpuInstanceHandle::create(&gpu.device, profile_id, placement.start, placement.size);
-    let instance = required(CREATE, gpu.calls.raw(CREATE, created)).map_err(Failure::before)?;
-    let id = gpu.calls.raw(INFO, || instance.info());
-    let made = required(INFO, id).and_then(|GpuInstance { id, .. }| fill(gpu, &instance, id));
+    let created = || GpuInstanceHandle::create(&gpu.device, slot.profile_id, slot.placement.start, slot.placement.size);
+    let instance = required(CREATE, gpu.calls.raw(CREATE, created)).map_err(|error| failed(&error, false))?;
+    let info = gpu.calls.raw(INFO, || instance.info());
+    let made = required(INFO, info).and_then(|info| fill(gpu, &instance, info.id));
     // A half-made instance is destroyed; if that fails, the error is still that of the creation.
-    made.map_err(|error| match destroy(gpu, MigSlot { profile_id, placement }, None) {
-        Ok(()) => Failure::before(error),
-        Err(_) => Failure::after(error),
-    })
+    made.map_err(|error| failed(&error, destroy(gpu, slot, None).is_err()))
 }
 
 const INFO: &str = "nvmlGpuInstanceGetInfo";
@@ -132,11 +110,11 @@ fn destroy(gpu: &Gpu<'_>, slot: MigSlot, only: Option<&MigUuid>) -> Result<(), C
     // Without MIG mode there is no instance.
     let Some(instances) = gpu.calls.raw(LIST, of_profile)? else { return Ok(()) };
     for instance in instances {
-        let GpuInstance { id, start, .. } = required(INFO, gpu.calls.raw(INFO, || instance.info()))?;
-        if start != slot.placement.start {
+        let info = required(INFO, gpu.calls.raw(INFO, || instance.info()))?;
+        if info.placement.start != slot.placement.start {
             continue;
         }
-        let devices = devices(gpu, id)?;
+        let devices = devices(gpu, info.id)?;
         if only.is_some_and(|only| devices.iter().any(|(_, uuid)| uuid != only)) {
             return Ok(());
         }

@@ -191,18 +191,23 @@ pub struct Fabric {
     pub bad_route: bool,
 }
 
-/// The fabric registration, by the versioned call if the library has it, otherwise by the first one.
+/// The fabric registration, by the versioned call if the library has it, otherwise by the first one, which says nothing
+/// of routes.
 pub fn fabric(device: &Device<'_>) -> Answer<Fabric> {
     #[expect(clippy::cast_possible_truncation, reason = "a struct of some dozens of bytes")]
     const VERSION_2: u32 = size_of::<sys::nvmlGpuFabricInfo_v2_t>() as u32 | 2 << 24;
-    let call = &device.nvml().lib().nvmlDeviceGetGpuFabricInfoV;
-    if call.is_err() {
-        return first_fabric(device);
-    }
-    // Version 2 suffices, and it is the head of version 3, which is what the bindings call V.
-    let info = sys::nvmlGpuFabricInfo_v3_t { version: VERSION_2, ..zeroed() };
-    // The answer is as large as the version word says, and larger.
-    let info = get("nvmlDeviceGetGpuFabricInfoV", call, device, info)?;
+    let lib = device.nvml().lib();
+    let info = if lib.nvmlDeviceGetGpuFabricInfoV.is_ok() {
+        // Version 2 suffices, and it is the head of version 3, which is what the bindings call V. The answer is as large
+        // as the version word says, and larger.
+        let info = sys::nvmlGpuFabricInfo_v3_t { version: VERSION_2, ..zeroed() };
+        get("nvmlDeviceGetGpuFabricInfoV", &lib.nvmlDeviceGetGpuFabricInfoV, device, info)?
+    } else {
+        get("nvmlDeviceGetGpuFabricInfo", &lib.nvmlDeviceGetGpuFabricInfo, device, zeroed())?.map(|first| {
+            let sys::nvmlGpuFabricInfo_t { clusterUuid, status, cliqueId, state } = first;
+            sys::nvmlGpuFabricInfo_v3_t { clusterUuid, status, cliqueId, state, ..zeroed() }
+        })
+    };
     Ok(info.map(|info| Fabric {
         cluster: info.clusterUuid,
         clique: info.cliqueId,
@@ -220,18 +225,6 @@ fn bad_route(mask: u32) -> bool {
         == sys::NVML_GPU_FABRIC_HEALTH_MASK_ROUTE_UNHEALTHY_TRUE
 }
 
-fn first_fabric(device: &Device<'_>) -> Answer<Fabric> {
-    let call = &device.nvml().lib().nvmlDeviceGetGpuFabricInfo;
-    let info = get::<sys::nvmlGpuFabricInfo_t, _>("nvmlDeviceGetGpuFabricInfo", call, device, zeroed())?;
-    Ok(info.map(|info| Fabric {
-        cluster: info.clusterUuid,
-        clique: info.cliqueId,
-        state: info.state.into(),
-        status: info.status,
-        bad_route: false,
-    }))
-}
-
 /// The id of a MIG device's GPU instance.
 pub fn gpu_instance_id(mig_device: &Device<'_>) -> Answer<u32> {
     get("nvmlDeviceGetGpuInstanceId", &mig_device.nvml().lib().nvmlDeviceGetGpuInstanceId, mig_device, 0)
@@ -240,18 +233,6 @@ pub fn gpu_instance_id(mig_device: &Device<'_>) -> Answer<u32> {
 /// The id of a MIG device's compute instance, within its GPU instance.
 pub fn compute_instance_id(mig_device: &Device<'_>) -> Answer<u32> {
     get("nvmlDeviceGetComputeInstanceId", &mig_device.nvml().lib().nvmlDeviceGetComputeInstanceId, mig_device, 0)
-}
-
-/// The profile and the place of a GPU instance.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct GpuInstance {
-    pub id: u32,
-    /// The id of its profile; ids are the driver's own, see [`profile`].
-    pub profile_id: u32,
-    /// Its first memory slice.
-    pub start: u32,
-    /// The number of its memory slices.
-    pub size: u32,
 }
 
 /// A GPU instance by NVML's handle, which is valid until the instance is destroyed.
@@ -305,17 +286,15 @@ impl<'a, 'nvml> GpuInstanceHandle<'a, 'nvml> {
         returned("nvmlGpuInstanceDestroy", code, || Some(()))
     }
 
-    /// Its profile and its place.
-    pub fn info(&self) -> Answer<GpuInstance> {
+    /// Its id, the id of its profile, and its place in memory slices. Ids of profiles are the driver's own, see
+    /// [`profile`].
+    pub fn info(&self) -> Answer<sys::nvmlGpuInstanceInfo_t> {
         let Ok(call) = &self.device.nvml().lib().nvmlGpuInstanceGetInfo else { return Ok(None) };
         let mut info: sys::nvmlGpuInstanceInfo_t = zeroed();
         // JUSTIFICATION: nvml-wrapper does not have this call.
         // SAFETY: NVML gave the handle, and `info` is the structure this call fills.
         let code = unsafe { call(self.handle, &mut info) };
-        returned("nvmlGpuInstanceGetInfo", code, || {
-            let sys::nvmlGpuInstancePlacement_t { start, size } = info.placement;
-            Some(GpuInstance { id: info.id, profile_id: info.profileId, start, size })
-        })
+        returned("nvmlGpuInstanceGetInfo", code, || Some(info))
     }
 
     /// A profile of compute instances by its number (`NVML_COMPUTE_INSTANCE_PROFILE_*`): the driver's id of it, and its
