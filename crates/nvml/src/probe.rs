@@ -154,27 +154,10 @@ fn compute_capability(device: &Device<'_>, calls: &Calls) -> Answer<ComputeCapab
 /// is unknown.
 fn brand(device: &Device<'_>, calls: &Calls) -> Answer<String> {
     /// The names by `nvmlBrandType_t`, from 0 on.
-    const NAMES: [&str; 17] = [
-        "Unknown",
-        "Quadro",
-        "Tesla",
-        "NVS",
-        "Grid",
-        "GeForce",
-        "Titan",
-        "NvidiaVApps",
-        "NvidiaVPC",
-        "NvidiaVCS",
-        "NvidiaVWS",
-        "NvidiaCloudGaming",
-        "QuadroRTX",
-        "NvidiaRTX",
-        "Nvidia",
-        "GeForceRTX",
-        "TitanRTX",
-    ];
+    const NAMES: &str = "Unknown Quadro Tesla NVS Grid GeForce Titan NvidiaVApps NvidiaVPC NvidiaVCS NvidiaVWS \
+        NvidiaCloudGaming QuadroRTX NvidiaRTX Nvidia GeForceRTX TitanRTX";
     let number = calls.raw("nvmlDeviceGetBrand", || raw::brand(device))?;
-    let name = |number| NAMES.get(usize::try_from(number).ok()?).copied();
+    let name = |number| NAMES.split(' ').nth(usize::try_from(number).ok()?);
     Ok(number.and_then(name).map(str::to_owned))
 }
 
