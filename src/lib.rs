@@ -36,7 +36,7 @@ pub fn run_command(command: Command) -> ExitCode {
         Command::ConfigManager(args) => commands::config_manager(&args),
         Command::Completions(args) => commands::completions(&args),
         Command::Man(args) => commands::man(&args),
-        Command::NvmlAgent(args) => linkwise_nvml::agent::main(&args.command).map_err(Into::into),
+        Command::NvmlAgent(args) => linkwise_nvml::agent::main(&args.command),
     };
     ended(result.map(|()| ExitCode::SUCCESS))
 }

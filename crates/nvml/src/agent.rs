@@ -14,13 +14,14 @@ use std::sync::{Arc, Mutex, mpsc};
 use std::thread;
 use std::time::Duration;
 
+use anyhow::{Context, bail};
 use nvml_wrapper::Nvml;
 use nvml_wrapper::error::NvmlError;
 
 use super::call::{CallError, Fault, LOAD, answer};
 use super::calls::Calls;
 use super::child::AgentCommand;
-use super::events::{Listener, Waiting};
+use super::events::{self, Waiting};
 use super::gate::{RELEASED, Use};
 use super::protocol::{FromAgent, ToAgent, encode};
 use super::watch::{Fingerprint, Watch};
@@ -36,20 +37,6 @@ pub const INIT: &str = "nvmlInit_v2";
 
 /// The names of the driver's library: the first as drivers install it, the second as development packages do.
 const LIBRARIES: [&str; 2] = ["libnvidia-ml.so.1", "libnvidia-ml.so"];
-
-/// The reason why the agent ended.
-#[derive(Debug, thiserror::Error)]
-#[allow(missing_docs, reason = "the messages say it")]
-pub enum AgentError {
-    #[error("standard input is not the socket that 'nvml-agent' is started with")]
-    Socket(#[source] io::Error),
-    #[error("not the argument that 'nvml-agent' is started with")]
-    Argument(#[source] serde_json::Error),
-    #[error("cannot start a thread")]
-    Thread(#[source] io::Error),
-    #[error("the polling thread ended")]
-    Watch,
-}
 
 /// The connection to the parent, for all threads.
 pub struct Parent(Mutex<UnixStream>);
@@ -84,10 +71,11 @@ fn give_up(what: &str, error: &dyn std::error::Error) -> ! {
 
 /// Runs until the parent is gone. `command` is the [`AgentCommand`] as JSON. If the library does not load or
 /// initialise, the parent gets the reason, and the process ends with code 1.
-pub fn main(command: &str) -> Result<(), AgentError> {
-    let command: AgentCommand = serde_json::from_str(command).map_err(AgentError::Argument)?;
-    let socket = inherited_socket().map_err(AgentError::Socket)?;
-    let reading = socket.try_clone().map_err(AgentError::Socket)?;
+pub fn main(command: &str) -> anyhow::Result<()> {
+    let command: AgentCommand =
+        serde_json::from_str(command).context("not the argument that 'nvml-agent' is started with")?;
+    let sockets = inherited_socket().and_then(|socket| Ok((socket.try_clone()?, socket)));
+    let (reading, socket) = sockets.context("standard input is not the socket that 'nvml-agent' is started with")?;
     let parent = Arc::new(Parent(Mutex::new(socket)));
     let (ask, asked) = mpsc::channel();
     let wish = ask.clone();
@@ -95,7 +83,7 @@ pub fn main(command: &str) -> Result<(), AgentError> {
         listen(reading, &ask);
         raw::exit_now(0)
     };
-    thread::Builder::new().name("parent".into()).spawn(listening).map_err(AgentError::Thread)?;
+    thread::Builder::new().name("parent".into()).spawn(listening).context("cannot start a thread")?;
 
     let calls = Calls::new(Arc::clone(&parent), command.calls.as_deref());
     let opened = enter(&command).and_then(|entered| Ok((entered, load(&command, &calls)?)));
@@ -113,19 +101,15 @@ pub fn main(command: &str) -> Result<(), AgentError> {
     let nvml: &'static Nvml = Box::leak(Box::new(nvml));
     let listed = probe::list(nvml, &calls, &command.skip);
     drop(turn);
-    let AgentCommand { procfs, poll, skip, gate, .. } = command;
     // This comes before the scan, so that no event falls between the scan and the registration.
-    let waiting: Arc<Waiting> = Arc::default();
-    let listener = Listener::new(nvml, &calls, Arc::clone(&listed.gpus), Arc::clone(&parent), Arc::clone(&waiting));
+    let (gpus, waiting) = (Arc::clone(&listed.gpus), Arc::<Waiting>::default());
+    let set = events::register(nvml, &calls, &gpus, &waiting);
     let mut watch = Watch {
         nvml,
         library,
         parent: Arc::clone(&parent),
         calls,
-        interval: poll,
-        procfs,
-        skip,
-        gate,
+        command,
         gpus: Arc::default(),
         missing: Vec::new(),
         at_start: listed.gpus.iter().map(|gpu| gpu.uuid.clone()).collect(),
@@ -135,11 +119,13 @@ pub fn main(command: &str) -> Result<(), AgentError> {
     };
     watch.begin(listed);
     let watching = thread::Builder::new().name("watch".into());
-    let watching = watching.spawn(move || watch.run(&asked)).map_err(AgentError::Thread)?;
-    listener.run(&wish, || !watching.is_finished());
+    let watching = watching.spawn(move || watch.run(&asked)).context("cannot start a thread")?;
+    if let Some(set) = set {
+        events::listen(&set, &gpus, &parent, &waiting, &wish, || !watching.is_finished());
+    }
     // If no GPU has events, this thread has no work. A panic has been printed.
     let _ = watching.join();
-    Err(AgentError::Watch)
+    bail!("the polling thread ended")
 }
 
 fn inherited_socket() -> io::Result<UnixStream> {

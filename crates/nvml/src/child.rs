@@ -13,6 +13,7 @@ use std::path::PathBuf;
 use std::process::{ExitStatus, Stdio};
 use std::time::Duration;
 
+use anyhow::Context;
 use serde::{Deserialize, Serialize};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixStream;
@@ -93,16 +94,6 @@ impl AgentCommand {
     }
 }
 
-/// The reason why no child was started.
-#[derive(Debug, thiserror::Error)]
-#[allow(missing_docs, reason = "the messages say it")]
-pub enum SpawnError {
-    #[error("cannot make the socket for the NVML agent")]
-    Socket(#[source] io::Error),
-    #[error("cannot start the NVML agent {0}")]
-    Program(PathBuf, #[source] io::Error),
-}
-
 /// The reason why no more messages come from an agent, which has ended or was killed.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs, reason = "the messages say it")]
@@ -159,16 +150,18 @@ struct Wire {
 
 impl Agent {
     /// Starts a child. It must be called within a tokio runtime. Errors after the start come from [`Agent::next`].
-    pub fn spawn(command: &AgentCommand) -> Result<Self, SpawnError> {
-        let (ours, theirs) = StdUnixStream::pair().map_err(SpawnError::Socket)?;
-        ours.set_nonblocking(true).map_err(SpawnError::Socket)?;
-        let stream = UnixStream::from_std(ours).map_err(SpawnError::Socket)?;
-        let failed = |source| SpawnError::Program(command.program.clone(), source);
-        let text = serde_json::to_string(command).map_err(|error| failed(error.into()))?;
+    pub fn spawn(command: &AgentCommand) -> anyhow::Result<Self> {
+        let sockets = StdUnixStream::pair().and_then(|(ours, theirs)| {
+            ours.set_nonblocking(true)?;
+            Ok((UnixStream::from_std(ours)?, theirs))
+        });
+        let (stream, theirs) = sockets.context("cannot make the socket for the NVML agent")?;
+        let failed = || format!("cannot start the NVML agent {}", command.program.display());
+        let text = serde_json::to_string(command).with_context(failed)?;
         let mut process = Command::new(&command.program);
         process.args(["nvml-agent", &text]).envs(command.environment.iter().cloned());
         process.stdin(OwnedFd::from(theirs)).stdout(Stdio::null()).kill_on_drop(true);
-        let process = process.spawn().map_err(failed)?;
+        let process = process.spawn().with_context(failed)?;
         let now = Instant::now();
         let watchdog = Watchdog::new(command.limits, command.poll, now);
         let memory = MemoryWatch::new(&command.processes, command.memory_mib, now);

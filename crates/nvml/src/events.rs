@@ -4,7 +4,7 @@
 //! repeated after a pause; NVML's reference says that one lost GPU ends the wait for all. The polls report the GPUs whose
 //! events do not come, and the parent replaces this process: the next one registers all GPUs again.
 
-use std::sync::{Arc, Mutex, mpsc};
+use std::sync::{Mutex, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -87,19 +87,20 @@ impl Waiting {
     }
 }
 
-/// Registers every GPU that has events; `None` if none has.
-fn register<'nvml>(
+/// Registers every GPU that has events; `None` if none has. The failures are recorded in `waiting`.
+pub fn register<'nvml>(
     nvml: &'nvml Nvml,
     calls: &Calls,
     gpus: &[Gpu<'nvml>],
-    failures: &mut Vec<CallFailure>,
+    waiting: &Waiting,
 ) -> Option<EventSet<'nvml>> {
+    let record = |subject: String, error| lock(&waiting.0).unregistered.push(CallFailure::new(subject, error));
     let mut candidates: Vec<&Gpu<'nvml>> = gpus.iter().collect();
     // A set is undefined after UNKNOWN: each such error costs one GPU and requires a new set.
     loop {
         let set = calls.raw("nvmlEventSetCreate", || EventSet::create(nvml));
         let set = set.unwrap_or_else(|error| {
-            failures.push(CallFailure::new("driver", error));
+            record("driver".to_owned(), error);
             None
         })?;
         let mut undefined = false;
@@ -107,9 +108,9 @@ fn register<'nvml>(
             if undefined {
                 return true;
             }
-            let mut failed = |error| failures.push(CallFailure::new(gpu.pci.to_string(), error));
+            let failed = |error| record(gpu.pci.to_string(), error);
             let supported = || gpu.device.supported_event_types().map(|kinds| kinds.bits());
-            let supported = gpu.calls.ask("nvmlDeviceGetSupportedEventTypes", supported).map_err(&mut failed);
+            let supported = gpu.calls.ask("nvmlDeviceGetSupportedEventTypes", supported).map_err(failed);
             let kinds = supported.ok().flatten().unwrap_or(WANTED) & WANTED;
             if kinds == 0 {
                 return false;
@@ -124,65 +125,46 @@ fn register<'nvml>(
     }
 }
 
-/// Waits for the events of the GPUs that existed at the start.
-pub struct Listener {
-    gpus: Arc<Vec<Gpu<'static>>>,
-    parent: Arc<Parent>,
-    waiting: Arc<Waiting>,
-    set: Option<EventSet<'static>>,
-}
-
-impl Listener {
-    /// Registers the GPUs.
-    pub fn new(
-        nvml: &'static Nvml,
-        calls: &Calls,
-        gpus: Arc<Vec<Gpu<'static>>>,
-        parent: Arc<Parent>,
-        waiting: Arc<Waiting>,
-    ) -> Self {
-        let mut failures = Vec::new();
-        let set = register(nvml, calls, &gpus, &mut failures);
-        lock(&waiting.0).unregistered = failures;
-        Self { gpus, parent, waiting, set }
-    }
-
-    /// Waits for events and reports them, until `go_on` is false; `go_on` is called after each wait and each pause.
-    /// After each event a poll is requested: it finds what the XID left behind.
-    pub fn run(self, ask: &mpsc::Sender<ToAgent>, go_on: impl Fn() -> bool) {
-        // Without a set no GPU here has events.
-        let Some(set) = &self.set else { return };
-        let (mut backoff, mut failures) = (PAUSES, 0);
-        while go_on() {
-            let began = Instant::now();
-            self.waiting.set(true);
-            let waited = set.wait(WAIT);
-            self.waiting.set(false);
-            let pause = match waited {
-                Ok(event) => {
-                    failures = 0;
-                    backoff.reset();
-                    lock(&self.waiting.0).failing = None;
-                    if let Some(event) = &event {
-                        self.parent.send(&message(event, &self.gpus));
-                        self.waiting.ask_for_a_round(ask);
-                    }
-                    pause_after(event.is_some(), began.elapsed())
+/// Waits for the events of the registered GPUs and reports them, until `go_on` is false; `go_on` is called after each
+/// wait and each pause. After each event a poll is requested: it finds what the XID left behind.
+pub fn listen(
+    set: &EventSet<'_>,
+    gpus: &[Gpu<'_>],
+    parent: &Parent,
+    waiting: &Waiting,
+    ask: &mpsc::Sender<ToAgent>,
+    go_on: impl Fn() -> bool,
+) {
+    let (mut backoff, mut failures) = (PAUSES, 0);
+    while go_on() {
+        let began = Instant::now();
+        waiting.set(true);
+        let waited = set.wait(WAIT);
+        waiting.set(false);
+        let pause = match waited {
+            Ok(event) => {
+                failures = 0;
+                backoff.reset();
+                lock(&waiting.0).failing = None;
+                if let Some(event) = &event {
+                    parent.send(&message(event, gpus));
+                    waiting.ask_for_a_round(ask);
                 }
-                Err(error) => {
-                    if failures == 0 {
-                        self.parent.send(&failed(error.clone()));
-                    }
-                    failures += 1;
-                    if failures == FAILURES {
-                        lock(&self.waiting.0).failing = Some(CallFailure::new("driver", error));
-                        self.waiting.ask_for_a_round(ask);
-                    }
-                    backoff.failed()
+                pause_after(event.is_some(), began.elapsed())
+            }
+            Err(error) => {
+                if failures == 0 {
+                    parent.send(&failed(error.clone()));
                 }
-            };
-            rest(pause);
-        }
+                failures += 1;
+                if failures == FAILURES {
+                    lock(&waiting.0).failing = Some(CallFailure::new("driver", error));
+                    waiting.ask_for_a_round(ask);
+                }
+                backoff.failed()
+            }
+        };
+        rest(pause);
     }
 }
 

@@ -15,12 +15,13 @@ use nvml_wrapper::Nvml;
 use super::agent::Parent;
 use super::call::CallError;
 use super::calls::Calls;
+use super::child::AgentCommand;
 use super::events::Waiting;
 use super::gate::Gate;
 use super::mig_order;
 use super::poll::{self, Polled, Silence};
 use super::probe::{self, Gpu, Listed, REGISTER};
-use super::protocol::{FromAgent, Missing, Place, ToAgent};
+use super::protocol::{FromAgent, Missing, ToAgent};
 use super::raw;
 use super::scan::{CallFailure, NodeScan};
 use linkwise_core::claims::{MigOrder, MigOrderError, MigTask};
@@ -38,12 +39,8 @@ pub struct Watch {
     pub parent: Arc<Parent>,
     /// The reporter of calls that are about no GPU.
     pub calls: Calls,
-    pub interval: Duration,
-    pub procfs: PathBuf,
-    /// The GPUs about which no call is made.
-    pub skip: Vec<Place>,
-    /// The node's gate.
-    pub gate: Option<Gate>,
+    /// The settings with which the agent was started.
+    pub command: AgentCommand,
     /// The present GPUs.
     pub gpus: Arc<Vec<Gpu<'static>>>,
     /// The GPUs that did not report their UUID or PCI address when last asked.
@@ -102,7 +99,7 @@ impl Watch {
     /// Polls and serves requests until the parent is gone.
     pub fn run(mut self, asked: &Receiver<ToAgent>) {
         let mut last_round = Instant::now();
-        let mut next_round = last_round + self.interval;
+        let mut next_round = last_round + self.command.poll;
         loop {
             match asked.recv_timeout(next_round.saturating_duration_since(Instant::now())) {
                 Ok(ToAgent::Observe) => drop(self.observe()),
@@ -115,7 +112,7 @@ impl Watch {
                     self.waiting.round_begins(next_round.elapsed());
                     self.round();
                     last_round = Instant::now();
-                    next_round = last_round + self.interval;
+                    next_round = last_round + self.command.poll;
                 }
                 Err(RecvTimeoutError::Disconnected) => return,
             }
@@ -124,9 +121,9 @@ impl Watch {
 
     fn carry_out(&self, order: &MigOrder) -> Result<Vec<MigUuid>, MigOrderError> {
         let is_lost = |missing: &Missing| matches!(missing.reach, Reach::Lost { .. });
-        let hides_gpus = !self.skip.is_empty() || !self.missing.iter().all(is_lost);
+        let hides_gpus = !self.command.skip.is_empty() || !self.missing.iter().all(is_lost);
         // An agent whose parent was killed ends with the call that it is in: until then it has the turn.
-        let turn = self.gate.as_ref().map_or(Ok(None), Gate::mig_turn);
+        let turn = self.command.gate.as_ref().map_or(Ok(None), Gate::mig_turn);
         let is_there = matches!(order.task, MigTask::Destroy(..));
         let _turn = turn.map_err(|taken| MigOrderError { why: taken.to_string(), may_exist: is_there })?;
         mig_order::carry_out(&self.gpus, hides_gpus, order)
@@ -145,7 +142,7 @@ impl Watch {
 
     /// Adds the GPU at each index, as a full scan would list them.
     fn names(&mut self, round: &mut Fingerprint) {
-        let listed = probe::list(self.nvml, &self.calls, &self.skip);
+        let listed = probe::list(self.nvml, &self.calls, &self.command.skip);
         let mut uncounted = listed.failures.into_iter().filter(|_| listed.count.is_none());
         if let Some(failure) = uncounted.find(|failure| failure.error.needs_new_process()) {
             self.leave(failure.error);
@@ -187,7 +184,7 @@ impl Watch {
     }
 
     fn observe(&mut self) -> BTreeMap<GpuUuid, HealthPoll> {
-        let (polls, ready) = self.scan(probe::list(self.nvml, &self.calls, &self.skip));
+        let (polls, ready) = self.scan(probe::list(self.nvml, &self.calls, &self.command.skip));
         self.parent.send(&ready);
         polls
     }
@@ -212,7 +209,7 @@ impl Watch {
             path: self.library.display().to_string(),
             cuda: probe::cuda_version(nvml, calls),
             count: listed.count,
-            gpus: probe::scan(&self.gpus, &self.procfs),
+            gpus: probe::scan(&self.gpus, &self.command.procfs),
             failures,
             mig_orders: 0,
         };

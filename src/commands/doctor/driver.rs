@@ -49,7 +49,7 @@ impl Nvml {
 pub(super) async fn ask(host: &HostArgs, limit: Duration) -> Nvml {
     let mut agent = match Agent::spawn(&run::agent_command(host)) {
         Ok(agent) => agent,
-        Err(error) => return Nvml::Fails(format!("{:#}", anyhow::Error::from(error)), Fault::Other),
+        Err(error) => return Nvml::Fails(format!("{error:#}"), Fault::Other),
     };
     let deadline = Instant::now() + limit;
     let (mut failed, mut scanned) = (None, None);

@@ -327,7 +327,7 @@ impl Life {
                 Vec::new()
             }
             // The system lacks processes or memory: this will pass.
-            Err(error) => not_started(format!("{:#}", anyhow!(error))).into(),
+            Err(error) => not_started(format!("{error:#}")).into(),
         }
     }
 
