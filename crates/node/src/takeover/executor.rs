@@ -28,7 +28,7 @@ use crate::node::succession::Order;
 use crate::readiness::Part;
 use crate::takeover::condition::Facts;
 use crate::takeover::lock::{Lock, Place};
-use crate::takeover::machine::{Action, Duties, Input, Limits, Outcome, Said, Stage, TakeoverMachine};
+use crate::takeover::machine::{Action, Duties, Input, Outcome, Stage, TakeoverMachine};
 use crate::takeover::wire::{Asks, Connection, Word};
 use crate::takeover::{SOCKET, VERSION};
 use linkwise_core::state::HealthRecord;
@@ -93,27 +93,25 @@ impl Position {
         let handed_over = CancellationToken::new();
         // The series exist on every node.
         let metrics = node.metrics().register(TakeoverMetrics::register);
-        let (place, lock, takes_over) = match self {
+        let (place, lock, takes_over, machine) = match self {
             Self::Alone => return handed_over,
-            Self::Owner(place, lock) => (place, lock, None),
+            Self::Owner(place, lock) => {
+                if lock.is_none() {
+                    // It may have to stand by yet.
+                    node.remember();
+                }
+                (place, lock, Some(false), TakeoverMachine::owner())
+            }
             Self::Standby(place, takes_over) => {
                 node.stand_by();
-                (place, None, Some(takes_over))
+                (place, None, takes_over, TakeoverMachine::standby(takes_over == Some(true)))
             }
         };
-        let machine = match takes_over {
-            None => TakeoverMachine::owner(Limits::default()),
-            Some(takes_over) => TakeoverMachine::standby(Limits::default(), takes_over == Some(true)),
-        };
-        if takes_over.is_none() && lock.is_none() {
-            // It may have to stand by yet.
-            node.remember();
-        }
         let task = Takeover {
             keeper: Keeper::of(Some(place.folder.clone())),
             place,
             lock,
-            takes_over: takes_over.unwrap_or(Some(false)),
+            takes_over,
             orders: node.orders.0.clone(),
             dra: node.offers_dra.clone(),
             claims: node.claims.clone(),
@@ -198,17 +196,6 @@ struct Takeover {
     shutdown: CancellationToken,
 }
 
-enum Happened {
-    Input(Input),
-    Guest(Connection),
-    /// A standby sent a message, or left.
-    Said(Connection, Heard),
-    Peer(Heard),
-    /// A standby without a connection must look for an owner, and an owner without the lock for another.
-    Look,
-    Nothing,
-}
-
 impl Takeover {
     async fn run(mut self) -> Result<()> {
         self.metrics.standing_by.set(self.machine.stands_by().into());
@@ -218,52 +205,41 @@ impl Takeover {
             self.listen();
         }
         loop {
-            match self.next().await {
-                Happened::Input(input) => self.feed(input).await?,
-                Happened::Guest(connection) => self.welcome(connection),
-                Happened::Said(connection, heard) => self.guest_said(connection, heard).await?,
-                Happened::Peer(heard) => self.peer_said(heard).await?,
-                Happened::Look => self.look().await?,
-                Happened::Nothing => {}
-            }
-        }
-    }
-
-    /// Waits for the next event. The timer comes last: messages that have arrived count before deadlines.
-    async fn next(&mut self) -> Happened {
-        let stage = self.machine.stage();
-        let wake = self.machine.wake().map(|wake| self.begin + wake);
-        let look = match stage {
-            Stage::StandingBy if self.peer.is_none() => {
-                Some(if self.takes_over == Some(false) { LOOK_SELDOM } else { LOOK })
-            }
-            Stage::Owning if self.lock.is_none() => Some(LOOK_SELDOM),
-            _ => None,
-        };
-        let hands_over = stage == Stage::Owning && self.peer.is_none();
-        let is_empty_handed = self.is_empty_handed();
-        let condition = self.facts.clone().condition(&self.machine, is_empty_handed, self.claims_ends.clone());
-        let (settled, guests) = (self.facts.clone().settled(self.owning), &mut self.guests);
-        let requests = async {
-            settled.await;
-            guests.next().await
-        };
-        let listener = self.listener.as_ref().map(Listener::accept);
-        tokio::select! {
-            biased;
-            Some(heard) = OptionFuture::from(self.peer.as_mut().map(Connection::next)) => Happened::Peer(heard),
-            Some((connection, heard)) = requests, if hands_over => Happened::Said(connection, heard),
-            Some(caller) = OptionFuture::from(listener) => match caller {
-                Ok(caller) if caller.admitted => Happened::Guest(Connection::new(caller.stream)),
-                Ok(_) => Happened::Nothing,
-                Err(_) => {
-                    sleep(LOOK).await;
-                    Happened::Nothing
+            let stage = self.machine.stage();
+            let wake = self.machine.wake().map(|wake| self.begin + wake);
+            // A standby without a connection must look for an owner, and an owner without the lock for another.
+            let look = match stage {
+                Stage::StandingBy if self.peer.is_none() => {
+                    Some(if self.takes_over == Some(false) { LOOK_SELDOM } else { LOOK })
                 }
-            },
-            input = condition => Happened::Input(input),
-            Some(()) = OptionFuture::from(look.map(sleep)) => Happened::Look,
-            () = at(wake) => Happened::Input(Input::Tick),
+                Stage::Owning if self.lock.is_none() => Some(LOOK_SELDOM),
+                _ => None,
+            };
+            let hands_over = stage == Stage::Owning && self.peer.is_none();
+            let is_empty_handed = self.is_empty_handed();
+            let condition = self.facts.clone().condition(&self.machine, is_empty_handed, self.claims_ends.clone());
+            let (settled, guests) = (self.facts.clone().settled(self.owning), &mut self.guests);
+            let requests = async {
+                settled.await;
+                guests.next().await
+            };
+            let listener = self.listener.as_ref().map(Listener::accept);
+            // The timer comes last: messages that have arrived count before deadlines.
+            tokio::select! {
+                biased;
+                Some(heard) = OptionFuture::from(self.peer.as_mut().map(Connection::next)) => {
+                    self.peer_said(heard).await?;
+                }
+                Some((connection, heard)) = requests, if hands_over => self.guest_said(connection, heard).await?,
+                Some(caller) = OptionFuture::from(listener) => match caller {
+                    Ok(caller) if caller.admitted => self.welcome(Connection::new(caller.stream)),
+                    Ok(_) => {}
+                    Err(_) => sleep(LOOK).await,
+                },
+                input = condition => self.feed(input).await?,
+                Some(()) = OptionFuture::from(look.map(sleep)) => self.look().await?,
+                () = at(wake) => self.feed(Input::Tick).await?,
+            }
         }
     }
 
@@ -500,16 +476,14 @@ impl Takeover {
 
     async fn perform(&mut self, action: Action) -> Result<()> {
         match action {
-            Action::Say(Said::TakeOver) => {
+            Action::Ask => {
                 self.facts.readiness.takeover_failed(None);
                 self.asked = Instant::now();
                 let asks = Asks { version: VERSION.to_owned(), pod: self.place.pod.clone(), joins: true };
                 let place = self.machine.takes_place();
                 self.say(if place { Word::TakePlace(asks) } else { Word::TakeOver(asks) }).await;
             }
-            Action::Say(Said::Agreed) => self.say(Word::Agreed).await,
-            Action::Say(Said::Joined) => self.say(Word::Joined).await,
-            Action::Say(Said::Record) => {
+            Action::HandOver => {
                 let kept = self.records.borrow().clone();
                 let record = kept.unwrap_or_else(|| self.facts.snapshot.borrow().record());
                 let record = serde_json::to_value(record).unwrap_or_default();
@@ -517,8 +491,7 @@ impl Takeover {
                 let seen = observed.map(|seen| serde_json::to_value(&*seen).unwrap_or_default()).unwrap_or_default();
                 self.say(Word::Record { record, seen, away: self.facts.readiness.is_driver_away() }).await;
             }
-            Action::Say(Said::Serving) => self.say(Word::Serving).await,
-            Action::Say(Said::Back) => self.say(Word::Back).await,
+            Action::Say(word) => self.say(word).await,
             Action::Adopt => {
                 let record = match self.passed.take() {
                     Some(record) => record,

@@ -9,38 +9,21 @@
 
 use std::time::Duration;
 
+use super::wire::Word;
 use linkwise_core::backoff::Backoff;
 
-/// The deadlines.
-#[derive(Clone, Copy, Debug)]
-pub struct Limits {
-    /// The time for the kubelet to register our DRA plugin beside the owner's. After it the takeover goes on without.
-    pub join: Duration,
-    /// The owner's time to finish the calls for claims that it has begun, longer than the kubelet waits for one.
-    pub drain: Duration,
-    /// The time between the owner's record and the registration of our plugins.
-    pub start: Duration,
-    /// The owner's patience after it handed over the record, longer than `start`.
-    pub patience: Duration,
-    /// The pauses after takeovers that failed.
-    pub pauses: Backoff,
-    /// The pause after a refusal: the owner's driver may fail later.
-    pub refused: Duration,
-}
-
-impl Default for Limits {
-    fn default() -> Self {
-        let seconds = Duration::from_secs;
-        Self {
-            join: seconds(5),
-            drain: seconds(60),
-            start: seconds(30),
-            patience: seconds(60),
-            pauses: Backoff::new(seconds(10), seconds(600)),
-            refused: seconds(5),
-        }
-    }
-}
+/// The time for the kubelet to register our DRA plugin beside the owner's. After it the takeover goes on without.
+const JOIN_TIMEOUT: Duration = Duration::from_secs(5);
+/// The owner's time to finish the calls for claims that it has begun, longer than the kubelet waits for one.
+const DRAIN_TIMEOUT: Duration = Duration::from_secs(60);
+/// The time between the owner's record and the registration of our plugins.
+const START_TIMEOUT: Duration = Duration::from_secs(30);
+/// The owner's patience after it handed over the record, longer than [`START_TIMEOUT`].
+const YIELD_TIMEOUT: Duration = Duration::from_secs(60);
+/// The pauses after takeovers that failed.
+const PAUSES: Backoff = Backoff::new(Duration::from_secs(10), Duration::from_secs(600));
+/// The pause after a refusal: the owner's driver may fail later.
+const REFUSED_DELAY: Duration = Duration::from_secs(5);
 
 /// A stage of a process, with the condition for [`Input::Met`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Default)]
@@ -115,24 +98,15 @@ pub enum Input {
     Tick,
 }
 
-/// A word to the other side.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Said {
-    /// Asks to take over; see [`TakeoverMachine::takes_place`].
-    TakeOver,
-    Agreed,
-    Joined,
-    /// The record, with the lock, which is kept too.
-    Record,
-    Serving,
-    /// Takes back what was given.
-    Back,
-}
-
 /// An order to the executor. Orders are carried out in sequence: after the duties that end, before those that begin.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Action {
-    Say(Said),
+    /// Ask to take over; see [`TakeoverMachine::takes_place`].
+    Ask,
+    /// Hand over the record with the lock, which is kept too.
+    HandOver,
+    /// Say one of the other words.
+    Say(Word),
     /// Restore the node's state from the record that came, or else from the file.
     Adopt,
     /// Have the plugins register again: another one may have registered over them.
@@ -159,7 +133,6 @@ pub enum Outcome {
 /// The state of one process.
 #[derive(Clone, Debug, Default)]
 pub struct TakeoverMachine {
-    limits: Limits,
     stage: Stage,
     /// True if the process takes over from a living owner.
     successor: bool,
@@ -180,13 +153,13 @@ pub struct TakeoverMachine {
 
 impl TakeoverMachine {
     /// A process that serves from its start.
-    pub fn owner(limits: Limits) -> Self {
-        Self { stage: Stage::Owning, sees: Some(true), ..Self::standby(limits, false) }
+    pub fn owner() -> Self {
+        Self { stage: Stage::Owning, sees: Some(true), ..Self::standby(false) }
     }
 
     /// A process that found the lock held; a `successor` asks the owner, once it could serve.
-    pub fn standby(limits: Limits, successor: bool) -> Self {
-        Self { limits, successor, pauses: limits.pauses, ..Self::default() }
+    pub fn standby(successor: bool) -> Self {
+        Self { successor, pauses: PAUSES, ..Self::default() }
     }
 
     /// The current stage.
@@ -255,11 +228,11 @@ impl TakeoverMachine {
             }
             (Stage::StandingBy, input) => self.standing_by(input, now),
             (Stage::Joining, Input::Met | Input::Tick) => {
-                self.enter(Stage::Receiving, Some(now + self.limits.drain));
-                self.say(Said::Joined);
+                self.enter(Stage::Receiving, Some(now + DRAIN_TIMEOUT));
+                self.say(Word::Joined);
             }
             (Stage::Receiving, Input::Record) => {
-                self.enter(Stage::Starting, Some(now + self.limits.start));
+                self.enter(Stage::Starting, Some(now + START_TIMEOUT));
                 self.actions.push(Action::Adopt);
             }
             // It was handed nothing.
@@ -270,7 +243,7 @@ impl TakeoverMachine {
             (Stage::Starting, Input::Met) => {
                 // Without a deadline: the owner's plugins may be ending already.
                 self.enter(Stage::Waiting, None);
-                self.say(Said::Serving);
+                self.say(Word::Serving);
             }
             // The owner has died. This process has the lock, and begins or serves already.
             (Stage::Starting, Input::Lost) => self.own(Outcome::Succeeded),
@@ -283,11 +256,11 @@ impl TakeoverMachine {
                 self.successor = successor;
                 self.fail(now);
             }
-            (Stage::Owning, Input::TakeOver) => self.say(Said::Agreed),
+            (Stage::Owning, Input::TakeOver) => self.say(Word::Agreed),
             (Stage::Owning, Input::TheyJoined) => self.enter(Stage::Draining, None),
             (Stage::Draining, Input::Met) => {
-                self.enter(Stage::Yielding, Some(now + self.limits.patience));
-                self.say(Said::Record);
+                self.enter(Stage::Yielding, Some(now + YIELD_TIMEOUT));
+                self.actions.push(Action::HandOver);
             }
             // Without a deadline: the standby may be the owner before it could hear of one.
             (Stage::Yielding, Input::TheyServe) => self.enter(Stage::Ending, None),
@@ -297,7 +270,7 @@ impl TakeoverMachine {
             // It may have registered over our plugins.
             (Stage::Yielding | Stage::Ending, Input::Lost | Input::Tick) => {
                 if input == Input::Tick {
-                    self.say(Said::Back);
+                    self.say(Word::Back);
                 }
                 self.actions.push(Action::Renew);
                 self.end(Stage::Owning, Outcome::WentOn);
@@ -316,10 +289,10 @@ impl TakeoverMachine {
             }
             Input::Lost => (self.connected, self.asked, self.until) = (false, false, None),
             Input::Agreed if std::mem::take(&mut self.asked) => {
-                self.enter(Stage::Joining, Some(now + self.limits.join));
+                self.enter(Stage::Joining, Some(now + JOIN_TIMEOUT));
             }
             Input::Refused if std::mem::take(&mut self.asked) => {
-                (self.refused, self.until) = (true, Some(now + self.limits.refused));
+                (self.refused, self.until) = (true, Some(now + REFUSED_DELAY));
             }
             Input::Tick => {
                 self.until = None;
@@ -329,8 +302,8 @@ impl TakeoverMachine {
         }
     }
 
-    fn say(&mut self, said: Said) {
-        self.actions.push(Action::Say(said));
+    fn say(&mut self, word: Word) {
+        self.actions.push(Action::Say(word));
     }
 
     /// Ends the takeover, without a deadline for what follows.
@@ -348,7 +321,7 @@ impl TakeoverMachine {
         let pauses = self.until.is_some_and(|until| now < until);
         if self.successor && self.connected && !self.asked && !pauses {
             (self.asked, self.place) = (true, !sees);
-            self.say(Said::TakeOver);
+            self.actions.push(Action::Ask);
         }
     }
 

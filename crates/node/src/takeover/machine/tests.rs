@@ -91,9 +91,8 @@ enum Move {
 
 impl World {
     fn new() -> Self {
-        let limits = Limits::default();
-        let owner = Process::new(TakeoverMachine::owner(limits), true);
-        let standby = Process::new(TakeoverMachine::standby(limits, true), false);
+        let owner = Process::new(TakeoverMachine::owner(), true);
+        let standby = Process::new(TakeoverMachine::standby(true), false);
         Self {
             processes: [owner, standby],
             wires: Default::default(),
@@ -146,19 +145,20 @@ impl World {
     fn perform(&mut self, who: usize, action: Action) {
         let process = &mut self.processes[who];
         let sent = match action {
-            Action::Say(Said::TakeOver) if process.machine.takes_place() => Sent::TakePlace,
-            Action::Say(Said::TakeOver) => Sent::Word(Input::TakeOver),
-            Action::Say(Said::Agreed) => Sent::Word(Input::Agreed),
-            Action::Say(Said::Joined) => Sent::Word(Input::TheyJoined),
-            Action::Say(Said::Record) => {
+            Action::Ask if process.machine.takes_place() => Sent::TakePlace,
+            Action::Ask => Sent::Word(Input::TakeOver),
+            Action::Say(Word::Agreed) => Sent::Word(Input::Agreed),
+            Action::Say(Word::Joined) => Sent::Word(Input::TheyJoined),
+            Action::HandOver => {
                 assert!(process.holds_lock && !process.files && !process.has_claims, "hands over what it has not");
                 Sent::Word(Input::Record)
             }
-            Action::Say(Said::Serving) => {
+            Action::Say(Word::Serving) => {
                 assert!(process.plugins && process.settled);
                 Sent::Word(Input::TheyServe)
             }
-            Action::Say(Said::Back) => Sent::Word(Input::Refused),
+            Action::Say(Word::Back) => Sent::Word(Input::Refused),
+            Action::Say(word) => unreachable!("the machine says {word:?}"),
             Action::Adopt => return assert!(process.holds_lock, "adopts without the lock"),
             Action::Renew => return assert!(process.plugins),
             Action::End(outcome) => {
@@ -401,7 +401,7 @@ fn side_that_hangs_ends_the_takeover() {
 #[test]
 fn pod_that_handed_over_asks_nothing_and_serves_once_the_lock_is_free() {
     let mut world = World::new();
-    world.processes[STANDBY].machine = TakeoverMachine::standby(Limits::default(), false);
+    world.processes[STANDBY].machine = TakeoverMachine::standby(false);
     world.make(Move::Sees);
     world.make(Move::Connects);
     world = world.settle();
@@ -414,7 +414,7 @@ fn pod_that_handed_over_asks_nothing_and_serves_once_the_lock_is_free() {
 
 #[test]
 fn retired_process_stays_so() {
-    let mut machine = TakeoverMachine::owner(Limits::default());
+    let mut machine = TakeoverMachine::owner();
     for input in [Input::TakeOver, Input::TheyJoined, Input::Met, Input::TheyServe, Input::Met] {
         machine.step(input, Duration::ZERO);
     }
@@ -494,8 +494,8 @@ fn place_is_taken_or_kept_whatever_the_driver_does() {
 
 #[test]
 fn failed_takeovers_come_after_growing_pauses() {
-    let asks = [Action::Say(Said::TakeOver)];
-    let mut machine = TakeoverMachine::standby(Limits::default(), true);
+    let asks = [Action::Ask];
+    let mut machine = TakeoverMachine::standby(true);
     let mut now = Duration::ZERO;
     machine.step(Input::Sees(true), now);
     machine.step(Input::Connected, now);
@@ -503,7 +503,7 @@ fn failed_takeovers_come_after_growing_pauses() {
         for input in [Input::Agreed, Input::Met, Input::Record] {
             machine.step(input, now);
         }
-        now += Limits::default().start;
+        now += START_TIMEOUT;
         assert_eq!(machine.step(Input::Tick, now), [Action::End(Outcome::Failed)]);
         // The owner can be reached again at once; it is asked when the pause is over.
         assert_eq!(machine.step(Input::Connected, now), []);
@@ -520,13 +520,13 @@ fn failed_takeovers_come_after_growing_pauses() {
 #[test]
 fn owner_without_the_lock_stands_by_for_the_one_that_has_it() {
     for successor in [false, true] {
-        let mut machine = TakeoverMachine::owner(Limits::default());
+        let mut machine = TakeoverMachine::owner();
         let now = Duration::from_secs(5);
         assert_eq!(machine.step(Input::Held { successor }, now), [Action::End(Outcome::Failed)]);
         assert_eq!((machine.stage(), machine.duties()), (Stage::StandingBy, Duties::default()));
         assert_eq!(machine.step(Input::Connected, now), [], "not at once");
         let asks = machine.step(Input::Tick, machine.wake().unwrap());
-        assert_eq!(asks.contains(&Action::Say(Said::TakeOver)), successor);
+        assert_eq!(asks.contains(&Action::Ask), successor);
         // A lock that is free brings all of it back.
         machine.step(Input::Lost, now);
         machine.step(Input::Free, now);
@@ -536,8 +536,8 @@ fn owner_without_the_lock_stands_by_for_the_one_that_has_it() {
 
 #[test]
 fn standby_learns_late_that_it_takes_over() {
-    let mut machine = TakeoverMachine::standby(Limits::default(), false);
+    let mut machine = TakeoverMachine::standby(false);
     machine.step(Input::Sees(true), Duration::ZERO);
     assert_eq!(machine.step(Input::Held { successor: true }, Duration::ZERO), []);
-    assert_eq!(machine.step(Input::Connected, Duration::ZERO), [Action::Say(Said::TakeOver)]);
+    assert_eq!(machine.step(Input::Connected, Duration::ZERO), [Action::Ask]);
 }
