@@ -11,7 +11,7 @@ use futures_util::FutureExt;
 use linkwise_core::errors::chain;
 use linkwise_core::once::Once;
 use linkwise_node::admin::{Admin, Answers, Hosts, Local, LocalError, Orders, health};
-use linkwise_node::metrics::{self, Metrics};
+use linkwise_node::metrics::Metrics;
 use linkwise_system::signals::LastSignals;
 use linkwise_system::uds::Callers;
 
@@ -59,7 +59,6 @@ pub(super) async fn answer_probes(
     let metrics = metrics.clone();
     let answers = Answers {
         metrics: Arc::new(move || metrics.encode().ok()),
-        metrics_type: metrics::CONTENT_TYPE,
         ready: Arc::new(|| Err(vec!["another linkwise has taken over this node".to_owned()])),
         hosts,
         page: None,

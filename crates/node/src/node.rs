@@ -27,7 +27,7 @@ use super::readiness::{Part, Readiness};
 use super::state_loop::StateWriter;
 use super::views::Views;
 use crate::admin::{Admin, Answers, Hosts, PORT_PAUSES};
-use crate::metrics::{self, Metrics};
+use crate::metrics::Metrics;
 use linkwise_core::allocation::AllocationReport;
 use linkwise_core::once::Once;
 use linkwise_core::publish::view::ChoiceView;
@@ -509,7 +509,6 @@ impl Node {
         let (metrics, readiness, views) = (self.metrics.clone(), self.readiness.clone(), self.views.clone());
         Answers {
             metrics: Arc::new(move || metrics.encode().ok()),
-            metrics_type: metrics::CONTENT_TYPE,
             ready: Arc::new(move || readiness.summary()),
             hosts: self.hosts.clone(),
             page: Some(Arc::new(move || views.page())),

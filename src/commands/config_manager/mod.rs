@@ -29,7 +29,6 @@ use choose::choose;
 use linkwise_cluster::{ApiMetrics, ApiServer, NodeLabels, Pace, follow_node};
 use linkwise_core::once::Once;
 use linkwise_node::admin::{Admin, Answers, Hosts};
-use linkwise_node::metrics::CONTENT_TYPE;
 use linkwise_system::inotify::FolderWatch;
 use linkwise_system::lock;
 use linkwise_system::metrics::new;
@@ -111,7 +110,7 @@ fn answers(registry: Registry, problem: Arc<Mutex<Option<String>>>, hosts: Hosts
         None => Ok("ready".to_owned()),
         Some(problem) => Err(vec![problem]),
     };
-    Answers { metrics: Arc::new(text), metrics_type: CONTENT_TYPE, ready: Arc::new(ready), hosts, page: None }
+    Answers { metrics: Arc::new(text), ready: Arc::new(ready), hosts, page: None }
 }
 
 struct Manager {

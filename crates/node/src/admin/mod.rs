@@ -24,6 +24,7 @@ use futures_util::future::BoxFuture;
 use tokio::net::TcpListener;
 use tokio::sync::Mutex;
 
+use super::metrics::CONTENT_TYPE;
 use super::page::Page;
 use connections::Protocol;
 use linkwise_core::backoff::Backoff;
@@ -43,10 +44,8 @@ pub type PageSource = Arc<dyn Fn() -> BoxFuture<'static, Option<Arc<Page>>> + Se
 /// The sources of the endpoints' answers.
 #[derive(Clone)]
 pub struct Answers {
-    /// The metrics as text; `None` if they could not be encoded. Called on threads of its own, one at a time.
+    /// The metrics as OpenMetrics text; `None` if they could not be encoded. Called on threads of its own, one at a time.
     pub metrics: Arc<dyn Fn() -> Option<String> + Send + Sync>,
-    /// The content type of that text.
-    pub metrics_type: &'static str,
     /// `Ok` with a short text while the node serves, or has no GPU to serve; otherwise the unready parts, one line
     /// each.
     pub ready: Arc<dyn Fn() -> Result<String, Vec<String>> + Send + Sync>,
@@ -110,14 +109,14 @@ struct Served {
 }
 
 async fn metrics(StateOf(Served { answers, encoding }): StateOf<Served>) -> Response {
-    let (turn, metrics_type) = (encoding.lock_owned().await, answers.metrics_type);
+    let turn = encoding.lock_owned().await;
     // The turn moves along: a client who leaves makes no room for another encoding.
     let encoded = tokio::task::spawn_blocking(move || {
         let _turn = turn;
         (answers.metrics)()
     });
     match encoded.await.ok().flatten() {
-        Some(text) => ([(header::CONTENT_TYPE, metrics_type)], text).into_response(),
+        Some(text) => ([(header::CONTENT_TYPE, CONTENT_TYPE)], text).into_response(),
         None => (StatusCode::INTERNAL_SERVER_ERROR, "the metrics could not be encoded\n").into_response(),
     }
 }
@@ -158,13 +157,8 @@ mod tests {
     ) {
         let admin = Admin::bind("127.0.0.1:0".parse().unwrap()).unwrap();
         let address = admin.address();
-        let answers = Answers {
-            metrics: Arc::new(metrics),
-            metrics_type: "text/plain",
-            ready: Arc::new(|| Ok("ready".to_owned())),
-            hosts,
-            page: None,
-        };
+        let answers =
+            Answers { metrics: Arc::new(metrics), ready: Arc::new(|| Ok("ready".to_owned())), hosts, page: None };
         tokio::select! {
             () = admin.serve(answers) => {}
             () = asking(address) => {}
