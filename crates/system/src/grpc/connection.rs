@@ -64,11 +64,12 @@ pub struct Connection {
 }
 
 impl Connection {
-    fn is_cut(&mut self, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        match self.cut.as_mut().poll(context) {
-            Poll::Ready(()) => Poll::Ready(Err(io::ErrorKind::ConnectionAborted.into())),
-            Poll::Pending => Poll::Pending,
+    /// The outcome of a read or a write, which does not wait any more once the connection is cut.
+    fn unless_cut<T>(&mut self, context: &mut Context<'_>, outcome: Poll<io::Result<T>>) -> Poll<io::Result<T>> {
+        if outcome.is_pending() && self.cut.as_mut().poll(context).is_ready() {
+            return Poll::Ready(Err(io::ErrorKind::ConnectionAborted.into()));
         }
+        outcome
     }
 }
 
@@ -87,16 +88,14 @@ impl AsyncRead for Connection {
         if buf.filled().len() > before {
             this.counted.get_or_insert_with(|| Counted::new(&this.open));
         }
-        if read.is_pending() { this.is_cut(context) } else { read }
+        this.unless_cut(context, read)
     }
 }
 
 impl AsyncWrite for Connection {
     fn poll_write(mut self: Pin<&mut Self>, context: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
-        match Pin::new(&mut self.stream).poll_write(context, buf) {
-            Poll::Pending => self.is_cut(context).map_ok(|()| 0),
-            ready => ready,
-        }
+        let written = Pin::new(&mut self.stream).poll_write(context, buf);
+        self.unless_cut(context, written)
     }
 
     fn poll_write_vectored(
@@ -104,10 +103,8 @@ impl AsyncWrite for Connection {
         context: &mut Context<'_>,
         bufs: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
-        match Pin::new(&mut self.stream).poll_write_vectored(context, bufs) {
-            Poll::Pending => self.is_cut(context).map_ok(|()| 0),
-            ready => ready,
-        }
+        let written = Pin::new(&mut self.stream).poll_write_vectored(context, bufs);
+        self.unless_cut(context, written)
     }
 
     fn is_write_vectored(&self) -> bool {
