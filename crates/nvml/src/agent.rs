@@ -56,6 +56,12 @@ impl Parent {
             Err(error) => give_up("cannot reach the parent", &error),
         }
     }
+
+    /// Ends this process with a reason, which the parent logs.
+    pub fn leave(&self, error: CallError) -> ! {
+        self.send(&FromAgent::Leaving(error));
+        raw::exit_now(1)
+    }
 }
 
 /// Prints a line for people: in one piece, since the driver's library prints too.
@@ -88,14 +94,7 @@ pub fn main(command: &str) -> anyhow::Result<()> {
     let calls = Calls::new(Arc::clone(&parent), command.calls.as_deref());
     let opened = enter(&command).and_then(|entered| Ok((entered, load(&command, &calls)?)));
     // This process uses the driver until its end.
-    let ((_driver, turn), (library, nvml)) = match opened {
-        Ok(opened) => opened,
-        Err(error) => {
-            parent.send(&FromAgent::Leaving(error));
-            // The parent logs it.
-            raw::exit_now(1)
-        }
-    };
+    let ((_driver, turn), (library, nvml)) = opened.unwrap_or_else(|error| parent.leave(error));
     // NVML lives as long as the process, which never shuts it down: a shutdown can hang, and the end of the process is
     // enough.
     let nvml: &'static Nvml = Box::leak(Box::new(nvml));

@@ -175,7 +175,7 @@ impl Agent {
 
     /// The call that the agent reported last and that has not returned. A crash is blamed on this call.
     pub fn open(&self) -> Option<&Called> {
-        self.watchdog.open()
+        self.watchdog.open.as_ref()
     }
 
     /// Returns true if NVML was initialised at the agent's last message.
@@ -197,7 +197,7 @@ impl Agent {
     /// that the child has ended, or is being killed for its messages or its silence.
     pub async fn next(&mut self) -> Result<FromAgent, AgentEnded> {
         loop {
-            let (process, until, closed) = (self.id(), self.watchdog.until(), self.wire.closed);
+            let (process, until, closed) = (self.id(), self.watchdog.until, self.wire.closed);
             // An agent that closed its socket has a separate limit for its end.
             let deadline = async { if closed { pending().await } else { sleep_until(until).await } };
             let received = tokio::select! {
@@ -228,7 +228,7 @@ impl Agent {
 
     /// Finds the reason for the silence. If the process was stopped, no call and no GPU is to blame.
     async fn silence(&mut self) -> AgentEnded {
-        let limit = self.watchdog.limit();
+        let limit = self.watchdog.limit;
         let stat = match self.id() {
             Some(id) => timeout(FILES, tokio::fs::read_to_string(format!("/proc/{id}/stat"))).await.ok(),
             None => None,

@@ -22,7 +22,6 @@ use super::mig_order;
 use super::poll::{self, Polled, Silence};
 use super::probe::{self, Gpu, Listed, REGISTER};
 use super::protocol::{FromAgent, Missing, ToAgent};
-use super::raw;
 use super::scan::{CallFailure, NodeScan};
 use linkwise_core::claims::{MigOrder, MigOrderError, MigTask};
 use linkwise_core::state::{HealthPoll, Reach};
@@ -91,8 +90,7 @@ impl Watch {
         if let Some(count) = listed.count {
             self.seen.add(Fact::Count, count);
         }
-        let (polls, ready) = self.scan(listed);
-        self.parent.send(&ready);
+        let polls = self.scan(listed);
         self.tell(polls);
     }
 
@@ -145,7 +143,8 @@ impl Watch {
         let listed = probe::list(self.nvml, &self.calls, &self.command.skip);
         let mut uncounted = listed.failures.into_iter().filter(|_| listed.count.is_none());
         if let Some(failure) = uncounted.find(|failure| failure.error.needs_new_process()) {
-            self.leave(failure.error);
+            // Only a new process can reach the present driver.
+            self.parent.leave(failure.error);
         }
         self.missing = listed.missing;
         if let Some(count) = listed.count {
@@ -184,14 +183,12 @@ impl Watch {
     }
 
     fn observe(&mut self) -> BTreeMap<GpuUuid, HealthPoll> {
-        let (polls, ready) = self.scan(probe::list(self.nvml, &self.calls, &self.command.skip));
-        self.parent.send(&ready);
-        polls
+        self.scan(probe::list(self.nvml, &self.calls, &self.command.skip))
     }
 
-    /// Makes a full scan of the listed GPUs, which are the present ones from now on. Returns it as a message, and a poll
-    /// from just before it: what changes later is news to the next poll, whether this scan had it or not.
-    fn scan(&mut self, listed: Listed<'static>) -> (BTreeMap<GpuUuid, HealthPoll>, FromAgent) {
+    /// Makes and reports a full scan of the listed GPUs, which are the present ones from now on. Returns a poll from just
+    /// before it: what changes later is news to the next poll, whether this scan had it or not.
+    fn scan(&mut self, listed: Listed<'static>) -> BTreeMap<GpuUuid, HealthPoll> {
         (self.gpus, self.missing) = (listed.gpus, listed.missing);
         // Only the scanned GPUs have names here: a GPU that is identified later is a change.
         self.seen.0.retain(|fact, _| !matches!(fact, Fact::Name(_)));
@@ -213,7 +210,8 @@ impl Watch {
             failures,
             mig_orders: 0,
         };
-        (polls, FromAgent::Ready(Box::new(scan)))
+        self.parent.send(&FromAgent::Ready(Box::new(scan)));
+        polls
     }
 
     /// The failures because of which events do not come: of the driver, or of GPUs.
@@ -223,12 +221,6 @@ impl Watch {
             CallFailure::new(gpu.pci.to_string(), CallError::unreadable(REGISTER, late))
         });
         self.waiting.unheard().into_iter().chain(late).collect()
-    }
-
-    /// Ends the process: only a new one can reach the present driver.
-    fn leave(&self, error: CallError) -> ! {
-        self.parent.send(&FromAgent::Leaving(error));
-        raw::exit_now(1)
     }
 }
 

@@ -40,9 +40,12 @@ const LATE: Duration = Duration::from_secs(1);
 pub struct Watchdog {
     limits: Limits,
     poll: Duration,
-    open: Option<Called>,
-    limit: Duration,
-    until: Instant,
+    /// The call that has not returned.
+    pub open: Option<Called>,
+    /// The time from the last message to the deadline.
+    pub limit: Duration,
+    /// The deadline for the next message.
+    pub until: Instant,
     stage: Stage,
 }
 
@@ -61,24 +64,9 @@ impl Watchdog {
         Self { limits, poll, open: None, limit, until: now + limit, stage }
     }
 
-    /// The deadline for the next message.
-    pub fn until(&self) -> Instant {
-        self.until
-    }
-
-    /// The call that has not returned.
-    pub fn open(&self) -> Option<&Called> {
-        self.open.as_ref()
-    }
-
     /// Returns true if NVML was initialised at the last message.
     pub fn has_initialised(&self) -> bool {
         self.stage != Stage::Initialising
-    }
-
-    /// The time from the last message to the deadline.
-    pub fn limit(&self) -> Duration {
-        self.limit
     }
 
     /// Records that the child is about to make a call.
@@ -148,8 +136,8 @@ mod tests {
     fn each_call_and_each_poll_has_its_limit() {
         let start = Instant::now();
         let mut watchdog = Watchdog::new(LIMITS, POLL, start);
-        let left = |watchdog: &Watchdog| watchdog.until() - start;
-        assert_eq!((left(&watchdog), watchdog.open()), (LIMITS.start, None));
+        let left = |watchdog: &Watchdog| watchdog.until - start;
+        assert_eq!((left(&watchdog), watchdog.open.as_ref()), (LIMITS.start, None));
         watchdog.calling(called(INIT), start);
         assert_eq!((left(&watchdog), watchdog.has_initialised()), (LIMITS.start, false));
         watchdog.calling(called("nvmlDeviceGetCount_v2"), start);
@@ -157,14 +145,14 @@ mod tests {
         watchdog.calling(called(HANDLE), start);
         assert_eq!(left(&watchdog), LIMITS.start);
         watchdog.calling(called("nvmlDeviceGetName"), start);
-        assert_eq!((left(&watchdog), watchdog.open()), (LIMITS.call, Some(&called("nvmlDeviceGetName"))));
+        assert_eq!((left(&watchdog), watchdog.open.as_ref()), (LIMITS.call, Some(&called("nvmlDeviceGetName"))));
         // An event says nothing about the open call.
         let xid = FromAgent::DoubleBitEcc { gpu: "GPU-1".parse().unwrap() };
         assert_eq!(watchdog.heard(&xid, start + POLL), None);
-        assert_eq!((left(&watchdog), watchdog.open().is_some()), (LIMITS.call, true));
+        assert_eq!((left(&watchdog), watchdog.open.as_ref().is_some()), (LIMITS.call, true));
         assert_eq!(watchdog.heard(&polled(0), start), None);
-        assert_eq!((left(&watchdog), watchdog.open()), (POLL + LIMITS.call, None));
-        assert!(watchdog.is_expired(watchdog.until()));
+        assert_eq!((left(&watchdog), watchdog.open.as_ref()), (POLL + LIMITS.call, None));
+        assert!(watchdog.is_expired(watchdog.until));
     }
 
     #[test]
@@ -173,7 +161,7 @@ mod tests {
         let mut watchdog = Watchdog::new(LIMITS, POLL, start);
         let handle = |watchdog: &mut Watchdog| {
             watchdog.calling(called(HANDLE), start);
-            watchdog.until() - start
+            watchdog.until - start
         };
         // The GPUs are asked one after the other.
         assert_eq!((handle(&mut watchdog), handle(&mut watchdog)), (LIMITS.start, LIMITS.start));
@@ -198,9 +186,9 @@ mod tests {
         let start = Instant::now();
         let mut watchdog = Watchdog::new(LIMITS, POLL, start);
         watchdog.calling(called("nvmlDeviceGetName"), start);
-        let late = watchdog.until() + Duration::from_secs(60);
+        let late = watchdog.until + Duration::from_secs(60);
         assert!(!watchdog.is_expired(late));
-        assert_eq!(watchdog.until(), late + LIMITS.call);
-        assert!(watchdog.is_expired(watchdog.until()));
+        assert_eq!(watchdog.until, late + LIMITS.call);
+        assert!(watchdog.is_expired(watchdog.until));
     }
 }

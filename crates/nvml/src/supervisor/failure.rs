@@ -74,11 +74,6 @@ impl Outage {
         !matches!(self, Self::Never)
     }
 
-    /// Returns true if the outage was reported, and lasts.
-    pub fn is_reported(&self) -> bool {
-        matches!(self, Self::Reported)
-    }
-
     /// Begins the time without a working agent, or gives it another cause. Before the first agent it is none.
     pub fn begin(&mut self, why: String, until: Duration) {
         match self {

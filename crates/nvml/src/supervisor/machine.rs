@@ -198,7 +198,7 @@ impl DriverMachine {
 
     /// Returns true if NVML has been unavailable for the grace period.
     pub fn is_outage(&self) -> bool {
-        self.outage.is_reported()
+        matches!(self.outage, Outage::Reported)
     }
 
     /// The number of processes that are to end and have not ended.
@@ -351,8 +351,7 @@ impl DriverMachine {
         let trial = self.quarantine.next_trial();
         let trial =
             trial.map(|(at, place)| (at, format!("trial of the quarantined GPU {} of {}", place.index, place.of)));
-        let renewal = self.renewal.next().map(|(at, why)| (at, why.to_owned()));
-        [trial, renewal].into_iter().flatten().min_by_key(|(at, _)| *at)
+        [trial, self.renewal.next()].into_iter().flatten().min_by_key(|(at, _)| *at)
     }
 
     /// Kills the running agent: the next one starts once its process has ended.
@@ -515,11 +514,8 @@ impl DriverMachine {
             }
             FromAgent::DoubleBitEcc { gpu } => self.event(&gpu.clone(), Event::DoubleBitEcc(gpu), now),
             FromAgent::Ready(scan) if is_running => self.scanned(*scan, now),
-            FromAgent::Polled { gpus, missing, unheard, .. } => {
+            FromAgent::Polled { gpus, missing, unheard, .. } if is_running => {
                 let Stage::Running(agent) = &mut self.stage else { return };
-                if agent.id != id {
-                    return;
-                }
                 agent.polled = true;
                 // A probe of the bus that hangs is not awaited again.
                 let until = self.probe.unwrap_or(now) + FILES;

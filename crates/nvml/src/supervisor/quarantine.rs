@@ -185,8 +185,8 @@ impl Renewal {
     }
 
     /// The next new agent: its moment, and the reason.
-    pub fn next(&self) -> Option<(Duration, &str)> {
-        self.changed.as_ref().or(self.next.as_ref()).map(|(at, why)| (*at, why.as_str()))
+    pub fn next(&self) -> Option<(Duration, String)> {
+        self.changed.clone().or_else(|| self.next.clone())
     }
 
     /// Records that an agent starts now.
