@@ -12,7 +12,7 @@ use anyhow::Context;
 use serde::Deserialize;
 use tokio::sync::watch;
 use tokio::task::spawn_blocking;
-use tokio::time::timeout;
+use tokio::time::{sleep, timeout};
 use tokio_util::sync::CancellationToken;
 
 use linkwise_core::errors::chain;
@@ -112,33 +112,25 @@ impl Keeper {
         shutdown: CancellationToken,
     ) {
         loop {
-            let change = async {
-                tokio::select! {
-                    () = or_never(records.changed()) => {}
-                    () = or_never(files.changed()) => {}
-                }
-            };
-            let due = async {
-                // If the time is up, the failed write is due again.
-                if self.failed { timeout(self.retry, change).await.unwrap_or(()) } else { change.await }
-            };
-            if shutdown.run_until_cancelled(due).await.is_none() {
-                break;
+            tokio::select! {
+                biased;
+                () = shutdown.cancelled() => break,
+                () = or_never(records.changed()) => {}
+                () = or_never(files.changed()) => {}
+                // The failed write is due again.
+                () = sleep(self.retry), if self.failed => {}
             }
-            // Otherwise another process owns the file: the current record follows when the file is ours again.
             let right = files.borrow_and_update().clone();
-            if let Some(right) = right {
-                self.write(&mut records, right).await;
-            }
-        }
-        let right = files.borrow().clone().filter(|_| self.failed || records.has_changed().unwrap_or(false));
-        if let Some(right) = right {
             self.write(&mut records, right).await;
         }
+        let right = files.borrow().clone().filter(|_| self.failed || records.has_changed().unwrap_or(false));
+        self.write(&mut records, right).await;
     }
 
-    /// Writes the current record. Logs if the result differs from the last one.
-    async fn write(&mut self, records: &mut watch::Receiver<Option<HealthRecord>>, right: Right) {
+    /// Writes the current record, if this process has the right. Otherwise another process owns the file: the current
+    /// record follows when the file is ours again. Logs if the result differs from the last one.
+    async fn write(&mut self, records: &mut watch::Receiver<Option<HealthRecord>>, right: Option<Right>) {
+        let Some(right) = right else { return };
         let record = records.borrow_and_update().clone();
         let (Some(folder), Some(record)) = (self.folder.clone(), record) else { return };
         let file = folder.join(FILE);
@@ -244,13 +236,13 @@ mod tests {
         let mut keeper = Keeper { retry: Duration::from_millis(1), ..Keeper::of(settings.state_dir.clone()) };
         let (records, shutdown) = (watch::Sender::new(Some(record(1))), CancellationToken::new());
         let mut followed = records.subscribe();
-        keeper.write(&mut followed, Right::default()).await;
+        keeper.write(&mut followed, Some(Right::default())).await;
         assert!(!keeper.failed);
         // There is a file in the folder's place: nothing can be written, not even by root.
         fs::rename(&dir, &aside).unwrap();
         fs::write(&dir, "a file").unwrap();
         records.send_replace(Some(record(2)));
-        keeper.write(&mut followed, Right::default()).await;
+        keeper.write(&mut followed, Some(Right::default())).await;
         assert!(keeper.failed);
         // There is room again, and no further change.
         fs::remove_file(&dir).unwrap();

@@ -4,7 +4,7 @@
 //! error takes the device's place.
 
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use nvml_wrapper::Device;
 use nvml_wrapper_sys::bindings as sys;
@@ -69,13 +69,10 @@ fn visible(devices: Option<Devices>, minor: Option<u32>, procfs: &Path) -> Answe
 fn compute_instances(minor: u32, procfs: &Path) -> usize {
     let folder = procfs.join(format!("driver/nvidia/capabilities/gpu{minor}/mig"));
     let entries = |folder: &Path, prefix: &'static str| {
-        let entries = std::fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path());
-        let named = move |path: &PathBuf| {
-            path.file_name().and_then(|name| name.to_str()).is_some_and(|name| name.starts_with(prefix))
-        };
-        entries.filter(named)
+        let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+        entries.filter(move |entry| entry.file_name().as_encoded_bytes().starts_with(prefix.as_bytes()))
     };
-    entries(&folder, "gi").map(|instance| entries(&instance, "ci").count()).sum()
+    entries(&folder, "gi").map(|instance| entries(&instance.path(), "ci").count()).sum()
 }
 
 /// The UUIDs of the MIG devices of a GPU in MIG mode; a poll finds changes by them. A call that failed fails all: a MIG
