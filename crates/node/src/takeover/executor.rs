@@ -555,34 +555,34 @@ impl Takeover {
     }
 
     fn report(&mut self, outcome: Outcome) {
-        match outcome {
+        let label = match outcome {
             Outcome::TookOver => {
-                self.metrics.count("took_over");
                 tracing::info!(took = ?self.asked.elapsed(), "took over this node from another linkwise");
+                "took_over"
             }
             Outcome::Succeeded => {
-                self.metrics.count("succeeded");
                 tracing::info!("took over this node: the linkwise that served it has ended");
+                "succeeded"
             }
             Outcome::Failed => {
-                self.metrics.count("failed");
                 let wait = self.machine.wake().map(|wake| wake.saturating_sub(self.begin.elapsed()));
                 let again_in = Duration::from_secs((wait.unwrap_or_default() + Duration::from_millis(500)).as_secs());
                 let why = self.failed.take().unwrap_or_else(|| "the other linkwise did not go on".to_owned());
                 tracing::warn!(why, ?again_in, "could not take over this node, standing by again");
-                self.facts
-                    .readiness
-                    .takeover_failed(Some(format!("could not take over, again in {again_in:?}: {why}")));
+                let why = format!("could not take over, again in {again_in:?}: {why}");
+                self.facts.readiness.takeover_failed(Some(why));
+                "failed"
             }
             Outcome::HandedOver => {
-                self.metrics.count("handed_over");
                 tracing::info!("another linkwise has taken over this node; idling until a signal");
+                "handed_over"
             }
             Outcome::WentOn => {
-                self.metrics.count("went_on");
                 tracing::warn!("another linkwise could not take over this node, going on");
+                "went_on"
             }
-        }
+        };
+        self.metrics.takeovers.get_or_create(&[("outcome", label)]).inc();
     }
 }
 
@@ -604,9 +604,5 @@ impl TakeoverMetrics {
         }
         let standing_by = new(registry, "standing_by", "1 while another linkwise serves this node");
         Self { takeovers, standing_by }
-    }
-
-    fn count(&self, outcome: &'static str) {
-        self.takeovers.get_or_create(&[("outcome", outcome)]).inc();
     }
 }
