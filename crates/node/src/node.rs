@@ -506,12 +506,12 @@ impl Node {
     }
 
     fn answers(&self) -> Answers {
-        let (metrics, readiness, views) = (self.metrics.clone(), self.readiness.clone(), self.views.clone());
+        let (metrics, readiness) = (self.metrics.clone(), self.readiness.clone());
         Answers {
             metrics: Arc::new(move || metrics.encode().ok()),
             ready: Arc::new(move || readiness.summary()),
             hosts: self.hosts.clone(),
-            page: Some(Arc::new(move || views.page())),
+            page: Some(self.views.clone()),
         }
     }
 }

@@ -9,8 +9,6 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, Weak};
 use std::time::Duration;
 
-use futures_util::FutureExt;
-use futures_util::future::BoxFuture;
 use sha2::{Digest, Sha256};
 use tokio::sync::{Mutex as AsyncMutex, watch};
 use tokio::time::Instant;
@@ -120,27 +118,23 @@ impl Views {
     }
 
     /// The page: the last one while it is fresh, otherwise a new one. One page is rendered at a time, even if clients
-    /// come and go.
-    pub fn page(&self) -> BoxFuture<'static, Option<Arc<Page>>> {
-        let views = self.clone();
-        async move {
-            let mut rendered = Arc::clone(&views.rendered).lock_owned().await;
-            if let Some((at, page)) = &rendered.last
-                && at.elapsed() < FRESH
-            {
-                return Some(Arc::clone(page));
-            }
-            // The lock moves into the task: a reader who leaves makes no room for another rendering.
-            let rendering = tokio::task::spawn_blocking(move || {
-                let (snapshot, view) = views.now(true);
-                let observed = Arc::clone(&lock(&views.told.observed));
-                let page = Arc::new(Page::render(&view, (&observed, snapshot.topology()), &mut rendered.slots));
-                rendered.last = Some((Instant::now(), Arc::clone(&page)));
-                page
-            });
-            rendering.await.ok()
+    /// come and go. `None` if that fails.
+    pub async fn page(&self) -> Option<Arc<Page>> {
+        let (views, mut rendered) = (self.clone(), Arc::clone(&self.rendered).lock_owned().await);
+        if let Some((at, page)) = &rendered.last
+            && at.elapsed() < FRESH
+        {
+            return Some(Arc::clone(page));
         }
-        .boxed()
+        // The lock moves into the task: a reader who leaves makes no room for another rendering.
+        let rendering = tokio::task::spawn_blocking(move || {
+            let (snapshot, view) = views.now(true);
+            let observed = Arc::clone(&lock(&views.told.observed));
+            let page = Arc::new(Page::render(&view, (&observed, snapshot.topology()), &mut rendered.slots));
+            rendered.last = Some((Instant::now(), Arc::clone(&page)));
+            page
+        });
+        rendering.await.ok()
     }
 
     /// The current snapshot with its view. Any client may read the port: for it, the names of pods can be hidden.

@@ -20,12 +20,11 @@ use axum::http::{HeaderMap, StatusCode, header};
 use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
-use futures_util::future::BoxFuture;
 use tokio::net::TcpListener;
 use tokio::sync::Mutex;
 
 use super::metrics::CONTENT_TYPE;
-use super::page::Page;
+use super::views::Views;
 use connections::Protocol;
 use linkwise_core::backoff::Backoff;
 use linkwise_core::quote::quoted;
@@ -38,9 +37,6 @@ pub(crate) const PORT_PAUSES: Backoff = Backoff::new(Duration::from_secs(1), Dur
 /// The longest time for one connection: as long as Prometheus waits for a scrape.
 const DEADLINE: Duration = Duration::from_secs(10);
 
-/// Renders the node's page; `None` if that fails.
-pub type PageSource = Arc<dyn Fn() -> BoxFuture<'static, Option<Arc<Page>>> + Send + Sync>;
-
 /// The sources of the endpoints' answers.
 #[derive(Clone)]
 pub struct Answers {
@@ -51,8 +47,8 @@ pub struct Answers {
     pub ready: Arc<dyn Fn() -> Result<String, Vec<String>> + Send + Sync>,
     /// The names by which the port may be called.
     pub hosts: Hosts,
-    /// The node's page, if this process has one. Called for each request; the source limits its own cost.
-    pub page: Option<PageSource>,
+    /// The views that render the node's page, if this process has one.
+    pub page: Option<Views>,
 }
 
 /// A bound listener.
@@ -122,10 +118,10 @@ async fn metrics(StateOf(Served { answers, encoding }): StateOf<Served>) -> Resp
 }
 
 async fn page(StateOf(Served { answers, .. }): StateOf<Served>, request: HeaderMap) -> Response {
-    let Some(page) = answers.page else {
+    let Some(views) = answers.page else {
         return (StatusCode::NOT_FOUND, "this process serves no node and has no page\n").into_response();
     };
-    match page().await {
+    match views.page().await {
         Some(page) => page.answer(&request),
         None => (StatusCode::INTERNAL_SERVER_ERROR, "the page could not be rendered\n").into_response(),
     }
