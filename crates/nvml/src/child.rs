@@ -40,7 +40,7 @@ const FILES: Duration = Duration::from_millis(500);
 const FROM_OUTSIDE: [i32; 4] = [1, 2, 9, 15];
 
 /// The settings for starting an agent. A part of them becomes the agent's one argument, as JSON.
-#[derive(Clone, Debug, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct AgentCommand {
     /// The program that has the subcommand `nvml-agent`: ours.
@@ -79,17 +79,11 @@ impl AgentCommand {
     pub fn new(program: impl Into<PathBuf>) -> Self {
         Self {
             program: program.into(),
-            library: None,
-            driver_root: None,
             procfs: PathBuf::from("/proc"),
             poll: POLL_INTERVAL,
-            limits: Limits::default(),
             memory_mib: u64::MAX,
             processes: PathBuf::from("/proc"),
-            gate: None,
-            skip: Vec::new(),
-            calls: None,
-            environment: Vec::new(),
+            ..Self::default()
         }
     }
 }

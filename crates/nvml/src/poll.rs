@@ -12,7 +12,6 @@ use nvml_wrapper::structs::device::FieldId;
 use nvml_wrapper_sys::bindings as sys;
 
 use super::call::{Answer, CallError, Fault, answer, offered};
-use super::calls::Calls;
 use super::links;
 use super::mig;
 use super::probe::{FABRIC, Gpu};
@@ -82,11 +81,13 @@ pub struct Polled {
 /// Polls a GPU.
 pub fn poll(gpu: &Gpu<'_>, silence: &mut Silence) -> Polled {
     silence.begin();
-    let device = &gpu.device;
-    let reach = reach(reading(gpu, &gpu.calls));
-    let rows = || raw::remapped_rows(device);
+    let (device, calls) = (&gpu.device, &gpu.calls);
+    let reach = match reading(gpu) {
+        Ok(Some(())) => Reach::Answers,
+        Ok(None) => Reach::Unknown,
+        Err(error) => unreached(&error),
+    };
     let ecc = || device.total_ecc_errors(MemoryError::Uncorrected, EccCounter::Volatile);
-    let calls = &gpu.calls;
     let mig = silence.fact("nvmlDeviceGetMigMode", |call| calls.ask(call, || device.mig_mode()));
     let mig = mig.map(|mode| mode.current != sys::NVML_DEVICE_MIG_DISABLE);
     if let Some(mig) = mig {
@@ -94,7 +95,8 @@ pub fn poll(gpu: &Gpu<'_>, silence: &mut Silence) -> Polled {
     }
     let recovery_action =
         silence.fact("nvmlDeviceGetFieldValues", |call| offered(calls.ask(call, || recovery_action(gpu))));
-    let row_remapping = silence.fact("nvmlDeviceGetRemappedRows", |call| calls.raw(call, rows));
+    let row_remapping =
+        silence.fact("nvmlDeviceGetRemappedRows", |call| calls.raw(call, || raw::remapped_rows(device)));
     let uncorrectable_ecc = silence.fact("nvmlDeviceGetTotalEccErrors", |call| calls.ask(call, ecc));
     // The driver shuts the NVLinks of a GPU in MIG mode down, and suspends its joining of a fabric
     // (kernel_mig_manager.c of open-gpu-kernel-modules 590, before it creates instances): none counts as down.
@@ -123,8 +125,8 @@ pub fn poll(gpu: &Gpu<'_>, silence: &mut Silence) -> Polled {
 }
 
 /// A reading of the GPU itself, by the first call that the GPU offers. NVML 13 deprecates the first one for the second.
-pub fn reading(gpu: &Gpu<'_>, calls: &Calls) -> Answer<()> {
-    let device = &gpu.device;
+fn reading(gpu: &Gpu<'_>) -> Answer<()> {
+    let (device, calls) = (&gpu.device, &gpu.calls);
     let mut answer = calls.ask(REACH, || device.temperature(TemperatureSensor::Gpu).map(drop));
     if answer == Ok(None) {
         answer = calls.raw(raw::TEMPERATURE, || raw::temperature(device));
@@ -133,14 +135,6 @@ pub fn reading(gpu: &Gpu<'_>, calls: &Calls) -> Answer<()> {
         answer = calls.ask(USE, || device.utilization_rates().map(drop));
     }
     answer
-}
-
-fn reach(answer: Answer<()>) -> Reach {
-    match answer {
-        Ok(Some(())) => Reach::Answers,
-        Ok(None) => Reach::Unknown,
-        Err(error) => unreached(&error),
-    }
 }
 
 /// The reach of a GPU, from the failure of a call that has to reach it.

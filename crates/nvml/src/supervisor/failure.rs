@@ -97,19 +97,15 @@ impl Outage {
 
     /// The moment at which the outage is to be reported.
     pub fn due(&self) -> Option<Duration> {
-        match self {
-            Self::Down { report_at, .. } => Some(*report_at),
-            Self::Never | Self::Up | Self::Reported => None,
-        }
+        let Self::Down { report_at, .. } = self else { return None };
+        Some(*report_at)
     }
 
     /// Returns the cause of the outage, once, when the grace period is over.
     pub fn report(&mut self, now: Duration) -> Option<String> {
         self.due().filter(|at| *at <= now)?;
-        match std::mem::replace(self, Self::Reported) {
-            Self::Down { cause, .. } => Some(cause),
-            Self::Never | Self::Up | Self::Reported => None,
-        }
+        let Self::Down { cause, .. } = std::mem::replace(self, Self::Reported) else { return None };
+        Some(cause)
     }
 }
 

@@ -89,7 +89,6 @@ enum Stage {
     /// A pause until the next start: after a failure, or because the last agent was killed for the next one.
     Pausing {
         until: Duration,
-        has_failed: bool,
     },
     /// The host is probed before the start, which comes at `until` at the latest.
     Probing {
@@ -101,6 +100,13 @@ enum Stage {
         look_at: Duration,
     },
     Failed,
+}
+
+impl Default for Stage {
+    /// The first agent starts at once.
+    fn default() -> Self {
+        Self::Pausing { until: Duration::ZERO }
+    }
 }
 
 #[derive(Debug)]
@@ -115,7 +121,7 @@ struct RunningAgent {
 }
 
 /// The state of the driver's side of the node.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct DriverMachine {
     settings: Settings,
     stage: Stage,
@@ -156,28 +162,12 @@ const NOT_LISTED: &str = ": the driver could not start them (dmesg, NVRM), or th
 impl DriverMachine {
     pub fn new(settings: Settings) -> Self {
         Self {
-            stage: Stage::Pausing { until: Duration::ZERO, has_failed: false },
-            last_id: 0,
-            processes: BTreeSet::new(),
-            awaited_until: Duration::ZERO,
-            released: false,
-            others: Others::None,
             backoff: Backoff::new(settings.pause, settings.pause.saturating_mul(LONGEST)),
-            initialised: false,
-            outage: Outage::default(),
             quarantine: Quarantine::new(settings.trial),
             renewal: Renewal::new(settings.trial),
             view: View::new(settings.poll),
-            host: None,
-            probe: None,
-            lists_none: None,
-            has_listed: false,
-            library: Once::new(),
-            unavailable: Once::new(),
-            held_by_others: Once::new(),
-            stuck: Once::new(),
-            actions: Vec::new(),
             settings,
+            ..Self::default()
         }
     }
 
@@ -189,7 +179,7 @@ impl DriverMachine {
     /// Returns true while an agent starts, and none has failed since the last one that answered.
     pub fn is_starting(&self) -> bool {
         match &self.stage {
-            Stage::Pausing { has_failed, .. } => !has_failed && !self.released,
+            Stage::Pausing { .. } => !self.backoff.is_failing() && !self.released,
             Stage::Probing { .. } => true,
             Stage::Running(agent) => !agent.ready,
             Stage::Idle { .. } | Stage::Failed => false,
@@ -330,7 +320,7 @@ impl DriverMachine {
 
     fn stage_due(&self) -> Option<Duration> {
         match self.stage {
-            Stage::Pausing { until, .. } => {
+            Stage::Pausing { until } => {
                 let until = if self.unended() == 0 { until } else { until.max(self.awaited_until) };
                 (!self.released && self.has_room()).then_some(until)
             }
@@ -371,7 +361,7 @@ impl DriverMachine {
     /// Starts the next agent without a pause, because there is a new reason.
     fn start_at_once(&mut self, now: Duration) {
         self.backoff.reset();
-        self.stage = Stage::Pausing { until: now, has_failed: false };
+        self.stage = Stage::Pausing { until: now };
     }
 
     fn start(&mut self, now: Duration) {
@@ -450,7 +440,7 @@ impl DriverMachine {
         } else {
             tracing::debug!(cause, again_in = ?pause, "NVML unavailable");
         }
-        self.stage = Stage::Pausing { until: now + pause, has_failed: true };
+        self.stage = Stage::Pausing { until: now + pause };
     }
 
     fn probe(&mut self, now: Duration) {

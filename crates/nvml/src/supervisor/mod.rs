@@ -54,7 +54,7 @@ pub const MIG_REQUESTS: usize = 64;
 pub const NOT_SEEN: &str = "the GPUs have not been discovered yet";
 
 /// The options for the driver; see `config::NvmlArgs`.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct Settings {
     /// Set if GPUs are unhealthy while NVML is unavailable.
     pub unhealthy_when_away: bool,

@@ -20,7 +20,7 @@ const WINDOW: Duration = Duration::from_secs(3600);
 /// The longest pause before a trial, as a multiple of the first.
 const LONGEST: u32 = 60;
 
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct Quarantine {
     backoff: Backoff,
     gpus: BTreeMap<Place, Blamed>,
@@ -142,7 +142,7 @@ impl Quarantine {
 /// The next agent that may see more than the present one: the library may answer GPU_IS_LOST for a GPU as long as a
 /// process lives, even after the GPU was reset, a process keeps the count of GPUs with which it started, and events
 /// come only for GPUs that were registered then. New agents follow ever more rarely while that does not help.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct Renewal {
     backoff: Backoff,
     /// A change of the host that requires a new agent at once, and the moment since when.
@@ -157,12 +157,8 @@ impl Renewal {
     /// Starts with every GPU in reach. The first new agent for a GPU out of reach follows after `first`; each next
     /// pause is twice as long.
     pub fn new(first: Duration) -> Self {
-        Self {
-            backoff: Backoff::new(first, first.saturating_mul(LONGEST)),
-            changed: None,
-            next: None,
-            unheard: u32::MAX,
-        }
+        let backoff = Backoff::new(first, first.saturating_mul(LONGEST));
+        Self { backoff, unheard: u32::MAX, ..Self::default() }
     }
 
     /// Asks for a new agent at once.
