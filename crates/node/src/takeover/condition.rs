@@ -43,18 +43,14 @@ impl Facts {
         // If a sender is gone, the node is ending.
         let is_met = match machine.stage() {
             Stage::StandingBy if machine.sees() != Some(true) => {
-                let mut idle = self.readiness.idle().subscribe();
-                let offers = async { self.snapshot.wait_for(|state| state.offers_any()).await.is_ok() };
-                let has_none = async { idle.wait_for(|idle| matches!(idle, Idle::NoGpu(_))).await.is_ok() };
-                tokio::select! {
+                let has_none = |readiness: &Readiness| matches!(*readiness.idle().borrow(), Idle::NoGpu(_));
+                let sees = tokio::select! {
                     biased;
-                    true = offers => return Input::Sees(true),
-                    true = has_none => return Input::Sees(true),
-                    () = until(&self.readiness, Readiness::sees_nothing), if machine.sees().is_none() => {
-                        return Input::Sees(false);
-                    }
-                    else => false,
-                }
+                    Ok(_) = self.snapshot.wait_for(|state| state.offers_any()) => true,
+                    () = until(&self.readiness, has_none) => true,
+                    () = until(&self.readiness, Readiness::sees_nothing), if machine.sees().is_none() => false,
+                };
+                return Input::Sees(sees);
             }
             Stage::Joining => {
                 until(&self.readiness, Readiness::is_dra_called).await;
