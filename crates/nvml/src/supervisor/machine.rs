@@ -540,7 +540,7 @@ impl DriverMachine {
             // A Tegra's own GPU counts, but cannot be served.
             let has_none = scan.count == Some(0) || self.host.as_ref().is_some_and(|host| host.is_tegra);
             let is_useless = scan.gpus.is_empty() && has_none && agent.skipped.is_empty() && none_on_bus;
-            if is_useless && !self.view.was_published() {
+            if is_useless && self.view.published.is_none() {
                 // The agent has no GPU to follow, and would poll for ever.
                 return self.useless(Reached::NoDriver, NO_GPUS, now);
             }

@@ -17,7 +17,6 @@ const XIDS: RangeInclusive<u64> = 1..=255;
 
 /// The metrics of the driver. Gauges that are flags are 0 or 1.
 #[derive(Clone, Debug)]
-#[allow(missing_docs, reason = "their texts of help are beside their names")]
 pub struct DriverMetrics {
     xids: Family<[(&'static str, String); 2], Counter>,
     agent_ends: Family<[(&'static str, &'static str); 1], Counter>,

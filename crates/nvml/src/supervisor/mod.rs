@@ -194,9 +194,8 @@ impl Life {
         self.tasks.spawn(self.driver.release.clone().follow_node());
         let mut released = self.driver.release.follow();
         let (mut mig, mut others) = (self.driver.mig.take(), self.driver.others.clone());
-        let first = [Input::Others(*others.borrow_and_update()), Input::Released(*released.borrow_and_update())];
-        let mut next = VecDeque::from(first);
-        next.push_back(Input::Tick);
+        let (beside, release) = (*others.borrow_and_update(), *released.borrow_and_update());
+        let mut next = VecDeque::from([Input::Others(beside), Input::Released(release), Input::Tick]);
         loop {
             // An order waits for the one before it, and for an agent that starts.
             let takes_orders = self.order.is_none() && !self.machine.is_starting();
@@ -235,35 +234,29 @@ impl Life {
     }
 
     /// Takes from an input what concerns orders and processes; returns the input for the state machine.
-    fn received(&mut self, input: Input, next: &mut VecDeque<Input>) -> Option<Input> {
+    fn received(&mut self, mut input: Input, next: &mut VecDeque<Input>) -> Option<Input> {
         match input {
             Input::Message(id, FromAgent::MigDone(result)) => {
                 self.orders_done += 1;
                 let number = self.orders_done;
                 self.answer(id, result.map(|devices| MigDone { devices, number }));
-                None
+                return None;
             }
-            Input::Message(id, FromAgent::Ready(mut scan)) => {
-                // An agent does one thing after the other: the scan is younger than the orders that were answered.
-                scan.mig_orders = self.orders_done;
-                Some(Input::Message(id, FromAgent::Ready(scan)))
-            }
+            // An agent does one thing after the other: the scan is younger than the orders that were answered.
+            Input::Message(_, FromAgent::Ready(ref mut scan)) => scan.mig_orders = self.orders_done,
             // An agent found the order first.
             Input::Ended(_, ref end) if end.reached == Reached::Released && !self.driver.release.is_wished() => {
                 self.driver.release.see(true);
                 next.extend([Input::Released(true), input]);
-                None
+                return None;
             }
             Input::Ended(id, ref end) => {
                 self.answer(id, Err(MigOrderError { why: end.why.clone(), may_exist: true }));
-                Some(input)
             }
-            Input::Reaped(id) => {
-                self.agents.remove(&id);
-                Some(input)
-            }
-            other => Some(other),
+            Input::Reaped(id) => drop(self.agents.remove(&id)),
+            _ => {}
         }
+        Some(input)
     }
 
     async fn perform(&mut self, action: Action, next: &mut VecDeque<Input>) -> Result<()> {

@@ -35,7 +35,8 @@ pub(super) struct View {
     pub nvml: Option<NodeScan>,
     /// The latest scan of the host; a failed one does not change it.
     host: Option<HostScan>,
-    published: Option<NodeObservation>,
+    /// The node as it was published last.
+    pub published: Option<NodeObservation>,
     /// Set to publish the next scan even if it equals the last one: another agent may speak to another driver.
     pub force: bool,
     /// The moment until which an unpublished scan waits for the host.
@@ -86,11 +87,6 @@ impl View {
     /// The latest moment at which the pending scan is published.
     pub fn due(&self) -> Option<Duration> {
         self.pending.map(|until| if self.host_runs { until } else { Duration::ZERO })
-    }
-
-    /// Returns true if a node was ever published.
-    pub fn was_published(&self) -> bool {
-        self.published.is_some()
     }
 
     /// Returns true if the readers of the node know the GPU, or if no pending scan could name it.
