@@ -5,11 +5,13 @@ use std::ffi::OsString;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use super::{DISPLAY, NVIDIA};
-use linkwise_core::topology::{NicObservation, NumaNodeId, PciAddress, PcieLink, thousandths};
+use linkwise_core::topology::{NicKind, NicObservation, NumaNodeId, PciAddress, PcieLink, thousandths};
 
 pub(super) struct Sysfs(pub PathBuf);
 
+const NVIDIA: u32 = 0x10de;
+/// PCI base class of display controllers (PCI Code and ID Assignment, class 03h).
+const DISPLAY: u32 = 0x03;
 /// The kernel driver for which GPUs are served.
 const DRIVER: &str = "nvidia";
 
@@ -29,7 +31,7 @@ fn is_nvidia_gpu(path: &Path) -> Option<bool> {
         let text = fs::read_to_string(path).ok()?;
         u32::from_str_radix(text.trim().trim_start_matches("0x"), 16).ok()
     };
-    Some(hex(path.join("vendor"))? == u32::from(NVIDIA) && hex(path.join("class"))? >> 16 == u32::from(DISPLAY))
+    Some(hex(path.join("vendor"))? == NVIDIA && hex(path.join("class"))? >> 16 == DISPLAY)
 }
 
 /// The PCI bus, read repeatedly; vendor and class of a device are read once.
@@ -117,8 +119,19 @@ impl Sysfs {
         self.0.join(format!("bus/pci/devices/{pci}/physfn")).exists()
     }
 
+    /// The rate of a NIC, Mbit/s.
+    pub fn nic_rate(&self, nic: &NicObservation) -> Option<u32> {
+        match nic.kind {
+            NicKind::Rdma => self.rdma_rate(&nic.name),
+            // It is unknown (-1, or an error) while the link is down.
+            NicKind::Ethernet => {
+                NicObservation::rate(self.read(&format!("class/net/{}/speed", nic.name))?.parse().ok()?)
+            }
+        }
+    }
+
     /// The summed rates of an RDMA device's ports whose links are up, Mbit/s; unknown if none is.
-    pub fn rdma_rate(&self, name: &str) -> Option<u32> {
+    fn rdma_rate(&self, name: &str) -> Option<u32> {
         let ports = fs::read_dir(self.0.join(format!("class/infiniband/{name}/ports"))).ok()?;
         let rate = |port: PathBuf| {
             // "4: ACTIVE"; a link that is down has the rate of its slowest form.
@@ -132,11 +145,6 @@ impl Sysfs {
         };
         let rates: Vec<u32> = ports.flatten().filter_map(|port| rate(port.path())).collect();
         rates.iter().copied().reduce(u32::saturating_add).and_then(NicObservation::rate)
-    }
-
-    /// A network device's rate, Mbit/s; unknown (-1, or an error) while its link is down.
-    pub fn network_rate(&self, name: &str) -> Option<u32> {
-        self.read(&format!("class/net/{name}/speed"))?.parse().ok().and_then(NicObservation::rate)
     }
 
     fn pci(&self, pci: PciAddress, file: &str) -> Option<String> {
@@ -159,7 +167,8 @@ mod tests {
         fs::create_dir_all(file.parent().unwrap()).unwrap();
         for (speed, rate) in [("100000\n", Some(100_000)), ("-1\n", None), ("0\n", None), ("4294967295\n", None)] {
             fs::write(&file, speed).unwrap();
-            assert_eq!(Sysfs(sysfs.path().to_owned()).network_rate("eth0"), rate, "{speed}");
+            let nic = NicObservation::new("eth0".to_owned(), NicKind::Ethernet);
+            assert_eq!(Sysfs(sysfs.path().to_owned()).nic_rate(&nic), rate, "{speed}");
         }
     }
 

@@ -1,5 +1,5 @@
-//! The walk over hwloc's objects, on an invented machine and on recorded ones that libhwloc reads from XML. libhwloc
-//! reads XML only here: with its own parser, or with libxml2's if that plugin is installed.
+//! What libhwloc has of an invented machine and of recorded ones, which it reads from XML. libhwloc reads XML only here:
+//! with its own parser, or with libxml2's if that plugin is installed.
 
 use super::*;
 use std::os::unix::fs::symlink;
@@ -7,8 +7,8 @@ use std::path::PathBuf;
 use std::process::Command;
 use std::{env, fs};
 
-use crate::machines;
-use linkwise_core::topology::{NodeObservation, PcieLink};
+use hwlocality::object::attributes::ObjectAttributes;
+use linkwise_core::topology::{NicKind, NicObservation, NumaNodeId, PackageId, PciAddress, PcieLink};
 
 /// Two packages; on the first a switch with two GPUs and a NIC, on the second a GPU on a root port.
 const HOST: &str = include_str!("../machines/hwloc_xml/testdata/v2.xml");
@@ -22,6 +22,11 @@ fn load(xml: &str) -> Topology {
 fn parse(xml: &str) -> Option<Topology> {
     let builder = Topology::builder().with_flags(BuildFlags::INCLUDE_DISALLOWED).ok()?;
     builder.with_io_type_filter(TypeFilter::KeepAll).ok()?.from_xml(xml).ok()?.build().ok()
+}
+
+/// The host of a topology with the facts of a sysfs.
+fn observed(topology: &Topology, sysfs: &Path) -> HostObservation {
+    Sysfs(sysfs.to_owned()).completed(read(topology).unwrap().host)
 }
 
 fn pci(text: &str) -> PciAddress {
@@ -44,8 +49,8 @@ fn functions(host: &HostObservation) -> Vec<(usize, &PciObservation)> {
 }
 
 #[test]
-fn walk_places_ports_gpus_and_nics() {
-    let host = walk(&load(HOST), &Sysfs("/nonexistent".into()));
+fn ports_gpus_and_nics_have_their_places() {
+    let host = observed(&load(HOST), Path::new("/nonexistent"));
     let cpu = host.cpu.clone().unwrap();
     assert_eq!((cpu.arch.as_str(), cpu.vendor.as_deref(), cpu.model), ("x86_64", Some("GenuineIntel"), Some(85)));
     let nodes: Vec<_> = host.numa_nodes.iter().map(|node| (node.id.0, node.package, node.cpus.as_str())).collect();
@@ -95,7 +100,7 @@ fn sysfs_adds_link_maxima_and_nic_rates() {
     write("bus/pci/devices/0000:04:00.0/class", "0x068000\n");
     write("class/infiniband/mlx5_0/ports/1/rate", "200 Gb/sec (4X HDR)\n");
     write("class/net/eth7/speed", "-1\n");
-    let host = walk(&load(HOST), &Sysfs(sys.path().to_owned()));
+    let host = observed(&load(HOST), sys.path());
     let find = |address: &str| {
         let all = functions(&host);
         all.iter().find(|(_, seen)| seen.pci == Some(pci(address))).map(|(_, seen)| (*seen).clone()).unwrap()
@@ -112,7 +117,7 @@ fn sysfs_adds_link_maxima_and_nic_rates() {
     // A virtual function of the card does not count as a card.
     symlink("../0000:05:00.0", sys.path().join("bus/pci/devices/0000:05:00.0-physfn")).unwrap();
     fs::create_dir_all(sys.path().join("bus/pci/devices/0000:05:00.0/physfn")).unwrap();
-    let host = walk(&load(HOST), &Sysfs(sys.path().to_owned()));
+    let host = observed(&load(HOST), sys.path());
     assert!(functions(&host).iter().all(|(_, seen)| seen.kind != PciKind::Nic));
 }
 
@@ -125,7 +130,7 @@ fn live_host_is_read_without_failure() {
     assert_eq!(linkwise_core::topology::NodeTopology::assemble(&observed).1, []);
 }
 
-/// The XML reader in `machines` and libhwloc share no code: they agree on each file that libhwloc can read.
+/// Each file that libhwloc can read says the same when libhwloc has written it anew.
 #[test]
 fn xml_reader_agrees_with_libhwloc() {
     let manifest = Path::new(env!("CARGO_MANIFEST_DIR"));
@@ -154,7 +159,7 @@ fn xml_reader_agrees_with_libhwloc() {
         let topology = load(&text);
         let is_version_1 = text.contains("<topology>");
         let machine = machines::of_bytes(path.to_str().unwrap(), text.into_bytes()).unwrap();
-        let (mut read, host) = (machine.observed.host, walk(&topology, &Sysfs("/nonexistent".into())));
+        let (mut read, host) = (machine.observed.host, observed(&topology, Path::new("/nonexistent")));
         if is_version_1 {
             // libhwloc loses the package of a NUMA node with offline CPUs.
             let lost = |host: &HostObservation| host.numa_nodes.iter().all(|node| node.package.is_none());
@@ -167,10 +172,8 @@ fn xml_reader_agrees_with_libhwloc() {
         let mut gpus: Vec<PciAddress> = topology
             .pci_devices()
             .filter_map(|object| match object.attributes() {
-                Some(ObjectAttributes::PCIDevice(pci))
-                    if pci.vendor_id() == NVIDIA && pci.class_id() >> 8 == DISPLAY =>
-                {
-                    address(pci)
+                Some(ObjectAttributes::PCIDevice(pci)) if pci.vendor_id() == 0x10de && pci.class_id() >> 8 == 0x03 => {
+                    PciAddress::new(u32::from(pci.domain()), pci.bus_id(), pci.bus_device(), pci.function())
                 }
                 _ => None,
             })

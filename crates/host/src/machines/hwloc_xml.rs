@@ -3,7 +3,7 @@
 //! Owns the meaning of its objects and attributes (source: hwloc's topology-xml.c), for the parts that linkwise uses.
 //! Such a file has neither the greatest speeds of PCIe links nor the rates of NICs nor NVLinks. linkwise reads it
 //! without libhwloc, which reads no version later than its own and whose parser depends on the installed libraries.
-//! Called by `load`.
+//! Called by `load`, for files and for the XML that libhwloc makes of this host.
 
 use std::collections::{BTreeMap, BTreeSet};
 

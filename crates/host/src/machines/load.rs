@@ -12,6 +12,7 @@ use serde_saphyr::UserMessageFormatter;
 use super::xml::{self, XmlError};
 use super::{BUILT_IN, MAX_FILE_BYTES, Machine, MachineError, hwloc_xml, nccl};
 use linkwise_core::quote::{excerpt, one_line};
+use linkwise_core::topology::NodeObservation;
 use linkwise_system::files;
 
 /// Loads a built-in machine by its name, or else the file at that path, `-` being standard input: a node file, an NCCL
@@ -39,6 +40,11 @@ pub fn of_bytes(path: &str, bytes: Vec<u8>) -> Result<Machine, MachineError> {
         "graphs" => Err(MachineError::NcclGraph(path.to_owned())),
         other => Err(MachineError::UnknownXml(path.to_owned(), excerpt(other))),
     }
+}
+
+/// Reads the host and the GPUs in a text that libhwloc wrote.
+pub(crate) fn of_hwloc(xml: &str) -> Result<NodeObservation, XmlError> {
+    Ok(hwloc_xml::parse("", xml::document(xml)?.root_element())?.observed)
 }
 
 /// The path that stands for standard input, which is read once.

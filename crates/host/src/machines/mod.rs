@@ -14,6 +14,7 @@ use std::io;
 use serde::{Deserialize, Serialize};
 
 use linkwise_core::topology::{GpuObservation, GpuUuid, MAX_CPUS, NodeObservation, PciAddress};
+pub(crate) use load::of_hwloc;
 pub use load::{MachineFileError, VERSION, load, of_bytes};
 pub use xml::XmlError;
 
