@@ -105,15 +105,6 @@ impl Watching {
     }
 }
 
-/// The next step of a life.
-enum Next<H: Handshake> {
-    /// The files may have changed.
-    Check,
-    /// The files explain best why this happened, and are checked first.
-    Explained(Input<H>),
-    Happened(Input<H>),
-}
-
 /// A machine, and what it acts on.
 pub struct Executor<R: Registrant> {
     registrant: R,
@@ -138,52 +129,43 @@ impl<R: Registrant> Executor<R> {
         Self { registrant, machine, phase, watching, changes, begin, session: None, calls }
     }
 
-    /// Serves until `shutdown`; then ends its streams and connections, removes its sockets and returns.
+    /// Serves until `shutdown`; then ends its streams and connections, removes its sockets and returns. The timer comes
+    /// last: after a suspension of this process, answers that have arrived count before deadlines that have passed.
     pub async fn live(mut self, shutdown: &CancellationToken) {
         self.registrant.report(Life::Phase(self.machine.phase()));
         self.check();
         let mut ending = false;
         while !self.machine.is_over() {
+            let timer = self.machine.wake().map(|wake| tokio::time::sleep_until(self.begin + wake));
+            let session = self.session.as_mut().map(Session::next);
             tokio::select! {
                 biased;
                 () = shutdown.cancelled(), if !ending => {
                     ending = true;
                     self.feed(Input::Shutdown);
                 }
-                next = self.next() => match next {
-                    Next::Check => self.check(),
-                    Next::Explained(input) => {
-                        self.check();
-                        self.feed(input);
+                () = self.changes.next() => self.check(),
+                input = self.registrant.next() => self.explain(Input::Own(input)),
+                Some((answer, bound)) = self.calls.next() => {
+                    self.session = bound.or(self.session.take());
+                    self.feed(answer);
+                }
+                Some(happened) = OptionFuture::from(session) => {
+                    self.session.take_if(|_| matches!(happened, Input::Closed));
+                    match happened {
+                        Input::Own(_) | Input::ServerEnded(_) => self.explain(happened),
+                        _ => self.feed(happened),
                     }
-                    Next::Happened(input) => self.feed(input),
-                },
+                }
+                Some(()) = OptionFuture::from(timer) => self.feed(Input::Tick),
             }
         }
     }
 
-    /// Waits for the next step. The timer comes last: after a suspension of this process, answers that have arrived
-    /// count before deadlines that have passed.
-    async fn next(&mut self) -> Next<R::Handshake> {
-        let timer = self.machine.wake().map(|wake| tokio::time::sleep_until(self.begin + wake));
-        let session = self.session.as_mut().map(Session::next);
-        tokio::select! {
-            biased;
-            () = self.changes.next() => Next::Check,
-            input = self.registrant.next() => Next::Explained(Input::Own(input)),
-            Some((answer, bound)) = self.calls.next() => {
-                self.session = bound.or(self.session.take());
-                Next::Happened(answer)
-            }
-            Some(happened) = OptionFuture::from(session) => {
-                self.session.take_if(|_| matches!(happened, Input::Closed));
-                match happened {
-                    Input::Own(_) | Input::ServerEnded(_) => Next::Explained(happened),
-                    _ => Next::Happened(happened),
-                }
-            }
-            Some(()) = OptionFuture::from(timer) => Next::Happened(Input::Tick),
-        }
+    /// Feeds an input that the files explain best: they are checked first.
+    fn explain(&mut self, input: Input<R::Handshake>) {
+        self.check();
+        self.feed(input);
     }
 
     fn check(&mut self) {
