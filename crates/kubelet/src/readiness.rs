@@ -68,19 +68,18 @@ impl fmt::Display for Part {
 /// All parts, and the reason why the node is idle.
 #[derive(Clone, Debug)]
 pub struct Readiness {
-    parts: Arc<Mutex<BTreeMap<Part, PartState>>>,
+    parts: watch::Sender<BTreeMap<Part, PartState>>,
     idle: watch::Sender<Idle>,
     driver_is_away: Arc<AtomicBool>,
     /// The failure of the last takeover.
     takeover_failed: Arc<Mutex<Option<String>>>,
-    news: watch::Sender<()>,
 }
 
 impl Readiness {
     /// Starts without parts, with this reason.
     pub fn new(idle: Idle) -> Self {
-        let (parts, driver_is_away, takeover_failed, news) = Default::default();
-        Self { parts, idle: watch::Sender::new(idle), driver_is_away, takeover_failed, news }
+        let (parts, driver_is_away, takeover_failed) = Default::default();
+        Self { parts, idle: watch::Sender::new(idle), driver_is_away, takeover_failed }
     }
 
     /// Sets that NVML has been unavailable for the grace period.
@@ -105,58 +104,63 @@ impl Readiness {
 
     /// Adds a part in this phase, not ready.
     pub fn add(&self, part: Part, phase: &'static str) {
-        lock(&self.parts).insert(part, PartState { phase: phase.into(), ready: false, trouble: None });
-        self.news.send_replace(());
+        self.insert(part, phase, false, None);
     }
 
     /// Adds a part that is ready, and that is shown with these words.
     pub fn note(&self, part: Part, phase: &'static str, words: String) {
-        lock(&self.parts).insert(part, PartState { phase: phase.into(), ready: true, trouble: Some(words) });
-        self.news.send_replace(());
+        self.insert(part, phase, true, Some(words));
     }
 
     /// Adds a part that is not ready, with the reason.
     pub fn refuse(&self, part: Part, phase: &'static str, why: String) {
-        lock(&self.parts).insert(part, PartState { phase: phase.into(), ready: false, trouble: Some(why) });
-        self.news.send_replace(());
+        self.insert(part, phase, false, Some(why));
+    }
+
+    fn insert(&self, part: Part, phase: &'static str, ready: bool, trouble: Option<String>) {
+        let state = PartState { phase: phase.into(), ready, trouble };
+        self.parts.send_modify(|parts| _ = parts.insert(part, state));
     }
 
     /// The reason why this node offers nothing although it has GPUs, if its configuration is the reason.
     pub fn offers_nothing(&self) -> Option<String> {
-        lock(&self.parts).get(&Part::Plan).filter(|state| !state.ready).map(ToString::to_string)
+        self.parts.borrow().get(&Part::Plan).filter(|state| !state.ready).map(ToString::to_string)
     }
 
     /// Removes a part; later reports from it change nothing.
     pub fn remove(&self, part: &Part) {
-        lock(&self.parts).remove(part);
-        self.news.send_replace(());
+        self.parts.send_modify(|parts| _ = parts.remove(part));
     }
 
     /// Changes the phase of a part; a ready part has no trouble.
     pub fn enter(&self, part: &Part, phase: &'static str, ready: bool) {
-        if let Some(state) = lock(&self.parts).get_mut(part) {
-            (state.phase, state.ready) = (phase.into(), ready);
-            state.trouble.take_if(|_| ready);
-        }
-        self.news.send_replace(());
+        self.parts.send_modify(|parts| {
+            if let Some(state) = parts.get_mut(part) {
+                (state.phase, state.ready) = (phase.into(), ready);
+                state.trouble.take_if(|_| ready);
+            }
+        });
     }
 
-    /// Records a fault of a part; its readiness does not change.
+    /// Records a fault of a part; its readiness does not change, and nobody who follows is told.
     pub fn trouble(&self, part: &Part, why: String) {
-        if let Some(state) = lock(&self.parts).get_mut(part) {
-            state.trouble = Some(why);
-        }
+        self.parts.send_if_modified(|parts| {
+            if let Some(state) = parts.get_mut(part) {
+                state.trouble = Some(why);
+            }
+            false
+        });
     }
 
     /// Follows the changes of phases.
-    pub fn news(&self) -> watch::Receiver<()> {
-        self.news.subscribe()
+    pub fn news(&self) -> watch::Receiver<BTreeMap<Part, PartState>> {
+        self.parts.subscribe()
     }
 
     /// Returns true if no other process serves this node, and every device plugin of this one is registered; with
     /// `alone`, also if no earlier plugin exists that might still end.
     pub fn has_plugins(&self, alone: bool) -> bool {
-        let parts = lock(&self.parts);
+        let parts = self.parts.borrow();
         let plugins = || parts.iter().filter(|(part, _)| matches!(part, Part::Plugin(_))).map(|(_, state)| state);
         let serves = |state: &PartState| state.ready && !(alone && state.phase == BESIDE);
         let has_dra = parts.contains_key(&Part::DraPlugin) || parts.contains_key(&Part::Held);
@@ -168,36 +172,36 @@ impl Readiness {
 
     /// Returns true if this process has a plugin of each of these resources, registered or not.
     pub fn has_plugin_of_each<'a>(&self, mut resources: impl Iterator<Item = &'a ResourceName>) -> bool {
-        let parts = lock(&self.parts);
+        let parts = self.parts.borrow();
         resources.all(|resource| parts.contains_key(&Part::Plugin(resource.clone())))
     }
 
     /// Returns true if this process has no plugin because its driver fails or is released.
     pub fn sees_nothing(&self) -> bool {
-        let parts = lock(&self.parts);
+        let parts = self.parts.borrow();
         let fails = matches!(&*self.idle.borrow(), Idle::Waiting(reason) if reason != NOT_SEEN);
         (fails || parts.contains_key(&Part::Driver)) && !parts.keys().any(|part| matches!(part, Part::Plugin(_)))
     }
 
     /// Returns true if this process offers nothing, or only what its driver showed before it failed or was released.
     pub fn lacks_driver(&self) -> bool {
-        let is_released = lock(&self.parts).contains_key(&Part::Driver);
+        let is_released = self.parts.borrow().contains_key(&Part::Driver);
         is_released || self.is_driver_away() || self.sees_nothing()
     }
 
     /// Returns true if the kubelet calls this process's DRA plugin, or this process has none.
     pub fn is_dra_called(&self) -> bool {
-        lock(&self.parts).get(&Part::DraPlugin).is_none_or(|state| state.phase == REGISTERED)
+        self.parts.borrow().get(&Part::DraPlugin).is_none_or(|state| state.phase == REGISTERED)
     }
 
     /// Every part.
     pub fn all(&self) -> BTreeMap<Part, PartState> {
-        lock(&self.parts).clone()
+        self.parts.borrow().clone()
     }
 
     /// The answer of /readyz: `Ok` with a short text, or a line for each part that is not ready.
     pub fn summary(&self) -> Result<String, Vec<String>> {
-        let parts = lock(&self.parts);
+        let parts = self.parts.borrow();
         let has_dra = parts.contains_key(&Part::Held) || parts.contains_key(&Part::DraPlugin);
         if let Some(state) = parts.get(&Part::Owner) {
             let failed = lock(&self.takeover_failed).clone();
