@@ -17,29 +17,19 @@ use linkwise_system::uds::{self, Peer};
 /// The cause of a missing connection.
 #[derive(Debug, Error)]
 pub enum ConnectError {
-    /// No process accepts.
-    #[error("cannot connect to {path}")]
-    Socket {
-        /// The socket.
-        path: String,
-        /// The operating system's error.
-        source: io::Error,
-    },
+    /// No process accepts on the socket.
+    #[error("cannot connect to {0}")]
+    Socket(String, #[source] io::Error),
     /// A process accepts, and HTTP/2 cannot begin.
-    #[error("no HTTP/2 on {path}")]
-    Handshake {
-        /// The socket.
-        path: String,
-        /// The reason.
-        source: tonic::transport::Error,
-    },
+    #[error("no HTTP/2 on {0}")]
+    Handshake(String, #[source] tonic::transport::Error),
 }
 
 /// Connects to a socket; returns the channel, which has this one connection, and which process listens.
 pub(crate) async fn connect(socket: &Path) -> Result<(Channel, Peer), ConnectError> {
     let path = || socket.display().to_string();
     let connected = uds::connect(socket).await;
-    let (stream, peer) = connected.map_err(|source| ConnectError::Socket { path: path(), source })?;
+    let (stream, peer) = connected.map_err(|source| ConnectError::Socket(path(), source))?;
     let mut stream = Some(TokioIo::new(stream));
     let connector = tower::service_fn(move |_| {
         let stream = stream.take();
@@ -47,7 +37,7 @@ pub(crate) async fn connect(socket: &Path) -> Result<(Channel, Peer), ConnectErr
     });
     // The address is required, and not used.
     let channel = Endpoint::from_static("http://localhost").connect_with_connector(connector).await;
-    let channel = channel.map_err(|source| ConnectError::Handshake { path: path(), source })?;
+    let channel = channel.map_err(|source| ConnectError::Handshake(path(), source))?;
     Ok((channel, peer))
 }
 
@@ -81,11 +71,9 @@ pub async fn probe(socket: &Path, limit: Duration) -> Result<(), ProbeError> {
     let ask = async {
         let (channel, _) = connect(socket).await.map_err(|error| match error {
             // EAGAIN of connect(2): the backlog is full.
-            ConnectError::Socket { source, .. } if source.kind() == io::ErrorKind::WouldBlock => {
-                ProbeError::Silent(limit)
-            }
-            ConnectError::Socket { source, .. } => ProbeError::Connect(source),
-            ConnectError::Handshake { .. } => ProbeError::Stranger,
+            ConnectError::Socket(_, error) if error.kind() == io::ErrorKind::WouldBlock => ProbeError::Silent(limit),
+            ConnectError::Socket(_, error) => ProbeError::Connect(error),
+            ConnectError::Handshake(..) => ProbeError::Stranger,
         })?;
         let answer = DevicePluginClient::new(channel).get_device_plugin_options(wire::Empty {}).await;
         answer.map(|_| ()).map_err(|_| ProbeError::Stranger)

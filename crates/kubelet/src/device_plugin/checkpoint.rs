@@ -26,21 +26,11 @@ const TIMEOUT: Duration = Duration::from_secs(2);
 #[derive(Debug, Error)]
 pub enum CheckpointError {
     /// The file could not be read.
-    #[error("cannot read {}", path.display())]
-    Read {
-        /// The file.
-        path: PathBuf,
-        /// The cause.
-        source: io::Error,
-    },
+    #[error("cannot read {}", .0.display())]
+    Read(PathBuf, #[source] io::Error),
     /// The file has another form than that of kubelets from 1.26 on.
-    #[error("{} is no checkpoint of the kubelet's device manager", path.display())]
-    Form {
-        /// The file.
-        path: PathBuf,
-        /// The fault.
-        source: serde_json::Error,
-    },
+    #[error("{} is no checkpoint of the kubelet's device manager", .0.display())]
+    Form(PathBuf, #[source] serde_json::Error),
 }
 
 #[derive(Deserialize)]
@@ -81,13 +71,12 @@ pub(super) struct ContainerDevices {
 pub(super) async fn read(folder: &Path) -> Result<Vec<ContainerDevices>, CheckpointError> {
     let path = folder.join(NAME);
     let text = match tokio::time::timeout(TIMEOUT, bounded(&path)).await {
-        Err(late) => return Err(CheckpointError::Read { path, source: late.into() }),
+        Err(late) => return Err(CheckpointError::Read(path, late.into())),
         Ok(Err(error)) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
-        Ok(Err(source)) => return Err(CheckpointError::Read { path, source }),
+        Ok(Err(error)) => return Err(CheckpointError::Read(path, error)),
         Ok(Ok(text)) => text,
     };
-    let checkpoint: Checkpoint =
-        serde_json::from_slice(&text).map_err(|source| CheckpointError::Form { path, source })?;
+    let checkpoint: Checkpoint = serde_json::from_slice(&text).map_err(|error| CheckpointError::Form(path, error))?;
     let entries = checkpoint.data.pod_device_entries.into_iter().flatten();
     let containers = entries.filter_map(|entry| {
         let resource: linkwise_core::state::ResourceName = entry.resource_name.parse().ok()?;
@@ -136,7 +125,7 @@ mod tests {
         // Opening a pipe that has no writer does not return.
         assert!(std::process::Command::new("mkfifo").arg(&path).status().unwrap().success());
         let error = read(folder.path()).await.unwrap_err();
-        assert!(matches!(&error, CheckpointError::Read { source, .. } if source.kind() == io::ErrorKind::TimedOut));
+        assert!(matches!(&error, CheckpointError::Read(_, source) if source.kind() == io::ErrorKind::TimedOut));
         // Lets the thread that opens it end.
         drop(std::fs::OpenOptions::new().read(true).write(true).open(&path).unwrap());
     }
@@ -150,6 +139,6 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         assert!(read(folder.path()).await.unwrap().is_empty(), "no file: nothing was allocated yet");
         std::fs::create_dir(folder.path().join(NAME)).unwrap();
-        assert!(matches!(read(folder.path()).await, Err(CheckpointError::Read { .. })));
+        assert!(matches!(read(folder.path()).await, Err(CheckpointError::Read(..))));
     }
 }
