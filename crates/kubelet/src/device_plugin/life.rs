@@ -63,8 +63,8 @@ impl Plugin {
             confirm: settings.confirm_timeout,
         });
         let machine = RegistrationMachine::new(limits, Phase::WaitingForKubelet, handshake, random());
-        let Sources { snapshot, renew, metrics, readiness, events, chosen } = sources;
-        let told = Arc::new(Told::new(resource.clone(), (metrics, readiness), (events, chosen)));
+        let (snapshot, renew) = (sources.snapshot.clone(), sources.renew.clone());
+        let told = Arc::new(Told::new(resource.clone(), sources));
         let watching = Watching { folder, poll: settings.poll, inotify: settings.inotify };
         let folder = watching.folder.clone();
         let registrant = DevicePlugin { shared: Shared { resource, settings, snapshot, told }, renew, folder };

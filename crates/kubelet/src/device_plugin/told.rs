@@ -3,11 +3,10 @@
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use tokio::sync::mpsc;
 use tonic::Status;
 
-use super::{Chosen, Phase, PluginMetrics};
-use crate::readiness::{Part, Readiness};
+use super::{Phase, Sources};
+use crate::readiness::Part;
 use crate::registration::{Journal, Life};
 use linkwise_core::allocation::{AllocationReport, DeviceId, FallbackReason};
 use linkwise_core::once::Once;
@@ -18,34 +17,28 @@ use linkwise_system::lock;
 pub(super) struct Told {
     resource: ResourceName,
     journal: Journal,
-    metrics: PluginMetrics,
-    events: mpsc::Sender<Event>,
-    chosen: Chosen,
+    sources: Sources,
     /// The fallbacks that were logged.
     fallbacks: Mutex<Once<FallbackReason>>,
 }
 
 impl Told {
-    pub fn new(
-        resource: ResourceName,
-        (metrics, readiness): (PluginMetrics, Readiness),
-        (events, chosen): (mpsc::Sender<Event>, Chosen),
-    ) -> Self {
-        let journal = Journal::new(Part::Plugin(resource.clone()), readiness);
-        Self { resource, journal, metrics, events, chosen, fallbacks: Mutex::default() }
+    pub fn new(resource: ResourceName, sources: Sources) -> Self {
+        let journal = Journal::new(Part::Plugin(resource.clone()), sources.readiness.clone());
+        Self { resource, journal, sources, fallbacks: Mutex::default() }
     }
 
     /// Tells what happened between the plugin and the kubelet.
     pub fn life(&self, event: &Life<Phase>) {
-        self.metrics.life(&self.resource, event);
+        self.sources.metrics.life(&self.resource, event);
         self.journal.note(event);
     }
 
     /// Tells the answer to GetPreferredAllocation, and the time of the choice alone.
     pub fn chosen(&self, report: AllocationReport, elapsed: Duration, narrowed: bool) {
         let (resource, report) = (&self.resource, Arc::new(report));
-        self.metrics.chosen(resource, &report, elapsed, narrowed);
-        (self.chosen)(resource, &report, narrowed);
+        self.sources.metrics.chosen(resource, &report, elapsed, narrowed);
+        (self.sources.chosen)(resource, &report, narrowed);
         // Only whole reasons are ever put in.
         let is_news = |reason| lock(&self.fallbacks).is_news(reason);
         match report.fallback {
@@ -62,7 +55,7 @@ impl Told {
     /// ask.
     pub fn allocated(&self, devices: Vec<DeviceId>, offered: Vec<DeviceId>, refusal: Option<&Status>) {
         let resource = &self.resource;
-        self.metrics.allocated(resource, refusal.is_none());
+        self.sources.metrics.allocated(resource, refusal.is_none());
         if let Some(refusal) = refusal {
             tracing::warn!(%resource, refusal = refusal.message(), "refused to allocate");
             return;
@@ -71,6 +64,6 @@ impl Told {
         tracing::info!(%resource, devices = ids.join(","), "allocated");
         let devices = devices.into_iter().collect();
         // The queue is full: the devices that were free then stay unknown.
-        let _ = self.events.try_send(Event::Allocated { resource: resource.clone(), devices, offered });
+        let _ = self.sources.events.try_send(Event::Allocated { resource: resource.clone(), devices, offered });
     }
 }
