@@ -55,14 +55,11 @@ impl DraPlugin for Service {
     ) -> Result<Response<wire::NodePrepareResourcesResponse>, Status> {
         let prepare = |manager: Arc<ClaimManager>, claim| async move { manager.prepare(claim).await };
         let claims = self.each(request.into_inner().claims, prepare).await.into_iter().map(|(uid, prepared)| {
-            let answer = match prepared {
-                Ok(prepared) => wire::NodePrepareResourceResponse {
-                    devices: prepared.devices.into_iter().map(device).collect(),
-                    error: String::new(),
-                },
-                Err(error) => wire::NodePrepareResourceResponse { devices: Vec::new(), error },
+            let (devices, error) = match prepared {
+                Ok(prepared) => (prepared.devices.into_iter().map(device).collect(), String::new()),
+                Err(error) => (Vec::new(), error),
             };
-            (uid, answer)
+            (uid, wire::NodePrepareResourceResponse { devices, error })
         });
         Ok(Response::new(wire::NodePrepareResourcesResponse { claims: claims.collect() }))
     }
