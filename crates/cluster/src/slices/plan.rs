@@ -6,7 +6,6 @@
 //! first, and new slices before others.
 
 use std::collections::BTreeMap;
-use std::hash::{DefaultHasher, Hash, Hasher};
 
 use linkwise_core::publish::dra::slice::Pool;
 use linkwise_core::state::DRA_DRIVER;
@@ -49,10 +48,10 @@ impl Write {
 }
 
 /// The API server's form of a written slice: the server may have dropped fields.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 struct Accepted {
-    wanted: u64,
-    stored: u64,
+    wanted: Value,
+    stored: Value,
 }
 
 /// The writer's knowledge beside the stored slices.
@@ -84,9 +83,9 @@ impl Memory {
     /// Returns true if a slice has the wanted content, except fields that the server dropped when the slice was
     /// written.
     fn is_wanted(&self, stored: &Value, wanted: &Value) -> bool {
-        let (stored_is, wanted_is) = (essence(stored), essence(wanted));
+        let now = Accepted { wanted: essence(wanted), stored: essence(stored) };
         let name = stored["metadata"]["name"].as_str().unwrap_or_default();
-        stored_is == wanted_is || self.accepted.get(name) == Some(&Accepted { wanted: wanted_is, stored: stored_is })
+        now.stored == now.wanted || self.accepted.get(name) == Some(&now)
     }
 }
 
@@ -249,36 +248,21 @@ pub(super) fn drops_counters(sent: &Value, stored: &Value) -> bool {
     counters(stored) < counters(sent) || consumed(stored) < consumed(sent)
 }
 
-/// A number for all that is said of counters and devices. The same for what the API takes for the same: empty and
-/// absent, and taints whenever they were added.
-fn essence(slice: &Value) -> u64 {
-    let mut hasher = DefaultHasher::new();
-    for counters in slice["spec"]["sharedCounters"].as_array().into_iter().flatten() {
-        digest(counters, &mut hasher);
-    }
-    for device in devices(slice) {
-        digest(device, &mut hasher);
-    }
-    hasher.finish()
+/// All that is said of counters and devices. The same for what the API takes for the same: empty and absent, and taints
+/// whenever they were added.
+fn essence(slice: &Value) -> Value {
+    let of = |key: &str| -> Value { slice["spec"][key].as_array().into_iter().flatten().map(said).collect() };
+    json!([of("sharedCounters"), of("devices")])
 }
 
-fn digest(value: &Value, hasher: &mut DefaultHasher) {
+fn said(value: &Value) -> Value {
     match value {
         Value::Object(entries) => {
-            let said = entries.iter().filter(|(key, value)| *key != "timeAdded" && !is_empty(value));
-            let mut said: Vec<_> = said.collect();
-            said.sort_by_key(|(key, _)| *key);
-            (said.len(), '{').hash(hasher);
-            for (key, value) in said {
-                key.hash(hasher);
-                digest(value, hasher);
-            }
+            let entries = entries.iter().filter(|(key, value)| *key != "timeAdded" && !is_empty(value));
+            entries.map(|(key, value)| (key.clone(), said(value))).collect()
         }
-        Value::Array(items) => {
-            (items.len(), '[').hash(hasher);
-            items.iter().for_each(|item| digest(item, hasher));
-        }
-        other => other.to_string().hash(hasher),
+        Value::Array(items) => items.iter().map(said).collect(),
+        other => other.clone(),
     }
 }
 
