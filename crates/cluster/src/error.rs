@@ -108,18 +108,12 @@ impl ApiError {
 
     /// The code of a refusal.
     pub fn code(&self) -> Option<u16> {
-        match self {
-            Self::Refused { code, .. } => Some(*code),
-            _ => None,
-        }
+        if let Self::Refused { code, .. } = self { Some(*code) } else { None }
     }
 
     /// The time that the server asks the client to wait.
     pub fn retry_after(&self) -> Option<Duration> {
-        match self {
-            Self::Refused { retry_after, .. } => *retry_after,
-            _ => None,
-        }
+        if let Self::Refused { retry_after, .. } = self { *retry_after } else { None }
     }
 
     /// Returns true if the client may be at fault: its token, its CA or its connections. A new client reads the files

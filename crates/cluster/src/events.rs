@@ -106,10 +106,9 @@ impl EventWriter {
 
     /// The event to write next: the first after the one that failed last, which comes last.
     fn next<'a>(&self, listed: &'a [PodEvent]) -> Option<&'a PodEvent> {
-        let left = || listed.iter().filter(|event| !self.told.contains(&pod(event)));
         let failed = self.failed.as_ref().and_then(|failed| listed.iter().position(|event| pod(event) == *failed));
         let after = failed.and_then(|failed| listed.get(failed.saturating_add(1)..)).unwrap_or_default();
-        after.iter().find(|event| !self.told.contains(&pod(event))).or_else(|| left().next())
+        after.iter().chain(listed).find(|event| !self.told.contains(&pod(event)))
     }
 
     /// Writes an event. Returns false if it exists already, or its pod cannot be named.
