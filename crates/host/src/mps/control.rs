@@ -67,49 +67,23 @@ impl Control {
         Ok(Self { program: settings.programs.control.clone(), environment, shm, deadline: settings.pace.answer })
     }
 
-    /// The command nvidia-cuda-mps-control for this daemon.
-    fn program(&self) -> Command {
-        let mut command = Command::new(&self.program);
-        command.envs(self.environment.clone());
-        command
-    }
-
     /// The daemon itself. One with a shared memory of its own runs in a mount namespace, which has all else as the
     /// container has it, also later.
     pub(super) fn foreground(&self) -> Command {
-        let mut command = match &self.shm {
-            None => Command::new(&self.program),
-            Some(shm) => {
-                let mut command = Command::new("unshare");
-                command
-                    .args(["--mount", "--propagation", "slave", "sh", "-c", IN_NAMESPACE])
-                    .arg(shm)
-                    .arg(&self.program);
-                command
-            }
-        };
+        let mut command = Command::new(if self.shm.is_some() { Path::new("unshare") } else { &self.program });
+        if let Some(shm) = &self.shm {
+            command.args(["--mount", "--propagation", "slave", "sh", "-c", IN_NAMESPACE]);
+            command.arg(shm).arg(&self.program);
+        }
         command.arg("-f").envs(self.environment.clone());
         command
     }
 
     /// Sends a command; returns the answer.
     pub async fn ask(&self, command: &str) -> Result<String, ControlError> {
-        let answer = run(&mut self.program(), &format!("{command}\n"), self.deadline).await;
+        let mut program = Command::new(&self.program);
+        let answer = run(program.envs(self.environment.clone()), &format!("{command}\n"), self.deadline).await;
         answer.map_err(|source| ControlError::NoAnswer(command.to_owned(), source))
-    }
-
-    /// Sends a command and checks that the answer confirms a limit; `wanted` is the limit, for the error.
-    pub(super) async fn confirm(
-        &self,
-        command: &str,
-        wanted: String,
-        confirms: impl FnOnce(&str) -> bool,
-    ) -> Result<(), ControlError> {
-        let answer = self.ask(command).await?;
-        if confirms(&answer) {
-            return Ok(());
-        }
-        Err(ControlError::NotHeld(command.to_owned(), answer, wanted))
     }
 }
 

@@ -214,15 +214,16 @@ async fn set_limit(control: &Control, limit: Limit) -> Result<(), ControlError> 
 }
 
 async fn confirm(control: &Control, limit: Limit) -> Result<(), ControlError> {
-    match limit {
-        Limit::Threads(percent) => {
-            control.confirm(PROBE, format!("{percent}.0"), |answer| is_percentage(answer, percent)).await
-        }
-        Limit::Memory(device, mib) => {
-            let get = format!("get_default_device_pinned_mem_limit {device}");
-            control.confirm(&get, format!("{mib}M"), |answer| is_memory(answer, mib)).await
-        }
-    }
+    let (get, wanted) = match limit {
+        Limit::Threads(percent) => (PROBE.to_owned(), format!("{percent}.0")),
+        Limit::Memory(device, mib) => (format!("get_default_device_pinned_mem_limit {device}"), format!("{mib}M")),
+    };
+    let answer = control.ask(&get).await?;
+    let holds = match limit {
+        Limit::Threads(percent) => is_percentage(&answer, percent),
+        Limit::Memory(_, mib) => is_memory(&answer, mib),
+    };
+    if holds { Ok(()) } else { Err(ControlError::NotHeld(get, answer, wanted)) }
 }
 
 /// Confirms a limit, and sets it again where a client has changed it: each client that runs as root may. Fails if it
