@@ -396,17 +396,14 @@ impl<'a> Routes<'a> {
         }
         let mut bottom = below + self.crossing * TRACK;
         for plane in &picture.planes {
-            let ports = plane
-                .ports
-                .iter()
-                .filter_map(|port| Some((port, *self.ports.get(&port.gpu)?, *layout.gpus.get(&port.gpu)?)));
-            let ports: Vec<_> = ports.collect();
-            let left = ports.iter().map(|(.., gpu)| gpu.x).min();
-            let right = ports.iter().map(|(.., gpu)| gpu.right()).max();
+            let place = |gpu: usize| Some((*self.ports.get(&gpu)?, *layout.gpus.get(&gpu)?));
+            let ports: Vec<_> = plane.ports.iter().filter_map(|port| Some((port, place(port.gpu)?))).collect();
+            let left = ports.iter().map(|(_, (_, gpu))| gpu.x).min();
+            let right = ports.iter().map(|(_, (_, gpu))| gpu.right()).max();
             let Some((left, right)) = left.zip(right) else { continue };
             let wide = (right - left).max(width(&plane.name, Style::Heading) + 16);
             let rect = Rect { x: (left + right - wide) / 2, y: bottom + ABOVE_PLANE, width: wide, height: PLANE };
-            for (port, x, gpu) in ports {
+            for (port, (x, gpu)) in ports {
                 let (from, to, at) = match gpu.y > rect.y {
                     true => (gpu.y, rect.bottom(), rect.bottom() + 20),
                     false => (gpu.bottom(), rect.y, rect.y - 20),
