@@ -7,3 +7,6 @@ pub mod device_plugin;
 pub mod dra;
 pub mod readiness;
 mod registration;
+
+/// The answer to an RPC of the kubelet.
+type Answer<T> = Result<tonic::Response<T>, tonic::Status>;

@@ -12,6 +12,7 @@ use tonic::{Request, Response, Status};
 
 use super::narrowing::Narrowing;
 use super::{Shared, convert};
+use crate::Answer;
 use linkwise_core::publish::injection::{ChosenDevice, Granted, Injection, InjectionError};
 use linkwise_core::publish::{MpsClient, MpsShm};
 use linkwise_core::state::{Device, NodeState};
@@ -68,20 +69,14 @@ impl Service {
 impl DevicePlugin for Service {
     type ListAndWatchStream = Pin<Box<dyn Stream<Item = Result<wire::ListAndWatchResponse, Status>> + Send>>;
 
-    async fn get_device_plugin_options(
-        &self,
-        _: Request<wire::Empty>,
-    ) -> Result<Response<wire::DevicePluginOptions>, Status> {
+    async fn get_device_plugin_options(&self, _: Request<wire::Empty>) -> Answer<wire::DevicePluginOptions> {
         Ok(Response::new(convert::options()))
     }
 
     /// The whole list at once, then again whenever it differs from the last one sent, and when the kubelet's checkpoint
     /// alone has a holder: it keeps pods that have ended until the next list (`writeCheckpoint` in
     /// pkg/kubelet/cm/devicemanager/manager.go).
-    async fn list_and_watch(
-        &self,
-        request: Request<wire::Empty>,
-    ) -> Result<Response<Self::ListAndWatchStream>, Status> {
+    async fn list_and_watch(&self, request: Request<wire::Empty>) -> Answer<Self::ListAndWatchStream> {
         let resource = self.shared.resource.clone();
         let open = self.is_kubelet(&request).then(|| Counted::new(&self.streams));
         let state = (self.shared.snapshot.clone(), None, open);
@@ -112,7 +107,7 @@ impl DevicePlugin for Service {
     async fn get_preferred_allocation(
         &self,
         request: Request<wire::PreferredAllocationRequest>,
-    ) -> Result<Response<wire::PreferredAllocationResponse>, Status> {
+    ) -> Answer<wire::PreferredAllocationResponse> {
         self.shared.settings.calls.pass().await;
         let snapshot = self.snapshot();
         let containers = request.into_inner().container_requests.into_iter();
@@ -131,10 +126,7 @@ impl DevicePlugin for Service {
         Ok(Response::new(wire::PreferredAllocationResponse { container_responses: answers.collect() }))
     }
 
-    async fn allocate(
-        &self,
-        request: Request<wire::AllocateRequest>,
-    ) -> Result<Response<wire::AllocateResponse>, Status> {
+    async fn allocate(&self, request: Request<wire::AllocateRequest>) -> Answer<wire::AllocateResponse> {
         self.shared.settings.calls.pass().await;
         let snapshot = self.snapshot();
         let mut container_responses = Vec::new();
@@ -155,7 +147,7 @@ impl DevicePlugin for Service {
     async fn pre_start_container(
         &self,
         _: Request<wire::PreStartContainerRequest>,
-    ) -> Result<Response<wire::PreStartContainerResponse>, Status> {
+    ) -> Answer<wire::PreStartContainerResponse> {
         Ok(Response::new(wire::PreStartContainerResponse {}))
     }
 }

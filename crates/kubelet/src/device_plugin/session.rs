@@ -131,9 +131,7 @@ impl PluginSession {
     }
 }
 
-impl Session for PluginSession {
-    type Handshake = DevicePluginHandshake;
-
+impl Session<DevicePluginHandshake> for PluginSession {
     fn servers(&mut self) -> &mut Servers {
         &mut self.servers
     }

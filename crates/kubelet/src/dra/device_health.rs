@@ -12,6 +12,7 @@ use tokio_util::sync::CancellationToken;
 use tonic::{Request, Response, Status};
 
 use super::Shared;
+use crate::Answer;
 use linkwise_core::claims::devices;
 use linkwise_core::state::{Door, Health, MigInstance, NodeState, UnhealthyReason};
 use linkwise_core::topology::{Gpu, is_set};
@@ -128,10 +129,7 @@ impl HealthService {
 impl DraResourceHealthV1Alpha1 for HealthService {
     type NodeWatchResourcesStream = Lists;
 
-    async fn node_watch_resources(
-        &self,
-        _: Request<wire::NodeWatchResourcesRequest>,
-    ) -> Result<Response<Lists>, Status> {
+    async fn node_watch_resources(&self, _: Request<wire::NodeWatchResourcesRequest>) -> Answer<Lists> {
         Ok(Response::new(self.watch()))
     }
 }
@@ -140,10 +138,7 @@ impl DraResourceHealthV1Alpha1 for HealthService {
 impl DraResourceHealthV1 for HealthService {
     type NodeWatchResourcesStream = Lists;
 
-    async fn node_watch_resources(
-        &self,
-        _: Request<wire::NodeWatchResourcesRequest>,
-    ) -> Result<Response<Lists>, Status> {
+    async fn node_watch_resources(&self, _: Request<wire::NodeWatchResourcesRequest>) -> Answer<Lists> {
         Ok(Response::new(self.watch()))
     }
 }

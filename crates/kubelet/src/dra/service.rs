@@ -5,10 +5,11 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use futures_util::future::join_all;
-use tonic::{Request, Response, Status};
+use tonic::{Request, Response};
 
 use super::Shared;
 use super::claim_manager::ClaimManager;
+use crate::Answer;
 use linkwise_core::claims::{ClaimName, PreparedDevice};
 use linkwise_kubelet_api::dra::v1 as wire;
 use linkwise_kubelet_api::dra::v1::dra_plugin_server::DraPlugin;
@@ -52,7 +53,7 @@ impl DraPlugin for Service {
     async fn node_prepare_resources(
         &self,
         request: Request<wire::NodePrepareResourcesRequest>,
-    ) -> Result<Response<wire::NodePrepareResourcesResponse>, Status> {
+    ) -> Answer<wire::NodePrepareResourcesResponse> {
         let prepare = |manager: Arc<ClaimManager>, claim| async move { manager.prepare(claim).await };
         let claims = self.each(request.into_inner().claims, prepare).await.into_iter().map(|(uid, prepared)| {
             let (devices, error) = match prepared {
@@ -67,7 +68,7 @@ impl DraPlugin for Service {
     async fn node_unprepare_resources(
         &self,
         request: Request<wire::NodeUnprepareResourcesRequest>,
-    ) -> Result<Response<wire::NodeUnprepareResourcesResponse>, Status> {
+    ) -> Answer<wire::NodeUnprepareResourcesResponse> {
         let unprepare = |manager: Arc<ClaimManager>, claim| async move { manager.unprepare(claim).await };
         let claims = self.each(request.into_inner().claims, unprepare).await.into_iter().map(|(uid, unprepared)| {
             let error = unprepared.err().unwrap_or_default();

@@ -9,12 +9,13 @@ use std::sync::Arc;
 
 use tokio::sync::{mpsc, watch};
 use tonic::service::Routes;
-use tonic::{Request, Response, Status};
+use tonic::{Request, Response};
 
 use super::Shared;
 use super::device_health::HealthService;
 use super::handshake::{DraHandshake, Input, OwnInput};
 use super::service::Service;
+use crate::Answer;
 use crate::registration::{BindError, Servers, Session, bind, is_number};
 use linkwise_core::names::shortened;
 use linkwise_core::quote::one_line;
@@ -119,9 +120,7 @@ impl PluginSession {
     }
 }
 
-impl Session for PluginSession {
-    type Handshake = DraHandshake;
-
+impl Session<DraHandshake> for PluginSession {
     fn servers(&mut self) -> &mut Servers {
         &mut self.servers
     }
@@ -153,7 +152,7 @@ struct RegistrationService {
 
 #[tonic::async_trait]
 impl Registration for RegistrationService {
-    async fn get_info(&self, _: Request<wire::InfoRequest>) -> Result<Response<wire::PluginInfo>, Status> {
+    async fn get_info(&self, _: Request<wire::InfoRequest>) -> Answer<wire::PluginInfo> {
         Ok(Response::new(wire::PluginInfo {
             r#type: wire::DRA_PLUGIN.to_owned(),
             name: self.driver.clone(),
@@ -165,7 +164,7 @@ impl Registration for RegistrationService {
     async fn notify_registration_status(
         &self,
         request: Request<wire::RegistrationStatus>,
-    ) -> Result<Response<wire::RegistrationStatusResponse>, Status> {
+    ) -> Answer<wire::RegistrationStatusResponse> {
         let wire::RegistrationStatus { plugin_registered, error } = request.into_inner();
         let verdict = if plugin_registered { Ok(()) } else { Err(one_line(&error)) };
         // Full: the same verdict is waiting already. An error in answer would make the kubelet drop the plugin.

@@ -42,7 +42,7 @@ pub trait Registrant: Send {
     /// The part of its life that another plugin does not have.
     type Handshake: Handshake;
     /// Its session with the kubelet.
-    type Session: Session<Handshake = Self::Handshake>;
+    type Session: Session<Self::Handshake>;
 
     /// Reports an occurrence.
     fn report(&self, event: Life<PhaseOf<Self>>);
@@ -74,18 +74,15 @@ type Begun<R> = (<<R as Registrant>::Handshake as Handshake>::Bound, <R as Regis
 type Call<R> = Held<(Input<<R as Registrant>::Handshake>, Option<<R as Registrant>::Session>)>;
 
 /// Sockets of a plugin that are served.
-pub trait Session: Send + 'static {
-    /// The part of the plugin's life that another plugin does not have.
-    type Handshake: Handshake;
-
+pub trait Session<H: Handshake>: Send + 'static {
     /// The sockets and their servers.
     fn servers(&mut self) -> &mut Servers;
 
     /// The other facts that a check of the files finds; without a session, nothing has been bound.
-    fn others(session: Option<&mut Self>) -> <Self::Handshake as Handshake>::Others;
+    fn others(session: Option<&mut Self>) -> H::Others;
 
     /// Waits for the next occurrence. Cancel-safe. The servers accept connections only while this is awaited.
-    fn next(&mut self) -> impl Future<Output = Input<Self::Handshake>> + Send;
+    fn next(&mut self) -> impl Future<Output = Input<H>> + Send;
 }
 
 /// The folder of the kubelet, and how it is followed.
