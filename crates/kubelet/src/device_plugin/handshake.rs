@@ -12,6 +12,8 @@ use super::Phase;
 use crate::registration::{self, Action, Handshake, LifePhase};
 use linkwise_system::uds::FileId;
 
+/// The time between the stream and our devices on PodResources' list.
+const CONFIRM: Duration = Duration::from_secs(10);
 /// The pause before PodResources is asked again after an answer without our devices.
 const ASK_AGAIN: Duration = Duration::from_millis(100);
 /// The time between two questions to PodResources while the plugin serves: a registration can be lost with its stream
@@ -36,8 +38,6 @@ pub(super) struct Limits {
     pub register: Duration,
     /// The time between that answer and an open ListAndWatch.
     pub stream: Duration,
-    /// The time between the stream and our devices on PodResources' list.
-    pub confirm: Duration,
 }
 
 /// The answer of PodResources to the question for our devices.
@@ -148,7 +148,7 @@ impl DevicePluginHandshake {
         let before = std::mem::replace(&mut self.streams, open);
         match attempts.phase() {
             Phase::WaitingForStream if open > 0 => {
-                self.enter(attempts, Phase::Confirming, Some(now + self.limits.confirm));
+                self.enter(attempts, Phase::Confirming, Some(now + CONFIRM));
                 self.ask(attempts);
             }
             // There are several once we have registered again. The kubelet ends the last, and the registration with it.
@@ -168,7 +168,7 @@ impl DevicePluginHandshake {
             Phase::Confirming if !self.doubted => return self.confirmed(attempts, now),
             // A device that has just changed its health may be missing for a moment.
             Phase::Serving if self.doubted && was_doubted => {
-                self.enter(attempts, Phase::Confirming, Some(now + self.limits.confirm));
+                self.enter(attempts, Phase::Confirming, Some(now + CONFIRM));
             }
             Phase::Confirming | Phase::Serving => {}
             _ => return,
@@ -307,8 +307,7 @@ impl Handshake for DevicePluginHandshake {
                 format!("the kubelet did not open ListAndWatch within {:?} of the registration", limits.stream)
             }
             Phase::Confirming if attempts.is_due(now) => {
-                let after = limits.confirm;
-                format!("PodResources does not list our devices, {after:?} after the kubelet opened ListAndWatch")
+                format!("PodResources does not list our devices, {CONFIRM:?} after the kubelet opened ListAndWatch")
             }
             Phase::Detaching => format!("the kubelet answered no registration within {:?}", limits.register),
             Phase::Beside if self.renewing => return self.registered(attempts, self.unanswered(), now),

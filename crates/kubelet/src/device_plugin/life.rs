@@ -57,11 +57,8 @@ impl Plugin {
         let folder = socket.parent().filter(|folder| !folder.as_os_str().is_empty()).map(Path::to_owned);
         let folder = folder.ok_or_else(|| NoFolder(socket.clone()))?;
         let limits = registration::Limits { close: CLOSE_TIMEOUT, longest_pause: settings.longest_pause };
-        let handshake = DevicePluginHandshake::new(Limits {
-            register: settings.register_timeout,
-            stream: settings.stream_timeout,
-            confirm: settings.confirm_timeout,
-        });
+        let Settings { register_timeout: register, stream_timeout: stream, .. } = *settings;
+        let handshake = DevicePluginHandshake::new(Limits { register, stream });
         let machine = RegistrationMachine::new(limits, Phase::WaitingForKubelet, handshake, random());
         let (snapshot, renew) = (sources.snapshot.clone(), sources.renew.clone());
         let told = Arc::new(Told::new(resource.clone(), sources));

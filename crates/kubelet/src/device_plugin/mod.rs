@@ -68,8 +68,6 @@ pub struct Settings {
     pub register_timeout: Duration,
     /// The kubelet's time to open ListAndWatch after Register.
     pub stream_timeout: Duration,
-    /// The time after that until PodResources lists our devices.
-    pub confirm_timeout: Duration,
     /// The time between two checks of the sockets where inotify reports nothing.
     pub poll: Duration,
     /// True if inotify is used. Without inotify, polling remains.
@@ -91,7 +89,6 @@ impl Settings {
             calls: HeldCalls::default(),
             register_timeout: Duration::from_secs(15),
             stream_timeout: Duration::from_secs(10),
-            confirm_timeout: Duration::from_secs(10),
             poll: Duration::from_secs(1),
             inotify: true,
             longest_pause: Duration::from_secs(16),

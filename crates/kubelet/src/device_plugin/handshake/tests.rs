@@ -10,8 +10,7 @@ use crate::registration::{Action, RegistrationMachine};
 
 mod beside;
 
-const LIMITS: Limits =
-    Limits { register: Duration::from_secs(15), stream: Duration::from_secs(10), confirm: Duration::from_secs(10) };
+const LIMITS: Limits = Limits { register: Duration::from_secs(15), stream: Duration::from_secs(10) };
 
 const NOT_LISTED: &str = "PodResources does not list our devices, 10s after the kubelet opened ListAndWatch";
 
@@ -138,7 +137,7 @@ impl Neighbour for Kubelet {
         match phase {
             Phase::Registering | Phase::Detaching => LIMITS.register,
             Phase::WaitingForStream => LIMITS.stream,
-            Phase::Confirming => LIMITS.confirm,
+            Phase::Confirming => CONFIRM,
             Phase::Beside => LONGEST_BESIDE + LIMITS.register,
             _ => Duration::MAX,
         }
