@@ -56,6 +56,7 @@ impl PluginMetrics {
     pub fn register(registry: &mut Registry) -> Self {
         let choices = "Answers to GetPreferredAllocation: exact, best_found (a budget ended the search) or fallback \
                        (sorted order)";
+        let fallbacks = "Answers to GetPreferredAllocation in sorted order, by reason";
         let choice_seconds = "Time the choice of a set of devices took, without the RPC around it";
         let narrowed = "GetPreferredAllocation requests that held back a device that is healthy and free, or had \
                         taken one already";
@@ -64,11 +65,7 @@ impl PluginMetrics {
             "1 while the registration of the resource stands: the kubelet holds an open stream and lists the devices";
         Self {
             choices: new(registry, "preferred_allocations", choices),
-            fallbacks: new(
-                registry,
-                "preferred_allocation_fallbacks",
-                "Answers to GetPreferredAllocation in sorted order, by reason",
-            ),
+            fallbacks: new(registry, "preferred_allocation_fallbacks", fallbacks),
             choice_seconds: seconds(registry, "choice_duration", choice_seconds, || Histogram::new(CHOICE_BUCKETS)),
             narrowed: new(registry, "narrowed_requests", narrowed),
             allocations: new(registry, "allocations", "Answers to Allocate: ok or refused"),

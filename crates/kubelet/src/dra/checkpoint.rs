@@ -230,13 +230,11 @@ fn read(path: &Path, uid: &str) -> Found {
 
 /// The parts of a checkpoint that can be read: it may be a later version's.
 fn parts(value: &Value, uid: &str) -> Option<Checkpoint> {
-    let part = |value: &Value| value.clone();
-    let claim: ClaimName =
-        serde_json::from_value(part(&value["claim"])).ok().filter(|claim: &ClaimName| claim.uid == uid)?;
+    let claim = ClaimName::deserialize(&value["claim"]).ok().filter(|claim| claim.uid == uid)?;
     let prepared = &value["prepared"];
     let devices = prepared["devices"].as_array().into_iter().flatten();
-    let devices = devices.filter_map(|device| serde_json::from_value(part(device)).ok()).collect();
-    let mps = serde_json::from_value(part(&prepared["mps"])).unwrap_or_default();
+    let devices = devices.filter_map(|device| PreparedDevice::deserialize(device).ok()).collect();
+    let mps = Option::deserialize(&prepared["mps"]).unwrap_or_default();
     let boot = value["boot"].as_str().map(str::to_owned);
     Some(Checkpoint::started(boot, claim, Prepared { devices, mps }))
 }
@@ -256,7 +254,7 @@ pub fn parse(bytes: &[u8], uid: &str) -> Result<Checkpoint, String> {
         return Err(format!("its version is {version}; this linkwise reads {VERSION}"));
     }
     let mut checkpoint: Checkpoint =
-        serde_json::from_value(value.clone()).map_err(|error| format!("it is no checkpoint: {}", said(error)))?;
+        Checkpoint::deserialize(&value).map_err(|error| format!("it is no checkpoint: {}", said(error)))?;
     if checkpoint.claim.uid != uid {
         return Err(format!("it is of the claim with the UID {}", quoted(&checkpoint.claim.uid)));
     }

@@ -128,12 +128,10 @@ impl Registrant for DraPlugin {
 /// Completes when the checkpoints are read and have claims, which are unprepared without GPUs too: after a reboot with a
 /// broken driver their pods end. Without claims, it completes when GPUs have been seen and the host is scanned.
 async fn opened(Shared { settings, mut snapshot, claims, .. }: Shared) {
-    let has_claims = match claims.subscribe().wait_for(Option::is_some).await {
-        Ok(manager) => manager.as_ref().is_some_and(|manager| manager.has_checkpoints()),
-        // The node is ending.
-        Err(_) => false,
-    };
-    if has_claims {
+    let mut manager = claims.subscribe();
+    // An error means that the node is ending.
+    let manager = manager.wait_for(Option::is_some).await.ok().and_then(|manager| manager.clone());
+    if manager.is_some_and(|manager| manager.has_checkpoints()) {
         return;
     }
     or_never(snapshot.wait_for(|state| !state.topology().gpus().is_empty())).await;

@@ -42,6 +42,7 @@ impl PluginMetrics {
         registry.register_with_unit("dra_request_duration", help, Unit::Seconds, seconds.clone());
         let requests = "Claims that the kubelet asked to prepare or to unprepare: ok, repeated (answered from the \
                         checkpoint) or failed; and claims that were gone (sweep)";
+        let refused = "Connections to the DRA plugin's sockets that were refused for their uid";
         let this = Self {
             requests: new(registry, "dra_requests", requests),
             seconds,
@@ -49,11 +50,7 @@ impl PluginMetrics {
             devices: new(registry, "dra_prepared_devices", "Devices of the claims that are prepared on this node"),
             registered: new(registry, "dra_registered", "1 while the kubelet has the DRA plugin registered"),
             streams: new(registry, "dra_health_streams", "Health streams that the kubelet has open"),
-            refused: new(
-                registry,
-                "dra_refused_callers",
-                "Connections to the DRA plugin's sockets that were refused for their uid",
-            ),
+            refused: new(registry, "dra_refused_callers", refused),
         };
         for (method, results) in [
             ("prepare", ["ok", "repeated", "failed"].as_slice()),

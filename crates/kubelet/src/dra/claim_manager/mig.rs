@@ -57,13 +57,8 @@ impl ClaimManager {
                 }
                 Err((error, may_exist)) => {
                     let begun = if may_exist { at + 1 } else { at };
-                    ordered
-                        .prepared
-                        .devices
-                        .iter_mut()
-                        .skip(begun)
-                        .filter(|device| device.is_unmade())
-                        .for_each(forget);
+                    let others = ordered.prepared.devices.iter_mut().skip(begun);
+                    others.filter(|device| device.is_unmade()).for_each(forget);
                     self.put(&uid, Some(ordered)).await;
                     return Err(error.into());
                 }
