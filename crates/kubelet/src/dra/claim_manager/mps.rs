@@ -102,20 +102,19 @@ impl ClaimManager {
     pub(super) async fn await_mps(&self, checkpoint: &Checkpoint) -> Result<(), MpsError> {
         let order = checkpoint.prepared.mps.as_ref().map(|mps| &mps.order);
         let Some(link) = &self.settings.mps else {
-            let none = || MpsError::NotHere("linkwise has no MPS root".to_owned());
-            return order.map_or(Ok(()), |_| Err(none()));
+            let none = "linkwise has no MPS root";
+            return order.map_or(Ok(()), |_| Err(MpsError::NotHere(none.to_owned())));
         };
-        let revision = if order.is_some() { link.look_again() } else { 0 };
-        let standing = |served: &Option<MpsServed>| match (served, order) {
-            (Some(served), Some(order)) if served.revision >= revision => serves(served, order),
-            (_, Some(order)) => Err(not_ready(order, "its order is being written")),
-            _ => Ok(()),
-        };
+        let revision = order.map_or(0, |_| link.look_again());
         let standing = |served: &Option<MpsServed>| {
-            standing(served)?;
+            if let Some(order) = order {
+                let served = served.as_ref().filter(|served| served.revision >= revision);
+                serves(served.ok_or_else(|| not_ready(order, "its order is being written"))?, order)?;
+            }
             served.as_ref().map_or(Ok(()), |served| is_free(served, checkpoint))
         };
-        let is_over = |served: &Option<MpsServed>| !matches!(standing(served), Err(error) if error.may_pass());
+        // Waiting helps where a daemon is not ready, or has to end.
+        let is_over = |served: &Option<MpsServed>| matches!(standing(served), Ok(()) | Err(MpsError::NotHere(_)));
         let mut served = link.served.clone();
         // An error means that the node is ending, or that the time is over.
         let _ = timeout(self.settings.mps_timeout, served.wait_for(is_over)).await;
@@ -132,13 +131,6 @@ impl Drop for ClaimManager {
     }
 }
 
-impl MpsError {
-    /// Returns true if waiting may help.
-    fn may_pass(&self) -> bool {
-        !matches!(self, Self::NotHere(_))
-    }
-}
-
 fn with_common_shm(served: &Option<MpsServed>) -> BTreeSet<ResourceName> {
     let daemons = served.iter().flat_map(|served| &served.daemons);
     daemons.filter(|(_, shm)| **shm == Ok(MpsShm::Common)).map(|(name, _)| name.clone()).collect()
@@ -148,8 +140,7 @@ fn serves(served: &MpsServed, order: &MpsOrder) -> Result<(), MpsError> {
     if let Some(trouble) = &served.trouble {
         return Err(MpsError::NotHere(trouble.clone()));
     }
-    let daemon = order.name().and_then(|name| served.daemons.get(&name));
-    match daemon {
+    match order.name().and_then(|name| served.daemons.get(&name)) {
         Some(Ok(_)) => Ok(()),
         Some(Err(why)) => Err(not_ready(order, why)),
         None => Err(not_ready(order, "it is not ordered")),
