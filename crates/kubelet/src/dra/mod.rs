@@ -192,11 +192,8 @@ impl Phase {
 
 /// The cause where the plugin cannot run: the folder of checkpoints cannot be made, read or written.
 #[derive(Debug, thiserror::Error)]
-#[error("cannot keep checkpoints of claims in {}", folder.display())]
-pub struct PluginError {
-    folder: PathBuf,
-    source: std::io::Error,
-}
+#[error("cannot keep checkpoints of claims in {}", .0.display())]
+pub struct PluginError(PathBuf, #[source] std::io::Error);
 
 /// Those who are told what happens in the plugin: the log, the metrics, /readyz.
 #[derive(Clone)]

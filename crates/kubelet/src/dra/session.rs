@@ -91,7 +91,7 @@ impl PluginSession {
         let Shared { settings, told, .. } = shared.clone();
         let number = u32::try_from(random & 0xFFFF_FFFF).unwrap_or_default();
         let folder = service_folder(&settings.plugins, &settings.driver);
-        fs::create_dir_all(&folder).map_err(|source| BindError::new("make the folder", &folder, source))?;
+        fs::create_dir_all(&folder).map_err(|source| BindError("make the folder", folder.clone(), source))?;
         // Unique to this start: a kubelet that sees a socket come again at a path it knows may miss it.
         let endpoint = folder.join(format!("{PREFIX}{number:08x}.sock"));
         let bound = bind(&endpoint, &settings.callers, |name| is_ours(name, |rest| rest == ".sock"))?;
@@ -107,11 +107,8 @@ impl PluginSession {
 
         // Last: the kubelet asks as soon as it sees this socket.
         let (sender, verdicts) = mpsc::channel(VERDICTS);
-        let registration = RegistrationService {
-            driver: settings.driver.clone(),
-            endpoint: endpoint.display().to_string(),
-            verdicts: sender,
-        };
+        let (driver, endpoint) = (settings.driver.clone(), endpoint.display().to_string());
+        let registration = RegistrationService { driver, endpoint, verdicts: sender };
         let path = settings.registry.join(registration_name(&settings.registry, &settings.driver, number));
         let bound = bind(&path, &settings.callers, is_registration_socket)?;
         servers.serve(bound, watch::Sender::default(), Routes::new(RegistrationServer::new(registration)));

@@ -4,7 +4,7 @@
 //! All of it ends when [`Servers`] is dropped: sockets are removed, streams end, connections break.
 
 use std::io;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::pin::Pin;
 use std::sync::Arc;
 
@@ -25,21 +25,10 @@ use linkwise_system::uds::{self, Callers, Listener, SocketFile};
 /// A future on the heap.
 pub type Held<T> = Pin<Box<dyn Future<Output = T> + Send>>;
 
-/// The cause of sockets that could not be bound.
+/// The cause of sockets that could not be bound: what could not be done with a folder, such as `make the folder`.
 #[derive(Debug, Error)]
-#[error("cannot {what} {folder}")]
-pub struct BindError {
-    what: &'static str,
-    folder: String,
-    source: io::Error,
-}
-
-impl BindError {
-    /// Makes the error of what could not be done with a folder of sockets, such as `make the folder`.
-    pub fn new(what: &'static str, folder: &Path, source: io::Error) -> Self {
-        Self { what, folder: folder.display().to_string(), source }
-    }
-}
+#[error("cannot {0} {folder}", folder = .1.display())]
+pub struct BindError(pub &'static str, pub PathBuf, #[source] pub io::Error);
 
 /// Returns true for the number in the name of a socket: eight hexadecimal digits.
 pub fn is_number(text: &str) -> bool {
@@ -48,7 +37,7 @@ pub fn is_number(text: &str) -> bool {
 
 /// Listens at a path.
 pub fn listen(path: &Path, callers: &Callers) -> Result<(SocketFile, Listener), BindError> {
-    uds::listen(path, *callers).map_err(|source| BindError::new("bind a socket in", folder(path), source))
+    uds::listen(path, *callers).map_err(|source| BindError("bind a socket in", folder(path).to_owned(), source))
 }
 
 /// Removes dead sockets with a plugin's own names beside a path, and listens there.
@@ -58,7 +47,7 @@ pub fn bind(
     is_own: impl Fn(&str) -> bool,
 ) -> Result<(SocketFile, Listener), BindError> {
     let folder = folder(path);
-    let failed = |source| BindError::new("remove dead sockets from", folder, source);
+    let failed = |source| BindError("remove dead sockets from", folder.to_owned(), source);
     uds::remove_dead(folder, is_own).map_err(failed)?;
     listen(path, callers)
 }

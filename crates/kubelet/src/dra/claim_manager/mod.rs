@@ -75,8 +75,7 @@ impl ClaimManager {
         let Shared { settings, snapshot, told, .. } = shared.clone();
         let (folder, serves) = (settings.checkpoints.clone(), settings.serves);
         let opened = files::blocking_with(lock.clone(), move || CheckpointFolder::open(&folder, serves)).await;
-        let unusable = |source| PluginError { folder: settings.checkpoints.clone(), source };
-        let (store, found, foreign) = opened.map_err(unusable)?;
+        let (store, found, foreign) = opened.map_err(|error| PluginError(settings.checkpoints.clone(), error))?;
         let unreadable = |path: &Path, why: &str| {
             tracing::warn!(path = %path.display(), why, "checkpoint of a claim unreadable, keeping it");
         };
