@@ -13,21 +13,16 @@ pub(super) fn options() -> wire::DevicePluginOptions {
 
 /// The whole list of a resource, as ListAndWatch sends it.
 pub(super) fn device_list(snapshot: &NodeState, resource: &ResourceName) -> wire::ListAndWatchResponse {
-    let devices = snapshot.offers().of(resource).map(|(id, device)| {
-        let nodes: Vec<_> = device.numa_nodes.iter().map(|numa| wire::NumaNode { id: i64::from(numa.0) }).collect();
-        let health = if device.health == Health::Healthy { wire::HEALTHY } else { wire::UNHEALTHY };
-        wire::Device {
-            id: id.as_str().to_owned(),
-            health: health.to_owned(),
-            topology: (!nodes.is_empty()).then_some(wire::TopologyInfo { nodes }),
-        }
+    let device = |id: &DeviceId, health: &str, nodes: Vec<wire::NumaNode>| {
+        let topology = (!nodes.is_empty()).then_some(wire::TopologyInfo { nodes });
+        wire::Device { id: id.as_str().to_owned(), health: health.to_owned(), topology }
+    };
+    let devices = snapshot.offers().of(resource).map(|(id, offered)| {
+        let health = if offered.health == Health::Healthy { wire::HEALTHY } else { wire::UNHEALTHY };
+        device(id, health, offered.numa_nodes.iter().map(|numa| wire::NumaNode { id: i64::from(numa.0) }).collect())
     });
     let unknown = snapshot.offers().resources().get(resource).into_iter().flat_map(Resource::unknown);
-    let unknown = unknown.map(|(id, _)| wire::Device {
-        id: id.as_str().to_owned(),
-        health: wire::UNHEALTHY.to_owned(),
-        topology: None,
-    });
+    let unknown = unknown.map(|(id, _)| device(id, wire::UNHEALTHY, Vec::new()));
     wire::ListAndWatchResponse { devices: devices.chain(unknown).collect() }
 }
 

@@ -128,23 +128,20 @@ fn claimed(resource: wire::DynamicResource) -> impl Iterator<Item = ClaimedDevic
 
 /// The containers of the kubelet's checkpoint that its lists have had. These are no init containers: once a list lacks
 /// one, its pod has ended, though the file keeps it until the next allocation or device list.
-#[derive(Debug, Default)]
-struct ListedContainers(BTreeSet<(String, String)>);
+type ListedContainers = BTreeSet<(String, String)>;
 
-impl ListedContainers {
-    /// The devices that init containers may have: those of containers that no list has had.
-    fn of_init_containers(
-        &mut self,
-        checkpoint: Vec<ContainerDevices>,
-        listed: &BTreeSet<ResourceDevice>,
-    ) -> BTreeSet<ResourceDevice> {
-        self.0.retain(|known| checkpoint.iter().any(|of| of.container == *known));
-        let is_listed =
-            |of: &&ContainerDevices| !of.devices.is_empty() && of.devices.iter().all(|device| listed.contains(device));
-        self.0.extend(checkpoint.iter().filter(is_listed).map(|of| of.container.clone()));
-        let unlisted = checkpoint.into_iter().filter(|of| !self.0.contains(&of.container));
-        unlisted.flat_map(|of| of.devices).filter(|device| !listed.contains(device)).collect()
-    }
+/// The devices that init containers may have: those of containers that no list has had.
+fn of_init_containers(
+    known: &mut ListedContainers,
+    checkpoint: Vec<ContainerDevices>,
+    listed: &BTreeSet<ResourceDevice>,
+) -> BTreeSet<ResourceDevice> {
+    known.retain(|known| checkpoint.iter().any(|of| of.container == *known));
+    let is_listed =
+        |of: &&ContainerDevices| !of.devices.is_empty() && of.devices.iter().all(|device| listed.contains(device));
+    known.extend(checkpoint.iter().filter(is_listed).map(|of| of.container.clone()));
+    let unlisted = checkpoint.into_iter().filter(|of| !known.contains(&of.container));
+    unlisted.flat_map(|of| of.devices).filter(|device| !listed.contains(device)).collect()
 }
 
 /// Adds the UIDs of pods, which PodResources does not have: those of the containers with the same devices.
@@ -171,7 +168,7 @@ async fn holders_after(sources: &HolderSources, containers: &mut ListedContainer
     match checkpoint::read(&sources.folder).await {
         Ok(checkpoint) => {
             name_pods(&mut held, &checkpoint);
-            held.init_containers = containers.of_init_containers(checkpoint, &held.containers);
+            held.init_containers = of_init_containers(containers, checkpoint, &held.containers);
         }
         Err(error) => without_init_containers = Some(linkwise_core::errors::chain(&error)),
     }
@@ -311,15 +308,15 @@ mod tests {
         let mut containers = ListedContainers::default();
         let mut held = |listed: &[&str]| {
             let listed = devices(listed).into_iter().collect();
-            let held = containers.of_init_containers(file.to_vec(), &listed);
+            let held = of_init_containers(&mut containers, file.to_vec(), &listed);
             held.into_iter().map(|(_, id)| id.to_string()).collect::<Vec<_>>()
         };
         assert_eq!(held(&["0", "1", "3"]), ["2"], "an init container's, until the pod ends");
         assert_eq!(held(&["0", "1"]), ["2"], "pod b has ended");
         // Of the init container this file alone knows.
         assert_eq!(held(&[]), ["1", "2"]);
-        let empty = containers.of_init_containers(Vec::new(), &BTreeSet::new());
-        assert!(empty.is_empty() && containers.0.is_empty());
+        let empty = of_init_containers(&mut containers, Vec::new(), &BTreeSet::new());
+        assert!(empty.is_empty() && containers.is_empty());
     }
 
     #[test]

@@ -103,14 +103,9 @@ impl PluginSession {
 
         let mut servers = Servers::new(Arc::new(move |event| life.life(&event)));
         let kubelet = Arc::new(OnceLock::new());
-        let (streams_sender, streams) = watch::channel(0);
-        let service = Service {
-            shared,
-            kubelet: Arc::clone(&kubelet),
-            streams: streams_sender,
-            narrowing: Mutex::default(),
-            end: servers.end_of_streams(),
-        };
+        let (open, streams) = watch::channel(0);
+        let (narrowing, end) = (Mutex::default(), servers.end_of_streams());
+        let service = Service { shared, kubelet: Arc::clone(&kubelet), streams: open, narrowing, end };
         servers.serve(bound, watch::Sender::default(), Routes::new(DevicePluginServer::new(service)));
         Ok(Self { name, kubelet, predecessors, servers, streams })
     }

@@ -201,20 +201,13 @@ impl CheckpointFolder {
 
     /// Removes all files of a claim.
     pub fn remove(&self, uid: &str) -> io::Result<()> {
-        let path = self.path(uid);
-        files::remove_for_this_boot(&path)?;
-        files::remove_for_this_boot(&with_suffix(&path, ASIDE)).map(drop)
+        files::remove_for_this_boot(&self.path(uid))?;
+        files::remove_for_this_boot(&self.folder.join(format!("{uid}.json{ASIDE}"))).map(drop)
     }
 
     pub fn path(&self, uid: &str) -> PathBuf {
         self.folder.join(format!("{uid}.json"))
     }
-}
-
-fn with_suffix(path: &Path, suffix: &str) -> PathBuf {
-    let mut name = path.as_os_str().to_owned();
-    name.push(suffix);
-    PathBuf::from(name)
 }
 
 /// Reads one file; its name has the UID of its claim.

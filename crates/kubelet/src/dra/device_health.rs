@@ -6,7 +6,6 @@ use std::pin::Pin;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use futures_util::stream::{self, Stream, StreamExt};
-use prometheus_client::metrics::gauge::Gauge;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tonic::{Request, Response, Status};
@@ -73,21 +72,19 @@ struct Following {
     due: Instant,
 }
 
-impl Following {
-    /// The number of open streams, with this one for as long as it lives, however it ends.
-    fn streams(&self) -> &Gauge {
-        &self.shared.told.metrics.streams
-    }
+/// The next list of a stream.
+type List = Result<wire::NodeWatchResourcesResponse, Status>;
 
+impl Following {
     /// The next list. `None`: the node is ending.
-    async fn next(mut self) -> Option<(wire::NodeWatchResourcesResponse, Self)> {
+    async fn next(mut self) -> Option<(List, Self)> {
         loop {
             let state = self.shared.snapshot.borrow_and_update().clone();
             let reports = report(&state);
             if self.sent.as_ref() != Some(&reports) || Instant::now() >= self.due {
                 let list = message(&self.shared.settings.pool, &reports);
                 (self.sent, self.due) = (Some(reports), Instant::now() + self.shared.settings.heartbeat);
-                return Some((list, self));
+                return Some((Ok(list), self));
             }
             tokio::select! {
                 changed = self.shared.snapshot.changed() => changed.ok()?,
@@ -111,16 +108,13 @@ fn message(pool: &str, reports: &BTreeMap<String, Report>) -> wire::NodeWatchRes
 }
 
 /// The lists of one stream.
-type Lists = Pin<Box<dyn Stream<Item = Result<wire::NodeWatchResourcesResponse, Status>> + Send>>;
+type Lists = Pin<Box<dyn Stream<Item = List> + Send>>;
 
 impl HealthService {
     fn watch(&self) -> Lists {
         let following = Following { shared: self.shared.clone(), sent: None, due: Instant::now() };
-        following.streams().inc();
-        let lists = stream::unfold(following, |following| async move {
-            let (list, following) = following.next().await?;
-            Some((Ok(list), following))
-        });
+        self.shared.told.metrics.streams.inc();
+        let lists = stream::unfold(following, Following::next);
         Box::pin(lists.take_until(self.end.clone().cancelled_owned()))
     }
 }
@@ -144,7 +138,8 @@ impl DraResourceHealthV1 for HealthService {
 }
 
 impl Drop for Following {
+    /// The stream is no longer open, however it ended.
     fn drop(&mut self) {
-        self.streams().dec();
+        self.shared.told.metrics.streams.dec();
     }
 }

@@ -77,12 +77,10 @@ impl PluginMetrics {
 
     /// Counts a claim that was prepared, or could not be; `repeated`, if the answer came from the checkpoint.
     pub(super) fn prepared(&self, is_ok: bool, repeated: bool, elapsed: Duration) {
-        let result = if !is_ok {
-            "failed"
-        } else if repeated {
-            "repeated"
-        } else {
-            "ok"
+        let result = match (is_ok, repeated) {
+            (false, _) => "failed",
+            (true, true) => "repeated",
+            (true, false) => "ok",
         };
         self.request("prepare", result, Some(elapsed));
     }

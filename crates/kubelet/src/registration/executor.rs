@@ -204,15 +204,9 @@ impl<R: Registrant> Executor<R> {
             }
             Action::End => {
                 self.calls.clear();
-                if let Some(session) = &mut self.session {
-                    session.servers().end();
-                }
+                self.session.iter_mut().for_each(|session| session.servers().end());
             }
-            Action::Cut => {
-                if let Some(session) = &mut self.session {
-                    session.servers().cut();
-                }
-            }
+            Action::Cut => self.session.iter_mut().for_each(|session| session.servers().cut()),
             Action::ReportWaiting(why) => self.registrant.report(Life::Waiting(why)),
             Action::ReportRegistered(result) => self.registrant.report(Life::Registered(result)),
             Action::ReportEnded(why) => self.registrant.report(Life::Ended(why)),

@@ -225,15 +225,13 @@ impl<H: Handshake> Attempts<H> {
     }
 
     fn attempt(&mut self, keeps_gap: bool, now: Duration) {
-        let kubelet = match &self.kubelet {
-            Ok(kubelet) => kubelet.clone(),
+        self.attempted = match self.kubelet.clone() {
+            Ok(kubelet) => Some(kubelet),
             Err(why) => {
-                let why = why.clone();
                 self.enter(H::Phase::WAITING_FOR_KUBELET, None);
                 return self.report_waiting(why);
             }
         };
-        self.attempted = Some(kubelet);
         let gap_ends = self.bound.map(|bound| bound + GAP).filter(|end| keeps_gap && now < *end);
         if gap_ends.is_some() {
             return self.enter(H::Phase::PAUSING, gap_ends);
