@@ -101,10 +101,18 @@ impl ApiServer {
         request: impl FnOnce(Client) -> F,
     ) -> Result<T, ApiError> {
         let within = self.pace.request;
-        let result = match tokio::time::timeout(within, self.attempt(request)).await {
-            Ok(result) => result,
-            Err(_) => Err(ApiError::TimedOut(within)),
+        let attempt = async {
+            let client = match &self.client {
+                Some(client) => client.clone(),
+                None => self.client.insert(connect(&self.access, &self.asked).await?).clone(),
+            };
+            self.asked.store(0, Ordering::Relaxed);
+            request(client).await.map_err(|error| {
+                let asked = self.asked.load(Ordering::Relaxed);
+                ApiError::of(&error, (asked > 0).then(|| Duration::from_secs(asked)))
+            })
         };
+        let result = tokio::time::timeout(within, attempt).await.unwrap_or(Err(ApiError::TimedOut(within)));
         self.count(object, verb, result.as_ref().err());
         result
     }
@@ -115,21 +123,6 @@ impl ApiServer {
             self.client = None;
         }
         self.metrics.count(object, verb, error.map_or("ok", ApiError::outcome));
-    }
-
-    async fn attempt<T, F: Future<Output = kube::Result<T>>>(
-        &mut self,
-        request: impl FnOnce(Client) -> F,
-    ) -> Result<T, ApiError> {
-        let client = match &self.client {
-            Some(client) => client.clone(),
-            None => self.client.insert(connect(&self.access, &self.asked).await?).clone(),
-        };
-        self.asked.store(0, Ordering::Relaxed);
-        request(client).await.map_err(|error| {
-            let asked = self.asked.load(Ordering::Relaxed);
-            ApiError::of(&error, (asked > 0).then(|| Duration::from_secs(asked)))
-        })
     }
 }
 

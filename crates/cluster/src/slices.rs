@@ -247,10 +247,8 @@ impl SliceWriter {
         let name = write.name().to_owned();
         let result = match write {
             Write::Delete(name, uid) => {
-                let params = DeleteParams {
-                    preconditions: uid.map(|uid| Preconditions { uid: Some(uid), resource_version: None }),
-                    ..DeleteParams::default()
-                };
+                let preconditions = uid.map(|uid| Preconditions { uid: Some(uid), resource_version: None });
+                let params = DeleteParams { preconditions, ..DeleteParams::default() };
                 let delete = |client| async move { api(client).delete(&name, &params).await };
                 self.server.call(OBJECT, "delete", delete).await.map(|_| None)
             }
@@ -282,12 +280,11 @@ impl SliceWriter {
                 if drops_counters(&sent, &answer) && !std::mem::replace(&mut self.known.drops_counters, true) {
                     tracing::warn!("the API server drops counters (feature gate DRAPartitionableDevices)");
                 }
-                if drops_sharing(&sent, &answer) && !self.known.drops_sharing {
+                if drops_sharing(&sent, &answer) && !std::mem::replace(&mut self.known.drops_sharing, true) {
                     tracing::warn!(
                         "the API server drops allowMultipleAllocations of devices (feature gate \
                          DRAConsumableCapacity): one claim has all of a shared GPU"
                     );
-                    self.known.drops_sharing = true;
                 }
                 self.stored.send_modify(|stored| stored.written(answer));
                 Ok(())

@@ -114,12 +114,8 @@ pub(super) fn plan(pool: &Pool, stored: &BTreeMap<String, Value>, owner: Option<
     let is_absurd = highest >= MOST_GENERATIONS;
     let found = |name: &String| stored.get(name).filter(|slice| is_ours(slice) && !is_absurd);
     let obsolete = stored.iter().filter(|(name, _)| !names.contains(name) || found(name).is_none());
-    let mut writes: Vec<Write> = obsolete
-        .map(|(name, slice)| {
-            let uid = slice["metadata"]["uid"].as_str().map(str::to_owned);
-            Write::Delete(name.clone(), uid)
-        })
-        .collect();
+    let uid = |slice: &Value| slice["metadata"]["uid"].as_str().map(str::to_owned);
+    let mut writes: Vec<Write> = obsolete.map(|(name, slice)| Write::Delete(name.clone(), uid(slice))).collect();
     // The generation does not matter: the essence of a slice does not include it.
     let wanted: Vec<Value> = pool.slices(0).iter().map(|spec| json!({ "spec": spec })).collect();
     let pairs = || names.iter().zip(&wanted).map(|(name, wanted)| (name, found(name), wanted));
