@@ -86,9 +86,7 @@ pub enum MpsError {
     #[error("cannot label {0} for SELinux: containers may not reach the control daemon")]
     Label(PathBuf, #[source] io::Error),
     #[error("cannot mount a tmpfs at {0} (it takes a privileged container)")]
-    Mount(PathBuf, #[source] ProgramError),
-    #[error("cannot mount a tmpfs at {0} (it takes a privileged container)")]
-    MountOwn(PathBuf, #[source] io::Error),
+    Mount(PathBuf, #[source] Box<dyn std::error::Error + Send + Sync>),
     /// The host would not see a mount.
     #[error(
         "the shared memory of claims is mounted below {0}, and the host does not see that: the container needs \

@@ -59,14 +59,8 @@ impl Limits {
             gpu: gpu.uuid.clone(),
             mib: gpu.memory_mib.map(|mib| mib / u64::from(replicas)),
         });
-        let memory = memory.collect();
-        Self {
-            thread_percentage: 100 / replicas,
-            memory,
-            shown_only: !share.whole_node,
-            exclusive: true,
-            own_shm: false,
-        }
+        let (memory, shown_only) = (memory.collect(), !share.whole_node);
+        Self { thread_percentage: 100 / replicas, memory, shown_only, exclusive: true, own_shm: false }
     }
 
     /// The limits of a daemon for claims.

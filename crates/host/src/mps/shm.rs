@@ -76,7 +76,7 @@ pub async fn mount_shm(layout: &Layout, meminfo: &Path, mount: &Path) -> Result<
     let options = format!("{remount}rw,nosuid,nodev,noexec,relatime,size={wanted}k");
     mount.args(["-t", "tmpfs", "-o", options.as_str(), "shm"]).arg(&path);
     let mounted = control::run(&mut mount, "", WITHIN).await;
-    mounted.map(|_| done).map_err(|source| MpsError::Mount(path, source))
+    mounted.map(|_| done).map_err(|source| MpsError::Mount(path, source.into()))
 }
 
 /// Mounts the shared memory of a claim's daemon, of half the host's memory; one that is mounted stays.
@@ -94,7 +94,7 @@ pub(super) fn mount_own_shm(layout: &Layout, resource: &ResourceName) -> Result<
         let size = CString::new(format!("size={}k", size_kib(Path::new("/proc/meminfo"))))?;
         Ok(rustix::mount::mount("shm", &path, "tmpfs", FLAGS, &*size)?)
     };
-    mount().map_err(|source| MpsError::MountOwn(path.clone(), source))
+    mount().map_err(|source: io::Error| MpsError::Mount(path.clone(), source.into()))
 }
 
 /// Unmounts the shared memory of a claim's daemon. Processes that have it keep it until they end.

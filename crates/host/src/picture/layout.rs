@@ -392,7 +392,8 @@ impl<'a> Routes<'a> {
         for route in order {
             let y = track(route);
             let points = vec![(route.left, from), (route.left, y), (route.right, y), (route.right, from)];
-            layout.add_links(points, route.link.count, route.link.kind, |half| (clear(route, y, half, &drops), y));
+            let line = Line { points, kind: route.link.kind, count: route.link.count };
+            layout.add_links(line, |half| (clear(route, y, half, &drops), y));
         }
         let mut bottom = below + self.crossing * TRACK;
         for plane in &picture.planes {
@@ -408,7 +409,8 @@ impl<'a> Routes<'a> {
                     true => (gpu.y, rect.bottom(), rect.bottom() + 20),
                     false => (gpu.bottom(), rect.y, rect.y - 20),
                 };
-                layout.add_links(vec![(x, from), (x, to)], port.count, port.kind, |_| (x, at));
+                let line = Line { points: vec![(x, from), (x, to)], kind: port.kind, count: port.count };
+                layout.add_links(line, |_| (x, at));
             }
             layout.add_shape(rect, Kind::Plane, &plane.name);
             bottom = rect.bottom();
@@ -419,29 +421,17 @@ impl<'a> Routes<'a> {
 
 impl Layout {
     /// Adds a line of NVLinks; `middle` is that of the box with their count, given half of its width and some space.
-    fn add_links(
-        &mut self,
-        points: Vec<(i64, i64)>,
-        count: u32,
-        kind: LineKind,
-        middle: impl FnOnce(i64) -> (i64, i64),
-    ) {
-        let text = format!("NV{count}");
+    fn add_links(&mut self, line: Line, middle: impl FnOnce(i64) -> (i64, i64)) {
+        let (text, kind) = (format!("NV{}", line.count), line.kind);
         let wide = width(&text, Style::Count) + 8;
         let (x, y) = middle(wide / 2 + 3);
-        self.lines.push(Line { points, kind, count });
+        self.lines.push(line);
         self.add_shape(Rect { x: x - wide / 2, y: y - 8, width: wide, height: 16 }, Kind::Count(kind), &text);
     }
 
     fn add_shape(&mut self, rect: Rect, kind: Kind, text: &str) {
-        self.shapes.push(Shape {
-            rect,
-            kind,
-            lines: text.lines().map(str::to_owned).collect(),
-            tooltip: String::new(),
-            turned: false,
-            gpu: None,
-        });
+        let lines = text.lines().map(str::to_owned).collect();
+        self.shapes.push(Shape { rect, kind, lines, tooltip: String::new(), turned: false, gpu: None });
     }
 }
 

@@ -144,14 +144,8 @@ impl Picture {
         let sketch = Sketch { topology, faces, marks };
         let mut packages = sketch.blocks(&parts, None);
         packages.sort_by_key(|package| package.kind == Kind::Unknown);
-        Self {
-            title: None,
-            widest: WIDEST,
-            models: Vec::new(),
-            links: sketch.links(&packages),
-            packages,
-            planes: sketch.planes(),
-        }
+        let (links, planes) = (sketch.links(&packages), sketch.planes());
+        Self { title: None, widest: WIDEST, models: Vec::new(), packages, links, planes }
     }
 }
 

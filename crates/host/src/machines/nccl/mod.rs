@@ -172,18 +172,15 @@ fn observe_gpus(mut candidates: Vec<Candidate<'_>>, notes: &mut Notes) -> Vec<Gp
         first
     });
     let indices = indices(&candidates, notes);
-    let mut gpus: Vec<GpuObservation> = candidates
-        .iter()
-        .zip(indices)
-        .map(|(gpu, index)| GpuObservation {
-            compute_capability: gpu.element.and_then(|element| capability(element, notes)),
-            pcie: gpu.link,
-            nvlinks: gpu.element.map(|element| nvlinks(element, &addresses, notes)),
-            // NCCL writes c2c if it found such links; an older NCCL never checks.
-            c2c: gpu.element.and_then(|element| below(element).any(|child| name(child) == "c2c").then_some(true)),
-            ..unnamed_gpu(index, gpu.pci)
-        })
-        .collect();
+    let gpu = |(gpu, index): (&Candidate<'_>, u32)| GpuObservation {
+        compute_capability: gpu.element.and_then(|element| capability(element, notes)),
+        pcie: gpu.link,
+        nvlinks: gpu.element.map(|element| nvlinks(element, &addresses, notes)),
+        // NCCL writes c2c if it found such links; an older NCCL never checks.
+        c2c: gpu.element.and_then(|element| below(element).any(|child| name(child) == "c2c").then_some(true)),
+        ..unnamed_gpu(index, gpu.pci)
+    };
+    let mut gpus: Vec<GpuObservation> = candidates.iter().zip(indices).map(gpu).collect();
     gpus.sort_by_key(|gpu| gpu.index);
     gpus
 }
