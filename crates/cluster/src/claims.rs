@@ -3,12 +3,13 @@
 //! The only reader of claims. Each read is a GET, with up to two retries if it fails for a passing reason. Its deadline
 //! leaves the kubelet, which waits for 45 s, time to try again. Reads do not wait for each other.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::Mutex;
 use std::time::Duration;
 
 use kube::Api;
 use kube::api::DynamicObject;
 use linkwise_core::claims::{Claim, ClaimName, ReadClaimError};
+use linkwise_system::lock;
 use tokio::sync::Semaphore;
 use tokio::time::{Instant, timeout_at};
 
@@ -52,10 +53,10 @@ impl ClaimReader {
     /// There is no such claim, or the API server does not give it.
     pub async fn read(&self, claim: &ClaimName) -> Result<Claim, ReadClaimError> {
         let _one = self.at_once.acquire().await;
-        let mut server = self.server().clone();
+        let mut server = lock(&self.server).clone();
         let read = read(&mut server, &claim.namespace, &claim.name).await;
         // It works, or is empty after an error that a new client may not have.
-        *self.server() = server;
+        *lock(&self.server) = server;
         read.map_err(|error| match error.code() {
             Some(404) if error.is_missing(OBJECT, &claim.name) => ReadClaimError::NotFound,
             // This 404 says nothing about the claim, which may be prepared here.
@@ -64,10 +65,6 @@ impl ClaimReader {
             }
             _ => ReadClaimError::Failed(error.to_string()),
         })
-    }
-
-    fn server(&self) -> MutexGuard<'_, ApiServer> {
-        self.server.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -114,23 +114,21 @@ impl<F: Followed> Follower<F> {
             self.attempts.succeeded();
         }
         while let Ok(Some(event)) = tokio::time::timeout(lasts + GRACE, events.next()).await {
-            let event = event.map_err(|error| ApiError::of(&error, None)).and_then(|event| match event {
-                WatchEvent::Error(status) => Err(ApiError::refused(&status, None)),
-                event => Ok(event),
-            });
-            if let Err(error) = &event {
-                self.server.count(F::OBJECT, "watch", Some(error));
-                self.broken = true;
-            }
-            let (object, deleted) = match event? {
-                WatchEvent::Added(object) | WatchEvent::Modified(object) => (object, false),
-                WatchEvent::Deleted(object) => (object, true),
-                WatchEvent::Bookmark(bookmark) => {
+            let change = match event {
+                Ok(WatchEvent::Added(object) | WatchEvent::Modified(object)) => Ok((object, false)),
+                Ok(WatchEvent::Deleted(object)) => Ok((object, true)),
+                Ok(WatchEvent::Bookmark(bookmark)) => {
                     version = bookmark.metadata.resource_version;
                     continue;
                 }
-                WatchEvent::Error(_) => continue,
+                Ok(WatchEvent::Error(status)) => Err(ApiError::refused(&status, None)),
+                Err(error) => Err(ApiError::of(&error, None)),
             };
+            if let Err(error) = &change {
+                self.server.count(F::OBJECT, "watch", Some(error));
+                self.broken = true;
+            }
+            let (object, deleted) = change?;
             version = object.meta().resource_version.clone().unwrap_or_default();
             self.followed.event(object, deleted)?;
             self.works();

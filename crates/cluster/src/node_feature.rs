@@ -104,11 +104,10 @@ impl NodeFeatureWriter {
     /// Compares the object with the labels, and writes it if it differs. Returns false if the object belongs to another
     /// program.
     async fn write(&mut self, labels: &Arc<Labels>) -> Result<bool, ApiError> {
-        let owner = match &self.owner {
-            Some(owner) => owner.clone(),
-            None => self.owner.insert(daemon_set(&mut self.server, &self.settings).await?).clone(),
-        };
-        let wanted = object(&self.settings, owner, labels);
+        if self.owner.is_none() {
+            self.owner = Some(self.daemon_set().await?);
+        }
+        let wanted = object(&self.settings, self.owner.clone().flatten(), labels);
         let found = self.found().await?;
         let standing = standing(found.as_ref(), &wanted, self.written.as_deref(), self.settings.replaced.load(Relaxed));
         match standing {
@@ -194,6 +193,32 @@ impl NodeFeatureWriter {
         }
     }
 
+    /// Looks the DaemonSet up. `None` without a pod's name, if the pod belongs to no DaemonSet, or if the server does not
+    /// show it; then the object stays when linkwise is removed.
+    ///
+    /// # Errors
+    ///
+    /// The server failed for a reason that may pass.
+    async fn daemon_set(&mut self) -> Result<Option<OwnerReference>, ApiError> {
+        let Some(pod) = self.settings.pod.clone() else { return Ok(None) };
+        let namespace = self.settings.namespace.clone();
+        let get = |client| async move { Api::<Pod>::namespaced(client, &namespace).get_metadata(&pod).await };
+        let pod = match self.server.call("pods", "get", get).await {
+            Ok(pod) => pod,
+            Err(error) if matches!(error.code(), Some(403 | 404)) => {
+                let error = error.to_string();
+                tracing::warn!(error, "own pod unreadable, the NodeFeature gets no owner and stays after an uninstall");
+                return Ok(None);
+            }
+            Err(error) => return Err(error),
+        };
+        let owners = pod.metadata.owner_references.into_iter().flatten();
+        let owner = owners.into_iter().find(|owner| owner.kind == "DaemonSet");
+        // A pod blocks the deletion of its DaemonSet. The object need not do so, and on some clusters that would take a
+        // right.
+        Ok(owner.map(|owner| OwnerReference { block_owner_deletion: None, ..owner }))
+    }
+
     fn update_from_now_on(&mut self, error: &ApiError) {
         let error = error.to_string();
         tracing::info!(error, "no right to patch and delete NodeFeatures, updating them instead");
@@ -246,33 +271,4 @@ fn object(settings: &NodeFeatureSettings, owner: Option<OwnerReference>, labels:
 /// Names of managers, for a message.
 fn listed<'a>(managers: impl Iterator<Item = &'a str>) -> String {
     managers.map(quoted).collect::<Vec<_>>().join(", ")
-}
-
-/// Looks the DaemonSet up. `None` without a pod's name, if the pod belongs to no DaemonSet, or if the server does not
-/// show it; then the object stays when linkwise is removed.
-///
-/// # Errors
-///
-/// The server failed for a reason that may pass.
-async fn daemon_set(
-    server: &mut ApiServer,
-    settings: &NodeFeatureSettings,
-) -> Result<Option<OwnerReference>, ApiError> {
-    let Some(pod) = settings.pod.clone() else { return Ok(None) };
-    let namespace = settings.namespace.clone();
-    let get = |client| async move { Api::<Pod>::namespaced(client, &namespace).get_metadata(&pod).await };
-    let pod = match server.call("pods", "get", get).await {
-        Ok(pod) => pod,
-        Err(error) if matches!(error.code(), Some(403 | 404)) => {
-            let error = error.to_string();
-            tracing::warn!(error, "own pod unreadable, the NodeFeature gets no owner and stays after an uninstall");
-            return Ok(None);
-        }
-        Err(error) => return Err(error),
-    };
-    let owners = pod.metadata.owner_references.into_iter().flatten();
-    let owner = owners.into_iter().find(|owner| owner.kind == "DaemonSet");
-    // A pod blocks the deletion of its DaemonSet. The object need not do so, and on some clusters that would take a
-    // right.
-    Ok(owner.map(|owner| OwnerReference { block_owner_deletion: None, ..owner }))
 }
