@@ -3,7 +3,7 @@
 use tonic::Status;
 
 use linkwise_core::allocation::{AllocationRequest, DeviceId, PreferredAllocation};
-use linkwise_core::publish::injection::{Injection, InjectionError};
+use linkwise_core::publish::injection::Injection;
 use linkwise_core::state::{AllocateError, Health, NodeState, Resource, ResourceName};
 use linkwise_kubelet_api::v1beta1 as wire;
 
@@ -63,11 +63,6 @@ pub(super) fn container(injection: Injection) -> wire::ContainerAllocateResponse
         annotations: injection.annotations.into_iter().collect(),
         cdi_devices: injection.cdi_devices.into_iter().map(|name| wire::CdiDevice { name }).collect(),
     }
-}
-
-/// A granted GPU that cannot be given to a container.
-pub(super) fn no_injection(error: &InjectionError) -> Status {
-    Status::failed_precondition(error.to_string())
 }
 
 /// The longest refusal, in characters. It goes into a header and into the log; what Kubernetes allows as an id (63)

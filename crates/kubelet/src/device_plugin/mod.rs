@@ -94,6 +94,13 @@ impl Settings {
             longest_pause: Duration::from_secs(16),
         }
     }
+
+    /// The places where the kubelet lists the holders of devices; `None` without a PodResources socket.
+    pub fn holder_sources(&self) -> Option<pod_resources::HolderSources> {
+        let socket = self.pod_resources_socket.clone()?;
+        let folder = self.kubelet_socket.parent()?.to_owned();
+        Some(pod_resources::HolderSources { socket, folder })
+    }
 }
 
 /// A phase of a plugin's life with the kubelet.
@@ -142,15 +149,6 @@ impl Phase {
             Self::Ending => "ending the session, waiting for its connections to close",
             Self::Pausing => "pausing before the next attempt",
         }
-    }
-}
-
-impl Settings {
-    /// The places where the kubelet lists the holders of devices; `None` without a PodResources socket.
-    pub fn holder_sources(&self) -> Option<pod_resources::HolderSources> {
-        let socket = self.pod_resources_socket.clone()?;
-        let folder = self.kubelet_socket.parent()?.to_owned();
-        Some(pod_resources::HolderSources { socket, folder })
     }
 }
 

@@ -93,13 +93,10 @@ async fn listed(socket: &Path) -> Option<Holdings> {
             let mut held = ContainerHoldings::default();
             held.claims.extend(container.dynamic_resources.into_iter().flat_map(claimed));
             for (resource, id) in devices(container.devices) {
-                if let Ok(resource) = resource.parse::<ResourceName>() {
-                    held.devices.entry(resource).or_default().insert(DeviceId::from(id));
-                }
+                let Ok(resource) = resource.parse::<ResourceName>() else { continue };
+                holdings.containers.insert((resource.clone(), DeviceId::from(id.clone())));
+                held.devices.entry(resource).or_default().insert(DeviceId::from(id));
             }
-            let by_resource = held.devices.iter();
-            let ids = by_resource.flat_map(|(resource, ids)| ids.iter().map(|id| (resource.clone(), id.clone())));
-            holdings.containers.extend(ids);
             holdings.claims.extend(held.claims.iter().cloned());
             let container = shortened(container.name);
             holdings.add(ContainerName { namespace: namespace.clone(), pod: name.clone(), container }, held);

@@ -136,7 +136,7 @@ impl DevicePlugin for Service {
             let granted = snapshot.allocate(&self.shared.resource, &ids).map_err(|error| convert::refusal(&error));
             let answer = granted.and_then(|devices| {
                 let injection = self.injection(&snapshot, &devices);
-                injection.map(convert::container).map_err(|error| convert::no_injection(&error))
+                injection.map(convert::container).map_err(|error| Status::failed_precondition(error.to_string()))
             });
             self.shared.told.allocated(ids, offered, answer.as_ref().err());
             container_responses.push(answer?);

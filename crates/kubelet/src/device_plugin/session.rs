@@ -31,11 +31,6 @@ fn prefix(folder: &Path, resource: &ResourceName) -> String {
     shortened(&format!("linkwise-{}", resource.as_str().replace('/', "_")), room) + "-"
 }
 
-/// The file name of a socket of a resource with this random number in it.
-fn socket_name(folder: &Path, resource: &ResourceName, random: u64) -> String {
-    format!("{}{:08x}.sock", prefix(folder, resource), random & 0xFFFF_FFFF)
-}
-
 /// Returns true if a file name is that of a socket of ours with this prefix. That of another resource may begin with it
 /// too.
 fn is_ours(name: &str, prefix: &str) -> bool {
@@ -74,7 +69,7 @@ fn is_alive(path: &Path) -> bool {
 pub(super) fn socket_path(settings: &Settings, resource: &ResourceName, random: u64) -> (PathBuf, String) {
     let folder = files::folder(&settings.kubelet_socket);
     // Unique to this start: a kubelet may still hold the connection of an earlier one.
-    let name = socket_name(folder, resource, random);
+    let name = format!("{}{:08x}.sock", prefix(folder, resource), random & 0xFFFF_FFFF);
     (folder.join(&name), name)
 }
 

@@ -47,9 +47,8 @@ impl Registering {
             }
             let end = shutdown.child_token();
             let leaves = async {
-                if offers.wait_for(|offers| !*offers).await.is_ok() {
-                    end.cancel();
-                }
+                or_never(offers.wait_for(|offers| !*offers)).await;
+                end.cancel();
                 std::future::pending::<()>().await;
             };
             tokio::select! {
