@@ -257,10 +257,7 @@ impl Layout {
             whole if width(&whole, Style::Plain) <= rect.width - 8 => vec![whole],
             _ => block.lines.iter().take(1).cloned().collect(),
         };
-        let tooltip = match is_frame {
-            true => block.lines.get(1).cloned().unwrap_or_default(),
-            false => block.tooltip.clone(),
-        };
+        let tooltip = if is_frame { block.lines.get(1).cloned().unwrap_or_default() } else { block.tooltip.clone() };
         let shape =
             Shape { rect: row.rect(rect), kind: block.kind, lines, tooltip, turned: row.turned, gpu: block.gpu };
         self.gpus.extend(block.gpu.map(|gpu| (gpu, shape.rect)));
@@ -298,15 +295,14 @@ impl Layout {
 
     /// Places the legend of lines, in as many rows as it needs; returns its bottom.
     fn legend(&mut self, room: i64, top: i64) -> i64 {
-        let lines = [
+        let mut lines = vec![
             (LineKind::Pcie, "PCIe"),
             (LineKind::Near, "NVLinks: the more, the wider (NV2: two links)"),
             (LineKind::Crossing, "NVLinks between packages"),
         ];
-        let is_drawn = |kind| self.lines.iter().any(|line| line.kind == kind);
-        let drawn: Vec<(LineKind, &str)> = lines.into_iter().filter(|(kind, _)| is_drawn(*kind)).collect();
+        lines.retain(|(kind, _)| self.lines.iter().any(|line| line.kind == *kind));
         let (mut x, mut y, mut bottom) = (MARGIN, top, top - PAD * 2);
-        for (kind, text) in drawn {
+        for (kind, text) in lines {
             let wide = 34 + width(text, Style::Plain);
             if x > MARGIN && x + wide > MARGIN + room {
                 (x, y) = (MARGIN, y + 22);
@@ -317,6 +313,20 @@ impl Layout {
             (x, bottom) = (x + wide + 24, y + 14);
         }
         bottom
+    }
+
+    /// Adds a line of NVLinks; `middle` is that of the box with their count, given half of its width and some space.
+    fn add_links(&mut self, line: Line, middle: impl FnOnce(i64) -> (i64, i64)) {
+        let (text, kind) = (format!("NV{}", line.count), line.kind);
+        let wide = width(&text, Style::Count) + 8;
+        let (x, y) = middle(wide / 2 + 3);
+        self.lines.push(line);
+        self.add_shape(Rect { x: x - wide / 2, y: y - 8, width: wide, height: 16 }, Kind::Count(kind), &text);
+    }
+
+    fn add_shape(&mut self, rect: Rect, kind: Kind, text: &str) {
+        let lines = text.lines().map(str::to_owned).collect();
+        self.shapes.push(Shape { rect, kind, lines, tooltip: String::new(), turned: false, gpu: None });
     }
 }
 
@@ -416,22 +426,6 @@ impl<'a> Routes<'a> {
             bottom = rect.bottom();
         }
         bottom
-    }
-}
-
-impl Layout {
-    /// Adds a line of NVLinks; `middle` is that of the box with their count, given half of its width and some space.
-    fn add_links(&mut self, line: Line, middle: impl FnOnce(i64) -> (i64, i64)) {
-        let (text, kind) = (format!("NV{}", line.count), line.kind);
-        let wide = width(&text, Style::Count) + 8;
-        let (x, y) = middle(wide / 2 + 3);
-        self.lines.push(line);
-        self.add_shape(Rect { x: x - wide / 2, y: y - 8, width: wide, height: 16 }, Kind::Count(kind), &text);
-    }
-
-    fn add_shape(&mut self, rect: Rect, kind: Kind, text: &str) {
-        let lines = text.lines().map(str::to_owned).collect();
-        self.shapes.push(Shape { rect, kind, lines, tooltip: String::new(), turned: false, gpu: None });
     }
 }
 

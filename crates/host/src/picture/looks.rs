@@ -53,10 +53,6 @@ impl Kind {
         matches!(self, Self::Gpu | Self::Marked(..) | Self::Unlisted)
     }
 
-    pub fn is_dashed(self) -> bool {
-        matches!(self, Self::Unknown | Self::Unlisted)
-    }
-
     /// Fill and border in a file; a page has its own colours.
     pub fn colours(self) -> (&'static str, &'static str) {
         match self {

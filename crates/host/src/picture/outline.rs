@@ -151,10 +151,7 @@ impl Walk<'_> {
 
 /// An interface with its rate: `mlx5_0 100 Gb/s`, `eth0 (Ethernet)`.
 fn nic_name(nic: &NicObservation) -> String {
-    let kind = match nic.kind {
-        NicKind::Rdma => "",
-        NicKind::Ethernet => " (Ethernet)",
-    };
+    let kind = if nic.kind == NicKind::Ethernet { " (Ethernet)" } else { "" };
     let rate = nic.mbps.map(|mbps| format!(" {} Gb/s", mbps / 1000)).unwrap_or_default();
     format!("{}{rate}{kind}", nic.name)
 }

@@ -91,7 +91,7 @@ impl Paint {
             outline = outline.set("fill", fill).set("stroke", border);
         }
         outline = outline.set("stroke-width", border_width);
-        if shape.kind.is_dashed() {
+        if matches!(shape.kind, Kind::Unknown | Kind::Unlisted) {
             outline = outline.set("stroke-dasharray", "6 4");
         }
         let mut group = Group::new();
