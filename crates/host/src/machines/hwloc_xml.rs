@@ -208,10 +208,8 @@ fn packages_inside(root: Element<'_>) -> BTreeMap<u32, Option<u32>> {
 
 /// The package that an object lies in, or that lies in its NUMA node.
 fn package(object: Element<'_>, inside: &BTreeMap<u32, Option<u32>>) -> Option<PackageId> {
-    let of = |above: Element<'_>| match is_package(above) {
-        true => os_index(above),
-        false => inside.get(&above.id().get()).copied().flatten(),
-    };
+    let inside = |above: Element<'_>| inside.get(&above.id().get()).copied().flatten();
+    let of = |above| if is_package(above) { os_index(above) } else { inside(above) };
     object.ancestors().find_map(of).map(PackageId)
 }
 
