@@ -1,8 +1,8 @@
 //! Machines as files: the built-in ones, node files (`linkwise snapshot` writes one), NCCL topology dumps, hwloc XML.
 //!
 //! Owns the format of node files, version 1: raw facts under `observed`, their sources under `source`, facts that were
-//! filled in under `reconstructed`. Recognises a file by its content. Called by the composition roots; derives nothing,
-//! and calls neither NVML nor libhwloc nor the kubelet.
+//! filled in under `reconstructed`. Recognises a file by its content. Called by the composition roots, and by `hwloc` for
+//! this host; derives nothing, and calls neither NVML nor libhwloc nor the kubelet.
 
 mod hwloc_xml;
 mod load;
