@@ -12,7 +12,7 @@ use serde::Serialize;
 use super::{admin, find_gpu, open, print};
 use crate::config::{ExpectArgs, Format, PodArgs, VerifyArgs};
 use linkwise_core::allocation::ChosenGpu;
-use linkwise_core::benchmark::{Comparison, Expectation, MODEL, NcclReport, Row, Verdict, gb_per_s, odd_among};
+use linkwise_core::benchmark::{Comparison, Expectation, MODEL, NcclReport, Verdict, gb_per_s, odd_among};
 use linkwise_core::publish::placement::Allocation;
 use linkwise_core::state::GpuSelector;
 use linkwise_core::topology::{GpuUuid, NodeTopology};
@@ -36,17 +36,9 @@ struct Expected {
 
 /// The answer of `verify`, as scripts read it.
 #[derive(Serialize)]
-struct Verified {
-    verdict: Verdict,
-    /// MB/s.
-    measured: u64,
-    /// MB/s, with all links up.
-    expected: Option<u64>,
-    percent: Option<u64>,
-    causes: Vec<String>,
-    best: Row,
+struct Verified<'a> {
     #[serde(flatten)]
-    expectation: Expectation,
+    comparison: &'a Comparison,
     unreadable_lines: usize,
     model: &'static str,
 }
@@ -55,13 +47,13 @@ struct Verified {
 pub async fn expect(args: &ExpectArgs) -> Result<()> {
     let machine = super::machine(&args.node).await?;
     let (topology, warnings) = NodeTopology::assemble(&machine.observed);
-    let named = named(&topology, &args.pod, args.gpus.as_deref()).await?;
-    let places = places(&topology, named.as_deref())?.unwrap_or_else(|| (0..topology.gpus().len()).collect());
+    let named = places(&topology, &args.pod, args.gpus.as_deref()).await?;
+    let places = named.unwrap_or_else(|| (0..topology.gpus().len()).collect());
     ensure!(places.len() > 1, "an all-reduce of one GPU has no bandwidth: name two or more");
     let expectation = Expectation::of(&topology, &places);
-    let knows_nvlinks = topology.restricted(&places).knows_nvlinks();
+    let set = topology.restricted(&places);
     let gpus = places.iter().filter_map(|place| ChosenGpu::at(&topology, *place));
-    let odd: Vec<String> = odd_among(&warnings, &topology, &places).map(|odd| shown(&odd)).collect();
+    let odd: Vec<String> = odd_among(&warnings, set.gpus()).map(|odd| shown(&odd)).collect();
     let expected = Expected { gpus: gpus.collect(), bus: expectation.bandwidth(), expectation, odd, model: MODEL };
     print(&match args.format {
         Format::Json => serde_json::to_string(&expected)? + "\n",
@@ -72,7 +64,7 @@ pub async fn expect(args: &ExpectArgs) -> Result<()> {
                 "GPU {}\nrings         {}\nNVLink SHARP  {}\n{}model: {MODEL}\n{}\n",
                 indices.join(", "),
                 known(expectation.ring),
-                match (expectation.nvls, knows_nvlinks) {
+                match (expectation.nvls, set.knows_nvlinks()) {
                     (None, false) => "unknown".to_owned(),
                     (nvls, _) => nvls.map_or("none".to_owned(), gb_per_s),
                 },
@@ -93,24 +85,12 @@ pub async fn verify(args: &VerifyArgs) -> Result<ExitCode> {
     let report = NcclReport::read(&text).with_context(|| args.file.display().to_string())?;
     let machine = super::machine(&args.node).await?;
     let (topology, _) = NodeTopology::assemble(&machine.observed);
-    let named = named(&topology, &args.pod, args.gpus.as_deref()).await?;
-    let places = places(&topology, named.as_deref())?;
+    let places = places(&topology, &args.pod, args.gpus.as_deref()).await?;
     let comparison = Comparison::of(&report, &machine.observed, places.as_deref())
         .with_context(|| format!("cannot compare {} with {}", args.file.display(), machine.name))?;
-    let measured = comparison.best.best().bus;
     print(&match args.format {
         Format::Json => {
-            let verified = Verified {
-                verdict: comparison.verdict,
-                measured,
-                expected: comparison.whole,
-                percent: comparison.percent,
-                causes: comparison.causes.iter().map(ToString::to_string).collect(),
-                best: comparison.best.clone(),
-                expectation: comparison.expectation,
-                unreadable_lines: report.unreadable,
-                model: MODEL,
-            };
+            let verified = Verified { comparison: &comparison, unreadable_lines: report.unreadable, model: MODEL };
             serde_json::to_string(&verified)? + "\n"
         }
         Format::Text => words(&comparison, report.unreadable),
@@ -123,7 +103,7 @@ pub async fn verify(args: &VerifyArgs) -> Result<ExitCode> {
 
 /// The comparison for people.
 fn words(comparison: &Comparison, unreadable: usize) -> String {
-    let Comparison { best, whole, percent, verdict, .. } = comparison;
+    let Comparison { best, measured, whole, percent, verdict, .. } = comparison;
     let expected = whole.map_or("an unknown bandwidth".to_owned(), gb_per_s);
     let share = percent.map(|percent| format!(" ({percent} %)")).unwrap_or_default();
     let (begins, ends) = match verdict {
@@ -135,7 +115,7 @@ fn words(comparison: &Comparison, unreadable: usize) -> String {
         Verdict::NotCalibrated => ("no claim", ": no published result bears out the model for such GPUs"),
         Verdict::SeveralHosts => ("no claim", ": the model is of one host, the run used several"),
     };
-    let (bus, bytes, data_type) = (gb_per_s(best.best().bus), best.bytes, best.data_type);
+    let (bus, bytes, data_type) = (gb_per_s(*measured), best.bytes, best.data_type);
     let causes = comparison.causes.iter().map(|cause| format!("  {cause}\n")).collect::<String>();
     let left_out = match unreadable {
         0 => String::new(),
@@ -144,20 +124,26 @@ fn words(comparison: &Comparison, unreadable: usize) -> String {
     format!("{begins}: {bus} of {expected}{share}, at {bytes} bytes of {data_type}{ends}\n{causes}{left_out}")
 }
 
-/// The GPUs that a person named, one by one or by the pod that has them.
-async fn named(
-    topology: &NodeTopology,
-    pod: &PodArgs,
-    gpus: Option<&[GpuSelector]>,
-) -> Result<Option<Vec<GpuSelector>>> {
-    let Some(name) = &pod.pod else { return Ok(gpus.map(<[GpuSelector]>::to_vec)) };
-    let state = admin::state(&pod.socket, admin::LOOK).await?;
+/// The places of the GPUs that a person named, one by one or by the pod that has them.
+async fn places(topology: &NodeTopology, pod: &PodArgs, gpus: Option<&[GpuSelector]>) -> Result<Option<Vec<usize>>> {
+    let of_pod = match &pod.pod {
+        Some(name) => Some(of_pod(topology, name, &pod.socket).await?),
+        None => None,
+    };
+    let Some(named) = of_pod.as_deref().or(gpus) else { return Ok(None) };
+    let places = named.iter().map(|name| Ok(find_gpu(topology, name)?.0)).collect::<Result<BTreeSet<_>>>()?;
+    Ok(Some(places.into_iter().collect()))
+}
+
+/// The GPUs of a pod, or of one of its containers.
+async fn of_pod(topology: &NodeTopology, name: &str, socket: &Path) -> Result<Vec<GpuSelector>> {
+    let state = admin::state(socket, admin::LOOK).await?;
     let Some(allocations) = &state.allocations else {
         bail!("linkwise does not know yet which pods have which GPUs");
     };
     let is_its = |held: &&Allocation| {
         let pod = format!("{}/{}", held.namespace, held.pod);
-        *name == pod || *name == format!("{pod}/{}", held.container)
+        name == pod || name == format!("{pod}/{}", held.container)
     };
     let uuids: BTreeSet<&GpuUuid> = allocations.iter().filter(is_its).flat_map(|held| &held.gpus).collect();
     ensure!(!uuids.is_empty(), "{name} has no GPU on this node");
@@ -165,15 +151,7 @@ async fn named(
     if let Some(gpu) = with_mig.find(|gpu| uuids.contains(&gpu.uuid)) {
         bail!("{name} has MIG devices of GPU {}, for which there is no model", gpu.index);
     }
-    Ok(Some(uuids.into_iter().cloned().map(GpuSelector::Uuid).collect()))
-}
-
-/// The places of the GPUs that a person named.
-fn places(topology: &NodeTopology, named: Option<&[GpuSelector]>) -> Result<Option<Vec<usize>>> {
-    let Some(named) = named else { return Ok(None) };
-    let places = named.iter().map(|name| Ok(find_gpu(topology, name)?.0)).collect::<Result<Vec<_>>>()?;
-    let distinct: BTreeSet<usize> = places.into_iter().collect();
-    Ok(Some(distinct.into_iter().collect()))
+    Ok(uuids.into_iter().cloned().map(GpuSelector::Uuid).collect())
 }
 
 /// Reads a text. Bytes that are no text belong to lines that are left out.

@@ -3,13 +3,12 @@
 use crate::prelude::*;
 use alloc::collections::BTreeSet;
 
-use serde::Serialize;
+use serde::{Serialize, Serializer};
 
-use super::report::gb_per_s;
-use super::report::{NcclReport, Row};
+use super::report::{NcclReport, Row, gb_per_s};
 use super::{Expectation, with_links_up};
 use crate::quote::quoted;
-use crate::topology::{NodeObservation, NodeTopology, PciAddress, TopologyWarning};
+use crate::topology::{Gpu, NodeObservation, NodeTopology, PciAddress, TopologyWarning};
 
 /// The share of the expectation, in percent, from which a measurement is as expected. The published results of healthy
 /// machines are within it.
@@ -54,17 +53,15 @@ pub enum Cause {
         /// All of its links.
         of: usize,
     },
-    /// P2P that the driver refuses.
-    #[error("{0}")]
-    P2pRefused(String),
     /// Wrong values.
     #[error(
         "{0} wrong values: data is corrupted on the way; drain the node, run dcgmi diag -r 3, look for XIDs in the log"
     )]
     WrongValues(u64),
-    /// One GPU that differs from the others of its model, or unknown NVLinks.
+    /// A warning about these GPUs: one differs from the others of its model, its NVLinks are unknown, or the driver
+    /// refuses P2P.
     #[error("{0}")]
-    Odd(String),
+    Warning(String),
     /// Traffic through the host's memory, by NCCL's log.
     #[error("by NCCL's log the GPUs talk through the host's memory (SHM){}", set(.0))]
     SharedMemory(Option<String>),
@@ -150,22 +147,31 @@ pub enum MatchError {
     OtherFactor(usize),
 }
 
-/// A measurement beside what was expected of it.
-#[derive(Clone, Debug, PartialEq, Eq)]
+/// A measurement beside what was expected of it, as scripts read it too.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Comparison {
-    /// The expectation of the GPUs as they are.
-    pub expectation: Expectation,
-    /// The bandwidth that they would reach with all NVLinks up, MB/s: what the measurement is compared with. `None` for a
-    /// run over several hosts.
-    pub whole: Option<u64>,
-    /// The size with the highest bandwidth.
-    pub best: Row,
-    /// The share of `whole`, in percent.
-    pub percent: Option<u64>,
     /// The judgement.
     pub verdict: Verdict,
+    /// The highest bus bandwidth, MB/s.
+    pub measured: u64,
+    /// The bandwidth that the GPUs would reach with all NVLinks up, MB/s: what the measurement is compared with. `None` for
+    /// a run over several hosts.
+    #[serde(rename = "expected")]
+    pub whole: Option<u64>,
+    /// The share of `whole`, in percent.
+    pub percent: Option<u64>,
     /// The causes of a difference, the likeliest first.
+    #[serde(serialize_with = "as_texts")]
     pub causes: Vec<Cause>,
+    /// The size with the highest bandwidth.
+    pub best: Row,
+    /// The expectation of the GPUs as they are.
+    #[serde(flatten)]
+    pub expectation: Expectation,
+}
+
+fn as_texts<S: Serializer>(causes: &[Cause], serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.collect_seq(causes.iter().map(ToString::to_string))
 }
 
 /// Finds the GPUs of a run: by the addresses that it lists, or all of a machine that has as many.
@@ -195,25 +201,22 @@ impl Comparison {
             Some(places) => places.to_vec(),
             None => places(report, &topology)?,
         };
-        let hosts = report.hosts();
+        let (hosts, gpus) = (report.hosts(), places.len());
         let ranks = match report.devices.len() {
-            0 => places.len(),
-            ranks if hosts == 1 && ranks != places.len() => {
-                return Err(MatchError::OtherNumber { ranks, gpus: places.len() });
-            }
+            0 => gpus,
+            ranks if hosts == 1 && ranks != gpus => return Err(MatchError::OtherNumber { ranks, gpus }),
             ranks => ranks,
         };
         if ranks < 2 {
             return Err(MatchError::OneGpu);
         }
-        same_model(report, &topology, &places)?;
+        let set = topology.restricted(&places);
+        same_model(report, set.gpus())?;
         let best = report.best().filter(|_| report.is_of(ranks)).ok_or(MatchError::OtherFactor(ranks))?.clone();
         let expectation = Expectation::of(&topology, &places);
-        let (up, _) = NodeTopology::assemble(&with_links_up(machine));
-        let uuids = places.iter().filter_map(|place| topology.gpus().get(*place));
-        let up_places: Vec<usize> = uuids.filter_map(|gpu| up.position(&gpu.uuid)).collect();
-        // Links that are down are a fault of such a machine, not another kind.
-        let healthy = Expectation::of(&up, &up_places);
+        let up = with_links_up(machine);
+        // Links that are down are a fault of such a machine, not another kind. They change no GPU's place.
+        let healthy = Expectation::of(&NodeTopology::assemble(&up).0, &places);
         // The model says nothing of several hosts, not even a share.
         let whole = healthy.bandwidth().max(expectation.bandwidth()).filter(|_| hosts == 1);
         let measured = best.best().bus;
@@ -229,41 +232,33 @@ impl Comparison {
             Some(_) if largest < LONG_ENOUGH => Verdict::TooSmall,
             Some(_) => Verdict::Below,
         };
-        let mut comparison = Self { expectation, whole, best, percent, verdict, causes: Vec::new() };
-        comparison.causes = comparison.causes(report, &topology, &warnings, &places);
-        let down = links_down(machine, &topology, &places);
-        if down.is_empty() {
-            comparison.causes.splice(0..0, odd_among(&warnings, &topology, &places).map(Cause::Odd));
+        let wrong = (report.wrong > 0).then_some(Cause::WrongValues(report.wrong));
+        let mut known = links_down(machine, &up, set.gpus());
+        if known.is_empty() {
+            known.extend(odd_among(&warnings, set.gpus()).map(Cause::Warning));
         }
-        comparison.causes.splice(0..0, down);
-        comparison.causes.splice(0..0, (report.wrong > 0).then_some(Cause::WrongValues(report.wrong)));
+        let mut comparison = Self { verdict, measured, whole, percent, causes: Vec::new(), best, expectation };
+        let likely = comparison.likely_causes(report, &set, &warnings);
+        comparison.causes = wrong.into_iter().chain(known).chain(likely).collect();
         Ok(comparison)
     }
 
-    /// The causes but for links that are down.
-    fn causes(
-        &self,
-        report: &NcclReport,
-        topology: &NodeTopology,
-        warnings: &[TopologyWarning],
-        places: &[usize],
-    ) -> Vec<Cause> {
+    /// The causes but for wrong values, links that are down and odd GPUs.
+    fn likely_causes(&self, report: &NcclReport, set: &NodeTopology, warnings: &[TopologyWarning]) -> Vec<Cause> {
         let mut causes = Vec::new();
         if self.verdict == Verdict::SeveralHosts {
-            let far = places.iter().filter(|place| topology.nearest_nics(**place).is_empty());
-            return far.filter_map(|place| Some(Cause::FarNic(topology.gpus().get(*place)?.pci))).collect();
+            let far = set.gpus().iter().enumerate().filter(|(place, _)| set.nearest_nics(*place).is_empty());
+            return far.map(|(_, gpu)| Cause::FarNic(gpu.pci)).collect();
         }
         if !matches!(self.verdict, Verdict::Below | Verdict::NotCalibrated) {
             return causes;
         }
-        let is_ours = |pci: &PciAddress| {
-            places.iter().any(|place| topology.gpus().get(*place).is_some_and(|gpu| gpu.pci == *pci))
-        };
+        let is_ours = |pci: &PciAddress| set.gpus().iter().any(|gpu| gpu.pci == *pci);
         for warning in warnings {
             if let TopologyWarning::P2pRefused { pairs, .. } = warning
                 && pairs.iter().any(|(a, b)| is_ours(a) && is_ours(b))
             {
-                causes.push(Cause::P2pRefused(warning.to_string()));
+                causes.push(Cause::Warning(warning.to_string()));
             }
         }
         let setting = |names: &[&str]| {
@@ -277,11 +272,11 @@ impl Comparison {
         if self.verdict != Verdict::Below || report.shm > 0 {
             return causes;
         }
-        let pairs = || places.iter().flat_map(|a| places.iter().filter(move |b| *b > a).map(move |b| (*a, *b)));
-        let pcie = pairs().map(|(a, b)| topology.pcie(a, b)).max().map_or(0, u64::from);
-        let linked = pairs().any(|(a, b)| topology.nvlink_count(a, b) > 0);
-        let ring = self.expectation.ring.unwrap_or(0);
-        let measured = self.best.best().bus;
+        let all = 0..set.gpus().len();
+        let pairs = || all.clone().flat_map(|a| (0..a).map(move |b| (a, b)));
+        let pcie = pairs().map(|(a, b)| set.pcie(a, b)).max().map_or(0, u64::from);
+        let linked = pairs().any(|(a, b)| set.nvlink_count(a, b) > 0);
+        let (ring, measured) = (self.expectation.ring.unwrap_or(0), self.measured);
         // A tenth below the rings they are slow, not unused.
         let below_rings = measured.saturating_mul(100) < ring.saturating_mul(EXPECTED_PERCENT);
         match self.expectation.nvls {
@@ -301,14 +296,9 @@ impl Comparison {
     }
 }
 
-/// The warnings that one GPU of a set is the odd one of its model, or that its NVLinks are unknown.
-pub fn odd_among<'w>(
-    warnings: &'w [TopologyWarning],
-    topology: &NodeTopology,
-    places: &[usize],
-) -> impl Iterator<Item = String> + use<'w> {
-    let gpus = places.iter().filter_map(|place| topology.gpus().get(*place));
-    let addresses: BTreeSet<PciAddress> = gpus.map(|gpu| gpu.pci).collect();
+/// The warnings that one of these GPUs is the odd one of its model, or that its NVLinks are unknown.
+pub fn odd_among<'w>(warnings: &'w [TopologyWarning], gpus: &[Gpu]) -> impl Iterator<Item = String> + use<'w> {
+    let addresses: BTreeSet<PciAddress> = gpus.iter().map(|gpu| gpu.pci).collect();
     let concerns = move |warning: &&TopologyWarning| match warning {
         TopologyWarning::OddGpu { pci, .. } => addresses.contains(pci),
         TopologyWarning::NvLinksUnknown(gpus) => gpus.iter().any(|pci| addresses.contains(pci)),
@@ -317,24 +307,21 @@ pub fn odd_among<'w>(
     warnings.iter().filter(concerns).map(ToString::to_string)
 }
 
-/// The GPUs of a set that have fewer NVLinks up than they could.
-fn links_down(machine: &NodeObservation, topology: &NodeTopology, places: &[usize]) -> Vec<Cause> {
-    let up = with_links_up(machine);
+/// The GPUs that have fewer NVLinks up than they could: as many as on the machine with its links `up`.
+fn links_down(machine: &NodeObservation, up: &NodeObservation, gpus: &[Gpu]) -> Vec<Cause> {
     let links = |machine: &NodeObservation, pci: PciAddress| -> usize {
         let gpu = machine.gpus.iter().find(|gpu| gpu.pci == pci);
         let groups = gpu.iter().flat_map(|gpu| gpu.nvlinks.iter().flatten()).filter(|group| group.active);
         groups.map(|group| group.links.len()).sum()
     };
-    let gpus = places.iter().filter_map(|place| topology.gpus().get(*place));
-    let down = gpus.map(|gpu| (gpu.pci, links(&up, gpu.pci), links(machine, gpu.pci)));
-    down.filter(|(_, of, active)| active < of)
-        .map(|(pci, of, active)| Cause::LinksDown { pci, down: of - active, of })
-        .collect()
+    let links = gpus.iter().map(|gpu| (gpu.pci, links(up, gpu.pci), links(machine, gpu.pci)));
+    let down = links.filter(|(_, of, active)| active < of);
+    down.map(|(pci, of, active)| Cause::LinksDown { pci, down: of - active, of }).collect()
 }
 
 /// Refuses a run on another model than the machine's. Names are compared as far as both are known.
-fn same_model(report: &NcclReport, topology: &NodeTopology, places: &[usize]) -> Result<(), MatchError> {
-    let machine = places.iter().filter_map(|place| topology.gpus().get(*place)?.model.as_deref()).next();
+fn same_model(report: &NcclReport, gpus: &[Gpu]) -> Result<(), MatchError> {
+    let machine = gpus.iter().find_map(|gpu| gpu.model.as_deref());
     let run = report.devices.values().find_map(|device| device.model.as_deref());
     match (run, machine) {
         // Newer drivers begin names with NVIDIA, older ones with the brand.
@@ -347,9 +334,6 @@ fn same_model(report: &NcclReport, topology: &NodeTopology, places: &[usize]) ->
 
 /// The chip's name in a product's: the first word with a letter and a digit, up to a hyphen.
 fn chip(model: &str) -> Option<&str> {
-    let words = model.split([' ', '-']);
-    let is_chip = |word: &&str| {
-        word.bytes().any(|byte| byte.is_ascii_digit()) && word.bytes().any(|byte| byte.is_ascii_alphabetic())
-    };
-    words.into_iter().find(is_chip)
+    let has = |word: &str, is: fn(&u8) -> bool| word.bytes().any(|byte| is(&byte));
+    model.split([' ', '-']).find(|word| has(word, u8::is_ascii_digit) && has(word, u8::is_ascii_alphabetic))
 }

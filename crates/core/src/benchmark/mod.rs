@@ -14,7 +14,9 @@ use alloc::sync::Arc;
 use serde::Serialize;
 
 use crate::allocation::AllocationTables;
-use crate::topology::{ComputeCapability, Gpu, NodeObservation, NodeTopology, NvLinkObservation, NvLinkRemote};
+use crate::topology::{
+    ComputeCapability, Gpu, GpuObservation, NodeObservation, NodeTopology, NvLinkObservation, NvLinkRemote,
+};
 
 pub use comparison::{Cause, Comparison, MatchError, Verdict, odd_among};
 pub use report::{NcclReport, RankDevice, ReportError, Row, Run, gb_per_s};
@@ -86,7 +88,6 @@ impl Expectation {
 /// Finds the kind of machine whose published results a topology's GPUs are like.
 fn calibration(set: &NodeTopology) -> Option<Calibration> {
     let gpus = set.gpus();
-    let pairs = || (0..gpus.len()).flat_map(|a| (a + 1..gpus.len()).map(move |b| (a, b)));
     let first = gpus.first().filter(|_| gpus.len() > 1)?;
     let ComputeCapability { major, minor } = first.facts.compute_capability?;
     let alike = |gpu: &Gpu| gpu.facts.compute_capability == first.facts.compute_capability && !gpu.mig_enabled;
@@ -95,7 +96,6 @@ fn calibration(set: &NodeTopology) -> Option<Calibration> {
     }
     let one_plane = first.nvswitch_plane.is_some() && gpus.iter().all(|gpu| gpu.nvswitch_plane == first.nvswitch_plane);
     let links = |a: usize| (0..gpus.len()).filter(|b| *b != a).map(|b| set.nvlink_count(a, b)).sum::<u32>();
-    let linked = pairs().any(|(a, b)| set.nvlink_count(a, b) > 0);
     match (major, minor) {
         (8, 0) if one_plane => Some(Calibration::AmpereSwitch),
         (9, 0) if one_plane => Some(Calibration::HopperSwitch),
@@ -103,7 +103,7 @@ fn calibration(set: &NodeTopology) -> Option<Calibration> {
         _ if first.nvswitch_plane.is_some() => None,
         // Links that are down are a fault of such a machine, not another kind.
         (7, 0) if gpus.len() == 8 && (0..gpus.len()).all(|place| links(place) > 0) => Some(Calibration::VoltaMesh),
-        (8, 6) if gpus.len() == 2 && linked => Some(Calibration::AmpereBridge),
+        (8, 6) if gpus.len() == 2 && links(0) > 0 => Some(Calibration::AmpereBridge),
         // Over PCIe one machine reaches other bandwidths with other versions of NCCL.
         _ => None,
     }
@@ -117,14 +117,11 @@ fn with_links_up(machine: &NodeObservation) -> NodeObservation {
         group.active |= group.remote != NvLinkRemote::Unknown;
     }
     let is_switch = |group: &&NvLinkObservation| group.active && matches!(group.remote, NvLinkRemote::Switch(_));
-    let ports: Vec<(Option<String>, usize)> = machine
-        .gpus
-        .iter()
-        .map(|gpu| {
-            let groups = gpu.nvlinks.iter().flatten().filter(is_switch);
-            (gpu.model.clone(), groups.map(|group| group.links.len()).sum())
-        })
-        .collect();
+    let port = |gpu: &GpuObservation| {
+        let groups = gpu.nvlinks.iter().flatten().filter(is_switch);
+        (gpu.model.clone(), groups.map(|group| group.links.len()).sum())
+    };
+    let ports: Vec<(Option<String>, usize)> = machine.gpus.iter().map(port).collect();
     for (gpu, (model, links)) in machine.gpus.iter_mut().zip(&ports) {
         let most = ports.iter().filter(|(other, _)| other == model).map(|(_, links)| *links).max().unwrap_or(0);
         let groups = gpu.nvlinks.iter().flatten().filter(|group| group.active);
@@ -134,11 +131,8 @@ fn with_links_up(machine: &NodeObservation) -> NodeObservation {
         match groups.iter_mut().filter(|group| is_switch(&&**group)).last() {
             Some(switch) => switch.links.extend(more),
             None if most > 0 => {
-                groups.push(NvLinkObservation {
-                    links: more.collect(),
-                    remote: NvLinkRemote::Switch(None),
-                    active: true,
-                });
+                let (links, remote) = (more.collect(), NvLinkRemote::Switch(None));
+                groups.push(NvLinkObservation { links, remote, active: true });
             }
             None => {}
         }

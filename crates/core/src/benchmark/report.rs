@@ -162,8 +162,6 @@ struct Reader {
     /// The program whose table comes next.
     program: Option<&'static str>,
     others: BTreeSet<&'static str>,
-    /// The number of ranks of the run that gave the rows.
-    ranks: Option<usize>,
     /// The devices of the present run.
     devices: BTreeMap<u32, RankDevice>,
 }
@@ -207,10 +205,8 @@ impl NcclReport {
 
 impl Reader {
     fn line(&mut self, line: &str) -> Result<(), ReportError> {
-        if line.contains("_perf")
-            && let Some(program) = PROGRAMS.into_iter().find(|program| line.contains(program))
-        {
-            self.program = Some(program);
+        if line.contains("_perf") {
+            self.program = PROGRAMS.into_iter().find(|program| line.contains(program)).or(self.program);
         }
         let words: Vec<&str> = line.split_whitespace().collect();
         if words.contains(&"nThread") {
@@ -227,32 +223,26 @@ impl Reader {
             return Ok(());
         }
         match row(&words) {
-            None => Ok(()),
-            Some(None) => {
-                self.report.unreadable += 1;
-                Ok(())
-            }
-            Some(Some(read)) => self.take(read),
+            Some(Some(read)) => return self.take(read),
+            Some(None) => self.report.unreadable += 1,
+            None => {}
         }
+        Ok(())
     }
 
     /// Takes a row of an all-reduce. A table without a program's name counts as one if it can be one.
     fn take(&mut self, read: ReadRow) -> Result<(), ReportError> {
-        match self.program {
-            Some(ALL_REDUCE) => {}
-            None if read.reduces_to_all => {}
-            program => {
-                self.others.insert(program.unwrap_or("another program"));
-                return Ok(());
-            }
+        let assumed = if read.reduces_to_all { ALL_REDUCE } else { "another program" };
+        let program = self.program.unwrap_or(assumed);
+        if program != ALL_REDUCE {
+            self.others.insert(program);
+            return Ok(());
         }
-        let ranks = self.devices.len();
-        let before = *self.ranks.get_or_insert(ranks);
-        if before != ranks {
-            return Err(ReportError::SeveralRuns(before, ranks));
-        }
-        if self.report.devices.is_empty() {
+        let (before, ranks) = (self.report.devices.len(), self.devices.len());
+        if self.report.rows.is_empty() {
             self.report.devices.clone_from(&self.devices);
+        } else if before != ranks {
+            return Err(ReportError::SeveralRuns(before, ranks));
         }
         let runs = [Some(read.row.out_of_place), read.row.in_place];
         let wrong = runs.iter().flatten().map(|run| run.wrong).fold(0, u64::saturating_add);
@@ -263,26 +253,23 @@ impl Reader {
 
     /// Reads what NCCL's log and a command line say: settings, and connections through the host's memory.
     fn log(&mut self, words: &[&str]) {
-        for (place, word) in words.iter().enumerate() {
-            let next = |steps: usize| words.get(place + steps).copied().unwrap_or_default();
-            match *word {
-                "via" if next(1).starts_with("SHM/") => self.report.shm += 1,
-                name if name.starts_with("NCCL_") => {
-                    let said = (next(1), next(2), next(3), next(4)) == ("set", "by", "environment", "to");
-                    match name.split_once('=') {
-                        _ if said => self.setting(name, next(5).trim_end_matches('.')),
-                        Some((name, value)) => self.setting(name, value),
-                        None => {}
-                    }
+        for place in 0..words.len() {
+            let setting = match words.get(place..).unwrap_or_default() {
+                ["via", by, ..] if by.starts_with("SHM/") => {
+                    self.report.shm += 1;
+                    None
                 }
-                _ => {}
+                [name, "set", "by", "environment", "to", value @ ..] => {
+                    Some((*name, value.first().map_or("", |value| value.trim_end_matches('.'))))
+                }
+                [word, ..] => word.split_once('='),
+                [] => None,
+            };
+            if let Some((name, value)) = setting.filter(|(name, _)| name.starts_with("NCCL_"))
+                && self.report.settings.len() < MOST_SETTINGS
+            {
+                self.report.settings.insert(excerpt(name), excerpt(value.trim_matches('"')));
             }
-        }
-    }
-
-    fn setting(&mut self, name: &str, value: &str) {
-        if self.report.settings.len() < MOST_SETTINGS {
-            self.report.settings.insert(excerpt(name), excerpt(value.trim_matches('"')));
         }
     }
 }
@@ -316,11 +303,10 @@ fn rank_device(words: &[&str]) -> Option<(u32, RankDevice)> {
 /// A row is a size, a count, a type, a reduction where the program has one, a root in newer versions, and then time,
 /// algorithm and bus bandwidth and errors, out of place and in place.
 fn row(words: &[&str]) -> Option<Option<ReadRow>> {
-    let is_type = |word: &&str| TYPES.iter().any(|(name, _)| name == word);
-    let at = words.iter().position(is_type)?;
-    let [bytes, count] = [at.checked_sub(2)?, at.checked_sub(1)?].map(|place| words.get(place).copied());
-    let (bytes, count) = (bytes?.parse::<u64>().ok()?, count?.parse::<u64>().ok()?);
-    let (data_type, size) = words.get(at).and_then(|word| TYPES.into_iter().find(|(name, _)| name == word))?;
+    let known = |word: &&str| TYPES.into_iter().find(|(name, _)| name == word);
+    let (at, (data_type, size)) = words.iter().enumerate().find_map(|(at, word)| Some((at, known(word)?)))?;
+    let [.., bytes, count] = words.get(..at)? else { return None };
+    let (bytes, count) = (bytes.parse::<u64>().ok()?, count.parse::<u64>().ok()?);
     Some(measurements(words.get(at + 1..).unwrap_or_default(), bytes).map(|(reduction, out_of_place, in_place)| {
         let reduces_to_all = reduction && count.checked_mul(size) == Some(bytes);
         ReadRow { row: Row { bytes, data_type, out_of_place, in_place }, reduces_to_all }
@@ -341,8 +327,7 @@ fn measurements(words: &[&str], bytes: u64) -> Option<(bool, Run, Option<Run>)> 
     };
     let out_of_place = run(words)?;
     // Four words each, the last being the errors.
-    let in_place = words.get(4..).filter(|words| !words.is_empty());
-    let in_place = match in_place {
+    let in_place = match words.get(4..) {
         Some(words) if words.len() >= 3 => Some(run(words)?),
         _ => None,
     };
