@@ -11,7 +11,7 @@ use linkwise_core::allocation::{
     AllocationPolicy, AllocationReport, AllocationRequest, AllocationTables, ChosenGpu, DeviceId, Explanation,
     FallbackReason, Units, preferred_allocation, preferred_units,
 };
-use linkwise_core::topology::{GpuUuid, NodeTopology, PciAddress};
+use linkwise_core::topology::NodeTopology;
 
 /// The available GPUs, and the rules of the choice.
 struct Choice {
@@ -38,9 +38,8 @@ struct Chosen<R> {
 #[derive(Serialize)]
 struct Slot {
     id: DeviceId,
-    index: u32,
-    uuid: GpuUuid,
-    pci: PciAddress,
+    #[serde(flatten)]
+    gpu: ChosenGpu,
 }
 
 /// Runs the command.
@@ -91,9 +90,10 @@ impl Choice {
         let ids = |names: &[UnitName]| -> Result<Vec<DeviceId>> {
             Ok(names.iter().map(|name| self.ids(name)).collect::<Result<Vec<_>>>()?.concat())
         };
-        let available = match &args.available {
-            Some(names) => ids(names)?,
-            None => self.all(),
+        let available = match (&args.available, &self.shared) {
+            (Some(names), _) => ids(names)?,
+            (None, Some((_, units))) => units.ids().cloned().collect(),
+            (None, None) => self.tables.topology().gpus().iter().map(|gpu| DeviceId::from(&gpu.uuid)).collect(),
         };
         let request = AllocationRequest { available, must_include: ids(&args.must_include)?, size: args.size };
         let start = Instant::now();
@@ -107,24 +107,13 @@ impl Choice {
             let (size, what) = (request.size, if self.shared.is_some() { "slots" } else { "GPUs" });
             bail!("no set of {size} {what}: {} may be taken, {must} must be included", report.candidates);
         }
-        let slot = |units: &Units, id: DeviceId| {
-            let gpu = self.tables.topology().gpus().get(units.gpu(&id)?)?;
-            Some(Slot { id, index: gpu.index, uuid: gpu.uuid.clone(), pci: gpu.pci })
-        };
-        let slots = self
-            .shared
-            .as_ref()
-            .map(|(_, units)| answer.devices.into_iter().filter_map(|id| slot(units, id)).collect());
         let topology = self.tables.topology();
+        let slots = self.shared.as_ref().map(|(_, units)| {
+            let slot = |id| Some(Slot { gpu: ChosenGpu::at(topology, units.gpu(&id)?)?, id });
+            answer.devices.into_iter().filter_map(slot).collect()
+        });
         let places = report.devices.iter().filter_map(|gpu| topology.position(&gpu.uuid));
         Ok(Chosen { nvls: topology.nvls(places), report, slots, elapsed_ns })
-    }
-
-    fn all(&self) -> Vec<DeviceId> {
-        match &self.shared {
-            Some((_, units)) => units.ids().cloned().collect(),
-            None => self.tables.topology().gpus().iter().map(|gpu| DeviceId::from(&gpu.uuid)).collect(),
-        }
     }
 
     /// The device ids that a name stands for: a GPU, a slot, or all slots of a GPU.
@@ -149,8 +138,8 @@ impl Choice {
 /// The GPUs or slots and the links between the GPUs, for people.
 fn text(topology: &NodeTopology, chosen: &Chosen<AllocationReport>) -> String {
     let mut text = match &chosen.slots {
-        Some(slots) => slots.iter().map(|slot| line(slot.index, slot.pci, &slot.id)).collect(),
-        None => chosen.report.devices.iter().map(|gpu| line(gpu.index, gpu.pci, &gpu.uuid)).collect::<String>(),
+        Some(slots) => slots.iter().map(|slot| line(&slot.gpu, &slot.id)).collect(),
+        None => chosen.report.devices.iter().map(|gpu| line(gpu, &gpu.uuid)).collect::<String>(),
     };
     let links = links(topology, &chosen.report.devices);
     if !links.is_empty() {
@@ -159,8 +148,8 @@ fn text(topology: &NodeTopology, chosen: &Chosen<AllocationReport>) -> String {
     text
 }
 
-fn line(index: u32, pci: PciAddress, id: &impl std::fmt::Display) -> String {
-    format!("GPU {index}  {pci}  {id}\n")
+fn line(gpu: &ChosenGpu, id: &impl std::fmt::Display) -> String {
+    format!("GPU {}  {}  {id}\n", gpu.index, gpu.pci)
 }
 
 /// The links between the GPUs of a set: `0-1 NV2, 0-4 SYS`.
