@@ -11,22 +11,12 @@ use serde::Serialize;
 use crate::quote::excerpt;
 use crate::topology::{Gpu, thousandths};
 
-/// The types of nccl-tests (`test_typenames` in its src/common.cu, old names too), with their bytes.
-const TYPES: [(&str, u64); 14] = [
-    ("int8", 1),
-    ("uint8", 1),
-    ("char", 1),
-    ("int32", 4),
-    ("uint32", 4),
-    ("int", 4),
-    ("int64", 8),
-    ("uint64", 8),
-    ("half", 2),
-    ("float", 4),
-    ("double", 8),
-    ("bfloat16", 2),
-    ("f8e4m3", 1),
-    ("f8e5m2", 1),
+/// The types of nccl-tests (`test_typenames` in its src/common.cu, old names too), by their bytes.
+const TYPES: [(u64, &[&str]); 4] = [
+    (1, &["int8", "uint8", "char", "f8e4m3", "f8e5m2"]),
+    (2, &["half", "bfloat16"]),
+    (4, &["int32", "uint32", "int", "float"]),
+    (8, &["int64", "uint64", "double"]),
 ];
 
 /// The programs of nccl-tests.
@@ -303,7 +293,8 @@ fn rank_device(words: &[&str]) -> Option<(u32, RankDevice)> {
 /// A row is a size, a count, a type, a reduction where the program has one, a root in newer versions, and then time,
 /// algorithm and bus bandwidth and errors, out of place and in place.
 fn row(words: &[&str]) -> Option<Option<ReadRow>> {
-    let known = |word: &&str| TYPES.into_iter().find(|(name, _)| name == word);
+    let known =
+        |word| TYPES.into_iter().find_map(|(size, names)| Some((*names.iter().find(|name| *name == word)?, size)));
     let (at, (data_type, size)) = words.iter().enumerate().find_map(|(at, word)| Some((at, known(word)?)))?;
     let [.., bytes, count] = words.get(..at)? else { return None };
     let (bytes, count) = (bytes.parse::<u64>().ok()?, count.parse::<u64>().ok()?);
