@@ -5,7 +5,6 @@
 
 use std::collections::BTreeMap;
 use std::io::ErrorKind;
-use std::path::Path;
 use std::time::Duration;
 
 use super::driver::Nvml;
@@ -15,7 +14,7 @@ use crate::commands::top::{lasting, now};
 use crate::config::DoctorArgs;
 use linkwise_core::publish::view::{GpuView, NodeView, ReasonView};
 use linkwise_core::state::{Event, HealthPoll, HealthRecord, NodeState, Timestamp, UnhealthyReason};
-use linkwise_core::topology::{GpuObservation, GpuUuid, HostObservation, NodeObservation, ProbeFailure};
+use linkwise_core::topology::{GpuUuid, HostObservation, NodeObservation, ProbeFailure};
 use linkwise_node::keeper::{self, Kept};
 use linkwise_nvml::{COUNT, CallError, CallFailure, Fault, REGISTER};
 
@@ -23,23 +22,26 @@ use linkwise_nvml::{COUNT, CallError, CallFailure, Fault, REGISTER};
 /// against the GPU.
 type Reason = (ReasonView, bool);
 
-/// Adds a finding about the GPU of this name.
-fn add_reason(found: &mut Findings, (reason, cleared): &Reason, gpu: &str, now: Timestamp) {
-    let ReasonView { reason, kind, since, ends_with } = reason;
-    let lasting = lasting(*since, now).map(|time| format!(", for {time}")).unwrap_or_default();
-    let what = format!("{gpu}: {reason}{lasting}");
-    if *cleared {
-        let what = format!("{what}; linkwise has no reason against the GPU, and offers it");
-        let advice =
-            "an operator cleared it (linkwise admin clear), or linkwise has not polled since: it polls every 10 s";
-        return found.each(Status::Warning, reason, what, advice);
+/// Adds a finding for each reason against the GPU of this name.
+fn add_reasons(found: &mut Findings, reasons: &[Reason], gpu: &str, now: Timestamp) {
+    for (ReasonView { reason, kind, since, ends_with }, cleared) in reasons {
+        let lasting = lasting(*since, now).map(|time| format!(", for {time}")).unwrap_or_default();
+        let what = format!("{gpu}: {reason}{lasting}");
+        if *cleared {
+            let what = format!("{what}; linkwise has no reason against the GPU, and offers it");
+            let advice =
+                "an operator cleared it (linkwise admin clear), or linkwise has not polled since: it polls every 10 s";
+            found.each(Status::Warning, reason, what, advice);
+            continue;
+        }
+        let clear =
+            if ends_with.contains("`clear`") { " (linkwise admin clear UUID, once it is repaired)" } else { "" };
+        let advice = format!("out of service until: {ends_with}{clear}; see docs/health.md");
+        // A GPU that still joins its fabric needs no operator.
+        let late = *kind == UnhealthyReason::FabricJoining.label();
+        let status = if late { Status::Warning } else { Status::Failed };
+        found.each(status, reason, what, &advice);
     }
-    let clear = if ends_with.contains("`clear`") { " (linkwise admin clear UUID, once it is repaired)" } else { "" };
-    let advice = format!("out of service until: {ends_with}{clear}; see docs/health.md");
-    // A GPU that still joins its fabric needs no operator.
-    let late = *kind == UnhealthyReason::FabricJoining.label();
-    let status = if late { Status::Warning } else { Status::Failed };
-    found.each(status, reason, what, &advice);
 }
 
 /// The GPUs' history, from the running linkwise or from the record of an earlier one.
@@ -54,8 +56,8 @@ impl History {
     /// have neither on a node without GPUs (`any` is false).
     pub async fn ask(found: &mut Findings, args: &DoctorArgs, any: bool, limit: Duration) -> Self {
         let socket = &args.admin_socket;
-        match state(socket, limit).await {
-            Ok(Some(state)) => {
+        match admin::state(socket, limit).await {
+            Ok(state) => {
                 found.ok(format!(
                     "linkwise answers on {}: its reasons for unhealthy GPUs are listed here",
                     socket.display()
@@ -69,11 +71,11 @@ impl History {
                 let status = if state.idle.is_some() { Status::Failed } else { Status::Warning };
                 for problem in &state.problems {
                     let advice = "change the configuration of this node, or the MIG layout of its GPUs";
-                    found.add(status, format!("cannot be offered: {problem}"), Some(advice));
+                    found.add(status, None, format!("cannot be offered: {problem}"), Some(advice));
                 }
                 return Self { running: Some(state), kept: None };
             }
-            Ok(None) => {}
+            Err(error) if is_absent(&error) => {}
             Err(error) => found.warning(
                 format!("{error:#}"),
                 "its reasons for unhealthy GPUs are unknown here: run this as root, with its --admin-socket",
@@ -85,35 +87,26 @@ impl History {
             super::hangs(found, limit);
             return Self::default();
         };
-        let kept = match read {
-            Ok(Kept { record: None, .. }) if !any => None,
-            Ok(Kept { record: None, file, .. }) => {
-                found.skipped(
-                    format!("no linkwise answers on {}, and there is no {}", socket.display(), file.display()),
-                    Some(
-                        "XIDs, and NVLinks that were active once, are unknown here: only what NVML reports now counts",
-                    ),
-                );
-                None
-            }
+        match read {
+            Ok(Kept { record: None, .. }) if !any => {}
+            Ok(Kept { record: None, file, .. }) => found.skipped(
+                format!("no linkwise answers on {}, and there is no {}", socket.display(), file.display()),
+                Some("XIDs, and NVLinks that were active once, are unknown here: only what NVML reports now counts"),
+            ),
             Ok(Kept { record: Some(HealthRecord { version, .. }), file, .. }) if version != HealthRecord::VERSION => {
                 let file = file.display();
                 found.skipped(format!("{file}: a health record of version {version}, which is not used"), None);
-                None
             }
             Ok(kept) => {
                 found.ok(format!("{}: its record of this boot and driver counts", kept.file.display()));
-                Some(kept)
+                return Self { running: None, kept: Some(kept) };
             }
-            Err((file, error)) => {
-                found.warning(
-                    format!("{}: {error:#}", file.display()),
-                    "the next linkwise sets it aside and has no earlier XIDs",
-                );
-                None
-            }
-        };
-        Self { running: None, kept }
+            Err((file, error)) => found.warning(
+                format!("{}: {error:#}", file.display()),
+                "the next linkwise sets it aside and has no earlier XIDs",
+            ),
+        }
+        Self::default()
     }
 
     /// The reasons of each GPU, in the order in which they began, after an observation of the node and a poll of each
@@ -151,20 +144,10 @@ impl History {
     }
 }
 
-/// The state of the running linkwise; `None` if none answers.
-async fn state(socket: &Path, limit: Duration) -> anyhow::Result<Option<NodeView>> {
-    let state = admin::state(socket, limit).await;
-    let kind = |error: &anyhow::Error| Some(error.downcast_ref::<std::io::Error>()?.kind());
-    match state {
-        Err(error) if matches!(kind(&error), Some(ErrorKind::NotFound | ErrorKind::ConnectionRefused)) => Ok(None),
-        state => state.map(Some),
-    }
-}
-
-/// The failed calls about a GPU, with the remedies.
-fn failed_calls(gpu: &GpuObservation, failures: &[CallFailure]) -> Vec<(String, &'static str)> {
-    let own = failures.iter().filter(|failure| failure.subject == gpu.pci.to_string());
-    own.map(|failure| (described(failure), advice(&failure.error))).collect()
+/// Returns true if no linkwise runs.
+fn is_absent(error: &anyhow::Error) -> bool {
+    let kind = error.downcast_ref().map(std::io::Error::kind);
+    matches!(kind, Some(ErrorKind::NotFound | ErrorKind::ConnectionRefused))
 }
 
 fn described(failure: &CallFailure) -> String {
@@ -195,7 +178,7 @@ pub(super) async fn check_gpus(found: &mut Findings, node: &Node, host: HostObse
     let Nvml::Answers { gpus, failures, polls, .. } = &node.nvml else {
         found.skipped("NVML does not answer: no GPU can be asked", None);
         for (gpu, reasons) in history.reasons(&NodeObservation::default(), &Default::default(), now) {
-            reasons.iter().for_each(|reason| add_reason(found, reason, &format!("GPU {gpu}"), now));
+            add_reasons(found, &reasons, &format!("GPU {gpu}"), now);
         }
         return;
     };
@@ -205,16 +188,18 @@ pub(super) async fn check_gpus(found: &mut Findings, node: &Node, host: HostObse
     let observed = NodeObservation { gpus: gpus.clone(), host, ..NodeObservation::default() };
     let mut unhealthy = history.reasons(&observed, polls, now);
     for gpu in gpus {
-        let (failed, reasons) = (failed_calls(gpu, failures), unhealthy.remove(&gpu.uuid).unwrap_or_default());
+        let address = gpu.pci.to_string();
+        let failed: Vec<_> = failures.iter().filter(|failure| failure.subject == address).collect();
+        let reasons = unhealthy.remove(&gpu.uuid).unwrap_or_default();
         let asked = polls.contains_key(&gpu.uuid);
         if failed.is_empty() && reasons.is_empty() && asked {
             found.ok(format!("{}: {}", name(gpu), gpu.model.as_deref().unwrap_or("model unknown")));
         }
-        for (what, advice) in failed {
-            let whole = format!("{}: {what}", name(gpu));
-            found.each(Status::Warning, what, whole, advice);
+        for failure in failed {
+            let what = format!("{}: {}", name(gpu), described(failure));
+            found.each(Status::Warning, described(failure), what, advice(&failure.error));
         }
-        reasons.iter().for_each(|reason| add_reason(found, reason, &name(gpu), now));
+        add_reasons(found, &reasons, &name(gpu), now);
         if !asked {
             let what = "the process that asked NVML ended before it said how the GPU is";
             let advice = "run this again; where it stays so, dmesg (NVRM, Xid) may say why";
@@ -222,9 +207,7 @@ pub(super) async fn check_gpus(found: &mut Findings, node: &Node, host: HostObse
         }
     }
     for (gpu, reasons) in unhealthy {
-        reasons
-            .iter()
-            .for_each(|reason| add_reason(found, reason, &format!("GPU {gpu}, which NVML does not list"), now));
+        add_reasons(found, &reasons, &format!("GPU {gpu}, which NVML does not list"), now);
     }
     // A GPU that could not even be identified cannot be offered.
     let listed = |failure: &CallFailure| gpus.iter().any(|gpu| failure.subject == gpu.pci.to_string());

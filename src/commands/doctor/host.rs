@@ -2,15 +2,15 @@
 //! folders of the container runtime, with their specs for NVIDIA devices.
 
 use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 use std::fs::{self, OpenOptions};
-use std::io::ErrorKind;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
 
 use super::driver::Nvml;
-use super::{Findings, Node, Status, entries};
+use super::{Findings, Node, Status, existing};
 use linkwise_core::quote::{excerpt, one_line};
 use linkwise_core::topology::{NodeObservation, TopologyWarning};
 use linkwise_core::words::count;
@@ -52,12 +52,9 @@ pub(super) fn sysfs(found: &mut Findings, node: &Node) {
     }
     let absent = gpus.iter().filter(|gpu| !bus.contains_key(&gpu.pci)).count();
     if absent > 0 {
+        let (all, sysfs) = (count(gpus.len(), "GPU"), sysfs.display());
         found.warning(
-            format!(
-                "{absent} of {} that NVML lists are not on the PCI bus under {}",
-                count(gpus.len(), "GPU"),
-                sysfs.display()
-            ),
+            format!("{absent} of {all} that NVML lists are not on the PCI bus under {sysfs}"),
             "this /sys is not the host's: mount it, or name its place with --sysfs",
         );
     } else if bus.len() == gpus.len() {
@@ -122,23 +119,14 @@ pub(super) fn container_runtime(found: &mut Findings, node: &Node) {
     let mut specs = 0;
     let mut devices: BTreeMap<String, PathBuf> = BTreeMap::new();
     for folder in &folders {
-        let paths = match entries(folder) {
-            Ok(paths) => paths,
-            Err(error) if error.kind() == ErrorKind::NotFound => continue,
-            Err(error) => {
-                found.warning(
-                    format!("{}: {error}", folder.display()),
-                    "run as uid 0 with the folder mounted to look at its specs",
-                );
-                continue;
-            }
-        };
         let is_spec = |path: &PathBuf| path.extension().is_some_and(|kind| kind == "json" || kind == "yaml");
-        for path in paths.into_iter().filter(is_spec) {
-            let text = std::fs::read_to_string(&path).map_err(|error| error.to_string());
+        for path in existing(found, folder, "specs").into_iter().filter(is_spec) {
+            let text = fs::read_to_string(&path).map_err(|error| error.to_string());
+            let first_line = |error: String| one_line(error.lines().next().unwrap_or_default());
             // JSON is YAML.
-            let spec = text.and_then(|text| serde_saphyr::from_str::<Spec>(&text).map_err(|error| first_line(&error)));
-            match spec {
+            let read =
+                |text: String| serde_saphyr::from_str::<Spec>(&text).map_err(|error| first_line(error.to_string()));
+            match text.and_then(read) {
                 Ok(spec) if is_nvidias(&spec.kind) => {
                     specs += 1;
                     found.ok(format!("{}: {} of {}", path.display(), count(spec.devices.len(), "device"), excerpt(&spec.kind)));
@@ -170,49 +158,27 @@ fn is_nvidias(kind: &str) -> bool {
 
 /// Reports devices that two specs have.
 fn twice(found: &mut Findings, devices: &mut BTreeMap<String, PathBuf>, spec: Spec, path: &Path) {
-    let mut common = 0;
-    let mut other = None;
+    let mut others = Vec::new();
     for device in spec.devices {
-        let name = format!("{}={}", spec.kind, device.name);
-        match devices.get(&name) {
-            Some(known) => {
-                common += 1;
-                other = Some(known.clone());
-            }
-            None => drop(devices.insert(name, path.to_owned())),
+        match devices.entry(format!("{}={}", spec.kind, device.name)) {
+            Entry::Occupied(other) => others.push(other.get().clone()),
+            Entry::Vacant(new) => drop(new.insert(path.to_owned())),
         }
     }
-    if let Some(other) = other {
+    if let Some(other) = others.last() {
+        let (common, kind) = (count(others.len(), "device"), excerpt(&spec.kind));
         found.warning(
-            format!(
-                "{} and {} both have {} of {}",
-                other.display(),
-                path.display(),
-                count(common, "device"),
-                excerpt(&spec.kind)
-            ),
+            format!("{} and {} both have {common} of {kind}", other.display(), path.display()),
             "of two in one folder a runtime takes neither, else that of /var/run/cdi: remove the older one",
         );
-    }
-}
-
-fn first_line(error: &impl ToString) -> String {
-    one_line(error.to_string().lines().next().unwrap_or_default())
-}
-
-impl Node {
-    fn dev(&self, name: &str) -> PathBuf {
-        self.at("dev").join(name)
     }
 }
 
 /// The nodes that every use of a GPU needs: the control node, and that of each GPU.
 fn needed(node: &Node) -> Vec<PathBuf> {
     let minors = node.nvml.gpus().iter().filter_map(|gpu| gpu.minor);
-    std::iter::once("nvidiactl".to_owned())
-        .chain(minors.map(|minor| format!("nvidia{minor}")))
-        .map(|name| node.dev(&name))
-        .collect()
+    let gpus = minors.map(|minor| node.at(&format!("dev/nvidia{minor}")));
+    std::iter::once(node.at("dev/nvidiactl")).chain(gpus).collect()
 }
 
 /// Counts the nodes that pass a check; each other one is a finding, with its fault and the remedy.
@@ -236,7 +202,7 @@ fn count_good(
 
 /// Reports missing nodes, and files in their place that are not device nodes.
 pub(super) fn nodes(found: &mut Findings, node: &Node) {
-    let (gpus, control) = (node.nvml.gpus(), node.dev("nvidiactl"));
+    let (gpus, control) = (node.nvml.gpus(), node.at("dev/nvidiactl"));
     if gpus.is_empty() && !control.exists() {
         return found.skipped(format!("no GPU is known, and there is no {}", control.display()), None);
     }
@@ -263,15 +229,15 @@ pub(super) fn nodes(found: &mut Findings, node: &Node) {
             "with --pass-device-specs their pods get no node of theirs: leave it off",
         );
     }
-    for (name, whose, use_) in [
+    for (path, whose, use_) in [
         (
-            "nvidia-uvm",
+            "dev/nvidia-uvm",
             "CUDA's node is",
             "needed with --pass-device-specs only: then set NVIDIA_DRIVER_CAPABILITIES=compute,utility for linkwise",
         ),
-        ("nvidia-caps", "MIG's nodes are", "needed for MIG only"),
+        ("dev/nvidia-caps", "MIG's nodes are", "needed for MIG only"),
     ] {
-        let path = node.dev(name);
+        let path = node.at(path);
         match path.exists() {
             true => found.ok(format!("{}: {whose} there", path.display())),
             false => found.skipped(format!("there is no {}", path.display()), Some(use_)),

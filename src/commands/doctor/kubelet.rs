@@ -80,12 +80,10 @@ pub(super) fn version(found: &mut Findings, version: Option<&str>) {
         && (major, minor) < OLDEST
     {
         let (major, minor) = OLDEST;
-        found.failed(
-            format!("the kubelet is {}, which cannot call linkwise", excerpt(version)),
-            &format!(
-                "linkwise needs Kubernetes {major}.{minor} or newer: keep the NVIDIA plugin on this node until then"
-            ),
+        let advice = format!(
+            "linkwise needs Kubernetes {major}.{minor} or newer: keep the NVIDIA plugin on this node until then"
         );
+        found.failed(format!("the kubelet is {}, which cannot call linkwise", excerpt(version)), &advice);
     }
 }
 
@@ -268,6 +266,7 @@ pub(super) fn topology_manager(
     if gpus.is_empty() {
         return found.skipped("no GPU is known: nothing to align", None);
     }
+    let all = count(gpus.len(), "GPU");
     let nodes = observed.host.numa_nodes.len();
     let without = observed.host.numa_nodes.iter().filter(|node| node.cpus.is_empty()).count();
     if nodes > MOST_NODES {
@@ -292,7 +291,7 @@ pub(super) fn topology_manager(
     }
     if (1..gpus.len()).contains(&unknown) {
         found.warning(
-            format!("{unknown} of {} have no NUMA node (-1)", count(gpus.len(), "GPU")),
+            format!("{unknown} of {all} have no NUMA node (-1)"),
             "a Topology Manager never calls these aligned, and uses them last: set --numa-hints=off",
         );
     }
@@ -303,7 +302,7 @@ pub(super) fn topology_manager(
     let silent =
         gpus.iter().filter(|gpu| gpu.numa.is_some_and(listed) && hints.nodes(topology, gpu).is_empty()).count();
     if let Some(node) = unlisted.first() {
-        let (some, all) = (unlisted.len(), count(gpus.len(), "GPU"));
+        let some = unlisted.len();
         found.warning(
             format!("{some} of {all} are on NUMA nodes that this host does not list (such as {node}), and claim none"),
             "this container or virtual machine sees fewer NUMA nodes than NVML: mount the host's /sys, or set --numa-hints=off",
@@ -311,7 +310,7 @@ pub(super) fn topology_manager(
     }
     if silent > 0 {
         found.warning(
-            format!("{silent} of {} are on NUMA nodes without CPUs, and claim none", count(gpus.len(), "GPU")),
+            format!("{silent} of {all} are on NUMA nodes without CPUs, and claim none"),
             "set --numa-hints=package, or off",
         );
     }

@@ -4,12 +4,11 @@
 //! the node's labels depend on the file names.
 
 use std::collections::BTreeSet;
-use std::io::ErrorKind;
 use std::path::Path;
 
 use jiff::Timestamp;
 
-use super::{Findings, Node, entries};
+use super::{Findings, Node, existing};
 use linkwise_core::words::count;
 
 /// The file in which gpu-feature-discovery writes its labels by default.
@@ -24,17 +23,9 @@ pub(super) fn check(found: &mut Findings, node: &Node) {
     let configured = node.settings.as_ref().map(|settings| settings.gfd_output_file.value.to_string_lossy());
     let own = node.at(configured.as_deref().filter(|file| !file.is_empty()).unwrap_or(DEFAULT_FILE));
     let Some(folder) = own.parent() else { return };
-    let paths = match entries(folder) {
-        Ok(paths) => paths,
-        Err(error) if error.kind() == ErrorKind::NotFound => return,
-        Err(error) => {
-            let advice = "run as uid 0 with the folder mounted to look at its files";
-            return found.warning(format!("{}: {error}", folder.display()), advice);
-        }
-    };
     let now = Timestamp::now();
     let mut writers = Vec::new();
-    for path in paths.into_iter().filter(|path| is_read(path)) {
+    for path in existing(found, folder, "files").into_iter().filter(|path| is_read(path)) {
         match std::fs::read(&path) {
             Ok(bytes) => {
                 let text = String::from_utf8_lossy(&bytes);
@@ -86,14 +77,11 @@ fn labels(text: &str, now: Timestamp) -> BTreeSet<&str> {
             "# +no-label" => skipped = true,
             "# +expiry-time" => expired = value.trim().parse::<Timestamp>().map_or(expired, |end| end < now),
             _ if line.starts_with('#') || expired => {}
-            _ => {
-                if skipped {
-                    labels.remove(key);
-                } else {
-                    labels.insert(key);
-                }
+            _ if skipped => {
+                labels.remove(key);
                 skipped = false;
             }
+            _ => drop(labels.insert(key)),
         }
     }
     labels

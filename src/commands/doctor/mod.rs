@@ -10,8 +10,8 @@ mod host;
 mod kubelet;
 mod labels;
 
-use std::collections::{BTreeMap, BTreeSet};
-use std::fmt::Write;
+use std::fmt::{self, Write};
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -62,13 +62,27 @@ fn entries(folder: &Path) -> std::io::Result<Vec<PathBuf>> {
     Ok(paths)
 }
 
+/// The files and folders in a folder, which need not exist. One that cannot be read is a finding: its `contents` are unknown.
+fn existing(found: &mut Findings, folder: &Path, contents: &str) -> Vec<PathBuf> {
+    match entries(folder) {
+        Err(error) if error.kind() != ErrorKind::NotFound => {
+            let advice = format!("run as uid 0 with the folder mounted to look at its {contents}");
+            found.warning(format!("{}: {error}", folder.display()), &advice);
+            Vec::new()
+        }
+        paths => paths.unwrap_or_default(),
+    }
+}
+
 /// Asks the API server about this node; `None` without the node's name or an API server.
-fn cluster_facts(args: &DoctorArgs, settings: Option<&Settings>) -> Option<impl Future<Output = ClusterFacts> + use<>> {
+async fn cluster_facts(node: &Node) -> Option<Result<ClusterFacts, String>> {
+    let Node { args, settings, limit, .. } = node;
     let node = args.node_name.clone().filter(|node| !node.is_empty())?;
     let access = args.api.access().ok()?;
-    let events = settings.is_some_and(|settings| settings.events.value);
-    let dra = settings.is_some_and(|settings| settings.dra_gpus.value == Door::Dra);
-    Some(facts(access, ClusterQuestions { node, dra, events }))
+    let events = settings.as_ref().is_some_and(|settings| settings.events.value);
+    let dra = settings.as_ref().is_some_and(|settings| settings.dra_gpus.value == Door::Dra);
+    let facts = timeout(*limit, facts(access, ClusterQuestions { node, dra, events })).await;
+    Some(facts.map_err(|_| format!("no answer within {limit:?}")))
 }
 
 /// Runs the command; the exit code is 1 where any check failed.
@@ -115,11 +129,7 @@ pub async fn doctor(args: &DoctorArgs) -> Result<ExitCode> {
     guarded(found, &node, "labels", labels::check).await;
     guarded(found, &node, "DRA", dra::check).await;
     progress.step("checking the API server");
-    let facts = match cluster_facts(args, node.settings.as_ref()) {
-        Some(facts) => Some(timeout(limit, facts).await.map_err(|_| format!("no answer within {limit:?}"))),
-        None => None,
-    };
-    let (features, slices, rights) = match facts {
+    let (features, slices, rights) = match cluster_facts(&node).await {
         Some(Ok(ClusterFacts { features, dra, kubelet, events })) => {
             kubelet::version(found, kubelet.as_deref());
             (Some(features), dra, events)
@@ -140,12 +150,12 @@ pub async fn doctor(args: &DoctorArgs) -> Result<ExitCode> {
     health::check_gpus(found, &node, host).await;
 
     drop(progress);
-    let report = Report::new(std::mem::take(&mut found.found));
+    let report = Report::new(&found.found);
     print(&match args.format {
         Format::Text => report.text(),
         Format::Json => serde_json::to_string_pretty(&report)? + "\n",
     })?;
-    Ok(if report.has_failed() { ExitCode::FAILURE } else { ExitCode::SUCCESS })
+    Ok(if report.failed > 0 { ExitCode::FAILURE } else { ExitCode::SUCCESS })
 }
 
 /// Runs a function that may hang in the kernel, on a thread that the end of the process does not wait for; `None` if it
@@ -199,14 +209,9 @@ enum Status {
     Skipped,
 }
 
-impl Status {
-    fn word(self) -> &'static str {
-        match self {
-            Self::Ok => "ok",
-            Self::Warning => "warning",
-            Self::Failed => "failed",
-            Self::Skipped => "skipped",
-        }
+impl fmt::Display for Status {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.serialize(f)
     }
 }
 
@@ -223,6 +228,15 @@ struct Finding {
     kind: Option<String>,
 }
 
+impl Finding {
+    /// Returns true if both are of one kind and differ in their subject only.
+    fn is_like(&self, other: &Self) -> bool {
+        self.kind.is_some()
+            && (self.check, self.status, &self.kind, &self.advice)
+                == (other.check, other.status, &other.kind, &other.advice)
+    }
+}
+
 #[derive(Debug, Default)]
 struct Findings {
     /// The check of the next finding.
@@ -231,36 +245,32 @@ struct Findings {
 }
 
 impl Findings {
-    fn add(&mut self, status: Status, what: impl Into<String>, advice: Option<&str>) {
+    fn add(&mut self, status: Status, kind: Option<String>, what: impl Into<String>, advice: Option<&str>) {
         let (what, advice) = (what.into(), advice.map(str::to_owned));
-        self.found.push(Finding { check: self.check, status, what, advice, kind: None });
+        self.found.push(Finding { check: self.check, status, what, advice, kind });
     }
 
     pub fn ok(&mut self, what: impl Into<String>) {
-        self.add(Status::Ok, what, None);
+        self.add(Status::Ok, None, what, None);
     }
 
     pub fn warning(&mut self, what: impl Into<String>, advice: &str) {
-        self.add(Status::Warning, what, Some(advice));
+        self.add(Status::Warning, None, what, Some(advice));
     }
 
     /// Adds a failure: GPUs are not offered until an operator acts.
     pub fn failed(&mut self, what: impl Into<String>, advice: &str) {
-        self.add(Status::Failed, what, Some(advice));
+        self.add(Status::Failed, None, what, Some(advice));
     }
 
     /// Adds a check that was not made, or that does not matter here.
     pub fn skipped(&mut self, what: impl Into<String>, advice: Option<&str>) {
-        self.add(Status::Skipped, what, advice);
+        self.add(Status::Skipped, None, what, advice);
     }
 
     /// Adds one of possibly many findings that differ in their subject only: `what` names it, `kind` does not.
     pub fn each(&mut self, status: Status, kind: impl Into<String>, what: impl Into<String>, advice: &str) {
-        self.add(status, what, Some(advice));
-        if let Some(last) = self.found.last_mut() {
-            // Checks do not share a kind.
-            last.kind = Some(format!("{}: {}", self.check, kind.into()));
-        }
+        self.add(status, Some(kind.into()), what, Some(advice));
     }
 }
 
@@ -275,31 +285,20 @@ struct Report {
 
 impl Report {
     /// Lists findings in the order of the checks; of more than [`EACH`] findings of one kind the first stands for all.
-    pub fn new(found: Vec<Finding>) -> Self {
-        let key = |finding: &Finding| Some((finding.kind.clone()?, finding.status.word(), finding.advice.clone()));
-        let mut counts = BTreeMap::new();
-        for key in found.iter().filter_map(key) {
-            *counts.entry(key).or_insert(0usize) += 1;
-        }
-        let mut merged = BTreeSet::new();
-        let one_of_many = |mut finding: Finding| {
-            let Some((key, count)) = key(&finding).and_then(|key| counts.get_key_value(&key)) else {
-                return Some(finding);
-            };
-            if *count > EACH {
-                finding.what += &format!(" (and {} like it)", count - 1);
+    pub fn new(found: &[Finding]) -> Self {
+        let mut findings: Vec<Finding> = Vec::new();
+        for finding in found {
+            let (what, count) = (&finding.what, found.iter().filter(|other| finding.is_like(other)).count());
+            if count <= EACH {
+                findings.push(finding.clone());
+            } else if !findings.iter().any(|other| finding.is_like(other)) {
+                findings.push(Finding { what: format!("{what} (and {} like it)", count - 1), ..finding.clone() });
             }
-            (*count <= EACH || merged.insert(key)).then_some(finding)
-        };
-        let findings: Vec<Finding> = found.into_iter().filter_map(one_of_many).collect();
+        }
         let count = |status| findings.iter().filter(|finding| finding.status == status).count();
         let (ok, warnings) = (count(Status::Ok), count(Status::Warning));
         let (failed, skipped) = (count(Status::Failed), count(Status::Skipped));
         Self { findings, ok, warnings, failed, skipped }
-    }
-
-    pub fn has_failed(&self) -> bool {
-        self.failed > 0
     }
 
     pub fn text(&self) -> String {
@@ -311,7 +310,7 @@ impl Report {
                 check = finding.check;
                 let _ = writeln!(text, "{check}");
             }
-            let _ = writeln!(text, "  {:<8} {}", finding.status.word(), finding.what);
+            let _ = writeln!(text, "  {:<8} {}", finding.status, finding.what);
             if let Some(advice) = &finding.advice {
                 let _ = writeln!(text, "           -> {advice}");
             }
