@@ -87,6 +87,11 @@ struct Devices {
 }
 
 impl Devices {
+    /// The devices of a single request.
+    fn one(name: &str, asked: Asked) -> Self {
+        Self { requests: vec![request(name, asked)], constraints: Vec::new() }
+    }
+
     fn have_alternatives(&self) -> bool {
         let lists =
             |request: &Part| matches!(request, Part::Map(entries) if entries.iter().any(|(key, _)| *key == LISTS));
@@ -147,16 +152,13 @@ pub use fleet::fleet_claim;
 pub fn claim(args: &ClaimArgs) -> Result<()> {
     refuse(args)?;
     let group = args.exact.then(|| exact::group(args.gpus, &args.node, &args.fleet)).transpose()?;
-    let devices = match (&args.mig, args.near) {
-        (None, None) if args.rails.is_some() => kinds::requests_of(args)?,
-        (Some(profile), _) => of_mig(args.gpus, profile),
-        (None, Some(near)) => beside(args.gpus, near, &gpu(args), group.flatten())?,
-        (None, None) if args.exact => exact::devices(args.gpus, group.flatten().as_deref()),
-        (None, None) if is_shared(args) => {
-            let gpus = Asked { count: args.gpus, ..gpu(args) };
-            Devices { requests: vec![request("gpus", gpus)], ..Devices::default() }
-        }
-        (None, None) => alternatives(args.gpus, &args.node, &args.fleet, args.strict)?,
+    let devices = match (&args.mig, args.near, &args.rails) {
+        (Some(profile), ..) => of_mig(args.gpus, profile),
+        (None, Some(near), _) => beside(args.gpus, near, &gpu(args), group.flatten())?,
+        (None, None, Some(rails)) => kinds::requests_of(args, rails)?,
+        (None, None, None) if args.exact => exact::devices(args.gpus, group.flatten().as_deref()),
+        (None, None, None) if is_shared(args) => Devices::one("gpus", Asked { count: args.gpus, ..gpu(args) }),
+        (None, None, None) => alternatives(args.gpus, &args.node, &args.fleet, args.strict)?,
     };
     let usual = match &args.mig {
         Some(profile) => format!("mig-{}", profile.to_string().replace('.', "").replace('+', "-")),
@@ -165,30 +167,31 @@ pub fn claim(args: &ClaimArgs) -> Result<()> {
         None => format!("gpus-{}", args.gpus),
     };
     let name = args.name.clone().unwrap_or(usual);
-    let claim = || object(CLAIM, &name, devices.spec());
-    let template = || object(TEMPLATE, &name, map([("spec", devices.spec())]));
-    let manifest = match args.kind {
-        ClaimKind::Claim => text(&claim(), args.format),
-        ClaimKind::Template if devices.have_alternatives() && !args.strict => {
-            text(&List::new(with_further(&name, &devices, args.gpus).into()), args.format)
-        }
-        ClaimKind::Template => text(&template(), args.format),
-        ClaimKind::Pod => text(&List::new(vec![template(), pod(&name)]), args.format),
-        ClaimKind::Deployment => text(&List::new(vec![template(), deployment(&name)]), args.format),
+    let template = object(TEMPLATE, &name, map([("spec", devices.spec())]));
+    let objects = match args.kind {
+        ClaimKind::Claim => vec![object(CLAIM, &name, devices.spec())],
+        ClaimKind::Template if devices.have_alternatives() && !args.strict => with_further(&name, &devices, args.gpus),
+        ClaimKind::Template => vec![template],
+        ClaimKind::Pod => vec![template, pod(&name)],
+        ClaimKind::Deployment => vec![template, deployment(&name)],
     };
-    Ok(print(&manifest?)?)
+    let manifest = match objects.as_slice() {
+        [one] => text(one, args.format)?,
+        _ => text(&List::new(objects), args.format)?,
+    };
+    Ok(print(&manifest)?)
 }
 
 /// A template with alternatives, and the one of any GPUs that stands in for it in a pod of several claims: the scheduler
 /// tries each alternative of one claim with each of the others.
-fn with_further(name: &str, devices: &Devices, gpus: u8) -> [Part; 2] {
+fn with_further(name: &str, devices: &Devices, gpus: u8) -> Vec<Part> {
     let further = format!("{name}-any");
     let annotations = map([(FURTHER_CLAIMS, further.as_str().into())]);
     let metadata = map([("name", name.into()), ("annotations", annotations)]);
     let spec = |devices: &Devices| map([("spec", devices.spec())]);
     let any = in_groups(gpus, &[], false);
     // Applied in this order, no template names one that is not there yet.
-    [object(TEMPLATE, &further, spec(&any)), of_metadata(TEMPLATE, metadata, spec(devices))]
+    vec![object(TEMPLATE, &further, spec(&any)), of_metadata(TEMPLATE, metadata, spec(devices))]
 }
 
 /// Refuses options that would have no effect.
@@ -268,7 +271,7 @@ fn topology(node: &str) -> Result<NodeTopology> {
 /// One request: the groups as alternatives, then any GPUs.
 fn in_groups(gpus: u8, groups: &[Alternative], strict: bool) -> Devices {
     if groups.is_empty() {
-        return Devices { requests: vec![request("gpus", asked(GPUS, gpus))], ..Devices::default() };
+        return Devices::one("gpus", asked(GPUS, gpus));
     }
     let alternative = |of: &Alternative| {
         let selectors = if of.products.is_empty() { Vec::new() } else { selector(&is_one_of(&of.products)) };
@@ -315,10 +318,7 @@ fn beside(gpus: u8, near: Near, of_gpu: &Asked, group: Option<String>) -> Result
     for number in 0..gpus {
         let (gpu, other) = (numbered("gpu", number, gpus), numbered(word, number, gpus));
         let (asked_too, attribute) = match near {
-            Near::Nic => {
-                let rdma = "'rdma' in device.attributes['dra.net'] && device.attributes['dra.net'].rdma";
-                (Asked { selectors: selector(rdma), ..asked("dra.net", 1) }, PCIE_ROOT)
-            }
+            Near::Nic => (Asked { selectors: of_attribute("dra.net", "rdma", ""), ..asked("dra.net", 1) }, PCIE_ROOT),
             Near::Cpu => (asked("dra.cpu", 1), NUMA_NODE),
         };
         devices.requests.extend([request(&gpu, of_gpu.clone()), request(&other, asked_too)]);
@@ -335,13 +335,8 @@ fn numbered(word: &str, number: u8, of: u8) -> String {
 }
 
 fn of_mig(count: u8, profile: &MigProfile) -> Devices {
-    // A selector that reads a missing attribute of a device is an error for the whole pod, on all nodes.
-    let expression = format!(
-        "'profile' in device.attributes['gpu.nvidia.com'] && \
-         device.attributes['gpu.nvidia.com'].profile == '{profile}'"
-    );
-    let mig = Asked { selectors: selector(&expression), ..asked("mig.nvidia.com", count) };
-    Devices { requests: vec![request("mig", mig)], ..Devices::default() }
+    let selectors = of_attribute(GPUS, "profile", &format!(" == '{profile}'"));
+    Devices::one("mig", Asked { selectors, ..asked("mig.nvidia.com", count) })
 }
 
 fn asked(device_class_name: &'static str, count: u8) -> Asked {
@@ -375,6 +370,13 @@ fn constraint(requests: Vec<String>, attribute: String) -> Part {
 
 fn selector(expression: &str) -> Vec<Part> {
     vec![map([("cel", map([("expression", expression.into())]))])]
+}
+
+/// The selector of devices whose attribute meets a condition. One that reads a missing attribute of a device is an error for
+/// the whole pod, on all nodes.
+fn of_attribute(driver: &str, name: &str, condition: &str) -> Vec<Part> {
+    let attributes = format!("device.attributes['{driver}']");
+    selector(&format!("'{name}' in {attributes} && {attributes}.{name}{condition}"))
 }
 
 fn object(of: (&'static str, &'static str), name: &str, spec: Part) -> Part {

@@ -9,7 +9,7 @@ use anyhow::{Context, Result};
 use serde_json::Value;
 
 use super::kinds::{BEST, Kind, bandwidth, candidates, kinds, of_fleet};
-use super::{Devices, GPUS, OURS, asked, constraint, request};
+use super::{Devices, GPUS, OURS, asked, constraint};
 use crate::config::FleetArgs;
 use linkwise_core::publish::dra::exact::{ExactClaim, GroupAttribute};
 use linkwise_core::words::count;
@@ -42,29 +42,25 @@ pub fn exact_claim(gpus: u8, slices: &[Value]) -> Result<Value, serde_json::Erro
 /// One request, and its constraint.
 pub(super) fn devices(gpus: u8, group: Option<&str>) -> Devices {
     let constraints = group.map(|group| constraint(vec!["gpus".to_owned()], format!("{OURS}/{group}")));
-    Devices { requests: vec![request("gpus", asked(GPUS, gpus))], constraints: constraints.into_iter().collect() }
+    Devices { constraints: constraints.into_iter().collect(), ..Devices::one("gpus", asked(GPUS, gpus)) }
 }
 
 /// The attribute that most nodes meet at their best; of equal ones that with the best promise, then that with which claims
 /// wait least.
 fn choose<'a>(names: &'a [String], kinds: &[Kind]) -> Option<&'a str> {
     let rank = |name: &str| {
-        let of_kind = |kind: &Kind| {
-            let claim = kind.claim(name)?;
-            Some((kind.nodes.len() as u64, kind.worth(claim), claim.waits_per_mille()))
-        };
         let (mut at_best, mut worth, mut waits) = (0, 0, 0);
-        for (nodes, share, waiting) in kinds.iter().filter_map(of_kind) {
+        for (kind, claim) in kinds.iter().filter_map(|kind| Some((kind, kind.claim(name)?))) {
+            let (nodes, share) = (kind.nodes.len() as u64, kind.worth(claim));
             at_best += if share >= BEST { nodes } else { 0 };
             worth += share * nodes;
-            waits += waiting * nodes;
+            waits += claim.waits_per_mille() * nodes;
         }
         (at_best, worth, Reverse(waits))
     };
     // Of equals the last counts for `max_by_key`.
-    let is_there = |name: &&&str| kinds.iter().any(|kind| kind.claim(name).is_some());
-    let names: Vec<&str> = names.iter().map(String::as_str).collect();
-    names.iter().rev().filter(is_there).max_by_key(|name| rank(name)).copied()
+    let is_there = |name: &&str| kinds.iter().any(|kind| kind.claim(name).is_some());
+    names.iter().rev().map(String::as_str).filter(is_there).max_by_key(|name| rank(name))
 }
 
 /// The reason why no attribute fits, with the groups that there are.
@@ -85,7 +81,7 @@ fn no_group(gpus: u8, kinds: &[Kind]) -> String {
 /// The lines about a chosen attribute: what a claim gets, and what it gives up.
 fn notes(chosen: &str, gpus: u8, kinds: &[Kind]) -> Vec<String> {
     let nodes: usize = kinds.iter().map(|kind| kind.nodes.len()).sum();
-    let with = kinds.iter().filter(|kind| kind.claim(chosen).is_some()).map(|kind| kind.nodes.len()).sum::<usize>();
+    let with: usize = kinds.iter().filter(|kind| kind.claim(chosen).is_some()).map(|kind| kind.nodes.len()).sum();
     let mut lines = Vec::new();
     if nodes > 1 {
         lines.push(format!("{OURS}/{chosen}: {gpus} GPUs of one group on {with} of {}", count(nodes, "node")));

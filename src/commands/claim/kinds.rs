@@ -14,8 +14,8 @@ use std::path::Path;
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 
-use super::{Asked, Devices, GPUS, OURS, any_groups, asked, request, selector, topology};
-use crate::config::{ClaimArgs, FleetArgs};
+use super::{Asked, Devices, GPUS, OURS, any_groups, asked, of_attribute, request, topology};
+use crate::config::{ClaimArgs, FleetArgs, Rails};
 use linkwise_cluster::all_slices;
 use linkwise_core::allocation::GpuSet;
 use linkwise_core::publish::dra::exact::{ExactClaim, GroupAttribute, NVLINK_DOMAIN, Valued, of, promised};
@@ -282,8 +282,7 @@ pub(super) fn bandwidth(mbps: u64) -> String {
 }
 
 /// The requests of `linkwise claim --rails`.
-pub(super) fn requests_of(args: &ClaimArgs) -> Result<Devices> {
-    let rails = args.rails.as_ref().context("no --rails")?;
+pub(super) fn requests_of(args: &ClaimArgs, rails: &Rails) -> Result<Devices> {
     let (gpus, count) = (usize::from(args.gpus), rails.rails.len());
     let asked = format!("--gpus {gpus} with --rails {rails}");
     ensure!(count <= gpus, "{asked}: {count} rails for {gpus} GPUs; add --gpus {count}");
@@ -312,10 +311,7 @@ fn requests(gpus: u8, rails: &[u8]) -> Devices {
     let count = u8::try_from(rails.len()).unwrap_or(u8::MAX).max(1);
     let of_rail = |(rail, place): (&u8, u8)| {
         let own = gpus / count + u8::from(place < gpus % count);
-        // A selector that reads a missing attribute of a device is an error for the whole pod, on all nodes.
-        let expression =
-            format!("'rail' in device.attributes['linkwise.dev'] && device.attributes['linkwise.dev'].rail == {rail}");
-        let on_rail = Asked { selectors: selector(&expression), ..asked(GPUS, own) };
+        let on_rail = Asked { selectors: of_attribute(OURS, "rail", &format!(" == {rail}")), ..asked(GPUS, own) };
         (own > 0).then(|| request(&format!("rail-{rail}"), on_rail))
     };
     Devices { requests: rails.iter().zip(0..).filter_map(of_rail).collect(), ..Devices::default() }
