@@ -145,7 +145,7 @@ fn pods(view: &NodeView) -> String {
             format!("{}/{}", held.namespace, held.pod),
             held.container.clone(),
             held.resource.clone(),
-            indices(view, &held.gpus),
+            indices(view, held.gpus.iter().map(GpuUuid::as_str)),
             held.gone.iter().cloned().collect::<Vec<_>>().join(", "),
             number(held.collective),
             share(percent(held.collective, held.best)),
@@ -158,9 +158,10 @@ fn pods(view: &NodeView) -> String {
 
 fn outlook(view: &NodeView) -> String {
     let rows = view.outlook.iter().flatten().map(|outlook| {
-        let (gpus, of_best) = match outlook.gpus.as_slice() {
-            [] => ("nothing".to_owned(), None),
-            gpus => (format!("GPU {}", indices(view, gpus)), percent(outlook.collective, outlook.best)),
+        let gpus = indices(view, outlook.gpus.iter().map(GpuUuid::as_str));
+        let (gpus, of_best) = match gpus.as_str() {
+            "" => ("nothing".to_owned(), None),
+            gpus => (format!("GPU {gpus}"), percent(outlook.collective, outlook.best)),
         };
         [outlook.size.to_string(), gpus, number(outlook.collective), share(of_best)]
     });
@@ -184,7 +185,7 @@ fn parts(view: &NodeView) -> String {
 /// The last choices, what the configuration asks for in vain, and the warnings.
 fn remarks(view: &NodeView) -> String {
     let choices = view.choices.iter().map(|choice| {
-        let gpus = choice.gpus.iter().map(|uuid| index(view, uuid)).collect::<Vec<_>>().join(",");
+        let gpus = indices(view, choice.gpus.iter().map(String::as_str));
         let (resource, why) = (one_line(&choice.resource), one_line(&choice.why));
         format!("chosen: {} of {} {resource}: GPU {gpus}. {why}\n", choice.size, choice.candidates)
     });
@@ -193,13 +194,10 @@ fn remarks(view: &NodeView) -> String {
     choices.chain(problems).chain(warnings).collect()
 }
 
-/// A GPU by NVML's index, one that is gone by its UUID.
-fn index(view: &NodeView, uuid: &str) -> String {
-    view.gpu(uuid).map_or_else(|| one_line(uuid), |gpu| gpu.index.to_string())
-}
-
-fn indices(view: &NodeView, uuids: &[GpuUuid]) -> String {
-    uuids.iter().map(|uuid| index(view, uuid.as_str())).collect::<Vec<_>>().join(",")
+/// GPUs by NVML's indices, those that are gone by their UUIDs.
+fn indices<'a>(view: &NodeView, uuids: impl Iterator<Item = &'a str>) -> String {
+    let index = |uuid| view.gpu(uuid).map_or_else(|| one_line(uuid), |gpu| gpu.index.to_string());
+    uuids.map(index).collect::<Vec<_>>().join(",")
 }
 
 fn number(value: Option<u64>) -> String {

@@ -7,7 +7,7 @@ use serde::Serialize;
 
 use super::print;
 use crate::config::{TopologyArgs, TopologyFormat};
-use linkwise_core::topology::{Gpu, Nic, NodeTopology, Rank};
+use linkwise_core::topology::{Gpu, Nic, NodeTopology, Rank, TopologyWarning};
 use linkwise_host::machines::{self, Machine};
 use linkwise_host::picture::{self, Picture};
 
@@ -22,7 +22,7 @@ pub async fn topology(args: &TopologyArgs) -> Result<()> {
     let machine = super::machine(&args.node).await?;
     let (topology, warnings) = NodeTopology::assemble(&machine.observed);
     print(&match args.format {
-        TopologyFormat::Text => text(&machine),
+        TopologyFormat::Text => text(&machine, &topology, &warnings),
         TopologyFormat::Json => {
             let warnings = warnings.iter().map(ToString::to_string).collect();
             serde_json::to_string_pretty(&TopologyJson::new(&topology, warnings))? + "\n"
@@ -72,9 +72,8 @@ fn rows<T>(size: usize, value: impl Fn(usize, usize) -> T) -> Vec<Vec<T>> {
 }
 
 /// The machine for people: title, tree, matrix, warnings.
-fn text(machine: &Machine) -> String {
-    let (topology, warnings) = NodeTopology::assemble(&machine.observed);
-    let mut text = picture::machine_tree(machine) + "\n" + &picture::matrix(&topology, &machine.observed.host);
+fn text(machine: &Machine, topology: &NodeTopology, warnings: &[TopologyWarning]) -> String {
+    let mut text = picture::machine_tree(machine) + "\n" + &picture::matrix(topology, &machine.observed.host);
     for warning in warnings {
         // Writing to a String cannot fail.
         let _ = write!(text, "\nwarning: {}", picture::shown(&warning.to_string()));

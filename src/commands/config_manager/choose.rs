@@ -14,24 +14,16 @@ use linkwise_system::files;
 /// The configuration that the fallback `named` stands for.
 const NAMED: &str = "default";
 
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Choice {
-    /// The configuration; `None` for an empty one.
-    pub name: Option<String>,
-    /// The reason for the choice, for the log.
-    pub why: &'static str,
-}
-
-/// Chooses a configuration. An empty label counts as no label.
+/// Chooses a configuration, `None` being an empty one, and gives the reason for the log. An empty label counts as no label.
 pub(super) fn choose(
     label: Option<&str>,
     names: &BTreeSet<String>,
     default: Option<&str>,
     fallbacks: &[Fallback],
-) -> Result<Choice> {
+) -> Result<(Option<String>, &'static str)> {
     ensure!(!names.is_empty(), "the folder has no configuration");
     let there = || names.iter().map(|name| quoted(name)).collect::<Vec<_>>().join(", ");
-    let chosen = |name: &str, why| Ok(Choice { name: Some(name.to_owned()), why });
+    let chosen = |name: &str, why| Ok((Some(name.to_owned()), why));
     if let Some(name) = label.filter(|name| !name.is_empty()) {
         ensure!(names.contains(name), "the node's label names {}, and there is only {}", quoted(name), there());
         return chosen(name, "the node's label");
@@ -45,7 +37,7 @@ pub(super) fn choose(
         match (fallback, names.first()) {
             (Fallback::Named, _) if names.contains(NAMED) => return chosen(NAMED, "the fallback 'named'"),
             (Fallback::Single, Some(only)) if names.len() == 1 => return chosen(only, "the fallback 'single'"),
-            (Fallback::Empty, _) => return Ok(Choice { name: None, why: "the fallback 'empty'" }),
+            (Fallback::Empty, _) => return Ok((None, "the fallback 'empty'")),
             _ => {}
         }
     }
@@ -91,7 +83,7 @@ mod tests {
     fn chosen(label: Option<&str>, names: &str, default: &str, fallbacks: &[Fallback]) -> Result<String, String> {
         let names = names.split(' ').filter(|name| !name.is_empty()).map(str::to_owned).collect();
         choose(label, &names, Some(default).filter(|name| !name.is_empty()), fallbacks)
-            .map(|choice| choice.name.unwrap_or_else(|| "(empty)".to_owned()))
+            .map(|(name, _)| name.unwrap_or_else(|| "(empty)".to_owned()))
             .map_err(|error| error.to_string())
     }
 

@@ -145,7 +145,6 @@ impl Manager {
     /// Selects once. If a configuration is in place, no fault of the API server or the label keeps the other containers
     /// of the pod from starting.
     async fn once(&mut self, mut labels: watch::Receiver<Option<NodeLabels>>) -> Result<()> {
-        let is_in_place = || self.settings.destination.exists();
         let (node, mut logged) = (self.settings.node.clone(), false);
         let known = labels.wait_for(|labels| {
             if matches!(labels, Some(NodeLabels::Absent)) && !std::mem::replace(&mut logged, true) {
@@ -153,7 +152,7 @@ impl Manager {
             }
             matches!(labels, Some(NodeLabels::Of(_)))
         });
-        let known = match is_in_place() {
+        let known = match self.settings.destination.exists() {
             true => tokio::time::timeout(self.settings.keep_after, known).await.ok(),
             false => Some(known.await),
         };
@@ -179,13 +178,13 @@ impl Manager {
         let names =
             choose::names(source).with_context(|| format!("cannot list the configurations in {}", source.display()))?;
         let label = labels.get(&settings.label).map(String::as_str);
-        let choice = choose(label, &names, settings.default.as_deref(), &settings.fallbacks)?;
-        let changed = choose::link(source, choice.name.as_deref(), destination)
+        let (name, why) = choose(label, &names, settings.default.as_deref(), &settings.fallbacks)?;
+        let changed = choose::link(source, name.as_deref(), destination)
             .with_context(|| format!("cannot link {}", destination.display()))?;
-        if changed || self.selected.as_ref() != Some(&choice.name) {
-            let (configuration, why) = (choice.name.as_deref().unwrap_or("(empty)"), choice.why);
+        if changed || self.selected.as_ref() != Some(&name) {
+            let configuration = name.as_deref().unwrap_or("(empty)");
             tracing::info!(configuration, why, changed, "configuration selected");
-            self.selected = Some(choice.name);
+            self.selected = Some(name);
         }
         if changed {
             self.signal();
