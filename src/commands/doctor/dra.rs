@@ -33,44 +33,31 @@ pub(super) fn check(found: &mut Findings, node: &Node) {
 pub(super) fn slices(found: &mut Findings, facts: DraFound, policy: Option<&Policy>) {
     let DraFound { has_class, slices, pod_policy: changes_pods, extended_resource: resource } = facts;
     found.check = "DRA";
-    match has_class {
-        Ok(true) => found.ok(format!("there is a DeviceClass {DRA_DRIVER}")),
-        Ok(false) => found.warning(
+    let unread =
+        format!("the DeviceClass {DRA_DRIVER} could not be read, nor which door pods with its extended resource take");
+    match found.known(has_class, &unread, &format!("kubectl get deviceclass {DRA_DRIVER} -o yaml")) {
+        Some(true) => found.ok(format!("there is a DeviceClass {DRA_DRIVER}")),
+        Some(false) => found.warning(
             format!("there is no DeviceClass {DRA_DRIVER}: claims that name it get no GPU"),
             "kubectl apply -k manifests/overlays/dra makes it, and so does the chart (dra.deviceClasses)",
         ),
-        Err(why) => {
-            let advice = format!("kubectl get deviceclass {DRA_DRIVER} -o yaml");
-            found.skipped(
-                format!(
-                    "the DeviceClass {DRA_DRIVER} could not be read, nor which door pods with its extended resource take: \
-                     {why}"
-                ),
-                Some(&advice),
-            );
-        }
+        None => {}
     }
-    match slices {
-        Ok(slices) if slices.is_empty() => found.failed(
+    let by_hand = "kubectl get resourceslices --field-selector spec.nodeName=NODE";
+    let slices = found.known(slices, "ResourceSlices could not be listed", by_hand);
+    if slices.as_ref().is_some_and(Vec::is_empty) {
+        found.failed(
             format!("there is no ResourceSlice of {DRA_DRIVER} for this node: no claim gets its GPUs"),
             "linkwise admin state and its log say why: the parts DRA slices and DRA plugin",
-        ),
-        Ok(slices) => {
-            for (name, managers) in slices {
-                if managers.iter().any(|manager| manager == MANAGER) {
-                    found.ok(format!("ResourceSlice {name} is linkwise's"));
-                    continue;
-                }
-                found.failed(
-                    format!("ResourceSlice {name} was written by {}: the same GPUs twice", names(&managers)),
-                    "another DRA driver of this name runs on the node, or linkwise does not: it deletes such slices",
-                );
-            }
+        );
+    }
+    for (name, managers) in slices.into_iter().flatten() {
+        if managers.iter().any(|manager| manager == MANAGER) {
+            found.ok(format!("ResourceSlice {name} is linkwise's"));
+            continue;
         }
-        Err(why) => found.skipped(
-            format!("ResourceSlices could not be listed: {why}"),
-            Some("kubectl get resourceslices --field-selector spec.nodeName=NODE"),
-        ),
+        let advice = "another DRA driver of this name runs on the node, or linkwise does not: it deletes such slices";
+        found.failed(format!("ResourceSlice {name} was written by {}: the same GPUs twice", names(&managers)), advice);
     }
     pod_policy(found, changes_pods);
     extended_resource(found, resource, policy);
@@ -81,26 +68,25 @@ pub(super) fn slices(found: &mut Findings, facts: DraFound, policy: Option<&Poli
 fn pod_policy(found: &mut Findings, policy: Result<PodPolicy, String>) {
     let name = PodPolicy::NAME;
     let left = "pods with nvidia.com/gpu: N and without a claim get the first GPUs that are free";
+    let by_hand = format!("kubectl get mutatingadmissionpolicies,mutatingadmissionpolicybindings {name}");
+    let unread = format!("the MutatingAdmissionPolicy {name} could not be read");
+    let Some(policy) = found.known(policy, &unread, &by_hand) else { return };
     match policy {
-        Ok(PodPolicy::Bound) => found.ok(format!(
+        PodPolicy::Bound => found.ok(format!(
             "the policy {name} makes claims of nvidia.com/gpu: N, in namespaces with its label and the templates"
         )),
-        Ok(PodPolicy::Unbound) => found.warning(
+        PodPolicy::Unbound => found.warning(
             format!("the policy {name} has no binding, and no effect: {left}"),
             "kubectl apply -k manifests/dra/unchanged-pods makes both",
         ),
-        Ok(PodPolicy::Absent) => found.skipped(
+        PodPolicy::Absent => found.skipped(
             format!("there is no MutatingAdmissionPolicy {name}: {left}"),
             Some("for the best sets: kubectl apply -k manifests/dra/unchanged-pods (docs/dra-pods.md)"),
         ),
-        Ok(PodPolicy::NotServed) => found.skipped(
+        PodPolicy::NotServed => found.skipped(
             format!("the API server has no MutatingAdmissionPolicies of admissionregistration.k8s.io/v1: {left}"),
             Some("Kubernetes 1.36 has them; for older ones see docs/dra-pods.md"),
         ),
-        Err(why) => {
-            let advice = format!("kubectl get mutatingadmissionpolicies,mutatingadmissionpolicybindings {name}");
-            found.skipped(format!("the MutatingAdmissionPolicy {name} could not be read: {why}"), Some(&advice));
-        }
     }
 }
 
@@ -161,19 +147,9 @@ fn extended_resource(
     facts: Result<Option<ExtendedResourceFound>, String>,
     policy: Option<&Policy>,
 ) {
-    let resource = match facts {
-        Ok(None) => return,
-        Ok(Some(resource)) => resource,
-        Err(why) => {
-            return found.skipped(
-                format!(
-                    "the Node could not be read, so which door pods with the class's extended resource take: {why}"
-                ),
-                Some("kubectl get node NODE -o jsonpath='{.status.allocatable}'"),
-            );
-        }
-    };
-    let ExtendedResourceFound { name, allocatable, capacity } = resource;
+    let unread = "the Node could not be read, so which door pods with the class's extended resource take";
+    let facts = found.known(facts, unread, "kubectl get node NODE -o jsonpath='{.status.allocatable}'");
+    let Some(Some(ExtendedResourceFound { name, allocatable, capacity })) = facts else { return };
     match (allocatable, capacity) {
         (Some(1..), _) => found.warning(
             format!(
@@ -230,28 +206,22 @@ pub(super) fn event_rights(found: &mut Findings, node: &Node, missing: Option<Mi
 /// Names the objects that GPU Feature Discovery left behind: NFD makes labels of all of them.
 pub(super) fn node_features(found: &mut Findings, node: &Node, features: Option<NodeFeatures>) {
     found.check = "labels";
-    match features {
-        Some(Ok(features)) => {
-            for NodeFeatureFound { namespace, name, managers } in features {
-                let object = format!("NodeFeature {namespace}/{name}");
-                if managers.iter().any(|manager| manager == MANAGER) {
-                    found.ok(format!("{object} is linkwise's"));
-                    continue;
-                }
-                found.warning(
-                    format!("{object} was written by {}, and may override linkwise's labels", names(&managers)),
-                    &format!(
-                        "if that program no longer runs: kubectl -n {namespace} delete nodefeatures.nfd.k8s-sigs.io {name}"
-                    ),
-                );
-            }
+    // Outside of a cluster there are no such objects.
+    if features.is_none() && node.args.api.is_given() {
+        found.skipped("NodeFeature objects were not listed: this pod has no token", Some(BY_HAND));
+    }
+    let listed = features.and_then(|listed| found.known(listed, "NodeFeature objects could not be listed", BY_HAND));
+    for NodeFeatureFound { namespace, name, managers } in listed.into_iter().flatten() {
+        let object = format!("NodeFeature {namespace}/{name}");
+        if managers.iter().any(|manager| manager == MANAGER) {
+            found.ok(format!("{object} is linkwise's"));
+            continue;
         }
-        Some(Err(why)) => found.skipped(format!("NodeFeature objects could not be listed: {why}"), Some(BY_HAND)),
-        // Outside of a cluster there are no such objects.
-        None if node.args.api.is_given() => {
-            found.skipped("NodeFeature objects were not listed: this pod has no token", Some(BY_HAND));
-        }
-        None => {}
+        let delete = format!("kubectl -n {namespace} delete nodefeatures.nfd.k8s-sigs.io {name}");
+        found.warning(
+            format!("{object} was written by {}, and may override linkwise's labels", names(&managers)),
+            &format!("if that program no longer runs: {delete}"),
+        );
     }
 }
 

@@ -152,10 +152,8 @@ fn versions(found: &mut Findings, driver: Option<&str>, library: Option<&str>, m
         && library != driver
         && !library.ends_with(&format!(".{driver}"))
     {
-        found.warning(
-            format!("the library is {library}, the driver {driver}: not of one release"),
-            "the container holds an older driver's library: make it anew (delete the pod)",
-        );
+        let advice = "the container holds an older driver's library: make it anew (delete the pod)";
+        found.warning(format!("the library is {library}, the driver {driver}: not of one release"), advice);
     }
 }
 

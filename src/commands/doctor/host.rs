@@ -53,10 +53,8 @@ pub(super) fn sysfs(found: &mut Findings, node: &Node) {
     let absent = gpus.iter().filter(|gpu| !bus.contains_key(&gpu.pci)).count();
     if absent > 0 {
         let (all, sysfs) = (count(gpus.len(), "GPU"), sysfs.display());
-        found.warning(
-            format!("{absent} of {all} that NVML lists are not on the PCI bus under {sysfs}"),
-            "this /sys is not the host's: mount it, or name its place with --sysfs",
-        );
+        let advice = "this /sys is not the host's: mount it, or name its place with --sysfs";
+        found.warning(format!("{absent} of {all} that NVML lists are not on the PCI bus under {sysfs}"), advice);
     } else if bus.len() == gpus.len() {
         found.ok(format!("{} on the PCI bus, the same by NVML", count(bus.len(), "NVIDIA GPU")));
     }
@@ -167,10 +165,8 @@ fn twice(found: &mut Findings, devices: &mut BTreeMap<String, PathBuf>, spec: Sp
     }
     if let Some(other) = others.last() {
         let (common, kind) = (count(others.len(), "device"), excerpt(&spec.kind));
-        found.warning(
-            format!("{} and {} both have {common} of {kind}", other.display(), path.display()),
-            "of two in one folder a runtime takes neither, else that of /var/run/cdi: remove the older one",
-        );
+        let advice = "of two in one folder a runtime takes neither, else that of /var/run/cdi: remove the older one";
+        found.warning(format!("{} and {} both have {common} of {kind}", other.display(), path.display()), advice);
     }
 }
 
@@ -224,10 +220,8 @@ pub(super) fn nodes(found: &mut Findings, node: &Node) {
     }
     let unknown = gpus.iter().filter(|gpu| gpu.minor.is_none()).count();
     if unknown > 0 {
-        found.warning(
-            format!("NVML does not report the device nodes of {unknown} of the GPUs"),
-            "with --pass-device-specs their pods get no node of theirs: leave it off",
-        );
+        let advice = "with --pass-device-specs their pods get no node of theirs: leave it off";
+        found.warning(format!("NVML does not report the device nodes of {unknown} of the GPUs"), advice);
     }
     for (path, whose, use_) in [
         (

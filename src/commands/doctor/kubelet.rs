@@ -290,10 +290,8 @@ pub(super) fn topology_manager(
         return;
     }
     if (1..gpus.len()).contains(&unknown) {
-        found.warning(
-            format!("{unknown} of {all} have no NUMA node (-1)"),
-            "a Topology Manager never calls these aligned, and uses them last: set --numa-hints=off",
-        );
+        let advice = "a Topology Manager never calls these aligned, and uses them last: set --numa-hints=off";
+        found.warning(format!("{unknown} of {all} have no NUMA node (-1)"), advice);
     }
     // NVML may report a node that this host does not list: a container or a virtual machine may see only a part of
     // them.
@@ -309,10 +307,8 @@ pub(super) fn topology_manager(
         );
     }
     if silent > 0 {
-        found.warning(
-            format!("{silent} of {all} are on NUMA nodes without CPUs, and claim none"),
-            "set --numa-hints=package, or off",
-        );
+        let advice = "set --numa-hints=package, or off";
+        found.warning(format!("{silent} of {all} are on NUMA nodes without CPUs, and claim none"), advice);
     }
     if hints == NumaHints::Node && several_to_a_package(topology) {
         found.warning(

@@ -97,8 +97,8 @@ pub async fn doctor(args: &DoctorArgs) -> Result<ExitCode> {
     let module = blocking(limit, move || driver::module_version(&module)).await.flatten();
     let root = args.root.clone();
     let policy = blocking(limit, move || kubelet::policy(&root)).await.flatten();
-    let settings = blocking(limit, || load(&Flags::default(), &Environment::read()).ok()).await.flatten();
-    let settings = settings.map(|loaded| loaded.settings);
+    let settings = || Some(load(&Flags::default(), &Environment::read()).ok()?.settings);
+    let settings = blocking(limit, settings).await.flatten();
     let node = Arc::new(Node { args: args.clone(), limit, nvml, bus, module, settings });
 
     let found = &mut Findings::default();
@@ -179,10 +179,8 @@ async fn guarded(found: &mut Findings, node: &Arc<Node>, name: &'static str, che
 }
 
 fn hangs(found: &mut Findings, limit: Duration) {
-    found.failed(
-        format!("no answer within {limit:?}"),
-        "a file or a device hangs in the kernel: look for its address in dmesg; a reboot ends it",
-    );
+    let advice = "a file or a device hangs in the kernel: look for its address in dmesg; a reboot ends it";
+    found.failed(format!("no answer within {limit:?}"), advice);
 }
 
 fn name(gpu: &GpuObservation) -> String {
@@ -266,6 +264,11 @@ impl Findings {
     /// Adds a check that was not made, or that does not matter here.
     pub fn skipped(&mut self, what: impl Into<String>, advice: Option<&str>) {
         self.add(Status::Skipped, None, what, advice);
+    }
+
+    /// The value of a fact. Of one that is unknown it adds what that means, with the reason and the command to ask by hand.
+    pub fn known<T>(&mut self, fact: Result<T, String>, unknown: &str, by_hand: &str) -> Option<T> {
+        fact.map_err(|why| self.skipped(format!("{unknown}: {why}"), Some(by_hand))).ok()
     }
 
     /// Adds one of possibly many findings that differ in their subject only: `what` names it, `kind` does not.
