@@ -47,11 +47,8 @@ pub async fn allocate(args: &AllocateArgs) -> Result<()> {
     let machine = super::machine(&args.node).await?;
     let (topology, _) = NodeTopology::assemble(&machine.observed);
     let shared = args.replicas.map(usize::from).map(|replicas| (replicas, Units::slots(&topology, replicas)));
-    let policy = match args.policy {
-        Some(policy) => policy,
-        None if shared.is_some() => AllocationPolicy::Distributed,
-        None => AllocationPolicy::BestEffort,
-    };
+    let usual = if shared.is_some() { AllocationPolicy::Distributed } else { AllocationPolicy::BestEffort };
+    let policy = args.policy.unwrap_or(usual);
     let choice = Choice { tables: super::tables(topology), shared, policy };
     let chosen = choice.answer(args)?;
     let (tables, report) = (&choice.tables, &chosen.report);

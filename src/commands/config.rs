@@ -1,10 +1,11 @@
 //! `linkwise config`: checks a configuration file, or shows the effective configuration.
 
-use anyhow::{Result, bail};
+use anyhow::{Result, ensure};
 use serde_json::{Map, Value, json};
 
 use crate::config::settings::{Finding, Loaded, Origin, Setting, Severity, Shown, check, load, plain};
 use crate::config::{ConfigArgs, ConfigCheckArgs, ConfigCommand, ConfigShowArgs, Environment, Format};
+use linkwise_core::words::count;
 use linkwise_system::output::print;
 
 /// Runs `linkwise config`.
@@ -31,11 +32,8 @@ fn check_file(args: &ConfigCheckArgs) -> Result<()> {
         text.push_str(&format!("{file}: valid\n"));
     }
     print(&text)?;
-    match wrong {
-        0 => Ok(()),
-        1 => bail!("{file}: 1 problem"),
-        more => bail!("{file}: {more} problems"),
-    }
+    ensure!(wrong == 0, "{file}: {}", count(wrong, "problem"));
+    Ok(())
 }
 
 /// Prints the effective settings with their origin.

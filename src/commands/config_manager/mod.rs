@@ -207,16 +207,11 @@ impl Manager {
             tracing::warn!(process, "no such process to signal (shareProcessNamespace?); it may not have started yet");
         }
         for pid in found {
-            let id = pid.as_raw_nonzero().get();
-            match send(pid, *signal) {
-                Ok(()) => {
-                    self.metrics.signalled("sent");
-                    tracing::info!(process, pid = id, signal, "signal sent");
-                }
-                Err(error) => {
-                    self.metrics.signalled("failed");
-                    tracing::warn!(process, pid = id, signal, %error, "signal not sent");
-                }
+            let (id, sent) = (pid.as_raw_nonzero().get(), send(pid, *signal));
+            self.metrics.signalled(if sent.is_ok() { "sent" } else { "failed" });
+            match sent {
+                Ok(()) => tracing::info!(process, pid = id, signal, "signal sent"),
+                Err(error) => tracing::warn!(process, pid = id, signal, %error, "signal not sent"),
             }
         }
     }
