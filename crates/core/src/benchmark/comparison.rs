@@ -154,8 +154,8 @@ pub struct Comparison {
     pub verdict: Verdict,
     /// The highest bus bandwidth, MB/s.
     pub measured: u64,
-    /// The bandwidth that the GPUs would reach with all NVLinks up, MB/s: what the measurement is compared with. `None` for
-    /// a run over several hosts.
+    /// The bandwidth that the GPUs would reach with all NVLinks up, MB/s: what the measurement is compared with. `None`
+    /// for a run over several hosts.
     #[serde(rename = "expected")]
     pub whole: Option<u64>,
     /// The share of `whole`, in percent.

@@ -312,30 +312,26 @@ fn measurements(words: &[&str], bytes: u64) -> Option<(bool, Run, Option<Run>)> 
     // Both a root and a long time are whole numbers: the bandwidths say which it is.
     let root = words.first().filter(|word| is_whole(word) && decimal(2) && decimal(3));
     let words = words.get(usize::from(root.is_some())..)?;
-    let run = |words: &[&str]| match *words {
-        [time, algorithm, bus, ref errors @ ..] => Run::new(bytes, time, algorithm, bus, errors.first()),
-        _ => None,
-    };
-    let out_of_place = run(words)?;
+    let out_of_place = run(words, bytes)?;
     // Four words each, the last being the errors.
     let in_place = match words.get(4..) {
-        Some(words) if words.len() >= 3 => Some(run(words)?),
+        Some(words) if words.len() >= 3 => Some(run(words, bytes)?),
         _ => None,
     };
     let to_all = reduction.is_some_and(|word| *word != "none") && root.is_none_or(|root| *root == "-1");
     Some((to_all, out_of_place, in_place))
 }
 
-impl Run {
-    fn new(bytes: u64, time: &str, algorithm: &str, bus: &str, errors: Option<&&str>) -> Option<Self> {
-        let wrong = errors.and_then(|errors| errors.parse().ok()).unwrap_or(0);
-        let nanoseconds = thousandths(time).filter(|time| *time > 0)?;
-        let run = Self { nanoseconds, algorithm: bandwidth(algorithm)?, bus: bandwidth(bus)?, wrong };
-        // MB/s times ns are thousandths of a byte.
-        let carried = u128::from(run.algorithm) * u128::from(run.nanoseconds);
-        let agrees = run.algorithm < COMPARABLE || agree(carried, u128::from(bytes) * 1_000);
-        (agrees && run.bus <= run.algorithm.saturating_mul(2).saturating_add(20)).then_some(run)
-    }
+/// Reads a measurement: time, algorithm and bus bandwidth, and errors, which may be absent.
+fn run(words: &[&str], bytes: u64) -> Option<Run> {
+    let [time, algorithm, bus, errors @ ..] = words else { return None };
+    let wrong = errors.first().and_then(|errors| errors.parse().ok()).unwrap_or(0);
+    let nanoseconds = thousandths(time).filter(|time| *time > 0)?;
+    let run = Run { nanoseconds, algorithm: bandwidth(algorithm)?, bus: bandwidth(bus)?, wrong };
+    // MB/s times ns are thousandths of a byte.
+    let carried = u128::from(run.algorithm) * u128::from(run.nanoseconds);
+    let agrees = run.algorithm < COMPARABLE || agree(carried, u128::from(bytes) * 1_000);
+    (agrees && run.bus <= run.algorithm.saturating_mul(2).saturating_add(20)).then_some(run)
 }
 
 /// Returns true if two values are within a fiftieth of the second.
