@@ -177,7 +177,7 @@ pub fn claim(args: &ClaimArgs) -> Result<()> {
     };
     let manifest = match objects.as_slice() {
         [one] => text(one, args.format)?,
-        _ => text(&List::new(objects), args.format)?,
+        _ => text(&list(objects), args.format)?,
     };
     Ok(print(&manifest)?)
 }
@@ -372,8 +372,8 @@ fn selector(expression: &str) -> Vec<Part> {
     vec![map([("cel", map([("expression", expression.into())]))])]
 }
 
-/// The selector of devices whose attribute meets a condition. One that reads a missing attribute of a device is an error for
-/// the whole pod, on all nodes.
+/// The selector of devices whose attribute meets a condition. One that reads a missing attribute of a device is an
+/// error for the whole pod, on all nodes.
 fn of_attribute(driver: &str, name: &str, condition: &str) -> Vec<Part> {
     let attributes = format!("device.attributes['{driver}']");
     selector(&format!("'{name}' in {attributes} && {attributes}.{name}{condition}"))
@@ -425,10 +425,8 @@ pub(super) struct List<T> {
     items: Vec<T>,
 }
 
-impl<T> List<T> {
-    pub fn new(items: Vec<T>) -> Self {
-        Self { api_version: "v1", kind: "List", items }
-    }
+pub(super) fn list<T>(items: Vec<T>) -> List<T> {
+    List { api_version: "v1", kind: "List", items }
 }
 
 /// The text of an object or a list of them.

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use anyhow::{Result, ensure};
 use serde::Serialize;
 
-use super::claim::{List, text};
+use super::claim::{list, text};
 use super::machine;
 use crate::config::settings::load;
 use crate::config::{DraArgs, Environment};
@@ -55,5 +55,5 @@ pub async fn dra(args: &DraArgs) -> Result<()> {
     let slices: Vec<ResourceSlice> = slices.collect();
     let longest = slices.iter().flat_map(|slice| slice.metadata.values()).map(String::len).max().unwrap_or(0);
     ensure!(longest <= MOST_NAME, "the names of the slices would be {longest} long, with the name of the node");
-    Ok(print(&text(&List::new(slices), args.format)?)?)
+    Ok(print(&text(&list(slices), args.format)?)?)
 }

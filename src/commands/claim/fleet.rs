@@ -76,10 +76,6 @@ impl<'a> Draft<'a> {
     fn of_model(&self, model: usize) -> Option<&'a Entry> {
         self.entries.iter().copied().find(|entry| entry.model == model)
     }
-
-    fn worth(&self) -> u64 {
-        self.entries.iter().map(|entry| entry.worth).min().unwrap_or(0)
-    }
 }
 
 /// The requests of a claim for the fleet that the options name. Says on standard error what each alternative is.
@@ -298,8 +294,8 @@ fn notes(
     let mut lines = Vec::new();
     for (draft, alternative) in drafts.iter().zip(alternatives) {
         let on = draft.entries.iter().filter_map(|entry| models.get(entry.model)).map(|model| model.title.as_str());
-        let carries = match draft.worth() {
-            worth if worth > UNKNOWN => format!("{} or more", bandwidth(worth)),
+        let carries = match draft.entries.iter().map(|entry| entry.worth).min() {
+            Some(worth) if worth > UNKNOWN => format!("{} or more", bandwidth(worth)),
             _ => "unknown bandwidth".to_owned(),
         };
         lines.push(format!("gpus/{}: {carries}, on {}", alternative.name, on.collect::<Vec<_>>().join("; ")));

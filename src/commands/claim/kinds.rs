@@ -79,6 +79,19 @@ impl Kind {
             _ => 0,
         }
     }
+
+    fn with_claims(mut self, all: usize, gpus: u8, valued: Option<&Valued<'_>>) -> Self {
+        self.gpus = all;
+        self.alternatives = any_groups(gpus);
+        let named = |names: &[String]| -> Vec<GroupAttribute> {
+            let find = |name: &String| self.attributes.iter().find(|attribute| attribute.name == *name).cloned();
+            names.iter().filter_map(find).collect()
+        };
+        let (attributes, alternatives) = (named(&candidates(gpus)), named(&self.alternatives));
+        self.claims = of(&attributes, &alternatives, (all, gpus.into()), valued);
+        self.least = valued.and_then(|valued| promised(&self.any(), gpus.into(), valued));
+        self
+    }
 }
 
 /// The tier of an attribute: 1 is the best.
@@ -141,21 +154,6 @@ fn assembled(title: String, topology: NodeTopology, gpus: u8) -> Kind {
     let attributes = GroupAttribute::all_of(&layout);
     let kind = Kind { title, nodes, attributes, best, product, is_mixed, ..Kind::default() };
     kind.with_claims(layout.order.len(), gpus, Some(&valued))
-}
-
-impl Kind {
-    fn with_claims(mut self, all: usize, gpus: u8, valued: Option<&Valued<'_>>) -> Self {
-        self.gpus = all;
-        self.alternatives = any_groups(gpus);
-        let named = |names: &[String]| -> Vec<GroupAttribute> {
-            let find = |name: &String| self.attributes.iter().find(|attribute| attribute.name == *name).cloned();
-            names.iter().filter_map(find).collect()
-        };
-        let (attributes, alternatives) = (named(&candidates(gpus)), named(&self.alternatives));
-        self.claims = of(&attributes, &alternatives, (all, gpus.into()), valued);
-        self.least = valued.and_then(|valued| promised(&self.any(), gpus.into(), valued));
-        self
-    }
 }
 
 fn product_of(topology: &NodeTopology) -> Option<&str> {
