@@ -55,9 +55,9 @@ pub async fn allocate(args: &AllocateArgs) -> Result<()> {
     print(&match args.format {
         Format::Json if args.explain => {
             let report = Explanation::new(tables, report);
-            Chosen { report, nvls: chosen.nvls, slots: chosen.slots, elapsed_ns: chosen.elapsed_ns }.json()?
+            json(&Chosen { report, nvls: chosen.nvls, slots: chosen.slots, elapsed_ns: chosen.elapsed_ns })?
         }
-        Format::Json => chosen.json()?,
+        Format::Json => json(&chosen)?,
         Format::Text if args.explain => {
             let rings = report.values.map_or(0, |values| values.collective);
             let nvls = chosen.nvls.map(|nvls| {
@@ -76,10 +76,8 @@ pub async fn allocate(args: &AllocateArgs) -> Result<()> {
     Ok(())
 }
 
-impl<R: Serialize> Chosen<R> {
-    fn json(&self) -> Result<String> {
-        Ok(serde_json::to_string(self)? + "\n")
-    }
+fn json(chosen: &impl Serialize) -> Result<String> {
+    Ok(serde_json::to_string(chosen)? + "\n")
 }
 
 impl Choice {

@@ -25,7 +25,7 @@ pub async fn topology(args: &TopologyArgs) -> Result<()> {
         TopologyFormat::Text => text(&machine, &topology, &warnings),
         TopologyFormat::Json => {
             let warnings = warnings.iter().map(ToString::to_string).collect();
-            serde_json::to_string_pretty(&TopologyJson::new(&topology, warnings))? + "\n"
+            serde_json::to_string_pretty(&as_json(&topology, warnings))? + "\n"
         }
         TopologyFormat::Svg => picture::svg(&Picture::new(&machine.title, &machine.observed, &topology)),
     })?;
@@ -47,23 +47,20 @@ struct TopologyJson<'a> {
     warnings: Vec<String>,
 }
 
-impl<'a> TopologyJson<'a> {
-    fn new(topology: &'a NodeTopology, warnings: Vec<String>) -> Self {
-        let gpus = topology.gpus();
-        let square = |value: fn(&NodeTopology, usize, usize) -> u32| {
-            let cell = |a, b| if a == b { 0 } else { value(topology, a, b) };
-            rows(gpus.len(), cell)
-        };
-        Self {
-            gpus,
-            level: rows(gpus.len(), |a, b| topology.rank(a, b)),
-            nvlink_mbps: square(NodeTopology::nvlink),
-            pcie_mbps: square(NodeTopology::pcie),
-            bandwidth_mbps: square(NodeTopology::bandwidth),
-            nvswitch_plane: gpus.iter().map(|gpu| gpu.nvswitch_plane).collect(),
-            nics: topology.nics(),
-            warnings,
-        }
+fn as_json(topology: &NodeTopology, warnings: Vec<String>) -> TopologyJson<'_> {
+    let gpus = topology.gpus();
+    let square = |value: fn(&NodeTopology, usize, usize) -> u32| {
+        rows(gpus.len(), |a, b| if a == b { 0 } else { value(topology, a, b) })
+    };
+    TopologyJson {
+        gpus,
+        level: rows(gpus.len(), |a, b| topology.rank(a, b)),
+        nvlink_mbps: square(NodeTopology::nvlink),
+        pcie_mbps: square(NodeTopology::pcie),
+        bandwidth_mbps: square(NodeTopology::bandwidth),
+        nvswitch_plane: gpus.iter().map(|gpu| gpu.nvswitch_plane).collect(),
+        nics: topology.nics(),
+        warnings,
     }
 }
 

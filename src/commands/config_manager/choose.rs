@@ -14,7 +14,8 @@ use linkwise_system::files;
 /// The configuration that the fallback `named` stands for.
 const NAMED: &str = "default";
 
-/// Chooses a configuration, `None` being an empty one, and gives the reason for the log. An empty label counts as no label.
+/// Chooses a configuration, `None` being an empty one, and gives the reason for the log. An empty label counts as no
+/// label.
 pub(super) fn choose(
     label: Option<&str>,
     names: &BTreeSet<String>,

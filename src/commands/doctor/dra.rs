@@ -21,12 +21,12 @@ const MANAGER: &str = "linkwise";
 
 /// Checks the needs of DRA. Reports nothing if no GPU goes through it.
 pub(super) fn check(found: &mut Findings, node: &Node) {
-    let Some(settings) = &node.settings else { return };
-    if settings.dra_gpus.value == Door::Plugin {
-        return;
+    if let Some(settings) = &node.settings
+        && settings.dra_gpus.value != Door::Plugin
+    {
+        api_server(found, node);
+        folders(found, node, settings);
     }
-    api_server(found, node);
-    folders(found, node, settings);
 }
 
 /// Checks the classes that claims for GPUs name, and the slices at the API server. `policy` is the Topology Manager's.

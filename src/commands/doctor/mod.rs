@@ -62,7 +62,8 @@ fn entries(folder: &Path) -> std::io::Result<Vec<PathBuf>> {
     Ok(paths)
 }
 
-/// The files and folders in a folder, which need not exist. One that cannot be read is a finding: its `contents` are unknown.
+/// The files and folders in a folder, which need not exist. A folder that cannot be read is a finding, which names its
+/// `contents`.
 fn existing(found: &mut Findings, folder: &Path, contents: &str) -> Vec<PathBuf> {
     match entries(folder) {
         Err(error) if error.kind() != ErrorKind::NotFound => {
@@ -266,7 +267,7 @@ impl Findings {
         self.add(Status::Skipped, None, what, advice);
     }
 
-    /// The value of a fact. Of one that is unknown it adds what that means, with the reason and the command to ask by hand.
+    /// The value of a fact. An unknown one becomes a finding, with its reason and the command that asks by hand.
     pub fn known<T>(&mut self, fact: Result<T, String>, unknown: &str, by_hand: &str) -> Option<T> {
         fact.map_err(|why| self.skipped(format!("{unknown}: {why}"), Some(by_hand))).ok()
     }
