@@ -72,13 +72,18 @@ pub enum Severity {
 }
 
 impl Finding {
-    /// A finding at a line of the file.
-    pub(super) fn at(line: u64, key: impl Into<String>, severity: Severity, problem: impl Into<String>) -> Self {
-        Self { line: Some(line), key: key.into(), severity, problem: problem.into() }
+    /// A finding at a line of the file; without one, about the file as a whole, a flag or a variable.
+    pub(super) fn at(
+        line: impl Into<Option<u64>>,
+        key: impl Into<String>,
+        severity: Severity,
+        problem: impl Into<String>,
+    ) -> Self {
+        Self { line: line.into(), key: key.into(), severity, problem: problem.into() }
     }
 
-    /// An error at a line of the file.
-    pub(super) fn error(line: u64, key: impl Into<String>, problem: impl Into<String>) -> Self {
+    /// An error, as [`Self::at`] has it.
+    pub(super) fn error(line: impl Into<Option<u64>>, key: impl Into<String>, problem: impl Into<String>) -> Self {
         Self::at(line, key, Severity::Error, problem)
     }
 }
@@ -123,12 +128,11 @@ impl Node {
             let options = serde_saphyr::options! { with_snippet: false };
             match serde_saphyr::from_str_with_options(text, options) {
                 Ok(read) => root = read,
-                Err(error) => findings.push(Finding {
-                    line: error.location().map(|location| location.line()),
-                    key: String::new(),
-                    severity: Severity::Error,
-                    problem: one_line(&error.render_with_formatter(&UserMessageFormatter)),
-                }),
+                Err(error) => {
+                    let line = error.location().map(|location| location.line());
+                    let problem = one_line(&error.render_with_formatter(&UserMessageFormatter));
+                    findings.push(Finding::error(line, "", problem));
+                }
             }
         }
         let known: Vec<&str> = keys().chain(COMPOUND).collect();
@@ -139,12 +143,7 @@ impl Node {
         {
             let problem = "no key in this file is one of a configuration; of a ConfigMap, give the text below one of its \
                            data keys";
-            findings.push(Finding {
-                line: None,
-                key: String::new(),
-                severity: Severity::Error,
-                problem: problem.to_owned(),
-            });
+            findings.push(Finding::error(None, "", problem));
         }
         if let Some(node) = root.get("version")
             && !matches!(&node.value, Value::Text(version) if version == VERSION || version.is_empty())
@@ -206,15 +205,6 @@ impl<'de> Visitor<'de> for Any {
 
     fn visit_u64<E: de::Error>(self, value: u64) -> Result<Value, E> {
         Ok(Value::Whole(value.into()))
-    }
-
-    fn visit_i128<E: de::Error>(self, value: i128) -> Result<Value, E> {
-        Ok(Value::Whole(value))
-    }
-
-    fn visit_u128<E: de::Error>(self, value: u128) -> Result<Value, E> {
-        // The value is out of every key's range in any case.
-        Ok(Value::Whole(i128::try_from(value).unwrap_or(i128::MAX)))
     }
 
     fn visit_f64<E: de::Error>(self, value: f64) -> Result<Value, E> {

@@ -79,7 +79,7 @@ impl Origin {
             Self::Flag(flag) => (None, format!("--{flag}")),
             Self::Default => (None, key.to_owned()),
         };
-        Finding { line, key, severity, problem: problem.into() }
+        Finding::at(line, key, severity, problem)
     }
 }
 
@@ -378,11 +378,6 @@ impl Settings {
     pub fn changed(&self, before: &Self) -> Vec<Shown> {
         let pairs = self.shown().into_iter().zip(before.shown());
         pairs.filter(|(now, before)| now.value != before.value).map(|(now, _)| now).collect()
-    }
-
-    /// The defaults.
-    pub fn defaults() -> Self {
-        Self::build(&Flags::default(), &Environment::default(), "").0
     }
 
     /// The resources to make of the node's GPUs.

@@ -50,7 +50,7 @@ fn flag_wins_over_variable_file_and_default() {
 
 #[test]
 fn defaults_are_the_nvidia_plugins() {
-    let settings = Settings::defaults();
+    let settings = file("");
     let shown = settings.shown();
     let value = |key: &str| shown.iter().find(|shown| shown.key == key).unwrap().value.clone();
     for (key, expected) in [
@@ -171,7 +171,7 @@ fn only_other_values_are_changes() {
     let (one, other) = (file("flags: {migStrategy: none}"), file("\n\nflags: {migStrategy: none, gdsEnabled: true}"));
     let changed: Vec<_> = one.changed(&other).iter().map(|changed| changed.key).collect();
     assert_eq!(changed, ["flags.gdsEnabled"]);
-    assert_eq!(one.changed(&Settings::defaults()), []);
+    assert_eq!(one.changed(&file("")), []);
 }
 
 #[test]
