@@ -52,13 +52,19 @@ impl<T> Item<T> {
 }
 
 /// The lists of the file that are in the settings.
-#[derive(Default)]
 pub(super) struct Lists {
     pub gpus: Vec<Item<NamePattern>>,
     pub mig: Vec<Item<NamePattern>>,
     pub sharing: Option<Sharing>,
     pub shared: Vec<Item<SharedResource>>,
     pub exclude: Vec<Item<GpuSelector>>,
+}
+
+impl Lists {
+    /// Returns true if GPUs are shared by MPS.
+    pub fn is_mps(&self) -> bool {
+        self.sharing.as_ref().is_some_and(|sharing| sharing.kind == SharingKind::Mps)
+    }
 }
 
 /// The key of a kind of sharing, below `sharing`.
@@ -91,12 +97,11 @@ pub(super) struct Reader<'a> {
 impl Reader<'_> {
     /// Reads all lists.
     pub fn lists(mut self) -> Lists {
-        let (gpus, mig) = (self.patterns("resources.gpus"), self.patterns("resources.mig"));
-        let mut lists = Lists { exclude: self.exclude(), ..Lists::default() };
-        if self.naming {
-            (lists.gpus, lists.mig) = (gpus, mig);
-        } else if !(gpus.is_empty() && mig.is_empty()) {
-            self.note("resources", "resources", NAMING_OFF);
+        let (mut gpus, mut mig) = (self.patterns("resources.gpus"), self.patterns("resources.mig"));
+        let exclude = self.exclude();
+        if !self.naming && !(gpus.is_empty() && mig.is_empty()) {
+            self.note(self.file.at("resources"), "resources", NAMING_OFF);
+            (gpus, mig) = Default::default();
         }
         let (slicing, mps) = (self.sharing(SharingKind::TimeSlicing), self.sharing(SharingKind::Mps));
         if let (Some(_), Some(_), Some(node)) = (&slicing, &mps, self.file.at("sharing.timeSlicing")) {
@@ -104,15 +109,13 @@ impl Reader<'_> {
                            ignores it";
             self.findings.push(Finding::at(node.line, "sharing.timeSlicing", Severity::Warning, problem));
         }
-        if let Some((sharing, shared)) = mps.or(slicing) {
-            (lists.sharing, lists.shared) = (Some(sharing), shared);
-        }
-        lists
+        let (sharing, shared) = mps.or(slicing).unzip();
+        Lists { gpus, mig, sharing, shared: shared.unwrap_or_default(), exclude }
     }
 
-    fn note(&mut self, path: &str, key: &str, problem: &str) {
-        let note = self.file.at(path).map(|node| Finding::at(node.line, key, Severity::Note, problem));
-        self.findings.extend(note);
+    /// Notes something about a value, where there is one.
+    fn note(&mut self, node: Option<&Node>, key: &str, problem: &str) {
+        self.findings.extend(node.map(|node| Finding::at(node.line, key, Severity::Note, problem)));
     }
 
     /// The result of a reader; an error is reported.
@@ -121,13 +124,18 @@ impl Reader<'_> {
     }
 
     /// The value of a key: `Some(None)` if it is missing, `None` if it is wrong.
-    fn optional<T>(&mut self, of: &Item<&Node>, key: &str, read: value::Read<T>) -> Option<Option<T>> {
+    fn optional<T>(
+        &mut self,
+        of: &Item<&Node>,
+        key: &str,
+        read: impl Fn(&Value) -> Result<T, String>,
+    ) -> Option<Option<T>> {
         let Some(node) = of.value.get(key) else { return Some(None) };
         self.read(node.line, &format!("{}.{key}", of.key), read(&node.value)).map(Some)
     }
 
     /// The value of a required key.
-    fn required<T>(&mut self, of: &Item<&Node>, key: &str, read: value::Read<T>) -> Option<T> {
+    fn required<T>(&mut self, of: &Item<&Node>, key: &str, read: impl Fn(&Value) -> Result<T, String>) -> Option<T> {
         if of.value.get(key).is_none() {
             self.findings.push(Finding::error(of.line, &of.key, format!("'{key}' is missing")));
         }
@@ -139,30 +147,28 @@ impl Reader<'_> {
             Value::Text(text) if !text.is_empty() => Ok(Pattern::new(text)),
             _ => Err(value.refused("a pattern such as *A100*")),
         };
-        let file = self.file;
-        let mut read = |item: Item<&Node>| {
+        let items = mappings(self.file.at(path), path);
+        let read = |item: Item<&Node>| {
             let (pattern, name) =
                 (self.required(&item, "pattern", pattern), self.required(&item, "name", resource_name));
             Some(item.with(NamePattern { pattern: pattern?, name: name? }))
         };
-        mappings(file.at(path), path).into_iter().filter_map(&mut read).collect()
+        items.filter_map(read).collect()
     }
 
     /// Reads `linkwise.filter.exclude`.
     fn exclude(&mut self) -> Vec<Item<GpuSelector>> {
         const PATH: &str = "linkwise.filter.exclude";
         let Some(node) = self.file.at(PATH) else { return Vec::new() };
-        let Value::List(items) = &node.value else {
+        if !matches!(node.value, Value::List(_)) {
             let problem = node.value.refused("a list of indices, UUIDs, PCI addresses or models");
             self.findings.push(Finding::error(node.line, PATH, problem));
-            return Vec::new();
+        }
+        let read = |item: Item<&Node>| {
+            let selector = self.read(item.line, &item.key, gpu_selector(&item.value.value))?;
+            Some(item.with(selector))
         };
-        let read = |(number, item): (usize, &Node)| {
-            let key = format!("{PATH}[{number}]");
-            let value = self.read(item.line, &key, gpu_selector(&item.value))?;
-            Some(Item { value, line: item.line, key })
-        };
-        items.iter().enumerate().filter_map(read).collect()
+        items(Some(node), PATH).filter_map(read).collect()
     }
 
     /// Reads `linkwise.health.xids`, a mapping whose keys are data.
@@ -189,11 +195,11 @@ impl Reader<'_> {
         let node = self.file.at(&path)?;
         let whole = Item { value: node, line: node.line, key: path };
         let mut sharing = Sharing::new(kind, Vec::new());
-        if let Some(Some(value)) = self.optional(&whole, "renameByDefault", boolean) {
-            sharing.rename_by_default = value;
-        }
-        if let Some(Some(value)) = self.optional(&whole, "failRequestsGreaterThanOne", boolean) {
-            sharing.fail_requests_greater_than_one = value;
+        for (key, value) in [
+            ("renameByDefault", &mut sharing.rename_by_default),
+            ("failRequestsGreaterThanOne", &mut sharing.fail_requests_greater_than_one),
+        ] {
+            *value = self.optional(&whole, key, boolean).flatten().unwrap_or(*value);
         }
         let list = node.get("resources");
         let empty = list.is_none_or(|list| matches!(&list.value, Value::List(items) if items.is_empty()));
@@ -222,14 +228,8 @@ impl Reader<'_> {
         let name = self.required(item, "name", resource_name);
         let rename = self.optional(item, "rename", resource_name);
         let devices = self.optional(item, "devices", value::devices);
-        let replicas = self.required(
-            item,
-            "replicas",
-            match kind {
-                SharingKind::TimeSlicing => |value| whole(value, 2, MAX_SLOTS),
-                SharingKind::Mps => |value| whole(value, 2, MAX_MPS_CLIENTS),
-            },
-        );
+        let most = if kind == SharingKind::Mps { MAX_MPS_CLIENTS } else { MAX_SLOTS };
+        let replicas = self.required(item, "replicas", |value| whole(value, 2, most));
         let (name, mut rename, mut devices) = (name?, rename?, devices?.unwrap_or_default());
         let by_default = match rename_by_default.then(|| format!("{name}.shared").parse::<ResourceName>()) {
             Some(Err(error)) if rename.is_none() || !self.naming => {
@@ -244,9 +244,7 @@ impl Reader<'_> {
             let renamed = rename.is_some() && rename != by_default;
             for (key, ignored) in [("rename", renamed), ("devices", devices != SharedDevices::All)] {
                 let node = item.value.get(key).filter(|_| ignored);
-                let note =
-                    node.map(|node| Finding::at(node.line, format!("{}.{key}", item.key), Severity::Note, NAMING_OFF));
-                self.findings.extend(note);
+                self.note(node, &format!("{}.{key}", item.key), NAMING_OFF);
             }
             (rename, devices) = (by_default, SharedDevices::All);
         }
@@ -254,9 +252,14 @@ impl Reader<'_> {
     }
 }
 
-/// The items of a list that are mappings, each with its path. [`Node::parse`] has reported the others.
-fn mappings<'a>(list: Option<&'a Node>, path: &str) -> Vec<Item<&'a Node>> {
-    let Some(Node { value: Value::List(items), .. }) = list else { return Vec::new() };
-    let items = items.iter().enumerate().filter(|(_, node)| matches!(node.value, Value::Map(_)));
-    items.map(|(number, node)| Item { value: node, line: node.line, key: format!("{path}[{number}]") }).collect()
+/// The items of a list, each with its path.
+fn items<'a>(list: Option<&'a Node>, path: &str) -> impl Iterator<Item = Item<&'a Node>> {
+    let items = if let Some(Node { value: Value::List(items), .. }) = list { items.as_slice() } else { &[] };
+    let numbered = items.iter().enumerate();
+    numbered.map(move |(number, node)| Item { value: node, line: node.line, key: format!("{path}[{number}]") })
+}
+
+/// The items of a list that are mappings. [`Node::parse`] has reported the others.
+fn mappings<'a>(list: Option<&'a Node>, path: &str) -> impl Iterator<Item = Item<&'a Node>> {
+    items(list, path).filter(|item| matches!(item.value.value, Value::Map(_)))
 }

@@ -7,7 +7,6 @@ use super::{Origin, Settings};
 use linkwise_core::quote::{excerpt, quoted};
 use linkwise_core::state::{
     DeviceSelector, GpuSelector, MigStrategy, NamePattern, Pattern, ResourceName, SharedDevices, SharedResource,
-    SharingKind,
 };
 
 /// The values of --cdi-disable-hooks: all hooks, or those of NVIDIA's names that linkwise's CDI specs may have.
@@ -44,7 +43,7 @@ pub(super) fn check(settings: &Settings, lists: &Lists, findings: &mut Vec<Findi
             findings.push(mig.error("name", problem));
         }
     }
-    if lists.sharing.as_ref().is_some_and(|sharing| sharing.kind == SharingKind::Mps) {
+    if lists.is_mps() {
         for item in lists.shared.iter().filter(|item| is_mig(&item.value.name)) {
             let problem = format!("MPS cannot share MIG devices: {}", item.value.name);
             findings.push(item.error("name", problem));
@@ -105,17 +104,17 @@ fn offered_nowhere(settings: &Settings, lists: &Lists, shared: &Item<SharedResou
     let profile = name.as_str().strip_prefix(MIG).map(|profile| profile.replacen("gb.", "gb+", 1));
     let is_free = |profile: String| !lists.mig.iter().any(|pattern| pattern.value.pattern.matches(&profile));
     let of_gpus = named(&lists.gpus) || is_gpu(&lists.gpus);
-    let is_mps = lists.sharing.as_ref().is_some_and(|sharing| sharing.kind == SharingKind::Mps);
-    let of_mig = (may_be(MigStrategy::Mixed) && profile.is_some_and(is_free))
-        || (may_be(MigStrategy::Single) && is_gpu(&lists.mig))
-        || (strategy.value != MigStrategy::None || strategy.origin == Origin::Default) && named(&lists.mig);
-    let of_mig = of_mig && !is_mps;
-    let warning =
-        |key: &str, problem| Finding::at(shared.line, format!("{}.{key}", shared.key), Severity::Warning, problem);
+    let is_mps = lists.is_mps();
     if is_mps && is_mig(name) {
         // An error already.
         return Vec::new();
     }
+    let of_mig = !is_mps
+        && ((may_be(MigStrategy::Mixed) && profile.is_some_and(is_free))
+            || (may_be(MigStrategy::Single) && is_gpu(&lists.mig))
+            || (strategy.value != MigStrategy::None || strategy.origin == Origin::Default) && named(&lists.mig));
+    let warning =
+        |key: &str, problem| Finding::at(shared.line, format!("{}.{key}", shared.key), Severity::Warning, problem);
     if !of_gpus && !of_mig {
         let what = if is_mps { "MPS shares whole GPUs, and none" } else { "no GPU and no MIG device" };
         let problem = format!("{what} is called {name}: see flags.migStrategy and resources");
@@ -147,12 +146,10 @@ fn name_taken(lists: &Lists, earlier: &[Item<SharedResource>], shared: &Item<Sha
 
 /// The error that rows under one name differ in replicas, and MPS has one number of clients for each name.
 fn mps_replicas(lists: &Lists, earlier: &[Item<SharedResource>], shared: &Item<SharedResource>) -> Option<Finding> {
-    let is_mps = lists.sharing.as_ref().is_some_and(|sharing| sharing.kind == SharingKind::Mps);
     let name = offered_as(&shared.value);
-    let other = earlier
-        .iter()
-        .filter(|_| is_mps)
-        .find(|other| offered_as(&other.value) == name && other.value.replicas != shared.value.replicas)?;
+    let mut earlier = earlier.iter().filter(|_| lists.is_mps());
+    let differs = |other: &&Item<SharedResource>| other.value.replicas != shared.value.replicas;
+    let other = earlier.find(|other| offered_as(&other.value) == name && differs(other))?;
     let problem = format!("MPS: {name} has {} replicas in line {}", other.value.replicas, other.line);
     Some(shared.error("replicas", problem))
 }
