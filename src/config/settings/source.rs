@@ -146,15 +146,20 @@ pub struct Environment(BTreeMap<String, String>);
 impl Environment {
     /// The environment of this process.
     pub fn read() -> Self {
-        let known = super::VARIABLES.iter().copied().flatten().copied().chain(removed::variables());
         #[expect(clippy::disallowed_methods, reason = "this is the door that the ban points to")]
         let text = |variable: &str| Some(std::env::var_os(variable)?.to_string_lossy().into_owned());
-        Self(known.filter_map(|variable| Some((variable.to_owned(), text(variable)?))).collect())
+        Self(Self::known().filter_map(|variable| Some((variable.to_owned(), text(variable)?))).collect())
     }
 
-    /// An environment of these variables, for tests.
+    /// An environment of these variables.
+    #[cfg(test)]
     pub fn of<const N: usize>(variables: [(&str, &str); N]) -> Self {
         Self(variables.into_iter().map(|(name, text)| (name.to_owned(), text.to_owned())).collect())
+    }
+
+    /// The names of the variables that settings have or had.
+    fn known() -> impl Iterator<Item = &'static str> {
+        super::VARIABLES.iter().copied().flatten().copied().chain(removed::variables())
     }
 
     fn get(&self, variable: &str) -> Option<&str> {
@@ -167,11 +172,7 @@ impl Environment {
         #[expect(clippy::disallowed_methods, reason = "this is the door that the ban points to")]
         let set = std::env::vars_os().filter_map(|(name, _)| name.into_string().ok());
         let of_service = |name: &str| name.contains("_SERVICE_") || name.contains("_PORT");
-        let is_known = |name: &str| {
-            known.contains(name)
-                || super::VARIABLES.iter().copied().flatten().any(|other| *other == name)
-                || removed::variables().any(|other| other == name)
-        };
+        let is_known = |name: &str| known.contains(name) || Self::known().any(|other| other == name);
         set.filter(|name| name.starts_with(PREFIX) && !of_service(name) && !is_known(name)).collect()
     }
 
