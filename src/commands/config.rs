@@ -1,25 +1,27 @@
 //! `linkwise config`: checks a configuration file, or shows the effective configuration.
 
+use std::path::{Path, PathBuf};
+
 use anyhow::{Result, ensure};
 use serde_json::{Map, Value, json};
 
 use crate::config::settings::{Finding, Loaded, Origin, Setting, Severity, Shown, check, load, plain};
-use crate::config::{ConfigArgs, ConfigCheckArgs, ConfigCommand, ConfigShowArgs, Environment, Format};
+use crate::config::{ConfigArgs, ConfigCommand, Environment, Flags, Format};
 use linkwise_core::words::count;
 use linkwise_system::output::print;
 
 /// Runs `linkwise config`.
 pub fn config(args: &ConfigArgs) -> Result<()> {
     match &args.command {
-        ConfigCommand::Check(args) => check_file(args),
-        ConfigCommand::Show(args) => show(args),
+        ConfigCommand::Check { file } => check_file(file),
+        ConfigCommand::Show { flags, format } => show(flags, *format),
     }
 }
 
 /// Prints all findings on a file. Fails if linkwise would refuse the file, or if a key is unknown.
-fn check_file(args: &ConfigCheckArgs) -> Result<()> {
-    let findings = check(&args.file)?;
-    let file = args.file.display();
+fn check_file(file: &Path) -> Result<()> {
+    let findings = check(file)?;
+    let file = file.display();
     let mut text = String::new();
     for Finding { line, key, severity, problem } in &findings {
         let place = line.map_or_else(String::new, |line| format!(":{line}"));
@@ -37,10 +39,10 @@ fn check_file(args: &ConfigCheckArgs) -> Result<()> {
 }
 
 /// Prints the effective settings with their origin.
-fn show(args: &ConfigShowArgs) -> Result<()> {
-    let Loaded { settings, findings } = load(&args.flags, &Environment::read())?;
+fn show(flags: &Flags, format: Format) -> Result<()> {
+    let Loaded { settings, findings } = load(flags, &Environment::read())?;
     let shown = settings.shown();
-    let text = match args.format {
+    let text = match format {
         Format::Text => as_text(&shown, &settings.config_file, &findings),
         Format::Json => {
             let entry =
@@ -65,7 +67,7 @@ fn origin(origin: Origin) -> Value {
 }
 
 /// Returns a line for each setting: key, value, origin; then the findings.
-fn as_text(shown: &[Shown], file: &Setting<Option<std::path::PathBuf>>, findings: &[Finding]) -> String {
+fn as_text(shown: &[Shown], file: &Setting<Option<PathBuf>>, findings: &[Finding]) -> String {
     let value = |shown: &Shown| match plain(&shown.value) {
         nothing if nothing.is_empty() => "-".to_owned(),
         value => value,
