@@ -3,6 +3,7 @@
 use clap::{Args, ValueEnum};
 
 use super::{ApiServerArgs, Flags, NodeArgs, Rails};
+use linkwise_core::names::is_word;
 use linkwise_core::quantity;
 use linkwise_core::topology::MigProfile;
 
@@ -142,6 +143,5 @@ pub(super) fn label(text: &str) -> Result<String, String> {
 }
 
 fn is_label(label: &str) -> bool {
-    let inner = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'-';
-    !label.is_empty() && label.bytes().all(inner) && !label.starts_with('-') && !label.ends_with('-')
+    is_word(label, b"-") && !label.bytes().any(|byte| byte.is_ascii_uppercase())
 }

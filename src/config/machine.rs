@@ -4,7 +4,6 @@ use std::path::PathBuf;
 use std::str::FromStr;
 
 use clap::{Args, ValueEnum};
-use thiserror::Error;
 
 use super::{Format, word};
 use linkwise_core::allocation::AllocationPolicy;
@@ -145,24 +144,21 @@ pub struct UnitName {
     pub slot: Option<usize>,
 }
 
-/// The reason why a text does not name a GPU.
-#[derive(Debug, Error)]
-#[error("{} is neither a GPU index nor a GPU UUID", quoted(.0))]
-pub struct GpuNameError(String);
-
 /// One GPU by index, UUID or PCI address.
-pub(super) fn gpu(text: &str) -> Result<GpuSelector, GpuNameError> {
-    match GpuSelector::from(text.trim()) {
+pub(super) fn gpu(text: &str) -> Result<GpuSelector, String> {
+    let text = text.trim();
+    match GpuSelector::from(text) {
         // A UUID that does not begin with GPU-: node files may have such.
         GpuSelector::Model(_) => {
-            text.trim().parse().map(GpuSelector::Uuid).map_err(|_| GpuNameError(text.trim().to_owned()))
+            let problem = |_| format!("{} is neither a GPU index nor a GPU UUID", quoted(text));
+            text.parse().map(GpuSelector::Uuid).map_err(problem)
         }
         gpu => Ok(gpu),
     }
 }
 
 impl FromStr for UnitName {
-    type Err = GpuNameError;
+    type Err = String;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         let slot = text.rsplit_once("::").and_then(|(gpu, slot)| Some((gpu, Some(slot.trim().parse().ok()?))));

@@ -10,6 +10,7 @@ use std::time::Duration;
 use tokio::task::spawn_blocking;
 
 use super::settings::{ConfigError, read};
+use linkwise_system::files;
 use linkwise_system::inotify::FolderWatch;
 
 /// The time from one reading of the file to the next without a notification: it may be a link into a folder that is not
@@ -31,10 +32,7 @@ pub struct FileWatch {
 impl FileWatch {
     /// Watches a file from now on. inotify is an optimisation: if it is unavailable, polling remains.
     pub fn of(path: Option<&Path>) -> Self {
-        let file = path.map(|path| {
-            let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
-            (path.to_owned(), FolderWatch::of(folder))
-        });
+        let file = path.map(|path| (path.to_owned(), FolderWatch::of(files::folder(path))));
         Self { file, text: None }
     }
 
