@@ -7,12 +7,11 @@ use std::path::Path;
 
 use anyhow::{Context, Result};
 
-use super::cdi_sync;
-use super::{api::Api, dra};
+use super::start::spawn_cdi_sync;
+use super::{api::Api, cdi_sync, dra};
 use crate::config::settings::load_text;
 use crate::config::{Environment, Flags};
 use linkwise_core::state::Event;
-use linkwise_host::cdi::CdiMetrics;
 use linkwise_kubelet::device_plugin as kubelet;
 use linkwise_kubelet::dra::Handover;
 use linkwise_node::keeper::HealthSettings;
@@ -67,10 +66,7 @@ pub async fn start_with_dra(folder: &Path, name: &str, metrics_address: SocketAd
         health: HealthSettings::default(),
     })
     .await?;
-    let sync = injection.sync.context("DRA has CDI specs to write")?;
-    let cdi = sync.cdi();
-    let metrics = node.metrics().register(CdiMetrics::register);
-    node.spawn("CDI sync", sync.run(node.snapshot(), node.files(), metrics, node.readiness.clone()));
+    let cdi = spawn_cdi_sync(&mut node, injection.sync);
     let (state_dir, seen) = (at(SimulatedFolders::STATE), (injection.options, injection.host_devices));
     let given = dra::Given::new(&settings, name.to_owned(), &state_dir, seen, cdi, Handover::alone());
     dra::spawn_in(&mut node, given, Some(api));

@@ -36,8 +36,23 @@ use linkwise_system::signals::{LastSignals, listen};
 
 /// Serves the node. Returns true if it is to be served anew, through the other door.
 pub(super) async fn serve(args: &RunArgs, last_signals: &mut LastSignals) -> Result<bool> {
-    let (orders, hangup) = (OrderSignals::listen()?, listen(SignalKind::hangup(), "SIGHUP")?);
-    let Wanted { settings, environment, state_dir, rights, dra, api } = Wanted::read(args).await?;
+    let (last, hangup) = (LastSignals::listen()?, listen(SignalKind::hangup(), "SIGHUP")?);
+    let release_order = listen(SignalKind::user_defined1(), "SIGUSR1")?;
+    let resume_order = listen(SignalKind::user_defined2(), "SIGUSR2")?;
+    let environment = Environment::read();
+    let loaded = load(&args.flags, &environment)?;
+    config::log(&loaded.findings);
+    let mut settings = loaded.settings;
+    refuse_wsl(args, &settings)?;
+    // The folder of data that outlast a start.
+    let state_dir = args.state_dir.clone().or_else(|| keeper::beside(&settings.kubelet_socket.value));
+    let rights = RightsReader::new(&settings, args.node_name.as_deref(), &args.api);
+    let dra = dra::start::start(settings.dra_gpus.value, state_dir.as_deref(), &rights).await;
+    if !dra.serves {
+        settings.dra_gpus.value = Door::Plugin;
+    }
+    warn_of_ignored(args);
+    let api = args.api.access().ok().map(Api::new);
     let position = Position::at(state_dir.as_deref(), &args.pod_uid).await;
     let admin_path = settings.admin_socket.value.clone();
     let admin = admin_path.as_deref().map(bind_admin).transpose()?.flatten();
@@ -75,7 +90,7 @@ pub(super) async fn serve(args: &RunArgs, last_signals: &mut LastSignals) -> Res
         let orders = operator::orders(&node, &release);
         node.spawn("admin socket", serve_operators(path, admin, orders));
     }
-    node.spawn("signals", orders.follow(release, node.shutdown()));
+    node.spawn("signals", follow_signals(last, (release_order, resume_order), release, node.shutdown()));
     if let Some(port) = args.healthcheck_port {
         node.spawn("gRPC health", health::serve(health::address(port), alive));
     }
@@ -89,70 +104,33 @@ pub(super) async fn serve(args: &RunArgs, last_signals: &mut LastSignals) -> Res
     Ok(anew.is_cancelled())
 }
 
-/// The signals that end this start, or order the driver's release.
-struct OrderSignals {
-    last: LastSignals,
-    release: Signal,
-    resume: Signal,
-}
-
-impl OrderSignals {
-    fn listen() -> Result<Self> {
-        Ok(Self {
-            last: LastSignals::listen()?,
-            release: listen(SignalKind::user_defined1(), "SIGUSR1")?,
-            resume: listen(SignalKind::user_defined2(), "SIGUSR2")?,
-        })
-    }
-
-    /// Passes orders on until a signal ends the process.
-    async fn follow(mut self, release: Release, shutdown: CancellationToken) -> Result<()> {
-        let signal = loop {
-            tokio::select! {
-            signal = self.last.come() => break signal,
+/// Passes an operator's orders to release the driver, and to resume, on until a signal ends this start.
+async fn follow_signals(
+    mut last: LastSignals,
+    (mut release_order, mut resume_order): (Signal, Signal),
+    release: Release,
+    shutdown: CancellationToken,
+) -> Result<()> {
+    let signal = loop {
+        tokio::select! {
+            signal = last.come() => break signal,
             // An order that the node's other processes do not learn of is logged.
-            _ = self.release.recv() => drop(release.wish(true).await),
-            _ = self.resume.recv() => drop(release.wish(false).await),
-                    }
-        };
-        tracing::info!(signal, "ending");
-        shutdown.cancel();
-        Ok(())
+            _ = release_order.recv() => drop(release.wish(true).await),
+            _ = resume_order.recv() => drop(release.wish(false).await),
+        }
+    };
+    tracing::info!(signal, "ending");
+    shutdown.cancel();
+    Ok(())
+}
+
+/// Warns of variables that nothing reads, and of items that are no XIDs.
+fn warn_of_ignored(args: &RunArgs) {
+    for variable in unknown_variables() {
+        tracing::warn!(variable, "variable ignored: linkwise does not read it; see linkwise run --help");
     }
-}
-
-/// The settings of a start, and the rights of this process.
-struct Wanted {
-    settings: Settings,
-    environment: Environment,
-    /// The folder of data that outlast a start.
-    state_dir: Option<PathBuf>,
-    rights: RightsReader,
-    dra: Start,
-    api: Option<Api>,
-}
-
-impl Wanted {
-    async fn read(args: &RunArgs) -> Result<Self> {
-        let environment = Environment::read();
-        let loaded = load(&args.flags, &environment)?;
-        config::log(&loaded.findings);
-        let mut settings = loaded.settings;
-        refuse_wsl(args, &settings)?;
-        let state_dir = args.state_dir.clone().or_else(|| keeper::beside(&settings.kubelet_socket.value));
-        let rights = RightsReader::new(&settings, args.node_name.as_deref(), &args.api);
-        let dra = dra::start::start(settings.dra_gpus.value, state_dir.as_deref(), &rights).await;
-        if !dra.serves {
-            settings.dra_gpus.value = Door::Plugin;
-        }
-        for variable in unknown_variables() {
-            tracing::warn!(variable, "variable ignored: linkwise does not read it; see linkwise run --help");
-        }
-        for (variable, passed_over) in args.xids.passed_over() {
-            tracing::warn!(variable, passed_over, "not an XID number: ignored");
-        }
-        let api = args.api.access().ok().map(Api::new);
-        Ok(Self { settings, environment, state_dir, rights, dra, api })
+    for (variable, passed_over) in args.xids.passed_over() {
+        tracing::warn!(variable, passed_over, "not an XID number: ignored");
     }
 }
 
@@ -224,7 +202,7 @@ fn start_driver(
 }
 
 /// Starts the task that keeps CDI specs up to date; returns its CDI devices.
-fn spawn_cdi_sync(node: &mut Node, sync: Option<CdiSync>) -> CdiLink {
+pub(super) fn spawn_cdi_sync(node: &mut Node, sync: Option<CdiSync>) -> CdiLink {
     // The series exist on every node.
     let metrics = node.metrics().register(CdiMetrics::register);
     // Without the right to write specs, there is nothing to wait for.
