@@ -157,16 +157,9 @@ impl CdiSync {
         let Self { mut scan, host_devices, ready, cdi, scan_every, .. } = self;
         let (mut warned, mut failing) = (Once::new(), Once::new());
         loop {
+            // Without the right, the last scan stays valid for the containers of this process.
+            let Ok(right) = files.wait_for(Option::is_some).await.map(|right| right.clone()) else { return Ok(()) };
             let current = Arc::clone(&snapshot.borrow_and_update());
-            let right = files.borrow_and_update().clone();
-            let Some(right) = right else {
-                // The last scan stays valid for the containers of this process.
-                tokio::select! {
-                    changed = files.changed() => if changed.is_err() { return Ok(()) },
-                    changed = snapshot.changed() => if changed.is_err() { return Ok(()) },
-                }
-                continue;
-            };
             let has_gpus = current.offers_any();
             let counted = metrics.clone();
             // A file system that hangs must not hold a thread that admissions need.
@@ -181,19 +174,20 @@ impl CdiSync {
             for warning in warned.replace(scanned.warnings) {
                 tracing::warn!("{warning}");
             }
-            match scanned.failed.map_or(Ok(()), Err) {
-                Err(error) if !*ready.borrow() => return Err(error),
-                Err(error) => {
+            match scanned.failed {
+                Some(error) if !*ready.borrow() => return Err(error),
+                Some(error) => {
                     if !failing.replace([cause(&error)]).is_empty() {
                         let error = format!("{error:#}");
                         readiness.trouble(&Part::CdiSync, error.clone());
                         tracing::error!(error, "cannot update files for containers, keeping the previous ones");
                     }
                 }
-                Ok(()) => {
+                None => {
                     failing.clear();
                     readiness.enter(&Part::CdiSync, "up to date", has_gpus);
-                    ready.send_if_modified(|ready| !std::mem::replace(ready, *ready || has_gpus) && has_gpus);
+                    let is_ready = *ready.borrow() || has_gpus;
+                    send_if_new(&ready, is_ready);
                 }
             }
             if let Some(found) = scanned.cdi {
