@@ -24,6 +24,7 @@ use linkwise_core::topology::{NodeObservation, NodeTopology};
 use linkwise_host::labels::{LabelMetrics, LabelsFile, host, own_fabric};
 use linkwise_node::node::Node;
 use linkwise_nvml::supervisor::Idle;
+use linkwise_system::files;
 use linkwise_system::right::Right;
 
 /// The labels of a node by key, as they are published.
@@ -201,7 +202,7 @@ impl FileWriter {
             let right = self.files.borrow_and_update().clone();
             let latest = labels.borrow_and_update().clone();
             let again = match latest.zip(right) {
-                Some(latest) => self.write(latest, &mut backoff).await?.map_or(usual, Interval::Every),
+                Some(latest) => self.write(latest, &mut backoff).await.map_or(usual, Interval::Every),
                 None => Interval::Infinite,
             };
             tokio::select! {
@@ -213,14 +214,9 @@ impl FileWriter {
     }
 
     /// Writes once; after a failure, returns the time until the next attempt.
-    async fn write(&self, (labels, right): (NodeLabels, Right), backoff: &mut Backoff) -> Result<Option<Duration>> {
+    async fn write(&self, (labels, right): (NodeLabels, Right), backoff: &mut Backoff) -> Option<Duration> {
         let (file, count) = (self.file.clone(), labels.len());
-        let written = spawn_blocking(move || {
-            let _right = right;
-            file.write(&labels)
-        });
-        let written = written.await.context("the write of labels broke off")?;
-        match written {
+        match files::blocking_with(right, move || file.write(&labels)).await {
             Ok(changed) => {
                 if changed {
                     self.metrics.written(true);
@@ -230,7 +226,7 @@ impl FileWriter {
                 }
                 self.metrics.is_written(now());
                 backoff.reset();
-                Ok(None)
+                None
             }
             Err(error) => {
                 self.metrics.written(false);
@@ -241,7 +237,7 @@ impl FileWriter {
                 } else {
                     tracing::debug!(file = %self.file, %error, ?again_in, "labels cannot be written, the last ones stay");
                 }
-                Ok(Some(again_in))
+                Some(again_in)
             }
         }
     }
