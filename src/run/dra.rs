@@ -20,7 +20,7 @@ use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
 use tokio::sync::watch;
 use tokio::task::spawn_blocking;
-use tokio::time::{Instant, timeout_at};
+use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use super::api::Api;
@@ -37,6 +37,7 @@ use linkwise_kubelet::dra::{self, CdiLink, Handover, Phase, PluginMetrics, ReadC
 use linkwise_node::node::Node;
 use linkwise_node::readiness::{Part, Readiness};
 use linkwise_nvml::supervisor::boot;
+use linkwise_system::clock::at;
 use linkwise_system::metrics::{new, number};
 use linkwise_system::send_if_new;
 
@@ -50,8 +51,8 @@ const GRACE: Duration = Duration::from_secs(60);
 /// The connections from the rest of the program to DRA.
 pub(super) struct Given<'a> {
     pub settings: &'a Settings,
-    /// The node's name; it names the node's pool of devices.
-    pub name: String,
+    /// The node's pool of devices, empty.
+    pub pool: Pool,
     pub plugin: dra::Settings,
     /// The turn of this process among several linkwise.
     pub handover: Handover,
@@ -69,6 +70,7 @@ impl<'a> Given<'a> {
         cdi: CdiLink,
         handover: Handover,
     ) -> Self {
+        let pool = Pool::new(name, Vec::new());
         // Claims get copies of CDI devices, regardless of the device plugin.
         let names = CdiOptions { kind: cdi::kind(cdi::GPU_CLASS), annotation_prefix: None, cri: true };
         let plugin = dra::Settings {
@@ -80,9 +82,9 @@ impl<'a> Given<'a> {
             host_devices,
             cdi,
             makes_mig: settings.dra_dynamic_mig.value,
-            ..dra::Settings::new(DRA_DRIVER, Pool::new(name.clone(), Vec::new()).name, state_dir.join(CLAIMS))
+            ..dra::Settings::new(DRA_DRIVER, &pool.name, state_dir.join(CLAIMS))
         };
-        Self { settings, name, plugin, handover, has_metrics: true }
+        Self { settings, pool, plugin, handover, has_metrics: true }
     }
 }
 
@@ -90,8 +92,8 @@ impl<'a> Given<'a> {
 /// GPUs go through the device plugin, the parts of DRA do not count for readiness, and the slices are empty while the
 /// kubelet has the plugin registered; otherwise the kubelet deletes them. Returns the plugin, to ask whether it answers.
 pub(super) fn spawn_in(node: &mut Node, given: Given<'_>, api: Option<&Api>) -> dra::Plugin {
-    let Given { settings, name, plugin, handover, has_metrics } = given;
-    let (empty, serves) = (Pool::new(name.clone(), Vec::new()), plugin.serves);
+    let Given { settings, pool: empty, plugin, handover, has_metrics } = given;
+    let serves = plugin.serves;
     let plugin = dra::Settings { read_claim: api.map(read_claim), ..plugin };
     // Nodes that never had claims show no series of them.
     let metrics = match has_metrics {
@@ -105,8 +107,9 @@ pub(super) fn spawn_in(node: &mut Node, given: Given<'_>, api: Option<&Api>) -> 
     if let Some(api) = api {
         node.metrics().register(|registry| api.metrics().register_in(registry));
         if serves {
-            publish(node, settings, empty, name, api, &plugin);
+            publish(node, settings, empty, api, &plugin);
         } else {
+            let name = empty.node.clone();
             // The writer ends with the sender.
             let (pool, wanted) = watch::channel(Some(Arc::new(empty)));
             let writing = write_slices(api.clone(), name, (wanted, watch::Sender::default()), &plugin, node.shutdown());
@@ -132,10 +135,11 @@ fn read_claim(api: &Api) -> ReadClaim {
 }
 
 /// Publishes the node's pool.
-fn publish(node: &mut Node, settings: &Settings, empty: Pool, name: String, api: &Api, plugin: &dra::Plugin) {
+fn publish(node: &mut Node, settings: &Settings, empty: Pool, api: &Api, plugin: &dra::Plugin) {
     let metrics = node.metrics().register(SliceMetrics::register);
     let (pool, wanted) = watch::channel(None);
     let (report, stored) = watch::channel(StoredPool::default());
+    let name = empty.node.clone();
     let writing = write_slices(api.clone(), name, (wanted.clone(), report), plugin, node.shutdown());
     let maker = PoolMaker {
         empty,
@@ -200,22 +204,6 @@ struct PoolMaker {
     last: Option<Arc<Pool>>,
 }
 
-/// The inputs of the pool beside the snapshot.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Server {
-    drops_taints: bool,
-    drops_counters: bool,
-    is_read: bool,
-    version: Option<ServerVersion>,
-}
-
-impl Server {
-    fn of(stored: &StoredPool) -> Self {
-        let StoredPool { drops_taints, drops_counters, is_read, version, .. } = *stored;
-        Self { drops_taints, drops_counters, is_read, version }
-    }
-}
-
 impl PoolMaker {
     async fn run(
         mut self,
@@ -225,10 +213,10 @@ impl PoolMaker {
     ) -> Result<()> {
         loop {
             let state = Arc::clone(&snapshot.borrow_and_update());
-            let server = Server::of(&stored.borrow_and_update());
+            let server = stored.borrow_and_update().clone();
             // The first layout of a topology costs some hundred choices.
             let made = spawn_blocking(move || {
-                let problems = self.make(&state, server);
+                let problems = self.make(&state, &server);
                 (self, problems)
             });
             let problems;
@@ -239,9 +227,7 @@ impl PoolMaker {
             send_if_new(&pool, self.last.clone());
             tokio::select! {
                 changed = snapshot.changed() => changed.context("the node's state is gone")?,
-                changed = stored.wait_for(|stored| Server::of(stored) != server) => {
-                    drop(changed.context("the API server's client is gone")?);
-                }
+                changed = stored.changed() => changed.context("the API server's client is gone")?,
             }
         }
     }
@@ -250,7 +236,7 @@ impl PoolMaker {
     /// the first GPUs go to DRA: an empty pool would be written, and again with GPUs a moment later. Nor is there one
     /// before the server's slices and release are read: MIG devices to be made would go and come back. Nor while the
     /// ledger lacks the claims of the checkpoints: devices of theirs would be published as if nothing had them.
-    fn make(&mut self, state: &NodeState, server: Server) -> Vec<DraProblem> {
+    fn make(&mut self, state: &NodeState, server: &StoredPool) -> Vec<DraProblem> {
         if !state.ledger().has_all_claims() {
             self.last = None;
             return Vec::new();
@@ -360,15 +346,10 @@ async fn follow_report(
                 }
             }
         }
-        let far = Instant::now() + Duration::from_secs(3600);
-        let changed = async {
-            tokio::select! {
-                changed = wanted.changed() => changed.context("the pool is gone"),
-                changed = stored.changed() => changed.context("the API server's client is gone"),
-            }
-        };
-        if let Ok(changed) = timeout_at(ends.unwrap_or(far), changed).await {
-            changed?;
+        tokio::select! {
+            changed = wanted.changed() => changed.context("the pool is gone")?,
+            changed = stored.changed() => changed.context("the API server's client is gone")?,
+            () = at(ends) => {}
         }
     }
 }

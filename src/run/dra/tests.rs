@@ -9,7 +9,9 @@ use linkwise_core::topology::{GpuUuid, NodeObservation};
 use linkwise_host::machines;
 
 /// An API server that keeps everything and has nothing of ours.
-const SERVER: Server = Server { drops_taints: false, drops_counters: false, is_read: true, version: None };
+fn server() -> StoredPool {
+    StoredPool { is_read: true, ..StoredPool::default() }
+}
 
 struct World {
     state: NodeState,
@@ -46,7 +48,7 @@ impl World {
     }
 
     fn pool(&mut self) -> Option<&[SliceDevice]> {
-        self.maker.make(&self.state, SERVER);
+        self.maker.make(&self.state, &server());
         self.maker.last.as_deref().map(|pool| pool.devices.as_slice())
     }
 
@@ -115,7 +117,7 @@ fn pool_is_empty_where_pods_hold_all_gpus() {
 fn nothing_is_published_before_the_stored_slices_are_read() {
     let mut world = World::new(2);
     (0..2).for_each(|_| world.listed(&[]));
-    world.maker.make(&world.state, Server { is_read: false, ..SERVER });
+    world.maker.make(&world.state, &StoredPool::default());
     assert!(world.maker.last.is_none());
     assert_eq!(world.pool().unwrap().len(), 2);
 }
