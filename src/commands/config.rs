@@ -6,7 +6,7 @@ use anyhow::{Result, ensure};
 use serde_json::{Map, Value, json};
 
 use crate::config::settings::{Finding, Loaded, Origin, Setting, Severity, Shown, check, load, plain};
-use crate::config::{ConfigArgs, ConfigCommand, Environment, Flags, Format};
+use crate::config::{ConfigArgs, ConfigCommand, Flags, Format};
 use linkwise_core::words::count;
 use linkwise_system::output::print;
 
@@ -40,7 +40,7 @@ fn check_file(file: &Path) -> Result<()> {
 
 /// Prints the effective settings with their origin.
 fn show(flags: &Flags, format: Format) -> Result<()> {
-    let Loaded { settings, findings } = load(flags, &Environment::read())?;
+    let Loaded { settings, findings } = load(flags)?;
     let shown = settings.shown();
     let text = match format {
         Format::Text => as_text(&shown, &settings.config_file, &findings),

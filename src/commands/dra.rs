@@ -7,8 +7,8 @@ use serde::Serialize;
 
 use super::claim::{list, text};
 use super::machine;
+use crate::config::DraArgs;
 use crate::config::settings::load;
-use crate::config::{DraArgs, Environment};
 use linkwise_core::publish::dra::slice::{Pool, SliceSpec};
 use linkwise_core::publish::dra::{DraFacts, DraSettings, GpuLayout, devices, mig_counters, offered_now};
 use linkwise_core::state::{DRA_DRIVER, Door, NodeState, ResourcePlan};
@@ -32,7 +32,7 @@ struct ResourceSlice {
 /// Prints the slices with all GPUs that the settings offer, through whichever door. Problems with the devices go to
 /// standard error.
 pub async fn dra(args: &DraArgs) -> Result<()> {
-    let settings = load(&args.flags, &Environment::read())?.settings;
+    let settings = load(&args.flags)?.settings;
     let machine = machine(&args.node).await?;
     let progress = Progress::start("comparing the sets of this machine's GPUs");
     let state = NodeState::of_machine(machine.observed, ResourcePlan { door: Door::Dra, ..settings.plan() });

@@ -3,8 +3,8 @@
 use anyhow::Result;
 
 use super::machine;
+use crate::config::LabelsArgs;
 use crate::config::settings::load;
-use crate::config::{Environment, LabelsArgs};
 use crate::run::labels_of;
 use linkwise_core::publish::labels::{HostFacts, LabelSettings};
 use linkwise_host::labels::{own_fabric, text};
@@ -13,7 +13,7 @@ use linkwise_system::output::{complain, print};
 /// Prints the labels. Problems with them go to standard error. A machine has no timestamp, and its name is the node's
 /// if `--node-name` gives no other.
 pub async fn labels(args: &LabelsArgs) -> Result<()> {
-    let settings = load(&args.flags, &Environment::read())?.settings;
+    let settings = load(&args.flags)?.settings;
     let machine = machine(&args.node).await?;
     let own_fabric = Some(own_fabric(args.api.node_name.as_deref().unwrap_or(&machine.name)));
     let of_labels = LabelSettings { timestamp: None, clique: settings.gpu_clique_label.value, own_fabric };

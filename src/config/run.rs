@@ -133,24 +133,13 @@ pub struct XidArgs {
 }
 
 impl XidArgs {
-    /// The policy of these lists.
-    pub fn policy(&self) -> XidPolicy {
-        XidPolicy {
-            disabled: XidSet::parse(&self.disable_healthchecks).0,
-            enabled: XidSet::parse(&self.enable_healthchecks).0,
-            ..XidPolicy::default()
-        }
-    }
-
-    /// The items that are not XIDs, by variable.
-    pub fn passed_over(&self) -> impl Iterator<Item = (&'static str, String)> {
-        let lists = [
-            ("DP_DISABLE_HEALTHCHECKS", &self.disable_healthchecks),
-            ("DP_ENABLE_HEALTHCHECKS", &self.enable_healthchecks),
-        ];
-        lists.into_iter().flat_map(|(variable, text)| {
-            XidSet::parse(text).1.into_iter().map(move |passed_over| (variable, passed_over))
-        })
+    /// The policy of these lists, and the items that are not XIDs, by variable.
+    pub fn policy(&self) -> (XidPolicy, impl Iterator<Item = (&'static str, String)> + use<>) {
+        let (disabled, of_disabled) = XidSet::parse(&self.disable_healthchecks);
+        let (enabled, of_enabled) = XidSet::parse(&self.enable_healthchecks);
+        let of_disabled = of_disabled.into_iter().map(|item| ("DP_DISABLE_HEALTHCHECKS", item));
+        let passed_over = of_disabled.chain(of_enabled.into_iter().map(|item| ("DP_ENABLE_HEALTHCHECKS", item)));
+        (XidPolicy { disabled, enabled, ..XidPolicy::default() }, passed_over)
     }
 }
 

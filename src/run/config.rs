@@ -46,30 +46,23 @@ pub(super) fn log(findings: &[Finding]) {
 
 pub(super) struct Reloader {
     pub flags: Flags,
-    pub environment: Environment,
     pub settings: Settings,
     pub valid: Gauge,
     pub events: mpsc::Sender<Event>,
-    /// The way to the other door.
-    pub door: DoorWish,
-}
-
-/// Serves the node anew where its GPUs are to go through the other door. Where the process lacks rights for DRA, the
-/// GPUs stay with the device plugin, and the node is not ready.
-pub(super) struct DoorWish {
     pub rights: RightsReader,
+    /// The rights for DRA that were missing at the last check. Without them the GPUs stay with the device plugin, and
+    /// the node is not ready.
+    pub lacks: Vec<Lack>,
     pub readiness: Readiness,
-    /// Cancelled where the node is to be served anew, and then `shutdown`.
+    /// Cancelled where the node is to be served anew, through the other door, and then `shutdown`.
     pub anew: CancellationToken,
     pub shutdown: CancellationToken,
-    /// The rights that were missing at the last check.
-    pub lacks: Vec<Lack>,
 }
 
-impl DoorWish {
+impl Reloader {
     /// Records that GPUs are to go through DRA and that these rights are missing: the GPUs stay with the device plugin.
     /// Logged once.
-    pub fn cannot(&mut self, lacks: Vec<Lack>) {
+    pub fn cannot_serve_dra(&mut self, lacks: Vec<Lack>) {
         let why: Vec<String> = lacks.iter().map(Lack::to_string).collect();
         let why = why.join("; ");
         self.readiness.add(Part::Dra, "GPUs stay with the device plugin");
@@ -81,12 +74,13 @@ impl DoorWish {
     }
 
     /// Returns true if the node is served anew through the wanted door. A door that cannot be had is replaced.
-    async fn is_anew(&mut self, wanted: &mut Door, now: Door, reason: &str) -> bool {
+    async fn is_anew(&mut self, wanted: &mut Door, reason: &str) -> bool {
+        let now = self.settings.dra_gpus.value;
         let lacks = if *wanted == Door::Dra { self.rights.lacks().await } else { Vec::new() };
         if !lacks.is_empty() {
             // A right that is lost while DRA is served shows where it is needed.
             if now == Door::Plugin {
-                self.cannot(lacks);
+                self.cannot_serve_dra(lacks);
                 *wanted = now;
             }
             return false;
@@ -101,9 +95,7 @@ impl DoorWish {
         self.shutdown.cancel();
         true
     }
-}
 
-impl Reloader {
     /// Runs for ever. Each `hangup` requests a reload.
     pub async fn run(mut self, mut hangup: Signal) -> Result<()> {
         let mut file = FileWatch::of(self.settings.config_file.value.as_deref());
@@ -112,7 +104,7 @@ impl Reloader {
         let mut text = file.read().await;
         loop {
             self.reload(text, reason).await?;
-            let lacks = !self.door.lacks.is_empty();
+            let lacks = !self.lacks.is_empty();
             let look_again = async { if lacks { sleep(LOOK_AGAIN).await } else { std::future::pending().await } };
             (reason, text) = tokio::select! {
                 text = file.changed() => ("the file changed", text),
@@ -124,13 +116,13 @@ impl Reloader {
 
     /// Applies a text: a valid one takes effect, any other changes nothing.
     async fn reload(&mut self, text: Result<String, ConfigError>, reason: &str) -> Result<()> {
-        let loaded = reloaded(&self.flags, &self.environment, text, reason);
+        let loaded = reloaded(&self.flags, text, reason);
         self.valid.set(loaded.is_some().into());
         let Some(mut loaded) = loaded else { return Ok(()) };
-        if self.door.is_anew(&mut loaded.settings.dra_gpus.value, self.settings.dra_gpus.value, reason).await {
+        if self.is_anew(&mut loaded.settings.dra_gpus.value, reason).await {
             return Ok(());
         }
-        if !self.door.lacks.is_empty() {
+        if !self.lacks.is_empty() {
             self.valid.set(0);
         }
         let changed = loaded.settings.changed(&self.settings);
@@ -159,19 +151,14 @@ impl Reloader {
 }
 
 /// The settings of a text; `None`, with log lines, if it is rejected.
-pub(super) fn reloaded(
-    flags: &Flags,
-    environment: &Environment,
-    text: Result<String, ConfigError>,
-    why: &str,
-) -> Option<Loaded> {
+pub(super) fn reloaded(flags: &Flags, text: Result<String, ConfigError>, why: &str) -> Option<Loaded> {
     let rejected = |error: &ConfigError| {
         if let ConfigError::Rejected(_, findings) = error {
             log(findings);
         }
         tracing::error!(why, error = chain(error), "configuration rejected, keeping the previous one");
     };
-    text.and_then(|text| load_text(flags, environment, &text)).inspect_err(rejected).ok()
+    text.and_then(|text| load_text(flags, &Environment::read(), &text)).inspect_err(rejected).ok()
 }
 
 /// The events that follow at once from a change of the settings.

@@ -53,10 +53,8 @@ pub fn labels(args: &LabelsArgs) -> Result<()> {
 
 async fn program(args: &LabelsArgs, publisher: Option<&Publisher>) -> Result<()> {
     let (mut last_signals, mut hangup) = (LastSignals::listen()?, listen(SignalKind::hangup(), "SIGHUP")?);
-    let environment = Environment::read();
-    let loaded = load(&args.flags, &environment)?;
-    config::log(&loaded.findings);
-    let mut settings = loaded.settings;
+    let Loaded { mut settings, findings } = load(&args.flags)?;
+    config::log(&findings);
     if settings.gfd_oneshot.value {
         let signal = tokio::select! {
             written = once(args, &settings, publisher) => return written,
@@ -66,7 +64,7 @@ async fn program(args: &LabelsArgs, publisher: Option<&Publisher>) -> Result<()>
     }
     // The file may have changed since it was loaded; changes from now on are followed.
     let mut file = FileWatch::of(settings.config_file.value.as_deref());
-    let latest = file.read().await.and_then(|text| load_text(&args.flags, &environment, &text));
+    let latest = file.read().await.and_then(|text| load_text(&args.flags, &Environment::read(), &text));
     settings = latest.map_or(settings, |loaded| loaded.settings);
     loop {
         let mut life = Life::start(args, &settings, publisher)?;
@@ -77,8 +75,7 @@ async fn program(args: &LabelsArgs, publisher: Option<&Publisher>) -> Result<()>
                 text = file.changed() => ("the file changed", text),
                 _ = hangup.recv() => ("SIGHUP", file.read().await),
             };
-            let Some(Loaded { settings: next, findings }) = config::reloaded(&args.flags, &environment, text, reason)
-            else {
+            let Some(Loaded { settings: next, findings }) = config::reloaded(&args.flags, text, reason) else {
                 continue;
             };
             tracing::info!(why = reason, "configuration reloaded");

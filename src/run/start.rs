@@ -13,13 +13,14 @@ use tokio_util::sync::CancellationToken;
 
 use super::api::Api;
 use super::cdi_sync::{self, CdiSync, Prepared};
-use super::config::{self, DoorWish, Reloader, valid_metric};
-use super::dra::{self, start::RightsReader, start::Start};
+use super::config::{self, Reloader, valid_metric};
+use super::dra;
+use super::dra::start::{Lack, RightsReader};
 use super::driver::{driver_of, gate};
 use super::operators::{answer_probes, bind_admin, serve_operators};
 use super::{events, labels, mps};
-use crate::config::settings::load;
-use crate::config::{Environment, RunArgs, Settings, unknown_variables};
+use crate::config::settings::{Loaded, load};
+use crate::config::{RunArgs, Settings, unknown_variables};
 use linkwise_core::state::{Door, Event, XidPolicy};
 use linkwise_host::cdi::CdiMetrics;
 use linkwise_host::hwloc;
@@ -39,10 +40,8 @@ pub(super) async fn serve(args: &RunArgs, last_signals: &mut LastSignals) -> Res
     let (last, hangup) = (LastSignals::listen()?, listen(SignalKind::hangup(), "SIGHUP")?);
     let release_order = listen(SignalKind::user_defined1(), "SIGUSR1")?;
     let resume_order = listen(SignalKind::user_defined2(), "SIGUSR2")?;
-    let environment = Environment::read();
-    let loaded = load(&args.flags, &environment)?;
-    config::log(&loaded.findings);
-    let mut settings = loaded.settings;
+    let Loaded { mut settings, findings } = load(&args.flags)?;
+    config::log(&findings);
     refuse_wsl(args, &settings)?;
     // The folder of data that outlast a start.
     let state_dir = args.state_dir.clone().or_else(|| keeper::beside(&settings.kubelet_socket.value));
@@ -85,7 +84,7 @@ pub(super) async fn serve(args: &RunArgs, last_signals: &mut LastSignals) -> Res
     let away = driver.away.subscribe();
     node.spawn("NVML driver", driver.run());
     node.spawn("release", operator::show_driver(release.follow(), away, node.readiness.clone()));
-    let anew = follow_configuration(&mut node, args, (settings, environment), (rights, dra), hangup);
+    let anew = follow_configuration(&mut node, args, settings, (rights, dra.lacks), hangup);
     if let Some(path) = admin_path {
         let orders = operator::orders(&node, &release);
         node.spawn("admin socket", serve_operators(path, admin, orders));
@@ -129,7 +128,7 @@ fn warn_of_ignored(args: &RunArgs) {
     for variable in unknown_variables() {
         tracing::warn!(variable, "variable ignored: linkwise does not read it; see linkwise run --help");
     }
-    for (variable, passed_over) in args.xids.passed_over() {
+    for (variable, passed_over) in args.xids.policy().1 {
         tracing::warn!(variable, passed_over, "not an XID number: ignored");
     }
 }
@@ -160,7 +159,7 @@ async fn start_node(
         ..kubelet::Settings::new(settings.kubelet_socket.value.clone())
     };
     let health = HealthSettings {
-        xids: XidPolicy { overrides: settings.xids.value.clone(), ..args.xids.policy() },
+        xids: XidPolicy { overrides: settings.xids.value.clone(), ..args.xids.policy().0 },
         hold: args.nvml.health_hold_ms.map(Duration::from_millis),
         await_first_poll: true,
         await_claims: state_dir.is_some(),
@@ -217,18 +216,25 @@ pub(super) fn spawn_cdi_sync(node: &mut Node, sync: Option<CdiSync>) -> CdiLink 
 fn follow_configuration(
     node: &mut Node,
     args: &RunArgs,
-    (settings, environment): (Settings, Environment),
-    (rights, start): (RightsReader, Start),
+    settings: Settings,
+    (rights, lacks): (RightsReader, Vec<Lack>),
     hangup: Signal,
 ) -> CancellationToken {
     let anew = CancellationToken::new();
-    let (readiness, shutdown) = (node.readiness.clone(), node.shutdown());
-    let mut wish = DoorWish { rights, readiness, anew: anew.clone(), shutdown, lacks: Vec::new() };
-    if !start.lacks.is_empty() {
-        wish.cannot(start.lacks);
+    let mut reloader = Reloader {
+        flags: args.flags.clone(),
+        settings,
+        valid: node.metrics().register(valid_metric),
+        events: node.events(),
+        rights,
+        lacks: Vec::new(),
+        readiness: node.readiness.clone(),
+        anew: anew.clone(),
+        shutdown: node.shutdown(),
+    };
+    if !lacks.is_empty() {
+        reloader.cannot_serve_dra(lacks);
     }
-    let (valid, events) = (node.metrics().register(valid_metric), node.events());
-    let reloader = Reloader { flags: args.flags.clone(), environment, settings, valid, events, door: wish };
     node.spawn("configuration", reloader.run(hangup));
     anew
 }

@@ -23,7 +23,7 @@ use tokio::time::timeout;
 
 use super::{Progress, print};
 use crate::config::settings::load;
-use crate::config::{DoctorArgs, Environment, Flags, Format, Settings};
+use crate::config::{DoctorArgs, Flags, Format, Settings};
 use driver::Nvml;
 use linkwise_cluster::doctor::{ClusterFacts, ClusterQuestions, facts};
 use linkwise_core::quote::quoted;
@@ -98,7 +98,7 @@ pub async fn doctor(args: &DoctorArgs) -> Result<ExitCode> {
     let module = blocking(limit, move || driver::module_version(&module)).await.flatten();
     let root = args.root.clone();
     let policy = blocking(limit, move || kubelet::policy(&root)).await.flatten();
-    let settings = || Some(load(&Flags::default(), &Environment::read()).ok()?.settings);
+    let settings = || Some(load(&Flags::default()).ok()?.settings);
     let settings = blocking(limit, settings).await.flatten();
     let node = Arc::new(Node { args: args.clone(), limit, nvml, bus, module, settings });
 

@@ -139,7 +139,7 @@ impl Args for Flags {
 /// The prefix of linkwise's own variables.
 const PREFIX: &str = "LINKWISE_";
 
-/// The settings' variables and their texts, read once at the start.
+/// The settings' variables and their texts.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Environment(BTreeMap<String, String>);
 
@@ -226,10 +226,11 @@ pub fn check(path: &Path) -> Result<Vec<Finding>, ConfigError> {
     Ok(Settings::build(&Flags::default(), &Environment::default(), &read(path)?).1)
 }
 
-/// The effective configuration of these flags, this environment and the file that they name.
-pub fn load(flags: &Flags, environment: &Environment) -> Result<Loaded, ConfigError> {
-    let path = Settings::build(flags, environment, "").0.config_file.value;
-    load_text(flags, environment, &path.as_deref().map(read).transpose()?.unwrap_or_default())
+/// The effective configuration of these flags, this process's environment and the file that they name.
+pub fn load(flags: &Flags) -> Result<Loaded, ConfigError> {
+    let environment = Environment::read();
+    let path = Settings::build(flags, &environment, "").0.config_file.value;
+    load_text(flags, &environment, &path.as_deref().map(read).transpose()?.unwrap_or_default())
 }
 
 /// The effective configuration of these flags, this environment and the text of the file that they name.
