@@ -48,6 +48,9 @@ pub struct RunArgs {
     pub log: LogArgs,
 }
 
+/// The folder of a ServiceAccount's credentials in every pod.
+const SERVICE_ACCOUNT: &str = "/var/run/secrets/kubernetes.io/serviceaccount";
+
 /// The API server and the credentials for it.
 #[derive(Clone, Debug, Args)]
 pub struct ApiServerArgs {
@@ -61,13 +64,7 @@ pub struct ApiServerArgs {
     #[arg(long, value_name = "PORT", env = "KUBERNETES_SERVICE_PORT", default_value_t = 443, hide = true)]
     pub api_server_port: u16,
     /// The folder into which the kubelet mounts the pod's token and the API server's CA
-    #[arg(
-        long,
-        value_name = "FOLDER",
-        env = "LINKWISE_SERVICE_ACCOUNT_DIR",
-        default_value = "/var/run/secrets/kubernetes.io/serviceaccount",
-        hide = true
-    )]
+    #[arg(long, value_name = "FOLDER", env = "LINKWISE_SERVICE_ACCOUNT_DIR", default_value = SERVICE_ACCOUNT, hide = true)]
     pub service_account_dir: PathBuf,
 }
 

@@ -43,6 +43,9 @@ pub(super) const KUBELET_SOCKET: &str = "/var/lib/kubelet/device-plugins/kubelet
 /// The usual path of the kubelet's PodResources socket.
 pub(super) const POD_RESOURCES_SOCKET: &str = "/var/lib/kubelet/pod-resources/kubelet.sock";
 
+/// The kubelet's usual folder in which DRA drivers register.
+pub(super) const DRA_REGISTRY: &str = "/var/lib/kubelet/plugins_registry";
+
 /// The percentage of the machine's best below which an event is due. The bandwidths of NVLinks and PCIe paths mostly
 /// differ by a factor of two or more (docs/bandwidth.md): the percentage lies between the best and half of it.
 const EVENTS_BELOW: u8 = 75;
@@ -362,8 +365,7 @@ settings! {
     dra_plugins_dir: PathBuf = PathBuf::from("/var/lib/kubelet/plugins"), "linkwise.dra.pluginsDir", absolute,
         "dra-plugins-dir" "PATH" ["LINKWISE_DRA_PLUGINS_DIR"];
     /// The kubelet's folder in which DRA drivers register
-    dra_registry_dir: PathBuf = PathBuf::from("/var/lib/kubelet/plugins_registry"),
-        "linkwise.dra.registryDir", absolute,
+    dra_registry_dir: PathBuf = PathBuf::from(DRA_REGISTRY), "linkwise.dra.registryDir", absolute,
         "dra-registry-dir" "PATH" ["LINKWISE_DRA_REGISTRY_DIR"];
     /// Write an event about a pod whose GPUs are linked far worse than so many GPUs of this machine can be; it needs
     /// the API server
