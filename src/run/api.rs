@@ -59,11 +59,7 @@ impl Publisher {
     pub async fn publish(self, labels: LabelsWatch, interval: Interval, shutdown: CancellationToken) -> Result<()> {
         let has_name = !self.settings.node.is_empty();
         ensure!(has_name, "--node-name (NODE_NAME) must not be empty: it names the NodeFeature object");
-        let reassert = match interval {
-            Interval::Every(time) => time.max(SHORTEST),
-            Interval::Infinite => Duration::MAX,
-        };
-        let pace = Pace { reassert, ..Pace::DEFAULT };
+        let pace = Pace { reassert: interval.at_least(SHORTEST), ..Pace::DEFAULT };
         // No port serves these here.
         let server = ApiServer::new(self.access, pace, ApiMetrics::default());
         NodeFeatureWriter::new(server, self.settings).run(labels, shutdown).await;

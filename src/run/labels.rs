@@ -120,7 +120,7 @@ impl LabelSource {
         let (mut host, mut reading) = (HostFacts::default(), None);
         loop {
             host = self.host(&mut reading).await.unwrap_or(host);
-            let read_again = pause(self.interval);
+            let read_again = sleep(self.interval.at_least(SHORTEST));
             tokio::pin!(read_again);
             loop {
                 if let Some((made, problems)) = self.make(&host) {
@@ -176,14 +176,6 @@ pub(super) fn report(reported: &mut Once<LabelProblem>, problems: Vec<LabelProbl
     }
 }
 
-async fn pause(interval: Interval) {
-    match interval {
-        // 0 and single nanoseconds are valid, and would keep a core busy.
-        Interval::Every(time) => sleep(time.max(SHORTEST)).await,
-        Interval::Infinite => std::future::pending().await,
-    }
-}
-
 pub(super) struct FileWriter {
     pub file: LabelsFile,
     /// The time from one comparison of the file with the labels to the next.
@@ -208,7 +200,7 @@ impl FileWriter {
             tokio::select! {
                 changed = labels.changed() => changed.context("the labels are gone")?,
                 Ok(()) = self.files.changed() => {}
-                () = pause(again) => {}
+                () = sleep(again.at_least(SHORTEST)) => {}
             }
         }
     }

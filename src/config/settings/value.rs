@@ -237,6 +237,17 @@ pub enum Interval {
     Infinite,
 }
 
+impl Interval {
+    /// The time from one repetition to the next, and `shortest` at the least: 0 and single nanoseconds are valid, and
+    /// would keep a core or a server busy.
+    pub fn at_least(self, shortest: Duration) -> Duration {
+        match self {
+            Self::Every(time) => time.max(shortest),
+            Self::Infinite => Duration::MAX,
+        }
+    }
+}
+
 impl Serialize for Interval {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         match self {
