@@ -39,7 +39,7 @@ use linkwise_node::readiness::{Part, Readiness};
 use linkwise_nvml::supervisor::boot;
 use linkwise_system::clock::at;
 use linkwise_system::metrics::{new, number};
-use linkwise_system::send_if_new;
+use linkwise_system::{or_never, send_if_new};
 
 /// The folder of checkpoints in the state folder.
 const CLAIMS: &str = "claims";
@@ -178,10 +178,7 @@ fn write_slices(
             let follows = async {
                 loop {
                     send_if_new(&registered, *phase.borrow_and_update() == Phase::Registered);
-                    if phase.changed().await.is_err() {
-                        // The node is ending.
-                        std::future::pending::<()>().await;
-                    }
+                    or_never(phase.changed()).await;
                 }
             };
             tokio::select! {
@@ -277,26 +274,18 @@ pub(super) struct SliceMetrics {
 impl SliceMetrics {
     /// Makes and registers the metrics.
     pub fn register(registry: &mut Registry) -> Self {
+        let taints = "1 if the API server drops taints (feature gate DRADeviceTaints): sick GPUs are left out instead";
+        let counters = "1 once the API server dropped counters (feature gate DRAPartitionableDevices): no MIG devices to \
+                        be made are published";
+        let sharing = "1 once the API server dropped allowMultipleAllocations (feature gate DRAConsumableCapacity): one \
+                       claim has all of a shared GPU";
         Self {
             slices: new(registry, "dra_slices", "ResourceSlices of this node: wanted, and stored by the API server"),
             generation: new(registry, "dra_pool_generation", "The generation of this node's pool as it is stored"),
             current: new(registry, "dra_slices_current", "1 while the API server stores the ResourceSlices as wanted"),
-            drops_taints: new(
-                registry,
-                "dra_taints_dropped",
-                "1 if the API server drops taints (feature gate DRADeviceTaints): sick GPUs are left out instead",
-            ),
-            drops_counters: new(
-                registry,
-                "dra_counters_dropped",
-                "1 once the API server dropped counters (feature gate DRAPartitionableDevices): no MIG devices to be made are published",
-            ),
-            drops_sharing: new(
-                registry,
-                "dra_sharing_dropped",
-                "1 once the API server dropped allowMultipleAllocations (feature gate DRAConsumableCapacity): one \
-                 claim has all of a shared GPU",
-            ),
+            drops_taints: new(registry, "dra_taints_dropped", taints),
+            drops_counters: new(registry, "dra_counters_dropped", counters),
+            drops_sharing: new(registry, "dra_sharing_dropped", sharing),
             troubles: new(registry, "dra_slices_troubles", "Times that writing the ResourceSlices began to fail"),
         }
     }
