@@ -31,6 +31,7 @@ use linkwise_core::once::Once;
 use linkwise_core::state::ResourceName;
 use linkwise_host::mps::{Layout, Limits, Orders, Pace, Programs, Settings, Shm, mount_shm, prepare_orders};
 use linkwise_nvml::supervisor::{DriverMetrics, Release};
+use linkwise_system::files;
 use linkwise_system::signals::{LastSignals, listen};
 
 pub(super) use orders::spawn_in;
@@ -96,8 +97,8 @@ async fn serve(args: &MpsControlDaemonArgs) -> Result<()> {
     let ended = loop {
         tokio::select! {
             Ok(()) = released.changed() => {}
-            _ = poll.tick() => if !demand.follow(&layout).await? { continue },
-            _ = hangup.recv() => if !demand.follow(&layout).await? { continue },
+            _ = poll.tick() => if !demand.follow(&layout).await { continue },
+            _ = hangup.recv() => if !demand.follow(&layout).await { continue },
             ended = daemons.next() => if let Err(error) = ended { break Err(error) },
             () = &mut followed => {}
             signal = last_signals.come() => { tracing::info!(signal, "ending"); break Ok(()) }
@@ -124,10 +125,9 @@ struct Demand {
 
 impl Demand {
     /// Reads the orders; returns true if they changed. While they cannot be read, the last ones stay.
-    async fn follow(&mut self, layout: &Layout) -> Result<bool> {
+    async fn follow(&mut self, layout: &Layout) -> bool {
         let layout = layout.clone();
-        let read = tokio::task::spawn_blocking(move || Orders::read(&layout)).await;
-        let read = read.context("reading the MPS orders panicked")?;
+        let read = files::blocking(move || Orders::read(&layout)).await;
         let unreadable = read.as_ref().err().map(|error| chain(error));
         for error in self.unreadable.replace(unreadable) {
             tracing::error!(error, "MPS orders unreadable, keeping the last ones");
@@ -135,7 +135,7 @@ impl Demand {
         let orders = read.ok().or_else(|| self.orders.is_none().then(Orders::default));
         let changes = orders.is_some() && orders != self.orders;
         self.orders = orders.or_else(|| self.orders.take());
-        Ok(changes)
+        changes
     }
 
     /// The daemons to serve now, with their limits: resources, and the GPUs of claims. `None` before the orders were
