@@ -129,6 +129,7 @@ impl ConfigManagerArgs {
             text => Ok(text.to_owned()),
         };
         let fallbacks = self.fallback_strategies.iter().map(|word| word.trim()).filter(|word| !word.is_empty());
+        let process = || given(&self.process_to_signal, "--process-to-signal", "PROCESS_TO_SIGNAL");
         let name = self.default_config.trim();
         Ok(ConfigManagerSettings {
             oneshot: self.oneshot,
@@ -138,13 +139,7 @@ impl ConfigManagerArgs {
             destination: given(&self.config_file_dst, "--config-file-dst", "CONFIG_FILE_DST")?.into(),
             default: (!name.is_empty()).then(|| name.to_owned()),
             fallbacks: fallbacks.map(fallback).collect::<Result<_, _>>()?,
-            signal: match self.send_signal {
-                true => Some((
-                    given(&self.process_to_signal, "--process-to-signal", "PROCESS_TO_SIGNAL")?,
-                    signal(self.signal.trim())?,
-                )),
-                false => None,
-            },
+            signal: self.send_signal.then(|| anyhow::Ok((process()?, signal(self.signal.trim())?))).transpose()?,
             keep_after: Duration::from_millis(self.keep_after_ms),
         })
     }

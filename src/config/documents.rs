@@ -4,7 +4,7 @@
 use std::path::PathBuf;
 
 use clap::builder::{PossibleValuesParser, Resettable};
-use clap::{Args, Command, CommandFactory};
+use clap::{Arg, Args, Command, CommandFactory};
 use clap_complete::aot::Shell;
 
 use super::Cli;
@@ -64,15 +64,11 @@ fn without_hidden(command: &Command) -> Command {
     // The flags for help and version are among the copied ones; the version flag needs a version to print.
     copy = copy.version(env!("CARGO_PKG_VERSION"));
     copy = copy.disable_help_flag(true).disable_version_flag(true).disable_help_subcommand(true);
-    for arg in command.get_arguments().filter(|arg| !arg.is_hide_set()) {
-        let is_machine = arg.get_value_names().is_some_and(|names| names.iter().any(|name| *name == MACHINE));
-        let arg = arg.clone();
-        copy = copy.arg(if is_machine {
-            // The default would not be one of the values.
-            arg.value_parser(PossibleValuesParser::new([MACHINE_NAMES])).default_value(Resettable::Reset)
-        } else {
-            arg
-        });
-    }
-    copy.subcommands(command.get_subcommands().filter(|command| is_shown(command)).map(without_hidden))
+    let is_machine = |arg: &Arg| arg.get_value_names().is_some_and(|names| names.iter().any(|name| *name == MACHINE));
+    let args = command.get_arguments().filter(|arg| !arg.is_hide_set()).cloned().map(|arg| match is_machine(&arg) {
+        // The default would not be one of the values.
+        true => arg.value_parser(PossibleValuesParser::new([MACHINE_NAMES])).default_value(Resettable::Reset),
+        false => arg,
+    });
+    copy.args(args).subcommands(command.get_subcommands().filter(|command| is_shown(command)).map(without_hidden))
 }

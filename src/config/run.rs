@@ -74,10 +74,9 @@ impl ApiServerArgs {
         Access::of(&self.kubeconfig, (&self.api_server_host, self.api_server_port), &self.service_account_dir)
     }
 
-    /// Returns true if the credentials exist too. It reads a file's metadata.
+    /// Returns true if there are credentials for it. It reads a file's metadata.
     pub fn has_credentials(&self) -> bool {
-        let token = || self.service_account_dir.join("token").exists();
-        !self.kubeconfig.is_empty() || (!self.api_server_host.is_empty() && token())
+        !self.kubeconfig.is_empty() || self.service_account_dir.join("token").exists()
     }
 
     /// Returns true if there is an API server: in a pod, or by a kubeconfig.

@@ -3,6 +3,7 @@
 //! Reads YAML (and JSON, which is YAML) into values with their lines, and checks the keys. `value` and `lists` read the
 //! values. Touches no file system.
 
+use std::collections::BTreeSet;
 use std::fmt;
 
 use serde::de::{self, Deserialize, Deserializer, MapAccess, SeqAccess, Visitor};
@@ -270,21 +271,18 @@ impl<'a> Keys<'a> {
     }
 
     /// The keys that may stand below a path, each once; none below a leaf.
-    fn below(&self, path: &str) -> Vec<&'a str> {
+    fn below(&self, path: &str) -> BTreeSet<&'a str> {
         let below = |known: &'a str| match path {
             "" => Some(known),
             _ => known.strip_prefix(path)?.strip_prefix('.'),
         };
         let rests = self.known.iter().filter_map(|known| below(known));
-        let mut next: Vec<&str> = rests.filter_map(|rest| rest.split(['.', '[']).next()).collect();
-        next.sort_unstable();
-        next.dedup();
-        next
+        rests.filter_map(|rest| rest.split(['.', '[']).next()).collect()
     }
 
     /// The known spelling of a key; an unknown one is reported. `whole` is its path, for messages.
-    fn key(&mut self, entry: &Entry, path: &str, keys: &[&str], whole: &str) -> Option<String> {
-        if keys.contains(&entry.key.as_str()) {
+    fn key(&mut self, entry: &Entry, path: &str, keys: &BTreeSet<&str>, whole: &str) -> Option<String> {
+        if keys.contains(entry.key.as_str()) {
             return Some(entry.key.clone());
         }
         let is_strict = CASE_SENSITIVE.iter().any(|own| path.starts_with(own));
@@ -303,7 +301,7 @@ impl<'a> Keys<'a> {
 
     /// The key that was probably meant: a similar key of the same mapping, or else the same key elsewhere, by its whole
     /// path.
-    fn nearest(&self, key: &str, siblings: &[&str], path: &str) -> Option<String> {
+    fn nearest(&self, key: &str, siblings: &BTreeSet<&str>, path: &str) -> Option<String> {
         let close = |candidate: &str| {
             let (ours, theirs) = (excerpt(key).to_lowercase(), candidate.to_lowercase());
             let distance = strsim::damerau_levenshtein(&ours, &theirs);
