@@ -104,12 +104,10 @@ impl Reloader {
         let mut text = file.read().await;
         loop {
             self.reload(text, reason).await?;
-            let lacks = !self.lacks.is_empty();
-            let look_again = async { if lacks { sleep(LOOK_AGAIN).await } else { std::future::pending().await } };
             (reason, text) = tokio::select! {
                 text = file.changed() => ("the file changed", text),
                 _ = hangup.recv() => ("SIGHUP", file.read().await),
-                () = look_again => ("DRA lacked rights", file.read().await),
+                () = sleep(LOOK_AGAIN), if !self.lacks.is_empty() => ("DRA lacked rights", file.read().await),
             };
         }
     }

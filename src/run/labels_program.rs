@@ -56,11 +56,10 @@ async fn program(args: &LabelsArgs, publisher: Option<&Publisher>) -> Result<()>
     let Loaded { mut settings, findings } = load(&args.flags)?;
     config::log(&findings);
     if settings.gfd_oneshot.value {
-        let signal = tokio::select! {
-            written = once(args, &settings, publisher) => return written,
-            signal = last_signals.come() => signal,
+        return tokio::select! {
+            written = once(args, &settings, publisher) => written,
+            signal = last_signals.come() => Err(anyhow!("{signal} before the labels were written")),
         };
-        anyhow::bail!("{signal} before the labels were written");
     }
     // The file may have changed since it was loaded; changes from now on are followed.
     let mut file = FileWatch::of(settings.config_file.value.as_deref());
@@ -86,13 +85,11 @@ async fn program(args: &LabelsArgs, publisher: Option<&Publisher>) -> Result<()>
         };
         life.shutdown.cancel();
         life.tasks.shutdown().await;
-        match next {
-            Some(next) => settings = next,
-            None => {
-                tracing::info!("ending; the labels stay");
-                return Ok(());
-            }
-        }
+        let Some(next) = next else {
+            tracing::info!("ending; the labels stay");
+            return Ok(());
+        };
+        settings = next;
     }
 }
 
