@@ -159,7 +159,6 @@ macro_rules! settings {
 
             $(pub const $field: Row<$type> = Row {
                 key: $key,
-                at_once: settings!(@at_once $($at $once)?),
                 read: $read,
                 flag: settings!(@flag $($flag $takes)?),
                 aliases: &[$($($($alias),+)?)?],
@@ -199,7 +198,7 @@ macro_rules! settings {
                     json!({ lists::key(sharing.kind): sharing })
                 });
                 vec![
-                    $(shown($key, &self.$field, rows::$field.at_once),)+
+                    $(shown($key, &self.$field, settings!(@at_once $($at $once)?)),)+
                     shown("resources", &self.resources, true),
                     shown("sharing", &Setting { value: sharing, origin: self.sharing.origin }, true),
                     shown("linkwise.health.xids", &self.xids, false),

@@ -23,8 +23,6 @@ const MAX_FILE: u64 = 1 << 20;
 /// A row of the settings' table: a setting's names and its reader.
 pub(super) struct Row<T> {
     pub key: &'static str,
-    /// Set if a change applies while linkwise runs; otherwise it applies at the next start.
-    pub at_once: bool,
     pub read: Read<T>,
     /// The flag, and the name of its value in the help. The value of a BOOL may be left out, a LIST may be repeated, an
     /// empty OUTPUT is a value.
