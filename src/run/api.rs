@@ -1,5 +1,4 @@
-//! The API server: as the parts of `linkwise run` share it, by one access and one set of metrics, and as `linkwise
-//! labels` publishes its labels there, as a NodeFeature object.
+//! The API server, to which `linkwise labels` publishes its labels as a NodeFeature object.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,30 +9,6 @@ use tokio_util::sync::CancellationToken;
 
 use super::labels::LabelsWatch;
 use crate::config::{Interval, LabelsArgs};
-
-/// The way to the API server.
-#[derive(Clone, Debug)]
-pub struct Api {
-    access: Access,
-    metrics: ApiMetrics,
-}
-
-impl Api {
-    /// The API server that `access` leads to. It is not asked yet.
-    pub fn new(access: Access) -> Self {
-        Self { access, metrics: ApiMetrics::default() }
-    }
-
-    /// The counts of requests.
-    pub fn metrics(&self) -> &ApiMetrics {
-        &self.metrics
-    }
-
-    /// A client of its own for one part of the program.
-    pub fn server(&self) -> ApiServer {
-        ApiServer::new(self.access.clone(), Pace::DEFAULT, self.metrics.clone())
-    }
-}
 
 /// The shortest time between two checks of the object: shorter intervals are valid, and would keep the API server busy.
 const SHORTEST: Duration = Duration::from_secs(10);

@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use futures_util::FutureExt;
-use linkwise_cluster::{ClaimReader, SliceWriter, StoredPool};
+use linkwise_cluster::{ApiServer, ClaimReader, SliceWriter, StoredPool};
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
@@ -23,7 +23,6 @@ use tokio::task::spawn_blocking;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-use super::api::Api;
 use crate::config::Settings;
 use linkwise_core::once::Once;
 use linkwise_core::publish::dra::slice::Pool;
@@ -91,7 +90,7 @@ impl<'a> Given<'a> {
 /// Starts DRA in a node. Without a client of the API server no slices are written, and no new claim is prepared. Where
 /// GPUs go through the device plugin, the parts of DRA do not count for readiness, and the slices are empty while the
 /// kubelet has the plugin registered; otherwise the kubelet deletes them. Returns the plugin, to ask whether it answers.
-pub(super) fn spawn_in(node: &mut Node, given: Given<'_>, api: Option<&Api>) -> dra::Plugin {
+pub(super) fn spawn_in(node: &mut Node, given: Given<'_>, api: Option<&ApiServer>) -> dra::Plugin {
     let Given { settings, pool: empty, plugin, handover, has_metrics } = given;
     let serves = plugin.serves;
     let plugin = dra::Settings { read_claim: api.map(read_claim), ..plugin };
@@ -112,7 +111,8 @@ pub(super) fn spawn_in(node: &mut Node, given: Given<'_>, api: Option<&Api>) -> 
             let name = empty.node.clone();
             // The writer ends with the sender.
             let (pool, wanted) = watch::channel(Some(Arc::new(empty)));
-            let writing = write_slices(api.clone(), name, (wanted, watch::Sender::default()), &plugin, node.shutdown());
+            let writing =
+                write_slices(api.another(), name, (wanted, watch::Sender::default()), &plugin, node.shutdown());
             node.spawn_until_done("writer of slices", async move {
                 writing.await;
                 drop(pool);
@@ -126,8 +126,8 @@ pub(super) fn spawn_in(node: &mut Node, given: Given<'_>, api: Option<&Api>) -> 
 }
 
 /// Reads claims for the plugin.
-fn read_claim(api: &Api) -> ReadClaim {
-    let reader = Arc::new(ClaimReader::new(api.server()));
+fn read_claim(api: &ApiServer) -> ReadClaim {
+    let reader = Arc::new(ClaimReader::new(api.another()));
     Arc::new(move |claim| {
         let reader = Arc::clone(&reader);
         async move { reader.read(&claim).await }.boxed()
@@ -135,12 +135,12 @@ fn read_claim(api: &Api) -> ReadClaim {
 }
 
 /// Publishes the node's pool.
-fn publish(node: &mut Node, settings: &Settings, empty: Pool, api: &Api, plugin: &dra::Plugin) {
+fn publish(node: &mut Node, settings: &Settings, empty: Pool, api: &ApiServer, plugin: &dra::Plugin) {
     let metrics = node.metrics().register(SliceMetrics::register);
     let (pool, wanted) = watch::channel(None);
     let (report, stored) = watch::channel(StoredPool::default());
     let name = empty.node.clone();
-    let writing = write_slices(api.clone(), name, (wanted.clone(), report), plugin, node.shutdown());
+    let writing = write_slices(api.another(), name, (wanted.clone(), report), plugin, node.shutdown());
     let maker = PoolMaker {
         empty,
         evict_from_lost: settings.dra_evict_lost.value,
@@ -158,7 +158,7 @@ fn publish(node: &mut Node, settings: &Settings, empty: Pool, api: &Api, plugin:
 /// Writes slices whenever this process has the lock on claims, until `shutdown`: two processes would undo each other's
 /// slices. No request is made before the kubelet has found the plugin's sockets once.
 fn write_slices(
-    api: Api,
+    api: ApiServer,
     node: String,
     (wanted, report): (watch::Receiver<Option<Arc<Pool>>>, watch::Sender<StoredPool>),
     plugin: &dra::Plugin,
@@ -174,7 +174,7 @@ fn write_slices(
             let held = shutdown.run_until_cancelled(lock.wait_for(Option::is_some)).await;
             let Some(Ok(held)) = held.map(|held| held.map(|held| held.clone())) else { return };
             let registered = watch::Sender::new(false);
-            let writer = SliceWriter::new(api.server(), node.clone(), registered.subscribe(), report.clone());
+            let writer = SliceWriter::new(api.another(), node.clone(), registered.subscribe(), report.clone());
             let follows = async {
                 loop {
                     send_if_new(&registered, *phase.borrow_and_update() == Phase::Registered);
@@ -183,7 +183,7 @@ fn write_slices(
             };
             tokio::select! {
                 () = follows => {}
-                () = writer.run(api.server(), wanted.clone(), shutdown.clone()) => return,
+                () = writer.run(api.another(), wanted.clone(), shutdown.clone()) => return,
                 _ = lock.wait_for(Option::is_none) => {}
             }
             drop(held);

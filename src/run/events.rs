@@ -7,13 +7,12 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use futures_util::FutureExt;
-use linkwise_cluster::EventWriter;
+use linkwise_cluster::{ApiServer, EventWriter};
 use linkwise_system::send_if_new;
 use tokio::sync::watch;
 use tokio::task::spawn_blocking;
 use tokio::time::sleep;
 
-use super::api::Api;
 use crate::config::Settings;
 use linkwise_core::publish::PodEvent;
 use linkwise_core::publish::placement::Placements;
@@ -25,7 +24,7 @@ use linkwise_system::right::Right;
 const BETWEEN: Duration = Duration::from_secs(1);
 
 /// Has events written about the pods of a node, where the settings ask for that.
-pub(super) fn spawn_in(node: &mut Node, settings: &Settings, name: Option<&str>, api: Option<&Api>) {
+pub(super) fn spawn_in(node: &mut Node, settings: &Settings, name: Option<&str>, api: Option<&ApiServer>) {
     if !settings.events.value {
         return;
     }
@@ -40,7 +39,7 @@ pub(super) fn spawn_in(node: &mut Node, settings: &Settings, name: Option<&str>,
     };
     let (sender, due) = watch::channel(Arc::default());
     node.metrics().register(|registry| api.metrics().register_in(registry));
-    let writer = EventWriter::new(api.server(), name.to_owned()).run(due, node.shutdown());
+    let writer = EventWriter::new(api.another(), name.to_owned()).run(due, node.shutdown());
     node.spawn("events", follow(node.snapshot(), node.files(), settings.events_below.value, sender));
     node.spawn_until_done("events' writer", writer.map(Ok));
 }

@@ -17,7 +17,7 @@ mod labels_program;
 mod metrics_tests;
 mod mps;
 mod operators;
-mod simulated;
+pub mod simulated;
 mod start;
 
 use anyhow::Result;
@@ -27,12 +27,10 @@ use linkwise_system::signals::LastSignals;
 
 use crate::config::{LogArgs, RunArgs};
 
-pub use api::Api;
 pub use driver::agent_command;
 pub use labels::labels_of;
 pub use labels_program::labels;
 pub use mps::mps_control_daemon;
-pub use simulated::{SimulatedFolders, start_with_dra};
 use start::serve;
 
 /// Starts the log. The API server's client logs nothing itself: linkwise logs its failures, once each.

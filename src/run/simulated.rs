@@ -6,9 +6,10 @@ use std::net::SocketAddr;
 use std::path::Path;
 
 use anyhow::{Context, Result};
+use linkwise_cluster::ApiServer;
 
 use super::start::spawn_cdi_sync;
-use super::{api::Api, cdi_sync, dra};
+use super::{cdi_sync, dra};
 use crate::config::settings::load_text;
 use crate::config::{Environment, Flags};
 use linkwise_core::state::Event;
@@ -19,36 +20,30 @@ use linkwise_node::node::{Node, NodeSettings};
 
 const CONFIGURATION: &str = "version: v1\nlinkwise: {dra: {gpus: all}}\n";
 
-/// Folders of a simulated node, below one of its own.
-#[derive(Clone, Copy, Debug)]
-pub struct SimulatedFolders;
-
-impl SimulatedFolders {
-    /// The kubelet's folder of device plugins.
-    pub const DEVICE_PLUGINS: &str = "device-plugins";
-    /// The kubelet's folder of registration sockets.
-    pub const REGISTRY: &str = "registry";
-    /// The folder of CDI specs.
-    pub const CDI: &str = "cdi";
-    /// The state folder.
-    pub const STATE: &str = "state";
-    /// The kubelet's PodResources socket.
-    pub const POD_RESOURCES: &str = "pod-resources/kubelet.sock";
-}
+/// The kubelet's folder of device plugins, below the node's folder as all others.
+pub const DEVICE_PLUGINS: &str = "device-plugins";
+/// The kubelet's folder of registration sockets.
+pub const REGISTRY: &str = "registry";
+/// The folder of CDI specs.
+pub const CDI: &str = "cdi";
+/// The state folder.
+pub const STATE: &str = "state";
+/// The kubelet's PodResources socket.
+pub const POD_RESOURCES: &str = "pod-resources/kubelet.sock";
 
 /// Starts a node with all its folders below `folder`; the caller sends the observations.
-pub async fn start_with_dra(folder: &Path, name: &str, metrics_address: SocketAddr, api: &Api) -> Result<Node> {
+pub async fn start_with_dra(folder: &Path, name: &str, metrics_address: SocketAddr, api: &ApiServer) -> Result<Node> {
     let at = |path: &str| folder.join(path);
     let host = at("host");
-    for path in [&host, &at("plugins"), &at(SimulatedFolders::STATE)] {
+    for path in [&host, &at("plugins"), &at(STATE)] {
         fs::create_dir_all(path).with_context(|| format!("cannot make {}", path.display()))?;
     }
     let mut settings = load_text(&Flags::default(), &Environment::default(), CONFIGURATION)?.settings;
-    settings.kubelet_socket.value = at(SimulatedFolders::DEVICE_PLUGINS).join("kubelet.sock");
-    settings.pod_resources_socket.value = at(SimulatedFolders::POD_RESOURCES);
-    settings.dra_registry_dir.value = at(SimulatedFolders::REGISTRY);
+    settings.kubelet_socket.value = at(DEVICE_PLUGINS).join("kubelet.sock");
+    settings.pod_resources_socket.value = at(POD_RESOURCES);
+    settings.dra_registry_dir.value = at(REGISTRY);
     settings.dra_plugins_dir.value = at("plugins");
-    settings.cdi_dir.value = at(SimulatedFolders::CDI);
+    settings.cdi_dir.value = at(CDI);
     for root in
         [&mut settings.driver_root.value, &mut settings.driver_root_ctr_path.value, &mut settings.dev_root.value]
     {
@@ -67,7 +62,7 @@ pub async fn start_with_dra(folder: &Path, name: &str, metrics_address: SocketAd
     })
     .await?;
     let cdi = spawn_cdi_sync(&mut node, injection.sync);
-    let (state_dir, seen) = (at(SimulatedFolders::STATE), (injection.options, injection.host_devices));
+    let (state_dir, seen) = (at(STATE), (injection.options, injection.host_devices));
     let given = dra::Given::new(&settings, name.to_owned(), &state_dir, seen, cdi, Handover::alone());
     dra::spawn_in(&mut node, given, Some(api));
     node.apply(Event::Planned(Box::new(settings.plan())));

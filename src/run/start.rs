@@ -7,11 +7,11 @@ use std::time::Duration;
 
 use anyhow::{Result, bail};
 use futures_util::FutureExt;
+use linkwise_cluster::{ApiMetrics, ApiServer, Pace};
 use tokio::signal::unix::{Signal, SignalKind};
 use tokio::sync::{mpsc, watch};
 use tokio_util::sync::CancellationToken;
 
-use super::api::Api;
 use super::cdi_sync::{self, CdiSync, Prepared};
 use super::config::{self, Reloader, valid_metric};
 use super::dra;
@@ -51,7 +51,7 @@ pub(super) async fn serve(args: &RunArgs, last_signals: &mut LastSignals) -> Res
         settings.dra_gpus.value = Door::Plugin;
     }
     warn_of_ignored(args);
-    let api = args.api.access().ok().map(Api::new);
+    let api = args.api.access().ok().map(|access| ApiServer::new(access, Pace::DEFAULT, ApiMetrics::default()));
     let position = Position::at(state_dir.as_deref(), &args.pod_uid).await;
     let admin_path = settings.admin_socket.value.clone();
     let admin = admin_path.as_deref().map(bind_admin).transpose()?.flatten();

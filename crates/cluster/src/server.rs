@@ -78,6 +78,16 @@ impl ApiServer {
         Self { access, pace, metrics, client: None, asked: Arc::default() }
     }
 
+    /// Another client of the same API server, for another part of the program. It counts in the same metrics.
+    pub fn another(&self) -> Self {
+        Self::new(self.access.clone(), self.pace, self.metrics.clone())
+    }
+
+    /// The counts of requests.
+    pub fn metrics(&self) -> &ApiMetrics {
+        &self.metrics
+    }
+
     /// The same, with this deadline for requests.
     pub(crate) fn within(mut self, request: Duration) -> Self {
         self.pace.request = self.pace.request.min(request);

@@ -6,9 +6,8 @@
 use std::sync::Arc;
 
 use anyhow::{Context, Result, anyhow};
-use linkwise::run::Api;
 use linkwise_api_server_box::{ApiServerBox, Key, ResourceType};
-use linkwise_cluster::Access;
+use linkwise_cluster::{Access, ApiMetrics, ApiServer, Pace};
 use linkwise_core::state::DRA_DRIVER;
 use linkwise_host::machines::Machine;
 use linkwise_kubelet_box::dra::{ClaimRef, Wipe};
@@ -53,7 +52,7 @@ pub async fn play(args: &DemoArgs, machine: Machine, out: Print<'_>) -> Result<(
         std::fs::write(account.path().join(file), text).context("cannot write the service account's files")?;
     }
     let access = Access::InCluster { url: cluster.server.url(), service_account: account.path().to_owned() };
-    demo_dra(args, machine, &cluster, &Api::new(access), out).await
+    demo_dra(args, machine, &cluster, &ApiServer::new(access, Pace::DEFAULT, ApiMetrics::default()), out).await
 }
 
 /// The scheduler's result for a pod.

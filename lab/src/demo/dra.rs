@@ -16,7 +16,8 @@ use tokio::time::timeout;
 
 use super::cluster::{Cluster, NODE, Scheduled};
 use super::{DemoArgs, Print, manifests, show};
-use linkwise::run::{Api, SimulatedFolders, start_with_dra};
+use linkwise::run::simulated::{self, start_with_dra};
+use linkwise_cluster::ApiServer;
 use linkwise_core::allocation::{
     AllocationPolicy, AllocationRequest, AllocationTables, DeviceId, preferred_allocation,
 };
@@ -39,20 +40,17 @@ pub(super) async fn demo_dra(
     args: &DemoArgs,
     machine: Machine,
     cluster: &Cluster,
-    api: &Api,
+    api: &ApiServer,
     out: Print<'_>,
 ) -> Result<()> {
     let folder = tempfile::Builder::new().prefix("linkwise-").tempdir().context("cannot make a temporary folder")?;
     out(&format!("# {}\n", show::cut(&machine_tree(&machine))))?;
     let at = |path: &str| folder.path().join(path);
-    let mut options = Options::new(at(SimulatedFolders::DEVICE_PLUGINS));
-    options.pod_resources = Some(at(SimulatedFolders::POD_RESOURCES));
+    let mut options = Options::new(at(simulated::DEVICE_PLUGINS));
+    options.pod_resources = Some(at(simulated::POD_RESOURCES));
     let device_manager = KubeletBox::start(options)?;
-    let options = DraOptions {
-        wipe: Some(cluster.wipe()),
-        wait_timeout: DEADLINE,
-        ..DraOptions::new(at(SimulatedFolders::REGISTRY))
-    };
+    let options =
+        DraOptions { wipe: Some(cluster.wipe()), wait_timeout: DEADLINE, ..DraOptions::new(at(simulated::REGISTRY)) };
     let kubelet = DraKubelet::start(options).context("cannot make the folder of registration sockets")?;
     let node = start_with_dra(folder.path(), NODE, args.metrics_address, api).await?;
     let topology = Arc::new(NodeTopology::assemble(&machine.observed).0);
@@ -86,7 +84,7 @@ pub(super) async fn demo_dra(
 
 /// The checkpoints of claims below the node's folder.
 fn checkpoints(folder: &Path) -> Result<usize> {
-    let claims = folder.join(SimulatedFolders::STATE).join("claims");
+    let claims = folder.join(simulated::STATE).join("claims");
     let files = match std::fs::read_dir(&claims) {
         Ok(files) => files,
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(0),
@@ -199,7 +197,7 @@ impl Script<'_> {
         let gpus = self.gpus(&got);
         let minors = gpus.iter().filter_map(|(_, gpu)| gpu.facts.minor);
         let nodes: BTreeSet<String> = minors.map(|minor| format!("/dev/nvidia{minor}")).collect();
-        let folder = self.folder.join(SimulatedFolders::CDI);
+        let folder = self.folder.join(simulated::CDI);
         let container = runtime::container(&folder, &cdi).map_err(Error::msg)?;
         ensure!(nodes == container.gpus().into_iter().collect(), "{pod} got {got:?}, and its container {container:?}");
         tally.allocated += 1;
