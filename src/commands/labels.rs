@@ -15,7 +15,7 @@ use linkwise_system::output::{complain, print};
 pub async fn labels(args: &LabelsArgs) -> Result<()> {
     let settings = load(&args.flags)?.settings;
     let machine = machine(&args.node).await?;
-    let own_fabric = Some(own_fabric(args.api.node_name.as_deref().unwrap_or(&machine.name)));
+    let own_fabric = Some(own_fabric(args.node_name.as_deref().unwrap_or(&machine.name)));
     let of_labels = LabelSettings { timestamp: None, clique: settings.gpu_clique_label.value, own_fabric };
     let (labels, problems) = labels_of(&machine.observed, &settings, &HostFacts::default(), &of_labels);
     complain("linkwise", problems);

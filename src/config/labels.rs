@@ -15,23 +15,9 @@ pub struct LabelsArgs {
     /// The machine; with --node, its labels are printed and nothing else happens.
     #[command(flatten)]
     pub node: NodeArgs,
-    /// The API server, and the names of this node and pod.
-    #[command(flatten)]
-    pub api: ApiArgs,
-    /// Deadlines and intervals.
-    #[command(flatten)]
-    pub nvml: NvmlArgs,
-    /// The log.
-    #[command(flatten)]
-    pub log: LogArgs,
-}
-
-/// The API server, and the names of this node and pod there: gpu-feature-discovery's flags and variables.
-#[derive(Clone, Debug, Args)]
-pub struct ApiArgs {
     /// The API server.
     #[command(flatten)]
-    pub server: ApiServerArgs,
+    pub api: ApiServerArgs,
     /// Accepted for gpu-feature-discovery's sake, without effect: requests a second to the API server
     #[arg(long, value_name = "N", env = "KUBE_API_QPS", default_value_t = 5.0)]
     pub kube_api_qps: f32,
@@ -47,6 +33,12 @@ pub struct ApiArgs {
     /// This pod's name
     #[arg(long, value_name = "NAME", env = "POD_NAME")]
     pub pod_name: Option<String>,
+    /// Deadlines and intervals.
+    #[command(flatten)]
+    pub nvml: NvmlArgs,
+    /// The log.
+    #[command(flatten)]
+    pub log: LogArgs,
 }
 
 #[cfg(test)]

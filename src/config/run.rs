@@ -37,9 +37,12 @@ pub struct RunArgs {
     /// NVIDIA's DRA driver does for the GPU Operator's probes; 0 takes a free port, which is logged
     #[arg(long, value_name = "PORT", env = "LINKWISE_HEALTHCHECK_PORT")]
     pub healthcheck_port: Option<u16>,
-    /// The lists of XIDs.
-    #[command(flatten)]
-    pub xids: XidArgs,
+    /// XIDs that do not make a GPU unhealthy: numbers with commas, or all (see docs/health.md)
+    #[arg(long, value_name = "LIST", env = "DP_DISABLE_HEALTHCHECKS", default_value = "", hide_default_value = true)]
+    pub disable_healthchecks: String,
+    /// XIDs that make a GPU unhealthy, before all other settings but linkwise.health.xids: numbers with commas, or all
+    #[arg(long, value_name = "LIST", env = "DP_ENABLE_HEALTHCHECKS", default_value = "", hide_default_value = true)]
+    pub enable_healthchecks: String,
     /// The driver and the host.
     #[command(flatten)]
     pub host: HostArgs,
@@ -117,20 +120,9 @@ pub struct NvmlArgs {
     pub bus_look_ms: u64,
 }
 
-/// The lists of XIDs; [`XidSet`] parses them.
-#[derive(Clone, Debug, Default, Args)]
-pub struct XidArgs {
-    /// XIDs that do not make a GPU unhealthy: numbers with commas, or all (see docs/health.md)
-    #[arg(long, value_name = "LIST", env = "DP_DISABLE_HEALTHCHECKS", default_value = "", hide_default_value = true)]
-    pub disable_healthchecks: String,
-    /// XIDs that make a GPU unhealthy, before all other settings but linkwise.health.xids: numbers with commas, or all
-    #[arg(long, value_name = "LIST", env = "DP_ENABLE_HEALTHCHECKS", default_value = "", hide_default_value = true)]
-    pub enable_healthchecks: String,
-}
-
-impl XidArgs {
-    /// The policy of these lists, and the items that are not XIDs, by variable.
-    pub fn policy(&self) -> (XidPolicy, impl Iterator<Item = (&'static str, String)> + use<>) {
+impl RunArgs {
+    /// The policy of the lists of XIDs, and their items that are not XIDs, by variable.
+    pub fn xid_policy(&self) -> (XidPolicy, impl Iterator<Item = (&'static str, String)> + use<>) {
         let (disabled, of_disabled) = XidSet::parse(&self.disable_healthchecks);
         let (enabled, of_enabled) = XidSet::parse(&self.enable_healthchecks);
         let of_disabled = of_disabled.into_iter().map(|item| ("DP_DISABLE_HEALTHCHECKS", item));

@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, ensure};
 use futures_util::FutureExt;
+use linkwise_cluster::{Access, ApiMetrics, ApiServer, NodeFeatureSettings, NodeFeatureWriter, Pace};
 use prometheus_client::registry::Registry;
 use tokio::signal::unix::SignalKind;
 use tokio::sync::{mpsc, watch};
@@ -16,12 +17,11 @@ use tokio::task::{JoinSet, spawn_blocking};
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 
-use super::api::Publisher;
 use super::config;
 use super::driver::{agent_of, driver_of, gate, limits_of};
-use super::labels::{FileWriter, LabelSource, labels_of, report, settings_of};
+use super::labels::{FileWriter, LabelSource, LabelsWatch, labels_of, report, settings_of};
 use crate::config::settings::{Loaded, load, load_text};
-use crate::config::{Environment, FileWatch, LabelsArgs, Settings};
+use crate::config::{Environment, FileWatch, Interval, LabelsArgs, Settings};
 use linkwise_core::once::Once;
 use linkwise_core::state::{Event, NodeState};
 use linkwise_core::topology::NodeObservation;
@@ -43,6 +43,10 @@ const EVENTS: usize = 256;
 
 /// The longest time for the host's files before one-off labels.
 const FILES: Duration = Duration::from_secs(5);
+
+/// The shortest time between two checks of the NodeFeature object: shorter intervals are valid, and would keep the API
+/// server busy.
+const SHORTEST: Duration = Duration::from_secs(10);
 
 /// Publishes labels until a signal ends it; with `--oneshot` writes them once. Without an API server they go to the file
 /// that NFD reads.
@@ -93,6 +97,36 @@ async fn program(args: &LabelsArgs, publisher: Option<&Publisher>) -> Result<()>
     }
 }
 
+/// Publishes labels at the API server, as a NodeFeature object.
+#[derive(Clone)]
+struct Publisher {
+    access: Access,
+    /// GPU Feature Discovery's object is replaced once by a process, also where a new configuration begins anew.
+    settings: NodeFeatureSettings,
+}
+
+impl Publisher {
+    /// The publisher of a process; `None` without an API server.
+    fn new(args: &LabelsArgs) -> Option<Self> {
+        let access = args.api.access().ok()?;
+        let (node, namespace) = (args.node_name.clone().unwrap_or_default(), args.namespace.clone());
+        let pod = args.pod_name.clone().filter(|pod| !pod.is_empty());
+        Some(Self { access, settings: NodeFeatureSettings { node, namespace, pod, replaced: Arc::default() } })
+    }
+
+    /// Publishes labels, and compares them with what was published at each interval, until the token is cancelled or the
+    /// channel is closed.
+    async fn publish(self, labels: LabelsWatch, interval: Interval, shutdown: CancellationToken) -> Result<()> {
+        let has_name = !self.settings.node.is_empty();
+        ensure!(has_name, "--node-name (NODE_NAME) must not be empty: it names the NodeFeature object");
+        let pace = Pace { reassert: interval.at_least(SHORTEST), ..Pace::DEFAULT };
+        // No port serves these here.
+        let server = ApiServer::new(self.access, pace, ApiMetrics::default());
+        NodeFeatureWriter::new(server, self.settings).run(labels, shutdown).await;
+        Ok(())
+    }
+}
+
 struct Life {
     tasks: JoinSet<(&'static str, Result<()>)>,
     shutdown: CancellationToken,
@@ -113,7 +147,7 @@ impl Life {
         tasks.spawn(driver.run().map(|end| ("NVML driver", end)));
         tasks.spawn(keep_state(state, happened).map(|end| ("state", end)));
         let (sender, labels) = watch::channel(None);
-        let (node, sysfs) = (args.api.node_name.as_deref(), &args.node.host.sysfs);
+        let (node, sysfs) = (args.node_name.as_deref(), &args.node.host.sysfs);
         let source = LabelSource::of(settings, (node, sysfs), (snapshots, idle), metrics.clone());
         let interval = settings.gfd_sleep_interval.value;
         tasks.spawn(source.run(sender).map(|end| ("labels", end)));
@@ -176,7 +210,7 @@ async fn once(args: &LabelsArgs, settings: &Settings, publisher: Option<&Publish
     };
     let machine_type_file = settings.gfd_machine_type_file.value.clone();
     let host = spawn_blocking(move || host(&machine_type_file, &sysfs)).await?;
-    let of_labels = settings_of(settings, args.api.node_name.as_deref());
+    let of_labels = settings_of(settings, args.node_name.as_deref());
     let (labels, problems) = labels_of(&observed, settings, &host, &of_labels);
     report(&mut Once::new(), problems);
     if let Some(publisher) = publisher.filter(|_| settings.use_node_feature_api.value) {

@@ -5,7 +5,6 @@
 //! reloads the configuration; `mps` and `labels_program` are processes of their own. A task that ends unexpectedly ends
 //! the process, with its cause.
 
-mod api;
 mod cdi_sync;
 mod config;
 mod dra;

@@ -128,7 +128,7 @@ fn warn_of_ignored(args: &RunArgs) {
     for variable in unknown_variables() {
         tracing::warn!(variable, "variable ignored: linkwise does not read it; see linkwise run --help");
     }
-    for (variable, passed_over) in args.xids.policy().1 {
+    for (variable, passed_over) in args.xid_policy().1 {
         tracing::warn!(variable, passed_over, "not an XID number: ignored");
     }
 }
@@ -159,7 +159,7 @@ async fn start_node(
         ..kubelet::Settings::new(settings.kubelet_socket.value.clone())
     };
     let health = HealthSettings {
-        xids: XidPolicy { overrides: settings.xids.value.clone(), ..args.xids.policy().0 },
+        xids: XidPolicy { overrides: settings.xids.value.clone(), ..args.xid_policy().0 },
         hold: args.nvml.health_hold_ms.map(Duration::from_millis),
         await_first_poll: true,
         await_claims: state_dir.is_some(),
