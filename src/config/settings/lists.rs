@@ -99,7 +99,8 @@ impl Reader<'_> {
     pub fn lists(mut self) -> Lists {
         let (mut gpus, mut mig) = (self.patterns("resources.gpus"), self.patterns("resources.mig"));
         let exclude = self.exclude();
-        if !self.naming && !(gpus.is_empty() && mig.is_empty()) {
+        let has_patterns = gpus.iter().chain(&mig).next().is_some();
+        if has_patterns && !self.naming {
             self.note(self.file.at("resources"), "resources", NAMING_OFF);
             (gpus, mig) = Default::default();
         }
