@@ -97,18 +97,12 @@ pub(super) struct Configs(Vec<Config>);
 struct Config {
     kind: Kind,
     requests: Vec<String>,
-    /// The sharing that it asks for, or the reason why that cannot be enforced.
-    asks: Result<Sharing, ConfigError>,
+    mps: Asks,
 }
 
-/// The way in which containers share a device.
-#[derive(Clone, Debug)]
-enum Sharing {
-    /// They take turns.
-    TimeSlices,
-    /// They use it at once through a control daemon.
-    Mps(MpsConfig),
-}
+/// The MPS that a configuration asks for, or the reason why its sharing cannot be enforced. `None`: containers take
+/// turns.
+type Asks = Result<Option<MpsConfig>, ConfigError>;
 
 impl Configs {
     /// Reads all configurations for our driver: those of classes first, then the claim's own.
@@ -121,8 +115,8 @@ impl Configs {
             for config in configs.iter().filter(|config| config.source == source) {
                 let opaque = config.opaque.as_ref().ok_or(ConfigError::NotOpaque)?;
                 if opaque.driver == DRA_DRIVER {
-                    let (kind, asks) = parse(&opaque.parameters)?;
-                    read.push(Config { kind, requests: config.requests.clone(), asks });
+                    let (kind, mps) = parse(&opaque.parameters)?;
+                    read.push(Config { kind, requests: config.requests.clone(), mps });
                 }
             }
         }
@@ -144,11 +138,8 @@ impl Configs {
                 return Err(ConfigError::OtherDevice { kind, request, device: device.to_owned() });
             }
             if is_named || (config.requests.is_empty() && config.kind == kind) {
-                return match &config.asks {
-                    Ok(Sharing::TimeSlices) => Ok(None),
-                    Ok(Sharing::Mps(mps)) => Ok(Some((number, mps))),
-                    Err(refusal) => Err(refusal.clone()),
-                };
+                let mps = config.mps.as_ref().map_err(Clone::clone)?;
+                return Ok(mps.as_ref().map(|mps| (number, mps)));
             }
         }
         Ok(None)
@@ -226,13 +217,12 @@ impl Mps {
     }
 }
 
-/// Reads one object: its kind, and the sharing that it asks for or the reason why that cannot be enforced.
-fn parse(parameters: &str) -> Result<(Kind, Result<Sharing, ConfigError>), ConfigError> {
-    let no_object = |why: String| ConfigError::NoObject(why);
+/// Reads one object: its kind, and the MPS that it asks for.
+fn parse(parameters: &str) -> Result<(Kind, Asks), ConfigError> {
     let mut object = match serde_json::from_str(parameters) {
         Ok(Value::Object(object)) => object,
-        Ok(_) => return Err(no_object("not a JSON object".to_owned())),
-        Err(error) => return Err(no_object(error.to_string())),
+        Ok(_) => return Err(ConfigError::NoObject("not a JSON object".to_owned())),
+        Err(error) => return Err(ConfigError::NoObject(error.to_string())),
     };
     let mut text = |field: &str| match object.remove(field) {
         Some(Value::String(text)) => text,
@@ -256,7 +246,7 @@ fn parse(parameters: &str) -> Result<(Kind, Result<Sharing, ConfigError>), Confi
         }),
     };
     let Some(sharing) = sharing.map_err(|error| field(error.to_string()))? else {
-        return Ok((kind, Ok(Sharing::TimeSlices)));
+        return Ok((kind, Ok(None)));
     };
     let interval = sharing.time_slicing_config.as_ref().map(|config| config.interval.as_deref().unwrap_or("Default"));
     if let Some(unknown) = interval.filter(|interval| !INTERVALS.contains(interval)) {
@@ -271,11 +261,11 @@ fn parse(parameters: &str) -> Result<(Kind, Result<Sharing, ConfigError>), Confi
         (Strategy::Mps, None) => {
             let limits = sharing.mps_config.unwrap_or_default().read().map_err(field)?;
             match kind {
-                Kind::Gpu => Ok(Sharing::Mps(limits)),
+                Kind::Gpu => Ok(Some(limits)),
                 Kind::Mig => Err(ConfigError::MpsOnMig(kind.name())),
             }
         }
-        (Strategy::TimeSlicing, None | Some("Default")) => Ok(Sharing::TimeSlices),
+        (Strategy::TimeSlicing, None | Some("Default")) => Ok(None),
         (Strategy::TimeSlicing, Some(interval)) => Err(ConfigError::Interval(kind.name(), interval.to_owned())),
     };
     Ok((kind, asks))
