@@ -153,16 +153,6 @@ pub enum ReadClaimError {
     Failed(String),
 }
 
-/// The claim that has a device; shown as `namespace/name (UID ...)`.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Holder(pub ClaimName);
-
-impl core::fmt::Display for Holder {
-    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
-        write!(f, "{}/{} (UID {})", self.0.namespace, self.0.name, self.0.uid)
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

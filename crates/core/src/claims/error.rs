@@ -4,13 +4,12 @@ use crate::prelude::*;
 
 use thiserror::Error;
 
-use super::claim::Holder;
 use super::config::ConfigError;
 use super::mps::MpsRefusal;
 use super::share::ShareError;
 use crate::publish::injection::InjectionError;
 use crate::quote::quoted;
-use crate::state::{DRA_DRIVER, Door, UnhealthyReason};
+use crate::state::{ClaimName, DRA_DRIVER, Door, UnhealthyReason};
 use crate::topology::{GpuUuid, MigUuid};
 
 /// The reason why a claim cannot be prepared.
@@ -102,8 +101,8 @@ pub enum DeviceRefusal {
     #[error(" is lost: {0}")]
     Lost(UnhealthyReason),
     /// Another claim has it.
-    #[error(" is prepared for the claim {0}")]
-    Taken(Box<Holder>),
+    #[error(" is prepared for the claim {}", .0.with_uid())]
+    Taken(Box<ClaimName>),
     /// This MIG device is in the place of the one to be made.
     #[error(" cannot be made: {0} is in its place, which no claim had made")]
     PlaceTaken(MigUuid),
@@ -139,7 +138,7 @@ impl ClaimError {
     }
 
     /// The claims that have the hardware which this claim is refused.
-    pub fn holders(&self) -> &[Holder] {
+    pub fn holders(&self) -> &[ClaimName] {
         let Self::Device { why, .. } = self else { return &[] };
         match why {
             DeviceRefusal::Taken(holder) | DeviceRefusal::Mps(MpsRefusal::Disagrees(holder)) => {

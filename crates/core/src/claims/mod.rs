@@ -19,7 +19,7 @@ pub use crate::state::{
     PreparedDevice, Share, claim_device, claim_member,
 };
 pub use claim::{
-    AllocatedConfig, AllocatedDevice, Allocation, Claim, ClaimStatus, DeviceAllocation, Holder, NoClaim, OpaqueConfig,
+    AllocatedConfig, AllocatedDevice, Allocation, Claim, ClaimStatus, DeviceAllocation, NoClaim, OpaqueConfig,
     ReadClaimError,
 };
 pub use config::ConfigError;

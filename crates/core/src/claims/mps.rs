@@ -7,11 +7,10 @@
 
 use crate::prelude::*;
 use alloc::collections::BTreeMap;
-use core::fmt;
 
 use thiserror::Error;
 
-use super::claim::Holder;
+use super::error::{ClaimError, DeviceRefusal};
 use crate::quote::quoted;
 use crate::state::{ClaimMps, ClaimName, ClientLimits, GpuShares, MpsOrder, MpsOrderGpu, Share, VOLTA};
 use crate::topology::{ComputeCapability, Gpu, GpuUuid};
@@ -72,8 +71,8 @@ pub enum MpsRefusal {
     #[error("the claim has {0} of {1} shares, less than 1 percent of the threads")]
     TooSmall(u64, u32),
     /// Another claim has a control daemon with other limits on the GPU.
-    #[error("the claim {0} has an MPS control daemon with other limits on this GPU")]
-    Disagrees(Box<Holder>),
+    #[error("the claim {} has an MPS control daemon with other limits on this GPU", .0.with_uid())]
+    Disagrees(Box<ClaimName>),
     /// The GPU's UUID is malformed.
     #[error("its UUID cannot be part of the name of a folder")]
     NoName,
@@ -92,61 +91,59 @@ pub(super) struct Asked<'a> {
     pub config: (usize, &'a MpsConfig),
 }
 
-impl fmt::Display for Asked<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} ({})", self.device, self.gpu.uuid)
+impl Asked<'_> {
+    fn refused(&self, why: MpsRefusal) -> ClaimError {
+        ClaimError::of_device(&self.device, &self.gpu.uuid, DeviceRefusal::Mps(why))
     }
 }
 
-/// Plans the MPS of a claim; `Err` has its first device that cannot have MPS, with the reason. `others` are the other
+/// Plans the MPS of a claim; `Err` is the refusal of its first device that cannot have MPS. `others` are the other
 /// claims.
-pub(super) fn plan<'a, 'b, 'c>(
-    asked: &'b [Asked<'a>],
-    others: impl Iterator<Item = (&'c ClaimName, &'c ClaimMps)>,
-) -> Result<Option<ClaimMps>, (&'b Asked<'a>, MpsRefusal)> {
+pub(super) fn plan<'a>(
+    asked: &[Asked<'_>],
+    others: impl Iterator<Item = (&'a ClaimName, &'a ClaimMps)>,
+) -> Result<Option<ClaimMps>, ClaimError> {
     let Some(first) = asked.first() else { return Ok(None) };
     for one in asked {
-        refuse(one, first).map_err(|why| (one, why))?;
+        check(one, first).map_err(|why| one.refused(why))?;
     }
     let planned = match first.share {
         Some((_, sharing)) => shared(asked, first, sharing)?,
         None => whole(asked, first)?,
     };
-    planned.order.name().ok_or((first, MpsRefusal::NoName))?;
+    planned.order.name().ok_or_else(|| first.refused(MpsRefusal::NoName))?;
     for (name, other) in others.filter(|(_, other)| other.order.overlaps(&planned.order)) {
         if other.order != planned.order {
-            return Err((first, MpsRefusal::Disagrees(Box::new(Holder(name.clone())))));
+            return Err(first.refused(MpsRefusal::Disagrees(Box::new(name.clone()))));
         }
     }
     Ok(Some(planned))
 }
 
 /// Checks a device by itself and against the first one.
-fn refuse(one: &Asked<'_>, first: &Asked<'_>) -> Result<(), MpsRefusal> {
+fn check(one: &Asked<'_>, first: &Asked<'_>) -> Result<(), MpsRefusal> {
     if let Some(old) = one.gpu.facts.compute_capability.filter(|capability| *capability < VOLTA) {
         return Err(MpsRefusal::TooOld(old));
     }
     if one.admin {
         return Err(MpsRefusal::Admin);
     }
-    let is_with = match (one.share, first.share) {
-        (None, None) => true,
-        (Some(_), Some(_)) => one.gpu.uuid == first.gpu.uuid,
-        _ => false,
-    };
-    if is_with { Ok(()) } else { Err(MpsRefusal::OtherDaemon(first.to_string())) }
+    match (one.share, first.share) {
+        (None, None) => Ok(()),
+        (Some(_), Some(_)) if one.gpu.uuid == first.gpu.uuid => Ok(()),
+        _ => Err(MpsRefusal::OtherDaemon(format!("{} ({})", first.device, first.gpu.uuid))),
+    }
 }
 
 /// The daemon of a claim's whole GPUs.
-fn whole<'a, 'b>(asked: &'b [Asked<'a>], first: &Asked<'_>) -> Result<ClaimMps, (&'b Asked<'a>, MpsRefusal)> {
+fn whole(asked: &[Asked<'_>], first: &Asked<'_>) -> Result<ClaimMps, ClaimError> {
     let threads = |one: &Asked<'_>| one.config.1.thread_percentage.unwrap_or(100);
     let (mut gpus, mut clients) = (Vec::new(), BTreeMap::new());
     for one in asked {
         if threads(one) != threads(first) {
-            let (asked, other) = (threads(one), threads(first));
-            return Err((one, MpsRefusal::OtherThreads(asked, other)));
+            return Err(one.refused(MpsRefusal::OtherThreads(threads(one), threads(first))));
         }
-        let mib = memory(one, asked, one.gpu.facts.memory_mib, false).map_err(|why| (one, why))?;
+        let mib = memory(one, asked, one.gpu.facts.memory_mib, false)?;
         gpus.push(MpsOrderGpu { gpu: one.gpu.uuid.clone(), mib });
         clients.insert(one.request.clone(), ClientLimits::default());
     }
@@ -154,11 +151,7 @@ fn whole<'a, 'b>(asked: &'b [Asked<'a>], first: &Asked<'_>) -> Result<ClaimMps, 
 }
 
 /// The daemon of a GPU in shares.
-fn shared<'a, 'b>(
-    asked: &'b [Asked<'a>],
-    first: &Asked<'_>,
-    sharing: GpuShares,
-) -> Result<ClaimMps, (&'b Asked<'a>, MpsRefusal)> {
+fn shared(asked: &[Asked<'_>], first: &Asked<'_>, sharing: GpuShares) -> Result<ClaimMps, ClaimError> {
     let most = if sharing.one_each { 100 / sharing.shares.max(1) } else { 100 };
     let mut clients = BTreeMap::new();
     for one in asked {
@@ -170,16 +163,15 @@ fn shared<'a, 'b>(
         let part = shares.saturating_mul(100) / u64::from(sharing.shares.max(1));
         let part = u32::try_from(part).unwrap_or(100).min(100);
         if part == 0 {
-            return Err((one, MpsRefusal::TooSmall(shares, sharing.shares)));
+            return Err(one.refused(MpsRefusal::TooSmall(shares, sharing.shares)));
         }
         let threads = one.config.1.thread_percentage.unwrap_or(part);
         if threads > part {
             let (what, asked, most) = ("percent of the threads", threads.into(), part.into());
-            return Err((one, MpsRefusal::TooMuch { what, asked, most, is_share: true }));
+            return Err(one.refused(MpsRefusal::TooMuch { what, asked, most, is_share: true }));
         }
         let has = (bytes >= MIB).then_some(bytes / MIB);
-        let mib =
-            memory(one, asked, has.or(one.gpu.facts.memory_mib), has.is_some()).map_err(|why| (one, why))?.or(has);
+        let mib = memory(one, asked, has.or(one.gpu.facts.memory_mib), has.is_some())?.or(has);
         let thread_percentage = (threads != most).then_some(threads);
         clients.insert(one.request.clone(), ClientLimits { thread_percentage, mib });
     }
@@ -188,7 +180,7 @@ fn shared<'a, 'b>(
 }
 
 /// The limit of a GPU's memory from its configuration, in MiB; `most` is the memory that there is.
-fn memory(one: &Asked<'_>, asked: &[Asked<'_>], most: Option<u64>, is_share: bool) -> Result<Option<u64>, MpsRefusal> {
+fn memory(one: &Asked<'_>, asked: &[Asked<'_>], most: Option<u64>, is_share: bool) -> Result<Option<u64>, ClaimError> {
     let (number, config) = one.config;
     let mut of_config: Vec<&GpuUuid> = Vec::new();
     for gpu in asked.iter().filter(|other| other.config.0 == number).map(|other| &other.gpu.uuid) {
@@ -202,7 +194,7 @@ fn memory(one: &Asked<'_>, asked: &[Asked<'_>], most: Option<u64>, is_share: boo
     };
     let mut limit = config.mib;
     for (name, mib) in &config.mib_by_device {
-        let unknown = || MpsRefusal::UnknownDevice(name.clone(), of_config.len());
+        let unknown = || one.refused(MpsRefusal::UnknownDevice(name.clone(), of_config.len()));
         let named = place(name).ok_or_else(unknown)?;
         if of_config.get(named).is_some_and(|gpu| **gpu == one.gpu.uuid) {
             limit = Some(*mib);
@@ -210,7 +202,7 @@ fn memory(one: &Asked<'_>, asked: &[Asked<'_>], most: Option<u64>, is_share: boo
     }
     match limit.zip(most) {
         Some((asked, most)) if asked > most => {
-            Err(MpsRefusal::TooMuch { what: "MiB of memory", asked, most, is_share })
+            Err(one.refused(MpsRefusal::TooMuch { what: "MiB of memory", asked, most, is_share }))
         }
         _ => Ok(limit),
     }

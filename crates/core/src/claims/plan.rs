@@ -2,7 +2,7 @@
 
 use crate::prelude::*;
 
-use super::claim::{AllocatedDevice, Claim, Holder, base};
+use super::claim::{AllocatedDevice, Claim, base};
 use super::config::{Configs, Kind};
 use super::containers::containers;
 use super::device::{devices, hardware_of};
@@ -87,7 +87,7 @@ pub fn plan(claim: &Claim, asked: &ClaimName, node: Node<'_>) -> Result<Prepared
         let holds = |other: &Prepared| other.devices.iter().any(|held| device.excludes(held));
         let holders = others();
         if let Some((holder, _)) = holders.clone().find(|(_, other)| holds(other)) {
-            return Err(refused(DeviceRefusal::Taken(Box::new(Holder(holder.clone())))));
+            return Err(refused(DeviceRefusal::Taken(Box::new(holder.clone()))));
         }
         if let Some((share, sharing)) = device.share.zip(sharing) {
             let beside = holders.flat_map(|(name, other)| other.devices.iter().map(move |device| (Some(name), device)));
@@ -106,8 +106,7 @@ pub fn plan(claim: &Claim, asked: &ClaimName, node: Node<'_>) -> Result<Prepared
         }
         prepared.push(device);
     }
-    let mps = mps::plan(&by_mps, others().filter_map(|(name, other)| Some((name, other.mps.as_ref()?))));
-    let mps = mps.map_err(|(of, why)| ClaimError::of_device(&of.device, &of.gpu.uuid, DeviceRefusal::Mps(why)))?;
+    let mps = mps::plan(&by_mps, others().filter_map(|(name, other)| Some((name, other.mps.as_ref()?))))?;
     let mut prepared = Prepared { devices: prepared, mps };
     if let Some(before) = node.state.ledger().prepared(&asked.uid) {
         let kind = node.injection.cdi.as_ref().map_or("", |cdi| cdi.kind.as_str());

@@ -5,10 +5,11 @@ use crate::prelude::*;
 
 use thiserror::Error;
 
-use super::claim::{AllocatedDevice, Holder};
+use super::claim::AllocatedDevice;
 use crate::quantity;
 use crate::quote::quoted;
 use crate::state::{ClaimName, GpuShares, Share};
+use crate::words::list;
 
 /// The reason why a claim cannot have a share of a GPU.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
@@ -37,7 +38,7 @@ pub enum ShareError {
         /// The amount that other claims, and other devices of this claim, have.
         held: u64,
         /// The other claims; empty if it is the claim itself.
-        holders: Vec<Holder>,
+        holders: Vec<ClaimName>,
     },
     /// The amount is above what the GPU has, or what a claim may take.
     #[error("{asked} {capacity} are allocated to the claim, which may have {most}")]
@@ -51,9 +52,11 @@ pub enum ShareError {
     },
 }
 
-fn names(holders: &[Holder]) -> String {
-    let names: Vec<String> = holders.iter().map(|holder| format!("the claim {holder}")).collect();
-    if names.is_empty() { "the claim itself".to_owned() } else { names.join(", ") }
+fn names(holders: &[ClaimName]) -> String {
+    match holders {
+        [] => "the claim itself".to_owned(),
+        holders => list(holders.iter().map(|holder| format!("the claim {}", holder.with_uid()))),
+    }
 }
 
 /// Reads the share of an allocated device; `None` if the claim has all of it. `sharing` is the GPU's published sharing.
@@ -96,8 +99,7 @@ pub(super) fn fits<'a>(
             sum if sum <= whole => Ok(()),
             _ if asked > whole => Err(ShareError::TooMuch { capacity, asked, most: whole }),
             _ => {
-                let mut holders: Vec<Holder> =
-                    beside.clone().filter_map(|(name, _)| Some(Holder(name?.clone()))).collect();
+                let mut holders: Vec<ClaimName> = beside.clone().filter_map(|(name, _)| name.cloned()).collect();
                 holders.dedup();
                 Err(ShareError::Exceeds { capacity, asked, whole, held, holders })
             }

@@ -33,6 +33,13 @@ pub struct ClaimName {
     pub uid: String,
 }
 
+impl ClaimName {
+    /// `namespace/name (UID ...)`.
+    pub(crate) fn with_uid(&self) -> String {
+        format!("{self} (UID {})", self.uid)
+    }
+}
+
 impl fmt::Display for ClaimName {
     /// Writes `namespace/name`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -196,9 +196,9 @@ impl Agent {
                     return Some(prepared);
                 }
                 Err(ClaimError::Device { why: DeviceRefusal::Taken(holder), .. })
-                    if self.is_gone(&holder.0.uid, cluster, now) =>
+                    if self.is_gone(&holder.uid, cluster, now) =>
                 {
-                    self.put(&holder.0.uid, None, disk, now);
+                    self.put(&holder.uid, None, disk, now);
                 }
                 Err(_) => return None,
             }

@@ -178,7 +178,7 @@ impl ClaimManager {
             };
             let mut any_gone = false;
             for holder in taken.holders() {
-                any_gone |= self.release_gone(&holder.0).await;
+                any_gone |= self.release_gone(holder).await;
             }
             if !any_gone {
                 return Err(taken.into());
