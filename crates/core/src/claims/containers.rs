@@ -7,7 +7,7 @@ use crate::prelude::*;
 use alloc::collections::BTreeMap;
 
 use super::error::{ClaimError, DeviceRefusal};
-use super::node::Node;
+use super::plan::Node;
 use crate::publish::injection::{ChosenDevice, Granted, Injection, InjectionOptions};
 use crate::publish::{MpsClient, MpsShm};
 use crate::state::{ClientLimits, Prepared};

@@ -7,7 +7,7 @@ use thiserror::Error;
 
 use super::claim::AllocatedDevice;
 use super::error::{ClaimError, DeviceRefusal};
-use super::node::Node;
+use super::plan::Node;
 use crate::topology::{Gpu, GpuUuid, MigDevice, MigSlot, MigUuid, possible_mig};
 
 /// An order to the driver about the instances of one GPU, which the agent carries out.

@@ -6,11 +6,9 @@
 mod claim;
 mod config;
 mod containers;
-mod device;
 mod error;
 mod mig;
 mod mps;
-mod node;
 mod plan;
 mod share;
 
@@ -24,10 +22,8 @@ pub use claim::{
 };
 pub use config::ConfigError;
 pub use containers::{NodeDevice, RequestEdits, containers};
-pub use device::{devices, hardware_of};
 pub use error::{ClaimError, DeviceRefusal};
 pub use mig::{MigOrder, MigOrderError, MigTask};
 pub use mps::MpsRefusal;
-pub use node::Node;
-pub use plan::plan;
+pub use plan::{Node, devices, plan};
 pub use share::ShareError;

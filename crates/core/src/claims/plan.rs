@@ -1,25 +1,44 @@
 //! Prepares a claim that was allocated here, or refuses it with the reason.
 
 use crate::prelude::*;
+use alloc::collections::BTreeSet;
 
 use super::claim::{AllocatedDevice, Claim, base};
 use super::config::{Configs, Kind};
 use super::containers::containers;
-use super::device::{devices, hardware_of};
 use super::error::{ClaimError, DeviceRefusal};
 use super::mig::{OnDemand, on_demand};
 use super::mps::{self, Asked};
-use super::node::Node;
 use super::share;
-use crate::publish::injection::ChosenDevice;
-use crate::state::{ClaimName, DRA_DRIVER, Door, Prepared, PreparedDevice, claim_device, claim_member};
-use crate::topology::{Gpu, MigSlot, NodeTopology};
+use crate::publish::injection::{ChosenDevice, HostDevices, InjectionOptions};
+use crate::state::{
+    ClaimName, DRA_DRIVER, Door, NodeState, Prepared, PreparedDevice, ResourceName, claim_device, claim_member,
+};
+use crate::topology::{Gpu, MigSlot, NodeTopology, device_names};
+use crate::words::list;
 
 /// The most devices of a claim, of all drivers (`AllocationResultsMaxSize` of resource.k8s.io).
 const MOST_DEVICES: usize = 32;
 
 /// The most configurations of a claim that has devices: its own and its classes' (twice `DeviceConfigMaxSize`).
 const MOST_CONFIGS: usize = 64;
+
+/// The facts that a plan is made from, apart from the claim.
+#[derive(Clone, Copy, Debug)]
+pub struct Node<'a> {
+    /// The pool's name.
+    pub pool: &'a str,
+    /// The snapshot.
+    pub state: &'a NodeState,
+    /// The options by which containers get their GPUs; with CDI.
+    pub injection: &'a InjectionOptions,
+    /// The host's devices other than GPUs.
+    pub host: &'a HostDevices,
+    /// True if MIG devices are made for claims.
+    pub makes_mig: bool,
+    /// The MPS control daemons that serve and have no shared memory of their own: an older release started them.
+    pub common_shm: &'a BTreeSet<ResourceName>,
+}
 
 /// Plans the preparation of a claim by the state of its node. The state has one writer, which enters the result into the
 /// ledger before any other plan: so nothing is given twice.
@@ -131,14 +150,26 @@ fn hardware<'a>(
         return Ok((ChosenDevice { gpu, mig: made }, Some(slot)));
     }
     of_this_pool(result, node)?;
-    let topology: &NodeTopology = node.state.topology();
-    let hardware = hardware_of(topology, &result.device).ok_or_else(|| {
-        let known: Vec<String> = devices(topology).into_iter().map(|(name, _)| name).collect();
-        let known = if known.is_empty() { "none".to_owned() } else { known.join(", ") };
-        ClaimError::UnknownDevice(result.device.clone(), known)
-    })?;
+    let devices = devices(node.state.topology());
+    let Some((_, hardware)) = devices.iter().find(|(name, _)| *name == result.device) else {
+        let known = if devices.is_empty() { "none".to_owned() } else { list(devices.iter().map(|(name, _)| name)) };
+        return Err(ClaimError::UnknownDevice(result.device.clone(), known));
+    };
     usable(result, hardware.gpu, asked, node)?;
-    Ok((hardware, None))
+    Ok((*hardware, None))
+}
+
+/// All devices by their published names: GPUs that are not in MIG mode, and MIG devices.
+pub fn devices(topology: &NodeTopology) -> Vec<(String, ChosenDevice<'_>)> {
+    let chosen = |(place, mig): (usize, Option<usize>)| {
+        let gpu = topology.gpus().get(place)?;
+        match mig {
+            Some(mig) => Some(ChosenDevice { gpu, mig: Some(topology.mig_devices().get(mig)?) }),
+            None => (!gpu.mig_enabled).then_some(ChosenDevice { gpu, mig: None }),
+        }
+    };
+    let names = device_names(topology).into_iter();
+    names.filter_map(|(hardware, name)| Some((name, chosen(hardware)?))).collect()
 }
 
 fn of_this_pool(result: &AllocatedDevice, node: Node<'_>) -> Result<(), ClaimError> {
