@@ -96,7 +96,7 @@ impl Hardware {
 
     /// The health of a GPU, or with `instance` of a MIG device on it; `None` if it was never scanned.
     pub fn health(&self, gpu: &GpuUuid, instance: Option<MigInstance>) -> Option<Health> {
-        Some(self.health.get(gpu)?.verdict(&self.xids, instance))
+        Some(self.health.get(gpu)?.verdict(&self.xids, |reason| reason.concerns(instance)))
     }
 
     /// The standing reasons of a GPU and its MIG devices, in the order in which they began, each with its beginning.
@@ -305,30 +305,30 @@ impl Hardware {
     /// all of its devices are.
     pub(super) fn report<'a>(&mut self, listed: impl Iterator<Item = (&'a Device, bool)> + Clone) -> Vec<Effect> {
         let mut instances: BTreeMap<&GpuUuid, BTreeSet<MigInstance>> = BTreeMap::new();
-        for (device, _) in listed.clone().filter(|(_, is_orphan)| !is_orphan) {
+        let offered = || listed.clone().filter(|(_, is_orphan)| !is_orphan).map(|(device, _)| device);
+        for device in offered() {
             if let Some(instance) = device.instance() {
                 instances.entry(&device.gpu.uuid).or_default().insert(instance);
             }
         }
         let mut now: BTreeMap<(GpuUuid, Option<MigUuid>), Health> = BTreeMap::new();
-        let mut orphaned: BTreeMap<&GpuUuid, &Health> = BTreeMap::new();
-        for (device, is_orphan) in listed {
+        let is_of = |reason: &UnhealthyReason, instance: &MigInstance| {
+            reason.instance().is_some() && reason.concerns(Some(*instance))
+        };
+        for device in offered() {
             let uuid = &device.gpu.uuid;
-            let whole = (uuid.clone(), None);
-            let Some(health) = self.health.get(uuid).filter(|_| !is_orphan) else {
-                orphaned.entry(uuid).or_insert(&device.health);
-                continue;
-            };
+            let Some(health) = self.health.get(uuid) else { continue };
             if let (Some(instance), Some(mig)) = (device.instance(), &device.mig) {
-                now.insert((uuid.clone(), Some(mig.uuid.clone())), health.verdict_of_instance(&self.xids, instance));
+                let own = health.verdict(&self.xids, |reason| is_of(reason, &instance));
+                now.insert((uuid.clone(), Some(mig.uuid.clone())), own);
             }
-            now.entry(whole).or_insert_with(|| match instances.get(uuid) {
-                Some(instances) => health.verdict_beside(&self.xids, instances),
-                None => health.verdict(&self.xids, None),
+            now.entry((uuid.clone(), None)).or_insert_with(|| {
+                let of_gpu = || instances.get(uuid).into_iter().flatten();
+                health.verdict(&self.xids, |reason| !of_gpu().any(|instance| is_of(reason, instance)))
             });
         }
-        for (uuid, health) in orphaned {
-            now.entry((uuid.clone(), None)).or_insert_with(|| health.clone());
+        for (device, _) in listed {
+            now.entry((device.gpu.uuid.clone(), None)).or_insert_with(|| device.health.clone());
         }
         let changed = now.iter().filter(|(unit, health)| {
             let before = self.reported.get(unit).unwrap_or(&Health::Healthy);

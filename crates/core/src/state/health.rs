@@ -10,7 +10,7 @@ use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
 use core::time::Duration;
 
-use super::device::{Health, MigInstance, Timestamp};
+use super::device::{Health, Timestamp};
 use super::poll::{FabricHealth, HealthPoll, Reach, RecoveryAction};
 use super::reason::UnhealthyReason;
 use super::record::{Accepted, GpuRecord, KeptReason, LastSeen};
@@ -122,26 +122,10 @@ impl GpuHealth {
         self.standing.iter().map(|standing| (&standing.reason, standing.since))
     }
 
-    /// The health of a MIG device, or with `None` of the whole GPU.
-    pub fn verdict(&self, xids: &XidPolicy, instance: Option<MigInstance>) -> Health {
-        self.verdict_on(|reason| xids.counts(reason) && reason.concerns(instance))
-    }
-
-    /// The health of one MIG instance alone: only reasons that name it count.
-    pub fn verdict_of_instance(&self, xids: &XidPolicy, instance: MigInstance) -> Health {
-        self.verdict_on(|reason| xids.counts(reason) && reason.instance().is_some() && reason.concerns(Some(instance)))
-    }
-
-    /// The health of a GPU without that of its MIG instances: reasons that name one of these do not count.
-    pub fn verdict_beside(&self, xids: &XidPolicy, instances: &BTreeSet<MigInstance>) -> Health {
-        let of_another = |reason: &UnhealthyReason| {
-            reason.instance().is_some() && instances.iter().any(|instance| reason.concerns(Some(*instance)))
-        };
-        self.verdict_on(|reason| xids.counts(reason) && !of_another(reason))
-    }
-
-    /// Names the first reason whose remedy is a reset; if there is none, the first reason.
-    fn verdict_on(&self, counts: impl Fn(&UnhealthyReason) -> bool) -> Health {
+    /// The health by the reasons that count for `xids` and are `concerned`. Names the first reason whose remedy is a
+    /// reset; if there is none, the first reason.
+    pub fn verdict(&self, xids: &XidPolicy, concerned: impl Fn(&UnhealthyReason) -> bool) -> Health {
+        let counts = |reason: &UnhealthyReason| xids.counts(reason) && concerned(reason);
         let concerns = || self.standing.iter().filter(|standing| counts(&standing.reason));
         let needs_reset = concerns().find(|standing| standing.reason.needs_reset());
         match needs_reset.or_else(|| concerns().next()) {

@@ -113,7 +113,9 @@ fn warning_is_reported_once() {
 fn xid_of_mig_instance_fails_that_instance_alone() {
     let instance = |gpu_instance, compute_instance| MigInstance { gpu_instance, compute_instance };
     let mut health = GpuHealth::default();
-    let hit = |health: &GpuHealth, device| health.verdict(&XidPolicy::default(), device) != Health::Healthy;
+    let hit = |health: &GpuHealth, device| {
+        health.verdict(&XidPolicy::default(), |reason| reason.concerns(device)) != Health::Healthy
+    };
     let reason = UnhealthyReason::Xid { code: 79, instance: Some(instance(1, Some(0))) };
     assert_eq!(reason.to_string(), "XID 79 of GPU instance 1, compute instance 0");
     health.fail(reason.clone(), NOON);
