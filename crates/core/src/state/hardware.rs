@@ -219,7 +219,7 @@ impl Hardware {
     /// Notes that NVML has been unavailable for the grace period. That is no GPU's fault.
     pub(super) fn driver_away(&mut self, why: &str, now: Timestamp) {
         for health in self.health.values_mut() {
-            health.suffer(UnhealthyReason::DriverAway { why: why.to_owned() }, now);
+            health.fail(UnhealthyReason::DriverAway { why: why.to_owned() }, now);
         }
     }
 

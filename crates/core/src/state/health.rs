@@ -13,7 +13,7 @@ use core::time::Duration;
 use super::device::{Health, Timestamp};
 use super::poll::{FabricHealth, HealthPoll, Reach, RecoveryAction};
 use super::reason::UnhealthyReason;
-use super::record::{Accepted, GpuRecord, KeptReason, LastSeen};
+use super::record::{Accepted, GpuRecord, KeptReason};
 use super::xid::XidPolicy;
 use crate::topology::GpuUuid;
 
@@ -49,16 +49,6 @@ struct Standing {
     over: bool,
 }
 
-/// The evidence of a poll that does not show a reason.
-enum Proof {
-    /// The poll proves nothing.
-    Silence,
-    /// The reason has ended if this lasts through the hold time.
-    Passes,
-    /// The reason has ended.
-    Ends,
-}
-
 /// The health of one GPU.
 #[derive(Clone, Debug, Default)]
 pub(super) struct GpuHealth {
@@ -66,18 +56,14 @@ pub(super) struct GpuHealth {
     /// True once a scan of this process has listed the GPU. Until then its health is the record's.
     listed: bool,
     polled: Option<Timestamp>,
-    /// The number of doublings of the hold time; `None` before it first failed.
-    flaps: Option<u32>,
     /// The healthy time since it last failed, as covered by polls.
     well: Duration,
-    /// NVLinks that were active once, each with the GPU of this node at its far end, if there is one.
-    links: BTreeMap<u32, Option<GpuUuid>>,
-    /// The links of these that were down at the last poll, unless no NVLink reaches their far end.
+    /// The NVLinks of the record that were down at the last poll, unless no NVLink reaches their far end.
     links_down: BTreeSet<u32>,
     /// The reasons that the last poll was the first to show, and that wait for a second look.
     doubted: Vec<UnhealthyReason>,
-    accepted: Accepted,
-    seen: LastSeen,
+    /// The part that is kept, without its reasons: [`Self::kept`] takes these from `standing`.
+    record: GpuRecord,
 }
 
 impl GpuHealth {
@@ -89,10 +75,11 @@ impl GpuHealth {
         });
         Self {
             standing: standing.collect(),
-            flaps: kept.flaps.map(|flaps| flaps.min(MOST_FLAPS)),
-            links: kept.links.iter().map(|link| (*link, kept.far_ends.get(link).cloned())).collect(),
-            accepted: kept.accepted.clone(),
-            seen: kept.seen.clone(),
+            record: GpuRecord {
+                reasons: Vec::new(),
+                flaps: kept.flaps.map(|flaps| flaps.min(MOST_FLAPS)),
+                ..kept.clone()
+            },
             ..Self::default()
         }
     }
@@ -100,20 +87,12 @@ impl GpuHealth {
     /// The record for our next process; `None` if there is nothing to keep.
     pub fn kept(&self) -> Option<GpuRecord> {
         let reasons = self.standing.iter().filter(|standing| standing.reason.needs_reset() && !standing.over);
-        let kept = GpuRecord {
-            reasons: reasons
-                .map(|standing| KeptReason {
-                    reason: standing.reason.clone(),
-                    since: standing.since.as_secs(),
-                    remedied: standing.remedied,
-                })
-                .collect(),
-            flaps: self.flaps,
-            links: self.links.keys().copied().collect(),
-            far_ends: self.links.iter().filter_map(|(link, far)| Some((*link, far.clone()?))).collect(),
-            accepted: self.accepted.clone(),
-            seen: self.seen.clone(),
-        };
+        let reasons = reasons.map(|standing| KeptReason {
+            reason: standing.reason.clone(),
+            since: standing.since.as_secs(),
+            remedied: standing.remedied,
+        });
+        let kept = GpuRecord { reasons: reasons.collect(), ..self.record.clone() };
         (kept != GpuRecord::default()).then_some(kept)
     }
 
@@ -151,16 +130,16 @@ impl GpuHealth {
     /// bus does not list it, and NVML has only not noticed yet.
     pub fn scanned(&mut self, links: impl Iterator<Item = (u32, Option<GpuUuid>)>, off_bus: bool) {
         for (link, far_end) in links {
+            self.record.links.insert(link);
             // A far end stays the far end when it is no longer scanned.
-            let known = self.links.entry(link).or_default();
-            *known = far_end.or(known.take());
+            self.record.far_ends.extend(far_end.map(|gpu| (link, gpu)));
         }
         if !self.listed {
             self.standing.retain(|standing| !standing.over);
         }
         self.listed = true;
         if !off_bus {
-            if core::mem::take(&mut self.seen.off_bus) {
+            if core::mem::take(&mut self.record.seen.off_bus) {
                 self.remedy(UnhealthyReason::needs_reset);
             }
             self.remedy(|reason| matches!(reason, UnhealthyReason::OffBus));
@@ -169,24 +148,19 @@ impl GpuHealth {
 
     /// Notes that a scan does not list it; with `off_bus` the PCI bus does not either.
     pub fn missed(&mut self, off_bus: bool) {
-        self.seen.off_bus |= off_bus;
+        self.record.seen.off_bus |= off_bus;
     }
 
     /// Returns true if the driver answered the last poll with a recovery action, none included.
     pub fn has_recovery_action(&self) -> bool {
-        self.seen.action.is_some()
+        self.record.seen.action.is_some()
     }
 
-    /// Begins a reason.
+    /// Begins a reason. One that hits the whole node does not count as a fall of this GPU.
     pub fn fail(&mut self, reason: UnhealthyReason, now: Timestamp) {
         if self.falls(&reason) {
             self.fall();
         }
-        self.begin(reason, now, false);
-    }
-
-    /// Begins a reason that hits the whole node and is no fault of this GPU.
-    pub fn suffer(&mut self, reason: UnhealthyReason, now: Timestamp) {
         self.begin(reason, now, false);
     }
 
@@ -210,8 +184,7 @@ impl GpuHealth {
         if !self.listed {
             self.standing.retain(|standing| !standing.over);
         }
-        (self.accepted, self.seen, self.flaps) = (Accepted::default(), LastSeen::default(), None);
-        (self.links, self.links_down) = (BTreeMap::new(), BTreeSet::new());
+        (self.record, self.links_down) = (GpuRecord::default(), BTreeSet::new());
     }
 
     /// Clears the reasons on an operator's order. What the driver reports now is accepted. A GPU that is missing or in
@@ -221,15 +194,18 @@ impl GpuHealth {
         let proved = self.standing.iter().map(|standing| &standing.reason);
         self.doubted.extend(proved.filter(|reason| reason.needs_second_look()).cloned());
         self.standing.retain(|standing| outlasts(&standing.reason));
-        self.accepted = Accepted {
-            action: self.seen.action,
-            row_remap_failed: self.seen.row_remap_failed,
-            uncorrectable_ecc: self.seen.uncorrectable_ecc,
-            fabric: self.seen.fabric,
+        let seen = &self.record.seen;
+        self.record.accepted = Accepted {
+            action: seen.action,
+            row_remap_failed: seen.row_remap_failed,
+            uncorrectable_ecc: seen.uncorrectable_ecc,
+            fabric: seen.fabric,
         };
-        let down = core::mem::take(&mut self.links_down);
-        self.links.retain(|link, _| !down.contains(link));
-        (self.flaps, self.well) = (None, Duration::ZERO);
+        for link in core::mem::take(&mut self.links_down) {
+            self.record.links.remove(&link);
+            self.record.far_ends.remove(&link);
+        }
+        (self.record.flaps, self.well) = (None, Duration::ZERO);
     }
 
     /// Takes over the result of one poll. With `node_wide`, every GPU shows the same trouble. A link that ends at an
@@ -261,21 +237,17 @@ impl GpuHealth {
             if standing.over {
                 return false;
             }
-            let excused = self.links_down.is_empty() && standing.has_links_to(&self.links, unreachable);
-            match standing.proof(poll) {
-                _ if excused => return false,
-                Proof::Ends => return false,
-                Proof::Silence => {}
-                Proof::Passes => {
-                    let steady = standing.steady.map_or(Duration::ZERO, |steady| steady.saturating_add(covered));
-                    standing.steady = Some(steady);
-                    if steady >= hold {
-                        return false;
-                    }
-                }
+            if self.links_down.is_empty() && standing.has_links_to(&self.record.far_ends, unreachable) {
+                return false;
             }
+            let passes = standing.seen_poll_since && standing.passes(poll);
             standing.seen_poll_since = true;
-            true
+            if !passes {
+                return true;
+            }
+            let steady = standing.steady.map_or(Duration::ZERO, |steady| steady.saturating_add(covered));
+            standing.steady = Some(steady);
+            steady < hold && !matches!(standing.reason, UnhealthyReason::FabricJoining)
         });
         for reason in shown {
             self.begin(reason, now, true);
@@ -296,7 +268,7 @@ impl GpuHealth {
 
     /// Returns true if a poll shows that a link which was active once is down.
     pub fn loses_links(&self, poll: &HealthPoll) -> bool {
-        poll.nvlinks_down.iter().flatten().any(|link| self.links.contains_key(link))
+        poll.nvlinks_down.iter().flatten().any(|link| self.record.links.contains(link))
     }
 
     /// Returns true if a reason counts as a new failure for the flap count: it is the first against a healthy GPU, or
@@ -313,13 +285,13 @@ impl GpuHealth {
 
     /// The hold time of this GPU now.
     fn hold(&self, first: Duration) -> Duration {
-        let doublings = 1 << self.flaps.unwrap_or(0).min(MOST_FLAPS);
+        let doublings = 1 << self.record.flaps.unwrap_or(0).min(MOST_FLAPS);
         first.saturating_mul(LONGEST_HOLD_TIME.min(doublings))
     }
 
     fn fall(&mut self) {
         let hours = u32::try_from(self.well.as_secs() / DECAY.as_secs()).unwrap_or(u32::MAX);
-        self.flaps = Some(match self.flaps {
+        self.record.flaps = Some(match self.record.flaps {
             None => 0,
             Some(flaps) if hours == 0 => (flaps + 1).min(MOST_FLAPS),
             Some(flaps) => flaps.saturating_sub(hours),
@@ -354,7 +326,7 @@ impl GpuHealth {
 
     /// Returns true if the poll shows something that only a reset causes.
     fn shows_reset(&self, poll: &HealthPoll) -> bool {
-        let seen = &self.seen;
+        let seen = &self.record.seen;
         let fewer = matches!((seen.uncorrectable_ecc, poll.uncorrectable_ecc), (Some(was), Some(is)) if is < was);
         let remapped = seen.remap_pending && poll.row_remapping.is_some_and(|rows| !rows.pending);
         // The driver takes neither back of a GPU that stays attached (PDB_PROP_GPU_IS_LOST in open-gpu-kernel-modules).
@@ -365,7 +337,7 @@ impl GpuHealth {
 
     /// Takes over the facts of a poll. An unknown fact leaves the last known one.
     fn learn(&mut self, poll: &HealthPoll, unreachable: &BTreeSet<GpuUuid>) {
-        let seen = &mut self.seen;
+        let GpuRecord { seen, accepted, links, far_ends, .. } = &mut self.record;
         seen.action = poll.recovery_action.or(seen.action);
         seen.remaps |= poll.row_remapping.is_some();
         if let Some(rows) = poll.row_remapping {
@@ -383,24 +355,16 @@ impl GpuHealth {
             seen.off_bus = !on_bus;
         }
         if let Some(down) = &poll.nvlinks_down {
-            let own_fault = |link: &&u32| match self.links.get(link) {
-                Some(Some(far_end)) => !unreachable.contains(far_end),
-                Some(None) => true,
-                None => false,
+            let own_fault = |link: &&u32| {
+                links.contains(link) && far_ends.get(link).is_none_or(|far_end| !unreachable.contains(far_end))
             };
             self.links_down = down.iter().filter(own_fault).copied().collect();
         }
         // What an operator accepted stays accepted until it changes.
-        if self.accepted.action.is_some() && self.accepted.action != seen.action {
-            self.accepted.action = None;
-        }
-        if self.accepted.fabric != seen.fabric {
-            self.accepted.fabric = None;
-        }
-        self.accepted.row_remap_failed &= seen.row_remap_failed;
-        if self.accepted.uncorrectable_ecc > seen.uncorrectable_ecc {
-            self.accepted.uncorrectable_ecc = seen.uncorrectable_ecc;
-        }
+        accepted.action = accepted.action.filter(|action| seen.action == Some(*action));
+        accepted.fabric = accepted.fabric.filter(|fabric| seen.fabric == Some(*fabric));
+        accepted.row_remap_failed &= seen.row_remap_failed;
+        accepted.uncorrectable_ecc = accepted.uncorrectable_ecc.min(seen.uncorrectable_ecc);
     }
 
     /// The reasons that a poll shows, without those that need a second look: one bad answer is no failure. These wait in
@@ -421,6 +385,7 @@ impl GpuHealth {
 
     /// The reasons that a poll shows.
     fn shown(&self, poll: &HealthPoll) -> Vec<UnhealthyReason> {
+        let (seen, accepted) = (&self.record.seen, &self.record.accepted);
         let mut shown = Vec::new();
         match &poll.reach {
             Reach::Unknown | Reach::Answers => {}
@@ -433,16 +398,15 @@ impl GpuHealth {
         match poll.recovery_action {
             // An action that this version does not know is reported, and the operator judges it.
             None | Some(RecoveryAction::None | RecoveryAction::Other(_)) => {}
-            Some(action) if self.accepted.action == Some(action) => {}
+            Some(action) if accepted.action == Some(action) => {}
             Some(action) => shown.push(UnhealthyReason::RecoveryAction { action }),
         }
-        if poll.row_remapping.is_some_and(|rows| rows.failed) && !self.accepted.row_remap_failed {
+        if poll.row_remapping.is_some_and(|rows| rows.failed) && !accepted.row_remap_failed {
             shown.push(UnhealthyReason::RowRemapFailed);
         }
         // If the driver has recovery action or row remapping, these say more than the count.
-        let counts = self.seen.action.is_none() && !self.seen.remaps;
-        if let Some(count) =
-            poll.uncorrectable_ecc.filter(|count| *count > self.accepted.uncorrectable_ecc.unwrap_or(0))
+        let counts = seen.action.is_none() && !seen.remaps;
+        if let Some(count) = poll.uncorrectable_ecc.filter(|count| *count > accepted.uncorrectable_ecc.unwrap_or(0))
             && counts
         {
             shown.push(UnhealthyReason::UncorrectableEcc { count });
@@ -452,7 +416,7 @@ impl GpuHealth {
         }
         match poll.fabric {
             None | Some(FabricHealth::Joined | FabricHealth::Unused) => {}
-            Some(fabric) if self.accepted.fabric == Some(fabric) => {}
+            Some(fabric) if accepted.fabric == Some(fabric) => {}
             Some(FabricHealth::Joining) => shown.push(UnhealthyReason::FabricJoining),
             Some(FabricHealth::Failed { status }) => shown.push(UnhealthyReason::FabricFailed { status }),
         }
@@ -469,50 +433,44 @@ impl Standing {
     }
 
     /// Returns true if it is about links that all end at unreachable GPUs.
-    fn has_links_to(&self, far_ends: &BTreeMap<u32, Option<GpuUuid>>, unreachable: &BTreeSet<GpuUuid>) -> bool {
+    fn has_links_to(&self, far_ends: &BTreeMap<u32, GpuUuid>, unreachable: &BTreeSet<GpuUuid>) -> bool {
         let UnhealthyReason::LinksDown { links } = &self.reason else { return false };
-        links.iter().all(|link| matches!(far_ends.get(link), Some(Some(far)) if unreachable.contains(far)))
+        links.iter().all(|link| far_ends.get(link).is_some_and(|far_end| unreachable.contains(far_end)))
     }
 
-    /// The evidence of a poll that does not show the reason.
-    fn proof(&self, poll: &HealthPoll) -> Proof {
-        let passes = |passes: bool| if passes { Proof::Passes } else { Proof::Silence };
-        if !self.seen_poll_since {
-            return Proof::Silence;
-        }
+    /// Returns true if a poll that does not show the reason is evidence that it has ended. It ends if that lasts through
+    /// the hold time, and [`UnhealthyReason::FabricJoining`] at once.
+    fn passes(&self, poll: &HealthPoll) -> bool {
         // The driver's recovery action overrides the table. Without one, a reset must have been observed.
         let healed = match poll.recovery_action {
             Some(action) => action == RecoveryAction::None,
             None => self.remedied,
         };
         match self.reason {
-            UnhealthyReason::Xid { .. } | UnhealthyReason::DoubleBitEcc => passes(healed),
-            UnhealthyReason::Lost { .. } => passes(healed && poll.reach == Reach::Answers),
-            UnhealthyReason::UncorrectableEcc { .. } => passes(poll.uncorrectable_ecc.is_some()),
-            UnhealthyReason::ResetRequired { .. } | UnhealthyReason::CallFailed { .. } => {
-                passes(poll.reach == Reach::Answers)
-            }
+            UnhealthyReason::Xid { .. } | UnhealthyReason::DoubleBitEcc => healed,
+            UnhealthyReason::Lost { .. } => healed && poll.reach == Reach::Answers,
+            UnhealthyReason::UncorrectableEcc { .. } => poll.uncorrectable_ecc.is_some(),
+            UnhealthyReason::ResetRequired { .. } | UnhealthyReason::CallFailed { .. } => poll.reach == Reach::Answers,
             UnhealthyReason::RecoveryAction { .. } => {
-                passes(poll.recovery_action.is_some_and(|action| !matches!(action, RecoveryAction::Other(_))))
+                poll.recovery_action.is_some_and(|action| !matches!(action, RecoveryAction::Other(_)))
             }
-            UnhealthyReason::RowRemapFailed => passes(poll.row_remapping.is_some()),
-            UnhealthyReason::LinksDown { .. } => passes(poll.nvlinks_down.is_some()),
-            UnhealthyReason::FabricJoining if poll.fabric.is_some() => Proof::Ends,
+            UnhealthyReason::RowRemapFailed => poll.row_remapping.is_some(),
+            UnhealthyReason::LinksDown { .. } => poll.nvlinks_down.is_some(),
+            UnhealthyReason::FabricJoining => poll.fabric.is_some(),
             UnhealthyReason::FabricFailed { .. } => {
-                passes(matches!(poll.fabric, Some(FabricHealth::Joined | FabricHealth::Unused)))
+                matches!(poll.fabric, Some(FabricHealth::Joined | FabricHealth::Unused))
             }
             UnhealthyReason::Quarantined { .. } => {
-                passes(self.remedied && matches!(poll.reach, Reach::Answers | Reach::Unknown))
+                self.remedied && matches!(poll.reach, Reach::Answers | Reach::Unknown)
             }
-            UnhealthyReason::OffBus => passes(self.remedied || poll.on_bus == Some(true)),
-            UnhealthyReason::FabricJoining
-            | UnhealthyReason::DriverAway { .. }
+            UnhealthyReason::OffBus => self.remedied || poll.on_bus == Some(true),
+            UnhealthyReason::DriverAway { .. }
             | UnhealthyReason::Gone
             | UnhealthyReason::HeldElsewhere { .. }
             | UnhealthyReason::Claimed { .. }
             | UnhealthyReason::HoldersUnknown
             | UnhealthyReason::Withdrawn
-            | UnhealthyReason::MpsNotReady => Proof::Silence,
+            | UnhealthyReason::MpsNotReady => false,
         }
     }
 }
