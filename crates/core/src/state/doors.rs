@@ -21,7 +21,7 @@ use super::ledger::Ledger;
 use super::plan::{Door, ResourcePlan};
 use super::reason::UnhealthyReason;
 use super::shares::Shares;
-use crate::topology::{Gpu, GpuUuid};
+use crate::topology::GpuUuid;
 
 /// The number of lists in a row without a holder that give a GPU to DRA.
 const LISTS: u8 = 2;
@@ -37,23 +37,6 @@ pub(super) struct Doors {
     pub devices: Vec<Device>,
     /// The devices of `waiting`.
     pub withheld: Vec<Device>,
-}
-
-/// The facts that decide about doors.
-#[derive(Clone, Copy)]
-pub(super) struct Facts<'a> {
-    pub plan: &'a ResourcePlan,
-    pub hardware: &'a Hardware,
-    pub ledger: &'a Ledger,
-    /// True if a new list of holders has just come.
-    pub is_new_list: bool,
-}
-
-impl Facts<'_> {
-    /// Returns true if no pod has the GPU through the device plugin, or by a claim of another DRA driver.
-    fn is_unheld(&self, gpu: &Gpu) -> bool {
-        self.ledger.is_known() && !is_held(&gpu.uuid, self.hardware, self.ledger)
-    }
 }
 
 /// Returns true if a pod is known to have the GPU through the device plugin, or by a claim of another DRA driver.
@@ -89,12 +72,12 @@ impl Doors {
         self.gpus.extend(gpus.iter().cloned());
     }
 
-    /// The doors after an event; `None` if nothing changes. As long as no GPU is observed, nothing is decided.
-    pub fn next(&self, facts: Facts<'_>) -> Option<Self> {
-        let Facts { plan, hardware, ledger, is_new_list } = facts;
+    /// The doors after an event. `is_new_list` is true if a new list of holders has just come. As long as no GPU is
+    /// observed, nothing is decided.
+    pub fn next(&self, plan: &ResourcePlan, hardware: &Hardware, ledger: &Ledger, is_new_list: bool) -> Self {
         let topology = hardware.topology();
         if topology.gpus().is_empty() {
-            return None;
+            return self.clone();
         }
         let has_claim = |uuid: &GpuUuid| ledger.has_claim_on(topology, uuid);
         let gone = self.gpus.iter().filter(|uuid| topology.position(uuid).is_none() && has_claim(uuid));
@@ -106,7 +89,8 @@ impl Doors {
                 gpus.insert(uuid);
             } else if is_offered {
                 let before = self.waiting.get(&uuid).copied().unwrap_or_default();
-                let lists = if facts.is_unheld(gpu) { before.saturating_add(is_new_list.into()) } else { 0 };
+                let is_unheld = ledger.is_known() && !is_held(&uuid, hardware, ledger);
+                let lists = if is_unheld { before.saturating_add(is_new_list.into()) } else { 0 };
                 if lists >= LISTS || ledger.has_no_lists {
                     gpus.insert(uuid);
                 } else {
@@ -114,8 +98,7 @@ impl Doors {
                 }
             }
         }
-        let changed = gpus != self.gpus || waiting != self.waiting;
-        changed.then(|| Self { gpus, waiting, devices: self.devices.clone(), withheld: self.withheld.clone() })
+        Self { gpus, waiting, ..self.clone() }
     }
 
     /// Makes the devices again from the hardware. The devices of a GPU that is gone stay as they were.
@@ -145,26 +128,32 @@ impl Doors {
     }
 
     /// The doors with the devices' health as it is now; `None` if none changed.
-    pub fn refreshed(&self, facts: HealthFacts<'_>) -> Option<Self> {
-        let now = |devices: &[Device], waits| -> Vec<Device> {
-            let refreshed =
-                devices.iter().map(|device| Device { health: health(device, waits, facts), ..device.clone() });
-            refreshed.collect()
-        };
-        let is_same = |devices: &[Device], waits| devices.iter().all(|it| it.health == health(it, waits, facts));
-        if is_same(&self.devices, false) && is_same(&self.withheld, true) {
-            return None;
+    pub fn refreshed(
+        &self,
+        plan: &ResourcePlan,
+        hardware: &Hardware,
+        ledger: &Ledger,
+        shares: &Shares,
+    ) -> Option<Self> {
+        let mut now = self.clone();
+        for (devices, waits) in [(&mut now.devices, false), (&mut now.withheld, true)] {
+            for device in devices {
+                device.health = health(device, waits, plan, hardware, ledger, shares);
+            }
         }
-        let (devices, withheld) = (now(&self.devices, false), now(&self.withheld, true));
-        Some(Self { devices, withheld, ..self.clone() })
+        (now != *self).then_some(now)
     }
 }
 
-/// The facts that decide about the health of DRA's devices.
-pub(super) type HealthFacts<'a> = (&'a ResourcePlan, &'a Hardware, &'a Ledger, &'a Shares);
-
 /// The health of a device of DRA. `waits`: DRA does not offer it yet.
-fn health(device: &Device, waits: bool, (plan, hardware, ledger, shares): HealthFacts<'_>) -> Health {
+fn health(
+    device: &Device,
+    waits: bool,
+    plan: &ResourcePlan,
+    hardware: &Hardware,
+    ledger: &Ledger,
+    shares: &Shares,
+) -> Health {
     let (topology, uuid) = (hardware.topology(), &device.gpu.uuid);
     let unhealthy = |reason: UnhealthyReason| match &device.health {
         Health::Unhealthy { reason: before, .. } if *before == reason => device.health.clone(),

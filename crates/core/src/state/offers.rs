@@ -11,7 +11,7 @@ use alloc::sync::Arc;
 
 use super::ResourceName;
 use super::device::{Device, Health, NumaHints, Timestamp};
-use super::doors::{Doors, Facts};
+use super::doors::Doors;
 use super::event::Effect;
 use super::hardware::Hardware;
 use super::holdings::ResourceDevice;
@@ -200,20 +200,15 @@ impl Offers {
         is_new_list: bool,
         now: Timestamp,
     ) -> Option<Vec<Effect>> {
-        let doors = self.doors.next(Facts { plan: &self.plan, hardware, ledger, is_new_list });
-        let gpus = doors.as_ref().unwrap_or(&self.doors).gpus();
-        let shares = self.shares.next(gpus.iter(), &self.plan, hardware.topology(), ledger, now);
-        if doors.is_none() && shares.is_none() {
+        let doors = self.doors.next(&self.plan, hardware, ledger, is_new_list);
+        let shares = self.shares.next(doors.gpus(), &self.plan, hardware.topology(), ledger, now);
+        if doors == self.doors && shares == self.shares {
             return None;
         }
-        let doors = doors.unwrap_or_else(|| self.doors.clone());
         let changed = self.doors.gpus().symmetric_difference(doors.gpus());
         let effects = changed.map(|gpu| Effect::DoorChanged(gpu.clone(), doors.has(gpu))).collect();
         let offers = Arc::make_mut(self);
-        offers.doors = doors;
-        if let Some(shares) = shares {
-            offers.shares = shares;
-        }
+        (offers.doors, offers.shares) = (doors, shares);
         Some(effects)
     }
 
@@ -449,7 +444,7 @@ impl Offers {
                 }
             }
         }
-        let doors = self.doors.refreshed((&self.plan, hardware, ledger, &self.shares));
+        let doors = self.doors.refreshed(&self.plan, hardware, ledger, &self.shares);
         let any = !changed.is_empty() || doors.is_some();
         if any {
             // Copied only now: a published part is copied before it changes, and most polls change nothing.

@@ -88,16 +88,15 @@ impl Shares {
         }
     }
 
-    /// The forms after an event; `None` if nothing changes. `gpus` are DRA's present GPUs. A GPU that has just come
-    /// gets the plan's form.
-    pub fn next<'a>(
+    /// The forms after an event. `gpus` are DRA's present GPUs. A GPU that has just come gets the plan's form.
+    pub fn next(
         &self,
-        gpus: impl Iterator<Item = &'a GpuUuid>,
+        gpus: &BTreeSet<GpuUuid>,
         plan: &ResourcePlan,
         topology: &NodeTopology,
         ledger: &Ledger,
         now: Timestamp,
-    ) -> Option<Self> {
+    ) -> Self {
         let (wanted, _) = wanted(topology, plan);
         let is_offered = |gpu: &GpuUuid| {
             let there = topology.position(gpu).and_then(|place| topology.gpus().get(place));
@@ -107,20 +106,17 @@ impl Shares {
         for gpu in gpus {
             let wants = wanted.get(gpu).copied();
             let form = match self.gpus.get(gpu) {
-                None => Form { now: wants, next: None },
                 // A GPU that is gone, or not offered any more, keeps its form.
                 Some(form) if form.now == wants || !is_offered(gpu) => Form { next: None, ..*form },
-                Some(_) if ledger.knows_claims() && !ledger.has_claim_on(topology, gpu) => {
-                    Form { now: wants, next: None }
-                }
-                Some(form) => {
+                Some(form) if !ledger.knows_claims() || ledger.has_claim_on(topology, gpu) => {
                     let since = form.next.map_or(now, |(_, since)| since.min(now));
-                    Form { now: form.now, next: Some((wants, since)) }
+                    Form { next: Some((wants, since)), ..*form }
                 }
+                _ => Form { now: wants, next: None },
             };
             next.gpus.insert(gpu.clone(), form);
         }
-        (next != *self).then_some(next)
+        next
     }
 }
 
