@@ -18,7 +18,7 @@ use super::reason::UnhealthyReason;
 use super::record::FreeThen;
 use crate::allocation::DeviceId;
 use crate::quote::quoted;
-use crate::topology::{Gpu, GpuUuid, MigUuid, NodeTopology, hardware_of, is_set};
+use crate::topology::{Gpu, GpuUuid, MigDevice, MigUuid, NodeTopology, hardware_of, is_set};
 
 /// The DRA driver whose devices are GPUs of this node: NVIDIA's, and linkwise in its place.
 pub const DRA_DRIVER: &str = "gpu.nvidia.com";
@@ -54,20 +54,18 @@ pub struct Ledger {
 /// restart, and short enough that no pod is shown for ever. Held devices count as held beyond that.
 pub const NAMES_KEPT: Timestamp = Timestamp::from_secs(300);
 
-/// The part of a GPU that is held.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Part<'a> {
-    /// The GPU, or an unknown part of it.
-    Whole,
-    /// One MIG device.
-    Mig(&'a str),
-}
+/// A GPU by its place, and the MIG device on it; `None` for the GPU, or an unknown part of it.
+type Part<'a> = (usize, Option<&'a MigDevice>);
+
+/// A resource and an id of it, as in [`ResourceDevice`].
+pub(super) type Key<'a> = (&'a ResourceName, &'a DeviceId);
 
 /// A holder of hardware that a device of ours would share.
 struct Holder<'a> {
     /// Its id, if it came through the device plugin API.
-    key: Option<&'a ResourceDevice>,
-    part: Part<'a>,
+    key: Option<Key<'a>>,
+    /// The MIG device, if it is known to hold no more.
+    mig: Option<&'a MigDevice>,
     is_slot: bool,
     since: Timestamp,
     reason: UnhealthyReason,
@@ -75,12 +73,9 @@ struct Holder<'a> {
 
 impl Holder<'_> {
     /// Returns true if the device would give another pod the hardware of this holder. Slots may share it.
-    fn conflicts_with(&self, key: &ResourceDevice, device: &Device) -> bool {
-        let apart = match (self.part, &device.mig) {
-            (Part::Mig(held), Some(mig)) => mig.uuid.as_str() != held,
-            _ => false,
-        };
-        self.key != Some(key) && !(self.is_slot && device.slot.is_some()) && !apart
+    fn conflicts_with(&self, key: Key<'_>, device: &Device) -> bool {
+        let is_apart = matches!((self.mig, &device.mig), (Some(held), Some(mig)) if held.uuid != mig.uuid);
+        self.key != Some(key) && !(self.is_slot && device.slot.is_some()) && !is_apart
     }
 }
 
@@ -162,7 +157,7 @@ impl Ledger {
         let hardware = claimed_hardware(topology, claimed).into_iter();
         let taken = hardware
             .filter(|(place, _)| topology.gpus().get(*place).is_some_and(|gpu| !self.only_looks(claimed, &gpu.uuid)));
-        taken.map(|(place, part)| (place, part == Part::Whole)).collect()
+        taken.map(|(place, mig)| (place, mig.is_none())).collect()
     }
 
     /// Takes over the claims that our DRA plugin has prepared. Returns true if anything changed.
@@ -261,12 +256,11 @@ impl Ledger {
 
     /// Returns true if a claim has a device of the pool: a GPU, or one MIG device of it.
     pub fn is_claimed(&self, topology: &NodeTopology, name: &str, gpu: &GpuUuid, mig: Option<&MigUuid>) -> bool {
-        let is_apart = |part: Part<'_>| matches!((part, mig), (Part::Mig(held), Some(mig)) if mig.as_str() != held);
         let place = topology.position(gpu);
-        let listed = |claimed| {
-            let parts = claimed_hardware(topology, claimed);
-            !parts.iter().any(|(at, part)| Some(*at) == place && is_apart(*part))
+        let is_apart = |(at, held): &Part<'_>| {
+            Some(*at) == place && matches!((held, mig), (Some(held), Some(mig)) if held.uuid != *mig)
         };
+        let listed = |claimed| !claimed_hardware(topology, claimed).iter().any(is_apart);
         let prepared = |claim: &PreparedClaim| claim.has(gpu) && claim.names().any(|own| own == name);
         self.claimed_on(topology, gpu).any(listed) || self.prepared.values().any(prepared)
     }
@@ -324,10 +318,10 @@ impl Ledger {
     fn claimed<'a>(
         &'a self,
         topology: &'a NodeTopology,
-    ) -> impl Iterator<Item = (&'a ClaimedDevice, &'a Gpu, Part<'a>)> {
+    ) -> impl Iterator<Item = (&'a ClaimedDevice, &'a Gpu, Option<&'a MigDevice>)> {
         let known = self.holdings.claims.iter().flat_map(move |claimed| {
             let hardware = claimed_hardware(topology, claimed).into_iter();
-            hardware.filter_map(move |(place, part)| Some((claimed, topology.gpus().get(place)?, part)))
+            hardware.filter_map(move |(place, mig)| Some((claimed, topology.gpus().get(place)?, mig)))
         });
         known.filter(|(claimed, gpu, _)| !self.only_looks(claimed, &gpu.uuid))
     }
@@ -339,7 +333,7 @@ impl Ledger {
         topology: &NodeTopology,
         own: impl Fn(&ResourceDevice) -> bool,
     ) -> BTreeMap<usize, usize> {
-        let ids = self.devices().filter(|key| !own(key)).filter_map(|(_, id)| place(topology, id));
+        let ids = self.devices().filter(|key| !own(key)).filter_map(|(_, id)| Some(gpu_of(topology, id)?.0));
         let claims = self.claimed(topology).map(|(_, gpu, _)| gpu);
         let claims = claims.filter_map(|gpu| topology.position(&gpu.uuid));
         let mut used = BTreeMap::new();
@@ -354,9 +348,9 @@ impl Ledger {
     pub(super) fn conflicts<'a>(
         &'a self,
         topology: &'a NodeTopology,
-        withdrawn: impl Iterator<Item = (&'a ResourceDevice, Timestamp)>,
-        devices: impl Iterator<Item = (ResourceDevice, &'a Device)>,
-    ) -> BTreeMap<ResourceDevice, (UnhealthyReason, Timestamp)> {
+        withdrawn: impl Iterator<Item = (Key<'a>, Timestamp)>,
+        devices: impl Iterator<Item = (Key<'a>, &'a Device)>,
+    ) -> BTreeMap<Key<'a>, (UnhealthyReason, Timestamp)> {
         let known_since = match self.known_since {
             Some(known_since) => known_since,
             None if self.prepared.is_empty() => return BTreeMap::new(),
@@ -364,26 +358,27 @@ impl Ledger {
         };
         // Keyed by the GPU's UUID: a holder may name a GPU that is not in the graph.
         let mut holders: BTreeMap<&str, Vec<Holder<'_>>> = BTreeMap::new();
-        for (key, since) in self.devices().map(|key| (key, known_since)).chain(withdrawn) {
+        for (key, since) in self.devices().map(|(of, id)| ((of, id), known_since)).chain(withdrawn) {
             let (uuid, slot) = split_slot(key.1.as_str());
-            let parent = mig_parent(topology, uuid).and_then(|place| topology.gpus().get(place));
-            let (gpu, part) = parent.map_or((uuid, Part::Whole), |gpu| (gpu.uuid.as_str(), Part::Mig(uuid)));
+            let known = behind(topology, uuid);
+            let known = known.and_then(|(place, mig)| Some((topology.gpus().get(place)?.uuid.as_str(), mig)));
+            let (gpu, mig) = known.unwrap_or((uuid, None));
             let reason = UnhealthyReason::HeldElsewhere { resource: key.0.to_string(), id: key.1.to_string() };
-            let holder = Holder { key: Some(key), part, is_slot: slot.is_some(), since, reason };
+            let holder = Holder { key: Some(key), mig, is_slot: slot.is_some(), since, reason };
             holders.entry(gpu).or_default().push(holder);
         }
         let claimed = self.claimed(topology);
-        let claimed = claimed.map(|(by, gpu, part)| (&gpu.uuid, part, by.claim.clone(), by.device.clone()));
+        let claimed = claimed.map(|(by, gpu, mig)| (&gpu.uuid, mig, by.claim.clone(), by.device.clone()));
         let prepared = self.prepared.values().flat_map(|prepared| prepared.gpus().map(move |gpu| (prepared, gpu)));
-        let prepared = prepared.map(|(by, gpu)| (gpu, Part::Whole, by.claim.to_string(), gpu.to_string()));
-        for (gpu, part, claim, device) in claimed.chain(prepared) {
+        let prepared = prepared.map(|(by, gpu)| (gpu, None, by.claim.to_string(), gpu.to_string()));
+        for (gpu, mig, claim, device) in claimed.chain(prepared) {
             let reason = UnhealthyReason::Claimed { claim, device };
-            let holder = Holder { key: None, part, is_slot: false, since: known_since, reason };
+            let holder = Holder { key: None, mig, is_slot: false, since: known_since, reason };
             holders.entry(gpu.as_str()).or_default().push(holder);
         }
         let conflicts = devices.filter_map(|(key, device)| {
             let of_gpu = holders.get(device.gpu.uuid.as_str())?;
-            let holder = of_gpu.iter().find(|holder| holder.conflicts_with(&key, device))?;
+            let holder = of_gpu.iter().find(|holder| holder.conflicts_with(key, device))?;
             Some((key, (holder.reason.clone(), holder.since)))
         });
         conflicts.collect()
@@ -395,53 +390,44 @@ pub(super) fn split_slot(id: &str) -> (&str, Option<&str>) {
     id.split_once("::").map_or((id, None), |(uuid, slot)| (uuid, Some(slot)))
 }
 
-/// The place of the GPU behind a device id ([`Device::id`]), MIG devices included.
-pub(super) fn place(topology: &NodeTopology, id: &DeviceId) -> Option<usize> {
-    let (uuid, _) = split_slot(id.as_str());
+/// The hardware with a UUID: a GPU, or a MIG device.
+pub(super) fn behind<'a>(topology: &'a NodeTopology, uuid: &str) -> Option<Part<'a>> {
     let gpu = topology.gpus().iter().position(|gpu| gpu.uuid.as_str() == uuid);
-    gpu.or_else(|| mig_parent(topology, uuid))
+    let mig = || topology.mig_devices().iter().find(|mig| mig.uuid.as_str() == uuid);
+    gpu.map(|place| (place, None)).or_else(|| mig().map(|mig| (mig.parent, Some(mig))))
 }
 
-/// The place of the GPU behind a device id, with whether the id can be the whole GPU: a MIG device's cannot.
+/// The place of the GPU behind a device id ([`Device::id`]), with whether the id can be the whole GPU: a MIG device's
+/// cannot.
 pub fn gpu_of(topology: &NodeTopology, id: &DeviceId) -> Option<(usize, bool)> {
-    Some((place(topology, id)?, mig_parent(topology, split_slot(id.as_str()).0).is_none()))
+    behind(topology, split_slot(id.as_str()).0).map(|(place, mig)| (place, mig.is_none()))
 }
 
 /// The UUID of the GPU behind a device id, even if the machine has no such GPU now.
 pub fn gpu_behind(topology: &NodeTopology, id: &DeviceId) -> Option<String> {
     let (uuid, _) = split_slot(id.as_str());
-    let parent = mig_parent(topology, uuid).and_then(|place| topology.gpus().get(place));
-    let whole = || uuid.starts_with("GPU-").then(|| uuid.to_owned());
-    parent.map(|gpu| gpu.uuid.to_string()).or_else(whole)
-}
-
-/// The place of the GPU that a MIG device is on.
-fn mig_parent(topology: &NodeTopology, uuid: &str) -> Option<usize> {
-    Some(topology.mig_devices().iter().find(|mig| mig.uuid.as_str() == uuid)?.parent)
+    match behind(topology, uuid) {
+        Some((place, Some(_))) => topology.gpus().get(place).map(|gpu| gpu.uuid.to_string()),
+        _ => uuid.starts_with("GPU-").then(|| uuid.to_owned()),
+    }
 }
 
 /// The hardware behind a claimed device, by the UUIDs among its CDI names, otherwise by its name; the name of a set of
 /// GPUs names each of them. A MIG device that neither shows counts as its whole GPU, which the minor number in its name
 /// gives: it cannot be seen which MIG device it is.
-fn claimed_hardware<'a>(topology: &'a NodeTopology, claimed: &'a ClaimedDevice) -> Vec<(usize, Part<'a>)> {
-    let by_uuid = |name: &'a String| {
-        let whole = topology.gpus().iter().position(|gpu| gpu.uuid.as_str() == name);
-        let whole = whole.map(|place| (place, Part::Whole));
-        whole.or_else(|| mig_parent(topology, name).map(|place| (place, Part::Mig(name))))
-    };
-    let known: Vec<_> = claimed.cdi_names.iter().filter_map(by_uuid).collect();
+fn claimed_hardware<'a>(topology: &'a NodeTopology, claimed: &ClaimedDevice) -> Vec<Part<'a>> {
+    let known: Vec<_> = claimed.cdi_names.iter().filter_map(|name| behind(topology, name)).collect();
     if !known.is_empty() || claimed.driver != DRA_DRIVER {
         return known;
     }
     named_hardware(topology, &claimed.device).into_iter().collect()
 }
 
-fn named_hardware<'a>(topology: &'a NodeTopology, name: &str) -> Option<(usize, Part<'a>)> {
+fn named_hardware<'a>(topology: &'a NodeTopology, name: &str) -> Option<Part<'a>> {
     if let Some((place, mig)) = hardware_of(topology, name) {
-        let mig = mig.and_then(|mig| topology.mig_devices().get(mig));
-        return Some((place, mig.map_or(Part::Whole, |mig| Part::Mig(mig.uuid.as_str()))));
+        return Some((place, mig.and_then(|mig| topology.mig_devices().get(mig))));
     }
     let number = name.strip_prefix("gpu-")?;
     let minor: u32 = number.split('-').next()?.parse().ok()?;
-    Some((topology.gpus().iter().position(|gpu| gpu.facts.minor == Some(minor))?, Part::Whole))
+    Some((topology.gpus().iter().position(|gpu| gpu.facts.minor == Some(minor))?, None))
 }

@@ -15,7 +15,7 @@ use super::doors::Doors;
 use super::event::Effect;
 use super::hardware::Hardware;
 use super::holdings::ResourceDevice;
-use super::ledger::{Ledger, place, split_slot};
+use super::ledger::{Key, Ledger, behind, gpu_of, split_slot};
 use super::mps::Mps;
 use super::plan::{Door, MAX_SLOTS, ResourcePlan};
 use super::problem::PlanProblem;
@@ -380,7 +380,7 @@ impl Offers {
                 if resource.devices.contains_key(id) {
                     continue;
                 }
-                let is_there = place(topology, id).is_some();
+                let is_there = gpu_of(topology, id).is_some();
                 let why = if is_there { UnhealthyReason::Withdrawn } else { UnhealthyReason::Gone };
                 match resource.orphans.entry(id.clone()) {
                     // The GPU may be back and offered otherwise.
@@ -430,17 +430,16 @@ impl Offers {
         let mut conflicts = self.conflicts(hardware, ledger);
         for (name, resource) in &self.resources {
             for (id, device) in &resource.devices {
-                let key = (name.clone(), id.clone());
                 let mut health =
                     resource.orphans.get(id).map_or_else(|| self.health_of(name, device, hardware), Orphan::health);
-                if let (Health::Healthy, Some((reason, since))) = (&health, conflicts.remove(&key)) {
+                if let (Health::Healthy, Some((reason, since))) = (&health, conflicts.remove(&(name, id))) {
                     health = Health::Unhealthy { reason: reason.clone(), since };
                     if device.health != health {
                         hindered.insert((device.gpu.uuid.clone(), name.clone()), reason);
                     }
                 }
                 if device.health != health {
-                    changed.push((key, health));
+                    changed.push(((name.clone(), id.clone()), health));
                 }
             }
         }
@@ -475,35 +474,30 @@ impl Offers {
     }
 
     /// The devices whose hardware is held under another name.
-    fn conflicts(
-        &self,
-        hardware: &Hardware,
-        ledger: &Ledger,
-    ) -> BTreeMap<ResourceDevice, (UnhealthyReason, Timestamp)> {
-        let mut withdrawn = BTreeMap::new();
-        for (name, resource) in &self.resources {
-            let orphans = resource.orphans.iter();
+    fn conflicts<'a>(
+        &'a self,
+        hardware: &'a Hardware,
+        ledger: &'a Ledger,
+    ) -> BTreeMap<Key<'a>, (UnhealthyReason, Timestamp)> {
+        let resources = self.resources.iter();
+        let devices = resources
+            .clone()
+            .flat_map(|(name, resource)| resource.devices.iter().map(move |(id, device)| ((name, id), device)));
+        let withdrawn = resources.flat_map(|(name, resource)| {
             // A GPU that went may be back and offered otherwise.
-            let lately = orphans.filter(|(_, orphan)| orphan.was_offered);
-            withdrawn.extend(lately.map(|(id, orphan)| ((name.clone(), id.clone()), orphan.since)));
-        }
-        let devices = self.resources.iter().flat_map(|(name, resource)| {
-            resource.devices.iter().map(move |(id, device)| ((name.clone(), id.clone()), device))
+            let lately = resource.orphans.iter().filter(|(_, orphan)| orphan.was_offered);
+            lately.map(move |(id, orphan)| ((name, id), orphan.since))
         });
-        ledger.conflicts(hardware.topology(), withdrawn.iter().map(|(key, since)| (key, *since)), devices)
+        ledger.conflicts(hardware.topology(), withdrawn, devices)
     }
 }
 
 /// The device of an id as it would be offered, if its hardware is there.
 fn device_of(topology: &NodeTopology, id: &DeviceId, hints: NumaHints) -> Option<Device> {
     let (uuid, slot) = split_slot(id.as_str());
-    let slot = match slot {
-        Some(slot) => Some(slot.parse().ok()?),
-        None => None,
-    };
-    let gpu = topology.gpus().get(place(topology, id)?)?;
-    let mig = topology.mig_devices().iter().find(|mig| mig.uuid.as_str() == uuid).cloned();
-    let device = Device { mig, slot, ..Device::new(topology, gpu, hints) };
+    let slot = slot.map(str::parse).transpose().ok()?;
+    let (place, mig) = behind(topology, uuid)?;
+    let device = Device { mig: mig.cloned(), slot, ..Device::new(topology, topology.gpus().get(place)?, hints) };
     // `GPU-1::01` was never offered: the id is not ours, though its hardware is.
     (device.id() == *id).then_some(device)
 }
