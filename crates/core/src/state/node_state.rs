@@ -271,10 +271,11 @@ impl NodeState {
         resource: &ResourceName,
         request: &AllocationRequest,
     ) -> (PreferredAllocation, AllocationReport) {
-        let choice = self.offers.resources().get(resource).map(|resource| resource.choice.clone()).unwrap_or_default();
-        match &choice.units {
-            Some(units) => preferred_units(self.tables(), units, request, choice.policy),
-            None => preferred_allocation(self.tables(), request, choice.policy),
+        let units = self.offers.resources().get(resource).and_then(|resource| resource.units.as_ref());
+        let policy = self.offers.plan().policy(units.is_some());
+        match units {
+            Some(units) => preferred_units(self.tables(), units, request, policy),
+            None => preferred_allocation(self.tables(), request, policy),
         }
     }
 
@@ -302,8 +303,7 @@ impl NodeState {
             }
         }
         let mut taken: Vec<&Device> = taken.into_values().collect();
-        let one_slot = listed.is_some_and(|listed| listed.choice.one_slot);
-        if one_slot && taken.len() > 1 && taken.iter().any(|device| device.slot.is_some()) {
+        if self.offers.plan().one_slot() && taken.len() > 1 && taken.iter().any(|device| device.slot.is_some()) {
             return Err(AllocateError::OneSlot(resource.clone(), taken.len()));
         }
         taken.sort_by_key(|device| (device.gpu.pci, device.mig.as_ref().map(|mig| mig.index), device.slot));

@@ -22,7 +22,7 @@ use super::problem::PlanProblem;
 use super::reason::UnhealthyReason;
 use super::resources::Resources;
 use super::shares::{GpuShares, Shares};
-use crate::allocation::{AllocationPolicy, DeviceId, Units};
+use crate::allocation::{DeviceId, Units};
 use crate::topology::{Gpu, GpuUuid, NodeTopology};
 
 /// The resources and DRA devices that the node offers.
@@ -50,18 +50,8 @@ pub struct Resource {
     devices: BTreeMap<DeviceId, Device>,
     /// The ids on the list whose hardware is gone, or is no longer offered as this resource.
     orphans: BTreeMap<DeviceId, Orphan>,
-    pub(super) choice: Choice,
-}
-
-/// The rules by which devices of one resource are chosen and ordered.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(super) struct Choice {
-    /// The policy.
-    pub policy: AllocationPolicy,
     /// The units to choose from, unless all devices are whole GPUs.
-    pub units: Option<Units>,
-    /// True if a container is refused more than one slot.
-    pub one_slot: bool,
+    pub(super) units: Option<Units>,
 }
 
 /// An id that stays on a list only because a pod may hold it.
@@ -166,9 +156,13 @@ impl Offers {
         self.resources.get(resource).into_iter().flat_map(|resource| &resource.devices)
     }
 
+    fn device(&self, resource: &ResourceName, id: &DeviceId) -> Option<&Device> {
+        self.resources.get(resource)?.devices.get(id)
+    }
+
     /// The GPU of a device on the list of a resource.
     pub(super) fn gpu_of(&self, resource: &ResourceName, id: &DeviceId) -> Option<&GpuUuid> {
-        Some(&self.resources.get(resource)?.devices.get(id)?.gpu.uuid)
+        self.device(resource, id).map(|device| &device.gpu.uuid)
     }
 
     /// The devices of all resources, by resource and id.
@@ -225,8 +219,7 @@ impl Offers {
 
     /// Returns true if there is such a device and it is healthy.
     pub fn is_healthy(&self, resource: &ResourceName, id: &DeviceId) -> bool {
-        let device = self.resources.get(resource).and_then(|resource| resource.devices.get(id));
-        device.is_some_and(|device| device.health == Health::Healthy)
+        self.device(resource, id).is_some_and(|device| device.health == Health::Healthy)
     }
 
     /// Returns true if a new list of holders could change something.
@@ -326,7 +319,7 @@ impl Offers {
         }
         for (name, devices) in fresh {
             let known = before.remove(&name).unwrap_or_default();
-            let mut resource = Resource { devices, orphans: known.orphans, choice: known.choice };
+            let mut resource = Resource { devices, orphans: known.orphans, units: known.units };
             resource.orphans.retain(|id, _| !resource.devices.contains_key(id));
             resource.keep(known.devices, hardware, now);
             self.resources.insert(name, resource);
@@ -404,13 +397,13 @@ impl Offers {
         effects
     }
 
-    /// Updates each resource's choice to its devices.
+    /// Updates the units of each resource to its devices.
     fn choose(&mut self, hardware: &Hardware, ledger: &Ledger) {
         let topology = hardware.topology();
         for (name, resource) in &mut self.resources {
             let offered = || resource.devices.iter().filter(|(id, _)| !resource.orphans.contains_key(*id));
             let has_parts = offered().any(|(_, device)| device.mig.is_some() || device.slot.is_some());
-            let units = has_parts.then(|| {
+            resource.units = has_parts.then(|| {
                 let place = |device: &Device| topology.position(&device.gpu.uuid);
                 let units = offered().filter_map(|(id, device)| Some((id.clone(), place(device)?)));
                 let is_own = |(of, id): &ResourceDevice| {
@@ -418,7 +411,6 @@ impl Offers {
                 };
                 Units::new(units, ledger.used_otherwise(topology, is_own))
             });
-            resource.choice = Choice { policy: self.plan.policy(has_parts), units, one_slot: self.plan.one_slot() };
         }
     }
 
