@@ -91,7 +91,7 @@ impl NodeState {
                 let admissions = &mut Arc::make_mut(&mut self.ledger).admissions;
                 admissions.restore(&record.admissions, &record.claim_admissions);
                 if !record.dra.is_empty() {
-                    Arc::make_mut(&mut self.offers).restore(&record.dra, &record.dra_shares);
+                    Arc::make_mut(&mut self.offers).doors.restore(&record.dra, &record.dra_shares);
                 }
             }
             Event::Tick => {}

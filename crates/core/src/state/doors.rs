@@ -15,12 +15,12 @@
 use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
 
-use super::device::{Device, Health, NumaHints};
+use super::device::{Device, Health, NumaHints, Timestamp};
 use super::hardware::Hardware;
 use super::ledger::Ledger;
 use super::plan::{Door, ResourcePlan};
 use super::reason::UnhealthyReason;
-use super::shares::Shares;
+use super::shares::{self, Form, GpuShares};
 use crate::topology::GpuUuid;
 
 /// The number of lists in a row without a holder that give a GPU to DRA.
@@ -29,10 +29,10 @@ const LISTS: u8 = 2;
 /// The GPUs of DRA.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Doors {
-    /// The GPUs that DRA offers, or that its claims hold.
-    gpus: BTreeSet<GpuUuid>,
+    /// The GPUs that DRA offers, or that its claims hold, each shared or not.
+    pub gpus: BTreeMap<GpuUuid, Form>,
     /// The GPUs that DRA is to offer, each with the number of lists in a row without a holder.
-    waiting: BTreeMap<GpuUuid, u8>,
+    pub waiting: BTreeMap<GpuUuid, u8>,
     /// The devices of `gpus`: whole GPUs, and MIG devices of GPUs in MIG mode. The devices of a GPU that is gone stay.
     pub devices: Vec<Device>,
     /// The devices of `waiting`.
@@ -46,19 +46,14 @@ fn is_held(gpu: &GpuUuid, hardware: &Hardware, ledger: &Ledger) -> bool {
 }
 
 impl Doors {
-    /// The GPUs that DRA offers, or that its claims hold.
-    pub fn gpus(&self) -> &BTreeSet<GpuUuid> {
-        &self.gpus
-    }
-
     /// Returns true if DRA offers a GPU, or its claims hold it.
     pub fn has(&self, gpu: &GpuUuid) -> bool {
-        self.gpus.contains(gpu)
+        self.gpus.contains_key(gpu)
     }
 
-    /// The GPUs that DRA is to offer.
-    pub fn waiting(&self) -> impl Iterator<Item = &GpuUuid> {
-        self.waiting.keys()
+    /// Returns true if a new list of holders could give DRA a GPU, or let one be shared otherwise.
+    pub fn awaits_holders(&self) -> bool {
+        !self.waiting.is_empty() || self.gpus.values().any(|form| form.next.is_some())
     }
 
     /// Returns true if the next lists may let DRA offer a GPU that is not known to be held.
@@ -66,22 +61,30 @@ impl Doors {
         self.waiting.keys().any(|gpu| !ledger.is_known() || !is_held(gpu, hardware, ledger))
     }
 
-    /// Takes over the GPUs that the last process offered through DRA. A claim is not prepared with a GPU that the
-    /// kubelet lists otherwise: another device plugin may have served the node since.
-    pub fn restore(&mut self, gpus: &BTreeSet<GpuUuid>) {
-        self.gpus.extend(gpus.iter().cloned());
+    /// Takes over the GPUs that the last process offered through DRA, and which of them were shared. A claim is not
+    /// prepared with a GPU that the kubelet lists otherwise: another device plugin may have served the node since.
+    pub fn restore(&mut self, gpus: &BTreeSet<GpuUuid>, shared: &BTreeMap<GpuUuid, GpuShares>) {
+        for gpu in gpus {
+            self.gpus.entry(gpu.clone()).or_insert_with(|| Form { now: shared.get(gpu).copied(), next: None });
+        }
     }
 
     /// The doors after an event. `is_new_list` is true if a new list of holders has just come. As long as no GPU is
-    /// observed, nothing is decided.
-    pub fn next(&self, plan: &ResourcePlan, hardware: &Hardware, ledger: &Ledger, is_new_list: bool) -> Self {
+    /// observed, no GPU changes its door.
+    pub fn next(
+        &self,
+        plan: &ResourcePlan,
+        hardware: &Hardware,
+        ledger: &Ledger,
+        is_new_list: bool,
+        now: Timestamp,
+    ) -> Self {
         let topology = hardware.topology();
-        if topology.gpus().is_empty() {
-            return self.clone();
-        }
+        let none_observed = topology.gpus().is_empty();
         let has_claim = |uuid: &GpuUuid| ledger.has_claim_on(topology, uuid);
-        let gone = self.gpus.iter().filter(|uuid| topology.position(uuid).is_none() && has_claim(uuid));
-        let (mut gpus, mut waiting) = (gone.cloned().collect::<BTreeSet<_>>(), BTreeMap::new());
+        let stays = |uuid: &&GpuUuid| none_observed || topology.position(uuid).is_none() && has_claim(uuid);
+        let mut gpus: BTreeSet<GpuUuid> = self.gpus.keys().filter(stays).cloned().collect();
+        let mut waiting = if none_observed { self.waiting.clone() } else { BTreeMap::new() };
         for gpu in topology.gpus() {
             let uuid = gpu.uuid.clone();
             let is_offered = plan.offers_through_dra(gpu);
@@ -98,6 +101,22 @@ impl Doors {
                 }
             }
         }
+        let (wanted, _) = shares::wanted(topology, plan);
+        let form = |uuid: &GpuUuid| {
+            let wants = wanted.get(uuid).copied();
+            let there = topology.position(uuid).and_then(|place| topology.gpus().get(place));
+            let is_offered = there.is_some_and(|gpu| plan.offers_through_dra(gpu));
+            match self.gpus.get(uuid) {
+                // A GPU that is gone, or not offered any more, keeps its form.
+                Some(form) if form.now == wants || !is_offered => Form { next: None, ..*form },
+                Some(form) if !ledger.knows_claims() || has_claim(uuid) => {
+                    let since = form.next.map_or(now, |(_, since)| since.min(now));
+                    Form { next: Some((wants, since)), ..*form }
+                }
+                _ => Form { now: wants, next: None },
+            }
+        };
+        let gpus = gpus.into_iter().map(|uuid| (uuid.clone(), form(&uuid))).collect();
         Self { gpus, waiting, ..self.clone() }
     }
 
@@ -128,67 +147,61 @@ impl Doors {
     }
 
     /// The doors with the devices' health as it is now; `None` if none changed.
-    pub fn refreshed(
-        &self,
-        plan: &ResourcePlan,
-        hardware: &Hardware,
-        ledger: &Ledger,
-        shares: &Shares,
-    ) -> Option<Self> {
+    pub fn refreshed(&self, plan: &ResourcePlan, hardware: &Hardware, ledger: &Ledger) -> Option<Self> {
         let mut now = self.clone();
         for (devices, waits) in [(&mut now.devices, false), (&mut now.withheld, true)] {
             for device in devices {
-                device.health = health(device, waits, plan, hardware, ledger, shares);
+                device.health = self.health(device, waits, plan, hardware, ledger);
             }
         }
         (now != *self).then_some(now)
     }
-}
 
-/// The health of a device of DRA. `waits`: DRA does not offer it yet.
-fn health(
-    device: &Device,
-    waits: bool,
-    plan: &ResourcePlan,
-    hardware: &Hardware,
-    ledger: &Ledger,
-    shares: &Shares,
-) -> Health {
-    let (topology, uuid) = (hardware.topology(), &device.gpu.uuid);
-    let unhealthy = |reason: UnhealthyReason| match &device.health {
-        Health::Unhealthy { reason: before, .. } if *before == reason => device.health.clone(),
-        Health::Unhealthy { since, .. } if reason == UnhealthyReason::Gone => {
-            Health::Unhealthy { reason, since: *since }
+    /// The health of a device of DRA. `waits`: DRA does not offer it yet.
+    fn health(
+        &self,
+        device: &Device,
+        waits: bool,
+        plan: &ResourcePlan,
+        hardware: &Hardware,
+        ledger: &Ledger,
+    ) -> Health {
+        let (topology, uuid) = (hardware.topology(), &device.gpu.uuid);
+        let unhealthy = |reason: UnhealthyReason| match &device.health {
+            Health::Unhealthy { reason: before, .. } if *before == reason => device.health.clone(),
+            Health::Unhealthy { since, .. } if reason == UnhealthyReason::Gone => {
+                Health::Unhealthy { reason, since: *since }
+            }
+            _ => Health::Unhealthy { reason, since: ledger.known_since.unwrap_or_default() },
+        };
+        if !hardware.has(device) {
+            return unhealthy(UnhealthyReason::Gone);
         }
-        _ => Health::Unhealthy { reason, since: ledger.known_since.unwrap_or_default() },
-    };
-    if !hardware.has(device) {
-        return unhealthy(UnhealthyReason::Gone);
-    }
-    let by_claim = || {
-        let claim = ledger.claims_on(topology, uuid).into_iter().next();
-        claim.map(|claim| UnhealthyReason::Claimed { claim, device: uuid.to_string() })
-    };
-    if plan.door == Door::Plugin {
-        return unhealthy(by_claim().unwrap_or(UnhealthyReason::Withdrawn));
-    }
-    // Unhealthy for new claims only: the claims that have it keep it.
-    if let Some(since) = shares.changing_since(uuid) {
-        return Health::Unhealthy { reason: UnhealthyReason::Withdrawn, since };
-    }
-    if !plan.offers_through_dra(&device.gpu) {
-        return unhealthy(UnhealthyReason::Withdrawn);
-    }
-    let health = hardware.health(uuid, device.instance()).unwrap_or(Health::Healthy);
-    if health != Health::Healthy {
-        return health;
-    }
-    if let Some((resource, id)) = ledger.plugin_holder(topology, uuid) {
-        return unhealthy(UnhealthyReason::HeldElsewhere { resource: resource.to_string(), id: id.to_string() });
-    }
-    match by_claim().filter(|_| waits) {
-        Some(reason) => unhealthy(reason),
-        None if waits => unhealthy(UnhealthyReason::HoldersUnknown),
-        None => Health::Healthy,
+        let by_claim = || {
+            let claim = ledger.claims_on(topology, uuid).into_iter().next();
+            claim.map(|claim| UnhealthyReason::Claimed { claim, device: uuid.to_string() })
+        };
+        if plan.door == Door::Plugin {
+            return unhealthy(by_claim().unwrap_or(UnhealthyReason::Withdrawn));
+        }
+        // Unhealthy for new claims only: the claims that have it keep it.
+        if let Some((_, since)) = self.gpus.get(uuid).and_then(|form| form.next) {
+            return Health::Unhealthy { reason: UnhealthyReason::Withdrawn, since };
+        }
+        if !plan.offers_through_dra(&device.gpu) {
+            return unhealthy(UnhealthyReason::Withdrawn);
+        }
+        let health = hardware.health(uuid, device.instance()).unwrap_or(Health::Healthy);
+        if health != Health::Healthy {
+            return health;
+        }
+        if let Some((resource, id)) = ledger.plugin_holder(topology, uuid) {
+            return unhealthy(UnhealthyReason::HeldElsewhere { resource: resource.to_string(), id: id.to_string() });
+        }
+        match by_claim().filter(|_| waits) {
+            Some(reason) => unhealthy(reason),
+            None if waits => unhealthy(UnhealthyReason::HoldersUnknown),
+            None => Health::Healthy,
+        }
     }
 }

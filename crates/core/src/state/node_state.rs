@@ -164,12 +164,12 @@ impl NodeState {
 
     /// The sharing of a GPU through DRA.
     pub fn dra_sharing(&self, gpu: &GpuUuid) -> GpuSharing {
-        self.offers.shares.of(gpu)
+        self.offers.doors.gpus.get(gpu).map_or_else(GpuSharing::default, |form| (*form).into())
     }
 
     /// Returns true if this node uses DRA: its door is DRA, or claims hold GPUs.
     pub fn has_dra(&self) -> bool {
-        self.offers.plan().door == Door::Dra || !self.offers.doors.gpus().is_empty()
+        self.offers.plan().door == Door::Dra || !self.offers.doors.gpus.is_empty()
     }
 
     /// The GPUs that are held through the other door, or may be: the node's own door does not offer them until their
@@ -189,17 +189,18 @@ impl NodeState {
     /// Returns true if this process serves any GPU, though pods or claims may hold all of them.
     pub fn offers_any(&self) -> bool {
         let Offers { doors, .. } = &*self.offers;
-        !self.offers.resources().is_empty() || !doors.gpus().is_empty() || doors.waiting().next().is_some()
+        !self.offers.resources().is_empty() || !doors.gpus.is_empty() || !doors.waiting.is_empty()
     }
 
     /// The record for our next process. [`Effect::Keep`](super::Effect::Keep) reports each change.
     pub fn record(&self) -> HealthRecord {
         let (admissions, claim_admissions) = self.ledger.admissions.record();
+        let of_dra = || self.offers.doors.gpus.iter();
         HealthRecord {
             admissions,
             claim_admissions,
-            dra: self.offers.doors.gpus().clone(),
-            dra_shares: self.offers.shares.record(),
+            dra: of_dra().map(|(gpu, _)| gpu.clone()).collect(),
+            dra_shares: of_dra().filter_map(|(gpu, form)| Some((gpu.clone(), form.now?))).collect(),
             ..self.hardware.record()
         }
     }

@@ -21,7 +21,7 @@ use super::plan::{Door, MAX_SLOTS, ResourcePlan};
 use super::problem::PlanProblem;
 use super::reason::UnhealthyReason;
 use super::resources::Resources;
-use super::shares::{GpuShares, Shares};
+use super::shares;
 use crate::allocation::{DeviceId, Units};
 use crate::topology::{Gpu, GpuUuid, NodeTopology};
 
@@ -36,8 +36,6 @@ pub struct Offers {
     problems: Vec<PlanProblem>,
     pub(super) mps: Mps,
     pub(super) doors: Doors,
-    /// The sharing of the GPUs of DRA.
-    pub(super) shares: Shares,
     resources: BTreeMap<ResourceName, Resource>,
     /// With the door DRA, the names that the device plugin would offer.
     names: BTreeSet<ResourceName>,
@@ -179,12 +177,6 @@ impl Offers {
         through_plugin.chain(self.doors.devices.iter().map(move |device| (device, is_gone(device))))
     }
 
-    /// Takes over what the last process offered through DRA.
-    pub(super) fn restore(&mut self, dra: &BTreeSet<GpuUuid>, shares: &BTreeMap<GpuUuid, GpuShares>) {
-        self.doors.restore(dra);
-        self.shares.restore(dra, shares);
-    }
-
     /// Gives GPUs to DRA and takes them back, and shares the GPUs of DRA. Returns the effects to report; `None` if
     /// nothing changed and the resources can stay.
     pub(super) fn turn_doors(
@@ -194,15 +186,14 @@ impl Offers {
         is_new_list: bool,
         now: Timestamp,
     ) -> Option<Vec<Effect>> {
-        let doors = self.doors.next(&self.plan, hardware, ledger, is_new_list);
-        let shares = self.shares.next(doors.gpus(), &self.plan, hardware.topology(), ledger, now);
-        if doors == self.doors && shares == self.shares {
+        let doors = self.doors.next(&self.plan, hardware, ledger, is_new_list, now);
+        if doors == self.doors {
             return None;
         }
-        let changed = self.doors.gpus().symmetric_difference(doors.gpus());
+        let gpus: BTreeSet<&GpuUuid> = self.doors.gpus.keys().chain(doors.gpus.keys()).collect();
+        let changed = gpus.into_iter().filter(|gpu| doors.has(gpu) != self.doors.has(gpu));
         let effects = changed.map(|gpu| Effect::DoorChanged(gpu.clone(), doors.has(gpu))).collect();
-        let offers = Arc::make_mut(self);
-        (offers.doors, offers.shares) = (doors, shares);
+        Arc::make_mut(self).doors = doors;
         Some(effects)
     }
 
@@ -226,8 +217,7 @@ impl Offers {
     pub fn awaits_holders(&self) -> bool {
         let orphans = self.resources.values().any(|resource| !resource.orphans.is_empty());
         orphans
-            || self.doors.waiting().next().is_some()
-            || self.shares.awaits_holders()
+            || self.doors.awaits_holders()
             || self
                 .devices()
                 .chain(&self.doors.devices)
@@ -270,7 +260,7 @@ impl Offers {
             problems.push(PlanProblem::OldPlanStays);
             made.problems = problems;
         }
-        made.problems.extend(super::shares::wanted(topology, &self.plan).1);
+        made.problems.extend(shares::wanted(topology, &self.plan).1);
         self.names = match self.plan.door {
             Door::Plugin => BTreeSet::new(),
             Door::Dra => {
@@ -435,7 +425,7 @@ impl Offers {
                 }
             }
         }
-        let doors = self.doors.refreshed(&self.plan, hardware, ledger, &self.shares);
+        let doors = self.doors.refreshed(&self.plan, hardware, ledger);
         let any = !changed.is_empty() || doors.is_some();
         if any {
             // Copied only now: a published part is copied before it changes, and most polls change nothing.

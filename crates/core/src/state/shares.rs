@@ -1,18 +1,17 @@
-//! [`Shares`]: the GPUs of DRA that several claims may have at once, by the plan's rows for sharing.
+//! [`Form`]: whether several claims may have a GPU of DRA at once, by the plan's rows for sharing.
 //!
-//! A part of [`super::offers`], beside [`super::doors`]. A GPU keeps its form while claims have it: the scheduler
+//! [`super::doors`] keeps it for each GPU of DRA. A GPU keeps its form while claims have it: the scheduler
 //! counts a device for one claim and a device for several in ways that do not fit each other. When the plan changes,
 //! the GPU takes no new claim. It gets its new form when no claim is prepared or listed on it. A claim of the old form
 //! that comes later is refused when it is prepared, if it would share what is not shared any more.
 
 use crate::prelude::*;
-use alloc::collections::{BTreeMap, BTreeSet};
+use alloc::collections::BTreeMap;
 use core::fmt;
 
 use serde::{Deserialize, Serialize};
 
 use super::device::Timestamp;
-use super::ledger::Ledger;
 use super::plan::{MigStrategy, ResourcePlan, SharedDevices, SharedResource, SharingKind};
 use super::problem::PlanProblem;
 use super::resource_name::ResourceName;
@@ -43,80 +42,17 @@ pub struct GpuSharing {
     pub next: Option<GpuShares>,
 }
 
-/// The sharing of the GPUs of DRA.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(super) struct Shares {
-    gpus: BTreeMap<GpuUuid, Form>,
-}
-
 /// The form of a GPU: shared or not, now and next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Form {
-    now: Option<GpuShares>,
+pub(super) struct Form {
+    pub now: Option<GpuShares>,
     /// The other form that is wanted, and the time since which it waits for claims to end.
-    next: Option<(Option<GpuShares>, Timestamp)>,
+    pub next: Option<(Option<GpuShares>, Timestamp)>,
 }
 
-impl Shares {
-    /// The sharing of a GPU.
-    pub fn of(&self, gpu: &GpuUuid) -> GpuSharing {
-        self.gpus.get(gpu).map_or_else(GpuSharing::default, |form| GpuSharing {
-            now: form.now,
-            next: form.next.map_or(form.now, |(next, _)| next),
-        })
-    }
-
-    /// The time since which a GPU takes no new claim because its form is to change.
-    pub fn changing_since(&self, gpu: &GpuUuid) -> Option<Timestamp> {
-        self.gpus.get(gpu)?.next.map(|(_, since)| since)
-    }
-
-    /// Returns true if a new list of holders could let a GPU change.
-    pub fn awaits_holders(&self) -> bool {
-        self.gpus.values().any(|form| form.next.is_some())
-    }
-
-    /// The GPUs that are shared, for the record.
-    pub fn record(&self) -> BTreeMap<GpuUuid, GpuShares> {
-        self.gpus.iter().filter_map(|(gpu, form)| Some((gpu.clone(), form.now?))).collect()
-    }
-
-    /// Takes over what the last process published: the GPUs of DRA, and which of them were shared.
-    pub fn restore(&mut self, gpus: &BTreeSet<GpuUuid>, shared: &BTreeMap<GpuUuid, GpuShares>) {
-        for gpu in gpus {
-            self.gpus.entry(gpu.clone()).or_insert_with(|| Form { now: shared.get(gpu).copied(), next: None });
-        }
-    }
-
-    /// The forms after an event. `gpus` are DRA's present GPUs. A GPU that has just come gets the plan's form.
-    pub fn next(
-        &self,
-        gpus: &BTreeSet<GpuUuid>,
-        plan: &ResourcePlan,
-        topology: &NodeTopology,
-        ledger: &Ledger,
-        now: Timestamp,
-    ) -> Self {
-        let (wanted, _) = wanted(topology, plan);
-        let is_offered = |gpu: &GpuUuid| {
-            let there = topology.position(gpu).and_then(|place| topology.gpus().get(place));
-            there.is_some_and(|gpu| plan.offers_through_dra(gpu))
-        };
-        let mut next = Self::default();
-        for gpu in gpus {
-            let wants = wanted.get(gpu).copied();
-            let form = match self.gpus.get(gpu) {
-                // A GPU that is gone, or not offered any more, keeps its form.
-                Some(form) if form.now == wants || !is_offered(gpu) => Form { next: None, ..*form },
-                Some(form) if !ledger.knows_claims() || ledger.has_claim_on(topology, gpu) => {
-                    let since = form.next.map_or(now, |(_, since)| since.min(now));
-                    Form { next: Some((wants, since)), ..*form }
-                }
-                _ => Form { now: wants, next: None },
-            };
-            next.gpus.insert(gpu.clone(), form);
-        }
-        next
+impl From<Form> for GpuSharing {
+    fn from(form: Form) -> Self {
+        Self { now: form.now, next: form.next.map_or(form.now, |(next, _)| next) }
     }
 }
 
