@@ -44,8 +44,8 @@ impl Admission {
 /// The known admissions.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Admissions {
-    /// Devices that were given together, by resource. An id is in at most one of them.
-    given: BTreeMap<ResourceName, BTreeMap<BTreeSet<DeviceId>, Admission>>,
+    /// Devices of a resource that were given together. An id is in at most one of them.
+    given: BTreeMap<(ResourceName, BTreeSet<DeviceId>), Admission>,
     /// The admissions of claims, by the claim's UID.
     claims: BTreeMap<String, Admission>,
 }
@@ -53,9 +53,8 @@ pub(super) struct Admissions {
 impl Admissions {
     /// Notes devices that were given together. Earlier admissions with one of these ids have ended.
     pub fn give(&mut self, resource: ResourceName, devices: BTreeSet<DeviceId>, then: Option<FreeThen>) {
-        let of_resource = self.given.entry(resource).or_default();
-        of_resource.retain(|before, _| before.is_disjoint(&devices));
-        of_resource.insert(devices, Admission { then, ..Admission::default() });
+        self.given.retain(|(of, before), _| *of != resource || before.is_disjoint(&devices));
+        self.given.insert((resource, devices), Admission { then, ..Admission::default() });
     }
 
     /// Follows the claims that our DRA plugin has prepared: notes new ones and forgets those that are gone. Returns
@@ -74,14 +73,11 @@ impl Admissions {
 
     /// Follows a list of the kubelet. `names` has the prepared claims, by UID.
     pub fn listed(&mut self, holdings: &Holdings, names: &BTreeMap<String, PreparedClaim>) {
-        for (resource, given) in &mut self.given {
-            given.retain(|devices, admission| {
-                let mut keys = devices.iter().map(|id| (resource.clone(), id.clone()));
-                admission.seen(keys.all(|key| holdings.has(&key)));
-                admission.missed < MISSED
-            });
-        }
-        self.given.retain(|_, given| !given.is_empty());
+        self.given.retain(|(resource, devices), admission| {
+            let mut keys = devices.iter().map(|id| (resource.clone(), id.clone()));
+            admission.seen(keys.all(|key| holdings.has(&key)));
+            admission.missed < MISSED
+        });
         for (uid, admission) in &mut self.claims {
             let name = names.get(uid).map(|prepared| prepared.claim.to_string());
             admission.seen(holdings.claims.iter().any(|claimed| Some(&claimed.claim) == name.as_ref()));
@@ -90,23 +86,18 @@ impl Admissions {
 
     /// Returns true if a list is awaited that may be the first with some admission.
     pub fn await_list(&self) -> bool {
-        self.each_given().map(|(.., admission)| admission).chain(self.claims.values()).any(Admission::is_awaited)
-    }
-
-    fn each_given(&self) -> impl Iterator<Item = (&ResourceName, &BTreeSet<DeviceId>, &Admission)> {
-        let given = self.given.iter();
-        given.flat_map(|(resource, given)| given.iter().map(move |(devices, admission)| (resource, devices, admission)))
+        self.given.values().chain(self.claims.values()).any(Admission::is_awaited)
     }
 
     /// The ids that were given and that no list has had yet.
     pub fn unlisted(&self) -> impl Iterator<Item = (&ResourceName, &DeviceId)> {
-        let unlisted = self.each_given().filter(|(.., admission)| !admission.is_listed);
-        unlisted.flat_map(|(resource, devices, _)| devices.iter().map(move |id| (resource, id)))
+        let unlisted = self.given.iter().filter(|(_, admission)| !admission.is_listed);
+        unlisted.flat_map(|((resource, devices), _)| devices.iter().map(move |id| (resource, id)))
     }
 
     /// The best that was free when these devices were given together.
     pub fn then(&self, resource: &ResourceName, devices: &BTreeSet<DeviceId>) -> Option<FreeThen> {
-        self.given.get(resource)?.get(devices)?.then
+        self.given.get(&(resource.clone(), devices.clone()))?.then
     }
 
     /// The best that was free when a claim was prepared, by its UID.
@@ -116,7 +107,7 @@ impl Admissions {
 
     /// Writes the record for our next process.
     pub fn record(&self) -> (Vec<AdmissionRecord>, BTreeMap<String, FreeThen>) {
-        let given = self.each_given().filter_map(|(resource, devices, admission)| {
+        let given = self.given.iter().filter_map(|((resource, devices), admission)| {
             let devices = devices.iter().map(ToString::to_string).collect();
             Some(AdmissionRecord { resource: resource.to_string(), devices, then: admission.then? })
         });
