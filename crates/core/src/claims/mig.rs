@@ -8,7 +8,8 @@ use thiserror::Error;
 use super::claim::AllocatedDevice;
 use super::error::{ClaimError, DeviceRefusal};
 use super::plan::Node;
-use crate::topology::{Gpu, GpuUuid, MigDevice, MigSlot, MigUuid, possible_mig};
+use crate::publish::injection::ChosenDevice;
+use crate::topology::{GpuUuid, MigDevice, MigSlot, MigUuid, possible_mig};
 
 /// An order to the driver about the instances of one GPU, which the agent carries out.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -47,17 +48,12 @@ pub struct MigOrderError {
     pub may_exist: bool,
 }
 
-/// A MIG device that is made for a claim.
-pub(super) struct OnDemand<'a> {
-    pub gpu: &'a Gpu,
-    pub slot: MigSlot,
-    /// The device, if it was made before.
-    pub made: Option<&'a MigDevice>,
-}
-
-/// The MIG device behind an allocated device, if it is made for the claim; `None` for one that an administrator made,
-/// and for any other device. A MIG device that no claim in the ledger had made is an administrator's.
-pub(super) fn on_demand<'a>(result: &AllocatedDevice, node: Node<'a>) -> Result<Option<OnDemand<'a>>, ClaimError> {
+/// The GPU behind an allocated device and its GPU instance, if it is a MIG device that is made for the claim, with the
+/// MIG device if it was made before; `None` for one that an administrator made, and for any other device. A MIG device that no claim in the ledger had made is an administrator's.
+pub(super) fn on_demand<'a>(
+    result: &AllocatedDevice,
+    node: Node<'a>,
+) -> Result<Option<(ChosenDevice<'a>, MigSlot)>, ClaimError> {
     let topology = node.state.topology();
     let Some(possible) = possible_mig(topology).into_iter().find(|possible| possible.name == result.device) else {
         return Ok(None);
@@ -83,5 +79,5 @@ pub(super) fn on_demand<'a>(result: &AllocatedDevice, node: Node<'a>) -> Result<
     }
     // No device is made for an administrator's access: other claims may have the device.
     let makes_it = node.makes_mig && result.admin_access != Some(true);
-    Ok((made.is_some() || makes_it).then_some(OnDemand { gpu, slot: possible.slot, made }))
+    Ok((made.is_some() || makes_it).then_some((ChosenDevice { gpu, mig: made }, possible.slot)))
 }

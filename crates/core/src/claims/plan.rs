@@ -7,7 +7,7 @@ use super::claim::{AllocatedDevice, Claim, base};
 use super::config::{Configs, Kind};
 use super::containers::containers;
 use super::error::{ClaimError, DeviceRefusal};
-use super::mig::{OnDemand, on_demand};
+use super::mig::on_demand;
 use super::mps::{self, Asked};
 use super::share;
 use crate::publish::injection::{ChosenDevice, HostDevices, InjectionOptions};
@@ -145,9 +145,9 @@ fn hardware<'a>(
     asked: &ClaimName,
     node: Node<'a>,
 ) -> Result<(ChosenDevice<'a>, Option<MigSlot>), ClaimError> {
-    if let Some(OnDemand { gpu, slot, made }) = on_demand(result, node)? {
-        usable(result, gpu, asked, node)?;
-        return Ok((ChosenDevice { gpu, mig: made }, Some(slot)));
+    if let Some((hardware, slot)) = on_demand(result, node)? {
+        usable(result, hardware.gpu, asked, node)?;
+        return Ok((hardware, Some(slot)));
     }
     of_this_pool(result, node)?;
     let devices = devices(node.state.topology());

@@ -100,7 +100,7 @@ pub struct Prepared {
 }
 
 /// One device of a claim that is prepared.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct PreparedDevice {
     /// The request that it is for, without its alternative.
@@ -167,9 +167,7 @@ impl Prepared {
 impl PreparedDevice {
     /// A whole GPU under this name, for nobody yet.
     pub fn whole(device: &str, gpu: GpuUuid) -> Self {
-        let (request, pool, cdi) = (String::new(), String::new(), Vec::new());
-        let device = device.to_owned();
-        Self { request, pool, device, share_id: None, share: None, admin: false, gpu, mig: None, made: None, cdi }
+        Self { device: device.to_owned(), gpu, ..Self::default() }
     }
 
     /// Returns true for a MIG device that is still to be made.
