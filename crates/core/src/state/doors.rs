@@ -81,7 +81,7 @@ impl Doors {
     ) -> Self {
         let topology = hardware.topology();
         let none_observed = topology.gpus().is_empty();
-        let has_claim = |uuid: &GpuUuid| ledger.has_claim_on(topology, uuid);
+        let has_claim = |uuid: &GpuUuid| ledger.claim_on(topology, uuid).is_some();
         let stays = |uuid: &&GpuUuid| none_observed || topology.position(uuid).is_none() && has_claim(uuid);
         let mut gpus: BTreeSet<GpuUuid> = self.gpus.keys().filter(stays).cloned().collect();
         let mut waiting = if none_observed { self.waiting.clone() } else { BTreeMap::new() };
@@ -178,8 +178,8 @@ impl Doors {
             return unhealthy(UnhealthyReason::Gone);
         }
         let by_claim = || {
-            let claim = ledger.claims_on(topology, uuid).into_iter().next();
-            claim.map(|claim| UnhealthyReason::Claimed { claim, device: uuid.to_string() })
+            let claim = ledger.claim_on(topology, uuid)?;
+            Some(UnhealthyReason::Claimed { claim, device: uuid.to_string() })
         };
         if plan.door == Door::Plugin {
             return unhealthy(by_claim().unwrap_or(UnhealthyReason::Withdrawn));

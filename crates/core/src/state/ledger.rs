@@ -235,23 +235,17 @@ impl Ledger {
         self.devices().find(|(_, id)| gpu_behind(topology, id).as_deref() == Some(gpu.as_str()))
     }
 
-    /// Returns true if a claim has this GPU or a part of it, prepared or running.
-    pub(super) fn has_claim_on(&self, topology: &NodeTopology, gpu: &GpuUuid) -> bool {
-        self.claimed_on(topology, gpu).next().is_some() || self.has_prepared_on(gpu)
-    }
-
     /// Returns true if our DRA plugin has prepared a claim with this GPU, or is about to.
     pub(super) fn has_prepared_on(&self, gpu: &GpuUuid) -> bool {
         self.prepared.values().any(|prepared| prepared.has(gpu))
     }
 
-    /// The claims that have this GPU or a part of it, as `namespace/name`: from the kubelet's list and from our DRA
-    /// plugin.
-    pub fn claims_on(&self, topology: &NodeTopology, gpu: &GpuUuid) -> BTreeSet<String> {
+    /// The first by name of the claims that have this GPU or a part of it, as `namespace/name`: from the kubelet's list
+    /// and from our DRA plugin.
+    pub(super) fn claim_on(&self, topology: &NodeTopology, gpu: &GpuUuid) -> Option<String> {
         let listed = self.claimed_on(topology, gpu).map(|claimed| claimed.claim.clone());
         let prepared = self.prepared.values().filter(|prepared| prepared.has(gpu));
-        let prepared = prepared.map(|prepared| prepared.claim.to_string());
-        listed.chain(prepared).collect()
+        listed.chain(prepared.map(|prepared| prepared.claim.to_string())).min()
     }
 
     /// Returns true if a claim has a device of the pool: a GPU, or one MIG device of it.
