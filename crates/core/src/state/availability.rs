@@ -4,13 +4,12 @@
 //! It is computed from the offered devices and from [`Held`], which the state keeps. An event that changes either of
 //! them publishes a snapshot.
 
-use crate::prelude::*;
-use alloc::collections::{BTreeMap, BTreeSet};
+use alloc::collections::BTreeSet;
 
 use serde::{Deserialize, Serialize};
 
 use super::device::{Device, Health};
-use crate::topology::{Gpu, GpuUuid, NodeTopology};
+use crate::topology::{GpuUuid, NodeTopology};
 
 /// The GPUs of which a pod has any part, through either door; `None` until the kubelet has listed the holders.
 pub(super) type Held = Option<BTreeSet<GpuUuid>>;
@@ -55,20 +54,4 @@ impl Availability {
             _ => Self::Unhealthy,
         }
     }
-}
-
-/// Groups the devices by GPU, in the order of PCI addresses and UUIDs. `gpus` are listed with or without devices.
-pub(super) fn by_gpu<'a>(
-    gpus: impl Iterator<Item = &'a Gpu>,
-    devices: impl Iterator<Item = &'a Device>,
-) -> Vec<(&'a Gpu, Vec<&'a Device>)> {
-    let mut all: BTreeMap<_, (&Gpu, Vec<&Device>)> = BTreeMap::new();
-    let key = |gpu: &'a Gpu| (gpu.pci, &gpu.uuid);
-    for gpu in gpus {
-        all.insert(key(gpu), (gpu, Vec::new()));
-    }
-    for device in devices {
-        all.entry(key(&device.gpu)).or_insert((&device.gpu, Vec::new())).1.push(device);
-    }
-    all.into_values().collect()
 }

@@ -5,7 +5,7 @@ use alloc::collections::BTreeMap;
 use alloc::sync::Arc;
 use core::time::Duration;
 
-use super::availability::{self, Availability, Held};
+use super::availability::{Availability, Held};
 use super::device::{Device, Health, NumaHints, Timestamp};
 use super::event::Event;
 use super::free_at_admission::whole;
@@ -164,7 +164,8 @@ impl NodeState {
 
     /// The sharing of a GPU through DRA.
     pub fn dra_sharing(&self, gpu: &GpuUuid) -> GpuSharing {
-        self.offers.doors.gpus.get(gpu).map_or_else(GpuSharing::default, |form| (*form).into())
+        let Some(form) = self.offers.doors.gpus.get(gpu) else { return GpuSharing::default() };
+        GpuSharing { now: form.now, next: form.next.map_or(form.now, |(next, _)| next) }
     }
 
     /// Returns true if this node uses DRA: its door is DRA, or claims hold GPUs.
@@ -212,23 +213,27 @@ impl NodeState {
 
     /// The GPUs that the plan does not leave out, and those that have devices on the kubelet's lists or for DRA, by PCI
     /// address and UUID.
-    pub fn gpus(&self) -> Vec<GpuStatus<'_>> {
+    pub fn gpus<'a>(&'a self) -> Vec<GpuStatus<'a>> {
         let plan = self.offers.plan();
         let present = self.topology().gpus().iter().filter(|gpu| plan.filter.offers(gpu));
         let of_dra = self.offers.through_dra().iter().chain(self.offers.withheld());
-        let by_gpu = availability::by_gpu(present, self.offers.devices().chain(of_dra));
-        by_gpu.iter().map(|(gpu, devices)| self.status(gpu, devices)).collect()
+        let key = |gpu: &'a Gpu| (gpu.pci, &gpu.uuid);
+        let mut by_gpu: BTreeMap<_, _> = present.map(|gpu| (key(gpu), (gpu, Vec::new()))).collect();
+        for device in self.offers.devices().chain(of_dra) {
+            let (_, devices) = by_gpu.entry(key(&device.gpu)).or_insert((&device.gpu, Vec::new()));
+            devices.push(device);
+        }
+        by_gpu.into_values().map(|(gpu, devices)| self.status(gpu, devices)).collect()
     }
 
     /// The status of the GPU that has these devices. A MIG device that is gone is no fault of a GPU that is there.
-    fn status<'a>(&'a self, gpu: &'a Gpu, devices: &[&'a Device]) -> GpuStatus<'a> {
+    fn status<'a>(&'a self, gpu: &'a Gpu, mut devices: Vec<&'a Device>) -> GpuStatus<'a> {
         let mut reasons: Vec<_> = self.hardware.standing(&gpu.uuid).collect();
         let is_there = self.topology().position(&gpu.uuid).is_some();
-        let counts = |device: &&Device| {
+        devices.retain(|device| {
             let is_gone = device.health.reason() == Some(&UnhealthyReason::Gone);
             !(is_there && is_gone && device.mig.is_some())
-        };
-        let devices: Vec<&Device> = devices.iter().copied().filter(counts).collect();
+        });
         let mut is_healthy = reasons.is_empty() && devices.is_empty();
         for device in &devices {
             match &device.health {
@@ -290,15 +295,12 @@ impl NodeState {
         let mut taken: BTreeMap<&DeviceId, &Device> = BTreeMap::new();
         for id in ids {
             let (resource, name) = (resource.clone(), id.clone());
-            let Some(device) = listed.and_then(|listed| listed.devices().get(id)) else {
-                return Err(match listed.and_then(|listed| listed.refusal(id)).cloned() {
-                    Some(reason) => AllocateError::Unhealthy(resource, name, reason),
-                    None => AllocateError::Unknown(resource, name),
-                });
-            };
-            if let Some(reason) = device.health.reason() {
+            if let Some(reason) = listed.and_then(|listed| listed.refusal(id)) {
                 return Err(AllocateError::Unhealthy(resource, name, reason.clone()));
             }
+            let Some(device) = listed.and_then(|listed| listed.devices().get(id)) else {
+                return Err(AllocateError::Unknown(resource, name));
+            };
             if taken.insert(id, device).is_some() {
                 return Err(AllocateError::Repeated(resource, name));
             }

@@ -100,9 +100,12 @@ impl Resource {
         counts
     }
 
-    /// The reason why an id on the list without a device cannot be given out.
+    /// The reason why an id on the list cannot be given out; `None` if it can, or is not on the list.
     pub(super) fn refusal(&self, id: &DeviceId) -> Option<&UnhealthyReason> {
-        self.orphans.get(id).map(|orphan| &orphan.why)
+        match self.devices.get(id) {
+            Some(device) => device.health.reason(),
+            None => self.orphans.get(id).map(|orphan| &orphan.why),
+        }
     }
 
     /// Keeps devices that are no longer offered on the list, as orphans.
@@ -303,16 +306,13 @@ impl Offers {
         hardware: &Hardware,
         now: Timestamp,
     ) {
-        let mut before = core::mem::take(&mut self.resources);
-        for name in before.keys() {
-            fresh.entry(name.clone()).or_default();
+        for name in fresh.keys() {
+            self.resources.entry(name.clone()).or_default();
         }
-        for (name, devices) in fresh {
-            let known = before.remove(&name).unwrap_or_default();
-            let mut resource = Resource { devices, orphans: known.orphans, units: known.units };
+        for (name, resource) in &mut self.resources {
+            let before = core::mem::replace(&mut resource.devices, fresh.remove(name).unwrap_or_default());
             resource.orphans.retain(|id, _| !resource.devices.contains_key(id));
-            resource.keep(known.devices, hardware, now);
-            self.resources.insert(name, resource);
+            resource.keep(before, hardware, now);
         }
         self.forget_empty();
     }

@@ -1,9 +1,9 @@
 //! [`Form`]: whether several claims may have a GPU of DRA at once, by the plan's rows for sharing.
 //!
-//! [`super::doors`] keeps it for each GPU of DRA. A GPU keeps its form while claims have it: the scheduler
-//! counts a device for one claim and a device for several in ways that do not fit each other. When the plan changes,
-//! the GPU takes no new claim. It gets its new form when no claim is prepared or listed on it. A claim of the old form
-//! that comes later is refused when it is prepared, if it would share what is not shared any more.
+//! [`super::doors`] keeps it for each GPU of DRA. A GPU keeps its form while claims have it: the scheduler counts a
+//! device for one claim and a device for several in ways that do not fit each other. When the plan changes, the GPU
+//! takes no new claim. It gets its new form when no claim is prepared or listed on it. A claim of the old form that
+//! comes later is refused when it is prepared, if it would share what is not shared any more.
 
 use crate::prelude::*;
 use alloc::collections::BTreeMap;
@@ -48,12 +48,6 @@ pub(super) struct Form {
     pub now: Option<GpuShares>,
     /// The other form that is wanted, and the time since which it waits for claims to end.
     pub next: Option<(Option<GpuShares>, Timestamp)>,
-}
-
-impl From<Form> for GpuSharing {
-    fn from(form: Form) -> Self {
-        Self { now: form.now, next: form.next.map_or(form.now, |(next, _)| next) }
-    }
 }
 
 /// The GPUs that a plan shares through DRA, and the parts of its rows that DRA cannot offer: it shares only whole GPUs,
