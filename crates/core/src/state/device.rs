@@ -49,12 +49,13 @@ impl Device {
 
     /// The device's name for the kubelet, as in the NVIDIA plugin: [`Self::uuid`], for a slot `UUID::N`.
     pub fn id(&self) -> DeviceId {
-        Self::id_of(&self.gpu, self.mig.as_ref(), self.slot)
+        let uuid = self.uuid();
+        DeviceId::from(self.slot.map_or_else(|| uuid.to_owned(), |slot| format!("{uuid}::{slot}")))
     }
 
-    pub(super) fn id_of(gpu: &Gpu, mig: Option<&MigDevice>, slot: Option<u32>) -> DeviceId {
-        let uuid = mig.map_or(gpu.uuid.as_str(), |mig| mig.uuid.as_str());
-        DeviceId::from(slot.map_or_else(|| uuid.to_owned(), |slot| format!("{uuid}::{slot}")))
+    /// A slot on the device.
+    pub(super) fn with_slot(&self, slot: u32) -> Self {
+        Self { slot: Some(slot), ..self.clone() }
     }
 
     /// The UUID of the hardware that a container gets: the MIG device's, otherwise the GPU's. All slots of one device

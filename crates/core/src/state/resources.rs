@@ -15,7 +15,7 @@ use super::plan::{
 use super::problem::PlanProblem;
 use super::resource_name::ResourceName;
 use crate::allocation::DeviceId;
-use crate::topology::{Gpu, GpuUuid, MigDevice, NodeTopology, PciAddress};
+use crate::topology::{Gpu, GpuUuid, NodeTopology, PciAddress};
 
 /// The resources that a plan makes of a machine.
 #[derive(Clone, Debug, Default)]
@@ -30,62 +30,47 @@ pub struct Resources {
     of_dra: Vec<Gpu>,
 }
 
-/// A device before it has a name: a whole GPU or a MIG device of one.
-#[derive(Clone, Copy)]
-struct Piece<'a> {
-    gpu: &'a Gpu,
-    mig: Option<&'a MigDevice>,
-}
-
 /// The devices of one row of the plan's sharing.
-struct Shared<'a, 'p> {
+struct Shared<'a> {
     /// The name under which they are offered.
     name: ResourceName,
     /// The resource to which they belong.
-    of: &'p ResourceName,
+    of: &'a ResourceName,
     /// The slots of each device.
     replicas: u32,
-    pieces: Vec<Piece<'a>>,
+    /// The devices, without slots.
+    devices: Vec<Device>,
 }
 
-/// A resource before it is shared.
-type Pieces<'a> = BTreeMap<ResourceName, Vec<Piece<'a>>>;
-
-impl Piece<'_> {
-    fn device(self, topology: &NodeTopology, hints: NumaHints, slot: Option<u32>) -> (DeviceId, Device) {
-        let device = Device { mig: self.mig.cloned(), slot, ..Device::new(topology, self.gpu, hints) };
-        (device.id(), device)
-    }
-}
+/// The devices of resources before they are shared.
+type Unshared = BTreeMap<ResourceName, Vec<Device>>;
 
 impl Resources {
     /// Carries out a plan, with the GPUs that DRA does not have.
     pub fn make(topology: &NodeTopology, plan: &ResourcePlan, hints: NumaHints, is_dra: impl Fn(&Gpu) -> bool) -> Self {
         let mut made = Self::default();
-        let mut pieces = made.pieces(topology, plan, is_dra);
-        let shared = plan.sharing.as_ref().map(|sharing| made.share(sharing, &mut pieces)).unwrap_or_default();
-        for (name, pieces) in pieces {
-            let devices = pieces.iter().map(|piece| piece.device(topology, hints, None));
-            made.devices.entry(name).or_default().extend(devices);
+        let mut unshared = made.unshared(topology, plan, hints, is_dra);
+        let shared = plan.sharing.as_ref().map(|sharing| made.share(sharing, &mut unshared)).unwrap_or_default();
+        for (name, devices) in unshared {
+            made.devices.entry(name).or_default().extend(devices.into_iter().map(|device| (device.id(), device)));
         }
-        for Shared { name, replicas, pieces, .. } in shared {
-            let devices = made.devices.entry(name).or_default();
-            for piece in pieces {
-                devices.extend((0..replicas).map(|slot| piece.device(topology, hints, Some(slot))));
-            }
+        for Shared { name, replicas, devices, .. } in shared {
+            let slots = devices.iter().flat_map(|device| (0..replicas).map(|slot| device.with_slot(slot)));
+            made.devices.entry(name).or_default().extend(slots.map(|slot| (slot.id(), slot)));
         }
         made.devices.retain(|_, devices| !devices.is_empty());
         made
     }
 
     /// The hardware to offer, by the names that it has unshared.
-    fn pieces<'a>(
+    fn unshared(
         &mut self,
-        topology: &'a NodeTopology,
+        topology: &NodeTopology,
         plan: &ResourcePlan,
+        hints: NumaHints,
         is_dra: impl Fn(&Gpu) -> bool,
-    ) -> Pieces<'a> {
-        let mut pieces = Pieces::new();
+    ) -> Unshared {
+        let mut unshared = Unshared::new();
         let (mut whole, mut in_mig_mode) = (Vec::new(), Vec::new());
         let mut profiles: BTreeMap<String, Vec<PciAddress>> = BTreeMap::new();
         let mut mig_names = BTreeSet::new();
@@ -105,18 +90,18 @@ impl Resources {
                 self.of_dra.push(gpu.clone());
                 continue;
             }
+            let device = Device::new(topology, gpu, hints);
             if !gpu.mig_enabled || plan.mig_strategy == MigStrategy::None {
                 whole.push(gpu.pci);
-                pieces.entry(plan.name_of_gpu(gpu)).or_default().push(Piece { gpu, mig: None });
+                unshared.entry(plan.name_of_gpu(gpu)).or_default().push(device);
                 continue;
             }
-            let devices = topology.mig_devices().iter().filter(|device| device.parent == place);
             let mut empty = true;
-            for mig in devices {
+            for mig in topology.mig_devices().iter().filter(|mig| mig.parent == place) {
                 empty = false;
                 let name = plan.name_of_mig(&mig.profile);
                 mig_names.insert(name.clone());
-                pieces.entry(name).or_default().push(Piece { gpu, mig: Some(mig) });
+                unshared.entry(name).or_default().push(Device { mig: Some(mig.clone()), ..device.clone() });
                 let gpus = profiles.entry(mig.profile.to_string()).or_default();
                 if gpus.last() != Some(&gpu.pci) {
                     gpus.push(gpu.pci);
@@ -131,36 +116,36 @@ impl Resources {
         if plan.mig_strategy == MigStrategy::Single {
             if profiles.len() > 1 {
                 self.problems.push(PlanProblem::MixedProfiles(profiles.into_iter().collect()));
-                self.withhold(&mut pieces, &mig_names);
+                self.withhold(&mut unshared, &mig_names);
             }
             if !whole.is_empty() && !in_mig_mode.is_empty() {
                 self.problems.push(PlanProblem::MixedModes(in_mig_mode, whole));
-                let all = pieces.keys().cloned().collect();
-                self.withhold(&mut pieces, &all);
+                let all = unshared.keys().cloned().collect();
+                self.withhold(&mut unshared, &all);
             }
         }
-        pieces
+        unshared
     }
 
-    fn withhold(&mut self, pieces: &mut Pieces<'_>, names: &BTreeSet<ResourceName>) {
-        pieces.retain(|name, _| !names.contains(name));
+    fn withhold(&mut self, unshared: &mut Unshared, names: &BTreeSet<ResourceName>) {
+        unshared.retain(|name, _| !names.contains(name));
         self.withheld.extend(names.iter().cloned());
     }
 
     /// Moves the shared devices from their resources to the names under which they are offered. A row that cannot be
     /// offered takes its own devices with it, and no other.
-    fn share<'a, 'p>(&mut self, sharing: &'p Sharing, pieces: &mut Pieces<'a>) -> Vec<Shared<'a, 'p>> {
-        let names: BTreeSet<ResourceName> = pieces.keys().cloned().collect();
-        let mut shared: Vec<Shared<'a, 'p>> = Vec::new();
+    fn share<'a>(&mut self, sharing: &'a Sharing, unshared: &mut Unshared) -> Vec<Shared<'a>> {
+        let names: BTreeSet<ResourceName> = unshared.keys().cloned().collect();
+        let mut shared: Vec<Shared<'a>> = Vec::new();
         for resource in &sharing.resources {
             // A node without such devices needs no message: one file serves many nodes.
-            let Some(all) = pieces.get_mut(&resource.name) else { continue };
+            let Some(all) = unshared.get_mut(&resource.name) else { continue };
             let (chosen, rest) = chosen(resource, all, &self.of_dra, &mut self.problems);
             *all = rest;
             let name = offered_as(sharing, resource);
             let made = name.clone().and_then(|name| {
                 let mut others = shared.iter().filter(|other| other.name == name);
-                let clashes = |other: &Shared<'_, '_>| {
+                let clashes = |other: &Shared<'_>| {
                     *other.of != resource.name
                         || sharing.kind == SharingKind::Mps && other.replicas != resource.replicas
                 };
@@ -169,7 +154,7 @@ impl Resources {
                 }
                 check(sharing.kind, resource, &chosen)?;
                 let listed = shared.iter().filter(|other| other.name == name);
-                let listed = listed.map(|other| slots(other.replicas, &other.pieces)).sum::<u64>();
+                let listed = listed.map(|other| slots(other.replicas, &other.devices)).sum::<u64>();
                 let wanted = slots(resource.replicas, &chosen);
                 let mut replicas = resource.replicas;
                 let most = u64::from(MAX_SLOTS);
@@ -178,7 +163,7 @@ impl Resources {
                     replicas = u32::try_from(room).unwrap_or(replicas).min(replicas);
                     self.problems.push(PlanProblem::TooManySlots(name.clone(), wanted, replicas));
                 }
-                Ok(Shared { name, of: &resource.name, replicas, pieces: chosen })
+                Ok(Shared { name, of: &resource.name, replicas, devices: chosen })
             });
             match made {
                 Ok(made) => shared.push(made),
@@ -193,8 +178,8 @@ impl Resources {
 }
 
 /// The slots of some devices.
-fn slots(replicas: u32, pieces: &[Piece<'_>]) -> u64 {
-    u64::from(replicas).saturating_mul(u64::try_from(pieces.len()).unwrap_or(u64::MAX))
+fn slots(replicas: u32, devices: &[Device]) -> u64 {
+    u64::from(replicas).saturating_mul(u64::try_from(devices.len()).unwrap_or(u64::MAX))
 }
 
 /// The name under which the shared devices of a resource are offered.
@@ -209,14 +194,14 @@ fn offered_as(sharing: &Sharing, resource: &SharedResource) -> Result<ResourceNa
     }
 }
 
-/// Divides the pieces of a resource into shared and unshared ones. What the plan names and the node does not have is a
-/// problem, and the rest is shared all the same. `of_dra` are GPUs that are not among the pieces and may be named.
-fn chosen<'a>(
+/// Divides the devices of a resource into shared and unshared ones. What the plan names and the node does not have is a
+/// problem, and the rest is shared all the same. `of_dra` are GPUs that are not among the devices and may be named.
+fn chosen(
     resource: &SharedResource,
-    all: &[Piece<'a>],
+    all: &[Device],
     of_dra: &[Gpu],
     problems: &mut Vec<PlanProblem>,
-) -> (Vec<Piece<'a>>, Vec<Piece<'a>>) {
+) -> (Vec<Device>, Vec<Device>) {
     let of = || resource.name.clone();
     match &resource.devices {
         SharedDevices::All => (all.to_vec(), Vec::new()),
@@ -229,29 +214,30 @@ fn chosen<'a>(
             (chosen.to_vec(), rest.to_vec())
         }
         SharedDevices::List(list) => {
-            let is_there = |device: &DeviceSelector| {
-                all.iter().any(|piece| device.is(piece.gpu, piece.mig)) || of_dra.iter().any(|gpu| device.is(gpu, None))
+            let names = |selector: &DeviceSelector, device: &Device| selector.is(&device.gpu, device.mig.as_ref());
+            let is_there = |selector: &DeviceSelector| {
+                all.iter().any(|device| names(selector, device)) || of_dra.iter().any(|gpu| selector.is(gpu, None))
             };
-            let absent = list.iter().filter(|device| !is_there(device));
-            problems.extend(absent.map(|device| PlanProblem::NoSuchDevice(of(), device.clone())));
-            all.iter().partition(|piece| list.iter().any(|device| device.is(piece.gpu, piece.mig)))
+            let absent = list.iter().filter(|selector| !is_there(selector));
+            problems.extend(absent.map(|selector| PlanProblem::NoSuchDevice(of(), selector.clone())));
+            all.iter().cloned().partition(|device| list.iter().any(|selector| names(selector, device)))
         }
     }
 }
 
 /// Checks that these devices of a resource can be shared.
-fn check(kind: SharingKind, resource: &SharedResource, chosen: &[Piece<'_>]) -> Result<(), PlanProblem> {
+fn check(kind: SharingKind, resource: &SharedResource, chosen: &[Device]) -> Result<(), PlanProblem> {
     let (of, replicas) = (resource.name.clone(), resource.replicas);
     if replicas < 2 {
         return Err(PlanProblem::TooFewReplicas(of, replicas));
     }
     if kind == SharingKind::Mps
-        && let Some(refusal) = mps::refusal(&of, replicas, chosen.iter().map(|piece| piece.gpu))
+        && let Some(refusal) = mps::refusal(&of, replicas, chosen.iter().map(|device| &device.gpu))
     {
         return Err(refusal);
     }
-    let last = |piece: &Piece<'_>| Device::id_of(piece.gpu, piece.mig, Some(replicas.saturating_sub(1)));
-    match chosen.iter().map(last).find(|id| id.as_str().len() > GpuUuid::MAX) {
+    let mut last = chosen.iter().map(|device| device.with_slot(replicas.saturating_sub(1)).id());
+    match last.find(|id| id.as_str().len() > GpuUuid::MAX) {
         Some(id) => Err(PlanProblem::LongId(of, id)),
         None => Ok(()),
     }
