@@ -235,8 +235,8 @@ impl Sums {
         let count = |availability| gpus.iter().filter(|gpu| gpu.availability == availability).count();
         let mut problems: BTreeMap<(String, &'static str), usize> = BTreeMap::new();
         for problem in state.offers().faults() {
-            let resource = problem.resource().map(ToString::to_string).unwrap_or_default();
-            *problems.entry((resource, problem.label())).or_default() += 1;
+            let (resource, label) = problem.words();
+            *problems.entry((resource.map(ToString::to_string).unwrap_or_default(), label)).or_default() += 1;
         }
         let odd = state.hardware().warnings().iter().filter_map(|warning| match warning {
             TopologyWarning::OddGpu { uuid, oddity, .. } => Some((uuid.to_string(), oddity.label())),

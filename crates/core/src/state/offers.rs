@@ -142,9 +142,11 @@ impl Offers {
         &self.problems
     }
 
-    /// The problems that are faults.
+    /// The problems that are faults: a display that the plan leaves out is not.
     pub fn faults(&self) -> impl Iterator<Item = &PlanProblem> {
-        self.problems.iter().filter(|problem| problem.is_fault())
+        let is_display =
+            |problem: &PlanProblem| matches!(problem, PlanProblem::DisplayAdapter(..) | PlanProblem::Display(..));
+        self.problems.iter().filter(move |problem| !is_display(problem))
     }
 
     /// The resources by name.

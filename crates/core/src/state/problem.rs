@@ -95,17 +95,8 @@ pub enum PlanProblem {
 }
 
 impl PlanProblem {
-    /// The resource that is concerned, if it is one.
-    pub fn resource(&self) -> Option<&ResourceName> {
-        self.words().0
-    }
-
-    /// The problem as a metric's label.
-    pub fn label(&self) -> &'static str {
-        self.words().1
-    }
-
-    fn words(&self) -> (Option<&ResourceName>, &'static str) {
+    /// The resource that is concerned, if it is one, and the problem as a metric's label.
+    pub fn words(&self) -> (Option<&ResourceName>, &'static str) {
         match self {
             Self::DisplayAdapter(..) | Self::Display(..) => (None, "display"),
             Self::NoMigDevice(_) => (None, "no_mig_device"),
@@ -125,11 +116,6 @@ impl PlanProblem {
             Self::DraNotByMps(of, _) => (Some(of), "dra_not_by_mps"),
             Self::OldPlanStays => (None, "old_plan_stays"),
         }
-    }
-
-    /// Returns true if it is a fault: a display that the plan leaves out is not.
-    pub(super) fn is_fault(&self) -> bool {
-        !matches!(self, Self::DisplayAdapter(..) | Self::Display(..))
     }
 }
 
