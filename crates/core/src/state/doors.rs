@@ -21,7 +21,7 @@ use super::ledger::Ledger;
 use super::plan::{Door, ResourcePlan};
 use super::reason::UnhealthyReason;
 use super::shares::{self, Form, GpuShares};
-use crate::topology::GpuUuid;
+use crate::topology::{GpuUuid, NodeTopology};
 
 /// The number of lists in a row without a holder that give a GPU to DRA.
 const LISTS: u8 = 2;
@@ -39,12 +39,6 @@ pub(super) struct Doors {
     pub withheld: Vec<Device>,
 }
 
-/// Returns true if a pod is known to have the GPU through the device plugin, or by a claim of another DRA driver.
-fn is_held(gpu: &GpuUuid, hardware: &Hardware, ledger: &Ledger) -> bool {
-    let topology = hardware.topology();
-    ledger.plugin_holder(topology, gpu).is_some() || ledger.has_foreign_claim(topology, gpu)
-}
-
 impl Doors {
     /// Returns true if DRA offers a GPU, or its claims hold it.
     pub fn has(&self, gpu: &GpuUuid) -> bool {
@@ -57,8 +51,8 @@ impl Doors {
     }
 
     /// Returns true if the next lists may let DRA offer a GPU that is not known to be held.
-    pub fn settles(&self, hardware: &Hardware, ledger: &Ledger) -> bool {
-        self.waiting.keys().any(|gpu| !ledger.is_known() || !is_held(gpu, hardware, ledger))
+    pub fn settles(&self, topology: &NodeTopology, ledger: &Ledger) -> bool {
+        self.waiting.keys().any(|gpu| !ledger.is_known() || !ledger.is_held_beside_dra(topology, gpu))
     }
 
     /// Takes over the GPUs that the last process offered through DRA, and which of them were shared. A claim is not
@@ -92,7 +86,7 @@ impl Doors {
                 gpus.insert(uuid);
             } else if is_offered {
                 let before = self.waiting.get(&uuid).copied().unwrap_or_default();
-                let is_unheld = ledger.is_known() && !is_held(&uuid, hardware, ledger);
+                let is_unheld = ledger.is_known() && !ledger.is_held_beside_dra(topology, &uuid);
                 let lists = if is_unheld { before.saturating_add(is_new_list.into()) } else { 0 };
                 if lists >= LISTS || ledger.has_no_lists {
                     gpus.insert(uuid);

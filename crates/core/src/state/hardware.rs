@@ -32,7 +32,7 @@ const MOST_XIDS: usize = 1024;
 /// The GPUs of the node.
 #[derive(Clone, Debug, Default)]
 pub struct Hardware {
-    tables: Arc<AllocationTables>,
+    pub(super) tables: Arc<AllocationTables>,
     warnings: Vec<TopologyWarning>,
     versions: DriverVersions,
     /// As in [`NodeObservation`].
@@ -127,11 +127,6 @@ impl Hardware {
             Some(mig) => topology.mig_devices().iter().any(|there| there.uuid == mig.uuid),
             None => topology.position(&device.gpu.uuid).is_some(),
         }
-    }
-
-    /// Takes the graph of another state of this node.
-    pub(super) fn adopt_tables(&mut self, other: &Self) {
-        self.tables = Arc::clone(&other.tables);
     }
 
     /// The number of orders about MIG that the last scan knows of, since linkwise started.
@@ -313,7 +308,7 @@ impl Hardware {
         }
         let mut now: BTreeMap<(GpuUuid, Option<MigUuid>), Health> = BTreeMap::new();
         let is_of = |reason: &UnhealthyReason, instance: &MigInstance| {
-            reason.instance().is_some() && reason.concerns(Some(*instance))
+            matches!(reason, UnhealthyReason::Xid { instance: Some(_), .. }) && reason.concerns(Some(*instance))
         };
         for device in offered() {
             let uuid = &device.gpu.uuid;

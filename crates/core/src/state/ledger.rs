@@ -211,9 +211,11 @@ impl Ledger {
         self.claimed_on(topology, gpu).any(|claimed| is_set(&claimed.device)) || self.prepared.values().any(prepared)
     }
 
-    /// Returns true if a listed claim that our DRA plugin has not prepared has this GPU.
-    pub(super) fn has_foreign_claim(&self, topology: &NodeTopology, gpu: &GpuUuid) -> bool {
-        self.claimed_on(topology, gpu).any(|claimed| self.prepared_as(claimed).next().is_none())
+    /// Returns true if a pod is known to have this GPU through the device plugin, or by a listed claim that our DRA
+    /// plugin has not prepared.
+    pub(super) fn is_held_beside_dra(&self, topology: &NodeTopology, gpu: &GpuUuid) -> bool {
+        let is_foreign = |claimed| self.prepared_as(claimed).next().is_none();
+        self.plugin_holder(topology, gpu).is_some() || self.claimed_on(topology, gpu).any(is_foreign)
     }
 
     /// The holder of this GPU, apart from the claims of a pool: a pod through the device plugin API, or a claim of

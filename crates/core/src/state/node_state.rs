@@ -101,7 +101,7 @@ impl NodeState {
     #[must_use]
     pub fn with_tables_of(mut self, other: &Self) -> Self {
         Arc::make_mut(&mut self.offers).want(other.offers.plan().clone(), &self.hardware);
-        Arc::make_mut(&mut self.hardware).adopt_tables(&other.hardware);
+        Arc::make_mut(&mut self.hardware).tables = Arc::clone(other.tables());
         self
     }
 
@@ -184,7 +184,7 @@ impl NodeState {
     /// Returns true if the next two lists of holders may let DRA offer a GPU. A GPU that a pod has through the device
     /// plugin may take days.
     pub fn may_soon_offer_through_dra(&self) -> bool {
-        self.offers.doors.settles(&self.hardware, &self.ledger)
+        self.offers.doors.settles(self.topology(), &self.ledger)
     }
 
     /// Returns true if this process serves any GPU, though pods or claims may hold all of them.

@@ -219,14 +219,6 @@ impl UnhealthyReason {
         }
     }
 
-    /// The MIG instance it names.
-    pub(super) fn instance(&self) -> Option<MigInstance> {
-        match self {
-            Self::Xid { instance, .. } => *instance,
-            _ => None,
-        }
-    }
-
     /// Returns true if it makes a MIG device of this instance unhealthy; `None` stands for the whole GPU.
     pub(crate) fn concerns(&self, instance: Option<MigInstance>) -> bool {
         match (self, instance) {
