@@ -140,9 +140,9 @@ impl GpuHealth {
         self.listed = true;
         if !off_bus {
             if core::mem::take(&mut self.record.seen.off_bus) {
-                self.remedy(UnhealthyReason::needs_reset);
+                self.remedy(|standing| standing.reason.needs_reset());
             }
-            self.remedy(|reason| matches!(reason, UnhealthyReason::OffBus));
+            self.remedy(|standing| standing.reason == UnhealthyReason::OffBus);
         }
     }
 
@@ -173,7 +173,7 @@ impl GpuHealth {
 
     /// Notes its release from quarantine: an agent scanned it and survived.
     pub fn released(&mut self) {
-        self.remedy(|reason| matches!(reason, UnhealthyReason::Quarantined { .. }));
+        self.remedy(|standing| matches!(standing.reason, UnhealthyReason::Quarantined { .. }));
     }
 
     /// Notes that the driver was loaded again or the node booted. The next poll shows which reasons still stand.
@@ -223,8 +223,7 @@ impl GpuHealth {
         let decides = self.polled.is_none() || self.standing.iter().any(|standing| standing.over);
         self.polled = Some(now);
         if self.shows_reset(poll) {
-            let done = |standing: &&mut Standing| standing.seen_poll_since && standing.reason.needs_reset();
-            self.standing.iter_mut().filter(done).for_each(|standing| standing.remedied = true);
+            self.remedy(|standing| standing.seen_poll_since && standing.reason.needs_reset());
         }
         self.learn(poll, unreachable);
         let shown = self.shown_twice(poll);
@@ -308,20 +307,16 @@ impl GpuHealth {
             return;
         };
         let Some(standing) = self.standing.get_mut(index) else { return };
-        match (&mut standing.reason, known) {
+        let reason = match (&standing.reason, known) {
             // No room is left: the last reason stands for the further ones too.
-            (UnhealthyReason::Xid { instance, .. }, None) => *instance = None,
-            (standing, _) => *standing = reason,
-        }
-        (standing.steady, standing.remedied, standing.over) = (None, false, false);
-        standing.seen_poll_since = seen_poll_since;
+            (UnhealthyReason::Xid { code, .. }, None) => UnhealthyReason::Xid { code: *code, instance: None },
+            _ => reason,
+        };
+        *standing = Standing::new(reason, standing.since, seen_poll_since);
     }
 
-    fn remedy(&mut self, which: impl Fn(&UnhealthyReason) -> bool) {
-        self.standing
-            .iter_mut()
-            .filter(|standing| which(&standing.reason))
-            .for_each(|standing| standing.remedied = true);
+    fn remedy(&mut self, which: impl Fn(&Standing) -> bool) {
+        self.standing.iter_mut().for_each(|standing| standing.remedied |= which(standing));
     }
 
     /// Returns true if the poll shows something that only a reset causes.
