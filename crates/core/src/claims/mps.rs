@@ -182,12 +182,10 @@ fn shared(asked: &[Asked<'_>], first: &Asked<'_>, sharing: GpuShares) -> Result<
 /// The limit of a GPU's memory from its configuration, in MiB; `most` is the memory that there is.
 fn memory(one: &Asked<'_>, asked: &[Asked<'_>], most: Option<u64>, is_share: bool) -> Result<Option<u64>, ClaimError> {
     let (number, config) = one.config;
-    let mut of_config: Vec<&GpuUuid> = Vec::new();
-    for gpu in asked.iter().filter(|other| other.config.0 == number).map(|other| &other.gpu.uuid) {
-        if !of_config.contains(&gpu) {
-            of_config.push(gpu);
-        }
-    }
+    let of_config = asked.iter().filter(|other| other.config.0 == number);
+    let mut of_config: Vec<&GpuUuid> = of_config.map(|other| &other.gpu.uuid).collect();
+    // Only shares of one GPU name it more than once, and then all do.
+    of_config.dedup();
     let place = |name: &str| {
         let by_uuid = of_config.iter().position(|gpu| gpu.as_str() == name);
         by_uuid.or_else(|| name.parse().ok().filter(|place: &usize| *place < of_config.len()))

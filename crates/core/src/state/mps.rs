@@ -19,10 +19,9 @@ const FIRST: ComputeCapability = ComputeCapability { major: 3, minor: 5 };
 /// The most clients of an MPS server for each GPU since Volta, and so the most replicas that any node can have.
 pub const MAX_MPS_CLIENTS: u32 = 48;
 
-/// The same, with that of older GPUs (man nvidia-cuda-mps-control, driver 580:
-/// "SM 7.0 has a limit of 48", "SM 3.5 through SM 6.0 the limit is 16"). The NVIDIA plugin counts Volta among the older
-/// GPUs.
-const MOST_CLIENTS: (u32, u32) = (MAX_MPS_CLIENTS, 16);
+/// The most clients for each older GPU (man nvidia-cuda-mps-control, driver 580: "SM 7.0 has a limit of 48", "SM 3.5
+/// through SM 6.0 the limit is 16"). The NVIDIA plugin counts Volta among the older GPUs.
+const MAX_CLIENTS_BEFORE_VOLTA: u32 = 16;
 
 /// The compute capability of Volta.
 pub(crate) const VOLTA: ComputeCapability = ComputeCapability { major: 7, minor: 0 };
@@ -59,11 +58,9 @@ impl Mps {
             shared.filter_map(|(name, devices)| Some((name.clone(), MpsShare::of(devices, gpus_of_node)?))).collect();
         let Self { shares, ready, waiting } = self;
         let is_ready = |name: &ResourceName, share: &MpsShare| ready.get(name).is_some_and(|of| of.covers(share));
-        let not_ready: BTreeSet<&ResourceName> =
-            shares.iter().filter(|(name, share)| !is_ready(name, share)).map(|(name, _)| name).collect();
-        waiting.retain(|name, _| not_ready.contains(name));
-        for name in not_ready {
-            waiting.entry(name.clone()).or_insert(now);
+        let before = core::mem::take(waiting);
+        for (name, _) in shares.iter().filter(|(name, share)| !is_ready(name, share)) {
+            waiting.insert(name.clone(), before.get(name).copied().unwrap_or(now));
             if let Some(devices) = made.get_mut(name) {
                 devices.retain(|id, device| device.slot.is_none() || is_listed(name, id));
             }
@@ -92,8 +89,10 @@ pub(super) fn refusal<'a>(
     if !too_old.is_empty() {
         return Some(PlanProblem::MpsTooOld(resource.clone(), too_old));
     }
-    let (since, before) = MOST_CLIENTS;
-    let most = |gpu: &Gpu| if gpu.facts.compute_capability.is_none_or(|seen| seen >= VOLTA) { since } else { before };
+    let most = |gpu: &Gpu| match gpu.facts.compute_capability {
+        Some(capability) if capability < VOLTA => MAX_CLIENTS_BEFORE_VOLTA,
+        _ => MAX_MPS_CLIENTS,
+    };
     let (gpu, most) = gpus.map(|gpu| (gpu.pci, most(gpu))).find(|(_, most)| replicas > *most)?;
     Some(PlanProblem::MpsTooManyClients { resource: resource.clone(), gpu, replicas, most })
 }
@@ -110,12 +109,12 @@ pub struct MpsShare {
 }
 
 /// A GPU that is shared by MPS.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct MpsGpu {
-    /// NVML's UUID.
-    pub uuid: GpuUuid,
     /// NVML's index, which is the GPU's place in the order of PCI addresses.
     pub index: u32,
+    /// NVML's UUID.
+    pub uuid: GpuUuid,
     /// Its memory in MiB, if NVML reports it.
     pub memory_mib: Option<u64>,
 }
@@ -126,10 +125,8 @@ impl MpsShare {
         let slots = || devices.values().filter_map(|device| Some((&device.gpu, device.slot?)));
         let replicas = slots().map(|(_, slot)| slot).max()?.saturating_add(1);
         let gpu = |gpu: &Gpu| MpsGpu { uuid: gpu.uuid.clone(), index: gpu.index, memory_mib: gpu.facts.memory_mib };
-        let gpus: BTreeMap<(u32, &GpuUuid), MpsGpu> =
-            slots().map(|(shared, _)| ((shared.index, &shared.uuid), gpu(shared))).collect();
-        let gpus: Vec<MpsGpu> = gpus.into_values().collect();
-        Some(Self { replicas, whole_node: gpus.len() == gpus_of_node, gpus })
+        let gpus: BTreeSet<MpsGpu> = slots().map(|(shared, _)| gpu(shared)).collect();
+        Some(Self { replicas, whole_node: gpus.len() == gpus_of_node, gpus: gpus.into_iter().collect() })
     }
 
     /// The share without these GPUs; `None` if none is left.

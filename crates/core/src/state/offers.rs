@@ -94,8 +94,7 @@ impl Resource {
         let unknown = self.unknown().filter_map(|(_, health)| health.reason().map(UnhealthyReason::label));
         let mut counts = BTreeMap::new();
         for reason in known.chain(unknown) {
-            let count: &mut usize = counts.entry(reason).or_default();
-            *count = count.saturating_add(1);
+            *counts.entry(reason).or_default() += 1;
         }
         counts
     }
