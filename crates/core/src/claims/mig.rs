@@ -49,7 +49,8 @@ pub struct MigOrderError {
 }
 
 /// The GPU behind an allocated device and its GPU instance, if it is a MIG device that is made for the claim, with the
-/// MIG device if it was made before; `None` for one that an administrator made, and for any other device. A MIG device that no claim in the ledger had made is an administrator's.
+/// MIG device if it was made before; `None` for one that an administrator made, and for any other device. A MIG device
+/// that no claim in the ledger had made is an administrator's.
 pub(super) fn on_demand<'a>(
     result: &AllocatedDevice,
     node: Node<'a>,

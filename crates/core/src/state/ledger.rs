@@ -57,7 +57,7 @@ pub const NAMES_KEPT: Timestamp = Timestamp::from_secs(300);
 /// A GPU by its place, and the MIG device on it; `None` for the GPU, or an unknown part of it.
 type Part<'a> = (usize, Option<&'a MigDevice>);
 
-/// A resource and an id of it, as in [`ResourceDevice`].
+/// A [`ResourceDevice`] by reference.
 pub(super) type Key<'a> = (&'a ResourceName, &'a DeviceId);
 
 /// A holder of hardware that a device of ours would share.

@@ -5,7 +5,7 @@
 //!
 //! - [`Hardware`]: the graph, facts and health of GPUs and MIG devices, keyed by UUID.
 //! - [`Ledger`]: the hardware that is held, and the door through which it is held.
-//! - [`Offers`]: plan × hardware × ledger -> resources, each with its devices and its choice.
+//! - [`Offers`]: plan × hardware × ledger -> resources, each with its devices and the units to choose from.
 //!
 //! [`crate::allocation`] decides which set of GPUs is best.
 

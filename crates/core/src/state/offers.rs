@@ -1,4 +1,5 @@
-//! [`Offers`]: the resources of this node, made from plan × hardware × ledger, each with its devices and its choice.
+//! [`Offers`]: the resources of this node, made from plan × hardware × ledger, each with its devices and the units
+//! to choose from.
 //!
 //! One of the three parts of the node's state. An id that the kubelet was told of stays on its list while a pod may
 //! hold it, because the kubelet looks up the ids that pods hold. Such an [`Orphan`] is unhealthy. It leaves the list
