@@ -8,10 +8,7 @@
 use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
 
-use super::holdings::Holdings;
-use super::prepared_claim::PreparedClaim;
-use super::record::{AdmissionRecord, FreeThen};
-use super::resource_name::ResourceName;
+use super::{AdmissionRecord, FreeThen, Holdings, PreparedClaim, ResourceName};
 use crate::allocation::DeviceId;
 
 /// The number of lists in a row without an admission after which it has ended. One is not enough: the first list of a

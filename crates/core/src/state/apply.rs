@@ -3,13 +3,9 @@
 use crate::prelude::*;
 use alloc::sync::Arc;
 
-use super::device::Timestamp;
-use super::event::{Effect, Event};
 use super::free_at_admission;
 use super::health::GpuHealth;
-use super::node_state::NodeState;
-use super::offers::Offers;
-use super::reason::UnhealthyReason;
+use super::{Effect, Event, NodeState, Offers, Timestamp, UnhealthyReason};
 
 impl NodeState {
     /// Makes the next state from an event, and the effects that the node's loop has to carry out.

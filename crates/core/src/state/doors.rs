@@ -15,12 +15,8 @@
 use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
 
-use super::device::{Device, Health, NumaHints, Timestamp};
-use super::hardware::Hardware;
-use super::ledger::Ledger;
-use super::plan::{Door, ResourcePlan};
-use super::reason::UnhealthyReason;
-use super::shares::{self, Form, GpuShares};
+use super::shares::{self, Form};
+use super::{Device, Door, GpuShares, Hardware, Health, Ledger, NumaHints, ResourcePlan, Timestamp, UnhealthyReason};
 use crate::topology::{GpuUuid, NodeTopology};
 
 /// The number of lists in a row without a holder that give a GPU to DRA.

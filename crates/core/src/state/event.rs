@@ -3,19 +3,12 @@
 use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
 
+use super::{
+    Health, HealthPoll, HealthRecord, Holdings, MigInstance, MpsShare, NodeIdentity, NumaHints, PlanProblem,
+    PreparedClaim, RecoveryAction, ResourceName, ResourcePlan, UnhealthyReason,
+};
 use crate::allocation::DeviceId;
 use crate::topology::{GpuUuid, MigUuid, NodeObservation, TopologyWarning};
-
-use super::device::{Health, MigInstance, NumaHints};
-use super::holdings::Holdings;
-use super::mps::MpsShare;
-use super::plan::ResourcePlan;
-use super::poll::{HealthPoll, RecoveryAction};
-use super::prepared_claim::PreparedClaim;
-use super::problem::PlanProblem;
-use super::reason::UnhealthyReason;
-use super::record::{HealthRecord, NodeIdentity};
-use super::resource_name::ResourceName;
 
 /// Something that happened, as a plain value.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -5,14 +5,7 @@
 use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
 
-use super::device::{Device, Health};
-use super::hardware::Hardware;
-use super::holdings::ResourceDevice;
-use super::ledger::{Ledger, gpu_of};
-use super::offers::Offers;
-use super::prepared_claim::PreparedClaim;
-use super::record::FreeThen;
-use super::resource_name::ResourceName;
+use super::{Device, FreeThen, Hardware, Health, Ledger, Offers, PreparedClaim, ResourceDevice, ResourceName, gpu_of};
 use crate::allocation::{DeviceId, GpuSet};
 
 /// The GPUs of healthy devices that are not MIG devices.

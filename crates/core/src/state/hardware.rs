@@ -10,13 +10,12 @@ use alloc::collections::{BTreeMap, BTreeSet};
 use alloc::sync::Arc;
 use core::time::Duration;
 
-use super::device::{Device, Health, MigInstance, Timestamp};
-use super::event::Effect;
 use super::health::{self, GpuHealth};
-use super::poll::{FabricHealth, HealthPoll, Reach, RecoveryAction};
-use super::reason::UnhealthyReason;
-use super::record::{HealthRecord, NodeIdentity};
-use super::xid::{DOUBLE_BIT_ECC, XidClass, XidPolicy, XidSet};
+use super::xid::DOUBLE_BIT_ECC;
+use super::{
+    Device, Effect, FabricHealth, Health, HealthPoll, HealthRecord, MigInstance, NodeIdentity, Reach, RecoveryAction,
+    Timestamp, UnhealthyReason, XidClass, XidPolicy, XidSet,
+};
 use crate::allocation::AllocationTables;
 use crate::once::Once;
 use crate::topology::{

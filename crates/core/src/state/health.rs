@@ -10,11 +10,10 @@ use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
 use core::time::Duration;
 
-use super::device::{Health, Timestamp};
-use super::poll::{FabricHealth, HealthPoll, Reach, RecoveryAction};
-use super::reason::UnhealthyReason;
-use super::record::{Accepted, GpuRecord, KeptReason};
-use super::xid::XidPolicy;
+use super::{
+    Accepted, FabricHealth, GpuRecord, Health, HealthPoll, KeptReason, Reach, RecoveryAction, Timestamp,
+    UnhealthyReason, XidPolicy,
+};
 use crate::topology::GpuUuid;
 
 /// The time that evidence has to last before a reason ends.

@@ -8,14 +8,12 @@
 use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
 
-use super::ResourceName;
 use super::admissions::Admissions;
 use super::availability::Held;
-use super::device::{Device, Timestamp};
-use super::holdings::{ClaimedDevice, ContainerHoldings, ContainerName, Holdings, ResourceDevice};
-use super::prepared_claim::{ClaimName, Prepared, PreparedClaim};
-use super::reason::UnhealthyReason;
-use super::record::FreeThen;
+use super::{
+    ClaimName, ClaimedDevice, ContainerHoldings, ContainerName, Device, FreeThen, Holdings, Prepared, PreparedClaim,
+    ResourceDevice, ResourceName, Timestamp, UnhealthyReason,
+};
 use crate::allocation::DeviceId;
 use crate::quote::quoted;
 use crate::topology::{Gpu, GpuUuid, MigDevice, MigUuid, NodeTopology, hardware_of, is_set};

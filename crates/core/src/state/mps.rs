@@ -7,9 +7,7 @@
 use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
 
-use super::ResourceName;
-use super::device::{Device, Timestamp};
-use super::problem::PlanProblem;
+use super::{Device, PlanProblem, ResourceName, Timestamp};
 use crate::allocation::DeviceId;
 use crate::topology::{ComputeCapability, Gpu, GpuUuid};
 

@@ -5,21 +5,12 @@ use alloc::collections::BTreeMap;
 use alloc::sync::Arc;
 use core::time::Duration;
 
-use super::availability::{Availability, Held};
-use super::device::{Device, Health, NumaHints, Timestamp};
-use super::event::Event;
+use super::availability::Held;
 use super::free_at_admission::whole;
-use super::hardware::Hardware;
-use super::ledger::Ledger;
-use super::mps::MpsShare;
-use super::offers::Offers;
-use super::opening::Opening;
-use super::plan::{Door, ResourcePlan};
-use super::reason::UnhealthyReason;
-use super::record::HealthRecord;
-use super::resource_name::ResourceName;
-use super::shares::GpuSharing;
-use super::xid::XidPolicy;
+use super::{
+    Availability, Device, Door, Event, GpuSharing, Hardware, Health, HealthRecord, Ledger, MpsShare, NumaHints, Offers,
+    Opening, ResourceName, ResourcePlan, Timestamp, UnhealthyReason, XidPolicy,
+};
 use crate::allocation::{
     AllocationReport, AllocationRequest, AllocationTables, DeviceId, GpuSet, PreferredAllocation, preferred_allocation,
     preferred_units,

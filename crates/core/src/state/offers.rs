@@ -10,19 +10,15 @@ use alloc::collections::btree_map::Entry;
 use alloc::collections::{BTreeMap, BTreeSet};
 use alloc::sync::Arc;
 
-use super::ResourceName;
-use super::device::{Device, Health, NumaHints, Timestamp};
 use super::doors::Doors;
-use super::event::Effect;
-use super::hardware::Hardware;
-use super::holdings::ResourceDevice;
-use super::ledger::{Key, Ledger, behind, gpu_of, split_slot};
+use super::ledger::{Key, behind, split_slot};
 use super::mps::Mps;
-use super::plan::{Door, MAX_SLOTS, ResourcePlan};
-use super::problem::PlanProblem;
-use super::reason::UnhealthyReason;
 use super::resources::Resources;
 use super::shares;
+use super::{
+    Device, Door, Effect, Hardware, Health, Ledger, MAX_SLOTS, NumaHints, PlanProblem, ResourceDevice, ResourceName,
+    ResourcePlan, Timestamp, UnhealthyReason, gpu_of,
+};
 use crate::allocation::{DeviceId, Units};
 use crate::topology::{Gpu, GpuUuid, NodeTopology};
 

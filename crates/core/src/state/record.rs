@@ -6,9 +6,7 @@ use alloc::collections::{BTreeMap, BTreeSet};
 
 use serde::{Deserialize, Serialize};
 
-use super::poll::{FabricHealth, RecoveryAction};
-use super::reason::UnhealthyReason;
-use super::shares::GpuShares;
+use super::{FabricHealth, GpuShares, RecoveryAction, UnhealthyReason};
 use crate::topology::GpuUuid;
 
 /// The boot and the load of the driver to which a fact belongs. Unknown counts as no change.

@@ -6,14 +6,12 @@
 use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
 
-use super::device::{Device, NumaHints};
 use super::mps;
-use super::plan::{
-    DeviceSelector, Door, MAX_SLOTS, MigStrategy, ResourcePlan, SharedDevices, SharedResource, Sharing, SharingKind,
-    is_display_adapter,
+use super::plan::is_display_adapter;
+use super::{
+    Device, DeviceSelector, Door, MAX_SLOTS, MigStrategy, NumaHints, PlanProblem, ResourceName, ResourcePlan,
+    SharedDevices, SharedResource, Sharing, SharingKind,
 };
-use super::problem::PlanProblem;
-use super::resource_name::ResourceName;
 use crate::allocation::DeviceId;
 use crate::topology::{Gpu, GpuUuid, NodeTopology, PciAddress};
 

@@ -11,10 +11,9 @@ use core::fmt;
 
 use serde::{Deserialize, Serialize};
 
-use super::device::Timestamp;
-use super::plan::{MigStrategy, ResourcePlan, SharedDevices, SharedResource, SharingKind};
-use super::problem::PlanProblem;
-use super::resource_name::ResourceName;
+use super::{
+    MigStrategy, PlanProblem, ResourceName, ResourcePlan, SharedDevices, SharedResource, SharingKind, Timestamp,
+};
 use crate::topology::{Gpu, GpuUuid, NodeTopology, PciAddress};
 
 /// The shares of a GPU that several claims may have.
