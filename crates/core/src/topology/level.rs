@@ -3,7 +3,7 @@
 
 use crate::prelude::*;
 
-use serde::{Deserialize, Serialize, Serializer};
+use serde::{Deserialize, Serialize};
 
 /// NVML's levels (`nvmlGpuTopologyLevel_t`), nearest first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -77,7 +77,7 @@ impl Rank {
 
 /// A symmetric square matrix over the GPUs of a node. Outside of it every cell is the default, such as 0.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct LinkMatrix<T = u32> {
+pub(super) struct LinkMatrix<T> {
     size: usize,
     cells: Vec<T>,
 }
@@ -88,23 +88,20 @@ impl<T: Copy + Default> LinkMatrix<T> {
         Self { size, cells: vec![T::default(); size.saturating_mul(size)] }
     }
 
-    /// The number of rows.
-    pub fn size(&self) -> usize {
-        self.size
+    /// The index of the cell in row `a` and column `b`; `None` outside of the matrix.
+    fn cell(&self, a: usize, b: usize) -> Option<usize> {
+        (a < self.size && b < self.size).then(|| a * self.size + b)
     }
 
     /// The value between `a` and `b`; the default outside of the matrix.
     pub fn get(&self, a: usize, b: usize) -> T {
-        self.row(a).get(b).copied().unwrap_or_default()
+        self.cell(a, b).and_then(|cell| self.cells.get(cell)).copied().unwrap_or_default()
     }
 
     /// Sets both cells of a pair; nothing happens outside of the matrix.
     pub fn set(&mut self, a: usize, b: usize, value: T) {
-        for (row, column) in [(a, b), (b, a)] {
-            if row < self.size
-                && column < self.size
-                && let Some(cell) = self.cells.get_mut(row * self.size + column)
-            {
+        for cell in [self.cell(a, b), self.cell(b, a)].into_iter().flatten() {
+            if let Some(cell) = self.cells.get_mut(cell) {
                 *cell = value;
             }
         }
@@ -114,19 +111,6 @@ impl<T: Copy + Default> LinkMatrix<T> {
     pub fn restricted(&self, places: &[usize]) -> Self {
         let cells = places.iter().flat_map(|&a| places.iter().map(move |&b| self.get(a, b)));
         Self { size: places.len(), cells: cells.collect() }
-    }
-
-    /// One row; empty outside of the matrix.
-    pub fn row(&self, a: usize) -> &[T] {
-        let start = a.saturating_mul(self.size);
-        self.cells.get(start..start.saturating_add(self.size)).unwrap_or(&[])
-    }
-}
-
-impl Serialize for LinkMatrix {
-    /// Serialises an array of rows.
-    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        serializer.collect_seq((0..self.size).map(|a| self.row(a)))
     }
 }
 
@@ -149,7 +133,7 @@ mod tests {
         matrix.set(5, 0, 9);
         matrix.set(usize::MAX, 0, 9);
         assert_eq!((matrix.get(2, 0), matrix.get(0, 2), matrix.get(1, 0)), (7, 7, 0));
-        assert_eq!((matrix.get(3, 0), matrix.get(0, 3), matrix.row(9).len()), (0, 0, 0));
-        assert_eq!(serde_json::to_string(&matrix).unwrap(), "[[0,0,7],[0,0,0],[7,0,0]]");
+        assert_eq!((matrix.get(3, 0), matrix.get(0, 3), matrix.get(9, 9)), (0, 0, 0));
+        assert_eq!(matrix.cells, [0, 0, 7, 0, 0, 0, 7, 0, 0]);
     }
 }

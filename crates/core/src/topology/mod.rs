@@ -17,7 +17,7 @@ mod warning;
 
 pub use address::{GpuUuid, Guid, MigUuid, NumaNodeId, PackageId, PciAddress, Uuid};
 pub use device_names::{device_name, device_names, hardware_of, is_mig, is_set};
-pub use level::{LinkMatrix, Rank, TopologyLevel};
+pub use level::{Rank, TopologyLevel};
 pub use mig::{
     MigCapabilities, MigDevice, MigDeviceObservation, MigEngines, MigExtension, MigObservation, MigPlacement,
     MigProfile, MigProfileObservation, MigSlot, PossibleMig, possible_mig,
