@@ -29,13 +29,12 @@ impl Place {
 }
 
 /// One function of the tree.
-struct Function {
-    pci: Option<PciAddress>,
+struct Function<'a> {
+    seen: &'a PciObservation,
+    /// The index of the function above, which is less than its own.
     parent: Option<usize>,
     host_bridge: usize,
-    depth: usize,
-    kind: PciKind,
-    class: Option<DisplayClass>,
+    /// The link as seen, or else as filled in.
     link: Option<PcieLink>,
     place: Place,
 }
@@ -49,13 +48,11 @@ pub(super) struct PlacedNic<'a> {
 
 /// The tree.
 pub(super) struct PciTree<'a> {
-    functions: Vec<Function>,
+    functions: Vec<Function<'a>>,
     by_address: BTreeMap<PciAddress, usize>,
     packages: BTreeMap<NumaNodeId, PackageId>,
     /// The NUMA nodes that were observed, each with whether it has CPUs.
     has_cpus: BTreeMap<NumaNodeId, bool>,
-    /// The only NUMA node with CPUs of each package; `None` if several have CPUs.
-    only_cpu_node: BTreeMap<PackageId, Option<NumaNodeId>>,
     cpu: Option<&'a CpuObservation>,
     /// The names of the host bridges' root buses, if the host has them.
     roots: Vec<Option<&'a str>>,
@@ -68,20 +65,11 @@ impl<'a> PciTree<'a> {
         for node in &host.numa_nodes {
             *has_cpus.entry(node.id).or_default() |= !node.cpus.is_empty();
         }
-        let packages: BTreeMap<_, _> =
-            host.numa_nodes.iter().filter_map(|node| Some((node.id, node.package?))).collect();
-        let mut only_cpu_node = BTreeMap::new();
-        for (numa, _) in has_cpus.iter().filter(|(_, has_cpus)| **has_cpus) {
-            if let Some(package) = packages.get(numa) {
-                only_cpu_node.entry(*package).and_modify(|only| *only = None).or_insert(Some(*numa));
-            }
-        }
         let mut tree = Self {
             functions: Vec::new(),
             by_address: BTreeMap::new(),
-            packages,
+            packages: host.numa_nodes.iter().filter_map(|node| Some((node.id, node.package?))).collect(),
             has_cpus,
-            only_cpu_node,
             cpu: host.cpu.as_ref(),
             roots: host.host_bridges.iter().map(|bridge| bridge.root.as_deref()).collect(),
             nics: Vec::new(),
@@ -109,24 +97,9 @@ impl<'a> PciTree<'a> {
         warnings: &mut Vec<TopologyWarning>,
     ) -> Place {
         let index = self.functions.len();
-        let place = match device.numa {
-            Some(numa) => {
-                let package = self.package_of(numa).or(around.package);
-                Place { function: Some(index), numa: Some(numa), package }
-            }
-            None => Place { function: Some(index), ..around },
-        };
-        let depth = parent.and_then(|parent| self.functions.get(parent)).map_or(0, |above| above.depth + 1);
-        self.functions.push(Function {
-            pci: device.pci,
-            parent,
-            host_bridge,
-            depth,
-            kind: device.kind,
-            class: device.class,
-            link: device.link,
-            place,
-        });
+        let package = device.numa.and_then(|numa| self.package_of(numa)).or(around.package);
+        let place = Place { function: Some(index), numa: device.numa.or(around.numa), package };
+        self.functions.push(Function { seen: device, parent, host_bridge, link: device.link, place });
         if let Some(pci) = device.pci {
             match self.by_address.entry(pci) {
                 Entry::Vacant(free) => _ = free.insert(index),
@@ -149,7 +122,10 @@ impl<'a> PciTree<'a> {
         if *self.has_cpus.get(&numa)? {
             return Some(numa);
         }
-        self.only_cpu_node.get(&place.package?).copied().flatten()
+        let package = place.package?;
+        let with_cpus = self.has_cpus.iter().filter(|(_, has_cpus)| **has_cpus).map(|(numa, _)| *numa);
+        let mut of_package = with_cpus.filter(|numa| self.package_of(*numa) == Some(package));
+        of_package.next().filter(|_| of_package.next().is_none())
     }
 
     /// Returns true if both devices are known to be on or beside one NUMA node.
@@ -165,7 +141,7 @@ impl<'a> PciTree<'a> {
 
     /// The PCI class of the GPU at a place.
     pub fn class(&self, place: Place) -> Option<DisplayClass> {
-        self.functions.get(place.function?)?.class
+        self.functions.get(place.function?)?.seen.class
     }
 
     /// The kernel's name of the PCIe root above a place: the host's name, or else that of the root port's bus.
@@ -174,7 +150,7 @@ impl<'a> PciTree<'a> {
         let named = self.roots.get(self.functions.get(index)?.host_bridge).copied().flatten();
         named.map(ToOwned::to_owned).or_else(|| {
             let (_, topmost) = self.upwards(index).last()?;
-            let port = topmost.pci.filter(|_| topmost.kind == PciKind::RootPort)?;
+            let port = topmost.seen.pci.filter(|_| topmost.seen.kind == PciKind::RootPort)?;
             Some(format!("pci{:04x}:{:02x}", port.domain(), port.bus()))
         })
     }
@@ -182,8 +158,8 @@ impl<'a> PciTree<'a> {
     /// The switches above a place, the nearest first; those of unknown address are left out.
     pub fn switches(&self, place: Place) -> Vec<PciAddress> {
         let above = place.function.into_iter().flat_map(|index| self.upwards(index).skip(1));
-        let is_switch = |kind| matches!(kind, PciKind::UpstreamPort | PciKind::Switch);
-        above.filter(|(_, function)| is_switch(function.kind)).filter_map(|(_, function)| function.pci).collect()
+        let switches = above.filter(|(_, function)| is_switch(function.seen.kind));
+        switches.filter_map(|(_, function)| function.seen.pci).collect()
     }
 
     /// Sets the link of a function whose link the host does not know.
@@ -232,47 +208,46 @@ impl<'a> PciTree<'a> {
     }
 
     /// The functions on the way up to the host bridge, the given one first.
-    fn upwards(&self, from: usize) -> impl Iterator<Item = (usize, &Function)> {
+    fn upwards(&self, from: usize) -> impl Iterator<Item = (usize, &Function<'a>)> {
         let at = |index: usize| self.functions.get(index).map(|function| (index, function));
         core::iter::successors(at(from), move |(_, function)| function.parent.and_then(at))
     }
 
     /// The lowest function that is both or above both; `None` if only a host bridge joins them.
     fn meeting_point(&self, a: usize, b: usize) -> Option<usize> {
-        let depth = |index: usize| self.functions.get(index).map_or(0, |function| function.depth);
-        let up = |index: usize| self.functions.get(index).and_then(|function| function.parent);
-        let (mut a, mut b) = (a, b);
-        while a != b {
-            if depth(a) >= depth(b) {
-                a = up(a)?;
-            } else {
-                b = up(b)?;
-            }
+        let (mut low, mut high) = (a.min(b), a.max(b));
+        while low != high {
+            // What is above a function comes before it, so the later of two is not above the other.
+            let above = self.functions.get(high)?.parent?;
+            (low, high) = (low.min(above), low.max(above));
         }
-        Some(a)
+        Some(low)
     }
 
     /// The switch above a function, or without one the root port.
     fn switch_above(&self, index: usize) -> Option<usize> {
-        let is = |kinds: &'static [PciKind]| {
-            self.upwards(index).skip(1).find(|(_, above)| kinds.contains(&above.kind)).map(|(index, _)| index)
-        };
-        is(&[PciKind::Switch, PciKind::UpstreamPort]).or_else(|| is(&[PciKind::RootPort]))
+        let nearest = |is: fn(PciKind) -> bool| self.upwards(index).skip(1).find(|(_, above)| is(above.seen.kind));
+        let above = nearest(is_switch).or_else(|| nearest(|kind| kind == PciKind::RootPort));
+        above.map(|(index, _)| index)
     }
 
     /// The bandwidth of the link above a function; `None` for a port that faces down, whose link is that of the device
     /// below. If both ends of a link are known, both count, as in NCCL.
-    fn hop(&self, function: &Function) -> Option<u32> {
+    fn hop(&self, function: &Function<'_>) -> Option<u32> {
         let faces_down = |kind| matches!(kind, PciKind::RootPort | PciKind::DownstreamPort);
-        if faces_down(function.kind) {
+        if faces_down(function.seen.kind) {
             return None;
         }
-        let port = function.parent.and_then(|parent| self.functions.get(parent)).filter(|port| faces_down(port.kind));
+        let above = function.parent.and_then(|parent| self.functions.get(parent));
+        let port = above.filter(|port| faces_down(port.seen.kind));
         let ends = [Some(function), port].into_iter().flatten();
         // No switch above GPUs has one lane: a virtual one may claim any rate of it.
-        let is_switch = matches!(function.kind, PciKind::Switch | PciKind::UpstreamPort);
-        let links = ends.filter_map(|end| end.link).filter(|link| !is_switch || link.width > 1);
+        let links = ends.filter_map(|end| end.link).filter(|link| !is_switch(function.seen.kind) || link.width > 1);
         let known = links.filter_map(bandwidth::pcie).min();
         Some(known.unwrap_or(bandwidth::UNKNOWN_HOP))
     }
+}
+
+fn is_switch(kind: PciKind) -> bool {
+    matches!(kind, PciKind::UpstreamPort | PciKind::Switch)
 }
