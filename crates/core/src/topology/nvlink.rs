@@ -19,7 +19,6 @@ pub(super) struct NvLinks {
 }
 
 /// The NVLink side of a node.
-#[derive(Debug, Default)]
 pub(super) struct Connected {
     pub pairs: LinkMatrix<NvLinks>,
     /// Each GPU's NVSwitch plane and the bandwidth of its port, MB/s.
@@ -36,29 +35,27 @@ struct Reported {
 pub(super) fn connect(gpus: &[&GpuObservation], warnings: &mut Vec<TopologyWarning>) -> Connected {
     let reports: Vec<Option<Reported>> = (0..gpus.len()).map(|index| report(gpus, index, warnings)).collect();
     let rate = |index: usize| gpus.get(index).map_or(0, |gpu| bandwidth::nvlink(gpu.compute_capability));
-    let mut links = Connected { pairs: LinkMatrix::zeros(gpus.len()), ports: Vec::with_capacity(gpus.len()) };
     let widths: Vec<u32> = reports.iter().map(|report| report.as_ref().map_or(0, |seen| seen.switched)).collect();
-    let planes = planes(gpus, &widths, warnings);
-    for (index, (plane, width)) in planes.iter().zip(&widths).enumerate() {
-        links.ports.push(plane.map(|plane| (plane, width.saturating_mul(rate(index)))));
-    }
+    let planes = planes(gpus, &widths, warnings).into_iter().zip(&widths).enumerate();
+    let ports = planes.map(|(index, (plane, width))| Some((plane?, width.saturating_mul(rate(index)))));
+    let ports: Vec<Option<(u32, u32)>> = ports.collect();
+    let port = |index: usize| ports.get(index).copied().flatten();
+    let mut pairs = LinkMatrix::zeros(gpus.len());
     for a in 0..gpus.len() {
         for b in a + 1..gpus.len() {
             let direct = direct(gpus, &reports, a, b, warnings);
-            let mut count = direct;
-            let mut mbps = direct.saturating_mul(rate(a).min(rate(b)));
-            if let (Some(Some((plane_a, port_a))), Some(Some((plane_b, port_b)))) =
-                (links.ports.get(a), links.ports.get(b))
+            let mut links = NvLinks { count: direct, mbps: direct.saturating_mul(rate(a).min(rate(b))) };
+            if let (Some((plane_a, port_a)), Some((plane_b, port_b))) = (port(a), port(b))
                 && plane_a == plane_b
             {
                 let width = widths.get(a).min(widths.get(b)).copied().unwrap_or(0);
-                count = count.saturating_add(width);
-                mbps = mbps.saturating_add(*port_a.min(port_b));
+                links.count = links.count.saturating_add(width);
+                links.mbps = links.mbps.saturating_add(port_a.min(port_b));
             }
-            links.pairs.set(a, b, NvLinks { count, mbps });
+            pairs.set(a, b, links);
         }
     }
-    links
+    Connected { pairs, ports }
 }
 
 /// Sorts the active links of one GPU by their far ends; `None` if NVML did not answer.
@@ -138,8 +135,8 @@ fn direct(
 /// A machine without a reported fabric (before Hopper, or in a VM) is one plane. If all other GPUs report one clique, a
 /// GPU that reports none counts as part of it.
 fn planes(gpus: &[&GpuObservation], widths: &[u32], warnings: &mut Vec<TopologyWarning>) -> Vec<Option<u32>> {
-    let switched = || gpus.iter().zip(widths).filter(|(_, width)| **width > 0).map(|(gpu, _)| *gpu);
-    let cliques: BTreeSet<&FabricObservation> = switched().filter_map(|gpu| gpu.fabric.as_ref()).collect();
+    let switched = gpus.iter().zip(widths).filter(|(_, width)| **width > 0);
+    let cliques: BTreeSet<&FabricObservation> = switched.filter_map(|(gpu, _)| gpu.fabric.as_ref()).collect();
     let only = if cliques.len() == 1 { cliques.first().copied() } else { None };
     let mut numbers: BTreeMap<Option<&FabricObservation>, u32> = BTreeMap::new();
     gpus.iter()
@@ -149,7 +146,7 @@ fn planes(gpus: &[&GpuObservation], widths: &[u32], warnings: &mut Vec<TopologyW
                 return None;
             }
             let clique = gpu.fabric.as_ref().or(only);
-            if gpu.fabric.is_none() && !cliques.is_empty() && only.is_some() {
+            if gpu.fabric.is_none() && only.is_some() {
                 warnings.push(TopologyWarning::FabricUnreported(gpu.pci));
             }
             let next = u32::try_from(numbers.len()).unwrap_or(u32::MAX);

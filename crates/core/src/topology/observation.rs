@@ -9,12 +9,11 @@ use alloc::collections::{BTreeMap, BTreeSet};
 use serde::de::Error;
 use serde::{Deserialize, Deserializer, Serialize};
 
-use super::address::Guid;
-use super::address::{GpuUuid, NumaNodeId, PackageId, PciAddress};
+use super::address::{GpuUuid, Guid, NumaNodeId, PackageId, PciAddress};
 use super::level::TopologyLevel;
 use super::mig::MigObservation;
 use super::warning::P2pRefusal;
-use crate::quote::quoted;
+use crate::quote::{ParseError, quoted};
 
 /// All facts observed of one node.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -163,17 +162,13 @@ pub struct ComputeCapability {
 }
 
 impl TryFrom<String> for ComputeCapability {
-    type Error = String;
+    type Error = ParseError;
 
     fn try_from(text: String) -> Result<Self, Self::Error> {
+        const WHY: &str = "is not a compute capability (expected a quoted major.minor, such as \"9.0\")";
         let parts = text.split_once('.').and_then(|(major, minor)| Some((major.parse().ok()?, minor.parse().ok()?)));
-        match parts {
-            Some((major, minor)) => Ok(Self { major, minor }),
-            None => Err(format!(
-                "{} is not a compute capability (expected a quoted major.minor, such as \"9.0\")",
-                quoted(&text)
-            )),
-        }
+        let capability = parts.map(|(major, minor)| Self { major, minor });
+        capability.ok_or_else(|| ParseError::new(&text, WHY))
     }
 }
 
@@ -345,13 +340,11 @@ pub fn is_cpu_list(list: &str) -> bool {
 
 fn cpus<'de, D: Deserializer<'de>>(from: D) -> Result<String, D::Error> {
     let list = String::deserialize(from)?;
-    match is_cpu_list(&list) {
-        true => Ok(list),
-        false => Err(D::Error::custom(format!(
-            "{} is not a list of CPUs below {MAX_CPUS} (expected ascending numbers, such as 0-15,32-47)",
-            quoted(&list)
-        ))),
+    if is_cpu_list(&list) {
+        return Ok(list);
     }
+    let why = format!("is not a list of CPUs below {MAX_CPUS} (expected ascending numbers, such as 0-15,32-47)");
+    Err(D::Error::custom(format!("{} {why}", quoted(&list))))
 }
 
 /// A PCI host bridge (root complex) and its devices.
@@ -439,15 +432,13 @@ pub enum DisplayClass {
 }
 
 impl DisplayClass {
-    /// The base class of display controllers.
-    const BASE: u16 = 0x03;
-
-    /// Reads base class and subclass; `None` for what is no display controller.
+    /// Reads base class and subclass; `None` for what is no display controller (base class 03h).
     pub fn new(class: u16) -> Option<Self> {
         match class {
             0x0300 => Some(Self::Vga),
             0x0302 => Some(Self::ThreeD),
-            _ => (class >> 8 == Self::BASE).then_some(Self::Other),
+            0x0301..=0x03ff => Some(Self::Other),
+            _ => None,
         }
     }
 }
