@@ -28,4 +28,4 @@ pub use observation::{
     HostBridgeObservation, HostObservation, MAX_CPUS, NicKind, NicObservation, NodeObservation, NumaNodeObservation,
     NvLinkObservation, NvLinkRemote, PciKind, PciObservation, PcieLink, ProbeFailure, is_cpu_list, thousandths,
 };
-pub use warning::{Oddity, P2pRefusal, TopologyWarning};
+pub use warning::{Compared, Oddity, P2pRefusal, TopologyWarning};

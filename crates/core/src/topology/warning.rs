@@ -146,31 +146,14 @@ pub enum TopologyWarning {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum Oddity {
     /// NVLinks that are up.
-    #[error("{own} of its NVLinks are up, of each other GPU {others}; sets without it have the full bandwidth")]
-    NvLinks {
-        /// Its own.
-        own: u32,
-        /// Those of each other GPU.
-        others: u32,
-    },
+    #[error("{} of its NVLinks are up, of each other GPU {}; sets without it have the full bandwidth", .0.own, .0.others)]
+    NvLinks(Compared),
     /// Lanes of the PCIe link.
-    #[error("its PCIe link has {own} lanes, that of each other GPU {others}; sets without it have the full bandwidth")]
-    PcieWidth {
-        /// Its own.
-        own: u32,
-        /// Those of each other GPU.
-        others: u32,
-    },
+    #[error("its PCIe link has {} lanes, that of each other GPU {}; sets without it have the full bandwidth", .0.own, .0.others)]
+    PcieWidth(Compared),
     /// The rate of the PCIe link, MT/s and lane.
-    #[error(
-        "its PCIe link can do {own} MT/s, that of each other GPU {others}; sets without it have the full bandwidth"
-    )]
-    PcieRate {
-        /// Its own.
-        own: u32,
-        /// Those of each other GPU.
-        others: u32,
-    },
+    #[error("its PCIe link can do {} MT/s, that of each other GPU {}; sets without it have the full bandwidth", .0.own, .0.others)]
+    PcieRate(Compared),
     /// The driver refuses P2P between it and every other GPU.
     #[error("the driver refuses P2P between it and every other GPU; sets without it have P2P")]
     NoP2p,
@@ -179,13 +162,22 @@ pub enum Oddity {
     NoNic,
 }
 
+/// A value of the odd GPU, and the one that every other GPU has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Compared {
+    /// Its own.
+    pub own: u32,
+    /// That of each other GPU.
+    pub others: u32,
+}
+
 impl Oddity {
     /// The difference as a metric's label.
     pub fn label(self) -> &'static str {
         match self {
-            Self::NvLinks { .. } => "nvlinks",
-            Self::PcieWidth { .. } => "pcie_width",
-            Self::PcieRate { .. } => "pcie_rate",
+            Self::NvLinks(_) => "nvlinks",
+            Self::PcieWidth(_) => "pcie_width",
+            Self::PcieRate(_) => "pcie_rate",
             Self::NoP2p => "p2p",
             Self::NoNic => "nic",
         }
@@ -231,11 +223,11 @@ pub(super) fn odd_gpus(
             Some(u32::from(gpu.rail.is_some()))
         };
         let odd = [
-            odd_one(&places, nvlinks).map(|(place, own, others)| (place, Oddity::NvLinks { own, others })),
+            odd_one(&places, nvlinks).map(|(place, compared)| (place, Oddity::NvLinks(compared))),
             odd_one(&places, |place| Some(observed(place)?.pcie?.width))
-                .map(|(place, own, others)| (place, Oddity::PcieWidth { own, others })),
+                .map(|(place, compared)| (place, Oddity::PcieWidth(compared))),
             odd_one(&places, |place| Some(observed(place)?.pcie?.mts))
-                .map(|(place, own, others)| (place, Oddity::PcieRate { own, others })),
+                .map(|(place, compared)| (place, Oddity::PcieRate(compared))),
             odd_one(&places, has_p2p).map(|(place, ..)| (place, Oddity::NoP2p)),
             odd_one(&places, has_nic).map(|(place, ..)| (place, Oddity::NoNic)),
         ];
@@ -249,12 +241,12 @@ pub(super) fn odd_gpus(
 
 /// The one place whose value is below that of all other places, which have one value; with both values. `None` also if a
 /// value is unknown.
-fn odd_one(places: &[usize], value: impl Fn(usize) -> Option<u32>) -> Option<(usize, u32, u32)> {
+fn odd_one(places: &[usize], value: impl Fn(usize) -> Option<u32>) -> Option<(usize, Compared)> {
     let values: Vec<(usize, u32)> = places.iter().map(|place| Some((*place, value(*place)?))).collect::<Option<_>>()?;
-    let (place, own) = values.iter().min_by_key(|(_, value)| *value)?;
-    let mut others = values.iter().filter(|(other, _)| other != place).map(|(_, value)| *value);
-    let first = others.next()?;
-    (*own < first && others.all(|value| value == first)).then_some((*place, *own, first))
+    let &(place, own) = values.iter().min_by_key(|(_, value)| *value)?;
+    let mut rest = values.iter().filter(|(other, _)| *other != place).map(|(_, value)| *value);
+    let others = rest.next()?;
+    (own < others && rest.all(|value| value == others)).then_some((place, Compared { own, others }))
 }
 
 /// The pairs in words: all GPUs of a node may be refused.
