@@ -262,11 +262,7 @@ impl NodeTopology {
     /// The NICs nearest to a GPU, as places in [`Self::nics`]: those of the smallest rank, if that is PHB or closer, and
     /// of these the fastest ones and those of unknown rate.
     pub fn nearest_nics(&self, gpu: usize) -> Vec<usize> {
-        let rank = |nic: &Nic| nic.level.get(gpu).copied().unwrap_or(Rank::FARTHEST);
-        let nearest = self.nics.iter().map(rank).min().filter(|rank| *rank <= Rank::HOST_BRIDGE);
-        let nics = || self.nics.iter().enumerate().filter(|(_, nic)| Some(rank(nic)) == nearest);
-        let fastest = nics().filter_map(|(_, nic)| nic.mbps).max();
-        nics().filter(|(_, nic)| nic.mbps.is_none() || nic.mbps == fastest).map(|(place, _)| place).collect()
+        nearest(self.nics.iter().enumerate(), gpu, |_| ())
     }
 
     /// The NUMA nodes that have CPUs, with their package. A kubelet is told of these only.
@@ -310,6 +306,20 @@ impl NodeTopology {
             links => format!("NV{links}"),
         }
     }
+}
+
+/// The numbers of the NICs nearest to a GPU: of those at the smallest rank, if that is PHB or closer, the ones with the
+/// least `then`, and of these the fastest ones and those of unknown rate.
+pub(super) fn nearest<'a, D: Ord>(
+    nics: impl Iterator<Item = (usize, &'a Nic)> + Clone,
+    gpu: usize,
+    then: impl Fn(&Nic) -> D,
+) -> Vec<usize> {
+    let distance = |nic: &Nic| (nic.level.get(gpu).copied().unwrap_or(Rank::FARTHEST), then(nic));
+    let least = nics.clone().map(|(_, nic)| distance(nic)).min().filter(|(rank, _)| *rank <= Rank::HOST_BRIDGE);
+    let near = nics.filter(|(_, nic)| least.as_ref() == Some(&distance(nic)));
+    let fastest = near.clone().filter_map(|(_, nic)| nic.mbps).max();
+    near.filter(|(_, nic)| nic.mbps.is_none() || nic.mbps == fastest).map(|(number, _)| number).collect()
 }
 
 /// The GPUs with distinct UUIDs, by PCI address.

@@ -15,8 +15,7 @@ use crate::prelude::*;
 use alloc::collections::BTreeMap;
 
 use super::address::Guid;
-use super::level::Rank;
-use super::node::{Nic, NodeTopology};
+use super::node::{Nic, NodeTopology, nearest};
 use super::observation::NicKind;
 
 /// A card's identity: its functions have one.
@@ -38,48 +37,24 @@ impl<'a> Card<'a> {
     }
 }
 
-/// The RDMA cards of a machine.
-struct Cards<'a> {
-    /// The RDMA NICs, in the order of the machine.
-    nics: Vec<&'a Nic>,
-    /// The place of each card: that of its first NIC.
-    places: BTreeMap<Card<'a>, usize>,
-}
-
-impl<'a> Cards<'a> {
-    fn of(nics: &'a [Nic]) -> Self {
-        let mut nics: Vec<&Nic> = nics.iter().filter(|nic| nic.kind == NicKind::Rdma).collect();
-        nics.sort_by_key(|nic| (nic.pci.is_none(), nic.pci, nic.names.first().map(|name| numbered(name))));
-        let mut places = BTreeMap::new();
-        for (place, nic) in nics.iter().enumerate() {
-            places.entry(Card::of(nic)).or_insert(place);
-        }
-        Self { nics, places }
-    }
-
-    /// The nearest cards of a GPU, as far as PHB, in the order of the machine. Of a fabric's cards and others (Ethernet)
-    /// at one distance, those of the fabric.
-    fn nearest(&self, gpu: usize) -> Vec<usize> {
-        let rank = |nic: &Nic| nic.level.get(gpu).copied().unwrap_or(Rank::FARTHEST);
-        let distance = |nic: &Nic| (rank(nic), nic.port_guids.is_empty());
-        let nearest = self.nics.iter().map(|nic| distance(nic)).min().filter(|(rank, _)| *rank <= Rank::HOST_BRIDGE);
-        let nics = || self.nics.iter().filter(|nic| Some(distance(nic)) == nearest);
-        let fastest = nics().filter_map(|nic| nic.mbps).max();
-        let nics = nics().filter(|nic| nic.mbps.is_none() || nic.mbps == fastest);
-        let mut cards: Vec<usize> = nics.filter_map(|nic| self.places.get(&Card::of(nic)).copied()).collect();
-        cards.sort_unstable();
-        cards.dedup();
-        cards
-    }
+/// The RDMA NICs in the order of the machine, each with the place of its card: that of the card's first NIC.
+fn cards(nics: &[Nic]) -> Vec<(usize, &Nic)> {
+    let mut nics: Vec<&Nic> = nics.iter().filter(|nic| nic.kind == NicKind::Rdma).collect();
+    nics.sort_by_key(|nic| (nic.pci.is_none(), nic.pci, nic.names.first().map(|name| numbered(name))));
+    let mut places = BTreeMap::new();
+    nics.into_iter().enumerate().map(|(place, nic)| (*places.entry(Card::of(nic)).or_insert(place), nic)).collect()
 }
 
 /// The rail of each of the first `gpus` GPUs; `None` for a GPU without an RDMA NIC as near as PHB.
 pub(super) fn rails(gpus: usize, nics: &[Nic]) -> Vec<Option<u32>> {
-    let cards = Cards::of(nics);
+    let cards = cards(nics);
     // The number of GPUs so far with the same nearest cards.
     let mut sharing: BTreeMap<Vec<usize>, usize> = BTreeMap::new();
     let mut card = |gpu: usize| {
-        let near = cards.nearest(gpu);
+        // Of a fabric's cards and others (Ethernet) at one distance, those of the fabric.
+        let mut near = nearest(cards.iter().copied(), gpu, |nic| nic.port_guids.is_empty());
+        near.sort_unstable();
+        near.dedup();
         let before = sharing.entry(near.clone()).or_default();
         let card = near.get(spread(*before, near.len())?).copied();
         *before += 1;
