@@ -61,7 +61,7 @@ pub(super) fn on_demand<'a>(
     };
     let Some(gpu) = topology.gpus().get(possible.gpu) else { return Ok(None) };
     let is_ours = |mig: &MigDevice| {
-        let slot = mig.profile_id.zip(mig.placement).map(|(profile_id, placement)| MigSlot { profile_id, placement });
+        let slot = mig.slot();
         let mut devices = node.state.ledger().claims().flat_map(|(_, prepared)| &prepared.devices);
         devices.any(|device| device.gpu == gpu.uuid && device.made.is_some() && device.made == slot)
     };

@@ -276,7 +276,7 @@ impl<'a> ChosenDevice<'a> {
         let no_minor = || InjectionError::NoMinor(self.uuid().to_owned());
         let mut nodes = vec![format!("/dev/nvidia{}", self.gpu.facts.minor.ok_or_else(no_minor)?)];
         if let Some(mig) = self.mig {
-            nodes.extend(mig.capabilities.ok_or_else(no_minor)?.device_nodes());
+            nodes.extend(mig.facts.capabilities.ok_or_else(no_minor)?.device_nodes());
         }
         Ok(nodes)
     }

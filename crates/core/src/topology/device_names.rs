@@ -19,7 +19,7 @@ type Hardware = (usize, Option<usize>);
 /// The name of a GPU, or with `mig` (a place in [`NodeTopology::mig_devices`]) of a MIG device on it. `None` for places
 /// that the graph does not have, and for the second of two devices that nothing distinguishes.
 pub fn device_name(topology: &NodeTopology, gpu: usize, mig: Option<usize>) -> Option<String> {
-    device_names(topology).remove(&(gpu, mig))
+    topology.names().iter().find(|(_, hardware)| **hardware == (gpu, mig)).map(|(name, _)| name.clone())
 }
 
 /// The names of all GPUs and MIG devices, by the places that [`device_name`] takes.
@@ -45,56 +45,41 @@ pub fn is_set(name: &str) -> bool {
 }
 
 /// The hardware of each name: of each GPU and MIG device that has a name of its own.
-pub(super) fn names(gpus: &[Gpu], mig_devices: &[MigDevice]) -> BTreeMap<String, Hardware> {
+pub(crate) fn names(gpus: &[Gpu], mig_devices: &[MigDevice]) -> BTreeMap<String, Hardware> {
     let mut names = BTreeMap::new();
     let mut own: Vec<Option<String>> = Vec::new();
     for (place, gpu) in gpus.iter().enumerate() {
-        let candidates = gpu.facts.minor.map(|minor| format!("gpu-{minor}")).into_iter().chain([by_address(gpu)]);
-        own.push(take(&mut names, candidates, (place, None)));
+        let by_minor = gpu.facts.minor.map(|minor| format!("gpu-{minor}"));
+        let by_address = format!("gpu-pci-{}", gpu.pci.to_string().replace([':', '.'], "-"));
+        own.push(take(&mut names, [by_minor, Some(by_address)], (place, None)));
     }
     for (place, mig) in mig_devices.iter().enumerate() {
         let Some(Some(gpu)) = own.get(mig.parent) else { continue };
-        let profile = format!("{gpu}-mig-{}", label(&mig.profile.to_string()));
-        let candidates = by_placement(gpu, mig).into_iter().chain([by_instance(&profile, mig)]);
-        take(&mut names, candidates, (mig.parent, Some(place)));
+        // NVIDIA's name is that of the GPU instance. One of several compute instances has no such name.
+        let slot = mig.slot().filter(|_| mig.profile.compute_slices == mig.profile.gpu_slices);
+        let by_placement = slot.map(|slot| slot_name(gpu, mig.profile, slot));
+        let MigDevice { gpu_instance, compute_instance, .. } = mig;
+        let by_instance = format!("{gpu}-mig-{}-gi{gpu_instance}-ci{compute_instance}", label(mig.profile));
+        take(&mut names, [by_placement, Some(by_instance)], (mig.parent, Some(place)));
     }
     names
 }
 
 /// Gives the first free name.
-fn take(
-    names: &mut BTreeMap<String, Hardware>,
-    candidates: impl Iterator<Item = String>,
-    hardware: Hardware,
-) -> Option<String> {
-    let name = candidates.into_iter().find(|name| !names.contains_key(name))?;
+fn take(names: &mut BTreeMap<String, Hardware>, candidates: [Option<String>; 2], hardware: Hardware) -> Option<String> {
+    let name = candidates.into_iter().flatten().find(|name| !names.contains_key(name))?;
     names.insert(name.clone(), hardware);
     Some(name)
 }
 
-fn by_address(gpu: &Gpu) -> String {
-    let address = gpu.pci.to_string().replace([':', '.'], "-");
-    format!("gpu-pci-{address}")
-}
-
-/// NVIDIA's name of a MIG device, which is that of its GPU instance. One of several compute instances has no such name.
-fn by_placement(gpu: &str, mig: &MigDevice) -> Option<String> {
-    let is_whole = mig.profile.compute_slices == mig.profile.gpu_slices;
-    let (profile_id, placement) = mig.profile_id.zip(mig.placement).filter(|_| is_whole)?;
-    Some(slot_name(gpu, mig.profile, MigSlot { profile_id, placement }))
-}
-
 /// The name of the MIG device that has a whole GPU instance, on the GPU called `gpu`.
 pub(super) fn slot_name(gpu: &str, profile: MigProfile, slot: MigSlot) -> String {
-    format!("{gpu}-mig-{}-{}-{}", label(&profile.to_string()), slot.profile_id, slot.placement.start)
-}
-
-fn by_instance(profile: &str, mig: &MigDevice) -> String {
-    format!("{profile}-gi{}-ci{}", mig.gpu_instance, mig.compute_instance)
+    format!("{gpu}-mig-{}-{}-{}", label(profile), slot.profile_id, slot.placement.start)
 }
 
 /// Makes a profile fit for a name: no dots, lower case, '-' for characters that are neither letter nor digit.
-fn label(profile: &str) -> String {
+fn label(profile: MigProfile) -> String {
+    let profile = profile.to_string();
     let kept = profile.chars().filter(|c| *c != '.').map(|c| c.to_ascii_lowercase());
     kept.map(|c| if c.is_ascii_alphanumeric() { c } else { '-' }).collect()
 }

@@ -6,6 +6,7 @@
 
 use crate::prelude::*;
 use alloc::collections::BTreeSet;
+use alloc::sync::Arc;
 use core::cmp::Reverse;
 use core::fmt;
 use core::str::FromStr;
@@ -238,21 +239,17 @@ pub struct MigDevice {
     pub compute_instance: u32,
     /// Its profile.
     pub profile: MigProfile,
-    /// The driver's id of the GPU instance's profile.
+    /// The other facts of it that need no graph.
     #[serde(skip)]
-    pub profile_id: Option<u32>,
-    /// The place of the GPU instance on its GPU.
-    #[serde(skip)]
-    pub placement: Option<MigPlacement>,
-    /// The GPU instance's memory in MiB.
-    #[serde(skip)]
-    pub memory_mib: u64,
-    /// Its multiprocessors and engines.
-    #[serde(skip)]
-    pub engines: Option<MigEngines>,
-    /// The minors of its nodes under /dev/nvidia-caps.
-    #[serde(skip)]
-    pub capabilities: Option<MigCapabilities>,
+    pub facts: Arc<MigDeviceObservation>,
+}
+
+impl MigDevice {
+    /// Its GPU instance; `None` where the driver does not report the profile and the place.
+    pub fn slot(&self) -> Option<MigSlot> {
+        let (profile_id, placement) = self.facts.profile_id.zip(self.facts.placement)?;
+        Some(MigSlot { profile_id, placement })
+    }
 }
 
 /// The kind of a MIG device; two MIG devices of one profile are alike.
@@ -360,14 +357,13 @@ pub struct PossibleMig<'a> {
 impl PossibleMig<'_> {
     /// Returns true if a MIG device is in this GPU instance.
     pub fn is(&self, device: &MigDevice) -> bool {
-        let slot = device.profile_id.zip(device.placement);
-        device.parent == self.gpu && slot == Some((self.slot.profile_id, self.slot.placement))
+        device.parent == self.gpu && device.slot() == Some(self.slot)
     }
 
     /// Returns true if a MIG device blocks this GPU instance: they have a memory slice in common, or its slices are
     /// unknown.
     pub fn is_blocked_by(&self, device: &MigDevice) -> bool {
-        device.parent == self.gpu && device.placement.is_none_or(|there| there.overlaps(self.slot.placement))
+        device.parent == self.gpu && device.facts.placement.is_none_or(|there| there.overlaps(self.slot.placement))
     }
 }
 

@@ -16,6 +16,7 @@ mod rails;
 mod warning;
 
 pub use address::{GpuUuid, Guid, MigUuid, NumaNodeId, PackageId, PciAddress, Uuid};
+pub(crate) use device_names::names;
 pub use device_names::{device_name, device_names, hardware_of, is_mig, is_set};
 pub use level::{Rank, TopologyLevel};
 pub use mig::{

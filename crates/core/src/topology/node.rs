@@ -6,11 +6,9 @@ use alloc::sync::Arc;
 
 use serde::Serialize;
 
-use super::address::Guid;
-use super::address::{GpuUuid, NumaNodeId, PackageId, PciAddress};
+use super::address::{GpuUuid, Guid, NumaNodeId, PackageId, PciAddress};
 use super::device_names;
-use super::level::LinkMatrix;
-use super::level::{Rank, TopologyLevel};
+use super::level::{LinkMatrix, Rank, TopologyLevel};
 use super::mig::{MigDevice, MigProfile, MigProfileObservation};
 use super::nvlink::{self, NvLinks};
 use super::observation::{DisplayClass, GpuObservation, NicKind, NodeObservation, PcieLink};
@@ -178,13 +176,6 @@ impl NodeTopology {
 
     fn named(self) -> Self {
         Self { names: device_names::names(&self.gpus, &self.mig_devices), ..self }
-    }
-
-    /// Makes the graph of one GPU alone, with one MIG device or none: it gives the name of a device of which nothing
-    /// else is known.
-    pub(crate) fn of_device(gpu: &Gpu, mig: Option<&MigDevice>) -> Self {
-        let mig_devices = mig.map(|mig| MigDevice { parent: 0, ..mig.clone() });
-        Self { gpus: vec![gpu.clone()], mig_devices: mig_devices.into_iter().collect(), ..Self::default() }.named()
     }
 
     /// The GPUs, by PCI address. The other functions take places in this list.
@@ -408,8 +399,7 @@ fn mig_devices(gpus: &[&GpuObservation], warnings: &mut Vec<TopologyWarning>) ->
     let mut names = BTreeSet::new();
     let mut devices = Vec::new();
     for (parent, gpu) in gpus.iter().enumerate() {
-        let own = gpu.mig.iter().filter(|mig| mig.enabled).flat_map(|mig| &mig.devices);
-        let mut own: Vec<_> = own.collect();
+        let mut own: Vec<_> = gpu.mig.iter().filter(|mig| mig.enabled).flat_map(|mig| &mig.devices).collect();
         own.sort_by_key(|device| device.index);
         for device in own {
             if !names.insert(&device.uuid) {
@@ -423,11 +413,7 @@ fn mig_devices(gpus: &[&GpuObservation], warnings: &mut Vec<TopologyWarning>) ->
                 gpu_instance: device.gpu_instance,
                 compute_instance: device.compute_instance,
                 profile: MigProfile::new(device, gpu.memory_mib),
-                profile_id: device.profile_id,
-                placement: device.placement,
-                memory_mib: device.memory_mib,
-                engines: device.engines,
-                capabilities: device.capabilities,
+                facts: Arc::new(device.clone()),
             });
         }
     }

@@ -104,7 +104,7 @@ impl Draft<'_> {
     pub fn mig(&mut self, device: &DraDevice<'_>, mig: &MigDevice) {
         self.text("uuid", Some(&mig.uuid));
         self.instance(device, mig.profile);
-        self.parts(mig.memory_mib, mig.engines, mig.placement);
+        self.parts(mig.facts.memory_mib, mig.facts.engines, mig.facts.placement);
     }
 
     /// Describes a MIG device that is made when a claim gets it: without a UUID, and otherwise as if it were there.

@@ -72,10 +72,10 @@ pub fn counters(facts: &DraFacts<'_>) -> Vec<CounterSet> {
             let is_first = static_devices(facts, gpu)
                 .take_while(|other| other.uuid != mig.uuid)
                 .all(|other| other.gpu_instance != mig.gpu_instance);
-            let engines = mig.engines.unwrap_or_default();
+            let engines = mig.facts.engines.unwrap_or_default();
             let shared = MigEngines { multiprocessors: engines.multiprocessors, ..MigEngines::default() };
-            let taken =
-                if is_first { amounts(engines, mig.memory_mib, mig.placement) } else { amounts(shared, 0, None) };
+            let whole = || amounts(engines, mig.facts.memory_mib, mig.facts.placement);
+            let taken = if is_first { whole() } else { amounts(shared, 0, None) };
             for (name, amount) in taken {
                 if let Some(total) = left.get_mut(&name) {
                     *total = total.saturating_sub(amount);

@@ -2,12 +2,12 @@
 //! that gets them, and its abilities.
 
 use crate::prelude::*;
-use alloc::collections::{BTreeMap, BTreeSet};
+use alloc::collections::BTreeSet;
 
 use super::layout::GpuLayout;
 use crate::allocation::GpuSet;
 use crate::state::{DRA_DRIVER, Device, Door, DriverVersions, GpuSharing, Health, NodeState, UnhealthyReason};
-use crate::topology::{Gpu, MigDevice, NodeTopology, device_names};
+use crate::topology::{Gpu, MigDevice, NodeTopology, device_names, names};
 
 /// The facts from which the devices of a node are made.
 #[derive(Clone, Debug)]
@@ -136,9 +136,9 @@ fn place_of(topology: &NodeTopology, mig: &MigDevice) -> Option<usize> {
 
 /// The name that a device had before its GPU was gone.
 fn gone_name(device: &Device) -> Option<String> {
-    let alone = NodeTopology::of_device(&device.gpu, device.mig.as_ref());
-    let names: BTreeMap<_, _> = device_names(&alone);
-    names.into_iter().find(|((_, mig), _)| mig.is_some() == device.mig.is_some()).map(|(_, name)| name)
+    let mig: Vec<MigDevice> = device.mig.iter().map(|mig| MigDevice { parent: 0, ..mig.clone() }).collect();
+    let names = names(core::slice::from_ref(&device.gpu), &mig).into_iter();
+    names.filter(|(_, (_, mig))| mig.is_some() == device.mig.is_some()).map(|(name, _)| name).next()
 }
 
 /// The reasons that concern what is offered of a GPU: the standing ones, and the one that its health has.

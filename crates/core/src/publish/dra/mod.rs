@@ -44,7 +44,7 @@ pub fn devices(facts: &DraFacts<'_>) -> (Vec<SliceDevice>, Vec<DraProblem>) {
     let mut sorted: Vec<&DraDevice<'_>> = facts.devices.iter().collect();
     sorted.sort_by_cached_key(|device| {
         let in_order = facts.layout.order.iter().position(|place| Some(*place) == device.place);
-        let mig = device.mig.map(|mig| (mig.placement.map(|placement| placement.start), mig.index));
+        let mig = device.mig.map(|mig| (mig.facts.placement.map(|placement| placement.start), mig.index));
         let kind = (device.mig.is_some(), device.sharing.now.is_some());
         (device.place.is_none(), kind, in_order, device.gpu.pci, mig, device.gpu.uuid.clone())
     });

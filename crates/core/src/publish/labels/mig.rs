@@ -69,10 +69,10 @@ fn of_profile(
     put("count", &devices.len());
     put("replicas", &shared.replicas);
     put("sharing-strategy", &shared.strategy);
-    put("memory", &first.memory_mib);
+    put("memory", &first.facts.memory_mib);
     put("slices.gi", &first.profile.gpu_slices);
     put("slices.ci", &first.profile.compute_slices);
-    if let Some(engines) = first.engines {
+    if let Some(engines) = first.facts.engines {
         put("multiprocessors", &engines.multiprocessors);
         put("engines.copy", &engines.copy);
         put("engines.decoder", &engines.decoder);

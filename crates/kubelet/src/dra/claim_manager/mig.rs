@@ -110,7 +110,7 @@ impl ClaimManager {
             let number = done.map_err(stays)?.number;
             let is_it = |mig: &MigDevice| match &device.mig {
                 Some(uuid) => mig.uuid == *uuid,
-                None => mig.profile_id == Some(slot.profile_id) && mig.placement == Some(slot.placement),
+                None => mig.slot() == Some(slot),
             };
             let is_gone = |state: &NodeState| {
                 // Scans keep what they saw last of a GPU that is lost, and the driver has said that nothing is left.
