@@ -65,7 +65,7 @@ impl Engine {
     fn better(&self, free: &BTreeSet<String>, got: &BTreeSet<String>, size: u32) -> Option<String> {
         let best = self.choose(free, &BTreeSet::new(), size);
         let (ours, theirs) = (best.values?, self.choose(free, got, size).values?);
-        let differs = Value::NUMBERS.into_iter().find(|value| ours.get(*value) != theirs.get(*value))?;
+        let differs = Some(ours.difference(&theirs)).filter(|value| *value != Value::PciAddresses)?;
         let (ours, theirs) = (ours.get(differs), theirs.get(differs));
         assert!(ours > theirs, "the engine's own choice is not the best");
         let devices = best.devices.iter().map(|gpu| gpu.uuid.to_string()).collect();

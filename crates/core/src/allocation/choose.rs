@@ -4,7 +4,7 @@ use crate::prelude::*;
 use alloc::collections::BTreeSet;
 use core::cmp::Ordering;
 
-use super::report::{AllocationReport, ChosenGpu, FallbackReason, RunnerUp, Value, Values};
+use super::report::{AllocationReport, ChosenGpu, FallbackReason, RunnerUp, Values};
 use super::search;
 use super::set::{GpuSet, subsets};
 use super::tables::{AllocationTables, SetTables, SetValues};
@@ -135,17 +135,13 @@ impl Question {
         exact: bool,
     ) -> AllocationReport {
         let gpus = |set: GpuSet| set.places().filter_map(|place| ChosenGpu::at(topology, place)).collect();
-        let lost_at = |second: &Found| {
-            let differs = |value: &Value| best.values.get(*value) != second.values.get(*value);
-            Value::NUMBERS.into_iter().find(differs).unwrap_or(Value::PciAddresses)
-        };
         AllocationReport {
             devices: gpus(best.chosen),
             values: Some(best.values),
             runner_up: second.map(|second| RunnerUp {
                 devices: gpus(second.chosen),
                 values: second.values,
-                lost_at: lost_at(&second),
+                lost_at: best.values.difference(&second.values),
             }),
             exact,
             compared,
@@ -171,20 +167,14 @@ pub(super) fn fall_back(
     let must: BTreeSet<&DeviceId> = request.must_include.iter().collect();
     let available: BTreeSet<&DeviceId> = request.available.iter().collect();
     let all = must.iter().chain(available.difference(&must)).copied();
-    let candidates = must.union(&available).count();
     let devices: Vec<DeviceId> = all.take(request.size).cloned().collect();
     let report = AllocationReport {
         devices: devices.iter().filter_map(|id| ChosenGpu::at(tables.topology(), place(id)?)).collect(),
-        values: None,
-        runner_up: None,
-        exact: false,
-        compared: 0,
-        candidates,
+        candidates: must.union(&available).count(),
         size: request.size,
         policy,
         fallback: Some(reason),
-        chosen: GpuSet::default(),
-        remains: GpuSet::default(),
+        ..AllocationReport::default()
     };
     (PreferredAllocation { devices }, report)
 }

@@ -10,7 +10,6 @@ use core::fmt;
 use serde::Serialize;
 
 use super::AllocationPolicy;
-use super::choose::Question;
 use super::set::GpuSet;
 use super::tables::AllocationTables;
 use crate::topology::{GpuUuid, NodeTopology, PciAddress};
@@ -40,20 +39,6 @@ pub enum Value {
     PciAddresses,
 }
 
-impl Value {
-    /// The values that are numbers, in the order of comparison.
-    pub const NUMBERS: [Self; 8] = [
-        Self::Collective,
-        Self::Remaining,
-        Self::Pairs,
-        Self::Closeness,
-        Self::Room,
-        Self::RemainingCloseness,
-        Self::Nics,
-        Self::RemainingPairs,
-    ];
-}
-
 /// The values of a set, in the order of comparison; more is better.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 pub struct Values {
@@ -76,20 +61,30 @@ pub struct Values {
 }
 
 impl Values {
+    /// The values as numbers, in the order of comparison.
+    pub fn numbers(&self) -> [(Value, i64); 8] {
+        let plain = |number: u64| i64::try_from(number).unwrap_or(i64::MAX);
+        [
+            (Value::Collective, plain(self.collective)),
+            (Value::Remaining, plain(self.remaining)),
+            (Value::Pairs, plain(self.pairs)),
+            (Value::Closeness, self.closeness),
+            (Value::Room, plain(self.room)),
+            (Value::RemainingCloseness, self.remaining_closeness),
+            (Value::Nics, plain(self.nics)),
+            (Value::RemainingPairs, plain(self.remaining_pairs)),
+        ]
+    }
+
     /// One of the values. The PCI addresses are no number and read as 0.
     pub fn get(&self, value: Value) -> i64 {
-        let plain = |number: u64| i64::try_from(number).unwrap_or(i64::MAX);
-        match value {
-            Value::Collective => plain(self.collective),
-            Value::Remaining => plain(self.remaining),
-            Value::Pairs => plain(self.pairs),
-            Value::Closeness => self.closeness,
-            Value::Room => plain(self.room),
-            Value::RemainingCloseness => self.remaining_closeness,
-            Value::Nics => plain(self.nics),
-            Value::RemainingPairs => plain(self.remaining_pairs),
-            Value::PciAddresses => 0,
-        }
+        self.numbers().into_iter().find(|(known, _)| *known == value).map_or(0, |(_, number)| number)
+    }
+
+    /// The first value in which two sets differ.
+    pub fn difference(&self, other: &Self) -> Value {
+        let mut pairs = self.numbers().into_iter().zip(other.numbers());
+        pairs.find(|(own, theirs)| own != theirs).map_or(Value::PciAddresses, |((value, _), _)| value)
     }
 }
 
@@ -134,7 +129,7 @@ pub enum FallbackReason {
 }
 
 /// The result of one choice, with its reasons.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct AllocationReport {
     /// The GPUs chosen, as far as the node has them.
     pub devices: Vec<ChosenGpu>,
@@ -237,10 +232,7 @@ impl<'a> Explanation<'a> {
     /// Explains a report that was made from `tables`.
     pub fn new(tables: &AllocationTables, report: &'a AllocationReport) -> Self {
         let all: GpuSet = (0..tables.topology().gpus().len()).collect();
-        let best = |of: GpuSet, size: usize| {
-            let question = Question::of(GpuSet::default(), of, size, report.policy);
-            (1..=of.len()).contains(&size).then(|| question.answer(tables).values).flatten()
-        };
+        let best = |of: GpuSet, size: usize| tables.best(of, size)?.values;
         let offer = |size: usize| {
             let (free, idle) = (best(report.remains, size)?, best(all, size)?);
             Some(Offer { size, collective: free.collective, idle: idle.collective })
@@ -294,8 +286,8 @@ impl Explanation<'_> {
             write!(f, "{:>12}", "runner-up")?;
         }
         writeln!(f, "{:>12}", "idle best")?;
-        for value in Value::NUMBERS {
-            write!(f, "  {:<20}{:>12}", value.to_string(), chosen.get(value))?;
+        for (value, number) in chosen.numbers() {
+            write!(f, "  {:<20}{number:>12}", value.to_string())?;
             if let Some(second) = second {
                 write!(f, "{:>12}", second.values.get(value))?;
             }

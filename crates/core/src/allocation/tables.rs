@@ -6,7 +6,7 @@ use alloc::sync::Arc;
 
 use super::choose::Question;
 use super::collective::{at, row};
-use super::report::Values;
+use super::report::{AllocationReport, Values};
 use super::search::MOST_TABLED;
 use super::set::{GpuSet, subsets};
 use super::tree::Tree;
@@ -95,10 +95,15 @@ impl AllocationTables {
         }
     }
 
+    /// The choice of the best `size` of these GPUs; `None` if there are fewer.
+    pub(super) fn best(&self, gpus: GpuSet, size: usize) -> Option<AllocationReport> {
+        let question = Question::of(GpuSet::default(), gpus, size, AllocationPolicy::BestEffort);
+        (1..=gpus.len()).contains(&size).then(|| question.answer(self))
+    }
+
     /// The best `size` of these GPUs; empty if there are fewer.
     pub(crate) fn best_of(&self, gpus: GpuSet, size: usize) -> GpuSet {
-        let question = Question::of(GpuSet::default(), gpus, size, AllocationPolicy::BestEffort);
-        if (1..=gpus.len()).contains(&size) { question.answer(self).chosen } else { GpuSet::default() }
+        self.best(gpus, size).map(|report| report.chosen).unwrap_or_default()
     }
 
     /// The ring bandwidth of a set by NCCL's model, MB/s. `None` for fewer than two GPUs, which have no links between
