@@ -15,12 +15,8 @@ pub(super) fn table(topology: &NodeTopology) -> Vec<u32> {
     let links = Links::of(topology);
     let neighbours: Vec<GpuSet> =
         (0..gpus).map(|a| (0..gpus).filter(|&b| a != b && topology.nvlink(a, b) > 0).collect()).collect();
-    for (row, best) in collective.iter_mut().enumerate() {
-        let set = GpuSet(row as u64);
-        if set.len() < 2 {
-            continue;
-        }
-        if connected(set, &neighbours) {
+    for (set, best) in (0..).map(GpuSet).zip(&mut collective) {
+        if set.len() > 1 && connected(set, &neighbours) {
             let port = smallest_port(topology, set).filter(|_| at(&links.direct, set) == 0);
             *best = port.unwrap_or_else(|| narrowest_cut(set, &links));
         }
@@ -140,7 +136,6 @@ fn rings(topology: &NodeTopology) -> Vec<u32> {
     widths.sort_unstable_by(|a, b| b.cmp(a));
     widths.dedup();
     let mut rings: Vec<u32> = vec![0; 1 << gpus];
-    let mut settled: Vec<bool> = (0..rings.len()).map(|row| GpuSet(row as u64).len() < 2).collect();
     let mut ends: Vec<u32> = vec![0; rings.len()];
     for width in widths {
         let reach: Vec<u32> = (0..gpus)
@@ -165,14 +160,12 @@ fn rings(topology: &NodeTopology) -> Vec<u32> {
             }
             // A ring of two is its one pair, there and back.
             if found & reach.get(first).copied().unwrap_or(0) != 0
-                && let (Some(settled), Some(ring)) = (settled.get_mut(row), rings.get_mut(row))
-                && !*settled
+                && let Some(ring) = rings.get_mut(row).filter(|ring| **ring == 0)
             {
-                *settled = true;
                 *ring = width;
             }
         }
-        if settled.iter().all(|settled| *settled) {
+        if (0..).map(GpuSet).zip(&rings).all(|(set, ring)| set.len() < 2 || *ring > 0) {
             break;
         }
     }

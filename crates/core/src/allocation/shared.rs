@@ -70,23 +70,14 @@ impl Units {
 /// The device of each unit, as a number, if some GPU has several devices of which at least one has several slots. Slots
 /// of one device are adjacent.
 fn devices(units: &[(DeviceId, usize)]) -> Vec<usize> {
-    let mut numbers = Vec::with_capacity(units.len());
-    let (mut number, mut slots, mut several) = (0, false, false);
-    let mut last: Option<(&str, usize)> = None;
-    for (id, gpu) in units {
-        let device = natural(id).0;
-        match last {
-            Some((before, on)) if before == device && on == *gpu => slots = true,
-            Some((_, on)) => {
-                number += 1;
-                several |= on == *gpu;
-            }
-            None => {}
-        }
-        last = Some((device, *gpu));
-        numbers.push(number);
+    let devices = units.chunk_by(|(a, on), (b, other)| on == other && natural(a).0 == natural(b).0);
+    let devices: Vec<_> = devices.collect();
+    let has_slots = devices.iter().any(|slots| slots.len() > 1);
+    let share_gpu = devices.windows(2).any(|pair| matches!(pair, [[(_, on), ..], [(_, other), ..]] if on == other));
+    if !has_slots || !share_gpu {
+        return Vec::new();
     }
-    if slots && several { numbers } else { Vec::new() }
+    devices.iter().enumerate().flat_map(|(number, slots)| slots.iter().map(move |_| number)).collect()
 }
 
 /// The sort key that puts slot 2 before slot 10.
@@ -124,9 +115,7 @@ pub fn preferred_units(
 ) -> (PreferredAllocation, AllocationReport) {
     let mut spread = match Spread::new(tables, units, request, policy) {
         Ok(spread) => spread,
-        Err(reason) => {
-            return fall_back(tables, |id| units.gpu(id), request, policy, reason);
-        }
+        Err(reason) => return fall_back(tables, |id| units.gpu(id), request, policy, reason),
     };
     let report = match policy {
         AllocationPolicy::Packed => spread.pack(),
