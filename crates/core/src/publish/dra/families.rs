@@ -9,6 +9,7 @@
 
 use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
+use core::cmp::Reverse;
 
 use crate::allocation::{AllocationTables, GpuSet, Values, subsets};
 use crate::topology::PciAddress;
@@ -61,18 +62,13 @@ struct Candidate {
 
 /// The families of a node: by size, tier and letter. If all sets of a size are alike, all GPUs are one group.
 pub fn families(tables: &AllocationTables) -> Vec<Family> {
-    let mut candidates: Vec<Candidate> = GroupSize::ALL.into_iter().flat_map(|size| of_size(tables, size)).collect();
+    let candidates = GroupSize::ALL.into_iter().flat_map(|size| of_size(tables, size));
+    let mut candidates: Vec<(usize, Candidate)> = candidates.enumerate().collect();
     // Of equal families the first counts.
-    let mut ranked: Vec<usize> = (0..candidates.len()).collect();
-    let worth = |at: &usize| candidates.get(*at).map(|candidate| (candidate.is_first, candidate.adds));
-    ranked.sort_by_key(|at| core::cmp::Reverse(worth(at)));
-    let kept: BTreeSet<usize> = ranked.into_iter().take(MOST).collect();
-    let mut at = 0;
-    candidates.retain(|_| {
-        at += 1;
-        kept.contains(&(at - 1))
-    });
-    candidates.into_iter().map(|candidate| candidate.family).collect()
+    candidates.sort_by_key(|(_, candidate)| Reverse((candidate.is_first, candidate.adds)));
+    candidates.truncate(MOST);
+    candidates.sort_by_key(|(at, _)| *at);
+    candidates.into_iter().map(|(_, candidate)| candidate.family).collect()
 }
 
 /// The families of a size, the best first.
@@ -91,15 +87,12 @@ fn of_size(tables: &AllocationTables, size: GroupSize) -> Vec<Candidate> {
         let mut left = sets;
         for at in 0..most {
             left.retain(|set| !candidates.iter().any(|known: &Candidate| known.family.has(*set)));
-            let groups = Search::new(&left, &good, size.gpus(), gpus).best();
+            let groups = most_sets(&left, &good, size.gpus(), gpus);
             if groups.is_empty() {
                 break;
             }
-            let groups = groups.into_iter().filter_map(|gpus| {
-                let first = tables.topology().gpus().get(gpus.places().next()?)?;
-                Some(Group { name: first.pci, gpus })
-            });
-            let groups = groups.collect();
+            let name = |gpus: GpuSet| Some(tables.topology().gpus().get(gpus.places().next()?)?.pci);
+            let groups = groups.into_iter().filter_map(|gpus| Some(Group { name: name(gpus)?, gpus })).collect();
             let family = Family { name: size.name(tier, at), size: size.gpus(), groups };
             let before = unserved.len();
             unserved.retain(|free| !family.serves(*free));
@@ -158,59 +151,46 @@ fn tiers(tables: &AllocationTables, size: usize) -> Vec<Vec<GpuSet>> {
     by_tier.into_values().rev().collect()
 }
 
-/// The search for the disjoint groups with the most sets that no family has yet.
-struct Search<'a> {
-    /// The sets that no family has yet, the best first.
-    left: &'a [GpuSet],
-    size: usize,
-    /// Groups, grown from the best set on; they may overlap.
-    groups: Vec<GpuSet>,
-}
-
-impl<'a> Search<'a> {
-    fn new(left: &'a [GpuSet], good: &BTreeSet<GpuSet>, size: usize, gpus: usize) -> Self {
-        let mut groups: Vec<GpuSet> = Vec::new();
-        for set in left {
-            if !groups.iter().any(|group| set.without(*group).is_empty()) {
-                groups.push(grown(*set, good, size, gpus));
-            }
+/// Finds the disjoint groups with the most of the sets that no family has yet, which `left` lists, the best first. Of
+/// several with equally many sets it takes the ones with the first groups.
+fn most_sets(left: &[GpuSet], good: &BTreeSet<GpuSet>, size: usize, gpus: usize) -> Vec<GpuSet> {
+    // Groups, grown from the best set on; they may overlap.
+    let mut groups: Vec<GpuSet> = Vec::new();
+    for set in left {
+        if !groups.iter().any(|group| set.without(*group).is_empty()) {
+            groups.push(grown(*set, good, size, gpus));
         }
-        Self { left, size, groups }
     }
-
-    /// Finds the best family. Of several with equally many sets it takes the one with the first groups.
-    fn best(&self) -> Vec<GpuSet> {
-        let (mut best, mut most): (Vec<GpuSet>, usize) = (Vec::new(), 0);
-        let steps = MOST_STEPS / self.left.len().max(1);
-        // A family, its members, the number of its sets, and the first group that may still join it.
-        let mut open = vec![(Vec::new(), GpuSet::default(), 0, 0)];
-        for _ in 0..steps {
-            let Some((family, members, has, from)) = open.pop() else { break };
-            if has > most {
-                best.clone_from(&family);
-                most = has;
-            }
-            if most == self.left.len() {
-                break;
-            }
-            // A part of a group beside the members is a group too.
-            let mut rest = (from..).zip(self.groups.iter().skip(from));
-            let joining = rest.find_map(|(at, group)| {
-                let group = group.without(members);
-                let new = self.left.iter().filter(|set| set.without(group).is_empty()).count();
-                (group.len() >= self.size && new > 0).then_some((at, group, new))
-            });
-            if let Some((at, group, new)) = joining {
-                // The last pushed is tried first: the family with the group comes before the family without it.
-                open.push((family.clone(), members, has, at + 1));
-                let mut joined: Vec<GpuSet> = family;
-                joined.push(group);
-                open.push((joined, members.union(group), has + new, at + 1));
-            }
+    let (mut best, mut most): (Vec<GpuSet>, usize) = (Vec::new(), 0);
+    let steps = MOST_STEPS / left.len().max(1);
+    // A family, its members, the number of its sets, and the first group that may still join it.
+    let mut open = vec![(Vec::new(), GpuSet::default(), 0, 0)];
+    for _ in 0..steps {
+        let Some((family, members, has, from)) = open.pop() else { break };
+        if has > most {
+            best.clone_from(&family);
+            most = has;
         }
-        best.sort_by_key(|group| group.lowest());
-        best
+        if most == left.len() {
+            break;
+        }
+        // A part of a group beside the members is a group too.
+        let mut rest = (from..).zip(groups.iter().skip(from));
+        let joining = rest.find_map(|(at, group)| {
+            let group = group.without(members);
+            let new = left.iter().filter(|set| set.without(group).is_empty()).count();
+            (group.len() >= size && new > 0).then_some((at, group, new))
+        });
+        if let Some((at, group, new)) = joining {
+            // The last pushed is tried first: the family with the group comes before the family without it.
+            open.push((family.clone(), members, has, at + 1));
+            let mut joined: Vec<GpuSet> = family;
+            joined.push(group);
+            open.push((joined, members.union(group), has + new, at + 1));
+        }
     }
+    best.sort_by_key(|group| group.lowest());
+    best
 }
 
 /// Grows a set by each GPU, in the order of their places, with which any `size` of the group are still good.
