@@ -30,12 +30,10 @@ impl GpuLayout {
         let topology = tables.topology();
         let places = whole(topology, gpus);
         let nvlink_domains = nvlink_domains(topology, &places);
-        if places.len() == topology.gpus().len() {
-            let (order, families) = (order(tables), families::families(tables));
-            return Self { order, families, nvlink_domains };
-        }
-        let some = AllocationTables::new(Arc::new(topology.restricted(&places)));
-        let (order, families) = (order(&some), families::families(&some));
+        let is_all = places.len() == topology.gpus().len();
+        let some = (!is_all).then(|| AllocationTables::new(Arc::new(topology.restricted(&places))));
+        let some = some.as_ref().unwrap_or(tables);
+        let (order, families) = (order(some), families::families(some));
         let group = |group: Group| Group { gpus: outside(&places, group.gpus), ..group };
         let family = |family: Family| Family { groups: family.groups.into_iter().map(group).collect(), ..family };
         Self {
@@ -155,13 +153,12 @@ pub fn order(tables: &AllocationTables) -> Vec<usize> {
     if by_address.len() > MOST_RATED {
         return nested;
     }
-    let rating = Rating::new(tables);
-    let floor = rating.rates(&by_address);
-    let mut best = Rated::new(&rating, &floor, nested);
+    let rating = Rating::new(tables, &by_address);
+    let mut best = Rated::new(&rating, nested);
     // The halves of a part may change places: groups stay together.
-    best.improve(&rating, &floor, |order| parts.iter().map(|part| turned(order, *part)).collect());
+    best.improve(&rating, |order| parts.iter().map(|part| turned(order, *part)).collect());
     if best.lacks > 0 {
-        best.improve(&rating, &floor, exchanges);
+        best.improve(&rating, exchanges);
     }
     if best.lacks > 0 { by_address } else { best.order }
 }
@@ -204,34 +201,32 @@ fn exchanges(order: &[usize]) -> Vec<Vec<usize>> {
 
 /// What orders are rated by.
 struct Rating {
-    gpus: usize,
     /// For each size that is rated: its sets with what they carry, and what a perfect order would come to.
     sizes: Vec<(Vec<(GpuSet, u64)>, u64)>,
+    /// The rates of the order by address.
+    floor: Vec<u64>,
 }
 
 impl Rating {
-    fn new(tables: &AllocationTables) -> Self {
-        let gpus = tables.topology().gpus().len();
-        let all: GpuSet = (0..gpus).collect();
-        let in_order: Vec<usize> = (0..gpus).collect();
+    fn new(tables: &AllocationTables, by_address: &[usize]) -> Self {
+        let all: GpuSet = by_address.iter().copied().collect();
         let size = |size: usize| {
             let sets: Vec<_> = subsets(all, size).map(|set| (set, tables.worth(set).collective)).collect();
             let top = sets.iter().map(|(_, carries)| *carries).max().unwrap_or(0);
-            let perfect = sets.iter().map(|(set, _)| top << times(&in_order, *set)).sum();
+            let perfect = sets.iter().map(|(set, _)| top << times(by_address, *set)).sum();
             (sets, perfect)
         };
         // All GPUs are one set, whatever the order.
-        Self { gpus, sizes: RATED.into_iter().filter(|size| *size < gpus).map(size).collect() }
+        let sizes = RATED.into_iter().filter(|size| *size < all.len()).map(size).collect();
+        let mut rating = Self { sizes, floor: Vec::new() };
+        rating.floor = rating.rates(by_address);
+        rating
     }
 
     /// For each size the mean of what its claims get, over all that may be free, in [`PERFECT`]s of the machine's best.
     fn rates(&self, order: &[usize]) -> Vec<u64> {
-        let mut places = vec![0; self.gpus];
-        for (at, gpu) in order.iter().enumerate() {
-            if let Some(place) = places.get_mut(*gpu) {
-                *place = at;
-            }
-        }
+        let place = |gpu: usize| order.iter().position(|other| *other == gpu).unwrap_or(0);
+        let places: Vec<usize> = (0..order.len()).map(place).collect();
         let rate = |(sets, perfect): &(Vec<(GpuSet, u64)>, u64)| {
             let sum: u64 = sets.iter().map(|(set, carries)| carries << times(&places, *set)).sum();
             u64::try_from(u128::from(sum) * u128::from(PERFECT) / u128::from((*perfect).max(1))).unwrap_or(u64::MAX)
@@ -256,9 +251,9 @@ struct Rated {
 }
 
 impl Rated {
-    fn new(rating: &Rating, floor: &[u64], order: Vec<usize>) -> Self {
+    fn new(rating: &Rating, order: Vec<usize>) -> Self {
         let rates = rating.rates(&order);
-        let lacks = floor.iter().zip(&rates).map(|(floor, rate)| floor.saturating_sub(*rate)).sum();
+        let lacks = rating.floor.iter().zip(&rates).map(|(floor, rate)| floor.saturating_sub(*rate)).sum();
         Self { order, lacks, total: rates.iter().sum() }
     }
 
@@ -268,9 +263,9 @@ impl Rated {
     }
 
     /// Takes the best of the orders near this one, as long as one is better.
-    fn improve(&mut self, rating: &Rating, floor: &[u64], near: impl Fn(&[usize]) -> Vec<Vec<usize>>) {
+    fn improve(&mut self, rating: &Rating, near: impl Fn(&[usize]) -> Vec<Vec<usize>>) {
         for _ in 0..MOST_ROUNDS {
-            let found = near(&self.order).into_iter().map(|order| Self::new(rating, floor, order));
+            let found = near(&self.order).into_iter().map(|order| Self::new(rating, order));
             // Of equals the first.
             match found.min_by_key(Self::key) {
                 Some(best) if best.key() < self.key() => *self = best,
