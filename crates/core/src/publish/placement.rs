@@ -7,6 +7,7 @@
 use crate::prelude::*;
 use alloc::borrow::Cow;
 use alloc::collections::{BTreeMap, BTreeSet};
+use core::cmp::Ordering;
 
 use serde::{Deserialize, Serialize};
 
@@ -126,12 +127,14 @@ impl Placements {
             return None;
         }
         let sizes = self.outlook.iter().filter_map(|outlook| outlook.best.zip(outlook.collective));
-        let worse = |one: &(u64, u64), other: &(u64, u64)| {
-            let [one, other] = [(one.0, other.1), (other.0, one.1)].map(|(a, b)| u128::from(a) * u128::from(b));
-            one.cmp(&other)
-        };
-        Some(sizes.filter(|(best, now)| best > now).max_by(worse).unwrap_or((1, 1)))
+        Some(sizes.filter(|(best, now)| best > now).max_by(compare).unwrap_or((1, 1)))
     }
+}
+
+/// Compares two fractions, each a part and its whole.
+pub(super) fn compare(one: &(u64, u64), other: &(u64, u64)) -> Ordering {
+    let product = |part: u64, whole: u64| u128::from(part) * u128::from(whole);
+    product(one.0, other.1).cmp(&product(other.0, one.1))
 }
 
 /// The reasons why a collective is below the machine's best.

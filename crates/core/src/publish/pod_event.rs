@@ -4,7 +4,7 @@
 
 use alloc::collections::BTreeMap;
 
-use super::placement::{Allocation, Placements, Shortfall};
+use super::placement::{Allocation, Placements, Shortfall, compare};
 use crate::prelude::*;
 use crate::state::{ContainerHoldings, ContainerName, DRA_DRIVER};
 use crate::words::gigabytes;
@@ -38,46 +38,26 @@ impl PodEvent {
         by_container: &BTreeMap<ContainerName, ContainerHoldings>,
         below: u8,
     ) -> Vec<Self> {
-        let mut worst: BTreeMap<(&str, &str), Judged<'_>> = BTreeMap::new();
-        for judged in placements.allocations.iter().filter_map(Judged::of).filter(|judged| judged.is_below(below)) {
-            let Allocation { namespace, pod, .. } = judged.allocation;
-            let known = worst.entry((namespace, pod)).or_insert(judged);
-            if judged.is_worse_than(known) {
-                *known = judged;
+        let mut worst: BTreeMap<(&str, &str), (&Allocation, (u64, u64))> = BTreeMap::new();
+        for allocation in &placements.allocations {
+            let share = allocation.collective.zip(allocation.best);
+            let Some(share) = share.filter(|share| compare(share, &(below.into(), 100)).is_lt()) else { continue };
+            let known = worst.entry((&allocation.namespace, &allocation.pod)).or_insert((allocation, share));
+            if compare(&share, &known.1).is_lt() {
+                *known = (allocation, share);
             }
         }
-        let event = |judged: Judged<'_>| judged.event(by_container.get(&judged.allocation.holder())?);
+        let event = |(allocation, share): (&Allocation, _)| {
+            let holdings = by_container.get(&allocation.holder())?;
+            Self::about(allocation, share, holdings)
+        };
         worst.into_values().filter_map(event).collect()
     }
-}
 
-/// An allocation with links to compare.
-#[derive(Clone, Copy)]
-struct Judged<'a> {
-    allocation: &'a Allocation,
-    /// MB/s.
-    collective: u64,
-    /// MB/s; at least the collective.
-    best: u64,
-}
-
-impl<'a> Judged<'a> {
-    fn of(allocation: &'a Allocation) -> Option<Self> {
-        let (collective, best) = allocation.collective.zip(allocation.best)?;
-        Some(Self { allocation, collective, best })
-    }
-
-    fn is_below(&self, percent: u8) -> bool {
-        u128::from(self.collective) * 100 < u128::from(self.best) * u128::from(percent)
-    }
-
-    fn is_worse_than(&self, other: &Self) -> bool {
-        u128::from(self.collective) * u128::from(other.best) < u128::from(other.collective) * u128::from(self.best)
-    }
-
-    fn event(self, holdings: &ContainerHoldings) -> Option<PodEvent> {
-        let Allocation { namespace, pod, container, gpus, why, .. } = self.allocation;
-        let (count, has, best) = (gpus.len(), gigabytes(self.collective), gigabytes(self.best));
+    /// The event about an allocation with this collective and this best one, MB/s.
+    fn about(allocation: &Allocation, (has, best): (u64, u64), holdings: &ContainerHoldings) -> Option<Self> {
+        let Allocation { namespace, pod, container, gpus, why, .. } = allocation;
+        let (count, has, best) = (gpus.len(), gigabytes(has), gigabytes(best));
         let mut note = format!(
             "The {count} GPUs of container {container} reach {has} GB/s together, and {count} GPUs of this node can reach \
              {best}."
@@ -90,7 +70,7 @@ impl<'a> Judged<'a> {
         let claims = holdings.claims.iter().filter(|claimed| claimed.driver == DRA_DRIVER);
         let (uid, claim) = (holdings.pod_uid.clone(), claims.map(|claimed| claimed.claim.clone()).next());
         let is_known = uid.is_some() || claim.is_some();
-        is_known.then_some(PodEvent { namespace, pod, uid, claim, reason: PodEvent::SLOW_GPUS, note })
+        is_known.then_some(Self { namespace, pod, uid, claim, reason: Self::SLOW_GPUS, note })
     }
 }
 
