@@ -43,14 +43,18 @@ pub(super) struct Draft<'a> {
 impl Draft<'_> {
     /// Adds a text. One that the API server would refuse is left out.
     fn text(&mut self, name: &str, value: Option<impl ToString>) {
-        let Some(value) = value.map(|value| value.to_string()) else { return };
-        let fits = value.len() <= MOST_TEXT;
-        self.put_valid(name, value.clone(), fits.then_some(Attribute::String(value)));
+        self.put_valid(name, value, |text| (text.len() <= MOST_TEXT).then(|| Attribute::String(text.to_owned())));
+    }
+
+    /// Adds a version as NVML or the driver writes it.
+    fn version(&mut self, name: &str, value: Option<impl ToString>) {
+        self.put_valid(name, value, |text| version(text).map(Attribute::Version));
     }
 
     /// Adds what is valid of a value.
-    fn put_valid(&mut self, name: &str, value: String, valid: Option<Attribute>) {
-        match valid {
+    fn put_valid(&mut self, name: &str, value: Option<impl ToString>, valid: impl Fn(&str) -> Option<Attribute>) {
+        let Some(value) = value.map(|value| value.to_string()) else { return };
+        match valid(&value) {
             Some(valid) => self.put(name, valid),
             None => {
                 let (device, attribute) = (self.device.name.clone(), name.to_owned());
@@ -63,13 +67,6 @@ impl Draft<'_> {
         if let Some(value) = value {
             self.put(name, Attribute::Int(value.into()));
         }
-    }
-
-    /// Adds a version as NVML or the driver writes it.
-    fn version(&mut self, name: &str, value: Option<impl ToString>) {
-        let Some(value) = value.map(|value| value.to_string()) else { return };
-        let version = version(&value).map(Attribute::Version);
-        self.put_valid(name, value, version);
     }
 
     fn put(&mut self, name: &str, value: Attribute) {
@@ -144,17 +141,14 @@ impl Draft<'_> {
     fn shares(&mut self, GpuShares { shares, one_each }: GpuShares, memory_mib: Option<u64>) {
         self.device.allow_multiple_allocations = true;
         let one = || quantity::of_number(1);
-        let range = ValidRange { min: one(), max: one_each.then(one), step: Some(one()) };
-        self.consumable(
-            "shares",
-            quantity::of_number(shares.into()),
-            RequestPolicy { default: one(), valid_range: Some(range) },
-        );
+        let valid_range = ValidRange { min: one(), max: one_each.then(one), step: one() };
+        let policy = RequestPolicy { default: one(), valid_range };
+        self.consumable("shares", quantity::of_number(shares.into()), policy);
         let part = memory_mib.map(|memory| (memory, memory / u64::from(shares.max(1)))).filter(|(_, part)| *part > 0);
         if let Some((memory, part)) = part {
             let [one, part] = [1, part].map(quantity::of_mebibytes);
-            let range = ValidRange { min: one.clone(), max: None, step: Some(one) };
-            let policy = RequestPolicy { default: part, valid_range: Some(range) };
+            let valid_range = ValidRange { min: one.clone(), max: None, step: one };
+            let policy = RequestPolicy { default: part, valid_range };
             self.consumable("memory", quantity::of_mebibytes(memory), policy);
         }
     }

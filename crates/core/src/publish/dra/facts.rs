@@ -7,7 +7,7 @@ use alloc::collections::BTreeSet;
 use super::layout::GpuLayout;
 use crate::allocation::GpuSet;
 use crate::state::{DRA_DRIVER, Device, Door, DriverVersions, GpuSharing, Health, NodeState, UnhealthyReason};
-use crate::topology::{Gpu, MigDevice, NodeTopology, device_names, names};
+use crate::topology::{Gpu, MigDevice, NodeTopology, device_names, hardware_of, names};
 
 /// The facts from which the devices of a node are made.
 #[derive(Clone, Debug)]
@@ -79,7 +79,7 @@ impl<'a> DraFacts<'a> {
     pub fn of_state(state: &'a NodeState, layout: &'a GpuLayout, settings: DraSettings) -> Self {
         let topology = state.topology();
         let names = device_names(topology);
-        let taken: BTreeSet<&str> = names.values().map(String::as_str).collect();
+        let place_of = |mig: &MigDevice| topology.mig_devices().iter().position(|there| there.uuid == mig.uuid);
         let devices = state.offers().through_dra().iter().filter_map(|device| {
             let place = topology.position(&device.gpu.uuid);
             let mig = device.mig.as_ref();
@@ -90,9 +90,9 @@ impl<'a> DraFacts<'a> {
             let name = match (place, mig) {
                 (Some(place), None) => names.get(&(place, None)).cloned(),
                 // A MIG device that is gone from its GPU is of no use to a claim.
-                (Some(place), Some(mig)) => names.get(&(place, Some(place_of(topology, mig)?))).cloned(),
+                (Some(place), Some(mig)) => names.get(&(place, Some(place_of(mig)?))).cloned(),
                 // Another GPU may have its minor number by now.
-                (None, _) => gone_name(device).filter(|name| !taken.contains(name.as_str())),
+                (None, _) => gone_name(device).filter(|name| hardware_of(topology, name).is_none()),
             };
             let concerns = |reason: &UnhealthyReason| reason.concerns(device.instance());
             let (gpu, reasons) = (&device.gpu, reasons(state, &device.gpu, Some(&device.health), concerns));
@@ -128,10 +128,6 @@ fn mig_gpu_reasons(state: &NodeState, gpu: &Gpu) -> Vec<UnhealthyReason> {
         reasons.push(UnhealthyReason::Withdrawn);
     }
     reasons
-}
-
-fn place_of(topology: &NodeTopology, mig: &MigDevice) -> Option<usize> {
-    topology.mig_devices().iter().position(|there| there.uuid == mig.uuid)
 }
 
 /// The name that a device had before its GPU was gone.

@@ -159,8 +159,7 @@ pub struct RequestPolicy {
     /// The amount for a claim that asks for none.
     pub default: String,
     /// The amounts that a claim may ask for.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub valid_range: Option<ValidRange>,
+    pub valid_range: ValidRange,
 }
 
 /// Amounts from `min` to `max`, in steps. Without `max`, up to the whole.
@@ -172,8 +171,7 @@ pub struct ValidRange {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub max: Option<String>,
     /// The step; amounts between are rounded up to the next one.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub step: Option<String>,
+    pub step: String,
 }
 
 /// Counters of a pool, such as one for each GPU (`CounterSet`).
