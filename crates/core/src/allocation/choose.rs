@@ -88,7 +88,7 @@ impl Question {
 
     /// Finds the best set.
     pub fn answer(&self, tables: &AllocationTables) -> AllocationReport {
-        match tables.values() {
+        match &tables.values {
             SetValues::Tables(sets) => self.compare_all(tables.topology(), sets),
             SetValues::Tree(tree) => search::answer(tables.topology(), tree, self),
         }

@@ -34,12 +34,12 @@ const REFINED: (usize, usize) = (8, 16);
 
 /// Answers a question that has an answer.
 pub(super) fn answer(topology: &NodeTopology, tree: &Tree, question: &Question) -> AllocationReport {
-    if !tree.exact() && question.candidates().len() <= MOST_TABLED {
+    if !tree.exact && question.candidates().len() <= MOST_TABLED {
         return of_few(topology, tree, question);
     }
     let search = Search { tree, question };
     let need = question.need();
-    let refines = !tree.exact() && question.size <= REFINED.0;
+    let refines = !tree.exact && question.size <= REFINED.0;
     let mut best = Best { search: &search, most: if refines { REFINED.1 } else { 2 }, found: Vec::new() };
     let mut compared = 0;
     let mut all = None;
@@ -73,7 +73,7 @@ pub(super) fn answer(topology: &NodeTopology, tree: &Tree, question: &Question) 
     let mut found = found.into_iter();
     // `Question::new` made sure that there is a set, and both ways find one. An empty set would mean a mistake there.
     let first = found.next().unwrap_or_else(|| search.value(GpuSet::default()));
-    question.report(topology, first, found.next(), compared, all == Some(true) && tree.exact())
+    question.report(topology, first, found.next(), compared, all == Some(true) && tree.exact)
 }
 
 /// Answers with tables for the question's GPUs alone. The answer is exact if the machine's best is known for each size
@@ -147,7 +147,7 @@ impl Search<'_> {
         let everything = vec![must.union(free)];
         let few = self.classes(&everything).iter().all(|classes| ways(classes, need) <= MOST_SETS);
         // One GPU has no peers, and the tree of a mesh is too coarse to leave anything out.
-        if few || size < 2 || !self.tree.exact() {
+        if few || size < 2 || !self.tree.exact {
             return vec![everything];
         }
         let holds =
@@ -163,7 +163,7 @@ impl Search<'_> {
     /// The members of each class that may be taken, for each region.
     fn classes(&self, regions: &[GpuSet]) -> Vec<Vec<GpuSet>> {
         let free = |region: GpuSet| {
-            let classes = self.tree.classes().iter().map(move |class| class.intersection(region));
+            let classes = self.tree.classes.iter().map(move |class| class.intersection(region));
             classes.map(|class| class.intersection(self.question.free)).filter(|class| !class.is_empty()).collect()
         };
         regions.iter().map(|region| free(*region)).collect()

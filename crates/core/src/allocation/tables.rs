@@ -24,7 +24,7 @@ pub struct AllocationTables {
     topology: Arc<NodeTopology>,
     /// The place of each GPU.
     places: BTreeMap<DeviceId, usize>,
-    values: SetValues,
+    pub(super) values: SetValues,
 }
 
 /// The source of the values of a set.
@@ -111,7 +111,7 @@ impl AllocationTables {
     pub fn collective(&self, set: GpuSet) -> Option<u64> {
         match &self.values {
             _ if set.len() < 2 => None,
-            SetValues::Tree(tree) if !tree.exact() => {
+            SetValues::Tree(tree) if !tree.exact => {
                 (set.len() <= MOST_TABLED).then(|| u64::from(tree::collective_of(&self.topology, set)))
             }
             _ => Some(self.worth(set).collective),
@@ -124,17 +124,12 @@ impl AllocationTables {
         match &self.values {
             _ if !(2..=gpus.len()).contains(&size) => None,
             SetValues::Tables(sets) => Some(sets.best_collective(gpus, size)),
-            SetValues::Tree(tree) if tree.exact() => {
+            SetValues::Tree(tree) if tree.exact => {
                 let holds = |cluster: &&tree::Cluster| cluster.members.intersection(gpus).len() >= size;
                 Some(tree.clusters().iter().find(holds).map_or(0, |cluster| u64::from(cluster.width)))
             }
             SetValues::Tree(_) => self.collective(self.best_of(gpus, size)),
         }
-    }
-
-    /// The source of the values.
-    pub(super) fn values(&self) -> &SetValues {
-        &self.values
     }
 }
 

@@ -32,8 +32,9 @@ pub(super) struct Tree {
     /// The value that each GPU of a whole group adds in each cluster of `bandwidths`, by group size.
     shares: Vec<[u64; 3]>,
     /// Classes of GPUs that differ in nothing but their address.
-    classes: Vec<GpuSet>,
-    exact: bool,
+    pub classes: Vec<GpuSet>,
+    /// True if the values are exact and not bounds.
+    pub exact: bool,
 }
 
 /// The best collective of any group of one size on the machine.
@@ -156,11 +157,6 @@ impl Tree {
         Self { bandwidths, ranks, nvlinks, packages, nics, tops, shares, classes, exact }
     }
 
-    /// Returns true if the values are exact and not bounds.
-    pub(super) fn exact(&self) -> bool {
-        self.exact
-    }
-
     /// The best collective of `group` GPUs; 0 for sizes that are not valued.
     pub(super) fn top(&self, group: usize) -> Top {
         let tops = GROUPS.into_iter().zip(self.tops);
@@ -170,11 +166,6 @@ impl Tree {
     /// The clusters by bandwidth, the widest first.
     pub(super) fn clusters(&self) -> &[Cluster] {
         &self.bandwidths.clusters
-    }
-
-    /// The classes of GPUs that differ in nothing but their address.
-    pub(super) fn classes(&self) -> &[GpuSet] {
-        &self.classes
     }
 
     /// The values of a chosen set and of the GPUs that stay free. If the tree is not exact, `collective`, `remaining`
