@@ -1,8 +1,6 @@
 //! Names that must fit a length limit, such as those of sockets and annotations; and words of few characters.
 
-use alloc::borrow::ToOwned;
-use alloc::format;
-use alloc::string::String;
+use crate::prelude::*;
 
 /// The length of the suffix of a shortened name: a dash and 16 hexadecimal digits.
 const SUFFIX: usize = 17;

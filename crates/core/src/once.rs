@@ -28,15 +28,11 @@ impl<K: Ord> Once<K> {
 
     /// Notes a fact. Returns true if it is news and should be reported.
     pub fn is_news(&mut self, key: K) -> bool {
-        let full = self.standing.len() >= self.most;
-        match self.standing.get_mut(&key) {
-            Some(repeated) => {
-                *repeated = repeated.saturating_add(1);
-                false
-            }
-            None if full => false,
-            None => self.standing.insert(key, 0).is_none(),
+        if let Some(repeated) = self.standing.get_mut(&key) {
+            *repeated = repeated.saturating_add(1);
+            return false;
         }
+        self.standing.len() < self.most && self.standing.insert(key, 0).is_none()
     }
 
     /// Forgets the facts that `stands` does not confirm; they are news when they come again. Returns how often these
