@@ -20,7 +20,7 @@ pub(super) fn labels(topology: &NodeTopology, plan: &ResourcePlan, labels: &mut 
         MigStrategy::Mixed => {
             labels.put("nvidia.com/mig.strategy", "mixed");
             for (resource, devices) in &profiles {
-                of_profile(resource.as_str(), resource, devices, topology, plan, labels);
+                of_profile(resource.as_str(), devices, topology, plan, labels);
             }
         }
         MigStrategy::Single => {
@@ -29,27 +29,18 @@ pub(super) fn labels(topology: &NodeTopology, plan: &ResourcePlan, labels: &mut 
                 return;
             }
             let with_devices: BTreeSet<usize> = topology.mig_devices().iter().map(|device| device.parent).collect();
-            let only = profiles.iter().next().filter(|_| profiles.len() == 1);
+            let only = profiles.values().next().filter(|_| profiles.len() == 1);
             match only.filter(|_| with_devices.len() == topology.gpus().len()) {
-                Some((profile, devices)) => {
-                    of_profile("nvidia.com/gpu", profile, devices, topology, plan, labels);
-                }
+                Some(devices) => of_profile("nvidia.com/gpu", devices, topology, plan, labels),
                 None => invalid(topology, labels),
             }
         }
     }
 }
 
-/// The labels of the MIG devices of one profile; `profile` is its resource. The product's model is the one with the
-/// most of these devices, then the first by name.
-fn of_profile(
-    prefix: &str,
-    profile: &ResourceName,
-    devices: &[&MigDevice],
-    topology: &NodeTopology,
-    plan: &ResourcePlan,
-    labels: &mut Labels,
-) {
+/// The labels of the MIG devices of one profile. The product's model is the one with the most of these devices, then
+/// the first by name.
+fn of_profile(prefix: &str, devices: &[&MigDevice], topology: &NodeTopology, plan: &ResourcePlan, labels: &mut Labels) {
     let mut models: BTreeMap<Option<&str>, Vec<&MigDevice>> = BTreeMap::new();
     for device in devices {
         let model = topology.gpus().get(device.parent).and_then(|gpu| gpu.model.as_deref());
@@ -63,7 +54,8 @@ fn of_profile(
     // MPS shares no MIG device.
     let by_mps = plan.sharing.as_ref().is_some_and(|sharing| sharing.kind == SharingKind::Mps);
     let shared = if by_mps { Shared::NOT } else { Shared::of(plan, &plan.name_of_mig(&first.profile)) };
-    let name = profile.as_str().strip_prefix("nvidia.com/mig-").unwrap_or_default();
+    let resource = ResourceName::mig(&first.profile);
+    let name = resource.as_str().strip_prefix("nvidia.com/mig-").unwrap_or_default();
     labels.put_known(format!("{prefix}.product"), product(model, &format!("-MIG-{name}{}", shared.suffix)));
     let mut put = |name: &str, value: &dyn Display| labels.put(format!("{prefix}.{name}"), value);
     put("count", &devices.len());

@@ -123,11 +123,12 @@ pub fn labels(facts: LabelFacts<'_>) -> (BTreeMap<String, String>, Vec<LabelProb
     if let Some(timestamp) = settings.timestamp {
         labels.put("nvidia.com/gfd.timestamp", timestamp);
     }
-    let places: Vec<usize> =
-        seen.gpus().iter().enumerate().filter(|(_, gpu)| plan.filter.offers(gpu)).map(|(place, _)| place).collect();
+    let offered = seen.gpus().iter().enumerate().filter(|(_, gpu)| plan.filter.offers(gpu));
+    let places: Vec<usize> = offered.map(|(place, _)| place).collect();
     let topology = seen.restricted(&places);
     if !topology.gpus().is_empty() {
-        labels.machine(host);
+        let machine = host.machine_type.as_deref().map_or_else(|| "unknown".to_owned(), |text| sanitised(text.trim()));
+        labels.put("nvidia.com/gpu.machine", machine);
         labels.versions(versions);
         labels.capabilities(&topology, plan);
         gpus::labels(&topology, plan, &mut labels);
@@ -162,11 +163,6 @@ impl Labels {
         if let Some(value) = value {
             self.put(key, value);
         }
-    }
-
-    fn machine(&mut self, host: &HostFacts) {
-        let known = host.machine_type.as_deref().map(|text| sanitised(text.trim()));
-        self.put("nvidia.com/gpu.machine", known.unwrap_or_else(|| "unknown".to_owned()));
     }
 
     /// Sets the labels of the versions, each under its older names too.
