@@ -265,26 +265,21 @@ const XID: &str = "gpu.nvidia.com/xid";
 const LOST: &str = "gpu.nvidia.com/gpu-lost";
 
 /// The taints for these reasons, at most one for each key, which is the first reason's.
-pub(super) fn taints<'a>(reasons: impl Iterator<Item = &'a UnhealthyReason> + Clone, evict: bool) -> Vec<Taint> {
-    let xid = reasons.clone().find_map(|reason| match reason {
+pub(super) fn taints(reasons: &[UnhealthyReason], evict: bool) -> Vec<Taint> {
+    let plain = |key: &str, value: String| Taint { key: key.to_owned(), value, effect: TaintEffect::NoSchedule };
+    let xid = reasons.iter().find_map(|reason| match reason {
         UnhealthyReason::Xid { code, .. } => Some(code.to_string()),
         _ => None,
     });
-    let other = reasons.clone().find(|reason| !reason.is_loss() && !matches!(reason, UnhealthyReason::Xid { .. }));
-    let plain = |key: &str, value: String| Taint { key: key.to_owned(), value, effect: TaintEffect::NoSchedule };
+    let other = reasons.iter().find(|reason| !reason.is_loss() && !matches!(reason, UnhealthyReason::Xid { .. }));
     let mut taints = Vec::new();
-    if reasons.clone().any(UnhealthyReason::is_loss) {
-        taints.push(lost(evict));
+    if reasons.iter().any(UnhealthyReason::is_loss) {
+        let effect = if evict { TaintEffect::NoExecute } else { TaintEffect::NoSchedule };
+        taints.push(Taint { effect, ..plain(LOST, String::new()) });
     }
     taints.extend(xid.map(|code| plain(XID, code)));
-    taints.extend(other.map(|reason| plain(&format!("{OURS}/unhealthy"), reason.label().to_owned())));
+    taints.extend(other.map(|reason| plain(&ours("unhealthy"), reason.label().to_owned())));
     taints
-}
-
-/// The taint of a GPU that cannot be reached.
-pub(super) fn lost(evict: bool) -> Taint {
-    let effect = if evict { TaintEffect::NoExecute } else { TaintEffect::NoSchedule };
-    Taint { key: LOST.to_owned(), value: String::new(), effect }
 }
 
 #[cfg(test)]

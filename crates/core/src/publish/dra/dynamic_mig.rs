@@ -7,7 +7,7 @@
 //! amounts of a device depend on its profile and place only.
 
 use crate::prelude::*;
-use alloc::collections::BTreeMap;
+use alloc::collections::{BTreeMap, BTreeSet};
 
 use super::attributes::{Draft, taints};
 use super::{Counter, CounterConsumption, CounterSet, DraDevice, DraFacts, DraProblem, SliceDevice};
@@ -21,12 +21,12 @@ pub(super) fn add(facts: &DraFacts<'_>, devices: &mut Vec<SliceDevice>, problems
     }
     let possible = possible_mig(facts.topology);
     for gpu in &facts.mig_gpus {
-        let gpu_taints = taints(gpu.reasons.iter(), facts.settings.evict_from_lost);
+        let gpu_taints = taints(&gpu.reasons, facts.settings.evict_from_lost);
         for possible in possible.iter().filter(|possible| gpu.place == Some(possible.gpu)) {
             let is_made = facts.made.contains(&possible.name);
             // The health of the instance itself, if it is there.
             let own = facts.devices.iter().find(|device| is_made && device.mig.is_some_and(|mig| possible.is(mig)));
-            let own = own.map(|own| taints(own.reasons.iter(), facts.settings.evict_from_lost));
+            let own = own.map(|own| taints(&own.reasons, facts.settings.evict_from_lost));
             let mut taints = own.unwrap_or_else(|| gpu_taints.clone());
             let is_blocked = static_devices(facts, gpu).any(|mig| possible.is_blocked_by(mig));
             // A claim that held the administrator's device is not one that has this device.
@@ -41,9 +41,8 @@ pub(super) fn add(facts: &DraFacts<'_>, devices: &mut Vec<SliceDevice>, problems
             let name = possible.name.clone();
             let mut draft = Draft { device: SliceDevice { name, taints, ..Default::default() }, problems, facts };
             draft.possible_mig(gpu, possible);
-            let counters = consumed(possible);
-            draft.device.consumes_counters =
-                Vec::from([CounterConsumption { counter_set, counters: values(counters) }]);
+            let counters = values(consumed(possible));
+            draft.device.consumes_counters = vec![CounterConsumption { counter_set, counters }];
             devices.push(draft.device);
         }
     }
@@ -67,11 +66,10 @@ pub fn counters(facts: &DraFacts<'_>) -> Vec<CounterSet> {
                 *total = most.max(*total);
             }
         }
+        let mut instances = BTreeSet::new();
         for mig in static_devices(facts, gpu) {
             // Compute instances of one GPU instance share its memory and engines: these count for the first one.
-            let is_first = static_devices(facts, gpu)
-                .take_while(|other| other.uuid != mig.uuid)
-                .all(|other| other.gpu_instance != mig.gpu_instance);
+            let is_first = instances.insert(mig.gpu_instance);
             let engines = mig.facts.engines.unwrap_or_default();
             let shared = MigEngines { multiprocessors: engines.multiprocessors, ..MigEngines::default() };
             let whole = || amounts(engines, mig.facts.memory_mib, mig.facts.placement);
@@ -100,12 +98,13 @@ fn counter_set(facts: &DraFacts<'_>, gpu: &DraDevice<'_>) -> Option<String> {
 }
 
 /// The MIG devices of a GPU that were not made for a claim.
-fn static_devices<'a>(facts: &DraFacts<'a>, gpu: &DraDevice<'a>) -> impl Iterator<Item = &'a MigDevice> {
-    let (topology, place, made) = (facts.topology, gpu.place, facts.made.clone());
+fn static_devices<'a>(facts: &'a DraFacts<'_>, gpu: &DraDevice<'_>) -> impl Iterator<Item = &'a MigDevice> {
+    let (topology, place) = (facts.topology, gpu.place);
     let own = topology.mig_devices().iter().enumerate().filter(move |(_, mig)| place == Some(mig.parent));
-    let is_made =
-        move |at, mig: &MigDevice| device_name(topology, mig.parent, Some(at)).is_some_and(|name| made.contains(&name));
-    own.filter(move |(at, mig)| !is_made(*at, mig)).map(|(_, mig)| mig)
+    let is_made = move |(at, mig): &(usize, &MigDevice)| {
+        device_name(topology, mig.parent, Some(*at)).is_some_and(|name| facts.made.contains(&name))
+    };
+    own.filter(move |device| !is_made(device)).map(|(_, mig)| mig)
 }
 
 /// The amounts that a device takes of its GPU's counters, by NVIDIA's names.

@@ -233,16 +233,19 @@ impl GroupSize {
     /// The attributes of all groups of this size that a node may have, the best first: `quad1a`, `quad2a`, `quad2b`,
     /// ...
     pub fn names(self) -> impl Iterator<Item = String> {
-        let tiers = (0..).zip(self.tiers());
-        tiers.flat_map(move |(tier, families)| (0..families).map(move |at| self.name(tier, at)))
+        self.named(self.tiers())
     }
 
     /// The attributes that a claim for any machine lists. Each alternative costs the scheduler as much as the whole of a
     /// claim without any, wherever too few GPUs of its groups are free (docs/scale.md): these are the best tiers, without
     /// those that no built-in machine has or that gain little in a cluster.
     pub fn usual_names(self) -> impl Iterator<Item = String> {
-        let tiers: [usize; 2] = if self.0 == 2 { [2, 1] } else { [1, 1] };
-        (0..).zip(tiers).flat_map(move |(tier, families)| (0..families).map(move |at| self.name(tier, at)))
+        self.named(if self.0 == 2 { [2, 1] } else { [1, 1] })
+    }
+
+    /// The attributes of so many families of each tier.
+    fn named<const TIERS: usize>(self, families: [usize; TIERS]) -> impl Iterator<Item = String> {
+        (0..).zip(families).flat_map(move |(tier, families)| (0..families).map(move |at| self.name(tier, at)))
     }
 
     /// The attribute of one family, from its tier (0 is the best) and its number in the tier: `pair1a`.

@@ -64,7 +64,7 @@ pub fn devices(facts: &DraFacts<'_>) -> (Vec<SliceDevice>, Vec<DraProblem>) {
         if now != next {
             problems.push(DraProblem::SharingWaits { device: name.clone(), now, next });
         }
-        let mut taints = attributes::taints(device.reasons.iter(), settings.evict_from_lost);
+        let mut taints = attributes::taints(&device.reasons, settings.evict_from_lost);
         let is_held = facts.held.contains(&name);
         // A claim that has a GPU that is gone may end at any time; a new one cannot have it.
         let is_left_out = if settings.taints_survive { device.place.is_none() } else { !taints.is_empty() };

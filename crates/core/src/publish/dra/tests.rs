@@ -210,7 +210,7 @@ fn each_kind_of_reason_has_its_taint() {
     let ecc = UnhealthyReason::DoubleBitEcc;
     let reasons = [ecc.clone(), xid(48), UnhealthyReason::OffBus, xid(79), UnhealthyReason::RowRemapFailed];
     let taints = |evict| -> Vec<(String, String, TaintEffect)> {
-        let taints = attributes::taints(reasons.iter(), evict).into_iter();
+        let taints = attributes::taints(&reasons, evict).into_iter();
         taints.map(|taint| (taint.key, taint.value, taint.effect)).collect()
     };
     let lost = |effect| ("gpu.nvidia.com/gpu-lost".to_owned(), String::new(), effect);
@@ -218,5 +218,5 @@ fn each_kind_of_reason_has_its_taint() {
     let other = || ("linkwise.dev/unhealthy".to_owned(), "double_bit_ecc".to_owned(), TaintEffect::NoSchedule);
     assert_eq!(taints(false), [lost(TaintEffect::NoSchedule), first_xid(), other()]);
     assert_eq!(taints(true), [lost(TaintEffect::NoExecute), first_xid(), other()]);
-    assert_eq!(attributes::taints([].iter(), true), []);
+    assert_eq!(attributes::taints(&[], true), []);
 }
