@@ -14,23 +14,23 @@ use super::mig::{MigDevice, MigProfile, MigSlot};
 use super::node::{Gpu, NodeTopology};
 
 /// A GPU by its place, or a MIG device on it by its place in [`NodeTopology::mig_devices`].
-type Hardware = (usize, Option<usize>);
+pub type Hardware = (usize, Option<usize>);
 
 /// The name of a GPU, or with `mig` (a place in [`NodeTopology::mig_devices`]) of a MIG device on it. `None` for places
 /// that the graph does not have, and for the second of two devices that nothing distinguishes.
 pub fn device_name(topology: &NodeTopology, gpu: usize, mig: Option<usize>) -> Option<String> {
-    topology.names().iter().find(|(_, hardware)| **hardware == (gpu, mig)).map(|(name, _)| name.clone())
+    topology.names.iter().find(|(_, hardware)| **hardware == (gpu, mig)).map(|(name, _)| name.clone())
 }
 
 /// The names of all GPUs and MIG devices, by the places that [`device_name`] takes.
-pub fn device_names(topology: &NodeTopology) -> BTreeMap<(usize, Option<usize>), String> {
-    topology.names().iter().map(|(name, hardware)| (*hardware, name.clone())).collect()
+pub fn device_names(topology: &NodeTopology) -> BTreeMap<Hardware, String> {
+    topology.names.iter().map(|(name, hardware)| (*hardware, name.clone())).collect()
 }
 
 /// The GPU behind a name, with the place of the MIG device in [`NodeTopology::mig_devices`] if the name is a MIG
 /// device's.
-pub fn hardware_of(topology: &NodeTopology, name: &str) -> Option<(usize, Option<usize>)> {
-    topology.names().get(name).copied()
+pub fn hardware_of(topology: &NodeTopology, name: &str) -> Option<Hardware> {
+    topology.names.get(name).copied()
 }
 
 /// Returns true if a name is that of a MIG device.

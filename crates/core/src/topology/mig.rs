@@ -179,15 +179,18 @@ impl MigExtension {
         }
     }
 
-    /// The suffix by which nvidia-smi and go-nvlib end a profile's name.
+    /// The suffixes by which nvidia-smi and go-nvlib end a profile's name.
+    const SUFFIXES: [(Self, &str); 5] = [
+        (Self::None, ""),
+        (Self::Media, "+me"),
+        (Self::AllMedia, "+me.all"),
+        (Self::Graphics, "+gfx"),
+        (Self::NoMedia, "-me"),
+    ];
+
+    /// The suffix of a profile's name.
     fn suffix(self) -> &'static str {
-        match self {
-            Self::None => "",
-            Self::Media => "+me",
-            Self::AllMedia => "+me.all",
-            Self::Graphics => "+gfx",
-            Self::NoMedia => "-me",
-        }
+        Self::SUFFIXES.into_iter().find(|(known, _)| *known == self).map_or("", |(_, suffix)| suffix)
     }
 }
 
@@ -310,14 +313,7 @@ impl FromStr for MigProfile {
             let (slices, rest) = text.split_once("g.")?;
             let (gb, suffix) = rest.split_once("gb")?;
             let (compute, gpu) = slices.split_once("c.").unwrap_or((slices, slices));
-            let extensions = [
-                MigExtension::None,
-                MigExtension::Media,
-                MigExtension::AllMedia,
-                MigExtension::Graphics,
-                MigExtension::NoMedia,
-            ];
-            let extension = extensions.into_iter().find(|extension| extension.suffix() == suffix)?;
+            let (extension, _) = MigExtension::SUFFIXES.into_iter().find(|(_, known)| *known == suffix)?;
             let (compute_slices, gpu_slices) = (compute.parse().ok()?, gpu.parse().ok()?);
             Some(Self { compute_slices, gpu_slices, gb: gb.parse().ok()?, extension })
         };

@@ -7,12 +7,12 @@ use alloc::sync::Arc;
 use serde::Serialize;
 
 use super::address::{GpuUuid, Guid, NumaNodeId, PackageId, PciAddress};
-use super::device_names;
+use super::device_names::{self, Hardware};
 use super::level::{LinkMatrix, Rank, TopologyLevel};
 use super::mig::{MigDevice, MigProfile, MigProfileObservation};
 use super::nvlink::{self, NvLinks};
-use super::observation::{DisplayClass, GpuObservation, NicKind, NodeObservation, PcieLink};
-use super::pcie::{PciTree, Place, PlacedNic};
+use super::observation::{DisplayClass, GpuObservation, NicKind, NicObservation, NodeObservation, PcieLink};
+use super::pcie::{Function, PciTree, Place};
 use super::rails;
 use super::warning::{self, TopologyWarning};
 
@@ -25,7 +25,7 @@ pub struct NodeTopology {
     nics: Vec<Nic>,
     cpu_nodes: BTreeMap<NumaNodeId, Option<PackageId>>,
     /// What `device_names` makes of the above, once: every change of the node's state asks for the device of each claim.
-    names: BTreeMap<String, (usize, Option<usize>)>,
+    pub(super) names: BTreeMap<String, Hardware>,
 }
 
 /// The connection between two GPUs.
@@ -239,12 +239,6 @@ impl NodeTopology {
         &self.mig_devices
     }
 
-    /// The hardware of each published name: a GPU by its place, or a MIG device on it by its place in
-    /// [`Self::mig_devices`].
-    pub(super) fn names(&self) -> &BTreeMap<String, (usize, Option<usize>)> {
-        &self.names
-    }
-
     /// The network cards.
     pub fn nics(&self) -> &[Nic] {
         &self.nics
@@ -435,30 +429,25 @@ fn cpu_nodes(observed: &NodeObservation) -> BTreeMap<NumaNodeId, Option<PackageI
 /// The network cards with their ranks to the GPUs: interfaces of one PCI function are one card.
 fn nics(tree: &PciTree<'_>, gpus: &[Place]) -> Vec<Nic> {
     let mut nics = Vec::new();
-    let mut cards: BTreeMap<usize, Vec<&PlacedNic<'_>>> = BTreeMap::new();
-    for nic in &tree.nics {
-        if let Some(card) = nic.place.function {
-            cards.entry(card).or_default().push(nic);
-        }
-    }
-    for mut ports in cards.into_values() {
-        ports.sort_by(|a, b| (a.nic.kind, &a.nic.name).cmp(&(b.nic.kind, &b.nic.name)));
+    for Function { seen, place, .. } in &tree.functions {
+        let place = *place;
+        let mut ports: Vec<&NicObservation> = seen.nics.iter().collect();
+        ports.sort_by_key(|port| (port.kind, &port.name));
         let Some(first) = ports.first() else { continue };
         // One port is often both mlx5_0 and eth0: its rate counts once, as RDMA if it has RDMA.
-        let rates = ports.iter().filter(|port| port.nic.kind == first.nic.kind).filter_map(|port| port.nic.mbps);
-        let mbps = rates.fold(None, |sum: Option<u32>, rate| Some(sum.unwrap_or(0).saturating_add(rate)));
-        let place = first.place;
+        let rates = ports.iter().filter(|port| port.kind == first.kind).filter_map(|port| port.mbps);
+        let mbps = rates.reduce(u32::saturating_add);
         let rank = |gpu: &Place| {
             let apart = || if tree.share_node(*gpu, place) { TopologyLevel::Node } else { TopologyLevel::System };
             Rank::new(tree.level(place, *gpu).unwrap_or_else(apart), place.shares_package(*gpu))
         };
         nics.push(Nic {
-            names: ports.iter().map(|port| port.nic.name.clone()).collect(),
-            kind: first.nic.kind,
-            pci: first.pci,
+            names: ports.iter().map(|port| port.name.clone()).collect(),
+            kind: first.kind,
+            pci: seen.pci,
             mbps,
-            system_guid: ports.iter().find_map(|port| port.nic.system_guid),
-            port_guids: ports.iter().flat_map(|port| port.nic.port_guids.iter().copied()).collect(),
+            system_guid: ports.iter().find_map(|port| port.system_guid),
+            port_guids: ports.iter().flat_map(|port| port.port_guids.iter().copied()).collect(),
             numa: place.numa,
             pcie_root: tree.root(place),
             level: gpus.iter().map(rank).collect(),

@@ -7,9 +7,7 @@ use alloc::collections::btree_map::Entry;
 use super::address::{NumaNodeId, PackageId, PciAddress};
 use super::bandwidth;
 use super::level::{Rank, TopologyLevel};
-use super::observation::{
-    CpuObservation, DisplayClass, HostObservation, NicObservation, PciKind, PciObservation, PcieLink,
-};
+use super::observation::{CpuObservation, DisplayClass, HostObservation, PciKind, PciObservation, PcieLink};
 use super::warning::TopologyWarning;
 
 /// The place of a device: its function in the tree if the host shows it, and its NUMA node and package if known.
@@ -29,26 +27,19 @@ impl Place {
 }
 
 /// One function of the tree.
-struct Function<'a> {
-    seen: &'a PciObservation,
+pub(super) struct Function<'a> {
+    pub seen: &'a PciObservation,
     /// The index of the function above, which is less than its own.
     parent: Option<usize>,
     host_bridge: usize,
     /// The link as seen, or else as filled in.
     link: Option<PcieLink>,
-    place: Place,
-}
-
-/// A network interface and the place of its card.
-pub(super) struct PlacedNic<'a> {
-    pub nic: &'a NicObservation,
-    pub pci: Option<PciAddress>,
     pub place: Place,
 }
 
 /// The tree.
 pub(super) struct PciTree<'a> {
-    functions: Vec<Function<'a>>,
+    pub functions: Vec<Function<'a>>,
     by_address: BTreeMap<PciAddress, usize>,
     packages: BTreeMap<NumaNodeId, PackageId>,
     /// The NUMA nodes that were observed, each with whether it has CPUs.
@@ -56,7 +47,6 @@ pub(super) struct PciTree<'a> {
     cpu: Option<&'a CpuObservation>,
     /// The names of the host bridges' root buses, if the host has them.
     roots: Vec<Option<&'a str>>,
-    pub nics: Vec<PlacedNic<'a>>,
 }
 
 impl<'a> PciTree<'a> {
@@ -72,7 +62,6 @@ impl<'a> PciTree<'a> {
             has_cpus,
             cpu: host.cpu.as_ref(),
             roots: host.host_bridges.iter().map(|bridge| bridge.root.as_deref()).collect(),
-            nics: Vec::new(),
         };
         for (host_bridge, bridge) in host.host_bridges.iter().enumerate() {
             let package = bridge.numa.and_then(|numa| tree.package_of(numa)).or(bridge.package);
@@ -106,7 +95,6 @@ impl<'a> PciTree<'a> {
                 Entry::Occupied(_) => warnings.push(TopologyWarning::DuplicateFunction(pci)),
             }
         }
-        self.nics.extend(device.nics.iter().map(|nic| PlacedNic { nic, pci: device.pci, place }));
         place
     }
 
