@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use linkwise_core::publish::RdmaNodes;
 use linkwise_core::publish::injection::{
-    CdiOptions, ChosenDevice, DeviceIds, Granted, HostDevices, Injection, InjectionError, InjectionOptions, Mount,
+    CdiOptions, ChosenDevice, DeviceIds, Granted, HostDevices, HostPath, Injection, InjectionError, InjectionOptions,
 };
 use linkwise_core::state::{Event, NodeState, ResourceName};
 use linkwise_host::machines;
@@ -55,7 +55,7 @@ fn imex_channels_follow_the_strategy_of_the_gpus() {
     let injection = inject(&mounts, &host, &one_gpu(None), |_| true).unwrap();
     let folder = "/var/run/nvidia-container-devices";
     assert_eq!(injection.env, texts(&[("NVIDIA_GDS", "enabled"), ("NVIDIA_VISIBLE_DEVICES", folder)]));
-    let mount = |name| Mount { host: "/dev/null".to_owned(), container: format!("{folder}/{name}"), read_only: false };
+    let mount = |name| HostPath { host: "/dev/null".to_owned(), container: format!("{folder}/{name}") };
     assert_eq!(injection.mounts, ["4", "imex/0", "imex/3"].map(mount));
 
     let by_cdi = InjectionOptions { envvar: false, cdi: Some(cdi()), ..options };

@@ -124,42 +124,28 @@ pub struct Injection {
     /// Environment.
     pub env: BTreeMap<String, String>,
     /// Device nodes, to be read and written.
-    pub device_nodes: Vec<DeviceNode>,
-    /// Bind mounts.
-    pub mounts: Vec<Mount>,
+    pub device_nodes: Vec<HostPath>,
+    /// Bind mounts, to be read and written.
+    pub mounts: Vec<HostPath>,
     /// Full names of CDI devices, `vendor/class=name`.
     pub cdi_devices: Vec<String>,
     /// Annotations.
     pub annotations: BTreeMap<String, String>,
 }
 
-/// A device node, by its absolute paths.
+/// A device node, file or folder of the host in a container, by its absolute paths.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct DeviceNode {
+pub struct HostPath {
     /// The path on the host.
     pub host: String,
     /// The path in the container.
     pub container: String,
 }
 
-/// A bind mount, by its absolute paths.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Mount {
-    /// The path on the host.
-    pub host: String,
-    /// The path in the container.
-    pub container: String,
-    /// True if the container may only read it.
-    pub read_only: bool,
-}
-
-/// The reason why a granted GPU cannot be given to a container.
+/// The error for a granted GPU of unknown minor number: there is no /dev/nvidiaN, neither to pass nor in the CDI spec.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
-pub enum InjectionError {
-    /// The minor number is unknown, so there is no /dev/nvidiaN, neither to pass nor in the CDI spec.
-    #[error("the minor number of {0} is unknown: no device node to pass")]
-    NoMinor(String),
-}
+#[error("the minor number of {0} is unknown: no device node to pass")]
+pub struct InjectionError(String);
 
 impl InjectionOptions {
     /// Makes the injection of a container.
@@ -215,13 +201,13 @@ impl InjectionOptions {
             injection.env.insert(NVIDIA_VISIBLE_DEVICES.to_owned(), MOUNTS_FOLDER.to_owned());
             for name in ids.into_iter().chain(channels.iter().map(|channel| format!("imex/{channel}"))) {
                 let container = format!("{MOUNTS_FOLDER}/{name}");
-                injection.mounts.push(Mount { host: MOUNTED.to_owned(), container, read_only: false });
+                injection.mounts.push(HostPath { host: MOUNTED.to_owned(), container });
             }
         }
         if self.device_nodes {
             let channels = host.imex_channels.iter().copied().map(imex_node);
             for path in nodes.into_iter().chain(host.control_nodes.iter().cloned()).chain(channels) {
-                let node = DeviceNode { host: below(&host.dev_root, &path), container: path };
+                let node = HostPath { host: below(&host.dev_root, &path), container: path };
                 // MIG devices of one GPU share its node.
                 if !injection.device_nodes.contains(&node) {
                     injection.device_nodes.push(node);
@@ -273,7 +259,7 @@ impl<'a> ChosenDevice<'a> {
     ///
     /// A minor number is unknown.
     pub fn nodes(&self) -> Result<Vec<String>, InjectionError> {
-        let no_minor = || InjectionError::NoMinor(self.uuid().to_owned());
+        let no_minor = || InjectionError(self.uuid().to_owned());
         let mut nodes = vec![format!("/dev/nvidia{}", self.gpu.facts.minor.ok_or_else(no_minor)?)];
         if let Some(mig) = self.mig {
             nodes.extend(mig.facts.capabilities.ok_or_else(no_minor)?.device_nodes());
@@ -315,9 +301,9 @@ pub enum MpsShm {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MpsClient {
     /// The control daemon's sockets.
-    pub pipe: Mount,
+    pub pipe: HostPath,
     /// The shared memory.
-    pub shm: Mount,
+    pub shm: HostPath,
 }
 
 impl MpsClient {
@@ -330,8 +316,8 @@ impl MpsClient {
             MpsShm::Own => format!("{host_root}/{resource}/{MPS_SHM}"),
         };
         Self {
-            pipe: Mount { host: pipe(host_root), container: pipe(MPS_CONTAINER_ROOT), read_only: false },
-            shm: Mount { host: shm, container: "/dev/shm".to_owned(), read_only: false },
+            pipe: HostPath { host: pipe(host_root), container: pipe(MPS_CONTAINER_ROOT) },
+            shm: HostPath { host: shm, container: "/dev/shm".to_owned() },
         }
     }
 }
@@ -364,7 +350,7 @@ impl RdmaNodes {
         if !rdma.is_empty() {
             // The host's own /dev, whatever the driver root is.
             let paths = rdma.into_iter().map(|(_, path)| path).chain(&self.common);
-            injection.device_nodes.extend(paths.map(|path| DeviceNode { host: path.clone(), container: path.clone() }));
+            injection.device_nodes.extend(paths.map(|path| HostPath { host: path.clone(), container: path.clone() }));
         }
     }
 }

@@ -49,7 +49,7 @@ pub(super) fn container(injection: Injection) -> wire::ContainerAllocateResponse
     let mounts = injection.mounts.into_iter().map(|mount| wire::Mount {
         container_path: mount.container,
         host_path: mount.host,
-        read_only: mount.read_only,
+        read_only: false,
     });
     let devices = injection.device_nodes.into_iter().map(|node| wire::DeviceSpec {
         container_path: node.container,

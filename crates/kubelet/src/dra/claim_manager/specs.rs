@@ -23,7 +23,7 @@ use crate::dra::checkpoint::{Checkpoint, is_uid};
 use linkwise_core::claims::{
     CLAIM_KIND, ClaimError, DEVICE_KIND, NodeDevice, Prepared, RequestEdits, claim_device, containers,
 };
-use linkwise_core::publish::injection::{DeviceNode, Injection, Mount};
+use linkwise_core::publish::injection::{HostPath, Injection};
 use linkwise_system::{files, or_never};
 
 /// The mode of a spec, which every user may read: runtimes run as other users.
@@ -277,15 +277,14 @@ fn file_name(kind: &str) -> String {
     kind.replace('/', "-")
 }
 
-fn node(node: &DeviceNode) -> Value {
+fn node(node: &HostPath) -> Value {
     json!({ "path": node.container, "hostPath": node.host })
 }
 
-fn mount(mount: &Mount) -> Value {
-    let access = if mount.read_only { "ro" } else { "rw" };
+fn mount(mount: &HostPath) -> Value {
     json!({
         "hostPath": mount.host,
         "containerPath": mount.container,
-        "options": [access, "nosuid", "nodev", "bind"],
+        "options": ["rw", "nosuid", "nodev", "bind"],
     })
 }
