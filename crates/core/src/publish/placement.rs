@@ -109,12 +109,11 @@ impl Placements {
     /// Computes the placements of a snapshot. It costs a choice for each size, and a comparison of all sets of each
     /// size that a container has.
     pub fn of(state: &NodeState) -> Self {
-        let reader = Reader { state, tables: state.tables() };
-        let mut best = BTreeMap::new();
+        let mut reader = Reader { state, tables: state.tables(), best: BTreeMap::new() };
         let free = state.free_gpus();
         Self {
-            allocations: reader.allocations(&mut best),
-            outlook: reader.outlook(free.as_deref().unwrap_or_default(), &mut best),
+            allocations: reader.allocations(),
+            outlook: reader.outlook(free.as_deref().unwrap_or_default()),
             free: free.map(|free| reader.by_numa_node(&free)).unwrap_or_default(),
         }
     }
@@ -148,12 +147,11 @@ fn shortfalls(door: Door, collective: u64, best: u64, then: FreeThen) -> Vec<Sho
     steps.into_iter().filter_map(|(applies, why)| applies.then_some(why)).collect()
 }
 
-/// The best collective of the machine by size, for the sizes asked so far.
-type Best = BTreeMap<usize, Option<u64>>;
-
 struct Reader<'a> {
     state: &'a NodeState,
     tables: &'a AllocationTables,
+    /// The best collective of the machine by size, for the sizes asked so far.
+    best: BTreeMap<usize, Option<u64>>,
 }
 
 /// The part of one resource that a container has.
@@ -169,10 +167,11 @@ struct Held {
 }
 
 impl Reader<'_> {
-    fn allocations(&self, best: &mut Best) -> Vec<Allocation> {
+    fn allocations(&mut self) -> Vec<Allocation> {
         let mut allocations = Vec::new();
-        let (topology, offered) = (self.state.topology(), self.state.offers().resources());
-        for (holder, holdings) in self.state.ledger().by_container() {
+        let (topology, ledger) = (self.state.topology(), self.state.ledger());
+        let offered = self.state.offers().resources();
+        for (holder, holdings) in ledger.by_container() {
             for (resource, ids) in &holdings.devices {
                 let hardware: Vec<_> = ids.iter().map(|id| gpu_of(topology, id)).collect();
                 let unknown = ids.iter().filter(|id| offered.contains_key(resource) && gpu_of(topology, id).is_none());
@@ -180,14 +179,13 @@ impl Reader<'_> {
                     places: hardware.iter().flatten().map(|(place, _)| *place).collect(),
                     gone: unknown.filter_map(|id| gpu_behind(topology, id)).collect(),
                     is_whole: hardware.iter().all(|known| known.is_some_and(|(_, whole)| whole)),
-                    then: self.state.ledger().free_at_allocate(resource, ids),
+                    then: ledger.free_at_allocate(resource, ids),
                 };
-                allocations.extend(self.allocation(holder, resource.as_str(), Door::Plugin, held, best));
+                allocations.extend(self.allocation(holder, resource.as_str(), Door::Plugin, held));
             }
             let drivers: BTreeSet<&str> = holdings.claims.iter().map(|claimed| claimed.driver.as_str()).collect();
             for driver in drivers {
                 let devices = || holdings.claims.iter().filter(|claimed| claimed.driver == driver);
-                let ledger = self.state.ledger();
                 let hardware: Vec<_> = devices().flat_map(|device| ledger.gpus_of_claimed(topology, device)).collect();
                 let claims: BTreeSet<&str> = devices().map(|device| device.claim.as_str()).collect();
                 // Several claims were given one by one, so no single admission covers them.
@@ -198,26 +196,19 @@ impl Reader<'_> {
                     is_whole: hardware.iter().all(|(_, whole)| *whole),
                     then: one.and_then(|device| ledger.free_at_prepare(device)),
                 };
-                allocations.extend(self.allocation(holder, driver, Door::Dra, held, best));
+                allocations.extend(self.allocation(holder, driver, Door::Dra, held));
             }
         }
         allocations
     }
 
     /// Judges the GPUs of one holder; `None` if they are no GPUs of this node.
-    fn allocation(
-        &self,
-        holder: &ContainerName,
-        resource: &str,
-        door: Door,
-        held: Held,
-        best: &mut Best,
-    ) -> Option<Allocation> {
+    fn allocation(&mut self, holder: &ContainerName, resource: &str, door: Door, held: Held) -> Option<Allocation> {
         if held.places.is_empty() && held.gone.is_empty() {
             return None;
         }
         let collective = if held.is_whole { self.tables.collective(held.places) } else { None };
-        let best = collective.and_then(|_| self.best(held.places.len(), best));
+        let best = collective.and_then(|_| self.best(held.places.len()));
         let then = held.then.filter(|_| collective.is_some());
         let why = collective.zip(best).zip(then);
         let ContainerName { namespace, pod, container } = holder.clone();
@@ -237,7 +228,7 @@ impl Reader<'_> {
         })
     }
 
-    fn outlook(&self, free: &[GpuSet], best: &mut Best) -> Vec<Outlook> {
+    fn outlook(&mut self, free: &[GpuSet]) -> Vec<Outlook> {
         let gpus = self.state.topology().gpus().len();
         let sizes = core::iter::successors(Some(1_usize), |size| size.checked_mul(2)).take_while(|size| *size <= gpus);
         let at_size = |size| {
@@ -246,7 +237,7 @@ impl Reader<'_> {
             let set = sets
                 .max_by(|a, b| self.tables.collective(*a).cmp(&self.tables.collective(*b)).then_with(|| a.by_list(*b)));
             let set = set.unwrap_or_default();
-            let (collective, best) = (self.tables.collective(set), self.best(size, best));
+            let (collective, best) = (self.tables.collective(set), self.best(size));
             let nvls = self.state.topology().nvls(set.places());
             Outlook { size, collective, nvls, best, gpus: self.uuids(set) }
         };
@@ -254,8 +245,8 @@ impl Reader<'_> {
     }
 
     /// The best collective of any set of `size` GPUs on the machine.
-    fn best(&self, size: usize, known: &mut Best) -> Option<u64> {
-        *known.entry(size).or_insert_with(|| {
+    fn best(&mut self, size: usize) -> Option<u64> {
+        *self.best.entry(size).or_insert_with(|| {
             let all = (0..self.state.topology().gpus().len()).collect();
             self.tables.best_collective(all, size)
         })
