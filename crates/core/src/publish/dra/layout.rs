@@ -28,18 +28,19 @@ impl GpuLayout {
     /// [`LayoutCache`].
     pub fn of(tables: &AllocationTables, gpus: GpuSet) -> Self {
         let topology = tables.topology();
-        let places = whole(topology, gpus);
-        let nvlink_domains = nvlink_domains(topology, &places);
+        let whole = whole(topology, gpus);
+        let places: Vec<usize> = whole.places().collect();
         let is_all = places.len() == topology.gpus().len();
         let some = (!is_all).then(|| AllocationTables::new(Arc::new(topology.restricted(&places))));
         let some = some.as_ref().unwrap_or(tables);
         let (order, families) = (order(some), families::families(some));
-        let group = |group: Group| Group { gpus: outside(&places, group.gpus), ..group };
+        let outside = |place: usize| places.get(place).copied();
+        let group = |group: Group| Group { gpus: group.gpus.places().filter_map(outside).collect(), ..group };
         let family = |family: Family| Family { groups: family.groups.into_iter().map(group).collect(), ..family };
         Self {
-            order: order.into_iter().filter_map(|place| places.get(place).copied()).collect(),
+            order: order.into_iter().filter_map(outside).collect(),
             families: families.into_iter().map(family).collect(),
-            nvlink_domains,
+            nvlink_domains: nvlink_domains(topology, whole),
         }
     }
 }
@@ -92,7 +93,7 @@ impl Known {
         let moved = |set: GpuSet| set.places().filter_map(place_now).collect::<GpuSet>();
         let whole = whole(now, gpus);
         let is_same = before.restricted(&left).without_mig_devices() == now.without_mig_devices();
-        if !is_same || moved(self.layout.order.iter().copied().collect()) != whole.iter().copied().collect() {
+        if !is_same || moved(self.layout.order.iter().copied().collect()) != whole {
             return None;
         }
         let families = self.layout.families.iter().map(|family| {
@@ -104,30 +105,22 @@ impl Known {
             order: self.layout.order.iter().filter_map(|place| place_now(*place)).collect(),
             families: families.filter(|family| !family.groups.is_empty()).collect(),
             // GPUs may have been connected through the lost one.
-            nvlink_domains: nvlink_domains(now, &whole),
+            nvlink_domains: nvlink_domains(now, whole),
         })
     }
 }
 
-/// The places of those of some GPUs that are not in MIG mode.
-fn whole(topology: &NodeTopology, gpus: GpuSet) -> Vec<usize> {
+/// Those of some GPUs that are not in MIG mode.
+fn whole(topology: &NodeTopology, gpus: GpuSet) -> GpuSet {
     gpus.places().filter(|place| topology.gpus().get(*place).is_some_and(|gpu| !gpu.mig_enabled)).collect()
 }
 
-/// A set of positions in `places`, as the set of the places there.
-fn outside(places: &[usize], set: GpuSet) -> GpuSet {
-    set.places().filter_map(|place| places.get(place).copied()).collect()
-}
-
-/// GPUs of these places that NVLink connects, over any number of hops; two at least.
-fn nvlink_domains(topology: &NodeTopology, places: &[usize]) -> Vec<GpuSet> {
-    let linked = |a: usize, b: usize| match (places.get(a), places.get(b)) {
-        (Some(a), Some(b)) => topology.nvlink(*a, *b) > 0,
-        _ => false,
-    };
-    let mut domains = components(places.len(), linked);
+/// Those of some GPUs that NVLink connects, over any number of hops; two at least.
+fn nvlink_domains(topology: &NodeTopology, gpus: GpuSet) -> Vec<GpuSet> {
+    let linked = |a: usize, b: usize| gpus.contains(a) && gpus.contains(b) && topology.nvlink(a, b) > 0;
+    let mut domains = components(topology.gpus().len(), linked);
     domains.retain(|domain| domain.len() > 1);
-    domains.into_iter().map(|domain| outside(places, domain)).collect()
+    domains
 }
 
 /// The sizes of the best sets, the largest first.
