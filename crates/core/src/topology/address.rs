@@ -65,25 +65,22 @@ impl FromStr for PciAddress {
     /// one without a domain (`3b:00.0`, domain 0).
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         const WHY: &str = "is not a PCI address (expected domain:bus:device.function, such as 0000:3b:00.0)";
-        let error = || ParseError::new(text, WHY);
         let hex = |part: &str, most: usize| {
             let digits = (1..=most).contains(&part.len()) && part.bytes().all(|b| b.is_ascii_hexdigit());
             digits.then(|| u32::from_str_radix(part, 16).ok()).flatten()
         };
-        let (rest, function) = text.rsplit_once('.').ok_or_else(error)?;
-        let parts: Vec<&str> = rest.split(':').collect();
-        let (domain, bus, device) = match parts[..] {
-            [domain, bus, device] => (domain, bus, device),
-            [bus, device] => ("0", bus, device),
-            _ => return Err(error()),
-        };
         let narrow = |part: &str| hex(part, 2).and_then(|n| u8::try_from(n).ok());
-        let (Some(domain), Some(bus), Some(device), Some(function)) =
-            (hex(domain, 8), narrow(bus), narrow(device), narrow(function))
-        else {
-            return Err(error());
+        let address = || {
+            let (rest, function) = text.rsplit_once('.')?;
+            let parts: Vec<&str> = rest.split(':').collect();
+            let (domain, bus, device) = match parts[..] {
+                [domain, bus, device] => (domain, bus, device),
+                [bus, device] => ("0", bus, device),
+                _ => return None,
+            };
+            Self::new(hex(domain, 8)?, narrow(bus)?, narrow(device)?, narrow(function)?)
         };
-        Self::new(domain, bus, device, function).ok_or_else(error)
+        address().ok_or_else(|| ParseError::new(text, WHY))
     }
 }
 

@@ -12,7 +12,7 @@
 //! whose link is down is unknown, and it counts too: a rail stays while a link is down.
 
 use crate::prelude::*;
-use alloc::collections::BTreeMap;
+use alloc::collections::{BTreeMap, BTreeSet};
 
 use super::address::Guid;
 use super::node::{Nic, NodeTopology, nearest};
@@ -49,22 +49,19 @@ fn cards(nics: &[Nic]) -> Vec<(usize, &Nic)> {
 pub(super) fn rails(gpus: usize, nics: &[Nic]) -> Vec<Option<u32>> {
     let cards = cards(nics);
     // The number of GPUs so far with the same nearest cards.
-    let mut sharing: BTreeMap<Vec<usize>, usize> = BTreeMap::new();
+    let mut sharing: BTreeMap<BTreeSet<usize>, usize> = BTreeMap::new();
     let mut card = |gpu: usize| {
         // Of a fabric's cards and others (Ethernet) at one distance, those of the fabric.
-        let mut near = nearest(cards.iter().copied(), gpu, |nic| nic.port_guids.is_empty());
-        near.sort_unstable();
-        near.dedup();
+        let near = nearest(cards.iter().copied(), gpu, |nic| nic.port_guids.is_empty());
+        let near: BTreeSet<usize> = near.into_iter().collect();
         let before = sharing.entry(near.clone()).or_default();
-        let card = near.get(spread(*before, near.len())?).copied();
+        let card = near.iter().nth(spread(*before, near.len())?).copied();
         *before += 1;
         card
     };
     let own: Vec<Option<usize>> = (0..gpus).map(&mut card).collect();
-    let mut used: Vec<usize> = own.iter().flatten().copied().collect();
-    used.sort_unstable();
-    used.dedup();
-    let rail = |card: Option<usize>| u32::try_from(used.binary_search(&card?).ok()?).ok();
+    let used: BTreeSet<usize> = own.iter().flatten().copied().collect();
+    let rail = |card: Option<usize>| u32::try_from(used.iter().position(|used| Some(*used) == card)?).ok();
     own.into_iter().map(rail).collect()
 }
 
@@ -101,10 +98,7 @@ impl NodeTopology {
     pub fn gpus_per_rail(&self) -> usize {
         let rails = self.rails();
         let first = rails.values().next().map_or(0, Vec::len);
-        if rails.values().all(|gpus| gpus.len() == first) && rails.len() * first == self.gpus().len() {
-            first
-        } else {
-            0
-        }
+        let is_even = rails.values().all(|gpus| gpus.len() == first) && rails.len() * first == self.gpus().len();
+        if is_even { first } else { 0 }
     }
 }
