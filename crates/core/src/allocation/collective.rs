@@ -5,7 +5,7 @@
 use crate::prelude::*;
 
 use super::remaining::grouped;
-use super::set::GpuSet;
+use super::set::{GpuSet, neighbours};
 use crate::topology::NodeTopology;
 
 /// Computes a table with one row for each set of GPUs.
@@ -13,8 +13,7 @@ pub(super) fn table(topology: &NodeTopology) -> Vec<u32> {
     let gpus = topology.gpus().len();
     let mut collective = rings(topology);
     let links = Links::of(topology);
-    let neighbours: Vec<GpuSet> =
-        (0..gpus).map(|a| (0..gpus).filter(|&b| a != b && topology.nvlink(a, b) > 0).collect()).collect();
+    let neighbours = neighbours(gpus, |a, b| topology.nvlink(a, b) > 0);
     for (set, best) in (0..).map(GpuSet).zip(&mut collective) {
         if set.len() > 1 && connected(set, &neighbours) {
             let port = smallest_port(topology, set).filter(|_| at(&links.direct, set) == 0);
@@ -129,37 +128,32 @@ fn narrowest_cut(set: GpuSet, links: &Links) -> u32 {
 ///
 /// Goes from the widest bandwidth down. A set is settled at the first bandwidth at which hops of at least that much
 /// join its GPUs in a ring. Paths grow from each set's lowest member: `ends` holds, for each set, the GPUs at which a
-/// path through all of the set may end (Held and Karp's subsets, as bits).
+/// path through all of the set may end (Held and Karp's subsets).
 fn rings(topology: &NodeTopology) -> Vec<u32> {
     let gpus = topology.gpus().len();
     let mut widths: Vec<u32> = (0..gpus).flat_map(|a| (a + 1..gpus).map(move |b| topology.bandwidth(a, b))).collect();
     widths.sort_unstable_by(|a, b| b.cmp(a));
     widths.dedup();
     let mut rings: Vec<u32> = vec![0; 1 << gpus];
-    let mut ends: Vec<u32> = vec![0; rings.len()];
+    let mut ends: Vec<GpuSet> = vec![GpuSet::default(); rings.len()];
     for width in widths {
-        let reach: Vec<u32> = (0..gpus)
-            .map(|a| {
-                (0..gpus).filter(|&b| a != b && topology.bandwidth(a, b) >= width).fold(0, |bits, b| bits | 1 << b)
-            })
-            .collect();
+        let reach = neighbours(gpus, |a, b| topology.bandwidth(a, b) >= width);
+        let joins = |gpu: usize, ends: GpuSet| reach.get(gpu).is_some_and(|near| !near.intersection(ends).is_empty());
         for row in 1..rings.len() {
             let set = GpuSet(row as u64);
             let lowest = set.lowest();
             let first = lowest.0.trailing_zeros() as usize;
-            let found = if set == lowest {
-                1 << first
+            let found: GpuSet = if set == lowest {
+                lowest
             } else {
-                set.without(lowest).places().fold(0, |found, last| {
-                    let before = at(&ends, set.without(GpuSet::of(last)));
-                    if before & reach.get(last).copied().unwrap_or(0) != 0 { found | 1 << last } else { found }
-                })
+                let may_end = |last: &usize| joins(*last, at(&ends, set.without(GpuSet::of(*last))));
+                set.without(lowest).places().filter(may_end).collect()
             };
             if let Some(cell) = ends.get_mut(row) {
                 *cell = found;
             }
             // A ring of two is its one pair, there and back.
-            if found & reach.get(first).copied().unwrap_or(0) != 0
+            if joins(first, found)
                 && let Some(ring) = rings.get_mut(row).filter(|ring| **ring == 0)
             {
                 *ring = width;

@@ -26,7 +26,7 @@ pub use report::{
     AllocationReport, ChosenGpu, Explanation, FallbackReason, NearestNics, Offer, RunnerUp, Value, Values,
 };
 pub use set::GpuSet;
-pub(crate) use set::{components, subsets};
+pub(crate) use set::{components, neighbours, subsets};
 pub use shared::{Units, preferred_units};
 pub use tables::AllocationTables;
 

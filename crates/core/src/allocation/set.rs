@@ -92,6 +92,11 @@ pub(crate) fn subsets(of: GpuSet, size: usize) -> impl Iterator<Item = GpuSet> {
     core::iter::successors((size <= of.len()).then_some(first), next)
 }
 
+/// The neighbours of each of `gpus` vertices in the graph that `joined` makes.
+pub(crate) fn neighbours(gpus: usize, joined: impl Fn(usize, usize) -> bool) -> Vec<GpuSet> {
+    (0..gpus).map(|a| (0..gpus).filter(|&b| a != b && joined(a, b)).collect()).collect()
+}
+
 /// The connected parts of the graph of `gpus` vertices that `joined` makes, in the order of their first members.
 pub(crate) fn components(gpus: usize, joined: impl Fn(usize, usize) -> bool) -> Vec<GpuSet> {
     let mut parts: Vec<GpuSet> = Vec::new();

@@ -7,7 +7,7 @@ use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
 
 use super::{LINKWISE, LabelProblem, LabelSettings, Labels};
-use crate::allocation::GpuSet;
+use crate::allocation::{GpuSet, neighbours};
 use crate::topology::{FabricObservation, NodeTopology, Rank};
 
 /// The most sets that the search for the largest island tries: far more than 16 GPUs can need. After that the largest
@@ -64,8 +64,7 @@ fn island(topology: &NodeTopology) -> (&'static str, usize) {
 
 /// The size of the largest set of GPUs in which every two are linked.
 fn largest(gpus: usize, linked: impl Fn(usize, usize) -> bool) -> usize {
-    let of = |a: usize| (0..gpus).filter(|b| a != *b && linked(a, *b)).collect();
-    let neighbours: Vec<GpuSet> = (0..gpus).map(of).collect();
+    let neighbours = neighbours(gpus, linked);
     let (mut best, mut looked_at) = (0, 0);
     // The size of a set, and the GPUs that are linked with all of it.
     let mut open = vec![(0_usize, (0..gpus).collect::<GpuSet>())];
