@@ -126,7 +126,7 @@ impl NodeTopology {
             observed.failures.iter().cloned().map(TopologyWarning::Probe).collect();
         let seen = accept(&observed.gpus, &mut warnings);
         let mut tree = PciTree::new(&observed.host, &mut warnings);
-        let places: Vec<Place> = seen.iter().map(|gpu| place(gpu, observed, &mut tree, &mut warnings)).collect();
+        let places: Vec<Place> = seen.iter().map(|gpu| place(gpu, &mut tree, &mut warnings)).collect();
         let links = nvlink::connect(&seen, &mut warnings);
         let nics = nics(&tree, &places);
         let rails = rails::rails(seen.len(), &nics);
@@ -340,12 +340,7 @@ fn facts(gpu: &GpuObservation) -> GpuObservation {
 }
 
 /// Finds a GPU in the host's tree; if it is not there, NVML's values count.
-fn place(
-    gpu: &GpuObservation,
-    observed: &NodeObservation,
-    tree: &mut PciTree<'_>,
-    warnings: &mut Vec<TopologyWarning>,
-) -> Place {
+fn place(gpu: &GpuObservation, tree: &mut PciTree<'_>, warnings: &mut Vec<TopologyWarning>) -> Place {
     let Some(place) = tree.find(gpu.pci) else {
         warnings.push(TopologyWarning::NotInHostTree(gpu.pci));
         let package = gpu.numa.and_then(|numa| tree.package_of(numa));
@@ -357,7 +352,7 @@ fn place(
     if let Some(nvml) = gpu.numa
         && place.numa != Some(nvml)
         && tree.cpu_node(place) != Some(nvml)
-        && observed.host.numa_nodes.len() > 1
+        && tree.has_cpus.len() > 1
     {
         warnings.push(TopologyWarning::NumaDisagreement { pci: gpu.pci, host: place.numa, nvml });
     }

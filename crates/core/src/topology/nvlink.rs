@@ -41,19 +41,29 @@ pub(super) fn connect(gpus: &[&GpuObservation], warnings: &mut Vec<TopologyWarni
     let ports: Vec<Option<(u32, u32)>> = ports.collect();
     let port = |index: usize| ports.get(index).copied().flatten();
     let mut pairs = LinkMatrix::zeros(gpus.len());
-    for a in 0..gpus.len() {
-        for b in a + 1..gpus.len() {
-            let direct = direct(gpus, &reports, a, b, warnings);
-            let mut links = NvLinks { count: direct, mbps: direct.saturating_mul(rate(a).min(rate(b))) };
-            if let (Some((plane_a, port_a)), Some((plane_b, port_b))) = (port(a), port(b))
-                && plane_a == plane_b
-            {
-                let width = widths.get(a).min(widths.get(b)).copied().unwrap_or(0);
-                links.count = links.count.saturating_add(width);
-                links.mbps = links.mbps.saturating_add(port_a.min(port_b));
+    let says = |from: usize, to: usize| Some(reports.get(from)?.as_ref()?.direct.get(&to).copied().unwrap_or(0));
+    for (a, b) in (0..gpus.len()).flat_map(|a| (a + 1..gpus.len()).map(move |b| (a, b))) {
+        // The smaller count of both ends, or that of one end if the other is unknown.
+        let direct = match (says(a, b), says(b, a)) {
+            (Some(a_to_b), Some(b_to_a)) => {
+                if a_to_b != b_to_a
+                    && let (Some(a), Some(b)) = (gpus.get(a), gpus.get(b))
+                {
+                    warnings.push(TopologyWarning::NvLinkOneSided { a: a.pci, b: b.pci, a_to_b, b_to_a });
+                }
+                a_to_b.min(b_to_a)
             }
-            pairs.set(a, b, links);
+            (one, other) => one.or(other).unwrap_or(0),
+        };
+        let mut links = NvLinks { count: direct, mbps: direct.saturating_mul(rate(a).min(rate(b))) };
+        if let (Some((plane_a, port_a)), Some((plane_b, port_b))) = (port(a), port(b))
+            && plane_a == plane_b
+        {
+            let width = widths.get(a).min(widths.get(b)).copied().unwrap_or(0);
+            links.count = links.count.saturating_add(width);
+            links.mbps = links.mbps.saturating_add(port_a.min(port_b));
         }
+        pairs.set(a, b, links);
     }
     Connected { pairs, ports }
 }
@@ -102,32 +112,6 @@ fn report(gpus: &[&GpuObservation], index: usize, warnings: &mut Vec<TopologyWar
         warnings.push(TopologyWarning::NvLinkUnknownRate(gpu.pci, mb_per_s));
     }
     Some(seen)
-}
-
-/// The links between two GPUs: the smaller count of both ends, or that of one end if the other is unknown.
-fn direct(
-    gpus: &[&GpuObservation],
-    reports: &[Option<Reported>],
-    a: usize,
-    b: usize,
-    warnings: &mut Vec<TopologyWarning>,
-) -> u32 {
-    let says = |from: usize, to: usize| {
-        let report = reports.get(from).and_then(Option::as_ref)?;
-        Some(report.direct.get(&to).copied().unwrap_or(0))
-    };
-    match (says(a, b), says(b, a)) {
-        (Some(a_to_b), Some(b_to_a)) => {
-            if a_to_b != b_to_a
-                && let (Some(a), Some(b)) = (gpus.get(a), gpus.get(b))
-            {
-                warnings.push(TopologyWarning::NvLinkOneSided { a: a.pci, b: b.pci, a_to_b, b_to_a });
-            }
-            a_to_b.min(b_to_a)
-        }
-        (Some(links), None) | (None, Some(links)) => links,
-        (None, None) => 0,
-    }
 }
 
 /// The plane of each GPU that has links to an NVSwitch: one plane for each fabric clique that the driver reports.

@@ -43,7 +43,7 @@ pub(super) struct PciTree<'a> {
     by_address: BTreeMap<PciAddress, usize>,
     packages: BTreeMap<NumaNodeId, PackageId>,
     /// The NUMA nodes that were observed, each with whether it has CPUs.
-    has_cpus: BTreeMap<NumaNodeId, bool>,
+    pub has_cpus: BTreeMap<NumaNodeId, bool>,
     cpu: Option<&'a CpuObservation>,
     /// The names of the host bridges' root buses, if the host has them.
     roots: Vec<Option<&'a str>>,
