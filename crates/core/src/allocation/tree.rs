@@ -257,13 +257,9 @@ fn best(topology: &NodeTopology, group: usize) -> Top {
     let all: GpuSet = (0..gpus).collect();
     let few = (0..group as u64).fold(1, |sets: u64, taken| sets.saturating_mul(gpus as u64 - taken) / (taken + 1))
         <= MOST_TOP_SETS;
-    let reached =
-        |sets: &mut dyn Iterator<Item = GpuSet>| sets.map(|set| collective_of(topology, set)).max().unwrap_or(0);
-    let mbps = if few {
-        reached(&mut subsets(all, group))
-    } else {
-        reached(&mut (0..gpus).map(|first| grown(topology, first, group)))
-    };
+    let every = few.then(|| subsets(all, group)).into_iter().flatten();
+    let some = (0..gpus).filter(|_| !few).map(|first| grown(topology, first, group));
+    let mbps = every.chain(some).map(|set| collective_of(topology, set)).max().unwrap_or(0);
     Top { mbps, exact: few }
 }
 
@@ -302,13 +298,6 @@ fn classes(topology: &NodeTopology, nics: &NearNics) -> Vec<GpuSet> {
                     && topology.rank(a, other) == topology.rank(b, other)
             })
     };
-    let mut classes: Vec<GpuSet> = Vec::new();
-    for place in 0..gpus.len() {
-        let first = |class: &GpuSet| class.places().next().unwrap_or(0);
-        match classes.iter_mut().find(|class| alike(first(class), place)) {
-            Some(class) => class.insert(place),
-            None => classes.push(GpuSet::of(place)),
-        }
-    }
-    classes
+    // GPUs that are like a third one are alike, so the connected parts are the classes.
+    components(gpus.len(), alike)
 }
