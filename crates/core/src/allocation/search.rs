@@ -152,7 +152,7 @@ impl Search<'_> {
         }
         let holds =
             |members: GpuSet| must.without(members).is_empty() && must.union(free.intersection(members)).len() >= size;
-        let clusters = self.tree.clusters().iter().filter(|cluster| holds(cluster.members));
+        let clusters = self.tree.bandwidths.clusters.iter().filter(|cluster| holds(cluster.members));
         let mut regions: BTreeMap<Reverse<u32>, Vec<GpuSet>> = BTreeMap::new();
         for cluster in clusters {
             regions.entry(Reverse(cluster.width)).or_default().push(cluster.members);
@@ -173,7 +173,7 @@ impl Search<'_> {
     fn grow(&self, regions: &[GpuSet], classes: &[Vec<GpuSet>], need: usize) -> Vec<GpuSet> {
         let Question { must, free, size, .. } = *self.question;
         let inside = |set: GpuSet| regions.iter().any(|region| set.without(*region).is_empty());
-        let seeds = self.tree.clusters().iter().map(|cluster| must.union(cluster.members.intersection(free)));
+        let seeds = self.tree.bandwidths.clusters.iter().map(|cluster| must.union(cluster.members.intersection(free)));
         let seeds = seeds.filter(|seed| seed.len() <= size && inside(*seed));
         let mut pools: BTreeMap<usize, BTreeSet<GpuSet>> = BTreeMap::new();
         for seed in seeds.chain([must]) {

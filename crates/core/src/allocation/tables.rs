@@ -126,7 +126,7 @@ impl AllocationTables {
             SetValues::Tables(sets) => Some(sets.best_collective(gpus, size)),
             SetValues::Tree(tree) if tree.exact => {
                 let holds = |cluster: &&tree::Cluster| cluster.members.intersection(gpus).len() >= size;
-                Some(tree.clusters().iter().find(holds).map_or(0, |cluster| u64::from(cluster.width)))
+                Some(tree.bandwidths.clusters.iter().find(holds).map_or(0, |cluster| u64::from(cluster.width)))
             }
             SetValues::Tree(_) => self.collective(self.best_of(gpus, size)),
         }
@@ -224,7 +224,7 @@ fn ranked<T: Ord + Clone>(values: Vec<T>) -> (Vec<T>, impl Iterator<Item = u64>)
 /// GPU have a bit. No machine has 65 such NICs; a 65th would count for no GPU.
 #[derive(Clone, Debug, Default)]
 pub(super) struct NearNics {
-    near: Vec<u64>,
+    pub near: Vec<u64>,
     rates: Vec<u64>,
 }
 
@@ -250,10 +250,5 @@ impl NearNics {
     pub fn rate(&self, set: GpuSet) -> u64 {
         let near = set.places().filter_map(|place| self.near.get(place)).fold(0, |all, own| all | own);
         GpuSet(near).places().filter_map(|nic| self.rates.get(nic)).sum()
-    }
-
-    /// Returns true if two GPUs have the same nearest NICs.
-    pub fn are_alike(&self, a: usize, b: usize) -> bool {
-        self.near.get(a) == self.near.get(b)
     }
 }

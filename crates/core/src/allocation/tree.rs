@@ -22,7 +22,7 @@ const MOST_TOP_SETS: u64 = 20_000;
 /// The clusters, classes and tables from which a set is valued.
 #[derive(Clone, Debug)]
 pub(super) struct Tree {
-    bandwidths: Forest,
+    pub bandwidths: Forest,
     /// [`Rank::FARTHEST`] less the rank: more is closer.
     ranks: Forest,
     nvlinks: Peers,
@@ -80,9 +80,9 @@ impl Peers {
 
 /// The clusters of one measure.
 #[derive(Clone, Debug)]
-struct Forest {
+pub(super) struct Forest {
     /// The clusters, the widest first: a cluster comes before those around it.
-    clusters: Vec<Cluster>,
+    pub clusters: Vec<Cluster>,
     /// The part of the measure that the clusters do not show; `None` if every pair has exactly the width of the
     /// smallest cluster around it.
     peers: Option<Peers>,
@@ -159,13 +159,7 @@ impl Tree {
 
     /// The best collective of `group` GPUs; 0 for sizes that are not valued.
     pub(super) fn top(&self, group: usize) -> Top {
-        let tops = GROUPS.into_iter().zip(self.tops);
-        tops.into_iter().find(|(size, _)| *size == group).map(|(_, top)| top).unwrap_or_default()
-    }
-
-    /// The clusters by bandwidth, the widest first.
-    pub(super) fn clusters(&self) -> &[Cluster] {
-        &self.bandwidths.clusters
+        GROUPS.into_iter().zip(self.tops).find(|(size, _)| *size == group).map(|(_, top)| top).unwrap_or_default()
     }
 
     /// The values of a chosen set and of the GPUs that stay free. If the tree is not exact, `collective`, `remaining`
@@ -291,7 +285,7 @@ fn classes(topology: &NodeTopology, nics: &NearNics) -> Vec<GpuSet> {
         let package = |place: usize| gpus.get(place).map(|gpu| gpu.package);
         let others = (0..gpus.len()).filter(|other| *other != a && *other != b);
         package(a) == package(b)
-            && nics.are_alike(a, b)
+            && nics.near.get(a) == nics.near.get(b)
             && others.into_iter().all(|other| {
                 topology.bandwidth(a, other) == topology.bandwidth(b, other)
                     && topology.nvlink(a, other) == topology.nvlink(b, other)
