@@ -80,7 +80,7 @@ impl Kind {
         }
     }
 
-    fn with_claims(mut self, all: usize, gpus: u8, valued: Option<&Valued<'_>>) -> Self {
+    fn with_claims(mut self, all: usize, gpus: u8, valued: Option<Valued<'_>>) -> Self {
         self.gpus = all;
         self.alternatives = any_groups(gpus);
         let named = |names: &[String]| -> Vec<GroupAttribute> {
@@ -148,12 +148,11 @@ fn assembled(title: String, topology: NodeTopology, gpus: u8) -> Kind {
     let is_mixed = topology.gpus().iter().any(|gpu| gpu.model.as_deref() != product.as_deref());
     let tables = crate::commands::tables(topology);
     let layout = GpuLayout::of(&tables, all);
-    let valued = Valued::new(&tables, &layout);
-    let best = valued.best_of_all(gpus.into());
+    let best = tables.best_collective(layout.order.iter().copied().collect(), gpus.into());
     let nodes = vec![title.clone()];
     let attributes = GroupAttribute::all_of(&layout);
     let kind = Kind { title, nodes, attributes, best, product, is_mixed, ..Kind::default() };
-    kind.with_claims(layout.order.len(), gpus, Some(&valued))
+    kind.with_claims(layout.order.len(), gpus, Some((&tables, &layout)))
 }
 
 fn product_of(topology: &NodeTopology) -> Option<&str> {

@@ -60,16 +60,11 @@ impl GroupAttribute {
     pub fn all_of(layout: &GpuLayout) -> Vec<Self> {
         let place = |gpu: usize| layout.order.iter().position(|other| *other == gpu);
         let published = |set: GpuSet| set.places().filter_map(place).collect::<GpuSet>();
-        let attribute = |family: &Family| Self {
-            name: family.name.clone(),
-            groups: family.groups.iter().map(|group| published(group.gpus)).collect(),
-        };
-        let domains = Self {
-            name: NVLINK_DOMAIN.to_owned(),
-            groups: layout.nvlink_domains.iter().copied().map(published).collect(),
-        };
-        let has_groups = |attribute: &Self| !attribute.groups.is_empty();
-        layout.families.iter().map(attribute).chain([domains]).filter(has_groups).collect()
+        let sets = |family: &Family| family.groups.iter().map(|group| group.gpus).collect();
+        let families = layout.families.iter().map(|family| (family.name.clone(), sets(family)));
+        let attributes = families.chain([(NVLINK_DOMAIN.to_owned(), layout.nvlink_domains.clone())]);
+        let attributes = attributes.filter(|(_, sets): &(String, Vec<GpuSet>)| !sets.is_empty());
+        attributes.map(|(name, sets)| Self { name, groups: sets.into_iter().map(published).collect() }).collect()
     }
 
     /// All of so many GPUs as one group: what a claim without a constraint takes its GPUs from.
@@ -92,36 +87,12 @@ impl GroupAttribute {
     }
 }
 
-/// The GPUs of a node in published order, with what a set of them carries.
-pub struct Valued<'a> {
-    tables: &'a AllocationTables,
-    order: &'a [usize],
-}
+/// What sets of a node's GPUs carry, and the order in which the GPUs are published.
+pub type Valued<'a> = (&'a AllocationTables, &'a GpuLayout);
 
-impl<'a> Valued<'a> {
-    /// The GPUs of a layout.
-    pub fn new(tables: &'a AllocationTables, layout: &'a GpuLayout) -> Self {
-        Self { tables, order: &layout.order }
-    }
-
-    /// GPUs by their places in the topology.
-    fn places(&self, published: GpuSet) -> GpuSet {
-        published.places().filter_map(|place| self.order.get(place).copied()).collect()
-    }
-
-    fn collective(&self, published: GpuSet) -> Option<u64> {
-        self.tables.collective(self.places(published))
-    }
-
-    /// The best collective of so many of these GPUs, MB/s.
-    fn best(&self, published: GpuSet, gpus: usize) -> Option<u64> {
-        self.tables.best_collective(self.places(published), gpus)
-    }
-
-    /// The best collective of so many GPUs of the idle node, MB/s.
-    pub fn best_of_all(&self, gpus: usize) -> Option<u64> {
-        self.best((0..self.order.len()).collect(), gpus)
-    }
+/// The collective of a set of GPUs in published order, MB/s.
+fn collective((tables, layout): Valued<'_>, published: GpuSet) -> Option<u64> {
+    tables.collective(layout.places(published))
 }
 
 /// The mean over states.
@@ -142,14 +113,14 @@ pub fn of(
     attributes: &[GroupAttribute],
     alternatives: &[GroupAttribute],
     (all, gpus): (usize, usize),
-    valued: Option<&Valued<'_>>,
+    valued: Option<Valued<'_>>,
 ) -> Vec<ExactClaim> {
     let share = |set: GpuSet, best: Option<u64>| {
-        let got = valued?.collective(set)?;
+        let got = collective(valued?, set)?;
         Some((got * WHOLE).checked_div(best?).unwrap_or(WHOLE))
     };
     let state = |free: GpuSet| {
-        let best = valued.and_then(|valued| valued.best(free, gpus));
+        let best = valued.and_then(|(tables, layout)| tables.best_collective(layout.places(free), gpus));
         let by_group = alternatives.iter().find_map(|other| other.chosen(free, gpus));
         let other = by_group.unwrap_or_else(|| free.places().take(gpus).collect());
         State { free, best, alternatives: share(other, best) }
@@ -180,12 +151,8 @@ pub fn of(
 }
 
 /// The least collective of so many GPUs of one group, MB/s.
-pub fn promised(attribute: &GroupAttribute, gpus: usize, valued: &Valued<'_>) -> Option<u64> {
-    let mut sets = attribute.groups.iter().flat_map(|group| subsets(*group, gpus)).take(MOST_SETS + 1);
-    let mut counted = 0;
-    let least = sets.try_fold(u64::MAX, |least, set| {
-        counted += 1;
-        valued.collective(set).map(|collective| least.min(collective))
-    });
-    least.filter(|_| (1..=MOST_SETS).contains(&counted))
+pub fn promised(attribute: &GroupAttribute, gpus: usize, valued: Valued<'_>) -> Option<u64> {
+    let sets = attribute.groups.iter().flat_map(|group| subsets(*group, gpus)).take(MOST_SETS + 1);
+    let collectives: Vec<u64> = sets.map(|set| collective(valued, set)).collect::<Option<_>>()?;
+    collectives.iter().min().copied().filter(|_| collectives.len() <= MOST_SETS)
 }

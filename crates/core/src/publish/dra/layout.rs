@@ -43,6 +43,11 @@ impl GpuLayout {
             nvlink_domains: nvlink_domains(topology, whole),
         }
     }
+
+    /// GPUs by their places in the topology, from their places in the published order.
+    pub(super) fn places(&self, published: GpuSet) -> GpuSet {
+        published.places().filter_map(|place| self.order.get(place).copied()).collect()
+    }
 }
 
 /// The layout that was computed last: snapshots share their tables until the topology changes.
