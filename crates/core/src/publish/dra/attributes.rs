@@ -212,9 +212,8 @@ fn ours(name: &str) -> String {
 /// The nearest switch above a GPU that is above another GPU too.
 fn shared_switch(topology: &NodeTopology, place: usize) -> Option<PciAddress> {
     let others = || topology.gpus().iter().enumerate().filter(|(other, _)| *other != place).map(|(_, gpu)| gpu);
-    let own = topology.gpus().get(place)?.switches.iter().copied();
-    let mut shared = own.filter(|switch| others().any(|other| other.switches.contains(switch)));
-    shared.next()
+    let mut own = topology.gpus().get(place)?.switches.iter().copied();
+    own.find(|switch| others().any(|other| other.switches.contains(switch)))
 }
 
 /// The first of the nearest NICs of a kind, no farther than a host bridge.

@@ -81,20 +81,16 @@ impl Pool {
         let is_limited = |device: &SliceDevice| !device.taints.is_empty() || !device.consumes_counters.is_empty();
         let fits_one = self.devices.len() <= MOST_DEVICES && !self.devices.iter().any(is_limited);
         let most = if fits_one { MOST_DEVICES } else { MOST_DEVICES_WITH_TAINTS };
-        let counters = self.counters.chunks(MOST_COUNTER_SETS).map(|counters| (counters, &[][..]));
-        let mut parts: Vec<(&[CounterSet], &[SliceDevice])> = counters.collect();
-        parts.extend(self.devices.chunks(most).map(|devices| (&[][..], devices)));
+        let counters = self.counters.chunks(MOST_COUNTER_SETS).map(|counters| (counters.to_vec(), None));
+        let mut parts: Vec<(Vec<CounterSet>, Option<Vec<SliceDevice>>)> = counters.collect();
+        parts.extend(self.devices.chunks(most).map(|devices| (Vec::new(), Some(devices.to_vec()))));
         if self.devices.is_empty() {
-            parts.push((&[], &[]));
+            parts.push((Vec::new(), Some(Vec::new())));
         }
         let pool = SlicePool { name: self.name.clone(), generation, resource_slice_count: parts.len() };
-        let slice = |(counters, devices): (&[CounterSet], &[SliceDevice])| SliceSpec {
-            driver: DRA_DRIVER.to_owned(),
-            node_name: self.node.clone(),
-            pool: pool.clone(),
-            shared_counters: counters.to_vec(),
-            devices: counters.is_empty().then(|| devices.to_vec()),
-        };
+        let (driver, node_name) = (DRA_DRIVER.to_owned(), self.node.clone());
+        let of_pool = SliceSpec { driver, node_name, pool, shared_counters: Vec::new(), devices: None };
+        let slice = |(shared_counters, devices)| SliceSpec { shared_counters, devices, ..of_pool.clone() };
         parts.into_iter().map(slice).collect()
     }
 }
