@@ -220,10 +220,12 @@ impl InjectionOptions {
 
 impl CdiOptions {
     /// Moves the CDI devices to the place in the device plugin API that carries them. A container gets one answer for
-    /// each resource, so the annotation's name contains the resource.
+    /// each resource, so the annotation's name contains the resource. A name that is too long is cut and ends with a
+    /// hash of the resource.
     pub fn place(&self, resource: &ResourceName, injection: &mut Injection) {
         if let Some(prefix) = &self.annotation_prefix {
-            let key = format!("{prefix}{}", annotation(resource));
+            let name = format!("{ANNOTATION_PLUGIN}_{}", resource.as_str().replace('/', "_"));
+            let key = format!("{prefix}{}", shortened(&name, LONGEST_ANNOTATION));
             injection.annotations.insert(key, injection.cdi_devices.join(","));
         }
         if !self.cri {
@@ -271,12 +273,6 @@ impl<'a> ChosenDevice<'a> {
 /// The node of an IMEX channel.
 pub fn imex_node(channel: u32) -> String {
     format!("/dev/nvidia-caps-imex-channels/channel{channel}")
-}
-
-/// The name of a resource's annotation, without the prefix. A name that is too long is cut and ends with a hash of the
-/// resource.
-fn annotation(resource: &ResourceName) -> String {
-    shortened(&format!("{ANNOTATION_PLUGIN}_{}", resource.as_str().replace('/', "_")), LONGEST_ANNOTATION)
 }
 
 /// The path of the MPS root in the containers of the daemon, of the plugin and of the pods.

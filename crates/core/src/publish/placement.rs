@@ -155,13 +155,12 @@ struct Reader<'a> {
 }
 
 /// The part of one resource that a container has.
-#[derive(Default)]
 struct Held {
-    places: GpuSet,
+    /// The GPU of each device by its place, and true if the device is the GPU or a slot of it; `None` for a device of
+    /// no GPU here.
+    hardware: Vec<Option<(usize, bool)>>,
     /// The UUIDs of the GPUs that this machine does not show any more.
     gone: BTreeSet<String>,
-    /// True if all of it is GPUs of this node, or slots of them.
-    is_whole: bool,
     /// The best that was free when it was given.
     then: Option<FreeThen>,
 }
@@ -173,12 +172,10 @@ impl Reader<'_> {
         let offered = self.state.offers().resources();
         for (holder, holdings) in ledger.by_container() {
             for (resource, ids) in &holdings.devices {
-                let hardware: Vec<_> = ids.iter().map(|id| gpu_of(topology, id)).collect();
                 let unknown = ids.iter().filter(|id| offered.contains_key(resource) && gpu_of(topology, id).is_none());
                 let held = Held {
-                    places: hardware.iter().flatten().map(|(place, _)| *place).collect(),
+                    hardware: ids.iter().map(|id| gpu_of(topology, id)).collect(),
                     gone: unknown.filter_map(|id| gpu_behind(topology, id)).collect(),
-                    is_whole: hardware.iter().all(|known| known.is_some_and(|(_, whole)| whole)),
                     then: ledger.free_at_allocate(resource, ids),
                 };
                 allocations.extend(self.allocation(holder, resource.as_str(), Door::Plugin, held));
@@ -186,14 +183,13 @@ impl Reader<'_> {
             let drivers: BTreeSet<&str> = holdings.claims.iter().map(|claimed| claimed.driver.as_str()).collect();
             for driver in drivers {
                 let devices = || holdings.claims.iter().filter(|claimed| claimed.driver == driver);
-                let hardware: Vec<_> = devices().flat_map(|device| ledger.gpus_of_claimed(topology, device)).collect();
+                let hardware = devices().flat_map(|device| ledger.gpus_of_claimed(topology, device));
                 let claims: BTreeSet<&str> = devices().map(|device| device.claim.as_str()).collect();
                 // Several claims were given one by one, so no single admission covers them.
                 let one = devices().next().filter(|_| claims.len() == 1);
                 let held = Held {
-                    places: hardware.iter().map(|(place, _)| *place).collect(),
+                    hardware: hardware.map(Some).collect(),
                     gone: BTreeSet::new(),
-                    is_whole: hardware.iter().all(|(_, whole)| *whole),
                     then: one.and_then(|device| ledger.free_at_prepare(device)),
                 };
                 allocations.extend(self.allocation(holder, driver, Door::Dra, held));
@@ -204,11 +200,13 @@ impl Reader<'_> {
 
     /// Judges the GPUs of one holder; `None` if they are no GPUs of this node.
     fn allocation(&mut self, holder: &ContainerName, resource: &str, door: Door, held: Held) -> Option<Allocation> {
-        if held.places.is_empty() && held.gone.is_empty() {
+        let places: GpuSet = held.hardware.iter().flatten().map(|(place, _)| *place).collect();
+        if places.is_empty() && held.gone.is_empty() {
             return None;
         }
-        let collective = if held.is_whole { self.tables.collective(held.places) } else { None };
-        let best = collective.and_then(|_| self.best(held.places.len()));
+        let is_whole = held.hardware.iter().all(|known| known.is_some_and(|(_, is_whole)| is_whole));
+        let collective = if is_whole { self.tables.collective(places) } else { None };
+        let best = collective.and_then(|_| self.best(places.len()));
         let then = held.then.filter(|_| collective.is_some());
         let why = collective.zip(best).zip(then);
         let ContainerName { namespace, pod, container } = holder.clone();
@@ -218,10 +216,10 @@ impl Reader<'_> {
             container,
             resource: resource.to_owned(),
             door: door.label().into(),
-            gpus: self.uuids(held.places),
+            gpus: self.uuids(places),
             gone: held.gone,
             collective,
-            nvls: collective.and_then(|_| self.state.topology().nvls(held.places.places())),
+            nvls: collective.and_then(|_| self.state.topology().nvls(places.places())),
             best,
             best_at_admission: then.map(|then| then.free),
             why: why.map(|((collective, best), then)| shortfalls(door, collective, best, then)).unwrap_or_default(),

@@ -58,14 +58,11 @@ impl PodEvent {
     fn about(allocation: &Allocation, (has, best): (u64, u64), holdings: &ContainerHoldings) -> Option<Self> {
         let Allocation { namespace, pod, container, gpus, why, .. } = allocation;
         let (count, has, best) = (gpus.len(), gigabytes(has), gigabytes(best));
-        let mut note = format!(
+        let finding = format!(
             "The {count} GPUs of container {container} reach {has} GB/s together, and {count} GPUs of this node can reach \
              {best}."
         );
-        for sentence in sentences(why) {
-            note.push(' ');
-            note.push_str(sentence);
-        }
+        let note = core::iter::once(&*finding).chain(sentences(why)).collect::<Vec<_>>().join(" ");
         let (namespace, pod) = (namespace.clone(), pod.clone());
         let claims = holdings.claims.iter().filter(|claimed| claimed.driver == DRA_DRIVER);
         let (uid, claim) = (holdings.pod_uid.clone(), claims.map(|claimed| claimed.claim.clone()).next());

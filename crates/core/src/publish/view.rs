@@ -334,17 +334,12 @@ fn subject(value: Value) -> Option<&'static str> {
 
 /// The reasons for the GPUs of a choice.
 fn why(report: &AllocationReport, narrowed: bool) -> String {
-    let mut why = match report.fallback {
-        Some(FallbackReason::UnknownDevice) => {
-            "In sorted order: the request names a device that is not here.".to_owned()
-        }
-        Some(FallbackReason::Size) => "In sorted order: no set of that size holds what must be in it.".to_owned(),
-        None => why_best(report),
-    };
-    if narrowed {
-        why += " The kubelet offered fewer GPUs than were free.";
-    }
-    why
+    let fallback = report.fallback.map(|reason| match reason {
+        FallbackReason::UnknownDevice => "In sorted order: the request names a device that is not here.",
+        FallbackReason::Size => "In sorted order: no set of that size holds what must be in it.",
+    });
+    let why = fallback.map_or_else(|| why_best(report), ToOwned::to_owned);
+    if narrowed { why + " The kubelet offered fewer GPUs than were free." } else { why }
 }
 
 fn why_best(report: &AllocationReport) -> String {
