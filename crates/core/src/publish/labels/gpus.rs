@@ -4,7 +4,7 @@
 //! labels flap. Here the choice is always the same; see [`Model::chosen`].
 
 use crate::prelude::*;
-use alloc::collections::BTreeMap;
+use alloc::collections::{BTreeMap, BTreeSet};
 
 use super::{LabelProblem, Labels, MOST, Shared, sanitised};
 use crate::state::ResourcePlan;
@@ -24,24 +24,31 @@ impl<'a> Model<'a> {
     /// Chooses the model that the labels are about: a model with a GPU outside MIG mode before one without; then the
     /// one with the most GPUs; then the first by name. `None` without GPUs.
     pub fn chosen(topology: &'a NodeTopology) -> Option<Self> {
-        let mut by_name: BTreeMap<Option<&str>, Vec<&Gpu>> = BTreeMap::new();
-        for gpu in topology.gpus() {
-            by_name.entry(gpu.model.as_deref()).or_default().push(gpu);
-        }
-        let models = by_name.len();
-        let rank = |(name, gpus): &(Option<&str>, Vec<&Gpu>)| {
-            (gpus.iter().any(|gpu| !gpu.mig_enabled), gpus.len(), name.is_some())
-        };
-        // `max_by_key` takes the last of equals.
-        let (name, mut gpus) = by_name.into_iter().rev().max_by_key(rank)?;
+        let models: BTreeSet<_> = topology.gpus().iter().map(|gpu| &gpu.model).collect();
+        let gpus = topology.gpus().iter().map(|gpu| (gpu.model.as_deref(), gpu));
+        let (name, mut gpus) = most(gpus, |gpus| gpus.iter().any(|gpu| !gpu.mig_enabled))?;
         gpus.sort_by_key(|gpu| gpu.mig_enabled);
-        Some(Self { name, gpus, models })
+        Some(Self { name, gpus, models: models.len() })
     }
 
     /// A fact from the first GPU that has it.
     fn fact<T>(&self, fact: impl Fn(&Gpu) -> Option<T>) -> Option<T> {
         self.gpus.iter().find_map(|gpu| fact(gpu))
     }
+}
+
+/// The things of one model, which is chosen by `first`, then by their number, then by the model's name; a known model
+/// comes before an unknown one.
+pub(super) fn most<'a, T, R: Ord>(
+    things: impl Iterator<Item = (Option<&'a str>, T)>,
+    first: impl Fn(&[T]) -> R,
+) -> Option<(Option<&'a str>, Vec<T>)> {
+    let mut models: BTreeMap<Option<&str>, Vec<T>> = BTreeMap::new();
+    for (model, thing) in things {
+        models.entry(model).or_default().push(thing);
+    }
+    // `max_by_key` takes the last of equals.
+    models.into_iter().rev().max_by_key(|(model, things)| (first(things), things.len(), model.is_some()))
 }
 
 /// The product's name as a value, with the suffix `end`; `None` for an unknown model. The end of a long name is cut off,

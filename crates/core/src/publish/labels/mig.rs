@@ -5,7 +5,7 @@ use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
 use core::fmt::Display;
 
-use super::gpus::{Model, product};
+use super::gpus::{Model, most, product};
 use super::{Labels, Shared};
 use crate::state::{MigStrategy, ResourceName, ResourcePlan, SharingKind};
 use crate::topology::{MigDevice, NodeTopology};
@@ -41,13 +41,8 @@ pub(super) fn labels(topology: &NodeTopology, plan: &ResourcePlan, labels: &mut 
 /// The labels of the MIG devices of one profile. The product's model is the one with the most of these devices, then
 /// the first by name.
 fn of_profile(prefix: &str, devices: &[&MigDevice], topology: &NodeTopology, plan: &ResourcePlan, labels: &mut Labels) {
-    let mut models: BTreeMap<Option<&str>, Vec<&MigDevice>> = BTreeMap::new();
-    for device in devices {
-        let model = topology.gpus().get(device.parent).and_then(|gpu| gpu.model.as_deref());
-        models.entry(model).or_default().push(device);
-    }
-    // `max_by_key` takes the last of equals.
-    let chosen = models.into_iter().rev().max_by_key(|(model, devices)| (devices.len(), model.is_some()));
+    let model = |device: &MigDevice| topology.gpus().get(device.parent).and_then(|gpu| gpu.model.as_deref());
+    let chosen = most(devices.iter().map(|device| (model(device), *device)), |_| ());
     let Some((model, [first, ..])) = chosen.as_ref().map(|(model, devices)| (*model, devices.as_slice())) else {
         return;
     };
