@@ -2,7 +2,6 @@
 
 use crate::prelude::*;
 use alloc::collections::BTreeMap;
-use alloc::collections::btree_map::Entry;
 
 use super::address::{NumaNodeId, PackageId, PciAddress};
 use super::bandwidth;
@@ -70,32 +69,19 @@ impl<'a> PciTree<'a> {
             let mut open: Vec<(&PciObservation, Option<usize>, Place)> =
                 bridge.devices.iter().rev().map(|device| (device, None, around)).collect();
             while let Some((device, parent, around)) = open.pop() {
-                let place = tree.add(device, parent, host_bridge, around, warnings);
+                let index = tree.functions.len();
+                let package = device.numa.and_then(|numa| tree.package_of(numa)).or(around.package);
+                let place = Place { function: Some(index), numa: device.numa.or(around.numa), package };
+                tree.functions.push(Function { seen: device, parent, host_bridge, link: device.link, place });
+                if let Some(pci) = device.pci
+                    && *tree.by_address.entry(pci).or_insert(index) != index
+                {
+                    warnings.push(TopologyWarning::DuplicateFunction(pci));
+                }
                 open.extend(device.devices.iter().rev().map(|below| (below, place.function, place)));
             }
         }
         tree
-    }
-
-    fn add(
-        &mut self,
-        device: &'a PciObservation,
-        parent: Option<usize>,
-        host_bridge: usize,
-        around: Place,
-        warnings: &mut Vec<TopologyWarning>,
-    ) -> Place {
-        let index = self.functions.len();
-        let package = device.numa.and_then(|numa| self.package_of(numa)).or(around.package);
-        let place = Place { function: Some(index), numa: device.numa.or(around.numa), package };
-        self.functions.push(Function { seen: device, parent, host_bridge, link: device.link, place });
-        if let Some(pci) = device.pci {
-            match self.by_address.entry(pci) {
-                Entry::Vacant(free) => _ = free.insert(index),
-                Entry::Occupied(_) => warnings.push(TopologyWarning::DuplicateFunction(pci)),
-            }
-        }
-        place
     }
 
     /// The package of a NUMA node.

@@ -209,6 +209,8 @@ pub(super) fn odd_gpus(
         let up = observed(place)?.nvlinks.as_ref()?.iter().filter(|group| group.active);
         u32::try_from(up.map(|group| group.links.len()).sum::<usize>()).ok()
     };
+    let width = |place: usize| Some(observed(place)?.pcie?.width);
+    let rate = |place: usize| Some(observed(place)?.pcie?.mts);
     let is_refused = |a: usize, b: usize| {
         let (one, two) = (observed(a)?, observed(b)?);
         Some(one.p2p_refused.contains_key(&two.index) || two.p2p_refused.contains_key(&one.index))
@@ -224,10 +226,8 @@ pub(super) fn odd_gpus(
         };
         let odd = [
             odd_one(&places, nvlinks).map(|(place, compared)| (place, Oddity::NvLinks(compared))),
-            odd_one(&places, |place| Some(observed(place)?.pcie?.width))
-                .map(|(place, compared)| (place, Oddity::PcieWidth(compared))),
-            odd_one(&places, |place| Some(observed(place)?.pcie?.mts))
-                .map(|(place, compared)| (place, Oddity::PcieRate(compared))),
+            odd_one(&places, width).map(|(place, compared)| (place, Oddity::PcieWidth(compared))),
+            odd_one(&places, rate).map(|(place, compared)| (place, Oddity::PcieRate(compared))),
             odd_one(&places, has_p2p).map(|(place, ..)| (place, Oddity::NoP2p)),
             odd_one(&places, has_nic).map(|(place, ..)| (place, Oddity::NoNic)),
         ];
