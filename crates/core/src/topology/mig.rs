@@ -372,7 +372,7 @@ pub fn possible_mig(topology: &NodeTopology) -> Vec<PossibleMig<'_>> {
         let Some(of) = device_name(topology, place, None) else { continue };
         let mut names = BTreeSet::new();
         let mut own = Vec::new();
-        for kind in gpu.mig_profiles.iter() {
+        for kind in gpu.facts.mig.iter().flat_map(|mig| &mig.profiles) {
             let profile = kind.profile(gpu.facts.memory_mib);
             for placement in &kind.placements {
                 let slot = MigSlot { profile_id: kind.id, placement: *placement };

@@ -9,7 +9,7 @@ use serde::Serialize;
 use super::address::{GpuUuid, Guid, NumaNodeId, PackageId, PciAddress};
 use super::device_names::{self, Hardware};
 use super::level::{LinkMatrix, Rank, TopologyLevel};
-use super::mig::{MigDevice, MigProfile, MigProfileObservation};
+use super::mig::{MigDevice, MigObservation, MigProfile};
 use super::nvlink::{self, NvLinks};
 use super::observation::{DisplayClass, GpuObservation, NicKind, NicObservation, NodeObservation, PcieLink};
 use super::pcie::{Function, PciTree, Place};
@@ -76,15 +76,9 @@ pub struct Gpu {
     /// address are left out.
     #[serde(skip)]
     pub switches: Vec<PciAddress>,
-    /// True if GPU and driver have MIG.
-    #[serde(skip)]
-    pub mig_capable: bool,
     /// True if MIG mode is on. Then the GPU itself runs nothing; its MIG devices do.
     #[serde(skip)]
     pub mig_enabled: bool,
-    /// The profiles of GPU instances that it can have, in MIG mode.
-    #[serde(skip)]
-    pub mig_profiles: Arc<[MigProfileObservation]>,
     /// Its PCI class, if the host shows it.
     #[serde(skip)]
     pub class: Option<DisplayClass>,
@@ -146,17 +140,16 @@ impl NodeTopology {
             facts: Arc::new(facts(gpu)),
             pcie_root: tree.root(*place),
             switches: tree.switches(*place),
-            mig_capable: gpu.mig.is_some(),
             mig_enabled: gpu.mig.as_ref().is_some_and(|mig| mig.enabled),
-            mig_profiles: gpu.mig.iter().filter(|mig| mig.enabled).flat_map(|mig| mig.profiles.clone()).collect(),
             class: tree.class(*place),
         });
+        let cpu_nodes = observed.host.numa_nodes.iter().filter(|node| !node.cpus.is_empty());
         let mut topology = Self {
             gpus: gpus.collect(),
             pairs: LinkMatrix::zeros(seen.len()),
             mig_devices: mig_devices(&seen, &mut warnings),
             nics,
-            cpu_nodes: cpu_nodes(observed),
+            cpu_nodes: cpu_nodes.map(|node| (node.id, node.package)).collect(),
             names: BTreeMap::new(),
         };
         for (a, (first, &from)) in seen.iter().zip(&places).enumerate() {
@@ -333,10 +326,11 @@ fn accept<'a>(observed: &'a [GpuObservation], warnings: &mut Vec<TopologyWarning
     gpus
 }
 
-/// What was observed of a GPU by itself: its links, and what may change with each scan, are the graph's.
+/// What was observed of a GPU by itself: its links and its MIG devices are the graph's.
 fn facts(gpu: &GpuObservation) -> GpuObservation {
     let (common_ancestors, p2p_refused) = (BTreeMap::new(), BTreeMap::new());
-    GpuObservation { nvlinks: None, mig: None, common_ancestors, p2p_refused, ..gpu.clone() }
+    let mig = gpu.mig.clone().map(|mig| MigObservation { devices: Vec::new(), ..mig });
+    GpuObservation { nvlinks: None, mig, common_ancestors, p2p_refused, ..gpu.clone() }
 }
 
 /// Finds a GPU in the host's tree; if it is not there, NVML's values count.
@@ -367,19 +361,16 @@ fn level(
     warnings: &mut Vec<TopologyWarning>,
 ) -> TopologyLevel {
     let nvml = a.common_ancestors.get(&b.index).or_else(|| b.common_ancestors.get(&a.index)).copied();
-    match (tree.level(from, to), nvml) {
-        (Some(host), Some(nvml)) => {
-            if host.symbol() != nvml.symbol() {
-                warnings.push(TopologyWarning::LevelDisagreement { a: a.pci, b: b.pci, host, nvml });
-            }
-            host
-        }
-        (Some(level), None) | (None, Some(level)) => level,
-        (None, None) => {
-            warnings.push(TopologyWarning::UnknownLevel(a.pci, b.pci));
-            TopologyLevel::System
-        }
+    let host = tree.level(from, to);
+    if let (Some(host), Some(nvml)) = (host, nvml)
+        && host.symbol() != nvml.symbol()
+    {
+        warnings.push(TopologyWarning::LevelDisagreement { a: a.pci, b: b.pci, host, nvml });
     }
+    host.or(nvml).unwrap_or_else(|| {
+        warnings.push(TopologyWarning::UnknownLevel(a.pci, b.pci));
+        TopologyLevel::System
+    })
 }
 
 /// The MIG devices of the GPUs in MIG mode. The second of two with one UUID is left out, because a UUID is one device
@@ -414,11 +405,6 @@ fn narrower(a: Option<PcieLink>, b: Option<PcieLink>) -> u32 {
     let carries =
         |link: Option<PcieLink>| link.and_then(super::bandwidth::pcie).unwrap_or(super::bandwidth::UNKNOWN_HOP);
     carries(a).min(carries(b))
-}
-
-fn cpu_nodes(observed: &NodeObservation) -> BTreeMap<NumaNodeId, Option<PackageId>> {
-    let nodes = observed.host.numa_nodes.iter();
-    nodes.filter(|node| !node.cpus.is_empty()).map(|node| (node.id, node.package)).collect()
 }
 
 /// The network cards with their ranks to the GPUs: interfaces of one PCI function are one card.

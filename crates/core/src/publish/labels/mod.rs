@@ -190,7 +190,7 @@ impl Labels {
     }
 
     fn capabilities(&mut self, topology: &NodeTopology, plan: &ResourcePlan) {
-        self.put("nvidia.com/mig.capable", topology.gpus().iter().any(|gpu| gpu.mig_capable));
+        self.put("nvidia.com/mig.capable", topology.gpus().iter().any(|gpu| gpu.facts.mig.is_some()));
         let by_mps = plan.sharing.as_ref().filter(|sharing| sharing.kind == SharingKind::Mps);
         let by_mps = by_mps.is_some_and(|sharing| sharing.resources.iter().any(|resource| resource.replicas > 1));
         let mig = topology.gpus().iter().any(|gpu| gpu.mig_enabled);
