@@ -38,7 +38,7 @@ impl PodEvent {
         by_container: &BTreeMap<ContainerName, ContainerHoldings>,
         below: u8,
     ) -> Vec<Self> {
-        let mut worst: BTreeMap<(&str, &str), (&Allocation, (u64, u64))> = BTreeMap::new();
+        let mut worst: BTreeMap<(&str, &str), (&Allocation, _)> = BTreeMap::new();
         for allocation in &placements.allocations {
             let share = allocation.collective.zip(allocation.best);
             let Some(share) = share.filter(|share| compare(share, &(below.into(), 100)).is_lt()) else { continue };
