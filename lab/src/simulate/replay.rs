@@ -46,14 +46,9 @@ pub(super) struct Figures {
     pub end_seconds: u64,
 }
 
-/// Runs the jobs, which are in the order of their arrivals; the first in the queue blocks those behind it. `progress`
-/// is called after each job with the number of finished jobs. The seed is the random policy's.
-pub(super) fn replay(
-    tables: &AllocationTables,
-    jobs: &[Job],
-    (policy, seed): (SimulatePolicy, u64),
-    progress: &mut dyn FnMut(usize),
-) -> Figures {
+/// Runs the jobs, which are in the order of their arrivals; the first in the queue blocks those behind it. The seed is
+/// the random policy's.
+pub(super) fn replay(tables: &AllocationTables, jobs: &[Job], (policy, seed): (SimulatePolicy, u64)) -> Figures {
     let all: GpuSet = (0..tables.topology().gpus().len()).collect();
     let mut figures = Figures { link_classes: CLASSES.map(|class| (class, 0)).into(), ..Figures::default() };
     let mut random = Draws::new(seed);
@@ -62,10 +57,9 @@ pub(super) fn replay(
     let mut running: BinaryHeap<Reverse<(u64, u64)>> = BinaryHeap::new();
     let (mut now, mut waited) = (0, 0_u128);
     let (mut by_count, mut by_time) = (Mean::default(), Mean::default());
-    for (at, job) in jobs.iter().enumerate() {
+    for job in jobs {
         if job.size > all.len() {
             figures.skipped += 1;
-            progress(at + 1);
             continue;
         }
         now = job.arrival.max(now);
@@ -100,7 +94,6 @@ pub(super) fn replay(
                 by_time.add(share, u128::from(job.duration) * job.size as u128);
             }
         }
-        progress(at + 1);
     }
     figures.collective_by_count = by_count.value();
     figures.collective_by_gpu_hours = by_time.value();
@@ -191,7 +184,7 @@ mod tests {
         let tables = AllocationTables::new(Arc::new(NodeTopology::assemble(&observed).0));
         let jobs: Vec<Job> =
             jobs.iter().map(|&(size, duration, arrival)| Job { size, pods: 1, duration, arrival }).collect();
-        replay(&tables, &jobs, chooser, &mut |_| {})
+        replay(&tables, &jobs, chooser)
     }
 
     const BEST: (SimulatePolicy, u64) = (SimulatePolicy::BestEffort, 0);

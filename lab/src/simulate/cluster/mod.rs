@@ -73,14 +73,8 @@ fn simulate(args: &SimulateArgs, choices: &mut Choices) -> Result<Simulation> {
     for door in &args.cluster.door {
         let name = word_of(door);
         if !doors.iter().any(|known| known.door == name) {
-            let progress = Progress::of(&name, cluster.jobs.len());
-            let mut done = 0;
-            let mut started = |event: &Event| {
-                done += usize::from(matches!(event, Event::Started { .. }));
-                progress.done(done);
-                choices.add(&name, &cluster, event);
-            };
-            let figures = through(&cluster, *door, args, &mut started)?;
+            let _progress = Progress::start(&name);
+            let figures = through(&cluster, *door, args, &mut |event| choices.add(&name, &cluster, event))?;
             doors.push(Outcome { door: name, figures });
         }
     }
