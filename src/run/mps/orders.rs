@@ -199,8 +199,8 @@ fn look(
     }
     let waits =
         if is_known { turns.take_out(&mut daemons, claims, |name| keeps_own_shm(layout, name)) } else { Vec::new() };
-    let is_dra = |gpu: &linkwise_core::topology::GpuUuid| snapshot.is_with_dra(gpu);
-    let gpus: BTreeSet<_> = snapshot.topology().gpus().iter().map(|gpu| gpu.uuid.clone()).filter(is_dra).collect();
+    let gpus = snapshot.topology().gpus().iter().map(|gpu| gpu.uuid.clone());
+    let gpus: BTreeSet<_> = gpus.filter(|gpu| snapshot.is_with_dra(gpu)).collect();
     let orders = Orders { gpus, daemons, resources: shared };
     let written = right.map_or(Ok(()), |_right| orders.write(layout));
     let trouble = written.err().map(|error| {
@@ -216,9 +216,8 @@ fn look(
     let daemons: BTreeMap<_, _> = orders.of_claims().map(ready).chain(waits).collect();
     // This is read after the markers: a daemon that serves has its GPUs on record.
     let exclusive = exclusive_gpus(layout).unwrap_or_default().intersection(&orders.gpus).cloned().collect();
-    let trouble_of_claims = trouble.clone();
     let is_asked = !daemons.is_empty() || !orders.resources.is_empty();
-    let claims = is_known.then_some(MpsServed { revision, trouble: trouble_of_claims, daemons, exclusive });
+    let claims = is_known.then_some(MpsServed { revision, trouble: trouble.clone(), daemons, exclusive });
     Look { resources, claims, trouble: trouble.filter(|_| is_asked) }
 }
 

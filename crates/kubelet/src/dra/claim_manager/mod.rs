@@ -43,9 +43,8 @@ type Turn = Arc<(OwnedMutexGuard<()>, ClaimsLock)>;
 #[derive(Default)]
 struct Slot {
     turn: Arc<tokio::sync::Mutex<()>>,
-    checkpoint: Option<Checkpoint>,
-    /// The file in the checkpoint's place, if it cannot be read.
-    unreadable: Option<Unreadable>,
+    /// The file of the claim: its checkpoint, or what is in its place and cannot be read.
+    found: Option<Found>,
     /// The time at which the checkpoint was put in.
     since: Option<Instant>,
     /// The time at which undoing the claim was tried first.
@@ -82,12 +81,10 @@ impl ClaimManager {
         foreign.iter().for_each(|path| unreadable(path, "its name is not that of a checkpoint"));
         let since = Some(Instant::now());
         let slot = |(uid, found): (String, Found)| {
-            let (checkpoint, fault) = match found {
-                Ok(checkpoint) => (Some(checkpoint), None),
-                Err(fault) => (None, Some(*fault)),
-            };
-            fault.iter().for_each(|fault| unreadable(&store.path(&uid), &fault.why));
-            (uid, Slot { checkpoint, unreadable: fault, since, ..Slot::default() })
+            if let Err(fault) = &found {
+                unreadable(&store.path(&uid), &fault.why);
+            }
+            (uid, Slot { found: Some(found), since, ..Slot::default() })
         };
         let slots: BTreeMap<_, _> = found.into_iter().map(slot).collect();
         let known = slots.values().filter_map(Slot::known);
@@ -107,7 +104,7 @@ impl ClaimManager {
 
     /// Returns true if any claim is prepared or being prepared.
     pub fn has_checkpoints(&self) -> bool {
-        lock(&self.slots).values().any(Slot::is_held)
+        lock(&self.slots).values().any(|slot| slot.found.is_some())
     }
 
     /// The devices of this plugin that are allocated to a claim.
@@ -127,25 +124,25 @@ impl ClaimManager {
     }
 
     /// Reads the checkpoint of a claim again if it could not be read; returns it if it still cannot be.
-    async fn read_again(&self, uid: &str, turn: &Turn) -> Option<Unreadable> {
-        lock(&self.slots).get(uid)?.unreadable.as_ref()?;
+    async fn read_again(&self, uid: &str, turn: &Turn) -> Option<Box<Unreadable>> {
+        lock(&self.slots).get(uid)?.unreadable()?;
         let (store, named) = (Arc::clone(&self.store), uid.to_owned());
         match files::blocking_with(Arc::clone(turn), move || Ok(store.read(&named))).await {
             Ok(Ok(checkpoint)) => {
                 self.put(uid, Some(checkpoint)).await;
                 None
             }
-            Ok(Err(unreadable)) => Some(*unreadable),
-            Err(error) => Some(Unreadable { why: error.to_string(), is_torn: false, parts: None }),
+            Ok(Err(unreadable)) => Some(unreadable),
+            Err(error) => Some(Box::new(Unreadable { why: error.to_string(), is_torn: false, parts: None })),
         }
     }
 
     fn checkpoints(&self) -> Vec<Checkpoint> {
-        lock(&self.slots).values().filter_map(|slot| slot.checkpoint.clone()).collect()
+        lock(&self.slots).values().filter_map(|slot| slot.found.clone()?.ok()).collect()
     }
 
     fn checkpoint(&self, uid: &str) -> Option<Checkpoint> {
-        lock(&self.slots).get(uid)?.checkpoint.clone()
+        lock(&self.slots).get(uid)?.found.clone()?.ok()
     }
 
     /// The checkpoint of a claim, or what can be read of it.
@@ -179,7 +176,7 @@ impl ClaimManager {
 
     /// Forgets claims that are not prepared and that nothing works on.
     fn tidy(&self) {
-        lock(&self.slots).retain(|_, slot| slot.is_held() || Arc::strong_count(&slot.turn) > 1);
+        lock(&self.slots).retain(|_, slot| slot.found.is_some() || Arc::strong_count(&slot.turn) > 1);
     }
 
     /// Orders the MPS control daemons, and reports the number of claims.
@@ -198,20 +195,21 @@ impl ClaimManager {
 impl Slot {
     /// The checkpoint, or what can be read of it.
     fn known(&self) -> Option<&Checkpoint> {
-        self.checkpoint.as_ref().or_else(|| self.unreadable.as_ref()?.parts.as_deref())
+        self.found.as_ref()?.as_ref().map_or_else(|fault| fault.parts.as_deref(), Some)
     }
 
-    /// Returns true if there is a file of the claim.
-    fn is_held(&self) -> bool {
-        self.checkpoint.is_some() || self.unreadable.is_some()
+    /// The file in the checkpoint's place, if it cannot be read.
+    fn unreadable(&self) -> Option<&Unreadable> {
+        self.found.as_ref()?.as_ref().err().map(Box::as_ref)
     }
 
     /// Returns true if there is a file of the claim, and it cannot be seen what the claim has.
     fn is_blind(&self) -> bool {
-        self.unreadable.is_some() && self.known().is_none()
+        self.found.is_some() && self.known().is_none()
     }
 
     fn set(&mut self, checkpoint: Option<Checkpoint>) {
-        *self = Self { turn: Arc::clone(&self.turn), checkpoint, since: Some(Instant::now()), ..Self::default() };
+        let (turn, found) = (Arc::clone(&self.turn), checkpoint.map(Ok));
+        *self = Self { turn, found, since: Some(Instant::now()), ..Self::default() };
     }
 }

@@ -254,7 +254,7 @@ impl ClaimManager {
         let (uid, why) = {
             let slots = lock(&self.slots);
             let (uid, slot) = slots.iter().find(|(_, slot)| slot.is_blind())?;
-            (uid.clone(), slot.unreadable.as_ref()?.why.clone())
+            (uid.clone(), slot.unreadable()?.why.clone())
         };
         let devices = &checkpoint.prepared.devices;
         if !self.is_known() {

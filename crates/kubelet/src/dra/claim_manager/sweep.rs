@@ -100,7 +100,7 @@ impl ClaimManager {
         let with_spec = with_spec.into_iter().filter(|uid| !is_used(uid));
         for uid in with_spec.chain(state.ledger().claims().map(|(claim, _)| claim.uid.clone())) {
             if let Some(turn) = self.idle_turn(&uid)
-                && !lock(&self.slots).get(&uid).is_some_and(Slot::is_held)
+                && lock(&self.slots).get(&uid).is_none_or(|slot| slot.found.is_none())
             {
                 let _ = self.undo(&uid, &turn).await;
             }
@@ -181,9 +181,8 @@ impl ClaimManager {
     /// claim, or, where the claim's name cannot be read, the kubelet has listed no claim but those with checkpoints for
     /// as long as its lists may be late.
     async fn sweep_unreadable(&self) {
-        let unreadable = |slot: &Slot| slot.unreadable.is_some();
-        let uids: Vec<String> =
-            lock(&self.slots).iter().filter(|(_, slot)| unreadable(slot)).map(|(uid, _)| uid.clone()).collect();
+        let unreadable = |(uid, slot): (&String, &Slot)| slot.unreadable().map(|_| uid.clone());
+        let uids: Vec<String> = lock(&self.slots).iter().filter_map(unreadable).collect();
         for uid in uids {
             let is_over = match self.known(&uid) {
                 Some(parts) => self.is_gone(&parts).await,
