@@ -130,9 +130,9 @@ impl Placements {
     }
 }
 
-/// Compares two fractions, each a part and its whole.
+/// Compares two fractions, each a numerator and its denominator.
 pub(super) fn compare(one: &(u64, u64), other: &(u64, u64)) -> Ordering {
-    let product = |part: u64, whole: u64| u128::from(part) * u128::from(whole);
+    let product = |numerator: u64, denominator: u64| u128::from(numerator) * u128::from(denominator);
     product(one.0, other.1).cmp(&product(other.0, one.1))
 }
 

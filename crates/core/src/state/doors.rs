@@ -59,8 +59,8 @@ impl Doors {
         }
     }
 
-    /// The doors after an event. `is_new_list` is true if a new list of holders has just come. As long as no GPU is
-    /// observed, no GPU changes its door.
+    /// The doors after an event; `None` if nothing changes. `is_new_list` is true if a new list of holders has just
+    /// come. As long as no GPU is observed, no GPU changes its door.
     pub fn next(
         &self,
         plan: &ResourcePlan,
@@ -68,7 +68,7 @@ impl Doors {
         ledger: &Ledger,
         is_new_list: bool,
         now: Timestamp,
-    ) -> Self {
+    ) -> Option<Self> {
         let topology = hardware.topology();
         let none_observed = topology.gpus().is_empty();
         let has_claim = |uuid: &GpuUuid| ledger.claim_on(topology, uuid).is_some();
@@ -107,7 +107,8 @@ impl Doors {
             }
         };
         let gpus = gpus.into_iter().map(|uuid| (uuid.clone(), form(&uuid))).collect();
-        Self { gpus, waiting, ..self.clone() }
+        let changed = gpus != self.gpus || waiting != self.waiting;
+        changed.then(|| Self { gpus, waiting, devices: self.devices.clone(), withheld: self.withheld.clone() })
     }
 
     /// Makes the devices again from the hardware. The devices of a GPU that is gone stay as they were.
@@ -138,13 +139,18 @@ impl Doors {
 
     /// The doors with the devices' health as it is now; `None` if none changed.
     pub fn refreshed(&self, plan: &ResourcePlan, hardware: &Hardware, ledger: &Ledger) -> Option<Self> {
+        let health = |device: &Device, waits| self.health(device, waits, plan, hardware, ledger);
+        let is_same = |devices: &[Device], waits| devices.iter().all(|device| device.health == health(device, waits));
+        if is_same(&self.devices, false) && is_same(&self.withheld, true) {
+            return None;
+        }
         let mut now = self.clone();
         for (devices, waits) in [(&mut now.devices, false), (&mut now.withheld, true)] {
             for device in devices {
-                device.health = self.health(device, waits, plan, hardware, ledger);
+                device.health = health(device, waits);
             }
         }
-        (now != *self).then_some(now)
+        Some(now)
     }
 
     /// The health of a device of DRA. `waits`: DRA does not offer it yet.

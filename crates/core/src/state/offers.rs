@@ -187,10 +187,7 @@ impl Offers {
         is_new_list: bool,
         now: Timestamp,
     ) -> Option<Vec<Effect>> {
-        let doors = self.doors.next(&self.plan, hardware, ledger, is_new_list, now);
-        if doors == self.doors {
-            return None;
-        }
+        let doors = self.doors.next(&self.plan, hardware, ledger, is_new_list, now)?;
         let gpus: BTreeSet<&GpuUuid> = self.doors.gpus.keys().chain(doors.gpus.keys()).collect();
         let changed = gpus.into_iter().filter(|gpu| doors.has(gpu) != self.doors.has(gpu));
         let effects = changed.map(|gpu| Effect::DoorChanged(gpu.clone(), doors.has(gpu))).collect();

@@ -179,18 +179,17 @@ impl MigExtension {
         }
     }
 
-    /// The suffixes by which nvidia-smi and go-nvlib end a profile's name.
-    const SUFFIXES: [(Self, &str); 5] = [
-        (Self::None, ""),
-        (Self::Media, "+me"),
-        (Self::AllMedia, "+me.all"),
-        (Self::Graphics, "+gfx"),
-        (Self::NoMedia, "-me"),
-    ];
+    const ALL: [Self; 5] = [Self::None, Self::Media, Self::AllMedia, Self::Graphics, Self::NoMedia];
 
-    /// The suffix of a profile's name.
+    /// The suffix by which nvidia-smi and go-nvlib end a profile's name.
     fn suffix(self) -> &'static str {
-        Self::SUFFIXES.into_iter().find(|(known, _)| *known == self).map_or("", |(_, suffix)| suffix)
+        match self {
+            Self::None => "",
+            Self::Media => "+me",
+            Self::AllMedia => "+me.all",
+            Self::Graphics => "+gfx",
+            Self::NoMedia => "-me",
+        }
     }
 }
 
@@ -313,7 +312,7 @@ impl FromStr for MigProfile {
             let (slices, rest) = text.split_once("g.")?;
             let (gb, suffix) = rest.split_once("gb")?;
             let (compute, gpu) = slices.split_once("c.").unwrap_or((slices, slices));
-            let (extension, _) = MigExtension::SUFFIXES.into_iter().find(|(_, known)| *known == suffix)?;
+            let extension = MigExtension::ALL.into_iter().find(|extension| extension.suffix() == suffix)?;
             let (compute_slices, gpu_slices) = (compute.parse().ok()?, gpu.parse().ok()?);
             Some(Self { compute_slices, gpu_slices, gb: gb.parse().ok()?, extension })
         };
