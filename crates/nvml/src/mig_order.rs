@@ -39,8 +39,10 @@ pub fn carry_out(gpus: &[Gpu<'_>], hides_gpus: bool, order: &MigOrder) -> Result
         (MigTask::Make(slot), Some(gpu)) => make(gpu, *slot).map(|made| vec![made]),
         (MigTask::List, Some(gpu)) => names(&gpu.device, &gpu.calls).map_err(|error| failed(&error, false)),
         (MigTask::Destroy(slot, device), Some(gpu)) => match destroy(gpu, *slot, device.as_ref()) {
-            Err(error) if error.fault() != Fault::GpuLost => Err(failed(&error, true)),
-            Ok(()) | Err(_) => Ok(Vec::new()),
+            Ok(()) => Ok(Vec::new()),
+            // A lost GPU took its instances with it.
+            Err(error) if error.fault() == Fault::GpuLost => Ok(Vec::new()),
+            Err(error) => Err(failed(&error, true)),
         },
     }
 }

@@ -10,12 +10,11 @@ mod sysfs;
 use std::path::Path;
 
 use hwlocality::Topology;
-use hwlocality::errors::HybridError;
 use hwlocality::topology::builder::{BuildFlags, TypeFilter};
 use hwlocality::topology::export::xml::XMLExportFlags;
 
 use crate::machines;
-use linkwise_core::topology::{HostObservation, NodeObservation, PciKind, PciObservation, ProbeFailure};
+use linkwise_core::topology::{HostObservation, PciKind, PciObservation, ProbeFailure};
 use sysfs::Sysfs;
 
 pub use sysfs::{BusGpus, PciBus, held_by_others, is_tegra, rdma_cm_node, rdma_nodes, wsl};
@@ -23,26 +22,26 @@ pub use sysfs::{BusGpus, PciBus, held_by_others, is_tegra, rdma_cm_node, rdma_no
 /// Observes this host; `sysfs` is the path of its /sys. A fact that cannot be read is missing and becomes a
 /// [`ProbeFailure`].
 pub fn observe(sysfs: &Path) -> (HostObservation, Vec<ProbeFailure>) {
-    match discover().and_then(|topology| read(&topology)) {
-        Ok(NodeObservation { host, failures, .. }) => (Sysfs(sysfs.to_owned()).completed(host), failures),
-        Err(error) => {
-            let (call, error) = ("hwloc_topology_load".to_owned(), error.to_string());
-            (HostObservation::default(), vec![ProbeFailure { subject: "hwloc".to_owned(), call, error }])
+    let discovered = discover().map_err(|error| ("hwloc_topology_load", error));
+    let read = |topology| read(&topology).map_err(|error| ("hwloc_topology_export_xmlbuffer", error));
+    match discovered.and_then(read) {
+        Ok(host) => (Sysfs(sysfs.to_owned()).completed(host), Vec::new()),
+        Err((call, error)) => {
+            let (subject, call, error) = ("hwloc".to_owned(), call.to_owned(), error.to_string());
+            (HostObservation::default(), vec![ProbeFailure { subject, call, error }])
         }
     }
 }
 
 fn discover() -> Result<Topology, Box<dyn std::error::Error>> {
-    fn plain<E: std::error::Error + 'static>(error: HybridError<E>) -> Box<dyn std::error::Error> {
-        error.to_string().into()
-    }
     // A cpuset of the container hides the NUMA nodes of GPUs.
-    let builder = Topology::builder().with_flags(BuildFlags::INCLUDE_DISALLOWED).map_err(plain)?;
-    Ok(builder.with_io_type_filter(TypeFilter::KeepAll).map_err(plain)?.build()?)
+    let builder = Topology::builder().with_flags(BuildFlags::INCLUDE_DISALLOWED);
+    let builder = builder.map_err(|error| error.to_string())?.with_io_type_filter(TypeFilter::KeepAll);
+    Ok(builder.map_err(|error| error.to_string())?.build()?)
 }
 
-/// The host of a hwloc topology, and its GPUs as far as hwloc knows them.
-fn read(topology: &Topology) -> Result<NodeObservation, Box<dyn std::error::Error>> {
+/// The host of a hwloc topology. NVML knows its GPUs better than hwloc does.
+fn read(topology: &Topology) -> Result<HostObservation, Box<dyn std::error::Error>> {
     let xml = topology.export_xml(XMLExportFlags::empty())?;
     Ok(machines::of_hwloc(xml.as_str())?)
 }

@@ -5,10 +5,12 @@ use super::*;
 use std::os::unix::fs::symlink;
 use std::path::PathBuf;
 use std::process::Command;
-use std::{env, fs};
+use std::{collections::BTreeSet, env, fs};
 
+use hwlocality::object::TopologyObject;
 use hwlocality::object::attributes::ObjectAttributes;
-use linkwise_core::topology::{NicKind, NicObservation, NumaNodeId, PackageId, PciAddress, PcieLink};
+use hwlocality::object::types::{OSDeviceType, ObjectType};
+use linkwise_core::topology::{NicKind, NicObservation, NodeObservation, NumaNodeId, PackageId, PciAddress, PcieLink};
 
 /// Two packages; on the first a switch with two GPUs and a NIC, on the second a GPU on a root port.
 const HOST: &str = include_str!("../machines/hwloc_xml/testdata/v2.xml");
@@ -26,7 +28,7 @@ fn parse(xml: &str) -> Option<Topology> {
 
 /// The host of a topology with the facts of a sysfs.
 fn observed(topology: &Topology, sysfs: &Path) -> HostObservation {
-    Sysfs(sysfs.to_owned()).completed(read(topology).unwrap().host)
+    Sysfs(sysfs.to_owned()).completed(read(topology).unwrap())
 }
 
 fn pci(text: &str) -> PciAddress {
@@ -130,7 +132,7 @@ fn live_host_is_read_without_failure() {
     assert_eq!(linkwise_core::topology::NodeTopology::assemble(&observed).1, []);
 }
 
-/// Each file that libhwloc can read says the same when libhwloc has written it anew.
+/// Each file that libhwloc can read says the same when libhwloc has written it anew, and names what libhwloc has.
 #[test]
 fn xml_reader_agrees_with_libhwloc() {
     let manifest = Path::new(env!("CARGO_MANIFEST_DIR"));
@@ -169,6 +171,18 @@ fn xml_reader_agrees_with_libhwloc() {
             }
         }
         assert!(read == host, "{}: {read:?}, by libhwloc {host:?}", path.display());
+        let known: BTreeSet<_> =
+            topology.objects_with_type(ObjectType::NUMANode).map(|node| node.os_index().unwrap()).collect();
+        let nodes: BTreeSet<_> = host.numa_nodes.iter().map(|node| usize::try_from(node.id.0).unwrap()).collect();
+        let nics = functions(&host).into_iter().flat_map(|(_, seen)| &seen.nics);
+        for nic in nics {
+            let of_nic = |object: &&TopologyObject| object.name().is_some_and(|name| name.to_str() == Ok(&nic.name));
+            let found = topology.objects_with_type(ObjectType::OSDevice).find(of_nic).and_then(|it| it.attributes());
+            let Some(ObjectAttributes::OSDevice(device)) = found else { panic!("{}: {nic:?}", path.display()) };
+            let is_rdma = device.device_type() == OSDeviceType::OpenFabrics;
+            assert_eq!(is_rdma, nic.kind == NicKind::Rdma, "{}: {nic:?}", path.display());
+        }
+        assert_eq!(nodes, known, "{}", path.display());
         let mut gpus: Vec<PciAddress> = topology
             .pci_devices()
             .filter_map(|object| match object.attributes() {

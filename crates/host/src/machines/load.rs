@@ -12,7 +12,7 @@ use serde_saphyr::UserMessageFormatter;
 use super::xml::{self, XmlError};
 use super::{BUILT_IN, MAX_FILE_BYTES, Machine, MachineError, hwloc_xml, nccl};
 use linkwise_core::quote::{excerpt, one_line};
-use linkwise_core::topology::NodeObservation;
+use linkwise_core::topology::HostObservation;
 use linkwise_system::files;
 
 /// Loads a built-in machine by its name, or else the file at that path, `-` being standard input: a node file, an NCCL
@@ -42,9 +42,9 @@ pub fn of_bytes(path: &str, bytes: Vec<u8>) -> Result<Machine, MachineError> {
     }
 }
 
-/// Reads the host and the GPUs in a text that libhwloc wrote.
-pub(crate) fn of_hwloc(xml: &str) -> Result<NodeObservation, XmlError> {
-    Ok(hwloc_xml::parse("", xml::document(xml)?.root_element())?.observed)
+/// Reads the host in a text that libhwloc wrote.
+pub(crate) fn of_hwloc(xml: &str) -> Result<HostObservation, XmlError> {
+    Ok(hwloc_xml::parse("", xml::document(xml)?.root_element())?.observed.host)
 }
 
 /// The path that stands for standard input, which is read once.
