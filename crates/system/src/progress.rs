@@ -18,32 +18,27 @@ const AGAIN: Duration = Duration::from_millis(250);
 
 /// Work in progress; it ends when this is dropped.
 pub struct Progress {
-    seen: Arc<Seen>,
+    what: Arc<Mutex<String>>,
     /// Ends the thread when it is dropped; `None` if no line is drawn.
     drawing: Option<(Sender<()>, JoinHandle<()>)>,
-}
-
-struct Seen {
-    what: Mutex<String>,
-    since: Instant,
 }
 
 impl Progress {
     /// Begins work.
     pub fn start(what: &str) -> Self {
-        let seen = Arc::new(Seen { what: Mutex::new(what.to_owned()), since: Instant::now() });
+        let what = Arc::new(Mutex::new(what.to_owned()));
         let drawing = Some(channel()).filter(|_| stderr().is_terminal()).and_then(|(end, ended)| {
-            let shown = Arc::clone(&seen);
+            let shown = Arc::clone(&what);
             let thread = Builder::new().name("progress".to_owned()).spawn(move || draw(&shown, &ended));
             // Without a thread there is no line; the work goes on.
             Some((end, thread.ok()?))
         });
-        Self { seen, drawing }
+        Self { what, drawing }
     }
 
     /// Shows that the work goes on with another step.
     pub fn step(&self, what: &str) {
-        *lock(&self.seen.what) = what.to_owned();
+        *lock(&self.what) = what.to_owned();
     }
 }
 
@@ -57,10 +52,10 @@ impl Drop for Progress {
     }
 }
 
-fn draw(seen: &Seen, ended: &Receiver<()>) {
-    let mut pause = AFTER;
+fn draw(what: &Mutex<String>, ended: &Receiver<()>) {
+    let (since, mut pause) = (Instant::now(), AFTER);
     while ended.recv_timeout(pause) == Err(RecvTimeoutError::Timeout) {
-        let (what, seconds) = (lock(&seen.what).clone(), seen.since.elapsed().as_secs());
+        let (what, seconds) = (lock(what).clone(), since.elapsed().as_secs());
         // If the line cannot be written, the work goes on.
         let _ = write!(stderr().lock(), "\r{what}, {seconds} s\x1b[K");
         pause = AGAIN;
