@@ -41,17 +41,17 @@ impl ParseError {
     }
 }
 
+/// Shows at most so many characters; an escaped one counts as it is written.
 fn shown(text: &str, most: usize) -> String {
-    let mut shown = String::new();
-    for (number, char) in text.chars().enumerate() {
-        if number == most {
+    let (mut shown, mut left) = (String::new(), most);
+    for char in text.chars() {
+        let escaped: String = if matches!(char, '\'' | '"') { char.into() } else { char.escape_debug().collect() };
+        let Some(rest) = left.checked_sub(escaped.chars().count()) else {
             shown.push_str(" ...");
             break;
-        }
-        match char {
-            '\'' | '"' => shown.push(char),
-            char => shown.extend(char.escape_debug()),
-        }
+        };
+        left = rest;
+        shown.push_str(&escaped);
     }
     shown
 }
@@ -72,5 +72,6 @@ mod tests {
         assert_eq!(excerpt(&"x".repeat(80)), "x".repeat(80));
         assert_eq!(excerpt(&"x".repeat(81)), "x".repeat(80) + " ...");
         assert_eq!(one_line(&"x".repeat(2000)), "x".repeat(1000) + " ...");
+        assert_eq!(one_line(&"\u{7f}".repeat(2000)), "\\u{7f}".repeat(166) + " ...");
     }
 }
