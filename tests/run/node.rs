@@ -207,6 +207,8 @@ impl Setup {
         let mut command = Command::new(&self.program);
         // The tests' own environment is not the configuration of the agent.
         command.env_clear();
+        // As root it would sweep the folder of this machine.
+        command.env("LINKWISE_CDI_DIR", self.at("cdi"));
         command.args(self.subcommand);
         let (address, pod_resources) = (self.metrics_address.to_string(), self.pod_resources());
         let mut settings: Vec<(&str, &str, &OsStr)> = vec![
