@@ -62,7 +62,7 @@ impl Node {
         let mut command = self.program("nvidia-device-plugin");
         command.env("CONFIG_FILE", self.configuration()).env("KUBELET_SOCKET", self.at("kubelet/kubelet.sock"));
         command.env("LINKWISE_POD_RESOURCES_SOCKET", self.at("pod-resources/kubelet.sock"));
-        command.env("LINKWISE_METRICS_ADDRESS", "127.0.0.1:0");
+        command.env("LINKWISE_CDI_DIR", self.at("cdi")).env("LINKWISE_METRICS_ADDRESS", "127.0.0.1:0");
         command
     }
 
