@@ -94,7 +94,7 @@ fn each_device(observed: &mut NodeObservation, change: &mut impl FnMut(&mut PciO
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 1500, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 1000, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
     fn random_machines_have_the_rails_of_the_definition(

@@ -278,7 +278,7 @@ fn near(node: &NodeObservation, gpu: &GpuObservation) -> (Option<NumaNodeId>, Op
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 1500, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 1000, failure_persistence: None, ..ProptestConfig::default() })]
 
     /// Places, ranks, NVLink and PCIe of every pair follow the rules.
     #[test]

@@ -121,7 +121,7 @@ async fn random_pods_are_never_changed_by_half() {
     let server = server().await;
     let (mut changed, mut several, mut same, mut refused, mut exact) = (0, 0, 0, 0, 0);
     let mut runner = TestRunner::deterministic();
-    for _ in 0..500 {
+    for _ in 0..200 {
         let pod = pods().new_tree(&mut runner).unwrap().current();
         match (created(&server, OFF, &pod), created(&server, ON, &pod)) {
             (Ok(before), Ok(after)) => match right::changed(&before, &after, true).len() {

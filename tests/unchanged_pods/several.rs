@@ -170,7 +170,7 @@ async fn claims_with_alternatives_are_few() {
     let server = server().await;
     let mut runner = TestRunner::deterministic();
     let mut changed = 0;
-    for _ in 0..300 {
+    for _ in 0..100 {
         let asked = pods.new_tree(&mut runner).unwrap().current();
         let after = becomes(&server, OFF, &asked);
         // Created once more as it is, nothing changes.
@@ -190,5 +190,5 @@ async fn claims_with_alternatives_are_few() {
         }
         changed += u32::from(again != asked);
     }
-    assert!((100..300).contains(&changed), "{changed} changed");
+    assert!((33..100).contains(&changed), "{changed} changed");
 }

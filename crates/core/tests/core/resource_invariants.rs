@@ -135,7 +135,7 @@ fn pieces(topology: &NodeTopology, seen: &NodeObservation, plan: &ResourcePlan) 
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 1_500, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 1_000, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
     fn resources_are_what_the_plan_says_of_the_machine(
