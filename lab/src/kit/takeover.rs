@@ -64,28 +64,30 @@ async fn cause(
     second: &OnceCell<Metrics>,
     is_over: &Cell<bool>,
 ) -> Result<()> {
-    let counted = async || -> Result<[u64; 2]> {
+    // A process that starts or ends may not answer: what it said last counts.
+    let counted = async |last: [u64; 2]| {
+        let of_first = first.count(fault.xid, None).await.unwrap_or(last[0]);
         let of_second = match second.get() {
-            Some(metrics) => metrics.count(fault.xid, None).await?,
+            Some(metrics) => metrics.count(fault.xid, None).await.unwrap_or(last[1]),
             None => 0,
         };
-        Ok([first.count(fault.xid, None).await?, of_second])
+        [of_first, of_second]
     };
-    let (begin, mut caused, mut unseen) = (counted().await?, 0, 0);
+    let begin = first.count(fault.xid, None).await?;
+    let (mut known, mut caused, mut unseen) = ([begin, 0], 0, 0);
     while caused == 0 || !is_over.get() {
-        let known = counted().await?;
+        known = counted(known).await;
         caused += 1;
         fault.cause().await?;
         let seen = timeout(fault::NOTICED, async {
-            // A process that starts or ends may not answer now; that says nothing about the XID.
-            while counted().await.ok().is_none_or(|now| now == known) {
+            while counted(known).await == known {
                 sleep(Duration::from_millis(20)).await;
             }
         });
         unseen += usize::from(seen.await.is_err());
         sleep(APART).await;
     }
-    let [of_first, of_second] = counted().await?;
-    let by = format!("{} by the first process, {of_second} by the second", of_first - begin[0]);
+    let [of_first, of_second] = counted(known).await;
+    let by = format!("{} by the first process, {of_second} by the second", of_first - begin);
     report.promise(unseen == 0, &format!("XIDs during a takeover: {caused}, unseen: {unseen}; counted {by}"))
 }
