@@ -41,7 +41,8 @@ fn driver_is_held(node: &Node) -> bool {
 
 #[tokio::test]
 async fn taken_metrics_port_is_retried_until_free() {
-    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    // An address of its own: a port of 127.0.0.1 that is given up goes to the next who asks for any.
+    let taken = TcpListener::bind("127.1.2.4:0").unwrap();
     let mut setup = setup();
     setup.metrics_address = taken.local_addr().unwrap();
     let (node, kubelet) = setup.start_beside_kubelet().await;

@@ -109,7 +109,8 @@ mod tests {
 
     #[tokio::test]
     async fn probes_are_answered_among_strangers_and_from_a_port_that_was_taken() {
-        let other = connections::listen(([127, 0, 0, 1], 0).into()).unwrap();
+        // An address of its own: a port of 127.0.0.1 that is given up goes to the next who asks for any.
+        let other = connections::listen(([127, 1, 2, 3], 0).into()).unwrap();
         let address = other.local_addr().unwrap();
         let answers = Arc::new(AtomicBool::new(true));
         let asked = Arc::clone(&answers);
