@@ -12,14 +12,17 @@ crates=$(linked | jq -r '[.name, .version, .license // "see its files", .reposit
 : >"$folder/LICENCES"
 while IFS=$'\t' read -r name version licence repository manifest; do
   echo "$name $version: $licence, $repository" >>"$folder/LICENCES"
-  found=$(find "$(dirname "$manifest")" -maxdepth 2 -type f \
-    -iregex '.*/\(licen[cs]e\|copying\|copyright\|notice\|unlicense\)[^/]*' -not -name '*.rs' -not -name '*.py' | sort)
+  crate=${manifest%/*}
+  found=$(cd "$crate" && find . -maxdepth 2 -type f \
+    -iregex '.*/\(licen[cs]e\|copying\|copyright\|notice\|unlicense\)[^/]*' -not -name '*.rs' -not -name '*.py')
   if [[ ! $found ]]; then
     echo "  (the crate ships no text of its licence)" >>"$folder/LICENCES"
     continue
   fi
-  mkdir -p "$folder/$name-$version"
-  while read -r file; do cp "$file" "$folder/$name-$version/"; done <<<"$found"
+  mkdir "$folder/$name-$version"
+  # Two texts of one name in two folders of a crate stay two.
+  mapfile -t texts <<<"$found"
+  (cd "$crate" && cp --parents -t "$folder/$name-$version" "${texts[@]}")
 done <<<"$crates"
 # Rust's own library.
 cp "$(rustc --print sysroot)/share/doc/rust/COPYRIGHT-library.html" "$folder/rust-library.html" 2>/dev/null || {

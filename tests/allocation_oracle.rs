@@ -88,7 +88,7 @@ fn compare_all(tables: &AllocationTables) {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 800, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 500, failure_persistence: None, ..ProptestConfig::default() })]
 
     /// On any machine, for any request: the set, its values, the runner-up, the number of sets.
     #[test]

@@ -27,8 +27,15 @@ impl Helm {
         Self(tool("helm"))
     }
 
-    pub fn run(&self, command: &[&str], args: &[&str]) -> Output {
+    /// It ends before it needs a garbage collection: a quarter less time, three hundred times.
+    fn command(&self) -> Command {
         let mut helm = Command::new(&self.0);
+        helm.env("GOGC", "off");
+        helm
+    }
+
+    pub fn run(&self, command: &[&str], args: &[&str]) -> Output {
+        let mut helm = self.command();
         helm.args(command).arg(repository("charts/linkwise")).args(["--namespace", "gpu"]).args(args);
         helm.output().unwrap()
     }
@@ -41,7 +48,7 @@ impl Helm {
 
     /// The objects of a release with these flags and no others, from a folder with the files that they name.
     pub fn of_chart(&self, chart: &Path, release: &str, flags: &[String], at: &Path) -> Result<Vec<Value>, String> {
-        let mut helm = Command::new(&self.0);
+        let mut helm = self.command();
         helm.args(["template", release]).arg(chart).args(flags);
         objects(helm.current_dir(at).output().unwrap())
     }

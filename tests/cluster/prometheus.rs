@@ -201,7 +201,7 @@ fn is_of_dra(text: &str) -> bool {
 /// `linkwise run`, and a Prometheus that scrapes it.
 async fn scraped(node: &Node, program: &Path) -> (Process, Prometheus) {
     let mut command = node.program();
-    command.args(["--log-format", "json", "--nvml-poll-ms=20"]).env("FAKE_NVML_CONTROL", node.at("nvml"));
+    command.args(["--log-format", "json", "--nvml-poll-ms=50"]).env("FAKE_NVML_CONTROL", node.at("nvml"));
     let process = Process::of(command);
     let up = process.logged(|line| line["message"] == "linkwise is up").await;
     let prometheus = Prometheus::start(program, up["metrics"].as_str().unwrap()).await;

@@ -212,7 +212,7 @@ async fn takeovers_under_claims_for_mig_leave_no_instance() {
 fn quick(node: &Node) -> Command {
     let mut command = node.program();
     command.env("FAKE_NVML_CONTROL", node.at("control"));
-    command.args(["--nvml-poll-ms=20", "--nvml-pause-ms=10", "--nvml-grace-ms=100"]);
+    command.args(["--nvml-poll-ms=50", "--nvml-pause-ms=10", "--nvml-grace-ms=100"]);
     command
 }
 

@@ -79,20 +79,23 @@ async fn limit_that_a_client_has_changed_is_set_again() {
     let mut gpu = node.supervise(shared("nvidia.com/gpu", [0, 1], 2));
     gpu.serving().await;
     let state = node.layout().pipe(&gpu.name).join("state");
+    // Whole: the daemon may be asked at any time.
+    let change = |what: &str, to: &str| {
+        fs::write(state.join("new"), to).unwrap();
+        fs::rename(state.join("new"), state.join(what)).unwrap();
+    };
     for (what, set, other) in [("threads", "50.0", "100.0"), ("memory-0", "20480", "40960"), ("memory-1", "20480", "1")]
     {
-        fs::write(state.join(what), other).unwrap();
+        change(what, other);
         until(|| node.kept(&gpu.name, what) == set).await;
         assert_eq!(gpu.readiness(), Ok(()), "{what}");
     }
     // A limit that cannot be set again is withdrawn.
     node.misbehave("refuse-memory");
-    fs::write(state.join("memory-1"), "1").unwrap();
-    assert!(
-        gpu.failure()
-            .await
-            .ends_with("'get_default_device_pinned_mem_limit 1' answered '1M', not 20480M: the limit does not hold")
-    );
+    change("memory-1", "1");
+    let failure = gpu.failure().await;
+    let withdrawn = "'get_default_device_pinned_mem_limit 1' answered '1M', not 20480M: the limit does not hold";
+    assert!(failure.ends_with(withdrawn), "{failure}");
     node.behave("refuse-memory");
     gpu.serving().await;
     gpu.end().await;

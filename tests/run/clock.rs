@@ -58,7 +58,7 @@ async fn since(node: &Node, gpu: u32, reason: &str) -> u64 {
 
 #[tokio::test]
 async fn wall_clock_jump_changes_no_state() {
-    let setup = Setup::on("dgx1-v100").arg("--nvml-poll-ms=20").arg("--health-hold-ms=3600000");
+    let setup = Setup::on("dgx1-v100").arg("--nvml-poll-ms=50").arg("--health-hold-ms=3600000");
     let began = now();
     let (node, kubelet) = movable(setup).serve(8).await;
     node.setup.tell("fail 2 nvmlDeviceGetTemperature 999");
@@ -90,7 +90,7 @@ async fn wall_clock_jump_changes_no_state() {
 
 #[tokio::test]
 async fn hold_ends_despite_wall_clock_jumps() {
-    let setup = Setup::on("dgx1-v100").arg("--nvml-poll-ms=20").arg("--health-hold-ms=200");
+    let setup = Setup::on("dgx1-v100").arg("--nvml-poll-ms=50").arg("--health-hold-ms=200");
     let (node, kubelet) = movable(setup).serve(8).await;
     for (gpu, jumped) in [(2, -AGES), (3, -2 * AGES), (6, AGES)] {
         node.setup.tell(&format!("fail {gpu} nvmlDeviceGetTemperature 999"));

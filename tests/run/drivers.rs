@@ -13,7 +13,7 @@ const STARTS: &str = "linkwise_nvml_agent_starts_total";
 const UP: &str = "linkwise_nvml_agent_up";
 
 fn quick() -> Setup {
-    let setup = Setup::on("dgx1-v100").nvml_ms(&[("poll", 20), ("pause", 10), ("grace", 100)]);
+    let setup = Setup::on("dgx1-v100").nvml_ms(&[("poll", 50), ("pause", 10), ("grace", 100)]);
     std::fs::create_dir_all(setup.at("sys/module/nvidia")).unwrap();
     version(&setup, "580.95.05");
     setup
@@ -122,7 +122,7 @@ async fn next_pauses(node: &Node, message: &str, known: usize, wanted: usize) ->
 async fn pauses_double_without_nvml_until_another_cause() {
     const NOT: &str = "NVML unavailable";
     let setup = Setup::on("dgx1-v100").args(["--fail-on-init-error=false", "--log=debug"]);
-    let setup = setup.args(["--nvml-pause-ms=100", "--nvml-poll-ms=20"]);
+    let setup = setup.args(["--nvml-pause-ms=100", "--nvml-poll-ms=50"]);
     setup.all_on_bus();
     std::fs::create_dir_all(setup.at("sys/module/nvidia")).unwrap();
     version(&setup, "580.95.05");

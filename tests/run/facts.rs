@@ -13,7 +13,7 @@ use crate::run::node::{GPU, Setup, allocation, registered, replace, unhealthy, u
 /// A machine whose driver has a word for what to do, looked at often, with a hold that is over at once.
 fn quick(setup: Setup) -> Setup {
     setup.tell("recovery * 0");
-    setup.args(["--nvml-poll-ms=20", "--health-hold-ms=1", "--pass-device-specs"])
+    setup.args(["--nvml-poll-ms=50", "--health-hold-ms=1", "--pass-device-specs"])
 }
 
 /// What the kubelet knows of each resource: ids and NUMA nodes.

@@ -15,7 +15,7 @@ fn quick() -> Setup {
 fn without_trials() -> Setup {
     let setup = Setup::on("dgx1-v100");
     setup.tell("recovery * 0");
-    setup.args(["--nvml-poll-ms=20", "--nvml-pause-ms=10", "--health-hold-ms=50"])
+    setup.args(["--nvml-poll-ms=50", "--nvml-pause-ms=10", "--health-hold-ms=50"])
 }
 
 /// Waits until a GPU is unhealthy for this reason.

@@ -101,7 +101,7 @@ async fn a_record_that_cannot_be_written_is_told_of_once() {
 
 #[tokio::test]
 async fn disabled_health_checks_leave_gpus_in_service() {
-    let setup = Setup::on("dgx1-v100").arg("--nvml-poll-ms=20");
+    let setup = Setup::on("dgx1-v100").arg("--nvml-poll-ms=50");
     let setup = setup.env("DP_DISABLE_HEALTHCHECKS", "all,1").env("DP_ENABLE_HEALTHCHECKS", "13,many");
     let (node, kubelet) = setup.serve(8).await;
     let line = node.process.logged(|line| line["message"] == "not an XID number: ignored").await;

@@ -114,7 +114,7 @@ async fn a_late_gpu_that_cannot_be_opened_ends_it_with_that_cause() {
 
 #[tokio::test]
 async fn late_driver_below_a_mounted_root_is_used_in_place() {
-    let mut setup = Setup::on("dgx1-v100").arg("--fail-on-init-error=false").arg("--nvml-poll-ms=20");
+    let mut setup = Setup::on("dgx1-v100").arg("--fail-on-init-error=false").arg("--nvml-poll-ms=50");
     setup.all_on_bus();
     let root = setup.at("driver-root");
     let library = std::mem::replace(&mut setup.library, root);
@@ -159,7 +159,7 @@ async fn foreign_driver_idles_node_until_gpus_are_back() {
 
 #[tokio::test]
 async fn gpu_of_another_driver_does_not_disturb_the_others() {
-    let setup = Setup::on("dgx1-v100").arg("--nvml-poll-ms=20");
+    let setup = Setup::on("dgx1-v100").arg("--nvml-poll-ms=50");
     setup.all_on_bus();
     setup.on_bus("0000:77:00.0");
     bind(&setup, "0000:77:00.0", "nouveau");

@@ -143,7 +143,7 @@ async fn sighup_applies_a_change_without_notification() {
 #[tokio::test]
 async fn changed_mig_layout_keeps_the_pods_devices() {
     const SEVENTH: &str = "nvidia.com/mig-1g.10gb";
-    let (node, kubelet) = four_gpus().arg("--nvml-poll-ms=20").env("MIG_STRATEGY", "mixed").serve(1).await;
+    let (node, kubelet) = four_gpus().arg("--nvml-poll-ms=50").env("MIG_STRATEGY", "mixed").serve(1).await;
     listed(&kubelet, SEVENTH, 8).await;
     // One MIG device of GPU 1 and one of GPU 3.
     let held = allocation(&kubelet, "pod", SEVENTH, 2).await;

@@ -159,7 +159,7 @@ async fn mig_device_without_capabilities_is_refused_by_name() {
 
 #[tokio::test]
 async fn spec_follows_mig_layout_and_drops_old_devices() {
-    let setup = setup().arg("--device-list-strategy=cdi-cri").arg("--nvml-poll-ms=20");
+    let setup = setup().arg("--device-list-strategy=cdi-cri").arg("--nvml-poll-ms=50");
     let (node, kubelet) = setup.serve(1).await;
     listed(&kubelet, "nvidia.com/mig-3g.40gb", 1).await;
     let held = allocation(&kubelet, "pod", "nvidia.com/mig-3g.40gb", 1).await;

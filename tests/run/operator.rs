@@ -89,7 +89,7 @@ async fn pods_are_admitted_while_driver_is_released() {
 /// gpu-feature-discovery beside a node.
 fn discovery(node: &Node) -> Process {
     let mut command = node.setup.tool(&["labels", "--use-node-feature-api=false", "--log-format=json"]);
-    command.args(["--nvml-poll-ms=20", "--output-file"]).arg(node.setup.at("gfd"));
+    command.args(["--nvml-poll-ms=50", "--output-file"]).arg(node.setup.at("gfd"));
     command.arg("--kubelet-socket").arg(&node.setup.kubelet_socket).stdout(Stdio::null());
     Process::of(command)
 }
@@ -101,7 +101,7 @@ async fn said(process: &Process, times: usize, words: &str) {
 
 #[tokio::test]
 async fn gpu_is_reset_between_release_and_resume() {
-    let setup = setup().arg("--nvml-poll-ms=20").arg("--health-hold-ms=50");
+    let setup = setup().arg("--nvml-poll-ms=50").arg("--health-hold-ms=50");
     setup.tell("recovery * 0");
     let (node, kubelet) = setup.serve(8).await;
     let labels = discovery(&node);

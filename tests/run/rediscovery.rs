@@ -11,7 +11,7 @@ use crate::run::node::{
 
 /// DGX-1 whose NVML is polled often, and whose agents follow each other soon.
 pub fn quick() -> Setup {
-    Setup::on("dgx1-v100").args(["--nvml-poll-ms=20", "--nvml-pause-ms=10"])
+    Setup::on("dgx1-v100").args(["--nvml-poll-ms=50", "--nvml-pause-ms=10"])
 }
 
 #[tokio::test]
@@ -87,7 +87,7 @@ async fn files_that_hang_hold_up_neither_rounds_nor_events() {
 /// A machine of two packages with a GPU each, whose host is seen by hwloc alone, in a file of the test's making.
 fn seen_by_hwloc(call_ms: u128) -> Setup {
     let setup = Setup::with(&machine(&[("GPU-a", "0000:03:00.0", ""), ("GPU-b", "0000:81:00.0", "")]));
-    let setup = setup.arg("--nvml-poll-ms=20").arg(format!("--nvml-call-ms={call_ms}"));
+    let setup = setup.arg("--nvml-poll-ms=50").arg(format!("--nvml-call-ms={call_ms}"));
     let xml = setup.at("host.xml");
     setup.host(xml.to_str().unwrap())
 }

@@ -34,7 +34,7 @@ async fn stopped_process_catches_up() {
 
 /// Stops linkwise with its child for so long, as a freezer does; nothing must have happened meanwhile.
 async fn frozen(seconds: f64) {
-    let limits = if seconds < 10.0 { ["--nvml-call-ms=500", "--nvml-poll-ms=20"].as_slice() } else { &[] };
+    let limits = if seconds < 10.0 { ["--nvml-call-ms=500", "--nvml-poll-ms=50"].as_slice() } else { &[] };
     let (node, kubelet) = Setup::on("dgx1-v100").args(limits).serve(8).await;
     let agent = node.agent(&[]).await;
     let uptime = || {

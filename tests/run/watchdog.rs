@@ -10,7 +10,7 @@ const UP: &str = "linkwise_nvml_agent_up";
 
 /// A machine on which everything happens soon.
 fn quick(setup: Setup) -> Setup {
-    setup.nvml_ms(&[("poll", 20), ("call", 1_000), ("start", 5_000), ("pause", 2), ("grace", 100), ("trial", 50)])
+    setup.nvml_ms(&[("poll", 50), ("call", 1_000), ("start", 5_000), ("pause", 2), ("grace", 100), ("trial", 50)])
 }
 
 fn ends(cause: &str) -> String {
@@ -60,7 +60,7 @@ async fn hung_call_costs_its_agent_with_and_without_lock() {
 async fn admissions_are_answered_while_a_call_hangs() {
     // Longer than the test may take: whatever is answered is answered while it hangs.
     let limit = LIMIT.as_millis() * 2;
-    let setup = Setup::on("dgx1-v100").arg("--nvml-poll-ms=20").arg(format!("--nvml-call-ms={limit}"));
+    let setup = Setup::on("dgx1-v100").arg("--nvml-poll-ms=50").arg(format!("--nvml-call-ms={limit}"));
     let (node, kubelet) = setup.serve(8).await;
     node.setup.tell("hold 0 nvmlDeviceGetTemperature");
     // The wait for events hangs with it, so that this call was made when the lock was held.

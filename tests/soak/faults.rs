@@ -71,8 +71,8 @@ impl Fault {
 
     /// The faults of the short runs.
     pub fn few() -> Vec<Self> {
-        let processes = [[Rollout; 2].as_slice(), &[Kill; 3], &[KubeletRestarts; 2], &[NodeRestarts]].concat();
-        let cluster = [[ApiServerAway, ApiServerRefuses, SlicesWiped].as_slice(), &[DoorChanges; 3]].concat();
+        let processes = [[Kill; 2].as_slice(), &[Rollout, KubeletRestarts, NodeRestarts]].concat();
+        let cluster = [[ApiServerAway, ApiServerRefuses, SlicesWiped].as_slice(), &[DoorChanges; 2]].concat();
         let driver = vec![GpuLost, AgentKilled, CallHoldsTheLock, CallCrashes, XidUntilRecovery];
         [processes, cluster, driver].concat()
     }

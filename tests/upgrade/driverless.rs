@@ -5,7 +5,7 @@ use crate::upgrade::fleet::{GPUS, Running, World};
 use crate::upgrade::node::{GPU, KUBELETS, Setup, machine};
 
 fn setup() -> Setup {
-    let setup = Setup::with(&machine(&GPUS)).nvml_ms(&[("poll", 20), ("pause", 10), ("grace", 100)]);
+    let setup = Setup::with(&machine(&GPUS)).nvml_ms(&[("poll", 50), ("pause", 10), ("grace", 100)]);
     GPUS.iter().for_each(|(_, pci, _)| setup.on_bus(pci));
     setup
 }

@@ -29,7 +29,7 @@ async fn running(admin: bool) -> (Node, KubeletBox) {
     setup.tell("recovery 4 0");
     let socket = admin.then(|| setup.admin_socket());
     let socket = socket.iter().flat_map(|socket| ["--admin-socket".into(), socket.clone().into_os_string()]);
-    let node = setup.arg("--nvml-poll-ms=20").args(socket).start().await;
+    let node = setup.arg("--nvml-poll-ms=50").args(socket).start().await;
     registered(&kubelet, 1, 8).await;
     (node, kubelet)
 }
