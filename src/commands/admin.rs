@@ -12,6 +12,7 @@ use super::{print, top};
 use crate::config::{AdminArgs, AdminOrder, Format};
 use linkwise_core::publish::view::NodeView;
 use linkwise_core::quote::one_line;
+use linkwise_core::state::Cordon;
 use linkwise_system::uds;
 
 /// The longest time for an answer: the order to release the driver waits 10 s for a process to end.
@@ -23,16 +24,23 @@ const LONGEST: u64 = 16 << 20;
 
 /// Runs the command.
 pub async fn admin(args: &AdminArgs) -> Result<()> {
+    let mut body = String::new();
     let line = match &args.order {
         AdminOrder::State { format: Format::Text } => {
             return Ok(print(&top::state_text(&args.socket).await?)?);
         }
+        AdminOrder::Cordon { gpu, reason, by, evict } => {
+            let by = by.clone().unwrap_or_else(|| format!("uid {}", rustix::process::getuid().as_raw()));
+            body = serde_json::to_string(&Cordon { by, why: reason.clone(), evict: *evict })?;
+            format!("POST /gpus/{gpu}/cordon")
+        }
+        AdminOrder::Uncordon { gpu } => format!("POST /gpus/{gpu}/uncordon"),
         AdminOrder::State { format: Format::Json } => "GET /state".to_owned(),
         AdminOrder::Release => "POST /driver/release".to_owned(),
         AdminOrder::Resume => "POST /driver/resume".to_owned(),
         AdminOrder::Clear { gpu } => format!("POST /gpus/{gpu}/clear"),
     };
-    let mut words = order(&args.socket, &line, ANSWER).await?;
+    let mut words = order(&args.socket, &line, &body, ANSWER).await?;
     if args.order == AdminOrder::Release {
         for process in gpu_users(Path::new("/proc")) {
             words += &format!("another process has GPUs open: {process}\n");
@@ -78,14 +86,14 @@ fn gpu_users(procfs: &Path) -> Vec<String> {
 
 /// The state of the linkwise on this host.
 pub(super) async fn state(socket: &Path, limit: Duration) -> Result<NodeView> {
-    let answer = order(socket, "GET /state", limit).await?;
+    let answer = order(socket, "GET /state", "", limit).await?;
     serde_json::from_str(&answer).with_context(|| format!("what answers on {} is no linkwise", socket.display()))
 }
 
 /// The body of the answer to an order.
-async fn order(socket: &Path, line: &str, limit: Duration) -> Result<String> {
+async fn order(socket: &Path, line: &str, body: &str, limit: Duration) -> Result<String> {
     let at = socket.display();
-    let answer = timeout(limit, ask(socket, line)).await;
+    let answer = timeout(limit, ask(socket, line, body)).await;
     let text = answer.with_context(|| format!("no answer on {at} within {limit:?}"))?;
     let text = text.with_context(|| format!("cannot ask linkwise on {at} (its --admin-socket)"))?;
     let (head, body) = text.split_once("\r\n\r\n").unwrap_or((&text, ""));
@@ -97,9 +105,10 @@ async fn order(socket: &Path, line: &str, limit: Duration) -> Result<String> {
     Ok(body.to_owned())
 }
 
-async fn ask(socket: &Path, line: &str) -> std::io::Result<String> {
+async fn ask(socket: &Path, line: &str, body: &str) -> std::io::Result<String> {
     let (mut stream, _) = uds::connect(socket).await?;
-    let request = format!("{line} HTTP/1.1\r\nHost: linkwise\r\nConnection: close\r\nContent-Length: 0\r\n\r\n");
+    let head = format!("{line} HTTP/1.1\r\nHost: linkwise\r\nConnection: close\r\nContent-Length: {}\r\n", body.len());
+    let request = format!("{head}\r\n{body}");
     stream.write_all(request.as_bytes()).await?;
     let mut text = String::new();
     stream.take(LONGEST).read_to_string(&mut text).await?;

@@ -108,21 +108,16 @@ fn gpus(view: &NodeView, now: Timestamp) -> String {
             ([], Availability::Held) => "no listed pod".to_owned(),
             ([], Availability::Free) => "free".to_owned(),
             ([], Availability::Mig) => "free, MIG".to_owned(),
-            ([], Availability::Unhealthy) => "-".to_owned(),
+            ([], Availability::Unhealthy | Availability::Cordoned) => "-".to_owned(),
             ([], Availability::Withheld) => "not offered".to_owned(),
             ([], Availability::Unknown) => "unknown".to_owned(),
             (pods, _) => pods.join(", "),
-        };
-        let health = match (gpu.healthy, gpu.reasons.as_slice()) {
-            (true, []) => "healthy",
-            (true, _) => "partly",
-            (false, _) => "unhealthy",
         };
         [
             gpu.index.to_string(),
             gpu.model.clone().unwrap_or_default(),
             gpu.door.as_deref().unwrap_or_default().to_owned(),
-            health.to_owned(),
+            gpu.health().to_owned(),
             held_by,
             share(held().filter_map(|held| percent(held.collective, held.best)).min()),
         ]

@@ -40,6 +40,28 @@ pub enum AdminOrder {
         #[arg(value_name = "UUID")]
         gpu: GpuUuid,
     },
+    /// Give a GPU, its MIG devices and its slots to no new pod until uncordon, over restarts and reboots. Pods that have it
+    /// keep it
+    Cordon {
+        /// The GPU's UUID
+        #[arg(value_name = "UUID")]
+        gpu: GpuUuid,
+        /// Why: shown wherever the GPU is
+        #[arg(long, value_name = "TEXT")]
+        reason: String,
+        /// Who says so; by default the user of this command
+        #[arg(long, value_name = "NAME")]
+        by: Option<String>,
+        /// Evict the pods that have it by a claim (under DRA: a NoExecute taint of the device)
+        #[arg(long)]
+        evict: bool,
+    },
+    /// Give a GPU to pods again after a cordon
+    Uncordon {
+        /// The GPU's UUID
+        #[arg(value_name = "UUID")]
+        gpu: GpuUuid,
+    },
 }
 
 /// `linkwise top`.

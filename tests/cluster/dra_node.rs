@@ -273,6 +273,52 @@ async fn held_gpus_change_doors_when_their_holders_end() {
     assert_eq!(node.kubelet.violations(), []);
 }
 
+/// The taint by which the cluster evicts a claim's pod comes with the order, outlives a takeover, and goes with the cordon.
+#[tokio::test]
+async fn cordon_taints_a_claims_gpu_until_uncordon() {
+    let node = Node::start().await;
+    node.configure("all");
+    let start = |pod: &str| {
+        let mut command = node.program();
+        command.env("LINKWISE_POD_UID", pod).env("LINKWISE_ADMIN_SOCKET", node.at(&format!("{pod}.sock")));
+        command.spawn().unwrap()
+    };
+    let mut before = start("before");
+    node.serves(8).await;
+    let claim = node.claim("one", &["gpu-3"]);
+    let cdi = node.start_pod("p", &claim).await;
+    let order = async |pod: &str, words: &[&str]| {
+        let mut command = tokio::process::Command::new(env!("CARGO_BIN_EXE_linkwise"));
+        command.args(["admin", "--socket"]).arg(node.at(&format!("{pod}.sock"))).args(words);
+        let output = command.output().await.unwrap();
+        assert!(output.status.success(), "{output:?}");
+        String::from_utf8(output.stdout).unwrap()
+    };
+    let state: Value = serde_json::from_str(&order("before", &["state"]).await).unwrap();
+    let gpu = state["gpus"][3]["uuid"].as_str().unwrap().to_owned();
+    let said = order("before", &["cordon", &gpu, "--reason", "a hot cable", "--evict"]).await;
+    assert!(said.ends_with("pods with claims of it are evicted\n"), "{said}");
+    let evicted = || {
+        let taint = |device: &Value| {
+            let [taint] = device["taints"].as_array()?.as_slice() else { return None };
+            Some((taint["key"].clone(), taint["effect"].clone()))
+        };
+        node.devices_where(|device| taint(device) == Some(("linkwise.dev/cordoned".into(), "NoExecute".into())))
+    };
+    until(|| evicted() == ["gpu-3"] && node.untainted().len() == 7).await;
+    // The claim's pod may go on where somebody tolerates the taint.
+    assert_eq!(node.start_pod("p", &claim).await, cdi);
+
+    let _after = start("after");
+    node.is_registered(2).await;
+    before.kill().await.unwrap();
+    until(|| evicted() == ["gpu-3"] && node.untainted().len() == 7).await;
+    order("after", &["uncordon", &gpu]).await;
+    until(|| node.untainted().len() == 8).await;
+    within(node.dra.stop_pod("p")).await.unwrap();
+    assert_eq!(node.kubelet.violations(), []);
+}
+
 /// Pods of the device plugin have ended, and the kubelet's checkpoint still names them: the kubelet takes them out when
 /// a plugin sends it a list.
 #[tokio::test]

@@ -10,7 +10,9 @@ use serde_json::Value;
 use tokio::process::Command;
 
 use crate::run::memory::ran;
-use crate::run::node::{GPU, Node, Process, Setup, children, registered, signal, stranger, unhealthy, until, uuid};
+use crate::run::node::{
+    GPU, Node, Process, Setup, allocation, children, registered, signal, stranger, unhealthy, until, uuid,
+};
 
 /// A machine whose linkwise has an admin socket.
 fn setup() -> Setup {
@@ -234,6 +236,53 @@ async fn an_operator_vouches_for_a_gpu() {
     assert_eq!(refused.status.code(), Some(1));
     let words = String::from_utf8(refused.stderr).unwrap();
     assert_eq!(words, "linkwise: no GPU GPU-nobody on this node\n");
+}
+
+#[tokio::test]
+async fn cordoned_gpu_gets_no_new_pod_over_restarts_until_uncordon() {
+    let (node, kubelet) = setup().serve(8).await;
+    allocation(&kubelet, "before", GPU, 8).await;
+    let gpu = uuid(1, 2);
+    let said = ordered(&node, &["cordon", &gpu, "--reason", "a \"hot\"\u{1b}[7m cable", "--by", "ada"]).await;
+    assert_eq!(said, format!("{gpu} is given to no new pod; pods keep it until they end\n"));
+    unhealthy(&kubelet, &[2]).await;
+    // Another order for a GPU that has one replaces it.
+    ordered(&node, &["cordon", &gpu, "--reason", "a hot cable", "--by", "ada", "--evict"]).await;
+    let seen = async |node: &Node| {
+        let gpu = state(node).await["gpus"][2].clone();
+        (gpu["healthy"].clone(), gpu["availability"].clone(), gpu["reasons"][0]["reason"].clone())
+    };
+    let held = (true.into(), "held".into(), "cordoned by ada: a hot cable".into());
+    until(async || if seen(&node).await == held { Ok(()) } else { Err(seen(&node).await) }).await;
+    node.metric(&format!("linkwise_gpu_healthy{{uuid=\"{gpu}\"}}"), 1).await;
+    let metrics = node.get("/metrics").await.body;
+    assert!(metrics.contains(&format!("linkwise_gpu_cordoned_since_seconds{{uuid=\"{gpu}\"}}")), "{metrics}");
+    assert!(!metrics.contains("linkwise_gpu_unhealthy_since_seconds{"), "{metrics}");
+    let text = ordered(&node, &["state", "--format", "text"]).await;
+    assert!(text.contains("cordoned") && text.contains("until: `linkwise admin uncordon`"), "{text}");
+    let page = node.get("/").await.body;
+    assert!(page.contains("cordoned by ada: a hot cable"), "{page}");
+
+    kubelet.remove_pod("before");
+    let node = node.end().await.start().await;
+    registered(&kubelet, 2, 7).await;
+    unhealthy(&kubelet, &[2]).await;
+    node.metric("linkwise_gpus_by_availability{availability=\"cordoned\"}", 1).await;
+    ordered(&node, &["uncordon", &gpu]).await;
+    unhealthy(&kubelet, &[]).await;
+    allocation(&kubelet, "after", GPU, 8).await;
+
+    for (order, words) in [
+        (vec!["uncordon", "GPU-nobody"], "no GPU GPU-nobody on this node"),
+        (vec!["cordon", &gpu, "--reason", " "], "a cordon needs a reason"),
+        (vec!["cordon", &gpu, "--reason", &"x".repeat(600)], "name and reason: at most 512 bytes"),
+        (vec!["cordon", &gpu, "--reason", "x", "--by", &"x".repeat(20_000)], "length limit exceeded"),
+    ] {
+        let refused = admin(&node, &order).await;
+        let said = String::from_utf8(refused.stderr).unwrap();
+        assert!(refused.status.code() == Some(1) && said.contains(words), "{said}");
+    }
+    assert_eq!(kubelet.violations(), []);
 }
 
 #[tokio::test]

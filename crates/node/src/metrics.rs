@@ -18,7 +18,7 @@ use prometheus_client::registry::Registry;
 
 use super::views::Views;
 use linkwise_core::publish::placement::Allocation;
-use linkwise_core::publish::view::{NodeView, Sums};
+use linkwise_core::publish::view::{CORDONED, NodeView, Sums};
 use linkwise_system::lock;
 use linkwise_system::metrics::number;
 
@@ -110,7 +110,7 @@ fn gpus(view: &NodeView, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
     gauges(encoder, ("gpu", "1 for each GPU; its labels say which it is"), info)?;
 
     let healthy = view.gpus.iter().map(|gpu| ([("uuid", gpu.uuid.as_str())], i64::from(gpu.healthy)));
-    gauges(encoder, ("gpu_healthy", "1 while the GPU may be given to pods"), healthy)?;
+    gauges(encoder, ("gpu_healthy", "1 while the GPU may be given to pods, but for a cordon"), healthy)?;
 
     if !view.sums.doors.is_empty() {
         let doors = view.sums.doors.iter().map(|(uuid, door)| ([("uuid", uuid.as_str()), ("door", door)], 1));
@@ -124,9 +124,13 @@ fn gpus(view: &NodeView, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
         let since = reasons.entry((&gpu.uuid, &reason.kind)).or_insert(reason.since);
         *since = reason.since.min(*since);
     }
+    let (cordoned, reasons): (BTreeMap<_, _>, _) = reasons.into_iter().partition(|((_, kind), _)| *kind == CORDONED);
     let reasons = reasons.into_iter().map(|((uuid, reason), since)| ([("uuid", uuid), ("reason", reason)], since));
     let help = "Since when (Unix time) a reason stands against the GPU; several may, none while it is healthy";
-    gauges(encoder, ("gpu_unhealthy_since_seconds", help), reasons)
+    gauges(encoder, ("gpu_unhealthy_since_seconds", help), reasons)?;
+    let cordoned = cordoned.into_iter().map(|((uuid, _), since)| ([("uuid", uuid)], since));
+    let help = "Since when (Unix time) an operator keeps new pods from the GPU";
+    gauges(encoder, ("gpu_cordoned_since_seconds", help), cordoned)
 }
 
 fn devices(view: &NodeView, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
@@ -214,7 +218,7 @@ fn sums(sums: &Sums, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
 
     let gpus =
         sums.gpus.iter().map(|(availability, gpus)| ([("availability", availability.to_string())], number(*gpus)));
-    let help = "GPUs by who can have them: held, free, mig, unhealthy, withheld, unknown; together all GPUs";
+    let help = "GPUs by who can have them: held, free, mig, unhealthy, cordoned, withheld, unknown; together all GPUs";
     gauges(encoder, ("gpus_by_availability", help), gpus)?;
 
     let help = "How many times better the best free GPUs could be, for the size where that is the most; 1: not at all";

@@ -1,4 +1,4 @@
-//! An operator's orders while the node runs: release the driver, resume, clear a GPU. They come over the admin socket,
+//! An operator's orders while the node runs: release the driver, resume, clear or cordon a GPU. They come over the admin socket,
 //! and the first two also by SIGUSR1 and SIGUSR2.
 //!
 //! Owns the order and its result. `driver` carries it out; this module starts and ends no agent.
@@ -13,7 +13,7 @@ use tokio::sync::watch;
 use super::node::Node;
 use crate::admin::{Order, Orders, Outcome};
 use crate::readiness::{Part, Readiness};
-use linkwise_core::state::{Event, NodeState};
+use linkwise_core::state::{Cordon, Event, NodeState};
 use linkwise_core::topology::GpuUuid;
 use linkwise_nvml::supervisor::Release;
 
@@ -33,6 +33,7 @@ pub fn orders(node: &Node, release: &Release) -> Orders {
                     Order::Release => release_driver(&release, true, LETTING_GO).await,
                     Order::Resume => release_driver(&release, false, LETTING_GO).await,
                     Order::Clear(gpu) => clear(&snapshot, &events, gpu),
+                    Order::Cordon(gpu, cordon) => set_cordon(&snapshot, &events, gpu, cordon),
                 }
             })
         }),
@@ -78,14 +79,41 @@ pub async fn show_driver(
 }
 
 fn clear(snapshot: &NodeState, events: &mpsc::Sender<Event>, gpu: GpuUuid) -> Outcome {
-    if !snapshot.gpus().iter().any(|status| status.gpu.uuid == gpu) {
+    tell(snapshot, events, &gpu, Event::Cleared(gpu.clone()), || {
+        tracing::warn!(%gpu, "an operator declared the GPU healthy");
+        format!("what was held against {gpu} is forgotten")
+    })
+}
+
+fn set_cordon(snapshot: &NodeState, events: &mpsc::Sender<Event>, gpu: GpuUuid, cordon: Option<Cordon>) -> Outcome {
+    tell(snapshot, events, &gpu, Event::Cordoned(gpu.clone(), cordon.clone()), || {
+        let Some(Cordon { by, why, evict }) = cordon else {
+            tracing::warn!(%gpu, "an operator uncordoned the GPU");
+            return format!("{gpu} may be given to pods again");
+        };
+        tracing::warn!(%gpu, by, why, evict, "an operator cordoned the GPU");
+        let holders = match (evict, snapshot.is_with_dra(&gpu)) {
+            (true, true) => "pods with claims of it are evicted",
+            (true, false) => "pods keep it until they end: the device plugin can evict none",
+            (false, _) => "pods keep it until they end",
+        };
+        format!("{gpu} is given to no new pod; {holders}")
+    })
+}
+
+/// Gives the state an event about a GPU of this node; says what was done.
+fn tell(
+    snapshot: &NodeState,
+    events: &mpsc::Sender<Event>,
+    gpu: &GpuUuid,
+    event: Event,
+    done: impl FnOnce() -> String,
+) -> Outcome {
+    if !snapshot.gpus().iter().any(|status| status.gpu.uuid == *gpu) {
         return Outcome::Unknown(format!("no GPU {gpu} on this node"));
     }
-    match events.try_send(Event::Cleared(gpu.clone())) {
-        Ok(()) => {
-            tracing::warn!(%gpu, "an operator declared the GPU healthy");
-            Outcome::Done(format!("what was held against {gpu} is forgotten"))
-        }
+    match events.try_send(event) {
+        Ok(()) => Outcome::Done(done()),
         Err(TrySendError::Full(_)) => Outcome::NotYet("too much happens just now; try again".to_owned()),
         Err(TrySendError::Closed(_)) => Outcome::NotYet("linkwise is ending".to_owned()),
     }

@@ -12,7 +12,7 @@ use super::{Findings, Node, Status, blocking, name};
 use crate::commands::admin;
 use crate::commands::top::{lasting, now};
 use crate::config::DoctorArgs;
-use linkwise_core::publish::view::{GpuView, NodeView, ReasonView};
+use linkwise_core::publish::view::{CORDONED, GpuView, NodeView, ReasonView};
 use linkwise_core::state::{Event, HealthPoll, HealthRecord, NodeState, Timestamp, UnhealthyReason};
 use linkwise_core::topology::{GpuUuid, HostObservation, NodeObservation, ProbeFailure};
 use linkwise_node::keeper::{self, Kept};
@@ -37,8 +37,8 @@ fn add_reasons(found: &mut Findings, reasons: &[Reason], gpu: &str, now: Timesta
         let clear =
             if ends_with.contains("`clear`") { " (linkwise admin clear UUID, once it is repaired)" } else { "" };
         let advice = format!("out of service until: {ends_with}{clear}; see docs/health.md");
-        // A GPU that still joins its fabric needs no operator.
-        let late = *kind == UnhealthyReason::FabricJoining.label();
+        // A GPU that still joins its fabric needs no operator, and one with a cordon is as an operator wants it.
+        let late = *kind == UnhealthyReason::FabricJoining.label() || *kind == CORDONED;
         let status = if late { Status::Warning } else { Status::Failed };
         found.each(status, reason, what, &advice);
     }
@@ -129,7 +129,8 @@ impl History {
         let judged = events.into_iter().fold(NodeState::default(), |state, event| state.apply(event, now).0);
         let mut all: BTreeMap<GpuUuid, Vec<Reason>> = BTreeMap::new();
         for gpu in known {
-            let own = judged.hardware().standing(&gpu).map(|(reason, since)| (ReasonView::of(reason, since), false));
+            let reasons = judged.hardware().standing(&gpu).chain(judged.hardware().cordon(&gpu));
+            let own = reasons.map(|(reason, since)| (ReasonView::of(reason, since), false));
             all.insert(gpu.clone(), own.collect());
         }
         for GpuView { uuid, reasons, .. } in self.running.into_iter().flat_map(|state| state.gpus) {

@@ -141,13 +141,16 @@ pub struct GpuView {
     /// through the other one is unhealthy, and its reason names the holder.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub door: Option<Word>,
-    /// Set if the GPU may be allocated.
+    /// Set if it may be allocated, but for a cordon.
     pub healthy: bool,
-    /// The availability of the GPU now: `held`, `free`, `mig`, `unhealthy`, `unknown`.
+    /// The availability of the GPU now: `held`, `free`, `mig`, `unhealthy`, `cordoned`, `withheld`, `unknown`.
     pub availability: Availability,
-    /// The reasons why it is unhealthy, in the order in which they began.
+    /// The reasons why it is unhealthy, in the order in which they began, and an operator's cordon.
     pub reasons: Vec<ReasonView>,
 }
+
+/// The kind of reason of a cordon ([`UnhealthyReason::label`]).
+pub const CORDONED: &str = "cordoned";
 
 /// One reason for which a GPU is unhealthy.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -256,6 +259,16 @@ impl Sums {
 }
 
 impl GpuView {
+    /// Its health in a word: `healthy`, `cordoned`, `partly` or `unhealthy`.
+    pub fn health(&self) -> &'static str {
+        match (self.healthy, self.reasons.iter().all(|reason| reason.kind == CORDONED), self.reasons.is_empty()) {
+            (true, _, true) => "healthy",
+            (true, true, false) => CORDONED,
+            (true, false, false) => "partly",
+            (false, ..) => "unhealthy",
+        }
+    }
+
     fn of(state: &NodeState, status: &GpuStatus<'_>) -> Self {
         let GpuStatus { gpu, is_healthy, reasons, availability } = status;
         Self {

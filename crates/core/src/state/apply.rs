@@ -80,6 +80,7 @@ impl NodeState {
             Event::ReleasedFromQuarantine(gpu) => hardware.change(&gpu, GpuHealth::released),
             Event::DriverAway(why) => hardware.driver_away(&why, now),
             Event::DriverBack => hardware.driver_back(),
+            Event::Cordoned(gpu, cordon) => hardware.change(&gpu, |health| health.cordon(cordon, now)),
             Event::Cleared(gpu) => hardware.change(&gpu, GpuHealth::cleared),
             Event::Identified(identity) => hardware.identified(&identity),
             Event::Restored(record) => {

@@ -1,4 +1,4 @@
-//! [`Availability`]: held, free, MIG, unhealthy or unknown, one of them for each GPU. The page, the metrics, the admin
+//! [`Availability`]: held, free, MIG, unhealthy, cordoned, withheld or unknown, one of them for each GPU. The page, the metrics, the admin
 //! socket and `top` read it here, so that their numbers add up to all GPUs.
 //!
 //! It is computed from the offered devices and from [`Held`], which the state keeps. An event that changes either of
@@ -27,6 +27,8 @@ pub enum Availability {
     /// No pod holds any part of it, and no request can get one: the GPU is unhealthy, or offered otherwise. An
     /// unhealthy GPU also has this value until the kubelet has listed the holders.
     Unhealthy,
+    /// No pod holds any part of it, and an operator keeps it from new work.
+    Cordoned,
     /// No pod holds any part of it, and the configuration has no devices of it that this node could offer.
     Withheld,
     /// The GPU is healthy, and the kubelet has not listed the holders yet.
@@ -37,7 +39,8 @@ pub enum Availability {
 
 impl Availability {
     /// All values, in the order in which they are shown.
-    pub const ALL: [Self; 6] = [Self::Held, Self::Free, Self::Mig, Self::Unhealthy, Self::Withheld, Self::Unknown];
+    pub const ALL: [Self; 7] =
+        [Self::Held, Self::Free, Self::Mig, Self::Unhealthy, Self::Cordoned, Self::Withheld, Self::Unknown];
 
     /// The availability of a GPU, by its devices.
     pub(super) fn of(gpu: &GpuUuid, devices: &[&Device], topology: &NodeTopology, held: &Held) -> Self {
@@ -51,6 +54,7 @@ impl Availability {
             // A GPU that is not in the graph has no place in a set of GPUs.
             Some(_) if whole && topology.position(gpu).is_some() => Self::Free,
             Some(_) if part => Self::Mig,
+            _ if devices.iter().all(|device| device.is_cordoned()) => Self::Cordoned,
             _ => Self::Unhealthy,
         }
     }

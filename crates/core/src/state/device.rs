@@ -64,6 +64,11 @@ impl Device {
         self.mig.as_ref().map_or(self.gpu.uuid.as_str(), |mig| mig.uuid.as_str())
     }
 
+    /// Returns true if it takes no new work because an operator says so, and for no other reason.
+    pub(super) fn is_cordoned(&self) -> bool {
+        matches!(self.health.reason(), Some(UnhealthyReason::Cordoned(_)))
+    }
+
     /// The MIG instance; `None` for a whole GPU or a slot on one.
     pub fn instance(&self) -> Option<MigInstance> {
         let mig = self.mig.as_ref()?;

@@ -187,7 +187,7 @@ impl Doors {
         if !plan.offers_through_dra(&device.gpu) {
             return unhealthy(UnhealthyReason::Withdrawn);
         }
-        let health = hardware.health(uuid, device.instance()).unwrap_or(Health::Healthy);
+        let health = hardware.for_new_work(device);
         if health != Health::Healthy {
             return health;
         }

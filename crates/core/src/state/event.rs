@@ -4,7 +4,7 @@ use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
 
 use super::{
-    Health, HealthPoll, HealthRecord, Holdings, MigInstance, MpsShare, NodeIdentity, NumaHints, PlanProblem,
+    Cordon, Health, HealthPoll, HealthRecord, Holdings, MigInstance, MpsShare, NodeIdentity, NumaHints, PlanProblem,
     PreparedClaim, RecoveryAction, ResourceName, ResourcePlan, UnhealthyReason,
 };
 use crate::allocation::DeviceId;
@@ -45,6 +45,8 @@ pub enum Event {
     DriverBack,
     /// The operator declared a GPU well.
     Cleared(GpuUuid),
+    /// The operator wants a GPU to take no new work; or work again, with `None`.
+    Cordoned(GpuUuid, Option<Cordon>),
     /// The devices that pods hold, as the kubelet lists them; `None` if the kubelet cannot be asked. An orphan leaves
     /// its list when two lists of holders in a row do not have it.
     Holders(Option<Holdings>),

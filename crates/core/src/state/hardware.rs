@@ -98,6 +98,20 @@ impl Hardware {
         Some(self.health.get(gpu)?.verdict(&self.xids, |reason| reason.concerns(instance)))
     }
 
+    /// An operator's cordon of a GPU, and its beginning.
+    pub fn cordon(&self, gpu: &GpuUuid) -> Option<(&UnhealthyReason, Timestamp)> {
+        self.health.get(gpu)?.cordoned()
+    }
+
+    /// The health of a device for new work: a cordon counts too.
+    pub(super) fn for_new_work(&self, device: &Device) -> Health {
+        let gpu = &device.gpu.uuid;
+        match (self.health(gpu, device.instance()).unwrap_or(Health::Healthy), self.cordon(gpu)) {
+            (Health::Healthy, Some((reason, since))) => Health::Unhealthy { reason: reason.clone(), since },
+            (health, _) => health,
+        }
+    }
+
     /// The standing reasons of a GPU and its MIG devices, in the order in which they began, each with its beginning.
     pub fn standing(&self, gpu: &GpuUuid) -> impl Iterator<Item = (&UnhealthyReason, Timestamp)> + use<'_> {
         self.health.get(gpu).into_iter().flat_map(GpuHealth::standing)

@@ -11,7 +11,7 @@ use alloc::collections::{BTreeMap, BTreeSet};
 use core::time::Duration;
 
 use super::{
-    Accepted, FabricHealth, GpuRecord, Health, HealthPoll, KeptReason, Reach, RecoveryAction, Timestamp,
+    Accepted, Cordon, FabricHealth, GpuRecord, Health, HealthPoll, KeptReason, Reach, RecoveryAction, Timestamp,
     UnhealthyReason, XidPolicy,
 };
 use crate::topology::GpuUuid;
@@ -183,7 +183,22 @@ impl GpuHealth {
         if !self.listed {
             self.standing.retain(|standing| !standing.over);
         }
-        (self.record, self.links_down) = (GpuRecord::default(), BTreeSet::new());
+        self.record = GpuRecord { cordon: self.record.cordon.take(), ..GpuRecord::default() };
+        self.links_down = BTreeSet::new();
+    }
+
+    /// Begins or ends a cordon on an operator's order. It is no reason of health.
+    pub fn cordon(&mut self, cordon: Option<Cordon>, now: Timestamp) {
+        self.record.cordon = cordon.map(|cordon| KeptReason {
+            reason: UnhealthyReason::Cordoned(cordon),
+            since: now.as_secs(),
+            remedied: false,
+        });
+    }
+
+    /// The cordon, and its beginning.
+    pub fn cordoned(&self) -> Option<(&UnhealthyReason, Timestamp)> {
+        self.record.cordon.as_ref().map(|kept| (&kept.reason, Duration::from_secs(kept.since)))
     }
 
     /// Clears the reasons on an operator's order. What the driver reports now is accepted. A GPU that is missing or in
@@ -464,7 +479,8 @@ impl Standing {
             | UnhealthyReason::Claimed { .. }
             | UnhealthyReason::HoldersUnknown
             | UnhealthyReason::Withdrawn
-            | UnhealthyReason::MpsNotReady => false,
+            | UnhealthyReason::MpsNotReady
+            | UnhealthyReason::Cordoned(_) => false,
         }
     }
 }

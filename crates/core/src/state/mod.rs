@@ -56,7 +56,7 @@ pub use prepared_claim::{
     PreparedClaim, PreparedDevice, Share, claim_device, claim_member,
 };
 pub use problem::PlanProblem;
-pub use reason::UnhealthyReason;
+pub use reason::{Cordon, UnhealthyReason};
 pub use record::{Accepted, AdmissionRecord, FreeThen, GpuRecord, HealthRecord, KeptReason, LastSeen, NodeIdentity};
 pub use resource_name::{ResourceName, ResourceNameError};
 pub use shares::{GpuShares, GpuSharing};

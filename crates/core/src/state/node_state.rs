@@ -38,7 +38,7 @@ pub struct GpuStatus<'a> {
     pub is_healthy: bool,
     /// The standing reasons of the GPU or its MIG devices, in the order in which they began, each with its beginning.
     /// Then the other reasons that keep its devices from being given out, such as a pod that holds them under another
-    /// name.
+    /// name, and a cordon last.
     pub reasons: Vec<(&'a UnhealthyReason, Timestamp)>,
     /// The use that can be made of it now.
     pub availability: Availability,
@@ -229,12 +229,15 @@ impl NodeState {
         for device in &devices {
             match &device.health {
                 Health::Healthy => is_healthy = true,
+                // Its own reason is added below.
+                Health::Unhealthy { .. } if device.is_cordoned() => is_healthy = true,
                 Health::Unhealthy { reason, since } if !reasons.iter().any(|(known, _)| known.is(reason)) => {
                     reasons.push((reason, *since));
                 }
                 Health::Unhealthy { .. } => {}
             }
         }
+        reasons.extend(self.hardware.cordon(&gpu.uuid));
         let availability = Availability::of(&gpu.uuid, &devices, self.topology(), &self.held);
         GpuStatus { gpu, is_healthy, reasons, availability }
     }

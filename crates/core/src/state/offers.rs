@@ -441,7 +441,7 @@ impl Offers {
 
     /// The health of an offered device, without regard to its holders.
     fn health_of(&self, resource: &ResourceName, device: &Device, hardware: &Hardware) -> Health {
-        let health = hardware.health(&device.gpu.uuid, device.instance()).unwrap_or(Health::Healthy);
+        let health = hardware.for_new_work(device);
         match self.mps.waits(resource, device) {
             Some(since) if health == Health::Healthy => {
                 Health::Unhealthy { reason: UnhealthyReason::MpsNotReady, since }

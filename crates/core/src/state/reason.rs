@@ -116,6 +116,27 @@ pub enum UnhealthyReason {
     /// It is shared by MPS, and no control daemon enforces the limits of its clients.
     #[error("the MPS control daemon of its resource is not ready")]
     MpsNotReady,
+    /// An operator keeps new work away from it. It may be well.
+    #[error("{0}")]
+    Cordoned(Cordon),
+}
+
+/// An operator's order that a GPU takes no new work.
+#[derive(Clone, Debug, PartialEq, Eq, Error, Serialize, Deserialize)]
+#[error("cordoned by {by}: {why}")]
+pub struct Cordon {
+    /// The operator.
+    pub by: String,
+    /// The operator's reason.
+    pub why: String,
+    /// True if pods with claims of the GPU are to be evicted.
+    #[serde(default)]
+    pub evict: bool,
+}
+
+impl Cordon {
+    /// The longest `by` and `why`, in bytes: a line of a log, of which a node may have 64.
+    pub const LONGEST: usize = 512;
 }
 
 fn of(instance: Option<MigInstance>) -> String {
@@ -187,6 +208,7 @@ impl UnhealthyReason {
             Self::Claimed { .. } => ("claimed", "the claim's end"),
             Self::HoldersUnknown => ("holders_unknown", "two answers of PodResources in a row"),
             Self::Withdrawn => ("withdrawn", "a plan that offers it so"),
+            Self::Cordoned(_) => ("cordoned", "`linkwise admin uncordon`"),
             Self::MpsNotReady => ("mps_not_ready", "the daemon serving, with the limits that the plan asks for"),
         }
     }

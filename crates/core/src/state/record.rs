@@ -71,6 +71,9 @@ pub struct GpuRecord {
     pub far_ends: BTreeMap<u32, GpuUuid>,
     /// The findings that an operator accepted.
     pub accepted: Accepted,
+    /// An operator's word that it takes no new work ([`UnhealthyReason::Cordoned`]). No new driver and no boot ends it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub cordon: Option<KeptReason>,
     /// The facts of the last poll. They show a reset between two processes of ours.
     pub seen: LastSeen,
 }

@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use linkwise_core::allocation::DeviceId;
 use linkwise_core::state::{
-    Effect, Event, FabricHealth, Health, HealthPoll, HealthRecord, NodeIdentity, NodeState, NumaHints, Reach,
-    RecoveryAction, ResourceName, RowRemapping, XidPolicy, XidSet,
+    Availability, Cordon, Effect, Event, FabricHealth, Health, HealthPoll, HealthRecord, NodeIdentity, NodeState,
+    NumaHints, Reach, RecoveryAction, ResourceName, RowRemapping, XidPolicy, XidSet,
 };
 use linkwise_core::topology::{GpuObservation, GpuUuid, HostObservation, NodeObservation};
 use serde_json::{Value, json};
@@ -187,6 +187,49 @@ fn xid_without_recovery_action_stands_until_reset() {
         assert_eq!(world.reason(), "XID 79", "the hold runs");
         assert!(world.heals_after(after, 10).is_some(), "{before:?}");
     }
+}
+
+/// The way of a GPU from an operator's cordon back to work, over a sickness, a `clear`, another boot and a restart.
+#[test]
+fn cordon_keeps_new_work_away_and_is_no_sickness() {
+    let mut world = World::new();
+    world.tell(Event::Holders(Some([].into_iter().collect()))).poll(&well());
+    let cordon = Cordon { by: "ada".to_owned(), why: "a hot cable".to_owned(), evict: false };
+    world.tell(Event::Cordoned(uuid(0), Some(cordon.clone())));
+    let is_cordoned = |world: &World| {
+        let [gpu, other] = world.snapshot.gpus().try_into().unwrap();
+        assert_eq!((other.availability, other.reasons.len()), (Availability::Free, 0));
+        let reasons: Vec<String> = gpu.reasons.iter().map(|(reason, _)| reason.to_string()).collect();
+        assert_eq!(world.snapshot.hardware().health(&uuid(0), None), Some(Health::Healthy), "for its claims");
+        (gpu.is_healthy, gpu.availability) == (true, Availability::Cordoned)
+            && reasons == ["cordoned by ada: a hot cable"]
+            && world.reason() == reasons[0]
+            && !world.healthy()
+    };
+    assert!(is_cordoned(&world));
+    assert_eq!(world.effects.iter().filter(|effect| matches!(effect, Effect::HealthChanged { .. })).count(), 0);
+    assert!(world.effects.contains(&Effect::Keep));
+
+    // A sickness has its own word and its own end, and neither it nor a `clear` is the end of the cordon.
+    world.tell(xid(79));
+    assert_eq!(world.reason(), "XID 79");
+    let gpu = &world.snapshot.gpus()[0];
+    assert_eq!((gpu.is_healthy, gpu.availability, gpu.reasons.len()), (false, Availability::Unhealthy, 2));
+    world.tell(Event::Cleared(uuid(0)));
+    assert!(is_cordoned(&world));
+
+    // Nor is another boot, or another process.
+    world.tell(Event::Identified(identity("a", "1"))).tell(Event::Identified(identity("b", "1"))).poll(&well());
+    assert!(is_cordoned(&world));
+    let mut world = world.restart(identity("c", "2"));
+    world.tell(Event::Holders(Some([].into_iter().collect()))).poll(&well());
+    assert!(is_cordoned(&world));
+
+    world.tell(Event::Cordoned(uuid(0), None));
+    assert!(world.healthy() && world.snapshot.hardware().record().gpus[&uuid(0)].cordon.is_none());
+    // A GPU that was never here has no cordon.
+    world.tell(Event::Cordoned(uuid(7), Some(cordon)));
+    assert!(!world.snapshot.hardware().record().gpus.contains_key(&uuid(7)));
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! An operator's orders over a Unix socket on this host: read the state, release the driver, resume, clear a GPU.
+//! An operator's orders over a Unix socket on this host: read the state, release the driver, resume, clear a GPU, cordon it.
 //!
 //! Owns the socket and the routes; the node passes in the functions that carry the orders out, and owns the task.
 //! The metrics port never serves these routes.
@@ -10,7 +10,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Router;
-use axum::extract::{Path as PathOf, State as StateOf};
+use axum::body::Bytes;
+use axum::extract::{DefaultBodyLimit, Path as PathOf, State as StateOf};
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
@@ -18,12 +19,16 @@ use thiserror::Error;
 
 use super::connections::{self, Protocol};
 use linkwise_core::publish::view::NodeView;
+use linkwise_core::state::Cordon;
 use linkwise_core::topology::GpuUuid;
 use linkwise_system::files;
 use linkwise_system::uds::{self, Callers, Listener, SocketFile};
 
 /// The longest time for one connection; an order to release the driver takes up to 10 s of it.
 const DEADLINE: Duration = Duration::from_secs(30);
+
+/// The longest body of an order, in bytes: a cordon's texts, with every byte escaped.
+const LONGEST_BODY: usize = 2 * 6 * Cordon::LONGEST + 1024;
 
 /// The result of an order.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -57,6 +62,8 @@ pub enum Order {
     Resume,
     /// End the reasons for which a GPU is unhealthy.
     Clear(GpuUuid),
+    /// Give a GPU no new work; or work again, with `None`.
+    Cordon(GpuUuid, Option<Cordon>),
 }
 
 /// The reason why the admin socket does not exist.
@@ -114,6 +121,9 @@ fn routes(orders: Orders) -> Router {
         .route("/driver/release", order(Order::Release))
         .route("/driver/resume", order(Order::Resume))
         .route("/gpus/{uuid}/clear", post(clear))
+        .route("/gpus/{uuid}/cordon", post(cordon))
+        .route("/gpus/{uuid}/uncordon", post(uncordon))
+        .layer(DefaultBodyLimit::max(LONGEST_BODY))
         .with_state(orders)
 }
 
@@ -130,11 +140,33 @@ async fn state(StateOf(orders): StateOf<Orders>) -> Response {
     }
 }
 
-async fn clear(StateOf(orders): StateOf<Orders>, PathOf(uuid): PathOf<String>) -> Response {
-    match uuid.parse::<GpuUuid>() {
-        Ok(uuid) => carried_out(orders, Order::Clear(uuid)).await,
-        Err(error) => (StatusCode::BAD_REQUEST, format!("{error}\n")).into_response(),
+async fn clear(orders: StateOf<Orders>, uuid: PathOf<String>) -> Response {
+    for_gpu(orders, &uuid, Order::Clear).await
+}
+
+async fn cordon(orders: StateOf<Orders>, uuid: PathOf<String>, body: Bytes) -> Response {
+    let is_short = |cordon: &Cordon| [&cordon.by, &cordon.why].iter().all(|text| text.len() <= Cordon::LONGEST);
+    match serde_json::from_slice::<Cordon>(&body) {
+        Ok(cordon) if !is_short(&cordon) => refused(format!("name and reason: at most {} bytes", Cordon::LONGEST)),
+        Ok(cordon) if cordon.why.trim().is_empty() => refused("a cordon needs a reason"),
+        Ok(cordon) => for_gpu(orders, &uuid, |gpu| Order::Cordon(gpu, Some(cordon))).await,
+        Err(error) => refused(format!("no cordon: {error}")),
     }
+}
+
+async fn uncordon(orders: StateOf<Orders>, uuid: PathOf<String>) -> Response {
+    for_gpu(orders, &uuid, |gpu| Order::Cordon(gpu, None)).await
+}
+
+async fn for_gpu(StateOf(orders): StateOf<Orders>, uuid: &str, order: impl FnOnce(GpuUuid) -> Order) -> Response {
+    match uuid.parse::<GpuUuid>() {
+        Ok(uuid) => carried_out(orders, order(uuid)).await,
+        Err(error) => refused(error),
+    }
+}
+
+fn refused(why: impl std::fmt::Display) -> Response {
+    (StatusCode::BAD_REQUEST, format!("{why}\n")).into_response()
 }
 
 async fn carried_out(orders: Orders, order: Order) -> Response {

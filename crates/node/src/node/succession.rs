@@ -88,6 +88,7 @@ impl Memory {
             | Event::Prepared(_)
             | Event::ClaimsHandedOver
             | Event::Cleared(..)
+            | Event::Cordoned(..)
             | Event::Restored(_)
             | Event::Tick => return,
         };

@@ -102,6 +102,7 @@ impl<'a> Holders<'a> {
                 None | Some(Availability::Withheld) => (Holder::Nobody, "not offered".to_owned()),
                 Some(Availability::Held) => (Holder::Several, "held".to_owned()),
                 Some(Availability::Mig) => (Holder::Nobody, "MIG, free".to_owned()),
+                Some(Availability::Cordoned) => (Holder::Nobody, "cordoned".to_owned()),
                 Some(Availability::Unknown) => (Holder::Nobody, "holder unknown".to_owned()),
                 // The page shows the reason below.
                 Some(Availability::Free | Availability::Unhealthy) => (Holder::Nobody, "free".to_owned()),

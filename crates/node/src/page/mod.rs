@@ -265,7 +265,7 @@ impl<'a> Document<'a> {
             Availability::Held => "no listed pod".to_owned(),
             Availability::Unknown => "unknown".to_owned(),
             Availability::Withheld => "not offered".to_owned(),
-            Availability::Free | Availability::Mig | Availability::Unhealthy => "–".to_owned(),
+            Availability::Free | Availability::Mig | Availability::Unhealthy | Availability::Cordoned => "–".to_owned(),
         }
     }
 

@@ -270,14 +270,22 @@ pub(super) fn taints(reasons: &[UnhealthyReason], evict: bool) -> Vec<Taint> {
         UnhealthyReason::Xid { code, .. } => Some(code.to_string()),
         _ => None,
     });
-    let other = reasons.iter().find(|reason| !reason.is_loss() && !matches!(reason, UnhealthyReason::Xid { .. }));
+    let has_key = |reason: &UnhealthyReason| {
+        reason.is_loss() || matches!(reason, UnhealthyReason::Xid { .. } | UnhealthyReason::Cordoned(_))
+    };
+    let other = reasons.iter().find(|reason| !has_key(reason));
+    let cordon = reasons.iter().find_map(|reason| match reason {
+        UnhealthyReason::Cordoned(cordon) => Some(cordon),
+        _ => None,
+    });
     let mut taints = Vec::new();
+    let effect = |evict| if evict { TaintEffect::NoExecute } else { TaintEffect::NoSchedule };
     if reasons.iter().any(UnhealthyReason::is_loss) {
-        let effect = if evict { TaintEffect::NoExecute } else { TaintEffect::NoSchedule };
-        taints.push(Taint { effect, ..plain(LOST, String::new()) });
+        taints.push(Taint { effect: effect(evict), ..plain(LOST, String::new()) });
     }
     taints.extend(xid.map(|code| plain(XID, code)));
     taints.extend(other.map(|reason| plain(&ours("unhealthy"), reason.label().to_owned())));
+    taints.extend(cordon.map(|by| Taint { effect: effect(by.evict), ..plain(&ours("cordoned"), String::new()) }));
     taints
 }
 

@@ -152,6 +152,8 @@ fn reasons(
     {
         reasons.push(reason.clone());
     }
+    let cordon = state.hardware().cordon(&gpu.uuid).map(|(reason, _)| reason);
+    reasons.extend(cordon.filter(|cordon| !reasons.iter().any(|known| known.is(cordon))).cloned());
     reasons
 }
 

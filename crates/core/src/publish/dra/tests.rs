@@ -2,7 +2,9 @@
 
 use super::*;
 use crate::allocation::{AllocationTables, GpuSet};
-use crate::state::{Door, Filter, GpuSelector, GpuShares, GpuSharing, NodeState, ResourcePlan, UnhealthyReason};
+use crate::state::{
+    Cordon, Door, Event, Filter, GpuSelector, GpuShares, GpuSharing, NodeState, ResourcePlan, UnhealthyReason,
+};
 use crate::topology::{GpuObservation, NodeObservation, NodeTopology};
 use alloc::sync::Arc;
 
@@ -80,6 +82,28 @@ fn device_without_a_name_of_its_own_is_reported() {
     let (devices, problems) = published(&node(&[gpu("GPU-0"), gpu("GPU-1")].join(", ")), &all());
     assert_eq!(devices.len(), 1);
     assert_eq!(problems, [DraProblem::NoName("GPU-1".to_owned())]);
+}
+
+#[test]
+fn cordon_is_a_taint_beside_those_of_a_sickness() {
+    let uuid = || "GPU-1".parse().unwrap();
+    let cordon = |evict| Cordon { by: "ada".to_owned(), why: "a hot cable".to_owned(), evict };
+    let taints = |events: Vec<Event>| -> Vec<String> {
+        let state = events.into_iter().fold(NodeState::of_machine(chain(), all()), |state, event| {
+            state.apply(event, core::time::Duration::from_secs(1)).0
+        });
+        let layout = GpuLayout::of(state.tables(), offered_now(&state));
+        let devices = devices(&DraFacts::of_state(&state, &layout, DraSettings::default())).0;
+        let tainted = devices.iter().flat_map(|device| device.taints.iter().map(move |taint| (device, taint)));
+        tainted.map(|(device, Taint { key, effect, .. })| format!("{} {key} {effect:?}", device.name)).collect()
+    };
+    let key = "gpu-1 linkwise.dev/cordoned";
+    assert_eq!(taints(vec![Event::Cordoned(uuid(), Some(cordon(false)))]), [format!("{key} NoSchedule")]);
+    let sick = Event::Xid { gpu: uuid(), code: 79, instance: None };
+    let both = taints(vec![sick, Event::Cordoned(uuid(), Some(cordon(true)))]);
+    assert_eq!(both, ["gpu-1 gpu.nvidia.com/xid NoSchedule".to_owned(), format!("{key} NoExecute")]);
+    let over = vec![Event::Cordoned(uuid(), Some(cordon(true))), Event::Cordoned(uuid(), None)];
+    assert_eq!(taints(over), Vec::<String>::new());
 }
 
 #[test]
