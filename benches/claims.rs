@@ -145,7 +145,7 @@ fn claim(metadata: ClaimName) -> Claim {
         ..AllocatedDevice::default()
     };
     let devices = DeviceAllocation { results: (0..4).map(result).collect(), config: Vec::new() };
-    Claim { metadata, status: ClaimStatus { allocation: Some(Allocation { devices }) } }
+    Claim { metadata, pod_claim_name: None, status: ClaimStatus { allocation: Some(Allocation { devices }) } }
 }
 
 fn percentile(times: &mut [Duration], percent: usize) -> Duration {

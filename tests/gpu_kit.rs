@@ -141,7 +141,8 @@ fn kit_reports_calls_admission_claim_and_faults() {
     let (output, summary) = run(&kit, &at("report"), &variables);
     end.store(true, Ordering::Relaxed);
     let reported = driver.join().unwrap();
-    assert!(output.status.success(), "{summary}\n{output:?}");
+    let labels = fs::read_to_string(at("report/labels.txt"));
+    assert!(output.status.success(), "{summary}\n{output:?}\nlabels.txt: {labels:?}");
     let xids: Vec<&str> = reported.iter().map(|(_, xid)| xid.as_str()).collect();
     // Between the two doors' faults are one after the release, those of the takeover, and one after it.
     let [first, second, resumed, takeover @ .., after, third, fourth] = &xids[..] else {

@@ -346,7 +346,7 @@ fn claim_is_compared_with_what_was_free_when_prepared() {
         |place: usize| PreparedDevice::whole(&format!("gpu-{place}"), node.topology().gpus()[place].uuid.clone());
     let claim = |name: &str, places: &[usize]| PreparedClaim {
         claim: ClaimName { namespace: "ml".into(), name: name.into(), uid: format!("uid-{name}") },
-        prepared: Prepared { devices: places.iter().map(|place| device(*place)).collect(), mps: None },
+        prepared: Prepared { devices: places.iter().map(|place| device(*place)).collect(), ..Prepared::default() },
         is_of_another_boot: false,
     };
     let list = |state: &NodeState, claims: &[(&str, &[usize])]| {

@@ -93,7 +93,8 @@ impl<'a> Given<'a> {
 pub(super) fn spawn_in(node: &mut Node, given: Given<'_>, api: Option<&ApiServer>) -> dra::Plugin {
     let Given { settings, pool: empty, plugin, handover, has_metrics } = given;
     let serves = plugin.serves;
-    let plugin = dra::Settings { read_claim: api.map(read_claim), ..plugin };
+    let (pool, published) = watch::channel(None);
+    let plugin = dra::Settings { read_claim: api.map(read_claim), published, ..plugin };
     // Nodes that never had claims show no series of them.
     let metrics = match has_metrics {
         true => node.metrics().register(PluginMetrics::register),
@@ -106,13 +107,13 @@ pub(super) fn spawn_in(node: &mut Node, given: Given<'_>, api: Option<&ApiServer
     if let Some(api) = api {
         node.metrics().register(|registry| api.metrics().register_in(registry));
         if serves {
-            publish(node, settings, empty, api, &plugin);
+            publish(node, settings, (empty, pool), api, &plugin);
         } else {
             let name = empty.node.clone();
             // The writer ends with the sender.
-            let (pool, wanted) = watch::channel(Some(Arc::new(empty)));
-            let writing =
-                write_slices(api.another(), name, (wanted, watch::Sender::default()), &plugin, node.shutdown());
+            let report = (pool.subscribe(), watch::Sender::default());
+            pool.send_replace(Some(Arc::new(empty)));
+            let writing = write_slices(api.another(), name, report, &plugin, node.shutdown());
             node.spawn_until_done("writer of slices", async move {
                 writing.await;
                 drop(pool);
@@ -135,9 +136,15 @@ fn read_claim(api: &ApiServer) -> ReadClaim {
 }
 
 /// Publishes the node's pool.
-fn publish(node: &mut Node, settings: &Settings, empty: Pool, api: &ApiServer, plugin: &dra::Plugin) {
+fn publish(
+    node: &mut Node,
+    settings: &Settings,
+    (empty, pool): (Pool, watch::Sender<Option<Arc<Pool>>>),
+    api: &ApiServer,
+    plugin: &dra::Plugin,
+) {
     let metrics = node.metrics().register(SliceMetrics::register);
-    let (pool, wanted) = watch::channel(None);
+    let wanted = pool.subscribe();
     let (report, stored) = watch::channel(StoredPool::default());
     let name = empty.node.clone();
     let writing = write_slices(api.another(), name, (wanted.clone(), report), plugin, node.shutdown());

@@ -10,6 +10,7 @@ pub mod dra_node;
 mod events;
 mod fleet;
 mod gpu_cluster;
+mod metadata;
 mod node;
 mod node_feature;
 pub mod older;

@@ -94,7 +94,7 @@ fn sick_gpu_is_left_out_where_taints_are_dropped() {
 /// A claim that is prepared with these GPUs, under these names.
 fn prepared<const N: usize>(devices: [(&str, GpuUuid); N]) -> PreparedClaim {
     let devices = devices.map(|(name, gpu)| PreparedDevice::whole(name, gpu)).into();
-    PreparedClaim { prepared: Prepared { devices, mps: None }, ..PreparedClaim::default() }
+    PreparedClaim { prepared: Prepared { devices, ..Prepared::default() }, ..PreparedClaim::default() }
 }
 
 #[test]

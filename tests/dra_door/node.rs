@@ -467,7 +467,7 @@ pub fn claim(uid: &str, devices: &[(&str, &str)]) -> Claim {
     };
     let results = devices.iter().map(result).collect();
     let allocation = Allocation { devices: DeviceAllocation { results, config: Vec::new() } };
-    Claim { metadata: name(uid), status: ClaimStatus { allocation: Some(allocation) } }
+    Claim { metadata: name(uid), pod_claim_name: None, status: ClaimStatus { allocation: Some(allocation) } }
 }
 
 /// The claim, with opaque parameters.

@@ -163,7 +163,10 @@ async fn nearest_nics_are_in_the_claims_spec() {
     assert_eq!(spec["kind"], "linkwise.dev/claim");
     let device = |name: &str| {
         let of_name = spec["devices"].as_array().unwrap().iter().find(|device| device["name"] == name);
-        of_name.unwrap()["containerEdits"].clone()
+        let mut edits = of_name.unwrap()["containerEdits"].clone();
+        // Its metadata.
+        assert_eq!(edits.as_object_mut().unwrap().remove("mounts").unwrap().as_array().unwrap().len(), 1);
+        edits
     };
     let near = serde_json::json!({"env": ["LINKWISE_NICS=mlx5_0"], "deviceNodes": [
         {"path": "/dev/nvidia0"}, {"path": node.gpu(0)},

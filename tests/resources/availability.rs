@@ -139,7 +139,7 @@ impl World {
     fn prepare(&mut self) {
         let prepared = self.claims.iter().map(|(name, gpu)| PreparedClaim {
             claim: ClaimName { namespace: "ml".to_owned(), name: name.clone(), uid: name.clone() },
-            prepared: Prepared { devices: vec![PreparedDevice::whole("gpu", gpu.clone())], mps: None },
+            prepared: Prepared { devices: vec![PreparedDevice::whole("gpu", gpu.clone())], ..Prepared::default() },
             is_of_another_boot: false,
         });
         let prepared = prepared.collect();

@@ -51,7 +51,7 @@ fn prepared(gpus: &[usize]) -> Event {
 fn claim(at: usize) -> PreparedClaim {
     let claim = ClaimName { namespace: "default".into(), name: format!("claim-{at}"), uid: format!("uid-{at}") };
     let devices = vec![PreparedDevice::whole(&format!("gpu-{at}"), uuid(at))];
-    PreparedClaim { claim, prepared: Prepared { devices, mps: None }, is_of_another_boot: false }
+    PreparedClaim { claim, prepared: Prepared { devices, ..Prepared::default() }, is_of_another_boot: false }
 }
 
 impl World {

@@ -25,7 +25,11 @@ fn in_shares(shares: u32) -> Option<GpuShares> {
 fn prepared(at: usize) -> Event {
     let claim = ClaimName { namespace: "default".into(), name: "a".into(), uid: "u".into() };
     let devices = vec![PreparedDevice::whole(&format!("gpu-{at}"), uuid(at))];
-    Event::Prepared(vec![PreparedClaim { claim, prepared: Prepared { devices, mps: None }, is_of_another_boot: false }])
+    Event::Prepared(vec![PreparedClaim {
+        claim,
+        prepared: Prepared { devices, ..Prepared::default() },
+        is_of_another_boot: false,
+    }])
 }
 
 impl World {

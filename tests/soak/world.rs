@@ -361,7 +361,8 @@ impl Soak {
         self.end_daemons().await;
         world.tell(&format!("mig {MIG} {}", self.layout)).await;
         for file in fs::read_dir(node.at("cdi")).unwrap() {
-            fs::remove_file(file.unwrap().path()).unwrap();
+            let path = file.unwrap().path();
+            if path.is_dir() { fs::remove_dir_all(path) } else { fs::remove_file(path) }.unwrap();
         }
         let claims = fs::read_dir(node.at("k/linkwise/claims")).into_iter().flatten().map(|file| file.unwrap().path());
         for file in claims.chain([node.at("k/linkwise/linkwise_health.json")]) {

@@ -71,7 +71,7 @@ fn claim_of_first() -> PreparedClaim {
         claim: ClaimName { namespace: "default".into(), name: "a".into(), uid: "1".into() },
         prepared: Prepared {
             devices: vec![PreparedDevice::whole("gpu-0", observed(1).gpus[0].uuid.clone())],
-            mps: None,
+            ..Prepared::default()
         },
         is_of_another_boot: false,
     }

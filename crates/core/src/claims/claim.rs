@@ -15,14 +15,54 @@ pub(super) fn base(request: &str) -> &str {
     request.split('/').next().unwrap_or(request)
 }
 
+/// The alternative of the request that was taken: `quad` of `gpus/quad`.
+pub(super) fn alternative(request: &str) -> Option<&str> {
+    Some(request.split_once('/')?.1)
+}
+
 /// The fields of a `ResourceClaim` that linkwise reads (`resource.k8s.io/v1`).
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
-#[serde(rename_all = "camelCase", default)]
+#[serde(from = "Object")]
 pub struct Claim {
     /// Name, namespace, UID.
     pub metadata: ClaimName,
+    /// The name that its pod has for it, if it was made from a template: an annotation.
+    pub pod_claim_name: Option<String>,
     /// Its status.
     pub status: ClaimStatus,
+}
+
+/// The same as the API has it.
+#[derive(Default, Deserialize)]
+#[serde(default)]
+struct Object {
+    metadata: Metadata,
+    status: ClaimStatus,
+}
+
+#[derive(Default, Deserialize)]
+#[serde(default)]
+struct Metadata {
+    namespace: String,
+    name: String,
+    uid: String,
+    #[serde(deserialize_with = "or_default")]
+    annotations: Annotations,
+}
+
+#[derive(Default, Deserialize)]
+#[serde(default)]
+struct Annotations {
+    #[serde(rename = "resource.kubernetes.io/pod-claim-name")]
+    pod_claim_name: Option<String>,
+}
+
+impl From<Object> for Claim {
+    fn from(Object { metadata, status }: Object) -> Self {
+        let Metadata { namespace, name, uid, annotations } = metadata;
+        let metadata = ClaimName { namespace, name, uid };
+        Self { metadata, pod_claim_name: annotations.pod_claim_name, status }
+    }
 }
 
 impl Claim {

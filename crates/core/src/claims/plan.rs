@@ -3,7 +3,7 @@
 use crate::prelude::*;
 use alloc::collections::BTreeSet;
 
-use super::claim::{AllocatedDevice, Claim, base};
+use super::claim::{AllocatedDevice, Claim, alternative, base};
 use super::config::{Configs, Kind};
 use super::containers::containers;
 use super::error::{ClaimError, DeviceRefusal};
@@ -91,6 +91,7 @@ pub fn plan(claim: &Claim, asked: &ClaimName, node: Node<'_>) -> Result<Prepared
             if admin { None } else { share::of(result, sharing, hardware.gpu.facts.memory_mib).map_err(of_share)? };
         let device = PreparedDevice {
             request: request.to_owned(),
+            alternative: alternative(&result.request).map(ToOwned::to_owned),
             pool: result.pool.clone(),
             share_id: result.share_id.clone(),
             share,
@@ -126,7 +127,8 @@ pub fn plan(claim: &Claim, asked: &ClaimName, node: Node<'_>) -> Result<Prepared
         prepared.push(device);
     }
     let mps = mps::plan(&by_mps, others().filter_map(|(name, other)| Some((name, other.mps.as_ref()?))))?;
-    let mut prepared = Prepared { devices: prepared, mps };
+    let pod_claim_name = claim.pod_claim_name.clone();
+    let mut prepared = Prepared { devices: prepared, mps, pod_claim_name };
     if let Some(before) = node.state.ledger().prepared(&asked.uid) {
         let kind = node.injection.cdi.as_ref().map_or("", |cdi| cdi.kind.as_str());
         prepared.keep_names(&before.prepared, kind).map_err(ClaimError::OldNames)?;

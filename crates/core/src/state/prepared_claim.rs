@@ -97,6 +97,9 @@ pub struct Prepared {
     /// Its MPS control daemon, if it asks for one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mps: Option<ClaimMps>,
+    /// The name that its pod has for it, if it was made from a template.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pod_claim_name: Option<String>,
 }
 
 /// One device of a claim that is prepared.
@@ -105,6 +108,9 @@ pub struct Prepared {
 pub struct PreparedDevice {
     /// The request that it is for, without its alternative.
     pub request: String,
+    /// The alternative of the request that was taken, if it has any.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub alternative: Option<String>,
     /// The pool.
     pub pool: String,
     /// Its name in the pool. Several have one name if it is a set of GPUs ([`crate::topology::is_set`]).

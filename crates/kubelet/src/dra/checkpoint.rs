@@ -229,7 +229,7 @@ fn parts(value: &Value, uid: &str) -> Option<Checkpoint> {
     let devices = devices.filter_map(|device| PreparedDevice::deserialize(device).ok()).collect();
     let mps = Option::deserialize(&prepared["mps"]).unwrap_or_default();
     let boot = value["boot"].as_str().map(str::to_owned);
-    Some(Checkpoint::started(boot, claim, Prepared { devices, mps }))
+    Some(Checkpoint::started(boot, claim, Prepared { devices, mps, ..Prepared::default() }))
 }
 
 /// Reads the checkpoint of the claim with this UID.

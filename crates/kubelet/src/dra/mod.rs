@@ -32,6 +32,7 @@ use crate::device_plugin::connect;
 use crate::readiness::{Part, REGISTERED, Readiness};
 use crate::registration::{Journal, Life};
 use claim_manager::ClaimManager;
+use linkwise_core::publish::dra::slice::Pool;
 use linkwise_core::publish::injection::{HostDevices, InjectionOptions};
 use linkwise_core::state::NodeState;
 use linkwise_kubelet_api::pluginregistration::InfoRequest;
@@ -71,6 +72,8 @@ pub struct Settings {
     pub injection: InjectionOptions,
     /// The host's devices beside its GPUs, as last scanned.
     pub host_devices: watch::Receiver<Arc<HostDevices>>,
+    /// The devices as the node publishes them, for the metadata of claims.
+    pub published: watch::Receiver<Option<Arc<Pool>>>,
     /// The node's CDI devices: before there are any, no claim is prepared.
     pub cdi: CdiLink,
     /// The receiver of orders for MIG devices of claims; `None`: none can be made.
@@ -128,6 +131,7 @@ impl Settings {
             boot: None,
             injection: InjectionOptions::default(),
             host_devices: watch::channel(Arc::default()).1,
+            published: watch::channel(None).1,
             cdi: watch::channel(Some(Arc::default())).1,
             mig: None,
             mps: None,

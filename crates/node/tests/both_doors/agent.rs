@@ -47,7 +47,7 @@ fn read(cluster: &Cluster, uid: &str) -> Option<Claim> {
     };
     let results = cluster.get(uid)?.iter().map(result).collect();
     let allocation = Allocation { devices: DeviceAllocation { results, config: Vec::new() } };
-    Some(Claim { metadata: name(uid), status: ClaimStatus { allocation: Some(allocation) } })
+    Some(Claim { metadata: name(uid), pod_claim_name: None, status: ClaimStatus { allocation: Some(allocation) } })
 }
 
 fn name(uid: &str) -> ClaimName {

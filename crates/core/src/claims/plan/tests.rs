@@ -61,7 +61,7 @@ fn claim(uid: &str, devices: &[(&str, &str)]) -> Claim {
     };
     let results = devices.iter().map(result).collect();
     let allocation = Allocation { devices: DeviceAllocation { results, config: Vec::new() } };
-    Claim { metadata: name(uid), status: ClaimStatus { allocation: Some(allocation) } }
+    Claim { metadata: name(uid), pod_claim_name: None, status: ClaimStatus { allocation: Some(allocation) } }
 }
 
 fn configured(mut claim: Claim, configs: &[(&str, &[&str], &str)]) -> Claim {

@@ -11,6 +11,7 @@
 //! claim over its restarts and reboots, and hands on old and new ones together; so the names never change, and their
 //! spec follows the claim's hardware: it is written at each preparation, and when the node's CDI devices change.
 
+mod metadata;
 mod mig;
 mod mps;
 mod prepare;

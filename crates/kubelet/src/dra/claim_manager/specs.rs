@@ -16,6 +16,7 @@ use futures_util::future::{OptionFuture, join_all};
 use serde_json::{Map, Value, json};
 use tokio::time::timeout;
 
+use super::metadata::{self, Metadata};
 use super::prepare::{PrepareError, facts};
 use super::{ClaimManager, Turn};
 use crate::dra::api::{CdiDevices, MpsLink};
@@ -27,23 +28,27 @@ use linkwise_core::publish::injection::{HostPath, Injection};
 use linkwise_system::{files, or_never};
 
 /// The mode of a spec, which every user may read: runtimes run as other users.
-const MODE: u32 = 0o644;
+pub(super) const MODE: u32 = 0o644;
 
 /// Writes the claims' CDI specs each time that the node's CDI devices change: a driver was updated, a device node came
-/// late, an operator removed files; and when a control daemon of an older release goes. For ever.
+/// late, an operator removed files; when the published devices do; and when a control daemon of an older release goes.
+/// For ever.
 pub(in crate::dra) async fn keep_specs(manager: &ClaimManager) {
     let settings = &manager.settings;
     let (mut cdi, mut host) = (settings.cdi.clone(), settings.host_devices.clone());
+    let mut published = settings.published.clone();
     loop {
         let common_shm = settings.mps.as_ref().map(MpsLink::with_common_shm).unwrap_or_default();
         if cdi.borrow_and_update().is_some() {
             host.mark_unchanged();
+            published.mark_unchanged();
             manager.renew_specs().await;
         }
         let daemons = OptionFuture::from(settings.mps.as_ref().map(|mps| mps.common_shm_changes(&common_shm)));
         tokio::select! {
             Ok(()) = cdi.changed() => {}
             Ok(()) = host.changed() => {}
+            Ok(()) = published.changed() => {}
             Some(()) = daemons => {}
             // The node is ending.
             else => std::future::pending().await,
@@ -75,8 +80,10 @@ impl ClaimManager {
         let common_shm = self.with_common_shm();
         let requests = containers(&checkpoint.prepared, facts(&self.settings, &state, &host, &common_shm))?;
         let Some(devices) = self.settings.cdi.borrow().clone() else { return Ok(Err(None)) };
-        let claim = text(&checkpoint.claim.uid, &requests, &devices);
-        Ok(claim.map(|claim| Specs { claim, devices: devices_text(&checkpoint.prepared) }).map_err(Some))
+        let metadata = metadata::of_claim(checkpoint, self.settings.published.borrow().as_deref());
+        let claim = text(&self.settings.cdi_folder, &checkpoint.claim.uid, (&requests, &metadata), &devices);
+        let devices = devices_text(&checkpoint.prepared);
+        Ok(claim.map(|claim| Specs { claim, devices, metadata }).map_err(Some))
     }
 
     /// The text of a claim's CDI spec. Waits until a scan of the host has found the claim's devices as they are: that
@@ -154,11 +161,12 @@ pub(super) struct Specs {
     claim: String,
     /// Empty for a claim that was prepared before its devices had names of their own.
     devices: String,
+    metadata: BTreeMap<String, Metadata>,
 }
 
 /// The specs as far as they are known before the claim has its hardware: the one of the names.
 pub(super) fn of_names(prepared: &Prepared) -> Specs {
-    Specs { claim: String::new(), devices: devices_text(prepared) }
+    Specs { claim: String::new(), devices: devices_text(prepared), metadata: BTreeMap::new() }
 }
 
 /// Makes the text of the spec that names a claim's devices. A CDI device has to have an edit: this one is in the claim's
@@ -176,7 +184,12 @@ fn devices_text(prepared: &Prepared) -> String {
 
 /// Makes the text of a claim's spec, or returns the names of the devices that the node does not have, or not yet with
 /// the nodes that they have by the snapshot.
-fn text(uid: &str, requests: &BTreeMap<String, RequestEdits>, node: &CdiDevices) -> Result<String, Vec<String>> {
+fn text(
+    folder: &Path,
+    uid: &str,
+    (requests, metadata): (&BTreeMap<String, RequestEdits>, &BTreeMap<String, Metadata>),
+    node: &CdiDevices,
+) -> Result<String, Vec<String>> {
     let (mut devices, mut missing) = (Vec::new(), Vec::new());
     for (request, RequestEdits { devices: of_request, own }) in requests {
         let mut edits = Map::new();
@@ -187,6 +200,12 @@ fn text(uid: &str, requests: &BTreeMap<String, RequestEdits>, node: &CdiDevices)
             }
         }
         append(&mut edits, &own_edits(own));
+        if let Some(Metadata { in_container, .. }) = metadata.get(request) {
+            let path = metadata::path(folder, uid, request);
+            let options = ["ro", "nosuid", "nodev", "noexec", "bind"];
+            let mount = json!({"hostPath": path, "containerPath": in_container, "options": options});
+            append(&mut edits, &Map::from_iter([("mounts".to_owned(), json!([mount]))]));
+        }
         let name = claim_device(uid, request);
         let name = name.split_once('=').map_or("", |(_, name)| name);
         devices.push(json!({ "name": name, "containerEdits": edits }));
@@ -235,6 +254,8 @@ fn own_edits(edits: &Injection) -> Map<String, Value> {
 /// Writes the specs of a claim, if the files are not as they should be. Does not wait for the disk: after a crash of the
 /// machine every claim is prepared anew, and its spec compared again.
 pub(super) fn write(folder: &Path, uid: &str, specs: &Specs) -> io::Result<()> {
+    // First: the spec mounts them.
+    metadata::write(folder, uid, &specs.metadata)?;
     for (kind, text) in [(DEVICE_KIND, &specs.devices), (CLAIM_KIND, &specs.claim)] {
         let path = path(folder, kind, uid);
         if !text.is_empty() && !fs::read(&path).is_ok_and(|there| there == text.as_bytes()) {
@@ -253,15 +274,15 @@ fn exists(folder: &Path, uid: &str) -> bool {
 /// Removes the specs of a claim, if it has any.
 fn remove(folder: &Path, uid: &str) -> io::Result<()> {
     let removed = |kind| files::remove_for_this_boot(&path(folder, kind, uid)).map(drop);
-    removed(CLAIM_KIND).and(removed(DEVICE_KIND))
+    removed(CLAIM_KIND).and(removed(DEVICE_KIND)).and(metadata::remove(folder, uid))
 }
 
-/// The UIDs of claims that have a spec in the folder.
+/// The UIDs of claims that have a spec or metadata in the folder.
 pub(super) fn claims(folder: &Path) -> Vec<String> {
     let prefixes = [CLAIM_KIND, DEVICE_KIND].map(|kind| file_name(kind) + "-");
     let uid_of = |name: &str| {
         let mut uids = prefixes.iter().filter_map(|prefix| name.strip_prefix(prefix)?.strip_suffix(".json"));
-        uids.next().map(ToOwned::to_owned)
+        uids.next().or_else(|| name.strip_prefix(metadata::FOLDER)).map(ToOwned::to_owned)
     };
     let entries = fs::read_dir(folder).into_iter().flatten().filter_map(Result::ok);
     let names = entries.filter_map(|entry| entry.file_name().into_string().ok());
