@@ -274,6 +274,7 @@ async fn cordoned_gpu_gets_no_new_pod_over_restarts_until_uncordon() {
 
     for (order, words) in [
         (vec!["uncordon", "GPU-nobody"], "no GPU GPU-nobody on this node"),
+        (vec!["cordon", "GPU-nobody", "--reason", "x"], "no GPU GPU-nobody on this node"),
         (vec!["cordon", &gpu, "--reason", " "], "a cordon needs a reason"),
         (vec!["cordon", &gpu, "--reason", &"x".repeat(600)], "name and reason: at most 512 bytes"),
         (vec!["cordon", &gpu, "--reason", "x", "--by", &"x".repeat(20_000)], "length limit exceeded"),

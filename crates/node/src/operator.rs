@@ -13,7 +13,7 @@ use tokio::sync::watch;
 use super::node::Node;
 use crate::admin::{Order, Orders, Outcome};
 use crate::readiness::{Part, Readiness};
-use linkwise_core::state::{Cordon, Event, NodeState};
+use linkwise_core::state::{Cordon, Door, Event, NodeState};
 use linkwise_core::topology::GpuUuid;
 use linkwise_nvml::supervisor::Release;
 
@@ -23,13 +23,18 @@ const LETTING_GO: Duration = Duration::from_secs(10);
 /// The functions of the admin socket on this node.
 pub fn orders(node: &Node, release: &Release) -> Orders {
     let (snapshot, events) = (node.snapshot(), node.events());
-    let (views, release) = (node.views.clone(), release.clone());
+    let (views, release, files) = (node.views.clone(), release.clone(), node.files());
     Orders {
         state: Arc::new(move || views.for_operator()),
         carry_out: Arc::new(move |order| {
             let (snapshot, events, release) = (Arc::clone(&snapshot.borrow()), events.clone(), release.clone());
+            let is_owner = files.borrow().is_some();
             Box::pin(async move {
                 match order {
+                    // The owner's record counts.
+                    Order::Clear(_) | Order::Cordon(..) if !is_owner => {
+                        Outcome::NotYet("another linkwise serves this node: give it the order".to_owned())
+                    }
                     Order::Release => release_driver(&release, true, LETTING_GO).await,
                     Order::Resume => release_driver(&release, false, LETTING_GO).await,
                     Order::Clear(gpu) => clear(&snapshot, &events, gpu),
@@ -92,9 +97,9 @@ fn set_cordon(snapshot: &NodeState, events: &mpsc::Sender<Event>, gpu: GpuUuid, 
             return format!("{gpu} may be given to pods again");
         };
         tracing::warn!(%gpu, by, why, evict, "an operator cordoned the GPU");
-        let holders = match (evict, snapshot.is_with_dra(&gpu)) {
-            (true, true) => "pods with claims of it are evicted",
-            (true, false) => "pods keep it until they end: the device plugin can evict none",
+        let holders = match (evict, snapshot.door(&gpu)) {
+            (true, Some(Door::Dra)) => "its taint evicts the pods with claims of it",
+            (true, _) => "pods keep it until they end: only a taint of DRA evicts",
             (false, _) => "pods keep it until they end",
         };
         format!("{gpu} is given to no new pod; {holders}")
@@ -109,7 +114,10 @@ fn tell(
     event: Event,
     done: impl FnOnce() -> String,
 ) -> Outcome {
-    if !snapshot.gpus().iter().any(|status| status.gpu.uuid == *gpu) {
+    let is_known = || snapshot.gpus().iter().any(|status| status.gpu.uuid == *gpu);
+    // One that is gone may leave its cordon.
+    let ends_cordon = || matches!(event, Event::Cordoned(_, None)) && snapshot.hardware().cordon(gpu).is_some();
+    if !is_known() && !ends_cordon() {
         return Outcome::Unknown(format!("no GPU {gpu} on this node"));
     }
     match events.try_send(event) {
@@ -209,6 +217,11 @@ mod tests {
             (orders.carry_out)(Order::Clear(gpu.clone())).await,
             Outcome::Done(format!("what was held against {gpu} is forgotten"))
         );
+        // A standby's state is made anew from the owner's record.
+        let right = node.files.send_replace(None);
+        let elsewhere = Outcome::NotYet("another linkwise serves this node: give it the order".to_owned());
+        assert_eq!((orders.carry_out)(Order::Cordon(gpu.clone(), None)).await, elsewhere);
+        node.files.send_replace(right);
         // No task takes events here: in the end there is no room for one more.
         while events.try_send(Event::Tick).is_ok() {}
         let later = Outcome::NotYet("too much happens just now; try again".to_owned());

@@ -28,7 +28,7 @@ fn add_reasons(found: &mut Findings, reasons: &[Reason], gpu: &str, now: Timesta
         let lasting = lasting(*since, now).map(|time| format!(", for {time}")).unwrap_or_default();
         let what = format!("{gpu}: {reason}{lasting}");
         if *cleared {
-            let what = format!("{what}; linkwise has no reason against the GPU, and offers it");
+            let what = format!("{what}; linkwise has no reason against the GPU");
             let advice =
                 "an operator cleared it (linkwise admin clear), or linkwise has not polled since: it polls every 10 s";
             found.each(Status::Warning, reason, what, advice);
@@ -137,7 +137,8 @@ impl History {
             let Ok(uuid) = uuid.parse() else { continue };
             let now = all.entry(uuid).or_default();
             now.retain(|(own, _)| !reasons.iter().any(|held| held.kind == own.kind));
-            now.iter_mut().for_each(|(_, cleared)| *cleared = reasons.is_empty());
+            let is_well = reasons.iter().all(|reason| reason.kind == CORDONED);
+            now.iter_mut().for_each(|(_, cleared)| *cleared = is_well);
             now.splice(0..0, reasons.into_iter().map(|reason| (reason, false)));
         }
         all.retain(|_, reasons| !reasons.is_empty());

@@ -10,6 +10,7 @@ use super::error::{ClaimError, DeviceRefusal};
 use super::mig::on_demand;
 use super::mps::{self, Asked};
 use super::share;
+use crate::names::is_word;
 use crate::publish::injection::{ChosenDevice, HostDevices, InjectionOptions};
 use crate::state::{
     ClaimName, DRA_DRIVER, Door, NodeState, Prepared, PreparedDevice, ResourceName, claim_device, claim_member,
@@ -22,6 +23,9 @@ const MOST_DEVICES: usize = 32;
 
 /// The most configurations of a claim that has devices: its own and its classes' (twice `DeviceConfigMaxSize`).
 const MOST_CONFIGS: usize = 64;
+
+/// The longest DNS label.
+const LONGEST_LABEL: usize = 63;
 
 /// The facts that a plan is made from, apart from the claim.
 #[derive(Clone, Copy, Debug)]
@@ -127,7 +131,9 @@ pub fn plan(claim: &Claim, asked: &ClaimName, node: Node<'_>) -> Result<Prepared
         prepared.push(device);
     }
     let mps = mps::plan(&by_mps, others().filter_map(|(name, other)| Some((name, other.mps.as_ref()?))))?;
-    let pod_claim_name = claim.pod_claim_name.clone();
+    // The annotation is a user's, and the name a DNS label that becomes a part of a path.
+    let is_label = |name: &String| name.len() <= LONGEST_LABEL && is_word(name, b"-");
+    let pod_claim_name = claim.pod_claim_name.clone().filter(is_label);
     let mut prepared = Prepared { devices: prepared, mps, pod_claim_name };
     if let Some(before) = node.state.ledger().prepared(&asked.uid) {
         let kind = node.injection.cdi.as_ref().map_or("", |cdi| cdi.kind.as_str());

@@ -31,7 +31,7 @@ pub enum Availability {
     Cordoned,
     /// No pod holds any part of it, and the configuration has no devices of it that this node could offer.
     Withheld,
-    /// The GPU is healthy, and the kubelet has not listed the holders yet.
+    /// The GPU is healthy or only cordoned, and the kubelet has not listed the holders yet.
     #[default]
     #[serde(other)]
     Unknown,
@@ -47,14 +47,15 @@ impl Availability {
         let healthy = || devices.iter().filter(|device| device.health == Health::Healthy);
         let whole = healthy().any(|device| device.mig.is_none());
         let part = healthy().any(|device| device.mig.is_some());
+        let cordoned = devices.iter().any(|device| device.is_cordoned());
         match held {
             Some(held) if held.contains(gpu) => Self::Held,
             _ if devices.is_empty() => Self::Withheld,
-            None if whole || part => Self::Unknown,
+            None if whole || part || cordoned => Self::Unknown,
             // A GPU that is not in the graph has no place in a set of GPUs.
             Some(_) if whole && topology.position(gpu).is_some() => Self::Free,
             Some(_) if part => Self::Mig,
-            _ if devices.iter().all(|device| device.is_cordoned()) => Self::Cordoned,
+            _ if cordoned => Self::Cordoned,
             _ => Self::Unhealthy,
         }
     }

@@ -187,7 +187,7 @@ impl Doors {
         if !plan.offers_through_dra(&device.gpu) {
             return unhealthy(UnhealthyReason::Withdrawn);
         }
-        let health = hardware.for_new_work(device);
+        let health = hardware.health(uuid, device.instance()).unwrap_or(Health::Healthy);
         if health != Health::Healthy {
             return health;
         }
@@ -197,7 +197,7 @@ impl Doors {
         match by_claim().filter(|_| waits) {
             Some(reason) => unhealthy(reason),
             None if waits => unhealthy(UnhealthyReason::HoldersUnknown),
-            None => Health::Healthy,
+            None => hardware.for_new_work(device, Health::Healthy),
         }
     }
 }

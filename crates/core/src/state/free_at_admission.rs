@@ -7,6 +7,7 @@ use alloc::collections::{BTreeMap, BTreeSet};
 
 use super::{Device, FreeThen, Hardware, Health, Ledger, Offers, PreparedClaim, ResourceDevice, ResourceName, gpu_of};
 use crate::allocation::{DeviceId, GpuSet};
+use crate::topology::Gpu;
 
 /// The GPUs of healthy devices that are not MIG devices.
 pub(super) fn whole<'a>(hardware: &Hardware, devices: impl Iterator<Item = &'a Device>) -> GpuSet {
@@ -18,7 +19,8 @@ pub(super) fn whole<'a>(hardware: &Hardware, devices: impl Iterator<Item = &'a D
 fn then(hardware: &Hardware, given: GpuSet, free: GpuSet) -> Option<FreeThen> {
     let (tables, gpus) = (hardware.tables(), hardware.topology().gpus());
     let own = tables.collective(given)?;
-    let is_healthy = |place: &usize| gpus.get(*place).is_some_and(|gpu| hardware.standing(&gpu.uuid).next().is_none());
+    let may_work = |gpu: &Gpu| hardware.standing(&gpu.uuid).next().is_none() && hardware.cordon(&gpu.uuid).is_none();
+    let is_healthy = |place: &usize| gpus.get(*place).is_some_and(may_work);
     let healthy: GpuSet = (0..gpus.len()).filter(is_healthy).collect();
     let best = |of: GpuSet| tables.best_collective(of.union(given), given.len()).map(|best| best.max(own));
     Some(FreeThen { free: best(free)?, healthy: best(healthy)? })

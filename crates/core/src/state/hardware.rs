@@ -103,10 +103,9 @@ impl Hardware {
         self.health.get(gpu)?.cordoned()
     }
 
-    /// The health of a device for new work: a cordon counts too.
-    pub(super) fn for_new_work(&self, device: &Device) -> Health {
-        let gpu = &device.gpu.uuid;
-        match (self.health(gpu, device.instance()).unwrap_or(Health::Healthy), self.cordon(gpu)) {
+    /// The health of a device for new work: one that nothing else keeps back has its GPU's cordon.
+    pub(super) fn for_new_work(&self, device: &Device, health: Health) -> Health {
+        match (health, self.cordon(&device.gpu.uuid)) {
             (Health::Healthy, Some((reason, since))) => Health::Unhealthy { reason: reason.clone(), since },
             (health, _) => health,
         }

@@ -415,6 +415,7 @@ impl Offers {
                         hindered.insert((device.gpu.uuid.clone(), name.clone()), reason);
                     }
                 }
+                let health = hardware.for_new_work(device, health);
                 if device.health != health {
                     changed.push(((name.clone(), id.clone()), health));
                 }
@@ -441,7 +442,7 @@ impl Offers {
 
     /// The health of an offered device, without regard to its holders.
     fn health_of(&self, resource: &ResourceName, device: &Device, hardware: &Hardware) -> Health {
-        let health = hardware.for_new_work(device);
+        let health = hardware.health(&device.gpu.uuid, device.instance()).unwrap_or(Health::Healthy);
         match self.mps.waits(resource, device) {
             Some(since) if health == Health::Healthy => {
                 Health::Unhealthy { reason: UnhealthyReason::MpsNotReady, since }

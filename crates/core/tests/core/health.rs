@@ -193,9 +193,10 @@ fn xid_without_recovery_action_stands_until_reset() {
 #[test]
 fn cordon_keeps_new_work_away_and_is_no_sickness() {
     let mut world = World::new();
-    world.tell(Event::Holders(Some([].into_iter().collect()))).poll(&well());
     let cordon = Cordon { by: "ada".to_owned(), why: "a hot cable".to_owned(), evict: false };
-    world.tell(Event::Cordoned(uuid(0), Some(cordon.clone())));
+    world.tell(Event::Cordoned(uuid(0), Some(cordon.clone()))).poll(&well());
+    assert_eq!(world.snapshot.gpus()[0].availability, Availability::Unknown, "a pod may have it");
+    world.tell(Event::Holders(Some([].into_iter().collect())));
     let is_cordoned = |world: &World| {
         let [gpu, other] = world.snapshot.gpus().try_into().unwrap();
         assert_eq!((other.availability, other.reasons.len()), (Availability::Free, 0));

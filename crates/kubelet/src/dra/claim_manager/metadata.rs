@@ -8,7 +8,6 @@ use std::fs;
 use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
 
-use linkwise_core::names::is_word;
 use linkwise_core::publish::dra::slice::Pool;
 use linkwise_core::state::DRA_DRIVER;
 use linkwise_system::files;
@@ -36,8 +35,7 @@ pub(super) struct Metadata {
 /// The metadata of a claim's requests, by request. Its devices are as the node publishes them.
 pub(super) fn of_claim(checkpoint: &Checkpoint, published: Option<&Pool>) -> BTreeMap<String, Metadata> {
     let (claim, prepared) = (&checkpoint.claim, &checkpoint.prepared);
-    // The annotation is its user's, and becomes a part of a path.
-    let pod_claim_name = prepared.pod_claim_name.as_deref().filter(|name| is_word(name, b"-"));
+    let pod_claim_name = prepared.pod_claim_name.as_deref();
     let (kind, name) = match pod_claim_name {
         Some(name) => ("resourceclaimtemplates", name),
         None => ("resourceclaims", claim.name.as_str()),

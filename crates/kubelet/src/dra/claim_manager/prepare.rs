@@ -25,6 +25,9 @@ use linkwise_system::{files, lock};
 /// The time for which a repeated Prepare waits for the API server: it has an answer without it.
 const RECHECK_TIMEOUT: Duration = Duration::from_secs(1);
 
+/// The time for which a claim waits until this process knows the node's slices.
+const PUBLISHED_WITHIN: Duration = Duration::from_secs(1);
+
 /// The cause of a claim that was not prepared.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum PrepareError {
@@ -227,6 +230,10 @@ impl ClaimManager {
                 devices?
             }
         };
+        // The containers of a claim keep the metadata with which they start: a process that has just begun waits for its
+        // slices.
+        let mut published = self.settings.published.clone();
+        let _ = timeout(PUBLISHED_WITHIN, published.wait_for(Option::is_some)).await;
         let spec = self.await_spec(&checkpoint).await?;
         let checkpoint = checkpoint.completed();
         self.write(&checkpoint, Some(spec), turn).await?;
