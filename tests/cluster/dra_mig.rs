@@ -45,8 +45,6 @@ pub fn program(node: &Node) -> Command {
     let mut command = node.program();
     command.arg("--procfs").arg(node.at("proc")).env("LINKWISE_DRA_DYNAMIC_MIG", "true");
     command.env("FAKE_NVML_MACHINE", machine).env("FAKE_NVML_CONTROL", node.at("nvml"));
-    // The fake library reads again all that it was ever told: thousands of MIG devices in the long tests.
-    command.env("LINKWISE_NVML_MEMORY_MIB", "512");
     command
 }
 

@@ -268,6 +268,11 @@ async fn cordoned_gpu_gets_no_new_pod_over_restarts_until_uncordon() {
     registered(&kubelet, 2, 7).await;
     unhealthy(&kubelet, &[2]).await;
     node.metric("linkwise_gpus_by_availability{availability=\"cordoned\"}", 1).await;
+    let page = node.get("/").await.body;
+    assert!(
+        page.contains("<dt>Cordoned</dt><dd>1</dd>") && page.contains("7 free, 1 cordoned, 0 unhealthy."),
+        "{page}"
+    );
     ordered(&node, &["uncordon", &gpu]).await;
     unhealthy(&kubelet, &[]).await;
     allocation(&kubelet, "after", GPU, 8).await;

@@ -1,5 +1,5 @@
-//! An operator's orders while the node runs: release the driver, resume, clear or cordon a GPU. They come over the admin socket,
-//! and the first two also by SIGUSR1 and SIGUSR2.
+//! An operator's orders while the node runs: release the driver, resume, clear or cordon a GPU. They come over the admin
+//! socket, and the first two also by SIGUSR1 and SIGUSR2.
 //!
 //! Owns the order and its result. `driver` carries it out; this module starts and ends no agent.
 

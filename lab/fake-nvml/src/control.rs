@@ -1,8 +1,7 @@
 //! The control socket's server: a thread inside the process that loaded the library.
 
-use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
-use std::io::{self, BufRead, BufReader, Read, Seek, SeekFrom, Write};
+use std::io::{self, BufRead, BufReader, Seek, SeekFrom, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, OnceLock, PoisonError};
@@ -30,8 +29,7 @@ pub fn start(socket: &Path) -> io::Result<()> {
         _ => {}
     }
     let listener = UnixListener::bind(socket)?;
-    let text = std::fs::read_to_string(&journal)?;
-    for line in lasting(&text) {
+    for line in lasting(&file)?.0 {
         match line.parse() {
             Ok(command) => state::apply(&command).unwrap_or_else(|error| eprintln!("fake-nvml: {line}: {error}")),
             Err(error) => eprintln!("fake-nvml: {error}"),
@@ -47,15 +45,25 @@ pub fn start(socket: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// The lines of a journal that still count: each order about MIG writes a whole layout, which replaces the one before.
-fn lasting(text: &str) -> impl Iterator<Item = &str> {
+/// The whole lines of a journal that still count, and the length in bytes of all of them: each order about MIG writes a
+/// whole layout, which replaces the one before. Only one is in memory, since thousands are 25 MB and an agent's memory is
+/// bounded.
+fn lasting(journal: &File) -> io::Result<(Vec<String>, u64)> {
     let gpu = |line: &str| line.strip_prefix("mig ").and_then(|rest| Some(rest.split_once(' ')?.0.to_owned()));
-    let last: BTreeMap<String, usize> =
-        text.lines().enumerate().filter_map(|(at, line)| Some((gpu(line)?, at))).collect();
-    text.lines()
-        .enumerate()
-        .filter(move |(at, line)| gpu(line).is_none_or(|gpu| last[&gpu] == *at))
-        .map(|(_, line)| line)
+    let (mut journal, mut kept, mut length) = (BufReader::new(journal), Vec::<String>::new(), 0);
+    loop {
+        let mut line = String::new();
+        let bytes = journal.read_line(&mut line)?;
+        // A line that is being written is read with the next ones.
+        if !line.ends_with('\n') {
+            return Ok((kept, length));
+        }
+        length += bytes as u64;
+        if let Some(replaced) = gpu(&line) {
+            kept.retain(|before| gpu(before).as_ref() != Some(&replaced));
+        }
+        kept.push(line);
+    }
 }
 
 /// The MIG layouts that the journal has got since they were read last: one driver serves all processes.
@@ -67,15 +75,13 @@ pub fn layouts() -> Vec<(Selector, Act)> {
     if std::fs::metadata(journal).map_or(0, |found| found.len()) <= *read {
         return Vec::new();
     }
-    let mut text = String::new();
     let more = File::open(journal).and_then(|mut file| {
         file.seek(SeekFrom::Start(*read))?;
-        file.read_to_string(&mut text)
+        lasting(&file)
     });
-    // A line that is being written is read with the next ones.
-    let whole = more.ok().and_then(|_| text.rfind('\n')).map_or(0, |end| end + 1);
-    *read += whole as u64;
-    let layouts = lasting(&text[..whole]).filter(|line| line.starts_with("mig "));
+    let (lines, length) = more.unwrap_or_default();
+    *read += length;
+    let layouts = lines.iter().filter(|line| line.starts_with("mig "));
     let layouts = layouts.filter_map(|line| match line.parse() {
         Ok(Command::Gpu(which, layout)) => Some((which, layout)),
         _ => None,

@@ -1,5 +1,5 @@
-//! [`Availability`]: held, free, MIG, unhealthy, cordoned, withheld or unknown, one of them for each GPU. The page, the metrics, the admin
-//! socket and `top` read it here, so that their numbers add up to all GPUs.
+//! [`Availability`]: held, free, MIG, unhealthy, cordoned, withheld or unknown, one of them for each GPU. The page, the
+//! metrics, the admin socket and `top` read it here, so that their numbers add up to all GPUs.
 //!
 //! It is computed from the offered devices and from [`Held`], which the state keeps. An event that changes either of
 //! them publishes a snapshot.

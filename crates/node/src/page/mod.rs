@@ -203,6 +203,9 @@ impl<'a> Document<'a> {
         if self.count(Availability::Mig) > 0 {
             said += &format!(", {} free in MIG mode", self.count(Availability::Mig));
         }
+        if self.count(Availability::Cordoned) > 0 {
+            said += &format!(", {} cordoned", self.count(Availability::Cordoned));
+        }
         said + &format!(", {} unhealthy.", self.unhealthy())
     }
 
