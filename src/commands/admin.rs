@@ -37,6 +37,7 @@ pub async fn admin(args: &AdminArgs) -> Result<()> {
         AdminOrder::Uncordon { gpu } => format!("POST /gpus/{gpu}/uncordon"),
         AdminOrder::State { format: Format::Json } => "GET /state".to_owned(),
         AdminOrder::Release => "POST /driver/release".to_owned(),
+        AdminOrder::Accept => "POST /hardware/accept".to_owned(),
         AdminOrder::Resume => "POST /driver/resume".to_owned(),
         AdminOrder::Clear { gpu } => format!("POST /gpus/{gpu}/clear"),
     };

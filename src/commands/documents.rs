@@ -17,7 +17,7 @@ const NAME: &str = "linkwise";
 
 /// Prints the completions of a shell.
 pub fn completions(args: &CompletionsArgs) -> Result<()> {
-    let names: Vec<&str> = machines::built_in().map(|machine| machine.name).collect();
+    let names: Vec<&str> = machines::built_in_names().collect();
     Ok(print(&text(args.shell, &names.join(" ")))?)
 }
 

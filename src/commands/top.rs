@@ -58,7 +58,7 @@ pub(super) fn lasting(since: u64, now: Timestamp) -> Option<String> {
 }
 
 fn text(view: &NodeView, now: Timestamp) -> String {
-    let parts = [head(view), gpus(view, now), pods(view), outlook(view), parts(view), remarks(view)];
+    let parts = [head(view, now), gpus(view, now), pods(view), outlook(view), parts(view), remarks(view)];
     parts.into_iter().filter(|part| !part.is_empty()).collect::<Vec<_>>().join("\n")
 }
 
@@ -76,7 +76,7 @@ fn shown<const N: usize>(titles: [&str; N], rows: impl Iterator<Item = [String; 
     }
 }
 
-fn head(view: &NodeView) -> String {
+fn head(view: &NodeView, now: Timestamp) -> String {
     let healthy = view.gpus.iter().filter(|gpu| gpu.healthy).count();
     let mut head = format!("linkwise {}", one_line(&view.version));
     if let Some(node) = &view.node {
@@ -95,6 +95,10 @@ fn head(view: &NodeView) -> String {
     }
     if let Some(idle) = &view.idle {
         head += &format!("nothing is offered: {}\n", one_line(idle));
+    }
+    for lack in &view.shortfalls {
+        let time = lasting(lack.since, now).map(|time| format!(", for {time}")).unwrap_or_default();
+        head += &format!("lacking: {}{time}; until: it is back, or linkwise admin accept\n", one_line(&lack.what));
     }
     head
 }

@@ -56,6 +56,8 @@ pub enum AdminOrder {
         #[arg(long)]
         evict: bool,
     },
+    /// Accept the hardware as it is: GPUs, NVLinks, lanes and memory that the node lacks are no longer reported
+    Accept,
     /// Give a GPU to pods again after a cordon
     Uncordon {
         /// The GPU's UUID

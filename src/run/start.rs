@@ -161,6 +161,7 @@ async fn start_node(
     let health = HealthSettings {
         xids: XidPolicy { overrides: settings.xids.value.clone(), ..args.xid_policy().0 },
         hold: args.nvml.health_hold_ms.map(Duration::from_millis),
+        expected: settings.expected(),
         await_first_poll: true,
         await_claims: state_dir.is_some(),
         state_dir,

@@ -21,11 +21,12 @@ use crate::run::node::Process;
 const GPU: &str = "nvidia.com/gpu";
 
 /// What docs/metrics.md documents and this node does not have, and why.
-const NOT_HERE: [(&str, &str); 6] = [
+const NOT_HERE: [(&str, &str); 7] = [
     ("linkwise_preferred_allocation_fallbacks", "no request names an unknown device"),
     ("linkwise_label_writes", "no labels are written"),
     ("linkwise_gpu_odd", "the GPUs are alike"),
     ("linkwise_gpu_cordoned_since_seconds", "no operator cordons a GPU"),
+    ("linkwise_hardware_lacking_since_seconds", "no hardware is missing"),
     ("linkwise_plan_problems", "the node offers all that is asked"),
     ("linkwise_allocation_nvls_megabytes_per_second", "the machine has no NVSwitches"),
 ];

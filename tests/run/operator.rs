@@ -292,6 +292,48 @@ async fn cordoned_gpu_gets_no_new_pod_over_restarts_until_uncordon() {
 }
 
 #[tokio::test]
+async fn node_that_boots_with_fewer_gpus_says_so_until_they_are_back_or_accepted() {
+    let gpu = uuid(1, 7);
+    let what = format!("GPU 0000:8a:00.0 ({gpu}): missing (Tesla V100-SXM2-32GB)");
+    let series = format!("{{uuid=\"{gpu}\",pci=\"0000:8a:00.0\",what=\"gpu\"}}");
+    let (node, kubelet) = setup().arg("--expect-gpus").arg("8").serve(8).await;
+    let lacks = async |node: &Node| state(node).await["shortfalls"].as_array().unwrap().clone();
+    assert_eq!(lacks(&node).await, Vec::<Value>::new());
+    let setup = node.end().await;
+    setup.tell("remove 7");
+    let node = setup.start().await;
+    registered(&kubelet, 2, 7).await;
+    let told = lacks(&node).await;
+    assert_eq!(
+        (told.len(), &told[0]["what"], &told[1]["what"]),
+        (2, &what.as_str().into(), &"this node: 7 GPUs, 8 are expected".into())
+    );
+    let metrics = node.get("/metrics").await.body;
+    assert!(
+        metrics.contains(&format!("linkwise_hardware_lacking_since_seconds{series} {}\n", told[0]["since"])),
+        "{metrics}"
+    );
+    assert!(node.get("/").await.body.contains(&what));
+    assert!(ordered(&node, &["state", "--format", "text"]).await.contains(&what));
+    let doctor = node.setup.doctor().output().await.unwrap();
+    assert!(String::from_utf8(doctor.stdout).unwrap().contains(&format!("lacking: {what}")));
+    node.process.said("the node lacks hardware").await;
+
+    // It comes back by itself.
+    node.setup.tell("add 7");
+    until(async || if lacks(&node).await.is_empty() { Ok(()) } else { Err(lacks(&node).await) }).await;
+    node.setup.tell("remove 7");
+    until(async || if lacks(&node).await.len() == 2 { Ok(()) } else { Err(lacks(&node).await) }).await;
+    let accepted = ordered(&node, &["accept"]).await;
+    assert_eq!(accepted, format!("accepted: {what}; this node: 7 GPUs, 8 are expected\n"));
+    until(async || if lacks(&node).await.is_empty() { Ok(()) } else { Err(lacks(&node).await) }).await;
+    let node = node.end().await.start().await;
+    registered(&kubelet, 3, 7).await;
+    assert_eq!(lacks(&node).await, Vec::<Value>::new());
+    assert_eq!(ordered(&node, &["accept"]).await, "this node lacks nothing\n");
+}
+
+#[tokio::test]
 async fn a_stranger_on_the_admin_socket_is_no_linkwise() {
     let folder = tempfile::tempdir().unwrap();
     let socket = folder.path().join("admin.sock");

@@ -16,7 +16,7 @@ use tokio::time::{sleep, timeout};
 use tokio_util::sync::CancellationToken;
 
 use linkwise_core::errors::chain;
-use linkwise_core::state::{HealthRecord, NodeIdentity, XidPolicy};
+use linkwise_core::state::{Expectation, HealthRecord, NodeIdentity, XidPolicy};
 use linkwise_nvml::supervisor::identity;
 use linkwise_system::right::Right;
 use linkwise_system::{files, or_never};
@@ -42,6 +42,8 @@ pub struct HealthSettings {
     pub xids: XidPolicy,
     /// The first hold time; without it, the state's default.
     pub hold: Option<Duration>,
+    /// The hardware that is expected of the node.
+    pub expected: Expectation,
     /// Set if GPUs are polled, so that the first device list waits for the first poll.
     pub await_first_poll: bool,
     /// Set if the prepared claims come as an event, so that the first device list waits for them.

@@ -150,6 +150,14 @@ fn devices(view: &NodeView, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result 
     let odd = view.sums.odd.iter().map(|(uuid, what)| ([("uuid", uuid.as_str()), ("what", what)], 1));
     gauges(encoder, ("gpu_odd", "1 for each way in which one GPU differs from all others of its model"), odd)?;
 
+    let lacks = view.shortfalls.iter().map(|lack| {
+        let text = |text: &Option<String>| text.clone().unwrap_or_default();
+        ([("uuid", text(&lack.uuid)), ("pci", text(&lack.pci)), ("what", lack.kind.to_string())], lack.since)
+    });
+    let help =
+        "Since when (Unix time) the node lacks hardware that it had, or that is expected of it; none while it is whole";
+    gauges(encoder, ("hardware_lacking_since_seconds", help), lacks)?;
+
     let problems = view.sums.problems.iter();
     let problems = problems
         .map(|((resource, reason), count)| ([("resource", resource.as_str()), ("reason", reason)], number(*count)));

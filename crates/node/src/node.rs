@@ -150,7 +150,8 @@ fn plugin_task(resource: &ResourceName) -> String {
 /// The state before the first event, by what can be known of the node.
 fn first_state(settings: &NodeSettings) -> NodeState {
     let (health, has_lists) = (&settings.health, settings.kubelet.pod_resources_socket.is_some());
-    let mut state = NodeState::new(settings.numa_hints).with_xids(health.xids.clone());
+    let mut state =
+        NodeState::new(settings.numa_hints).with_xids(health.xids.clone()).expecting(health.expected.clone());
     if let Some(hold) = health.hold {
         state = state.with_hold(hold);
     }
@@ -342,7 +343,7 @@ impl Node {
             match effect {
                 Effect::Publish => self.published(),
                 // The state's writer has logged them.
-                Effect::Warn(_) | Effect::PlanProblem(_) => {}
+                Effect::Warn(_) | Effect::PlanProblem(_) | Effect::Shortfall(..) => {}
                 Effect::HealthChanged { gpu, mig, health } => {
                     if let Some(reason) = health.reason() {
                         self.gpu_failures.count(&gpu, reason.label());

@@ -32,13 +32,14 @@ pub fn orders(node: &Node, release: &Release) -> Orders {
             Box::pin(async move {
                 match order {
                     // The owner's record counts.
-                    Order::Clear(_) | Order::Cordon(..) if !is_owner => {
+                    Order::Clear(_) | Order::Cordon(..) | Order::Accept if !is_owner => {
                         Outcome::NotYet("another linkwise serves this node: give it the order".to_owned())
                     }
                     Order::Release => release_driver(&release, true, LETTING_GO).await,
                     Order::Resume => release_driver(&release, false, LETTING_GO).await,
                     Order::Clear(gpu) => clear(&snapshot, &events, gpu),
                     Order::Cordon(gpu, cordon) => set_cordon(&snapshot, &events, gpu, cordon),
+                    Order::Accept => accept(&snapshot, &events),
                 }
             })
         }),
@@ -106,6 +107,18 @@ fn set_cordon(snapshot: &NodeState, events: &mpsc::Sender<Event>, gpu: GpuUuid, 
     })
 }
 
+/// Accepts what the node lacks.
+fn accept(snapshot: &NodeState, events: &mpsc::Sender<Event>) -> Outcome {
+    let lacking: Vec<String> = snapshot.hardware().shortfalls().map(ToString::to_string).collect();
+    if lacking.is_empty() {
+        return Outcome::Done("this node lacks nothing".to_owned());
+    }
+    send(events, Event::HardwareAccepted, || {
+        tracing::warn!(accepted = lacking.join("; "), "an operator accepted the hardware as it is");
+        format!("accepted: {}", lacking.join("; "))
+    })
+}
+
 /// Gives the state an event about a GPU of this node; says what was done.
 fn tell(
     snapshot: &NodeState,
@@ -120,6 +133,11 @@ fn tell(
     if !is_known() && !ends_cordon() {
         return Outcome::Unknown(format!("no GPU {gpu} on this node"));
     }
+    send(events, event, done)
+}
+
+/// Gives the state an event; says what was done.
+fn send(events: &mpsc::Sender<Event>, event: Event, done: impl FnOnce() -> String) -> Outcome {
     match events.try_send(event) {
         Ok(()) => Outcome::Done(done()),
         Err(TrySendError::Full(_)) => Outcome::NotYet("too much happens just now; try again".to_owned()),

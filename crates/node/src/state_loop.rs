@@ -46,6 +46,10 @@ impl StateWriter {
                 Effect::Publish => self.publish(),
                 Effect::Warn(warning) => tracing::warn!("{warning}"),
                 Effect::PlanProblem(problem) => tracing::warn!("{problem}"),
+                Effect::Shortfall(shortfall, true) => tracing::warn!(%shortfall, "the node lacks hardware"),
+                Effect::Shortfall(shortfall, false) => {
+                    tracing::info!(%shortfall, "the node lacks this hardware no longer")
+                }
                 _ => {}
             }
         }

@@ -116,6 +116,7 @@ pub fn scan(gpus: &[Gpu<'_>], procfs: &Path) -> Vec<GpuScan> {
             uuid: gpu.uuid.clone(),
             pci: gpu.pci,
             model: calls.ask("nvmlDeviceGetName", || device.name()),
+            serial: calls.ask("nvmlDeviceGetSerial", || device.serial()),
             compute_capability: compute_capability(device, calls),
             brand: brand(device, calls),
             architecture: architecture(device, calls),

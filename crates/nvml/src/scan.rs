@@ -51,6 +51,8 @@ pub struct GpuScan {
     /// The address on the PCI bus.
     pub pci: PciAddress,
     pub model: Answer<String>,
+    /// The board's serial number.
+    pub serial: Answer<String>,
     /// N of /dev/nvidiaN.
     pub minor: Answer<u32>,
     pub compute_capability: Answer<ComputeCapability>,
@@ -289,6 +291,7 @@ impl NodeScan {
                 uuid: gpu.uuid.clone(),
                 pci: gpu.pci,
                 model: known(&gpu.model).cloned(),
+                serial: known(&gpu.serial).cloned(),
                 minor: known(&gpu.minor).copied(),
                 compute_capability: known(&gpu.compute_capability).copied(),
                 brand: known(&gpu.brand).cloned(),
@@ -319,6 +322,7 @@ impl GpuScan {
             uuid,
             pci,
             model: Ok(None),
+            serial: Ok(None),
             minor: Ok(None),
             compute_capability: Ok(None),
             brand: Ok(None),
@@ -341,7 +345,7 @@ impl GpuScan {
         macro_rules! retain {
             ($($fact:ident),*) => {$( facts.fact(&mut self.$fact, before.map(|before| &before.$fact)); )*};
         }
-        retain!(model, minor, compute_capability, brand, architecture, addressing_mode, memory_mib);
+        retain!(model, serial, minor, compute_capability, brand, architecture, addressing_mode, memory_mib);
         retain!(numa, pcie, c2c, display, fabric);
         for (number, link) in (0..).zip(&mut self.nvlinks) {
             let before = before.and_then(|before| before.nvlinks.get(usize::try_from(number).ok()?));

@@ -22,6 +22,7 @@ pub struct Gpu {
     pub uuid: String,
     pub pci: Pci,
     pub model: Option<String>,
+    pub serial: Option<String>,
     pub minor: Option<u32>,
     pub compute_capability: Option<String>,
     pub brand: Option<String>,

@@ -12,7 +12,7 @@ use super::{Findings, Node, Status, blocking, name};
 use crate::commands::admin;
 use crate::commands::top::{lasting, now};
 use crate::config::DoctorArgs;
-use linkwise_core::publish::view::{CORDONED, GpuView, NodeView, ReasonView};
+use linkwise_core::publish::view::{CORDONED, GpuView, NodeView, ReasonView, ShortfallView};
 use linkwise_core::state::{Event, HealthPoll, HealthRecord, NodeState, Timestamp, UnhealthyReason};
 use linkwise_core::topology::{GpuUuid, HostObservation, NodeObservation, ProbeFailure};
 use linkwise_node::keeper::{self, Kept};
@@ -41,6 +41,16 @@ fn add_reasons(found: &mut Findings, reasons: &[Reason], gpu: &str, now: Timesta
         let late = *kind == UnhealthyReason::FabricJoining.label() || *kind == CORDONED;
         let status = if late { Status::Warning } else { Status::Failed };
         found.each(status, reason, what, &advice);
+    }
+}
+
+/// Adds a finding for each part of the hardware that the node lacks.
+fn add_lacks(found: &mut Findings, lacks: &[ShortfallView], now: Timestamp) {
+    for lack in lacks {
+        let lasting = lasting(lack.since, now).map(|time| format!(", for {time}")).unwrap_or_default();
+        let advice = "look at the card and its slot, cable or bridge (dmesg, NVRM); where the hardware was changed on \
+                      purpose, linkwise admin accept";
+        found.add(Status::Failed, None, format!("lacking: {}{lasting}", lack.what), Some(advice));
     }
 }
 
@@ -110,9 +120,10 @@ impl History {
     }
 
     /// The reasons of each GPU, in the order in which they began, after an observation of the node and a poll of each
-    /// GPU.
+    /// GPU. Adds a finding for the hardware that the node lacks.
     pub fn reasons(
         self,
+        found: &mut Findings,
         observed: &NodeObservation,
         polls: &BTreeMap<GpuUuid, HealthPoll>,
         now: Timestamp,
@@ -127,6 +138,9 @@ impl History {
             events.extend([Event::Observed(Box::new(observed.clone())), Event::Polled(polls.clone())]);
         }
         let judged = events.into_iter().fold(NodeState::default(), |state, event| state.apply(event, now).0);
+        let own = || judged.hardware().shortfalls().map(ShortfallView::of).collect();
+        let lacks: Vec<ShortfallView> = self.running.as_ref().map_or_else(own, |state| state.shortfalls.clone());
+        add_lacks(found, &lacks, now);
         let mut all: BTreeMap<GpuUuid, Vec<Reason>> = BTreeMap::new();
         for gpu in known {
             let reasons = judged.hardware().standing(&gpu).chain(judged.hardware().cordon(&gpu));
@@ -179,7 +193,7 @@ pub(super) async fn check_gpus(found: &mut Findings, node: &Node, host: HostObse
     let now = now();
     let Nvml::Answers { gpus, failures, polls, .. } = &node.nvml else {
         found.skipped("NVML does not answer: no GPU can be asked", None);
-        for (gpu, reasons) in history.reasons(&NodeObservation::default(), &Default::default(), now) {
+        for (gpu, reasons) in history.reasons(found, &NodeObservation::default(), &Default::default(), now) {
             add_reasons(found, &reasons, &format!("GPU {gpu}"), now);
         }
         return;
@@ -188,7 +202,7 @@ pub(super) async fn check_gpus(found: &mut Findings, node: &Node, host: HostObse
         found.skipped("NVML lists no GPU", None);
     }
     let observed = NodeObservation { gpus: gpus.clone(), host, ..NodeObservation::default() };
-    let mut unhealthy = history.reasons(&observed, polls, now);
+    let mut unhealthy = history.reasons(found, &observed, polls, now);
     for gpu in gpus {
         let address = gpu.pci.to_string();
         let failed: Vec<_> = failures.iter().filter(|failure| failure.subject == address).collect();

@@ -22,7 +22,11 @@ use serde::Serialize;
 use serde_json::{Value as Json, json};
 
 use linkwise_core::publish::injection::DeviceIds;
-use linkwise_core::state::{Door, Filter, GpuSelector, MigStrategy, NumaHints, ResourcePlan, Sharing, XidClass};
+use linkwise_core::state::{
+    Door, Expectation, Filter, GpuSelector, MigStrategy, NumaHints, ResourcePlan, Sharing, XidClass,
+};
+use linkwise_core::topology::{GpuObservation, NodeTopology};
+use linkwise_host::machines;
 use lists::{Reader, from_file, values};
 use source::{Row, Sources};
 use value::{
@@ -323,6 +327,15 @@ settings! {
     /// Health of the devices while NVML is unavailable: keep or unhealthy
     on_nvml_loss: OnNvmlLoss = OnNvmlLoss::Keep, "linkwise.onNvmlLoss", choice,
         "on-nvml-loss" "ACTION" ["LINKWISE_ON_NVML_LOSS"];
+    /// How many GPUs the node should have; linkwise says so where it has fewer
+    expect_gpus: Option<usize> = None, "linkwise.expect.gpus", |value| whole(value, 1, NodeTopology::MAX_GPUS).map(Some),
+        "expect-gpus" "NUMBER" ["LINKWISE_EXPECT_GPUS"];
+    /// The model of which each GPU should be, as nvidia-smi or the label nvidia.com/gpu.product has it
+    expect_model: Option<String> = None, "linkwise.expect.model", |value| value::text(value).map(Some),
+        "expect-model" "MODEL" ["LINKWISE_EXPECT_MODEL"];
+    /// The built-in machine whose GPUs and NVLinks the node should have (linkwise topology --help)
+    expect_machine: Option<String> = None, "linkwise.expect.machine", |value| value::machine(value).map(Some),
+        "expect-machine" "NAME" ["LINKWISE_EXPECT_MACHINE"];
     /// Do not offer GPUs with an active display
     exclude_displays: bool = false, "linkwise.filter.excludeDisplays" at once, boolean,
         "exclude-displays" "BOOL" ["LINKWISE_EXCLUDE_DISPLAYS"];
@@ -379,6 +392,18 @@ impl Settings {
     pub fn changed(&self, before: &Self) -> Vec<Shown> {
         let pairs = self.shown().into_iter().zip(before.shown());
         pairs.filter(|(now, before)| now.value != before.value).map(|(now, _)| now).collect()
+    }
+
+    /// The hardware that the node should have: of a built-in machine, but for what is given beside it.
+    pub fn expected(&self) -> Expectation {
+        let machine = self.expect_machine.value.as_ref().and_then(|name| machines::load(name).ok());
+        let gpus = machine.map(|machine| machine.observed.gpus).unwrap_or_default();
+        let count = self.expect_gpus.value.or(Some(gpus.len()).filter(|count| *count > 0));
+        Expectation {
+            gpus: count.and_then(|count| u32::try_from(count).ok()),
+            model: self.expect_model.value.clone().or_else(|| gpus.first()?.model.clone()),
+            nvlinks: gpus.iter().map(GpuObservation::active_nvlinks).min().flatten(),
+        }
     }
 
     /// The resources to make of the node's GPUs.

@@ -16,6 +16,7 @@ use linkwise_core::quote::{excerpt, quoted};
 use linkwise_core::state::{DeviceSelector, Door, GpuSelector, ResourceName, ResourceNameError, SharedDevices};
 use linkwise_core::words;
 use linkwise_core::words::Words;
+use linkwise_host::machines;
 
 /// The largest count of devices that a file may ask for; no node has as many.
 const MAX_DEVICES: u32 = 1024;
@@ -127,6 +128,20 @@ fn expected<T: Words>() -> String {
 pub(super) fn texts(value: &Value) -> Result<Vec<String>, String> {
     let name = |item: &Value| item.or_refused(item.text().filter(|text| !text.is_empty()).map(str::to_owned), "a name");
     value.items("a list of texts", name)
+}
+
+/// A text that is not empty.
+pub(super) fn text(value: &Value) -> Result<String, String> {
+    value.or_refused(value.text().map(str::trim).filter(|text| !text.is_empty()).map(str::to_owned), "a text")
+}
+
+/// The name of a built-in machine.
+pub(super) fn machine(value: &Value) -> Result<String, String> {
+    let names: Vec<&str> = machines::built_in_names().collect();
+    value.or_refused(
+        value.text().filter(|name| names.contains(name)).map(str::to_owned),
+        format!("one of {}", names.join(", ")),
+    )
 }
 
 /// The prefix of an annotation's key: a DNS subdomain and a slash.

@@ -13,7 +13,9 @@ use serde::{Deserialize, Serialize};
 
 use super::placement::{Allocation, Outlook, Placements};
 use crate::allocation::{AllocationReport, FallbackReason, Value};
-use crate::state::{Availability, Door, GpuStatus, NodeState, Resource, ResourceName, Timestamp, UnhealthyReason};
+use crate::state::{
+    Availability, Door, GpuStatus, NodeState, Resource, ResourceName, Shortfall, Timestamp, UnhealthyReason,
+};
 use crate::topology::{GpuUuid, NumaNodeId, TopologyWarning};
 use crate::words::{gigabytes, ranges};
 
@@ -49,6 +51,8 @@ pub struct NodeView {
     pub choices: Vec<ChoiceView>,
     /// The parts of the configuration that this node cannot offer, with the reasons.
     pub problems: Vec<String>,
+    /// The hardware that the node had, or should have by its configuration, and does not have.
+    pub shortfalls: Vec<ShortfallView>,
     /// The warnings about the node; the log has each of them once.
     pub warnings: Vec<String>,
     /// Sums that only the metrics print.
@@ -166,6 +170,22 @@ pub struct ReasonView {
     pub ends_with: Word,
 }
 
+/// Hardware that the node lacks.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct ShortfallView {
+    /// The GPU's UUID; null if it is the whole node.
+    pub uuid: Option<String>,
+    /// The GPU's PCI address, which a missing GPU had last.
+    pub pci: Option<String>,
+    /// What is lacking, as the metrics name it.
+    pub kind: Word,
+    /// All of it in words.
+    pub what: String,
+    /// The time at which it was noticed, in seconds since 1970.
+    pub since: u64,
+}
+
 /// One answer to a kubelet's GetPreferredAllocation.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
@@ -207,6 +227,7 @@ pub fn view(
         allocations: is_known.then(|| placements.allocations.clone()),
         outlook: is_known.then(|| placements.outlook.clone()),
         problems: state.offers().faults().map(ToString::to_string).collect(),
+        shortfalls: state.hardware().shortfalls().map(ShortfallView::of).collect(),
         warnings: state.hardware().warnings().iter().map(ToString::to_string).collect(),
         sums: Sums::of(state, placements, &gpus),
         gpus,
@@ -294,6 +315,20 @@ impl ReasonView {
             kind: reason.label().into(),
             since: since.as_secs(),
             ends_with: reason.ends_with().into(),
+        }
+    }
+}
+
+impl ShortfallView {
+    /// Describes a shortfall.
+    pub fn of(shortfall: &Shortfall) -> Self {
+        let (uuid, pci) = shortfall.gpu.clone().unzip();
+        Self {
+            uuid: uuid.map(|uuid| uuid.to_string()),
+            pci: pci.map(|pci| pci.to_string()),
+            kind: shortfall.lack.label().into(),
+            what: shortfall.to_string(),
+            since: shortfall.since,
         }
     }
 }

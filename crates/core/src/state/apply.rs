@@ -20,7 +20,7 @@ impl NodeState {
         let hardware = Arc::make_mut(&mut self.hardware);
         match event {
             Event::Observed(observed) => {
-                effects.extend(hardware.scanned(&observed));
+                effects.extend(hardware.scanned(&observed, now));
                 self.opening.scanned(!observed.gpus.is_empty(), now);
                 remake = true;
             }
@@ -82,6 +82,10 @@ impl NodeState {
             Event::DriverBack => hardware.driver_back(),
             Event::Cordoned(gpu, cordon) => hardware.change(&gpu, |health| health.cordon(cordon, now)),
             Event::Cleared(gpu) => hardware.change(&gpu, GpuHealth::cleared),
+            Event::HardwareAccepted => {
+                effects.extend(hardware.accepted());
+                publish = true;
+            }
             Event::Identified(identity) => hardware.identified(&identity),
             Event::Restored(record) => {
                 effects.extend(hardware.restored(&record));

@@ -5,7 +5,7 @@ use alloc::collections::{BTreeMap, BTreeSet};
 
 use super::{
     Cordon, Health, HealthPoll, HealthRecord, Holdings, MigInstance, MpsShare, NodeIdentity, NumaHints, PlanProblem,
-    PreparedClaim, RecoveryAction, ResourceName, ResourcePlan, UnhealthyReason,
+    PreparedClaim, RecoveryAction, ResourceName, ResourcePlan, Shortfall, UnhealthyReason,
 };
 use crate::allocation::DeviceId;
 use crate::topology::{GpuUuid, MigUuid, NodeObservation, TopologyWarning};
@@ -47,6 +47,8 @@ pub enum Event {
     Cleared(GpuUuid),
     /// The operator wants a GPU to take no new work; or work again, with `None`.
     Cordoned(GpuUuid, Option<Cordon>),
+    /// The operator accepts the hardware as it is.
+    HardwareAccepted,
     /// The devices that pods hold, as the kubelet lists them; `None` if the kubelet cannot be asked. An orphan leaves
     /// its list when two lists of holders in a row do not have it.
     Holders(Option<Holdings>),
@@ -117,6 +119,8 @@ pub enum Effect {
     DoorChanged(GpuUuid, bool),
     /// Tell people of an oddity of the node, once.
     Warn(TopologyWarning),
+    /// Tell people that the node lacks hardware that it had (true), or no longer (false).
+    Shortfall(Shortfall, bool),
     /// Tell people of a part of the plan that this node cannot offer, once.
     PlanProblem(PlanProblem),
 }

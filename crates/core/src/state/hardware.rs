@@ -11,10 +11,11 @@ use alloc::sync::Arc;
 use core::time::Duration;
 
 use super::health::{self, GpuHealth};
+use super::inventory::{Inventory, Lack};
 use super::xid::DOUBLE_BIT_ECC;
 use super::{
-    Device, Effect, FabricHealth, Health, HealthPoll, HealthRecord, MigInstance, NodeIdentity, Reach, RecoveryAction,
-    Timestamp, UnhealthyReason, XidClass, XidPolicy, XidSet,
+    Device, Effect, Expectation, FabricHealth, Health, HealthPoll, HealthRecord, MigInstance, NodeIdentity, Reach,
+    RecoveryAction, Shortfall, Timestamp, UnhealthyReason, XidClass, XidPolicy, XidSet,
 };
 use crate::allocation::AllocationTables;
 use crate::once::Once;
@@ -52,6 +53,12 @@ pub struct Hardware {
     ignored_xids: BTreeMap<(GpuUuid, u64), Timestamp>,
     /// The standing reasons that do not count, by their labels.
     uncounted: BTreeSet<(GpuUuid, &'static str)>,
+    /// The GPUs that the node had.
+    inventory: Inventory,
+    /// The GPUs that the configuration expects.
+    pub(super) expected: Expectation,
+    /// The node booted, or the driver was loaded, and no GPU has been scanned since.
+    renewed: bool,
     /// The record that the node was last asked to keep.
     kept: HealthRecord,
 }
@@ -121,6 +128,22 @@ impl Hardware {
         self.standing(gpu).map(|(reason, _)| reason).filter(|reason| self.xids.counts(reason))
     }
 
+    /// The hardware that the node lacks, by what it had and by what is expected of it.
+    pub fn shortfalls(&self) -> impl Iterator<Item = &Shortfall> {
+        // Links that went down in this boot are a reason of the GPU's health, which says more.
+        self.inventory.shortfalls.iter().filter(|shortfall| match (&shortfall.gpu, &shortfall.lack) {
+            (Some((gpu, _)), Lack::NvLinks { .. }) => {
+                !self.counting(gpu).any(|reason| matches!(reason, UnhealthyReason::LinksDown { .. }))
+            }
+            _ => true,
+        })
+    }
+
+    /// Takes over an operator's word that the hardware is right as it is.
+    pub(super) fn accepted(&mut self) -> Vec<Effect> {
+        self.inventory.accept().into_iter().map(|shortfall| Effect::Shortfall(shortfall, false)).collect()
+    }
+
     /// The record of the GPUs' health for our next process. [`Effect::Keep`] reports each change.
     pub fn record(&self) -> HealthRecord {
         let gpus = self.health.iter().filter_map(|(gpu, health)| Some((gpu.clone(), health.kept()?)));
@@ -128,6 +151,7 @@ impl Hardware {
             version: HealthRecord::VERSION,
             identity: self.identity.clone(),
             gpus: gpus.collect(),
+            inventory: self.inventory.clone(),
             ..Default::default()
         }
     }
@@ -147,10 +171,10 @@ impl Hardware {
     }
 
     /// Takes over a scan of the whole node.
-    pub(super) fn scanned(&mut self, observed: &NodeObservation) -> Vec<Effect> {
+    pub(super) fn scanned(&mut self, observed: &NodeObservation, now: Timestamp) -> Vec<Effect> {
         let (topology, warnings) = NodeTopology::assemble(observed);
         let news = warnings.iter().filter(|warning| !self.warnings.contains(warning));
-        let effects = news.cloned().map(Effect::Warn).collect();
+        let mut effects: Vec<Effect> = news.cloned().map(Effect::Warn).collect();
         self.warnings = warnings;
         if topology != **self.topology() {
             self.tables = Arc::new(AllocationTables::new(Arc::new(topology)));
@@ -177,6 +201,12 @@ impl Hardware {
             // NVML may fail to list a GPU that is there. A GPU that the bus does not list either is really gone.
             health.missed(self.addresses.get(gpu).is_some_and(off_bus));
         }
+        // An agent leaves a GPU in quarantine alone: that is no evidence that it is missing.
+        let is_kept = |gpu: &GpuUuid| self.health.get(gpu).is_some_and(GpuHealth::is_quarantined);
+        let [began, ended] = self.inventory.scanned(observed, &self.expected, self.renewed, is_kept, now);
+        self.renewed &= observed.gpus.is_empty();
+        effects.extend(began.into_iter().map(|shortfall| Effect::Shortfall(shortfall, true)));
+        effects.extend(ended.into_iter().map(|shortfall| Effect::Shortfall(shortfall, false)));
         effects
     }
 
@@ -279,8 +309,13 @@ impl Hardware {
     pub(super) fn identified(&mut self, identity: &NodeIdentity) {
         if identity.differs_from(&self.identity) {
             self.health.values_mut().for_each(GpuHealth::renewed);
+            self.renewed = true;
+        }
+        if identity.is_another_machine(&self.identity) {
+            self.inventory = Inventory::default();
         }
         self.identity = NodeIdentity {
+            machine: identity.machine.clone().or(self.identity.machine.take()),
             boot: identity.boot.clone().or(self.identity.boot.take()),
             driver: identity.driver.clone().or(self.identity.driver.take()),
         };
@@ -292,6 +327,10 @@ impl Hardware {
             return Some(Effect::RecordIgnored(record.version));
         }
         let renewed = self.identity.differs_from(&record.identity);
+        self.renewed |= renewed;
+        if self.inventory == Inventory::default() && !self.identity.is_another_machine(&record.identity) {
+            self.inventory = record.inventory.clone();
+        }
         for (gpu, kept) in &record.gpus {
             self.health.entry(gpu.clone()).or_insert_with(|| {
                 let mut health = GpuHealth::restored(kept);
@@ -372,7 +411,7 @@ impl Hardware {
     pub(super) fn keep(&mut self) -> Option<Effect> {
         let record = self.record();
         let identity_matters = record.identity != self.kept.identity && !record.gpus.is_empty();
-        if record.gpus == self.kept.gpus && !identity_matters {
+        if record.gpus == self.kept.gpus && record.inventory == self.kept.inventory && !identity_matters {
             return None;
         }
         self.kept = record;

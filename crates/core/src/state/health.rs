@@ -125,6 +125,11 @@ impl GpuHealth {
         })
     }
 
+    /// Returns true while no agent calls NVML about it.
+    pub fn is_quarantined(&self) -> bool {
+        self.standing.iter().any(|standing| matches!(standing.reason, UnhealthyReason::Quarantined { .. }))
+    }
+
     /// Notes that a scan lists it, with these active NVLinks and the GPUs at their far ends. With `off_bus`, the PCI
     /// bus does not list it, and NVML has only not noticed yet.
     pub fn scanned(&mut self, links: impl Iterator<Item = (u32, Option<GpuUuid>)>, off_bus: bool) {

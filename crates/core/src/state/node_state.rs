@@ -8,8 +8,8 @@ use core::time::Duration;
 use super::availability::Held;
 use super::free_at_admission::whole;
 use super::{
-    Availability, Device, Door, Event, GpuSharing, Hardware, Health, HealthRecord, Ledger, MpsShare, NumaHints, Offers,
-    Opening, ResourceName, ResourcePlan, Timestamp, UnhealthyReason, XidPolicy,
+    Availability, Device, Door, Event, Expectation, GpuSharing, Hardware, Health, HealthRecord, Ledger, MpsShare,
+    NumaHints, Offers, Opening, ResourceName, ResourcePlan, Timestamp, UnhealthyReason, XidPolicy,
 };
 use crate::allocation::{
     AllocationReport, AllocationRequest, AllocationTables, DeviceId, GpuSet, PreferredAllocation, preferred_allocation,
@@ -77,6 +77,13 @@ impl NodeState {
     #[must_use]
     pub fn with_xids(mut self, xids: XidPolicy) -> Self {
         Arc::make_mut(&mut self.hardware).xids = xids;
+        self
+    }
+
+    /// Sets the hardware that is expected of the node.
+    #[must_use]
+    pub fn expecting(mut self, expected: Expectation) -> Self {
+        Arc::make_mut(&mut self.hardware).expected = expected;
         self
     }
 

@@ -6,6 +6,7 @@ use alloc::collections::{BTreeMap, BTreeSet};
 
 use serde::{Deserialize, Serialize};
 
+use super::inventory::Inventory;
 use super::{FabricHealth, GpuShares, RecoveryAction, UnhealthyReason};
 use crate::topology::GpuUuid;
 
@@ -17,14 +18,25 @@ pub struct NodeIdentity {
     pub boot: Option<String>,
     /// The loaded driver: another text for each load.
     pub driver: Option<String>,
+    /// The machine: `product_uuid` of its firmware (SMBIOS).
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub machine: Option<String>,
 }
 
 impl NodeIdentity {
     /// Returns true if this is known to be another boot or another load of the driver than `before`.
     pub fn differs_from(&self, before: &Self) -> bool {
-        let differs = |now: &Option<String>, then: &Option<String>| now.is_some() && then.is_some() && now != then;
         differs(&self.boot, &before.boot) || differs(&self.driver, &before.driver)
     }
+
+    /// Returns true if this is known to be another machine than `before`: its disk was moved here.
+    pub fn is_another_machine(&self, before: &Self) -> bool {
+        differs(&self.machine, &before.machine)
+    }
+}
+
+fn differs(now: &Option<String>, then: &Option<String>) -> bool {
+    now.is_some() && then.is_some() && now != then
 }
 
 /// The record of the whole node.
@@ -37,6 +49,8 @@ pub struct HealthRecord {
     pub identity: NodeIdentity,
     /// The GPUs' records.
     pub gpus: BTreeMap<GpuUuid, GpuRecord>,
+    /// The GPUs that the node had.
+    pub inventory: Inventory,
     /// The GPUs that are offered through DRA.
     #[serde(skip_serializing_if = "BTreeSet::is_empty")]
     pub dra: BTreeSet<GpuUuid>,

@@ -72,6 +72,9 @@ pub struct GpuObservation {
     /// The product name, such as `NVIDIA H100 80GB HBM3`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub model: Option<String>,
+    /// The board's serial number (`nvmlDeviceGetSerial`). It is in no node file: those are given to strangers.
+    #[serde(skip)]
+    pub serial: Option<String>,
     /// The N of /dev/nvidiaN.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub minor: Option<u32>,
@@ -123,6 +126,14 @@ impl GpuObservation {
     /// A GPU of which nothing but its place is known.
     pub fn new(index: u32, uuid: GpuUuid, pci: PciAddress) -> Self {
         Self { index, uuid, pci, ..Self::default() }
+    }
+
+    /// The number of its active NVLinks. `None` if NVML could not tell, and in MIG mode, in which the driver shuts them
+    /// down.
+    pub fn active_nvlinks(&self) -> Option<u32> {
+        let has_mig = self.mig.as_ref().is_some_and(|mig| mig.enabled);
+        let ends = self.nvlinks.as_ref().filter(|_| !has_mig)?;
+        u32::try_from(ends.iter().filter(|end| end.active).map(|end| end.links.len()).sum::<usize>()).ok()
     }
 }
 

@@ -136,7 +136,7 @@ impl World {
 }
 
 fn identity(boot: &str, driver: &str) -> NodeIdentity {
-    NodeIdentity { boot: Some(boot.into()), driver: Some(driver.into()) }
+    NodeIdentity { boot: Some(boot.into()), driver: Some(driver.into()), ..Default::default() }
 }
 
 #[test]

@@ -20,7 +20,7 @@ const GPUS: usize = 3;
 const START: Duration = Duration::from_secs(1_700_000_000);
 
 fn identity(boot: u8, driver: u8) -> NodeIdentity {
-    NodeIdentity { boot: Some(boot.to_string()), driver: Some(driver.to_string()) }
+    NodeIdentity { boot: Some(boot.to_string()), driver: Some(driver.to_string()), ..Default::default() }
 }
 
 /// The events. GPUs are 0 and 1.

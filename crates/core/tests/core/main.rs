@@ -13,6 +13,7 @@
 mod allocation_beyond;
 mod health;
 mod health_model;
+mod inventory;
 mod layers;
 mod resource_invariants;
 

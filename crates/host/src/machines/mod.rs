@@ -101,6 +101,11 @@ pub enum MachineError {
     UnknownXml(String, String),
 }
 
+/// The names of the built-in machines.
+pub fn built_in_names() -> impl Iterator<Item = &'static str> {
+    BUILT_IN.iter().map(|(name, _)| *name)
+}
+
 /// The built-in machines, in the order of the list.
 pub fn built_in() -> impl Iterator<Item = BuiltIn> {
     BUILT_IN.iter().map(|&(name, text)| BuiltIn {

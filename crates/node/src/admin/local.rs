@@ -1,4 +1,5 @@
-//! An operator's orders over a Unix socket on this host: read the state, release the driver, resume, clear a GPU, cordon it.
+//! An operator's orders over a Unix socket on this host: read the state, release the driver, resume, clear a GPU, cordon it,
+//! accept the hardware.
 //!
 //! Owns the socket and the routes; the node passes in the functions that carry the orders out, and owns the task.
 //! The metrics port never serves these routes.
@@ -64,6 +65,8 @@ pub enum Order {
     Clear(GpuUuid),
     /// Give a GPU no new work; or work again, with `None`.
     Cordon(GpuUuid, Option<Cordon>),
+    /// The hardware is right as it is.
+    Accept,
 }
 
 /// The reason why the admin socket does not exist.
@@ -120,6 +123,7 @@ fn routes(orders: Orders) -> Router {
         .route("/state", get(state))
         .route("/driver/release", order(Order::Release))
         .route("/driver/resume", order(Order::Resume))
+        .route("/hardware/accept", order(Order::Accept))
         .route("/gpus/{uuid}/clear", post(clear))
         .route("/gpus/{uuid}/cordon", post(cordon))
         .route("/gpus/{uuid}/uncordon", post(uncordon))

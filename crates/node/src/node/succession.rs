@@ -89,6 +89,7 @@ impl Memory {
             | Event::ClaimsHandedOver
             | Event::Cleared(..)
             | Event::Cordoned(..)
+            | Event::HardwareAccepted
             | Event::Restored(_)
             | Event::Tick => return,
         };

@@ -19,6 +19,7 @@ pub(crate) fn gpu(index: u32, number: u32, others: &[u32]) -> GpuScan {
     let level = |other: &u32| (uuid(*other), Ok(Some(TopologyLevel::HostBridge)));
     GpuScan {
         model: Ok(Some("H100".to_owned())),
+        serial: Ok(Some("1650922000001".to_owned())),
         minor: Ok(Some(index)),
         compute_capability: Ok(Some(ComputeCapability { major: 9, minor: 0 })),
         brand: Ok(Some("Nvidia".to_owned())),
@@ -87,9 +88,9 @@ fn failed_call_keeps_its_last_answer_and_an_unoffered_one_does_not() {
     let message = serde_json::to_value(&before).unwrap();
     let mut places = Vec::new();
     answers(&message, "", &mut places);
-    // There are three answers of the driver; for each GPU twelve facts, four links with two facts each, MIG with its
+    // There are three answers of the driver; for each GPU thirteen facts, four links with two facts each, MIG with its
     // profiles and one device's facts; and one pair.
-    assert_eq!(places.len(), 3 + 2 * (12 + 4 * 3 + 2 + 5) + 1, "{places:#?}");
+    assert_eq!(places.len(), 3 + 2 * (13 + 4 * 3 + 2 + 5) + 1, "{places:#?}");
     let failed = json!({"Err": {"call": "nvmlTest", "reason": {"code": 999}}});
     for place in places {
         let scanned = |answer: &Value| {

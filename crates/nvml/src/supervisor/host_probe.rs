@@ -83,7 +83,9 @@ fn identity_with(sysfs: &Path, version: Option<String>) -> NodeIdentity {
         let version = version.unwrap_or_else(|| "unknown version".to_owned());
         format!("{version}, load {}", folder.ino())
     });
-    NodeIdentity { boot: boot(), driver }
+    // Root alone may read it.
+    let machine = line(&sysfs.join("class/dmi/id/product_uuid")).filter(|uuid| !uuid.is_empty());
+    NodeIdentity { boot: boot(), driver, machine }
 }
 
 /// The id of this boot.

@@ -424,6 +424,8 @@ impl DriverMachine {
                 Ok(idle @ Idle::Waiting(_)) => self.act(Action::Idle(idle)),
                 Ok(Idle::NoGpu(reason)) => {
                     tracing::info!(reason, "no NVIDIA GPU on this node: idle until one appears");
+                    // A node that had GPUs lacks them.
+                    self.actions.push(Action::Emit(Event::Observed(Box::default())));
                     self.act(Action::Idle(Idle::NoGpu(reason)));
                     self.stage = Stage::Idle { look_at: now + self.settings.bus_look };
                     return;

@@ -74,6 +74,11 @@ exports! {
         put_text(name, length, gpu(&state.machine, at)?.model.as_deref().ok_or(UNSUPPORTED)?)
     }
 
+    fn nvmlDeviceGetSerial(device: nvmlDevice_t, serial: *mut c_char, length: c_uint) {
+        let (state, at) = enter_gpu("nvmlDeviceGetSerial", device)?;
+        put_text(serial, length, gpu(&state.machine, at)?.serial.as_deref().ok_or(UNSUPPORTED)?)
+    }
+
     fn nvmlDeviceGetPciInfo_v3(device: nvmlDevice_t, pci: *mut nvmlPciInfo_t) {
         let (state, at) = enter_gpu("nvmlDeviceGetPciInfo_v3", device)?;
         put(pci, pci_info(Some(gpu(&state.machine, at)?.pci)))

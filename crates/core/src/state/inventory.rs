@@ -1,0 +1,343 @@
+//! [`Inventory`]: the GPUs that the node had, against those that it has.
+//!
+//! A node that comes up with 7 of 8 GPUs looks like a node of 7. The inventory keeps the most that each GPU had, over
+//! restarts and reboots. A scan that shows less begins a [`Shortfall`], which stands until the hardware is back or an
+//! operator accepts it. It is for people and schedulers: no GPU is offered less for it.
+
+use crate::prelude::*;
+use alloc::collections::{BTreeMap, BTreeSet};
+use core::fmt;
+
+use serde::{Deserialize, Serialize};
+use thiserror::Error;
+
+use super::Timestamp;
+use crate::topology::{GpuObservation, GpuUuid, NodeObservation, NvLinkRemote, PciAddress};
+
+/// The part of the memory by which two driver releases may differ in what they keep for themselves: 1/64.
+const MEMORY_TOLERANCE: u64 = 64;
+
+/// The hardware that a configuration expects of a node.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Expectation {
+    /// The number of GPUs.
+    pub gpus: Option<u32>,
+    /// The model of each, as NVML or the label `nvidia.com/gpu.product` has it.
+    pub model: Option<String>,
+    /// The active NVLinks of each.
+    pub nvlinks: Option<u32>,
+}
+
+/// The part of the health record about the node's hardware.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Inventory {
+    /// The GPUs that the node had.
+    pub gpus: BTreeMap<GpuUuid, KnownGpu>,
+    /// What is missing, GPU by GPU.
+    pub shortfalls: Vec<Shortfall>,
+    /// The shortfalls that an operator accepted, while they last.
+    pub accepted: Vec<Shortfall>,
+}
+
+/// The most that a GPU had.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct KnownGpu {
+    /// Its last PCI address.
+    pub pci: PciAddress,
+    /// The product name.
+    pub model: Option<String>,
+    /// The board's serial number.
+    pub serial: Option<String>,
+    /// The memory in MiB.
+    pub memory_mib: Option<u64>,
+    /// The lanes of its PCIe link.
+    pub pcie_width: Option<u32>,
+    /// The number of active NVLinks.
+    pub nvlinks: Option<u32>,
+    /// Those of them that end at another GPU, by that GPU's address.
+    pub nvlinks_to: BTreeMap<PciAddress, u32>,
+    /// True if MIG mode was on when somebody may last have changed it; `None` on GPUs without it.
+    pub mig: Option<bool>,
+}
+
+/// One way in which the node has less hardware than before, or than its configuration expects.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Shortfall {
+    /// The GPU; `None` if it is the whole node.
+    pub gpu: Option<(GpuUuid, PciAddress)>,
+    /// What it lacks.
+    pub lack: Lack,
+    /// The scan that showed it first, in seconds since the Unix epoch.
+    pub since: u64,
+}
+
+/// What is missing.
+#[derive(Clone, Debug, PartialEq, Eq, Error, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Lack {
+    /// The GPU.
+    #[error("missing ({}{})", .model.as_deref().unwrap_or("model unknown"), serial_of(.serial.as_deref()))]
+    Gpu {
+        /// The product name.
+        model: Option<String>,
+        /// The board's serial number.
+        serial: Option<String>,
+    },
+    /// NVLinks of the GPU.
+    #[error("{has} of {had} NVLinks are active")]
+    NvLinks {
+        /// The number before, or the expected one.
+        had: u32,
+        /// The number now.
+        has: u32,
+    },
+    /// Lanes of the GPU's PCIe link.
+    #[error("its PCIe link has {has} of {had} lanes")]
+    PcieWidth {
+        /// The number before.
+        had: u32,
+        /// The number now.
+        has: u32,
+    },
+    /// Memory of the GPU.
+    #[error("it has {has} of {had} MiB of memory")]
+    Memory {
+        /// The MiB before.
+        had: u64,
+        /// The MiB now.
+        has: u64,
+    },
+    /// The GPU's MIG mode, which the boot or the load of the driver changed.
+    #[error("MIG mode is {} since the last boot or load of the driver", if *.had { "off" } else { "on" })]
+    MigMode {
+        /// True if it was on.
+        had: bool,
+    },
+    /// GPUs, by the configuration.
+    #[error("{has} GPUs, {had} are expected")]
+    Count {
+        /// The expected number.
+        had: u32,
+        /// The number now.
+        has: u32,
+    },
+    /// The expected model.
+    #[error("it is a {}, a {had} is expected", .has.as_deref().unwrap_or("GPU of unknown model"))]
+    Model {
+        /// The expected model.
+        had: String,
+        /// The GPU's model.
+        has: Option<String>,
+    },
+}
+
+fn serial_of(serial: Option<&str>) -> String {
+    serial.map(|serial| format!(", serial {serial}")).unwrap_or_default()
+}
+
+impl Lack {
+    /// The word for it in metrics.
+    pub fn label(&self) -> &'static str {
+        match self {
+            Self::Gpu { .. } => "gpu",
+            Self::NvLinks { .. } => "nvlinks",
+            Self::PcieWidth { .. } => "pcie_width",
+            Self::Memory { .. } => "memory",
+            Self::MigMode { .. } => "mig_mode",
+            Self::Count { .. } => "count",
+            Self::Model { .. } => "model",
+        }
+    }
+
+    /// What is left, where that is a number.
+    fn left(&self) -> u64 {
+        match self {
+            Self::NvLinks { has, .. } | Self::PcieWidth { has, .. } | Self::Count { has, .. } => (*has).into(),
+            Self::Memory { has, .. } => *has,
+            Self::Gpu { .. } | Self::MigMode { .. } | Self::Model { .. } => 0,
+        }
+    }
+}
+
+impl fmt::Display for Shortfall {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.gpu {
+            Some((uuid, pci)) => write!(f, "GPU {pci} ({uuid}): {}", self.lack),
+            None => write!(f, "this node: {}", self.lack),
+        }
+    }
+}
+
+impl Shortfall {
+    /// Returns true if both say the same of one GPU. The numbers may differ.
+    fn is(&self, other: &Self) -> bool {
+        let uuid = |shortfall: &Self| shortfall.gpu.as_ref().map(|(uuid, _)| uuid.clone());
+        uuid(self) == uuid(other) && self.lack.label() == other.lack.label()
+    }
+}
+
+impl KnownGpu {
+    fn of(gpu: &GpuObservation) -> Self {
+        let mut nvlinks_to: BTreeMap<PciAddress, u32> = BTreeMap::new();
+        for end in gpu.nvlinks.iter().flatten().filter(|end| end.active) {
+            if let NvLinkRemote::Gpu(pci) = end.remote {
+                *nvlinks_to.entry(pci).or_default() += u32::try_from(end.links.len()).unwrap_or(u32::MAX);
+            }
+        }
+        Self {
+            pci: gpu.pci,
+            model: gpu.model.clone(),
+            serial: gpu.serial.clone(),
+            memory_mib: gpu.memory_mib,
+            pcie_width: gpu.pcie.map(|link| link.width),
+            nvlinks: gpu.active_nvlinks(),
+            nvlinks_to,
+            mig: gpu.mig.as_ref().map(|mig| mig.enabled),
+        }
+    }
+
+    /// What a GPU lacks that had this, beside `missing` ones.
+    fn lacks(&self, has: &Self, missing: &BTreeSet<PciAddress>, expected: &Expectation) -> Vec<Lack> {
+        let mut lacks = Vec::new();
+        let to_missing: u32 =
+            self.nvlinks_to.iter().filter(|(pci, _)| missing.contains(pci)).map(|(_, count)| count).sum();
+        let had = self.nvlinks.map(|links| links.saturating_sub(to_missing)).max(expected.nvlinks);
+        if let (Some(had), Some(has)) = (had, has.nvlinks)
+            && has < had
+        {
+            lacks.push(Lack::NvLinks { had, has });
+        }
+        if let (Some(had), Some(has)) = (self.pcie_width, has.pcie_width)
+            && has < had
+        {
+            lacks.push(Lack::PcieWidth { had, has });
+        }
+        if let (Some(had), Some(has)) = (self.memory_mib, has.memory_mib)
+            && has < had - had / MEMORY_TOLERANCE
+        {
+            lacks.push(Lack::Memory { had, has });
+        }
+        if let (Some(had), Some(has)) = (self.mig, has.mig)
+            && had != has
+        {
+            lacks.push(Lack::MigMode { had });
+        }
+        if let Some(model) = &expected.model
+            && has.model.as_deref().map(product) != Some(product(model))
+        {
+            lacks.push(Lack::Model { had: model.clone(), has: has.model.clone() });
+        }
+        lacks
+    }
+
+    /// Learns from a scan. Its MIG mode counts if somebody may have changed it.
+    fn learn(&mut self, has: &Self, mig_may_change: bool) {
+        if has.nvlinks >= self.nvlinks && has.nvlinks.is_some() {
+            (self.nvlinks, self.nvlinks_to) = (has.nvlinks, has.nvlinks_to.clone());
+        }
+        if mig_may_change || self.mig.is_none() {
+            self.mig = has.mig.or(self.mig);
+        }
+        self.pci = has.pci;
+        self.model = has.model.clone().or(self.model.take());
+        self.serial = has.serial.clone().or(self.serial.take());
+        self.memory_mib = self.memory_mib.max(has.memory_mib);
+        self.pcie_width = self.pcie_width.max(has.pcie_width);
+    }
+}
+
+/// A model as the label `nvidia.com/gpu.product` has it.
+fn product(model: &str) -> String {
+    model.replace(' ', "-")
+}
+
+impl Inventory {
+    /// Takes over a scan. `renewed`: the node booted, or the driver was loaded, since the last one. `is_kept` is true for
+    /// a GPU that is left out of scans. Returns what began and what ended.
+    pub(super) fn scanned(
+        &mut self,
+        observed: &NodeObservation,
+        expected: &Expectation,
+        renewed: bool,
+        is_kept: impl Fn(&GpuUuid) -> bool,
+        now: Timestamp,
+    ) -> [Vec<Shortfall>; 2] {
+        let found: BTreeMap<&GpuUuid, KnownGpu> =
+            observed.gpus.iter().map(|gpu| (&gpu.uuid, KnownGpu::of(gpu))).collect();
+        self.replaced(&found);
+        let is_here = |(uuid, _): (&GpuUuid, _)| found.contains_key(uuid) || is_kept(uuid);
+        if !found.is_empty() && !self.gpus.iter().any(is_here) {
+            // Neither a GPU nor an address of it is here: the record is of another machine.
+            *self = Self::default();
+        }
+        let mut now_lacks: Vec<(Option<(GpuUuid, PciAddress)>, Lack)> = Vec::new();
+        let is_missing = |uuid: &GpuUuid| !found.contains_key(uuid) && !is_kept(uuid);
+        let missing: BTreeSet<PciAddress> =
+            self.gpus.iter().filter(|(uuid, _)| is_missing(uuid)).map(|(_, gpu)| gpu.pci).collect();
+        for (uuid, has) in &found {
+            let known = self.gpus.entry((*uuid).clone()).or_default();
+            let changed_by_itself = |shortfall: &Shortfall| {
+                matches!(shortfall.lack, Lack::MigMode { .. })
+                    && shortfall.gpu.as_ref().is_some_and(|(gpu, _)| gpu == *uuid)
+            };
+            let stands = self.shortfalls.iter().chain(&self.accepted).any(changed_by_itself);
+            known.learn(has, !renewed && !stands);
+            let lacks = known.lacks(has, &missing, expected);
+            now_lacks.extend(lacks.into_iter().map(|lack| (Some(((*uuid).clone(), has.pci)), lack)));
+        }
+        for (uuid, known) in self.gpus.iter().filter(|(uuid, _)| is_missing(uuid)) {
+            let lack = Lack::Gpu { model: known.model.clone(), serial: known.serial.clone() };
+            now_lacks.push((Some((uuid.clone(), known.pci)), lack));
+        }
+        let has = u32::try_from(found.len()).unwrap_or(u32::MAX);
+        if let Some(had) = expected.gpus.filter(|had| has < *had) {
+            now_lacks.push((None, Lack::Count { had, has }));
+        }
+        let shown = now_lacks.into_iter().map(|(gpu, lack)| Shortfall { gpu, lack, since: now.as_secs() });
+        self.enter(shown.collect())
+    }
+
+    /// Enters what a scan showed: what stood already keeps its beginning, and what is accepted is left out.
+    fn enter(&mut self, mut shown: Vec<Shortfall>) -> [Vec<Shortfall>; 2] {
+        let before = core::mem::take(&mut self.shortfalls);
+        self.accepted.retain(|accepted| shown.iter().any(|one| one.is(accepted)));
+        shown.retain(|one| !self.accepted.iter().any(|old| one.is(old) && one.lack.left() >= old.lack.left()));
+        for one in &mut shown {
+            if let Some(old) = before.iter().find(|old| old.is(one)) {
+                one.since = old.since;
+            }
+        }
+        let missing_in = |list: &[Shortfall], one: &Shortfall| !list.iter().any(|other| other.is(one));
+        let began = shown.iter().filter(|one| missing_in(&before, one)).cloned().collect();
+        let ended = before.into_iter().filter(|one| missing_in(&shown, one)).collect();
+        self.shortfalls = shown;
+        [began, ended]
+    }
+
+    /// Gives a new GPU in the place of one that is gone what that one had: it was replaced.
+    fn replaced(&mut self, found: &BTreeMap<&GpuUuid, KnownGpu>) {
+        let new = found.iter().filter(|(uuid, _)| !self.gpus.contains_key(**uuid));
+        let new: Vec<(GpuUuid, PciAddress)> = new.map(|(uuid, gpu)| ((*uuid).clone(), gpu.pci)).collect();
+        for (uuid, pci) in new {
+            let old = self.gpus.iter().find(|(old, gpu)| gpu.pci == pci && !found.contains_key(old));
+            if let Some(known) = old.map(|(old, _)| old.clone()).and_then(|old| self.gpus.remove(&old)) {
+                self.gpus.insert(uuid, known);
+            }
+        }
+    }
+
+    /// Takes over what an operator said: the hardware is right as it is. Returns what ended by that.
+    pub(super) fn accept(&mut self) -> Vec<Shortfall> {
+        let ended = core::mem::take(&mut self.shortfalls);
+        self.accepted.retain(|old| !ended.iter().any(|one| one.is(old)));
+        for shortfall in &ended {
+            match (&shortfall.gpu, &shortfall.lack) {
+                (Some((uuid, _)), Lack::Gpu { .. }) => drop(self.gpus.remove(uuid)),
+                _ => self.accepted.push(shortfall.clone()),
+            }
+        }
+        ended
+    }
+}

@@ -1,0 +1,228 @@
+//! What a node lacks, by what it had and by what is expected of it.
+
+use std::time::Duration;
+
+use linkwise_core::state::{Effect, Event, Expectation, HealthRecord, NodeIdentity, NodeState};
+use linkwise_core::topology::NodeObservation;
+use serde_json::{Value, json};
+
+/// A node over reboots: its state, and the lines that began and ended since the last look.
+struct World {
+    state: NodeState,
+    expected: Expectation,
+    now: u64,
+    lines: Vec<String>,
+}
+
+/// A GPU of this number in this slot, with 4 of its NVLinks to a switch and 2 to each of these slots.
+fn gpu(number: u32, slot: u32, peers: &[u32]) -> Value {
+    let mut links = vec![json!({"links": [0, 1, 2, 3], "remote": {"switch": null}})];
+    links
+        .extend(peers.iter().map(|peer| json!({"links": [4 + 2 * peer, 5 + 2 * peer], "remote": {"gpu": pci(*peer)}})));
+    json!({"index": slot, "uuid": format!("GPU-{number}"), "pci": pci(slot), "model": "NVIDIA H100 80GB HBM3",
+           "memory_mib": 81_559, "pcie": {"mts": 32_000, "width": 16}, "nvlinks": links, "mig": {"enabled": false}})
+}
+
+fn pci(slot: u32) -> String {
+    format!("0000:0{slot}:00.0")
+}
+
+/// The same GPU with another fact.
+fn with(mut gpu: Value, key: &str, value: Value) -> Value {
+    gpu[key] = value;
+    gpu
+}
+
+fn whole() -> Vec<Value> {
+    (0..4).map(|at| gpu(at, at, &[])).collect()
+}
+
+fn without(slot: usize) -> Vec<Value> {
+    let mut gpus = whole();
+    gpus.remove(slot);
+    gpus
+}
+
+impl World {
+    fn expecting(expected: Expectation, gpus: Vec<Value>) -> Self {
+        let mut world = Self { state: NodeState::default(), expected, now: 1_700_000_000, lines: Vec::new() };
+        world.start(HealthRecord::default(), "0");
+        world.sees(gpus);
+        world
+    }
+
+    fn new() -> Self {
+        Self::expecting(Expectation::default(), whole())
+    }
+
+    fn tell(&mut self, event: Event) {
+        let (state, effects) = std::mem::take(&mut self.state).apply(event, Duration::from_secs(self.now));
+        self.state = state;
+        self.lines.extend(effects.into_iter().filter_map(|effect| match effect {
+            Effect::Shortfall(shortfall, began) => Some(format!("{} {shortfall}", if began { "+" } else { "-" })),
+            _ => None,
+        }));
+    }
+
+    fn start(&mut self, record: HealthRecord, boot: &str) {
+        // The form on the disk keeps all of it.
+        let record = serde_json::from_str(&serde_json::to_string(&record).unwrap()).unwrap();
+        self.state = NodeState::default().expecting(self.expected.clone());
+        self.tell(Event::Restored(Box::new(HealthRecord { version: HealthRecord::VERSION, ..record })));
+        self.tell(Event::Identified(NodeIdentity { boot: Some(boot.to_owned()), ..NodeIdentity::default() }));
+    }
+
+    /// A scan a minute later; the lines that it makes.
+    fn sees(&mut self, gpus: Vec<Value>) -> Vec<String> {
+        self.now += 60;
+        let gpus = serde_json::from_value(Value::Array(gpus)).unwrap();
+        self.tell(Event::Observed(Box::new(NodeObservation { gpus, ..NodeObservation::default() })));
+        std::mem::take(&mut self.lines)
+    }
+
+    /// A start of this boot, and its first scan.
+    fn boots(&mut self, boot: &str, gpus: Vec<Value>) -> Vec<String> {
+        let record = self.state.record();
+        self.start(record, boot);
+        self.sees(gpus)
+    }
+
+    /// What stands, each with its beginning.
+    fn stands(&self) -> Vec<(String, u64)> {
+        let shortfalls = self.state.hardware().shortfalls();
+        shortfalls.map(|shortfall| (shortfall.to_string(), shortfall.since)).collect()
+    }
+}
+
+const MISSING: &str = "GPU 0000:02:00.0 (GPU-2): missing (NVIDIA H100 80GB HBM3)";
+
+#[test]
+fn missing_gpu_is_named_until_it_is_back() {
+    let mut world = World::new();
+    assert_eq!(world.boots("1", without(2)), [format!("+ {MISSING}")]);
+    let stands = vec![(MISSING.to_owned(), world.now)];
+    assert_eq!(world.boots("2", without(2)), Vec::<String>::new(), "known from the record");
+    assert_eq!(world.stands(), stands);
+    // A clock that was set back changes nothing.
+    world.now -= 1_000_000;
+    assert_eq!((world.sees(without(2)), world.stands()), (Vec::new(), stands));
+    assert_eq!(world.sees(whole()), [format!("- {MISSING}")]);
+    assert_eq!(world.sees(Vec::new()).len(), 4, "a node without GPUs lacks them all");
+}
+
+#[test]
+fn accepted_hardware_is_quiet_over_restarts_and_news_are_not() {
+    let mut world = World::new();
+    let fewer = |links: u32| {
+        with(gpu(1, 1, &[]), "nvlinks", json!([{"links": (0..links).collect::<Vec<_>>(), "remote": {"switch": null}}]))
+    };
+    let odd = |links: u32| vec![gpu(0, 0, &[]), fewer(links), gpu(3, 3, &[])];
+    let links = |has: u32| format!("GPU 0000:01:00.0 (GPU-1): {has} of 4 NVLinks are active");
+    assert_eq!(world.sees(odd(2)), [format!("+ {}", links(2)), format!("+ {MISSING}")]);
+    world.tell(Event::HardwareAccepted);
+    assert_eq!(std::mem::take(&mut world.lines).len(), 2);
+    assert_eq!((world.boots("1", odd(2)), world.boots("1", odd(3))), (Vec::new(), Vec::new()));
+    assert_eq!(world.sees(odd(1)), [format!("+ {}", links(1))], "fewer than accepted");
+    world.tell(Event::HardwareAccepted);
+    world.lines.clear();
+    // What was well again is accepted no longer.
+    assert_eq!((world.sees(whole()), world.sees(odd(1)).len()), (Vec::new(), 2));
+}
+
+#[test]
+fn lanes_memory_and_links_are_compared_with_the_most_there_was() {
+    let mut world = World::new();
+    let memory = |mib: u64| with(gpu(0, 0, &[]), "memory_mib", json!(mib));
+    // A driver that keeps more for itself is no loss.
+    assert_eq!(world.sees(vec![memory(81_000), gpu(1, 1, &[]), gpu(2, 2, &[]), gpu(3, 3, &[])]), Vec::<String>::new());
+    let narrow = with(memory(40_000), "pcie", json!({"mts": 32_000, "width": 8}));
+    let seen = world.sees(vec![narrow, gpu(1, 1, &[]), gpu(2, 2, &[]), gpu(3, 3, &[])]);
+    let gpu_0 = "+ GPU 0000:00:00.0 (GPU-0):";
+    assert_eq!(
+        seen,
+        [format!("{gpu_0} its PCIe link has 8 of 16 lanes"), format!("{gpu_0} it has 40000 of 81559 MiB of memory")]
+    );
+    // Unknown is not less.
+    let unknown =
+        |at| ["nvlinks", "pcie", "memory_mib"].iter().fold(gpu(at, at, &[]), |gpu, key| with(gpu, key, Value::Null));
+    assert_eq!(world.sees((0..4).map(unknown).collect()).len(), 2);
+    assert_eq!(world.stands(), []);
+}
+
+#[test]
+fn links_to_a_missing_gpu_are_its_own_loss() {
+    let mesh = |gpus: &[u32]| {
+        gpus.iter().map(|at| gpu(*at, *at, &gpus.iter().copied().filter(|to| to != at).collect::<Vec<_>>())).collect()
+    };
+    let mut world = World::expecting(Expectation::default(), mesh(&[0, 1, 2, 3]));
+    assert_eq!(world.boots("1", mesh(&[0, 1, 3])), [format!("+ {MISSING}")]);
+    assert_eq!(world.boots("2", mesh(&[0, 1, 2, 3])), [format!("- {MISSING}")]);
+    let alone = |at: u32| gpu(at, at, &[]);
+    assert_eq!(world.sees((0..4).map(alone).collect()).len(), 4, "here no GPU is missing");
+}
+
+#[test]
+fn mig_mode_that_a_boot_changed_is_named() {
+    let mut world = World::new();
+    let in_mig = || whole().into_iter().map(|gpu| with(gpu, "mig", json!({"enabled": true}))).collect::<Vec<_>>();
+    assert_eq!(world.sees(in_mig()), Vec::<String>::new(), "somebody changed it on purpose; links are no loss");
+    let off =
+        |at: u32| format!("GPU {} (GPU-{at}): MIG mode is off since the last boot or load of the driver", pci(at));
+    let seen = world.boots("1", whole());
+    assert_eq!(seen, (0..4).map(|at| format!("+ {}", off(at))).collect::<Vec<_>>());
+    assert_eq!((world.sees(whole()), world.stands().len()), (Vec::new(), 4), "another scan does not change that");
+    assert_eq!(world.boots("1", in_mig()), (0..4).map(|at| format!("- {}", off(at))).collect::<Vec<_>>());
+}
+
+#[test]
+fn replaced_and_swapped_gpus_are_no_loss() {
+    let mut world = World::new();
+    let replaced = || vec![gpu(0, 0, &[]), gpu(1, 1, &[]), gpu(9, 2, &[]), gpu(3, 3, &[])];
+    assert_eq!(world.boots("1", replaced()), Vec::<String>::new());
+    let swapped = || vec![gpu(1, 0, &[]), gpu(0, 1, &[]), gpu(9, 2, &[]), gpu(3, 3, &[])];
+    assert_eq!(world.boots("2", swapped()), Vec::<String>::new());
+    let lost = world.boots("3", swapped().into_iter().skip(1).collect());
+    assert_eq!(lost, ["+ GPU 0000:00:00.0 (GPU-1): missing (NVIDIA H100 80GB HBM3)"]);
+}
+
+#[test]
+fn inventory_of_another_machine_is_forgotten() {
+    let mut world = World::new();
+    let other = |gpus: &[u32]| gpus.iter().map(|at| gpu(at + 10, at + 5, &[])).collect::<Vec<_>>();
+    assert_eq!(world.boots("1", other(&[0, 1])), Vec::<String>::new(), "no GPU and no slot of before");
+    let machine = |name: &str| NodeIdentity { machine: Some(name.to_owned()), ..NodeIdentity::default() };
+    world.tell(Event::Identified(machine("one")));
+    let record = world.state.record();
+    world.start(record, "2");
+    world.tell(Event::Identified(machine("two")));
+    assert_eq!(world.sees(other(&[1])), Vec::<String>::new());
+    assert_eq!(world.sees(other(&[2])).len(), 0, "it learns this machine");
+}
+
+#[test]
+fn gpu_in_quarantine_is_not_missing() {
+    let mut world = World::new();
+    world.tell(Event::Quarantined("GPU-2".parse().unwrap(), "it hangs".to_owned()));
+    assert_eq!(world.sees(without(2)), Vec::<String>::new());
+}
+
+#[test]
+fn expectation_is_named_on_the_first_day() {
+    let expected = Expectation { gpus: Some(8), model: Some("NVIDIA-H100-80GB-HBM3".to_owned()), nvlinks: Some(18) };
+    let mut gpus = vec![with(gpu(0, 0, &[]), "model", json!("Tesla T4")), gpu(1, 1, &[1, 2, 3, 4, 5, 6, 7])];
+    let mut world = World::expecting(expected, gpus.clone());
+    let stands: Vec<String> = world.stands().into_iter().map(|(line, _)| line).collect();
+    assert_eq!(
+        stands,
+        [
+            "GPU 0000:00:00.0 (GPU-0): 4 of 18 NVLinks are active",
+            "GPU 0000:00:00.0 (GPU-0): it is a Tesla T4, a NVIDIA-H100-80GB-HBM3 is expected",
+            "this node: 2 GPUs, 8 are expected",
+        ]
+    );
+    world.tell(Event::HardwareAccepted);
+    world.lines.clear();
+    assert_eq!(world.boots("1", gpus.clone()), Vec::<String>::new());
+    gpus.pop();
+    assert_eq!(world.boots("2", gpus).len(), 2, "fewer than accepted: the GPU, and the number");
+}
