@@ -33,6 +33,7 @@ pub fn run_command(command: Command) -> ExitCode {
         Command::Admin(args) => block_on(commands::admin(&args)),
         Command::Top(args) => block_on(commands::top(&args)),
         Command::Wait(args) => block_on(commands::wait(&args)),
+        Command::ClearCondition(args) => block_on(run::clear_condition(&args)),
         Command::ConfigManager(args) => commands::config_manager(&args),
         Command::Completions(args) => commands::completions(&args),
         Command::Man(args) => commands::man(&args),

@@ -33,7 +33,9 @@ pub use documents::{CompletionsArgs, MACHINE_NAMES, ManArgs, completable, docume
 pub use dra::{ClaimArgs, ClaimKind, DraArgs, FleetArgs, ManifestFormat, Near};
 pub use labels::LabelsArgs;
 pub use machine::{AllocateArgs, HostArgs, NodeArgs, SnapshotArgs, TopologyArgs, TopologyFormat, UnitName};
-pub use operator::{AdminArgs, AdminOrder, ConfigArgs, ConfigCommand, DoctorArgs, TopArgs, WaitArgs};
+pub use operator::{
+    AdminArgs, AdminOrder, ClearConditionArgs, ConfigArgs, ConfigCommand, DoctorArgs, TopArgs, WaitArgs,
+};
 pub use rails::Rails;
 pub use run::{ApiServerArgs, INIT_FLAG, MpsCommand, MpsControlDaemonArgs, MpsRootArgs, NvmlArgs, RunArgs};
 pub use settings::{Environment, Flags, Interval, Settings};

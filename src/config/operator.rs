@@ -155,6 +155,22 @@ pub struct WaitArgs {
     pub timeout: u64,
 }
 
+/// `linkwise clear-condition`.
+#[derive(Clone, Debug, Args)]
+pub struct ClearConditionArgs {
+    /// The type of the condition
+    #[arg(
+        long = "type",
+        value_name = "TYPE",
+        env = "LINKWISE_NODE_CONDITION_TYPE",
+        default_value = "linkwise.dev/GPUsReady"
+    )]
+    pub kind: String,
+    /// The API server.
+    #[command(flatten)]
+    pub api: ApiServerArgs,
+}
+
 /// `linkwise config`.
 #[derive(Clone, Debug, Args)]
 pub struct ConfigArgs {

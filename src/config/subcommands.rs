@@ -7,9 +7,9 @@ use clap::error::ErrorKind;
 use clap::{ArgMatches, Args, Error, FromArgMatches, Subcommand};
 
 use super::{
-    AdminArgs, AgentArgs, AllocateArgs, ClaimArgs, CompletionsArgs, ConfigArgs, ConfigManagerArgs, DoctorArgs, DraArgs,
-    ExpectArgs, LabelsArgs, ManArgs, MpsControlDaemonArgs, RunArgs, SnapshotArgs, TopArgs, TopologyArgs, VerifyArgs,
-    WaitArgs,
+    AdminArgs, AgentArgs, AllocateArgs, ClaimArgs, ClearConditionArgs, CompletionsArgs, ConfigArgs, ConfigManagerArgs,
+    DoctorArgs, DraArgs, ExpectArgs, LabelsArgs, ManArgs, MpsControlDaemonArgs, RunArgs, SnapshotArgs, TopArgs,
+    TopologyArgs, VerifyArgs, WaitArgs,
 };
 
 /// The subcommand that other subcommands start; `--help` does not list it.
@@ -81,6 +81,8 @@ subcommands! {
         "Run the control daemons of the GPUs that are shared by MPS (see docs/mps.md)";
     "config-manager" => ConfigManager(Box<ConfigManagerArgs>),
         "Link the configuration that the node's label names, and signal its reader (see docs/config-manager.md)";
+    "clear-condition" => ClearCondition(ClearConditionArgs),
+        "Remove linkwise's condition from all nodes of a cluster, after an uninstallation";
     "config" => Config(ConfigArgs), "Check a configuration file, or show the effective configuration and its origins";
     "completions" => Completions(CompletionsArgs), "Print the completions of a shell";
     "man" => Man(ManArgs), "Write a manual page for each command into a folder";

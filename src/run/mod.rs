@@ -1,11 +1,12 @@
 //! `linkwise run`: the node that the options describe, and its neighbours `labels` and `mps-control-daemon`.
 //!
 //! `start` builds all objects and owns every task. `driver` starts the supervisor of the NVML agent; `cdi_sync` keeps
-//! CDI specs and device nodes up to date; `labels`, `dra` and `events` follow the snapshots for schedulers; `config`
+//! CDI specs and device nodes up to date; `labels`, `dra`, `condition` and `events` follow the snapshots for schedulers; `config`
 //! reloads the configuration; `mps` and `labels_program` are processes of their own. A task that ends unexpectedly ends
 //! the process, with its cause.
 
 mod cdi_sync;
+mod condition;
 mod config;
 mod dra;
 mod driver;
@@ -26,6 +27,7 @@ use linkwise_system::signals::LastSignals;
 
 use crate::config::{LogArgs, RunArgs};
 
+pub use condition::clear as clear_condition;
 pub use driver::agent_command;
 pub use labels::labels_of;
 pub use labels_program::labels;

@@ -18,7 +18,7 @@ use super::dra;
 use super::dra::start::{Lack, RightsReader};
 use super::driver::{driver_of, gate};
 use super::operators::{answer_probes, bind_admin, serve_operators};
-use super::{events, labels, mps};
+use super::{condition, events, labels, mps};
 use crate::config::settings::{Loaded, load};
 use crate::config::{RunArgs, Settings, unknown_variables};
 use linkwise_core::state::{Door, Event, XidPolicy};
@@ -64,6 +64,7 @@ pub(super) async fn serve(args: &RunArgs, last_signals: &mut LastSignals) -> Res
     labels::spawn_in(&mut node, &settings, args);
     let mps = mps::spawn_in(&mut node, Layout::new(&args.mps.container_root), state_dir.is_some());
     let mut alive: health::Alive = Arc::new(|| ready(true).boxed());
+    condition::spawn_in(&mut node, &settings, (args.node_name.as_deref(), state_dir.as_deref()), api.as_ref());
     // Without a folder for their checkpoints there are no claims.
     if let Some(state_dir) = state_dir {
         let name = args.node_name.clone().unwrap_or_default();

@@ -150,6 +150,19 @@ fn rights_are_those_that_the_programs_need() {
     }
 }
 
+/// Stores the chart's objects of these kinds; returns the name of its ServiceAccount's tokens.
+fn bound(server: &ApiServerBox, objects: &[Value], types: &[ResourceType]) -> String {
+    for resource in types {
+        for object in objects.iter().filter(|object| object["kind"] == resource.kind) {
+            let key = resource.key(None, object["metadata"]["name"].as_str().unwrap());
+            server.create("helm", &key, object.clone()).unwrap();
+        }
+    }
+    let account = objects.iter().find(|object| object["kind"] == "ServiceAccount").unwrap();
+    let name = |of: &str| account["metadata"][of].as_str().unwrap();
+    format!("system:serviceaccount:{}:{}", name("namespace"), name("name"))
+}
+
 /// RBAC cannot name the node of a token.
 #[tokio::test]
 #[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
@@ -160,15 +173,7 @@ async fn gpu_feature_discovery_labels_its_own_node_only() {
         ResourceType::VALIDATING_ADMISSION_POLICY_BINDINGS,
     ];
     let server = ApiServerBox::start(&types).await;
-    let objects = Helm::found().objects(&["gfd.enabled=true"]);
-    for resource in &types[1..] {
-        let object = objects.iter().find(|object| object["kind"] == resource.kind).unwrap();
-        let key = resource.key(None, object["metadata"]["name"].as_str().unwrap());
-        server.create("helm", &key, object.clone()).unwrap();
-    }
-    let account = objects.iter().find(|object| object["kind"] == "ServiceAccount").unwrap();
-    let name = |of: &str| account["metadata"][of].as_str().unwrap();
-    let username = format!("system:serviceaccount:{}:{}", name("namespace"), name("name"));
+    let username = bound(&server, &Helm::found().objects(&["gfd.enabled=true"]), &types[1..]);
     let extra = json!({"authentication.kubernetes.io/node-name": ["n"]});
     server.name_user("ours", json!({"username": username, "extra": extra}));
     server.name_user("old", json!({"username": username, "extra": {}}));
@@ -192,5 +197,65 @@ async fn gpu_feature_discovery_labels_its_own_node_only() {
         let is_as_told =
             said.as_deref().zip(why).map_or(said.is_none() && why.is_none(), |(said, why)| said.contains(why));
         assert!(is_as_told, "{token} {object} {node}: {said:?}");
+    }
+}
+
+/// Patches that the policies for nodes let through, and those that they refuse with these words.
+#[tokio::test]
+#[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
+async fn node_condition_writes_one_condition_and_startup_taints_of_its_node() {
+    let types = [
+        ResourceType::NODES,
+        ResourceType::VALIDATING_ADMISSION_POLICIES,
+        ResourceType::VALIDATING_ADMISSION_POLICY_BINDINGS,
+    ];
+    let server = ApiServerBox::start(&types).await;
+    let values = ["nodeCondition.enabled=true", "nodeCondition.startupTaints={a.b/c}"];
+    let username = bound(&server, &Helm::found().objects(&values), &types[1..]);
+    let extra = json!({"authentication.kubernetes.io/node-name": ["n"]});
+    server.name_user("ours", json!({"username": username, "extra": extra}));
+    server.name_user("other", json!({"username": "kubelet", "extra": extra}));
+    let ready = json!({"type": "Ready", "status": "True"});
+    let (ours, gone) =
+        (json!({"key": "a.b/c", "effect": "NoSchedule"}), json!({"key": "other", "effect": "NoExecute"}));
+    let node = json!({"metadata": {"labels": {"a": "b"}}, "spec": {"taints": [ours, gone], "podCIDR": "10.0.0.0/24"},
+                      "status": {"conditions": [ready], "capacity": {"cpu": "8"}}});
+    let own = json!({"type": "linkwise.dev/GPUsReady", "status": "True"});
+    let sick = json!({"type": "Ready", "status": "False"});
+    for (token, name, path, change, why) in [
+        ("ours", "n", "/status", json!({"status": {"conditions": [ready, own]}}), None),
+        (
+            "ours",
+            "n",
+            "/status",
+            json!({"status": {"conditions": [sick, own]}}),
+            Some("no condition but linkwise.dev/GPUsReady"),
+        ),
+        ("ours", "n", "/status", json!({"status": {"conditions": [own]}}), Some("no condition but")),
+        ("ours", "n", "/status", json!({"status": {"capacity": {"cpu": "9"}}}), Some("status.capacity")),
+        ("ours", "n", "/status", json!({"status": {"allocatable": {"cpu": "9"}}}), Some("status.allocatable")),
+        ("ours", "n", "/status", json!({"metadata": {"labels": {"a": "c"}}}), Some("the labels")),
+        ("ours", "m", "/status", json!({"status": {"conditions": [ready, own]}}), Some("may not write node 'm'")),
+        ("other", "m", "/status", json!({"status": {"conditions": [sick]}}), None),
+        ("ours", "n", "", json!({"spec": {"taints": [gone]}}), None),
+        ("ours", "n", "", json!({"spec": {"taints": [ours]}}), Some("may only remove the taints a.b/c")),
+        (
+            "ours",
+            "n",
+            "",
+            json!({"spec": {"taints": [gone, ours, {"key": "x", "effect": "NoExecute"}]}}),
+            Some("may only remove"),
+        ),
+        ("ours", "n", "", json!({"spec": {"unschedulable": true}}), Some("spec.unschedulable")),
+        ("ours", "n", "", json!({"metadata": {"annotations": {"a": "b"}}}), Some("the annotations")),
+        ("ours", "m", "", json!({"spec": {"taints": [gone]}}), Some("may not write node 'm'")),
+    ] {
+        let key = ResourceType::NODES.key(None, name);
+        server.put("kubelet", &key, node.clone());
+        let said = server.patch_as(token, &key, path == "/status", &change).err();
+        let said = said.map(|status| status["message"].as_str().unwrap().to_owned());
+        let is_as_told =
+            said.as_deref().zip(why).map_or(said.is_none() && why.is_none(), |(said, why)| said.contains(why));
+        assert!(is_as_told, "{token} {name} {path} {change}: {said:?}");
     }
 }

@@ -12,6 +12,7 @@ mod fleet;
 mod gpu_cluster;
 mod metadata;
 mod node;
+mod node_condition;
 mod node_feature;
 pub mod older;
 mod prometheus;

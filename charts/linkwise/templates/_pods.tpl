@@ -46,7 +46,9 @@ level: s0
 affinity:
   {{- toYaml . | nindent 2 }}
 {{- end }}
-{{- with .Values.tolerations }}
+{{- $tolerations := .Values.tolerations | default list -}}
+{{- range (.Values.nodeCondition).startupTaints }}{{- $tolerations = append $tolerations (dict "key" . "operator" "Exists") }}{{- end }}
+{{- with $tolerations }}
 tolerations:
   {{- toYaml . | nindent 2 }}
 {{- end }}

@@ -37,6 +37,17 @@
 {{- fail "\nevents.enabled: the plugin writes the events; set devicePlugin.enabled too." -}}
 {{- end -}}
 
+{{- $condition := .Values.nodeCondition | default dict -}}
+{{- if and $condition.enabled (not (.Values.devicePlugin).enabled) -}}
+{{- fail "\nnodeCondition.enabled: the plugin writes the condition; set devicePlugin.enabled too." -}}
+{{- end -}}
+{{- if and $condition.startupTaints (not $condition.enabled) -}}
+{{- fail "\nnodeCondition.startupTaints: they are removed when the condition is True; set nodeCondition.enabled too." -}}
+{{- end -}}
+{{- if and $condition.enabled (not (semverCompare ">=1.30-0" .Capabilities.KubeVersion.Version)) -}}
+{{- fail "\nnodeCondition.enabled: the policy that holds each pod to its own node needs Kubernetes 1.30." -}}
+{{- end -}}
+
 {{- if and (.Values.dra).enabled (not .Values.dra.gpus) (not $config.name) (not $map) -}}
 {{- fail "\ndra.enabled: dra.gpus is empty, and there is no configuration file that could say all." -}}
 {{- end -}}

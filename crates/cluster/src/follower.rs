@@ -2,9 +2,12 @@
 //! watch breaks. The objects go to a [`Followed`].
 //!
 //! [`follow_node`] lists and watches one node by a field selector, its metadata only, and publishes its labels on a
-//! `watch` channel. It is the only reader of nodes. The last published labels stay while the API server is away.
+//! `watch` channel. The last published labels stay while the API server is away.
+//!
+//! [`keep`] is the other way round: it keeps an object equal to what a channel has.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use futures_util::StreamExt;
@@ -16,7 +19,7 @@ use kube::{Api, Client, Resource};
 use tokio::sync::watch;
 
 use crate::error::{ApiError, Attempts, shortened};
-use crate::server::ApiServer;
+use crate::server::{ApiServer, Pace};
 use linkwise_core::backoff::Backoff;
 use linkwise_system::send_if_new;
 
@@ -140,6 +143,44 @@ impl<F: Followed> Follower<F> {
     fn works(&mut self) {
         self.broken = false;
         self.attempts.succeeded();
+    }
+}
+
+/// The writer of one object.
+pub(crate) trait Kept {
+    /// The content of the object.
+    type Wanted: Send + Sync;
+
+    /// Compares the object with its content, and writes it if it differs. Returns false if it is not ours to write.
+    fn write(&mut self, wanted: &Arc<Self::Wanted>) -> impl Future<Output = Result<bool, ApiError>> + Send;
+}
+
+/// Writes whatever a channel has, when it changes and once in a while, until the channel is closed. Nothing is written
+/// while the channel has nothing. Errors are logged and tried again.
+pub(crate) async fn keep<W: Kept>(
+    mut writer: W,
+    (pace, mut attempts): (Pace, Attempts),
+    wanted: &mut watch::Receiver<Option<Arc<W::Wanted>>>,
+) {
+    loop {
+        let now = wanted.borrow_and_update().clone();
+        let pause = match now {
+            None => Duration::MAX,
+            Some(now) => match writer.write(&now).await {
+                Ok(is_ours) => {
+                    attempts.succeeded();
+                    shortened(if is_ours { pace.reassert } else { pace.longest })
+                }
+                Err(error) => {
+                    // The pause is kept even if the channel changes meanwhile: the server may have asked for it.
+                    tokio::time::sleep(attempts.failed(&error)).await;
+                    continue;
+                }
+            },
+        };
+        if let Ok(Err(_)) = tokio::time::timeout(pause, wanted.changed()).await {
+            return;
+        }
     }
 }
 

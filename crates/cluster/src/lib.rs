@@ -1,4 +1,5 @@
-//! The API server: the ResourceSlices and claims of DRA, NodeFeature objects, events about pods, a node's labels.
+//! The API server: the ResourceSlices and claims of DRA, NodeFeature objects, events about pods, a node's labels
+//! and its condition.
 //!
 //! One adapter, `server`, makes every request; each kind of object has one writer. No admission waits for the API
 //! server: slices and events are written in the background, and a claim is read when it is prepared for the first time.
@@ -10,6 +11,7 @@ pub mod doctor;
 mod error;
 mod events;
 mod follower;
+mod node_condition;
 mod node_feature;
 mod server;
 mod slices;
@@ -22,6 +24,7 @@ pub use crate::slices::stored::all_slices;
 pub use claims::ClaimReader;
 pub use error::ApiError;
 pub use events::EventWriter;
+pub use node_condition::{NodeConditionSettings, NodeConditionWriter, clear as clear_condition};
 pub use node_feature::{NodeFeatureSettings, NodeFeatureWriter};
 pub use server::{ApiServer, Pace};
 pub use slices::{SliceWriter, published};

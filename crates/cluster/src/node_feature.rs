@@ -13,7 +13,6 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::Relaxed;
-use std::time::Duration;
 
 use k8s_openapi::api::core::v1::Pod;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::OwnerReference;
@@ -23,7 +22,8 @@ use serde_json::{Value, json};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
-use crate::error::{ApiError, Attempts, shortened};
+use crate::error::{ApiError, Attempts};
+use crate::follower::{Kept, keep};
 use crate::server::{self, ApiServer, typed};
 use linkwise_core::quote::quoted;
 use standing::{MANAGER, Standing, is_updated, standing};
@@ -53,7 +53,6 @@ pub struct NodeFeatureSettings {
 pub struct NodeFeatureWriter {
     server: ApiServer,
     settings: NodeFeatureSettings,
-    attempts: Attempts,
     /// Our DaemonSet; the outer `None` means that it was not looked up yet.
     owner: Option<Option<OwnerReference>>,
     /// The labels that this process wrote last.
@@ -67,39 +66,20 @@ pub struct NodeFeatureWriter {
 impl NodeFeatureWriter {
     /// Makes no request yet.
     pub fn new(server: ApiServer, settings: NodeFeatureSettings) -> Self {
-        let attempts = Attempts::of("write the NodeFeature of Node Feature Discovery", server.pace());
-        Self { server, settings, attempts, owner: None, written: None, by_update: false, reported: None }
+        Self { server, settings, owner: None, written: None, by_update: false, reported: None }
     }
 
     /// Keeps the object equal to the labels until `shutdown`, or until the channel is closed. Nothing is written while
     /// there are no labels. Errors are logged and tried again.
-    pub async fn run(mut self, mut labels: watch::Receiver<Option<Arc<Labels>>>, shutdown: CancellationToken) {
-        shutdown.run_until_cancelled(self.follow(&mut labels)).await;
+    pub async fn run(self, mut labels: watch::Receiver<Option<Arc<Labels>>>, shutdown: CancellationToken) {
+        let pace = *self.server.pace();
+        let attempts = Attempts::of("write the NodeFeature of Node Feature Discovery", &pace);
+        shutdown.run_until_cancelled(keep(self, (pace, attempts), &mut labels)).await;
     }
+}
 
-    async fn follow(&mut self, labels: &mut watch::Receiver<Option<Arc<Labels>>>) {
-        loop {
-            let wanted = labels.borrow_and_update().clone();
-            let pause = match wanted {
-                None => Duration::MAX,
-                Some(wanted) => match self.write(&wanted).await {
-                    Ok(is_written) => {
-                        self.attempts.succeeded();
-                        let pace = self.server.pace();
-                        shortened(if is_written { pace.reassert } else { pace.longest })
-                    }
-                    Err(error) => {
-                        // The pause is kept even if the labels change meanwhile: the server may have asked for it.
-                        tokio::time::sleep(self.attempts.failed(&error)).await;
-                        continue;
-                    }
-                },
-            };
-            if let Ok(Err(_)) = tokio::time::timeout(pause, labels.changed()).await {
-                return;
-            }
-        }
-    }
+impl Kept for NodeFeatureWriter {
+    type Wanted = Labels;
 
     /// Compares the object with the labels, and writes it if it differs. Returns false if the object belongs to another
     /// program.
@@ -132,7 +112,9 @@ impl NodeFeatureWriter {
         self.written = Some(Arc::clone(labels));
         Ok(true)
     }
+}
 
+impl NodeFeatureWriter {
     /// Deletes the object if it has not changed since, so that nothing of it stays, and makes a new one.
     async fn replace(&mut self, found: Option<&DynamicObject>, wanted: &Value) -> Result<(), ApiError> {
         if let (Some(found), false) = (found, self.by_update) {

@@ -195,12 +195,12 @@ impl LabelSelector {
 
 impl Rule {
     /// Returns true if the policy applies to an operation on such an object.
-    fn matches(&self, resource: &ResourceType, operation: &str) -> bool {
+    fn matches(&self, resource: &ResourceType, plural: &str, operation: &str) -> bool {
         let (group, version) = resource.api.split_once('/').unwrap_or(("", resource.api));
         let has = |list: &[String], one: &str| list.iter().any(|listed| listed == one || listed == "*");
         has(&self.api_groups, group)
             && has(&self.api_versions, version)
-            && has(&self.resources, resource.plural)
+            && has(&self.resources, plural)
             && has(&self.operations, operation)
     }
 }
@@ -271,7 +271,11 @@ pub(super) fn mutate(store: &Store, key: &Key, object: &mut Value) -> Result<(),
             let named = policies.iter().find(|policy| policy["metadata"]["name"] == bound.policy_name.as_str());
             let Some(policy) = named.map(|policy| spec::<PolicySpec>(key, policy)).transpose()? else { continue };
             if (again && policy.reinvocation_policy == Reinvocation::Never)
-                || !policy.match_constraints.resource_rules.iter().any(|rule| rule.matches(&key.resource, "CREATE"))
+                || !policy
+                    .match_constraints
+                    .resource_rules
+                    .iter()
+                    .any(|rule| rule.matches(&key.resource, key.resource.plural, "CREATE"))
                 || ![&policy.match_constraints, &bound.match_resources].iter().all(|of| of.selects(namespace, object))
             {
                 continue;

@@ -30,9 +30,16 @@ struct Target {
     resource: ResourceType,
     namespace: Option<String>,
     name: Option<String>,
+    /// Set for the status of an object of the cluster.
+    is_status: bool,
 }
 
 impl Target {
+    /// The name of the resource in roles and policies.
+    fn plural(&self) -> String {
+        format!("{}{}", self.resource.plural, if self.is_status { "/status" } else { "" })
+    }
+
     fn key(&self, name: &str) -> Key {
         Key { resource: self.resource.clone(), namespace: self.namespace.clone(), name: name.to_owned() }
     }
@@ -108,7 +115,7 @@ async fn answer(request: hyper::Request<Incoming>, shared: &Arc<Shared>) -> Resp
     };
     let watches = parameter("watch") == Some("true");
     let verb = verb(&method, target.name.is_some(), watches);
-    if shared.forbids(verb, target.resource.plural) {
+    if shared.forbids(verb, &target.plural()) {
         return status(&Refusal::forbidden(&target.resource, verb));
     }
     let selected = match Selector::of(&target.resource, parameter("fieldSelector").unwrap_or_default()) {
@@ -121,7 +128,8 @@ async fn answer(request: hyper::Request<Incoming>, shared: &Arc<Shared>) -> Resp
     let by_default = text(header::USER_AGENT).split('/').next().unwrap_or_default().to_owned();
     let manager = parameter("fieldManager").map_or(by_default, str::to_owned);
     let kind_of_body = text(header::CONTENT_TYPE).to_owned();
-    if let Err(refusal) = allowed(shared, &target, &method, token.as_deref(), &sent) {
+    let merges = kind_of_body == "application/merge-patch+json";
+    if !merges && let Err(refusal) = allowed(shared, &target, &method, token.as_deref(), &sent) {
         return status(&refusal);
     }
     let result = match (method.as_str(), &target.name) {
@@ -142,6 +150,9 @@ async fn answer(request: hyper::Request<Incoming>, shared: &Arc<Shared>) -> Resp
         ("POST", None) => {
             let name = sent["metadata"]["name"].as_str().unwrap_or_default().to_owned();
             shared.store().create(&manager, &target.key(&name), sent)
+        }
+        ("PATCH", Some(name)) if merges => {
+            shared.patch(token.as_deref(), &manager, &target.key(name), target.is_status, &sent)
         }
         ("PUT", Some(name)) => shared.store().replace(&manager, &target.key(name), sent),
         ("PATCH", Some(name)) if kind_of_body == "application/apply-patch+yaml" => {
@@ -173,7 +184,10 @@ fn allowed(shared: &Shared, target: &Target, method: &str, token: Option<&str>, 
     let name = target.name.as_deref().or_else(|| sent["metadata"]["name"].as_str()).unwrap_or_default();
     let (key, user, none) = (target.key(name), shared.user(token), Value::Null);
     let object = if operation == "DELETE" { &none } else { sent };
-    validating::admit(&shared.store(), &Asked { operation, user: &user, key: &key, object })
+    validating::admit(
+        &shared.store(),
+        &Asked { operation, user: &user, key: &key, plural: key.resource.plural, object },
+    )
 }
 
 /// The verb of RBAC for a request.
@@ -223,13 +237,19 @@ fn target(path: &str, shared: &Shared) -> Option<Target> {
         ["namespaces", namespace, plural] => (Some(*namespace), plural, None),
         ["namespaces", namespace, plural, name] => (Some(*namespace), plural, Some(*name)),
         [plural] => (None, plural, None),
-        [plural, name] => (None, plural, Some(*name)),
+        [plural, name] | [plural, name, "status"] => (None, plural, Some(*name)),
         _ => return None,
     };
     let resource = shared.store().resource(&api, plural)?.clone();
     let fits = resource.namespaced == namespace.is_some() || (resource.namespaced && name.is_none());
     let own = |text: Option<&str>| text.map(str::to_owned);
-    fits.then(|| Target { resource, namespace: own(namespace), name: own(name) })
+    let is_status = rest.len() == 3;
+    fits.then(|| Target {
+        is_status: is_status && namespace.is_none(),
+        resource,
+        namespace: own(namespace),
+        name: own(name),
+    })
 }
 
 fn list(

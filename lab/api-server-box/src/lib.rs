@@ -34,6 +34,7 @@ pub use store::{Key, ResourceType};
 
 use admission::validating::{self, Asked};
 use faults::Faults;
+use refusal::Refusal;
 use store::{Selector, Store};
 
 /// A request that arrived, regardless of its outcome.
@@ -98,6 +99,23 @@ impl Shared {
     fn forbids(&self, verb: &str, plural: &str) -> bool {
         let forbidden = self.forbidden.lock().expect("no thread panics in here");
         forbidden.contains(&(verb, plural))
+    }
+
+    /// Applies a merge patch of an object's status or of all else, if the policies let the client with a token do that.
+    fn patch(
+        &self,
+        token: Option<&str>,
+        manager: &str,
+        key: &Key,
+        is_status: bool,
+        patch: &Value,
+    ) -> Result<Value, Refusal> {
+        let object = self.store().merged(key, patch, is_status)?;
+        let (user, plural) =
+            (self.user(token), format!("{}{}", key.resource.plural, if is_status { "/status" } else { "" }));
+        let asked = Asked { operation: "UPDATE", user: &user, key, plural: &plural, object: &object };
+        validating::admit(&self.store(), &asked)?;
+        self.store().replace(manager, key, object)
     }
 
     fn changed(&self) {
@@ -296,9 +314,20 @@ impl ApiServerBox {
     /// The Status of the server's refusal.
     pub fn create_as(&self, token: &str, key: &Key, object: Value) -> Result<Value, Value> {
         let user = self.shared.user(Some(token));
-        let asked = Asked { operation: "CREATE", user: &user, key, object: &object };
+        let asked = Asked { operation: "CREATE", user: &user, key, plural: key.resource.plural, object: &object };
         validating::admit(&self.shared.store(), &asked).map_err(|refusal| refusal.status())?;
         self.create(token, key, object)
+    }
+
+    /// Sends a merge patch of a cluster's object, or of its status, as the client with a token would.
+    ///
+    /// # Errors
+    ///
+    /// The Status of the server's refusal.
+    pub fn patch_as(&self, token: &str, key: &Key, is_status: bool, patch: &Value) -> Result<Value, Value> {
+        let patched = self.shared.patch(Some(token), token, key, is_status, patch);
+        self.shared.changed();
+        patched.map_err(|refusal| refusal.status())
     }
 
     /// Replaces an object's status as a client would.

@@ -212,7 +212,8 @@ impl Store {
             admission::mutate(self, &key, &mut object)?;
             admission::limits::check(self, &key, &object)?;
             let nobody = Value::Null;
-            let asked = Asked { operation: "CREATE", user: &nobody, key: &key, object: &object };
+            let asked =
+                Asked { operation: "CREATE", user: &nobody, key: &key, object: &object, plural: key.resource.plural };
             admission::validating::admit(self, &asked)?;
         }
         resource::admit(self.gates, &key, None, &mut object, &self.now())?;
@@ -233,6 +234,16 @@ impl Store {
         object["status"] = sent["status"].clone();
         resource::admit_status(key, live, &mut object)?;
         Ok(self.put(manager, key, object))
+    }
+
+    /// The object after a merge patch (RFC 7386) of its status or of all else.
+    pub fn merged(&self, key: &Key, patch: &Value, is_status: bool) -> Result<Value, Refusal> {
+        let live = self.seen(key, patch)?;
+        let mut object = live.clone();
+        merge(&mut object, patch);
+        let kept = if is_status { "spec" } else { "status" };
+        object[kept] = live[kept].clone();
+        Ok(object)
     }
 
     /// The object that a client wants to change, if it has not changed since the client read it.
@@ -350,4 +361,18 @@ fn named(mut object: Value, key: &Key) -> Value {
         object["metadata"]["namespace"] = json!(namespace);
     }
     object
+}
+
+/// Applies a merge patch.
+fn merge(object: &mut Value, patch: &Value) {
+    let Value::Object(changes) = patch else { return object.clone_from(patch) };
+    if !object.is_object() {
+        *object = json!({});
+    }
+    for (key, change) in changes {
+        match change {
+            Value::Null => drop(object.as_object_mut().and_then(|object| object.remove(key))),
+            change => merge(&mut object[key], change),
+        }
+    }
 }

@@ -379,6 +379,16 @@ settings! {
     /// The kubelet's folder in which DRA drivers register
     dra_registry_dir: PathBuf = PathBuf::from(DRA_REGISTRY), "linkwise.dra.registryDir", absolute,
         "dra-registry-dir" "PATH" ["LINKWISE_DRA_REGISTRY_DIR"];
+    /// Write a condition of the node that says whether its GPUs can be had; it needs the API server
+    node_condition: bool = false, "linkwise.nodeCondition.enabled", boolean,
+        "node-condition" "BOOL" ["LINKWISE_NODE_CONDITION"];
+    /// The type of that condition
+    node_condition_type: String = "linkwise.dev/GPUsReady".to_owned(), "linkwise.nodeCondition.type", value::qualified,
+        "node-condition-type" "TYPE" ["LINKWISE_NODE_CONDITION_TYPE"];
+    /// Taints to remove from the node once the condition is True for the first time since the boot: keys, with commas
+    startup_taints: Vec<String> = Vec::new(), "linkwise.nodeCondition.startupTaints",
+        |value| value.items("a list of keys", value::qualified),
+        "startup-taints" "LIST" ["LINKWISE_STARTUP_TAINTS"];
     /// Write an event about a pod whose GPUs are linked far worse than so many GPUs of this machine can be; it needs
     /// the API server
     events: bool = false, "linkwise.events.write", boolean, "events" "BOOL" ["LINKWISE_EVENTS"];

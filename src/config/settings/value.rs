@@ -64,7 +64,7 @@ impl Value {
     }
 
     /// The items of a list, or those between the commas of a text.
-    fn items<T>(&self, expected: &str, read: impl Fn(&Self) -> Result<T, String>) -> Result<Vec<T>, String> {
+    pub(super) fn items<T>(&self, expected: &str, read: impl Fn(&Self) -> Result<T, String>) -> Result<Vec<T>, String> {
         match (self, self.text()) {
             (Self::List(items), _) => items.iter().map(|item| read(&item.value)).collect(),
             (Self::Whole(_), _) => Ok(vec![read(self)?]),
@@ -133,6 +133,23 @@ pub(super) fn texts(value: &Value) -> Result<Vec<String>, String> {
 /// A text that is not empty.
 pub(super) fn text(value: &Value) -> Result<String, String> {
     value.or_refused(value.text().map(str::trim).filter(|text| !text.is_empty()).map(str::to_owned), "a text")
+}
+
+/// A qualified name: letters, digits, dashes, dots and underscores, after a DNS name and a slash or alone.
+pub(super) fn qualified(value: &Value) -> Result<String, String> {
+    let is_part = |part: &str, most| {
+        let inner = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'.' | b'_');
+        let is_end = |byte: Option<u8>| byte.is_some_and(|byte| byte.is_ascii_alphanumeric());
+        part.len() <= most && part.bytes().all(inner) && is_end(part.bytes().next()) && is_end(part.bytes().last())
+    };
+    let is_one = |text: &&str| match text.split_once('/') {
+        Some((domain, name)) => node_name(domain).is_ok() && is_part(name, 63),
+        None => is_part(text, 63),
+    };
+    value.or_refused(
+        value.text().map(str::trim).filter(is_one).map(str::to_owned),
+        "a name such as linkwise.dev/GPUsReady",
+    )
 }
 
 /// The name of a built-in machine.

@@ -66,6 +66,8 @@ pub(crate) struct Asked<'a> {
     /// The `userInfo` of the client.
     pub user: &'a Value,
     pub key: &'a Key,
+    /// The resource, with `/status` where only the status is asked for.
+    pub plural: &'a str,
     /// The object as it is to be; null where it is to be deleted.
     pub object: &'a Value,
 }
@@ -94,7 +96,12 @@ pub(crate) fn admit(store: &Store, asked: &Asked<'_>) -> Result<(), Refusal> {
         let named = policies.iter().find(|policy| policy["metadata"]["name"] == bound.policy_name.as_str());
         let Some(policy) = named.map(|policy| spec::<PolicySpec>(asked.key, policy)).transpose()? else { continue };
         let operation = if asked.operation == "PATCH" { "UPDATE" } else { asked.operation };
-        if !policy.match_constraints.resource_rules.iter().any(|rule| rule.matches(&asked.key.resource, operation)) {
+        if !policy
+            .match_constraints
+            .resource_rules
+            .iter()
+            .any(|rule| rule.matches(&asked.key.resource, asked.plural, operation))
+        {
             continue;
         }
         if asked.operation == "PATCH" {

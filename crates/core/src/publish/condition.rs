@@ -1,0 +1,94 @@
+//! [`Condition`]: a node's condition that says whether its GPUs can be had, for schedulers and autoscalers.
+
+use crate::prelude::*;
+
+use super::view::NodeView;
+use crate::words::{count, few};
+
+/// The longest message, in bytes: an API server takes 32 KiB, and people read one line.
+const MAX_MESSAGE: usize = 1024;
+
+/// A condition of a node, without its type and times.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Condition {
+    /// `True`, `False` or `Unknown`.
+    pub status: &'static str,
+    /// The reason, a word for programs.
+    pub reason: &'static str,
+    /// The reason in words.
+    pub message: String,
+}
+
+impl Condition {
+    /// The condition of a node by its view. `expected` is the number of healthy GPUs that is enough; without it, all of
+    /// the node's have to be healthy. A cordoned GPU is as its operator wants it.
+    pub fn of(view: &NodeView, expected: Option<usize>) -> Self {
+        let is_well = |health: &str| matches!(health, "healthy" | "cordoned" | "partly");
+        let sick: Vec<&str> =
+            view.gpus.iter().filter(|gpu| !is_well(gpu.health())).map(|gpu| gpu.pci.as_str()).collect();
+        let healthy = view.gpus.len() - sick.len();
+        let too_few = expected.map_or(!sick.is_empty(), |expected| healthy < expected);
+        let (status, reason, message) = if !view.shortfalls.is_empty() {
+            let lacks = view.shortfalls.iter().map(|lack| lack.what.as_str()).collect::<Vec<_>>().join("; ");
+            ("False", "HardwareLacking", lacks)
+        } else if !view.unready.is_empty() {
+            let status = if view.gpus.is_empty() { "Unknown" } else { "False" };
+            (status, if view.gpus.is_empty() { "GPUsUnknown" } else { "NotServing" }, view.unready.join("; "))
+        } else if view.gpus.is_empty() {
+            ("False", "NoGPUs", view.idle.clone().unwrap_or_default())
+        } else if too_few {
+            let wanted = expected.map(|expected| format!(", {expected} are expected")).unwrap_or_default();
+            (
+                "False",
+                "GPUsUnhealthy",
+                format!("{healthy} of {} GPUs are healthy{wanted}; not {}", view.gpus.len(), few(&sick, 8)),
+            )
+        } else {
+            ("True", "GPUsServed", format!("{} healthy", count(healthy, "GPU")))
+        };
+        let mut message = message;
+        message.truncate(message.floor_char_boundary(MAX_MESSAGE));
+        Self { status, reason, message }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::publish::view::{GpuView, ShortfallView};
+
+    fn gpu(pci: &str, healthy: bool) -> GpuView {
+        let reasons = if healthy { Vec::new() } else { vec![Default::default()] };
+        GpuView { pci: pci.to_owned(), healthy, reasons, ..GpuView::default() }
+    }
+
+    #[test]
+    fn each_cause_has_its_reason() {
+        let sick =
+            NodeView { gpus: vec![gpu("0000:01:00.0", true), gpu("0000:02:00.0", false)], ..NodeView::default() };
+        let well = NodeView { gpus: vec![gpu("0000:01:00.0", true)], ..NodeView::default() };
+        let unready =
+            |gpus: &NodeView| NodeView { unready: vec!["nvidia.com/gpu: waiting".to_owned()], ..gpus.clone() };
+        let lacks = ShortfallView { what: "x".repeat(2000), ..ShortfallView::default() };
+        let none = NodeView { idle: Some("no NVIDIA GPU on the PCI bus".to_owned()), ..NodeView::default() };
+        for (view, expected, status, reason, message) in [
+            (&well, None, "True", "GPUsServed", "1 GPU healthy"),
+            (&sick, None, "False", "GPUsUnhealthy", "1 of 2 GPUs are healthy; not 0000:02:00.0"),
+            (&sick, Some(1), "True", "GPUsServed", "1 GPU healthy"),
+            (&well, Some(2), "False", "GPUsUnhealthy", "1 of 1 GPUs are healthy, 2 are expected; not "),
+            (&unready(&well), None, "False", "NotServing", "nvidia.com/gpu: waiting"),
+            (&unready(&none), None, "Unknown", "GPUsUnknown", "nvidia.com/gpu: waiting"),
+            (&none, None, "False", "NoGPUs", "no NVIDIA GPU on the PCI bus"),
+            (
+                &NodeView { shortfalls: vec![lacks], ..well.clone() },
+                None,
+                "False",
+                "HardwareLacking",
+                &"x".repeat(1024),
+            ),
+        ] {
+            let condition = Condition { status, reason, message: message.to_owned() };
+            assert_eq!(Condition::of(view, expected), condition);
+        }
+    }
+}

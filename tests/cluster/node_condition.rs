@@ -1,0 +1,170 @@
+//! The writer of the node's condition: written when it changes, with startup taints that go once a boot, beside a kubelet
+//! that writes the same node.
+
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use fake_nvml::Control;
+use linkwise_api_server_box::{Answer, Fault};
+use linkwise_cluster::{NodeConditionSettings, NodeConditionWriter, Pace, clear_condition};
+use linkwise_core::publish::Condition;
+use serde_json::{Value, json};
+use tokio::sync::watch;
+
+use crate::cluster::dra_node::Node;
+use crate::cluster::support::{Cluster, PACE, Running, node_key, until};
+
+const KIND: &str = "linkwise.dev/GPUsReady";
+
+/// A writer on node `n`, which has two taints.
+struct Writing {
+    cluster: Cluster,
+    wanted: watch::Sender<Option<Arc<Condition>>>,
+    /// The marks of removed taints, the last of which the next process gets.
+    marks: Arc<Mutex<Vec<String>>>,
+    running: Option<Running>,
+}
+
+impl Writing {
+    async fn new() -> Self {
+        let (cluster, wanted) = (Cluster::of_node().await, watch::Sender::new(None));
+        let mut writing = Self { cluster, wanted, marks: Arc::default(), running: None };
+        writing.taint(&["startup", "other"]);
+        writing.start("1");
+        writing
+    }
+
+    /// Starts a writer in this boot.
+    fn start(&mut self, boot: &str) {
+        let marks = Arc::clone(&self.marks);
+        let settings = NodeConditionSettings {
+            node: "n".to_owned(),
+            kind: KIND.to_owned(),
+            startup_taints: vec!["startup".to_owned()],
+            boot: boot.to_owned(),
+            untainted: marks.lock().unwrap().last().cloned(),
+        };
+        let pace = Pace { reassert: Duration::from_millis(20), ..PACE };
+        let keep = move |mark: &str| marks.lock().unwrap().push(mark.to_owned());
+        let writer = NodeConditionWriter::new(self.cluster.client(pace), settings, keep);
+        let wanted = self.wanted.subscribe();
+        self.running = Some(Running::of(|shutdown| writer.run(wanted, shutdown)));
+    }
+
+    /// Ends the writer and starts the next one.
+    async fn restart(&mut self, boot: &str) {
+        self.running.take().unwrap().end().await;
+        self.start(boot);
+    }
+
+    fn taint(&self, keys: &[&str]) {
+        let taints: Vec<Value> = keys.iter().map(|key| json!({"key": key, "effect": "NoSchedule"})).collect();
+        self.cluster.server.edit("kubelet", &node_key("n"), |node| node["spec"] = json!({"taints": taints}));
+    }
+
+    fn want(&self, status: &'static str, message: &str) {
+        let condition = Condition { status, reason: "Reason", message: message.to_owned() };
+        self.wanted.send_replace(Some(Arc::new(condition)));
+    }
+
+    /// Waits until the node says this, and has only these taints.
+    async fn says(&self, message: &str, taints: &[&str]) {
+        until(|| own(&self.cluster)["message"] == message && self.taints() == taints).await;
+    }
+
+    fn taints(&self) -> Vec<String> {
+        let node = self.cluster.server.object(&node_key("n")).unwrap_or_default();
+        let taints = node["spec"]["taints"].as_array().cloned().unwrap_or_default();
+        taints.iter().map(|taint| taint["key"].as_str().unwrap().to_owned()).collect()
+    }
+
+    /// Waits until the writer has looked at its node twice more: it has written whatever it would.
+    async fn looks(&self) {
+        let before = self.cluster.count("GET", "/nodes/n");
+        until(|| self.cluster.count("GET", "/nodes/n") >= before + 3).await;
+    }
+}
+
+/// Our condition of the node.
+fn own(cluster: &Cluster) -> Value {
+    let node = cluster.server.object(&node_key("n")).unwrap_or_default();
+    let conditions = node["status"]["conditions"].as_array().cloned().unwrap_or_default();
+    conditions.into_iter().find(|condition| condition["type"] == KIND).unwrap_or_default()
+}
+
+#[tokio::test]
+async fn condition_is_written_when_it_changes_and_taints_go_once() {
+    let mut writing = Writing::new().await;
+    let ready = json!({"type": "Ready", "status": "True"});
+    let node = node_key("n");
+    writing.cluster.server.edit("kubelet", &node, |node| node["status"]["conditions"] = json!([ready]));
+    writing.want("False", "starting");
+    writing.says("starting", &["startup", "other"]).await;
+    let since = own(&writing.cluster)["lastTransitionTime"].clone();
+    writing.want("False", "still starting");
+    writing.says("still starting", &["startup", "other"]).await;
+    assert_eq!(own(&writing.cluster)["lastTransitionTime"], since);
+    writing.want("True", "8 GPUs");
+    writing.says("8 GPUs", &["other"]).await;
+    writing.looks().await;
+    // Three conditions and the taint, by four requests; another look writes nothing.
+    assert_eq!(writing.cluster.count("PATCH", "/nodes/n"), 4);
+    let conditions = writing.cluster.server.object(&node).unwrap()["status"]["conditions"].clone();
+    assert_eq!((&conditions[0], conditions.as_array().unwrap().len()), (&ready, 2));
+
+    // A taint that somebody puts back stays in this boot, for the next process too.
+    writing.taint(&["startup"]);
+    writing.restart("1").await;
+    writing.looks().await;
+    assert_eq!(writing.taints(), ["startup"]);
+    writing.restart("2").await;
+    writing.says("8 GPUs", &[]).await;
+    // A node that is deleted and comes again is another one.
+    writing.cluster.server.remove(&node);
+    writing.cluster.label_node("n", json!({}));
+    writing.taint(&["startup", "other"]);
+    writing.says("8 GPUs", &["other"]).await;
+}
+
+#[tokio::test]
+async fn condition_outlasts_faults_of_the_api_server() {
+    let writing = Writing::new().await;
+    let refused = |code, times| Fault::of("PATCH", "/nodes/n", times, Answer::Refusal(code, "no", None));
+    for (fault, message) in [(refused(403, 3), "forbidden"), (refused(409, 2), "conflict"), (refused(503, 3), "away")] {
+        writing.cluster.server.fail(fault);
+        writing.want("True", message);
+        writing.says(message, &["other"]).await;
+    }
+    assert_eq!(writing.cluster.metrics.requests("nodes", "patch", "forbidden"), 3);
+    // Somebody else removes it.
+    writing.cluster.server.edit("admin", &node_key("n"), |node| node["status"] = json!({}));
+    writing.says("away", &["other"]).await;
+    writing.running.unwrap().end().await;
+    writing.cluster.label_node("m", json!({}));
+    assert_eq!(clear_condition(writing.cluster.client(PACE), KIND).await.unwrap(), 1);
+    assert_eq!(own(&writing.cluster), Value::Null);
+}
+
+#[tokio::test]
+async fn node_says_what_its_kubelet_has() {
+    let node = Node::start().await;
+    let taint = json!({"taints": [{"key": "a.b/starts", "effect": "NoSchedule"}]});
+    node.cluster.server.edit("kubelet", &node_key("n"), |node| node["spec"] = taint);
+    let mut program = node.program();
+    program.env("FAKE_NVML_CONTROL", node.at("control"));
+    program.args(["--node-condition=true", "--startup-taints=a.b/starts", "--expect-machine=dgx1-v100"]);
+    let _process = program.spawn().unwrap();
+    let served = |status: &str, reason: &str| {
+        let own = own(&node.cluster);
+        own["status"] == status && own["reason"] == reason
+    };
+    until(|| served("True", "GPUsServed")).await;
+    assert_eq!(node.devices().len(), 8, "not before the slices are stored");
+    until(|| node.cluster.server.object(&node_key("n")).unwrap()["spec"]["taints"] == json!([])).await;
+    let control = Control::new(node.at("control"));
+    control.send("remove 3").unwrap();
+    until(|| served("False", "HardwareLacking")).await;
+    assert!(own(&node.cluster)["message"].as_str().unwrap().contains("GPU 0000:0b:00.0"), "{}", own(&node.cluster));
+    control.send("add 3").unwrap();
+    until(|| served("True", "GPUsServed")).await;
+}
