@@ -159,6 +159,12 @@ fn object_holds(schemas: &[Schema], object: &Value, all: &[Value]) -> Result<(),
             check(topology.is_null() || is_there(all, "Topology", topology), "no such Topology")?;
             selector_holds(&spec["nodeLabels"])
         }
+        (_, "NodeReadinessRule") => {
+            let name = text(&spec["taint"]["key"]).strip_prefix("readiness.k8s.io/").unwrap_or_default();
+            check(!name.is_empty() && !name.contains('/'), "the taint's key is not readiness.k8s.io/NAME")?;
+            let types = texts(spec, "/conditions").len();
+            check(types == 1 && spec["conditions"][0]["type"] == "linkwise.dev/GPUsReady", "not linkwise's condition")
+        }
         (_, "ClusterQueue") => {
             for group in list(spec, "/resourceGroups") {
                 for flavor in list(group, "/flavors") {
@@ -303,12 +309,13 @@ fn examples_hold_by_their_schemas() {
         let objects = checked(&fs::read_to_string(file).unwrap()).unwrap_or_else(|error| panic!("{name}: {error}"));
         let containers = objects.iter().flat_map(pods).flat_map(|(pod, _)| list(pod, "/containers"));
         let asked: u64 = containers.map(gpus).sum();
-        let claimed = objects.iter().any(|object| object["kind"] == "ResourceClaimTemplate");
-        assert!(asked > 0 || claimed, "{name} asks for no GPU");
+        let asks_otherwise =
+            |object: &Value| ["ResourceClaimTemplate", "NodeReadinessRule"].contains(&text(&object["kind"]));
+        assert!(asked > 0 || objects.iter().any(asks_otherwise), "{name} asks for no GPU");
         let readme = fs::read_to_string(repository("manifests/examples/README.md")).unwrap();
         assert!(readme.contains(&format!("`{name}`")), "README.md does not have {name}");
     }
-    assert_eq!(files.len(), 9);
+    assert_eq!(files.len(), 10);
 }
 
 #[test]

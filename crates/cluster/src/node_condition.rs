@@ -83,7 +83,7 @@ impl NodeConditionWriter {
         if let Some(conditions) = changed(&node, &kind, wanted) {
             node = patch(&mut self.server, &node, &name, Part::Status, json!({ "conditions": conditions })).await?;
             let Condition { status, reason, message } = wanted;
-            tracing::info!(node = name, condition = kind, status, reason, message, "node condition written");
+            tracing::info!(node = name, condition = kind, status, reason, why = message, "node condition written");
         }
         if wanted.status != "True" || startup_taints.is_empty() {
             return Ok(());
