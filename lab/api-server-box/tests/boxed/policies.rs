@@ -12,6 +12,7 @@ const LABEL: &str = "[JSONPatch{op: 'add', path: '/metadata/labels', value: {'a'
 async fn server() -> ApiServerBox {
     let types = [
         ResourceType::NAMESPACES,
+        ResourceType::LIMIT_RANGES,
         ResourceType::PODS,
         ResourceType::RESOURCE_CLAIM_TEMPLATES,
         ResourceType::MUTATING_ADMISSION_POLICIES,
@@ -112,6 +113,16 @@ async fn patch_changes_pod() {
     assert_eq!(pod["spec"]["containers"][0]["resources"]["requests"], limits, "filled in again");
     let pod = admitted(policy(&["false"], &[LABEL])).await.unwrap();
     assert!(pod["metadata"]["labels"].is_null());
+}
+
+#[tokio::test]
+async fn limit_range_completes_pod_after_a_policy() {
+    let (server, max) = (server().await, json!({"nvidia.com/gpu": "2"}));
+    let range = json!({"spec": {"limits": [{"type": "Container", "max": max}]}});
+    server.put("kubectl", &ResourceType::LIMIT_RANGES.key(Some("n"), "range"), range);
+    store(&server, policy(&[], &["[JSONPatch{op: 'remove', path: '/spec/containers/0/resources'}]"])).unwrap();
+    let pod = create(&server).unwrap();
+    assert_eq!(pod["spec"]["containers"][0]["resources"], json!({"limits": max, "requests": max}));
 }
 
 #[tokio::test]
