@@ -168,9 +168,13 @@ fn lists_beside_another_linkwise_free_nothing() {
 fn pod_without_the_socket_waits_for_no_list() {
     let world = World::with(NodeState::default().without_lists(), [planned(Door::Dra), observed()]);
     assert_eq!(world.through_dra(), [0, 1, 2]);
-    let off = [prepared(&[1]), planned(Door::Plugin), observed()];
-    let world = World::with(NodeState::default().without_lists(), off);
-    assert_eq!([0, 1, 2].map(|at| world.allocates(at)), [true, false, true], "our own checkpoints decide");
+    for claims in [&[1][..], &[]] {
+        let off = [all_of_dra(), prepared(claims), planned(Door::Plugin), observed()];
+        let world = World::with(NodeState::default().without_lists(), off);
+        let allocated = [0, 1, 2].map(|at| world.allocates(at));
+        assert_eq!(allocated, [true, claims.is_empty(), true], "our own checkpoints decide");
+        assert_eq!(world.state.record().dra, claims.iter().map(|at| uuid(*at)).collect());
+    }
 }
 
 #[test]
@@ -191,11 +195,15 @@ fn no_record() -> HealthRecord {
     NodeState::default().record()
 }
 
+/// The record of a process that offered all GPUs through DRA.
+fn all_of_dra() -> Event {
+    Event::Restored(Box::new(HealthRecord { dra: [0, 1, 2].map(uuid).into(), ..no_record() }))
+}
+
 #[test]
 fn claims_keep_their_gpus_from_the_device_plugin() {
-    // The record of the last process has the GPUs of DRA; the kubelet's list is late, as it may be.
-    let record = Event::Restored(Box::new(HealthRecord { dra: [0, 1, 2].map(uuid).into(), ..no_record() }));
-    let mut world = World::of([record, prepared(&[0]), planned(Door::Plugin), observed(), listed(&[], &[1])]);
+    // The kubelet's list is late, as it may be.
+    let mut world = World::of([all_of_dra(), prepared(&[0]), planned(Door::Plugin), observed(), listed(&[], &[1])]);
     assert_eq!([0, 1, 2].map(|at| world.allocates(at)), [false, false, true]);
     assert!(world.through_dra().is_empty() && world.state.is_with_dra(&uuid(0)));
     assert_eq!(world.state.door(&uuid(0)), Some(Door::Plugin));
