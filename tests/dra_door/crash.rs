@@ -122,6 +122,30 @@ async fn claim_that_is_gone_stays_while_holders_are_unknown() {
 }
 
 #[tokio::test]
+async fn spec_without_checkpoint_stays_while_listed() {
+    let (mut node, kubelet) = Node::serving().await;
+    for (uid, gpu) in [("a", "gpu-0"), ("b", "gpu-1")] {
+        node.given(&kubelet, uid, &[("gpus", gpu)]).await;
+    }
+    node.crash(&kubelet).await;
+    leave(&node, STATES[1]);
+    node.settings.sweep = Duration::from_millis(1);
+    node.unlisted();
+    node.start();
+    for is_listed in [false, true] {
+        if is_listed {
+            node.listed(&["a"]);
+        }
+        // Each sweep reads `b` before it looks at specs: this waits for a whole one.
+        let reads = node.reads("b");
+        until(|| node.reads("b") > reads + 1).await;
+        assert_eq!(node.left(), (1, 2), "{is_listed}");
+    }
+    node.nothing_listed();
+    until(|| node.claim_specs() == ["linkwise.dev-claim-b.json"]).await;
+}
+
+#[tokio::test]
 async fn list_of_before_a_claim_takes_no_gpu_from_it() {
     let mut node = Node::new();
     node.settings.listed_within = LIMIT;

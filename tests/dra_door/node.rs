@@ -310,14 +310,14 @@ impl Node {
         self.state.send_replace(Arc::new(before.apply(event, Duration::from_secs(1)).0));
     }
 
-    /// The kubelet lists these claims, each with GPU 0.
+    /// The kubelet lists these claims, each with GPU 0 and the CDI name of its request `gpus`.
     pub fn listed(&self, claims: &[&str]) {
         let claimed = |uid: &&str| ClaimedDevice {
             claim: format!("ml/claim-{uid}"),
             driver: DRIVER.to_owned(),
             pool: POOL.to_owned(),
             device: "gpu-0".to_owned(),
-            cdi_names: Vec::new(),
+            cdi_names: vec![format!("{uid}-gpus")],
         };
         let holdings = Holdings { claims: claims.iter().map(claimed).collect(), ..Holdings::default() };
         self.apply(Event::Holders(Some(holdings)));
