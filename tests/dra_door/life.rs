@@ -9,8 +9,9 @@ use linkwise_core::state::{NodeState, NumaHints};
 use linkwise_kubelet::dra::Phase;
 use linkwise_kubelet_box::dra::{DraKubelet, DraState};
 use linkwise_system::uds::Callers;
+use tokio::time::timeout;
 
-use super::node::{DRIVER, Node, connected, end, names, start, turns};
+use super::node::{DRIVER, LIMIT, Node, connected, end, names, start, turns};
 
 fn registrations(state: &DraState) -> u64 {
     state.drivers.get(DRIVER).map_or(0, |driver| driver.registrations)
@@ -66,6 +67,20 @@ async fn deleted_sockets_are_made_anew() {
         kubelet.wait(again).await.unwrap();
     }
     node.given(&kubelet, "a", &[("gpus", "gpu-0")]).await;
+}
+
+#[tokio::test]
+async fn silent_registration_socket_is_no_answer() {
+    let mut node = Node::new();
+    // The plugin itself does not notice another socket in the place of its own.
+    (node.settings.inotify, node.settings.poll) = (false, LIMIT);
+    let plugin = node.start();
+    let _kubelet = node.kubelet().await;
+    assert!(plugin.answers().await);
+    let socket = node.settings.registry.join(names(&node.settings.registry).remove(0));
+    fs::remove_file(&socket).unwrap();
+    let _silent = UnixListener::bind(socket).unwrap();
+    assert!(!timeout(LIMIT, plugin.answers()).await.unwrap());
 }
 
 #[tokio::test]

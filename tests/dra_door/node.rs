@@ -179,15 +179,16 @@ impl Node {
         self
     }
 
-    /// Starts the plugin.
-    pub fn start(&mut self) {
+    /// Starts the plugin, and returns it.
+    pub fn start(&mut self) -> Plugin {
         let readiness = Readiness::new(Idle::Waiting(String::new()));
         let plugin = Plugin::new(Arc::new(self.settings.clone()), self.metrics.clone(), readiness);
         let end = CancellationToken::new();
         let (book, entries) = Book::new();
         tokio::spawn(self.state.clone().write(entries));
-        let task = tokio::spawn(plugin.run(self.state.subscribe(), book, Handover::alone(), end.clone()));
+        let task = tokio::spawn(plugin.clone().run(self.state.subscribe(), book, Handover::alone(), end.clone()));
         self.running = Some((task, end));
+        plugin
     }
 
     /// Ends the plugin as SIGTERM does.
