@@ -1,6 +1,11 @@
 //! Values that the chart does not take: helm ends with the name of the value, and with what to do where that is not plain.
 
-use crate::chart::helm::{Helm, set};
+use std::fs;
+use std::process::Command;
+
+use serde_json::json;
+
+use crate::chart::helm::{Helm, RELEASE, object, repository, set};
 
 /// `helm template` with these values fails, and its message has all these words.
 fn refused(helm: &Helm, values: &[&str], words: &[&str]) {
@@ -55,6 +60,30 @@ fn dra_needs_the_plugin_and_gpus() {
         ["dra.unchangedPods.enabled=true", "dra.severalClaims.enabled=true", "dra.claimTemplates.namespaces={a}"]
     {
         refused(&helm, &[value], &["dra.unchangedPods, dra.severalClaims and dra.claimTemplates", "set dra.enabled"]);
+    }
+}
+
+#[test]
+#[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
+fn changed_spec_of_live_claim_templates_is_refused() {
+    let (helm, folder) = (Helm::found(), tempfile::tempdir().unwrap());
+    let chart = folder.path().join("linkwise");
+    assert!(Command::new("cp").arg("-R").arg(repository("charts/linkwise")).arg(&chart).status().unwrap().success());
+    // `helm template` has no cluster: the chart reads the live object from a file instead.
+    let refusals = chart.join("templates/_refusals.tpl");
+    let lookup = r#"lookup "resource.k8s.io/v1" "ResourceClaimTemplate" $namespace "linkwise-gpus-2""#;
+    let text = fs::read_to_string(&refusals).unwrap().replace(lookup, r#"$.Files.Get "live.yaml" | fromYaml"#);
+    fs::write(refusals, text).unwrap();
+    let values =
+        |exact| format!("dra.enabled=true,dra.claimTemplates.namespaces={{a}},dra.claimTemplates.exact={exact}");
+    let command = format!("kubectl delete resourceclaimtemplates -n a -l app.kubernetes.io/instance={RELEASE}");
+    for (was, exact) in [("", "groups"), ("groups", "quad1a"), ("groups", ""), ("groups", "groups")] {
+        let mut live = object(&helm.objects(&[&values(was)]), "ResourceClaimTemplate", "linkwise-gpus-2").clone();
+        live["metadata"]["annotations"] = json!({"meta.helm.sh/release-name": RELEASE});
+        fs::write(chart.join("live.yaml"), live.to_string()).unwrap();
+        let flags = ["--namespace", "gpu", "--set", &values(exact)].map(str::to_owned);
+        let refusal = helm.of_chart(&chart, RELEASE, &flags, &chart).err();
+        assert_eq!(refusal.map(|why| why.contains(&command)), (was != exact).then_some(true), "{was:?}, {exact:?}");
     }
 }
 
