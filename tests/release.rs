@@ -115,6 +115,11 @@ fn untagged_tree_is_a_snapshot_and_is_not_published() {
     tree.git(&["tag", &format!("v{VERSION}")]);
     assert_eq!(tree.script("version.sh", &[]).unwrap(), VERSION);
     assert_eq!(tree.script("publish.sh", &["image"]).unwrap(), format!("ghcr.io/somebody/linkwise:v{VERSION}"));
+    // bash takes functions from its environment, these in the place of programs.
+    let mut push = Command::new(tree.at.join("release/publish.sh"));
+    push.env("BASH_FUNC_docker%%", "() { echo \"$@\"; }").env("BASH_FUNC_jq%%", "() { :; }");
+    let docker = run(push.args(["push-image", "linux/amd64"])).unwrap();
+    assert!(docker.contains(" --sbom=true --provenance=mode=max --push "), "{docker}");
     tree.change("CHANGELOG.md", "# Changelog", "# Changes");
     assert!(tree.script("version.sh", &[]).unwrap_err().contains("files were changed"));
 }
