@@ -409,7 +409,8 @@ fn pod_spec(template: &str, policy: Option<(&'static str, Part)>, command: &[&st
         ("name", "main".into()),
         ("image", "ubuntu:24.04".into()),
         ("command", Part::List(command.iter().map(|word| (*word).into()).collect())),
-        ("resources", map([("claims", Part::List(vec![map([claim()])]))])),
+        // Kueue admits no pod without a request of CPU or memory to a topology.
+        ("resources", map([("requests", map([("cpu", "1".into())])), ("claims", Part::List(vec![map([claim()])]))])),
     ]);
     let claims = map([claim(), ("resourceClaimTemplateName", template.into())]);
     let rest = [("containers", Part::List(vec![container])), ("resourceClaims", Part::List(vec![claims]))];

@@ -71,7 +71,8 @@ pub struct ClaimArgs {
     pub format: ManifestFormat,
     /// Name one group instead of alternatives, for schedulers that read none (docs/schedulers.md): of --node or --cluster
     /// the one that most machines meet at their best. Such a claim waits while no group has enough free GPUs; what it
-    /// gives up is printed to standard error
+    /// gives up is printed to standard error. Kueue needs a deviceClassMapping of gpu.nvidia.com, and a request of CPU in
+    /// each pod
     #[arg(long, conflicts_with_all = ["mig", "strict", "shares", "memory"])]
     pub exact: bool,
     /// The cluster of the claim.

@@ -109,7 +109,7 @@ pub(super) fn unread(program: &OsStr, variable: impl Fn(&str) -> Option<String>)
     if Path::new(program).file_name().is_none_or(|name| name != DRA_DRIVER) {
         return Vec::new();
     }
-    let shares = variable("CONSUMABLE_SHARES").filter(|shares| !shares.is_empty());
+    let shares = variable("CONSUMABLE_SHARES").filter(|shares| !["", "disabled"].contains(&shares.as_str()));
     let gates = variable("FEATURE_GATES").unwrap_or_default();
     let on = gates.split(',').filter_map(|gate| gate.trim().strip_suffix("=true"));
     let on = on.filter(|gate| !["DynamicMIG", "NVMLDeviceHealthCheck"].contains(gate));
@@ -257,6 +257,9 @@ mod tests {
         };
         assert_eq!(unread("/usr/bin/gpu-kubelet-plugin"), ["CONSUMABLE_SHARES", "FEATURE_GATES=MPSSupport"]);
         assert_eq!(unread("linkwise"), Vec::<String>::new());
+        let off =
+            super::unread("gpu-kubelet-plugin".as_ref(), |name| name.contains("SHARES").then(|| "disabled".to_owned()));
+        assert_eq!(off, Vec::<String>::new());
         // linkwise's own variables and flags win, and a subcommand is one.
         let ours =
             [("LINKWISE_DRA_GPUS", "0,1"), ("KUBELET_SOCKET", "/k/kubelet.sock"), ("LINKWISE_ADMIN_SOCKET", "/a")];
