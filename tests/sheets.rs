@@ -13,8 +13,11 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use linkwise_core::allocation::{
+    AllocationPolicy, AllocationRequest, AllocationTables, DeviceId, preferred_allocation,
+};
 use linkwise_core::topology::{Nic, NodeObservation, NodeTopology};
-use linkwise_host::machines::Machine;
+use linkwise_host::machines::{Machine, of_bytes};
 use sheet::Sheet;
 
 /// A number of cells of one matrix of one sheet in which our symbol is another one.
@@ -147,6 +150,45 @@ fn ranked(sheet: &Sheet, symbol: &str, row: &str, column: usize) -> String {
     format!("{symbol}/{rank}")
 }
 
+/// The matrix of a sheet as `nvidia-smi topo -m` prints it.
+fn printed(sheet: &Sheet) -> String {
+    let names: Vec<&str> = sheet.topo_matrix.columns.split_whitespace().collect();
+    let mut text = format!("\t{}\tCPU Affinity\tNUMA Affinity\n", names.join("\t"));
+    for row in &names {
+        let cell = |column: &&str| match row == column {
+            true => " X ".to_owned(),
+            false => sheet
+                .topo_matrix
+                .symbol(row, column)
+                .or(sheet.topo_matrix.symbol(column, row))
+                .unwrap_or("SYS")
+                .to_owned(),
+        };
+        let cells = names.iter().map(cell).collect::<Vec<_>>().join("\t");
+        let gpu = sheet.gpus.iter().find(|gpu| format!("GPU{}", gpu.index) == **row);
+        let node = gpu.and_then(|gpu| sheet.numa.iter().find(|node| Some(node.id) == gpu.numa && node.id >= 0));
+        let cpus = node.and_then(|node| node.cpus.clone()).unwrap_or_else(|| "N/A".to_owned());
+        let numa = node.map_or_else(|| "N/A".to_owned(), |node| node.id.to_string());
+        text += &format!("{row}\t{cells}\t{cpus}\t{numa}\n");
+    }
+    text
+}
+
+/// The sets that requests of each size get, by NVML's indices.
+fn choices(topology: &NodeTopology) -> Vec<Vec<u32>> {
+    let tables = AllocationTables::new(topology.clone().into());
+    let all: Vec<DeviceId> = topology.gpus().iter().map(|gpu| DeviceId::from(&gpu.uuid)).collect();
+    let choose = |size| {
+        let request = AllocationRequest { available: all.clone(), must_include: Vec::new(), size };
+        let (chosen, _) = preferred_allocation(&tables, &request, AllocationPolicy::BestEffort);
+        let index = |id: &DeviceId| topology.gpus().iter().find(|gpu| DeviceId::from(&gpu.uuid) == *id).unwrap().index;
+        let mut indices: Vec<u32> = chosen.devices.iter().map(index).collect();
+        indices.sort_unstable();
+        indices
+    };
+    (1..=all.len()).map(choose).collect()
+}
+
 /// A machine of which nothing is known.
 fn empty() -> Machine {
     let (name, title, source, reconstructed) = Default::default();
@@ -184,4 +226,21 @@ fn each_fact_sheet_yields_its_matrix() {
         })
         .collect();
     assert_eq!(found, listed, "found, and listed: the sheet, what of it, its symbol, ours, how many cells");
+}
+
+/// The text has levels and links; the rates that the sheets have beside them change no choice.
+#[test]
+fn printed_matrix_gives_levels_and_choices_of_its_sheet() {
+    for (name, sheet) in &sheets() {
+        let machine =
+            of_bytes("printed", printed(sheet).into_bytes()).unwrap_or_else(|error| panic!("{name}: {error}"));
+        let (ours, _) = NodeTopology::assemble(&machine.observed);
+        for part in [Part::Gpus, Part::Nics] {
+            let cells = cells(sheet, &ours).into_iter().filter(|(of, theirs, ours)| *of == part && theirs != ours);
+            let listed = DIFFERENCES.iter().filter(|known| known.sheet == *name && known.part == part);
+            let (found, listed) = (cells.count(), listed.map(|known| known.cells).sum::<usize>());
+            assert_eq!(found, listed, "{name}: {part:?}");
+        }
+        assert_eq!(choices(&ours), choices(&NodeTopology::assemble(&convert::observe(sheet)).0), "{name}");
+    }
 }

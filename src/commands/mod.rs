@@ -65,7 +65,13 @@ fn find_gpu<'a>(topology: &'a NodeTopology, name: &GpuSelector) -> Result<(usize
 /// The machine of a command's options.
 async fn machine(node: &NodeArgs) -> Result<Machine> {
     match &node.node {
-        Some(name) => Ok(machines::load(name)?),
+        Some(name) => {
+            let mut machine = machines::load(name)?;
+            if let Some(model) = &node.gpu_model {
+                machine.of_model(model)?;
+            }
+            Ok(machine)
+        }
         None => this_machine(&node.host).await,
     }
 }

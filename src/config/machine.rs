@@ -49,9 +49,13 @@ pub struct HostArgs {
 #[derive(Clone, Debug, Args)]
 pub struct NodeArgs {
     /// The machine: a built-in name (see `linkwise topology --list`), a node file (`linkwise snapshot` writes one), an
-    /// NCCL topology dump (NCCL_TOPO_DUMP_FILE) or a hwloc XML, - being standard input; by default this machine
+    /// NCCL topology dump (NCCL_TOPO_DUMP_FILE), a hwloc XML or the text of `nvidia-smi topo -m`, - being standard input;
+    /// by default this machine
     #[arg(long, value_name = "NAME|FILE")]
     pub node: Option<String>,
+    /// The model of GPUs for which the file has none, such as "NVIDIA A100-SXM4-80GB": it gives their links a rate
+    #[arg(long, value_name = "MODEL", requires = "node")]
+    pub gpu_model: Option<String>,
     /// The driver and the host, used without --node.
     #[command(flatten)]
     pub host: HostArgs,

@@ -167,3 +167,19 @@ fn machine_is_read_from_standard_input() {
     let read: Value = serde_json::from_str(&text(command.stdin(File::open(file).unwrap()))).unwrap();
     assert_eq!(read, json(&["topology", "--node", "dgx-h100", "--format", "json"]));
 }
+
+#[test]
+fn matrix_of_nvidia_smi_is_a_machine() {
+    let head = (0..8).map(|gpu| format!("GPU{gpu}\t")).collect::<String>() + "CPU Affinity\tNUMA Affinity\n";
+    let row = |gpu: usize| {
+        let cells: String = (0..8).map(|to| if to == gpu { " X \t" } else { "NV12\t" }).collect();
+        format!("GPU{gpu}\t{cells}0-63\t0\n")
+    };
+    let file = tempfile::NamedTempFile::new().unwrap();
+    std::fs::write(file.path(), head + &(0..8).map(row).collect::<String>()).unwrap();
+    let said = |args: &[&str]| text(linkwise(args).stdin(File::open(file.path()).unwrap()));
+    assert!(said(&["topology", "--node", "-"]).contains("GPU7  NV12  NV12"));
+    assert!(said(&["allocate", "--node", "-", "--size", "4"]).contains("NV12"));
+    let told = said(&["expect", "--node", "-", "--gpu-model", "NVIDIA A100-SXM4-80GB"]);
+    assert!(told.contains("240.00 GB/s") && told.contains("published results: A100 behind NVSwitches"), "{told}");
+}

@@ -47,7 +47,8 @@ impl Condition {
             ("True", "GPUsServed", format!("{} healthy", count(healthy, "GPU")))
         };
         let mut message = message;
-        message.truncate(message.floor_char_boundary(MAX_MESSAGE));
+        let end = (0..=MAX_MESSAGE.min(message.len())).rev().find(|end| message.is_char_boundary(*end));
+        message.truncate(end.unwrap_or_default());
         Self { status, reason, message }
     }
 }

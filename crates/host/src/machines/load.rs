@@ -10,13 +10,13 @@ use serde::Deserialize;
 use serde_saphyr::UserMessageFormatter;
 
 use super::xml::{self, XmlError};
-use super::{BUILT_IN, MAX_FILE_BYTES, Machine, MachineError, hwloc_xml, nccl};
+use super::{BUILT_IN, MAX_FILE_BYTES, Machine, MachineError, hwloc_xml, nccl, topo};
 use linkwise_core::quote::{excerpt, one_line};
 use linkwise_core::topology::HostObservation;
 use linkwise_system::files;
 
 /// Loads a built-in machine by its name, or else the file at that path, `-` being standard input: a node file, an NCCL
-/// topology dump or a hwloc XML.
+/// topology dump, a hwloc XML or the text of `nvidia-smi topo -m`.
 pub fn load(name_or_path: &str) -> Result<Machine, MachineError> {
     match BUILT_IN.iter().find(|(name, _)| *name == name_or_path) {
         Some((_, text)) => node_file(name_or_path, text),
@@ -30,6 +30,9 @@ pub fn of_bytes(path: &str, bytes: Vec<u8>) -> Result<Machine, MachineError> {
     let not_text = |error: FromUtf8Error| MachineError::NotText(path.to_owned(), error.utf8_error().valid_up_to());
     let text = String::from_utf8(bytes).map_err(not_text)?;
     if !text.trim_start_matches('\u{feff}').trim_start().starts_with('<') {
+        if topo::is_matrix(&text) {
+            return topo::parse(&stem(path), &text).map_err(|error| MachineError::Topo(path.to_owned(), error));
+        }
         return node_file(path, &text);
     }
     let document = xml::document(&text).map_err(broken("XML file", path))?;

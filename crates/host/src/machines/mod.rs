@@ -1,4 +1,5 @@
-//! Machines as files: the built-in ones, node files (`linkwise snapshot` writes one), NCCL topology dumps, hwloc XML.
+//! Machines as files: the built-in ones, node files (`linkwise snapshot` writes one), NCCL topology dumps, hwloc XML, the
+//! matrix of `nvidia-smi topo -m`.
 //!
 //! Owns the format of node files, version 1: raw facts under `observed`, their sources under `source`, facts that were
 //! filled in under `reconstructed`. Recognises a file by its content. Called by the composition roots, and by `hwloc` for
@@ -7,15 +8,18 @@
 mod hwloc_xml;
 mod load;
 mod nccl;
+mod topo;
 mod xml;
 
 use std::io;
 
 use serde::{Deserialize, Serialize};
 
-use linkwise_core::topology::{GpuObservation, GpuUuid, MAX_CPUS, NodeObservation, PciAddress};
+use linkwise_core::quote::excerpt;
+use linkwise_core::topology::{ComputeCapability, GpuObservation, GpuUuid, MAX_CPUS, NodeObservation, PciAddress};
 pub(crate) use load::of_hwloc;
 pub use load::{MachineFileError, VERSION, load, of_bytes};
+pub use topo::TopoError;
 pub use xml::XmlError;
 
 /// The largest node file that is read, in bytes.
@@ -66,6 +70,52 @@ pub struct Machine {
     pub observed: NodeObservation,
 }
 
+/// Models by a part of their names, with their compute capabilities (developer.nvidia.com/cuda-gpus). The first that fits
+/// counts.
+const MODELS: [(&str, &str); 22] = [
+    ("P100", "6.0"),
+    ("V100", "7.0"),
+    ("T4", "7.5"),
+    ("A100", "8.0"),
+    ("A800", "8.0"),
+    ("A30", "8.0"),
+    ("A10", "8.6"),
+    ("A40", "8.6"),
+    ("A6000", "8.6"),
+    ("RTX 30", "8.6"),
+    ("L40", "8.9"),
+    ("L20", "8.9"),
+    ("L4", "8.9"),
+    ("Ada", "8.9"),
+    ("RTX 40", "8.9"),
+    ("B300", "10.3"),
+    ("B200", "10.0"),
+    ("H100", "9.0"),
+    ("H200", "9.0"),
+    ("H20", "9.0"),
+    ("H800", "9.0"),
+    ("RTX PRO 6000", "12.0"),
+];
+
+/// The reason why a model gives no rate.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("no model is known by '{0}' (known: {known})", known = MODELS.map(|(model, _)| model).join(", "))]
+pub struct UnknownModel(String);
+
+impl Machine {
+    /// Gives GPUs without a model this one, with its compute capability.
+    pub fn of_model(&mut self, model: &str) -> Result<(), UnknownModel> {
+        let known = MODELS.iter().find(|(part, _)| model.contains(part));
+        let capability = known.and_then(|(_, capability)| ComputeCapability::try_from((*capability).to_owned()).ok());
+        let capability = capability.ok_or_else(|| UnknownModel(excerpt(model)))?;
+        for gpu in self.observed.gpus.iter_mut().filter(|gpu| gpu.model.is_none()) {
+            gpu.model = Some(model.to_owned());
+            gpu.compute_capability.get_or_insert(capability);
+        }
+        Ok(())
+    }
+}
+
 /// A built-in machine, as a list shows it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BuiltIn {
@@ -91,6 +141,9 @@ pub enum MachineError {
     NotText(String, usize),
     #[error("node file '{0}': {1}")]
     Content(String, MachineFileError),
+    /// The matrix of `nvidia-smi topo -m` is broken.
+    #[error("nvidia-smi topo -m '{0}': {1}")]
+    Topo(String, TopoError),
     /// The XML is broken, or is not the kind of dump that its root names: the kind, the file, the fault and its place.
     #[error("{0} '{1}': {2}")]
     Xml(&'static str, String, XmlError),
