@@ -80,10 +80,12 @@ fn with_config(machine: &str, text: &str) -> (serde_json::Value, String) {
     (serde_json::from_str(&printed).unwrap(), said)
 }
 
-fn shared_names(list: &serde_json::Value) -> Vec<&str> {
+/// The shared devices, each with the number of its shares.
+fn shared(list: &serde_json::Value) -> Vec<String> {
     let devices = list["items"][0]["spec"]["devices"].as_array().unwrap().iter();
     let shared = devices.filter(|device| device["allowMultipleAllocations"] == true);
-    shared.map(|device| device["name"].as_str().unwrap()).collect()
+    let words = shared.map(|device| format!("{} in {}", device["name"], device["capacity"]["shares"]["value"]));
+    words.map(|words| words.replace('"', "")).collect()
 }
 
 #[test]
@@ -102,17 +104,22 @@ fn rows_for_sharing_choose_the_gpus_of_dra() {
         with_config("dgx-h100", &format!("version: v1\nlinkwise: {{naming: true{more}}}\n{sharing}\n"))
     };
     let all = of("", "timeSlicing", "replicas: 2");
-    assert_eq!((shared_names(&all.0).len(), all.1.as_str()), (8, ""));
+    assert_eq!((shared(&all.0).len(), all.1.as_str()), (8, ""));
+    let other = "{name: nvidia.com/gpu, rename: nvidia.com/y, replicas: 3, devices: [1]";
+    let (rows, said) = of("", "timeSlicing", &format!("rename: nvidia.com/x, replicas: 2, devices: [0]}}, {other}"));
+    assert_eq!((shared(&rows), said.as_str()), (vec!["gpu-0 in 2".to_owned(), "gpu-1 in 3".to_owned()], ""));
     let some = ", filter: {exclude: [0, 1, 4, 6, 7]}";
-    let (first, said) = of(some, "timeSlicing", "replicas: 2, devices: 2");
-    assert_eq!((shared_names(&first), said.as_str()), (vec!["gpu-2", "gpu-3"], ""));
-    let (listed, said) = of(some, "timeSlicing", "replicas: 2, devices: [3]");
-    assert_eq!((shared_names(&listed), said.as_str()), (vec!["gpu-3"], ""));
-    let (none, said) = of(some, "timeSlicing", "replicas: 2, devices: 4");
-    assert_eq!(shared_names(&none), [""; 0]);
-    let words = "linkwise: nvidia.com/gpu: 4 of its devices are to be shared, DRA has 3; they are one claim's each\n";
-    assert_eq!(said, words);
+    let fewer = "linkwise: nvidia.com/gpu: 4 of its devices are to be shared, the node has 3; these are shared\n";
+    let absent = "linkwise: nvidia.com/gpu has no device 9 that could be shared; the others are\n";
+    for (devices, names, words) in [
+        ("2", &["gpu-2 in 2", "gpu-3 in 2"][..], ""),
+        ("4", &["gpu-2 in 2", "gpu-3 in 2", "gpu-5 in 2"], fewer),
+        ("[9, 3]", &["gpu-3 in 2"], absent),
+    ] {
+        let (list, said) = of(some, "timeSlicing", &format!("replicas: 2, devices: {devices}"));
+        assert_eq!((shared(&list), said.as_str()), (names.iter().map(ToString::to_string).collect(), words));
+    }
     let (none, said) = of(some, "mps", "replicas: 2");
-    assert_eq!(shared_names(&none), [""; 0]);
+    assert_eq!(shared(&none), [""; 0]);
     assert!(said.contains("nvidia.com/gpu is to be shared by MPS, for which claims ask themselves"), "{said}");
 }

@@ -10,7 +10,7 @@ use linkwise_core::state::{
 use linkwise_core::topology::{NodeObservation, NodeTopology, NumaNodeId};
 
 use crate::resources::{
-    NOW, after, gpu, mig, mixed, nobody, planned, renamed, resource, seen, sharing, sliced, told, with,
+    NOW, after, dgx, gpu, mig, mixed, nobody, planned, renamed, resource, seen, sharing, sliced, told, with,
 };
 
 fn slices(name: &str, replicas: u32) -> SharedResource {
@@ -117,6 +117,19 @@ fn impossible_plan_is_withheld_and_named() {
         let (_, effects) = snapshot.apply(seen(mixed()), NOW);
         assert!(!effects.iter().any(|effect| matches!(effect, Effect::PlanProblem(_))), "{effects:?}");
     }
+}
+
+#[test]
+fn rows_of_one_resource_share_different_gpus() {
+    let row = |name: &str, replicas: u32, gpu: &str| {
+        let devices = SharedDevices::List(vec![gpu.parse().unwrap()]);
+        SharedResource { rename: Some(resource(name)), devices, ..slices("nvidia.com/gpu", replicas) }
+    };
+    let rows = vec![row("nvidia.com/x", 2, "0"), row("nvidia.com/y", 3, "1")];
+    let snapshot = with(&sharing(SharingKind::TimeSlicing, rows), dgx(8));
+    let expected = [("nvidia.com/gpu", 6), ("nvidia.com/x", 2), ("nvidia.com/y", 3)];
+    assert_eq!(offered(&snapshot), expected.map(|(name, count)| (name.to_owned(), count)));
+    assert_eq!(snapshot.offers().problems(), []);
 }
 
 #[test]

@@ -86,9 +86,6 @@ pub enum PlanProblem {
         gpus = list(.1)
     )]
     DraNotByMps(ResourceName, Vec<PciAddress>),
-    /// The plan shares more devices than DRA has.
-    #[error("{0}: {1} of its devices are to be shared, DRA has {2}; they are one claim's each")]
-    DraTooFewDevices(ResourceName, u32, usize),
     /// A new plan has problems that the plan in effect does not have.
     #[error("this node cannot offer what the new configuration asks for; the previous plan stays until it can")]
     OldPlanStays,
@@ -104,7 +101,7 @@ impl PlanProblem {
             Self::MixedProfiles(_) => (None, "mixed_mig_profiles"),
             Self::TooFewReplicas(of, _) => (Some(of), "too_few_replicas"),
             Self::TooManySlots(of, ..) => (Some(of), "too_many_slots"),
-            Self::TooFewDevices(of, ..) | Self::DraTooFewDevices(of, ..) => (Some(of), "too_few_devices"),
+            Self::TooFewDevices(of, ..) => (Some(of), "too_few_devices"),
             Self::NoSuchDevice(of, _) => (Some(of), "no_such_device"),
             Self::MpsOnMig(of, _) => (Some(of), "mps_on_mig"),
             Self::MpsTooOld(of, _) => (Some(of), "mps_too_old"),

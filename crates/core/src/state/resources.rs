@@ -138,7 +138,9 @@ impl Resources {
         for resource in &sharing.resources {
             // A node without such devices needs no message: one file serves many nodes.
             let Some(all) = unshared.get_mut(&resource.name) else { continue };
-            let (chosen, rest) = chosen(resource, all, &self.of_dra, &mut self.problems);
+            let is = |selector: &DeviceSelector, device: &Device| selector.is(&device.gpu, device.mig.as_ref());
+            let is_of_dra = |selector: &DeviceSelector| self.of_dra.iter().any(|gpu| selector.is(gpu, None));
+            let (chosen, rest) = chosen(resource, all, is, is_of_dra, &mut self.problems);
             *all = rest;
             let name = offered_as(sharing, resource);
             let made = name.clone().and_then(|name| {
@@ -193,13 +195,15 @@ fn offered_as(sharing: &Sharing, resource: &SharedResource) -> Result<ResourceNa
 }
 
 /// Divides the devices of a resource into shared and unshared ones. What the plan names and the node does not have is a
-/// problem, and the rest is shared all the same. `of_dra` are GPUs that are not among the devices and may be named.
-fn chosen(
+/// problem, and the rest is shared all the same. `is_elsewhere` is true for what is not among the devices and may be
+/// named.
+pub(super) fn chosen<T: Clone>(
     resource: &SharedResource,
-    all: &[Device],
-    of_dra: &[Gpu],
+    all: &[T],
+    is: impl Fn(&DeviceSelector, &T) -> bool,
+    is_elsewhere: impl Fn(&DeviceSelector) -> bool,
     problems: &mut Vec<PlanProblem>,
-) -> (Vec<Device>, Vec<Device>) {
+) -> (Vec<T>, Vec<T>) {
     let of = || resource.name.clone();
     match &resource.devices {
         SharedDevices::All => (all.to_vec(), Vec::new()),
@@ -212,13 +216,10 @@ fn chosen(
             (chosen.to_vec(), rest.to_vec())
         }
         SharedDevices::List(list) => {
-            let names = |selector: &DeviceSelector, device: &Device| selector.is(&device.gpu, device.mig.as_ref());
-            let is_there = |selector: &DeviceSelector| {
-                all.iter().any(|device| names(selector, device)) || of_dra.iter().any(|gpu| selector.is(gpu, None))
-            };
-            let absent = list.iter().filter(|selector| !is_there(selector));
+            let is_there = |selector: &DeviceSelector| all.iter().any(|device| is(selector, device));
+            let absent = list.iter().filter(|selector| !is_there(selector) && !is_elsewhere(selector));
             problems.extend(absent.map(|selector| PlanProblem::NoSuchDevice(of(), selector.clone())));
-            all.iter().cloned().partition(|device| list.iter().any(|selector| names(selector, device)))
+            all.iter().cloned().partition(|device| list.iter().any(|selector| is(selector, device)))
         }
     }
 }

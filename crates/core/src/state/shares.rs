@@ -6,14 +6,13 @@
 //! comes later is refused when it is prepared, if it would share what is not shared any more.
 
 use crate::prelude::*;
-use alloc::collections::BTreeMap;
+use alloc::collections::{BTreeMap, BTreeSet};
 use core::fmt;
 
 use serde::{Deserialize, Serialize};
 
-use super::{
-    MigStrategy, PlanProblem, ResourceName, ResourcePlan, SharedDevices, SharedResource, SharingKind, Timestamp,
-};
+use super::resources::chosen;
+use super::{MigStrategy, PlanProblem, ResourceName, ResourcePlan, SharingKind, Timestamp};
 use crate::topology::{Gpu, GpuUuid, NodeTopology, PciAddress};
 
 /// The shares of a GPU that several claims may have.
@@ -55,49 +54,30 @@ pub fn wanted(topology: &NodeTopology, plan: &ResourcePlan) -> (BTreeMap<GpuUuid
     let (mut shared, mut problems) = (BTreeMap::new(), Vec::new());
     let Some(sharing) = &plan.sharing else { return (shared, problems) };
     let of_dra = || topology.gpus().iter().filter(|gpu| plan.offers_through_dra(gpu));
-    for row in &sharing.resources {
-        let resource = row.name.clone();
-        let in_mig_mode = addresses(of_dra().filter(|gpu| gpu.mig_enabled && has_mig(topology, plan, gpu, &resource)));
+    let mut unshared: BTreeMap<ResourceName, Vec<&Gpu>> = BTreeMap::new();
+    for gpu in of_dra().filter(|gpu| !gpu.mig_enabled) {
+        unshared.entry(plan.name_of_gpu(gpu)).or_default().push(gpu);
+    }
+    for resource in sharing.resources.iter().map(|row| &row.name).collect::<BTreeSet<_>>() {
+        let in_mig_mode = addresses(of_dra().filter(|gpu| gpu.mig_enabled && has_mig(topology, plan, gpu, resource)));
         if !in_mig_mode.is_empty() {
             problems.push(PlanProblem::DraMigNotShared(resource.clone(), in_mig_mode));
         }
-        let whole: Vec<&Gpu> = of_dra().filter(|gpu| !gpu.mig_enabled && plan.name_of_gpu(gpu) == resource).collect();
-        // The device plugin's part reports a row that is there twice.
-        let is_twice = sharing.resources.iter().filter(|other| other.name == resource).count() > 1;
-        if is_twice || row.replicas < 2 {
-            continue;
-        }
-        let chosen = chosen(row, &whole);
-        match chosen {
-            Err(problem) => problems.push(problem),
-            Ok(gpus) if sharing.kind == SharingKind::Mps && !gpus.is_empty() => {
-                problems.push(PlanProblem::DraNotByMps(resource, addresses(gpus.into_iter())));
-            }
-            Ok(gpus) => {
-                let one_each = sharing.fail_requests_greater_than_one;
-                let shares = GpuShares { shares: row.replicas, one_each };
-                shared.extend(gpus.into_iter().map(|gpu| (gpu.uuid.clone(), shares)));
-            }
+    }
+    for row in sharing.resources.iter().filter(|row| row.replicas >= 2) {
+        let Some(all) = unshared.get_mut(&row.name) else { continue };
+        let mut absent = Vec::new();
+        let (gpus, rest) = chosen(row, all, |selector, gpu| selector.is(gpu, None), |_| false, &mut absent);
+        *all = rest;
+        if sharing.kind == SharingKind::TimeSlicing {
+            problems.append(&mut absent);
+            let shares = GpuShares { shares: row.replicas, one_each: sharing.fail_requests_greater_than_one };
+            shared.extend(gpus.into_iter().map(|gpu| (gpu.uuid.clone(), shares)));
+        } else if !gpus.is_empty() {
+            problems.push(PlanProblem::DraNotByMps(row.name.clone(), addresses(gpus.into_iter())));
         }
     }
     (shared, problems)
-}
-
-/// The GPUs of a resource that are shared through DRA. A list may name GPUs of the device plugin too.
-fn chosen<'a>(row: &SharedResource, gpus: &[&'a Gpu]) -> Result<Vec<&'a Gpu>, PlanProblem> {
-    match &row.devices {
-        SharedDevices::All => Ok(gpus.to_vec()),
-        SharedDevices::Count(_) if gpus.is_empty() => Ok(Vec::new()),
-        SharedDevices::Count(count) => {
-            let first = usize::try_from(*count).ok().and_then(|count| gpus.get(..count));
-            let (resource, count, devices) = (row.name.clone(), *count, gpus.len());
-            first.map(<[_]>::to_vec).ok_or(PlanProblem::DraTooFewDevices(resource, count, devices))
-        }
-        SharedDevices::List(list) => {
-            let is_named = |gpu: &&&Gpu| list.iter().any(|device| device.is(gpu, None));
-            Ok(gpus.iter().filter(is_named).copied().collect())
-        }
-    }
 }
 
 /// Returns true if MIG devices of a GPU belong to a resource.
