@@ -171,13 +171,15 @@ async fn the_library_is_found_by_its_usual_names() {
             std::os::unix::fs::symlink(fake_nvml::library_path(), folder.path().join(name)).unwrap();
         }
         let mut machine = machine().with("LD_LIBRARY_PATH", folder.path());
-        machine.command.library = None;
+        (machine.command.library, machine.command.driver_root) = (None, Some(folder.path().to_owned()));
         let mut agent = machine.agent();
         if names.is_empty() {
             // The name that drivers install.
             let FromAgent::Leaving(error) = next(&mut agent).await.unwrap() else { panic!("it found one") };
             assert_eq!((error.call.as_ref(), error.fault()), ("dlopen", Fault::Library));
             assert!(error.to_string().contains("cannot load libnvidia-ml.so.1: "), "{error}");
+            let searched = format!("searched below the driver's root {}: usr/lib64, ", folder.path().display());
+            assert!(error.to_string().contains(&searched), "{error}");
             assert!(matches!(next(&mut agent).await, Err(AgentEnded::Exited(status)) if !status.success()));
         } else {
             assert_eq!(ready(&mut agent).await.0.len(), 4, "{names:?}");

@@ -50,7 +50,8 @@ fn failing(failure: &str, bus: Bus) -> Setup {
     let mut setup = Setup::on("dgx1-v100").args(["--nvml-memory-mib=24", "--nvml-pause-ms=10", "--bus-look-ms=50"]);
     setup = setup.arg(if failure.starts_with("leak") { "--nvml-start-ms=60000" } else { "--nvml-start-ms=1000" });
     match failure {
-        "absent" => setup.library = "/no/such/libnvidia-ml.so.1".into(),
+        // A root without a driver.
+        "absent" => setup.library = setup.at("sys"),
         // As container images have it that were made with NVIDIA's runtime: a file of no length.
         "broken" => {
             setup.library = setup.at("libnvidia-ml.so.1");
@@ -83,6 +84,8 @@ async fn becomes((failure, cause): (&str, &str), bus: Bus, must_work: Option<boo
                 Some(_) => "NVML cannot be initialised: ",
             };
             assert!(line.starts_with("linkwise: ") && line.contains(because) && line.contains(cause), "{line}");
+            assert_eq!(line.contains("runtimeClassName: nvidia"), cause == "cannot load", "{line}");
+            assert_eq!(line.contains("/sys: usr/lib64, usr/lib/x86_64-linux-gnu, "), failure == "absent", "{line}");
         }
         Becomes::Idle => {
             let answer = node.ready(200, cause).await;
@@ -134,6 +137,7 @@ async fn only_a_missing_driver_makes_a_node_without_gpus() {
             becomes(FAILURES[2], bus, Some(must_work), expected).await;
         }
     }
+    becomes(FAILURES[0], Bus::Gpus, Some(true), E).await;
 }
 
 #[tokio::test]

@@ -174,13 +174,13 @@ fn load(command: &AgentCommand, calls: &Calls) -> Result<(PathBuf, Nvml), CallEr
         }
     }
     let missing = missing.unwrap_or_else(|| CallError::unreadable(LOAD, "no library to load"));
-    Err(match command.driver_root.as_deref().filter(|_| command.library.is_none()) {
-        Some(root) => {
-            let (why, root) = (&missing.reason, root.display());
-            CallError::unreadable(LOAD, format_args!("{why}; none below the driver's root {root} either"))
-        }
-        None => missing,
-    })
+    let root = match &command.library {
+        Some(library) => Some(library).filter(|root| root.is_dir()),
+        None => command.driver_root.as_ref(),
+    };
+    let Some(root) = root else { return Err(missing) };
+    let (why, root, folders) = (&missing.reason, root.display(), library::FOLDERS.join(", "));
+    Err(CallError::unreadable(LOAD, format_args!("{why}; searched below the driver's root {root}: {folders}")))
 }
 
 fn init(library: &Path, calls: &Calls) -> Result<Nvml, CallError> {

@@ -9,7 +9,7 @@ const NAME: &str = "libnvidia-ml.so.1";
 
 /// The folders where drivers put their libraries: Debian's multiarch folders, those of Red Hat and SUSE, WSL's,
 /// NixOS's, and the folders of the drivers that cloud providers install below a folder of their own.
-const FOLDERS: [&str; 13] = [
+pub const FOLDERS: [&str; 13] = [
     "usr/lib64",
     "usr/lib/x86_64-linux-gnu",
     "usr/lib/aarch64-linux-gnu",

@@ -120,8 +120,9 @@ pub(super) fn without_nvml(
     others: Others,
 ) -> Result<Idle, String> {
     let unavailable = format!("NVML cannot be initialised: {cause}");
+    let remedy = if cause.starts_with(LOAD) { NO_LIBRARY } else { "" };
     if must_work == Some(true) && cause != NO_GPUS {
-        return if others == Others::None { Err(unavailable) } else { Ok(Idle::Waiting(unavailable)) };
+        return if others == Others::None { Err(unavailable + remedy) } else { Ok(Idle::Waiting(unavailable)) };
     }
     let Some(host) = host else {
         // It is unknown if there is a GPU: this is no reason to end, and none to rest.
@@ -135,7 +136,6 @@ pub(super) fn without_nvml(
             return Ok(Idle::Waiting(unavailable));
         }
         let number = gpus.len();
-        let remedy = if cause.starts_with(LOAD) { NO_LIBRARY } else { "" };
         return Err(format!("{number} NVIDIA GPU(s) on the PCI bus ({first} ...), but {unavailable}{remedy}"));
     }
     if reached != Reached::NoDriver && !host.is_tegra {
