@@ -187,6 +187,26 @@ fn each_failing_mig_instance_is_reported() {
 }
 
 #[test]
+fn gpu_without_its_last_mig_device_is_not_gone() {
+    for is_sick in [false, true] {
+        let mut world = World::planned(mixed(), mig(MigStrategy::Mixed));
+        let gpu = world.uuid(1);
+        if is_sick {
+            world.apply(Event::DoubleBitEcc(gpu.clone()));
+        }
+        let mut emptied = world.observed.clone();
+        emptied.gpus[1].mig.as_mut().unwrap().devices.clear();
+        world.apply(seen(emptied));
+        let is_of_gpu =
+            |effect: &&Effect| matches!(effect, Effect::HealthChanged { gpu: of, mig: None, .. } if *of == gpu);
+        assert_eq!(world.effects.iter().find(is_of_gpu), None);
+        let gpus = world.state.gpus();
+        let status = gpus.iter().find(|status| status.gpu.uuid == gpu).unwrap();
+        assert_eq!((status.is_healthy, status.reasons.len()), (!is_sick, usize::from(is_sick)), "{status:?}");
+    }
+}
+
+#[test]
 fn shared_gpus_keep_rules_when_one_goes() {
     let mut plan = sliced(4);
     let sharing = plan.sharing.as_mut().unwrap();

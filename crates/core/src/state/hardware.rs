@@ -165,6 +165,12 @@ impl Hardware {
         }
     }
 
+    /// Returns true if the device is a MIG device that is gone from a GPU that is there. That is no fault of the GPU.
+    pub(super) fn has_lost(&self, device: &Device) -> bool {
+        let is_gone = device.mig.is_some() && device.health.reason() == Some(&UnhealthyReason::Gone);
+        is_gone && self.topology().position(&device.gpu.uuid).is_some()
+    }
+
     /// The number of orders about MIG that the last scan knows of, since linkwise started.
     pub fn mig_orders(&self) -> u64 {
         self.mig_orders
@@ -347,8 +353,8 @@ impl Hardware {
     }
 
     /// Reports each GPU whose health changed, as a whole, and each MIG device that failed alone. `listed` are all
-    /// devices on the kubelet's lists, each with whether its hardware is gone or no longer offered. A GPU is gone once
-    /// all of its devices are.
+    /// devices on the kubelet's lists, each with whether its hardware is gone or no longer offered. A GPU that no scan
+    /// finds is gone once all of its devices are.
     pub(super) fn report<'a>(&mut self, listed: impl Iterator<Item = (&'a Device, bool)> + Clone) -> Vec<Effect> {
         let mut instances: BTreeMap<&GpuUuid, BTreeSet<MigInstance>> = BTreeMap::new();
         let offered = || listed.clone().filter(|(_, is_orphan)| !is_orphan).map(|(device, _)| device);
@@ -373,8 +379,12 @@ impl Hardware {
                 health.verdict(&self.xids, |reason| !of_gpu().any(|instance| is_of(reason, instance)))
             });
         }
+        let of_gpu = |reason: &UnhealthyReason| !matches!(reason, UnhealthyReason::Xid { instance: Some(_), .. });
         for (device, _) in listed {
-            now.entry((device.gpu.uuid.clone(), None)).or_insert_with(|| device.health.clone());
+            let health = self.health.get(&device.gpu.uuid).filter(|_| self.has_lost(device));
+            let health = health.map(|health| health.verdict(&self.xids, of_gpu));
+            now.entry((device.gpu.uuid.clone(), None))
+                .or_insert_with(|| health.unwrap_or_else(|| device.health.clone()));
         }
         let changed = now.iter().filter(|(unit, health)| {
             let before = self.reported.get(unit).unwrap_or(&Health::Healthy);

@@ -224,14 +224,10 @@ impl NodeState {
         by_gpu.into_values().map(|(gpu, devices)| self.status(gpu, devices)).collect()
     }
 
-    /// The status of the GPU that has these devices. A MIG device that is gone is no fault of a GPU that is there.
+    /// The status of the GPU that has these devices.
     fn status<'a>(&'a self, gpu: &'a Gpu, mut devices: Vec<&'a Device>) -> GpuStatus<'a> {
         let mut reasons: Vec<_> = self.hardware.standing(&gpu.uuid).collect();
-        let is_there = self.topology().position(&gpu.uuid).is_some();
-        devices.retain(|device| {
-            let is_gone = device.health.reason() == Some(&UnhealthyReason::Gone);
-            !(is_there && is_gone && device.mig.is_some())
-        });
+        devices.retain(|device| !self.hardware.has_lost(device));
         let mut is_healthy = reasons.is_empty() && devices.is_empty();
         for device in &devices {
             match &device.health {
