@@ -169,6 +169,18 @@ fn recovery_action_keeps_gpu_unhealthy_until_none() {
 }
 
 #[test]
+fn recovery_action_decides_about_unclear_xids() {
+    for code in [149, 155, 159] {
+        let mut world = World::new();
+        world.poll(&well()).tell(xid(code));
+        assert!(world.healthy() && world.effects.contains(&Effect::XidIgnored { gpu: uuid(0), code }), "XID {code}");
+        assert_eq!(world.poll(&acts(RecoveryAction::GpuReset)).reason(), "the driver asks for: GPU reset");
+        let mut world = World::new();
+        assert_eq!(world.poll(&old()).tell(xid(code)).reason(), format!("XID {code}"), "no recovery action");
+    }
+}
+
+#[test]
 fn xid_without_recovery_action_stands_until_reset() {
     let mut world = World::new();
     world.poll(&old()).tell(xid(79)).polls(1000, &old());
