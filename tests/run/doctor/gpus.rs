@@ -5,6 +5,7 @@ use linkwise_core::state::HealthRecord;
 
 use super::*;
 use crate::run::health::{file, kept};
+use crate::run::mig::four_gpus;
 use crate::run::node::{GPU, Node, stranger, unhealthy, uuid};
 
 /// The findings on one GPU: status, text and advice of each.
@@ -160,6 +161,17 @@ async fn plan_that_cannot_be_met_is_named() {
     let report = look(&node.setup, &[]).await;
     found(&report, "gpus", "warning", "9 of its devices are to be shared, the node has 8");
     advised(&report, "9 of its devices", "change the configuration");
+}
+
+#[tokio::test]
+async fn mig_layout_that_does_not_fit_offers_nothing() {
+    let (setup, _kubelet) = around(four_gpus());
+    let socket = setup.admin_socket();
+    let node = setup.arg("--mig-strategy=single").arg("--admin-socket").arg(socket).start().await;
+    node.ready(503, "nothing can be offered; MIG strategy single").await;
+    node.metric("linkwise_gpus", 4).await;
+    node.metric(r#"linkwise_gpus_by_availability{availability="withheld"}"#, 4).await;
+    found(&look(&node.setup, &[]).await, "gpus", "failed", "cannot be offered: MIG strategy single");
 }
 
 #[tokio::test]
