@@ -138,6 +138,18 @@ pub fn wrong_names(words: &[String], objects: &[Value]) -> Result<(), String> {
                 return Err(format!("{kind} {name} has no container {container}, but {}", containers.join(", ")));
             }
         }
+        // kubectl takes any pod of the selector.
+        let takes_any = ours.iter().any(|word| ["exec", "logs", "port-forward"].contains(&word.as_str()));
+        let selector = object["spec"]["selector"]["matchLabels"].as_object().filter(|_| takes_any);
+        let is_alike = |other: &&Value| {
+            let labels = &other["spec"]["template"]["metadata"]["labels"];
+            let is_other = other["kind"] == kind && other["metadata"]["name"] != name;
+            let has_labels = selector.is_some_and(|selector| selector.iter().all(|(key, value)| labels[key] == *value));
+            is_other && has_labels && other["metadata"]["namespace"] == namespace
+        };
+        if let Some(other) = objects.iter().find(is_alike) {
+            return Err(format!("{kind} {name} selects pods of {} too", other["metadata"]["name"]));
+        }
     }
     Ok(())
 }

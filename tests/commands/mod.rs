@@ -15,7 +15,7 @@ use std::fs;
 use std::path::Path;
 use std::process::Command;
 
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use cluster::{chart, folder_objects, is_our_chart, kustomization, nvidias, wrong_names};
 use helm::{Helm, repository};
@@ -226,13 +226,19 @@ fn unmarked_and_misnamed_commands_are_found() {
     assert_eq!(block[0].parts()[0][4..], ["-n", "b", "--set", "c=d e"].map(str::to_owned));
     let printed = commands("page", "    $ linkwise x\n    line\n      other\n");
     assert_eq!((printed.len(), printed[0].prints.as_deref()), (1, Some("line\n  other\n")));
-    let world = [nvidias()];
+    let labels = json!({"app": "a"});
+    let alike = |name: &str| {
+        let spec = json!({"selector": {"matchLabels": labels}, "template": {"metadata": {"labels": labels}}});
+        json!({"kind": "DaemonSet", "metadata": {"namespace": "gpu", "name": name}, "spec": spec})
+    };
+    let world = [nvidias(), alike("one"), alike("two")];
     let wrong = |line: &str| wrong_names(&one(line).parts()[0], &world);
     assert_eq!(wrong("kubectl -n kube-system exec ds/nvidia-device-plugin-daemonset -- linkwise doctor"), Ok(()));
     assert_eq!(wrong("kubectl -n NAMESPACE exec ds/other -- linkwise doctor"), Ok(()));
     for (line, words) in [
         ("kubectl -n gpu exec ds/nvidia-device-plugin-daemonset -- x", "no DaemonSet gpu/"),
         ("kubectl -n kube-system logs ds/other", "no DaemonSet kube-system/other"),
+        ("kubectl -n gpu logs ds/one", "selects pods of \"two\" too"),
         ("kubectl exec ds/nvidia-device-plugin-daemonset -- x", "without a namespace"),
         ("kubectl -n kube-system exec ds/nvidia-device-plugin-daemonset -c other -- x", "no container other"),
         ("kubectl -n kube-system set image daemonset/nvidia-device-plugin-daemonset a=b", "no container a"),
