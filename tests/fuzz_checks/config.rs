@@ -2,7 +2,7 @@
 //! bounds. Called by the target `config`.
 
 use linkwise::config::{Environment, Flags, Settings};
-use linkwise_core::state::SharedDevices;
+use linkwise_core::state::{MAX_SLOTS, SharedDevices};
 
 use super::machine::is_one_line;
 
@@ -20,7 +20,7 @@ pub fn config(bytes: &[u8]) {
         }
     }
     for resource in settings.sharing.value.iter().flat_map(|sharing| &sharing.resources) {
-        assert!((2..=1024).contains(&resource.replicas), "{resource:?}");
+        assert!((2..=MAX_SLOTS).contains(&resource.replicas), "{resource:?}");
         let own = resource.rename.as_ref().is_some_and(|name| *name.as_str() != format!("{}.shared", resource.name));
         let chosen = own || resource.devices != SharedDevices::All;
         assert!(settings.naming.value || !chosen, "names or devices without naming: {resource:?}");

@@ -11,7 +11,7 @@ use prometheus_client::registry::Registry;
 use linkwise_core::topology::GpuUuid;
 use linkwise_system::metrics::new;
 
-/// XIDs with a series of their own for each GPU. The driver's numbers are small (the highest in our table is 158,
+/// XIDs with a series of their own for each GPU. The driver's numbers are small (the highest in our table is 170,
 /// nverror.h counts up from 1). A broken library can report any number of others, which share a series.
 const XIDS: RangeInclusive<u64> = 1..=255;
 
