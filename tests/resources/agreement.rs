@@ -4,6 +4,7 @@
 //! The machine is made for the row, and what the row offers there is counted by the rules of docs/sharing.md.
 
 use std::collections::BTreeMap;
+use std::sync::LazyLock;
 use std::time::Duration;
 
 use linkwise::config::settings::{ConfigError, Severity, check, load_text};
@@ -12,11 +13,12 @@ use linkwise_core::state::{Event, Health, Holdings, NodeState, ResourcePlan};
 use linkwise_core::topology::NodeObservation;
 use linkwise_host::machines::Machine;
 use proptest::prelude::*;
+use proptest::sample::Index;
 use serde_json::{Value, json};
 
 const NOW: Duration = Duration::from_secs(1_000_000);
 /// The GPUs that a configuration can name. Each machine has two more, since some may be left out.
-const GPUS: u32 = 6;
+const GPUS: u32 = 4;
 /// The most slots of a resource.
 const MOST: u64 = 16_384;
 
@@ -39,10 +41,9 @@ enum Kind {
     Mig(u32),
 }
 
-/// A machine of GPUs of one kind, whose UUIDs have other indices by so many.
-fn machine(kind: Kind, shift: u32) -> NodeObservation {
-    let gpu = |number: u32| {
-        let index = (number + shift) % (GPUS + 2);
+/// A machine of GPUs of one kind.
+fn machine(kind: Kind) -> NodeObservation {
+    let gpu = |index: u32| {
         let model = if kind == Kind::Patterned { "NVIDIA A100-SXM4-80GB" } else { "NVIDIA H100 80GB HBM3" };
         let slice = |slices: u32, number: u32| {
             json!({
@@ -52,7 +53,7 @@ fn machine(kind: Kind, shift: u32) -> NodeObservation {
             })
         };
         let mut gpu = json!({
-            "index": index, "uuid": uuid(number), "pci": format!("0000:{:02x}:00.0", index + 1), "model": model,
+            "index": index, "uuid": uuid(index), "pci": format!("0000:{:02x}:00.0", index + 1), "model": model,
             "compute_capability": "9.0", "memory_mib": 81_559,
         });
         if let Kind::Mig(slices) = kind {
@@ -65,64 +66,99 @@ fn machine(kind: Kind, shift: u32) -> NodeObservation {
 }
 
 /// Machines of each kind: one of them fits a row.
-fn machines() -> impl Iterator<Item = NodeObservation> {
-    let kinds = [Kind::Plain, Kind::Patterned, Kind::Mig(1), Kind::Mig(2)];
-    (0..GPUS + 2).flat_map(move |shift| kinds.map(|kind| machine(kind, shift)))
+static MACHINES: LazyLock<[NodeObservation; 4]> =
+    LazyLock::new(|| [Kind::Plain, Kind::Patterned, Kind::Mig(1), Kind::Mig(2)].map(machine));
+
+/// Values of a row's keys that most configurations refuse.
+fn faults() -> Vec<(&'static str, Value)> {
+    let of = |key, values: Value| values.as_array().unwrap().iter().map(|value| (key, value.clone())).collect();
+    let faults: [Vec<_>; 4] = [
+        of("name", json!(["nvidia.com/other", "nvidia.com/slice"])),
+        of("replicas", json!([1, 49, 16_384, 16_385])),
+        of("rename", json!(["no name", "nvidia.com/gpu", "nvidia.com/a100"])),
+        of("devices", json!(["all", ["GPU"], ["0:0"], [0, 0]])),
+    ];
+    faults.concat()
 }
 
-/// A row of `sharing`.
-fn rows() -> impl Strategy<Value = Value> {
-    let name = prop::sample::select(NAMES.to_vec());
-    let replicas = prop::sample::select(vec![0, 1, 2, 3, 10, 48, 49, 200, 8192, 16_384, 16_385, 100_000]);
-    let rename = prop::option::weighted(
-        0.3,
-        prop::sample::select(vec!["nvidia.com/slots", "nvidia.com/gpu", "nvidia.com/a100", "no name", "small"]),
-    );
-    let device = prop_oneof![
-        4 => (0..GPUS).prop_map(|gpu| json!(gpu)),
-        2 => (0..GPUS).prop_map(|gpu| json!(uuid(gpu))),
-        2 => (0..GPUS, 0..2u32).prop_map(|(gpu, slice)| json!(format!("{gpu}:{slice}"))),
-        1 => Just(json!("GPU")),
-    ];
-    let devices = prop_oneof![
-        3 => Just(None),
-        1 => Just(Some(json!("all"))),
-        2 => (0..=GPUS).prop_map(|count| Some(json!(count))),
-        3 => prop::collection::vec(device, 0..3).prop_map(|list| Some(json!(list))),
-    ];
-    (name, replicas, rename, devices).prop_map(|(name, replicas, rename, devices)| {
-        let mut row = json!({"name": name, "replicas": replicas});
-        row.as_object_mut().unwrap().extend(rename.map(|rename| ("rename".to_owned(), json!(rename))));
-        row.as_object_mut().unwrap().extend(devices.map(|devices| ("devices".to_owned(), devices)));
-        row
-    })
+/// The draws of a row: its place among the names that have devices, its replicas, and the forms of `rename` and
+/// `devices`.
+type Row = (Index, u32, u32, u32);
+
+fn rows() -> impl Strategy<Value = Vec<Row>> {
+    let replicas = prop::sample::select(vec![2, 3, 10, 48]);
+    prop::collection::vec((any::<Index>(), replicas, 0..3u32, 0..8u32), 1..4)
 }
 
-fn configurations() -> impl Strategy<Value = Value> {
+/// Configurations with true if a row may have a fault. Those without one are valid by construction: each name has
+/// devices, and no two rows list one GPU.
+fn configurations() -> impl Strategy<Value = (Value, bool)> {
     let kind = prop::sample::select(vec!["timeSlicing", "timeSlicing", "mps"]);
-    let strategy = prop::sample::select(vec!["none", "single", "mixed", "mixed", "double"]);
-    let patterns = prop::option::of(prop::sample::select(vec!["*A100*", "NVIDIA A100-SXM4-80GB", "*"]));
-    let excluded = prop::collection::vec(0..GPUS, 0..2);
-    let flags = (any::<bool>(), any::<bool>(), any::<bool>(), prop::bool::weighted(0.3));
-    (prop::collection::vec(rows(), 1..4), kind, strategy, patterns, excluded, flags).prop_map(
-        |(rows, kind, strategy, pattern, excluded, (naming, by_default, one_each, slices))| {
-            let sharing =
-                json!({"renameByDefault": by_default, "failRequestsGreaterThanOne": one_each, "resources": rows});
-            let mut configuration = json!({
-                "version": "v1", "flags": {"migStrategy": strategy}, "sharing": {kind: sharing},
-                "linkwise": {"naming": naming, "filter": {"exclude": excluded}},
-            });
-            let mut resources = json!({});
-            if let Some(pattern) = pattern {
-                resources["gpus"] = json!([{"pattern": pattern, "name": "nvidia.com/a100"}]);
+    let strategy = prop::sample::select(vec!["none", "single", "mixed"]);
+    let pattern = prop::option::of(prop::sample::select(vec!["*A100*", "NVIDIA A100-SXM4-80GB", "*"]));
+    let flags = (prop::bool::weighted(0.8), any::<bool>(), any::<bool>(), prop::bool::weighted(0.3), any::<bool>());
+    let deck = Just((0..GPUS).collect::<Vec<_>>()).prop_shuffle();
+    let fault = prop::option::weighted(0.4, prop::sample::select(faults()));
+    let lists = (deck, prop::collection::vec(GPUS..GPUS + 2, 0..2), rows(), fault);
+    ((kind, strategy, pattern, flags), lists).prop_map(|((kind, strategy, pattern, flags), lists)| {
+        let (naming, by_default, one_each, slices, prefers_mig) = flags;
+        let (mut deck, excluded, draws, fault) = lists;
+        let is_mps = kind == "mps";
+        let strategy = if is_mps && strategy == "mixed" { "none" } else { strategy };
+        let has_gpus = |name: &str| match name {
+            "nvidia.com/gpu" => !naming || pattern != Some("*"),
+            "nvidia.com/a100" => naming && pattern.is_some(),
+            _ => false,
+        };
+        let has_mig = |name: &str| match name {
+            "nvidia.com/gpu" => !is_mps && strategy == "single",
+            "nvidia.com/mig-1g.10gb" => strategy == "mixed" && !(naming && slices),
+            "nvidia.com/slice" => !is_mps && strategy != "none" && naming && slices,
+            _ => false,
+        };
+        let names: Vec<&str> = NAMES.into_iter().filter(|name| has_gpus(name) || has_mig(name)).collect();
+        let drawn: Vec<&str> = draws.iter().map(|(name, ..)| *name.get(&names)).collect();
+        let mut rows = Vec::new();
+        for (number, (name, (_, replicas, rename, devices))) in drawn.iter().zip(&draws).enumerate() {
+            let replicas = if is_mps { draws[0].1 } else { *replicas };
+            let mut row = json!({"name": name, "replicas": replicas});
+            match rename {
+                1 => row["rename"] = json!(name.replace("nvidia.com/", "slots-")),
+                2 => row["rename"] = json!(format!("nvidia.com/row-{number}")),
+                _ => {}
             }
-            if slices {
-                resources["mig"] = json!([{"pattern": "1g.*", "name": "nvidia.com/slice"}]);
+            let is_mig = has_mig(name) && (prefers_mig || !has_gpus(name));
+            let device = |gpu: u32| match gpu % 2 {
+                slice if is_mig => json!(format!("{gpu}:{slice}")),
+                0 => json!(gpu),
+                _ => json!(uuid(gpu)),
+            };
+            let is_alone = drawn.iter().filter(|other| *other == name).count() == 1;
+            match devices {
+                0 | 1 if is_alone => {}
+                2 if is_alone => row["devices"] = json!("all"),
+                3 | 4 if is_alone => row["devices"] = json!(devices),
+                _ => row["devices"] = deck.drain(..=usize::from(number == 0)).map(device).collect(),
             }
-            configuration["resources"] = resources;
-            configuration
-        },
-    )
+            rows.push(row);
+        }
+        if let (Some((key, value)), Some(row)) = (&fault, rows.last_mut()) {
+            row[key] = value.clone();
+        }
+        let sharing = json!({"renameByDefault": by_default, "failRequestsGreaterThanOne": one_each, "resources": rows});
+        let mut resources = json!({});
+        if let Some(pattern) = pattern {
+            resources["gpus"] = json!([{"pattern": pattern, "name": "nvidia.com/a100"}]);
+        }
+        if slices {
+            resources["mig"] = json!([{"pattern": "1g.*", "name": "nvidia.com/slice"}]);
+        }
+        let configuration = json!({
+            "version": "v1", "flags": {"migStrategy": strategy}, "sharing": {kind: sharing}, "resources": resources,
+            "linkwise": {"naming": naming, "filter": {"exclude": excluded}},
+        });
+        (configuration, fault.is_some())
+    })
 }
 
 /// The number of slots by resource that a node offers, once the MPS daemons that it asks for serve.
@@ -168,29 +204,32 @@ fn promised(configuration: &Value, row: &Value) -> (String, u64) {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 128, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn check_and_run_agree(configuration in configurations()) {
+    fn check_and_run_agree((configuration, may_be_refused) in configurations()) {
         let folder = tempfile::tempdir().unwrap();
         let (path, text) = (folder.path().join("config.yaml"), configuration.to_string());
         std::fs::write(&path, &text).unwrap();
         let found = check(&path).unwrap();
+        let is_valid = found.iter().all(|finding| finding.severity == Severity::Note);
+        prop_assert!(is_valid || may_be_refused, "{found:?}: {text}");
         let loaded = load_text(&Flags::default(), &Environment::default(), &text);
         match loaded {
             Err(ConfigError::Rejected(_, findings)) => prop_assert_eq!(findings, found),
             Err(other) => panic!("{other}"),
             Ok(loaded) => {
                 prop_assert_eq!(&loaded.findings, &found);
-                let is_valid = found.iter().all(|finding| finding.severity == Severity::Note);
-                for row in rows_of(&configuration).iter().filter(|_| is_valid) {
+                if !is_valid {
+                    return Ok(());
+                }
+                let offers = MACHINES.each_ref().map(|machine| offered(loaded.settings.plan(), machine.clone()));
+                for row in rows_of(&configuration) {
                     let (name, devices) = promised(&configuration, row);
                     let replicas = row["replicas"].as_u64().unwrap();
                     let least = (devices * replicas).min(MOST / u64::from(2 * GPUS + 4) * devices);
-                    let fits = machines().any(|machine| {
-                        let slots = offered(loaded.settings.plan(), machine).get(&name).copied().unwrap_or_default();
-                        u64::try_from(slots).unwrap() >= least
-                    });
+                    let mut slots = offers.iter().filter_map(|offer| u64::try_from(*offer.get(&name)?).ok());
+                    let fits = slots.any(|slots| slots >= least);
                     prop_assert!(fits, "no machine offers {least} slots of {name} for {row}: {text}");
                 }
             }
