@@ -72,6 +72,15 @@ fn wrong_values_fail_a_run_of_any_bandwidth() {
     let summary = rows.replace(" 50", " N/A") + "# Out of bounds values : 50 FAILED\n";
     let run = files.put("summary.txt", &format!("{HEAD}{summary}"));
     assert!(said(&["verify", "--node", "dgx-h100", "--gpus", "0,1", &run]).1.contains("  50 wrong values: "));
+    // A million and more is no tolerance, and each line may have a prefix.
+    for (wrong, sum) in [(" 1.23457e+06", 2_469_140), (" nan", 2)] {
+        let run = files.put("many.txt", &format!("{HEAD}{}", rows.replace(" 50", wrong)));
+        let (_, text) = said(&["verify", "--node", "dgx-h100", "--gpus", "0,1", &run]);
+        assert!(text.contains(&format!("  {sum} wrong values: ")), "{text}");
+    }
+    let prefixed = format!("{}[1,0]<stdout>: # Out of bounds values : 4 FAILED\n", rows.replace(" 50", " N/A"));
+    let run = files.put("prefixed.txt", &format!("{HEAD}{prefixed}"));
+    assert!(said(&["verify", "--node", "dgx-h100", "--gpus", "0,1", &run]).1.contains("  4 wrong values: "));
     let run = files.put("old.txt", &format!("{HEAD}{}", rows.replace(" 50", " 5e-07")));
     assert_eq!(said(&["verify", "--node", "dgx-h100", "--gpus", "0,1", &run]).0, 0);
 }

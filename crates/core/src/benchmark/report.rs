@@ -5,6 +5,7 @@
 
 use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
+use core::iter;
 
 use serde::Serialize;
 
@@ -203,8 +204,10 @@ impl Reader {
             self.devices.clear();
         }
         self.log(&words);
-        if let ["Out", "of", "bounds", "values", ":", wrong, ..] = words.get(1..).unwrap_or_default() {
-            self.report.wrong = self.report.wrong.max(wrong.parse().unwrap_or(0));
+        for summary in words.windows(6) {
+            if let ["Out", "of", "bounds", "values", ":", wrong] = summary {
+                self.report.wrong = self.report.wrong.max(wrong_values(wrong));
+            }
         }
         if let Some((rank, device)) = rank_device(&words) {
             if self.devices.len() < MOST_RANKS {
@@ -325,13 +328,25 @@ fn measurements(words: &[&str], bytes: u64) -> Option<(bool, Run, Option<Run>)> 
 /// Reads a measurement: time, algorithm and bus bandwidth, and errors, which may be absent.
 fn run(words: &[&str], bytes: u64) -> Option<Run> {
     let [time, algorithm, bus, errors @ ..] = words else { return None };
-    let wrong = errors.first().and_then(|errors| errors.parse().ok()).unwrap_or(0);
+    let wrong = errors.first().map_or(0, |errors| wrong_values(errors));
     let nanoseconds = thousandths(time).filter(|time| *time > 0)?;
     let run = Run { nanoseconds, algorithm: bandwidth(algorithm)?, bus: bandwidth(bus)?, wrong };
     // MB/s times ns are thousandths of a byte.
     let carried = u128::from(run.algorithm) * u128::from(run.nanoseconds);
     let agrees = run.algorithm < COMPARABLE || agree(carried, u128::from(bytes) * 1_000);
     (agrees && run.bus <= run.algorithm.saturating_mul(2).saturating_add(20)).then_some(run)
+}
+
+/// Reads a number of wrong values, which C's `%g` writes: a million is `1e+06`. Versions that print the largest difference
+/// have one below 1 there, unless it is no number at all. `N/A` stands where the check was off.
+fn wrong_values(text: &str) -> u64 {
+    let (number, exponent) = text.split_once('e').unwrap_or((text, "0"));
+    let (whole, fraction) = number.split_once('.').unwrap_or((number, ""));
+    let Some(places) = exponent.parse::<i64>().ok().and_then(|places| usize::try_from(places).ok()) else { return 0 };
+    let decimals = fraction.chars().chain(iter::repeat('0')).take(places.min(20));
+    let digits: String = whole.chars().chain(decimals).collect();
+    let is_longer = is_whole(&digits) && !digits.starts_with('-');
+    digits.parse().unwrap_or(if is_longer { u64::MAX } else { matches!(text, "inf" | "nan" | "-nan").into() })
 }
 
 /// Returns true if two values are within a fiftieth of the second.
