@@ -242,6 +242,9 @@ fn numbers_of_a_file_are_bounded_and_named_by_key() {
         )
     };
     let second = |more: &str| format!("index: 1, uuid: GPU-1, pci: \"0000:02:00.0\"{more}");
+    let nic = |nic: &str| {
+        node(&second(""), "0-7") + &format!("    host_bridges: [{{devices: [{{kind: nic, nics: [{{{nic}}}]}}]}}]\n")
+    };
     for (text, words) in [
         (node("index: 0, uuid: GPU-1, pci: \"0000:02:00.0\"", "0-7"), "observed.gpus: two GPUs have the index 0"),
         (node(&second(", numa: -1"), "0-7"), "observed.gpus[1].numa: "),
@@ -252,6 +255,23 @@ fn numbers_of_a_file_are_bounded_and_named_by_key() {
         (
             node(&second(", pcie: {mts: 4000000000, width: 16}"), "0-7"),
             "observed.gpus[1].pcie.mts: 4000000000 is more than 128000",
+        ),
+        (
+            node(&second(&format!(", nvlinks: [{{links: {:?}, remote: cpu}}]", [0; 65])), "0-7"),
+            "observed.gpus[1].nvlinks: a count of 65 is more than 64",
+        ),
+        (
+            node(&second(", memory_mib: 18446744073709551615"), "0-7"),
+            "observed.gpus[1].memory_mib: 18446744073709551615 is more than 1073741824",
+        ),
+        (
+            node(&second(&format!(", model: {}", "x".repeat(257))), "0-7"),
+            "observed.gpus[1].model: a length of 257 is more than 256",
+        ),
+        (nic("name: a, kind: rdma, mbps: 10000001"), "devices[0].nics[0].mbps: 10000001 is more than 10000000"),
+        (
+            nic(&format!("name: {}, kind: rdma", "x".repeat(257))),
+            "devices[0].nics[0].name: a length of 257 is more than 256",
         ),
         (node(&second(""), "47-0,x"), "observed.host.numa_nodes[0].cpus: '47-0,x' is not a list of CPUs below 8192"),
         (node(&second(""), "0-99999999999999999999"), "is not a list of CPUs below 8192"),
@@ -270,6 +290,7 @@ fn numbers_of_a_file_are_bounded_and_named_by_key() {
     };
     let (status, text) = said(&["topology", "--node", &files.put("long.xml", &dump(&mask))]);
     assert!(status == 0 && text.contains("GPU0  X     0,2,4,") && text.contains(" ...  0"), "{text}");
+    assert!(text.contains("NUMA node 0, CPUs 0,2,4,") && text.lines().all(|line| line.len() < 250), "{text}");
     assert!(text.contains("999999000 MT/s x16 is no PCIe link; taken as unknown"), "{text}");
     let (_, text) = said(&["topology", "--node", &files.put("longer.xml", &dump(&["55555555"; 1000].join(",")))]);
     assert!(text.contains("is no CPU mask; its CPUs are unknown"), "{text}");

@@ -15,8 +15,8 @@ use super::probe::UUID;
 use super::raw::{self, GpuInstanceHandle};
 use super::scan::{MigDeviceScan, MigScan, known};
 use linkwise_core::topology::{
-    MigCapabilities, MigDeviceObservation, MigEngines, MigExtension, MigPlacement, MigProfileObservation, MigSlot,
-    MigUuid,
+    MAX_MEMORY_MIB, MigCapabilities, MigDeviceObservation, MigEngines, MigExtension, MigPlacement,
+    MigProfileObservation, MigSlot, MigUuid,
 };
 
 /// The call that gives a MIG device's handle.
@@ -136,7 +136,7 @@ fn mig_device(
             compute_instance,
             gpu_slices: attributes.gpu_instance_slice_count,
             compute_slices: attributes.compute_instance_slice_count,
-            memory_mib: attributes.memory_size_mb,
+            memory_mib: attributes.memory_size_mb.min(MAX_MEMORY_MIB),
             profile_id: None,
             placement: None,
             extension: None,
@@ -190,7 +190,7 @@ fn profiles(device: &Device<'_>, calls: &Calls, numbers: &Profiles) -> Answer<Ve
             id: info.id,
             number: *number,
             gpu_slices: info.sliceCount,
-            memory_mib: info.memorySizeMB,
+            memory_mib: info.memorySizeMB.min(MAX_MEMORY_MIB),
             instances: info.instanceCount,
             engines: MigEngines {
                 multiprocessors: info.multiprocessorCount,

@@ -13,9 +13,9 @@ use super::call::{Answer, CallError};
 use super::protocol::Place;
 use linkwise_core::topology::{
     AddressingMode, ComputeCapability, CudaVersion, FabricObservation, GpuObservation, GpuUuid, HostObservation,
-    MigCapabilities, MigDeviceObservation, MigExtension, MigObservation, MigProfileObservation, MigSlot,
-    NodeObservation, NumaNodeId, NvLinkObservation, NvLinkRemote, P2pRefusal, PciAddress, PcieLink, ProbeFailure,
-    TopologyLevel,
+    MAX_MEMORY_MIB, MigCapabilities, MigDeviceObservation, MigExtension, MigObservation, MigProfileObservation,
+    MigSlot, NodeObservation, NumaNodeId, NvLinkObservation, NvLinkRemote, P2pRefusal, PciAddress, PcieLink,
+    ProbeFailure, TopologyLevel,
 };
 
 /// The answers of NVML to a full scan.
@@ -297,7 +297,7 @@ impl NodeScan {
                 brand: known(&gpu.brand).cloned(),
                 architecture: known(&gpu.architecture).cloned(),
                 addressing_mode: known(&gpu.addressing_mode).copied(),
-                memory_mib: known(&gpu.memory_mib).copied(),
+                memory_mib: known(&gpu.memory_mib).copied().filter(|mib| *mib <= MAX_MEMORY_MIB),
                 numa: known(&gpu.numa).copied(),
                 pcie: known(&gpu.pcie).copied(),
                 nvlinks: nvlinks(&gpu.nvlinks, is_gpu_here),

@@ -16,6 +16,7 @@ use serde::{Deserialize, Serialize};
 use super::address::MigUuid;
 use super::device_names::{device_name, slot_name};
 use super::node::NodeTopology;
+use super::observation::memory;
 use crate::quote::ParseError;
 
 /// The MIG facts of one GPU. A GPU or driver without MIG has none.
@@ -43,6 +44,7 @@ pub struct MigProfileObservation {
     /// Compute slices.
     pub gpu_slices: u32,
     /// Memory in MiB.
+    #[serde(deserialize_with = "memory")]
     pub memory_mib: u64,
     /// The most instances of this profile that the GPU can have at once.
     pub instances: u32,
@@ -87,6 +89,7 @@ pub struct MigDeviceObservation {
     /// Compute slices of the compute instance: the number before `c` in a profile's name.
     pub compute_slices: u32,
     /// The GPU instance's memory in MiB.
+    #[serde(deserialize_with = "memory")]
     pub memory_mib: u64,
     /// The driver's id of the GPU instance's profile, such as 19 (`nvmlGpuInstanceGetInfo`).
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -442,8 +445,8 @@ mod tests {
         extension: Option<MigExtension>,
     ) -> MigDeviceObservation {
         let device = serde_json::json!({"index": 0, "uuid": "MIG-1", "gpu_instance": 1, "compute_instance": 0,
-            "gpu_slices": gpu_slices, "compute_slices": compute_slices, "memory_mib": memory_mib});
-        MigDeviceObservation { extension, ..serde_json::from_value(device).unwrap() }
+            "gpu_slices": gpu_slices, "compute_slices": compute_slices, "memory_mib": 0});
+        MigDeviceObservation { extension, memory_mib, ..serde_json::from_value(device).unwrap() }
     }
 
     #[test]

@@ -26,7 +26,8 @@ pub use mig::{
 pub use node::{Gpu, Nic, NodeTopology};
 pub use observation::{
     AddressingMode, ComputeCapability, CpuObservation, CudaVersion, DisplayClass, FabricObservation, GpuObservation,
-    HostBridgeObservation, HostObservation, MAX_CPUS, NicKind, NicObservation, NodeObservation, NumaNodeObservation,
-    NvLinkObservation, NvLinkRemote, PciKind, PciObservation, PcieLink, ProbeFailure, is_cpu_list, thousandths,
+    HostBridgeObservation, HostObservation, MAX_CPUS, MAX_MEMORY_MIB, MAX_NVLINKS, NicKind, NicObservation,
+    NodeObservation, NumaNodeObservation, NvLinkObservation, NvLinkRemote, PciKind, PciObservation, PcieLink,
+    ProbeFailure, is_cpu_list, thousandths,
 };
 pub use warning::{Compared, Oddity, P2pRefusal, TopologyWarning};

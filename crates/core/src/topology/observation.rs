@@ -5,6 +5,7 @@
 
 use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
+use core::fmt::Display;
 
 use serde::de::Error;
 use serde::{Deserialize, Deserializer, Serialize};
@@ -26,7 +27,7 @@ pub struct NodeObservation {
     #[serde(default)]
     pub host: HostObservation,
     /// The driver's version, such as `580.95.05` (`nvmlSystemGetDriverVersion`).
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(default, skip_serializing_if = "Option::is_none", deserialize_with = "text_if_known")]
     pub driver_version: Option<String>,
     /// The newest CUDA version that the driver supports (`nvmlSystemGetCudaDriverVersion`).
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -70,7 +71,7 @@ pub struct GpuObservation {
     /// Its PCI address.
     pub pci: PciAddress,
     /// The product name, such as `NVIDIA H100 80GB HBM3`.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(default, skip_serializing_if = "Option::is_none", deserialize_with = "text_if_known")]
     pub model: Option<String>,
     /// The board's serial number (`nvmlDeviceGetSerial`). It is in no node file: those are given to strangers.
     #[serde(skip)]
@@ -82,16 +83,16 @@ pub struct GpuObservation {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub compute_capability: Option<ComputeCapability>,
     /// The brand, such as `Nvidia` or `Tesla` (`nvmlDeviceGetBrand`, by the names of NVIDIA's go-nvlib).
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(default, skip_serializing_if = "Option::is_none", deserialize_with = "text_if_known")]
     pub brand: Option<String>,
     /// The architecture, such as `Hopper` (`nvmlDeviceGetArchitecture`, by the same names).
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(default, skip_serializing_if = "Option::is_none", deserialize_with = "text_if_known")]
     pub architecture: Option<String>,
     /// The way in which it addresses memory of the host (`nvmlDeviceGetAddressingMode`).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub addressing_mode: Option<AddressingMode>,
     /// The memory in MiB.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(default, skip_serializing_if = "Option::is_none", deserialize_with = "memory_if_known")]
     pub memory_mib: Option<u64>,
     /// The NUMA node that NVML calls nearest, if NVML names exactly one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -100,7 +101,7 @@ pub struct GpuObservation {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pcie: Option<PcieLink>,
     /// The NVLinks grouped by remote end; `None` if NVML could not tell, empty if there are none.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(default, skip_serializing_if = "Option::is_none", deserialize_with = "nvlinks")]
     pub nvlinks: Option<Vec<NvLinkObservation>>,
     /// True if NVLink-C2C joins it to a processor, as on Grace machines (`nvmlDeviceGetC2cModeInfoV`).
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -201,10 +202,48 @@ pub struct PcieLink {
     pub width: u32,
 }
 
-/// Reads a number that has a limit.
+/// The most characters of a name or a version: NVML's longest have 96 bytes, the kernel's 255.
+const MAX_TEXT: usize = 256;
+
+/// The most memory that is believed, MiB: 1 PiB, far above the 288 GiB of today's largest GPU.
+pub const MAX_MEMORY_MIB: u64 = 1 << 30;
+
+/// The most NVLinks of a GPU that are believed: today's GPUs have 18.
+pub const MAX_NVLINKS: u32 = 64;
+
+/// Refuses a value above its limit.
+fn limited<T: PartialOrd + Display, E: Error>(what: &str, value: T, most: T) -> Result<T, E> {
+    if value <= most { Ok(value) } else { Err(E::custom(format!("{what}{value} is more than {most}"))) }
+}
+
 fn at_most<'de, const MAX: u32, D: Deserializer<'de>>(from: D) -> Result<u32, D::Error> {
-    let number = u32::deserialize(from)?;
-    if number <= MAX { Ok(number) } else { Err(D::Error::custom(format!("{number} is more than {MAX}"))) }
+    limited("", u32::deserialize(from)?, MAX)
+}
+
+pub(super) fn memory<'de, D: Deserializer<'de>>(from: D) -> Result<u64, D::Error> {
+    limited("", u64::deserialize(from)?, MAX_MEMORY_MIB)
+}
+
+fn memory_if_known<'de, D: Deserializer<'de>>(from: D) -> Result<Option<u64>, D::Error> {
+    Option::<u64>::deserialize(from)?.map(|mib| limited("", mib, MAX_MEMORY_MIB)).transpose()
+}
+
+fn short<E: Error>(text: String) -> Result<String, E> {
+    limited("a length of ", text.chars().count(), MAX_TEXT).map(|_| text)
+}
+
+fn text<'de, D: Deserializer<'de>>(from: D) -> Result<String, D::Error> {
+    short(String::deserialize(from)?)
+}
+
+fn text_if_known<'de, D: Deserializer<'de>>(from: D) -> Result<Option<String>, D::Error> {
+    Option::<String>::deserialize(from)?.map(short).transpose()
+}
+
+fn nvlinks<'de, D: Deserializer<'de>>(from: D) -> Result<Option<Vec<NvLinkObservation>>, D::Error> {
+    let groups = Option::<Vec<NvLinkObservation>>::deserialize(from)?;
+    let links = groups.iter().flatten().map(|group| group.links.len()).sum();
+    limited("a count of ", links, MAX_NVLINKS as usize).map(|_| groups)
 }
 
 impl PcieLink {
@@ -274,6 +313,7 @@ pub enum NvLinkRemote {
 #[serde(deny_unknown_fields)]
 pub struct FabricObservation {
     /// The cluster's UUID; all zeros on a machine that is a fabric of its own.
+    #[serde(deserialize_with = "text")]
     pub cluster: String,
     /// The clique; GPUs of one clique reach each other over NVLink.
     pub clique: u32,
@@ -307,9 +347,10 @@ pub struct HostObservation {
 #[serde(deny_unknown_fields)]
 pub struct CpuObservation {
     /// `x86_64`, `aarch64`, `ppc64le`: the kernel's name of the architecture.
+    #[serde(deserialize_with = "text")]
     pub arch: String,
     /// CPUID's vendor, such as `GenuineIntel`.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(default, skip_serializing_if = "Option::is_none", deserialize_with = "text_if_known")]
     pub vendor: Option<String>,
     /// The display family.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -370,7 +411,7 @@ pub struct HostBridgeObservation {
     pub package: Option<PackageId>,
     /// The kernel's name of its root bus, such as `pci0000:17`: the first folder below /sys/devices of the devices
     /// below it.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(default, skip_serializing_if = "Option::is_none", deserialize_with = "text_if_known")]
     pub root: Option<String>,
     /// The devices directly below.
     #[serde(default)]
@@ -459,6 +500,7 @@ impl DisplayClass {
 #[serde(deny_unknown_fields)]
 pub struct NicObservation {
     /// The kernel's name, such as `mlx5_0` or `eth0`.
+    #[serde(deserialize_with = "text")]
     pub name: String,
     /// RDMA or plain network.
     pub kind: NicKind,

@@ -97,10 +97,16 @@ fn sysfs_adds_link_maxima_and_nic_rates() {
     write("bus/pci/devices/0000:03:00.0/numa_node", "0\n");
     write("bus/pci/devices/0000:03:00.0/vendor", "0x10de\n");
     write("bus/pci/devices/0000:03:00.0/class", "0x030200\n");
+    // No link is so fast.
+    write("bus/pci/devices/0000:04:00.0/max_link_speed", "256.0 GT/s PCIe\n");
+    write("bus/pci/devices/0000:04:00.0/max_link_width", "16\n");
     write("bus/pci/devices/0000:04:00.0/numa_node", "-1\n");
     write("bus/pci/devices/0000:04:00.0/vendor", "0x10de\n");
     write("bus/pci/devices/0000:04:00.0/class", "0x068000\n");
+    write("class/infiniband/mlx5_0/ports/1/state", "4: ACTIVE\n");
     write("class/infiniband/mlx5_0/ports/1/rate", "200 Gb/sec (4X HDR)\n");
+    write("class/infiniband/mlx5_0/ports/2/state", "1: DOWN\n");
+    write("class/infiniband/mlx5_0/ports/2/rate", "10 Gb/sec (4X SDR)\n");
     write("class/net/eth7/speed", "-1\n");
     let host = observed(&load(HOST), sys.path());
     let find = |address: &str| {

@@ -54,7 +54,7 @@ pub(super) fn parse(name: &str, topology: Element<'_>) -> Result<Machine, XmlErr
     }
     if let Some(cpu) = &mut host.cpu {
         // This is a fact of the machine before version 3, and of the whole topology from then on.
-        cpu.arch = info([root, topology], "Architecture").unwrap_or_default().to_owned();
+        cpu.arch = info([root, topology], "Architecture").map(excerpt).unwrap_or_default();
     }
     let gpus = gpus_in_order(all(is_gpu), &mut notes);
     Ok(Machine {
@@ -184,7 +184,7 @@ fn gpus_in_order<'d>(functions: impl Iterator<Item = Element<'d>>, notes: &mut N
 }
 
 fn cpu(package: Element<'_>) -> CpuObservation {
-    let text = |key: &str| info([package], key).map(|value| value.trim().to_owned());
+    let text = |key: &str| info([package], key).map(|value| excerpt(value.trim()));
     let number = |key: &str| text(key)?.parse().ok();
     CpuObservation {
         arch: String::new(),

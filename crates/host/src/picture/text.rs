@@ -50,7 +50,7 @@ fn draw(above: &Part<'_>, indent: &str, gpu: &impl Fn(usize) -> String, text: &m
     }
     let label = |part: &Part<'_>| match (part.what, part.cpus()) {
         (What::Gpu(place), _) => gpu(place),
-        (_, Some(cpus)) => format!("{}, {cpus}", part.label()),
+        (_, Some(cpus)) => format!("{}, {}", part.label(), excerpt(&cpus)),
         _ => part.label(),
     };
     let lines = parts.into_iter().map(|part| (label(part), Some(part))).chain(all_memory.map(|line| (line, None)));

@@ -17,8 +17,8 @@ use super::xml::{self, Element, Limits, Notes, XmlError, below, name};
 use super::{Machine, cpu_list, unnamed_gpu};
 use linkwise_core::quote::excerpt;
 use linkwise_core::topology::{
-    ComputeCapability, CpuObservation, GpuObservation, Guid, HostObservation, NicKind, NicObservation, NodeObservation,
-    NumaNodeId, NumaNodeObservation, NvLinkObservation, NvLinkRemote, PciAddress, PcieLink,
+    ComputeCapability, CpuObservation, GpuObservation, Guid, HostObservation, MAX_NVLINKS, NicKind, NicObservation,
+    NodeObservation, NumaNodeId, NumaNodeObservation, NvLinkObservation, NvLinkRemote, PciAddress, PcieLink,
 };
 
 /// The version of the format (NCCL's `NCCL_TOPO_XML_VERSION`).
@@ -140,15 +140,12 @@ fn model(cpu: Element<'_>, notes: &mut Notes) -> Option<CpuObservation> {
     // NCCL adds CPUID's extended family times 16. The displayed family adds it as it is, and only to 15.
     let family = notes.number(cpu, "familyid").map(|id| if id & 0xf == 0xf { 0xf + (id >> 4) } else { id });
     Some(CpuObservation {
-        arch: arch.to_owned(),
-        vendor: cpu.attribute("vendor").map(str::to_owned),
+        arch: excerpt(arch),
+        vendor: cpu.attribute("vendor").map(excerpt),
         family,
         model: notes.number(cpu, "modelid"),
     })
 }
-
-/// The most NVLinks that are accepted for one GPU. Real GPUs have at most 18.
-const MAX_LINKS: u32 = 64;
 
 struct Candidate<'d> {
     pub pci: PciAddress,
@@ -227,9 +224,9 @@ fn nvlinks(gpu: Element<'_>, gpus: &BTreeSet<PciAddress>, notes: &mut Notes) -> 
             }
         }
         let count = notes.number(element, "count").unwrap_or(0);
-        let Some(end) = next.checked_add(count).filter(|end| count > 0 && *end <= MAX_LINKS) else {
+        let Some(end) = next.checked_add(count).filter(|end| count > 0 && *end <= MAX_NVLINKS) else {
             let count = element.attribute("count").map_or("none".to_owned(), excerpt);
-            notes.add(element, format!("{count} is no number of links (1 to {MAX_LINKS} for a GPU); left out"));
+            notes.add(element, format!("{count} is no number of links (1 to {MAX_NVLINKS} for a GPU); left out"));
             continue;
         };
         let remote = remote(element, gpus, notes);

@@ -197,14 +197,18 @@ fn unknown_stays_unknown() {
         <pci busid='0000:01:00.0' class='0x03' link_speed='' link_width='0'/>\
         <pci busid='0000:02:00.0' class='0x030000' vendor='0x1a03'/>\
         <pci busid='0000:03:00.0' class='0x060400'/><pci busid='0000:04:00.0' class='0x068000'/>\
-        <pci busid='0000:05:00.0' class='0x030200' link_speed='2.5 GT/s PCIe' link_width='1'/></cpu></system>";
+        <pci busid='0000:05:00.0' class='0x030200' link_speed='2.5 GT/s PCIe' link_width='1'/>\
+        <pci busid='0000:06:00.0' class='0x020000'><nic><net name='eth0' dev='0' speed='4294967295'/></nic></pci>\
+        </cpu></system>";
     let machine = machine(text);
     assert_eq!(machine.observed.failures.len(), 1, "NVLinks only: {:?}", machine.observed.failures);
     assert_eq!(machine.observed.host.numa_nodes, []);
     assert_eq!(machine.observed.host.cpu, None);
     let kinds: Vec<_> =
         machine.observed.host.host_bridges.iter().map(|bridge| (bridge.numa, bridge.devices[0].kind)).collect();
-    assert_eq!(kinds, [(None, PciKind::Gpu), (None, PciKind::Gpu)], "no VGA of another vendor, no empty switch");
+    let expected = [(None, PciKind::Gpu), (None, PciKind::Gpu), (None, PciKind::Nic)];
+    assert_eq!(kinds, expected, "no VGA of another vendor, no empty switch");
+    assert_eq!(machine.observed.host.host_bridges[2].devices[0].nics[0].mbps, None);
     assert_eq!(machine.observed.gpus[0].pcie, None);
     let slow = machine.observed.gpus[1].pcie.unwrap();
     assert_eq!((slow.mts, slow.width), (2_500, 1), "a raw fact, which topology takes as unknown");
