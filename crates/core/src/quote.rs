@@ -26,6 +26,20 @@ pub fn one_line(text: &str) -> String {
     shown(&text.split_whitespace().collect::<Vec<_>>().join(" "), MESSAGE)
 }
 
+/// Text or JSON in which JSON's escapes stand for the characters that a terminal obeys or does not show.
+pub fn escaped(text: &str) -> String {
+    let mut shown = String::with_capacity(text.len());
+    for char in text.chars() {
+        let is_shown = if char.is_ascii() { !char.is_ascii_control() } else { char.escape_debug().len() == 1 };
+        if is_shown || char == '\n' {
+            shown.push(char);
+        } else {
+            shown.extend(char.encode_utf16(&mut [0; 2]).iter().map(|unit| format!("\\u{unit:04x}")));
+        }
+    }
+    shown
+}
+
 /// The error for a text that is not what it should be.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{} {why}", quoted(text))]

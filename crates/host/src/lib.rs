@@ -9,3 +9,4 @@ pub mod labels;
 pub mod machines;
 pub mod mps;
 pub mod picture;
+pub mod yaml;

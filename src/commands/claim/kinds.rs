@@ -11,7 +11,7 @@ use std::collections::BTreeMap;
 use std::io::Read;
 use std::path::Path;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, anyhow, ensure};
 use serde_json::Value;
 
 use super::{Asked, Devices, GPUS, OURS, any_groups, asked, of_attribute, request, topology};
@@ -24,6 +24,7 @@ use linkwise_core::quote::excerpt;
 use linkwise_core::topology::NodeTopology;
 use linkwise_core::words::{count, gigabytes, ranges};
 use linkwise_host::machines;
+use linkwise_host::yaml::fault;
 use linkwise_system::block_on;
 use linkwise_system::output::{complain, open};
 
@@ -194,7 +195,7 @@ fn slices_of(path: &Path) -> Result<Vec<Value>> {
     ensure!(text.len() as u64 <= LONGEST_FILE, "{name} is longer than {} MiB", LONGEST_FILE >> 20);
     let object: Value = match text.trim_start().starts_with('{') {
         true => serde_json::from_str(&text).with_context(|| format!("{name} is no JSON"))?,
-        false => serde_saphyr::from_str(&text).with_context(|| format!("{name} is no YAML"))?,
+        false => serde_saphyr::from_str(&text).map_err(|error| anyhow!("{name} is no YAML: {}", fault(&error)))?,
     };
     let objects = object["items"].as_array().cloned().unwrap_or_else(|| vec![object]);
     let is_slice = |object: &Value| object["kind"] == "ResourceSlice" || object["spec"]["pool"].is_object();

@@ -11,9 +11,10 @@ use serde::Deserialize;
 
 use super::driver::Nvml;
 use super::{Findings, Node, Status, existing};
-use linkwise_core::quote::{excerpt, one_line};
+use linkwise_core::quote::excerpt;
 use linkwise_core::topology::{NodeObservation, TopologyWarning};
 use linkwise_core::words::count;
+use linkwise_host::yaml::fault;
 
 /// Compares the kernel's GPUs with NVML's.
 pub(super) fn sysfs(found: &mut Findings, node: &Node) {
@@ -120,10 +121,8 @@ pub(super) fn container_runtime(found: &mut Findings, node: &Node) {
         let is_spec = |path: &PathBuf| path.extension().is_some_and(|kind| kind == "json" || kind == "yaml");
         for path in existing(found, folder, "specs").into_iter().filter(is_spec) {
             let text = fs::read_to_string(&path).map_err(|error| error.to_string());
-            let first_line = |error: String| one_line(error.lines().next().unwrap_or_default());
             // JSON is YAML.
-            let read =
-                |text: String| serde_saphyr::from_str::<Spec>(&text).map_err(|error| first_line(error.to_string()));
+            let read = |text: String| serde_saphyr::from_str::<Spec>(&text).map_err(|error| fault(&error));
             match text.and_then(read) {
                 Ok(spec) if is_nvidias(&spec.kind) => {
                     specs += 1;

@@ -7,12 +7,13 @@ use std::collections::BTreeSet;
 use std::fmt;
 
 use serde::de::{self, Deserialize, Deserializer, MapAccess, SeqAccess, Visitor};
-use serde_saphyr::{Spanned, UserMessageFormatter};
+use serde_saphyr::Spanned;
 
 use super::keys;
 use super::value::Value;
 use crate::config::removed;
-use linkwise_core::quote::{excerpt, one_line};
+use linkwise_core::quote::excerpt;
+use linkwise_host::yaml::fault;
 
 const VERSION: &str = "v1";
 
@@ -126,13 +127,11 @@ impl Node {
         let written =
             text.lines().map(str::trim).any(|line| !line.is_empty() && !line.starts_with('#') && line != "---");
         if written {
-            let options = serde_saphyr::options! { with_snippet: false };
-            match serde_saphyr::from_str_with_options(text, options) {
+            match serde_saphyr::from_str(text) {
                 Ok(read) => root = read,
                 Err(error) => {
                     let line = error.location().map(|location| location.line());
-                    let problem = one_line(&error.render_with_formatter(&UserMessageFormatter));
-                    findings.push(Finding::error(line, "", problem));
+                    findings.push(Finding::error(line, "", fault(&error)));
                 }
             }
         }

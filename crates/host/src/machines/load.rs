@@ -7,10 +7,10 @@ use std::path::Path;
 use std::string::FromUtf8Error;
 
 use serde::Deserialize;
-use serde_saphyr::UserMessageFormatter;
 
 use super::xml::{self, XmlError};
 use super::{BUILT_IN, MAX_FILE_BYTES, Machine, MachineError, hwloc_xml, nccl, topo};
+use crate::yaml::{fault, write};
 use linkwise_core::quote::{excerpt, one_line};
 use linkwise_core::topology::HostObservation;
 use linkwise_system::files;
@@ -111,24 +111,22 @@ impl Machine {
 
     /// The text of a node file; [`Machine::parse`] reads it back equal.
     pub fn to_yaml(&self) -> Result<String, MachineFileError> {
-        serde_saphyr::to_string(self).map_err(|error| MachineFileError(one_line(&error.to_string())))
+        write(self).map_err(MachineFileError)
     }
 }
 
-/// Reads YAML with serde-saphyr's limits on nodes, depth and the multiplication of aliases, so that a small hostile
-/// file stays small. An error names the key and the line.
+/// Reads YAML. An error names the key and the line.
 fn yaml<T: serde::de::DeserializeOwned>(text: &str) -> Result<T, MachineFileError> {
-    let options = serde_saphyr::options! { with_snippet: false };
     let mut key = String::new();
-    let read = serde_saphyr::with_deserializer_from_str_with_options(text, options, |file| {
+    let read = serde_saphyr::with_deserializer_from_str(text, |file| {
         serde_path_to_error::deserialize(file).map_err(|error| {
-            key = format!("{}: ", error.path());
+            key = format!("{}: ", one_line(&error.path().to_string()));
             error.into_inner()
         })
     });
     read.map_err(|error| {
         let key = if key.starts_with('.') { "" } else { key.as_str() };
-        MachineFileError(one_line(&format!("{key}{}", error.render_with_formatter(&UserMessageFormatter))))
+        MachineFileError(format!("{key}{}", fault(&error)))
     })
 }
 
@@ -180,7 +178,8 @@ mod tests {
 
     fn refusal(text: &str) -> String {
         let message = Machine::parse(text).unwrap_err().to_string();
-        assert!(!message.contains('\n'), "more than one line: {message}");
+        let is_plain = ["\n", "{ ", "u32"].iter().all(|debug| !message.contains(debug));
+        assert!(is_plain, "more than one line, or words of Rust: {message}");
         eprintln!("{message}");
         message
     }
@@ -191,12 +190,18 @@ mod tests {
         let inner = "version: 1\nname: x\nobserved:\n  gpus: []\n  host:\n    numa: 1\n";
         for (text, line, words) in [
             ("version: 1\nname: \"x\n", "line ", ""),
-            ("version: 1\nname: x\nobserved:\n  gpus: 3\n", "line 4", ""),
+            ("version: 1\nname: x\nobserved:\n  gpus: 3\n", "line 4", "observed.gpus: expected a list"),
             ("version: 1\nname: x\nname: y\nobserved: {gpus: []}\n", "line 3", ""),
             ("version: one\nname: x\n", "line 1", ""),
             ("version: 1\nname: x\ncolour: red\nobserved: {gpus: []}\n", "line 3", "colour"),
             (inner, "line 6", "numa"),
             (gpu, "line 5", "'3b' is not a PCI address"),
+            (
+                gpu.replace("index: 0", "index: -1").as_str(),
+                "line 5",
+                "gpus[0].index: expected a whole number from 0 to 4294967295",
+            ),
+            (gpu.replace("pci: \"3b\"", "memory_mib: 1.5").as_str(), "line 5", "from 0 to 18446744073709551615"),
             ("version: 2\nname: x\nnovelty: 1\n", "", "version 2 is newer"),
             ("version: 0\nname: x\n", "", "version 0 does not exist"),
             ("name: x\nobserved: {gpus: []}\n", "", "version"),
