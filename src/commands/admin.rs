@@ -47,21 +47,7 @@ pub async fn admin(args: &AdminArgs) -> Result<()> {
             words += &format!("another process has GPUs open: {process}\n");
         }
     }
-    Ok(print(&escaped(&words))?)
-}
-
-/// Text or JSON in which JSON's escapes stand for the characters that a terminal obeys or does not show.
-fn escaped(words: &str) -> String {
-    let mut text = String::with_capacity(words.len());
-    for char in words.chars() {
-        let is_shown = if char.is_ascii() { !char.is_ascii_control() } else { char.escape_debug().len() == 1 };
-        if is_shown || char == '\n' {
-            text.push(char);
-        } else {
-            text.extend(char.encode_utf16(&mut [0; 2]).iter().map(|unit| format!("\\u{unit:04x}")));
-        }
-    }
-    text
+    Ok(print(&words)?)
 }
 
 /// The processes that have GPUs open, with their names, as far as this one can see them.

@@ -14,9 +14,9 @@ use crate::config::{ExpectArgs, Format, PodArgs, VerifyArgs};
 use linkwise_core::allocation::ChosenGpu;
 use linkwise_core::benchmark::{Comparison, Expectation, MODEL, NcclReport, Verdict, gb_per_s, odd_among};
 use linkwise_core::publish::placement::Allocation;
+use linkwise_core::quote::excerpt;
 use linkwise_core::state::GpuSelector;
 use linkwise_core::topology::{GpuUuid, NodeTopology};
-use linkwise_host::picture::shown;
 
 /// The longest text of nccl-tests that is read, in bytes: a log of NCCL with all ranks of a large job.
 const MOST_TEXT: u64 = 64 << 20;
@@ -53,7 +53,7 @@ pub async fn expect(args: &ExpectArgs) -> Result<()> {
     let expectation = Expectation::of(&topology, &places);
     let set = topology.restricted(&places);
     let gpus = places.iter().filter_map(|place| ChosenGpu::at(&topology, *place));
-    let odd: Vec<String> = odd_among(&warnings, set.gpus()).map(|odd| shown(&odd)).collect();
+    let odd: Vec<String> = odd_among(&warnings, set.gpus()).collect();
     let expected = Expected { gpus: gpus.collect(), bus: expectation.bandwidth(), expectation, odd, model: MODEL };
     print(&match args.format {
         Format::Json => serde_json::to_string(&expected)? + "\n",
@@ -87,7 +87,7 @@ pub async fn verify(args: &VerifyArgs) -> Result<ExitCode> {
     let (topology, _) = NodeTopology::assemble(&machine.observed);
     let places = places(&topology, &args.pod, args.gpus.as_deref()).await?;
     let comparison = Comparison::of(&report, &machine.observed, places.as_deref())
-        .with_context(|| format!("cannot compare {} with {}", args.file.display(), machine.name))?;
+        .with_context(|| format!("cannot compare {} with {}", args.file.display(), excerpt(&machine.name)))?;
     print(&match args.format {
         Format::Json => {
             let verified = Verified { comparison: &comparison, unreadable_lines: report.unreadable, model: MODEL };

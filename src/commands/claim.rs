@@ -10,7 +10,7 @@ mod kinds;
 
 use std::collections::BTreeSet;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, anyhow, ensure};
 use serde::{Serialize, Serializer};
 use serde_json::Value;
 
@@ -18,7 +18,7 @@ use crate::config::{ClaimArgs, ClaimKind, FleetArgs, ManifestFormat, Near};
 use linkwise_core::publish::dra::exact::{GroupAttribute, NVLINK_DOMAIN};
 use linkwise_core::publish::dra::{GpuLayout, GroupSize};
 use linkwise_core::topology::{MigProfile, NodeTopology};
-use linkwise_host::machines;
+use linkwise_host::{machines, yaml};
 use linkwise_system::output::print;
 
 pub use kinds::rails_claim;
@@ -434,7 +434,7 @@ pub(super) fn list<T>(items: Vec<T>) -> List<T> {
 pub(super) fn text(object: &impl Serialize, format: ManifestFormat) -> Result<String> {
     let text = match format {
         ManifestFormat::Json => serde_json::to_string_pretty(object).context("cannot write JSON")?,
-        ManifestFormat::Yaml => serde_saphyr::to_string(object).context("cannot write YAML")?,
+        ManifestFormat::Yaml => yaml::write(object).map_err(|error| anyhow!("cannot write YAML: {error}"))?,
     };
     Ok(format!("{}\n", text.trim_end()))
 }

@@ -15,10 +15,10 @@ use tokio::time::sleep;
 use super::{admin, print};
 use crate::config::TopArgs;
 use linkwise_core::publish::view::{GpuView, NodeView, ReasonView, percent};
-use linkwise_core::quote::one_line;
+use linkwise_core::quote::{escaped, one_line};
 use linkwise_core::state::{Availability, Timestamp};
 use linkwise_core::topology::GpuUuid;
-use linkwise_system::output::table;
+use linkwise_system::output::{print_styled, table};
 
 /// Moves to the first column of the first line, and clears all that a terminal shows.
 const CLEAR: &str = "\x1b[H\x1b[J";
@@ -31,7 +31,7 @@ pub async fn top(args: &TopArgs) -> Result<()> {
     loop {
         let text = state_text(&args.socket).await;
         let away = |error| format!("linkwise does not answer, trying again: {}\n", one_line(&format!("{error:#}")));
-        print(&format!("{CLEAR}{}", text.unwrap_or_else(away)))?;
+        print_styled(&format!("{CLEAR}{}", escaped(&text.unwrap_or_else(away))))?;
         sleep(Duration::from_secs(args.interval.into())).await;
     }
 }

@@ -73,7 +73,7 @@ fn text(machine: &Machine, topology: &NodeTopology, warnings: &[TopologyWarning]
     let mut text = picture::machine_tree(machine) + "\n" + &picture::matrix(topology, &machine.observed.host);
     for warning in warnings {
         // Writing to a String cannot fail.
-        let _ = write!(text, "\nwarning: {}", picture::shown(&warning.to_string()));
+        let _ = write!(text, "\nwarning: {warning}");
     }
     if !text.ends_with('\n') {
         text.push('\n');

@@ -121,6 +121,71 @@ fn unknown_nvlinks_are_not_taken_as_none() {
     );
 }
 
+/// Returns true for a character that a terminal obeys, or that changes the direction of writing.
+fn is_obeyed(char: char) -> bool {
+    (char.is_control() && char != '\n') || matches!(char, '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
+}
+
+#[test]
+fn nothing_of_an_input_is_obeyed_by_a_terminal() {
+    const HOSTILE: &str = "a\u{1b}[31m\u{9b}2J\u{202e}\nFORGED";
+    let files = Files::new();
+    let written = r"a\u001b[31m\u009b2J\u202e\nFORGED";
+    let (mut plain, mut hostile) = (switched(0), switched(0));
+    // YAML needs no quotes for the first one.
+    (plain["model"], hostile["model"]) = ("a\u{202e}b".into(), "HOSTILE".into());
+    let nic = r#"{"kind":"nic","nics":[{"name":"HOSTILE","kind":"rdma"}]},{"kind":"gpu""#;
+    let text = machine(&[plain, hostile]).replace(r#"{"kind":"gpu""#, nic).replace(r#""node""#, r#""HOSTILE""#);
+    let node = files.put("node.yaml", &text.replace("HOSTILE", written));
+    let root = files.put("root.yaml", &format!("version: v1\nflags: {{nvidiaDriverRoot: \"/{written}\"}}\n"));
+    let keys =
+        files.put("keys.yaml", &format!("version: v1\n\"{written}\": 1\nflags: {{migStrategy: \"{written}\"}}\n"));
+    let run = files.put("run.txt", &format!("{HEAD}8589934592 2147483648 float sum -1 23166.0 370.80 370.80 0\n"));
+    let shown = |args: &[&str]| {
+        let (_, text) = said(args);
+        assert!(
+            !text.contains(is_obeyed) && !text.lines().any(|line| line.starts_with("FORGED")),
+            "{args:?}: {text:?}"
+        );
+        text
+    };
+    for command in [
+        &["topology"][..],
+        &["topology", "--format", "svg"],
+        &["allocate", "--size", "1", "--explain"],
+        &["allocate", "--size", "1", "--explain", "--format", "json"],
+        &["expect"],
+        &["expect", "--format", "json"],
+        &["verify", &run, "--gpus", "0"],
+        &["verify", &run, "--format", "json"],
+        &["labels"],
+        &["labels", "--config-file", &root],
+        &["claim", "--gpus", "2", "--exact"],
+        &["claim", "--gpus", "2", "--node", "dgx-h100"],
+        &["claim", "--gpus", "2", "--node", "dgx-h100", "--format", "json"],
+    ] {
+        shown(&[command, &["--node", &node]].concat());
+    }
+    shown(&["topology", "--node", HOSTILE]);
+    for file in [&root, &keys] {
+        shown(&["config", "check", file]);
+        shown(&["config", "show", "--config-file", file]);
+        shown(&["config", "show", "--config-file", file, "--format", "json"]);
+    }
+    // Escaped, the output says the same.
+    let topology = |node: &str| -> serde_json::Value {
+        serde_json::from_str(&shown(&["topology", "--format", "json", "--node", node])).unwrap()
+    };
+    let read = topology(&node);
+    assert_eq!(read["gpus"][0]["model"], "a\u{202e}b");
+    assert_eq!((&read["gpus"][1]["model"], &read["nics"][0]["names"][0]), (&json!(HOSTILE), &json!(HOSTILE)));
+    assert_eq!(topology(&files.put("snapshot.yaml", &shown(&["snapshot", "--node", &node]))), read);
+    let slices = |format: &str| shown(&["dra", "--node", &node, "--config-file", &root, "--format", format]);
+    let slices =
+        [slices("yaml"), slices("json")].map(|text| serde_saphyr::from_str::<serde_json::Value>(&text).unwrap());
+    assert_eq!(slices[0], slices[1]);
+}
+
 #[test]
 fn odd_gpu_is_named_and_goes_to_one_first() {
     let files = Files::new();

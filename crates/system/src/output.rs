@@ -7,9 +7,15 @@ use std::io::{self, Read, Write};
 use std::path::Path;
 
 use anyhow::{Context, Result};
+use linkwise_core::quote::escaped;
 
-/// Writes to standard output; `linkwise topology | head` is not a failure.
+/// Writes text or JSON to standard output, with escapes for what a terminal obeys, whatever it came from.
 pub fn print(text: &str) -> io::Result<()> {
+    print_styled(&escaped(text))
+}
+
+/// Writes to standard output what a terminal is to obey; `linkwise topology | head` is not a failure.
+pub fn print_styled(text: &str) -> io::Result<()> {
     let mut out = io::stdout().lock();
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
         Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
@@ -17,11 +23,13 @@ pub fn print(text: &str) -> io::Result<()> {
     }
 }
 
-/// Writes lines to standard error, as the program of this name says them. If it is closed, no one can read them.
+/// Writes lines to standard error, as the program of this name says them, with escapes for what a terminal obeys. If it is
+/// closed, no one can read them.
 pub fn complain<T: Display>(program: &str, lines: impl IntoIterator<Item = T>) {
     let mut errors = io::stderr().lock();
     for line in lines {
-        let _ = writeln!(errors, "{program}: {line:#}");
+        let line = escaped(&format!("{line:#}")).replace('\n', "\\n");
+        let _ = writeln!(errors, "{program}: {line}");
     }
 }
 

@@ -31,7 +31,7 @@ use linkwise_node::keeper::HealthSettings;
 use linkwise_node::node::{Node, NodeSettings};
 use linkwise_system::block_on;
 use linkwise_system::log::{LogFormat, log_to_stderr};
-use linkwise_system::output::print;
+use linkwise_system::output::print_styled;
 use linkwise_system::signals::LastSignals;
 
 pub use options::DemoArgs;
@@ -63,7 +63,7 @@ fn on_terminal(args: &DemoArgs, play: impl AsyncFnOnce(Machine, Print<'_>) -> Re
     let _log = log_to_stderr(&args.log, "kube_client", LogFormat::Text)?;
     let style = Style { colour: !args.no_color && std::io::stdout().is_terminal() };
     let machine = machines::load(&args.machine)?;
-    block_on(play(machine, &move |text: &str| Ok(print(&style.render(text))?)))
+    block_on(play(machine, &move |text: &str| Ok(print_styled(&style.render(text))?)))
 }
 
 /// Runs the demo on a machine; `out` prints.

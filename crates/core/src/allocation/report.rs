@@ -12,7 +12,9 @@ use serde::Serialize;
 use super::AllocationPolicy;
 use super::set::GpuSet;
 use super::tables::AllocationTables;
+use crate::quote::excerpt;
 use crate::topology::{GpuUuid, NodeTopology, PciAddress};
+use crate::words::list;
 
 /// The values by which sets are compared, in this order; more is better.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -271,7 +273,8 @@ impl fmt::Display for Explanation<'_> {
             writeln!(f, "  a job of {size} would reach {collective} of {idle} MB/s there")?;
         }
         for near in self.nearest_nics.iter().filter(|near| !near.nics.is_empty()) {
-            writeln!(f, "GPU {}: nearest NIC {} ({})", near.index, near.nics.join(", "), near.level.unwrap_or("-"))?;
+            let names = list(near.nics.iter().map(|name| excerpt(name)));
+            writeln!(f, "GPU {}: nearest NIC {names} ({})", near.index, near.level.unwrap_or("-"))?;
         }
         Ok(())
     }

@@ -21,7 +21,7 @@ use outline::{Part, What, outline};
 
 pub use looks::harmless;
 pub use svg::{element, svg};
-pub use text::{machine_tree, matrix, shown};
+pub use text::{machine_tree, matrix};
 
 /// The most interfaces that are named in one box.
 const MOST_NAMES: usize = 4;

@@ -1,7 +1,7 @@
 //! The machine as text: the tree of packages, NUMA nodes, host bridges, switches, GPUs and NICs, and the matrix, as
 //! `nvidia-smi topo -m` prints it.
 
-use super::looks::harmless;
+use super::looks::clean;
 use super::outline::{Part, What, outline};
 use crate::machines::Machine;
 use linkwise_core::quote::excerpt;
@@ -15,11 +15,6 @@ const LEGEND: &str = "
   NODE  one NUMA node              SYS   between NUMA nodes
 ";
 
-/// Text of any origin, without what a terminal obeys.
-pub fn shown(text: &str) -> String {
-    text.chars().map(harmless).collect()
-}
-
 /// Text for people: a machine's title and tree.
 pub fn machine_tree(machine: &Machine) -> String {
     let (topology, _) = NodeTopology::assemble(&machine.observed);
@@ -28,9 +23,9 @@ pub fn machine_tree(machine: &Machine) -> String {
         let model = gpu.model.as_deref().filter(|model| !model.is_empty()).map(|model| format!("  {model}"));
         format!("GPU {}  {}{}", gpu.index, gpu.pci, model.unwrap_or_default())
     };
-    let mut text = format!("{}\n\n", shown(&machine.title));
+    let mut text = format!("{}\n\n", clean(&machine.title));
     for part in &outline(&machine.observed, &topology) {
-        text += &format!("{}\n", shown(&part.label()));
+        text += &format!("{}\n", clean(&part.label()));
         draw(part, "", &gpu, &mut text);
     }
     text
@@ -57,7 +52,7 @@ fn draw(above: &Part<'_>, indent: &str, gpu: &impl Fn(usize) -> String, text: &m
     let mut lines = lines.peekable();
     while let Some((line, part)) = lines.next() {
         let (here, below) = if lines.peek().is_some() { ("├─ ", "│  ") } else { ("└─ ", "   ") };
-        *text += &format!("{indent}{here}{}\n", shown(&line));
+        *text += &format!("{indent}{here}{}\n", clean(&line));
         if let Some(part) = part {
             draw(part, &format!("{indent}{below}"), gpu, text);
         }
@@ -89,7 +84,7 @@ pub fn matrix(topology: &NodeTopology, host: &HostObservation) -> String {
     }
     let mut text = table(&rows);
     for (number, nic) in topology.nics().iter().enumerate() {
-        text += &format!("\n  NIC{number}: {}", shown(&nic.names.join(", ")));
+        text += &format!("\n  NIC{number}: {}", clean(&nic.names.join(", ")));
     }
     if !topology.nics().is_empty() {
         text.push('\n');
