@@ -249,10 +249,13 @@ fn any_groups(gpus: u8) -> Vec<String> {
 /// for any group that a node may have.
 fn groups(gpus: u8, node: Option<&str>, strict: bool) -> Result<Vec<String>> {
     let mut groups = if node.is_none() && !strict { usual_groups(gpus) } else { any_groups(gpus) };
-    if let Some(node) = node.filter(|_| gpus > 1) {
+    if let Some(node) = node {
         let topology = topology(node)?;
         let count = topology.gpus().len();
         ensure!(usize::from(gpus) <= count, kinds::too_few(gpus, count));
+        if gpus == 1 {
+            return Ok(groups);
+        }
         let there = GroupAttribute::all_of(&GpuLayout::of(&super::tables(topology), (0..count).collect()));
         groups.retain(|name| there.iter().any(|attribute| attribute.name == *name));
         ensure!(

@@ -28,9 +28,11 @@ fn refused(args: &[&str], named: &[&str]) {
 }
 
 /// Commands that take a machine.
-fn with_machine(machine: &str) -> [Vec<&str>; 3] {
+fn with_machine(machine: &str) -> [Vec<&str>; 5] {
     let allocate = ["allocate", "--size", "1", "--node", machine];
-    [vec!["topology", "--node", machine], allocate.to_vec(), vec!["snapshot", "--node", machine]]
+    let claim = ["claim", "--gpus", "1", "--node", machine];
+    let exact = [&claim[..], &["--exact"]].concat();
+    [vec!["topology", "--node", machine], allocate.to_vec(), vec!["snapshot", "--node", machine], claim.to_vec(), exact]
 }
 
 fn file(text: &[u8]) -> (TempDir, PathBuf) {
@@ -97,6 +99,10 @@ fn impossible_choice_reports_cause() {
     allocate(&["--size", "1", "--must-include", "GPU-nobody"], &["no GPU GPU-nobody"]);
     let (_folder, path) = file(b"version: 1\nname: bare\nobserved: {gpus: []}\n");
     refused(&["allocate", "--size", "1", "--node", path.to_str().unwrap()], &["no set of 1 GPUs", "0 may be taken"]);
+    for exact in [&[][..], &["--exact"]] {
+        let claim = ["claim", "--gpus", "1", "--node", path.to_str().unwrap()];
+        refused(&[&claim, exact].concat(), &["--gpus 1 with --node", "none here has more than 0"]);
+    }
 }
 
 #[test]

@@ -22,8 +22,8 @@ const MOST_NAMES: usize = 5;
 /// such a claim gives up, if the fleet is known.
 pub(super) fn group(gpus: u8, nodes: &[String], fleet: &FleetArgs) -> Result<Option<String>> {
     let names = candidates(gpus);
-    let Some(first) = names.first() else { return Ok(None) };
     let kinds = of_fleet(gpus, nodes, fleet)?;
+    let Some(first) = names.first() else { return Ok(None) };
     if kinds.is_empty() {
         return Ok(Some(first.clone()));
     }
