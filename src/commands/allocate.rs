@@ -46,6 +46,7 @@ struct Slot {
 pub async fn allocate(args: &AllocateArgs) -> Result<()> {
     let machine = super::machine(&args.node).await?;
     let (topology, _) = NodeTopology::assemble(&machine.observed);
+    super::note_unknown_nvlinks(&machine.name, &topology);
     let shared = args.replicas.map(usize::from).map(|replicas| (replicas, Units::slots(&topology, replicas)));
     let usual = if shared.is_some() { AllocationPolicy::Distributed } else { AllocationPolicy::BestEffort };
     let policy = args.policy.unwrap_or(usual);

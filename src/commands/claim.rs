@@ -256,6 +256,7 @@ fn groups(gpus: u8, node: Option<&str>, strict: bool) -> Result<Vec<String>> {
         if gpus == 1 {
             return Ok(groups);
         }
+        super::note_unknown_nvlinks(node, &topology);
         let there = GroupAttribute::all_of(&GpuLayout::of(&super::tables(topology), (0..count).collect()));
         groups.retain(|name| there.iter().any(|attribute| attribute.name == *name));
         ensure!(

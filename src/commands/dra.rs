@@ -36,6 +36,7 @@ pub async fn dra(args: &DraArgs) -> Result<()> {
     let machine = machine(&args.node).await?;
     let progress = Progress::start("comparing the sets of this machine's GPUs");
     let state = NodeState::of_machine(machine.observed, ResourcePlan { door: Door::Dra, ..settings.plan() });
+    super::note_unknown_nvlinks(&machine.name, state.tables().topology());
     let layout = GpuLayout::of(state.tables(), offered_now(&state));
     let dynamic_mig = settings.dra_dynamic_mig.value;
     let facts = DraFacts::of_state(&state, &layout, DraSettings { dynamic_mig, ..DraSettings::default() });

@@ -26,12 +26,13 @@ use anyhow::{Context, Result};
 use crate::config::{HostArgs, NodeArgs};
 use crate::run;
 use linkwise_core::allocation::AllocationTables;
+use linkwise_core::quote::excerpt;
 use linkwise_core::state::GpuSelector;
 use linkwise_core::topology::{Gpu, NodeTopology};
 use linkwise_host::hwloc;
 use linkwise_host::machines::{self, Machine, VERSION};
 use linkwise_nvml::supervisor;
-use linkwise_system::output::{open, print};
+use linkwise_system::output::{complain, open, print};
 use linkwise_system::progress::Progress;
 
 pub use admin::admin;
@@ -60,6 +61,12 @@ fn find_gpu<'a>(topology: &'a NodeTopology, name: &GpuSelector) -> Result<(usize
     let gpus = topology.gpus();
     let found = gpus.iter().enumerate().find(|(_, gpu)| name.is(gpu));
     found.with_context(|| format!("no GPU {name} on this machine (it has {})", gpus.len()))
+}
+
+/// Says on standard error that NVLinks are unknown, for a command whose answer depends on them.
+fn note_unknown_nvlinks(machine: &str, topology: &NodeTopology) {
+    let note = || format!("{}: its NVLinks are unknown, and taken as none", excerpt(machine));
+    complain("linkwise", (!topology.knows_nvlinks()).then(note));
 }
 
 /// The machine of a command's options.

@@ -107,18 +107,40 @@ fn unknown_nvlinks_are_not_taken_as_none() {
             <pci busid="0001:00:00.0" class="0x030200" link_speed="32.0 GT/s PCIe" link_width="16"/>
             <pci busid="0002:00:00.0" class="0x030200" link_speed="32.0 GT/s PCIe" link_width="16"/></cpu></system>"#,
     );
-    let (status, text) = said(&["expect", "--node", &cloud]);
-    assert!(
-        status == 0 && text.contains("rings         unknown\nNVLink SHARP  unknown\nnote: GPUs 0001:00:00.0, "),
-        "{text}"
+    let hwloc = files.put(
+        "hwloc.xml",
+        r#"<topology version="2.0"><object type="Machine" os_index="0">
+            <object type="Bridge" bridge_type="0-1" depth="0"><object type="PCIDev" pci_busid="0001:00:00.0"
+             pci_type="0302 [10de:2941] [10de:2046] a1"/></object>
+            <object type="Bridge" bridge_type="0-1" depth="0"><object type="PCIDev" pci_busid="0002:00:00.0"
+             pci_type="0302 [10de:2941] [10de:2046] a1"/></object></object></topology>"#,
     );
-    let (_, text) = said(&["labels", "--node", &cloud]);
-    assert!(!text.contains("gpu.link=") && !text.contains("island-size=") && text.contains("gpu.rails=0"), "{text}");
-    assert!(
-        said(&["topology", "--node", &cloud])
-            .1
-            .contains("warning: GPUs 0001:00:00.0, 0002:00:00.0: their NVLinks are unknown")
+    let run = files.put(
+        "run.txt",
+        &format!("{HEAD}8589934592 2147483648 float sum -1 23166.0 370.80 370.80 0 23166.0 370.80 370.80 0\n"),
     );
+    for (machine, name) in [(&cloud, "cloud"), (&hwloc, "hwloc")] {
+        let (status, text) = said(&["expect", "--node", machine]);
+        let expected = "rings         unknown\nNVLink SHARP  unknown\nnote: GPUs 0001:00:00.0, ";
+        assert!(status == 0 && text.contains(expected), "{text}");
+        let (_, text) = said(&["labels", "--node", machine]);
+        assert!(
+            !text.contains("gpu.link=") && !text.contains("island-size=") && text.contains("gpu.rails=0"),
+            "{text}"
+        );
+        for command in [&["topology"][..], &["verify", &run]] {
+            let (_, text) = said(&[command, &["--node", machine]].concat());
+            assert!(text.contains("GPUs 0001:00:00.0, 0002:00:00.0: their NVLinks are unknown"), "{text}");
+        }
+        let two = ["claim", "--gpus", "2"];
+        let (exact, fleet) = ([&two[..], &["--exact"]].concat(), [&two[..], &["--node", "dgx-h100"]].concat());
+        for command in [&["allocate", "--size", "2"][..], &two, &exact, &fleet, &["dra"]] {
+            let (status, text) = said(&[command, &["--node", machine]].concat());
+            let is_told = text.contains(&format!("{name}: its NVLinks are unknown, and taken as none"))
+                || text.contains(&format!("{machine}: its NVLinks are unknown, and taken as none"));
+            assert!(is_told && !text.contains("GB/s each"), "{command:?}: {status} {text}");
+        }
+    }
 }
 
 /// Returns true for a character that a terminal obeys, or that changes the direction of writing.

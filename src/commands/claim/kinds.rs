@@ -15,6 +15,7 @@ use anyhow::{Context, Result, anyhow, ensure};
 use serde_json::Value;
 
 use super::{Asked, Devices, GPUS, OURS, any_groups, asked, of_attribute, request, topology};
+use crate::commands::note_unknown_nvlinks;
 use crate::config::{ClaimArgs, FleetArgs, Rails};
 use linkwise_cluster::all_slices;
 use linkwise_core::allocation::GpuSet;
@@ -144,16 +145,20 @@ pub(super) fn candidates(gpus: u8) -> Vec<String> {
 }
 
 fn assembled(title: String, topology: NodeTopology, gpus: u8) -> Kind {
+    if gpus > 1 {
+        note_unknown_nvlinks(&title, &topology);
+    }
+    let is_known = topology.knows_nvlinks();
     let all: GpuSet = (0..topology.gpus().len()).collect();
     let product = product_of(&topology).map(str::to_owned);
     let is_mixed = topology.gpus().iter().any(|gpu| gpu.model.as_deref() != product.as_deref());
     let tables = crate::commands::tables(topology);
     let layout = GpuLayout::of(&tables, all);
-    let best = tables.best_collective(layout.order.iter().copied().collect(), gpus.into());
+    let best = tables.best_collective(layout.order.iter().copied().collect(), gpus.into()).filter(|_| is_known);
     let nodes = vec![title.clone()];
     let attributes = GroupAttribute::all_of(&layout);
     let kind = Kind { title, nodes, attributes, best, product, is_mixed, ..Kind::default() };
-    kind.with_claims(layout.order.len(), gpus, Some((&tables, &layout)))
+    kind.with_claims(layout.order.len(), gpus, is_known.then_some((&tables, &layout)))
 }
 
 fn product_of(topology: &NodeTopology) -> Option<&str> {
