@@ -279,6 +279,26 @@ async fn topology_warnings_come_with_advice() {
 }
 
 #[tokio::test]
+async fn odd_gpu_and_unknown_nvlinks_are_told() {
+    let links = ", nvlinks: [{links: [0, 1], remote: {switch: null}}]";
+    let gpus = [
+        ("GPU-a", "0000:01:00.0", links),
+        ("GPU-b", "0000:02:00.0", ", nvlinks: []"),
+        ("GPU-c", "0000:03:00.0", links),
+    ];
+    let (setup, _kubelet) = around(Setup::with(&machine(&gpus)));
+    let report = look(&setup, &[]).await;
+    let odd = "GPU 0000:02:00.0 is the odd one of 3 GPUs of its model: 0 of its NVLinks are up";
+    found(&report, "topology", "warning", odd);
+    advised(&report, odd, "drain the node, then linkwise admin release, nvidia-smi --gpu-reset");
+    let node = setup.start().await;
+    node.metric("linkwise_gpu_odd{uuid=\"GPU-b\",what=\"nvlinks\"}", 1).await;
+    let setup = node.end().await.env("FAKE_NVML_FAIL", "*:nvmlDeviceGetNvLinkState:999");
+    let report = look(&setup, &[]).await;
+    advised(&report, "their NVLinks are unknown", "update the driver or reboot");
+}
+
+#[tokio::test]
 async fn absent_kubelet_is_reported_by_cause() {
     let (mut setup, kubelet) = well();
     kubelet.stop().await.unwrap();

@@ -84,6 +84,13 @@ fn advice(warning: &TopologyWarning) -> &'static str {
         TopologyWarning::NotInHostTree(..) => {
             "mount the host's /sys; in some virtual machines there is nothing to see, and NVML's levels are all there is"
         }
+        TopologyWarning::OddGpu { .. } => {
+            "drain the node, then linkwise admin release, nvidia-smi --gpu-reset -i INDEX, linkwise admin resume; if it stays odd, \
+             compare its lspci -vv with that of the others, and reseat or replace it"
+        }
+        TopologyWarning::NvLinksUnknown(_) => {
+            "run nvidia-smi nvlink -s: if it fails too, update the driver or reboot; until then GPUs are chosen by PCIe"
+        }
         TopologyWarning::P2pRefused { .. } => {
             "turn P2P on: the IOMMU off or in passthrough mode, ACS off below the switches, no NVreg setting against it"
         }
