@@ -196,6 +196,14 @@ fn links_that_are_down_are_named_before_other_causes() {
         let down = Cause::LinksDown { pci: sick.gpus[3].pci, down: links.min(4), of: 18 };
         assert_eq!(comparison.causes.first(), Some(&down));
     }
+    // So are an odd GPU and NVLinks that are unknown.
+    let (mut odd, mut unknown) = (healthy.clone(), healthy);
+    odd.gpus[3].pcie.as_mut().unwrap().width = 8;
+    unknown.gpus[3].nvlinks = None;
+    for (machine, words) in [(odd, "its PCIe link has 8 lanes"), (unknown, "their NVLinks are unknown")] {
+        let comparison = compare(&machine, "", 300_000.0).unwrap();
+        assert!(comparison.causes[0].to_string().contains(words), "{comparison:?}");
+    }
 }
 
 #[test]

@@ -143,6 +143,18 @@ fn unknown_nvlinks_are_not_taken_as_none() {
     }
 }
 
+#[test]
+fn gpu_without_a_memory_of_its_own_has_none() {
+    let gb10 = "version: 1\nname: spark\nobserved:\n  gpus:\n    - {index: 0, uuid: GPU-0, pci: \"000f:01:00.0\", \
+                model: NVIDIA GB10, minor: 0, compute_capability: \"12.1\", architecture: Blackwell, nvlinks: []}\n";
+    let files = Files::new();
+    let file = files.put("gb10.yaml", gb10);
+    for command in ["labels", "dra", "topology"] {
+        let (status, text) = said(&[command, "--node", &file]);
+        assert!(status == 0 && text.contains("GB10") && !text.contains("memory"), "{text}");
+    }
+}
+
 /// Returns true for a character that a terminal obeys, or that changes the direction of writing.
 fn is_obeyed(char: char) -> bool {
     (char.is_control() && char != '\n') || matches!(char, '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
