@@ -53,7 +53,10 @@ pub async fn expect(args: &ExpectArgs) -> Result<()> {
     let expectation = Expectation::of(&topology, &places);
     let set = topology.restricted(&places);
     let gpus = places.iter().filter_map(|place| ChosenGpu::at(&topology, *place));
-    let odd: Vec<String> = odd_among(&warnings, set.gpus()).collect();
+    let mut odd: Vec<String> = odd_among(&warnings, set.gpus()).collect();
+    if set.knows_nvlinks() && !set.knows_rates() {
+        odd.push("the GPUs' model is unknown, and so are the rates of their links: --gpu-model gives it".to_owned());
+    }
     let expected = Expected { gpus: gpus.collect(), bus: expectation.bandwidth(), expectation, odd, model: MODEL };
     print(&match args.format {
         Format::Json => serde_json::to_string(&expected)? + "\n",
@@ -64,7 +67,7 @@ pub async fn expect(args: &ExpectArgs) -> Result<()> {
                 "GPU {}\nrings         {}\nNVLink SHARP  {}\n{}model: {MODEL}\n{}\n",
                 indices.join(", "),
                 known(expectation.ring),
-                match (expectation.nvls, set.knows_nvlinks()) {
+                match (expectation.nvls, set.knows_rates()) {
                     (None, false) => "unknown".to_owned(),
                     (nvls, _) => nvls.map_or("none".to_owned(), gb_per_s),
                 },

@@ -180,6 +180,8 @@ fn matrix_of_nvidia_smi_is_a_machine() {
     let said = |args: &[&str]| text(linkwise(args).stdin(File::open(file.path()).unwrap()));
     assert!(said(&["topology", "--node", "-"]).contains("GPU7  NV12  NV12"));
     assert!(said(&["allocate", "--node", "-", "--size", "4"]).contains("NV12"));
+    let told = said(&["expect", "--node", "-"]);
+    assert!(told.contains("rings         unknown\n") && told.contains("--gpu-model gives it"), "{told}");
     let told = said(&["expect", "--node", "-", "--gpu-model", "NVIDIA A100-SXM4-80GB"]);
     assert!(told.contains("240.00 GB/s") && told.contains("published results: A100 behind NVSwitches"), "{told}");
 }

@@ -57,7 +57,7 @@ impl Calibration {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Expectation {
     /// Rings, MB/s. `None` for fewer than two GPUs, for large parts of a mesh of NVLinks, and if the NVLinks of a GPU
-    /// are unknown.
+    /// or their rate are unknown.
     pub ring: Option<u64>,
     /// NVLink SHARP, MB/s; `None` where NCCL has none.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -71,7 +71,7 @@ impl Expectation {
     pub fn of(topology: &NodeTopology, places: &[usize]) -> Self {
         let set = topology.restricted(places);
         let all = 0..set.gpus().len();
-        if !set.knows_nvlinks() {
+        if !set.knows_rates() {
             return Self { ring: None, nvls: None, calibration: None };
         }
         let (nvls, calibration) = (set.nvls(all.clone()), calibration(&set));

@@ -227,6 +227,16 @@ impl NodeTopology {
         self.gpus.len() < 2 || self.gpus.iter().all(|gpu| gpu.nvlinks_known)
     }
 
+    /// Returns true if the NVLinks of all GPUs are known, and their rate: by the model or the capability of a GPU, without
+    /// NVLinks by its PCIe link too.
+    pub fn knows_rates(&self) -> bool {
+        let has_none = |place: usize| (0..self.gpus.len()).all(|other| self.nvlink_count(place, other) == 0);
+        let has_rate = |(place, gpu): (usize, &Gpu)| {
+            gpu.model.is_some() || gpu.facts.compute_capability.is_some() || gpu.facts.pcie.is_some() && has_none(place)
+        };
+        self.knows_nvlinks() && (self.gpus.len() < 2 || self.gpus.iter().enumerate().all(has_rate))
+    }
+
     /// The MIG devices of all GPUs in MIG mode, by the places of their GPUs and then by index.
     pub fn mig_devices(&self) -> &[MigDevice] {
         &self.mig_devices
