@@ -6,7 +6,6 @@ use std::path::PathBuf;
 use std::sync::OnceLock;
 use std::time::Duration;
 
-use linkwise_api_server_box::{Key, ResourceType};
 use linkwise_kubelet_box::dra::{ClaimRef, DraKubelet, DraOptions, PodClaims};
 use linkwise_kubelet_box::{KubeletBox, Options, Pod, runtime};
 use serde_json::{Value, json};
@@ -131,15 +130,7 @@ impl Node {
 
     /// Creates a claim with these results of an allocation, and its configuration.
     pub fn claim_of(&self, name: &str, results: &[Value], config: &[Value]) -> ClaimRef {
-        let key: Key = ResourceType::RESOURCE_CLAIMS.key(Some("default"), name);
-        let requests =
-            json!([{"name": "gpus", "exactly": {"deviceClassName": "gpu.nvidia.com", "count": results.len()}}]);
-        let claim = json!({
-            "spec": {"devices": {"requests": requests}},
-            "status": {"allocation": {"devices": {"results": results, "config": config}}},
-        });
-        self.cluster.server.put("kube-scheduler", &key, claim);
-        let uid = self.cluster.server.object(&key).unwrap()["metadata"]["uid"].as_str().unwrap().to_owned();
+        let uid = self.cluster.server.put_allocated_claim(name, results, config);
         ClaimRef { namespace: "default".into(), name: name.into(), uid }
     }
 

@@ -14,21 +14,6 @@ use tokio::process::Command;
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
-/// The kinds that the server has.
-pub const TYPES: [ResourceType; 11] = [
-    ResourceType::NODES,
-    ResourceType::PODS,
-    ResourceType::EVENTS,
-    ResourceType::NODE_FEATURES,
-    ResourceType::RESOURCE_SLICES,
-    ResourceType::RESOURCE_CLAIMS,
-    ResourceType::DEVICE_CLASSES,
-    ResourceType::MUTATING_ADMISSION_POLICIES,
-    ResourceType::MUTATING_ADMISSION_POLICY_BINDINGS,
-    ResourceType::VALIDATING_ADMISSION_POLICIES,
-    ResourceType::VALIDATING_ADMISSION_POLICY_BINDINGS,
-];
-
 /// Pauses of milliseconds, and nothing that is written again unasked.
 pub const PACE: Pace = Pace {
     first: Duration::from_millis(5),
@@ -50,7 +35,7 @@ pub struct Cluster {
 
 impl Cluster {
     pub async fn start() -> Self {
-        let (server, folder) = (ApiServerBox::start(&TYPES).await, tempfile::tempdir().unwrap());
+        let (server, folder) = (ApiServerBox::start(&ResourceType::ALL).await, tempfile::tempdir().unwrap());
         server.accept_tokens(&["first"]);
         let cluster = Self { server, metrics: ApiMetrics::default(), folder };
         fs::write(cluster.folder().join("ca.crt"), cluster.server.ca()).unwrap();

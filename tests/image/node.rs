@@ -78,16 +78,7 @@ impl Node {
             let node = host.join("dev").join(name);
             run("mknod", [node.as_os_str(), "c".as_ref(), "195".as_ref(), minor.to_string().as_ref()]);
         }
-        let types = [
-            ResourceType::NODES,
-            ResourceType::PODS,
-            ResourceType::EVENTS,
-            ResourceType::NODE_FEATURES,
-            ResourceType::RESOURCE_SLICES,
-            ResourceType::RESOURCE_CLAIMS,
-            ResourceType::DEVICE_CLASSES,
-        ];
-        let server = ApiServerBox::start(&types).await;
+        let server = ApiServerBox::start(&ResourceType::ALL).await;
         server.accept_tokens(&[TOKEN]);
         let kubelet_root = host.join("var/lib/kubelet");
         let mut options = Options::new(kubelet_root.join("device-plugins"));
@@ -258,14 +249,8 @@ impl Node {
 
     /// A claim that the scheduler has allocated a device to.
     pub fn claim(&self, name: &str, device: &str, config: &[Value]) -> ClaimRef {
-        let key: Key = ResourceType::RESOURCE_CLAIMS.key(Some("default"), name);
         let result = json!({"request": "gpus", "driver": DRIVER, "pool": format!("{NODE}/gpu"), "device": device});
-        let claim = json!({
-            "spec": {"devices": {"requests": [{"name": "gpus", "exactly": {"deviceClassName": DRIVER}}]}},
-            "status": {"allocation": {"devices": {"results": [result], "config": config}}},
-        });
-        self.server.put("kube-scheduler", &key, claim);
-        let uid = self.server.object(&key).unwrap()["metadata"]["uid"].as_str().unwrap().to_owned();
+        let uid = self.server.put_allocated_claim(name, &[result], config);
         ClaimRef { namespace: "default".into(), name: name.into(), uid }
     }
 

@@ -55,22 +55,13 @@ pub async fn server() -> ApiServerBox {
 
 /// The same, with a change of its policies and bindings.
 async fn server_with(change: impl Fn(&mut Value)) -> ApiServerBox {
-    let types = [
-        ResourceType::NAMESPACES,
-        ResourceType::PODS,
-        ResourceType::RESOURCE_CLAIM_TEMPLATES,
-        ResourceType::MUTATING_ADMISSION_POLICIES,
-        ResourceType::MUTATING_ADMISSION_POLICY_BINDINGS,
-        ResourceType::VALIDATING_ADMISSION_POLICIES,
-        ResourceType::VALIDATING_ADMISSION_POLICY_BINDINGS,
-        ResourceType::LIMIT_RANGES,
-    ];
-    let server = ApiServerBox::start(&types).await;
+    let server = ApiServerBox::start(&ResourceType::ALL).await;
     let mut policies: Vec<Value> =
         ["unchanged-pods", "several-claims"].iter().flat_map(|of| resources(&format!("manifests/dra/{of}"))).collect();
     policies.iter_mut().for_each(change);
     for object in policies {
-        let resource = types.iter().find(|resource| resource.kind == object["kind"]).expect("a kind of the box");
+        let resource =
+            ResourceType::ALL.iter().find(|resource| resource.kind == object["kind"]).expect("a kind of the box");
         let key = resource.key(None, object["metadata"]["name"].as_str().unwrap());
         server.create("kubectl", &key, object).unwrap_or_else(|status| panic!("{status}"));
     }

@@ -22,7 +22,7 @@ use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use serde_json::Value;
+use serde_json::{Value, json};
 use tokio::net::TcpListener;
 use tokio::sync::watch;
 use tokio_rustls::TlsAcceptor;
@@ -294,6 +294,20 @@ impl ApiServerBox {
     pub fn put(&self, manager: &str, key: &Key, object: Value) {
         self.shared.store().put(manager, key, object);
         self.shared.changed();
+    }
+
+    /// Creates a claim in the namespace `default` that a scheduler has allocated these results to, with its
+    /// configuration; returns its UID.
+    pub fn put_allocated_claim(&self, name: &str, results: &[Value], config: &[Value]) -> String {
+        let key = ResourceType::RESOURCE_CLAIMS.key(Some("default"), name);
+        let exactly = json!({"deviceClassName": "gpu.nvidia.com", "count": results.len()});
+        let claim = json!({
+            "spec": {"devices": {"requests": [{"name": "gpus", "exactly": exactly}]}},
+            "status": {"allocation": {"devices": {"results": results, "config": config}}},
+        });
+        self.put("kube-scheduler", &key, claim);
+        let stored = self.object(&key).unwrap_or_default();
+        stored["metadata"]["uid"].as_str().unwrap_or_default().to_owned()
     }
 
     /// Creates an object as a client would: with the server's rules and defaults.

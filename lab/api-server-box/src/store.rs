@@ -61,6 +61,24 @@ impl ResourceType {
     /// Classes of devices.
     pub const DEVICE_CLASSES: Self = Self::of(DRA, "deviceclasses", "DeviceClass", false);
 
+    /// All of them.
+    pub const ALL: [Self; 14] = [
+        Self::NODES,
+        Self::PODS,
+        Self::NAMESPACES,
+        Self::LIMIT_RANGES,
+        Self::EVENTS,
+        Self::MUTATING_ADMISSION_POLICIES,
+        Self::MUTATING_ADMISSION_POLICY_BINDINGS,
+        Self::VALIDATING_ADMISSION_POLICIES,
+        Self::VALIDATING_ADMISSION_POLICY_BINDINGS,
+        Self::NODE_FEATURES,
+        Self::RESOURCE_SLICES,
+        Self::RESOURCE_CLAIMS,
+        Self::RESOURCE_CLAIM_TEMPLATES,
+        Self::DEVICE_CLASSES,
+    ];
+
     const fn of(api: &'static str, plural: &'static str, kind: &'static str, namespaced: bool) -> Self {
         Self { api, plural, kind, namespaced }
     }

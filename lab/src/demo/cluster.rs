@@ -25,18 +25,6 @@ pub const WHOLE_GPUS: &str = "device.driver == 'gpu.nvidia.com' && device.attrib
 const NAMESPACE: &str = "training";
 /// The resource that pods request.
 const GPUS: &str = "nvidia.com/gpu";
-/// The kinds of objects that the server has.
-const TYPES: [ResourceType; 9] = [
-    ResourceType::NODES,
-    ResourceType::NAMESPACES,
-    ResourceType::PODS,
-    ResourceType::RESOURCE_SLICES,
-    ResourceType::RESOURCE_CLAIMS,
-    ResourceType::RESOURCE_CLAIM_TEMPLATES,
-    ResourceType::DEVICE_CLASSES,
-    ResourceType::MUTATING_ADMISSION_POLICIES,
-    ResourceType::MUTATING_ADMISSION_POLICY_BINDINGS,
-];
 /// The token of the service account.
 const TOKEN: &str = "demo";
 
@@ -70,7 +58,7 @@ pub(super) struct Cluster {
 
 impl Cluster {
     async fn start() -> Result<Self> {
-        let listening = ApiServerBox::start_on("127.0.0.1:0", &TYPES).await;
+        let listening = ApiServerBox::start_on("127.0.0.1:0", &ResourceType::ALL).await;
         let server = listening.context("the API server in a box cannot listen on 127.0.0.1")?;
         server.accept_tokens(&[TOKEN]);
         server.put("kubelet", &ResourceType::NODES.key(None, NODE), json!({}));
@@ -125,7 +113,7 @@ impl Cluster {
     /// Creates an object of a manifest; objects with a namespace go to the demo's one.
     pub fn create(&self, manifest: &Value) -> Result<Value> {
         let (kind, name) = (&manifest["kind"], manifest["metadata"]["name"].as_str().unwrap_or_default());
-        let resource = TYPES.iter().find(|resource| *kind == resource.kind);
+        let resource = ResourceType::ALL.into_iter().find(|resource| *kind == resource.kind);
         let resource = resource.with_context(|| format!("the demo's API server has no kind {kind}"))?;
         let key = resource.key(resource.namespaced.then_some(NAMESPACE), name);
         let made = self.server.create("kubectl", &key, manifest.clone());

@@ -22,13 +22,12 @@ use super::{KitArgs, LIMIT, Report, fault};
 const NODE: &str = "node";
 const TOKEN: &str = "kit";
 const CONFIGURATION: &str = "version: v1\nlinkwise: {dra: {gpus: all}}\n";
-const TYPES: [ResourceType; 4] =
-    [ResourceType::NODES, ResourceType::RESOURCE_SLICES, ResourceType::RESOURCE_CLAIMS, ResourceType::DEVICE_CLASSES];
 
 pub(super) async fn play(args: &KitArgs, report: &Report) -> Result<()> {
     let folder = tempfile::tempdir()?;
     let at = |name: &str| folder.path().join(name);
-    let server = ApiServerBox::start_on("127.0.0.1:0", &TYPES).await.context("cannot listen on 127.0.0.1")?;
+    let server =
+        ApiServerBox::start_on("127.0.0.1:0", &ResourceType::ALL).await.context("cannot listen on 127.0.0.1")?;
     server.accept_tokens(&[TOKEN]);
     server.put("kubelet", &ResourceType::NODES.key(None, NODE), json!({}));
     for name in ["account", "plugins", "cdi"] {
@@ -67,7 +66,7 @@ pub(super) async fn play(args: &KitArgs, report: &Report) -> Result<()> {
     let (pool, device) = gpus(&slices).next().context("no GPU is published")?;
     let uuid = device["attributes"]["uuid"]["string"].as_str().context("the GPU has no UUID")?;
     let name = device["name"].as_str().context("the GPU has no name")?;
-    let claim = allocate(&server, pool, name)?;
+    let claim = allocate(&server, pool, name);
     let begin = Instant::now();
     let pod = PodClaims::single("pod", claim.clone(), DRA_DRIVER);
     let prepared = timeout(LIMIT, async {
@@ -154,16 +153,8 @@ fn is_untainted((_, device): &(&str, &Value)) -> bool {
 }
 
 /// Creates a claim that has this device, as a scheduler would allocate it.
-fn allocate(server: &ApiServerBox, pool: &str, device: &str) -> Result<ClaimRef> {
-    let key = ResourceType::RESOURCE_CLAIMS.key(Some("default"), "claim");
+fn allocate(server: &ApiServerBox, pool: &str, device: &str) -> ClaimRef {
     let result = json!({"request": "gpus", "driver": DRA_DRIVER, "pool": pool, "device": device});
-    let exactly = json!({"deviceClassName": DRA_DRIVER, "allocationMode": "ExactCount", "count": 1});
-    let claim = json!({
-        "spec": {"devices": {"requests": [{"name": "gpus", "exactly": exactly}]}},
-        "status": {"allocation": {"devices": {"results": [result]}}},
-    });
-    server.put("kube-scheduler", &key, claim);
-    let stored = server.object(&key).context("the claim is not stored")?;
-    let uid = stored["metadata"]["uid"].as_str().context("the claim has no UID")?.to_owned();
-    Ok(ClaimRef { namespace: "default".to_owned(), name: "claim".to_owned(), uid })
+    let uid = server.put_allocated_claim("claim", &[result], &[]);
+    ClaimRef { namespace: "default".to_owned(), name: "claim".to_owned(), uid }
 }
