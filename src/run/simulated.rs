@@ -15,7 +15,6 @@ use crate::config::{Environment, Flags};
 use linkwise_core::state::Event;
 use linkwise_kubelet::device_plugin as kubelet;
 use linkwise_kubelet::dra::Handover;
-use linkwise_node::keeper::HealthSettings;
 use linkwise_node::node::{Node, NodeSettings};
 
 const CONFIGURATION: &str = "version: v1\nlinkwise: {dra: {gpus: all}}\n";
@@ -50,17 +49,13 @@ pub async fn start_with_dra(folder: &Path, name: &str, metrics_address: SocketAd
         root.clone_from(&host);
     }
     let injection = cdi_sync::prepare(&settings, &host, true)?;
-    let mut node = Node::start(NodeSettings {
-        kubelet: kubelet::Settings {
-            pod_resources_socket: Some(settings.pod_resources_socket.value.clone()),
-            longest_pause: std::time::Duration::from_secs(1),
-            ..kubelet::Settings::new(settings.kubelet_socket.value.clone())
-        },
-        metrics_address,
-        numa_hints: settings.numa_hints.value,
-        health: HealthSettings::default(),
-    })
-    .await?;
+    let kubelet = kubelet::Settings {
+        pod_resources_socket: Some(settings.pod_resources_socket.value.clone()),
+        longest_pause: std::time::Duration::from_secs(1),
+        ..kubelet::Settings::new(settings.kubelet_socket.value.clone())
+    };
+    let numa_hints = settings.numa_hints.value;
+    let mut node = Node::start(NodeSettings { metrics_address, numa_hints, ..NodeSettings::new(kubelet) }).await?;
     let cdi = spawn_cdi_sync(&mut node, injection.sync);
     let (state_dir, seen) = (at(STATE), (injection.options, injection.host_devices));
     let given = dra::Given::new(&settings, name.to_owned(), &state_dir, seen, cdi, Handover::alone());

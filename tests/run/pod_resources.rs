@@ -3,12 +3,11 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use linkwise_core::state::{Event, Holdings, NumaHints, ResourceName};
+use linkwise_core::state::{Event, Holdings, ResourceName};
 use linkwise_host::machines;
 use linkwise_kubelet::device_plugin::pod_resources::{self, HolderSources, Holders};
 use linkwise_kubelet::device_plugin::{Phase, Settings};
 use linkwise_kubelet_box::Fault;
-use linkwise_node::keeper::HealthSettings;
 use linkwise_node::node::{Node, NodeSettings};
 use tokio::net::UnixListener;
 use tokio::sync::watch;
@@ -74,15 +73,9 @@ async fn holders_are_known_only_with_pod_resources() {
     assert_eq!(pod_resources::holders(&sources).await.held, Some(Holdings::default()));
     kubelet.hold(place("earlier", GPU), [uuid(1, 2), "GPU-gone".to_owned()]);
     kubelet.hold(place("earlier", "other.vendor/nic"), ["nic0".to_owned()]);
-    let kubelet_settings =
+    let settings =
         Settings { pod_resources_socket: Some(socket), ..Settings::new(folder.path().join("k/kubelet.sock")) };
-    let settings = NodeSettings {
-        kubelet: kubelet_settings,
-        metrics_address: "127.0.0.1:0".parse().unwrap(),
-        numa_hints: NumaHints::default(),
-        health: HealthSettings::default(),
-    };
-    let node = Node::start(settings).await.unwrap();
+    let node = Node::start(NodeSettings::new(settings)).await.unwrap();
     let (mut snapshots, shutdown, events) = (node.snapshot(), node.shutdown(), node.events());
     assert!(!snapshots.borrow().ledger().is_known(), "the kubelet was not asked yet");
     let running = tokio::spawn(node.serve());

@@ -59,6 +59,14 @@ pub struct NodeSettings {
     pub health: HealthSettings,
 }
 
+impl NodeSettings {
+    /// The usual settings, with HTTP endpoints on a free port of this machine.
+    pub fn new(kubelet: kubelet::Settings) -> Self {
+        let (numa_hints, health) = (NumaHints::default(), HealthSettings::default());
+        Self { kubelet, metrics_address: ([127, 0, 0, 1], 0).into(), numa_hints, health }
+    }
+}
+
 /// Both ends of a bounded queue.
 type Queue<T> = (mpsc::Sender<T>, mpsc::Receiver<T>);
 

@@ -27,7 +27,6 @@ use linkwise_host::machines::{self, Machine};
 use linkwise_host::picture::machine_tree;
 use linkwise_kubelet::device_plugin;
 use linkwise_kubelet_box::{BoxError, KubeletBox, Options, Policy, TopologyManager};
-use linkwise_node::keeper::HealthSettings;
 use linkwise_node::node::{Node, NodeSettings};
 use linkwise_system::block_on;
 use linkwise_system::log::{LogFormat, log_to_stderr};
@@ -71,18 +70,14 @@ pub async fn demo(args: &DemoArgs, machine: Machine, out: Print<'_>) -> Result<(
     let folder = tempfile::Builder::new().prefix("linkwise-").tempdir().context("cannot make a temporary folder")?;
     out(&format!("# {}\n", show::cut(&machine_tree(&machine))))?;
     let kubelet = start_kubelet(args, &machine.observed.host, folder.path(), out)?;
-    let settings = NodeSettings {
-        kubelet: device_plugin::Settings {
-            // No other plugin uses this folder, so that long pauses are not needed.
-            longest_pause: Duration::from_secs(1),
-            pod_resources_socket: Some(folder.path().join(POD_RESOURCES)),
-            ..device_plugin::Settings::new(folder.path().join(Options::SOCKET))
-        },
-        metrics_address: args.metrics_address,
-        numa_hints: args.numa_hints,
-        health: HealthSettings::default(),
+    let settings = device_plugin::Settings {
+        // No other plugin uses this folder, so that long pauses are not needed.
+        longest_pause: Duration::from_secs(1),
+        pod_resources_socket: Some(folder.path().join(POD_RESOURCES)),
+        ..device_plugin::Settings::new(folder.path().join(Options::SOCKET))
     };
-    let node = Node::start(settings).await?;
+    let (metrics_address, numa_hints) = (args.metrics_address, args.numa_hints);
+    let node = Node::start(NodeSettings { metrics_address, numa_hints, ..NodeSettings::new(settings) }).await?;
     let (topology, _) = NodeTopology::assemble(&machine.observed);
     let events = node.events();
     let script = Script {

@@ -12,7 +12,6 @@ use linkwise_host::machines;
 use linkwise_kubelet::device_plugin::Settings;
 use linkwise_kubelet_box::{BoxError, KubeletBox, Options, Pod, Policy, Scope, TopologyManager};
 use linkwise_lab::demo::numa_nodes;
-use linkwise_node::keeper::HealthSettings;
 use linkwise_node::metrics::Metrics;
 use linkwise_node::node::{Node, NodeSettings};
 use tokio::sync::watch;
@@ -51,13 +50,8 @@ pub async fn on<T>(
     let numa_nodes = numa_nodes(&seen.host);
     options.topology_manager = TopologyManager { policy, scope: Scope::Container, numa_nodes };
     let kubelet = KubeletBox::start(options)?;
-    let settings = NodeSettings {
-        kubelet: Settings::new(folder.path().join(Options::SOCKET)),
-        metrics_address: "127.0.0.1:0".parse().unwrap(),
-        numa_hints,
-        health: HealthSettings::default(),
-    };
-    let node = Node::start(settings).await.unwrap();
+    let settings = Settings::new(folder.path().join(Options::SOCKET));
+    let node = Node::start(NodeSettings { numa_hints, ..NodeSettings::new(settings) }).await.unwrap();
     let (events, shutdown) = (node.events(), node.shutdown());
     let (metrics, report) = (node.metrics().clone(), node.last_report());
     let play = async {

@@ -40,12 +40,7 @@ fn claimed() -> ClaimedDevice {
 }
 
 fn settings(folder: &std::path::Path) -> NodeSettings {
-    NodeSettings {
-        kubelet: kubelet::Settings::new(folder.join("kubelet.sock")),
-        metrics_address: "127.0.0.1:0".parse().unwrap(),
-        numa_hints: NumaHints::default(),
-        health: HealthSettings::default(),
-    }
+    NodeSettings::new(kubelet::Settings::new(folder.join("kubelet.sock")))
 }
 
 /// Waits for the task that ends next; returns true if that was the withdrawal of a resource.

@@ -2,11 +2,10 @@
 
 use std::time::Duration;
 
-use linkwise_core::state::{Event, NumaHints};
+use linkwise_core::state::Event;
 use linkwise_host::machines;
 use linkwise_kubelet::device_plugin;
 use linkwise_kubelet_box::{KubeletBox, Options, Pod};
-use linkwise_node::keeper::HealthSettings;
 use linkwise_node::node::{Node, NodeSettings};
 use serde_json::{Value, json};
 
@@ -21,18 +20,12 @@ async fn hostile_and_endless_names_are_text() {
     let mut options = Options::new(folder.path());
     options.pod_resources = Some(pod_resources.clone());
     let kubelet = KubeletBox::start(options).unwrap();
-    let node = Node::start(NodeSettings {
-        kubelet: device_plugin::Settings {
-            pod_resources_socket: Some(pod_resources),
-            longest_pause: Duration::from_secs(1),
-            ..device_plugin::Settings::new(folder.path().join(Options::SOCKET))
-        },
-        metrics_address: "127.0.0.1:0".parse().unwrap(),
-        numa_hints: NumaHints::default(),
-        health: HealthSettings::default(),
-    })
-    .await
-    .unwrap();
+    let settings = device_plugin::Settings {
+        pod_resources_socket: Some(pod_resources),
+        longest_pause: Duration::from_secs(1),
+        ..device_plugin::Settings::new(folder.path().join(Options::SOCKET))
+    };
+    let node = Node::start(NodeSettings::new(settings)).await.unwrap();
     let (shutdown, url) = (node.shutdown(), format!("http://{}/", node.metrics_address()));
     let observed = machines::load("dgx-h100").unwrap().observed;
     node.events().send(Event::Observed(Box::new(observed))).await.unwrap();
