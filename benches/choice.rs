@@ -18,6 +18,7 @@
 mod large_node;
 #[path = "../tests/oracle/mod.rs"]
 mod oracle;
+mod support;
 
 use std::hint::black_box;
 use std::sync::Arc;
@@ -29,6 +30,7 @@ use linkwise_core::allocation::{
 use linkwise_core::topology::{NodeObservation, NodeTopology};
 use linkwise_host::machines;
 use oracle::Oracle;
+use support::percentile;
 
 /// Each request is asked this often and its median counts: the machine is not ours alone.
 const ROUNDS: usize = 9;
@@ -62,7 +64,7 @@ fn table(machine: &str, observed: &NodeObservation) {
     for size in [1, 2, 3, 4, 8, 12, 16, 32].into_iter().filter(|size| *size <= topology.gpus().len()) {
         row(machine, size, &tables);
     }
-    println!("{machine:<28}tables built in {:?}", median(&mut builds));
+    println!("{machine:<28}tables built in {:?}", percentile(&mut builds, 50));
 }
 
 fn row(machine: &str, size: usize, tables: &AllocationTables) {
@@ -82,13 +84,13 @@ fn row(machine: &str, size: usize, tables: &AllocationTables) {
             proven = answer.1.exact;
         }
         exact += usize::from(proven);
-        times.push(median(&mut rounds));
+        times.push(percentile(&mut rounds, 50));
     }
     let (requests, worst) = (times.len(), times.iter().max().copied().unwrap_or_default());
     let brute = brute_force(tables, size).map_or_else(|| "-".to_owned(), |time| format!("{time:.2?}"));
     println!(
         "{machine:<28}{size:>5}{requests:>10}{:>12}{:>12}{most:>10}{:>7}%{brute:>14}",
-        format!("{:.2?}", median(&mut times)),
+        format!("{:.2?}", percentile(&mut times, 50)),
         format!("{worst:.2?}"),
         exact * 100 / requests.max(1)
     );
@@ -125,10 +127,5 @@ fn brute_force(tables: &AllocationTables, size: usize) -> Option<Duration> {
         black_box(Oracle::new(tables.topology()).choose((1 << gpus) - 1, 0, size as u32));
         rounds.push(start.elapsed());
     }
-    Some(median(&mut rounds))
-}
-
-fn median(times: &mut [Duration]) -> Duration {
-    times.sort_unstable();
-    times.get(times.len() / 2).copied().unwrap_or_default()
+    Some(percentile(&mut rounds, 50))
 }

@@ -11,6 +11,8 @@
     reason = "a benchmark prints, is told by its environment, and ends where it cannot go on"
 )]
 
+mod support;
+
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -26,6 +28,8 @@ use prometheus_client::registry::Registry;
 use serde_json::json;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
+
+use support::percentile;
 
 /// Claims after the warm-up.
 const ROUNDS: usize = 300;
@@ -146,9 +150,4 @@ fn claim(metadata: ClaimName) -> Claim {
     };
     let devices = DeviceAllocation { results: (0..4).map(result).collect(), config: Vec::new() };
     Claim { metadata, pod_claim_name: None, status: ClaimStatus { allocation: Some(Allocation { devices }) } }
-}
-
-fn percentile(times: &mut [Duration], percent: usize) -> Duration {
-    times.sort_unstable();
-    times.get(times.len() * percent / 100).copied().unwrap_or_default()
 }

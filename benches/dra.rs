@@ -12,17 +12,21 @@
     reason = "a benchmark prints, is told by its environment, and ends where it cannot go on"
 )]
 
+mod support;
+
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use linkwise_api_server_box::{ApiServerBox, ResourceType};
-use linkwise_core::topology::{MigDeviceObservation, MigObservation, MigPlacement};
+use linkwise_core::topology::{MigDeviceObservation, MigObservation};
 use linkwise_host::machines;
 use linkwise_kubelet_box::dra::{ClaimRef, DraKubelet, DraOptions, PodClaims};
 use linkwise_kubelet_box::{KubeletBox, Options};
 use serde_json::{Value, json};
+
+use support::{child_of, memory, program, spread};
 
 const DRIVER: &str = "gpu.nvidia.com";
 /// Starts of the program; the median counts.
@@ -110,20 +114,14 @@ async fn many_devices() {
     // The kernel's list of device nodes (/proc/driver/nvidia-caps/mig-minors).
     let mut minors = String::new();
     for (gpu, place) in machine.observed.gpus.iter_mut().zip(0..) {
-        let devices = (0..MIG_DEVICES).map(|index| MigDeviceObservation {
-            index,
-            uuid: format!("MIG-{:08}-0000-4000-8000-000000000000", place * MIG_DEVICES + index).parse().unwrap(),
-            gpu_instance: 7 + index,
-            compute_instance: 0,
-            gpu_slices: 1,
-            compute_slices: 1,
-            memory_mib: 4_864,
-            profile_id: Some(19),
-            placement: Some(MigPlacement { start: index, size: 1 }),
-            extension: None,
-            engines: None,
-            capabilities: None,
-        });
+        let device = |index: u32| -> MigDeviceObservation {
+            let uuid = format!("MIG-{:08}-0000-4000-8000-000000000000", place * MIG_DEVICES + index);
+            let device = json!({"index": index, "uuid": uuid, "gpu_instance": 7 + index, "compute_instance": 0,
+                "gpu_slices": 1, "compute_slices": 1, "memory_mib": 4_864, "profile_id": 19,
+                "placement": {"start": index, "size": 1}});
+            serde_json::from_value(device).unwrap()
+        };
+        let devices = (0..MIG_DEVICES).map(device);
         gpu.mig = Some(MigObservation { enabled: true, devices: devices.collect(), profiles: Vec::new() });
         gpu.minor = Some(place);
         for instance in (0..MIG_DEVICES).map(|index| format!("gpu{place}/gi{}", 7 + index)) {
@@ -171,8 +169,7 @@ impl Node {
 
     /// A node with the GPUs of a node file, and with these nodes of MIG devices.
     async fn on(machine: &Path, minors: &str) -> Self {
-        let types = [ResourceType::NODES, ResourceType::RESOURCE_SLICES, ResourceType::RESOURCE_CLAIMS];
-        let (server, folder) = (ApiServerBox::start(&types).await, tempfile::tempdir().unwrap());
+        let (server, folder) = (ApiServerBox::start(&ResourceType::ALL).await, tempfile::tempdir().unwrap());
         server.accept_tokens(&["token"]);
         server.put("kubelet", &ResourceType::NODES.key(None, "n"), json!({"metadata": {"labels": {}}}));
         let at = |name: &str| folder.path().join(name);
@@ -235,12 +232,9 @@ impl Node {
 
     /// A claim that the scheduler has allocated these devices to.
     fn claim_of(&self, name: &str, devices: &[String]) -> ClaimRef {
-        let key = ResourceType::RESOURCE_CLAIMS.key(Some("default"), name);
         let result = |device| json!({"request": "gpus", "driver": DRIVER, "pool": "n/gpu", "device": device});
         let results: Vec<Value> = devices.iter().map(result).collect();
-        let status = json!({"allocation": {"devices": {"results": results}}});
-        self.server.put("kube-scheduler", &key, json!({"spec": {"devices": {}}, "status": status}));
-        let uid = self.server.object(&key).unwrap()["metadata"]["uid"].as_str().unwrap().to_owned();
+        let uid = self.server.put_allocated_claim(name, &results, &[]);
         ClaimRef { namespace: "default".into(), name: name.into(), uid }
     }
 
@@ -254,27 +248,4 @@ impl Drop for Node {
         let _ = self.process.kill();
         let _ = self.process.wait();
     }
-}
-
-fn program() -> PathBuf {
-    let named = std::env::var_os("LINKWISE_BENCH_PROGRAM").map(PathBuf::from);
-    named.unwrap_or_else(|| env!("CARGO_BIN_EXE_linkwise").into())
-}
-
-fn spread(times: &mut [Duration]) -> String {
-    times.sort();
-    format!("median {:.2?}, worst of {}: {:.2?}", times[times.len() / 2], times.len(), times[times.len() - 1])
-}
-
-fn child_of(pid: u32) -> u32 {
-    let tasks = fs::read_dir(format!("/proc/{pid}/task")).unwrap();
-    let children = tasks.map(|task| fs::read_to_string(task.unwrap().path().join("children")).unwrap());
-    children.collect::<String>().split_whitespace().next().unwrap().parse().unwrap()
-}
-
-/// KiB.
-fn memory(pid: u32, what: &str) -> u64 {
-    let text = fs::read_to_string(format!("/proc/{pid}/smaps_rollup")).unwrap();
-    let line = text.lines().find_map(|line| line.strip_prefix(what)).unwrap();
-    line.trim().trim_end_matches(" kB").parse().unwrap()
 }

@@ -5,20 +5,19 @@
 //! both processes, without the driver's library. Run with `cargo bench --bench footprint`; it takes two minutes.
 //! LINKWISE_BENCH_PROGRAM names another program to measure, such as the image's.
 
-#![allow(
-    clippy::unwrap_used,
-    clippy::print_stdout,
-    clippy::disallowed_methods,
-    reason = "a benchmark prints, ends where it cannot go on, and is told by the environment what to measure"
-)]
+#![allow(clippy::unwrap_used, clippy::print_stdout, reason = "a benchmark prints, and ends where it cannot go on")]
+
+mod support;
 
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use fake_nvml::Control;
 use linkwise_kubelet_box::{KubeletBox, Options, Restart};
+
+use support::{child_of, memory, program, spread};
 
 const RESOURCE: &str = "nvidia.com/gpu";
 /// Starts of the plugin; medians count.
@@ -124,11 +123,6 @@ async fn without_gpus() {
     let _ = process.wait();
 }
 
-fn program() -> PathBuf {
-    let named = std::env::var_os("LINKWISE_BENCH_PROGRAM").map(PathBuf::from);
-    named.unwrap_or_else(|| env!("CARGO_BIN_EXE_linkwise").into())
-}
-
 /// How often the threads of a process have gone to sleep of themselves.
 fn wake_ups(pid: u32) -> u64 {
     let tasks = fs::read_dir(format!("/proc/{pid}/task")).unwrap();
@@ -202,19 +196,6 @@ impl Drop for Node {
     }
 }
 
-fn child_of(pid: u32) -> u32 {
-    let tasks = fs::read_dir(format!("/proc/{pid}/task")).unwrap();
-    let children = tasks.map(|task| fs::read_to_string(task.unwrap().path().join("children")).unwrap());
-    children.collect::<String>().split_whitespace().next().unwrap().parse().unwrap()
-}
-
-/// A line of smaps_rollup, KiB.
-fn memory(pid: u32, name: &str) -> u64 {
-    let text = fs::read_to_string(format!("/proc/{pid}/smaps_rollup")).unwrap();
-    let line = text.lines().find_map(|line| line.strip_prefix(name)).unwrap();
-    line.split_whitespace().next().unwrap().parse().unwrap()
-}
-
 fn mib(kib: u64) -> f64 {
     kib as f64 / 1024.0
 }
@@ -224,11 +205,4 @@ fn cpu(pid: u32) -> u64 {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
     let after_name = stat.rsplit_once(')').unwrap().1;
     after_name.split_whitespace().skip(11).take(2).map(|ticks| ticks.parse::<u64>().unwrap()).sum()
-}
-
-/// Median and worst.
-fn spread(times: &mut [Duration]) -> String {
-    times.sort_unstable();
-    let median = times.get(times.len() / 2).copied().unwrap_or_default();
-    format!("median {median:?}, worst {:?}", times.last().copied().unwrap_or_default())
 }

@@ -7,6 +7,8 @@
 
 #![allow(clippy::unwrap_used, clippy::print_stdout, reason = "a benchmark prints, and ends where it cannot go on")]
 
+mod support;
+
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
@@ -19,10 +21,11 @@ use linkwise_kubelet::device_plugin::Settings;
 use linkwise_kubelet_api::v1beta1 as wire;
 use linkwise_kubelet_api::v1beta1::device_plugin_client::DevicePluginClient;
 use linkwise_kubelet_box::{KubeletBox, Options};
-use linkwise_node::keeper::HealthSettings;
 use linkwise_node::node::{Node, NodeSettings};
 use tokio::net::UnixStream;
 use tonic::transport::{Channel, Endpoint};
+
+use support::percentile;
 
 /// Pairs of calls after the warm-up.
 const ROUNDS: usize = 5_000;
@@ -37,13 +40,8 @@ const RESOURCE: &str = "nvidia.com/gpu";
 async fn main() {
     let folder = tempfile::tempdir().unwrap();
     let kubelet = KubeletBox::start(Options::new(folder.path())).unwrap();
-    let settings = NodeSettings {
-        kubelet: Settings::new(folder.path().join(Options::SOCKET)),
-        metrics_address: "127.0.0.1:0".parse().unwrap(),
-        numa_hints: linkwise_core::state::NumaHints::default(),
-        health: HealthSettings::default(),
-    };
-    let node = Node::start(settings).await.unwrap();
+    let settings = Settings::new(folder.path().join(Options::SOCKET));
+    let node = Node::start(NodeSettings::new(settings)).await.unwrap();
     let observed = machines::load("dgx-h100").unwrap().observed;
     let ids: Vec<String> = observed.gpus.iter().map(|gpu| gpu.uuid.to_string()).collect();
     let (events, shutdown) = (node.events(), node.shutdown());
@@ -153,9 +151,4 @@ async fn while_nvml_hangs() {
     let _ = process.kill();
     let _ = process.wait();
     kubelet.stop().await.unwrap();
-}
-
-fn percentile(times: &mut [Duration], part: usize) -> Duration {
-    times.sort_unstable();
-    times.get((times.len() * part / 100).min(times.len().saturating_sub(1))).copied().unwrap_or_default()
 }

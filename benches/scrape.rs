@@ -11,12 +11,10 @@ use std::time::{Duration, Instant};
 
 use linkwise_core::allocation::DeviceId;
 use linkwise_core::state::{
-    ContainerHoldings, ContainerName, Event, Holdings, NumaHints, ResourceName, ResourcePlan, SharedResource, Sharing,
-    SharingKind,
+    ContainerHoldings, ContainerName, Event, Holdings, ResourceName, ResourcePlan, SharedResource, Sharing, SharingKind,
 };
 use linkwise_host::machines;
 use linkwise_kubelet::device_plugin::Settings;
-use linkwise_node::keeper::HealthSettings;
 use linkwise_node::node::{Node, NodeSettings};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
@@ -38,13 +36,8 @@ async fn main() {
 
 async fn measure(machine: &str, pods: usize) {
     let folder = tempfile::tempdir().unwrap();
-    let settings = NodeSettings {
-        kubelet: Settings::new(folder.path().join("kubelet.sock")),
-        metrics_address: "127.0.0.1:0".parse().unwrap(),
-        numa_hints: NumaHints::default(),
-        health: HealthSettings::default(),
-    };
-    let node = Node::start(settings).await.unwrap();
+    let settings = Settings::new(folder.path().join("kubelet.sock"));
+    let node = Node::start(NodeSettings::new(settings)).await.unwrap();
     let (events, shutdown, metrics) = (node.events(), node.shutdown(), node.metrics().clone());
     let (address, mut snapshot) = (node.metrics_address(), node.snapshot());
     let serving = tokio::spawn(node.serve());
