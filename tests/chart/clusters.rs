@@ -18,7 +18,6 @@ fn test_pod(objects: &[Value]) -> &Value {
 #[test]
 #[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
 fn openshift_constraints_are_those_of_the_overlay() {
-    let helm = Helm::found();
     let text = fs::read_to_string(repository("manifests/overlays/openshift/scc.yaml")).unwrap();
     let mut expected: Value = serde_saphyr::from_str(&text).unwrap();
     for (values, volumes) in [
@@ -27,7 +26,7 @@ fn openshift_constraints_are_those_of_the_overlay() {
         (&["openshift.enabled=true", "dra.enabled=true"], &["configMap", "emptyDir", "hostPath", "projected"]),
         (&["openshift.enabled=true", "config.map.a=version: v1"], &["configMap", "emptyDir", "hostPath", "projected"]),
     ] {
-        let objects = helm.objects(values);
+        let objects = Helm::found().objects(values);
         let mut scc = object(&objects, "SecurityContextConstraints", NAME).clone();
         expected["volumes"] = json!(volumes);
         expected["metadata"] = scc["metadata"].take();
@@ -60,8 +59,7 @@ fn openshift_constraints_are_those_of_the_overlay() {
 #[test]
 #[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
 fn quota_admits_the_priority_of_the_pods() {
-    let helm = Helm::found();
-    let objects = helm.objects(&["resourceQuota.enabled=true", "priorityClassName=system-cluster-critical"]);
+    let objects = Helm::found().objects(&["resourceQuota.enabled=true", "priorityClassName=system-cluster-critical"]);
     let quota = object(&objects, "ResourceQuota", &format!("{NAME}-priority"));
     let scope = &quota["spec"]["scopeSelector"]["matchExpressions"][0];
     for set in daemon_sets(&objects) {
@@ -103,35 +101,13 @@ fn network_policy_opens_the_metrics_port_to_its_peers() {
 #[test]
 #[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
 fn kubectl_exec_goes_to_the_program() {
-    let helm = Helm::found();
     for values in [&["gfd.enabled=true"][..], &["config.name=x", "gfd.enabled=true"]] {
-        for set in daemon_sets(&helm.objects(values)) {
+        for set in daemon_sets(&Helm::found().objects(values)) {
             let annotation = "/spec/template/metadata/annotations/kubectl.kubernetes.io~1default-container";
             let name = set.pointer(annotation).and_then(Value::as_str).unwrap();
             let all = list(set, &format!("{POD}/containers"));
             assert!(name.ends_with("-ctr") && all.iter().any(|container| container["name"] == name), "{name}");
         }
-    }
-}
-
-#[test]
-#[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
-fn test_pod_has_the_least_privileges() {
-    let helm = Helm::found();
-    for values in [&[][..], &["migStrategy=mixed"], &["securityContext.privileged=true"], &["dra.enabled=true"]] {
-        let objects = helm.objects(values);
-        let pod = test_pod(&objects);
-        let least = json!({
-            "allowPrivilegeEscalation": false,
-            "readOnlyRootFilesystem": true,
-            "capabilities": {"drop": ["ALL"]},
-        });
-        assert_eq!(pod["spec"]["containers"][0]["securityContext"], least, "{values:?}");
-        assert_eq!(pod["spec"]["automountServiceAccountToken"], false);
-        let mounts = list(pod, "/spec/containers/0/volumeMounts");
-        assert!(mounts.iter().all(|mount| mount["readOnly"] == true), "{mounts:?}");
-        let kinds: Vec<&Value> = list(pod, "/spec/volumes").iter().map(|volume| &volume["hostPath"]["type"]).collect();
-        assert!(kinds.iter().all(|kind| **kind == "Directory"), "the test makes no folder of the host: {kinds:?}");
     }
 }
 
@@ -158,8 +134,7 @@ fn test_pod_belongs_to_no_daemonset() {
 #[test]
 #[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
 fn test_pod_runs_a_command_that_ends() {
-    let helm = Helm::found();
-    let objects = helm.objects(&["dra.enabled=true", "kubeletRootDir=/var/lib/k0s/kubelet"]);
+    let objects = Helm::found().objects(&["dra.enabled=true", "kubeletRootDir=/var/lib/k0s/kubelet"]);
     let pod = test_pod(&objects);
     let command: Vec<&str> =
         list(pod, "/spec/containers/0/command").into_iter().map(|word| word.as_str().unwrap()).collect();

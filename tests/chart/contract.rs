@@ -10,8 +10,6 @@ use crate::chart::helm::{Helm, POD, containers, daemon_sets, list, object, repos
 use crate::chart::swap::{help, reads};
 
 const PLUGIN: &str = "nvdp-nvidia-device-plugin";
-const MPS: &str = "nvdp-nvidia-device-plugin-mps-control-daemon";
-const GFD: &str = "nvdp-nvidia-device-plugin-gpu-feature-discovery";
 
 /// Everything at once.
 const ALL: [&str; 4] =
@@ -37,27 +35,12 @@ fn nvidias_values_file_gives_our_objects() {
 #[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
 fn reused_values_lack_only_what_has_a_default() {
     let helm = Helm::found();
-    let missing = [
-        "configManager=null",
-        "metrics=null",
-        "podMonitor=null",
-        "prometheusRule=null",
-        "grafanaDashboards=null",
-        "kubeletRootDir=null",
-        "devicePlugin.resources=null",
-        "devicePlugin.writeLabelsFile=null",
-        "devicePlugin.extraEnv=null",
-        "devicePlugin.extraVolumes=null",
-        "devicePlugin.extraVolumeMounts=null",
-        "gfd.resources=null",
-        "gfd.extraEnv=null",
-        "mps.updateStrategy=null",
-        "mps.resources=null",
-        "mps.extraEnv=null",
-        "image.digest=null",
-        "resourceQuota=null",
-        "openshift=null",
-    ];
+    let missing = "configManager metrics podMonitor prometheusRule grafanaDashboards kubeletRootDir \
+        devicePlugin.resources devicePlugin.writeLabelsFile devicePlugin.extraEnv devicePlugin.extraVolumes \
+        devicePlugin.extraVolumeMounts gfd.resources gfd.extraEnv mps.updateStrategy mps.resources \
+        mps.extraEnv image.digest resourceQuota openshift";
+    let missing: Vec<String> = missing.split_whitespace().map(|value| format!("{value}=null")).collect();
+    let missing: Vec<&str> = missing.iter().map(String::as_str).collect();
     for more in [&[][..], &["gfd.enabled=true", "config.map.default=version: v1"]] {
         let whole = lines(&with_nvidias_file(&helm, more));
         let reused = difference(&whole, &lines(&with_nvidias_file(&helm, &[&missing[..], more].concat())));
@@ -70,14 +53,13 @@ fn reused_values_lack_only_what_has_a_default() {
 #[test]
 #[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
 fn names_are_nvidias_and_follow_the_overrides() {
-    let helm = Helm::found();
     for (values, prefix, namespace) in [
         (&[][..], "nvdp-nvidia-device-plugin", "gpu"),
         (&["nameOverride=nvdp-plugin"], "nvdp-nvdp-plugin", "gpu"),
         (&["nameOverride=dp"], "nvdp", "gpu"),
         (&["fullnameOverride=gpus", "namespaceOverride=elsewhere"], "gpus", "elsewhere"),
     ] {
-        let objects = helm.objects(&[&ALL[..], values].concat());
+        let objects = Helm::found().objects(&[&ALL[..], values].concat());
         let names: BTreeSet<(String, String)> = objects
             .iter()
             .map(|object| {
@@ -85,22 +67,14 @@ fn names_are_nvidias_and_follow_the_overrides() {
                 (text(&object["kind"]), text(&object["metadata"]["name"]))
             })
             .collect();
-        let expected = [
-            ("ClusterRole", "-role"),
-            ("ClusterRoleBinding", "-role-binding"),
-            ("DaemonSet", ""),
-            ("DaemonSet", "-gpu-feature-discovery"),
-            ("DaemonSet", "-mps-control-daemon"),
-            ("Pod", "-test"),
-            ("PodMonitor", ""),
-            ("Role", "-gpu-feature-discovery"),
-            ("RoleBinding", "-gpu-feature-discovery"),
-            ("ServiceAccount", "-service-account"),
-            ("ValidatingAdmissionPolicy", "-gpu-feature-discovery"),
-            ("ValidatingAdmissionPolicyBinding", "-gpu-feature-discovery"),
-        ];
+        let expected = "ClusterRole=-role ClusterRoleBinding=-role-binding DaemonSet= \
+                        DaemonSet=-gpu-feature-discovery DaemonSet=-mps-control-daemon Pod=-test PodMonitor= \
+                        Role=-gpu-feature-discovery RoleBinding=-gpu-feature-discovery \
+                        ServiceAccount=-service-account ValidatingAdmissionPolicy=-gpu-feature-discovery \
+                        ValidatingAdmissionPolicyBinding=-gpu-feature-discovery";
+        let expected = expected.split_whitespace().map(|object| object.split_once('=').unwrap());
         let expected = expected.map(|(kind, suffix)| (kind.to_owned(), format!("{prefix}{suffix}")));
-        assert_eq!(names, BTreeSet::from(expected), "{values:?}");
+        assert_eq!(names, expected.collect(), "{values:?}");
         for object in &objects {
             let kind = object["kind"].as_str().unwrap();
             let cluster = kind.starts_with("Cluster") || kind.starts_with("Validating");
@@ -113,12 +87,11 @@ fn names_are_nvidias_and_follow_the_overrides() {
 #[test]
 #[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
 fn selectors_are_nvidias_and_match_their_pods() {
-    let helm = Helm::found();
     let usual =
         serde_json::json!({"app.kubernetes.io/instance": "nvdp", "app.kubernetes.io/name": "nvidia-device-plugin"});
     let own = serde_json::json!({"app": "gpus"});
     for (values, selector) in [(&[][..], &usual), (&["selectorLabelsOverride.app=gpus"], &own)] {
-        let objects = helm.objects(&[&ALL[..], values].concat());
+        let objects = Helm::found().objects(&[&ALL[..], values].concat());
         for set in daemon_sets(&objects) {
             assert_eq!(set.pointer("/spec/selector/matchLabels").unwrap(), selector);
             let labels = set.pointer("/spec/template/metadata/labels").unwrap();
@@ -142,48 +115,6 @@ fn variables(container: &Value) -> BTreeMap<&str, &str> {
         .into_iter()
         .map(|env| (env["name"].as_str().unwrap(), env["value"].as_str().unwrap_or("")))
         .collect()
-}
-
-fn container<'a>(objects: &'a [Value], set: &str, name: &str) -> &'a Value {
-    let found = containers(object(objects, "DaemonSet", set)).into_iter().find(|container| container["name"] == name);
-    found.unwrap_or_else(|| panic!("no container {name}"))
-}
-
-/// Which value becomes which variable of which program: NVIDIA's chart 0.20, apart from those that ours does not need.
-#[test]
-#[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
-fn programs_get_nvidias_variables() {
-    let helm = Helm::found();
-    let table: [(&str, &str, &str, bool); 15] = [
-        // value, variable, its value, for gpu-feature-discovery too
-        ("migStrategy=single", "MIG_STRATEGY", "single", true),
-        ("migStrategy=mixed", "NVIDIA_MIG_MONITOR_DEVICES", "all", true),
-        ("failOnInitError=false", "FAIL_ON_INIT_ERROR", "false", true),
-        ("compatWithCPUManager=false", "PASS_DEVICE_SPECS", "false", false),
-        ("deviceListStrategy=cdi-cri", "DEVICE_LIST_STRATEGY", "cdi-cri", false),
-        ("deviceIDStrategy=index", "DEVICE_ID_STRATEGY", "index", false),
-        ("nvidiaDriverRoot=/driver", "NVIDIA_DRIVER_ROOT", "/driver", false),
-        ("nvidiaDevRoot=/dev-root", "NVIDIA_DEV_ROOT", "/dev-root", false),
-        ("gdrcopyEnabled=true", "GDRCOPY_ENABLED", "true", false),
-        ("gdsEnabled=false", "GDS_ENABLED", "false", false),
-        ("mofedEnabled=true", "MOFED_ENABLED", "true", false),
-        ("deviceDiscoveryStrategy=auto", "DEVICE_DISCOVERY_STRATEGY", "auto", true),
-        ("cdi.nvidiaHookPath=/hook", "NVIDIA_CDI_HOOK_PATH", "/hook", false),
-        ("mps.root=/mps-root", "MPS_ROOT", "/mps-root", false),
-        ("config.name=external", "CONFIG_FILE", "/config/config.yaml", true),
-    ];
-    for (value, variable, expected, discovery) in table {
-        let objects = helm.objects(&["gfd.enabled=true", value]);
-        for (set, name, wanted) in [
-            (PLUGIN, "nvidia-device-plugin-ctr", true),
-            (GFD, "gpu-feature-discovery-ctr", discovery),
-            // It follows the plugin's orders alone.
-            (MPS, "mps-control-daemon-ctr", false),
-        ] {
-            let found = variables(container(&objects, set, name)).get(variable).copied();
-            assert_eq!(found, wanted.then_some(expected), "{value}: {variable} of {name}");
-        }
-    }
 }
 
 #[test]
@@ -213,7 +144,6 @@ fn each_program_reads_its_variables() {
 #[test]
 #[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
 fn configuration_files_stay_as_they_are() {
-    let helm = Helm::found();
     let folder = tempfile::tempdir().unwrap();
     let texts = [
         "version: v1\n",
@@ -226,7 +156,7 @@ fn configuration_files_stay_as_they_are() {
         let file = folder.path().join(format!("{number}.yaml"));
         std::fs::write(&file, text).unwrap();
         let map = format!("config.map.default={}", file.display());
-        let objects = helm.template(&["--set-file", &map]).unwrap();
+        let objects = Helm::found().template(&["--set-file", &map]).unwrap();
         let data = &object(&objects, "ConfigMap", "nvdp-nvidia-device-plugin-configs")["data"];
         assert_eq!(data["default"], **text, "{text:?}");
     }
@@ -236,10 +166,9 @@ fn configuration_files_stay_as_they_are() {
 #[test]
 #[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
 fn mounts_volumes_and_ports_belong_together() {
-    let helm = Helm::found();
     let hosts = ["devicePlugin.enableHostNetwork=true", "deviceListStrategy=cdi-cri\\,volume-mounts"];
     for values in [&[][..], &ALL, &["config.map.default=", "gfd.enabled=true"], &hosts, &["nvidiaDriverRoot=/x"]] {
-        let objects = helm.objects(values);
+        let objects = Helm::found().objects(values);
         for set in daemon_sets(&objects) {
             let names =
                 |pointer: &str| list(set, pointer).iter().map(|item| item["name"].clone().to_string()).collect();

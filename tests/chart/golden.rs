@@ -9,7 +9,8 @@ use crate::chart::helm::{Helm, set};
 use crate::unchanged_pods::resources;
 
 /// For each entry, values as `--set` takes them, the lines that these values change of what `base` gives.
-fn changes(helm: &Helm, base: &[&str], entries: &[&[&str]]) -> String {
+fn changes(base: &[&str], entries: &[&[&str]]) -> String {
+    let helm = Helm::found();
     let before = lines(&helm.objects(base));
     entries.iter().map(|values| section(values, &before, &lines(&helm.objects(&[base, values].concat())))).collect()
 }
@@ -21,7 +22,6 @@ fn section(values: &[&str], before: &Lines, after: &Lines) -> String {
 #[test]
 #[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
 fn helm_lint_finds_nothing() {
-    let helm = Helm::found();
     for values in [
         &[][..],
         &[
@@ -32,7 +32,7 @@ fn helm_lint_finds_nothing() {
             "dra.unchangedPods.enabled=true",
         ],
     ] {
-        let output = helm.run(&["lint", "--strict", "--quiet"], &set(values));
+        let output = Helm::found().run(&["lint", "--strict", "--quiet"], &set(values));
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
     }
 }
@@ -40,14 +40,12 @@ fn helm_lint_finds_nothing() {
 #[test]
 #[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
 fn defaults_give_these_objects() {
-    let helm = Helm::found();
-    assert_snapshot!(difference(&Lines::default(), &lines(&helm.objects(&[]))));
+    assert_snapshot!(difference(&Lines::default(), &lines(&Helm::found().objects(&[]))));
 }
 
 #[test]
 #[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
 fn settings_become_variables() {
-    let helm = Helm::found();
     let entries = [
         &["migStrategy=none"][..],
         &["migStrategy=mixed"],
@@ -65,7 +63,8 @@ fn settings_become_variables() {
         &["cdi.nvidiaHookPath=/usr/local/nvidia-cdi-hook", "cdi.featureFlags=disable-nvsandboxutils"],
         &["mps.root=/var/mps"],
     ];
-    assert_snapshot!(changes(&helm, &[], &entries));
+    // With all programs, as in NVIDIA's chart 0.20: which of them gets which variable.
+    assert_snapshot!(changes(&["gfd.enabled=true"], &entries));
 }
 
 #[test]
@@ -75,7 +74,7 @@ fn configurations_bring_config_manager() {
     let shared =
         "config.map.shared=version: v1\nsharing: {timeSlicing: {resources: [{name: nvidia.com/gpu\\, replicas: 4}]}}";
     let one = "config.map.only=version: v1";
-    assert_snapshot!("one_file", changes(&helm, &[], &[&[one]]));
+    assert_snapshot!("one_file", changes(&[], &[&[one]]));
     let entries = [
         &["config.map.default=version: v1", shared, "config.fallbackStrategies={empty}"][..],
         &["config.map.a=flags: {migStrategy: single}", "config.map.b=", "config.default=b"],
@@ -83,7 +82,7 @@ fn configurations_bring_config_manager() {
         &["config.map.only=flags: {plugin: {deviceListStrategy: cdi-cri}}"],
         &["podAnnotations.checksum/config=mine"],
     ];
-    assert_snapshot!("more_files", changes(&helm, &[one], &entries));
+    assert_snapshot!("more_files", changes(&[one], &entries));
     // Whose files are not in the values may ask for everything, unless the values decide it.
     let before = lines(&helm.objects(&[one]));
     let entries =
@@ -95,7 +94,6 @@ fn configurations_bring_config_manager() {
 #[test]
 #[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
 fn programs_are_switched_on_and_off() {
-    let helm = Helm::found();
     let entries = [
         &["gfd.enabled=true"][..],
         &["devicePlugin.enabled=false"],
@@ -123,19 +121,19 @@ fn programs_are_switched_on_and_off() {
         &["dra.enabled=true", "dra.claimTemplates.namespaces={a}", "dra.claimTemplates.exact=groups"],
         &["dra.enabled=true", "dra.claimTemplates.namespaces={a}", "dra.claimTemplates.exact=nvlinkDomain"],
     ];
-    assert_snapshot!("programs", changes(&helm, &[], &entries));
+    assert_snapshot!("programs", changes(&[], &entries));
     let entries = [
         &["resourceQuota.enabled=true"][..],
         &["openshift.enabled=true", "gfd.enabled=true"],
         &["kubeletRootDir=/var/snap/microk8s/common/var/lib/kubelet"],
         &["runtimeClassName=nvidia", "securityContext.seLinuxOptions.type=spc_t", "nodeSelector.gpu=yes"],
     ];
-    assert_snapshot!("clusters", changes(&helm, &[], &entries));
+    assert_snapshot!("clusters", changes(&[], &entries));
     let entries = [&["dra.mps=true"][..], &["dra.mps=true", "mps.root=/var/mps", "nodeSelector.gpu=yes"]];
-    assert_snapshot!("mps_for_claims", changes(&helm, &["dra.enabled=true"], &entries));
+    assert_snapshot!("mps_for_claims", changes(&["dra.enabled=true"], &entries));
     let base = ["dra.enabled=true", "dra.unchangedPods.enabled=true"];
     let entries = [&["dra.unchangedPods.schedulers={default-scheduler,packing}"][..]];
-    assert_snapshot!("unchanged_pods", changes(&helm, &base, &entries));
+    assert_snapshot!("unchanged_pods", changes(&base, &entries));
     let entries = [
         &["config.name=external", "migStrategy=none", "deviceListStrategy=envvar"][..],
         &["gfd.noTimestamp=true", "gfd.sleepInterval=infinite"],
@@ -145,14 +143,13 @@ fn programs_are_switched_on_and_off() {
         &["nvidiaDriverRoot=/run/nvidia/driver", "failOnInitError=false", "migStrategy=single"],
     ];
     let base = ["gfd.enabled=true", "devicePlugin.enabled=false"];
-    assert_snapshot!("gpu_feature_discovery", changes(&helm, &base, &entries));
+    assert_snapshot!("gpu_feature_discovery", changes(&base, &entries));
 }
 
 /// An older API server does not know such a policy, and refuses the release. Exact claims need none.
 #[test]
 #[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
 fn policy_for_several_claims_is_there_from_kubernetes_1_36() {
-    let helm = Helm::found();
     let shipped: Vec<Value> =
         resources("manifests/dra/several-claims").into_iter().map(|one| one["spec"].clone()).collect();
     let (templates, unchanged) = ("dra.claimTemplates.namespaces={a}", "dra.unchangedPods.enabled=true");
@@ -167,7 +164,7 @@ fn policy_for_several_claims_is_there_from_kubernetes_1_36() {
         (&[], "1.36.0", false),
     ] {
         let args = [set(values), set(&["dra.enabled=true"]), vec!["--kube-version", version]].concat();
-        let objects = helm.template(&args).unwrap();
+        let objects = Helm::found().template(&args).unwrap();
         let all: Vec<&Value> = objects.iter().map(|object| &object["spec"]).collect();
         assert!(shipped.iter().all(|spec| all.contains(&spec) == is_there), "{values:?} {version}");
     }
@@ -176,13 +173,14 @@ fn policy_for_several_claims_is_there_from_kubernetes_1_36() {
 #[test]
 #[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
 fn pods_take_what_every_chart_has() {
-    let helm = Helm::found();
     let digest = format!("image.digest=sha256:{}", "ab".repeat(32));
     let entries = [
         &["image.repository=registry.example/linkwise", "image.tag=v1.2.3", "image.pullPolicy=Always"][..],
         &["image.repository=registry.example/linkwise", &digest],
         &["imagePullSecrets[0].name=pull"],
         &["updateStrategy.type=OnDelete"],
+        &["updateStrategy=null"],
+        &["updateStrategy.rollingUpdate.maxUnavailable=2"],
         &["podAnnotations.note=text"],
         &["podSecurityContext.runAsGroup=0"],
         &["securityContext.privileged=true"],
@@ -194,7 +192,7 @@ fn pods_take_what_every_chart_has() {
         &["devicePlugin.extraEnv[0].name=LINKWISE_NUMA_HINTS", "devicePlugin.extraEnv[0].value=package"],
         &["kubeletRootDir=/var/snap/kubelet/"],
     ];
-    assert_snapshot!(changes(&helm, &[], &entries));
+    assert_snapshot!(changes(&[], &entries));
 }
 
 /// The examples in NVIDIA's README for 0.20, by their `--set`.
@@ -221,9 +219,9 @@ fn examples_of_nvidias_readme_are_taken() {
     ];
     // Compared with a file that asks for nothing: the example's asks for the defaults.
     let file = lines(&helm.objects(&[&one]));
-    let mut text = changes(&helm, &[], &without);
+    let mut text = changes(&[], &without);
     text.extend(with_file.map(|values| section(values, &file, &lines(&helm.objects(values)))));
     assert_snapshot!(text);
-    let same = changes(&helm, &["config.map.config=version: v1"], &[&[&one]]);
+    let same = changes(&["config.map.config=version: v1"], &[&[&one]]);
     assert!(!same.contains("SYS_ADMIN"), "{same}");
 }

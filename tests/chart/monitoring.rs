@@ -13,8 +13,7 @@ fn text(file: &str) -> String {
 #[test]
 #[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
 fn rules_are_those_of_the_manifests() {
-    let helm = Helm::found();
-    let objects = helm.objects(&["prometheusRule.enabled=true", "prometheusRule.labels.release=prometheus"]);
+    let objects = Helm::found().objects(&["prometheusRule.enabled=true", "prometheusRule.labels.release=prometheus"]);
     let rule = object(&objects, "PrometheusRule", "nvdp-nvidia-device-plugin");
     let ours: Value = serde_saphyr::from_str(&text("rules.yaml")).unwrap();
     assert_eq!((&rule["apiVersion"], &rule["spec"]), (&ours["apiVersion"], &ours["spec"]));
@@ -24,9 +23,9 @@ fn rules_are_those_of_the_manifests() {
 #[test]
 #[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
 fn runbooks_are_where_the_value_says() {
-    let helm = Helm::found();
     let place = "https://git.example.com/linkwise/";
-    let objects = helm.objects(&["prometheusRule.enabled=true", &format!("prometheusRule.runbookUrl={place}")]);
+    let objects =
+        Helm::found().objects(&["prometheusRule.enabled=true", &format!("prometheusRule.runbookUrl={place}")]);
     let rule = object(&objects, "PrometheusRule", "nvdp-nvidia-device-plugin").to_string();
     let alerts = rule.matches("\"alert\"").count();
     assert!(alerts > 10, "{rule}");
@@ -36,8 +35,7 @@ fn runbooks_are_where_the_value_says() {
 #[test]
 #[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
 fn dashboards_are_those_of_the_manifests() {
-    let helm = Helm::found();
-    let objects = helm.objects(&["grafanaDashboards.enabled=true"]);
+    let objects = Helm::found().objects(&["grafanaDashboards.enabled=true"]);
     for name in ["fleet", "node"] {
         let map = object(&objects, "ConfigMap", &format!("nvdp-nvidia-device-plugin-dashboard-{name}"));
         assert_eq!(map["metadata"]["labels"]["grafana_dashboard"], "1");

@@ -1,12 +1,12 @@
-//! What each program may do: least privileges by default, more only where a value asks for it, a token only for those that speak to
-//! the API server.
+//! What each program may do: least privileges by default, more only where a value asks for it. Rights and tokens are in the
+//! goldens.
 
 use std::collections::BTreeSet;
 
 use linkwise_api_server_box::{ApiServerBox, ResourceType};
 use serde_json::{Value, json};
 
-use crate::chart::helm::{Helm, POD, containers, daemon_sets, list};
+use crate::chart::helm::{Helm, containers, daemon_sets};
 
 /// The MPS daemon mounts, sets compute modes and runs servers for other users.
 const PRIVILEGED: [&str; 2] = ["mps-control-daemon-mounts", "mps-control-daemon-ctr"];
@@ -42,7 +42,6 @@ fn check(objects: &[Value], values: &[&str], admins: &[&str]) {
 #[test]
 #[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
 fn only_mps_is_privileged_and_sys_admin_is_asked_for() {
-    let helm = Helm::found();
     let (plugin, both) = ("nvidia-device-plugin-ctr", ["nvidia-device-plugin-ctr", "gpu-feature-discovery-ctr"]);
     let two = ["config.map.a=flags: {migStrategy: mixed}", "config.map.default=flags: {migStrategy: none}"];
     for (values, admins) in [
@@ -67,17 +66,16 @@ fn only_mps_is_privileged_and_sys_admin_is_asked_for() {
         (&["dra.enabled=true", "gfd.enabled=true"], &[]),
         (&["dra.enabled=true", "dra.dynamicMig=true", "dra.migRights=true", "gfd.enabled=true"], &[plugin]),
     ] {
-        check(&helm.objects(values), values, admins);
+        check(&Helm::found().objects(values), values, admins);
     }
 }
 
 #[test]
 #[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
 fn given_security_context_replaces_ours() {
-    let helm = Helm::found();
     let values =
         ["securityContext.privileged=true", "gfd.enabled=true", "gfd.securityContext.runAsUser=0", "config.name=x"];
-    let objects = helm.objects(&values);
+    let objects = Helm::found().objects(&values);
     let all: Vec<&Value> = daemon_sets(&objects).flat_map(containers).collect();
     let of = |name: &str| all.iter().find(|container| container["name"] == name).unwrap()["securityContext"].clone();
     for container in ["nvidia-device-plugin-ctr", "nvidia-device-plugin-sidecar"] {
@@ -88,65 +86,6 @@ fn given_security_context_replaces_ours() {
     }
     for container in ["nvidia-device-plugin-init", "gpu-feature-discovery-init"] {
         assert_eq!(of(container)["capabilities"], json!({"drop": ["ALL"]}), "{container}");
-    }
-}
-
-const TOKEN: &str = "/var/run/secrets/kubernetes.io/serviceaccount";
-
-#[test]
-#[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
-fn token_is_mounted_only_where_the_api_is_called() {
-    let helm = Helm::found();
-    let managers = ["nvidia-device-plugin", "gpu-feature-discovery"];
-    let managers = managers.iter().flat_map(|name| [format!("{name}-init"), format!("{name}-sidecar")]);
-    let managers: BTreeSet<String> = managers.chain(["gpu-feature-discovery-ctr".to_owned()]).collect();
-    for (values, expected) in [
-        (&[][..], BTreeSet::new()),
-        (&["gfd.enabled=true"], set(&["gpu-feature-discovery-ctr"])),
-        (&["dra.enabled=true"], set(&["nvidia-device-plugin-ctr"])),
-        (&["events.enabled=true"], set(&["nvidia-device-plugin-ctr"])),
-        (&["gfd.enabled=true", "config.name=external"], managers),
-    ] {
-        let objects = helm.objects(values);
-        for set in daemon_sets(&objects) {
-            assert_eq!(set.pointer(&format!("{POD}/automountServiceAccountToken")).unwrap(), false);
-        }
-        let all: Vec<&Value> = daemon_sets(&objects).flat_map(containers).collect();
-        let with = |container: &Value| list(container, "/volumeMounts").iter().any(|mount| mount["mountPath"] == TOKEN);
-        assert_eq!(names(&all, with), expected, "{values:?}");
-    }
-}
-
-#[test]
-#[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
-fn rights_are_those_that_the_programs_need() {
-    let helm = Helm::found();
-    let nodes = json!({"apiGroups": [""], "resources": ["nodes"], "verbs": ["list", "watch"]});
-    let features = json!({"apiGroups": ["nfd.k8s-sigs.io"], "resources": ["nodefeatures"],
-                          "verbs": ["get", "create", "patch", "delete"]});
-    // Its own: RBAC cannot name a pod of a DaemonSet.
-    let pods = json!({"apiGroups": [""], "resources": ["pods"], "verbs": ["get"]});
-    let slices = ["get", "list", "watch", "create", "update", "delete"];
-    let dra = [
-        json!({"apiGroups": ["resource.k8s.io"], "resources": ["resourceclaims"], "verbs": ["get"]}),
-        json!({"apiGroups": ["resource.k8s.io"], "resources": ["resourceslices"], "verbs": slices}),
-        json!({"apiGroups": [""], "resources": ["nodes"], "verbs": ["get"]}),
-    ];
-    let events = json!({"apiGroups": ["events.k8s.io"], "resources": ["events"], "verbs": ["create"]});
-    for (values, cluster, namespaced) in [
-        (&[][..], vec![], vec![]),
-        (&["config.map.default=version: v1"], vec![&nodes], vec![]),
-        (&["config.name=external", "gfd.enabled=true"], vec![&nodes], vec![&features, &pods]),
-        (&["gfd.enabled=true"], vec![], vec![&features, &pods]),
-        (&["dra.enabled=true"], dra.iter().collect(), vec![]),
-        (&["events.enabled=true"], vec![&events], vec![]),
-    ] {
-        let objects = helm.objects(values);
-        for (kind, expected) in [("ClusterRole", cluster), ("Role", namespaced)] {
-            let roles = objects.iter().filter(|object| object["kind"] == kind);
-            let rules: Vec<&Value> = roles.flat_map(|role| list(role, "/rules")).collect();
-            assert_eq!(rules, expected, "{values:?}: {kind}");
-        }
     }
 }
 

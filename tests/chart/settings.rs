@@ -8,9 +8,9 @@ use crate::node_settings::{GIVEN, SETTINGS, given};
 #[test]
 #[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
 fn plugin_gets_by_the_chart_what_the_tests_give_it() {
-    let helm = Helm::found();
     for setting in SETTINGS {
-        let objects = helm.template(&set(setting.values)).unwrap_or_else(|error| panic!("{}: {error}", setting.name));
+        let objects =
+            Helm::found().template(&set(setting.values)).unwrap_or_else(|error| panic!("{}: {error}", setting.name));
         let pods = object(&objects, "DaemonSet", "nvdp-nvidia-device-plugin");
         let all = containers(pods);
         let plugin = all.into_iter().find(|container| container["name"] == "nvidia-device-plugin-ctr").unwrap();

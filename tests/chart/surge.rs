@@ -1,30 +1,8 @@
-//! How pods of the plugin are replaced: a new one takes over beside the old one where two fit on a node, and a change of
-//! the configuration that a program follows replaces none.
-
-use serde_json::json;
+//! When pods of the plugin are replaced: a change of the configuration that a program follows replaces none.
 
 use crate::chart::helm::{Helm, object};
 
 const PLUGIN: &str = "nvdp-nvidia-device-plugin";
-
-#[test]
-#[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
-fn pods_surge_where_two_fit_on_a_node() {
-    let helm = Helm::found();
-    let surge = json!({"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}});
-    let rolling = json!({"type": "RollingUpdate"});
-    let own = json!({"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 2}});
-    for (values, expected) in [
-        (&[][..], &surge),
-        (&["updateStrategy=null"], &surge),
-        (&["devicePlugin.enableHostNetwork=true"], &rolling),
-        (&["updateStrategy.type=OnDelete"], &json!({"type": "OnDelete"})),
-        (&["updateStrategy.rollingUpdate.maxUnavailable=2"], &own),
-    ] {
-        let objects = helm.objects(values);
-        assert_eq!(object(&objects, "DaemonSet", PLUGIN)["spec"]["updateStrategy"], *expected, "{values:?}");
-    }
-}
 
 /// Older kubelets cannot call a plugin.
 #[test]
@@ -39,10 +17,9 @@ fn cluster_before_1_26_is_refused() {
 #[test]
 #[cfg_attr(not(has_helm), ignore = "no helm here: make tools brings it")]
 fn followed_settings_replace_no_pod() {
-    let helm = Helm::found();
     let checksum = |text: &str| {
         let map = format!("config.map.default={}", text.replace(',', "\\,"));
-        let objects = helm.objects(&[&map]);
+        let objects = Helm::found().objects(&[&map]);
         let set = object(&objects, "DaemonSet", PLUGIN);
         set.pointer("/spec/template/metadata/annotations/checksum~1config").unwrap().clone()
     };
