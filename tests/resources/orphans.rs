@@ -5,12 +5,9 @@ use std::sync::LazyLock;
 
 use linkwise_core::allocation::DeviceId;
 use linkwise_core::state::{
-    Effect, Event, Health, HealthPoll, Holdings, NodeState, NumaHints, Resource, ResourceName, ResourcePlan,
-    UnhealthyReason,
+    Effect, Event, Health, HealthPoll, NodeState, NumaHints, Resource, ResourceName, UnhealthyReason,
 };
 use linkwise_core::topology::NodeObservation;
-use proptest::collection::{btree_set, vec};
-use proptest::prelude::*;
 
 use crate::resources::{LATER, NOW, after, gpu, mixed, nobody, planned, renamed, resource, sliced};
 
@@ -18,7 +15,6 @@ fn id(text: impl Into<String>) -> DeviceId {
     DeviceId::from(text.into())
 }
 
-/// Read once: the histories below ask often.
 static MACHINE: LazyLock<NodeObservation> = LazyLock::new(mixed);
 
 fn uuid(at: usize) -> String {
@@ -171,108 +167,4 @@ fn the_first_list_has_what_pods_hold() {
     // A poll that came before the look is none of these GPUs'; a plan and other hints do not open the list.
     let early = vec![polled(), held(&[]), seen([0]), planned(&sliced(2)), Event::NumaHints(NumaHints::Off), polled()];
     assert_eq!(publishes(early), [false, false, false, false, false, true]);
-}
-
-/// One of the plans under which the histories below go on.
-fn plan(which: u8) -> ResourcePlan {
-    match which {
-        0 => ResourcePlan::default(),
-        1 => sliced(2),
-        2 => sliced(3),
-        _ => renamed(),
-    }
-}
-
-/// What the machine's GPUs are offered as, from the plan alone.
-fn offered(which: u8, gpus: &BTreeSet<usize>) -> BTreeSet<(String, String)> {
-    let slots =
-        |count: u32| gpus.iter().flat_map(move |at| (0..count).map(move |slot| format!("{}::{slot}", uuid(*at))));
-    let ids: Vec<String> = match which {
-        1 => slots(2).collect(),
-        2 => slots(3).collect(),
-        _ => gpus.iter().map(|at| uuid(*at)).collect(),
-    };
-    let name = if which == 3 { "nvidia.com/a100" } else { "nvidia.com/gpu" };
-    ids.into_iter().map(|id| (name.to_owned(), id)).collect()
-}
-
-#[derive(Clone, Debug)]
-enum Step {
-    Look(BTreeSet<usize>),
-    Plan(u8),
-    Holders(BTreeSet<(bool, usize, Option<u32>)>),
-    Silence,
-    Restart,
-}
-
-fn step() -> impl Strategy<Value = Step> {
-    let id = (any::<bool>(), 0..5_usize, prop::option::of(0..4_u32));
-    prop_oneof![
-        3 => btree_set(0..4_usize, 0..4).prop_map(Step::Look),
-        2 => (0..4_u8).prop_map(Step::Plan),
-        5 => btree_set(id, 0..5).prop_map(Step::Holders),
-        1 => Just(Step::Silence),
-        2 => Just(Step::Restart),
-    ]
-}
-
-proptest! {
-    #![proptest_config(ProptestConfig { cases: 250, failure_persistence: None, ..ProptestConfig::default() })]
-
-    /// Of a resource that has a list, everything that pods hold is on it, whatever happened; nothing is healthy that the
-    /// machine and the plan do not have; and what two answers in a row do not name, and nobody offers, is on no list.
-    #[test]
-    fn what_pods_hold_is_on_the_list(steps in vec(step(), 1..40)) {
-        let (mut which, mut gpus) = (0, BTreeSet::from([0, 1]));
-        let begin = |which: u8, gpus: &BTreeSet<usize>| after(NodeState::default(), [planned(&plan(which)), seen(gpus.iter().copied())]);
-        let mut snapshot = begin(which, &gpus);
-        let mut answers: Vec<BTreeSet<(String, String)>> = Vec::new();
-        for step in steps {
-            let event = match step {
-                Step::Look(there) => { gpus = there; answers.clear(); seen(gpus.iter().copied()) }
-                Step::Plan(other) => { which = other; answers.clear(); planned(&plan(which)) }
-                Step::Silence => { answers.clear(); Event::Holders(None) }
-                Step::Restart => {
-                    answers.clear();
-                    snapshot = begin(which, &gpus);
-                    Event::Tick
-                }
-                Step::Holders(held) => {
-                    let name = |gpu: bool| if gpu { "nvidia.com/gpu" } else { "nvidia.com/a100" }.to_owned();
-                    let text = |at: usize| if at < 4 { uuid(at) } else { "somebody".to_owned() };
-                    let held: BTreeSet<(String, String)> = held
-                        .into_iter()
-                        .map(|(gpu, at, slot)| (name(gpu), slot.map_or(text(at), |slot| format!("{}::{slot}", text(at)))))
-                        .collect();
-                    answers.push(held.clone());
-                    Event::Holders(Some(held.into_iter().map(|(of, text)| (resource(&of), id(text))).collect()))
-                }
-            };
-            snapshot = snapshot.apply(event, LATER).0;
-            let offered = offered(which, &gpus);
-            for of in ["nvidia.com/gpu", "nvidia.com/a100"] {
-                let listed = list(&snapshot, &resource(of));
-                prop_assert_eq!(snapshot.offers().resources().contains_key(&resource(of)), !listed.is_empty());
-                let known = answers.last();
-                for (_, held) in known.into_iter().flatten().filter(|(name, _)| name == of && !listed.is_empty()) {
-                    prop_assert!(listed.contains_key(held), "{held} of {of} is held, and not listed: {listed:?}");
-                }
-                for (text, reason) in &listed {
-                    let key = (of.to_owned(), text.clone());
-                    prop_assert!(reason.is_some() || offered.contains(&key), "{text} of {of} is healthy");
-                    let gone = answers.len() >= 2 && answers.iter().rev().take(2).all(|held| !held.contains(&key));
-                    prop_assert!(!gone || offered.contains(&key), "{text} of {of} is held by nobody");
-                }
-            }
-        }
-    }
-}
-
-#[test]
-fn id_held_by_init_container_stays_listed() {
-    let init_containers = BTreeSet::from([(gpu(), id(uuid(1)))]);
-    let held = || Event::Holders(Some(Holdings { init_containers: init_containers.clone(), ..Holdings::default() }));
-    let snapshot = after(NodeState::default(), [seen([0, 1]), held(), seen([0]), held(), held()]);
-    assert_eq!(list(&snapshot, &gpu())[&uuid(1)], Some(UnhealthyReason::Gone));
-    assert_eq!(list(&after(snapshot, [nobody(), nobody()]), &gpu()).len(), 1);
 }

@@ -5,12 +5,15 @@
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
 
+use linkwise_core::allocation::DeviceId;
 use linkwise_core::claims::{
     AllocatedDevice, Allocation, Claim, ClaimError, ClaimName, ClaimStatus, DeviceAllocation, DeviceRefusal, Node,
     Prepared, plan,
 };
 use linkwise_core::publish::injection::{CdiOptions, ChosenDevice, HostDevices, InjectionOptions};
-use linkwise_core::state::{Effect, Event, Health, HealthRecord, Holdings, NodeState, NumaHints};
+use linkwise_core::state::{
+    Effect, Event, Health, HealthRecord, Holdings, NodeState, NumaHints, ResourceDevice, UnhealthyReason,
+};
 use linkwise_kubelet::dra::Checkpoint;
 
 use super::{DRIVER, POOL};
@@ -74,6 +77,8 @@ pub struct Agent {
     pub published: Option<Vec<String>>,
     /// Whether it prepares claims that have no checkpoint.
     serves: bool,
+    /// The ids of the kubelet's last two lists, since what is offered may have changed last.
+    listed: Vec<BTreeSet<ResourceDevice>>,
 }
 
 impl Agent {
@@ -94,6 +99,7 @@ impl Agent {
             is_informed: false,
             published: None,
             serves,
+            listed: Vec::new(),
         };
         agent.apply(Event::Restored(Box::new(disk.record.clone())), now);
         agent
@@ -107,6 +113,14 @@ impl Agent {
 
     /// What the runtime's loop does with an event.
     pub fn apply(&mut self, event: Event, now: Duration) {
+        match &event {
+            Event::Holders(Some(held)) => {
+                self.listed.truncate(1);
+                self.listed.insert(0, held.containers.union(&held.init_containers).cloned().collect());
+            }
+            Event::Holders(None) | Event::Planned(_) | Event::Observed(_) => self.listed.clear(),
+            _ => {}
+        }
         let (state, effects) = std::mem::take(&mut self.state).apply(event, now);
         self.state = state;
         let awaits = self.state.offers().awaits_holders();
@@ -120,6 +134,29 @@ impl Agent {
                 _ => {}
             }
         }
+    }
+
+    /// Of a resource that has a list, all that pods hold is on it, whatever happened; an unhealthy id that two lists in a
+    /// row lack, and whose hardware is not offered, is on none.
+    pub fn lists_what_pods_hold(&self) -> Result<(), String> {
+        for (name, resource) in self.state.offers().resources() {
+            let devices = resource.devices().iter().map(|(id, device)| (id, device.health.clone()));
+            let all: BTreeMap<&DeviceId, Health> = devices.chain(resource.unknown()).collect();
+            let held = self.listed.first().into_iter().flatten().filter(|(of, _)| of == name);
+            if let Some((_, id)) = held.into_iter().find(|(_, id)| !all.contains_key(id)) {
+                return Err(format!("{id} of {name} is held, and not on the list"));
+            }
+            let is_over = |health: &Health| {
+                matches!(health, Health::Unhealthy { reason, .. }
+                if [UnhealthyReason::Gone, UnhealthyReason::Withdrawn].contains(reason))
+            };
+            let lacks = |id: &DeviceId| self.listed.iter().all(|ids| !ids.contains(&(name.clone(), id.clone())));
+            let stays = all.iter().find(|(id, health)| is_over(health) && self.listed.len() == 2 && lacks(id));
+            if let Some((id, _)) = stays {
+                return Err(format!("{id} of {name} is on the list, and no pod holds it"));
+            }
+        }
+        Ok(())
     }
 
     /// The list comes, or nobody answers; the next follows ever later, as long as the kubelet answers.
