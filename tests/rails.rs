@@ -180,31 +180,6 @@ fn functions_of_a_card_are_one_rail() {
 }
 
 #[test]
-fn infiniband_is_before_other_rdma_at_the_same_distance() {
-    // The management's RoCE card is on the switch of the GPU's own, at a lower address.
-    let mut observed = load("hgx-h200");
-    let before = rails(&observed);
-    let mut port = 0;
-    each_device(&mut observed, &mut |device| {
-        for nic in device.nics.iter_mut().filter(|nic| !nic.name.starts_with("roce")) {
-            port += 1;
-            nic.port_guids.extend(Guid::new(port));
-        }
-        let is_above_a_gpu = device.devices.iter().any(|below| below.kind == PciKind::Gpu);
-        if is_above_a_gpu && device.devices.iter().any(|below| below.kind == PciKind::Nic) {
-            let mut other = device.devices.iter().find(|below| below.kind == PciKind::Nic).unwrap().clone();
-            other.pci = Some(format!("0000:00:{:02x}.0", port % 32).parse().unwrap());
-            other.nics.iter_mut().for_each(|nic| nic.name = format!("roce{port}"));
-            other.nics.iter_mut().for_each(|nic| nic.port_guids.clear());
-            device.devices.insert(0, other);
-        }
-    });
-    let with_others = NodeTopology::assemble(&observed).0;
-    assert!(with_others.nics().len() > NodeTopology::assemble(&load("hgx-h200")).0.nics().len());
-    assert_eq!(rails(&observed), before);
-}
-
-#[test]
 fn gpus_take_turns_at_equally_near_nics() {
     // As in a VM: everything is below one host bridge. NCCL mirrors the bits of the turn: 0, 4, 2, 6 ...
     let mut observed = load("dgx-h100");

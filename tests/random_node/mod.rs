@@ -43,10 +43,10 @@ pub fn odd_node(most: usize) -> impl Strategy<Value = NodeObservation> {
     })
 }
 
-/// The address of the GPU with this number.
+/// The address of the GPU with this number. Bus ids repeat in another PCI domain.
 pub fn address(number: usize) -> PciAddress {
     let number = u8::try_from(number).expect("few GPUs");
-    PciAddress::new(u32::from(number % 2), number, 0, 0).expect("a small number")
+    PciAddress::new(u32::from(number % 2), number / 2, 0, 0).expect("a small number")
 }
 
 /// A shuffled list of numbers.

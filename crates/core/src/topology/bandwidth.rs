@@ -117,14 +117,6 @@ mod tests {
     }
 
     #[test]
-    fn nvlink_rates_follow_table() {
-        let rate = |major, minor| nvlink(Some(ComputeCapability { major, minor }));
-        let rates = [rate(6, 0), rate(7, 0), rate(8, 0), rate(8, 6), rate(8, 9), rate(9, 0), rate(10, 0)];
-        assert_eq!(rates, [18_000, 20_000, 20_000, 12_000, 12_000, 20_600, 40_100]);
-        assert_eq!(nvlink(None), 20_000);
-    }
-
-    #[test]
     fn nvls_follows_the_formula_of_nccl() {
         let of = |major, port, gpus| nvls(ComputeCapability { major, minor: 0 }, port, gpus);
         let hopper = [2, 4, 5, 6, 7, 8].map(|gpus| of(9, 18 * 20_600, gpus).unwrap());
@@ -149,12 +141,5 @@ mod tests {
         assert_eq!(of(cpu("aarch64", "ARM", 0, 0)), 6_000);
         assert_eq!(of(cpu("x86_64", "Somebody", 6, 1)), 10_000);
         assert_eq!(crossing(None), 10_000);
-    }
-
-    #[test]
-    fn intel_host_bridge_costs_a_sixth() {
-        assert_eq!(through_host_bridge(12_000, Some(&cpu("x86_64", "GenuineIntel", 6, 79))), 10_000);
-        assert_eq!(through_host_bridge(12_000, Some(&cpu("x86_64", "AuthenticAMD", 25, 1))), 12_000);
-        assert_eq!(through_host_bridge(u32::MAX, None), u32::MAX);
     }
 }
