@@ -13,7 +13,6 @@ use linkwise_core::allocation::{
     AllocationPolicy, AllocationReport, AllocationRequest, AllocationTables, DeviceId, FallbackReason,
     PreferredAllocation, Units, Values, preferred_allocation, preferred_units,
 };
-use linkwise_core::topology::Gpu;
 use oracle::{Oracle, Set};
 use proptest::collection::vec;
 use proptest::prelude::*;
@@ -225,33 +224,6 @@ proptest! {
         let shelves = vec![Shelf { busy, must: 0, free, others: 0 }; tables.topology().gpus().len()];
         for size in sizes {
             compare(&tables, &shelves, 0, size);
-        }
-    }
-
-    /// One slot on each GPU: the same as whole GPUs, whatever the policy.
-    #[test]
-    fn one_slot_each_is_whole_gpus(
-        observed in random_node::node(8),
-        available in vec(any::<bool>(), 8),
-        must in vec(0..12_usize, 0..3),
-        size in 1..9_usize,
-    ) {
-        let tables = tables(&observed);
-        let gpus = tables.topology().gpus();
-        let available: Vec<_> = gpus.iter().zip(available).filter(|(_, free)| *free).map(|(gpu, _)| gpu).collect();
-        let must: Vec<_> = must.iter().filter_map(|place| gpus.get(*place)).collect();
-        let whole = |list: &[&Gpu]| list.iter().map(|gpu| DeviceId::from(&gpu.uuid)).collect();
-        let slots = |list: &[&Gpu]| list.iter().map(|gpu| Units::slot(&gpu.uuid, 0)).collect();
-        let request = AllocationRequest { available: whole(&available), must_include: whole(&must), size };
-        let (expected, why) = preferred_allocation(&tables, &request, AllocationPolicy::BestEffort);
-        let units = Units::slots(tables.topology(), 1);
-        for policy in POLICIES {
-            let (answer, report) = ask(&tables, &units, [slots(&available), slots(&must)], size, policy);
-            let bare: Vec<DeviceId> =
-                answer.devices.iter().map(|id| id.as_str().trim_end_matches("::0").to_owned().into()).collect();
-            prop_assert_eq!(&bare, &expected.devices, "{:?}", policy);
-            prop_assert_eq!(report.fallback, why.fallback);
-            prop_assert_eq!(report.values.map(|v| v.collective), why.values.map(|v| v.collective));
         }
     }
 }
