@@ -7,12 +7,15 @@ use std::process::Command;
 
 use linkwise_core::publish::labels::{HostFacts, LabelFacts, LabelProblem, LabelSettings, Vgpu, labels};
 use linkwise_core::state::{DriverVersions, MigStrategy, ResourcePlan, SharedResource, Sharing, SharingKind};
-use linkwise_core::topology::{MigDeviceObservation, MigEngines, MigObservation, NodeObservation, NodeTopology};
+use linkwise_core::topology::{
+    MigDeviceObservation, MigEngines, MigObservation, MigPlacement, NodeObservation, NodeTopology,
+};
 use linkwise_host::labels::own_fabric;
 use linkwise_host::machines;
 use proptest::prelude::*;
 
 use crate::dra::golden::holds;
+use crate::dra::limits::mig_device;
 use crate::random_node;
 
 type Map = BTreeMap<String, String>;
@@ -38,18 +41,10 @@ fn shared(kind: SharingKind, resource: &str) -> Option<Sharing> {
 /// A MIG device with so many slices and eighths of its GPU's memory.
 fn device(gpu: usize, index: u32, slices: u32, memory_mib: u64) -> MigDeviceObservation {
     MigDeviceObservation {
-        index,
         uuid: format!("MIG-{gpu}-{index}").parse().unwrap(),
-        gpu_instance: index,
-        compute_instance: 0,
-        gpu_slices: slices,
-        compute_slices: slices,
         memory_mib,
-        profile_id: None,
-        placement: None,
-        extension: None,
         engines: Some(MigEngines { multiprocessors: 16 * slices, copy: slices, ..MigEngines::default() }),
-        capabilities: None,
+        ..mig_device(index, slices, 19, MigPlacement { start: 0, size: 1 })
     }
 }
 
@@ -131,25 +126,16 @@ fn command_prints_what_the_machine_would_get() {
 /// strategy mixed.
 #[test]
 fn real_nodes_values_are_ours() {
-    let has = |labels: &Map, expected: &[(&str, &str)]| {
-        for (key, value) in expected {
-            assert_eq!(labels.get(&format!("nvidia.com/{key}")).map(String::as_str), Some(*value), "{key}");
+    let has = |labels: &Map, expected: &str| {
+        for (key, value) in expected.split_whitespace().map(|label| label.split_once('=').unwrap()) {
+            assert_eq!(labels.get(&format!("nvidia.com/{key}")).map(String::as_str), Some(value), "{key}");
         }
     };
     let h100 = machines::load("dgx-h100").unwrap().observed;
     let (labels, _) = labels_of(h100.clone(), ResourcePlan::default(), None);
-    let expected = [
-        ("gpu.product", "NVIDIA-H100-80GB-HBM3"),
-        ("gpu.memory", "81559"),
-        ("gpu.family", "hopper"),
-        ("gpu.compute.major", "9"),
-        ("gpu.compute.minor", "0"),
-        ("gpu.mode", "compute"),
-        ("gpu.count", "8"),
-        ("gpu.replicas", "1"),
-        ("mig.capable", "true"),
-    ];
-    has(&labels, &expected);
+    let expected = "gpu.product=NVIDIA-H100-80GB-HBM3 gpu.memory=81559 gpu.family=hopper gpu.compute.major=9 \
+                    gpu.compute.minor=0 gpu.mode=compute gpu.count=8 gpu.replicas=1 mig.capable=true";
+    has(&labels, expected);
     let mixed = || ResourcePlan { mig_strategy: MigStrategy::Mixed, ..ResourcePlan::default() };
     let of_one = |observed: &NodeObservation, model: &str, memory: u64, devices: Vec<MigDeviceObservation>| {
         let mut observed = observed.clone();
@@ -165,37 +151,20 @@ fn real_nodes_values_are_ours() {
     };
     let devices = vec![with(0, 1, 9_984, [16, 1, 1, 1]), with(1, 2, 20_096, [32, 2, 2, 2])];
     let labels = of_one(&h100, "NVIDIA H100 80GB HBM3", 81_559, devices);
-    let expected = [
-        ("mig-1g.10gb.product", "NVIDIA-H100-80GB-HBM3-MIG-1g.10gb"),
-        ("mig-1g.10gb.memory", "9984"),
-        ("mig-1g.10gb.multiprocessors", "16"),
-        ("mig-1g.10gb.slices.gi", "1"),
-        ("mig-1g.10gb.slices.ci", "1"),
-        ("mig-1g.10gb.engines.copy", "1"),
-        ("mig-1g.10gb.engines.decoder", "1"),
-        ("mig-1g.10gb.engines.encoder", "0"),
-        ("mig-1g.10gb.engines.jpeg", "1"),
-        ("mig-1g.10gb.engines.ofa", "0"),
-        ("mig-1g.10gb.replicas", "1"),
-        ("mig-1g.10gb.sharing-strategy", "none"),
-        ("mig-2g.20gb.memory", "20096"),
-        ("mig-2g.20gb.engines.copy", "2"),
-    ];
-    has(&labels, &expected);
+    let expected = "mig-1g.10gb.product=NVIDIA-H100-80GB-HBM3-MIG-1g.10gb mig-1g.10gb.memory=9984 \
+                    mig-1g.10gb.multiprocessors=16 mig-1g.10gb.slices.gi=1 mig-1g.10gb.slices.ci=1 \
+                    mig-1g.10gb.engines.copy=1 mig-1g.10gb.engines.decoder=1 mig-1g.10gb.engines.encoder=0 \
+                    mig-1g.10gb.engines.jpeg=1 mig-1g.10gb.engines.ofa=0 mig-1g.10gb.replicas=1 \
+                    mig-1g.10gb.sharing-strategy=none mig-2g.20gb.memory=20096 mig-2g.20gb.engines.copy=2";
+    has(&labels, expected);
     let devices =
         vec![with(0, 1, 9_728, [14, 1, 0, 0]), with(1, 2, 19_968, [28, 2, 1, 0]), with(2, 3, 40_192, [42, 3, 2, 0])];
     let labels = of_one(&h100, "NVIDIA A100 80GB PCIe", 81_920, devices);
-    let expected = [
-        ("gpu.product", "NVIDIA-A100-80GB-PCIe"),
-        ("mig-1g.10gb.memory", "9728"),
-        ("mig-2g.20gb.multiprocessors", "28"),
-        ("mig-3g.40gb.memory", "40192"),
-        ("mig-3g.40gb.slices.gi", "3"),
-        ("mig-3g.40gb.engines.decoder", "2"),
-    ];
-    has(&labels, &expected);
+    let expected = "gpu.product=NVIDIA-A100-80GB-PCIe mig-1g.10gb.memory=9728 mig-2g.20gb.multiprocessors=28 \
+                    mig-3g.40gb.memory=40192 mig-3g.40gb.slices.gi=3 mig-3g.40gb.engines.decoder=2";
+    has(&labels, expected);
     let labels = of_one(&h100, "A100-PCIE-40GB", 40_536, vec![with(0, 1, 4_864, [14, 1, 0, 0])]);
-    has(&labels, &[("gpu.product", "A100-PCIE-40GB"), ("gpu.memory", "40536"), ("mig-1g.5gb.memory", "4864")]);
+    has(&labels, "gpu.product=A100-PCIE-40GB gpu.memory=40536 mig-1g.5gb.memory=4864");
 }
 
 /// Whether NFD takes it, by a rule of this test's own: nothing, or 63 characters at most that begin and end with a

@@ -5,12 +5,12 @@
 //! line reports that; dumps of our own test the same readers in `src/`. Each original has a row below; each difference
 //! has its reason there.
 
-use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use linkwise_core::topology::{NodeTopology, PciAddress, TopologyWarning};
 use linkwise_host::machines;
-use serde::Deserialize;
+
+use crate::sheets::sheet::{Gpu, Sheet};
 
 /// What an original is compared with.
 enum Expect {
@@ -59,33 +59,6 @@ const TABLE: &[(&str, Expect)] = &[
     ("nccl-oci-bm-gpu4-8.xml", Sibling("oci-bm.gpu.a100-b4.8", "the same shape a generation of CPUs earlier")),
 ];
 
-/// What is read of a sheet.
-#[derive(Deserialize)]
-struct Sheet {
-    gpus: Vec<SheetGpu>,
-    nics: Vec<SheetNic>,
-    topo_matrix: SheetMatrix,
-    gpu_pcie_matrix: Option<BTreeMap<String, String>>,
-}
-
-#[derive(Deserialize)]
-struct SheetGpu {
-    index: u32,
-    bdf: PciAddress,
-}
-
-#[derive(Deserialize)]
-struct SheetNic {
-    name: Option<String>,
-    bdf: Option<String>,
-}
-
-#[derive(Deserialize)]
-struct SheetMatrix {
-    columns: String,
-    rows: BTreeMap<String, String>,
-}
-
 fn folder() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../shared/topologies")
 }
@@ -104,7 +77,7 @@ fn words(row: &str) -> Vec<String> {
 fn of_sheet(sheet: &Sheet, nvlinks: bool) -> Vec<Vec<String>> {
     let rows = if nvlinks { Some(&sheet.topo_matrix.rows) } else { sheet.gpu_pcie_matrix.as_ref() };
     let count = sheet.gpus.len();
-    let row = |gpu: &SheetGpu| match rows {
+    let row = |gpu: &Gpu| match rows {
         Some(rows) => words(&rows[&format!("GPU{}", gpu.index)])[..count].to_vec(),
         None => panic!("the sheet has no gpu_pcie_matrix"),
     };
@@ -129,7 +102,7 @@ fn compare_nics(raw: &str, topology: &NodeTopology, sheet: &Sheet) -> usize {
     let columns = words(&sheet.topo_matrix.columns);
     let mut compared = 0;
     for nic in &sheet.nics {
-        let column = columns.iter().position(|name| nic.name.as_ref() == Some(name) || nic.bdf.as_ref() == Some(name));
+        let column = columns.iter().find(|name| [&nic.name, &nic.bdf].contains(&&Some((*name).clone())));
         let seen = topology.nics().iter().find(|seen| {
             let pci = seen.pci.map(|pci| pci.to_string());
             pci.is_some() && pci == nic.bdf
@@ -138,8 +111,8 @@ fn compare_nics(raw: &str, topology: &NodeTopology, sheet: &Sheet) -> usize {
         compared += 1;
         for gpu in by_index(topology) {
             let name = format!("GPU{}", topology.gpus()[gpu].index);
-            let expected = &words(&sheet.topo_matrix.rows[&name])[column];
-            assert_eq!(seen.level[gpu].symbol(), expected, "{raw}: {name} and {}", columns[column]);
+            let expected = sheet.topo_matrix.symbol(&name, column);
+            assert_eq!(Some(seen.level[gpu].symbol()), expected, "{raw}: {name} and {column}");
         }
     }
     compared
@@ -164,7 +137,11 @@ fn recorded_files_match_fact_sheets() {
         let warnings: Vec<String> = warnings.map(ToString::to_string).collect();
         let addresses = |sheet: &Sheet| {
             for (gpu, known) in by_index(&topology).into_iter().zip(&sheet.gpus) {
-                assert_eq!(topology.gpus()[gpu].pci, known.bdf, "{raw}: GPU {}", known.index);
+                assert_eq!(
+                    topology.gpus()[gpu].pci,
+                    known.bdf.as_ref().unwrap().parse::<PciAddress>().unwrap(),
+                    "{raw}"
+                );
             }
         };
         match expect {

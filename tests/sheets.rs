@@ -7,7 +7,7 @@
 #![allow(clippy::print_stderr, reason = "reports why it checked nothing")]
 
 mod convert;
-mod sheet;
+pub mod sheet;
 
 use std::collections::BTreeMap;
 use std::fs;

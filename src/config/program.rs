@@ -211,16 +211,13 @@ mod tests {
             let words: Vec<_> = words.iter().map(|word| word.to_str().unwrap().to_owned()).collect();
             words.join(" ")
         };
-        let operator = [
-            ("HTTP_ENDPOINT", ":8080"),
-            ("CDI_ROOT", "/var/run/cdi"),
-            ("HOST_ROOT", "/host"),
-            ("KUBELET_REGISTRAR_DIRECTORY_PATH", "/k/plugins_registry"),
-            ("KUBELET_PLUGINS_DIRECTORY_PATH", "/k/plugins"),
-            ("HEALTHCHECK_PORT", "51516"),
-            ("FEATURE_GATES", "MPSSupport=false,DynamicMIG=true"),
-            ("ADDITIONAL_XIDS_TO_IGNORE", "94,95"),
-        ];
+        let operator: Vec<(&str, &str)> =
+            "HTTP_ENDPOINT=:8080 CDI_ROOT=/var/run/cdi HOST_ROOT=/host HEALTHCHECK_PORT=51516 \
+             KUBELET_REGISTRAR_DIRECTORY_PATH=/k/plugins_registry KUBELET_PLUGINS_DIRECTORY_PATH=/k/plugins \
+             FEATURE_GATES=MPSSupport=false,DynamicMIG=true ADDITIONAL_XIDS_TO_IGNORE=94,95"
+                .split_whitespace()
+                .map(|variable| variable.split_once('=').unwrap())
+                .collect();
         assert_eq!(
             words("gpu-kubelet-plugin -v 4", &operator),
             "gpu-kubelet-plugin run --dra-gpus=all --dra-registry-dir=/k/plugins_registry \

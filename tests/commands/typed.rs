@@ -11,24 +11,19 @@ use crate::commands::shell::{options, without_variables};
 const SECONDS: &str = "120";
 
 /// The files that pages name, by what they are.
-const FILES: [(&str, &str); 11] = [
-    ("FILE", "tests/configs/nvidia/time-slicing.yaml"),
-    ("config.yaml", "tests/configs/nvidia/time-slicing.yaml"),
-    ("shared.yaml", "tests/configs/nvidia/time-slicing.yaml"),
-    ("nvidia.yaml", "tests/configs/nvidia/time-slicing.yaml"),
+const FILES: [(&str, &str); 6] = [
+    ("FILE config.yaml shared.yaml nvidia.yaml", "tests/configs/nvidia/time-slicing.yaml"),
     ("values.yaml", "tests/chart/nvidia-values.yaml"),
-    ("node.yaml", "crates/host/src/machines/dgx-a100.yaml"),
-    ("mine.yaml", "crates/host/src/machines/dgx-a100.yaml"),
+    ("node.yaml mine.yaml", "crates/host/src/machines/dgx-a100.yaml"),
     ("nccl.log", "fuzz/corpus/nccl_tests/h100"),
-    ("jobs.csv", "docs/traces/sample.csv"),
-    ("trace.csv", "docs/traces/sample.csv"),
+    ("jobs.csv trace.csv", "docs/traces/sample.csv"),
     ("pods.csv", "docs/traces/pods.csv"),
 ];
 
 /// A folder with these files.
 pub fn folder() -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
-    for (name, source) in FILES {
+    for (name, source) in FILES.iter().flat_map(|(names, source)| names.split(' ').map(move |name| (name, source))) {
         std::fs::copy(repository(source), folder.path().join(name)).unwrap();
     }
     folder

@@ -130,20 +130,9 @@ fn fits(claim: &Claim, prepared: &Prepared) {
 
 /// An allocation that may be any, mostly of devices that there are.
 fn made(bytes: &mut Bytes<'_>) -> Claim {
-    const DEVICES: [&str; 12] = [
-        "gpu-1",
-        "gpu-2",
-        "gpu-3",
-        "gpu-4",
-        "gpu-5",
-        "gpu-6",
-        "gpu-7",
-        "gpu-0-mig-1g10gb-gi1-ci0",
-        "gpu-0-mig-1g10gb-gi2-ci0",
-        "gpu-0",
-        "gpu-99",
-        "",
-    ];
+    const DEVICES: &str = "gpu-1,gpu-2,gpu-3,gpu-4,gpu-5,gpu-6,gpu-7,gpu-0-mig-1g10gb-gi1-ci0,gpu-0-mig-1g10gb-gi2-ci0,\
+                           gpu-0,gpu-99,";
+    let devices: Vec<&str> = DEVICES.split(',').collect();
     const REQUESTS: [&str; 6] = ["a", "a/b", "b", "", "/", "a/b/c"];
     let one = |bytes: &mut Bytes<'_>, among: &[&str]| among[bytes.below(among.len())].to_owned();
     let request = |bytes: &mut Bytes<'_>| one(bytes, &REQUESTS);
@@ -155,7 +144,7 @@ fn made(bytes: &mut Bytes<'_>) -> Claim {
             request: request(bytes),
             driver: one(bytes, &[DRIVER, DRIVER, DRIVER, "nic.example.com"]),
             pool: one(bytes, &[POOL, POOL, POOL, POOL, POOL, POOL, POOL, "node"]),
-            device: one(bytes, &DEVICES),
+            device: one(bytes, &devices),
             admin_access: [None, Some(true), Some(true), Some(false)][bytes.below(4)],
             share_id: bytes.maybe(|bytes| one(bytes, &["", "s"])),
             consumed_capacity: Default::default(),

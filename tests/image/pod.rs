@@ -21,17 +21,9 @@ const READY: Duration = Duration::from_secs(60);
 const PATH: &str = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 
 /// What a container cannot see of /proc and /sys, as containerd has it.
-const MASKED: [&str; 8] = [
-    "/proc/acpi",
-    "/proc/kcore",
-    "/proc/keys",
-    "/proc/latency_stats",
-    "/proc/timer_list",
-    "/proc/timer_stats",
-    "/proc/sched_debug",
-    "/sys/firmware",
-];
-const READ_ONLY: [&str; 5] = ["/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger"];
+const MASKED: &str = "/proc/acpi /proc/kcore /proc/keys /proc/latency_stats /proc/timer_list /proc/timer_stats \
+                      /proc/sched_debug /sys/firmware";
+const READ_ONLY: &str = "/proc/bus /proc/fs /proc/irq /proc/sys /proc/sysrq-trigger";
 
 /// A pod that runs.
 pub struct Pod {
@@ -251,7 +243,8 @@ impl Maker<'_> {
         };
         let namespaces = ["ipc", "uts", "mount"].iter().map(|kind| json!({"type": kind}));
         let namespaces: Vec<Value> = namespaces.chain(pid).collect();
-        let hides = |paths: &[&str]| if privileged { json!([]) } else { json!(paths) };
+        let words = |paths: &str| json!(paths.split(' ').collect::<Vec<_>>());
+        let hides = |paths| if privileged { json!([]) } else { words(paths) };
         json!({
             "process": {
                 "user": {"uid": id("runAsUser", user.0), "gid": id("runAsGroup", user.1)},
@@ -267,8 +260,8 @@ impl Maker<'_> {
             "linux": {
                 "namespaces": namespaces,
                 "rootfsPropagation": propagation,
-                "maskedPaths": hides(&MASKED),
-                "readonlyPaths": hides(&READ_ONLY),
+                "maskedPaths": hides(MASKED),
+                "readonlyPaths": hides(READ_ONLY),
                 "resources": resources(container),
             },
         })

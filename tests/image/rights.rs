@@ -5,67 +5,14 @@ use std::io::Write as _;
 use std::sync::OnceLock;
 
 /// Linux' capabilities, by their numbers (linux/capability.h).
-const CAPABILITIES: [&str; 41] = [
-    "CHOWN",
-    "DAC_OVERRIDE",
-    "DAC_READ_SEARCH",
-    "FOWNER",
-    "FSETID",
-    "KILL",
-    "SETGID",
-    "SETUID",
-    "SETPCAP",
-    "LINUX_IMMUTABLE",
-    "NET_BIND_SERVICE",
-    "NET_BROADCAST",
-    "NET_ADMIN",
-    "NET_RAW",
-    "IPC_LOCK",
-    "IPC_OWNER",
-    "SYS_MODULE",
-    "SYS_RAWIO",
-    "SYS_CHROOT",
-    "SYS_PTRACE",
-    "SYS_PACCT",
-    "SYS_ADMIN",
-    "SYS_BOOT",
-    "SYS_NICE",
-    "SYS_RESOURCE",
-    "SYS_TIME",
-    "SYS_TTY_CONFIG",
-    "MKNOD",
-    "LEASE",
-    "AUDIT_WRITE",
-    "AUDIT_CONTROL",
-    "SETFCAP",
-    "MAC_OVERRIDE",
-    "MAC_ADMIN",
-    "SYSLOG",
-    "WAKE_ALARM",
-    "BLOCK_SUSPEND",
-    "AUDIT_READ",
-    "PERFMON",
-    "BPF",
-    "CHECKPOINT_RESTORE",
-];
+const CAPABILITIES: &str = "CHOWN DAC_OVERRIDE DAC_READ_SEARCH FOWNER FSETID KILL SETGID SETUID SETPCAP LINUX_IMMUTABLE NET_BIND_SERVICE \
+    NET_BROADCAST NET_ADMIN NET_RAW IPC_LOCK IPC_OWNER SYS_MODULE SYS_RAWIO SYS_CHROOT SYS_PTRACE SYS_PACCT \
+    SYS_ADMIN SYS_BOOT SYS_NICE SYS_RESOURCE SYS_TIME SYS_TTY_CONFIG MKNOD LEASE AUDIT_WRITE AUDIT_CONTROL \
+    SETFCAP MAC_OVERRIDE MAC_ADMIN SYSLOG WAKE_ALARM BLOCK_SUSPEND AUDIT_READ PERFMON BPF CHECKPOINT_RESTORE";
 
 /// Those that containerd gives to a container that says nothing about them (its `defaultUnixCaps`).
-const DEFAULT: [&str; 14] = [
-    "CHOWN",
-    "DAC_OVERRIDE",
-    "FSETID",
-    "FOWNER",
-    "MKNOD",
-    "NET_RAW",
-    "SETGID",
-    "SETUID",
-    "SETFCAP",
-    "SETPCAP",
-    "NET_BIND_SERVICE",
-    "SYS_CHROOT",
-    "KILL",
-    "AUDIT_WRITE",
-];
+const DEFAULT: &str = "CHOWN DAC_OVERRIDE FSETID FOWNER MKNOD NET_RAW SETGID SETUID SETFCAP SETPCAP NET_BIND_SERVICE SYS_CHROOT \
+    KILL AUDIT_WRITE";
 
 /// What a container's security context asks for.
 pub struct Asked<'a> {
@@ -77,12 +24,12 @@ pub struct Asked<'a> {
 /// The capabilities that a container gets, `CAP_` in front.
 pub fn capabilities(asked: &Asked<'_>) -> Vec<String> {
     let wanted = |name: &&str| {
-        let is_default = DEFAULT.contains(name) && !asked.drop.contains("ALL");
+        let is_default = DEFAULT.split_whitespace().any(|it| it == *name) && !asked.drop.contains("ALL");
         asked.privileged || asked.add.contains(name) || (is_default && !asked.drop.contains(name))
     };
     let had = available();
     let (given, missing): (Vec<&str>, Vec<&str>) =
-        CAPABILITIES.into_iter().filter(wanted).partition(|it| had.contains(it));
+        CAPABILITIES.split_whitespace().filter(wanted).partition(|it| had.contains(it));
     for name in missing {
         left_out(&format!("the capability {name}, which this machine does not give to its root"));
     }
@@ -97,7 +44,12 @@ fn available() -> &'static BTreeSet<&'static str> {
         let line =
             status.lines().find_map(|line| line.strip_prefix("CapBnd:")).expect("the kernel names the bounding set");
         let bits = u64::from_str_radix(line.trim(), 16).unwrap();
-        CAPABILITIES.into_iter().enumerate().filter(|(bit, _)| bits >> bit & 1 == 1).map(|(_, name)| name).collect()
+        CAPABILITIES
+            .split_whitespace()
+            .enumerate()
+            .filter(|(bit, _)| bits >> bit & 1 == 1)
+            .map(|(_, name)| name)
+            .collect()
     })
 }
 

@@ -44,24 +44,13 @@ async fn serves(setup: Setup) {
 /// plugin's own but the container runtime's are last.
 #[tokio::test]
 async fn chart_variables_are_accepted() {
-    let mut setup = installed(cdi_setup(mixed()))
-        .env("MPS_ROOT", "/run/nvidia/mps")
-        .env("MIG_STRATEGY", "mixed")
-        .env("FAIL_ON_INIT_ERROR", "true")
-        .env("PASS_DEVICE_SPECS", "true")
-        .env("DEVICE_LIST_STRATEGY", "envvar,cdi-cri")
-        .env("DEVICE_ID_STRATEGY", "index")
-        .env("NVIDIA_DRIVER_ROOT", "/run/driver")
-        .env("NVIDIA_DEV_ROOT", "")
-        .env("NVIDIA_CDI_HOOK_PATH", "/usr/bin/nvidia-cdi-hook")
-        .env("CDI_FEATURE_FLAGS", "")
-        .env("GDRCOPY_ENABLED", "false")
-        .env("GDS_ENABLED", "false")
-        .env("MOFED_ENABLED", "false")
-        .env("DEVICE_DISCOVERY_STRATEGY", "auto")
-        .env("NVIDIA_MIG_MONITOR_DEVICES", "all")
-        .env("NVIDIA_VISIBLE_DEVICES", "all")
-        .env("NVIDIA_DRIVER_CAPABILITIES", "compute,utility");
+    let mut setup = installed(cdi_setup(mixed())).variables(
+        "MPS_ROOT=/run/nvidia/mps MIG_STRATEGY=mixed FAIL_ON_INIT_ERROR=true PASS_DEVICE_SPECS=true \
+         DEVICE_LIST_STRATEGY=envvar,cdi-cri DEVICE_ID_STRATEGY=index NVIDIA_DRIVER_ROOT=/run/driver NVIDIA_DEV_ROOT= \
+         NVIDIA_CDI_HOOK_PATH=/usr/bin/nvidia-cdi-hook CDI_FEATURE_FLAGS= GDRCOPY_ENABLED=false GDS_ENABLED=false \
+         MOFED_ENABLED=false DEVICE_DISCOVERY_STRATEGY=auto NVIDIA_MIG_MONITOR_DEVICES=all \
+         NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility",
+    );
     let file = setup.at("config.yaml");
     std::fs::write(&file, "version: v1\nflags:\n  migStrategy: none\n").unwrap();
     setup.by_variables = true;
@@ -77,21 +66,10 @@ async fn chart_variables_are_accepted() {
 
 #[tokio::test]
 async fn nvidia_flags_are_accepted() {
-    let flags = [
-        "--mig-strategy=mixed",
-        "--fail-on-init-error=true",
-        "--mps-root=/run/nvidia/mps",
-        "--nvidia-dev-root=/run/driver",
-        "--pass-device-specs=true",
-        "--device-list-strategy=envvar",
-        "--device-list-strategy=cdi-cri",
-        "--device-id-strategy=index",
-        "--gdrcopy-enabled=false",
-        "--gds-enabled=false",
-        "--mofed-enabled=false",
-        "--cdi-annotation-prefix=cdi.k8s.io/",
-        "--nvidia-cdi-hook-path=/usr/bin/nvidia-cdi-hook",
-        "--device-discovery-strategy=nvml",
-    ];
-    serves(installed(cdi_setup(mixed())).args(flags)).await;
+    let flags = "--mig-strategy=mixed --fail-on-init-error=true --mps-root=/run/nvidia/mps --nvidia-dev-root=/run/driver \
+         --pass-device-specs=true --device-list-strategy=envvar --device-list-strategy=cdi-cri \
+         --device-id-strategy=index --gdrcopy-enabled=false --gds-enabled=false --mofed-enabled=false \
+         --cdi-annotation-prefix=cdi.k8s.io/ --nvidia-cdi-hook-path=/usr/bin/nvidia-cdi-hook \
+         --device-discovery-strategy=nvml";
+    serves(installed(cdi_setup(mixed())).args(flags.split_whitespace())).await;
 }

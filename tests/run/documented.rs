@@ -131,22 +131,14 @@ async fn without_settings_and_with_all_defaults() {
     let said = story(file(Setup::on("dgx1-v100"), "nvidia/flags.yaml"), &[(GPU, 8)], &asks).await;
     assert_eq!(said, silent);
     // The README's flags and variables, at their defaults.
-    let flags = [
-        "--mig-strategy=none",
-        "--fail-on-init-error=true",
-        "--nvidia-driver-root=/",
-        "--pass-device-specs=false",
-        "--device-list-strategy=envvar",
-        "--device-id-strategy=uuid",
-    ];
-    assert_eq!(story(Setup::on("dgx1-v100").args(flags), &[(GPU, 8)], &asks).await, silent);
-    let variables = Setup::on("dgx1-v100")
-        .env("MIG_STRATEGY", "none")
-        .env("FAIL_ON_INIT_ERROR", "true")
-        .env("NVIDIA_DRIVER_ROOT", "/")
-        .env("PASS_DEVICE_SPECS", "false")
-        .env("DEVICE_LIST_STRATEGY", "envvar")
-        .env("DEVICE_ID_STRATEGY", "uuid");
+    let flags = "--mig-strategy=none --fail-on-init-error=true --nvidia-driver-root=/ --pass-device-specs=false \
+         --device-list-strategy=envvar --device-id-strategy=uuid";
+    let flags = Setup::on("dgx1-v100").args(flags.split_whitespace());
+    assert_eq!(story(flags, &[(GPU, 8)], &asks).await, silent);
+    let variables = Setup::on("dgx1-v100").variables(
+        "MIG_STRATEGY=none FAIL_ON_INIT_ERROR=true NVIDIA_DRIVER_ROOT=/ PASS_DEVICE_SPECS=false \
+         DEVICE_LIST_STRATEGY=envvar DEVICE_ID_STRATEGY=uuid",
+    );
     assert_eq!(story(variables, &[(GPU, 8)], &asks).await, silent);
 }
 

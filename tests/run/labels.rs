@@ -53,16 +53,11 @@ async fn labels_file_follows_the_mig_layout() {
     let path = file(&setup);
     let process = setup.spawn();
     let labels = has(&path, "nvidia.com/mig-1g.10gb.count", "8").await;
-    for (key, value) in [
-        ("nvidia.com/gpu.count", "4"),
-        ("nvidia.com/gpu.product", "NVIDIA-A100-SXM4-80GB"),
-        ("nvidia.com/gpu.replicas", "1"),
-        ("nvidia.com/mig.strategy", "mixed"),
-        ("nvidia.com/mig-1g.10gb.multiprocessors", "14"),
-        ("nvidia.com/mig-1g.10gb.me.engines.jpeg", "1"),
-        ("nvidia.com/mig-2c.4g.40gb.slices.ci", "2"),
-        ("linkwise.dev/gpu.models", "1"),
-    ] {
+    let expected = "nvidia.com/gpu.count=4 nvidia.com/gpu.product=NVIDIA-A100-SXM4-80GB nvidia.com/gpu.replicas=1 \
+                    nvidia.com/mig.strategy=mixed nvidia.com/mig-1g.10gb.multiprocessors=14 \
+                    nvidia.com/mig-1g.10gb.me.engines.jpeg=1 nvidia.com/mig-2c.4g.40gb.slices.ci=2 \
+                    linkwise.dev/gpu.models=1";
+    for (key, value) in expected.split_whitespace().map(|label| label.split_once('=').unwrap()) {
         assert_eq!(labels.get(key).map(String::as_str), Some(value), "{key}");
     }
     assert!(labels.contains_key("nvidia.com/gfd.timestamp"));

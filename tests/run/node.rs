@@ -135,6 +135,12 @@ impl Setup {
         self
     }
 
+    /// With variables, as words `NAME=VALUE`.
+    pub fn variables(self, words: &'static str) -> Self {
+        let pairs = words.split_whitespace().filter_map(|word| word.split_once('='));
+        pairs.fold(self, |setup, (variable, value)| setup.env(variable, value))
+    }
+
     /// A host as hwloc recorded it, instead of the two packages.
     pub fn host(mut self, xml: &str) -> Self {
         self.environment.retain(|(variable, _)| *variable != "HWLOC_SYNTHETIC");

@@ -8,7 +8,7 @@ use linkwise_core::state::{
     DeviceSelector, Door, Event, Filter, GpuSelector, MigStrategy, NamePattern, NodeState, Pattern, ResourceName,
     ResourcePlan, SharedDevices, SharedResource, Sharing, SharingKind,
 };
-use linkwise_core::topology::{MigDeviceObservation, MigExtension, MigObservation, NodeObservation, NodeTopology};
+use linkwise_core::topology::{MigDeviceObservation, MigObservation, NodeObservation, NodeTopology};
 use proptest::collection::vec;
 use proptest::option;
 use proptest::prelude::*;
@@ -26,6 +26,15 @@ fn looks() -> impl Strategy<Value = Vec<Look>> {
     vec((option::of((any::<bool>(), devices)), option::of(0..2_usize), option::weighted(0.3, any::<bool>())), MOST)
 }
 
+fn mig_device(gpu: usize, index: u32, (slices, media): (u32, bool)) -> MigDeviceObservation {
+    let device = serde_json::json!({
+        "index": 2 * index, "uuid": format!("MIG-{gpu}-{index}"), "gpu_instance": index, "compute_instance": 0,
+        "gpu_slices": slices, "compute_slices": slices, "memory_mib": 9_728 * slices,
+        "extension": if media { "media" } else { "none" },
+    });
+    serde_json::from_value(device).unwrap()
+}
+
 fn dress(mut seen: NodeObservation, looks: &[Look]) -> NodeObservation {
     for (at, (gpu, (mig, model, display))) in seen.gpus.iter_mut().zip(looks).enumerate() {
         gpu.memory_mib = Some(81_920);
@@ -34,24 +43,7 @@ fn dress(mut seen: NodeObservation, looks: &[Look]) -> NodeObservation {
         gpu.mig = mig.as_ref().map(|(enabled, devices)| MigObservation {
             enabled: *enabled,
             profiles: Vec::new(),
-            devices: devices
-                .iter()
-                .enumerate()
-                .map(|(index, (slices, media))| MigDeviceObservation {
-                    index: u32::try_from(2 * index).unwrap(),
-                    uuid: format!("MIG-{at}-{index}").parse().unwrap(),
-                    gpu_instance: u32::try_from(index).unwrap(),
-                    compute_instance: 0,
-                    gpu_slices: *slices,
-                    compute_slices: *slices,
-                    memory_mib: 9_728 * u64::from(*slices),
-                    profile_id: None,
-                    placement: None,
-                    extension: Some(if *media { MigExtension::Media } else { MigExtension::None }),
-                    engines: None,
-                    capabilities: None,
-                })
-                .collect(),
+            devices: (0..).zip(devices).map(|(index, device)| mig_device(at, index, *device)).collect(),
         });
     }
     seen

@@ -33,28 +33,13 @@ enum Type {
 }
 
 /// The functions that expressions may call, with the types of their values. The real server has more.
-const FUNCTIONS: [(&str, Type); 22] = [
-    ("size", Type::Int),
+const FUNCTIONS: [(&str, Type); 7] = [
+    ("size int", Type::Int),
     ("string", Type::String),
-    ("int", Type::Int),
-    ("startsWith", Type::Bool),
-    ("endsWith", Type::Bool),
-    ("contains", Type::Bool),
-    ("matches", Type::Bool),
-    ("range", Type::Dyn),
-    ("flatten", Type::Dyn),
-    ("distinct", Type::Dyn),
-    ("hasValue", Type::Bool),
-    ("value", Type::Dyn),
-    ("or", Type::Dyn),
-    ("orValue", Type::Dyn),
-    ("of", Type::Dyn),
-    ("none", Type::Dyn),
-    ("ofNonZeroValue", Type::Dyn),
+    ("startsWith endsWith contains matches hasValue", Type::Bool),
+    ("range flatten distinct value or orValue of none ofNonZeroValue", Type::Dyn),
     // The parser's own functions.
-    ("_[_]", Type::Dyn),
-    ("_[?_]", Type::Dyn),
-    ("_?._", Type::Dyn),
+    ("_[_] _[?_] _?._", Type::Dyn),
     ("@not_strictly_false", Type::Bool),
     ("-_", Type::Int),
 ];
@@ -181,7 +166,7 @@ impl Check<'_> {
             (_, [one, other]) if ARITHMETIC.contains(&name) => joined(one, other).ok_or_else(|| overload(name, &types)),
             _ if TRUTHS.contains(&name) => Ok(Type::Bool),
             _ => {
-                let known = FUNCTIONS.iter().find(|(known, _)| *known == name);
+                let known = FUNCTIONS.iter().find(|(known, _)| known.split(' ').any(|known| known == name));
                 known.map(|(_, of)| of.clone()).ok_or_else(|| format!("undeclared reference to '{name}'"))
             }
         }

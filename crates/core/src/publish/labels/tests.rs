@@ -163,17 +163,10 @@ fn mixed_strategy_has_labels_for_each_profile() {
         gpu
     });
     let labels = labels_of(&gpus, plan(MigStrategy::Mixed, Some(sharing)));
-    for (key, value) in [
-        ("mig.strategy", "mixed"),
-        ("gpu.count", "3"),
-        ("gpu.replicas", "1"),
-        ("mig-1g.100gb.count", "3"),
-        ("mig-1g.100gb.replicas", "1"),
-        ("mig-2g.200gb.product", "MOCKMODEL-MIG-2g.200gb-SHARED"),
-        ("mig-2g.200gb.count", "1"),
-        ("mig-2g.200gb.replicas", "2"),
-        ("mig-2g.200gb.sharing-strategy", "time-slicing"),
-    ] {
+    let expected = "mig.strategy=mixed gpu.count=3 gpu.replicas=1 mig-1g.100gb.count=3 mig-1g.100gb.replicas=1 \
+                    mig-2g.200gb.product=MOCKMODEL-MIG-2g.200gb-SHARED mig-2g.200gb.count=1 mig-2g.200gb.replicas=2 \
+                    mig-2g.200gb.sharing-strategy=time-slicing";
+    for (key, value) in expected.split_whitespace().map(|label| label.split_once('=').unwrap()) {
         assert_eq!(labels[&format!("nvidia.com/{key}")], value, "{key}");
     }
     let all_mig = labels_of(&[mig(&[(1, 1, 100)])], plan(MigStrategy::Mixed, None));
@@ -334,22 +327,9 @@ fn versions_have_old_and_new_names() {
 
 #[test]
 fn families_follow_compute_capability() {
-    for (capability, family) in [
-        ("3.5", "kepler"),
-        ("5.2", "maxwell"),
-        ("6.1", "pascal"),
-        ("7.0", "volta"),
-        ("7.2", "volta"),
-        ("7.5", "turing"),
-        ("8.0", "ampere"),
-        ("8.6", "ampere"),
-        ("8.9", "ada-lovelace"),
-        ("9.0", "hopper"),
-        ("10.0", "blackwell"),
-        ("11.0", "undefined"),
-        ("12.0", "blackwell"),
-        ("13.0", "rubin"),
-    ] {
+    let families = "3.5=kepler 5.2=maxwell 6.1=pascal 7.0=volta 7.2=volta 7.5=turing 8.0=ampere 8.6=ampere \
+                    8.9=ada-lovelace 9.0=hopper 10.0=blackwell 11.0=undefined 12.0=blackwell 13.0=rubin";
+    for (capability, family) in families.split_whitespace().map(|words| words.split_once('=').unwrap()) {
         let gpu = json!({"compute_capability": capability});
         assert_eq!(labels_of(&[gpu], ResourcePlan::default())["nvidia.com/gpu.family"], family, "{capability}");
     }
