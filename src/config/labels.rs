@@ -62,16 +62,6 @@ mod tests {
     }
 
     #[test]
-    fn defaults_are_gpu_feature_discoverys() {
-        let expected = json!({
-            "oneshot": false, "noTimestamp": false, "sleepInterval": "60s", "useNodeFeatureAPI": true,
-            "outputFile": "/etc/kubernetes/node-feature-discovery/features.d/gfd",
-            "machineTypeFile": "/sys/class/dmi/id/product_name", "writeFile": false, "gpuClique": true,
-        });
-        assert_eq!(labels(&[], &Environment::default(), ""), expected);
-    }
-
-    #[test]
     fn flag_wins_over_variable_and_file() {
         let text = "flags:\n  useNodeFeatureAPI: false\n  gfd: {oneshot: true, noTimestamp: true, outputFile: /file, \
                     sleepInterval: 1000000000, machineTypeFile: /type}\n";

@@ -118,18 +118,6 @@ async fn invalid_configuration_ends_the_start() {
          (and 1 more: see 'linkwise config check {file}')"
         )]
     );
-
-    for (variable, value, said) in [
-        (
-            "DEVICE_DISCOVERY_STRATEGY",
-            "tegra",
-            "linkwise finds GPUs by NVML, which has no integrated GPUs of Tegra: such nodes need the NVIDIA plugin",
-        ),
-        ("DEVICE_LIST_STRATEGY", "cdi", "expected envvar, volume-mounts, cdi-annotations or cdi-cri, found 'cdi'"),
-    ] {
-        let (status, words) = Setup::on("dgx1-v100").env(variable, value).spawn().ended().await;
-        assert_eq!((status.code(), words), (Some(1), vec![format!("linkwise: {variable}: {said}")]));
-    }
 }
 
 #[tokio::test]

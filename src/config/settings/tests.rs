@@ -49,28 +49,6 @@ fn flag_wins_over_variable_file_and_default() {
 }
 
 #[test]
-fn defaults_are_the_nvidia_plugins() {
-    let settings = file("");
-    let shown = settings.shown();
-    let value = |key: &str| shown.iter().find(|shown| shown.key == key).unwrap().value.clone();
-    for (key, expected) in [
-        ("flags.migStrategy", "none"),
-        ("flags.nvidiaDriverRoot", "/"),
-        ("flags.nvidiaDevRoot", "/"),
-        ("flags.deviceDiscoveryStrategy", "auto"),
-        ("flags.plugin.deviceIDStrategy", "uuid"),
-        ("flags.plugin.cdiAnnotationPrefix", "cdi.k8s.io/"),
-        ("flags.plugin.containerDriverRoot", "/driver-root"),
-        ("flags.plugin.kubeletSocket", "/var/lib/kubelet/device-plugins/kubelet.sock"),
-        ("flags.plugin.sharedDevicesAllocationPolicy", "distributed"),
-    ] {
-        assert_eq!(value(key), expected, "{key}");
-    }
-    assert_eq!(value("flags.plugin.deviceListStrategy"), serde_json::json!(["envvar"]));
-    assert!(shown.iter().all(|shown| shown.origin == Origin::Default));
-}
-
-#[test]
 fn aliases_of_flags_and_variables_are_read() {
     let environment =
         Environment::of([("CONTAINER_DRIVER_ROOT", "/d"), ("CDI_DISABLE_HOOKS", "create-symlinks, update-ldcache")]);
@@ -149,21 +127,6 @@ fn case_of_keys_is_ignored_where_go_ignores_it() {
     let (settings, findings) = build(&[], &Environment::default(), strict);
     assert!(!settings.sharing.value.unwrap().rename_by_default);
     assert_eq!(findings[0].problem, "unknown key; did you mean 'renameByDefault'?");
-}
-
-#[test]
-fn every_error_has_its_line() {
-    let text = "version: v1\nflags:\n  migStrategy: sometimes\n  failOnInitError: \"true\"\n  plugin: 3\n\
-                imex:\n  channelIDs: [1]\n";
-    assert_eq!(
-        errors(text),
-        [
-            "line 3: flags.migStrategy: expected none, single or mixed, found 'sometimes'",
-            "line 4: flags.failOnInitError: expected true or false, found 'true'",
-            "line 5: flags.plugin: expected a mapping, found 3",
-            "line 7: imex.channelIDs: expected [] or [0], found [1]",
-        ]
-    );
 }
 
 #[test]
