@@ -243,7 +243,7 @@ mod tests {
     /// A source of this machine, and its channels.
     struct World {
         snapshots: watch::Sender<Arc<NodeState>>,
-        idle: watch::Sender<Idle>,
+        _idle: watch::Sender<Idle>,
         labels: LabelsWatch,
     }
 
@@ -261,7 +261,7 @@ mod tests {
         };
         let (sender, labels) = watch::channel(None);
         tokio::spawn(source.run(sender));
-        World { snapshots, idle, labels }
+        World { snapshots, _idle: idle, labels }
     }
 
     fn scanned(machine: &str) -> Arc<NodeState> {
@@ -288,15 +288,6 @@ mod tests {
         assert_eq!(world.labels.borrow().as_deref().unwrap()["nvidia.com/gpu.count"], "8");
         world.snapshots.send_replace(scanned("dgx2-v100"));
         waits(&mut world.labels, |labels| labels["nvidia.com/gpu.count"] == "16").await;
-    }
-
-    #[tokio::test]
-    async fn node_without_gpus_has_labels_once_that_is_known() {
-        let mut world = world();
-        tokio::task::yield_now().await;
-        assert!(world.labels.borrow().is_none());
-        world.idle.send_replace(Idle::NoGpu("no NVIDIA GPU on the PCI bus".into()));
-        waits(&mut world.labels, |labels| labels.is_empty()).await;
     }
 
     #[tokio::test]

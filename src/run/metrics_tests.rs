@@ -170,18 +170,6 @@ fn placement_metrics_text_is_an_interface() {
 }
 
 #[test]
-fn ended_pod_has_no_series() {
-    let (metrics, sender) = metrics();
-    let state = placed();
-    sender.send_replace(Arc::new(state.clone()));
-    let pods = || metrics.encode().unwrap().matches("pod=\"notebook\"").count();
-    assert_eq!(pods(), 1, "one GPU has no collective");
-    let nobody = Event::Holders(Some(Holdings::default()));
-    sender.send_replace(Arc::new(state.apply(nobody, Duration::ZERO).0));
-    assert_eq!((pods(), metrics.encode().unwrap().matches("allocation_info{").count()), (0, 0));
-}
-
-#[test]
 fn hidden_pods_keep_apart_and_the_operator_sees_them() {
     let (_sender, snapshot) = watch::channel(Arc::new(placed()));
     let views = views(snapshot);

@@ -57,21 +57,10 @@ impl Node {
     fn run(&self, variables: &[(&str, &str)]) -> Process {
         let mut command = Command::new(self.at("config-manager"));
         command.arg0("config-manager").env_clear().envs(self.cluster.variables());
-        for (name, value) in [
-            ("ONESHOT", "false"),
-            ("KUBECONFIG", ""),
-            ("NODE_NAME", "n"),
-            ("NODE_LABEL", LABEL),
-            ("CONFIG_FILE_SRCDIR", self.at("available-configs").to_str().unwrap()),
-            ("CONFIG_FILE_DST", self.destination().to_str().unwrap()),
-            ("DEFAULT_CONFIG", ""),
-            ("FALLBACK_STRATEGIES", "named,single"),
-            ("SEND_SIGNAL", "false"),
-            ("SIGNAL", ""),
-            ("PROCESS_TO_SIGNAL", ""),
-        ] {
-            command.env(name, value);
-        }
+        let empty = ["KUBECONFIG", "DEFAULT_CONFIG", "SIGNAL", "PROCESS_TO_SIGNAL"].map(|name| (name, ""));
+        let set = [("ONESHOT", "false"), ("NODE_NAME", "n"), ("NODE_LABEL", LABEL), ("SEND_SIGNAL", "false")];
+        command.envs(empty).envs(set).env("FALLBACK_STRATEGIES", "named,single");
+        command.env("CONFIG_FILE_SRCDIR", self.at("available-configs")).env("CONFIG_FILE_DST", self.destination());
         command.envs(variables.iter().copied()).args(["--api-pause-ms", "5", "--keep-after-ms", "200"]);
         command.kill_on_drop(true);
         Process::of(command)
@@ -164,23 +153,6 @@ async fn unknown_label_is_reported_once_and_the_last_one_stays() {
     node.reads("b: 1").await;
     let log = terminate(process).await;
     assert_eq!(log.matches("keeping the last one").count(), 2, "{log}");
-}
-
-#[tokio::test]
-async fn node_without_the_label_gets_default_or_fallback() {
-    for (files, default, fallbacks, expected) in [
-        (&[("a", "a: 1"), ("b", "b: 1")][..], "b", "named,single", "b: 1"),
-        (&[("a", "a: 1"), ("default", "d: 1")], "", "named,single", "d: 1"),
-        (&[("a", "a: 1")], "", "named,single", "a: 1"),
-        (&[("a", "a: 1"), ("b", "b: 1")], "", "named,single,empty", ""),
-    ] {
-        let node = Node::start(files).await;
-        node.cluster.label_node("n", json!({}));
-        let variables = [("ONESHOT", "true"), ("DEFAULT_CONFIG", default), ("FALLBACK_STRATEGIES", fallbacks)];
-        let (status, log) = node.ends(&variables).await;
-        assert!(status.success(), "{log}");
-        assert_eq!(node.text().as_deref(), Some(expected), "{log}");
-    }
 }
 
 #[tokio::test]

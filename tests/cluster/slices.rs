@@ -328,6 +328,13 @@ async fn dropped_taints_are_reported_and_not_written_again() {
     let report = writing.reports(|stored| stored.drops_taints).await;
     assert!(report.is_current, "{report:?}");
     writes_nothing(&cluster).await;
+    // The next process tries it once.
+    writing.running.end().await;
+    let (before, mut writing) = (writes(&cluster), write(&cluster, Pace { watch: Duration::ZERO, ..PACE }));
+    writing.want(tainted(2, 1));
+    writing.reports(|stored| stored.drops_taints && stored.is_current).await;
+    writes_nothing(&cluster).await;
+    assert_eq!(writes(&cluster), before + 1);
 }
 
 #[tokio::test]

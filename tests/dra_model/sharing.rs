@@ -1,9 +1,6 @@
 //! Claims that share GPUs, by shares and by memory; the sums are kept in books of the tests' own.
 
-use std::collections::BTreeMap;
-
 use linkwise_scheduler_box::{Cluster, Failure};
-use proptest::prelude::*;
 use serde_json::{Value, json};
 
 use crate::dra::golden::config;
@@ -158,47 +155,4 @@ fn documented_claims_get_their_part() {
     });
     let expected = [json!({"shares": "2", "memory": QUARTER}), json!({"shares": "1", "memory": "20Gi"})];
     assert_eq!(taken.collect::<Vec<_>>(), expected);
-}
-
-proptest! {
-    #![proptest_config(ProptestConfig { cases: 24, failure_persistence: None, ..ProptestConfig::default() })]
-
-    #[test]
-    fn shares_never_exceed_what_a_gpu_has(
-        steps in prop::collection::vec(
-            (1..5_u64, prop::option::of(1..90_000_u64), any::<prop::sample::Index>(), 0..3_u8),
-            1..40,
-        ),
-    ) {
-        let node = node("devices: 3");
-        let mut cluster = node.cluster(&[]);
-        let mut held: Vec<(Value, String, u64, u64)> = Vec::new();
-        for (shares, memory, which, kind) in steps {
-            if kind == 0 && !held.is_empty() {
-                let (ended, ..) = held.swap_remove(which.index(held.len()));
-                cluster.release(&ended).unwrap();
-                continue;
-            }
-            let mut asked = json!({"shares": shares.to_string()});
-            if let Some(memory) = memory {
-                asked["memory"] = json!(format!("{memory}Mi"));
-            }
-            let memory = memory.unwrap_or(81_559 / 4);
-            let all = (0..3).map(|gpu| (format!("gpu-{gpu}"), (4, 81_559)));
-            let mut left: BTreeMap<String, (u64, u64)> = all.collect();
-            for (_, device, shares, memory) in &held {
-                let left = left.get_mut(device).unwrap();
-                *left = (left.0 - shares, left.1 - memory);
-            }
-            let fits = left.values().any(|left| left.0 >= shares && left.1 >= memory);
-            let outcome = cluster.allocate(node.name, &[part(1, &asked)]);
-            prop_assert_eq!(outcome.is_ok(), fits, "{} of {:?}", asked, left);
-            if let Ok(placement) = outcome {
-                let allocation = placement.allocations[0].clone();
-                let device = allocation["devices"]["results"][0]["device"].as_str().unwrap().to_owned();
-                cluster.occupy(&allocation).unwrap();
-                held.push((allocation, device, shares, memory));
-            }
-        }
-    }
 }

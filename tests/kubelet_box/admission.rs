@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use linkwise_kubelet_box::{AdmissionError, CallError, DeviceSpec, Grant, Mount, Pod, Restart, TopologyHint};
+use linkwise_kubelet_box::{AdmissionError, CallError, DeviceSpec, Grant, Mount, Pod, Restart};
 use tonic::{Code, Status};
 
 use crate::kubelet_box::plugin::GPU;
@@ -105,25 +105,6 @@ async fn failed_preferred_allocation_rejects_pod() {
     assert_eq!(error.status().unwrap().message(), "no idea");
     let state = kubelet.state();
     assert_eq!((state.resources[GPU].in_use().len(), state.resources[GPU].calls.allocate), (0, 0));
-}
-
-#[tokio::test]
-async fn topology_hint_narrows_available_devices() {
-    let (_dir, kubelet, _plugin) = node("a:0 b:0 c:0 d:1 e:1", usual, |plugin| plugin.advise("b c d e")).await;
-    let hint = Some(TopologyHint::on([0]));
-    let more = kubelet.admit(&Pod::single("more", GPU, 1), hint.as_ref()).await.unwrap();
-    let asked = grant(&more).asked.as_ref().unwrap();
-    assert_eq!((set(&asked.available), set(&asked.must_include)), (ids("a b c"), ids("")));
-    kubelet.remove_pod("more");
-    let exactly = kubelet.admit(&Pod::single("exactly", GPU, 3), hint.as_ref()).await.unwrap();
-    assert_eq!((&grant(&exactly).asked, set(&grant(&exactly).allocation.devices)), (&None, ids("a b c")));
-    kubelet.remove_pod("exactly");
-    let fewer = kubelet.admit(&Pod::single("fewer", GPU, 4), hint.as_ref()).await.unwrap();
-    let asked = grant(&fewer).asked.as_ref().unwrap();
-    assert_eq!((set(&asked.available), set(&asked.must_include)), (ids("a b c d e"), ids("a b c")));
-    kubelet.remove_pod("fewer");
-    let none = kubelet.admit(&Pod::single("none", GPU, 2), Some(&TopologyHint::default())).await.unwrap();
-    assert_eq!(set(&grant(&none).asked.as_ref().unwrap().available), ids("a b c d e"));
 }
 
 #[tokio::test]

@@ -107,15 +107,6 @@ async fn metrics_are_openmetrics_and_current() {
 }
 
 #[tokio::test]
-async fn gpu_lost_at_start_is_not_offered() {
-    let setup = Setup::on("dgx1-v100");
-    setup.tell("lost 6");
-    let (node, kubelet) = setup.serve(7).await;
-    assert!(!kubelet.state().resources[GPU].numa.contains_key(&uuid(1, 6)));
-    node.process.said("NVML_ERROR_GPU_IS_LOST (15)").await;
-}
-
-#[tokio::test]
 async fn odd_gpus_are_offered_with_a_warning_each() {
     let link = |to: &str| format!(", nvlinks: [{{links: [0, 1], remote: {{gpu: \"{to}\"}}}}]");
     let gpus = [

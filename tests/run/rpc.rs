@@ -130,16 +130,19 @@ async fn impossible_allocate_is_refused_by_name() {
     let line = node.process.logged(|line| line["message"] == "refused to allocate").await;
     assert!(line.to_string().len() < 1024 && long.message().len() < 1024, "{}", long.message().len());
     let (good, sick) = (uuid(1, 0), uuid(1, 3));
-    let cases: [(&[&str], Code, &str); 4] = [
-        (&[&good, "GPU-unknown"], Code::InvalidArgument, "GPU-unknown"),
-        (&[""], Code::InvalidArgument, "''"),
-        (&[&good, &good], Code::InvalidArgument, &good),
-        (&[&good, &sick], Code::FailedPrecondition, &sick),
+    let [no_device, device] = [
+        |id: &str| format!("{GPU} has no device '{id}' on this node"),
+        |id: &str| format!("device '{id}' of {GPU} is "),
     ];
-    for (ids, code, named) in cases {
+    let cases: [(&[&str], Code, String); 4] = [
+        (&[&good, "GPU-unknown"], Code::InvalidArgument, no_device("GPU-unknown")),
+        (&[""], Code::InvalidArgument, no_device("")),
+        (&[&good, &good], Code::InvalidArgument, device(&good) + "asked for twice"),
+        (&[&good, &sick], Code::FailedPrecondition, device(&sick) + "unhealthy: XID 79"),
+    ];
+    for (ids, code, why) in cases {
         let status = order(ids).await.unwrap_err();
-        assert_eq!(status.code(), code, "{status}");
-        assert!(status.message().contains(named) && status.message().contains(GPU), "{status}");
+        assert_eq!((status.code(), status.message()), (code, why.as_str()));
     }
     assert!(order(&[&sick]).await.unwrap_err().message().contains("XID 79"));
     assert_eq!(order(&[&good]).await.unwrap().container_responses.len(), 1);

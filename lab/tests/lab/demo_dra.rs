@@ -31,14 +31,6 @@ fn compared(machine: &Machine, printed: &str) -> (u64, u64) {
     (with, without)
 }
 
-/// A machine in which the order alone is not enough: the demo's pods show what the groups are for.
-#[tokio::test]
-async fn unchanged_pods_get_better_sets_on_a_mesh() {
-    let machine = machines::load("dgx1-v100").unwrap();
-    let printed = played(machine.clone(), &["--dra"]).await;
-    assert_eq!(compared(&machine, &printed), (146_000, 72_000), "{printed}");
-}
-
 /// Demos at a time: each waits for the kubelet and for lists of pods most of its time.
 const AT_ONCE: usize = 5;
 
@@ -74,6 +66,8 @@ async fn dra_demo_succeeds_on_each_machine() {
         let summary = format!("templates: {with} MB/s in all; of the first free GPUs: {without} MB/s");
         assert_eq!(printed.contains(&summary), gpus >= 4, "{machine}: {summary}\n{printed}");
         assert!(with >= without, "{machine}\n{printed}");
+        // A mesh, in which the order alone is not enough: the demo's pods show what the groups are for.
+        assert!(machine != "dgx1-v100" || (with, without) == (146_000, 72_000), "{printed}");
     }
     assert_eq!(count, machines::built_in().count());
 }

@@ -399,27 +399,6 @@ mod tests {
     }
 
     #[test]
-    fn dropped_taints_are_noticed_and_not_written_again() {
-        let mut wanted = pool(1);
-        wanted.devices[0] = device("gpu-0", Some("gpu.nvidia.com/xid"));
-        let mut memory = Memory::default();
-        let planned = plan(&wanted, &Stored::new(), None, &memory);
-        let Write::Create(sent) = &planned.writes[0] else { panic!("{planned:?}") };
-        let mut stored = sent.clone();
-        stored["spec"]["devices"][0].as_object_mut().unwrap().remove("taints");
-        assert_eq!(memory.written(sent, sent), Some(false));
-        assert_eq!(memory.written(sent, &stored), Some(true));
-        let stored = Stored::from([(planned.writes[0].name().to_owned(), stored)]);
-        assert_eq!(plan(&wanted, &stored, None, &memory).writes, []);
-        assert_eq!(
-            plan(&wanted, &stored, None, &Memory::default()).writes.len(),
-            1,
-            "after a restart it is tried once"
-        );
-        assert_eq!(memory.written(&json!({}), &json!({})), None);
-    }
-
-    #[test]
     fn taint_that_stays_keeps_its_time() {
         let mut wanted = pool(1);
         wanted.devices[0] = device("gpu-0", Some("gpu.nvidia.com/xid"));

@@ -2,7 +2,6 @@
 
 use super::health::GpuHealth;
 use super::*;
-use crate::allocation::DeviceId;
 use crate::prelude::*;
 use crate::topology::{
     GpuObservation, GpuUuid, HostObservation, NodeObservation, NumaNodeId, NumaNodeObservation, PackageId, PciAddress,
@@ -86,19 +85,6 @@ fn gpu_xid_fails_that_gpu_once() {
     assert_eq!(another, [Effect::Keep], "the first reason is the one that people are told");
     let (state, unknown) = state.apply(Event::DoubleBitEcc(uuid(9)), NOON);
     assert_eq!((healthy(&state), unknown), (vec!["GPU-0"], vec![]), "no GPU of this node");
-}
-
-#[test]
-fn allocate_refuses_by_device_name() {
-    let (state, _) = after([node(&[0, 1]), Event::DoubleBitEcc(uuid(1))]);
-    let order = |ids: &[&str]| {
-        let ids: Vec<DeviceId> = ids.iter().map(|id| DeviceId::from((*id).to_owned())).collect();
-        state.allocate(&ResourceName::gpu(), &ids).map(|devices| devices.len()).map_err(|error| error.to_string())
-    };
-    assert_eq!(order(&["GPU-0"]), Ok(1));
-    assert_eq!(order(&["GPU-0", "x"]), Err("nvidia.com/gpu has no device 'x' on this node".into()));
-    assert_eq!(order(&["GPU-1"]), Err("device 'GPU-1' of nvidia.com/gpu is unhealthy: double-bit ECC error".into()));
-    assert_eq!(order(&["GPU-0", "GPU-0"]), Err("device 'GPU-0' of nvidia.com/gpu is asked for twice".into()));
 }
 
 #[test]

@@ -118,16 +118,6 @@ fn failed_call_keeps_its_last_answer_and_an_unoffered_one_does_not() {
 }
 
 #[test]
-fn errors_of_several_links_are_one_failure() {
-    let error = CallError::returned("nvmlDeviceGetNvLinkState", 999);
-    let mut scan = node(vec![gpu(0, 0, &[])]);
-    scan.gpus[0].nvlinks = vec![Err(error.clone()), Ok(None), Err(error)];
-    let failures: Vec<ProbeFailure> = scan.after(None).failures.into_iter().map(Into::into).collect();
-    let [ProbeFailure { subject, error, .. }] = &failures[..] else { panic!("{failures:?}") };
-    assert_eq!((subject.as_str(), error.as_str()), ("0000:00:00.0", "NVLink 0, 2: NVML_ERROR_UNKNOWN (999)"));
-}
-
-#[test]
 fn answers_count_beside_failed_calls() {
     let before = node(vec![gpu(0, 0, &[])]);
     let failed = || CallError::returned("nvmlTest", 999);

@@ -138,18 +138,6 @@ fn it_settles_as_a_kubelet_does() {
 }
 
 #[test]
-fn smallest_fitting_masks_are_preferred() {
-    let manager = manager(Policy::BestEffort, &[0, 1, 2]);
-    let list = |text: &str| {
-        let hint = |hint: &TopologyHint| format!("{}{}", hint.mask.unwrap(), if hint.preferred { "*" } else { "" });
-        hints(&manager, text).hints.unwrap().iter().map(hint).collect::<Vec<_>>().join(" ")
-    };
-    assert_eq!(list("1 of 0 1* 2"), "{0}* {2}* {0,1} {0,2} {1,2} {0,1,2}");
-    assert_eq!(list("2 of 0 1 2"), "{0,1}* {0,2}* {1,2}* {0,1,2}");
-    assert_eq!(list("3 of 0 1 2*"), "");
-}
-
-#[test]
 fn policy_is_refused_on_unsupported_machines() {
     let nine: Vec<i64> = (0..9).collect();
     let refusal = |policy, nodes: &[i64]| manager(policy, nodes).check().unwrap_err().to_string();
