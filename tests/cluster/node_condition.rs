@@ -62,8 +62,15 @@ impl Writing {
         self.cluster.server.edit("kubelet", &node_key("n"), |node| node["spec"] = json!({"taints": taints}));
     }
 
+    /// The kubelet writes its resources into the node's status.
+    fn has_resources(&self) {
+        let has = |node: &mut Value| node["status"]["allocatable"] = json!({"nvidia.com/gpu": "8"});
+        self.cluster.server.edit("kubelet", &node_key("n"), has);
+    }
+
     fn want(&self, status: &'static str, message: &str) {
-        let condition = Condition { status, reason: "Reason", message: message.to_owned() };
+        let resources = [("nvidia.com/gpu".to_owned(), 8)].into();
+        let condition = Condition { status, reason: "Reason", message: message.to_owned(), resources };
         self.wanted.send_replace(Some(Arc::new(condition)));
     }
 
@@ -97,7 +104,10 @@ async fn condition_is_written_when_it_changes_and_taints_go_once() {
     let mut writing = Writing::new().await;
     let ready = json!({"type": "Ready", "status": "True"});
     let node = node_key("n");
-    writing.cluster.server.edit("kubelet", &node, |node| node["status"]["conditions"] = json!([ready]));
+    writing.cluster.server.edit("kubelet", &node, |node| node["status"] = json!({"conditions": [ready]}));
+    writing.want("True", "8 GPUs");
+    writing.says("the node's status has 0 of 8 nvidia.com/gpu", &["startup", "other"]).await;
+    writing.has_resources();
     writing.want("False", "starting");
     writing.says("starting", &["startup", "other"]).await;
     let since = own(&writing.cluster)["lastTransitionTime"].clone();
@@ -107,8 +117,8 @@ async fn condition_is_written_when_it_changes_and_taints_go_once() {
     writing.want("True", "8 GPUs");
     writing.says("8 GPUs", &["other"]).await;
     writing.looks().await;
-    // Three conditions and the taint, by four requests; another look writes nothing.
-    assert_eq!(writing.cluster.count("PATCH", "/nodes/n"), 4);
+    // Four conditions and the taint, by five requests; another look writes nothing.
+    assert_eq!(writing.cluster.count("PATCH", "/nodes/n"), 5);
     let conditions = writing.cluster.server.object(&node).unwrap()["status"]["conditions"].clone();
     assert_eq!((&conditions[0], conditions.as_array().unwrap().len()), (&ready, 2));
 
@@ -123,12 +133,14 @@ async fn condition_is_written_when_it_changes_and_taints_go_once() {
     writing.cluster.server.remove(&node);
     writing.cluster.label_node("n", json!({}));
     writing.taint(&["startup", "other"]);
+    writing.has_resources();
     writing.says("8 GPUs", &["other"]).await;
 }
 
 #[tokio::test]
 async fn condition_outlasts_faults_of_the_api_server() {
     let writing = Writing::new().await;
+    writing.has_resources();
     let refused = |code, times| Fault::of("PATCH", "/nodes/n", times, Answer::Refusal(code, "no", None));
     for (fault, message) in [(refused(403, 3), "forbidden"), (refused(409, 2), "conflict"), (refused(503, 3), "away")] {
         writing.cluster.server.fail(fault);
@@ -137,7 +149,7 @@ async fn condition_outlasts_faults_of_the_api_server() {
     }
     assert_eq!(writing.cluster.metrics.requests("nodes", "patch", "forbidden"), 3);
     // Somebody else removes it.
-    writing.cluster.server.edit("admin", &node_key("n"), |node| node["status"] = json!({}));
+    writing.cluster.server.edit("admin", &node_key("n"), |node| node["status"]["conditions"] = json!([]));
     writing.says("away", &["other"]).await;
     writing.running.unwrap().end().await;
     writing.cluster.label_node("m", json!({}));

@@ -19,7 +19,7 @@ use kube::{Api, Client, Resource};
 use tokio::sync::watch;
 
 use crate::error::{ApiError, Attempts, shortened};
-use crate::server::{ApiServer, Pace};
+use crate::server::ApiServer;
 use linkwise_core::backoff::Backoff;
 use linkwise_system::send_if_new;
 
@@ -151,15 +151,15 @@ pub(crate) trait Kept {
     /// The content of the object.
     type Wanted: Send + Sync;
 
-    /// Compares the object with its content, and writes it if it differs. Returns false if it is not ours to write.
-    fn write(&mut self, wanted: &Arc<Self::Wanted>) -> impl Future<Output = Result<bool, ApiError>> + Send;
+    /// Compares the object with its content, and writes it if it differs. Returns the time until the next look.
+    fn write(&mut self, wanted: &Arc<Self::Wanted>) -> impl Future<Output = Result<Duration, ApiError>> + Send;
 }
 
 /// Writes whatever a channel has, when it changes and once in a while, until the channel is closed. Nothing is written
 /// while the channel has nothing. Errors are logged and tried again.
 pub(crate) async fn keep<W: Kept>(
     mut writer: W,
-    (pace, mut attempts): (Pace, Attempts),
+    mut attempts: Attempts,
     wanted: &mut watch::Receiver<Option<Arc<W::Wanted>>>,
 ) {
     loop {
@@ -167,9 +167,9 @@ pub(crate) async fn keep<W: Kept>(
         let pause = match now {
             None => Duration::MAX,
             Some(now) => match writer.write(&now).await {
-                Ok(is_ours) => {
+                Ok(pause) => {
                     attempts.succeeded();
-                    shortened(if is_ours { pace.reassert } else { pace.longest })
+                    shortened(pause)
                 }
                 Err(error) => {
                     // The pause is kept even if the channel changes meanwhile: the server may have asked for it.

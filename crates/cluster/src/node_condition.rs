@@ -5,6 +5,7 @@
 //! nodes after an uninstallation.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use k8s_openapi::jiff::Timestamp;
@@ -70,23 +71,30 @@ impl NodeConditionWriter {
     /// Keeps the node's condition equal to the wanted one until `shutdown`, or until the channel is closed. Nothing is
     /// written while there is none. Errors are logged and tried again.
     pub async fn run(self, mut wanted: watch::Receiver<Option<Arc<Condition>>>, shutdown: CancellationToken) {
-        let pace = *self.server.pace();
-        let attempts = Attempts::of("write the node's condition", &pace);
-        shutdown.run_until_cancelled(keep(self, (pace, attempts), &mut wanted)).await;
+        let attempts = Attempts::of("write the node's condition", self.server.pace());
+        shutdown.run_until_cancelled(keep(self, attempts, &mut wanted)).await;
     }
 
-    async fn try_to_write(&mut self, wanted: &Condition) -> Result<(), ApiError> {
+    async fn try_to_write(&mut self, wanted: &Condition) -> Result<Duration, ApiError> {
         let NodeConditionSettings { node: name, kind, startup_taints, boot, .. } = self.settings.clone();
         named(&name)?;
         let get = |client| async { nodes(client).get(&name).await };
         let mut node = self.server.call(OBJECT, "get", get).await?;
+        let allocatable = |name: &str| {
+            let count = node.data["status"]["allocatable"][name].as_str().and_then(|count| count.parse().ok());
+            count.unwrap_or(0)
+        };
+        let wanted = &wanted.beside(allocatable);
         if let Some(conditions) = changed(&node, &kind, wanted) {
             node = patch(&mut self.server, &node, &name, Part::Status, json!({ "conditions": conditions })).await?;
-            let Condition { status, reason, message } = wanted;
+            let Condition { status, reason, message, .. } = wanted;
             tracing::info!(node = name, condition = kind, status, reason, why = message, "node condition written");
         }
+        // The kubelet writes its resources into the node's status every 10 s.
+        let pace = self.server.pace();
+        let pause = if wanted.reason == Condition::PENDING { pace.first } else { pace.reassert };
         if wanted.status != "True" || startup_taints.is_empty() {
-            return Ok(());
+            return Ok(pause);
         }
         let taints = node.data["spec"]["taints"].as_array().cloned().unwrap_or_default();
         let is_ours = |taint: &Value| startup_taints.iter().any(|key| taint["key"] == **key);
@@ -98,7 +106,7 @@ impl NodeConditionWriter {
                 let why = "it was removed once since the boot, and somebody has put it back";
                 tracing::warn!(node = name, taint = %ours.first().unwrap_or_default()["key"], why, "startup taint stays");
             }
-            return Ok(());
+            return Ok(pause);
         }
         if !ours.is_empty() {
             patch(&mut self.server, &node, &name, Part::Spec, json!({ "taints": rest })).await?;
@@ -106,19 +114,19 @@ impl NodeConditionWriter {
         }
         (self.untainted)(&mark);
         self.settings.untainted = Some(mark);
-        Ok(())
+        Ok(pause)
     }
 }
 
 impl Kept for NodeConditionWriter {
     type Wanted = Condition;
 
-    async fn write(&mut self, wanted: &Arc<Condition>) -> Result<bool, ApiError> {
+    async fn write(&mut self, wanted: &Arc<Condition>) -> Result<Duration, ApiError> {
         let mut conflicts = 0;
         loop {
             match self.try_to_write(wanted).await {
                 Err(error) if error.code() == Some(409) && conflicts < MAX_CONFLICTS => conflicts += 1,
-                written => return written.map(|()| true),
+                written => return written,
             }
         }
     }
@@ -162,7 +170,7 @@ fn conditions(node: &DynamicObject) -> Vec<Value> {
 /// The node's conditions with the wanted one; `None` if it has that already.
 fn changed(node: &DynamicObject, kind: &str, wanted: &Condition) -> Option<Vec<Value>> {
     let mut all = conditions(node);
-    let Condition { status, reason, message } = wanted;
+    let Condition { status, reason, message, .. } = wanted;
     let now = json!(Time(Timestamp::now()));
     let mut own = json!({"type": kind, "status": status, "reason": reason, "message": message,
                          "lastHeartbeatTime": now, "lastTransitionTime": now});

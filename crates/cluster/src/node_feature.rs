@@ -13,6 +13,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::Relaxed;
+use std::time::Duration;
 
 use k8s_openapi::api::core::v1::Pod;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::OwnerReference;
@@ -72,18 +73,16 @@ impl NodeFeatureWriter {
     /// Keeps the object equal to the labels until `shutdown`, or until the channel is closed. Nothing is written while
     /// there are no labels. Errors are logged and tried again.
     pub async fn run(self, mut labels: watch::Receiver<Option<Arc<Labels>>>, shutdown: CancellationToken) {
-        let pace = *self.server.pace();
-        let attempts = Attempts::of("write the NodeFeature of Node Feature Discovery", &pace);
-        shutdown.run_until_cancelled(keep(self, (pace, attempts), &mut labels)).await;
+        let attempts = Attempts::of("write the NodeFeature of Node Feature Discovery", self.server.pace());
+        shutdown.run_until_cancelled(keep(self, attempts, &mut labels)).await;
     }
 }
 
 impl Kept for NodeFeatureWriter {
     type Wanted = Labels;
 
-    /// Compares the object with the labels, and writes it if it differs. Returns false if the object belongs to another
-    /// program.
-    async fn write(&mut self, labels: &Arc<Labels>) -> Result<bool, ApiError> {
+    /// An object of another program is left alone, and looked at less often.
+    async fn write(&mut self, labels: &Arc<Labels>) -> Result<Duration, ApiError> {
         if self.owner.is_none() {
             self.owner = Some(self.daemon_set().await?);
         }
@@ -94,7 +93,7 @@ impl Kept for NodeFeatureWriter {
             Standing::Same => {}
             Standing::Foreign(managers) => {
                 self.report(managers);
-                return Ok(false);
+                return Ok(self.server.pace().longest);
             }
             Standing::Replaceable => {
                 self.replace(found.as_ref(), &wanted).await?;
@@ -110,7 +109,7 @@ impl Kept for NodeFeatureWriter {
         }
         self.reported = None;
         self.written = Some(Arc::clone(labels));
-        Ok(true)
+        Ok(self.server.pace().reassert)
     }
 }
 

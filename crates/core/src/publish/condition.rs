@@ -1,6 +1,7 @@
 //! [`Condition`]: a node's condition that says whether its GPUs can be had, for schedulers and autoscalers.
 
 use crate::prelude::*;
+use alloc::collections::BTreeMap;
 
 use super::view::NodeView;
 use crate::words::{count, few};
@@ -17,9 +18,14 @@ pub struct Condition {
     pub reason: &'static str,
     /// The reason in words.
     pub message: String,
+    /// The healthy devices of each of the kubelet's resources: the node's status has them a little later.
+    pub resources: BTreeMap<String, usize>,
 }
 
 impl Condition {
+    /// The reason while the node's status does not have all resources yet.
+    pub const PENDING: &'static str = "ResourcesPending";
+
     /// The condition of a node by its view. `expected` is the number of healthy GPUs that is enough; without it, all of
     /// the node's have to be healthy. A cordoned GPU is as its operator wants it.
     pub fn of(view: &NodeView, expected: Option<usize>) -> Self {
@@ -49,14 +55,30 @@ impl Condition {
         let mut message = message;
         let end = (0..=MAX_MESSAGE.min(message.len())).rev().find(|end| message.is_char_boundary(*end));
         message.truncate(end.unwrap_or_default());
-        Self { status, reason, message }
+        let resources = view.resources.iter().map(|(name, resource)| (name.clone(), resource.healthy));
+        Self { status, reason, message, resources: resources.collect() }
+    }
+
+    /// The condition while the node's status does not have all resources yet, of which it has `allocatable`.
+    #[must_use]
+    pub fn beside(&self, allocatable: impl Fn(&str) -> usize) -> Self {
+        let late = self.resources.iter().find(|(name, count)| allocatable(name) < **count);
+        match late {
+            Some((name, count)) if self.status == "True" => Self {
+                status: "False",
+                reason: Self::PENDING,
+                message: format!("the node's status has {} of {count} {name}", allocatable(name)),
+                resources: self.resources.clone(),
+            },
+            _ => self.clone(),
+        }
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::publish::view::{GpuView, ShortfallView};
+    use crate::publish::view::{GpuView, ResourceView, ShortfallView};
 
     fn gpu(pci: &str, healthy: bool) -> GpuView {
         let reasons = if healthy { Vec::new() } else { vec![Default::default()] };
@@ -88,8 +110,19 @@ mod tests {
                 &"x".repeat(1024),
             ),
         ] {
-            let condition = Condition { status, reason, message: message.to_owned() };
+            let condition = Condition { status, reason, message: message.to_owned(), resources: BTreeMap::new() };
             assert_eq!(Condition::of(view, expected), condition);
         }
+    }
+
+    #[test]
+    fn status_of_the_node_is_awaited() {
+        let resources = [("nvidia.com/gpu".to_owned(), ResourceView { healthy: 8, ..ResourceView::default() })].into();
+        let view = NodeView { gpus: vec![gpu("0000:01:00.0", true)], resources, ..NodeView::default() };
+        let condition = Condition::of(&view, None);
+        let late = condition.beside(|_| 7);
+        let words = "the node's status has 7 of 8 nvidia.com/gpu";
+        assert_eq!((late.status, late.reason, late.message.as_str()), ("False", "ResourcesPending", words));
+        assert_eq!(condition.beside(|_| 8), condition);
     }
 }
