@@ -116,6 +116,7 @@ fn programs_are_switched_on_and_off() {
         ],
         &["dra.enabled=true", "kubeletRootDir=/var/lib/k0s/kubelet"],
         &["events.enabled=true"],
+        &["nodeCondition.enabled=true", "nodeCondition.type=a.b/C", "nodeCondition.startupTaints={a.b/c}"],
         &["events.enabled=true", "events.below=50", "dra.enabled=true"],
         &["dra.enabled=true", "dra.claimTemplates.namespaces={a,b}", "dra.unchangedPods.enabled=true"],
         &["dra.enabled=true", "dra.claimTemplates.namespaces={a}", "dra.claimTemplates.exact=groups"],
