@@ -33,6 +33,9 @@ pub fn of_bytes(path: &str, bytes: Vec<u8>) -> Result<Machine, MachineError> {
         if topo::is_matrix(&text) {
             return topo::parse(&stem(path), &text).map_err(|error| MachineError::Topo(path.to_owned(), error));
         }
+        if !text.contains("version") && !text.trim().is_empty() {
+            return Err(MachineError::NoMachine(path.to_owned()));
+        }
         return node_file(path, &text);
     }
     let document = xml::document(&text).map_err(broken("XML file", path))?;
@@ -168,6 +171,7 @@ mod tests {
             (b"<system version=\"2\"/>", "version '2'"),
             (b"<topology>\n<object>\n", "line 3"),
             (b"<topology>\xff</topology>", "not UTF-8 text (byte 10)"),
+            (b"01:00.0 3D controller: NVIDIA Corporation GH100\n", "neither a node file"),
             (b"<", "line 1"),
             (b"", "end of file"),
         ] {

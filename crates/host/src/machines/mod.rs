@@ -139,6 +139,8 @@ pub enum MachineError {
     /// The file is not text; the first byte that is not UTF-8, counted from 0.
     #[error("node file '{0}' is not UTF-8 text (byte {1})")]
     NotText(String, usize),
+    #[error("'{0}' is neither a node file (it has no version), nor XML, nor the text of nvidia-smi topo -m")]
+    NoMachine(String),
     #[error("node file '{0}': {1}")]
     Content(String, MachineFileError),
     /// The matrix of `nvidia-smi topo -m` is broken.
