@@ -8,7 +8,9 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use linkwise_core::benchmark::{Cause, Comparison, Expectation, MatchError, NcclReport, Verdict};
-use linkwise_core::topology::{NodeObservation, NodeTopology, NvLinkObservation, NvLinkRemote, P2pRefusal};
+use linkwise_core::topology::{
+    ComputeCapability, NodeObservation, NodeTopology, NvLinkObservation, NvLinkRemote, P2pRefusal,
+};
 use linkwise_host::machines;
 use serde::Deserialize;
 use serde_json::Value;
@@ -226,6 +228,8 @@ fn log_of_nccl_makes_the_cause_certain() {
 #[test]
 fn no_claim_is_made_beyond_the_published_results() {
     let mut pcie = machine("pcie-8x-pix-pairs");
+    let capability = ComputeCapability { major: 8, minor: 6 };
+    pcie.gpus.iter_mut().for_each(|gpu| gpu.compute_capability = Some(capability));
     let comparison = compare(&pcie, "", 3_000.0).unwrap();
     assert_eq!((comparison.verdict, &*comparison.causes), (Verdict::NotCalibrated, &[][..]));
     // What the node knows is said all the same.
