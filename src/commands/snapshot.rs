@@ -30,6 +30,10 @@ pub async fn snapshot(args: &SnapshotArgs) -> Result<()> {
     }
     let mut machine = super::machine(&args.node).await?;
     let live = args.node.node.is_none();
+    for gpu in &mut machine.observed.gpus {
+        // A node file has neither, so they would not read back.
+        (gpu.serial, gpu.pcie_width_now) = (None, None);
+    }
     if args.redact {
         redact(&mut machine.observed);
         machine.reconstructed.push("UUIDs are made up (linkwise snapshot --redact)".to_owned());

@@ -10,7 +10,7 @@ use anyhow::{Context, Result};
 use futures_util::FutureExt;
 use linkwise_cluster::{ApiMetrics, ApiServer, NodeConditionSettings, NodeConditionWriter, Pace, clear_condition};
 use tokio::sync::watch;
-use tokio::time::sleep;
+use tokio::time::{Instant, sleep};
 
 use crate::config::{ClearConditionArgs, Settings};
 use linkwise_core::publish::Condition;
@@ -21,6 +21,7 @@ use linkwise_node::node::Node;
 use linkwise_node::readiness::Part;
 use linkwise_node::views::Views;
 use linkwise_nvml::supervisor::{Idle, boot};
+use linkwise_system::clock::at;
 use linkwise_system::output::print;
 use linkwise_system::right::Right;
 use linkwise_system::{files, send_if_new};
@@ -33,6 +34,9 @@ const MAX_UNTAINTED: u64 = 256;
 
 /// The pause between two looks at the node. Its GPUs and parts change in bursts.
 const BETWEEN: Duration = Duration::from_millis(250);
+
+/// The time that a process has to begin to serve, before the condition says that it does not.
+const START: Duration = Duration::from_secs(60);
 
 /// Has the node's condition written, where the settings ask for that.
 pub(super) fn spawn_in(
@@ -50,12 +54,15 @@ pub(super) fn spawn_in(
     };
     let file = state_dir.map(|folder| folder.join(UNTAINTED));
     let kept = file.as_ref().and_then(|file| files::read(file, MAX_UNTAINTED).ok());
+    let kept = kept.and_then(|text| String::from_utf8(text).ok());
+    let boot = boot().unwrap_or_default();
+    let was_ready = kept.as_ref().is_some_and(|kept| kept.split(' ').next() == Some(&boot));
     let of = NodeConditionSettings {
         node: name.to_owned(),
         kind: settings.node_condition_type.value.clone(),
         startup_taints: settings.startup_taints.value.clone(),
-        boot: boot().unwrap_or_default(),
-        untainted: kept.and_then(|text| String::from_utf8(text).ok()),
+        boot,
+        untainted: kept,
     };
     node.metrics().register(|registry| api.metrics().register_in(registry));
     let (sender, wanted) = watch::channel(None);
@@ -68,6 +75,7 @@ pub(super) fn spawn_in(
         files: node.files(),
         views: node.views.clone(),
         expected: settings.expect_gpus.value,
+        was_ready,
     };
     node.spawn("node condition", follow(looks, sender));
     node.spawn_until_done("node condition's writer", writer.map(Ok));
@@ -90,19 +98,26 @@ struct Looks {
     files: watch::Receiver<Option<Right>>,
     views: Views,
     expected: Option<usize>,
+    /// Set if the node was ready once since its boot.
+    was_ready: bool,
 }
 
-/// Publishes the condition while this process writes for the node: before and after that another linkwise does.
+/// Publishes the condition while this process writes for the node: before and after that another linkwise does. Where the
+/// node was ready before, it is no news that a process begins to serve: a restart and a rollout change nothing.
 async fn follow(mut looks: Looks, condition: watch::Sender<Option<Arc<Condition>>>) -> Result<()> {
+    let mut held_back_until = looks.was_ready.then(|| Instant::now() + START);
     loop {
         looks.snapshot.mark_unchanged();
         looks.parts.mark_unchanged();
         looks.idle.mark_unchanged();
         let is_writer = looks.files.borrow_and_update().is_some();
-        let made = || Arc::new(Condition::of(&looks.views.for_operator(), looks.expected));
-        send_if_new(&condition, is_writer.then(made));
+        let made = is_writer.then(|| Arc::new(Condition::of(&looks.views.for_operator(), looks.expected)));
+        let is_news = made.as_ref().is_some_and(|made| !made.is_of_a_start());
+        held_back_until.take_if(|until| is_news || *until <= Instant::now());
+        send_if_new(&condition, made.filter(|_| held_back_until.is_none()));
         sleep(BETWEEN).await;
         tokio::select! {
+            () = at(held_back_until) => {}
             changed = looks.snapshot.changed() => changed.context("the node's state is gone")?,
             changed = looks.parts.changed() => changed.context("the node's parts are gone")?,
             changed = looks.idle.changed() => changed.context("the driver's task is gone")?,

@@ -18,7 +18,9 @@ use tokio_util::sync::CancellationToken;
 use crate::error::{ApiError, Attempts};
 use crate::follower::{Kept, keep};
 use crate::server::{ApiServer, named, resource};
+use linkwise_core::backoff::Backoff;
 use linkwise_core::publish::Condition;
+use linkwise_core::quantity;
 
 /// The kind, in metrics.
 const OBJECT: &str = "nodes";
@@ -26,8 +28,8 @@ const OBJECT: &str = "nodes";
 /// The writes that are tried at once where the kubelet wrote the node in between.
 const MAX_CONFLICTS: usize = 5;
 
-/// The nodes of one page of a list.
-const PAGE: u32 = 500;
+/// The nodes of one page of a list: each may have 50 KiB of images, labels and fields' managers.
+const PAGE: u32 = 50;
 
 /// The node, its condition, and its taints.
 #[derive(Clone, Debug, Default)]
@@ -40,7 +42,7 @@ pub struct NodeConditionSettings {
     pub startup_taints: Vec<String>,
     /// The id of this boot: the taints are removed once in each.
     pub boot: String,
-    /// The node and the boot for which an earlier process removed them, as `untainted` got them.
+    /// The node and the boot of the first True, after which an earlier process removed them, as `untainted` got them.
     pub untainted: Option<String>,
 }
 
@@ -52,6 +54,8 @@ pub struct NodeConditionWriter {
     untainted: Box<dyn Fn(&str) + Send + Sync>,
     /// A taint that somebody put back was reported.
     reported: bool,
+    /// The pauses between looks while the node's status lacks resources.
+    pending: Backoff,
 }
 
 impl NodeConditionWriter {
@@ -59,13 +63,15 @@ impl NodeConditionWriter {
     pub const RIGHTS: [(&'static str, &'static str, &'static str); 2] =
         [("get", "", "nodes"), ("patch", "", "nodes/status")];
 
-    /// Makes no request yet. `untainted` gets the node and the boot once the startup taints are removed.
+    /// Makes no request yet. `untainted` gets the node and the boot once the condition is True and the
+    /// startup taints are removed.
     pub fn new(
         server: ApiServer,
         settings: NodeConditionSettings,
         untainted: impl Fn(&str) + Send + Sync + 'static,
     ) -> Self {
-        Self { server, settings, untainted: Box::new(untainted), reported: false }
+        let pending = Backoff::new(server.pace().first, server.pace().reassert);
+        Self { server, settings, untainted: Box::new(untainted), reported: false, pending }
     }
 
     /// Keeps the node's condition equal to the wanted one until `shutdown`, or until the channel is closed. Nothing is
@@ -80,28 +86,33 @@ impl NodeConditionWriter {
         named(&name)?;
         let get = |client| async { nodes(client).get(&name).await };
         let mut node = self.server.call(OBJECT, "get", get).await?;
+        // A node that was deleted and comes again has other taints, and another UID.
+        let mark = format!("{boot} {}", node.metadata.uid.as_deref().unwrap_or_default());
+        let was_ready = self.settings.untainted.as_ref() == Some(&mark);
+        // The kubelet writes its resources into the node's status every 10 s. Later changes of them are awaited by nobody.
         let allocatable = |name: &str| {
-            let count = node.data["status"]["allocatable"][name].as_str().and_then(|count| count.parse().ok());
-            count.unwrap_or(0)
+            let count = node.data["status"]["allocatable"][name].as_str().and_then(quantity::parse);
+            count.and_then(|count| usize::try_from(count).ok()).unwrap_or(0)
         };
-        let wanted = &wanted.beside(allocatable);
+        let wanted = &if was_ready { wanted.clone() } else { wanted.beside(allocatable) };
         if let Some(conditions) = changed(&node, &kind, wanted) {
             node = patch(&mut self.server, &node, &name, Part::Status, json!({ "conditions": conditions })).await?;
             let Condition { status, reason, message, .. } = wanted;
             tracing::info!(node = name, condition = kind, status, reason, why = message, "node condition written");
         }
-        // The kubelet writes its resources into the node's status every 10 s.
         let pace = self.server.pace();
-        let pause = if wanted.reason == Condition::PENDING { pace.first } else { pace.reassert };
-        if wanted.status != "True" || startup_taints.is_empty() {
+        if wanted.reason == Condition::PENDING {
+            return Ok(self.pending.failed());
+        }
+        self.pending.reset();
+        let pause = pace.reassert;
+        if wanted.status != "True" {
             return Ok(pause);
         }
         let taints = node.data["spec"]["taints"].as_array().cloned().unwrap_or_default();
         let is_ours = |taint: &Value| startup_taints.iter().any(|key| taint["key"] == **key);
         let (ours, rest): (Vec<Value>, Vec<Value>) = taints.into_iter().partition(is_ours);
-        // A node that was deleted and comes again has other taints, and another UID.
-        let mark = format!("{boot} {}", node.metadata.uid.as_deref().unwrap_or_default());
-        if self.settings.untainted.as_ref() == Some(&mark) {
+        if was_ready {
             if !ours.is_empty() && !std::mem::replace(&mut self.reported, true) {
                 let why = "it was removed once since the boot, and somebody has put it back";
                 tracing::warn!(node = name, taint = %ours.first().unwrap_or_default()["key"], why, "startup taint stays");

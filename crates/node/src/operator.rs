@@ -13,7 +13,7 @@ use tokio::sync::watch;
 use super::node::Node;
 use crate::admin::{Order, Orders, Outcome};
 use crate::readiness::{Part, Readiness};
-use linkwise_core::state::{Cordon, Door, Event, NodeState};
+use linkwise_core::state::{Cordon, Door, Event, NodeState, Shortfall};
 use linkwise_core::topology::GpuUuid;
 use linkwise_nvml::supervisor::Release;
 
@@ -109,13 +109,14 @@ fn set_cordon(snapshot: &NodeState, events: &mpsc::Sender<Event>, gpu: GpuUuid, 
 
 /// Accepts what the node lacks.
 fn accept(snapshot: &NodeState, events: &mpsc::Sender<Event>) -> Outcome {
-    let lacking: Vec<String> = snapshot.hardware().shortfalls().map(ToString::to_string).collect();
-    if lacking.is_empty() {
+    let shortfalls: Vec<Shortfall> = snapshot.hardware().shortfalls().cloned().collect();
+    if shortfalls.is_empty() {
         return Outcome::Done("this node lacks nothing".to_owned());
     }
-    send(events, Event::HardwareAccepted, || {
-        tracing::warn!(accepted = lacking.join("; "), "an operator accepted the hardware as it is");
-        format!("accepted: {}", lacking.join("; "))
+    let accepted = shortfalls.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ");
+    send(events, Event::HardwareAccepted(shortfalls), || {
+        tracing::warn!(accepted, "an operator accepted the hardware as it is");
+        format!("accepted: {accepted}")
     })
 }
 

@@ -124,6 +124,7 @@ pub fn scan(gpus: &[Gpu<'_>], procfs: &Path) -> Vec<GpuScan> {
             memory_mib: memory(device, calls),
             numa: numa(device, calls),
             pcie: pcie(device, calls),
+            pcie_width_now: calls.ask("nvmlDeviceGetCurrPcieLinkWidth", || device.current_pcie_link_width()),
             c2c: calls.raw("nvmlDeviceGetC2cModeInfoV", || raw::c2c(device)),
             display: calls.ask("nvmlDeviceGetDisplayActive", || device.is_display_active()),
             fabric: fabric(device, calls),

@@ -67,6 +67,8 @@ pub struct GpuScan {
     pub numa: Answer<NumaNodeId>,
     /// The greatest speed of the PCIe link.
     pub pcie: Answer<PcieLink>,
+    /// The lanes of the PCIe link now.
+    pub pcie_width_now: Answer<u32>,
     /// True if NVLink-C2C joins the GPU to a processor.
     pub c2c: Answer<bool>,
     /// True if a display is set up on the GPU.
@@ -300,6 +302,7 @@ impl NodeScan {
                 memory_mib: known(&gpu.memory_mib).copied().filter(|mib| *mib <= MAX_MEMORY_MIB),
                 numa: known(&gpu.numa).copied(),
                 pcie: known(&gpu.pcie).copied(),
+                pcie_width_now: known(&gpu.pcie_width_now).copied(),
                 nvlinks: nvlinks(&gpu.nvlinks, is_gpu_here),
                 c2c: known(&gpu.c2c).copied(),
                 display: known(&gpu.display).copied(),
@@ -331,6 +334,7 @@ impl GpuScan {
             memory_mib: Ok(None),
             numa: Ok(None),
             pcie: Ok(None),
+            pcie_width_now: Ok(None),
             c2c: Ok(None),
             display: Ok(None),
             fabric: Ok(None),
@@ -346,7 +350,7 @@ impl GpuScan {
             ($($fact:ident),*) => {$( facts.fact(&mut self.$fact, before.map(|before| &before.$fact)); )*};
         }
         retain!(model, serial, minor, compute_capability, brand, architecture, addressing_mode, memory_mib);
-        retain!(numa, pcie, c2c, display, fabric);
+        retain!(numa, pcie, pcie_width_now, c2c, display, fabric);
         for (number, link) in (0..).zip(&mut self.nvlinks) {
             let before = before.and_then(|before| before.nvlinks.get(usize::try_from(number).ok()?));
             if let Ok(Some(link)) = link {

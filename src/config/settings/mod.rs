@@ -383,7 +383,7 @@ settings! {
     node_condition: bool = false, "linkwise.nodeCondition.enabled", boolean,
         "node-condition" "BOOL" ["LINKWISE_NODE_CONDITION"];
     /// The type of that condition
-    node_condition_type: String = "linkwise.dev/GPUsReady".to_owned(), "linkwise.nodeCondition.type", value::qualified,
+    node_condition_type: String = "linkwise.dev/GPUsReady".to_owned(), "linkwise.nodeCondition.type", value::condition_type,
         "node-condition-type" "TYPE" ["LINKWISE_NODE_CONDITION_TYPE"];
     /// Taints to remove from the node once the condition is True for the first time since the boot: keys, with commas
     startup_taints: Vec<String> = Vec::new(), "linkwise.nodeCondition.startupTaints",

@@ -152,6 +152,13 @@ pub(super) fn qualified(value: &Value) -> Result<String, String> {
     )
 }
 
+/// The type of a condition that is not Kubernetes' own: those have no domain.
+pub(super) fn condition_type(value: &Value) -> Result<String, String> {
+    let name = qualified(value)?;
+    value
+        .or_refused(Some(name).filter(|name| name.contains('/')), "a domain and a name, such as linkwise.dev/GPUsReady")
+}
+
 /// The name of a built-in machine.
 pub(super) fn machine(value: &Value) -> Result<String, String> {
     let names: Vec<&str> = machines::built_in_names().collect();

@@ -3,7 +3,7 @@
 use crate::prelude::*;
 use alloc::collections::BTreeMap;
 
-use super::view::NodeView;
+use super::view::{GpuView, NodeView};
 use crate::words::{count, few};
 
 /// The longest message, in bytes: an API server takes 32 KiB, and people read one line.
@@ -29,9 +29,13 @@ impl Condition {
     /// The condition of a node by its view. `expected` is the number of healthy GPUs that is enough; without it, all of
     /// the node's have to be healthy. A cordoned GPU is as its operator wants it.
     pub fn of(view: &NodeView, expected: Option<usize>) -> Self {
-        let is_well = |health: &str| matches!(health, "healthy" | "cordoned" | "partly");
-        let sick: Vec<&str> =
-            view.gpus.iter().filter(|gpu| !is_well(gpu.health())).map(|gpu| gpu.pci.as_str()).collect();
+        // A GPU in use under another name or through the other door is well.
+        let in_use = ["held_elsewhere", "claimed", "holders_unknown", "withdrawn", "cordoned"];
+        let is_sick = |gpu: &&GpuView| {
+            !gpu.healthy
+                && (gpu.reasons.is_empty() || gpu.reasons.iter().any(|reason| !in_use.contains(&&*reason.kind)))
+        };
+        let sick: Vec<&str> = view.gpus.iter().filter(is_sick).map(|gpu| gpu.pci.as_str()).collect();
         let healthy = view.gpus.len() - sick.len();
         let too_few = expected.map_or(!sick.is_empty(), |expected| healthy < expected);
         let (status, reason, message) = if !view.shortfalls.is_empty() {
@@ -59,6 +63,11 @@ impl Condition {
         Self { status, reason, message, resources: resources.collect() }
     }
 
+    /// Returns true while it is only said that the process has not begun to serve.
+    pub fn is_of_a_start(&self) -> bool {
+        matches!(self.reason, "GPUsUnknown" | "NotServing")
+    }
+
     /// The condition while the node's status does not have all resources yet, of which it has `allocatable`.
     #[must_use]
     pub fn beside(&self, allocatable: impl Fn(&str) -> usize) -> Self {
@@ -78,7 +87,7 @@ impl Condition {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::publish::view::{GpuView, ResourceView, ShortfallView};
+    use crate::publish::view::{ReasonView, ResourceView, ShortfallView};
 
     fn gpu(pci: &str, healthy: bool) -> GpuView {
         let reasons = if healthy { Vec::new() } else { vec![Default::default()] };
@@ -93,10 +102,14 @@ mod tests {
         let unready =
             |gpus: &NodeView| NodeView { unready: vec!["nvidia.com/gpu: waiting".to_owned()], ..gpus.clone() };
         let lacks = ShortfallView { what: "x".repeat(2000), ..ShortfallView::default() };
+        let held = ReasonView { kind: "held_elsewhere".into(), ..ReasonView::default() };
+        let held = GpuView { reasons: vec![held], ..gpu("0000:01:00.0", false) };
+        let elsewhere = NodeView { gpus: vec![held], ..NodeView::default() };
         let none = NodeView { idle: Some("no NVIDIA GPU on the PCI bus".to_owned()), ..NodeView::default() };
         for (view, expected, status, reason, message) in [
             (&well, None, "True", "GPUsServed", "1 GPU healthy"),
             (&sick, None, "False", "GPUsUnhealthy", "1 of 2 GPUs are healthy; not 0000:02:00.0"),
+            (&elsewhere, None, "True", "GPUsServed", "1 GPU healthy"),
             (&sick, Some(1), "True", "GPUsServed", "1 GPU healthy"),
             (&well, Some(2), "False", "GPUsUnhealthy", "1 of 1 GPUs are healthy, 2 are expected; not "),
             (&unready(&well), None, "False", "NotServing", "nvidia.com/gpu: waiting"),

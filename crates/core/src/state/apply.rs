@@ -82,8 +82,8 @@ impl NodeState {
             Event::DriverBack => hardware.driver_back(),
             Event::Cordoned(gpu, cordon) => hardware.change(&gpu, |health| health.cordon(cordon, now)),
             Event::Cleared(gpu) => hardware.change(&gpu, GpuHealth::cleared),
-            Event::HardwareAccepted => {
-                effects.extend(hardware.accepted());
+            Event::HardwareAccepted(shortfalls) => {
+                effects.extend(hardware.accepted(&shortfalls));
                 publish = true;
             }
             Event::Identified(identity) => hardware.identified(&identity),

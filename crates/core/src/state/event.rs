@@ -47,8 +47,8 @@ pub enum Event {
     Cleared(GpuUuid),
     /// The operator wants a GPU to take no new work; or work again, with `None`.
     Cordoned(GpuUuid, Option<Cordon>),
-    /// The operator accepts the hardware as it is.
-    HardwareAccepted,
+    /// The operator accepts that the node lacks this hardware.
+    HardwareAccepted(Vec<Shortfall>),
     /// The devices that pods hold, as the kubelet lists them; `None` if the kubelet cannot be asked. An orphan leaves
     /// its list when two lists of holders in a row do not have it.
     Holders(Option<Holdings>),

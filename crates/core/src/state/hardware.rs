@@ -140,8 +140,8 @@ impl Hardware {
     }
 
     /// Takes over an operator's word that the hardware is right as it is.
-    pub(super) fn accepted(&mut self) -> Vec<Effect> {
-        self.inventory.accept().into_iter().map(|shortfall| Effect::Shortfall(shortfall, false)).collect()
+    pub(super) fn accepted(&mut self, shortfalls: &[Shortfall]) -> Vec<Effect> {
+        self.inventory.accept(shortfalls).into_iter().map(|shortfall| Effect::Shortfall(shortfall, false)).collect()
     }
 
     /// The record of the GPUs' health for our next process. [`Effect::Keep`] reports each change.
@@ -206,6 +206,10 @@ impl Hardware {
         for (gpu, health) in self.health.iter_mut().filter(|(gpu, _)| !present.contains(gpu)) {
             // NVML may fail to list a GPU that is there. A GPU that the bus does not list either is really gone.
             health.missed(self.addresses.get(gpu).is_some_and(off_bus));
+        }
+        // Where NVML could not count them, no GPU is known to be missing.
+        if observed.gpus.is_empty() && !observed.failures.is_empty() {
+            return effects;
         }
         // An agent leaves a GPU in quarantine alone: that is no evidence that it is missing.
         let is_kept = |gpu: &GpuUuid| self.health.get(gpu).is_some_and(GpuHealth::is_quarantined);

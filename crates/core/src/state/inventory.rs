@@ -52,7 +52,7 @@ pub struct KnownGpu {
     pub serial: Option<String>,
     /// The memory in MiB.
     pub memory_mib: Option<u64>,
-    /// The lanes of its PCIe link.
+    /// The lanes of its PCIe link, as it is now.
     pub pcie_width: Option<u32>,
     /// The number of active NVLinks.
     pub nvlinks: Option<u32>,
@@ -60,6 +60,9 @@ pub struct KnownGpu {
     pub nvlinks_to: BTreeMap<PciAddress, u32>,
     /// True if MIG mode was on when somebody may last have changed it; `None` on GPUs without it.
     pub mig: Option<bool>,
+    /// Set if it has MIG devices now: somebody made them, and wants the mode.
+    #[serde(skip)]
+    has_mig_devices: bool,
 }
 
 /// One way in which the node has less hardware than before, or than its configuration expects.
@@ -191,19 +194,19 @@ impl KnownGpu {
             model: gpu.model.clone(),
             serial: gpu.serial.clone(),
             memory_mib: gpu.memory_mib,
-            pcie_width: gpu.pcie.map(|link| link.width),
+            pcie_width: gpu.pcie_width_now,
             nvlinks: gpu.active_nvlinks(),
             nvlinks_to,
             mig: gpu.mig.as_ref().map(|mig| mig.enabled),
+            has_mig_devices: gpu.mig.as_ref().is_some_and(|mig| !mig.devices.is_empty()),
         }
     }
 
-    /// What a GPU lacks that had this, beside `missing` ones.
-    fn lacks(&self, has: &Self, missing: &BTreeSet<PciAddress>, expected: &Expectation) -> Vec<Lack> {
+    /// What a GPU lacks that had this. Links to `unlinked` GPUs are none of its own.
+    fn lacks(&self, has: &Self, unlinked: &BTreeSet<PciAddress>, expected: &Expectation) -> Vec<Lack> {
         let mut lacks = Vec::new();
-        let to_missing: u32 =
-            self.nvlinks_to.iter().filter(|(pci, _)| missing.contains(pci)).map(|(_, count)| count).sum();
-        let had = self.nvlinks.map(|links| links.saturating_sub(to_missing)).max(expected.nvlinks);
+        let gone = self.nvlinks_to.iter().filter(|(pci, _)| unlinked.contains(pci)).map(|(_, count)| *count).sum();
+        let had = self.nvlinks.max(expected.nvlinks).map(|links| links.saturating_sub(gone));
         if let (Some(had), Some(has)) = (had, has.nvlinks)
             && has < had
         {
@@ -237,7 +240,7 @@ impl KnownGpu {
         if has.nvlinks >= self.nvlinks && has.nvlinks.is_some() {
             (self.nvlinks, self.nvlinks_to) = (has.nvlinks, has.nvlinks_to.clone());
         }
-        if mig_may_change || self.mig.is_none() {
+        if mig_may_change || self.mig.is_none() || has.has_mig_devices {
             self.mig = has.mig.or(self.mig);
         }
         self.pci = has.pci;
@@ -274,8 +277,10 @@ impl Inventory {
         }
         let mut now_lacks: Vec<(Option<(GpuUuid, PciAddress)>, Lack)> = Vec::new();
         let is_missing = |uuid: &GpuUuid| !found.contains_key(uuid) && !is_kept(uuid);
-        let missing: BTreeSet<PciAddress> =
-            self.gpus.iter().filter(|(uuid, _)| is_missing(uuid)).map(|(_, gpu)| gpu.pci).collect();
+        // The driver shuts the links of a GPU in MIG mode down.
+        let in_mig_mode = found.values().filter(|gpu| gpu.mig == Some(true)).map(|gpu| gpu.pci);
+        let missing = self.gpus.iter().filter(|(uuid, _)| is_missing(uuid)).map(|(_, gpu)| gpu.pci);
+        let unlinked: BTreeSet<PciAddress> = missing.chain(in_mig_mode).collect();
         for (uuid, has) in &found {
             let known = self.gpus.entry((*uuid).clone()).or_default();
             let changed_by_itself = |shortfall: &Shortfall| {
@@ -284,7 +289,7 @@ impl Inventory {
             };
             let stands = self.shortfalls.iter().chain(&self.accepted).any(changed_by_itself);
             known.learn(has, !renewed && !stands);
-            let lacks = known.lacks(has, &missing, expected);
+            let lacks = known.lacks(has, &unlinked, expected);
             now_lacks.extend(lacks.into_iter().map(|lack| (Some(((*uuid).clone(), has.pci)), lack)));
         }
         for (uuid, known) in self.gpus.iter().filter(|(uuid, _)| is_missing(uuid)) {
@@ -328,13 +333,19 @@ impl Inventory {
         }
     }
 
-    /// Takes over what an operator said: the hardware is right as it is. Returns what ended by that.
-    pub(super) fn accept(&mut self) -> Vec<Shortfall> {
-        let ended = core::mem::take(&mut self.shortfalls);
+    /// Takes over what an operator said: this is right as it is. Returns what ended by that.
+    pub(super) fn accept(&mut self, accepted: &[Shortfall]) -> Vec<Shortfall> {
+        let ended: Vec<Shortfall> = self.shortfalls.extract_if(.., |one| accepted.contains(one)).collect();
         self.accepted.retain(|old| !ended.iter().any(|one| one.is(old)));
         for shortfall in &ended {
             match (&shortfall.gpu, &shortfall.lack) {
-                (Some((uuid, _)), Lack::Gpu { .. }) => drop(self.gpus.remove(uuid)),
+                (Some((uuid, pci)), Lack::Gpu { .. }) => {
+                    self.gpus.remove(uuid);
+                    for known in self.gpus.values_mut() {
+                        let gone = known.nvlinks_to.remove(pci).unwrap_or_default();
+                        known.nvlinks = known.nvlinks.map(|links| links.saturating_sub(gone));
+                    }
+                }
                 _ => self.accepted.push(shortfall.clone()),
             }
         }

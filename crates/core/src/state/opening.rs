@@ -25,6 +25,8 @@ pub struct Opening {
     pub claims: bool,
     /// The time of the node's scan.
     scanned: Option<Timestamp>,
+    /// The waits for a poll, holders and claims that a node without GPUs does not have yet.
+    without_gpus: Option<[bool; 3]>,
 }
 
 impl Opening {
@@ -33,12 +35,17 @@ impl Opening {
         !(self.scan || self.poll || self.holders || self.claims)
     }
 
-    /// Notes a scan of the node. Without GPUs there is nothing to poll and nothing that a pod holds.
+    /// Notes a scan of the node. Without GPUs there is nothing to poll and nothing that a pod holds, until some appear.
     pub(super) fn scanned(&mut self, has_gpus: bool, now: Timestamp) {
+        if self.scan && !has_gpus {
+            self.without_gpus = Some([self.poll, self.holders, self.claims]);
+            (self.poll, self.holders, self.claims) = (false, false, false);
+        }
+        if let Some(waits) = self.without_gpus.take_if(|_| has_gpus) {
+            [self.poll, self.holders, self.claims] = waits;
+            self.scan = true;
+        }
         if self.scan {
-            self.poll &= has_gpus;
-            self.holders &= has_gpus;
-            self.claims &= has_gpus;
             (self.scan, self.scanned) = (false, Some(now));
         }
     }
@@ -55,13 +62,15 @@ impl Opening {
 
     /// Notes that the prepared claims are known. Returns true if this opened the list.
     pub(super) fn claims_known(&mut self) -> bool {
+        self.without_gpus = self.without_gpus.map(|[poll, holders, _]| [poll, holders, false]);
         self.change(Self { claims: false, ..*self })
     }
 
     /// Opens the list if the wait has lasted too long, and returns true then. A clock that went back ends the wait too.
     pub(super) fn tick(&mut self, now: Timestamp) -> bool {
         let over = |since: Timestamp| now < since || now.saturating_sub(since) >= LONGEST;
-        self.scanned.is_some_and(over) && self.change(Self::default())
+        let ended = Self { without_gpus: self.without_gpus, ..Self::default() };
+        self.scanned.is_some_and(over) && self.change(ended)
     }
 
     /// The time at which [`Self::tick`] opens the list.
@@ -90,6 +99,18 @@ mod tests {
         assert_eq!(opening.deadline(), Some(LONGEST));
         assert!(opening.polled() && opening.is_open());
         assert_eq!(opening.deadline(), None);
+    }
+
+    #[test]
+    fn gpus_that_come_later_are_waited_for() {
+        let mut opening = Opening { scan: true, poll: true, holders: true, claims: true, ..Opening::default() };
+        opening.scanned(false, Timestamp::ZERO);
+        assert!(opening.is_open(), "a node without GPUs");
+        opening.claims_known();
+        opening.scanned(true, LONGEST);
+        assert!(opening.poll && opening.holders && !opening.claims && !opening.is_open());
+        opening.scanned(true, LONGEST);
+        assert!(opening.holders_known() || opening.polled());
     }
 
     #[test]

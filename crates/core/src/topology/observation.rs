@@ -100,6 +100,10 @@ pub struct GpuObservation {
     /// The maximum of the GPU's PCIe link (NVML's maxima), not its present state.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pcie: Option<PcieLink>,
+    /// The lanes of the GPU's PCIe link now (`nvmlDeviceGetCurrPcieLinkWidth`). It is in no node file, which has what does
+    /// not change.
+    #[serde(skip)]
+    pub pcie_width_now: Option<u32>,
     /// The NVLinks grouped by remote end; `None` if NVML could not tell, empty if there are none.
     #[serde(default, skip_serializing_if = "Option::is_none", deserialize_with = "nvlinks")]
     pub nvlinks: Option<Vec<NvLinkObservation>>,

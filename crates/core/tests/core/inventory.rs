@@ -3,12 +3,14 @@
 use std::time::Duration;
 
 use linkwise_core::state::{Effect, Event, Expectation, HealthRecord, NodeIdentity, NodeState};
-use linkwise_core::topology::NodeObservation;
+use linkwise_core::topology::{GpuObservation, NodeObservation};
 use serde_json::{Value, json};
 
 /// A node over reboots: its state, and the lines that began and ended since the last look.
 struct World {
     state: NodeState,
+    /// The lanes of the first GPU.
+    lanes: u32,
     expected: Expectation,
     now: u64,
     lines: Vec<String>,
@@ -20,7 +22,7 @@ fn gpu(number: u32, slot: u32, peers: &[u32]) -> Value {
     links
         .extend(peers.iter().map(|peer| json!({"links": [4 + 2 * peer, 5 + 2 * peer], "remote": {"gpu": pci(*peer)}})));
     json!({"index": slot, "uuid": format!("GPU-{number}"), "pci": pci(slot), "model": "NVIDIA H100 80GB HBM3",
-           "memory_mib": 81_559, "pcie": {"mts": 32_000, "width": 16}, "nvlinks": links, "mig": {"enabled": false}})
+           "memory_mib": 81_559, "nvlinks": links, "mig": {"enabled": false}})
 }
 
 fn pci(slot: u32) -> String {
@@ -45,7 +47,8 @@ fn without(slot: usize) -> Vec<Value> {
 
 impl World {
     fn expecting(expected: Expectation, gpus: Vec<Value>) -> Self {
-        let mut world = Self { state: NodeState::default(), expected, now: 1_700_000_000, lines: Vec::new() };
+        let mut world =
+            Self { state: NodeState::default(), lanes: 16, expected, now: 1_700_000_000, lines: Vec::new() };
         world.start(HealthRecord::default(), "0");
         world.sees(gpus);
         world
@@ -64,6 +67,10 @@ impl World {
         }));
     }
 
+    fn accept(&mut self) {
+        self.tell(Event::HardwareAccepted(self.state.hardware().shortfalls().cloned().collect()));
+    }
+
     fn start(&mut self, record: HealthRecord, boot: &str) {
         // The form on the disk keeps all of it.
         let record = serde_json::from_str(&serde_json::to_string(&record).unwrap()).unwrap();
@@ -75,7 +82,8 @@ impl World {
     /// A scan a minute later; the lines that it makes.
     fn sees(&mut self, gpus: Vec<Value>) -> Vec<String> {
         self.now += 60;
-        let gpus = serde_json::from_value(Value::Array(gpus)).unwrap();
+        let mut gpus: Vec<GpuObservation> = serde_json::from_value(Value::Array(gpus)).unwrap();
+        gpus.iter_mut().take(1).for_each(|gpu| gpu.pcie_width_now = Some(self.lanes));
         self.tell(Event::Observed(Box::new(NodeObservation { gpus, ..NodeObservation::default() })));
         std::mem::take(&mut self.lines)
     }
@@ -119,11 +127,11 @@ fn accepted_hardware_is_quiet_over_restarts_and_news_are_not() {
     let odd = |links: u32| vec![gpu(0, 0, &[]), fewer(links), gpu(3, 3, &[])];
     let links = |has: u32| format!("GPU 0000:01:00.0 (GPU-1): {has} of 4 NVLinks are active");
     assert_eq!(world.sees(odd(2)), [format!("+ {}", links(2)), format!("+ {MISSING}")]);
-    world.tell(Event::HardwareAccepted);
+    world.accept();
     assert_eq!(std::mem::take(&mut world.lines).len(), 2);
     assert_eq!((world.boots("1", odd(2)), world.boots("1", odd(3))), (Vec::new(), Vec::new()));
     assert_eq!(world.sees(odd(1)), [format!("+ {}", links(1))], "fewer than accepted");
-    world.tell(Event::HardwareAccepted);
+    world.accept();
     world.lines.clear();
     // What was well again is accepted no longer.
     assert_eq!((world.sees(whole()), world.sees(odd(1)).len()), (Vec::new(), 2));
@@ -135,16 +143,17 @@ fn lanes_memory_and_links_are_compared_with_the_most_there_was() {
     let memory = |mib: u64| with(gpu(0, 0, &[]), "memory_mib", json!(mib));
     // A driver that keeps more for itself is no loss.
     assert_eq!(world.sees(vec![memory(81_000), gpu(1, 1, &[]), gpu(2, 2, &[]), gpu(3, 3, &[])]), Vec::<String>::new());
-    let narrow = with(memory(40_000), "pcie", json!({"mts": 32_000, "width": 8}));
+    world.lanes = 8;
+    let narrow = memory(40_000);
     let seen = world.sees(vec![narrow, gpu(1, 1, &[]), gpu(2, 2, &[]), gpu(3, 3, &[])]);
     let gpu_0 = "+ GPU 0000:00:00.0 (GPU-0):";
     assert_eq!(
         seen,
         [format!("{gpu_0} its PCIe link has 8 of 16 lanes"), format!("{gpu_0} it has 40000 of 81559 MiB of memory")]
     );
+    world.lanes = 16;
     // Unknown is not less.
-    let unknown =
-        |at| ["nvlinks", "pcie", "memory_mib"].iter().fold(gpu(at, at, &[]), |gpu, key| with(gpu, key, Value::Null));
+    let unknown = |at| ["nvlinks", "memory_mib"].iter().fold(gpu(at, at, &[]), |gpu, key| with(gpu, key, Value::Null));
     assert_eq!(world.sees((0..4).map(unknown).collect()).len(), 2);
     assert_eq!(world.stands(), []);
 }
@@ -157,6 +166,20 @@ fn links_to_a_missing_gpu_are_its_own_loss() {
     let mut world = World::expecting(Expectation::default(), mesh(&[0, 1, 2, 3]));
     assert_eq!(world.boots("1", mesh(&[0, 1, 3])), [format!("+ {MISSING}")]);
     assert_eq!(world.boots("2", mesh(&[0, 1, 2, 3])), [format!("- {MISSING}")]);
+    // Nor are those to a GPU in MIG mode, and those to one that an operator took out.
+    let mut divided: Vec<Value> = mesh(&[0, 1, 2, 3]);
+    divided
+        .iter_mut()
+        .for_each(|gpu| gpu["nvlinks"] = json!([{"links": [0, 1, 2, 3, 4, 5, 6, 7], "remote": {"switch": null}}]));
+    divided[2]["mig"] = json!({"enabled": true});
+    assert_eq!(world.sees(divided), Vec::<String>::new());
+    world.sees(mesh(&[0, 1, 3]));
+    world.accept();
+    world.lines.clear();
+    assert_eq!(world.sees(mesh(&[0, 1, 3])), Vec::<String>::new());
+    let mut world = World::expecting(Expectation { nvlinks: Some(10), ..Expectation::default() }, mesh(&[0, 1, 2, 3]));
+    assert_eq!(world.sees(mesh(&[0, 1, 3])), [format!("+ {MISSING}")]);
+    world.sees(mesh(&[0, 1, 2, 3]));
     let alone = |at: u32| gpu(at, at, &[]);
     assert_eq!(world.sees((0..4).map(alone).collect()).len(), 4, "here no GPU is missing");
 }
@@ -171,7 +194,24 @@ fn mig_mode_that_a_boot_changed_is_named() {
     let seen = world.boots("1", whole());
     assert_eq!(seen, (0..4).map(|at| format!("+ {}", off(at))).collect::<Vec<_>>());
     assert_eq!((world.sees(whole()), world.stands().len()), (Vec::new(), 4), "another scan does not change that");
+    let mut laid_out = in_mig();
+    let device = json!({"index": 0, "uuid": "MIG-0", "gpu_instance": 1, "compute_instance": 0, "gpu_slices": 1,
+                        "compute_slices": 1, "memory_mib": 9_728});
     assert_eq!(world.boots("1", in_mig()), (0..4).map(|at| format!("- {}", off(at))).collect::<Vec<_>>());
+    // MIG devices are made on purpose, after a boot too.
+    laid_out[0]["mig"]["devices"] = json!([device]);
+    let mut world = World::new();
+    assert_eq!(world.boots("1", laid_out).len(), 3);
+}
+
+#[test]
+fn count_that_failed_is_no_loss() {
+    let mut world = World::new();
+    let failures = vec![
+        serde_json::from_value(json!({"subject": "driver", "call": "nvmlDeviceGetCount_v2", "error": "x"})).unwrap(),
+    ];
+    world.tell(Event::Observed(Box::new(NodeObservation { failures, ..NodeObservation::default() })));
+    assert_eq!(world.stands(), []);
 }
 
 #[test]
@@ -220,7 +260,7 @@ fn expectation_is_named_on_the_first_day() {
             "this node: 2 GPUs, 8 are expected",
         ]
     );
-    world.tell(Event::HardwareAccepted);
+    world.accept();
     world.lines.clear();
     assert_eq!(world.boots("1", gpus.clone()), Vec::<String>::new());
     gpus.pop();

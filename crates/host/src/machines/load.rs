@@ -30,6 +30,7 @@ pub fn of_bytes(path: &str, bytes: Vec<u8>) -> Result<Machine, MachineError> {
     let not_text = |error: FromUtf8Error| MachineError::NotText(path.to_owned(), error.utf8_error().valid_up_to());
     let text = String::from_utf8(bytes).map_err(not_text)?;
     if !text.trim_start_matches('\u{feff}').trim_start().starts_with('<') {
+        let text = text.trim_start_matches('\u{feff}').to_owned();
         if topo::is_matrix(&text) {
             return topo::parse(&stem(path), &text).map_err(|error| MachineError::Topo(path.to_owned(), error));
         }

@@ -26,6 +26,11 @@ const MAX_LINKS: u32 = 18;
 const MAX_NAMES: usize = 256;
 const MAX_NAME: usize = 64;
 
+/// The longest line in bytes, and the most words of it: those of a row with the most names. A longer line is none of a
+/// matrix.
+const MAX_LINE: usize = 1 << 16;
+const MAX_WORDS: usize = MAX_NAMES + 16;
+
 /// The fault of a text of several machines.
 const SECOND: &str = "a second matrix: give one machine's alone";
 
@@ -71,7 +76,8 @@ struct Device {
 
 /// Returns true if a text has the head of a matrix.
 pub(super) fn is_matrix(text: &str) -> bool {
-    text.lines().take(1000).any(|line| is_head(&words(line)))
+    let of_node_file = |line: &&str| !line.starts_with("version:");
+    text.lines().take(1000).take_while(of_node_file).any(|line| is_head(&words(line)))
 }
 
 /// The head's first word is a GPU, and no level follows it.
@@ -88,6 +94,7 @@ fn gpu_index(word: &str) -> Option<u32> {
 
 /// The words of a line, without the colours of a terminal.
 fn words(line: &str) -> Vec<String> {
+    let line = if line.len() > MAX_LINE { "" } else { line };
     let mut text = String::with_capacity(line.len());
     let mut rest = line.chars();
     while let Some(char) = rest.next() {
@@ -98,7 +105,7 @@ fn words(line: &str) -> Vec<String> {
             text.push(if char.is_control() { ' ' } else { char });
         }
     }
-    text.split_whitespace().map(str::to_owned).collect()
+    text.split_whitespace().take(MAX_WORDS).map(str::to_owned).collect()
 }
 
 /// Reads a matrix; `name` becomes the machine's name.
@@ -440,9 +447,12 @@ mod tests {
         }
         let endless = format!("GPU0 GPU1\n{}", "more words\n".repeat(1000));
         assert!(error(&endless).contains("no row of GPU0 follows"), "{}", error(&endless));
-        for text in
-            ["version: 1\n", "00:00.0 Host bridge: Intel\n01:00.0 3D controller: NVIDIA GPU0\n", "GPU0: NVIDIA H100\n"]
-        {
+        for text in [
+            "version: 1\n",
+            "00:00.0 Host bridge: Intel\n01:00.0 3D controller: NVIDIA GPU0\n",
+            "GPU0: NVIDIA H100\n",
+            "version: 1\nsource: |\n  GPU0 GPU1\n",
+        ] {
             assert!(!is_matrix(text), "{text}");
         }
     }

@@ -89,7 +89,7 @@ impl Memory {
             | Event::ClaimsHandedOver
             | Event::Cleared(..)
             | Event::Cordoned(..)
-            | Event::HardwareAccepted
+            | Event::HardwareAccepted(_)
             | Event::Restored(_)
             | Event::Tick => return,
         };

@@ -28,6 +28,7 @@ pub(crate) fn gpu(index: u32, number: u32, others: &[u32]) -> GpuScan {
         memory_mib: Ok(Some(81559)),
         numa: Ok(Some(NumaNodeId(1))),
         pcie: Ok(Some(PcieLink { mts: 32000, width: 16 })),
+        pcie_width_now: Ok(Some(16)),
         c2c: Ok(Some(false)),
         fabric: Ok(Some(FabricObservation { cluster: "c".to_owned(), clique: 1 })),
         // These are a switch, another node's GPU and a processor (nvmlIntNvLinkDeviceType_t).
@@ -88,9 +89,9 @@ fn failed_call_keeps_its_last_answer_and_an_unoffered_one_does_not() {
     let message = serde_json::to_value(&before).unwrap();
     let mut places = Vec::new();
     answers(&message, "", &mut places);
-    // There are three answers of the driver; for each GPU thirteen facts, four links with two facts each, MIG with its
+    // There are three answers of the driver; for each GPU fourteen facts, four links with two facts each, MIG with its
     // profiles and one device's facts; and one pair.
-    assert_eq!(places.len(), 3 + 2 * (13 + 4 * 3 + 2 + 5) + 1, "{places:#?}");
+    assert_eq!(places.len(), 3 + 2 * (14 + 4 * 3 + 2 + 5) + 1, "{places:#?}");
     let failed = json!({"Err": {"call": "nvmlTest", "reason": {"code": 999}}});
     for place in places {
         let scanned = |answer: &Value| {

@@ -610,7 +610,9 @@ impl DriverMachine {
         for (place, why) in verdict.quarantined {
             let (gpu, index, cause) = (name(place), place.index, &why);
             tracing::error!(gpu, index, cause, "GPU quarantined: it ends the agents that query it");
-            events.extend(scanned(place).map(|gpu| Event::Quarantined(gpu, why)));
+            // One that an earlier process scanned is in the record.
+            let gpu = scanned(place).or_else(|| self.quarantine.name(place).cloned());
+            events.extend(gpu.map(|gpu| Event::Quarantined(gpu, why)));
         }
         for place in verdict.released {
             tracing::warn!(gpu = name(place), index = place.index, "GPU released from quarantine");

@@ -55,6 +55,7 @@ facts! {
     nvmlDeviceGetMemoryInfo(nvmlMemory_t) = |gpu| bytes(gpu).map(|total| nvmlMemory_t { total, free: total, used: 0 });
     nvmlDeviceGetMaxPcieLinkGeneration(c_uint) = |gpu| generation(gpu);
     nvmlDeviceGetGpuMaxPcieLinkGeneration(c_uint) = |gpu| generation(gpu);
+    nvmlDeviceGetCurrPcieLinkWidth(c_uint) = |gpu| gpu.pcie.map(|link| link.width);
     nvmlDeviceGetMaxPcieLinkWidth(c_uint) = |gpu| gpu.pcie.map(|link| link.width);
 }
 
