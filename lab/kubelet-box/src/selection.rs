@@ -94,89 +94,67 @@ fn by_affinity(pool: &Pool, hint: Option<TopologyHint>) -> [Ids; 3] {
 mod tests {
     use super::*;
 
-    fn ids(list: &str) -> Ids {
-        list.split_whitespace().map(String::from).collect()
-    }
-
     fn list(names: &str) -> Vec<String> {
         names.split_whitespace().map(String::from).collect()
     }
 
-    /// `"a:0 b:0,1 c:"`: devices and their NUMA nodes, all available.
+    fn ids(names: &str) -> Ids {
+        list(names).into_iter().collect()
+    }
+
+    /// `"a:0 b:0,1 c: d!:1"`: devices and their NUMA nodes; `!` marks those that are not available.
     fn pool(devices: &str) -> Pool {
-        let numa: BTreeMap<String, BTreeSet<i64>> = devices
-            .split_whitespace()
-            .map(|device| {
-                let (id, nodes) = device.split_once(':').unwrap();
-                (id.into(), nodes.split(',').filter(|n| !n.is_empty()).map(|n| n.parse().unwrap()).collect())
-            })
-            .collect();
-        Pool { available: numa.keys().cloned().collect(), numa }
-    }
-
-    fn question(plan: Plan) -> Question {
-        match plan {
-            Plan::Ask(question) => question,
-            other => panic!("expected a question, got {other:?}"),
+        let mut pool = Pool { available: Ids::new(), numa: BTreeMap::new() };
+        for (name, nodes) in devices.split_whitespace().map(|device| device.split_once(':').unwrap()) {
+            let id = name.trim_end_matches('!').to_owned();
+            if !name.ends_with('!') {
+                pool.available.insert(id.clone());
+            }
+            pool.numa.insert(id, nodes.split(',').filter_map(|node| node.parse().ok()).collect());
         }
+        pool
+    }
+
+    fn planned(devices: &str, needed: usize, node: Option<i64>) -> Plan {
+        plan(&pool(devices), needed, node.map(|node| TopologyHint::on([node])))
     }
 
     #[test]
-    fn no_hint_asks_plugin_even_for_exact_fit() {
-        for size in [2, 3] {
-            let question = question(plan(&pool("a:0 b:0 c:1"), size, None));
-            assert_eq!((question.available, question.must_include, question.size), (ids("a b c"), ids(""), size));
+    fn mask_says_what_is_offered_and_taken() {
+        for (devices, needed, node, available, must_include) in [
+            // Without a mask the plugin is asked, about an exact fit too.
+            ("a:0 b:0 c:1", 2, None, "a b c", ""),
+            ("a:0 b:0 c:1", 3, None, "a b c", ""),
+            ("a:0 b:0 c:1 d:", 1, Some(0), "a b", ""),
+            ("a:0 b:1 c:1 d:", 3, Some(0), "a b c d", "a"),
+            // A resource without NUMA nodes ignores the mask; a device without them is never aligned.
+            ("a: b:", 1, Some(0), "a b", ""),
+            ("a!:0 b: c:", 1, Some(0), "b c", ""),
+        ] {
+            let Plan::Ask(asked) = planned(devices, needed, node) else { panic!("{devices}: it is not asked") };
+            assert_eq!((asked.available, asked.must_include), (ids(available), ids(must_include)), "{devices}");
+            assert_eq!(asked.size, needed, "{devices}");
         }
+        assert_eq!(planned("a:0 b:0 c:1 d:", 2, Some(0)), Plan::Take(ids("a b")));
+        // One of its nodes in the mask aligns a device.
+        assert_eq!(planned("a:0,1 b:2", 1, Some(1)), Plan::Take(ids("a")));
     }
 
     #[test]
-    fn more_aligned_than_needed_are_all_that_is_offered() {
-        let question = question(plan(&pool("a:0 b:0 c:1 d:"), 1, Some(TopologyHint::on([0]))));
-        assert_eq!((&question.available, &question.must_include), (&ids("a b"), &ids("")));
-        let taken = question.settle(&list("c d"), &mut Rng::new(1));
-        assert!(taken.is_subset(&ids("a b")) && taken.len() == 1, "{taken:?}");
-    }
-
-    #[test]
-    fn exact_aligned_fit_is_taken_unasked() {
-        let plan = plan(&pool("a:0 b:0 c:1 d:"), 2, Some(TopologyHint::on([0])));
-        assert_eq!(plan, Plan::Take(ids("a b")));
-    }
-
-    #[test]
-    fn too_few_aligned_are_taken_first() {
-        let question = question(plan(&pool("a:0 b:1 c:1 d:"), 3, Some(TopologyHint::on([0]))));
-        assert_eq!((&question.available, &question.must_include), (&ids("a b c d"), &ids("a")));
-        assert_eq!(question.settle(&list("d b"), &mut Rng::new(1)), ids("a b d"));
-        assert_eq!(question.settle(&[], &mut Rng::new(1)), ids("a b c"), "unaligned come before without affinity");
-    }
-
-    #[test]
-    fn one_node_of_several_in_the_mask_aligns_a_device() {
-        let plan = plan(&pool("a:0,1 b:2"), 1, Some(TopologyHint::on([1])));
-        assert_eq!(plan, Plan::Take(ids("a")));
-    }
-
-    #[test]
-    fn resource_without_numa_nodes_ignores_hint() {
-        let question = question(plan(&pool("a: b:"), 1, Some(TopologyHint::on([0]))));
-        assert_eq!(question.available, ids("a b"));
-    }
-
-    #[test]
-    fn device_without_nodes_is_never_aligned() {
-        let mut pool = pool("a:0 b: c:");
-        pool.available = ids("b c");
-        let question = question(plan(&pool, 1, Some(TopologyHint::on([0]))));
-        assert_eq!((question.available, question.must_include), (ids("b c"), ids("")));
-    }
-
-    #[test]
-    fn strange_advice_is_cut_and_filled() {
-        let question = question(plan(&pool("a: b: c: d:"), 2, None));
-        assert!(question.settle(&list("x c y"), &mut Rng::new(3)).contains("c"));
-        let long = question.settle(&list("a b c"), &mut Rng::new(3));
-        assert!(long.is_subset(&ids("a b c")) && long.len() == 2, "{long:?}");
-        assert_eq!(question.settle(&list("a a a d"), &mut Rng::new(3)), ids("a d"));
+    fn advice_is_cut_to_what_was_offered_and_filled() {
+        for (devices, needed, node, advice, certain, possible) in [
+            ("a:0 b:0 c:1 d:", 1, Some(0), "c d", "", "a b"),
+            ("a:0 b:1 c:1 d:", 3, Some(0), "d b", "a b d", "a b d"),
+            // Unaligned ones come before those without affinity.
+            ("a:0 b:1 c:1 d:", 3, Some(0), "", "a b c", "a b c"),
+            ("a: b: c: d:", 2, None, "x c y", "c", "a b c d"),
+            ("a: b: c: d:", 2, None, "a b c", "", "a b c"),
+            ("a: b: c: d:", 2, None, "a a a d", "a d", "a d"),
+        ] {
+            let Plan::Ask(question) = planned(devices, needed, node) else { panic!("{devices}: it is not asked") };
+            let taken = question.settle(&list(advice), &mut Rng::new(3));
+            assert!(ids(certain).is_subset(&taken) && taken.is_subset(&ids(possible)), "{advice}: {taken:?}");
+            assert_eq!(taken.len(), needed, "{advice}");
+        }
     }
 }
