@@ -1,6 +1,6 @@
 //! `linkwise-lab simulate`: traces in, figures out, bad traces named.
 
-use serde_json::{Value, json};
+use serde_json::Value;
 
 use crate::simulate_cluster::holds;
 use crate::{fed, lab, text};
@@ -13,19 +13,8 @@ fn trace_from_stdin_gives_figures_for_each_policy() {
     let output = fed(&mut lab(&args.concat()), b"size,duration_seconds\n2,3600\n2,3600\n9,1\n");
     assert!(output.status.success() && output.stderr.is_empty(), "{output:?}");
     let answer: Value = serde_json::from_slice(&output.stdout).unwrap();
-    assert_eq!(answer["gpus"], 8);
-    let policies = answer["policies"].as_array().unwrap();
-    let names: Vec<&str> = policies.iter().map(|row| row["policy"].as_str().unwrap()).collect();
-    assert_eq!(names, ["first-fit", "best-effort", "random"]);
-    let seeds: Vec<&Value> = policies.iter().map(|row| &row["seed"]).collect();
-    assert_eq!(seeds, [&Value::Null, &Value::Null, &json!(7)]);
     // First fit takes 0 and 1, joined by one NVLink of two, then 2 and 3, joined by two.
-    assert_eq!(policies[0]["collective_by_count"], 750_000);
-    assert_eq!(policies[1]["collective_by_count"], 1_000_000);
-    for row in policies {
-        assert_eq!((&row["jobs"], &row["skipped"], &row["max_wait_seconds"]), (&json!(2), &json!(1), &json!(0)));
-        assert_eq!(row["end_seconds"], 3600);
-    }
+    holds("simulate-json", &serde_json::to_string_pretty(&answer).unwrap());
 }
 
 #[test]
