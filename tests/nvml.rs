@@ -236,19 +236,6 @@ async fn a_neighbour_of_unknown_kind_is_known_by_its_address() {
 }
 
 #[tokio::test]
-async fn a_gpu_that_cannot_register_costs_its_own_events_only() {
-    // What kinds of events the third one has it does not say.
-    let faults = "1:nvmlDeviceRegisterEvents:999,2:nvmlDeviceGetSupportedEventTypes:3";
-    let machine = machine().with("FAKE_NVML_FAIL", faults);
-    let mut agent = machine.scanned().await;
-    for gpu in [0, 2, 3] {
-        machine.tell(&format!("xid {gpu} 79"));
-        let xid = FromAgent::Xid { gpu: uuid(gpu), code: 79, gpu_instance: None, compute_instance: None };
-        assert_eq!(said(&mut agent).await.unwrap(), xid);
-    }
-}
-
-#[tokio::test]
 async fn a_gpu_that_is_lost_from_the_start_costs_itself_only() {
     let machine = machine();
     machine.tell("lost *");

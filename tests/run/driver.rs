@@ -2,29 +2,10 @@
 
 use std::path::PathBuf;
 
-use crate::run::node::{GPU, Setup, allocation, signal, unhealthy, uuid};
+use crate::run::node::{GPU, Setup, allocation, signal, unhealthy};
 
 const STARTS: &str = "linkwise_nvml_agent_starts_total";
 const UP: &str = "linkwise_nvml_agent_up";
-
-#[tokio::test]
-async fn an_xid_of_the_gpus_own_takes_that_gpu_and_no_other() {
-    let (node, kubelet) = Setup::on("dgx1-v100").serve(8).await;
-    node.setup.tell("xid 2 79");
-    unhealthy(&kubelet, &[2]).await;
-    let line = node.process.logged(|line| line["message"] == "the GPU is unhealthy").await;
-    assert_eq!((line["gpu"].as_str(), line["reason"].as_str()), (Some(uuid(1, 2).as_str()), Some("XID 79")));
-    node.metric(&format!("linkwise_gpu_healthy{{uuid=\"{}\"}}", uuid(1, 2)), 0).await;
-    node.metric("linkwise_devices{resource=\"nvidia.com/gpu\",health=\"unhealthy\"}", 1).await;
-    // The rest of the node goes on; the failed one is in no answer.
-    assert!(!allocation(&kubelet, "seven", GPU, 7).await.devices.contains(&uuid(1, 2)));
-    // A second GPU, by an ECC error this time; the first stays out.
-    node.setup.tell("ecc 5");
-    unhealthy(&kubelet, &[2, 5]).await;
-    let gpu = &kubelet.state().resources[GPU];
-    assert_eq!((gpu.registrations, gpu.calls.list_and_watch), (1, 1), "all on one stream");
-    assert_eq!(kubelet.violations(), []);
-}
 
 #[tokio::test]
 async fn the_nvml_process_starts_again_after_the_binary_was_replaced() {
@@ -35,7 +16,7 @@ async fn the_nvml_process_starts_again_after_the_binary_was_replaced() {
     std::fs::hard_link(&binary, &setup.program).unwrap();
     let (node, kubelet) = setup.serve(8).await;
     std::fs::remove_file(&node.setup.program).unwrap();
-    node.setup.tell("xid 1 79");
+    node.setup.tell("ecc 1");
     unhealthy(&kubelet, &[1]).await;
     let first = node.agent(&[]).await;
     signal("KILL", first);
