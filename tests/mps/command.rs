@@ -112,32 +112,6 @@ pub fn wanted(replicas: u32) -> Limits {
     Limits::of(&MpsShare { replicas, gpus, whole_node: true })
 }
 
-#[tokio::test]
-async fn only_changed_limits_restart_a_daemon() {
-    let (node, gpu) = (Node::new(), ResourceName::gpu());
-    let mut daemon = Daemon::start_shared(&node);
-    let line = daemon.logged("limits confirmed").await;
-    assert!(line.contains("resource=nvidia.com/gpu") && line.contains("threads=10"), "{line}");
-    assert_eq!(readiness(node.layout(), &gpu, &wanted(10)), Ok(()));
-    assert_eq!(node.kept(&gpu, "memory-7"), (wanted(10).memory[7].mib.unwrap()).to_string());
-    let before = node.pid(&gpu);
-    // As config-manager does, whatever has changed: the daemon lives on, and carries out the next order.
-    daemon.signal("-HUP");
-    order(&node, Some(10));
-    order(&node, Some(4));
-    daemon.logged("MPS daemon ended").await;
-    let line = daemon.logged("limits confirmed").await;
-    assert!(line.contains("threads=25"), "{line}");
-    assert_ne!(node.pid(&gpu), before);
-    assert_eq!(readiness(node.layout(), &gpu, &wanted(4)), Ok(()));
-    assert!(waiting(readiness(node.layout(), &gpu, &wanted(10))).contains("other limits"));
-    let serving = node.pid(&gpu);
-    order(&node, None);
-    daemon.logged("MPS daemon ended").await;
-    until(|| !runs(serving)).await;
-    assert!(waiting(readiness(node.layout(), &gpu, &wanted(4))).contains("does not serve"));
-}
-
 /// The GPUs of the machine.
 fn gpus() -> Vec<String> {
     let mut gpus: Vec<String> = wanted(1).gpus().map(ToString::to_string).collect();

@@ -9,7 +9,7 @@ use linkwise_host::mps::{DaemonEvent, Limits, Marker, readiness, set_back, set_e
 use rustix::fs::{XattrFlags, lgetxattr, lsetxattr};
 
 use crate::cluster::support::until;
-use crate::mps::node::{Node, pid_in, runs, shared, waiting, words};
+use crate::mps::node::{Node, runs, shared, waiting, words};
 use crate::run::node::signal;
 
 #[tokio::test]
@@ -35,26 +35,6 @@ async fn daemon_serves_once_limits_hold_and_ends_in_order() {
     assert!(waiting(readiness(node.layout(), &name, &limits)).contains("does not serve"));
     assert_eq!(node.modes("DEFAULT"), ["GPU-0", "GPU-1"]);
     assert!(pipe.is_dir(), "containers that run have the folder mounted");
-}
-
-#[tokio::test]
-async fn dead_daemon_is_withdrawn_and_restarted() {
-    let node = Node::new();
-    let mut gpu = node.serving().await;
-    let (died, server) = (node.pid(&gpu.name), pid_in(&node.layout().pipe(&gpu.name).join("state/server")));
-    // The next daemon has to fail before it serves.
-    node.misbehave("refuse-start");
-    signal("KILL", died);
-    assert_eq!(gpu.failure().await, "nvidia-cuda-mps-control ended: signal: 9 (SIGKILL)");
-    assert!(waiting(gpu.readiness()).contains("does not serve"));
-    until(|| !runs(server)).await;
-    while gpu.failure().await != "nvidia-cuda-mps-control ended: exit status: 3" {}
-    node.behave("refuse-start");
-    gpu.serving().await;
-    assert_eq!(gpu.readiness(), Ok(()));
-    assert_ne!(node.pid(&gpu.name), died);
-    assert_eq!(node.kept(&gpu.name, "memory-0"), "20480", "the limits are set anew");
-    gpu.end().await;
 }
 
 #[tokio::test]

@@ -242,6 +242,8 @@ async fn new_replicas_are_offered_with_their_limits() {
     kubelet.admit(&Pod::single("before", GPU, 1), None).await.unwrap();
     let before = shared.control();
     shared.refuse_start(true);
+    // As config-manager does, whatever has changed.
+    daemons.signal("HUP");
     replace(&shared.config(), &replicas(5));
     daemons.said("its limits changed").await;
     slots(&kubelet, 0, 4).await;
