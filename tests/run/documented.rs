@@ -176,8 +176,13 @@ const MIXED_OFFER: [(&str, usize); 6] = [
 #[tokio::test]
 async fn mig_strategy_mixed() {
     let setup = file(mixed(), "nvidia/mixed.yaml").env("PASS_DEVICE_SPECS", "true");
-    let asks =
-        [(GPU, 1), ("nvidia.com/mig-1g.10gb", 2), ("nvidia.com/mig-1g.10gb.me", 1), ("nvidia.com/mig-3g.40gb", 1)];
+    let asks = [
+        (GPU, 1),
+        ("nvidia.com/mig-1g.10gb", 2),
+        ("nvidia.com/mig-1g.10gb.me", 1),
+        ("nvidia.com/mig-3g.40gb", 1),
+        ("nvidia.com/mig-2c.4g.40gb", 2),
+    ];
     insta::assert_snapshot!(story(setup, &MIXED_OFFER, &asks).await);
 }
 

@@ -53,73 +53,26 @@ pub fn lines(allocation: &Allocation) -> Vec<String> {
     envs.chain(mounts).chain(annotations).chain(names).chain(nodes).collect()
 }
 
-/// The lines of a text, without what they are indented by.
-pub fn texts(text: &str) -> Vec<&str> {
-    text.lines().map(str::trim).collect()
-}
-
 #[tokio::test]
 async fn strategies_alone_and_combined_answer_allocate() {
     let ways = [
-        ("", "env NVIDIA_VISIBLE_DEVICES=GPU-a,GPU-b"),
-        ("--device-list-strategy=envvar --device-id-strategy=index", "env NVIDIA_VISIBLE_DEVICES=0,1"),
-        (
-            "--device-list-strategy=volume-mounts",
-            "env NVIDIA_VISIBLE_DEVICES=/var/run/nvidia-container-devices
-             mount /dev/null at /var/run/nvidia-container-devices/GPU-a
-             mount /dev/null at /var/run/nvidia-container-devices/GPU-b",
-        ),
-        (
-            "--device-list-strategy=cdi-annotations",
-            "annotation cdi.k8s.io/nvidia-device-plugin_nvidia.com_gpu: \
-             k8s.device-plugin.nvidia.com/gpu=GPU-a,k8s.device-plugin.nvidia.com/gpu=GPU-b",
-        ),
-        (
-            "--device-list-strategy=cdi-annotations --cdi-annotation-prefix=nvidia.cdi.k8s.io/ \
-             --device-id-strategy=index",
-            "annotation nvidia.cdi.k8s.io/nvidia-device-plugin_nvidia.com_gpu: \
-             k8s.device-plugin.nvidia.com/gpu=0,k8s.device-plugin.nvidia.com/gpu=1",
-        ),
+        "",
+        "--device-list-strategy=envvar --device-id-strategy=index",
+        "--device-list-strategy=volume-mounts",
+        "--device-list-strategy=cdi-annotations",
+        "--device-list-strategy=cdi-annotations --cdi-annotation-prefix=nvidia.cdi.k8s.io/ \
+         --device-id-strategy=index",
         // With CDI alone nothing else is handed over, asked for or not.
-        (
-            "--device-list-strategy=cdi-cri --pass-device-specs",
-            "cdi k8s.device-plugin.nvidia.com/gpu=GPU-a
-             cdi k8s.device-plugin.nvidia.com/gpu=GPU-b",
-        ),
-        (
-            "--device-list-strategy=cdi-cri,cdi-annotations --device-id-strategy=index",
-            "annotation cdi.k8s.io/nvidia-device-plugin_nvidia.com_gpu: \
-             k8s.device-plugin.nvidia.com/gpu=0,k8s.device-plugin.nvidia.com/gpu=1
-             cdi k8s.device-plugin.nvidia.com/gpu=0
-             cdi k8s.device-plugin.nvidia.com/gpu=1",
-        ),
-        (
-            "--device-list-strategy=envvar,cdi-cri --pass-device-specs",
-            "env NVIDIA_VISIBLE_DEVICES=GPU-a,GPU-b
-             cdi k8s.device-plugin.nvidia.com/gpu=GPU-a
-             cdi k8s.device-plugin.nvidia.com/gpu=GPU-b
-             node /run/driver/dev/nvidia0 at /dev/nvidia0 rw
-             node /run/driver/dev/nvidia1 at /dev/nvidia1 rw
-             node /run/driver/dev/nvidiactl at /dev/nvidiactl rw
-             node /run/driver/dev/nvidia-uvm at /dev/nvidia-uvm rw
-             node /run/driver/dev/nvidia-uvm-tools at /dev/nvidia-uvm-tools rw",
-        ),
+        "--device-list-strategy=cdi-cri --pass-device-specs",
+        "--device-list-strategy=cdi-cri,cdi-annotations --device-id-strategy=index",
+        "--device-list-strategy=envvar,cdi-cri --pass-device-specs",
         // Both name the same variable; the mounts need it to say where they are.
-        (
-            "--device-list-strategy=envvar,volume-mounts --device-id-strategy=index",
-            "env NVIDIA_VISIBLE_DEVICES=/var/run/nvidia-container-devices
-             mount /dev/null at /var/run/nvidia-container-devices/0
-             mount /dev/null at /var/run/nvidia-container-devices/1",
-        ),
+        "--device-list-strategy=envvar,volume-mounts --device-id-strategy=index",
         // Variables that a chart sets to nothing.
-        (
-            "--pass-device-specs --dev-root= --nvidia-cdi-hook-path= --driver-root-ctr-path=/nowhere",
-            "env NVIDIA_VISIBLE_DEVICES=GPU-a,GPU-b
-             node /run/driver/dev/nvidia0 at /dev/nvidia0 rw
-             node /run/driver/dev/nvidia1 at /dev/nvidia1 rw",
-        ),
+        "--pass-device-specs --dev-root= --nvidia-cdi-hook-path= --driver-root-ctr-path=/nowhere",
     ];
-    for (args, expected) in ways {
+    let mut text = String::new();
+    for args in ways {
         // An option that is given again is the test's.
         let has_no_root = args.contains("--driver-root-ctr-path");
         let setup =
@@ -130,11 +83,12 @@ async fn strategies_alone_and_combined_answer_allocate() {
             // Control nodes would be those of the machine that runs the test.
             got.retain(|line| !["nvidiactl", "nvidia-uvm", "nvidia-modeset"].iter().any(|node| line.contains(node)));
         }
-        assert_eq!(got, texts(expected), "{args}");
+        text += &format!("{}\n  {}\n", format!("run {args}").trim_end(), got.join("\n  "));
         let with_cdi = got.iter().any(|line| line.contains("k8s.device-plugin.nvidia.com/gpu="));
         assert_eq!(spec_file(&node.setup).exists(), with_cdi, "{args}");
         assert_eq!(kubelet.violations(), []);
     }
+    insta::assert_snapshot!(text);
 }
 
 #[tokio::test]

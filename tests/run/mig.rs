@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 use std::fs;
 use std::path::Path;
 
-use crate::run::handover::{cdi_setup, lines, spec_file, spec_with, texts};
+use crate::run::handover::{cdi_setup, spec_file, spec_with};
 use crate::run::node::{GPU, Node, Setup, allocation, until};
 use linkwise_core::topology::NodeObservation;
 use linkwise_host::machines;
@@ -104,42 +104,6 @@ async fn the_spec_has_each_mig_device_with_its_nodes() {
         golden.push_str(&format!("{}:{}\n", device["name"], nodes.iter().map(node).collect::<String>()));
     }
     insta::assert_snapshot!(golden.replace('"', ""));
-}
-
-#[tokio::test]
-async fn a_container_gets_its_mig_devices_by_every_way() {
-    const HALF: &str = "nvidia.com/mig-2c.4g.40gb";
-    let ways = [
-        (
-            "--pass-device-specs",
-            "env NVIDIA_VISIBLE_DEVICES=MIG-00000021-0000-0000-0000-000000000000,\
-             MIG-00000022-0000-0000-0000-000000000000
-             node /run/driver/dev/nvidia2 at /dev/nvidia2 rw
-             node /run/driver/dev/nvidia-caps/nvidia-cap291 at /dev/nvidia-caps/nvidia-cap291 rw
-             node /run/driver/dev/nvidia-caps/nvidia-cap292 at /dev/nvidia-caps/nvidia-cap292 rw
-             node /run/driver/dev/nvidia-caps/nvidia-cap293 at /dev/nvidia-caps/nvidia-cap293 rw
-             node /run/driver/dev/nvidiactl at /dev/nvidiactl rw
-             node /run/driver/dev/nvidia-uvm at /dev/nvidia-uvm rw
-             node /run/driver/dev/nvidia-uvm-tools at /dev/nvidia-uvm-tools rw",
-        ),
-        ("--device-id-strategy=index", "env NVIDIA_VISIBLE_DEVICES=2:1,2:2"),
-        (
-            "--device-list-strategy=cdi-cri --device-id-strategy=index",
-            "cdi k8s.device-plugin.nvidia.com/gpu=2:1
-             cdi k8s.device-plugin.nvidia.com/gpu=2:2",
-        ),
-        (
-            "--device-list-strategy=volume-mounts",
-            "env NVIDIA_VISIBLE_DEVICES=/var/run/nvidia-container-devices
-             mount /dev/null at /var/run/nvidia-container-devices/MIG-00000021-0000-0000-0000-000000000000
-             mount /dev/null at /var/run/nvidia-container-devices/MIG-00000022-0000-0000-0000-000000000000",
-        ),
-    ];
-    for (args, expected) in ways {
-        let (_node, kubelet) = setup().args(args.split_whitespace()).serve(1).await;
-        listed(&kubelet, HALF, 2).await;
-        assert_eq!(lines(&allocation(&kubelet, "pod", HALF, 2).await), texts(expected), "{args}");
-    }
 }
 
 #[tokio::test]
