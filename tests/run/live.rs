@@ -8,7 +8,7 @@ use std::path::PathBuf;
 
 use linkwise_kubelet_box::{Allocation, KubeletBox, Pod};
 
-use crate::run::mig::{four_gpus, gpu, listed, mig_uuid};
+use crate::run::mig::{four_gpus, listed, mig_uuid};
 use crate::run::node::{GPU, Setup, allocation, registered, replace};
 
 const SHARED: &str = "version: v1\nsharing: {timeSlicing: {resources: [{name: nvidia.com/gpu, replicas: 2}]}}\n";
@@ -165,22 +165,5 @@ async fn changed_mig_layout_keeps_the_pods_devices() {
     listed(&kubelet, "nvidia.com/mig-7g.80gb", 1).await;
     registered(&kubelet, 1, 1).await;
     assert_eq!(allocation(&kubelet, "big", "nvidia.com/mig-7g.80gb", 1).await.devices, [mig_uuid(0x77)]);
-    assert_eq!(kubelet.violations(), []);
-}
-
-#[tokio::test]
-async fn changed_mig_strategy_keeps_held_devices_listed() {
-    let (setup, map) = mapped(four_gpus(), "flags: {migStrategy: mixed}\n");
-    let (_node, kubelet) = setup.serve(1).await;
-    listed(&kubelet, "nvidia.com/mig-3g.40gb", 1).await;
-    let held = allocation(&kubelet, "pod", "nvidia.com/mig-3g.40gb", 1).await;
-    map.swap("..2", "flags: {migStrategy: none}\n");
-    // The pod's GPU is offered to no other pod, though it is offered whole now.
-    lists(&kubelet, GPU, 3, &[gpu(2)]).await;
-    lists(&kubelet, "nvidia.com/mig-3g.40gb", 0, &held.devices).await;
-    keeps(&kubelet, "pod", "nvidia.com/mig-3g.40gb", &held).await;
-    map.swap("..3", "flags: {migStrategy: mixed}\n");
-    lists(&kubelet, "nvidia.com/mig-3g.40gb", 1, &[]).await;
-    keeps(&kubelet, "pod", "nvidia.com/mig-3g.40gb", &held).await;
     assert_eq!(kubelet.violations(), []);
 }
