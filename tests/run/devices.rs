@@ -1,5 +1,4 @@
-//! The main road: registered, listed, chosen, allocated, and what /metrics says of it; and machines that are odd: a
-//! warning, and a node that keeps working.
+//! The main road: registered, listed, chosen, allocated, and what /metrics says of it.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -104,36 +103,4 @@ async fn metrics_are_openmetrics_and_current() {
     node.metric("linkwise_kubelet_connected{resource=\"nvidia.com/gpu\"}", 0).await;
     let gone = "linkwise_rpcs_total{resource=\"nvidia.com/gpu\",method=\"ListAndWatch\",code=\"CANCELLED\"}";
     node.metric(gone, 1).await;
-}
-
-#[tokio::test]
-async fn odd_gpus_are_offered_with_a_warning_each() {
-    let link = |to: &str| format!(", nvlinks: [{{links: [0, 1], remote: {{gpu: \"{to}\"}}}}]");
-    let gpus = [
-        ("GPU-a", "0000:01:00.0", link("0000:02:00.0")),
-        ("GPU-b", "0000:02:00.0", ", nvlinks: []".to_owned()),
-        ("GPU-c", "0000:03:00.0", link("0000:77:00.0")),
-        ("GPU-d", "0000:04:00.0", link("0000:04:00.0")),
-        ("GPU-e", "0000:05:00.0", String::new()),
-        ("GPU-f", "0000:05:00.0", String::new()),
-        ("GPU-g", "0000:06:00.0", String::new()),
-        ("GPU-g", "0000:07:00.0", String::new()),
-    ];
-    let gpus = gpus.each_ref().map(|(uuid, pci, more)| (*uuid, *pci, more.as_str()));
-    // Two of one UUID are one device, two of one address are two.
-    let (node, kubelet) = Setup::with(&machine(&gpus)).serve(7).await;
-    for text in [
-        "GPUs 0000:01:00.0 and 0000:02:00.0: 2 NVLink(s) seen from one end, 0 from the other",
-        "GPU 0000:03:00.0: 2 NVLink(s) lead to 0000:77:00.0",
-        "GPU 0000:04:00.0: 2 NVLink(s) lead to itself",
-        "GPUs GPU-e and GPU-f both claim PCI address 0000:05:00.0",
-        "its UUID GPU-g is also that of GPU 0000:06:00.0",
-    ] {
-        assert_eq!(node.process.said(text).await["level"], "WARN");
-    }
-    for count in 1..7 {
-        allocation(&kubelet, "pod", GPU, count).await;
-        assert!(kubelet.remove_pod("pod"));
-    }
-    assert_eq!(kubelet.violations(), []);
 }
