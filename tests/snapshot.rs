@@ -135,14 +135,6 @@ fn nccl_dump_becomes_node_file() {
 }
 
 #[test]
-fn newer_snapshot_version_is_refused() {
-    let folder = Folder::new();
-    let newer = folder.holding("newer.yaml", &output(&["snapshot"]).replacen("version: 1", "version: 2\nnews: [1]", 1));
-    let message = refused(&["topology", "--node", &newer]);
-    assert!(message.contains("newer.yaml") && message.contains("version 2 is newer"), "{message}");
-}
-
-#[test]
 fn hwloc_xml_serves_as_machine() {
     // In the form that today's lstopo writes.
     let host = root().join("crates/host/src/machines/hwloc_xml/testdata/v3.xml");

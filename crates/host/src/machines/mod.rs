@@ -198,20 +198,12 @@ fn cpu_list(mask: &str) -> Option<String> {
 mod tests {
     use std::collections::BTreeMap;
 
-    use std::fs::File;
-
     use super::*;
     use linkwise_core::topology::{NvLinkRemote, PciAddress, PciKind, PciObservation};
 
     /// Every built-in machine.
     fn all() -> Vec<Machine> {
         built_in().map(|machine| load(machine.name).unwrap()).collect()
-    }
-
-    fn refusal(name_or_path: &str) -> String {
-        let message = load(name_or_path).unwrap_err().to_string();
-        assert!(!message.contains('\n'), "more than one line: {message}");
-        message
     }
 
     #[test]
@@ -309,24 +301,10 @@ mod tests {
     }
 
     #[test]
-    fn unknown_machine_lists_built_in_names() {
-        let message = refusal("dgx-h200");
-        assert!(message.contains("'dgx-h200'"), "{message}");
-        assert!(message.contains("dgx1-v100, dgx2-v100, dgx-a100, dgx-h100, hgx-h200"), "{message}");
-    }
-
-    #[test]
-    fn unreadable_files_are_named_with_cause() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = |name: &str| folder.path().join(name).to_str().unwrap().to_owned();
-
-        let missing = refusal(&path("gone.yaml"));
-        assert!(missing.contains("gone.yaml") && missing.contains("No such file"), "{missing}");
-        let folder_itself = refusal(&path(""));
-        assert!(folder_itself.contains("directory"), "{folder_itself}");
-
-        File::create(path("huge")).unwrap().set_len(MAX_FILE_BYTES + 1).unwrap();
-        let huge = refusal(&path("huge"));
-        assert!(huge.contains("larger than 64 MiB"), "{huge}");
+    fn huge_file_is_refused_in_one_line() {
+        let huge = tempfile::NamedTempFile::new().unwrap();
+        huge.as_file().set_len(MAX_FILE_BYTES + 1).unwrap();
+        let message = load(huge.path().to_str().unwrap()).unwrap_err().to_string();
+        assert!(message.contains("larger than 64 MiB") && !message.contains('\n'), "{message}");
     }
 }
