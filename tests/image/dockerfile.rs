@@ -109,29 +109,3 @@ fn copy(rest: &str, installed: &str) -> Step {
         _ => panic!("tests/image does not know COPY {rest}"),
     }
 }
-
-#[test]
-fn last_stage_is_read_whole() {
-    let image = Image::parse(
-        "FROM docker.io/library/rust:1 AS build\n# a comment\nRUN apt-get install -y gcc\n\
-         RUN make install BUILT=target/release DESTDIR=/out\n\
-         FROM docker.io/library/debian:bookworm-slim\nRUN apt-get update \\\n && apt-get install -y --x one two \\\n && rm -rf /l\n\
-         COPY --from=build /out /\nCOPY LICENSE /doc/LICENSE\nRUN ln -s a b\nENV A=1 \\\n    B=2\nUSER 0:0\nCMD [\"run\"]\n",
-    );
-    let steps = vec![
-        Step::CopyInstalled,
-        Step::CopyFile("LICENSE".into(), "/doc/LICENSE".into()),
-        Step::Run("ln -s a b".into()),
-    ];
-    let install = ("make install BUILT=target/release DESTDIR=/out".into(), "/out".into());
-    let words = |words: &[&str]| words.iter().map(|word| (*word).to_owned()).collect::<Vec<_>>();
-    let expected = Image {
-        packages: words(&["one", "two"]),
-        steps,
-        env: words(&["A=1", "B=2"]),
-        command: words(&["run"]),
-        install,
-        ..Image::default()
-    };
-    assert_eq!(image, expected);
-}

@@ -116,16 +116,6 @@ fn prepare(node: &Node, driver: &str) {
     fs::write(at("/run/nvidia/validations/toolkit-ready"), "").unwrap();
 }
 
-/// Starts the plugin's pod, and looks at what it serves.
-async fn plugin_serves(driver: &str, cdi: bool) {
-    let node = Node::start("dgx1-v100").await;
-    prepare(&node, driver);
-    let objects = objects("plugin", cdi);
-    let pod = start(&node, &objects, &objects[0]).await;
-    admits(&node, &pod, &objects[0]).await;
-    pod.stop().await;
-}
-
 /// Whether the DaemonSet's first container has this variable.
 fn has(set: &Value, variable: &str) -> bool {
     list(set, "/spec/template/spec/containers/0/env").iter().any(|it| it["name"] == variable)
@@ -168,24 +158,19 @@ fn configs() -> Value {
            "data": {"any": "version: v1\n", "shared": shared("timeSlicing", 4), "mps": shared("mps", 3)}})
 }
 
-#[tokio::test]
-async fn operator_with_cdi_serves_by_the_hosts_driver() {
-    plugin_serves("host", true).await;
-}
+/// Where the driver may be: on the host, or in a container.
+const DRIVERS: [&str; 2] = ["host", "container"];
 
 #[tokio::test]
-async fn operator_without_cdi_serves_by_the_hosts_driver() {
-    plugin_serves("host", false).await;
-}
-
-#[tokio::test]
-async fn operator_with_cdi_serves_by_the_driver_container() {
-    plugin_serves("container", true).await;
-}
-
-#[tokio::test]
-async fn operator_without_cdi_serves_by_the_driver_container() {
-    plugin_serves("container", false).await;
+async fn operators_plugin_serves_by_each_driver_and_cdi() {
+    for (driver, cdi) in DRIVERS.into_iter().flat_map(|driver| [(driver, true), (driver, false)]) {
+        let node = Node::start("dgx1-v100").await;
+        prepare(&node, driver);
+        let objects = objects("plugin", cdi);
+        let pod = start(&node, &objects, &objects[0]).await;
+        admits(&node, &pod, &objects[0]).await;
+        pod.stop().await;
+    }
 }
 
 #[tokio::test]
@@ -199,6 +184,13 @@ async fn operators_gpu_feature_discovery_writes_its_node_feature() {
 }
 
 /// A claim is prepared by the DRA driver's DaemonSet of a GPUCluster, and is known after the container's restart.
+#[tokio::test]
+async fn gpu_cluster_prepares_claims_by_either_driver() {
+    for driver in DRIVERS {
+        gpu_cluster_prepares(driver).await;
+    }
+}
+
 async fn gpu_cluster_prepares(driver: &str) {
     let node = Node::start("dgx1-v100").await;
     prepare(&node, driver);
@@ -226,16 +218,6 @@ async fn gpu_cluster_prepares(driver: &str) {
 }
 
 #[tokio::test]
-async fn gpu_cluster_prepares_claims_by_the_hosts_driver() {
-    gpu_cluster_prepares("host").await;
-}
-
-#[tokio::test]
-async fn gpu_cluster_prepares_claims_by_the_driver_container() {
-    gpu_cluster_prepares("container").await;
-}
-
-#[tokio::test]
 async fn operators_config_manager_links_what_the_nodes_label_names() {
     let node = Node::start("dgx1-v100").await;
     prepare(&node, "host");
@@ -260,7 +242,7 @@ async fn objects_of_the_operator_itself_serve() {
     };
     for file in fs::read_dir(folder).unwrap() {
         let file = file.unwrap().path();
-        for driver in ["host", "container"] {
+        for driver in DRIVERS {
             let _ = writeln!(std::io::stderr(), "{}, the driver of the {driver}", file.display());
             own_objects_serve(&file, driver).await;
         }
