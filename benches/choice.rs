@@ -35,7 +35,7 @@ use support::percentile;
 /// Each request is asked this often and its median counts: the machine is not ours alone.
 const ROUNDS: usize = 9;
 /// Requests of one size beyond which a machine's availabilities are sampled.
-const MOST: usize = 300;
+const MAX_REQUESTS: usize = 300;
 /// Rounds of the brute force, on machines of up to so many GPUs: from 16 on it takes minutes and more.
 const BRUTE: (usize, usize) = (3, 8);
 
@@ -100,7 +100,7 @@ fn row(machine: &str, size: usize, tables: &AllocationTables) {
 fn availabilities(gpus: usize) -> Box<dyn Iterator<Item = GpuSet>> {
     if gpus <= 16 {
         let sets = 1_u64 << gpus;
-        let step = (sets / MOST as u64).max(1) | 1;
+        let step = (sets / MAX_REQUESTS as u64).max(1) | 1;
         return Box::new((0..sets).rev().step_by(step as usize).map(GpuSet));
     }
     let all: GpuSet = (0..gpus).collect();
@@ -111,7 +111,8 @@ fn availabilities(gpus: usize) -> Box<dyn Iterator<Item = GpuSet>> {
         number ^= number << 17;
         GpuSet(number)
     };
-    let sample = (0..MOST / 3).map(move |at| if at % 2 == 0 { next() } else { next().union(next()).union(next()) });
+    let sample =
+        (0..MAX_REQUESTS / 3).map(move |at| if at % 2 == 0 { next() } else { next().union(next()).union(next()) });
     Box::new(std::iter::once(all).chain(sample.map(move |set| set.intersection(all))))
 }
 

@@ -35,7 +35,7 @@ const STARTS: usize = 5;
 const CLAIMS: usize = 100;
 /// MIG devices of each GPU where there are many, and claims that are prepared at once.
 const MIG_DEVICES: u32 = 7;
-const CLAIMS_AT_ONCE: usize = 32;
+const CONCURRENT_CLAIMS: usize = 32;
 /// Health changes of the storm.
 const CHANGES: u32 = 1000;
 /// Threads of the start are gone after this long.
@@ -136,7 +136,7 @@ async fn many_devices() {
     node.publishes(count).await;
     node.is_registered().await;
     let names = node.devices();
-    for (number, device) in names.iter().take(CLAIMS_AT_ONCE).enumerate() {
+    for (number, device) in names.iter().take(CONCURRENT_CLAIMS).enumerate() {
         let name = format!("c{number}");
         let claim = node.claim_of(&name, std::slice::from_ref(device));
         node.dra.start_pod(&PodClaims::single(&name, claim, DRIVER)).await.unwrap();
@@ -144,7 +144,7 @@ async fn many_devices() {
     tokio::time::sleep(SETTLE).await;
     let rss = [node.process.id(), child_of(node.process.id())].map(|pid| memory(pid, "Rss:") as f64 / 1024.0);
     println!(
-        "{count} MIG devices of {} GPUs, {CLAIMS_AT_ONCE} claims: resident {:.1} MiB ({:.1} + {:.1})",
+        "{count} MIG devices of {} GPUs, {CONCURRENT_CLAIMS} claims: resident {:.1} MiB ({:.1} + {:.1})",
         machine.observed.gpus.len(),
         rss[0] + rss[1],
         rss[0],

@@ -17,7 +17,7 @@ use linkwise_host::machines;
 /// Slots on each GPU, within the budget.
 const REPLICAS: u32 = 64;
 /// The most slots of a resource.
-const MOST: u32 = 16_384;
+const MAX_SLOTS: u32 = 16_384;
 /// Each request is asked this often and its median counts.
 const ROUNDS: usize = 9;
 
@@ -28,7 +28,7 @@ fn main() {
         if observed.gpus.len() < 8 {
             continue;
         }
-        let most = MOST / u32::try_from(observed.gpus.len()).unwrap();
+        let most = MAX_SLOTS / u32::try_from(observed.gpus.len()).unwrap();
         let (seen, _) = NodeState::default().apply(Event::Observed(Box::new(observed)), Timestamp::ZERO);
         let policies = [AllocationPolicy::Distributed, AllocationPolicy::Packed];
         for (replicas, policy) in [REPLICAS, most].into_iter().flat_map(|replicas| policies.map(|one| (replicas, one)))

@@ -49,10 +49,10 @@ const RESERVED: [(&str, &[&str]); 12] = [
 ];
 
 /// The longest file, tests included.
-const MOST_LINES: usize = 700;
+const MAX_FILE_LINES: usize = 700;
 
 /// The longest function of the node and of the program's start.
-const MOST_FUNCTION: usize = 80;
+const MAX_FUNCTION_LINES: usize = 80;
 
 /// Words with which a doc does not begin: it begins with a noun or a verb.
 const OPENERS: [&str; 17] = [
@@ -61,7 +61,7 @@ const OPENERS: [&str; 17] = [
 ];
 
 /// The most words of docs/, README.md and ARCHITECTURE.md together.
-const MOST_WORDS: usize = 36_000;
+const MAX_WORDS: usize = 36_000;
 
 /// The code of a file, with line numbers: without comments and tests.
 fn code<'a>(path: &str, text: &'a str) -> impl Iterator<Item = (usize, &'a str)> {
@@ -76,8 +76,8 @@ fn check(path: &str, text: &str) -> Vec<String> {
     if !text.starts_with("//!") && !path.ends_with("build.rs") {
         wrong.push(format!("{path}: does not open with //! (what it owns, who calls it, what it must not do)"));
     }
-    if text.lines().count() > MOST_LINES {
-        wrong.push(format!("{path}: above {MOST_LINES} lines: two things met in it"));
+    if text.lines().count() > MAX_FILE_LINES {
+        wrong.push(format!("{path}: above {MAX_FILE_LINES} lines: two things met in it"));
     }
     for (number, line) in code(path, text) {
         for (word, places) in RESERVED {
@@ -92,7 +92,7 @@ fn check(path: &str, text: &str) -> Vec<String> {
     wrong
 }
 
-/// Functions above [`MOST_FUNCTION`] lines. rustfmt closes a function at the indentation at which it begins.
+/// Functions above [`MAX_FUNCTION_LINES`] lines. rustfmt closes a function at the indentation at which it begins.
 fn long_functions(path: &str, text: &str) -> Vec<String> {
     let (mut wrong, mut begun) = (Vec::new(), Vec::<(usize, usize, String)>::new());
     for (number, line) in code(path, text) {
@@ -106,7 +106,7 @@ fn long_functions(path: &str, text: &str) -> Vec<String> {
             && let Some(at) = begun.iter().rposition(|(_, begins, _)| *begins == indent)
         {
             let (from, _, name) = begun.remove(at);
-            if number - from + 1 > MOST_FUNCTION {
+            if number - from + 1 > MAX_FUNCTION_LINES {
                 wrong.push(format!("{path}:{from}: {} lines: {name}", number - from + 1));
             }
         }
@@ -152,7 +152,7 @@ fn rules_hold_in_each_file() {
 
 #[test]
 fn each_rule_refuses_what_breaks_it() {
-    let long = format!("fn f() {{\n{}}}", "    g();\n".repeat(MOST_FUNCTION));
+    let long = format!("fn f() {{\n{}}}", "    g();\n".repeat(MAX_FUNCTION_LINES));
     for (path, text, complaint) in [
         ("src/run/mod.rs", "use linkwise_kubelet_api::v1beta1;", "linkwise_kubelet_api"),
         ("crates/nvml/src/events.rs", "fn f() { unsafe { g() } }", "'unsafe'"),
@@ -160,7 +160,7 @@ fn each_rule_refuses_what_breaks_it() {
         ("crates/node/src/admin/mod.rs", "tokio::spawn(g());", "tokio::spawn"),
         ("crates/host/src/mps/daemon.rs", "let s = JoinSet::new();", "JoinSet"),
         ("crates/node/src/node.rs", &long, "lines: fn f"),
-        ("crates/host/src/cdi/mod.rs", &"\n".repeat(MOST_LINES), "above 700 lines"),
+        ("crates/host/src/cdi/mod.rs", &"\n".repeat(MAX_FILE_LINES), "above 700 lines"),
     ] {
         let wrong = check(path, &format!("//! A module.\n{text}\n")).join("\n");
         assert!(wrong.contains(complaint), "{path}: {wrong}");
@@ -250,7 +250,7 @@ fn pages_are_short_enough_to_be_read() {
     let pages = pages.filter(|page| page.extension().is_some_and(|extension| extension == "md"));
     let read = |page: PathBuf| fs::read_to_string(page).expect("a page is text").split_whitespace().count();
     let words: usize = pages.chain([root.join("README.md"), root.join("ARCHITECTURE.md")]).map(read).sum();
-    assert!(words <= MOST_WORDS, "{words} words");
+    assert!(words <= MAX_WORDS, "{words} words");
 }
 
 #[test]

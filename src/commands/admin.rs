@@ -20,7 +20,7 @@ const ANSWER: Duration = Duration::from_secs(20);
 /// The longest time for the state: linkwise answers from memory; if it ends, that is noticed sooner.
 pub(super) const LOOK: Duration = Duration::from_secs(5);
 /// The longest answer that is read, in bytes: the state of a node with many GPUs has some 100 KB.
-const LONGEST: u64 = 16 << 20;
+const MAX_ANSWER: u64 = 16 << 20;
 
 /// Runs the command.
 pub async fn admin(args: &AdminArgs) -> Result<()> {
@@ -98,7 +98,7 @@ async fn ask(socket: &Path, line: &str, body: &str) -> std::io::Result<String> {
     let request = format!("{head}\r\n{body}");
     stream.write_all(request.as_bytes()).await?;
     let mut text = String::new();
-    stream.take(LONGEST).read_to_string(&mut text).await?;
+    stream.take(MAX_ANSWER).read_to_string(&mut text).await?;
     Ok(text)
 }
 

@@ -19,7 +19,7 @@ use linkwise_core::state::GpuSelector;
 use linkwise_core::topology::{GpuUuid, NodeTopology};
 
 /// The longest text of nccl-tests that is read, in bytes: a log of NCCL with all ranks of a large job.
-const MOST_TEXT: u64 = 64 << 20;
+const MAX_TEXT: u64 = 64 << 20;
 
 /// The answer of `expect`, as scripts read it.
 #[derive(Serialize)]
@@ -160,8 +160,8 @@ async fn of_pod(topology: &NodeTopology, name: &str, socket: &Path) -> Result<Ve
 /// Reads a text. Bytes that are no text belong to lines that are left out.
 fn text(path: &Path) -> Result<String> {
     let mut bytes = Vec::new();
-    let read = open(path)?.take(MOST_TEXT + 1).read_to_end(&mut bytes);
+    let read = open(path)?.take(MAX_TEXT + 1).read_to_end(&mut bytes);
     read.with_context(|| format!("cannot read {}", path.display()))?;
-    ensure!(bytes.len() as u64 <= MOST_TEXT, "{} is longer than {MOST_TEXT} bytes", path.display());
+    ensure!(bytes.len() as u64 <= MAX_TEXT, "{} is longer than {MAX_TEXT} bytes", path.display());
     Ok(String::from_utf8_lossy(&bytes).into_owned())
 }

@@ -48,10 +48,10 @@ const NUMA_NODE: &str = "dra.net/numaNode";
 const LISTS: &str = "firstAvailable";
 
 /// The most alternatives of a request (`resource.k8s.io/v1`, `FirstAvailableDeviceRequestMaxSize`).
-const MOST_ALTERNATIVES: usize = 8;
+const MAX_ALTERNATIVES: usize = 8;
 
 /// The most devices of a claim (`resource.k8s.io/v1`, `AllocationResultsMaxSize`).
-const MOST_DEVICES: u8 = 32;
+const MAX_DEVICES: u8 = 32;
 
 /// A part of a manifest, with its keys in the order in which people read them.
 #[derive(Clone, Debug, Serialize)]
@@ -309,14 +309,14 @@ fn is_one_of(products: &BTreeSet<Option<String>>) -> String {
 
 /// Requests for GPUs, each with a device near to it, and in one group if one is named.
 fn beside(gpus: u8, near: Near, of_gpu: &Asked, group: Option<String>) -> Result<Devices> {
-    const MOST: u8 = MOST_DEVICES / 2;
+    const MAX_GPUS: u8 = MAX_DEVICES / 2;
     let (word, what) = match near {
         Near::Nic => ("nic", "a NIC"),
         Near::Cpu => ("cpus", "CPUs"),
     };
     ensure!(
-        gpus <= MOST,
-        "--gpus {gpus} with --near: a claim takes {MOST_DEVICES} devices, {MOST} GPUs with {what} each"
+        gpus <= MAX_GPUS,
+        "--gpus {gpus} with --near: a claim takes {MAX_DEVICES} devices, {MAX_GPUS} GPUs with {what} each"
     );
     let mut devices = Devices::default();
     for number in 0..gpus {

@@ -16,7 +16,7 @@ use linkwise_system::output::{complain, print};
 use linkwise_system::progress::Progress;
 
 /// The longest name of an object.
-const MOST_NAME: usize = 253;
+const MAX_NAME: usize = 253;
 
 /// A slice without an owner, and with a name in the place of the server's.
 #[derive(Debug, Serialize)]
@@ -55,6 +55,6 @@ pub async fn dra(args: &DraArgs) -> Result<()> {
     });
     let slices: Vec<ResourceSlice> = slices.collect();
     let longest = slices.iter().flat_map(|slice| slice.metadata.values()).map(String::len).max().unwrap_or(0);
-    ensure!(longest <= MOST_NAME, "the names of the slices would be {longest} long, with the name of the node");
+    ensure!(longest <= MAX_NAME, "the names of the slices would be {longest} long, with the name of the node");
     Ok(print(&text(&list(slices), args.format)?)?)
 }

@@ -8,7 +8,7 @@ use linkwise_core::quantity;
 use linkwise_core::topology::MigProfile;
 
 /// The longest name of a Kubernetes object, of a node and of a pool (a DNS subdomain).
-const MOST_NAME: usize = 253;
+const MAX_NAME: usize = 253;
 
 /// `linkwise dra`.
 #[derive(Clone, Debug, Args)]
@@ -130,9 +130,9 @@ fn memory(text: &str) -> Result<String, String> {
 }
 
 pub(super) fn node_name(text: &str) -> Result<String, String> {
-    let fits = text.len() <= MOST_NAME && text.split('.').all(is_label);
+    let fits = text.len() <= MAX_NAME && text.split('.').all(is_label);
     fits.then(|| text.to_owned()).ok_or_else(|| {
-        format!("expected a DNS subdomain: lower-case letters, digits, '-' and '.', at most {MOST_NAME} of them")
+        format!("expected a DNS subdomain: lower-case letters, digits, '-' and '.', at most {MAX_NAME} of them")
     })
 }
 

@@ -15,7 +15,7 @@ use linkwise_core::state::GpuSelector;
 const AGENT_MEMORY_MIB: u64 = 48;
 
 /// The most that [`HostArgs::nvml_memory_mib`] can be, 1 TiB: no bound.
-const MOST_AGENT_MEMORY_MIB: u64 = 1 << 20;
+const MAX_AGENT_MEMORY_MIB: u64 = 1 << 20;
 
 /// The driver and the host.
 #[derive(Clone, Debug, Args)]
@@ -31,7 +31,7 @@ pub struct HostArgs {
         value_name = "N",
         env = "LINKWISE_NVML_MEMORY_MIB",
         default_value_t = AGENT_MEMORY_MIB,
-        value_parser = clap::value_parser!(u64).range(1..=MOST_AGENT_MEMORY_MIB)
+        value_parser = clap::value_parser!(u64).range(1..=MAX_AGENT_MEMORY_MIB)
     )]
     pub nvml_memory_mib: u64,
     /// A file that gets a line for each call of NVML, for a report of a machine

@@ -21,7 +21,7 @@ use crate::run::node::{Answer, Process, get};
 const GPU: &str = "nvidia.com/gpu";
 const GPUS: u32 = 8;
 /// Nodes at a time.
-const AT_ONCE: usize = 6;
+const CONCURRENT: usize = 6;
 
 /// How the pod of before goes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -262,7 +262,7 @@ async fn forth_and_back(from: Setting, to: Setting, change: Change) {
 
 /// Every pair of settings, some nodes at a time.
 async fn all_pairs(change: Change) {
-    let room = Arc::new(Semaphore::new(AT_ONCE));
+    let room = Arc::new(Semaphore::new(CONCURRENT));
     let (here, mut pairs, mut names) = (LocalSet::new(), JoinSet::new(), HashMap::new());
     for (at, from) in SETTINGS.into_iter().enumerate() {
         for to in SETTINGS.into_iter().skip(at + 1) {

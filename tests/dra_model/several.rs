@@ -14,7 +14,7 @@ use crate::unchanged_pods::{ON, put_template, read, server};
 const HALF_A_SECOND: u64 = 12_500;
 
 /// The most devices of an attempt of this model.
-const MOST: u64 = 20_000_000;
+const MAX_STEPS: u64 = 20_000_000;
 
 /// The templates of manifests/dra/templates, as lists.
 fn shipped() -> Vec<Value> {
@@ -53,7 +53,7 @@ fn looked_at(cluster: &Cluster, node: &str, claims: &[Value]) -> u64 {
 /// The worst of some pods without the policy, as a multiple of plain claims; panics where the policy does not bound one.
 async fn worst(name: &'static str, server: &ApiServerBox, lists: &[Value], pods: &[&[u32]]) -> u64 {
     let node = node(name);
-    let (cluster, claims, mut worst) = (node.cluster(&[]).with_most_steps(MOST), claims(lists), 0);
+    let (cluster, claims, mut worst) = (node.cluster(&[]).with_most_steps(MAX_STEPS), claims(lists), 0);
     for sizes in pods {
         // One GPU too few is free: no other number has as many sets to try.
         let free = sizes.iter().sum::<u32>().min(node.gpus()) - 1;

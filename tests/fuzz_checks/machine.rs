@@ -12,7 +12,7 @@ use linkwise_host::machines::{Machine, of_bytes};
 use super::request::holds;
 
 /// The most GPUs for which a file's tables are computed: for more they take longer than a fuzzer should wait.
-const MOST_GPUS: usize = 12;
+const MAX_GPUS: usize = 12;
 
 /// A node file.
 pub fn node_file(bytes: &[u8]) {
@@ -60,7 +60,7 @@ fn becomes_a_topology(machine: &Machine) {
             assert!(topology.nics()[nic].level.len() == gpus.len(), "a NIC without a level to some GPU");
         }
     }
-    if gpus.len() <= MOST_GPUS {
+    if gpus.len() <= MAX_GPUS {
         let available: Vec<DeviceId> = gpus.iter().map(|gpu| DeviceId::from(&gpu.uuid)).collect();
         let size = available.len().div_ceil(2);
         let request = AllocationRequest { available, must_include: Vec::new(), size };

@@ -20,7 +20,7 @@ const NOW: Duration = Duration::from_secs(1_000_000);
 /// The GPUs that a configuration can name. Each machine has two more, since some may be left out.
 const GPUS: u32 = 4;
 /// The most slots of a resource.
-const MOST: u64 = 16_384;
+const MAX_SLOTS: u64 = 16_384;
 
 fn uuid(gpu: u32) -> String {
     format!("GPU-{gpu:08}-0000-4000-8000-000000000000")
@@ -227,7 +227,7 @@ proptest! {
                 for row in rows_of(&configuration) {
                     let (name, devices) = promised(&configuration, row);
                     let replicas = row["replicas"].as_u64().unwrap();
-                    let least = (devices * replicas).min(MOST / u64::from(2 * GPUS + 4) * devices);
+                    let least = (devices * replicas).min(MAX_SLOTS / u64::from(2 * GPUS + 4) * devices);
                     let mut slots = offers.iter().filter_map(|offer| u64::try_from(*offer.get(&name)?).ok());
                     let fits = slots.any(|slots| slots >= least);
                     prop_assert!(fits, "no machine offers {least} slots of {name} for {row}: {text}");

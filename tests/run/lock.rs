@@ -9,7 +9,7 @@ use super::node::{GPU, KUBELETS, Setup, fifo, machine, ready, registered};
 use crate::upgrade::fleet::{GPUS, World, stage};
 
 /// The longest owner that is read: a pipe that gives so much has answered.
-const LONGEST: usize = 1 << 16;
+const MAX_OWNER: usize = 1 << 16;
 
 fn state_folder(setup: &Setup) -> PathBuf {
     setup.kubelet_socket.with_file_name("linkwise")
@@ -24,7 +24,7 @@ fn hang(folder: &Path) -> PathBuf {
 
 /// The disk answers the call that waits, with nothing that names an owner.
 fn answer(pipe: &Path) {
-    OpenOptions::new().read(true).write(true).open(pipe).unwrap().write_all(&[b'-'; LONGEST]).unwrap();
+    OpenOptions::new().read(true).write(true).open(pipe).unwrap().write_all(&[b'-'; MAX_OWNER]).unwrap();
 }
 
 #[tokio::test]

@@ -32,7 +32,7 @@ const RETRIES: u32 = 2;
 const PAUSE: Duration = Duration::from_millis(200);
 
 /// The most reads at a time. A node starts few pods at once.
-const AT_ONCE: usize = 16;
+const MAX_CONCURRENT_READS: usize = 16;
 
 /// Reads claims.
 pub struct ClaimReader {
@@ -43,7 +43,7 @@ pub struct ClaimReader {
 impl ClaimReader {
     /// Makes no request yet.
     pub fn new(server: ApiServer) -> Self {
-        Self { server: Mutex::new(server.within(ATTEMPT)), at_once: Semaphore::new(AT_ONCE) }
+        Self { server: Mutex::new(server.within(ATTEMPT)), at_once: Semaphore::new(MAX_CONCURRENT_READS) }
     }
 
     /// Reads a claim by its namespace and name. The caller logs the errors.

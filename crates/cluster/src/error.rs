@@ -181,7 +181,7 @@ fn labels(object: &'static str, verb: &'static str, outcome: &'static str) -> [(
 }
 
 /// The longest pause that a server may ask for.
-const LONGEST_ASKED: Duration = Duration::from_secs(600);
+const MAX_RETRY_AFTER: Duration = Duration::from_secs(600);
 
 /// The attempts at one request.
 pub(crate) struct Attempts {
@@ -202,7 +202,7 @@ impl Attempts {
     /// success.
     pub fn failed(&mut self, error: &ApiError) -> Duration {
         self.failures = self.failures.saturating_add(1);
-        let asked = error.retry_after().unwrap_or_default().min(LONGEST_ASKED);
+        let asked = error.retry_after().unwrap_or_default().min(MAX_RETRY_AFTER);
         // The nodes of a fleet must not come back in step: up to half of our own pause is left out, and some is added
         // to a pause that the server asked for.
         let pause = shortened(self.backoff.failed()).max(asked.saturating_add(asked.saturating_sub(shortened(asked))));
@@ -258,6 +258,6 @@ mod tests {
         let mut attempts = Attempts::of("x", &PACE);
         let pause = attempts.failed(&refused(429, Some(60)));
         assert!(pause >= Duration::from_secs(60) && pause <= Duration::from_secs(90), "{pause:?}");
-        assert!(attempts.failed(&refused(429, Some(u64::MAX))) <= LONGEST_ASKED * 3 / 2);
+        assert!(attempts.failed(&refused(429, Some(u64::MAX))) <= MAX_RETRY_AFTER * 3 / 2);
     }
 }

@@ -30,13 +30,13 @@ const CLAIMS: &str = "resourceclaims";
 const CONTROLLER: &str = "linkwise.dev/linkwise";
 
 /// The longest `reportingInstance` that the API takes, in bytes.
-const LONGEST_INSTANCE: usize = 128;
+const MAX_INSTANCE: usize = 128;
 
 /// The longest note, in bytes.
-const LONGEST_NOTE: usize = 1024;
+const MAX_NOTE: usize = 1024;
 
 /// The longest name of an object, in bytes.
-const LONGEST_NAME: usize = 253;
+const MAX_NAME: usize = 253;
 
 /// A pod by namespace and name.
 type Pod = (String, String);
@@ -174,16 +174,16 @@ fn object(event: &PodEvent, uid: &str, node: &str) -> Value {
         "type": "Warning",
         "reason": reason,
         "action": "Allocate",
-        "note": cut(note, LONGEST_NOTE),
+        "note": cut(note, MAX_NOTE),
         "reportingController": CONTROLLER,
-        "reportingInstance": cut(node, LONGEST_INSTANCE),
+        "reportingInstance": cut(node, MAX_INSTANCE),
         "regarding": {"apiVersion": "v1", "kind": "Pod", "namespace": namespace, "name": pod, "uid": uid},
     })
 }
 
 /// The pod's name and UID, cut to the length that a name may have.
 fn name(pod: &str, uid: &str) -> String {
-    let begin = cut(pod, LONGEST_NAME.saturating_sub(uid.len().saturating_add(1)));
+    let begin = cut(pod, MAX_NAME.saturating_sub(uid.len().saturating_add(1)));
     format!("{}.{uid}", begin.trim_end_matches(['-', '.']))
 }
 

@@ -27,7 +27,7 @@ use crate::error::{ApiError, ApiMetrics, sentence};
 use linkwise_core::quote::quoted;
 
 /// The longest answer in bytes, a whole watch included: about ten times the largest object that etcd takes.
-const LONGEST_ANSWER: usize = 16 << 20;
+const MAX_ANSWER: usize = 16 << 20;
 
 /// Deadlines and pauses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -168,7 +168,7 @@ async fn connect(access: &Access, asked: &Arc<AtomicU64>) -> Result<Client, ApiE
         .map_response(move |response: Response<_>| {
             let after = response.headers().get(header::RETRY_AFTER).and_then(|value| value.to_str().ok());
             asked.store(after.and_then(|after| after.trim().parse().ok()).unwrap_or(0), Ordering::Relaxed);
-            response.map(|body| Limited::new(body, LONGEST_ANSWER))
+            response.map(|body| Limited::new(body, MAX_ANSWER))
         })
         .layer(config.base_uri_layer())
         .option_layer(config.auth_layer().map_err(wrong)?)

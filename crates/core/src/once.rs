@@ -14,11 +14,11 @@ pub struct Once<K> {
 
 impl<K: Ord> Once<K> {
     /// The usual bound of [`Self::new`].
-    const MOST: usize = 1024;
+    const MAX_KEYS: usize = 1024;
 
     /// Follows up to 1024 facts, with none reported yet.
     pub const fn new() -> Self {
-        Self::with_bound(Self::MOST)
+        Self::with_bound(Self::MAX_KEYS)
     }
 
     /// Follows up to `most` facts, with none reported yet. A fact beyond these is never news.

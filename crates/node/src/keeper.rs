@@ -28,7 +28,7 @@ pub const FILE: &str = "linkwise_health.json";
 /// pkg/kubelet/cm/devicemanager/manager.go).
 const FOLDER: &str = "linkwise";
 /// The longest record that is read, in bytes: a hundred times that of a node with 16 unhealthy GPUs.
-const LONGEST: u64 = 1 << 20;
+const MAX_RECORD: u64 = 1 << 20;
 /// The longest time that a start waits for the disk to give the record.
 const READ_TIMEOUT: Duration = Duration::from_secs(2);
 /// The time after which a failed write is tried again: a disk is full for a while, and the next change of health may be
@@ -184,7 +184,7 @@ fn set_aside(file: &Path) -> String {
 
 /// Reads a record of any version; `None` if there is no file. The call may block.
 pub fn read(file: &Path) -> Result<Option<HealthRecord>, ReadError> {
-    let text = match files::read(file, LONGEST) {
+    let text = match files::read(file, MAX_RECORD) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
         text => text?,
     };
@@ -274,7 +274,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join(FILE);
         let mut text = serde_json::to_vec(&record(1)).unwrap();
-        let longest = usize::try_from(LONGEST).unwrap();
+        let longest = usize::try_from(MAX_RECORD).unwrap();
         for (length, is_read) in [(longest, true), (longest + 1, false)] {
             text.resize(length, b' ');
             fs::write(&file, &text).unwrap();

@@ -12,7 +12,7 @@ use super::calls::Calls;
 use super::raw::{self, FIELDS};
 
 /// The most links of a GPU: NVML_NVLINK_MAX_LINKS of NVML 13. The bindings have the 18 of NVML 12.
-pub const MOST: u32 = 36;
+pub const MAX_LINKS: u32 = 36;
 
 /// The field with the state of a link.
 pub const BY_FIELD: &str = "NVML_FI_DEV_NVLINK_GET_STATE";
@@ -22,7 +22,7 @@ pub const ONE: &str = "nvmlDeviceGetNvLinkState";
 
 /// Reads by one call which links are up, from link 0 on. "Not offered" if no link has the field.
 pub fn all(device: &Device<'_>, calls: &Calls) -> Answer<Vec<Answer<bool>>> {
-    let states = offered(calls.raw(FIELDS, || raw::nvlink_states(device, MOST)))?;
+    let states = offered(calls.raw(FIELDS, || raw::nvlink_states(device, MAX_LINKS)))?;
     let ups = states.map(|states| states.into_iter().map(|state| Ok(state?.and_then(up))).collect::<Vec<_>>());
     Ok(ups.filter(|ups| ups.iter().any(|up| matches!(up, Ok(Some(_))))))
 }

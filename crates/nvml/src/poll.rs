@@ -180,7 +180,7 @@ fn links(gpu: &Gpu<'_>, silence: &mut Silence) -> Option<Vec<(u32, bool)>> {
         let known = |(link, up): (u32, Answer<bool>)| Some((link, up.ok().flatten()?));
         return Some((0..).zip(all).filter_map(known).collect());
     }
-    let wanted: Vec<u32> = (0..links::MOST).filter(|link| !silence.links.contains(link)).collect();
+    let wanted: Vec<u32> = (0..links::MAX_LINKS).filter(|link| !silence.links.contains(link)).collect();
     if wanted.is_empty() {
         return Some(Vec::new());
     }

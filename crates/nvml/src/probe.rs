@@ -228,7 +228,7 @@ fn pcie_link(generation: u32, width: u32) -> Option<PcieLink> {
 
 fn nvlinks(device: &Device<'_>, calls: &Calls) -> Vec<Answer<NvLinkScan>> {
     let all = links::all(device, calls).ok().flatten();
-    let numbers = 0..links::MOST;
+    let numbers = 0..links::MAX_LINKS;
     match all {
         Some(all) => numbers.zip(all).map(|(link, up)| nvlink(device, calls, link, up)).collect(),
         None => numbers.map(|link| nvlink(device, calls, link, links::one(device, calls, link))).collect(),

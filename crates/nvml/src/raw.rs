@@ -255,9 +255,9 @@ impl<'a, 'nvml> GpuInstanceHandle<'a, 'nvml> {
     /// Lists the GPU instances of a profile, by the driver's id of it.
     pub fn of_profile(device: &'a Device<'nvml>, profile: u32) -> Answer<Vec<Self>> {
         /// The room for answers; no GPU has a tenth of it.
-        const MOST: u32 = 64;
+        const MAX_INSTANCES: u32 = 64;
         let Ok(call) = &device.nvml().lib().nvmlDeviceGetGpuInstances else { return Ok(None) };
-        let (mut handles, mut count) = ([std::ptr::null_mut(); MOST as usize], MOST);
+        let (mut handles, mut count) = ([std::ptr::null_mut(); MAX_INSTANCES as usize], MAX_INSTANCES);
         // JUSTIFICATION: nvml-wrapper does not have this call.
         // SAFETY: the GPU's handle is live; `handles` has room for `count` answers, and for more than any GPU has.
         let code = unsafe { call(device.handle(), profile, handles.as_mut_ptr(), &mut count) };

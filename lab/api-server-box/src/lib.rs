@@ -133,7 +133,7 @@ pub struct ApiServerBox {
 }
 
 /// The most attempts to take its port again; a pause comes after each.
-const MOST_TRIES: u32 = 1_000;
+const MAX_TRIES: u32 = 1_000;
 const RETRY: std::time::Duration = std::time::Duration::from_millis(10);
 
 impl ApiServerBox {
@@ -236,7 +236,7 @@ impl ApiServerBox {
         let listener = loop {
             match TcpListener::bind(self.address).await {
                 Ok(listener) => break listener,
-                Err(error) if error.kind() == std::io::ErrorKind::AddrInUse && tries < MOST_TRIES => tries += 1,
+                Err(error) if error.kind() == std::io::ErrorKind::AddrInUse && tries < MAX_TRIES => tries += 1,
                 Err(error) => panic!("{}: {error}", self.address),
             }
             tokio::time::sleep(RETRY).await;

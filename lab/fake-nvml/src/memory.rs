@@ -10,7 +10,7 @@ const STEP: Duration = Duration::from_millis(10);
 /// The number of steps in a second.
 const STEPS: usize = 100;
 /// The most bytes that leak: the machine survives even if the process has no memory limit.
-const MOST: usize = 512 << 20;
+const MAX_BYTES: usize = 512 << 20;
 
 /// The bytes that a runtime maps, as Go's does for its heap, and those that it uses.
 const MAPPED: usize = 1 << 30;
@@ -40,7 +40,7 @@ fn leak_on() {
     loop {
         thread::park_timeout(STEP);
         let bytes = (RATE.load(Ordering::Relaxed) << 20) / STEPS;
-        if bytes > 0 && leaked < MOST {
+        if bytes > 0 && leaked < MAX_BYTES {
             leaked += bytes;
             // The bytes are written to, so that they take memory and not only address space.
             keep(vec![1; bytes]);

@@ -23,7 +23,7 @@ use constraint::{MatchState, Member};
 pub(crate) use request::{Ask, RequestPlan};
 
 /// `AllocationResultsMaxSize`: the most devices of a claim.
-const MOST_RESULTS: usize = 32;
+const MAX_RESULTS: usize = 32;
 
 /// The score of the first alternative of a request (`FirstAvailableDeviceRequestMaxSize`); each later one has 1 less.
 const BEST_SCORE: i64 = 8;
@@ -170,7 +170,7 @@ impl<'a> Attempt<'a> {
         let wanted = ask.asked.count;
         let others = self.chosen.iter().filter(|chosen| chosen.claim == place.claim).count() - place.done;
         // All devices of a node that has none are not enough: types.go, `DeviceAllocationModeAll`.
-        if wanted == 0 || others + wanted > MOST_RESULTS {
+        if wanted == 0 || others + wanted > MAX_RESULTS {
             return Ok(false);
         }
         if place.done == wanted {

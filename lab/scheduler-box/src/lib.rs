@@ -34,7 +34,7 @@ use selector::Selectors;
 
 /// The most devices that an attempt for one node examines; a device counts each time. The real scheduler stops after 10
 /// s (gate `DRASchedulerFilterTimeout`).
-pub const MOST_STEPS: u64 = 2_000_000;
+pub const MAX_STEPS: u64 = 2_000_000;
 
 /// The scheduler's knowledge of the cluster.
 #[derive(Clone, Debug)]
@@ -46,7 +46,7 @@ pub struct Cluster {
     /// The shares that claims have of devices that several claims may have, by the share's ID.
     shares: BTreeMap<DeviceName, BTreeMap<String, Consumed>>,
     selectors: Selectors,
-    /// See [`MOST_STEPS`].
+    /// See [`MAX_STEPS`].
     steps: u64,
 }
 
@@ -76,7 +76,7 @@ impl Cluster {
             used: BTreeSet::new(),
             shares: BTreeMap::new(),
             selectors: Selectors::new(),
-            steps: MOST_STEPS,
+            steps: MAX_STEPS,
         };
         for claim in claims {
             let allocation = &claim["status"]["allocation"];

@@ -26,7 +26,7 @@ const PODS: &str = "pods";
 const COLUMNS: [&str; 4] = [SIZE, DURATION, ARRIVAL, PODS];
 
 /// The most pods of a job.
-const MOST_PODS: usize = 10_000;
+const MAX_PODS: usize = 10_000;
 
 const NO_HEADER: &str =
     "no header: the first line must name the columns size, duration_seconds and perhaps arrival_seconds and pods";
@@ -69,13 +69,13 @@ fn job(line: usize, row: &str, columns: &[&'static str]) -> Result<Job> {
     for (column, text) in columns.iter().copied().zip(row.split(',').map(str::trim)) {
         let least = match column {
             SIZE => " of at least 1".to_owned(),
-            PODS => format!(" from 1 to {MOST_PODS}"),
+            PODS => format!(" from 1 to {MAX_PODS}"),
             _ => String::new(),
         };
         let wrong = || format!("line {line}: {column} '{}' is not a whole number{least}", excerpt(text));
         match column {
             SIZE => job.size = text.parse().ok().filter(|size| *size > 0).with_context(wrong)?,
-            PODS => job.pods = text.parse().ok().filter(|pods| (1..=MOST_PODS).contains(pods)).with_context(wrong)?,
+            PODS => job.pods = text.parse().ok().filter(|pods| (1..=MAX_PODS).contains(pods)).with_context(wrong)?,
             DURATION => job.duration = text.parse().ok().with_context(wrong)?,
             _ => job.arrival = text.parse().ok().with_context(wrong)?,
         }

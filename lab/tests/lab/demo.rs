@@ -17,7 +17,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 const POLICIES: [&str; 4] = ["none", "best-effort", "restricted", "single-numa-node"];
 const SCOPES: [&str; 2] = ["container", "pod"];
 /// Demos at a time: more would compete for the two workers, and the kubelet waits 20 s for a plugin at most.
-const AT_ONCE: usize = 2;
+const CONCURRENT: usize = 2;
 
 /// The options of `linkwise-lab demo`.
 #[derive(Parser)]
@@ -55,7 +55,7 @@ async fn demo_succeeds_on_each_machine_policy_and_scope() {
     for (at, machine) in machines::built_in().enumerate() {
         for (policy, scope) in POLICIES.into_iter().zip(SCOPES.into_iter().cycle().skip(at % 2)) {
             let machine = machines::load(machine.name).unwrap();
-            if demos.len() == AT_ONCE {
+            if demos.len() == CONCURRENT {
                 demos.join_next().await.unwrap().unwrap();
             }
             demos.spawn(async move {

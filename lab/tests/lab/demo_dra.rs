@@ -32,13 +32,13 @@ fn compared(machine: &Machine, printed: &str) -> (u64, u64) {
 }
 
 /// Demos at a time: each waits for the kubelet and for lists of pods most of its time.
-const AT_ONCE: usize = 5;
+const CONCURRENT: usize = 5;
 
 #[tokio::test]
 async fn dra_demo_succeeds_on_each_machine() {
     let load = |name| machines::load(name).unwrap();
     let demos = machines::built_in().map(|it| async move { (it.name, played(load(it.name), &["--dra"]).await) });
-    let mut demos = stream::iter(demos).buffer_unordered(AT_ONCE);
+    let mut demos = stream::iter(demos).buffer_unordered(CONCURRENT);
     let mut count = 0;
     while let Some((machine, printed)) = demos.next().await {
         count += 1;

@@ -16,7 +16,7 @@ use linkwise_core::words::count;
 use linkwise_system::output::complain;
 
 /// The most nodes that a line names.
-const MOST_NAMES: usize = 5;
+const MAX_NAMES: usize = 5;
 
 /// The attribute for an exact claim of so many GPUs; `None` for one GPU, which needs no group. Says on standard error what
 /// such a claim gives up, if the fleet is known.
@@ -88,8 +88,8 @@ fn notes(chosen: &str, gpus: u8, kinds: &[Kind]) -> Vec<String> {
     }
     for kind in kinds {
         let Some(claim) = kind.claim(chosen) else {
-            let names = kind.nodes.iter().take(MOST_NAMES).map(String::as_str).collect::<Vec<_>>().join(", ");
-            let more = if kind.nodes.len() > MOST_NAMES { ", ..." } else { "" };
+            let names = kind.nodes.iter().take(MAX_NAMES).map(String::as_str).collect::<Vec<_>>().join(", ");
+            let more = if kind.nodes.len() > MAX_NAMES { ", ..." } else { "" };
             lines.push(format!("{} ({names}{more}): no {OURS}/{chosen}, so no such claim", kind.title));
             continue;
         };

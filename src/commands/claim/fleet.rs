@@ -15,7 +15,7 @@ use linkwise_system::output::complain;
 use serde_json::Value;
 
 use super::kinds::{Kind, bandwidth, candidates, kinds, of_fleet, tier};
-use super::{Alternative, Devices, MOST_ALTERNATIVES, in_groups};
+use super::{Alternative, Devices, MAX_ALTERNATIVES, in_groups};
 use crate::config::FleetArgs;
 
 /// The least share of a class's highest bandwidth that is in the class, in percent.
@@ -29,7 +29,7 @@ const UNKNOWN: u64 = 3;
 const WORTH_IT: u64 = 985;
 
 /// The most models of GPU that are told apart: those with the most nodes.
-const MOST_MODELS: usize = 16;
+const MAX_MODELS: usize = 16;
 
 /// The most kinds of node that stand for a model: those with the most nodes.
 const KINDS_OF_MODEL: usize = 4;
@@ -113,7 +113,7 @@ fn models(kinds: &[Kind], gpus: u8) -> Vec<Model<'_>> {
     }
     let mut models: Vec<Model<'_>> = by_product.into_iter().map(|(product, kinds)| model(product, kinds)).collect();
     models.sort_by_key(|model| Reverse(model.nodes));
-    models.truncate(MOST_MODELS);
+    models.truncate(MAX_MODELS);
     models
 }
 
@@ -209,7 +209,7 @@ fn trim(drafts: &mut Vec<Draft<'_>>, entries: &[Entry], models: &[Model<'_>], st
     let floor = entries.iter().map(|entry| entry.worth).min().filter(|_| !strict).unwrap_or(0);
     let all = seen(&drafts.iter().collect::<Vec<_>>(), models, entries, floor);
     loop {
-        let has_room = drafts.len() <= MOST_ALTERNATIVES - usize::from(!strict);
+        let has_room = drafts.len() <= MAX_ALTERNATIVES - usize::from(!strict);
         if strict && has_room {
             break;
         }

@@ -33,10 +33,10 @@ use linkwise_system::output::{complain, open};
 pub(super) const BEST: u64 = 1000;
 
 /// The longest file of slices, in bytes: some 20,000 nodes.
-const LONGEST_FILE: u64 = 256 << 20;
+const MAX_FILE: u64 = 256 << 20;
 
 /// The most kinds of node that count: those with the most nodes.
-const MOST_KINDS: usize = 64;
+const MAX_KINDS: usize = 64;
 
 /// Nodes whose GPUs are in the same groups.
 #[derive(Clone, Default)]
@@ -130,7 +130,7 @@ pub(super) fn of_fleet(gpus: u8, nodes: &[String], fleet: &FleetArgs) -> Result<
     if left > 0 {
         complain(
             "linkwise",
-            [format!("{left} of the nodes do not count: there are more than {MOST_KINDS} kinds of node")],
+            [format!("{left} of the nodes do not count: there are more than {MAX_KINDS} kinds of node")],
         );
     }
     Ok(kinds)
@@ -195,9 +195,9 @@ fn known(nodes: &[String]) -> Vec<Known> {
 fn slices_of(path: &Path) -> Result<Vec<Value>> {
     let name = if path == Path::new("-") { "standard input".to_owned() } else { path.display().to_string() };
     let mut text = String::new();
-    let mut file = open(path)?.take(LONGEST_FILE + 1);
+    let mut file = open(path)?.take(MAX_FILE + 1);
     file.read_to_string(&mut text).with_context(|| format!("cannot read {name}"))?;
-    ensure!(text.len() as u64 <= LONGEST_FILE, "{name} is longer than {} MiB", LONGEST_FILE >> 20);
+    ensure!(text.len() as u64 <= MAX_FILE, "{name} is longer than {} MiB", MAX_FILE >> 20);
     let object: Value = match text.trim_start().starts_with('{') {
         true => serde_json::from_str(&text).with_context(|| format!("{name} is no JSON"))?,
         false => serde_saphyr::from_str(&text).map_err(|error| anyhow!("{name} is no YAML: {}", fault(&error)))?,
@@ -230,8 +230,8 @@ pub(super) fn kinds(slices: &[Value], gpus: u8, machines: &[String]) -> (Vec<Kin
     }
     let mut found: Vec<(Key, Vec<String>)> = by_groups.into_iter().collect();
     found.sort_by_key(|(_, nodes)| Reverse(nodes.len()));
-    let left = found.iter().skip(MOST_KINDS).map(|(_, nodes)| nodes.len()).sum();
-    found.truncate(MOST_KINDS);
+    let left = found.iter().skip(MAX_KINDS).map(|(_, nodes)| nodes.len()).sum();
+    found.truncate(MAX_KINDS);
     found.sort_by(|(one, _), (other, _)| one.cmp(other));
     let mut known = known(machines);
     let kind = |((product, is_mixed, all, attributes), nodes): (Key, Vec<String>)| {

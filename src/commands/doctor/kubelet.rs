@@ -249,7 +249,7 @@ fn flag(words: &[String], name: &str) -> Option<String> {
 
 /// The most NUMA nodes with which a kubelet starts under a policy other than none (pkg/kubelet/cm/topologymanager,
 /// maxAllowableNUMANodes).
-const MOST_NODES: usize = 8;
+const MAX_NODES: usize = 8;
 
 /// The numbers of GPUs that pods usually request, beside one.
 const USUAL: [usize; 3] = [2, 4, 8];
@@ -269,10 +269,10 @@ pub(super) fn topology_manager(
     let all = count(gpus.len(), "GPU");
     let nodes = observed.host.numa_nodes.len();
     let without = observed.host.numa_nodes.iter().filter(|node| node.cpus.is_empty()).count();
-    if nodes > MOST_NODES {
+    if nodes > MAX_NODES {
         found.warning(
             format!(
-                "{nodes} NUMA nodes, {without} of them without CPUs: more than the {MOST_NODES} that a kubelet aligns"
+                "{nodes} NUMA nodes, {without} of them without CPUs: more than the {MAX_NODES} that a kubelet aligns"
             ),
             "run the kubelet with --topology-manager-policy=none: under another policy it does not start",
         );

@@ -14,10 +14,10 @@ use serde_json::{Value, json};
 /// The highest generation that a pool can reach in normal use. A higher one was set by another program or by a wrong
 /// answer. Going on from there could exceed the API's integers, so the pool is deleted and continues from the last
 /// generation before.
-const MOST_GENERATIONS: u64 = 1 << 53;
+const MAX_GENERATION: u64 = 1 << 53;
 
 /// The longest name of an object.
-const LONGEST_NAME: usize = 253;
+const MAX_NAME: usize = 253;
 
 /// One request.
 #[derive(Clone, Debug, PartialEq)]
@@ -67,7 +67,7 @@ impl Memory {
     /// has none.
     pub fn written(&mut self, sent: &Value, stored: &Value) -> Option<bool> {
         let name = stored["metadata"]["name"].as_str().unwrap_or_default().to_owned();
-        if generation(stored) < MOST_GENERATIONS {
+        if generation(stored) < MAX_GENERATION {
             self.generation = self.generation.max(generation(stored));
         }
         let accepted = Accepted { wanted: essence(sent), stored: essence(stored) };
@@ -111,7 +111,7 @@ pub(super) fn plan(pool: &Pool, stored: &BTreeMap<String, Value>, owner: Option<
     let names: Vec<String> = (0..count).map(|index| name(pool, index)).collect();
     let is_ours = |slice: &Value| slice["spec"]["pool"]["name"] == *pool.name;
     let highest = stored.values().filter(|slice| is_ours(slice)).map(generation).max().unwrap_or(0);
-    let is_absurd = highest >= MOST_GENERATIONS;
+    let is_absurd = highest >= MAX_GENERATION;
     let found = |name: &String| stored.get(name).filter(|slice| is_ours(slice) && !is_absurd);
     let obsolete = stored.iter().filter(|(name, _)| !names.contains(name) || found(name).is_none());
     let uid = |slice: &Value| slice["metadata"]["uid"].as_str().map(str::to_owned);
@@ -179,7 +179,7 @@ fn name(pool: &Pool, index: usize) -> String {
     let end = format!("-{hash:08x}");
     let mut name = format!("{index:05x}-{DRA_DRIVER}-{}", pool.node);
     // Names of nodes and drivers are ASCII.
-    name.truncate(LONGEST_NAME.saturating_sub(end.len()));
+    name.truncate(MAX_NAME.saturating_sub(end.len()));
     name.truncate(name.trim_end_matches(['.', '-']).len());
     name + &end
 }
@@ -348,7 +348,7 @@ mod tests {
         let plan = plan(&wanted, &Stored::new(), Some("uid-1"), &Memory::default());
         let names: Vec<&str> = plan.writes.iter().map(Write::name).collect();
         assert!(names.is_sorted() && names.len() == 32, "{names:?}");
-        assert!(names.iter().all(|name| name.len() <= LONGEST_NAME), "{names:?}");
+        assert!(names.iter().all(|name| name.len() <= MAX_NAME), "{names:?}");
         let Write::Create(first) = &plan.writes[0] else { panic!("{plan:?}") };
         let owner = &first["metadata"]["ownerReferences"][0];
         assert_eq!(
@@ -388,7 +388,7 @@ mod tests {
 
     #[test]
     fn absurd_generation_of_an_answer_is_not_remembered() {
-        for absurd in [MOST_GENERATIONS, u64::MAX] {
+        for absurd in [MAX_GENERATION, u64::MAX] {
             let (mut stored, mut memory) = (Stored::new(), Memory::default());
             writes(&pool(2), &mut stored, &mut memory);
             let slice = stored.values_mut().next().unwrap();

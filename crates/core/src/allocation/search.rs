@@ -2,7 +2,7 @@
 //!
 //! Three steps keep it exact. First, only the widest clusters that hold the request stay, by the first value. Second,
 //! among GPUs that differ in nothing but their address the first ones are taken, so a set is a count for each class.
-//! Third, if that leaves at most [`MOST_SETS`] sets, all are compared. If it leaves more, sets grow GPU by GPU from
+//! Third, if that leaves at most [`MAX_SETS`] sets, all are compared. If it leaves more, sets grow GPU by GPU from
 //! `must_include` and from whole clusters, and the best few of each size go on. The best of those may not be the best
 //! of all, and the report says so. A mesh of NVLinks is no tree of clusters: a request for few of its GPUs gets tables
 //! of these GPUs alone.
@@ -20,13 +20,13 @@ use super::tree::{Tree, collective_of};
 use crate::topology::NodeTopology;
 
 /// The most sets that are valued for one request: 2 ms at half a microsecond each, the most that one set takes.
-const MOST_SETS: u64 = 4_096;
+const MAX_SETS: u64 = 4_096;
 
 /// The most GPUs of a mesh that get tables for one request.
-pub(super) const MOST_TABLED: usize = 10;
+pub(super) const MAX_TABLED_GPUS: usize = 10;
 
 /// The most sets of one size that go on growing.
-const MOST_GROWING: u64 = 16;
+const MAX_GROWN_SETS: u64 = 16;
 
 /// The limits for a mesh: the largest set size, and the number of best sets, for which the exact collective is found at
 /// the end.
@@ -34,7 +34,7 @@ const REFINED: (usize, usize) = (8, 16);
 
 /// Answers a question that has an answer.
 pub(super) fn answer(topology: &NodeTopology, tree: &Tree, question: &Question) -> AllocationReport {
-    if !tree.exact && question.candidates().len() <= MOST_TABLED {
+    if !tree.exact && question.candidates().len() <= MAX_TABLED_GPUS {
         return of_few(topology, tree, question);
     }
     let search = Search { tree, question };
@@ -47,9 +47,9 @@ pub(super) fn answer(topology: &NodeTopology, tree: &Tree, question: &Question) 
         let classes = search.classes(&regions);
         let ways = classes.iter().map(|classes| ways(classes, need)).fold(0, u64::saturating_add);
         // Only a runner-up can lie beyond the widest clusters.
-        all.get_or_insert(ways <= MOST_SETS);
+        all.get_or_insert(ways <= MAX_SETS);
         let mut sets = Vec::new();
-        if ways <= MOST_SETS {
+        if ways <= MAX_SETS {
             classes.iter().for_each(|classes| compose(classes, need, question.must, &mut sets));
         } else {
             sets = search.grow(&regions, &classes, need);
@@ -145,7 +145,7 @@ impl Search<'_> {
     fn regions(&self, need: usize) -> Vec<Vec<GpuSet>> {
         let Question { must, free, size, .. } = *self.question;
         let everything = vec![must.union(free)];
-        let few = self.classes(&everything).iter().all(|classes| ways(classes, need) <= MOST_SETS);
+        let few = self.classes(&everything).iter().all(|classes| ways(classes, need) <= MAX_SETS);
         // One GPU has no peers, and the tree of a mesh is too coarse to leave anything out.
         if few || size < 2 || !self.tree.exact {
             return vec![everything];
@@ -180,7 +180,7 @@ impl Search<'_> {
             pools.entry(seed.len()).or_default().insert(seed);
         }
         let steps = need.max(1) * classes.iter().map(Vec::len).sum::<usize>().max(1);
-        let most = usize::try_from((MOST_SETS / steps as u64).clamp(1, MOST_GROWING)).unwrap_or(1);
+        let most = usize::try_from((MAX_SETS / steps as u64).clamp(1, MAX_GROWN_SETS)).unwrap_or(1);
         for len in must.len()..size {
             let mut best = Best { search: self, most, found: Vec::new() };
             best.add(&pools.remove(&len).unwrap_or_default());

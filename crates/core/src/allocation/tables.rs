@@ -7,7 +7,7 @@ use alloc::sync::Arc;
 use super::choose::Question;
 use super::collective::{at, row};
 use super::report::{AllocationReport, Values};
-use super::search::MOST_TABLED;
+use super::search::MAX_TABLED_GPUS;
 use super::set::{GpuSet, subsets};
 use super::tree::Tree;
 use super::{AllocationPolicy, DeviceId};
@@ -112,7 +112,7 @@ impl AllocationTables {
         match &self.values {
             _ if set.len() < 2 => None,
             SetValues::Tree(tree) if !tree.exact => {
-                (set.len() <= MOST_TABLED).then(|| u64::from(tree::collective_of(&self.topology, set)))
+                (set.len() <= MAX_TABLED_GPUS).then(|| u64::from(tree::collective_of(&self.topology, set)))
             }
             _ => Some(self.worth(set).collective),
         }

@@ -17,7 +17,7 @@ use crate::topology::{NodeTopology, Rank};
 
 /// The most sets of one size that are all valued to find a machine's best, off the admission path, at a few
 /// microseconds each. All sets of four of 27 GPUs are fewer.
-const MOST_TOP_SETS: u64 = 20_000;
+const MAX_TOP_SETS: u64 = 20_000;
 
 /// The clusters, classes and tables from which a set is valued.
 #[derive(Clone, Debug)]
@@ -250,7 +250,7 @@ fn best(topology: &NodeTopology, group: usize) -> Top {
     let gpus = topology.gpus().len();
     let all: GpuSet = (0..gpus).collect();
     let few = (0..group as u64).fold(1, |sets: u64, taken| sets.saturating_mul(gpus as u64 - taken) / (taken + 1))
-        <= MOST_TOP_SETS;
+        <= MAX_TOP_SETS;
     let every = few.then(|| subsets(all, group)).into_iter().flatten();
     let some = (0..gpus).filter(|_| !few).map(|first| grown(topology, first, group));
     let mbps = every.chain(some).map(|set| collective_of(topology, set)).max().unwrap_or(0);

@@ -15,7 +15,7 @@ use crate::topology::{Gpu, NodeObservation, NodeTopology, PciAddress, TopologyWa
 const EXPECTED_PERCENT: u64 = 90;
 
 /// The share above which the model is of another machine.
-const MOST_PERCENT: u64 = 125;
+const MAX_PERCENT: u64 = 125;
 
 /// The time of the largest operation, ns, below which latency hides the bandwidth.
 const LONG_ENOUGH: u64 = 4_000_000;
@@ -227,7 +227,7 @@ impl Comparison {
             _ if hosts > 1 => Verdict::SeveralHosts,
             None => Verdict::NotCalibrated,
             Some(_) if healthy.calibration.is_none() => Verdict::NotCalibrated,
-            Some(MOST_PERCENT..) => Verdict::Above,
+            Some(MAX_PERCENT..) => Verdict::Above,
             Some(EXPECTED_PERCENT..) => Verdict::AsExpected,
             Some(_) if largest < LONG_ENOUGH => Verdict::TooSmall,
             Some(_) => Verdict::Below,

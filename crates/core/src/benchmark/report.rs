@@ -39,10 +39,10 @@ const PROGRAMS: [&str; 11] = [
 const ALL_REDUCE: &str = "all_reduce_perf";
 
 /// The most NCCL variables that are kept.
-const MOST_SETTINGS: usize = 32;
+const MAX_SETTINGS: usize = 32;
 
 /// The most ranks whose devices are kept.
-const MOST_RANKS: usize = 4_096;
+const MAX_RANKS: usize = 4_096;
 
 /// The smallest algorithm bandwidth, MB/s, at which two decimals are enough to compare numbers of a row.
 const COMPARABLE: u64 = 1_000;
@@ -210,7 +210,7 @@ impl Reader {
             }
         }
         if let Some((rank, device)) = rank_device(&words) {
-            if self.devices.len() < MOST_RANKS {
+            if self.devices.len() < MAX_RANKS {
                 self.devices.insert(rank, device);
             }
             return Ok(());
@@ -259,7 +259,7 @@ impl Reader {
                 [] => None,
             };
             if let Some((name, value)) = setting.filter(|(name, _)| name.starts_with("NCCL_"))
-                && self.report.settings.len() < MOST_SETTINGS
+                && self.report.settings.len() < MAX_SETTINGS
             {
                 self.report.settings.insert(excerpt(name), excerpt(value.trim_matches('"')));
             }

@@ -19,13 +19,13 @@ use crate::topology::{Gpu, MigSlot, NodeTopology, device_names};
 use crate::words::list;
 
 /// The most devices of a claim, of all drivers (`AllocationResultsMaxSize` of resource.k8s.io).
-const MOST_DEVICES: usize = 32;
+const MAX_DEVICES: usize = 32;
 
 /// The most configurations of a claim that has devices: its own and its classes' (twice `DeviceConfigMaxSize`).
-const MOST_CONFIGS: usize = 64;
+const MAX_CONFIGS: usize = 64;
 
 /// The longest DNS label.
-const LONGEST_LABEL: usize = 63;
+const MAX_LABEL: usize = 63;
 
 /// The facts that a plan is made from, apart from the claim.
 #[derive(Clone, Copy, Debug)]
@@ -68,7 +68,7 @@ pub fn plan(claim: &Claim, asked: &ClaimName, node: Node<'_>) -> Result<Prepared
     let allocation = claim.status.allocation.as_ref().ok_or_else(|| ClaimError::NotAllocated(name.clone()))?;
     let (results, configs) = (&allocation.devices.results, &allocation.devices.config);
     for (what, count, limit) in
-        [("devices", results.len(), MOST_DEVICES), ("configurations", configs.len(), MOST_CONFIGS)]
+        [("devices", results.len(), MAX_DEVICES), ("configurations", configs.len(), MAX_CONFIGS)]
     {
         if count > limit {
             return Err(ClaimError::TooMany { claim: name, what, count, limit });
@@ -132,7 +132,7 @@ pub fn plan(claim: &Claim, asked: &ClaimName, node: Node<'_>) -> Result<Prepared
     }
     let mps = mps::plan(&by_mps, others().filter_map(|(name, other)| Some((name, other.mps.as_ref()?))))?;
     // The annotation is a user's, and the name a DNS label that becomes a part of a path.
-    let is_label = |name: &String| name.len() <= LONGEST_LABEL && is_word(name, b"-");
+    let is_label = |name: &String| name.len() <= MAX_LABEL && is_word(name, b"-");
     let pod_claim_name = claim.pod_claim_name.clone().filter(is_label);
     let mut prepared = Prepared { devices: prepared, mps, pod_claim_name };
     if let Some(before) = node.state.ledger().prepared(&asked.uid) {

@@ -37,7 +37,7 @@ const CUDA_MPS_PIPE_DIRECTORY: &str = "CUDA_MPS_PIPE_DIRECTORY";
 const ANNOTATION_PLUGIN: &str = "nvidia-device-plugin";
 
 /// The longest name of an annotation without its prefix, in bytes (Kubernetes).
-const LONGEST_ANNOTATION: usize = 63;
+const MAX_ANNOTATION: usize = 63;
 
 /// The operator's options: the strategies by which containers get their GPUs, several at once if wanted, and their
 /// settings.
@@ -225,7 +225,7 @@ impl CdiOptions {
     pub fn place(&self, resource: &ResourceName, injection: &mut Injection) {
         if let Some(prefix) = &self.annotation_prefix {
             let name = format!("{ANNOTATION_PLUGIN}_{}", resource.as_str().replace('/', "_"));
-            let key = format!("{prefix}{}", shortened(&name, LONGEST_ANNOTATION));
+            let key = format!("{prefix}{}", shortened(&name, MAX_ANNOTATION));
             injection.annotations.insert(key, injection.cdi_devices.join(","));
         }
         if !self.cri {

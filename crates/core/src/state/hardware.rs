@@ -27,7 +27,7 @@ use crate::topology::{
 /// The time for which one line stands for all XIDs of its kind that change nothing.
 const XID_PERIOD: Duration = Duration::from_secs(60);
 /// The most kinds of such XIDs that have lines at a time. Only the metrics count further ones.
-const MOST_XIDS: usize = 1024;
+const MAX_XIDS: usize = 1024;
 
 /// The GPUs of the node.
 #[derive(Clone, Debug, Default)]
@@ -241,10 +241,10 @@ impl Hardware {
     fn is_worth_a_line(&mut self, xid: (GpuUuid, u64), now: Timestamp) -> bool {
         // A clock that went back ends the minute too.
         let is_recent = |since: &Timestamp| now >= *since && now.saturating_sub(*since) < XID_PERIOD;
-        if self.ignored_xids.len() >= MOST_XIDS {
+        if self.ignored_xids.len() >= MAX_XIDS {
             self.ignored_xids.retain(|_, since| is_recent(since));
         }
-        let is_quiet = self.ignored_xids.get(&xid).map_or(self.ignored_xids.len() >= MOST_XIDS, is_recent);
+        let is_quiet = self.ignored_xids.get(&xid).map_or(self.ignored_xids.len() >= MAX_XIDS, is_recent);
         if !is_quiet {
             self.ignored_xids.insert(xid, now);
         }

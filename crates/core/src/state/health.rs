@@ -19,9 +19,9 @@ use crate::topology::GpuUuid;
 /// The time that evidence has to last before a reason ends.
 pub(super) const HOLD_TIME: Duration = Duration::from_secs(60);
 /// The longest hold time of a GPU that flaps, in first hold times: an hour.
-const LONGEST_HOLD_TIME: u32 = 60;
+const MAX_HOLD_TIME: u32 = 60;
 /// The number of doublings from the first hold time to the longest.
-const MOST_FLAPS: u32 = 6;
+const MAX_FLAPS: u32 = 6;
 /// The healthy time that takes one doubling back.
 const DECAY: Duration = Duration::from_secs(3600);
 /// The longest time that one poll covers: two poll intervals.
@@ -30,7 +30,7 @@ const COVERED: Duration = Duration::from_secs(20);
 const FALLEN_OFF_THE_BUS: u64 = 79;
 /// The most reasons that stand at once. Only XIDs can be this many; further ones merge into the last reason, for the
 /// whole GPU.
-const MOST_REASONS: usize = 32;
+const MAX_REASONS: usize = 32;
 
 /// One reason, and the evidence that it has ended.
 #[derive(Clone, Debug)]
@@ -68,7 +68,7 @@ pub(super) struct GpuHealth {
 impl GpuHealth {
     /// Makes the health that the record of our last process describes.
     pub fn restored(kept: &GpuRecord) -> Self {
-        let standing = kept.reasons.iter().take(MOST_REASONS).map(|kept| Standing {
+        let standing = kept.reasons.iter().take(MAX_REASONS).map(|kept| Standing {
             remedied: kept.remedied,
             ..Standing::new(kept.reason.clone(), Duration::from_secs(kept.since), true)
         });
@@ -76,7 +76,7 @@ impl GpuHealth {
             standing: standing.collect(),
             record: GpuRecord {
                 reasons: Vec::new(),
-                flaps: kept.flaps.map(|flaps| flaps.min(MOST_FLAPS)),
+                flaps: kept.flaps.map(|flaps| flaps.min(MAX_FLAPS)),
                 ..kept.clone()
             },
             ..Self::default()
@@ -303,15 +303,15 @@ impl GpuHealth {
 
     /// The hold time of this GPU now.
     fn hold(&self, first: Duration) -> Duration {
-        let doublings = 1 << self.record.flaps.unwrap_or(0).min(MOST_FLAPS);
-        first.saturating_mul(LONGEST_HOLD_TIME.min(doublings))
+        let doublings = 1 << self.record.flaps.unwrap_or(0).min(MAX_FLAPS);
+        first.saturating_mul(MAX_HOLD_TIME.min(doublings))
     }
 
     fn fall(&mut self) {
         let hours = u32::try_from(self.well.as_secs() / DECAY.as_secs()).unwrap_or(u32::MAX);
         self.record.flaps = Some(match self.record.flaps {
             None => 0,
-            Some(flaps) if hours == 0 => (flaps + 1).min(MOST_FLAPS),
+            Some(flaps) if hours == 0 => (flaps + 1).min(MAX_FLAPS),
             Some(flaps) => flaps.saturating_sub(hours),
         });
         self.well = Duration::ZERO;
@@ -319,7 +319,7 @@ impl GpuHealth {
 
     /// Adds a reason, or starts the evidence against it again.
     fn begin(&mut self, reason: UnhealthyReason, now: Timestamp, seen_poll_since: bool) {
-        let full = self.standing.len() >= MOST_REASONS;
+        let full = self.standing.len() >= MAX_REASONS;
         let known = self.standing.iter().position(|standing| standing.reason.is(&reason));
         let Some(index) = known.or_else(|| full.then(|| self.standing.len() - 1)) else {
             self.standing.push(Standing::new(reason, now, seen_poll_since));

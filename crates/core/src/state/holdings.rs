@@ -41,7 +41,7 @@ pub struct ContainerName {
 }
 
 /// The most containers that are noted: no node has as many, and each makes several series of the metrics.
-const MOST_CONTAINERS: usize = 4096;
+const MAX_CONTAINERS: usize = 4096;
 
 /// The devices and claims of one container.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -65,7 +65,7 @@ impl Holdings {
     pub fn add(&mut self, name: ContainerName, holdings: ContainerHoldings) {
         let ContainerHoldings { devices, claims, pod_uid } = holdings;
         if devices.is_empty() && claims.is_empty()
-            || self.by_container.len() >= MOST_CONTAINERS && !self.by_container.contains_key(&name)
+            || self.by_container.len() >= MAX_CONTAINERS && !self.by_container.contains_key(&name)
         {
             return;
         }

@@ -8,7 +8,7 @@ use super::device::Timestamp;
 
 /// The time that the first list waits for the first poll and the first list of holders. An agent that has scanned the
 /// GPUs polls them at once. If it does not, it is in trouble, and the kubelet has waited long enough.
-const LONGEST: Timestamp = Timestamp::from_secs(20);
+const MAX_WAIT: Timestamp = Timestamp::from_secs(20);
 
 /// The things that the first list waits for.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -68,14 +68,14 @@ impl Opening {
 
     /// Opens the list if the wait has lasted too long, and returns true then. A clock that went back ends the wait too.
     pub(super) fn tick(&mut self, now: Timestamp) -> bool {
-        let over = |since: Timestamp| now < since || now.saturating_sub(since) >= LONGEST;
+        let over = |since: Timestamp| now < since || now.saturating_sub(since) >= MAX_WAIT;
         let ended = Self { without_gpus: self.without_gpus, ..Self::default() };
         self.scanned.is_some_and(over) && self.change(ended)
     }
 
     /// The time at which [`Self::tick`] opens the list.
     pub(super) fn deadline(self) -> Option<Timestamp> {
-        self.scanned.filter(|_| !self.is_open()).map(|since| since.saturating_add(LONGEST))
+        self.scanned.filter(|_| !self.is_open()).map(|since| since.saturating_add(MAX_WAIT))
     }
 
     /// Returns true if this change opened the list.
@@ -96,7 +96,7 @@ mod tests {
         assert!(!opening.polled() && !opening.is_open());
         opening.scanned(true, Timestamp::ZERO);
         assert!(!opening.is_open(), "the poll came before the scan");
-        assert_eq!(opening.deadline(), Some(LONGEST));
+        assert_eq!(opening.deadline(), Some(MAX_WAIT));
         assert!(opening.polled() && opening.is_open());
         assert_eq!(opening.deadline(), None);
     }
@@ -107,19 +107,19 @@ mod tests {
         opening.scanned(false, Timestamp::ZERO);
         assert!(opening.is_open(), "a node without GPUs");
         opening.claims_known();
-        opening.scanned(true, LONGEST);
+        opening.scanned(true, MAX_WAIT);
         assert!(opening.poll && opening.holders && !opening.claims && !opening.is_open());
-        opening.scanned(true, LONGEST);
+        opening.scanned(true, MAX_WAIT);
         assert!(opening.holders_known() || opening.polled());
     }
 
     #[test]
     fn wait_for_poll_and_holders_ends_in_time() {
         let mut opening = Opening { scan: true, poll: true, holders: true, ..Opening::default() };
-        assert!(!opening.tick(LONGEST), "the wait begins with the scan");
-        opening.scanned(true, LONGEST);
+        assert!(!opening.tick(MAX_WAIT), "the wait begins with the scan");
+        opening.scanned(true, MAX_WAIT);
         (opening.scan, opening.claims) = (true, true);
         assert!(!opening.polled() && !opening.holders_known() && !opening.is_open(), "the claims are missing");
-        assert!(!opening.tick(LONGEST) && opening.tick(LONGEST * 2) && opening.is_open());
+        assert!(!opening.tick(MAX_WAIT) && opening.tick(MAX_WAIT * 2) && opening.is_open());
     }
 }

@@ -136,7 +136,7 @@ pub struct Cordon {
 
 impl Cordon {
     /// The longest `by` and `why`, in bytes: a line of a log, of which a node may have 64.
-    pub const LONGEST: usize = 512;
+    pub const MAX_TEXT: usize = 512;
 }
 
 fn of(instance: Option<MigInstance>) -> String {

@@ -33,10 +33,10 @@ impl ResourceNameError {
 const QUOTA_PREFIX: &str = "requests.";
 
 /// The longest DNS subdomain, in characters.
-const MOST_DOMAIN: usize = 253;
+const MAX_DOMAIN: usize = 253;
 
 /// The longest name after the slash, in characters.
-const MOST_NAME: usize = 63;
+const MAX_NAME: usize = 63;
 
 impl ResourceName {
     /// The name of the whole GPUs of a node, `nvidia.com/gpu`.
@@ -73,10 +73,10 @@ fn broken_rule(text: &str) -> Option<&'static str> {
     if text.starts_with(QUOTA_PREFIX) {
         return Some("'requests.' is the prefix of quotas");
     }
-    if domain.len().saturating_add(QUOTA_PREFIX.len()) > MOST_DOMAIN {
+    if domain.len().saturating_add(QUOTA_PREFIX.len()) > MAX_DOMAIN {
         return Some("the domain is too long for a quota (244 characters at most)");
     }
-    (name.len() > MOST_NAME).then_some("the name after the slash is too long (63 characters at most)")
+    (name.len() > MAX_NAME).then_some("the name after the slash is too long (63 characters at most)")
 }
 
 impl FromStr for ResourceName {

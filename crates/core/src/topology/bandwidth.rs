@@ -31,7 +31,7 @@ pub fn nvlink(capability: Option<ComputeCapability>) -> u32 {
 }
 
 /// The most GPUs that pull from the switches in an all-reduce with NVLink SHARP: NCCL's `NCCL_MAX_NVLS_ARITY`.
-const MOST_NVLS_HEADS: u64 = 32;
+const MAX_NVLS_HEADS: u64 = 32;
 
 /// The bus bandwidth of an all-reduce with NVLink SHARP over `gpus` GPUs behind one NVSwitch plane, MB/s, by NCCL's
 /// model (docs/bandwidth.md). `port` is their smallest port, `capability` their lowest capability. `None` before Hopper
@@ -46,7 +46,7 @@ pub fn nvls(capability: ComputeCapability, port: u32, gpus: usize) -> Option<u64
         9 => 85,
         _ => return None,
     };
-    let heads = u64::try_from(gpus).unwrap_or(MOST_NVLS_HEADS).min(MOST_NVLS_HEADS);
+    let heads = u64::try_from(gpus).unwrap_or(MAX_NVLS_HEADS).min(MAX_NVLS_HEADS);
     let others = heads.checked_sub(1).filter(|others| *others > 0 && port > 0)?;
     Some(2 * percent * others * u64::from(port) / (100 * (heads + 1)))
 }

@@ -329,13 +329,13 @@ impl FromStr for MigProfile {
 }
 
 /// The most memory slices of a GPU.
-const MOST_SLICES: u32 = 8;
+const MAX_SLICES: u32 = 8;
 
 /// The most slots that are taken of one GPU. An H200 has some 40; NVML could report any number.
-const MOST_SLOTS: usize = 128;
+const MAX_SLOTS: usize = 128;
 
 /// The longest name, a DNS label.
-const MOST_NAME: usize = 63;
+const MAX_NAME: usize = 63;
 
 /// A MIG device that exists or could exist.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -380,8 +380,8 @@ pub fn possible_mig(topology: &NodeTopology) -> Vec<PossibleMig<'_>> {
                 let slot = MigSlot { profile_id: kind.id, placement: *placement };
                 let name = slot_name(&of, profile, slot);
                 let ends = placement.start.saturating_add(placement.size);
-                let is_sane = placement.size > 0 && ends <= MOST_SLICES && name.len() <= MOST_NAME;
-                if is_sane && own.len() < MOST_SLOTS && names.insert(name.clone()) {
+                let is_sane = placement.size > 0 && ends <= MAX_SLICES && name.len() <= MAX_NAME;
+                if is_sane && own.len() < MAX_SLOTS && names.insert(name.clone()) {
                     own.push(PossibleMig { name, gpu: place, kind, profile, slot });
                 }
             }

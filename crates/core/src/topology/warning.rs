@@ -252,9 +252,9 @@ fn odd_one(places: &[usize], value: impl Fn(usize) -> Option<u32>) -> Option<(us
 /// The pairs in words: all GPUs of a node may be refused.
 fn pairs_of(pairs: &[(PciAddress, PciAddress)]) -> String {
     /// The most pairs that are named.
-    const MOST: usize = 4;
-    let named = list(pairs.iter().take(MOST).map(|(one, two)| format!("{one} and {two}")));
-    let more = match pairs.len().saturating_sub(MOST) {
+    const MAX_NAMED: usize = 4;
+    let named = list(pairs.iter().take(MAX_NAMED).map(|(one, two)| format!("{one} and {two}")));
+    let more = match pairs.len().saturating_sub(MAX_NAMED) {
         0 => String::new(),
         1 => ", and 1 more pair".to_owned(),
         more => format!(", and {more} more pairs"),

@@ -16,14 +16,14 @@ use proptest::prelude::*;
 use crate::random_node;
 
 const NOW: Duration = Duration::from_secs(1_000);
-const MOST: usize = 5;
+const MAX_GPUS: usize = 5;
 
 /// The MIG state, model and display of one GPU, with each MIG device's slices, and true if it has media engines.
 type Look = (Option<(bool, Vec<(u32, bool)>)>, Option<usize>, Option<bool>);
 
 fn looks() -> impl Strategy<Value = Vec<Look>> {
     let devices = vec((1..4_u32, any::<bool>()), 0..4);
-    vec((option::of((any::<bool>(), devices)), option::of(0..2_usize), option::weighted(0.3, any::<bool>())), MOST)
+    vec((option::of((any::<bool>(), devices)), option::of(0..2_usize), option::weighted(0.3, any::<bool>())), MAX_GPUS)
 }
 
 fn mig_device(gpu: usize, index: u32, (slices, media): (u32, bool)) -> MigDeviceObservation {
@@ -131,7 +131,7 @@ proptest! {
 
     #[test]
     fn resources_are_what_the_plan_says_of_the_machine(
-        seen in random_node::node(MOST),
+        seen in random_node::node(MAX_GPUS),
         looks in looks(),
         plan in plan(),
         before in option::of(plan()),

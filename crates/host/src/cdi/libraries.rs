@@ -231,11 +231,11 @@ const MAGIC: &[u8] = b"glibc-ld.so.cache1.1";
 const ARCHITECTURE: usize = 0xff00;
 
 /// The longest file that is read. A host with 10,000 libraries has 1 MiB.
-const LONGEST: u64 = 16 << 20;
+const MAX_FILE: u64 = 16 << 20;
 
 /// The folders from `root` that have the 64-bit library of this soname; empty if there is no cache of this format.
 fn folders_of(root: &Path, soname: &str) -> BTreeSet<String> {
-    let bytes = files::read(&root.join("etc/ld.so.cache"), LONGEST).unwrap_or_default();
+    let bytes = files::read(&root.join("etc/ld.so.cache"), MAX_FILE).unwrap_or_default();
     let start = bytes.windows(MAGIC.len()).position(|part| part == MAGIC);
     let cache = start.and_then(|start| bytes.get(start..)).unwrap_or_default();
     let number = |at: usize| -> Option<usize> {

@@ -28,7 +28,9 @@ fn vgpu(devices: &Path) -> Vgpu {
     let mut found = Vgpu::Absent;
     for device in entries.flatten().map(|entry| entry.path()) {
         if fs::read_to_string(device.join("vendor")).is_ok_and(|vendor| vendor.trim() == NVIDIA) {
-            match files::read(&device.join("config"), LONGEST).map_or(Vgpu::Unknown, |space| guest(&space)) {
+            match files::read(&device.join("config"), MAX_CONFIGURATION_SPACE)
+                .map_or(Vgpu::Unknown, |space| guest(&space))
+            {
                 Vgpu::Absent => {}
                 Vgpu::Unknown => return Vgpu::Unknown,
                 present => found = present,
@@ -39,7 +41,7 @@ fn vgpu(devices: &Path) -> Vgpu {
 }
 
 /// The whole configuration space of a PCI Express device, in bytes.
-const LONGEST: u64 = 4096;
+const MAX_CONFIGURATION_SPACE: u64 = 4096;
 
 /// The part that every device has, in bytes. A process without privileges reads 64 bytes of it.
 const WHOLE: usize = 256;
@@ -51,7 +53,7 @@ const STATUS: (usize, u8) = (0x06, 0x10);
 const FIRST: usize = 0x34;
 
 /// The most capabilities: 48 of 4 bytes fit behind the header.
-const MOST: usize = 48;
+const MAX_CAPABILITIES: usize = 48;
 
 /// The id of a vendor-specific capability: id, next, length, content.
 const VENDOR_SPECIFIC: u8 = 0x09;
@@ -82,7 +84,7 @@ fn capability(space: &[u8]) -> Option<&[u8]> {
         return None;
     }
     let mut at = usize::from(space.get(FIRST)? & !3);
-    for _ in 0..MOST {
+    for _ in 0..MAX_CAPABILITIES {
         let [id, next, length] = space.get(at..at + 3)?.try_into().ok()?;
         if at == 0 {
             return None;

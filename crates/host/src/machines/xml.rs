@@ -130,7 +130,7 @@ pub(super) fn line(element: Element<'_>) -> u32 {
 }
 
 /// The most kinds of notes that are kept; further ones are counted.
-const MOST: usize = 50;
+const MAX_KINDS: usize = 50;
 
 /// The notes, one for each kind of oddity, at its first place.
 pub(super) struct Notes {
@@ -152,7 +152,7 @@ impl Notes {
         let error = what.into();
         if let Some((_, again)) = self.kept.iter_mut().find(|(note, _)| note.error == error) {
             *again += 1;
-        } else if self.kept.len() == MOST {
+        } else if self.kept.len() == MAX_KINDS {
             self.more += 1;
         } else {
             let own = element.attribute("busid").or_else(|| element.attribute("name")).map(excerpt);

@@ -107,7 +107,7 @@ pub(super) fn is_memory(answer: &str, mib: u64) -> bool {
 }
 
 /// The longest output that is read, in bytes.
-const LONGEST: u64 = 8 << 10;
+const MAX_OUTPUT: u64 = 8 << 10;
 
 /// The reason why a program did not do its work.
 #[derive(Debug, thiserror::Error)]
@@ -151,7 +151,7 @@ pub(super) async fn run(command: &mut Command, input: &str, within: Duration) ->
 async fn text(pipe: Option<impl AsyncRead + Unpin>) -> io::Result<String> {
     let mut bytes = Vec::new();
     if let Some(pipe) = pipe {
-        pipe.take(LONGEST).read_to_end(&mut bytes).await?;
+        pipe.take(MAX_OUTPUT).read_to_end(&mut bytes).await?;
     }
     Ok(String::from_utf8_lossy(&bytes).trim().to_owned())
 }

@@ -12,7 +12,7 @@ use linkwise_core::state::ResourceName;
 pub const HOST_ROOT: &str = "/run/nvidia/mps";
 
 /// The longest path of a Unix socket on Linux, in bytes: `sun_path` holds 108 with its zero.
-const LONGEST_SOCKET: usize = 107;
+const MAX_SOCKET_PATH: usize = 107;
 
 /// The longest name of a socket that the control daemon makes in its pipe directory.
 const LONGEST_PIPE: &str = "control_privileged";
@@ -96,8 +96,8 @@ impl Layout {
             format!(
                 "a resource of the domain '{MPS_SHM}' cannot be shared by MPS, whose clients have that folder as /dev/shm"
             )
-        } else if path.as_os_str().len() > LONGEST_SOCKET {
-            let (path, most) = (path.display(), LONGEST_SOCKET);
+        } else if path.as_os_str().len() > MAX_SOCKET_PATH {
+            let (path, most) = (path.display(), MAX_SOCKET_PATH);
             format!("the control daemon's socket would be {path}, longer than a socket's path may be ({most} bytes)")
         } else {
             return Ok(());
@@ -137,7 +137,7 @@ mod tests {
             Layout::new(MPS_CONTAINER_ROOT).check(&name.parse().unwrap()).map_err(|error| error.to_string())
         };
         assert_eq!(check("nvidia.com/gpu.shared"), Ok(()));
-        let longest = LONGEST_SOCKET - "/mps//gpu/pipe/control_privileged".len();
+        let longest = MAX_SOCKET_PATH - "/mps//gpu/pipe/control_privileged".len();
         let fits = format!("{}/gpu", "a".repeat(longest).replacen("aa", "a.", 20));
         assert_eq!(check(&fits), Ok(()), "{fits}");
         let long = check(&format!("{fits}s")).unwrap_err();

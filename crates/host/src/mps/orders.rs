@@ -24,7 +24,7 @@ use linkwise_system::files;
 const VERSION: u32 = 1;
 
 /// The longest file that is read, in bytes: an order takes about 150 for each GPU.
-const LONGEST: u64 = 256 << 10;
+const MAX_FILE: u64 = 256 << 10;
 
 /// The content of the file.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -68,7 +68,7 @@ impl Orders {
     /// Reads the orders; none if there is no file. Fails if the file has another version, or orders that contradict
     /// each other.
     pub fn read(layout: &Layout) -> io::Result<Self> {
-        let bytes = match files::read(&layout.orders(), LONGEST) {
+        let bytes = match files::read(&layout.orders(), MAX_FILE) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Self::default()),
             bytes => bytes?,
         };

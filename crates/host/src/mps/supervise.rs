@@ -116,7 +116,7 @@ async fn one_daemon(
 }
 
 /// The longest file that is read, in bytes; 16 GPUs take about 1,500.
-const LONGEST: u64 = 64 << 10;
+const MAX_FILE: u64 = 64 << 10;
 
 /// A marker in place; dropping it removes the file.
 #[derive(Debug)]
@@ -183,7 +183,7 @@ pub fn shm_of_ready(layout: &Layout, resource: &ResourceName, wanted: &Limits) -
         Err(TryLockError::Error(error)) => return Err(unreadable(&error)),
     }
     let mut text = Vec::new();
-    file.take(LONGEST).read_to_end(&mut text).map_err(|error| unreadable(&error))?;
+    file.take(MAX_FILE).read_to_end(&mut text).map_err(|error| unreadable(&error))?;
     let limits: Limits = serde_json::from_slice(&text).map_err(|error| unreadable(&error))?;
     match limits.hold(wanted) {
         true if limits.own_shm => Ok(MpsShm::Own),
@@ -193,6 +193,6 @@ pub fn shm_of_ready(layout: &Layout, resource: &ResourceName, wanted: &Limits) -
 }
 
 fn failure(layout: &Layout, resource: &ResourceName) -> NotReady {
-    let text = files::read(&layout.failure(resource), LONGEST);
+    let text = files::read(&layout.failure(resource), MAX_FILE);
     text.map_or(NotReady::NoMarker, |text| NotReady::Failed(String::from_utf8_lossy(&text).into_owned()))
 }

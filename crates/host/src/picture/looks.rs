@@ -223,7 +223,7 @@ pub(super) fn wrap(text: &str, style: Style, room: i64) -> Vec<String> {
 }
 
 /// The most characters that are kept of a text from a file.
-const LONGEST: usize = 240;
+const MAX_CHARACTERS: usize = 240;
 
 /// Returns a character of untrusted text, or its replacement: white space becomes a blank, and characters that XML
 /// forbids or that change the direction of writing are replaced.
@@ -238,10 +238,10 @@ pub fn harmless(letter: char) -> char {
     }
 }
 
-/// Returns untrusted text as one [`harmless`] line, cut to `LONGEST`.
+/// Returns untrusted text as one [`harmless`] line, cut to `MAX_CHARACTERS`.
 pub fn clean(text: &str) -> String {
     let mut letters = text.chars().map(harmless);
-    let mut kept: String = letters.by_ref().take(LONGEST).collect();
+    let mut kept: String = letters.by_ref().take(MAX_CHARACTERS).collect();
     if letters.next().is_some() {
         kept.push('…');
     }

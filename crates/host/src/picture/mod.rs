@@ -24,7 +24,7 @@ pub use svg::{element, svg};
 pub use text::{machine_tree, matrix};
 
 /// The most interfaces that are named in one box.
-const MOST_NAMES: usize = 4;
+const MAX_NAMES: usize = 4;
 
 /// The widest row of packages, if this can be met: on a common screen its texts can still be read.
 const WIDEST: i64 = 2000;
@@ -274,8 +274,8 @@ impl Sketch<'_> {
                 names.push(part.pci.map_or("NIC".to_owned(), |pci| format!("NIC {}", address(pci))));
             }
         }
-        let more = names.len().saturating_sub(MOST_NAMES);
-        names.truncate(MOST_NAMES);
+        let more = names.len().saturating_sub(MAX_NAMES);
+        names.truncate(MAX_NAMES);
         names.extend((more > 0).then(|| format!("+{more}")));
         names.extend(fastest.map(|mbps| format!("{} Gb/s", mbps / 1000)));
         let tooltip = parts.iter().map(|part| clean(&part.label())).collect::<Vec<_>>().join("; ");

@@ -18,7 +18,7 @@ use linkwise_core::state::ResourceDevice;
 /// The file's name: `kubeletDeviceManagerCheckpoint` of k8s.io/kubernetes/pkg/kubelet/cm/devicemanager.
 const NAME: &str = "kubelet_internal_checkpoint";
 /// The longest file that is read: a node of 16 GPUs in 1024 slots, all held, has less than 1 MiB of it.
-const LONGEST: u64 = 16 << 20;
+const MAX_FILE: u64 = 16 << 20;
 /// The longest time that reading may take: a file system that hangs must not hide what PodResources lists.
 const TIMEOUT: Duration = Duration::from_secs(2);
 
@@ -90,7 +90,7 @@ pub(super) async fn read(folder: &Path) -> Result<Vec<ContainerDevices>, Checkpo
 async fn bounded(path: &Path) -> io::Result<Vec<u8>> {
     use tokio::io::AsyncReadExt;
     let mut text = Vec::new();
-    tokio::fs::File::open(path).await?.take(LONGEST).read_to_end(&mut text).await?;
+    tokio::fs::File::open(path).await?.take(MAX_FILE).read_to_end(&mut text).await?;
     Ok(text)
 }
 

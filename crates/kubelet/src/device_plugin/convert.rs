@@ -67,12 +67,12 @@ pub(super) fn container(injection: Injection) -> wire::ContainerAllocateResponse
 
 /// The longest refusal, in characters. It goes into a header and into the log; what Kubernetes allows as an id (63)
 /// and as a resource's name (317) fits.
-const LONGEST_REFUSAL: usize = 512;
+const MAX_REFUSAL: usize = 512;
 
 /// A refused order: an unknown or repeated id is the caller's mistake, an unhealthy device is not.
 pub(super) fn refusal(error: &AllocateError) -> Status {
     let mut words = error.to_string();
-    if let Some((end, _)) = words.char_indices().nth(LONGEST_REFUSAL) {
+    if let Some((end, _)) = words.char_indices().nth(MAX_REFUSAL) {
         words.truncate(end);
         words.push_str(" ...");
     }

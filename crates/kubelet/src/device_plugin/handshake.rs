@@ -24,7 +24,7 @@ const ASK_BETWEEN: Duration = Duration::from_secs(30);
 const SEEN_TO_END: Duration = Duration::from_secs(1);
 /// The longest time for which the kubelet has no client under the resource's name, because the plugin before us lives:
 /// longer than a pod may take to end. Without a client, a kubelet up to 1.36 does not notice our end.
-const LONGEST_BESIDE: Duration = Duration::from_secs(5 * 60);
+const MAX_TIME_BESIDE: Duration = Duration::from_secs(5 * 60);
 /// The time between the end of a plugin that registered over us and our next registration: the kubelet has seen that
 /// end too, most likely.
 const SOON: Duration = Duration::from_millis(20);
@@ -196,7 +196,7 @@ impl DevicePluginHandshake {
 
     /// Until the plugin before us has ended, and the kubelet has seen that.
     fn beside(&mut self, attempts: &mut Attempts, now: Duration) {
-        let wait = if self.predecessor { LONGEST_BESIDE } else { SEEN_TO_END };
+        let wait = if self.predecessor { MAX_TIME_BESIDE } else { SEEN_TO_END };
         self.enter(attempts, Phase::Beside, Some(now + wait));
     }
 
@@ -205,7 +205,7 @@ impl DevicePluginHandshake {
         (self.renewing, attempts.until) = (true, Some(now + self.limits.register));
         attempts.act(Action::Own(OwnAction::Renew));
         if std::mem::take(&mut self.predecessor) {
-            let why = format!("it is still there after {LONGEST_BESIDE:?}");
+            let why = format!("it is still there after {MAX_TIME_BESIDE:?}");
             attempts.act(Action::Own(OwnAction::ReportDetached(Err(why))));
         }
     }

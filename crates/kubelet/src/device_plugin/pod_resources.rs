@@ -29,7 +29,7 @@ use wire::pod_resources_lister_client::PodResourcesListerClient;
 /// The longest time that one answer may take.
 const TIMEOUT: Duration = Duration::from_secs(2);
 /// The longest answer that is read, as much as the kubelet's own clients take.
-const LONGEST: usize = 16 << 20;
+const MAX_ANSWER: usize = 16 << 20;
 /// The least time between two questions for the holders while an answer is awaited: a container whose Allocate was
 /// answered before the first of two questions is in the answer to the second (`state::doors`).
 const ASK_OFTEN: Duration = Duration::from_secs(1);
@@ -74,13 +74,13 @@ async fn call<T>(
 ) -> Option<T> {
     let exchange = async {
         let (channel, _) = connect(socket).await.ok()?;
-        ask(PodResourcesListerClient::new(channel).max_decoding_message_size(LONGEST)).await.ok()
+        ask(PodResourcesListerClient::new(channel).max_decoding_message_size(MAX_ANSWER)).await.ok()
     };
     tokio::time::timeout(TIMEOUT, exchange).await.ok().flatten()
 }
 
 /// The longest name of a pod, in characters; a namespace and a container have shorter ones.
-const LONGEST_NAME: usize = 253;
+const MAX_NAME: usize = 253;
 
 /// Reads which devices containers and claims hold now. A name that is no resource's is not ours and is left out.
 async fn listed(socket: &Path) -> Option<Holdings> {
@@ -107,7 +107,7 @@ async fn listed(socket: &Path) -> Option<Holdings> {
 
 /// A name, as far as Kubernetes allows names to be long.
 fn shortened(mut name: String) -> String {
-    if let Some((end, _)) = name.char_indices().nth(LONGEST_NAME) {
+    if let Some((end, _)) = name.char_indices().nth(MAX_NAME) {
         name.truncate(end);
     }
     name

@@ -18,7 +18,7 @@ use linkwise_core::names::shortened;
 use linkwise_core::state::ResourceName;
 use linkwise_kubelet_api::v1beta1::device_plugin_server::DevicePluginServer;
 use linkwise_system::files;
-use linkwise_system::uds::{self, FileId, LONGEST_PATH, Peer};
+use linkwise_system::uds::{self, FileId, MAX_SOCKET_PATH, Peer};
 
 /// The length of the rest of a socket's name after the name of its resource: a dash, eight hexadecimal digits, `.sock`.
 const REST: usize = 14;
@@ -27,7 +27,7 @@ const KUBELETS_FOLDER: &str = "/var/lib/kubelet/device-plugins";
 
 /// The first part of the names of a resource's sockets, in every version and every start of linkwise.
 fn prefix(folder: &Path, resource: &ResourceName) -> String {
-    let room = LONGEST_PATH.saturating_sub(folder.as_os_str().len().max(KUBELETS_FOLDER.len()) + 1 + REST);
+    let room = MAX_SOCKET_PATH.saturating_sub(folder.as_os_str().len().max(KUBELETS_FOLDER.len()) + 1 + REST);
     shortened(&format!("linkwise-{}", resource.as_str().replace('/', "_")), room) + "-"
 }
 
@@ -152,7 +152,7 @@ mod tests {
         let kubelets = Path::new(KUBELETS_FOLDER);
         for resource in [ResourceName::gpu(), longest.clone(), name(60).parse().unwrap()] {
             let prefix = prefix(kubelets, &resource);
-            assert!(kubelets.join(&prefix).as_os_str().len() + REST <= LONGEST_PATH + 1, "{prefix}");
+            assert!(kubelets.join(&prefix).as_os_str().len() + REST <= MAX_SOCKET_PATH + 1, "{prefix}");
         }
         assert_eq!(prefix(kubelets, &ResourceName::gpu()), "linkwise-nvidia.com_gpu-");
         // Long names that differ at their end only have different sockets.

@@ -23,7 +23,7 @@ const VERSION: u32 = 1;
 
 /// The longest file that is read. A claim has 32 devices at most, of some 300 bytes each; earlier versions kept some KiB
 /// of edits for each request.
-const LONGEST: u64 = 1 << 20;
+const MAX_FILE: u64 = 1 << 20;
 
 /// Only linkwise reads them.
 const MODE: u32 = 0o600;
@@ -213,7 +213,7 @@ impl CheckpointFolder {
 /// Reads one file; its name has the UID of its claim.
 fn read(path: &Path, uid: &str) -> Found {
     let unread = |error: io::Error| Box::new(Unreadable { why: error.to_string(), is_torn: false, parts: None });
-    let bytes = files::read(path, LONGEST).map_err(unread)?;
+    let bytes = files::read(path, MAX_FILE).map_err(unread)?;
     parse(&bytes, uid).map_err(|why| {
         let value = serde_json::from_slice::<Value>(&bytes).ok();
         let parts = value.as_ref().and_then(|value| parts(value, uid)).map(Box::new);

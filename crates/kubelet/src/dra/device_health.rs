@@ -20,7 +20,7 @@ use linkwise_kubelet_api::dra_health::v1alpha1 as wire;
 use linkwise_kubelet_api::dra_health::v1alpha1::dra_resource_health_server::DraResourceHealth as DraResourceHealthV1Alpha1;
 
 /// The longest message, in characters: the kubelet cuts it there.
-const LONGEST_MESSAGE: usize = 1024;
+const MAX_MESSAGE: usize = 1024;
 
 /// Both versions of the service, for one session with the kubelet.
 #[derive(Clone)]
@@ -102,7 +102,7 @@ fn message(pool: &str, reports: &BTreeMap<String, Report>) -> wire::NodeWatchRes
         last_updated_time: i64::try_from(now.as_secs()).unwrap_or(i64::MAX),
         // The kubelet's default, twice our heartbeat.
         health_check_timeout_seconds: 0,
-        message: why.chars().take(LONGEST_MESSAGE).collect(),
+        message: why.chars().take(MAX_MESSAGE).collect(),
     });
     wire::NodeWatchResourcesResponse { devices: devices.collect() }
 }

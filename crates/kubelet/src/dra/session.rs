@@ -25,7 +25,7 @@ use linkwise_kubelet_api::dra_health::v1alpha1::dra_resource_health_server::DraR
 use linkwise_kubelet_api::pluginregistration as wire;
 use linkwise_kubelet_api::pluginregistration::registration_server::{Registration, RegistrationServer};
 use linkwise_kubelet_api::{dra, dra_health};
-use linkwise_system::uds::LONGEST_PATH;
+use linkwise_system::uds::MAX_SOCKET_PATH;
 
 /// The first part of the names of our sockets; eight hexadecimal digits follow.
 const PREFIX: &str = "linkwise-";
@@ -48,14 +48,14 @@ const VERDICTS: usize = 16;
 fn registration_name(folder: &Path, driver: &str, number: u32) -> String {
     let begin = format!("{PREFIX}{number:08x}@");
     let folder = folder.as_os_str().len().max(KUBELETS_REGISTRY.len());
-    let room = LONGEST_PATH.saturating_sub(folder + 1 + begin.len() + REGISTRATION.len());
+    let room = MAX_SOCKET_PATH.saturating_sub(folder + 1 + begin.len() + REGISTRATION.len());
     format!("{begin}{}{REGISTRATION}", shortened(driver, room))
 }
 
 /// The folder of our service sockets: one for each driver, as its name or shortened.
 fn service_folder(plugins: &Path, driver: &str) -> PathBuf {
     let folder = plugins.as_os_str().len().max(KUBELETS_PLUGINS.len());
-    let room = LONGEST_PATH.saturating_sub(folder + 2 + PREFIX.len() + 8 + ".sock".len());
+    let room = MAX_SOCKET_PATH.saturating_sub(folder + 2 + PREFIX.len() + 8 + ".sock".len());
     plugins.join(shortened(driver, room))
 }
 
@@ -179,9 +179,9 @@ mod tests {
         let (registry, plugins) = (Path::new(KUBELETS_REGISTRY), Path::new(KUBELETS_PLUGINS));
         for driver in ["gpu.nvidia.com".to_owned(), format!("{}.example.com", "x".repeat(51)), "y".repeat(63)] {
             let name = registration_name(registry, &driver, 7);
-            assert!(registry.join(&name).as_os_str().len() <= LONGEST_PATH, "{name}");
+            assert!(registry.join(&name).as_os_str().len() <= MAX_SOCKET_PATH, "{name}");
             let endpoint = service_folder(plugins, &driver).join(format!("{PREFIX}{:08x}.sock", 7));
-            assert!(endpoint.as_os_str().len() <= LONGEST_PATH, "{}", endpoint.display());
+            assert!(endpoint.as_os_str().len() <= MAX_SOCKET_PATH, "{}", endpoint.display());
         }
         assert_eq!(registration_name(registry, "gpu.nvidia.com", 7), "linkwise-00000007@gpu.nvidia.com-reg.sock");
         // Long names that differ at their end only have different sockets.

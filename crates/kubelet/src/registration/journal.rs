@@ -11,7 +11,7 @@ use linkwise_system::lock;
 use linkwise_system::uds::Peer;
 
 /// The most troubles, and the most refused users, that are remembered; further ones are not logged.
-const MOST: usize = 64;
+const MAX_REMEMBERED: usize = 64;
 
 /// Logs what happens to a plugin: a trouble once until the plugin serves again, a refused user once.
 pub struct Journal {
@@ -24,7 +24,11 @@ pub struct Journal {
 impl Journal {
     /// The journal of a plugin.
     pub fn new(plugin: Part, readiness: Readiness) -> Self {
-        Self { plugin, readiness, told: Mutex::new((Once::with_bound(MOST), Once::with_bound(MOST))) }
+        Self {
+            plugin,
+            readiness,
+            told: Mutex::new((Once::with_bound(MAX_REMEMBERED), Once::with_bound(MAX_REMEMBERED))),
+        }
     }
 
     /// Returns true for the first trouble of its words since the plugin last served, and for a user's first refusal.
@@ -100,8 +104,8 @@ mod tests {
         let journal = journal();
         let refused = |uid| Life::<Phase>::Refused(Refusal::Caller(Peer { uid, pid: None }));
         let logged = (0..10_000).filter(|uid| journal.is_news(&refused(*uid))).count();
-        assert_eq!(logged, MOST);
+        assert_eq!(logged, MAX_REMEMBERED);
         let logged = (0..10_000).filter(|number: &u32| journal.is_news(&ended(number.to_string()))).count();
-        assert_eq!(logged, MOST);
+        assert_eq!(logged, MAX_REMEMBERED);
     }
 }

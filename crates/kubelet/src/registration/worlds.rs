@@ -34,7 +34,7 @@ pub trait Neighbour: Debug + Default + Sized {
     /// The longest time to it from any state, once everything works.
     const RECOVERY: Duration;
     /// The longest time until the machine's next timer.
-    const LONGEST_WAIT: Duration;
+    const MAX_WAIT: Duration;
 
     /// The machine at its start.
     fn machine(seed: u64) -> RegistrationMachine<Self::Handshake>;
@@ -199,7 +199,7 @@ impl<N: Neighbour> World<N> {
         };
         assert!(self.machine.is_over() || self.now.saturating_sub(self.phase.1) <= longest, "too long in {phase:?}");
         if let Some(wake) = self.machine.wake() {
-            assert!(wake <= self.now + N::LONGEST_WAIT, "waits for longer than anything may take: {wake:?}");
+            assert!(wake <= self.now + N::MAX_WAIT, "waits for longer than anything may take: {wake:?}");
         }
         N::check(self);
     }

@@ -29,7 +29,7 @@ use linkwise_system::uds::{self, Callers, Listener, SocketFile};
 const DEADLINE: Duration = Duration::from_secs(30);
 
 /// The longest body of an order, in bytes: a cordon's texts, with every byte escaped.
-const LONGEST_BODY: usize = 2 * 6 * Cordon::LONGEST + 1024;
+const MAX_BODY: usize = 2 * 6 * Cordon::MAX_TEXT + 1024;
 
 /// The result of an order.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -127,7 +127,7 @@ fn routes(orders: Orders) -> Router {
         .route("/gpus/{uuid}/clear", post(clear))
         .route("/gpus/{uuid}/cordon", post(cordon))
         .route("/gpus/{uuid}/uncordon", post(uncordon))
-        .layer(DefaultBodyLimit::max(LONGEST_BODY))
+        .layer(DefaultBodyLimit::max(MAX_BODY))
         .with_state(orders)
 }
 
@@ -149,9 +149,9 @@ async fn clear(orders: StateOf<Orders>, uuid: PathOf<String>) -> Response {
 }
 
 async fn cordon(orders: StateOf<Orders>, uuid: PathOf<String>, body: Bytes) -> Response {
-    let is_short = |cordon: &Cordon| [&cordon.by, &cordon.why].iter().all(|text| text.len() <= Cordon::LONGEST);
+    let is_short = |cordon: &Cordon| [&cordon.by, &cordon.why].iter().all(|text| text.len() <= Cordon::MAX_TEXT);
     match serde_json::from_slice::<Cordon>(&body) {
-        Ok(cordon) if !is_short(&cordon) => refused(format!("name and reason: at most {} bytes", Cordon::LONGEST)),
+        Ok(cordon) if !is_short(&cordon) => refused(format!("name and reason: at most {} bytes", Cordon::MAX_TEXT)),
         Ok(cordon) if cordon.why.trim().is_empty() => refused("a cordon needs a reason"),
         Ok(cordon) => for_gpu(orders, &uuid, |gpu| Order::Cordon(gpu, Some(cordon))).await,
         Err(error) => refused(format!("no cordon: {error}")),

@@ -24,7 +24,7 @@ const RECENT: Duration = Duration::from_secs(10);
 /// The place of a scan among the events of a start: after the plan, before what is said of its GPUs.
 const OBSERVED: u8 = 3;
 /// The most such errors that are remembered.
-const MOST: usize = 256;
+const MAX_ERRORS: usize = 256;
 
 /// An order of the takeover to the node.
 #[derive(Debug)]
@@ -77,7 +77,7 @@ impl Memory {
             }
             Event::Xid { .. } | Event::DoubleBitEcc(..) => {
                 self.errors.push_back((now, event.clone()));
-                let surplus = self.errors.len().saturating_sub(MOST);
+                let surplus = self.errors.len().saturating_sub(MAX_ERRORS);
                 self.errors.drain(..surplus);
                 return;
             }
@@ -223,9 +223,9 @@ mod tests {
         // The scan that an owner passed on comes after the plan, and before what is said of its GPUs.
         let passed = Event::Observed(Box::default());
         assert_eq!(memory.replay(Some(Box::default()), later)[2..4], [passed, Event::DriverBack]);
-        for code in 0..2 * MOST {
+        for code in 0..2 * MAX_ERRORS {
             memory.remember(&xid(u64::try_from(code).unwrap()), later);
         }
-        assert_eq!(memory.errors.len(), MOST);
+        assert_eq!(memory.errors.len(), MAX_ERRORS);
     }
 }

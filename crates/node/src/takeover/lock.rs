@@ -19,7 +19,7 @@ use linkwise_system::files;
 
 const FILE: &str = "owner.lock";
 /// The longest content that is read, in bytes.
-const LONGEST: u64 = 1 << 16;
+const MAX_CONTENT: u64 = 1 << 16;
 /// The number of pods that handed over and are remembered.
 const RETIRED: usize = 16;
 /// The longest time that a process waits for the disk to give the lock, before it does something else.
@@ -42,7 +42,7 @@ impl Owner {
     fn at(folder: &Path) -> Self {
         let mut text = String::new();
         let file = File::open(folder.join(FILE));
-        let read = file.and_then(|file| file.take(LONGEST).read_to_string(&mut text));
+        let read = file.and_then(|file| file.take(MAX_CONTENT).read_to_string(&mut text));
         read.ok().and_then(|_| serde_json::from_str(&text).ok()).unwrap_or_default()
     }
 

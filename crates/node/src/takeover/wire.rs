@@ -16,7 +16,7 @@ use tokio::io::Interest;
 use tokio::net::UnixStream;
 
 /// The longest line, in bytes: a health record has 1 MiB at most.
-const LONGEST: usize = 2 << 20;
+const MAX_LINE: usize = 2 << 20;
 
 /// A message of one side to the other.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -111,7 +111,7 @@ impl Connection {
                     word => return Ok((word, self.passed.take())),
                 }
             }
-            if self.buffer.len() > LONGEST {
+            if self.buffer.len() > MAX_LINE {
                 return Err(io::Error::new(io::ErrorKind::InvalidData, "a line without an end"));
             }
             let (stream, buffer, passed) = (&self.stream, &mut self.buffer, &mut self.passed);

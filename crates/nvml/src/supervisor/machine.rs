@@ -27,7 +27,7 @@ use linkwise_core::words::few;
 const MAX_UNENDED: usize = 2;
 
 /// The longest pause before an agent is started again, as a multiple of the first.
-const LONGEST: u32 = 60;
+const MAX_DELAY: u32 = 60;
 
 /// The time that a start and a poll wait for short files; facts that come later count later.
 const FILES: Duration = Duration::from_millis(500);
@@ -162,7 +162,7 @@ const NOT_LISTED: &str = ": the driver could not start them (dmesg, NVRM), or th
 impl DriverMachine {
     pub fn new(settings: Settings) -> Self {
         Self {
-            backoff: Backoff::new(settings.pause, settings.pause.saturating_mul(LONGEST)),
+            backoff: Backoff::new(settings.pause, settings.pause.saturating_mul(MAX_DELAY)),
             quarantine: Quarantine::new(settings.trial),
             renewal: Renewal::new(settings.trial),
             view: View::new(settings.poll),

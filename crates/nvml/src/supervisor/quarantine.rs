@@ -18,7 +18,7 @@ const STRIKES: u32 = 2;
 /// The longest time between two strikes that count together.
 const WINDOW: Duration = Duration::from_secs(3600);
 /// The longest pause before a trial, as a multiple of the first.
-const LONGEST: u32 = 60;
+const MAX_DELAY: u32 = 60;
 
 #[derive(Debug, Default)]
 pub(super) struct Quarantine {
@@ -59,7 +59,7 @@ impl Quarantine {
     /// Starts without blamed GPUs. The first trial of a GPU comes after `first_trial`; each next pause is twice as
     /// long.
     pub fn new(first_trial: Duration) -> Self {
-        let backoff = Backoff::new(first_trial, first_trial.saturating_mul(LONGEST));
+        let backoff = Backoff::new(first_trial, first_trial.saturating_mul(MAX_DELAY));
         Self { backoff, gpus: BTreeMap::new() }
     }
 
@@ -157,7 +157,7 @@ impl Renewal {
     /// Starts with every GPU in reach. The first new agent for a GPU out of reach follows after `first`; each next
     /// pause is twice as long.
     pub fn new(first: Duration) -> Self {
-        let backoff = Backoff::new(first, first.saturating_mul(LONGEST));
+        let backoff = Backoff::new(first, first.saturating_mul(MAX_DELAY));
         Self { backoff, unheard: u32::MAX, ..Self::default() }
     }
 

@@ -18,7 +18,7 @@ use linkwise_core::topology::{GpuUuid, HostObservation, NodeObservation, PciAddr
 use linkwise_host::hwloc::BusGpus;
 
 /// The most polls from one incomplete scan to the next: about five minutes.
-const LONGEST: u32 = 32;
+const MAX_POLLS: u32 = 32;
 
 /// The most events that may wait for the scan that names their GPUs.
 const MAX_HELD: usize = 1000;
@@ -59,7 +59,7 @@ pub(super) struct View {
 impl View {
     /// Starts without scans. `poll` is the time from one poll to the next.
     pub fn new(poll: Duration) -> Self {
-        Self { backoff: Backoff::new(poll, poll.saturating_mul(LONGEST)), ..Self::default() }
+        Self { backoff: Backoff::new(poll, poll.saturating_mul(MAX_POLLS)), ..Self::default() }
     }
 
     /// Takes a scan through NVML. It waits for the host until `until` at the latest. Returns true if a scan of the host

@@ -21,7 +21,7 @@ use crate::files;
 pub use peer::{Callers, Peer};
 
 /// The longest path of a Unix socket, in bytes: sun_path of unix(7) less its closing zero.
-pub const LONGEST_PATH: usize = 107;
+pub const MAX_SOCKET_PATH: usize = 107;
 
 /// The most connections that may wait to be accepted, as tokio and the standard library set it.
 const BACKLOG: i32 = 1024;

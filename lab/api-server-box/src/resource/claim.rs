@@ -12,13 +12,13 @@ use linkwise_scheduler_box::Quantity;
 
 /// The limit of Kubernetes 1.36 (`types.go`) for `DeviceRequestsMaxSize`, `…ConstraintsMaxSize`, `…ConfigMaxSize`,
 /// `AllocationResultsMaxSize` and `DeviceSelectorsMaxSize`.
-const MOST: usize = 32;
+const MAX_ITEMS: usize = 32;
 /// `FirstAvailableDeviceRequestMaxSize`.
-const MOST_ALTERNATIVES: usize = 8;
+const MAX_ALTERNATIVES: usize = 8;
 /// `CELSelectorExpressionMaxLength`, `OpaqueParametersMaxLength`.
-const LONGEST_TEXT: usize = 10 * 1024;
+const MAX_TEXT: usize = 10 * 1024;
 /// `ResourceClaimReservedForMaxSize`.
-const MOST_CONSUMERS: usize = 256;
+const MAX_CONSUMERS: usize = 256;
 
 pub(super) fn admit(gates: Gates, key: &Key, live: Option<&Value>, object: &mut Value) -> Result<(), Refusal> {
     let before = live.map(|live| &live["spec"]["devices"]["requests"]);
@@ -71,13 +71,13 @@ pub(super) fn admit_status(key: &Key, live: &Value, object: &mut Value) -> Resul
         checks.invalid("status.allocation", "{…}", "field is immutable");
     }
     let reserved = list(&status["reservedFor"]);
-    checks.at_most("status.reservedFor", reserved.len(), MOST_CONSUMERS);
+    checks.at_most("status.reservedFor", reserved.len(), MAX_CONSUMERS);
     if allocation.is_null() && !reserved.is_empty() {
         checks.forbidden("status.reservedFor", "may not be specified when `allocated` is not set");
     }
     if !allocation.is_null() {
         let (requests, results) = (names(&live["spec"]), list(&allocation["devices"]["results"]));
-        checks.at_most("status.allocation.devices.results", results.len(), MOST);
+        checks.at_most("status.allocation.devices.results", results.len(), MAX_ITEMS);
         for (index, result) in results.iter().enumerate() {
             let field = format!("status.allocation.devices.results[{index}]");
             check_request(&mut checks, &format!("{field}.request"), text(&result["request"]), &requests);
@@ -138,7 +138,7 @@ fn fill_in(requests: Option<&mut Value>) {
 fn check_spec(checks: &mut Checks, field: &str, spec: &Value) {
     let (devices, requests) = (&spec["devices"], names(spec));
     let field = format!("{field}.devices");
-    checks.at_most(format!("{field}.requests"), list(&devices["requests"]).len(), MOST);
+    checks.at_most(format!("{field}.requests"), list(&devices["requests"]).len(), MAX_ITEMS);
     let mut seen = BTreeSet::new();
     for (index, request) in list(&devices["requests"]).iter().enumerate() {
         let field = format!("{field}.requests[{index}]");
@@ -148,7 +148,7 @@ fn check_spec(checks: &mut Checks, field: &str, spec: &Value) {
             (true, false) => check_exactly(checks, &format!("{field}.exactly"), &request["exactly"]),
             (false, true) => {
                 let field = format!("{field}.firstAvailable");
-                checks.at_most(&field, alternatives.len(), MOST_ALTERNATIVES);
+                checks.at_most(&field, alternatives.len(), MAX_ALTERNATIVES);
                 let mut seen = BTreeSet::new();
                 for (index, alternative) in alternatives.iter().enumerate() {
                     let field = format!("{field}[{index}]");
@@ -163,7 +163,7 @@ fn check_spec(checks: &mut Checks, field: &str, spec: &Value) {
         }
     }
     let constraints = list(&devices["constraints"]);
-    checks.at_most(format!("{field}.constraints"), constraints.len(), MOST);
+    checks.at_most(format!("{field}.constraints"), constraints.len(), MAX_ITEMS);
     for (index, constraint) in constraints.iter().enumerate() {
         let field = format!("{field}.constraints[{index}]");
         for (index, name) in list(&constraint["requests"]).iter().enumerate() {
@@ -195,18 +195,18 @@ fn check_exactly(checks: &mut Checks, field: &str, request: &Value) {
 }
 
 fn check_selectors(checks: &mut Checks, field: &str, selectors: &Value) {
-    checks.at_most(field, list(selectors).len(), MOST);
+    checks.at_most(field, list(selectors).len(), MAX_ITEMS);
     for (index, selector) in list(selectors).iter().enumerate() {
         let field = format!("{field}[{index}].cel");
         match selector["cel"]["expression"].as_str() {
             None | Some("") => checks.required(format!("{field}.expression"), ""),
-            Some(expression) => checks.not_longer(format!("{field}.expression"), expression, LONGEST_TEXT),
+            Some(expression) => checks.not_longer(format!("{field}.expression"), expression, MAX_TEXT),
         }
     }
 }
 
 fn check_config(checks: &mut Checks, field: &str, config: &Value, requests: Option<&BTreeSet<String>>) {
-    checks.at_most(field, list(config).len(), MOST);
+    checks.at_most(field, list(config).len(), MAX_ITEMS);
     for (index, config) in list(config).iter().enumerate() {
         let field = format!("{field}[{index}]");
         for (index, name) in list(&config["requests"]).iter().enumerate() {
@@ -224,7 +224,7 @@ fn check_config(checks: &mut Checks, field: &str, config: &Value, requests: Opti
             Value::Null => checks.required(format!("{field}.parameters"), ""),
             Value::Object(_) => {
                 let text = opaque["parameters"].to_string();
-                checks.not_longer(format!("{field}.parameters"), &text, LONGEST_TEXT);
+                checks.not_longer(format!("{field}.parameters"), &text, MAX_TEXT);
             }
             other => checks.invalid(format!("{field}.parameters"), other, "must be a valid JSON object"),
         }

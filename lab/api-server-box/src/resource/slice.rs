@@ -16,14 +16,14 @@ use linkwise_scheduler_box::Quantity;
 /// `…MaxDevicesWithTaintsOrConsumesCounters`, `…MaxCounterSets`, `…MaxCountersPerCounterSet`,
 /// `…MaxDeviceCounterConsumptionsPerDevice`, `…MaxAttributesAndCapacitiesPerDevice`, `DeviceTaintsMaxLength`,
 /// `DeviceAttributeMaxValueLength`.
-const MOST_DEVICES: usize = 128;
-const MOST_DEVICES_WITH_TAINTS: usize = 64;
-const MOST_COUNTER_SETS: usize = 8;
-const MOST_COUNTERS: usize = 32;
-const MOST_COUNTER_SETS_OF_A_DEVICE: usize = 2;
-const MOST_ATTRIBUTES: usize = 32;
-const MOST_TAINTS: usize = 16;
-const LONGEST_VALUE: usize = 64;
+const MAX_DEVICES: usize = 128;
+const MAX_DEVICES_WITH_TAINTS: usize = 64;
+const MAX_COUNTER_SETS: usize = 8;
+const MAX_COUNTERS: usize = 32;
+const MAX_COUNTER_SETS_OF_A_DEVICE: usize = 2;
+const MAX_ATTRIBUTES: usize = 32;
+const MAX_TAINTS: usize = 16;
+const MAX_VALUE: usize = 64;
 
 const EFFECTS: [&str; 3] = ["NoSchedule", "NoExecute", "None"];
 
@@ -238,7 +238,7 @@ fn check(checks: &mut Checks, spec: &Spec) {
         checks.invalid("spec", "{…}", "only one of `sharedCounters` or `devices` is allowed");
     }
     let special = |device: &Device| !device.taints.is_empty() || !device.consumes_counters.is_empty();
-    let most = if spec.devices.iter().any(special) { MOST_DEVICES_WITH_TAINTS } else { MOST_DEVICES };
+    let most = if spec.devices.iter().any(special) { MAX_DEVICES_WITH_TAINTS } else { MAX_DEVICES };
     checks.at_most("spec.devices", spec.devices.len(), most);
     let mut names = BTreeSet::new();
     for (index, device) in spec.devices.iter().enumerate() {
@@ -246,7 +246,7 @@ fn check(checks: &mut Checks, spec: &Spec) {
         checks.unique_label(&format!("{field}.name"), &device.name, &mut names);
         check_device(checks, &field, device);
     }
-    checks.at_most("spec.sharedCounters", spec.shared_counters.len(), MOST_COUNTER_SETS);
+    checks.at_most("spec.sharedCounters", spec.shared_counters.len(), MAX_COUNTER_SETS);
     let mut names = BTreeSet::new();
     for (index, set) in spec.shared_counters.iter().enumerate() {
         let field = format!("spec.sharedCounters[{index}]");
@@ -257,7 +257,7 @@ fn check(checks: &mut Checks, spec: &Spec) {
 
 fn check_device(checks: &mut Checks, field: &str, device: &Device) {
     let together = device.attributes.len() + device.capacity.len();
-    checks.at_most(field, together, MOST_ATTRIBUTES);
+    checks.at_most(field, together, MAX_ATTRIBUTES);
     for (name, attribute) in &device.attributes {
         let field = format!("{field}.attributes[{name}]");
         checks.qualified(&field, name, false);
@@ -267,10 +267,10 @@ fn check_device(checks: &mut Checks, field: &str, device: &Device) {
             _ => checks.invalid(&field, "{…}", "exactly one value must be specified"),
         }
         if let Some(text) = &attribute.string {
-            checks.not_longer(format!("{field}.string"), text, LONGEST_VALUE);
+            checks.not_longer(format!("{field}.string"), text, MAX_VALUE);
         }
         if let Some(text) = &attribute.version {
-            checks.not_longer(format!("{field}.version"), text, LONGEST_VALUE);
+            checks.not_longer(format!("{field}.version"), text, MAX_VALUE);
             if semver::Version::parse(text).is_err() {
                 let why = "must be a string compatible with semver.org spec 2.0.0";
                 checks.invalid(format!("{field}.version"), text, why);
@@ -290,14 +290,14 @@ fn check_device(checks: &mut Checks, field: &str, device: &Device) {
             }
         }
     }
-    checks.at_most(format!("{field}.consumesCounters"), device.consumes_counters.len(), MOST_COUNTER_SETS_OF_A_DEVICE);
+    checks.at_most(format!("{field}.consumesCounters"), device.consumes_counters.len(), MAX_COUNTER_SETS_OF_A_DEVICE);
     let mut names = BTreeSet::new();
     for (index, consumption) in device.consumes_counters.iter().enumerate() {
         let field = format!("{field}.consumesCounters[{index}]");
         checks.unique_label(&format!("{field}.counterSet"), &consumption.counter_set, &mut names);
         check_counters(checks, &field, &consumption.counters);
     }
-    checks.at_most(format!("{field}.taints"), device.taints.len(), MOST_TAINTS);
+    checks.at_most(format!("{field}.taints"), device.taints.len(), MAX_TAINTS);
     let mut seen = BTreeSet::new();
     for (index, taint) in device.taints.iter().enumerate() {
         let field = format!("{field}.taints[{index}]");
@@ -375,7 +375,7 @@ fn check_counters(checks: &mut Checks, field: &str, counters: &BTreeMap<String, 
     if counters.is_empty() {
         checks.required(format!("{field}.counters"), "");
     }
-    checks.at_most(format!("{field}.counters"), counters.len(), MOST_COUNTERS);
+    checks.at_most(format!("{field}.counters"), counters.len(), MAX_COUNTERS);
     for (name, counter) in counters {
         checks.label(&format!("{field}.counters[{name}]"), name);
         check_quantity(checks, &format!("{field}.counters[{name}].value"), &counter.value);

@@ -19,7 +19,7 @@ use crate::state::{self, Answer, State, enter_gpu, enter_mig};
 
 const NOT_FOUND: nvmlReturn_t = nvmlReturn_enum_NVML_ERROR_NOT_FOUND;
 /// The most MIG devices that a GPU of today can have.
-const MOST: c_uint = 7;
+const MAX_MIG_DEVICES: c_uint = 7;
 /// NVML_GPU_INSTANCE_PROFILE_COUNT of NVML 13; the bindings have that of NVML 12.
 const PROFILES: c_uint = 18;
 /// The difference between a compute instance's handle and its GPU instance's number.
@@ -85,13 +85,13 @@ exports! {
 
     fn nvmlDeviceGetMaxMigDeviceCount(device: nvmlDevice_t, count: *mut c_uint) {
         let (state, at) = enter_gpu("nvmlDeviceGetMaxMigDeviceCount", device)?;
-        put(count, mig(&state, at).map_or(0, |_| MOST))
+        put(count, mig(&state, at).map_or(0, |_| MAX_MIG_DEVICES))
     }
 
     fn nvmlDeviceGetMigDeviceHandleByIndex(device: nvmlDevice_t, index: c_uint, mig_device: *mut nvmlDevice_t) {
         let (state, at) = enter_gpu("nvmlDeviceGetMigDeviceHandleByIndex", device)?;
         let mig = mig(&state, at)?;
-        if index >= MOST {
+        if index >= MAX_MIG_DEVICES {
             return Err(INVALID);
         }
         let found = mig.devices.iter().any(|device| mig.enabled && device.index == index);
@@ -262,7 +262,7 @@ exports! {
         let bare = *layout.bare.iter().find(|bare| bare.id == id).ok_or(NOT_FOUND)?;
         let of = layout.profiles.iter().find(|known| known.id == bare.profile_id).ok_or(NOT_FOUND)?.clone();
         let compute_slices = [1, 2, 3, 4, 7, 8, 6].get(profile as usize).copied().ok_or(INVALID)?;
-        let index = (0..MOST).find(|index| layout.device(*index).is_none()).ok_or(INVALID)?;
+        let index = (0..MAX_MIG_DEVICES).find(|index| layout.device(*index).is_none()).ok_or(INVALID)?;
         let extension = match of.number {
             7 | 8 => "media",
             10..=12 => "graphics",

@@ -34,10 +34,10 @@ use show::{Kind, Load, Outcome, Simulation};
 const JOBS_PER_NODE: u32 = 20;
 
 /// The least number of jobs by default.
-const LEAST_JOBS: u32 = 1000;
+const MIN_JOBS: u32 = 1000;
 
 /// The most GPUs of a claim (`resource.k8s.io/v1`, `AllocationResultsMaxSize`).
-const MOST_GPUS: usize = 32;
+const MAX_GPUS: usize = 32;
 
 /// A cluster and its jobs.
 struct Cluster {
@@ -116,12 +116,12 @@ fn cluster(args: &SimulateArgs) -> Result<Cluster> {
     let (machines, weights) = machines::load(args.node.as_deref(), asked)?;
     let kinds = machines::kinds(usize::try_from(nodes)?, &weights)?;
     let whole = |kind: &usize| machines.get(*kind).map_or(0, |machine| machine.whole.len());
-    let most = kinds.iter().map(whole).max().unwrap_or(0).min(MOST_GPUS);
+    let most = kinds.iter().map(whole).max().unwrap_or(0).min(MAX_GPUS);
     let (jobs, load) = match &args.trace {
         Some(trace) => (read_trace(trace)?, None),
         None => {
             let gpus = kinds.iter().map(whole).sum::<usize>() as u64;
-            let count = asked.jobs.unwrap_or_else(|| nodes.saturating_mul(JOBS_PER_NODE).max(LEAST_JOBS));
+            let count = asked.jobs.unwrap_or_else(|| nodes.saturating_mul(JOBS_PER_NODE).max(MIN_JOBS));
             let load = Load { seed: args.seed, load: asked.load, jobs: count, filling: count / 4 };
             (jobs::made_up(count, gpus, most, asked.load, &mut Draws::new(args.seed)), Some(load))
         }

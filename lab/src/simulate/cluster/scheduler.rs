@@ -13,10 +13,10 @@ use super::shapes::Shapes;
 use super::states::{Answer, State, States};
 
 /// The least number of fitting nodes that ends the search.
-const LEAST_NODES: usize = 100;
+const MIN_NODES: usize = 100;
 
 /// The highest score of a plugin (`MaxNodeScore`).
-const MOST_SCORE: i64 = 100;
+const MAX_SCORE: i64 = 100;
 
 /// The weight of the score of alternatives (`applyDynamicResources` in `pkg/scheduler/apis/config/v1/default_plugins.go`).
 /// That of LeastAllocated is 1.
@@ -133,7 +133,7 @@ impl<'a> Scheduler<'a> {
 /// `percentageOfNodesToScore`).
 fn enough(nodes: usize) -> usize {
     let percent = 50_usize.saturating_sub(nodes / 125).max(5);
-    if nodes < LEAST_NODES { nodes } else { (nodes * percent / 100).max(LEAST_NODES) }
+    if nodes < MIN_NODES { nodes } else { (nodes * percent / 100).max(MIN_NODES) }
 }
 
 /// The place of the score that the scheduler takes of these. Equal ones are not drawn: without extenders the one decides
@@ -159,7 +159,7 @@ fn top(scores: &[i64]) -> Option<usize> {
 /// The score of a node: that of its alternatives, relative to the highest of the nodes (`DefaultNormalizeScore`), and that
 /// by CPU.
 pub(super) fn total(score: i64, most: i64, by_cpu: i64) -> i64 {
-    (score * MOST_SCORE).checked_div(most).unwrap_or(score) * ALTERNATIVES + by_cpu
+    (score * MAX_SCORE).checked_div(most).unwrap_or(score) * ALTERNATIVES + by_cpu
 }
 
 #[cfg(test)]

@@ -17,10 +17,10 @@ use crate::topology::{
 };
 
 /// The longest text, in bytes (`DeviceAttributeMaxValueLength`).
-const MOST_TEXT: usize = 64;
+const MAX_TEXT: usize = 64;
 
 /// The largest PCI domain of `resource.kubernetes.io/pciBusID`: four hexadecimal digits.
-const MOST_DOMAIN: u32 = 0xffff;
+const MAX_DOMAIN: u32 = 0xffff;
 
 /// The domain of Kubernetes' own attributes.
 const STANDARD: &str = "resource.kubernetes.io";
@@ -43,7 +43,7 @@ pub(super) struct Draft<'a> {
 impl Draft<'_> {
     /// Adds a text. One that the API server would refuse is left out.
     fn text(&mut self, name: &str, value: Option<impl ToString>) {
-        self.put_valid(name, value, |text| (text.len() <= MOST_TEXT).then(|| Attribute::String(text.to_owned())));
+        self.put_valid(name, value, |text| (text.len() <= MAX_TEXT).then(|| Attribute::String(text.to_owned())));
     }
 
     /// Adds a version as NVML or the driver writes it.
@@ -170,7 +170,7 @@ impl Draft<'_> {
         self.version("cudaDriverVersion", versions.cuda.map(|cuda| format!("{}.{}", cuda.major, cuda.minor)));
         self.text("addressingMode", Some(&gpu.facts.addressing_mode.map_or(String::new(), |mode| mode.to_string())));
         self.text(&format!("{STANDARD}/pcieRoot"), gpu.pcie_root.as_ref());
-        self.text(&format!("{STANDARD}/pciBusID"), Some(gpu.pci).filter(|pci| pci.domain() <= MOST_DOMAIN));
+        self.text(&format!("{STANDARD}/pciBusID"), Some(gpu.pci).filter(|pci| pci.domain() <= MAX_DOMAIN));
         // The node that NICs or CPUs are on too: for a GPU with memory of its own, the node with CPUs beside it.
         let numa = gpu.cpu_node.or(gpu.numa).map(|numa| numa.0);
         self.number(&format!("{STANDARD}/numaNode"), numa);
@@ -254,7 +254,7 @@ fn version(text: &str) -> Option<String> {
     };
     let numbers: Vec<String> = parts.iter().map(number).collect::<Option<_>>()?;
     let version = numbers.join(".");
-    (numbers.len() == 3 && version.len() <= MOST_TEXT).then_some(version)
+    (numbers.len() == 3 && version.len() <= MAX_TEXT).then_some(version)
 }
 
 /// NVIDIA's key for an XID, with its number as the value.

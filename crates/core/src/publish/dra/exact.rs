@@ -15,7 +15,7 @@ use crate::allocation::{AllocationTables, GpuSet, subsets};
 pub const NVLINK_DOMAIN: &str = "nvlinkDomain";
 
 /// The most sets of one group that are valued.
-const MOST_SETS: usize = 1 << 14;
+const MAX_SETS: usize = 1 << 14;
 
 /// The whole of a share.
 const WHOLE: u64 = 1000;
@@ -152,7 +152,7 @@ pub fn of(
 
 /// The least collective of so many GPUs of one group, MB/s.
 pub fn promised(attribute: &GroupAttribute, gpus: usize, valued: Valued<'_>) -> Option<u64> {
-    let sets = attribute.groups.iter().flat_map(|group| subsets(*group, gpus)).take(MOST_SETS + 1);
+    let sets = attribute.groups.iter().flat_map(|group| subsets(*group, gpus)).take(MAX_SETS + 1);
     let collectives: Vec<u64> = sets.map(|set| collective(valued, set)).collect::<Option<_>>()?;
-    collectives.iter().min().copied().filter(|_| collectives.len() <= MOST_SETS)
+    collectives.iter().min().copied().filter(|_| collectives.len() <= MAX_SETS)
 }

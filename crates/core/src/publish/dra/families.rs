@@ -16,17 +16,17 @@ use crate::topology::PciAddress;
 
 /// The most families of a node, of all sizes: the 32 attributes and capacities of a device, less those that a GPU has
 /// anyway.
-const MOST: usize = 10;
+const MAX_FAMILIES: usize = 10;
 
 /// The most sets that are valued for one size. A size with more (eights of 17 GPUs) has no family.
-const MOST_SETS: usize = 1 << 14;
+const MAX_SETS: usize = 1 << 14;
 
 /// The most steps of the search for one family, each as often as there are sets to be found: far more than 16 GPUs
 /// need. After that the best family so far is taken.
-const MOST_STEPS: usize = 1 << 20;
+const MAX_STEPS: usize = 1 << 20;
 
 /// The most states of a node by which families are compared: all states of up to 12 GPUs.
-const MOST_STATES: usize = 1 << 12;
+const MAX_STATES: usize = 1 << 12;
 
 /// The limit for rare families: one that claims take in fewer than one of so many states is not worth an attribute.
 const RARE: usize = 32;
@@ -66,7 +66,7 @@ pub fn families(tables: &AllocationTables) -> Vec<Family> {
     let mut candidates: Vec<(usize, Candidate)> = candidates.enumerate().collect();
     // Of equal families the first counts.
     candidates.sort_by_key(|(_, candidate)| Reverse((candidate.is_first, candidate.adds)));
-    candidates.truncate(MOST);
+    candidates.truncate(MAX_FAMILIES);
     candidates.sort_by_key(|(at, _)| *at);
     candidates.into_iter().map(|(_, candidate)| candidate.family).collect()
 }
@@ -125,15 +125,15 @@ pub(super) fn states(gpus: usize) -> impl Iterator<Item = GpuSet> {
     let next = move |state: &u64| Some(state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1));
     let some = core::iter::successors(Some(1), next).map(move |state| GpuSet(state.rotate_left(32)).intersection(all));
     let every = (0..=gpus).flat_map(move |size| subsets(all, size));
-    let is_small = 1_usize.checked_shl(u32::try_from(gpus).unwrap_or(u32::MAX)).is_some_and(|all| all <= MOST_STATES);
-    every.take(if is_small { MOST_STATES } else { 0 }).chain(some.take(if is_small { 0 } else { MOST_STATES }))
+    let is_small = 1_usize.checked_shl(u32::try_from(gpus).unwrap_or(u32::MAX)).is_some_and(|all| all <= MAX_STATES);
+    every.take(if is_small { MAX_STATES } else { 0 }).chain(some.take(if is_small { 0 } else { MAX_STATES }))
 }
 
 /// The sets of a size by tier, the best first. Within a tier the better sets by all values come first.
 fn tiers(tables: &AllocationTables, size: usize) -> Vec<Vec<GpuSet>> {
     let gpus = tables.topology().gpus().len();
     let all: GpuSet = (0..gpus).collect();
-    if subsets(all, size).take(MOST_SETS + 1).count() > MOST_SETS {
+    if subsets(all, size).take(MAX_SETS + 1).count() > MAX_SETS {
         return Vec::new();
     }
     let mut sets: Vec<(Values, GpuSet)> = subsets(all, size).map(|set| (tables.worth(set), set)).collect();
@@ -162,7 +162,7 @@ fn most_sets(left: &[GpuSet], good: &BTreeSet<GpuSet>, size: usize, gpus: usize)
         }
     }
     let (mut best, mut most): (Vec<GpuSet>, usize) = (Vec::new(), 0);
-    let steps = MOST_STEPS / left.len().max(1);
+    let steps = MAX_STEPS / left.len().max(1);
     // A family, its members, the number of its sets, and the first group that may still join it.
     let mut open = vec![(Vec::new(), GpuSet::default(), 0, 0)];
     for _ in 0..steps {

@@ -135,20 +135,20 @@ const SIZES: [usize; 4] = [8, 4, 2, 1];
 const RATED: [usize; 3] = [2, 4, 8];
 
 /// The most GPUs of which an order is rated: of more, all sets of eight are too many.
-const MOST_RATED: usize = AllocationTables::EXACT_GPUS;
+const MAX_RATED_GPUS: usize = AllocationTables::EXACT_GPUS;
 
 /// The rate of a perfect order for one size, before which no set is worse than the machine's best.
 const PERFECT: u64 = 1_000_000;
 
 /// Rounds of exchanges: each makes the order better, and a machine has few kinds of sets.
-const MOST_ROUNDS: usize = 16;
+const MAX_ROUNDS: usize = 16;
 
 /// The GPUs of the machine in the order in which they are published.
 pub fn order(tables: &AllocationTables) -> Vec<usize> {
     let by_address: Vec<usize> = (0..tables.topology().gpus().len()).collect();
     let mut parts = Vec::new();
     let nested = nest(tables, by_address.iter().copied().collect(), &mut parts);
-    if by_address.len() > MOST_RATED {
+    if by_address.len() > MAX_RATED_GPUS {
         return nested;
     }
     let rating = Rating::new(tables, &by_address);
@@ -262,7 +262,7 @@ impl Rated {
 
     /// Takes the best of the orders near this one, as long as one is better.
     fn improve(&mut self, rating: &Rating, near: impl Fn(&[usize]) -> Vec<Vec<usize>>) {
-        for _ in 0..MOST_ROUNDS {
+        for _ in 0..MAX_ROUNDS {
             let found = near(&self.order).into_iter().map(|order| Self::new(rating, order));
             // Of equals the first.
             match found.min_by_key(Self::key) {

@@ -10,14 +10,14 @@ use crate::quote::quoted;
 use crate::state::{DRA_DRIVER, GpuShares};
 
 /// The most devices of a slice (Kubernetes 1.36, `ResourceSliceMaxDevices`).
-pub const MOST_DEVICES: usize = 128;
+pub const MAX_DEVICES: usize = 128;
 
 /// The most devices of a slice in which any has taints or consumes counters (1.35 and later,
 /// `ResourceSliceMaxDevicesWithTaintsOrConsumesCounters`).
-pub const MOST_DEVICES_WITH_TAINTS: usize = 64;
+pub const MAX_DEVICES_WITH_TAINTS: usize = 64;
 
 /// The most counter sets of a slice (1.35 and later, `ResourceSliceMaxCounterSets`).
-pub const MOST_COUNTER_SETS: usize = 8;
+pub const MAX_COUNTER_SETS: usize = 8;
 
 /// Everything that a node publishes.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -75,13 +75,13 @@ impl Pool {
     /// There is at least one slice with devices, because an empty slice shows that the driver works. If the devices fit
     /// there is only one, because Kubernetes up to 1.35 reads several in any order.
     ///
-    /// If they do not fit, each slice has [`MOST_DEVICES_WITH_TAINTS`] devices even without taints, so that a taint
+    /// If they do not fit, each slice has [`MAX_DEVICES_WITH_TAINTS`] devices even without taints, so that a taint
     /// moves no device to another slice.
     pub fn slices(&self, generation: u64) -> Vec<SliceSpec> {
         let is_limited = |device: &SliceDevice| !device.taints.is_empty() || !device.consumes_counters.is_empty();
-        let fits_one = self.devices.len() <= MOST_DEVICES && !self.devices.iter().any(is_limited);
-        let most = if fits_one { MOST_DEVICES } else { MOST_DEVICES_WITH_TAINTS };
-        let counters = self.counters.chunks(MOST_COUNTER_SETS).map(|counters| (counters.to_vec(), None));
+        let fits_one = self.devices.len() <= MAX_DEVICES && !self.devices.iter().any(is_limited);
+        let most = if fits_one { MAX_DEVICES } else { MAX_DEVICES_WITH_TAINTS };
+        let counters = self.counters.chunks(MAX_COUNTER_SETS).map(|counters| (counters.to_vec(), None));
         let mut parts: Vec<(Vec<CounterSet>, Option<Vec<SliceDevice>>)> = counters.collect();
         parts.extend(self.devices.chunks(most).map(|devices| (Vec::new(), Some(devices.to_vec()))));
         if self.devices.is_empty() {

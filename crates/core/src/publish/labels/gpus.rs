@@ -6,7 +6,7 @@
 use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
 
-use super::{LabelProblem, Labels, MOST, Shared, sanitised};
+use super::{LabelProblem, Labels, MAX_VALUE, Shared, sanitised};
 use crate::state::ResourcePlan;
 use crate::topology::{ComputeCapability, DisplayClass, Gpu, NodeTopology};
 
@@ -55,7 +55,7 @@ pub(super) fn most<'a, T, R: Ord>(
 /// so that the suffix, by which schedulers tell MIG devices from GPUs, stays.
 pub(super) fn product(model: Option<&str>, end: &str) -> Option<String> {
     let name = sanitised(model?);
-    let kept = name.get(..MOST.saturating_sub(end.len())).unwrap_or(&name);
+    let kept = name.get(..MAX_VALUE.saturating_sub(end.len())).unwrap_or(&name);
     let is_cut = kept.len() < name.len();
     let kept = if is_cut { kept.trim_end_matches(|c: char| !c.is_ascii_alphanumeric()) } else { kept };
     Some(format!("{kept}{end}"))

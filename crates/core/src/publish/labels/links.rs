@@ -12,7 +12,7 @@ use crate::topology::{FabricObservation, NodeTopology, Rank};
 
 /// The most sets that the search for the largest island tries: far more than 16 GPUs can need. After that the largest
 /// so far counts.
-const MOST_SETS: u32 = 1 << 16;
+const MAX_SETS: u32 = 1 << 16;
 
 pub(super) fn labels(topology: &NodeTopology, settings: &LabelSettings, labels: &mut Labels) {
     let clique = clique(topology, labels);
@@ -71,7 +71,7 @@ fn largest(gpus: usize, linked: impl Fn(usize, usize) -> bool) -> usize {
     while let Some((size, candidates)) = open.pop() {
         looked_at += 1;
         best = best.max(size);
-        if size + candidates.len() <= best || looked_at > MOST_SETS {
+        if size + candidates.len() <= best || looked_at > MAX_SETS {
             continue;
         }
         // The last pushed is tried first: the set with the first candidate comes before the set without it.

@@ -247,7 +247,7 @@ impl Shared {
 
 /// The longest value, and the longest name behind the slash of a key, in bytes (Kubernetes,
 /// apimachinery/pkg/util/validation).
-const MOST: usize = 63;
+const MAX_VALUE: usize = 63;
 
 /// Makes a text fit to be part of a value, as GPU Feature Discovery does: characters other than letters, digits, '-',
 /// '_' and '.' are removed, and the words that are left are joined by '-'. The length and the first and last characters
@@ -269,5 +269,5 @@ fn is_key(key: &str) -> bool {
 }
 
 fn is_name(text: &str) -> bool {
-    text.len() <= MOST && is_word(text, b"-_.")
+    text.len() <= MAX_VALUE && is_word(text, b"-_.")
 }

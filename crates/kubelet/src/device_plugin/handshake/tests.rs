@@ -119,7 +119,7 @@ impl Neighbour for Kubelet {
     const GOAL: Phase = Phase::Serving;
     // The longest deadline, then a close, then the longest pause, and the calls.
     const RECOVERY: Duration = Duration::from_secs(15 + 1 + 16 + 1);
-    const LONGEST_WAIT: Duration = LONGEST_BESIDE;
+    const MAX_WAIT: Duration = MAX_TIME_BESIDE;
 
     fn machine(seed: u64) -> RegistrationMachine<DevicePluginHandshake> {
         RegistrationMachine::new(COMMON, Phase::WaitingForKubelet, DevicePluginHandshake::new(LIMITS), seed)
@@ -138,7 +138,7 @@ impl Neighbour for Kubelet {
             Phase::Registering | Phase::Detaching => LIMITS.register,
             Phase::WaitingForStream => LIMITS.stream,
             Phase::Confirming => CONFIRM,
-            Phase::Beside => LONGEST_BESIDE + LIMITS.register,
+            Phase::Beside => MAX_TIME_BESIDE + LIMITS.register,
             _ => Duration::MAX,
         }
     }

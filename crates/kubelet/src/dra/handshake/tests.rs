@@ -77,7 +77,7 @@ impl Neighbour for Kubelet {
     const GOAL: Phase = Phase::Registered;
     // The deadline, then a close, then the longest pause, and the calls.
     const RECOVERY: Duration = Duration::from_secs(60 + 1 + 16 + 1);
-    const LONGEST_WAIT: Duration = OFFER;
+    const MAX_WAIT: Duration = OFFER;
 
     fn machine(seed: u64) -> RegistrationMachine<DraHandshake> {
         RegistrationMachine::new(LIMITS, Phase::WaitingForGpus, DraHandshake::new(OFFER), seed)
