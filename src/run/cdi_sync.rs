@@ -16,9 +16,9 @@ use tokio::sync::watch;
 
 use crate::config::Settings;
 use crate::config::settings::DeviceListStrategy;
-use linkwise_core::once::Once;
 use linkwise_core::publish::RdmaNodes;
 use linkwise_core::publish::injection::{CdiOptions, HostDevices, InjectionOptions};
+use linkwise_core::reported::Reported;
 use linkwise_core::state::NodeState;
 use linkwise_host::cdi;
 use linkwise_host::hwloc;
@@ -155,7 +155,7 @@ impl CdiSync {
     ) -> Result<()> {
         readiness.add(Part::CdiSync, "writing the first files");
         let Self { mut scan, host_devices, ready, cdi, scan_every, .. } = self;
-        let (mut warned, mut failing) = (Once::new(), Once::new());
+        let (mut warned, mut failing) = (Reported::new(), Reported::new());
         loop {
             // Without the right, the last scan stays valid for the containers of this process.
             let Ok(right) = files.wait_for(Option::is_some).await.map(|right| right.clone()) else { return Ok(()) };

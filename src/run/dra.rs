@@ -24,12 +24,12 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use crate::config::Settings;
-use linkwise_core::once::Once;
 use linkwise_core::publish::dra::slice::Pool;
 use linkwise_core::publish::dra::{
     DraFacts, DraProblem, DraSettings, LayoutCache, ServerVersion, devices, mig_counters, offered_now,
 };
 use linkwise_core::publish::injection::{CdiOptions, HostDevices, InjectionOptions};
+use linkwise_core::reported::Reported;
 use linkwise_core::state::{DRA_DRIVER, NodeState};
 use linkwise_host::cdi;
 use linkwise_kubelet::dra::{self, CdiLink, Handover, Phase, PluginMetrics, ReadClaim};
@@ -153,7 +153,7 @@ fn publish(
         evict_from_lost: settings.dra_evict_lost.value,
         dynamic_mig: settings.dra_dynamic_mig.value,
         layouts: LayoutCache::default(),
-        reported: Once::new(),
+        reported: Reported::new(),
         last: None,
     };
     node.readiness.add(Part::DraSlices, "waiting for GPUs");
@@ -204,7 +204,7 @@ struct PoolMaker {
     /// Set if MIG devices are made for claims.
     dynamic_mig: bool,
     layouts: LayoutCache,
-    reported: Once<DraProblem>,
+    reported: Reported<DraProblem>,
     last: Option<Arc<Pool>>,
 }
 

@@ -17,8 +17,8 @@ use tokio::time::{sleep, timeout};
 
 use crate::config::{Interval, RunArgs, Settings};
 use linkwise_core::backoff::Backoff;
-use linkwise_core::once::Once;
 use linkwise_core::publish::labels::{HostFacts, LabelFacts, LabelProblem, LabelSettings, labels};
+use linkwise_core::reported::Reported;
 use linkwise_core::state::{DriverVersions, NodeState};
 use linkwise_core::topology::{NodeObservation, NodeTopology};
 use linkwise_host::labels::{LabelMetrics, LabelsFile, host, own_fabric};
@@ -115,7 +115,7 @@ impl LabelSource {
 
     /// Sends the labels whenever they change.
     pub async fn run(mut self, labels: watch::Sender<Option<NodeLabels>>) -> Result<()> {
-        let (mut reported, mut unknown) = (Once::new(), Once::new());
+        let (mut reported, mut unknown) = (Reported::new(), Reported::new());
         let begin = self.idle.borrow().clone();
         let (mut host, mut reading) = (HostFacts::default(), None);
         loop {
@@ -170,7 +170,7 @@ impl LabelSource {
 }
 
 /// Logs problems, each once as long as it lasts.
-pub(super) fn report(reported: &mut Once<LabelProblem>, problems: Vec<LabelProblem>) {
+pub(super) fn report(reported: &mut Reported<LabelProblem>, problems: Vec<LabelProblem>) {
     for problem in reported.replace(problems) {
         tracing::warn!("{problem}");
     }

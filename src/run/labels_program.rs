@@ -22,7 +22,7 @@ use super::driver::{agent_of, driver_of, gate, limits_of};
 use super::labels::{FileWriter, LabelSource, LabelsWatch, labels_of, report, settings_of};
 use crate::config::settings::{Loaded, load, load_text};
 use crate::config::{Environment, FileWatch, Interval, LabelsArgs, Settings};
-use linkwise_core::once::Once;
+use linkwise_core::reported::Reported;
 use linkwise_core::state::{Event, NodeState};
 use linkwise_core::topology::NodeObservation;
 use linkwise_host::hwloc;
@@ -62,7 +62,7 @@ async fn program(args: &LabelsArgs, publisher: Option<&Publisher>) -> Result<()>
     if settings.gfd_oneshot.value {
         return tokio::select! {
             written = once(args, &settings, publisher) => written,
-            signal = last_signals.come() => Err(anyhow!("{signal} before the labels were written")),
+            signal = last_signals.recv() => Err(anyhow!("{signal} before the labels were written")),
         };
     }
     // The file may have changed since it was loaded; changes from now on are followed.
@@ -74,7 +74,7 @@ async fn program(args: &LabelsArgs, publisher: Option<&Publisher>) -> Result<()>
         let next = loop {
             let (reason, text) = tokio::select! {
                 ended = life.ended() => return Err(ended),
-                _ = last_signals.come() => break None,
+                _ = last_signals.recv() => break None,
                 text = file.changed() => ("the file changed", text),
                 _ = hangup.recv() => ("SIGHUP", file.read().await),
             };
@@ -212,7 +212,7 @@ async fn once(args: &LabelsArgs, settings: &Settings, publisher: Option<&Publish
     let host = spawn_blocking(move || host(&machine_type_file, &sysfs)).await?;
     let of_labels = settings_of(settings, args.node_name.as_deref());
     let (labels, problems) = labels_of(&observed, settings, &host, &of_labels);
-    report(&mut Once::new(), problems);
+    report(&mut Reported::new(), problems);
     if let Some(publisher) = publisher.filter(|_| settings.use_node_feature_api.value) {
         // The channel is closed: the publisher ends when these labels are published.
         let (_, labels) = watch::channel(Some(Arc::new(labels)));

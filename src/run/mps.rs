@@ -27,7 +27,7 @@ use crate::config::settings::load_text;
 use crate::config::{Environment, INIT_FLAG, MpsCommand, MpsControlDaemonArgs, command_line};
 use daemons::Daemons;
 use linkwise_core::errors::chain;
-use linkwise_core::once::Once;
+use linkwise_core::reported::Reported;
 use linkwise_core::state::ResourceName;
 use linkwise_host::mps::{Layout, Limits, Orders, Pace, Programs, Settings, Shm, mount_shm, prepare_orders};
 use linkwise_nvml::supervisor::{DriverMetrics, Release};
@@ -101,7 +101,7 @@ async fn serve(args: &MpsControlDaemonArgs) -> Result<()> {
             _ = hangup.recv() => if !demand.follow(&layout).await { continue },
             ended = daemons.next() => if let Err(error) = ended { break Err(error) },
             () = &mut followed => {}
-            signal = last_signals.come() => { tracing::info!(signal, "ending"); break Ok(()) }
+            signal = last_signals.recv() => { tracing::info!(signal, "ending"); break Ok(()) }
         }
         if *released.borrow_and_update() {
             daemons.release();
@@ -118,9 +118,9 @@ async fn serve(args: &MpsControlDaemonArgs) -> Result<()> {
 struct Demand {
     /// `None` before they were read.
     orders: Option<Orders>,
-    refused: Once<String>,
-    unreadable: Once<String>,
-    idle: Once<()>,
+    refused: Reported<String>,
+    unreadable: Reported<String>,
+    idle: Reported<()>,
 }
 
 impl Demand {

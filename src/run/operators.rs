@@ -9,7 +9,7 @@ use anyhow::Result;
 use futures_util::FutureExt;
 
 use linkwise_core::errors::chain;
-use linkwise_core::once::Once;
+use linkwise_core::reported::Reported;
 use linkwise_node::admin::{Admin, Answers, Hosts, Local, LocalError, Orders, health};
 use linkwise_node::metrics::Metrics;
 use linkwise_system::signals::LastSignals;
@@ -29,7 +29,7 @@ pub(super) fn bind_admin(path: &Path) -> Result<Option<Local>, LocalError> {
 /// Serves operators, as soon as no other process does at this path. A path that cannot be bound now ends no node: it is
 /// tried again.
 pub(super) async fn serve_operators(path: PathBuf, mut bound: Option<Local>, orders: Orders) -> Result<()> {
-    let mut failure = Once::new();
+    let mut failure = Reported::new();
     if bound.is_none() {
         tracing::warn!(path = %path.display(), "admin socket taken by another process, trying again");
     }
@@ -79,7 +79,7 @@ pub(super) async fn answer_probes(
     tokio::select! {
         () = probes => {}
         () = health => {}
-        _ = last_signals.come() => {}
+        _ = last_signals.recv() => {}
     }
     tracing::info!("ending, long after another linkwise has taken over");
 }

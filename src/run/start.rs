@@ -113,7 +113,7 @@ async fn follow_signals(
 ) -> Result<()> {
     let signal = loop {
         tokio::select! {
-            signal = last.come() => break signal,
+            signal = last.recv() => break signal,
             // An order that the node's other processes do not learn of is logged.
             _ = release_order.recv() => drop(release.wish(true).await),
             _ = resume_order.recv() => drop(release.wish(false).await),

@@ -6,7 +6,7 @@ use std::sync::LazyLock;
 use std::time::Duration;
 
 use linkwise_core::claims::{
-    AllocatedConfig, AllocatedDevice, Claim, ClaimError, ClaimName, DeviceRefusal, Node, OpaqueConfig, Prepared,
+    AllocatedConfig, AllocatedDevice, Claim, ClaimError, ClaimName, DeviceRefusal, OpaqueConfig, PlanInputs, Prepared,
     PreparedDevice, devices, plan,
 };
 use linkwise_core::publish::RdmaNodes;
@@ -84,7 +84,7 @@ fn planned(claim: &Claim, asked: &ClaimName, others: &[(ClaimName, Prepared)]) -
         is_of_another_boot: false,
     };
     let state = STATE.clone().apply(Event::Prepared(others.iter().map(entry).collect()), Duration::ZERO).0;
-    let node = Node {
+    let node = PlanInputs {
         pool: POOL,
         state: &state,
         injection: &injection,

@@ -20,8 +20,8 @@ use crate::server::AccessError;
 use crate::server::Pace;
 use linkwise_core::backoff::Backoff;
 use linkwise_core::errors::chain;
-use linkwise_core::once::Once;
 use linkwise_core::quote::{one_line, quoted};
+use linkwise_core::reported::Reported;
 
 /// The reason why a request to the API server failed. The server's text is shortened and put on one line.
 #[derive(Debug, Error)]
@@ -188,14 +188,14 @@ pub(crate) struct Attempts {
     /// The request's name in the log.
     request: &'static str,
     backoff: Backoff,
-    standing: Once<&'static str>,
+    standing: Reported<&'static str>,
     failures: u64,
 }
 
 impl Attempts {
     /// No attempt was made yet.
     pub fn of(request: &'static str, pace: &Pace) -> Self {
-        Self { request, backoff: Backoff::new(pace.first, pace.longest), standing: Once::new(), failures: 0 }
+        Self { request, backoff: Backoff::new(pace.first, pace.longest), standing: Reported::new(), failures: 0 }
     }
 
     /// Records a failure and returns the pause. Logs an error of a class that has not been logged since the last

@@ -1,7 +1,7 @@
 //! linkwise's pure core, in layers: [`topology`] (the graph of a node), [`allocation`] (the best GPUs for a request),
 //! [`state`] (the node's state machine), [`publish`] (labels, slices and injections made from a snapshot), [`claims`]
 //! (DRA claims and what they are prepared with). Each layer uses the layers before it and none after it. [`benchmark`]
-//! (measured bandwidth beside the model) uses the first two. [`backoff`], [`errors`], [`names`], [`once`], [`quantity`],
+//! (measured bandwidth beside the model) uses the first two. [`backoff`], [`errors`], [`names`], [`reported`], [`quantity`],
 //! [`quote`] and [`mod@words`] are small mechanisms, most of which the adapters use too.
 //!
 //! Everything here is a function of its arguments. Without `std` there are no files, sockets, threads, environment
@@ -21,11 +21,11 @@ pub mod benchmark;
 pub mod claims;
 pub mod errors;
 pub mod names;
-pub mod once;
 mod prelude;
 pub mod publish;
 pub mod quantity;
 pub mod quote;
+pub mod reported;
 pub mod state;
 pub mod topology;
 pub mod words;

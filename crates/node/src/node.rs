@@ -29,8 +29,8 @@ use super::views::Views;
 use crate::admin::{Admin, Answers, Hosts, PORT_PAUSES};
 use crate::metrics::Metrics;
 use linkwise_core::allocation::AllocationReport;
-use linkwise_core::once::Once;
 use linkwise_core::publish::view::ChoiceView;
+use linkwise_core::reported::Reported;
 use linkwise_core::state::{Effect, Event, HealthRecord, Holdings, NodeState, NumaHints, ResourceName};
 use linkwise_core::topology::{GpuUuid, NodeObservation};
 use linkwise_kubelet::device_plugin::pod_resources::{self, Holders};
@@ -103,9 +103,9 @@ pub struct Node {
     plugins: BTreeMap<ResourceName, CancellationToken>,
     holders: watch::Sender<Holders>,
     follows_holders: bool,
-    checkpoint_trouble: Once<String>,
+    checkpoint_trouble: Reported<String>,
     /// The holders through the other door that were logged.
-    held_reported: Once<String>,
+    held_reported: Reported<String>,
     /// Set while the state waits for an answer about holders.
     asks_often: watch::Sender<bool>,
     begun_anew: Arc<Notify>,
@@ -209,8 +209,8 @@ impl Node {
             plugins: BTreeMap::new(),
             holders: watch::Sender::default(),
             follows_holders: false,
-            checkpoint_trouble: Once::new(),
-            held_reported: Once::new(),
+            checkpoint_trouble: Reported::new(),
+            held_reported: Reported::new(),
             asks_often: watch::Sender::default(),
             begun_anew: Arc::default(),
             readiness,

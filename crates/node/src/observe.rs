@@ -7,7 +7,7 @@ use prometheus_client::metrics::family::Family;
 use prometheus_client::registry::Registry;
 
 use crate::readiness::{Part, Readiness};
-use linkwise_core::once::Once;
+use linkwise_core::reported::Reported;
 use linkwise_core::state::{Door, Health, NodeState, UnhealthyReason};
 use linkwise_core::topology::{GpuUuid, MigUuid};
 use linkwise_core::words::few;
@@ -38,7 +38,7 @@ pub fn some<T: ToString>(ids: &[T]) -> String {
 }
 
 /// Shows the GPUs that are held through the other door than the node's, and logs each holder once.
-pub fn held(state: &NodeState, readiness: &Readiness, reported: &mut Once<String>) {
+pub fn held(state: &NodeState, readiness: &Readiness, reported: &mut Reported<String>) {
     let held = state.held_through_other_door();
     if held.is_empty() {
         readiness.remove(&Part::Held);

@@ -28,7 +28,7 @@ impl LastSignals {
     }
 
     /// Waits for one; returns its name. Cancel-safe.
-    pub async fn come(&mut self) -> &'static str {
+    pub async fn recv(&mut self) -> &'static str {
         tokio::select! {
             _ = self.terminate.recv() => "SIGTERM",
             _ = self.interrupt.recv() => "SIGINT",
@@ -38,6 +38,6 @@ impl LastSignals {
 
     /// Returns true if one has come.
     pub fn have_come(&mut self) -> bool {
-        self.come().now_or_never().is_some()
+        self.recv().now_or_never().is_some()
     }
 }

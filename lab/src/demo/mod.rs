@@ -154,6 +154,6 @@ pub fn numa_nodes(host: &HostObservation) -> Vec<i64> {
 /// Keeps serving until interrupted.
 async fn hold(address: std::net::SocketAddr, out: Print<'_>) -> Result<()> {
     out(&format!("\nServing until interrupted (Ctrl-C): http://{address}/ (the page), /metrics /livez /readyz\n"))?;
-    LastSignals::listen()?.come().await;
+    LastSignals::listen()?.recv().await;
     Ok(())
 }

@@ -27,7 +27,7 @@ use tokio::task::JoinSet;
 use crate::config::{ConfigManagerArgs, ConfigManagerSettings};
 use choose::choose;
 use linkwise_cluster::{ApiMetrics, ApiServer, NodeLabels, Pace, follow_node};
-use linkwise_core::once::Once;
+use linkwise_core::reported::Reported;
 use linkwise_node::admin::{Admin, Answers, Hosts};
 use linkwise_system::inotify::FolderWatch;
 use linkwise_system::lock;
@@ -88,11 +88,11 @@ async fn serve(args: &ConfigManagerArgs) -> Result<()> {
         tasks.spawn(admin.serve(answers));
     }
     let folder = FolderWatch::of(&settings.source);
-    let manager = Manager { settings, metrics, problem, problems: Once::new(), selected: None };
+    let manager = Manager { settings, metrics, problem, problems: Reported::new(), selected: None };
     let result = tokio::select! {
         result = manager.work(labels, folder) => result,
         ended = tasks.join_next() => Err(anyhow::anyhow!("a task of config-manager ended: {ended:?}")),
-        signal = last_signals.come() => {
+        signal = last_signals.recv() => {
             tracing::info!(signal, "ending");
             Ok(())
         }
@@ -118,7 +118,7 @@ struct Manager {
     metrics: Metrics,
     /// The reason why it is not ready; `None` when it is.
     problem: Arc<Mutex<Option<String>>>,
-    problems: Once<String>,
+    problems: Reported<String>,
     /// The configuration that was logged last.
     selected: Option<Option<String>>,
 }

@@ -26,7 +26,7 @@ impl World {
             evict_from_lost: false,
             dynamic_mig: false,
             layouts: LayoutCache::default(),
-            reported: Once::new(),
+            reported: Reported::new(),
             last: None,
         };
         let mut world = Self { state: NodeState::default(), maker };

@@ -12,7 +12,7 @@ use tokio::sync::{mpsc, watch};
 use tokio::task::spawn_blocking;
 
 use linkwise_core::claims::MpsOrder;
-use linkwise_core::once::Once;
+use linkwise_core::reported::Reported;
 use linkwise_core::state::{Event, MpsShare, NodeState, ResourceName};
 use linkwise_host::mps::{Layout, Limits, NotReady, Orders, exclusive_gpus, keeps_own_shm, readiness, shm_of_ready};
 use linkwise_kubelet::dra::{MpsLink, MpsOrders, MpsServed};
@@ -70,7 +70,7 @@ struct Look {
 impl Plugin {
     /// Writes orders and reports what serves, as long as snapshots come.
     async fn run(mut self) -> Result<()> {
-        let (mut troubles, mut resources, mut claims) = (Once::new(), Once::new(), Once::new());
+        let (mut troubles, mut resources, mut claims) = (Reported::new(), Reported::new(), Reported::new());
         let (mut ready, mut last) = (BTreeMap::new(), Turns::default());
         loop {
             let snapshot = Arc::clone(&self.snapshots.borrow_and_update());

@@ -7,7 +7,7 @@ use crate::prelude::*;
 use alloc::collections::BTreeMap;
 
 use super::error::{ClaimError, DeviceRefusal};
-use super::plan::Node;
+use super::plan::PlanInputs;
 use crate::publish::injection::{ChosenDevice, Granted, Injection, InjectionOptions};
 use crate::publish::{MpsClient, MpsShm};
 use crate::state::{ClientLimits, Prepared};
@@ -36,7 +36,7 @@ pub struct NodeDevice {
 /// # Errors
 ///
 /// A device is not in the snapshot, or containers could not get it.
-pub fn containers(prepared: &Prepared, node: Node<'_>) -> Result<BTreeMap<String, RequestEdits>, ClaimError> {
+pub fn containers(prepared: &Prepared, node: PlanInputs<'_>) -> Result<BTreeMap<String, RequestEdits>, ClaimError> {
     let topology = node.state.topology();
     let mut chosen: BTreeMap<&str, Vec<ChosenDevice<'_>>> = BTreeMap::new();
     for device in &prepared.devices {

@@ -7,7 +7,7 @@ use thiserror::Error;
 
 use super::claim::AllocatedDevice;
 use super::error::{ClaimError, DeviceRefusal};
-use super::plan::Node;
+use super::plan::PlanInputs;
 use crate::publish::injection::ChosenDevice;
 use crate::topology::{GpuUuid, MigDevice, MigSlot, MigUuid, possible_mig};
 
@@ -53,7 +53,7 @@ pub struct MigOrderError {
 /// that no claim in the ledger had made is an administrator's.
 pub(super) fn on_demand<'a>(
     result: &AllocatedDevice,
-    node: Node<'a>,
+    node: PlanInputs<'a>,
 ) -> Result<Option<(ChosenDevice<'a>, MigSlot)>, ClaimError> {
     let topology = node.state.topology();
     let Some(possible) = possible_mig(topology).into_iter().find(|possible| possible.name == result.device) else {

@@ -25,5 +25,5 @@ pub use containers::{NodeDevice, RequestEdits, containers};
 pub use error::{ClaimError, DeviceRefusal};
 pub use mig::{MigOrder, MigOrderError, MigTask};
 pub use mps::MpsRefusal;
-pub use plan::{Node, devices, plan};
+pub use plan::{PlanInputs, devices, plan};
 pub use share::ShareError;

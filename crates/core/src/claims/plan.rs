@@ -29,7 +29,7 @@ const MAX_LABEL: usize = 63;
 
 /// The facts that a plan is made from, apart from the claim.
 #[derive(Clone, Copy, Debug)]
-pub struct Node<'a> {
+pub struct PlanInputs<'a> {
     /// The pool's name.
     pub pool: &'a str,
     /// The snapshot.
@@ -56,7 +56,7 @@ pub struct Node<'a> {
 /// # Errors
 ///
 /// The first thing that is wrong. Nothing is prepared then.
-pub fn plan(claim: &Claim, asked: &ClaimName, node: Node<'_>) -> Result<Prepared, ClaimError> {
+pub fn plan(claim: &Claim, asked: &ClaimName, node: PlanInputs<'_>) -> Result<Prepared, ClaimError> {
     let (name, found) = (asked.to_string(), claim.metadata.to_string());
     if found != name {
         return Err(ClaimError::OtherClaim { asked: name, found });
@@ -151,7 +151,7 @@ pub fn plan(claim: &Claim, asked: &ClaimName, node: Node<'_>) -> Result<Prepared
 fn hardware<'a>(
     result: &AllocatedDevice,
     asked: &ClaimName,
-    node: Node<'a>,
+    node: PlanInputs<'a>,
 ) -> Result<(ChosenDevice<'a>, Option<MigSlot>), ClaimError> {
     if let Some((hardware, slot)) = on_demand(result, node)? {
         usable(result, hardware.gpu, asked, node)?;
@@ -180,14 +180,14 @@ pub fn devices(topology: &NodeTopology) -> Vec<(String, ChosenDevice<'_>)> {
     names.filter_map(|(hardware, name)| Some((name, chosen(hardware)?))).collect()
 }
 
-fn of_this_pool(result: &AllocatedDevice, node: Node<'_>) -> Result<(), ClaimError> {
+fn of_this_pool(result: &AllocatedDevice, node: PlanInputs<'_>) -> Result<(), ClaimError> {
     let (device, pool, ours) = (result.device.clone(), result.pool.clone(), node.pool.to_owned());
     if pool == ours { Ok(()) } else { Err(ClaimError::OtherPool { device, pool, ours }) }
 }
 
 /// Checks that containers can have a GPU of an allocated device, or a part of it. A claim whose checkpoint has the GPU
 /// keeps it, though the node's door is the device plugin by now.
-fn usable(result: &AllocatedDevice, gpu: &Gpu, asked: &ClaimName, node: Node<'_>) -> Result<(), ClaimError> {
+fn usable(result: &AllocatedDevice, gpu: &Gpu, asked: &ClaimName, node: PlanInputs<'_>) -> Result<(), ClaimError> {
     of_this_pool(result, node)?;
     let refused = |why| Err(ClaimError::of_device(&result.device, &gpu.uuid, why));
     let (door, ledger) = (node.state.door(&gpu.uuid), node.state.ledger());

@@ -18,7 +18,7 @@ use super::{
     RecoveryAction, Shortfall, Timestamp, UnhealthyReason, XidClass, XidPolicy, XidSet,
 };
 use crate::allocation::AllocationTables;
-use crate::once::Once;
+use crate::reported::Reported;
 use crate::topology::{
     CudaVersion, GpuUuid, HostObservation, MigUuid, NodeObservation, NodeTopology, NvLinkRemote, PciAddress,
     PciObservation, TopologyWarning,
@@ -48,7 +48,7 @@ pub struct Hardware {
     addresses: BTreeMap<GpuUuid, PciAddress>,
     /// The health that was last reported, by GPU and MIG device.
     reported: BTreeMap<(GpuUuid, Option<MigUuid>), Health>,
-    unknown_actions: Once<(GpuUuid, RecoveryAction)>,
+    unknown_actions: Reported<(GpuUuid, RecoveryAction)>,
     /// The XIDs that changed nothing, with the time of their last line in the log.
     ignored_xids: BTreeMap<(GpuUuid, u64), Timestamp>,
     /// The standing reasons that do not count, by their labels.

@@ -9,7 +9,7 @@ use super::{Phase, Sources};
 use crate::readiness::Part;
 use crate::registration::{Journal, Life};
 use linkwise_core::allocation::{AllocationReport, DeviceId, FallbackReason};
-use linkwise_core::once::Once;
+use linkwise_core::reported::Reported;
 use linkwise_core::state::{Event, ResourceName};
 use linkwise_system::lock;
 
@@ -19,7 +19,7 @@ pub(super) struct Told {
     journal: Journal,
     sources: Sources,
     /// The fallbacks that were logged.
-    fallbacks: Mutex<Once<FallbackReason>>,
+    fallbacks: Mutex<Reported<FallbackReason>>,
 }
 
 impl Told {

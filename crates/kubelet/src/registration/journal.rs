@@ -5,7 +5,7 @@ use std::sync::Mutex;
 use super::executor::Life;
 use super::machine::LifePhase;
 use crate::readiness::{Part, Readiness};
-use linkwise_core::once::Once;
+use linkwise_core::reported::Reported;
 use linkwise_system::grpc::{Refusal, Rpc};
 use linkwise_system::lock;
 use linkwise_system::uds::Peer;
@@ -18,7 +18,7 @@ pub struct Journal {
     plugin: Part,
     readiness: Readiness,
     /// The troubles since the plugin last served, and the users that were refused.
-    told: Mutex<(Once<String>, Once<u32>)>,
+    told: Mutex<(Reported<String>, Reported<u32>)>,
 }
 
 impl Journal {
@@ -27,7 +27,7 @@ impl Journal {
         Self {
             plugin,
             readiness,
-            told: Mutex::new((Once::with_bound(MAX_REMEMBERED), Once::with_bound(MAX_REMEMBERED))),
+            told: Mutex::new((Reported::with_bound(MAX_REMEMBERED), Reported::with_bound(MAX_REMEMBERED))),
         }
     }
 

@@ -8,7 +8,7 @@ use std::fmt::Debug;
 use std::time::Duration;
 
 use linkwise_core::backoff::Backoff;
-use linkwise_core::once::Once;
+use linkwise_core::reported::Reported;
 
 /// A session that lasted this long had settled: the attempt after it comes at once.
 pub const SETTLED: Duration = Duration::from_secs(10);
@@ -168,7 +168,7 @@ pub struct Attempts<H: Handshake> {
     bound: Option<Duration>,
     leaving: bool,
     /// The causes of waiting that were reported.
-    waits: Once<String>,
+    waits: Reported<String>,
     /// The actions of the present step, in order.
     actions: Vec<ActionOf<H>>,
 }
@@ -189,7 +189,7 @@ impl<H: Handshake> Attempts<H> {
             random: seed,
             bound: None,
             leaving: false,
-            waits: Once::new(),
+            waits: Reported::new(),
             actions: Vec::new(),
         }
     }

@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use linkwise_core::allocation::DeviceId;
 use linkwise_core::claims::{
-    AllocatedDevice, Allocation, Claim, ClaimError, ClaimName, ClaimStatus, DeviceAllocation, DeviceRefusal, Node,
-    Prepared, plan,
+    AllocatedDevice, Allocation, Claim, ClaimError, ClaimName, ClaimStatus, DeviceAllocation, DeviceRefusal,
+    PlanInputs, Prepared, plan,
 };
 use linkwise_core::publish::injection::{CdiOptions, ChosenDevice, HostDevices, InjectionOptions};
 use linkwise_core::state::{
@@ -218,7 +218,7 @@ impl Agent {
         let cdi = Some(CdiOptions { kind: "nvidia.com/gpu".to_owned(), annotation_prefix: None, cri: true });
         let injection = InjectionOptions { cdi, ..InjectionOptions::default() };
         loop {
-            let node = Node {
+            let node = PlanInputs {
                 pool: POOL,
                 state: &self.state,
                 injection: &injection,

@@ -17,7 +17,7 @@ use super::{Idle, NOT_SEEN, Others, Settings};
 use crate::protocol::{FromAgent, Place};
 use crate::scan::{CallFailure, NodeScan, known};
 use linkwise_core::backoff::Backoff;
-use linkwise_core::once::Once;
+use linkwise_core::reported::Reported;
 use linkwise_core::state::{Event, MigInstance};
 use linkwise_core::topology::{GpuUuid, PciAddress};
 use linkwise_core::words::few;
@@ -147,11 +147,11 @@ pub(super) struct DriverMachine {
     lists_none: Option<(Duration, String)>,
     /// An agent has listed GPUs, of this process or of the one before it.
     has_listed: bool,
-    library: Once<String>,
+    library: Reported<String>,
     /// The reason why NVML is unavailable, as last logged.
-    unavailable: Once<String>,
-    held_by_others: Once<(PciAddress, String)>,
-    stuck: Once<()>,
+    unavailable: Reported<String>,
+    held_by_others: Reported<(PciAddress, String)>,
+    stuck: Reported<()>,
     actions: Vec<Action>,
 }
 

@@ -90,7 +90,8 @@ fn planned_on(
     // None keep those that the state has.
     let entered = (!others.is_empty()).then(|| Event::Prepared(others.iter().map(entry).collect()));
     let state = &entered.into_iter().fold(state.clone(), |state, event| state.apply(event, Duration::ZERO).0);
-    let node = Node { pool: "pool", state, injection: &options, host, makes_mig: false, common_shm: &BTreeSet::new() };
+    let node =
+        PlanInputs { pool: "pool", state, injection: &options, host, makes_mig: false, common_shm: &BTreeSet::new() };
     plan(claim, &name(uid), node).map_err(|error| error.to_string())
 }
 
@@ -103,7 +104,7 @@ fn contents(state: &NodeState, host: &HostDevices, prepared: &Prepared) -> BTree
     let options = options();
     containers(
         prepared,
-        Node { pool: "pool", state, injection: &options, host, makes_mig: false, common_shm: &BTreeSet::new() },
+        PlanInputs { pool: "pool", state, injection: &options, host, makes_mig: false, common_shm: &BTreeSet::new() },
     )
     .unwrap()
 }

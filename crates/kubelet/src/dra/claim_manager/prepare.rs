@@ -15,7 +15,7 @@ use super::undo::UnprepareError;
 use super::{ClaimManager, Turn};
 use crate::dra::Settings;
 use crate::dra::checkpoint::{Checkpoint, is_uid};
-use linkwise_core::claims::{Claim, ClaimError, ClaimName, Node, Prepared, PreparedDevice, ReadClaimError, plan};
+use linkwise_core::claims::{Claim, ClaimError, ClaimName, PlanInputs, Prepared, PreparedDevice, ReadClaimError, plan};
 use linkwise_core::errors::chain;
 use linkwise_core::publish::injection::HostDevices;
 use linkwise_core::quote::quoted;
@@ -288,7 +288,7 @@ pub(super) fn facts<'a>(
     state: &'a NodeState,
     host: &'a HostDevices,
     common_shm: &'a BTreeSet<ResourceName>,
-) -> Node<'a> {
+) -> PlanInputs<'a> {
     let Settings { pool, injection, makes_mig, .. } = settings;
-    Node { pool, state, injection, host, makes_mig: *makes_mig, common_shm }
+    PlanInputs { pool, state, injection, host, makes_mig: *makes_mig, common_shm }
 }

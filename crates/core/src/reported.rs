@@ -1,4 +1,4 @@
-//! [`Once`]: reports a fact when it begins, and not again while it lasts.
+//! [`Reported`]: reports a fact when it begins, and not again while it lasts.
 //!
 //! Used where a log line would otherwise repeat at every poll. The bound limits its memory where the keys come from
 //! outside.
@@ -7,12 +7,12 @@ use alloc::collections::BTreeMap;
 
 /// The facts that were reported and still last, each with its number of repetitions.
 #[derive(Clone, Debug)]
-pub struct Once<K> {
+pub struct Reported<K> {
     standing: BTreeMap<K, u64>,
     most: usize,
 }
 
-impl<K: Ord> Once<K> {
+impl<K: Ord> Reported<K> {
     /// The usual bound of [`Self::new`].
     const MAX_KEYS: usize = 1024;
 
@@ -65,7 +65,7 @@ impl<K: Ord> Once<K> {
     }
 }
 
-impl<K: Ord> Default for Once<K> {
+impl<K: Ord> Default for Reported<K> {
     fn default() -> Self {
         Self::new()
     }
@@ -77,7 +77,7 @@ mod tests {
 
     #[test]
     fn a_fact_is_news_once_until_it_is_over() {
-        let mut once = Once::with_bound(2);
+        let mut once = Reported::with_bound(2);
         assert!(once.is_news("a") && !once.is_news("a") && !once.is_news("a"));
         assert!(once.is_news("b"));
         assert!(!once.is_news("c"), "beyond the bound");
@@ -89,7 +89,7 @@ mod tests {
 
     #[test]
     fn replaced_facts_report_what_is_new() {
-        let mut once = Once::new();
+        let mut once = Reported::new();
         assert_eq!(once.replace(["b", "a"]), ["a", "b"]);
         assert_eq!(once.replace(["b", "c"]), ["c"]);
         assert_eq!(once.replace(["a"]), ["a"]);
