@@ -10,7 +10,7 @@ use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
-use linkwise_api_server_box::{ApiServerBox, Key, ResourceType};
+use linkwise_api_server_box::{ApiServerBox, ResourceType};
 use linkwise_kubelet_box::dra::{ClaimRef, DraKubelet, DraOptions, PodClaims};
 use linkwise_kubelet_box::{KubeletBox, Options};
 use serde_json::{Value, json};

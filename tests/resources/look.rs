@@ -36,6 +36,7 @@ impl Driver {
             scan(&self.command).await.unwrap().node(HostObservation::default(), Vec::new());
         for gpu in &mut gpus {
             gpu.common_ancestors.clear();
+            gpu.pcie_width_now = None;
         }
         (without_capabilities(gpus), failures)
     }
