@@ -126,7 +126,7 @@ fn files(folder: &Path, found: &mut Vec<PathBuf>) {
 }
 
 /// Every source file of the workspace but tests/: its path in the repository, and its text.
-fn sources() -> Vec<(String, String)> {
+pub fn sources() -> Vec<(String, String)> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let mut found = Vec::new();
     ["src", "crates", "lab"].iter().for_each(|folder| files(&root.join(folder), &mut found));

@@ -29,6 +29,7 @@ mod labels;
 #[allow(dead_code, reason = "each module needs a part")]
 mod large_node;
 mod manifests;
+mod messages;
 mod monitoring;
 mod mps;
 mod nccl;
