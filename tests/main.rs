@@ -17,6 +17,7 @@ mod chart;
 mod cli;
 mod cluster;
 mod commands;
+mod commits;
 mod dra;
 mod dra_door;
 mod dra_model;
